@@ -3,7 +3,7 @@
 //
 // model: hidden 128, ffn 320, vocab 512, heads 4, kv_heads 2, head_dim 64, layers 3
 // machine: h200, 132 blocks of 512 threads: 8 consumer warps
-// plan: consumer_warps 8, stage_bytes 16384, stages 11, in_flight 3, in_flight_waiting 2, adding_warps 4, sync barrier, page_size 16, max_context 512, batch 8, tokens 8, down_slices 1, max_steps 64, kv_align 16, kv_chunk_min 256, kv_chunk 0, kv_item_cost 128, kv_dtype bf16, start_qkv 124, start_residual 0, start_gate_up 124, start_head 124, trace False
+// plan: consumer_warps 8, stage_bytes 16384, stages 11, in_flight 3, in_flight_waiting 2, adding_warps 4, sync flags, page_size 16, max_context 512, batch 8, tokens 8, down_slices 2, max_steps 64, kv_align 16, kv_chunk_min 256, kv_chunk 0, kv_item_cost 128, kv_dtype bf16, start_qkv 124, start_residual 0, start_gate_up 124, start_head 124, trace False
 // weights read a step: 1458176 bytes, in 442368 a layer
 // shared memory:
 //     offset    bytes  region
@@ -22,20 +22,19 @@
 //     198912     4096  newest  (over scratch)
 //     185600    10240  reductions  (over scratch)
 //     216960       40  reduction_barriers
-//     217008       64  vector_barriers
-//     217072      512  residual
-//     217584      256  partial_sums
-//     217840       32  scales
-//     217872     2048  rope
-//     219920      512  statistics
-//     220432      592  records
-//     221024       64  warp_candidates
-//     221088      288  columns
-//     221376       32  chosen
-//     221408       16  step_done
-//     221424       36  next_token
-//              221460  total
-//              232448  a block has, 10988 free
+//     217008      512  residual
+//     217520      256  partial_sums
+//     217776       32  scales
+//     217808     2048  rope
+//     219856      512  statistics
+//     220368      592  records
+//     220960       64  warp_candidates
+//     221024      288  columns
+//     221312       32  chosen
+//     221344       16  step_done
+//     221360       36  next_token
+//              221396  total
+//              232448  a block has, 11052 free
 
 #ifdef CHEETAH_EMULATOR
 #include "cheetah_emulator.h"
@@ -169,42 +168,129 @@ __device__ __forceinline__ void bulk_copy(void* destination, const void* source,
     : "memory");
 }
 
-__device__ __forceinline__ void bulk_copy_shared(void* destination, const void* source, uint32_t bytes, uint64_t* barrier) {
-  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
-    :: "r"(shared_address(destination)), "l"(source), "r"(bytes), "r"(shared_address(barrier)) : "memory");
-}
-
 __device__ __forceinline__ void fence_proxy_async() {
   asm volatile("fence.proxy.async;" ::: "memory");
-}
-
-__device__ __forceinline__ void fence_proxy_async_global() {
-  asm volatile("fence.proxy.async.global;" ::: "memory");
-}
-
-__device__ __forceinline__ void fence_proxy_async_shared() {
-  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
 
 __device__ __forceinline__ void prefetch_l2(const void* place) {
   asm volatile("prefetch.global.L2 [%0];" :: "l"(place) : "memory");
 }
 
-__device__ __forceinline__ void add_release_u64(uint64_t* place, uint64_t value) {
-  asm volatile("red.release.gpu.global.add.u64 [%0], %1;" :: "l"(place), "l"(value) : "memory");
+__device__ __forceinline__ void publish_flagged(uint64_t* place, uint32_t data, uint32_t epoch) {
+  uint64_t word = (uint64_t)epoch << 32 | data;
+  asm volatile("st.relaxed.gpu.global.u64 [%0], %1;" :: "l"(place), "l"(word) : "memory");
 }
 
-__device__ __forceinline__ uint64_t fetch_add_release_u64(uint64_t* place, uint64_t value) {
-  uint64_t before;
-  asm volatile("atom.release.gpu.global.add.u64 %0, [%1], %2;" : "=l"(before) : "l"(place), "l"(value) : "memory");
-  return before;
+__device__ __forceinline__ void publish_flagged_release(uint64_t* place, uint32_t data, uint32_t epoch) {
+  uint64_t word = (uint64_t)epoch << 32 | data;
+  asm volatile("st.release.gpu.global.u64 [%0], %1;" :: "l"(place), "l"(word) : "memory");
 }
 
-__device__ __forceinline__ void wait_at_least_u64(const uint64_t* place, uint64_t value) {
-  uint64_t seen;
+__device__ __forceinline__ uint4 wait_flagged4(const uint64_t* words, uint32_t epoch) {
+  uint64_t a, b, c, d;
   do {
-    asm volatile("ld.acquire.gpu.global.u64 %0, [%1];" : "=l"(seen) : "l"(place) : "memory");
-  } while (seen < value);
+    asm volatile("ld.relaxed.gpu.global.v2.u64 {%0, %1}, [%2];" : "=l"(a), "=l"(b) : "l"(words) : "memory");
+    asm volatile("ld.relaxed.gpu.global.v2.u64 {%0, %1}, [%2];" : "=l"(c), "=l"(d) : "l"(words + 2) : "memory");
+  } while ((uint32_t)(a >> 32) != epoch || (uint32_t)(b >> 32) != epoch ||
+           (uint32_t)(c >> 32) != epoch || (uint32_t)(d >> 32) != epoch);
+  return make_uint4((uint32_t)a, (uint32_t)b, (uint32_t)c, (uint32_t)d);
+}
+
+__device__ __forceinline__ void wait_flagged_places(uint4 (&data)[8], const uint64_t* words, uint32_t (&offsets)[8], uint32_t count, uint32_t epoch) {
+  uint64_t word[8][4];
+  bool missing;
+  do {
+    missing = false;
+    #pragma unroll
+    for (uint32_t i = 0; i < 8; ++i) {
+      if (i < count) {
+        const uint64_t* place = words + offsets[i];
+        asm volatile("ld.relaxed.gpu.global.v2.u64 {%0, %1}, [%2];"
+          : "=l"(word[i][0]), "=l"(word[i][1]) : "l"(place) : "memory");
+        asm volatile("ld.relaxed.gpu.global.v2.u64 {%0, %1}, [%2];"
+          : "=l"(word[i][2]), "=l"(word[i][3]) : "l"(place + 2) : "memory");
+      }
+    }
+    #pragma unroll
+    for (uint32_t i = 0; i < 8; ++i) {
+      if (i < count) {
+        #pragma unroll
+        for (uint32_t j = 0; j < 4; ++j) missing |= (uint32_t)(word[i][j] >> 32) != epoch;
+        data[i] = make_uint4((uint32_t)word[i][0], (uint32_t)word[i][1], (uint32_t)word[i][2], (uint32_t)word[i][3]);
+      }
+    }
+  } while (missing);
+}
+
+__device__ __forceinline__ void publish_tagged(uint32_t* place, uint32_t data, uint32_t exponent, uint32_t epoch) {
+  const uint32_t number = epoch % 3 + 1, tag = (number & 1) << 14 | (number & 2) << 29;
+
+      const uint32_t factor = (127 - exponent << 7) * 0x00010001;
+      uint32_t word;
+      asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(word) : "r"(data), "r"(factor));
+      uint32_t too_large = (word >> 14 & 0x00010001) * 0xFFFF;
+      word = word & ~too_large | too_large & 0x3FFF3FFF | tag;
+      asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" :: "l"(place), "r"(word) : "memory");
+}
+
+__device__ __forceinline__ uint4 wait_tagged4(const uint32_t* words, uint32_t exponent, uint32_t epoch) {
+  const uint32_t number = epoch % 3 + 1, tag = (number & 1) << 14 | (number & 2) << 29;
+
+      const uint32_t factor = (127 + exponent << 7) * 0x00010001;
+      uint32_t word[4];
+      do {
+        asm volatile("ld.relaxed.gpu.global.v4.u32 {%0, %1, %2, %3}, [%4];"
+          : "=r"(word[0]), "=r"(word[1]), "=r"(word[2]), "=r"(word[3]) : "l"(words) : "memory");
+        for (uint32_t j = 0; j < 4; ++j) word[j] ^= tag;
+      } while ((word[0] | word[1] | word[2] | word[3]) & 0x40004000);
+      for (uint32_t j = 0; j < 4; ++j)
+        asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(word[j]) : "r"(word[j]), "r"(factor));
+      return make_uint4(word[0], word[1], word[2], word[3]);
+}
+
+__device__ __forceinline__ void wait_tagged_units(uint4 (&data)[8], const uint32_t* words, uint32_t stride, uint32_t count, uint32_t exponent, uint32_t epoch) {
+  const uint32_t number = epoch % 3 + 1, tag = (number & 1) << 14 | (number & 2) << 29;
+
+      const uint32_t factor = (127 + exponent << 7) * 0x00010001;
+      uint32_t word[8][4];
+      uint32_t missing;
+      do {
+        missing = 0;
+        #pragma unroll
+        for (uint32_t i = 0; i < 8; ++i) {
+          if (i < count) {
+            asm volatile("ld.relaxed.gpu.global.v4.u32 {%0, %1, %2, %3}, [%4];"
+              : "=r"(word[i][0]), "=r"(word[i][1]), "=r"(word[i][2]), "=r"(word[i][3])
+              : "l"(words + i * stride) : "memory");
+          }
+        }
+        #pragma unroll
+        for (uint32_t i = 0; i < 8; ++i) {
+          if (i < count) {
+            #pragma unroll
+            for (uint32_t j = 0; j < 4; ++j) missing |= word[i][j] ^= tag;
+          }
+        }
+      } while (missing & 0x40004000);
+      #pragma unroll
+      for (uint32_t i = 0; i < 8; ++i) {
+        if (i < count) {
+          #pragma unroll
+          for (uint32_t j = 0; j < 4; ++j)
+            asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(word[i][j]) : "r"(word[i][j]), "r"(factor));
+          data[i] = make_uint4(word[i][0], word[i][1], word[i][2], word[i][3]);
+        }
+      }
+}
+
+__device__ __forceinline__ uint4 wait_flagged4_acquire(const uint64_t* words, uint32_t epoch) {
+  uint64_t a, b, c, d;
+  do {
+    asm volatile("ld.acquire.gpu.global.v2.u64 {%0, %1}, [%2];" : "=l"(a), "=l"(b) : "l"(words) : "memory");
+    asm volatile("ld.acquire.gpu.global.v2.u64 {%0, %1}, [%2];" : "=l"(c), "=l"(d) : "l"(words + 2) : "memory");
+  } while ((uint32_t)(a >> 32) != epoch || (uint32_t)(b >> 32) != epoch ||
+           (uint32_t)(c >> 32) != epoch || (uint32_t)(d >> 32) != epoch);
+  return make_uint4((uint32_t)a, (uint32_t)b, (uint32_t)c, (uint32_t)d);
 }
 
 __device__ __forceinline__ void store_relaxed_u32(uint32_t* place, uint32_t value) {
@@ -248,12 +334,6 @@ __device__ __forceinline__ float bf16x2_low(uint32_t pair) {
 
 __device__ __forceinline__ float bf16x2_high(uint32_t pair) {
   return __uint_as_float(pair & 0xffff0000u);
-}
-
-__device__ __forceinline__ uint32_t multiply_bf16x2(uint32_t a, uint32_t b) {
-  uint32_t result;
-  asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(result) : "r"(a), "r"(b));
-  return result;
 }
 
 __device__ __forceinline__ uint32_t byte_permute(uint32_t a, uint32_t b, uint32_t selector) {
@@ -331,18 +411,17 @@ constexpr uint32_t QUERIES = 196864;
 constexpr uint32_t NEWEST = 198912;
 constexpr uint32_t REDUCTIONS = 185600;
 constexpr uint32_t REDUCTION_BARRIERS = 216960;
-constexpr uint32_t VECTOR_BARRIERS = 217008;
-constexpr uint32_t RESIDUAL = 217072;
-constexpr uint32_t PARTIAL_SUMS = 217584;
-constexpr uint32_t SCALES = 217840;
-constexpr uint32_t ROPE = 217872;
-constexpr uint32_t STATISTICS = 219920;
-constexpr uint32_t RECORDS = 220432;
-constexpr uint32_t WARP_CANDIDATES = 221024;
-constexpr uint32_t COLUMNS = 221088;
-constexpr uint32_t CHOSEN = 221376;
-constexpr uint32_t STEP_DONE = 221408;
-constexpr uint32_t NEXT_TOKEN = 221424;
+constexpr uint32_t RESIDUAL = 217008;
+constexpr uint32_t PARTIAL_SUMS = 217520;
+constexpr uint32_t SCALES = 217776;
+constexpr uint32_t ROPE = 217808;
+constexpr uint32_t STATISTICS = 219856;
+constexpr uint32_t RECORDS = 220368;
+constexpr uint32_t WARP_CANDIDATES = 220960;
+constexpr uint32_t COLUMNS = 221024;
+constexpr uint32_t CHOSEN = 221312;
+constexpr uint32_t STEP_DONE = 221344;
+constexpr uint32_t NEXT_TOKEN = 221360;
 
 // An input of a sequence, or 0 where it has none left.
 __device__ __forceinline__ uint32_t given(uint32_t sequence, uint32_t index, const int32_t* sequences,
@@ -539,19 +618,23 @@ __device__ __forceinline__ void fetch_down(uint32_t block, const uint8_t* weight
   uint32_t position = block % 132;
   const uint8_t* matrix = weights + (layer_offset + 360448);
   #pragma unroll 1
-  for (uint32_t m_tile = position; m_tile < 8; m_tile += 132) {
-    uint32_t wave = m_tile / 132;
-    uint64_t wave_bytes = (uint64_t)(wave) * 1351680;
+  for (uint32_t slice = 0; slice < 2; ++slice) {
+    uint32_t end = slice + 1 < 1 ? slice + 1 : 1;
     #pragma unroll 1
-    for (uint32_t chunk = 0; chunk < 1; ++chunk) {
-      const uint8_t* source = matrix + (wave_bytes + (uint64_t)(8 * chunk * 16384 + position * 10240));
-      mbarrier_wait(empty + fill_stage, fill_parity);
-      bound_requests(block_waits, under_way, full, landed_stage, landed_parity);
-      uint64_t* barrier = full + fill_stage;
-      uint8_t* destination = ring + fill_stage * 16384;
-      mbarrier_arrive_expect_tx(barrier, 10240);
-      bulk_copy(destination, source, 10240, barrier);
-      advance(fill_stage, fill_parity);
+    for (uint32_t m_tile = position; m_tile < 8; m_tile += 132) {
+      uint32_t wave = m_tile / 132;
+      uint64_t wave_bytes = (uint64_t)(wave) * 1351680;
+      #pragma unroll 1
+      for (uint32_t chunk = slice; chunk < end; ++chunk) {
+        const uint8_t* source = matrix + (wave_bytes + (uint64_t)(8 * chunk * 16384 + position * 10240));
+        mbarrier_wait(empty + fill_stage, fill_parity);
+        bound_requests(block_waits, under_way, full, landed_stage, landed_parity);
+        uint64_t* barrier = full + fill_stage;
+        uint8_t* destination = ring + fill_stage * 16384;
+        mbarrier_arrive_expect_tx(barrier, 10240);
+        bulk_copy(destination, source, 10240, barrier);
+        advance(fill_stage, fill_parity);
+      }
     }
   }
 }
@@ -594,8 +677,8 @@ __device__ __forceinline__ float rotate(float value, uint32_t m_tile_of_head, ui
 
 // The rows of a slot, with what of it is worked out before the sums are there.
 __device__ __forceinline__ void finish_rows(uint32_t m_tile, uint32_t column, uint32_t lane, uint32_t column_count,
-    uint8_t* arena, uint32_t adding, uint64_t* summed, uint32_t adding_parity, uint32_t* exchange_words,
-    const int32_t* page_table, uint32_t layer, bf16* kv) {
+    uint8_t* arena, uint32_t adding, uint64_t* summed, uint32_t adding_parity, uint64_t* exchange_words,
+    uint32_t layer_epoch, const int32_t* page_table, uint32_t layer, bf16* kv) {
   uint32_t row = lane % 16;
   bool is_own = column < column_count;
   uint32_t head = m_tile / 4;
@@ -604,7 +687,7 @@ __device__ __forceinline__ void finish_rows(uint32_t m_tile, uint32_t column, ui
   bool is_paired = head < 6;
   uint32_t dim = is_paired ? paired : m_tile_of_head * 16 + row;
   uint32_t place = (column * 512 + head * 64 + dim) / 2;
-  uint32_t published = renewed_u32(place + 576);
+  uint32_t published = renewed_u32(place + 288);
   float* reduction = (float*)(arena + REDUCTIONS) + adding * 1280;
   float* own = reduction + (column / 2 * 40 + lane);
   mbarrier_wait(summed + adding, adding_parity);
@@ -627,15 +710,16 @@ __device__ __forceinline__ void finish_rows(uint32_t m_tile, uint32_t column, ui
   float neighbour = shuffle_xor_f32(value, 1);
   uint32_t pair = pack_bf16x2(value, neighbour);
   if (is_own && row % 2 == 0) {
-    (exchange_words + published)[0] = pair;
+    uint64_t* place_2 = exchange_words + published;
+    publish_flagged(place_2, pair, layer_epoch);
     if (head >= 4) {
       if (((uint32_t*)(arena + COLUMNS))[column * 9 + 1] < ((uint32_t*)(arena + COLUMNS))[column * 9 + 2]) {
         uint32_t table = ((uint32_t*)(arena + COLUMNS))[column * 9 + 6] * 32;
         uint32_t page = load_constant_u32(page_table + (table + ((uint32_t*)(arena + COLUMNS))[column * 9] / 16));
         uint64_t offset = (uint64_t)(layer) * 1048576 + (uint64_t)(page) * 4096;
         bf16* key = kv + (offset + (uint64_t)((head - 4) % 2 * 1024 + ((uint32_t*)(arena + COLUMNS))[column * 9] % 16 * 64));
-        bf16* place_2 = head - 4 < 2 ? key : key + 2048;
-        ((uint32_t*)(place_2 + dim))[0] = pair;
+        bf16* place_3 = head - 4 < 2 ? key : key + 2048;
+        ((uint32_t*)(place_3 + dim))[0] = pair;
         fence_proxy_async();
       }
     }
@@ -653,14 +737,14 @@ __device__ __forceinline__ void advance_2(uint32_t& stage, uint32_t& parity) {
 
 // The block's M-tiles of qkv: the warps' sums added up, the rows finished.
 __device__ __forceinline__ void finish_qkv(uint32_t block, uint32_t warp, uint32_t lane, uint32_t column_count,
-    uint8_t* arena, uint32_t& adding, uint64_t* summed, uint32_t& adding_parity, uint32_t* exchange_words,
-    const int32_t* page_table, uint32_t layer, bf16* kv, uint64_t* taken) {
+    uint8_t* arena, uint32_t& adding, uint64_t* summed, uint32_t& adding_parity, uint64_t* exchange_words,
+    uint32_t layer_epoch, const int32_t* page_table, uint32_t layer, bf16* kv, uint64_t* taken) {
   uint32_t position = (block + 124) % 132;
   #pragma unroll 1
   for (uint32_t m_tile = position; m_tile < 32; m_tile += 132) {
     uint32_t column = (warp - 9) % 4 * 2 + lane / 16;
-    finish_rows(m_tile, column, lane, column_count, arena, adding, summed, adding_parity, exchange_words, page_table,
-        layer, kv);
+    finish_rows(m_tile, column, lane, column_count, arena, adding, summed, adding_parity, exchange_words, layer_epoch,
+        page_table, layer, kv);
     warp_barrier();
     if (lane == 0) {
       mbarrier_arrive(taken + adding);
@@ -671,12 +755,13 @@ __device__ __forceinline__ void finish_qkv(uint32_t block, uint32_t warp, uint32
 
 // The rows of a slot, with what of it is worked out before the sums are there.
 __device__ __forceinline__ void finish_rows_2(uint32_t m_tile, uint32_t column, uint32_t lane, uint32_t column_count,
-    uint8_t* arena, uint32_t adding, uint64_t* summed, uint32_t adding_parity, uint32_t* exchange_words) {
+    uint8_t* arena, uint32_t adding, uint64_t* summed, uint32_t adding_parity, uint32_t* input_words,
+    uint32_t layer_epoch) {
   uint32_t row = lane % 16;
   bool is_own = column < column_count;
   float* residual = (float*)(arena + RESIDUAL);
   uint32_t place = renewed_u32((m_tile / 132 * 16 + row) * 8 + column);
-  uint32_t published = renewed_u32((((m_tile * 16 + row) / 32 * 8 + column) * 4 + (m_tile * 16 + row) / 8 % 4) * 4 + (m_tile * 16 + row) % 8 / 2 + 295232);
+  uint32_t published = renewed_u32((((m_tile * 16 + row) / 32 * 8 + column) * 4 + (m_tile * 16 + row) / 8 % 4) * 4 + (m_tile * 16 + row) % 8 / 2 + 588864);
   float* reduction = (float*)(arena + REDUCTIONS) + adding * 1280;
   float* own = reduction + (column / 2 * 40 + lane);
   mbarrier_wait(summed + adding, adding_parity);
@@ -700,20 +785,20 @@ __device__ __forceinline__ void finish_rows_2(uint32_t m_tile, uint32_t column, 
   float neighbour = shuffle_xor_f32(value, 1);
   uint32_t pair = pack_bf16x2(value, neighbour);
   if (is_own && row < 16 && row % 2 == 0) {
-    (exchange_words + published)[0] = pair;
-    fence_proxy_async_global();
+    uint32_t* place_2 = input_words + published;
+    publish_tagged(place_2, pair, 32, layer_epoch);
   }
 }
 
 // The block's M-tiles of o: the warps' sums added up, the rows finished.
 __device__ __forceinline__ void finish_o(uint32_t block, uint32_t warp, uint32_t lane, uint32_t column_count,
-    uint8_t* arena, uint32_t& adding, uint64_t* summed, uint32_t& adding_parity, uint32_t* exchange_words,
-    uint64_t* taken) {
+    uint8_t* arena, uint32_t& adding, uint64_t* summed, uint32_t& adding_parity, uint32_t* input_words,
+    uint32_t layer_epoch, uint64_t* taken) {
   uint32_t position = block % 132;
   #pragma unroll 1
   for (uint32_t m_tile = position; m_tile < 8; m_tile += 132) {
     uint32_t column = (warp - 9) % 4 * 2 + lane / 16;
-    finish_rows_2(m_tile, column, lane, column_count, arena, adding, summed, adding_parity, exchange_words);
+    finish_rows_2(m_tile, column, lane, column_count, arena, adding, summed, adding_parity, input_words, layer_epoch);
     warp_barrier();
     if (lane == 0) {
       mbarrier_arrive(taken + adding);
@@ -724,10 +809,11 @@ __device__ __forceinline__ void finish_o(uint32_t block, uint32_t warp, uint32_t
 
 // The rows of a slot, with what of it is worked out before the sums are there.
 __device__ __forceinline__ void finish_rows_3(uint32_t m_tile, uint32_t column, uint32_t lane, uint32_t column_count,
-    uint8_t* arena, uint32_t adding, uint64_t* summed, uint32_t adding_parity, uint32_t* exchange_words) {
+    uint8_t* arena, uint32_t adding, uint64_t* summed, uint32_t adding_parity, uint32_t* input_words,
+    uint32_t layer_epoch) {
   uint32_t row = lane % 16;
   bool is_own = column < column_count;
-  uint32_t published = renewed_u32((((m_tile * 8 + row) / 32 * 8 + column) * 4 + (m_tile * 8 + row) / 8 % 4) * 4 + (m_tile * 8 + row) % 8 / 2 + 295744);
+  uint32_t published = renewed_u32((((m_tile * 8 + row) / 32 * 8 + column) * 4 + (m_tile * 8 + row) / 8 % 4) * 4 + (m_tile * 8 + row) % 8 / 2 + 589376);
   float* reduction = (float*)(arena + REDUCTIONS) + adding * 1280;
   float* own = reduction + (column / 2 * 40 + lane);
   mbarrier_wait(summed + adding, adding_parity);
@@ -749,20 +835,20 @@ __device__ __forceinline__ void finish_rows_3(uint32_t m_tile, uint32_t column, 
   float neighbour = shuffle_xor_f32(gated, 1);
   uint32_t pair = pack_bf16x2(gated, neighbour);
   if (is_own && row < 8 && row % 2 == 0) {
-    (exchange_words + published)[0] = pair;
-    fence_proxy_async_global();
+    uint32_t* place = input_words + published;
+    publish_tagged(place, pair, 60, layer_epoch);
   }
 }
 
 // The block's M-tiles of gate_up: the warps' sums added up, the rows finished.
 __device__ __forceinline__ void finish_gate_up(uint32_t block, uint32_t warp, uint32_t lane, uint32_t column_count,
-    uint8_t* arena, uint32_t& adding, uint64_t* summed, uint32_t& adding_parity, uint32_t* exchange_words,
-    uint64_t* taken) {
+    uint8_t* arena, uint32_t& adding, uint64_t* summed, uint32_t& adding_parity, uint32_t* input_words,
+    uint32_t layer_epoch, uint64_t* taken) {
   uint32_t position = (block + 124) % 132;
   #pragma unroll 1
   for (uint32_t m_tile = position; m_tile < 40; m_tile += 132) {
     uint32_t column = (warp - 9) % 4 * 2 + lane / 16;
-    finish_rows_3(m_tile, column, lane, column_count, arena, adding, summed, adding_parity, exchange_words);
+    finish_rows_3(m_tile, column, lane, column_count, arena, adding, summed, adding_parity, input_words, layer_epoch);
     warp_barrier();
     if (lane == 0) {
       mbarrier_arrive(taken + adding);
@@ -773,7 +859,8 @@ __device__ __forceinline__ void finish_gate_up(uint32_t block, uint32_t warp, ui
 
 // The rows of a slot, with what of it is worked out before the sums are there.
 __device__ __forceinline__ void finish_rows_4(uint32_t m_tile, uint32_t column, uint32_t lane, uint32_t column_count,
-    uint8_t* arena, uint32_t adding, uint64_t* summed, uint32_t adding_parity, uint32_t* exchange_words) {
+    uint8_t* arena, uint32_t adding, uint64_t* summed, uint32_t adding_parity, uint32_t* input_words,
+    uint32_t layer_epoch) {
   uint32_t row = lane % 16;
   bool is_own = column < column_count;
   float* residual = (float*)(arena + RESIDUAL);
@@ -802,20 +889,20 @@ __device__ __forceinline__ void finish_rows_4(uint32_t m_tile, uint32_t column, 
   float neighbour = shuffle_xor_f32(value, 1);
   uint32_t pair = pack_bf16x2(value, neighbour);
   if (is_own && row < 16 && row % 2 == 0) {
-    (exchange_words + published)[0] = pair;
-    fence_proxy_async_global();
+    uint32_t* place_2 = input_words + published;
+    publish_tagged(place_2, pair, 32, layer_epoch);
   }
 }
 
 // The block's M-tiles of down: the warps' sums added up, the rows finished.
 __device__ __forceinline__ void finish_down(uint32_t block, uint32_t warp, uint32_t lane, uint32_t column_count,
-    uint8_t* arena, uint32_t& adding, uint64_t* summed, uint32_t& adding_parity, uint32_t* exchange_words,
-    uint64_t* taken) {
+    uint8_t* arena, uint32_t& adding, uint64_t* summed, uint32_t& adding_parity, uint32_t* input_words,
+    uint32_t layer_epoch, uint64_t* taken) {
   uint32_t position = block % 132;
   #pragma unroll 1
   for (uint32_t m_tile = position; m_tile < 8; m_tile += 132) {
     uint32_t column = (warp - 9) % 4 * 2 + lane / 16;
-    finish_rows_4(m_tile, column, lane, column_count, arena, adding, summed, adding_parity, exchange_words);
+    finish_rows_4(m_tile, column, lane, column_count, arena, adding, summed, adding_parity, input_words, layer_epoch);
     warp_barrier();
     if (lane == 0) {
       mbarrier_arrive(taken + adding);
@@ -1167,30 +1254,9 @@ __device__ __forceinline__ void write_scales(float squares, uint8_t* arena, uint
       uint32_t warp_2 = other + thread / 8;
       total += partial_sums[warp_2 * 8 + thread % 8];
     }
-    scales[thread] = rsqrt_f32(total * 0.0078125f + 1e-05f);
+    float scale = rsqrt_f32(total * 0.0078125f + 1e-05f);
+    scales[thread] = total < 1.8446744e+19f ? scale : bits_float(2143289344);
   }
-}
-
-// `_normalise_unit` with products that are rounded as pairs: the same bits. With one token it is no faster.
-__device__ __forceinline__ void normalise_in_pairs(uint4* vector, uint32_t unit, uint4 words, uint4 weight,
-    float& squares) {
-  uint32_t pair = words.x;
-  float low = bf16x2_low(pair);
-  float high = bf16x2_high(pair);
-  squares += low * low + high * high;
-  uint32_t pair_2 = words.y;
-  float low_2 = bf16x2_low(pair_2);
-  float high_2 = bf16x2_high(pair_2);
-  squares += low_2 * low_2 + high_2 * high_2;
-  uint32_t pair_3 = words.z;
-  float low_3 = bf16x2_low(pair_3);
-  float high_3 = bf16x2_high(pair_3);
-  squares += low_3 * low_3 + high_3 * high_3;
-  uint32_t pair_4 = words.w;
-  float low_4 = bf16x2_low(pair_4);
-  float high_4 = bf16x2_high(pair_4);
-  squares += low_4 * low_4 + high_4 * high_4;
-  vector[unit] = make_u32x4(multiply_bf16x2(pair, weight.x), multiply_bf16x2(pair_2, weight.y), multiply_bf16x2(pair_3, weight.z), multiply_bf16x2(pair_4, weight.w));
 }
 
 // This warp's tiles of a chunk, and what they are multiplied with, to registers.
@@ -1268,9 +1334,9 @@ __device__ __forceinline__ void wait_until_taken(uint64_t* taken, uint32_t& turn
 // Makes: qkv, and the keys and values in the cache.
 __device__ __forceinline__ void qkv(uint32_t* progress, uint32_t block, uint32_t step, uint32_t layer,
     const bf16* norms, uint32_t* block_waits, uint8_t* arena, uint32_t column_count, const bf16* embedding,
-    uint32_t* next_token, uint64_t* landed, uint32_t* exchange_words, uint32_t& vector_parities, uint64_t* full,
-    uint32_t& use_stage, uint32_t& use_parity, uint8_t* ring, uint64_t* empty, uint64_t* taken, uint32_t& turn,
-    uint32_t& turn_parity, uint64_t* summed, uint64_t& arrivals_due, uint64_t* counter) {
+    uint32_t* next_token, uint32_t* input_words, uint32_t layer_epoch, uint64_t* full, uint32_t& use_stage,
+    uint32_t& use_parity, uint8_t* ring, uint64_t* empty, uint64_t* taken, uint32_t& turn, uint32_t& turn_parity,
+    uint64_t* summed) {
   uint32_t thread = thread_index();
   uint32_t warp = thread / 32;
   uint32_t lane = thread % 32;
@@ -1312,36 +1378,30 @@ __device__ __forceinline__ void qkv(uint32_t* progress, uint32_t block, uint32_t
       }
       write_scales(squares, arena, lane, warp, thread, column_count);
     } else {
-      if (thread == 0) {
-        fence_proxy_async_global();
-        fence_proxy_async_shared();
-        mbarrier_arrive_expect_tx(landed, 2048);
-        bulk_copy_shared(arena + VECTOR, (const uint8_t*)(exchange_words + 64), 2048, landed);
-        mbarrier_arrive(landed + 1);
-        mbarrier_arrive(landed + 2);
-        mbarrier_arrive(landed + 3);
-        mbarrier_arrive(landed + 4);
-        mbarrier_arrive(landed + 5);
-        mbarrier_arrive(landed + 6);
-        mbarrier_arrive(landed + 7);
-      }
       uint4* vector = (uint4*)(arena + VECTOR);
       float squares = 0.0f;
       uint32_t pair = thread / 32;
       const bf16* own_units = norms + layer * 256 + (pair * 4 + thread % 4) * 8;
-      uint4 weights[1];
       if (thread < 128) {
-        weights[0] = load_constant_u32x4(own_units + (thread - thread) / 8 * 8);
+        uint32_t first_unit = thread;
+        uint4 weights[8];
+        #pragma unroll
+        for (uint32_t index = 0; index < 1; ++index) {
+          weights[index] = load_constant_u32x4(own_units + (first_unit + index * 256 - thread) / 8 * 8);
+        }
+        if (lane == 0) {
+          wait_tagged4(input_words + (first_unit * 4 + 64), 32, layer_epoch - 1);
+        }
+        warp_barrier();
+        if (thread / 4 % 8 < column_count) {
+          uint4 units[8];
+          wait_tagged_units(units, input_words + (first_unit * 4 + 64), 1024, 1, 32, layer_epoch - 1);
+          #pragma unroll
+          for (uint32_t index = 0; index < 1; ++index) {
+            normalise_unit(vector, first_unit + index * 256, units[index], weights[index], squares);
+          }
+        }
       }
-      mbarrier_wait(landed, vector_parities & 1);
-      uint4 units[1];
-      if (thread < 128) {
-        units[0] = vector[thread];
-      }
-      if (thread < 128) {
-        normalise_in_pairs(vector, thread, units[0], weights[0], squares);
-      }
-      vector_parities ^= 3;
       write_scales(squares, arena, lane, warp, thread, column_count);
     }
     if (thread == 0) {
@@ -1368,31 +1428,22 @@ __device__ __forceinline__ void qkv(uint32_t* progress, uint32_t block, uint32_t
     }
     wait_until_taken(taken, turn, turn_parity);
   }
-  // grid barrier
-  fence_proxy_async_global();
-  named_barrier(1, 256);
-  if (thread == 0) {
-    arrivals_due += 132;
-    add_release_u64(counter, 1);
-    wait_at_least_u64(counter, arrivals_due);
-  }
-  named_barrier(1, 256);
 }
 
 // Unit `index` of the newest keys, then of the newest values: as rows of a stage have them, bf16 or codes.
 __device__ __forceinline__ void load_newest_unit(uint32_t newest_begin, uint32_t index, uint32_t newest_units,
-    uint32_t epoch, uint4* record, uint32_t step, uint32_t* exchange_words, uint4 what, uint8_t* arena) {
+    uint32_t epoch, uint4* record, uint32_t step, uint64_t* exchange_words, uint4 what, uint8_t* arena) {
   bool is_value = index >= newest_units;
   uint32_t newest_unit = index - (is_value ? newest_units : 0);
   uint32_t column = record[3].w + (newest_begin - (record[3].x + record[3].y * step)) + newest_unit / 8;
-  uint4 words = ((const uint4*)(exchange_words + ((column * 64 + ((is_value ? 6u : 4u) + what.z) * 8 + newest_unit % 8) * 4 + 576)))[0];
+  uint4 words = wait_flagged4(exchange_words + ((column * 64 + ((is_value ? 6u : 4u) + what.z) * 8 + newest_unit % 8) * 4 + 288), epoch);
   uint4* place = (is_value ? (uint4*)(arena + NEWEST) + 128 : (uint4*)(arena + NEWEST)) + newest_unit;
   place[0] = words;
 }
 
 // Bring the item's queries to shared memory, and those newest keys and values that it has.
 __device__ __forceinline__ void load_item(uint32_t newest_begin, uint32_t newest, uint32_t epoch, uint8_t* arena,
-    uint4* record, uint32_t thread, uint32_t* exchange_words, uint4 what, uint32_t step) {
+    uint4* record, uint32_t thread, uint64_t* exchange_words, uint4 what, uint32_t step) {
   uint4* queries = (uint4*)(arena + QUERIES);
   uint32_t query_units = record[1].z * 8;
   uint32_t newest_units = newest * 8;
@@ -1401,8 +1452,7 @@ __device__ __forceinline__ void load_item(uint32_t newest_begin, uint32_t newest
     if (index < query_units) {
       uint32_t row = index / 8;
       uint32_t column = record[2].x + row / 2;
-      uint4 words = ((const uint4*)(exchange_words + ((column * 64 + (what.z * 2 + row % 2) * 8 + index % 8) * 4 + 576)))[0];
-      queries[index] = words;
+      queries[index] = wait_flagged4(exchange_words + ((column * 64 + (what.z * 2 + row % 2) * 8 + index % 8) * 4 + 288), epoch);
     } else {
       load_newest_unit(newest_begin, index - query_units, newest_units, epoch, record, step, exchange_words, what,
           arena);
@@ -1715,19 +1765,19 @@ __device__ __forceinline__ void fold_states(uint32_t first, uint32_t pair, uint8
 }
 
 __device__ __forceinline__ void publish_partial(uint32_t row, uint32_t dim_pair, float low, float high, float lse,
-    uint32_t epoch, uint32_t* exchange_words) {
+    uint32_t epoch, uint64_t* exchange_words) {
   uint32_t partial = row * 68;
-  (exchange_words + (partial + dim_pair * 2 + 2624))[0] = float_bits(low);
-  (exchange_words + (partial + dim_pair * 2 + 2625))[0] = float_bits(high);
+  publish_flagged(exchange_words + (partial + dim_pair * 2 + 2336), float_bits(low), epoch);
+  publish_flagged(exchange_words + (partial + dim_pair * 2 + 2337), float_bits(high), epoch);
   if (dim_pair < 4) {
-    (exchange_words + (partial + 64 + dim_pair + 2624))[0] = float_bits(lse);
+    publish_flagged(exchange_words + (partial + 64 + dim_pair + 2336), float_bits(lse), epoch);
   }
 }
 
 // Column tile `index` of every group: its column c was laid down by the warps column_group, column_group +
 // column_groups, ..., as their column c.
 __device__ __forceinline__ void fold_slices(uint32_t epoch, uint4* record, uint32_t thread, uint8_t* arena,
-    uint32_t* exchange_words, uint4 what) {
+    uint32_t* input_words, uint4 what, uint64_t* exchange_words) {
   uint32_t rows = record[1].z;
   #pragma unroll 1
   for (uint32_t output = thread; output < rows * 32; output += 256) {
@@ -1742,7 +1792,7 @@ __device__ __forceinline__ void fold_slices(uint32_t epoch, uint4* record, uint3
     if (record[1].y == 4294967295u) {
       float lse = weight_sum == 0.0f ? -bits_float(0x7f800000) : highest * 0.6931472f + log_f32(weight_sum);
       uint32_t column = record[2].x + place / 2;
-      (exchange_words + (((((what.z * 2 + place % 2) * 64 + dim_pair * 2) / 32 * 8 + column) * 4 + ((what.z * 2 + place % 2) * 64 + dim_pair * 2) / 8 % 4) * 4 + ((what.z * 2 + place % 2) * 64 + dim_pair * 2) % 8 / 2 + 294208))[0] = pack_bf16x2(low, high);
+      publish_tagged(input_words + (((((what.z * 2 + place % 2) * 64 + dim_pair * 2) / 32 * 8 + column) * 4 + ((what.z * 2 + place % 2) * 64 + dim_pair * 2) / 8 % 4) * 4 + ((what.z * 2 + place % 2) * 64 + dim_pair * 2) % 8 / 2 + 587840), pack_bf16x2(low, high), 60, epoch);
     } else {
       float lse = weight_sum == 0.0f ? -bits_float(0x7f800000) : highest * 0.6931472f + log_f32(weight_sum);
       publish_partial(record[1].y + place, dim_pair, low, high, lse, epoch, exchange_words);
@@ -1753,12 +1803,12 @@ __device__ __forceinline__ void fold_slices(uint32_t epoch, uint4* record, uint3
 // Fold the key groups' states, in ascending order, as many dims at a time as there is room for, and publish the
 // result.
 __device__ __forceinline__ void fold(uint32_t epoch, uint8_t* arena, float (&weight_sum)[2], uint32_t lane,
-    uint32_t warp, float (&highest)[2], float (&output)[4][4], uint4* record, uint32_t thread, uint32_t* exchange_words,
-    uint4 what) {
+    uint32_t warp, float (&highest)[2], float (&output)[4][4], uint4* record, uint32_t thread, uint32_t* input_words,
+    uint4 what, uint64_t* exchange_words) {
   lay_down_statistics(arena, weight_sum, lane, warp, highest);
   lay_down_2(arena, lane, warp, output);
   named_barrier(1, 256);
-  fold_slices(epoch, record, thread, arena, exchange_words, what);
+  fold_slices(epoch, record, thread, arena, input_words, what, exchange_words);
   named_barrier(1, 256);
 }
 
@@ -1766,7 +1816,7 @@ __device__ __forceinline__ void fold(uint32_t epoch, uint8_t* arena, float (&wei
 __device__ __forceinline__ void attend_rows(uint32_t cached_end, uint32_t newest_begin, uint32_t newest, uint32_t epoch,
     uint4 what, uint32_t warp, uint32_t& use_stage, uint64_t* full, uint32_t& use_parity, uint8_t* ring, uint8_t* arena,
     uint32_t lane, uint4* query, uint32_t (&limits)[2], uint64_t* empty, uint4* record, uint32_t thread,
-    uint32_t* exchange_words) {
+    uint32_t* input_words, uint64_t* exchange_words) {
   float highest[2];
   float weight_sum[2] = {};
   float output[4][4] = {};
@@ -1774,7 +1824,7 @@ __device__ __forceinline__ void attend_rows(uint32_t cached_end, uint32_t newest
   highest[1] = -bits_float(0x7f800000);
   attend_keys(cached_end, newest_begin, newest, epoch, what, warp, use_stage, full, use_parity, ring, arena, lane,
       query, limits, highest, weight_sum, output, empty);
-  fold(epoch, arena, weight_sum, lane, warp, highest, output, record, thread, exchange_words, what);
+  fold(epoch, arena, weight_sum, lane, warp, highest, output, record, thread, input_words, what, exchange_words);
 }
 
 // For how many warps this one gives back a stage with these tiles: those with a tile in it share out all.
@@ -1972,7 +2022,7 @@ __device__ __forceinline__ void fold_states_2(uint32_t first, uint32_t stride, u
 // Column tile `index` of every group: its column c was laid down by the warps column_group, column_group +
 // column_groups, ..., as their column c.
 __device__ __forceinline__ void fold_slices_2(uint32_t epoch, uint32_t column_groups, uint32_t thread, uint4* record,
-    uint8_t* arena, uint32_t* exchange_words, uint4 what) {
+    uint8_t* arena, uint32_t* input_words, uint4 what, uint64_t* exchange_words) {
   uint32_t rows = column_groups * 8;
   #pragma unroll 1
   for (uint32_t output = thread; output < rows * 32; output += 256) {
@@ -1990,7 +2040,7 @@ __device__ __forceinline__ void fold_slices_2(uint32_t epoch, uint32_t column_gr
       if (record[1].y == 4294967295u) {
         float lse = weight_sum == 0.0f ? -bits_float(0x7f800000) : highest * 0.6931472f + log_f32(weight_sum);
         uint32_t column = record[2].x + row / 2;
-        (exchange_words + (((((what.z * 2 + row % 2) * 64 + dim_pair * 2) / 32 * 8 + column) * 4 + ((what.z * 2 + row % 2) * 64 + dim_pair * 2) / 8 % 4) * 4 + ((what.z * 2 + row % 2) * 64 + dim_pair * 2) % 8 / 2 + 294208))[0] = pack_bf16x2(low, high);
+        publish_tagged(input_words + (((((what.z * 2 + row % 2) * 64 + dim_pair * 2) / 32 * 8 + column) * 4 + ((what.z * 2 + row % 2) * 64 + dim_pair * 2) / 8 % 4) * 4 + ((what.z * 2 + row % 2) * 64 + dim_pair * 2) % 8 / 2 + 587840), pack_bf16x2(low, high), 60, epoch);
       } else {
         float lse = weight_sum == 0.0f ? -bits_float(0x7f800000) : highest * 0.6931472f + log_f32(weight_sum);
         publish_partial(record[1].y + row, dim_pair, low, high, lse, epoch, exchange_words);
@@ -2002,7 +2052,7 @@ __device__ __forceinline__ void fold_slices_2(uint32_t epoch, uint32_t column_gr
 // Column tile `index` of every group: its column c was laid down by the warps column_group, column_group +
 // column_groups, ..., as their column c.
 __device__ __forceinline__ void fold_slices_3(uint32_t epoch, uint32_t column_groups, uint32_t thread, uint4* record,
-    uint8_t* arena, uint32_t* exchange_words, uint4 what) {
+    uint8_t* arena, uint32_t* input_words, uint4 what, uint64_t* exchange_words) {
   uint32_t rows = column_groups * 8;
   #pragma unroll 1
   for (uint32_t output = thread; output < rows * 32; output += 256) {
@@ -2020,7 +2070,7 @@ __device__ __forceinline__ void fold_slices_3(uint32_t epoch, uint32_t column_gr
       if (record[1].y == 4294967295u) {
         float lse = weight_sum == 0.0f ? -bits_float(0x7f800000) : highest * 0.6931472f + log_f32(weight_sum);
         uint32_t column = record[2].x + row / 2;
-        (exchange_words + (((((what.z * 2 + row % 2) * 64 + dim_pair * 2) / 32 * 8 + column) * 4 + ((what.z * 2 + row % 2) * 64 + dim_pair * 2) / 8 % 4) * 4 + ((what.z * 2 + row % 2) * 64 + dim_pair * 2) % 8 / 2 + 294208))[0] = pack_bf16x2(low, high);
+        publish_tagged(input_words + (((((what.z * 2 + row % 2) * 64 + dim_pair * 2) / 32 * 8 + column) * 4 + ((what.z * 2 + row % 2) * 64 + dim_pair * 2) / 8 % 4) * 4 + ((what.z * 2 + row % 2) * 64 + dim_pair * 2) % 8 / 2 + 587840), pack_bf16x2(low, high), 60, epoch);
       } else {
         float lse = weight_sum == 0.0f ? -bits_float(0x7f800000) : highest * 0.6931472f + log_f32(weight_sum);
         publish_partial(record[1].y + row, dim_pair, low, high, lse, epoch, exchange_words);
@@ -2033,16 +2083,17 @@ __device__ __forceinline__ void fold_slices_3(uint32_t epoch, uint32_t column_gr
 // result.
 __device__ __forceinline__ void fold_2(uint32_t epoch, uint8_t* arena, float (&weight_sum)[2], uint32_t lane,
     uint32_t warp, float (&highest)[2], float (&output)[4][4], uint32_t column_groups, uint32_t thread, uint4* record,
-    uint32_t* exchange_words, uint4 what, float (&weight_sum_2)[2], float (&highest_2)[2], float (&output_2)[4][4]) {
+    uint32_t* input_words, uint4 what, uint64_t* exchange_words, float (&weight_sum_2)[2], float (&highest_2)[2],
+    float (&output_2)[4][4]) {
   lay_down_statistics(arena, weight_sum, lane, warp, highest);
   lay_down_2(arena, lane, warp, output);
   named_barrier(1, 256);
-  fold_slices_2(epoch, column_groups, thread, record, arena, exchange_words, what);
+  fold_slices_2(epoch, column_groups, thread, record, arena, input_words, what, exchange_words);
   named_barrier(1, 256);
   lay_down_statistics(arena, weight_sum_2, lane, warp, highest_2);
   lay_down_2(arena, lane, warp, output_2);
   named_barrier(1, 256);
-  fold_slices_3(epoch, column_groups, thread, record, arena, exchange_words, what);
+  fold_slices_3(epoch, column_groups, thread, record, arena, input_words, what, exchange_words);
   named_barrier(1, 256);
 }
 
@@ -2051,7 +2102,7 @@ __device__ __forceinline__ void attend_rows_2(uint32_t cached_end, uint32_t newe
     uint32_t epoch, uint4 what, uint32_t key_group, uint32_t key_groups, uint32_t column_groups, uint32_t column_group,
     uint32_t& use_stage, uint64_t* full, uint32_t& use_parity, uint8_t* ring, uint8_t* arena, uint32_t lane,
     uint4* query, uint4* query_2, uint32_t (&limits)[2], uint32_t (&limits_2)[2], uint64_t* empty, uint32_t warp,
-    uint32_t thread, uint4* record, uint32_t* exchange_words) {
+    uint32_t thread, uint4* record, uint32_t* input_words, uint64_t* exchange_words) {
   float highest[2];
   float weight_sum[2] = {};
   float output[4][4] = {};
@@ -2065,8 +2116,8 @@ __device__ __forceinline__ void attend_rows_2(uint32_t cached_end, uint32_t newe
   attend_keys_2(cached_end, newest_begin, newest, epoch, what, key_group, key_groups, column_groups, column_group,
       use_stage, full, use_parity, ring, arena, lane, query, query_2, limits, highest, weight_sum, output, limits_2,
       highest_2, weight_sum_2, output_2, empty);
-  fold_2(epoch, arena, weight_sum, lane, warp, highest, output, column_groups, thread, record, exchange_words, what,
-      weight_sum_2, highest_2, output_2);
+  fold_2(epoch, arena, weight_sum, lane, warp, highest, output, column_groups, thread, record, input_words, what,
+      exchange_words, weight_sum_2, highest_2, output_2);
 }
 
 // The record at hand becomes that of another merge of this team.
@@ -2162,7 +2213,7 @@ __device__ __forceinline__ void fold_team(uint8_t* arena, uint32_t warp, uint32_
 
 // The row's output, from the state that all its sources were folded into: 4 dims a lane.
 __device__ __forceinline__ void finish_merge(uint32_t epoch, float weight_sum, float highest, uint32_t lane,
-    float (&sums)[4], uint4* record, uint32_t* exchange_words) {
+    float (&sums)[4], uint4* record, uint32_t* input_words) {
   float inverse = weight_sum == 0.0f ? 0.0f : divide_f32(1.0f, weight_sum);
   float lse = weight_sum == 0.0f ? -bits_float(0x7f800000) : highest + log_f32(weight_sum);
   if (lane < 16) {
@@ -2170,12 +2221,12 @@ __device__ __forceinline__ void finish_merge(uint32_t epoch, float weight_sum, f
     float low = sums[0] * inverse;
     float high = sums[1] * inverse;
     uint32_t column = record[1].x + record[0].y / 2;
-    (exchange_words + (((((record[0].x * 2 + record[0].y % 2) * 64 + dim_pair * 2) / 32 * 8 + column) * 4 + ((record[0].x * 2 + record[0].y % 2) * 64 + dim_pair * 2) / 8 % 4) * 4 + ((record[0].x * 2 + record[0].y % 2) * 64 + dim_pair * 2) % 8 / 2 + 294208))[0] = pack_bf16x2(low, high);
+    publish_tagged(input_words + (((((record[0].x * 2 + record[0].y % 2) * 64 + dim_pair * 2) / 32 * 8 + column) * 4 + ((record[0].x * 2 + record[0].y % 2) * 64 + dim_pair * 2) / 8 % 4) * 4 + ((record[0].x * 2 + record[0].y % 2) * 64 + dim_pair * 2) % 8 / 2 + 587840), pack_bf16x2(low, high), 60, epoch);
     uint32_t dim_pair_2 = lane % 16 * 2 + 1;
     float low_2 = sums[2] * inverse;
     float high_2 = sums[3] * inverse;
     uint32_t column_2 = record[1].x + record[0].y / 2;
-    (exchange_words + (((((record[0].x * 2 + record[0].y % 2) * 64 + dim_pair_2 * 2) / 32 * 8 + column_2) * 4 + ((record[0].x * 2 + record[0].y % 2) * 64 + dim_pair_2 * 2) / 8 % 4) * 4 + ((record[0].x * 2 + record[0].y % 2) * 64 + dim_pair_2 * 2) % 8 / 2 + 294208))[0] = pack_bf16x2(low_2, high_2);
+    publish_tagged(input_words + (((((record[0].x * 2 + record[0].y % 2) * 64 + dim_pair_2 * 2) / 32 * 8 + column_2) * 4 + ((record[0].x * 2 + record[0].y % 2) * 64 + dim_pair_2 * 2) / 8 % 4) * 4 + ((record[0].x * 2 + record[0].y % 2) * 64 + dim_pair_2 * 2) % 8 / 2 + 587840), pack_bf16x2(low_2, high_2), 60, epoch);
   }
 }
 
@@ -2185,8 +2236,8 @@ __device__ __forceinline__ void finish_merge(uint32_t epoch, float weight_sum, f
 // Makes: attention, where keys were split by way of partials.
 __device__ __forceinline__ void attention(uint32_t* progress, uint32_t block, uint32_t step, uint32_t layer,
     uint8_t* arena, const int32_t* kv_plans, uint32_t plan_index, const int32_t* tiles, uint32_t layer_epoch,
-    uint32_t* exchange_words, uint32_t& use_stage, uint64_t* full, uint32_t& use_parity, uint8_t* ring, uint64_t* empty,
-    uint64_t& arrivals_due, uint64_t* counter) {
+    uint64_t* exchange_words, uint32_t& use_stage, uint64_t* full, uint32_t& use_parity, uint8_t* ring, uint64_t* empty,
+    uint32_t* input_words) {
   uint32_t thread = thread_index();
   uint32_t warp = thread / 32;
   uint32_t lane = thread % 32;
@@ -2231,7 +2282,7 @@ __device__ __forceinline__ void attention(uint32_t* progress, uint32_t block, ui
       uint32_t visible_2 = following_2 > record[2].w ? following_2 - record[2].w : 0;
       limits[1] = packed_2 < record[1].z ? (end_2 < visible_2 ? end_2 : visible_2) : 0;
       attend_rows(cached_end, newest_begin, newest, layer_epoch, what, warp, use_stage, full, use_parity, ring, arena,
-          lane, query, limits, empty, record, thread, exchange_words);
+          lane, query, limits, empty, record, thread, input_words, exchange_words);
     } else {
       uint32_t column_groups = 1;
       uint32_t key_groups = 8 / column_groups < 32 ? 8 / column_groups : 32;
@@ -2276,21 +2327,10 @@ __device__ __forceinline__ void attention(uint32_t* progress, uint32_t block, ui
       limits_2[1] = packed_4 < record[1].z ? (end_4 < visible_4 ? end_4 : visible_4) : 0;
       attend_rows_2(cached_end, newest_begin, newest, layer_epoch, what, key_group, key_groups, column_groups,
           column_group, use_stage, full, use_parity, ring, arena, lane, query, query_2, limits, limits_2, empty, warp,
-          thread, record, exchange_words);
+          thread, record, input_words, exchange_words);
     }
   }
   // merge of partial states
-  // grid barrier
-  if (((uint4*)(arena + RECORDS))[0].z > 0) {
-    fence_proxy_async_global();
-    named_barrier(1, 256);
-    if (thread == 0) {
-      arrivals_due += 132;
-      add_release_u64(counter, 1);
-      wait_at_least_u64(counter, arrivals_due);
-    }
-    named_barrier(1, 256);
-  }
   uint4 numbers_2 = ((uint4*)(arena + RECORDS))[0];
   uint4* record = (uint4*)(arena + RECORDS) + (21 + warp / 4 * 8);
   uint32_t first_job = warp / 4 * 132 + block;
@@ -2319,13 +2359,7 @@ __device__ __forceinline__ void attention(uint32_t* progress, uint32_t block, ui
               uint32_t source = shuffle_u32(value, index);
               indices[index + 1] = ((source + record[0].y) * 17 + lane % 16) * 4;
             }
-            #pragma unroll
-            for (uint32_t index = 0; index < 8; ++index) {
-              if (index < 6) {
-                uint4 words = ((const uint4*)(exchange_words + (indices[index] / 4 * 4 + 2624)))[0];
-                states[index] = words;
-              }
-            }
+            wait_flagged_places(states, exchange_words + 2336, indices, 6, layer_epoch);
             #pragma unroll
             for (uint32_t index = 0; index < 5; ++index) {
               if (index < count) {
@@ -2350,13 +2384,7 @@ __device__ __forceinline__ void attention(uint32_t* progress, uint32_t block, ui
             uint32_t source = shuffle_u32(value, index);
             indices[index + 1] = ((source + record[0].y) * 17 + lane % 16) * 4;
           }
-          #pragma unroll
-          for (uint32_t index = 0; index < 8; ++index) {
-            if (index < 6) {
-              uint4 words = ((const uint4*)(exchange_words + (indices[index] / 4 * 4 + 2624)))[0];
-              states[index] = words;
-            }
-          }
+          wait_flagged_places(states, exchange_words + 2336, indices, 6, layer_epoch);
           #pragma unroll
           for (uint32_t index = 0; index < 5; ++index) {
             if (index < count) {
@@ -2373,7 +2401,7 @@ __device__ __forceinline__ void attention(uint32_t* progress, uint32_t block, ui
         }
       }
       if (warp % 4 == 0) {
-        finish_merge(layer_epoch, weight_sum, highest, lane, sums, record, exchange_words);
+        finish_merge(layer_epoch, weight_sum, highest, lane, sums, record, input_words);
       }
     }
   }
@@ -2383,36 +2411,26 @@ __device__ __forceinline__ void attention(uint32_t* progress, uint32_t block, ui
   if (numbers_2.z > 0) {
     named_barrier(1, 256);
   }
-  // grid barrier
-  fence_proxy_async_global();
-  named_barrier(1, 256);
-  if (thread == 0) {
-    arrivals_due += 132;
-    add_release_u64(counter, 1);
-    wait_at_least_u64(counter, arrivals_due);
-  }
-  named_barrier(1, 256);
 }
 
-// A whole vector; then each warp has what it multiplies.
-__device__ __forceinline__ void load_copied(uint32_t thread, uint64_t* landed, uint8_t* arena, uint32_t* exchange_words,
-    uint32_t& vector_parities) {
-  if (thread == 0) {
-    fence_proxy_async_global();
-    fence_proxy_async_shared();
-    mbarrier_arrive_expect_tx(landed, 4096);
-    bulk_copy_shared(arena + VECTOR, (const uint8_t*)(exchange_words + 294208), 4096, landed);
-    mbarrier_arrive(landed + 1);
-    mbarrier_arrive(landed + 2);
-    mbarrier_arrive(landed + 3);
-    mbarrier_arrive(landed + 4);
-    mbarrier_arrive(landed + 5);
-    mbarrier_arrive(landed + 6);
-    mbarrier_arrive(landed + 7);
-  }
+// Bring a part of a vector into shared memory; ends with a barrier of the consumer warps.
+__device__ __forceinline__ void load_vector(uint8_t* arena, uint32_t thread, uint32_t lane, uint32_t* input_words,
+    uint32_t layer_epoch, uint32_t column_count) {
   uint4* vector = (uint4*)(arena + VECTOR);
-  mbarrier_wait(landed, vector_parities & 1);
-  vector_parities ^= 3;
+  uint32_t first_unit = thread;
+  if (lane == 0) {
+    wait_tagged4(input_words + (first_unit * 4 + 587840), 60, layer_epoch);
+  }
+  warp_barrier();
+  if (thread / 4 % 8 < column_count) {
+    uint4 units[8];
+    wait_tagged_units(units, input_words + (first_unit * 4 + 587840), 1024, 1, 60, layer_epoch);
+    #pragma unroll
+    for (uint32_t index = 0; index < 1; ++index) {
+      vector[first_unit + index * 256] = units[index];
+    }
+  }
+  named_barrier(1, 256);
 }
 
 // This warp's tiles of a chunk, and what they are multiplied with, to registers.
@@ -2453,9 +2471,9 @@ __device__ __forceinline__ void multiply_held_2(uint32_t chunk, float (&sums)[1]
 // Waits for: attention.
 // Makes: middle.
 __device__ __forceinline__ void o(uint32_t* progress, uint32_t block, uint32_t step, uint32_t layer,
-    uint32_t* block_waits, uint64_t* landed, uint8_t* arena, uint32_t* exchange_words, uint32_t& vector_parities,
+    uint32_t* block_waits, uint8_t* arena, uint32_t* input_words, uint32_t layer_epoch, uint32_t column_count,
     uint64_t* full, uint32_t& use_stage, uint32_t& use_parity, uint8_t* ring, uint64_t* empty, uint64_t* taken,
-    uint32_t& turn, uint32_t& turn_parity, uint64_t* summed, uint64_t& arrivals_due, uint64_t* counter) {
+    uint32_t& turn, uint32_t& turn_parity, uint64_t* summed) {
   uint32_t thread = thread_index();
   uint32_t warp = thread / 32;
   uint32_t lane = thread % 32;
@@ -2467,7 +2485,7 @@ __device__ __forceinline__ void o(uint32_t* progress, uint32_t block, uint32_t s
     if (thread == 0) {
       store_shared_u32(block_waits, 1);
     }
-    load_copied(thread, landed, arena, exchange_words, vector_parities);
+    load_vector(arena, thread, lane, input_words, layer_epoch, column_count);
     if (thread == 0) {
       store_shared_u32(block_waits, 0);
     }
@@ -2492,15 +2510,6 @@ __device__ __forceinline__ void o(uint32_t* progress, uint32_t block, uint32_t s
     }
     wait_until_taken(taken, turn, turn_parity);
   }
-  // grid barrier
-  fence_proxy_async_global();
-  named_barrier(1, 256);
-  if (thread == 0) {
-    arrivals_due += 132;
-    add_release_u64(counter, 1);
-    wait_at_least_u64(counter, arrivals_due);
-  }
-  named_barrier(1, 256);
 }
 
 // ---- phase gate_up ---------------------------------------------------------------------------------
@@ -2508,10 +2517,9 @@ __device__ __forceinline__ void o(uint32_t* progress, uint32_t block, uint32_t s
 // Waits for: middle.
 // Makes: gated.
 __device__ __forceinline__ void gate_up(uint32_t* progress, uint32_t block, uint32_t step, uint32_t layer,
-    const bf16* norms, uint32_t* block_waits, uint64_t* landed, uint8_t* arena, uint32_t* exchange_words,
-    uint32_t& vector_parities, uint32_t column_count, uint64_t* full, uint32_t& use_stage, uint32_t& use_parity,
-    uint8_t* ring, uint64_t* empty, uint64_t* taken, uint32_t& turn, uint32_t& turn_parity, uint64_t* summed,
-    uint64_t& arrivals_due, uint64_t* counter) {
+    const bf16* norms, uint32_t* block_waits, uint8_t* arena, uint32_t* input_words, uint32_t layer_epoch,
+    uint32_t column_count, uint64_t* full, uint32_t& use_stage, uint32_t& use_parity, uint8_t* ring, uint64_t* empty,
+    uint64_t* taken, uint32_t& turn, uint32_t& turn_parity, uint64_t* summed) {
   uint32_t thread = thread_index();
   uint32_t warp = thread / 32;
   uint32_t lane = thread % 32;
@@ -2524,36 +2532,30 @@ __device__ __forceinline__ void gate_up(uint32_t* progress, uint32_t block, uint
     if (thread == 0) {
       store_shared_u32(block_waits, 1);
     }
-    if (thread == 0) {
-      fence_proxy_async_global();
-      fence_proxy_async_shared();
-      mbarrier_arrive_expect_tx(landed, 2048);
-      bulk_copy_shared(arena + VECTOR, (const uint8_t*)(exchange_words + 295232), 2048, landed);
-      mbarrier_arrive(landed + 1);
-      mbarrier_arrive(landed + 2);
-      mbarrier_arrive(landed + 3);
-      mbarrier_arrive(landed + 4);
-      mbarrier_arrive(landed + 5);
-      mbarrier_arrive(landed + 6);
-      mbarrier_arrive(landed + 7);
-    }
     uint4* vector = (uint4*)(arena + VECTOR);
     float squares = 0.0f;
     uint32_t pair = thread / 32;
     const bf16* own_units = norms + (layer * 2 + 1) * 128 + (pair * 4 + thread % 4) * 8;
-    uint4 weights[1];
     if (thread < 128) {
-      weights[0] = load_constant_u32x4(own_units + (thread - thread) / 8 * 8);
+      uint32_t first_unit = thread;
+      uint4 weights[8];
+      #pragma unroll
+      for (uint32_t index = 0; index < 1; ++index) {
+        weights[index] = load_constant_u32x4(own_units + (first_unit + index * 256 - thread) / 8 * 8);
+      }
+      if (lane == 0) {
+        wait_tagged4(input_words + (first_unit * 4 + 588864), 32, layer_epoch);
+      }
+      warp_barrier();
+      if (thread / 4 % 8 < column_count) {
+        uint4 units[8];
+        wait_tagged_units(units, input_words + (first_unit * 4 + 588864), 1024, 1, 32, layer_epoch);
+        #pragma unroll
+        for (uint32_t index = 0; index < 1; ++index) {
+          normalise_unit(vector, first_unit + index * 256, units[index], weights[index], squares);
+        }
+      }
     }
-    mbarrier_wait(landed, vector_parities & 1);
-    uint4 units[1];
-    if (thread < 128) {
-      units[0] = vector[thread];
-    }
-    if (thread < 128) {
-      normalise_in_pairs(vector, thread, units[0], weights[0], squares);
-    }
-    vector_parities ^= 3;
     write_scales(squares, arena, lane, warp, thread, column_count);
     if (thread == 0) {
       store_shared_u32(block_waits, 0);
@@ -2563,54 +2565,53 @@ __device__ __forceinline__ void gate_up(uint32_t* progress, uint32_t block, uint
       float sums[1][4] = {};
       #pragma unroll 2
       for (uint32_t chunk = 0; chunk < 1; ++chunk) {
-        uint4 weights_2[2][2];
+        uint4 weights[2][2];
         uint4 values[2];
         mbarrier_wait(full + use_stage, use_parity);
         uint8_t* chunk_2 = ring + use_stage * 16384;
-        hold_chunk(chunk, chunk, chunk_2, warp, lane, weights_2, values, arena);
+        hold_chunk(chunk, chunk, chunk_2, warp, lane, weights, values, arena);
         warp_barrier();
         if (lane == 0) {
           mbarrier_arrive(empty + use_stage);
         }
         advance(use_stage, use_parity);
-        multiply_held(chunk, sums, warp, weights_2, values);
+        multiply_held(chunk, sums, warp, weights, values);
       }
       hand_over(sums, taken, turn, turn_parity, arena, warp, lane, summed);
     }
     wait_until_taken(taken, turn, turn_parity);
   }
-  // grid barrier
-  fence_proxy_async_global();
-  named_barrier(1, 256);
-  if (thread == 0) {
-    arrivals_due += 132;
-    add_release_u64(counter, 1);
-    wait_at_least_u64(counter, arrivals_due);
-  }
-  named_barrier(1, 256);
 }
 
-// A whole vector; then each warp has what it multiplies.
-__device__ __forceinline__ void load_copied_2(uint32_t thread, uint64_t* landed, uint8_t* arena,
-    uint32_t* exchange_words, uint32_t& vector_parities) {
-  if (thread == 0) {
-    fence_proxy_async_global();
-    fence_proxy_async_shared();
-    mbarrier_arrive_expect_tx(landed, 4096);
-    bulk_copy_shared(arena + VECTOR, (const uint8_t*)(exchange_words + 295744), 4096, landed);
-    mbarrier_arrive_expect_tx(landed + 1, 1024);
-    bulk_copy_shared(arena + VECTOR + 4096, (const uint8_t*)(exchange_words + 295744) + 4096, 1024, landed + 1);
-    mbarrier_arrive(landed + 2);
-    mbarrier_arrive(landed + 3);
-    mbarrier_arrive(landed + 4);
-    mbarrier_arrive(landed + 5);
-    mbarrier_arrive(landed + 6);
-    mbarrier_arrive(landed + 7);
-  }
+// Bring a part of a vector into shared memory; ends with a barrier of the consumer warps.
+__device__ __forceinline__ void load_vector_2(uint8_t* arena, uint32_t thread, uint32_t lane, uint32_t* input_words,
+    uint32_t layer_epoch, uint32_t column_count) {
   uint4* vector = (uint4*)(arena + VECTOR);
-  mbarrier_wait(landed, vector_parities & 1);
-  mbarrier_wait(landed + 1, vector_parities & 1);
-  vector_parities ^= 3;
+  uint32_t first_unit = thread;
+  if (lane == 0) {
+    wait_tagged4(input_words + (first_unit * 4 + 589376), 60, layer_epoch);
+  }
+  warp_barrier();
+  if (thread / 4 % 8 < column_count) {
+    uint4 units[8];
+    wait_tagged_units(units, input_words + (first_unit * 4 + 589376), 1024, 1, 60, layer_epoch);
+    #pragma unroll
+    for (uint32_t index = 0; index < 1; ++index) {
+      vector[first_unit + index * 256] = units[index];
+    }
+  }
+  if (thread + 256 < 320) {
+    uint32_t first_unit_2 = thread + 256;
+    if (thread / 4 % 8 < column_count) {
+      uint4 units[8];
+      wait_tagged_units(units, input_words + (first_unit_2 * 4 + 589376), 1024, 1, 60, layer_epoch);
+      #pragma unroll
+      for (uint32_t index = 0; index < 1; ++index) {
+        vector[first_unit_2 + index * 256] = units[index];
+      }
+    }
+  }
+  named_barrier(1, 256);
 }
 
 // This warp's tiles of a chunk, and what they are multiplied with, to registers.
@@ -2651,9 +2652,9 @@ __device__ __forceinline__ void multiply_held_3(uint32_t chunk, float (&sums)[1]
 // Waits for: gated.
 // Makes: hidden.
 __device__ __forceinline__ void down(uint32_t* progress, uint32_t block, uint32_t step, uint32_t layer,
-    uint32_t* block_waits, uint64_t* landed, uint8_t* arena, uint32_t* exchange_words, uint32_t& vector_parities,
+    uint32_t* block_waits, uint8_t* arena, uint32_t* input_words, uint32_t layer_epoch, uint32_t column_count,
     uint64_t* full, uint32_t& use_stage, uint32_t& use_parity, uint8_t* ring, uint64_t* empty, uint64_t* taken,
-    uint32_t& turn, uint32_t& turn_parity, uint64_t* summed, uint64_t& arrivals_due, uint64_t* counter) {
+    uint32_t& turn, uint32_t& turn_parity, uint64_t* summed) {
   uint32_t thread = thread_index();
   uint32_t warp = thread / 32;
   uint32_t lane = thread % 32;
@@ -2662,43 +2663,31 @@ __device__ __forceinline__ void down(uint32_t* progress, uint32_t block, uint32_
   }
   uint32_t position = block % 132;
   if (position < 8) {
+    float sums[1][4] = {};
     if (thread == 0) {
       store_shared_u32(block_waits, 1);
     }
-    load_copied_2(thread, landed, arena, exchange_words, vector_parities);
+    load_vector_2(arena, thread, lane, input_words, layer_epoch, column_count);
     if (thread == 0) {
       store_shared_u32(block_waits, 0);
     }
-    #pragma unroll 1
-    for (uint32_t m_tile = position; m_tile < 8; m_tile += 132) {
-      float sums[1][4] = {};
-      #pragma unroll 2
-      for (uint32_t chunk = 0; chunk < 1; ++chunk) {
-        uint4 weights[2][2];
-        uint4 values[2];
-        mbarrier_wait(full + use_stage, use_parity);
-        uint8_t* chunk_2 = ring + use_stage * 16384;
-        hold_chunk_3(chunk, chunk, chunk_2, warp, lane, weights, values, arena);
-        warp_barrier();
-        if (lane == 0) {
-          mbarrier_arrive(empty + use_stage);
-        }
-        advance(use_stage, use_parity);
-        multiply_held_3(chunk, sums, warp, weights, values);
+    #pragma unroll 2
+    for (uint32_t chunk = 0; chunk < 1; ++chunk) {
+      uint4 weights[2][2];
+      uint4 values[2];
+      mbarrier_wait(full + use_stage, use_parity);
+      uint8_t* chunk_2 = ring + use_stage * 16384;
+      hold_chunk_3(chunk, chunk, chunk_2, warp, lane, weights, values, arena);
+      warp_barrier();
+      if (lane == 0) {
+        mbarrier_arrive(empty + use_stage);
       }
-      hand_over(sums, taken, turn, turn_parity, arena, warp, lane, summed);
+      advance(use_stage, use_parity);
+      multiply_held_3(chunk, sums, warp, weights, values);
     }
+    hand_over(sums, taken, turn, turn_parity, arena, warp, lane, summed);
     wait_until_taken(taken, turn, turn_parity);
   }
-  // grid barrier
-  fence_proxy_async_global();
-  named_barrier(1, 256);
-  if (thread == 0) {
-    arrivals_due += 132;
-    add_release_u64(counter, 1);
-    wait_at_least_u64(counter, arrivals_due);
-  }
-  named_barrier(1, 256);
 }
 
 // ---- phase lm_head ---------------------------------------------------------------------------------
@@ -2706,9 +2695,9 @@ __device__ __forceinline__ void down(uint32_t* progress, uint32_t block, uint32_
 // Waits for: hidden of the last layer.
 // Makes: logits, where they are wanted, and candidates in registers.
 __device__ __forceinline__ void lm_head(uint32_t* progress, uint32_t block, uint32_t step, uint32_t head_from,
-    float* logits, uint32_t* block_waits, uint64_t* landed, uint8_t* arena, uint32_t* exchange_words, const bf16* norms,
-    uint32_t& vector_parities, uint32_t column_count, uint64_t* full, uint32_t& use_stage, uint32_t& use_parity,
-    uint8_t* ring, uint64_t* empty, uint64_t* taken, uint32_t& turn, uint32_t& turn_parity, uint64_t* summed) {
+    float* logits, uint32_t* block_waits, uint8_t* arena, const bf16* norms, uint32_t* input_words, uint32_t step_epoch,
+    uint32_t column_count, uint64_t* full, uint32_t& use_stage, uint32_t& use_parity, uint8_t* ring, uint64_t* empty,
+    uint64_t* taken, uint32_t& turn, uint32_t& turn_parity, uint64_t* summed) {
   uint32_t thread = thread_index();
   uint32_t warp = thread / 32;
   uint32_t lane = thread % 32;
@@ -2721,36 +2710,30 @@ __device__ __forceinline__ void lm_head(uint32_t* progress, uint32_t block, uint
       if (thread == 0) {
         store_shared_u32(block_waits, 1);
       }
-      if (thread == 0) {
-        fence_proxy_async_global();
-        fence_proxy_async_shared();
-        mbarrier_arrive_expect_tx(landed, 2048);
-        bulk_copy_shared(arena + VECTOR, (const uint8_t*)(exchange_words + 64), 2048, landed);
-        mbarrier_arrive(landed + 1);
-        mbarrier_arrive(landed + 2);
-        mbarrier_arrive(landed + 3);
-        mbarrier_arrive(landed + 4);
-        mbarrier_arrive(landed + 5);
-        mbarrier_arrive(landed + 6);
-        mbarrier_arrive(landed + 7);
-      }
       uint4* vector = (uint4*)(arena + VECTOR);
       float squares = 0.0f;
       uint32_t pair = thread / 32;
       const bf16* own_units = norms + 768 + (pair * 4 + thread % 4) * 8;
-      uint4 weights[1];
       if (thread < 128) {
-        weights[0] = load_constant_u32x4(own_units + (thread - thread) / 8 * 8);
+        uint32_t first_unit = thread;
+        uint4 weights[8];
+        #pragma unroll
+        for (uint32_t index = 0; index < 1; ++index) {
+          weights[index] = load_constant_u32x4(own_units + (first_unit + index * 256 - thread) / 8 * 8);
+        }
+        if (lane == 0) {
+          wait_tagged4(input_words + (first_unit * 4 + 64), 32, step_epoch + 2);
+        }
+        warp_barrier();
+        if (thread / 4 % 8 < column_count) {
+          uint4 units[8];
+          wait_tagged_units(units, input_words + (first_unit * 4 + 64), 1024, 1, 32, step_epoch + 2);
+          #pragma unroll
+          for (uint32_t index = 0; index < 1; ++index) {
+            normalise_unit(vector, first_unit + index * 256, units[index], weights[index], squares);
+          }
+        }
       }
-      mbarrier_wait(landed, vector_parities & 1);
-      uint4 units[1];
-      if (thread < 128) {
-        units[0] = vector[thread];
-      }
-      if (thread < 128) {
-        normalise_in_pairs(vector, thread, units[0], weights[0], squares);
-      }
-      vector_parities ^= 3;
       write_scales(squares, arena, lane, warp, thread, column_count);
       if (thread == 0) {
         store_shared_u32(block_waits, 0);
@@ -2760,17 +2743,17 @@ __device__ __forceinline__ void lm_head(uint32_t* progress, uint32_t block, uint
         float sums[1][4] = {};
         #pragma unroll 2
         for (uint32_t chunk = 0; chunk < 1; ++chunk) {
-          uint4 weights_2[2][2];
+          uint4 weights[2][2];
           uint4 values[2];
           mbarrier_wait(full + use_stage, use_parity);
           uint8_t* chunk_2 = ring + use_stage * 16384;
-          hold_chunk(chunk, chunk, chunk_2, warp, lane, weights_2, values, arena);
+          hold_chunk(chunk, chunk, chunk_2, warp, lane, weights, values, arena);
           warp_barrier();
           if (lane == 0) {
             mbarrier_arrive(empty + use_stage);
           }
           advance(use_stage, use_parity);
-          multiply_held(chunk, sums, warp, weights_2, values);
+          multiply_held(chunk, sums, warp, weights, values);
         }
         hand_over(sums, taken, turn, turn_parity, arena, warp, lane, summed);
       }
@@ -2922,18 +2905,18 @@ __device__ __forceinline__ void list_rows(uint32_t column, float* weighed, const
 
 // The block's list, a word a lane.
 __device__ __forceinline__ void publish_list(uint32_t column, uint32_t epoch, uint32_t step, uint32_t lane,
-    uint32_t block, uint32_t* exchange_words, uint8_t* arena, uint32_t warp) {
+    uint32_t block, uint64_t* exchange_words, uint8_t* arena, uint32_t warp) {
   warp_barrier();
   if (lane < 16) {
     uint32_t index = ((step % 2 * 8 + column) * 528 + block * 4) * 4 + lane;
-    (exchange_words + (index + 301248))[0] = ((uint32_t*)(arena + LIST_ROWS) + warp % 8 * 36)[lane];
+    publish_flagged(exchange_words + (index + 299552), ((uint32_t*)(arena + LIST_ROWS) + warp % 8 * 36)[lane], epoch);
   }
   warp_barrier();
 }
 
 __device__ __forceinline__ void publish_lists(uint32_t warp, uint32_t column_count, const int32_t* sequences,
     uint8_t* arena, uint32_t lane, float* weighed, uint32_t block, uint32_t step_epoch, uint32_t step,
-    uint32_t* exchange_words) {
+    uint64_t* exchange_words) {
   #pragma unroll 1
   for (uint32_t column = warp % 8; column < 8; column += 8) {
     if (begin(column, column_count, sequences, arena, warp, lane) != 0) {
@@ -2978,12 +2961,11 @@ __device__ __forceinline__ void best_of(uint32_t column, uint8_t* arena, uint32_
 
 // All blocks' candidates into shared memory, as they lie in the exchange.
 __device__ __forceinline__ void gather(uint32_t first_unit, uint32_t epoch, uint8_t* arena, uint32_t thread,
-    uint32_t* exchange_words) {
+    uint64_t* exchange_words) {
   uint4* units = (uint4*)(arena + CANDIDATES);
   #pragma unroll 1
   for (uint32_t other = thread; other < 528; other += 256) {
-    uint4 words = ((const uint4*)(exchange_words + ((first_unit + other) * 4 + 297024)))[0];
-    units[other] = words;
+    units[other] = wait_flagged4_acquire(exchange_words + ((first_unit + other) * 4 + 295328), epoch);
   }
 }
 
@@ -3008,7 +2990,7 @@ __device__ __forceinline__ void best_of_2(uint32_t column, uint8_t* arena, uint3
 
 // This warp's share of all blocks' lists of a column, into the region `listed`, and what they say besides.
 __device__ __forceinline__ void read(uint32_t column, uint32_t epoch, uint32_t step, uint8_t* arena, uint32_t warp,
-    uint32_t lane, uint32_t* exchange_words) {
+    uint32_t lane, uint64_t* exchange_words) {
   float* listed = (float*)((float2*)(arena + LISTED) + warp % 8 * 528);
   float highest = -bits_float(0x7f800000);
   float weight = 0.0f;
@@ -3024,13 +3006,7 @@ __device__ __forceinline__ void read(uint32_t column, uint32_t epoch, uint32_t s
     for (uint32_t index = 0; index < 6; ++index) {
       places[index] = (first_unit + (first + index * 32 < 527 ? first + index * 32 : 527)) * 4;
     }
-    #pragma unroll
-    for (uint32_t index = 0; index < 8; ++index) {
-      if (index < 6) {
-        uint4 words = ((const uint4*)(exchange_words + (places[index] / 4 * 4 + 301248)))[0];
-        data[index] = words;
-      }
-    }
+    wait_flagged_places(data, exchange_words + 299552, places, 6, epoch);
     #pragma unroll
     for (uint32_t index = 0; index < 6; ++index) {
       if (first + index * 32 < 528) {
@@ -3300,7 +3276,7 @@ __device__ __forceinline__ void begin_2(uint32_t column, float highest, float di
 
 // One warp: judge candidates, from the most noisy one on.
 __device__ __forceinline__ void decide(uint32_t column, uint32_t epoch, uint32_t step, const int32_t* sequences,
-    uint8_t* arena, uint32_t lane, uint32_t warp, uint32_t* exchange_words) {
+    uint8_t* arena, uint32_t lane, uint32_t warp, uint64_t* exchange_words) {
   float reach = bits_float(load_constant_u32(sequences + (((uint32_t*)(arena + COLUMNS))[column * 9 + 6] * 24 + 14)));
   float top_p = bits_float(load_constant_u32(sequences + (((uint32_t*)(arena + COLUMNS))[column * 9 + 6] * 24 + 13)));
   uint32_t top_k = load_constant_u32(sequences + (((uint32_t*)(arena + COLUMNS))[column * 9 + 6] * 24 + 12));
@@ -3319,9 +3295,9 @@ __device__ __forceinline__ void decide(uint32_t column, uint32_t epoch, uint32_t
     begin_2(column, highest, highest - best_scaled, arena, sequences, lane);
   }
   if (judged < 528) {
-    uint4 words = ((const uint4*)(exchange_words + (((step % 2 * 8 + column) * 528 + judged) * 4 + 301248)))[0];
+    uint4 unit = wait_flagged4(exchange_words + (((step % 2 * 8 + column) * 528 + judged) * 4 + 299552), epoch);
     if (lane == 0) {
-      ((uint32_t*)(arena + CHOSEN))[column] = words.z;
+      ((uint32_t*)(arena + CHOSEN))[column] = unit.z;
     }
   }
 }
@@ -3520,7 +3496,7 @@ __device__ __forceinline__ uint32_t add_groups(uint32_t column, uint32_t lane, u
 
 // A round up to the exchange: every warp weighs its rows, the first of a column's warps publishes.
 __device__ __forceinline__ void weigh_all(uint32_t epoch, uint32_t index, uint32_t warp, uint8_t* arena, float* weighed,
-    const int32_t* sequences, uint32_t lane, uint32_t block, uint32_t* exchange_words) {
+    const int32_t* sequences, uint32_t lane, uint32_t block, uint64_t* exchange_words) {
   #pragma unroll 1
   for (uint32_t column = warp % 8; column < 8; column += 8) {
     if (((uint32_t*)(arena + FILTERS) + column * 16)[1] != 0) {
@@ -3535,7 +3511,7 @@ __device__ __forceinline__ void weigh_all(uint32_t epoch, uint32_t index, uint32
         uint32_t word = add_groups(column, lane, arena);
         if (lane < 16) {
           uint32_t word_index = ((index % 2 * 8 + column) * 132 + block) * 16 + lane;
-          (exchange_words + (word_index + 335040))[0] = word;
+          publish_flagged(exchange_words + (word_index + 333344), word, epoch);
         }
       }
     }
@@ -3558,7 +3534,7 @@ __device__ __forceinline__ void take_unit(uint4 unit, float (&sums)[4], float& b
 
 // This warp's share of all blocks' words of a column, together, into the region `filter_sums`.
 __device__ __forceinline__ void read_2(uint32_t column, uint32_t epoch, uint32_t index, uint32_t warp, uint32_t lane,
-    uint32_t* exchange_words, uint8_t* arena) {
+    uint64_t* exchange_words, uint8_t* arena) {
   float sums[4] = {};
   float best = -bits_float(0x7f800000);
   uint32_t token = 4294967295u;
@@ -3573,13 +3549,7 @@ __device__ __forceinline__ void read_2(uint32_t column, uint32_t epoch, uint32_t
     for (uint32_t index_2 = 0; index_2 < 6; ++index_2) {
       places[index_2] = (first_unit + (first + index_2 * 32 < 527 ? first + index_2 * 32 : 527)) * 4;
     }
-    #pragma unroll
-    for (uint32_t index_2 = 0; index_2 < 8; ++index_2) {
-      if (index_2 < 6) {
-        uint4 words = ((const uint4*)(exchange_words + (places[index_2] / 4 * 4 + 335040)))[0];
-        data[index_2] = words;
-      }
-    }
+    wait_flagged_places(data, exchange_words + 333344, places, 6, epoch);
     #pragma unroll
     for (uint32_t index_2 = 0; index_2 < 6; ++index_2) {
       if (first + index_2 * 32 < 528) {
@@ -3709,7 +3679,7 @@ __device__ __forceinline__ void judge_2(uint32_t column, uint32_t word, uint8_t*
 
 // The end of a round: a column's warps read what all blocks published, and the first of them decides.
 __device__ __forceinline__ void judge_all(uint32_t epoch, uint32_t index, uint32_t warp, uint8_t* arena, uint32_t lane,
-    uint32_t* exchange_words, const int32_t* sequences) {
+    uint64_t* exchange_words, const int32_t* sequences) {
   #pragma unroll 1
   for (uint32_t column = warp % 8; column < 8; column += 8) {
     if (((uint32_t*)(arena + FILTERS) + column * 16)[1] != 0) {
@@ -3729,8 +3699,7 @@ __device__ __forceinline__ void judge_all(uint32_t epoch, uint32_t index, uint32
 }
 
 __device__ __forceinline__ void filter(uint32_t warp, uint8_t* arena, uint32_t step_epoch, uint32_t step, uint32_t lane,
-    uint32_t* exchange_words, const int32_t* sequences, float* weighed, uint32_t block, uint32_t thread,
-    uint64_t& arrivals_due, uint64_t* counter) {
+    uint64_t* exchange_words, const int32_t* sequences, float* weighed, uint32_t block) {
   #pragma unroll 1
   for (uint32_t column = warp % 8; column < 8; column += 8) {
     if (((uint32_t*)(arena + FILTERS) + column * 16)[0] != 0 && ((uint32_t*)(arena + CHOSEN))[column] < 4294967294u) {
@@ -3745,15 +3714,6 @@ __device__ __forceinline__ void filter(uint32_t warp, uint8_t* arena, uint32_t s
       break;
     }
     weigh_all(step_epoch + 4 + round, round, warp, arena, weighed, sequences, lane, block, exchange_words);
-    // grid barrier
-    fence_proxy_async_global();
-    named_barrier(1, 256);
-    if (thread == 0) {
-      arrivals_due += 132;
-      add_release_u64(counter, 1);
-      wait_at_least_u64(counter, arrivals_due);
-    }
-    named_barrier(1, 256);
     judge_all(step_epoch + 4 + round, round, warp, arena, lane, exchange_words, sequences);
     named_barrier(1, 256);
   }
@@ -3789,8 +3749,7 @@ __device__ __forceinline__ void count_chosen(uint32_t lane, uint32_t column_coun
 // Makes: candidates, and every column's token in `chosen`.
 __device__ __forceinline__ void sampling(uint32_t* progress, uint32_t block, uint32_t step, uint64_t* step_added,
     uint32_t options, uint32_t column_count, const int32_t* sequences, uint8_t* arena, float* weighed,
-    uint32_t step_epoch, uint32_t* exchange_words, const uint32_t* cancelled, uint64_t& arrivals_due, uint64_t* counter,
-    uint32_t epoch, uint32_t* token_counts) {
+    uint32_t step_epoch, uint64_t* exchange_words, const uint32_t* cancelled, uint32_t epoch, uint32_t* token_counts) {
   uint32_t thread = thread_index();
   uint32_t warp = thread / 32;
   uint32_t lane = thread % 32;
@@ -3813,22 +3772,13 @@ __device__ __forceinline__ void sampling(uint32_t* progress, uint32_t block, uin
     uint32_t best_token_2 = is_cancelled ? 4294967294u : best_token;
     uint32_t word = lane % 2 == 0 ? value_2 : best_token_2;
     uint32_t place = first_word + (block * 8 + warp) * 2 + lane;
-    (exchange_words + (place + 297024))[0] = word;
+    publish_flagged_release(exchange_words + (place + 295328), word, step_epoch + 3);
   }
   uint32_t answer = 0;
   if (block == 0 && thread < column_count) {
     uint32_t sequence = ((uint32_t*)(arena + COLUMNS))[thread * 9 + 6];
     answer = load_relaxed_u32_sys(cancelled + sequence);
   }
-  // grid barrier
-  fence_proxy_async_global();
-  named_barrier(1, 256);
-  if (thread == 0) {
-    arrivals_due += 132;
-    add_release_u64(counter, 1);
-    wait_at_least_u64(counter, arrivals_due);
-  }
-  named_barrier(1, 256);
   gather(first_word / 4, step_epoch + 3, arena, thread, exchange_words);
   if (block == 0 && thread < column_count && answer == epoch) {
     ((uint32_t*)(arena + COLUMNS))[thread * 9 + 8] = 1;
@@ -3843,8 +3793,7 @@ __device__ __forceinline__ void sampling(uint32_t* progress, uint32_t block, uin
   }
   named_barrier(1, 256);
   if ((options & 8) != 0) {
-    filter(warp, arena, step_epoch, step, lane, exchange_words, sequences, weighed, block, thread, arrivals_due,
-        counter);
+    filter(warp, arena, step_epoch, step, lane, exchange_words, sequences, weighed, block);
   }
   if ((options & 4) != 0 && warp == 0) {
     count_chosen(lane, column_count, arena, block, sequences, token_counts);
@@ -3949,8 +3898,8 @@ extern "C" __global__ void __launch_bounds__(512, 1) decode_step(const uint8_t* 
   uint32_t thread = threadIdx.x;
   uint32_t warp = thread / 32;
   uint32_t lane = thread % 32;
-  uint32_t* exchange_words = (uint32_t*)(exchange);
-  uint64_t* landed = (uint64_t*)(arena + VECTOR_BARRIERS);
+  uint64_t* exchange_words = (uint64_t*)(exchange);
+  uint32_t* input_words = (uint32_t*)(exchange);
   uint64_t* full = (uint64_t*)(arena + RING_BARRIERS);
   uint64_t* empty = full + 11;
   uint8_t* ring = arena + RING;
@@ -3974,9 +3923,6 @@ extern "C" __global__ void __launch_bounds__(512, 1) decode_step(const uint8_t* 
     mbarrier_init(step_added, 4);
     mbarrier_init(step_done, 1);
     mbarrier_init(step_done + 1, 5);
-    for (uint32_t piece = 0; piece < 8; ++piece) {
-      mbarrier_init(landed + piece, 1);
-    }
     mbarrier_fence_init();
   }
   take_first(thread, column_count, columns, next_token, sequences, tokens, arena);
@@ -4029,14 +3975,17 @@ extern "C" __global__ void __launch_bounds__(512, 1) decode_step(const uint8_t* 
       uint32_t adding = 0;
       uint32_t adding_parity = 0;
       for (uint32_t step = 0; step < steps; ++step) {
-        uint32_t step_epoch = epoch + step * 67;
+        uint32_t step_epoch = epoch + step * 69;
         for (uint32_t layer = 0; layer < 3; ++layer) {
           uint32_t layer_epoch = step_epoch + layer;
-          finish_qkv(block, warp, lane, column_count, arena, adding, summed, adding_parity, exchange_words, page_table,
-              layer, kv, taken);
-          finish_o(block, warp, lane, column_count, arena, adding, summed, adding_parity, exchange_words, taken);
-          finish_gate_up(block, warp, lane, column_count, arena, adding, summed, adding_parity, exchange_words, taken);
-          finish_down(block, warp, lane, column_count, arena, adding, summed, adding_parity, exchange_words, taken);
+          finish_qkv(block, warp, lane, column_count, arena, adding, summed, adding_parity, exchange_words, layer_epoch,
+              page_table, layer, kv, taken);
+          finish_o(block, warp, lane, column_count, arena, adding, summed, adding_parity, input_words, layer_epoch,
+              taken);
+          finish_gate_up(block, warp, lane, column_count, arena, adding, summed, adding_parity, input_words,
+              layer_epoch, taken);
+          finish_down(block, warp, lane, column_count, arena, adding, summed, adding_parity, input_words, layer_epoch,
+              taken);
         }
         float best = -bits_float(0x7f800000);
         uint32_t best_token = 4294967295u;
@@ -4064,17 +4013,8 @@ extern "C" __global__ void __launch_bounds__(512, 1) decode_step(const uint8_t* 
     uint32_t plan_index = 0;
     uint32_t use_stage = 0;
     uint32_t use_parity = 0;
-    uint64_t* counter = (uint64_t*)(exchange);
-    uint64_t arrivals_due = 0;
-    if (thread == 0) {
-      uint64_t ticket = fetch_add_release_u64(counter, 1);
-      arrivals_due = (ticket / 132 + 1) * 132;
-      wait_at_least_u64(counter, arrivals_due);
-    }
-    uint32_t vector_parities = 0;
-    named_barrier(1, 256);
     for (uint32_t step = 0; step < steps; ++step) {
-      uint32_t step_epoch = epoch + step * 67;
+      uint32_t step_epoch = epoch + step * 69;
       bool has_new_plan = follow_plan(plan_index, step, plan_count, kv_plans);
       begin_step(step, arena, thread, column_count, columns, sequences);
       if (has_new_plan) {
@@ -4086,23 +4026,21 @@ extern "C" __global__ void __launch_bounds__(512, 1) decode_step(const uint8_t* 
       named_barrier(1, 256);
       for (uint32_t layer = 0; layer < 3; ++layer) {
         uint32_t layer_epoch = step_epoch + layer;
-        qkv(progress, block, step, layer, norms, block_waits, arena, column_count, embedding, next_token, landed,
-            exchange_words, vector_parities, full, use_stage, use_parity, ring, empty, taken, turn, turn_parity, summed,
-            arrivals_due, counter);
+        qkv(progress, block, step, layer, norms, block_waits, arena, column_count, embedding, next_token, input_words,
+            layer_epoch, full, use_stage, use_parity, ring, empty, taken, turn, turn_parity, summed);
         attention(progress, block, step, layer, arena, kv_plans, plan_index, tiles, layer_epoch, exchange_words,
-            use_stage, full, use_parity, ring, empty, arrivals_due, counter);
-        o(progress, block, step, layer, block_waits, landed, arena, exchange_words, vector_parities, full, use_stage,
-            use_parity, ring, empty, taken, turn, turn_parity, summed, arrivals_due, counter);
-        gate_up(progress, block, step, layer, norms, block_waits, landed, arena, exchange_words, vector_parities,
-            column_count, full, use_stage, use_parity, ring, empty, taken, turn, turn_parity, summed, arrivals_due,
-            counter);
-        down(progress, block, step, layer, block_waits, landed, arena, exchange_words, vector_parities, full, use_stage,
-            use_parity, ring, empty, taken, turn, turn_parity, summed, arrivals_due, counter);
+            use_stage, full, use_parity, ring, empty, input_words);
+        o(progress, block, step, layer, block_waits, arena, input_words, layer_epoch, column_count, full, use_stage,
+            use_parity, ring, empty, taken, turn, turn_parity, summed);
+        gate_up(progress, block, step, layer, norms, block_waits, arena, input_words, layer_epoch, column_count, full,
+            use_stage, use_parity, ring, empty, taken, turn, turn_parity, summed);
+        down(progress, block, step, layer, block_waits, arena, input_words, layer_epoch, column_count, full, use_stage,
+            use_parity, ring, empty, taken, turn, turn_parity, summed);
       }
-      lm_head(progress, block, step, head_from, logits, block_waits, landed, arena, exchange_words, norms,
-          vector_parities, column_count, full, use_stage, use_parity, ring, empty, taken, turn, turn_parity, summed);
+      lm_head(progress, block, step, head_from, logits, block_waits, arena, norms, input_words, step_epoch,
+          column_count, full, use_stage, use_parity, ring, empty, taken, turn, turn_parity, summed);
       sampling(progress, block, step, step_added, options, column_count, sequences, arena, weighed, step_epoch,
-          exchange_words, cancelled, arrivals_due, counter, epoch, token_counts);
+          exchange_words, cancelled, epoch, token_counts);
       take_tokens(step, warp, lane, column_count, arena, sequences, block, tokens, emitted, stop_ids, next_token,
           thread, status, step_done);
       if (next_token[8] != 0) {

@@ -196,28 +196,6 @@ __device__ __forceinline__ uint4 wait_flagged4(const uint64_t* words, uint32_t e
   return make_uint4((uint32_t)a, (uint32_t)b, (uint32_t)c, (uint32_t)d);
 }
 
-__device__ __forceinline__ void wait_flagged_quads(uint2 (&data)[16], const uint64_t* words, uint32_t stride, uint32_t count, uint32_t epoch) {
-  uint64_t word[16][2];
-  bool missing;
-  do {
-    missing = false;
-    #pragma unroll
-    for (uint32_t i = 0; i < 16; ++i) {
-      if (i < count) {
-        asm volatile("ld.relaxed.gpu.global.v2.u64 {%0, %1}, [%2];"
-          : "=l"(word[i][0]), "=l"(word[i][1]) : "l"(words + i * stride) : "memory");
-      }
-    }
-    #pragma unroll
-    for (uint32_t i = 0; i < 16; ++i) {
-      if (i < count) {
-        missing |= (uint32_t)(word[i][0] >> 32) != epoch || (uint32_t)(word[i][1] >> 32) != epoch;
-        data[i] = make_uint2((uint32_t)word[i][0], (uint32_t)word[i][1]);
-      }
-    }
-  } while (missing);
-}
-
 __device__ __forceinline__ void wait_flagged_places(uint4 (&data)[8], const uint64_t* words, uint32_t (&offsets)[8], uint32_t count, uint32_t epoch) {
   uint64_t word[8][4];
   bool missing;
@@ -244,6 +222,67 @@ __device__ __forceinline__ void wait_flagged_places(uint4 (&data)[8], const uint
   } while (missing);
 }
 
+__device__ __forceinline__ void publish_tagged(uint32_t* place, uint32_t data, uint32_t exponent, uint32_t epoch) {
+  const uint32_t number = epoch % 3 + 1, tag = (number & 1) << 14 | (number & 2) << 29;
+
+      const uint32_t factor = (127 - exponent << 7) * 0x00010001;
+      uint32_t word;
+      asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(word) : "r"(data), "r"(factor));
+      uint32_t too_large = (word >> 14 & 0x00010001) * 0xFFFF;
+      word = word & ~too_large | too_large & 0x3FFF3FFF | tag;
+      asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" :: "l"(place), "r"(word) : "memory");
+}
+
+__device__ __forceinline__ uint4 wait_tagged4(const uint32_t* words, uint32_t exponent, uint32_t epoch) {
+  const uint32_t number = epoch % 3 + 1, tag = (number & 1) << 14 | (number & 2) << 29;
+
+      const uint32_t factor = (127 + exponent << 7) * 0x00010001;
+      uint32_t word[4];
+      do {
+        asm volatile("ld.relaxed.gpu.global.v4.u32 {%0, %1, %2, %3}, [%4];"
+          : "=r"(word[0]), "=r"(word[1]), "=r"(word[2]), "=r"(word[3]) : "l"(words) : "memory");
+        for (uint32_t j = 0; j < 4; ++j) word[j] ^= tag;
+      } while ((word[0] | word[1] | word[2] | word[3]) & 0x40004000);
+      for (uint32_t j = 0; j < 4; ++j)
+        asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(word[j]) : "r"(word[j]), "r"(factor));
+      return make_uint4(word[0], word[1], word[2], word[3]);
+}
+
+__device__ __forceinline__ void wait_tagged_units(uint4 (&data)[8], const uint32_t* words, uint32_t stride, uint32_t count, uint32_t exponent, uint32_t epoch) {
+  const uint32_t number = epoch % 3 + 1, tag = (number & 1) << 14 | (number & 2) << 29;
+
+      const uint32_t factor = (127 + exponent << 7) * 0x00010001;
+      uint32_t word[8][4];
+      uint32_t missing;
+      do {
+        missing = 0;
+        #pragma unroll
+        for (uint32_t i = 0; i < 8; ++i) {
+          if (i < count) {
+            asm volatile("ld.relaxed.gpu.global.v4.u32 {%0, %1, %2, %3}, [%4];"
+              : "=r"(word[i][0]), "=r"(word[i][1]), "=r"(word[i][2]), "=r"(word[i][3])
+              : "l"(words + i * stride) : "memory");
+          }
+        }
+        #pragma unroll
+        for (uint32_t i = 0; i < 8; ++i) {
+          if (i < count) {
+            #pragma unroll
+            for (uint32_t j = 0; j < 4; ++j) missing |= word[i][j] ^= tag;
+          }
+        }
+      } while (missing & 0x40004000);
+      #pragma unroll
+      for (uint32_t i = 0; i < 8; ++i) {
+        if (i < count) {
+          #pragma unroll
+          for (uint32_t j = 0; j < 4; ++j)
+            asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(word[i][j]) : "r"(word[i][j]), "r"(factor));
+          data[i] = make_uint4(word[i][0], word[i][1], word[i][2], word[i][3]);
+        }
+      }
+}
+
 __device__ __forceinline__ uint4 wait_flagged4_acquire(const uint64_t* words, uint32_t epoch) {
   uint64_t a, b, c, d;
   do {
@@ -261,12 +300,6 @@ __device__ __forceinline__ void store_relaxed_u32(uint32_t* place, uint32_t valu
 __device__ __forceinline__ uint32_t load_constant_u32(const void* place) {
   uint32_t result;
   asm volatile("ld.global.nc.u32 %0, [%1];" : "=r"(result) : "l"(place));
-  return result;
-}
-
-__device__ __forceinline__ uint2 load_constant_u32x2(const void* place) {
-  uint2 result;
-  asm volatile("ld.global.nc.v2.u32 {%0, %1}, [%2];" : "=r"(result.x), "=r"(result.y) : "l"(place));
   return result;
 }
 
@@ -347,10 +380,6 @@ __device__ __forceinline__ uint32_t matrix_transpose_b16(uint32_t pair) {
   uint32_t result;
   asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(result) : "r"(pair));
   return result;
-}
-
-__device__ __forceinline__ uint2 make_u32x2(uint32_t x, uint32_t y) {
-  return make_uint2(x, y);
 }
 
 __device__ __forceinline__ uint4 make_u32x4(uint32_t x, uint32_t y, uint32_t z, uint32_t w) {
@@ -664,7 +693,7 @@ __device__ __forceinline__ void finish_rows(uint32_t m_tile, uint32_t column, ui
   bool is_paired = head < 40;
   uint32_t dim = is_paired ? paired : m_tile_of_head * 16 + row;
   uint32_t place = (column * 6144 + head * 128 + dim) / 2;
-  uint32_t published = renewed_u32(place + 4128);
+  uint32_t published = renewed_u32(place + 2080);
   float* reduction = (float*)(arena + REDUCTIONS) + adding * 320;
   float* own = reduction + (column / 2 * 40 + lane);
   mbarrier_wait(summed + adding, adding_parity);
@@ -687,15 +716,16 @@ __device__ __forceinline__ void finish_rows(uint32_t m_tile, uint32_t column, ui
   float neighbour = shuffle_xor_f32(value, 1);
   uint32_t pair = pack_bf16x2(value, neighbour);
   if (is_own && row % 2 == 0) {
-    publish_flagged(exchange_words + published, pair, layer_epoch);
+    uint64_t* place_2 = exchange_words + published;
+    publish_flagged(place_2, pair, layer_epoch);
     if (head >= 32) {
       if (((uint32_t*)(arena + COLUMNS))[column * 9 + 1] < ((uint32_t*)(arena + COLUMNS))[column * 9 + 2]) {
         uint32_t table = ((uint32_t*)(arena + COLUMNS))[column * 9 + 6] * 512;
         uint32_t page = load_constant_u32(page_table + (table + ((uint32_t*)(arena + COLUMNS))[column * 9] / 16));
         uint64_t offset = (uint64_t)(layer) * 33554432 + (uint64_t)(page) * 32768;
         bf16* key = kv + (offset + (uint64_t)((head - 32) % 8 * 2048 + ((uint32_t*)(arena + COLUMNS))[column * 9] % 16 * 128));
-        bf16* place_2 = head - 32 < 8 ? key : key + 16384;
-        ((uint32_t*)(place_2 + dim))[0] = pair;
+        bf16* place_3 = head - 32 < 8 ? key : key + 16384;
+        ((uint32_t*)(place_3 + dim))[0] = pair;
         fence_proxy_async();
       }
     }
@@ -733,13 +763,13 @@ __device__ __forceinline__ void finish_qkv(uint32_t block, uint32_t& adding, uin
 
 // The rows of a slot, with what of it is worked out before the sums are there.
 __device__ __forceinline__ void finish_rows_2(uint32_t m_tile, uint32_t column, uint32_t lane, uint32_t column_count,
-    uint8_t* arena, uint32_t adding, uint64_t* summed, uint32_t adding_parity, uint64_t* exchange_words,
+    uint8_t* arena, uint32_t adding, uint64_t* summed, uint32_t adding_parity, uint32_t* input_words,
     uint32_t layer_epoch) {
   uint32_t row = lane % 16;
   bool is_own = column < column_count;
   float* residual = (float*)(arena + RESIDUAL);
   uint32_t place = renewed_u32((m_tile / 132 * 16 + row) * 2 + column);
-  uint32_t published = renewed_u32((((m_tile * 16 + row) / 32 * 2 + column) * 4 + (m_tile * 16 + row) / 8 % 4) * 4 + (m_tile * 16 + row) % 8 / 2 + 310048);
+  uint32_t published = renewed_u32((((m_tile * 16 + row) / 32 * 2 + column) * 4 + (m_tile * 16 + row) / 8 % 4) * 4 + (m_tile * 16 + row) % 8 / 2 + 611904);
   float* reduction = (float*)(arena + REDUCTIONS) + adding * 320;
   float* own = reduction + (column / 2 * 40 + lane);
   mbarrier_wait(summed + adding, adding_parity);
@@ -763,21 +793,21 @@ __device__ __forceinline__ void finish_rows_2(uint32_t m_tile, uint32_t column, 
   float neighbour = shuffle_xor_f32(value, 1);
   uint32_t pair = pack_bf16x2(value, neighbour);
   if (is_own && row < 16 && row % 2 == 0) {
-    publish_flagged(exchange_words + published, pair, layer_epoch);
+    uint32_t* place_2 = input_words + published;
+    publish_tagged(place_2, pair, 32, layer_epoch);
   }
 }
 
 // The block's M-tiles of o: the warps' sums added up, the rows finished.
 __device__ __forceinline__ void finish_o(uint32_t block, uint32_t& adding, uint32_t warp, uint32_t lane,
-    uint32_t column_count, uint8_t* arena, uint64_t* summed, uint32_t& adding_parity, uint64_t* exchange_words,
+    uint32_t column_count, uint8_t* arena, uint64_t* summed, uint32_t& adding_parity, uint32_t* input_words,
     uint32_t layer_epoch, uint64_t* taken) {
   uint32_t position = block % 132;
   #pragma unroll 1
   for (uint32_t m_tile = position; m_tile < 256; m_tile += 132) {
     if (adding == warp - 9) {
       uint32_t column = lane / 16;
-      finish_rows_2(m_tile, column, lane, column_count, arena, adding, summed, adding_parity, exchange_words,
-          layer_epoch);
+      finish_rows_2(m_tile, column, lane, column_count, arena, adding, summed, adding_parity, input_words, layer_epoch);
       warp_barrier();
       if (lane == 0) {
         mbarrier_arrive(taken + adding);
@@ -789,11 +819,11 @@ __device__ __forceinline__ void finish_o(uint32_t block, uint32_t& adding, uint3
 
 // The rows of a slot, with what of it is worked out before the sums are there.
 __device__ __forceinline__ void finish_rows_3(uint32_t m_tile, uint32_t column, uint32_t lane, uint32_t column_count,
-    uint8_t* arena, uint32_t adding, uint64_t* summed, uint32_t adding_parity, uint64_t* exchange_words,
+    uint8_t* arena, uint32_t adding, uint64_t* summed, uint32_t adding_parity, uint32_t* input_words,
     uint32_t layer_epoch) {
   uint32_t row = lane % 16;
   bool is_own = column < column_count;
-  uint32_t published = renewed_u32((((m_tile * 8 + row) / 32 * 2 + column) * 4 + (m_tile * 8 + row) / 8 % 4) * 4 + (m_tile * 8 + row) % 8 / 2 + 314144);
+  uint32_t published = renewed_u32((((m_tile * 8 + row) / 32 * 2 + column) * 4 + (m_tile * 8 + row) / 8 % 4) * 4 + (m_tile * 8 + row) % 8 / 2 + 616000);
   float* reduction = (float*)(arena + REDUCTIONS) + adding * 320;
   float* own = reduction + (column / 2 * 40 + lane);
   mbarrier_wait(summed + adding, adding_parity);
@@ -815,21 +845,21 @@ __device__ __forceinline__ void finish_rows_3(uint32_t m_tile, uint32_t column, 
   float neighbour = shuffle_xor_f32(gated, 1);
   uint32_t pair = pack_bf16x2(gated, neighbour);
   if (is_own && row < 8 && row % 2 == 0) {
-    publish_flagged(exchange_words + published, pair, layer_epoch);
+    uint32_t* place = input_words + published;
+    publish_tagged(place, pair, 60, layer_epoch);
   }
 }
 
 // The block's M-tiles of gate_up: the warps' sums added up, the rows finished.
 __device__ __forceinline__ void finish_gate_up(uint32_t block, uint32_t& adding, uint32_t warp, uint32_t lane,
-    uint32_t column_count, uint8_t* arena, uint64_t* summed, uint32_t& adding_parity, uint64_t* exchange_words,
+    uint32_t column_count, uint8_t* arena, uint64_t* summed, uint32_t& adding_parity, uint32_t* input_words,
     uint32_t layer_epoch, uint64_t* taken) {
   uint32_t position = (block + 8) % 132;
   #pragma unroll 1
   for (uint32_t m_tile = position; m_tile < 1792; m_tile += 132) {
     if (adding == warp - 9) {
       uint32_t column = lane / 16;
-      finish_rows_3(m_tile, column, lane, column_count, arena, adding, summed, adding_parity, exchange_words,
-          layer_epoch);
+      finish_rows_3(m_tile, column, lane, column_count, arena, adding, summed, adding_parity, input_words, layer_epoch);
       warp_barrier();
       if (lane == 0) {
         mbarrier_arrive(taken + adding);
@@ -841,13 +871,13 @@ __device__ __forceinline__ void finish_gate_up(uint32_t block, uint32_t& adding,
 
 // The rows of a slot, with what of it is worked out before the sums are there.
 __device__ __forceinline__ void finish_rows_4(uint32_t m_tile, uint32_t column, uint32_t lane, uint32_t column_count,
-    uint8_t* arena, uint32_t adding, uint64_t* summed, uint32_t adding_parity, uint64_t* exchange_words,
+    uint8_t* arena, uint32_t adding, uint64_t* summed, uint32_t adding_parity, uint32_t* input_words,
     uint32_t layer_epoch) {
   uint32_t row = lane % 16;
   bool is_own = column < column_count;
   float* residual = (float*)(arena + RESIDUAL);
   uint32_t place = renewed_u32((m_tile / 132 * 16 + row) * 2 + column);
-  uint32_t published = renewed_u32((((m_tile * 16 + row) / 32 * 2 + column) * 4 + (m_tile * 16 + row) / 8 % 4) * 4 + (m_tile * 16 + row) % 8 / 2 + 32);
+  uint32_t published = renewed_u32((((m_tile * 16 + row) / 32 * 2 + column) * 4 + (m_tile * 16 + row) / 8 % 4) * 4 + (m_tile * 16 + row) % 8 / 2 + 64);
   float* reduction = (float*)(arena + REDUCTIONS) + adding * 320;
   float* own = reduction + (column / 2 * 40 + lane);
   mbarrier_wait(summed + adding, adding_parity);
@@ -871,21 +901,21 @@ __device__ __forceinline__ void finish_rows_4(uint32_t m_tile, uint32_t column, 
   float neighbour = shuffle_xor_f32(value, 1);
   uint32_t pair = pack_bf16x2(value, neighbour);
   if (is_own && row < 16 && row % 2 == 0) {
-    publish_flagged(exchange_words + published, pair, layer_epoch);
+    uint32_t* place_2 = input_words + published;
+    publish_tagged(place_2, pair, 32, layer_epoch);
   }
 }
 
 // The block's M-tiles of down: the warps' sums added up, the rows finished.
 __device__ __forceinline__ void finish_down(uint32_t block, uint32_t& adding, uint32_t warp, uint32_t lane,
-    uint32_t column_count, uint8_t* arena, uint64_t* summed, uint32_t& adding_parity, uint64_t* exchange_words,
+    uint32_t column_count, uint8_t* arena, uint64_t* summed, uint32_t& adding_parity, uint32_t* input_words,
     uint32_t layer_epoch, uint64_t* taken) {
   uint32_t position = block % 132;
   #pragma unroll 1
   for (uint32_t m_tile = position; m_tile < 256; m_tile += 132) {
     if (adding == warp - 9) {
       uint32_t column = lane / 16;
-      finish_rows_4(m_tile, column, lane, column_count, arena, adding, summed, adding_parity, exchange_words,
-          layer_epoch);
+      finish_rows_4(m_tile, column, lane, column_count, arena, adding, summed, adding_parity, input_words, layer_epoch);
       warp_barrier();
       if (lane == 0) {
         mbarrier_arrive(taken + adding);
@@ -1242,46 +1272,8 @@ __device__ __forceinline__ void write_scales(float squares, uint8_t* arena, uint
       uint32_t warp_2 = other + thread / 8;
       total += partial_sums[warp_2 * 8 + thread % 8];
     }
-    scales[thread] = rsqrt_f32(total * 0.000244140625f + 1e-05f);
-  }
-}
-
-// A piece times the norm's weights into the vector, and its squares to the thread's sum.
-__device__ __forceinline__ void normalise_unit_2(uint2* vector, uint32_t unit, uint2 words, uint2 weight,
-    float& squares) {
-  float low = bf16x2_low(words.x);
-  float high = bf16x2_high(words.x);
-  squares += low * low + high * high;
-  uint32_t weights = weight.x;
-  float low_2 = bf16x2_low(words.y);
-  float high_2 = bf16x2_high(words.y);
-  squares += low_2 * low_2 + high_2 * high_2;
-  uint32_t weights_2 = weight.y;
-  vector[unit] = make_u32x2(pack_bf16x2(low * bf16x2_low(weights), high * bf16x2_high(weights)), pack_bf16x2(low_2 * bf16x2_low(weights_2), high_2 * bf16x2_high(weights_2)));
-}
-
-// 1/rms of every token from the threads' sums of squares: within warps, then over the warps in order.
-__device__ __forceinline__ void write_scales_2(float squares, uint8_t* arena, uint32_t lane, uint32_t warp,
-    uint32_t thread, uint32_t column_count) {
-  float* partial_sums = (float*)(arena + PARTIAL_SUMS);
-  float* scales = (float*)(arena + SCALES);
-  float sum_of_token = squares;
-  sum_of_token += shuffle_xor_f32(sum_of_token, 16);
-  sum_of_token += shuffle_xor_f32(sum_of_token, 4);
-  sum_of_token += shuffle_xor_f32(sum_of_token, 2);
-  sum_of_token += shuffle_xor_f32(sum_of_token, 1);
-  if (lane % 8 == 0 && lane < 16) {
-    partial_sums[warp * 8 + lane / 8] = sum_of_token;
-  }
-  named_barrier(1, 256);
-  if (thread < column_count) {
-    float total = 0.0f;
-    #pragma unroll
-    for (uint32_t other = 0; other < 8; ++other) {
-      uint32_t warp_2 = other + thread / 8;
-      total += partial_sums[warp_2 * 8 + thread % 8];
-    }
-    scales[thread] = rsqrt_f32(total * 0.000244140625f + 1e-05f);
+    float scale = rsqrt_f32(total * 0.000244140625f + 1e-05f);
+    scales[thread] = total < 1.8446744e+19f ? scale : bits_float(2143289344);
   }
 }
 
@@ -1358,7 +1350,7 @@ __device__ __forceinline__ void wait_until_taken(uint64_t* taken, uint32_t& turn
 // Makes: qkv, and the keys and values in the cache.
 __device__ __forceinline__ void qkv(uint32_t* progress, uint32_t block, uint32_t step, uint32_t layer,
     const bf16* norms, uint32_t* block_waits, uint8_t* arena, uint32_t column_count, const bf16* embedding,
-    uint32_t* next_token, uint64_t* exchange_words, uint32_t layer_epoch, uint64_t* full, uint32_t& use_stage,
+    uint32_t* next_token, uint32_t* input_words, uint32_t layer_epoch, uint64_t* full, uint32_t& use_stage,
     uint32_t& use_parity, uint8_t* ring, uint64_t* empty, uint64_t* taken, uint32_t& turn, uint32_t& turn_parity,
     uint64_t* summed) {
   uint32_t thread = thread_index();
@@ -1399,29 +1391,29 @@ __device__ __forceinline__ void qkv(uint32_t* progress, uint32_t block, uint32_t
     }
     write_scales(squares, arena, lane, warp, thread, column_count);
   } else {
-    uint2* vector = (uint2*)(arena + VECTOR);
+    uint4* vector = (uint4*)(arena + VECTOR);
     float squares = 0.0f;
-    uint32_t pair = thread / 16;
-    const bf16* own_units = norms + layer * 8192 + (pair * 8 + thread % 8) * 4;
+    uint32_t pair = thread / 8;
+    const bf16* own_units = norms + layer * 8192 + (pair * 4 + thread % 4) * 8;
     uint32_t first_unit = thread;
-    uint2 weights[16];
+    uint4 weights[8];
     #pragma unroll
-    for (uint32_t index = 0; index < 8; ++index) {
-      weights[index] = load_constant_u32x2(own_units + (first_unit + index * 256 - thread) / 2 * 4);
+    for (uint32_t index = 0; index < 4; ++index) {
+      weights[index] = load_constant_u32x4(own_units + (first_unit + index * 256 - thread) / 2 * 8);
     }
     if (lane == 0) {
-      wait_flagged4(exchange_words + (first_unit / 2 * 4 + 32), layer_epoch - 1);
+      wait_tagged4(input_words + (first_unit * 4 + 64), 32, layer_epoch - 1);
     }
     warp_barrier();
-    if (thread / 8 % 2 < column_count) {
-      uint2 quads[16];
-      wait_flagged_quads(quads, exchange_words + (first_unit * 2 + 32), 512, 8, layer_epoch - 1);
+    if (thread / 4 % 2 < column_count) {
+      uint4 units[8];
+      wait_tagged_units(units, input_words + (first_unit * 4 + 64), 1024, 4, 32, layer_epoch - 1);
       #pragma unroll
-      for (uint32_t index = 0; index < 8; ++index) {
-        normalise_unit_2(vector, first_unit + index * 256, quads[index], weights[index], squares);
+      for (uint32_t index = 0; index < 4; ++index) {
+        normalise_unit(vector, first_unit + index * 256, units[index], weights[index], squares);
       }
     }
-    write_scales_2(squares, arena, lane, warp, thread, column_count);
+    write_scales(squares, arena, lane, warp, thread, column_count);
   }
   if (thread == 0) {
     store_shared_u32(block_waits, 0);
@@ -1459,7 +1451,7 @@ __device__ __forceinline__ void load_newest_unit(uint32_t newest_begin, uint32_t
   bool is_value = index >= newest_units;
   uint32_t newest_unit = index - (is_value ? newest_units : 0);
   uint32_t column = record[3].w + (newest_begin - (record[3].x + record[3].y * step)) + newest_unit / 16;
-  uint4 words = wait_flagged4(exchange_words + ((column * 768 + ((is_value ? 40u : 32u) + what.z) * 16 + newest_unit % 16) * 4 + 4128), epoch);
+  uint4 words = wait_flagged4(exchange_words + ((column * 768 + ((is_value ? 40u : 32u) + what.z) * 16 + newest_unit % 16) * 4 + 2080), epoch);
   uint4* place = (is_value ? (uint4*)(arena + NEWEST) + 256 : (uint4*)(arena + NEWEST)) + newest_unit;
   place[0] = words;
 }
@@ -1475,7 +1467,7 @@ __device__ __forceinline__ void load_item(uint32_t newest_begin, uint32_t newest
     if (index < query_units) {
       uint32_t row = index / 16;
       uint32_t column = record[2].x + row / 4;
-      queries[index] = wait_flagged4(exchange_words + ((column * 768 + (what.z * 4 + row % 4) * 16 + index % 16) * 4 + 4128), epoch);
+      queries[index] = wait_flagged4(exchange_words + ((column * 768 + (what.z * 4 + row % 4) * 16 + index % 16) * 4 + 2080), epoch);
     } else {
       load_newest_unit(newest_begin, index - query_units, newest_units, epoch, record, step, exchange_words, what,
           arena);
@@ -1865,17 +1857,17 @@ __device__ __forceinline__ void fold_states(uint32_t first, uint32_t pair, uint8
 __device__ __forceinline__ void publish_partial(uint32_t row, uint32_t dim_pair, float low, float high, float lse,
     uint32_t epoch, uint64_t* exchange_words) {
   uint32_t partial = row * 132;
-  publish_flagged(exchange_words + (partial + dim_pair * 2 + 10272), float_bits(low), epoch);
-  publish_flagged(exchange_words + (partial + dim_pair * 2 + 10273), float_bits(high), epoch);
+  publish_flagged(exchange_words + (partial + dim_pair * 2 + 8224), float_bits(low), epoch);
+  publish_flagged(exchange_words + (partial + dim_pair * 2 + 8225), float_bits(high), epoch);
   if (dim_pair < 4) {
-    publish_flagged(exchange_words + (partial + 128 + dim_pair + 10272), float_bits(lse), epoch);
+    publish_flagged(exchange_words + (partial + 128 + dim_pair + 8224), float_bits(lse), epoch);
   }
 }
 
 // Column tile `index` of every group: its column c was laid down by the warps column_group, column_group +
 // column_groups, ..., as their column c.
 __device__ __forceinline__ void fold_slices(uint32_t epoch, uint4* record, uint32_t thread, uint8_t* arena,
-    uint64_t* exchange_words, uint4 what) {
+    uint32_t* input_words, uint4 what, uint64_t* exchange_words) {
   uint32_t rows = record[1].z;
   #pragma unroll 1
   for (uint32_t output = thread; output < rows * 32; output += 256) {
@@ -1890,7 +1882,7 @@ __device__ __forceinline__ void fold_slices(uint32_t epoch, uint4* record, uint3
     if (record[1].y == 4294967295u) {
       float lse = weight_sum == 0.0f ? -bits_float(0x7f800000) : highest * 0.6931472f + log_f32(weight_sum);
       uint32_t column = record[2].x + place / 4;
-      publish_flagged(exchange_words + (((((what.z * 4 + place % 4) * 128 + dim_pair * 2) / 32 * 2 + column) * 4 + ((what.z * 4 + place % 4) * 128 + dim_pair * 2) / 8 % 4) * 4 + ((what.z * 4 + place % 4) * 128 + dim_pair * 2) % 8 / 2 + 305952), pack_bf16x2(low, high), epoch);
+      publish_tagged(input_words + (((((what.z * 4 + place % 4) * 128 + dim_pair * 2) / 32 * 2 + column) * 4 + ((what.z * 4 + place % 4) * 128 + dim_pair * 2) / 8 % 4) * 4 + ((what.z * 4 + place % 4) * 128 + dim_pair * 2) % 8 / 2 + 607808), pack_bf16x2(low, high), 60, epoch);
     } else {
       float lse = weight_sum == 0.0f ? -bits_float(0x7f800000) : highest * 0.6931472f + log_f32(weight_sum);
       publish_partial(record[1].y + place, dim_pair, low, high, lse, epoch, exchange_words);
@@ -1914,7 +1906,7 @@ __device__ __forceinline__ void lay_down_3(uint8_t* arena, uint32_t lane, uint32
 // Column tile `index` of every group: its column c was laid down by the warps column_group, column_group +
 // column_groups, ..., as their column c.
 __device__ __forceinline__ void fold_slices_2(uint32_t epoch, uint4* record, uint32_t thread, uint8_t* arena,
-    uint64_t* exchange_words, uint4 what) {
+    uint32_t* input_words, uint4 what, uint64_t* exchange_words) {
   uint32_t rows = record[1].z;
   #pragma unroll 1
   for (uint32_t output = thread; output < rows * 32; output += 256) {
@@ -1929,7 +1921,7 @@ __device__ __forceinline__ void fold_slices_2(uint32_t epoch, uint4* record, uin
     if (record[1].y == 4294967295u) {
       float lse = weight_sum == 0.0f ? -bits_float(0x7f800000) : highest * 0.6931472f + log_f32(weight_sum);
       uint32_t column = record[2].x + place / 4;
-      publish_flagged(exchange_words + (((((what.z * 4 + place % 4) * 128 + dim_pair * 2) / 32 * 2 + column) * 4 + ((what.z * 4 + place % 4) * 128 + dim_pair * 2) / 8 % 4) * 4 + ((what.z * 4 + place % 4) * 128 + dim_pair * 2) % 8 / 2 + 305952), pack_bf16x2(low, high), epoch);
+      publish_tagged(input_words + (((((what.z * 4 + place % 4) * 128 + dim_pair * 2) / 32 * 2 + column) * 4 + ((what.z * 4 + place % 4) * 128 + dim_pair * 2) / 8 % 4) * 4 + ((what.z * 4 + place % 4) * 128 + dim_pair * 2) % 8 / 2 + 607808), pack_bf16x2(low, high), 60, epoch);
     } else {
       float lse = weight_sum == 0.0f ? -bits_float(0x7f800000) : highest * 0.6931472f + log_f32(weight_sum);
       publish_partial(record[1].y + place, dim_pair, low, high, lse, epoch, exchange_words);
@@ -1940,16 +1932,16 @@ __device__ __forceinline__ void fold_slices_2(uint32_t epoch, uint4* record, uin
 // Fold the key groups' states, in ascending order, as many dims at a time as there is room for, and publish the
 // result.
 __device__ __forceinline__ void fold(uint32_t epoch, uint8_t* arena, float (&weight_sum)[2], uint32_t lane,
-    uint32_t warp, float (&highest)[2], float (&output)[8][4], uint4* record, uint32_t thread, uint64_t* exchange_words,
-    uint4 what) {
+    uint32_t warp, float (&highest)[2], float (&output)[8][4], uint4* record, uint32_t thread, uint32_t* input_words,
+    uint4 what, uint64_t* exchange_words) {
   lay_down_statistics(arena, weight_sum, lane, warp, highest);
   lay_down_2(arena, lane, warp, output);
   named_barrier(1, 256);
-  fold_slices(epoch, record, thread, arena, exchange_words, what);
+  fold_slices(epoch, record, thread, arena, input_words, what, exchange_words);
   named_barrier(1, 256);
   lay_down_3(arena, lane, warp, output);
   named_barrier(1, 256);
-  fold_slices_2(epoch, record, thread, arena, exchange_words, what);
+  fold_slices_2(epoch, record, thread, arena, input_words, what, exchange_words);
   named_barrier(1, 256);
 }
 
@@ -1957,7 +1949,7 @@ __device__ __forceinline__ void fold(uint32_t epoch, uint8_t* arena, float (&wei
 __device__ __forceinline__ void attend_rows(uint32_t cached_end, uint32_t newest_begin, uint32_t newest, uint32_t epoch,
     uint4 what, uint32_t warp, uint32_t& use_stage, uint64_t* full, uint32_t& use_parity, uint8_t* ring, uint8_t* arena,
     uint32_t lane, uint4* query, uint32_t (&limits)[2], uint64_t* empty, uint4* record, uint32_t thread,
-    uint64_t* exchange_words) {
+    uint32_t* input_words, uint64_t* exchange_words) {
   float highest[2];
   float weight_sum[2] = {};
   float output[8][4] = {};
@@ -1965,7 +1957,7 @@ __device__ __forceinline__ void attend_rows(uint32_t cached_end, uint32_t newest
   highest[1] = -bits_float(0x7f800000);
   attend_keys(cached_end, newest_begin, newest, epoch, what, warp, use_stage, full, use_parity, ring, arena, lane,
       query, limits, highest, weight_sum, output, empty);
-  fold(epoch, arena, weight_sum, lane, warp, highest, output, record, thread, exchange_words, what);
+  fold(epoch, arena, weight_sum, lane, warp, highest, output, record, thread, input_words, what, exchange_words);
 }
 
 // The record at hand becomes that of another merge of this team.
@@ -2061,7 +2053,7 @@ __device__ __forceinline__ void fold_team(uint8_t* arena, uint32_t warp, uint32_
 
 // The row's output, from the state that all its sources were folded into: 4 dims a lane.
 __device__ __forceinline__ void finish_merge(uint32_t epoch, float weight_sum, float highest, uint32_t lane,
-    float (&sums)[4], uint4* record, uint64_t* exchange_words) {
+    float (&sums)[4], uint4* record, uint32_t* input_words) {
   float inverse = weight_sum == 0.0f ? 0.0f : divide_f32(1.0f, weight_sum);
   float lse = weight_sum == 0.0f ? -bits_float(0x7f800000) : highest + log_f32(weight_sum);
   if (lane < 32) {
@@ -2069,12 +2061,12 @@ __device__ __forceinline__ void finish_merge(uint32_t epoch, float weight_sum, f
     float low = sums[0] * inverse;
     float high = sums[1] * inverse;
     uint32_t column = record[1].x + record[0].y / 4;
-    publish_flagged(exchange_words + (((((record[0].x * 4 + record[0].y % 4) * 128 + dim_pair * 2) / 32 * 2 + column) * 4 + ((record[0].x * 4 + record[0].y % 4) * 128 + dim_pair * 2) / 8 % 4) * 4 + ((record[0].x * 4 + record[0].y % 4) * 128 + dim_pair * 2) % 8 / 2 + 305952), pack_bf16x2(low, high), epoch);
+    publish_tagged(input_words + (((((record[0].x * 4 + record[0].y % 4) * 128 + dim_pair * 2) / 32 * 2 + column) * 4 + ((record[0].x * 4 + record[0].y % 4) * 128 + dim_pair * 2) / 8 % 4) * 4 + ((record[0].x * 4 + record[0].y % 4) * 128 + dim_pair * 2) % 8 / 2 + 607808), pack_bf16x2(low, high), 60, epoch);
     uint32_t dim_pair_2 = lane % 32 * 2 + 1;
     float low_2 = sums[2] * inverse;
     float high_2 = sums[3] * inverse;
     uint32_t column_2 = record[1].x + record[0].y / 4;
-    publish_flagged(exchange_words + (((((record[0].x * 4 + record[0].y % 4) * 128 + dim_pair_2 * 2) / 32 * 2 + column_2) * 4 + ((record[0].x * 4 + record[0].y % 4) * 128 + dim_pair_2 * 2) / 8 % 4) * 4 + ((record[0].x * 4 + record[0].y % 4) * 128 + dim_pair_2 * 2) % 8 / 2 + 305952), pack_bf16x2(low_2, high_2), epoch);
+    publish_tagged(input_words + (((((record[0].x * 4 + record[0].y % 4) * 128 + dim_pair_2 * 2) / 32 * 2 + column_2) * 4 + ((record[0].x * 4 + record[0].y % 4) * 128 + dim_pair_2 * 2) / 8 % 4) * 4 + ((record[0].x * 4 + record[0].y % 4) * 128 + dim_pair_2 * 2) % 8 / 2 + 607808), pack_bf16x2(low_2, high_2), 60, epoch);
   }
 }
 
@@ -2084,8 +2076,8 @@ __device__ __forceinline__ void finish_merge(uint32_t epoch, float weight_sum, f
 // Makes: attention, where keys were split by way of partials.
 __device__ __forceinline__ void attention(uint32_t* progress, uint32_t block, uint32_t step, uint32_t layer,
     uint8_t* arena, const int32_t* kv_plans, uint32_t plan_index, const int32_t* tiles, uint32_t layer_epoch,
-    uint64_t* exchange_words, uint32_t& use_stage, uint64_t* full, uint32_t& use_parity, uint8_t* ring,
-    uint64_t* empty) {
+    uint64_t* exchange_words, uint32_t& use_stage, uint64_t* full, uint32_t& use_parity, uint8_t* ring, uint64_t* empty,
+    uint32_t* input_words) {
   uint32_t thread = thread_index();
   uint32_t warp = thread / 32;
   uint32_t lane = thread % 32;
@@ -2129,7 +2121,7 @@ __device__ __forceinline__ void attention(uint32_t* progress, uint32_t block, ui
     limits[1] = packed_2 < record[1].z ? (end_2 < visible_2 ? end_2 : visible_2) : 0;
     load_item(newest_begin, newest, layer_epoch, arena, record, thread, exchange_words, what, step);
     attend_rows(cached_end, newest_begin, newest, layer_epoch, what, warp, use_stage, full, use_parity, ring, arena,
-        lane, query, limits, empty, record, thread, exchange_words);
+        lane, query, limits, empty, record, thread, input_words, exchange_words);
   }
   // merge of partial states
   uint4 numbers_2 = ((uint4*)(arena + RECORDS))[0];
@@ -2160,7 +2152,7 @@ __device__ __forceinline__ void attention(uint32_t* progress, uint32_t block, ui
               uint32_t source = shuffle_u32(value, index);
               indices[index + 1] = ((source + record[0].y) * 33 + lane % 32) * 4;
             }
-            wait_flagged_places(states, exchange_words + 10272, indices, 6, layer_epoch);
+            wait_flagged_places(states, exchange_words + 8224, indices, 6, layer_epoch);
             #pragma unroll
             for (uint32_t index = 0; index < 5; ++index) {
               if (index < count) {
@@ -2185,7 +2177,7 @@ __device__ __forceinline__ void attention(uint32_t* progress, uint32_t block, ui
             uint32_t source = shuffle_u32(value, index);
             indices[index + 1] = ((source + record[0].y) * 33 + lane % 32) * 4;
           }
-          wait_flagged_places(states, exchange_words + 10272, indices, 6, layer_epoch);
+          wait_flagged_places(states, exchange_words + 8224, indices, 6, layer_epoch);
           #pragma unroll
           for (uint32_t index = 0; index < 5; ++index) {
             if (index < count) {
@@ -2202,7 +2194,7 @@ __device__ __forceinline__ void attention(uint32_t* progress, uint32_t block, ui
         }
       }
       if (warp % 4 == 0) {
-        finish_merge(layer_epoch, weight_sum, highest, lane, sums, record, exchange_words);
+        finish_merge(layer_epoch, weight_sum, highest, lane, sums, record, input_words);
       }
     }
   }
@@ -2215,20 +2207,20 @@ __device__ __forceinline__ void attention(uint32_t* progress, uint32_t block, ui
 }
 
 // Bring a part of a vector into shared memory; ends with a barrier of the consumer warps.
-__device__ __forceinline__ void load_vector(uint8_t* arena, uint32_t thread, uint32_t lane, uint64_t* exchange_words,
+__device__ __forceinline__ void load_vector(uint8_t* arena, uint32_t thread, uint32_t lane, uint32_t* input_words,
     uint32_t layer_epoch, uint32_t column_count) {
-  uint2* vector = (uint2*)(arena + VECTOR);
+  uint4* vector = (uint4*)(arena + VECTOR);
   uint32_t first_unit = thread;
   if (lane == 0) {
-    wait_flagged4(exchange_words + (first_unit / 2 * 4 + 305952), layer_epoch);
+    wait_tagged4(input_words + (first_unit * 4 + 607808), 60, layer_epoch);
   }
   warp_barrier();
-  if (thread / 8 % 2 < column_count) {
-    uint2 quads[16];
-    wait_flagged_quads(quads, exchange_words + (first_unit * 2 + 305952), 512, 8, layer_epoch);
+  if (thread / 4 % 2 < column_count) {
+    uint4 units[8];
+    wait_tagged_units(units, input_words + (first_unit * 4 + 607808), 1024, 4, 60, layer_epoch);
     #pragma unroll
-    for (uint32_t index = 0; index < 8; ++index) {
-      vector[first_unit + index * 256] = quads[index];
+    for (uint32_t index = 0; index < 4; ++index) {
+      vector[first_unit + index * 256] = units[index];
     }
   }
   named_barrier(1, 256);
@@ -2239,7 +2231,7 @@ __device__ __forceinline__ void load_vector(uint8_t* arena, uint32_t thread, uin
 // Waits for: attention.
 // Makes: middle.
 __device__ __forceinline__ void o(uint32_t* progress, uint32_t block, uint32_t step, uint32_t layer,
-    uint32_t* block_waits, uint8_t* arena, uint64_t* exchange_words, uint32_t layer_epoch, uint32_t column_count,
+    uint32_t* block_waits, uint8_t* arena, uint32_t* input_words, uint32_t layer_epoch, uint32_t column_count,
     uint64_t* full, uint32_t& use_stage, uint32_t& use_parity, uint8_t* ring, uint64_t* empty, uint64_t* taken,
     uint32_t& turn, uint32_t& turn_parity, uint64_t* summed) {
   uint32_t thread = thread_index();
@@ -2252,7 +2244,7 @@ __device__ __forceinline__ void o(uint32_t* progress, uint32_t block, uint32_t s
   if (thread == 0) {
     store_shared_u32(block_waits, 1);
   }
-  load_vector(arena, thread, lane, exchange_words, layer_epoch, column_count);
+  load_vector(arena, thread, lane, input_words, layer_epoch, column_count);
   if (thread == 0) {
     store_shared_u32(block_waits, 0);
   }
@@ -2288,7 +2280,7 @@ __device__ __forceinline__ void o(uint32_t* progress, uint32_t block, uint32_t s
 // Waits for: middle.
 // Makes: gated.
 __device__ __forceinline__ void gate_up(uint32_t* progress, uint32_t block, uint32_t step, uint32_t layer,
-    const bf16* norms, uint32_t* block_waits, uint8_t* arena, uint64_t* exchange_words, uint32_t layer_epoch,
+    const bf16* norms, uint32_t* block_waits, uint8_t* arena, uint32_t* input_words, uint32_t layer_epoch,
     uint32_t column_count, uint64_t* full, uint32_t& use_stage, uint32_t& use_parity, uint8_t* ring, uint64_t* empty,
     uint64_t* taken, uint32_t& turn, uint32_t& turn_parity, uint64_t* summed) {
   uint32_t thread = thread_index();
@@ -2302,29 +2294,29 @@ __device__ __forceinline__ void gate_up(uint32_t* progress, uint32_t block, uint
   if (thread == 0) {
     store_shared_u32(block_waits, 1);
   }
-  uint2* vector = (uint2*)(arena + VECTOR);
+  uint4* vector = (uint4*)(arena + VECTOR);
   float squares = 0.0f;
-  uint32_t pair = thread / 16;
-  const bf16* own_units = norms + (layer * 2 + 1) * 4096 + (pair * 8 + thread % 8) * 4;
+  uint32_t pair = thread / 8;
+  const bf16* own_units = norms + (layer * 2 + 1) * 4096 + (pair * 4 + thread % 4) * 8;
   uint32_t first_unit = thread;
-  uint2 weights[16];
+  uint4 weights[8];
   #pragma unroll
-  for (uint32_t index = 0; index < 8; ++index) {
-    weights[index] = load_constant_u32x2(own_units + (first_unit + index * 256 - thread) / 2 * 4);
+  for (uint32_t index = 0; index < 4; ++index) {
+    weights[index] = load_constant_u32x4(own_units + (first_unit + index * 256 - thread) / 2 * 8);
   }
   if (lane == 0) {
-    wait_flagged4(exchange_words + (first_unit / 2 * 4 + 310048), layer_epoch);
+    wait_tagged4(input_words + (first_unit * 4 + 611904), 32, layer_epoch);
   }
   warp_barrier();
-  if (thread / 8 % 2 < column_count) {
-    uint2 quads[16];
-    wait_flagged_quads(quads, exchange_words + (first_unit * 2 + 310048), 512, 8, layer_epoch);
+  if (thread / 4 % 2 < column_count) {
+    uint4 units[8];
+    wait_tagged_units(units, input_words + (first_unit * 4 + 611904), 1024, 4, 32, layer_epoch);
     #pragma unroll
-    for (uint32_t index = 0; index < 8; ++index) {
-      normalise_unit_2(vector, first_unit + index * 256, quads[index], weights[index], squares);
+    for (uint32_t index = 0; index < 4; ++index) {
+      normalise_unit(vector, first_unit + index * 256, units[index], weights[index], squares);
     }
   }
-  write_scales_2(squares, arena, lane, warp, thread, column_count);
+  write_scales(squares, arena, lane, warp, thread, column_count);
   if (thread == 0) {
     store_shared_u32(block_waits, 0);
   }
@@ -2356,80 +2348,124 @@ __device__ __forceinline__ void gate_up(uint32_t* progress, uint32_t block, uint
 }
 
 // Bring a part of a vector into shared memory; ends with a barrier of the consumer warps.
-__device__ __forceinline__ void load_vector_2(uint8_t* arena, uint32_t thread, uint32_t lane, uint64_t* exchange_words,
+__device__ __forceinline__ void load_vector_2(uint8_t* arena, uint32_t thread, uint32_t lane, uint32_t* input_words,
     uint32_t layer_epoch, uint32_t column_count) {
-  uint2* vector = (uint2*)(arena + VECTOR);
+  uint4* vector = (uint4*)(arena + VECTOR);
   uint32_t first_unit = thread;
   if (lane == 0) {
-    wait_flagged4(exchange_words + (first_unit / 2 * 4 + 314144), layer_epoch);
+    wait_tagged4(input_words + (first_unit * 4 + 616000), 60, layer_epoch);
   }
   warp_barrier();
-  if (thread / 8 % 2 < column_count) {
-    uint2 quads[16];
-    wait_flagged_quads(quads, exchange_words + (first_unit * 2 + 314144), 512, 7, layer_epoch);
+  if (thread / 4 % 2 < column_count) {
+    uint4 units[8];
+    wait_tagged_units(units, input_words + (first_unit * 4 + 616000), 1024, 3, 60, layer_epoch);
     #pragma unroll
-    for (uint32_t index = 0; index < 7; ++index) {
-      vector[first_unit + index * 256] = quads[index];
+    for (uint32_t index = 0; index < 3; ++index) {
+      vector[first_unit + index * 256] = units[index];
+    }
+  }
+  if (thread + 768 < 896) {
+    uint32_t first_unit_2 = thread + 768;
+    if (thread / 4 % 2 < column_count) {
+      uint4 units[8];
+      wait_tagged_units(units, input_words + (first_unit_2 * 4 + 616000), 1024, 1, 60, layer_epoch);
+      #pragma unroll
+      for (uint32_t index = 0; index < 1; ++index) {
+        vector[first_unit_2 + index * 256] = units[index];
+      }
     }
   }
   named_barrier(1, 256);
 }
 
 // Bring a part of a vector into shared memory; ends with a barrier of the consumer warps.
-__device__ __forceinline__ void load_vector_3(uint8_t* arena, uint32_t thread, uint32_t lane, uint64_t* exchange_words,
+__device__ __forceinline__ void load_vector_3(uint8_t* arena, uint32_t thread, uint32_t lane, uint32_t* input_words,
     uint32_t layer_epoch, uint32_t column_count) {
-  uint2* vector = (uint2*)(arena + VECTOR);
+  uint4* vector = (uint4*)(arena + VECTOR);
   uint32_t first_unit = thread;
   if (lane == 0) {
-    wait_flagged4(exchange_words + ((first_unit / 2 + 896) * 4 + 314144), layer_epoch);
+    wait_tagged4(input_words + ((first_unit + 896) * 4 + 616000), 60, layer_epoch);
   }
   warp_barrier();
-  if (thread / 8 % 2 < column_count) {
-    uint2 quads[16];
-    wait_flagged_quads(quads, exchange_words + ((first_unit + 1792) * 2 + 314144), 512, 7, layer_epoch);
+  if (thread / 4 % 2 < column_count) {
+    uint4 units[8];
+    wait_tagged_units(units, input_words + ((first_unit + 896) * 4 + 616000), 1024, 3, 60, layer_epoch);
     #pragma unroll
-    for (uint32_t index = 0; index < 7; ++index) {
-      vector[first_unit + index * 256] = quads[index];
+    for (uint32_t index = 0; index < 3; ++index) {
+      vector[first_unit + index * 256] = units[index];
+    }
+  }
+  if (thread + 768 < 896) {
+    uint32_t first_unit_2 = thread + 768;
+    if (thread / 4 % 2 < column_count) {
+      uint4 units[8];
+      wait_tagged_units(units, input_words + ((first_unit_2 + 896) * 4 + 616000), 1024, 1, 60, layer_epoch);
+      #pragma unroll
+      for (uint32_t index = 0; index < 1; ++index) {
+        vector[first_unit_2 + index * 256] = units[index];
+      }
     }
   }
   named_barrier(1, 256);
 }
 
 // Bring a part of a vector into shared memory; ends with a barrier of the consumer warps.
-__device__ __forceinline__ void load_vector_4(uint8_t* arena, uint32_t thread, uint32_t lane, uint64_t* exchange_words,
+__device__ __forceinline__ void load_vector_4(uint8_t* arena, uint32_t thread, uint32_t lane, uint32_t* input_words,
     uint32_t layer_epoch, uint32_t column_count) {
-  uint2* vector = (uint2*)(arena + VECTOR);
+  uint4* vector = (uint4*)(arena + VECTOR);
   uint32_t first_unit = thread;
   if (lane == 0) {
-    wait_flagged4(exchange_words + ((first_unit / 2 + 1792) * 4 + 314144), layer_epoch);
+    wait_tagged4(input_words + ((first_unit + 1792) * 4 + 616000), 60, layer_epoch);
   }
   warp_barrier();
-  if (thread / 8 % 2 < column_count) {
-    uint2 quads[16];
-    wait_flagged_quads(quads, exchange_words + ((first_unit + 3584) * 2 + 314144), 512, 7, layer_epoch);
+  if (thread / 4 % 2 < column_count) {
+    uint4 units[8];
+    wait_tagged_units(units, input_words + ((first_unit + 1792) * 4 + 616000), 1024, 3, 60, layer_epoch);
     #pragma unroll
-    for (uint32_t index = 0; index < 7; ++index) {
-      vector[first_unit + index * 256] = quads[index];
+    for (uint32_t index = 0; index < 3; ++index) {
+      vector[first_unit + index * 256] = units[index];
+    }
+  }
+  if (thread + 768 < 896) {
+    uint32_t first_unit_2 = thread + 768;
+    if (thread / 4 % 2 < column_count) {
+      uint4 units[8];
+      wait_tagged_units(units, input_words + ((first_unit_2 + 1792) * 4 + 616000), 1024, 1, 60, layer_epoch);
+      #pragma unroll
+      for (uint32_t index = 0; index < 1; ++index) {
+        vector[first_unit_2 + index * 256] = units[index];
+      }
     }
   }
   named_barrier(1, 256);
 }
 
 // Bring a part of a vector into shared memory; ends with a barrier of the consumer warps.
-__device__ __forceinline__ void load_vector_5(uint8_t* arena, uint32_t thread, uint32_t lane, uint64_t* exchange_words,
+__device__ __forceinline__ void load_vector_5(uint8_t* arena, uint32_t thread, uint32_t lane, uint32_t* input_words,
     uint32_t layer_epoch, uint32_t column_count) {
-  uint2* vector = (uint2*)(arena + VECTOR);
+  uint4* vector = (uint4*)(arena + VECTOR);
   uint32_t first_unit = thread;
   if (lane == 0) {
-    wait_flagged4(exchange_words + ((first_unit / 2 + 2688) * 4 + 314144), layer_epoch);
+    wait_tagged4(input_words + ((first_unit + 2688) * 4 + 616000), 60, layer_epoch);
   }
   warp_barrier();
-  if (thread / 8 % 2 < column_count) {
-    uint2 quads[16];
-    wait_flagged_quads(quads, exchange_words + ((first_unit + 5376) * 2 + 314144), 512, 7, layer_epoch);
+  if (thread / 4 % 2 < column_count) {
+    uint4 units[8];
+    wait_tagged_units(units, input_words + ((first_unit + 2688) * 4 + 616000), 1024, 3, 60, layer_epoch);
     #pragma unroll
-    for (uint32_t index = 0; index < 7; ++index) {
-      vector[first_unit + index * 256] = quads[index];
+    for (uint32_t index = 0; index < 3; ++index) {
+      vector[first_unit + index * 256] = units[index];
+    }
+  }
+  if (thread + 768 < 896) {
+    uint32_t first_unit_2 = thread + 768;
+    if (thread / 4 % 2 < column_count) {
+      uint4 units[8];
+      wait_tagged_units(units, input_words + ((first_unit_2 + 2688) * 4 + 616000), 1024, 1, 60, layer_epoch);
+      #pragma unroll
+      for (uint32_t index = 0; index < 1; ++index) {
+        vector[first_unit_2 + index * 256] = units[index];
+      }
     }
   }
   named_barrier(1, 256);
@@ -2440,7 +2476,7 @@ __device__ __forceinline__ void load_vector_5(uint8_t* arena, uint32_t thread, u
 // Waits for: gated.
 // Makes: hidden.
 __device__ __forceinline__ void down(uint32_t* progress, uint32_t block, uint32_t step, uint32_t layer,
-    uint32_t* block_waits, uint8_t* arena, uint64_t* exchange_words, uint32_t layer_epoch, uint32_t column_count,
+    uint32_t* block_waits, uint8_t* arena, uint32_t* input_words, uint32_t layer_epoch, uint32_t column_count,
     uint64_t* full, uint32_t& use_stage, uint32_t& use_parity, uint8_t* ring, uint64_t* empty, uint64_t* taken,
     uint32_t& turn, uint32_t& turn_parity, uint64_t* summed) {
   uint32_t thread = thread_index();
@@ -2455,7 +2491,7 @@ __device__ __forceinline__ void down(uint32_t* progress, uint32_t block, uint32_
   if (thread == 0) {
     store_shared_u32(block_waits, 1);
   }
-  load_vector_2(arena, thread, lane, exchange_words, layer_epoch, column_count);
+  load_vector_2(arena, thread, lane, input_words, layer_epoch, column_count);
   if (thread == 0) {
     store_shared_u32(block_waits, 0);
   }
@@ -2493,7 +2529,7 @@ __device__ __forceinline__ void down(uint32_t* progress, uint32_t block, uint32_
   if (thread == 0) {
     store_shared_u32(block_waits, 1);
   }
-  load_vector_3(arena, thread, lane, exchange_words, layer_epoch, column_count);
+  load_vector_3(arena, thread, lane, input_words, layer_epoch, column_count);
   if (thread == 0) {
     store_shared_u32(block_waits, 0);
   }
@@ -2531,7 +2567,7 @@ __device__ __forceinline__ void down(uint32_t* progress, uint32_t block, uint32_
   if (thread == 0) {
     store_shared_u32(block_waits, 1);
   }
-  load_vector_4(arena, thread, lane, exchange_words, layer_epoch, column_count);
+  load_vector_4(arena, thread, lane, input_words, layer_epoch, column_count);
   if (thread == 0) {
     store_shared_u32(block_waits, 0);
   }
@@ -2569,7 +2605,7 @@ __device__ __forceinline__ void down(uint32_t* progress, uint32_t block, uint32_
   if (thread == 0) {
     store_shared_u32(block_waits, 1);
   }
-  load_vector_5(arena, thread, lane, exchange_words, layer_epoch, column_count);
+  load_vector_5(arena, thread, lane, input_words, layer_epoch, column_count);
   if (thread == 0) {
     store_shared_u32(block_waits, 0);
   }
@@ -2618,9 +2654,9 @@ __device__ __forceinline__ void down(uint32_t* progress, uint32_t block, uint32_
 // Waits for: hidden of the last layer.
 // Makes: logits, where they are wanted, and candidates in registers.
 __device__ __forceinline__ void lm_head(uint32_t* progress, uint32_t block, uint32_t step, uint32_t head_from,
-    float* logits, uint32_t* block_waits, uint8_t* arena, const bf16* norms, uint64_t* exchange_words,
-    uint32_t step_epoch, uint32_t column_count, uint64_t* full, uint32_t& use_stage, uint32_t& use_parity,
-    uint8_t* ring, uint64_t* empty, uint64_t* taken, uint32_t& turn, uint32_t& turn_parity, uint64_t* summed) {
+    float* logits, uint32_t* block_waits, uint8_t* arena, const bf16* norms, uint32_t* input_words, uint32_t step_epoch,
+    uint32_t column_count, uint64_t* full, uint32_t& use_stage, uint32_t& use_parity, uint8_t* ring, uint64_t* empty,
+    uint64_t* taken, uint32_t& turn, uint32_t& turn_parity, uint64_t* summed) {
   uint32_t thread = thread_index();
   uint32_t warp = thread / 32;
   uint32_t lane = thread % 32;
@@ -2632,29 +2668,29 @@ __device__ __forceinline__ void lm_head(uint32_t* progress, uint32_t block, uint
     if (thread == 0) {
       store_shared_u32(block_waits, 1);
     }
-    uint2* vector = (uint2*)(arena + VECTOR);
+    uint4* vector = (uint4*)(arena + VECTOR);
     float squares = 0.0f;
-    uint32_t pair = thread / 16;
-    const bf16* own_units = norms + 262144 + (pair * 8 + thread % 8) * 4;
+    uint32_t pair = thread / 8;
+    const bf16* own_units = norms + 262144 + (pair * 4 + thread % 4) * 8;
     uint32_t first_unit = thread;
-    uint2 weights[16];
+    uint4 weights[8];
     #pragma unroll
-    for (uint32_t index = 0; index < 8; ++index) {
-      weights[index] = load_constant_u32x2(own_units + (first_unit + index * 256 - thread) / 2 * 4);
+    for (uint32_t index = 0; index < 4; ++index) {
+      weights[index] = load_constant_u32x4(own_units + (first_unit + index * 256 - thread) / 2 * 8);
     }
     if (lane == 0) {
-      wait_flagged4(exchange_words + (first_unit / 2 * 4 + 32), step_epoch + 31);
+      wait_tagged4(input_words + (first_unit * 4 + 64), 32, step_epoch + 31);
     }
     warp_barrier();
-    if (thread / 8 % 2 < column_count) {
-      uint2 quads[16];
-      wait_flagged_quads(quads, exchange_words + (first_unit * 2 + 32), 512, 8, step_epoch + 31);
+    if (thread / 4 % 2 < column_count) {
+      uint4 units[8];
+      wait_tagged_units(units, input_words + (first_unit * 4 + 64), 1024, 4, 32, step_epoch + 31);
       #pragma unroll
-      for (uint32_t index = 0; index < 8; ++index) {
-        normalise_unit_2(vector, first_unit + index * 256, quads[index], weights[index], squares);
+      for (uint32_t index = 0; index < 4; ++index) {
+        normalise_unit(vector, first_unit + index * 256, units[index], weights[index], squares);
       }
     }
-    write_scales_2(squares, arena, lane, warp, thread, column_count);
+    write_scales(squares, arena, lane, warp, thread, column_count);
     if (thread == 0) {
       store_shared_u32(block_waits, 0);
     }
@@ -2877,7 +2913,7 @@ __device__ __forceinline__ void publish_list(uint32_t column, uint32_t epoch, ui
   warp_barrier();
   if (lane < 16) {
     uint32_t index = ((step % 2 * 2 + column) * 528 + block * 4) * 4 + lane;
-    publish_flagged(exchange_words + (index + 329536), ((uint32_t*)(arena + LIST_ROWS) + warp % 2 * 144)[lane], epoch);
+    publish_flagged(exchange_words + (index + 316224), ((uint32_t*)(arena + LIST_ROWS) + warp % 2 * 144)[lane], epoch);
   }
   warp_barrier();
 }
@@ -2942,7 +2978,7 @@ __device__ __forceinline__ void gather(uint32_t first_unit, uint32_t epoch, uint
   uint4* units = (uint4*)(arena + CANDIDATES);
   #pragma unroll 1
   for (uint32_t other = thread; other < 132; other += 256) {
-    units[other] = wait_flagged4_acquire(exchange_words + ((first_unit + other) * 4 + 328480), epoch);
+    units[other] = wait_flagged4_acquire(exchange_words + ((first_unit + other) * 4 + 315168), epoch);
   }
 }
 
@@ -2983,7 +3019,7 @@ __device__ __forceinline__ void read(uint32_t column, uint32_t epoch, uint32_t s
     for (uint32_t index = 0; index < 5; ++index) {
       places[index] = (first_unit + (first + index * 128 < 527 ? first + index * 128 : 527)) * 4;
     }
-    wait_flagged_places(data, exchange_words + 329536, places, 5, epoch);
+    wait_flagged_places(data, exchange_words + 316224, places, 5, epoch);
     #pragma unroll
     for (uint32_t index = 0; index < 5; ++index) {
       if (first + index * 128 < 528) {
@@ -3271,7 +3307,7 @@ __device__ __forceinline__ void decide(uint32_t column, uint32_t epoch, uint32_t
     begin_2(column, highest, highest - best_scaled, arena, sequences, lane);
   }
   if (judged < 528) {
-    uint4 unit = wait_flagged4(exchange_words + (((step % 2 * 2 + column) * 528 + judged) * 4 + 329536), epoch);
+    uint4 unit = wait_flagged4(exchange_words + (((step % 2 * 2 + column) * 528 + judged) * 4 + 316224), epoch);
     if (lane == 0) {
       ((uint32_t*)(arena + CHOSEN))[column] = unit.z;
     }
@@ -3487,7 +3523,7 @@ __device__ __forceinline__ void weigh_all(uint32_t epoch, uint32_t index, uint32
         uint32_t word = add_groups(column, lane, arena);
         if (lane < 16) {
           uint32_t word_index = ((index % 2 * 2 + column) * 132 + block) * 16 + lane;
-          publish_flagged(exchange_words + (word_index + 337984), word, epoch);
+          publish_flagged(exchange_words + (word_index + 324672), word, epoch);
         }
       }
     }
@@ -3525,7 +3561,7 @@ __device__ __forceinline__ void read_2(uint32_t column, uint32_t epoch, uint32_t
     for (uint32_t index_2 = 0; index_2 < 5; ++index_2) {
       places[index_2] = (first_unit + (first + index_2 * 128 < 527 ? first + index_2 * 128 : 527)) * 4;
     }
-    wait_flagged_places(data, exchange_words + 337984, places, 5, epoch);
+    wait_flagged_places(data, exchange_words + 324672, places, 5, epoch);
     #pragma unroll
     for (uint32_t index_2 = 0; index_2 < 5; ++index_2) {
       if (first + index_2 * 128 < 528) {
@@ -3757,7 +3793,7 @@ __device__ __forceinline__ void sampling(uint32_t* progress, uint32_t block, uin
       uint32_t best_token_2 = is_cancelled ? 4294967294u : best_token;
       uint32_t word = lane % 2 == 0 ? value_2 : best_token_2;
       uint32_t place = first_word + (block * 2 + warp) * 2 + lane;
-      publish_flagged_release(exchange_words + (place + 328480), word, step_epoch + 32);
+      publish_flagged_release(exchange_words + (place + 315168), word, step_epoch + 32);
     }
   }
   uint32_t answer = 0;
@@ -3887,6 +3923,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
   uint32_t warp = thread / 32;
   uint32_t lane = thread % 32;
   uint64_t* exchange_words = (uint64_t*)(exchange);
+  uint32_t* input_words = (uint32_t*)(exchange);
   uint64_t* full = (uint64_t*)(arena + RING_BARRIERS);
   uint64_t* empty = full + 12;
   uint8_t* ring = arena + RING;
@@ -3962,17 +3999,17 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
       uint32_t adding = 0;
       uint32_t adding_parity = 0;
       for (uint32_t step = 0; step < steps; ++step) {
-        uint32_t step_epoch = epoch + step * 96;
+        uint32_t step_epoch = epoch + step * 98;
         for (uint32_t layer = 0; layer < 32; ++layer) {
           uint32_t layer_epoch = step_epoch + layer;
           finish_qkv(block, adding, warp, lane, column_count, arena, summed, adding_parity, exchange_words, layer_epoch,
               page_table, layer, kv, taken);
-          finish_o(block, adding, warp, lane, column_count, arena, summed, adding_parity, exchange_words, layer_epoch,
+          finish_o(block, adding, warp, lane, column_count, arena, summed, adding_parity, input_words, layer_epoch,
               taken);
-          finish_gate_up(block, adding, warp, lane, column_count, arena, summed, adding_parity, exchange_words,
+          finish_gate_up(block, adding, warp, lane, column_count, arena, summed, adding_parity, input_words,
               layer_epoch, taken);
-          finish_down(block, adding, warp, lane, column_count, arena, summed, adding_parity, exchange_words,
-              layer_epoch, taken);
+          finish_down(block, adding, warp, lane, column_count, arena, summed, adding_parity, input_words, layer_epoch,
+              taken);
         }
         float best = -bits_float(0x7f800000);
         uint32_t best_token = 4294967295u;
@@ -4001,7 +4038,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
     uint32_t use_stage = 0;
     uint32_t use_parity = 0;
     for (uint32_t step = 0; step < steps; ++step) {
-      uint32_t step_epoch = epoch + step * 96;
+      uint32_t step_epoch = epoch + step * 98;
       bool has_new_plan = follow_plan(plan_index, step, plan_count, kv_plans);
       begin_step(step, arena, thread, column_count, columns, sequences);
       if (has_new_plan) {
@@ -4013,18 +4050,18 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
       named_barrier(1, 256);
       for (uint32_t layer = 0; layer < 32; ++layer) {
         uint32_t layer_epoch = step_epoch + layer;
-        qkv(progress, block, step, layer, norms, block_waits, arena, column_count, embedding, next_token,
-            exchange_words, layer_epoch, full, use_stage, use_parity, ring, empty, taken, turn, turn_parity, summed);
+        qkv(progress, block, step, layer, norms, block_waits, arena, column_count, embedding, next_token, input_words,
+            layer_epoch, full, use_stage, use_parity, ring, empty, taken, turn, turn_parity, summed);
         attention(progress, block, step, layer, arena, kv_plans, plan_index, tiles, layer_epoch, exchange_words,
-            use_stage, full, use_parity, ring, empty);
-        o(progress, block, step, layer, block_waits, arena, exchange_words, layer_epoch, column_count, full, use_stage,
+            use_stage, full, use_parity, ring, empty, input_words);
+        o(progress, block, step, layer, block_waits, arena, input_words, layer_epoch, column_count, full, use_stage,
             use_parity, ring, empty, taken, turn, turn_parity, summed);
-        gate_up(progress, block, step, layer, norms, block_waits, arena, exchange_words, layer_epoch, column_count,
-            full, use_stage, use_parity, ring, empty, taken, turn, turn_parity, summed);
-        down(progress, block, step, layer, block_waits, arena, exchange_words, layer_epoch, column_count, full,
+        gate_up(progress, block, step, layer, norms, block_waits, arena, input_words, layer_epoch, column_count, full,
             use_stage, use_parity, ring, empty, taken, turn, turn_parity, summed);
+        down(progress, block, step, layer, block_waits, arena, input_words, layer_epoch, column_count, full, use_stage,
+            use_parity, ring, empty, taken, turn, turn_parity, summed);
       }
-      lm_head(progress, block, step, head_from, logits, block_waits, arena, norms, exchange_words, step_epoch,
+      lm_head(progress, block, step, head_from, logits, block_waits, arena, norms, input_words, step_epoch,
           column_count, full, use_stage, use_parity, ring, empty, taken, turn, turn_parity, summed);
       sampling(progress, block, step, step_added, options, column_count, sequences, arena, weighed, step_epoch,
           exchange_words, cancelled, epoch, token_counts);

@@ -196,28 +196,6 @@ __device__ __forceinline__ uint4 wait_flagged4(const uint64_t* words, uint32_t e
   return make_uint4((uint32_t)a, (uint32_t)b, (uint32_t)c, (uint32_t)d);
 }
 
-__device__ __forceinline__ void wait_flagged_quads(uint2 (&data)[16], const uint64_t* words, uint32_t stride, uint32_t count, uint32_t epoch) {
-  uint64_t word[16][2];
-  bool missing;
-  do {
-    missing = false;
-    #pragma unroll
-    for (uint32_t i = 0; i < 16; ++i) {
-      if (i < count) {
-        asm volatile("ld.relaxed.gpu.global.v2.u64 {%0, %1}, [%2];"
-          : "=l"(word[i][0]), "=l"(word[i][1]) : "l"(words + i * stride) : "memory");
-      }
-    }
-    #pragma unroll
-    for (uint32_t i = 0; i < 16; ++i) {
-      if (i < count) {
-        missing |= (uint32_t)(word[i][0] >> 32) != epoch || (uint32_t)(word[i][1] >> 32) != epoch;
-        data[i] = make_uint2((uint32_t)word[i][0], (uint32_t)word[i][1]);
-      }
-    }
-  } while (missing);
-}
-
 __device__ __forceinline__ void wait_flagged_places(uint4 (&data)[8], const uint64_t* words, uint32_t (&offsets)[8], uint32_t count, uint32_t epoch) {
   uint64_t word[8][4];
   bool missing;
@@ -244,6 +222,67 @@ __device__ __forceinline__ void wait_flagged_places(uint4 (&data)[8], const uint
   } while (missing);
 }
 
+__device__ __forceinline__ void publish_tagged(uint32_t* place, uint32_t data, uint32_t exponent, uint32_t epoch) {
+  const uint32_t number = epoch % 3 + 1, tag = (number & 1) << 14 | (number & 2) << 29;
+
+      const uint32_t factor = (127 - exponent << 7) * 0x00010001;
+      uint32_t word;
+      asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(word) : "r"(data), "r"(factor));
+      uint32_t too_large = (word >> 14 & 0x00010001) * 0xFFFF;
+      word = word & ~too_large | too_large & 0x3FFF3FFF | tag;
+      asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" :: "l"(place), "r"(word) : "memory");
+}
+
+__device__ __forceinline__ uint4 wait_tagged4(const uint32_t* words, uint32_t exponent, uint32_t epoch) {
+  const uint32_t number = epoch % 3 + 1, tag = (number & 1) << 14 | (number & 2) << 29;
+
+      const uint32_t factor = (127 + exponent << 7) * 0x00010001;
+      uint32_t word[4];
+      do {
+        asm volatile("ld.relaxed.gpu.global.v4.u32 {%0, %1, %2, %3}, [%4];"
+          : "=r"(word[0]), "=r"(word[1]), "=r"(word[2]), "=r"(word[3]) : "l"(words) : "memory");
+        for (uint32_t j = 0; j < 4; ++j) word[j] ^= tag;
+      } while ((word[0] | word[1] | word[2] | word[3]) & 0x40004000);
+      for (uint32_t j = 0; j < 4; ++j)
+        asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(word[j]) : "r"(word[j]), "r"(factor));
+      return make_uint4(word[0], word[1], word[2], word[3]);
+}
+
+__device__ __forceinline__ void wait_tagged_units(uint4 (&data)[8], const uint32_t* words, uint32_t stride, uint32_t count, uint32_t exponent, uint32_t epoch) {
+  const uint32_t number = epoch % 3 + 1, tag = (number & 1) << 14 | (number & 2) << 29;
+
+      const uint32_t factor = (127 + exponent << 7) * 0x00010001;
+      uint32_t word[8][4];
+      uint32_t missing;
+      do {
+        missing = 0;
+        #pragma unroll
+        for (uint32_t i = 0; i < 8; ++i) {
+          if (i < count) {
+            asm volatile("ld.relaxed.gpu.global.v4.u32 {%0, %1, %2, %3}, [%4];"
+              : "=r"(word[i][0]), "=r"(word[i][1]), "=r"(word[i][2]), "=r"(word[i][3])
+              : "l"(words + i * stride) : "memory");
+          }
+        }
+        #pragma unroll
+        for (uint32_t i = 0; i < 8; ++i) {
+          if (i < count) {
+            #pragma unroll
+            for (uint32_t j = 0; j < 4; ++j) missing |= word[i][j] ^= tag;
+          }
+        }
+      } while (missing & 0x40004000);
+      #pragma unroll
+      for (uint32_t i = 0; i < 8; ++i) {
+        if (i < count) {
+          #pragma unroll
+          for (uint32_t j = 0; j < 4; ++j)
+            asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(word[i][j]) : "r"(word[i][j]), "r"(factor));
+          data[i] = make_uint4(word[i][0], word[i][1], word[i][2], word[i][3]);
+        }
+      }
+}
+
 __device__ __forceinline__ uint4 wait_flagged4_acquire(const uint64_t* words, uint32_t epoch) {
   uint64_t a, b, c, d;
   do {
@@ -261,12 +300,6 @@ __device__ __forceinline__ void store_relaxed_u32(uint32_t* place, uint32_t valu
 __device__ __forceinline__ uint32_t load_constant_u32(const void* place) {
   uint32_t result;
   asm volatile("ld.global.nc.u32 %0, [%1];" : "=r"(result) : "l"(place));
-  return result;
-}
-
-__device__ __forceinline__ uint2 load_constant_u32x2(const void* place) {
-  uint2 result;
-  asm volatile("ld.global.nc.v2.u32 {%0, %1}, [%2];" : "=r"(result.x), "=r"(result.y) : "l"(place));
   return result;
 }
 
@@ -347,10 +380,6 @@ __device__ __forceinline__ uint32_t matrix_transpose_b16(uint32_t pair) {
   uint32_t result;
   asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(result) : "r"(pair));
   return result;
-}
-
-__device__ __forceinline__ uint2 make_u32x2(uint32_t x, uint32_t y) {
-  return make_uint2(x, y);
 }
 
 __device__ __forceinline__ uint4 make_u32x4(uint32_t x, uint32_t y, uint32_t z, uint32_t w) {
@@ -664,7 +693,7 @@ __device__ __forceinline__ void finish_rows(uint32_t m_tile, uint32_t column, ui
   bool is_paired = head < 40;
   uint32_t dim = is_paired ? paired : m_tile_of_head * 16 + row;
   uint32_t place = (column * 6144 + head * 128 + dim) / 2;
-  uint32_t published = renewed_u32(place + 8224);
+  uint32_t published = renewed_u32(place + 4128);
   float* reduction = (float*)(arena + REDUCTIONS) + adding * 640;
   float* own = reduction + (column / 2 * 40 + lane);
   mbarrier_wait(summed + adding, adding_parity);
@@ -687,15 +716,16 @@ __device__ __forceinline__ void finish_rows(uint32_t m_tile, uint32_t column, ui
   float neighbour = shuffle_xor_f32(value, 1);
   uint32_t pair = pack_bf16x2(value, neighbour);
   if (is_own && row % 2 == 0) {
-    publish_flagged(exchange_words + published, pair, layer_epoch);
+    uint64_t* place_2 = exchange_words + published;
+    publish_flagged(place_2, pair, layer_epoch);
     if (head >= 32) {
       if (((uint32_t*)(arena + COLUMNS))[column * 9 + 1] < ((uint32_t*)(arena + COLUMNS))[column * 9 + 2]) {
         uint32_t table = ((uint32_t*)(arena + COLUMNS))[column * 9 + 6] * 512;
         uint32_t page = load_constant_u32(page_table + (table + ((uint32_t*)(arena + COLUMNS))[column * 9] / 16));
         uint64_t offset = (uint64_t)(layer) * 67108864 + (uint64_t)(page) * 32768;
         bf16* key = kv + (offset + (uint64_t)((head - 32) % 8 * 2048 + ((uint32_t*)(arena + COLUMNS))[column * 9] % 16 * 128));
-        bf16* place_2 = head - 32 < 8 ? key : key + 16384;
-        ((uint32_t*)(place_2 + dim))[0] = pair;
+        bf16* place_3 = head - 32 < 8 ? key : key + 16384;
+        ((uint32_t*)(place_3 + dim))[0] = pair;
         fence_proxy_async();
       }
     }
@@ -731,13 +761,13 @@ __device__ __forceinline__ void finish_qkv(uint32_t block, uint32_t warp, uint32
 
 // The rows of a slot, with what of it is worked out before the sums are there.
 __device__ __forceinline__ void finish_rows_2(uint32_t m_tile, uint32_t column, uint32_t lane, uint32_t column_count,
-    uint8_t* arena, uint32_t adding, uint64_t* summed, uint32_t adding_parity, uint64_t* exchange_words,
+    uint8_t* arena, uint32_t adding, uint64_t* summed, uint32_t adding_parity, uint32_t* input_words,
     uint32_t layer_epoch) {
   uint32_t row = lane % 16;
   bool is_own = column < column_count;
   float* residual = (float*)(arena + RESIDUAL);
   uint32_t place = renewed_u32((m_tile / 132 * 16 + row) * 4 + column);
-  uint32_t published = renewed_u32((((m_tile * 16 + row) / 32 * 4 + column) * 4 + (m_tile * 16 + row) / 8 % 4) * 4 + (m_tile * 16 + row) % 8 / 2 + 620064);
+  uint32_t published = renewed_u32((((m_tile * 16 + row) / 32 * 4 + column) * 4 + (m_tile * 16 + row) / 8 % 4) * 4 + (m_tile * 16 + row) % 8 / 2 + 1223744);
   float* reduction = (float*)(arena + REDUCTIONS) + adding * 640;
   float* own = reduction + (column / 2 * 40 + lane);
   mbarrier_wait(summed + adding, adding_parity);
@@ -761,20 +791,20 @@ __device__ __forceinline__ void finish_rows_2(uint32_t m_tile, uint32_t column, 
   float neighbour = shuffle_xor_f32(value, 1);
   uint32_t pair = pack_bf16x2(value, neighbour);
   if (is_own && row < 16 && row % 2 == 0) {
-    publish_flagged(exchange_words + published, pair, layer_epoch);
+    uint32_t* place_2 = input_words + published;
+    publish_tagged(place_2, pair, 32, layer_epoch);
   }
 }
 
 // The block's M-tiles of o: the warps' sums added up, the rows finished.
 __device__ __forceinline__ void finish_o(uint32_t block, uint32_t warp, uint32_t lane, uint32_t column_count,
-    uint8_t* arena, uint32_t& adding, uint64_t* summed, uint32_t& adding_parity, uint64_t* exchange_words,
+    uint8_t* arena, uint32_t& adding, uint64_t* summed, uint32_t& adding_parity, uint32_t* input_words,
     uint32_t layer_epoch, uint64_t* taken) {
   uint32_t position = block % 132;
   #pragma unroll 1
   for (uint32_t m_tile = position; m_tile < 256; m_tile += 132) {
     uint32_t column = (warp - 9) % 2 * 2 + lane / 16;
-    finish_rows_2(m_tile, column, lane, column_count, arena, adding, summed, adding_parity, exchange_words,
-        layer_epoch);
+    finish_rows_2(m_tile, column, lane, column_count, arena, adding, summed, adding_parity, input_words, layer_epoch);
     warp_barrier();
     if (lane == 0) {
       mbarrier_arrive(taken + adding);
@@ -785,11 +815,11 @@ __device__ __forceinline__ void finish_o(uint32_t block, uint32_t warp, uint32_t
 
 // The rows of a slot, with what of it is worked out before the sums are there.
 __device__ __forceinline__ void finish_rows_3(uint32_t m_tile, uint32_t column, uint32_t lane, uint32_t column_count,
-    uint8_t* arena, uint32_t adding, uint64_t* summed, uint32_t adding_parity, uint64_t* exchange_words,
+    uint8_t* arena, uint32_t adding, uint64_t* summed, uint32_t adding_parity, uint32_t* input_words,
     uint32_t layer_epoch) {
   uint32_t row = lane % 16;
   bool is_own = column < column_count;
-  uint32_t published = renewed_u32((((m_tile * 8 + row) / 32 * 4 + column) * 4 + (m_tile * 8 + row) / 8 % 4) * 4 + (m_tile * 8 + row) % 8 / 2 + 628256);
+  uint32_t published = renewed_u32((((m_tile * 8 + row) / 32 * 4 + column) * 4 + (m_tile * 8 + row) / 8 % 4) * 4 + (m_tile * 8 + row) % 8 / 2 + 1231936);
   float* reduction = (float*)(arena + REDUCTIONS) + adding * 640;
   float* own = reduction + (column / 2 * 40 + lane);
   mbarrier_wait(summed + adding, adding_parity);
@@ -811,20 +841,20 @@ __device__ __forceinline__ void finish_rows_3(uint32_t m_tile, uint32_t column, 
   float neighbour = shuffle_xor_f32(gated, 1);
   uint32_t pair = pack_bf16x2(gated, neighbour);
   if (is_own && row < 8 && row % 2 == 0) {
-    publish_flagged(exchange_words + published, pair, layer_epoch);
+    uint32_t* place = input_words + published;
+    publish_tagged(place, pair, 60, layer_epoch);
   }
 }
 
 // The block's M-tiles of gate_up: the warps' sums added up, the rows finished.
 __device__ __forceinline__ void finish_gate_up(uint32_t block, uint32_t warp, uint32_t lane, uint32_t column_count,
-    uint8_t* arena, uint32_t& adding, uint64_t* summed, uint32_t& adding_parity, uint64_t* exchange_words,
+    uint8_t* arena, uint32_t& adding, uint64_t* summed, uint32_t& adding_parity, uint32_t* input_words,
     uint32_t layer_epoch, uint64_t* taken) {
   uint32_t position = (block + 8) % 132;
   #pragma unroll 1
   for (uint32_t m_tile = position; m_tile < 1792; m_tile += 132) {
     uint32_t column = (warp - 9) % 2 * 2 + lane / 16;
-    finish_rows_3(m_tile, column, lane, column_count, arena, adding, summed, adding_parity, exchange_words,
-        layer_epoch);
+    finish_rows_3(m_tile, column, lane, column_count, arena, adding, summed, adding_parity, input_words, layer_epoch);
     warp_barrier();
     if (lane == 0) {
       mbarrier_arrive(taken + adding);
@@ -835,13 +865,13 @@ __device__ __forceinline__ void finish_gate_up(uint32_t block, uint32_t warp, ui
 
 // The rows of a slot, with what of it is worked out before the sums are there.
 __device__ __forceinline__ void finish_rows_4(uint32_t m_tile, uint32_t column, uint32_t lane, uint32_t column_count,
-    uint8_t* arena, uint32_t adding, uint64_t* summed, uint32_t adding_parity, uint64_t* exchange_words,
+    uint8_t* arena, uint32_t adding, uint64_t* summed, uint32_t adding_parity, uint32_t* input_words,
     uint32_t layer_epoch) {
   uint32_t row = lane % 16;
   bool is_own = column < column_count;
   float* residual = (float*)(arena + RESIDUAL);
   uint32_t place = renewed_u32((m_tile / 132 * 16 + row) * 4 + column);
-  uint32_t published = renewed_u32((((m_tile * 16 + row) / 32 * 4 + column) * 4 + (m_tile * 16 + row) / 8 % 4) * 4 + (m_tile * 16 + row) % 8 / 2 + 32);
+  uint32_t published = renewed_u32((((m_tile * 16 + row) / 32 * 4 + column) * 4 + (m_tile * 16 + row) / 8 % 4) * 4 + (m_tile * 16 + row) % 8 / 2 + 64);
   float* reduction = (float*)(arena + REDUCTIONS) + adding * 640;
   float* own = reduction + (column / 2 * 40 + lane);
   mbarrier_wait(summed + adding, adding_parity);
@@ -865,20 +895,20 @@ __device__ __forceinline__ void finish_rows_4(uint32_t m_tile, uint32_t column, 
   float neighbour = shuffle_xor_f32(value, 1);
   uint32_t pair = pack_bf16x2(value, neighbour);
   if (is_own && row < 16 && row % 2 == 0) {
-    publish_flagged(exchange_words + published, pair, layer_epoch);
+    uint32_t* place_2 = input_words + published;
+    publish_tagged(place_2, pair, 32, layer_epoch);
   }
 }
 
 // The block's M-tiles of down: the warps' sums added up, the rows finished.
 __device__ __forceinline__ void finish_down(uint32_t block, uint32_t warp, uint32_t lane, uint32_t column_count,
-    uint8_t* arena, uint32_t& adding, uint64_t* summed, uint32_t& adding_parity, uint64_t* exchange_words,
+    uint8_t* arena, uint32_t& adding, uint64_t* summed, uint32_t& adding_parity, uint32_t* input_words,
     uint32_t layer_epoch, uint64_t* taken) {
   uint32_t position = block % 132;
   #pragma unroll 1
   for (uint32_t m_tile = position; m_tile < 256; m_tile += 132) {
     uint32_t column = (warp - 9) % 2 * 2 + lane / 16;
-    finish_rows_4(m_tile, column, lane, column_count, arena, adding, summed, adding_parity, exchange_words,
-        layer_epoch);
+    finish_rows_4(m_tile, column, lane, column_count, arena, adding, summed, adding_parity, input_words, layer_epoch);
     warp_barrier();
     if (lane == 0) {
       mbarrier_arrive(taken + adding);
@@ -1231,45 +1261,8 @@ __device__ __forceinline__ void write_scales(float squares, uint8_t* arena, uint
       uint32_t warp_2 = other + thread / 8;
       total += partial_sums[warp_2 * 8 + thread % 8];
     }
-    scales[thread] = rsqrt_f32(total * 0.000244140625f + 1e-05f);
-  }
-}
-
-// A piece times the norm's weights into the vector, and its squares to the thread's sum.
-__device__ __forceinline__ void normalise_unit_2(uint2* vector, uint32_t unit, uint2 words, uint2 weight,
-    float& squares) {
-  float low = bf16x2_low(words.x);
-  float high = bf16x2_high(words.x);
-  squares += low * low + high * high;
-  uint32_t weights = weight.x;
-  float low_2 = bf16x2_low(words.y);
-  float high_2 = bf16x2_high(words.y);
-  squares += low_2 * low_2 + high_2 * high_2;
-  uint32_t weights_2 = weight.y;
-  vector[unit] = make_u32x2(pack_bf16x2(low * bf16x2_low(weights), high * bf16x2_high(weights)), pack_bf16x2(low_2 * bf16x2_low(weights_2), high_2 * bf16x2_high(weights_2)));
-}
-
-// 1/rms of every token from the threads' sums of squares: within warps, then over the warps in order.
-__device__ __forceinline__ void write_scales_2(float squares, uint8_t* arena, uint32_t lane, uint32_t warp,
-    uint32_t thread, uint32_t column_count) {
-  float* partial_sums = (float*)(arena + PARTIAL_SUMS);
-  float* scales = (float*)(arena + SCALES);
-  float sum_of_token = squares;
-  sum_of_token += shuffle_xor_f32(sum_of_token, 4);
-  sum_of_token += shuffle_xor_f32(sum_of_token, 2);
-  sum_of_token += shuffle_xor_f32(sum_of_token, 1);
-  if (lane % 8 == 0 && lane < 32) {
-    partial_sums[warp * 8 + lane / 8] = sum_of_token;
-  }
-  named_barrier(1, 256);
-  if (thread < column_count) {
-    float total = 0.0f;
-    #pragma unroll
-    for (uint32_t other = 0; other < 8; ++other) {
-      uint32_t warp_2 = other + thread / 8;
-      total += partial_sums[warp_2 * 8 + thread % 8];
-    }
-    scales[thread] = rsqrt_f32(total * 0.000244140625f + 1e-05f);
+    float scale = rsqrt_f32(total * 0.000244140625f + 1e-05f);
+    scales[thread] = total < 1.8446744e+19f ? scale : bits_float(2143289344);
   }
 }
 
@@ -1346,7 +1339,7 @@ __device__ __forceinline__ void wait_until_taken(uint64_t* taken, uint32_t& turn
 // Makes: qkv, and the keys and values in the cache.
 __device__ __forceinline__ void qkv(uint32_t* progress, uint32_t block, uint32_t step, uint32_t layer,
     const bf16* norms, uint32_t* block_waits, uint8_t* arena, uint32_t column_count, const bf16* embedding,
-    uint32_t* next_token, uint64_t* exchange_words, uint32_t layer_epoch, uint64_t* full, uint32_t& use_stage,
+    uint32_t* next_token, uint32_t* input_words, uint32_t layer_epoch, uint64_t* full, uint32_t& use_stage,
     uint32_t& use_parity, uint8_t* ring, uint64_t* empty, uint64_t* taken, uint32_t& turn, uint32_t& turn_parity,
     uint64_t* summed) {
   uint32_t thread = thread_index();
@@ -1407,43 +1400,43 @@ __device__ __forceinline__ void qkv(uint32_t* progress, uint32_t block, uint32_t
     }
     write_scales(squares, arena, lane, warp, thread, column_count);
   } else {
-    uint2* vector = (uint2*)(arena + VECTOR);
+    uint4* vector = (uint4*)(arena + VECTOR);
     float squares = 0.0f;
-    uint32_t pair = thread / 32;
-    const bf16* own_units = norms + layer * 8192 + (pair * 8 + thread % 8) * 4;
+    uint32_t pair = thread / 16;
+    const bf16* own_units = norms + layer * 8192 + (pair * 4 + thread % 4) * 8;
     uint32_t first_unit = thread;
-    uint2 weights[16];
+    uint4 weights[8];
     #pragma unroll
-    for (uint32_t index = 0; index < 12; ++index) {
-      weights[index] = load_constant_u32x2(own_units + (first_unit + index * 256 - thread) / 4 * 4);
+    for (uint32_t index = 0; index < 6; ++index) {
+      weights[index] = load_constant_u32x4(own_units + (first_unit + index * 256 - thread) / 4 * 8);
     }
     if (lane == 0) {
-      wait_flagged4(exchange_words + (first_unit / 2 * 4 + 32), layer_epoch - 1);
+      wait_tagged4(input_words + (first_unit * 4 + 64), 32, layer_epoch - 1);
     }
     warp_barrier();
-    if (thread / 8 % 4 < column_count) {
-      uint2 quads[16];
-      wait_flagged_quads(quads, exchange_words + (first_unit * 2 + 32), 512, 12, layer_epoch - 1);
+    if (thread / 4 % 4 < column_count) {
+      uint4 units[8];
+      wait_tagged_units(units, input_words + (first_unit * 4 + 64), 1024, 6, 32, layer_epoch - 1);
       #pragma unroll
-      for (uint32_t index = 0; index < 12; ++index) {
-        normalise_unit_2(vector, first_unit + index * 256, quads[index], weights[index], squares);
+      for (uint32_t index = 0; index < 6; ++index) {
+        normalise_unit(vector, first_unit + index * 256, units[index], weights[index], squares);
       }
     }
-    uint32_t first_unit_2 = thread + 3072;
-    uint2 weights_2[16];
+    uint32_t first_unit_2 = thread + 1536;
+    uint4 weights_2[8];
     #pragma unroll
-    for (uint32_t index = 0; index < 4; ++index) {
-      weights_2[index] = load_constant_u32x2(own_units + (first_unit_2 + index * 256 - thread) / 4 * 4);
+    for (uint32_t index = 0; index < 2; ++index) {
+      weights_2[index] = load_constant_u32x4(own_units + (first_unit_2 + index * 256 - thread) / 4 * 8);
     }
-    if (thread / 8 % 4 < column_count) {
-      uint2 quads[16];
-      wait_flagged_quads(quads, exchange_words + (first_unit_2 * 2 + 32), 512, 4, layer_epoch - 1);
+    if (thread / 4 % 4 < column_count) {
+      uint4 units[8];
+      wait_tagged_units(units, input_words + (first_unit_2 * 4 + 64), 1024, 2, 32, layer_epoch - 1);
       #pragma unroll
-      for (uint32_t index = 0; index < 4; ++index) {
-        normalise_unit_2(vector, first_unit_2 + index * 256, quads[index], weights_2[index], squares);
+      for (uint32_t index = 0; index < 2; ++index) {
+        normalise_unit(vector, first_unit_2 + index * 256, units[index], weights_2[index], squares);
       }
     }
-    write_scales_2(squares, arena, lane, warp, thread, column_count);
+    write_scales(squares, arena, lane, warp, thread, column_count);
   }
   if (thread == 0) {
     store_shared_u32(block_waits, 0);
@@ -1481,7 +1474,7 @@ __device__ __forceinline__ void load_newest_unit(uint32_t newest_begin, uint32_t
   bool is_value = index >= newest_units;
   uint32_t newest_unit = index - (is_value ? newest_units : 0);
   uint32_t column = record[3].w + (newest_begin - (record[3].x + record[3].y * step)) + newest_unit / 16;
-  uint4 words = wait_flagged4(exchange_words + ((column * 768 + ((is_value ? 40u : 32u) + what.z) * 16 + newest_unit % 16) * 4 + 8224), epoch);
+  uint4 words = wait_flagged4(exchange_words + ((column * 768 + ((is_value ? 40u : 32u) + what.z) * 16 + newest_unit % 16) * 4 + 4128), epoch);
   uint4* place = (is_value ? (uint4*)(arena + NEWEST) + 256 : (uint4*)(arena + NEWEST)) + newest_unit;
   place[0] = words;
 }
@@ -1497,7 +1490,7 @@ __device__ __forceinline__ void load_item(uint32_t newest_begin, uint32_t newest
     if (index < query_units) {
       uint32_t row = index / 16;
       uint32_t column = record[2].x + row / 4;
-      queries[index] = wait_flagged4(exchange_words + ((column * 768 + (what.z * 4 + row % 4) * 16 + index % 16) * 4 + 8224), epoch);
+      queries[index] = wait_flagged4(exchange_words + ((column * 768 + (what.z * 4 + row % 4) * 16 + index % 16) * 4 + 4128), epoch);
     } else {
       load_newest_unit(newest_begin, index - query_units, newest_units, epoch, record, step, exchange_words, what,
           arena);
@@ -1887,17 +1880,17 @@ __device__ __forceinline__ void fold_states(uint32_t first, uint32_t pair, uint8
 __device__ __forceinline__ void publish_partial(uint32_t row, uint32_t dim_pair, float low, float high, float lse,
     uint32_t epoch, uint64_t* exchange_words) {
   uint32_t partial = row * 132;
-  publish_flagged(exchange_words + (partial + dim_pair * 2 + 20512), float_bits(low), epoch);
-  publish_flagged(exchange_words + (partial + dim_pair * 2 + 20513), float_bits(high), epoch);
+  publish_flagged(exchange_words + (partial + dim_pair * 2 + 16416), float_bits(low), epoch);
+  publish_flagged(exchange_words + (partial + dim_pair * 2 + 16417), float_bits(high), epoch);
   if (dim_pair < 4) {
-    publish_flagged(exchange_words + (partial + 128 + dim_pair + 20512), float_bits(lse), epoch);
+    publish_flagged(exchange_words + (partial + 128 + dim_pair + 16416), float_bits(lse), epoch);
   }
 }
 
 // Column tile `index` of every group: its column c was laid down by the warps column_group, column_group +
 // column_groups, ..., as their column c.
 __device__ __forceinline__ void fold_slices(uint32_t epoch, uint4* record, uint32_t thread, uint8_t* arena,
-    uint64_t* exchange_words, uint4 what) {
+    uint32_t* input_words, uint4 what, uint64_t* exchange_words) {
   uint32_t rows = record[1].z;
   #pragma unroll 1
   for (uint32_t output = thread; output < rows * 32; output += 256) {
@@ -1912,7 +1905,7 @@ __device__ __forceinline__ void fold_slices(uint32_t epoch, uint4* record, uint3
     if (record[1].y == 4294967295u) {
       float lse = weight_sum == 0.0f ? -bits_float(0x7f800000) : highest * 0.6931472f + log_f32(weight_sum);
       uint32_t column = record[2].x + place / 4;
-      publish_flagged(exchange_words + (((((what.z * 4 + place % 4) * 128 + dim_pair * 2) / 32 * 4 + column) * 4 + ((what.z * 4 + place % 4) * 128 + dim_pair * 2) / 8 % 4) * 4 + ((what.z * 4 + place % 4) * 128 + dim_pair * 2) % 8 / 2 + 611872), pack_bf16x2(low, high), epoch);
+      publish_tagged(input_words + (((((what.z * 4 + place % 4) * 128 + dim_pair * 2) / 32 * 4 + column) * 4 + ((what.z * 4 + place % 4) * 128 + dim_pair * 2) / 8 % 4) * 4 + ((what.z * 4 + place % 4) * 128 + dim_pair * 2) % 8 / 2 + 1215552), pack_bf16x2(low, high), 60, epoch);
     } else {
       float lse = weight_sum == 0.0f ? -bits_float(0x7f800000) : highest * 0.6931472f + log_f32(weight_sum);
       publish_partial(record[1].y + place, dim_pair, low, high, lse, epoch, exchange_words);
@@ -1936,7 +1929,7 @@ __device__ __forceinline__ void lay_down_3(uint8_t* arena, uint32_t lane, uint32
 // Column tile `index` of every group: its column c was laid down by the warps column_group, column_group +
 // column_groups, ..., as their column c.
 __device__ __forceinline__ void fold_slices_2(uint32_t epoch, uint4* record, uint32_t thread, uint8_t* arena,
-    uint64_t* exchange_words, uint4 what) {
+    uint32_t* input_words, uint4 what, uint64_t* exchange_words) {
   uint32_t rows = record[1].z;
   #pragma unroll 1
   for (uint32_t output = thread; output < rows * 32; output += 256) {
@@ -1951,7 +1944,7 @@ __device__ __forceinline__ void fold_slices_2(uint32_t epoch, uint4* record, uin
     if (record[1].y == 4294967295u) {
       float lse = weight_sum == 0.0f ? -bits_float(0x7f800000) : highest * 0.6931472f + log_f32(weight_sum);
       uint32_t column = record[2].x + place / 4;
-      publish_flagged(exchange_words + (((((what.z * 4 + place % 4) * 128 + dim_pair * 2) / 32 * 4 + column) * 4 + ((what.z * 4 + place % 4) * 128 + dim_pair * 2) / 8 % 4) * 4 + ((what.z * 4 + place % 4) * 128 + dim_pair * 2) % 8 / 2 + 611872), pack_bf16x2(low, high), epoch);
+      publish_tagged(input_words + (((((what.z * 4 + place % 4) * 128 + dim_pair * 2) / 32 * 4 + column) * 4 + ((what.z * 4 + place % 4) * 128 + dim_pair * 2) / 8 % 4) * 4 + ((what.z * 4 + place % 4) * 128 + dim_pair * 2) % 8 / 2 + 1215552), pack_bf16x2(low, high), 60, epoch);
     } else {
       float lse = weight_sum == 0.0f ? -bits_float(0x7f800000) : highest * 0.6931472f + log_f32(weight_sum);
       publish_partial(record[1].y + place, dim_pair, low, high, lse, epoch, exchange_words);
@@ -1962,16 +1955,16 @@ __device__ __forceinline__ void fold_slices_2(uint32_t epoch, uint4* record, uin
 // Fold the key groups' states, in ascending order, as many dims at a time as there is room for, and publish the
 // result.
 __device__ __forceinline__ void fold(uint32_t epoch, uint8_t* arena, float (&weight_sum)[2], uint32_t lane,
-    uint32_t warp, float (&highest)[2], float (&output)[8][4], uint4* record, uint32_t thread, uint64_t* exchange_words,
-    uint4 what) {
+    uint32_t warp, float (&highest)[2], float (&output)[8][4], uint4* record, uint32_t thread, uint32_t* input_words,
+    uint4 what, uint64_t* exchange_words) {
   lay_down_statistics(arena, weight_sum, lane, warp, highest);
   lay_down_2(arena, lane, warp, output);
   named_barrier(1, 256);
-  fold_slices(epoch, record, thread, arena, exchange_words, what);
+  fold_slices(epoch, record, thread, arena, input_words, what, exchange_words);
   named_barrier(1, 256);
   lay_down_3(arena, lane, warp, output);
   named_barrier(1, 256);
-  fold_slices_2(epoch, record, thread, arena, exchange_words, what);
+  fold_slices_2(epoch, record, thread, arena, input_words, what, exchange_words);
   named_barrier(1, 256);
 }
 
@@ -1979,7 +1972,7 @@ __device__ __forceinline__ void fold(uint32_t epoch, uint8_t* arena, float (&wei
 __device__ __forceinline__ void attend_rows(uint32_t cached_end, uint32_t newest_begin, uint32_t newest, uint32_t epoch,
     uint4 what, uint32_t warp, uint32_t& use_stage, uint64_t* full, uint32_t& use_parity, uint8_t* ring, uint8_t* arena,
     uint32_t lane, uint4* query, uint32_t (&limits)[2], uint64_t* empty, uint4* record, uint32_t thread,
-    uint64_t* exchange_words) {
+    uint32_t* input_words, uint64_t* exchange_words) {
   float highest[2];
   float weight_sum[2] = {};
   float output[8][4] = {};
@@ -1987,7 +1980,7 @@ __device__ __forceinline__ void attend_rows(uint32_t cached_end, uint32_t newest
   highest[1] = -bits_float(0x7f800000);
   attend_keys(cached_end, newest_begin, newest, epoch, what, warp, use_stage, full, use_parity, ring, arena, lane,
       query, limits, highest, weight_sum, output, empty);
-  fold(epoch, arena, weight_sum, lane, warp, highest, output, record, thread, exchange_words, what);
+  fold(epoch, arena, weight_sum, lane, warp, highest, output, record, thread, input_words, what, exchange_words);
 }
 
 // For how many warps this one gives back a stage with these tiles: those with a tile in it share out all.
@@ -2227,7 +2220,7 @@ __device__ __forceinline__ void fold_states_2(uint32_t first, uint32_t stride, u
 // Column tile `index` of every group: its column c was laid down by the warps column_group, column_group +
 // column_groups, ..., as their column c.
 __device__ __forceinline__ void fold_slices_3(uint32_t epoch, uint32_t column_groups, uint32_t thread, uint4* record,
-    uint8_t* arena, uint64_t* exchange_words, uint4 what) {
+    uint8_t* arena, uint32_t* input_words, uint4 what, uint64_t* exchange_words) {
   uint32_t rows = column_groups * 8;
   #pragma unroll 1
   for (uint32_t output = thread; output < rows * 32; output += 256) {
@@ -2245,7 +2238,7 @@ __device__ __forceinline__ void fold_slices_3(uint32_t epoch, uint32_t column_gr
       if (record[1].y == 4294967295u) {
         float lse = weight_sum == 0.0f ? -bits_float(0x7f800000) : highest * 0.6931472f + log_f32(weight_sum);
         uint32_t column = record[2].x + row / 4;
-        publish_flagged(exchange_words + (((((what.z * 4 + row % 4) * 128 + dim_pair * 2) / 32 * 4 + column) * 4 + ((what.z * 4 + row % 4) * 128 + dim_pair * 2) / 8 % 4) * 4 + ((what.z * 4 + row % 4) * 128 + dim_pair * 2) % 8 / 2 + 611872), pack_bf16x2(low, high), epoch);
+        publish_tagged(input_words + (((((what.z * 4 + row % 4) * 128 + dim_pair * 2) / 32 * 4 + column) * 4 + ((what.z * 4 + row % 4) * 128 + dim_pair * 2) / 8 % 4) * 4 + ((what.z * 4 + row % 4) * 128 + dim_pair * 2) % 8 / 2 + 1215552), pack_bf16x2(low, high), 60, epoch);
       } else {
         float lse = weight_sum == 0.0f ? -bits_float(0x7f800000) : highest * 0.6931472f + log_f32(weight_sum);
         publish_partial(record[1].y + row, dim_pair, low, high, lse, epoch, exchange_words);
@@ -2257,7 +2250,7 @@ __device__ __forceinline__ void fold_slices_3(uint32_t epoch, uint32_t column_gr
 // Column tile `index` of every group: its column c was laid down by the warps column_group, column_group +
 // column_groups, ..., as their column c.
 __device__ __forceinline__ void fold_slices_4(uint32_t epoch, uint32_t column_groups, uint32_t thread, uint4* record,
-    uint8_t* arena, uint64_t* exchange_words, uint4 what) {
+    uint8_t* arena, uint32_t* input_words, uint4 what, uint64_t* exchange_words) {
   uint32_t rows = column_groups * 8;
   #pragma unroll 1
   for (uint32_t output = thread; output < rows * 32; output += 256) {
@@ -2275,7 +2268,7 @@ __device__ __forceinline__ void fold_slices_4(uint32_t epoch, uint32_t column_gr
       if (record[1].y == 4294967295u) {
         float lse = weight_sum == 0.0f ? -bits_float(0x7f800000) : highest * 0.6931472f + log_f32(weight_sum);
         uint32_t column = record[2].x + row / 4;
-        publish_flagged(exchange_words + (((((what.z * 4 + row % 4) * 128 + dim_pair * 2) / 32 * 4 + column) * 4 + ((what.z * 4 + row % 4) * 128 + dim_pair * 2) / 8 % 4) * 4 + ((what.z * 4 + row % 4) * 128 + dim_pair * 2) % 8 / 2 + 611872), pack_bf16x2(low, high), epoch);
+        publish_tagged(input_words + (((((what.z * 4 + row % 4) * 128 + dim_pair * 2) / 32 * 4 + column) * 4 + ((what.z * 4 + row % 4) * 128 + dim_pair * 2) / 8 % 4) * 4 + ((what.z * 4 + row % 4) * 128 + dim_pair * 2) % 8 / 2 + 1215552), pack_bf16x2(low, high), 60, epoch);
       } else {
         float lse = weight_sum == 0.0f ? -bits_float(0x7f800000) : highest * 0.6931472f + log_f32(weight_sum);
         publish_partial(record[1].y + row, dim_pair, low, high, lse, epoch, exchange_words);
@@ -2287,7 +2280,7 @@ __device__ __forceinline__ void fold_slices_4(uint32_t epoch, uint32_t column_gr
 // Column tile `index` of every group: its column c was laid down by the warps column_group, column_group +
 // column_groups, ..., as their column c.
 __device__ __forceinline__ void fold_slices_5(uint32_t epoch, uint32_t column_groups, uint32_t thread, uint4* record,
-    uint8_t* arena, uint64_t* exchange_words, uint4 what) {
+    uint8_t* arena, uint32_t* input_words, uint4 what, uint64_t* exchange_words) {
   uint32_t rows = column_groups * 8;
   #pragma unroll 1
   for (uint32_t output = thread; output < rows * 32; output += 256) {
@@ -2305,7 +2298,7 @@ __device__ __forceinline__ void fold_slices_5(uint32_t epoch, uint32_t column_gr
       if (record[1].y == 4294967295u) {
         float lse = weight_sum == 0.0f ? -bits_float(0x7f800000) : highest * 0.6931472f + log_f32(weight_sum);
         uint32_t column = record[2].x + row / 4;
-        publish_flagged(exchange_words + (((((what.z * 4 + row % 4) * 128 + dim_pair * 2) / 32 * 4 + column) * 4 + ((what.z * 4 + row % 4) * 128 + dim_pair * 2) / 8 % 4) * 4 + ((what.z * 4 + row % 4) * 128 + dim_pair * 2) % 8 / 2 + 611872), pack_bf16x2(low, high), epoch);
+        publish_tagged(input_words + (((((what.z * 4 + row % 4) * 128 + dim_pair * 2) / 32 * 4 + column) * 4 + ((what.z * 4 + row % 4) * 128 + dim_pair * 2) / 8 % 4) * 4 + ((what.z * 4 + row % 4) * 128 + dim_pair * 2) % 8 / 2 + 1215552), pack_bf16x2(low, high), 60, epoch);
       } else {
         float lse = weight_sum == 0.0f ? -bits_float(0x7f800000) : highest * 0.6931472f + log_f32(weight_sum);
         publish_partial(record[1].y + row, dim_pair, low, high, lse, epoch, exchange_words);
@@ -2317,7 +2310,7 @@ __device__ __forceinline__ void fold_slices_5(uint32_t epoch, uint32_t column_gr
 // Column tile `index` of every group: its column c was laid down by the warps column_group, column_group +
 // column_groups, ..., as their column c.
 __device__ __forceinline__ void fold_slices_6(uint32_t epoch, uint32_t column_groups, uint32_t thread, uint4* record,
-    uint8_t* arena, uint64_t* exchange_words, uint4 what) {
+    uint8_t* arena, uint32_t* input_words, uint4 what, uint64_t* exchange_words) {
   uint32_t rows = column_groups * 8;
   #pragma unroll 1
   for (uint32_t output = thread; output < rows * 32; output += 256) {
@@ -2335,7 +2328,7 @@ __device__ __forceinline__ void fold_slices_6(uint32_t epoch, uint32_t column_gr
       if (record[1].y == 4294967295u) {
         float lse = weight_sum == 0.0f ? -bits_float(0x7f800000) : highest * 0.6931472f + log_f32(weight_sum);
         uint32_t column = record[2].x + row / 4;
-        publish_flagged(exchange_words + (((((what.z * 4 + row % 4) * 128 + dim_pair * 2) / 32 * 4 + column) * 4 + ((what.z * 4 + row % 4) * 128 + dim_pair * 2) / 8 % 4) * 4 + ((what.z * 4 + row % 4) * 128 + dim_pair * 2) % 8 / 2 + 611872), pack_bf16x2(low, high), epoch);
+        publish_tagged(input_words + (((((what.z * 4 + row % 4) * 128 + dim_pair * 2) / 32 * 4 + column) * 4 + ((what.z * 4 + row % 4) * 128 + dim_pair * 2) / 8 % 4) * 4 + ((what.z * 4 + row % 4) * 128 + dim_pair * 2) % 8 / 2 + 1215552), pack_bf16x2(low, high), 60, epoch);
       } else {
         float lse = weight_sum == 0.0f ? -bits_float(0x7f800000) : highest * 0.6931472f + log_f32(weight_sum);
         publish_partial(record[1].y + row, dim_pair, low, high, lse, epoch, exchange_words);
@@ -2348,24 +2341,25 @@ __device__ __forceinline__ void fold_slices_6(uint32_t epoch, uint32_t column_gr
 // result.
 __device__ __forceinline__ void fold_2(uint32_t epoch, uint8_t* arena, float (&weight_sum)[2], uint32_t lane,
     uint32_t warp, float (&highest)[2], float (&output)[8][4], uint32_t column_groups, uint32_t thread, uint4* record,
-    uint64_t* exchange_words, uint4 what, float (&weight_sum_2)[2], float (&highest_2)[2], float (&output_2)[8][4]) {
+    uint32_t* input_words, uint4 what, uint64_t* exchange_words, float (&weight_sum_2)[2], float (&highest_2)[2],
+    float (&output_2)[8][4]) {
   lay_down_statistics(arena, weight_sum, lane, warp, highest);
   lay_down_2(arena, lane, warp, output);
   named_barrier(1, 256);
-  fold_slices_3(epoch, column_groups, thread, record, arena, exchange_words, what);
+  fold_slices_3(epoch, column_groups, thread, record, arena, input_words, what, exchange_words);
   named_barrier(1, 256);
   lay_down_3(arena, lane, warp, output);
   named_barrier(1, 256);
-  fold_slices_4(epoch, column_groups, thread, record, arena, exchange_words, what);
+  fold_slices_4(epoch, column_groups, thread, record, arena, input_words, what, exchange_words);
   named_barrier(1, 256);
   lay_down_statistics(arena, weight_sum_2, lane, warp, highest_2);
   lay_down_2(arena, lane, warp, output_2);
   named_barrier(1, 256);
-  fold_slices_5(epoch, column_groups, thread, record, arena, exchange_words, what);
+  fold_slices_5(epoch, column_groups, thread, record, arena, input_words, what, exchange_words);
   named_barrier(1, 256);
   lay_down_3(arena, lane, warp, output_2);
   named_barrier(1, 256);
-  fold_slices_6(epoch, column_groups, thread, record, arena, exchange_words, what);
+  fold_slices_6(epoch, column_groups, thread, record, arena, input_words, what, exchange_words);
   named_barrier(1, 256);
 }
 
@@ -2374,7 +2368,7 @@ __device__ __forceinline__ void attend_rows_2(uint32_t cached_end, uint32_t newe
     uint32_t epoch, uint4 what, uint32_t key_group, uint32_t key_groups, uint32_t column_groups, uint32_t column_group,
     uint32_t& use_stage, uint64_t* full, uint32_t& use_parity, uint8_t* ring, uint8_t* arena, uint32_t lane,
     uint4* query, uint4* query_2, uint32_t (&limits)[2], uint32_t (&limits_2)[2], uint64_t* empty, uint32_t warp,
-    uint32_t thread, uint4* record, uint64_t* exchange_words) {
+    uint32_t thread, uint4* record, uint32_t* input_words, uint64_t* exchange_words) {
   float highest[2];
   float weight_sum[2] = {};
   float output[8][4] = {};
@@ -2388,8 +2382,8 @@ __device__ __forceinline__ void attend_rows_2(uint32_t cached_end, uint32_t newe
   attend_keys_2(cached_end, newest_begin, newest, epoch, what, key_group, key_groups, column_groups, column_group,
       use_stage, full, use_parity, ring, arena, lane, query, query_2, limits, highest, weight_sum, output, limits_2,
       highest_2, weight_sum_2, output_2, empty);
-  fold_2(epoch, arena, weight_sum, lane, warp, highest, output, column_groups, thread, record, exchange_words, what,
-      weight_sum_2, highest_2, output_2);
+  fold_2(epoch, arena, weight_sum, lane, warp, highest, output, column_groups, thread, record, input_words, what,
+      exchange_words, weight_sum_2, highest_2, output_2);
 }
 
 // The record at hand becomes that of another merge of this team.
@@ -2485,7 +2479,7 @@ __device__ __forceinline__ void fold_team(uint8_t* arena, uint32_t warp, uint32_
 
 // The row's output, from the state that all its sources were folded into: 4 dims a lane.
 __device__ __forceinline__ void finish_merge(uint32_t epoch, float weight_sum, float highest, uint32_t lane,
-    float (&sums)[4], uint4* record, uint64_t* exchange_words) {
+    float (&sums)[4], uint4* record, uint32_t* input_words) {
   float inverse = weight_sum == 0.0f ? 0.0f : divide_f32(1.0f, weight_sum);
   float lse = weight_sum == 0.0f ? -bits_float(0x7f800000) : highest + log_f32(weight_sum);
   if (lane < 32) {
@@ -2493,12 +2487,12 @@ __device__ __forceinline__ void finish_merge(uint32_t epoch, float weight_sum, f
     float low = sums[0] * inverse;
     float high = sums[1] * inverse;
     uint32_t column = record[1].x + record[0].y / 4;
-    publish_flagged(exchange_words + (((((record[0].x * 4 + record[0].y % 4) * 128 + dim_pair * 2) / 32 * 4 + column) * 4 + ((record[0].x * 4 + record[0].y % 4) * 128 + dim_pair * 2) / 8 % 4) * 4 + ((record[0].x * 4 + record[0].y % 4) * 128 + dim_pair * 2) % 8 / 2 + 611872), pack_bf16x2(low, high), epoch);
+    publish_tagged(input_words + (((((record[0].x * 4 + record[0].y % 4) * 128 + dim_pair * 2) / 32 * 4 + column) * 4 + ((record[0].x * 4 + record[0].y % 4) * 128 + dim_pair * 2) / 8 % 4) * 4 + ((record[0].x * 4 + record[0].y % 4) * 128 + dim_pair * 2) % 8 / 2 + 1215552), pack_bf16x2(low, high), 60, epoch);
     uint32_t dim_pair_2 = lane % 32 * 2 + 1;
     float low_2 = sums[2] * inverse;
     float high_2 = sums[3] * inverse;
     uint32_t column_2 = record[1].x + record[0].y / 4;
-    publish_flagged(exchange_words + (((((record[0].x * 4 + record[0].y % 4) * 128 + dim_pair_2 * 2) / 32 * 4 + column_2) * 4 + ((record[0].x * 4 + record[0].y % 4) * 128 + dim_pair_2 * 2) / 8 % 4) * 4 + ((record[0].x * 4 + record[0].y % 4) * 128 + dim_pair_2 * 2) % 8 / 2 + 611872), pack_bf16x2(low_2, high_2), epoch);
+    publish_tagged(input_words + (((((record[0].x * 4 + record[0].y % 4) * 128 + dim_pair_2 * 2) / 32 * 4 + column_2) * 4 + ((record[0].x * 4 + record[0].y % 4) * 128 + dim_pair_2 * 2) / 8 % 4) * 4 + ((record[0].x * 4 + record[0].y % 4) * 128 + dim_pair_2 * 2) % 8 / 2 + 1215552), pack_bf16x2(low_2, high_2), 60, epoch);
   }
 }
 
@@ -2508,8 +2502,8 @@ __device__ __forceinline__ void finish_merge(uint32_t epoch, float weight_sum, f
 // Makes: attention, where keys were split by way of partials.
 __device__ __forceinline__ void attention(uint32_t* progress, uint32_t block, uint32_t step, uint32_t layer,
     uint8_t* arena, const int32_t* kv_plans, uint32_t plan_index, const int32_t* tiles, uint32_t layer_epoch,
-    uint64_t* exchange_words, uint32_t& use_stage, uint64_t* full, uint32_t& use_parity, uint8_t* ring,
-    uint64_t* empty) {
+    uint64_t* exchange_words, uint32_t& use_stage, uint64_t* full, uint32_t& use_parity, uint8_t* ring, uint64_t* empty,
+    uint32_t* input_words) {
   uint32_t thread = thread_index();
   uint32_t warp = thread / 32;
   uint32_t lane = thread % 32;
@@ -2554,7 +2548,7 @@ __device__ __forceinline__ void attention(uint32_t* progress, uint32_t block, ui
       uint32_t visible_2 = following_2 > record[2].w ? following_2 - record[2].w : 0;
       limits[1] = packed_2 < record[1].z ? (end_2 < visible_2 ? end_2 : visible_2) : 0;
       attend_rows(cached_end, newest_begin, newest, layer_epoch, what, warp, use_stage, full, use_parity, ring, arena,
-          lane, query, limits, empty, record, thread, exchange_words);
+          lane, query, limits, empty, record, thread, input_words, exchange_words);
     } else {
       uint32_t column_groups = 1;
       uint32_t key_groups = 8 / column_groups < 16 ? 8 / column_groups : 16;
@@ -2599,7 +2593,7 @@ __device__ __forceinline__ void attention(uint32_t* progress, uint32_t block, ui
       limits_2[1] = packed_4 < record[1].z ? (end_4 < visible_4 ? end_4 : visible_4) : 0;
       attend_rows_2(cached_end, newest_begin, newest, layer_epoch, what, key_group, key_groups, column_groups,
           column_group, use_stage, full, use_parity, ring, arena, lane, query, query_2, limits, limits_2, empty, warp,
-          thread, record, exchange_words);
+          thread, record, input_words, exchange_words);
     }
   }
   // merge of partial states
@@ -2631,7 +2625,7 @@ __device__ __forceinline__ void attention(uint32_t* progress, uint32_t block, ui
               uint32_t source = shuffle_u32(value, index);
               indices[index + 1] = ((source + record[0].y) * 33 + lane % 32) * 4;
             }
-            wait_flagged_places(states, exchange_words + 20512, indices, 6, layer_epoch);
+            wait_flagged_places(states, exchange_words + 16416, indices, 6, layer_epoch);
             #pragma unroll
             for (uint32_t index = 0; index < 5; ++index) {
               if (index < count) {
@@ -2656,7 +2650,7 @@ __device__ __forceinline__ void attention(uint32_t* progress, uint32_t block, ui
             uint32_t source = shuffle_u32(value, index);
             indices[index + 1] = ((source + record[0].y) * 33 + lane % 32) * 4;
           }
-          wait_flagged_places(states, exchange_words + 20512, indices, 6, layer_epoch);
+          wait_flagged_places(states, exchange_words + 16416, indices, 6, layer_epoch);
           #pragma unroll
           for (uint32_t index = 0; index < 5; ++index) {
             if (index < count) {
@@ -2673,7 +2667,7 @@ __device__ __forceinline__ void attention(uint32_t* progress, uint32_t block, ui
         }
       }
       if (warp % 4 == 0) {
-        finish_merge(layer_epoch, weight_sum, highest, lane, sums, record, exchange_words);
+        finish_merge(layer_epoch, weight_sum, highest, lane, sums, record, input_words);
       }
     }
   }
@@ -2686,20 +2680,20 @@ __device__ __forceinline__ void attention(uint32_t* progress, uint32_t block, ui
 }
 
 // Bring a part of a vector into shared memory; ends with a barrier of the consumer warps.
-__device__ __forceinline__ void load_vector(uint8_t* arena, uint32_t thread, uint32_t lane, uint64_t* exchange_words,
+__device__ __forceinline__ void load_vector(uint8_t* arena, uint32_t thread, uint32_t lane, uint32_t* input_words,
     uint32_t layer_epoch, uint32_t column_count) {
-  uint2* vector = (uint2*)(arena + VECTOR);
+  uint4* vector = (uint4*)(arena + VECTOR);
   uint32_t first_unit = thread;
   if (lane == 0) {
-    wait_flagged4(exchange_words + (first_unit / 2 * 4 + 611872), layer_epoch);
+    wait_tagged4(input_words + (first_unit * 4 + 1215552), 60, layer_epoch);
   }
   warp_barrier();
-  if (thread / 8 % 4 < column_count) {
-    uint2 quads[16];
-    wait_flagged_quads(quads, exchange_words + (first_unit * 2 + 611872), 512, 16, layer_epoch);
+  if (thread / 4 % 4 < column_count) {
+    uint4 units[8];
+    wait_tagged_units(units, input_words + (first_unit * 4 + 1215552), 1024, 8, 60, layer_epoch);
     #pragma unroll
-    for (uint32_t index = 0; index < 16; ++index) {
-      vector[first_unit + index * 256] = quads[index];
+    for (uint32_t index = 0; index < 8; ++index) {
+      vector[first_unit + index * 256] = units[index];
     }
   }
   named_barrier(1, 256);
@@ -2710,7 +2704,7 @@ __device__ __forceinline__ void load_vector(uint8_t* arena, uint32_t thread, uin
 // Waits for: attention.
 // Makes: middle.
 __device__ __forceinline__ void o(uint32_t* progress, uint32_t block, uint32_t step, uint32_t layer,
-    uint32_t* block_waits, uint8_t* arena, uint64_t* exchange_words, uint32_t layer_epoch, uint32_t column_count,
+    uint32_t* block_waits, uint8_t* arena, uint32_t* input_words, uint32_t layer_epoch, uint32_t column_count,
     uint64_t* full, uint32_t& use_stage, uint32_t& use_parity, uint8_t* ring, uint64_t* empty, uint64_t* taken,
     uint32_t& turn, uint32_t& turn_parity, uint64_t* summed) {
   uint32_t thread = thread_index();
@@ -2723,7 +2717,7 @@ __device__ __forceinline__ void o(uint32_t* progress, uint32_t block, uint32_t s
   if (thread == 0) {
     store_shared_u32(block_waits, 1);
   }
-  load_vector(arena, thread, lane, exchange_words, layer_epoch, column_count);
+  load_vector(arena, thread, lane, input_words, layer_epoch, column_count);
   if (thread == 0) {
     store_shared_u32(block_waits, 0);
   }
@@ -2759,7 +2753,7 @@ __device__ __forceinline__ void o(uint32_t* progress, uint32_t block, uint32_t s
 // Waits for: middle.
 // Makes: gated.
 __device__ __forceinline__ void gate_up(uint32_t* progress, uint32_t block, uint32_t step, uint32_t layer,
-    const bf16* norms, uint32_t* block_waits, uint8_t* arena, uint64_t* exchange_words, uint32_t layer_epoch,
+    const bf16* norms, uint32_t* block_waits, uint8_t* arena, uint32_t* input_words, uint32_t layer_epoch,
     uint32_t column_count, uint64_t* full, uint32_t& use_stage, uint32_t& use_parity, uint8_t* ring, uint64_t* empty,
     uint64_t* taken, uint32_t& turn, uint32_t& turn_parity, uint64_t* summed) {
   uint32_t thread = thread_index();
@@ -2773,43 +2767,43 @@ __device__ __forceinline__ void gate_up(uint32_t* progress, uint32_t block, uint
   if (thread == 0) {
     store_shared_u32(block_waits, 1);
   }
-  uint2* vector = (uint2*)(arena + VECTOR);
+  uint4* vector = (uint4*)(arena + VECTOR);
   float squares = 0.0f;
-  uint32_t pair = thread / 32;
-  const bf16* own_units = norms + (layer * 2 + 1) * 4096 + (pair * 8 + thread % 8) * 4;
+  uint32_t pair = thread / 16;
+  const bf16* own_units = norms + (layer * 2 + 1) * 4096 + (pair * 4 + thread % 4) * 8;
   uint32_t first_unit = thread;
-  uint2 weights[16];
+  uint4 weights[8];
   #pragma unroll
-  for (uint32_t index = 0; index < 12; ++index) {
-    weights[index] = load_constant_u32x2(own_units + (first_unit + index * 256 - thread) / 4 * 4);
+  for (uint32_t index = 0; index < 6; ++index) {
+    weights[index] = load_constant_u32x4(own_units + (first_unit + index * 256 - thread) / 4 * 8);
   }
   if (lane == 0) {
-    wait_flagged4(exchange_words + (first_unit / 2 * 4 + 620064), layer_epoch);
+    wait_tagged4(input_words + (first_unit * 4 + 1223744), 32, layer_epoch);
   }
   warp_barrier();
-  if (thread / 8 % 4 < column_count) {
-    uint2 quads[16];
-    wait_flagged_quads(quads, exchange_words + (first_unit * 2 + 620064), 512, 12, layer_epoch);
+  if (thread / 4 % 4 < column_count) {
+    uint4 units[8];
+    wait_tagged_units(units, input_words + (first_unit * 4 + 1223744), 1024, 6, 32, layer_epoch);
     #pragma unroll
-    for (uint32_t index = 0; index < 12; ++index) {
-      normalise_unit_2(vector, first_unit + index * 256, quads[index], weights[index], squares);
+    for (uint32_t index = 0; index < 6; ++index) {
+      normalise_unit(vector, first_unit + index * 256, units[index], weights[index], squares);
     }
   }
-  uint32_t first_unit_2 = thread + 3072;
-  uint2 weights_2[16];
+  uint32_t first_unit_2 = thread + 1536;
+  uint4 weights_2[8];
   #pragma unroll
-  for (uint32_t index = 0; index < 4; ++index) {
-    weights_2[index] = load_constant_u32x2(own_units + (first_unit_2 + index * 256 - thread) / 4 * 4);
+  for (uint32_t index = 0; index < 2; ++index) {
+    weights_2[index] = load_constant_u32x4(own_units + (first_unit_2 + index * 256 - thread) / 4 * 8);
   }
-  if (thread / 8 % 4 < column_count) {
-    uint2 quads[16];
-    wait_flagged_quads(quads, exchange_words + (first_unit_2 * 2 + 620064), 512, 4, layer_epoch);
+  if (thread / 4 % 4 < column_count) {
+    uint4 units[8];
+    wait_tagged_units(units, input_words + (first_unit_2 * 4 + 1223744), 1024, 2, 32, layer_epoch);
     #pragma unroll
-    for (uint32_t index = 0; index < 4; ++index) {
-      normalise_unit_2(vector, first_unit_2 + index * 256, quads[index], weights_2[index], squares);
+    for (uint32_t index = 0; index < 2; ++index) {
+      normalise_unit(vector, first_unit_2 + index * 256, units[index], weights_2[index], squares);
     }
   }
-  write_scales_2(squares, arena, lane, warp, thread, column_count);
+  write_scales(squares, arena, lane, warp, thread, column_count);
   if (thread == 0) {
     store_shared_u32(block_waits, 0);
   }
@@ -2841,80 +2835,80 @@ __device__ __forceinline__ void gate_up(uint32_t* progress, uint32_t block, uint
 }
 
 // Bring a part of a vector into shared memory; ends with a barrier of the consumer warps.
-__device__ __forceinline__ void load_vector_2(uint8_t* arena, uint32_t thread, uint32_t lane, uint64_t* exchange_words,
+__device__ __forceinline__ void load_vector_2(uint8_t* arena, uint32_t thread, uint32_t lane, uint32_t* input_words,
     uint32_t layer_epoch, uint32_t column_count) {
-  uint2* vector = (uint2*)(arena + VECTOR);
+  uint4* vector = (uint4*)(arena + VECTOR);
   uint32_t first_unit = thread;
   if (lane == 0) {
-    wait_flagged4(exchange_words + (first_unit / 2 * 4 + 628256), layer_epoch);
+    wait_tagged4(input_words + (first_unit * 4 + 1231936), 60, layer_epoch);
   }
   warp_barrier();
-  if (thread / 8 % 4 < column_count) {
-    uint2 quads[16];
-    wait_flagged_quads(quads, exchange_words + (first_unit * 2 + 628256), 512, 14, layer_epoch);
+  if (thread / 4 % 4 < column_count) {
+    uint4 units[8];
+    wait_tagged_units(units, input_words + (first_unit * 4 + 1231936), 1024, 7, 60, layer_epoch);
     #pragma unroll
-    for (uint32_t index = 0; index < 14; ++index) {
-      vector[first_unit + index * 256] = quads[index];
+    for (uint32_t index = 0; index < 7; ++index) {
+      vector[first_unit + index * 256] = units[index];
     }
   }
   named_barrier(1, 256);
 }
 
 // Bring a part of a vector into shared memory; ends with a barrier of the consumer warps.
-__device__ __forceinline__ void load_vector_3(uint8_t* arena, uint32_t thread, uint32_t lane, uint64_t* exchange_words,
+__device__ __forceinline__ void load_vector_3(uint8_t* arena, uint32_t thread, uint32_t lane, uint32_t* input_words,
     uint32_t layer_epoch, uint32_t column_count) {
-  uint2* vector = (uint2*)(arena + VECTOR);
+  uint4* vector = (uint4*)(arena + VECTOR);
   uint32_t first_unit = thread;
   if (lane == 0) {
-    wait_flagged4(exchange_words + ((first_unit / 2 + 1792) * 4 + 628256), layer_epoch);
+    wait_tagged4(input_words + ((first_unit + 1792) * 4 + 1231936), 60, layer_epoch);
   }
   warp_barrier();
-  if (thread / 8 % 4 < column_count) {
-    uint2 quads[16];
-    wait_flagged_quads(quads, exchange_words + ((first_unit + 3584) * 2 + 628256), 512, 14, layer_epoch);
+  if (thread / 4 % 4 < column_count) {
+    uint4 units[8];
+    wait_tagged_units(units, input_words + ((first_unit + 1792) * 4 + 1231936), 1024, 7, 60, layer_epoch);
     #pragma unroll
-    for (uint32_t index = 0; index < 14; ++index) {
-      vector[first_unit + index * 256] = quads[index];
+    for (uint32_t index = 0; index < 7; ++index) {
+      vector[first_unit + index * 256] = units[index];
     }
   }
   named_barrier(1, 256);
 }
 
 // Bring a part of a vector into shared memory; ends with a barrier of the consumer warps.
-__device__ __forceinline__ void load_vector_4(uint8_t* arena, uint32_t thread, uint32_t lane, uint64_t* exchange_words,
+__device__ __forceinline__ void load_vector_4(uint8_t* arena, uint32_t thread, uint32_t lane, uint32_t* input_words,
     uint32_t layer_epoch, uint32_t column_count) {
-  uint2* vector = (uint2*)(arena + VECTOR);
+  uint4* vector = (uint4*)(arena + VECTOR);
   uint32_t first_unit = thread;
   if (lane == 0) {
-    wait_flagged4(exchange_words + ((first_unit / 2 + 3584) * 4 + 628256), layer_epoch);
+    wait_tagged4(input_words + ((first_unit + 3584) * 4 + 1231936), 60, layer_epoch);
   }
   warp_barrier();
-  if (thread / 8 % 4 < column_count) {
-    uint2 quads[16];
-    wait_flagged_quads(quads, exchange_words + ((first_unit + 7168) * 2 + 628256), 512, 14, layer_epoch);
+  if (thread / 4 % 4 < column_count) {
+    uint4 units[8];
+    wait_tagged_units(units, input_words + ((first_unit + 3584) * 4 + 1231936), 1024, 7, 60, layer_epoch);
     #pragma unroll
-    for (uint32_t index = 0; index < 14; ++index) {
-      vector[first_unit + index * 256] = quads[index];
+    for (uint32_t index = 0; index < 7; ++index) {
+      vector[first_unit + index * 256] = units[index];
     }
   }
   named_barrier(1, 256);
 }
 
 // Bring a part of a vector into shared memory; ends with a barrier of the consumer warps.
-__device__ __forceinline__ void load_vector_5(uint8_t* arena, uint32_t thread, uint32_t lane, uint64_t* exchange_words,
+__device__ __forceinline__ void load_vector_5(uint8_t* arena, uint32_t thread, uint32_t lane, uint32_t* input_words,
     uint32_t layer_epoch, uint32_t column_count) {
-  uint2* vector = (uint2*)(arena + VECTOR);
+  uint4* vector = (uint4*)(arena + VECTOR);
   uint32_t first_unit = thread;
   if (lane == 0) {
-    wait_flagged4(exchange_words + ((first_unit / 2 + 5376) * 4 + 628256), layer_epoch);
+    wait_tagged4(input_words + ((first_unit + 5376) * 4 + 1231936), 60, layer_epoch);
   }
   warp_barrier();
-  if (thread / 8 % 4 < column_count) {
-    uint2 quads[16];
-    wait_flagged_quads(quads, exchange_words + ((first_unit + 10752) * 2 + 628256), 512, 14, layer_epoch);
+  if (thread / 4 % 4 < column_count) {
+    uint4 units[8];
+    wait_tagged_units(units, input_words + ((first_unit + 5376) * 4 + 1231936), 1024, 7, 60, layer_epoch);
     #pragma unroll
-    for (uint32_t index = 0; index < 14; ++index) {
-      vector[first_unit + index * 256] = quads[index];
+    for (uint32_t index = 0; index < 7; ++index) {
+      vector[first_unit + index * 256] = units[index];
     }
   }
   named_barrier(1, 256);
@@ -2925,7 +2919,7 @@ __device__ __forceinline__ void load_vector_5(uint8_t* arena, uint32_t thread, u
 // Waits for: gated.
 // Makes: hidden.
 __device__ __forceinline__ void down(uint32_t* progress, uint32_t block, uint32_t step, uint32_t layer,
-    uint32_t* block_waits, uint8_t* arena, uint64_t* exchange_words, uint32_t layer_epoch, uint32_t column_count,
+    uint32_t* block_waits, uint8_t* arena, uint32_t* input_words, uint32_t layer_epoch, uint32_t column_count,
     uint64_t* full, uint32_t& use_stage, uint32_t& use_parity, uint8_t* ring, uint64_t* empty, uint64_t* taken,
     uint32_t& turn, uint32_t& turn_parity, uint64_t* summed) {
   uint32_t thread = thread_index();
@@ -2940,7 +2934,7 @@ __device__ __forceinline__ void down(uint32_t* progress, uint32_t block, uint32_
   if (thread == 0) {
     store_shared_u32(block_waits, 1);
   }
-  load_vector_2(arena, thread, lane, exchange_words, layer_epoch, column_count);
+  load_vector_2(arena, thread, lane, input_words, layer_epoch, column_count);
   if (thread == 0) {
     store_shared_u32(block_waits, 0);
   }
@@ -2978,7 +2972,7 @@ __device__ __forceinline__ void down(uint32_t* progress, uint32_t block, uint32_
   if (thread == 0) {
     store_shared_u32(block_waits, 1);
   }
-  load_vector_3(arena, thread, lane, exchange_words, layer_epoch, column_count);
+  load_vector_3(arena, thread, lane, input_words, layer_epoch, column_count);
   if (thread == 0) {
     store_shared_u32(block_waits, 0);
   }
@@ -3016,7 +3010,7 @@ __device__ __forceinline__ void down(uint32_t* progress, uint32_t block, uint32_
   if (thread == 0) {
     store_shared_u32(block_waits, 1);
   }
-  load_vector_4(arena, thread, lane, exchange_words, layer_epoch, column_count);
+  load_vector_4(arena, thread, lane, input_words, layer_epoch, column_count);
   if (thread == 0) {
     store_shared_u32(block_waits, 0);
   }
@@ -3054,7 +3048,7 @@ __device__ __forceinline__ void down(uint32_t* progress, uint32_t block, uint32_
   if (thread == 0) {
     store_shared_u32(block_waits, 1);
   }
-  load_vector_5(arena, thread, lane, exchange_words, layer_epoch, column_count);
+  load_vector_5(arena, thread, lane, input_words, layer_epoch, column_count);
   if (thread == 0) {
     store_shared_u32(block_waits, 0);
   }
@@ -3103,9 +3097,9 @@ __device__ __forceinline__ void down(uint32_t* progress, uint32_t block, uint32_
 // Waits for: hidden of the last layer.
 // Makes: logits, where they are wanted, and candidates in registers.
 __device__ __forceinline__ void lm_head(uint32_t* progress, uint32_t block, uint32_t step, uint32_t head_from,
-    float* logits, uint32_t* block_waits, uint8_t* arena, const bf16* norms, uint64_t* exchange_words,
-    uint32_t step_epoch, uint32_t column_count, uint64_t* full, uint32_t& use_stage, uint32_t& use_parity,
-    uint8_t* ring, uint64_t* empty, uint64_t* taken, uint32_t& turn, uint32_t& turn_parity, uint64_t* summed) {
+    float* logits, uint32_t* block_waits, uint8_t* arena, const bf16* norms, uint32_t* input_words, uint32_t step_epoch,
+    uint32_t column_count, uint64_t* full, uint32_t& use_stage, uint32_t& use_parity, uint8_t* ring, uint64_t* empty,
+    uint64_t* taken, uint32_t& turn, uint32_t& turn_parity, uint64_t* summed) {
   uint32_t thread = thread_index();
   uint32_t warp = thread / 32;
   uint32_t lane = thread % 32;
@@ -3117,43 +3111,43 @@ __device__ __forceinline__ void lm_head(uint32_t* progress, uint32_t block, uint
     if (thread == 0) {
       store_shared_u32(block_waits, 1);
     }
-    uint2* vector = (uint2*)(arena + VECTOR);
+    uint4* vector = (uint4*)(arena + VECTOR);
     float squares = 0.0f;
-    uint32_t pair = thread / 32;
-    const bf16* own_units = norms + 262144 + (pair * 8 + thread % 8) * 4;
+    uint32_t pair = thread / 16;
+    const bf16* own_units = norms + 262144 + (pair * 4 + thread % 4) * 8;
     uint32_t first_unit = thread;
-    uint2 weights[16];
+    uint4 weights[8];
     #pragma unroll
-    for (uint32_t index = 0; index < 12; ++index) {
-      weights[index] = load_constant_u32x2(own_units + (first_unit + index * 256 - thread) / 4 * 4);
+    for (uint32_t index = 0; index < 6; ++index) {
+      weights[index] = load_constant_u32x4(own_units + (first_unit + index * 256 - thread) / 4 * 8);
     }
     if (lane == 0) {
-      wait_flagged4(exchange_words + (first_unit / 2 * 4 + 32), step_epoch + 31);
+      wait_tagged4(input_words + (first_unit * 4 + 64), 32, step_epoch + 31);
     }
     warp_barrier();
-    if (thread / 8 % 4 < column_count) {
-      uint2 quads[16];
-      wait_flagged_quads(quads, exchange_words + (first_unit * 2 + 32), 512, 12, step_epoch + 31);
+    if (thread / 4 % 4 < column_count) {
+      uint4 units[8];
+      wait_tagged_units(units, input_words + (first_unit * 4 + 64), 1024, 6, 32, step_epoch + 31);
       #pragma unroll
-      for (uint32_t index = 0; index < 12; ++index) {
-        normalise_unit_2(vector, first_unit + index * 256, quads[index], weights[index], squares);
+      for (uint32_t index = 0; index < 6; ++index) {
+        normalise_unit(vector, first_unit + index * 256, units[index], weights[index], squares);
       }
     }
-    uint32_t first_unit_2 = thread + 3072;
-    uint2 weights_2[16];
+    uint32_t first_unit_2 = thread + 1536;
+    uint4 weights_2[8];
     #pragma unroll
-    for (uint32_t index = 0; index < 4; ++index) {
-      weights_2[index] = load_constant_u32x2(own_units + (first_unit_2 + index * 256 - thread) / 4 * 4);
+    for (uint32_t index = 0; index < 2; ++index) {
+      weights_2[index] = load_constant_u32x4(own_units + (first_unit_2 + index * 256 - thread) / 4 * 8);
     }
-    if (thread / 8 % 4 < column_count) {
-      uint2 quads[16];
-      wait_flagged_quads(quads, exchange_words + (first_unit_2 * 2 + 32), 512, 4, step_epoch + 31);
+    if (thread / 4 % 4 < column_count) {
+      uint4 units[8];
+      wait_tagged_units(units, input_words + (first_unit_2 * 4 + 64), 1024, 2, 32, step_epoch + 31);
       #pragma unroll
-      for (uint32_t index = 0; index < 4; ++index) {
-        normalise_unit_2(vector, first_unit_2 + index * 256, quads[index], weights_2[index], squares);
+      for (uint32_t index = 0; index < 2; ++index) {
+        normalise_unit(vector, first_unit_2 + index * 256, units[index], weights_2[index], squares);
       }
     }
-    write_scales_2(squares, arena, lane, warp, thread, column_count);
+    write_scales(squares, arena, lane, warp, thread, column_count);
     if (thread == 0) {
       store_shared_u32(block_waits, 0);
     }
@@ -3376,7 +3370,7 @@ __device__ __forceinline__ void publish_list(uint32_t column, uint32_t epoch, ui
   warp_barrier();
   if (lane < 16) {
     uint32_t index = ((step % 2 * 4 + column) * 528 + block * 4) * 4 + lane;
-    publish_flagged(exchange_words + (index + 659040), ((uint32_t*)(arena + LIST_ROWS) + warp % 4 * 72)[lane], epoch);
+    publish_flagged(exchange_words + (index + 632416), ((uint32_t*)(arena + LIST_ROWS) + warp % 4 * 72)[lane], epoch);
   }
   warp_barrier();
 }
@@ -3441,7 +3435,7 @@ __device__ __forceinline__ void gather(uint32_t first_unit, uint32_t epoch, uint
   uint4* units = (uint4*)(arena + CANDIDATES);
   #pragma unroll 1
   for (uint32_t other = thread; other < 264; other += 256) {
-    units[other] = wait_flagged4_acquire(exchange_words + ((first_unit + other) * 4 + 656928), epoch);
+    units[other] = wait_flagged4_acquire(exchange_words + ((first_unit + other) * 4 + 630304), epoch);
   }
 }
 
@@ -3482,7 +3476,7 @@ __device__ __forceinline__ void read(uint32_t column, uint32_t epoch, uint32_t s
     for (uint32_t index = 0; index < 5; ++index) {
       places[index] = (first_unit + (first + index * 64 < 527 ? first + index * 64 : 527)) * 4;
     }
-    wait_flagged_places(data, exchange_words + 659040, places, 5, epoch);
+    wait_flagged_places(data, exchange_words + 632416, places, 5, epoch);
     #pragma unroll
     for (uint32_t index = 0; index < 5; ++index) {
       if (first + index * 64 < 528) {
@@ -3770,7 +3764,7 @@ __device__ __forceinline__ void decide(uint32_t column, uint32_t epoch, uint32_t
     begin_2(column, highest, highest - best_scaled, arena, sequences, lane);
   }
   if (judged < 528) {
-    uint4 unit = wait_flagged4(exchange_words + (((step % 2 * 4 + column) * 528 + judged) * 4 + 659040), epoch);
+    uint4 unit = wait_flagged4(exchange_words + (((step % 2 * 4 + column) * 528 + judged) * 4 + 632416), epoch);
     if (lane == 0) {
       ((uint32_t*)(arena + CHOSEN))[column] = unit.z;
     }
@@ -3986,7 +3980,7 @@ __device__ __forceinline__ void weigh_all(uint32_t epoch, uint32_t index, uint32
         uint32_t word = add_groups(column, lane, arena);
         if (lane < 16) {
           uint32_t word_index = ((index % 2 * 4 + column) * 132 + block) * 16 + lane;
-          publish_flagged(exchange_words + (word_index + 675936), word, epoch);
+          publish_flagged(exchange_words + (word_index + 649312), word, epoch);
         }
       }
     }
@@ -4024,7 +4018,7 @@ __device__ __forceinline__ void read_2(uint32_t column, uint32_t epoch, uint32_t
     for (uint32_t index_2 = 0; index_2 < 5; ++index_2) {
       places[index_2] = (first_unit + (first + index_2 * 64 < 527 ? first + index_2 * 64 : 527)) * 4;
     }
-    wait_flagged_places(data, exchange_words + 675936, places, 5, epoch);
+    wait_flagged_places(data, exchange_words + 649312, places, 5, epoch);
     #pragma unroll
     for (uint32_t index_2 = 0; index_2 < 5; ++index_2) {
       if (first + index_2 * 64 < 528) {
@@ -4256,7 +4250,7 @@ __device__ __forceinline__ void sampling(uint32_t* progress, uint32_t block, uin
       uint32_t best_token_2 = is_cancelled ? 4294967294u : best_token;
       uint32_t word = lane % 2 == 0 ? value_2 : best_token_2;
       uint32_t place = first_word + (block * 4 + warp) * 2 + lane;
-      publish_flagged_release(exchange_words + (place + 656928), word, step_epoch + 32);
+      publish_flagged_release(exchange_words + (place + 630304), word, step_epoch + 32);
     }
   }
   uint32_t answer = 0;
@@ -4386,6 +4380,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
   uint32_t warp = thread / 32;
   uint32_t lane = thread % 32;
   uint64_t* exchange_words = (uint64_t*)(exchange);
+  uint32_t* input_words = (uint32_t*)(exchange);
   uint64_t* full = (uint64_t*)(arena + RING_BARRIERS);
   uint64_t* empty = full + 11;
   uint8_t* ring = arena + RING;
@@ -4461,17 +4456,17 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
       uint32_t adding = 0;
       uint32_t adding_parity = 0;
       for (uint32_t step = 0; step < steps; ++step) {
-        uint32_t step_epoch = epoch + step * 96;
+        uint32_t step_epoch = epoch + step * 98;
         for (uint32_t layer = 0; layer < 32; ++layer) {
           uint32_t layer_epoch = step_epoch + layer;
           finish_qkv(block, warp, lane, column_count, arena, adding, summed, adding_parity, exchange_words, layer_epoch,
               page_table, layer, kv, taken);
-          finish_o(block, warp, lane, column_count, arena, adding, summed, adding_parity, exchange_words, layer_epoch,
+          finish_o(block, warp, lane, column_count, arena, adding, summed, adding_parity, input_words, layer_epoch,
               taken);
-          finish_gate_up(block, warp, lane, column_count, arena, adding, summed, adding_parity, exchange_words,
+          finish_gate_up(block, warp, lane, column_count, arena, adding, summed, adding_parity, input_words,
               layer_epoch, taken);
-          finish_down(block, warp, lane, column_count, arena, adding, summed, adding_parity, exchange_words,
-              layer_epoch, taken);
+          finish_down(block, warp, lane, column_count, arena, adding, summed, adding_parity, input_words, layer_epoch,
+              taken);
         }
         float best = -bits_float(0x7f800000);
         uint32_t best_token = 4294967295u;
@@ -4500,7 +4495,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
     uint32_t use_stage = 0;
     uint32_t use_parity = 0;
     for (uint32_t step = 0; step < steps; ++step) {
-      uint32_t step_epoch = epoch + step * 96;
+      uint32_t step_epoch = epoch + step * 98;
       bool has_new_plan = follow_plan(plan_index, step, plan_count, kv_plans);
       begin_step(step, arena, thread, column_count, columns, sequences);
       if (has_new_plan) {
@@ -4512,18 +4507,18 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
       named_barrier(1, 256);
       for (uint32_t layer = 0; layer < 32; ++layer) {
         uint32_t layer_epoch = step_epoch + layer;
-        qkv(progress, block, step, layer, norms, block_waits, arena, column_count, embedding, next_token,
-            exchange_words, layer_epoch, full, use_stage, use_parity, ring, empty, taken, turn, turn_parity, summed);
+        qkv(progress, block, step, layer, norms, block_waits, arena, column_count, embedding, next_token, input_words,
+            layer_epoch, full, use_stage, use_parity, ring, empty, taken, turn, turn_parity, summed);
         attention(progress, block, step, layer, arena, kv_plans, plan_index, tiles, layer_epoch, exchange_words,
-            use_stage, full, use_parity, ring, empty);
-        o(progress, block, step, layer, block_waits, arena, exchange_words, layer_epoch, column_count, full, use_stage,
+            use_stage, full, use_parity, ring, empty, input_words);
+        o(progress, block, step, layer, block_waits, arena, input_words, layer_epoch, column_count, full, use_stage,
             use_parity, ring, empty, taken, turn, turn_parity, summed);
-        gate_up(progress, block, step, layer, norms, block_waits, arena, exchange_words, layer_epoch, column_count,
-            full, use_stage, use_parity, ring, empty, taken, turn, turn_parity, summed);
-        down(progress, block, step, layer, block_waits, arena, exchange_words, layer_epoch, column_count, full,
+        gate_up(progress, block, step, layer, norms, block_waits, arena, input_words, layer_epoch, column_count, full,
             use_stage, use_parity, ring, empty, taken, turn, turn_parity, summed);
+        down(progress, block, step, layer, block_waits, arena, input_words, layer_epoch, column_count, full, use_stage,
+            use_parity, ring, empty, taken, turn, turn_parity, summed);
       }
-      lm_head(progress, block, step, head_from, logits, block_waits, arena, norms, exchange_words, step_epoch,
+      lm_head(progress, block, step, head_from, logits, block_waits, arena, norms, input_words, step_epoch,
           column_count, full, use_stage, use_parity, ring, empty, taken, turn, turn_parity, summed);
       sampling(progress, block, step, step_added, options, column_count, sequences, arena, weighed, step_epoch,
           exchange_words, cancelled, epoch, token_counts);

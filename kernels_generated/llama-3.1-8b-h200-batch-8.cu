@@ -3,7 +3,7 @@
 //
 // model: hidden 4096, ffn 14336, vocab 128256, heads 32, kv_heads 8, head_dim 128, layers 32
 // machine: h200, 132 blocks of 512 threads: 8 consumer warps
-// plan: consumer_warps 8, stage_bytes 16384, stages 9, in_flight 3, in_flight_waiting 2, adding_warps 4, sync barrier, page_size 16, max_context 8192, batch 8, tokens 8, down_slices 7, max_steps 64, kv_align 16, kv_chunk_min 256, kv_chunk 0, kv_item_cost 128, kv_dtype bf16, start_qkv 8, start_residual 0, start_gate_up 8, start_head 8, trace False
+// plan: consumer_warps 8, stage_bytes 16384, stages 9, in_flight 3, in_flight_waiting 2, adding_warps 4, sync flags, page_size 16, max_context 8192, batch 8, tokens 8, down_slices 4, max_steps 64, kv_align 16, kv_chunk_min 256, kv_chunk 0, kv_item_cost 128, kv_dtype bf16, start_qkv 8, start_residual 0, start_gate_up 8, start_head 8, trace False
 // weights read a step: 15009316864 bytes, in 436207616 a layer
 // shared memory:
 //     offset    bytes  region
@@ -22,20 +22,19 @@
 //     188672     8192  newest  (over scratch)
 //     213248    10240  reductions
 //     223488       40  reduction_barriers
-//     223536       64  vector_barriers
-//     223600     1024  residual
-//     224624      256  partial_sums
-//     224880       32  scales
-//     224912     4096  rope
-//     229008      512  statistics
-//     229520      592  records
-//     230112       64  warp_candidates
-//     230176      288  columns
-//     230464       32  chosen
-//     230496       16  step_done
-//     230512       36  next_token
-//              230548  total
-//              232448  a block has, 1900 free
+//     223536     1024  residual
+//     224560      256  partial_sums
+//     224816       32  scales
+//     224848     4096  rope
+//     228944      512  statistics
+//     229456      592  records
+//     230048       64  warp_candidates
+//     230112      288  columns
+//     230400       32  chosen
+//     230432       16  step_done
+//     230448       36  next_token
+//              230484  total
+//              232448  a block has, 1964 free
 
 #ifdef CHEETAH_EMULATOR
 #include "cheetah_emulator.h"
@@ -169,42 +168,129 @@ __device__ __forceinline__ void bulk_copy(void* destination, const void* source,
     : "memory");
 }
 
-__device__ __forceinline__ void bulk_copy_shared(void* destination, const void* source, uint32_t bytes, uint64_t* barrier) {
-  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
-    :: "r"(shared_address(destination)), "l"(source), "r"(bytes), "r"(shared_address(barrier)) : "memory");
-}
-
 __device__ __forceinline__ void fence_proxy_async() {
   asm volatile("fence.proxy.async;" ::: "memory");
-}
-
-__device__ __forceinline__ void fence_proxy_async_global() {
-  asm volatile("fence.proxy.async.global;" ::: "memory");
-}
-
-__device__ __forceinline__ void fence_proxy_async_shared() {
-  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
 
 __device__ __forceinline__ void prefetch_l2(const void* place) {
   asm volatile("prefetch.global.L2 [%0];" :: "l"(place) : "memory");
 }
 
-__device__ __forceinline__ void add_release_u64(uint64_t* place, uint64_t value) {
-  asm volatile("red.release.gpu.global.add.u64 [%0], %1;" :: "l"(place), "l"(value) : "memory");
+__device__ __forceinline__ void publish_flagged(uint64_t* place, uint32_t data, uint32_t epoch) {
+  uint64_t word = (uint64_t)epoch << 32 | data;
+  asm volatile("st.relaxed.gpu.global.u64 [%0], %1;" :: "l"(place), "l"(word) : "memory");
 }
 
-__device__ __forceinline__ uint64_t fetch_add_release_u64(uint64_t* place, uint64_t value) {
-  uint64_t before;
-  asm volatile("atom.release.gpu.global.add.u64 %0, [%1], %2;" : "=l"(before) : "l"(place), "l"(value) : "memory");
-  return before;
+__device__ __forceinline__ void publish_flagged_release(uint64_t* place, uint32_t data, uint32_t epoch) {
+  uint64_t word = (uint64_t)epoch << 32 | data;
+  asm volatile("st.release.gpu.global.u64 [%0], %1;" :: "l"(place), "l"(word) : "memory");
 }
 
-__device__ __forceinline__ void wait_at_least_u64(const uint64_t* place, uint64_t value) {
-  uint64_t seen;
+__device__ __forceinline__ uint4 wait_flagged4(const uint64_t* words, uint32_t epoch) {
+  uint64_t a, b, c, d;
   do {
-    asm volatile("ld.acquire.gpu.global.u64 %0, [%1];" : "=l"(seen) : "l"(place) : "memory");
-  } while (seen < value);
+    asm volatile("ld.relaxed.gpu.global.v2.u64 {%0, %1}, [%2];" : "=l"(a), "=l"(b) : "l"(words) : "memory");
+    asm volatile("ld.relaxed.gpu.global.v2.u64 {%0, %1}, [%2];" : "=l"(c), "=l"(d) : "l"(words + 2) : "memory");
+  } while ((uint32_t)(a >> 32) != epoch || (uint32_t)(b >> 32) != epoch ||
+           (uint32_t)(c >> 32) != epoch || (uint32_t)(d >> 32) != epoch);
+  return make_uint4((uint32_t)a, (uint32_t)b, (uint32_t)c, (uint32_t)d);
+}
+
+__device__ __forceinline__ void wait_flagged_places(uint4 (&data)[8], const uint64_t* words, uint32_t (&offsets)[8], uint32_t count, uint32_t epoch) {
+  uint64_t word[8][4];
+  bool missing;
+  do {
+    missing = false;
+    #pragma unroll
+    for (uint32_t i = 0; i < 8; ++i) {
+      if (i < count) {
+        const uint64_t* place = words + offsets[i];
+        asm volatile("ld.relaxed.gpu.global.v2.u64 {%0, %1}, [%2];"
+          : "=l"(word[i][0]), "=l"(word[i][1]) : "l"(place) : "memory");
+        asm volatile("ld.relaxed.gpu.global.v2.u64 {%0, %1}, [%2];"
+          : "=l"(word[i][2]), "=l"(word[i][3]) : "l"(place + 2) : "memory");
+      }
+    }
+    #pragma unroll
+    for (uint32_t i = 0; i < 8; ++i) {
+      if (i < count) {
+        #pragma unroll
+        for (uint32_t j = 0; j < 4; ++j) missing |= (uint32_t)(word[i][j] >> 32) != epoch;
+        data[i] = make_uint4((uint32_t)word[i][0], (uint32_t)word[i][1], (uint32_t)word[i][2], (uint32_t)word[i][3]);
+      }
+    }
+  } while (missing);
+}
+
+__device__ __forceinline__ void publish_tagged(uint32_t* place, uint32_t data, uint32_t exponent, uint32_t epoch) {
+  const uint32_t number = epoch % 3 + 1, tag = (number & 1) << 14 | (number & 2) << 29;
+
+      const uint32_t factor = (127 - exponent << 7) * 0x00010001;
+      uint32_t word;
+      asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(word) : "r"(data), "r"(factor));
+      uint32_t too_large = (word >> 14 & 0x00010001) * 0xFFFF;
+      word = word & ~too_large | too_large & 0x3FFF3FFF | tag;
+      asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" :: "l"(place), "r"(word) : "memory");
+}
+
+__device__ __forceinline__ uint4 wait_tagged4(const uint32_t* words, uint32_t exponent, uint32_t epoch) {
+  const uint32_t number = epoch % 3 + 1, tag = (number & 1) << 14 | (number & 2) << 29;
+
+      const uint32_t factor = (127 + exponent << 7) * 0x00010001;
+      uint32_t word[4];
+      do {
+        asm volatile("ld.relaxed.gpu.global.v4.u32 {%0, %1, %2, %3}, [%4];"
+          : "=r"(word[0]), "=r"(word[1]), "=r"(word[2]), "=r"(word[3]) : "l"(words) : "memory");
+        for (uint32_t j = 0; j < 4; ++j) word[j] ^= tag;
+      } while ((word[0] | word[1] | word[2] | word[3]) & 0x40004000);
+      for (uint32_t j = 0; j < 4; ++j)
+        asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(word[j]) : "r"(word[j]), "r"(factor));
+      return make_uint4(word[0], word[1], word[2], word[3]);
+}
+
+__device__ __forceinline__ void wait_tagged_units(uint4 (&data)[8], const uint32_t* words, uint32_t stride, uint32_t count, uint32_t exponent, uint32_t epoch) {
+  const uint32_t number = epoch % 3 + 1, tag = (number & 1) << 14 | (number & 2) << 29;
+
+      const uint32_t factor = (127 + exponent << 7) * 0x00010001;
+      uint32_t word[8][4];
+      uint32_t missing;
+      do {
+        missing = 0;
+        #pragma unroll
+        for (uint32_t i = 0; i < 8; ++i) {
+          if (i < count) {
+            asm volatile("ld.relaxed.gpu.global.v4.u32 {%0, %1, %2, %3}, [%4];"
+              : "=r"(word[i][0]), "=r"(word[i][1]), "=r"(word[i][2]), "=r"(word[i][3])
+              : "l"(words + i * stride) : "memory");
+          }
+        }
+        #pragma unroll
+        for (uint32_t i = 0; i < 8; ++i) {
+          if (i < count) {
+            #pragma unroll
+            for (uint32_t j = 0; j < 4; ++j) missing |= word[i][j] ^= tag;
+          }
+        }
+      } while (missing & 0x40004000);
+      #pragma unroll
+      for (uint32_t i = 0; i < 8; ++i) {
+        if (i < count) {
+          #pragma unroll
+          for (uint32_t j = 0; j < 4; ++j)
+            asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(word[i][j]) : "r"(word[i][j]), "r"(factor));
+          data[i] = make_uint4(word[i][0], word[i][1], word[i][2], word[i][3]);
+        }
+      }
+}
+
+__device__ __forceinline__ uint4 wait_flagged4_acquire(const uint64_t* words, uint32_t epoch) {
+  uint64_t a, b, c, d;
+  do {
+    asm volatile("ld.acquire.gpu.global.v2.u64 {%0, %1}, [%2];" : "=l"(a), "=l"(b) : "l"(words) : "memory");
+    asm volatile("ld.acquire.gpu.global.v2.u64 {%0, %1}, [%2];" : "=l"(c), "=l"(d) : "l"(words + 2) : "memory");
+  } while ((uint32_t)(a >> 32) != epoch || (uint32_t)(b >> 32) != epoch ||
+           (uint32_t)(c >> 32) != epoch || (uint32_t)(d >> 32) != epoch);
+  return make_uint4((uint32_t)a, (uint32_t)b, (uint32_t)c, (uint32_t)d);
 }
 
 __device__ __forceinline__ void store_relaxed_u32(uint32_t* place, uint32_t value) {
@@ -248,12 +334,6 @@ __device__ __forceinline__ float bf16x2_low(uint32_t pair) {
 
 __device__ __forceinline__ float bf16x2_high(uint32_t pair) {
   return __uint_as_float(pair & 0xffff0000u);
-}
-
-__device__ __forceinline__ uint32_t multiply_bf16x2(uint32_t a, uint32_t b) {
-  uint32_t result;
-  asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(result) : "r"(a), "r"(b));
-  return result;
 }
 
 __device__ __forceinline__ uint32_t byte_permute(uint32_t a, uint32_t b, uint32_t selector) {
@@ -331,18 +411,17 @@ constexpr uint32_t QUERIES = 180480;
 constexpr uint32_t NEWEST = 188672;
 constexpr uint32_t REDUCTIONS = 213248;
 constexpr uint32_t REDUCTION_BARRIERS = 223488;
-constexpr uint32_t VECTOR_BARRIERS = 223536;
-constexpr uint32_t RESIDUAL = 223600;
-constexpr uint32_t PARTIAL_SUMS = 224624;
-constexpr uint32_t SCALES = 224880;
-constexpr uint32_t ROPE = 224912;
-constexpr uint32_t STATISTICS = 229008;
-constexpr uint32_t RECORDS = 229520;
-constexpr uint32_t WARP_CANDIDATES = 230112;
-constexpr uint32_t COLUMNS = 230176;
-constexpr uint32_t CHOSEN = 230464;
-constexpr uint32_t STEP_DONE = 230496;
-constexpr uint32_t NEXT_TOKEN = 230512;
+constexpr uint32_t RESIDUAL = 223536;
+constexpr uint32_t PARTIAL_SUMS = 224560;
+constexpr uint32_t SCALES = 224816;
+constexpr uint32_t ROPE = 224848;
+constexpr uint32_t STATISTICS = 228944;
+constexpr uint32_t RECORDS = 229456;
+constexpr uint32_t WARP_CANDIDATES = 230048;
+constexpr uint32_t COLUMNS = 230112;
+constexpr uint32_t CHOSEN = 230400;
+constexpr uint32_t STEP_DONE = 230432;
+constexpr uint32_t NEXT_TOKEN = 230448;
 
 // An input of a sequence, or 0 where it has none left.
 __device__ __forceinline__ uint32_t given(uint32_t sequence, uint32_t index, const int32_t* sequences,
@@ -542,9 +621,9 @@ __device__ __forceinline__ void fetch_down(uint32_t block, const uint8_t* weight
   uint32_t position = block % 132;
   const uint8_t* matrix = weights + (layer_offset + 318767104);
   #pragma unroll 1
-  for (uint32_t slice = 0; slice < 7; ++slice) {
-    uint32_t first = slice * 4;
-    uint32_t end = first + 4 < 28 ? first + 4 : 28;
+  for (uint32_t slice = 0; slice < 4; ++slice) {
+    uint32_t first = slice * 7;
+    uint32_t end = first + 7 < 28 ? first + 7 : 28;
     #pragma unroll 1
     for (uint32_t m_tile = position; m_tile < 256; m_tile += 132) {
       uint32_t wave = m_tile / 132;
@@ -604,8 +683,8 @@ __device__ __forceinline__ float rotate(float value, uint32_t m_tile_of_head, ui
 
 // The rows of a slot, with what of it is worked out before the sums are there.
 __device__ __forceinline__ void finish_rows(uint32_t m_tile, uint32_t column, uint32_t lane, uint32_t column_count,
-    uint8_t* arena, uint32_t adding, uint64_t* summed, uint32_t adding_parity, uint32_t* exchange_words,
-    const int32_t* page_table, uint32_t layer, bf16* kv) {
+    uint8_t* arena, uint32_t adding, uint64_t* summed, uint32_t adding_parity, uint64_t* exchange_words,
+    uint32_t layer_epoch, const int32_t* page_table, uint32_t layer, bf16* kv) {
   uint32_t row = lane % 16;
   bool is_own = column < column_count;
   uint32_t head = m_tile / 8;
@@ -614,7 +693,7 @@ __device__ __forceinline__ void finish_rows(uint32_t m_tile, uint32_t column, ui
   bool is_paired = head < 40;
   uint32_t dim = is_paired ? paired : m_tile_of_head * 16 + row;
   uint32_t place = (column * 6144 + head * 128 + dim) / 2;
-  uint32_t published = renewed_u32(place + 16448);
+  uint32_t published = renewed_u32(place + 8224);
   float* reduction = (float*)(arena + REDUCTIONS) + adding * 1280;
   float* own = reduction + (column / 2 * 40 + lane);
   mbarrier_wait(summed + adding, adding_parity);
@@ -637,15 +716,16 @@ __device__ __forceinline__ void finish_rows(uint32_t m_tile, uint32_t column, ui
   float neighbour = shuffle_xor_f32(value, 1);
   uint32_t pair = pack_bf16x2(value, neighbour);
   if (is_own && row % 2 == 0) {
-    (exchange_words + published)[0] = pair;
+    uint64_t* place_2 = exchange_words + published;
+    publish_flagged(place_2, pair, layer_epoch);
     if (head >= 32) {
       if (((uint32_t*)(arena + COLUMNS))[column * 9 + 1] < ((uint32_t*)(arena + COLUMNS))[column * 9 + 2]) {
         uint32_t table = ((uint32_t*)(arena + COLUMNS))[column * 9 + 6] * 512;
         uint32_t page = load_constant_u32(page_table + (table + ((uint32_t*)(arena + COLUMNS))[column * 9] / 16));
         uint64_t offset = (uint64_t)(layer) * 134217728 + (uint64_t)(page) * 32768;
         bf16* key = kv + (offset + (uint64_t)((head - 32) % 8 * 2048 + ((uint32_t*)(arena + COLUMNS))[column * 9] % 16 * 128));
-        bf16* place_2 = head - 32 < 8 ? key : key + 16384;
-        ((uint32_t*)(place_2 + dim))[0] = pair;
+        bf16* place_3 = head - 32 < 8 ? key : key + 16384;
+        ((uint32_t*)(place_3 + dim))[0] = pair;
         fence_proxy_async();
       }
     }
@@ -663,14 +743,14 @@ __device__ __forceinline__ void advance_2(uint32_t& stage, uint32_t& parity) {
 
 // The block's M-tiles of qkv: the warps' sums added up, the rows finished.
 __device__ __forceinline__ void finish_qkv(uint32_t block, uint32_t warp, uint32_t lane, uint32_t column_count,
-    uint8_t* arena, uint32_t& adding, uint64_t* summed, uint32_t& adding_parity, uint32_t* exchange_words,
-    const int32_t* page_table, uint32_t layer, bf16* kv, uint64_t* taken) {
+    uint8_t* arena, uint32_t& adding, uint64_t* summed, uint32_t& adding_parity, uint64_t* exchange_words,
+    uint32_t layer_epoch, const int32_t* page_table, uint32_t layer, bf16* kv, uint64_t* taken) {
   uint32_t position = (block + 8) % 132;
   #pragma unroll 1
   for (uint32_t m_tile = position; m_tile < 384; m_tile += 132) {
     uint32_t column = (warp - 9) % 4 * 2 + lane / 16;
-    finish_rows(m_tile, column, lane, column_count, arena, adding, summed, adding_parity, exchange_words, page_table,
-        layer, kv);
+    finish_rows(m_tile, column, lane, column_count, arena, adding, summed, adding_parity, exchange_words, layer_epoch,
+        page_table, layer, kv);
     warp_barrier();
     if (lane == 0) {
       mbarrier_arrive(taken + adding);
@@ -681,12 +761,13 @@ __device__ __forceinline__ void finish_qkv(uint32_t block, uint32_t warp, uint32
 
 // The rows of a slot, with what of it is worked out before the sums are there.
 __device__ __forceinline__ void finish_rows_2(uint32_t m_tile, uint32_t column, uint32_t lane, uint32_t column_count,
-    uint8_t* arena, uint32_t adding, uint64_t* summed, uint32_t adding_parity, uint32_t* exchange_words) {
+    uint8_t* arena, uint32_t adding, uint64_t* summed, uint32_t adding_parity, uint32_t* input_words,
+    uint32_t layer_epoch) {
   uint32_t row = lane % 16;
   bool is_own = column < column_count;
   float* residual = (float*)(arena + RESIDUAL);
   uint32_t place = renewed_u32((m_tile / 132 * 16 + row) * 8 + column);
-  uint32_t published = renewed_u32((((m_tile * 16 + row) / 32 * 8 + column) * 4 + (m_tile * 16 + row) / 8 % 4) * 4 + (m_tile * 16 + row) % 8 / 2 + 1240128);
+  uint32_t published = renewed_u32((((m_tile * 16 + row) / 32 * 8 + column) * 4 + (m_tile * 16 + row) / 8 % 4) * 4 + (m_tile * 16 + row) % 8 / 2 + 2447424);
   float* reduction = (float*)(arena + REDUCTIONS) + adding * 1280;
   float* own = reduction + (column / 2 * 40 + lane);
   mbarrier_wait(summed + adding, adding_parity);
@@ -710,20 +791,20 @@ __device__ __forceinline__ void finish_rows_2(uint32_t m_tile, uint32_t column, 
   float neighbour = shuffle_xor_f32(value, 1);
   uint32_t pair = pack_bf16x2(value, neighbour);
   if (is_own && row < 16 && row % 2 == 0) {
-    (exchange_words + published)[0] = pair;
-    fence_proxy_async_global();
+    uint32_t* place_2 = input_words + published;
+    publish_tagged(place_2, pair, 32, layer_epoch);
   }
 }
 
 // The block's M-tiles of o: the warps' sums added up, the rows finished.
 __device__ __forceinline__ void finish_o(uint32_t block, uint32_t warp, uint32_t lane, uint32_t column_count,
-    uint8_t* arena, uint32_t& adding, uint64_t* summed, uint32_t& adding_parity, uint32_t* exchange_words,
-    uint64_t* taken) {
+    uint8_t* arena, uint32_t& adding, uint64_t* summed, uint32_t& adding_parity, uint32_t* input_words,
+    uint32_t layer_epoch, uint64_t* taken) {
   uint32_t position = block % 132;
   #pragma unroll 1
   for (uint32_t m_tile = position; m_tile < 256; m_tile += 132) {
     uint32_t column = (warp - 9) % 4 * 2 + lane / 16;
-    finish_rows_2(m_tile, column, lane, column_count, arena, adding, summed, adding_parity, exchange_words);
+    finish_rows_2(m_tile, column, lane, column_count, arena, adding, summed, adding_parity, input_words, layer_epoch);
     warp_barrier();
     if (lane == 0) {
       mbarrier_arrive(taken + adding);
@@ -734,10 +815,11 @@ __device__ __forceinline__ void finish_o(uint32_t block, uint32_t warp, uint32_t
 
 // The rows of a slot, with what of it is worked out before the sums are there.
 __device__ __forceinline__ void finish_rows_3(uint32_t m_tile, uint32_t column, uint32_t lane, uint32_t column_count,
-    uint8_t* arena, uint32_t adding, uint64_t* summed, uint32_t adding_parity, uint32_t* exchange_words) {
+    uint8_t* arena, uint32_t adding, uint64_t* summed, uint32_t adding_parity, uint32_t* input_words,
+    uint32_t layer_epoch) {
   uint32_t row = lane % 16;
   bool is_own = column < column_count;
-  uint32_t published = renewed_u32((((m_tile * 8 + row) / 32 * 8 + column) * 4 + (m_tile * 8 + row) / 8 % 4) * 4 + (m_tile * 8 + row) % 8 / 2 + 1256512);
+  uint32_t published = renewed_u32((((m_tile * 8 + row) / 32 * 8 + column) * 4 + (m_tile * 8 + row) / 8 % 4) * 4 + (m_tile * 8 + row) % 8 / 2 + 2463808);
   float* reduction = (float*)(arena + REDUCTIONS) + adding * 1280;
   float* own = reduction + (column / 2 * 40 + lane);
   mbarrier_wait(summed + adding, adding_parity);
@@ -759,20 +841,20 @@ __device__ __forceinline__ void finish_rows_3(uint32_t m_tile, uint32_t column, 
   float neighbour = shuffle_xor_f32(gated, 1);
   uint32_t pair = pack_bf16x2(gated, neighbour);
   if (is_own && row < 8 && row % 2 == 0) {
-    (exchange_words + published)[0] = pair;
-    fence_proxy_async_global();
+    uint32_t* place = input_words + published;
+    publish_tagged(place, pair, 60, layer_epoch);
   }
 }
 
 // The block's M-tiles of gate_up: the warps' sums added up, the rows finished.
 __device__ __forceinline__ void finish_gate_up(uint32_t block, uint32_t warp, uint32_t lane, uint32_t column_count,
-    uint8_t* arena, uint32_t& adding, uint64_t* summed, uint32_t& adding_parity, uint32_t* exchange_words,
-    uint64_t* taken) {
+    uint8_t* arena, uint32_t& adding, uint64_t* summed, uint32_t& adding_parity, uint32_t* input_words,
+    uint32_t layer_epoch, uint64_t* taken) {
   uint32_t position = (block + 8) % 132;
   #pragma unroll 1
   for (uint32_t m_tile = position; m_tile < 1792; m_tile += 132) {
     uint32_t column = (warp - 9) % 4 * 2 + lane / 16;
-    finish_rows_3(m_tile, column, lane, column_count, arena, adding, summed, adding_parity, exchange_words);
+    finish_rows_3(m_tile, column, lane, column_count, arena, adding, summed, adding_parity, input_words, layer_epoch);
     warp_barrier();
     if (lane == 0) {
       mbarrier_arrive(taken + adding);
@@ -783,7 +865,8 @@ __device__ __forceinline__ void finish_gate_up(uint32_t block, uint32_t warp, ui
 
 // The rows of a slot, with what of it is worked out before the sums are there.
 __device__ __forceinline__ void finish_rows_4(uint32_t m_tile, uint32_t column, uint32_t lane, uint32_t column_count,
-    uint8_t* arena, uint32_t adding, uint64_t* summed, uint32_t adding_parity, uint32_t* exchange_words) {
+    uint8_t* arena, uint32_t adding, uint64_t* summed, uint32_t adding_parity, uint32_t* input_words,
+    uint32_t layer_epoch) {
   uint32_t row = lane % 16;
   bool is_own = column < column_count;
   float* residual = (float*)(arena + RESIDUAL);
@@ -812,20 +895,20 @@ __device__ __forceinline__ void finish_rows_4(uint32_t m_tile, uint32_t column, 
   float neighbour = shuffle_xor_f32(value, 1);
   uint32_t pair = pack_bf16x2(value, neighbour);
   if (is_own && row < 16 && row % 2 == 0) {
-    (exchange_words + published)[0] = pair;
-    fence_proxy_async_global();
+    uint32_t* place_2 = input_words + published;
+    publish_tagged(place_2, pair, 32, layer_epoch);
   }
 }
 
 // The block's M-tiles of down: the warps' sums added up, the rows finished.
 __device__ __forceinline__ void finish_down(uint32_t block, uint32_t warp, uint32_t lane, uint32_t column_count,
-    uint8_t* arena, uint32_t& adding, uint64_t* summed, uint32_t& adding_parity, uint32_t* exchange_words,
-    uint64_t* taken) {
+    uint8_t* arena, uint32_t& adding, uint64_t* summed, uint32_t& adding_parity, uint32_t* input_words,
+    uint32_t layer_epoch, uint64_t* taken) {
   uint32_t position = block % 132;
   #pragma unroll 1
   for (uint32_t m_tile = position; m_tile < 256; m_tile += 132) {
     uint32_t column = (warp - 9) % 4 * 2 + lane / 16;
-    finish_rows_4(m_tile, column, lane, column_count, arena, adding, summed, adding_parity, exchange_words);
+    finish_rows_4(m_tile, column, lane, column_count, arena, adding, summed, adding_parity, input_words, layer_epoch);
     warp_barrier();
     if (lane == 0) {
       mbarrier_arrive(taken + adding);
@@ -1177,30 +1260,9 @@ __device__ __forceinline__ void write_scales(float squares, uint8_t* arena, uint
       uint32_t warp_2 = other + thread / 8;
       total += partial_sums[warp_2 * 8 + thread % 8];
     }
-    scales[thread] = rsqrt_f32(total * 0.000244140625f + 1e-05f);
+    float scale = rsqrt_f32(total * 0.000244140625f + 1e-05f);
+    scales[thread] = total < 1.8446744e+19f ? scale : bits_float(2143289344);
   }
-}
-
-// `_normalise_unit` with products that are rounded as pairs: the same bits. With one token it is no faster.
-__device__ __forceinline__ void normalise_in_pairs(uint4* vector, uint32_t unit, uint4 words, uint4 weight,
-    float& squares) {
-  uint32_t pair = words.x;
-  float low = bf16x2_low(pair);
-  float high = bf16x2_high(pair);
-  squares += low * low + high * high;
-  uint32_t pair_2 = words.y;
-  float low_2 = bf16x2_low(pair_2);
-  float high_2 = bf16x2_high(pair_2);
-  squares += low_2 * low_2 + high_2 * high_2;
-  uint32_t pair_3 = words.z;
-  float low_3 = bf16x2_low(pair_3);
-  float high_3 = bf16x2_high(pair_3);
-  squares += low_3 * low_3 + high_3 * high_3;
-  uint32_t pair_4 = words.w;
-  float low_4 = bf16x2_low(pair_4);
-  float high_4 = bf16x2_high(pair_4);
-  squares += low_4 * low_4 + high_4 * high_4;
-  vector[unit] = make_u32x4(multiply_bf16x2(pair, weight.x), multiply_bf16x2(pair_2, weight.y), multiply_bf16x2(pair_3, weight.z), multiply_bf16x2(pair_4, weight.w));
 }
 
 // This warp's tiles of a chunk, and what they are multiplied with, to registers.
@@ -1274,9 +1336,9 @@ __device__ __forceinline__ void wait_until_taken(uint64_t* taken, uint32_t& turn
 // Makes: qkv, and the keys and values in the cache.
 __device__ __forceinline__ void qkv(uint32_t* progress, uint32_t block, uint32_t step, uint32_t layer,
     const bf16* norms, uint32_t* block_waits, uint8_t* arena, uint32_t column_count, const bf16* embedding,
-    uint32_t* next_token, uint64_t* landed, uint32_t* exchange_words, uint32_t& vector_parities, uint64_t* full,
-    uint32_t& use_stage, uint32_t& use_parity, uint8_t* ring, uint64_t* empty, uint64_t* taken, uint32_t& turn,
-    uint32_t& turn_parity, uint64_t* summed, uint64_t& arrivals_due, uint64_t* counter) {
+    uint32_t* next_token, uint32_t* input_words, uint32_t layer_epoch, uint64_t* full, uint32_t& use_stage,
+    uint32_t& use_parity, uint8_t* ring, uint64_t* empty, uint64_t* taken, uint32_t& turn, uint32_t& turn_parity,
+    uint64_t* summed) {
   uint32_t thread = thread_index();
   uint32_t warp = thread / 32;
   uint32_t lane = thread % 32;
@@ -1355,148 +1417,56 @@ __device__ __forceinline__ void qkv(uint32_t* progress, uint32_t block, uint32_t
     }
     write_scales(squares, arena, lane, warp, thread, column_count);
   } else {
-    if (thread == 0) {
-      fence_proxy_async_global();
-      fence_proxy_async_shared();
-      mbarrier_arrive_expect_tx(landed, 8192);
-      bulk_copy_shared(arena + VECTOR, (const uint8_t*)(exchange_words + 64), 8192, landed);
-      mbarrier_arrive_expect_tx(landed + 1, 8192);
-      bulk_copy_shared(arena + VECTOR + 8192, (const uint8_t*)(exchange_words + 64) + 8192, 8192, landed + 1);
-      mbarrier_arrive_expect_tx(landed + 2, 8192);
-      bulk_copy_shared(arena + VECTOR + 16384, (const uint8_t*)(exchange_words + 64) + 16384, 8192, landed + 2);
-      mbarrier_arrive_expect_tx(landed + 3, 8192);
-      bulk_copy_shared(arena + VECTOR + 24576, (const uint8_t*)(exchange_words + 64) + 24576, 8192, landed + 3);
-      mbarrier_arrive_expect_tx(landed + 4, 8192);
-      bulk_copy_shared(arena + VECTOR + 32768, (const uint8_t*)(exchange_words + 8256), 8192, landed + 4);
-      mbarrier_arrive_expect_tx(landed + 5, 8192);
-      bulk_copy_shared(arena + VECTOR + 32768 + 8192, (const uint8_t*)(exchange_words + 8256) + 8192, 8192, landed + 5);
-      mbarrier_arrive_expect_tx(landed + 6, 8192);
-      bulk_copy_shared(arena + VECTOR + 32768 + 16384, (const uint8_t*)(exchange_words + 8256) + 16384, 8192, landed + 6);
-      mbarrier_arrive_expect_tx(landed + 7, 8192);
-      bulk_copy_shared(arena + VECTOR + 32768 + 24576, (const uint8_t*)(exchange_words + 8256) + 24576, 8192, landed + 7);
-    }
     uint4* vector = (uint4*)(arena + VECTOR);
     float squares = 0.0f;
     uint32_t pair = thread / 32;
     const bf16* own_units = norms + layer * 8192 + (pair * 4 + thread % 4) * 8;
-    uint4 weights[2];
-    uint4 weights_2[2];
-    uint4 weights_3[2];
-    uint4 weights_4[2];
-    uint4 weights_5[2];
-    uint4 weights_6[2];
-    uint4 weights_7[2];
-    uint4 weights_8[2];
-    weights[0] = load_constant_u32x4(own_units + (thread - thread) / 8 * 8);
-    uint32_t unit = thread + 256;
-    weights[1] = load_constant_u32x4(own_units + (unit - thread) / 8 * 8);
-    uint32_t unit_2 = thread + 512;
-    weights_2[0] = load_constant_u32x4(own_units + (unit_2 - thread) / 8 * 8);
-    uint32_t unit_3 = thread + 768;
-    weights_2[1] = load_constant_u32x4(own_units + (unit_3 - thread) / 8 * 8);
-    uint32_t unit_4 = thread + 1024;
-    weights_3[0] = load_constant_u32x4(own_units + (unit_4 - thread) / 8 * 8);
-    uint32_t unit_5 = thread + 1280;
-    weights_3[1] = load_constant_u32x4(own_units + (unit_5 - thread) / 8 * 8);
-    uint32_t unit_6 = thread + 1536;
-    weights_4[0] = load_constant_u32x4(own_units + (unit_6 - thread) / 8 * 8);
-    uint32_t unit_7 = thread + 1792;
-    weights_4[1] = load_constant_u32x4(own_units + (unit_7 - thread) / 8 * 8);
-    uint32_t unit_8 = thread + 2048;
-    weights_5[0] = load_constant_u32x4(own_units + (unit_8 - thread) / 8 * 8);
-    uint32_t unit_9 = thread + 2304;
-    weights_5[1] = load_constant_u32x4(own_units + (unit_9 - thread) / 8 * 8);
-    uint32_t unit_10 = thread + 2560;
-    weights_6[0] = load_constant_u32x4(own_units + (unit_10 - thread) / 8 * 8);
-    uint32_t unit_11 = thread + 2816;
-    weights_6[1] = load_constant_u32x4(own_units + (unit_11 - thread) / 8 * 8);
-    uint32_t unit_12 = thread + 3072;
-    weights_7[0] = load_constant_u32x4(own_units + (unit_12 - thread) / 8 * 8);
-    uint32_t unit_13 = thread + 3328;
-    weights_7[1] = load_constant_u32x4(own_units + (unit_13 - thread) / 8 * 8);
-    uint32_t unit_14 = thread + 3584;
-    weights_8[0] = load_constant_u32x4(own_units + (unit_14 - thread) / 8 * 8);
-    uint32_t unit_15 = thread + 3840;
-    weights_8[1] = load_constant_u32x4(own_units + (unit_15 - thread) / 8 * 8);
-    mbarrier_wait(landed, vector_parities & 1);
-    uint4 units[2];
-    units[0] = vector[thread];
-    uint32_t unit_16 = thread + 256;
-    units[1] = vector[unit_16];
-    normalise_in_pairs(vector, thread, units[0], weights[0], squares);
-    uint32_t unit_17 = thread + 256;
-    normalise_in_pairs(vector, unit_17, units[1], weights[1], squares);
-    mbarrier_wait(landed + 1, vector_parities & 1);
-    uint4 units_2[2];
-    uint32_t unit_18 = thread + 512;
-    units_2[0] = vector[unit_18];
-    uint32_t unit_19 = thread + 768;
-    units_2[1] = vector[unit_19];
-    uint32_t unit_20 = thread + 512;
-    normalise_in_pairs(vector, unit_20, units_2[0], weights_2[0], squares);
-    uint32_t unit_21 = thread + 768;
-    normalise_in_pairs(vector, unit_21, units_2[1], weights_2[1], squares);
-    mbarrier_wait(landed + 2, vector_parities & 1);
-    uint4 units_3[2];
-    uint32_t unit_22 = thread + 1024;
-    units_3[0] = vector[unit_22];
-    uint32_t unit_23 = thread + 1280;
-    units_3[1] = vector[unit_23];
-    uint32_t unit_24 = thread + 1024;
-    normalise_in_pairs(vector, unit_24, units_3[0], weights_3[0], squares);
-    uint32_t unit_25 = thread + 1280;
-    normalise_in_pairs(vector, unit_25, units_3[1], weights_3[1], squares);
-    mbarrier_wait(landed + 3, vector_parities & 1);
-    uint4 units_4[2];
-    uint32_t unit_26 = thread + 1536;
-    units_4[0] = vector[unit_26];
-    uint32_t unit_27 = thread + 1792;
-    units_4[1] = vector[unit_27];
-    uint32_t unit_28 = thread + 1536;
-    normalise_in_pairs(vector, unit_28, units_4[0], weights_4[0], squares);
-    uint32_t unit_29 = thread + 1792;
-    normalise_in_pairs(vector, unit_29, units_4[1], weights_4[1], squares);
-    mbarrier_wait(landed + 4, (vector_parities >> 1) & 1);
-    uint4 units_5[2];
-    uint32_t unit_30 = thread + 2048;
-    units_5[0] = vector[unit_30];
-    uint32_t unit_31 = thread + 2304;
-    units_5[1] = vector[unit_31];
-    uint32_t unit_32 = thread + 2048;
-    normalise_in_pairs(vector, unit_32, units_5[0], weights_5[0], squares);
-    uint32_t unit_33 = thread + 2304;
-    normalise_in_pairs(vector, unit_33, units_5[1], weights_5[1], squares);
-    mbarrier_wait(landed + 5, (vector_parities >> 1) & 1);
-    uint4 units_6[2];
-    uint32_t unit_34 = thread + 2560;
-    units_6[0] = vector[unit_34];
-    uint32_t unit_35 = thread + 2816;
-    units_6[1] = vector[unit_35];
-    uint32_t unit_36 = thread + 2560;
-    normalise_in_pairs(vector, unit_36, units_6[0], weights_6[0], squares);
-    uint32_t unit_37 = thread + 2816;
-    normalise_in_pairs(vector, unit_37, units_6[1], weights_6[1], squares);
-    mbarrier_wait(landed + 6, (vector_parities >> 1) & 1);
-    uint4 units_7[2];
-    uint32_t unit_38 = thread + 3072;
-    units_7[0] = vector[unit_38];
-    uint32_t unit_39 = thread + 3328;
-    units_7[1] = vector[unit_39];
-    uint32_t unit_40 = thread + 3072;
-    normalise_in_pairs(vector, unit_40, units_7[0], weights_7[0], squares);
-    uint32_t unit_41 = thread + 3328;
-    normalise_in_pairs(vector, unit_41, units_7[1], weights_7[1], squares);
-    mbarrier_wait(landed + 7, (vector_parities >> 1) & 1);
-    uint4 units_8[2];
-    uint32_t unit_42 = thread + 3584;
-    units_8[0] = vector[unit_42];
-    uint32_t unit_43 = thread + 3840;
-    units_8[1] = vector[unit_43];
-    uint32_t unit_44 = thread + 3584;
-    normalise_in_pairs(vector, unit_44, units_8[0], weights_8[0], squares);
-    uint32_t unit_45 = thread + 3840;
-    normalise_in_pairs(vector, unit_45, units_8[1], weights_8[1], squares);
-    vector_parities ^= 3;
+    uint32_t first_unit = thread;
+    uint4 weights[8];
+    #pragma unroll
+    for (uint32_t index = 0; index < 6; ++index) {
+      weights[index] = load_constant_u32x4(own_units + (first_unit + index * 256 - thread) / 8 * 8);
+    }
+    if (lane == 0) {
+      wait_tagged4(input_words + (first_unit * 4 + 64), 32, layer_epoch - 1);
+    }
+    warp_barrier();
+    if (thread / 4 % 8 < column_count) {
+      uint4 units[8];
+      wait_tagged_units(units, input_words + (first_unit * 4 + 64), 1024, 6, 32, layer_epoch - 1);
+      #pragma unroll
+      for (uint32_t index = 0; index < 6; ++index) {
+        normalise_unit(vector, first_unit + index * 256, units[index], weights[index], squares);
+      }
+    }
+    uint32_t first_unit_2 = thread + 1536;
+    uint4 weights_2[8];
+    #pragma unroll
+    for (uint32_t index = 0; index < 6; ++index) {
+      weights_2[index] = load_constant_u32x4(own_units + (first_unit_2 + index * 256 - thread) / 8 * 8);
+    }
+    if (thread / 4 % 8 < column_count) {
+      uint4 units[8];
+      wait_tagged_units(units, input_words + (first_unit_2 * 4 + 64), 1024, 6, 32, layer_epoch - 1);
+      #pragma unroll
+      for (uint32_t index = 0; index < 6; ++index) {
+        normalise_unit(vector, first_unit_2 + index * 256, units[index], weights_2[index], squares);
+      }
+    }
+    uint32_t first_unit_3 = thread + 3072;
+    uint4 weights_3[8];
+    #pragma unroll
+    for (uint32_t index = 0; index < 4; ++index) {
+      weights_3[index] = load_constant_u32x4(own_units + (first_unit_3 + index * 256 - thread) / 8 * 8);
+    }
+    if (thread / 4 % 8 < column_count) {
+      uint4 units[8];
+      wait_tagged_units(units, input_words + (first_unit_3 * 4 + 64), 1024, 4, 32, layer_epoch - 1);
+      #pragma unroll
+      for (uint32_t index = 0; index < 4; ++index) {
+        normalise_unit(vector, first_unit_3 + index * 256, units[index], weights_3[index], squares);
+      }
+    }
     write_scales(squares, arena, lane, warp, thread, column_count);
   }
   if (thread == 0) {
@@ -1527,31 +1497,22 @@ __device__ __forceinline__ void qkv(uint32_t* progress, uint32_t block, uint32_t
     hand_over(sums, taken, turn, turn_parity, arena, warp, lane, summed);
   }
   wait_until_taken(taken, turn, turn_parity);
-  // grid barrier
-  fence_proxy_async_global();
-  named_barrier(1, 256);
-  if (thread == 0) {
-    arrivals_due += 132;
-    add_release_u64(counter, 1);
-    wait_at_least_u64(counter, arrivals_due);
-  }
-  named_barrier(1, 256);
 }
 
 // Unit `index` of the newest keys, then of the newest values: as rows of a stage have them, bf16 or codes.
 __device__ __forceinline__ void load_newest_unit(uint32_t newest_begin, uint32_t index, uint32_t newest_units,
-    uint32_t epoch, uint4* record, uint32_t step, uint32_t* exchange_words, uint4 what, uint8_t* arena) {
+    uint32_t epoch, uint4* record, uint32_t step, uint64_t* exchange_words, uint4 what, uint8_t* arena) {
   bool is_value = index >= newest_units;
   uint32_t newest_unit = index - (is_value ? newest_units : 0);
   uint32_t column = record[3].w + (newest_begin - (record[3].x + record[3].y * step)) + newest_unit / 16;
-  uint4 words = ((const uint4*)(exchange_words + ((column * 768 + ((is_value ? 40u : 32u) + what.z) * 16 + newest_unit % 16) * 4 + 16448)))[0];
+  uint4 words = wait_flagged4(exchange_words + ((column * 768 + ((is_value ? 40u : 32u) + what.z) * 16 + newest_unit % 16) * 4 + 8224), epoch);
   uint4* place = (is_value ? (uint4*)(arena + NEWEST) + 256 : (uint4*)(arena + NEWEST)) + newest_unit;
   place[0] = words;
 }
 
 // Bring the item's queries to shared memory, and those newest keys and values that it has.
 __device__ __forceinline__ void load_item(uint32_t newest_begin, uint32_t newest, uint32_t epoch, uint8_t* arena,
-    uint4* record, uint32_t thread, uint32_t* exchange_words, uint4 what, uint32_t step) {
+    uint4* record, uint32_t thread, uint64_t* exchange_words, uint4 what, uint32_t step) {
   uint4* queries = (uint4*)(arena + QUERIES);
   uint32_t query_units = record[1].z * 16;
   uint32_t newest_units = newest * 16;
@@ -1560,8 +1521,7 @@ __device__ __forceinline__ void load_item(uint32_t newest_begin, uint32_t newest
     if (index < query_units) {
       uint32_t row = index / 16;
       uint32_t column = record[2].x + row / 4;
-      uint4 words = ((const uint4*)(exchange_words + ((column * 768 + (what.z * 4 + row % 4) * 16 + index % 16) * 4 + 16448)))[0];
-      queries[index] = words;
+      queries[index] = wait_flagged4(exchange_words + ((column * 768 + (what.z * 4 + row % 4) * 16 + index % 16) * 4 + 8224), epoch);
     } else {
       load_newest_unit(newest_begin, index - query_units, newest_units, epoch, record, step, exchange_words, what,
           arena);
@@ -1952,19 +1912,19 @@ __device__ __forceinline__ void fold_states(uint32_t first, uint32_t pair, uint8
 }
 
 __device__ __forceinline__ void publish_partial(uint32_t row, uint32_t dim_pair, float low, float high, float lse,
-    uint32_t epoch, uint32_t* exchange_words) {
+    uint32_t epoch, uint64_t* exchange_words) {
   uint32_t partial = row * 132;
-  (exchange_words + (partial + dim_pair * 2 + 41024))[0] = float_bits(low);
-  (exchange_words + (partial + dim_pair * 2 + 41025))[0] = float_bits(high);
+  publish_flagged(exchange_words + (partial + dim_pair * 2 + 32800), float_bits(low), epoch);
+  publish_flagged(exchange_words + (partial + dim_pair * 2 + 32801), float_bits(high), epoch);
   if (dim_pair < 4) {
-    (exchange_words + (partial + 128 + dim_pair + 41024))[0] = float_bits(lse);
+    publish_flagged(exchange_words + (partial + 128 + dim_pair + 32800), float_bits(lse), epoch);
   }
 }
 
 // Column tile `index` of every group: its column c was laid down by the warps column_group, column_group +
 // column_groups, ..., as their column c.
 __device__ __forceinline__ void fold_slices(uint32_t epoch, uint4* record, uint32_t thread, uint8_t* arena,
-    uint32_t* exchange_words, uint4 what) {
+    uint32_t* input_words, uint4 what, uint64_t* exchange_words) {
   uint32_t rows = record[1].z;
   #pragma unroll 1
   for (uint32_t output = thread; output < rows * 64; output += 256) {
@@ -1979,7 +1939,7 @@ __device__ __forceinline__ void fold_slices(uint32_t epoch, uint4* record, uint3
     if (record[1].y == 4294967295u) {
       float lse = weight_sum == 0.0f ? -bits_float(0x7f800000) : highest * 0.6931472f + log_f32(weight_sum);
       uint32_t column = record[2].x + place / 4;
-      (exchange_words + (((((what.z * 4 + place % 4) * 128 + dim_pair * 2) / 32 * 8 + column) * 4 + ((what.z * 4 + place % 4) * 128 + dim_pair * 2) / 8 % 4) * 4 + ((what.z * 4 + place % 4) * 128 + dim_pair * 2) % 8 / 2 + 1223744))[0] = pack_bf16x2(low, high);
+      publish_tagged(input_words + (((((what.z * 4 + place % 4) * 128 + dim_pair * 2) / 32 * 8 + column) * 4 + ((what.z * 4 + place % 4) * 128 + dim_pair * 2) / 8 % 4) * 4 + ((what.z * 4 + place % 4) * 128 + dim_pair * 2) % 8 / 2 + 2431040), pack_bf16x2(low, high), 60, epoch);
     } else {
       float lse = weight_sum == 0.0f ? -bits_float(0x7f800000) : highest * 0.6931472f + log_f32(weight_sum);
       publish_partial(record[1].y + place, dim_pair, low, high, lse, epoch, exchange_words);
@@ -1990,12 +1950,12 @@ __device__ __forceinline__ void fold_slices(uint32_t epoch, uint4* record, uint3
 // Fold the key groups' states, in ascending order, as many dims at a time as there is room for, and publish the
 // result.
 __device__ __forceinline__ void fold(uint32_t epoch, uint8_t* arena, float (&weight_sum)[2], uint32_t lane,
-    uint32_t warp, float (&highest)[2], float (&output)[8][4], uint4* record, uint32_t thread, uint32_t* exchange_words,
-    uint4 what) {
+    uint32_t warp, float (&highest)[2], float (&output)[8][4], uint4* record, uint32_t thread, uint32_t* input_words,
+    uint4 what, uint64_t* exchange_words) {
   lay_down_statistics(arena, weight_sum, lane, warp, highest);
   lay_down_2(arena, lane, warp, output);
   named_barrier(1, 256);
-  fold_slices(epoch, record, thread, arena, exchange_words, what);
+  fold_slices(epoch, record, thread, arena, input_words, what, exchange_words);
   named_barrier(1, 256);
 }
 
@@ -2003,7 +1963,7 @@ __device__ __forceinline__ void fold(uint32_t epoch, uint8_t* arena, float (&wei
 __device__ __forceinline__ void attend_rows(uint32_t cached_end, uint32_t newest_begin, uint32_t newest, uint32_t epoch,
     uint4 what, uint32_t warp, uint32_t& use_stage, uint64_t* full, uint32_t& use_parity, uint8_t* ring, uint8_t* arena,
     uint32_t lane, uint4* query, uint32_t (&limits)[2], uint64_t* empty, uint4* record, uint32_t thread,
-    uint32_t* exchange_words) {
+    uint32_t* input_words, uint64_t* exchange_words) {
   float highest[2];
   float weight_sum[2] = {};
   float output[8][4] = {};
@@ -2011,7 +1971,7 @@ __device__ __forceinline__ void attend_rows(uint32_t cached_end, uint32_t newest
   highest[1] = -bits_float(0x7f800000);
   attend_keys(cached_end, newest_begin, newest, epoch, what, warp, use_stage, full, use_parity, ring, arena, lane,
       query, limits, highest, weight_sum, output, empty);
-  fold(epoch, arena, weight_sum, lane, warp, highest, output, record, thread, exchange_words, what);
+  fold(epoch, arena, weight_sum, lane, warp, highest, output, record, thread, input_words, what, exchange_words);
 }
 
 // For how many warps this one gives back a stage with these tiles: those with a tile in it share out all.
@@ -2251,7 +2211,7 @@ __device__ __forceinline__ void fold_states_2(uint32_t first, uint32_t stride, u
 // Column tile `index` of every group: its column c was laid down by the warps column_group, column_group +
 // column_groups, ..., as their column c.
 __device__ __forceinline__ void fold_slices_2(uint32_t epoch, uint32_t column_groups, uint32_t thread, uint4* record,
-    uint8_t* arena, uint32_t* exchange_words, uint4 what) {
+    uint8_t* arena, uint32_t* input_words, uint4 what, uint64_t* exchange_words) {
   uint32_t rows = column_groups * 8;
   #pragma unroll 1
   for (uint32_t output = thread; output < rows * 64; output += 256) {
@@ -2269,7 +2229,7 @@ __device__ __forceinline__ void fold_slices_2(uint32_t epoch, uint32_t column_gr
       if (record[1].y == 4294967295u) {
         float lse = weight_sum == 0.0f ? -bits_float(0x7f800000) : highest * 0.6931472f + log_f32(weight_sum);
         uint32_t column = record[2].x + row / 4;
-        (exchange_words + (((((what.z * 4 + row % 4) * 128 + dim_pair * 2) / 32 * 8 + column) * 4 + ((what.z * 4 + row % 4) * 128 + dim_pair * 2) / 8 % 4) * 4 + ((what.z * 4 + row % 4) * 128 + dim_pair * 2) % 8 / 2 + 1223744))[0] = pack_bf16x2(low, high);
+        publish_tagged(input_words + (((((what.z * 4 + row % 4) * 128 + dim_pair * 2) / 32 * 8 + column) * 4 + ((what.z * 4 + row % 4) * 128 + dim_pair * 2) / 8 % 4) * 4 + ((what.z * 4 + row % 4) * 128 + dim_pair * 2) % 8 / 2 + 2431040), pack_bf16x2(low, high), 60, epoch);
       } else {
         float lse = weight_sum == 0.0f ? -bits_float(0x7f800000) : highest * 0.6931472f + log_f32(weight_sum);
         publish_partial(record[1].y + row, dim_pair, low, high, lse, epoch, exchange_words);
@@ -2281,7 +2241,7 @@ __device__ __forceinline__ void fold_slices_2(uint32_t epoch, uint32_t column_gr
 // Column tile `index` of every group: its column c was laid down by the warps column_group, column_group +
 // column_groups, ..., as their column c.
 __device__ __forceinline__ void fold_slices_3(uint32_t epoch, uint32_t column_groups, uint32_t thread, uint4* record,
-    uint8_t* arena, uint32_t* exchange_words, uint4 what) {
+    uint8_t* arena, uint32_t* input_words, uint4 what, uint64_t* exchange_words) {
   uint32_t rows = column_groups * 8;
   #pragma unroll 1
   for (uint32_t output = thread; output < rows * 64; output += 256) {
@@ -2299,7 +2259,7 @@ __device__ __forceinline__ void fold_slices_3(uint32_t epoch, uint32_t column_gr
       if (record[1].y == 4294967295u) {
         float lse = weight_sum == 0.0f ? -bits_float(0x7f800000) : highest * 0.6931472f + log_f32(weight_sum);
         uint32_t column = record[2].x + row / 4;
-        (exchange_words + (((((what.z * 4 + row % 4) * 128 + dim_pair * 2) / 32 * 8 + column) * 4 + ((what.z * 4 + row % 4) * 128 + dim_pair * 2) / 8 % 4) * 4 + ((what.z * 4 + row % 4) * 128 + dim_pair * 2) % 8 / 2 + 1223744))[0] = pack_bf16x2(low, high);
+        publish_tagged(input_words + (((((what.z * 4 + row % 4) * 128 + dim_pair * 2) / 32 * 8 + column) * 4 + ((what.z * 4 + row % 4) * 128 + dim_pair * 2) / 8 % 4) * 4 + ((what.z * 4 + row % 4) * 128 + dim_pair * 2) % 8 / 2 + 2431040), pack_bf16x2(low, high), 60, epoch);
       } else {
         float lse = weight_sum == 0.0f ? -bits_float(0x7f800000) : highest * 0.6931472f + log_f32(weight_sum);
         publish_partial(record[1].y + row, dim_pair, low, high, lse, epoch, exchange_words);
@@ -2312,16 +2272,17 @@ __device__ __forceinline__ void fold_slices_3(uint32_t epoch, uint32_t column_gr
 // result.
 __device__ __forceinline__ void fold_2(uint32_t epoch, uint8_t* arena, float (&weight_sum)[2], uint32_t lane,
     uint32_t warp, float (&highest)[2], float (&output)[8][4], uint32_t column_groups, uint32_t thread, uint4* record,
-    uint32_t* exchange_words, uint4 what, float (&weight_sum_2)[2], float (&highest_2)[2], float (&output_2)[8][4]) {
+    uint32_t* input_words, uint4 what, uint64_t* exchange_words, float (&weight_sum_2)[2], float (&highest_2)[2],
+    float (&output_2)[8][4]) {
   lay_down_statistics(arena, weight_sum, lane, warp, highest);
   lay_down_2(arena, lane, warp, output);
   named_barrier(1, 256);
-  fold_slices_2(epoch, column_groups, thread, record, arena, exchange_words, what);
+  fold_slices_2(epoch, column_groups, thread, record, arena, input_words, what, exchange_words);
   named_barrier(1, 256);
   lay_down_statistics(arena, weight_sum_2, lane, warp, highest_2);
   lay_down_2(arena, lane, warp, output_2);
   named_barrier(1, 256);
-  fold_slices_3(epoch, column_groups, thread, record, arena, exchange_words, what);
+  fold_slices_3(epoch, column_groups, thread, record, arena, input_words, what, exchange_words);
   named_barrier(1, 256);
 }
 
@@ -2330,7 +2291,7 @@ __device__ __forceinline__ void attend_rows_2(uint32_t cached_end, uint32_t newe
     uint32_t epoch, uint4 what, uint32_t key_group, uint32_t key_groups, uint32_t column_groups, uint32_t column_group,
     uint32_t& use_stage, uint64_t* full, uint32_t& use_parity, uint8_t* ring, uint8_t* arena, uint32_t lane,
     uint4* query, uint4* query_2, uint32_t (&limits)[2], uint32_t (&limits_2)[2], uint64_t* empty, uint32_t warp,
-    uint32_t thread, uint4* record, uint32_t* exchange_words) {
+    uint32_t thread, uint4* record, uint32_t* input_words, uint64_t* exchange_words) {
   float highest[2];
   float weight_sum[2] = {};
   float output[8][4] = {};
@@ -2344,8 +2305,8 @@ __device__ __forceinline__ void attend_rows_2(uint32_t cached_end, uint32_t newe
   attend_keys_2(cached_end, newest_begin, newest, epoch, what, key_group, key_groups, column_groups, column_group,
       use_stage, full, use_parity, ring, arena, lane, query, query_2, limits, highest, weight_sum, output, limits_2,
       highest_2, weight_sum_2, output_2, empty);
-  fold_2(epoch, arena, weight_sum, lane, warp, highest, output, column_groups, thread, record, exchange_words, what,
-      weight_sum_2, highest_2, output_2);
+  fold_2(epoch, arena, weight_sum, lane, warp, highest, output, column_groups, thread, record, input_words, what,
+      exchange_words, weight_sum_2, highest_2, output_2);
 }
 
 // The record at hand becomes that of another merge of this team.
@@ -2441,7 +2402,7 @@ __device__ __forceinline__ void fold_team(uint8_t* arena, uint32_t warp, uint32_
 
 // The row's output, from the state that all its sources were folded into: 4 dims a lane.
 __device__ __forceinline__ void finish_merge(uint32_t epoch, float weight_sum, float highest, uint32_t lane,
-    float (&sums)[4], uint4* record, uint32_t* exchange_words) {
+    float (&sums)[4], uint4* record, uint32_t* input_words) {
   float inverse = weight_sum == 0.0f ? 0.0f : divide_f32(1.0f, weight_sum);
   float lse = weight_sum == 0.0f ? -bits_float(0x7f800000) : highest + log_f32(weight_sum);
   if (lane < 32) {
@@ -2449,12 +2410,12 @@ __device__ __forceinline__ void finish_merge(uint32_t epoch, float weight_sum, f
     float low = sums[0] * inverse;
     float high = sums[1] * inverse;
     uint32_t column = record[1].x + record[0].y / 4;
-    (exchange_words + (((((record[0].x * 4 + record[0].y % 4) * 128 + dim_pair * 2) / 32 * 8 + column) * 4 + ((record[0].x * 4 + record[0].y % 4) * 128 + dim_pair * 2) / 8 % 4) * 4 + ((record[0].x * 4 + record[0].y % 4) * 128 + dim_pair * 2) % 8 / 2 + 1223744))[0] = pack_bf16x2(low, high);
+    publish_tagged(input_words + (((((record[0].x * 4 + record[0].y % 4) * 128 + dim_pair * 2) / 32 * 8 + column) * 4 + ((record[0].x * 4 + record[0].y % 4) * 128 + dim_pair * 2) / 8 % 4) * 4 + ((record[0].x * 4 + record[0].y % 4) * 128 + dim_pair * 2) % 8 / 2 + 2431040), pack_bf16x2(low, high), 60, epoch);
     uint32_t dim_pair_2 = lane % 32 * 2 + 1;
     float low_2 = sums[2] * inverse;
     float high_2 = sums[3] * inverse;
     uint32_t column_2 = record[1].x + record[0].y / 4;
-    (exchange_words + (((((record[0].x * 4 + record[0].y % 4) * 128 + dim_pair_2 * 2) / 32 * 8 + column_2) * 4 + ((record[0].x * 4 + record[0].y % 4) * 128 + dim_pair_2 * 2) / 8 % 4) * 4 + ((record[0].x * 4 + record[0].y % 4) * 128 + dim_pair_2 * 2) % 8 / 2 + 1223744))[0] = pack_bf16x2(low_2, high_2);
+    publish_tagged(input_words + (((((record[0].x * 4 + record[0].y % 4) * 128 + dim_pair_2 * 2) / 32 * 8 + column_2) * 4 + ((record[0].x * 4 + record[0].y % 4) * 128 + dim_pair_2 * 2) / 8 % 4) * 4 + ((record[0].x * 4 + record[0].y % 4) * 128 + dim_pair_2 * 2) % 8 / 2 + 2431040), pack_bf16x2(low_2, high_2), 60, epoch);
   }
 }
 
@@ -2464,8 +2425,8 @@ __device__ __forceinline__ void finish_merge(uint32_t epoch, float weight_sum, f
 // Makes: attention, where keys were split by way of partials.
 __device__ __forceinline__ void attention(uint32_t* progress, uint32_t block, uint32_t step, uint32_t layer,
     uint8_t* arena, const int32_t* kv_plans, uint32_t plan_index, const int32_t* tiles, uint32_t layer_epoch,
-    uint32_t* exchange_words, uint32_t& use_stage, uint64_t* full, uint32_t& use_parity, uint8_t* ring, uint64_t* empty,
-    uint64_t& arrivals_due, uint64_t* counter) {
+    uint64_t* exchange_words, uint32_t& use_stage, uint64_t* full, uint32_t& use_parity, uint8_t* ring, uint64_t* empty,
+    uint32_t* input_words) {
   uint32_t thread = thread_index();
   uint32_t warp = thread / 32;
   uint32_t lane = thread % 32;
@@ -2510,7 +2471,7 @@ __device__ __forceinline__ void attention(uint32_t* progress, uint32_t block, ui
       uint32_t visible_2 = following_2 > record[2].w ? following_2 - record[2].w : 0;
       limits[1] = packed_2 < record[1].z ? (end_2 < visible_2 ? end_2 : visible_2) : 0;
       attend_rows(cached_end, newest_begin, newest, layer_epoch, what, warp, use_stage, full, use_parity, ring, arena,
-          lane, query, limits, empty, record, thread, exchange_words);
+          lane, query, limits, empty, record, thread, input_words, exchange_words);
     } else {
       uint32_t column_groups = 1;
       if (record[1].z > 16) {
@@ -2558,21 +2519,10 @@ __device__ __forceinline__ void attention(uint32_t* progress, uint32_t block, ui
       limits_2[1] = packed_4 < record[1].z ? (end_4 < visible_4 ? end_4 : visible_4) : 0;
       attend_rows_2(cached_end, newest_begin, newest, layer_epoch, what, key_group, key_groups, column_groups,
           column_group, use_stage, full, use_parity, ring, arena, lane, query, query_2, limits, limits_2, empty, warp,
-          thread, record, exchange_words);
+          thread, record, input_words, exchange_words);
     }
   }
   // merge of partial states
-  // grid barrier
-  if (((uint4*)(arena + RECORDS))[0].z > 0) {
-    fence_proxy_async_global();
-    named_barrier(1, 256);
-    if (thread == 0) {
-      arrivals_due += 132;
-      add_release_u64(counter, 1);
-      wait_at_least_u64(counter, arrivals_due);
-    }
-    named_barrier(1, 256);
-  }
   uint4 numbers_2 = ((uint4*)(arena + RECORDS))[0];
   uint4* record = (uint4*)(arena + RECORDS) + (21 + warp / 4 * 8);
   uint32_t first_job = warp / 4 * 132 + block;
@@ -2601,13 +2551,7 @@ __device__ __forceinline__ void attention(uint32_t* progress, uint32_t block, ui
               uint32_t source = shuffle_u32(value, index);
               indices[index + 1] = ((source + record[0].y) * 33 + lane % 32) * 4;
             }
-            #pragma unroll
-            for (uint32_t index = 0; index < 8; ++index) {
-              if (index < 6) {
-                uint4 words = ((const uint4*)(exchange_words + (indices[index] / 4 * 4 + 41024)))[0];
-                states[index] = words;
-              }
-            }
+            wait_flagged_places(states, exchange_words + 32800, indices, 6, layer_epoch);
             #pragma unroll
             for (uint32_t index = 0; index < 5; ++index) {
               if (index < count) {
@@ -2632,13 +2576,7 @@ __device__ __forceinline__ void attention(uint32_t* progress, uint32_t block, ui
             uint32_t source = shuffle_u32(value, index);
             indices[index + 1] = ((source + record[0].y) * 33 + lane % 32) * 4;
           }
-          #pragma unroll
-          for (uint32_t index = 0; index < 8; ++index) {
-            if (index < 6) {
-              uint4 words = ((const uint4*)(exchange_words + (indices[index] / 4 * 4 + 41024)))[0];
-              states[index] = words;
-            }
-          }
+          wait_flagged_places(states, exchange_words + 32800, indices, 6, layer_epoch);
           #pragma unroll
           for (uint32_t index = 0; index < 5; ++index) {
             if (index < count) {
@@ -2655,7 +2593,7 @@ __device__ __forceinline__ void attention(uint32_t* progress, uint32_t block, ui
         }
       }
       if (warp % 4 == 0) {
-        finish_merge(layer_epoch, weight_sum, highest, lane, sums, record, exchange_words);
+        finish_merge(layer_epoch, weight_sum, highest, lane, sums, record, input_words);
       }
     }
   }
@@ -2665,50 +2603,35 @@ __device__ __forceinline__ void attention(uint32_t* progress, uint32_t block, ui
   if (numbers_2.z > 0) {
     named_barrier(1, 256);
   }
-  // grid barrier
-  fence_proxy_async_global();
-  named_barrier(1, 256);
-  if (thread == 0) {
-    arrivals_due += 132;
-    add_release_u64(counter, 1);
-    wait_at_least_u64(counter, arrivals_due);
-  }
-  named_barrier(1, 256);
 }
 
-// A whole vector; then each warp has what it multiplies.
-__device__ __forceinline__ void load_copied(uint32_t thread, uint64_t* landed, uint8_t* arena, uint32_t* exchange_words,
-    uint32_t& vector_parities) {
-  if (thread == 0) {
-    fence_proxy_async_global();
-    fence_proxy_async_shared();
-    mbarrier_arrive_expect_tx(landed, 8192);
-    bulk_copy_shared(arena + VECTOR, (const uint8_t*)(exchange_words + 1223744), 8192, landed);
-    mbarrier_arrive_expect_tx(landed + 1, 8192);
-    bulk_copy_shared(arena + VECTOR + 8192, (const uint8_t*)(exchange_words + 1223744) + 8192, 8192, landed + 1);
-    mbarrier_arrive_expect_tx(landed + 2, 8192);
-    bulk_copy_shared(arena + VECTOR + 16384, (const uint8_t*)(exchange_words + 1223744) + 16384, 8192, landed + 2);
-    mbarrier_arrive_expect_tx(landed + 3, 8192);
-    bulk_copy_shared(arena + VECTOR + 24576, (const uint8_t*)(exchange_words + 1223744) + 24576, 8192, landed + 3);
-    mbarrier_arrive_expect_tx(landed + 4, 8192);
-    bulk_copy_shared(arena + VECTOR + 32768, (const uint8_t*)(exchange_words + 1231936), 8192, landed + 4);
-    mbarrier_arrive_expect_tx(landed + 5, 8192);
-    bulk_copy_shared(arena + VECTOR + 32768 + 8192, (const uint8_t*)(exchange_words + 1231936) + 8192, 8192, landed + 5);
-    mbarrier_arrive_expect_tx(landed + 6, 8192);
-    bulk_copy_shared(arena + VECTOR + 32768 + 16384, (const uint8_t*)(exchange_words + 1231936) + 16384, 8192, landed + 6);
-    mbarrier_arrive_expect_tx(landed + 7, 8192);
-    bulk_copy_shared(arena + VECTOR + 32768 + 24576, (const uint8_t*)(exchange_words + 1231936) + 24576, 8192, landed + 7);
-  }
+// Bring a part of a vector into shared memory; ends with a barrier of the consumer warps.
+__device__ __forceinline__ void load_vector(uint8_t* arena, uint32_t thread, uint32_t lane, uint32_t* input_words,
+    uint32_t layer_epoch, uint32_t column_count) {
   uint4* vector = (uint4*)(arena + VECTOR);
-  mbarrier_wait(landed, vector_parities & 1);
-  mbarrier_wait(landed + 1, vector_parities & 1);
-  mbarrier_wait(landed + 2, vector_parities & 1);
-  mbarrier_wait(landed + 3, vector_parities & 1);
-  mbarrier_wait(landed + 4, (vector_parities >> 1) & 1);
-  mbarrier_wait(landed + 5, (vector_parities >> 1) & 1);
-  mbarrier_wait(landed + 6, (vector_parities >> 1) & 1);
-  mbarrier_wait(landed + 7, (vector_parities >> 1) & 1);
-  vector_parities ^= 3;
+  uint32_t first_unit = thread;
+  if (lane == 0) {
+    wait_tagged4(input_words + (first_unit * 4 + 2431040), 60, layer_epoch);
+  }
+  warp_barrier();
+  if (thread / 4 % 8 < column_count) {
+    uint4 units[8];
+    wait_tagged_units(units, input_words + (first_unit * 4 + 2431040), 1024, 8, 60, layer_epoch);
+    #pragma unroll
+    for (uint32_t index = 0; index < 8; ++index) {
+      vector[first_unit + index * 256] = units[index];
+    }
+  }
+  uint32_t first_unit_2 = thread + 2048;
+  if (thread / 4 % 8 < column_count) {
+    uint4 units[8];
+    wait_tagged_units(units, input_words + (first_unit_2 * 4 + 2431040), 1024, 8, 60, layer_epoch);
+    #pragma unroll
+    for (uint32_t index = 0; index < 8; ++index) {
+      vector[first_unit_2 + index * 256] = units[index];
+    }
+  }
+  named_barrier(1, 256);
 }
 
 // ---- phase o ---------------------------------------------------------------------------------------
@@ -2716,9 +2639,9 @@ __device__ __forceinline__ void load_copied(uint32_t thread, uint64_t* landed, u
 // Waits for: attention.
 // Makes: middle.
 __device__ __forceinline__ void o(uint32_t* progress, uint32_t block, uint32_t step, uint32_t layer,
-    uint32_t* block_waits, uint64_t* landed, uint8_t* arena, uint32_t* exchange_words, uint32_t& vector_parities,
+    uint32_t* block_waits, uint8_t* arena, uint32_t* input_words, uint32_t layer_epoch, uint32_t column_count,
     uint64_t* full, uint32_t& use_stage, uint32_t& use_parity, uint8_t* ring, uint64_t* empty, uint64_t* taken,
-    uint32_t& turn, uint32_t& turn_parity, uint64_t* summed, uint64_t& arrivals_due, uint64_t* counter) {
+    uint32_t& turn, uint32_t& turn_parity, uint64_t* summed) {
   uint32_t thread = thread_index();
   uint32_t warp = thread / 32;
   uint32_t lane = thread % 32;
@@ -2729,7 +2652,7 @@ __device__ __forceinline__ void o(uint32_t* progress, uint32_t block, uint32_t s
   if (thread == 0) {
     store_shared_u32(block_waits, 1);
   }
-  load_copied(thread, landed, arena, exchange_words, vector_parities);
+  load_vector(arena, thread, lane, input_words, layer_epoch, column_count);
   if (thread == 0) {
     store_shared_u32(block_waits, 0);
   }
@@ -2758,15 +2681,6 @@ __device__ __forceinline__ void o(uint32_t* progress, uint32_t block, uint32_t s
     hand_over(sums, taken, turn, turn_parity, arena, warp, lane, summed);
   }
   wait_until_taken(taken, turn, turn_parity);
-  // grid barrier
-  fence_proxy_async_global();
-  named_barrier(1, 256);
-  if (thread == 0) {
-    arrivals_due += 132;
-    add_release_u64(counter, 1);
-    wait_at_least_u64(counter, arrivals_due);
-  }
-  named_barrier(1, 256);
 }
 
 // ---- phase gate_up ---------------------------------------------------------------------------------
@@ -2774,10 +2688,9 @@ __device__ __forceinline__ void o(uint32_t* progress, uint32_t block, uint32_t s
 // Waits for: middle.
 // Makes: gated.
 __device__ __forceinline__ void gate_up(uint32_t* progress, uint32_t block, uint32_t step, uint32_t layer,
-    const bf16* norms, uint32_t* block_waits, uint64_t* landed, uint8_t* arena, uint32_t* exchange_words,
-    uint32_t& vector_parities, uint32_t column_count, uint64_t* full, uint32_t& use_stage, uint32_t& use_parity,
-    uint8_t* ring, uint64_t* empty, uint64_t* taken, uint32_t& turn, uint32_t& turn_parity, uint64_t* summed,
-    uint64_t& arrivals_due, uint64_t* counter) {
+    const bf16* norms, uint32_t* block_waits, uint8_t* arena, uint32_t* input_words, uint32_t layer_epoch,
+    uint32_t column_count, uint64_t* full, uint32_t& use_stage, uint32_t& use_parity, uint8_t* ring, uint64_t* empty,
+    uint64_t* taken, uint32_t& turn, uint32_t& turn_parity, uint64_t* summed) {
   uint32_t thread = thread_index();
   uint32_t warp = thread / 32;
   uint32_t lane = thread % 32;
@@ -2789,148 +2702,56 @@ __device__ __forceinline__ void gate_up(uint32_t* progress, uint32_t block, uint
   if (thread == 0) {
     store_shared_u32(block_waits, 1);
   }
-  if (thread == 0) {
-    fence_proxy_async_global();
-    fence_proxy_async_shared();
-    mbarrier_arrive_expect_tx(landed, 8192);
-    bulk_copy_shared(arena + VECTOR, (const uint8_t*)(exchange_words + 1240128), 8192, landed);
-    mbarrier_arrive_expect_tx(landed + 1, 8192);
-    bulk_copy_shared(arena + VECTOR + 8192, (const uint8_t*)(exchange_words + 1240128) + 8192, 8192, landed + 1);
-    mbarrier_arrive_expect_tx(landed + 2, 8192);
-    bulk_copy_shared(arena + VECTOR + 16384, (const uint8_t*)(exchange_words + 1240128) + 16384, 8192, landed + 2);
-    mbarrier_arrive_expect_tx(landed + 3, 8192);
-    bulk_copy_shared(arena + VECTOR + 24576, (const uint8_t*)(exchange_words + 1240128) + 24576, 8192, landed + 3);
-    mbarrier_arrive_expect_tx(landed + 4, 8192);
-    bulk_copy_shared(arena + VECTOR + 32768, (const uint8_t*)(exchange_words + 1248320), 8192, landed + 4);
-    mbarrier_arrive_expect_tx(landed + 5, 8192);
-    bulk_copy_shared(arena + VECTOR + 32768 + 8192, (const uint8_t*)(exchange_words + 1248320) + 8192, 8192, landed + 5);
-    mbarrier_arrive_expect_tx(landed + 6, 8192);
-    bulk_copy_shared(arena + VECTOR + 32768 + 16384, (const uint8_t*)(exchange_words + 1248320) + 16384, 8192, landed + 6);
-    mbarrier_arrive_expect_tx(landed + 7, 8192);
-    bulk_copy_shared(arena + VECTOR + 32768 + 24576, (const uint8_t*)(exchange_words + 1248320) + 24576, 8192, landed + 7);
-  }
   uint4* vector = (uint4*)(arena + VECTOR);
   float squares = 0.0f;
   uint32_t pair = thread / 32;
   const bf16* own_units = norms + (layer * 2 + 1) * 4096 + (pair * 4 + thread % 4) * 8;
-  uint4 weights[2];
-  uint4 weights_2[2];
-  uint4 weights_3[2];
-  uint4 weights_4[2];
-  uint4 weights_5[2];
-  uint4 weights_6[2];
-  uint4 weights_7[2];
-  uint4 weights_8[2];
-  weights[0] = load_constant_u32x4(own_units + (thread - thread) / 8 * 8);
-  uint32_t unit = thread + 256;
-  weights[1] = load_constant_u32x4(own_units + (unit - thread) / 8 * 8);
-  uint32_t unit_2 = thread + 512;
-  weights_2[0] = load_constant_u32x4(own_units + (unit_2 - thread) / 8 * 8);
-  uint32_t unit_3 = thread + 768;
-  weights_2[1] = load_constant_u32x4(own_units + (unit_3 - thread) / 8 * 8);
-  uint32_t unit_4 = thread + 1024;
-  weights_3[0] = load_constant_u32x4(own_units + (unit_4 - thread) / 8 * 8);
-  uint32_t unit_5 = thread + 1280;
-  weights_3[1] = load_constant_u32x4(own_units + (unit_5 - thread) / 8 * 8);
-  uint32_t unit_6 = thread + 1536;
-  weights_4[0] = load_constant_u32x4(own_units + (unit_6 - thread) / 8 * 8);
-  uint32_t unit_7 = thread + 1792;
-  weights_4[1] = load_constant_u32x4(own_units + (unit_7 - thread) / 8 * 8);
-  uint32_t unit_8 = thread + 2048;
-  weights_5[0] = load_constant_u32x4(own_units + (unit_8 - thread) / 8 * 8);
-  uint32_t unit_9 = thread + 2304;
-  weights_5[1] = load_constant_u32x4(own_units + (unit_9 - thread) / 8 * 8);
-  uint32_t unit_10 = thread + 2560;
-  weights_6[0] = load_constant_u32x4(own_units + (unit_10 - thread) / 8 * 8);
-  uint32_t unit_11 = thread + 2816;
-  weights_6[1] = load_constant_u32x4(own_units + (unit_11 - thread) / 8 * 8);
-  uint32_t unit_12 = thread + 3072;
-  weights_7[0] = load_constant_u32x4(own_units + (unit_12 - thread) / 8 * 8);
-  uint32_t unit_13 = thread + 3328;
-  weights_7[1] = load_constant_u32x4(own_units + (unit_13 - thread) / 8 * 8);
-  uint32_t unit_14 = thread + 3584;
-  weights_8[0] = load_constant_u32x4(own_units + (unit_14 - thread) / 8 * 8);
-  uint32_t unit_15 = thread + 3840;
-  weights_8[1] = load_constant_u32x4(own_units + (unit_15 - thread) / 8 * 8);
-  mbarrier_wait(landed, vector_parities & 1);
-  uint4 units[2];
-  units[0] = vector[thread];
-  uint32_t unit_16 = thread + 256;
-  units[1] = vector[unit_16];
-  normalise_in_pairs(vector, thread, units[0], weights[0], squares);
-  uint32_t unit_17 = thread + 256;
-  normalise_in_pairs(vector, unit_17, units[1], weights[1], squares);
-  mbarrier_wait(landed + 1, vector_parities & 1);
-  uint4 units_2[2];
-  uint32_t unit_18 = thread + 512;
-  units_2[0] = vector[unit_18];
-  uint32_t unit_19 = thread + 768;
-  units_2[1] = vector[unit_19];
-  uint32_t unit_20 = thread + 512;
-  normalise_in_pairs(vector, unit_20, units_2[0], weights_2[0], squares);
-  uint32_t unit_21 = thread + 768;
-  normalise_in_pairs(vector, unit_21, units_2[1], weights_2[1], squares);
-  mbarrier_wait(landed + 2, vector_parities & 1);
-  uint4 units_3[2];
-  uint32_t unit_22 = thread + 1024;
-  units_3[0] = vector[unit_22];
-  uint32_t unit_23 = thread + 1280;
-  units_3[1] = vector[unit_23];
-  uint32_t unit_24 = thread + 1024;
-  normalise_in_pairs(vector, unit_24, units_3[0], weights_3[0], squares);
-  uint32_t unit_25 = thread + 1280;
-  normalise_in_pairs(vector, unit_25, units_3[1], weights_3[1], squares);
-  mbarrier_wait(landed + 3, vector_parities & 1);
-  uint4 units_4[2];
-  uint32_t unit_26 = thread + 1536;
-  units_4[0] = vector[unit_26];
-  uint32_t unit_27 = thread + 1792;
-  units_4[1] = vector[unit_27];
-  uint32_t unit_28 = thread + 1536;
-  normalise_in_pairs(vector, unit_28, units_4[0], weights_4[0], squares);
-  uint32_t unit_29 = thread + 1792;
-  normalise_in_pairs(vector, unit_29, units_4[1], weights_4[1], squares);
-  mbarrier_wait(landed + 4, (vector_parities >> 1) & 1);
-  uint4 units_5[2];
-  uint32_t unit_30 = thread + 2048;
-  units_5[0] = vector[unit_30];
-  uint32_t unit_31 = thread + 2304;
-  units_5[1] = vector[unit_31];
-  uint32_t unit_32 = thread + 2048;
-  normalise_in_pairs(vector, unit_32, units_5[0], weights_5[0], squares);
-  uint32_t unit_33 = thread + 2304;
-  normalise_in_pairs(vector, unit_33, units_5[1], weights_5[1], squares);
-  mbarrier_wait(landed + 5, (vector_parities >> 1) & 1);
-  uint4 units_6[2];
-  uint32_t unit_34 = thread + 2560;
-  units_6[0] = vector[unit_34];
-  uint32_t unit_35 = thread + 2816;
-  units_6[1] = vector[unit_35];
-  uint32_t unit_36 = thread + 2560;
-  normalise_in_pairs(vector, unit_36, units_6[0], weights_6[0], squares);
-  uint32_t unit_37 = thread + 2816;
-  normalise_in_pairs(vector, unit_37, units_6[1], weights_6[1], squares);
-  mbarrier_wait(landed + 6, (vector_parities >> 1) & 1);
-  uint4 units_7[2];
-  uint32_t unit_38 = thread + 3072;
-  units_7[0] = vector[unit_38];
-  uint32_t unit_39 = thread + 3328;
-  units_7[1] = vector[unit_39];
-  uint32_t unit_40 = thread + 3072;
-  normalise_in_pairs(vector, unit_40, units_7[0], weights_7[0], squares);
-  uint32_t unit_41 = thread + 3328;
-  normalise_in_pairs(vector, unit_41, units_7[1], weights_7[1], squares);
-  mbarrier_wait(landed + 7, (vector_parities >> 1) & 1);
-  uint4 units_8[2];
-  uint32_t unit_42 = thread + 3584;
-  units_8[0] = vector[unit_42];
-  uint32_t unit_43 = thread + 3840;
-  units_8[1] = vector[unit_43];
-  uint32_t unit_44 = thread + 3584;
-  normalise_in_pairs(vector, unit_44, units_8[0], weights_8[0], squares);
-  uint32_t unit_45 = thread + 3840;
-  normalise_in_pairs(vector, unit_45, units_8[1], weights_8[1], squares);
-  vector_parities ^= 3;
+  uint32_t first_unit = thread;
+  uint4 weights[8];
+  #pragma unroll
+  for (uint32_t index = 0; index < 6; ++index) {
+    weights[index] = load_constant_u32x4(own_units + (first_unit + index * 256 - thread) / 8 * 8);
+  }
+  if (lane == 0) {
+    wait_tagged4(input_words + (first_unit * 4 + 2447424), 32, layer_epoch);
+  }
+  warp_barrier();
+  if (thread / 4 % 8 < column_count) {
+    uint4 units[8];
+    wait_tagged_units(units, input_words + (first_unit * 4 + 2447424), 1024, 6, 32, layer_epoch);
+    #pragma unroll
+    for (uint32_t index = 0; index < 6; ++index) {
+      normalise_unit(vector, first_unit + index * 256, units[index], weights[index], squares);
+    }
+  }
+  uint32_t first_unit_2 = thread + 1536;
+  uint4 weights_2[8];
+  #pragma unroll
+  for (uint32_t index = 0; index < 6; ++index) {
+    weights_2[index] = load_constant_u32x4(own_units + (first_unit_2 + index * 256 - thread) / 8 * 8);
+  }
+  if (thread / 4 % 8 < column_count) {
+    uint4 units[8];
+    wait_tagged_units(units, input_words + (first_unit_2 * 4 + 2447424), 1024, 6, 32, layer_epoch);
+    #pragma unroll
+    for (uint32_t index = 0; index < 6; ++index) {
+      normalise_unit(vector, first_unit_2 + index * 256, units[index], weights_2[index], squares);
+    }
+  }
+  uint32_t first_unit_3 = thread + 3072;
+  uint4 weights_3[8];
+  #pragma unroll
+  for (uint32_t index = 0; index < 4; ++index) {
+    weights_3[index] = load_constant_u32x4(own_units + (first_unit_3 + index * 256 - thread) / 8 * 8);
+  }
+  if (thread / 4 % 8 < column_count) {
+    uint4 units[8];
+    wait_tagged_units(units, input_words + (first_unit_3 * 4 + 2447424), 1024, 4, 32, layer_epoch);
+    #pragma unroll
+    for (uint32_t index = 0; index < 4; ++index) {
+      normalise_unit(vector, first_unit_3 + index * 256, units[index], weights_3[index], squares);
+    }
+  }
   write_scales(squares, arena, lane, warp, thread, column_count);
   if (thread == 0) {
     store_shared_u32(block_waits, 0);
@@ -2945,61 +2766,137 @@ __device__ __forceinline__ void gate_up(uint32_t* progress, uint32_t block, uint
     }
     #pragma unroll 2
     for (uint32_t chunk = 0; chunk < 8; ++chunk) {
-      uint4 weights_9[2][2];
+      uint4 weights_4[2][2];
       uint4 values[2];
       mbarrier_wait(full + use_stage, use_parity);
       uint8_t* chunk_2 = ring + use_stage * 16384;
-      hold_chunk(chunk, chunk, chunk_2, warp, lane, weights_9, values, arena);
+      hold_chunk(chunk, chunk, chunk_2, warp, lane, weights_4, values, arena);
       warp_barrier();
       if (lane == 0) {
         mbarrier_arrive(empty + use_stage);
       }
       advance(use_stage, use_parity);
-      multiply_held(chunk, sums, warp, weights_9, values);
+      multiply_held(chunk, sums, warp, weights_4, values);
     }
     hand_over(sums, taken, turn, turn_parity, arena, warp, lane, summed);
   }
   wait_until_taken(taken, turn, turn_parity);
-  // grid barrier
-  fence_proxy_async_global();
-  named_barrier(1, 256);
-  if (thread == 0) {
-    arrivals_due += 132;
-    add_release_u64(counter, 1);
-    wait_at_least_u64(counter, arrivals_due);
+}
+
+// Bring a part of a vector into shared memory; ends with a barrier of the consumer warps.
+__device__ __forceinline__ void load_vector_2(uint8_t* arena, uint32_t thread, uint32_t lane, uint32_t* input_words,
+    uint32_t layer_epoch, uint32_t column_count) {
+  uint4* vector = (uint4*)(arena + VECTOR);
+  uint32_t first_unit = thread;
+  if (lane == 0) {
+    wait_tagged4(input_words + (first_unit * 4 + 2463808), 60, layer_epoch);
   }
-  named_barrier(1, 256);
-}
-
-// Until this warp has what it multiplies of a part.
-__device__ __forceinline__ void wait(uint32_t part, uint8_t* arena, uint64_t* landed, uint32_t& vector_parities) {
-  uint32_t half = part % 2;
-  uint4* vector = (uint4*)(arena + VECTOR) + half * 2048;
-  mbarrier_wait(landed + half * 4, (vector_parities >> half) & 1);
-  mbarrier_wait(landed + (half * 4 + 1), (vector_parities >> half) & 1);
-  mbarrier_wait(landed + (half * 4 + 2), (vector_parities >> half) & 1);
-  mbarrier_wait(landed + (half * 4 + 3), (vector_parities >> half) & 1);
-  vector_parities ^= 1u << half;
-}
-
-// This warp has multiplied a part; once all have, the next but one comes in its place.
-__device__ __forceinline__ void release(uint32_t part, uint32_t thread, uint64_t* landed, uint8_t* arena,
-    uint32_t* exchange_words) {
-  named_barrier(1, 256);
-  if (part + 2 < 7) {
-    if (thread == 0) {
-      fence_proxy_async_global();
-      fence_proxy_async_shared();
-      mbarrier_arrive_expect_tx(landed + (part + 2) % 2 * 4, 8192);
-      bulk_copy_shared(arena + VECTOR + (part + 2) % 2 * 32768, (const uint8_t*)(exchange_words + ((part + 2) * 8192 + 1256512)), 8192, landed + (part + 2) % 2 * 4);
-      mbarrier_arrive_expect_tx(landed + ((part + 2) % 2 * 4 + 1), 8192);
-      bulk_copy_shared(arena + VECTOR + (part + 2) % 2 * 32768 + 8192, (const uint8_t*)(exchange_words + ((part + 2) * 8192 + 1256512)) + 8192, 8192, landed + ((part + 2) % 2 * 4 + 1));
-      mbarrier_arrive_expect_tx(landed + ((part + 2) % 2 * 4 + 2), 8192);
-      bulk_copy_shared(arena + VECTOR + (part + 2) % 2 * 32768 + 16384, (const uint8_t*)(exchange_words + ((part + 2) * 8192 + 1256512)) + 16384, 8192, landed + ((part + 2) % 2 * 4 + 2));
-      mbarrier_arrive_expect_tx(landed + ((part + 2) % 2 * 4 + 3), 8192);
-      bulk_copy_shared(arena + VECTOR + (part + 2) % 2 * 32768 + 24576, (const uint8_t*)(exchange_words + ((part + 2) * 8192 + 1256512)) + 24576, 8192, landed + ((part + 2) % 2 * 4 + 3));
+  warp_barrier();
+  if (thread / 4 % 8 < column_count) {
+    uint4 units[8];
+    wait_tagged_units(units, input_words + (first_unit * 4 + 2463808), 1024, 8, 60, layer_epoch);
+    #pragma unroll
+    for (uint32_t index = 0; index < 8; ++index) {
+      vector[first_unit + index * 256] = units[index];
     }
   }
+  uint32_t first_unit_2 = thread + 2048;
+  if (thread / 4 % 8 < column_count) {
+    uint4 units[8];
+    wait_tagged_units(units, input_words + (first_unit_2 * 4 + 2463808), 1024, 6, 60, layer_epoch);
+    #pragma unroll
+    for (uint32_t index = 0; index < 6; ++index) {
+      vector[first_unit_2 + index * 256] = units[index];
+    }
+  }
+  named_barrier(1, 256);
+}
+
+// Bring a part of a vector into shared memory; ends with a barrier of the consumer warps.
+__device__ __forceinline__ void load_vector_3(uint8_t* arena, uint32_t thread, uint32_t lane, uint32_t* input_words,
+    uint32_t layer_epoch, uint32_t column_count) {
+  uint4* vector = (uint4*)(arena + VECTOR);
+  uint32_t first_unit = thread;
+  if (lane == 0) {
+    wait_tagged4(input_words + ((first_unit + 3584) * 4 + 2463808), 60, layer_epoch);
+  }
+  warp_barrier();
+  if (thread / 4 % 8 < column_count) {
+    uint4 units[8];
+    wait_tagged_units(units, input_words + ((first_unit + 3584) * 4 + 2463808), 1024, 8, 60, layer_epoch);
+    #pragma unroll
+    for (uint32_t index = 0; index < 8; ++index) {
+      vector[first_unit + index * 256] = units[index];
+    }
+  }
+  uint32_t first_unit_2 = thread + 2048;
+  if (thread / 4 % 8 < column_count) {
+    uint4 units[8];
+    wait_tagged_units(units, input_words + ((first_unit_2 + 3584) * 4 + 2463808), 1024, 6, 60, layer_epoch);
+    #pragma unroll
+    for (uint32_t index = 0; index < 6; ++index) {
+      vector[first_unit_2 + index * 256] = units[index];
+    }
+  }
+  named_barrier(1, 256);
+}
+
+// Bring a part of a vector into shared memory; ends with a barrier of the consumer warps.
+__device__ __forceinline__ void load_vector_4(uint8_t* arena, uint32_t thread, uint32_t lane, uint32_t* input_words,
+    uint32_t layer_epoch, uint32_t column_count) {
+  uint4* vector = (uint4*)(arena + VECTOR);
+  uint32_t first_unit = thread;
+  if (lane == 0) {
+    wait_tagged4(input_words + ((first_unit + 7168) * 4 + 2463808), 60, layer_epoch);
+  }
+  warp_barrier();
+  if (thread / 4 % 8 < column_count) {
+    uint4 units[8];
+    wait_tagged_units(units, input_words + ((first_unit + 7168) * 4 + 2463808), 1024, 8, 60, layer_epoch);
+    #pragma unroll
+    for (uint32_t index = 0; index < 8; ++index) {
+      vector[first_unit + index * 256] = units[index];
+    }
+  }
+  uint32_t first_unit_2 = thread + 2048;
+  if (thread / 4 % 8 < column_count) {
+    uint4 units[8];
+    wait_tagged_units(units, input_words + ((first_unit_2 + 7168) * 4 + 2463808), 1024, 6, 60, layer_epoch);
+    #pragma unroll
+    for (uint32_t index = 0; index < 6; ++index) {
+      vector[first_unit_2 + index * 256] = units[index];
+    }
+  }
+  named_barrier(1, 256);
+}
+
+// Bring a part of a vector into shared memory; ends with a barrier of the consumer warps.
+__device__ __forceinline__ void load_vector_5(uint8_t* arena, uint32_t thread, uint32_t lane, uint32_t* input_words,
+    uint32_t layer_epoch, uint32_t column_count) {
+  uint4* vector = (uint4*)(arena + VECTOR);
+  uint32_t first_unit = thread;
+  if (lane == 0) {
+    wait_tagged4(input_words + ((first_unit + 10752) * 4 + 2463808), 60, layer_epoch);
+  }
+  warp_barrier();
+  if (thread / 4 % 8 < column_count) {
+    uint4 units[8];
+    wait_tagged_units(units, input_words + ((first_unit + 10752) * 4 + 2463808), 1024, 8, 60, layer_epoch);
+    #pragma unroll
+    for (uint32_t index = 0; index < 8; ++index) {
+      vector[first_unit + index * 256] = units[index];
+    }
+  }
+  uint32_t first_unit_2 = thread + 2048;
+  if (thread / 4 % 8 < column_count) {
+    uint4 units[8];
+    wait_tagged_units(units, input_words + ((first_unit_2 + 10752) * 4 + 2463808), 1024, 6, 60, layer_epoch);
+    #pragma unroll
+    for (uint32_t index = 0; index < 6; ++index) {
+      vector[first_unit_2 + index * 256] = units[index];
+    }
+  }
+  named_barrier(1, 256);
 }
 
 // ---- phase down ------------------------------------------------------------------------------------
@@ -3007,9 +2904,9 @@ __device__ __forceinline__ void release(uint32_t part, uint32_t thread, uint64_t
 // Waits for: gated.
 // Makes: hidden.
 __device__ __forceinline__ void down(uint32_t* progress, uint32_t block, uint32_t step, uint32_t layer,
-    uint32_t* block_waits, uint64_t* landed, uint8_t* arena, uint32_t* exchange_words, uint32_t& vector_parities,
+    uint32_t* block_waits, uint8_t* arena, uint32_t* input_words, uint32_t layer_epoch, uint32_t column_count,
     uint64_t* full, uint32_t& use_stage, uint32_t& use_parity, uint8_t* ring, uint64_t* empty, uint64_t* taken,
-    uint32_t& turn, uint32_t& turn_parity, uint64_t* summed, uint64_t& arrivals_due, uint64_t* counter) {
+    uint32_t& turn, uint32_t& turn_parity, uint64_t* summed) {
   uint32_t thread = thread_index();
   uint32_t warp = thread / 32;
   uint32_t lane = thread % 32;
@@ -3022,88 +2919,162 @@ __device__ __forceinline__ void down(uint32_t* progress, uint32_t block, uint32_
   if (thread == 0) {
     store_shared_u32(block_waits, 1);
   }
+  load_vector_2(arena, thread, lane, input_words, layer_epoch, column_count);
   if (thread == 0) {
-    fence_proxy_async_global();
-    fence_proxy_async_shared();
-    mbarrier_arrive_expect_tx(landed, 8192);
-    bulk_copy_shared(arena + VECTOR, (const uint8_t*)(exchange_words + 1256512), 8192, landed);
-    mbarrier_arrive_expect_tx(landed + 1, 8192);
-    bulk_copy_shared(arena + VECTOR + 8192, (const uint8_t*)(exchange_words + 1256512) + 8192, 8192, landed + 1);
-    mbarrier_arrive_expect_tx(landed + 2, 8192);
-    bulk_copy_shared(arena + VECTOR + 16384, (const uint8_t*)(exchange_words + 1256512) + 16384, 8192, landed + 2);
-    mbarrier_arrive_expect_tx(landed + 3, 8192);
-    bulk_copy_shared(arena + VECTOR + 24576, (const uint8_t*)(exchange_words + 1256512) + 24576, 8192, landed + 3);
-    mbarrier_arrive_expect_tx(landed + 4, 8192);
-    bulk_copy_shared(arena + VECTOR + 32768, (const uint8_t*)(exchange_words + 1264704), 8192, landed + 4);
-    mbarrier_arrive_expect_tx(landed + 5, 8192);
-    bulk_copy_shared(arena + VECTOR + 32768 + 8192, (const uint8_t*)(exchange_words + 1264704) + 8192, 8192, landed + 5);
-    mbarrier_arrive_expect_tx(landed + 6, 8192);
-    bulk_copy_shared(arena + VECTOR + 32768 + 16384, (const uint8_t*)(exchange_words + 1264704) + 16384, 8192, landed + 6);
-    mbarrier_arrive_expect_tx(landed + 7, 8192);
-    bulk_copy_shared(arena + VECTOR + 32768 + 24576, (const uint8_t*)(exchange_words + 1264704) + 24576, 8192, landed + 7);
+    store_shared_u32(block_waits, 0);
   }
-  #pragma unroll 1
-  for (uint32_t part = 0; part < 7; ++part) {
-    wait(part, arena, landed, vector_parities);
-    if (part == 0) {
-      if (thread == 0) {
-        store_shared_u32(block_waits, 0);
-      }
+  #pragma unroll 2
+  for (uint32_t chunk = 0; chunk < 7; ++chunk) {
+    uint4 weights[2][2];
+    uint4 values[2];
+    mbarrier_wait(full + use_stage, use_parity);
+    uint8_t* chunk_2 = ring + use_stage * 16384;
+    hold_chunk(chunk, chunk, chunk_2, warp, lane, weights, values, arena);
+    warp_barrier();
+    if (lane == 0) {
+      mbarrier_arrive(empty + use_stage);
     }
-    uint32_t first = part * 4;
-    uint32_t end = first + 4 < 28 ? first + 4 : 28;
-    uint32_t place = part % 2 * 4;
+    advance(use_stage, use_parity);
+    multiply_held(chunk, sums, warp, weights, values);
+  }
+  if (position + 132 < 256) {
     #pragma unroll 2
-    for (uint32_t chunk = first; chunk < end; ++chunk) {
+    for (uint32_t chunk = 0; chunk < 7; ++chunk) {
       uint4 weights[2][2];
       uint4 values[2];
       mbarrier_wait(full + use_stage, use_parity);
       uint8_t* chunk_2 = ring + use_stage * 16384;
-      hold_chunk(chunk, chunk - first + place, chunk_2, warp, lane, weights, values, arena);
+      hold_chunk(chunk, chunk, chunk_2, warp, lane, weights, values, arena);
       warp_barrier();
       if (lane == 0) {
         mbarrier_arrive(empty + use_stage);
       }
       advance(use_stage, use_parity);
-      multiply_held(chunk, sums, warp, weights, values);
+      multiply_held(chunk, sums_2, warp, weights, values);
     }
-    if (position + 132 < 256) {
-      if (part == 6) {
-        if (thread == 0) {
-          store_shared_u32(block_waits, 1);
-        }
-      }
-      #pragma unroll 2
-      for (uint32_t chunk = first; chunk < end; ++chunk) {
-        uint4 weights[2][2];
-        uint4 values[2];
-        mbarrier_wait(full + use_stage, use_parity);
-        uint8_t* chunk_2 = ring + use_stage * 16384;
-        hold_chunk(chunk, chunk - first + place, chunk_2, warp, lane, weights, values, arena);
-        warp_barrier();
-        if (lane == 0) {
-          mbarrier_arrive(empty + use_stage);
-        }
-        advance(use_stage, use_parity);
-        multiply_held(chunk, sums_2, warp, weights, values);
-      }
+  }
+  named_barrier(1, 256);
+  if (thread == 0) {
+    store_shared_u32(block_waits, 1);
+  }
+  load_vector_3(arena, thread, lane, input_words, layer_epoch, column_count);
+  if (thread == 0) {
+    store_shared_u32(block_waits, 0);
+  }
+  #pragma unroll 2
+  for (uint32_t chunk = 7; chunk < 14; ++chunk) {
+    uint4 weights[2][2];
+    uint4 values[2];
+    mbarrier_wait(full + use_stage, use_parity);
+    uint8_t* chunk_2 = ring + use_stage * 16384;
+    hold_chunk(chunk, chunk - 7, chunk_2, warp, lane, weights, values, arena);
+    warp_barrier();
+    if (lane == 0) {
+      mbarrier_arrive(empty + use_stage);
     }
-    release(part, thread, landed, arena, exchange_words);
+    advance(use_stage, use_parity);
+    multiply_held(chunk, sums, warp, weights, values);
+  }
+  if (position + 132 < 256) {
+    #pragma unroll 2
+    for (uint32_t chunk = 7; chunk < 14; ++chunk) {
+      uint4 weights[2][2];
+      uint4 values[2];
+      mbarrier_wait(full + use_stage, use_parity);
+      uint8_t* chunk_2 = ring + use_stage * 16384;
+      hold_chunk(chunk, chunk - 7, chunk_2, warp, lane, weights, values, arena);
+      warp_barrier();
+      if (lane == 0) {
+        mbarrier_arrive(empty + use_stage);
+      }
+      advance(use_stage, use_parity);
+      multiply_held(chunk, sums_2, warp, weights, values);
+    }
+  }
+  named_barrier(1, 256);
+  if (thread == 0) {
+    store_shared_u32(block_waits, 1);
+  }
+  load_vector_4(arena, thread, lane, input_words, layer_epoch, column_count);
+  if (thread == 0) {
+    store_shared_u32(block_waits, 0);
+  }
+  #pragma unroll 2
+  for (uint32_t chunk = 14; chunk < 21; ++chunk) {
+    uint4 weights[2][2];
+    uint4 values[2];
+    mbarrier_wait(full + use_stage, use_parity);
+    uint8_t* chunk_2 = ring + use_stage * 16384;
+    hold_chunk(chunk, chunk - 14, chunk_2, warp, lane, weights, values, arena);
+    warp_barrier();
+    if (lane == 0) {
+      mbarrier_arrive(empty + use_stage);
+    }
+    advance(use_stage, use_parity);
+    multiply_held(chunk, sums, warp, weights, values);
+  }
+  if (position + 132 < 256) {
+    #pragma unroll 2
+    for (uint32_t chunk = 14; chunk < 21; ++chunk) {
+      uint4 weights[2][2];
+      uint4 values[2];
+      mbarrier_wait(full + use_stage, use_parity);
+      uint8_t* chunk_2 = ring + use_stage * 16384;
+      hold_chunk(chunk, chunk - 14, chunk_2, warp, lane, weights, values, arena);
+      warp_barrier();
+      if (lane == 0) {
+        mbarrier_arrive(empty + use_stage);
+      }
+      advance(use_stage, use_parity);
+      multiply_held(chunk, sums_2, warp, weights, values);
+    }
+  }
+  named_barrier(1, 256);
+  if (thread == 0) {
+    store_shared_u32(block_waits, 1);
+  }
+  load_vector_5(arena, thread, lane, input_words, layer_epoch, column_count);
+  if (thread == 0) {
+    store_shared_u32(block_waits, 0);
+  }
+  #pragma unroll 2
+  for (uint32_t chunk = 21; chunk < 28; ++chunk) {
+    uint4 weights[2][2];
+    uint4 values[2];
+    mbarrier_wait(full + use_stage, use_parity);
+    uint8_t* chunk_2 = ring + use_stage * 16384;
+    hold_chunk(chunk, chunk - 21, chunk_2, warp, lane, weights, values, arena);
+    warp_barrier();
+    if (lane == 0) {
+      mbarrier_arrive(empty + use_stage);
+    }
+    advance(use_stage, use_parity);
+    multiply_held(chunk, sums, warp, weights, values);
+  }
+  if (position + 132 < 256) {
+    if (thread == 0) {
+      store_shared_u32(block_waits, 1);
+    }
+    #pragma unroll 2
+    for (uint32_t chunk = 21; chunk < 28; ++chunk) {
+      uint4 weights[2][2];
+      uint4 values[2];
+      mbarrier_wait(full + use_stage, use_parity);
+      uint8_t* chunk_2 = ring + use_stage * 16384;
+      hold_chunk(chunk, chunk - 21, chunk_2, warp, lane, weights, values, arena);
+      warp_barrier();
+      if (lane == 0) {
+        mbarrier_arrive(empty + use_stage);
+      }
+      advance(use_stage, use_parity);
+      multiply_held(chunk, sums_2, warp, weights, values);
+    }
   }
   hand_over(sums, taken, turn, turn_parity, arena, warp, lane, summed);
   if (position + 132 < 256) {
     hand_over(sums_2, taken, turn, turn_parity, arena, warp, lane, summed);
   }
   wait_until_taken(taken, turn, turn_parity);
-  // grid barrier
-  fence_proxy_async_global();
-  named_barrier(1, 256);
-  if (thread == 0) {
-    arrivals_due += 132;
-    add_release_u64(counter, 1);
-    wait_at_least_u64(counter, arrivals_due);
-  }
-  named_barrier(1, 256);
 }
 
 // ---- phase lm_head ---------------------------------------------------------------------------------
@@ -3111,9 +3082,9 @@ __device__ __forceinline__ void down(uint32_t* progress, uint32_t block, uint32_
 // Waits for: hidden of the last layer.
 // Makes: logits, where they are wanted, and candidates in registers.
 __device__ __forceinline__ void lm_head(uint32_t* progress, uint32_t block, uint32_t step, uint32_t head_from,
-    float* logits, uint32_t* block_waits, uint64_t* landed, uint8_t* arena, uint32_t* exchange_words, const bf16* norms,
-    uint32_t& vector_parities, uint32_t column_count, uint64_t* full, uint32_t& use_stage, uint32_t& use_parity,
-    uint8_t* ring, uint64_t* empty, uint64_t* taken, uint32_t& turn, uint32_t& turn_parity, uint64_t* summed) {
+    float* logits, uint32_t* block_waits, uint8_t* arena, const bf16* norms, uint32_t* input_words, uint32_t step_epoch,
+    uint32_t column_count, uint64_t* full, uint32_t& use_stage, uint32_t& use_parity, uint8_t* ring, uint64_t* empty,
+    uint64_t* taken, uint32_t& turn, uint32_t& turn_parity, uint64_t* summed) {
   uint32_t thread = thread_index();
   uint32_t warp = thread / 32;
   uint32_t lane = thread % 32;
@@ -3125,148 +3096,56 @@ __device__ __forceinline__ void lm_head(uint32_t* progress, uint32_t block, uint
     if (thread == 0) {
       store_shared_u32(block_waits, 1);
     }
-    if (thread == 0) {
-      fence_proxy_async_global();
-      fence_proxy_async_shared();
-      mbarrier_arrive_expect_tx(landed, 8192);
-      bulk_copy_shared(arena + VECTOR, (const uint8_t*)(exchange_words + 64), 8192, landed);
-      mbarrier_arrive_expect_tx(landed + 1, 8192);
-      bulk_copy_shared(arena + VECTOR + 8192, (const uint8_t*)(exchange_words + 64) + 8192, 8192, landed + 1);
-      mbarrier_arrive_expect_tx(landed + 2, 8192);
-      bulk_copy_shared(arena + VECTOR + 16384, (const uint8_t*)(exchange_words + 64) + 16384, 8192, landed + 2);
-      mbarrier_arrive_expect_tx(landed + 3, 8192);
-      bulk_copy_shared(arena + VECTOR + 24576, (const uint8_t*)(exchange_words + 64) + 24576, 8192, landed + 3);
-      mbarrier_arrive_expect_tx(landed + 4, 8192);
-      bulk_copy_shared(arena + VECTOR + 32768, (const uint8_t*)(exchange_words + 8256), 8192, landed + 4);
-      mbarrier_arrive_expect_tx(landed + 5, 8192);
-      bulk_copy_shared(arena + VECTOR + 32768 + 8192, (const uint8_t*)(exchange_words + 8256) + 8192, 8192, landed + 5);
-      mbarrier_arrive_expect_tx(landed + 6, 8192);
-      bulk_copy_shared(arena + VECTOR + 32768 + 16384, (const uint8_t*)(exchange_words + 8256) + 16384, 8192, landed + 6);
-      mbarrier_arrive_expect_tx(landed + 7, 8192);
-      bulk_copy_shared(arena + VECTOR + 32768 + 24576, (const uint8_t*)(exchange_words + 8256) + 24576, 8192, landed + 7);
-    }
     uint4* vector = (uint4*)(arena + VECTOR);
     float squares = 0.0f;
     uint32_t pair = thread / 32;
     const bf16* own_units = norms + 262144 + (pair * 4 + thread % 4) * 8;
-    uint4 weights[2];
-    uint4 weights_2[2];
-    uint4 weights_3[2];
-    uint4 weights_4[2];
-    uint4 weights_5[2];
-    uint4 weights_6[2];
-    uint4 weights_7[2];
-    uint4 weights_8[2];
-    weights[0] = load_constant_u32x4(own_units + (thread - thread) / 8 * 8);
-    uint32_t unit = thread + 256;
-    weights[1] = load_constant_u32x4(own_units + (unit - thread) / 8 * 8);
-    uint32_t unit_2 = thread + 512;
-    weights_2[0] = load_constant_u32x4(own_units + (unit_2 - thread) / 8 * 8);
-    uint32_t unit_3 = thread + 768;
-    weights_2[1] = load_constant_u32x4(own_units + (unit_3 - thread) / 8 * 8);
-    uint32_t unit_4 = thread + 1024;
-    weights_3[0] = load_constant_u32x4(own_units + (unit_4 - thread) / 8 * 8);
-    uint32_t unit_5 = thread + 1280;
-    weights_3[1] = load_constant_u32x4(own_units + (unit_5 - thread) / 8 * 8);
-    uint32_t unit_6 = thread + 1536;
-    weights_4[0] = load_constant_u32x4(own_units + (unit_6 - thread) / 8 * 8);
-    uint32_t unit_7 = thread + 1792;
-    weights_4[1] = load_constant_u32x4(own_units + (unit_7 - thread) / 8 * 8);
-    uint32_t unit_8 = thread + 2048;
-    weights_5[0] = load_constant_u32x4(own_units + (unit_8 - thread) / 8 * 8);
-    uint32_t unit_9 = thread + 2304;
-    weights_5[1] = load_constant_u32x4(own_units + (unit_9 - thread) / 8 * 8);
-    uint32_t unit_10 = thread + 2560;
-    weights_6[0] = load_constant_u32x4(own_units + (unit_10 - thread) / 8 * 8);
-    uint32_t unit_11 = thread + 2816;
-    weights_6[1] = load_constant_u32x4(own_units + (unit_11 - thread) / 8 * 8);
-    uint32_t unit_12 = thread + 3072;
-    weights_7[0] = load_constant_u32x4(own_units + (unit_12 - thread) / 8 * 8);
-    uint32_t unit_13 = thread + 3328;
-    weights_7[1] = load_constant_u32x4(own_units + (unit_13 - thread) / 8 * 8);
-    uint32_t unit_14 = thread + 3584;
-    weights_8[0] = load_constant_u32x4(own_units + (unit_14 - thread) / 8 * 8);
-    uint32_t unit_15 = thread + 3840;
-    weights_8[1] = load_constant_u32x4(own_units + (unit_15 - thread) / 8 * 8);
-    mbarrier_wait(landed, vector_parities & 1);
-    uint4 units[2];
-    units[0] = vector[thread];
-    uint32_t unit_16 = thread + 256;
-    units[1] = vector[unit_16];
-    normalise_in_pairs(vector, thread, units[0], weights[0], squares);
-    uint32_t unit_17 = thread + 256;
-    normalise_in_pairs(vector, unit_17, units[1], weights[1], squares);
-    mbarrier_wait(landed + 1, vector_parities & 1);
-    uint4 units_2[2];
-    uint32_t unit_18 = thread + 512;
-    units_2[0] = vector[unit_18];
-    uint32_t unit_19 = thread + 768;
-    units_2[1] = vector[unit_19];
-    uint32_t unit_20 = thread + 512;
-    normalise_in_pairs(vector, unit_20, units_2[0], weights_2[0], squares);
-    uint32_t unit_21 = thread + 768;
-    normalise_in_pairs(vector, unit_21, units_2[1], weights_2[1], squares);
-    mbarrier_wait(landed + 2, vector_parities & 1);
-    uint4 units_3[2];
-    uint32_t unit_22 = thread + 1024;
-    units_3[0] = vector[unit_22];
-    uint32_t unit_23 = thread + 1280;
-    units_3[1] = vector[unit_23];
-    uint32_t unit_24 = thread + 1024;
-    normalise_in_pairs(vector, unit_24, units_3[0], weights_3[0], squares);
-    uint32_t unit_25 = thread + 1280;
-    normalise_in_pairs(vector, unit_25, units_3[1], weights_3[1], squares);
-    mbarrier_wait(landed + 3, vector_parities & 1);
-    uint4 units_4[2];
-    uint32_t unit_26 = thread + 1536;
-    units_4[0] = vector[unit_26];
-    uint32_t unit_27 = thread + 1792;
-    units_4[1] = vector[unit_27];
-    uint32_t unit_28 = thread + 1536;
-    normalise_in_pairs(vector, unit_28, units_4[0], weights_4[0], squares);
-    uint32_t unit_29 = thread + 1792;
-    normalise_in_pairs(vector, unit_29, units_4[1], weights_4[1], squares);
-    mbarrier_wait(landed + 4, (vector_parities >> 1) & 1);
-    uint4 units_5[2];
-    uint32_t unit_30 = thread + 2048;
-    units_5[0] = vector[unit_30];
-    uint32_t unit_31 = thread + 2304;
-    units_5[1] = vector[unit_31];
-    uint32_t unit_32 = thread + 2048;
-    normalise_in_pairs(vector, unit_32, units_5[0], weights_5[0], squares);
-    uint32_t unit_33 = thread + 2304;
-    normalise_in_pairs(vector, unit_33, units_5[1], weights_5[1], squares);
-    mbarrier_wait(landed + 5, (vector_parities >> 1) & 1);
-    uint4 units_6[2];
-    uint32_t unit_34 = thread + 2560;
-    units_6[0] = vector[unit_34];
-    uint32_t unit_35 = thread + 2816;
-    units_6[1] = vector[unit_35];
-    uint32_t unit_36 = thread + 2560;
-    normalise_in_pairs(vector, unit_36, units_6[0], weights_6[0], squares);
-    uint32_t unit_37 = thread + 2816;
-    normalise_in_pairs(vector, unit_37, units_6[1], weights_6[1], squares);
-    mbarrier_wait(landed + 6, (vector_parities >> 1) & 1);
-    uint4 units_7[2];
-    uint32_t unit_38 = thread + 3072;
-    units_7[0] = vector[unit_38];
-    uint32_t unit_39 = thread + 3328;
-    units_7[1] = vector[unit_39];
-    uint32_t unit_40 = thread + 3072;
-    normalise_in_pairs(vector, unit_40, units_7[0], weights_7[0], squares);
-    uint32_t unit_41 = thread + 3328;
-    normalise_in_pairs(vector, unit_41, units_7[1], weights_7[1], squares);
-    mbarrier_wait(landed + 7, (vector_parities >> 1) & 1);
-    uint4 units_8[2];
-    uint32_t unit_42 = thread + 3584;
-    units_8[0] = vector[unit_42];
-    uint32_t unit_43 = thread + 3840;
-    units_8[1] = vector[unit_43];
-    uint32_t unit_44 = thread + 3584;
-    normalise_in_pairs(vector, unit_44, units_8[0], weights_8[0], squares);
-    uint32_t unit_45 = thread + 3840;
-    normalise_in_pairs(vector, unit_45, units_8[1], weights_8[1], squares);
-    vector_parities ^= 3;
+    uint32_t first_unit = thread;
+    uint4 weights[8];
+    #pragma unroll
+    for (uint32_t index = 0; index < 6; ++index) {
+      weights[index] = load_constant_u32x4(own_units + (first_unit + index * 256 - thread) / 8 * 8);
+    }
+    if (lane == 0) {
+      wait_tagged4(input_words + (first_unit * 4 + 64), 32, step_epoch + 31);
+    }
+    warp_barrier();
+    if (thread / 4 % 8 < column_count) {
+      uint4 units[8];
+      wait_tagged_units(units, input_words + (first_unit * 4 + 64), 1024, 6, 32, step_epoch + 31);
+      #pragma unroll
+      for (uint32_t index = 0; index < 6; ++index) {
+        normalise_unit(vector, first_unit + index * 256, units[index], weights[index], squares);
+      }
+    }
+    uint32_t first_unit_2 = thread + 1536;
+    uint4 weights_2[8];
+    #pragma unroll
+    for (uint32_t index = 0; index < 6; ++index) {
+      weights_2[index] = load_constant_u32x4(own_units + (first_unit_2 + index * 256 - thread) / 8 * 8);
+    }
+    if (thread / 4 % 8 < column_count) {
+      uint4 units[8];
+      wait_tagged_units(units, input_words + (first_unit_2 * 4 + 64), 1024, 6, 32, step_epoch + 31);
+      #pragma unroll
+      for (uint32_t index = 0; index < 6; ++index) {
+        normalise_unit(vector, first_unit_2 + index * 256, units[index], weights_2[index], squares);
+      }
+    }
+    uint32_t first_unit_3 = thread + 3072;
+    uint4 weights_3[8];
+    #pragma unroll
+    for (uint32_t index = 0; index < 4; ++index) {
+      weights_3[index] = load_constant_u32x4(own_units + (first_unit_3 + index * 256 - thread) / 8 * 8);
+    }
+    if (thread / 4 % 8 < column_count) {
+      uint4 units[8];
+      wait_tagged_units(units, input_words + (first_unit_3 * 4 + 64), 1024, 4, 32, step_epoch + 31);
+      #pragma unroll
+      for (uint32_t index = 0; index < 4; ++index) {
+        normalise_unit(vector, first_unit_3 + index * 256, units[index], weights_3[index], squares);
+      }
+    }
     write_scales(squares, arena, lane, warp, thread, column_count);
     if (thread == 0) {
       store_shared_u32(block_waits, 0);
@@ -3281,17 +3160,17 @@ __device__ __forceinline__ void lm_head(uint32_t* progress, uint32_t block, uint
       }
       #pragma unroll 2
       for (uint32_t chunk = 0; chunk < 8; ++chunk) {
-        uint4 weights_9[2][2];
+        uint4 weights_4[2][2];
         uint4 values[2];
         mbarrier_wait(full + use_stage, use_parity);
         uint8_t* chunk_2 = ring + use_stage * 16384;
-        hold_chunk(chunk, chunk, chunk_2, warp, lane, weights_9, values, arena);
+        hold_chunk(chunk, chunk, chunk_2, warp, lane, weights_4, values, arena);
         warp_barrier();
         if (lane == 0) {
           mbarrier_arrive(empty + use_stage);
         }
         advance(use_stage, use_parity);
-        multiply_held(chunk, sums, warp, weights_9, values);
+        multiply_held(chunk, sums, warp, weights_4, values);
       }
       hand_over(sums, taken, turn, turn_parity, arena, warp, lane, summed);
     }
@@ -3442,18 +3321,18 @@ __device__ __forceinline__ void list_rows(uint32_t column, float* weighed, const
 
 // The block's list, a word a lane.
 __device__ __forceinline__ void publish_list(uint32_t column, uint32_t epoch, uint32_t step, uint32_t lane,
-    uint32_t block, uint32_t* exchange_words, uint8_t* arena, uint32_t warp) {
+    uint32_t block, uint64_t* exchange_words, uint8_t* arena, uint32_t warp) {
   warp_barrier();
   if (lane < 16) {
     uint32_t index = ((step % 2 * 8 + column) * 528 + block * 4) * 4 + lane;
-    (exchange_words + (index + 1318080))[0] = ((uint32_t*)(arena + LIST_ROWS) + warp % 8 * 36)[lane];
+    publish_flagged(exchange_words + (index + 1264800), ((uint32_t*)(arena + LIST_ROWS) + warp % 8 * 36)[lane], epoch);
   }
   warp_barrier();
 }
 
 __device__ __forceinline__ void publish_lists(uint32_t warp, uint32_t column_count, const int32_t* sequences,
     uint8_t* arena, uint32_t lane, float* weighed, uint32_t block, uint32_t step_epoch, uint32_t step,
-    uint32_t* exchange_words) {
+    uint64_t* exchange_words) {
   #pragma unroll 1
   for (uint32_t column = warp % 8; column < 8; column += 8) {
     if (begin(column, column_count, sequences, arena, warp, lane) != 0) {
@@ -3498,12 +3377,11 @@ __device__ __forceinline__ void best_of(uint32_t column, uint8_t* arena, uint32_
 
 // All blocks' candidates into shared memory, as they lie in the exchange.
 __device__ __forceinline__ void gather(uint32_t first_unit, uint32_t epoch, uint8_t* arena, uint32_t thread,
-    uint32_t* exchange_words) {
+    uint64_t* exchange_words) {
   uint4* units = (uint4*)(arena + CANDIDATES);
   #pragma unroll 1
   for (uint32_t other = thread; other < 528; other += 256) {
-    uint4 words = ((const uint4*)(exchange_words + ((first_unit + other) * 4 + 1313856)))[0];
-    units[other] = words;
+    units[other] = wait_flagged4_acquire(exchange_words + ((first_unit + other) * 4 + 1260576), epoch);
   }
 }
 
@@ -3528,7 +3406,7 @@ __device__ __forceinline__ void best_of_2(uint32_t column, uint8_t* arena, uint3
 
 // This warp's share of all blocks' lists of a column, into the region `listed`, and what they say besides.
 __device__ __forceinline__ void read(uint32_t column, uint32_t epoch, uint32_t step, uint8_t* arena, uint32_t warp,
-    uint32_t lane, uint32_t* exchange_words) {
+    uint32_t lane, uint64_t* exchange_words) {
   float* listed = (float*)((float2*)(arena + LISTED) + warp % 8 * 528);
   float highest = -bits_float(0x7f800000);
   float weight = 0.0f;
@@ -3544,13 +3422,7 @@ __device__ __forceinline__ void read(uint32_t column, uint32_t epoch, uint32_t s
     for (uint32_t index = 0; index < 6; ++index) {
       places[index] = (first_unit + (first + index * 32 < 527 ? first + index * 32 : 527)) * 4;
     }
-    #pragma unroll
-    for (uint32_t index = 0; index < 8; ++index) {
-      if (index < 6) {
-        uint4 words = ((const uint4*)(exchange_words + (places[index] / 4 * 4 + 1318080)))[0];
-        data[index] = words;
-      }
-    }
+    wait_flagged_places(data, exchange_words + 1264800, places, 6, epoch);
     #pragma unroll
     for (uint32_t index = 0; index < 6; ++index) {
       if (first + index * 32 < 528) {
@@ -3820,7 +3692,7 @@ __device__ __forceinline__ void begin_2(uint32_t column, float highest, float di
 
 // One warp: judge candidates, from the most noisy one on.
 __device__ __forceinline__ void decide(uint32_t column, uint32_t epoch, uint32_t step, const int32_t* sequences,
-    uint8_t* arena, uint32_t lane, uint32_t warp, uint32_t* exchange_words) {
+    uint8_t* arena, uint32_t lane, uint32_t warp, uint64_t* exchange_words) {
   float reach = bits_float(load_constant_u32(sequences + (((uint32_t*)(arena + COLUMNS))[column * 9 + 6] * 24 + 14)));
   float top_p = bits_float(load_constant_u32(sequences + (((uint32_t*)(arena + COLUMNS))[column * 9 + 6] * 24 + 13)));
   uint32_t top_k = load_constant_u32(sequences + (((uint32_t*)(arena + COLUMNS))[column * 9 + 6] * 24 + 12));
@@ -3839,9 +3711,9 @@ __device__ __forceinline__ void decide(uint32_t column, uint32_t epoch, uint32_t
     begin_2(column, highest, highest - best_scaled, arena, sequences, lane);
   }
   if (judged < 528) {
-    uint4 words = ((const uint4*)(exchange_words + (((step % 2 * 8 + column) * 528 + judged) * 4 + 1318080)))[0];
+    uint4 unit = wait_flagged4(exchange_words + (((step % 2 * 8 + column) * 528 + judged) * 4 + 1264800), epoch);
     if (lane == 0) {
-      ((uint32_t*)(arena + CHOSEN))[column] = words.z;
+      ((uint32_t*)(arena + CHOSEN))[column] = unit.z;
     }
   }
 }
@@ -4040,7 +3912,7 @@ __device__ __forceinline__ uint32_t add_groups(uint32_t column, uint32_t lane, u
 
 // A round up to the exchange: every warp weighs its rows, the first of a column's warps publishes.
 __device__ __forceinline__ void weigh_all(uint32_t epoch, uint32_t index, uint32_t warp, uint8_t* arena, float* weighed,
-    const int32_t* sequences, uint32_t lane, uint32_t block, uint32_t* exchange_words) {
+    const int32_t* sequences, uint32_t lane, uint32_t block, uint64_t* exchange_words) {
   #pragma unroll 1
   for (uint32_t column = warp % 8; column < 8; column += 8) {
     if (((uint32_t*)(arena + FILTERS) + column * 16)[1] != 0) {
@@ -4055,7 +3927,7 @@ __device__ __forceinline__ void weigh_all(uint32_t epoch, uint32_t index, uint32
         uint32_t word = add_groups(column, lane, arena);
         if (lane < 16) {
           uint32_t word_index = ((index % 2 * 8 + column) * 132 + block) * 16 + lane;
-          (exchange_words + (word_index + 1351872))[0] = word;
+          publish_flagged(exchange_words + (word_index + 1298592), word, epoch);
         }
       }
     }
@@ -4078,7 +3950,7 @@ __device__ __forceinline__ void take_unit(uint4 unit, float (&sums)[4], float& b
 
 // This warp's share of all blocks' words of a column, together, into the region `filter_sums`.
 __device__ __forceinline__ void read_2(uint32_t column, uint32_t epoch, uint32_t index, uint32_t warp, uint32_t lane,
-    uint32_t* exchange_words, uint8_t* arena) {
+    uint64_t* exchange_words, uint8_t* arena) {
   float sums[4] = {};
   float best = -bits_float(0x7f800000);
   uint32_t token = 4294967295u;
@@ -4093,13 +3965,7 @@ __device__ __forceinline__ void read_2(uint32_t column, uint32_t epoch, uint32_t
     for (uint32_t index_2 = 0; index_2 < 6; ++index_2) {
       places[index_2] = (first_unit + (first + index_2 * 32 < 527 ? first + index_2 * 32 : 527)) * 4;
     }
-    #pragma unroll
-    for (uint32_t index_2 = 0; index_2 < 8; ++index_2) {
-      if (index_2 < 6) {
-        uint4 words = ((const uint4*)(exchange_words + (places[index_2] / 4 * 4 + 1351872)))[0];
-        data[index_2] = words;
-      }
-    }
+    wait_flagged_places(data, exchange_words + 1298592, places, 6, epoch);
     #pragma unroll
     for (uint32_t index_2 = 0; index_2 < 6; ++index_2) {
       if (first + index_2 * 32 < 528) {
@@ -4229,7 +4095,7 @@ __device__ __forceinline__ void judge_2(uint32_t column, uint32_t word, uint8_t*
 
 // The end of a round: a column's warps read what all blocks published, and the first of them decides.
 __device__ __forceinline__ void judge_all(uint32_t epoch, uint32_t index, uint32_t warp, uint8_t* arena, uint32_t lane,
-    uint32_t* exchange_words, const int32_t* sequences) {
+    uint64_t* exchange_words, const int32_t* sequences) {
   #pragma unroll 1
   for (uint32_t column = warp % 8; column < 8; column += 8) {
     if (((uint32_t*)(arena + FILTERS) + column * 16)[1] != 0) {
@@ -4249,8 +4115,7 @@ __device__ __forceinline__ void judge_all(uint32_t epoch, uint32_t index, uint32
 }
 
 __device__ __forceinline__ void filter(uint32_t warp, uint8_t* arena, uint32_t step_epoch, uint32_t step, uint32_t lane,
-    uint32_t* exchange_words, const int32_t* sequences, float* weighed, uint32_t block, uint32_t thread,
-    uint64_t& arrivals_due, uint64_t* counter) {
+    uint64_t* exchange_words, const int32_t* sequences, float* weighed, uint32_t block) {
   #pragma unroll 1
   for (uint32_t column = warp % 8; column < 8; column += 8) {
     if (((uint32_t*)(arena + FILTERS) + column * 16)[0] != 0 && ((uint32_t*)(arena + CHOSEN))[column] < 4294967294u) {
@@ -4265,15 +4130,6 @@ __device__ __forceinline__ void filter(uint32_t warp, uint8_t* arena, uint32_t s
       break;
     }
     weigh_all(step_epoch + 33 + round, round, warp, arena, weighed, sequences, lane, block, exchange_words);
-    // grid barrier
-    fence_proxy_async_global();
-    named_barrier(1, 256);
-    if (thread == 0) {
-      arrivals_due += 132;
-      add_release_u64(counter, 1);
-      wait_at_least_u64(counter, arrivals_due);
-    }
-    named_barrier(1, 256);
     judge_all(step_epoch + 33 + round, round, warp, arena, lane, exchange_words, sequences);
     named_barrier(1, 256);
   }
@@ -4309,8 +4165,7 @@ __device__ __forceinline__ void count_chosen(uint32_t lane, uint32_t column_coun
 // Makes: candidates, and every column's token in `chosen`.
 __device__ __forceinline__ void sampling(uint32_t* progress, uint32_t block, uint32_t step, uint64_t* step_added,
     uint32_t options, uint32_t column_count, const int32_t* sequences, uint8_t* arena, float* weighed,
-    uint32_t step_epoch, uint32_t* exchange_words, const uint32_t* cancelled, uint64_t& arrivals_due, uint64_t* counter,
-    uint32_t epoch, uint32_t* token_counts) {
+    uint32_t step_epoch, uint64_t* exchange_words, const uint32_t* cancelled, uint32_t epoch, uint32_t* token_counts) {
   uint32_t thread = thread_index();
   uint32_t warp = thread / 32;
   uint32_t lane = thread % 32;
@@ -4333,22 +4188,13 @@ __device__ __forceinline__ void sampling(uint32_t* progress, uint32_t block, uin
     uint32_t best_token_2 = is_cancelled ? 4294967294u : best_token;
     uint32_t word = lane % 2 == 0 ? value_2 : best_token_2;
     uint32_t place = first_word + (block * 8 + warp) * 2 + lane;
-    (exchange_words + (place + 1313856))[0] = word;
+    publish_flagged_release(exchange_words + (place + 1260576), word, step_epoch + 32);
   }
   uint32_t answer = 0;
   if (block == 0 && thread < column_count) {
     uint32_t sequence = ((uint32_t*)(arena + COLUMNS))[thread * 9 + 6];
     answer = load_relaxed_u32_sys(cancelled + sequence);
   }
-  // grid barrier
-  fence_proxy_async_global();
-  named_barrier(1, 256);
-  if (thread == 0) {
-    arrivals_due += 132;
-    add_release_u64(counter, 1);
-    wait_at_least_u64(counter, arrivals_due);
-  }
-  named_barrier(1, 256);
   gather(first_word / 4, step_epoch + 32, arena, thread, exchange_words);
   if (block == 0 && thread < column_count && answer == epoch) {
     ((uint32_t*)(arena + COLUMNS))[thread * 9 + 8] = 1;
@@ -4363,8 +4209,7 @@ __device__ __forceinline__ void sampling(uint32_t* progress, uint32_t block, uin
   }
   named_barrier(1, 256);
   if ((options & 8) != 0) {
-    filter(warp, arena, step_epoch, step, lane, exchange_words, sequences, weighed, block, thread, arrivals_due,
-        counter);
+    filter(warp, arena, step_epoch, step, lane, exchange_words, sequences, weighed, block);
   }
   if ((options & 4) != 0 && warp == 0) {
     count_chosen(lane, column_count, arena, block, sequences, token_counts);
@@ -4469,8 +4314,8 @@ extern "C" __global__ void __launch_bounds__(512, 1) decode_step(const uint8_t* 
   uint32_t thread = threadIdx.x;
   uint32_t warp = thread / 32;
   uint32_t lane = thread % 32;
-  uint32_t* exchange_words = (uint32_t*)(exchange);
-  uint64_t* landed = (uint64_t*)(arena + VECTOR_BARRIERS);
+  uint64_t* exchange_words = (uint64_t*)(exchange);
+  uint32_t* input_words = (uint32_t*)(exchange);
   uint64_t* full = (uint64_t*)(arena + RING_BARRIERS);
   uint64_t* empty = full + 9;
   uint8_t* ring = arena + RING;
@@ -4494,9 +4339,6 @@ extern "C" __global__ void __launch_bounds__(512, 1) decode_step(const uint8_t* 
     mbarrier_init(step_added, 4);
     mbarrier_init(step_done, 1);
     mbarrier_init(step_done + 1, 5);
-    for (uint32_t piece = 0; piece < 8; ++piece) {
-      mbarrier_init(landed + piece, 1);
-    }
     mbarrier_fence_init();
   }
   take_first(thread, column_count, columns, next_token, sequences, tokens, arena);
@@ -4549,14 +4391,17 @@ extern "C" __global__ void __launch_bounds__(512, 1) decode_step(const uint8_t* 
       uint32_t adding = 0;
       uint32_t adding_parity = 0;
       for (uint32_t step = 0; step < steps; ++step) {
-        uint32_t step_epoch = epoch + step * 96;
+        uint32_t step_epoch = epoch + step * 98;
         for (uint32_t layer = 0; layer < 32; ++layer) {
           uint32_t layer_epoch = step_epoch + layer;
-          finish_qkv(block, warp, lane, column_count, arena, adding, summed, adding_parity, exchange_words, page_table,
-              layer, kv, taken);
-          finish_o(block, warp, lane, column_count, arena, adding, summed, adding_parity, exchange_words, taken);
-          finish_gate_up(block, warp, lane, column_count, arena, adding, summed, adding_parity, exchange_words, taken);
-          finish_down(block, warp, lane, column_count, arena, adding, summed, adding_parity, exchange_words, taken);
+          finish_qkv(block, warp, lane, column_count, arena, adding, summed, adding_parity, exchange_words, layer_epoch,
+              page_table, layer, kv, taken);
+          finish_o(block, warp, lane, column_count, arena, adding, summed, adding_parity, input_words, layer_epoch,
+              taken);
+          finish_gate_up(block, warp, lane, column_count, arena, adding, summed, adding_parity, input_words,
+              layer_epoch, taken);
+          finish_down(block, warp, lane, column_count, arena, adding, summed, adding_parity, input_words, layer_epoch,
+              taken);
         }
         float best = -bits_float(0x7f800000);
         uint32_t best_token = 4294967295u;
@@ -4584,17 +4429,8 @@ extern "C" __global__ void __launch_bounds__(512, 1) decode_step(const uint8_t* 
     uint32_t plan_index = 0;
     uint32_t use_stage = 0;
     uint32_t use_parity = 0;
-    uint64_t* counter = (uint64_t*)(exchange);
-    uint64_t arrivals_due = 0;
-    if (thread == 0) {
-      uint64_t ticket = fetch_add_release_u64(counter, 1);
-      arrivals_due = (ticket / 132 + 1) * 132;
-      wait_at_least_u64(counter, arrivals_due);
-    }
-    uint32_t vector_parities = 0;
-    named_barrier(1, 256);
     for (uint32_t step = 0; step < steps; ++step) {
-      uint32_t step_epoch = epoch + step * 96;
+      uint32_t step_epoch = epoch + step * 98;
       bool has_new_plan = follow_plan(plan_index, step, plan_count, kv_plans);
       begin_step(step, arena, thread, column_count, columns, sequences);
       if (has_new_plan) {
@@ -4606,23 +4442,21 @@ extern "C" __global__ void __launch_bounds__(512, 1) decode_step(const uint8_t* 
       named_barrier(1, 256);
       for (uint32_t layer = 0; layer < 32; ++layer) {
         uint32_t layer_epoch = step_epoch + layer;
-        qkv(progress, block, step, layer, norms, block_waits, arena, column_count, embedding, next_token, landed,
-            exchange_words, vector_parities, full, use_stage, use_parity, ring, empty, taken, turn, turn_parity, summed,
-            arrivals_due, counter);
+        qkv(progress, block, step, layer, norms, block_waits, arena, column_count, embedding, next_token, input_words,
+            layer_epoch, full, use_stage, use_parity, ring, empty, taken, turn, turn_parity, summed);
         attention(progress, block, step, layer, arena, kv_plans, plan_index, tiles, layer_epoch, exchange_words,
-            use_stage, full, use_parity, ring, empty, arrivals_due, counter);
-        o(progress, block, step, layer, block_waits, landed, arena, exchange_words, vector_parities, full, use_stage,
-            use_parity, ring, empty, taken, turn, turn_parity, summed, arrivals_due, counter);
-        gate_up(progress, block, step, layer, norms, block_waits, landed, arena, exchange_words, vector_parities,
-            column_count, full, use_stage, use_parity, ring, empty, taken, turn, turn_parity, summed, arrivals_due,
-            counter);
-        down(progress, block, step, layer, block_waits, landed, arena, exchange_words, vector_parities, full, use_stage,
-            use_parity, ring, empty, taken, turn, turn_parity, summed, arrivals_due, counter);
+            use_stage, full, use_parity, ring, empty, input_words);
+        o(progress, block, step, layer, block_waits, arena, input_words, layer_epoch, column_count, full, use_stage,
+            use_parity, ring, empty, taken, turn, turn_parity, summed);
+        gate_up(progress, block, step, layer, norms, block_waits, arena, input_words, layer_epoch, column_count, full,
+            use_stage, use_parity, ring, empty, taken, turn, turn_parity, summed);
+        down(progress, block, step, layer, block_waits, arena, input_words, layer_epoch, column_count, full, use_stage,
+            use_parity, ring, empty, taken, turn, turn_parity, summed);
       }
-      lm_head(progress, block, step, head_from, logits, block_waits, landed, arena, exchange_words, norms,
-          vector_parities, column_count, full, use_stage, use_parity, ring, empty, taken, turn, turn_parity, summed);
+      lm_head(progress, block, step, head_from, logits, block_waits, arena, norms, input_words, step_epoch,
+          column_count, full, use_stage, use_parity, ring, empty, taken, turn, turn_parity, summed);
       sampling(progress, block, step, step_added, options, column_count, sequences, arena, weighed, step_epoch,
-          exchange_words, cancelled, arrivals_due, counter, epoch, token_counts);
+          exchange_words, cancelled, epoch, token_counts);
       take_tokens(step, warp, lane, column_count, arena, sequences, block, tokens, emitted, stop_ids, next_token,
           thread, status, step_done);
       if (next_token[8] != 0) {

@@ -652,15 +652,16 @@ __device__ __forceinline__ void finish_rows(uint32_t m_tile, uint32_t column, ui
   float neighbour = shuffle_xor_f32(value, 1);
   uint32_t pair = pack_bf16x2(value, neighbour);
   if (is_own && row % 2 == 0) {
-    (exchange_words + published)[0] = pair;
+    uint32_t* place_2 = exchange_words + published;
+    place_2[0] = pair;
     if (head >= 32) {
       if (((uint32_t*)(arena + COLUMNS))[column * 9 + 1] < ((uint32_t*)(arena + COLUMNS))[column * 9 + 2]) {
         uint32_t table = ((uint32_t*)(arena + COLUMNS))[column * 9 + 6] * 512;
         uint32_t page = load_constant_u32(page_table + (table + ((uint32_t*)(arena + COLUMNS))[column * 9] / 16));
         uint64_t offset = (uint64_t)(layer) * 134217728 + (uint64_t)(page) * 32768;
         bf16* key = kv + (offset + (uint64_t)((head - 32) % 8 * 2048 + ((uint32_t*)(arena + COLUMNS))[column * 9] % 16 * 128));
-        bf16* place_2 = head - 32 < 8 ? key : key + 16384;
-        ((uint32_t*)(place_2 + dim))[0] = pair;
+        bf16* place_3 = head - 32 < 8 ? key : key + 16384;
+        ((uint32_t*)(place_3 + dim))[0] = pair;
         fence_proxy_async();
       }
     }
@@ -725,7 +726,8 @@ __device__ __forceinline__ void finish_rows_2(uint32_t m_tile, uint32_t column, 
   float neighbour = shuffle_xor_f32(value, 1);
   uint32_t pair = pack_bf16x2(value, neighbour);
   if (is_own && row < 16 && row % 2 == 0) {
-    (exchange_words + published)[0] = pair;
+    uint32_t* place_2 = exchange_words + published;
+    place_2[0] = pair;
     fence_proxy_async_global();
   }
 }
@@ -774,7 +776,8 @@ __device__ __forceinline__ void finish_rows_3(uint32_t m_tile, uint32_t column, 
   float neighbour = shuffle_xor_f32(gated, 1);
   uint32_t pair = pack_bf16x2(gated, neighbour);
   if (is_own && row < 8 && row % 2 == 0) {
-    (exchange_words + published)[0] = multiply_bf16x2(pair, ((((m_tile * 8 + row) / 32 * 8 + column) * 4 + (m_tile * 8 + row) / 8 % 4) * 4 + (m_tile * 8 + row) % 8 / 2) % 2 == 0 ? 1602248576u : 1568693632u);
+    uint32_t* place = exchange_words + published;
+    place[0] = multiply_bf16x2(pair, ((((m_tile * 8 + row) / 32 * 8 + column) * 4 + (m_tile * 8 + row) / 8 % 4) * 4 + (m_tile * 8 + row) % 8 / 2) % 2 == 0 ? 1602248576u : 1568693632u);
     fence_proxy_async_global();
   }
 }
@@ -827,7 +830,8 @@ __device__ __forceinline__ void finish_rows_4(uint32_t m_tile, uint32_t column, 
   float neighbour = shuffle_xor_f32(value, 1);
   uint32_t pair = pack_bf16x2(value, neighbour);
   if (is_own && row < 16 && row % 2 == 0) {
-    (exchange_words + published)[0] = pair;
+    uint32_t* place_2 = exchange_words + published;
+    place_2[0] = pair;
     fence_proxy_async_global();
   }
 }
@@ -1192,7 +1196,8 @@ __device__ __forceinline__ void write_scales(float squares, uint8_t* arena, uint
       uint32_t warp_2 = other + thread / 8;
       total += partial_sums[warp_2 * 8 + thread % 8];
     }
-    scales[thread] = rsqrt_f32(total * 0.000244140625f + 1e-05f);
+    float scale = rsqrt_f32(total * 0.000244140625f + 1e-05f);
+    scales[thread] = total < 1.8446744e+19f ? scale : bits_float(2143289344);
   }
 }
 
@@ -4671,7 +4676,7 @@ extern "C" __global__ void __launch_bounds__(512, 1) decode_step(const uint8_t* 
       uint32_t adding = 0;
       uint32_t adding_parity = 0;
       for (uint32_t step = 0; step < steps; ++step) {
-        uint32_t step_epoch = epoch + step * 96;
+        uint32_t step_epoch = epoch + step * 98;
         for (uint32_t layer = 0; layer < 32; ++layer) {
           uint32_t layer_epoch = step_epoch + layer;
           finish_qkv(block, warp, lane, column_count, arena, adding, summed, adding_parity, exchange_words, page_table,
@@ -4716,7 +4721,7 @@ extern "C" __global__ void __launch_bounds__(512, 1) decode_step(const uint8_t* 
     uint32_t vector_parities = 0;
     named_barrier(1, 256);
     for (uint32_t step = 0; step < steps; ++step) {
-      uint32_t step_epoch = epoch + step * 96;
+      uint32_t step_epoch = epoch + step * 98;
       bool has_new_plan = follow_plan(plan_index, step, plan_count, kv_plans);
       begin_step(step, arena, thread, column_count, columns, sequences);
       if (has_new_plan) {

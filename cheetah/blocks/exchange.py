@@ -17,7 +17,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from cheetah import lang as ch
-from cheetah.blocks.columns import QUAD
 from cheetah.blocks.linear.formats.vectors import is_raised, raised_word
 from cheetah.blocks.machine import Machine
 from cheetah.blocks.vector_copies import CopySource, VectorCopies
@@ -29,19 +28,17 @@ from cheetah.plan.formats import BF16_VECTOR
 COUNTER_BYTES = 256
 """The grid barrier's counter has cache lines of its own."""
 VECTOR_ALIGNMENT = 256
-HALVES_APART = 64
-"""Words from a unit's first half to its second in a vector that lies by halves: those of a warp's units between."""
-GROUP_WORDS = 2 * HALVES_APART
-"""Of a warp's 32 units. A vector that lies by halves has whole groups."""
 
 
 @dataclass(frozen=True)
 class Vector:
-    """A named part of the workspace: `words` 32-bit payload words, the first at word `offset`."""
+    """A named part of the workspace: `words` 32-bit payload words, each in a `word` of memory, the first at number
+    `offset`."""
 
     name: str
     words: int
     offset: int
+    word: ty.Scalar
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,11 +65,7 @@ class Published:
 
     @property
     def read_quads(self) -> Callable[[Any, ch.Expr, int], None] | None:
-        """The same with quads, where their words are 16 bytes."""
-        return self._read_quads if self.exchange.has_quads(self.name) else None
-
-    def _read_quads(self, data: Any, quad: ch.Expr, count: int) -> None:
-        self.exchange.read_quads(self.name, data, quad, self.exchange.machine.consumer_threads, count, self.epoch)
+        return None
 
     @property
     def copied(self) -> CopySource | None:
@@ -94,10 +87,13 @@ class Published:
 
 class Exchange(ABC):
     """What both kinds share: where vectors lie in the workspace. scope: the memory scope in which blocks meet, that of
-    one GPU or of several. by_halves: vectors of which units are read by neighbouring lanes. copied: vectors that the
-    copy engine brings, where it can, and as what they are published then: BF16_VECTOR, RAISED or STAGGERED."""
+    one GPU or of several. inputs: those of products, vectors of bf16 pairs, each with the exponent of a power of two:
+    elements are below twice that; what is not, or is no number, may become as much. copied: vectors that the copy
+    engine brings, where it can, and as what they are published then: BF16_VECTOR, RAISED or STAGGERED."""
 
     word: ty.Scalar
+    input_word = ty.u32
+    """What a payload word of a product's input is in memory."""
     copies: VectorCopies | None = None
 
     def __init__(
@@ -106,46 +102,46 @@ class Exchange(ABC):
         workspace: ch.Expr,
         sizes: dict[str, int],
         scope: str = GPU_SCOPE,
-        by_halves: Collection[str] = (),
+        inputs: Mapping[str, int] | None = None,
         copied: Mapping[str, str] | None = None,
     ) -> None:
         self.machine, self.scope = machine, scope
-        self.copied = copied or {}
-        self.by_units = by_halves
-        self.by_halves = by_halves if self.word == ty.u64 else ()
+        self.inputs, self.copied = inputs or {}, copied or {}
         self.workspace = workspace
-        self.vectors = self._lay_out(sizes)
+        self.vectors = self._lay_out(sizes, self.inputs)
         self._declare()
 
     @classmethod
-    def _lay_out(cls, sizes: dict[str, int]) -> dict[str, Vector]:
+    def _lay_out(cls, sizes: dict[str, int], inputs: Collection[str]) -> dict[str, Vector]:
         vectors = {}
-        offset = COUNTER_BYTES // cls.word.bytes
+        offset_bytes = COUNTER_BYTES
         for name, words in sizes.items():
-            vectors[name] = Vector(name, words, offset)
-            per_line = VECTOR_ALIGNMENT // cls.word.bytes
-            offset += -(-words // per_line) * per_line
+            word = cls.input_word if name in inputs else cls.word
+            vectors[name] = Vector(name, words, offset_bytes // word.bytes, word)
+            offset_bytes += -(-words * word.bytes // VECTOR_ALIGNMENT) * VECTOR_ALIGNMENT
         return vectors
 
     @classmethod
-    def size_bytes(cls, sizes: dict[str, int]) -> int:
+    def size_bytes(cls, sizes: dict[str, int], inputs: Collection[str] = ()) -> int:
         """Bytes of a workspace that holds vectors of these payload words."""
-        last = list(cls._lay_out(sizes).values())[-1]
-        return -(-(last.offset + last.words) * cls.word.bytes // VECTOR_ALIGNMENT) * VECTOR_ALIGNMENT
+        last = list(cls._lay_out(sizes, inputs).values())[-1]
+        return -(-(last.offset + last.words) * last.word.bytes // VECTOR_ALIGNMENT) * VECTOR_ALIGNMENT
 
     @ch.inline
     def _declare(self) -> None:
         exchange_words = ch.reinterpret(ty.ptr_mut(self.word), self.workspace)
-        self.words = exchange_words
+        self.words = {self.word: exchange_words}
+        if self.inputs and self.input_word != self.word:
+            input_words = ch.reinterpret(ty.ptr_mut(self.input_word), self.workspace)
+            self.words[self.input_word] = input_words
 
     def at(self, name: str, epoch: ch.Expr) -> Published:
         """A vector as it is published at an epoch."""
         return Published(self, name, epoch)
 
     def place(self, name: str, index: ch.Value) -> ch.Expr:
-        """The address of payload word `index` of a vector; of one that lies by halves, the other half of the unit is
-        HALVES_APART words away."""
-        return self.words + self._word(name, index)
+        """The address of payload word `index` of a vector."""
+        return self._words_of(name) + self._word(name, index)
 
     @ch.inline
     def publish_later(self, name: str, index: ch.Value, epoch: ch.Value) -> Callable[[ch.Value], None]:
@@ -153,7 +149,8 @@ class Exchange(ABC):
         published = prim.renewed_u32(self._word(name, index))  # else it would be worked out where it is used
 
         def publish(data: ch.Value) -> None:
-            self._publish_at(self.words + published, self._as_published(name, index, data), epoch)
+            place = self._words_of(name) + published
+            self._publish_at(place, name, self._as_published(name, index, data), epoch)
             self._let_be_copied(name)
 
         return publish
@@ -165,13 +162,11 @@ class Exchange(ABC):
     def _let_be_copied(self, name: str) -> None:  # noqa: B027 - flagged words are not copied
         """Behind stores of who calls no `meet`: the adding warps."""
 
+    def _words_of(self, name: str) -> ch.Expr:
+        return self.words[self.vectors[name].word]
+
     def _word(self, name: str, index: ch.Value) -> ch.Expr:
-        word = ch.cast(ty.u32, index)
-        if name in self.by_halves:
-            word = ch.const(ty.u32, word, name="word")
-            unit, half = word % GROUP_WORDS // 4, word % 4 // 2
-            word = word // GROUP_WORDS * GROUP_WORDS + half * HALVES_APART + unit * 2 + word % 2
-        return word + self.vectors[name].offset
+        return ch.cast(ty.u32, index) + self.vectors[name].offset
 
     def initialise(self) -> None:  # noqa: B027 - flagged words need nothing
         """Set barriers up, as `Ring.initialise`."""
@@ -182,11 +177,11 @@ class Exchange(ABC):
 
     def publish(self, name: str, index: ch.Value, data: ch.Value, epoch: ch.Value) -> None:
         """Store one payload word."""
-        self._publish_at(self.place(name, index), self._as_published(name, index, data), epoch)
+        self._publish_at(self.place(name, index), name, self._as_published(name, index, data), epoch)
 
     @abstractmethod
-    def _publish_at(self, place: ch.Expr, data: ch.Value, epoch: ch.Value) -> None:
-        """Store the payload word that lies at `place`."""
+    def _publish_at(self, place: ch.Expr, name: str, data: ch.Value, epoch: ch.Value) -> None:
+        """Store the payload word of a vector that lies at `place`."""
 
     @abstractmethod
     def publish_release(self, name: str, index: ch.Value, data: ch.Value, epoch: ch.Value) -> None:
@@ -226,17 +221,6 @@ class Exchange(ABC):
     def read_units(self, name: str, data: Any, unit: ch.Value, stride: int, count: int, epoch: ch.Value) -> None:
         """Units `unit`, `unit + stride`, ... (`count` of them, at most UNITS) into the array `data`."""
 
-    def has_quads(self, name: str) -> bool:
-        """Whether a vector is read by quads: with flagged words a lane's unit would be two loads with another between
-        those of its neighbour, and each 32 bytes of L2 would be read twice (qwen3-0.6b on an H200: 0.509 against 0.493
-        ms a step). Of more tokens, a warp's quads would be of fewer columns than its units. Both kinds read alike, so
-        that their sums of squares have the same bits."""
-        return self.machine.plan.tokens <= QUAD and name not in self.by_units
-
-    @abstractmethod
-    def read_quads(self, name: str, data: Any, quad: ch.Value, stride: int, count: int, epoch: ch.Value) -> None:
-        """Quads `quad`, `quad + stride`, ... (`count` of them, at most 2 * UNITS) into the array `data` (u32x2)."""
-
     @abstractmethod
     def read_places(self, name: str, data: Any, places: Any, count: ch.Value, epoch: ch.Value) -> None:
         """The units that begin at payload words `places[0]`, `places[1]`, ... (`count` of them, at most UNITS) into the
@@ -244,19 +228,31 @@ class Exchange(ABC):
 
 
 class FlaggedExchange(Exchange):
-    """Every 8-byte word carries 4 bytes of data and a 4-byte epoch; readers poll the data words themselves.
+    """Words say themselves that they are there; readers poll the data words.
 
-    Ordering: a 64-bit access is single-copy atomic, so a word with the right epoch has the right data: no other
-    ordering is needed for the payload. The epoch grows with every layer of every step and is never used twice, so an
-    old word is never taken for a new one and nothing is reset between launches."""
+    A flagged word is 8 bytes, 4 of data and a 4-byte epoch. Ordering: a 64-bit access is single-copy atomic, so a word
+    with the right epoch has the right data: no other ordering is needed for the payload. The epoch grows with every
+    layer of every step and is never used twice, so an old word is never taken for a new one.
+
+    A tagged word, of the inputs of products, is 4 bytes: two bf16 numbers, made so small (times a power of two, which
+    is exact) that the highest bit of either exponent is free, and in those two bits a tag that follows from the epoch.
+    It has half of the bytes. Ordering: a thread that reads a vector reads the same words of it each time that it is
+    read, and by coherence never gets a word older than one that it has had. So a tag has to tell apart those published
+    since the last one that was read, at most three with that one: epochs of a vector follow one another without
+    gaps (modulo the tags, see `epochs_of_step`), and no two in a row go unread (a step without a head leaves one).
+    Launches begin with all of it zeroed, which is no tag."""
 
     word = ty.u64
 
     def start(self) -> None:
         pass
 
-    def _publish_at(self, place: ch.Expr, data: ch.Value, epoch: ch.Value) -> None:
-        prim.publish_flagged(place, data, epoch, scope=self.scope)
+    def _publish_at(self, place: ch.Expr, name: str, data: ch.Value, epoch: ch.Value) -> None:
+        """An input's element that is not below its limit, or no number, becomes the largest that is."""
+        if name in self.inputs:
+            prim.publish_tagged(place, data, self.inputs[name], epoch, scope=self.scope)
+        else:
+            prim.publish_flagged(place, data, epoch, scope=self.scope)
 
     def publish_release(self, name: str, index: ch.Value, data: ch.Value, epoch: ch.Value) -> None:
         prim.publish_flagged_release(self.place(name, index), data, epoch, scope=self.scope)
@@ -265,7 +261,10 @@ class FlaggedExchange(Exchange):
         """Each word is waited for by itself."""
 
     def read4(self, name: str, unit: ch.Value, epoch: ch.Value) -> Any:
-        return prim.wait_flagged4(self.place(name, ch.cast(ty.u32, unit) * 4), epoch, scope=self.scope)
+        words = self.place(name, ch.cast(ty.u32, unit) * 4)
+        if name in self.inputs:
+            return prim.wait_tagged4(words, self.inputs[name], epoch, scope=self.scope)
+        return prim.wait_flagged4(words, epoch, scope=self.scope)
 
     @ch.inline
     def asked4(self) -> Any:
@@ -279,25 +278,19 @@ class FlaggedExchange(Exchange):
         return prim.settle_flagged4(asked, self.place(name, ch.cast(ty.u32, unit) * 4), epoch, scope=self.scope)
 
     def read_units(self, name: str, data: Any, unit: ch.Value, stride: int, count: int, epoch: ch.Value) -> None:
-        """Where they lie by halves, neighbouring lanes load neighbouring 16 bytes. Else a lane's unit is two loads with
-        another between those of its neighbour, and each 32 bytes of L2 are read twice (8B, int4, on an H200: 1.309
-        against 1.270 ms a step, two tokens 1.539 against 1.468)."""
         words = self.place(name, ch.cast(ty.u32, unit) * 4)
-        apart = HALVES_APART if name in self.by_halves else 2
-        prim.wait_flagged_units(data, words, apart, stride * 4, count, epoch, scope=self.scope)
-
-    def read_quads(self, name: str, data: Any, quad: ch.Value, stride: int, count: int, epoch: ch.Value) -> None:
-        words = self.place(name, ch.cast(ty.u32, quad) * 2)
-        prim.wait_flagged_quads(data, words, stride * 2, count, epoch, scope=self.scope)
+        if name in self.inputs:
+            prim.wait_tagged_units(data, words, stride * 4, count, self.inputs[name], epoch, scope=self.scope)
+        else:
+            prim.wait_flagged_units(data, words, stride * 4, count, epoch, scope=self.scope)
 
     def read_places(self, name: str, data: Any, places: Any, count: ch.Value, epoch: ch.Value) -> None:
         prim.wait_flagged_places(data, self.place(name, 0), places, count, epoch, scope=self.scope)
 
     def wait_for_one(self, name: str, unit: ch.Value, epoch: ch.Value, when: ch.Value = True) -> None:
-        """In a vector that lies by halves, for that unit's first half and its neighbour's."""
         first = self.machine.lane == 0
         with ch.if_(first if when is True else first & when):
-            prim.wait_flagged4(self.place(name, ch.cast(ty.u32, unit) * 4), epoch, scope=self.scope)
+            self.read4(name, unit, epoch)
         prim.warp_barrier()
 
     def read4_acquire(self, name: str, unit: ch.Value, epoch: ch.Value) -> Any:
@@ -338,7 +331,7 @@ class BarrierExchange(Exchange):
             self.copies.start()
         self.machine.meet()
 
-    def _publish_at(self, place: ch.Expr, data: ch.Value, epoch: ch.Value) -> None:
+    def _publish_at(self, place: ch.Expr, name: str, data: ch.Value, epoch: ch.Value) -> None:
         place[0] = data
 
     def _as_published(self, name: str, index: ch.Value, data: ch.Value) -> ch.Value:
@@ -389,12 +382,6 @@ class BarrierExchange(Exchange):
             data[index] = self.read4(name, unit + index * stride, epoch)
 
     @ch.inline
-    def read_quads(self, name: str, data: Any, quad: ch.Value, stride: int, count: int, epoch: ch.Value) -> None:
-        words = ch.reinterpret(ty.ptr(ty.u32x2), self.place(name, ch.cast(ty.u32, quad) * 2))
-        with ch.for_(count, unroll=True) as index:
-            data[index] = words[index * stride]
-
-    @ch.inline
     def read_places(self, name: str, data: Any, places: Any, count: ch.Value, epoch: ch.Value) -> None:
         with ch.for_(UNITS, unroll=True) as index:
             with ch.if_(index < count):
@@ -406,10 +393,9 @@ def make_exchange(
     workspace: ch.Expr,
     sizes: dict[str, int],
     scope: str = GPU_SCOPE,
-    by_halves: Collection[str] = (),
+    inputs: Mapping[str, int] | None = None,
     copied: Mapping[str, str] | None = None,
 ) -> Exchange:
-    """The kind that the plan names. by_halves: vectors of whole groups of which whole units are read, see
-    `FlaggedExchange.read_units`. copied: see `Exchange`."""
+    """The kind that the plan names. inputs, copied: see `Exchange`."""
     kinds = {"flags": FlaggedExchange, "barrier": BarrierExchange}
-    return kinds[machine.plan.sync](machine, workspace, sizes, scope, by_halves, copied)
+    return kinds[machine.plan.sync](machine, workspace, sizes, scope, inputs, copied)

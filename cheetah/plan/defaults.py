@@ -14,7 +14,7 @@ from cheetah.plan.regions import Reserve, comes_ahead, kernel_regions, longest_i
 from cheetah.plan.shape import ModelShape
 from cheetah.plan.shared_memory import BULK_ALIGNMENT, stages_that_fit
 
-BARRIER_TOKENS = 8
+BARRIER_TOKENS, QUANTIZED_BARRIER_TOKENS = 16, 8
 """From so many tokens on, blocks exchange vectors by the grid barrier unless told otherwise."""
 SMALL_LAYER_BYTES = 1_200_000
 """Weights of a layer that each block reads: below this, waiting weighs more than reading."""
@@ -42,7 +42,7 @@ def default_plan(gpu: Gpu, shape: ModelShape, *, reserve: Reserve = kernel_regio
     require_positive("Plan", **{name: chosen[name] for name in used_here if name in chosen})
     chosen.setdefault("tokens", next((size for size in STEP_TOKENS if size >= chosen.get("batch", 1)), MAX_BATCH))
     chosen.setdefault("adding_warps", default_adding_warps(chosen["tokens"]))
-    chosen.setdefault("sync", default_sync(chosen["tokens"], gpu))
+    chosen.setdefault("sync", default_sync(shape, chosen["tokens"], gpu))
     chosen.setdefault("stage_bytes", _default_stage_bytes(shape, gpu, chosen["consumer_warps"]))
     draft = Plan.from_dict({**chosen, "stages": 2, "in_flight": 1, "in_flight_waiting": 0})
     draft = replace(draft, down_slices=chosen.get("down_slices", default_down_slices(shape, draft, gpu)))
@@ -163,12 +163,12 @@ def _parts_that_come_ahead(shape: ModelShape, draft: Plan, gpu: Gpu) -> int:
     return ceil_div(chunks, max(1, room // 2 // chunk_bytes))
 
 
-def default_sync(tokens: int, gpu: Gpu) -> str:
-    """Flagged words double what every block reads, and threads read it: with 8 tokens that costs more than the grid
-    barrier's longer trips (8B, batch 8: 4.09 against 3.89 ms a step; int4 2.200 against 2.145; before the copy engine
-    brought vectors, 3.67 and 1.84 since). With 4 they are faster, also than copies (8B: 3.51 against 3.55; int4 1.702
-    against 1.734, fp8 2.370 against 2.354)."""
-    return "barrier" if tokens >= BARRIER_TOKENS and not gpu.emulated else "flags"
+def default_sync(shape: ModelShape, tokens: int, gpu: Gpu) -> str:
+    """Words that are polled come sooner than the grid barrier's trips end, but have to pass through registers: with
+    quantised weights and 8 tokens that takes longer (8B, ms a step: bf16 3.600 polled, 3.67 copied behind the barrier;
+    int4 2.194 and 1.84, fp8 2.730 and 2.47). With 4 it does not (int4 1.657 and 1.734)."""
+    least = QUANTIZED_BARRIER_TOKENS if shape.formats else BARRIER_TOKENS
+    return "barrier" if tokens >= least and not gpu.emulated else "flags"
 
 
 def default_adding_warps(tokens: int) -> int:

@@ -5,6 +5,7 @@ The model itself is in `program`. Here is what would hide it: how blocks are wir
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import replace
 from typing import Any
 
@@ -19,7 +20,6 @@ from cheetah.blocks.attention.step_port import NormalisedHeads, Projection, Step
 from cheetah.blocks.attention.variants import CAUSAL
 from cheetah.blocks.columns import POSITION, Columns, vector_words
 from cheetah.blocks.exchange import (
-    GROUP_WORDS,
     BarrierExchange,
     Exchange,
     FlaggedExchange,
@@ -44,7 +44,7 @@ from cheetah.models.act_order import ORDERED_INPUTS, ordered_input, places_shape
 from cheetah.models.config import ModelConfig
 from cheetah.models.dense.launch import Launch
 from cheetah.plan import M_TILE_ROWS, Gpu, ModelShape, Plan, step_matrices
-from cheetah.plan.formats import BF16_VECTOR, QuantizedTiles
+from cheetah.plan.formats import BF16_VECTOR
 from cheetah.plan.index import round_up
 from cheetah.plan.kv import KvPlanLayout, max_plans
 from cheetah.plan.kv.tables import epochs_of_step
@@ -69,7 +69,7 @@ def exchange_sizes(shape: ModelShape, gpu: Gpu, plan: Plan) -> dict[str, int]:
         return vector_words(round_up(elements, columns), plan.tokens)
 
     partial_rows = kv_layout(shape, gpu, plan).max_partial_rows
-    words = {
+    return {
         "hidden": padded_words("hidden", shape.hidden),
         "qkv": plan.tokens * shape.qkv_rows // 2,
         "partials": partial_rows * (shape.head_dim + LSE_WORDS),
@@ -78,7 +78,14 @@ def exchange_sizes(shape: ModelShape, gpu: Gpu, plan: Plan) -> dict[str, int]:
         "gated": padded_words("gated", shape.ffn),
         **head_exchange_sizes(gpu, plan),
     }
-    return words | {name: round_up(words[name], GROUP_WORDS) for name in vectors_by_halves(shape)}
+
+
+def product_inputs(shape: ModelShape) -> dict[str, int]:
+    """The vectors that products take whole, with the exponents of their exchange: an element of `attention` or `gated`
+    that is larger adds so much to the residual that `middle` or `hidden` has one too, which the next norm finds
+    (`load_normalised`). Without `hidden` in a model of one layer, where nobody reads it in steps without a head."""
+    exponents = {"hidden": 32, "attention": 60, "middle": 32, "gated": 60}
+    return {name: exponent for name, exponent in exponents.items() if name != "hidden" or shape.layers > 1}
 
 
 def published_kinds(config: ModelConfig, plan: Plan) -> dict[str, str]:
@@ -93,12 +100,6 @@ def published_kinds(config: ModelConfig, plan: Plan) -> dict[str, str]:
     return kinds
 
 
-def vectors_by_halves(shape: ModelShape) -> tuple[str, ...]:
-    """The inputs of products that convert whole units, which are those with quantised weights."""
-    products = {name: matrices[0] for name, matrices in PRODUCT_INPUTS.items()}
-    return tuple(name for name, matrix in products.items() if isinstance(shape.format_of(matrix), QuantizedTiles))
-
-
 def head_exchange_sizes(gpu: Gpu, plan: Plan) -> dict[str, int]:
     """Those of the last two phases."""
     return {
@@ -108,10 +109,10 @@ def head_exchange_sizes(gpu: Gpu, plan: Plan) -> dict[str, int]:
     }
 
 
-def workspace_bytes(exchanged: dict[str, int], plan: Plan) -> int:
+def workspace_bytes(exchanged: dict[str, int], plan: Plan, inputs: Collection[str] = ()) -> int:
     """Bytes of the `exchange` buffer for so many payload words of each vector."""
     kind = {"flags": FlaggedExchange, "barrier": BarrierExchange}[plan.sync]
-    return kind.size_bytes(exchanged)
+    return kind.size_bytes(exchanged, inputs)
 
 
 def sizes(config: ModelConfig, gpu: Gpu, plan: Plan) -> dict[str, int]:
@@ -138,7 +139,7 @@ def sizes(config: ModelConfig, gpu: Gpu, plan: Plan) -> dict[str, int]:
         "tiles": layout.tiles,
         "columns": plan.tokens,
         "mask_words": mask_words(shape.vocab),
-        "exchange_bytes": workspace_bytes(exchange_sizes(shape, gpu, plan), plan),
+        "exchange_bytes": workspace_bytes(exchange_sizes(shape, gpu, plan), plan, product_inputs(shape)),
         "token_room": plan.launch_tokens + 1,
         "blocks": gpu.blocks,
         "phases": len(phase_names(config)),
@@ -297,7 +298,7 @@ class StepParts(HeadParts):
             machine,
             launch.exchange,
             exchange_sizes(machine.shape, machine.gpu, machine.plan),
-            by_halves=vectors_by_halves(machine.shape),
+            inputs=product_inputs(machine.shape),
             copied=published_kinds(config, machine.plan),
         )
         super().__init__(config, machine, launch, made, phases_of(machine.shape.layers))

@@ -209,7 +209,7 @@ class StepLaunches(KernelLaunches):
         self._upload_inputs(parts)
         self._buffers["progress"].fill(0xFF)  # what a block has not written yet says "not started"
         epoch, restarted = self._epochs.take(steps)
-        if restarted:
+        if restarted or self._plan.sync == "flags":  # whose tags repeat: see cheetah.blocks.exchange
             self._buffers["exchange"].fill(0)
         scalars |= {
             "steps": steps,

@@ -70,7 +70,7 @@ def test_every_block_reads_what_all_blocks_made(sync: str, blocks: int, scope: s
     def run(scheduler: str, seed: int) -> np.ndarray:
         workspace = allocate(KINDS[sync].size_bytes(SIZES), np.uint8, fill=0)
         output = allocate((blocks, WORDS), np.uint32)
-        for launch in range(3):  # nothing is reset between launches
+        for launch in range(3):  # flagged words are not reset between launches
             first_epoch = 1 + launch * (ROUNDS + 1)
             arguments = {"exchange": workspace, "output": output, "rounds": ROUNDS + 1, "epoch": first_epoch}
             kernel.launch(arguments, scheduler, seed + launch)
@@ -81,49 +81,81 @@ def test_every_block_reads_what_all_blocks_made(sync: str, blocks: int, scope: s
     assert report.ok, str(report)
 
 
-HALVED = ModelShape(64, 2048, 64, 1, 1, 64, 1)
-HALVED_PARAMETERS = ch.Params(exchange=ty.ptr_mut(ty.u8), output=ty.ptr_mut(ty.u32x4), epoch=ty.u32)
+INPUTS = dict.fromkeys(SIZES, 32)
 
 
-def reading_by_halves() -> SmallKernel:
-    """Two blocks publish words in turns; the threads of each read units of a vector that lies by halves."""
+def passing_inputs(blocks: int) -> SmallKernel:
+    """The same with pairs of bf16, as inputs of products: (i % 8 + r, the first of word i + 1 of round r - 1)."""
 
     @ch.inline
     def body(machine: Any, ring: Any, given: dict[str, Any]) -> None:
         with machine.consumer:
-            exchange = make_exchange(machine, given["exchange"], {"x": 512}, by_halves=("x",))
-            with ch.for_(machine.thread * 2 + machine.block, 512, machine.consumer_threads * 2) as word:
-                exchange.publish("x", word, word * 7, given["epoch"])
-            exchange.wait_for_one("x", machine.thread, given["epoch"])
-            units = ch.array(ty.u32x4, UNITS)
-            exchange.read_units("x", units, machine.thread, machine.consumer_threads, 2, given["epoch"])
-            with ch.for_(2, unroll=True) as number:
-                given["output"][(machine.block * 2 + number) * machine.consumer_threads + machine.thread] = units[
-                    number
-                ]
+            exchange = make_exchange(machine, given["exchange"], SIZES, inputs=INPUTS)
+            exchange.start()
+            vector = machine.region("vector", ty.u32)
+            units = machine.region("vector", ty.u32x4)
+            with ch.for_(machine.thread, WORDS, machine.consumer_threads) as word:
+                vector[word] = 0
+            machine.meet()
+            with ch.for_(0, given["rounds"], 2) as pair:
+                for number, name in enumerate(SIZES):
+                    round_ = pair + number
+                    first = machine.block + machine.thread * blocks
+                    with ch.for_(first, WORDS, machine.consumer_threads * blocks) as word:
+                        low = ch.cast(ty.f32, word % 8 + round_)
+                        made = prim.pack_bf16x2(low, prim.bf16x2_low(vector[(word + 1) % WORDS]))
+                        exchange.publish(name, word, made, given["epoch"] + round_)
+                    machine.meet()
+                    exchange.wait_for_one(name, machine.thread % (WORDS // 4), given["epoch"] + round_)
+                    with ch.for_(machine.thread, WORDS // 4, machine.consumer_threads) as unit:
+                        data = ch.array(ty.u32x4, UNITS)
+                        exchange.read_units(name, data, unit, machine.consumer_threads, 1, given["epoch"] + round_)
+                        units[unit] = data[0]
+                    machine.meet()
+            with ch.for_(machine.thread, WORDS, machine.consumer_threads) as word:
+                given["output"][machine.block * WORDS + word] = vector[word]
 
-    return SmallKernel(HALVED, 2, plan_of(HALVED, 2), HALVED_PARAMETERS, body)
+    return SmallKernel(SHAPE, blocks, plan_of(SHAPE, blocks), PARAMETERS, body)
 
 
-def read_by_halves() -> np.ndarray:
-    workspace = allocate(FlaggedExchange.size_bytes({"x": 512}), np.uint8, fill=0)
-    output = allocate((2, 512), np.uint32)
-    reading_by_halves().launch({"exchange": workspace, "output": output, "epoch": 3}, "random", 1)
+def inputs_passed(kernel: SmallKernel, blocks: int, scheduler: str, seed: int) -> np.ndarray:
+    workspace = allocate(FlaggedExchange.size_bytes(SIZES, INPUTS), np.uint8, fill=0)
+    output = allocate((blocks, WORDS), np.uint32)
+    arguments = {"exchange": workspace, "output": output, "rounds": ROUNDS + 1, "epoch": 7}
+    kernel.launch(arguments, scheduler, seed)
     return output
 
 
-def test_units_that_lie_by_halves() -> None:
-    np.testing.assert_array_equal(read_by_halves(), np.broadcast_to(np.arange(512) * 7, (2, 512)))
+def wanted_inputs() -> np.ndarray:
+    first = np.arange(WORDS) % 8 + ROUNDS
+    pairs = np.stack([first, np.roll(first - 1, -1)], 1).astype(np.float32)
+    return (pairs.view(np.uint32) >> 16) @ np.array([1, 1 << 16], np.uint32)
 
 
-def test_halves_that_are_taken_for_neighbours_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    read = prim.wait_flagged_units
+def test_inputs_of_products_carry_tags() -> None:
+    kernel = passing_inputs(3)
 
-    def as_neighbours(data: Any, words: Any, apart: int, *others: Any, **scope: Any) -> None:
-        read(data, words, 2, *others, **scope)
+    def run(scheduler: str, seed: int) -> np.ndarray:
+        output = inputs_passed(kernel, 3, scheduler, seed)
+        np.testing.assert_array_equal(output, np.broadcast_to(wanted_inputs(), output.shape))
+        return output
 
-    monkeypatch.setattr(prim, "wait_flagged_units", as_neighbours)
-    assert not np.array_equal(read_by_halves()[0], np.arange(512) * 7)
+    report = explore(run, range(8))
+    assert report.ok, str(report)
+
+
+@pytest.mark.slow
+def test_tags_that_repeat_at_once_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("publish_tagged", "wait_tagged4", "wait_tagged_units"):
+        primitive = getattr(prim, name)
+
+        def with_one_tag(*arguments: Any, primitive: Any = primitive, **scope: Any) -> Any:
+            return primitive(*arguments[:-1], arguments[-1] * 3, **scope)
+
+        monkeypatch.setattr(prim, name, with_one_tag)
+    kernel = passing_inputs(3)
+    outputs = [inputs_passed(kernel, 3, scheduler, seed) for scheduler in ("random", "priority") for seed in range(8)]
+    assert not all(np.array_equal(output, np.broadcast_to(wanted_inputs(), output.shape)) for output in outputs)
 
 
 @pytest.mark.parametrize("epoch", [2**31 - 4, 2**32 - 12])

@@ -437,23 +437,40 @@ def test_words_are_asked_for_before_they_are_there_and_after(scheduler: str) -> 
 
 
 @pytest.mark.parametrize("scheduler", SCHEDULERS)
-def test_quads_cross_blocks_each_by_itself(scheduler: str) -> None:
-    """A thread waits for the two words of its quad alone: the last quad never comes, and nobody wants it."""
+def test_tagged_units_cross_blocks_each_by_itself(scheduler: str) -> None:
+    """A thread waits for the units that it wants alone: the last one never comes, and nobody wants it."""
     body = """
       if (blockIdx.x == 0) {
-        if (threadIdx.x < 62) publish_flagged(words + threadIdx.x, 7 * threadIdx.x, 3);
+        if (threadIdx.x < 60) publish_tagged(words + threadIdx.x, given[threadIdx.x], 32, 7);
         return;
       }
-      uint2 data[16] = {};
-      wait_flagged_quads(data, words + threadIdx.x % 16 * 2, 32, threadIdx.x % 16 == 15 ? 1 : 2, 3);
+      uint4 data[8] = {};
+      wait_tagged_units(data, words + threadIdx.x % 8 * 4, 32, threadIdx.x % 8 == 7 ? 1 : 2, 32, 7);
       for (uint32_t i = 0; i < 2; i++) out[threadIdx.x * 2 + i] = data[i];
     """
-    words, out = allocate(64, np.uint64, fill=0), np.zeros((64, 2, 2), np.uint32)
-    program(body, "uint64_t* words, uint2* out").launch(2, 64, 0, [words, out], scheduler=scheduler, seed=2)
-    half, number = np.arange(64)[:, None] % 16, np.arange(2)[None]
-    first = half * 2 + number * 32
-    expected = np.where(((half < 15) | (number == 0))[..., None], 7 * (first[..., None] + np.arange(2)), 0)
-    np.testing.assert_array_equal(out, expected)
+    given = allocate(64, np.uint32, fill=0)
+    numbers = np.random.default_rng(1).standard_normal((64, 2)) * 2.0 ** np.random.default_rng(2).integers(
+        -60, 32, (64, 2)
+    )
+    given[:] = (numbers.astype(np.float32).view(np.uint32) >> 16) @ np.array([1, 1 << 16], np.uint32)
+    words, out = allocate(64, np.uint32, fill=0), np.zeros((64, 2, 4), np.uint32)
+    signature = "uint32_t* words, const uint32_t* given, uint4* out"
+    program(body, signature).launch(2, 64, 0, [words, given, out], scheduler=scheduler, seed=2)
+    unit = np.arange(64)[:, None] % 8 + np.arange(2)[None] * 8
+    np.testing.assert_array_equal(out, np.where((unit < 15)[..., None], given.reshape(16, 4)[unit], 0))
+
+
+def test_what_no_tagged_word_can_hold_becomes_the_largest_that_one_can() -> None:
+    body = """
+      publish_tagged(words + threadIdx.x, given[threadIdx.x], 32, 3);
+      const uint4 got = wait_tagged4(words, 32, 3);
+      if (threadIdx.x == 0) *out = got;
+    """
+    given = allocate(4, np.uint32, fill=0)
+    given[:] = [0x7F803F80, 0xC0007FC0, 0x50004FFF, 0xFF80FFFF]  # (1, inf), (nan, -2), (largest, 2^33), (nan, -inf)
+    words, out = allocate(4, np.uint32, fill=0), np.zeros(4, np.uint32)
+    program(body, "uint32_t* words, const uint32_t* given, uint4* out").launch(1, 4, 0, [words, given, out])
+    np.testing.assert_array_equal(out, [0x4FFF3F80, 0xC0004FFF, 0x4FFF4FFF, 0x4FFF4FFF])
 
 
 def test_units_from_places_of_their_own() -> None:

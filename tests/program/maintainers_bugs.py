@@ -88,7 +88,7 @@ TRIED = (
     bug(
         "no warp barrier where one lane waits for all",
         "alone has waited for words before",
-        without(r"warp_barrier\(\);", before=r"\{\s*(?:uint4 \w+ = )?wait_flagged4\([^;]*;\s*\}\s*"),
+        without(r"warp_barrier\(\);", before=r"\{\s*wait_tagged4\([^;]*;\s*\}\s*"),
     ),
     bug(
         "no warp barrier before the step's end is told",

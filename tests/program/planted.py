@@ -265,7 +265,7 @@ def read_without_waiting(vector: str) -> Callable[[Patch], None]:
 
     def change(patch: Patch) -> None:
         one, several, anywhere = FlaggedExchange.read4, FlaggedExchange.read_units, FlaggedExchange.read_places
-        quads, settle = FlaggedExchange.read_quads, FlaggedExchange.settle4
+        settle = FlaggedExchange.settle4
 
         def read4(self: Any, name: str, unit: Any, epoch: Any) -> Any:
             return payload(self, name, unit) if name == vector else one(self, name, unit, epoch)
@@ -276,14 +276,6 @@ def read_without_waiting(vector: str) -> Callable[[Patch], None]:
                 return
             for number in range(count):
                 data[number] = payload(self, name, unit + number * stride)
-
-        def read_quads(self: Any, name: str, data: Any, quad: Any, stride: int, count: int, epoch: Any) -> None:
-            if name != vector:
-                quads(self, name, data, quad, stride, count, epoch)
-                return
-            for number in range(count):
-                words = self.place(name, ch.cast(ty.u32, quad + number * stride) * 2)
-                data[number] = prim.make_u32x2(ty.u32(words[0]), ty.u32(words[1]))
 
         def read_places(self: Any, name: str, data: Any, places: Any, count: int, epoch: Any) -> None:
             if name != vector:
@@ -299,7 +291,6 @@ def read_without_waiting(vector: str) -> Callable[[Patch], None]:
         patch.setattr(FlaggedExchange, "settle4", settle4)
         patch.setattr(FlaggedExchange, "read_places", read_places)
         patch.setattr(FlaggedExchange, "read_units", read_units)
-        patch.setattr(FlaggedExchange, "read_quads", read_quads)
 
     return change
 
@@ -332,8 +323,8 @@ def share_memory(first: str, second: str) -> Callable[[Patch], None]:
     def change(patch: Patch) -> None:
         lay_out = Exchange._lay_out.__func__  # type: ignore[attr-defined]
 
-        def shared(cls: Any, sizes: dict[str, int]) -> Any:
-            vectors = lay_out(cls, sizes)
+        def shared(cls: Any, sizes: dict[str, int], inputs: Any) -> Any:
+            vectors = lay_out(cls, sizes, inputs)
             vectors[first] = replace(vectors[first], offset=vectors[second].offset)
             return vectors
 

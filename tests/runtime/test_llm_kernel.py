@@ -120,12 +120,16 @@ def test_sampled_tokens_are_the_references_draws_from_the_scores(
         assert tuple(drawn) == made != llm.generate(PROMPT, SamplingParams(max_tokens=25)).token_ids
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize(("tensor", "temperature"), [
+    (FINAL_NORM, 0.0), (FINAL_NORM, 0.8),
+    ("model.layers.0.self_attn.v_proj.weight", 0.0), ("model.layers.0.mlp.up_proj.weight", 0.0),
+])  # fmt: skip
 def test_logits_that_are_not_numbers_are_an_error_and_not_a_token(
-    tmp_path: Path, place: dict[str, Any], temperature: float
+    tmp_path: Path, place: dict[str, Any], tensor: str, temperature: float
 ) -> None:
+    """Also where the exchange makes numbers of what is none, in `attention` and in `gated`."""
     broken = TinyWeights(tiny_config())
-    broken.tensors[FINAL_NORM][3] = BF16_NAN
+    broken.tensors[tensor].flat[3] = BF16_NAN
     with opened(write_checkpoint(tmp_path, broken), place) as llm:
         assert np.isnan(llm.score(PROMPT)).all()
         with pytest.raises(CheetahError, match=rf"no token can be chosen for position {len(PROMPT)}: none of its"):

@@ -26,6 +26,10 @@ from cheetah.plan.formats import BF16_VECTOR, DIGITS, HALVES
 from cheetah.plan.plan import COLUMNS
 
 LINE_BYTES = 128
+TOO_LARGE = 2.0**64
+"""A sum of squares that no vector of plausible numbers has. An element that was none makes all products NaN, so that it
+is told, whatever the exchange made of it: at least 2^32."""
+NAN = 0x7FC00000
 NORMALISED_UNITS = 6
 """Units that are normalised together where there are several tokens: with 8, registers spill."""
 COPIED_ROWS = 16
@@ -518,4 +522,5 @@ def _write_scales(columns: Columns, part: Part, squares: Any, true_elements: int
         with ch.for_(machine.plan.consumer_warps // classes, unroll=True) as other:
             warp = other * classes + machine.thread // COLUMNS
             total += partial_sums[warp * COLUMNS + machine.thread % COLUMNS]
-        scales[machine.thread] = prim.rsqrt_f32(total * (1.0 / true_elements) + epsilon)
+        scale = prim.rsqrt_f32(total * (1.0 / true_elements) + epsilon)
+        scales[machine.thread] = ch.select(total < TOO_LARGE, scale, prim.bits_float(NAN))

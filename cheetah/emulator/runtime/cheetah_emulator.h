@@ -45,8 +45,10 @@ extern Index3 block_dimensions, grid_dimensions;
 void preemption_point(Place place, const char* primitive);
 void check_global(const void* address, uint64_t bytes, uint64_t alignment, Place place, const char* primitive);
 void words_written(const void* address);
-void begin_word_wait(const uint64_t* words, uint32_t count, Place place, const char* primitive);
-void wait_for_words(const uint64_t* words, uint32_t count, uint32_t epoch, Place place, const char* primitive);
+constexpr uint32_t tag_bits = 0x40004000;  // of a tagged word
+void begin_word_wait(const void* words, uint32_t word_bytes, Place place, const char* primitive);
+void wait_for_flags(const uint64_t* words, uint32_t epoch, Place place, const char* primitive);
+void wait_for_tags(const uint32_t* words, uint32_t tag, Place place, const char* primitive);
 void wait_for_at_least(const uint64_t* word, uint64_t value, Place place);
 uint64_t virtual_nanoseconds();
 
@@ -326,24 +328,15 @@ CHEETAH_PRIMITIVE void publish_flagged_release(uint64_t* p, uint32_t data, uint3
 
 namespace cheetah_emulator {
 
-CHEETAH_INLINE uint2 wait_flagged2(const uint64_t* p, uint32_t epoch, Place place, const char* primitive) {
-  begin_word_wait(p, 2, place, primitive);
-  for (;;) {
-    const uint64_t w0 = __atomic_load_n(p, __ATOMIC_RELAXED), w1 = __atomic_load_n(p + 1, __ATOMIC_RELAXED);
-    if (w0 >> 32 == epoch && w1 >> 32 == epoch) return {uint32_t(w0), uint32_t(w1)};
-    wait_for_words(p, 2, epoch, place, primitive);
-  }
-}
-
 template <int order>
 CHEETAH_INLINE uint4 wait_flagged4(const uint64_t* p, uint32_t epoch, Place place, const char* primitive) {
-  begin_word_wait(p, 4, place, primitive);
+  begin_word_wait(p, 8, place, primitive);
   for (;;) {
     const uint64_t w0 = __atomic_load_n(p, order), w1 = __atomic_load_n(p + 1, order);
     const uint64_t w2 = __atomic_load_n(p + 2, order), w3 = __atomic_load_n(p + 3, order);
     if (w0 >> 32 == epoch && w1 >> 32 == epoch && w2 >> 32 == epoch && w3 >> 32 == epoch)
       return {uint32_t(w0), uint32_t(w1), uint32_t(w2), uint32_t(w3)};
-    wait_for_words(p, 4, epoch, place, primitive);
+    wait_for_flags(p, epoch, place, primitive);
   }
 }
 
@@ -365,19 +358,10 @@ CHEETAH_PRIMITIVE uint4 settle_flagged4(const uint64_t (&asked)[4], const uint64
   return cheetah_emulator::wait_flagged4<__ATOMIC_RELAXED>(p, epoch, place, "settle_flagged4");
 }
 
-CHEETAH_PRIMITIVE void wait_flagged_units(uint4 (&data)[8], const uint64_t* words, uint32_t apart, uint32_t stride,
-                                          uint32_t count, uint32_t epoch, CHEETAH_PLACE) {
-  for (uint32_t i = 0; i < count && i < 8; i++) {
-    const uint2 first = cheetah_emulator::wait_flagged2(words + i * stride, epoch, place, "wait_flagged_units");
-    const uint2 last = cheetah_emulator::wait_flagged2(words + i * stride + apart, epoch, place, "wait_flagged_units");
-    data[i] = {first.x, first.y, last.x, last.y};
-  }
-}
-
-CHEETAH_PRIMITIVE void wait_flagged_quads(uint2 (&data)[16], const uint64_t* words, uint32_t stride, uint32_t count,
-                                           uint32_t epoch, CHEETAH_PLACE) {
-  for (uint32_t i = 0; i < count && i < 16; i++)
-    data[i] = cheetah_emulator::wait_flagged2(words + i * stride, epoch, place, "wait_flagged_quads");
+CHEETAH_PRIMITIVE void wait_flagged_units(uint4 (&data)[8], const uint64_t* words, uint32_t stride, uint32_t count,
+                                          uint32_t epoch, CHEETAH_PLACE) {
+  for (uint32_t i = 0; i < count && i < 8; i++)
+    data[i] = cheetah_emulator::wait_flagged4<__ATOMIC_RELAXED>(words + i * stride, epoch, place, "wait_flagged_units");
 }
 
 CHEETAH_PRIMITIVE void wait_flagged_places(uint4 (&data)[8], const uint64_t* words, const uint32_t (&offsets)[8],
@@ -439,7 +423,9 @@ CHEETAH_PRIMITIVE uint32_t load_shared_u32(const uint32_t* p, CHEETAH_PLACE) {
 #define settle_flagged4_sys settle_flagged4
 #define wait_flagged4_sys wait_flagged4
 #define wait_flagged_units_sys wait_flagged_units
-#define wait_flagged_quads_sys wait_flagged_quads
+#define publish_tagged_sys publish_tagged
+#define wait_tagged4_sys wait_tagged4
+#define wait_tagged_units_sys wait_tagged_units
 #define wait_flagged_places_sys wait_flagged_places
 #define wait_flagged4_acquire_sys wait_flagged4_acquire
 #define add_release_u64_sys add_release_u64
@@ -508,6 +494,56 @@ CHEETAH_PRIMITIVE float bf16x2_high(uint32_t value) { return bits_float(value & 
 
 CHEETAH_PRIMITIVE uint32_t multiply_bf16x2(uint32_t a, uint32_t b) {
   return pack_bf16x2(bf16x2_low(a) * bf16x2_low(b), bf16x2_high(a) * bf16x2_high(b));
+}
+
+// -- words that cross blocks with a tag in the bits that two small bf16 numbers leave free
+
+namespace cheetah_emulator {
+
+CHEETAH_INLINE uint32_t tag_of(uint32_t epoch) {
+  const uint32_t number = epoch % 3 + 1;
+  return (number & 1) << 14 | (number & 2) << 29;
+}
+
+CHEETAH_INLINE uint32_t power_of_two_bf16x2(uint32_t exponent) { return ((127 + exponent) << 7) * 0x00010001; }
+
+}  // namespace cheetah_emulator
+
+CHEETAH_PRIMITIVE void publish_tagged(uint32_t* p, uint32_t data, uint32_t exponent, uint32_t epoch, CHEETAH_PLACE) {
+  cheetah_emulator::check_global(p, 4, 4, place, "publish_tagged");
+  const uint32_t small = multiply_bf16x2(data, cheetah_emulator::power_of_two_bf16x2(-exponent));
+  const uint32_t too_large = (small >> 14 & 0x00010001) * 0xFFFF;
+  __atomic_store_n(p, (small & ~too_large) | (too_large & 0x3FFF3FFF) | cheetah_emulator::tag_of(epoch),
+                   __ATOMIC_RELAXED);
+  cheetah_emulator::words_written(p);
+}
+
+namespace cheetah_emulator {
+
+CHEETAH_INLINE uint4 wait_tagged4(const uint32_t* p, uint32_t exponent, uint32_t epoch, Place place,
+                                  const char* primitive) {
+  const uint32_t tag = tag_of(epoch), factor = power_of_two_bf16x2(exponent);
+  begin_word_wait(p, 4, place, primitive);
+  for (;;) {
+    uint32_t words[4], missing = 0;
+    for (uint32_t i = 0; i < 4; i++) missing |= words[i] = __atomic_load_n(p + i, __ATOMIC_RELAXED) ^ tag;
+    if (!(missing & tag_bits))
+      return {multiply_bf16x2(words[0], factor), multiply_bf16x2(words[1], factor),
+              multiply_bf16x2(words[2], factor), multiply_bf16x2(words[3], factor)};
+    wait_for_tags(p, tag, place, primitive);
+  }
+}
+
+}  // namespace cheetah_emulator
+
+CHEETAH_PRIMITIVE uint4 wait_tagged4(const uint32_t* p, uint32_t exponent, uint32_t epoch, CHEETAH_PLACE) {
+  return cheetah_emulator::wait_tagged4(p, exponent, epoch, place, "wait_tagged4");
+}
+
+CHEETAH_PRIMITIVE void wait_tagged_units(uint4 (&data)[8], const uint32_t* words, uint32_t stride, uint32_t count,
+                                         uint32_t exponent, uint32_t epoch, CHEETAH_PLACE) {
+  for (uint32_t i = 0; i < count && i < 8; i++)
+    data[i] = cheetah_emulator::wait_tagged4(words + i * stride, exponent, epoch, place, "wait_tagged_units");
 }
 
 namespace cheetah_emulator {

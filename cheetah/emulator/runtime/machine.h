@@ -25,7 +25,7 @@ enum class Collective : uint8_t {
   none, warp_barrier, shuffle_xor, shuffle, sum, mma, mma_halves, mma_bytes, transpose, wgmma_fence, wgmma, wgmma_commit, wgmma_wait
 };
 
-enum class WaitKind : uint8_t { none, collective, barrier, mbarrier, words, at_least };
+enum class WaitKind : uint8_t { none, collective, barrier, mbarrier, flags, tags, at_least };
 
 struct Random {  // splitmix64: small, fast, and every seed is a good one
   uint64_t state;
@@ -82,8 +82,7 @@ struct Wait {
   const char* primitive = nullptr;
   Place place;
   const void* object = nullptr;
-  uint64_t value = 0;       // parity, epoch or target
-  uint32_t words = 4;       // of those that carry an epoch, how many are waited for together
+  uint64_t value = 0;       // parity, epoch, tag or target
 };
 
 struct Slot {  // what a lane brings to a collective and takes from it
@@ -162,6 +161,7 @@ constexpr uint32_t most_buffers = 256;
 constexpr uint32_t mbarriers_a_block = 1024;
 constexpr uint32_t copies_a_block = 1024;
 constexpr uint32_t wait_buckets = 4096;
+constexpr uint32_t words_together = 4;  // flagged or tagged words that a thread waits for together
 
 struct Machine {
   Fibre* fibres;

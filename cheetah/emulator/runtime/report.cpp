@@ -50,11 +50,20 @@ std::string mbarrier_state(const Fibre& fibre) {
               long(storage - fibre.block_state->arena));
 }
 
-// Threads that wait for different words of one epoch share a line: the state is that of the first.
-std::string words_state(const Fibre& fibre) {
+// Threads that wait for different words of one epoch or tag share a line: the state is that of the first.
+std::string flags_state(const Fibre& fibre) {
   const auto* words = static_cast<const uint64_t*>(fibre.wait.object);
   std::string state = text("epoch %u; words carry", unsigned(fibre.wait.value));
-  for (uint32_t i = 0; i < fibre.wait.words; i++) state += text(" %u", unsigned(words[i] >> 32));
+  for (uint32_t i = 0; i < words_together; i++) state += text(" %u", unsigned(words[i] >> 32));
+  return state + "; " + global_name(words) + lost_wake(fibre);
+}
+
+unsigned number_of_tag(uint64_t tag) { return unsigned(tag >> 14 & 1 | tag >> 29 & 2); }
+
+std::string tags_state(const Fibre& fibre) {
+  const auto* words = static_cast<const uint32_t*>(fibre.wait.object);
+  std::string state = text("tag %u; words carry", number_of_tag(fibre.wait.value));
+  for (uint32_t i = 0; i < words_together; i++) state += text(" %u", number_of_tag(words[i]));
   return state + "; " + global_name(words) + lost_wake(fibre);
 }
 
@@ -70,7 +79,8 @@ std::string state_of(const Fibre& fibre) {
                                            __builtin_popcount(fibre.warp->lanes));
     case WaitKind::barrier: return barrier_state(fibre);
     case WaitKind::mbarrier: return mbarrier_state(fibre);
-    case WaitKind::words: return words_state(fibre);
+    case WaitKind::flags: return flags_state(fibre);
+    case WaitKind::tags: return tags_state(fibre);
     case WaitKind::at_least: return at_least_state(fibre);
     case WaitKind::none: return "runnable";
   }
@@ -93,12 +103,14 @@ struct Line {
   uint32_t other_words;  // waits for other words than the first thread's
 };
 
+bool waits_for_words(WaitKind kind) { return kind == WaitKind::flags || kind == WaitKind::tags; }
+
 bool shares_line(const Line& line, const Fibre& fibre) {
   if (fibre.finished || line.finished) return fibre.finished && line.finished;
   const Wait &ours = line.wait, &its = fibre.wait;
   return ours.primitive == its.primitive && ours.place.line() == its.place.line() && ours.kind == its.kind &&
          (ours.kind == WaitKind::none ||
-          (ours.value == its.value && (ours.kind == WaitKind::words || ours.object == its.object)));
+          (ours.value == its.value && (waits_for_words(ours.kind) || ours.object == its.object)));
 }
 
 void close_range(Line& line) {
@@ -115,7 +127,7 @@ void add(std::vector<Line>& lines, size_t block_start, const Fibre& fibre) {
       line.first = fibre.thread;
     }
     line.last = fibre.thread;
-    line.other_words += line.wait.kind == WaitKind::words && line.wait.object != fibre.wait.object;
+    line.other_words += waits_for_words(line.wait.kind) && line.wait.object != fibre.wait.object;
     return;
   }
   lines.push_back({fibre.wait, fibre.finished, line_start(fibre), "", fibre.thread, fibre.thread, 0});

@@ -47,17 +47,25 @@ void check_together(const Warp& warp, uint64_t bit, Place place, const char* pri
   }
 }
 
-void sleep_on(const uint64_t* words, const Wait& wait) {
-  append(bucket_of(words), *machine.current);
+void sleep_on(const Wait& wait) {
+  append(bucket_of(wait.object), *machine.current);
   block_on(wait);
+}
+
+bool tags_are_there(const Wait& wait) {
+  const auto* words = static_cast<const uint32_t*>(wait.object);
+  for (uint32_t i = 0; i < words_together; i++)
+    if ((__atomic_load_n(words + i, __ATOMIC_RELAXED) ^ wait.value) & tag_bits) return false;
+  return true;
 }
 
 }  // namespace
 
 bool words_are_there(const Fibre& fibre) {
+  if (fibre.wait.kind == WaitKind::tags) return tags_are_there(fibre.wait);
   const auto* words = static_cast<const uint64_t*>(fibre.wait.object);
   if (fibre.wait.kind == WaitKind::at_least) return read(words) >= fibre.wait.value;
-  for (uint32_t i = 0; i < fibre.wait.words; i++)
+  for (uint32_t i = 0; i < words_together; i++)
     if (read(words + i) >> 32 != fibre.wait.value) return false;
   return true;
 }
@@ -75,12 +83,16 @@ void words_written(const void* address) {
   bucket = still_waiting;
 }
 
-void wait_for_words(const uint64_t* words, uint32_t count, uint32_t epoch, Place place, const char* primitive) {
-  sleep_on(words, {WaitKind::words, primitive, place, words, epoch, count});
+void wait_for_flags(const uint64_t* words, uint32_t epoch, Place place, const char* primitive) {
+  sleep_on({WaitKind::flags, primitive, place, words, epoch});
+}
+
+void wait_for_tags(const uint32_t* words, uint32_t tag, Place place, const char* primitive) {
+  sleep_on({WaitKind::tags, primitive, place, words, tag});
 }
 
 void wait_for_at_least(const uint64_t* word, uint64_t value, Place place) {
-  sleep_on(word, {WaitKind::at_least, "wait_at_least_u64", place, word, value});
+  sleep_on({WaitKind::at_least, "wait_at_least_u64", place, word, value});
 }
 
 namespace {
@@ -98,8 +110,8 @@ const Buffer& checked_buffer(const void* address, uint64_t bytes, Place place, c
 
 }  // namespace
 
-void begin_word_wait(const uint64_t* words, uint32_t count, Place place, const char* primitive) {
-  check_global(words, 8 * count, 8 * count, place, primitive);
+void begin_word_wait(const void* words, uint32_t word_bytes, Place place, const char* primitive) {
+  check_global(words, word_bytes * words_together, word_bytes * words_together, place, primitive);
   Warp& warp = *machine.current->warp;
   WordWaits& own = warp.word_waits[machine.current->lane];
   const uint64_t bit = bit_of(place);

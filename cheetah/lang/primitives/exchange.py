@@ -94,7 +94,7 @@ wait_flagged_units = declare(
           asm volatile("ld.relaxed.gpu.global.v2.u64 {%0, %1}, [%2];"
             : "=l"(word[i][0]), "=l"(word[i][1]) : "l"(place) : "memory");
           asm volatile("ld.relaxed.gpu.global.v2.u64 {%0, %1}, [%2];"
-            : "=l"(word[i][2]), "=l"(word[i][3]) : "l"(place + apart) : "memory");
+            : "=l"(word[i][2]), "=l"(word[i][3]) : "l"(place + 2) : "memory");
         }
       }
       #pragma unroll
@@ -107,41 +107,8 @@ wait_flagged_units = declare(
       }
     } while (missing);
     """,
-    "the data of `count` (at most 8) units of four words, `stride` words apart, once all carry the epoch; the last two "
-    "of a unit lie `apart` words behind the first",
+    "the data of `count` (at most 8) units of four words, `stride` words apart, once all carry the epoch",
     data=ty.array(ty.u32x4, UNITS),
-    words=_WORDS,
-    apart=ty.u32,
-    stride=ty.u32,
-    count=ty.u32,
-    epoch=ty.u32,
-)
-wait_flagged_quads = declare(
-    "wait_flagged_quads",
-    ty.void,
-    """
-    uint64_t word[16][2];
-    bool missing;
-    do {
-      missing = false;
-      #pragma unroll
-      for (uint32_t i = 0; i < 16; ++i) {
-        if (i < count) {
-          asm volatile("ld.relaxed.gpu.global.v2.u64 {%0, %1}, [%2];"
-            : "=l"(word[i][0]), "=l"(word[i][1]) : "l"(words + i * stride) : "memory");
-        }
-      }
-      #pragma unroll
-      for (uint32_t i = 0; i < 16; ++i) {
-        if (i < count) {
-          missing |= (uint32_t)(word[i][0] >> 32) != epoch || (uint32_t)(word[i][1] >> 32) != epoch;
-          data[i] = make_uint2((uint32_t)word[i][0], (uint32_t)word[i][1]);
-        }
-      }
-    } while (missing);
-    """,
-    "the data of `count` (at most 16) quads, two words each, `stride` words apart, once all carry the epoch",
-    data=ty.array(ty.u32x2, 2 * UNITS),
     words=_WORDS,
     stride=ty.u32,
     count=ty.u32,
@@ -180,6 +147,93 @@ wait_flagged_places = declare(
     words=_WORDS,
     offsets=ty.array(ty.u32, UNITS),
     count=ty.u32,
+    epoch=ty.u32,
+)
+_TAG = """
+const uint32_t number = epoch % 3 + 1, tag = (number & 1) << 14 | (number & 2) << 29;
+"""
+publish_tagged = declare(
+    "publish_tagged",
+    ty.void,
+    _TAG
+    + """
+    const uint32_t factor = (127 - exponent << 7) * 0x00010001;
+    uint32_t word;
+    asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(word) : "r"(data), "r"(factor));
+    uint32_t too_large = (word >> 14 & 0x00010001) * 0xFFFF;
+    word = word & ~too_large | too_large & 0x3FFF3FFF | tag;
+    asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" :: "l"(place), "r"(word) : "memory");
+    """,
+    "one 4-byte store of two bf16 numbers times 2^-exponent, with a tag, which follows from the epoch, in the highest "
+    "bits of their exponents, which are free below 2; others, and what is no number, become the largest below 2",
+    place=ty.ptr_mut(ty.u32),
+    data=ty.u32,
+    exponent=ty.u32,
+    epoch=ty.u32,
+)
+wait_tagged4 = declare(
+    "wait_tagged4",
+    ty.u32x4,
+    _TAG
+    + """
+    const uint32_t factor = (127 + exponent << 7) * 0x00010001;
+    uint32_t word[4];
+    do {
+      asm volatile("ld.relaxed.gpu.global.v4.u32 {%0, %1, %2, %3}, [%4];"
+        : "=r"(word[0]), "=r"(word[1]), "=r"(word[2]), "=r"(word[3]) : "l"(words) : "memory");
+      for (uint32_t j = 0; j < 4; ++j) word[j] ^= tag;
+    } while ((word[0] | word[1] | word[2] | word[3]) & 0x40004000);
+    for (uint32_t j = 0; j < 4; ++j)
+      asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(word[j]) : "r"(word[j]), "r"(factor));
+    return make_uint4(word[0], word[1], word[2], word[3]);
+    """,
+    "the pairs of four tagged words as they were before they were published, once all carry the tag of the epoch",
+    words=ty.ptr(ty.u32),
+    exponent=ty.u32,
+    epoch=ty.u32,
+)
+wait_tagged_units = declare(
+    "wait_tagged_units",
+    ty.void,
+    _TAG
+    + """
+    const uint32_t factor = (127 + exponent << 7) * 0x00010001;
+    uint32_t word[8][4];
+    uint32_t missing;
+    do {
+      missing = 0;
+      #pragma unroll
+      for (uint32_t i = 0; i < 8; ++i) {
+        if (i < count) {
+          asm volatile("ld.relaxed.gpu.global.v4.u32 {%0, %1, %2, %3}, [%4];"
+            : "=r"(word[i][0]), "=r"(word[i][1]), "=r"(word[i][2]), "=r"(word[i][3])
+            : "l"(words + i * stride) : "memory");
+        }
+      }
+      #pragma unroll
+      for (uint32_t i = 0; i < 8; ++i) {
+        if (i < count) {
+          #pragma unroll
+          for (uint32_t j = 0; j < 4; ++j) missing |= word[i][j] ^= tag;
+        }
+      }
+    } while (missing & 0x40004000);
+    #pragma unroll
+    for (uint32_t i = 0; i < 8; ++i) {
+      if (i < count) {
+        #pragma unroll
+        for (uint32_t j = 0; j < 4; ++j)
+          asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(word[i][j]) : "r"(word[i][j]), "r"(factor));
+        data[i] = make_uint4(word[i][0], word[i][1], word[i][2], word[i][3]);
+      }
+    }
+    """,
+    "the same of `count` (at most 8) units of four words, `stride` words apart",
+    data=ty.array(ty.u32x4, UNITS),
+    words=ty.ptr(ty.u32),
+    stride=ty.u32,
+    count=ty.u32,
+    exponent=ty.u32,
     epoch=ty.u32,
 )
 wait_flagged4_acquire = declare(

@@ -21,6 +21,8 @@ from operator import attrgetter
 import numpy as np
 import numpy.typing as npt
 
+from cheetah.plan.index import round_up
+
 SEQUENCE_WORDS = 24
 COLUMN_WORDS = 4
 TILE_WORDS = 8
@@ -34,6 +36,8 @@ NOT_YET = 0xFFFFFFFD
 """What the host writes to `emitted` before a launch; -3 in int32."""
 MASKED, BIASED, PENALISED, FILTERED = 1, 2, 4, 8
 """Bits of a sequence's `options`: which of its row in `masks`, `logit_bias`, `token_counts` and which filters count."""
+EXCHANGE_TAGS = 3
+"""Tags that tell one publication of a vector from those before: see `cheetah.blocks.exchange`."""
 FILTER_ROUNDS = 63
 """Most exchanges in which a step's filtered tokens are found: three on average, twenty where nearly all logits are
 equal."""
@@ -104,8 +108,10 @@ _FIELDS = {kind: attrgetter(*[field.name for field in fields(kind)]) for kind in
 
 
 def epochs_of_step(layers: int) -> int:
-    """Epochs of the exchange that a step of a model with so many layers uses."""
-    return layers + 1 + FILTER_ROUNDS
+    """Epochs of the exchange that a step of a model with so many layers uses. Those of its layers follow those of the
+    step before, modulo the tags."""
+    others = 1 + FILTER_ROUNDS
+    return layers + round_up(others, EXCHANGE_TAGS)
 
 
 def word(kind: type[Record], name: str) -> int:
