@@ -1253,7 +1253,7 @@ __device__ __forceinline__ void store_halves(uint4* vector, uint32_t unit, uint4
   }
 }
 
-// A piece times the norm's weights into the vector, and its squares to the thread's sum.
+// A unit times the norm's weights into the vector, and its squares to the thread's sum.
 __device__ __forceinline__ void normalise_unit(uint4* vector, uint32_t unit, uint4 words, uint4 weight,
     float& squares) {
   float low = bf16x2_low(words.x);
@@ -2637,7 +2637,7 @@ __device__ __forceinline__ void down(uint32_t thread, uint32_t* progress, uint32
   wait_until_taken(taken, turn, turn_parity);
 }
 
-// A piece times the norm's weights into the vector, and its squares to the thread's sum.
+// A unit times the norm's weights into the vector, and its squares to the thread's sum.
 __device__ __forceinline__ void normalise_unit_2(uint4* vector, uint32_t unit, uint4 words, uint4 weight,
     float& squares) {
   float low = bf16x2_low(words.x);

@@ -21,9 +21,8 @@ from cheetah.plan import VECTOR_COLUMNS
 from cheetah.plan.kv.tables import COLUMN_WORDS, SEQUENCE_WORDS, ColumnRecord, SequenceRecord, word
 from cheetah.plan.plan import COLUMNS
 
-UNIT, QUAD = 8, 4
-"""Elements of a unit, and of half of one. What a thread loads of a vector at a time is 16 bytes of where it lies: a
-unit of plain words, a quad of flagged ones."""
+UNIT = 8
+"""Elements of a unit, 16 bytes: what a thread loads of a vector at a time."""
 UNITS_PER_TILE = VECTOR_COLUMNS // UNIT
 POSITION, NUMBER, TOTAL, TEMPERATURE, SEED_LOW, SEED_HIGH, SEQUENCE, STOPPED, CANCELLED = range(9)
 """Words of a column in the region `columns`: what adding warps need to know of it in this step."""
@@ -60,10 +59,9 @@ class Columns:
         """Groups of 8 columns, each an accumulator of the products."""
         return -(-self.limit // COLUMNS)
 
-    def of_thread(self, piece: int = UNIT) -> Any:
-        """The column that a consumer thread loads: every unit (or piece of so many elements) that it takes of a vector
-        belongs to it."""
-        return self.machine.thread // (VECTOR_COLUMNS // piece) % self.limit
+    def of_thread(self) -> Any:
+        """The column that a consumer thread loads: every unit that it takes of a vector belongs to it."""
+        return self.machine.thread // UNITS_PER_TILE % self.limit
 
     def if_active(self, column: ch.Expr) -> AbstractContextManager[Any]:
         """Do what follows for a column in use; with room for one column only, it is."""

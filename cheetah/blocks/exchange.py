@@ -64,10 +64,6 @@ class Published:
         self.exchange.read_units(self.name, data, unit, self.exchange.machine.consumer_threads, count, self.epoch)
 
     @property
-    def read_quads(self) -> Callable[[Any, ch.Expr, int], None] | None:
-        return None
-
-    @property
     def copied(self) -> CopySource | None:
         """What brings it into shared memory, where the copy engine does."""
         exchange = self.exchange

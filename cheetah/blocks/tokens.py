@@ -180,7 +180,7 @@ class Tokens:
 class Embeddings:
     """The tokens' embeddings as the source of a prologue: there is nothing to wait for."""
 
-    wait = read_quads = copied = None
+    wait = copied = None
 
     def __init__(self, tokens: Tokens) -> None:
         self.tokens = tokens

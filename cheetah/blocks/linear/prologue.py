@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from cheetah import lang as ch
-from cheetah.blocks.columns import QUAD, UNIT, UNITS_PER_TILE, Columns
+from cheetah.blocks.columns import UNIT, UNITS_PER_TILE, Columns
 from cheetah.blocks.linear.copied import CopiedParts, CopiedVector, Piece, load_copied
 from cheetah.blocks.linear.formats.vectors import store_unit
 from cheetah.blocks.linear.interface import Prologue
@@ -53,10 +53,6 @@ class Source(Protocol):
     def wait(self) -> Wait | None: ...
 
     @property
-    def read_quads(self) -> Read | None:
-        """As `read`, quads (u32x2) into an array of 2 * UNITS; None where it has none."""
-
-    @property
     def copied(self) -> CopySource | None:
         """What the copy engine brings it from; None where threads read it."""
 
@@ -67,7 +63,6 @@ class Units:
 
     read: Read
     wait: Wait | None = None
-    read_quads: Read | None = None
     copied: CopySource | None = None
 
 
@@ -100,7 +95,6 @@ class RmsNorm(Prologue):
         if copied is not None:
             load_copied_normalised(self.columns, matrix, self.elements, self.epsilon, self.weight, copied)
             return
-        part = by_best_pieces(part, self.source)
         load_normalised(self.columns, part, self.elements, self.epsilon, self.weight, self.source)
 
     @property
@@ -137,7 +131,7 @@ class Slices(Prologue):
         if copied is not None and matrix.slices == 1:
             load_copied(self.columns, matrix, copied)
             return
-        load_vector(self.columns, by_best_pieces(part, self.source), self.source)
+        load_vector(self.columns, part, self.source)
 
 
 @dataclass(frozen=True, eq=False)
@@ -180,7 +174,6 @@ class Part:
     """A part of a vector: `elements` of every token, a multiple of 32, of which the first `available` exist (the rest
     is zero); in the exchange it begins at unit `first_unit`. kind: as what it is kept (`cheetah.plan.formats`). places:
     for every element the one that it is to the matrix (u16, padded like the vector), of a whole vector; None: itself.
-    piece: elements that a thread loads at a time, a unit or a quad.
     """
 
     elements: int
@@ -188,45 +181,17 @@ class Part:
     first_unit: ch.Value = 0
     kind: str = BF16_VECTOR
     places: ch.Expr | None = None
-    piece: int = UNIT
-
-    @property
-    def pieces_per_tile(self) -> int:
-        """Of the 32 elements of a column that a K-tile has."""
-        return VECTOR_COLUMNS // self.piece
-
-    @property
-    def pieces_of_unit(self) -> int:
-        """1 or 2."""
-        return UNIT // self.piece
-
-    @property
-    def element(self) -> ty.Vector:
-        """The type of a piece."""
-        return ty.u32x2 if self.piece == QUAD else ty.u32x4
-
-    def array(self, name: str | None = None) -> Any:
-        """A local array of the pieces that a thread loads together."""
-        return ch.array(self.element, UNITS * self.pieces_of_unit, name=name)
-
-
-def by_best_pieces(part: Part, source: Source) -> Part:
-    """The part, by quads where its source has them and whole units are not needed."""
-    by_quads = source.read_quads is not None and part.kind == BF16_VECTOR and part.places is None
-    return replace(part, piece=QUAD) if by_quads else part
 
 
 @contextmanager
-def _read_pieces(columns: Columns, part: Part, batch: _Batch, source: Source) -> Iterator[Any]:
-    """The batch's pieces, of threads whose column is in use. Where whole warps convert units together, also of others,
+def _read_batch(columns: Columns, part: Part, batch: _Batch, source: Source) -> Iterator[Any]:
+    """The batch's units, of threads whose column is in use. Where whole warps convert units together, also of others,
     which have zeros."""
     order = _order_of(columns, part)
     if not (part.kind in (DIGITS, HALVES) or order is not None and order.by_warps):
-        with columns.if_active(columns.of_thread(part.piece)):
-            data = part.array(name="units" if part.piece == UNIT else "quads")
-            read = source.read if part.piece == UNIT else source.read_quads
-            assert read is not None
-            read(data, batch.first + part.first_unit * part.pieces_of_unit, batch.count)
+        with columns.if_active(columns.of_thread()):
+            data = ch.array(ty.u32x4, UNITS, name="units")
+            source.read(data, batch.first + part.first_unit, batch.count)
             yield data
         return
     data = ch.array(ty.u32x4, UNITS, name="units")
@@ -243,11 +208,11 @@ def _read_pieces(columns: Columns, part: Part, batch: _Batch, source: Source) ->
 def load_vector(columns: Columns, part: Part, source: Source) -> None:
     """Bring a part of a vector into shared memory; ends with a barrier of the consumer warps."""
     machine, order = columns.machine, _order_of(columns, part)
-    vector = machine.region("vector", part.element)
+    vector = machine.region("vector", ty.u32x4)
     for batch in _batches(columns, part):
         places = _load_places(order, batch)
         batch.wait(source.wait)
-        with _read_pieces(columns, part, batch, source) as data:
+        with _read_batch(columns, part, batch, source) as data:
             with _each(machine, batch) as (index, unit):
                 if order is None:
                     store_unit(columns, vector, unit, data[index], part.kind)
@@ -274,23 +239,22 @@ def load_normalised(
     for. Ends with a barrier of the consumer warps for the vector; `scales` are seen after the next one.
     """
     machine, order = columns.machine, _order_of(columns, part)
-    vector = machine.region("vector", part.element)
+    vector = machine.region("vector", ty.u32x4)
     squares = ch.var(ty.f32, 0.0)
     most = UNITS if columns.limit == 1 else NORMALISED_UNITS
-    weights_at = addresses_of_units(columns, norm, part.piece)
-    load_weights = prim.load_constant_u32x4 if part.piece == UNIT else prim.load_constant_u32x2
+    weights_at = addresses_of_units(columns, norm)
     for batch in _batches(columns, part, most):
-        weights = part.array()
+        weights = ch.array(ty.u32x4, UNITS)
         with _each(machine, batch) as (index, unit):
-            weights[index] = load_weights(weights_at(unit))
+            weights[index] = prim.load_constant_u32x4(weights_at(unit))
         places = _load_places(order, batch)
         batch.wait(source.wait)
-        with _read_pieces(columns, part, batch, source) as data:
+        with _read_batch(columns, part, batch, source) as data:
             with _each(machine, batch) as (index, unit):
                 if order is None:
                     _normalise_unit(columns, vector, unit, data[index], weights[index], squares, part)
                 else:
-                    weighted = _times_weights(data[index], weights[index], squares, part.piece)
+                    weighted = _times_weights(data[index], weights[index], squares)
                     words = ch.const(ty.u32x4, weighted, name="words")
                     order.put(words, places[index])
     _write_scales(columns, part, squares, true_elements, epsilon)
@@ -354,25 +318,23 @@ def prefetch(machine: Machine, source: ch.Expr, size_bytes: int) -> None:
 
 
 @ch.inline
-def addresses_of_units(columns: Columns, source: ch.Expr, piece: int = UNIT) -> Callable[[ch.Expr], ch.Expr]:
-    """Where a consumer thread finds a unit (or piece of so many elements) of its own in `source`, the elements of its
-    token (bf16, in natural order).
+def addresses_of_units(columns: Columns, source: ch.Expr) -> Callable[[ch.Expr], ch.Expr]:
+    """Where a consumer thread finds a unit of its own in `source`, the elements of its token (bf16, in natural order).
 
     Its units lie whole K-tiles apart: one address for all, and distances that the compiler knows. Worked out for
     each unit by itself, the addresses were kept in registers from layer to layer, and up to 100 words spilled.
     """
     thread, tokens = columns.machine.thread, columns.limit
     if tokens == 1:
-        return lambda unit: source + unit * piece
-    per_tile = VECTOR_COLUMNS // piece
-    pair = thread // (per_tile * tokens)
-    own_units = source + (pair * per_tile + thread % per_tile) * piece
-    return lambda unit: own_units + (unit - thread) // tokens * piece
+        return lambda unit: source + unit * UNIT
+    pair = thread // (UNITS_PER_TILE * tokens)
+    own_units = source + (pair * UNITS_PER_TILE + thread % UNITS_PER_TILE) * UNIT
+    return lambda unit: own_units + (unit - thread) // tokens * UNIT
 
 
 @dataclass(frozen=True, eq=False)
 class _Batch:
-    """Pieces `first`, `first + consumer_threads`, ... of a thread: `count` of them, for an array of the part.
+    """Units `first`, `first + consumer_threads`, ... of a thread: `count` of them.
 
     leads: the vector's first batch, of whole warps, so that they can wait together.
     """
@@ -387,19 +349,18 @@ class _Batch:
         if self.leads and wait is not None:
             # The first lane of a warp has column 0, or (with room for more than 8) one that may not be in use.
             active = True if self.columns.limit <= COLUMNS else self.columns.of_thread() < self.columns.count
-            wait(self.first // self.part.pieces_of_unit + self.part.first_unit, active)
+            wait(self.first + self.part.first_unit, active)
 
 
 def _batches(columns: Columns, part: Part, most_units: int = UNITS) -> Iterator[_Batch]:
-    """The thread's pieces that exist, at most `most_units` units of them at a time; then the padding is cleared."""
+    """The thread's units that exist, at most `most_units` of them at a time; then the padding is cleared."""
     machine, tokens = columns.machine, columns.limit
     whole_pairs = part.available // VECTOR_COLUMNS
-    units, threads = whole_pairs * part.pieces_per_tile * tokens, machine.consumer_threads
-    most = most_units * part.pieces_of_unit
+    units, threads = whole_pairs * UNITS_PER_TILE * tokens, machine.consumer_threads
     each = units // threads  # of every thread; some have one more
     begin = 0
     while begin * threads < units:
-        size = max(1, min(most, each - begin))
+        size = max(1, min(most_units, each - begin))
         full = (begin + size) * threads <= units
         with nullcontext() if full else ch.if_(machine.thread + begin * threads < units):
             first = ch.const(ty.u32, machine.thread + begin * threads, name="first_unit")
@@ -413,14 +374,14 @@ def _batches(columns: Columns, part: Part, most_units: int = UNITS) -> Iterator[
 def _last_pair(columns: Columns, part: Part, first_unit: int) -> Iterator[_Batch]:
     """A K-tile of which only the first units exist: the others are zero."""
     machine, tokens = columns.machine, columns.limit
-    vector = machine.region("vector", part.element)
-    existing, per_tile = part.available % VECTOR_COLUMNS // part.piece, part.pieces_per_tile
-    with ch.for_(machine.thread, per_tile * tokens, machine.consumer_threads, unroll=1, name="rest") as rest:
+    vector = machine.region("vector", ty.u32x4)
+    existing = part.available % VECTOR_COLUMNS // UNIT
+    with ch.for_(machine.thread, UNITS_PER_TILE * tokens, machine.consumer_threads, unroll=1, name="rest") as rest:
         first = ch.const(ty.u32, rest + first_unit, name="first_unit")
-        with ch.if_(rest % per_tile < existing):
+        with ch.if_(rest % UNITS_PER_TILE < existing):
             yield _Batch(columns, part, first, 1, False)
         with ch.else_():
-            vector[first] = _vector_of([ty.u32(0)] * (part.piece // 2))
+            vector[first] = prim.make_u32x4(0, 0, 0, 0)
 
 
 def _clear_behind(columns: Columns, part: Part) -> None:
@@ -450,20 +411,20 @@ def _normalise_unit(
     squares: Any,
     part: Part,
 ) -> None:
-    """A piece times the norm's weights into the vector, and its squares to the thread's sum."""
-    store_unit(columns, vector, unit, _times_weights(words, weight, squares, part.piece), part.kind)
+    """A unit times the norm's weights into the vector, and its squares to the thread's sum."""
+    store_unit(columns, vector, unit, _times_weights(words, weight, squares), part.kind)
 
 
 @ch.inline
-def _times_weights(words: ch.Expr, weight: ch.Expr, squares: Any, piece: int) -> Any:
+def _times_weights(words: ch.Expr, weight: ch.Expr, squares: Any) -> Any:
     packed = []
-    for member in "xyzw"[: piece // 2]:
+    for member in "xyzw":
         low = prim.bf16x2_low(getattr(words, member))
         high = prim.bf16x2_high(getattr(words, member))
         squares += low * low + high * high
         weights = getattr(weight, member)
         packed.append(prim.pack_bf16x2(low * prim.bf16x2_low(weights), high * prim.bf16x2_high(weights)))
-    return _vector_of(packed)
+    return prim.make_u32x4(*packed)
 
 
 @ch.function
@@ -478,11 +439,6 @@ def _normalise_in_pairs(
         squares += low * low + high * high
         packed.append(prim.multiply_bf16x2(pair, getattr(weight, member)))
     store_unit(columns, vector, unit, prim.make_u32x4(*packed), part.kind)
-
-
-def _vector_of(words: Sequence[Any]) -> Any:
-    """Two words as u32x2, four as u32x4."""
-    return (prim.make_u32x2 if len(words) == 2 else prim.make_u32x4)(*words)
 
 
 def _order_of(columns: Columns, part: Part) -> Order | None:
@@ -508,14 +464,14 @@ def _write_scales(columns: Columns, part: Part, squares: Any, true_elements: int
     machine, tokens = columns.machine, columns.limit
     partial_sums = machine.region("partial_sums", ty.f32)
     scales = machine.region("scales", ty.f32)
-    in_warp = min(tokens, COLUMNS)  # tokens of one warp's pieces
+    in_warp = min(tokens, COLUMNS)  # tokens of one warp's units
     classes = tokens // in_warp  # so many neighbouring warps have those of different tokens
     sum_of_token = ch.var(ty.f32, squares)
     for mask in (16, 8, 4, 2, 1):
-        if mask < part.pieces_per_tile or mask >= part.pieces_per_tile * in_warp:
+        if mask < UNITS_PER_TILE or mask >= UNITS_PER_TILE * in_warp:
             sum_of_token += prim.shuffle_xor_f32(sum_of_token, mask)
-    with ch.if_((machine.lane % part.pieces_per_tile == 0) & (machine.lane < part.pieces_per_tile * in_warp)):
-        partial_sums[machine.warp * COLUMNS + machine.lane // part.pieces_per_tile] = sum_of_token
+    with ch.if_((machine.lane % UNITS_PER_TILE == 0) & (machine.lane < UNITS_PER_TILE * in_warp)):
+        partial_sums[machine.warp * COLUMNS + machine.lane // UNITS_PER_TILE] = sum_of_token
     machine.meet()
     with ch.if_(machine.thread < columns.count):
         total = ch.var(ty.f32, 0.0)
