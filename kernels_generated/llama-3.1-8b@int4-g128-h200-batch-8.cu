@@ -2745,9 +2745,13 @@ __device__ __forceinline__ void load_copied(uint32_t thread, uint64_t* landed, u
     mbarrier_arrive_expect_tx(landed + 3, 16384);
     bulk_copy_shared(arena + VECTOR + 49152, (const uint8_t*)(exchange_words + 1223744) + 49152, 16384, landed + 3);
     mbarrier_arrive(landed + 4);
+    mbarrier_wait(landed + 4, (vector_parities >> 1) & 1);
     mbarrier_arrive(landed + 5);
+    mbarrier_wait(landed + 5, (vector_parities >> 1) & 1);
     mbarrier_arrive(landed + 6);
+    mbarrier_wait(landed + 6, (vector_parities >> 1) & 1);
     mbarrier_arrive(landed + 7);
+    mbarrier_wait(landed + 7, (vector_parities >> 1) & 1);
   }
   uint4* vector = (uint4*)(arena + VECTOR);
   mbarrier_wait(landed, vector_parities & 1);
@@ -3088,7 +3092,7 @@ __device__ __forceinline__ void multiply_chunk_2(uint32_t chunk, uint32_t place,
 
 // This warp has multiplied a part; once all have, the next but one comes in its place.
 __device__ __forceinline__ void release(uint32_t part, uint32_t thread, uint64_t* landed, uint8_t* arena,
-    uint32_t* exchange_words) {
+    uint32_t* exchange_words, uint32_t vector_parities) {
   named_barrier(1, 256);
   if (part + 2 < 7) {
     if (thread == 0) {
@@ -3099,7 +3103,9 @@ __device__ __forceinline__ void release(uint32_t part, uint32_t thread, uint64_t
       mbarrier_arrive_expect_tx(landed + ((part + 2) % 2 * 4 + 1), 16384);
       bulk_copy_shared(arena + VECTOR + (part + 2) % 2 * 32768 + 16384, (const uint8_t*)(exchange_words + ((part + 2) * 8192 + 1256512)) + 16384, 16384, landed + ((part + 2) % 2 * 4 + 1));
       mbarrier_arrive(landed + ((part + 2) % 2 * 4 + 2));
+      mbarrier_wait(landed + ((part + 2) % 2 * 4 + 2), (vector_parities >> (part + 2) % 2) & 1);
       mbarrier_arrive(landed + ((part + 2) % 2 * 4 + 3));
+      mbarrier_wait(landed + ((part + 2) % 2 * 4 + 3), (vector_parities >> (part + 2) % 2) & 1);
     }
   }
 }
@@ -3132,13 +3138,17 @@ __device__ __forceinline__ void down(uint32_t* progress, uint32_t block, uint32_
     mbarrier_arrive_expect_tx(landed + 1, 16384);
     bulk_copy_shared(arena + VECTOR + 16384, (const uint8_t*)(exchange_words + 1256512) + 16384, 16384, landed + 1);
     mbarrier_arrive(landed + 2);
+    mbarrier_wait(landed + 2, vector_parities & 1);
     mbarrier_arrive(landed + 3);
+    mbarrier_wait(landed + 3, vector_parities & 1);
     mbarrier_arrive_expect_tx(landed + 4, 16384);
     bulk_copy_shared(arena + VECTOR + 32768, (const uint8_t*)(exchange_words + 1264704), 16384, landed + 4);
     mbarrier_arrive_expect_tx(landed + 5, 16384);
     bulk_copy_shared(arena + VECTOR + 32768 + 16384, (const uint8_t*)(exchange_words + 1264704) + 16384, 16384, landed + 5);
     mbarrier_arrive(landed + 6);
+    mbarrier_wait(landed + 6, (vector_parities >> 1) & 1);
     mbarrier_arrive(landed + 7);
+    mbarrier_wait(landed + 7, (vector_parities >> 1) & 1);
   }
   #pragma unroll 1
   for (uint32_t part = 0; part < 7; ++part) {
@@ -3179,7 +3189,7 @@ __device__ __forceinline__ void down(uint32_t* progress, uint32_t block, uint32_
         advance(use_stage, use_parity);
       }
     }
-    release(part, thread, landed, arena, exchange_words);
+    release(part, thread, landed, arena, exchange_words, vector_parities);
   }
   hand_over(sums, taken, turn, turn_parity, arena, warp, lane, summed);
   if (position + 132 < 256) {

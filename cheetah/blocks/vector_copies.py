@@ -63,6 +63,9 @@ class VectorCopies:
         for number in range(PIECES_OF_HALF):
             barrier = self.landed + (half * PIECES_OF_HALF + number)
             first = number * piece_bytes
+            if isinstance(size, int) and size <= first:
+                self._leave_out(half, number)
+                continue
             if isinstance(size, int):
                 self._request_piece(destination, source_bytes, first, min(piece_bytes, size - first), barrier)
                 continue
@@ -70,13 +73,15 @@ class VectorCopies:
                 some = ch.minimum(size - first, piece_bytes)
                 self._request_piece(destination, source_bytes, first, some, barrier)
             with ch.else_():
-                prim.mbarrier_arrive(barrier)
+                self._leave_out(half, number)
+
+    def _leave_out(self, half: ch.Value, number: int) -> None:
+        """A piece that has no bytes: all of a half have the same parity, and no phase ends without a wait for it."""
+        prim.mbarrier_arrive(self.landed + (half * PIECES_OF_HALF + number))
+        self.wait(half, number)
 
     @staticmethod
     def _request_piece(destination: ch.Expr, source: ch.Expr, first: int, size: ch.Value, barrier: ch.Expr) -> None:
-        if isinstance(size, int) and size <= 0:
-            prim.mbarrier_arrive(barrier)  # so that all of a half have the same parity
-            return
         prim.mbarrier_arrive_expect_tx(barrier, size)
         prim.bulk_copy_shared(destination + first, source + first, size, barrier)
 

@@ -64,23 +64,23 @@ class WeightFormat(ABC):
     # -- codes one by one, for who packs them otherwise
 
     @property
-    @abstractmethod
     def code_bits(self) -> int:
-        """4 or 8: a weight of 16 bits is two codes."""
+        """4 or 8: a weight of 16 bits is two codes. 0: only the host packs the format, by `encode`."""
+        return 0
 
     @property
-    @abstractmethod
     def code_columns(self) -> int:
         """Codes of a row of a K-tile."""
+        return 0
 
     @property
     def code_bytes(self) -> int:
         """Bytes of a K-tile's codes, with which it begins."""
         return M_TILE_ROWS * self.code_columns * self.code_bits // 8
 
-    @abstractmethod
     def rows_of_codes(self, codes: Bytes) -> Any:
-        """Rows that `encode` takes, of codes uint8 [16, code_columns]."""
+        """Rows that `encode` takes, of codes uint8 [16, code_columns], of a format that has some."""
+        raise NotImplementedError(type(self).__name__)
 
     def code_order(self) -> NDArray[np.uint32]:
         """Where in a K-tile of 16 rows each of its codes belongs, in the order in which they lie in memory: the row
