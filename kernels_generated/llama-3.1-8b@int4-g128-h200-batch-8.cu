@@ -1483,7 +1483,7 @@ __device__ __forceinline__ void qkv(uint32_t* progress, uint32_t block, uint32_t
     normalise_in_pairs(vector, thread, units[0], weights[0], squares);
     uint32_t unit_17 = thread + 256;
     normalise_in_pairs(vector, unit_17, units[1], weights[1], squares);
-    mbarrier_wait(landed + 1, vector_parities & 1);
+    mbarrier_wait(landed + 1, (vector_parities >> 1) & 1);
     uint4 units_2[2];
     uint32_t unit_18 = thread + 512;
     units_2[0] = vector[unit_18];
@@ -1493,7 +1493,7 @@ __device__ __forceinline__ void qkv(uint32_t* progress, uint32_t block, uint32_t
     normalise_in_pairs(vector, unit_20, units_2[0], weights_2[0], squares);
     uint32_t unit_21 = thread + 768;
     normalise_in_pairs(vector, unit_21, units_2[1], weights_2[1], squares);
-    mbarrier_wait(landed + 2, vector_parities & 1);
+    mbarrier_wait(landed + 2, (vector_parities >> 2) & 1);
     uint4 units_3[2];
     uint32_t unit_22 = thread + 1024;
     units_3[0] = vector[unit_22];
@@ -1503,7 +1503,7 @@ __device__ __forceinline__ void qkv(uint32_t* progress, uint32_t block, uint32_t
     normalise_in_pairs(vector, unit_24, units_3[0], weights_3[0], squares);
     uint32_t unit_25 = thread + 1280;
     normalise_in_pairs(vector, unit_25, units_3[1], weights_3[1], squares);
-    mbarrier_wait(landed + 3, vector_parities & 1);
+    mbarrier_wait(landed + 3, (vector_parities >> 3) & 1);
     uint4 units_4[2];
     uint32_t unit_26 = thread + 1536;
     units_4[0] = vector[unit_26];
@@ -1513,7 +1513,7 @@ __device__ __forceinline__ void qkv(uint32_t* progress, uint32_t block, uint32_t
     normalise_in_pairs(vector, unit_28, units_4[0], weights_4[0], squares);
     uint32_t unit_29 = thread + 1792;
     normalise_in_pairs(vector, unit_29, units_4[1], weights_4[1], squares);
-    mbarrier_wait(landed + 4, (vector_parities >> 1) & 1);
+    mbarrier_wait(landed + 4, (vector_parities >> 4) & 1);
     uint4 units_5[2];
     uint32_t unit_30 = thread + 2048;
     units_5[0] = vector[unit_30];
@@ -1523,7 +1523,7 @@ __device__ __forceinline__ void qkv(uint32_t* progress, uint32_t block, uint32_t
     normalise_in_pairs(vector, unit_32, units_5[0], weights_5[0], squares);
     uint32_t unit_33 = thread + 2304;
     normalise_in_pairs(vector, unit_33, units_5[1], weights_5[1], squares);
-    mbarrier_wait(landed + 5, (vector_parities >> 1) & 1);
+    mbarrier_wait(landed + 5, (vector_parities >> 5) & 1);
     uint4 units_6[2];
     uint32_t unit_34 = thread + 2560;
     units_6[0] = vector[unit_34];
@@ -1533,7 +1533,7 @@ __device__ __forceinline__ void qkv(uint32_t* progress, uint32_t block, uint32_t
     normalise_in_pairs(vector, unit_36, units_6[0], weights_6[0], squares);
     uint32_t unit_37 = thread + 2816;
     normalise_in_pairs(vector, unit_37, units_6[1], weights_6[1], squares);
-    mbarrier_wait(landed + 6, (vector_parities >> 1) & 1);
+    mbarrier_wait(landed + 6, (vector_parities >> 6) & 1);
     uint4 units_7[2];
     uint32_t unit_38 = thread + 3072;
     units_7[0] = vector[unit_38];
@@ -1543,7 +1543,7 @@ __device__ __forceinline__ void qkv(uint32_t* progress, uint32_t block, uint32_t
     normalise_in_pairs(vector, unit_40, units_7[0], weights_7[0], squares);
     uint32_t unit_41 = thread + 3328;
     normalise_in_pairs(vector, unit_41, units_7[1], weights_7[1], squares);
-    mbarrier_wait(landed + 7, (vector_parities >> 1) & 1);
+    mbarrier_wait(landed + 7, (vector_parities >> 7) & 1);
     uint4 units_8[2];
     uint32_t unit_42 = thread + 3584;
     units_8[0] = vector[unit_42];
@@ -1553,7 +1553,8 @@ __device__ __forceinline__ void qkv(uint32_t* progress, uint32_t block, uint32_t
     normalise_in_pairs(vector, unit_44, units_8[0], weights_8[0], squares);
     uint32_t unit_45 = thread + 3840;
     normalise_in_pairs(vector, unit_45, units_8[1], weights_8[1], squares);
-    vector_parities ^= 3;
+    vector_parities ^= 15;
+    vector_parities ^= 240;
     write_scales(squares, arena, lane, warp, thread, column_count);
   }
   if (thread == 0) {
@@ -2744,21 +2745,13 @@ __device__ __forceinline__ void load_copied(uint32_t thread, uint64_t* landed, u
     bulk_copy_shared(arena + VECTOR + 32768, (const uint8_t*)(exchange_words + 1223744) + 32768, 16384, landed + 2);
     mbarrier_arrive_expect_tx(landed + 3, 16384);
     bulk_copy_shared(arena + VECTOR + 49152, (const uint8_t*)(exchange_words + 1223744) + 49152, 16384, landed + 3);
-    mbarrier_arrive(landed + 4);
-    mbarrier_wait(landed + 4, (vector_parities >> 1) & 1);
-    mbarrier_arrive(landed + 5);
-    mbarrier_wait(landed + 5, (vector_parities >> 1) & 1);
-    mbarrier_arrive(landed + 6);
-    mbarrier_wait(landed + 6, (vector_parities >> 1) & 1);
-    mbarrier_arrive(landed + 7);
-    mbarrier_wait(landed + 7, (vector_parities >> 1) & 1);
   }
   uint4* vector = (uint4*)(arena + VECTOR);
   mbarrier_wait(landed, vector_parities & 1);
-  mbarrier_wait(landed + 1, vector_parities & 1);
-  mbarrier_wait(landed + 2, vector_parities & 1);
-  mbarrier_wait(landed + 3, vector_parities & 1);
-  vector_parities ^= 3;
+  mbarrier_wait(landed + 1, (vector_parities >> 1) & 1);
+  mbarrier_wait(landed + 2, (vector_parities >> 2) & 1);
+  mbarrier_wait(landed + 3, (vector_parities >> 3) & 1);
+  vector_parities ^= 15;
 }
 
 // ---- phase o ---------------------------------------------------------------------------------------
@@ -2907,7 +2900,7 @@ __device__ __forceinline__ void gate_up(uint32_t* progress, uint32_t block, uint
   normalise_in_pairs(vector, thread, units[0], weights[0], squares);
   uint32_t unit_17 = thread + 256;
   normalise_in_pairs(vector, unit_17, units[1], weights[1], squares);
-  mbarrier_wait(landed + 1, vector_parities & 1);
+  mbarrier_wait(landed + 1, (vector_parities >> 1) & 1);
   uint4 units_2[2];
   uint32_t unit_18 = thread + 512;
   units_2[0] = vector[unit_18];
@@ -2917,7 +2910,7 @@ __device__ __forceinline__ void gate_up(uint32_t* progress, uint32_t block, uint
   normalise_in_pairs(vector, unit_20, units_2[0], weights_2[0], squares);
   uint32_t unit_21 = thread + 768;
   normalise_in_pairs(vector, unit_21, units_2[1], weights_2[1], squares);
-  mbarrier_wait(landed + 2, vector_parities & 1);
+  mbarrier_wait(landed + 2, (vector_parities >> 2) & 1);
   uint4 units_3[2];
   uint32_t unit_22 = thread + 1024;
   units_3[0] = vector[unit_22];
@@ -2927,7 +2920,7 @@ __device__ __forceinline__ void gate_up(uint32_t* progress, uint32_t block, uint
   normalise_in_pairs(vector, unit_24, units_3[0], weights_3[0], squares);
   uint32_t unit_25 = thread + 1280;
   normalise_in_pairs(vector, unit_25, units_3[1], weights_3[1], squares);
-  mbarrier_wait(landed + 3, vector_parities & 1);
+  mbarrier_wait(landed + 3, (vector_parities >> 3) & 1);
   uint4 units_4[2];
   uint32_t unit_26 = thread + 1536;
   units_4[0] = vector[unit_26];
@@ -2937,7 +2930,7 @@ __device__ __forceinline__ void gate_up(uint32_t* progress, uint32_t block, uint
   normalise_in_pairs(vector, unit_28, units_4[0], weights_4[0], squares);
   uint32_t unit_29 = thread + 1792;
   normalise_in_pairs(vector, unit_29, units_4[1], weights_4[1], squares);
-  mbarrier_wait(landed + 4, (vector_parities >> 1) & 1);
+  mbarrier_wait(landed + 4, (vector_parities >> 4) & 1);
   uint4 units_5[2];
   uint32_t unit_30 = thread + 2048;
   units_5[0] = vector[unit_30];
@@ -2947,7 +2940,7 @@ __device__ __forceinline__ void gate_up(uint32_t* progress, uint32_t block, uint
   normalise_in_pairs(vector, unit_32, units_5[0], weights_5[0], squares);
   uint32_t unit_33 = thread + 2304;
   normalise_in_pairs(vector, unit_33, units_5[1], weights_5[1], squares);
-  mbarrier_wait(landed + 5, (vector_parities >> 1) & 1);
+  mbarrier_wait(landed + 5, (vector_parities >> 5) & 1);
   uint4 units_6[2];
   uint32_t unit_34 = thread + 2560;
   units_6[0] = vector[unit_34];
@@ -2957,7 +2950,7 @@ __device__ __forceinline__ void gate_up(uint32_t* progress, uint32_t block, uint
   normalise_in_pairs(vector, unit_36, units_6[0], weights_6[0], squares);
   uint32_t unit_37 = thread + 2816;
   normalise_in_pairs(vector, unit_37, units_6[1], weights_6[1], squares);
-  mbarrier_wait(landed + 6, (vector_parities >> 1) & 1);
+  mbarrier_wait(landed + 6, (vector_parities >> 6) & 1);
   uint4 units_7[2];
   uint32_t unit_38 = thread + 3072;
   units_7[0] = vector[unit_38];
@@ -2967,7 +2960,7 @@ __device__ __forceinline__ void gate_up(uint32_t* progress, uint32_t block, uint
   normalise_in_pairs(vector, unit_40, units_7[0], weights_7[0], squares);
   uint32_t unit_41 = thread + 3328;
   normalise_in_pairs(vector, unit_41, units_7[1], weights_7[1], squares);
-  mbarrier_wait(landed + 7, (vector_parities >> 1) & 1);
+  mbarrier_wait(landed + 7, (vector_parities >> 7) & 1);
   uint4 units_8[2];
   uint32_t unit_42 = thread + 3584;
   units_8[0] = vector[unit_42];
@@ -2977,7 +2970,8 @@ __device__ __forceinline__ void gate_up(uint32_t* progress, uint32_t block, uint
   normalise_in_pairs(vector, unit_44, units_8[0], weights_8[0], squares);
   uint32_t unit_45 = thread + 3840;
   normalise_in_pairs(vector, unit_45, units_8[1], weights_8[1], squares);
-  vector_parities ^= 3;
+  vector_parities ^= 15;
+  vector_parities ^= 240;
   write_scales(squares, arena, lane, warp, thread, column_count);
   if (thread == 0) {
     store_shared_u32(block_waits, 0);
@@ -3019,9 +3013,9 @@ __device__ __forceinline__ void gate_up(uint32_t* progress, uint32_t block, uint
 __device__ __forceinline__ void wait(uint32_t part, uint8_t* arena, uint64_t* landed, uint32_t& vector_parities) {
   uint32_t half = part % 2;
   uint4* vector = (uint4*)(arena + VECTOR) + half * 2048;
-  mbarrier_wait(landed + half * 4, (vector_parities >> half) & 1);
-  mbarrier_wait(landed + (half * 4 + 1), (vector_parities >> half) & 1);
-  vector_parities ^= 1u << half;
+  mbarrier_wait(landed + half * 4, (vector_parities >> half * 4) & 1);
+  mbarrier_wait(landed + (half * 4 + 1), (vector_parities >> (half * 4 + 1)) & 1);
+  vector_parities ^= 3u << half * 4;
 }
 
 // Chunk `chunk` of an M-tile by the vectors in shared memory, in which it is number `place`.
@@ -3092,7 +3086,7 @@ __device__ __forceinline__ void multiply_chunk_2(uint32_t chunk, uint32_t place,
 
 // This warp has multiplied a part; once all have, the next but one comes in its place.
 __device__ __forceinline__ void release(uint32_t part, uint32_t thread, uint64_t* landed, uint8_t* arena,
-    uint32_t* exchange_words, uint32_t vector_parities) {
+    uint32_t* exchange_words) {
   named_barrier(1, 256);
   if (part + 2 < 7) {
     if (thread == 0) {
@@ -3102,10 +3096,6 @@ __device__ __forceinline__ void release(uint32_t part, uint32_t thread, uint64_t
       bulk_copy_shared(arena + VECTOR + (part + 2) % 2 * 32768, (const uint8_t*)(exchange_words + ((part + 2) * 8192 + 1256512)), 16384, landed + (part + 2) % 2 * 4);
       mbarrier_arrive_expect_tx(landed + ((part + 2) % 2 * 4 + 1), 16384);
       bulk_copy_shared(arena + VECTOR + (part + 2) % 2 * 32768 + 16384, (const uint8_t*)(exchange_words + ((part + 2) * 8192 + 1256512)) + 16384, 16384, landed + ((part + 2) % 2 * 4 + 1));
-      mbarrier_arrive(landed + ((part + 2) % 2 * 4 + 2));
-      mbarrier_wait(landed + ((part + 2) % 2 * 4 + 2), (vector_parities >> (part + 2) % 2) & 1);
-      mbarrier_arrive(landed + ((part + 2) % 2 * 4 + 3));
-      mbarrier_wait(landed + ((part + 2) % 2 * 4 + 3), (vector_parities >> (part + 2) % 2) & 1);
     }
   }
 }
@@ -3137,18 +3127,10 @@ __device__ __forceinline__ void down(uint32_t* progress, uint32_t block, uint32_
     bulk_copy_shared(arena + VECTOR, (const uint8_t*)(exchange_words + 1256512), 16384, landed);
     mbarrier_arrive_expect_tx(landed + 1, 16384);
     bulk_copy_shared(arena + VECTOR + 16384, (const uint8_t*)(exchange_words + 1256512) + 16384, 16384, landed + 1);
-    mbarrier_arrive(landed + 2);
-    mbarrier_wait(landed + 2, vector_parities & 1);
-    mbarrier_arrive(landed + 3);
-    mbarrier_wait(landed + 3, vector_parities & 1);
     mbarrier_arrive_expect_tx(landed + 4, 16384);
     bulk_copy_shared(arena + VECTOR + 32768, (const uint8_t*)(exchange_words + 1264704), 16384, landed + 4);
     mbarrier_arrive_expect_tx(landed + 5, 16384);
     bulk_copy_shared(arena + VECTOR + 32768 + 16384, (const uint8_t*)(exchange_words + 1264704) + 16384, 16384, landed + 5);
-    mbarrier_arrive(landed + 6);
-    mbarrier_wait(landed + 6, (vector_parities >> 1) & 1);
-    mbarrier_arrive(landed + 7);
-    mbarrier_wait(landed + 7, (vector_parities >> 1) & 1);
   }
   #pragma unroll 1
   for (uint32_t part = 0; part < 7; ++part) {
@@ -3189,7 +3171,7 @@ __device__ __forceinline__ void down(uint32_t* progress, uint32_t block, uint32_
         advance(use_stage, use_parity);
       }
     }
-    release(part, thread, landed, arena, exchange_words, vector_parities);
+    release(part, thread, landed, arena, exchange_words);
   }
   hand_over(sums, taken, turn, turn_parity, arena, warp, lane, summed);
   if (position + 132 < 256) {
@@ -3336,7 +3318,7 @@ __device__ __forceinline__ void lm_head(uint32_t* progress, uint32_t block, uint
     normalise_in_pairs_2(vector, thread, units[0], weights[0], squares);
     uint32_t unit_17 = thread + 256;
     normalise_in_pairs_2(vector, unit_17, units[1], weights[1], squares);
-    mbarrier_wait(landed + 1, vector_parities & 1);
+    mbarrier_wait(landed + 1, (vector_parities >> 1) & 1);
     uint4 units_2[2];
     uint32_t unit_18 = thread + 512;
     units_2[0] = vector[unit_18];
@@ -3346,7 +3328,7 @@ __device__ __forceinline__ void lm_head(uint32_t* progress, uint32_t block, uint
     normalise_in_pairs_2(vector, unit_20, units_2[0], weights_2[0], squares);
     uint32_t unit_21 = thread + 768;
     normalise_in_pairs_2(vector, unit_21, units_2[1], weights_2[1], squares);
-    mbarrier_wait(landed + 2, vector_parities & 1);
+    mbarrier_wait(landed + 2, (vector_parities >> 2) & 1);
     uint4 units_3[2];
     uint32_t unit_22 = thread + 1024;
     units_3[0] = vector[unit_22];
@@ -3356,7 +3338,7 @@ __device__ __forceinline__ void lm_head(uint32_t* progress, uint32_t block, uint
     normalise_in_pairs_2(vector, unit_24, units_3[0], weights_3[0], squares);
     uint32_t unit_25 = thread + 1280;
     normalise_in_pairs_2(vector, unit_25, units_3[1], weights_3[1], squares);
-    mbarrier_wait(landed + 3, vector_parities & 1);
+    mbarrier_wait(landed + 3, (vector_parities >> 3) & 1);
     uint4 units_4[2];
     uint32_t unit_26 = thread + 1536;
     units_4[0] = vector[unit_26];
@@ -3366,7 +3348,7 @@ __device__ __forceinline__ void lm_head(uint32_t* progress, uint32_t block, uint
     normalise_in_pairs_2(vector, unit_28, units_4[0], weights_4[0], squares);
     uint32_t unit_29 = thread + 1792;
     normalise_in_pairs_2(vector, unit_29, units_4[1], weights_4[1], squares);
-    mbarrier_wait(landed + 4, (vector_parities >> 1) & 1);
+    mbarrier_wait(landed + 4, (vector_parities >> 4) & 1);
     uint4 units_5[2];
     uint32_t unit_30 = thread + 2048;
     units_5[0] = vector[unit_30];
@@ -3376,7 +3358,7 @@ __device__ __forceinline__ void lm_head(uint32_t* progress, uint32_t block, uint
     normalise_in_pairs_2(vector, unit_32, units_5[0], weights_5[0], squares);
     uint32_t unit_33 = thread + 2304;
     normalise_in_pairs_2(vector, unit_33, units_5[1], weights_5[1], squares);
-    mbarrier_wait(landed + 5, (vector_parities >> 1) & 1);
+    mbarrier_wait(landed + 5, (vector_parities >> 5) & 1);
     uint4 units_6[2];
     uint32_t unit_34 = thread + 2560;
     units_6[0] = vector[unit_34];
@@ -3386,7 +3368,7 @@ __device__ __forceinline__ void lm_head(uint32_t* progress, uint32_t block, uint
     normalise_in_pairs_2(vector, unit_36, units_6[0], weights_6[0], squares);
     uint32_t unit_37 = thread + 2816;
     normalise_in_pairs_2(vector, unit_37, units_6[1], weights_6[1], squares);
-    mbarrier_wait(landed + 6, (vector_parities >> 1) & 1);
+    mbarrier_wait(landed + 6, (vector_parities >> 6) & 1);
     uint4 units_7[2];
     uint32_t unit_38 = thread + 3072;
     units_7[0] = vector[unit_38];
@@ -3396,7 +3378,7 @@ __device__ __forceinline__ void lm_head(uint32_t* progress, uint32_t block, uint
     normalise_in_pairs_2(vector, unit_40, units_7[0], weights_7[0], squares);
     uint32_t unit_41 = thread + 3328;
     normalise_in_pairs_2(vector, unit_41, units_7[1], weights_7[1], squares);
-    mbarrier_wait(landed + 7, (vector_parities >> 1) & 1);
+    mbarrier_wait(landed + 7, (vector_parities >> 7) & 1);
     uint4 units_8[2];
     uint32_t unit_42 = thread + 3584;
     units_8[0] = vector[unit_42];
@@ -3406,7 +3388,8 @@ __device__ __forceinline__ void lm_head(uint32_t* progress, uint32_t block, uint
     normalise_in_pairs_2(vector, unit_44, units_8[0], weights_8[0], squares);
     uint32_t unit_45 = thread + 3840;
     normalise_in_pairs_2(vector, unit_45, units_8[1], weights_8[1], squares);
-    vector_parities ^= 3;
+    vector_parities ^= 15;
+    vector_parities ^= 240;
     write_scales(squares, arena, lane, warp, thread, column_count);
     if (thread == 0) {
       store_shared_u32(block_waits, 0);

@@ -40,7 +40,7 @@ class VectorCopies:
     @ch.inline
     def start(self) -> None:
         """Once a launch."""
-        vector_parities = ch.var(ty.u32, 0)  # a bit for each half
+        vector_parities = ch.var(ty.u32, 0)  # a bit for each piece
         self.parities, _ = vector_parities, None
 
     @contextmanager
@@ -57,15 +57,15 @@ class VectorCopies:
             prim.fence_proxy_async_shared()
             yield
 
-    def request(self, half: ch.Value, destination: ch.Expr, source: ch.Expr, size: ch.Value, piece_bytes: int) -> None:
-        """Copy `size` bytes (at most those of 4 pieces, 0 or fewer: none) as a half, in pieces of `piece_bytes`."""
+    def request(
+        self, half: ch.Value, destination: ch.Expr, source: ch.Expr, size: ch.Value, piece_bytes: int, pieces: int
+    ) -> None:
+        """Copy `size` bytes as the first `pieces` of a half, in pieces of `piece_bytes`. Of a size that only the device
+        knows the last ones may have none, and are waited for like the others."""
         source_bytes = ch.reinterpret(ty.ptr(ty.u8), source)
-        for number in range(PIECES_OF_HALF):
+        for number in range(pieces):
             barrier = self.landed + (half * PIECES_OF_HALF + number)
             first = number * piece_bytes
-            if isinstance(size, int) and size <= first:
-                self._leave_out(half, number)
-                continue
             if isinstance(size, int):
                 self._request_piece(destination, source_bytes, first, min(piece_bytes, size - first), barrier)
                 continue
@@ -73,12 +73,7 @@ class VectorCopies:
                 some = ch.minimum(size - first, piece_bytes)
                 self._request_piece(destination, source_bytes, first, some, barrier)
             with ch.else_():
-                self._leave_out(half, number)
-
-    def _leave_out(self, half: ch.Value, number: int) -> None:
-        """A piece that has no bytes: all of a half have the same parity, and no phase ends without a wait for it."""
-        prim.mbarrier_arrive(self.landed + (half * PIECES_OF_HALF + number))
-        self.wait(half, number)
+                prim.mbarrier_arrive(barrier)
 
     @staticmethod
     def _request_piece(destination: ch.Expr, source: ch.Expr, first: int, size: ch.Value, barrier: ch.Expr) -> None:
@@ -87,13 +82,14 @@ class VectorCopies:
 
     def wait(self, half: ch.Value, number: int) -> None:
         """Until a piece of a half has landed; every thread that reads of it waits."""
-        barrier = self.landed + (half * PIECES_OF_HALF + number)
-        prim.mbarrier_wait(barrier, self.parities >> half & 1)
+        index = half * PIECES_OF_HALF + number
+        prim.mbarrier_wait(self.landed + index, self.parities >> index & 1)
 
-    def end(self, halves: ch.Value) -> None:
-        """Halves (a bit each) are waited for no more: they may be requested anew, behind a barrier of the consumer
-        warps."""
-        self.parities ^= halves
+    def end(self, half: ch.Value, pieces: int) -> None:
+        """The first `pieces` of a half are waited for no more: they may be requested anew, behind a barrier of the
+        consumer warps."""
+        if pieces:
+            self.parities ^= ty.u32((1 << pieces) - 1) << half * PIECES_OF_HALF
 
 
 @dataclass(frozen=True, eq=False)

@@ -65,16 +65,19 @@ class CopiedVector:
             for half in range(2):
                 first = half * half_bytes
                 size = min(half_bytes, self.units * UNIT_BYTES - first)
-                self.source.copies.request(
-                    half, vector + first, self.source.place(first // UNIT_BYTES), size, piece_bytes
-                )
+                source = self.source.place(first // UNIT_BYTES)
+                self.source.copies.request(half, vector + first, source, size, piece_bytes, self._pieces_of(half))
 
     def wait(self, piece: Piece) -> None:
         self.source.copies.wait(piece.half, piece.number)
 
     def end(self) -> None:
         """Every piece that this thread reads of has been waited for."""
-        self.source.copies.end(3)
+        for half in range(2):
+            self.source.copies.end(half, self._pieces_of(half))
+
+    def _pieces_of(self, half: int) -> int:
+        return sum(piece.half == half for piece in self.pieces)
 
     @property
     def _rows_each(self) -> int:
@@ -134,14 +137,14 @@ class CopiedParts:
     def wait(self, part: ch.Expr) -> None:
         """Until this warp has what it multiplies of a part."""
         half = part % 2
-        rows = self.part_tiles // self.own.row_tiles
         vector = self.columns.machine.region("vector", ty.u32x4) + half * self.part_units
-        for number, first in enumerate(range(0, rows, self._rows_each)):
+        for number in range(self._pieces):
             self.source.copies.wait(half, number)
-            own_rows = range(first, min(first + self._rows_each, rows))
+            first = number * self._rows_each
+            own_rows = range(first, min(first + self._rows_each, self._rows))
             self.own.convert(vector, own_rows, self._tiles_of(part))
         self.own.end()
-        self.source.copies.end(ty.u32(1) << half)
+        self.source.copies.end(half, self._pieces)
 
     @ch.function
     def release(self, part: ch.Expr) -> None:
@@ -157,7 +160,8 @@ class CopiedParts:
         if not isinstance(size, int):
             size = ch.const(ty.u32, size, name="size")
         piece_bytes = self._rows_each * self.own.row_units * UNIT_BYTES
-        self.source.copies.request(half, destination, self.source.place(part * self.part_units), size, piece_bytes)
+        source = self.source.place(part * self.part_units)
+        self.source.copies.request(half, destination, source, size, piece_bytes, self._pieces)
 
     def _tiles_of(self, part: ch.Value) -> Any:
         """K-tiles of a part."""
@@ -166,8 +170,17 @@ class CopiedParts:
         return ch.minimum(self.matrix.k_tiles - part * self.part_tiles, self.part_tiles)
 
     @property
+    def _rows(self) -> int:
+        return self.part_tiles // self.own.row_tiles
+
+    @property
     def _rows_each(self) -> int:
-        return -(-(self.part_tiles // self.own.row_tiles) // PIECES_OF_HALF)
+        return -(-self._rows // PIECES_OF_HALF)
+
+    @property
+    def _pieces(self) -> int:
+        """Of a part."""
+        return -(-self._rows // self._rows_each)
 
 
 @dataclass(frozen=True, eq=False)
