@@ -155,7 +155,7 @@ BUGS: dict[str, tuple[Case, tuple[str, str], str]] = {
         *(PARTS, ("  named_barrier(1, 64);\n  if (part + 2 <", "  if (part + 2 <")),
         "wrong sums|in flight|has loaded without waiting|Deadlock",
     ),
-    "parities that do not turn": (PARTS, ("vector_parities ^= 1u << half;", ""), "wrong sums|Deadlock|in flight"),
+    "parities that do not turn": (PARTS, ("vector_parities ^= 7u << half * 4;", ""), "wrong sums|Deadlock|in flight"),
     "no fence of who copies": (
         *(SHARED_UNITS, (REQUEST, REQUEST.replace("fence_proxy_async_global();", ""))),
         "the thread that issues this copy has made no fence_proxy_async",
