@@ -65,7 +65,11 @@ def ragged(session: Session, lengths: Sequence[int], scored: int) -> list[F32]:
 
 
 @pytest.mark.parametrize(
-    "name", tiered(SHAPES, ["two", "barrier", "three of four", "eight on two warps", "eight, sliced down"])
+    "name",
+    tiered(
+        SHAPES,
+        ["two", "barrier", "three of four", "eight on two warps", "eight, sliced down", "eight, parts that come ahead"],
+    ),
 )
 def test_a_ragged_batch_against_float32(name: str) -> None:
     rig = rig_of(name)

@@ -59,6 +59,8 @@ EXHAUSTIVE = (
     "no fence behind what others copy",
     "the units of operand B read across",
     "copies that do not count the phase that adds parts",
+    "the halves of k exchanged in operand B",
+    "a stage given back a step early",
 )
 """Of each there is one of its kind that `make test` looks for: the first in a step, the halves, who does not wait."""
 

@@ -34,6 +34,8 @@ EXHAUSTIVE = (
     *("halves of columns swapped", "the parity of the sums"),
     *("the sums of the next M-tile", "the parity of what was taken", "one adding warp's candidates are enough"),
     *("adding warps go on before the step ends", "a product ends before its rows are finished"),
+    *("rows by half of their columns", "candidates taken before they are laid down"),
+    "cache read before the step is done",
 )
 """Of each there is one of its kind that `make test` looks for."""
 RACE_ONLY = tuple(bug for bug in BUGS if bug.found_by == ("race",))

@@ -225,7 +225,7 @@ CUT = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", CUT)
+@pytest.mark.parametrize("case", tiered(CUT, ["for two tiles of tokens"]))
 def test_products_of_few_tokens_are_cut(case: str) -> None:
     """So that all blocks have work; the bits are others, but still the same under every schedule."""
     config, blocks, tile_tokens, cuts = CUT[case]
