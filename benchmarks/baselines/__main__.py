@@ -18,7 +18,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
-from benchmarks.baselines.gpt_fast import GptFastError, model_file
+from benchmarks.baselines.gpt_fast import model_file
+from cheetah.errors import CheetahError
 
 if TYPE_CHECKING:
     from benchmarks.baselines.session import Session
@@ -39,7 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.system == "gpt-fast":
             model_file(options.gpt_fast)  # refused before torch is loaded
         session = prepared(options)
-    except GptFastError as problem:
+    except CheetahError as problem:
         say(str(problem))
         return 1
     except BaseException as problem:
@@ -55,7 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(prog="python -m benchmarks.baselines", description=__doc__.splitlines()[0])
     made.add_argument("system", choices=("plain", "transformers", "gpt-fast"))
-    made.add_argument("model", help="random:PRESET; the weights are random always")
+    made.add_argument("model", help="random:PRESET, for gpt-fast also @int4-g128; the weights are random always")
     made.add_argument("--gpt-fast", type=Path, metavar="FOLDER", help="a clone, for the system gpt-fast")
     made.add_argument("--contexts", default="128,6144", help="tokens taken as cached, A,B,...")
     made.add_argument("--steps", type=int, default=64, help="decode steps of a run")

@@ -30,9 +30,12 @@ class Chain(Protocol):
 
 
 class System(Protocol):
-    """A way to decode, for one model."""
+    """A way to decode, for one model. weights: what they are, in words. weight_bytes: of one, its share of scales
+    included."""
 
     name: str
+    weights: str
+    weight_bytes: float
 
     def chain(self, context: int, steps: int) -> Chain:
         """Compile for this context with room for `steps` more tokens, and run once. Takes up to minutes."""

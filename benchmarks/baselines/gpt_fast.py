@@ -3,21 +3,25 @@ documentation says, torch.compile(mode="reduce-overhead", fullgraph=True) with c
 
     git clone https://github.com/meta-pytorch/gpt-fast
     python -m benchmarks.baselines gpt-fast random:llama-3.1-8b --gpt-fast gpt-fast
+    python -m benchmarks.baselines gpt-fast random:llama-3.1-8b@int4-g128 --gpt-fast gpt-fast
 
-Nothing of it is shipped. Batch 1, bf16, random weights of its own (the shapes are the preset's; RoPE is not scaled,
-which changes no speed), greedy.
+Nothing of it is shipped. Batch 1, greedy, random weights of its own (the shapes are the preset's; RoPE is not scaled,
+which changes no speed): bf16, or 4 bits by its quantize.py. That file quantises every matrix, so the head too, which
+ours read in bf16; `step_bytes` counts what each reads.
 """
 
 from __future__ import annotations
 
 import importlib.util
 import inspect
+import re
 import subprocess
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cheetah.errors import CheetahError
+from cheetah.plan.formats import BF16
 
 if TYPE_CHECKING:
     from types import ModuleType
@@ -28,10 +32,15 @@ MODE = "reduce-overhead"
 ROUND_CAPACITY = 128  # whole blocks of a mask, where the clone's model takes one
 WARMUP_STEPS = 4  # the first compiles, the second runs outside of a graph, the third is recorded
 SEED = 20
+CODE_SPREAD = 4.61  # the standard deviation of 0 to 15
+
+
+INT4 = re.compile(r"int4-g(32|64|128|256)")
+INT4_PART = "WeightOnlyInt4QuantHandler"
 
 
 class GptFastError(CheetahError):
-    """A clone that is not there, or is not as this recipe knows it."""
+    """A clone that is not there or is not as this recipe knows it, or weights that it has no format for."""
 
 
 def model_file(clone: Path | None) -> Path:
@@ -46,15 +55,43 @@ def model_file(clone: Path | None) -> Path:
 
 
 def load_model_file(path: Path) -> ModuleType:
-    """The clone's code, as a module of its own."""
-    spec = importlib.util.spec_from_file_location("gpt_fast_model", path)
+    """The clone's code, as a module of its own, by the name that its other files know."""
+    return _load(path, "model", ("ModelArgs", "Transformer"))
+
+
+def load_quantize_file(clone: Path) -> ModuleType:
+    """The clone's quantize.py, which imports its neighbours by name: `load_model_file` comes first."""
+    path = clone / "quantize.py"
+    if not path.is_file():
+        raise GptFastError(f"gpt-fast: {clone} has no quantize.py, which weights of 4 bits are made by: clone it whole")
+    sys.path.insert(0, str(clone))
+    try:
+        return _load(path, "gpt_fast_quantize", (INT4_PART,))
+    except ModuleNotFoundError as problem:
+        raise GptFastError(f"{path}: {problem}: install what its requirements.txt names") from problem
+    finally:
+        sys.path.remove(str(clone))
+
+
+def _load(path: Path, name: str, wanted: tuple[str, ...]) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # torch.compile imports by name what it traces
     spec.loader.exec_module(module)
-    if missing := [name for name in ("ModelArgs", "Transformer") if not hasattr(module, name)]:
-        raise GptFastError(f"{path}: {', '.join(missing)} not there: this is not gpt-fast's model file")
+    if missing := [one for one in wanted if not hasattr(module, one)]:
+        raise GptFastError(f"{path}: {', '.join(missing)} not there: this is not gpt-fast's {path.name}")
     return module
+
+
+def int4_group(config: ModelConfig) -> int | None:
+    """Columns of a group of its 4-bit weights; None for bf16. GptFastError for what it has no format for."""
+    format = config.formats_in_words
+    if format == BF16.name:
+        return None
+    if found := INT4.fullmatch(format):
+        return int(found[1])
+    raise GptFastError(f"gpt-fast: weights {format}: it is measured with bf16 and with int4-g32, -g64, -g128 and -g256")
 
 
 def model_arguments(config: ModelConfig, capacity: int) -> dict[str, Any]:
@@ -78,6 +115,14 @@ def commit_of(path: Path) -> str:
     return found.stdout.strip() if found.returncode == 0 else "unknown"
 
 
+def fill_int4(matrix: Any) -> None:
+    """Random codes, and scales that give their numbers the spread which bf16 weights have; zero points of 0, where its
+    kernel takes code 8. matrix: its WeightOnlyInt4Linear, as it converted it."""
+    matrix.weight.random_(-(2**31), 2**31)  # eight codes a word
+    matrix.scales_and_zeros[..., 0] = matrix.in_features**-0.5 / CODE_SPREAD
+    matrix.scales_and_zeros[..., 1] = 0
+
+
 def next_token(model: Any, token: Any, position: Any, block_mask: Any) -> Any:
     """The likeliest token after `token`, int32 [1, 1] both. position: int32 [1]. block_mask: None where the model makes
     its own mask."""
@@ -92,27 +137,28 @@ def next_token(model: Any, token: Any, position: Any, block_mask: Any) -> Any:
 
 
 class GptFastSystem:
-    """`compiled`: False runs the step as it stands. Its weights live as long as it does, its caches as a chain."""
+    """`compiled`: False runs the step as it stands. Its weights live as long as a chain of it, as its caches do."""
 
     name = "gpt-fast"
 
     def __init__(self, config: ModelConfig, clone: Path | None, device: str, compiled: bool = True) -> None:
         path = model_file(clone)
         self._config, self._device, self._compiled = config, device, compiled
+        self._group = int4_group(config)
         self._module, self.commit = load_model_file(path), commit_of(path)
+        self._quantize = None if self._group is None else load_quantize_file(path.parent)
+        self.weights = "bf16 random" if self._group is None else f"int4-g{self._group} random, the head too"
+        # Four bits a weight, and a scale and a zero point in bf16 for each group.
+        self.weight_bytes = 2.0 if self._group is None else 0.5 + 4 / self._group
 
     def chain(self, context: int, steps: int) -> GptFastChain:
         """A model anew for each context, whose caches are as long as it needs; its weights are random numbers."""
         import torch
 
         capacity = -(-(context + steps + 1) // ROUND_CAPACITY) * ROUND_CAPACITY
-        arguments = self._module.ModelArgs(**model_arguments(self._config, capacity))
         torch.manual_seed(SEED)
         with torch.device(self._device), torch.no_grad():
-            model = self._module.Transformer(arguments).to(torch.bfloat16).requires_grad_(False).eval()
-            for parameter in model.parameters():
-                if parameter.dim() == 2:
-                    parameter.normal_(0.0, parameter.shape[1] ** -0.5)
+            model = self._model(capacity)
             model.setup_caches(max_batch_size=1, max_seq_length=capacity)
             block_mask = self._block_mask(model)
         chain = GptFastChain(model, block_mask, context, self._function(), self._device)
@@ -122,6 +168,23 @@ class GptFastSystem:
             chain.step()
         chain.tokens()
         return chain
+
+    def _model(self, capacity: int) -> Any:
+        """Its Transformer with random weights."""
+        import torch
+
+        arguments = self._module.ModelArgs(**model_arguments(self._config, capacity))
+        model = self._module.Transformer(arguments).to(torch.bfloat16).requires_grad_(False).eval()
+        if self._quantize is not None:
+            handler = getattr(self._quantize, INT4_PART)(model, groupsize=self._group, padding=False)
+            model = handler.convert_for_runtime()
+        for part in model.modules():
+            if hasattr(part, "scales_and_zeros"):
+                fill_int4(part)
+        for parameter in model.parameters():
+            if parameter.dim() == 2:
+                parameter.normal_(0.0, parameter.shape[1] ** -0.5)
+        return model
 
     def _function(self) -> Any:
         if not self._compiled:

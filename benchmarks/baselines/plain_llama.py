@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks.baselines.chain import FIRST_TOKEN
-from benchmarks.baselines.weights import EMBEDDING, HEAD, NORM
+from benchmarks.baselines.weights import BF16_BYTES, EMBEDDING, HEAD, NORM, RANDOM_BF16
 
 if TYPE_CHECKING:
     from benchmarks.baselines.weights import Weights
@@ -156,6 +156,7 @@ class PlainSystem:
     """`compiled`: False runs the function as it stands, for tests."""
 
     name = "plain PyTorch + CUDA graphs"
+    weights, weight_bytes = RANDOM_BF16, BF16_BYTES
 
     def __init__(self, config: ModelConfig, weights: Weights, compiled: bool = True) -> None:
         self.model = build(config, weights)

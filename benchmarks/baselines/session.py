@@ -13,6 +13,7 @@ import torch
 
 from benchmarks.baselines.chain import Chain, Run, System, run
 from benchmarks.baselines.weights import random_weights, step_bytes
+from cheetah.errors import CheetahError
 from cheetah.models.config import ModelConfig
 from cheetah.runtime.build.kernels import choose_gpu
 from cheetah.runtime.device import open_device
@@ -28,11 +29,15 @@ Say = Callable[[str], None]
 def make_system(
     kind: str, config: ModelConfig, device: str, compiled: bool = True, clone: Path | None = None
 ) -> System:
-    """One of SYSTEMS with random weights on "cuda" or "cpu". Its library is loaded now. clone: gpt-fast's folder."""
+    """One of SYSTEMS with random weights on "cuda" or "cpu". Its library is loaded now. clone: gpt-fast's folder.
+    CheetahError for weights that it is not measured with."""
     if kind == "gpt-fast":
         from benchmarks.baselines.gpt_fast import GptFastSystem
 
         return GptFastSystem(config, clone, device, compiled)
+    if config.weight_formats:
+        weights_in_words = config.formats_in_words
+        raise CheetahError(f"{kind}: weights {weights_in_words}: it is measured with bf16; gpt-fast has int4-g128 too")
     weights = random_weights(config, device)
     if kind == "plain":
         from benchmarks.baselines.plain_llama import PlainSystem
@@ -116,7 +121,7 @@ class Session:
             steps=steps,
             step_ms=tuple(one.ms / steps for one in timed),
             host_step_ms=tuple(one.host_ms / steps for one in timed),
-            bytes_per_step=step_bytes(self._config, context),
+            bytes_per_step=step_bytes(self._config, context, self.system.weight_bytes),
             ceilings_gb_per_s=None if before is None or after is None else (before, after),
             clocks=state,
         )
@@ -133,7 +138,7 @@ class Session:
             "driver": self._ceiling.driver,
             "backend": f"torch {torch.__version__}",
             "model": self._model,
-            "weights": "bf16 random",
+            "weights": self.system.weights,
             "clocks": measurement.clocks,
             "system": self.system.name,
             "batch": 1,

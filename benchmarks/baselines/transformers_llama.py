@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from benchmarks.baselines.chain import FIRST_TOKEN
+from benchmarks.baselines.weights import BF16_BYTES, RANDOM_BF16
 
 if TYPE_CHECKING:
     from benchmarks.baselines.weights import Weights
@@ -64,6 +65,7 @@ class TransformersSystem:
     """`compiled`: False runs the model as it stands, for tests."""
 
     name = "transformers static cache + torch.compile"
+    weights, weight_bytes = RANDOM_BF16, BF16_BYTES
 
     def __init__(self, config: ModelConfig, weights: Weights, compiled: bool = True) -> None:
         self.model, self._config = build(config, weights), config

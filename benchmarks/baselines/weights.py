@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from cheetah.models.config import ModelConfig
 
 SEED = 20
+RANDOM_BF16, BF16_BYTES = "bf16 random", 2.0
 Weights = dict[str, torch.Tensor]
 EMBEDDING, NORM, HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
 
@@ -53,8 +54,9 @@ def random_weights(config: ModelConfig, device: str, dtype: torch.dtype = torch.
     return weights
 
 
-def step_bytes(config: ModelConfig, context: int) -> int:
-    """Bytes that a step must read, counted as `cheetah bench` counts: bf16 matrices, K and V of `context` tokens."""
+def step_bytes(config: ModelConfig, context: int, weight_bytes: float = BF16_BYTES) -> int:
+    """Bytes that a step must read, counted as `cheetah bench` counts: matrices of `weight_bytes` a weight, and K and V
+    of `context` tokens."""
     matrices = sum(shape[0] * shape[1] for name, shape in shapes(config) if len(shape) == 2 and name != EMBEDDING)
     tied = config.vocab_size * config.hidden_size if config.tied_embeddings else 0
-    return 2 * (matrices + tied) + context * config.kv_bytes_per_token
+    return round(weight_bytes * (matrices + tied)) + context * config.kv_bytes_per_token
