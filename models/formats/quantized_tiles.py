@@ -6,9 +6,8 @@ the columns 8t .. 8t+7 of rows g and g + 8, which it reads as 32-bit words:
 * int4: a word is the 8 columns of a row; nibble j is column 2j, nibble j + 4 column 2j + 1, so that a mask of the
   lowest nibble of each half leaves two neighbours. A tile is [2 pairs of parts][lane][part of the pair][row g, row
   g + 8].
-* int8: a word is 4 columns of a row, whose bytes are columns 0, 2, 1, 3. A tile is [part][lane][half of the 8
-  columns][row g, row g + 8].
-* fp8: the same with the bytes of e4m3 in their order.
+* int8, fp8: a word is 4 columns of a row, whose bytes are columns 0, 2, 1, 3, so that a mask of the same byte of each
+  half leaves two neighbours. A tile is [part][lane][half of the 8 columns][row g, row g + 8].
 
 Behind the codes lie the scales: for each group of columns f16 [g][row g, row g + 8]; of an fp8 block format two floats,
 of rows 0 to 7 and 8 to 15. Then zero points, u8 in the order of scales. Behind the last K-tile of an M-tile lies one
@@ -18,7 +17,6 @@ where scales are bf16 or f32, which f16 holds exactly up to such a factor or not
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,11 +28,10 @@ from cheetah.models.formats.tile_words import (
     HALF,
     Words,
     byte_words,
-    e4m3_in_tiles,
+    bytes_in_tiles,
     even_first_in_tiles,
     int4_in_tiles,
     int4_words,
-    int8_in_tiles,
 )
 from cheetah.models.formats.weight_format import Bytes, PackingError, TilePart, WeightFormat
 from cheetah.models.rounding import F32
@@ -54,10 +51,13 @@ class QuantizedFormat(WeightFormat):
         k_tiles = -(-columns // self.tile.columns)
         behind = self.behind_codes(rows.row_scales, k_tiles)
         codes = _widened(stored, k_tiles * self.tile.columns * stored.shape[1] // columns)
-        words = int4_words(codes) if self.tile.kind == "int4" else byte_words(codes)
-        in_order = rows.has_words and not rows.even_first
-        in_tiles = int4_in_tiles if in_order else _IN_TILES[self.tile.kind]
-        return TilePart(0, in_tiles(words)), TilePart(self.tile.scales_at, behind)
+        tiles: NDArray[Any]
+        if self.tile.kind == "int4":
+            in_order = rows.has_words and not rows.even_first
+            tiles = (int4_in_tiles if in_order else even_first_in_tiles)(int4_words(codes))
+        else:
+            tiles = bytes_in_tiles(byte_words(codes))
+        return TilePart(0, tiles), TilePart(self.tile.scales_at, behind)
 
     @property
     def code_bits(self) -> int:
@@ -104,7 +104,7 @@ class QuantizedFormat(WeightFormat):
         """Scales are float32: those of the rows that were packed, times nothing that rounds."""
         count = tiles.shape[:2]
         words = np.ascontiguousarray(tiles[..., : self.tile.scales_at]).view(np.uint32)
-        codes = _CODES[self.tile.kind](words)
+        codes = (int4_codes if self.tile.kind == "int4" else byte_codes)(words)
         of_rows = factors.view(np.float32)[:, :M_TILE_ROWS].reshape(-1, 1)
         groups, columns = count[1] * self.tile.groups, codes.shape[1]
         scales = np.ones((len(codes), groups), np.float32)
@@ -209,22 +209,6 @@ def int4_codes(words: Words) -> Bytes:
     return np.ascontiguousarray(nibbles.transpose(0, 6, 3, 1, 2, 5, 4, 8, 7)).reshape(len(words) * M_TILE_ROWS, -1)
 
 
-def int8_codes(words: Words) -> Bytes:
-    quads = words.view(np.uint8).reshape(*words.shape[:2], 4, HALF, 4, 2, 2, 4)
-    return _rows_of_quads(quads[..., [0, 2, 1, 3]])
-
-
-def e4m3_codes(words: Words) -> Bytes:
-    return _rows_of_quads(words.view(np.uint8).reshape(*words.shape[:2], 4, HALF, 4, 2, 2, 4))
-
-
-def _rows_of_quads(quads: Bytes) -> Bytes:
-    return np.ascontiguousarray(quads.transpose(0, 6, 3, 1, 2, 4, 5, 7)).reshape(len(quads) * M_TILE_ROWS, -1)
-
-
-_IN_TILES: dict[str, Callable[[Words], NDArray[Any]]] = {
-    "int4": even_first_in_tiles,
-    "int8": int8_in_tiles,
-    "fp8": e4m3_in_tiles,
-}
-_CODES = {"int4": int4_codes, "int8": int8_codes, "fp8": e4m3_codes}
+def byte_codes(words: Words) -> Bytes:
+    quads = words.view(np.uint8).reshape(*words.shape[:2], 4, HALF, 4, 2, 2, 4)[..., [0, 2, 1, 3]]
+    return np.ascontiguousarray(quads.transpose(0, 6, 3, 1, 2, 4, 5, 7)).reshape(len(words) * M_TILE_ROWS, -1)

@@ -89,19 +89,10 @@ def even_first_in_tiles(words: NDArray[Any]) -> Words:
     return taken.reshape(len(taken), *table.shape)
 
 
-def int8_in_tiles(words: Words) -> NDArray[np.complex128]:
+def bytes_in_tiles(words: Words) -> NDArray[np.complex128]:
     """Units of lanes [M-tiles, K-tiles, 4, 8, 4] of words [M-tiles * 16, K-tiles * 32] of bytes in their order."""
     units = units_of_lanes(words)
     exchange_bits(units.view(np.uint32), INNER_BYTES)
-    return _byte_tiles(units)
-
-
-def e4m3_in_tiles(words: Words) -> NDArray[np.complex128]:
-    """The same, with the bytes as they are."""
-    return _byte_tiles(units_of_lanes(words))
-
-
-def _byte_tiles(units: NDArray[np.complex128]) -> NDArray[np.complex128]:
     tiles = units.reshape(*units.shape[:2], units.shape[2] // 16, 4, 4)  # M-tile, g; K-tile, part, t
     return tiles.transpose(0, 2, 3, 1, 4)
 

@@ -62,19 +62,15 @@ def int4_codes(codes: np.ndarray) -> bytes:
     return bytes(packed)
 
 
-def byte_codes(codes: np.ndarray, order: tuple[int, ...]) -> bytes:
+def byte_codes(codes: np.ndarray) -> bytes:
     packed = bytearray()
     for part, (g, t), h, half in product(range(4), LANES, range(2), range(2)):
         column = 32 * part + 8 * t + 4 * h
-        packed += bytes(codes[g + 8 * half, column + number] for number in order)
+        packed += bytes(codes[g + 8 * half, column + number] for number in (0, 2, 1, 3))
     return bytes(packed)
 
 
-CODES: dict[str, Callable[[np.ndarray], bytes]] = {
-    "int4": int4_codes,
-    "int8": lambda codes: byte_codes(codes, (0, 2, 1, 3)),
-    "fp8": lambda codes: byte_codes(codes, (0, 1, 2, 3)),
-}
+CODES: dict[str, Callable[[np.ndarray], bytes]] = {"int4": int4_codes, "int8": byte_codes, "fp8": byte_codes}
 
 
 def quantized_tile(tiles: QuantizedTiles, codes: np.ndarray, scales: np.ndarray, points: np.ndarray | None) -> bytes:

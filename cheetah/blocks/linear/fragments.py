@@ -44,6 +44,17 @@ def groups_of(tokens: int, halves: int = 1) -> int:
     return ceil_div(tokens * halves, COLUMNS)
 
 
+class Held(ABC):
+    """A warp's tiles of a chunk in registers, and the operands of 8 columns that they are multiplied with."""
+
+    @abstractmethod
+    def multiply(self, index: ch.Expr, sums: Any) -> None:
+        """sums [chains, 4] += tile `index` of them."""
+
+    def finish_rows(self, sums: Any) -> None:  # noqa: B027 - not every format says something of rows
+        """The same as `Fragments.finish_rows`, by what `Fragments.hold_factors` brought."""
+
+
 class Fragments(ABC):
     """The K-tiles of one format in a full stage, as a warp reads them. Emits code in the consumer role."""
 
@@ -51,18 +62,41 @@ class Fragments(ABC):
         self.stage, self.lane, self.format = stage, lane, format
         self.declare()
 
+    @classmethod
+    def chains(cls, format: TileFormat, groups: int) -> int:
+        """Sums of an M-tile and group of columns that are kept side by side, so that one product need not wait for
+        another; `finish_rows` adds them up."""
+        return 1
+
     @abstractmethod
     def declare(self) -> None:
         """Name where the stage's tiles begin."""
 
     @abstractmethod
     def multiply(self, tile: ch.Expr, activations: Activations, sums: Any) -> None:
-        """sums [groups, 4] += tile number `tile` of the stage x activations; tells the stage what it has read."""
+        """sums [chains * groups, 4] += tile number `tile` of the stage x activations; tells the stage what it has
+        read."""
+
+    @classmethod
+    def room(cls, format: TileFormat, tiles: int) -> Held | None:
+        """Registers for so many tiles of a warp; None: the format's are multiplied while the stage is held."""
+        return None
+
+    def begin_holding(self) -> None:  # noqa: B027 - most have declared what they need
+        """Before the first `hold` of a chunk."""
+
+    def hold(self, tile: ch.Expr, activations: Activations, held: Any, index: ch.Expr) -> None:
+        """Tile `tile` of the stage becomes number `index` of those held. Only for formats with `room`."""
+        raise NotImplementedError(f"weight format {self.format.name} holds no tiles")
+
+    def hold_factors(self, tiles: int, held: Any) -> None:  # noqa: B027 - not every format says something of rows
+        """The factors behind the last of so many tiles of the stage become those that `held.finish_rows` takes."""
 
     def finish_chunk(self) -> None:  # noqa: B027 - most tell it tile by tile
         """Behind the last tile of a chunk: tell the stage what has been read, if nobody has."""
 
     def finish_rows(self, tiles: int, columns: Columns, sums: Any) -> None:
         """sums [groups of columns, 4] *= the factors of their rows, which lie behind the last `tiles` K-tiles of an
-        M-tile; tells the stage what it has read. Only for formats with `factor_bytes`."""
+        M-tile; of several chains the first becomes the sum of all. Tells the stage what it has read. Only for formats
+        with `factor_bytes`."""
         raise NotImplementedError(f"weight format {self.format.name} says nothing of rows")

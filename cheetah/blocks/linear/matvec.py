@@ -24,15 +24,14 @@ from typing import Any
 
 from cheetah import lang as ch
 from cheetah.blocks.columns import Columns
-from cheetah.blocks.linear.formats import fragments_of
-from cheetah.blocks.linear.formats.bf16 import Bf16Fragments, HeldTiles
-from cheetah.blocks.linear.fragments import Activations, groups_of
+from cheetah.blocks.linear.formats import accumulators_of, fragments_class, fragments_of
+from cheetah.blocks.linear.fragments import Activations, Held, groups_of
 from cheetah.blocks.linear.interface import Epilogue, Linear, Parts, Prologue, Rows
 from cheetah.blocks.ring import Cursor, Ring, Stage
 from cheetah.blocks.timeline import NO_TIMELINE, Timeline
 from cheetah.lang import prim, ty
 from cheetah.plan import M_TILE_ROWS, MatrixLayout
-from cheetah.plan.formats import NARROW_ROWS
+from cheetah.plan.formats import BF16, NARROW_ROWS
 from cheetah.plan.plan import COLUMNS
 
 HALF = M_TILE_ROWS // 2
@@ -199,7 +198,7 @@ class Matvec(Linear):
     def _multiply_whole(self, layout: MatrixLayout, position: ch.Expr, prologue: Prologue) -> None:
         self._load(layout, prologue, 0)
         with ch.for_(position, layout.m_tiles, layout.blocks, unroll=1) as m_tile:
-            sums = ch.array(ty.f32, self._groups(layout), 4, zero=True)
+            sums = ch.array(ty.f32, accumulators_of(layout, self.columns.limit), 4, zero=True)
             if layout.waves > 1:
                 with ch.if_(m_tile + layout.blocks >= layout.m_tiles):  # the last one: the next wait is near
                     self.ring.begin_waiting()
@@ -211,8 +210,8 @@ class Matvec(Linear):
     @ch.inline
     def _multiply_sliced(self, layout: MatrixLayout, position: ch.Expr, prologue: Prologue) -> None:
         """Slices outside, M-tiles inside."""
-        groups = self._groups(layout)
-        sums = [ch.array(ty.f32, groups, 4, zero=True, name="sums") for _ in range(layout.waves)]
+        accumulators = accumulators_of(layout, self.columns.limit)
+        sums = [ch.array(ty.f32, accumulators, 4, zero=True, name="sums") for _ in range(layout.waves)]
         for index in range(layout.slices):
             first, end = layout.slice_range(index)
             if first == end:
@@ -234,8 +233,8 @@ class Matvec(Linear):
     @ch.inline
     def _multiply_parts(self, layout: MatrixLayout, position: ch.Expr, parts: Parts) -> None:
         """The same with slices that come while the one before is multiplied."""
-        groups = self._groups(layout)
-        sums = [ch.array(ty.f32, groups, 4, zero=True, name="sums") for _ in range(layout.waves)]
+        accumulators = accumulators_of(layout, self.columns.limit)
+        sums = [ch.array(ty.f32, accumulators, 4, zero=True, name="sums") for _ in range(layout.waves)]
         self.ring.begin_waiting()
         parts.begin()
         with ch.for_(parts.count, unroll=1, name="part") as part:
@@ -276,11 +275,9 @@ class Matvec(Linear):
     def _use_chunk(self, layout: MatrixLayout, chunk: ch.Expr, place: ch.Expr, sums: Any) -> None:
         """The next stage, chunk `chunk` of an M-tile, by the vectors in shared memory, in which it is number `place`.
 
-        Where all weights are bf16 and a warp has registers for its tiles, the stage is given back before they are
-        multiplied.
+        Where a warp has registers for its tiles, the stage is given back before they are multiplied.
         """
-        tiles = layout.tiles_per_chunk // self.machine.plan.consumer_warps
-        held = HeldTiles.of(tiles) if self._has_room_for_tiles(layout) else None
+        held = self._room_for_tiles(layout)
         with self.ring.use() as stage:
             self.timeline.stamp_first("first_chunk")
             if held is None:
@@ -290,12 +287,15 @@ class Matvec(Linear):
         if held is not None:
             self._multiply_held(layout, chunk, held, sums)
 
-    def _has_room_for_tiles(self, layout: MatrixLayout) -> bool:
-        """Whether a warp's tiles of a chunk go to registers. Not beside the sums of several M-tiles where a last chunk
-        has fewer tiles: words spilled then (qwen3-4b)."""
-        is_uneven = layout.last_chunk_tiles < layout.tiles_per_chunk
-        is_crowded = is_uneven and self._sums_wait(layout)
-        return self._groups(layout) == 1 and not self.machine.shape.formats and not is_crowded
+    def _room_for_tiles(self, layout: MatrixLayout) -> Held | None:
+        """Registers for a warp's tiles of a chunk. Not for bf16 tiles where other weights are quantised, and not beside
+        the sums of several M-tiles where a last chunk has fewer tiles: words spilled then (qwen3-4b)."""
+        is_mixed = layout.format is BF16 and bool(self.machine.shape.formats)
+        is_crowded = layout.last_chunk_tiles < layout.tiles_per_chunk and self._sums_wait(layout)
+        if self._groups(layout) > 1 or is_mixed or is_crowded:
+            return None
+        tiles = layout.tiles_per_chunk // self.machine.plan.consumer_warps
+        return fragments_class(layout, self.columns.limit).room(layout.format, tiles)
 
     @staticmethod
     def _sums_wait(layout: MatrixLayout) -> bool:
@@ -332,19 +332,25 @@ class Matvec(Linear):
         return groups_of(self.columns.limit, layout.halves)
 
     @ch.function
-    def _hold_chunk(self, layout: MatrixLayout, chunk: ch.Expr, place: ch.Expr, stage: Stage, held: HeldTiles) -> None:
+    def _hold_chunk(self, layout: MatrixLayout, chunk: ch.Expr, place: ch.Expr, stage: Stage, held: Held) -> None:
         """This warp's tiles of a chunk, and what they are multiplied with, to registers."""
-        fragments = Bf16Fragments(stage, self.machine.lane, layout.format)
-        read = ch.var(ty.u32, 0)
+        fragments = fragments_of(layout, self.columns.limit, stage, self.machine.lane)
+        fragments.begin_holding()
         with self._own_tiles(layout, chunk) as (turn, pair):
-            fragments.hold(pair, self._activations(layout, place, pair), held, turn, read)
-        stage.has_read(read)
+            fragments.hold(pair, self._activations(layout, place, pair), held, turn)
+        if layout.format.factor_bytes:
+            with ch.if_(chunk == layout.chunks - 1):
+                fragments.hold_factors(layout.last_chunk_tiles, held)
+        fragments.finish_chunk()
 
     @ch.function
-    def _multiply_held(self, layout: MatrixLayout, chunk: ch.Expr, held: HeldTiles, sums: Any) -> None:
+    def _multiply_held(self, layout: MatrixLayout, chunk: ch.Expr, held: Held, sums: Any) -> None:
         """The products of what `_hold_chunk` brought."""
         with self._own_tiles(layout, chunk) as (turn, _):
             held.multiply(turn, sums)
+        if layout.format.factor_bytes:
+            with ch.if_(chunk == layout.chunks - 1):
+                held.finish_rows(sums)
 
     @ch.function
     def _multiply_chunk(self, layout: MatrixLayout, chunk: ch.Expr, place: ch.Expr, stage: Stage, sums: Any) -> None:

@@ -7,7 +7,7 @@ from cheetah.blocks.linear.formats.bf16 import Bf16Fragments
 from cheetah.blocks.linear.formats.digits import DigitFragments
 from cheetah.blocks.linear.formats.e4m3 import E4m3Fragments, HalfFragments
 from cheetah.blocks.linear.formats.integers import Int4Fragments, Int8Fragments
-from cheetah.blocks.linear.fragments import Fragments
+from cheetah.blocks.linear.fragments import Fragments, groups_of
 from cheetah.blocks.ring import Stage
 from cheetah.plan import MatrixLayout
 from cheetah.plan.formats import DIGITS, HALVES, QUANTIZED_FORMATS
@@ -21,6 +21,16 @@ FRAGMENTS: dict[str, type[Fragments]] = {
 
 def fragments_of(layout: MatrixLayout, tokens: int, stage: Stage, lane: ch.Expr) -> Fragments:
     """The tiles of a matrix in a stage, for the vectors of so many tokens."""
+    return fragments_class(layout, tokens)(stage, lane, layout.format)
+
+
+def fragments_class(layout: MatrixLayout, tokens: int) -> type[Fragments]:
+    """How the tiles of a matrix are multiplied by the vectors of so many tokens."""
     of_kind: dict[str, type[Fragments]] = {DIGITS: DigitFragments, HALVES: HalfFragments}
-    fragments = of_kind.get(layout.vector_kind(tokens), FRAGMENTS[layout.format.name])
-    return fragments(stage, lane, layout.format)
+    return of_kind.get(layout.vector_kind(tokens), FRAGMENTS[layout.format.name])
+
+
+def accumulators_of(layout: MatrixLayout, tokens: int) -> int:
+    """Accumulators of 16 rows and 8 columns that the sums of an M-tile take."""
+    groups = groups_of(tokens, layout.halves)
+    return groups * fragments_class(layout, tokens).chains(layout.format, groups)

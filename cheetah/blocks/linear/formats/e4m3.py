@@ -1,4 +1,5 @@
-"""e4m3 weights: a word is 4 columns of a row, which one instruction for two turns into f16 numbers, exactly.
+"""e4m3 weights: a word is 4 columns of a row, bytes 0 and 2 the first two, bytes 1 and 3 the others. One instruction
+turns two bytes that lie side by side into f16 numbers, exactly.
 
 The vector is f16 then, too: its elements are multiplied by a power of two so that none overflows, one for each part of
 32 columns and token, which the sums of that part are multiplied by in turn. Numbers 2^28 below the largest of a part
@@ -9,13 +10,14 @@ subnormal.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 from cheetah import lang as ch
-from cheetah.blocks.columns import UNITS_PER_TILE
-from cheetah.blocks.linear.formats.quantized import PARTS, ChainedFragments
+from cheetah.blocks.columns import UNITS_PER_TILE, Columns
+from cheetah.blocks.linear.formats.quantized import CHAINS, PARTS, ChainedFragments
 from cheetah.blocks.linear.formats.sizes import biased_exponent, power_of_two, stored_power
-from cheetah.blocks.linear.fragments import Activations
+from cheetah.blocks.linear.fragments import Activations, Held
 from cheetah.lang import prim, ty
 from cheetah.plan.formats import RAISED_BY
 
@@ -33,6 +35,46 @@ class E4m3Fragments(ChainedFragments):
     codes_smaller_by = CODES_SMALLER_BY
     smaller_by = CODES_SMALLER_BY - RAISED_BY
 
+    @classmethod
+    def chains(cls, format: Any, groups: int) -> int:
+        return 1 if format.group_columns is not None else max(1, CHAINS // groups)
+
+    @ch.inline
+    def multiply(self, tile: ch.Expr, activations: Activations, sums: Any) -> None:
+        if self.format.group_columns is not None:
+            return super().multiply(tile, activations, sums)
+        first = self.tiles + tile * self.format.tile_bytes
+        units, groups = activations.units, activations.columns.tiles
+        self.load(first)
+        for part in range(PARTS):
+            of_chain = part % self.chains(self.format, groups) * groups
+            for group in range(groups):
+                values = activations.operand(units, group, part)
+                multiply_part(sums[of_chain + group], self.words[part], values)
+
+    @ch.inline
+    def finish_rows(self, tiles: int, columns: Columns, sums: Any) -> None:
+        add_chains(sums, columns.tiles, self.chains(self.format, columns.tiles))
+        super().finish_rows(tiles, columns, sums)
+
+    @classmethod
+    def room(cls, format: Any, tiles: int) -> HeldCodes | None:
+        return HeldCodes.of(tiles) if format.group_columns is None else None
+
+    @ch.inline
+    def hold(self, tile: ch.Expr, activations: Activations, held: HeldCodes, index: ch.Expr) -> None:
+        self.load(self.tiles + tile * self.format.tile_bytes)
+        units = activations.units
+        for part in range(PARTS):
+            held.words[index][part] = self.words[part]
+            held.values[index][part] = activations.operand(units, 0, part)
+
+    @ch.inline
+    def hold_factors(self, tiles: int, held: HeldCodes) -> None:
+        low, high = self.row_factors(tiles)
+        held.factors[0] = low
+        held.factors[1] = high
+
     def load(self, first: Any) -> None:
         codes = ch.reinterpret(ty.ptr(ty.u32x4), first)
         self.words = [ch.const(ty.u32x4, codes[self.lane + part * PART_LOADS], name="words") for part in range(PARTS)]
@@ -41,7 +83,7 @@ class E4m3Fragments(ChainedFragments):
 
     def fragments_of(self, first: Any, index: int, part: int) -> tuple[list[Any], list[Any]]:
         words = self.words[part]
-        return [self._fragment(words.x, words.y)], [self._fragment(words.z, words.w)]
+        return [self.fragment(words.x, words.y)], [self.fragment(words.z, words.w)]
 
     def scales(self, first: Any, index: int) -> tuple[Any, Any] | None:
         if self.format.group_columns is None:
@@ -53,19 +95,60 @@ class E4m3Fragments(ChainedFragments):
 
     @staticmethod
     def converted(codes: Any) -> tuple[Any, Any]:
-        """The pairs of four codes."""
-        return small_bf16x2(codes, 0x1404), small_bf16x2(codes, 0x3424)
+        """The first two of four codes, and the others."""
+        return small_bf16x2(codes << 4, codes << 8), small_bf16x2(codes >> 4, codes)
 
-    def _fragment(self, row: Any, next_row: Any) -> Any:
+    @classmethod
+    def fragment(cls, row: Any, next_row: Any) -> Any:
         """The A operand of four columns: their pairs, of row g and of row g + 8."""
-        (low, low_behind), (high, high_behind) = self.converted(row), self.converted(next_row)
+        (low, low_behind), (high, high_behind) = cls.converted(row), cls.converted(next_row)
         return ch.const(ty.u32x4, prim.make_u32x4(low, high, low_behind, high_behind), name="fragment")
 
 
-def small_bf16x2(codes: Any, which: int) -> Any:
-    """Two of four codes, chosen by `which` (byte_permute) into upper bytes, as bf16 numbers times 2^-120."""
-    bytes_above = ch.const(ty.u32, prim.byte_permute(codes, 0, which), name="codes")
-    return prim.and_or_u32(bytes_above >> 4, MAGNITUDES, bytes_above & SIGNS)
+def multiply_part(products: Any, words: Any, values: Any) -> None:
+    """products [4] += a lane's codes of a part (u32x4) x its operands."""
+    prim.mma_bf16(products, E4m3Fragments.fragment(words.x, words.y), values.x, values.y)
+    prim.mma_bf16(products, E4m3Fragments.fragment(words.z, words.w), values.z, values.w)
+
+
+def add_chains(sums: Any, groups: int, chains: int) -> None:
+    """sums [groups] += those of the other chains behind them."""
+    for index in range(groups, groups * chains):
+        for number in range(4):
+            sums[index % groups][number] = sums[index % groups][number] + sums[index][number]
+
+
+def small_bf16x2(magnitudes: Any, signs: Any) -> Any:
+    """Two codes as bf16 numbers times 2^-120, of words that have their magnitudes and their signs in place."""
+    return prim.and_or_u32(magnitudes, MAGNITUDES, signs & SIGNS)
+
+
+@dataclass(frozen=True, eq=False)
+class HeldCodes(Held):
+    """Of 16 x 128 codes, 16 registers each, and as many of operands."""
+
+    words: Any
+    values: Any
+    factors: Any
+
+    @classmethod
+    @ch.inline
+    def of(cls, tiles: int) -> HeldCodes:
+        """Room for so many."""
+        words = ch.array(ty.u32x4, tiles, PARTS)
+        values = ch.array(ty.u32x4, tiles, PARTS)
+        factors = ch.array(ty.f32, 2)
+        return cls(words, values, factors)
+
+    def multiply(self, index: ch.Expr, sums: Any) -> None:
+        words, values = self.words[index], self.values[index]
+        for part in range(PARTS):
+            multiply_part(sums[part % CHAINS], words[part], values[part])
+
+    def finish_rows(self, sums: Any) -> None:
+        add_chains(sums, 1, CHAINS)
+        for index in range(4):
+            sums[0][index] = sums[0][index] * self.factors[index // 2]
 
 
 class HalfFragments(E4m3Fragments):
@@ -73,9 +156,17 @@ class HalfFragments(E4m3Fragments):
 
     codes_smaller_by = smaller_by = 0
 
+    @classmethod
+    def chains(cls, format: Any, groups: int) -> int:
+        return 1  # the sums of every part are scaled
+
+    @classmethod
+    def room(cls, format: Any, tiles: int) -> None:
+        return None
+
     @staticmethod
     def converted(codes: Any) -> tuple[Any, Any]:
-        """The pairs of four codes."""
+        """Columns 0 and 2 of four, and 1 and 3: as `store_halves` pairs the vector's."""
         pairs = ch.const(ty.u32x2, prim.e4m3x4_to_f16(codes), name="pairs")
         return pairs.x, pairs.y
 
@@ -122,12 +213,15 @@ class _Powers:
 
 @ch.function
 def store_halves(vector: ch.Expr, unit: ch.Expr, words: ch.Expr, tokens: int) -> None:
-    """Unit `unit` of the vectors of so many tokens (8 bf16 elements) as f16. All lanes of a warp call it, with
-    neighbouring units."""
+    """Unit `unit` of the vectors of so many tokens (8 bf16 elements) as f16, in pairs of every second one of four. All
+    lanes of a warp call it, with neighbouring units."""
     pairs = [getattr(words, member) for member in "xyzw"]
     exponent = biased_exponent(pairs, (1, 2))
     scale = ch.const(ty.f32, power_of_two(LARGEST_POWER, exponent), name="scale")
-    halves = [prim.pack_f16x2(prim.bf16x2_low(pair) * scale, prim.bf16x2_high(pair) * scale) for pair in pairs]
+    halves = []
+    for pair, behind in (pairs[:2], pairs[2:]):
+        for half_of in (prim.bf16x2_low, prim.bf16x2_high):
+            halves.append(prim.pack_f16x2(half_of(pair) * scale, half_of(behind) * scale))
     tile_units = PARTS * UNITS_PER_TILE * tokens
     tile = vector + unit // tile_units * (tile_units + tokens)
     place = ch.const(ty.u32, unit % tile_units, name="place")
