@@ -14,7 +14,7 @@ from cheetah.models import llama, mistral, qwen2, qwen3
 from cheetah.models.config import ModelConfig
 from cheetah.models.config_json import ConfigError, load_source, place_of, stated
 from cheetah.models.family import ModelFamily
-from cheetah.models.formats.quantized import is_scheme_name
+from cheetah.models.formats.quantized import QuantizationError, is_scheme_name, scheme_of_name
 from cheetah.models.quantization import Quantization, quantization_of_folder, read_quantization
 
 _FAMILIES = (llama.FAMILY, qwen3.FAMILY, qwen2.FAMILY, mistral.FAMILY)
@@ -105,8 +105,19 @@ def _resolved(source: str, notes: list[str] | None) -> ModelConfig:
     if path.is_dir():
         path = path / "config.json"
     if not path.is_file():
+        _refuse_format(source)
         raise ConfigError(
             f"{source}: neither a preset ({', '.join(PRESET_NAMES)}) nor a folder with a config.json "
             "nor the path of a config.json"
         )
     return read_config(path, notes)
+
+
+def _refuse_format(source: str) -> None:
+    """ConfigError where a preset is named with what is no weight format behind it."""
+    name, _, format = source.rpartition("@")
+    if name in PRESET_NAMES:
+        try:  # it says what there is
+            scheme_of_name(format.removesuffix(ORDER))
+        except QuantizationError as problem:
+            raise ConfigError(f"{source}: {problem}") from problem

@@ -57,7 +57,7 @@ def register(app: typer.Typer) -> None:
 def _text(file: Path) -> str:
     """The file's text; CheetahError if there is none that can be read."""
     if not file.is_file():
-        raise CheetahError(f"{file}: no such file: give --text a file of text")
+        raise CheetahError(f"{file}: {'no ordinary' if file.exists() else 'no such'} file: give --text a file of text")
     if file.stat().st_size > LONGEST_TEXT:
         raise CheetahError(f"{file}: {file.stat().st_size} bytes: give a part of it, at most {LONGEST_TEXT}")
     try:

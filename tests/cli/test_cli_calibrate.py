@@ -89,6 +89,7 @@ def test_a_scale_a_head_beside_quantised_weights(tmp_path: Path) -> None:
 def test_refused(tmp_path: Path) -> None:
     file, out = text_file(tmp_path), tmp_path / "out"
     assert "no such file: give --text" in refused("calibrate", "demo", "--text", tmp_path / "none", "-o", out)
+    assert f"{os.devnull}: no ordinary file" in refused("calibrate", "demo", "--text", os.devnull, "-o", out)
     assert "random:demo: has no files" in refused("calibrate", "random:demo", "--text", file, "-o", out)
     assert "exists already" in refused("calibrate", "demo", "--text", file, "-o", tmp_path)
     assert "the text is empty" in refused("calibrate", "demo", "--text", text_file(tmp_path, " "), "-o", out)

@@ -78,8 +78,8 @@ class Rounds:
         self._propose(column, token, distance, limit)
         with ch.if_(lane == 0):
             known = {HIGHEST: highest, LIMIT: limit, BELOW: 0.0, ABOVE: math.inf, LEAST: 1.0, MOST: math.inf}
-            for word, index in {**known, PIVOT + TESTED - 1: math.inf}.items():
-                state[word] = prim.float_bits(index)
+            for word, value in {**known, PIVOT + TESTED - 1: math.inf}.items():
+                state[word] = prim.float_bits(value)
             for index in range(1, PIVOTS + 1):
                 state[PIVOT + index] = prim.float_bits(FIRST_PIVOT * 2**index)
             state[OPEN] = 1
@@ -306,10 +306,10 @@ class Rounds:
         """Narrow down where the top-k end, and what they weigh; then from where on nothing is kept, because too many
         are nearer, or weigh too much. The further, the more, so the bounds of a warp are those of its lanes."""
         holds_all, holds_no_more = tested.count >= top_k, tested.count <= top_k
-        for variable, index in ((known.above, tested.at), (known.most, tested.weight)):
-            variable.set(-highest_of_warp(-ch.select(holds_all, ch.minimum(variable, index), variable)))
-        for variable, index in ((known.below, tested.at), (known.least, tested.weight)):
-            variable.set(highest_of_warp(ch.select(holds_no_more, ch.maximum(variable, index), variable)))
+        for bound, of_lane in ((known.above, tested.at), (known.most, tested.weight)):
+            bound.set(-highest_of_warp(-ch.select(holds_all, ch.minimum(bound, of_lane), bound)))
+        for bound, of_lane in ((known.below, tested.at), (known.least, tested.weight)):
+            bound.set(highest_of_warp(ch.select(holds_no_more, ch.maximum(bound, of_lane), bound)))
         middle = (known.below + known.above) * 0.5
         with ch.if_((known.above < math.inf) & ((middle <= known.below) | (middle >= known.above))):
             known.least.set(known.most)  # no number lies between: the last of the top-k and its ties are at `below`

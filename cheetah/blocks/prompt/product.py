@@ -369,7 +369,7 @@ class TileProduct:
     @ch.inline
     def _finish_groups(self, finish: Finish, place: TilePlace, sums: Any, first: int, count: int) -> None:
         of_rows = finish.load_rows(place.m_tile)
-        at_once = next(index for index in range(LOADED_AT_ONCE, 0, -1) if count % index == 0)
+        at_once = next(size for size in range(LOADED_AT_ONCE, 0, -1) if count % size == 0)
         with ch.for_(first, first + count, at_once, unroll=True, name="group") as group:
             of_pass = place.token_tile * self.machine.plan.tile_groups + group
             loaded = [finish.load_group(place.m_tile, of_pass + index) for index in range(at_once)]

@@ -211,6 +211,11 @@ def test_resolve_takes_presets_folders_and_files(tmp_path):
     assert resolve_config(tmp_path) == resolve_config(str(tmp_path / "config.json")) == read()
     with pytest.raises(ConfigError, match="neither a preset .*llama-3.1-8b.* nor a folder"):
         resolve_config(tmp_path / "absent")
+    for format in ("int3", "marlin", "int3-order"):
+        with pytest.raises(
+            ConfigError, match=f"llama-3.1-8b@{format}: there is no .*'{format[:4]}.*write int4, int8 or fp8"
+        ):
+            resolve_config(f"llama-3.1-8b@{format}")
 
 
 def test_messages_name_the_file(tmp_path):
