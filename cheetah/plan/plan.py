@@ -42,6 +42,13 @@ DEFAULT_CONTEXT, DEFAULT_STEPS = 8192, 64
 """Tokens of a sequence, and steps of a launch, unless told otherwise."""
 
 
+NOT_POSITIVE = frozenset({
+    *("sync", "trace", "kv_dtype", "in_flight_waiting", "adding_warps", "kv_chunk", "kv_item_cost", "pool_pages"),
+    *("start_qkv", "start_residual", "start_gate_up", "start_head"),
+})  # fmt: skip
+"""Fields that are no number, or may be 0; those that may not be just anything are checked by themselves."""
+
+
 @dataclass(frozen=True)
 class Plan:
     """The static choices of one kernel. Bytes are bytes; tokens, warps, stages and steps are counts.
@@ -88,23 +95,7 @@ class Plan:
 
     def __post_init__(self) -> None:
         self._check_types()
-        starts = (
-            *(
-                "sync",
-                "trace",
-                "in_flight_waiting",
-                "adding_warps",
-                "kv_chunk",
-                "kv_item_cost",
-                "kv_dtype",
-                "pool_pages",
-                "start_qkv",
-                "start_residual",
-                "start_gate_up",
-                "start_head",
-            ),
-        )
-        require_positive("Plan", **{name: value for name, value in vars(self).items() if name not in starts})
+        require_positive("Plan", **{name: value for name, value in vars(self).items() if name not in NOT_POSITIVE})
         self._check_choices()
         self._check_ring()
 

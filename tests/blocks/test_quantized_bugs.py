@@ -99,7 +99,7 @@ BUGS: dict[str, tuple[str, dict[str, Any], Callable[[Patch], None]]] = {
         changed(QuantizedFragments, "row_factors", lambda right, self, tiles: right(self, tiles - 1)),
     ),
 }
-QUICK = ("", "the scale of the neighbouring group", "two digits change places", "zero points one too small")
+QUICK = ("", "the scale of the neighbouring group", "two digits change places", "a zero point that is one too small")
 
 
 @pytest.mark.compiler
