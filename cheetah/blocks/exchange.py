@@ -230,8 +230,9 @@ class FlaggedExchange(Exchange):
     with the right epoch has the right data: no other ordering is needed for the payload. The epoch grows with every
     layer of every step and is never used twice, so an old word is never taken for a new one.
 
-    A tagged word, of the inputs of products, is 4 bytes: two bf16 numbers, made so small (times a power of two, which
-    is exact) that the highest bit of either exponent is free, and in those two bits a tag that follows from the epoch.
+    A tagged word, of the inputs of products, is 4 bytes: two bf16 numbers, made so small (times a power of two: exact
+    but for those that become subnormal) that the highest bit of either exponent is free, and in those two bits a tag
+    that follows from the epoch.
     It has half of the bytes. Ordering: a thread that reads a vector reads the same words of it each time that it is
     read, and by coherence never gets a word older than one that it has had. So a tag has to tell apart those published
     since the last one that was read, at most three with that one: epochs of a vector follow one another without

@@ -45,7 +45,7 @@ class PhaseNames:
 class Phases:
     """`with phase("o", "projection onto the residual"):` around what the roles do in a phase.
 
-    step and layer are the present ones (device values that both roles see). `progress` is where each block tells the
+    step and layer are the present ones (device values that all roles see). `progress` is where each block tells the
     host how far it is, for a report if the launch hangs.
     """
 

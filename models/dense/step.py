@@ -197,7 +197,7 @@ class HeadParts:
             self.exchange.initialise()
             prim.mbarrier_fence_init()
         self.tokens.take_first()
-        prim.block_barrier()  # orders the barriers' initialisation before their first use by either role
+        prim.block_barrier()  # orders the barriers' initialisation before their first use by any role
         self.ring.start()
         with machine.consumer:
             self.exchange.start()

@@ -19,7 +19,7 @@ from cheetah.plan import GPUS, Gpu, ModelShape, Plan, default_plan, shared_map
 from tests.program.rig import emulated_gpu
 
 Body = Callable[..., None]
-"""Emits both roles of the kernel: (machine, ring, parameters by name)."""
+"""Emits the roles of the kernel: (machine, ring, parameters by name)."""
 
 
 def gpu_of(blocks: int) -> Gpu:

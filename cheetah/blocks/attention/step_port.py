@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from cheetah import lang as ch
@@ -112,14 +112,19 @@ class Projection:
         return ch.select(is_paired, paired, m_tile_of_head * M_TILE_ROWS + rows.row)
 
     @ch.inline
-    def _publish_raw(self, rows: Rows, layer: ch.Expr, epoch: ch.Expr) -> None:
+    def _place(self, rows: Rows, epoch: ch.Expr) -> tuple[Any, Any, Any, Callable[[ch.Value], None]]:
+        """A row's head, its M-tile in the head, its dim, and what publishes a pair of rows that it is the first of."""
         shape = self.shape
         m_tiles_per_head = shape.head_dim // M_TILE_ROWS
         head = rows.m_tile // m_tiles_per_head
         m_tile_of_head = rows.m_tile % m_tiles_per_head
         dim = self._dim(rows, head, m_tile_of_head)
         place = (rows.column * shape.qkv_rows + head * shape.head_dim + dim) // 2
-        publish = self.port.exchange.publish_later("qkv", place, epoch)
+        return head, m_tile_of_head, dim, self.port.exchange.publish_later("qkv", place, epoch)
+
+    @ch.inline
+    def _publish_raw(self, rows: Rows, layer: ch.Expr, epoch: ch.Expr) -> None:
+        _, _, _, publish = self._place(rows, epoch)
         pair = pair_of_rows(self._value(rows, layer))
         with ch.if_(rows.is_own & (rows.row % 2 == 0)):
             publish(pair)
@@ -127,12 +132,7 @@ class Projection:
     @ch.inline
     def _rotate_and_append(self, rows: Rows, layer: ch.Expr, epoch: ch.Expr) -> None:
         shape = self.shape
-        m_tiles_per_head = shape.head_dim // M_TILE_ROWS
-        head = rows.m_tile // m_tiles_per_head
-        m_tile_of_head = rows.m_tile % m_tiles_per_head
-        dim = self._dim(rows, head, m_tile_of_head)
-        place = (rows.column * shape.qkv_rows + head * shape.head_dim + dim) // 2
-        publish = self.port.exchange.publish_later("qkv", place, epoch)
+        head, m_tile_of_head, dim, publish = self._place(rows, epoch)
         value = ch.var(ty.f32, self._value(rows, layer))
         with ch.if_(head < shape.heads + shape.kv_heads):
             value.set(rotate(self.machine, rows, value, m_tile_of_head))
