@@ -35,6 +35,7 @@ from cheetah.runtime.checkpoint.loading import Checkpoint, open_checkpoint
 from cheetah.runtime.checkpoint.safetensors_files import find_tensors
 from cheetah.runtime.device import open_device
 from cheetah.stopwatch import Stopwatch
+from cheetah.tools.circumstances import commit
 
 GROUP = 128
 RANDOM_BYTES = 64 << 20
@@ -196,9 +197,16 @@ def measure(form: str, args: argparse.Namespace, device: Any, folder: Path) -> l
     for turn in range(-1, args.turns):  # the first is not counted: memory is new, and files may not be in memory
         for threads, packer in itertools.product(args.threads, args.packer if device else ["host"]):
             seconds, worked, watch = load(open_checkpoint(folder), threads, device, packer)
-            stages = {name: round(value, 3) for name, value in watch.seconds.items()}
-            record = {"format": form, "packer": packer, "threads": threads, "bytes": nbytes}
-            records += [{**record, "seconds": seconds, "processor_s": worked, "stages": stages}] * (turn >= 0)
+            if turn < 0:
+                continue
+            records.append(
+                {
+                    **{"commit": commit(), "gpu": device.describe().name if device else "none", "model": args.model},
+                    **{"layers": config.layers, "format": form, "packer": packer, "threads": threads, "bytes": nbytes},
+                    **{"seconds": seconds, "processor_s": worked},
+                    "stages": {name: round(value, 3) for name, value in watch.seconds.items()},
+                }
+            )
     return records
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from safetensors import safe_open
 
-from cheetah import LLM
+from cheetah import LLM, SamplingParams
 from cheetah.models.config import ModelConfig
 from cheetah.models.family import ReadTensor, ReferenceModel
 from cheetah.models.formats.quantized import scheme_of_name
@@ -25,6 +25,7 @@ from tests.tolerances import LOGITS
 pytestmark = pytest.mark.compiler
 
 SCALED_LOGITS = 0.06  # seen: 0.016
+PAGE = 16
 IDS = [0, 17, 300, 45, 45, 511, 2, 9]
 
 
@@ -44,7 +45,20 @@ def check_logits(model: str, ids: list[int]) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("format", tiered(["int4-g64", "fp8"], ["fp8"]))
 def test_the_demo_model_quantised(tmp_path: Path, format: str) -> None:
-    check_logits(str(written("demo", tmp_path / "model", format)), IDS)
+    model = str(written("demo", tmp_path / "model", format))
+    check_logits(model, IDS)
+    check_shared_beginnings(model, [*IDS, *IDS, *IDS])
+
+
+def check_shared_beginnings(model: str, ids: list[int]) -> None:
+    """A prompt that begins like an earlier one finds its page in the prefix cache, and goes on as the reference."""
+    checkpoint = open_checkpoint(model)
+    with LLM(model, device="emulator", gpu="emulator-2", quiet=True, tokenizer=False, prompt_tokens=0) as llm:
+        for cached, prompt in ((0, ids), (PAGE, [*ids[: PAGE + 1], 5, 9])):
+            output = llm.generate(prompt, SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True))
+            reference = family_of(checkpoint.config).reference(checkpoint.config, checkpoint.tensor)
+            assert output.timings.cached_tokens == cached
+            assert list(output.token_ids) == list(reference.generate(prompt, 4))
 
 
 @pytest.mark.slow
