@@ -34,7 +34,12 @@ from cheetah.models.registry import (
 from cheetah.runtime.checkpoint import hub
 from cheetah.runtime.checkpoint.kv_scales import kv_scales
 from cheetah.runtime.checkpoint.random_weights import random_tensors
-from cheetah.runtime.checkpoint.safetensors_files import LoadingError, StoredTensor, find_tensors
+from cheetah.runtime.checkpoint.safetensors_files import (
+    LoadingError,
+    StoredTensor,
+    find_tensors,
+    refuse_other_formats,
+)
 from cheetah.runtime.checkpoint.tensor_checks import CheckedTensors, checked_tensors
 from cheetah.untrusted import read_json
 
@@ -98,6 +103,7 @@ def open_checkpoint(
             raise LoadingError(f"{text}: is a local folder, revision {revision!r} is for hub ids only")
         return _open_folder(text, folder, tie_word_embeddings)
     if folder.exists() or not hub.is_hub_id(text):
+        refuse_other_formats([folder] if folder.is_file() else [])
         raise LoadingError(_not_a_model(text, folder))
     offline = hub.is_offline() if local_files_only is None else local_files_only
     folder = hub.cached_folder(text, revision) if offline else hub.fetched_folder(text, revision)
@@ -118,6 +124,7 @@ def _not_a_model(name: str, path: Path) -> str:
 
 def _open_folder(name: str, folder: Path, tied: bool | None) -> Checkpoint:
     if not (folder / "config.json").is_file():
+        refuse_other_formats(folder.iterdir())
         raise LoadingError(f"{folder}: has no config.json")
     notes: list[str] = []
     config = read_config(folder / "config.json", notes)

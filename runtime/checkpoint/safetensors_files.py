@@ -12,7 +12,7 @@ import os
 import struct
 import threading
 import weakref
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -54,7 +54,7 @@ OTHER_FORMATS = (
     ("*.bin", "a Python pickle, which can run code"),
     ("*.pth", "a Python pickle, which can run code"),
     ("*.pt", "a Python pickle, which can run code"),
-    ("*.gguf", "the format of llama.cpp"),
+    ("*.gguf", "GGUF, the format of llama.cpp"),
 )
 
 
@@ -196,13 +196,20 @@ def find_tensors(folder: Path) -> StoredTensors:
         return StoredTensors(read_header(folder / SINGLE_FILE))
     if (folder / INDEX_FILE).is_file():
         return _find_sharded(folder)
-    for pattern, what in OTHER_FORMATS:
-        for path in sorted(folder.glob(pattern)):
-            raise LoadingError(
-                f"{path}: {what}; only safetensors are read: convert it to {SINGLE_FILE} "
-                "(transformers: model.save_pretrained(folder))"
-            )
+    refuse_other_formats(folder.iterdir())
     raise LoadingError(f"{folder}: has neither {SINGLE_FILE} nor {INDEX_FILE}")
+
+
+def refuse_other_formats(paths: Iterable[Path]) -> None:
+    """LoadingError if one of these files has weights in a format that is not read."""
+    files = sorted(paths)
+    for pattern, what in OTHER_FORMATS:
+        for path in files:
+            if path.match(pattern):
+                raise LoadingError(
+                    f"{path}: {what}; only safetensors are read: convert it to {SINGLE_FILE} "
+                    "(transformers: model.save_pretrained(folder))"
+                )
 
 
 def read_header(path: Path) -> dict[str, StoredTensor]:

@@ -135,8 +135,9 @@ def test_quantised_tensors_without_a_config_are_refused(tmp_path):
     ],
 )
 def test_other_formats_are_refused_by_name(tmp_path, file, message):
-    write_config(tmp_path)
     (tmp_path / file).write_bytes(b"")
+    assert message in refusal(tmp_path) and message in refusal(tmp_path / file)  # also without a config.json
+    write_config(tmp_path)
     assert file in refusal(tmp_path) and message in refusal(tmp_path)
 
 
