@@ -1,5 +1,5 @@
-"""What holds for every test: kernels are compiled into one cache that is not the user's, Python's bytecode lies there
-too, interrupts arrive, and tests marked `compiler` are skipped where there is no g++."""
+"""What holds for every test: kernels are compiled into one cache that is not the user's, Python's bytecode is kept,
+interrupts arrive, and tests marked `compiler` are skipped where there is no g++."""
 
 import gc
 import os
@@ -32,15 +32,15 @@ def pytest_configure(config: pytest.Config) -> None:
         folder = Path(tempfile.mkdtemp(prefix="cheetah-tests-"))
         config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
     os.environ["CHEETAH_CACHE"] = str(folder)
-    keep_bytecode(folder / "bytecode")
+    keep_bytecode()
 
 
-def keep_bytecode(folder: Path) -> None:
-    """Sources are compiled once, not by every process that a test starts, also where the environment wants no bytecode
-    beside the sources (PYTHONDONTWRITEBYTECODE): a process would spend a second of a processor on that."""
-    sys.dont_write_bytecode, sys.pycache_prefix = False, str(folder)
+def keep_bytecode() -> None:
+    """Sources are compiled once, not by every process that a test starts, also where the environment asks for no
+    bytecode (PYTHONDONTWRITEBYTECODE): a process would spend a second of a processor on that. It lies beside the
+    sources, as usual: another folder would know nothing of what came compiled when it was installed."""
+    sys.dont_write_bytecode = False
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
-    os.environ["PYTHONPYCACHEPREFIX"] = str(folder)
 
 
 def remove_old(folder: Path) -> None:

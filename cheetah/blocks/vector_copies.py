@@ -60,20 +60,22 @@ class VectorCopies:
     def request(
         self, half: ch.Value, destination: ch.Expr, source: ch.Expr, size: ch.Value, piece_bytes: int, pieces: int
     ) -> None:
-        """Copy `size` bytes as the first `pieces` of a half, in pieces of `piece_bytes`. Of a size that only the device
-        knows the last ones may have none, and are waited for like the others."""
+        """Copy `size` bytes as the first `pieces` of a half, in pieces of `piece_bytes`. The last ones may have none,
+        and are waited for like the others."""
         source_bytes = ch.reinterpret(ty.ptr(ty.u8), source)
         for number in range(pieces):
             barrier = self.landed + (half * PIECES_OF_HALF + number)
             first = number * piece_bytes
-            if isinstance(size, int):
+            if isinstance(size, int) and size > first:
                 self._request_piece(destination, source_bytes, first, min(piece_bytes, size - first), barrier)
-                continue
-            with ch.if_(size > first):
-                some = ch.minimum(size - first, piece_bytes)
-                self._request_piece(destination, source_bytes, first, some, barrier)
-            with ch.else_():
+            elif isinstance(size, int):
                 prim.mbarrier_arrive(barrier)
+            else:
+                with ch.if_(size > first):
+                    some = ch.minimum(size - first, piece_bytes)
+                    self._request_piece(destination, source_bytes, first, some, barrier)
+                with ch.else_():
+                    prim.mbarrier_arrive(barrier)
 
     @staticmethod
     def _request_piece(destination: ch.Expr, source: ch.Expr, first: int, size: ch.Value, barrier: ch.Expr) -> None:

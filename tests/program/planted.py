@@ -339,7 +339,7 @@ def fold_in_the_order_of_arrival(patch: Patch) -> None:
     counters: list[Any] = []
 
     def fold(self: Any, *arguments: Any) -> None:
-        counters.append(self.exchange.words)
+        counters.append(self.exchange.words[ty.u64])
         fold_sources(self, *arguments)
 
     @ch.inline

@@ -66,7 +66,7 @@ def first_finding(bug: Bug, detector: str) -> Finding | None:
 
 CLEAN = [(setup, sync) for setup in SETUPS for sync in ("flags", "barrier") if setup != "many"]
 
-CLEAN_ALWAYS = [("usual", "barrier"), ("windowed", "flags")]
+CLEAN_ALWAYS = [("narrow", "barrier"), ("windowed", "flags")]
 
 
 @pytest.mark.parametrize(("setup", "sync"), tiered(CLEAN, [case for case in CLEAN if case not in CLEAN_ALWAYS]))

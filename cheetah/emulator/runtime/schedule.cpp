@@ -21,6 +21,7 @@ namespace {
 
 constexpr uint32_t random_preemption_period = 4;           // primitives that need not wait
 constexpr uint32_t round_robin_preemption_period = 1024;  // only so that limits are looked at
+constexpr uint64_t calls_between_polls = 1 << 22;         // in round_robin, where a loop of stores hardly ever switches
 
 void set_runnable(Warp& warp) {
   const uint32_t index = uint32_t(&warp - machine.warps);
@@ -229,6 +230,7 @@ void preemption_point(Place place, const char* primitive) {
     machine.priority_warp = nullptr;
     yield();
   } else if (++machine.calls % round_robin_preemption_period == 0) {
+    if (machine.calls % calls_between_polls == 0) machine.check_at = machine.switches;
     yield();
   }
 }
