@@ -150,10 +150,12 @@ def test_digits_of_elements_of_every_size() -> None:
         assert np.isnan(launched(kernel, layout, packed, as_bf16(values))).all()
 
 
+UNEVEN = [(name, case) for name in ("fp8", "int4-g128-asym") for case in OTHERS]
+
+
 @pytest.mark.slow
 @pytest.mark.compiler
-@pytest.mark.parametrize("case", OTHERS)
-@pytest.mark.parametrize("name", ["fp8", "int4-g128-asym"])
+@pytest.mark.parametrize(("name", "case"), tiered(UNEVEN, UNEVEN[1::2]))
 def test_sizes_that_do_not_divide(name: str, case: str) -> None:
     assert error_of_product(OTHERS[case], name) < MATVEC
 

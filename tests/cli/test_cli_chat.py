@@ -75,9 +75,9 @@ def test_an_answer_that_is_stopped_stays_and_one_that_fails_was_not_asked_for(
 @pytest.mark.slow
 def test_a_talk_with_the_demo_model() -> None:
     question = "Mia has a red kite. What does Mia have?"
-    options = ("--device", "emulator", "--max-context", "96", "--temperature", "0")
+    options = ("--device", "emulator", "--gpu", "emulator-2", "--max-context", "96", "--temperature", "0")
     result = cheetah("chat", "demo", *options, stdin=f"{question}\n/reset\n{question}\n")
-    with LLM("demo", device="emulator", max_context=96, batch=1, quiet=True) as llm:
+    with LLM("demo", device="emulator", gpu="emulator-2", max_context=96, batch=1, quiet=True) as llm:
         wanted = llm.chat([{"role": "user", "content": question}], SamplingParams(temperature=0)).text
     assert result.exit_code == 0 and result.stdout.count(f"> {wanted}\n") == 2
     assert result.stderr.count("tokens/s]") == 2

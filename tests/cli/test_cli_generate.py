@@ -13,6 +13,8 @@ from cheetah.models.registry import DEMO_FOLDER, preset
 from cheetah.runtime.build.compile import CompileError
 from cheetah.runtime.build.cubin import Cubin, ResourceReport
 
+made_once = pytest.mark.usefixtures("kernels_made_once")
+
 
 def generate(folder: Path, *arguments: str | Path) -> dict[str, Path]:
     """Runs the command without compiling; the files it wrote, by ending."""
@@ -25,6 +27,7 @@ def header_command(text: str) -> str:
     return next(line.partition(": ")[2] for line in text.splitlines() if "Regenerate with" in line)
 
 
+@made_once
 @pytest.mark.slow
 def test_writes_a_kernel_and_its_manifest(tmp_path: Path) -> None:
     files = generate(tmp_path, "demo")
@@ -82,7 +85,7 @@ def test_only_options_that_change_something_are_in_the_command(
 def test_a_folder_is_named_without_its_path(tmp_path: Path) -> None:
     model = tmp_path / "somewhere" / "My-Model"
     model.mkdir(parents=True)
-    (model / "config.json").write_text(json.dumps(preset("llama-3.2-1b").to_dict()))
+    (model / "config.json").write_text(json.dumps(preset("demo").to_dict()))
     for name in (model, model / "config.json"):
         files = generate(tmp_path / f"out-{len(str(name))}", name)
         assert files[".cu"].name == "my-model-h200.cu"
@@ -90,6 +93,7 @@ def test_a_folder_is_named_without_its_path(tmp_path: Path) -> None:
         assert Manifest.read(files[".json"]).command == "cheetah generate My-Model"
 
 
+@made_once
 @pytest.mark.slow
 def test_of_a_hub_id_the_configuration_alone_is_fetched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fetched = []
@@ -132,6 +136,7 @@ def test_what_cannot_be_generated_is_refused(tmp_path: Path, arguments: tuple[st
     assert not list(tmp_path.iterdir())
 
 
+@made_once
 @pytest.mark.slow
 def test_a_folder_that_cannot_be_written_is_one_message(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
@@ -139,6 +144,7 @@ def test_a_folder_that_cannot_be_written_is_one_message(tmp_path: Path) -> None:
     assert f"cannot write to {folder}: Not a directory" in refused("generate", "demo", "-o", folder)
 
 
+@made_once
 @pytest.mark.slow
 def test_prints_each_choice_and_each_file(tmp_path: Path) -> None:
     text = cheetah("generate", "demo", "-o", tmp_path, "--no-compile").stdout
@@ -147,6 +153,7 @@ def test_prints_each_choice_and_each_file(tmp_path: Path) -> None:
     assert f"wrote {tmp_path / 'demo-h200.cu'}" in text and f"wrote {tmp_path / 'demo-h200.json'}" in text
 
 
+@made_once
 @pytest.mark.slow
 def test_writes_the_cubin_with_its_resources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     resources = ResourceReport(99, 16, 0, 0, 0)
@@ -163,6 +170,7 @@ def test_writes_the_cubin_with_its_resources(tmp_path: Path, monkeypatch: pytest
     assert "99 registers" in text and "no spills" in text and f"{shared + 16} bytes of shared memory" in text
 
 
+@made_once
 @pytest.mark.slow
 def test_without_a_compiler_there_is_no_cubin_and_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("cheetah.runtime.build.compile.shutil.which", lambda name: None)
@@ -171,6 +179,7 @@ def test_without_a_compiler_there_is_no_cubin_and_no_error(tmp_path: Path, monke
     assert not (tmp_path / "demo-h200.cubin").exists()
 
 
+@made_once
 @pytest.mark.slow
 def test_what_to_install_is_printed_as_it_is_to_be_typed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Square brackets are nothing special in a message."""

@@ -9,12 +9,14 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import pytest
 
 from cheetah.generate import Generated
 from cheetah.manifest import sha256_of_text
 from cheetah.runtime.engine.launcher import Epochs
+from cheetah.runtime.engine.step_launches import StepLaunches
 
 Patch = pytest.MonkeyPatch
 Edit = tuple[str, str]
@@ -42,7 +44,24 @@ def without(pattern: str, before: str = "", after: str = "") -> Edit:
     return (f"({before}){pattern}({after})", r"\1\2")
 
 
+def leave_words(patch: Patch) -> None:
+    """Those of the launch before stay in the exchange, also where words say themselves that they are there."""
+    prepare = StepLaunches._prepare
+
+    def as_with_the_barrier(self: StepLaunches, *arguments: Any) -> Any:
+        plan = self._plan
+        self._plan = replace(plan, sync="barrier")
+        try:
+            return prepare(self, *arguments)
+        finally:
+            self._plan = plan
+
+    patch.setattr(StepLaunches, "_prepare", as_with_the_barrier)
+
+
 def hand_out_epochs_twice(patch: Patch) -> None:
+    leave_words(patch)
+
     def take(self: Epochs, steps: int) -> tuple[int, bool]:
         first, self._next = self._next, self._next + steps
         return first, False
@@ -51,6 +70,7 @@ def hand_out_epochs_twice(patch: Patch) -> None:
 
 
 def begin_epochs_again(patch: Patch) -> None:
+    leave_words(patch)
     patch.setattr(Epochs, "take", lambda self, steps: (1, False))
 
 
@@ -75,8 +95,8 @@ TRIED = (
     ),
     bug("mbarriers that nobody initialised", "used before init", without(r"mbarrier_init\(empty[^;]*;")),
     bug("the newest key's page at the end of a page", "", (rf"(\(table \+) ({COLUMN}\]) / ", r"\1 (\2 + 1) / ")),
-    MaintainersBug("epochs handed out twice", "", change=hand_out_epochs_twice),
-    MaintainersBug("epochs that begin again", "", change=begin_epochs_again),
+    MaintainersBug("epochs handed out twice, over words that were left", "", change=hand_out_epochs_twice),
+    MaintainersBug("epochs that begin again, over words that were left", "", change=begin_epochs_again),
     bug("the parity of the step's end", "", (r"(mbarrier_wait\(step_done,) \(step \+ 1\) % 2", r"\1 step % 2")),
     bug("draws keyed by the position before", SAMPLED, (r"(uint32_t c1 = \w+);", r"\1 - 1;")),
     bug("no bound on the chunks in flight", CHUNKS, without(LANDED)),

@@ -118,11 +118,18 @@ def test_demo_model_on_as_many_blocks_as_an_h200_has() -> None:
         session.generate(ids[:4], 2)  # the first three steps leave the head out
 
 
-@pytest.mark.parametrize("number", tiered([0, 3], [3]))
-def test_trained_checkpoint_teacher_forced_and_golden_greedy_ids(trained_checkpoint: Path, number: int) -> None:
+GOLDEN = [(0, 24), (0, 64), (3, 64)]
+"""Case, and how many tokens of it are made."""
+
+
+@pytest.mark.parametrize(("number", "steps"), tiered(GOLDEN, GOLDEN[1:]))
+def test_trained_checkpoint_teacher_forced_and_golden_greedy_ids(
+    trained_checkpoint: Path, number: int, steps: int
+) -> None:
     golden = json.loads((trained_checkpoint / "golden.json").read_text())["cases"][number]
     stored = golden["stored_weights_fp32"]
-    greedy = follow(open_checkpoint(trained_checkpoint), golden["prompt_ids"], 64, {"blocks": 4, "consumer_warps": 4})
+    plan = {"blocks": 4, "consumer_warps": 4}
+    greedy = follow(open_checkpoint(trained_checkpoint), golden["prompt_ids"], steps, plan)
     sure = first_small(stored["margins"])
     assert greedy[:sure] == stored["greedy_ids"][: len(greedy)][:sure]
 

@@ -56,7 +56,7 @@ GROUPINGS = [(sync, steps) for steps in (1, 3, 17) for sync in ("flags", "barrie
 RACELESS = [(sync, head_dim) for sync in ("flags", "barrier") for head_dim in (64, 128)]
 
 
-@pytest.mark.parametrize(("sync", "head_dim"), tiered(RACELESS, [("flags", 64), ("barrier", 64), ("barrier", 128)]))
+@pytest.mark.parametrize(("sync", "head_dim"), tiered(RACELESS, RACELESS[1:]))
 def test_no_race(sync: str, head_dim: int) -> None:
     session = rig(sync, sanitize=True, head_dim=head_dim, blocks=2).session("random", 2)
     session.launcher.launch(IDS[:18], 17, Sampling())

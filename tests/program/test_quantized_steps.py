@@ -54,6 +54,12 @@ CASES: dict[str, tuple[ModelConfig, Formats, dict[str, Any]]] = {
 }
 
 
+EXHAUSTIVE = (
+    *("qwen2, barrier", "qwen3, keys of eight bits", "act-order, two tokens, biases"),
+    *("act-order, three sequences, sizes that do not divide", "act-order, eight tokens"),
+)
+
+
 @cache
 def rig(case: str) -> Rig:
     config, formats, fields = CASES[case]
@@ -63,7 +69,7 @@ def rig(case: str) -> Rig:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "case", tiered(CASES, ["qwen2, barrier", "qwen3, keys of eight bits", "act-order, two tokens, biases"])
+    "case", tiered(CASES, EXHAUSTIVE)
 )
 def test_logits_of_every_position(case: str) -> None:
     ready = rig(case)

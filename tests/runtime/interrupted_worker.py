@@ -31,7 +31,7 @@ def interrupted_after(llm: LLM, seconds: float, params: SamplingParams) -> bool:
 
 
 def main(batch: int, sync: str) -> None:
-    with LLM("demo", device="emulator", batch=batch, sync=sync, quiet=True, max_context=64) as llm:
+    with LLM("demo", device="emulator", gpu="emulator-2", batch=batch, sync=sync, quiet=True, max_context=64) as llm:
         params = SamplingParams(max_tokens=6, temperature=0.8, seed=3)
         llm.generate(PROMPTS, params)
         started = time.monotonic()

@@ -24,7 +24,7 @@ def test_random_weights_depend_on_name_and_seed_alone():
 @pytest.mark.slow
 def test_random_weights_are_scaled_by_their_inputs():
     checkpoint = open_checkpoint("random:llama-3.2-1b")
-    for name, shape in list(tensor_shapes(checkpoint.config).items())[:10]:
+    for name, shape in list(tensor_shapes(checkpoint.config).items())[1:10]:  # the first is the embedding: 0.5 GB
         value = checkpoint.tensor(name)
         assert value.shape == shape and value.dtype == np.uint16
         part = value[:4096].view(BF16).astype(np.float32)
