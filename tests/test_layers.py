@@ -48,7 +48,11 @@ MAY_IMPORT: dict[str, set[str]] = {
     f"{DENSE}.step": {*KERNEL, f"{DENSE}.launch"},
     f"{DENSE}.program": {*KERNEL, f"{DENSE}.launch", f"{DENSE}.step"},
     f"{DENSE}.head": {*KERNEL, f"{DENSE}.launch", f"{DENSE}.step", "cheetah.package"},
-    f"{DENSE}.prompt": {*KERNEL, f"{DENSE}.launch", f"{DENSE}.program", "cheetah.package"},
+    f"{DENSE}.pass_sizes": {MODELS, "cheetah.plan"},
+    f"{DENSE}.prompt": {
+        *(*KERNEL, f"{DENSE}.launch", f"{DENSE}.pass_sizes", f"{DENSE}.program"),
+        "cheetah.package",
+    },
     f"{MODELS}.demo": {*MODEL, f"{MODELS}.llama"},
     "cheetah.generate": {*DATA, "cheetah.blocks", "cheetah.lang", "cheetah.package"},
     "cheetah.tools.ceiling": {"cheetah.lang", "cheetah.manifest", "cheetah.plan"},

@@ -7,7 +7,6 @@ as in the decode step: bf16 weights and activations, f32 accumulation, softmax a
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -38,25 +37,16 @@ from cheetah.models.dense.launch import (
     parameter_field,
     parameters_of,
 )
+from cheetah.models.dense.pass_sizes import PassPhase, PassSizes
 from cheetah.models.dense.program import sizes as sizes_of_step
 from cheetah.package import KernelParameter
-from cheetah.plan import Gpu, MatrixLayout, ModelShape, Plan, PlanError, SharedMap, step_matrices
-from cheetah.plan.formats import BF16, M_TILE_ROWS, QuantizedTiles, TileFormat
-from cheetah.plan.index import ceil_div, round_up
-from cheetah.plan.pass_tables import SEGMENT_COLUMNS, TABLE_WORDS, PassRoom, pass_room
-from cheetah.plan.prompt import GROUP_TOKENS, Cut, PassPlan
+from cheetah.plan import Gpu, MatrixLayout, Plan
+from cheetah.plan.formats import M_TILE_ROWS
+from cheetah.plan.index import ceil_div
+from cheetah.plan.pass_tables import SEGMENT_COLUMNS, TABLE_WORDS
+from cheetah.plan.prompt import GROUP_TOKENS, PassPlan
 
 KERNEL_NAME = "prompt_pass"
-SECTION_ALIGNMENT = 1024
-
-
-@dataclass(frozen=True)
-class PassPhase:
-    """Of a layer. matrix: whose product it is, none of attention. adds: it adds the parts of that product."""
-
-    name: str
-    matrix: str | None = None
-    adds: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -96,153 +86,6 @@ class PassLaunch(ModelLaunch):
 def pass_parameters(config: ModelConfig, plan: Plan, traced: bool = False) -> dict[str, KernelParameter]:
     """The parameters of a kernel by name, in the order of its signature. plan: of decoding; traced: with a timeline."""
     return parameters_of(PassLaunch, config, plan, traced)
-
-
-@dataclass(frozen=True)
-class PassSizes:
-    """A pass for a decode kernel's buffers: plan is that kernel's."""
-
-    config: ModelConfig
-    gpu: Gpu
-    plan: Plan
-    pass_plan: PassPlan
-
-    def __post_init__(self) -> None:
-        self._check_model()
-        plan, shape = self.pass_plan, self.shape
-        if plan.tokens % SEGMENT_COLUMNS:
-            raise PlanError(f"a pass of {plan.tokens} tokens: give a multiple of {SEGMENT_COLUMNS}")
-        if 4 * self.key_tile * shape.head_dim > plan.stage_bytes(self.format):
-            raise PlanError(f"a stage of {plan.stage_bytes(self.format)} bytes has no room for {self.key_tile} keys")
-
-    def _check_model(self) -> None:
-        if self.config.head_norms and self.pass_plan.tile_m_tiles * M_TILE_ROWS % self.shape.head_dim:
-            raise PlanError(
-                f"a pass of {self.pass_plan.warpgroups} warpgroups has {self.pass_plan.tile_m_tiles * M_TILE_ROWS} "
-                f"rows a tile: heads of {self.shape.head_dim} with norms lie in one tile each, give more warpgroups"
-            )
-        formats = {layout.name: layout.format.name for layout in self.matrices.of_layer}
-        if len(set(formats.values())) > 1:
-            raise PlanError(f"a pass multiplies weights of one format; there are {formats}")
-        if not (self.format == BF16 or isinstance(self.format, QuantizedTiles)):
-            raise PlanError(f"a pass multiplies weights in bf16 or quantised ones, and not those in {self.format.name}")
-
-    @property
-    def format(self) -> TileFormat:
-        """Of the weights of all layers."""
-        format: TileFormat = self.matrices.of_layer[0].format
-        return format
-
-    @property
-    def shared(self) -> SharedMap:
-        """The arena of a block."""
-        return self.pass_plan.shared(self.format, self.gpu.shared_bytes)
-
-    @property
-    def key_tile(self) -> int:
-        """Keys of a stage in attention."""
-        return self.pass_plan.key_tile
-
-    @property
-    def window(self) -> int | None:
-        """Keys that a token sees, its own included; None where they are all."""
-        return self.config.window(self.plan.max_context)
-
-    @property
-    def shape(self) -> ModelShape:
-        return self.config.shape
-
-    @property
-    def matrices(self) -> Any:
-        return step_matrices(self.shape, self.plan, self.gpu)
-
-    def parts(self, matrix: str) -> int:
-        """Parts of k that its product is cut into."""
-        return self._cut(matrix).parts
-
-    def height(self, matrix: str) -> int | None:
-        """M-tiles of its tiles, if fewer than there is room for; else None."""
-        height = self._cut(matrix).height
-        return height if height < self.pass_plan.tile_m_tiles else None
-
-    def _cut(self, matrix: str) -> Cut:
-        """Behind o and down come sums of squares over a tile's rows, in q, k and v those of heads with norms."""
-        sums_over_tile = {"qkv": self.config.head_norms, "gate_up": False}.get(matrix, True)
-        return self.pass_plan.cut(self.matrices.named(matrix), self.gpu.blocks, sums_over_tile)
-
-    def _phases_of(self, matrix: str) -> list[PassPhase]:
-        product = [PassPhase(matrix, matrix)]
-        return product if self.parts(matrix) == 1 else [*product, PassPhase(f"{matrix}-sums", matrix, adds=True)]
-
-    @property
-    def key_phases(self) -> list[PassPhase]:
-        """Phases of the last layer where keys and values are all that is wanted of it."""
-        return self._phases_of("qkv")
-
-    @property
-    def phases(self) -> list[PassPhase]:
-        """Phases of a layer, in order."""
-        behind = (phase for matrix in ("o", "gate_up", "down") for phase in self._phases_of(matrix))
-        return [*self.key_phases, PassPhase("attention"), *behind]
-
-    @property
-    def phase_count(self) -> int:
-        """Meetings of a launch's blocks where hidden states are wanted."""
-        return 1 + len(self.phases) * self.config.layers + 1
-
-    @property
-    def phase_names(self) -> tuple[str, ...]:
-        """The phases of such a launch, as its timeline counts them."""
-        named = (f"layer {layer} {phase.name}" for layer in range(self.config.layers) for phase in self.phases)
-        return ("embedding", *named, "hidden states")
-
-    @property
-    def room(self) -> PassRoom:
-        """What a launch has room for; gives a launch's tables."""
-        return pass_room(self.plan, self.pass_plan)
-
-    @property
-    def hidden_m_tiles(self) -> int:
-        return ceil_div(self.shape.hidden, M_TILE_ROWS)
-
-    @property
-    def sections(self) -> dict[str, int]:
-        """Bytes of each section of the workspace. Columns that pad a K-tile stay zero: nobody writes them."""
-        plan, shape, matrices = self.pass_plan, self.shape, self.matrices
-        keys = shape.kv_heads * self.room.key_rows * shape.head_dim * 2
-        # A tile of attention reads as many queries as it may have, also where a segment has fewer.
-        query_columns = shape.heads * plan.tokens + plan.attention_tokens
-        return {
-            "counter": 8,
-            "residual": 4 * plan.residual_floats(self.hidden_m_tiles),
-            "hidden": plan.activation_bytes(matrices.qkv.padded_columns),
-            "squares": 4 * plan.tokens * ceil_div(self.hidden_m_tiles, plan.tile_m_tiles),
-            "queries": query_columns * shape.head_dim * 2,
-            "keys": keys,
-            "values": keys,
-            "attention": plan.activation_bytes(matrices.o.padded_columns),
-            "gated": plan.activation_bytes(matrices.down.padded_columns),
-            "parts": 4 * plan.residual_floats(max(self._part_m_tiles())),
-        }
-
-    def _part_m_tiles(self) -> Iterator[int]:
-        """M-tiles of all parts of each product that has several."""
-        for matrix in self.matrices.of_layer:
-            parts = self.parts(matrix.name)
-            yield 0 if parts == 1 else parts * matrix.full_m_tiles
-
-    @property
-    def offsets(self) -> dict[str, int]:
-        """First byte of each section."""
-        offsets, end = {}, 0
-        for name, nbytes in self.sections.items():
-            offsets[name] = end
-            end += round_up(nbytes, SECTION_ALIGNMENT)
-        return offsets
-
-    @property
-    def workspace_bytes(self) -> int:
-        return sum(round_up(nbytes, SECTION_ALIGNMENT) for nbytes in self.sections.values())
 
 
 def sizes(config: ModelConfig, gpu: Gpu, plan: Plan, pass_plan: PassPlan) -> dict[str, int]:

@@ -14,7 +14,8 @@ import pytest
 from cheetah.emulator import SCHEDULERS, EmulatorError, Program, allocate, compile_program
 from cheetah.generate import choose_plan, generate_kernel, generate_pass
 from cheetah.models.config import ModelConfig
-from cheetah.models.dense.prompt import PassSizes, pass_parameters
+from cheetah.models.dense.pass_sizes import PassSizes
+from cheetah.models.dense.prompt import pass_parameters
 from cheetah.models.dense.reference import Reference, rms_norm
 from cheetah.models.dense.weights import FINAL_NORM
 from cheetah.models.mistral import MistralConfig
