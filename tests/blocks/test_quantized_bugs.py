@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cheetah.blocks.linear.formats import digits, integers
-from cheetah.blocks.linear.formats.e4m3 import _Powers
+from cheetah.blocks.linear.formats import digits, e4m3, integers
+from cheetah.blocks.linear.formats.e4m3 import E4m3Fragments, _Powers
 from cheetah.blocks.linear.formats.quantized import QuantizedFragments
 from cheetah.lang import prim
 from cheetah.models.formats import pack_matrix
@@ -85,6 +85,14 @@ BUGS: dict[str, tuple[str, dict[str, Any], Callable[[Patch], None]]] = {
     "a code without its upper nibble": (
         *("int8", TWO),
         changed(integers, "LOW_BYTES", lambda right: right & 0x000F000F),
+    ),
+    "two codes of a word change places with the others": (
+        *("fp8", FOUR),
+        changed(E4m3Fragments, "converted", lambda right, codes: right(codes)[::-1]),
+    ),
+    "sums that nobody adds": (
+        *("fp8", FOUR),
+        changed(e4m3, "add_chains", lambda right, sums, groups, chains: right(sums, groups, chains - 1)),
     ),
     "the power of the neighbouring part": (
         *("fp8", ONE),

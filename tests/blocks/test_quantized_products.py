@@ -160,6 +160,17 @@ def test_sizes_that_do_not_divide(name: str, case: str) -> None:
     assert error_of_product(OTHERS[case], name) < MATVEC
 
 
+@pytest.mark.slow
+@pytest.mark.compiler
+def test_columns_in_use_know_nothing_of_the_others() -> None:
+    rows, columns, blocks, fields = OTHERS["eight tokens"]
+    kernel, layout = compiled((rows, columns, blocks, tuple(fields.items())), "fp8")
+    packed = filled(pack_matrix(layout, rows_of("fp8", rows, columns)))
+    x = as_bf16(np.random.default_rng(1).standard_normal((8, columns)))
+    fewer = launched(kernel, layout, packed, x, used=3)
+    np.testing.assert_array_equal(fewer[:3], launched(kernel, layout, packed, x)[:3])
+
+
 PUBLISHED: list[tuple[str, tuple[int, int, int, dict[str, Any]]]] = [
     ("int4-g64-asym", (17, 11008, 2, {"consumer_warps": 8, "down_slices": 3})),
     ("int4", (17, 11008, 2, {"consumer_warps": 8, "tokens": 8, "down_slices": 4})),

@@ -222,8 +222,15 @@ def test_f16_pairs_as_floats() -> None:
     np.testing.assert_array_equal(out, numbers.view(np.float16).astype(np.float32))
 
 
-def test_a_mask_and_others(draw: np.random.Generator) -> None:
-    body = "out[threadIdx.x] = and_or_u32(x[threadIdx.x], 0x000f000f, 0x43004300);"
+def test_products_of_words(draw: np.random.Generator) -> None:
+    body = "out[threadIdx.x] = multiplied_u32(x[threadIdx.x], 256);"
+    x, out = draw.integers(0, 2**32, 32, dtype=np.uint32), np.zeros(32, np.uint32)
+    program(body, "const uint32_t* x, uint32_t* out").launch(1, 32, 0, [x, out])
+    np.testing.assert_array_equal(out, x << 8)
+
+
+def test_bits_selected_by_a_mask(draw: np.random.Generator) -> None:
+    body = "out[threadIdx.x] = select_bits_u32(0x000f000f, x[threadIdx.x], 0x43054305);"
     x, out = draw.integers(0, 2**32, 32, dtype=np.uint32), np.zeros(32, np.uint32)
     program(body, "const uint32_t* x, uint32_t* out").launch(1, 32, 0, [x, out])
     np.testing.assert_array_equal(out, x & 0x000F000F | 0x43004300)

@@ -623,7 +623,10 @@ CHEETAH_PRIMITIVE float log_f32(float value) { return __builtin_logf(value); }
 CHEETAH_PRIMITIVE float rsqrt_f32(float value) { return 1.0f / __builtin_sqrtf(value); }
 CHEETAH_PRIMITIVE float divide_f32(float a, float b) { return a / b; }
 
-CHEETAH_PRIMITIVE uint32_t and_or_u32(uint32_t word, uint32_t mask, uint32_t others) { return (word & mask) | others; }
+CHEETAH_PRIMITIVE uint32_t multiplied_u32(uint32_t word, uint32_t factor) { return word * factor; }
+CHEETAH_PRIMITIVE uint32_t select_bits_u32(uint32_t mask, uint32_t word, uint32_t others) {
+  return (word & mask) | (others & ~mask);
+}
 
 CHEETAH_PRIMITIVE uint32_t multiply_high_u32(uint32_t a, uint32_t b) { return uint64_t(a) * b >> 32; }
 

@@ -67,7 +67,6 @@ from cheetah.lang.primitives.exchange import (
     wait_tagged_units,
 )
 from cheetah.lang.primitives.numbers import (
-    and_or_u32,
     bf16_to_f32,
     bf16x2_high,
     bf16x2_low,
@@ -86,11 +85,13 @@ from cheetah.lang.primitives.numbers import (
     global_timer,
     log_f32,
     maximum_f32,
+    multiplied_u32,
     multiply_bf16x2,
     multiply_high_u32,
     pack_bf16x2,
     pack_f16x2,
     rsqrt_f32,
+    select_bits_u32,
     tanh_f32,
 )
 from cheetah.lang.primitives.tensor import (
@@ -125,7 +126,6 @@ __all__ = [
     "WGMMA_COLUMNS",
     "Primitive",
     "add_release_u64",
-    "and_or_u32",
     "ask_flagged4",
     "bf16_to_f32",
     "bf16x2_high",
@@ -176,6 +176,7 @@ __all__ = [
     "mma_bf16",
     "mma_f16",
     "mma_u8_s8",
+    "multiplied_u32",
     "multiply_bf16x2",
     "multiply_high_u32",
     "named_barrier",
@@ -187,6 +188,7 @@ __all__ = [
     "publish_tagged",
     "renewed_u32",
     "rsqrt_f32",
+    "select_bits_u32",
     "settle_flagged4",
     "shared_address",
     "shared_arena",

@@ -155,18 +155,29 @@ byte_permute = declare(
     b=ty.u32,
     selector=ty.u32,
 )
-and_or_u32 = declare(
-    "and_or_u32",
+multiplied_u32 = declare(
+    "multiplied_u32",
     ty.u32,
     """
-    uint32_t result;  // written with constants, the two operations would be two instructions
-    asm("lop3.b32 %0, %1, %2, %3, 0xea;" : "=r"(result) : "r"(word), "r"(mask), "r"(others));
-    return result;
+    return word * (blockDim.y * factor);  // blocks have one row of threads, which the compiler does not know
     """,
-    "(word & mask) | others, in one instruction",
+    "word * factor by the multiplier, also by a power of two: a shift goes to the pipe of masks and comparisons",
     pure=True,
     word=ty.u32,
+    factor=ty.u32,
+)
+select_bits_u32 = declare(
+    "select_bits_u32",
+    ty.u32,
+    """
+    uint32_t result;  // written with a constant and its complement, it would be two instructions
+    asm("lop3.b32 %0, %1, %2, %3, 0xca;" : "=r"(result) : "r"(mask), "r"(word), "r"(others));
+    return result;
+    """,
+    "(word & mask) | (others & ~mask), in one instruction",
+    pure=True,
     mask=ty.u32,
+    word=ty.u32,
     others=ty.u32,
 )
 multiply_high_u32 = declare(

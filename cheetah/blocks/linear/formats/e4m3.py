@@ -23,7 +23,9 @@ from cheetah.plan.formats import RAISED_BY
 
 PART_LOADS = 32
 """16-byte words of a part: one a lane, 4 codes for each of its rows and halves of its 8 columns."""
-SIGNS, MAGNITUDES, CODES_SMALLER_BY = 0x80008000, 0x07F007F0, 120
+SIGNS = 0x80808080
+"""Of four codes. Those of two take the sign bits of bf16 numbers, the others what belongs to MAGNITUDES."""
+MAGNITUDES, CODES_SMALLER_BY = 0x07F007F0, 120
 """Of small bf16 numbers."""
 LARGEST_POWER = 14
 """An element is below 2^15: f16 ends at 65504."""
@@ -58,16 +60,19 @@ class E4m3Fragments(ChainedFragments):
         super().finish_rows(tiles, columns, sums)
 
     @classmethod
-    def room(cls, format: Any, tiles: int) -> HeldCodes | None:
-        return HeldCodes.of(tiles) if format.group_columns is None else None
+    def room(cls, format: Any, tiles: int) -> Held | None:
+        return HeldCodes.of(tiles, format.group_columns is not None)
 
     @ch.inline
     def hold(self, tile: ch.Expr, activations: Activations, held: HeldCodes, index: ch.Expr) -> None:
-        self.load(self.tiles + tile * self.format.tile_bytes)
+        first = self.tiles + tile * self.format.tile_bytes
+        self.load(first)
         units = activations.units
         for part in range(PARTS):
             held.words[index][part] = self.words[part]
             held.values[index][part] = activations.operand(units, 0, part)
+        for half, scale in enumerate(self.scales(first, 0) or ()):
+            held.scales[index][half] = scale
 
     @ch.inline
     def hold_factors(self, tiles: int, held: HeldCodes) -> None:
@@ -95,8 +100,13 @@ class E4m3Fragments(ChainedFragments):
 
     @staticmethod
     def converted(codes: Any) -> tuple[Any, Any]:
-        """The first two of four codes, and the others."""
-        return small_bf16x2(codes << 4, codes << 8), small_bf16x2(codes >> 4, codes)
+        """The first two of four codes, and the others, as bf16 numbers times 2^-120."""
+        # Once for both pairs: of a mask the compiler makes two, one behind the shift. And shifts to the left are
+        # products, since those to the right and masks keep their pipe busy.
+        signs = ch.const(ty.u32, prim.select_bits_u32(SIGNS, codes, 0), name="signs")
+        low, low_signs = prim.multiplied_u32(codes, 1 << 4), prim.multiplied_u32(signs, 1 << 8)
+        first = prim.select_bits_u32(MAGNITUDES, low, low_signs)
+        return first, prim.select_bits_u32(MAGNITUDES, codes >> 4, signs)
 
     @classmethod
     def fragment(cls, row: Any, next_row: Any) -> Any:
@@ -118,35 +128,44 @@ def add_chains(sums: Any, groups: int, chains: int) -> None:
             sums[index % groups][number] = sums[index % groups][number] + sums[index][number]
 
 
-def small_bf16x2(magnitudes: Any, signs: Any) -> Any:
-    """Two codes as bf16 numbers times 2^-120, of words that have their magnitudes and their signs in place."""
-    return prim.and_or_u32(magnitudes, MAGNITUDES, signs & SIGNS)
-
-
 @dataclass(frozen=True, eq=False)
 class HeldCodes(Held):
-    """Of 16 x 128 codes, 16 registers each, and as many of operands."""
+    """Of 16 x 128 codes, 16 registers each, and as many of operands; with the scales of the tile's rows, if it has
+    some."""
 
     words: Any
     values: Any
     factors: Any
+    scales: Any = None
 
     @classmethod
     @ch.inline
-    def of(cls, tiles: int) -> HeldCodes:
+    def of(cls, tiles: int, has_scales: bool) -> HeldCodes:
         """Room for so many."""
         words = ch.array(ty.u32x4, tiles, PARTS)
         values = ch.array(ty.u32x4, tiles, PARTS)
         factors = ch.array(ty.f32, 2)
-        return cls(words, values, factors)
+        scales = ch.array(ty.f32, tiles, 2) if has_scales else None
+        return cls(words, values, factors, scales)
 
+    @ch.inline
     def multiply(self, index: ch.Expr, sums: Any) -> None:
+        if self.scales is None:
+            return self._multiply(index, sums)
+        products = ch.array(ty.f32, CHAINS, 4, zero=True)
+        self._multiply(index, products)
+        add_chains(products, 1, CHAINS)
+        for number in range(4):
+            sums[0][number] = sums[0][number] + self.scales[index][number // 2] * products[0][number]
+
+    def _multiply(self, index: ch.Expr, sums: Any) -> None:
         words, values = self.words[index], self.values[index]
         for part in range(PARTS):
             multiply_part(sums[part % CHAINS], words[part], values[part])
 
     def finish_rows(self, sums: Any) -> None:
-        add_chains(sums, 1, CHAINS)
+        if self.scales is None:
+            add_chains(sums, 1, CHAINS)
         for index in range(4):
             sums[0][index] = sums[0][index] * self.factors[index // 2]
 
