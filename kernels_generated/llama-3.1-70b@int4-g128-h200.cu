@@ -3,7 +3,7 @@
 //
 // model: hidden 8192, ffn 28672, vocab 128256, heads 64, kv_heads 8, head_dim 128, layers 80, qkv in int4-g128, o in int4-g128, gate_up in int4-g128, down in int4-g128
 // machine: h200, 132 blocks of 384 threads: 8 consumer warps
-// plan: consumer_warps 8, stage_bytes 17024, stages 10, in_flight 4, in_flight_waiting 3, adding_warps 3, sync flags, page_size 16, max_context 8192, batch 1, tokens 1, down_slices 2, max_steps 64, kv_align 16, kv_chunk_min 256, kv_chunk 0, kv_item_cost 128, kv_dtype bf16, start_qkv 16, start_residual 0, start_gate_up 16, start_head 16, trace False
+// plan: consumer_warps 8, stage_bytes 17024, stages 10, in_flight 4, in_flight_waiting 2, adding_warps 3, sync flags, page_size 16, max_context 8192, batch 1, tokens 1, down_slices 2, max_steps 64, kv_align 16, kv_chunk_min 256, kv_chunk 0, kv_item_cost 128, kv_dtype bf16, start_qkv 16, start_residual 0, start_gate_up 16, start_head 16, trace False
 // weights read a step: 37450153984 bytes, in 441860096 a layer
 // shared memory:
 //     offset    bytes  region
@@ -505,7 +505,7 @@ __device__ __forceinline__ void advance(uint32_t& stage, uint32_t& parity) {
 __device__ __forceinline__ void bound_requests(uint32_t* block_waits, uint32_t& under_way, uint64_t* full,
     uint32_t& landed_stage, uint32_t& landed_parity) {
   uint32_t waits = load_shared_u32(block_waits);
-  uint32_t most = waits != 0 ? 3u : 4u;
+  uint32_t most = waits != 0 ? 2u : 4u;
   #pragma unroll 1
   for (uint32_t i = most; i < under_way + 1; ++i) {
     mbarrier_wait(full + landed_stage, landed_parity);

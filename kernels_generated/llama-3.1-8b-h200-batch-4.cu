@@ -2186,62 +2186,31 @@ __device__ __forceinline__ void attend_keys_2(uint32_t end, uint32_t newest_begi
   use_stage = place % 11;
 }
 
-// Fold the states of rows `first`, `first + stride`, ... of the laid down ones: (low, high), the highest logit
-// and the sum of weights. Without softmax the last two are 0.
-__device__ __forceinline__ void fold_states_2(uint32_t first, uint32_t stride, uint32_t pair, uint8_t* arena,
-    float& result, float& result_2, float& highest_out, float& weight_sum_out) {
-  float2* scratch = (float2*)(arena + ATTENTION);
-  float2* statistics = (float2*)(arena + STATISTICS);
-  float low = 0.0f;
-  float high = 0.0f;
-  float highest = -bits_float(0x7f800000);
-  #pragma unroll 1
-  for (uint32_t other = first; other < 64; other += stride) {
-    highest = maximum_f32(highest, statistics[other].x);
-  }
-  float base = highest == -bits_float(0x7f800000) ? 0.0f : highest;
-  float weight_sum = 0.0f;
-  #pragma unroll 1
-  for (uint32_t other = first; other < 64; other += stride) {
-    float2 numbers = statistics[other];
-    float weight = exp2_f32(numbers.x - base);
-    float2 part = scratch[other * 32 + pair];
-    weight_sum += weight * numbers.y;
-    low += weight * part.x;
-    high += weight * part.y;
-  }
-  float inverse = weight_sum == 0.0f ? 0.0f : divide_f32(1.0f, weight_sum);
-  result = low * inverse;
-  result_2 = high * inverse;
-  highest_out = highest;
-  weight_sum_out = weight_sum;
-}
-
 // Column tile `index` of every group: its column c was laid down by the warps column_group, column_group +
 // column_groups, ..., as their column c.
 __device__ __forceinline__ void fold_slices_3(uint32_t epoch, uint32_t column_groups, uint32_t thread, uint4* record,
     uint8_t* arena, uint32_t* input_words, uint4 what, uint64_t* exchange_words) {
-  uint32_t rows = column_groups * 8;
-  #pragma unroll 1
-  for (uint32_t output = thread; output < rows * 32; output += 256) {
-    uint32_t place = output / 32;
-    uint32_t pair = output % 32;
-    uint32_t row = place / 8 * 16 + place % 8;
-    if (row < record[1].z) {
-      uint32_t stride = column_groups * 8;
-      float low;
-      float high;
-      float highest;
-      float weight_sum;
-      fold_states_2(place, stride, pair, arena, low, high, highest, weight_sum);
-      uint32_t dim_pair = (pair % 32 / 4 * 2 + pair / 32) * 4 + pair % 32 % 4;
-      if (record[1].y == 4294967295u) {
-        float lse = weight_sum == 0.0f ? -bits_float(0x7f800000) : highest * 0.6931472f + log_f32(weight_sum);
-        uint32_t column = record[2].x + row / 4;
-        publish_tagged(input_words + (((((what.z * 4 + row % 4) * 128 + dim_pair * 2) / 32 * 4 + column) * 4 + ((what.z * 4 + row % 4) * 128 + dim_pair * 2) / 8 % 4) * 4 + ((what.z * 4 + row % 4) * 128 + dim_pair * 2) % 8 / 2 + 1215552), pack_bf16x2(low, high), 60, epoch);
-      } else {
-        float lse = weight_sum == 0.0f ? -bits_float(0x7f800000) : highest * 0.6931472f + log_f32(weight_sum);
-        publish_partial(record[1].y + row, dim_pair, low, high, lse, epoch, exchange_words);
+  if (column_groups == 1) {
+    #pragma unroll 1
+    for (uint32_t output = thread; output < 256; output += 256) {
+      uint32_t place = output / 32;
+      uint32_t pair = output % 32;
+      uint32_t row = place / 8 * 16 + place % 8;
+      if (row < record[1].z) {
+        float low;
+        float high;
+        float highest;
+        float weight_sum;
+        fold_states(place, pair, arena, low, high, highest, weight_sum);
+        uint32_t dim_pair = (pair % 32 / 4 * 2 + pair / 32) * 4 + pair % 32 % 4;
+        if (record[1].y == 4294967295u) {
+          float lse = weight_sum == 0.0f ? -bits_float(0x7f800000) : highest * 0.6931472f + log_f32(weight_sum);
+          uint32_t column = record[2].x + row / 4;
+          publish_tagged(input_words + (((((what.z * 4 + row % 4) * 128 + dim_pair * 2) / 32 * 4 + column) * 4 + ((what.z * 4 + row % 4) * 128 + dim_pair * 2) / 8 % 4) * 4 + ((what.z * 4 + row % 4) * 128 + dim_pair * 2) % 8 / 2 + 1215552), pack_bf16x2(low, high), 60, epoch);
+        } else {
+          float lse = weight_sum == 0.0f ? -bits_float(0x7f800000) : highest * 0.6931472f + log_f32(weight_sum);
+          publish_partial(record[1].y + row, dim_pair, low, high, lse, epoch, exchange_words);
+        }
       }
     }
   }
@@ -2251,27 +2220,27 @@ __device__ __forceinline__ void fold_slices_3(uint32_t epoch, uint32_t column_gr
 // column_groups, ..., as their column c.
 __device__ __forceinline__ void fold_slices_4(uint32_t epoch, uint32_t column_groups, uint32_t thread, uint4* record,
     uint8_t* arena, uint32_t* input_words, uint4 what, uint64_t* exchange_words) {
-  uint32_t rows = column_groups * 8;
-  #pragma unroll 1
-  for (uint32_t output = thread; output < rows * 32; output += 256) {
-    uint32_t place = output / 32;
-    uint32_t pair = output % 32;
-    uint32_t row = place / 8 * 16 + place % 8;
-    if (row < record[1].z) {
-      uint32_t stride = column_groups * 8;
-      float low;
-      float high;
-      float highest;
-      float weight_sum;
-      fold_states_2(place, stride, pair, arena, low, high, highest, weight_sum);
-      uint32_t dim_pair = (pair % 32 / 4 * 2 + pair / 32 + 1) * 4 + pair % 32 % 4;
-      if (record[1].y == 4294967295u) {
-        float lse = weight_sum == 0.0f ? -bits_float(0x7f800000) : highest * 0.6931472f + log_f32(weight_sum);
-        uint32_t column = record[2].x + row / 4;
-        publish_tagged(input_words + (((((what.z * 4 + row % 4) * 128 + dim_pair * 2) / 32 * 4 + column) * 4 + ((what.z * 4 + row % 4) * 128 + dim_pair * 2) / 8 % 4) * 4 + ((what.z * 4 + row % 4) * 128 + dim_pair * 2) % 8 / 2 + 1215552), pack_bf16x2(low, high), 60, epoch);
-      } else {
-        float lse = weight_sum == 0.0f ? -bits_float(0x7f800000) : highest * 0.6931472f + log_f32(weight_sum);
-        publish_partial(record[1].y + row, dim_pair, low, high, lse, epoch, exchange_words);
+  if (column_groups == 1) {
+    #pragma unroll 1
+    for (uint32_t output = thread; output < 256; output += 256) {
+      uint32_t place = output / 32;
+      uint32_t pair = output % 32;
+      uint32_t row = place / 8 * 16 + place % 8;
+      if (row < record[1].z) {
+        float low;
+        float high;
+        float highest;
+        float weight_sum;
+        fold_states(place, pair, arena, low, high, highest, weight_sum);
+        uint32_t dim_pair = (pair % 32 / 4 * 2 + pair / 32 + 1) * 4 + pair % 32 % 4;
+        if (record[1].y == 4294967295u) {
+          float lse = weight_sum == 0.0f ? -bits_float(0x7f800000) : highest * 0.6931472f + log_f32(weight_sum);
+          uint32_t column = record[2].x + row / 4;
+          publish_tagged(input_words + (((((what.z * 4 + row % 4) * 128 + dim_pair * 2) / 32 * 4 + column) * 4 + ((what.z * 4 + row % 4) * 128 + dim_pair * 2) / 8 % 4) * 4 + ((what.z * 4 + row % 4) * 128 + dim_pair * 2) % 8 / 2 + 1215552), pack_bf16x2(low, high), 60, epoch);
+        } else {
+          float lse = weight_sum == 0.0f ? -bits_float(0x7f800000) : highest * 0.6931472f + log_f32(weight_sum);
+          publish_partial(record[1].y + row, dim_pair, low, high, lse, epoch, exchange_words);
+        }
       }
     }
   }
@@ -2281,27 +2250,27 @@ __device__ __forceinline__ void fold_slices_4(uint32_t epoch, uint32_t column_gr
 // column_groups, ..., as their column c.
 __device__ __forceinline__ void fold_slices_5(uint32_t epoch, uint32_t column_groups, uint32_t thread, uint4* record,
     uint8_t* arena, uint32_t* input_words, uint4 what, uint64_t* exchange_words) {
-  uint32_t rows = column_groups * 8;
-  #pragma unroll 1
-  for (uint32_t output = thread; output < rows * 32; output += 256) {
-    uint32_t place = output / 32;
-    uint32_t pair = output % 32;
-    uint32_t row = (place / 8 * 2 + 1) * 8 + place % 8;
-    if (row < record[1].z) {
-      uint32_t stride = column_groups * 8;
-      float low;
-      float high;
-      float highest;
-      float weight_sum;
-      fold_states_2(place, stride, pair, arena, low, high, highest, weight_sum);
-      uint32_t dim_pair = (pair % 32 / 4 * 2 + pair / 32) * 4 + pair % 32 % 4;
-      if (record[1].y == 4294967295u) {
-        float lse = weight_sum == 0.0f ? -bits_float(0x7f800000) : highest * 0.6931472f + log_f32(weight_sum);
-        uint32_t column = record[2].x + row / 4;
-        publish_tagged(input_words + (((((what.z * 4 + row % 4) * 128 + dim_pair * 2) / 32 * 4 + column) * 4 + ((what.z * 4 + row % 4) * 128 + dim_pair * 2) / 8 % 4) * 4 + ((what.z * 4 + row % 4) * 128 + dim_pair * 2) % 8 / 2 + 1215552), pack_bf16x2(low, high), 60, epoch);
-      } else {
-        float lse = weight_sum == 0.0f ? -bits_float(0x7f800000) : highest * 0.6931472f + log_f32(weight_sum);
-        publish_partial(record[1].y + row, dim_pair, low, high, lse, epoch, exchange_words);
+  if (column_groups == 1) {
+    #pragma unroll 1
+    for (uint32_t output = thread; output < 256; output += 256) {
+      uint32_t place = output / 32;
+      uint32_t pair = output % 32;
+      uint32_t row = (place / 8 * 2 + 1) * 8 + place % 8;
+      if (row < record[1].z) {
+        float low;
+        float high;
+        float highest;
+        float weight_sum;
+        fold_states(place, pair, arena, low, high, highest, weight_sum);
+        uint32_t dim_pair = (pair % 32 / 4 * 2 + pair / 32) * 4 + pair % 32 % 4;
+        if (record[1].y == 4294967295u) {
+          float lse = weight_sum == 0.0f ? -bits_float(0x7f800000) : highest * 0.6931472f + log_f32(weight_sum);
+          uint32_t column = record[2].x + row / 4;
+          publish_tagged(input_words + (((((what.z * 4 + row % 4) * 128 + dim_pair * 2) / 32 * 4 + column) * 4 + ((what.z * 4 + row % 4) * 128 + dim_pair * 2) / 8 % 4) * 4 + ((what.z * 4 + row % 4) * 128 + dim_pair * 2) % 8 / 2 + 1215552), pack_bf16x2(low, high), 60, epoch);
+        } else {
+          float lse = weight_sum == 0.0f ? -bits_float(0x7f800000) : highest * 0.6931472f + log_f32(weight_sum);
+          publish_partial(record[1].y + row, dim_pair, low, high, lse, epoch, exchange_words);
+        }
       }
     }
   }
@@ -2311,27 +2280,27 @@ __device__ __forceinline__ void fold_slices_5(uint32_t epoch, uint32_t column_gr
 // column_groups, ..., as their column c.
 __device__ __forceinline__ void fold_slices_6(uint32_t epoch, uint32_t column_groups, uint32_t thread, uint4* record,
     uint8_t* arena, uint32_t* input_words, uint4 what, uint64_t* exchange_words) {
-  uint32_t rows = column_groups * 8;
-  #pragma unroll 1
-  for (uint32_t output = thread; output < rows * 32; output += 256) {
-    uint32_t place = output / 32;
-    uint32_t pair = output % 32;
-    uint32_t row = (place / 8 * 2 + 1) * 8 + place % 8;
-    if (row < record[1].z) {
-      uint32_t stride = column_groups * 8;
-      float low;
-      float high;
-      float highest;
-      float weight_sum;
-      fold_states_2(place, stride, pair, arena, low, high, highest, weight_sum);
-      uint32_t dim_pair = (pair % 32 / 4 * 2 + pair / 32 + 1) * 4 + pair % 32 % 4;
-      if (record[1].y == 4294967295u) {
-        float lse = weight_sum == 0.0f ? -bits_float(0x7f800000) : highest * 0.6931472f + log_f32(weight_sum);
-        uint32_t column = record[2].x + row / 4;
-        publish_tagged(input_words + (((((what.z * 4 + row % 4) * 128 + dim_pair * 2) / 32 * 4 + column) * 4 + ((what.z * 4 + row % 4) * 128 + dim_pair * 2) / 8 % 4) * 4 + ((what.z * 4 + row % 4) * 128 + dim_pair * 2) % 8 / 2 + 1215552), pack_bf16x2(low, high), 60, epoch);
-      } else {
-        float lse = weight_sum == 0.0f ? -bits_float(0x7f800000) : highest * 0.6931472f + log_f32(weight_sum);
-        publish_partial(record[1].y + row, dim_pair, low, high, lse, epoch, exchange_words);
+  if (column_groups == 1) {
+    #pragma unroll 1
+    for (uint32_t output = thread; output < 256; output += 256) {
+      uint32_t place = output / 32;
+      uint32_t pair = output % 32;
+      uint32_t row = (place / 8 * 2 + 1) * 8 + place % 8;
+      if (row < record[1].z) {
+        float low;
+        float high;
+        float highest;
+        float weight_sum;
+        fold_states(place, pair, arena, low, high, highest, weight_sum);
+        uint32_t dim_pair = (pair % 32 / 4 * 2 + pair / 32 + 1) * 4 + pair % 32 % 4;
+        if (record[1].y == 4294967295u) {
+          float lse = weight_sum == 0.0f ? -bits_float(0x7f800000) : highest * 0.6931472f + log_f32(weight_sum);
+          uint32_t column = record[2].x + row / 4;
+          publish_tagged(input_words + (((((what.z * 4 + row % 4) * 128 + dim_pair * 2) / 32 * 4 + column) * 4 + ((what.z * 4 + row % 4) * 128 + dim_pair * 2) / 8 % 4) * 4 + ((what.z * 4 + row % 4) * 128 + dim_pair * 2) % 8 / 2 + 1215552), pack_bf16x2(low, high), 60, epoch);
+        } else {
+          float lse = weight_sum == 0.0f ? -bits_float(0x7f800000) : highest * 0.6931472f + log_f32(weight_sum);
+          publish_partial(record[1].y + row, dim_pair, low, high, lse, epoch, exchange_words);
+        }
       }
     }
   }

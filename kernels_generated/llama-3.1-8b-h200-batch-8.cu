@@ -2179,24 +2179,24 @@ __device__ __forceinline__ void attend_keys_2(uint32_t end, uint32_t newest_begi
 
 // Fold the states of rows `first`, `first + stride`, ... of the laid down ones: (low, high), the highest logit
 // and the sum of weights. Without softmax the last two are 0.
-__device__ __forceinline__ void fold_states_2(uint32_t first, uint32_t stride, uint32_t pair, uint8_t* arena,
-    float& result, float& result_2, float& highest_out, float& weight_sum_out) {
+__device__ __forceinline__ void fold_states_2(uint32_t first, uint32_t pair, uint8_t* arena, float& result,
+    float& result_2, float& highest_out, float& weight_sum_out) {
   float2* scratch = (float2*)(arena + ATTENTION);
   float2* statistics = (float2*)(arena + STATISTICS);
   float low = 0.0f;
   float high = 0.0f;
   float highest = -bits_float(0x7f800000);
-  #pragma unroll 1
-  for (uint32_t other = first; other < 64; other += stride) {
-    highest = maximum_f32(highest, statistics[other].x);
+  #pragma unroll
+  for (uint32_t state = 0; state < 4; ++state) {
+    highest = maximum_f32(highest, statistics[first + state * 16].x);
   }
   float base = highest == -bits_float(0x7f800000) ? 0.0f : highest;
   float weight_sum = 0.0f;
-  #pragma unroll 1
-  for (uint32_t other = first; other < 64; other += stride) {
-    float2 numbers = statistics[other];
+  #pragma unroll
+  for (uint32_t state = 0; state < 4; ++state) {
+    float2 numbers = statistics[first + state * 16];
     float weight = exp2_f32(numbers.x - base);
-    float2 part = scratch[other * 64 + pair];
+    float2 part = scratch[(first + state * 16) * 64 + pair];
     weight_sum += weight * numbers.y;
     low += weight * part.x;
     high += weight * part.y;
@@ -2212,27 +2212,51 @@ __device__ __forceinline__ void fold_states_2(uint32_t first, uint32_t stride, u
 // column_groups, ..., as their column c.
 __device__ __forceinline__ void fold_slices_2(uint32_t epoch, uint32_t column_groups, uint32_t thread, uint4* record,
     uint8_t* arena, uint32_t* input_words, uint4 what, uint64_t* exchange_words) {
-  uint32_t rows = column_groups * 8;
-  #pragma unroll 1
-  for (uint32_t output = thread; output < rows * 64; output += 256) {
-    uint32_t place = output / 64;
-    uint32_t pair = output % 64;
-    uint32_t row = place / 8 * 16 + place % 8;
-    if (row < record[1].z) {
-      uint32_t stride = column_groups * 8;
-      float low;
-      float high;
-      float highest;
-      float weight_sum;
-      fold_states_2(place, stride, pair, arena, low, high, highest, weight_sum);
-      uint32_t dim_pair = (pair % 32 / 4 * 2 + pair / 32) * 4 + pair % 32 % 4;
-      if (record[1].y == 4294967295u) {
-        float lse = weight_sum == 0.0f ? -bits_float(0x7f800000) : highest * 0.6931472f + log_f32(weight_sum);
-        uint32_t column = record[2].x + row / 4;
-        publish_tagged(input_words + (((((what.z * 4 + row % 4) * 128 + dim_pair * 2) / 32 * 8 + column) * 4 + ((what.z * 4 + row % 4) * 128 + dim_pair * 2) / 8 % 4) * 4 + ((what.z * 4 + row % 4) * 128 + dim_pair * 2) % 8 / 2 + 2431040), pack_bf16x2(low, high), 60, epoch);
-      } else {
-        float lse = weight_sum == 0.0f ? -bits_float(0x7f800000) : highest * 0.6931472f + log_f32(weight_sum);
-        publish_partial(record[1].y + row, dim_pair, low, high, lse, epoch, exchange_words);
+  if (column_groups == 1) {
+    #pragma unroll 1
+    for (uint32_t output = thread; output < 512; output += 256) {
+      uint32_t place = output / 64;
+      uint32_t pair = output % 64;
+      uint32_t row = place / 8 * 16 + place % 8;
+      if (row < record[1].z) {
+        float low;
+        float high;
+        float highest;
+        float weight_sum;
+        fold_states(place, pair, arena, low, high, highest, weight_sum);
+        uint32_t dim_pair = (pair % 32 / 4 * 2 + pair / 32) * 4 + pair % 32 % 4;
+        if (record[1].y == 4294967295u) {
+          float lse = weight_sum == 0.0f ? -bits_float(0x7f800000) : highest * 0.6931472f + log_f32(weight_sum);
+          uint32_t column = record[2].x + row / 4;
+          publish_tagged(input_words + (((((what.z * 4 + row % 4) * 128 + dim_pair * 2) / 32 * 8 + column) * 4 + ((what.z * 4 + row % 4) * 128 + dim_pair * 2) / 8 % 4) * 4 + ((what.z * 4 + row % 4) * 128 + dim_pair * 2) % 8 / 2 + 2431040), pack_bf16x2(low, high), 60, epoch);
+        } else {
+          float lse = weight_sum == 0.0f ? -bits_float(0x7f800000) : highest * 0.6931472f + log_f32(weight_sum);
+          publish_partial(record[1].y + row, dim_pair, low, high, lse, epoch, exchange_words);
+        }
+      }
+    }
+  }
+  if (column_groups == 2) {
+    #pragma unroll 1
+    for (uint32_t output = thread; output < 1024; output += 256) {
+      uint32_t place = output / 64;
+      uint32_t pair = output % 64;
+      uint32_t row = place / 8 * 16 + place % 8;
+      if (row < record[1].z) {
+        float low;
+        float high;
+        float highest;
+        float weight_sum;
+        fold_states_2(place, pair, arena, low, high, highest, weight_sum);
+        uint32_t dim_pair = (pair % 32 / 4 * 2 + pair / 32) * 4 + pair % 32 % 4;
+        if (record[1].y == 4294967295u) {
+          float lse = weight_sum == 0.0f ? -bits_float(0x7f800000) : highest * 0.6931472f + log_f32(weight_sum);
+          uint32_t column = record[2].x + row / 4;
+          publish_tagged(input_words + (((((what.z * 4 + row % 4) * 128 + dim_pair * 2) / 32 * 8 + column) * 4 + ((what.z * 4 + row % 4) * 128 + dim_pair * 2) / 8 % 4) * 4 + ((what.z * 4 + row % 4) * 128 + dim_pair * 2) % 8 / 2 + 2431040), pack_bf16x2(low, high), 60, epoch);
+        } else {
+          float lse = weight_sum == 0.0f ? -bits_float(0x7f800000) : highest * 0.6931472f + log_f32(weight_sum);
+          publish_partial(record[1].y + row, dim_pair, low, high, lse, epoch, exchange_words);
+        }
       }
     }
   }
@@ -2242,27 +2266,51 @@ __device__ __forceinline__ void fold_slices_2(uint32_t epoch, uint32_t column_gr
 // column_groups, ..., as their column c.
 __device__ __forceinline__ void fold_slices_3(uint32_t epoch, uint32_t column_groups, uint32_t thread, uint4* record,
     uint8_t* arena, uint32_t* input_words, uint4 what, uint64_t* exchange_words) {
-  uint32_t rows = column_groups * 8;
-  #pragma unroll 1
-  for (uint32_t output = thread; output < rows * 64; output += 256) {
-    uint32_t place = output / 64;
-    uint32_t pair = output % 64;
-    uint32_t row = (place / 8 * 2 + 1) * 8 + place % 8;
-    if (row < record[1].z) {
-      uint32_t stride = column_groups * 8;
-      float low;
-      float high;
-      float highest;
-      float weight_sum;
-      fold_states_2(place, stride, pair, arena, low, high, highest, weight_sum);
-      uint32_t dim_pair = (pair % 32 / 4 * 2 + pair / 32) * 4 + pair % 32 % 4;
-      if (record[1].y == 4294967295u) {
-        float lse = weight_sum == 0.0f ? -bits_float(0x7f800000) : highest * 0.6931472f + log_f32(weight_sum);
-        uint32_t column = record[2].x + row / 4;
-        publish_tagged(input_words + (((((what.z * 4 + row % 4) * 128 + dim_pair * 2) / 32 * 8 + column) * 4 + ((what.z * 4 + row % 4) * 128 + dim_pair * 2) / 8 % 4) * 4 + ((what.z * 4 + row % 4) * 128 + dim_pair * 2) % 8 / 2 + 2431040), pack_bf16x2(low, high), 60, epoch);
-      } else {
-        float lse = weight_sum == 0.0f ? -bits_float(0x7f800000) : highest * 0.6931472f + log_f32(weight_sum);
-        publish_partial(record[1].y + row, dim_pair, low, high, lse, epoch, exchange_words);
+  if (column_groups == 1) {
+    #pragma unroll 1
+    for (uint32_t output = thread; output < 512; output += 256) {
+      uint32_t place = output / 64;
+      uint32_t pair = output % 64;
+      uint32_t row = (place / 8 * 2 + 1) * 8 + place % 8;
+      if (row < record[1].z) {
+        float low;
+        float high;
+        float highest;
+        float weight_sum;
+        fold_states(place, pair, arena, low, high, highest, weight_sum);
+        uint32_t dim_pair = (pair % 32 / 4 * 2 + pair / 32) * 4 + pair % 32 % 4;
+        if (record[1].y == 4294967295u) {
+          float lse = weight_sum == 0.0f ? -bits_float(0x7f800000) : highest * 0.6931472f + log_f32(weight_sum);
+          uint32_t column = record[2].x + row / 4;
+          publish_tagged(input_words + (((((what.z * 4 + row % 4) * 128 + dim_pair * 2) / 32 * 8 + column) * 4 + ((what.z * 4 + row % 4) * 128 + dim_pair * 2) / 8 % 4) * 4 + ((what.z * 4 + row % 4) * 128 + dim_pair * 2) % 8 / 2 + 2431040), pack_bf16x2(low, high), 60, epoch);
+        } else {
+          float lse = weight_sum == 0.0f ? -bits_float(0x7f800000) : highest * 0.6931472f + log_f32(weight_sum);
+          publish_partial(record[1].y + row, dim_pair, low, high, lse, epoch, exchange_words);
+        }
+      }
+    }
+  }
+  if (column_groups == 2) {
+    #pragma unroll 1
+    for (uint32_t output = thread; output < 1024; output += 256) {
+      uint32_t place = output / 64;
+      uint32_t pair = output % 64;
+      uint32_t row = (place / 8 * 2 + 1) * 8 + place % 8;
+      if (row < record[1].z) {
+        float low;
+        float high;
+        float highest;
+        float weight_sum;
+        fold_states_2(place, pair, arena, low, high, highest, weight_sum);
+        uint32_t dim_pair = (pair % 32 / 4 * 2 + pair / 32) * 4 + pair % 32 % 4;
+        if (record[1].y == 4294967295u) {
+          float lse = weight_sum == 0.0f ? -bits_float(0x7f800000) : highest * 0.6931472f + log_f32(weight_sum);
+          uint32_t column = record[2].x + row / 4;
+          publish_tagged(input_words + (((((what.z * 4 + row % 4) * 128 + dim_pair * 2) / 32 * 8 + column) * 4 + ((what.z * 4 + row % 4) * 128 + dim_pair * 2) / 8 % 4) * 4 + ((what.z * 4 + row % 4) * 128 + dim_pair * 2) % 8 / 2 + 2431040), pack_bf16x2(low, high), 60, epoch);
+        } else {
+          float lse = weight_sum == 0.0f ? -bits_float(0x7f800000) : highest * 0.6931472f + log_f32(weight_sum);
+          publish_partial(record[1].y + row, dim_pair, low, high, lse, epoch, exchange_words);
+        }
       }
     }
   }

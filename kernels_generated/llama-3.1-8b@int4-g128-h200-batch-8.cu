@@ -21,21 +21,22 @@
 //     169216     8192  queries  (over scratch)
 //     177408     8192  newest  (over scratch)
 //     201984    10240  reductions
-//     212224       40  reduction_barriers
-//     212272       64  vector_barriers
-//     212336     1024  residual
-//     213360      256  partial_sums
-//     213616       32  scales
-//     213648     4096  rope
-//     217744      512  statistics
-//     218256      592  records
-//     218848       64  warp_candidates
-//     218912      288  columns
-//     219200       32  chosen
-//     219232       16  step_done
-//     219248       36  next_token
-//              219284  total
-//              232448  a block has, 13164 free
+//     212224     1024  vector_sums
+//     213248       40  reduction_barriers
+//     213296       64  vector_barriers
+//     213360     1024  residual
+//     214384      256  partial_sums
+//     214640       32  scales
+//     214672     4096  rope
+//     218768      512  statistics
+//     219280      592  records
+//     219872       64  warp_candidates
+//     219936      288  columns
+//     220224       32  chosen
+//     220256       16  step_done
+//     220272       36  next_token
+//              220308  total
+//              232448  a block has, 12140 free
 
 #ifdef CHEETAH_EMULATOR
 #include "cheetah_emulator.h"
@@ -342,19 +343,20 @@ constexpr uint32_t ATTENTION = 136448;
 constexpr uint32_t QUERIES = 169216;
 constexpr uint32_t NEWEST = 177408;
 constexpr uint32_t REDUCTIONS = 201984;
-constexpr uint32_t REDUCTION_BARRIERS = 212224;
-constexpr uint32_t VECTOR_BARRIERS = 212272;
-constexpr uint32_t RESIDUAL = 212336;
-constexpr uint32_t PARTIAL_SUMS = 213360;
-constexpr uint32_t SCALES = 213616;
-constexpr uint32_t ROPE = 213648;
-constexpr uint32_t STATISTICS = 217744;
-constexpr uint32_t RECORDS = 218256;
-constexpr uint32_t WARP_CANDIDATES = 218848;
-constexpr uint32_t COLUMNS = 218912;
-constexpr uint32_t CHOSEN = 219200;
-constexpr uint32_t STEP_DONE = 219232;
-constexpr uint32_t NEXT_TOKEN = 219248;
+constexpr uint32_t VECTOR_SUMS = 212224;
+constexpr uint32_t REDUCTION_BARRIERS = 213248;
+constexpr uint32_t VECTOR_BARRIERS = 213296;
+constexpr uint32_t RESIDUAL = 213360;
+constexpr uint32_t PARTIAL_SUMS = 214384;
+constexpr uint32_t SCALES = 214640;
+constexpr uint32_t ROPE = 214672;
+constexpr uint32_t STATISTICS = 218768;
+constexpr uint32_t RECORDS = 219280;
+constexpr uint32_t WARP_CANDIDATES = 219872;
+constexpr uint32_t COLUMNS = 219936;
+constexpr uint32_t CHOSEN = 220224;
+constexpr uint32_t STEP_DONE = 220256;
+constexpr uint32_t NEXT_TOKEN = 220272;
 
 // An input of a sequence, or 0 where it has none left.
 __device__ __forceinline__ uint32_t given(uint32_t sequence, uint32_t index, const int32_t* sequences,
@@ -1223,6 +1225,39 @@ __device__ __forceinline__ void normalise_in_pairs(uint4* vector, uint32_t unit,
   vector[unit] = make_u32x4(multiply_bf16x2(make_u32x4(multiply_bf16x2(pair, weight.x), multiply_bf16x2(pair_2, weight.y), multiply_bf16x2(pair_3, weight.z), multiply_bf16x2(pair_4, weight.w)).x, 1602248576), multiply_bf16x2(make_u32x4(multiply_bf16x2(pair, weight.x), multiply_bf16x2(pair_2, weight.y), multiply_bf16x2(pair_3, weight.z), multiply_bf16x2(pair_4, weight.w)).y, 1568693632), multiply_bf16x2(make_u32x4(multiply_bf16x2(pair, weight.x), multiply_bf16x2(pair_2, weight.y), multiply_bf16x2(pair_3, weight.z), multiply_bf16x2(pair_4, weight.w)).z, 1602248576), multiply_bf16x2(make_u32x4(multiply_bf16x2(pair, weight.x), multiply_bf16x2(pair_2, weight.y), multiply_bf16x2(pair_3, weight.z), multiply_bf16x2(pair_4, weight.w)).w, 1568693632));
 }
 
+// What zero points need of this warp's vectors beside a chunk.
+__device__ __forceinline__ void sum_chunk(uint32_t chunk, uint32_t place, uint32_t warp, uint8_t* arena,
+    uint32_t lane) {
+  #pragma unroll
+  for (uint32_t turn = 0; turn < 2; ++turn) {
+    uint32_t pair = turn * 8 + warp;
+    uint4 ones = make_u32x4(65537, 65537, 1048592, 1048592);
+    uint4* units = (uint4*)(arena + VECTOR) + (place * 16 + pair) * 128;
+    float vector_sums[4] = {};
+    float vector_sums_2[4] = {};
+    float vector_sums_3[4] = {};
+    float vector_sums_4[4] = {};
+    uint4 values = units[lane % 32];
+    mma_bf16(vector_sums, ones, values.x, values.y);
+    mma_bf16(vector_sums, ones, values.z, values.w);
+    uint4 values_2 = units[lane % 32 + 32];
+    mma_bf16(vector_sums_2, ones, values_2.x, values_2.y);
+    mma_bf16(vector_sums_2, ones, values_2.z, values_2.w);
+    uint4 values_3 = units[lane % 32 + 64];
+    mma_bf16(vector_sums_3, ones, values_3.x, values_3.y);
+    mma_bf16(vector_sums_3, ones, values_3.z, values_3.w);
+    uint4 values_4 = units[lane % 32 + 96];
+    mma_bf16(vector_sums_4, ones, values_4.x, values_4.y);
+    mma_bf16(vector_sums_4, ones, values_4.z, values_4.w);
+    float* kept = (float*)(arena + VECTOR_SUMS) + (place * 16 + pair) * 8 + lane * 2;
+    if (lane < 4) {
+      kept[0] = vector_sums[0] + vector_sums_2[0] + vector_sums_3[0] + vector_sums_4[0];
+      kept[1] = vector_sums[1] + vector_sums_2[1] + vector_sums_3[1] + vector_sums_4[1];
+    }
+  }
+  warp_barrier();
+}
+
 // Chunk `chunk` of an M-tile by the vectors in shared memory, in which it is number `place`.
 __device__ __forceinline__ void multiply_chunk(uint32_t chunk, uint32_t place, float (&sums)[1][4], uint32_t warp,
     uint8_t* chunk_2, uint8_t* arena, uint32_t lane) {
@@ -1236,7 +1271,6 @@ __device__ __forceinline__ void multiply_chunk(uint32_t chunk, uint32_t place, f
     uint4 words_2 = ((const uint4*)(first))[lane + 32];
     have_read ^= words.x;
     have_read ^= words_2.x;
-    uint4 excess = make_u32x4(2148040712u, 2148040712u, 2155905152u, 2155905152u);
     uint32_t scale_pair = ((const uint32_t*)(first + 1024))[lane / 4];
     have_read ^= scale_pair;
     float products[4] = {};
@@ -1246,31 +1280,28 @@ __device__ __forceinline__ void multiply_chunk(uint32_t chunk, uint32_t place, f
     uint4 fragment = make_u32x4(words.x & 983055, words.y & 983055, words.x & 15728880, words.y & 15728880);
     uint4 fragment_2 = make_u32x4((words.x >> 8) & 983055, (words.y >> 8) & 983055, (words.x >> 8) & 15728880, (words.y >> 8) & 15728880);
     mma_bf16(products, fragment, units[lane % 32].x, units[lane % 32].y);
-    mma_bf16(products, excess, units[lane % 32].x, units[lane % 32].y);
     mma_bf16(products, fragment_2, units[lane % 32].z, units[lane % 32].w);
-    mma_bf16(products, excess, units[lane % 32].z, units[lane % 32].w);
     uint4 fragment_3 = make_u32x4(words.z & 983055, words.w & 983055, words.z & 15728880, words.w & 15728880);
     uint4 fragment_4 = make_u32x4((words.z >> 8) & 983055, (words.w >> 8) & 983055, (words.z >> 8) & 15728880, (words.w >> 8) & 15728880);
     mma_bf16(products_2, fragment_3, units[lane % 32 + 32].x, units[lane % 32 + 32].y);
-    mma_bf16(products_2, excess, units[lane % 32 + 32].x, units[lane % 32 + 32].y);
     mma_bf16(products_2, fragment_4, units[lane % 32 + 32].z, units[lane % 32 + 32].w);
-    mma_bf16(products_2, excess, units[lane % 32 + 32].z, units[lane % 32 + 32].w);
     uint4 fragment_5 = make_u32x4(words_2.x & 983055, words_2.y & 983055, words_2.x & 15728880, words_2.y & 15728880);
     uint4 fragment_6 = make_u32x4((words_2.x >> 8) & 983055, (words_2.y >> 8) & 983055, (words_2.x >> 8) & 15728880, (words_2.y >> 8) & 15728880);
     mma_bf16(products_3, fragment_5, units[lane % 32 + 64].x, units[lane % 32 + 64].y);
-    mma_bf16(products_3, excess, units[lane % 32 + 64].x, units[lane % 32 + 64].y);
     mma_bf16(products_3, fragment_6, units[lane % 32 + 64].z, units[lane % 32 + 64].w);
-    mma_bf16(products_3, excess, units[lane % 32 + 64].z, units[lane % 32 + 64].w);
     uint4 fragment_7 = make_u32x4(words_2.z & 983055, words_2.w & 983055, words_2.z & 15728880, words_2.w & 15728880);
     uint4 fragment_8 = make_u32x4((words_2.z >> 8) & 983055, (words_2.w >> 8) & 983055, (words_2.z >> 8) & 15728880, (words_2.w >> 8) & 15728880);
     mma_bf16(products_4, fragment_7, units[lane % 32 + 96].x, units[lane % 32 + 96].y);
-    mma_bf16(products_4, excess, units[lane % 32 + 96].x, units[lane % 32 + 96].y);
     mma_bf16(products_4, fragment_8, units[lane % 32 + 96].z, units[lane % 32 + 96].w);
-    mma_bf16(products_4, excess, units[lane % 32 + 96].z, units[lane % 32 + 96].w);
-    sums[0][0] = sums[0][0] + f16x2_low(scale_pair) * (products[0] + products_2[0] + products_3[0] + products_4[0]);
-    sums[0][1] = sums[0][1] + f16x2_low(scale_pair) * (products[1] + products_2[1] + products_3[1] + products_4[1]);
-    sums[0][2] = sums[0][2] + f16x2_high(scale_pair) * (products[2] + products_2[2] + products_3[2] + products_4[2]);
-    sums[0][3] = sums[0][3] + f16x2_high(scale_pair) * (products[3] + products_2[3] + products_3[3] + products_4[3]);
+    float2 of_vector = ((const float2*)((float*)(arena + VECTOR_SUMS) + (place * 16 + pair) * 8))[lane % 4];
+    float scaled = f16x2_low(scale_pair) * (products[0] + products_2[0] + products_3[0] + products_4[0] - 8.0f * of_vector.x);
+    sums[0][0] = sums[0][0] + scaled;
+    float scaled_2 = f16x2_low(scale_pair) * (products[1] + products_2[1] + products_3[1] + products_4[1] - 8.0f * of_vector.y);
+    sums[0][1] = sums[0][1] + scaled_2;
+    float scaled_3 = f16x2_high(scale_pair) * (products[2] + products_2[2] + products_3[2] + products_4[2] - 8.0f * of_vector.x);
+    sums[0][2] = sums[0][2] + scaled_3;
+    float scaled_4 = f16x2_high(scale_pair) * (products[3] + products_2[3] + products_3[3] + products_4[3] - 8.0f * of_vector.y);
+    sums[0][3] = sums[0][3] + scaled_4;
   }
   if (chunk == 1) {
     const float* factors = (const float*)(chunk_2 + 16896);
@@ -1570,6 +1601,9 @@ __device__ __forceinline__ void qkv(uint32_t* progress, uint32_t block, uint32_t
     }
     #pragma unroll 2
     for (uint32_t chunk = 0; chunk < 2; ++chunk) {
+      if (m_tile < 132) {
+        sum_chunk(chunk, chunk, warp, arena, lane);
+      }
       mbarrier_wait(full + use_stage, use_parity);
       uint8_t* chunk_2 = ring + use_stage * 17024;
       multiply_chunk(chunk, chunk, sums, warp, chunk_2, arena, lane);
@@ -2274,24 +2308,24 @@ __device__ __forceinline__ void attend_keys_2(uint32_t end, uint32_t newest_begi
 
 // Fold the states of rows `first`, `first + stride`, ... of the laid down ones: (low, high), the highest logit
 // and the sum of weights. Without softmax the last two are 0.
-__device__ __forceinline__ void fold_states_2(uint32_t first, uint32_t stride, uint32_t pair, uint8_t* arena,
-    float& result, float& result_2, float& highest_out, float& weight_sum_out) {
+__device__ __forceinline__ void fold_states_2(uint32_t first, uint32_t pair, uint8_t* arena, float& result,
+    float& result_2, float& highest_out, float& weight_sum_out) {
   float2* scratch = (float2*)(arena + ATTENTION);
   float2* statistics = (float2*)(arena + STATISTICS);
   float low = 0.0f;
   float high = 0.0f;
   float highest = -bits_float(0x7f800000);
-  #pragma unroll 1
-  for (uint32_t other = first; other < 64; other += stride) {
-    highest = maximum_f32(highest, statistics[other].x);
+  #pragma unroll
+  for (uint32_t state = 0; state < 4; ++state) {
+    highest = maximum_f32(highest, statistics[first + state * 16].x);
   }
   float base = highest == -bits_float(0x7f800000) ? 0.0f : highest;
   float weight_sum = 0.0f;
-  #pragma unroll 1
-  for (uint32_t other = first; other < 64; other += stride) {
-    float2 numbers = statistics[other];
+  #pragma unroll
+  for (uint32_t state = 0; state < 4; ++state) {
+    float2 numbers = statistics[first + state * 16];
     float weight = exp2_f32(numbers.x - base);
-    float2 part = scratch[other * 64 + pair];
+    float2 part = scratch[(first + state * 16) * 64 + pair];
     weight_sum += weight * numbers.y;
     low += weight * part.x;
     high += weight * part.y;
@@ -2307,27 +2341,51 @@ __device__ __forceinline__ void fold_states_2(uint32_t first, uint32_t stride, u
 // column_groups, ..., as their column c.
 __device__ __forceinline__ void fold_slices_2(uint32_t epoch, uint32_t column_groups, uint32_t thread, uint4* record,
     uint8_t* arena, uint32_t* exchange_words, uint4 what) {
-  uint32_t rows = column_groups * 8;
-  #pragma unroll 1
-  for (uint32_t output = thread; output < rows * 64; output += 256) {
-    uint32_t place = output / 64;
-    uint32_t pair = output % 64;
-    uint32_t row = place / 8 * 16 + place % 8;
-    if (row < record[1].z) {
-      uint32_t stride = column_groups * 8;
-      float low;
-      float high;
-      float highest;
-      float weight_sum;
-      fold_states_2(place, stride, pair, arena, low, high, highest, weight_sum);
-      uint32_t dim_pair = (pair % 32 / 4 * 2 + pair / 32) * 4 + pair % 32 % 4;
-      if (record[1].y == 4294967295u) {
-        float lse = weight_sum == 0.0f ? -bits_float(0x7f800000) : highest * 0.6931472f + log_f32(weight_sum);
-        uint32_t column = record[2].x + row / 4;
-        (exchange_words + (((((what.z * 4 + row % 4) * 128 + dim_pair * 2) / 32 * 8 + column) * 4 + ((what.z * 4 + row % 4) * 128 + dim_pair * 2) / 8 % 4) * 4 + ((what.z * 4 + row % 4) * 128 + dim_pair * 2) % 8 / 2 + 1223744))[0] = multiply_bf16x2(pack_bf16x2(low, high), (((((what.z * 4 + row % 4) * 128 + dim_pair * 2) / 32 * 8 + column) * 4 + ((what.z * 4 + row % 4) * 128 + dim_pair * 2) / 8 % 4) * 4 + ((what.z * 4 + row % 4) * 128 + dim_pair * 2) % 8 / 2) % 2 == 0 ? 1602248576u : 1568693632u);
-      } else {
-        float lse = weight_sum == 0.0f ? -bits_float(0x7f800000) : highest * 0.6931472f + log_f32(weight_sum);
-        publish_partial(record[1].y + row, dim_pair, low, high, lse, epoch, exchange_words);
+  if (column_groups == 1) {
+    #pragma unroll 1
+    for (uint32_t output = thread; output < 512; output += 256) {
+      uint32_t place = output / 64;
+      uint32_t pair = output % 64;
+      uint32_t row = place / 8 * 16 + place % 8;
+      if (row < record[1].z) {
+        float low;
+        float high;
+        float highest;
+        float weight_sum;
+        fold_states(place, pair, arena, low, high, highest, weight_sum);
+        uint32_t dim_pair = (pair % 32 / 4 * 2 + pair / 32) * 4 + pair % 32 % 4;
+        if (record[1].y == 4294967295u) {
+          float lse = weight_sum == 0.0f ? -bits_float(0x7f800000) : highest * 0.6931472f + log_f32(weight_sum);
+          uint32_t column = record[2].x + row / 4;
+          (exchange_words + (((((what.z * 4 + row % 4) * 128 + dim_pair * 2) / 32 * 8 + column) * 4 + ((what.z * 4 + row % 4) * 128 + dim_pair * 2) / 8 % 4) * 4 + ((what.z * 4 + row % 4) * 128 + dim_pair * 2) % 8 / 2 + 1223744))[0] = multiply_bf16x2(pack_bf16x2(low, high), (((((what.z * 4 + row % 4) * 128 + dim_pair * 2) / 32 * 8 + column) * 4 + ((what.z * 4 + row % 4) * 128 + dim_pair * 2) / 8 % 4) * 4 + ((what.z * 4 + row % 4) * 128 + dim_pair * 2) % 8 / 2) % 2 == 0 ? 1602248576u : 1568693632u);
+        } else {
+          float lse = weight_sum == 0.0f ? -bits_float(0x7f800000) : highest * 0.6931472f + log_f32(weight_sum);
+          publish_partial(record[1].y + row, dim_pair, low, high, lse, epoch, exchange_words);
+        }
+      }
+    }
+  }
+  if (column_groups == 2) {
+    #pragma unroll 1
+    for (uint32_t output = thread; output < 1024; output += 256) {
+      uint32_t place = output / 64;
+      uint32_t pair = output % 64;
+      uint32_t row = place / 8 * 16 + place % 8;
+      if (row < record[1].z) {
+        float low;
+        float high;
+        float highest;
+        float weight_sum;
+        fold_states_2(place, pair, arena, low, high, highest, weight_sum);
+        uint32_t dim_pair = (pair % 32 / 4 * 2 + pair / 32) * 4 + pair % 32 % 4;
+        if (record[1].y == 4294967295u) {
+          float lse = weight_sum == 0.0f ? -bits_float(0x7f800000) : highest * 0.6931472f + log_f32(weight_sum);
+          uint32_t column = record[2].x + row / 4;
+          (exchange_words + (((((what.z * 4 + row % 4) * 128 + dim_pair * 2) / 32 * 8 + column) * 4 + ((what.z * 4 + row % 4) * 128 + dim_pair * 2) / 8 % 4) * 4 + ((what.z * 4 + row % 4) * 128 + dim_pair * 2) % 8 / 2 + 1223744))[0] = multiply_bf16x2(pack_bf16x2(low, high), (((((what.z * 4 + row % 4) * 128 + dim_pair * 2) / 32 * 8 + column) * 4 + ((what.z * 4 + row % 4) * 128 + dim_pair * 2) / 8 % 4) * 4 + ((what.z * 4 + row % 4) * 128 + dim_pair * 2) % 8 / 2) % 2 == 0 ? 1602248576u : 1568693632u);
+        } else {
+          float lse = weight_sum == 0.0f ? -bits_float(0x7f800000) : highest * 0.6931472f + log_f32(weight_sum);
+          publish_partial(record[1].y + row, dim_pair, low, high, lse, epoch, exchange_words);
+        }
       }
     }
   }
@@ -2337,27 +2395,51 @@ __device__ __forceinline__ void fold_slices_2(uint32_t epoch, uint32_t column_gr
 // column_groups, ..., as their column c.
 __device__ __forceinline__ void fold_slices_3(uint32_t epoch, uint32_t column_groups, uint32_t thread, uint4* record,
     uint8_t* arena, uint32_t* exchange_words, uint4 what) {
-  uint32_t rows = column_groups * 8;
-  #pragma unroll 1
-  for (uint32_t output = thread; output < rows * 64; output += 256) {
-    uint32_t place = output / 64;
-    uint32_t pair = output % 64;
-    uint32_t row = (place / 8 * 2 + 1) * 8 + place % 8;
-    if (row < record[1].z) {
-      uint32_t stride = column_groups * 8;
-      float low;
-      float high;
-      float highest;
-      float weight_sum;
-      fold_states_2(place, stride, pair, arena, low, high, highest, weight_sum);
-      uint32_t dim_pair = (pair % 32 / 4 * 2 + pair / 32) * 4 + pair % 32 % 4;
-      if (record[1].y == 4294967295u) {
-        float lse = weight_sum == 0.0f ? -bits_float(0x7f800000) : highest * 0.6931472f + log_f32(weight_sum);
-        uint32_t column = record[2].x + row / 4;
-        (exchange_words + (((((what.z * 4 + row % 4) * 128 + dim_pair * 2) / 32 * 8 + column) * 4 + ((what.z * 4 + row % 4) * 128 + dim_pair * 2) / 8 % 4) * 4 + ((what.z * 4 + row % 4) * 128 + dim_pair * 2) % 8 / 2 + 1223744))[0] = multiply_bf16x2(pack_bf16x2(low, high), (((((what.z * 4 + row % 4) * 128 + dim_pair * 2) / 32 * 8 + column) * 4 + ((what.z * 4 + row % 4) * 128 + dim_pair * 2) / 8 % 4) * 4 + ((what.z * 4 + row % 4) * 128 + dim_pair * 2) % 8 / 2) % 2 == 0 ? 1602248576u : 1568693632u);
-      } else {
-        float lse = weight_sum == 0.0f ? -bits_float(0x7f800000) : highest * 0.6931472f + log_f32(weight_sum);
-        publish_partial(record[1].y + row, dim_pair, low, high, lse, epoch, exchange_words);
+  if (column_groups == 1) {
+    #pragma unroll 1
+    for (uint32_t output = thread; output < 512; output += 256) {
+      uint32_t place = output / 64;
+      uint32_t pair = output % 64;
+      uint32_t row = (place / 8 * 2 + 1) * 8 + place % 8;
+      if (row < record[1].z) {
+        float low;
+        float high;
+        float highest;
+        float weight_sum;
+        fold_states(place, pair, arena, low, high, highest, weight_sum);
+        uint32_t dim_pair = (pair % 32 / 4 * 2 + pair / 32) * 4 + pair % 32 % 4;
+        if (record[1].y == 4294967295u) {
+          float lse = weight_sum == 0.0f ? -bits_float(0x7f800000) : highest * 0.6931472f + log_f32(weight_sum);
+          uint32_t column = record[2].x + row / 4;
+          (exchange_words + (((((what.z * 4 + row % 4) * 128 + dim_pair * 2) / 32 * 8 + column) * 4 + ((what.z * 4 + row % 4) * 128 + dim_pair * 2) / 8 % 4) * 4 + ((what.z * 4 + row % 4) * 128 + dim_pair * 2) % 8 / 2 + 1223744))[0] = multiply_bf16x2(pack_bf16x2(low, high), (((((what.z * 4 + row % 4) * 128 + dim_pair * 2) / 32 * 8 + column) * 4 + ((what.z * 4 + row % 4) * 128 + dim_pair * 2) / 8 % 4) * 4 + ((what.z * 4 + row % 4) * 128 + dim_pair * 2) % 8 / 2) % 2 == 0 ? 1602248576u : 1568693632u);
+        } else {
+          float lse = weight_sum == 0.0f ? -bits_float(0x7f800000) : highest * 0.6931472f + log_f32(weight_sum);
+          publish_partial(record[1].y + row, dim_pair, low, high, lse, epoch, exchange_words);
+        }
+      }
+    }
+  }
+  if (column_groups == 2) {
+    #pragma unroll 1
+    for (uint32_t output = thread; output < 1024; output += 256) {
+      uint32_t place = output / 64;
+      uint32_t pair = output % 64;
+      uint32_t row = (place / 8 * 2 + 1) * 8 + place % 8;
+      if (row < record[1].z) {
+        float low;
+        float high;
+        float highest;
+        float weight_sum;
+        fold_states_2(place, pair, arena, low, high, highest, weight_sum);
+        uint32_t dim_pair = (pair % 32 / 4 * 2 + pair / 32) * 4 + pair % 32 % 4;
+        if (record[1].y == 4294967295u) {
+          float lse = weight_sum == 0.0f ? -bits_float(0x7f800000) : highest * 0.6931472f + log_f32(weight_sum);
+          uint32_t column = record[2].x + row / 4;
+          (exchange_words + (((((what.z * 4 + row % 4) * 128 + dim_pair * 2) / 32 * 8 + column) * 4 + ((what.z * 4 + row % 4) * 128 + dim_pair * 2) / 8 % 4) * 4 + ((what.z * 4 + row % 4) * 128 + dim_pair * 2) % 8 / 2 + 1223744))[0] = multiply_bf16x2(pack_bf16x2(low, high), (((((what.z * 4 + row % 4) * 128 + dim_pair * 2) / 32 * 8 + column) * 4 + ((what.z * 4 + row % 4) * 128 + dim_pair * 2) / 8 % 4) * 4 + ((what.z * 4 + row % 4) * 128 + dim_pair * 2) % 8 / 2) % 2 == 0 ? 1602248576u : 1568693632u);
+        } else {
+          float lse = weight_sum == 0.0f ? -bits_float(0x7f800000) : highest * 0.6931472f + log_f32(weight_sum);
+          publish_partial(record[1].y + row, dim_pair, low, high, lse, epoch, exchange_words);
+        }
       }
     }
   }
@@ -2786,6 +2868,9 @@ __device__ __forceinline__ void o(uint32_t* progress, uint32_t block, uint32_t s
     }
     #pragma unroll 2
     for (uint32_t chunk = 0; chunk < 2; ++chunk) {
+      if (m_tile < 132) {
+        sum_chunk(chunk, chunk, warp, arena, lane);
+      }
       mbarrier_wait(full + use_stage, use_parity);
       uint8_t* chunk_2 = ring + use_stage * 17024;
       multiply_chunk(chunk, chunk, sums, warp, chunk_2, arena, lane);
@@ -2986,6 +3071,9 @@ __device__ __forceinline__ void gate_up(uint32_t* progress, uint32_t block, uint
     }
     #pragma unroll 2
     for (uint32_t chunk = 0; chunk < 2; ++chunk) {
+      if (m_tile < 132) {
+        sum_chunk(chunk, chunk, warp, arena, lane);
+      }
       mbarrier_wait(full + use_stage, use_parity);
       uint8_t* chunk_2 = ring + use_stage * 17024;
       multiply_chunk(chunk, chunk, sums, warp, chunk_2, arena, lane);
@@ -3031,7 +3119,6 @@ __device__ __forceinline__ void multiply_chunk_2(uint32_t chunk, uint32_t place,
     uint4 words_2 = ((const uint4*)(first))[lane + 32];
     have_read ^= words.x;
     have_read ^= words_2.x;
-    uint4 excess = make_u32x4(2148040712u, 2148040712u, 2155905152u, 2155905152u);
     uint32_t scale_pair = ((const uint32_t*)(first + 1024))[lane / 4];
     have_read ^= scale_pair;
     float products[4] = {};
@@ -3041,31 +3128,28 @@ __device__ __forceinline__ void multiply_chunk_2(uint32_t chunk, uint32_t place,
     uint4 fragment = make_u32x4(words.x & 983055, words.y & 983055, words.x & 15728880, words.y & 15728880);
     uint4 fragment_2 = make_u32x4((words.x >> 8) & 983055, (words.y >> 8) & 983055, (words.x >> 8) & 15728880, (words.y >> 8) & 15728880);
     mma_bf16(products, fragment, units[lane % 32].x, units[lane % 32].y);
-    mma_bf16(products, excess, units[lane % 32].x, units[lane % 32].y);
     mma_bf16(products, fragment_2, units[lane % 32].z, units[lane % 32].w);
-    mma_bf16(products, excess, units[lane % 32].z, units[lane % 32].w);
     uint4 fragment_3 = make_u32x4(words.z & 983055, words.w & 983055, words.z & 15728880, words.w & 15728880);
     uint4 fragment_4 = make_u32x4((words.z >> 8) & 983055, (words.w >> 8) & 983055, (words.z >> 8) & 15728880, (words.w >> 8) & 15728880);
     mma_bf16(products_2, fragment_3, units[lane % 32 + 32].x, units[lane % 32 + 32].y);
-    mma_bf16(products_2, excess, units[lane % 32 + 32].x, units[lane % 32 + 32].y);
     mma_bf16(products_2, fragment_4, units[lane % 32 + 32].z, units[lane % 32 + 32].w);
-    mma_bf16(products_2, excess, units[lane % 32 + 32].z, units[lane % 32 + 32].w);
     uint4 fragment_5 = make_u32x4(words_2.x & 983055, words_2.y & 983055, words_2.x & 15728880, words_2.y & 15728880);
     uint4 fragment_6 = make_u32x4((words_2.x >> 8) & 983055, (words_2.y >> 8) & 983055, (words_2.x >> 8) & 15728880, (words_2.y >> 8) & 15728880);
     mma_bf16(products_3, fragment_5, units[lane % 32 + 64].x, units[lane % 32 + 64].y);
-    mma_bf16(products_3, excess, units[lane % 32 + 64].x, units[lane % 32 + 64].y);
     mma_bf16(products_3, fragment_6, units[lane % 32 + 64].z, units[lane % 32 + 64].w);
-    mma_bf16(products_3, excess, units[lane % 32 + 64].z, units[lane % 32 + 64].w);
     uint4 fragment_7 = make_u32x4(words_2.z & 983055, words_2.w & 983055, words_2.z & 15728880, words_2.w & 15728880);
     uint4 fragment_8 = make_u32x4((words_2.z >> 8) & 983055, (words_2.w >> 8) & 983055, (words_2.z >> 8) & 15728880, (words_2.w >> 8) & 15728880);
     mma_bf16(products_4, fragment_7, units[lane % 32 + 96].x, units[lane % 32 + 96].y);
-    mma_bf16(products_4, excess, units[lane % 32 + 96].x, units[lane % 32 + 96].y);
     mma_bf16(products_4, fragment_8, units[lane % 32 + 96].z, units[lane % 32 + 96].w);
-    mma_bf16(products_4, excess, units[lane % 32 + 96].z, units[lane % 32 + 96].w);
-    sums[0][0] = sums[0][0] + f16x2_low(scale_pair) * (products[0] + products_2[0] + products_3[0] + products_4[0]);
-    sums[0][1] = sums[0][1] + f16x2_low(scale_pair) * (products[1] + products_2[1] + products_3[1] + products_4[1]);
-    sums[0][2] = sums[0][2] + f16x2_high(scale_pair) * (products[2] + products_2[2] + products_3[2] + products_4[2]);
-    sums[0][3] = sums[0][3] + f16x2_high(scale_pair) * (products[3] + products_2[3] + products_3[3] + products_4[3]);
+    float2 of_vector = ((const float2*)((float*)(arena + VECTOR_SUMS) + (place * 16 + pair) * 8))[lane % 4];
+    float scaled = f16x2_low(scale_pair) * (products[0] + products_2[0] + products_3[0] + products_4[0] - 8.0f * of_vector.x);
+    sums[0][0] = sums[0][0] + scaled;
+    float scaled_2 = f16x2_low(scale_pair) * (products[1] + products_2[1] + products_3[1] + products_4[1] - 8.0f * of_vector.y);
+    sums[0][1] = sums[0][1] + scaled_2;
+    float scaled_3 = f16x2_high(scale_pair) * (products[2] + products_2[2] + products_3[2] + products_4[2] - 8.0f * of_vector.x);
+    sums[0][2] = sums[0][2] + scaled_3;
+    float scaled_4 = f16x2_high(scale_pair) * (products[3] + products_2[3] + products_3[3] + products_4[3] - 8.0f * of_vector.y);
+    sums[0][3] = sums[0][3] + scaled_4;
   }
   if (chunk == 6) {
     const float* factors = (const float*)(chunk_2 + 16896);
@@ -3144,6 +3228,7 @@ __device__ __forceinline__ void down(uint32_t* progress, uint32_t block, uint32_
     uint32_t place = part % 2;
     #pragma unroll 2
     for (uint32_t chunk = part; chunk < end; ++chunk) {
+      sum_chunk(chunk, chunk - part + place, warp, arena, lane);
       mbarrier_wait(full + use_stage, use_parity);
       uint8_t* chunk_2 = ring + use_stage * 17024;
       multiply_chunk_2(chunk, chunk - part + place, sums, warp, chunk_2, arena, lane);

@@ -20,8 +20,6 @@ SMALL_LAYER_BYTES = 1_200_000
 """Weights of a layer that each block reads: below this, waiting weighs more than reading."""
 TINY_LAYER_BYTES = 500_000
 """Below this, waiting is most of a step: as few requests as keep the memory busy at all."""
-SHORT_LAYER_BYTES = 2_500_000
-"""The same of quantised weights: below this, few requests while a block waits."""
 EMULATOR_STAGES = 8
 """Most ring stages on the emulator, so that the ring wraps round even for small models."""
 
@@ -106,17 +104,11 @@ def _has_tiny_layers(shape: ModelShape, gpu: Gpu, tokens: int) -> bool:
 
 def _default_waiting(shape: ModelShape, gpu: Gpu, in_flight: int, tokens: int) -> int:
     """One chunk fewer while the block waits, if that leaves two: worth 0.7 % on 8B, 1 % on 3B, 2 % on 1B, and 0.5 %
-    with 4 and 8 tokens. Two where quantised layers are read faster than vectors come (8B, int4: 1.337 to 1.311 ms a
-    step, fp8 1.929 to 1.883); on 70B that costs 1 %. A single one beside tiny layers (qwen3-0.6b)."""
+    with 4 and 8 tokens. Two beside quantised weights, which are read faster than vectors come (int4: 8B 1.337 to 1.311,
+    70B 8.831 to 8.715 ms a step; fp8, 8B 1.929 to 1.883). A single one beside tiny layers (qwen3-0.6b)."""
     if _has_tiny_layers(shape, gpu, tokens):
         return 1
-    layer_bytes = (
-        _layer_bytes(shape, gpu)
-        * shape.format_of("gate_up").tile_bytes
-        // (M_TILE_ROWS * 2 * shape.format_of("gate_up").columns)
-    )
-    is_short = bool(shape.formats) and layer_bytes < SHORT_LAYER_BYTES
-    return min(in_flight, 2 if is_short else max(2, in_flight - 1))
+    return min(in_flight, 2 if shape.formats else max(2, in_flight - 1))
 
 
 def _layer_bytes(shape: ModelShape, gpu: Gpu) -> int:

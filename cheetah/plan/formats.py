@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from cheetah.plan.errors import PlanError, require_positive
+from cheetah.plan.index import ceil_div
 
 M_TILE_ROWS = 16
 """Rows of an M-tile: the rows of the `mma.m16n8k16` weight operand."""
@@ -62,6 +63,11 @@ class TileFormat:
         extra = {DIGITS: DIGIT_UNITS - self.columns // 8, HALVES: 1}
         return (self.columns // 8 + extra.get(self.vector_kind(columns, tokens), 0)) * tokens
 
+    def sums_bytes(self, columns: int, tokens: int) -> int:
+        """Bytes of shared memory of what is kept of the vectors of a K-tile, beside them, for zero points: none without
+        any."""
+        return 0
+
     def chunk_bytes(self, stage_bytes: int, warps: int) -> int:
         """Bytes of the K-tiles of a full chunk: as many for each warp as a stage holds, with what ends an M-tile."""
         share = warps * self.tile_bytes
@@ -99,6 +105,13 @@ class QuantizedTiles(TileFormat):
         if self.kind == "int4":
             return DIGITS if is_whole and tokens <= DIGIT_TOKENS else STAGGERED
         return HALVES if self.kind == "fp8" and is_whole and tokens <= HALF_TOKENS else RAISED
+
+    def sums_bytes(self, columns: int, tokens: int) -> int:
+        """[groups][columns] f32, whole groups of 8 columns. Digits have none: few tokens wait for the vector, not for
+        its products."""
+        if self.kind == "fp8" or self.vector_kind(columns, tokens) == DIGITS:
+            return 0
+        return self.groups * ceil_div(tokens, 8) * 8 * 4
 
     @property
     def groups(self) -> int:

@@ -1,6 +1,6 @@
 """What a block keeps in shared memory beside the ring: every region with its bytes, and which lie over which."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from cheetah.plan.errors import PlanError
 from cheetah.plan.formats import DIGITS, HALVES, M_TILE_ROWS
@@ -31,12 +31,12 @@ def kernel_regions(shape: ModelShape, plan: Plan, gpu: Gpu) -> tuple[Region, ...
     """What a block keeps in shared memory beside the ring.
 
     scratch: the input of a product (bf16), or what attention needs, or all blocks' candidates, or what filters need.
-    reductions: buffers of the warps' row sums, with two mbarriers each, and one more of the step; only products use
-    them, as the input, behind which they lie if there is room. vector_barriers: an mbarrier for each piece of a vector
-    that is copied. residual: the block's rows (f32). partial_sums: of squares; scales: 1/rms of every token. rope: cos
-    and sin of every token's position. warp_candidates: of every group of adding warps and column. columns: what the
-    step's tokens are. chosen: what was sampled. step_done: two mbarriers. next_token: of every column, then whether the
-    launch ends.
+    reductions: buffers of the warps' row sums, with two mbarriers each, and one more of the step. vector_sums: of the
+    vectors, for zero points. Only products use these two, as the input, behind which they lie if there is room.
+    vector_barriers: an mbarrier for each piece of a vector that is copied. residual: the block's rows (f32).
+    partial_sums: of squares; scales: 1/rms of every token. rope: cos and sin of every token's position.
+    warp_candidates: of every group of adding warps and column. columns: what the step's tokens are. chosen: what was
+    sampled. step_done: two mbarriers. next_token: of every column, then whether the launch ends.
     """
     if not plan.adding_warps:
         raise PlanError("Plan: adding_warps is 0: nobody would finish the rows of products: give 1 or more")
@@ -48,18 +48,14 @@ def kernel_regions(shape: ModelShape, plan: Plan, gpu: Gpu) -> tuple[Region, ...
     filters = filtering[-1].skip + filtering[-1].nbytes
     scratch = max(vector_bytes, sum(region.nbytes for region in attention), filters)
     reductions = plan.reductions * plan.consumer_warps * plan.warp_sums * 4
-    is_room_behind_vector = vector_bytes + reductions <= scratch
+    of_products = {"reductions": reductions, "vector_sums": vector_sums_bytes(shape, plan, gpu)}
     return (
         Region("scratch", scratch, BULK_ALIGNMENT),
         Region("vector", vector_bytes, BULK_ALIGNMENT, over="scratch"),
         Region("candidates", candidates, BULK_ALIGNMENT, over="scratch"),
         *filtering,
         *attention,
-        Region(
-            *("reductions", reductions),
-            over="scratch" if is_room_behind_vector else None,
-            skip=vector_bytes if is_room_behind_vector else 0,
-        ),
+        *_behind_vector(of_products, vector_bytes, scratch),
         Region("reduction_barriers", (2 * plan.reductions + 1) * 8),
         *([Region("vector_barriers", VECTOR_PIECES * 8)] if plan.sync == "barrier" else []),
         Region("residual", residual_rows * plan.tokens * 4),
@@ -73,6 +69,17 @@ def kernel_regions(shape: ModelShape, plan: Plan, gpu: Gpu) -> tuple[Region, ...
         Region("step_done", 16),
         Region("next_token", (plan.tokens + 1) * 4),
     )
+
+
+def _behind_vector(sizes: dict[str, int], first: int, scratch: int) -> Iterator[Region]:
+    """Regions of the region `scratch`, from byte `first` on, as long as they fit there; the others beside it."""
+    for name, nbytes in sizes.items():
+        skip = round_up(first, 16)
+        if nbytes and skip + nbytes <= scratch:
+            yield Region(name, nbytes, over="scratch", skip=skip)
+            first = skip + nbytes
+        elif nbytes:
+            yield Region(name, nbytes)
 
 
 def listed_tokens(tokens: int) -> int:
@@ -132,18 +139,39 @@ def attention_records(plan: Plan) -> tuple[Region, ...]:
 
 def longest_vector_bytes(shape: ModelShape, plan: Plan, gpu: Gpu) -> int:
     """The most of the vectors that is in shared memory at once, as the format of its matrix has it."""
+    down = _parts_of_down(shape, plan, gpu)
+    return max(longest_input_bytes(shape, plan), down * _tile_vector_bytes(shape, plan, "down", shape.ffn))
+
+
+def vector_sums_bytes(shape: ModelShape, plan: Plan, gpu: Gpu) -> int:
+    """The same of what is kept of the vectors for zero points."""
+    inputs = _inputs(shape)
+    tiles = {name: ceil_div(columns, shape.format_of(name).columns) for name, columns in inputs.items()}
+    inputs["down"], tiles["down"] = shape.ffn, _parts_of_down(shape, plan, gpu)
+    return max(count * shape.format_of(name).sums_bytes(inputs[name], plan.tokens) for name, count in tiles.items())
+
+
+def longest_input_bytes(shape: ModelShape, plan: Plan) -> int:
+    """Of the vectors that come whole."""
+    return max(
+        ceil_div(columns, shape.format_of(name).columns) * _tile_vector_bytes(shape, plan, name, columns)
+        for name, columns in _inputs(shape).items()
+    )
+
+
+def _inputs(shape: ModelShape) -> dict[str, int]:
+    """Elements of the vectors that come whole, by matrix."""
+    return {name: shape.hidden for name in ("qkv", "gate_up", "lm_head")} | {"o": shape.query_rows}
+
+
+def _parts_of_down(shape: ModelShape, plan: Plan, gpu: Gpu) -> int:
+    """K-tiles of the input of down that are in shared memory at once."""
     down = shape.format_of("down")
     chunk_bytes = down.chunk_bytes(plan.stage_bytes, plan.consumer_warps)
     halves = M_TILE_ROWS // residual_tile_rows(shape, gpu)
     part = slice_columns(round_up(shape.ffn, down.columns), chunk_bytes, plan.down_slices, down, halves)
     parts = 2 if plan.down_slices > 1 and comes_ahead(shape, plan) else 1
-    return max(longest_input_bytes(shape, plan), parts * _vector_bytes(shape, plan, "down", shape.ffn, part))
-
-
-def longest_input_bytes(shape: ModelShape, plan: Plan) -> int:
-    """Of the vectors that come whole."""
-    parts = {name: shape.hidden for name in ("qkv", "gate_up", "lm_head")} | {"o": shape.query_rows}
-    return max(_vector_bytes(shape, plan, name, columns, columns) for name, columns in parts.items())
+    return parts * ceil_div(part, down.columns)
 
 
 def comes_ahead(shape: ModelShape, plan: Plan) -> bool:
@@ -153,10 +181,9 @@ def comes_ahead(shape: ModelShape, plan: Plan) -> bool:
     return plan.sync == "barrier" and kind not in (DIGITS, HALVES)
 
 
-def _vector_bytes(shape: ModelShape, plan: Plan, matrix: str, columns: int, part: int) -> int:
-    """Of `part` of the columns of a matrix."""
-    format = shape.format_of(matrix)
-    return ceil_div(part, format.columns) * format.vector_units(columns, plan.tokens) * 16
+def _tile_vector_bytes(shape: ModelShape, plan: Plan, matrix: str, columns: int) -> int:
+    """Of the vectors beside a K-tile of a matrix of so many columns."""
+    return shape.format_of(matrix).vector_units(columns, plan.tokens) * 16
 
 
 def shared_map(shape: ModelShape, plan: Plan, gpu: Gpu, reserve: Reserve = kernel_regions) -> SharedMap:

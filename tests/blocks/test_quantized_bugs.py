@@ -11,6 +11,7 @@ import pytest
 from cheetah.blocks.linear.formats import digits, e4m3, integers
 from cheetah.blocks.linear.formats.e4m3 import E4m3Fragments, _Powers
 from cheetah.blocks.linear.formats.quantized import QuantizedFragments
+from cheetah.emulator import Race
 from cheetah.lang import prim
 from cheetah.models.formats import pack_matrix
 from cheetah.models.rounding import widen
@@ -56,6 +57,10 @@ BUGS: dict[str, tuple[str, dict[str, Any], Callable[[Patch], None]]] = {
     "the same with digits, of rows": (
         *("int4-asym", ONE),
         changed(digits, "group_zero_points", lambda right, *given: right(*given) + 1),
+    ),
+    "the vector's sum of the neighbouring group": (
+        *("int4-g64", FOUR),
+        changed(integers, "kept_sums", lambda right, vectors, index, *given: right(vectors, index ^ 1, *given)),
     ),
     "an upper nibble as large as a lower one": (
         *("int4-g64", FOUR),
@@ -127,3 +132,30 @@ def test_a_planted_bug_is_found(name: str, monkeypatch: pytest.MonkeyPatch) -> N
     found = launched(kernel, layout, filled(pack_matrix(layout, matrix)), x)
     wanted = widen(x).astype(np.float64) @ matrix.dequantized().astype(np.float64).T
     assert (relative_error(found, wanted) < MATVEC) == (name == "")
+
+
+def planted_in_sums(wrong: str, instead: str, behind: str, **how: Any) -> tuple[Any, Any, Any]:
+    """A product of two M-tiles a block by bf16 numbers, in which the first `wrong` behind `behind` is something else:
+    what was found, and what is right."""
+    kernel, layout = product(64, 512, 2, FOUR, "int4-g64", **how)
+    start = kernel.text.index(behind)
+    assert wrong in kernel.text[start:]
+    kernel.text = kernel.text[:start] + kernel.text[start:].replace(wrong, instead, 1)
+    matrix = rows_of("int4-g64", layout.rows, layout.columns)
+    x = as_bf16(np.random.default_rng(2).standard_normal((kernel.plan.tokens, layout.columns)))
+    found = launched(kernel, layout, filled(pack_matrix(layout, matrix)), x)
+    return found, widen(x).astype(np.float64) @ matrix.dequantized().astype(np.float64).T
+
+
+@pytest.mark.compiler
+@pytest.mark.parametrize("instead", ["if (m_tile < 2) {", pytest.param("if (m_tile >= 2) {", marks=pytest.mark.slow)])
+def test_the_sums_of_vectors_are_made_beside_the_first_m_tile(instead: str) -> None:
+    found, wanted = planted_in_sums("if (m_tile < 2) {", instead, "__global__")
+    assert (relative_error(found, wanted) < MATVEC) == ("<" in instead)
+
+
+@pytest.mark.slow
+@pytest.mark.compiler
+def test_lanes_that_do_not_wait_for_the_sums_of_vectors_are_a_race() -> None:
+    with pytest.raises(Race, match="read of 4 bytes .* on shared memory .* with write of 4 bytes"):
+        planted_in_sums("  warp_barrier();\n}\n", "}\n", "void sum_chunk(", sanitize=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from heapq import heappop, heappush
 
@@ -137,6 +138,12 @@ def sources_of(tile: Tile, head: int, items: list, tiles: list[Tile], first_rows
     ]
 
 
+def cost_of(item: Sequence[int], sizes: Scheduling) -> int:
+    """Two tiles of 8 rows are multiplied while memory brings the keys, further ones take time of their own."""
+    tiles = max(2, -(-item[6] // 8))
+    return sizes.row_cost * item[6] + sizes.token_cost * (item[4] - item[3]) * tiles // 2
+
+
 def plain_queues(items: list, sizes: Scheduling) -> list[list]:
     queues: list[list] = [[] for _ in range(sizes.blocks)]
     heap = [(0, block) for block in range(sizes.blocks)]
@@ -144,7 +151,7 @@ def plain_queues(items: list, sizes: Scheduling) -> list[list]:
     for item in sorted(items, key=lambda item: (item[3] - item[4], item[0], item[1], item[2], item[3])):
         cost, block = heappop(heap)
         queues[(block + first) % sizes.blocks].append(item)
-        heappush(heap, (cost + sizes.row_cost * item[6] + sizes.token_cost * (item[4] - item[3]), block))
+        heappush(heap, (cost + cost_of(item, sizes), block))
     return queues
 
 
@@ -238,7 +245,7 @@ def check_bounds(case, plan):
 def check_balance(case, plan):
     sizes = case.scheduling
     lengths = (plan.items[:, 4] - plan.items[:, 3]).astype(np.int64)
-    costs = sizes.row_cost * plan.items[:, 6] + sizes.token_cost * lengths
+    costs = np.array([cost_of(item, sizes) for item in plan.items.tolist()], np.int64)
     block = np.repeat(np.arange(sizes.blocks), np.diff(plan.work_indptr))
     loads = np.bincount(block, costs, minlength=sizes.blocks)
     largest = costs.max(initial=0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 from cheetah import lang as ch
@@ -52,11 +53,9 @@ class Sharing:
                 key_group = ch.select(machine.warp < groups, machine.warp, ty.u32(NEVER))
             return Share(1, ty.u32(1), ty.u32(groups), ty.u32(0), key_group)
         column_groups = ch.var(ty.u32, 1)
-        size = width
-        while size * COLUMNS < sizes.max_rows:
-            with ch.if_(item.rows > size * COLUMNS):
-                column_groups.set(min(2 * size // width, sizes.warps))
-            size *= 2
+        for fewer, groups in pairwise(sizes.column_groups(width)):
+            with ch.if_(item.rows > fewer * width * COLUMNS):
+                column_groups.set(groups)
         key_groups = ch.minimum(sizes.warps // column_groups, self.most_key_groups)
         warp_group = machine.warp // column_groups
         column_group = machine.warp % column_groups

@@ -17,6 +17,7 @@ from cheetah import lang as ch
 from cheetah.blocks.attention.variants import At, Pair, Variant
 from cheetah.blocks.machine import Machine
 from cheetah.lang import prim, ty
+from cheetah.plan.plan import COLUMNS
 from cheetah.plan.regions import ATTENTION_SLICE_DIMS as SLICE_DIMS
 
 SLICE_TILES = SLICE_DIMS // 16
@@ -54,6 +55,13 @@ class AttentionShape:
     def output_tiles(self) -> int:
         """16-row tiles of the transposed output."""
         return self.head_dim // 16
+
+    def column_groups(self, width: int) -> list[int]:
+        """In how many groups of `width` column tiles the warps may have an item's rows, ascending."""
+        groups = [1]
+        while groups[-1] * width * COLUMNS < self.max_rows and groups[-1] < self.warps:
+            groups.append(min(2 * groups[-1], self.warps))
+        return groups
 
     @property
     def is_wide(self) -> bool:

@@ -17,11 +17,13 @@ from cheetah.plan.plan import COLUMNS
 @dataclass(frozen=True, eq=False)
 class Activations:
     """The vectors of all columns, from the K-tile's first element on, in fragment order (u32x4 units). halves: of the
-    K-tile, see `MatrixLayout`; the vectors' second halves are columns behind those of the first."""
+    K-tile, see `MatrixLayout`; the vectors' second halves are columns behind those of the first. sums: where what is
+    kept of them for zero points lies (f32), of formats that keep something."""
 
     columns: Columns
     units: ch.Expr
     halves: int = 1
+    sums: Any = None
 
     @property
     def groups(self) -> int:
@@ -57,6 +59,12 @@ class Held(ABC):
 
 class Fragments(ABC):
     """The K-tiles of one format in a full stage, as a warp reads them. Emits code in the consumer role."""
+
+    @classmethod
+    def sum_vectors(cls, activations: Activations, lane: ch.Expr, format: Any) -> None:
+        """Keep at `activations.sums` what the product of any M-tile needs of a K-tile's vectors, for zero points.
+        Called by a whole warp; only for formats with `sums_bytes`."""
+        raise NotImplementedError(f"weight format {format.name} has no zero points")
 
     def __init__(self, stage: Stage, lane: ch.Expr, format: TileFormat) -> None:
         self.stage, self.lane, self.format = stage, lane, format

@@ -203,7 +203,7 @@ class Matvec(Linear):
                 with ch.if_(m_tile + layout.blocks >= layout.m_tiles):  # the last one: the next wait is near
                     self.ring.begin_waiting()
             with ch.for_(layout.chunks, unroll=2) as chunk:
-                self._use_chunk(layout, chunk, chunk, sums)
+                self._use_chunk(layout, chunk, chunk, sums, m_tile < layout.blocks)
             self.timeline.stamp_here("last_chunk")
             self._hand_over(layout, sums)
 
@@ -224,7 +224,7 @@ class Matvec(Linear):
                     if index == layout.slices - 1 and wave == layout.waves - 1 > 0:
                         self.ring.begin_waiting()
                     with ch.for_(first, end, unroll=2) as chunk:
-                        self._use_chunk(layout, chunk, chunk - first, sums[wave])
+                        self._use_chunk(layout, chunk, chunk - first, sums[wave], wave == 0)
         self.timeline.stamp_here("last_chunk")
         for wave in range(layout.waves):
             with self._has_m_tile(layout, position, wave):
@@ -251,7 +251,7 @@ class Matvec(Linear):
                         with ch.if_(part == parts.count - 1):
                             self.ring.begin_waiting()
                     with ch.for_(first, end, unroll=2) as chunk:
-                        self._use_chunk(layout, chunk, chunk - first + place, sums[wave])
+                        self._use_chunk(layout, chunk, chunk - first + place, sums[wave], wave == 0)
             parts.release(part)
         self.timeline.stamp_here("last_chunk")
         for wave in range(layout.waves):
@@ -272,11 +272,15 @@ class Matvec(Linear):
         return nullcontext() if full else ch.if_(position + wave * layout.blocks < layout.m_tiles)
 
     @ch.inline
-    def _use_chunk(self, layout: MatrixLayout, chunk: ch.Expr, place: ch.Expr, sums: Any) -> None:
+    def _use_chunk(self, layout: MatrixLayout, chunk: ch.Expr, place: ch.Expr, sums: Any, is_first: ch.Value) -> None:
         """The next stage, chunk `chunk` of an M-tile, by the vectors in shared memory, in which it is number `place`.
+        is_first: whether this is the block's first M-tile that is multiplied by them.
 
         Where a warp has registers for its tiles, the stage is given back before they are multiplied.
         """
+        if self._sums_bytes(layout) and is_first is not False:
+            with nullcontext() if is_first is True or layout.waves == 1 else ch.if_(is_first):
+                self._sum_chunk(layout, chunk, place)
         held = self._room_for_tiles(layout)
         with self.ring.use() as stage:
             self.timeline.stamp_first("first_chunk")
@@ -324,8 +328,15 @@ class Matvec(Linear):
         """The vectors beside tile `pair` of the chunk whose number in shared memory is `place`."""
         vector = self.machine.region("vector", ty.u32x4)
         units_per_tile = layout.format.vector_units(layout.columns, self.columns.limit) * layout.halves
-        units = vector + (place * layout.tiles_per_chunk + pair) * units_per_tile
-        return Activations(self.columns, units, layout.halves)
+        tile = place * layout.tiles_per_chunk + pair
+        units = vector + tile * units_per_tile
+        sums_bytes = self._sums_bytes(layout)
+        sums = self.machine.region("vector_sums", ty.f32) + tile * (sums_bytes // 4) if sums_bytes else None
+        return Activations(self.columns, units, layout.halves, sums)
+
+    def _sums_bytes(self, layout: MatrixLayout) -> int:
+        """Of what is kept of the vectors beside a K-tile."""
+        return layout.format.sums_bytes(layout.columns, self.columns.limit)
 
     def _groups(self, layout: MatrixLayout) -> int:
         """Groups of 8 columns that a matrix is multiplied with."""
@@ -351,6 +362,14 @@ class Matvec(Linear):
         if layout.format.factor_bytes:
             with ch.if_(chunk == layout.chunks - 1):
                 held.finish_rows(sums)
+
+    @ch.function
+    def _sum_chunk(self, layout: MatrixLayout, chunk: ch.Expr, place: ch.Expr) -> None:
+        """What zero points need of this warp's vectors beside a chunk."""
+        fragments = fragments_class(layout, self.columns.limit)
+        with self._own_tiles(layout, chunk) as (_, pair):
+            fragments.sum_vectors(self._activations(layout, place, pair), self.machine.lane, layout.format)
+        prim.warp_barrier()  # all lanes read what the first four have stored
 
     @ch.function
     def _multiply_chunk(self, layout: MatrixLayout, chunk: ch.Expr, place: ch.Expr, stage: Stage, sums: Any) -> None:

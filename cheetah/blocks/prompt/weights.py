@@ -15,6 +15,7 @@ from typing import Any
 
 from cheetah import lang as ch
 from cheetah.blocks.linear.formats import FRAGMENTS
+from cheetah.blocks.linear.formats.quantized import sum_of
 from cheetah.blocks.linear.formats.sizes import raised
 from cheetah.blocks.prompt.ring import TileRing
 from cheetah.lang import prim, ty
@@ -93,13 +94,14 @@ class QuantizedWeights(StageWeights):
         codes = ch.reinterpret(ty.ptr(ty.u32x4), slot)
         loads = range(self.slot.scales_at // LOAD_BYTES)
         tiles.words = [ch.const(ty.u32x4, codes[self.lane + index * 32], name="words") for index in loads]
-        groups, scales = self.format.groups, {}
+        groups, scales, excess = self.format.groups, {}, {}
         for part in range(steps // STEPS_PER_TILE):
             group = (turn * STAGE_TILES + part) * groups // (self.format.columns // VECTOR_COLUMNS)
             if group not in scales:
-                scales[group] = tiles.scales(slot, group)
-            for half, terms in enumerate(tiles.fragments_of(slot, group, part)):
-                fragments[part * STEPS_PER_TILE + half] = _operand(tiles, list(terms), scales[group])
+                excess[group], scales[group] = tiles.excess(slot, group), tiles.scales(slot, group)
+            for half, operand in enumerate(tiles.codes_of(part)):
+                terms = [operand] if excess[group] is None else [operand, excess[group]]
+                fragments[part * STEPS_PER_TILE + half] = _operand(tiles, terms, scales[group])
 
 
 def _operand(tiles: Any, terms: list[Any], scales: tuple[Any, Any] | None) -> Any:
@@ -113,17 +115,10 @@ def _operand(tiles: Any, terms: list[Any], scales: tuple[Any, Any] | None) -> An
         first = 2.0 ** (power // 2)
         rest = 2.0 ** (power - power // 2) / (tiles.second_factor if index >= 2 else 1)
         factor = rest if scales is None else scales[index % 2] * rest
-        low = _sum([prim.bf16x2_low(getattr(term, member)) * first for term in terms])
-        high = _sum([prim.bf16x2_high(getattr(term, member)) * first for term in terms])
+        low = sum_of([prim.bf16x2_low(getattr(term, member)) * first for term in terms])
+        high = sum_of([prim.bf16x2_high(getattr(term, member)) * first for term in terms])
         words.append(prim.pack_bf16x2(low * factor, high * factor))
     return prim.make_u32x4(*words)
-
-
-def _sum(values: list[Any]) -> Any:
-    total = values[0]
-    for value in values[1:]:
-        total = total + value
-    return total
 
 
 def pair_fragments(fragments: Any, paired: Any) -> None:

@@ -86,9 +86,9 @@ class E4m3Fragments(ChainedFragments):
         for words in self.words:
             self.read(words.x)
 
-    def fragments_of(self, first: Any, index: int, part: int) -> tuple[list[Any], list[Any]]:
+    def codes_of(self, part: int) -> tuple[Any, Any]:
         words = self.words[part]
-        return [self.fragment(words.x, words.y)], [self.fragment(words.z, words.w)]
+        return self.fragment(words.x, words.y), self.fragment(words.z, words.w)
 
     def scales(self, first: Any, index: int) -> tuple[Any, Any] | None:
         if self.format.group_columns is None:
@@ -197,7 +197,7 @@ class HalfFragments(E4m3Fragments):
         scales = self.scales(first, 0)
         powers = _Powers(activations, units)
         for part in range(PARTS):
-            (left,), (right,) = self.fragments_of(first, 0, part)
+            left, right = self.codes_of(part)
             for group in range(activations.columns.tiles):
                 values = activations.operand(units, group, part)
                 products = ch.array(ty.f32, 4, zero=True, name="products")

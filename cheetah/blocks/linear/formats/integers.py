@@ -1,8 +1,8 @@
 """Weights of 4 and 8 bits as bf16 numbers: a code in the lowest bits of one is the code times 2^-133, up to 255.
 
 So an AND makes two numbers of a word. Nibbles that lie 4 bits higher are 16 times too large, which the vector takes
-back (STAGGERED). What is too much, the zero point, goes through the same tensor cores with the opposite sign: another
-`mma` whose weights are all -z. It costs less than sums of the vector would.
+back (STAGGERED). What is too much, the zero point, is taken away behind the products, times the group's sum of the
+vector (see `vector_sums`).
 """
 
 from __future__ import annotations
@@ -12,7 +12,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from cheetah import lang as ch
-from cheetah.blocks.linear.formats.quantized import PARTS, ChainedFragments, QuantizedFragments
+from cheetah.blocks.linear.formats.quantized import PARTS, ChainedFragments, QuantizedFragments, sum_of
+from cheetah.blocks.linear.formats.vector_sums import keep_sums, kept_sums
+from cheetah.blocks.linear.fragments import Activations
 from cheetah.lang import prim, ty
 from cheetah.plan.formats import INTEGER_SCALE_BYTES, RAISED_BY, ZERO_POINT_BYTES
 
@@ -43,27 +45,47 @@ class IntegerFragments(ChainedFragments):
             self.read(words.x)
 
     def scales(self, first: Any, index: int) -> tuple[Any, Any] | None:
-        self.excess = self._excess(first, index)
         if self.format.group_columns is None:
             return None
         return group_scales(self, first, index)
 
-    def fragments_of(self, first: Any, index: int, part: int) -> tuple[list[Any], list[Any]]:
-        left, right = self.codes_of(part)
-        return [left, self.excess], [right, self.excess]
+    @classmethod
+    @ch.inline
+    def sum_vectors(cls, activations: Activations, lane: ch.Expr, format: Any) -> None:
+        ones, units = cls._of_one_code((1, 1), 0, "ones"), activations.units
+        parts = PARTS // format.groups
+        for index in range(format.groups):
+            for group in range(activations.columns.tiles):
+                chains = [ch.array(ty.f32, 4, zero=True, name="vector_sums") for _ in range(parts)]
+                for part, products in enumerate(chains):
+                    values = activations.operand(units, group, index * parts + part)
+                    prim.mma_bf16(products, ones, values.x, values.y)
+                    prim.mma_bf16(products, ones, values.z, values.w)
+                of_columns = [sum_of([products[column] for products in chains]) for column in range(2)]
+                keep_sums(activations, index, group, lane, of_columns)
+
+    def beyond_zero(self, activations: Activations, first: Any, index: int, group: int, totals: list[Any]) -> list[Any]:
+        points = group_points(self, first, index, self.middle)
+        kept = kept_sums(activations, index, group, self.lane)
+        of_columns = kept.x, kept.y
+        return [total - points[number // 2] * of_columns[number % 2] for number, total in enumerate(totals)]
+
+    def excess(self, first: Any, index: int) -> Any:
+        points: tuple[Any, Any] = (self.middle, self.middle)
+        if self.format.is_asymmetric:
+            pair = group_zero_points(self, first, index)
+            points = pair & 0xFF, pair >> 8
+        return self._of_one_code(points, NEGATIVE, "excess")
 
     @abstractmethod
     def codes_of(self, part: int) -> tuple[Any, Any]:
         """A operands of the codes of a part: of this lane's first four columns, and of its others."""
 
-    def _excess(self, first: Any, index: int) -> Any:
-        """The A operand that takes away the zero points of a group."""
-        points: tuple[Any, Any] = (self.middle, self.middle)
-        if self.format.is_asymmetric:
-            pair = group_zero_points(self, first, index)
-            points = pair & 0xFF, pair >> 8
-        words = [point * (BOTH_HALVES * factor) | NEGATIVE for factor in (1, self.second_factor) for point in points]
-        return make_fragment(words, name="excess")
+    @classmethod
+    def _of_one_code(cls, of_rows: tuple[Any, Any], sign: int, name: str) -> Any:
+        """The A operand whose codes are all the same in rows g, and in rows g + 8."""
+        words = [code * (BOTH_HALVES * factor) | sign for factor in (1, cls.second_factor) for code in of_rows]
+        return make_fragment(words, name)
 
 
 class Int4Fragments(IntegerFragments):
@@ -99,6 +121,14 @@ def group_scales(tiles: QuantizedFragments, first: Any, index: int) -> tuple[Any
     pair = ch.const(ty.u32, pairs[tiles.lane // 4], name="scale_pair")
     tiles.read(pair)
     return prim.f16x2_low(pair), prim.f16x2_high(pair)
+
+
+def group_points(tiles: QuantizedFragments, first: Any, index: int, middle: int) -> tuple[Any, Any]:
+    """The zero points of group `index` as f32, of rows g and g + 8: `middle` where groups have none of their own."""
+    if not tiles.format.is_asymmetric:
+        return float(middle), float(middle)
+    pair = group_zero_points(tiles, first, index)
+    return ty.f32(pair & 0xFF), ty.f32(pair >> 8)
 
 
 def group_zero_points(tiles: QuantizedFragments, first: Any, index: int) -> Any:

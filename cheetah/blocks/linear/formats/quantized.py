@@ -14,7 +14,7 @@ that the loads of a tile can be issued before the tile before it is done with.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from cheetah import lang as ch
@@ -27,8 +27,6 @@ PARTS = QUANTIZED_COLUMNS // VECTOR_COLUMNS
 """Parts of a tile that each need 8 activations of a lane."""
 CHAINS = 4
 """So many `mma` in flight at least: each takes about as long as issuing four."""
-Fragment = Any
-"""An A operand: u32x4."""
 
 
 class QuantizedFragments(Fragments):
@@ -86,45 +84,50 @@ class ChainedFragments(QuantizedFragments):
         for index in range(self.format.groups):
             of_group = range(index * parts, (index + 1) * parts)
             scales = self.scales(first, index)
-            products = self._multiply_parts(first, index, of_group, activations, units)
-            self._add(sums, products, scales)
+            for group, chains in enumerate(self._multiply_parts(of_group, activations, units)):
+                totals = [sum_of([chain[number] for chain in chains]) for number in range(4)]
+                numbers = self.beyond_zero(activations, first, index, group, totals)
+                for number, value in enumerate(numbers):
+                    scaled = value if scales is None else scales[number // 2] * value
+                    sums[group][number] = sums[group][number] + scaled
 
     @abstractmethod
     def load(self, first: Any) -> None:
         """Load the codes of the tile that begins at `first`."""
 
     @abstractmethod
-    def fragments_of(self, first: Any, index: int, part: int) -> tuple[Iterable[Fragment], Iterable[Fragment]]:
-        """What is multiplied with this lane's first four activations of a part of group `index`, and with the others:
-        A operands whose products count together."""
+    def codes_of(self, part: int) -> tuple[Any, Any]:
+        """A operands of the codes of a part: of this lane's first four columns, and of its others."""
 
     @abstractmethod
     def scales(self, first: Any, index: int) -> tuple[Any, Any] | None:
         """The scales of group `index` of the tile, of rows g and g + 8; None: the rows' factors say all."""
 
-    def _multiply_parts(
-        self, first: Any, index: int, parts: range, activations: Activations, units: Any
-    ) -> list[list[Any]]:
-        """[chains][groups of columns] sums of the parts."""
+    def excess(self, first: Any, index: int) -> Any:
+        """The A operand of the zero points of group `index` with the opposite sign; None: codes say all."""
+        return None
+
+    def beyond_zero(self, activations: Activations, first: Any, index: int, group: int, totals: list[Any]) -> list[Any]:
+        """The sums of this lane's four products of group `index`, with what zero points take away."""
+        return totals
+
+    def _multiply_parts(self, parts: range, activations: Activations, units: Any) -> list[list[Any]]:
+        """[groups of columns][chains] sums of the parts."""
         groups = activations.columns.tiles
         count = max(1, min(len(parts), CHAINS // groups))
         chains = [[ch.array(ty.f32, 4, zero=True, name="products") for _ in range(groups)] for _ in range(count)]
         for part in parts:
-            left, right = self.fragments_of(first, index, part)
+            left, right = self.codes_of(part)
             for group, products in enumerate(chains[part % count]):
                 values = activations.operand(units, group, part)
-                for fragment in left:
-                    prim.mma_bf16(products, fragment, values.x, values.y)
-                for fragment in right:
-                    prim.mma_bf16(products, fragment, values.z, values.w)
-        return chains
+                prim.mma_bf16(products, left, values.x, values.y)
+                prim.mma_bf16(products, right, values.z, values.w)
+        return [list(of_group) for of_group in zip(*chains, strict=True)]
 
-    def _add(self, sums: Any, chains: Sequence[Sequence[Any]], scales: tuple[Any, Any] | None) -> None:
-        """sums += the products, times the scales of their rows."""
-        for group in range(len(chains[0])):
-            for index in range(4):
-                total = chains[0][group][index]
-                for chain in chains[1:]:
-                    total = total + chain[group][index]
-                scaled = total if scales is None else scales[index // 2] * total
-                sums[group][index] = sums[group][index] + scaled
+
+def sum_of(values: Sequence[Any]) -> Any:
+    """All of them, in order."""
+    total = values[0]
+    for value in values[1:]:
+        total = total + value
+    return total
