@@ -30,6 +30,7 @@ from cheetah.plan import Gpu, step_matrices
 from cheetah.tools.bench import FIRST_TOKEN, random_bits
 
 DEPTHS, CONTEXTS, PASSES = (4, 16), (128, 4096), 8
+TAG_BITS = np.uint32(0x40004000)  # of a tagged word
 TINY_DEPTHS, TINY_CONTEXTS, TINY_PASSES = (1, 2), (5, 100), 2
 BF16_ONE = 0x3F80
 MATRICES = {"attention": ("qkv", "o"), "glu": ("gate_up", "down")}
@@ -174,4 +175,6 @@ class _StackAtContext:
         count = self.state.config.hidden_size
         words = exchange.download(np.uint32, count // 2 * kernel.word_bytes // 4, kernel.hidden_offset)
         pairs = np.ascontiguousarray(words[:: kernel.word_bytes // 4])  # a flagged word's lower half is its data
-        return widen(pairs.view(np.uint16))
+        if kernel.made_small_by is None:
+            return widen(pairs.view(np.uint16))
+        return widen((pairs & ~TAG_BITS).view(np.uint16)) * np.float32(2.0**kernel.made_small_by)

@@ -15,7 +15,7 @@ from typing import Any
 
 from benchmarks.studies.kernels import Text, finish_kernel
 from cheetah import lang as ch
-from cheetah.blocks.exchange import BarrierExchange, Exchange
+from cheetah.blocks.exchange import BarrierExchange, Exchange, FlaggedExchange
 from cheetah.blocks.linear.epilogue import add_residual, swiglu
 from cheetah.blocks.machine import Machine, emit_roles, start_machine
 from cheetah.blocks.sampling import Sampler
@@ -41,12 +41,15 @@ class StepKernel:
     """A kernel of parts of the step. Parameters: those of the decode step; then of a fused stack `epochs` (u32
     [blocks], all 1 at first) and `layers`, of a phase `residual` (see `residual_words`) and `layer`.
 
-    hidden_offset: byte of `exchange` where the vector `hidden` begins; word_bytes: between two payload words of it."""
+    hidden_offset: byte of `exchange` where the vector `hidden` begins; word_bytes: between two payload words of it;
+    made_small_by: the exponent of the power of two by which its numbers are smaller in tagged words, None without tags.
+    """
 
     text: Text
     exchange_bytes: int
     hidden_offset: int
     word_bytes: int
+    made_small_by: int | None
 
 
 def fused_stack(config: ModelConfig, gpu: Gpu, plan: Plan, stack: str) -> StepKernel:
@@ -91,9 +94,11 @@ def _step_kernel(
     exchange: Exchange = made[0].exchange
     cooperative = others is FUSED_PARAMETERS
     text = finish_kernel(step_piece, gpu, plan, shared.total_bytes, cooperative=cooperative, blocks=blocks)
-    word = exchange.word.bytes
-    size = exchange.size_bytes(exchange_sizes(shape, gpu, plan))
-    return StepKernel(text, size, exchange.vectors["hidden"].offset * word, word)
+    hidden, inputs = exchange.vectors["hidden"], exchange.inputs
+    size = exchange.size_bytes(exchange_sizes(shape, gpu, plan), inputs)
+    word = hidden.word.bytes
+    made_small_by = inputs.get("hidden") if isinstance(exchange, FlaggedExchange) else None
+    return StepKernel(text, size, hidden.offset * word, word, made_small_by)
 
 
 class Piece(StepParts):

@@ -55,6 +55,16 @@ def test_linear_writes_a_record_of_every_variant_and_depth() -> None:
         assert len(record["ms_samples"]) == 2 and record["ceiling_gb_per_s"] is None
 
 
+@pytest.mark.slow
+@pytest.mark.compiler
+def test_a_stack_agrees_with_float32(monkeypatch: pytest.MonkeyPatch) -> None:
+    """That of GLU blocks alone, for which there are no contexts."""
+    monkeypatch.setattr(stacks, "TINY_CONTEXTS", ())
+    monkeypatch.setattr(stacks, "TINY_DEPTHS", (2,))
+    records = tiny(stacks.run)
+    assert len(records) == 2 and all(0 < record["relative_error"] < ROUNDING for record in records)
+
+
 @pytest.mark.exhaustive
 @pytest.mark.compiler
 @pytest.mark.parametrize("scheduler", ["random", "priority"])
