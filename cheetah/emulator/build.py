@@ -77,7 +77,8 @@ def build_program(
     """
     runtime = _build_runtime(mode, cache_dir)
     unpacking = _unpacking_text(kernel, parameters)
-    key = _hash(text, unpacking, runtime.name, *mode.text_flags, *mode.link_flags)
+    link_flags = (*mode.link_flags, *_linker_flags())
+    key = _hash(text, unpacking, runtime.name, *mode.text_flags, *link_flags)
     target = cache_folder(cache_dir) / f"{kernel}-{mode.name}-{key}{mode.suffix}"
 
     def build(folder: Path) -> Path:
@@ -86,11 +87,18 @@ def build_program(
         output = folder / "program"
         flags = [*_COMMON_FLAGS, *_TEXT_FLAGS, *mode.text_flags, f"-I{RUNTIME_FOLDER}"]
         what = f"kernel {kernel!r} does not compile for the emulator"
-        command = [*flags, "unpacking.cpp", str(runtime), *mode.link_flags, "-o", output.name]
+        command = [*flags, "unpacking.cpp", str(runtime), *link_flags, "-o", output.name]
         _run_compiler(command, folder, what)
         return output
 
     return _from_cache(target, build)
+
+
+@functools.lru_cache(maxsize=1)
+def _linker_flags() -> tuple[str, ...]:
+    """For gold, where there is one: of the 0.09 s that the usual linker takes, which reads all of g++'s library, it
+    takes 0.03, and a small kernel is compiled in 0.3 s."""
+    return ("-fuse-ld=gold",) if shutil.which("ld.gold") else ()
 
 
 def cache_folder(cache_dir: Path | None) -> Path:

@@ -41,8 +41,9 @@ def checked(kernel: Generated, seeds: int = 2, sanitizer: bool = False) -> Verdi
     return check_kernel(kernel.text, kernel.manifest, CONFIG, random_tensors(CONFIG), range(seeds), sanitizer=sanitizer)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_right_kernel_passes() -> None:
+    """Without the command, of which `make test` has it."""
     verdict = checked(generated(), seeds=1)
     assert verdict.ok, str(verdict)
     assert verdict.exploration.runs == 3 and verdict.agreement is not None

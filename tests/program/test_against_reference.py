@@ -96,13 +96,13 @@ def test_the_reference_is_a_sharp_measure() -> None:
 # -- trained models ---------------------------------------------------------------------------------------------------
 
 
-FOLLOWED = [("flags", "There was"), ("barrier", "Once upon a time")]
+FOLLOWED = [("flags", "There was", 24), ("flags", "There was", 64), ("barrier", "Once upon a time", 64)]
 
 
-@pytest.mark.parametrize(("sync", "text"), tiered(FOLLOWED, FOLLOWED[1:]))
-def test_demo_model_teacher_forced_and_greedy(sync: str, text: str) -> None:
+@pytest.mark.parametrize(("sync", "text", "steps"), tiered(FOLLOWED, FOLLOWED[1:]))
+def test_demo_model_teacher_forced_and_greedy(sync: str, text: str, steps: int) -> None:
     prompt = Tokenizer.from_file(str(DEMO_FOLDER / "tokenizer.json")).encode(text).ids
-    follow(open_checkpoint(DEMO_FOLDER), prompt, 64, {"blocks": 4, "sync": sync, "consumer_warps": 4})
+    follow(open_checkpoint(DEMO_FOLDER), prompt, steps, {"blocks": 4, "sync": sync, "consumer_warps": 4})
 
 
 @pytest.mark.exhaustive

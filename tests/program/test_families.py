@@ -65,10 +65,11 @@ def test_logits_of_every_position(case: str) -> None:
 def test_many_tokens_of_a_step_are_the_same_as_one(config: ModelConfig) -> None:
     """Several tiles then load a new key: each is in the cache once, as the first of them made it."""
     weights, ids = random_weights(config), token_ids(40, config.vocab_size)
-    session = Rig(weights, blocks=3, tokens=16, consumer_warps=2, **SPLIT).session("random", 2)
+    rig = Rig(weights, blocks=3, tokens=16, consumer_warps=2, **SPLIT)
+    session = rig.session("random", 2)
     assert relative_error(session.score(ids, per_step=16), float32_logits(weights, ids)) < LOGITS
     several = session.cached()
-    alone = Rig(weights, blocks=3, tokens=16, consumer_warps=2, **SPLIT).session("random", 3)
+    alone = rig.session("random", 3)
     alone.score(ids)
     difference = np.abs(several.astype(np.int64) - alone.cached().astype(np.int64))
     assert (difference <= 1).mean() > 0.95, "up to the last bit of bf16, where sums were made in another order"
