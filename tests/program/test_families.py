@@ -49,7 +49,7 @@ CASES: dict[str, tuple[ModelConfig, dict[str, Any], int]] = {
 
 EXHAUSTIVE = (
     *("qwen3", "qwen3, more blocks than items", "qwen3, tied, large epsilon", "qwen3, pages of 5", "qwen2"),
-    *("qwen3, group of 8, eight warps", "qwen3, group of 5, barrier"),
+    *("qwen3, group of 8, eight warps", "qwen3, group of 5, barrier", "mistral"),
 )
 
 

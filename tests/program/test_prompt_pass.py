@@ -269,7 +269,7 @@ FAMILIES = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", tiered(FAMILIES, ["biases", "norms of heads", "narrow M-tiles"]))
+@pytest.mark.parametrize("family", tiered(FAMILIES, ["biases", "norms of heads", "narrow M-tiles", "a sliding window"]))
 def test_families(family: str) -> None:
     config, plan = FAMILIES[family]
     rig = rig_of(config, blocks=3, **plan)
