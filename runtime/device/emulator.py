@@ -175,7 +175,8 @@ def _promises(manifest: Manifest) -> dict[str, Any]:
     the page table that has no page."""
     chunks = manifest.plan.get("in_flight")
     if chunks and manifest.plan.get("in_flight_waiting") == 1:
-        chunks *= 2  # of the lm_head, see `Plan.in_flight_of`, which is not to be known here
+        # Of the lm_head, see `Plan.in_flight_of`, which is not to be known here.
+        chunks = min(2 * chunks, manifest.plan["stages"] - 1)
     return {"chunk_limit": chunks, "poisoned": {"page_table": NO_PAGE}}
 
 
