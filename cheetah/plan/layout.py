@@ -105,7 +105,15 @@ class MatrixLayout:
 
     def vector_kind(self, tokens: int) -> str:
         """As what the vectors of so many tokens come; see `TileFormat.vector_kind`."""
-        return self.format.vector_kind(self.columns, tokens)
+        return self.format.vector_kind(self.name, self.columns, tokens)
+
+    def vector_units(self, tokens: int) -> int:
+        """16-byte units of shared memory that the vectors beside a K-tile take."""
+        return self.format.vector_units(self.name, self.columns, tokens) * self.halves
+
+    def sums_bytes(self, tokens: int) -> int:
+        """Bytes of what is kept of them for zero points."""
+        return self.format.sums_bytes(self.name, self.columns, tokens)
 
     @property
     def tiles_per_chunk(self) -> int:

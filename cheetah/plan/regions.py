@@ -148,7 +148,9 @@ def vector_sums_bytes(shape: ModelShape, plan: Plan, gpu: Gpu) -> int:
     inputs = _inputs(shape)
     tiles = {name: ceil_div(columns, shape.format_of(name).columns) for name, columns in inputs.items()}
     inputs["down"], tiles["down"] = shape.ffn, _parts_of_down(shape, plan, gpu)
-    return max(count * shape.format_of(name).sums_bytes(inputs[name], plan.tokens) for name, count in tiles.items())
+    return max(
+        count * shape.format_of(name).sums_bytes(name, inputs[name], plan.tokens) for name, count in tiles.items()
+    )
 
 
 def longest_input_bytes(shape: ModelShape, plan: Plan) -> int:
@@ -177,13 +179,13 @@ def _parts_of_down(shape: ModelShape, plan: Plan, gpu: Gpu) -> int:
 def comes_ahead(shape: ModelShape, plan: Plan) -> bool:
     """Whether the parts of the input of down, if there are several, are copied while the one before is multiplied:
     where blocks meet at the grid barrier, and parts are converted where they lie."""
-    kind = shape.format_of("down").vector_kind(shape.ffn, plan.tokens)
+    kind = shape.format_of("down").vector_kind("down", shape.ffn, plan.tokens)
     return plan.sync == "barrier" and kind not in (DIGITS, HALVES)
 
 
 def _tile_vector_bytes(shape: ModelShape, plan: Plan, matrix: str, columns: int) -> int:
     """Of the vectors beside a K-tile of a matrix of so many columns."""
-    return shape.format_of(matrix).vector_units(columns, plan.tokens) * 16
+    return shape.format_of(matrix).vector_units(matrix, columns, plan.tokens) * 16
 
 
 def shared_map(shape: ModelShape, plan: Plan, gpu: Gpu, reserve: Reserve = kernel_regions) -> SharedMap:

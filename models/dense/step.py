@@ -94,7 +94,7 @@ def published_kinds(config: ModelConfig, plan: Plan) -> dict[str, str]:
     shape = config.shape
     kinds = dict.fromkeys(PRODUCT_INPUTS, BF16_VECTOR)
     for name, matrix, columns in (("attention", "o", shape.query_rows), ("gated", "down", shape.ffn)):
-        kind = shape.format_of(matrix).vector_kind(columns, plan.tokens)
+        kind = shape.format_of(matrix).vector_kind(matrix, columns, plan.tokens)
         if is_raised(kind) and (matrix == "down" or not config.is_ordered(matrix)):
             kinds[name] = kind
     return kinds

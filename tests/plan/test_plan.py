@@ -17,6 +17,7 @@ from cheetah.plan import (
     shared_map,
     step_matrices,
 )
+from cheetah.plan.formats import DIGITS, STAGGERED
 
 from .shapes import LLAMA_1B, LLAMA_3B, LLAMA_8B, LLAMA_70B, TINY
 
@@ -207,6 +208,21 @@ def test_a_tile_of_attention_has_the_rows_that_the_warps_can_take():
 def test_codes_of_eight_bits_have_twice_the_tokens_in_a_stage():
     plan = plan_for(LLAMA_8B, kv_dtype="e4m3")
     assert plan.kv_stage_tokens(128) == 2 * plan_for(LLAMA_8B).kv_stage_tokens(128) == 64
+
+
+@pytest.mark.parametrize(("tokens", "digits"), [(1, 4), (2, 2), (4, 0)])
+def test_four_bits_are_multiplied_by_digits_where_that_pays(tokens, digits):
+    shape = replace(LLAMA_8B, formats=tuple((name, "int4-g128") for name in ("qkv", "o", "gate_up", "down")))
+    gpu = GPUS["h200"]
+    plan = default_plan(gpu, shape, tokens=tokens, batch=tokens)
+    layouts = step_matrices(shape, plan, gpu).of_layer
+    kinds = {one.name: one.vector_kind(tokens) for one in layouts}
+    in_digits = ("gate_up", "down") if digits == 2 else kinds if digits else ()
+    assert kinds == {name: DIGITS if name in in_digits else STAGGERED for name in kinds}
+    room = {region.name: region.nbytes for region in shared_map(shape, plan, gpu).regions}
+    tiles = {one.name: one.k_tiles if one.slices == 1 else one.slice_chunks * one.tiles_per_chunk for one in layouts}
+    assert max(one.vector_units(tokens) * tiles[one.name] * 16 for one in layouts) <= room["vector"]
+    assert max(one.sums_bytes(tokens) * tiles[one.name] for one in layouts) <= room.get("vector_sums", 0)
 
 
 def test_plan_survives_a_dictionary():

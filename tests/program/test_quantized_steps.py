@@ -68,9 +68,7 @@ def rig(case: str) -> Rig:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "case", tiered(CASES, EXHAUSTIVE)
-)
+@pytest.mark.parametrize("case", tiered(CASES, EXHAUSTIVE))
 def test_logits_of_every_position(case: str) -> None:
     ready = rig(case)
     ids = token_ids(12, ready.config.vocab_size)

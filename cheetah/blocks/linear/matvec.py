@@ -278,7 +278,7 @@ class Matvec(Linear):
 
         Where a warp has registers for its tiles, the stage is given back before they are multiplied.
         """
-        if self._sums_bytes(layout) and is_first is not False:
+        if layout.sums_bytes(self.columns.limit) and is_first is not False:
             with nullcontext() if is_first is True or layout.waves == 1 else ch.if_(is_first):
                 self._sum_chunk(layout, chunk, place)
         held = self._room_for_tiles(layout)
@@ -327,16 +327,11 @@ class Matvec(Linear):
     def _activations(self, layout: MatrixLayout, place: ch.Expr, pair: ch.Expr) -> Activations:
         """The vectors beside tile `pair` of the chunk whose number in shared memory is `place`."""
         vector = self.machine.region("vector", ty.u32x4)
-        units_per_tile = layout.format.vector_units(layout.columns, self.columns.limit) * layout.halves
         tile = place * layout.tiles_per_chunk + pair
-        units = vector + tile * units_per_tile
-        sums_bytes = self._sums_bytes(layout)
+        units = vector + tile * layout.vector_units(self.columns.limit)
+        sums_bytes = layout.sums_bytes(self.columns.limit)
         sums = self.machine.region("vector_sums", ty.f32) + tile * (sums_bytes // 4) if sums_bytes else None
         return Activations(self.columns, units, layout.halves, sums)
-
-    def _sums_bytes(self, layout: MatrixLayout) -> int:
-        """Of what is kept of the vectors beside a K-tile."""
-        return layout.format.sums_bytes(layout.columns, self.columns.limit)
 
     def _groups(self, layout: MatrixLayout) -> int:
         """Groups of 8 columns that a matrix is multiplied with."""
