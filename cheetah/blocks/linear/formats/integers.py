@@ -65,17 +65,20 @@ class IntegerFragments(ChainedFragments):
                 keep_sums(activations, index, group, lane, of_columns)
 
     def beyond_zero(self, activations: Activations, first: Any, index: int, group: int, totals: list[Any]) -> list[Any]:
-        points = group_points(self, first, index, self.middle)
+        points = [float(one) if isinstance(one, int) else ty.f32(one) for one in self._points(first, index)]
         kept = kept_sums(activations, index, group, self.lane)
         of_columns = kept.x, kept.y
         return [total - points[number // 2] * of_columns[number % 2] for number, total in enumerate(totals)]
 
     def excess(self, first: Any, index: int) -> Any:
-        points: tuple[Any, Any] = (self.middle, self.middle)
-        if self.format.is_asymmetric:
-            pair = group_zero_points(self, first, index)
-            points = pair & 0xFF, pair >> 8
-        return self._of_one_code(points, NEGATIVE, "excess")
+        return self._of_one_code(self._points(first, index), NEGATIVE, "excess")
+
+    def _points(self, first: Any, index: int) -> tuple[Any, Any]:
+        """The zero points of group `index`, of rows g and g + 8 (u32): the middle where groups have none."""
+        if not self.format.is_asymmetric:
+            return self.middle, self.middle
+        pair = group_zero_points(self, first, index)
+        return pair & 0xFF, pair >> 8
 
     @abstractmethod
     def codes_of(self, part: int) -> tuple[Any, Any]:
@@ -121,14 +124,6 @@ def group_scales(tiles: QuantizedFragments, first: Any, index: int) -> tuple[Any
     pair = ch.const(ty.u32, pairs[tiles.lane // 4], name="scale_pair")
     tiles.read(pair)
     return prim.f16x2_low(pair), prim.f16x2_high(pair)
-
-
-def group_points(tiles: QuantizedFragments, first: Any, index: int, middle: int) -> tuple[Any, Any]:
-    """The zero points of group `index` as f32, of rows g and g + 8: `middle` where groups have none of their own."""
-    if not tiles.format.is_asymmetric:
-        return float(middle), float(middle)
-    pair = group_zero_points(tiles, first, index)
-    return ty.f32(pair & 0xFF), ty.f32(pair >> 8)
 
 
 def group_zero_points(tiles: QuantizedFragments, first: Any, index: int) -> Any:
