@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import math
 import re
 import shlex
@@ -270,6 +271,18 @@ def test_a_record_makes_a_row() -> None:
     record = {"system": "cheetah", "model": "m", "context": 128, "tokens_per_s": 281.44, "ms_per_step": 3.5532}
     record |= {"gb_per_s": 4229.0, "ceiling_gb_per_s": 4719.6, "share": 0.89606}
     assert table_module().speed_rows([record]) == ["| m | 128 | 281 | 3.553 | 4229 | 4720 | 89.6 % |"]
+
+
+def test_rows_are_of_launches_without_rests_and_the_latest_one_counts(tmp_path: Path) -> None:
+    record = {"system": "cheetah", "model": "m", "context": 128, "tokens_per_s": 800.0, "ms_per_step": 10.0}
+    record |= {"gb_per_s": 1000.0, "ceiling_gb_per_s": 4000.0, "share": 0.25}
+    times = [{"measured": "2026-11-22T21:50:07Z", "tokens_per_s": 802.0}, {"measured": "2026-11-22T20:50:07Z"}, {}]
+    left_out = [{"rest_s": 0.1}, {"held_s": 10.0}, {"share": None}, {"system": "other"}]
+    for name, changes in {"a": times, "b": [{**one, "model": "left out"} for one in left_out]}.items():
+        (tmp_path / name).write_text("\n".join(json.dumps({**record, "rest_s": 0.0, **one}) for one in changes))
+    records = table_module().read_records([tmp_path / "a", tmp_path / "b"])
+    assert [one.get("measured", "")[11:13] for one in records] == ["", "20", "21"]
+    assert table_module().speed_rows(records) == ["| m | 128 | 802 | 10.000 | 1000 | 4000 | 25.0 % |"]
 
 
 def test_a_row_says_what_was_cached_and_the_last_record_of_a_work_counts() -> None:

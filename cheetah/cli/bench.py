@@ -43,6 +43,7 @@ def bench(
     steps: Annotated[int, typer.Option(min=1, help="Decode steps of a launch.")] = 64,
     repetitions: Annotated[int, typer.Option(min=1, help="Timed launches at each context.")] = 5,
     warmup: Annotated[int, typer.Option(min=0, help="Launches before those.")] = 2,
+    rest: Annotated[float, typer.Option(min=0.0, help="Seconds before each launch in which the GPU idles.")] = 0.0,
     json_file: Annotated[
         str | None, typer.Option("--json", metavar="FILE", help="Append a JSON line a context; - for stdout.")
     ] = None,
@@ -60,7 +61,7 @@ def bench(
     from cheetah.tools.bench import open_bench
 
     if prompts is not None:
-        _bench_prompts(model, prompts, prompt_passes, repetitions, warmup, json_file, device, gpu, revision, plan)
+        _bench_prompts(model, prompts, prompt_passes, repetitions, warmup, rest, json_file, device, gpu, revision, plan)
         return
     works = parsed_works(contexts, plan.get("batch", 1), shared, per_step)
     if json_file not in (None, STDOUT):
@@ -76,7 +77,7 @@ def bench(
         circumstances = circumstances_of(name, config, weights, opened)
         measured = []
         for work in works:
-            measured.append(ready.measure(work, steps, repetitions, warmup))
+            measured.append(ready.measure(work, steps, repetitions, warmup, rest))
             if json_file is not None:
                 _write_record(json_file, measured[-1], ready, circumstances)
         if json_file != STDOUT:
@@ -89,6 +90,7 @@ def _bench_prompts(
     prompt_passes: bool | None,
     repetitions: int,
     warmup: int,
+    rest: float,
     json_file: str | None,
     device: str | None,
     gpu: str | None,
@@ -108,7 +110,7 @@ def _bench_prompts(
         circumstances = circumstances_of(name, config, weights, opened)
         measured = []
         for length in lengths:
-            measured.append(ready.measure(length, repetitions, warmup))
+            measured.append(ready.measure(length, repetitions, warmup, rest))
             if json_file is not None:
                 _write_line(json_file, prompt_record(measured[-1], ready, circumstances))
         if json_file != STDOUT:
@@ -231,6 +233,8 @@ def _remarks(measured: Sequence[Measurement], bench: DecodeBench) -> list[str]:
         "context: tokens in the cache before a launch, of each sequence; tokens/s: of all together",
         "ceiling: GB/s before and after, in this run",
     ]
+    if first.rest_s:
+        lines.append(f"before each launch the GPU rested for {first.rest_s:g} s")
     for measurement in measured:
         if state := measurement.clocks:
             text = ", ".join(f"{name} {value:g}" for name, value in state.items())

@@ -43,11 +43,12 @@ def ordinal_of(device: str | None) -> int:
 
 def circumstances_of(model: str, config: ModelConfig, weights: Weights | None, device: Device) -> dict[str, Any]:
     """What every record says of where it was measured."""
-    from cheetah.tools.circumstances import commit
+    from cheetah.tools.circumstances import commit, now
 
     info = device.describe()
     return {
         "commit": commit(),
+        "measured": now(),
         "gpu": info.name,
         "driver": info.driver,
         "backend": info.backend,

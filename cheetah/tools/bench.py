@@ -8,6 +8,7 @@ GB = 1e9 bytes.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -84,7 +85,7 @@ class Measurement:
     step_ms: by device events, a launch's time over its steps. host_step_ms: the same by the host's clock, preparing the
     launch and reading its tokens out included. bytes_per_step: weights, and K and V of the tokens cached before, shared
     ones once. ceilings_gb_per_s: before and after; None on the emulator. clocks: what nvidia-smi said right after,
-    empty where there is none.
+    empty where there is none. rest_s: seconds before each launch in which the GPU did nothing.
     """
 
     work: Work
@@ -94,6 +95,7 @@ class Measurement:
     bytes_per_step: int
     ceilings_gb_per_s: tuple[float, float] | None
     clocks: dict[str, float]
+    rest_s: float = 0.0
 
     @property
     def ms_per_step(self) -> float:
@@ -194,14 +196,18 @@ class DecodeBench:
     def _ceiling(self) -> ReadCeiling | None:
         return None if self.gpu.emulated else ReadCeiling(self.device, self.gpu, self._buffers["weights"])
 
-    def measure(self, work: Work | int, steps: int, repetitions: int, warmup: int) -> Measurement:
-        """Ceiling, the model `repetitions` times after `warmup` launches, ceiling again.
+    def measure(self, work: Work | int, steps: int, repetitions: int, warmup: int, rest_s: float = 0.0) -> Measurement:
+        """Ceiling, the model `repetitions` times after `warmup` launches, ceiling again. Before each launch the GPU
+        rests for `rest_s` seconds: launches that follow one another make it hot, and hot ones may be slower.
 
         CheetahError if two repetitions make different tokens: such a kernel's speed is worth nothing.
         """
         work = as_work(work)
         before = self._ceiling.gb_per_s() if self._ceiling else 0.0
-        launches = [self._launch(work, steps) for _ in range(warmup + repetitions)]
+        launches = []
+        for _ in range(warmup + repetitions):
+            time.sleep(rest_s)
+            launches.append(self._launch(work, steps))
         state = {} if self.gpu.emulated else clocks(self._ordinal)
         after = self._ceiling.gb_per_s() if self._ceiling else 0.0
         _check_same(work, launches)
@@ -215,6 +221,7 @@ class DecodeBench:
             bytes_per_step=step_bytes["weights"] + work.cached_tokens * step_bytes["kv_per_token"],
             ceilings_gb_per_s=(before, after) if self._ceiling else None,
             clocks=state,
+            rest_s=rest_s,
         )
 
     def trace(self, work: Work | int, steps: int, repetitions: int, warmup: int) -> Traced:
@@ -481,6 +488,7 @@ def record(measurement: Measurement, bench: DecodeBench, circumstances: dict[str
         "share": _rounded(measurement.share),
         "repetitions": len(measurement.step_ms),
         "steps": measurement.steps,
+        "rest_s": measurement.rest_s,
         "plan": bench.manifest.plan,
     }
 

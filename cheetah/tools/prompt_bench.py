@@ -28,11 +28,13 @@ from cheetah.tools.bench import check_depths, fill_random
 
 @dataclass(frozen=True)
 class PromptMeasurement:
-    """One length. first_token_ms: an entry for each repetition. launches: of the first token's way."""
+    """One length. first_token_ms: an entry for each repetition. launches: of the first token's way. rest_s: seconds
+    before each request in which the GPU did nothing."""
 
     tokens: int
     first_token_ms: tuple[float, ...]
     launches: int
+    rest_s: float = 0.0
 
     @property
     def ms(self) -> float:
@@ -94,13 +96,16 @@ class PromptBench:
         ready = self.assembly
         self.engine = Engine(ready.launcher, prompts=ready.prompts, solo=ready.solo, passes=ready.passes)
 
-    def measure(self, tokens: int, repetitions: int, warmup: int) -> PromptMeasurement:
-        """Random prompts of so many tokens, one after the other. CheetahError if one is answered differently when it is
-        asked again: such a speed is worth nothing."""
-        found = [self.first_token(tokens, number % 2) for number in range(warmup + repetitions)]
+    def measure(self, tokens: int, repetitions: int, warmup: int, rest_s: float = 0.0) -> PromptMeasurement:
+        """Random prompts of so many tokens, one after the other, each after `rest_s` seconds. CheetahError if one is
+        answered differently when it is asked again: such a speed is worth nothing."""
+        found = []
+        for number in range(warmup + repetitions):
+            time.sleep(rest_s)
+            found.append(self.first_token(tokens, number % 2))
         if any(len({token for _, token, _ in found[first::2]}) > 1 for first in (0, 1)):
             raise CheetahError(f"a prompt of {tokens} tokens was answered differently: its speed is worth nothing")
-        return PromptMeasurement(tokens, tuple(ms for ms, _, _ in found[warmup:]), found[-1][2])
+        return PromptMeasurement(tokens, tuple(ms for ms, _, _ in found[warmup:]), found[-1][2], rest_s)
 
     def prompt(self, tokens: int, seed: int) -> tuple[int, ...]:
         """Random ids, the same for the same seed."""
@@ -142,6 +147,7 @@ def prompt_record(measurement: PromptMeasurement, bench: PromptBench, circumstan
         "first_token_ms": float(f"{measurement.ms:.6g}"),
         "first_token_ms_samples": [float(f"{one:.6g}") for one in measurement.first_token_ms],
         "launches": measurement.launches,
+        "rest_s": measurement.rest_s,
         "plan": bench.assembly.manifest.plan,
     }
 

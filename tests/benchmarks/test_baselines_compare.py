@@ -138,7 +138,7 @@ def test_gpt_fast_is_given_the_sizes_of_the_preset() -> None:
     assert (arguments["block_size"], arguments["intermediate_size"]) == (256, 14336)
 
 
-@pytest.mark.parametrize("script", ["decode.sh", "studies.sh", "baselines.sh"])
+@pytest.mark.parametrize("script", ["studies.sh", "baselines.sh"])
 def test_a_script_says_how_it_is_used(script: str) -> None:
     path = Path(__file__).parents[2] / "benchmarks" / script
     done = subprocess.run([path], capture_output=True, text=True)

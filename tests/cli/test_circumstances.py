@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from cheetah import __version__
-from cheetah.tools.circumstances import clocks, commit
+from cheetah.tools.circumstances import clocks, commit, visible
 
 
 def install(folder: Path, monkeypatch: pytest.MonkeyPatch, name: str, script: str) -> None:
@@ -17,6 +17,15 @@ def install(folder: Path, monkeypatch: pytest.MonkeyPatch, name: str, script: st
 def test_clocks_are_what_nvidia_smi_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     install(tmp_path, monkeypatch, "nvidia-smi", 'echo "$@" >&2; echo "1980, 3201, 41, [N/A]"')
     assert clocks() == {"sm_mhz": 1980.0, "memory_mhz": 3201.0, "temperature_c": 41.0}
+
+
+def test_nvidia_smi_is_asked_for_the_gpu_that_the_process_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert visible(1) == "1"
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3, GPU-8d")
+    assert [visible(0), visible(1), visible(2)] == ["3", "GPU-8d", "2"]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert visible(0) == "0"
 
 
 @pytest.mark.parametrize("script", ["exit 9", "echo nothing of the kind"])

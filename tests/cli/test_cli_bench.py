@@ -39,7 +39,7 @@ QUICK = ("--device", "emulator", "--steps", "3", "--repetitions", "2", "--warmup
 FIELDS = (
     "commit gpu driver clocks model weights batch context kernel system tokens_per_s ms_per_step bytes_per_step "
     "gb_per_s ceiling_gb_per_s share repetitions steps plan ms_per_step_samples host_tokens_per_s contexts shared "
-    "per_step"
+    "per_step rest_s measured"
 ).split()
 
 
@@ -58,6 +58,7 @@ def test_a_record_has_every_field(records: list[dict[str, Any]]) -> None:
         assert set(FIELDS) <= set(line)
         assert (line["model"], line["weights"], line["batch"], line["system"]) == ("demo", "bf16 random", 1, "cheetah")
         assert (line["repetitions"], line["steps"], len(line["ms_per_step_samples"])) == (2, 3, 2)
+        assert line["rest_s"] == 0.0
 
 
 @pytest.mark.slow
@@ -135,11 +136,12 @@ def test_table(tmp_path: Path) -> None:
     """Of the model's own weights, with the records appended to a file."""
     target = tmp_path / "results.jsonl"
     target.write_text("{}\n")
-    result = cheetah("bench", "demo", "--contexts", "5", "--json", target, *QUICK)
+    result = cheetah("bench", "demo", "--contexts", "5", "--rest", "0.01", "--json", target, *QUICK)
     assert result.exit_code == 0 and "emulated: not a speed" in result.stdout
+    assert "before each launch the GPU rested for 0.01 s\n" in result.stdout
     assert "demo, batch 1, weights bf16\n" in result.stdout
     lines = target.read_text().splitlines()
-    assert len(lines) == 2 and json.loads(lines[1])["weights"] == "bf16"
+    assert len(lines) == 2 and json.loads(lines[1])["weights"] == "bf16" and json.loads(lines[1])["rest_s"] == 0.01
 
 
 @pytest.mark.slow
