@@ -19,7 +19,7 @@ from cheetah.models.registry import family_of
 from cheetah.package import Generated, KernelParameter
 from cheetah.plan import Gpu, Plan, default_plan, gpu_named, shared_map, step_matrices
 from cheetah.plan.defaults import default_context
-from cheetah.plan.prompt import PassPlan
+from cheetah.plan.prompt import PassPlan, widest_format
 from cheetah.version import __version__
 
 
@@ -103,7 +103,7 @@ def generate_pass(
 
 
 def _pass_header(config: ModelConfig, gpu: Gpu, plan: Plan, pass_plan: PassPlan, command: str) -> str:
-    format = step_matrices(config.shape, plan, gpu).of_layer[0].format
+    format = widest_format(step_matrices(config.shape, plan, gpu).of_layer)
     lines = [
         f"A pass over a prompt of a {config.dialect.title} model in one persistent kernel. Generated; do not edit.",
         f"Regenerate with: {command}",
@@ -126,7 +126,7 @@ def describe_pass(config: ModelConfig, gpu: Gpu, plan: Plan, pass_plan: PassPlan
         program.pass_parameters(config, plan, pass_plan.trace),
         program.sizes(config, gpu, plan, pass_plan),
     )
-    shared_bytes = pass_plan.shared(matrices.of_layer[0].format, gpu.shared_bytes).total_bytes
+    shared_bytes = pass_plan.shared(widest_format(matrices.of_layer), gpu.shared_bytes).total_bytes
     return Manifest(
         kernel=program.KERNEL_NAME,
         text_sha256=sha256_of_text(text),

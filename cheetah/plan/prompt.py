@@ -11,7 +11,7 @@ of operand B of one product, and the activations of a tile are contiguous for ea
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -55,6 +55,12 @@ def stage_format(format: TileFormat) -> TileFormat:
         scales_at=codes,
         zero_points_at=max(format.zero_points_at - less, 0),
     )
+
+
+def widest_format(layouts: Iterable[MatrixLayout]) -> TileFormat:
+    """Of these matrices' formats the one whose weights take most of a stage: the stages are of one size, so it says
+    which."""
+    return max((layout.format for layout in layouts), key=lambda format: stage_format(format).tile_bytes)
 
 
 @dataclass(frozen=True)
@@ -212,7 +218,7 @@ class PassPlan:
         return m_tiles * self.groups * (ACCUMULATOR_BYTES // 4)
 
     def shared(self, format: TileFormat, budget_bytes: int | None = None) -> SharedMap:
-        """The arena of a block, for weights of that format."""
+        """The arena of a block, for weights of that format, or of others that take no more of a stage."""
         return SharedMap(
             (
                 *ring_regions(self.stages, self.stage_bytes(format)),

@@ -14,7 +14,7 @@ from cheetah.plan import Gpu, ModelShape, Plan, PlanError, SharedMap, step_matri
 from cheetah.plan.formats import BF16, M_TILE_ROWS, QuantizedTiles, TileFormat
 from cheetah.plan.index import ceil_div, round_up
 from cheetah.plan.pass_tables import SEGMENT_COLUMNS, PassRoom, pass_room
-from cheetah.plan.prompt import Cut, PassPlan
+from cheetah.plan.prompt import Cut, PassPlan, widest_format
 
 SECTION_ALIGNMENT = 1024
 
@@ -51,17 +51,17 @@ class PassSizes:
                 f"a pass of {self.pass_plan.warpgroups} warpgroups has {self.pass_plan.tile_m_tiles * M_TILE_ROWS} "
                 f"rows a tile: heads of {self.shape.head_dim} with norms lie in one tile each, give more warpgroups"
             )
-        formats = {layout.name: layout.format.name for layout in self.matrices.of_layer}
-        if len(set(formats.values())) > 1:
-            raise PlanError(f"a pass multiplies weights of one format; there are {formats}")
-        if not (self.format == BF16 or isinstance(self.format, QuantizedTiles)):
-            raise PlanError(f"a pass multiplies weights in bf16 or quantised ones, and not those in {self.format.name}")
+        for layout in self.matrices.of_layer:
+            if not (layout.format == BF16 or isinstance(layout.format, QuantizedTiles)):
+                raise PlanError(
+                    f"a pass multiplies weights in bf16 or quantised ones, and not those of {layout.name} in "
+                    f"{layout.format.name}"
+                )
 
     @property
     def format(self) -> TileFormat:
-        """Of the weights of all layers."""
-        format: TileFormat = self.matrices.of_layer[0].format
-        return format
+        """Of the weights of a layer, that which takes most of a stage."""
+        return widest_format(self.matrices.of_layer)
 
     @property
     def shared(self) -> SharedMap:
@@ -141,11 +141,12 @@ class PassSizes:
         plan, shape, matrices = self.pass_plan, self.shape, self.matrices
         keys = shape.kv_heads * self.room.key_rows * shape.head_dim * 2
         # A tile of attention reads as many queries as it may have, also where a segment has fewer.
+        hidden_columns = max(matrices.qkv.padded_columns, matrices.gate_up.padded_columns)
         query_columns = shape.heads * plan.tokens + plan.attention_tokens
         return {
             "counter": 8,
             "residual": 4 * plan.residual_floats(self.hidden_m_tiles),
-            "hidden": plan.activation_bytes(matrices.qkv.padded_columns),
+            "hidden": plan.activation_bytes(hidden_columns),
             "squares": 4 * plan.tokens * ceil_div(self.hidden_m_tiles, plan.tile_m_tiles),
             "queries": query_columns * shape.head_dim * 2,
             "keys": keys,

@@ -6,12 +6,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from cheetah.runtime.build.assemble import Assembly, assemble
 from cheetah.runtime.checkpoint.loading import Checkpoint, open_checkpoint
+from cheetah.runtime.checkpoint.random_weights import random_tensors
 from cheetah.runtime.engine.engine import Engine
 from cheetah.runtime.engine.flights import Part
 from cheetah.runtime.engine.kv_cache import CachedSequence
@@ -29,6 +31,7 @@ CASES: dict[str, tuple[str, dict[str, str]]] = {
     "int8": (f"{MODEL}@int8", {}),
     "fp8": (f"{MODEL}@fp8", {}),
     "e4m3 cache": (MODEL, {"kv_dtype": "e4m3"}),
+    "attention in bf16": (f"{MODEL}@int4-g128", {}),
 }
 OF_ALL_LENGTHS = ("8B", "narrow M-tiles")
 FOLLOWING = 64
@@ -43,11 +46,21 @@ def opened(name: str) -> Iterator[tuple[Checkpoint, Assembly]]:
     model, fields = CASES[name]
     overrides = {"batch": 4, "max_context": 8192, **fields}
     checkpoint = open_checkpoint(model)
+    if name == "attention in bf16":
+        checkpoint = quantised_alone(checkpoint, ("gate_up", "down"))
     assembly = assemble(checkpoint, device="cuda", overrides=overrides, prompt_passes=True, tuned=False, quiet=True)
     try:
         yield checkpoint, assembly
     finally:
         assembly.close()
+
+
+def quantised_alone(checkpoint: Checkpoint, matrices: Sequence[str]) -> Checkpoint:
+    """The random checkpoint with all but these matrices in bf16."""
+    formats = tuple(one for one in checkpoint.config.weight_formats if one[0] in matrices)
+    config = replace(checkpoint.config, weight_formats=formats)
+    tensors = random_tensors(config)
+    return replace(checkpoint, config=config, tensor=tensors, rows=tensors.rows)
 
 
 @pytest.fixture(scope="module")

@@ -21,7 +21,7 @@ from cheetah.blocks.prompt.ring import TileRing
 from cheetah.blocks.prompt.weights import STEPS_PER_TILE, pair_fragments, stage_weights
 from cheetah.lang import prim, ty
 from cheetah.plan import MatrixLayout, PlanError
-from cheetah.plan.formats import M_TILE_ROWS
+from cheetah.plan.formats import M_TILE_ROWS, TileFormat
 from cheetah.plan.prompt import ACCUMULATOR_BYTES, GROUP_BYTES, STAGE_TILES, UNIT_BYTES, PassPlan
 
 ACCUMULATORS = 4
@@ -116,7 +116,6 @@ class TileProduct:
     def __init__(self, machine: PassMachine, ring: TileRing, token_tiles: ch.Expr) -> None:
         self.machine, self.ring, self.token_tiles = machine, ring, token_tiles
         self.residual_groups = machine.plan.residual_groups(ring.format)
-        self.weights = stage_weights(ring.format, machine.lane)
 
     def __call__(self, matrix: MatrixLayout, given: Given, finish: Finish) -> None:
         """All tiles of a matrix, in all roles."""
@@ -155,7 +154,8 @@ class TileProduct:
             name = "piece" if matrix.is_narrow else "chunk"
             with ch.for_(part * pieces, (part + 1) * pieces, unroll=1, name=name) as piece:
                 source = given.weights + (wave_bytes + ty.u64(matrix.piece_address(piece, position, width)))
-                self.weights.copy(self.ring, source, ty.u32(0) + matrix.tiles_of_piece(piece), count, matrix.halves)
+                weights = stage_weights(matrix.format, self.machine.lane)
+                weights.copy(self.ring, source, ty.u32(0) + matrix.tiles_of_piece(piece), count, matrix.halves)
             if given.residual is not None:
                 with ch.for_(plan.tile_groups // self.residual_groups, unroll=1):
                     with self.ring.fill_weights(0, lanes=1):
@@ -232,12 +232,17 @@ class TileProduct:
 
     @ch.inline
     def _load_factors(self, phase: ch.Expr | None, cases: Sequence[Case], m_tile: ch.Expr) -> Any:
-        """What rows g and g + 8 are multiplied by in the end (f32 [2]); None of weights without."""
-        if not self.ring.format.factor_bytes:
+        """What rows g and g + 8 are multiplied by in the end (f32 [2]), 1 in a matrix without factors; None where all
+        are."""
+        if not any(case.matrix.format.factor_bytes for case in cases):
             return None
         factors = ch.array(ty.f32, 2)
         for case in cases:
             with in_phases(phase, [case], cases):
+                if not case.matrix.format.factor_bytes:
+                    for index in range(2):
+                        factors[index] = ty.f32(1.0)
+                    continue
                 assert case.weights is not None, case.matrix.name
                 place = case.weights + self._factors_at(case.matrix, ch.minimum(m_tile, case.matrix.m_tiles - 1))
                 of_rows = ch.reinterpret(ty.ptr(ty.f32), place)
@@ -270,19 +275,21 @@ class TileProduct:
         odd = ch.array(ty.u32x4, STAGE_TILES * STEPS_PER_TILE)
         previous = ch.var(ty.u32, 0)
         paired = of_phase(phase, {case.phase: int(case.matrix.is_narrow) for case in cases})
+        operands = StageOperands(self.machine, phase, cases, paired)
         first = self._first_tiles(cases)
         left = {case.phase: case.k_tiles - first for case in cases}
         rests = {index: tiles % (2 * STAGE_TILES) for index, tiles in left.items()}
-        self._multiply_stage(sums, even, previous, first, 0, paired, is_first=True)
+        self._multiply_stage(operands, sums, even, previous, first, 0, is_first=True)
         pairs = of_phase(phase, {index: tiles // (2 * STAGE_TILES) for index, tiles in left.items()})
         with ch.for_(pairs, unroll=1):
-            self._multiply_stage(sums, odd, previous, STAGE_TILES, 1, paired)
-            self._multiply_stage(sums, even, previous, STAGE_TILES, 0, paired)
+            self._multiply_stage(operands, sums, odd, previous, STAGE_TILES, 1)
+            self._multiply_stage(operands, sums, even, previous, STAGE_TILES, 0)
         for rest in sorted({rest for rest in rests.values() if rest}):
             with _if_one_of(phase, [index for index in rests if rests[index] == rest], list(rests)):
                 for index, done in enumerate(range(0, rest, STAGE_TILES)):
                     fragments = (odd, even)[index]
-                    self._multiply_stage(sums, fragments, previous, min(STAGE_TILES, rest - done), 1 - index, paired)
+                    tiles = min(STAGE_TILES, rest - done)
+                    self._multiply_stage(operands, sums, fragments, previous, tiles, 1 - index)
         prim.wgmma_wait_all()
         self.ring.release(previous)
 
@@ -297,18 +304,24 @@ class TileProduct:
 
     @ch.inline
     def _multiply_stage(
-        self, sums: Any, fragments: Any, previous: Any, tiles: int, turn: int, paired: Any, *, is_first: bool = False
+        self,
+        operands: StageOperands,
+        sums: Any,
+        fragments: Any,
+        previous: Any,
+        tiles: int,
+        turn: int,
+        *,
+        is_first: bool = False,
     ) -> None:
         """Issue the products of a stage's K-tiles, then wait for those of the stage before and give that back. turn: 0
-        for the stages 0, 2, 4 ... of an M-tile, 1 for the others. paired: whether M-tiles are pairs of narrow ones."""
+        for the stages 0, 2, 4 ... of an M-tile, 1 for the others."""
         ring, plan = self.ring, self.machine.plan
         steps = tiles * STEPS_PER_TILE
         stage = ch.const(ty.u32, ring.using.stage, name="stage")
         ring.wait()
         memory = ring.memory + stage * ring.stage_bytes
-        self.weights.load(memory, self.machine.warp, turn, steps, fragments)
-        if tiles == STAGE_TILES:  # narrow M-tiles have no less
-            pair_fragments(fragments, paired)
+        operands.load(memory, turn, steps, fragments)
         # The registers were loaded before the products read them.
         prim.wgmma_fence()
         descriptor = prim.matrix_descriptor(memory + ring.weights_bytes, UNIT_BYTES, GROUP_BYTES)
@@ -383,6 +396,36 @@ class TileProduct:
 
 
 @dataclass(frozen=True, eq=False)
+class StageOperands:
+    """The weights of full stages as operands A, in the consumer role: each format's in its own way. paired: whether the
+    phase's M-tiles are pairs of narrow ones."""
+
+    machine: PassMachine
+    phase: ch.Expr | None
+    cases: Sequence[Case]
+    paired: Any
+
+    @ch.inline
+    def load(self, stage: Any, turn: int, steps: int, fragments: Any) -> None:
+        """`steps` operands of this warp's M-tile, see `StageWeights`; those of two narrow M-tiles as those of one."""
+        self._load_as_one_of(by_format(self.cases), stage, turn, steps, fragments)
+        if steps == STAGE_TILES * STEPS_PER_TILE:  # narrow M-tiles have no less
+            pair_fragments(fragments, self.paired)
+
+    def _load_as_one_of(self, formats: Sequence[tuple[TileFormat, list[Case]]], stage: Any, *how: Any) -> None:
+        """The present phase's format is one of these. The last is not asked for: a way around all of them would keep
+        the registers of the stage before alive."""
+        (format, its), *others = formats
+        if not others:
+            stage_weights(format, self.machine.lane).load(stage, self.machine.warp, *how)
+            return
+        with in_phases(self.phase, its, self.cases):
+            self._load_as_one_of([(format, its)], stage, *how)
+        with ch.else_():
+            self._load_as_one_of(others, stage, *how)
+
+
+@dataclass(frozen=True, eq=False)
 class TilePlace:
     """A warp's M-tile of a tile, how many there are, and the tile's tokens; how many M-tiles of earlier parts are
     counted before."""
@@ -413,6 +456,12 @@ def by_finish(cases: Sequence[Case]) -> list[tuple[Finish, list[Case]]]:
     """The cases that share a way to finish."""
     finishes = {id(case.finish): case.finish for case in cases}
     return [(finish, [case for case in cases if case.finish is finish]) for finish in finishes.values()]
+
+
+def by_format(cases: Sequence[Case]) -> list[tuple[TileFormat, list[Case]]]:
+    """The cases whose weights are in one format."""
+    formats = dict.fromkeys(case.matrix.format for case in cases)
+    return [(format, [case for case in cases if case.matrix.format == format]) for format in formats]
 
 
 def in_phases(phase: ch.Expr | None, its: Sequence[Case], cases: Sequence[Case]) -> AbstractContextManager[Any]:

@@ -23,7 +23,7 @@ ROLES_THAT_FILL = 2
 
 
 class TileRing:
-    """Stages, their barriers, and a cursor for each role. format: of the weights."""
+    """Stages, their barriers, and a cursor for each role. format: of the weights; of several the widest."""
 
     def __init__(self, machine: PassMachine, format: TileFormat = BF16) -> None:
         self.machine, self.format = machine, format
