@@ -21,20 +21,18 @@
 //     217344     1024  queries  (over scratch)
 //     218368     4096  newest  (over scratch)
 //     213888     1920  reductions  (over scratch)
-//     224000       56  reduction_barriers
+//     224000       64  reduction_barriers
 //     224064       64  residual
-//     224128      256  partial_sums
-//     224384        4  scales
-//     224400      256  rope
-//     224656      512  statistics
-//     225168      592  records
-//     225760       24  warp_candidates
-//     225792       36  columns
-//     225840        4  chosen
-//     225856       16  step_done
-//     225872        8  next_token
-//              225880  total
-//              232448  a block has, 6568 free
+//     224128      256  rope
+//     224384      512  statistics
+//     224896      592  records
+//     225488       24  warp_candidates
+//     225520       36  columns
+//     225568        4  chosen
+//     225584       16  step_done
+//     225600        8  next_token
+//              225608  total
+//              232448  a block has, 6840 free
 
 #ifdef CHEETAH_EMULATOR
 #include "cheetah_emulator.h"
@@ -333,6 +331,12 @@ __device__ __forceinline__ float bf16x2_high(uint32_t pair) {
   return __uint_as_float(pair & 0xffff0000u);
 }
 
+__device__ __forceinline__ uint32_t multiply_bf16x2(uint32_t a, uint32_t b) {
+  uint32_t result;
+  asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(result) : "r"(a), "r"(b));
+  return result;
+}
+
 __device__ __forceinline__ uint32_t byte_permute(uint32_t a, uint32_t b, uint32_t selector) {
   return __byte_perm(a, b, selector);
 }
@@ -409,16 +413,14 @@ constexpr uint32_t NEWEST = 218368;
 constexpr uint32_t REDUCTIONS = 213888;
 constexpr uint32_t REDUCTION_BARRIERS = 224000;
 constexpr uint32_t RESIDUAL = 224064;
-constexpr uint32_t PARTIAL_SUMS = 224128;
-constexpr uint32_t SCALES = 224384;
-constexpr uint32_t ROPE = 224400;
-constexpr uint32_t STATISTICS = 224656;
-constexpr uint32_t RECORDS = 225168;
-constexpr uint32_t WARP_CANDIDATES = 225760;
-constexpr uint32_t COLUMNS = 225792;
-constexpr uint32_t CHOSEN = 225840;
-constexpr uint32_t STEP_DONE = 225856;
-constexpr uint32_t NEXT_TOKEN = 225872;
+constexpr uint32_t ROPE = 224128;
+constexpr uint32_t STATISTICS = 224384;
+constexpr uint32_t RECORDS = 224896;
+constexpr uint32_t WARP_CANDIDATES = 225488;
+constexpr uint32_t COLUMNS = 225520;
+constexpr uint32_t CHOSEN = 225568;
+constexpr uint32_t STEP_DONE = 225584;
+constexpr uint32_t NEXT_TOKEN = 225600;
 
 // An input of a sequence, or 0 where it has none left.
 __device__ __forceinline__ uint32_t given(uint32_t sequence, uint32_t index, const int32_t* sequences,
@@ -680,6 +682,44 @@ __device__ __forceinline__ void fetch_lm_head(uint32_t block, const uint8_t* wei
   }
 }
 
+__device__ __forceinline__ float sum_of_lane(uint32_t column, uint32_t lane, const bf16* embedding,
+    uint32_t* next_token) {
+  const bf16* first = embedding + (uint64_t)(next_token[column]) * 128;
+  float total = 0.0f;
+  #pragma unroll 4
+  for (uint32_t unit = lane; unit < 16; unit += 32) {
+    uint4 words = load_constant_u32x4(first + unit * 8);
+    float low = bf16x2_low(words.x);
+    float high = bf16x2_high(words.x);
+    total += low * low + high * high;
+    float low_2 = bf16x2_low(words.y);
+    float high_2 = bf16x2_high(words.y);
+    total += low_2 * low_2 + high_2 * high_2;
+    float low_3 = bf16x2_low(words.z);
+    float high_3 = bf16x2_high(words.z);
+    total += low_3 * low_3 + high_3 * high_3;
+    float low_4 = bf16x2_low(words.w);
+    float high_4 = bf16x2_high(words.w);
+    total += low_4 * low_4 + high_4 * high_4;
+  }
+  return total;
+}
+
+__device__ __forceinline__ float sum_of_lane_2(uint32_t column, uint32_t lane, uint64_t* exchange_words,
+    uint32_t layer_epoch) {
+  float total = 0.0f;
+  uint32_t unit = lane;
+  uint32_t places[8];
+  uint4 data[8];
+  places[0] = column * 8 + (unit < 1 ? unit : 1) * 4;
+  wait_flagged_places(data, exchange_words + 36416, places, 1, layer_epoch - 1);
+  uint4 words = data[0];
+  float low = bits_float(words.x) + bits_float(words.y);
+  float of_unit = low + (bits_float(words.z) + bits_float(words.w));
+  total += unit < 2 ? of_unit : 0.0f;
+  return total;
+}
+
 // RoPE (rotate-half): the pair (k, k + D/2) lies 8 lanes apart. Returns the rotated value.
 __device__ __forceinline__ float rotate(float value, uint32_t m_tile_of_head, uint8_t* arena, uint32_t column,
     uint32_t row) {
@@ -693,9 +733,10 @@ __device__ __forceinline__ float rotate(float value, uint32_t m_tile_of_head, ui
 }
 
 // The rows of a slot, with what of it is worked out before the sums are there.
-__device__ __forceinline__ void finish_rows(uint32_t m_tile, uint32_t column, uint32_t lane, uint8_t* arena,
-    uint32_t adding, uint64_t* summed, uint32_t adding_parity, uint64_t* exchange_words, uint32_t layer_epoch,
-    const int32_t* page_table, uint32_t layer, bf16* kv) {
+__device__ __forceinline__ void finish_rows(uint32_t m_tile, uint32_t column, uint32_t lane, float& scale,
+    uint64_t* loaded, uint32_t loaded_parity, uint32_t layer, const bf16* embedding, uint32_t* next_token,
+    uint64_t* exchange_words, uint32_t layer_epoch, uint8_t* arena, uint32_t adding, uint64_t* summed,
+    uint32_t adding_parity, const int32_t* page_table, bf16* kv) {
   uint32_t row = lane % 16;
   bool is_own = lane < 16;
   uint32_t head = m_tile / 4;
@@ -705,6 +746,32 @@ __device__ __forceinline__ void finish_rows(uint32_t m_tile, uint32_t column, ui
   uint32_t dim = is_paired ? paired : m_tile_of_head * 16 + row;
   uint32_t place = (column * 512 + head * 64 + dim) / 2;
   uint32_t published = renewed_u32(place + 64);
+  if (scale == 0.0f) {
+    mbarrier_wait(loaded, loaded_parity);
+    float scale_2 = 0.0f;
+    if (layer == 0) {
+      float total = 0.0f;
+      total = sum_of_lane(column, lane % 32, embedding, next_token);
+      total += shuffle_xor_f32(total, 16);
+      total += shuffle_xor_f32(total, 8);
+      total += shuffle_xor_f32(total, 4);
+      total += shuffle_xor_f32(total, 2);
+      total += shuffle_xor_f32(total, 1);
+      float scale_3 = rsqrt_f32(total * 0.0078125f + 1e-05f);
+      scale_2 = total < 1.8446744e+19f ? scale_3 : bits_float(2143289344);
+    } else {
+      float total = 0.0f;
+      total = sum_of_lane_2(column, lane % 32, exchange_words, layer_epoch);
+      total += shuffle_xor_f32(total, 16);
+      total += shuffle_xor_f32(total, 8);
+      total += shuffle_xor_f32(total, 4);
+      total += shuffle_xor_f32(total, 2);
+      total += shuffle_xor_f32(total, 1);
+      float scale_3 = rsqrt_f32(total * 0.0078125f + 1e-05f);
+      scale_2 = total < 1.8446744e+19f ? scale_3 : bits_float(2143289344);
+    }
+    scale = scale_2;
+  }
   float* reduction = (float*)(arena + REDUCTIONS) + adding * 160;
   float* own = reduction + (lane / 16 * 80 + lane % 16);
   mbarrier_wait(summed + adding, adding_parity);
@@ -715,12 +782,13 @@ __device__ __forceinline__ void finish_rows(uint32_t m_tile, uint32_t column, ui
   }
   float low = total;
   float total_2 = low + shuffle_xor_f32(low, 16);
-  float value = total_2 * ((float*)(arena + SCALES))[column];
+  float value = total_2 * scale;
+  float value_2 = value;
   if (head < 6) {
-    value = rotate(value, m_tile_of_head, arena, column, row);
+    value_2 = rotate(value_2, m_tile_of_head, arena, column, row);
   }
-  float neighbour = shuffle_xor_f32(value, 1);
-  uint32_t pair = pack_bf16x2(value, neighbour);
+  float neighbour = shuffle_xor_f32(value_2, 1);
+  uint32_t pair = pack_bf16x2(value_2, neighbour);
   if (is_own && row % 2 == 0) {
     uint64_t* place_2 = exchange_words + published;
     publish_flagged(place_2, pair, layer_epoch);
@@ -748,32 +816,44 @@ __device__ __forceinline__ void advance_2(uint32_t& stage, uint32_t& parity) {
 }
 
 // The block's M-tiles of qkv: the warps' sums added up, the rows finished.
-__device__ __forceinline__ void finish_qkv(uint32_t block, uint32_t& adding, uint32_t warp, uint32_t lane,
-    uint8_t* arena, uint64_t* summed, uint32_t& adding_parity, uint64_t* exchange_words, uint32_t layer_epoch,
-    const int32_t* page_table, uint32_t layer, bf16* kv, uint64_t* taken) {
+__device__ __forceinline__ void finish_qkv(uint32_t block, uint32_t lane, uint64_t* loaded, uint32_t& adding,
+    uint32_t warp, uint32_t& loaded_parity, uint32_t layer, const bf16* embedding, uint32_t* next_token,
+    uint64_t* exchange_words, uint32_t layer_epoch, uint8_t* arena, uint64_t* summed, uint32_t& adding_parity,
+    const int32_t* page_table, bf16* kv, uint64_t* taken) {
   uint32_t position = (block + 124) % 132;
-  #pragma unroll 1
-  for (uint32_t m_tile = position; m_tile < 32; m_tile += 132) {
-    if (adding == warp - 9) {
-      uint32_t column = 0;
-      finish_rows(m_tile, column, lane, arena, adding, summed, adding_parity, exchange_words, layer_epoch, page_table,
-          layer, kv);
-      warp_barrier();
-      if (lane == 0) {
-        mbarrier_arrive(taken + adding);
-      }
+  if (position < 32) {
+    warp_barrier();
+    if (lane == 0) {
+      mbarrier_arrive(loaded);
     }
-    advance_2(adding, adding_parity);
+    float scale = 0.0f;
+    #pragma unroll 1
+    for (uint32_t m_tile = position; m_tile < 32; m_tile += 132) {
+      if (adding == warp - 9) {
+        uint32_t column = 0;
+        finish_rows(m_tile, column, lane, scale, loaded, loaded_parity, layer, embedding, next_token, exchange_words,
+            layer_epoch, arena, adding, summed, adding_parity, page_table, kv);
+        warp_barrier();
+        if (lane == 0) {
+          mbarrier_arrive(taken + adding);
+        }
+      }
+      advance_2(adding, adding_parity);
+    }
+    mbarrier_wait(loaded, loaded_parity);
+    loaded_parity ^= 1;
   }
 }
 
 // The rows of a slot, with what of it is worked out before the sums are there.
 __device__ __forceinline__ void finish_rows_2(uint32_t m_tile, uint32_t column, uint32_t lane, uint8_t* arena,
-    uint32_t adding, uint64_t* summed, uint32_t adding_parity, uint32_t* input_words, uint32_t layer_epoch) {
+    const bf16* norms, uint32_t layer, uint32_t adding, uint64_t* summed, uint32_t adding_parity, uint32_t* input_words,
+    uint32_t layer_epoch, uint64_t* exchange_words) {
   uint32_t row = lane % 16;
   bool is_own = lane < 16;
   float* residual = (float*)(arena + RESIDUAL);
   uint32_t place = renewed_u32(m_tile / 132 * 16 + row + column);
+  float weight = bf16_to_f32((norms + (layer * 2 + 1) * 128)[m_tile * 16 + row]);
   uint32_t published = renewed_u32((((m_tile * 16 + row) / 32 + column) * 4 + (m_tile * 16 + row) / 8 % 4) * 4 + (m_tile * 16 + row) % 8 / 2 + 72576);
   float* reduction = (float*)(arena + REDUCTIONS) + adding * 160;
   float* own = reduction + (lane / 16 * 80 + lane % 16);
@@ -790,38 +870,79 @@ __device__ __forceinline__ void finish_rows_2(uint32_t m_tile, uint32_t column, 
     value += residual[place];
     residual[place] = value;
   }
-  float neighbour = shuffle_xor_f32(value, 1);
-  uint32_t pair = pack_bf16x2(value, neighbour);
+  float neighbour = shuffle_xor_f32(value * weight, 1);
+  uint32_t pair = pack_bf16x2(value * weight, neighbour);
   if (is_own && row < 16 && row % 2 == 0) {
     uint32_t* place_2 = input_words + published;
     publish_tagged(place_2, pair, 32, layer_epoch);
+  }
+  float total_3 = value * value;
+  total_3 += shuffle_xor_f32(total_3, 8);
+  total_3 += shuffle_xor_f32(total_3, 4);
+  total_3 += shuffle_xor_f32(total_3, 2);
+  total_3 += shuffle_xor_f32(total_3, 1);
+  uint32_t place_2 = column * 8 + m_tile;
+  if (is_own && row == 0) {
+    publish_flagged(exchange_words + (place_2 + 36448), float_bits(total_3), layer_epoch);
   }
 }
 
 // The block's M-tiles of o: the warps' sums added up, the rows finished.
 __device__ __forceinline__ void finish_o(uint32_t block, uint32_t& adding, uint32_t warp, uint32_t lane, uint8_t* arena,
-    uint64_t* summed, uint32_t& adding_parity, uint32_t* input_words, uint32_t layer_epoch, uint64_t* taken) {
+    const bf16* norms, uint32_t layer, uint64_t* summed, uint32_t& adding_parity, uint32_t* input_words,
+    uint32_t layer_epoch, uint64_t* exchange_words, uint64_t* taken) {
   uint32_t position = block % 132;
-  #pragma unroll 1
-  for (uint32_t m_tile = position; m_tile < 8; m_tile += 132) {
-    if (adding == warp - 9) {
-      uint32_t column = 0;
-      finish_rows_2(m_tile, column, lane, arena, adding, summed, adding_parity, input_words, layer_epoch);
-      warp_barrier();
-      if (lane == 0) {
-        mbarrier_arrive(taken + adding);
+  if (position < 8) {
+    #pragma unroll 1
+    for (uint32_t m_tile = position; m_tile < 8; m_tile += 132) {
+      if (adding == warp - 9) {
+        uint32_t column = 0;
+        finish_rows_2(m_tile, column, lane, arena, norms, layer, adding, summed, adding_parity, input_words,
+            layer_epoch, exchange_words);
+        warp_barrier();
+        if (lane == 0) {
+          mbarrier_arrive(taken + adding);
+        }
       }
+      advance_2(adding, adding_parity);
     }
-    advance_2(adding, adding_parity);
   }
 }
 
+__device__ __forceinline__ float sum_of_lane_3(uint32_t column, uint32_t lane, uint64_t* exchange_words,
+    uint32_t layer_epoch) {
+  float total = 0.0f;
+  uint32_t unit = lane;
+  uint32_t places[8];
+  uint4 data[8];
+  places[0] = column * 8 + (unit < 1 ? unit : 1) * 4;
+  wait_flagged_places(data, exchange_words + 36448, places, 1, layer_epoch);
+  uint4 words = data[0];
+  float low = bits_float(words.x) + bits_float(words.y);
+  float of_unit = low + (bits_float(words.z) + bits_float(words.w));
+  total += unit < 2 ? of_unit : 0.0f;
+  return total;
+}
+
 // The rows of a slot, with what of it is worked out before the sums are there.
-__device__ __forceinline__ void finish_rows_3(uint32_t m_tile, uint32_t column, uint32_t lane, uint8_t* arena,
-    uint32_t adding, uint64_t* summed, uint32_t adding_parity, uint32_t* input_words, uint32_t layer_epoch) {
+__device__ __forceinline__ void finish_rows_3(uint32_t m_tile, uint32_t column, uint32_t lane, float& scale,
+    uint64_t* loaded, uint32_t loaded_parity, uint64_t* exchange_words, uint32_t layer_epoch, uint8_t* arena,
+    uint32_t adding, uint64_t* summed, uint32_t adding_parity, uint32_t* input_words) {
   uint32_t row = lane % 16;
   bool is_own = lane < 16;
   uint32_t published = renewed_u32((((m_tile * 8 + row) / 32 + column) * 4 + (m_tile * 8 + row) / 8 % 4) * 4 + (m_tile * 8 + row) % 8 / 2 + 72640);
+  if (scale == 0.0f) {
+    mbarrier_wait(loaded, loaded_parity);
+    float total = 0.0f;
+    total = sum_of_lane_3(column, lane % 32, exchange_words, layer_epoch);
+    total += shuffle_xor_f32(total, 16);
+    total += shuffle_xor_f32(total, 8);
+    total += shuffle_xor_f32(total, 4);
+    total += shuffle_xor_f32(total, 2);
+    total += shuffle_xor_f32(total, 1);
+    float scale_2 = rsqrt_f32(total * 0.0078125f + 1e-05f);
+    scale = total < 1.8446744e+19f ? scale_2 : bits_float(2143289344);
+  }
   float* reduction = (float*)(arena + REDUCTIONS) + adding * 160;
   float* own = reduction + (lane / 16 * 80 + lane % 16);
   mbarrier_wait(summed + adding, adding_parity);
@@ -832,7 +953,7 @@ __device__ __forceinline__ void finish_rows_3(uint32_t m_tile, uint32_t column, 
   }
   float low = total;
   float total_2 = low + shuffle_xor_f32(low, 16);
-  float value = total_2 * ((float*)(arena + SCALES))[column];
+  float value = total_2 * scale;
   float other = shuffle_xor_f32(value, 8);
   float gated = divide_f32(value, 1.0f + exp_f32(-value)) * other;
   float neighbour = shuffle_xor_f32(gated, 1);
@@ -844,31 +965,43 @@ __device__ __forceinline__ void finish_rows_3(uint32_t m_tile, uint32_t column, 
 }
 
 // The block's M-tiles of gate_up: the warps' sums added up, the rows finished.
-__device__ __forceinline__ void finish_gate_up(uint32_t block, uint32_t& adding, uint32_t warp, uint32_t lane,
-    uint8_t* arena, uint64_t* summed, uint32_t& adding_parity, uint32_t* input_words, uint32_t layer_epoch,
-    uint64_t* taken) {
+__device__ __forceinline__ void finish_gate_up(uint32_t block, uint32_t lane, uint64_t* loaded, uint32_t& adding,
+    uint32_t warp, uint32_t& loaded_parity, uint64_t* exchange_words, uint32_t layer_epoch, uint8_t* arena,
+    uint64_t* summed, uint32_t& adding_parity, uint32_t* input_words, uint64_t* taken) {
   uint32_t position = (block + 124) % 132;
-  #pragma unroll 1
-  for (uint32_t m_tile = position; m_tile < 40; m_tile += 132) {
-    if (adding == warp - 9) {
-      uint32_t column = 0;
-      finish_rows_3(m_tile, column, lane, arena, adding, summed, adding_parity, input_words, layer_epoch);
-      warp_barrier();
-      if (lane == 0) {
-        mbarrier_arrive(taken + adding);
-      }
+  if (position < 40) {
+    warp_barrier();
+    if (lane == 0) {
+      mbarrier_arrive(loaded);
     }
-    advance_2(adding, adding_parity);
+    float scale = 0.0f;
+    #pragma unroll 1
+    for (uint32_t m_tile = position; m_tile < 40; m_tile += 132) {
+      if (adding == warp - 9) {
+        uint32_t column = 0;
+        finish_rows_3(m_tile, column, lane, scale, loaded, loaded_parity, exchange_words, layer_epoch, arena, adding,
+            summed, adding_parity, input_words);
+        warp_barrier();
+        if (lane == 0) {
+          mbarrier_arrive(taken + adding);
+        }
+      }
+      advance_2(adding, adding_parity);
+    }
+    mbarrier_wait(loaded, loaded_parity);
+    loaded_parity ^= 1;
   }
 }
 
 // The rows of a slot, with what of it is worked out before the sums are there.
 __device__ __forceinline__ void finish_rows_4(uint32_t m_tile, uint32_t column, uint32_t lane, uint8_t* arena,
-    uint32_t adding, uint64_t* summed, uint32_t adding_parity, uint32_t* input_words, uint32_t layer_epoch) {
+    const bf16* norms, uint32_t layer, uint32_t adding, uint64_t* summed, uint32_t adding_parity, uint32_t* input_words,
+    uint32_t layer_epoch, uint64_t* exchange_words) {
   uint32_t row = lane % 16;
   bool is_own = lane < 16;
   float* residual = (float*)(arena + RESIDUAL);
   uint32_t place = renewed_u32(m_tile / 132 * 16 + row + column);
+  float weight = bf16_to_f32((norms + (layer * 2 + 2) * 128)[m_tile * 16 + row]);
   uint32_t published = renewed_u32((((m_tile * 16 + row) / 32 + column) * 4 + (m_tile * 16 + row) / 8 % 4) * 4 + (m_tile * 16 + row) % 8 / 2 + 64);
   float* reduction = (float*)(arena + REDUCTIONS) + adding * 160;
   float* own = reduction + (lane / 16 * 80 + lane % 16);
@@ -885,31 +1018,58 @@ __device__ __forceinline__ void finish_rows_4(uint32_t m_tile, uint32_t column, 
     value += residual[place];
     residual[place] = value;
   }
-  float neighbour = shuffle_xor_f32(value, 1);
-  uint32_t pair = pack_bf16x2(value, neighbour);
+  float neighbour = shuffle_xor_f32(value * weight, 1);
+  uint32_t pair = pack_bf16x2(value * weight, neighbour);
   if (is_own && row < 16 && row % 2 == 0) {
     uint32_t* place_2 = input_words + published;
     publish_tagged(place_2, pair, 32, layer_epoch);
+  }
+  float total_3 = value * value;
+  total_3 += shuffle_xor_f32(total_3, 8);
+  total_3 += shuffle_xor_f32(total_3, 4);
+  total_3 += shuffle_xor_f32(total_3, 2);
+  total_3 += shuffle_xor_f32(total_3, 1);
+  uint32_t place_2 = column * 8 + m_tile;
+  if (is_own && row == 0) {
+    publish_flagged(exchange_words + (place_2 + 36416), float_bits(total_3), layer_epoch);
   }
 }
 
 // The block's M-tiles of down: the warps' sums added up, the rows finished.
 __device__ __forceinline__ void finish_down(uint32_t block, uint32_t& adding, uint32_t warp, uint32_t lane,
-    uint8_t* arena, uint64_t* summed, uint32_t& adding_parity, uint32_t* input_words, uint32_t layer_epoch,
-    uint64_t* taken) {
+    uint8_t* arena, const bf16* norms, uint32_t layer, uint64_t* summed, uint32_t& adding_parity, uint32_t* input_words,
+    uint32_t layer_epoch, uint64_t* exchange_words, uint64_t* taken) {
   uint32_t position = block % 132;
-  #pragma unroll 1
-  for (uint32_t m_tile = position; m_tile < 8; m_tile += 132) {
-    if (adding == warp - 9) {
-      uint32_t column = 0;
-      finish_rows_4(m_tile, column, lane, arena, adding, summed, adding_parity, input_words, layer_epoch);
-      warp_barrier();
-      if (lane == 0) {
-        mbarrier_arrive(taken + adding);
+  if (position < 8) {
+    #pragma unroll 1
+    for (uint32_t m_tile = position; m_tile < 8; m_tile += 132) {
+      if (adding == warp - 9) {
+        uint32_t column = 0;
+        finish_rows_4(m_tile, column, lane, arena, norms, layer, adding, summed, adding_parity, input_words,
+            layer_epoch, exchange_words);
+        warp_barrier();
+        if (lane == 0) {
+          mbarrier_arrive(taken + adding);
+        }
       }
+      advance_2(adding, adding_parity);
     }
-    advance_2(adding, adding_parity);
   }
+}
+
+__device__ __forceinline__ float sum_of_lane_4(uint32_t column, uint32_t lane, uint64_t* exchange_words,
+    uint32_t step_epoch) {
+  float total = 0.0f;
+  uint32_t unit = lane;
+  uint32_t places[8];
+  uint4 data[8];
+  places[0] = column * 8 + (unit < 1 ? unit : 1) * 4;
+  wait_flagged_places(data, exchange_words + 36416, places, 1, step_epoch + 2);
+  uint4 words = data[0];
+  float low = bits_float(words.x) + bits_float(words.y);
+  float of_unit = low + (bits_float(words.z) + bits_float(words.w));
+  total += unit < 2 ? of_unit : 0.0f;
+  return total;
 }
 
 __device__ __forceinline__ void penalise(uint32_t column, uint32_t token, float& adjusted, const int32_t* sequences,
@@ -1017,12 +1177,25 @@ __device__ __forceinline__ void consider(float logit, uint32_t m_tile, uint32_t 
 }
 
 // The rows of a slot, with what of it is worked out before the sums are there.
-__device__ __forceinline__ void finish_rows_5(uint32_t m_tile, uint32_t column, uint32_t lane, uint8_t* arena,
+__device__ __forceinline__ void finish_rows_5(uint32_t m_tile, uint32_t column, uint32_t lane, float& scale,
+    uint64_t* loaded, uint32_t loaded_parity, uint64_t* exchange_words, uint32_t step_epoch, uint8_t* arena,
     uint32_t adding, uint64_t* summed, uint32_t adding_parity, float* logits, uint32_t step, uint32_t options,
     const int32_t* sequences, const uint32_t* masks, const float* logit_bias, uint32_t* token_counts, float* weighed,
     float& best, uint32_t& best_token) {
   uint32_t row = lane % 16;
   bool is_own = lane < 16;
+  if (scale == 0.0f) {
+    mbarrier_wait(loaded, loaded_parity);
+    float total = 0.0f;
+    total = sum_of_lane_4(column, lane % 32, exchange_words, step_epoch);
+    total += shuffle_xor_f32(total, 16);
+    total += shuffle_xor_f32(total, 8);
+    total += shuffle_xor_f32(total, 4);
+    total += shuffle_xor_f32(total, 2);
+    total += shuffle_xor_f32(total, 1);
+    float scale_2 = rsqrt_f32(total * 0.0078125f + 1e-05f);
+    scale = total < 1.8446744e+19f ? scale_2 : bits_float(2143289344);
+  }
   float* reduction = (float*)(arena + REDUCTIONS) + adding * 160;
   float* own = reduction + (lane / 16 * 80 + lane % 16);
   mbarrier_wait(summed + adding, adding_parity);
@@ -1033,7 +1206,7 @@ __device__ __forceinline__ void finish_rows_5(uint32_t m_tile, uint32_t column, 
   }
   float low = total;
   float total_2 = low + shuffle_xor_f32(low, 16);
-  float logit = total_2 * ((float*)(arena + SCALES))[column];
+  float logit = total_2 * scale;
   uint32_t token = m_tile * 16 + row;
   if (is_own) {
     if (logits != nullptr && token < 512) {
@@ -1046,23 +1219,34 @@ __device__ __forceinline__ void finish_rows_5(uint32_t m_tile, uint32_t column, 
 }
 
 // The block's M-tiles of lm_head: the warps' sums added up, the rows finished.
-__device__ __forceinline__ void finish_lm_head(uint32_t block, uint32_t& adding, uint32_t warp, uint32_t lane,
-    uint8_t* arena, uint64_t* summed, uint32_t& adding_parity, float* logits, uint32_t step, uint32_t options,
-    const int32_t* sequences, const uint32_t* masks, const float* logit_bias, uint32_t* token_counts, float* weighed,
-    float& best, uint32_t& best_token, uint64_t* taken) {
+__device__ __forceinline__ void finish_lm_head(uint32_t block, uint32_t lane, uint64_t* loaded, uint32_t& adding,
+    uint32_t warp, uint32_t& loaded_parity, uint64_t* exchange_words, uint32_t step_epoch, uint8_t* arena,
+    uint64_t* summed, uint32_t& adding_parity, float* logits, uint32_t step, uint32_t options, const int32_t* sequences,
+    const uint32_t* masks, const float* logit_bias, uint32_t* token_counts, float* weighed, float& best,
+    uint32_t& best_token, uint64_t* taken) {
   uint32_t position = (block + 124) % 132;
-  #pragma unroll 1
-  for (uint32_t m_tile = position; m_tile < 32; m_tile += 132) {
-    if (adding == warp - 9) {
-      uint32_t column = 0;
-      finish_rows_5(m_tile, column, lane, arena, adding, summed, adding_parity, logits, step, options, sequences, masks,
-          logit_bias, token_counts, weighed, best, best_token);
-      warp_barrier();
-      if (lane == 0) {
-        mbarrier_arrive(taken + adding);
-      }
+  if (position < 32) {
+    warp_barrier();
+    if (lane == 0) {
+      mbarrier_arrive(loaded);
     }
-    advance_2(adding, adding_parity);
+    float scale = 0.0f;
+    #pragma unroll 1
+    for (uint32_t m_tile = position; m_tile < 32; m_tile += 132) {
+      if (adding == warp - 9) {
+        uint32_t column = 0;
+        finish_rows_5(m_tile, column, lane, scale, loaded, loaded_parity, exchange_words, step_epoch, arena, adding,
+            summed, adding_parity, logits, step, options, sequences, masks, logit_bias, token_counts, weighed, best,
+            best_token);
+        warp_barrier();
+        if (lane == 0) {
+          mbarrier_arrive(taken + adding);
+        }
+      }
+      advance_2(adding, adding_parity);
+    }
+    mbarrier_wait(loaded, loaded_parity);
+    loaded_parity ^= 1;
   }
 }
 
@@ -1198,64 +1382,46 @@ __device__ __forceinline__ void start_residual(uint8_t* arena, uint32_t thread, 
   }
 }
 
-// Bring `size_bytes` of global memory into L2, a line a block: a cold line under full load takes microseconds.
-__device__ __forceinline__ void prefetch(const bf16* source, uint32_t thread, uint32_t block) {
-  const uint8_t* lines = (const uint8_t*)(source);
-  if (thread == 0) {
-    #pragma unroll 1
-    for (uint32_t offset = block * 128; offset < 256; offset += 16896) {
-      prefetch_l2(lines + offset);
+// Bring a part of a vector into shared memory, times the weights of a norm if there are any (bf16, in natural
+// order); ends with a barrier of the consumer warps.
+__device__ __forceinline__ void load_vector(const bf16* weight, uint8_t* arena, uint32_t thread, const bf16* embedding,
+    uint32_t* next_token) {
+  uint4* vector = (uint4*)(arena + VECTOR);
+  if (thread < 16) {
+    uint32_t first_unit = thread;
+    uint4 units[8];
+    const bf16* embedded = embedding + (uint64_t)(next_token[0]) * 128;
+    #pragma unroll
+    for (uint32_t index = 0; index < 1; ++index) {
+      units[index] = load_constant_u32x4(embedded + (first_unit + index * 256) * 8);
     }
-  }
-}
-
-// A unit times the norm's weights into the vector, and its squares to the thread's sum.
-__device__ __forceinline__ void normalise_unit(uint4* vector, uint32_t unit, uint4 words, uint4 weight,
-    float& squares) {
-  float low = bf16x2_low(words.x);
-  float high = bf16x2_high(words.x);
-  squares += low * low + high * high;
-  uint32_t weights = weight.x;
-  float low_2 = bf16x2_low(words.y);
-  float high_2 = bf16x2_high(words.y);
-  squares += low_2 * low_2 + high_2 * high_2;
-  uint32_t weights_2 = weight.y;
-  float low_3 = bf16x2_low(words.z);
-  float high_3 = bf16x2_high(words.z);
-  squares += low_3 * low_3 + high_3 * high_3;
-  uint32_t weights_3 = weight.z;
-  float low_4 = bf16x2_low(words.w);
-  float high_4 = bf16x2_high(words.w);
-  squares += low_4 * low_4 + high_4 * high_4;
-  uint32_t weights_4 = weight.w;
-  vector[unit] = make_u32x4(pack_bf16x2(low * bf16x2_low(weights), high * bf16x2_high(weights)), pack_bf16x2(low_2 * bf16x2_low(weights_2), high_2 * bf16x2_high(weights_2)), pack_bf16x2(low_3 * bf16x2_low(weights_3), high_3 * bf16x2_high(weights_3)), pack_bf16x2(low_4 * bf16x2_low(weights_4), high_4 * bf16x2_high(weights_4)));
-}
-
-// 1/rms of every token from the threads' sums of squares: within warps, then over the warps in order.
-__device__ __forceinline__ void write_scales(float squares, uint8_t* arena, uint32_t lane, uint32_t warp,
-    uint32_t thread, uint32_t column_count) {
-  float* partial_sums = (float*)(arena + PARTIAL_SUMS);
-  float* scales = (float*)(arena + SCALES);
-  float sum_of_token = squares;
-  sum_of_token += shuffle_xor_f32(sum_of_token, 16);
-  sum_of_token += shuffle_xor_f32(sum_of_token, 8);
-  sum_of_token += shuffle_xor_f32(sum_of_token, 4);
-  sum_of_token += shuffle_xor_f32(sum_of_token, 2);
-  sum_of_token += shuffle_xor_f32(sum_of_token, 1);
-  if (lane % 4 == 0 && lane < 4) {
-    partial_sums[warp * 8 + lane / 4] = sum_of_token;
+    #pragma unroll
+    for (uint32_t index = 0; index < 1; ++index) {
+      uint4 words = units[index];
+      uint4 value = load_constant_u32x4(weight + (first_unit + index * 256) * 8);
+      uint4 weighted = make_u32x4(multiply_bf16x2(words.x, value.x), multiply_bf16x2(words.y, value.y), multiply_bf16x2(words.z, value.z), multiply_bf16x2(words.w, value.w));
+      vector[first_unit + index * 256] = weighted;
+    }
   }
   named_barrier(1, 256);
-  if (thread < column_count) {
-    float total = 0.0f;
+}
+
+// Bring a part of a vector into shared memory, times the weights of a norm if there are any (bf16, in natural
+// order); ends with a barrier of the consumer warps.
+__device__ __forceinline__ void load_vector_2(uint8_t* arena, uint32_t thread, uint32_t* input_words,
+    uint32_t layer_epoch) {
+  uint4* vector = (uint4*)(arena + VECTOR);
+  if (thread < 16) {
+    uint32_t first_unit = thread;
+    uint4 units[8];
+    wait_tagged_units(units, input_words + (first_unit * 4 + 64), 1024, 1, 32, layer_epoch - 1);
     #pragma unroll
-    for (uint32_t other = 0; other < 8; ++other) {
-      uint32_t warp_2 = other + thread / 8;
-      total += partial_sums[warp_2 * 8 + thread % 8];
+    for (uint32_t index = 0; index < 1; ++index) {
+      uint4 words = units[index];
+      vector[first_unit + index * 256] = words;
     }
-    float scale = rsqrt_f32(total * 0.0078125f + 1e-05f);
-    scales[thread] = total < 1.8446744e+19f ? scale : bits_float(2143289344);
   }
+  named_barrier(1, 256);
 }
 
 // This warp's tiles of a chunk, and what they are multiplied with, to registers.
@@ -1331,59 +1497,25 @@ __device__ __forceinline__ void wait_until_taken(uint64_t* taken, uint32_t& turn
 // Waits for: hidden of the layer before; in the first layer for nothing, the tokens' embeddings are there.
 // Makes: qkv, and the keys and values in the cache.
 __device__ __forceinline__ void qkv(uint32_t thread, uint32_t* progress, uint32_t block, uint32_t step, uint32_t layer,
-    const bf16* norms, uint32_t* block_waits, uint8_t* arena, const bf16* embedding, uint32_t* next_token,
-    uint32_t lane, uint32_t warp, uint32_t column_count, uint32_t* input_words, uint32_t layer_epoch, uint64_t* full,
-    uint32_t& use_stage, uint32_t& use_parity, uint8_t* ring, uint64_t* empty, uint64_t* taken, uint32_t& turn,
+    uint32_t* block_waits, const bf16* norms, uint8_t* arena, const bf16* embedding, uint32_t* next_token,
+    uint32_t* input_words, uint32_t layer_epoch, uint64_t* loaded, uint64_t* full, uint32_t& use_stage,
+    uint32_t& use_parity, uint8_t* ring, uint32_t warp, uint32_t lane, uint64_t* empty, uint64_t* taken, uint32_t& turn,
     uint32_t& turn_parity, uint64_t* summed) {
   if (thread == 0) {
     store_relaxed_u32(progress + block, step * 17 + layer * 5);
   }
-  prefetch(norms + (layer * 2 + 1) * 128, thread, block);
   uint32_t position = (block + 124) % 132;
   if (position < 32) {
     if (thread == 0) {
       store_shared_u32(block_waits, 1);
     }
     if (layer == 0) {
-      uint4* vector = (uint4*)(arena + VECTOR);
-      float squares = 0.0f;
-      if (thread < 16) {
-        uint32_t first_unit = thread;
-        uint4 weights[8];
-        #pragma unroll
-        for (uint32_t index = 0; index < 1; ++index) {
-          weights[index] = load_constant_u32x4(norms + (first_unit + index * 256) * 8);
-        }
-        uint4 units[8];
-        const bf16* embedded = embedding + (uint64_t)(next_token[0]) * 128;
-        #pragma unroll
-        for (uint32_t index = 0; index < 1; ++index) {
-          units[index] = load_constant_u32x4(embedded + (first_unit + index * 256) * 8);
-        }
-        #pragma unroll
-        for (uint32_t index = 0; index < 1; ++index) {
-          normalise_unit(vector, first_unit + index * 256, units[index], weights[index], squares);
-        }
-      }
-      write_scales(squares, arena, lane, warp, thread, column_count);
+      load_vector(norms, arena, thread, embedding, next_token);
     } else {
-      uint4* vector = (uint4*)(arena + VECTOR);
-      float squares = 0.0f;
-      if (thread < 16) {
-        uint32_t first_unit = thread;
-        uint4 weights[8];
-        #pragma unroll
-        for (uint32_t index = 0; index < 1; ++index) {
-          weights[index] = load_constant_u32x4(norms + layer * 256 + (first_unit + index * 256) * 8);
-        }
-        uint4 units[8];
-        wait_tagged_units(units, input_words + (first_unit * 4 + 64), 1024, 1, 32, layer_epoch - 1);
-        #pragma unroll
-        for (uint32_t index = 0; index < 1; ++index) {
-          normalise_unit(vector, first_unit + index * 256, units[index], weights[index], squares);
-        }
-      }
-      write_scales(squares, arena, lane, warp, thread, column_count);
+      load_vector_2(arena, thread, input_words, layer_epoch);
+    }
+    if (thread == 0) {
+      mbarrier_arrive(loaded);
     }
     if (thread == 0) {
       store_shared_u32(block_waits, 0);
@@ -2070,8 +2202,20 @@ __device__ __forceinline__ void attention(uint32_t thread, uint32_t* progress, u
   }
 }
 
-// Bring a part of a vector into shared memory; ends with a barrier of the consumer warps.
-__device__ __forceinline__ void load_vector(uint8_t* arena, uint32_t thread, uint32_t* input_words,
+// Bring `size_bytes` of global memory into L2, a line a block: a cold line under full load takes microseconds.
+__device__ __forceinline__ void prefetch(const bf16* source, uint32_t thread, uint32_t block) {
+  const uint8_t* lines = (const uint8_t*)(source);
+  if (thread == 0) {
+    #pragma unroll 1
+    for (uint32_t offset = block * 128; offset < 256; offset += 16896) {
+      prefetch_l2(lines + offset);
+    }
+  }
+}
+
+// Bring a part of a vector into shared memory, times the weights of a norm if there are any (bf16, in natural
+// order); ends with a barrier of the consumer warps.
+__device__ __forceinline__ void load_vector_3(uint8_t* arena, uint32_t thread, uint32_t* input_words,
     uint32_t layer_epoch) {
   uint4* vector = (uint4*)(arena + VECTOR);
   if (thread < 32) {
@@ -2080,7 +2224,8 @@ __device__ __forceinline__ void load_vector(uint8_t* arena, uint32_t thread, uin
     wait_tagged_units(units, input_words + (first_unit * 4 + 72448), 1024, 1, 60, layer_epoch);
     #pragma unroll
     for (uint32_t index = 0; index < 1; ++index) {
-      vector[first_unit + index * 256] = units[index];
+      uint4 words = units[index];
+      vector[first_unit + index * 256] = words;
     }
   }
   named_barrier(1, 256);
@@ -2124,18 +2269,19 @@ __device__ __forceinline__ void multiply_held_2(uint32_t chunk, float (&sums)[1]
 // Waits for: attention.
 // Makes: middle.
 __device__ __forceinline__ void o(uint32_t thread, uint32_t* progress, uint32_t block, uint32_t step, uint32_t layer,
-    uint32_t* block_waits, uint8_t* arena, uint32_t* input_words, uint32_t layer_epoch, uint64_t* full,
-    uint32_t& use_stage, uint32_t& use_parity, uint8_t* ring, uint32_t warp, uint32_t lane, uint64_t* empty,
-    uint64_t* taken, uint32_t& turn, uint32_t& turn_parity, uint64_t* summed) {
+    const bf16* norms, uint32_t* block_waits, uint8_t* arena, uint32_t* input_words, uint32_t layer_epoch,
+    uint64_t* full, uint32_t& use_stage, uint32_t& use_parity, uint8_t* ring, uint32_t warp, uint32_t lane,
+    uint64_t* empty, uint64_t* taken, uint32_t& turn, uint32_t& turn_parity, uint64_t* summed) {
   if (thread == 0) {
     store_relaxed_u32(progress + block, step * 17 + layer * 5 + 2);
   }
+  prefetch(norms + (layer * 2 + 1) * 128, thread, block);
   uint32_t position = block % 132;
   if (position < 8) {
     if (thread == 0) {
       store_shared_u32(block_waits, 1);
     }
-    load_vector(arena, thread, input_words, layer_epoch);
+    load_vector_3(arena, thread, input_words, layer_epoch);
     if (thread == 0) {
       store_shared_u32(block_waits, 0);
     }
@@ -2162,41 +2308,44 @@ __device__ __forceinline__ void o(uint32_t thread, uint32_t* progress, uint32_t 
   }
 }
 
+// Bring a part of a vector into shared memory, times the weights of a norm if there are any (bf16, in natural
+// order); ends with a barrier of the consumer warps.
+__device__ __forceinline__ void load_vector_4(uint8_t* arena, uint32_t thread, uint32_t* input_words,
+    uint32_t layer_epoch) {
+  uint4* vector = (uint4*)(arena + VECTOR);
+  if (thread < 16) {
+    uint32_t first_unit = thread;
+    uint4 units[8];
+    wait_tagged_units(units, input_words + (first_unit * 4 + 72576), 1024, 1, 32, layer_epoch);
+    #pragma unroll
+    for (uint32_t index = 0; index < 1; ++index) {
+      uint4 words = units[index];
+      vector[first_unit + index * 256] = words;
+    }
+  }
+  named_barrier(1, 256);
+}
+
 // ---- phase gate_up ---------------------------------------------------------------------------------
 // Norm; gate and up; SwiGLU.
 // Waits for: middle.
 // Makes: gated.
 __device__ __forceinline__ void gate_up(uint32_t thread, uint32_t* progress, uint32_t block, uint32_t step,
-    uint32_t layer, const bf16* norms, uint32_t* block_waits, uint8_t* arena, uint32_t* input_words,
-    uint32_t layer_epoch, uint32_t lane, uint32_t warp, uint32_t column_count, uint64_t* full, uint32_t& use_stage,
-    uint32_t& use_parity, uint8_t* ring, uint64_t* empty, uint64_t* taken, uint32_t& turn, uint32_t& turn_parity,
-    uint64_t* summed) {
+    uint32_t layer, uint32_t* block_waits, uint8_t* arena, uint32_t* input_words, uint32_t layer_epoch,
+    uint64_t* loaded, uint64_t* full, uint32_t& use_stage, uint32_t& use_parity, uint8_t* ring, uint32_t warp,
+    uint32_t lane, uint64_t* empty, uint64_t* taken, uint32_t& turn, uint32_t& turn_parity, uint64_t* summed) {
   if (thread == 0) {
     store_relaxed_u32(progress + block, step * 17 + layer * 5 + 3);
   }
-  prefetch(norms + (layer * 2 + 2) * 128, thread, block);
   uint32_t position = (block + 124) % 132;
   if (position < 40) {
     if (thread == 0) {
       store_shared_u32(block_waits, 1);
     }
-    uint4* vector = (uint4*)(arena + VECTOR);
-    float squares = 0.0f;
-    if (thread < 16) {
-      uint32_t first_unit = thread;
-      uint4 weights[8];
-      #pragma unroll
-      for (uint32_t index = 0; index < 1; ++index) {
-        weights[index] = load_constant_u32x4(norms + (layer * 2 + 1) * 128 + (first_unit + index * 256) * 8);
-      }
-      uint4 units[8];
-      wait_tagged_units(units, input_words + (first_unit * 4 + 72576), 1024, 1, 32, layer_epoch);
-      #pragma unroll
-      for (uint32_t index = 0; index < 1; ++index) {
-        normalise_unit(vector, first_unit + index * 256, units[index], weights[index], squares);
-      }
+    load_vector_4(arena, thread, input_words, layer_epoch);
+    if (thread == 0) {
+      mbarrier_arrive(loaded);
     }
-    write_scales(squares, arena, lane, warp, thread, column_count);
     if (thread == 0) {
       store_shared_u32(block_waits, 0);
     }
@@ -2223,8 +2372,9 @@ __device__ __forceinline__ void gate_up(uint32_t thread, uint32_t* progress, uin
   }
 }
 
-// Bring a part of a vector into shared memory; ends with a barrier of the consumer warps.
-__device__ __forceinline__ void load_vector_2(uint8_t* arena, uint32_t thread, uint32_t* input_words,
+// Bring a part of a vector into shared memory, times the weights of a norm if there are any (bf16, in natural
+// order); ends with a barrier of the consumer warps.
+__device__ __forceinline__ void load_vector_5(uint8_t* arena, uint32_t thread, uint32_t* input_words,
     uint32_t layer_epoch) {
   uint4* vector = (uint4*)(arena + VECTOR);
   if (thread < 40) {
@@ -2233,7 +2383,8 @@ __device__ __forceinline__ void load_vector_2(uint8_t* arena, uint32_t thread, u
     wait_tagged_units(units, input_words + (first_unit * 4 + 72640), 1024, 1, 60, layer_epoch);
     #pragma unroll
     for (uint32_t index = 0; index < 1; ++index) {
-      vector[first_unit + index * 256] = units[index];
+      uint4 words = units[index];
+      vector[first_unit + index * 256] = words;
     }
   }
   named_barrier(1, 256);
@@ -2277,18 +2428,19 @@ __device__ __forceinline__ void multiply_held_3(uint32_t chunk, float (&sums)[1]
 // Waits for: gated.
 // Makes: hidden.
 __device__ __forceinline__ void down(uint32_t thread, uint32_t* progress, uint32_t block, uint32_t step, uint32_t layer,
-    uint32_t* block_waits, uint8_t* arena, uint32_t* input_words, uint32_t layer_epoch, uint64_t* full,
-    uint32_t& use_stage, uint32_t& use_parity, uint8_t* ring, uint32_t warp, uint32_t lane, uint64_t* empty,
-    uint64_t* taken, uint32_t& turn, uint32_t& turn_parity, uint64_t* summed) {
+    const bf16* norms, uint32_t* block_waits, uint8_t* arena, uint32_t* input_words, uint32_t layer_epoch,
+    uint64_t* full, uint32_t& use_stage, uint32_t& use_parity, uint8_t* ring, uint32_t warp, uint32_t lane,
+    uint64_t* empty, uint64_t* taken, uint32_t& turn, uint32_t& turn_parity, uint64_t* summed) {
   if (thread == 0) {
     store_relaxed_u32(progress + block, step * 17 + layer * 5 + 4);
   }
+  prefetch(norms + (layer * 2 + 2) * 128, thread, block);
   uint32_t position = block % 132;
   if (position < 8) {
     if (thread == 0) {
       store_shared_u32(block_waits, 1);
     }
-    load_vector_2(arena, thread, input_words, layer_epoch);
+    load_vector_5(arena, thread, input_words, layer_epoch);
     if (thread == 0) {
       store_shared_u32(block_waits, 0);
     }
@@ -2315,14 +2467,32 @@ __device__ __forceinline__ void down(uint32_t thread, uint32_t* progress, uint32
   }
 }
 
+// Bring a part of a vector into shared memory, times the weights of a norm if there are any (bf16, in natural
+// order); ends with a barrier of the consumer warps.
+__device__ __forceinline__ void load_vector_6(uint8_t* arena, uint32_t thread, uint32_t* input_words,
+    uint32_t step_epoch) {
+  uint4* vector = (uint4*)(arena + VECTOR);
+  if (thread < 16) {
+    uint32_t first_unit = thread;
+    uint4 units[8];
+    wait_tagged_units(units, input_words + (first_unit * 4 + 64), 1024, 1, 32, step_epoch + 2);
+    #pragma unroll
+    for (uint32_t index = 0; index < 1; ++index) {
+      uint4 words = units[index];
+      vector[first_unit + index * 256] = words;
+    }
+  }
+  named_barrier(1, 256);
+}
+
 // ---- phase lm_head ---------------------------------------------------------------------------------
 // Final norm; logits; each lane's best candidates.
 // Waits for: hidden of the last layer.
 // Makes: logits, where they are wanted, and candidates in registers.
 __device__ __forceinline__ void lm_head(uint32_t thread, uint32_t* progress, uint32_t block, uint32_t step,
-    uint32_t head_from, float* logits, uint32_t* block_waits, uint8_t* arena, const bf16* norms, uint32_t* input_words,
-    uint32_t step_epoch, uint32_t lane, uint32_t warp, uint32_t column_count, uint64_t* full, uint32_t& use_stage,
-    uint32_t& use_parity, uint8_t* ring, uint64_t* empty, uint64_t* taken, uint32_t& turn, uint32_t& turn_parity,
+    uint32_t head_from, float* logits, uint32_t* block_waits, uint8_t* arena, uint32_t* input_words,
+    uint32_t step_epoch, uint64_t* loaded, uint64_t* full, uint32_t& use_stage, uint32_t& use_parity, uint8_t* ring,
+    uint32_t warp, uint32_t lane, uint64_t* empty, uint64_t* taken, uint32_t& turn, uint32_t& turn_parity,
     uint64_t* summed) {
   if (thread == 0) {
     store_relaxed_u32(progress + block, step * 17 + 15);
@@ -2333,23 +2503,10 @@ __device__ __forceinline__ void lm_head(uint32_t thread, uint32_t* progress, uin
       if (thread == 0) {
         store_shared_u32(block_waits, 1);
       }
-      uint4* vector = (uint4*)(arena + VECTOR);
-      float squares = 0.0f;
-      if (thread < 16) {
-        uint32_t first_unit = thread;
-        uint4 weights[8];
-        #pragma unroll
-        for (uint32_t index = 0; index < 1; ++index) {
-          weights[index] = load_constant_u32x4(norms + 768 + (first_unit + index * 256) * 8);
-        }
-        uint4 units[8];
-        wait_tagged_units(units, input_words + (first_unit * 4 + 64), 1024, 1, 32, step_epoch + 2);
-        #pragma unroll
-        for (uint32_t index = 0; index < 1; ++index) {
-          normalise_unit(vector, first_unit + index * 256, units[index], weights[index], squares);
-        }
+      load_vector_6(arena, thread, input_words, step_epoch);
+      if (thread == 0) {
+        mbarrier_arrive(loaded);
       }
-      write_scales(squares, arena, lane, warp, thread, column_count);
       if (thread == 0) {
         store_shared_u32(block_waits, 0);
       }
@@ -2568,7 +2725,7 @@ __device__ __forceinline__ void publish_list(uint32_t column, uint32_t epoch, ui
   warp_barrier();
   if (lane < 32) {
     uint32_t index = ((step % 2 + column) * 1056 + block * 8) * 4 + lane;
-    publish_flagged(exchange_words + (index + 37472), ((uint32_t*)(arena + LIST_ROWS))[lane], epoch);
+    publish_flagged(exchange_words + (index + 37536), ((uint32_t*)(arena + LIST_ROWS))[lane], epoch);
   }
   warp_barrier();
 }
@@ -2633,7 +2790,7 @@ __device__ __forceinline__ void gather(uint32_t first_unit, uint32_t epoch, uint
   uint4* units = (uint4*)(arena + CANDIDATES);
   #pragma unroll 1
   for (uint32_t other = thread; other < 132; other += 256) {
-    units[other] = wait_flagged4_acquire(exchange_words + ((first_unit + other) * 4 + 36416), epoch);
+    units[other] = wait_flagged4_acquire(exchange_words + ((first_unit + other) * 4 + 36480), epoch);
   }
 }
 
@@ -2674,7 +2831,7 @@ __device__ __forceinline__ void read(uint32_t column, uint32_t epoch, uint32_t s
     for (uint32_t index = 0; index < 5; ++index) {
       places[index] = (first_unit + (first + index * 256 < 1055 ? first + index * 256 : 1055)) * 4;
     }
-    wait_flagged_places(data, exchange_words + 37472, places, 5, epoch);
+    wait_flagged_places(data, exchange_words + 37536, places, 5, epoch);
     #pragma unroll
     for (uint32_t index = 0; index < 5; ++index) {
       if (first + index * 256 < 1056) {
@@ -2959,7 +3116,7 @@ __device__ __forceinline__ void decide(uint32_t column, uint32_t epoch, uint32_t
     begin_2(column, highest, highest - best_scaled, arena, sequences, lane);
   }
   if (judged < 1056) {
-    uint4 unit = wait_flagged4(exchange_words + (((step % 2 + column) * 1056 + judged) * 4 + 37472), epoch);
+    uint4 unit = wait_flagged4(exchange_words + (((step % 2 + column) * 1056 + judged) * 4 + 37536), epoch);
     if (lane == 0) {
       ((uint32_t*)(arena + CHOSEN))[column] = unit.z;
     }
@@ -3175,7 +3332,7 @@ __device__ __forceinline__ void weigh_all(uint32_t epoch, uint32_t index, uint8_
         uint32_t word = add_groups(column, lane, arena);
         if (lane < 16) {
           uint32_t word_index = ((index % 2 + column) * 132 + block) * 16 + lane;
-          publish_flagged(exchange_words + (word_index + 45920), word, epoch);
+          publish_flagged(exchange_words + (word_index + 45984), word, epoch);
         }
       }
     }
@@ -3213,7 +3370,7 @@ __device__ __forceinline__ void read_2(uint32_t column, uint32_t epoch, uint32_t
     for (uint32_t index_2 = 0; index_2 < 3; ++index_2) {
       places[index_2] = (first_unit + (first + index_2 * 256 < 527 ? first + index_2 * 256 : 527)) * 4;
     }
-    wait_flagged_places(data, exchange_words + 45920, places, 3, epoch);
+    wait_flagged_places(data, exchange_words + 45984, places, 3, epoch);
     #pragma unroll
     for (uint32_t index_2 = 0; index_2 < 3; ++index_2) {
       if (first + index_2 * 256 < 528) {
@@ -3443,7 +3600,7 @@ __device__ __forceinline__ void sampling(uint32_t thread, uint32_t* progress, ui
       uint32_t best_token_2 = is_cancelled ? 4294967294u : best_token;
       uint32_t word = lane % 2 == 0 ? value_2 : best_token_2;
       uint32_t place = first_word + (block * 2 + warp) * 2 + lane;
-      publish_flagged_release(exchange_words + (place + 36416), word, step_epoch + 3);
+      publish_flagged_release(exchange_words + (place + 36480), word, step_epoch + 3);
     }
   }
   uint32_t answer = 0;
@@ -3581,6 +3738,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
   uint64_t* summed = (uint64_t*)(arena + REDUCTION_BARRIERS);
   uint64_t* taken = summed + 3;
   uint64_t* step_added = taken + 3;
+  uint64_t* loaded = step_added + 1;
   uint64_t* step_done = (uint64_t*)(arena + STEP_DONE);
   uint32_t* next_token = (uint32_t*)(arena + NEXT_TOKEN);
   // barriers, and every column's first token
@@ -3595,6 +3753,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
       mbarrier_init(taken + reduction, 1);
     }
     mbarrier_init(step_added, 3);
+    mbarrier_init(loaded, 4);
     mbarrier_init(step_done, 1);
     mbarrier_init(step_done + 1, 4);
     mbarrier_fence_init();
@@ -3648,21 +3807,26 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
     if (warp > 8 && warp <= 11) {
       uint32_t adding = 0;
       uint32_t adding_parity = 0;
+      uint32_t loaded_parity = 0;
       for (uint32_t step = 0; step < steps; ++step) {
         uint32_t step_epoch = epoch + step * 69;
         for (uint32_t layer = 0; layer < 3; ++layer) {
           uint32_t layer_epoch = step_epoch + layer;
-          finish_qkv(block, adding, warp, lane, arena, summed, adding_parity, exchange_words, layer_epoch, page_table,
-              layer, kv, taken);
-          finish_o(block, adding, warp, lane, arena, summed, adding_parity, input_words, layer_epoch, taken);
-          finish_gate_up(block, adding, warp, lane, arena, summed, adding_parity, input_words, layer_epoch, taken);
-          finish_down(block, adding, warp, lane, arena, summed, adding_parity, input_words, layer_epoch, taken);
+          finish_qkv(block, lane, loaded, adding, warp, loaded_parity, layer, embedding, next_token, exchange_words,
+              layer_epoch, arena, summed, adding_parity, page_table, kv, taken);
+          finish_o(block, adding, warp, lane, arena, norms, layer, summed, adding_parity, input_words, layer_epoch,
+              exchange_words, taken);
+          finish_gate_up(block, lane, loaded, adding, warp, loaded_parity, exchange_words, layer_epoch, arena, summed,
+              adding_parity, input_words, taken);
+          finish_down(block, adding, warp, lane, arena, norms, layer, summed, adding_parity, input_words, layer_epoch,
+              exchange_words, taken);
         }
         float best = -bits_float(0x7f800000);
         uint32_t best_token = 4294967295u;
         if (step >= head_from || logits != nullptr) {
-          finish_lm_head(block, adding, warp, lane, arena, summed, adding_parity, logits, step, options, sequences,
-              masks, logit_bias, token_counts, weighed, best, best_token, taken);
+          finish_lm_head(block, lane, loaded, adding, warp, loaded_parity, exchange_words, step_epoch, arena, summed,
+              adding_parity, logits, step, options, sequences, masks, logit_bias, token_counts, weighed, best,
+              best_token, taken);
         }
         lay_down_candidates(arena, best, best_token, lane, warp, step_added);
         mbarrier_wait(step_done, step % 2);
@@ -3697,20 +3861,20 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
       named_barrier(1, 256);
       for (uint32_t layer = 0; layer < 3; ++layer) {
         uint32_t layer_epoch = step_epoch + layer;
-        qkv(thread, progress, block, step, layer, norms, block_waits, arena, embedding, next_token, lane, warp,
-            column_count, input_words, layer_epoch, full, use_stage, use_parity, ring, empty, taken, turn, turn_parity,
+        qkv(thread, progress, block, step, layer, block_waits, norms, arena, embedding, next_token, input_words,
+            layer_epoch, loaded, full, use_stage, use_parity, ring, warp, lane, empty, taken, turn, turn_parity,
             summed);
         attention(thread, progress, block, step, layer, arena, kv_plans, plan_index, tiles, warp, exchange_words, lane,
             layer_epoch, use_stage, full, use_parity, ring, empty, input_words);
-        o(thread, progress, block, step, layer, block_waits, arena, input_words, layer_epoch, full, use_stage,
+        o(thread, progress, block, step, layer, norms, block_waits, arena, input_words, layer_epoch, full, use_stage,
             use_parity, ring, warp, lane, empty, taken, turn, turn_parity, summed);
-        gate_up(thread, progress, block, step, layer, norms, block_waits, arena, input_words, layer_epoch, lane, warp,
-            column_count, full, use_stage, use_parity, ring, empty, taken, turn, turn_parity, summed);
-        down(thread, progress, block, step, layer, block_waits, arena, input_words, layer_epoch, full, use_stage,
+        gate_up(thread, progress, block, step, layer, block_waits, arena, input_words, layer_epoch, loaded, full,
+            use_stage, use_parity, ring, warp, lane, empty, taken, turn, turn_parity, summed);
+        down(thread, progress, block, step, layer, norms, block_waits, arena, input_words, layer_epoch, full, use_stage,
             use_parity, ring, warp, lane, empty, taken, turn, turn_parity, summed);
       }
-      lm_head(thread, progress, block, step, head_from, logits, block_waits, arena, norms, input_words, step_epoch,
-          lane, warp, column_count, full, use_stage, use_parity, ring, empty, taken, turn, turn_parity, summed);
+      lm_head(thread, progress, block, step, head_from, logits, block_waits, arena, input_words, step_epoch, loaded,
+          full, use_stage, use_parity, ring, warp, lane, empty, taken, turn, turn_parity, summed);
       sampling(thread, progress, block, step, step_added, options, column_count, sequences, arena, warp, lane, weighed,
           step_epoch, exchange_words, cancelled, epoch, token_counts);
       take_tokens(step, warp, lane, column_count, arena, sequences, block, tokens, emitted, stop_ids, next_token,

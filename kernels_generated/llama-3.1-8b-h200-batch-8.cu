@@ -21,20 +21,18 @@
 //     180480     8192  queries  (over scratch)
 //     188672     8192  newest  (over scratch)
 //     213248    10240  reductions
-//     223488       40  reduction_barriers
+//     223488       48  reduction_barriers
 //     223536     1024  residual
-//     224560      256  partial_sums
-//     224816       32  scales
-//     224848     4096  rope
-//     228944      512  statistics
-//     229456      592  records
-//     230048       64  warp_candidates
-//     230112      288  columns
-//     230400       32  chosen
-//     230432       16  step_done
-//     230448       36  next_token
-//              230484  total
-//              232448  a block has, 1964 free
+//     224560     4096  rope
+//     228656      512  statistics
+//     229168      592  records
+//     229760       64  warp_candidates
+//     229824      288  columns
+//     230112       32  chosen
+//     230144       16  step_done
+//     230160       36  next_token
+//              230196  total
+//              232448  a block has, 2252 free
 
 #ifdef CHEETAH_EMULATOR
 #include "cheetah_emulator.h"
@@ -336,6 +334,12 @@ __device__ __forceinline__ float bf16x2_high(uint32_t pair) {
   return __uint_as_float(pair & 0xffff0000u);
 }
 
+__device__ __forceinline__ uint32_t multiply_bf16x2(uint32_t a, uint32_t b) {
+  uint32_t result;
+  asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(result) : "r"(a), "r"(b));
+  return result;
+}
+
 __device__ __forceinline__ uint32_t byte_permute(uint32_t a, uint32_t b, uint32_t selector) {
   return __byte_perm(a, b, selector);
 }
@@ -412,16 +416,14 @@ constexpr uint32_t NEWEST = 188672;
 constexpr uint32_t REDUCTIONS = 213248;
 constexpr uint32_t REDUCTION_BARRIERS = 223488;
 constexpr uint32_t RESIDUAL = 223536;
-constexpr uint32_t PARTIAL_SUMS = 224560;
-constexpr uint32_t SCALES = 224816;
-constexpr uint32_t ROPE = 224848;
-constexpr uint32_t STATISTICS = 228944;
-constexpr uint32_t RECORDS = 229456;
-constexpr uint32_t WARP_CANDIDATES = 230048;
-constexpr uint32_t COLUMNS = 230112;
-constexpr uint32_t CHOSEN = 230400;
-constexpr uint32_t STEP_DONE = 230432;
-constexpr uint32_t NEXT_TOKEN = 230448;
+constexpr uint32_t ROPE = 224560;
+constexpr uint32_t STATISTICS = 228656;
+constexpr uint32_t RECORDS = 229168;
+constexpr uint32_t WARP_CANDIDATES = 229760;
+constexpr uint32_t COLUMNS = 229824;
+constexpr uint32_t CHOSEN = 230112;
+constexpr uint32_t STEP_DONE = 230144;
+constexpr uint32_t NEXT_TOKEN = 230160;
 
 // An input of a sequence, or 0 where it has none left.
 __device__ __forceinline__ uint32_t given(uint32_t sequence, uint32_t index, const int32_t* sequences,
@@ -669,6 +671,65 @@ __device__ __forceinline__ void fetch_lm_head(uint32_t block, const uint8_t* wei
   }
 }
 
+__device__ __forceinline__ float sum_of_lane(uint32_t column, uint32_t lane, const bf16* embedding,
+    uint32_t* next_token) {
+  const bf16* first = embedding + (uint64_t)(next_token[column]) * 4096;
+  float total = 0.0f;
+  #pragma unroll 4
+  for (uint32_t unit = lane; unit < 512; unit += 16) {
+    uint4 words = load_constant_u32x4(first + unit * 8);
+    float low = bf16x2_low(words.x);
+    float high = bf16x2_high(words.x);
+    total += low * low + high * high;
+    float low_2 = bf16x2_low(words.y);
+    float high_2 = bf16x2_high(words.y);
+    total += low_2 * low_2 + high_2 * high_2;
+    float low_3 = bf16x2_low(words.z);
+    float high_3 = bf16x2_high(words.z);
+    total += low_3 * low_3 + high_3 * high_3;
+    float low_4 = bf16x2_low(words.w);
+    float high_4 = bf16x2_high(words.w);
+    total += low_4 * low_4 + high_4 * high_4;
+  }
+  return total;
+}
+
+__device__ __forceinline__ float sum_of_lane_2(uint32_t column, uint32_t lane, uint64_t* exchange_words,
+    uint32_t layer_epoch) {
+  float total = 0.0f;
+  uint32_t unit = lane;
+  uint32_t unit_2 = lane + 16;
+  uint32_t places[8];
+  uint4 data[8];
+  places[0] = column * 256 + (unit < 63 ? unit : 63) * 4;
+  places[1] = column * 256 + (unit_2 < 63 ? unit_2 : 63) * 4;
+  wait_flagged_places(data, exchange_words + 1260576, places, 2, layer_epoch - 1);
+  uint4 words = data[0];
+  float low = bits_float(words.x) + bits_float(words.y);
+  float of_unit = low + (bits_float(words.z) + bits_float(words.w));
+  total += unit < 64 ? of_unit : 0.0f;
+  uint4 words_2 = data[1];
+  float low_2 = bits_float(words_2.x) + bits_float(words_2.y);
+  float of_unit_2 = low_2 + (bits_float(words_2.z) + bits_float(words_2.w));
+  total += unit_2 < 64 ? of_unit_2 : 0.0f;
+  uint32_t unit_3 = lane + 32;
+  uint32_t unit_4 = lane + 48;
+  uint32_t places_2[8];
+  uint4 data_2[8];
+  places_2[0] = column * 256 + (unit_3 < 63 ? unit_3 : 63) * 4;
+  places_2[1] = column * 256 + (unit_4 < 63 ? unit_4 : 63) * 4;
+  wait_flagged_places(data_2, exchange_words + 1260576, places_2, 2, layer_epoch - 1);
+  uint4 words_3 = data_2[0];
+  float low_3 = bits_float(words_3.x) + bits_float(words_3.y);
+  float of_unit_3 = low_3 + (bits_float(words_3.z) + bits_float(words_3.w));
+  total += unit_3 < 64 ? of_unit_3 : 0.0f;
+  uint4 words_4 = data_2[1];
+  float low_4 = bits_float(words_4.x) + bits_float(words_4.y);
+  float of_unit_4 = low_4 + (bits_float(words_4.z) + bits_float(words_4.w));
+  total += unit_4 < 64 ? of_unit_4 : 0.0f;
+  return total;
+}
+
 // RoPE (rotate-half): the pair (k, k + D/2) lies 8 lanes apart. Returns the rotated value.
 __device__ __forceinline__ float rotate(float value, uint32_t m_tile_of_head, uint8_t* arena, uint32_t column,
     uint32_t row) {
@@ -683,8 +744,9 @@ __device__ __forceinline__ float rotate(float value, uint32_t m_tile_of_head, ui
 
 // The rows of a slot, with what of it is worked out before the sums are there.
 __device__ __forceinline__ void finish_rows(uint32_t m_tile, uint32_t column, uint32_t lane, uint32_t column_count,
-    uint8_t* arena, uint32_t adding, uint64_t* summed, uint32_t adding_parity, uint64_t* exchange_words,
-    uint32_t layer_epoch, const int32_t* page_table, uint32_t layer, bf16* kv) {
+    float& scale, uint64_t* loaded, uint32_t loaded_parity, uint32_t layer, const bf16* embedding, uint32_t* next_token,
+    uint64_t* exchange_words, uint32_t layer_epoch, uint8_t* arena, uint32_t adding, uint64_t* summed,
+    uint32_t adding_parity, const int32_t* page_table, bf16* kv) {
   uint32_t row = lane % 16;
   bool is_own = column < column_count;
   uint32_t head = m_tile / 8;
@@ -694,6 +756,34 @@ __device__ __forceinline__ void finish_rows(uint32_t m_tile, uint32_t column, ui
   uint32_t dim = is_paired ? paired : m_tile_of_head * 16 + row;
   uint32_t place = (column * 6144 + head * 128 + dim) / 2;
   uint32_t published = renewed_u32(place + 8224);
+  if (scale == 0.0f) {
+    mbarrier_wait(loaded, loaded_parity);
+    float scale_2 = 0.0f;
+    if (layer == 0) {
+      float total = 0.0f;
+      if (column < column_count) {
+        total = sum_of_lane(column, lane % 16, embedding, next_token);
+      }
+      total += shuffle_xor_f32(total, 8);
+      total += shuffle_xor_f32(total, 4);
+      total += shuffle_xor_f32(total, 2);
+      total += shuffle_xor_f32(total, 1);
+      float scale_3 = rsqrt_f32(total * 0.000244140625f + 1e-05f);
+      scale_2 = total < 1.8446744e+19f ? scale_3 : bits_float(2143289344);
+    } else {
+      float total = 0.0f;
+      if (column < column_count) {
+        total = sum_of_lane_2(column, lane % 16, exchange_words, layer_epoch);
+      }
+      total += shuffle_xor_f32(total, 8);
+      total += shuffle_xor_f32(total, 4);
+      total += shuffle_xor_f32(total, 2);
+      total += shuffle_xor_f32(total, 1);
+      float scale_3 = rsqrt_f32(total * 0.000244140625f + 1e-05f);
+      scale_2 = total < 1.8446744e+19f ? scale_3 : bits_float(2143289344);
+    }
+    scale = scale_2;
+  }
   float* reduction = (float*)(arena + REDUCTIONS) + adding * 1280;
   float* own = reduction + (column / 2 * 40 + lane);
   mbarrier_wait(summed + adding, adding_parity);
@@ -709,12 +799,13 @@ __device__ __forceinline__ void finish_rows(uint32_t m_tile, uint32_t column, ui
     total_2 += (own + 640)[other * 160];
   }
   float total_3 = low + total_2;
-  float value = total_3 * ((float*)(arena + SCALES))[column];
+  float value = total_3 * scale;
+  float value_2 = value;
   if (head < 40) {
-    value = rotate(value, m_tile_of_head, arena, column, row);
+    value_2 = rotate(value_2, m_tile_of_head, arena, column, row);
   }
-  float neighbour = shuffle_xor_f32(value, 1);
-  uint32_t pair = pack_bf16x2(value, neighbour);
+  float neighbour = shuffle_xor_f32(value_2, 1);
+  uint32_t pair = pack_bf16x2(value_2, neighbour);
   if (is_own && row % 2 == 0) {
     uint64_t* place_2 = exchange_words + published;
     publish_flagged(place_2, pair, layer_epoch);
@@ -742,31 +833,40 @@ __device__ __forceinline__ void advance_2(uint32_t& stage, uint32_t& parity) {
 }
 
 // The block's M-tiles of qkv: the warps' sums added up, the rows finished.
-__device__ __forceinline__ void finish_qkv(uint32_t block, uint32_t warp, uint32_t lane, uint32_t column_count,
-    uint8_t* arena, uint32_t& adding, uint64_t* summed, uint32_t& adding_parity, uint64_t* exchange_words,
-    uint32_t layer_epoch, const int32_t* page_table, uint32_t layer, bf16* kv, uint64_t* taken) {
+__device__ __forceinline__ void finish_qkv(uint32_t block, uint32_t lane, uint64_t* loaded, uint32_t warp,
+    uint32_t column_count, uint32_t& loaded_parity, uint32_t layer, const bf16* embedding, uint32_t* next_token,
+    uint64_t* exchange_words, uint32_t layer_epoch, uint8_t* arena, uint32_t& adding, uint64_t* summed,
+    uint32_t& adding_parity, const int32_t* page_table, bf16* kv, uint64_t* taken) {
   uint32_t position = (block + 8) % 132;
+  warp_barrier();
+  if (lane == 0) {
+    mbarrier_arrive(loaded);
+  }
+  float scale = 0.0f;
   #pragma unroll 1
   for (uint32_t m_tile = position; m_tile < 384; m_tile += 132) {
     uint32_t column = (warp - 9) % 4 * 2 + lane / 16;
-    finish_rows(m_tile, column, lane, column_count, arena, adding, summed, adding_parity, exchange_words, layer_epoch,
-        page_table, layer, kv);
+    finish_rows(m_tile, column, lane, column_count, scale, loaded, loaded_parity, layer, embedding, next_token,
+        exchange_words, layer_epoch, arena, adding, summed, adding_parity, page_table, kv);
     warp_barrier();
     if (lane == 0) {
       mbarrier_arrive(taken + adding);
     }
     advance_2(adding, adding_parity);
   }
+  mbarrier_wait(loaded, loaded_parity);
+  loaded_parity ^= 1;
 }
 
 // The rows of a slot, with what of it is worked out before the sums are there.
 __device__ __forceinline__ void finish_rows_2(uint32_t m_tile, uint32_t column, uint32_t lane, uint32_t column_count,
-    uint8_t* arena, uint32_t adding, uint64_t* summed, uint32_t adding_parity, uint32_t* input_words,
-    uint32_t layer_epoch) {
+    uint8_t* arena, const bf16* norms, uint32_t layer, uint32_t adding, uint64_t* summed, uint32_t adding_parity,
+    uint32_t* input_words, uint32_t layer_epoch, uint64_t* exchange_words) {
   uint32_t row = lane % 16;
   bool is_own = column < column_count;
   float* residual = (float*)(arena + RESIDUAL);
   uint32_t place = renewed_u32((m_tile / 132 * 16 + row) * 8 + column);
+  float weight = bf16_to_f32((norms + (layer * 2 + 1) * 4096)[m_tile * 16 + row]);
   uint32_t published = renewed_u32((((m_tile * 16 + row) / 32 * 8 + column) * 4 + (m_tile * 16 + row) / 8 % 4) * 4 + (m_tile * 16 + row) % 8 / 2 + 2447424);
   float* reduction = (float*)(arena + REDUCTIONS) + adding * 1280;
   float* own = reduction + (column / 2 * 40 + lane);
@@ -788,23 +888,33 @@ __device__ __forceinline__ void finish_rows_2(uint32_t m_tile, uint32_t column, 
     value += residual[place];
     residual[place] = value;
   }
-  float neighbour = shuffle_xor_f32(value, 1);
-  uint32_t pair = pack_bf16x2(value, neighbour);
+  float neighbour = shuffle_xor_f32(value * weight, 1);
+  uint32_t pair = pack_bf16x2(value * weight, neighbour);
   if (is_own && row < 16 && row % 2 == 0) {
     uint32_t* place_2 = input_words + published;
     publish_tagged(place_2, pair, 32, layer_epoch);
+  }
+  float total_4 = value * value;
+  total_4 += shuffle_xor_f32(total_4, 8);
+  total_4 += shuffle_xor_f32(total_4, 4);
+  total_4 += shuffle_xor_f32(total_4, 2);
+  total_4 += shuffle_xor_f32(total_4, 1);
+  uint32_t place_2 = column * 256 + m_tile;
+  if (is_own && row == 0) {
+    publish_flagged(exchange_words + (place_2 + 1262624), float_bits(total_4), layer_epoch);
   }
 }
 
 // The block's M-tiles of o: the warps' sums added up, the rows finished.
 __device__ __forceinline__ void finish_o(uint32_t block, uint32_t warp, uint32_t lane, uint32_t column_count,
-    uint8_t* arena, uint32_t& adding, uint64_t* summed, uint32_t& adding_parity, uint32_t* input_words,
-    uint32_t layer_epoch, uint64_t* taken) {
+    uint8_t* arena, const bf16* norms, uint32_t layer, uint32_t& adding, uint64_t* summed, uint32_t& adding_parity,
+    uint32_t* input_words, uint32_t layer_epoch, uint64_t* exchange_words, uint64_t* taken) {
   uint32_t position = block % 132;
   #pragma unroll 1
   for (uint32_t m_tile = position; m_tile < 256; m_tile += 132) {
     uint32_t column = (warp - 9) % 4 * 2 + lane / 16;
-    finish_rows_2(m_tile, column, lane, column_count, arena, adding, summed, adding_parity, input_words, layer_epoch);
+    finish_rows_2(m_tile, column, lane, column_count, arena, norms, layer, adding, summed, adding_parity, input_words,
+        layer_epoch, exchange_words);
     warp_barrier();
     if (lane == 0) {
       mbarrier_arrive(taken + adding);
@@ -813,13 +923,62 @@ __device__ __forceinline__ void finish_o(uint32_t block, uint32_t warp, uint32_t
   }
 }
 
+__device__ __forceinline__ float sum_of_lane_3(uint32_t column, uint32_t lane, uint64_t* exchange_words,
+    uint32_t layer_epoch) {
+  float total = 0.0f;
+  uint32_t unit = lane;
+  uint32_t unit_2 = lane + 16;
+  uint32_t places[8];
+  uint4 data[8];
+  places[0] = column * 256 + (unit < 63 ? unit : 63) * 4;
+  places[1] = column * 256 + (unit_2 < 63 ? unit_2 : 63) * 4;
+  wait_flagged_places(data, exchange_words + 1262624, places, 2, layer_epoch);
+  uint4 words = data[0];
+  float low = bits_float(words.x) + bits_float(words.y);
+  float of_unit = low + (bits_float(words.z) + bits_float(words.w));
+  total += unit < 64 ? of_unit : 0.0f;
+  uint4 words_2 = data[1];
+  float low_2 = bits_float(words_2.x) + bits_float(words_2.y);
+  float of_unit_2 = low_2 + (bits_float(words_2.z) + bits_float(words_2.w));
+  total += unit_2 < 64 ? of_unit_2 : 0.0f;
+  uint32_t unit_3 = lane + 32;
+  uint32_t unit_4 = lane + 48;
+  uint32_t places_2[8];
+  uint4 data_2[8];
+  places_2[0] = column * 256 + (unit_3 < 63 ? unit_3 : 63) * 4;
+  places_2[1] = column * 256 + (unit_4 < 63 ? unit_4 : 63) * 4;
+  wait_flagged_places(data_2, exchange_words + 1262624, places_2, 2, layer_epoch);
+  uint4 words_3 = data_2[0];
+  float low_3 = bits_float(words_3.x) + bits_float(words_3.y);
+  float of_unit_3 = low_3 + (bits_float(words_3.z) + bits_float(words_3.w));
+  total += unit_3 < 64 ? of_unit_3 : 0.0f;
+  uint4 words_4 = data_2[1];
+  float low_4 = bits_float(words_4.x) + bits_float(words_4.y);
+  float of_unit_4 = low_4 + (bits_float(words_4.z) + bits_float(words_4.w));
+  total += unit_4 < 64 ? of_unit_4 : 0.0f;
+  return total;
+}
+
 // The rows of a slot, with what of it is worked out before the sums are there.
 __device__ __forceinline__ void finish_rows_3(uint32_t m_tile, uint32_t column, uint32_t lane, uint32_t column_count,
-    uint8_t* arena, uint32_t adding, uint64_t* summed, uint32_t adding_parity, uint32_t* input_words,
-    uint32_t layer_epoch) {
+    float& scale, uint64_t* loaded, uint32_t loaded_parity, uint64_t* exchange_words, uint32_t layer_epoch,
+    uint8_t* arena, uint32_t adding, uint64_t* summed, uint32_t adding_parity, uint32_t* input_words) {
   uint32_t row = lane % 16;
   bool is_own = column < column_count;
   uint32_t published = renewed_u32((((m_tile * 8 + row) / 32 * 8 + column) * 4 + (m_tile * 8 + row) / 8 % 4) * 4 + (m_tile * 8 + row) % 8 / 2 + 2463808);
+  if (scale == 0.0f) {
+    mbarrier_wait(loaded, loaded_parity);
+    float total = 0.0f;
+    if (column < column_count) {
+      total = sum_of_lane_3(column, lane % 16, exchange_words, layer_epoch);
+    }
+    total += shuffle_xor_f32(total, 8);
+    total += shuffle_xor_f32(total, 4);
+    total += shuffle_xor_f32(total, 2);
+    total += shuffle_xor_f32(total, 1);
+    float scale_2 = rsqrt_f32(total * 0.000244140625f + 1e-05f);
+    scale = total < 1.8446744e+19f ? scale_2 : bits_float(2143289344);
+  }
   float* reduction = (float*)(arena + REDUCTIONS) + adding * 1280;
   float* own = reduction + (column / 2 * 40 + lane);
   mbarrier_wait(summed + adding, adding_parity);
@@ -835,7 +994,7 @@ __device__ __forceinline__ void finish_rows_3(uint32_t m_tile, uint32_t column, 
     total_2 += (own + 640)[other * 160];
   }
   float total_3 = low + total_2;
-  float value = total_3 * ((float*)(arena + SCALES))[column];
+  float value = total_3 * scale;
   float other = shuffle_xor_f32(value, 8);
   float gated = divide_f32(value, 1.0f + exp_f32(-value)) * other;
   float neighbour = shuffle_xor_f32(gated, 1);
@@ -847,30 +1006,39 @@ __device__ __forceinline__ void finish_rows_3(uint32_t m_tile, uint32_t column, 
 }
 
 // The block's M-tiles of gate_up: the warps' sums added up, the rows finished.
-__device__ __forceinline__ void finish_gate_up(uint32_t block, uint32_t warp, uint32_t lane, uint32_t column_count,
-    uint8_t* arena, uint32_t& adding, uint64_t* summed, uint32_t& adding_parity, uint32_t* input_words,
-    uint32_t layer_epoch, uint64_t* taken) {
+__device__ __forceinline__ void finish_gate_up(uint32_t block, uint32_t lane, uint64_t* loaded, uint32_t warp,
+    uint32_t column_count, uint32_t& loaded_parity, uint64_t* exchange_words, uint32_t layer_epoch, uint8_t* arena,
+    uint32_t& adding, uint64_t* summed, uint32_t& adding_parity, uint32_t* input_words, uint64_t* taken) {
   uint32_t position = (block + 8) % 132;
+  warp_barrier();
+  if (lane == 0) {
+    mbarrier_arrive(loaded);
+  }
+  float scale = 0.0f;
   #pragma unroll 1
   for (uint32_t m_tile = position; m_tile < 1792; m_tile += 132) {
     uint32_t column = (warp - 9) % 4 * 2 + lane / 16;
-    finish_rows_3(m_tile, column, lane, column_count, arena, adding, summed, adding_parity, input_words, layer_epoch);
+    finish_rows_3(m_tile, column, lane, column_count, scale, loaded, loaded_parity, exchange_words, layer_epoch, arena,
+        adding, summed, adding_parity, input_words);
     warp_barrier();
     if (lane == 0) {
       mbarrier_arrive(taken + adding);
     }
     advance_2(adding, adding_parity);
   }
+  mbarrier_wait(loaded, loaded_parity);
+  loaded_parity ^= 1;
 }
 
 // The rows of a slot, with what of it is worked out before the sums are there.
 __device__ __forceinline__ void finish_rows_4(uint32_t m_tile, uint32_t column, uint32_t lane, uint32_t column_count,
-    uint8_t* arena, uint32_t adding, uint64_t* summed, uint32_t adding_parity, uint32_t* input_words,
-    uint32_t layer_epoch) {
+    uint8_t* arena, const bf16* norms, uint32_t layer, uint32_t adding, uint64_t* summed, uint32_t adding_parity,
+    uint32_t* input_words, uint32_t layer_epoch, uint64_t* exchange_words) {
   uint32_t row = lane % 16;
   bool is_own = column < column_count;
   float* residual = (float*)(arena + RESIDUAL);
   uint32_t place = renewed_u32((m_tile / 132 * 16 + row) * 8 + column);
+  float weight = bf16_to_f32((norms + (layer * 2 + 2) * 4096)[m_tile * 16 + row]);
   uint32_t published = renewed_u32((((m_tile * 16 + row) / 32 * 8 + column) * 4 + (m_tile * 16 + row) / 8 % 4) * 4 + (m_tile * 16 + row) % 8 / 2 + 64);
   float* reduction = (float*)(arena + REDUCTIONS) + adding * 1280;
   float* own = reduction + (column / 2 * 40 + lane);
@@ -892,29 +1060,75 @@ __device__ __forceinline__ void finish_rows_4(uint32_t m_tile, uint32_t column, 
     value += residual[place];
     residual[place] = value;
   }
-  float neighbour = shuffle_xor_f32(value, 1);
-  uint32_t pair = pack_bf16x2(value, neighbour);
+  float neighbour = shuffle_xor_f32(value * weight, 1);
+  uint32_t pair = pack_bf16x2(value * weight, neighbour);
   if (is_own && row < 16 && row % 2 == 0) {
     uint32_t* place_2 = input_words + published;
     publish_tagged(place_2, pair, 32, layer_epoch);
+  }
+  float total_4 = value * value;
+  total_4 += shuffle_xor_f32(total_4, 8);
+  total_4 += shuffle_xor_f32(total_4, 4);
+  total_4 += shuffle_xor_f32(total_4, 2);
+  total_4 += shuffle_xor_f32(total_4, 1);
+  uint32_t place_2 = column * 256 + m_tile;
+  if (is_own && row == 0) {
+    publish_flagged(exchange_words + (place_2 + 1260576), float_bits(total_4), layer_epoch);
   }
 }
 
 // The block's M-tiles of down: the warps' sums added up, the rows finished.
 __device__ __forceinline__ void finish_down(uint32_t block, uint32_t warp, uint32_t lane, uint32_t column_count,
-    uint8_t* arena, uint32_t& adding, uint64_t* summed, uint32_t& adding_parity, uint32_t* input_words,
-    uint32_t layer_epoch, uint64_t* taken) {
+    uint8_t* arena, const bf16* norms, uint32_t layer, uint32_t& adding, uint64_t* summed, uint32_t& adding_parity,
+    uint32_t* input_words, uint32_t layer_epoch, uint64_t* exchange_words, uint64_t* taken) {
   uint32_t position = block % 132;
   #pragma unroll 1
   for (uint32_t m_tile = position; m_tile < 256; m_tile += 132) {
     uint32_t column = (warp - 9) % 4 * 2 + lane / 16;
-    finish_rows_4(m_tile, column, lane, column_count, arena, adding, summed, adding_parity, input_words, layer_epoch);
+    finish_rows_4(m_tile, column, lane, column_count, arena, norms, layer, adding, summed, adding_parity, input_words,
+        layer_epoch, exchange_words);
     warp_barrier();
     if (lane == 0) {
       mbarrier_arrive(taken + adding);
     }
     advance_2(adding, adding_parity);
   }
+}
+
+__device__ __forceinline__ float sum_of_lane_4(uint32_t column, uint32_t lane, uint64_t* exchange_words,
+    uint32_t step_epoch) {
+  float total = 0.0f;
+  uint32_t unit = lane;
+  uint32_t unit_2 = lane + 16;
+  uint32_t places[8];
+  uint4 data[8];
+  places[0] = column * 256 + (unit < 63 ? unit : 63) * 4;
+  places[1] = column * 256 + (unit_2 < 63 ? unit_2 : 63) * 4;
+  wait_flagged_places(data, exchange_words + 1260576, places, 2, step_epoch + 31);
+  uint4 words = data[0];
+  float low = bits_float(words.x) + bits_float(words.y);
+  float of_unit = low + (bits_float(words.z) + bits_float(words.w));
+  total += unit < 64 ? of_unit : 0.0f;
+  uint4 words_2 = data[1];
+  float low_2 = bits_float(words_2.x) + bits_float(words_2.y);
+  float of_unit_2 = low_2 + (bits_float(words_2.z) + bits_float(words_2.w));
+  total += unit_2 < 64 ? of_unit_2 : 0.0f;
+  uint32_t unit_3 = lane + 32;
+  uint32_t unit_4 = lane + 48;
+  uint32_t places_2[8];
+  uint4 data_2[8];
+  places_2[0] = column * 256 + (unit_3 < 63 ? unit_3 : 63) * 4;
+  places_2[1] = column * 256 + (unit_4 < 63 ? unit_4 : 63) * 4;
+  wait_flagged_places(data_2, exchange_words + 1260576, places_2, 2, step_epoch + 31);
+  uint4 words_3 = data_2[0];
+  float low_3 = bits_float(words_3.x) + bits_float(words_3.y);
+  float of_unit_3 = low_3 + (bits_float(words_3.z) + bits_float(words_3.w));
+  total += unit_3 < 64 ? of_unit_3 : 0.0f;
+  uint4 words_4 = data_2[1];
+  float low_4 = bits_float(words_4.x) + bits_float(words_4.y);
+  float of_unit_4 = low_4 + (bits_float(words_4.z) + bits_float(words_4.w));
+  total += unit_4 < 64 ? of_unit_4 : 0.0f;
+  return total;
 }
 
 __device__ __forceinline__ void penalise(uint32_t column, uint32_t token, float& adjusted, const int32_t* sequences,
@@ -1023,11 +1237,25 @@ __device__ __forceinline__ void consider(float logit, uint32_t m_tile, uint32_t 
 
 // The rows of a slot, with what of it is worked out before the sums are there.
 __device__ __forceinline__ void finish_rows_5(uint32_t m_tile, uint32_t column, uint32_t lane, uint32_t column_count,
+    float& scale, uint64_t* loaded, uint32_t loaded_parity, uint64_t* exchange_words, uint32_t step_epoch,
     uint8_t* arena, uint32_t adding, uint64_t* summed, uint32_t adding_parity, float* logits, uint32_t step,
     uint32_t options, const int32_t* sequences, const uint32_t* masks, const float* logit_bias, uint32_t* token_counts,
     float* weighed, float& best, uint32_t& best_token) {
   uint32_t row = lane % 16;
   bool is_own = column < column_count;
+  if (scale == 0.0f) {
+    mbarrier_wait(loaded, loaded_parity);
+    float total = 0.0f;
+    if (column < column_count) {
+      total = sum_of_lane_4(column, lane % 16, exchange_words, step_epoch);
+    }
+    total += shuffle_xor_f32(total, 8);
+    total += shuffle_xor_f32(total, 4);
+    total += shuffle_xor_f32(total, 2);
+    total += shuffle_xor_f32(total, 1);
+    float scale_2 = rsqrt_f32(total * 0.000244140625f + 1e-05f);
+    scale = total < 1.8446744e+19f ? scale_2 : bits_float(2143289344);
+  }
   float* reduction = (float*)(arena + REDUCTIONS) + adding * 1280;
   float* own = reduction + (column / 2 * 40 + lane);
   mbarrier_wait(summed + adding, adding_parity);
@@ -1043,7 +1271,7 @@ __device__ __forceinline__ void finish_rows_5(uint32_t m_tile, uint32_t column, 
     total_2 += (own + 640)[other * 160];
   }
   float total_3 = low + total_2;
-  float logit = total_3 * ((float*)(arena + SCALES))[column];
+  float logit = total_3 * scale;
   uint32_t token = m_tile * 16 + row;
   if (is_own) {
     if (logits != nullptr && token < 128256) {
@@ -1056,22 +1284,31 @@ __device__ __forceinline__ void finish_rows_5(uint32_t m_tile, uint32_t column, 
 }
 
 // The block's M-tiles of lm_head: the warps' sums added up, the rows finished.
-__device__ __forceinline__ void finish_lm_head(uint32_t block, uint32_t warp, uint32_t lane, uint32_t column_count,
-    uint8_t* arena, uint32_t& adding, uint64_t* summed, uint32_t& adding_parity, float* logits, uint32_t step,
-    uint32_t options, const int32_t* sequences, const uint32_t* masks, const float* logit_bias, uint32_t* token_counts,
-    float* weighed, float& best, uint32_t& best_token, uint64_t* taken) {
+__device__ __forceinline__ void finish_lm_head(uint32_t block, uint32_t lane, uint64_t* loaded, uint32_t warp,
+    uint32_t column_count, uint32_t& loaded_parity, uint64_t* exchange_words, uint32_t step_epoch, uint8_t* arena,
+    uint32_t& adding, uint64_t* summed, uint32_t& adding_parity, float* logits, uint32_t step, uint32_t options,
+    const int32_t* sequences, const uint32_t* masks, const float* logit_bias, uint32_t* token_counts, float* weighed,
+    float& best, uint32_t& best_token, uint64_t* taken) {
   uint32_t position = (block + 8) % 132;
+  warp_barrier();
+  if (lane == 0) {
+    mbarrier_arrive(loaded);
+  }
+  float scale = 0.0f;
   #pragma unroll 1
   for (uint32_t m_tile = position; m_tile < 8016; m_tile += 132) {
     uint32_t column = (warp - 9) % 4 * 2 + lane / 16;
-    finish_rows_5(m_tile, column, lane, column_count, arena, adding, summed, adding_parity, logits, step, options,
-        sequences, masks, logit_bias, token_counts, weighed, best, best_token);
+    finish_rows_5(m_tile, column, lane, column_count, scale, loaded, loaded_parity, exchange_words, step_epoch, arena,
+        adding, summed, adding_parity, logits, step, options, sequences, masks, logit_bias, token_counts, weighed, best,
+        best_token);
     warp_barrier();
     if (lane == 0) {
       mbarrier_arrive(taken + adding);
     }
     advance_2(adding, adding_parity);
   }
+  mbarrier_wait(loaded, loaded_parity);
+  loaded_parity ^= 1;
 }
 
 // The best candidate of so many neighbouring lanes, on all of them; the lowest id on ties.
@@ -1208,61 +1445,118 @@ __device__ __forceinline__ void start_residual(uint8_t* arena, uint32_t thread, 
   }
 }
 
-// Bring `size_bytes` of global memory into L2, a line a block: a cold line under full load takes microseconds.
-__device__ __forceinline__ void prefetch(const bf16* source, uint32_t thread, uint32_t block) {
-  const uint8_t* lines = (const uint8_t*)(source);
-  if (thread == 0) {
-    #pragma unroll 1
-    for (uint32_t offset = block * 128; offset < 8192; offset += 16896) {
-      prefetch_l2(lines + offset);
+// Bring a part of a vector into shared memory, times the weights of a norm if there are any (bf16, in natural
+// order); ends with a barrier of the consumer warps.
+__device__ __forceinline__ void load_vector(const bf16* weight, uint8_t* arena, uint32_t thread, uint32_t column_count,
+    const bf16* embedding, uint32_t* next_token) {
+  uint4* vector = (uint4*)(arena + VECTOR);
+  uint32_t pair = thread / 32;
+  const bf16* own_units = weight + (pair * 4 + thread % 4) * 8;
+  uint32_t first_unit = thread;
+  if (thread / 4 % 8 < column_count) {
+    uint4 units[8];
+    const bf16* embedded = embedding + (uint64_t)(next_token[first_unit / 4 % 8]) * 4096;
+    uint32_t pair_2 = thread / 32;
+    const bf16* own_units_2 = embedded + (pair_2 * 4 + thread % 4) * 8;
+    #pragma unroll
+    for (uint32_t index = 0; index < 4; ++index) {
+      units[index] = load_constant_u32x4(own_units_2 + (first_unit + index * 256 - thread) / 8 * 8);
+    }
+    #pragma unroll
+    for (uint32_t index = 0; index < 4; ++index) {
+      uint4 words = units[index];
+      uint4 value = load_constant_u32x4(own_units + (first_unit + index * 256 - thread) / 8 * 8);
+      uint4 weighted = make_u32x4(multiply_bf16x2(words.x, value.x), multiply_bf16x2(words.y, value.y), multiply_bf16x2(words.z, value.z), multiply_bf16x2(words.w, value.w));
+      vector[first_unit + index * 256] = weighted;
     }
   }
-}
-
-// A unit times the norm's weights into the vector, and its squares to the thread's sum.
-__device__ __forceinline__ void normalise_unit(uint4* vector, uint32_t unit, uint4 words, uint4 weight,
-    float& squares) {
-  float low = bf16x2_low(words.x);
-  float high = bf16x2_high(words.x);
-  squares += low * low + high * high;
-  uint32_t weights = weight.x;
-  float low_2 = bf16x2_low(words.y);
-  float high_2 = bf16x2_high(words.y);
-  squares += low_2 * low_2 + high_2 * high_2;
-  uint32_t weights_2 = weight.y;
-  float low_3 = bf16x2_low(words.z);
-  float high_3 = bf16x2_high(words.z);
-  squares += low_3 * low_3 + high_3 * high_3;
-  uint32_t weights_3 = weight.z;
-  float low_4 = bf16x2_low(words.w);
-  float high_4 = bf16x2_high(words.w);
-  squares += low_4 * low_4 + high_4 * high_4;
-  uint32_t weights_4 = weight.w;
-  vector[unit] = make_u32x4(pack_bf16x2(low * bf16x2_low(weights), high * bf16x2_high(weights)), pack_bf16x2(low_2 * bf16x2_low(weights_2), high_2 * bf16x2_high(weights_2)), pack_bf16x2(low_3 * bf16x2_low(weights_3), high_3 * bf16x2_high(weights_3)), pack_bf16x2(low_4 * bf16x2_low(weights_4), high_4 * bf16x2_high(weights_4)));
-}
-
-// 1/rms of every token from the threads' sums of squares: within warps, then over the warps in order.
-__device__ __forceinline__ void write_scales(float squares, uint8_t* arena, uint32_t lane, uint32_t warp,
-    uint32_t thread, uint32_t column_count) {
-  float* partial_sums = (float*)(arena + PARTIAL_SUMS);
-  float* scales = (float*)(arena + SCALES);
-  float sum_of_token = squares;
-  sum_of_token += shuffle_xor_f32(sum_of_token, 2);
-  sum_of_token += shuffle_xor_f32(sum_of_token, 1);
-  if (lane % 4 == 0 && lane < 32) {
-    partial_sums[warp * 8 + lane / 4] = sum_of_token;
+  uint32_t first_unit_2 = thread + 1024;
+  if (thread / 4 % 8 < column_count) {
+    uint4 units[8];
+    const bf16* embedded = embedding + (uint64_t)(next_token[first_unit_2 / 4 % 8]) * 4096;
+    uint32_t pair_2 = thread / 32;
+    const bf16* own_units_2 = embedded + (pair_2 * 4 + thread % 4) * 8;
+    #pragma unroll
+    for (uint32_t index = 0; index < 4; ++index) {
+      units[index] = load_constant_u32x4(own_units_2 + (first_unit_2 + index * 256 - thread) / 8 * 8);
+    }
+    #pragma unroll
+    for (uint32_t index = 0; index < 4; ++index) {
+      uint4 words = units[index];
+      uint4 value = load_constant_u32x4(own_units + (first_unit_2 + index * 256 - thread) / 8 * 8);
+      uint4 weighted = make_u32x4(multiply_bf16x2(words.x, value.x), multiply_bf16x2(words.y, value.y), multiply_bf16x2(words.z, value.z), multiply_bf16x2(words.w, value.w));
+      vector[first_unit_2 + index * 256] = weighted;
+    }
+  }
+  uint32_t first_unit_3 = thread + 2048;
+  if (thread / 4 % 8 < column_count) {
+    uint4 units[8];
+    const bf16* embedded = embedding + (uint64_t)(next_token[first_unit_3 / 4 % 8]) * 4096;
+    uint32_t pair_2 = thread / 32;
+    const bf16* own_units_2 = embedded + (pair_2 * 4 + thread % 4) * 8;
+    #pragma unroll
+    for (uint32_t index = 0; index < 4; ++index) {
+      units[index] = load_constant_u32x4(own_units_2 + (first_unit_3 + index * 256 - thread) / 8 * 8);
+    }
+    #pragma unroll
+    for (uint32_t index = 0; index < 4; ++index) {
+      uint4 words = units[index];
+      uint4 value = load_constant_u32x4(own_units + (first_unit_3 + index * 256 - thread) / 8 * 8);
+      uint4 weighted = make_u32x4(multiply_bf16x2(words.x, value.x), multiply_bf16x2(words.y, value.y), multiply_bf16x2(words.z, value.z), multiply_bf16x2(words.w, value.w));
+      vector[first_unit_3 + index * 256] = weighted;
+    }
+  }
+  uint32_t first_unit_4 = thread + 3072;
+  if (thread / 4 % 8 < column_count) {
+    uint4 units[8];
+    const bf16* embedded = embedding + (uint64_t)(next_token[first_unit_4 / 4 % 8]) * 4096;
+    uint32_t pair_2 = thread / 32;
+    const bf16* own_units_2 = embedded + (pair_2 * 4 + thread % 4) * 8;
+    #pragma unroll
+    for (uint32_t index = 0; index < 4; ++index) {
+      units[index] = load_constant_u32x4(own_units_2 + (first_unit_4 + index * 256 - thread) / 8 * 8);
+    }
+    #pragma unroll
+    for (uint32_t index = 0; index < 4; ++index) {
+      uint4 words = units[index];
+      uint4 value = load_constant_u32x4(own_units + (first_unit_4 + index * 256 - thread) / 8 * 8);
+      uint4 weighted = make_u32x4(multiply_bf16x2(words.x, value.x), multiply_bf16x2(words.y, value.y), multiply_bf16x2(words.z, value.z), multiply_bf16x2(words.w, value.w));
+      vector[first_unit_4 + index * 256] = weighted;
+    }
   }
   named_barrier(1, 256);
-  if (thread < column_count) {
-    float total = 0.0f;
-    #pragma unroll
-    for (uint32_t other = 0; other < 8; ++other) {
-      uint32_t warp_2 = other + thread / 8;
-      total += partial_sums[warp_2 * 8 + thread % 8];
-    }
-    float scale = rsqrt_f32(total * 0.000244140625f + 1e-05f);
-    scales[thread] = total < 1.8446744e+19f ? scale : bits_float(2143289344);
+}
+
+// Bring a part of a vector into shared memory, times the weights of a norm if there are any (bf16, in natural
+// order); ends with a barrier of the consumer warps.
+__device__ __forceinline__ void load_vector_2(uint8_t* arena, uint32_t thread, uint32_t lane, uint32_t* input_words,
+    uint32_t layer_epoch, uint32_t column_count) {
+  uint4* vector = (uint4*)(arena + VECTOR);
+  uint32_t first_unit = thread;
+  if (lane == 0) {
+    wait_tagged4(input_words + (first_unit * 4 + 64), 32, layer_epoch - 1);
   }
+  warp_barrier();
+  if (thread / 4 % 8 < column_count) {
+    uint4 units[8];
+    wait_tagged_units(units, input_words + (first_unit * 4 + 64), 1024, 8, 32, layer_epoch - 1);
+    #pragma unroll
+    for (uint32_t index = 0; index < 8; ++index) {
+      uint4 words = units[index];
+      vector[first_unit + index * 256] = words;
+    }
+  }
+  uint32_t first_unit_2 = thread + 2048;
+  if (thread / 4 % 8 < column_count) {
+    uint4 units[8];
+    wait_tagged_units(units, input_words + (first_unit_2 * 4 + 64), 1024, 8, 32, layer_epoch - 1);
+    #pragma unroll
+    for (uint32_t index = 0; index < 8; ++index) {
+      uint4 words = units[index];
+      vector[first_unit_2 + index * 256] = words;
+    }
+  }
+  named_barrier(1, 256);
 }
 
 // This warp's tiles of a chunk, and what they are multiplied with, to registers.
@@ -1335,139 +1629,27 @@ __device__ __forceinline__ void wait_until_taken(uint64_t* taken, uint32_t& turn
 // Waits for: hidden of the layer before; in the first layer for nothing, the tokens' embeddings are there.
 // Makes: qkv, and the keys and values in the cache.
 __device__ __forceinline__ void qkv(uint32_t* progress, uint32_t block, uint32_t step, uint32_t layer,
-    const bf16* norms, uint32_t* block_waits, uint8_t* arena, uint32_t column_count, const bf16* embedding,
-    uint32_t* next_token, uint32_t* input_words, uint32_t layer_epoch, uint64_t* full, uint32_t& use_stage,
-    uint32_t& use_parity, uint8_t* ring, uint64_t* empty, uint64_t* taken, uint32_t& turn, uint32_t& turn_parity,
-    uint64_t* summed) {
+    uint32_t* block_waits, const bf16* norms, uint8_t* arena, uint32_t column_count, const bf16* embedding,
+    uint32_t* next_token, uint32_t* input_words, uint32_t layer_epoch, uint64_t* loaded, uint64_t* full,
+    uint32_t& use_stage, uint32_t& use_parity, uint8_t* ring, uint64_t* empty, uint64_t* taken, uint32_t& turn,
+    uint32_t& turn_parity, uint64_t* summed) {
   uint32_t thread = thread_index();
   uint32_t warp = thread / 32;
   uint32_t lane = thread % 32;
   if (thread == 0) {
     store_relaxed_u32(progress + block, step * 162 + layer * 5);
   }
-  prefetch(norms + (layer * 2 + 1) * 4096, thread, block);
   uint32_t position = (block + 8) % 132;
   if (thread == 0) {
     store_shared_u32(block_waits, 1);
   }
   if (layer == 0) {
-    uint4* vector = (uint4*)(arena + VECTOR);
-    float squares = 0.0f;
-    uint32_t pair = thread / 32;
-    const bf16* own_units = norms + (pair * 4 + thread % 4) * 8;
-    uint32_t first_unit = thread;
-    uint4 weights[8];
-    #pragma unroll
-    for (uint32_t index = 0; index < 6; ++index) {
-      weights[index] = load_constant_u32x4(own_units + (first_unit + index * 256 - thread) / 8 * 8);
-    }
-    if (thread / 4 % 8 < column_count) {
-      uint4 units[8];
-      const bf16* embedded = embedding + (uint64_t)(next_token[first_unit / 4 % 8]) * 4096;
-      uint32_t pair_2 = thread / 32;
-      const bf16* own_units_2 = embedded + (pair_2 * 4 + thread % 4) * 8;
-      #pragma unroll
-      for (uint32_t index = 0; index < 6; ++index) {
-        units[index] = load_constant_u32x4(own_units_2 + (first_unit + index * 256 - thread) / 8 * 8);
-      }
-      #pragma unroll
-      for (uint32_t index = 0; index < 6; ++index) {
-        normalise_unit(vector, first_unit + index * 256, units[index], weights[index], squares);
-      }
-    }
-    uint32_t first_unit_2 = thread + 1536;
-    uint4 weights_2[8];
-    #pragma unroll
-    for (uint32_t index = 0; index < 6; ++index) {
-      weights_2[index] = load_constant_u32x4(own_units + (first_unit_2 + index * 256 - thread) / 8 * 8);
-    }
-    if (thread / 4 % 8 < column_count) {
-      uint4 units[8];
-      const bf16* embedded = embedding + (uint64_t)(next_token[first_unit_2 / 4 % 8]) * 4096;
-      uint32_t pair_2 = thread / 32;
-      const bf16* own_units_2 = embedded + (pair_2 * 4 + thread % 4) * 8;
-      #pragma unroll
-      for (uint32_t index = 0; index < 6; ++index) {
-        units[index] = load_constant_u32x4(own_units_2 + (first_unit_2 + index * 256 - thread) / 8 * 8);
-      }
-      #pragma unroll
-      for (uint32_t index = 0; index < 6; ++index) {
-        normalise_unit(vector, first_unit_2 + index * 256, units[index], weights_2[index], squares);
-      }
-    }
-    uint32_t first_unit_3 = thread + 3072;
-    uint4 weights_3[8];
-    #pragma unroll
-    for (uint32_t index = 0; index < 4; ++index) {
-      weights_3[index] = load_constant_u32x4(own_units + (first_unit_3 + index * 256 - thread) / 8 * 8);
-    }
-    if (thread / 4 % 8 < column_count) {
-      uint4 units[8];
-      const bf16* embedded = embedding + (uint64_t)(next_token[first_unit_3 / 4 % 8]) * 4096;
-      uint32_t pair_2 = thread / 32;
-      const bf16* own_units_2 = embedded + (pair_2 * 4 + thread % 4) * 8;
-      #pragma unroll
-      for (uint32_t index = 0; index < 4; ++index) {
-        units[index] = load_constant_u32x4(own_units_2 + (first_unit_3 + index * 256 - thread) / 8 * 8);
-      }
-      #pragma unroll
-      for (uint32_t index = 0; index < 4; ++index) {
-        normalise_unit(vector, first_unit_3 + index * 256, units[index], weights_3[index], squares);
-      }
-    }
-    write_scales(squares, arena, lane, warp, thread, column_count);
+    load_vector(norms, arena, thread, column_count, embedding, next_token);
   } else {
-    uint4* vector = (uint4*)(arena + VECTOR);
-    float squares = 0.0f;
-    uint32_t pair = thread / 32;
-    const bf16* own_units = norms + layer * 8192 + (pair * 4 + thread % 4) * 8;
-    uint32_t first_unit = thread;
-    uint4 weights[8];
-    #pragma unroll
-    for (uint32_t index = 0; index < 6; ++index) {
-      weights[index] = load_constant_u32x4(own_units + (first_unit + index * 256 - thread) / 8 * 8);
-    }
-    if (lane == 0) {
-      wait_tagged4(input_words + (first_unit * 4 + 64), 32, layer_epoch - 1);
-    }
-    warp_barrier();
-    if (thread / 4 % 8 < column_count) {
-      uint4 units[8];
-      wait_tagged_units(units, input_words + (first_unit * 4 + 64), 1024, 6, 32, layer_epoch - 1);
-      #pragma unroll
-      for (uint32_t index = 0; index < 6; ++index) {
-        normalise_unit(vector, first_unit + index * 256, units[index], weights[index], squares);
-      }
-    }
-    uint32_t first_unit_2 = thread + 1536;
-    uint4 weights_2[8];
-    #pragma unroll
-    for (uint32_t index = 0; index < 6; ++index) {
-      weights_2[index] = load_constant_u32x4(own_units + (first_unit_2 + index * 256 - thread) / 8 * 8);
-    }
-    if (thread / 4 % 8 < column_count) {
-      uint4 units[8];
-      wait_tagged_units(units, input_words + (first_unit_2 * 4 + 64), 1024, 6, 32, layer_epoch - 1);
-      #pragma unroll
-      for (uint32_t index = 0; index < 6; ++index) {
-        normalise_unit(vector, first_unit_2 + index * 256, units[index], weights_2[index], squares);
-      }
-    }
-    uint32_t first_unit_3 = thread + 3072;
-    uint4 weights_3[8];
-    #pragma unroll
-    for (uint32_t index = 0; index < 4; ++index) {
-      weights_3[index] = load_constant_u32x4(own_units + (first_unit_3 + index * 256 - thread) / 8 * 8);
-    }
-    if (thread / 4 % 8 < column_count) {
-      uint4 units[8];
-      wait_tagged_units(units, input_words + (first_unit_3 * 4 + 64), 1024, 4, 32, layer_epoch - 1);
-      #pragma unroll
-      for (uint32_t index = 0; index < 4; ++index) {
-        normalise_unit(vector, first_unit_3 + index * 256, units[index], weights_3[index], squares);
-      }
-    }
-    write_scales(squares, arena, lane, warp, thread, column_count);
+    load_vector_2(arena, thread, lane, input_words, layer_epoch, column_count);
+  }
+  if (thread == 0) {
+    mbarrier_arrive(loaded);
   }
   if (thread == 0) {
     store_shared_u32(block_waits, 0);
@@ -2653,8 +2835,20 @@ __device__ __forceinline__ void attention(uint32_t* progress, uint32_t block, ui
   }
 }
 
-// Bring a part of a vector into shared memory; ends with a barrier of the consumer warps.
-__device__ __forceinline__ void load_vector(uint8_t* arena, uint32_t thread, uint32_t lane, uint32_t* input_words,
+// Bring `size_bytes` of global memory into L2, a line a block: a cold line under full load takes microseconds.
+__device__ __forceinline__ void prefetch(const bf16* source, uint32_t thread, uint32_t block) {
+  const uint8_t* lines = (const uint8_t*)(source);
+  if (thread == 0) {
+    #pragma unroll 1
+    for (uint32_t offset = block * 128; offset < 8192; offset += 16896) {
+      prefetch_l2(lines + offset);
+    }
+  }
+}
+
+// Bring a part of a vector into shared memory, times the weights of a norm if there are any (bf16, in natural
+// order); ends with a barrier of the consumer warps.
+__device__ __forceinline__ void load_vector_3(uint8_t* arena, uint32_t thread, uint32_t lane, uint32_t* input_words,
     uint32_t layer_epoch, uint32_t column_count) {
   uint4* vector = (uint4*)(arena + VECTOR);
   uint32_t first_unit = thread;
@@ -2667,7 +2861,8 @@ __device__ __forceinline__ void load_vector(uint8_t* arena, uint32_t thread, uin
     wait_tagged_units(units, input_words + (first_unit * 4 + 2431040), 1024, 8, 60, layer_epoch);
     #pragma unroll
     for (uint32_t index = 0; index < 8; ++index) {
-      vector[first_unit + index * 256] = units[index];
+      uint4 words = units[index];
+      vector[first_unit + index * 256] = words;
     }
   }
   uint32_t first_unit_2 = thread + 2048;
@@ -2676,7 +2871,8 @@ __device__ __forceinline__ void load_vector(uint8_t* arena, uint32_t thread, uin
     wait_tagged_units(units, input_words + (first_unit_2 * 4 + 2431040), 1024, 8, 60, layer_epoch);
     #pragma unroll
     for (uint32_t index = 0; index < 8; ++index) {
-      vector[first_unit_2 + index * 256] = units[index];
+      uint4 words = units[index];
+      vector[first_unit_2 + index * 256] = words;
     }
   }
   named_barrier(1, 256);
@@ -2686,7 +2882,7 @@ __device__ __forceinline__ void load_vector(uint8_t* arena, uint32_t thread, uin
 // Projection onto the residual.
 // Waits for: attention.
 // Makes: middle.
-__device__ __forceinline__ void o(uint32_t* progress, uint32_t block, uint32_t step, uint32_t layer,
+__device__ __forceinline__ void o(uint32_t* progress, uint32_t block, uint32_t step, uint32_t layer, const bf16* norms,
     uint32_t* block_waits, uint8_t* arena, uint32_t* input_words, uint32_t layer_epoch, uint32_t column_count,
     uint64_t* full, uint32_t& use_stage, uint32_t& use_parity, uint8_t* ring, uint64_t* empty, uint64_t* taken,
     uint32_t& turn, uint32_t& turn_parity, uint64_t* summed) {
@@ -2696,11 +2892,12 @@ __device__ __forceinline__ void o(uint32_t* progress, uint32_t block, uint32_t s
   if (thread == 0) {
     store_relaxed_u32(progress + block, step * 162 + layer * 5 + 2);
   }
+  prefetch(norms + (layer * 2 + 1) * 4096, thread, block);
   uint32_t position = block % 132;
   if (thread == 0) {
     store_shared_u32(block_waits, 1);
   }
-  load_vector(arena, thread, lane, input_words, layer_epoch, column_count);
+  load_vector_3(arena, thread, lane, input_words, layer_epoch, column_count);
   if (thread == 0) {
     store_shared_u32(block_waits, 0);
   }
@@ -2731,13 +2928,45 @@ __device__ __forceinline__ void o(uint32_t* progress, uint32_t block, uint32_t s
   wait_until_taken(taken, turn, turn_parity);
 }
 
+// Bring a part of a vector into shared memory, times the weights of a norm if there are any (bf16, in natural
+// order); ends with a barrier of the consumer warps.
+__device__ __forceinline__ void load_vector_4(uint8_t* arena, uint32_t thread, uint32_t lane, uint32_t* input_words,
+    uint32_t layer_epoch, uint32_t column_count) {
+  uint4* vector = (uint4*)(arena + VECTOR);
+  uint32_t first_unit = thread;
+  if (lane == 0) {
+    wait_tagged4(input_words + (first_unit * 4 + 2447424), 32, layer_epoch);
+  }
+  warp_barrier();
+  if (thread / 4 % 8 < column_count) {
+    uint4 units[8];
+    wait_tagged_units(units, input_words + (first_unit * 4 + 2447424), 1024, 8, 32, layer_epoch);
+    #pragma unroll
+    for (uint32_t index = 0; index < 8; ++index) {
+      uint4 words = units[index];
+      vector[first_unit + index * 256] = words;
+    }
+  }
+  uint32_t first_unit_2 = thread + 2048;
+  if (thread / 4 % 8 < column_count) {
+    uint4 units[8];
+    wait_tagged_units(units, input_words + (first_unit_2 * 4 + 2447424), 1024, 8, 32, layer_epoch);
+    #pragma unroll
+    for (uint32_t index = 0; index < 8; ++index) {
+      uint4 words = units[index];
+      vector[first_unit_2 + index * 256] = words;
+    }
+  }
+  named_barrier(1, 256);
+}
+
 // ---- phase gate_up ---------------------------------------------------------------------------------
 // Norm; gate and up; SwiGLU.
 // Waits for: middle.
 // Makes: gated.
 __device__ __forceinline__ void gate_up(uint32_t* progress, uint32_t block, uint32_t step, uint32_t layer,
-    const bf16* norms, uint32_t* block_waits, uint8_t* arena, uint32_t* input_words, uint32_t layer_epoch,
-    uint32_t column_count, uint64_t* full, uint32_t& use_stage, uint32_t& use_parity, uint8_t* ring, uint64_t* empty,
+    uint32_t* block_waits, uint8_t* arena, uint32_t* input_words, uint32_t layer_epoch, uint32_t column_count,
+    uint64_t* loaded, uint64_t* full, uint32_t& use_stage, uint32_t& use_parity, uint8_t* ring, uint64_t* empty,
     uint64_t* taken, uint32_t& turn, uint32_t& turn_parity, uint64_t* summed) {
   uint32_t thread = thread_index();
   uint32_t warp = thread / 32;
@@ -2745,62 +2974,14 @@ __device__ __forceinline__ void gate_up(uint32_t* progress, uint32_t block, uint
   if (thread == 0) {
     store_relaxed_u32(progress + block, step * 162 + layer * 5 + 3);
   }
-  prefetch(norms + (layer * 2 + 2) * 4096, thread, block);
   uint32_t position = (block + 8) % 132;
   if (thread == 0) {
     store_shared_u32(block_waits, 1);
   }
-  uint4* vector = (uint4*)(arena + VECTOR);
-  float squares = 0.0f;
-  uint32_t pair = thread / 32;
-  const bf16* own_units = norms + (layer * 2 + 1) * 4096 + (pair * 4 + thread % 4) * 8;
-  uint32_t first_unit = thread;
-  uint4 weights[8];
-  #pragma unroll
-  for (uint32_t index = 0; index < 6; ++index) {
-    weights[index] = load_constant_u32x4(own_units + (first_unit + index * 256 - thread) / 8 * 8);
+  load_vector_4(arena, thread, lane, input_words, layer_epoch, column_count);
+  if (thread == 0) {
+    mbarrier_arrive(loaded);
   }
-  if (lane == 0) {
-    wait_tagged4(input_words + (first_unit * 4 + 2447424), 32, layer_epoch);
-  }
-  warp_barrier();
-  if (thread / 4 % 8 < column_count) {
-    uint4 units[8];
-    wait_tagged_units(units, input_words + (first_unit * 4 + 2447424), 1024, 6, 32, layer_epoch);
-    #pragma unroll
-    for (uint32_t index = 0; index < 6; ++index) {
-      normalise_unit(vector, first_unit + index * 256, units[index], weights[index], squares);
-    }
-  }
-  uint32_t first_unit_2 = thread + 1536;
-  uint4 weights_2[8];
-  #pragma unroll
-  for (uint32_t index = 0; index < 6; ++index) {
-    weights_2[index] = load_constant_u32x4(own_units + (first_unit_2 + index * 256 - thread) / 8 * 8);
-  }
-  if (thread / 4 % 8 < column_count) {
-    uint4 units[8];
-    wait_tagged_units(units, input_words + (first_unit_2 * 4 + 2447424), 1024, 6, 32, layer_epoch);
-    #pragma unroll
-    for (uint32_t index = 0; index < 6; ++index) {
-      normalise_unit(vector, first_unit_2 + index * 256, units[index], weights_2[index], squares);
-    }
-  }
-  uint32_t first_unit_3 = thread + 3072;
-  uint4 weights_3[8];
-  #pragma unroll
-  for (uint32_t index = 0; index < 4; ++index) {
-    weights_3[index] = load_constant_u32x4(own_units + (first_unit_3 + index * 256 - thread) / 8 * 8);
-  }
-  if (thread / 4 % 8 < column_count) {
-    uint4 units[8];
-    wait_tagged_units(units, input_words + (first_unit_3 * 4 + 2447424), 1024, 4, 32, layer_epoch);
-    #pragma unroll
-    for (uint32_t index = 0; index < 4; ++index) {
-      normalise_unit(vector, first_unit_3 + index * 256, units[index], weights_3[index], squares);
-    }
-  }
-  write_scales(squares, arena, lane, warp, thread, column_count);
   if (thread == 0) {
     store_shared_u32(block_waits, 0);
   }
@@ -2814,25 +2995,26 @@ __device__ __forceinline__ void gate_up(uint32_t* progress, uint32_t block, uint
     }
     #pragma unroll 2
     for (uint32_t chunk = 0; chunk < 8; ++chunk) {
-      uint4 weights_4[2][2];
+      uint4 weights[2][2];
       uint4 values[2];
       mbarrier_wait(full + use_stage, use_parity);
       uint8_t* chunk_2 = ring + use_stage * 16384;
-      hold_chunk(chunk, chunk, chunk_2, warp, lane, weights_4, values, arena);
+      hold_chunk(chunk, chunk, chunk_2, warp, lane, weights, values, arena);
       warp_barrier();
       if (lane == 0) {
         mbarrier_arrive(empty + use_stage);
       }
       advance(use_stage, use_parity);
-      multiply_held(chunk, sums, warp, weights_4, values);
+      multiply_held(chunk, sums, warp, weights, values);
     }
     hand_over(sums, taken, turn, turn_parity, arena, warp, lane, summed);
   }
   wait_until_taken(taken, turn, turn_parity);
 }
 
-// Bring a part of a vector into shared memory; ends with a barrier of the consumer warps.
-__device__ __forceinline__ void load_vector_2(uint8_t* arena, uint32_t thread, uint32_t lane, uint32_t* input_words,
+// Bring a part of a vector into shared memory, times the weights of a norm if there are any (bf16, in natural
+// order); ends with a barrier of the consumer warps.
+__device__ __forceinline__ void load_vector_5(uint8_t* arena, uint32_t thread, uint32_t lane, uint32_t* input_words,
     uint32_t layer_epoch, uint32_t column_count) {
   uint4* vector = (uint4*)(arena + VECTOR);
   uint32_t first_unit = thread;
@@ -2845,7 +3027,8 @@ __device__ __forceinline__ void load_vector_2(uint8_t* arena, uint32_t thread, u
     wait_tagged_units(units, input_words + (first_unit * 4 + 2463808), 1024, 8, 60, layer_epoch);
     #pragma unroll
     for (uint32_t index = 0; index < 8; ++index) {
-      vector[first_unit + index * 256] = units[index];
+      uint4 words = units[index];
+      vector[first_unit + index * 256] = words;
     }
   }
   uint32_t first_unit_2 = thread + 2048;
@@ -2854,14 +3037,16 @@ __device__ __forceinline__ void load_vector_2(uint8_t* arena, uint32_t thread, u
     wait_tagged_units(units, input_words + (first_unit_2 * 4 + 2463808), 1024, 6, 60, layer_epoch);
     #pragma unroll
     for (uint32_t index = 0; index < 6; ++index) {
-      vector[first_unit_2 + index * 256] = units[index];
+      uint4 words = units[index];
+      vector[first_unit_2 + index * 256] = words;
     }
   }
   named_barrier(1, 256);
 }
 
-// Bring a part of a vector into shared memory; ends with a barrier of the consumer warps.
-__device__ __forceinline__ void load_vector_3(uint8_t* arena, uint32_t thread, uint32_t lane, uint32_t* input_words,
+// Bring a part of a vector into shared memory, times the weights of a norm if there are any (bf16, in natural
+// order); ends with a barrier of the consumer warps.
+__device__ __forceinline__ void load_vector_6(uint8_t* arena, uint32_t thread, uint32_t lane, uint32_t* input_words,
     uint32_t layer_epoch, uint32_t column_count) {
   uint4* vector = (uint4*)(arena + VECTOR);
   uint32_t first_unit = thread;
@@ -2874,7 +3059,8 @@ __device__ __forceinline__ void load_vector_3(uint8_t* arena, uint32_t thread, u
     wait_tagged_units(units, input_words + ((first_unit + 3584) * 4 + 2463808), 1024, 8, 60, layer_epoch);
     #pragma unroll
     for (uint32_t index = 0; index < 8; ++index) {
-      vector[first_unit + index * 256] = units[index];
+      uint4 words = units[index];
+      vector[first_unit + index * 256] = words;
     }
   }
   uint32_t first_unit_2 = thread + 2048;
@@ -2883,14 +3069,16 @@ __device__ __forceinline__ void load_vector_3(uint8_t* arena, uint32_t thread, u
     wait_tagged_units(units, input_words + ((first_unit_2 + 3584) * 4 + 2463808), 1024, 6, 60, layer_epoch);
     #pragma unroll
     for (uint32_t index = 0; index < 6; ++index) {
-      vector[first_unit_2 + index * 256] = units[index];
+      uint4 words = units[index];
+      vector[first_unit_2 + index * 256] = words;
     }
   }
   named_barrier(1, 256);
 }
 
-// Bring a part of a vector into shared memory; ends with a barrier of the consumer warps.
-__device__ __forceinline__ void load_vector_4(uint8_t* arena, uint32_t thread, uint32_t lane, uint32_t* input_words,
+// Bring a part of a vector into shared memory, times the weights of a norm if there are any (bf16, in natural
+// order); ends with a barrier of the consumer warps.
+__device__ __forceinline__ void load_vector_7(uint8_t* arena, uint32_t thread, uint32_t lane, uint32_t* input_words,
     uint32_t layer_epoch, uint32_t column_count) {
   uint4* vector = (uint4*)(arena + VECTOR);
   uint32_t first_unit = thread;
@@ -2903,7 +3091,8 @@ __device__ __forceinline__ void load_vector_4(uint8_t* arena, uint32_t thread, u
     wait_tagged_units(units, input_words + ((first_unit + 7168) * 4 + 2463808), 1024, 8, 60, layer_epoch);
     #pragma unroll
     for (uint32_t index = 0; index < 8; ++index) {
-      vector[first_unit + index * 256] = units[index];
+      uint4 words = units[index];
+      vector[first_unit + index * 256] = words;
     }
   }
   uint32_t first_unit_2 = thread + 2048;
@@ -2912,14 +3101,16 @@ __device__ __forceinline__ void load_vector_4(uint8_t* arena, uint32_t thread, u
     wait_tagged_units(units, input_words + ((first_unit_2 + 7168) * 4 + 2463808), 1024, 6, 60, layer_epoch);
     #pragma unroll
     for (uint32_t index = 0; index < 6; ++index) {
-      vector[first_unit_2 + index * 256] = units[index];
+      uint4 words = units[index];
+      vector[first_unit_2 + index * 256] = words;
     }
   }
   named_barrier(1, 256);
 }
 
-// Bring a part of a vector into shared memory; ends with a barrier of the consumer warps.
-__device__ __forceinline__ void load_vector_5(uint8_t* arena, uint32_t thread, uint32_t lane, uint32_t* input_words,
+// Bring a part of a vector into shared memory, times the weights of a norm if there are any (bf16, in natural
+// order); ends with a barrier of the consumer warps.
+__device__ __forceinline__ void load_vector_8(uint8_t* arena, uint32_t thread, uint32_t lane, uint32_t* input_words,
     uint32_t layer_epoch, uint32_t column_count) {
   uint4* vector = (uint4*)(arena + VECTOR);
   uint32_t first_unit = thread;
@@ -2932,7 +3123,8 @@ __device__ __forceinline__ void load_vector_5(uint8_t* arena, uint32_t thread, u
     wait_tagged_units(units, input_words + ((first_unit + 10752) * 4 + 2463808), 1024, 8, 60, layer_epoch);
     #pragma unroll
     for (uint32_t index = 0; index < 8; ++index) {
-      vector[first_unit + index * 256] = units[index];
+      uint4 words = units[index];
+      vector[first_unit + index * 256] = words;
     }
   }
   uint32_t first_unit_2 = thread + 2048;
@@ -2941,7 +3133,8 @@ __device__ __forceinline__ void load_vector_5(uint8_t* arena, uint32_t thread, u
     wait_tagged_units(units, input_words + ((first_unit_2 + 10752) * 4 + 2463808), 1024, 6, 60, layer_epoch);
     #pragma unroll
     for (uint32_t index = 0; index < 6; ++index) {
-      vector[first_unit_2 + index * 256] = units[index];
+      uint4 words = units[index];
+      vector[first_unit_2 + index * 256] = words;
     }
   }
   named_barrier(1, 256);
@@ -2952,22 +3145,23 @@ __device__ __forceinline__ void load_vector_5(uint8_t* arena, uint32_t thread, u
 // Waits for: gated.
 // Makes: hidden.
 __device__ __forceinline__ void down(uint32_t* progress, uint32_t block, uint32_t step, uint32_t layer,
-    uint32_t* block_waits, uint8_t* arena, uint32_t* input_words, uint32_t layer_epoch, uint32_t column_count,
-    uint64_t* full, uint32_t& use_stage, uint32_t& use_parity, uint8_t* ring, uint64_t* empty, uint64_t* taken,
-    uint32_t& turn, uint32_t& turn_parity, uint64_t* summed) {
+    const bf16* norms, uint32_t* block_waits, uint8_t* arena, uint32_t* input_words, uint32_t layer_epoch,
+    uint32_t column_count, uint64_t* full, uint32_t& use_stage, uint32_t& use_parity, uint8_t* ring, uint64_t* empty,
+    uint64_t* taken, uint32_t& turn, uint32_t& turn_parity, uint64_t* summed) {
   uint32_t thread = thread_index();
   uint32_t warp = thread / 32;
   uint32_t lane = thread % 32;
   if (thread == 0) {
     store_relaxed_u32(progress + block, step * 162 + layer * 5 + 4);
   }
+  prefetch(norms + (layer * 2 + 2) * 4096, thread, block);
   uint32_t position = block % 132;
   float sums[1][4] = {};
   float sums_2[1][4] = {};
   if (thread == 0) {
     store_shared_u32(block_waits, 1);
   }
-  load_vector_2(arena, thread, lane, input_words, layer_epoch, column_count);
+  load_vector_5(arena, thread, lane, input_words, layer_epoch, column_count);
   if (thread == 0) {
     store_shared_u32(block_waits, 0);
   }
@@ -3005,7 +3199,7 @@ __device__ __forceinline__ void down(uint32_t* progress, uint32_t block, uint32_
   if (thread == 0) {
     store_shared_u32(block_waits, 1);
   }
-  load_vector_3(arena, thread, lane, input_words, layer_epoch, column_count);
+  load_vector_6(arena, thread, lane, input_words, layer_epoch, column_count);
   if (thread == 0) {
     store_shared_u32(block_waits, 0);
   }
@@ -3043,7 +3237,7 @@ __device__ __forceinline__ void down(uint32_t* progress, uint32_t block, uint32_
   if (thread == 0) {
     store_shared_u32(block_waits, 1);
   }
-  load_vector_4(arena, thread, lane, input_words, layer_epoch, column_count);
+  load_vector_7(arena, thread, lane, input_words, layer_epoch, column_count);
   if (thread == 0) {
     store_shared_u32(block_waits, 0);
   }
@@ -3081,7 +3275,7 @@ __device__ __forceinline__ void down(uint32_t* progress, uint32_t block, uint32_
   if (thread == 0) {
     store_shared_u32(block_waits, 1);
   }
-  load_vector_5(arena, thread, lane, input_words, layer_epoch, column_count);
+  load_vector_8(arena, thread, lane, input_words, layer_epoch, column_count);
   if (thread == 0) {
     store_shared_u32(block_waits, 0);
   }
@@ -3125,14 +3319,46 @@ __device__ __forceinline__ void down(uint32_t* progress, uint32_t block, uint32_
   wait_until_taken(taken, turn, turn_parity);
 }
 
+// Bring a part of a vector into shared memory, times the weights of a norm if there are any (bf16, in natural
+// order); ends with a barrier of the consumer warps.
+__device__ __forceinline__ void load_vector_9(uint8_t* arena, uint32_t thread, uint32_t lane, uint32_t* input_words,
+    uint32_t step_epoch, uint32_t column_count) {
+  uint4* vector = (uint4*)(arena + VECTOR);
+  uint32_t first_unit = thread;
+  if (lane == 0) {
+    wait_tagged4(input_words + (first_unit * 4 + 64), 32, step_epoch + 31);
+  }
+  warp_barrier();
+  if (thread / 4 % 8 < column_count) {
+    uint4 units[8];
+    wait_tagged_units(units, input_words + (first_unit * 4 + 64), 1024, 8, 32, step_epoch + 31);
+    #pragma unroll
+    for (uint32_t index = 0; index < 8; ++index) {
+      uint4 words = units[index];
+      vector[first_unit + index * 256] = words;
+    }
+  }
+  uint32_t first_unit_2 = thread + 2048;
+  if (thread / 4 % 8 < column_count) {
+    uint4 units[8];
+    wait_tagged_units(units, input_words + (first_unit_2 * 4 + 64), 1024, 8, 32, step_epoch + 31);
+    #pragma unroll
+    for (uint32_t index = 0; index < 8; ++index) {
+      uint4 words = units[index];
+      vector[first_unit_2 + index * 256] = words;
+    }
+  }
+  named_barrier(1, 256);
+}
+
 // ---- phase lm_head ---------------------------------------------------------------------------------
 // Final norm; logits; each lane's best candidates.
 // Waits for: hidden of the last layer.
 // Makes: logits, where they are wanted, and candidates in registers.
 __device__ __forceinline__ void lm_head(uint32_t* progress, uint32_t block, uint32_t step, uint32_t head_from,
-    float* logits, uint32_t* block_waits, uint8_t* arena, const bf16* norms, uint32_t* input_words, uint32_t step_epoch,
-    uint32_t column_count, uint64_t* full, uint32_t& use_stage, uint32_t& use_parity, uint8_t* ring, uint64_t* empty,
-    uint64_t* taken, uint32_t& turn, uint32_t& turn_parity, uint64_t* summed) {
+    float* logits, uint32_t* block_waits, uint8_t* arena, uint32_t* input_words, uint32_t step_epoch,
+    uint32_t column_count, uint64_t* loaded, uint64_t* full, uint32_t& use_stage, uint32_t& use_parity, uint8_t* ring,
+    uint64_t* empty, uint64_t* taken, uint32_t& turn, uint32_t& turn_parity, uint64_t* summed) {
   uint32_t thread = thread_index();
   uint32_t warp = thread / 32;
   uint32_t lane = thread % 32;
@@ -3144,57 +3370,10 @@ __device__ __forceinline__ void lm_head(uint32_t* progress, uint32_t block, uint
     if (thread == 0) {
       store_shared_u32(block_waits, 1);
     }
-    uint4* vector = (uint4*)(arena + VECTOR);
-    float squares = 0.0f;
-    uint32_t pair = thread / 32;
-    const bf16* own_units = norms + 262144 + (pair * 4 + thread % 4) * 8;
-    uint32_t first_unit = thread;
-    uint4 weights[8];
-    #pragma unroll
-    for (uint32_t index = 0; index < 6; ++index) {
-      weights[index] = load_constant_u32x4(own_units + (first_unit + index * 256 - thread) / 8 * 8);
+    load_vector_9(arena, thread, lane, input_words, step_epoch, column_count);
+    if (thread == 0) {
+      mbarrier_arrive(loaded);
     }
-    if (lane == 0) {
-      wait_tagged4(input_words + (first_unit * 4 + 64), 32, step_epoch + 31);
-    }
-    warp_barrier();
-    if (thread / 4 % 8 < column_count) {
-      uint4 units[8];
-      wait_tagged_units(units, input_words + (first_unit * 4 + 64), 1024, 6, 32, step_epoch + 31);
-      #pragma unroll
-      for (uint32_t index = 0; index < 6; ++index) {
-        normalise_unit(vector, first_unit + index * 256, units[index], weights[index], squares);
-      }
-    }
-    uint32_t first_unit_2 = thread + 1536;
-    uint4 weights_2[8];
-    #pragma unroll
-    for (uint32_t index = 0; index < 6; ++index) {
-      weights_2[index] = load_constant_u32x4(own_units + (first_unit_2 + index * 256 - thread) / 8 * 8);
-    }
-    if (thread / 4 % 8 < column_count) {
-      uint4 units[8];
-      wait_tagged_units(units, input_words + (first_unit_2 * 4 + 64), 1024, 6, 32, step_epoch + 31);
-      #pragma unroll
-      for (uint32_t index = 0; index < 6; ++index) {
-        normalise_unit(vector, first_unit_2 + index * 256, units[index], weights_2[index], squares);
-      }
-    }
-    uint32_t first_unit_3 = thread + 3072;
-    uint4 weights_3[8];
-    #pragma unroll
-    for (uint32_t index = 0; index < 4; ++index) {
-      weights_3[index] = load_constant_u32x4(own_units + (first_unit_3 + index * 256 - thread) / 8 * 8);
-    }
-    if (thread / 4 % 8 < column_count) {
-      uint4 units[8];
-      wait_tagged_units(units, input_words + (first_unit_3 * 4 + 64), 1024, 4, 32, step_epoch + 31);
-      #pragma unroll
-      for (uint32_t index = 0; index < 4; ++index) {
-        normalise_unit(vector, first_unit_3 + index * 256, units[index], weights_3[index], squares);
-      }
-    }
-    write_scales(squares, arena, lane, warp, thread, column_count);
     if (thread == 0) {
       store_shared_u32(block_waits, 0);
     }
@@ -3208,17 +3387,17 @@ __device__ __forceinline__ void lm_head(uint32_t* progress, uint32_t block, uint
       }
       #pragma unroll 2
       for (uint32_t chunk = 0; chunk < 8; ++chunk) {
-        uint4 weights_4[2][2];
+        uint4 weights[2][2];
         uint4 values[2];
         mbarrier_wait(full + use_stage, use_parity);
         uint8_t* chunk_2 = ring + use_stage * 16384;
-        hold_chunk(chunk, chunk, chunk_2, warp, lane, weights_4, values, arena);
+        hold_chunk(chunk, chunk, chunk_2, warp, lane, weights, values, arena);
         warp_barrier();
         if (lane == 0) {
           mbarrier_arrive(empty + use_stage);
         }
         advance(use_stage, use_parity);
-        multiply_held(chunk, sums, warp, weights_4, values);
+        multiply_held(chunk, sums, warp, weights, values);
       }
       hand_over(sums, taken, turn, turn_parity, arena, warp, lane, summed);
     }
@@ -3373,7 +3552,7 @@ __device__ __forceinline__ void publish_list(uint32_t column, uint32_t epoch, ui
   warp_barrier();
   if (lane < 16) {
     uint32_t index = ((step % 2 * 8 + column) * 528 + block * 4) * 4 + lane;
-    publish_flagged(exchange_words + (index + 1264800), ((uint32_t*)(arena + LIST_ROWS) + warp % 8 * 36)[lane], epoch);
+    publish_flagged(exchange_words + (index + 1268896), ((uint32_t*)(arena + LIST_ROWS) + warp % 8 * 36)[lane], epoch);
   }
   warp_barrier();
 }
@@ -3429,7 +3608,7 @@ __device__ __forceinline__ void gather(uint32_t first_unit, uint32_t epoch, uint
   uint4* units = (uint4*)(arena + CANDIDATES);
   #pragma unroll 1
   for (uint32_t other = thread; other < 528; other += 256) {
-    units[other] = wait_flagged4_acquire(exchange_words + ((first_unit + other) * 4 + 1260576), epoch);
+    units[other] = wait_flagged4_acquire(exchange_words + ((first_unit + other) * 4 + 1264672), epoch);
   }
 }
 
@@ -3470,7 +3649,7 @@ __device__ __forceinline__ void read(uint32_t column, uint32_t epoch, uint32_t s
     for (uint32_t index = 0; index < 6; ++index) {
       places[index] = (first_unit + (first + index * 32 < 527 ? first + index * 32 : 527)) * 4;
     }
-    wait_flagged_places(data, exchange_words + 1264800, places, 6, epoch);
+    wait_flagged_places(data, exchange_words + 1268896, places, 6, epoch);
     #pragma unroll
     for (uint32_t index = 0; index < 6; ++index) {
       if (first + index * 32 < 528) {
@@ -3759,7 +3938,7 @@ __device__ __forceinline__ void decide(uint32_t column, uint32_t epoch, uint32_t
     begin_2(column, highest, highest - best_scaled, arena, sequences, lane);
   }
   if (judged < 528) {
-    uint4 unit = wait_flagged4(exchange_words + (((step % 2 * 8 + column) * 528 + judged) * 4 + 1264800), epoch);
+    uint4 unit = wait_flagged4(exchange_words + (((step % 2 * 8 + column) * 528 + judged) * 4 + 1268896), epoch);
     if (lane == 0) {
       ((uint32_t*)(arena + CHOSEN))[column] = unit.z;
     }
@@ -3975,7 +4154,7 @@ __device__ __forceinline__ void weigh_all(uint32_t epoch, uint32_t index, uint32
         uint32_t word = add_groups(column, lane, arena);
         if (lane < 16) {
           uint32_t word_index = ((index % 2 * 8 + column) * 132 + block) * 16 + lane;
-          publish_flagged(exchange_words + (word_index + 1298592), word, epoch);
+          publish_flagged(exchange_words + (word_index + 1302688), word, epoch);
         }
       }
     }
@@ -4013,7 +4192,7 @@ __device__ __forceinline__ void read_2(uint32_t column, uint32_t epoch, uint32_t
     for (uint32_t index_2 = 0; index_2 < 6; ++index_2) {
       places[index_2] = (first_unit + (first + index_2 * 32 < 527 ? first + index_2 * 32 : 527)) * 4;
     }
-    wait_flagged_places(data, exchange_words + 1298592, places, 6, epoch);
+    wait_flagged_places(data, exchange_words + 1302688, places, 6, epoch);
     #pragma unroll
     for (uint32_t index_2 = 0; index_2 < 6; ++index_2) {
       if (first + index_2 * 32 < 528) {
@@ -4236,7 +4415,7 @@ __device__ __forceinline__ void sampling(uint32_t* progress, uint32_t block, uin
     uint32_t best_token_2 = is_cancelled ? 4294967294u : best_token;
     uint32_t word = lane % 2 == 0 ? value_2 : best_token_2;
     uint32_t place = first_word + (block * 8 + warp) * 2 + lane;
-    publish_flagged_release(exchange_words + (place + 1260576), word, step_epoch + 32);
+    publish_flagged_release(exchange_words + (place + 1264672), word, step_epoch + 32);
   }
   uint32_t answer = 0;
   if (block == 0 && thread < column_count) {
@@ -4371,6 +4550,7 @@ extern "C" __global__ void __launch_bounds__(512, 1) decode_step(const uint8_t* 
   uint64_t* summed = (uint64_t*)(arena + REDUCTION_BARRIERS);
   uint64_t* taken = summed + 2;
   uint64_t* step_added = taken + 2;
+  uint64_t* loaded = step_added + 1;
   uint64_t* step_done = (uint64_t*)(arena + STEP_DONE);
   uint32_t* next_token = (uint32_t*)(arena + NEXT_TOKEN);
   // barriers, and every column's first token
@@ -4385,6 +4565,7 @@ extern "C" __global__ void __launch_bounds__(512, 1) decode_step(const uint8_t* 
       mbarrier_init(taken + reduction, 4);
     }
     mbarrier_init(step_added, 4);
+    mbarrier_init(loaded, 5);
     mbarrier_init(step_done, 1);
     mbarrier_init(step_done + 1, 5);
     mbarrier_fence_init();
@@ -4438,24 +4619,26 @@ extern "C" __global__ void __launch_bounds__(512, 1) decode_step(const uint8_t* 
     if (warp > 8 && warp <= 12) {
       uint32_t adding = 0;
       uint32_t adding_parity = 0;
+      uint32_t loaded_parity = 0;
       for (uint32_t step = 0; step < steps; ++step) {
         uint32_t step_epoch = epoch + step * 98;
         for (uint32_t layer = 0; layer < 32; ++layer) {
           uint32_t layer_epoch = step_epoch + layer;
-          finish_qkv(block, warp, lane, column_count, arena, adding, summed, adding_parity, exchange_words, layer_epoch,
-              page_table, layer, kv, taken);
-          finish_o(block, warp, lane, column_count, arena, adding, summed, adding_parity, input_words, layer_epoch,
-              taken);
-          finish_gate_up(block, warp, lane, column_count, arena, adding, summed, adding_parity, input_words,
-              layer_epoch, taken);
-          finish_down(block, warp, lane, column_count, arena, adding, summed, adding_parity, input_words, layer_epoch,
-              taken);
+          finish_qkv(block, lane, loaded, warp, column_count, loaded_parity, layer, embedding, next_token,
+              exchange_words, layer_epoch, arena, adding, summed, adding_parity, page_table, kv, taken);
+          finish_o(block, warp, lane, column_count, arena, norms, layer, adding, summed, adding_parity, input_words,
+              layer_epoch, exchange_words, taken);
+          finish_gate_up(block, lane, loaded, warp, column_count, loaded_parity, exchange_words, layer_epoch, arena,
+              adding, summed, adding_parity, input_words, taken);
+          finish_down(block, warp, lane, column_count, arena, norms, layer, adding, summed, adding_parity, input_words,
+              layer_epoch, exchange_words, taken);
         }
         float best = -bits_float(0x7f800000);
         uint32_t best_token = 4294967295u;
         if (step >= head_from || logits != nullptr) {
-          finish_lm_head(block, warp, lane, column_count, arena, adding, summed, adding_parity, logits, step, options,
-              sequences, masks, logit_bias, token_counts, weighed, best, best_token, taken);
+          finish_lm_head(block, lane, loaded, warp, column_count, loaded_parity, exchange_words, step_epoch, arena,
+              adding, summed, adding_parity, logits, step, options, sequences, masks, logit_bias, token_counts, weighed,
+              best, best_token, taken);
         }
         lay_down_candidates(arena, best, best_token, lane, warp, step_added);
         mbarrier_wait(step_done, step % 2);
@@ -4490,19 +4673,19 @@ extern "C" __global__ void __launch_bounds__(512, 1) decode_step(const uint8_t* 
       named_barrier(1, 256);
       for (uint32_t layer = 0; layer < 32; ++layer) {
         uint32_t layer_epoch = step_epoch + layer;
-        qkv(progress, block, step, layer, norms, block_waits, arena, column_count, embedding, next_token, input_words,
-            layer_epoch, full, use_stage, use_parity, ring, empty, taken, turn, turn_parity, summed);
+        qkv(progress, block, step, layer, block_waits, norms, arena, column_count, embedding, next_token, input_words,
+            layer_epoch, loaded, full, use_stage, use_parity, ring, empty, taken, turn, turn_parity, summed);
         attention(progress, block, step, layer, arena, kv_plans, plan_index, tiles, layer_epoch, exchange_words,
             use_stage, full, use_parity, ring, empty, input_words);
-        o(progress, block, step, layer, block_waits, arena, input_words, layer_epoch, column_count, full, use_stage,
-            use_parity, ring, empty, taken, turn, turn_parity, summed);
-        gate_up(progress, block, step, layer, norms, block_waits, arena, input_words, layer_epoch, column_count, full,
+        o(progress, block, step, layer, norms, block_waits, arena, input_words, layer_epoch, column_count, full,
             use_stage, use_parity, ring, empty, taken, turn, turn_parity, summed);
-        down(progress, block, step, layer, block_waits, arena, input_words, layer_epoch, column_count, full, use_stage,
-            use_parity, ring, empty, taken, turn, turn_parity, summed);
+        gate_up(progress, block, step, layer, block_waits, arena, input_words, layer_epoch, column_count, loaded, full,
+            use_stage, use_parity, ring, empty, taken, turn, turn_parity, summed);
+        down(progress, block, step, layer, norms, block_waits, arena, input_words, layer_epoch, column_count, full,
+            use_stage, use_parity, ring, empty, taken, turn, turn_parity, summed);
       }
-      lm_head(progress, block, step, head_from, logits, block_waits, arena, norms, input_words, step_epoch,
-          column_count, full, use_stage, use_parity, ring, empty, taken, turn, turn_parity, summed);
+      lm_head(progress, block, step, head_from, logits, block_waits, arena, input_words, step_epoch, column_count,
+          loaded, full, use_stage, use_parity, ring, empty, taken, turn, turn_parity, summed);
       sampling(progress, block, step, step_added, options, column_count, sequences, arena, weighed, step_epoch,
           exchange_words, cancelled, epoch, token_counts);
       take_tokens(step, warp, lane, column_count, arena, sequences, block, tokens, emitted, stop_ids, next_token,

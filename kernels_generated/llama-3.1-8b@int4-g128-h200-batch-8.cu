@@ -22,21 +22,19 @@
 //     177408     8192  newest  (over scratch)
 //     201984    10240  reductions
 //     212224     1024  vector_sums
-//     213248       40  reduction_barriers
+//     213248       48  reduction_barriers
 //     213296       64  vector_barriers
 //     213360     1024  residual
-//     214384      256  partial_sums
-//     214640       32  scales
-//     214672     4096  rope
-//     218768      512  statistics
-//     219280      592  records
-//     219872       64  warp_candidates
-//     219936      288  columns
-//     220224       32  chosen
-//     220256       16  step_done
-//     220272       36  next_token
-//              220308  total
-//              232448  a block has, 12140 free
+//     214384     4096  rope
+//     218480      512  statistics
+//     218992      592  records
+//     219584       64  warp_candidates
+//     219648      288  columns
+//     219936       32  chosen
+//     219968       16  step_done
+//     219984       36  next_token
+//              220020  total
+//              232448  a block has, 12428 free
 
 #ifdef CHEETAH_EMULATOR
 #include "cheetah_emulator.h"
@@ -347,16 +345,14 @@ constexpr uint32_t VECTOR_SUMS = 212224;
 constexpr uint32_t REDUCTION_BARRIERS = 213248;
 constexpr uint32_t VECTOR_BARRIERS = 213296;
 constexpr uint32_t RESIDUAL = 213360;
-constexpr uint32_t PARTIAL_SUMS = 214384;
-constexpr uint32_t SCALES = 214640;
-constexpr uint32_t ROPE = 214672;
-constexpr uint32_t STATISTICS = 218768;
-constexpr uint32_t RECORDS = 219280;
-constexpr uint32_t WARP_CANDIDATES = 219872;
-constexpr uint32_t COLUMNS = 219936;
-constexpr uint32_t CHOSEN = 220224;
-constexpr uint32_t STEP_DONE = 220256;
-constexpr uint32_t NEXT_TOKEN = 220272;
+constexpr uint32_t ROPE = 214384;
+constexpr uint32_t STATISTICS = 218480;
+constexpr uint32_t RECORDS = 218992;
+constexpr uint32_t WARP_CANDIDATES = 219584;
+constexpr uint32_t COLUMNS = 219648;
+constexpr uint32_t CHOSEN = 219936;
+constexpr uint32_t STEP_DONE = 219968;
+constexpr uint32_t NEXT_TOKEN = 219984;
 
 // An input of a sequence, or 0 where it has none left.
 __device__ __forceinline__ uint32_t given(uint32_t sequence, uint32_t index, const int32_t* sequences,
@@ -607,6 +603,76 @@ __device__ __forceinline__ void fetch_lm_head(uint32_t block, const uint8_t* wei
   }
 }
 
+__device__ __forceinline__ float sum_of_lane(uint32_t column, uint32_t lane, const bf16* embedding,
+    uint32_t* next_token) {
+  const bf16* first = embedding + (uint64_t)(next_token[column]) * 4096;
+  float total = 0.0f;
+  #pragma unroll 4
+  for (uint32_t unit = lane; unit < 512; unit += 16) {
+    uint4 words = load_constant_u32x4(first + unit * 8);
+    float low = bf16x2_low(words.x);
+    float high = bf16x2_high(words.x);
+    total += low * low + high * high;
+    float low_2 = bf16x2_low(words.y);
+    float high_2 = bf16x2_high(words.y);
+    total += low_2 * low_2 + high_2 * high_2;
+    float low_3 = bf16x2_low(words.z);
+    float high_3 = bf16x2_high(words.z);
+    total += low_3 * low_3 + high_3 * high_3;
+    float low_4 = bf16x2_low(words.w);
+    float high_4 = bf16x2_high(words.w);
+    total += low_4 * low_4 + high_4 * high_4;
+  }
+  return total;
+}
+
+__device__ __forceinline__ float sum_of_lane_2(uint32_t column, uint32_t lane, uint32_t* exchange_words) {
+  float total = 0.0f;
+  uint32_t unit = lane;
+  uint32_t unit_2 = lane + 16;
+  uint32_t places[8];
+  uint4 data[8];
+  places[0] = column * 256 + (unit < 63 ? unit : 63) * 4;
+  places[1] = column * 256 + (unit_2 < 63 ? unit_2 : 63) * 4;
+  #pragma unroll
+  for (uint32_t index = 0; index < 8; ++index) {
+    if (index < 2) {
+      uint4 words = ((const uint4*)(exchange_words + (places[index] / 4 * 4 + 1313856)))[0];
+      data[index] = words;
+    }
+  }
+  uint4 words = data[0];
+  float low = bits_float(words.x) + bits_float(words.y);
+  float of_unit = low + (bits_float(words.z) + bits_float(words.w));
+  total += unit < 64 ? of_unit : 0.0f;
+  uint4 words_2 = data[1];
+  float low_2 = bits_float(words_2.x) + bits_float(words_2.y);
+  float of_unit_2 = low_2 + (bits_float(words_2.z) + bits_float(words_2.w));
+  total += unit_2 < 64 ? of_unit_2 : 0.0f;
+  uint32_t unit_3 = lane + 32;
+  uint32_t unit_4 = lane + 48;
+  uint32_t places_2[8];
+  uint4 data_2[8];
+  places_2[0] = column * 256 + (unit_3 < 63 ? unit_3 : 63) * 4;
+  places_2[1] = column * 256 + (unit_4 < 63 ? unit_4 : 63) * 4;
+  #pragma unroll
+  for (uint32_t index = 0; index < 8; ++index) {
+    if (index < 2) {
+      uint4 words_3 = ((const uint4*)(exchange_words + (places_2[index] / 4 * 4 + 1313856)))[0];
+      data_2[index] = words_3;
+    }
+  }
+  uint4 words_3 = data_2[0];
+  float low_3 = bits_float(words_3.x) + bits_float(words_3.y);
+  float of_unit_3 = low_3 + (bits_float(words_3.z) + bits_float(words_3.w));
+  total += unit_3 < 64 ? of_unit_3 : 0.0f;
+  uint4 words_4 = data_2[1];
+  float low_4 = bits_float(words_4.x) + bits_float(words_4.y);
+  float of_unit_4 = low_4 + (bits_float(words_4.z) + bits_float(words_4.w));
+  total += unit_4 < 64 ? of_unit_4 : 0.0f;
+  return total;
+}
+
 // RoPE (rotate-half): the pair (k, k + D/2) lies 8 lanes apart. Returns the rotated value.
 __device__ __forceinline__ float rotate(float value, uint32_t m_tile_of_head, uint8_t* arena, uint32_t column,
     uint32_t row) {
@@ -621,8 +687,9 @@ __device__ __forceinline__ float rotate(float value, uint32_t m_tile_of_head, ui
 
 // The rows of a slot, with what of it is worked out before the sums are there.
 __device__ __forceinline__ void finish_rows(uint32_t m_tile, uint32_t column, uint32_t lane, uint32_t column_count,
-    uint8_t* arena, uint32_t adding, uint64_t* summed, uint32_t adding_parity, uint32_t* exchange_words,
-    const int32_t* page_table, uint32_t layer, bf16* kv) {
+    float& scale, uint64_t* loaded, uint32_t loaded_parity, uint32_t layer, const bf16* embedding, uint32_t* next_token,
+    uint32_t* exchange_words, uint8_t* arena, uint32_t adding, uint64_t* summed, uint32_t adding_parity,
+    const int32_t* page_table, bf16* kv) {
   uint32_t row = lane % 16;
   bool is_own = column < column_count;
   uint32_t head = m_tile / 8;
@@ -632,6 +699,34 @@ __device__ __forceinline__ void finish_rows(uint32_t m_tile, uint32_t column, ui
   uint32_t dim = is_paired ? paired : m_tile_of_head * 16 + row;
   uint32_t place = (column * 6144 + head * 128 + dim) / 2;
   uint32_t published = renewed_u32(place + 16448);
+  if (scale == 0.0f) {
+    mbarrier_wait(loaded, loaded_parity);
+    float scale_2 = 0.0f;
+    if (layer == 0) {
+      float total = 0.0f;
+      if (column < column_count) {
+        total = sum_of_lane(column, lane % 16, embedding, next_token);
+      }
+      total += shuffle_xor_f32(total, 8);
+      total += shuffle_xor_f32(total, 4);
+      total += shuffle_xor_f32(total, 2);
+      total += shuffle_xor_f32(total, 1);
+      float scale_3 = rsqrt_f32(total * 0.000244140625f + 1e-05f);
+      scale_2 = total < 1.8446744e+19f ? scale_3 : bits_float(2143289344);
+    } else {
+      float total = 0.0f;
+      if (column < column_count) {
+        total = sum_of_lane_2(column, lane % 16, exchange_words);
+      }
+      total += shuffle_xor_f32(total, 8);
+      total += shuffle_xor_f32(total, 4);
+      total += shuffle_xor_f32(total, 2);
+      total += shuffle_xor_f32(total, 1);
+      float scale_3 = rsqrt_f32(total * 0.000244140625f + 1e-05f);
+      scale_2 = total < 1.8446744e+19f ? scale_3 : bits_float(2143289344);
+    }
+    scale = scale_2;
+  }
   float* reduction = (float*)(arena + REDUCTIONS) + adding * 1280;
   float* own = reduction + (column / 2 * 40 + lane);
   mbarrier_wait(summed + adding, adding_parity);
@@ -647,12 +742,13 @@ __device__ __forceinline__ void finish_rows(uint32_t m_tile, uint32_t column, ui
     total_2 += (own + 640)[other * 160];
   }
   float total_3 = low + total_2;
-  float value = total_3 * ((float*)(arena + SCALES))[column];
+  float value = total_3 * scale;
+  float value_2 = value;
   if (head < 40) {
-    value = rotate(value, m_tile_of_head, arena, column, row);
+    value_2 = rotate(value_2, m_tile_of_head, arena, column, row);
   }
-  float neighbour = shuffle_xor_f32(value, 1);
-  uint32_t pair = pack_bf16x2(value, neighbour);
+  float neighbour = shuffle_xor_f32(value_2, 1);
+  uint32_t pair = pack_bf16x2(value_2, neighbour);
   if (is_own && row % 2 == 0) {
     uint32_t* place_2 = exchange_words + published;
     place_2[0] = pair;
@@ -680,30 +776,40 @@ __device__ __forceinline__ void advance_2(uint32_t& stage, uint32_t& parity) {
 }
 
 // The block's M-tiles of qkv: the warps' sums added up, the rows finished.
-__device__ __forceinline__ void finish_qkv(uint32_t block, uint32_t warp, uint32_t lane, uint32_t column_count,
-    uint8_t* arena, uint32_t& adding, uint64_t* summed, uint32_t& adding_parity, uint32_t* exchange_words,
-    const int32_t* page_table, uint32_t layer, bf16* kv, uint64_t* taken) {
+__device__ __forceinline__ void finish_qkv(uint32_t block, uint32_t lane, uint64_t* loaded, uint32_t warp,
+    uint32_t column_count, uint32_t& loaded_parity, uint32_t layer, const bf16* embedding, uint32_t* next_token,
+    uint32_t* exchange_words, uint8_t* arena, uint32_t& adding, uint64_t* summed, uint32_t& adding_parity,
+    const int32_t* page_table, bf16* kv, uint64_t* taken) {
   uint32_t position = (block + 8) % 132;
+  warp_barrier();
+  if (lane == 0) {
+    mbarrier_arrive(loaded);
+  }
+  float scale = 0.0f;
   #pragma unroll 1
   for (uint32_t m_tile = position; m_tile < 384; m_tile += 132) {
     uint32_t column = (warp - 9) % 4 * 2 + lane / 16;
-    finish_rows(m_tile, column, lane, column_count, arena, adding, summed, adding_parity, exchange_words, page_table,
-        layer, kv);
+    finish_rows(m_tile, column, lane, column_count, scale, loaded, loaded_parity, layer, embedding, next_token,
+        exchange_words, arena, adding, summed, adding_parity, page_table, kv);
     warp_barrier();
     if (lane == 0) {
       mbarrier_arrive(taken + adding);
     }
     advance_2(adding, adding_parity);
   }
+  mbarrier_wait(loaded, loaded_parity);
+  loaded_parity ^= 1;
 }
 
 // The rows of a slot, with what of it is worked out before the sums are there.
 __device__ __forceinline__ void finish_rows_2(uint32_t m_tile, uint32_t column, uint32_t lane, uint32_t column_count,
-    uint8_t* arena, uint32_t adding, uint64_t* summed, uint32_t adding_parity, uint32_t* exchange_words) {
+    uint8_t* arena, const bf16* norms, uint32_t layer, uint32_t adding, uint64_t* summed, uint32_t adding_parity,
+    uint32_t* exchange_words) {
   uint32_t row = lane % 16;
   bool is_own = column < column_count;
   float* residual = (float*)(arena + RESIDUAL);
   uint32_t place = renewed_u32((m_tile / 132 * 16 + row) * 8 + column);
+  float weight = bf16_to_f32((norms + (layer * 2 + 1) * 4096)[m_tile * 16 + row]);
   uint32_t published = renewed_u32((((m_tile * 16 + row) / 32 * 8 + column) * 4 + (m_tile * 16 + row) / 8 % 4) * 4 + (m_tile * 16 + row) % 8 / 2 + 1240128);
   float* reduction = (float*)(arena + REDUCTIONS) + adding * 1280;
   float* own = reduction + (column / 2 * 40 + lane);
@@ -725,24 +831,34 @@ __device__ __forceinline__ void finish_rows_2(uint32_t m_tile, uint32_t column, 
     value += residual[place];
     residual[place] = value;
   }
-  float neighbour = shuffle_xor_f32(value, 1);
-  uint32_t pair = pack_bf16x2(value, neighbour);
+  float neighbour = shuffle_xor_f32(value * weight, 1);
+  uint32_t pair = pack_bf16x2(value * weight, neighbour);
   if (is_own && row < 16 && row % 2 == 0) {
     uint32_t* place_2 = exchange_words + published;
-    place_2[0] = pair;
+    place_2[0] = multiply_bf16x2(pair, ((((m_tile * 16 + row) / 32 * 8 + column) * 4 + (m_tile * 16 + row) / 8 % 4) * 4 + (m_tile * 16 + row) % 8 / 2) % 2 == 0 ? 1602248576u : 1568693632u);
     fence_proxy_async_global();
+  }
+  float total_4 = value * value;
+  total_4 += shuffle_xor_f32(total_4, 8);
+  total_4 += shuffle_xor_f32(total_4, 4);
+  total_4 += shuffle_xor_f32(total_4, 2);
+  total_4 += shuffle_xor_f32(total_4, 1);
+  uint32_t place_2 = column * 256 + m_tile;
+  if (is_own && row == 0) {
+    (exchange_words + (place_2 + 1315904))[0] = float_bits(total_4);
   }
 }
 
 // The block's M-tiles of o: the warps' sums added up, the rows finished.
 __device__ __forceinline__ void finish_o(uint32_t block, uint32_t warp, uint32_t lane, uint32_t column_count,
-    uint8_t* arena, uint32_t& adding, uint64_t* summed, uint32_t& adding_parity, uint32_t* exchange_words,
-    uint64_t* taken) {
+    uint8_t* arena, const bf16* norms, uint32_t layer, uint32_t& adding, uint64_t* summed, uint32_t& adding_parity,
+    uint32_t* exchange_words, uint64_t* taken) {
   uint32_t position = block % 132;
   #pragma unroll 1
   for (uint32_t m_tile = position; m_tile < 256; m_tile += 132) {
     uint32_t column = (warp - 9) % 4 * 2 + lane / 16;
-    finish_rows_2(m_tile, column, lane, column_count, arena, adding, summed, adding_parity, exchange_words);
+    finish_rows_2(m_tile, column, lane, column_count, arena, norms, layer, adding, summed, adding_parity,
+        exchange_words);
     warp_barrier();
     if (lane == 0) {
       mbarrier_arrive(taken + adding);
@@ -751,12 +867,73 @@ __device__ __forceinline__ void finish_o(uint32_t block, uint32_t warp, uint32_t
   }
 }
 
+__device__ __forceinline__ float sum_of_lane_3(uint32_t column, uint32_t lane, uint32_t* exchange_words) {
+  float total = 0.0f;
+  uint32_t unit = lane;
+  uint32_t unit_2 = lane + 16;
+  uint32_t places[8];
+  uint4 data[8];
+  places[0] = column * 256 + (unit < 63 ? unit : 63) * 4;
+  places[1] = column * 256 + (unit_2 < 63 ? unit_2 : 63) * 4;
+  #pragma unroll
+  for (uint32_t index = 0; index < 8; ++index) {
+    if (index < 2) {
+      uint4 words = ((const uint4*)(exchange_words + (places[index] / 4 * 4 + 1315904)))[0];
+      data[index] = words;
+    }
+  }
+  uint4 words = data[0];
+  float low = bits_float(words.x) + bits_float(words.y);
+  float of_unit = low + (bits_float(words.z) + bits_float(words.w));
+  total += unit < 64 ? of_unit : 0.0f;
+  uint4 words_2 = data[1];
+  float low_2 = bits_float(words_2.x) + bits_float(words_2.y);
+  float of_unit_2 = low_2 + (bits_float(words_2.z) + bits_float(words_2.w));
+  total += unit_2 < 64 ? of_unit_2 : 0.0f;
+  uint32_t unit_3 = lane + 32;
+  uint32_t unit_4 = lane + 48;
+  uint32_t places_2[8];
+  uint4 data_2[8];
+  places_2[0] = column * 256 + (unit_3 < 63 ? unit_3 : 63) * 4;
+  places_2[1] = column * 256 + (unit_4 < 63 ? unit_4 : 63) * 4;
+  #pragma unroll
+  for (uint32_t index = 0; index < 8; ++index) {
+    if (index < 2) {
+      uint4 words_3 = ((const uint4*)(exchange_words + (places_2[index] / 4 * 4 + 1315904)))[0];
+      data_2[index] = words_3;
+    }
+  }
+  uint4 words_3 = data_2[0];
+  float low_3 = bits_float(words_3.x) + bits_float(words_3.y);
+  float of_unit_3 = low_3 + (bits_float(words_3.z) + bits_float(words_3.w));
+  total += unit_3 < 64 ? of_unit_3 : 0.0f;
+  uint4 words_4 = data_2[1];
+  float low_4 = bits_float(words_4.x) + bits_float(words_4.y);
+  float of_unit_4 = low_4 + (bits_float(words_4.z) + bits_float(words_4.w));
+  total += unit_4 < 64 ? of_unit_4 : 0.0f;
+  return total;
+}
+
 // The rows of a slot, with what of it is worked out before the sums are there.
 __device__ __forceinline__ void finish_rows_3(uint32_t m_tile, uint32_t column, uint32_t lane, uint32_t column_count,
-    uint8_t* arena, uint32_t adding, uint64_t* summed, uint32_t adding_parity, uint32_t* exchange_words) {
+    float& scale, uint64_t* loaded, uint32_t loaded_parity, uint32_t* exchange_words, uint8_t* arena, uint32_t adding,
+    uint64_t* summed, uint32_t adding_parity) {
   uint32_t row = lane % 16;
   bool is_own = column < column_count;
   uint32_t published = renewed_u32((((m_tile * 8 + row) / 32 * 8 + column) * 4 + (m_tile * 8 + row) / 8 % 4) * 4 + (m_tile * 8 + row) % 8 / 2 + 1256512);
+  if (scale == 0.0f) {
+    mbarrier_wait(loaded, loaded_parity);
+    float total = 0.0f;
+    if (column < column_count) {
+      total = sum_of_lane_3(column, lane % 16, exchange_words);
+    }
+    total += shuffle_xor_f32(total, 8);
+    total += shuffle_xor_f32(total, 4);
+    total += shuffle_xor_f32(total, 2);
+    total += shuffle_xor_f32(total, 1);
+    float scale_2 = rsqrt_f32(total * 0.000244140625f + 1e-05f);
+    scale = total < 1.8446744e+19f ? scale_2 : bits_float(2143289344);
+  }
   float* reduction = (float*)(arena + REDUCTIONS) + adding * 1280;
   float* own = reduction + (column / 2 * 40 + lane);
   mbarrier_wait(summed + adding, adding_parity);
@@ -772,7 +949,7 @@ __device__ __forceinline__ void finish_rows_3(uint32_t m_tile, uint32_t column, 
     total_2 += (own + 640)[other * 160];
   }
   float total_3 = low + total_2;
-  float value = total_3 * ((float*)(arena + SCALES))[column];
+  float value = total_3 * scale;
   float other = shuffle_xor_f32(value, 8);
   float gated = divide_f32(value, 1.0f + exp_f32(-value)) * other;
   float neighbour = shuffle_xor_f32(gated, 1);
@@ -785,29 +962,39 @@ __device__ __forceinline__ void finish_rows_3(uint32_t m_tile, uint32_t column, 
 }
 
 // The block's M-tiles of gate_up: the warps' sums added up, the rows finished.
-__device__ __forceinline__ void finish_gate_up(uint32_t block, uint32_t warp, uint32_t lane, uint32_t column_count,
-    uint8_t* arena, uint32_t& adding, uint64_t* summed, uint32_t& adding_parity, uint32_t* exchange_words,
-    uint64_t* taken) {
+__device__ __forceinline__ void finish_gate_up(uint32_t block, uint32_t lane, uint64_t* loaded, uint32_t warp,
+    uint32_t column_count, uint32_t& loaded_parity, uint32_t* exchange_words, uint8_t* arena, uint32_t& adding,
+    uint64_t* summed, uint32_t& adding_parity, uint64_t* taken) {
   uint32_t position = (block + 8) % 132;
+  warp_barrier();
+  if (lane == 0) {
+    mbarrier_arrive(loaded);
+  }
+  float scale = 0.0f;
   #pragma unroll 1
   for (uint32_t m_tile = position; m_tile < 1792; m_tile += 132) {
     uint32_t column = (warp - 9) % 4 * 2 + lane / 16;
-    finish_rows_3(m_tile, column, lane, column_count, arena, adding, summed, adding_parity, exchange_words);
+    finish_rows_3(m_tile, column, lane, column_count, scale, loaded, loaded_parity, exchange_words, arena, adding,
+        summed, adding_parity);
     warp_barrier();
     if (lane == 0) {
       mbarrier_arrive(taken + adding);
     }
     advance_2(adding, adding_parity);
   }
+  mbarrier_wait(loaded, loaded_parity);
+  loaded_parity ^= 1;
 }
 
 // The rows of a slot, with what of it is worked out before the sums are there.
 __device__ __forceinline__ void finish_rows_4(uint32_t m_tile, uint32_t column, uint32_t lane, uint32_t column_count,
-    uint8_t* arena, uint32_t adding, uint64_t* summed, uint32_t adding_parity, uint32_t* exchange_words) {
+    uint8_t* arena, const bf16* norms, uint32_t layer, uint32_t adding, uint64_t* summed, uint32_t adding_parity,
+    uint32_t* exchange_words) {
   uint32_t row = lane % 16;
   bool is_own = column < column_count;
   float* residual = (float*)(arena + RESIDUAL);
   uint32_t place = renewed_u32((m_tile / 132 * 16 + row) * 8 + column);
+  float weight = bf16_to_f32((norms + (layer * 2 + 2) * 4096)[m_tile * 16 + row]);
   uint32_t published = renewed_u32((((m_tile * 16 + row) / 32 * 8 + column) * 4 + (m_tile * 16 + row) / 8 % 4) * 4 + (m_tile * 16 + row) % 8 / 2 + 64);
   float* reduction = (float*)(arena + REDUCTIONS) + adding * 1280;
   float* own = reduction + (column / 2 * 40 + lane);
@@ -829,24 +1016,34 @@ __device__ __forceinline__ void finish_rows_4(uint32_t m_tile, uint32_t column, 
     value += residual[place];
     residual[place] = value;
   }
-  float neighbour = shuffle_xor_f32(value, 1);
-  uint32_t pair = pack_bf16x2(value, neighbour);
+  float neighbour = shuffle_xor_f32(value * weight, 1);
+  uint32_t pair = pack_bf16x2(value * weight, neighbour);
   if (is_own && row < 16 && row % 2 == 0) {
     uint32_t* place_2 = exchange_words + published;
-    place_2[0] = pair;
+    place_2[0] = multiply_bf16x2(pair, ((((m_tile * 16 + row) / 32 * 8 + column) * 4 + (m_tile * 16 + row) / 8 % 4) * 4 + (m_tile * 16 + row) % 8 / 2) % 2 == 0 ? 1602248576u : 1568693632u);
     fence_proxy_async_global();
+  }
+  float total_4 = value * value;
+  total_4 += shuffle_xor_f32(total_4, 8);
+  total_4 += shuffle_xor_f32(total_4, 4);
+  total_4 += shuffle_xor_f32(total_4, 2);
+  total_4 += shuffle_xor_f32(total_4, 1);
+  uint32_t place_2 = column * 256 + m_tile;
+  if (is_own && row == 0) {
+    (exchange_words + (place_2 + 1313856))[0] = float_bits(total_4);
   }
 }
 
 // The block's M-tiles of down: the warps' sums added up, the rows finished.
 __device__ __forceinline__ void finish_down(uint32_t block, uint32_t warp, uint32_t lane, uint32_t column_count,
-    uint8_t* arena, uint32_t& adding, uint64_t* summed, uint32_t& adding_parity, uint32_t* exchange_words,
-    uint64_t* taken) {
+    uint8_t* arena, const bf16* norms, uint32_t layer, uint32_t& adding, uint64_t* summed, uint32_t& adding_parity,
+    uint32_t* exchange_words, uint64_t* taken) {
   uint32_t position = block % 132;
   #pragma unroll 1
   for (uint32_t m_tile = position; m_tile < 256; m_tile += 132) {
     uint32_t column = (warp - 9) % 4 * 2 + lane / 16;
-    finish_rows_4(m_tile, column, lane, column_count, arena, adding, summed, adding_parity, exchange_words);
+    finish_rows_4(m_tile, column, lane, column_count, arena, norms, layer, adding, summed, adding_parity,
+        exchange_words);
     warp_barrier();
     if (lane == 0) {
       mbarrier_arrive(taken + adding);
@@ -961,11 +1158,25 @@ __device__ __forceinline__ void consider(float logit, uint32_t m_tile, uint32_t 
 
 // The rows of a slot, with what of it is worked out before the sums are there.
 __device__ __forceinline__ void finish_rows_5(uint32_t m_tile, uint32_t column, uint32_t lane, uint32_t column_count,
-    uint8_t* arena, uint32_t adding, uint64_t* summed, uint32_t adding_parity, float* logits, uint32_t step,
-    uint32_t options, const int32_t* sequences, const uint32_t* masks, const float* logit_bias, uint32_t* token_counts,
-    float* weighed, float& best, uint32_t& best_token) {
+    float& scale, uint64_t* loaded, uint32_t loaded_parity, uint32_t* exchange_words, uint8_t* arena, uint32_t adding,
+    uint64_t* summed, uint32_t adding_parity, float* logits, uint32_t step, uint32_t options, const int32_t* sequences,
+    const uint32_t* masks, const float* logit_bias, uint32_t* token_counts, float* weighed, float& best,
+    uint32_t& best_token) {
   uint32_t row = lane % 16;
   bool is_own = column < column_count;
+  if (scale == 0.0f) {
+    mbarrier_wait(loaded, loaded_parity);
+    float total = 0.0f;
+    if (column < column_count) {
+      total = sum_of_lane_2(column, lane % 16, exchange_words);
+    }
+    total += shuffle_xor_f32(total, 8);
+    total += shuffle_xor_f32(total, 4);
+    total += shuffle_xor_f32(total, 2);
+    total += shuffle_xor_f32(total, 1);
+    float scale_2 = rsqrt_f32(total * 0.000244140625f + 1e-05f);
+    scale = total < 1.8446744e+19f ? scale_2 : bits_float(2143289344);
+  }
   float* reduction = (float*)(arena + REDUCTIONS) + adding * 1280;
   float* own = reduction + (column / 2 * 40 + lane);
   mbarrier_wait(summed + adding, adding_parity);
@@ -981,7 +1192,7 @@ __device__ __forceinline__ void finish_rows_5(uint32_t m_tile, uint32_t column, 
     total_2 += (own + 640)[other * 160];
   }
   float total_3 = low + total_2;
-  float logit = total_3 * ((float*)(arena + SCALES))[column];
+  float logit = total_3 * scale;
   uint32_t token = m_tile * 16 + row;
   if (is_own) {
     if (logits != nullptr && token < 128256) {
@@ -994,22 +1205,31 @@ __device__ __forceinline__ void finish_rows_5(uint32_t m_tile, uint32_t column, 
 }
 
 // The block's M-tiles of lm_head: the warps' sums added up, the rows finished.
-__device__ __forceinline__ void finish_lm_head(uint32_t block, uint32_t warp, uint32_t lane, uint32_t column_count,
-    uint8_t* arena, uint32_t& adding, uint64_t* summed, uint32_t& adding_parity, float* logits, uint32_t step,
-    uint32_t options, const int32_t* sequences, const uint32_t* masks, const float* logit_bias, uint32_t* token_counts,
-    float* weighed, float& best, uint32_t& best_token, uint64_t* taken) {
+__device__ __forceinline__ void finish_lm_head(uint32_t block, uint32_t lane, uint64_t* loaded, uint32_t warp,
+    uint32_t column_count, uint32_t& loaded_parity, uint32_t* exchange_words, uint8_t* arena, uint32_t& adding,
+    uint64_t* summed, uint32_t& adding_parity, float* logits, uint32_t step, uint32_t options, const int32_t* sequences,
+    const uint32_t* masks, const float* logit_bias, uint32_t* token_counts, float* weighed, float& best,
+    uint32_t& best_token, uint64_t* taken) {
   uint32_t position = (block + 8) % 132;
+  warp_barrier();
+  if (lane == 0) {
+    mbarrier_arrive(loaded);
+  }
+  float scale = 0.0f;
   #pragma unroll 1
   for (uint32_t m_tile = position; m_tile < 8016; m_tile += 132) {
     uint32_t column = (warp - 9) % 4 * 2 + lane / 16;
-    finish_rows_5(m_tile, column, lane, column_count, arena, adding, summed, adding_parity, logits, step, options,
-        sequences, masks, logit_bias, token_counts, weighed, best, best_token);
+    finish_rows_5(m_tile, column, lane, column_count, scale, loaded, loaded_parity, exchange_words, arena, adding,
+        summed, adding_parity, logits, step, options, sequences, masks, logit_bias, token_counts, weighed, best,
+        best_token);
     warp_barrier();
     if (lane == 0) {
       mbarrier_arrive(taken + adding);
     }
     advance_2(adding, adding_parity);
   }
+  mbarrier_wait(loaded, loaded_parity);
+  loaded_parity ^= 1;
 }
 
 // The best candidate of so many neighbouring lanes, on all of them; the lowest id on ties.
@@ -1146,83 +1366,109 @@ __device__ __forceinline__ void start_residual(uint8_t* arena, uint32_t thread, 
   }
 }
 
-// Bring `size_bytes` of global memory into L2, a line a block: a cold line under full load takes microseconds.
-__device__ __forceinline__ void prefetch(const bf16* source, uint32_t thread, uint32_t block) {
-  const uint8_t* lines = (const uint8_t*)(source);
-  if (thread == 0) {
-    #pragma unroll 1
-    for (uint32_t offset = block * 128; offset < 8192; offset += 16896) {
-      prefetch_l2(lines + offset);
+// Bring a part of a vector into shared memory, times the weights of a norm if there are any (bf16, in natural
+// order); ends with a barrier of the consumer warps.
+__device__ __forceinline__ void load_vector(const bf16* weight, uint8_t* arena, uint32_t thread, uint32_t column_count,
+    const bf16* embedding, uint32_t* next_token) {
+  uint4* vector = (uint4*)(arena + VECTOR);
+  uint32_t pair = thread / 32;
+  const bf16* own_units = weight + (pair * 4 + thread % 4) * 8;
+  uint32_t first_unit = thread;
+  if (thread / 4 % 8 < column_count) {
+    uint4 units[8];
+    const bf16* embedded = embedding + (uint64_t)(next_token[first_unit / 4 % 8]) * 4096;
+    uint32_t pair_2 = thread / 32;
+    const bf16* own_units_2 = embedded + (pair_2 * 4 + thread % 4) * 8;
+    #pragma unroll
+    for (uint32_t index = 0; index < 4; ++index) {
+      units[index] = load_constant_u32x4(own_units_2 + (first_unit + index * 256 - thread) / 8 * 8);
+    }
+    #pragma unroll
+    for (uint32_t index = 0; index < 4; ++index) {
+      uint4 words = units[index];
+      uint4 value = load_constant_u32x4(own_units + (first_unit + index * 256 - thread) / 8 * 8);
+      uint4 weighted = make_u32x4(multiply_bf16x2(words.x, value.x), multiply_bf16x2(words.y, value.y), multiply_bf16x2(words.z, value.z), multiply_bf16x2(words.w, value.w));
+      vector[first_unit + index * 256] = make_u32x4(multiply_bf16x2(weighted.x, 1602248576), multiply_bf16x2(weighted.y, 1568693632), multiply_bf16x2(weighted.z, 1602248576), multiply_bf16x2(weighted.w, 1568693632));
     }
   }
-}
-
-// A unit times the norm's weights into the vector, and its squares to the thread's sum.
-__device__ __forceinline__ void normalise_unit(uint4* vector, uint32_t unit, uint4 words, uint4 weight,
-    float& squares) {
-  float low = bf16x2_low(words.x);
-  float high = bf16x2_high(words.x);
-  squares += low * low + high * high;
-  uint32_t weights = weight.x;
-  float low_2 = bf16x2_low(words.y);
-  float high_2 = bf16x2_high(words.y);
-  squares += low_2 * low_2 + high_2 * high_2;
-  uint32_t weights_2 = weight.y;
-  float low_3 = bf16x2_low(words.z);
-  float high_3 = bf16x2_high(words.z);
-  squares += low_3 * low_3 + high_3 * high_3;
-  uint32_t weights_3 = weight.z;
-  float low_4 = bf16x2_low(words.w);
-  float high_4 = bf16x2_high(words.w);
-  squares += low_4 * low_4 + high_4 * high_4;
-  uint32_t weights_4 = weight.w;
-  vector[unit] = make_u32x4(multiply_bf16x2(make_u32x4(pack_bf16x2(low * bf16x2_low(weights), high * bf16x2_high(weights)), pack_bf16x2(low_2 * bf16x2_low(weights_2), high_2 * bf16x2_high(weights_2)), pack_bf16x2(low_3 * bf16x2_low(weights_3), high_3 * bf16x2_high(weights_3)), pack_bf16x2(low_4 * bf16x2_low(weights_4), high_4 * bf16x2_high(weights_4))).x, 1602248576), multiply_bf16x2(make_u32x4(pack_bf16x2(low * bf16x2_low(weights), high * bf16x2_high(weights)), pack_bf16x2(low_2 * bf16x2_low(weights_2), high_2 * bf16x2_high(weights_2)), pack_bf16x2(low_3 * bf16x2_low(weights_3), high_3 * bf16x2_high(weights_3)), pack_bf16x2(low_4 * bf16x2_low(weights_4), high_4 * bf16x2_high(weights_4))).y, 1568693632), multiply_bf16x2(make_u32x4(pack_bf16x2(low * bf16x2_low(weights), high * bf16x2_high(weights)), pack_bf16x2(low_2 * bf16x2_low(weights_2), high_2 * bf16x2_high(weights_2)), pack_bf16x2(low_3 * bf16x2_low(weights_3), high_3 * bf16x2_high(weights_3)), pack_bf16x2(low_4 * bf16x2_low(weights_4), high_4 * bf16x2_high(weights_4))).z, 1602248576), multiply_bf16x2(make_u32x4(pack_bf16x2(low * bf16x2_low(weights), high * bf16x2_high(weights)), pack_bf16x2(low_2 * bf16x2_low(weights_2), high_2 * bf16x2_high(weights_2)), pack_bf16x2(low_3 * bf16x2_low(weights_3), high_3 * bf16x2_high(weights_3)), pack_bf16x2(low_4 * bf16x2_low(weights_4), high_4 * bf16x2_high(weights_4))).w, 1568693632));
-}
-
-// 1/rms of every token from the threads' sums of squares: within warps, then over the warps in order.
-__device__ __forceinline__ void write_scales(float squares, uint8_t* arena, uint32_t lane, uint32_t warp,
-    uint32_t thread, uint32_t column_count) {
-  float* partial_sums = (float*)(arena + PARTIAL_SUMS);
-  float* scales = (float*)(arena + SCALES);
-  float sum_of_token = squares;
-  sum_of_token += shuffle_xor_f32(sum_of_token, 2);
-  sum_of_token += shuffle_xor_f32(sum_of_token, 1);
-  if (lane % 4 == 0 && lane < 32) {
-    partial_sums[warp * 8 + lane / 4] = sum_of_token;
+  uint32_t first_unit_2 = thread + 1024;
+  if (thread / 4 % 8 < column_count) {
+    uint4 units[8];
+    const bf16* embedded = embedding + (uint64_t)(next_token[first_unit_2 / 4 % 8]) * 4096;
+    uint32_t pair_2 = thread / 32;
+    const bf16* own_units_2 = embedded + (pair_2 * 4 + thread % 4) * 8;
+    #pragma unroll
+    for (uint32_t index = 0; index < 4; ++index) {
+      units[index] = load_constant_u32x4(own_units_2 + (first_unit_2 + index * 256 - thread) / 8 * 8);
+    }
+    #pragma unroll
+    for (uint32_t index = 0; index < 4; ++index) {
+      uint4 words = units[index];
+      uint4 value = load_constant_u32x4(own_units + (first_unit_2 + index * 256 - thread) / 8 * 8);
+      uint4 weighted = make_u32x4(multiply_bf16x2(words.x, value.x), multiply_bf16x2(words.y, value.y), multiply_bf16x2(words.z, value.z), multiply_bf16x2(words.w, value.w));
+      vector[first_unit_2 + index * 256] = make_u32x4(multiply_bf16x2(weighted.x, 1602248576), multiply_bf16x2(weighted.y, 1568693632), multiply_bf16x2(weighted.z, 1602248576), multiply_bf16x2(weighted.w, 1568693632));
+    }
+  }
+  uint32_t first_unit_3 = thread + 2048;
+  if (thread / 4 % 8 < column_count) {
+    uint4 units[8];
+    const bf16* embedded = embedding + (uint64_t)(next_token[first_unit_3 / 4 % 8]) * 4096;
+    uint32_t pair_2 = thread / 32;
+    const bf16* own_units_2 = embedded + (pair_2 * 4 + thread % 4) * 8;
+    #pragma unroll
+    for (uint32_t index = 0; index < 4; ++index) {
+      units[index] = load_constant_u32x4(own_units_2 + (first_unit_3 + index * 256 - thread) / 8 * 8);
+    }
+    #pragma unroll
+    for (uint32_t index = 0; index < 4; ++index) {
+      uint4 words = units[index];
+      uint4 value = load_constant_u32x4(own_units + (first_unit_3 + index * 256 - thread) / 8 * 8);
+      uint4 weighted = make_u32x4(multiply_bf16x2(words.x, value.x), multiply_bf16x2(words.y, value.y), multiply_bf16x2(words.z, value.z), multiply_bf16x2(words.w, value.w));
+      vector[first_unit_3 + index * 256] = make_u32x4(multiply_bf16x2(weighted.x, 1602248576), multiply_bf16x2(weighted.y, 1568693632), multiply_bf16x2(weighted.z, 1602248576), multiply_bf16x2(weighted.w, 1568693632));
+    }
+  }
+  uint32_t first_unit_4 = thread + 3072;
+  if (thread / 4 % 8 < column_count) {
+    uint4 units[8];
+    const bf16* embedded = embedding + (uint64_t)(next_token[first_unit_4 / 4 % 8]) * 4096;
+    uint32_t pair_2 = thread / 32;
+    const bf16* own_units_2 = embedded + (pair_2 * 4 + thread % 4) * 8;
+    #pragma unroll
+    for (uint32_t index = 0; index < 4; ++index) {
+      units[index] = load_constant_u32x4(own_units_2 + (first_unit_4 + index * 256 - thread) / 8 * 8);
+    }
+    #pragma unroll
+    for (uint32_t index = 0; index < 4; ++index) {
+      uint4 words = units[index];
+      uint4 value = load_constant_u32x4(own_units + (first_unit_4 + index * 256 - thread) / 8 * 8);
+      uint4 weighted = make_u32x4(multiply_bf16x2(words.x, value.x), multiply_bf16x2(words.y, value.y), multiply_bf16x2(words.z, value.z), multiply_bf16x2(words.w, value.w));
+      vector[first_unit_4 + index * 256] = make_u32x4(multiply_bf16x2(weighted.x, 1602248576), multiply_bf16x2(weighted.y, 1568693632), multiply_bf16x2(weighted.z, 1602248576), multiply_bf16x2(weighted.w, 1568693632));
+    }
   }
   named_barrier(1, 256);
-  if (thread < column_count) {
-    float total = 0.0f;
-    #pragma unroll
-    for (uint32_t other = 0; other < 8; ++other) {
-      uint32_t warp_2 = other + thread / 8;
-      total += partial_sums[warp_2 * 8 + thread % 8];
-    }
-    float scale = rsqrt_f32(total * 0.000244140625f + 1e-05f);
-    scales[thread] = total < 1.8446744e+19f ? scale : bits_float(2143289344);
-  }
 }
 
-// `_normalise_unit` with products that are rounded as pairs: the same bits. With one token it is no faster.
-__device__ __forceinline__ void normalise_in_pairs(uint4* vector, uint32_t unit, uint4 words, uint4 weight,
-    float& squares) {
-  uint32_t pair = words.x;
-  float low = bf16x2_low(pair);
-  float high = bf16x2_high(pair);
-  squares += low * low + high * high;
-  uint32_t pair_2 = words.y;
-  float low_2 = bf16x2_low(pair_2);
-  float high_2 = bf16x2_high(pair_2);
-  squares += low_2 * low_2 + high_2 * high_2;
-  uint32_t pair_3 = words.z;
-  float low_3 = bf16x2_low(pair_3);
-  float high_3 = bf16x2_high(pair_3);
-  squares += low_3 * low_3 + high_3 * high_3;
-  uint32_t pair_4 = words.w;
-  float low_4 = bf16x2_low(pair_4);
-  float high_4 = bf16x2_high(pair_4);
-  squares += low_4 * low_4 + high_4 * high_4;
-  vector[unit] = make_u32x4(multiply_bf16x2(make_u32x4(multiply_bf16x2(pair, weight.x), multiply_bf16x2(pair_2, weight.y), multiply_bf16x2(pair_3, weight.z), multiply_bf16x2(pair_4, weight.w)).x, 1602248576), multiply_bf16x2(make_u32x4(multiply_bf16x2(pair, weight.x), multiply_bf16x2(pair_2, weight.y), multiply_bf16x2(pair_3, weight.z), multiply_bf16x2(pair_4, weight.w)).y, 1568693632), multiply_bf16x2(make_u32x4(multiply_bf16x2(pair, weight.x), multiply_bf16x2(pair_2, weight.y), multiply_bf16x2(pair_3, weight.z), multiply_bf16x2(pair_4, weight.w)).z, 1602248576), multiply_bf16x2(make_u32x4(multiply_bf16x2(pair, weight.x), multiply_bf16x2(pair_2, weight.y), multiply_bf16x2(pair_3, weight.z), multiply_bf16x2(pair_4, weight.w)).w, 1568693632));
+// A whole vector; then each warp has what it multiplies.
+__device__ __forceinline__ void load_copied(uint32_t thread, uint64_t* landed, uint8_t* arena, uint32_t* exchange_words,
+    uint32_t& vector_parities) {
+  if (thread == 0) {
+    fence_proxy_async_global();
+    fence_proxy_async_shared();
+    mbarrier_arrive_expect_tx(landed, 16384);
+    bulk_copy_shared(arena + VECTOR, (const uint8_t*)(exchange_words + 64), 16384, landed);
+    mbarrier_arrive_expect_tx(landed + 1, 16384);
+    bulk_copy_shared(arena + VECTOR + 16384, (const uint8_t*)(exchange_words + 64) + 16384, 16384, landed + 1);
+    mbarrier_arrive_expect_tx(landed + 2, 16384);
+    bulk_copy_shared(arena + VECTOR + 32768, (const uint8_t*)(exchange_words + 64) + 32768, 16384, landed + 2);
+    mbarrier_arrive_expect_tx(landed + 3, 16384);
+    bulk_copy_shared(arena + VECTOR + 49152, (const uint8_t*)(exchange_words + 64) + 49152, 16384, landed + 3);
+  }
+  uint4* vector = (uint4*)(arena + VECTOR);
+  mbarrier_wait(landed, vector_parities & 1);
+  mbarrier_wait(landed + 1, (vector_parities >> 1) & 1);
+  mbarrier_wait(landed + 2, (vector_parities >> 2) & 1);
+  mbarrier_wait(landed + 3, (vector_parities >> 3) & 1);
+  vector_parities ^= 15;
 }
 
 // What zero points need of this warp's vectors beside a chunk.
@@ -1361,232 +1607,27 @@ __device__ __forceinline__ void wait_until_taken(uint64_t* taken, uint32_t& turn
 // Waits for: hidden of the layer before; in the first layer for nothing, the tokens' embeddings are there.
 // Makes: qkv, and the keys and values in the cache.
 __device__ __forceinline__ void qkv(uint32_t* progress, uint32_t block, uint32_t step, uint32_t layer,
-    const bf16* norms, uint32_t* block_waits, uint8_t* arena, uint32_t column_count, const bf16* embedding,
-    uint32_t* next_token, uint64_t* landed, uint32_t* exchange_words, uint32_t& vector_parities, uint64_t* full,
-    uint32_t& use_stage, uint32_t& use_parity, uint8_t* ring, uint64_t* empty, uint64_t* taken, uint32_t& turn,
-    uint32_t& turn_parity, uint64_t* summed, uint64_t& arrivals_due, uint64_t* counter) {
+    uint32_t* block_waits, const bf16* norms, uint8_t* arena, uint32_t column_count, const bf16* embedding,
+    uint32_t* next_token, uint64_t* landed, uint32_t* exchange_words, uint32_t& vector_parities, uint64_t* loaded,
+    uint64_t* full, uint32_t& use_stage, uint32_t& use_parity, uint8_t* ring, uint64_t* empty, uint64_t* taken,
+    uint32_t& turn, uint32_t& turn_parity, uint64_t* summed, uint64_t& arrivals_due, uint64_t* counter) {
   uint32_t thread = thread_index();
   uint32_t warp = thread / 32;
   uint32_t lane = thread % 32;
   if (thread == 0) {
     store_relaxed_u32(progress + block, step * 162 + layer * 5);
   }
-  prefetch(norms + (layer * 2 + 1) * 4096, thread, block);
   uint32_t position = (block + 8) % 132;
   if (thread == 0) {
     store_shared_u32(block_waits, 1);
   }
   if (layer == 0) {
-    uint4* vector = (uint4*)(arena + VECTOR);
-    float squares = 0.0f;
-    uint32_t pair = thread / 32;
-    const bf16* own_units = norms + (pair * 4 + thread % 4) * 8;
-    uint32_t first_unit = thread;
-    uint4 weights[8];
-    #pragma unroll
-    for (uint32_t index = 0; index < 6; ++index) {
-      weights[index] = load_constant_u32x4(own_units + (first_unit + index * 256 - thread) / 8 * 8);
-    }
-    if (thread / 4 % 8 < column_count) {
-      uint4 units[8];
-      const bf16* embedded = embedding + (uint64_t)(next_token[first_unit / 4 % 8]) * 4096;
-      uint32_t pair_2 = thread / 32;
-      const bf16* own_units_2 = embedded + (pair_2 * 4 + thread % 4) * 8;
-      #pragma unroll
-      for (uint32_t index = 0; index < 6; ++index) {
-        units[index] = load_constant_u32x4(own_units_2 + (first_unit + index * 256 - thread) / 8 * 8);
-      }
-      #pragma unroll
-      for (uint32_t index = 0; index < 6; ++index) {
-        normalise_unit(vector, first_unit + index * 256, units[index], weights[index], squares);
-      }
-    }
-    uint32_t first_unit_2 = thread + 1536;
-    uint4 weights_2[8];
-    #pragma unroll
-    for (uint32_t index = 0; index < 6; ++index) {
-      weights_2[index] = load_constant_u32x4(own_units + (first_unit_2 + index * 256 - thread) / 8 * 8);
-    }
-    if (thread / 4 % 8 < column_count) {
-      uint4 units[8];
-      const bf16* embedded = embedding + (uint64_t)(next_token[first_unit_2 / 4 % 8]) * 4096;
-      uint32_t pair_2 = thread / 32;
-      const bf16* own_units_2 = embedded + (pair_2 * 4 + thread % 4) * 8;
-      #pragma unroll
-      for (uint32_t index = 0; index < 6; ++index) {
-        units[index] = load_constant_u32x4(own_units_2 + (first_unit_2 + index * 256 - thread) / 8 * 8);
-      }
-      #pragma unroll
-      for (uint32_t index = 0; index < 6; ++index) {
-        normalise_unit(vector, first_unit_2 + index * 256, units[index], weights_2[index], squares);
-      }
-    }
-    uint32_t first_unit_3 = thread + 3072;
-    uint4 weights_3[8];
-    #pragma unroll
-    for (uint32_t index = 0; index < 4; ++index) {
-      weights_3[index] = load_constant_u32x4(own_units + (first_unit_3 + index * 256 - thread) / 8 * 8);
-    }
-    if (thread / 4 % 8 < column_count) {
-      uint4 units[8];
-      const bf16* embedded = embedding + (uint64_t)(next_token[first_unit_3 / 4 % 8]) * 4096;
-      uint32_t pair_2 = thread / 32;
-      const bf16* own_units_2 = embedded + (pair_2 * 4 + thread % 4) * 8;
-      #pragma unroll
-      for (uint32_t index = 0; index < 4; ++index) {
-        units[index] = load_constant_u32x4(own_units_2 + (first_unit_3 + index * 256 - thread) / 8 * 8);
-      }
-      #pragma unroll
-      for (uint32_t index = 0; index < 4; ++index) {
-        normalise_unit(vector, first_unit_3 + index * 256, units[index], weights_3[index], squares);
-      }
-    }
-    write_scales(squares, arena, lane, warp, thread, column_count);
+    load_vector(norms, arena, thread, column_count, embedding, next_token);
   } else {
-    if (thread == 0) {
-      fence_proxy_async_global();
-      fence_proxy_async_shared();
-      mbarrier_arrive_expect_tx(landed, 8192);
-      bulk_copy_shared(arena + VECTOR, (const uint8_t*)(exchange_words + 64), 8192, landed);
-      mbarrier_arrive_expect_tx(landed + 1, 8192);
-      bulk_copy_shared(arena + VECTOR + 8192, (const uint8_t*)(exchange_words + 64) + 8192, 8192, landed + 1);
-      mbarrier_arrive_expect_tx(landed + 2, 8192);
-      bulk_copy_shared(arena + VECTOR + 16384, (const uint8_t*)(exchange_words + 64) + 16384, 8192, landed + 2);
-      mbarrier_arrive_expect_tx(landed + 3, 8192);
-      bulk_copy_shared(arena + VECTOR + 24576, (const uint8_t*)(exchange_words + 64) + 24576, 8192, landed + 3);
-      mbarrier_arrive_expect_tx(landed + 4, 8192);
-      bulk_copy_shared(arena + VECTOR + 32768, (const uint8_t*)(exchange_words + 8256), 8192, landed + 4);
-      mbarrier_arrive_expect_tx(landed + 5, 8192);
-      bulk_copy_shared(arena + VECTOR + 32768 + 8192, (const uint8_t*)(exchange_words + 8256) + 8192, 8192, landed + 5);
-      mbarrier_arrive_expect_tx(landed + 6, 8192);
-      bulk_copy_shared(arena + VECTOR + 32768 + 16384, (const uint8_t*)(exchange_words + 8256) + 16384, 8192, landed + 6);
-      mbarrier_arrive_expect_tx(landed + 7, 8192);
-      bulk_copy_shared(arena + VECTOR + 32768 + 24576, (const uint8_t*)(exchange_words + 8256) + 24576, 8192, landed + 7);
-    }
-    uint4* vector = (uint4*)(arena + VECTOR);
-    float squares = 0.0f;
-    uint32_t pair = thread / 32;
-    const bf16* own_units = norms + layer * 8192 + (pair * 4 + thread % 4) * 8;
-    uint4 weights[2];
-    uint4 weights_2[2];
-    uint4 weights_3[2];
-    uint4 weights_4[2];
-    uint4 weights_5[2];
-    uint4 weights_6[2];
-    uint4 weights_7[2];
-    uint4 weights_8[2];
-    weights[0] = load_constant_u32x4(own_units + (thread - thread) / 8 * 8);
-    uint32_t unit = thread + 256;
-    weights[1] = load_constant_u32x4(own_units + (unit - thread) / 8 * 8);
-    uint32_t unit_2 = thread + 512;
-    weights_2[0] = load_constant_u32x4(own_units + (unit_2 - thread) / 8 * 8);
-    uint32_t unit_3 = thread + 768;
-    weights_2[1] = load_constant_u32x4(own_units + (unit_3 - thread) / 8 * 8);
-    uint32_t unit_4 = thread + 1024;
-    weights_3[0] = load_constant_u32x4(own_units + (unit_4 - thread) / 8 * 8);
-    uint32_t unit_5 = thread + 1280;
-    weights_3[1] = load_constant_u32x4(own_units + (unit_5 - thread) / 8 * 8);
-    uint32_t unit_6 = thread + 1536;
-    weights_4[0] = load_constant_u32x4(own_units + (unit_6 - thread) / 8 * 8);
-    uint32_t unit_7 = thread + 1792;
-    weights_4[1] = load_constant_u32x4(own_units + (unit_7 - thread) / 8 * 8);
-    uint32_t unit_8 = thread + 2048;
-    weights_5[0] = load_constant_u32x4(own_units + (unit_8 - thread) / 8 * 8);
-    uint32_t unit_9 = thread + 2304;
-    weights_5[1] = load_constant_u32x4(own_units + (unit_9 - thread) / 8 * 8);
-    uint32_t unit_10 = thread + 2560;
-    weights_6[0] = load_constant_u32x4(own_units + (unit_10 - thread) / 8 * 8);
-    uint32_t unit_11 = thread + 2816;
-    weights_6[1] = load_constant_u32x4(own_units + (unit_11 - thread) / 8 * 8);
-    uint32_t unit_12 = thread + 3072;
-    weights_7[0] = load_constant_u32x4(own_units + (unit_12 - thread) / 8 * 8);
-    uint32_t unit_13 = thread + 3328;
-    weights_7[1] = load_constant_u32x4(own_units + (unit_13 - thread) / 8 * 8);
-    uint32_t unit_14 = thread + 3584;
-    weights_8[0] = load_constant_u32x4(own_units + (unit_14 - thread) / 8 * 8);
-    uint32_t unit_15 = thread + 3840;
-    weights_8[1] = load_constant_u32x4(own_units + (unit_15 - thread) / 8 * 8);
-    mbarrier_wait(landed, vector_parities & 1);
-    uint4 units[2];
-    units[0] = vector[thread];
-    uint32_t unit_16 = thread + 256;
-    units[1] = vector[unit_16];
-    normalise_in_pairs(vector, thread, units[0], weights[0], squares);
-    uint32_t unit_17 = thread + 256;
-    normalise_in_pairs(vector, unit_17, units[1], weights[1], squares);
-    mbarrier_wait(landed + 1, (vector_parities >> 1) & 1);
-    uint4 units_2[2];
-    uint32_t unit_18 = thread + 512;
-    units_2[0] = vector[unit_18];
-    uint32_t unit_19 = thread + 768;
-    units_2[1] = vector[unit_19];
-    uint32_t unit_20 = thread + 512;
-    normalise_in_pairs(vector, unit_20, units_2[0], weights_2[0], squares);
-    uint32_t unit_21 = thread + 768;
-    normalise_in_pairs(vector, unit_21, units_2[1], weights_2[1], squares);
-    mbarrier_wait(landed + 2, (vector_parities >> 2) & 1);
-    uint4 units_3[2];
-    uint32_t unit_22 = thread + 1024;
-    units_3[0] = vector[unit_22];
-    uint32_t unit_23 = thread + 1280;
-    units_3[1] = vector[unit_23];
-    uint32_t unit_24 = thread + 1024;
-    normalise_in_pairs(vector, unit_24, units_3[0], weights_3[0], squares);
-    uint32_t unit_25 = thread + 1280;
-    normalise_in_pairs(vector, unit_25, units_3[1], weights_3[1], squares);
-    mbarrier_wait(landed + 3, (vector_parities >> 3) & 1);
-    uint4 units_4[2];
-    uint32_t unit_26 = thread + 1536;
-    units_4[0] = vector[unit_26];
-    uint32_t unit_27 = thread + 1792;
-    units_4[1] = vector[unit_27];
-    uint32_t unit_28 = thread + 1536;
-    normalise_in_pairs(vector, unit_28, units_4[0], weights_4[0], squares);
-    uint32_t unit_29 = thread + 1792;
-    normalise_in_pairs(vector, unit_29, units_4[1], weights_4[1], squares);
-    mbarrier_wait(landed + 4, (vector_parities >> 4) & 1);
-    uint4 units_5[2];
-    uint32_t unit_30 = thread + 2048;
-    units_5[0] = vector[unit_30];
-    uint32_t unit_31 = thread + 2304;
-    units_5[1] = vector[unit_31];
-    uint32_t unit_32 = thread + 2048;
-    normalise_in_pairs(vector, unit_32, units_5[0], weights_5[0], squares);
-    uint32_t unit_33 = thread + 2304;
-    normalise_in_pairs(vector, unit_33, units_5[1], weights_5[1], squares);
-    mbarrier_wait(landed + 5, (vector_parities >> 5) & 1);
-    uint4 units_6[2];
-    uint32_t unit_34 = thread + 2560;
-    units_6[0] = vector[unit_34];
-    uint32_t unit_35 = thread + 2816;
-    units_6[1] = vector[unit_35];
-    uint32_t unit_36 = thread + 2560;
-    normalise_in_pairs(vector, unit_36, units_6[0], weights_6[0], squares);
-    uint32_t unit_37 = thread + 2816;
-    normalise_in_pairs(vector, unit_37, units_6[1], weights_6[1], squares);
-    mbarrier_wait(landed + 6, (vector_parities >> 6) & 1);
-    uint4 units_7[2];
-    uint32_t unit_38 = thread + 3072;
-    units_7[0] = vector[unit_38];
-    uint32_t unit_39 = thread + 3328;
-    units_7[1] = vector[unit_39];
-    uint32_t unit_40 = thread + 3072;
-    normalise_in_pairs(vector, unit_40, units_7[0], weights_7[0], squares);
-    uint32_t unit_41 = thread + 3328;
-    normalise_in_pairs(vector, unit_41, units_7[1], weights_7[1], squares);
-    mbarrier_wait(landed + 7, (vector_parities >> 7) & 1);
-    uint4 units_8[2];
-    uint32_t unit_42 = thread + 3584;
-    units_8[0] = vector[unit_42];
-    uint32_t unit_43 = thread + 3840;
-    units_8[1] = vector[unit_43];
-    uint32_t unit_44 = thread + 3584;
-    normalise_in_pairs(vector, unit_44, units_8[0], weights_8[0], squares);
-    uint32_t unit_45 = thread + 3840;
-    normalise_in_pairs(vector, unit_45, units_8[1], weights_8[1], squares);
-    vector_parities ^= 15;
-    vector_parities ^= 240;
-    write_scales(squares, arena, lane, warp, thread, column_count);
+    load_copied(thread, landed, arena, exchange_words, vector_parities);
+  }
+  if (thread == 0) {
+    mbarrier_arrive(loaded);
   }
   if (thread == 0) {
     store_shared_u32(block_waits, 0);
@@ -2813,9 +2854,20 @@ __device__ __forceinline__ void attention(uint32_t* progress, uint32_t block, ui
   named_barrier(1, 256);
 }
 
+// Bring `size_bytes` of global memory into L2, a line a block: a cold line under full load takes microseconds.
+__device__ __forceinline__ void prefetch(const bf16* source, uint32_t thread, uint32_t block) {
+  const uint8_t* lines = (const uint8_t*)(source);
+  if (thread == 0) {
+    #pragma unroll 1
+    for (uint32_t offset = block * 128; offset < 8192; offset += 16896) {
+      prefetch_l2(lines + offset);
+    }
+  }
+}
+
 // A whole vector; then each warp has what it multiplies.
-__device__ __forceinline__ void load_copied(uint32_t thread, uint64_t* landed, uint8_t* arena, uint32_t* exchange_words,
-    uint32_t& vector_parities) {
+__device__ __forceinline__ void load_copied_2(uint32_t thread, uint64_t* landed, uint8_t* arena,
+    uint32_t* exchange_words, uint32_t& vector_parities) {
   if (thread == 0) {
     fence_proxy_async_global();
     fence_proxy_async_shared();
@@ -2840,7 +2892,7 @@ __device__ __forceinline__ void load_copied(uint32_t thread, uint64_t* landed, u
 // Projection onto the residual.
 // Waits for: attention.
 // Makes: middle.
-__device__ __forceinline__ void o(uint32_t* progress, uint32_t block, uint32_t step, uint32_t layer,
+__device__ __forceinline__ void o(uint32_t* progress, uint32_t block, uint32_t step, uint32_t layer, const bf16* norms,
     uint32_t* block_waits, uint64_t* landed, uint8_t* arena, uint32_t* exchange_words, uint32_t& vector_parities,
     uint64_t* full, uint32_t& use_stage, uint32_t& use_parity, uint8_t* ring, uint64_t* empty, uint64_t* taken,
     uint32_t& turn, uint32_t& turn_parity, uint64_t* summed, uint64_t& arrivals_due, uint64_t* counter) {
@@ -2850,11 +2902,12 @@ __device__ __forceinline__ void o(uint32_t* progress, uint32_t block, uint32_t s
   if (thread == 0) {
     store_relaxed_u32(progress + block, step * 162 + layer * 5 + 2);
   }
+  prefetch(norms + (layer * 2 + 1) * 4096, thread, block);
   uint32_t position = block % 132;
   if (thread == 0) {
     store_shared_u32(block_waits, 1);
   }
-  load_copied(thread, landed, arena, exchange_words, vector_parities);
+  load_copied_2(thread, landed, arena, exchange_words, vector_parities);
   if (thread == 0) {
     store_shared_u32(block_waits, 0);
   }
@@ -2894,170 +2947,52 @@ __device__ __forceinline__ void o(uint32_t* progress, uint32_t block, uint32_t s
   named_barrier(1, 256);
 }
 
+// A whole vector; then each warp has what it multiplies.
+__device__ __forceinline__ void load_copied_3(uint32_t thread, uint64_t* landed, uint8_t* arena,
+    uint32_t* exchange_words, uint32_t& vector_parities) {
+  if (thread == 0) {
+    fence_proxy_async_global();
+    fence_proxy_async_shared();
+    mbarrier_arrive_expect_tx(landed, 16384);
+    bulk_copy_shared(arena + VECTOR, (const uint8_t*)(exchange_words + 1240128), 16384, landed);
+    mbarrier_arrive_expect_tx(landed + 1, 16384);
+    bulk_copy_shared(arena + VECTOR + 16384, (const uint8_t*)(exchange_words + 1240128) + 16384, 16384, landed + 1);
+    mbarrier_arrive_expect_tx(landed + 2, 16384);
+    bulk_copy_shared(arena + VECTOR + 32768, (const uint8_t*)(exchange_words + 1240128) + 32768, 16384, landed + 2);
+    mbarrier_arrive_expect_tx(landed + 3, 16384);
+    bulk_copy_shared(arena + VECTOR + 49152, (const uint8_t*)(exchange_words + 1240128) + 49152, 16384, landed + 3);
+  }
+  uint4* vector = (uint4*)(arena + VECTOR);
+  mbarrier_wait(landed, vector_parities & 1);
+  mbarrier_wait(landed + 1, (vector_parities >> 1) & 1);
+  mbarrier_wait(landed + 2, (vector_parities >> 2) & 1);
+  mbarrier_wait(landed + 3, (vector_parities >> 3) & 1);
+  vector_parities ^= 15;
+}
+
 // ---- phase gate_up ---------------------------------------------------------------------------------
 // Norm; gate and up; SwiGLU.
 // Waits for: middle.
 // Makes: gated.
 __device__ __forceinline__ void gate_up(uint32_t* progress, uint32_t block, uint32_t step, uint32_t layer,
-    const bf16* norms, uint32_t* block_waits, uint64_t* landed, uint8_t* arena, uint32_t* exchange_words,
-    uint32_t& vector_parities, uint32_t column_count, uint64_t* full, uint32_t& use_stage, uint32_t& use_parity,
-    uint8_t* ring, uint64_t* empty, uint64_t* taken, uint32_t& turn, uint32_t& turn_parity, uint64_t* summed,
-    uint64_t& arrivals_due, uint64_t* counter) {
+    uint32_t* block_waits, uint64_t* landed, uint8_t* arena, uint32_t* exchange_words, uint32_t& vector_parities,
+    uint64_t* loaded, uint64_t* full, uint32_t& use_stage, uint32_t& use_parity, uint8_t* ring, uint64_t* empty,
+    uint64_t* taken, uint32_t& turn, uint32_t& turn_parity, uint64_t* summed, uint64_t& arrivals_due,
+    uint64_t* counter) {
   uint32_t thread = thread_index();
   uint32_t warp = thread / 32;
   uint32_t lane = thread % 32;
   if (thread == 0) {
     store_relaxed_u32(progress + block, step * 162 + layer * 5 + 3);
   }
-  prefetch(norms + (layer * 2 + 2) * 4096, thread, block);
   uint32_t position = (block + 8) % 132;
   if (thread == 0) {
     store_shared_u32(block_waits, 1);
   }
+  load_copied_3(thread, landed, arena, exchange_words, vector_parities);
   if (thread == 0) {
-    fence_proxy_async_global();
-    fence_proxy_async_shared();
-    mbarrier_arrive_expect_tx(landed, 8192);
-    bulk_copy_shared(arena + VECTOR, (const uint8_t*)(exchange_words + 1240128), 8192, landed);
-    mbarrier_arrive_expect_tx(landed + 1, 8192);
-    bulk_copy_shared(arena + VECTOR + 8192, (const uint8_t*)(exchange_words + 1240128) + 8192, 8192, landed + 1);
-    mbarrier_arrive_expect_tx(landed + 2, 8192);
-    bulk_copy_shared(arena + VECTOR + 16384, (const uint8_t*)(exchange_words + 1240128) + 16384, 8192, landed + 2);
-    mbarrier_arrive_expect_tx(landed + 3, 8192);
-    bulk_copy_shared(arena + VECTOR + 24576, (const uint8_t*)(exchange_words + 1240128) + 24576, 8192, landed + 3);
-    mbarrier_arrive_expect_tx(landed + 4, 8192);
-    bulk_copy_shared(arena + VECTOR + 32768, (const uint8_t*)(exchange_words + 1248320), 8192, landed + 4);
-    mbarrier_arrive_expect_tx(landed + 5, 8192);
-    bulk_copy_shared(arena + VECTOR + 32768 + 8192, (const uint8_t*)(exchange_words + 1248320) + 8192, 8192, landed + 5);
-    mbarrier_arrive_expect_tx(landed + 6, 8192);
-    bulk_copy_shared(arena + VECTOR + 32768 + 16384, (const uint8_t*)(exchange_words + 1248320) + 16384, 8192, landed + 6);
-    mbarrier_arrive_expect_tx(landed + 7, 8192);
-    bulk_copy_shared(arena + VECTOR + 32768 + 24576, (const uint8_t*)(exchange_words + 1248320) + 24576, 8192, landed + 7);
+    mbarrier_arrive(loaded);
   }
-  uint4* vector = (uint4*)(arena + VECTOR);
-  float squares = 0.0f;
-  uint32_t pair = thread / 32;
-  const bf16* own_units = norms + (layer * 2 + 1) * 4096 + (pair * 4 + thread % 4) * 8;
-  uint4 weights[2];
-  uint4 weights_2[2];
-  uint4 weights_3[2];
-  uint4 weights_4[2];
-  uint4 weights_5[2];
-  uint4 weights_6[2];
-  uint4 weights_7[2];
-  uint4 weights_8[2];
-  weights[0] = load_constant_u32x4(own_units + (thread - thread) / 8 * 8);
-  uint32_t unit = thread + 256;
-  weights[1] = load_constant_u32x4(own_units + (unit - thread) / 8 * 8);
-  uint32_t unit_2 = thread + 512;
-  weights_2[0] = load_constant_u32x4(own_units + (unit_2 - thread) / 8 * 8);
-  uint32_t unit_3 = thread + 768;
-  weights_2[1] = load_constant_u32x4(own_units + (unit_3 - thread) / 8 * 8);
-  uint32_t unit_4 = thread + 1024;
-  weights_3[0] = load_constant_u32x4(own_units + (unit_4 - thread) / 8 * 8);
-  uint32_t unit_5 = thread + 1280;
-  weights_3[1] = load_constant_u32x4(own_units + (unit_5 - thread) / 8 * 8);
-  uint32_t unit_6 = thread + 1536;
-  weights_4[0] = load_constant_u32x4(own_units + (unit_6 - thread) / 8 * 8);
-  uint32_t unit_7 = thread + 1792;
-  weights_4[1] = load_constant_u32x4(own_units + (unit_7 - thread) / 8 * 8);
-  uint32_t unit_8 = thread + 2048;
-  weights_5[0] = load_constant_u32x4(own_units + (unit_8 - thread) / 8 * 8);
-  uint32_t unit_9 = thread + 2304;
-  weights_5[1] = load_constant_u32x4(own_units + (unit_9 - thread) / 8 * 8);
-  uint32_t unit_10 = thread + 2560;
-  weights_6[0] = load_constant_u32x4(own_units + (unit_10 - thread) / 8 * 8);
-  uint32_t unit_11 = thread + 2816;
-  weights_6[1] = load_constant_u32x4(own_units + (unit_11 - thread) / 8 * 8);
-  uint32_t unit_12 = thread + 3072;
-  weights_7[0] = load_constant_u32x4(own_units + (unit_12 - thread) / 8 * 8);
-  uint32_t unit_13 = thread + 3328;
-  weights_7[1] = load_constant_u32x4(own_units + (unit_13 - thread) / 8 * 8);
-  uint32_t unit_14 = thread + 3584;
-  weights_8[0] = load_constant_u32x4(own_units + (unit_14 - thread) / 8 * 8);
-  uint32_t unit_15 = thread + 3840;
-  weights_8[1] = load_constant_u32x4(own_units + (unit_15 - thread) / 8 * 8);
-  mbarrier_wait(landed, vector_parities & 1);
-  uint4 units[2];
-  units[0] = vector[thread];
-  uint32_t unit_16 = thread + 256;
-  units[1] = vector[unit_16];
-  normalise_in_pairs(vector, thread, units[0], weights[0], squares);
-  uint32_t unit_17 = thread + 256;
-  normalise_in_pairs(vector, unit_17, units[1], weights[1], squares);
-  mbarrier_wait(landed + 1, (vector_parities >> 1) & 1);
-  uint4 units_2[2];
-  uint32_t unit_18 = thread + 512;
-  units_2[0] = vector[unit_18];
-  uint32_t unit_19 = thread + 768;
-  units_2[1] = vector[unit_19];
-  uint32_t unit_20 = thread + 512;
-  normalise_in_pairs(vector, unit_20, units_2[0], weights_2[0], squares);
-  uint32_t unit_21 = thread + 768;
-  normalise_in_pairs(vector, unit_21, units_2[1], weights_2[1], squares);
-  mbarrier_wait(landed + 2, (vector_parities >> 2) & 1);
-  uint4 units_3[2];
-  uint32_t unit_22 = thread + 1024;
-  units_3[0] = vector[unit_22];
-  uint32_t unit_23 = thread + 1280;
-  units_3[1] = vector[unit_23];
-  uint32_t unit_24 = thread + 1024;
-  normalise_in_pairs(vector, unit_24, units_3[0], weights_3[0], squares);
-  uint32_t unit_25 = thread + 1280;
-  normalise_in_pairs(vector, unit_25, units_3[1], weights_3[1], squares);
-  mbarrier_wait(landed + 3, (vector_parities >> 3) & 1);
-  uint4 units_4[2];
-  uint32_t unit_26 = thread + 1536;
-  units_4[0] = vector[unit_26];
-  uint32_t unit_27 = thread + 1792;
-  units_4[1] = vector[unit_27];
-  uint32_t unit_28 = thread + 1536;
-  normalise_in_pairs(vector, unit_28, units_4[0], weights_4[0], squares);
-  uint32_t unit_29 = thread + 1792;
-  normalise_in_pairs(vector, unit_29, units_4[1], weights_4[1], squares);
-  mbarrier_wait(landed + 4, (vector_parities >> 4) & 1);
-  uint4 units_5[2];
-  uint32_t unit_30 = thread + 2048;
-  units_5[0] = vector[unit_30];
-  uint32_t unit_31 = thread + 2304;
-  units_5[1] = vector[unit_31];
-  uint32_t unit_32 = thread + 2048;
-  normalise_in_pairs(vector, unit_32, units_5[0], weights_5[0], squares);
-  uint32_t unit_33 = thread + 2304;
-  normalise_in_pairs(vector, unit_33, units_5[1], weights_5[1], squares);
-  mbarrier_wait(landed + 5, (vector_parities >> 5) & 1);
-  uint4 units_6[2];
-  uint32_t unit_34 = thread + 2560;
-  units_6[0] = vector[unit_34];
-  uint32_t unit_35 = thread + 2816;
-  units_6[1] = vector[unit_35];
-  uint32_t unit_36 = thread + 2560;
-  normalise_in_pairs(vector, unit_36, units_6[0], weights_6[0], squares);
-  uint32_t unit_37 = thread + 2816;
-  normalise_in_pairs(vector, unit_37, units_6[1], weights_6[1], squares);
-  mbarrier_wait(landed + 6, (vector_parities >> 6) & 1);
-  uint4 units_7[2];
-  uint32_t unit_38 = thread + 3072;
-  units_7[0] = vector[unit_38];
-  uint32_t unit_39 = thread + 3328;
-  units_7[1] = vector[unit_39];
-  uint32_t unit_40 = thread + 3072;
-  normalise_in_pairs(vector, unit_40, units_7[0], weights_7[0], squares);
-  uint32_t unit_41 = thread + 3328;
-  normalise_in_pairs(vector, unit_41, units_7[1], weights_7[1], squares);
-  mbarrier_wait(landed + 7, (vector_parities >> 7) & 1);
-  uint4 units_8[2];
-  uint32_t unit_42 = thread + 3584;
-  units_8[0] = vector[unit_42];
-  uint32_t unit_43 = thread + 3840;
-  units_8[1] = vector[unit_43];
-  uint32_t unit_44 = thread + 3584;
-  normalise_in_pairs(vector, unit_44, units_8[0], weights_8[0], squares);
-  uint32_t unit_45 = thread + 3840;
-  normalise_in_pairs(vector, unit_45, units_8[1], weights_8[1], squares);
-  vector_parities ^= 15;
-  vector_parities ^= 240;
-  write_scales(squares, arena, lane, warp, thread, column_count);
   if (thread == 0) {
     store_shared_u32(block_waits, 0);
   }
@@ -3189,15 +3124,17 @@ __device__ __forceinline__ void release(uint32_t part, uint32_t thread, uint64_t
 // Waits for: gated.
 // Makes: hidden.
 __device__ __forceinline__ void down(uint32_t* progress, uint32_t block, uint32_t step, uint32_t layer,
-    uint32_t* block_waits, uint64_t* landed, uint8_t* arena, uint32_t* exchange_words, uint32_t& vector_parities,
-    uint64_t* full, uint32_t& use_stage, uint32_t& use_parity, uint8_t* ring, uint64_t* empty, uint64_t* taken,
-    uint32_t& turn, uint32_t& turn_parity, uint64_t* summed, uint64_t& arrivals_due, uint64_t* counter) {
+    const bf16* norms, uint32_t* block_waits, uint64_t* landed, uint8_t* arena, uint32_t* exchange_words,
+    uint32_t& vector_parities, uint64_t* full, uint32_t& use_stage, uint32_t& use_parity, uint8_t* ring,
+    uint64_t* empty, uint64_t* taken, uint32_t& turn, uint32_t& turn_parity, uint64_t* summed, uint64_t& arrivals_due,
+    uint64_t* counter) {
   uint32_t thread = thread_index();
   uint32_t warp = thread / 32;
   uint32_t lane = thread % 32;
   if (thread == 0) {
     store_relaxed_u32(progress + block, step * 162 + layer * 5 + 4);
   }
+  prefetch(norms + (layer * 2 + 2) * 4096, thread, block);
   uint32_t position = block % 132;
   float sums[1][4] = {};
   float sums_2[1][4] = {};
@@ -3274,26 +3211,81 @@ __device__ __forceinline__ void down(uint32_t* progress, uint32_t block, uint32_
   named_barrier(1, 256);
 }
 
-// `_normalise_unit` with products that are rounded as pairs: the same bits. With one token it is no faster.
-__device__ __forceinline__ void normalise_in_pairs_2(uint4* vector, uint32_t unit, uint4 words, uint4 weight,
-    float& squares) {
-  uint32_t pair = words.x;
-  float low = bf16x2_low(pair);
-  float high = bf16x2_high(pair);
-  squares += low * low + high * high;
-  uint32_t pair_2 = words.y;
-  float low_2 = bf16x2_low(pair_2);
-  float high_2 = bf16x2_high(pair_2);
-  squares += low_2 * low_2 + high_2 * high_2;
-  uint32_t pair_3 = words.z;
-  float low_3 = bf16x2_low(pair_3);
-  float high_3 = bf16x2_high(pair_3);
-  squares += low_3 * low_3 + high_3 * high_3;
-  uint32_t pair_4 = words.w;
-  float low_4 = bf16x2_low(pair_4);
-  float high_4 = bf16x2_high(pair_4);
-  squares += low_4 * low_4 + high_4 * high_4;
-  vector[unit] = make_u32x4(multiply_bf16x2(pair, weight.x), multiply_bf16x2(pair_2, weight.y), multiply_bf16x2(pair_3, weight.z), multiply_bf16x2(pair_4, weight.w));
+// A whole vector; then each warp has what it multiplies.
+__device__ __forceinline__ void load_copied_4(uint32_t thread, uint64_t* landed, uint8_t* arena,
+    uint32_t* exchange_words, uint32_t& vector_parities, uint32_t warp, uint32_t lane) {
+  if (thread == 0) {
+    fence_proxy_async_global();
+    fence_proxy_async_shared();
+    mbarrier_arrive_expect_tx(landed, 8192);
+    bulk_copy_shared(arena + VECTOR, (const uint8_t*)(exchange_words + 64), 8192, landed);
+    mbarrier_arrive_expect_tx(landed + 1, 8192);
+    bulk_copy_shared(arena + VECTOR + 8192, (const uint8_t*)(exchange_words + 64) + 8192, 8192, landed + 1);
+    mbarrier_arrive_expect_tx(landed + 2, 8192);
+    bulk_copy_shared(arena + VECTOR + 16384, (const uint8_t*)(exchange_words + 64) + 16384, 8192, landed + 2);
+    mbarrier_arrive_expect_tx(landed + 3, 8192);
+    bulk_copy_shared(arena + VECTOR + 24576, (const uint8_t*)(exchange_words + 64) + 24576, 8192, landed + 3);
+    mbarrier_arrive_expect_tx(landed + 4, 8192);
+    bulk_copy_shared(arena + VECTOR + 32768, (const uint8_t*)(exchange_words + 8256), 8192, landed + 4);
+    mbarrier_arrive_expect_tx(landed + 5, 8192);
+    bulk_copy_shared(arena + VECTOR + 32768 + 8192, (const uint8_t*)(exchange_words + 8256) + 8192, 8192, landed + 5);
+    mbarrier_arrive_expect_tx(landed + 6, 8192);
+    bulk_copy_shared(arena + VECTOR + 32768 + 16384, (const uint8_t*)(exchange_words + 8256) + 16384, 8192, landed + 6);
+    mbarrier_arrive_expect_tx(landed + 7, 8192);
+    bulk_copy_shared(arena + VECTOR + 32768 + 24576, (const uint8_t*)(exchange_words + 8256) + 24576, 8192, landed + 7);
+  }
+  uint4* vector = (uint4*)(arena + VECTOR);
+  mbarrier_wait(landed, vector_parities & 1);
+  uint4 units[2];
+  units[0] = vector[warp * 32 + lane];
+  units[1] = vector[(warp + 8) * 32 + lane];
+  vector[warp * 32 + lane] = make_u32x4(multiply_bf16x2(units[0].x, 528490368), multiply_bf16x2(units[0].y, 562045312), multiply_bf16x2(units[0].z, 528490368), multiply_bf16x2(units[0].w, 562045312));
+  vector[(warp + 8) * 32 + lane] = make_u32x4(multiply_bf16x2(units[1].x, 528490368), multiply_bf16x2(units[1].y, 562045312), multiply_bf16x2(units[1].z, 528490368), multiply_bf16x2(units[1].w, 562045312));
+  mbarrier_wait(landed + 1, (vector_parities >> 1) & 1);
+  uint4 units_2[2];
+  units_2[0] = vector[(warp + 16) * 32 + lane];
+  units_2[1] = vector[(warp + 24) * 32 + lane];
+  vector[(warp + 16) * 32 + lane] = make_u32x4(multiply_bf16x2(units_2[0].x, 528490368), multiply_bf16x2(units_2[0].y, 562045312), multiply_bf16x2(units_2[0].z, 528490368), multiply_bf16x2(units_2[0].w, 562045312));
+  vector[(warp + 24) * 32 + lane] = make_u32x4(multiply_bf16x2(units_2[1].x, 528490368), multiply_bf16x2(units_2[1].y, 562045312), multiply_bf16x2(units_2[1].z, 528490368), multiply_bf16x2(units_2[1].w, 562045312));
+  mbarrier_wait(landed + 2, (vector_parities >> 2) & 1);
+  uint4 units_3[2];
+  units_3[0] = vector[(warp + 32) * 32 + lane];
+  units_3[1] = vector[(warp + 40) * 32 + lane];
+  vector[(warp + 32) * 32 + lane] = make_u32x4(multiply_bf16x2(units_3[0].x, 528490368), multiply_bf16x2(units_3[0].y, 562045312), multiply_bf16x2(units_3[0].z, 528490368), multiply_bf16x2(units_3[0].w, 562045312));
+  vector[(warp + 40) * 32 + lane] = make_u32x4(multiply_bf16x2(units_3[1].x, 528490368), multiply_bf16x2(units_3[1].y, 562045312), multiply_bf16x2(units_3[1].z, 528490368), multiply_bf16x2(units_3[1].w, 562045312));
+  mbarrier_wait(landed + 3, (vector_parities >> 3) & 1);
+  uint4 units_4[2];
+  units_4[0] = vector[(warp + 48) * 32 + lane];
+  units_4[1] = vector[(warp + 56) * 32 + lane];
+  vector[(warp + 48) * 32 + lane] = make_u32x4(multiply_bf16x2(units_4[0].x, 528490368), multiply_bf16x2(units_4[0].y, 562045312), multiply_bf16x2(units_4[0].z, 528490368), multiply_bf16x2(units_4[0].w, 562045312));
+  vector[(warp + 56) * 32 + lane] = make_u32x4(multiply_bf16x2(units_4[1].x, 528490368), multiply_bf16x2(units_4[1].y, 562045312), multiply_bf16x2(units_4[1].z, 528490368), multiply_bf16x2(units_4[1].w, 562045312));
+  mbarrier_wait(landed + 4, (vector_parities >> 4) & 1);
+  uint4 units_5[2];
+  units_5[0] = vector[(warp + 64) * 32 + lane];
+  units_5[1] = vector[(warp + 72) * 32 + lane];
+  vector[(warp + 64) * 32 + lane] = make_u32x4(multiply_bf16x2(units_5[0].x, 528490368), multiply_bf16x2(units_5[0].y, 562045312), multiply_bf16x2(units_5[0].z, 528490368), multiply_bf16x2(units_5[0].w, 562045312));
+  vector[(warp + 72) * 32 + lane] = make_u32x4(multiply_bf16x2(units_5[1].x, 528490368), multiply_bf16x2(units_5[1].y, 562045312), multiply_bf16x2(units_5[1].z, 528490368), multiply_bf16x2(units_5[1].w, 562045312));
+  mbarrier_wait(landed + 5, (vector_parities >> 5) & 1);
+  uint4 units_6[2];
+  units_6[0] = vector[(warp + 80) * 32 + lane];
+  units_6[1] = vector[(warp + 88) * 32 + lane];
+  vector[(warp + 80) * 32 + lane] = make_u32x4(multiply_bf16x2(units_6[0].x, 528490368), multiply_bf16x2(units_6[0].y, 562045312), multiply_bf16x2(units_6[0].z, 528490368), multiply_bf16x2(units_6[0].w, 562045312));
+  vector[(warp + 88) * 32 + lane] = make_u32x4(multiply_bf16x2(units_6[1].x, 528490368), multiply_bf16x2(units_6[1].y, 562045312), multiply_bf16x2(units_6[1].z, 528490368), multiply_bf16x2(units_6[1].w, 562045312));
+  mbarrier_wait(landed + 6, (vector_parities >> 6) & 1);
+  uint4 units_7[2];
+  units_7[0] = vector[(warp + 96) * 32 + lane];
+  units_7[1] = vector[(warp + 104) * 32 + lane];
+  vector[(warp + 96) * 32 + lane] = make_u32x4(multiply_bf16x2(units_7[0].x, 528490368), multiply_bf16x2(units_7[0].y, 562045312), multiply_bf16x2(units_7[0].z, 528490368), multiply_bf16x2(units_7[0].w, 562045312));
+  vector[(warp + 104) * 32 + lane] = make_u32x4(multiply_bf16x2(units_7[1].x, 528490368), multiply_bf16x2(units_7[1].y, 562045312), multiply_bf16x2(units_7[1].z, 528490368), multiply_bf16x2(units_7[1].w, 562045312));
+  mbarrier_wait(landed + 7, (vector_parities >> 7) & 1);
+  uint4 units_8[2];
+  units_8[0] = vector[(warp + 112) * 32 + lane];
+  units_8[1] = vector[(warp + 120) * 32 + lane];
+  vector[(warp + 112) * 32 + lane] = make_u32x4(multiply_bf16x2(units_8[0].x, 528490368), multiply_bf16x2(units_8[0].y, 562045312), multiply_bf16x2(units_8[0].z, 528490368), multiply_bf16x2(units_8[0].w, 562045312));
+  vector[(warp + 120) * 32 + lane] = make_u32x4(multiply_bf16x2(units_8[1].x, 528490368), multiply_bf16x2(units_8[1].y, 562045312), multiply_bf16x2(units_8[1].z, 528490368), multiply_bf16x2(units_8[1].w, 562045312));
+  warp_barrier();
+  vector_parities ^= 15;
+  vector_parities ^= 240;
 }
 
 // Chunk `chunk` of an M-tile by the vectors in shared memory, in which it is number `place`.
@@ -3318,8 +3310,8 @@ __device__ __forceinline__ void multiply_chunk_3(uint32_t chunk, uint32_t place,
 // Waits for: hidden of the last layer.
 // Makes: logits, where they are wanted, and candidates in registers.
 __device__ __forceinline__ void lm_head(uint32_t* progress, uint32_t block, uint32_t step, uint32_t head_from,
-    float* logits, uint32_t* block_waits, uint64_t* landed, uint8_t* arena, uint32_t* exchange_words, const bf16* norms,
-    uint32_t& vector_parities, uint32_t column_count, uint64_t* full, uint32_t& use_stage, uint32_t& use_parity,
+    float* logits, uint32_t* block_waits, uint64_t* landed, uint8_t* arena, uint32_t* exchange_words,
+    uint32_t& vector_parities, uint64_t* loaded, uint64_t* full, uint32_t& use_stage, uint32_t& use_parity,
     uint8_t* ring, uint64_t* empty, uint64_t* taken, uint32_t& turn, uint32_t& turn_parity, uint64_t* summed) {
   uint32_t thread = thread_index();
   uint32_t warp = thread / 32;
@@ -3332,150 +3324,10 @@ __device__ __forceinline__ void lm_head(uint32_t* progress, uint32_t block, uint
     if (thread == 0) {
       store_shared_u32(block_waits, 1);
     }
+    load_copied_4(thread, landed, arena, exchange_words, vector_parities, warp, lane);
     if (thread == 0) {
-      fence_proxy_async_global();
-      fence_proxy_async_shared();
-      mbarrier_arrive_expect_tx(landed, 8192);
-      bulk_copy_shared(arena + VECTOR, (const uint8_t*)(exchange_words + 64), 8192, landed);
-      mbarrier_arrive_expect_tx(landed + 1, 8192);
-      bulk_copy_shared(arena + VECTOR + 8192, (const uint8_t*)(exchange_words + 64) + 8192, 8192, landed + 1);
-      mbarrier_arrive_expect_tx(landed + 2, 8192);
-      bulk_copy_shared(arena + VECTOR + 16384, (const uint8_t*)(exchange_words + 64) + 16384, 8192, landed + 2);
-      mbarrier_arrive_expect_tx(landed + 3, 8192);
-      bulk_copy_shared(arena + VECTOR + 24576, (const uint8_t*)(exchange_words + 64) + 24576, 8192, landed + 3);
-      mbarrier_arrive_expect_tx(landed + 4, 8192);
-      bulk_copy_shared(arena + VECTOR + 32768, (const uint8_t*)(exchange_words + 8256), 8192, landed + 4);
-      mbarrier_arrive_expect_tx(landed + 5, 8192);
-      bulk_copy_shared(arena + VECTOR + 32768 + 8192, (const uint8_t*)(exchange_words + 8256) + 8192, 8192, landed + 5);
-      mbarrier_arrive_expect_tx(landed + 6, 8192);
-      bulk_copy_shared(arena + VECTOR + 32768 + 16384, (const uint8_t*)(exchange_words + 8256) + 16384, 8192, landed + 6);
-      mbarrier_arrive_expect_tx(landed + 7, 8192);
-      bulk_copy_shared(arena + VECTOR + 32768 + 24576, (const uint8_t*)(exchange_words + 8256) + 24576, 8192, landed + 7);
+      mbarrier_arrive(loaded);
     }
-    uint4* vector = (uint4*)(arena + VECTOR);
-    float squares = 0.0f;
-    uint32_t pair = thread / 32;
-    const bf16* own_units = norms + 262144 + (pair * 4 + thread % 4) * 8;
-    uint4 weights[2];
-    uint4 weights_2[2];
-    uint4 weights_3[2];
-    uint4 weights_4[2];
-    uint4 weights_5[2];
-    uint4 weights_6[2];
-    uint4 weights_7[2];
-    uint4 weights_8[2];
-    weights[0] = load_constant_u32x4(own_units + (thread - thread) / 8 * 8);
-    uint32_t unit = thread + 256;
-    weights[1] = load_constant_u32x4(own_units + (unit - thread) / 8 * 8);
-    uint32_t unit_2 = thread + 512;
-    weights_2[0] = load_constant_u32x4(own_units + (unit_2 - thread) / 8 * 8);
-    uint32_t unit_3 = thread + 768;
-    weights_2[1] = load_constant_u32x4(own_units + (unit_3 - thread) / 8 * 8);
-    uint32_t unit_4 = thread + 1024;
-    weights_3[0] = load_constant_u32x4(own_units + (unit_4 - thread) / 8 * 8);
-    uint32_t unit_5 = thread + 1280;
-    weights_3[1] = load_constant_u32x4(own_units + (unit_5 - thread) / 8 * 8);
-    uint32_t unit_6 = thread + 1536;
-    weights_4[0] = load_constant_u32x4(own_units + (unit_6 - thread) / 8 * 8);
-    uint32_t unit_7 = thread + 1792;
-    weights_4[1] = load_constant_u32x4(own_units + (unit_7 - thread) / 8 * 8);
-    uint32_t unit_8 = thread + 2048;
-    weights_5[0] = load_constant_u32x4(own_units + (unit_8 - thread) / 8 * 8);
-    uint32_t unit_9 = thread + 2304;
-    weights_5[1] = load_constant_u32x4(own_units + (unit_9 - thread) / 8 * 8);
-    uint32_t unit_10 = thread + 2560;
-    weights_6[0] = load_constant_u32x4(own_units + (unit_10 - thread) / 8 * 8);
-    uint32_t unit_11 = thread + 2816;
-    weights_6[1] = load_constant_u32x4(own_units + (unit_11 - thread) / 8 * 8);
-    uint32_t unit_12 = thread + 3072;
-    weights_7[0] = load_constant_u32x4(own_units + (unit_12 - thread) / 8 * 8);
-    uint32_t unit_13 = thread + 3328;
-    weights_7[1] = load_constant_u32x4(own_units + (unit_13 - thread) / 8 * 8);
-    uint32_t unit_14 = thread + 3584;
-    weights_8[0] = load_constant_u32x4(own_units + (unit_14 - thread) / 8 * 8);
-    uint32_t unit_15 = thread + 3840;
-    weights_8[1] = load_constant_u32x4(own_units + (unit_15 - thread) / 8 * 8);
-    mbarrier_wait(landed, vector_parities & 1);
-    uint4 units[2];
-    units[0] = vector[thread];
-    uint32_t unit_16 = thread + 256;
-    units[1] = vector[unit_16];
-    normalise_in_pairs_2(vector, thread, units[0], weights[0], squares);
-    uint32_t unit_17 = thread + 256;
-    normalise_in_pairs_2(vector, unit_17, units[1], weights[1], squares);
-    mbarrier_wait(landed + 1, (vector_parities >> 1) & 1);
-    uint4 units_2[2];
-    uint32_t unit_18 = thread + 512;
-    units_2[0] = vector[unit_18];
-    uint32_t unit_19 = thread + 768;
-    units_2[1] = vector[unit_19];
-    uint32_t unit_20 = thread + 512;
-    normalise_in_pairs_2(vector, unit_20, units_2[0], weights_2[0], squares);
-    uint32_t unit_21 = thread + 768;
-    normalise_in_pairs_2(vector, unit_21, units_2[1], weights_2[1], squares);
-    mbarrier_wait(landed + 2, (vector_parities >> 2) & 1);
-    uint4 units_3[2];
-    uint32_t unit_22 = thread + 1024;
-    units_3[0] = vector[unit_22];
-    uint32_t unit_23 = thread + 1280;
-    units_3[1] = vector[unit_23];
-    uint32_t unit_24 = thread + 1024;
-    normalise_in_pairs_2(vector, unit_24, units_3[0], weights_3[0], squares);
-    uint32_t unit_25 = thread + 1280;
-    normalise_in_pairs_2(vector, unit_25, units_3[1], weights_3[1], squares);
-    mbarrier_wait(landed + 3, (vector_parities >> 3) & 1);
-    uint4 units_4[2];
-    uint32_t unit_26 = thread + 1536;
-    units_4[0] = vector[unit_26];
-    uint32_t unit_27 = thread + 1792;
-    units_4[1] = vector[unit_27];
-    uint32_t unit_28 = thread + 1536;
-    normalise_in_pairs_2(vector, unit_28, units_4[0], weights_4[0], squares);
-    uint32_t unit_29 = thread + 1792;
-    normalise_in_pairs_2(vector, unit_29, units_4[1], weights_4[1], squares);
-    mbarrier_wait(landed + 4, (vector_parities >> 4) & 1);
-    uint4 units_5[2];
-    uint32_t unit_30 = thread + 2048;
-    units_5[0] = vector[unit_30];
-    uint32_t unit_31 = thread + 2304;
-    units_5[1] = vector[unit_31];
-    uint32_t unit_32 = thread + 2048;
-    normalise_in_pairs_2(vector, unit_32, units_5[0], weights_5[0], squares);
-    uint32_t unit_33 = thread + 2304;
-    normalise_in_pairs_2(vector, unit_33, units_5[1], weights_5[1], squares);
-    mbarrier_wait(landed + 5, (vector_parities >> 5) & 1);
-    uint4 units_6[2];
-    uint32_t unit_34 = thread + 2560;
-    units_6[0] = vector[unit_34];
-    uint32_t unit_35 = thread + 2816;
-    units_6[1] = vector[unit_35];
-    uint32_t unit_36 = thread + 2560;
-    normalise_in_pairs_2(vector, unit_36, units_6[0], weights_6[0], squares);
-    uint32_t unit_37 = thread + 2816;
-    normalise_in_pairs_2(vector, unit_37, units_6[1], weights_6[1], squares);
-    mbarrier_wait(landed + 6, (vector_parities >> 6) & 1);
-    uint4 units_7[2];
-    uint32_t unit_38 = thread + 3072;
-    units_7[0] = vector[unit_38];
-    uint32_t unit_39 = thread + 3328;
-    units_7[1] = vector[unit_39];
-    uint32_t unit_40 = thread + 3072;
-    normalise_in_pairs_2(vector, unit_40, units_7[0], weights_7[0], squares);
-    uint32_t unit_41 = thread + 3328;
-    normalise_in_pairs_2(vector, unit_41, units_7[1], weights_7[1], squares);
-    mbarrier_wait(landed + 7, (vector_parities >> 7) & 1);
-    uint4 units_8[2];
-    uint32_t unit_42 = thread + 3584;
-    units_8[0] = vector[unit_42];
-    uint32_t unit_43 = thread + 3840;
-    units_8[1] = vector[unit_43];
-    uint32_t unit_44 = thread + 3584;
-    normalise_in_pairs_2(vector, unit_44, units_8[0], weights_8[0], squares);
-    uint32_t unit_45 = thread + 3840;
-    normalise_in_pairs_2(vector, unit_45, units_8[1], weights_8[1], squares);
-    vector_parities ^= 15;
-    vector_parities ^= 240;
-    write_scales(squares, arena, lane, warp, thread, column_count);
     if (thread == 0) {
       store_shared_u32(block_waits, 0);
     }
@@ -3651,7 +3503,7 @@ __device__ __forceinline__ void publish_list(uint32_t column, uint32_t epoch, ui
   warp_barrier();
   if (lane < 16) {
     uint32_t index = ((step % 2 * 8 + column) * 528 + block * 4) * 4 + lane;
-    (exchange_words + (index + 1318080))[0] = ((uint32_t*)(arena + LIST_ROWS) + warp % 8 * 36)[lane];
+    (exchange_words + (index + 1322176))[0] = ((uint32_t*)(arena + LIST_ROWS) + warp % 8 * 36)[lane];
   }
   warp_barrier();
 }
@@ -3707,7 +3559,7 @@ __device__ __forceinline__ void gather(uint32_t first_unit, uint32_t epoch, uint
   uint4* units = (uint4*)(arena + CANDIDATES);
   #pragma unroll 1
   for (uint32_t other = thread; other < 528; other += 256) {
-    uint4 words = ((const uint4*)(exchange_words + ((first_unit + other) * 4 + 1313856)))[0];
+    uint4 words = ((const uint4*)(exchange_words + ((first_unit + other) * 4 + 1317952)))[0];
     units[other] = words;
   }
 }
@@ -3752,7 +3604,7 @@ __device__ __forceinline__ void read(uint32_t column, uint32_t epoch, uint32_t s
     #pragma unroll
     for (uint32_t index = 0; index < 8; ++index) {
       if (index < 6) {
-        uint4 words = ((const uint4*)(exchange_words + (places[index] / 4 * 4 + 1318080)))[0];
+        uint4 words = ((const uint4*)(exchange_words + (places[index] / 4 * 4 + 1322176)))[0];
         data[index] = words;
       }
     }
@@ -4044,7 +3896,7 @@ __device__ __forceinline__ void decide(uint32_t column, uint32_t epoch, uint32_t
     begin_2(column, highest, highest - best_scaled, arena, sequences, lane);
   }
   if (judged < 528) {
-    uint4 words = ((const uint4*)(exchange_words + (((step % 2 * 8 + column) * 528 + judged) * 4 + 1318080)))[0];
+    uint4 words = ((const uint4*)(exchange_words + (((step % 2 * 8 + column) * 528 + judged) * 4 + 1322176)))[0];
     if (lane == 0) {
       ((uint32_t*)(arena + CHOSEN))[column] = words.z;
     }
@@ -4260,7 +4112,7 @@ __device__ __forceinline__ void weigh_all(uint32_t epoch, uint32_t index, uint32
         uint32_t word = add_groups(column, lane, arena);
         if (lane < 16) {
           uint32_t word_index = ((index % 2 * 8 + column) * 132 + block) * 16 + lane;
-          (exchange_words + (word_index + 1351872))[0] = word;
+          (exchange_words + (word_index + 1355968))[0] = word;
         }
       }
     }
@@ -4301,7 +4153,7 @@ __device__ __forceinline__ void read_2(uint32_t column, uint32_t epoch, uint32_t
     #pragma unroll
     for (uint32_t index_2 = 0; index_2 < 8; ++index_2) {
       if (index_2 < 6) {
-        uint4 words = ((const uint4*)(exchange_words + (places[index_2] / 4 * 4 + 1351872)))[0];
+        uint4 words = ((const uint4*)(exchange_words + (places[index_2] / 4 * 4 + 1355968)))[0];
         data[index_2] = words;
       }
     }
@@ -4538,7 +4390,7 @@ __device__ __forceinline__ void sampling(uint32_t* progress, uint32_t block, uin
     uint32_t best_token_2 = is_cancelled ? 4294967294u : best_token;
     uint32_t word = lane % 2 == 0 ? value_2 : best_token_2;
     uint32_t place = first_word + (block * 8 + warp) * 2 + lane;
-    (exchange_words + (place + 1313856))[0] = word;
+    (exchange_words + (place + 1317952))[0] = word;
   }
   uint32_t answer = 0;
   if (block == 0 && thread < column_count) {
@@ -4683,6 +4535,7 @@ extern "C" __global__ void __launch_bounds__(512, 1) decode_step(const uint8_t* 
   uint64_t* summed = (uint64_t*)(arena + REDUCTION_BARRIERS);
   uint64_t* taken = summed + 2;
   uint64_t* step_added = taken + 2;
+  uint64_t* loaded = step_added + 1;
   uint64_t* step_done = (uint64_t*)(arena + STEP_DONE);
   uint32_t* next_token = (uint32_t*)(arena + NEXT_TOKEN);
   // barriers, and every column's first token
@@ -4697,6 +4550,7 @@ extern "C" __global__ void __launch_bounds__(512, 1) decode_step(const uint8_t* 
       mbarrier_init(taken + reduction, 4);
     }
     mbarrier_init(step_added, 4);
+    mbarrier_init(loaded, 5);
     mbarrier_init(step_done, 1);
     mbarrier_init(step_done + 1, 5);
     for (uint32_t piece = 0; piece < 8; ++piece) {
@@ -4753,21 +4607,26 @@ extern "C" __global__ void __launch_bounds__(512, 1) decode_step(const uint8_t* 
     if (warp > 8 && warp <= 12) {
       uint32_t adding = 0;
       uint32_t adding_parity = 0;
+      uint32_t loaded_parity = 0;
       for (uint32_t step = 0; step < steps; ++step) {
         uint32_t step_epoch = epoch + step * 98;
         for (uint32_t layer = 0; layer < 32; ++layer) {
           uint32_t layer_epoch = step_epoch + layer;
-          finish_qkv(block, warp, lane, column_count, arena, adding, summed, adding_parity, exchange_words, page_table,
-              layer, kv, taken);
-          finish_o(block, warp, lane, column_count, arena, adding, summed, adding_parity, exchange_words, taken);
-          finish_gate_up(block, warp, lane, column_count, arena, adding, summed, adding_parity, exchange_words, taken);
-          finish_down(block, warp, lane, column_count, arena, adding, summed, adding_parity, exchange_words, taken);
+          finish_qkv(block, lane, loaded, warp, column_count, loaded_parity, layer, embedding, next_token,
+              exchange_words, arena, adding, summed, adding_parity, page_table, kv, taken);
+          finish_o(block, warp, lane, column_count, arena, norms, layer, adding, summed, adding_parity, exchange_words,
+              taken);
+          finish_gate_up(block, lane, loaded, warp, column_count, loaded_parity, exchange_words, arena, adding, summed,
+              adding_parity, taken);
+          finish_down(block, warp, lane, column_count, arena, norms, layer, adding, summed, adding_parity,
+              exchange_words, taken);
         }
         float best = -bits_float(0x7f800000);
         uint32_t best_token = 4294967295u;
         if (step >= head_from || logits != nullptr) {
-          finish_lm_head(block, warp, lane, column_count, arena, adding, summed, adding_parity, logits, step, options,
-              sequences, masks, logit_bias, token_counts, weighed, best, best_token, taken);
+          finish_lm_head(block, lane, loaded, warp, column_count, loaded_parity, exchange_words, arena, adding, summed,
+              adding_parity, logits, step, options, sequences, masks, logit_bias, token_counts, weighed, best,
+              best_token, taken);
         }
         lay_down_candidates(arena, best, best_token, lane, warp, step_added);
         mbarrier_wait(step_done, step % 2);
@@ -4811,21 +4670,20 @@ extern "C" __global__ void __launch_bounds__(512, 1) decode_step(const uint8_t* 
       named_barrier(1, 256);
       for (uint32_t layer = 0; layer < 32; ++layer) {
         uint32_t layer_epoch = step_epoch + layer;
-        qkv(progress, block, step, layer, norms, block_waits, arena, column_count, embedding, next_token, landed,
-            exchange_words, vector_parities, full, use_stage, use_parity, ring, empty, taken, turn, turn_parity, summed,
-            arrivals_due, counter);
+        qkv(progress, block, step, layer, block_waits, norms, arena, column_count, embedding, next_token, landed,
+            exchange_words, vector_parities, loaded, full, use_stage, use_parity, ring, empty, taken, turn, turn_parity,
+            summed, arrivals_due, counter);
         attention(progress, block, step, layer, arena, kv_plans, plan_index, tiles, layer_epoch, exchange_words,
             use_stage, full, use_parity, ring, empty, arrivals_due, counter);
-        o(progress, block, step, layer, block_waits, landed, arena, exchange_words, vector_parities, full, use_stage,
-            use_parity, ring, empty, taken, turn, turn_parity, summed, arrivals_due, counter);
-        gate_up(progress, block, step, layer, norms, block_waits, landed, arena, exchange_words, vector_parities,
-            column_count, full, use_stage, use_parity, ring, empty, taken, turn, turn_parity, summed, arrivals_due,
-            counter);
-        down(progress, block, step, layer, block_waits, landed, arena, exchange_words, vector_parities, full, use_stage,
-            use_parity, ring, empty, taken, turn, turn_parity, summed, arrivals_due, counter);
+        o(progress, block, step, layer, norms, block_waits, landed, arena, exchange_words, vector_parities, full,
+            use_stage, use_parity, ring, empty, taken, turn, turn_parity, summed, arrivals_due, counter);
+        gate_up(progress, block, step, layer, block_waits, landed, arena, exchange_words, vector_parities, loaded, full,
+            use_stage, use_parity, ring, empty, taken, turn, turn_parity, summed, arrivals_due, counter);
+        down(progress, block, step, layer, norms, block_waits, landed, arena, exchange_words, vector_parities, full,
+            use_stage, use_parity, ring, empty, taken, turn, turn_parity, summed, arrivals_due, counter);
       }
-      lm_head(progress, block, step, head_from, logits, block_waits, landed, arena, exchange_words, norms,
-          vector_parities, column_count, full, use_stage, use_parity, ring, empty, taken, turn, turn_parity, summed);
+      lm_head(progress, block, step, head_from, logits, block_waits, landed, arena, exchange_words, vector_parities,
+          loaded, full, use_stage, use_parity, ring, empty, taken, turn, turn_parity, summed);
       sampling(progress, block, step, step_added, options, column_count, sequences, arena, weighed, step_epoch,
           exchange_words, cancelled, arrivals_due, counter, epoch, token_counts);
       take_tokens(step, warp, lane, column_count, arena, sequences, block, tokens, emitted, stop_ids, next_token,

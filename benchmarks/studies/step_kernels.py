@@ -16,7 +16,7 @@ from typing import Any
 from benchmarks.studies.kernels import Text, finish_kernel
 from cheetah import lang as ch
 from cheetah.blocks.exchange import BarrierExchange, Exchange, FlaggedExchange
-from cheetah.blocks.linear.epilogue import add_residual, swiglu
+from cheetah.blocks.linear.epilogue import swiglu
 from cheetah.blocks.machine import Machine, emit_roles, start_machine
 from cheetah.blocks.sampling import Sampler
 from cheetah.blocks.tokens import Tokens
@@ -120,16 +120,15 @@ class Piece(StepParts):
 
     def layer_phases(self, layer: Any) -> dict[str, Callable[[], None]]:
         """The phases of a layer, by name."""
-        machine, matrices, linear = self.machine, self.matrices, self.linear
-        middle, hidden = self.vector("middle"), self.vector("hidden")
-        ffn_input = self.rms_norm(middle, layer * 2 + 1) if self.stack is None else self.input_of(layer)
-        after_o = middle if self.stack is None else hidden
+        matrices, linear, is_whole = self.matrices, self.linear, self.stack is None
+        ffn_input = self.normalised("middle", self.layer_epoch, None) if is_whole else self.input_of(layer)
+        after_o = self.onto_residual(*(("middle", layer * 2 + 1) if is_whole else ("hidden", layer * 2 + 2)))
         return {
             "qkv": lambda: linear(matrices.qkv, self.input_of(layer), self.project_heads(layer)),
             "attention": lambda: self.attend(self.step, layer),
-            "o": lambda: linear(matrices.o, self.heads(layer), add_residual(machine, after_o)),
-            "gate_up": lambda: linear(matrices.gate_up, ffn_input, swiglu(machine, self.vector("gated"))),
-            "down": lambda: linear(matrices.down, self.gated(), add_residual(machine, hidden)),
+            "o": lambda: linear(matrices.o, self.heads(layer), after_o),
+            "gate_up": lambda: linear(matrices.gate_up, ffn_input, swiglu(self.machine, self.vector("gated"))),
+            "down": lambda: linear(matrices.down, self.gated(layer), self.onto_residual("hidden", layer * 2 + 2)),
         }
 
 
@@ -271,8 +270,8 @@ class OnePhase(Piece):
         """The logits, and the block's best candidates. The last layer's output is in memory."""
         self.linear.end_layers()
         self.start_sampling()
-        norm = self.rms_norm(self.vector("hidden"), ty.u32(2 * self.shape.layers))
-        self.linear(self.matrices.lm_head, norm, self.take_logits(self.step), when=self.needs_head(self.step))
+        hidden = self.normalised("hidden", self.layer_epoch, None)
+        self.linear(self.matrices.lm_head, hidden, self.take_logits(self.step), when=self.needs_head(self.step))
         with self.machine.adding():
             self.two_kernels.lay_down()
         with self.machine.consumer:

@@ -72,6 +72,10 @@ class Published:
         kind = exchange.copied[self.name]
         return CopySource(exchange.copies, lambda unit: exchange.place(self.name, unit * 4), kind)
 
+    def read_places(self, data: Any, places: Any, count: int) -> None:
+        """The units that begin at payload words `places[0]`, `places[1]`, ... (`count` of them) into `data`."""
+        self.exchange.read_places(self.name, data, places, count, self.epoch)
+
     @property
     def wait(self) -> Callable[[ch.Expr, ch.Value], None] | None:
         """Waits for one unit on behalf of a warp, before all of it is polled."""

@@ -31,12 +31,12 @@ def kernel_regions(shape: ModelShape, plan: Plan, gpu: Gpu) -> tuple[Region, ...
     """What a block keeps in shared memory beside the ring.
 
     scratch: the input of a product (bf16), or what attention needs, or all blocks' candidates, or what filters need.
-    reductions: buffers of the warps' row sums, with two mbarriers each, and one more of the step. vector_sums: of the
+    reductions: buffers of the warps' row sums, with two mbarriers each, and two more. vector_sums: of the
     vectors, for zero points. Only products use these two, as the input, behind which they lie if there is room.
     vector_barriers: an mbarrier for each piece of a vector that is copied. residual: the block's rows (f32).
-    partial_sums: of squares; scales: 1/rms of every token. rope: cos and sin of every token's position.
-    warp_candidates: of every group of adding warps and column. columns: what the step's tokens are. chosen: what was
-    sampled. step_done: two mbarriers. next_token: of every column, then whether the launch ends.
+    rope: cos and sin of every token's position. warp_candidates: of every group of adding warps and column. columns:
+    what the step's tokens are. chosen: what was sampled. step_done: two mbarriers. next_token: of every column, then
+    whether the launch ends.
     """
     if not plan.adding_warps:
         raise PlanError("Plan: adding_warps is 0: nobody would finish the rows of products: give 1 or more")
@@ -56,11 +56,9 @@ def kernel_regions(shape: ModelShape, plan: Plan, gpu: Gpu) -> tuple[Region, ...
         *filtering,
         *attention,
         *_behind_vector(of_products, vector_bytes, scratch),
-        Region("reduction_barriers", (2 * plan.reductions + 1) * 8),
+        Region("reduction_barriers", (2 * plan.reductions + 2) * 8),
         *([Region("vector_barriers", VECTOR_PIECES * 8)] if plan.sync == "barrier" else []),
         Region("residual", residual_rows * plan.tokens * 4),
-        Region("partial_sums", plan.consumer_warps * COLUMNS * 4),
-        Region("scales", plan.tokens * 4),
         Region("rope", plan.tokens * shape.head_dim * 4),
         *attention_records(plan),
         Region("warp_candidates", plan.finishing_groups * plan.tokens * 8),

@@ -13,7 +13,6 @@ from cheetah import lang as ch
 from cheetah.blocks.exchange import make_exchange
 from cheetah.blocks.machine import Machine, emit_roles, start_machine
 from cheetah.blocks.phase import PhaseNames
-from cheetah.blocks.tokens import Embeddings
 from cheetah.lang import ty
 from cheetah.models.config import ModelConfig
 from cheetah.models.dense.launch import Launch, hidden_states_parameter
@@ -76,7 +75,8 @@ class Head(HeadParts):
         self.set_up()
         with ch.roles_for(machine.roles, self.launch.steps, name="step") as step:
             self._begin_step(step)
-            self.emit_head(step, Embeddings(self.tokens), waits="nothing: the hidden states are there")
+            embedded = self.embedded(ty.u32(2 * self.shape.layers), self.places("lm_head", self.shape.layers))
+            self.emit_head(step, embedded, waits="nothing: the hidden states are there")
             with machine.consumer:
                 self.tokens.end_step(step)
             with machine.adding():

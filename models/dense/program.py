@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from cheetah import lang as ch
-from cheetah.blocks.linear.epilogue import add_residual, swiglu
+from cheetah.blocks.linear.epilogue import swiglu
 from cheetah.blocks.machine import emit_roles, start_machine
 from cheetah.models.config import ModelConfig
 from cheetah.models.dense.launch import Launch, kernel_parameters
@@ -49,7 +49,8 @@ class Step(StepParts):
                 self.begin_layer(layer)
                 self.emit_layer(step, layer)
             self.end_layers()
-            self.emit_head(step, self.vector("hidden"), waits="hidden of the last layer")
+            hidden = self.normalised("hidden", self.layer_epoch, self.places("lm_head", self.shape.layers))
+            self.emit_head(step, hidden, waits="hidden of the last layer")
             self.end_step(step)
         emit_roles(self.machine)
 
@@ -73,10 +74,9 @@ class Step(StepParts):
         ):
             self.attend(step, layer)
         with phase("o", "Projection onto the residual.", waits="attention", makes="middle"):
-            linear(matrices.o, self.heads(layer), add_residual(machine, self.vector("middle")))
+            linear(matrices.o, self.heads(layer), self.onto_residual("middle", ffn_norm))
         with phase("gate_up", "Norm; gate and up; SwiGLU.", waits="middle", makes="gated"):
-            places = self.places("gate_up", layer)
-            norm = self.rms_norm(self.vector("middle"), ffn_norm, following=next_norm, places=places)
-            linear(matrices.gate_up, norm, swiglu(machine, self.vector("gated")))
+            middle = self.normalised("middle", self.layer_epoch, self.places("gate_up", layer))
+            linear(matrices.gate_up, middle, swiglu(machine, self.vector("gated")))
         with phase("down", "Projection onto the residual.", waits="gated", makes="hidden"):
-            linear(matrices.down, self.gated(), add_residual(machine, self.vector("hidden")))
+            linear(matrices.down, self.gated(layer), self.onto_residual("hidden", next_norm))

@@ -28,11 +28,12 @@ from cheetah.blocks.exchange import (
 )
 from cheetah.blocks.filters.filters import Filters
 from cheetah.blocks.host_words import HostWords
-from cheetah.blocks.linear.epilogue import HALF, scaled
+from cheetah.blocks.linear.epilogue import HALF, add_residual
 from cheetah.blocks.linear.formats.vectors import is_raised
 from cheetah.blocks.linear.interface import Epilogue, Prologue, Rows
 from cheetah.blocks.linear.matvec import Matvec
-from cheetah.blocks.linear.prologue import Either, Prefetching, RmsNorm, Slices, Source
+from cheetah.blocks.linear.prologue import Either, Prefetching, Slices, Weighted
+from cheetah.blocks.linear.rms import InverseRms, PublishedSquares, RowSquares, Squares, squares_words
 from cheetah.blocks.machine import Machine
 from cheetah.blocks.phase import PhaseNames, Phases
 from cheetah.blocks.ring import Ring
@@ -48,12 +49,15 @@ from cheetah.plan.formats import BF16_VECTOR
 from cheetah.plan.index import round_up
 from cheetah.plan.kv import KvPlanLayout, max_plans
 from cheetah.plan.kv.tables import epochs_of_step
+from cheetah.plan.narrow import residual_split
 from cheetah.plan.regions import FILTER_WORDS, listed_tokens
 
 LAYER_PHASES = ("qkv", "attention", "o", "gate_up", "down")
 LAST_PHASES = ("lm_head", "sampling")
 PRODUCT_INPUTS = {"hidden": ("qkv", "lm_head"), "attention": ("o",), "middle": ("gate_up",), "gated": ("down",)}
 """The vectors that products of a layer are made with."""
+SQUARES = {"hidden": "hidden_squares", "middle": "middle_squares"}
+"""Those that norms lie before, and where their sums of squares are published."""
 
 
 def kv_layout(shape: ModelShape, gpu: Gpu, plan: Plan) -> KvPlanLayout:
@@ -76,27 +80,30 @@ def exchange_sizes(shape: ModelShape, gpu: Gpu, plan: Plan) -> dict[str, int]:
         "attention": padded_words("attention", shape.query_rows),
         "middle": padded_words("middle", shape.hidden),
         "gated": padded_words("gated", shape.ffn),
+        **dict.fromkeys(SQUARES.values(), squares_words(residual_split(shape, gpu).m_tiles, plan.tokens)),
         **head_exchange_sizes(gpu, plan),
     }
 
 
 def product_inputs(shape: ModelShape) -> dict[str, int]:
     """The vectors that products take whole, with the exponents of their exchange: an element of `attention` or `gated`
-    that is larger adds so much to the residual that `middle` or `hidden` has one too, which the next norm finds
-    (`load_normalised`). Without `hidden` in a model of one layer, where nobody reads it in steps without a head."""
+    that is larger adds so much to the residual that its squares say so (`InverseRms`). Without `hidden` in a model of
+    one layer, where nobody reads it in steps without a head."""
     exponents = {"hidden": 32, "attention": 60, "middle": 32, "gated": 60}
     return {name: exponent for name, exponent in exponents.items() if name != "hidden" or shape.layers > 1}
 
 
 def published_kinds(config: ModelConfig, plan: Plan) -> dict[str, str]:
-    """As what the inputs of products are published where the copy engine brings them: as the matrix wants them, if that
-    can be said of each pair by itself, and nobody normalises or orders them before."""
+    """As what the inputs of products are published where the copy engine brings them: as the first matrix wants them,
+    if that and what others want can be said of each pair by itself, and nobody orders them before."""
     shape = config.shape
     kinds = dict.fromkeys(PRODUCT_INPUTS, BF16_VECTOR)
-    for name, matrix, columns in (("attention", "o", shape.query_rows), ("gated", "down", shape.ffn)):
-        kind = shape.format_of(matrix).vector_kind(matrix, columns, plan.tokens)
-        if is_raised(kind) and (matrix == "down" or not config.is_ordered(matrix)):
-            kinds[name] = kind
+    lengths = {"hidden": shape.hidden, "attention": shape.query_rows, "middle": shape.hidden, "gated": shape.ffn}
+    for name, matrices in PRODUCT_INPUTS.items():
+        wanted = [shape.format_of(matrix).vector_kind(matrix, lengths[name], plan.tokens) for matrix in matrices]
+        is_ordered = any(matrix != "down" and config.is_ordered(matrix) for matrix in matrices)
+        if not is_ordered and all(kind == BF16_VECTOR or is_raised(kind) for kind in wanted):
+            kinds[name] = wanted[0]
     return kinds
 
 
@@ -210,9 +217,8 @@ class HeadParts:
     def _epoch(self, name: str, value: ch.Expr) -> ch.Expr:
         return ch.roles_const((self.machine.consumer, self.machine.adder), ty.u32, value, name)
 
-    def emit_head(self, step: Any, hidden: Source, waits: str) -> None:
+    def emit_head(self, step: Any, hidden: Prologue, waits: str) -> None:
         """Logits of `hidden`, and the next token of every column; left out for tokens whose logits nobody wants."""
-        final_norm = ty.u32(2 * self.shape.layers)
         self.start_sampling()
         with self.phase(
             "lm_head",
@@ -221,8 +227,7 @@ class HeadParts:
             makes="logits, where they are wanted, and candidates in registers",
             meets=False,
         ):
-            norm = self.rms_norm(hidden, final_norm, places=self.places("lm_head", self.shape.layers))
-            self.linear(self.matrices.lm_head, norm, self.take_logits(step), when=self.needs_head(step))
+            self.linear(self.matrices.lm_head, hidden, self.take_logits(step), when=self.needs_head(step))
         with self.phase(
             "sampling",
             "The grid's choice; the meeting of all blocks that ends a step.",
@@ -244,15 +249,15 @@ class HeadParts:
             self.sampler.choose(self.step_epoch + self.shape.layers, step)
             self.timeline.stamp_here("done")
 
-    def rms_norm(
-        self, source: Source, norm: ch.Expr, following: ch.Expr | None = None, places: ch.Expr | None = None
-    ) -> Prologue:
-        """RMSNorm of a hidden vector. norm: number of the norm; following: of the one after it. places: of `places`."""
-        shape, epsilon = self.shape, self.config.rms_norm_eps
-        weight = self._norm(norm)
-        next_weight = None if following is None else self._norm(following)
-        available = round_up(shape.hidden, M_TILE_ROWS)
-        return RmsNorm(self.columns, source, shape.hidden, available, epsilon, weight, next_weight, places)
+    def embedded(self, norm: ch.Expr, places: ch.Expr | None) -> Prologue:
+        """RMSNorm number `norm` of the tokens' embeddings. places: of `places`."""
+        scale = self.inverse_rms(RowSquares(self.tokens.embedding, self.shape.padded_hidden))
+        available = round_up(self.shape.hidden, M_TILE_ROWS)
+        return Weighted(self.columns, Embeddings(self.tokens), available, self.norm(norm), places, scale)
+
+    def inverse_rms(self, squares: Squares) -> InverseRms:
+        """1/rms of a hidden vector of those squares."""
+        return InverseRms(self.columns, squares, self.shape.hidden, self.config.rms_norm_eps)
 
     def places(self, matrix: str, layer: Any) -> Any:
         """Where a matrix has the elements of its input; None where they are in order. layer: the number of layers for
@@ -276,7 +281,7 @@ class HeadParts:
         @ch.inline
         def finish(rows: Rows) -> None:
             launch, vocab = self.launch, self.shape.vocab
-            logit = scaled(self.machine, rows)
+            logit = ch.const(ty.f32, rows.sum(), name="logit")
             token = rows.m_tile * M_TILE_ROWS + rows.row
             with ch.if_(rows.is_own):
                 with ch.if_((launch.logits != None) & (token < vocab)):  # noqa: E711
@@ -286,7 +291,8 @@ class HeadParts:
 
         return finish
 
-    def _norm(self, index: Any) -> Any:
+    def norm(self, index: Any) -> Any:
+        """The weights of a norm by its number."""
         return self.launch.norms + index * self.shape.padded_hidden
 
 
@@ -409,10 +415,23 @@ class StepParts(HeadParts):
     def input_of(self, layer: Any) -> Prologue:
         """The norm before attention: in the first layer of the embeddings, then of what the layer before made."""
         places = self.places("qkv", layer)
-        embedded = self.rms_norm(Embeddings(self.tokens), ty.u32(0), places=places)
-        before = self.exchange.at("hidden", self.layer_epoch - 1)
-        either = Either(layer == 0, embedded, self.rms_norm(before, layer * 2, layer * 2 + 1, places))
+        before = self.normalised("hidden", self.layer_epoch - 1, places)
+        either = Either(layer == 0, self.embedded(ty.u32(0), places), before)
         return Prefetching(either, self.machine, self._vectors_of(layer))
+
+    def normalised(self, name: str, epoch: ch.Expr, places: ch.Expr | None) -> Prologue:
+        """RMSNorm of `hidden` or `middle`, which are published times its weights. places: of `places`."""
+        scale = self.inverse_rms(self._squares_of(name, epoch))
+        available = round_up(self.shape.hidden, M_TILE_ROWS)
+        return Slices(self.columns, self.exchange.at(name, epoch), available, places, scale)
+
+    def onto_residual(self, name: str, norm: ch.Expr) -> Epilogue:
+        """Rows added to the residual, which is published as `name`, times the weights of norm number `norm`."""
+        squares = self._squares_of(name, self.layer_epoch)
+        return add_residual(self.machine, self.vector(name), squares, self.norm(norm))
+
+    def _squares_of(self, name: str, epoch: ch.Expr) -> PublishedSquares:
+        return PublishedSquares(self.columns, self.exchange.at(SQUARES[name], epoch), self.matrices.o.m_tiles)
 
     def _vectors_of(self, layer: Any) -> list[tuple[ch.Expr, int]]:
         """(address, bytes) of what the layer's projection and attention need beside its matrices."""
@@ -424,14 +443,20 @@ class StepParts(HeadParts):
         return found
 
     def heads(self, layer: Any) -> Prologue:
-        """Attention's output, slice by slice. Where waiting is most of a step all lanes poll it, since they come to it
-        long before (qwen3-0.6b: 1.8 %); 1B loses 6 % so."""
+        """Attention's output, slice by slice; meanwhile the weights of the norm behind it are brought into L2. Where
+        waiting is most of a step all lanes poll it, since they come to it long before (qwen3-0.6b: 1.8 %); 1B loses 6 %
+        so."""
         attended = replace(self.vector("attention"), one_waits=not self.machine.plan.waits_most)
-        return Slices(self.columns, attended, self.shape.query_rows, self.places("o", layer))
+        heads = Slices(self.columns, attended, self.shape.query_rows, self.places("o", layer))
+        return self._before_norm(heads, layer * 2 + 1)
 
-    def gated(self) -> Prologue:
-        """The output of SwiGLU, slice by slice."""
-        return Slices(self.columns, self.vector("gated"), round_up(self.shape.ffn, HALF))
+    def gated(self, layer: Any) -> Prologue:
+        """The output of SwiGLU, slice by slice; else like `heads`."""
+        gated = Slices(self.columns, self.vector("gated"), round_up(self.shape.ffn, HALF))
+        return self._before_norm(gated, layer * 2 + 2)
+
+    def _before_norm(self, prologue: Prologue, norm: ch.Expr) -> Prologue:
+        return Prefetching(prologue, self.machine, [(self.norm(norm), self.shape.padded_hidden * 2)])
 
     def project_heads(self, layer: Any) -> Epilogue:
         """Rotated queries and keys, and values: appended to the cache and published."""

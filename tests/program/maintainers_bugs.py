@@ -140,7 +140,7 @@ MORE = (
     bug("values cached over their keys", "", (r"\? key : key \+ \d+;", "? key : key;")),
     bug("keys cached in the first sequence's pages", "", (rf"(uint32_t table) = {COLUMN} \+ 6\][^;]*;", r"\1 = 0;")),
     bug("the first column's angles for all", FLOAT32, (r"(\+ ROPE\)) \+ column \* \d+;", r"\1;")),
-    bug("the first column's norm for all", FLOAT32, (r"(\+ SCALES\)\))\[column\]", r"\1[0]")),
+    bug("the first column's norm for all", FLOAT32, (r"(places\w*\[\d\] =) column \*", r"\1 0 *")),
     bug("keys copied into the place of values", "", (r"(bulk_copy\(keys\w* \+ \d+, key) \+ \d+,", r"\1,")),
     bug("a query that sees a key too many", "", (r"(visible\w* = \w+ > [^?;]*\? \w+) - ", r"\1 + 1 - ")),
     bug("rows of padding among the candidates", "", (r"if \(\w+ < \d+ && (candidate > best\))", r"if (\1")),

@@ -412,6 +412,7 @@ def leave_out_meeting(number: int) -> Callable[[Patch], None]:
 
 RELAXED_ADD = "__atomic_fetch_add(counter, 1, __ATOMIC_RELAXED); cheetah_emulator::words_written(counter);"
 MEET = r"named_barrier\(1, 64\);"
+LOADED = r"mbarrier_wait\(loaded, loaded_parity\);"
 TAKEN = r"mbarrier_wait\(taken \+ turn, turn_parity \^ 1\);"
 BOTH = ("schedules", "race")
 
@@ -436,7 +437,15 @@ BUGS = (
     Bug("weights fetched ahead are not used up", ("schedules",), ((r"if \(step \+ 1 < steps\)", "if (false)"),)),
     # -- shared memory of a block
     Bug("no barrier between loading and multiplying", BOTH, change=load_without_meeting),
-    Bug("no barrier after the sums of squares", BOTH, without(MEET, before=r"\] = sum_of_token;\s*\}\s*")),
+    # -- 1/rms of the tokens
+    Bug("no wait for the sums of squares", BOTH, change=read_without_waiting("hidden_squares")),
+    Bug(
+        "the sums of squares of the norm before",
+        ("schedules",),
+        change=share_memory("hidden_squares", "middle_squares"),
+    ),
+    Bug("half the rows squared", ("reference",), ((r"(total\w* = value \* value);", r"\1 * (row < 8);"),)),
+    Bug("sums of squares read before blocks have met", BOTH, without(LOADED), sync="barrier"),
     # -- from the consumer warps to the adding warps and back
     Bug("one reduction buffer", BOTH, ((r"(float\* reduction = [^;]*) \+ (?:turn|adding) \* 40;", r"\1;"),)),
     Bug("rows finished before all warps have summed", BOTH, without(r"mbarrier_wait\(summed \+ adding, \w+\);")),

@@ -11,7 +11,7 @@ from cheetah.blocks.attention.head_norms import HeadNorms, RawHead, RawHeads, co
 from cheetah.blocks.attention.port import AttentionPort
 from cheetah.blocks.columns import NUMBER, POSITION, SEQUENCE, TOTAL, UNIT, Columns, fragment_word
 from cheetah.blocks.exchange import Exchange
-from cheetah.blocks.linear.epilogue import HALF, pair_of_rows, paired_dim, rotate, scaled
+from cheetah.blocks.linear.epilogue import HALF, pair_of_rows, paired_dim, rotate
 from cheetah.blocks.linear.interface import Rows
 from cheetah.blocks.machine import Machine
 from cheetah.lang import prim, ty
@@ -98,7 +98,7 @@ class Projection:
 
     def _value(self, rows: Rows, layer: ch.Expr) -> Any:
         """The row's number, with its bias."""
-        value = scaled(self.machine, rows)
+        value = ch.const(ty.f32, rows.sum(), name="value")
         if self.biases is None:
             return value
         return value + prim.bf16_to_f32(self.biases[layer * self.shape.qkv_rows + rows.m_tile * M_TILE_ROWS + rows.row])

@@ -226,7 +226,8 @@ class OwnTiles:
         for index, row in enumerate(rows):
             with self._units(row, tiles) as unit_of:
                 for turn in range(each):
-                    store_unit(self.columns, vector, unit_of(turn), data[index * each + turn], self.kind)
+                    words = data[index * each + turn]
+                    store_unit(self.columns, vector, unit_of(turn), words, self.kind, self.published)
 
     def end(self) -> None:
         """All rows are converted."""

@@ -1,5 +1,5 @@
-"""What becomes of the rows of a finished M-tile: residual, SwiGLU, rotary embedding. One warp, one row of a token a
-lane."""
+"""What becomes of the rows of a finished M-tile: residual and norm, SwiGLU, rotary embedding. One warp, one row of a
+token a lane."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from cheetah import lang as ch
 from cheetah.blocks.columns import fragment_word
 from cheetah.blocks.exchange import Published
 from cheetah.blocks.linear.interface import Epilogue, Rows
+from cheetah.blocks.linear.rms import PublishedSquares
 from cheetah.blocks.machine import Machine
 from cheetah.lang import prim, ty
 from cheetah.plan import M_TILE_ROWS
@@ -17,19 +18,22 @@ from cheetah.plan import M_TILE_ROWS
 HALF = M_TILE_ROWS // 2
 
 
-def add_residual(machine: Machine, into: Published) -> Epilogue:
-    """residual += rows, kept in f32 by the block that owns them, and published rounded to bf16."""
+def add_residual(machine: Machine, into: Published, squares: PublishedSquares, norm: ch.Expr) -> Epilogue:
+    """residual += rows, kept in f32 by the block that owns them, and published as the next norm wants it: times its
+    weights `norm` (bf16, padded like the vector), rounded to bf16, and the squares beside it."""
 
     @ch.inline
     def finish(rows: Rows) -> None:
         residual = machine.region("residual", ty.f32)
         place = prim.renewed_u32((rows.wave * rows.count + rows.row) * machine.plan.tokens + rows.column)
+        weight = ch.const(ty.f32, prim.bf16_to_f32(norm[rows.m_tile * rows.count + rows.row]), name="weight")
         publish = publishing(machine, into, rows, rows.m_tile * rows.count, rows.count)
         value = ch.var(ty.f32, rows.sum())
         with ch.if_(rows.is_own):
             value += residual[place]
             residual[place] = value
-        publish(value)
+        publish(value * weight)
+        squares.publish(rows, value)
 
     return finish
 
@@ -40,7 +44,7 @@ def swiglu(machine: Machine, into: Published) -> Epilogue:
     @ch.inline
     def finish(rows: Rows) -> None:
         publish = publishing(machine, into, rows, rows.m_tile * HALF, HALF)
-        value = scaled(machine, rows)
+        value = ch.const(ty.f32, rows.sum(), name="value")
         other = prim.shuffle_xor_f32(value, HALF)
         # Lanes of the up rows compute something too; only those of the gate rows publish.
         gated = prim.divide_f32(value, 1.0 + prim.exp_f32(-value)) * other
@@ -68,12 +72,6 @@ def pair_of_rows(value: ch.Expr) -> Any:
     neighbour = prim.shuffle_xor_f32(value, 1)
     pair = prim.pack_bf16x2(value, neighbour)
     return pair
-
-
-@ch.inline
-def scaled(machine: Machine, rows: Rows) -> Any:
-    """The rows of a product whose input was normalised: times 1/rms of their token."""
-    return rows.sum() * machine.region("scales", ty.f32)[rows.column]
 
 
 @ch.function

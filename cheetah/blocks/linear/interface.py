@@ -20,8 +20,9 @@ class Rows:
     wave counts the block's M-tiles of this matrix from 0. is_own: whether the lane's row is there (its column is in
     use) and no other lane's too, so that it is for this lane to write; the others only take part in shuffles. slot is
     which of its pairs of columns this is to the warp (static): a warp finishes the same columns of every M-tile.
-    sum: called once, by all lanes, waits for the consumer warps' sums and gives the row's (f32). What can be worked out
-    before should be: a warp that is by itself takes five cycles an instruction, and a phase's end waits for it.
+    sum: called once, by all lanes, waits for the consumer warps' sums and gives the row's (f32), times its column's
+    scale where the product has one. What can be worked out before should be: a warp that is by itself takes five cycles
+    an instruction, and a phase's end waits for it.
     """
 
     m_tile: ch.Expr
@@ -38,8 +39,15 @@ Epilogue = Callable[[Rows], None]
 """What becomes of the finished rows of an M-tile, of two columns: called by a whole adding warp."""
 
 
+class ColumnScale(Protocol):
+    """What all rows of a column are multiplied by, for who finishes them: in the adder role."""
+
+    def of(self, column: Any) -> Any:
+        """Called by whole warps with each lane's column, once the block has the input: its scale (f32), not 0."""
+
+
 class Prologue(ABC):
-    """What brings the input of a product into shared memory. All calls are the consumer role's."""
+    """What brings the input of a product into shared memory, in the consumer role, and what its products lack."""
 
     def prepare(self) -> None:  # noqa: B027 - most have nothing to prepare
         """Called when the phase begins, also by blocks that own no M-tile: what can be asked for early."""
@@ -48,6 +56,10 @@ class Prologue(ABC):
     def load(self, matrix: MatrixLayout, index: int) -> None:
         """Bring slice `index` of the input of `matrix`: then each warp has what it multiplies. What is said of columns
         (`scales`) is seen behind the next barrier of the consumer warps, or at the end of an M-tile."""
+
+    def scale_of_products(self) -> ColumnScale | None:
+        """What the products are still to be multiplied by."""
+        return None
 
     def parts(self, matrix: MatrixLayout) -> Parts | None:
         """Of a matrix in slices: what brings them ahead of their use; None where `load` brings each."""

@@ -7,7 +7,8 @@ columns one warp by itself, in turn with the others, many columns all of them.
 
 A reduction has two mbarriers: at `summed` every consumer warp arrives when its sums are there, at `taken` the warps
 that have added them up. The consumer warps wait for the others only where they come round to a reduction again, and at
-the end of a product, until all its rows are finished.
+the end of a product, until all its rows are finished. At the mbarrier `loaded` one thread arrives when the block has an
+input whose products are to be scaled, and every adding warp when it comes to those.
 
 Where the vectors of several tokens do not fit into shared memory whole, the matrix is multiplied slice by slice: all
 the block's M-tiles by the first part of the vectors, then by the next, with the sums of all its M-tiles in registers.
@@ -20,13 +21,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 from cheetah import lang as ch
 from cheetah.blocks.columns import Columns
 from cheetah.blocks.linear.formats import accumulators_of, fragments_class, fragments_of
 from cheetah.blocks.linear.fragments import Activations, Held, groups_of
-from cheetah.blocks.linear.interface import Epilogue, Linear, Parts, Prologue, Rows
+from cheetah.blocks.linear.interface import ColumnScale, Epilogue, Linear, Parts, Prologue, Rows
 from cheetah.blocks.ring import Cursor, Ring, Stage
 from cheetah.blocks.timeline import NO_TIMELINE, Timeline
 from cheetah.lang import prim, ty
@@ -35,6 +37,27 @@ from cheetah.plan.formats import BF16, NARROW_ROWS
 from cheetah.plan.plan import COLUMNS
 
 HALF = M_TILE_ROWS // 2
+
+
+@dataclass(frozen=True, eq=False)
+class Scaling:
+    """The scales of the columns that an adding warp finishes: `factors` of its slots, 0 until they are learned with the
+    first M-tile that it finishes of a product. So nobody waits for them who has nothing to publish behind it.
+
+    They are looked for once the block has its input (`loaded`, in its phase `parity`): before, polls would crowd the
+    memory, and behind the grid barrier only the consumer warps know."""
+
+    scale: ColumnScale
+    factors: list[Any]
+    loaded: ch.Expr
+    parity: ch.Expr
+
+    @ch.inline
+    def learn(self, slot: int, column: ch.Expr) -> None:
+        """Before the products are waited for."""
+        with ch.if_(self.factors[slot] == 0.0):  # the same in all lanes
+            prim.mbarrier_wait(self.loaded, self.parity)
+            self.factors[slot].set(self.scale.of(column))
 
 
 class Matvec(Linear):
@@ -68,7 +91,7 @@ class Matvec(Linear):
                 self.multiply(matrix, prologue)
                 self.timeline.stamp_here("done")
         with self.machine.adding(), ch.if_(when) if when is not None else nullcontext():
-            self.finish(matrix, epilogue)
+            self.finish(matrix, epilogue, prologue.scale_of_products())
 
     @ch.inline
     def _start(self) -> None:
@@ -77,7 +100,8 @@ class Matvec(Linear):
         summed = self.machine.region("reduction_barriers", ty.u64)
         taken = summed + plan.reductions
         step_added = taken + plan.reductions
-        self.summed, self.taken, self.step_added = summed, taken, step_added
+        loaded = step_added + 1
+        self.summed, self.taken, self.step_added, self.loaded = summed, taken, step_added, loaded
         with self.machine.consumer:
             turn = ch.var(ty.u32, 0)
             turn_parity = ch.var(ty.u32, 0)
@@ -85,7 +109,8 @@ class Matvec(Linear):
         with self.machine.adder:
             adding = ch.var(ty.u32, 0)
             adding_parity = ch.var(ty.u32, 0)
-            self.adding = Cursor(adding, adding_parity, plan.reductions)
+            loaded_parity = ch.var(ty.u32, 0)
+            self.adding, self.loaded_parity = Cursor(adding, adding_parity, plan.reductions), loaded_parity
 
     @ch.inline
     def initialise(self) -> None:
@@ -95,6 +120,7 @@ class Matvec(Linear):
             prim.mbarrier_init(self.summed + reduction, plan.consumer_warps)
             prim.mbarrier_init(self.taken + reduction, plan.finishers)
         prim.mbarrier_init(self.step_added, plan.adding_warps)
+        prim.mbarrier_init(self.loaded, 1 + plan.adding_warps)
 
     # -- which columns an adding warp finishes ---------------------------------------------------------------------
 
@@ -182,7 +208,7 @@ class Matvec(Linear):
         machine = self.machine
         self.ring.uses(layout.name)
         position = layout.position(machine.block)
-        with nullcontext() if layout.m_tiles >= layout.blocks else ch.if_(position < layout.m_tiles):
+        with self._if_any(layout, position):
             parts = prologue.parts(layout)
             if layout.slices == 1:
                 self._multiply_whole(layout, position, prologue)
@@ -261,13 +287,22 @@ class Matvec(Linear):
     def _load(self, layout: MatrixLayout, prologue: Prologue, index: int) -> None:
         self.ring.begin_waiting()
         prologue.load(layout, index)
+        if prologue.scale_of_products() is not None:
+            assert layout.slices == 1, layout.name
+            with ch.if_(self.machine.thread == 0):
+                prim.mbarrier_arrive(self.loaded)
         self.ring.end_waiting()
         if index == 0:
             self.timeline.stamp_here("ready")
 
     @staticmethod
+    def _if_any(layout: MatrixLayout, position: ch.Expr) -> AbstractContextManager[Any]:
+        """Whether this block has M-tiles of a matrix."""
+        return nullcontext() if layout.m_tiles >= layout.blocks else ch.if_(position < layout.m_tiles)
+
+    @staticmethod
     def _has_m_tile(layout: MatrixLayout, position: ch.Expr, wave: int) -> AbstractContextManager[Any]:
-        """Whether this block has an M-tile in a wave; surely in all but the last."""
+        """Whether this block, which has M-tiles, has one in a wave; surely in all but the last."""
         full = layout.wave_width(wave) == layout.blocks or wave == 0
         return nullcontext() if full else ch.if_(position + wave * layout.blocks < layout.m_tiles)
 
@@ -398,22 +433,42 @@ class Matvec(Linear):
         self.turn.parity ^= 1  # once round the reductions: where it was
 
     @ch.inline
-    def finish(self, layout: MatrixLayout, epilogue: Epilogue) -> None:
-        """In the adder role: the rows of the block's M-tiles of a matrix, as the consumer warps hand them over."""
+    def finish(self, layout: MatrixLayout, epilogue: Epilogue, scale: ColumnScale | None = None) -> None:
+        """In the adder role: the rows of the block's M-tiles of a matrix, as the consumer warps hand them over, times
+        the scale of their column."""
         about = f"The block's M-tiles of {layout.name}: the warps' sums added up, the rows finished."
         with ch.outline(f"finish_{layout.name}", about):
             position, turn = layout.position(self.machine.block), self.adding
-            with ch.for_(position, layout.m_tiles, layout.blocks, unroll=1) as m_tile:
-                with self._if_ours():
-                    self._take(layout, m_tile, epilogue)
-                turn.advance()
+            with self._if_any(layout, position):
+                scaling = None if scale is None else self._begin_scaling(scale)
+                with ch.for_(position, layout.m_tiles, layout.blocks, unroll=1) as m_tile:
+                    with self._if_ours():
+                        self._take(layout, m_tile, epilogue, scaling)
+                    turn.advance()
+                if scaling is not None:
+                    self._end_scaling()
 
     @ch.inline
-    def _take(self, layout: MatrixLayout, m_tile: ch.Expr, epilogue: Epilogue) -> None:
+    def _begin_scaling(self, scale: ColumnScale) -> Scaling:
+        prim.warp_barrier()  # no lane waits for an earlier input any more
+        with ch.if_(self.machine.lane == 0):
+            prim.mbarrier_arrive(self.loaded)
+        factors = [ch.var(ty.f32, 0.0, name="scale") for _ in range(self.slots)]
+        return Scaling(scale, factors, self.loaded, self.loaded_parity)
+
+    @ch.inline
+    def _end_scaling(self) -> None:
+        """Who had nothing to scale waits too, and none comes to the next input before all have come to this one: a
+        parity tells two neighbouring ones apart only."""
+        prim.mbarrier_wait(self.loaded, self.loaded_parity)
+        self.loaded_parity.set(self.loaded_parity ^ 1)
+
+    @ch.inline
+    def _take(self, layout: MatrixLayout, m_tile: ch.Expr, epilogue: Epilogue, scaling: Scaling | None) -> None:
         """An M-tile that this warp finishes, or its columns of it."""
         machine, turn = self.machine, self.adding
         for slot in range(self.slots):
-            self._finish_rows(layout, m_tile, self.column_of(slot), slot, epilogue)
+            self._finish_rows(layout, m_tile, self.column_of(slot), slot, epilogue, scaling)
         prim.warp_barrier()  # orders the lanes' reads, and what they have stored, before the arrival
         with ch.if_(machine.lane == 0):
             prim.mbarrier_arrive(self.taken + turn.stage)
@@ -462,7 +517,13 @@ class Matvec(Linear):
 
     @ch.function
     def _finish_rows(
-        self, layout: MatrixLayout, m_tile: ch.Expr, column: ch.Expr, slot: int, epilogue: Epilogue
+        self,
+        layout: MatrixLayout,
+        m_tile: ch.Expr,
+        column: ch.Expr,
+        slot: int,
+        epilogue: Epilogue,
+        scaling: Scaling | None,
     ) -> None:
         """The rows of a slot, with what of it is worked out before the sums are there."""
         lane, count = self.machine.lane, layout.tile_rows
@@ -475,8 +536,12 @@ class Matvec(Linear):
                 is_own = is_own & (lane % M_TILE_ROWS < count)
 
         def row_sum() -> Any:
+            if scaling is not None:
+                scaling.learn(slot, column)
             total = self._sum_of_row(column, first=slot == 0)
-            return self._fold(total) if layout.is_narrow else total
+            if layout.is_narrow:
+                total = self._fold(total)
+            return total if scaling is None else total * scaling.factors[slot]
 
         epilogue(Rows(m_tile, m_tile // layout.blocks, row, column, is_own, slot, row_sum, count))
 

@@ -1,4 +1,4 @@
-"""The input of a matrix product: a vector of every token brought into shared memory as bf16, optionally normalised.
+"""The input of a matrix product: a vector of every token brought into shared memory as bf16.
 
 A unit is 8 elements of one token: 16 bytes of shared memory, four payload words of an exchange. Vectors lie in fragment
 order (see `columns`), in shared memory as in the exchange, so a thread's units all belong to one token.
@@ -13,10 +13,11 @@ from typing import Any, Protocol
 
 from cheetah import lang as ch
 from cheetah.blocks.columns import UNIT, UNITS_PER_TILE, Columns
-from cheetah.blocks.linear.copied import CopiedParts, CopiedVector, Piece, load_copied
+from cheetah.blocks.linear.copied import CopiedParts, load_copied
 from cheetah.blocks.linear.formats.vectors import store_unit
-from cheetah.blocks.linear.interface import Prologue
+from cheetah.blocks.linear.interface import ColumnScale, Parts, Prologue
 from cheetah.blocks.linear.order import Order
+from cheetah.blocks.linear.rms import EitherScale
 from cheetah.blocks.machine import Machine
 from cheetah.blocks.vector_copies import CopySource
 from cheetah.lang import prim, ty
@@ -26,14 +27,8 @@ from cheetah.plan.formats import BF16_VECTOR, DIGITS, HALVES
 from cheetah.plan.plan import COLUMNS
 
 LINE_BYTES = 128
-TOO_LARGE = 2.0**64
-"""A sum of squares that no vector of plausible numbers has. An element that was none makes all products NaN, so that it
-is told, whatever the exchange made of it: at least 2^32."""
-NAN = 0x7FC00000
-NORMALISED_UNITS = 6
-"""Units that are normalised together where there are several tokens: with 8, registers spill."""
-COPIED_ROWS = 16
-"""Units of a thread of which it loads the norm's weights before it waits for what the copy engine brings."""
+WEIGHTED_UNITS = 4
+"""Units that are multiplied by a norm's weights together: once a step, so few registers count for more than time."""
 Read = Callable[[Any, ch.Expr, int], None]
 """Puts units (u32x4) `unit`, `unit + consumer_threads`, ... into an array: (array of UNITS, unit, how many)."""
 Wait = Callable[[ch.Expr, ch.Value], None]
@@ -67,50 +62,42 @@ class Units:
 
 
 @dataclass(frozen=True, eq=False)
-class RmsNorm(Prologue):
-    """x * weight, and 1/rms of every token beside it, of the whole vector.
+class Weighted(Prologue):
+    """A whole vector times a norm's weights, where nobody has multiplied them before.
 
-    elements: of the vector, over which the mean of squares runs; available: those that the source has, the rest of its
-    K-tiles is zero. weight: bf16, padded like the vector. following: the weights of the norm after this one, which
-    are brought into L2 while this one is worked on. places: as of `Part`.
+    available: elements that the source has, the rest of its K-tiles is zero. weight: bf16, padded like the vector.
+    places: as of `Part`. scale: of the products.
     """
 
     columns: Columns
     source: Source
-    elements: int
     available: int
-    epsilon: float
     weight: ch.Expr
-    following: ch.Expr | None = None
     places: ch.Expr | None = None
+    scale: ColumnScale | None = None
 
-    def prepare(self) -> None:
-        if self.following is not None:
-            prefetch(self.columns.machine, self.following, self._padded * 2)
+    def scale_of_products(self) -> ColumnScale | None:
+        return self.scale
 
     def load(self, matrix: MatrixLayout, index: int) -> None:
         kind = matrix.vector_kind(self.columns.limit)
         part = Part(matrix.padded_columns, self.available, kind=kind, places=self.places)
-        copied = _copied(self.source, part)
-        if copied is not None:
-            load_copied_normalised(self.columns, matrix, self.elements, self.epsilon, self.weight, copied)
-            return
-        load_normalised(self.columns, part, self.elements, self.epsilon, self.weight, self.source)
-
-    @property
-    def _padded(self) -> int:
-        return -(-self.elements // VECTOR_COLUMNS) * VECTOR_COLUMNS
+        load_vector(self.columns, part, self.source, self.weight)
 
 
 @dataclass(frozen=True, eq=False)
 class Slices(Prologue):
     """The parts of a vector as the matrix is sliced; `available` of its elements exist. places: as of `Part`, where the
-    matrix is not sliced."""
+    matrix is not sliced. scale: of the products."""
 
     columns: Columns
     source: Source
     available: int
     places: ch.Expr | None = None
+    scale: ColumnScale | None = None
+
+    def scale_of_products(self) -> ColumnScale | None:
+        return self.scale
 
     def parts(self, matrix: MatrixLayout) -> CopiedParts | None:
         copied = _copied(self.source, Part(0, 0, kind=matrix.vector_kind(self.columns.limit), places=self.places))
@@ -145,6 +132,10 @@ class Either(Prologue):
     def prepare(self) -> None:
         self.otherwise.prepare()
 
+    def scale_of_products(self) -> ColumnScale | None:
+        then, otherwise = self.then.scale_of_products(), self.otherwise.scale_of_products()
+        return EitherScale(self.condition, then, otherwise) if then is not None and otherwise is not None else None
+
     def load(self, matrix: MatrixLayout, index: int) -> None:
         with ch.if_(self.condition):
             self.then.load(matrix, index)
@@ -159,6 +150,12 @@ class Prefetching(Prologue):
     inner: Prologue
     machine: Machine
     vectors: Sequence[tuple[ch.Expr, int]]
+
+    def scale_of_products(self) -> ColumnScale | None:
+        return self.inner.scale_of_products()
+
+    def parts(self, matrix: MatrixLayout) -> Parts | None:
+        return self.inner.parts(matrix)
 
     def prepare(self) -> None:
         self.inner.prepare()
@@ -205,101 +202,27 @@ def _read_batch(columns: Columns, part: Part, batch: _Batch, source: Source) -> 
 
 
 @ch.function
-def load_vector(columns: Columns, part: Part, source: Source) -> None:
-    """Bring a part of a vector into shared memory; ends with a barrier of the consumer warps."""
+def load_vector(columns: Columns, part: Part, source: Source, weight: ch.Expr | None = None) -> None:
+    """Bring a part of a vector into shared memory, times the weights of a norm if there are any (bf16, in natural
+    order); ends with a barrier of the consumer warps."""
     machine, order = columns.machine, _order_of(columns, part)
     vector = machine.region("vector", ty.u32x4)
-    for batch in _batches(columns, part):
+    weights_at = None if weight is None else addresses_of_units(columns, weight)
+    for batch in _batches(columns, part, UNITS if weight is None else WEIGHTED_UNITS):
         places = _load_places(order, batch)
         batch.wait(source.wait)
         with _read_batch(columns, part, batch, source) as data:
             with _each(machine, batch) as (index, unit):
+                words = data[index]
+                if weights_at is not None:
+                    words = _times_weights(words, prim.load_constant_u32x4(weights_at(unit)))
                 if order is None:
-                    store_unit(columns, vector, unit, data[index], part.kind)
+                    store_unit(columns, vector, unit, words, part.kind)
                 else:
-                    order.put(data[index], places[index])
+                    order.put(words, places[index])
     machine.meet()
     if order is not None:
         order.convert()
-
-
-@ch.inline
-def load_normalised(
-    columns: Columns,
-    part: Part,
-    true_elements: int,
-    epsilon: float,
-    norm: ch.Expr,
-    source: Source,
-) -> None:
-    """RMSNorm: x * weight into shared memory, and every token's 1/rms into the region `scales`.
-
-    The products are multiplied by 1/rms afterwards, which keeps it off their path. The mean of squares runs over
-    `true_elements`; padding is zero. `norm` points to the bf16 weights. They are loaded before the vector is waited
-    for. Ends with a barrier of the consumer warps for the vector; `scales` are seen after the next one.
-    """
-    machine, order = columns.machine, _order_of(columns, part)
-    vector = machine.region("vector", ty.u32x4)
-    squares = ch.var(ty.f32, 0.0)
-    most = UNITS if columns.limit == 1 else NORMALISED_UNITS
-    weights_at = addresses_of_units(columns, norm)
-    for batch in _batches(columns, part, most):
-        weights = ch.array(ty.u32x4, UNITS)
-        with _each(machine, batch) as (index, unit):
-            weights[index] = prim.load_constant_u32x4(weights_at(unit))
-        places = _load_places(order, batch)
-        batch.wait(source.wait)
-        with _read_batch(columns, part, batch, source) as data:
-            with _each(machine, batch) as (index, unit):
-                if order is None:
-                    _normalise_unit(columns, vector, unit, data[index], weights[index], squares, part)
-                else:
-                    weighted = _times_weights(data[index], weights[index], squares)
-                    words = ch.const(ty.u32x4, weighted, name="words")
-                    order.put(words, places[index])
-    _write_scales(columns, part, squares, true_elements, epsilon)
-    if order is not None:
-        order.convert()
-
-
-@ch.inline
-def load_copied_normalised(
-    columns: Columns, matrix: MatrixLayout, true_elements: int, epsilon: float, norm: ch.Expr, source: CopySource
-) -> None:
-    """`load_normalised` of a vector that the copy engine brings: a thread takes the same units in the same order."""
-    machine = columns.machine
-    part = Part(matrix.padded_columns, matrix.padded_columns, kind=matrix.vector_kind(columns.limit))
-    whole = CopiedVector(columns, matrix, source, machine.consumer_threads)
-    whole.request()
-    vector = machine.region("vector", ty.u32x4)
-    squares = ch.var(ty.f32, 0.0)
-    weights_at = addresses_of_units(columns, norm)
-    count = -(-true_elements // VECTOR_COLUMNS) * UNITS_PER_TILE * columns.limit  # behind them all is zero
-
-    def each(piece: Piece) -> Iterator[tuple[int, ch.Expr]]:
-        """(number in the piece, unit) of this thread's."""
-        for index in range(piece.rows):
-            unit = machine.thread + (piece.first_row + index) * machine.consumer_threads
-            is_whole = (piece.first_row + index + 1) * machine.consumer_threads <= count
-            with nullcontext() if is_whole else ch.if_(unit < count):
-                yield index, unit
-
-    together = max(1, COPIED_ROWS // whole.pieces[0].rows)
-    for first in range(0, len(whole.pieces), together):
-        pieces = whole.pieces[first : first + together]
-        weights = [ch.array(ty.u32x4, piece.rows, name="weights") for piece in pieces]
-        for piece, own in zip(pieces, weights, strict=True):
-            for index, unit in each(piece):
-                own[index] = prim.load_constant_u32x4(weights_at(unit))
-        for piece, own in zip(pieces, weights, strict=True):
-            whole.wait(piece)
-            data = ch.array(ty.u32x4, piece.rows, name="units")
-            for index, unit in each(piece):
-                data[index] = vector[unit]
-            for index, unit in each(piece):
-                _normalise_in_pairs(columns, vector, unit, data[index], own[index], squares, part)
-    whole.end()
-    _write_scales(columns, part, squares, true_elements, epsilon)
 
 
 def _copied(source: Source, part: Part) -> CopySource | None:
@@ -352,7 +275,7 @@ class _Batch:
             wait(self.first + self.part.first_unit, active)
 
 
-def _batches(columns: Columns, part: Part, most_units: int = UNITS) -> Iterator[_Batch]:
+def _batches(columns: Columns, part: Part, most_units: int) -> Iterator[_Batch]:
     """The thread's units that exist, at most `most_units` of them at a time; then the padding is cleared."""
     machine, tokens = columns.machine, columns.limit
     whole_pairs = part.available // VECTOR_COLUMNS
@@ -401,44 +324,12 @@ def _each(machine: Machine, batch: _Batch) -> Iterator[tuple[ch.Expr, ch.Expr]]:
         yield index, batch.first + index * machine.consumer_threads
 
 
-@ch.function
-def _normalise_unit(
-    columns: Columns,
-    vector: ch.Expr,
-    unit: ch.Expr,
-    words: ch.Expr,
-    weight: ch.Expr,
-    squares: Any,
-    part: Part,
-) -> None:
-    """A unit times the norm's weights into the vector, and its squares to the thread's sum."""
-    store_unit(columns, vector, unit, _times_weights(words, weight, squares), part.kind)
-
-
 @ch.inline
-def _times_weights(words: ch.Expr, weight: ch.Expr, squares: Any) -> Any:
-    packed = []
-    for member in "xyzw":
-        low = prim.bf16x2_low(getattr(words, member))
-        high = prim.bf16x2_high(getattr(words, member))
-        squares += low * low + high * high
-        weights = getattr(weight, member)
-        packed.append(prim.pack_bf16x2(low * prim.bf16x2_low(weights), high * prim.bf16x2_high(weights)))
-    return prim.make_u32x4(*packed)
-
-
-@ch.function
-def _normalise_in_pairs(
-    columns: Columns, vector: ch.Expr, unit: ch.Expr, words: ch.Expr, weight: ch.Expr, squares: Any, part: Part
-) -> None:
-    """`_normalise_unit` with products that are rounded as pairs: the same bits. With one token it is no faster."""
-    packed = []
-    for member in "xyzw":
-        pair = getattr(words, member)
-        low, high = prim.bf16x2_low(pair), prim.bf16x2_high(pair)
-        squares += low * low + high * high
-        packed.append(prim.multiply_bf16x2(pair, getattr(weight, member)))
-    store_unit(columns, vector, unit, prim.make_u32x4(*packed), part.kind)
+def _times_weights(words: ch.Expr, weight: ch.Expr) -> Any:
+    """A unit times the norm's weights."""
+    pairs = [prim.multiply_bf16x2(getattr(words, member), getattr(weight, member)) for member in "xyzw"]
+    unit = ch.const(ty.u32x4, prim.make_u32x4(*pairs), name="weighted")
+    return unit
 
 
 def _order_of(columns: Columns, part: Part) -> Order | None:
@@ -456,27 +347,3 @@ def _load_places(order: Order | None, batch: _Batch) -> Any:
     with _each(order.columns.machine, batch) as (index, unit):
         places[index] = order.load_places(unit, natural(unit))
     return places
-
-
-@ch.function
-def _write_scales(columns: Columns, part: Part, squares: Any, true_elements: int, epsilon: float) -> None:
-    """1/rms of every token from the threads' sums of squares: within warps, then over the warps in order."""
-    machine, tokens = columns.machine, columns.limit
-    partial_sums = machine.region("partial_sums", ty.f32)
-    scales = machine.region("scales", ty.f32)
-    in_warp = min(tokens, COLUMNS)  # tokens of one warp's units
-    classes = tokens // in_warp  # so many neighbouring warps have those of different tokens
-    sum_of_token = ch.var(ty.f32, squares)
-    for mask in (16, 8, 4, 2, 1):
-        if mask < UNITS_PER_TILE or mask >= UNITS_PER_TILE * in_warp:
-            sum_of_token += prim.shuffle_xor_f32(sum_of_token, mask)
-    with ch.if_((machine.lane % UNITS_PER_TILE == 0) & (machine.lane < UNITS_PER_TILE * in_warp)):
-        partial_sums[machine.warp * COLUMNS + machine.lane // UNITS_PER_TILE] = sum_of_token
-    machine.meet()
-    with ch.if_(machine.thread < columns.count):
-        total = ch.var(ty.f32, 0.0)
-        with ch.for_(machine.plan.consumer_warps // classes, unroll=True) as other:
-            warp = other * classes + machine.thread // COLUMNS
-            total += partial_sums[warp * COLUMNS + machine.thread % COLUMNS]
-        scale = prim.rsqrt_f32(total * (1.0 / true_elements) + epsilon)
-        scales[machine.thread] = ch.select(total < TOO_LARGE, scale, prim.bits_float(NAN))

@@ -9,17 +9,22 @@ from cheetah.blocks.columns import Columns
 from cheetah.blocks.linear.formats.digits import store_digits
 from cheetah.blocks.linear.formats.e4m3 import store_halves
 from cheetah.blocks.linear.formats.sizes import raised, raised_pair
-from cheetah.plan.formats import DIGITS, HALVES, RAISED, RAISED_BY, STAGGERED
+from cheetah.plan.formats import BF16_VECTOR, DIGITS, HALVES, RAISED, RAISED_BY, STAGGERED
 
 
-def store_unit(columns: Columns, vector: ch.Expr, unit: ch.Expr, words: Any, kind: str) -> None:
-    """A unit to its place in shared memory, as the weights' format wants it."""
+def store_unit(
+    columns: Columns, vector: ch.Expr, unit: ch.Expr, words: Any, kind: str, published: str = BF16_VECTOR
+) -> None:
+    """A unit to its place in shared memory, as the weights' format wants it. published: as what it comes, bf16 numbers
+    or raised ones."""
+    assert published == BF16_VECTOR or kind not in (DIGITS, HALVES), f"{published} to {kind}"
     if kind == DIGITS:
         store_digits(vector, unit, words, columns.limit)
     elif kind == HALVES:
         store_halves(vector, unit, words, columns.limit)
-    elif kind in (RAISED, STAGGERED):
-        vector[unit] = raised(words, *_powers(kind))
+    elif kind != published:
+        first, second = (to - at for to, at in zip(_powers(kind), _powers(published), strict=True))
+        vector[unit] = raised(words, first, second)
     else:
         vector[unit] = words
 
@@ -36,4 +41,4 @@ def raised_word(word: Any, index: Any, kind: str) -> Any:
 
 def _powers(kind: str) -> tuple[int, int]:
     """Of the pairs of a unit in turn."""
-    return RAISED_BY, RAISED_BY - 4 if kind == STAGGERED else RAISED_BY
+    return {BF16_VECTOR: (0, 0), RAISED: (RAISED_BY, RAISED_BY), STAGGERED: (RAISED_BY, RAISED_BY - 4)}[kind]

@@ -1,0 +1,152 @@
+"""RMSNorm's 1/rms of every token: the products of a vector that was multiplied by the norm's weights alone are
+multiplied by it afterwards, by who finishes their rows. So no product waits for a sum over the whole vector.
+
+Who publishes a hidden vector publishes the sums of squares of its M-tiles beside it. Of vectors that nobody published,
+embeddings, there are the rows themselves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from cheetah import lang as ch
+from cheetah.blocks.columns import UNIT, Columns
+from cheetah.blocks.exchange import Published
+from cheetah.blocks.linear.interface import ColumnScale, Rows
+from cheetah.lang import prim, ty
+from cheetah.lang.primitives.exchange import UNITS
+from cheetah.plan import M_TILE_ROWS
+from cheetah.plan.index import ceil_div, round_up
+
+WORDS = 4
+"""Of a unit of an exchange: sums of squares that are read together."""
+UNITS_AT_ONCE = 2
+"""Units that a lane asks for together: more spill where an adding warp has 64 registers a thread."""
+ROWS_AT_ONCE = 4
+"""The same of units of a row."""
+TOO_LARGE = 2.0**64
+"""A sum of squares that no vector of plausible numbers has. An element that was none makes all products NaN, so that it
+is told, whatever the exchange made of it."""
+NAN = 0x7FC00000
+
+
+def squares_words(m_tiles: int, tokens: int) -> int:
+    """Payload words of the sums of squares of a vector: for every token one an M-tile, padded to whole units."""
+    return round_up(m_tiles, WORDS) * tokens
+
+
+class Squares(Protocol):
+    """Where a vector's squares come from."""
+
+    def sum_of_lane(self, column: Any, lane: Any, lanes: int) -> Any:
+        """A share of a column's sum of squares (f32), that of lane `lane` of so many."""
+
+
+@dataclass(frozen=True, eq=False)
+class InverseRms(ColumnScale):
+    """elements: of the vector, over which the mean of squares runs."""
+
+    columns: Columns
+    squares: Squares
+    elements: int
+    epsilon: float
+
+    @ch.inline
+    def of(self, column: Any) -> Any:
+        lanes = 32 if self.columns.limit == 1 else M_TILE_ROWS
+        total = ch.var(ty.f32, 0.0)
+        with self.columns.if_active(column):
+            total.set(self.squares.sum_of_lane(column, self.columns.machine.lane % lanes, lanes))
+        mask = lanes // 2
+        while mask:
+            total += prim.shuffle_xor_f32(total, mask)
+            mask //= 2
+        scale = prim.rsqrt_f32(total * (1.0 / self.elements) + self.epsilon)
+        return ch.select(total < TOO_LARGE, scale, prim.bits_float(NAN))
+
+
+@dataclass(frozen=True, eq=False)
+class PublishedSquares:
+    """Sums of squares [token][M-tile] of a vector of `m_tiles` M-tiles, a vector of the exchange themselves."""
+
+    columns: Columns
+    published: Published
+    m_tiles: int
+
+    @ch.inline
+    def publish(self, rows: Rows, value: ch.Expr) -> None:
+        """The squares of an M-tile's rows, in the adder role; value: of the lane's row."""
+        total = ch.var(ty.f32, value * value)
+        mask = rows.count // 2
+        while mask:
+            total += prim.shuffle_xor_f32(total, mask)
+            mask //= 2
+        place = self._first(rows.column) + rows.m_tile
+        with ch.if_(rows.is_own & (rows.row == 0)):
+            self.published.publish(place, prim.float_bits(total))
+            if self.m_tiles % WORDS:
+                with ch.if_(rows.m_tile == self.m_tiles - 1):
+                    for behind in range(1, WORDS - self.m_tiles % WORDS + 1):
+                        self.published.publish(place + behind, ty.u32(0))
+
+    @ch.function
+    def sum_of_lane(self, column: Any, lane: Any, lanes: int) -> Any:
+        units = ceil_div(self.m_tiles, WORDS)
+        turns = ceil_div(units, lanes)
+        total = ch.var(ty.f32, 0.0)
+        for begin in range(0, turns, UNITS_AT_ONCE):
+            count = min(UNITS_AT_ONCE, turns - begin)
+            own = [ch.const(ty.u32, lane + (begin + index) * lanes, name="unit") for index in range(count)]
+            places, data = ch.array(ty.u32, UNITS), ch.array(ty.u32x4, UNITS)
+            for index, unit in enumerate(own):
+                places[index] = self._first(column) + ch.minimum(unit, units - 1) * WORDS
+            self.published.read_places(data, places, count)
+            for index, unit in enumerate(own):
+                words = data[index]
+                low = prim.bits_float(words.x) + prim.bits_float(words.y)
+                of_unit = low + (prim.bits_float(words.z) + prim.bits_float(words.w))
+                total += ch.select(unit < units, of_unit, 0.0)
+        return total
+
+    def _first(self, column: Any) -> Any:
+        return column * round_up(self.m_tiles, WORDS)
+
+
+@dataclass(frozen=True, eq=False)
+class RowSquares:
+    """Squares of rows of `elements` bf16 numbers, a multiple of 8, that are in memory: `row` gives a column's."""
+
+    row: Callable[[Any], ch.Expr]
+    elements: int
+
+    @ch.function
+    def sum_of_lane(self, column: Any, lane: Any, lanes: int) -> Any:
+        units = self.elements // UNIT
+        first = ch.const(ty.ptr(ty.bf16), self.row(column))
+        total = ch.var(ty.f32, 0.0)
+        with ch.for_(lane, units, lanes, unroll=ROWS_AT_ONCE) as unit:
+            words = ch.const(ty.u32x4, prim.load_constant_u32x4(first + unit * UNIT))
+            for member in "xyzw":
+                low, high = prim.bf16x2_low(getattr(words, member)), prim.bf16x2_high(getattr(words, member))
+                total += low * low + high * high
+        return total
+
+
+@dataclass(frozen=True, eq=False)
+class EitherScale(ColumnScale):
+    """One where `condition` holds, else the other."""
+
+    condition: ch.Expr
+    then: ColumnScale
+    otherwise: ColumnScale
+
+    @ch.inline
+    def of(self, column: Any) -> Any:
+        scale = ch.var(ty.f32, 0.0)
+        with ch.if_(self.condition):
+            scale.set(self.then.of(column))
+        with ch.else_():
+            scale.set(self.otherwise.of(column))
+        return scale
