@@ -24,7 +24,7 @@ from cheetah.plan.prompt import PASS_TOKENS
 from cheetah.runtime.device import open_device
 from cheetah.runtime.engine.flights import Part
 from cheetah.tools.bench import EMULATED
-from cheetah.tools.circumstances import clocks, commit
+from cheetah.tools.circumstances import clocks, commit, now
 from cheetah.tools.pass_bench import open_pass_bench
 from cheetah.tools.prompt_bench import PromptBench, open_prompt_bench, parsed_prompts
 from cheetah.tools.timeline import kind_of, spans_of, summarise
@@ -45,7 +45,13 @@ def main(arguments: list[str] | None = None) -> None:
     named = named_config(options.model)
     with open_device(options.device) as device:
         info = device.describe()
-        about = {"commit": commit(), "gpu": info.name, "driver": info.driver, "backend": info.backend}
+        about = {
+            "commit": commit(),
+            "measured": now(),
+            "gpu": info.name,
+            "driver": info.driver,
+            "backend": info.backend,
+        }
         about |= {"model": named.canonical, "weights": f"{named.config.formats_in_words} random"}
         measure = attention_records if options.attention else prompt_records
         for record in measure(named.config, device, options):

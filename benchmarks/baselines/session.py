@@ -18,7 +18,7 @@ from cheetah.models.config import ModelConfig
 from cheetah.runtime.build.kernels import choose_gpu
 from cheetah.runtime.device import open_device
 from cheetah.tools.bench import Measurement, ReadCeiling, Work
-from cheetah.tools.circumstances import clocks, commit
+from cheetah.tools.circumstances import clocks, commit, now
 
 SYSTEMS = ("plain", "transformers", "gpt-fast")
 NOT_A_SPEED = "on the CPU: not a speed"
@@ -134,6 +134,7 @@ class Session:
         settings = {**self._settings[context], "same_tokens": same, **graph_counters()}
         return {
             "commit": commit(),
+            "measured": now(),
             "gpu": torch.cuda.get_device_name() if on_gpu else "none",
             "driver": self._ceiling.driver,
             "backend": f"torch {torch.__version__}",

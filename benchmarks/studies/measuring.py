@@ -20,7 +20,7 @@ from cheetah.plan import Gpu
 from cheetah.runtime.build.kernels import choose_gpu
 from cheetah.runtime.device.driver import DriverError
 from cheetah.tools.bench import EMULATED, ReadCeiling
-from cheetah.tools.circumstances import clocks, commit
+from cheetah.tools.circumstances import clocks, commit, now
 
 if TYPE_CHECKING:
     from cheetah.runtime.device.interface import Buffer, Device
@@ -130,6 +130,7 @@ class Study:
         rate = variant.bytes_per_pass / median(milliseconds) / 1e6
         return {
             "commit": commit(),
+            "measured": now(),
             "gpu": info.name,
             "driver": info.driver,
             "backend": info.backend,
