@@ -364,6 +364,12 @@ __device__ __forceinline__ uint32_t multiply_bf16x2(uint32_t a, uint32_t b) {
   return result;
 }
 
+__device__ __forceinline__ uint32_t maximum_u16x2(uint32_t a, uint32_t b) {
+  uint32_t result;
+  asm("max.u16x2 %0, %1, %2;" : "=r"(result) : "r"(a), "r"(b));
+  return result;
+}
+
 __device__ __forceinline__ uint32_t byte_permute(uint32_t a, uint32_t b, uint32_t selector) {
   return __byte_perm(a, b, selector);
 }
@@ -1409,12 +1415,16 @@ __device__ __forceinline__ void start_residual(uint8_t* arena, uint32_t thread, 
 }
 
 // Unit `unit` of the vectors of so many tokens (8 bf16 elements) as digits. All lanes of a warp call it, with
-// neighbouring units; elements of one token that they have share a power of two.
-__device__ __forceinline__ void store_digits(uint4* vector, uint32_t unit, uint4 words) {
-  uint32_t within = unit % 16;
+// neighbouring units, lane 0 with the first of a tile; elements of one token that they have share a power of two.
+__device__ __forceinline__ void store_digits(uint32_t lane, uint4* vector, uint32_t unit, uint4 words) {
+  uint32_t within = lane % 16;
   uint32_t token = 0;
-  uint32_t value = warp_maximum_u32(((((((words.x << 17 < words.x << 1 ? words.x << 1 : words.x << 17) < words.y << 17 ? words.y << 17 : (words.x << 17 < words.x << 1 ? words.x << 1 : words.x << 17)) < words.y << 1 ? words.y << 1 : ((words.x << 17 < words.x << 1 ? words.x << 1 : words.x << 17) < words.y << 17 ? words.y << 17 : (words.x << 17 < words.x << 1 ? words.x << 1 : words.x << 17))) < words.z << 17 ? words.z << 17 : (((words.x << 17 < words.x << 1 ? words.x << 1 : words.x << 17) < words.y << 17 ? words.y << 17 : (words.x << 17 < words.x << 1 ? words.x << 1 : words.x << 17)) < words.y << 1 ? words.y << 1 : ((words.x << 17 < words.x << 1 ? words.x << 1 : words.x << 17) < words.y << 17 ? words.y << 17 : (words.x << 17 < words.x << 1 ? words.x << 1 : words.x << 17)))) < words.z << 1 ? words.z << 1 : ((((words.x << 17 < words.x << 1 ? words.x << 1 : words.x << 17) < words.y << 17 ? words.y << 17 : (words.x << 17 < words.x << 1 ? words.x << 1 : words.x << 17)) < words.y << 1 ? words.y << 1 : ((words.x << 17 < words.x << 1 ? words.x << 1 : words.x << 17) < words.y << 17 ? words.y << 17 : (words.x << 17 < words.x << 1 ? words.x << 1 : words.x << 17))) < words.z << 17 ? words.z << 17 : (((words.x << 17 < words.x << 1 ? words.x << 1 : words.x << 17) < words.y << 17 ? words.y << 17 : (words.x << 17 < words.x << 1 ? words.x << 1 : words.x << 17)) < words.y << 1 ? words.y << 1 : ((words.x << 17 < words.x << 1 ? words.x << 1 : words.x << 17) < words.y << 17 ? words.y << 17 : (words.x << 17 < words.x << 1 ? words.x << 1 : words.x << 17))))) < words.w << 17 ? words.w << 17 : (((((words.x << 17 < words.x << 1 ? words.x << 1 : words.x << 17) < words.y << 17 ? words.y << 17 : (words.x << 17 < words.x << 1 ? words.x << 1 : words.x << 17)) < words.y << 1 ? words.y << 1 : ((words.x << 17 < words.x << 1 ? words.x << 1 : words.x << 17) < words.y << 17 ? words.y << 17 : (words.x << 17 < words.x << 1 ? words.x << 1 : words.x << 17))) < words.z << 17 ? words.z << 17 : (((words.x << 17 < words.x << 1 ? words.x << 1 : words.x << 17) < words.y << 17 ? words.y << 17 : (words.x << 17 < words.x << 1 ? words.x << 1 : words.x << 17)) < words.y << 1 ? words.y << 1 : ((words.x << 17 < words.x << 1 ? words.x << 1 : words.x << 17) < words.y << 17 ? words.y << 17 : (words.x << 17 < words.x << 1 ? words.x << 1 : words.x << 17)))) < words.z << 1 ? words.z << 1 : ((((words.x << 17 < words.x << 1 ? words.x << 1 : words.x << 17) < words.y << 17 ? words.y << 17 : (words.x << 17 < words.x << 1 ? words.x << 1 : words.x << 17)) < words.y << 1 ? words.y << 1 : ((words.x << 17 < words.x << 1 ? words.x << 1 : words.x << 17) < words.y << 17 ? words.y << 17 : (words.x << 17 < words.x << 1 ? words.x << 1 : words.x << 17))) < words.z << 17 ? words.z << 17 : (((words.x << 17 < words.x << 1 ? words.x << 1 : words.x << 17) < words.y << 17 ? words.y << 17 : (words.x << 17 < words.x << 1 ? words.x << 1 : words.x << 17)) < words.y << 1 ? words.y << 1 : ((words.x << 17 < words.x << 1 ? words.x << 1 : words.x << 17) < words.y << 17 ? words.y << 17 : (words.x << 17 < words.x << 1 ? words.x << 1 : words.x << 17)))))) < words.w << 1 ? words.w << 1 : ((((((words.x << 17 < words.x << 1 ? words.x << 1 : words.x << 17) < words.y << 17 ? words.y << 17 : (words.x << 17 < words.x << 1 ? words.x << 1 : words.x << 17)) < words.y << 1 ? words.y << 1 : ((words.x << 17 < words.x << 1 ? words.x << 1 : words.x << 17) < words.y << 17 ? words.y << 17 : (words.x << 17 < words.x << 1 ? words.x << 1 : words.x << 17))) < words.z << 17 ? words.z << 17 : (((words.x << 17 < words.x << 1 ? words.x << 1 : words.x << 17) < words.y << 17 ? words.y << 17 : (words.x << 17 < words.x << 1 ? words.x << 1 : words.x << 17)) < words.y << 1 ? words.y << 1 : ((words.x << 17 < words.x << 1 ? words.x << 1 : words.x << 17) < words.y << 17 ? words.y << 17 : (words.x << 17 < words.x << 1 ? words.x << 1 : words.x << 17)))) < words.z << 1 ? words.z << 1 : ((((words.x << 17 < words.x << 1 ? words.x << 1 : words.x << 17) < words.y << 17 ? words.y << 17 : (words.x << 17 < words.x << 1 ? words.x << 1 : words.x << 17)) < words.y << 1 ? words.y << 1 : ((words.x << 17 < words.x << 1 ? words.x << 1 : words.x << 17) < words.y << 17 ? words.y << 17 : (words.x << 17 < words.x << 1 ? words.x << 1 : words.x << 17))) < words.z << 17 ? words.z << 17 : (((words.x << 17 < words.x << 1 ? words.x << 1 : words.x << 17) < words.y << 17 ? words.y << 17 : (words.x << 17 < words.x << 1 ? words.x << 1 : words.x << 17)) < words.y << 1 ? words.y << 1 : ((words.x << 17 < words.x << 1 ? words.x << 1 : words.x << 17) < words.y << 17 ? words.y << 17 : (words.x << 17 < words.x << 1 ? words.x << 1 : words.x << 17))))) < words.w << 17 ? words.w << 17 : (((((words.x << 17 < words.x << 1 ? words.x << 1 : words.x << 17) < words.y << 17 ? words.y << 17 : (words.x << 17 < words.x << 1 ? words.x << 1 : words.x << 17)) < words.y << 1 ? words.y << 1 : ((words.x << 17 < words.x << 1 ? words.x << 1 : words.x << 17) < words.y << 17 ? words.y << 17 : (words.x << 17 < words.x << 1 ? words.x << 1 : words.x << 17))) < words.z << 17 ? words.z << 17 : (((words.x << 17 < words.x << 1 ? words.x << 1 : words.x << 17) < words.y << 17 ? words.y << 17 : (words.x << 17 < words.x << 1 ? words.x << 1 : words.x << 17)) < words.y << 1 ? words.y << 1 : ((words.x << 17 < words.x << 1 ? words.x << 1 : words.x << 17) < words.y << 17 ? words.y << 17 : (words.x << 17 < words.x << 1 ? words.x << 1 : words.x << 17)))) < words.z << 1 ? words.z << 1 : ((((words.x << 17 < words.x << 1 ? words.x << 1 : words.x << 17) < words.y << 17 ? words.y << 17 : (words.x << 17 < words.x << 1 ? words.x << 1 : words.x << 17)) < words.y << 1 ? words.y << 1 : ((words.x << 17 < words.x << 1 ? words.x << 1 : words.x << 17) < words.y << 17 ? words.y << 17 : (words.x << 17 < words.x << 1 ? words.x << 1 : words.x << 17))) < words.z << 17 ? words.z << 17 : (((words.x << 17 < words.x << 1 ? words.x << 1 : words.x << 17) < words.y << 17 ? words.y << 17 : (words.x << 17 < words.x << 1 ? words.x << 1 : words.x << 17)) < words.y << 1 ? words.y << 1 : ((words.x << 17 < words.x << 1 ? words.x << 1 : words.x << 17) < words.y << 17 ? words.y << 17 : (words.x << 17 < words.x << 1 ? words.x << 1 : words.x << 17)))))));
-  uint32_t exponent = value >> 24 < 32 ? 32 : value >> 24;
+  uint32_t larger = maximum_u16x2(words.x & 2147450879, 4096);
+  uint32_t larger_2 = maximum_u16x2(words.y & 2147450879, larger);
+  uint32_t larger_3 = maximum_u16x2(words.z & 2147450879, larger_2);
+  uint32_t larger_4 = maximum_u16x2(words.w & 2147450879, larger_3);
+  uint32_t of_lane = maximum_u16x2(larger_4 << 16, larger_4);
+  uint32_t exponent = warp_maximum_u32(of_lane) >> 23;
   float scale = bits_float((271 - exponent) << 23);
   uint32_t element = float_bits(bf16x2_low(words.y) * scale + 12615808.0f);
   uint32_t element_2 = float_bits(bf16x2_low(words.w) * scale + 12615808.0f);
@@ -1428,7 +1438,8 @@ __device__ __forceinline__ void store_digits(uint4* vector, uint32_t unit, uint4
   uint32_t both_2 = element_6 * 16 - element_2;
   uint32_t both_3 = element_7 * 16 - element_3;
   uint32_t both_4 = element_8 * 16 - element_4;
-  uint32_t* tile = (uint32_t*)(vector + unit / 16 * 25);
+  uint8_t* tiles = (uint8_t*)(vector);
+  uint32_t* tile = (uint32_t*)(tiles + (unit - within) * 25);
   uint32_t part = within / 4;
   uint32_t half = part / 2 * 48;
   uint32_t place = half + token * 16 + unit % 4 * 4 + part % 2;
@@ -1454,7 +1465,7 @@ __device__ __forceinline__ void store_digits(uint4* vector, uint32_t unit, uint4
 // Bring a part of a vector into shared memory, times the weights of a norm if there are any (bf16, in natural
 // order); ends with a barrier of the consumer warps.
 __device__ __forceinline__ void load_vector(const bf16* weight, uint8_t* arena, uint32_t thread, const bf16* embedding,
-    uint32_t* next_token) {
+    uint32_t* next_token, uint32_t lane) {
   uint4* vector = (uint4*)(arena + VECTOR);
   uint32_t first_unit = thread;
   uint4 units[8];
@@ -1468,7 +1479,7 @@ __device__ __forceinline__ void load_vector(const bf16* weight, uint8_t* arena, 
     uint4 words = units[index];
     uint4 value = load_constant_u32x4(weight + (first_unit + index * 256) * 8);
     uint4 weighted = make_u32x4(multiply_bf16x2(words.x, value.x), multiply_bf16x2(words.y, value.y), multiply_bf16x2(words.z, value.z), multiply_bf16x2(words.w, value.w));
-    store_digits(vector, first_unit + index * 256, weighted);
+    store_digits(lane, vector, first_unit + index * 256, weighted);
   }
   named_barrier(1, 256);
 }
@@ -1488,7 +1499,7 @@ __device__ __forceinline__ void load_vector_2(uint8_t* arena, uint32_t thread, u
   #pragma unroll
   for (uint32_t index = 0; index < 2; ++index) {
     uint4 words = units[index];
-    store_digits(vector, first_unit + index * 256, words);
+    store_digits(lane, vector, first_unit + index * 256, words);
   }
   named_barrier(1, 256);
 }
@@ -1598,7 +1609,7 @@ __device__ __forceinline__ void qkv(uint32_t thread, uint32_t* progress, uint32_
     store_shared_u32(block_waits, 1);
   }
   if (layer == 0) {
-    load_vector(norms, arena, thread, embedding, next_token);
+    load_vector(norms, arena, thread, embedding, next_token, lane);
   } else {
     load_vector_2(arena, thread, lane, input_words, layer_epoch);
   }
@@ -2395,7 +2406,7 @@ __device__ __forceinline__ void load_vector_3(uint8_t* arena, uint32_t thread, u
   #pragma unroll
   for (uint32_t index = 0; index < 2; ++index) {
     uint4 words = units[index];
-    store_digits(vector, first_unit + index * 256, words);
+    store_digits(lane, vector, first_unit + index * 256, words);
   }
   named_barrier(1, 256);
 }
@@ -2459,7 +2470,7 @@ __device__ __forceinline__ void load_vector_4(uint8_t* arena, uint32_t thread, u
   #pragma unroll
   for (uint32_t index = 0; index < 2; ++index) {
     uint4 words = units[index];
-    store_digits(vector, first_unit + index * 256, words);
+    store_digits(lane, vector, first_unit + index * 256, words);
   }
   named_barrier(1, 256);
 }
@@ -2525,7 +2536,7 @@ __device__ __forceinline__ void load_vector_5(uint8_t* arena, uint32_t thread, u
   #pragma unroll
   for (uint32_t index = 0; index < 7; ++index) {
     uint4 words = units[index];
-    store_digits(vector, first_unit + index * 256, words);
+    store_digits(lane, vector, first_unit + index * 256, words);
   }
   named_barrier(1, 256);
 }

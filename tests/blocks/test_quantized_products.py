@@ -136,15 +136,19 @@ def test_digits_of_two_tokens_know_nothing_of_each_other() -> None:
 
 @pytest.mark.compiler
 def test_digits_of_elements_of_every_size() -> None:
-    """Zeros, the smallest and the largest numbers; what is no number leaves none."""
+    """Zeros, the smallest and the largest numbers, the largest in any column of a unit; what is no number leaves
+    none."""
     kernel, layout = compiled((*BY_DIGITS[:3], tuple(BY_DIGITS[3].items())), "int4-g128-asym")
     matrix = rows_of("int4-g128-asym", layout.rows, layout.columns)
     packed = filled(pack_matrix(layout, matrix))
     values = np.random.default_rng(1).standard_normal((1, layout.columns))
-    for size in (0.0, 2.0**-60, 2.0**100):
-        x = as_bf16(values * size)
+    of_sizes = [(values * size, MATVEC) for size in (0.0, 2.0**-60, 2.0**100)]
+    places = (np.arange(layout.columns) == place for place in range(704, 712))
+    of_places = [(np.where(at, 1000.0, values), MATVEC_WITH_OUTLIERS) for at in places]
+    for elements, bound in of_sizes + of_places:
+        x = as_bf16(elements)
         wanted = widen(x).astype(np.float64) @ matrix.dequantized().astype(np.float64).T
-        np.testing.assert_allclose(launched(kernel, layout, packed, x), wanted, rtol=0, atol=MATVEC * abs(wanted).max())
+        np.testing.assert_allclose(launched(kernel, layout, packed, x), wanted, rtol=0, atol=bound * abs(wanted).max())
     for value in (np.nan, np.inf):
         values[0, 700] = value
         assert np.isnan(launched(kernel, layout, packed, as_bf16(values))).all()

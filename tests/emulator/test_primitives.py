@@ -229,6 +229,14 @@ def test_products_of_words(draw: np.random.Generator) -> None:
     np.testing.assert_array_equal(out, x << 8)
 
 
+def test_larger_halves_of_words(draw: np.random.Generator) -> None:
+    body = "out[threadIdx.x] = maximum_u16x2(x[threadIdx.x], x[threadIdx.x + 32]);"
+    x, out = draw.integers(0, 2**32, 64, dtype=np.uint32), np.zeros(32, np.uint32)
+    program(body, "const uint32_t* x, uint32_t* out").launch(1, 32, 0, [x, out])
+    halves = x.view(np.uint16).reshape(2, 64)
+    np.testing.assert_array_equal(out, np.maximum(*halves).view(np.uint32))
+
+
 def test_bits_selected_by_a_mask(draw: np.random.Generator) -> None:
     body = "out[threadIdx.x] = select_bits_u32(0x000f000f, x[threadIdx.x], 0x43054305);"
     x, out = draw.integers(0, 2**32, 32, dtype=np.uint32), np.zeros(32, np.uint32)

@@ -624,6 +624,10 @@ CHEETAH_PRIMITIVE float rsqrt_f32(float value) { return 1.0f / __builtin_sqrtf(v
 CHEETAH_PRIMITIVE float divide_f32(float a, float b) { return a / b; }
 
 CHEETAH_PRIMITIVE uint32_t multiplied_u32(uint32_t word, uint32_t factor) { return word * factor; }
+CHEETAH_PRIMITIVE uint32_t maximum_u16x2(uint32_t a, uint32_t b) {
+  const uint32_t high = a >> 16 > b >> 16 ? a : b, low = (a & 0xffffu) > (b & 0xffffu) ? a : b;
+  return (high & 0xffff0000u) | (low & 0xffffu);
+}
 CHEETAH_PRIMITIVE uint32_t select_bits_u32(uint32_t mask, uint32_t word, uint32_t others) {
   return (word & mask) | (others & ~mask);
 }

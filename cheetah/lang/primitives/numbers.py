@@ -145,6 +145,19 @@ e4m3x2_from_f32 = declare(
     low=ty.f32,
     high=ty.f32,
 )
+maximum_u16x2 = declare(
+    "maximum_u16x2",
+    ty.u32,
+    """
+    uint32_t result;
+    asm("max.u16x2 %0, %1, %2;" : "=r"(result) : "r"(a), "r"(b));
+    return result;
+    """,
+    "the larger halves of two words, each half by itself",
+    pure=True,
+    a=ty.u32,
+    b=ty.u32,
+)
 byte_permute = declare(
     "byte_permute",
     ty.u32,

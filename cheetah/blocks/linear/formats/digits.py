@@ -37,6 +37,8 @@ HALF_UNITS = DIGIT_COUNT * 4
 """16-byte units of the digits of half a tile and one token: for each digit and lane of four one."""
 TILE_LANES = QUANTIZED_COLUMNS // UNIT
 """Neighbouring lanes that convert the elements of a tile and token, 8 each."""
+DIGIT_BYTES = DIGIT_UNITS * 16 // TILE_LANES
+"""Of a tile's digits and power of two, for each unit that they are made of."""
 WARP = 32
 ELEMENT_BITS = 18
 BALANCE = 0x80808080
@@ -128,11 +130,11 @@ class DigitFragments(QuantizedFragments):
 
 
 @ch.function
-def store_digits(vector: ch.Expr, unit: ch.Expr, words: ch.Expr, tokens: int) -> None:
+def store_digits(lane: ch.Expr, vector: ch.Expr, unit: ch.Expr, words: ch.Expr, tokens: int) -> None:
     """Unit `unit` of the vectors of so many tokens (8 bf16 elements) as digits. All lanes of a warp call it, with
-    neighbouring units; elements of one token that they have share a power of two."""
+    neighbouring units, lane 0 with the first of a tile; elements of one token that they have share a power of two."""
     pairs = [getattr(words, member) for member in "xyzw"]
-    within = unit % (TILE_LANES * tokens)
+    within = lane % (TILE_LANES * tokens)
     token = ch.const(ty.u32, within // 4 % tokens, name="token")
     exponent = exponent_of_warp(pairs, token, tokens)
     scale = ch.const(ty.f32, power_of_two(ELEMENT_BITS - 1, exponent), name="scale")
@@ -140,8 +142,9 @@ def store_digits(vector: ch.Expr, unit: ch.Expr, words: ch.Expr, tokens: int) ->
     high = [_integer(elements[column], scale, ROUND_HIGH) for column in HIGH_COLUMNS]
     low = [_integer(elements[column], scale, ROUND_LOW) for column in LOW_COLUMNS]
     of_nibbles = [ch.const(ty.u32, left * 16 - right, name="both") for left, right in zip(low, high, strict=True)]
-    tile_units = DIGIT_UNITS * tokens
-    tile = ch.reinterpret(ty.ptr_mut(ty.u32), vector + unit // (TILE_LANES * tokens) * tile_units)
+    # A sum of the thread's own address and what all know of the unit, so that it is worked out once for many.
+    tiles = ch.reinterpret(ty.ptr_mut(ty.u8), vector)
+    tile = ch.reinterpret(ty.ptr_mut(ty.u32), tiles + (unit - within) * DIGIT_BYTES)
     part = within // (4 * tokens)
     half = part // HALVES * (HALF_UNITS * tokens * 4)
     place = ch.const(ty.u32, half + token * 16 + unit % 4 * 4 + part % HALVES, name="place")

@@ -8,7 +8,7 @@ from cheetah import lang as ch
 from cheetah.lang import prim, ty
 
 BIAS, EXPONENT_AT = 127, 23
-SIZE_OF_BF16, NAN = 0x7FFF0000, 0x7FC00000
+SIZES_OF_PAIR, NAN = 0x7FFF7FFF, 0x7FC00000
 LEAST_EXPONENT, NO_NUMBER = 32, 255
 """Biased exponents: below the first all elements are as good as zero, the other is that of infinity and NaN."""
 
@@ -16,34 +16,35 @@ LEAST_EXPONENT, NO_NUMBER = 32, 255
 def biased_exponent(pairs: list[Any], masks: tuple[int, ...]) -> Any:
     """The biased exponent of the largest bf16 element of the words `pairs` of all lanes that the masks reach, or
     LEAST_EXPONENT. Called by whole warps."""
-    sizes = [half for pair in pairs for half in ((pair << 16) & SIZE_OF_BF16, pair & SIZE_OF_BF16)]
-    largest = sizes[0]
-    for size in sizes[1:]:
-        largest = ch.maximum(largest, size)
-    most = ch.var(ty.u32, largest, name="largest")
+    most = ch.var(ty.u32, _largest(pairs), name="largest")
     for mask in masks:
         most.set(ch.maximum(most, prim.shuffle_xor_u32(most, mask)))
-    return ch.const(ty.u32, ch.maximum(most >> EXPONENT_AT, LEAST_EXPONENT), name="exponent")
+    return ch.const(ty.u32, most >> EXPONENT_AT, name="exponent")
 
 
 def exponent_of_warp(pairs: list[Any], token: Any, tokens: int) -> Any:
     """The biased exponent of the largest bf16 element that the warp's lanes have in the words `pairs`, of a lane's
     token, or LEAST_EXPONENT."""
-    # Without their signs. Behind an upper half lies the lower one, which changes no exponent.
-    sizes = [size for pair in pairs for size in (pair << 17, pair << 1)]
-    largest = sizes[0]
-    for size in sizes[1:]:
-        largest = ch.maximum(largest, size)
+    of_lane = ch.const(ty.u32, _largest(pairs), name="of_lane")
     if tokens == 1:
-        most = prim.warp_maximum_u32(largest)
+        most = prim.warp_maximum_u32(of_lane)
     else:
-        of_lane = ch.const(ty.u32, largest, name="largest")
         first, second = (
             ch.const(ty.u32, prim.warp_maximum_u32(ch.select(token == index, of_lane, ty.u32(0))), name="most")
             for index in range(2)
         )
         most = ch.select(token == 0, first, second)
-    return ch.const(ty.u32, ch.maximum(most >> 24, LEAST_EXPONENT), name="exponent")
+    return ch.const(ty.u32, most >> EXPONENT_AT, name="exponent")
+
+
+def _largest(pairs: list[Any]) -> Any:
+    """The largest bf16 element of some words, without its sign, or one of LEAST_EXPONENT, in the upper half of a word;
+    what lies below changes no exponent. Halves are compared in pairs, which takes half as many instructions."""
+    largest: Any = LEAST_EXPONENT << EXPONENT_AT - 16
+    for pair in pairs:
+        larger = ch.const(ty.u32, prim.maximum_u16x2(pair & SIZES_OF_PAIR, largest), name="larger")
+        largest = larger
+    return prim.maximum_u16x2(largest << 16, largest)
 
 
 def power_of_two(largest: int, exponent: Any) -> Any:

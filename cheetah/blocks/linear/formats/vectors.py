@@ -19,7 +19,7 @@ def store_unit(
     or raised ones."""
     assert published == BF16_VECTOR or kind not in (DIGITS, HALVES), f"{published} to {kind}"
     if kind == DIGITS:
-        store_digits(vector, unit, words, columns.limit)
+        store_digits(columns.machine.lane, vector, unit, words, columns.limit)
     elif kind == HALVES:
         store_halves(vector, unit, words, columns.limit)
     elif kind != published:
