@@ -691,15 +691,18 @@ __device__ __forceinline__ float sum_of_lane(uint32_t column, uint32_t lane, con
 __device__ __forceinline__ float sum_of_lane_2(uint32_t column, uint32_t lane, uint64_t* exchange_words,
     uint32_t layer_epoch) {
   float total = 0.0f;
-  uint32_t unit = lane;
-  uint32_t places[8];
-  uint4 data[8];
-  places[0] = column * 8 + (unit < 1 ? unit : 1) * 4;
-  wait_flagged_places(data, exchange_words + 295328, places, 1, layer_epoch - 1);
-  uint4 words = data[0];
-  float low = bits_float(words.x) + bits_float(words.y);
-  float of_unit = low + (bits_float(words.z) + bits_float(words.w));
-  total += unit < 2 ? of_unit : 0.0f;
+  #pragma unroll 1
+  for (uint32_t first = lane; first < 16 + lane; first += 32) {
+    uint32_t unit = first;
+    uint32_t places[8];
+    uint4 data[8];
+    places[0] = column * 8 + (unit < 1 ? unit : 1) * 4;
+    wait_flagged_places(data, exchange_words + 295328, places, 1, layer_epoch - 1);
+    uint4 words = data[0];
+    float low = bits_float(words.x) + bits_float(words.y);
+    float of_unit = low + (bits_float(words.z) + bits_float(words.w));
+    total += unit < 2 ? of_unit : 0.0f;
+  }
   return total;
 }
 
@@ -903,15 +906,18 @@ __device__ __forceinline__ void finish_o(uint32_t block, uint32_t warp, uint32_t
 __device__ __forceinline__ float sum_of_lane_3(uint32_t column, uint32_t lane, uint64_t* exchange_words,
     uint32_t layer_epoch) {
   float total = 0.0f;
-  uint32_t unit = lane;
-  uint32_t places[8];
-  uint4 data[8];
-  places[0] = column * 8 + (unit < 1 ? unit : 1) * 4;
-  wait_flagged_places(data, exchange_words + 295392, places, 1, layer_epoch);
-  uint4 words = data[0];
-  float low = bits_float(words.x) + bits_float(words.y);
-  float of_unit = low + (bits_float(words.z) + bits_float(words.w));
-  total += unit < 2 ? of_unit : 0.0f;
+  #pragma unroll 1
+  for (uint32_t first = lane; first < 16 + lane; first += 32) {
+    uint32_t unit = first;
+    uint32_t places[8];
+    uint4 data[8];
+    places[0] = column * 8 + (unit < 1 ? unit : 1) * 4;
+    wait_flagged_places(data, exchange_words + 295392, places, 1, layer_epoch);
+    uint4 words = data[0];
+    float low = bits_float(words.x) + bits_float(words.y);
+    float of_unit = low + (bits_float(words.z) + bits_float(words.w));
+    total += unit < 2 ? of_unit : 0.0f;
+  }
   return total;
 }
 
@@ -1058,15 +1064,18 @@ __device__ __forceinline__ void finish_down(uint32_t block, uint32_t warp, uint3
 __device__ __forceinline__ float sum_of_lane_4(uint32_t column, uint32_t lane, uint64_t* exchange_words,
     uint32_t step_epoch) {
   float total = 0.0f;
-  uint32_t unit = lane;
-  uint32_t places[8];
-  uint4 data[8];
-  places[0] = column * 8 + (unit < 1 ? unit : 1) * 4;
-  wait_flagged_places(data, exchange_words + 295328, places, 1, step_epoch + 2);
-  uint4 words = data[0];
-  float low = bits_float(words.x) + bits_float(words.y);
-  float of_unit = low + (bits_float(words.z) + bits_float(words.w));
-  total += unit < 2 ? of_unit : 0.0f;
+  #pragma unroll 1
+  for (uint32_t first = lane; first < 16 + lane; first += 32) {
+    uint32_t unit = first;
+    uint32_t places[8];
+    uint4 data[8];
+    places[0] = column * 8 + (unit < 1 ? unit : 1) * 4;
+    wait_flagged_places(data, exchange_words + 295328, places, 1, step_epoch + 2);
+    uint4 words = data[0];
+    float low = bits_float(words.x) + bits_float(words.y);
+    float of_unit = low + (bits_float(words.z) + bits_float(words.w));
+    total += unit < 2 ? of_unit : 0.0f;
+  }
   return total;
 }
 

@@ -709,36 +709,24 @@ __device__ __forceinline__ float sum_of_lane(uint32_t column, uint32_t lane, con
 __device__ __forceinline__ float sum_of_lane_2(uint32_t column, uint32_t lane, uint64_t* exchange_words,
     uint32_t layer_epoch) {
   float total = 0.0f;
-  uint32_t unit = lane;
-  uint32_t unit_2 = lane + 32;
-  uint32_t places[8];
-  uint4 data[8];
-  places[0] = column * 512 + (unit < 127 ? unit : 127) * 4;
-  places[1] = column * 512 + (unit_2 < 127 ? unit_2 : 127) * 4;
-  wait_flagged_places(data, exchange_words + 297248, places, 2, layer_epoch - 1);
-  uint4 words = data[0];
-  float low = bits_float(words.x) + bits_float(words.y);
-  float of_unit = low + (bits_float(words.z) + bits_float(words.w));
-  total += unit < 128 ? of_unit : 0.0f;
-  uint4 words_2 = data[1];
-  float low_2 = bits_float(words_2.x) + bits_float(words_2.y);
-  float of_unit_2 = low_2 + (bits_float(words_2.z) + bits_float(words_2.w));
-  total += unit_2 < 128 ? of_unit_2 : 0.0f;
-  uint32_t unit_3 = lane + 64;
-  uint32_t unit_4 = lane + 96;
-  uint32_t places_2[8];
-  uint4 data_2[8];
-  places_2[0] = column * 512 + (unit_3 < 127 ? unit_3 : 127) * 4;
-  places_2[1] = column * 512 + (unit_4 < 127 ? unit_4 : 127) * 4;
-  wait_flagged_places(data_2, exchange_words + 297248, places_2, 2, layer_epoch - 1);
-  uint4 words_3 = data_2[0];
-  float low_3 = bits_float(words_3.x) + bits_float(words_3.y);
-  float of_unit_3 = low_3 + (bits_float(words_3.z) + bits_float(words_3.w));
-  total += unit_3 < 128 ? of_unit_3 : 0.0f;
-  uint4 words_4 = data_2[1];
-  float low_4 = bits_float(words_4.x) + bits_float(words_4.y);
-  float of_unit_4 = low_4 + (bits_float(words_4.z) + bits_float(words_4.w));
-  total += unit_4 < 128 ? of_unit_4 : 0.0f;
+  #pragma unroll 1
+  for (uint32_t first = lane; first < 128 + lane; first += 64) {
+    uint32_t unit = first;
+    uint32_t unit_2 = first + 32;
+    uint32_t places[8];
+    uint4 data[8];
+    places[0] = column * 512 + (unit < 127 ? unit : 127) * 4;
+    places[1] = column * 512 + (unit_2 < 127 ? unit_2 : 127) * 4;
+    wait_flagged_places(data, exchange_words + 297248, places, 2, layer_epoch - 1);
+    uint4 words = data[0];
+    float low = bits_float(words.x) + bits_float(words.y);
+    float of_unit = low + (bits_float(words.z) + bits_float(words.w));
+    total += unit < 128 ? of_unit : 0.0f;
+    uint4 words_2 = data[1];
+    float low_2 = bits_float(words_2.x) + bits_float(words_2.y);
+    float of_unit_2 = low_2 + (bits_float(words_2.z) + bits_float(words_2.w));
+    total += unit_2 < 128 ? of_unit_2 : 0.0f;
+  }
   return total;
 }
 
@@ -930,36 +918,24 @@ __device__ __forceinline__ void finish_o(uint32_t block, uint32_t& adding, uint3
 __device__ __forceinline__ float sum_of_lane_3(uint32_t column, uint32_t lane, uint64_t* exchange_words,
     uint32_t layer_epoch) {
   float total = 0.0f;
-  uint32_t unit = lane;
-  uint32_t unit_2 = lane + 32;
-  uint32_t places[8];
-  uint4 data[8];
-  places[0] = column * 512 + (unit < 127 ? unit : 127) * 4;
-  places[1] = column * 512 + (unit_2 < 127 ? unit_2 : 127) * 4;
-  wait_flagged_places(data, exchange_words + 297760, places, 2, layer_epoch);
-  uint4 words = data[0];
-  float low = bits_float(words.x) + bits_float(words.y);
-  float of_unit = low + (bits_float(words.z) + bits_float(words.w));
-  total += unit < 128 ? of_unit : 0.0f;
-  uint4 words_2 = data[1];
-  float low_2 = bits_float(words_2.x) + bits_float(words_2.y);
-  float of_unit_2 = low_2 + (bits_float(words_2.z) + bits_float(words_2.w));
-  total += unit_2 < 128 ? of_unit_2 : 0.0f;
-  uint32_t unit_3 = lane + 64;
-  uint32_t unit_4 = lane + 96;
-  uint32_t places_2[8];
-  uint4 data_2[8];
-  places_2[0] = column * 512 + (unit_3 < 127 ? unit_3 : 127) * 4;
-  places_2[1] = column * 512 + (unit_4 < 127 ? unit_4 : 127) * 4;
-  wait_flagged_places(data_2, exchange_words + 297760, places_2, 2, layer_epoch);
-  uint4 words_3 = data_2[0];
-  float low_3 = bits_float(words_3.x) + bits_float(words_3.y);
-  float of_unit_3 = low_3 + (bits_float(words_3.z) + bits_float(words_3.w));
-  total += unit_3 < 128 ? of_unit_3 : 0.0f;
-  uint4 words_4 = data_2[1];
-  float low_4 = bits_float(words_4.x) + bits_float(words_4.y);
-  float of_unit_4 = low_4 + (bits_float(words_4.z) + bits_float(words_4.w));
-  total += unit_4 < 128 ? of_unit_4 : 0.0f;
+  #pragma unroll 1
+  for (uint32_t first = lane; first < 128 + lane; first += 64) {
+    uint32_t unit = first;
+    uint32_t unit_2 = first + 32;
+    uint32_t places[8];
+    uint4 data[8];
+    places[0] = column * 512 + (unit < 127 ? unit : 127) * 4;
+    places[1] = column * 512 + (unit_2 < 127 ? unit_2 : 127) * 4;
+    wait_flagged_places(data, exchange_words + 297760, places, 2, layer_epoch);
+    uint4 words = data[0];
+    float low = bits_float(words.x) + bits_float(words.y);
+    float of_unit = low + (bits_float(words.z) + bits_float(words.w));
+    total += unit < 128 ? of_unit : 0.0f;
+    uint4 words_2 = data[1];
+    float low_2 = bits_float(words_2.x) + bits_float(words_2.y);
+    float of_unit_2 = low_2 + (bits_float(words_2.z) + bits_float(words_2.w));
+    total += unit_2 < 128 ? of_unit_2 : 0.0f;
+  }
   return total;
 }
 
@@ -1095,36 +1071,24 @@ __device__ __forceinline__ void finish_down(uint32_t block, uint32_t& adding, ui
 __device__ __forceinline__ float sum_of_lane_4(uint32_t column, uint32_t lane, uint64_t* exchange_words,
     uint32_t step_epoch) {
   float total = 0.0f;
-  uint32_t unit = lane;
-  uint32_t unit_2 = lane + 32;
-  uint32_t places[8];
-  uint4 data[8];
-  places[0] = column * 512 + (unit < 127 ? unit : 127) * 4;
-  places[1] = column * 512 + (unit_2 < 127 ? unit_2 : 127) * 4;
-  wait_flagged_places(data, exchange_words + 297248, places, 2, step_epoch + 79);
-  uint4 words = data[0];
-  float low = bits_float(words.x) + bits_float(words.y);
-  float of_unit = low + (bits_float(words.z) + bits_float(words.w));
-  total += unit < 128 ? of_unit : 0.0f;
-  uint4 words_2 = data[1];
-  float low_2 = bits_float(words_2.x) + bits_float(words_2.y);
-  float of_unit_2 = low_2 + (bits_float(words_2.z) + bits_float(words_2.w));
-  total += unit_2 < 128 ? of_unit_2 : 0.0f;
-  uint32_t unit_3 = lane + 64;
-  uint32_t unit_4 = lane + 96;
-  uint32_t places_2[8];
-  uint4 data_2[8];
-  places_2[0] = column * 512 + (unit_3 < 127 ? unit_3 : 127) * 4;
-  places_2[1] = column * 512 + (unit_4 < 127 ? unit_4 : 127) * 4;
-  wait_flagged_places(data_2, exchange_words + 297248, places_2, 2, step_epoch + 79);
-  uint4 words_3 = data_2[0];
-  float low_3 = bits_float(words_3.x) + bits_float(words_3.y);
-  float of_unit_3 = low_3 + (bits_float(words_3.z) + bits_float(words_3.w));
-  total += unit_3 < 128 ? of_unit_3 : 0.0f;
-  uint4 words_4 = data_2[1];
-  float low_4 = bits_float(words_4.x) + bits_float(words_4.y);
-  float of_unit_4 = low_4 + (bits_float(words_4.z) + bits_float(words_4.w));
-  total += unit_4 < 128 ? of_unit_4 : 0.0f;
+  #pragma unroll 1
+  for (uint32_t first = lane; first < 128 + lane; first += 64) {
+    uint32_t unit = first;
+    uint32_t unit_2 = first + 32;
+    uint32_t places[8];
+    uint4 data[8];
+    places[0] = column * 512 + (unit < 127 ? unit : 127) * 4;
+    places[1] = column * 512 + (unit_2 < 127 ? unit_2 : 127) * 4;
+    wait_flagged_places(data, exchange_words + 297248, places, 2, step_epoch + 79);
+    uint4 words = data[0];
+    float low = bits_float(words.x) + bits_float(words.y);
+    float of_unit = low + (bits_float(words.z) + bits_float(words.w));
+    total += unit < 128 ? of_unit : 0.0f;
+    uint4 words_2 = data[1];
+    float low_2 = bits_float(words_2.x) + bits_float(words_2.y);
+    float of_unit_2 = low_2 + (bits_float(words_2.z) + bits_float(words_2.w));
+    total += unit_2 < 128 ? of_unit_2 : 0.0f;
+  }
   return total;
 }
 

@@ -739,21 +739,24 @@ __device__ __forceinline__ float sum_of_lane(uint32_t column, uint32_t lane, con
 __device__ __forceinline__ float sum_of_lane_2(uint32_t column, uint32_t lane, uint64_t* exchange_words,
     uint32_t layer_epoch) {
   float total = 0.0f;
-  uint32_t unit = lane;
-  uint32_t unit_2 = lane + 32;
-  uint32_t places[8];
-  uint4 data[8];
-  places[0] = column * 256 + (unit < 63 ? unit : 63) * 4;
-  places[1] = column * 256 + (unit_2 < 63 ? unit_2 : 63) * 4;
-  wait_flagged_places(data, exchange_words + 149152, places, 2, layer_epoch - 1);
-  uint4 words = data[0];
-  float low = bits_float(words.x) + bits_float(words.y);
-  float of_unit = low + (bits_float(words.z) + bits_float(words.w));
-  total += unit < 64 ? of_unit : 0.0f;
-  uint4 words_2 = data[1];
-  float low_2 = bits_float(words_2.x) + bits_float(words_2.y);
-  float of_unit_2 = low_2 + (bits_float(words_2.z) + bits_float(words_2.w));
-  total += unit_2 < 64 ? of_unit_2 : 0.0f;
+  #pragma unroll 1
+  for (uint32_t first = lane; first < 64 + lane; first += 64) {
+    uint32_t unit = first;
+    uint32_t unit_2 = first + 32;
+    uint32_t places[8];
+    uint4 data[8];
+    places[0] = column * 256 + (unit < 63 ? unit : 63) * 4;
+    places[1] = column * 256 + (unit_2 < 63 ? unit_2 : 63) * 4;
+    wait_flagged_places(data, exchange_words + 149152, places, 2, layer_epoch - 1);
+    uint4 words = data[0];
+    float low = bits_float(words.x) + bits_float(words.y);
+    float of_unit = low + (bits_float(words.z) + bits_float(words.w));
+    total += unit < 64 ? of_unit : 0.0f;
+    uint4 words_2 = data[1];
+    float low_2 = bits_float(words_2.x) + bits_float(words_2.y);
+    float of_unit_2 = low_2 + (bits_float(words_2.z) + bits_float(words_2.w));
+    total += unit_2 < 64 ? of_unit_2 : 0.0f;
+  }
   return total;
 }
 
@@ -945,21 +948,24 @@ __device__ __forceinline__ void finish_o(uint32_t block, uint32_t& adding, uint3
 __device__ __forceinline__ float sum_of_lane_3(uint32_t column, uint32_t lane, uint64_t* exchange_words,
     uint32_t layer_epoch) {
   float total = 0.0f;
-  uint32_t unit = lane;
-  uint32_t unit_2 = lane + 32;
-  uint32_t places[8];
-  uint4 data[8];
-  places[0] = column * 256 + (unit < 63 ? unit : 63) * 4;
-  places[1] = column * 256 + (unit_2 < 63 ? unit_2 : 63) * 4;
-  wait_flagged_places(data, exchange_words + 149408, places, 2, layer_epoch);
-  uint4 words = data[0];
-  float low = bits_float(words.x) + bits_float(words.y);
-  float of_unit = low + (bits_float(words.z) + bits_float(words.w));
-  total += unit < 64 ? of_unit : 0.0f;
-  uint4 words_2 = data[1];
-  float low_2 = bits_float(words_2.x) + bits_float(words_2.y);
-  float of_unit_2 = low_2 + (bits_float(words_2.z) + bits_float(words_2.w));
-  total += unit_2 < 64 ? of_unit_2 : 0.0f;
+  #pragma unroll 1
+  for (uint32_t first = lane; first < 64 + lane; first += 64) {
+    uint32_t unit = first;
+    uint32_t unit_2 = first + 32;
+    uint32_t places[8];
+    uint4 data[8];
+    places[0] = column * 256 + (unit < 63 ? unit : 63) * 4;
+    places[1] = column * 256 + (unit_2 < 63 ? unit_2 : 63) * 4;
+    wait_flagged_places(data, exchange_words + 149408, places, 2, layer_epoch);
+    uint4 words = data[0];
+    float low = bits_float(words.x) + bits_float(words.y);
+    float of_unit = low + (bits_float(words.z) + bits_float(words.w));
+    total += unit < 64 ? of_unit : 0.0f;
+    uint4 words_2 = data[1];
+    float low_2 = bits_float(words_2.x) + bits_float(words_2.y);
+    float of_unit_2 = low_2 + (bits_float(words_2.z) + bits_float(words_2.w));
+    total += unit_2 < 64 ? of_unit_2 : 0.0f;
+  }
   return total;
 }
 
@@ -1095,21 +1101,24 @@ __device__ __forceinline__ void finish_down(uint32_t block, uint32_t& adding, ui
 __device__ __forceinline__ float sum_of_lane_4(uint32_t column, uint32_t lane, uint64_t* exchange_words,
     uint32_t step_epoch) {
   float total = 0.0f;
-  uint32_t unit = lane;
-  uint32_t unit_2 = lane + 32;
-  uint32_t places[8];
-  uint4 data[8];
-  places[0] = column * 256 + (unit < 63 ? unit : 63) * 4;
-  places[1] = column * 256 + (unit_2 < 63 ? unit_2 : 63) * 4;
-  wait_flagged_places(data, exchange_words + 149152, places, 2, step_epoch + 31);
-  uint4 words = data[0];
-  float low = bits_float(words.x) + bits_float(words.y);
-  float of_unit = low + (bits_float(words.z) + bits_float(words.w));
-  total += unit < 64 ? of_unit : 0.0f;
-  uint4 words_2 = data[1];
-  float low_2 = bits_float(words_2.x) + bits_float(words_2.y);
-  float of_unit_2 = low_2 + (bits_float(words_2.z) + bits_float(words_2.w));
-  total += unit_2 < 64 ? of_unit_2 : 0.0f;
+  #pragma unroll 1
+  for (uint32_t first = lane; first < 64 + lane; first += 64) {
+    uint32_t unit = first;
+    uint32_t unit_2 = first + 32;
+    uint32_t places[8];
+    uint4 data[8];
+    places[0] = column * 256 + (unit < 63 ? unit : 63) * 4;
+    places[1] = column * 256 + (unit_2 < 63 ? unit_2 : 63) * 4;
+    wait_flagged_places(data, exchange_words + 149152, places, 2, step_epoch + 31);
+    uint4 words = data[0];
+    float low = bits_float(words.x) + bits_float(words.y);
+    float of_unit = low + (bits_float(words.z) + bits_float(words.w));
+    total += unit < 64 ? of_unit : 0.0f;
+    uint4 words_2 = data[1];
+    float low_2 = bits_float(words_2.x) + bits_float(words_2.y);
+    float of_unit_2 = low_2 + (bits_float(words_2.z) + bits_float(words_2.w));
+    total += unit_2 < 64 ? of_unit_2 : 0.0f;
+  }
   return total;
 }
 

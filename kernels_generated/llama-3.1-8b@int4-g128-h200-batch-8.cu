@@ -628,48 +628,30 @@ __device__ __forceinline__ float sum_of_lane(uint32_t column, uint32_t lane, con
 
 __device__ __forceinline__ float sum_of_lane_2(uint32_t column, uint32_t lane, uint32_t* exchange_words) {
   float total = 0.0f;
-  uint32_t unit = lane;
-  uint32_t unit_2 = lane + 16;
-  uint32_t places[8];
-  uint4 data[8];
-  places[0] = column * 256 + (unit < 63 ? unit : 63) * 4;
-  places[1] = column * 256 + (unit_2 < 63 ? unit_2 : 63) * 4;
-  #pragma unroll
-  for (uint32_t index = 0; index < 8; ++index) {
-    if (index < 2) {
-      uint4 words = ((const uint4*)(exchange_words + (places[index] / 4 * 4 + 1313856)))[0];
-      data[index] = words;
+  #pragma unroll 1
+  for (uint32_t first = lane; first < 64 + lane; first += 32) {
+    uint32_t unit = first;
+    uint32_t unit_2 = first + 16;
+    uint32_t places[8];
+    uint4 data[8];
+    places[0] = column * 256 + (unit < 63 ? unit : 63) * 4;
+    places[1] = column * 256 + (unit_2 < 63 ? unit_2 : 63) * 4;
+    #pragma unroll
+    for (uint32_t index = 0; index < 8; ++index) {
+      if (index < 2) {
+        uint4 words = ((const uint4*)(exchange_words + (places[index] / 4 * 4 + 1313856)))[0];
+        data[index] = words;
+      }
     }
+    uint4 words = data[0];
+    float low = bits_float(words.x) + bits_float(words.y);
+    float of_unit = low + (bits_float(words.z) + bits_float(words.w));
+    total += unit < 64 ? of_unit : 0.0f;
+    uint4 words_2 = data[1];
+    float low_2 = bits_float(words_2.x) + bits_float(words_2.y);
+    float of_unit_2 = low_2 + (bits_float(words_2.z) + bits_float(words_2.w));
+    total += unit_2 < 64 ? of_unit_2 : 0.0f;
   }
-  uint4 words = data[0];
-  float low = bits_float(words.x) + bits_float(words.y);
-  float of_unit = low + (bits_float(words.z) + bits_float(words.w));
-  total += unit < 64 ? of_unit : 0.0f;
-  uint4 words_2 = data[1];
-  float low_2 = bits_float(words_2.x) + bits_float(words_2.y);
-  float of_unit_2 = low_2 + (bits_float(words_2.z) + bits_float(words_2.w));
-  total += unit_2 < 64 ? of_unit_2 : 0.0f;
-  uint32_t unit_3 = lane + 32;
-  uint32_t unit_4 = lane + 48;
-  uint32_t places_2[8];
-  uint4 data_2[8];
-  places_2[0] = column * 256 + (unit_3 < 63 ? unit_3 : 63) * 4;
-  places_2[1] = column * 256 + (unit_4 < 63 ? unit_4 : 63) * 4;
-  #pragma unroll
-  for (uint32_t index = 0; index < 8; ++index) {
-    if (index < 2) {
-      uint4 words_3 = ((const uint4*)(exchange_words + (places_2[index] / 4 * 4 + 1313856)))[0];
-      data_2[index] = words_3;
-    }
-  }
-  uint4 words_3 = data_2[0];
-  float low_3 = bits_float(words_3.x) + bits_float(words_3.y);
-  float of_unit_3 = low_3 + (bits_float(words_3.z) + bits_float(words_3.w));
-  total += unit_3 < 64 ? of_unit_3 : 0.0f;
-  uint4 words_4 = data_2[1];
-  float low_4 = bits_float(words_4.x) + bits_float(words_4.y);
-  float of_unit_4 = low_4 + (bits_float(words_4.z) + bits_float(words_4.w));
-  total += unit_4 < 64 ? of_unit_4 : 0.0f;
   return total;
 }
 
@@ -869,48 +851,30 @@ __device__ __forceinline__ void finish_o(uint32_t block, uint32_t warp, uint32_t
 
 __device__ __forceinline__ float sum_of_lane_3(uint32_t column, uint32_t lane, uint32_t* exchange_words) {
   float total = 0.0f;
-  uint32_t unit = lane;
-  uint32_t unit_2 = lane + 16;
-  uint32_t places[8];
-  uint4 data[8];
-  places[0] = column * 256 + (unit < 63 ? unit : 63) * 4;
-  places[1] = column * 256 + (unit_2 < 63 ? unit_2 : 63) * 4;
-  #pragma unroll
-  for (uint32_t index = 0; index < 8; ++index) {
-    if (index < 2) {
-      uint4 words = ((const uint4*)(exchange_words + (places[index] / 4 * 4 + 1315904)))[0];
-      data[index] = words;
+  #pragma unroll 1
+  for (uint32_t first = lane; first < 64 + lane; first += 32) {
+    uint32_t unit = first;
+    uint32_t unit_2 = first + 16;
+    uint32_t places[8];
+    uint4 data[8];
+    places[0] = column * 256 + (unit < 63 ? unit : 63) * 4;
+    places[1] = column * 256 + (unit_2 < 63 ? unit_2 : 63) * 4;
+    #pragma unroll
+    for (uint32_t index = 0; index < 8; ++index) {
+      if (index < 2) {
+        uint4 words = ((const uint4*)(exchange_words + (places[index] / 4 * 4 + 1315904)))[0];
+        data[index] = words;
+      }
     }
+    uint4 words = data[0];
+    float low = bits_float(words.x) + bits_float(words.y);
+    float of_unit = low + (bits_float(words.z) + bits_float(words.w));
+    total += unit < 64 ? of_unit : 0.0f;
+    uint4 words_2 = data[1];
+    float low_2 = bits_float(words_2.x) + bits_float(words_2.y);
+    float of_unit_2 = low_2 + (bits_float(words_2.z) + bits_float(words_2.w));
+    total += unit_2 < 64 ? of_unit_2 : 0.0f;
   }
-  uint4 words = data[0];
-  float low = bits_float(words.x) + bits_float(words.y);
-  float of_unit = low + (bits_float(words.z) + bits_float(words.w));
-  total += unit < 64 ? of_unit : 0.0f;
-  uint4 words_2 = data[1];
-  float low_2 = bits_float(words_2.x) + bits_float(words_2.y);
-  float of_unit_2 = low_2 + (bits_float(words_2.z) + bits_float(words_2.w));
-  total += unit_2 < 64 ? of_unit_2 : 0.0f;
-  uint32_t unit_3 = lane + 32;
-  uint32_t unit_4 = lane + 48;
-  uint32_t places_2[8];
-  uint4 data_2[8];
-  places_2[0] = column * 256 + (unit_3 < 63 ? unit_3 : 63) * 4;
-  places_2[1] = column * 256 + (unit_4 < 63 ? unit_4 : 63) * 4;
-  #pragma unroll
-  for (uint32_t index = 0; index < 8; ++index) {
-    if (index < 2) {
-      uint4 words_3 = ((const uint4*)(exchange_words + (places_2[index] / 4 * 4 + 1315904)))[0];
-      data_2[index] = words_3;
-    }
-  }
-  uint4 words_3 = data_2[0];
-  float low_3 = bits_float(words_3.x) + bits_float(words_3.y);
-  float of_unit_3 = low_3 + (bits_float(words_3.z) + bits_float(words_3.w));
-  total += unit_3 < 64 ? of_unit_3 : 0.0f;
-  uint4 words_4 = data_2[1];
-  float low_4 = bits_float(words_4.x) + bits_float(words_4.y);
-  float of_unit_4 = low_4 + (bits_float(words_4.z) + bits_float(words_4.w));
-  total += unit_4 < 64 ? of_unit_4 : 0.0f;
   return total;
 }
 

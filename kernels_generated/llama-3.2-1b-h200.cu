@@ -707,15 +707,18 @@ __device__ __forceinline__ float sum_of_lane(uint32_t column, uint32_t lane, con
 __device__ __forceinline__ float sum_of_lane_2(uint32_t column, uint32_t lane, uint64_t* exchange_words,
     uint32_t layer_epoch) {
   float total = 0.0f;
-  uint32_t unit = lane;
-  uint32_t places[8];
-  uint4 data[8];
-  places[0] = column * 128 + (unit < 31 ? unit : 31) * 4;
-  wait_flagged_places(data, exchange_words + 76960, places, 1, layer_epoch - 1);
-  uint4 words = data[0];
-  float low = bits_float(words.x) + bits_float(words.y);
-  float of_unit = low + (bits_float(words.z) + bits_float(words.w));
-  total += unit < 32 ? of_unit : 0.0f;
+  #pragma unroll 1
+  for (uint32_t first = lane; first < 32 + lane; first += 64) {
+    uint32_t unit = first;
+    uint32_t places[8];
+    uint4 data[8];
+    places[0] = column * 128 + (unit < 31 ? unit : 31) * 4;
+    wait_flagged_places(data, exchange_words + 76960, places, 1, layer_epoch - 1);
+    uint4 words = data[0];
+    float low = bits_float(words.x) + bits_float(words.y);
+    float of_unit = low + (bits_float(words.z) + bits_float(words.w));
+    total += unit < 32 ? of_unit : 0.0f;
+  }
   return total;
 }
 
@@ -909,15 +912,18 @@ __device__ __forceinline__ void finish_o(uint32_t block, uint32_t& adding, uint3
 __device__ __forceinline__ float sum_of_lane_3(uint32_t column, uint32_t lane, uint64_t* exchange_words,
     uint32_t layer_epoch) {
   float total = 0.0f;
-  uint32_t unit = lane;
-  uint32_t places[8];
-  uint4 data[8];
-  places[0] = column * 128 + (unit < 31 ? unit : 31) * 4;
-  wait_flagged_places(data, exchange_words + 77088, places, 1, layer_epoch);
-  uint4 words = data[0];
-  float low = bits_float(words.x) + bits_float(words.y);
-  float of_unit = low + (bits_float(words.z) + bits_float(words.w));
-  total += unit < 32 ? of_unit : 0.0f;
+  #pragma unroll 1
+  for (uint32_t first = lane; first < 32 + lane; first += 64) {
+    uint32_t unit = first;
+    uint32_t places[8];
+    uint4 data[8];
+    places[0] = column * 128 + (unit < 31 ? unit : 31) * 4;
+    wait_flagged_places(data, exchange_words + 77088, places, 1, layer_epoch);
+    uint4 words = data[0];
+    float low = bits_float(words.x) + bits_float(words.y);
+    float of_unit = low + (bits_float(words.z) + bits_float(words.w));
+    total += unit < 32 ? of_unit : 0.0f;
+  }
   return total;
 }
 
@@ -1055,15 +1061,18 @@ __device__ __forceinline__ void finish_down(uint32_t block, uint32_t& adding, ui
 __device__ __forceinline__ float sum_of_lane_4(uint32_t column, uint32_t lane, uint64_t* exchange_words,
     uint32_t step_epoch) {
   float total = 0.0f;
-  uint32_t unit = lane;
-  uint32_t places[8];
-  uint4 data[8];
-  places[0] = column * 128 + (unit < 31 ? unit : 31) * 4;
-  wait_flagged_places(data, exchange_words + 76960, places, 1, step_epoch + 15);
-  uint4 words = data[0];
-  float low = bits_float(words.x) + bits_float(words.y);
-  float of_unit = low + (bits_float(words.z) + bits_float(words.w));
-  total += unit < 32 ? of_unit : 0.0f;
+  #pragma unroll 1
+  for (uint32_t first = lane; first < 32 + lane; first += 64) {
+    uint32_t unit = first;
+    uint32_t places[8];
+    uint4 data[8];
+    places[0] = column * 128 + (unit < 31 ? unit : 31) * 4;
+    wait_flagged_places(data, exchange_words + 76960, places, 1, step_epoch + 15);
+    uint4 words = data[0];
+    float low = bits_float(words.x) + bits_float(words.y);
+    float of_unit = low + (bits_float(words.z) + bits_float(words.w));
+    total += unit < 32 ? of_unit : 0.0f;
+  }
   return total;
 }
 

@@ -94,11 +94,10 @@ class PublishedSquares:
     @ch.function
     def sum_of_lane(self, column: Any, lane: Any, lanes: int) -> Any:
         units = ceil_div(self.m_tiles, WORDS)
-        turns = ceil_div(units, lanes)
         total = ch.var(ty.f32, 0.0)
-        for begin in range(0, turns, UNITS_AT_ONCE):
-            count = min(UNITS_AT_ONCE, turns - begin)
-            own = [ch.const(ty.u32, lane + (begin + index) * lanes, name="unit") for index in range(count)]
+        with ch.for_(lane, round_up(units, lanes) + lane, UNITS_AT_ONCE * lanes, unroll=1) as first:
+            count = min(UNITS_AT_ONCE, ceil_div(units, lanes))
+            own = [ch.const(ty.u32, first + index * lanes, name="unit") for index in range(count)]
             places, data = ch.array(ty.u32, UNITS), ch.array(ty.u32x4, UNITS)
             for index, unit in enumerate(own):
                 places[index] = self._first(column) + ch.minimum(unit, units - 1) * WORDS
