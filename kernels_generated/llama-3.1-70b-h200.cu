@@ -717,7 +717,7 @@ __device__ __forceinline__ float sum_of_lane_2(uint32_t column, uint32_t lane, u
     uint4 data[8];
     places[0] = column * 512 + (unit < 127 ? unit : 127) * 4;
     places[1] = column * 512 + (unit_2 < 127 ? unit_2 : 127) * 4;
-    wait_flagged_places(data, exchange_words + 297248, places, 2, layer_epoch - 1);
+    wait_flagged_places(data, exchange_words + 302336, places, 2, layer_epoch - 1);
     uint4 words = data[0];
     float low = bits_float(words.x) + bits_float(words.y);
     float of_unit = low + (bits_float(words.z) + bits_float(words.w));
@@ -755,7 +755,7 @@ __device__ __forceinline__ void finish_rows(uint32_t m_tile, uint32_t column, ui
   bool is_paired = head < 72;
   uint32_t dim = is_paired ? paired : m_tile_of_head * 16 + row;
   uint32_t place = (column * 10240 + head * 128 + dim) / 2;
-  uint32_t published = renewed_u32(place + 2080);
+  uint32_t published = renewed_u32(place + 11264);
   if (scale == 0.0f) {
     mbarrier_wait(loaded, loaded_parity);
     float scale_2 = 0.0f;
@@ -862,7 +862,9 @@ __device__ __forceinline__ void finish_rows_2(uint32_t m_tile, uint32_t column, 
   float* residual = (float*)(arena + RESIDUAL);
   uint32_t place = renewed_u32(m_tile / 132 * 16 + row + column);
   float weight = bf16_to_f32((norms + (layer * 2 + 1) * 8192)[m_tile * 16 + row]);
-  uint32_t published = renewed_u32((((m_tile * 16 + row) / 32 + column) * 4 + (m_tile * 16 + row) / 8 % 4) * 4 + (m_tile * 16 + row) % 8 / 2 + 576064);
+  uint32_t word = (((m_tile * 16 + row) / 32 + column) * 4 + (m_tile * 16 + row) / 8 % 4) * 4 + (m_tile * 16 + row) % 8 / 2;
+  uint32_t number = word / 1024 * 3072 + word % 1024 + 12288;
+  uint32_t published = renewed_u32(number);
   float* reduction = (float*)(arena + REDUCTIONS) + adding * 160;
   float* own = reduction + (lane / 16 * 80 + lane % 16);
   mbarrier_wait(summed + adding, adding_parity);
@@ -891,7 +893,7 @@ __device__ __forceinline__ void finish_rows_2(uint32_t m_tile, uint32_t column, 
   total_3 += shuffle_xor_f32(total_3, 1);
   uint32_t place_2 = column * 512 + m_tile;
   if (is_own && row == 0) {
-    publish_flagged(exchange_words + (place_2 + 297760), float_bits(total_3), layer_epoch);
+    publish_flagged(exchange_words + (place_2 + 302848), float_bits(total_3), layer_epoch);
   }
 }
 
@@ -926,7 +928,7 @@ __device__ __forceinline__ float sum_of_lane_3(uint32_t column, uint32_t lane, u
     uint4 data[8];
     places[0] = column * 512 + (unit < 127 ? unit : 127) * 4;
     places[1] = column * 512 + (unit_2 < 127 ? unit_2 : 127) * 4;
-    wait_flagged_places(data, exchange_words + 297760, places, 2, layer_epoch);
+    wait_flagged_places(data, exchange_words + 302848, places, 2, layer_epoch);
     uint4 words = data[0];
     float low = bits_float(words.x) + bits_float(words.y);
     float of_unit = low + (bits_float(words.z) + bits_float(words.w));
@@ -945,7 +947,7 @@ __device__ __forceinline__ void finish_rows_3(uint32_t m_tile, uint32_t column, 
     uint32_t adding, uint64_t* summed, uint32_t adding_parity, uint32_t* input_words) {
   uint32_t row = lane % 16;
   bool is_own = lane < 16;
-  uint32_t published = renewed_u32((((m_tile * 8 + row) / 32 + column) * 4 + (m_tile * 8 + row) / 8 % 4) * 4 + (m_tile * 8 + row) % 8 / 2 + 580160);
+  uint32_t published = renewed_u32((((m_tile * 8 + row) / 32 + column) * 4 + (m_tile * 8 + row) / 8 % 4) * 4 + (m_tile * 8 + row) % 8 / 2 + 590336);
   if (scale == 0.0f) {
     mbarrier_wait(loaded, loaded_parity);
     float total = 0.0f;
@@ -1015,7 +1017,9 @@ __device__ __forceinline__ void finish_rows_4(uint32_t m_tile, uint32_t column, 
   float* residual = (float*)(arena + RESIDUAL);
   uint32_t place = renewed_u32(m_tile / 132 * 16 + row + column);
   float weight = bf16_to_f32((norms + (layer * 2 + 2) * 8192)[m_tile * 16 + row]);
-  uint32_t published = renewed_u32((((m_tile * 16 + row) / 32 + column) * 4 + (m_tile * 16 + row) / 8 % 4) * 4 + (m_tile * 16 + row) % 8 / 2 + 64);
+  uint32_t word = (((m_tile * 16 + row) / 32 + column) * 4 + (m_tile * 16 + row) / 8 % 4) * 4 + (m_tile * 16 + row) % 8 / 2;
+  uint32_t number = word / 1024 * 3072 + word % 1024 + 4096;
+  uint32_t published = renewed_u32(number);
   float* reduction = (float*)(arena + REDUCTIONS) + adding * 160;
   float* own = reduction + (lane / 16 * 80 + lane % 16);
   mbarrier_wait(summed + adding, adding_parity);
@@ -1044,7 +1048,7 @@ __device__ __forceinline__ void finish_rows_4(uint32_t m_tile, uint32_t column, 
   total_3 += shuffle_xor_f32(total_3, 1);
   uint32_t place_2 = column * 512 + m_tile;
   if (is_own && row == 0) {
-    publish_flagged(exchange_words + (place_2 + 297248), float_bits(total_3), layer_epoch);
+    publish_flagged(exchange_words + (place_2 + 302336), float_bits(total_3), layer_epoch);
   }
 }
 
@@ -1079,7 +1083,7 @@ __device__ __forceinline__ float sum_of_lane_4(uint32_t column, uint32_t lane, u
     uint4 data[8];
     places[0] = column * 512 + (unit < 127 ? unit : 127) * 4;
     places[1] = column * 512 + (unit_2 < 127 ? unit_2 : 127) * 4;
-    wait_flagged_places(data, exchange_words + 297248, places, 2, step_epoch + 79);
+    wait_flagged_places(data, exchange_words + 302336, places, 2, step_epoch + 79);
     uint4 words = data[0];
     float low = bits_float(words.x) + bits_float(words.y);
     float of_unit = low + (bits_float(words.z) + bits_float(words.w));
@@ -1429,11 +1433,15 @@ __device__ __forceinline__ void load_vector_2(uint8_t* arena, uint32_t thread, u
   uint4* vector = (uint4*)(arena + VECTOR);
   uint32_t first_unit = thread;
   if (lane == 0) {
-    wait_tagged4(input_words + (first_unit * 4 + 64), 32, layer_epoch - 1);
+    uint32_t word = first_unit * 4;
+    uint32_t number = word / 1024 * 3072 + word % 1024 + 4096;
+    wait_tagged4(input_words + number, 32, layer_epoch - 1);
   }
   warp_barrier();
   uint4 units[8];
-  wait_tagged_units(units, input_words + (first_unit * 4 + 64), 1024, 4, 32, layer_epoch - 1);
+  uint32_t word = first_unit * 4;
+  uint32_t number = word / 1024 * 3072 + word % 1024 + 4096;
+  wait_tagged_units(units, input_words + number, 3072, 4, 32, layer_epoch - 1);
   #pragma unroll
   for (uint32_t index = 0; index < 4; ++index) {
     uint4 words = units[index];
@@ -1566,7 +1574,7 @@ __device__ __forceinline__ void settle_queries(uint32_t epoch, uint4* record, ui
     uint8_t* arena) {
   uint32_t query_units = record[1].z * 16;
   if (warp * 32 < query_units) {
-    uint4 words = settle_flagged4(asked, exchange_words + ((query_column * 1280 + query_head * 16 + index % 16) * 4 + 2080), epoch);
+    uint4 words = settle_flagged4(asked, exchange_words + ((query_column * 1280 + query_head * 16 + index % 16) * 4 + 11264), epoch);
     if (thread < query_units) {
       ((uint4*)(arena + QUERIES))[thread] = words;
     }
@@ -1587,7 +1595,7 @@ __device__ __forceinline__ uint32_t arrivals(uint32_t first_tile, uint32_t last_
 __device__ __forceinline__ void bring_newest(uint32_t newest, uint32_t epoch, uint64_t (&asked)[4],
     uint64_t* exchange_words, uint32_t newest_column, uint32_t kv_head, uint32_t place, uint32_t lane, bool is_value,
     uint8_t* arena, uint32_t newest_unit) {
-  uint4 words = settle_flagged4(asked, exchange_words + ((newest_column * 1280 + kv_head * 16 + place) * 4 + 2080), epoch);
+  uint4 words = settle_flagged4(asked, exchange_words + ((newest_column * 1280 + kv_head * 16 + place) * 4 + 11264), epoch);
   if (lane < newest * 32) {
     uint4* place_2 = (is_value ? (uint4*)(arena + NEWEST) + 256 : (uint4*)(arena + NEWEST)) + newest_unit;
     place_2[0] = words;
@@ -1868,7 +1876,7 @@ __device__ __forceinline__ void attend_keys(uint32_t end, uint32_t newest_begin,
   uint32_t place = index % 16;
   uint64_t asked[4];
   if (newest > 0 && tile == tiles % 8) {
-    ask_flagged4(asked, exchange_words + ((newest_column * 1280 + kv_head * 16 + place) * 4 + 2080));
+    ask_flagged4(asked, exchange_words + ((newest_column * 1280 + kv_head * 16 + place) * 4 + 11264));
   }
   while (tile < all_tiles) {
     uint32_t stage = tile / 2;
@@ -1980,17 +1988,17 @@ __device__ __forceinline__ void fold_states(uint32_t first, uint32_t pair, uint8
 __device__ __forceinline__ void publish_partial(uint32_t row, uint32_t dim_pair, float low, float high, float lse,
     uint32_t epoch, uint64_t* exchange_words) {
   uint32_t partial = row * 132;
-  publish_flagged(exchange_words + (partial + dim_pair * 2 + 7200), float_bits(low), epoch);
-  publish_flagged(exchange_words + (partial + dim_pair * 2 + 7201), float_bits(high), epoch);
+  publish_flagged(exchange_words + (partial + dim_pair * 2 + 16384), float_bits(low), epoch);
+  publish_flagged(exchange_words + (partial + dim_pair * 2 + 16385), float_bits(high), epoch);
   if (dim_pair < 4) {
-    publish_flagged(exchange_words + (partial + 128 + dim_pair + 7200), float_bits(lse), epoch);
+    publish_flagged(exchange_words + (partial + 128 + dim_pair + 16384), float_bits(lse), epoch);
   }
 }
 
 // Column tile `index` of every group: its column c was laid down by the warps column_group, column_group +
 // column_groups, ..., as their column c.
-__device__ __forceinline__ void fold_slices(uint32_t epoch, uint4* record, uint32_t thread, uint8_t* arena,
-    uint32_t* input_words, uint4 what, uint64_t* exchange_words) {
+__device__ __forceinline__ void fold_slices(uint32_t epoch, uint4* record, uint32_t thread, uint8_t* arena, uint4 what,
+    uint32_t* input_words, uint64_t* exchange_words) {
   uint32_t rows = record[1].z;
   #pragma unroll 1
   for (uint32_t output = thread; output < rows * 32; output += 256) {
@@ -2005,7 +2013,9 @@ __device__ __forceinline__ void fold_slices(uint32_t epoch, uint4* record, uint3
     if (record[1].y == 4294967295u) {
       float lse = weight_sum == 0.0f ? -bits_float(0x7f800000) : highest * 0.6931472f + log_f32(weight_sum);
       uint32_t column = record[2].x + place / 8;
-      publish_tagged(input_words + (((((what.z * 8 + place % 8) * 128 + dim_pair * 2) / 32 + column) * 4 + ((what.z * 8 + place % 8) * 128 + dim_pair * 2) / 8 % 4) * 4 + ((what.z * 8 + place % 8) * 128 + dim_pair * 2) % 8 / 2 + 571968), pack_bf16x2(low, high), 60, epoch);
+      uint32_t word = ((((what.z * 8 + place % 8) * 128 + dim_pair * 2) / 32 + column) * 4 + ((what.z * 8 + place % 8) * 128 + dim_pair * 2) / 8 % 4) * 4 + ((what.z * 8 + place % 8) * 128 + dim_pair * 2) % 8 / 2;
+      uint32_t number = word / 1024 * 3072 + word % 1024 + 2048;
+      publish_tagged(input_words + number, pack_bf16x2(low, high), 60, epoch);
     } else {
       float lse = weight_sum == 0.0f ? -bits_float(0x7f800000) : highest * 0.6931472f + log_f32(weight_sum);
       publish_partial(record[1].y + place, dim_pair, low, high, lse, epoch, exchange_words);
@@ -2029,7 +2039,7 @@ __device__ __forceinline__ void lay_down_3(uint8_t* arena, uint32_t lane, uint32
 // Column tile `index` of every group: its column c was laid down by the warps column_group, column_group +
 // column_groups, ..., as their column c.
 __device__ __forceinline__ void fold_slices_2(uint32_t epoch, uint4* record, uint32_t thread, uint8_t* arena,
-    uint32_t* input_words, uint4 what, uint64_t* exchange_words) {
+    uint4 what, uint32_t* input_words, uint64_t* exchange_words) {
   uint32_t rows = record[1].z;
   #pragma unroll 1
   for (uint32_t output = thread; output < rows * 32; output += 256) {
@@ -2044,7 +2054,9 @@ __device__ __forceinline__ void fold_slices_2(uint32_t epoch, uint4* record, uin
     if (record[1].y == 4294967295u) {
       float lse = weight_sum == 0.0f ? -bits_float(0x7f800000) : highest * 0.6931472f + log_f32(weight_sum);
       uint32_t column = record[2].x + place / 8;
-      publish_tagged(input_words + (((((what.z * 8 + place % 8) * 128 + dim_pair * 2) / 32 + column) * 4 + ((what.z * 8 + place % 8) * 128 + dim_pair * 2) / 8 % 4) * 4 + ((what.z * 8 + place % 8) * 128 + dim_pair * 2) % 8 / 2 + 571968), pack_bf16x2(low, high), 60, epoch);
+      uint32_t word = ((((what.z * 8 + place % 8) * 128 + dim_pair * 2) / 32 + column) * 4 + ((what.z * 8 + place % 8) * 128 + dim_pair * 2) / 8 % 4) * 4 + ((what.z * 8 + place % 8) * 128 + dim_pair * 2) % 8 / 2;
+      uint32_t number = word / 1024 * 3072 + word % 1024 + 2048;
+      publish_tagged(input_words + number, pack_bf16x2(low, high), 60, epoch);
     } else {
       float lse = weight_sum == 0.0f ? -bits_float(0x7f800000) : highest * 0.6931472f + log_f32(weight_sum);
       publish_partial(record[1].y + place, dim_pair, low, high, lse, epoch, exchange_words);
@@ -2055,16 +2067,16 @@ __device__ __forceinline__ void fold_slices_2(uint32_t epoch, uint4* record, uin
 // Fold the key groups' states, in ascending order, as many dims at a time as there is room for, and publish the
 // result.
 __device__ __forceinline__ void fold(uint32_t epoch, uint8_t* arena, float (&weight_sum)[2], uint32_t lane,
-    uint32_t warp, float (&highest)[2], float (&output)[8][4], uint4* record, uint32_t thread, uint32_t* input_words,
-    uint4 what, uint64_t* exchange_words) {
+    uint32_t warp, float (&highest)[2], float (&output)[8][4], uint4* record, uint32_t thread, uint4 what,
+    uint32_t* input_words, uint64_t* exchange_words) {
   lay_down_statistics(arena, weight_sum, lane, warp, highest);
   lay_down_2(arena, lane, warp, output);
   named_barrier(1, 256);
-  fold_slices(epoch, record, thread, arena, input_words, what, exchange_words);
+  fold_slices(epoch, record, thread, arena, what, input_words, exchange_words);
   named_barrier(1, 256);
   lay_down_3(arena, lane, warp, output);
   named_barrier(1, 256);
-  fold_slices_2(epoch, record, thread, arena, input_words, what, exchange_words);
+  fold_slices_2(epoch, record, thread, arena, what, input_words, exchange_words);
   named_barrier(1, 256);
 }
 
@@ -2080,7 +2092,7 @@ __device__ __forceinline__ void attend_rows(uint32_t cached_end, uint32_t newest
   highest[1] = -bits_float(0x7f800000);
   attend_keys(cached_end, newest_begin, newest, epoch, what, warp, lane, record, step, exchange_words, use_stage, full,
       use_parity, ring, arena, query, limits, highest, weight_sum, output, empty);
-  fold(epoch, arena, weight_sum, lane, warp, highest, output, record, thread, input_words, what, exchange_words);
+  fold(epoch, arena, weight_sum, lane, warp, highest, output, record, thread, what, input_words, exchange_words);
 }
 
 // The record at hand becomes that of another merge of this team.
@@ -2184,12 +2196,16 @@ __device__ __forceinline__ void finish_merge(uint32_t epoch, float weight_sum, f
     float low = sums[0] * inverse;
     float high = sums[1] * inverse;
     uint32_t column = record[1].x + record[0].y / 8;
-    publish_tagged(input_words + (((((record[0].x * 8 + record[0].y % 8) * 128 + dim_pair * 2) / 32 + column) * 4 + ((record[0].x * 8 + record[0].y % 8) * 128 + dim_pair * 2) / 8 % 4) * 4 + ((record[0].x * 8 + record[0].y % 8) * 128 + dim_pair * 2) % 8 / 2 + 571968), pack_bf16x2(low, high), 60, epoch);
+    uint32_t word = ((((record[0].x * 8 + record[0].y % 8) * 128 + dim_pair * 2) / 32 + column) * 4 + ((record[0].x * 8 + record[0].y % 8) * 128 + dim_pair * 2) / 8 % 4) * 4 + ((record[0].x * 8 + record[0].y % 8) * 128 + dim_pair * 2) % 8 / 2;
+    uint32_t number = word / 1024 * 3072 + word % 1024 + 2048;
+    publish_tagged(input_words + number, pack_bf16x2(low, high), 60, epoch);
     uint32_t dim_pair_2 = lane % 32 * 2 + 1;
     float low_2 = sums[2] * inverse;
     float high_2 = sums[3] * inverse;
     uint32_t column_2 = record[1].x + record[0].y / 8;
-    publish_tagged(input_words + (((((record[0].x * 8 + record[0].y % 8) * 128 + dim_pair_2 * 2) / 32 + column_2) * 4 + ((record[0].x * 8 + record[0].y % 8) * 128 + dim_pair_2 * 2) / 8 % 4) * 4 + ((record[0].x * 8 + record[0].y % 8) * 128 + dim_pair_2 * 2) % 8 / 2 + 571968), pack_bf16x2(low_2, high_2), 60, epoch);
+    uint32_t word_2 = ((((record[0].x * 8 + record[0].y % 8) * 128 + dim_pair_2 * 2) / 32 + column_2) * 4 + ((record[0].x * 8 + record[0].y % 8) * 128 + dim_pair_2 * 2) / 8 % 4) * 4 + ((record[0].x * 8 + record[0].y % 8) * 128 + dim_pair_2 * 2) % 8 / 2;
+    uint32_t number_2 = word_2 / 1024 * 3072 + word_2 % 1024 + 2048;
+    publish_tagged(input_words + number_2, pack_bf16x2(low_2, high_2), 60, epoch);
   }
 }
 
@@ -2228,7 +2244,7 @@ __device__ __forceinline__ void attention(uint32_t thread, uint32_t* progress, u
     uint32_t query_head = what.z * 8 + row % 8;
     uint64_t asked[4];
     if (warp * 32 < query_units) {
-      ask_flagged4(asked, exchange_words + ((query_column * 1280 + query_head * 16 + index_2 % 16) * 4 + 2080));
+      ask_flagged4(asked, exchange_words + ((query_column * 1280 + query_head * 16 + index_2 % 16) * 4 + 11264));
     }
     uint4* shared = (uint4*)(arena + QUERIES);
     uint32_t row_2 = lane / 4 < 7 ? lane / 4 : 7;
@@ -2281,7 +2297,7 @@ __device__ __forceinline__ void attention(uint32_t thread, uint32_t* progress, u
               uint32_t source = shuffle_u32(value, index);
               indices[index + 1] = ((source + record[0].y) * 33 + lane % 32) * 4;
             }
-            wait_flagged_places(states, exchange_words + 7200, indices, 6, layer_epoch);
+            wait_flagged_places(states, exchange_words + 16384, indices, 6, layer_epoch);
             #pragma unroll
             for (uint32_t index = 0; index < 5; ++index) {
               if (index < count) {
@@ -2306,7 +2322,7 @@ __device__ __forceinline__ void attention(uint32_t thread, uint32_t* progress, u
             uint32_t source = shuffle_u32(value, index);
             indices[index + 1] = ((source + record[0].y) * 33 + lane % 32) * 4;
           }
-          wait_flagged_places(states, exchange_words + 7200, indices, 6, layer_epoch);
+          wait_flagged_places(states, exchange_words + 16384, indices, 6, layer_epoch);
           #pragma unroll
           for (uint32_t index = 0; index < 5; ++index) {
             if (index < count) {
@@ -2353,11 +2369,15 @@ __device__ __forceinline__ void load_vector_3(uint8_t* arena, uint32_t thread, u
   uint4* vector = (uint4*)(arena + VECTOR);
   uint32_t first_unit = thread;
   if (lane == 0) {
-    wait_tagged4(input_words + (first_unit * 4 + 571968), 60, layer_epoch);
+    uint32_t word = first_unit * 4;
+    uint32_t number = word / 1024 * 3072 + word % 1024 + 2048;
+    wait_tagged4(input_words + number, 60, layer_epoch);
   }
   warp_barrier();
   uint4 units[8];
-  wait_tagged_units(units, input_words + (first_unit * 4 + 571968), 1024, 4, 60, layer_epoch);
+  uint32_t word = first_unit * 4;
+  uint32_t number = word / 1024 * 3072 + word % 1024 + 2048;
+  wait_tagged_units(units, input_words + number, 3072, 4, 60, layer_epoch);
   #pragma unroll
   for (uint32_t index = 0; index < 4; ++index) {
     uint4 words = units[index];
@@ -2420,11 +2440,15 @@ __device__ __forceinline__ void load_vector_4(uint8_t* arena, uint32_t thread, u
   uint4* vector = (uint4*)(arena + VECTOR);
   uint32_t first_unit = thread;
   if (lane == 0) {
-    wait_tagged4(input_words + (first_unit * 4 + 576064), 32, layer_epoch);
+    uint32_t word = first_unit * 4;
+    uint32_t number = word / 1024 * 3072 + word % 1024 + 12288;
+    wait_tagged4(input_words + number, 32, layer_epoch);
   }
   warp_barrier();
   uint4 units[8];
-  wait_tagged_units(units, input_words + (first_unit * 4 + 576064), 1024, 4, 32, layer_epoch);
+  uint32_t word = first_unit * 4;
+  uint32_t number = word / 1024 * 3072 + word % 1024 + 12288;
+  wait_tagged_units(units, input_words + number, 3072, 4, 32, layer_epoch);
   #pragma unroll
   for (uint32_t index = 0; index < 4; ++index) {
     uint4 words = units[index];
@@ -2489,11 +2513,11 @@ __device__ __forceinline__ void load_vector_5(uint8_t* arena, uint32_t thread, u
   uint4* vector = (uint4*)(arena + VECTOR);
   uint32_t first_unit = thread;
   if (lane == 0) {
-    wait_tagged4(input_words + (first_unit * 4 + 580160), 60, layer_epoch);
+    wait_tagged4(input_words + (first_unit * 4 + 590336), 60, layer_epoch);
   }
   warp_barrier();
   uint4 units[8];
-  wait_tagged_units(units, input_words + (first_unit * 4 + 580160), 1024, 7, 60, layer_epoch);
+  wait_tagged_units(units, input_words + (first_unit * 4 + 590336), 1024, 7, 60, layer_epoch);
   #pragma unroll
   for (uint32_t index = 0; index < 7; ++index) {
     uint4 words = units[index];
@@ -2509,11 +2533,11 @@ __device__ __forceinline__ void load_vector_6(uint8_t* arena, uint32_t thread, u
   uint4* vector = (uint4*)(arena + VECTOR);
   uint32_t first_unit = thread;
   if (lane == 0) {
-    wait_tagged4(input_words + ((first_unit + 1792) * 4 + 580160), 60, layer_epoch);
+    wait_tagged4(input_words + ((first_unit + 1792) * 4 + 590336), 60, layer_epoch);
   }
   warp_barrier();
   uint4 units[8];
-  wait_tagged_units(units, input_words + ((first_unit + 1792) * 4 + 580160), 1024, 7, 60, layer_epoch);
+  wait_tagged_units(units, input_words + ((first_unit + 1792) * 4 + 590336), 1024, 7, 60, layer_epoch);
   #pragma unroll
   for (uint32_t index = 0; index < 7; ++index) {
     uint4 words = units[index];
@@ -2689,11 +2713,15 @@ __device__ __forceinline__ void load_vector_7(uint8_t* arena, uint32_t thread, u
   uint4* vector = (uint4*)(arena + VECTOR);
   uint32_t first_unit = thread;
   if (lane == 0) {
-    wait_tagged4(input_words + (first_unit * 4 + 64), 32, step_epoch + 79);
+    uint32_t word = first_unit * 4;
+    uint32_t number = word / 1024 * 3072 + word % 1024 + 4096;
+    wait_tagged4(input_words + number, 32, step_epoch + 79);
   }
   warp_barrier();
   uint4 units[8];
-  wait_tagged_units(units, input_words + (first_unit * 4 + 64), 1024, 4, 32, step_epoch + 79);
+  uint32_t word = first_unit * 4;
+  uint32_t number = word / 1024 * 3072 + word % 1024 + 4096;
+  wait_tagged_units(units, input_words + number, 3072, 4, 32, step_epoch + 79);
   #pragma unroll
   for (uint32_t index = 0; index < 4; ++index) {
     uint4 words = units[index];
@@ -2944,7 +2972,7 @@ __device__ __forceinline__ void publish_list(uint32_t column, uint32_t epoch, ui
   warp_barrier();
   if (lane < 32) {
     uint32_t index = ((step % 2 + column) * 1056 + block * 8) * 4 + lane;
-    publish_flagged(exchange_words + (index + 299328), ((uint32_t*)(arena + LIST_ROWS))[lane], epoch);
+    publish_flagged(exchange_words + (index + 304416), ((uint32_t*)(arena + LIST_ROWS))[lane], epoch);
   }
   warp_barrier();
 }
@@ -3009,7 +3037,7 @@ __device__ __forceinline__ void gather(uint32_t first_unit, uint32_t epoch, uint
   uint4* units = (uint4*)(arena + CANDIDATES);
   #pragma unroll 1
   for (uint32_t other = thread; other < 132; other += 256) {
-    units[other] = wait_flagged4_acquire(exchange_words + ((first_unit + other) * 4 + 298272), epoch);
+    units[other] = wait_flagged4_acquire(exchange_words + ((first_unit + other) * 4 + 303360), epoch);
   }
 }
 
@@ -3050,7 +3078,7 @@ __device__ __forceinline__ void read(uint32_t column, uint32_t epoch, uint32_t s
     for (uint32_t index = 0; index < 5; ++index) {
       places[index] = (first_unit + (first + index * 256 < 1055 ? first + index * 256 : 1055)) * 4;
     }
-    wait_flagged_places(data, exchange_words + 299328, places, 5, epoch);
+    wait_flagged_places(data, exchange_words + 304416, places, 5, epoch);
     #pragma unroll
     for (uint32_t index = 0; index < 5; ++index) {
       if (first + index * 256 < 1056) {
@@ -3335,7 +3363,7 @@ __device__ __forceinline__ void decide(uint32_t column, uint32_t epoch, uint32_t
     begin_2(column, highest, highest - best_scaled, arena, sequences, lane);
   }
   if (judged < 1056) {
-    uint4 unit = wait_flagged4(exchange_words + (((step % 2 + column) * 1056 + judged) * 4 + 299328), epoch);
+    uint4 unit = wait_flagged4(exchange_words + (((step % 2 + column) * 1056 + judged) * 4 + 304416), epoch);
     if (lane == 0) {
       ((uint32_t*)(arena + CHOSEN))[column] = unit.z;
     }
@@ -3551,7 +3579,7 @@ __device__ __forceinline__ void weigh_all(uint32_t epoch, uint32_t index, uint8_
         uint32_t word = add_groups(column, lane, arena);
         if (lane < 16) {
           uint32_t word_index = ((index % 2 + column) * 132 + block) * 16 + lane;
-          publish_flagged(exchange_words + (word_index + 307776), word, epoch);
+          publish_flagged(exchange_words + (word_index + 312864), word, epoch);
         }
       }
     }
@@ -3589,7 +3617,7 @@ __device__ __forceinline__ void read_2(uint32_t column, uint32_t epoch, uint32_t
     for (uint32_t index_2 = 0; index_2 < 3; ++index_2) {
       places[index_2] = (first_unit + (first + index_2 * 256 < 527 ? first + index_2 * 256 : 527)) * 4;
     }
-    wait_flagged_places(data, exchange_words + 307776, places, 3, epoch);
+    wait_flagged_places(data, exchange_words + 312864, places, 3, epoch);
     #pragma unroll
     for (uint32_t index_2 = 0; index_2 < 3; ++index_2) {
       if (first + index_2 * 256 < 528) {
@@ -3819,7 +3847,7 @@ __device__ __forceinline__ void sampling(uint32_t thread, uint32_t* progress, ui
       uint32_t best_token_2 = is_cancelled ? 4294967294u : best_token;
       uint32_t word = lane % 2 == 0 ? value_2 : best_token_2;
       uint32_t place = first_word + (block * 2 + warp) * 2 + lane;
-      publish_flagged_release(exchange_words + (place + 298272), word, step_epoch + 80);
+      publish_flagged_release(exchange_words + (place + 303360), word, step_epoch + 80);
     }
   }
   uint32_t answer = 0;

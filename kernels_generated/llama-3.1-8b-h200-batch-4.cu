@@ -705,7 +705,7 @@ __device__ __forceinline__ float sum_of_lane_2(uint32_t column, uint32_t lane, u
     uint4 data[8];
     places[0] = column * 256 + (unit < 63 ? unit : 63) * 4;
     places[1] = column * 256 + (unit_2 < 63 ? unit_2 : 63) * 4;
-    wait_flagged_places(data, exchange_words + 630304, places, 2, layer_epoch - 1);
+    wait_flagged_places(data, exchange_words + 672256, places, 2, layer_epoch - 1);
     uint4 words = data[0];
     float low = bits_float(words.x) + bits_float(words.y);
     float of_unit = low + (bits_float(words.z) + bits_float(words.w));
@@ -743,7 +743,7 @@ __device__ __forceinline__ void finish_rows(uint32_t m_tile, uint32_t column, ui
   bool is_paired = head < 40;
   uint32_t dim = is_paired ? paired : m_tile_of_head * 16 + row;
   uint32_t place = (column * 6144 + head * 128 + dim) / 2;
-  uint32_t published = renewed_u32(place + 4128);
+  uint32_t published = renewed_u32(place + 54272);
   if (scale == 0.0f) {
     mbarrier_wait(loaded, loaded_parity);
     float scale_2 = 0.0f;
@@ -855,7 +855,9 @@ __device__ __forceinline__ void finish_rows_2(uint32_t m_tile, uint32_t column, 
   float* residual = (float*)(arena + RESIDUAL);
   uint32_t place = renewed_u32((m_tile / 132 * 16 + row) * 4 + column);
   float weight = bf16_to_f32((norms + (layer * 2 + 1) * 4096)[m_tile * 16 + row]);
-  uint32_t published = renewed_u32((((m_tile * 16 + row) / 32 * 4 + column) * 4 + (m_tile * 16 + row) / 8 % 4) * 4 + (m_tile * 16 + row) % 8 / 2 + 1223744);
+  uint32_t word = (((m_tile * 16 + row) / 32 * 4 + column) * 4 + (m_tile * 16 + row) / 8 % 4) * 4 + (m_tile * 16 + row) % 8 / 2;
+  uint32_t number = word / 1024 * 10240 + word % 1024 + 35840;
+  uint32_t published = renewed_u32(number);
   float* reduction = (float*)(arena + REDUCTIONS) + adding * 640;
   float* own = reduction + (column / 2 * 40 + lane);
   mbarrier_wait(summed + adding, adding_parity);
@@ -889,7 +891,7 @@ __device__ __forceinline__ void finish_rows_2(uint32_t m_tile, uint32_t column, 
   total_4 += shuffle_xor_f32(total_4, 1);
   uint32_t place_2 = column * 256 + m_tile;
   if (is_own && row == 0) {
-    publish_flagged(exchange_words + (place_2 + 631328), float_bits(total_4), layer_epoch);
+    publish_flagged(exchange_words + (place_2 + 673280), float_bits(total_4), layer_epoch);
   }
 }
 
@@ -922,7 +924,7 @@ __device__ __forceinline__ float sum_of_lane_3(uint32_t column, uint32_t lane, u
     uint4 data[8];
     places[0] = column * 256 + (unit < 63 ? unit : 63) * 4;
     places[1] = column * 256 + (unit_2 < 63 ? unit_2 : 63) * 4;
-    wait_flagged_places(data, exchange_words + 631328, places, 2, layer_epoch);
+    wait_flagged_places(data, exchange_words + 673280, places, 2, layer_epoch);
     uint4 words = data[0];
     float low = bits_float(words.x) + bits_float(words.y);
     float of_unit = low + (bits_float(words.z) + bits_float(words.w));
@@ -941,7 +943,7 @@ __device__ __forceinline__ void finish_rows_3(uint32_t m_tile, uint32_t column, 
     uint8_t* arena, uint32_t adding, uint64_t* summed, uint32_t adding_parity, uint32_t* input_words) {
   uint32_t row = lane % 16;
   bool is_own = column < column_count;
-  uint32_t published = renewed_u32((((m_tile * 8 + row) / 32 * 4 + column) * 4 + (m_tile * 8 + row) / 8 % 4) * 4 + (m_tile * 8 + row) % 8 / 2 + 1231936);
+  uint32_t published = renewed_u32((((m_tile * 8 + row) / 32 * 4 + column) * 4 + (m_tile * 8 + row) / 8 % 4) * 4 + (m_tile * 8 + row) % 8 / 2 + 1315840);
   if (scale == 0.0f) {
     mbarrier_wait(loaded, loaded_parity);
     float total = 0.0f;
@@ -1015,7 +1017,9 @@ __device__ __forceinline__ void finish_rows_4(uint32_t m_tile, uint32_t column, 
   float* residual = (float*)(arena + RESIDUAL);
   uint32_t place = renewed_u32((m_tile / 132 * 16 + row) * 4 + column);
   float weight = bf16_to_f32((norms + (layer * 2 + 2) * 4096)[m_tile * 16 + row]);
-  uint32_t published = renewed_u32((((m_tile * 16 + row) / 32 * 4 + column) * 4 + (m_tile * 16 + row) / 8 % 4) * 4 + (m_tile * 16 + row) % 8 / 2 + 64);
+  uint32_t word = (((m_tile * 16 + row) / 32 * 4 + column) * 4 + (m_tile * 16 + row) / 8 % 4) * 4 + (m_tile * 16 + row) % 8 / 2;
+  uint32_t number = word / 1024 * 10240 + word % 1024 + 3072;
+  uint32_t published = renewed_u32(number);
   float* reduction = (float*)(arena + REDUCTIONS) + adding * 640;
   float* own = reduction + (column / 2 * 40 + lane);
   mbarrier_wait(summed + adding, adding_parity);
@@ -1049,7 +1053,7 @@ __device__ __forceinline__ void finish_rows_4(uint32_t m_tile, uint32_t column, 
   total_4 += shuffle_xor_f32(total_4, 1);
   uint32_t place_2 = column * 256 + m_tile;
   if (is_own && row == 0) {
-    publish_flagged(exchange_words + (place_2 + 630304), float_bits(total_4), layer_epoch);
+    publish_flagged(exchange_words + (place_2 + 672256), float_bits(total_4), layer_epoch);
   }
 }
 
@@ -1082,7 +1086,7 @@ __device__ __forceinline__ float sum_of_lane_4(uint32_t column, uint32_t lane, u
     uint4 data[8];
     places[0] = column * 256 + (unit < 63 ? unit : 63) * 4;
     places[1] = column * 256 + (unit_2 < 63 ? unit_2 : 63) * 4;
-    wait_flagged_places(data, exchange_words + 630304, places, 2, step_epoch + 31);
+    wait_flagged_places(data, exchange_words + 672256, places, 2, step_epoch + 31);
     uint4 words = data[0];
     float low = bits_float(words.x) + bits_float(words.y);
     float of_unit = low + (bits_float(words.z) + bits_float(words.w));
@@ -1462,12 +1466,16 @@ __device__ __forceinline__ void load_vector_2(uint8_t* arena, uint32_t thread, u
   uint4* vector = (uint4*)(arena + VECTOR);
   uint32_t first_unit = thread;
   if (lane == 0) {
-    wait_tagged4(input_words + (first_unit * 4 + 64), 32, layer_epoch - 1);
+    uint32_t word = first_unit * 4;
+    uint32_t number = word / 1024 * 10240 + word % 1024 + 3072;
+    wait_tagged4(input_words + number, 32, layer_epoch - 1);
   }
   warp_barrier();
   if (thread / 4 % 4 < column_count) {
     uint4 units[8];
-    wait_tagged_units(units, input_words + (first_unit * 4 + 64), 1024, 8, 32, layer_epoch - 1);
+    uint32_t word = first_unit * 4;
+    uint32_t number = word / 1024 * 10240 + word % 1024 + 3072;
+    wait_tagged_units(units, input_words + number, 10240, 8, 32, layer_epoch - 1);
     #pragma unroll
     for (uint32_t index = 0; index < 8; ++index) {
       uint4 words = units[index];
@@ -1607,7 +1615,7 @@ __device__ __forceinline__ void load_newest_unit(uint32_t newest_begin, uint32_t
   bool is_value = index >= newest_units;
   uint32_t newest_unit = index - (is_value ? newest_units : 0);
   uint32_t column = record[3].w + (newest_begin - (record[3].x + record[3].y * step)) + newest_unit / 16;
-  uint4 words = wait_flagged4(exchange_words + ((column * 768 + ((is_value ? 40u : 32u) + what.z) * 16 + newest_unit % 16) * 4 + 4128), epoch);
+  uint4 words = wait_flagged4(exchange_words + ((column * 768 + ((is_value ? 40u : 32u) + what.z) * 16 + newest_unit % 16) * 4 + 54272), epoch);
   uint4* place = (is_value ? (uint4*)(arena + NEWEST) + 256 : (uint4*)(arena + NEWEST)) + newest_unit;
   place[0] = words;
 }
@@ -1623,7 +1631,7 @@ __device__ __forceinline__ void load_item(uint32_t newest_begin, uint32_t newest
     if (index < query_units) {
       uint32_t row = index / 16;
       uint32_t column = record[2].x + row / 4;
-      queries[index] = wait_flagged4(exchange_words + ((column * 768 + (what.z * 4 + row % 4) * 16 + index % 16) * 4 + 4128), epoch);
+      queries[index] = wait_flagged4(exchange_words + ((column * 768 + (what.z * 4 + row % 4) * 16 + index % 16) * 4 + 54272), epoch);
     } else {
       load_newest_unit(newest_begin, index - query_units, newest_units, epoch, record, step, exchange_words, what,
           arena);
@@ -2013,17 +2021,17 @@ __device__ __forceinline__ void fold_states(uint32_t first, uint32_t pair, uint8
 __device__ __forceinline__ void publish_partial(uint32_t row, uint32_t dim_pair, float low, float high, float lse,
     uint32_t epoch, uint64_t* exchange_words) {
   uint32_t partial = row * 132;
-  publish_flagged(exchange_words + (partial + dim_pair * 2 + 16416), float_bits(low), epoch);
-  publish_flagged(exchange_words + (partial + dim_pair * 2 + 16417), float_bits(high), epoch);
+  publish_flagged(exchange_words + (partial + dim_pair * 2 + 66560), float_bits(low), epoch);
+  publish_flagged(exchange_words + (partial + dim_pair * 2 + 66561), float_bits(high), epoch);
   if (dim_pair < 4) {
-    publish_flagged(exchange_words + (partial + 128 + dim_pair + 16416), float_bits(lse), epoch);
+    publish_flagged(exchange_words + (partial + 128 + dim_pair + 66560), float_bits(lse), epoch);
   }
 }
 
 // Column tile `index` of every group: its column c was laid down by the warps column_group, column_group +
 // column_groups, ..., as their column c.
-__device__ __forceinline__ void fold_slices(uint32_t epoch, uint4* record, uint32_t thread, uint8_t* arena,
-    uint32_t* input_words, uint4 what, uint64_t* exchange_words) {
+__device__ __forceinline__ void fold_slices(uint32_t epoch, uint4* record, uint32_t thread, uint8_t* arena, uint4 what,
+    uint32_t* input_words, uint64_t* exchange_words) {
   uint32_t rows = record[1].z;
   #pragma unroll 1
   for (uint32_t output = thread; output < rows * 32; output += 256) {
@@ -2038,7 +2046,9 @@ __device__ __forceinline__ void fold_slices(uint32_t epoch, uint4* record, uint3
     if (record[1].y == 4294967295u) {
       float lse = weight_sum == 0.0f ? -bits_float(0x7f800000) : highest * 0.6931472f + log_f32(weight_sum);
       uint32_t column = record[2].x + place / 4;
-      publish_tagged(input_words + (((((what.z * 4 + place % 4) * 128 + dim_pair * 2) / 32 * 4 + column) * 4 + ((what.z * 4 + place % 4) * 128 + dim_pair * 2) / 8 % 4) * 4 + ((what.z * 4 + place % 4) * 128 + dim_pair * 2) % 8 / 2 + 1215552), pack_bf16x2(low, high), 60, epoch);
+      uint32_t word = ((((what.z * 4 + place % 4) * 128 + dim_pair * 2) / 32 * 4 + column) * 4 + ((what.z * 4 + place % 4) * 128 + dim_pair * 2) / 8 % 4) * 4 + ((what.z * 4 + place % 4) * 128 + dim_pair * 2) % 8 / 2;
+      uint32_t number = word / 1024 * 10240 + word % 1024 + 2048;
+      publish_tagged(input_words + number, pack_bf16x2(low, high), 60, epoch);
     } else {
       float lse = weight_sum == 0.0f ? -bits_float(0x7f800000) : highest * 0.6931472f + log_f32(weight_sum);
       publish_partial(record[1].y + place, dim_pair, low, high, lse, epoch, exchange_words);
@@ -2062,7 +2072,7 @@ __device__ __forceinline__ void lay_down_3(uint8_t* arena, uint32_t lane, uint32
 // Column tile `index` of every group: its column c was laid down by the warps column_group, column_group +
 // column_groups, ..., as their column c.
 __device__ __forceinline__ void fold_slices_2(uint32_t epoch, uint4* record, uint32_t thread, uint8_t* arena,
-    uint32_t* input_words, uint4 what, uint64_t* exchange_words) {
+    uint4 what, uint32_t* input_words, uint64_t* exchange_words) {
   uint32_t rows = record[1].z;
   #pragma unroll 1
   for (uint32_t output = thread; output < rows * 32; output += 256) {
@@ -2077,7 +2087,9 @@ __device__ __forceinline__ void fold_slices_2(uint32_t epoch, uint4* record, uin
     if (record[1].y == 4294967295u) {
       float lse = weight_sum == 0.0f ? -bits_float(0x7f800000) : highest * 0.6931472f + log_f32(weight_sum);
       uint32_t column = record[2].x + place / 4;
-      publish_tagged(input_words + (((((what.z * 4 + place % 4) * 128 + dim_pair * 2) / 32 * 4 + column) * 4 + ((what.z * 4 + place % 4) * 128 + dim_pair * 2) / 8 % 4) * 4 + ((what.z * 4 + place % 4) * 128 + dim_pair * 2) % 8 / 2 + 1215552), pack_bf16x2(low, high), 60, epoch);
+      uint32_t word = ((((what.z * 4 + place % 4) * 128 + dim_pair * 2) / 32 * 4 + column) * 4 + ((what.z * 4 + place % 4) * 128 + dim_pair * 2) / 8 % 4) * 4 + ((what.z * 4 + place % 4) * 128 + dim_pair * 2) % 8 / 2;
+      uint32_t number = word / 1024 * 10240 + word % 1024 + 2048;
+      publish_tagged(input_words + number, pack_bf16x2(low, high), 60, epoch);
     } else {
       float lse = weight_sum == 0.0f ? -bits_float(0x7f800000) : highest * 0.6931472f + log_f32(weight_sum);
       publish_partial(record[1].y + place, dim_pair, low, high, lse, epoch, exchange_words);
@@ -2088,16 +2100,16 @@ __device__ __forceinline__ void fold_slices_2(uint32_t epoch, uint4* record, uin
 // Fold the key groups' states, in ascending order, as many dims at a time as there is room for, and publish the
 // result.
 __device__ __forceinline__ void fold(uint32_t epoch, uint8_t* arena, float (&weight_sum)[2], uint32_t lane,
-    uint32_t warp, float (&highest)[2], float (&output)[8][4], uint4* record, uint32_t thread, uint32_t* input_words,
-    uint4 what, uint64_t* exchange_words) {
+    uint32_t warp, float (&highest)[2], float (&output)[8][4], uint4* record, uint32_t thread, uint4 what,
+    uint32_t* input_words, uint64_t* exchange_words) {
   lay_down_statistics(arena, weight_sum, lane, warp, highest);
   lay_down_2(arena, lane, warp, output);
   named_barrier(1, 256);
-  fold_slices(epoch, record, thread, arena, input_words, what, exchange_words);
+  fold_slices(epoch, record, thread, arena, what, input_words, exchange_words);
   named_barrier(1, 256);
   lay_down_3(arena, lane, warp, output);
   named_barrier(1, 256);
-  fold_slices_2(epoch, record, thread, arena, input_words, what, exchange_words);
+  fold_slices_2(epoch, record, thread, arena, what, input_words, exchange_words);
   named_barrier(1, 256);
 }
 
@@ -2113,7 +2125,7 @@ __device__ __forceinline__ void attend_rows(uint32_t cached_end, uint32_t newest
   highest[1] = -bits_float(0x7f800000);
   attend_keys(cached_end, newest_begin, newest, epoch, what, warp, use_stage, full, use_parity, ring, arena, lane,
       query, limits, highest, weight_sum, output, empty);
-  fold(epoch, arena, weight_sum, lane, warp, highest, output, record, thread, input_words, what, exchange_words);
+  fold(epoch, arena, weight_sum, lane, warp, highest, output, record, thread, what, input_words, exchange_words);
 }
 
 // For how many warps this one gives back a stage with these tiles: those with a tile in it share out all.
@@ -2322,7 +2334,7 @@ __device__ __forceinline__ void attend_keys_2(uint32_t end, uint32_t newest_begi
 // Column tile `index` of every group: its column c was laid down by the warps column_group, column_group +
 // column_groups, ..., as their column c.
 __device__ __forceinline__ void fold_slices_3(uint32_t epoch, uint32_t column_groups, uint32_t thread, uint4* record,
-    uint8_t* arena, uint32_t* input_words, uint4 what, uint64_t* exchange_words) {
+    uint8_t* arena, uint4 what, uint32_t* input_words, uint64_t* exchange_words) {
   if (column_groups == 1) {
     #pragma unroll 1
     for (uint32_t output = thread; output < 256; output += 256) {
@@ -2339,7 +2351,9 @@ __device__ __forceinline__ void fold_slices_3(uint32_t epoch, uint32_t column_gr
         if (record[1].y == 4294967295u) {
           float lse = weight_sum == 0.0f ? -bits_float(0x7f800000) : highest * 0.6931472f + log_f32(weight_sum);
           uint32_t column = record[2].x + row / 4;
-          publish_tagged(input_words + (((((what.z * 4 + row % 4) * 128 + dim_pair * 2) / 32 * 4 + column) * 4 + ((what.z * 4 + row % 4) * 128 + dim_pair * 2) / 8 % 4) * 4 + ((what.z * 4 + row % 4) * 128 + dim_pair * 2) % 8 / 2 + 1215552), pack_bf16x2(low, high), 60, epoch);
+          uint32_t word = ((((what.z * 4 + row % 4) * 128 + dim_pair * 2) / 32 * 4 + column) * 4 + ((what.z * 4 + row % 4) * 128 + dim_pair * 2) / 8 % 4) * 4 + ((what.z * 4 + row % 4) * 128 + dim_pair * 2) % 8 / 2;
+          uint32_t number = word / 1024 * 10240 + word % 1024 + 2048;
+          publish_tagged(input_words + number, pack_bf16x2(low, high), 60, epoch);
         } else {
           float lse = weight_sum == 0.0f ? -bits_float(0x7f800000) : highest * 0.6931472f + log_f32(weight_sum);
           publish_partial(record[1].y + row, dim_pair, low, high, lse, epoch, exchange_words);
@@ -2352,7 +2366,7 @@ __device__ __forceinline__ void fold_slices_3(uint32_t epoch, uint32_t column_gr
 // Column tile `index` of every group: its column c was laid down by the warps column_group, column_group +
 // column_groups, ..., as their column c.
 __device__ __forceinline__ void fold_slices_4(uint32_t epoch, uint32_t column_groups, uint32_t thread, uint4* record,
-    uint8_t* arena, uint32_t* input_words, uint4 what, uint64_t* exchange_words) {
+    uint8_t* arena, uint4 what, uint32_t* input_words, uint64_t* exchange_words) {
   if (column_groups == 1) {
     #pragma unroll 1
     for (uint32_t output = thread; output < 256; output += 256) {
@@ -2369,7 +2383,9 @@ __device__ __forceinline__ void fold_slices_4(uint32_t epoch, uint32_t column_gr
         if (record[1].y == 4294967295u) {
           float lse = weight_sum == 0.0f ? -bits_float(0x7f800000) : highest * 0.6931472f + log_f32(weight_sum);
           uint32_t column = record[2].x + row / 4;
-          publish_tagged(input_words + (((((what.z * 4 + row % 4) * 128 + dim_pair * 2) / 32 * 4 + column) * 4 + ((what.z * 4 + row % 4) * 128 + dim_pair * 2) / 8 % 4) * 4 + ((what.z * 4 + row % 4) * 128 + dim_pair * 2) % 8 / 2 + 1215552), pack_bf16x2(low, high), 60, epoch);
+          uint32_t word = ((((what.z * 4 + row % 4) * 128 + dim_pair * 2) / 32 * 4 + column) * 4 + ((what.z * 4 + row % 4) * 128 + dim_pair * 2) / 8 % 4) * 4 + ((what.z * 4 + row % 4) * 128 + dim_pair * 2) % 8 / 2;
+          uint32_t number = word / 1024 * 10240 + word % 1024 + 2048;
+          publish_tagged(input_words + number, pack_bf16x2(low, high), 60, epoch);
         } else {
           float lse = weight_sum == 0.0f ? -bits_float(0x7f800000) : highest * 0.6931472f + log_f32(weight_sum);
           publish_partial(record[1].y + row, dim_pair, low, high, lse, epoch, exchange_words);
@@ -2382,7 +2398,7 @@ __device__ __forceinline__ void fold_slices_4(uint32_t epoch, uint32_t column_gr
 // Column tile `index` of every group: its column c was laid down by the warps column_group, column_group +
 // column_groups, ..., as their column c.
 __device__ __forceinline__ void fold_slices_5(uint32_t epoch, uint32_t column_groups, uint32_t thread, uint4* record,
-    uint8_t* arena, uint32_t* input_words, uint4 what, uint64_t* exchange_words) {
+    uint8_t* arena, uint4 what, uint32_t* input_words, uint64_t* exchange_words) {
   if (column_groups == 1) {
     #pragma unroll 1
     for (uint32_t output = thread; output < 256; output += 256) {
@@ -2399,7 +2415,9 @@ __device__ __forceinline__ void fold_slices_5(uint32_t epoch, uint32_t column_gr
         if (record[1].y == 4294967295u) {
           float lse = weight_sum == 0.0f ? -bits_float(0x7f800000) : highest * 0.6931472f + log_f32(weight_sum);
           uint32_t column = record[2].x + row / 4;
-          publish_tagged(input_words + (((((what.z * 4 + row % 4) * 128 + dim_pair * 2) / 32 * 4 + column) * 4 + ((what.z * 4 + row % 4) * 128 + dim_pair * 2) / 8 % 4) * 4 + ((what.z * 4 + row % 4) * 128 + dim_pair * 2) % 8 / 2 + 1215552), pack_bf16x2(low, high), 60, epoch);
+          uint32_t word = ((((what.z * 4 + row % 4) * 128 + dim_pair * 2) / 32 * 4 + column) * 4 + ((what.z * 4 + row % 4) * 128 + dim_pair * 2) / 8 % 4) * 4 + ((what.z * 4 + row % 4) * 128 + dim_pair * 2) % 8 / 2;
+          uint32_t number = word / 1024 * 10240 + word % 1024 + 2048;
+          publish_tagged(input_words + number, pack_bf16x2(low, high), 60, epoch);
         } else {
           float lse = weight_sum == 0.0f ? -bits_float(0x7f800000) : highest * 0.6931472f + log_f32(weight_sum);
           publish_partial(record[1].y + row, dim_pair, low, high, lse, epoch, exchange_words);
@@ -2412,7 +2430,7 @@ __device__ __forceinline__ void fold_slices_5(uint32_t epoch, uint32_t column_gr
 // Column tile `index` of every group: its column c was laid down by the warps column_group, column_group +
 // column_groups, ..., as their column c.
 __device__ __forceinline__ void fold_slices_6(uint32_t epoch, uint32_t column_groups, uint32_t thread, uint4* record,
-    uint8_t* arena, uint32_t* input_words, uint4 what, uint64_t* exchange_words) {
+    uint8_t* arena, uint4 what, uint32_t* input_words, uint64_t* exchange_words) {
   if (column_groups == 1) {
     #pragma unroll 1
     for (uint32_t output = thread; output < 256; output += 256) {
@@ -2429,7 +2447,9 @@ __device__ __forceinline__ void fold_slices_6(uint32_t epoch, uint32_t column_gr
         if (record[1].y == 4294967295u) {
           float lse = weight_sum == 0.0f ? -bits_float(0x7f800000) : highest * 0.6931472f + log_f32(weight_sum);
           uint32_t column = record[2].x + row / 4;
-          publish_tagged(input_words + (((((what.z * 4 + row % 4) * 128 + dim_pair * 2) / 32 * 4 + column) * 4 + ((what.z * 4 + row % 4) * 128 + dim_pair * 2) / 8 % 4) * 4 + ((what.z * 4 + row % 4) * 128 + dim_pair * 2) % 8 / 2 + 1215552), pack_bf16x2(low, high), 60, epoch);
+          uint32_t word = ((((what.z * 4 + row % 4) * 128 + dim_pair * 2) / 32 * 4 + column) * 4 + ((what.z * 4 + row % 4) * 128 + dim_pair * 2) / 8 % 4) * 4 + ((what.z * 4 + row % 4) * 128 + dim_pair * 2) % 8 / 2;
+          uint32_t number = word / 1024 * 10240 + word % 1024 + 2048;
+          publish_tagged(input_words + number, pack_bf16x2(low, high), 60, epoch);
         } else {
           float lse = weight_sum == 0.0f ? -bits_float(0x7f800000) : highest * 0.6931472f + log_f32(weight_sum);
           publish_partial(record[1].y + row, dim_pair, low, high, lse, epoch, exchange_words);
@@ -2443,25 +2463,25 @@ __device__ __forceinline__ void fold_slices_6(uint32_t epoch, uint32_t column_gr
 // result.
 __device__ __forceinline__ void fold_2(uint32_t epoch, uint8_t* arena, float (&weight_sum)[2], uint32_t lane,
     uint32_t warp, float (&highest)[2], float (&output)[8][4], uint32_t column_groups, uint32_t thread, uint4* record,
-    uint32_t* input_words, uint4 what, uint64_t* exchange_words, float (&weight_sum_2)[2], float (&highest_2)[2],
+    uint4 what, uint32_t* input_words, uint64_t* exchange_words, float (&weight_sum_2)[2], float (&highest_2)[2],
     float (&output_2)[8][4]) {
   lay_down_statistics(arena, weight_sum, lane, warp, highest);
   lay_down_2(arena, lane, warp, output);
   named_barrier(1, 256);
-  fold_slices_3(epoch, column_groups, thread, record, arena, input_words, what, exchange_words);
+  fold_slices_3(epoch, column_groups, thread, record, arena, what, input_words, exchange_words);
   named_barrier(1, 256);
   lay_down_3(arena, lane, warp, output);
   named_barrier(1, 256);
-  fold_slices_4(epoch, column_groups, thread, record, arena, input_words, what, exchange_words);
+  fold_slices_4(epoch, column_groups, thread, record, arena, what, input_words, exchange_words);
   named_barrier(1, 256);
   lay_down_statistics(arena, weight_sum_2, lane, warp, highest_2);
   lay_down_2(arena, lane, warp, output_2);
   named_barrier(1, 256);
-  fold_slices_5(epoch, column_groups, thread, record, arena, input_words, what, exchange_words);
+  fold_slices_5(epoch, column_groups, thread, record, arena, what, input_words, exchange_words);
   named_barrier(1, 256);
   lay_down_3(arena, lane, warp, output_2);
   named_barrier(1, 256);
-  fold_slices_6(epoch, column_groups, thread, record, arena, input_words, what, exchange_words);
+  fold_slices_6(epoch, column_groups, thread, record, arena, what, input_words, exchange_words);
   named_barrier(1, 256);
 }
 
@@ -2484,7 +2504,7 @@ __device__ __forceinline__ void attend_rows_2(uint32_t cached_end, uint32_t newe
   attend_keys_2(cached_end, newest_begin, newest, epoch, what, key_group, key_groups, column_groups, column_group,
       use_stage, full, use_parity, ring, arena, lane, query, query_2, limits, highest, weight_sum, output, limits_2,
       highest_2, weight_sum_2, output_2, empty);
-  fold_2(epoch, arena, weight_sum, lane, warp, highest, output, column_groups, thread, record, input_words, what,
+  fold_2(epoch, arena, weight_sum, lane, warp, highest, output, column_groups, thread, record, what, input_words,
       exchange_words, weight_sum_2, highest_2, output_2);
 }
 
@@ -2589,12 +2609,16 @@ __device__ __forceinline__ void finish_merge(uint32_t epoch, float weight_sum, f
     float low = sums[0] * inverse;
     float high = sums[1] * inverse;
     uint32_t column = record[1].x + record[0].y / 4;
-    publish_tagged(input_words + (((((record[0].x * 4 + record[0].y % 4) * 128 + dim_pair * 2) / 32 * 4 + column) * 4 + ((record[0].x * 4 + record[0].y % 4) * 128 + dim_pair * 2) / 8 % 4) * 4 + ((record[0].x * 4 + record[0].y % 4) * 128 + dim_pair * 2) % 8 / 2 + 1215552), pack_bf16x2(low, high), 60, epoch);
+    uint32_t word = ((((record[0].x * 4 + record[0].y % 4) * 128 + dim_pair * 2) / 32 * 4 + column) * 4 + ((record[0].x * 4 + record[0].y % 4) * 128 + dim_pair * 2) / 8 % 4) * 4 + ((record[0].x * 4 + record[0].y % 4) * 128 + dim_pair * 2) % 8 / 2;
+    uint32_t number = word / 1024 * 10240 + word % 1024 + 2048;
+    publish_tagged(input_words + number, pack_bf16x2(low, high), 60, epoch);
     uint32_t dim_pair_2 = lane % 32 * 2 + 1;
     float low_2 = sums[2] * inverse;
     float high_2 = sums[3] * inverse;
     uint32_t column_2 = record[1].x + record[0].y / 4;
-    publish_tagged(input_words + (((((record[0].x * 4 + record[0].y % 4) * 128 + dim_pair_2 * 2) / 32 * 4 + column_2) * 4 + ((record[0].x * 4 + record[0].y % 4) * 128 + dim_pair_2 * 2) / 8 % 4) * 4 + ((record[0].x * 4 + record[0].y % 4) * 128 + dim_pair_2 * 2) % 8 / 2 + 1215552), pack_bf16x2(low_2, high_2), 60, epoch);
+    uint32_t word_2 = ((((record[0].x * 4 + record[0].y % 4) * 128 + dim_pair_2 * 2) / 32 * 4 + column_2) * 4 + ((record[0].x * 4 + record[0].y % 4) * 128 + dim_pair_2 * 2) / 8 % 4) * 4 + ((record[0].x * 4 + record[0].y % 4) * 128 + dim_pair_2 * 2) % 8 / 2;
+    uint32_t number_2 = word_2 / 1024 * 10240 + word_2 % 1024 + 2048;
+    publish_tagged(input_words + number_2, pack_bf16x2(low_2, high_2), 60, epoch);
   }
 }
 
@@ -2727,7 +2751,7 @@ __device__ __forceinline__ void attention(uint32_t* progress, uint32_t block, ui
               uint32_t source = shuffle_u32(value, index);
               indices[index + 1] = ((source + record[0].y) * 33 + lane % 32) * 4;
             }
-            wait_flagged_places(states, exchange_words + 16416, indices, 6, layer_epoch);
+            wait_flagged_places(states, exchange_words + 66560, indices, 6, layer_epoch);
             #pragma unroll
             for (uint32_t index = 0; index < 5; ++index) {
               if (index < count) {
@@ -2752,7 +2776,7 @@ __device__ __forceinline__ void attention(uint32_t* progress, uint32_t block, ui
             uint32_t source = shuffle_u32(value, index);
             indices[index + 1] = ((source + record[0].y) * 33 + lane % 32) * 4;
           }
-          wait_flagged_places(states, exchange_words + 16416, indices, 6, layer_epoch);
+          wait_flagged_places(states, exchange_words + 66560, indices, 6, layer_epoch);
           #pragma unroll
           for (uint32_t index = 0; index < 5; ++index) {
             if (index < count) {
@@ -2799,12 +2823,16 @@ __device__ __forceinline__ void load_vector_3(uint8_t* arena, uint32_t thread, u
   uint4* vector = (uint4*)(arena + VECTOR);
   uint32_t first_unit = thread;
   if (lane == 0) {
-    wait_tagged4(input_words + (first_unit * 4 + 1215552), 60, layer_epoch);
+    uint32_t word = first_unit * 4;
+    uint32_t number = word / 1024 * 10240 + word % 1024 + 2048;
+    wait_tagged4(input_words + number, 60, layer_epoch);
   }
   warp_barrier();
   if (thread / 4 % 4 < column_count) {
     uint4 units[8];
-    wait_tagged_units(units, input_words + (first_unit * 4 + 1215552), 1024, 8, 60, layer_epoch);
+    uint32_t word = first_unit * 4;
+    uint32_t number = word / 1024 * 10240 + word % 1024 + 2048;
+    wait_tagged_units(units, input_words + number, 10240, 8, 60, layer_epoch);
     #pragma unroll
     for (uint32_t index = 0; index < 8; ++index) {
       uint4 words = units[index];
@@ -2871,12 +2899,16 @@ __device__ __forceinline__ void load_vector_4(uint8_t* arena, uint32_t thread, u
   uint4* vector = (uint4*)(arena + VECTOR);
   uint32_t first_unit = thread;
   if (lane == 0) {
-    wait_tagged4(input_words + (first_unit * 4 + 1223744), 32, layer_epoch);
+    uint32_t word = first_unit * 4;
+    uint32_t number = word / 1024 * 10240 + word % 1024 + 35840;
+    wait_tagged4(input_words + number, 32, layer_epoch);
   }
   warp_barrier();
   if (thread / 4 % 4 < column_count) {
     uint4 units[8];
-    wait_tagged_units(units, input_words + (first_unit * 4 + 1223744), 1024, 8, 32, layer_epoch);
+    uint32_t word = first_unit * 4;
+    uint32_t number = word / 1024 * 10240 + word % 1024 + 35840;
+    wait_tagged_units(units, input_words + number, 10240, 8, 32, layer_epoch);
     #pragma unroll
     for (uint32_t index = 0; index < 8; ++index) {
       uint4 words = units[index];
@@ -2945,12 +2977,12 @@ __device__ __forceinline__ void load_vector_5(uint8_t* arena, uint32_t thread, u
   uint4* vector = (uint4*)(arena + VECTOR);
   uint32_t first_unit = thread;
   if (lane == 0) {
-    wait_tagged4(input_words + (first_unit * 4 + 1231936), 60, layer_epoch);
+    wait_tagged4(input_words + (first_unit * 4 + 1315840), 60, layer_epoch);
   }
   warp_barrier();
   if (thread / 4 % 4 < column_count) {
     uint4 units[8];
-    wait_tagged_units(units, input_words + (first_unit * 4 + 1231936), 1024, 7, 60, layer_epoch);
+    wait_tagged_units(units, input_words + (first_unit * 4 + 1315840), 1024, 7, 60, layer_epoch);
     #pragma unroll
     for (uint32_t index = 0; index < 7; ++index) {
       uint4 words = units[index];
@@ -2967,12 +2999,12 @@ __device__ __forceinline__ void load_vector_6(uint8_t* arena, uint32_t thread, u
   uint4* vector = (uint4*)(arena + VECTOR);
   uint32_t first_unit = thread;
   if (lane == 0) {
-    wait_tagged4(input_words + ((first_unit + 1792) * 4 + 1231936), 60, layer_epoch);
+    wait_tagged4(input_words + ((first_unit + 1792) * 4 + 1315840), 60, layer_epoch);
   }
   warp_barrier();
   if (thread / 4 % 4 < column_count) {
     uint4 units[8];
-    wait_tagged_units(units, input_words + ((first_unit + 1792) * 4 + 1231936), 1024, 7, 60, layer_epoch);
+    wait_tagged_units(units, input_words + ((first_unit + 1792) * 4 + 1315840), 1024, 7, 60, layer_epoch);
     #pragma unroll
     for (uint32_t index = 0; index < 7; ++index) {
       uint4 words = units[index];
@@ -2989,12 +3021,12 @@ __device__ __forceinline__ void load_vector_7(uint8_t* arena, uint32_t thread, u
   uint4* vector = (uint4*)(arena + VECTOR);
   uint32_t first_unit = thread;
   if (lane == 0) {
-    wait_tagged4(input_words + ((first_unit + 3584) * 4 + 1231936), 60, layer_epoch);
+    wait_tagged4(input_words + ((first_unit + 3584) * 4 + 1315840), 60, layer_epoch);
   }
   warp_barrier();
   if (thread / 4 % 4 < column_count) {
     uint4 units[8];
-    wait_tagged_units(units, input_words + ((first_unit + 3584) * 4 + 1231936), 1024, 7, 60, layer_epoch);
+    wait_tagged_units(units, input_words + ((first_unit + 3584) * 4 + 1315840), 1024, 7, 60, layer_epoch);
     #pragma unroll
     for (uint32_t index = 0; index < 7; ++index) {
       uint4 words = units[index];
@@ -3011,12 +3043,12 @@ __device__ __forceinline__ void load_vector_8(uint8_t* arena, uint32_t thread, u
   uint4* vector = (uint4*)(arena + VECTOR);
   uint32_t first_unit = thread;
   if (lane == 0) {
-    wait_tagged4(input_words + ((first_unit + 5376) * 4 + 1231936), 60, layer_epoch);
+    wait_tagged4(input_words + ((first_unit + 5376) * 4 + 1315840), 60, layer_epoch);
   }
   warp_barrier();
   if (thread / 4 % 4 < column_count) {
     uint4 units[8];
-    wait_tagged_units(units, input_words + ((first_unit + 5376) * 4 + 1231936), 1024, 7, 60, layer_epoch);
+    wait_tagged_units(units, input_words + ((first_unit + 5376) * 4 + 1315840), 1024, 7, 60, layer_epoch);
     #pragma unroll
     for (uint32_t index = 0; index < 7; ++index) {
       uint4 words = units[index];
@@ -3212,12 +3244,16 @@ __device__ __forceinline__ void load_vector_9(uint8_t* arena, uint32_t thread, u
   uint4* vector = (uint4*)(arena + VECTOR);
   uint32_t first_unit = thread;
   if (lane == 0) {
-    wait_tagged4(input_words + (first_unit * 4 + 64), 32, step_epoch + 31);
+    uint32_t word = first_unit * 4;
+    uint32_t number = word / 1024 * 10240 + word % 1024 + 3072;
+    wait_tagged4(input_words + number, 32, step_epoch + 31);
   }
   warp_barrier();
   if (thread / 4 % 4 < column_count) {
     uint4 units[8];
-    wait_tagged_units(units, input_words + (first_unit * 4 + 64), 1024, 8, 32, step_epoch + 31);
+    uint32_t word = first_unit * 4;
+    uint32_t number = word / 1024 * 10240 + word % 1024 + 3072;
+    wait_tagged_units(units, input_words + number, 10240, 8, 32, step_epoch + 31);
     #pragma unroll
     for (uint32_t index = 0; index < 8; ++index) {
       uint4 words = units[index];
@@ -3472,7 +3508,7 @@ __device__ __forceinline__ void publish_list(uint32_t column, uint32_t epoch, ui
   warp_barrier();
   if (lane < 16) {
     uint32_t index = ((step % 2 * 4 + column) * 528 + block * 4) * 4 + lane;
-    publish_flagged(exchange_words + (index + 634464), ((uint32_t*)(arena + LIST_ROWS) + warp % 4 * 72)[lane], epoch);
+    publish_flagged(exchange_words + (index + 676416), ((uint32_t*)(arena + LIST_ROWS) + warp % 4 * 72)[lane], epoch);
   }
   warp_barrier();
 }
@@ -3537,7 +3573,7 @@ __device__ __forceinline__ void gather(uint32_t first_unit, uint32_t epoch, uint
   uint4* units = (uint4*)(arena + CANDIDATES);
   #pragma unroll 1
   for (uint32_t other = thread; other < 264; other += 256) {
-    units[other] = wait_flagged4_acquire(exchange_words + ((first_unit + other) * 4 + 632352), epoch);
+    units[other] = wait_flagged4_acquire(exchange_words + ((first_unit + other) * 4 + 674304), epoch);
   }
 }
 
@@ -3578,7 +3614,7 @@ __device__ __forceinline__ void read(uint32_t column, uint32_t epoch, uint32_t s
     for (uint32_t index = 0; index < 5; ++index) {
       places[index] = (first_unit + (first + index * 64 < 527 ? first + index * 64 : 527)) * 4;
     }
-    wait_flagged_places(data, exchange_words + 634464, places, 5, epoch);
+    wait_flagged_places(data, exchange_words + 676416, places, 5, epoch);
     #pragma unroll
     for (uint32_t index = 0; index < 5; ++index) {
       if (first + index * 64 < 528) {
@@ -3866,7 +3902,7 @@ __device__ __forceinline__ void decide(uint32_t column, uint32_t epoch, uint32_t
     begin_2(column, highest, highest - best_scaled, arena, sequences, lane);
   }
   if (judged < 528) {
-    uint4 unit = wait_flagged4(exchange_words + (((step % 2 * 4 + column) * 528 + judged) * 4 + 634464), epoch);
+    uint4 unit = wait_flagged4(exchange_words + (((step % 2 * 4 + column) * 528 + judged) * 4 + 676416), epoch);
     if (lane == 0) {
       ((uint32_t*)(arena + CHOSEN))[column] = unit.z;
     }
@@ -4082,7 +4118,7 @@ __device__ __forceinline__ void weigh_all(uint32_t epoch, uint32_t index, uint32
         uint32_t word = add_groups(column, lane, arena);
         if (lane < 16) {
           uint32_t word_index = ((index % 2 * 4 + column) * 132 + block) * 16 + lane;
-          publish_flagged(exchange_words + (word_index + 651360), word, epoch);
+          publish_flagged(exchange_words + (word_index + 693312), word, epoch);
         }
       }
     }
@@ -4120,7 +4156,7 @@ __device__ __forceinline__ void read_2(uint32_t column, uint32_t epoch, uint32_t
     for (uint32_t index_2 = 0; index_2 < 5; ++index_2) {
       places[index_2] = (first_unit + (first + index_2 * 64 < 527 ? first + index_2 * 64 : 527)) * 4;
     }
-    wait_flagged_places(data, exchange_words + 651360, places, 5, epoch);
+    wait_flagged_places(data, exchange_words + 693312, places, 5, epoch);
     #pragma unroll
     for (uint32_t index_2 = 0; index_2 < 5; ++index_2) {
       if (first + index_2 * 64 < 528) {
@@ -4352,7 +4388,7 @@ __device__ __forceinline__ void sampling(uint32_t* progress, uint32_t block, uin
       uint32_t best_token_2 = is_cancelled ? 4294967294u : best_token;
       uint32_t word = lane % 2 == 0 ? value_2 : best_token_2;
       uint32_t place = first_word + (block * 4 + warp) * 2 + lane;
-      publish_flagged_release(exchange_words + (place + 632352), word, step_epoch + 32);
+      publish_flagged_release(exchange_words + (place + 674304), word, step_epoch + 32);
     }
   }
   uint32_t answer = 0;

@@ -717,7 +717,7 @@ __device__ __forceinline__ float sum_of_lane_2(uint32_t column, uint32_t lane, u
     uint4 data[8];
     places[0] = column * 256 + (unit < 63 ? unit : 63) * 4;
     places[1] = column * 256 + (unit_2 < 63 ? unit_2 : 63) * 4;
-    wait_flagged_places(data, exchange_words + 149152, places, 2, layer_epoch - 1);
+    wait_flagged_places(data, exchange_words + 179840, places, 2, layer_epoch - 1);
     uint4 words = data[0];
     float low = bits_float(words.x) + bits_float(words.y);
     float of_unit = low + (bits_float(words.z) + bits_float(words.w));
@@ -755,7 +755,7 @@ __device__ __forceinline__ void finish_rows(uint32_t m_tile, uint32_t column, ui
   bool is_paired = head < 40;
   uint32_t dim = is_paired ? paired : m_tile_of_head * 16 + row;
   uint32_t place = (column * 6144 + head * 128 + dim) / 2;
-  uint32_t published = renewed_u32(place + 1056);
+  uint32_t published = renewed_u32(place + 37376);
   if (scale == 0.0f) {
     mbarrier_wait(loaded, loaded_parity);
     float scale_2 = 0.0f;
@@ -862,7 +862,7 @@ __device__ __forceinline__ void finish_rows_2(uint32_t m_tile, uint32_t column, 
   float* residual = (float*)(arena + RESIDUAL);
   uint32_t place = renewed_u32(m_tile / 132 * 16 + row + column);
   float weight = bf16_to_f32((norms + (layer * 2 + 1) * 4096)[m_tile * 16 + row]);
-  uint32_t published = renewed_u32((((m_tile * 16 + row) / 32 + column) * 4 + (m_tile * 16 + row) / 8 % 4) * 4 + (m_tile * 16 + row) % 8 / 2 + 289088);
+  uint32_t published = renewed_u32((((m_tile * 16 + row) / 32 + column) * 4 + (m_tile * 16 + row) / 8 % 4) * 4 + (m_tile * 16 + row) % 8 / 2 + 5120);
   float* reduction = (float*)(arena + REDUCTIONS) + adding * 160;
   float* own = reduction + (lane / 16 * 80 + lane % 16);
   mbarrier_wait(summed + adding, adding_parity);
@@ -891,7 +891,7 @@ __device__ __forceinline__ void finish_rows_2(uint32_t m_tile, uint32_t column, 
   total_3 += shuffle_xor_f32(total_3, 1);
   uint32_t place_2 = column * 256 + m_tile;
   if (is_own && row == 0) {
-    publish_flagged(exchange_words + (place_2 + 149408), float_bits(total_3), layer_epoch);
+    publish_flagged(exchange_words + (place_2 + 180096), float_bits(total_3), layer_epoch);
   }
 }
 
@@ -926,7 +926,7 @@ __device__ __forceinline__ float sum_of_lane_3(uint32_t column, uint32_t lane, u
     uint4 data[8];
     places[0] = column * 256 + (unit < 63 ? unit : 63) * 4;
     places[1] = column * 256 + (unit_2 < 63 ? unit_2 : 63) * 4;
-    wait_flagged_places(data, exchange_words + 149408, places, 2, layer_epoch);
+    wait_flagged_places(data, exchange_words + 180096, places, 2, layer_epoch);
     uint4 words = data[0];
     float low = bits_float(words.x) + bits_float(words.y);
     float of_unit = low + (bits_float(words.z) + bits_float(words.w));
@@ -945,7 +945,9 @@ __device__ __forceinline__ void finish_rows_3(uint32_t m_tile, uint32_t column, 
     uint32_t adding, uint64_t* summed, uint32_t adding_parity, uint32_t* input_words) {
   uint32_t row = lane % 16;
   bool is_own = lane < 16;
-  uint32_t published = renewed_u32((((m_tile * 8 + row) / 32 + column) * 4 + (m_tile * 8 + row) / 8 % 4) * 4 + (m_tile * 8 + row) % 8 / 2 + 291136);
+  uint32_t word = (((m_tile * 8 + row) / 32 + column) * 4 + (m_tile * 8 + row) / 8 % 4) * 4 + (m_tile * 8 + row) % 8 / 2;
+  uint32_t number = word / 1024 * 10240 + word % 1024 + 12288;
+  uint32_t published = renewed_u32(number);
   if (scale == 0.0f) {
     mbarrier_wait(loaded, loaded_parity);
     float total = 0.0f;
@@ -1015,7 +1017,9 @@ __device__ __forceinline__ void finish_rows_4(uint32_t m_tile, uint32_t column, 
   float* residual = (float*)(arena + RESIDUAL);
   uint32_t place = renewed_u32(m_tile / 132 * 16 + row + column);
   float weight = bf16_to_f32((norms + (layer * 2 + 2) * 4096)[m_tile * 16 + row]);
-  uint32_t published = renewed_u32((((m_tile * 16 + row) / 32 + column) * 4 + (m_tile * 16 + row) / 8 % 4) * 4 + (m_tile * 16 + row) % 8 / 2 + 64);
+  uint32_t word = (((m_tile * 16 + row) / 32 + column) * 4 + (m_tile * 16 + row) / 8 % 4) * 4 + (m_tile * 16 + row) % 8 / 2;
+  uint32_t number = word / 1024 * 3072 + word % 1024;
+  uint32_t published = renewed_u32(number);
   float* reduction = (float*)(arena + REDUCTIONS) + adding * 160;
   float* own = reduction + (lane / 16 * 80 + lane % 16);
   mbarrier_wait(summed + adding, adding_parity);
@@ -1044,7 +1048,7 @@ __device__ __forceinline__ void finish_rows_4(uint32_t m_tile, uint32_t column, 
   total_3 += shuffle_xor_f32(total_3, 1);
   uint32_t place_2 = column * 256 + m_tile;
   if (is_own && row == 0) {
-    publish_flagged(exchange_words + (place_2 + 149152), float_bits(total_3), layer_epoch);
+    publish_flagged(exchange_words + (place_2 + 179840), float_bits(total_3), layer_epoch);
   }
 }
 
@@ -1079,7 +1083,7 @@ __device__ __forceinline__ float sum_of_lane_4(uint32_t column, uint32_t lane, u
     uint4 data[8];
     places[0] = column * 256 + (unit < 63 ? unit : 63) * 4;
     places[1] = column * 256 + (unit_2 < 63 ? unit_2 : 63) * 4;
-    wait_flagged_places(data, exchange_words + 149152, places, 2, step_epoch + 31);
+    wait_flagged_places(data, exchange_words + 179840, places, 2, step_epoch + 31);
     uint4 words = data[0];
     float low = bits_float(words.x) + bits_float(words.y);
     float of_unit = low + (bits_float(words.z) + bits_float(words.w));
@@ -1429,11 +1433,15 @@ __device__ __forceinline__ void load_vector_2(uint8_t* arena, uint32_t thread, u
   uint4* vector = (uint4*)(arena + VECTOR);
   uint32_t first_unit = thread;
   if (lane == 0) {
-    wait_tagged4(input_words + (first_unit * 4 + 64), 32, layer_epoch - 1);
+    uint32_t word = first_unit * 4;
+    uint32_t number = word / 1024 * 3072 + word % 1024;
+    wait_tagged4(input_words + number, 32, layer_epoch - 1);
   }
   warp_barrier();
   uint4 units[8];
-  wait_tagged_units(units, input_words + (first_unit * 4 + 64), 1024, 2, 32, layer_epoch - 1);
+  uint32_t word = first_unit * 4;
+  uint32_t number = word / 1024 * 3072 + word % 1024;
+  wait_tagged_units(units, input_words + number, 3072, 2, 32, layer_epoch - 1);
   #pragma unroll
   for (uint32_t index = 0; index < 2; ++index) {
     uint4 words = units[index];
@@ -1566,7 +1574,7 @@ __device__ __forceinline__ void settle_queries(uint32_t epoch, uint4* record, ui
     uint8_t* arena) {
   uint32_t query_units = record[1].z * 16;
   if (warp * 32 < query_units) {
-    uint4 words = settle_flagged4(asked, exchange_words + ((query_column * 768 + query_head * 16 + index % 16) * 4 + 1056), epoch);
+    uint4 words = settle_flagged4(asked, exchange_words + ((query_column * 768 + query_head * 16 + index % 16) * 4 + 37376), epoch);
     if (thread < query_units) {
       ((uint4*)(arena + QUERIES))[thread] = words;
     }
@@ -1587,7 +1595,7 @@ __device__ __forceinline__ uint32_t arrivals(uint32_t first_tile, uint32_t last_
 __device__ __forceinline__ void bring_newest(uint32_t newest, uint32_t epoch, uint64_t (&asked)[4],
     uint64_t* exchange_words, uint32_t newest_column, uint32_t kv_head, uint32_t place, uint32_t lane, bool is_value,
     uint8_t* arena, uint32_t newest_unit) {
-  uint4 words = settle_flagged4(asked, exchange_words + ((newest_column * 768 + kv_head * 16 + place) * 4 + 1056), epoch);
+  uint4 words = settle_flagged4(asked, exchange_words + ((newest_column * 768 + kv_head * 16 + place) * 4 + 37376), epoch);
   if (lane < newest * 32) {
     uint4* place_2 = (is_value ? (uint4*)(arena + NEWEST) + 256 : (uint4*)(arena + NEWEST)) + newest_unit;
     place_2[0] = words;
@@ -1868,7 +1876,7 @@ __device__ __forceinline__ void attend_keys(uint32_t end, uint32_t newest_begin,
   uint32_t place = index % 16;
   uint64_t asked[4];
   if (newest > 0 && tile == tiles % 8) {
-    ask_flagged4(asked, exchange_words + ((newest_column * 768 + kv_head * 16 + place) * 4 + 1056));
+    ask_flagged4(asked, exchange_words + ((newest_column * 768 + kv_head * 16 + place) * 4 + 37376));
   }
   while (tile < all_tiles) {
     uint32_t stage = tile / 2;
@@ -1985,10 +1993,10 @@ __device__ __forceinline__ void fold_states(uint32_t first, uint32_t pair, uint8
 __device__ __forceinline__ void publish_partial(uint32_t row, uint32_t dim_pair, float low, float high, float lse,
     uint32_t epoch, uint64_t* exchange_words) {
   uint32_t partial = row * 132;
-  publish_flagged(exchange_words + (partial + dim_pair * 2 + 4128), float_bits(low), epoch);
-  publish_flagged(exchange_words + (partial + dim_pair * 2 + 4129), float_bits(high), epoch);
+  publish_flagged(exchange_words + (partial + dim_pair * 2 + 40448), float_bits(low), epoch);
+  publish_flagged(exchange_words + (partial + dim_pair * 2 + 40449), float_bits(high), epoch);
   if (dim_pair < 4) {
-    publish_flagged(exchange_words + (partial + 128 + dim_pair + 4128), float_bits(lse), epoch);
+    publish_flagged(exchange_words + (partial + 128 + dim_pair + 40448), float_bits(lse), epoch);
   }
 }
 
@@ -2010,7 +2018,7 @@ __device__ __forceinline__ void fold_slices(uint32_t epoch, uint4* record, uint3
     if (record[1].y == 4294967295u) {
       float lse = weight_sum == 0.0f ? -bits_float(0x7f800000) : highest * 0.6931472f + log_f32(weight_sum);
       uint32_t column = record[2].x + place / 4;
-      publish_tagged(input_words + (((((what.z * 4 + place % 4) * 128 + dim_pair * 2) / 32 + column) * 4 + ((what.z * 4 + place % 4) * 128 + dim_pair * 2) / 8 % 4) * 4 + ((what.z * 4 + place % 4) * 128 + dim_pair * 2) % 8 / 2 + 287040), pack_bf16x2(low, high), 60, epoch);
+      publish_tagged(input_words + (((((what.z * 4 + place % 4) * 128 + dim_pair * 2) / 32 + column) * 4 + ((what.z * 4 + place % 4) * 128 + dim_pair * 2) / 8 % 4) * 4 + ((what.z * 4 + place % 4) * 128 + dim_pair * 2) % 8 / 2 + 1024), pack_bf16x2(low, high), 60, epoch);
     } else {
       float lse = weight_sum == 0.0f ? -bits_float(0x7f800000) : highest * 0.6931472f + log_f32(weight_sum);
       publish_partial(record[1].y + place, dim_pair, low, high, lse, epoch, exchange_words);
@@ -2146,12 +2154,12 @@ __device__ __forceinline__ void finish_merge(uint32_t epoch, float weight_sum, f
     float low = sums[0] * inverse;
     float high = sums[1] * inverse;
     uint32_t column = record[1].x + record[0].y / 4;
-    publish_tagged(input_words + (((((record[0].x * 4 + record[0].y % 4) * 128 + dim_pair * 2) / 32 + column) * 4 + ((record[0].x * 4 + record[0].y % 4) * 128 + dim_pair * 2) / 8 % 4) * 4 + ((record[0].x * 4 + record[0].y % 4) * 128 + dim_pair * 2) % 8 / 2 + 287040), pack_bf16x2(low, high), 60, epoch);
+    publish_tagged(input_words + (((((record[0].x * 4 + record[0].y % 4) * 128 + dim_pair * 2) / 32 + column) * 4 + ((record[0].x * 4 + record[0].y % 4) * 128 + dim_pair * 2) / 8 % 4) * 4 + ((record[0].x * 4 + record[0].y % 4) * 128 + dim_pair * 2) % 8 / 2 + 1024), pack_bf16x2(low, high), 60, epoch);
     uint32_t dim_pair_2 = lane % 32 * 2 + 1;
     float low_2 = sums[2] * inverse;
     float high_2 = sums[3] * inverse;
     uint32_t column_2 = record[1].x + record[0].y / 4;
-    publish_tagged(input_words + (((((record[0].x * 4 + record[0].y % 4) * 128 + dim_pair_2 * 2) / 32 + column_2) * 4 + ((record[0].x * 4 + record[0].y % 4) * 128 + dim_pair_2 * 2) / 8 % 4) * 4 + ((record[0].x * 4 + record[0].y % 4) * 128 + dim_pair_2 * 2) % 8 / 2 + 287040), pack_bf16x2(low_2, high_2), 60, epoch);
+    publish_tagged(input_words + (((((record[0].x * 4 + record[0].y % 4) * 128 + dim_pair_2 * 2) / 32 + column_2) * 4 + ((record[0].x * 4 + record[0].y % 4) * 128 + dim_pair_2 * 2) / 8 % 4) * 4 + ((record[0].x * 4 + record[0].y % 4) * 128 + dim_pair_2 * 2) % 8 / 2 + 1024), pack_bf16x2(low_2, high_2), 60, epoch);
   }
 }
 
@@ -2190,7 +2198,7 @@ __device__ __forceinline__ void attention(uint32_t thread, uint32_t* progress, u
     uint32_t query_head = what.z * 4 + row % 4;
     uint64_t asked[4];
     if (warp * 32 < query_units) {
-      ask_flagged4(asked, exchange_words + ((query_column * 768 + query_head * 16 + index_2 % 16) * 4 + 1056));
+      ask_flagged4(asked, exchange_words + ((query_column * 768 + query_head * 16 + index_2 % 16) * 4 + 37376));
     }
     uint4* shared = (uint4*)(arena + QUERIES);
     uint32_t row_2 = lane / 4 < 3 ? lane / 4 : 3;
@@ -2243,7 +2251,7 @@ __device__ __forceinline__ void attention(uint32_t thread, uint32_t* progress, u
               uint32_t source = shuffle_u32(value, index);
               indices[index + 1] = ((source + record[0].y) * 33 + lane % 32) * 4;
             }
-            wait_flagged_places(states, exchange_words + 4128, indices, 6, layer_epoch);
+            wait_flagged_places(states, exchange_words + 40448, indices, 6, layer_epoch);
             #pragma unroll
             for (uint32_t index = 0; index < 5; ++index) {
               if (index < count) {
@@ -2268,7 +2276,7 @@ __device__ __forceinline__ void attention(uint32_t thread, uint32_t* progress, u
             uint32_t source = shuffle_u32(value, index);
             indices[index + 1] = ((source + record[0].y) * 33 + lane % 32) * 4;
           }
-          wait_flagged_places(states, exchange_words + 4128, indices, 6, layer_epoch);
+          wait_flagged_places(states, exchange_words + 40448, indices, 6, layer_epoch);
           #pragma unroll
           for (uint32_t index = 0; index < 5; ++index) {
             if (index < count) {
@@ -2315,11 +2323,11 @@ __device__ __forceinline__ void load_vector_3(uint8_t* arena, uint32_t thread, u
   uint4* vector = (uint4*)(arena + VECTOR);
   uint32_t first_unit = thread;
   if (lane == 0) {
-    wait_tagged4(input_words + (first_unit * 4 + 287040), 60, layer_epoch);
+    wait_tagged4(input_words + (first_unit * 4 + 1024), 60, layer_epoch);
   }
   warp_barrier();
   uint4 units[8];
-  wait_tagged_units(units, input_words + (first_unit * 4 + 287040), 1024, 2, 60, layer_epoch);
+  wait_tagged_units(units, input_words + (first_unit * 4 + 1024), 1024, 2, 60, layer_epoch);
   #pragma unroll
   for (uint32_t index = 0; index < 2; ++index) {
     uint4 words = units[index];
@@ -2382,11 +2390,11 @@ __device__ __forceinline__ void load_vector_4(uint8_t* arena, uint32_t thread, u
   uint4* vector = (uint4*)(arena + VECTOR);
   uint32_t first_unit = thread;
   if (lane == 0) {
-    wait_tagged4(input_words + (first_unit * 4 + 289088), 32, layer_epoch);
+    wait_tagged4(input_words + (first_unit * 4 + 5120), 32, layer_epoch);
   }
   warp_barrier();
   uint4 units[8];
-  wait_tagged_units(units, input_words + (first_unit * 4 + 289088), 1024, 2, 32, layer_epoch);
+  wait_tagged_units(units, input_words + (first_unit * 4 + 5120), 1024, 2, 32, layer_epoch);
   #pragma unroll
   for (uint32_t index = 0; index < 2; ++index) {
     uint4 words = units[index];
@@ -2451,11 +2459,15 @@ __device__ __forceinline__ void load_vector_5(uint8_t* arena, uint32_t thread, u
   uint4* vector = (uint4*)(arena + VECTOR);
   uint32_t first_unit = thread;
   if (lane == 0) {
-    wait_tagged4(input_words + (first_unit * 4 + 291136), 60, layer_epoch);
+    uint32_t word = first_unit * 4;
+    uint32_t number = word / 1024 * 10240 + word % 1024 + 12288;
+    wait_tagged4(input_words + number, 60, layer_epoch);
   }
   warp_barrier();
   uint4 units[8];
-  wait_tagged_units(units, input_words + (first_unit * 4 + 291136), 1024, 3, 60, layer_epoch);
+  uint32_t word = first_unit * 4;
+  uint32_t number = word / 1024 * 10240 + word % 1024 + 12288;
+  wait_tagged_units(units, input_words + number, 10240, 3, 60, layer_epoch);
   #pragma unroll
   for (uint32_t index = 0; index < 3; ++index) {
     uint4 words = units[index];
@@ -2464,7 +2476,9 @@ __device__ __forceinline__ void load_vector_5(uint8_t* arena, uint32_t thread, u
   if (thread + 768 < 896) {
     uint32_t first_unit_2 = thread + 768;
     uint4 units_2[8];
-    wait_tagged_units(units_2, input_words + (first_unit_2 * 4 + 291136), 1024, 1, 60, layer_epoch);
+    uint32_t word_2 = first_unit_2 * 4;
+    uint32_t number_2 = word_2 / 1024 * 10240 + word_2 % 1024 + 12288;
+    wait_tagged_units(units_2, input_words + number_2, 10240, 1, 60, layer_epoch);
     #pragma unroll
     for (uint32_t index = 0; index < 1; ++index) {
       uint4 words = units_2[index];
@@ -2481,11 +2495,15 @@ __device__ __forceinline__ void load_vector_6(uint8_t* arena, uint32_t thread, u
   uint4* vector = (uint4*)(arena + VECTOR);
   uint32_t first_unit = thread;
   if (lane == 0) {
-    wait_tagged4(input_words + ((first_unit + 896) * 4 + 291136), 60, layer_epoch);
+    uint32_t word = (first_unit + 896) * 4;
+    uint32_t number = word / 1024 * 10240 + word % 1024 + 12288;
+    wait_tagged4(input_words + number, 60, layer_epoch);
   }
   warp_barrier();
   uint4 units[8];
-  wait_tagged_units(units, input_words + ((first_unit + 896) * 4 + 291136), 1024, 3, 60, layer_epoch);
+  uint32_t word = (first_unit + 896) * 4;
+  uint32_t number = word / 1024 * 10240 + word % 1024 + 12288;
+  wait_tagged_units(units, input_words + number, 10240, 3, 60, layer_epoch);
   #pragma unroll
   for (uint32_t index = 0; index < 3; ++index) {
     uint4 words = units[index];
@@ -2494,7 +2512,9 @@ __device__ __forceinline__ void load_vector_6(uint8_t* arena, uint32_t thread, u
   if (thread + 768 < 896) {
     uint32_t first_unit_2 = thread + 768;
     uint4 units_2[8];
-    wait_tagged_units(units_2, input_words + ((first_unit_2 + 896) * 4 + 291136), 1024, 1, 60, layer_epoch);
+    uint32_t word_2 = (first_unit_2 + 896) * 4;
+    uint32_t number_2 = word_2 / 1024 * 10240 + word_2 % 1024 + 12288;
+    wait_tagged_units(units_2, input_words + number_2, 10240, 1, 60, layer_epoch);
     #pragma unroll
     for (uint32_t index = 0; index < 1; ++index) {
       uint4 words = units_2[index];
@@ -2611,11 +2631,15 @@ __device__ __forceinline__ void load_vector_7(uint8_t* arena, uint32_t thread, u
   uint4* vector = (uint4*)(arena + VECTOR);
   uint32_t first_unit = thread;
   if (lane == 0) {
-    wait_tagged4(input_words + (first_unit * 4 + 64), 32, step_epoch + 31);
+    uint32_t word = first_unit * 4;
+    uint32_t number = word / 1024 * 3072 + word % 1024;
+    wait_tagged4(input_words + number, 32, step_epoch + 31);
   }
   warp_barrier();
   uint4 units[8];
-  wait_tagged_units(units, input_words + (first_unit * 4 + 64), 1024, 2, 32, step_epoch + 31);
+  uint32_t word = first_unit * 4;
+  uint32_t number = word / 1024 * 3072 + word % 1024;
+  wait_tagged_units(units, input_words + number, 3072, 2, 32, step_epoch + 31);
   #pragma unroll
   for (uint32_t index = 0; index < 2; ++index) {
     uint4 words = units[index];
@@ -2866,7 +2890,7 @@ __device__ __forceinline__ void publish_list(uint32_t column, uint32_t epoch, ui
   warp_barrier();
   if (lane < 32) {
     uint32_t index = ((step % 2 + column) * 1056 + block * 8) * 4 + lane;
-    publish_flagged(exchange_words + (index + 150720), ((uint32_t*)(arena + LIST_ROWS))[lane], epoch);
+    publish_flagged(exchange_words + (index + 181408), ((uint32_t*)(arena + LIST_ROWS))[lane], epoch);
   }
   warp_barrier();
 }
@@ -2931,7 +2955,7 @@ __device__ __forceinline__ void gather(uint32_t first_unit, uint32_t epoch, uint
   uint4* units = (uint4*)(arena + CANDIDATES);
   #pragma unroll 1
   for (uint32_t other = thread; other < 132; other += 256) {
-    units[other] = wait_flagged4_acquire(exchange_words + ((first_unit + other) * 4 + 149664), epoch);
+    units[other] = wait_flagged4_acquire(exchange_words + ((first_unit + other) * 4 + 180352), epoch);
   }
 }
 
@@ -2972,7 +2996,7 @@ __device__ __forceinline__ void read(uint32_t column, uint32_t epoch, uint32_t s
     for (uint32_t index = 0; index < 5; ++index) {
       places[index] = (first_unit + (first + index * 256 < 1055 ? first + index * 256 : 1055)) * 4;
     }
-    wait_flagged_places(data, exchange_words + 150720, places, 5, epoch);
+    wait_flagged_places(data, exchange_words + 181408, places, 5, epoch);
     #pragma unroll
     for (uint32_t index = 0; index < 5; ++index) {
       if (first + index * 256 < 1056) {
@@ -3257,7 +3281,7 @@ __device__ __forceinline__ void decide(uint32_t column, uint32_t epoch, uint32_t
     begin_2(column, highest, highest - best_scaled, arena, sequences, lane);
   }
   if (judged < 1056) {
-    uint4 unit = wait_flagged4(exchange_words + (((step % 2 + column) * 1056 + judged) * 4 + 150720), epoch);
+    uint4 unit = wait_flagged4(exchange_words + (((step % 2 + column) * 1056 + judged) * 4 + 181408), epoch);
     if (lane == 0) {
       ((uint32_t*)(arena + CHOSEN))[column] = unit.z;
     }
@@ -3473,7 +3497,7 @@ __device__ __forceinline__ void weigh_all(uint32_t epoch, uint32_t index, uint8_
         uint32_t word = add_groups(column, lane, arena);
         if (lane < 16) {
           uint32_t word_index = ((index % 2 + column) * 132 + block) * 16 + lane;
-          publish_flagged(exchange_words + (word_index + 159168), word, epoch);
+          publish_flagged(exchange_words + (word_index + 189856), word, epoch);
         }
       }
     }
@@ -3511,7 +3535,7 @@ __device__ __forceinline__ void read_2(uint32_t column, uint32_t epoch, uint32_t
     for (uint32_t index_2 = 0; index_2 < 3; ++index_2) {
       places[index_2] = (first_unit + (first + index_2 * 256 < 527 ? first + index_2 * 256 : 527)) * 4;
     }
-    wait_flagged_places(data, exchange_words + 159168, places, 3, epoch);
+    wait_flagged_places(data, exchange_words + 189856, places, 3, epoch);
     #pragma unroll
     for (uint32_t index_2 = 0; index_2 < 3; ++index_2) {
       if (first + index_2 * 256 < 528) {
@@ -3741,7 +3765,7 @@ __device__ __forceinline__ void sampling(uint32_t thread, uint32_t* progress, ui
       uint32_t best_token_2 = is_cancelled ? 4294967294u : best_token;
       uint32_t word = lane % 2 == 0 ? value_2 : best_token_2;
       uint32_t place = first_word + (block * 2 + warp) * 2 + lane;
-      publish_flagged_release(exchange_words + (place + 149664), word, step_epoch + 32);
+      publish_flagged_release(exchange_words + (place + 180352), word, step_epoch + 32);
     }
   }
   uint32_t answer = 0;

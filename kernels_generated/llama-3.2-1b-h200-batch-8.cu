@@ -703,7 +703,7 @@ __device__ __forceinline__ float sum_of_lane_2(uint32_t column, uint32_t lane, u
     uint4 data[8];
     places[0] = column * 128 + (unit < 31 ? unit : 31) * 4;
     places[1] = column * 128 + (unit_2 < 31 ? unit_2 : 31) * 4;
-    wait_flagged_places(data, exchange_words + 650272, places, 2, layer_epoch - 1);
+    wait_flagged_places(data, exchange_words + 692224, places, 2, layer_epoch - 1);
     uint4 words = data[0];
     float low = bits_float(words.x) + bits_float(words.y);
     float of_unit = low + (bits_float(words.z) + bits_float(words.w));
@@ -741,7 +741,7 @@ __device__ __forceinline__ void finish_rows(uint32_t m_tile, uint32_t column, ui
   bool is_paired = head < 40;
   uint32_t dim = is_paired ? paired : m_tile_of_head * 16 + row;
   uint32_t place = (column * 3072 + head * 64 + dim) / 2;
-  uint32_t published = renewed_u32(place + 4128);
+  uint32_t published = renewed_u32(place + 54272);
   if (scale == 0.0f) {
     mbarrier_wait(loaded, loaded_parity);
     float scale_2 = 0.0f;
@@ -853,7 +853,9 @@ __device__ __forceinline__ void finish_rows_2(uint32_t m_tile, uint32_t column, 
   float* residual = (float*)(arena + RESIDUAL);
   uint32_t place = renewed_u32((m_tile / 132 * 16 + row) * 8 + column);
   float weight = bf16_to_f32((norms + (layer * 2 + 1) * 2048)[m_tile * 16 + row]);
-  uint32_t published = renewed_u32((((m_tile * 16 + row) / 32 * 8 + column) * 4 + (m_tile * 16 + row) / 8 % 4) * 4 + (m_tile * 16 + row) % 8 / 2 + 1259584);
+  uint32_t word = (((m_tile * 16 + row) / 32 * 8 + column) * 4 + (m_tile * 16 + row) / 8 % 4) * 4 + (m_tile * 16 + row) % 8 / 2;
+  uint32_t number = word / 1024 * 10240 + word % 1024 + 35840;
+  uint32_t published = renewed_u32(number);
   float* reduction = (float*)(arena + REDUCTIONS) + adding * 1280;
   float* own = reduction + (column / 2 * 40 + lane);
   mbarrier_wait(summed + adding, adding_parity);
@@ -887,7 +889,7 @@ __device__ __forceinline__ void finish_rows_2(uint32_t m_tile, uint32_t column, 
   total_4 += shuffle_xor_f32(total_4, 1);
   uint32_t place_2 = column * 128 + m_tile;
   if (is_own && row == 0) {
-    publish_flagged(exchange_words + (place_2 + 651296), float_bits(total_4), layer_epoch);
+    publish_flagged(exchange_words + (place_2 + 693248), float_bits(total_4), layer_epoch);
   }
 }
 
@@ -922,7 +924,7 @@ __device__ __forceinline__ float sum_of_lane_3(uint32_t column, uint32_t lane, u
     uint4 data[8];
     places[0] = column * 128 + (unit < 31 ? unit : 31) * 4;
     places[1] = column * 128 + (unit_2 < 31 ? unit_2 : 31) * 4;
-    wait_flagged_places(data, exchange_words + 651296, places, 2, layer_epoch);
+    wait_flagged_places(data, exchange_words + 693248, places, 2, layer_epoch);
     uint4 words = data[0];
     float low = bits_float(words.x) + bits_float(words.y);
     float of_unit = low + (bits_float(words.z) + bits_float(words.w));
@@ -941,7 +943,7 @@ __device__ __forceinline__ void finish_rows_3(uint32_t m_tile, uint32_t column, 
     uint8_t* arena, uint32_t adding, uint64_t* summed, uint32_t adding_parity, uint32_t* input_words) {
   uint32_t row = lane % 16;
   bool is_own = column < column_count;
-  uint32_t published = renewed_u32((((m_tile * 8 + row) / 32 * 8 + column) * 4 + (m_tile * 8 + row) / 8 % 4) * 4 + (m_tile * 8 + row) % 8 / 2 + 1267776);
+  uint32_t published = renewed_u32((((m_tile * 8 + row) / 32 * 8 + column) * 4 + (m_tile * 8 + row) / 8 % 4) * 4 + (m_tile * 8 + row) % 8 / 2 + 1351680);
   if (scale == 0.0f) {
     mbarrier_wait(loaded, loaded_parity);
     float total = 0.0f;
@@ -1015,7 +1017,9 @@ __device__ __forceinline__ void finish_rows_4(uint32_t m_tile, uint32_t column, 
   float* residual = (float*)(arena + RESIDUAL);
   uint32_t place = renewed_u32((m_tile / 132 * 16 + row) * 8 + column);
   float weight = bf16_to_f32((norms + (layer * 2 + 2) * 2048)[m_tile * 16 + row]);
-  uint32_t published = renewed_u32((((m_tile * 16 + row) / 32 * 8 + column) * 4 + (m_tile * 16 + row) / 8 % 4) * 4 + (m_tile * 16 + row) % 8 / 2 + 64);
+  uint32_t word = (((m_tile * 16 + row) / 32 * 8 + column) * 4 + (m_tile * 16 + row) / 8 % 4) * 4 + (m_tile * 16 + row) % 8 / 2;
+  uint32_t number = word / 1024 * 10240 + word % 1024 + 3072;
+  uint32_t published = renewed_u32(number);
   float* reduction = (float*)(arena + REDUCTIONS) + adding * 1280;
   float* own = reduction + (column / 2 * 40 + lane);
   mbarrier_wait(summed + adding, adding_parity);
@@ -1049,7 +1053,7 @@ __device__ __forceinline__ void finish_rows_4(uint32_t m_tile, uint32_t column, 
   total_4 += shuffle_xor_f32(total_4, 1);
   uint32_t place_2 = column * 128 + m_tile;
   if (is_own && row == 0) {
-    publish_flagged(exchange_words + (place_2 + 650272), float_bits(total_4), layer_epoch);
+    publish_flagged(exchange_words + (place_2 + 692224), float_bits(total_4), layer_epoch);
   }
 }
 
@@ -1084,7 +1088,7 @@ __device__ __forceinline__ float sum_of_lane_4(uint32_t column, uint32_t lane, u
     uint4 data[8];
     places[0] = column * 128 + (unit < 31 ? unit : 31) * 4;
     places[1] = column * 128 + (unit_2 < 31 ? unit_2 : 31) * 4;
-    wait_flagged_places(data, exchange_words + 650272, places, 2, step_epoch + 15);
+    wait_flagged_places(data, exchange_words + 692224, places, 2, step_epoch + 15);
     uint4 words = data[0];
     float low = bits_float(words.x) + bits_float(words.y);
     float of_unit = low + (bits_float(words.z) + bits_float(words.w));
@@ -1464,12 +1468,16 @@ __device__ __forceinline__ void load_vector_2(uint8_t* arena, uint32_t thread, u
   uint4* vector = (uint4*)(arena + VECTOR);
   uint32_t first_unit = thread;
   if (lane == 0) {
-    wait_tagged4(input_words + (first_unit * 4 + 64), 32, layer_epoch - 1);
+    uint32_t word = first_unit * 4;
+    uint32_t number = word / 1024 * 10240 + word % 1024 + 3072;
+    wait_tagged4(input_words + number, 32, layer_epoch - 1);
   }
   warp_barrier();
   if (thread / 4 % 8 < column_count) {
     uint4 units[8];
-    wait_tagged_units(units, input_words + (first_unit * 4 + 64), 1024, 8, 32, layer_epoch - 1);
+    uint32_t word = first_unit * 4;
+    uint32_t number = word / 1024 * 10240 + word % 1024 + 3072;
+    wait_tagged_units(units, input_words + number, 10240, 8, 32, layer_epoch - 1);
     #pragma unroll
     for (uint32_t index = 0; index < 8; ++index) {
       uint4 words = units[index];
@@ -1607,7 +1615,7 @@ __device__ __forceinline__ void load_newest_unit(uint32_t newest_begin, uint32_t
   bool is_value = index >= newest_units;
   uint32_t newest_unit = index - (is_value ? newest_units : 0);
   uint32_t column = record[3].w + (newest_begin - (record[3].x + record[3].y * step)) + newest_unit / 8;
-  uint4 words = wait_flagged4(exchange_words + ((column * 384 + ((is_value ? 40u : 32u) + what.z) * 8 + newest_unit % 8) * 4 + 4128), epoch);
+  uint4 words = wait_flagged4(exchange_words + ((column * 384 + ((is_value ? 40u : 32u) + what.z) * 8 + newest_unit % 8) * 4 + 54272), epoch);
   uint4* place = (is_value ? (uint4*)(arena + NEWEST) + 128 : (uint4*)(arena + NEWEST)) + newest_unit;
   place[0] = words;
 }
@@ -1623,7 +1631,7 @@ __device__ __forceinline__ void load_item(uint32_t newest_begin, uint32_t newest
     if (index < query_units) {
       uint32_t row = index / 8;
       uint32_t column = record[2].x + row / 4;
-      queries[index] = wait_flagged4(exchange_words + ((column * 384 + (what.z * 4 + row % 4) * 8 + index % 8) * 4 + 4128), epoch);
+      queries[index] = wait_flagged4(exchange_words + ((column * 384 + (what.z * 4 + row % 4) * 8 + index % 8) * 4 + 54272), epoch);
     } else {
       load_newest_unit(newest_begin, index - query_units, newest_units, epoch, record, step, exchange_words, what,
           arena);
@@ -1938,17 +1946,17 @@ __device__ __forceinline__ void fold_states(uint32_t first, uint32_t pair, uint8
 __device__ __forceinline__ void publish_partial(uint32_t row, uint32_t dim_pair, float low, float high, float lse,
     uint32_t epoch, uint64_t* exchange_words) {
   uint32_t partial = row * 68;
-  publish_flagged(exchange_words + (partial + dim_pair * 2 + 16416), float_bits(low), epoch);
-  publish_flagged(exchange_words + (partial + dim_pair * 2 + 16417), float_bits(high), epoch);
+  publish_flagged(exchange_words + (partial + dim_pair * 2 + 66560), float_bits(low), epoch);
+  publish_flagged(exchange_words + (partial + dim_pair * 2 + 66561), float_bits(high), epoch);
   if (dim_pair < 4) {
-    publish_flagged(exchange_words + (partial + 64 + dim_pair + 16416), float_bits(lse), epoch);
+    publish_flagged(exchange_words + (partial + 64 + dim_pair + 66560), float_bits(lse), epoch);
   }
 }
 
 // Column tile `index` of every group: its column c was laid down by the warps column_group, column_group +
 // column_groups, ..., as their column c.
-__device__ __forceinline__ void fold_slices(uint32_t epoch, uint4* record, uint32_t thread, uint8_t* arena,
-    uint32_t* input_words, uint4 what, uint64_t* exchange_words) {
+__device__ __forceinline__ void fold_slices(uint32_t epoch, uint4* record, uint32_t thread, uint8_t* arena, uint4 what,
+    uint32_t* input_words, uint64_t* exchange_words) {
   uint32_t rows = record[1].z;
   #pragma unroll 1
   for (uint32_t output = thread; output < rows * 32; output += 256) {
@@ -1963,7 +1971,9 @@ __device__ __forceinline__ void fold_slices(uint32_t epoch, uint4* record, uint3
     if (record[1].y == 4294967295u) {
       float lse = weight_sum == 0.0f ? -bits_float(0x7f800000) : highest * 0.6931472f + log_f32(weight_sum);
       uint32_t column = record[2].x + place / 4;
-      publish_tagged(input_words + (((((what.z * 4 + place % 4) * 64 + dim_pair * 2) / 32 * 8 + column) * 4 + ((what.z * 4 + place % 4) * 64 + dim_pair * 2) / 8 % 4) * 4 + ((what.z * 4 + place % 4) * 64 + dim_pair * 2) % 8 / 2 + 1251392), pack_bf16x2(low, high), 60, epoch);
+      uint32_t word = ((((what.z * 4 + place % 4) * 64 + dim_pair * 2) / 32 * 8 + column) * 4 + ((what.z * 4 + place % 4) * 64 + dim_pair * 2) / 8 % 4) * 4 + ((what.z * 4 + place % 4) * 64 + dim_pair * 2) % 8 / 2;
+      uint32_t number = word / 1024 * 10240 + word % 1024 + 2048;
+      publish_tagged(input_words + number, pack_bf16x2(low, high), 60, epoch);
     } else {
       float lse = weight_sum == 0.0f ? -bits_float(0x7f800000) : highest * 0.6931472f + log_f32(weight_sum);
       publish_partial(record[1].y + place, dim_pair, low, high, lse, epoch, exchange_words);
@@ -1974,12 +1984,12 @@ __device__ __forceinline__ void fold_slices(uint32_t epoch, uint4* record, uint3
 // Fold the key groups' states, in ascending order, as many dims at a time as there is room for, and publish the
 // result.
 __device__ __forceinline__ void fold(uint32_t epoch, uint8_t* arena, float (&weight_sum)[2], uint32_t lane,
-    uint32_t warp, float (&highest)[2], float (&output)[4][4], uint4* record, uint32_t thread, uint32_t* input_words,
-    uint4 what, uint64_t* exchange_words) {
+    uint32_t warp, float (&highest)[2], float (&output)[4][4], uint4* record, uint32_t thread, uint4 what,
+    uint32_t* input_words, uint64_t* exchange_words) {
   lay_down_statistics(arena, weight_sum, lane, warp, highest);
   lay_down_2(arena, lane, warp, output);
   named_barrier(1, 256);
-  fold_slices(epoch, record, thread, arena, input_words, what, exchange_words);
+  fold_slices(epoch, record, thread, arena, what, input_words, exchange_words);
   named_barrier(1, 256);
 }
 
@@ -1995,7 +2005,7 @@ __device__ __forceinline__ void attend_rows(uint32_t cached_end, uint32_t newest
   highest[1] = -bits_float(0x7f800000);
   attend_keys(cached_end, newest_begin, newest, epoch, what, warp, use_stage, full, use_parity, ring, arena, lane,
       query, limits, highest, weight_sum, output, empty);
-  fold(epoch, arena, weight_sum, lane, warp, highest, output, record, thread, input_words, what, exchange_words);
+  fold(epoch, arena, weight_sum, lane, warp, highest, output, record, thread, what, input_words, exchange_words);
 }
 
 // For how many warps this one gives back a stage with these tiles: those with a tile in it share out all.
@@ -2193,7 +2203,7 @@ __device__ __forceinline__ void fold_states_2(uint32_t first, uint32_t pair, uin
 // Column tile `index` of every group: its column c was laid down by the warps column_group, column_group +
 // column_groups, ..., as their column c.
 __device__ __forceinline__ void fold_slices_2(uint32_t epoch, uint32_t column_groups, uint32_t thread, uint4* record,
-    uint8_t* arena, uint32_t* input_words, uint4 what, uint64_t* exchange_words) {
+    uint8_t* arena, uint4 what, uint32_t* input_words, uint64_t* exchange_words) {
   if (column_groups == 1) {
     #pragma unroll 1
     for (uint32_t output = thread; output < 256; output += 256) {
@@ -2210,7 +2220,9 @@ __device__ __forceinline__ void fold_slices_2(uint32_t epoch, uint32_t column_gr
         if (record[1].y == 4294967295u) {
           float lse = weight_sum == 0.0f ? -bits_float(0x7f800000) : highest * 0.6931472f + log_f32(weight_sum);
           uint32_t column = record[2].x + row / 4;
-          publish_tagged(input_words + (((((what.z * 4 + row % 4) * 64 + dim_pair * 2) / 32 * 8 + column) * 4 + ((what.z * 4 + row % 4) * 64 + dim_pair * 2) / 8 % 4) * 4 + ((what.z * 4 + row % 4) * 64 + dim_pair * 2) % 8 / 2 + 1251392), pack_bf16x2(low, high), 60, epoch);
+          uint32_t word = ((((what.z * 4 + row % 4) * 64 + dim_pair * 2) / 32 * 8 + column) * 4 + ((what.z * 4 + row % 4) * 64 + dim_pair * 2) / 8 % 4) * 4 + ((what.z * 4 + row % 4) * 64 + dim_pair * 2) % 8 / 2;
+          uint32_t number = word / 1024 * 10240 + word % 1024 + 2048;
+          publish_tagged(input_words + number, pack_bf16x2(low, high), 60, epoch);
         } else {
           float lse = weight_sum == 0.0f ? -bits_float(0x7f800000) : highest * 0.6931472f + log_f32(weight_sum);
           publish_partial(record[1].y + row, dim_pair, low, high, lse, epoch, exchange_words);
@@ -2234,7 +2246,9 @@ __device__ __forceinline__ void fold_slices_2(uint32_t epoch, uint32_t column_gr
         if (record[1].y == 4294967295u) {
           float lse = weight_sum == 0.0f ? -bits_float(0x7f800000) : highest * 0.6931472f + log_f32(weight_sum);
           uint32_t column = record[2].x + row / 4;
-          publish_tagged(input_words + (((((what.z * 4 + row % 4) * 64 + dim_pair * 2) / 32 * 8 + column) * 4 + ((what.z * 4 + row % 4) * 64 + dim_pair * 2) / 8 % 4) * 4 + ((what.z * 4 + row % 4) * 64 + dim_pair * 2) % 8 / 2 + 1251392), pack_bf16x2(low, high), 60, epoch);
+          uint32_t word = ((((what.z * 4 + row % 4) * 64 + dim_pair * 2) / 32 * 8 + column) * 4 + ((what.z * 4 + row % 4) * 64 + dim_pair * 2) / 8 % 4) * 4 + ((what.z * 4 + row % 4) * 64 + dim_pair * 2) % 8 / 2;
+          uint32_t number = word / 1024 * 10240 + word % 1024 + 2048;
+          publish_tagged(input_words + number, pack_bf16x2(low, high), 60, epoch);
         } else {
           float lse = weight_sum == 0.0f ? -bits_float(0x7f800000) : highest * 0.6931472f + log_f32(weight_sum);
           publish_partial(record[1].y + row, dim_pair, low, high, lse, epoch, exchange_words);
@@ -2247,7 +2261,7 @@ __device__ __forceinline__ void fold_slices_2(uint32_t epoch, uint32_t column_gr
 // Column tile `index` of every group: its column c was laid down by the warps column_group, column_group +
 // column_groups, ..., as their column c.
 __device__ __forceinline__ void fold_slices_3(uint32_t epoch, uint32_t column_groups, uint32_t thread, uint4* record,
-    uint8_t* arena, uint32_t* input_words, uint4 what, uint64_t* exchange_words) {
+    uint8_t* arena, uint4 what, uint32_t* input_words, uint64_t* exchange_words) {
   if (column_groups == 1) {
     #pragma unroll 1
     for (uint32_t output = thread; output < 256; output += 256) {
@@ -2264,7 +2278,9 @@ __device__ __forceinline__ void fold_slices_3(uint32_t epoch, uint32_t column_gr
         if (record[1].y == 4294967295u) {
           float lse = weight_sum == 0.0f ? -bits_float(0x7f800000) : highest * 0.6931472f + log_f32(weight_sum);
           uint32_t column = record[2].x + row / 4;
-          publish_tagged(input_words + (((((what.z * 4 + row % 4) * 64 + dim_pair * 2) / 32 * 8 + column) * 4 + ((what.z * 4 + row % 4) * 64 + dim_pair * 2) / 8 % 4) * 4 + ((what.z * 4 + row % 4) * 64 + dim_pair * 2) % 8 / 2 + 1251392), pack_bf16x2(low, high), 60, epoch);
+          uint32_t word = ((((what.z * 4 + row % 4) * 64 + dim_pair * 2) / 32 * 8 + column) * 4 + ((what.z * 4 + row % 4) * 64 + dim_pair * 2) / 8 % 4) * 4 + ((what.z * 4 + row % 4) * 64 + dim_pair * 2) % 8 / 2;
+          uint32_t number = word / 1024 * 10240 + word % 1024 + 2048;
+          publish_tagged(input_words + number, pack_bf16x2(low, high), 60, epoch);
         } else {
           float lse = weight_sum == 0.0f ? -bits_float(0x7f800000) : highest * 0.6931472f + log_f32(weight_sum);
           publish_partial(record[1].y + row, dim_pair, low, high, lse, epoch, exchange_words);
@@ -2288,7 +2304,9 @@ __device__ __forceinline__ void fold_slices_3(uint32_t epoch, uint32_t column_gr
         if (record[1].y == 4294967295u) {
           float lse = weight_sum == 0.0f ? -bits_float(0x7f800000) : highest * 0.6931472f + log_f32(weight_sum);
           uint32_t column = record[2].x + row / 4;
-          publish_tagged(input_words + (((((what.z * 4 + row % 4) * 64 + dim_pair * 2) / 32 * 8 + column) * 4 + ((what.z * 4 + row % 4) * 64 + dim_pair * 2) / 8 % 4) * 4 + ((what.z * 4 + row % 4) * 64 + dim_pair * 2) % 8 / 2 + 1251392), pack_bf16x2(low, high), 60, epoch);
+          uint32_t word = ((((what.z * 4 + row % 4) * 64 + dim_pair * 2) / 32 * 8 + column) * 4 + ((what.z * 4 + row % 4) * 64 + dim_pair * 2) / 8 % 4) * 4 + ((what.z * 4 + row % 4) * 64 + dim_pair * 2) % 8 / 2;
+          uint32_t number = word / 1024 * 10240 + word % 1024 + 2048;
+          publish_tagged(input_words + number, pack_bf16x2(low, high), 60, epoch);
         } else {
           float lse = weight_sum == 0.0f ? -bits_float(0x7f800000) : highest * 0.6931472f + log_f32(weight_sum);
           publish_partial(record[1].y + row, dim_pair, low, high, lse, epoch, exchange_words);
@@ -2302,17 +2320,17 @@ __device__ __forceinline__ void fold_slices_3(uint32_t epoch, uint32_t column_gr
 // result.
 __device__ __forceinline__ void fold_2(uint32_t epoch, uint8_t* arena, float (&weight_sum)[2], uint32_t lane,
     uint32_t warp, float (&highest)[2], float (&output)[4][4], uint32_t column_groups, uint32_t thread, uint4* record,
-    uint32_t* input_words, uint4 what, uint64_t* exchange_words, float (&weight_sum_2)[2], float (&highest_2)[2],
+    uint4 what, uint32_t* input_words, uint64_t* exchange_words, float (&weight_sum_2)[2], float (&highest_2)[2],
     float (&output_2)[4][4]) {
   lay_down_statistics(arena, weight_sum, lane, warp, highest);
   lay_down_2(arena, lane, warp, output);
   named_barrier(1, 256);
-  fold_slices_2(epoch, column_groups, thread, record, arena, input_words, what, exchange_words);
+  fold_slices_2(epoch, column_groups, thread, record, arena, what, input_words, exchange_words);
   named_barrier(1, 256);
   lay_down_statistics(arena, weight_sum_2, lane, warp, highest_2);
   lay_down_2(arena, lane, warp, output_2);
   named_barrier(1, 256);
-  fold_slices_3(epoch, column_groups, thread, record, arena, input_words, what, exchange_words);
+  fold_slices_3(epoch, column_groups, thread, record, arena, what, input_words, exchange_words);
   named_barrier(1, 256);
 }
 
@@ -2335,7 +2353,7 @@ __device__ __forceinline__ void attend_rows_2(uint32_t cached_end, uint32_t newe
   attend_keys_2(cached_end, newest_begin, newest, epoch, what, key_group, key_groups, column_groups, column_group,
       use_stage, full, use_parity, ring, arena, lane, query, query_2, limits, highest, weight_sum, output, limits_2,
       highest_2, weight_sum_2, output_2, empty);
-  fold_2(epoch, arena, weight_sum, lane, warp, highest, output, column_groups, thread, record, input_words, what,
+  fold_2(epoch, arena, weight_sum, lane, warp, highest, output, column_groups, thread, record, what, input_words,
       exchange_words, weight_sum_2, highest_2, output_2);
 }
 
@@ -2440,12 +2458,16 @@ __device__ __forceinline__ void finish_merge(uint32_t epoch, float weight_sum, f
     float low = sums[0] * inverse;
     float high = sums[1] * inverse;
     uint32_t column = record[1].x + record[0].y / 4;
-    publish_tagged(input_words + (((((record[0].x * 4 + record[0].y % 4) * 64 + dim_pair * 2) / 32 * 8 + column) * 4 + ((record[0].x * 4 + record[0].y % 4) * 64 + dim_pair * 2) / 8 % 4) * 4 + ((record[0].x * 4 + record[0].y % 4) * 64 + dim_pair * 2) % 8 / 2 + 1251392), pack_bf16x2(low, high), 60, epoch);
+    uint32_t word = ((((record[0].x * 4 + record[0].y % 4) * 64 + dim_pair * 2) / 32 * 8 + column) * 4 + ((record[0].x * 4 + record[0].y % 4) * 64 + dim_pair * 2) / 8 % 4) * 4 + ((record[0].x * 4 + record[0].y % 4) * 64 + dim_pair * 2) % 8 / 2;
+    uint32_t number = word / 1024 * 10240 + word % 1024 + 2048;
+    publish_tagged(input_words + number, pack_bf16x2(low, high), 60, epoch);
     uint32_t dim_pair_2 = lane % 16 * 2 + 1;
     float low_2 = sums[2] * inverse;
     float high_2 = sums[3] * inverse;
     uint32_t column_2 = record[1].x + record[0].y / 4;
-    publish_tagged(input_words + (((((record[0].x * 4 + record[0].y % 4) * 64 + dim_pair_2 * 2) / 32 * 8 + column_2) * 4 + ((record[0].x * 4 + record[0].y % 4) * 64 + dim_pair_2 * 2) / 8 % 4) * 4 + ((record[0].x * 4 + record[0].y % 4) * 64 + dim_pair_2 * 2) % 8 / 2 + 1251392), pack_bf16x2(low_2, high_2), 60, epoch);
+    uint32_t word_2 = ((((record[0].x * 4 + record[0].y % 4) * 64 + dim_pair_2 * 2) / 32 * 8 + column_2) * 4 + ((record[0].x * 4 + record[0].y % 4) * 64 + dim_pair_2 * 2) / 8 % 4) * 4 + ((record[0].x * 4 + record[0].y % 4) * 64 + dim_pair_2 * 2) % 8 / 2;
+    uint32_t number_2 = word_2 / 1024 * 10240 + word_2 % 1024 + 2048;
+    publish_tagged(input_words + number_2, pack_bf16x2(low_2, high_2), 60, epoch);
   }
 }
 
@@ -2581,7 +2603,7 @@ __device__ __forceinline__ void attention(uint32_t* progress, uint32_t block, ui
               uint32_t source = shuffle_u32(value, index);
               indices[index + 1] = ((source + record[0].y) * 17 + lane % 16) * 4;
             }
-            wait_flagged_places(states, exchange_words + 16416, indices, 6, layer_epoch);
+            wait_flagged_places(states, exchange_words + 66560, indices, 6, layer_epoch);
             #pragma unroll
             for (uint32_t index = 0; index < 5; ++index) {
               if (index < count) {
@@ -2606,7 +2628,7 @@ __device__ __forceinline__ void attention(uint32_t* progress, uint32_t block, ui
             uint32_t source = shuffle_u32(value, index);
             indices[index + 1] = ((source + record[0].y) * 17 + lane % 16) * 4;
           }
-          wait_flagged_places(states, exchange_words + 16416, indices, 6, layer_epoch);
+          wait_flagged_places(states, exchange_words + 66560, indices, 6, layer_epoch);
           #pragma unroll
           for (uint32_t index = 0; index < 5; ++index) {
             if (index < count) {
@@ -2653,12 +2675,16 @@ __device__ __forceinline__ void load_vector_3(uint8_t* arena, uint32_t thread, u
   uint4* vector = (uint4*)(arena + VECTOR);
   uint32_t first_unit = thread;
   if (lane == 0) {
-    wait_tagged4(input_words + (first_unit * 4 + 1251392), 60, layer_epoch);
+    uint32_t word = first_unit * 4;
+    uint32_t number = word / 1024 * 10240 + word % 1024 + 2048;
+    wait_tagged4(input_words + number, 60, layer_epoch);
   }
   warp_barrier();
   if (thread / 4 % 8 < column_count) {
     uint4 units[8];
-    wait_tagged_units(units, input_words + (first_unit * 4 + 1251392), 1024, 8, 60, layer_epoch);
+    uint32_t word = first_unit * 4;
+    uint32_t number = word / 1024 * 10240 + word % 1024 + 2048;
+    wait_tagged_units(units, input_words + number, 10240, 8, 60, layer_epoch);
     #pragma unroll
     for (uint32_t index = 0; index < 8; ++index) {
       uint4 words = units[index];
@@ -2722,12 +2748,16 @@ __device__ __forceinline__ void load_vector_4(uint8_t* arena, uint32_t thread, u
   uint4* vector = (uint4*)(arena + VECTOR);
   uint32_t first_unit = thread;
   if (lane == 0) {
-    wait_tagged4(input_words + (first_unit * 4 + 1259584), 32, layer_epoch);
+    uint32_t word = first_unit * 4;
+    uint32_t number = word / 1024 * 10240 + word % 1024 + 35840;
+    wait_tagged4(input_words + number, 32, layer_epoch);
   }
   warp_barrier();
   if (thread / 4 % 8 < column_count) {
     uint4 units[8];
-    wait_tagged_units(units, input_words + (first_unit * 4 + 1259584), 1024, 8, 32, layer_epoch);
+    uint32_t word = first_unit * 4;
+    uint32_t number = word / 1024 * 10240 + word % 1024 + 35840;
+    wait_tagged_units(units, input_words + number, 10240, 8, 32, layer_epoch);
     #pragma unroll
     for (uint32_t index = 0; index < 8; ++index) {
       uint4 words = units[index];
@@ -2796,12 +2826,12 @@ __device__ __forceinline__ void load_vector_5(uint8_t* arena, uint32_t thread, u
   uint4* vector = (uint4*)(arena + VECTOR);
   uint32_t first_unit = thread;
   if (lane == 0) {
-    wait_tagged4(input_words + (first_unit * 4 + 1267776), 60, layer_epoch);
+    wait_tagged4(input_words + (first_unit * 4 + 1351680), 60, layer_epoch);
   }
   warp_barrier();
   if (thread / 4 % 8 < column_count) {
     uint4 units[8];
-    wait_tagged_units(units, input_words + (first_unit * 4 + 1267776), 1024, 8, 60, layer_epoch);
+    wait_tagged_units(units, input_words + (first_unit * 4 + 1351680), 1024, 8, 60, layer_epoch);
     #pragma unroll
     for (uint32_t index = 0; index < 8; ++index) {
       uint4 words = units[index];
@@ -2818,12 +2848,12 @@ __device__ __forceinline__ void load_vector_6(uint8_t* arena, uint32_t thread, u
   uint4* vector = (uint4*)(arena + VECTOR);
   uint32_t first_unit = thread;
   if (lane == 0) {
-    wait_tagged4(input_words + ((first_unit + 2048) * 4 + 1267776), 60, layer_epoch);
+    wait_tagged4(input_words + ((first_unit + 2048) * 4 + 1351680), 60, layer_epoch);
   }
   warp_barrier();
   if (thread / 4 % 8 < column_count) {
     uint4 units[8];
-    wait_tagged_units(units, input_words + ((first_unit + 2048) * 4 + 1267776), 1024, 8, 60, layer_epoch);
+    wait_tagged_units(units, input_words + ((first_unit + 2048) * 4 + 1351680), 1024, 8, 60, layer_epoch);
     #pragma unroll
     for (uint32_t index = 0; index < 8; ++index) {
       uint4 words = units[index];
@@ -2840,12 +2870,12 @@ __device__ __forceinline__ void load_vector_7(uint8_t* arena, uint32_t thread, u
   uint4* vector = (uint4*)(arena + VECTOR);
   uint32_t first_unit = thread;
   if (lane == 0) {
-    wait_tagged4(input_words + ((first_unit + 4096) * 4 + 1267776), 60, layer_epoch);
+    wait_tagged4(input_words + ((first_unit + 4096) * 4 + 1351680), 60, layer_epoch);
   }
   warp_barrier();
   if (thread / 4 % 8 < column_count) {
     uint4 units[8];
-    wait_tagged_units(units, input_words + ((first_unit + 4096) * 4 + 1267776), 1024, 8, 60, layer_epoch);
+    wait_tagged_units(units, input_words + ((first_unit + 4096) * 4 + 1351680), 1024, 8, 60, layer_epoch);
     #pragma unroll
     for (uint32_t index = 0; index < 8; ++index) {
       uint4 words = units[index];
@@ -2862,12 +2892,12 @@ __device__ __forceinline__ void load_vector_8(uint8_t* arena, uint32_t thread, u
   uint4* vector = (uint4*)(arena + VECTOR);
   uint32_t first_unit = thread;
   if (lane == 0) {
-    wait_tagged4(input_words + ((first_unit + 6144) * 4 + 1267776), 60, layer_epoch);
+    wait_tagged4(input_words + ((first_unit + 6144) * 4 + 1351680), 60, layer_epoch);
   }
   warp_barrier();
   if (thread / 4 % 8 < column_count) {
     uint4 units[8];
-    wait_tagged_units(units, input_words + ((first_unit + 6144) * 4 + 1267776), 1024, 8, 60, layer_epoch);
+    wait_tagged_units(units, input_words + ((first_unit + 6144) * 4 + 1351680), 1024, 8, 60, layer_epoch);
     #pragma unroll
     for (uint32_t index = 0; index < 8; ++index) {
       uint4 words = units[index];
@@ -2994,12 +3024,16 @@ __device__ __forceinline__ void load_vector_9(uint8_t* arena, uint32_t thread, u
   uint4* vector = (uint4*)(arena + VECTOR);
   uint32_t first_unit = thread;
   if (lane == 0) {
-    wait_tagged4(input_words + (first_unit * 4 + 64), 32, step_epoch + 15);
+    uint32_t word = first_unit * 4;
+    uint32_t number = word / 1024 * 10240 + word % 1024 + 3072;
+    wait_tagged4(input_words + number, 32, step_epoch + 15);
   }
   warp_barrier();
   if (thread / 4 % 8 < column_count) {
     uint4 units[8];
-    wait_tagged_units(units, input_words + (first_unit * 4 + 64), 1024, 8, 32, step_epoch + 15);
+    uint32_t word = first_unit * 4;
+    uint32_t number = word / 1024 * 10240 + word % 1024 + 3072;
+    wait_tagged_units(units, input_words + number, 10240, 8, 32, step_epoch + 15);
     #pragma unroll
     for (uint32_t index = 0; index < 8; ++index) {
       uint4 words = units[index];
@@ -3210,7 +3244,7 @@ __device__ __forceinline__ void publish_list(uint32_t column, uint32_t epoch, ui
   warp_barrier();
   if (lane < 16) {
     uint32_t index = ((step % 2 * 8 + column) * 528 + block * 4) * 4 + lane;
-    publish_flagged(exchange_words + (index + 656544), ((uint32_t*)(arena + LIST_ROWS) + warp % 8 * 36)[lane], epoch);
+    publish_flagged(exchange_words + (index + 698496), ((uint32_t*)(arena + LIST_ROWS) + warp % 8 * 36)[lane], epoch);
   }
   warp_barrier();
 }
@@ -3266,7 +3300,7 @@ __device__ __forceinline__ void gather(uint32_t first_unit, uint32_t epoch, uint
   uint4* units = (uint4*)(arena + CANDIDATES);
   #pragma unroll 1
   for (uint32_t other = thread; other < 528; other += 256) {
-    units[other] = wait_flagged4_acquire(exchange_words + ((first_unit + other) * 4 + 652320), epoch);
+    units[other] = wait_flagged4_acquire(exchange_words + ((first_unit + other) * 4 + 694272), epoch);
   }
 }
 
@@ -3307,7 +3341,7 @@ __device__ __forceinline__ void read(uint32_t column, uint32_t epoch, uint32_t s
     for (uint32_t index = 0; index < 6; ++index) {
       places[index] = (first_unit + (first + index * 32 < 527 ? first + index * 32 : 527)) * 4;
     }
-    wait_flagged_places(data, exchange_words + 656544, places, 6, epoch);
+    wait_flagged_places(data, exchange_words + 698496, places, 6, epoch);
     #pragma unroll
     for (uint32_t index = 0; index < 6; ++index) {
       if (first + index * 32 < 528) {
@@ -3596,7 +3630,7 @@ __device__ __forceinline__ void decide(uint32_t column, uint32_t epoch, uint32_t
     begin_2(column, highest, highest - best_scaled, arena, sequences, lane);
   }
   if (judged < 528) {
-    uint4 unit = wait_flagged4(exchange_words + (((step % 2 * 8 + column) * 528 + judged) * 4 + 656544), epoch);
+    uint4 unit = wait_flagged4(exchange_words + (((step % 2 * 8 + column) * 528 + judged) * 4 + 698496), epoch);
     if (lane == 0) {
       ((uint32_t*)(arena + CHOSEN))[column] = unit.z;
     }
@@ -3812,7 +3846,7 @@ __device__ __forceinline__ void weigh_all(uint32_t epoch, uint32_t index, uint32
         uint32_t word = add_groups(column, lane, arena);
         if (lane < 16) {
           uint32_t word_index = ((index % 2 * 8 + column) * 132 + block) * 16 + lane;
-          publish_flagged(exchange_words + (word_index + 690336), word, epoch);
+          publish_flagged(exchange_words + (word_index + 732288), word, epoch);
         }
       }
     }
@@ -3850,7 +3884,7 @@ __device__ __forceinline__ void read_2(uint32_t column, uint32_t epoch, uint32_t
     for (uint32_t index_2 = 0; index_2 < 6; ++index_2) {
       places[index_2] = (first_unit + (first + index_2 * 32 < 527 ? first + index_2 * 32 : 527)) * 4;
     }
-    wait_flagged_places(data, exchange_words + 690336, places, 6, epoch);
+    wait_flagged_places(data, exchange_words + 732288, places, 6, epoch);
     #pragma unroll
     for (uint32_t index_2 = 0; index_2 < 6; ++index_2) {
       if (first + index_2 * 32 < 528) {
@@ -4073,7 +4107,7 @@ __device__ __forceinline__ void sampling(uint32_t* progress, uint32_t block, uin
     uint32_t best_token_2 = is_cancelled ? 4294967294u : best_token;
     uint32_t word = lane % 2 == 0 ? value_2 : best_token_2;
     uint32_t place = first_word + (block * 8 + warp) * 2 + lane;
-    publish_flagged_release(exchange_words + (place + 652320), word, step_epoch + 16);
+    publish_flagged_release(exchange_words + (place + 694272), word, step_epoch + 16);
   }
   uint32_t answer = 0;
   if (block == 0 && thread < column_count) {

@@ -24,21 +24,41 @@ from cheetah.lang import prim, ty
 from cheetah.lang.primitive import GPU_SCOPE
 from cheetah.lang.primitives.exchange import UNITS
 from cheetah.plan.formats import BF16_VECTOR
+from cheetah.plan.halves import PAGE_BYTES, PART_BYTES, parts_in_half
 
 COUNTER_BYTES = 256
 """The grid barrier's counter has cache lines of its own."""
 VECTOR_ALIGNMENT = 256
+PARTS_IN_HALF = 8
+"""Inputs of more parts lie together: in one half of L2 their parts would be far apart."""
 
 
 @dataclass(frozen=True)
 class Vector:
     """A named part of the workspace: `words` 32-bit payload words, each in a `word` of memory, the first at number
-    `offset`."""
+    `offset`. Each PART_BYTES of it begin `apart` times as many bytes after those before them."""
 
     name: str
     words: int
     offset: int
     word: ty.Scalar
+    apart: int = 1
+
+    @property
+    def part_words(self) -> int:
+        """Words that lie together."""
+        return PART_BYTES // self.word.bytes
+
+    def number(self, index: Any) -> Any:
+        """The number in the workspace of payload word `index`."""
+        if self.apart == 1:
+            return index + self.offset
+        part, place = index // self.part_words, index % self.part_words
+        return part * (self.apart * self.part_words) + place + self.offset
+
+    def distance(self, words: int) -> int | None:
+        """How far apart payload words lie whose numbers differ by `words`, if that is the same everywhere."""
+        return words * self.apart if self.apart == 1 or words % self.part_words == 0 else None
 
 
 @dataclass(frozen=True, eq=False)
@@ -112,9 +132,11 @@ class Exchange(ABC):
         self._declare()
 
     @classmethod
-    def _lay_out(cls, sizes: dict[str, int], inputs: Collection[str]) -> dict[str, Vector]:
+    def _lay_out(
+        cls, sizes: dict[str, int], inputs: Collection[str], offset_bytes: int = COUNTER_BYTES
+    ) -> dict[str, Vector]:
+        """Where vectors lie that follow one another from `offset_bytes` on."""
         vectors = {}
-        offset_bytes = COUNTER_BYTES
         for name, words in sizes.items():
             word = cls.input_word if name in inputs else cls.word
             vectors[name] = Vector(name, words, offset_bytes // word.bytes, word)
@@ -124,8 +146,9 @@ class Exchange(ABC):
     @classmethod
     def size_bytes(cls, sizes: dict[str, int], inputs: Collection[str] = ()) -> int:
         """Bytes of a workspace that holds vectors of these payload words."""
-        last = list(cls._lay_out(sizes, inputs).values())[-1]
-        return -(-(last.offset + last.words) * last.word.bytes // VECTOR_ALIGNMENT) * VECTOR_ALIGNMENT
+        vectors = cls._lay_out(sizes, inputs).values()
+        used_bytes: int = max((vector.number(vector.words - 1) + 1) * vector.word.bytes for vector in vectors)
+        return -(-used_bytes // VECTOR_ALIGNMENT) * VECTOR_ALIGNMENT
 
     @ch.inline
     def _declare(self) -> None:
@@ -166,7 +189,15 @@ class Exchange(ABC):
         return self.words[self.vectors[name].word]
 
     def _word(self, name: str, index: ch.Value) -> ch.Expr:
-        return ch.cast(ty.u32, index) + self.vectors[name].offset
+        vector, word = self.vectors[name], ch.cast(ty.u32, index)
+        return word + vector.offset if vector.apart == 1 else self._number_in_parts(vector, word)
+
+    @ch.inline
+    def _number_in_parts(self, vector: Vector, index: ch.Value) -> ch.Expr:
+        """With the index in a variable: it is needed twice."""
+        word = ch.cast(ty.u32, index)
+        number: ch.Expr = vector.number(word)
+        return number
 
     def initialise(self) -> None:  # noqa: B027 - flagged words need nothing
         """Set barriers up, as `Ring.initialise`."""
@@ -241,9 +272,47 @@ class FlaggedExchange(Exchange):
     read, and by coherence never gets a word older than one that it has had. So a tag has to tell apart those published
     since the last one that was read, at most three with that one: epochs of a vector follow one another without
     gaps (modulo the tags, see `epochs_of_step`), and no two in a row go unread (a step without a head leaves one).
-    Launches begin with all of it zeroed, which is no tag."""
+    Launches begin with all of it zeroed, which is no tag.
+
+    Where: a thread that polls words of both halves of L2 sees them later than one that polls words of one half. So an
+    input's parts lie in one half, those of the first input (`hidden` in a step) in another than those of the others: of
+    all ways the one whose times depend least on which half that is. Not where an input has one part alone: there the
+    ways are better or worse by which half it is. Where halves are others than `half_of` says, all of it is as right."""
 
     word = ty.u64
+
+    @classmethod
+    def _lay_out(
+        cls, sizes: dict[str, int], inputs: Collection[str], offset_bytes: int = COUNTER_BYTES
+    ) -> dict[str, Vector]:
+        part_words, in_half = PART_BYTES // cls.input_word.bytes, cls._parts_in_halves(sizes, inputs)
+        placed = {
+            name: Vector(name, sizes[name], parts[0] * part_words, cls.input_word, parts.step)
+            for name, parts in in_half.items()
+        }
+        others = {name: words for name, words in sizes.items() if name not in placed}
+        behind = max((parts[-1] + 1 for parts in in_half.values()), default=0) * PART_BYTES
+        return placed | super()._lay_out(others, inputs, behind or offset_bytes)
+
+    @classmethod
+    def _parts_in_halves(cls, sizes: dict[str, int], inputs: Collection[str]) -> dict[str, range]:
+        """The parts of a page that inputs lie in; none for those that lie as they come."""
+        counts = {n: -(-words * cls.input_word.bytes // PART_BYTES) for n, words in sizes.items() if n in inputs}
+        if min(counts.values(), default=1) == 1:
+            return {}
+        chosen: dict[str, range] = {}
+        for name, count in counts.items():
+            if count <= PARTS_IN_HALF:
+                chosen[name] = parts_in_half(
+                    count, int(bool(chosen)), {part for parts in chosen.values() for part in parts}
+                )
+        return chosen
+
+    @classmethod
+    def size_bytes(cls, sizes: dict[str, int], inputs: Collection[str] = ()) -> int:
+        """At least a page where inputs lie in halves, so that the workspace begins with one."""
+        least = PAGE_BYTES if cls._parts_in_halves(sizes, inputs) else 0
+        return max(super().size_bytes(sizes, inputs), least)
 
     def start(self) -> None:
         pass
@@ -279,11 +348,14 @@ class FlaggedExchange(Exchange):
         return prim.settle_flagged4(asked, self.place(name, ch.cast(ty.u32, unit) * 4), epoch, scope=self.scope)
 
     def read_units(self, name: str, data: Any, unit: ch.Value, stride: int, count: int, epoch: ch.Value) -> None:
-        words = self.place(name, ch.cast(ty.u32, unit) * 4)
-        if name in self.inputs:
-            prim.wait_tagged_units(data, words, stride * 4, count, self.inputs[name], epoch, scope=self.scope)
+        words, distance = self.place(name, ch.cast(ty.u32, unit) * 4), self.vectors[name].distance(stride * 4)
+        if distance is None:
+            with ch.for_(count, unroll=True) as index:
+                data[index] = self.read4(name, unit + index * stride, epoch)
+        elif name in self.inputs:
+            prim.wait_tagged_units(data, words, distance, count, self.inputs[name], epoch, scope=self.scope)
         else:
-            prim.wait_flagged_units(data, words, stride * 4, count, epoch, scope=self.scope)
+            prim.wait_flagged_units(data, words, distance, count, epoch, scope=self.scope)
 
     def read_places(self, name: str, data: Any, places: Any, count: ch.Value, epoch: ch.Value) -> None:
         prim.wait_flagged_places(data, self.place(name, 0), places, count, epoch, scope=self.scope)

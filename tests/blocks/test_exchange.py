@@ -8,11 +8,12 @@ import numpy as np
 import pytest
 
 from cheetah import lang as ch
-from cheetah.blocks.exchange import BarrierExchange, FlaggedExchange, make_exchange
+from cheetah.blocks.exchange import COUNTER_BYTES, BarrierExchange, FlaggedExchange, make_exchange
 from cheetah.emulator import allocate, explore
 from cheetah.lang import prim, ty
 from cheetah.lang.primitives.exchange import UNITS
 from cheetah.plan import ModelShape
+from cheetah.plan.halves import PART_BYTES, half_of
 from tests.blocks.small_kernel import SmallKernel, plan_of
 
 pytestmark = pytest.mark.compiler
@@ -128,7 +129,12 @@ def inputs_passed(kernel: SmallKernel, blocks: int, scheduler: str, seed: int) -
 
 def wanted_inputs() -> np.ndarray:
     first = np.arange(WORDS) % 8 + ROUNDS
-    pairs = np.stack([first, np.roll(first - 1, -1)], 1).astype(np.float32)
+    return bf16_pairs(first, np.roll(first - 1, -1))
+
+
+def bf16_pairs(low: np.ndarray, high: np.ndarray) -> np.ndarray:
+    """Words of two bf16 numbers each, of numbers that bf16 has."""
+    pairs = np.stack([low, high], 1).astype(np.float32)
     return (pairs.view(np.uint32) >> 16) @ np.array([1, 1 << 16], np.uint32)
 
 
@@ -142,6 +148,67 @@ def test_inputs_of_products_carry_tags() -> None:
 
     report = explore(run, range(8))
     assert report.ok, str(report)
+
+
+PARTS = {"first": 2048}
+"""Words of an input of two parts, which do not lie side by side."""
+
+
+def read_twice() -> SmallKernel:
+    """Two blocks publish numbers; both read all of them, units of a thread apart by whole parts, then by less."""
+    parameters = ch.Params(exchange=ty.ptr_mut(ty.u8), output=ty.ptr_mut(ty.u32x4))
+
+    @ch.inline
+    def body(machine: Any, ring: Any, given: dict[str, Any]) -> None:
+        with machine.consumer:
+            exchange = make_exchange(machine, given["exchange"], PARTS, inputs=dict.fromkeys(PARTS, 32))
+            with ch.for_(machine.block + machine.thread * 2, PARTS["first"], machine.consumer_threads * 2) as word:
+                made = prim.pack_bf16x2(ch.cast(ty.f32, word % 128), ch.cast(ty.f32, word // 128))
+                exchange.publish("first", word, made, 1)
+            for number, (stride, count) in enumerate(((256, 2), (64, 8))):
+                with ch.for_(machine.thread, stride, machine.consumer_threads) as unit:
+                    data = ch.array(ty.u32x4, UNITS)
+                    exchange.read_units("first", data, unit, stride, count, 1)
+                    with ch.for_(count) as index:
+                        given["output"][(machine.block * 2 + number) * 512 + unit + index * stride] = data[index]
+
+    return SmallKernel(SHAPE, 2, plan_of(SHAPE, 2), parameters, body)
+
+
+def test_parts_of_an_input_are_read_where_they_were_published() -> None:
+    words = np.arange(PARTS["first"])
+    numbers = bf16_pairs(words % 128, words // 128)
+    kernel = read_twice()
+
+    def run(scheduler: str, seed: int) -> np.ndarray:
+        workspace = allocate(FlaggedExchange.size_bytes(PARTS, PARTS), np.uint8, fill=0)
+        output = allocate((2, 2, PARTS["first"]), np.uint32)
+        kernel.launch({"exchange": workspace, "output": output}, scheduler, seed)
+        np.testing.assert_array_equal(output, np.broadcast_to(numbers, output.shape))
+        return output
+
+    report = explore(run, range(4))
+    assert report.ok, str(report)
+
+
+def test_inputs_lie_in_halves_of_l2_and_nothing_lies_twice() -> None:
+    sizes = {"hidden": 2048, "qkv": 3072, "attention": 2048, "gated": 7168, "long": 9000}
+    inputs = {"hidden", "attention", "gated", "long"}
+    vectors = FlaggedExchange._lay_out(sizes, inputs)
+    places = {name: vector.number(np.arange(vector.words)) * vector.word.bytes // 4 for name, vector in vectors.items()}
+    halves = {name: {half_of(int(part)) for part in place // (PART_BYTES // 4)} for name, place in places.items()}
+    assert halves["hidden"] == {0}
+    assert halves["attention"] == halves["gated"] == {1}
+    assert vectors["long"].apart == 1
+    taken = np.concatenate([*places.values(), places["qkv"] + 1])
+    assert len(np.unique(taken)) == len(taken)
+    assert taken.max() * 4 < FlaggedExchange.size_bytes(sizes, inputs)
+
+
+def test_inputs_lie_as_they_come_beside_one_of_a_single_part() -> None:
+    sizes = {"hidden": 1024, "attention": 2048}
+    assert [vector.apart for vector in FlaggedExchange._lay_out(sizes, sizes).values()] == [1, 1]
+    assert FlaggedExchange.size_bytes(sizes, sizes) == COUNTER_BYTES + 3 * PART_BYTES
 
 
 @pytest.mark.slow
