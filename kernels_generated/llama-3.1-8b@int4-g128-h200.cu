@@ -1452,7 +1452,7 @@ __device__ __forceinline__ void store_digits(uint32_t lane, uint4* vector, uint3
   uint32_t both_3 = element_7 * 16 - element_3;
   uint32_t both_4 = element_8 * 16 - element_4;
   uint8_t* tiles = (uint8_t*)(vector);
-  uint32_t* tile = (uint32_t*)(tiles + (unit - within) * 25);
+  uint32_t* tile = (uint32_t*)(tiles + (int32_t)(unit - within) * 25);
   uint32_t part = within / 4;
   uint32_t half = part / 2 * 48;
   uint32_t place = half + token * 16 + unit % 4 * 4 + part % 2;

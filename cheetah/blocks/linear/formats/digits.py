@@ -142,9 +142,9 @@ def store_digits(lane: ch.Expr, vector: ch.Expr, unit: ch.Expr, words: ch.Expr, 
     high = [_integer(elements[column], scale, ROUND_HIGH) for column in HIGH_COLUMNS]
     low = [_integer(elements[column], scale, ROUND_LOW) for column in LOW_COLUMNS]
     of_nibbles = [ch.const(ty.u32, left * 16 - right, name="both") for left, right in zip(low, high, strict=True)]
-    # A sum of the thread's own address and what all know of the unit, so that it is worked out once for many.
+    # No division, and a product that does not wrap, since it is signed: what units share is worked out once.
     tiles = ch.reinterpret(ty.ptr_mut(ty.u8), vector)
-    tile = ch.reinterpret(ty.ptr_mut(ty.u32), tiles + (unit - within) * DIGIT_BYTES)
+    tile = ch.reinterpret(ty.ptr_mut(ty.u32), tiles + ch.cast(ty.i32, unit - within) * DIGIT_BYTES)
     part = within // (4 * tokens)
     half = part // HALVES * (HALF_UNITS * tokens * 4)
     place = ch.const(ty.u32, half + token * 16 + unit % 4 * 4 + part % HALVES, name="place")
