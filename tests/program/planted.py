@@ -323,8 +323,8 @@ def share_memory(first: str, second: str) -> Callable[[Patch], None]:
     def change(patch: Patch) -> None:
         lay_out = Exchange._lay_out.__func__  # type: ignore[attr-defined]
 
-        def shared(cls: Any, sizes: dict[str, int], inputs: Any) -> Any:
-            vectors = lay_out(cls, sizes, inputs)
+        def shared(cls: Any, sizes: dict[str, int], inputs: Any, *place: Any) -> Any:
+            vectors = lay_out(cls, sizes, inputs, *place)
             vectors[first] = replace(vectors[first], offset=vectors[second].offset)
             return vectors
 
@@ -444,8 +444,19 @@ BUGS = (
         ("schedules",),
         change=share_memory("hidden_squares", "middle_squares"),
     ),
-    Bug("half the rows squared", ("reference",), ((r"(total\w* = value \* value);", r"\1 * (row < 8);"),)),
+    Bug("half the rows squared", ("reference",), ((r"(total\w* = told \* told);", r"\1 * (row < 8);"),)),
     Bug("sums of squares read before blocks have met", BOTH, without(LOADED), sync="barrier"),
+    Bug(
+        "a warp comes to the next input before its lanes have left the last",
+        ("schedules",),
+        without(r"warp_barrier\(\);", after=r"\s*if \(lane == 0\) \{\s*mbarrier_arrive\(loaded"),
+    ),
+    Bug(
+        "an input is there once an adding warp has come to it",
+        BOTH,
+        ((r"(mbarrier_init\(loaded), 3\)", r"\1, 2)"),),
+        sync="barrier",
+    ),
     # -- from the consumer warps to the adding warps and back
     Bug("one reduction buffer", BOTH, ((r"(float\* reduction = [^;]*) \+ (?:turn|adding) \* 40;", r"\1;"),)),
     Bug("rows finished before all warps have summed", BOTH, without(r"mbarrier_wait\(summed \+ adding, \w+\);")),

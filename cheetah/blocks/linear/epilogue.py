@@ -32,8 +32,9 @@ def add_residual(machine: Machine, into: Published, squares: PublishedSquares, n
         with ch.if_(rows.is_own):
             value += residual[place]
             residual[place] = value
-        publish(value * weight)
-        squares.publish(rows, value)
+        weighted = ch.const(ty.f32, value * weight, name="weighted")
+        publish(weighted)
+        squares.publish(rows, value, weighted)
 
     return finish
 

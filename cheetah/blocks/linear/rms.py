@@ -29,6 +29,8 @@ ROWS_AT_ONCE = 4
 TOO_LARGE = 2.0**64
 """A sum of squares that no vector of plausible numbers has. An element that was none makes all products NaN, so that it
 is told, whatever the exchange made of it."""
+TOO_LARGE_ELEMENT = 2.0**33
+"""From here on an exchange of hidden vectors may make a plausible number of an element: then its squares are NaN."""
 NAN = 0x7FC00000
 
 
@@ -76,9 +78,11 @@ class PublishedSquares:
     m_tiles: int
 
     @ch.inline
-    def publish(self, rows: Rows, value: ch.Expr) -> None:
-        """The squares of an M-tile's rows, in the adder role; value: of the lane's row."""
-        total = ch.var(ty.f32, value * value)
+    def publish(self, rows: Rows, value: ch.Expr, published: ch.Expr) -> None:
+        """The squares of an M-tile's rows, in the adder role; value: of the lane's row, published: what was of it."""
+        is_plausible = (published < TOO_LARGE_ELEMENT) & (published > -TOO_LARGE_ELEMENT)
+        told = ch.const(ty.f32, ch.select(is_plausible, value, prim.bits_float(NAN)), name="told")
+        total = ch.var(ty.f32, told * told)
         mask = rows.count // 2
         while mask:
             total += prim.shuffle_xor_f32(total, mask)
