@@ -30,7 +30,7 @@ from cheetah.models.dense.weights import buffer_bytes
 from cheetah.models.registry import family_of, resolve_config
 from cheetah.piece_ring import ordinary_memory
 from cheetah.plan import gpu_named
-from cheetah.runtime.build.repacking import DeviceRepacker
+from cheetah.runtime.assembly.repacking import DeviceRepacker
 from cheetah.runtime.checkpoint.loading import Checkpoint, open_checkpoint
 from cheetah.runtime.checkpoint.safetensors_files import find_tensors
 from cheetah.runtime.device import open_device

@@ -24,7 +24,7 @@ from cheetah.cli.bench import parsed_works
 from cheetah.cli.configs import named_config
 from cheetah.cli.measured import circumstances_of
 from cheetah.errors import CheetahError
-from cheetah.runtime.build.compile import compile_cubin
+from cheetah.runtime.assembly.compile import compile_cubin
 from cheetah.runtime.device import open_device
 from cheetah.tools.bench import Work, open_bench, record, room_for
 from cheetah.tools.regenerate import generate_named

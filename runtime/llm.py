@@ -49,7 +49,7 @@ from cheetah.runtime.text.tokenizer import Tokenizer
 from cheetah.stopwatch import Stopwatch
 
 if TYPE_CHECKING:
-    from cheetah.runtime.build.kernels import GenerateKernel
+    from cheetah.runtime.assembly.kernels import GenerateKernel
     from cheetah.runtime.checkpoint.loading import Checkpoint
     from cheetah.runtime.device.interface import Device
 
@@ -152,7 +152,7 @@ class LLM:
         refuse_others("LLM", others)
         watch = Stopwatch()
         watch.add("Python and what was done before", process_seconds())
-        from cheetah.runtime.build.assemble import assemble
+        from cheetah.runtime.assembly.assemble import assemble
         from cheetah.runtime.checkpoint.loading import open_checkpoint
 
         SamplingParams(seed=seed)  # a bad seed is refused before anything is loaded

@@ -13,7 +13,7 @@ from cheetah.models.dense.weights import buffer_bytes
 from cheetah.models.registry import family_of
 from cheetah.plan import Gpu
 from cheetah.plan.repacking import Repacking
-from cheetah.runtime.build.repacking import DeviceRepacker, Spare
+from cheetah.runtime.assembly.repacking import DeviceRepacker, Spare
 from cheetah.runtime.checkpoint.loading import Checkpoint
 
 POISON = 0xA5

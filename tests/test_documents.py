@@ -27,8 +27,8 @@ from cheetah.models.config import ModelConfig
 from cheetah.models.registry import PRESETS, preset, resolve_config
 from cheetah.package import Generated
 from cheetah.plan import gpu_named, shared_map
-from cheetah.runtime.build.kernels import generate_prompt_kernel, memory_needed
-from cheetah.runtime.build.memory import MemoryEstimate
+from cheetah.runtime.assembly.kernels import generate_prompt_kernel, memory_needed
+from cheetah.runtime.assembly.memory import MemoryEstimate
 
 ROOT = Path(__file__).parents[1]
 PAGES = ("README.md", "ARCHITECTURE.md", "CHANGELOG.md")

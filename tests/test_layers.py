@@ -56,9 +56,9 @@ MAY_IMPORT: dict[str, set[str]] = {
     f"{MODELS}.demo": {*MODEL, f"{MODELS}.llama"},
     "cheetah.generate": {*DATA, "cheetah.blocks", "cheetah.lang", "cheetah.package"},
     "cheetah.tools.ceiling": {"cheetah.lang", "cheetah.manifest", "cheetah.plan"},
-    "cheetah.runtime": {*DATA, "cheetah.runtime.build.kernels", "cheetah.runtime.device"},
+    "cheetah.runtime": {*DATA, "cheetah.runtime.assembly.kernels", "cheetah.runtime.device"},
     # The one place where the runtime asks the generator, and only for a text and its manifest.
-    "cheetah.runtime.build.kernels": {*DATA, "cheetah.generate", "cheetah.runtime", "cheetah.runtime.device"},
+    "cheetah.runtime.assembly.kernels": {*DATA, "cheetah.generate", "cheetah.runtime", "cheetah.runtime.device"},
     "cheetah.runtime.device": {"cheetah.manifest", "cheetah.emulator", "cheetah.runtime"},
     "cheetah.serve": {"cheetah.runtime"},
 }

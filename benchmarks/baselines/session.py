@@ -15,7 +15,7 @@ from benchmarks.baselines.chain import Chain, Run, System, run
 from benchmarks.baselines.weights import random_weights, step_bytes
 from cheetah.errors import CheetahError
 from cheetah.models.config import ModelConfig
-from cheetah.runtime.build.kernels import choose_gpu
+from cheetah.runtime.assembly.kernels import choose_gpu
 from cheetah.runtime.device import open_device
 from cheetah.tools.bench import Measurement, ReadCeiling, Work
 from cheetah.tools.circumstances import clocks, commit, now

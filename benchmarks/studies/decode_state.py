@@ -15,7 +15,7 @@ from cheetah.models.llama import LlamaConfig
 from cheetah.plan import Gpu, Plan, step_matrices
 from cheetah.plan.kv import KvPlanLayout, kv_plans_for_launch, launch_tiles
 from cheetah.plan.kv.tables import ColumnRecord, SequenceRecord, TileRecord, encode
-from cheetah.runtime.build.buffers import allocate_buffers, free_all
+from cheetah.runtime.assembly.buffers import allocate_buffers, free_all
 from cheetah.tools.bench import FIRST_TOKEN, fill_random, fill_with, random_bits
 
 if TYPE_CHECKING:

@@ -19,7 +19,7 @@ from benchmarks.studies.measuring import Study, Variant, in_graph, require_close
 from cheetah.models.formats import unpack_matrix
 from cheetah.models.rounding import round_to_bf16, widen
 from cheetah.plan import MatrixLayout
-from cheetah.runtime.build.buffers import free_all
+from cheetah.runtime.assembly.buffers import free_all
 from cheetah.tools.bench import random_bits
 
 SIZES, DEPTHS, POOL_BYTES = (2048, 4096, 8192), (1, 4, 32), 2**30

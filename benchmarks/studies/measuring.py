@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from cheetah.errors import CheetahError
 from cheetah.plan import Gpu
-from cheetah.runtime.build.kernels import choose_gpu
+from cheetah.runtime.assembly.kernels import choose_gpu
 from cheetah.runtime.device.driver import DriverError
 from cheetah.tools.bench import EMULATED, ReadCeiling
 from cheetah.tools.circumstances import clocks, commit, now

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from cheetah.package import Generated
-    from cheetah.runtime.build.cubin import Cubin
+    from cheetah.runtime.assembly.cubin import Cubin
 
 EPILOG = "Example: cheetah generate llama-3.1-8b -o kernels --sync barrier"
 
@@ -51,7 +51,7 @@ def generate(
     from rich.console import Console
 
     from cheetah.plan import gpu_named
-    from cheetah.runtime.build.tuned import with_tuned
+    from cheetah.runtime.assembly.tuned import with_tuned
     from cheetah.runtime.device import say_to_stderr
     from cheetah.tools.regenerate import file_stem, generate_named, generate_named_pass, needed_options
 
@@ -114,7 +114,7 @@ def _print_choices(console: Console, generated: Generated) -> None:
 def _write_cubin(console: Console, generated: Generated, path: Path, compiler: str) -> None:
     """Compile and write; no compiler is no error, a text that does not compile is one."""
     from cheetah.manifest import write_atomically
-    from cheetah.runtime.build.compile import CompileError, compile_cubin, find_compiler
+    from cheetah.runtime.assembly.compile import CompileError, compile_cubin, find_compiler
     from cheetah.runtime.device import say_to_stderr
 
     try:

@@ -8,7 +8,7 @@ from cheetah.cli.configs import RANDOM, named_config, print_notes
 
 if TYPE_CHECKING:
     from cheetah.models.config import ModelConfig
-    from cheetah.runtime.build.buffers import Weights
+    from cheetah.runtime.assembly.buffers import Weights
     from cheetah.runtime.device import Device
 
 MODEL_HELP = "random:PRESET (weights made on the spot), a folder, a hub id, or demo."
@@ -28,8 +28,8 @@ def measured_model(name: str, revision: str | None) -> tuple[ModelConfig, str, W
 
 def plan_for(config: ModelConfig, device: Device, gpu: str | None, plan: dict[str, Any], tuned: bool) -> dict[str, Any]:
     """`plan`, the fields that were given, with what `cheetah tune` found for the others if `tuned`."""
-    from cheetah.runtime.build.kernels import choose_gpu
-    from cheetah.runtime.build.tuned import with_tuned
+    from cheetah.runtime.assembly.kernels import choose_gpu
+    from cheetah.runtime.assembly.tuned import with_tuned
     from cheetah.runtime.device import say_to_stderr
 
     info = device.describe()

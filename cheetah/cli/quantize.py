@@ -34,7 +34,7 @@ def quantize(
     The embedding, the norms and lm_head stay as they are. The copy is a standard compressed-tensors checkpoint.
     """
     from cheetah.models.formats.quantized import scheme_of_name
-    from cheetah.runtime.build.memory import size_text
+    from cheetah.runtime.assembly.memory import size_text
     from cheetah.tools.quantize import SCALES, quantization_job
 
     if clip not in CLIPS:

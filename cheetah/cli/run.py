@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from cheetah.models.config import ModelConfig
     from cheetah.package import Generated
     from cheetah.runtime import LLM, SamplingParams, StreamPiece
-    from cheetah.runtime.build.kernels import GenerateKernel
+    from cheetah.runtime.assembly.kernels import GenerateKernel
 
 EPILOG = 'Example: cheetah run demo "One morning," --device emulator --max-tokens 60'
 DEFAULT_TOKENS = 128

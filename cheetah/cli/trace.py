@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from cheetah.models.config import ModelConfig
-    from cheetah.runtime.build.buffers import Weights
+    from cheetah.runtime.assembly.buffers import Weights
     from cheetah.tools.bench import DecodeBench, Traced
     from cheetah.tools.pass_bench import PassBench
     from cheetah.tools.timeline import KindSummary, Spans, Summary

@@ -55,8 +55,8 @@ def tune(
     fields of their own. Weights are random numbers: speed does not depend on them.
     """
     from cheetah.cli.configs import named_config, print_notes
-    from cheetah.runtime.build.kernels import choose_gpu
-    from cheetah.runtime.build.tuned import SEARCHED
+    from cheetah.runtime.assembly.kernels import choose_gpu
+    from cheetah.runtime.assembly.tuned import SEARCHED
     from cheetah.runtime.device import open_device
     from cheetah.tools.bench import check_depths
     from cheetah.tools.plan_variants import open_variants
@@ -115,7 +115,7 @@ def _search(space: Space, variants: Variants) -> Plan:
 def _table(title: str, variants: Variants, rule: Plan, winner: Plan) -> Table:
     from rich.table import Table
 
-    from cheetah.runtime.build.tuned import SEARCHED
+    from cheetah.runtime.assembly.tuned import SEARCHED
 
     table = Table(title=title, title_justify="left", box=None, padding=(0, 1, 0, 0))
     for heading in (*SEARCHED, *(f"ms at {context}" for context in variants.contexts), "to the rule", ""):
@@ -142,7 +142,7 @@ def _print(table: Table) -> None:
 def _store(config: ModelConfig, name: str, device: str, variants: Variants, rule: Plan, winner: Plan) -> str:
     """Keeps the winner, also where it is the rule's; a line that says where."""
 
-    from cheetah.runtime.build.tuned import TunedPlan, generator_hash
+    from cheetah.runtime.assembly.tuned import TunedPlan, generator_hash
     from cheetah.tools.circumstances import commit
     from cheetah.tools.tune import choice_of
 

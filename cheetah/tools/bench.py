@@ -29,10 +29,10 @@ from cheetah.plan import Gpu, MatrixLayout, Plan, StepMatrices, gpu_named
 from cheetah.plan.defaults import default_context
 from cheetah.plan.formats import QuantizedTiles
 from cheetah.plan.plan import DEFAULT_STEPS, STEP_TOKENS
-from cheetah.runtime.build.assemble import GPU_TIMEOUT_S, new_cache
-from cheetah.runtime.build.buffers import Weights, allocate_buffers, free_all, upload_weights
-from cheetah.runtime.build.kernels import choose_gpu
-from cheetah.runtime.build.memory import memory_of_buffers
+from cheetah.runtime.assembly.assemble import GPU_TIMEOUT_S, new_cache
+from cheetah.runtime.assembly.buffers import Weights, allocate_buffers, free_all, upload_weights
+from cheetah.runtime.assembly.kernels import choose_gpu
+from cheetah.runtime.assembly.memory import memory_of_buffers
 from cheetah.runtime.checkpoint.random_weights import RandomTensors, random_scheme, random_tensors
 from cheetah.runtime.engine.kv_cache import CachedSequence
 from cheetah.runtime.engine.launcher import Launcher, Part, Sampling

@@ -24,7 +24,7 @@ from cheetah.models.rounding import F32, round_to_bf16, round_to_e4m3
 from cheetah.models.sampling import gumbel_noise
 from cheetah.plan import Plan
 from cheetah.plan.kv.tables import TILE_WORDS, TileRecord, word
-from cheetah.runtime.build.buffers import allocate_buffers, upload_weights
+from cheetah.runtime.assembly.buffers import allocate_buffers, upload_weights
 from cheetah.runtime.device.emulator import EmulatorBuffer, EmulatorDevice, EmulatorKernel
 from cheetah.runtime.engine.kv_cache import CachedSequence, PagePool
 from cheetah.runtime.engine.launcher import Launcher, LaunchFault, Part, Sampling

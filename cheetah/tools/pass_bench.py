@@ -15,10 +15,10 @@ from numpy.typing import NDArray
 from cheetah.generate import choose_plan, describe_kernel, generate_pass
 from cheetah.models.config import ModelConfig
 from cheetah.plan.prompt import PassPlan, pass_plan_for
-from cheetah.runtime.build.assemble import GPU_TIMEOUT_S, new_cache
-from cheetah.runtime.build.buffers import Weights, allocate_buffers, free_all, upload_weights
-from cheetah.runtime.build.kernels import choose_gpu
-from cheetah.runtime.build.memory import memory_of_buffers
+from cheetah.runtime.assembly.assemble import GPU_TIMEOUT_S, new_cache
+from cheetah.runtime.assembly.buffers import Weights, allocate_buffers, free_all, upload_weights
+from cheetah.runtime.assembly.kernels import choose_gpu
+from cheetah.runtime.assembly.memory import memory_of_buffers
 from cheetah.runtime.device import Device
 from cheetah.runtime.device.interface import Buffer
 from cheetah.runtime.engine.flights import Part

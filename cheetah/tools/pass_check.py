@@ -21,7 +21,7 @@ from cheetah.models.registry import family_of
 from cheetah.models.rounding import F32, Rounding, exact, round_to_bf16, round_to_e4m3
 from cheetah.plan import PlanError, gpu_named
 from cheetah.plan.prompt import PassPlan, default_pass_plan, short_pass_plans
-from cheetah.runtime.build.buffers import allocate_buffers
+from cheetah.runtime.assembly.buffers import allocate_buffers
 from cheetah.runtime.device.emulator import EmulatorDevice, EmulatorKernel
 from cheetah.runtime.engine.flights import Part
 from cheetah.runtime.engine.heads import HeadLauncher

@@ -19,11 +19,11 @@ from typing import TYPE_CHECKING, Any, cast
 from cheetah.errors import CheetahError
 from cheetah.models.config import ModelConfig
 from cheetah.plan import Gpu, Plan
-from cheetah.runtime.build.assemble import GPU_TIMEOUT_S, new_cache
-from cheetah.runtime.build.buffers import free_all, new_buffer
-from cheetah.runtime.build.compile import compile_cubin
-from cheetah.runtime.build.kernels import shared_buffers
-from cheetah.runtime.build.memory import memory_of_buffers
+from cheetah.runtime.assembly.assemble import GPU_TIMEOUT_S, new_cache
+from cheetah.runtime.assembly.buffers import free_all, new_buffer
+from cheetah.runtime.assembly.compile import compile_cubin
+from cheetah.runtime.assembly.kernels import shared_buffers
+from cheetah.runtime.assembly.memory import memory_of_buffers
 from cheetah.runtime.engine.launcher import Launcher, Sampling
 from cheetah.tools.bench import FIRST_TOKEN, TimedLaunches, fill_random, fill_with, random_cache, room_needed
 from cheetah.tools.regenerate import generate_named

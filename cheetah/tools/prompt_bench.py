@@ -17,8 +17,8 @@ import numpy as np
 from cheetah.errors import CheetahError
 from cheetah.models.config import ModelConfig
 from cheetah.plan.defaults import default_context
-from cheetah.runtime.build.assemble import Assembly, assemble
-from cheetah.runtime.build.buffers import Weights, upload_weights
+from cheetah.runtime.assembly.assemble import Assembly, assemble
+from cheetah.runtime.assembly.buffers import Weights, upload_weights
 from cheetah.runtime.device import Device
 from cheetah.runtime.engine.engine import Engine
 from cheetah.runtime.engine.launcher import Sampling

@@ -17,7 +17,7 @@ from cheetah.generate import choose_plan
 from cheetah.models.config import ModelConfig
 from cheetah.plan import Gpu, Plan, PlanError
 from cheetah.plan.plan import SYNCS
-from cheetah.runtime.build.tuned import SEARCHED
+from cheetah.runtime.assembly.tuned import SEARCHED
 
 MARGIN = 0.005
 """A plan must win by this much. Medians of one kernel, taken minutes apart in a run on an H200, differed by up to 0.9

@@ -15,9 +15,9 @@ from numpy.typing import DTypeLike, NDArray
 
 from cheetah.manifest import Manifest
 from cheetah.piece_ring import PieceRing
+from cheetah.runtime.assembly.compile import compile_cubin
+from cheetah.runtime.assembly.cubin import Cubin
 from cheetah.runtime.background import Started, started
-from cheetah.runtime.build.compile import compile_cubin
-from cheetah.runtime.build.cubin import Cubin
 from cheetah.runtime.device.arguments import check_arguments
 from cheetah.runtime.device.driver import Driver, DriverError, DriverEvent, Function, GraphDriver
 from cheetah.runtime.device.host_buffer import HostBuffer

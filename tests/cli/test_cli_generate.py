@@ -10,8 +10,8 @@ from commands import cheetah, refused
 
 from cheetah.manifest import Manifest
 from cheetah.models.registry import DEMO_FOLDER, preset
-from cheetah.runtime.build.compile import CompileError
-from cheetah.runtime.build.cubin import Cubin, ResourceReport
+from cheetah.runtime.assembly.compile import CompileError
+from cheetah.runtime.assembly.cubin import Cubin, ResourceReport
 
 made_once = pytest.mark.usefixtures("kernels_made_once")
 
@@ -162,8 +162,8 @@ def test_writes_the_cubin_with_its_resources(tmp_path: Path, monkeypatch: pytest
     class Compiler:
         version = "NVRTC 1"
 
-    monkeypatch.setattr("cheetah.runtime.build.compile.find_compiler", lambda name: Compiler())
-    monkeypatch.setattr("cheetah.runtime.build.compile.compile_cubin", lambda *_, **__: cubin)
+    monkeypatch.setattr("cheetah.runtime.assembly.compile.find_compiler", lambda name: Compiler())
+    monkeypatch.setattr("cheetah.runtime.assembly.compile.compile_cubin", lambda *_, **__: cubin)
     text = cheetah("generate", "demo", "-o", tmp_path).stdout
     assert (tmp_path / "demo-h200.cubin").read_bytes() == b"code"
     shared = Manifest.read(tmp_path / "demo-h200.json").launch.shared_bytes
@@ -173,7 +173,7 @@ def test_writes_the_cubin_with_its_resources(tmp_path: Path, monkeypatch: pytest
 @made_once
 @pytest.mark.slow
 def test_without_a_compiler_there_is_no_cubin_and_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cheetah.runtime.build.compile.shutil.which", lambda name: None)
+    monkeypatch.setattr("cheetah.runtime.assembly.compile.shutil.which", lambda name: None)
     result = cheetah("generate", "demo", "-o", tmp_path, "--compiler", "nvcc")
     assert result.exit_code == 0 and "no cubin: nvcc is neither" in result.stdout
     assert not (tmp_path / "demo-h200.cubin").exists()
@@ -187,7 +187,7 @@ def test_what_to_install_is_printed_as_it_is_to_be_typed(tmp_path: Path, monkeyp
     def absent(name: str) -> None:
         raise CompileError(f"no {name}: pip install '.[cuda]'")
 
-    monkeypatch.setattr("cheetah.runtime.build.compile.find_compiler", absent)
+    monkeypatch.setattr("cheetah.runtime.assembly.compile.find_compiler", absent)
     text = cheetah("generate", "demo", "-o", tmp_path).stdout
     assert "no cubin: no nvrtc: pip install '.[cuda]'; with a CUDA toolkit: --compiler nvcc" in text
 

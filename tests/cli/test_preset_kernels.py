@@ -17,8 +17,8 @@ from cheetah.models.registry import PRESETS, preset
 from cheetah.package import Generated
 from cheetah.plan import Plan, gpu_named
 from cheetah.plan.prompt import pass_plan_for
-from cheetah.runtime.build.compile import CompileError, compile_cubin, find_compiler
-from cheetah.runtime.build.kernels import generate_prompt_kernel
+from cheetah.runtime.assembly.compile import CompileError, compile_cubin, find_compiler
+from cheetah.runtime.assembly.kernels import generate_prompt_kernel
 from cheetah.tools.regenerate import DEFAULT_GPU, generate_named
 from tests.tiers import tiered
 

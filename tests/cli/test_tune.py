@@ -20,9 +20,9 @@ from cheetah.errors import CheetahError
 from cheetah.generate import choose_plan
 from cheetah.models.registry import preset
 from cheetah.plan import Plan, gpu_named
-from cheetah.runtime.build.kernels import shared_buffers
-from cheetah.runtime.build.sources import sources_of
-from cheetah.runtime.build.tuned import GENERATOR, SEARCHED, TunedPlan, generator_hash, stored_plan, with_tuned
+from cheetah.runtime.assembly.kernels import shared_buffers
+from cheetah.runtime.assembly.sources import sources_of
+from cheetah.runtime.assembly.tuned import GENERATOR, SEARCHED, TunedPlan, generator_hash, stored_plan, with_tuned
 from cheetah.runtime.device import open_device
 from cheetah.tools.plan_variants import Variants, open_variants
 from cheetah.tools.tune import MARGIN, Space, choice_of, chosen, descend
@@ -35,7 +35,7 @@ QUICK = ("--device", "emulator", "--contexts", "5", "--steps", "2", "--repetitio
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """No record of the user's is read, and none is written."""
-    monkeypatch.setattr("cheetah.runtime.build.tuned.cache_folder", lambda: tmp_path)
+    monkeypatch.setattr("cheetah.runtime.assembly.tuned.cache_folder", lambda: tmp_path)
     return tmp_path
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from cheetah.models.llama import LlamaConfig
-from cheetah.runtime.build.assemble import Assembly, assemble
+from cheetah.runtime.assembly.assemble import Assembly, assemble
 from cheetah.runtime.device import open_device
 from cheetah.runtime.engine.kv_cache import CachedSequence
 from cheetah.runtime.engine.launcher import Part, Sampling

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from cheetah.runtime.build.assemble import Assembly, assemble
+from cheetah.runtime.assembly.assemble import Assembly, assemble
 from cheetah.runtime.checkpoint.loading import open_checkpoint
 from cheetah.runtime.engine.launcher import Sampling
 from cheetah.runtime.engine.requests import Request

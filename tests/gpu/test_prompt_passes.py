@@ -11,7 +11,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from cheetah.runtime.build.assemble import Assembly, assemble
+from cheetah.runtime.assembly.assemble import Assembly, assemble
 from cheetah.runtime.checkpoint.loading import Checkpoint, open_checkpoint
 from cheetah.runtime.checkpoint.random_weights import random_tensors
 from cheetah.runtime.engine.engine import Engine

@@ -12,7 +12,7 @@ from cheetah.models.dense.reference import Reference
 from cheetah.models.registry import in_format
 from cheetah.models.rounding import round_to_bf16
 from cheetah.plan.formats import QUANTIZED_FORMATS
-from cheetah.runtime.build.assemble import assemble
+from cheetah.runtime.assembly.assemble import assemble
 from cheetah.runtime.device import open_device
 from tests.gpu.test_batches import scored, sequence
 from tests.program.quantized_weights import QuantizedWeights

@@ -19,7 +19,7 @@ import pytest
 from cheetah.models.config import ModelConfig
 from cheetah.models.registry import family_of
 from cheetah.plan import Plan, gpu_named
-from cheetah.runtime.build.assemble import Assembly, assemble
+from cheetah.runtime.assembly.assemble import Assembly, assemble
 from cheetah.runtime.checkpoint.loading import Checkpoint, open_checkpoint
 from cheetah.runtime.engine.launcher import Part
 from cheetah.tools.circumstances import commit

@@ -16,7 +16,7 @@ import pytest
 
 from cheetah.models.config import ModelConfig
 from cheetah.models.formats.quantized import MIDDLE_CODE, QuantizedRows
-from cheetah.runtime.build.assemble import Assembly, assemble
+from cheetah.runtime.assembly.assemble import Assembly, assemble
 from cheetah.runtime.checkpoint.loading import Checkpoint, open_checkpoint
 from cheetah.runtime.engine.engine import Engine
 from cheetah.runtime.engine.launcher import Sampling

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from cheetah.runtime.build.assemble import Assembly
+from cheetah.runtime.assembly.assemble import Assembly
 from cheetah.runtime.engine.kv_cache import CachedSequence, PagePool
 from cheetah.runtime.engine.launcher import Flight, LaunchResult, Part
 from cheetah.runtime.engine.prefix_cache import PrefixCache

@@ -24,7 +24,7 @@ from cheetah.models.registry import family_of
 from cheetah.package import Generated
 from cheetah.plan import GPUS, Gpu, Plan
 from cheetah.plan.kv.tables import epochs_of_step
-from cheetah.runtime.build.buffers import allocate_buffers, upload_weights
+from cheetah.runtime.assembly.buffers import allocate_buffers, upload_weights
 from cheetah.runtime.device.emulator import EmulatorDevice, EmulatorKernel
 from cheetah.runtime.engine.kv_cache import CachedSequence, PagePool
 from cheetah.runtime.engine.launcher import Epochs, Launcher, Part, Sampling

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cheetah.runtime.build.assemble import Assembly, assemble
+from cheetah.runtime.assembly.assemble import Assembly, assemble
 from cheetah.runtime.device.emulator import EmulatorDevice
 from cheetah.runtime.engine.launcher import Sampling
 from cheetah.runtime.engine.pace import LaunchPace

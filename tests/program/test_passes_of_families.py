@@ -14,7 +14,7 @@ from cheetah.models.dense.reference import Reference
 from cheetah.models.mistral import MistralConfig
 from cheetah.models.qwen2 import Qwen2Config
 from cheetah.models.qwen3 import Qwen3Config
-from cheetah.runtime.build.assemble import Assembly, assemble
+from cheetah.runtime.assembly.assemble import Assembly, assemble
 from cheetah.runtime.device.emulator import EmulatorDevice
 from cheetah.runtime.engine.launcher import Sampling
 from cheetah.runtime.engine.requests import Request

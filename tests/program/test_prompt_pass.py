@@ -26,7 +26,7 @@ from cheetah.models.rounding import round_to_e4m3, widen
 from cheetah.plan import Plan, PlanError, gpu_named
 from cheetah.plan.pass_tables import Segment
 from cheetah.plan.prompt import PassPlan, default_pass_plan, short_pass_plans
-from cheetah.runtime.build.buffers import allocate_buffers, upload_weights
+from cheetah.runtime.assembly.buffers import allocate_buffers, upload_weights
 from cheetah.runtime.device.emulator import EmulatorDevice
 from tests.program.quantized_weights import QuantizedWeights
 from tests.program.rig import emulated_gpu, model, random_weights, relative_error, token_ids

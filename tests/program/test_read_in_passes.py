@@ -14,8 +14,8 @@ from cheetah.errors import CheetahError
 from cheetah.models.logprobs import TokenLogprobs
 from cheetah.models.sampling import sample
 from cheetah.plan import PlanError
-from cheetah.runtime.build.assemble import Assembly, assemble
-from cheetah.runtime.build.memory import MemoryShortage
+from cheetah.runtime.assembly.assemble import Assembly, assemble
+from cheetah.runtime.assembly.memory import MemoryShortage
 from cheetah.runtime.checkpoint.loading import open_checkpoint
 from cheetah.runtime.device.emulator import EmulatorDevice
 from cheetah.runtime.device.interface import LaunchCancelled

@@ -11,7 +11,7 @@ from tiny_models import tiny_weights
 
 from cheetah.models.dense.reference import Reference
 from cheetah.models.rounding import round_to_bf16
-from cheetah.runtime.build.assemble import assemble
+from cheetah.runtime.assembly.assemble import assemble
 from cheetah.runtime.engine.engine import Engine
 from cheetah.runtime.engine.kv_cache import CachedSequence, PagePool
 from cheetah.runtime.engine.prefix_cache import PrefixCache

@@ -15,10 +15,10 @@ from cheetah.errors import CheetahError
 from cheetah.manifest import Manifest
 from cheetah.models.llama import LlamaConfig
 from cheetah.plan import Plan
+from cheetah.runtime.assembly.assemble import assemble
+from cheetah.runtime.assembly.kernels import choose_gpu, keeping, shared_buffers
+from cheetah.runtime.assembly.texts import KeptText, KeptTexts
 from cheetah.runtime.background import Started, started
-from cheetah.runtime.build.assemble import assemble
-from cheetah.runtime.build.kernels import choose_gpu, keeping, shared_buffers
-from cheetah.runtime.build.texts import KeptText, KeptTexts
 from cheetah.runtime.device.interface import DeviceError, DeviceInfo
 from cheetah.runtime.engine.launcher import Part, Sampling
 

@@ -15,7 +15,7 @@ from tiny_models import tiny_weights
 from cheetah.errors import CheetahError
 from cheetah.models.dense.reference import Reference
 from cheetah.models.rounding import round_to_bf16
-from cheetah.runtime.build.assemble import Assembly, assemble
+from cheetah.runtime.assembly.assemble import Assembly, assemble
 from cheetah.runtime.device.interface import LaunchTimeout
 from cheetah.runtime.engine.kv_cache import CachedSequence, PagePool, pages_for
 from cheetah.runtime.engine.launch_tables import share_prefixes, stop_lists

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from cheetah.runtime.build import compile as compiling
-from cheetah.runtime.build.compile import CompileError, Cubin, ResourceReport, compile_cubin, resource_report
-from cheetah.runtime.build.cubin import CacheEntry
+from cheetah.runtime.assembly import compile as compiling
+from cheetah.runtime.assembly.compile import CompileError, Cubin, ResourceReport, compile_cubin, resource_report
+from cheetah.runtime.assembly.cubin import CacheEntry
 
 
 def why_not(compiler: str) -> str:

@@ -14,7 +14,7 @@ from cheetah.errors import CheetahError
 from cheetah.models.dense.reference import Reference
 from cheetah.models.rounding import round_to_bf16
 from cheetah.models.sampling import Filters, Penalties
-from cheetah.runtime.build.assemble import STOP_IDS, Assembly, assemble
+from cheetah.runtime.assembly.assemble import STOP_IDS, Assembly, assemble
 from cheetah.runtime.device.interface import LaunchTimeout
 from cheetah.runtime.engine import step_launches
 from cheetah.runtime.engine.kv_cache import CachedSequence, PagePool

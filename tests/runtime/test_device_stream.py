@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from cheetah.manifest import Launch, Manifest, Parameter, sha256_of_text
 from cheetah.runtime import interrupts
-from cheetah.runtime.build.cubin import Cubin, ResourceReport
+from cheetah.runtime.assembly.cubin import Cubin, ResourceReport
 from cheetah.runtime.device import stream_device
 from cheetah.runtime.device.driver import DriverError
 from cheetah.runtime.device.interface import (

@@ -16,7 +16,7 @@ from cheetah import generate
 from cheetah.errors import CheetahError
 from cheetah.manifest import Manifest
 from cheetah.models.registry import preset
-from cheetah.runtime.build.kernels import check_manifest
+from cheetah.runtime.assembly.kernels import check_manifest
 from tests.tiers import tiered
 
 CONFIG = preset("demo")

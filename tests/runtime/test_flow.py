@@ -14,7 +14,7 @@ from cheetah.models.dense.reference import Reference
 from cheetah.models.rounding import round_to_bf16
 from cheetah.models.sampling import Penalties
 from cheetah.plan.kv.tables import CANCELLED_TOKEN, NOT_YET
-from cheetah.runtime.build.assemble import assemble
+from cheetah.runtime.assembly.assemble import assemble
 from cheetah.runtime.engine.engine import Engine
 from cheetah.runtime.engine.launcher import Sampling
 from cheetah.runtime.engine.requests import Event, Made, Request

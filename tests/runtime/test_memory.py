@@ -4,7 +4,7 @@ import pytest
 
 from cheetah.manifest import Buffer
 from cheetah.models.registry import PRESETS
-from cheetah.runtime.build.memory import MemoryEstimate, MemoryShortage, memory_of_buffers, size_text
+from cheetah.runtime.assembly.memory import MemoryEstimate, MemoryShortage, memory_of_buffers, size_text
 
 
 def estimate_of(model: str, tokens: int, batch: int = 1, **others: int) -> MemoryEstimate:

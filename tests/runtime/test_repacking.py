@@ -29,7 +29,7 @@ from cheetah.models.formats import WEIGHT_FORMATS, PackingError
 from cheetah.models.llama import LlamaConfig
 from cheetah.models.rounding import round_f16
 from cheetah.plan import gpu_named
-from cheetah.runtime.build.repacking import Spare
+from cheetah.runtime.assembly.repacking import Spare
 from cheetah.runtime.checkpoint.loading import LoadingError, open_checkpoint
 from cheetah.runtime.device.emulator import EmulatorDevice
 from cheetah.runtime.device.interface import DeviceError

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from engine_rig import Rig, alone, made_by
 
-from cheetah.runtime.build.assemble import assemble
+from cheetah.runtime.assembly.assemble import assemble
 from cheetah.runtime.checkpoint.loading import open_checkpoint
 from cheetah.runtime.engine.engine import Engine
 from cheetah.runtime.engine.kv_cache import CachedSequence, PagePool

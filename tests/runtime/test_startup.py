@@ -30,8 +30,8 @@ def test_what_is_only_named_loads_no_numpy(statement: str) -> None:
     "statement",
     [
         "from cheetah.runtime import LLM, SamplingParams",
-        "import cheetah.runtime.build.assemble, cheetah.runtime.checkpoint.loading, "
-        "cheetah.tools.regenerate, cheetah.runtime.build.compile",
+        "import cheetah.runtime.assembly.assemble, cheetah.runtime.checkpoint.loading, "
+        "cheetah.tools.regenerate, cheetah.runtime.assembly.compile",
     ],
 )
 def test_loading_and_generating_need_little(statement: str) -> None:

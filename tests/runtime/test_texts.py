@@ -8,7 +8,7 @@ import pytest
 from fake_kernel import Generated, generate_kernel
 from tiny_models import tiny_config
 
-from cheetah.runtime.build.texts import KeptTexts
+from cheetah.runtime.assembly.texts import KeptTexts
 
 
 def written(texts: KeptTexts, *asked: object) -> tuple[Generated, bool]:
@@ -34,9 +34,9 @@ def test_the_same_question_is_answered_from_the_disk(tmp_path: Path) -> None:
 def test_edited_sources_find_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     texts = KeptTexts(tmp_path)
     assert written(texts, "decode")[1]
-    monkeypatch.setattr("cheetah.runtime.build.texts._sources", lambda: "others")
+    monkeypatch.setattr("cheetah.runtime.assembly.texts._sources", lambda: "others")
     assert written(texts, "decode")[1]
-    monkeypatch.setattr("cheetah.runtime.build.texts._sources", lambda: None)
+    monkeypatch.setattr("cheetah.runtime.assembly.texts._sources", lambda: None)
     assert written(texts, "decode")[1], "without sources nothing is known"
 
 

@@ -18,8 +18,7 @@ from cheetah.manifest import Manifest
 from cheetah.models.config import ModelConfig
 from cheetah.plan import Gpu, Plan
 from cheetah.plan.kv.tables import MAX_STOP_IDS
-from cheetah.runtime.background import Started, started
-from cheetah.runtime.build.buffers import (
+from cheetah.runtime.assembly.buffers import (
     Progress,
     UploadWeights,
     Weights,
@@ -28,8 +27,8 @@ from cheetah.runtime.build.buffers import (
     new_buffer,
     upload_weights,
 )
-from cheetah.runtime.build.cubin import cache_folder
-from cheetah.runtime.build.kernels import (
+from cheetah.runtime.assembly.cubin import cache_folder
+from cheetah.runtime.assembly.kernels import (
     DECODING,
     HEAD,
     PASSES,
@@ -44,9 +43,10 @@ from cheetah.runtime.build.kernels import (
     own_generator,
     shared_buffers,
 )
-from cheetah.runtime.build.memory import LABELS, MemoryEstimate, size_text
-from cheetah.runtime.build.texts import Generated, KeptTexts
-from cheetah.runtime.build.tuned import with_tuned
+from cheetah.runtime.assembly.memory import LABELS, MemoryEstimate, size_text
+from cheetah.runtime.assembly.texts import Generated, KeptTexts
+from cheetah.runtime.assembly.tuned import with_tuned
+from cheetah.runtime.background import Started, started
 from cheetah.runtime.device import Say, open_device, say_to_stderr
 from cheetah.runtime.engine.heads import HeadLauncher
 from cheetah.runtime.engine.kv_cache import CachedSequence, PagePool

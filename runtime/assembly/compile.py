@@ -22,7 +22,7 @@ from typing import Any, Protocol
 
 from cheetah.errors import CheetahError
 from cheetah.extras import installing
-from cheetah.runtime.build.cubin import CacheEntry, Cubin, ResourceReport, cache_folder
+from cheetah.runtime.assembly.cubin import CacheEntry, Cubin, ResourceReport, cache_folder
 
 __all__ = [
     "CompileError",

@@ -12,9 +12,9 @@ from numpy.typing import NDArray
 
 from cheetah.plan import Gpu
 from cheetah.plan.repacking import Repacking
+from cheetah.runtime.assembly.kernels import repacking_kernel
+from cheetah.runtime.assembly.texts import Generated
 from cheetah.runtime.background import Started
-from cheetah.runtime.build.kernels import repacking_kernel
-from cheetah.runtime.build.texts import Generated
 from cheetah.runtime.device import Say
 from cheetah.runtime.device.interface import DeviceError
 

@@ -15,7 +15,7 @@ from cheetah.models.family import Rows
 from cheetah.models.registry import family_of
 from cheetah.piece_ring import ordinary_memory
 from cheetah.plan import Plan, gpu_named
-from cheetah.runtime.build.repacking import Spare, new_repacker
+from cheetah.runtime.assembly.repacking import Spare, new_repacker
 from cheetah.stopwatch import Stopwatch
 
 if TYPE_CHECKING:

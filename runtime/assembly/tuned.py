@@ -21,8 +21,8 @@ from cheetah.models.config import ModelConfig
 from cheetah.plan import Gpu, ModelShape, default_plan
 from cheetah.printable import shown
 from cheetah.records import record_from_json
-from cheetah.runtime.build.cubin import cache_folder
-from cheetah.runtime.build.sources import sources_of
+from cheetah.runtime.assembly.cubin import cache_folder
+from cheetah.runtime.assembly.sources import sources_of
 from cheetah.untrusted import UnreadableError, read_json
 from cheetah.version import __version__
 

@@ -21,8 +21,8 @@ from cheetah.plan import GPUS, Gpu, Plan, PlanError, gpu_named
 from cheetah.plan.prompt import PASS_TOKENS, PassPlan, default_pass_plan, short_pass_plans
 from cheetah.printable import shown_name
 from cheetah.records import first_difference
-from cheetah.runtime.build.memory import LABELS, MemoryEstimate, memory_of_buffers, size_text
-from cheetah.runtime.build.texts import Generated, KeptTexts
+from cheetah.runtime.assembly.memory import LABELS, MemoryEstimate, memory_of_buffers, size_text
+from cheetah.runtime.assembly.texts import Generated, KeptTexts
 from cheetah.runtime.device import Say
 
 if TYPE_CHECKING:
