@@ -8,7 +8,7 @@ in `config_json`. Nothing here touches weights.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cheetah.models.config_json import JSON_NAMES, ConfigError, Dialect, load_source, place_of, read_fields
+from cheetah.models.layer_kind import LayerKind
 from cheetah.models.plausible import implausible
 from cheetah.models.rope import Rope, rope_table
 from cheetah.plan import ModelShape
@@ -31,15 +32,14 @@ COLUMN_ALIGN = 32  # columns of a packed matrix, and vectors that feed one, are 
 class ModelConfig:
     """A decoder's shape and constants. Field names are short; errors name the field of config.json.
 
-    A family's subclass says how its config.json reads (`dialect`), and what its layers do otherwise than Llama's.
-    head_norms: every head's query and key goes through an RMSNorm over head_dim before it is rotated, with one weight
-    vector for the queries and one for the keys of a layer. qkv_biases: q, k and v have biases. sliding_window: so many
-    keys a query sees, its own included; None: all before it.
+    A family's subclass says how its config.json reads (`dialect`), and what its layers do otherwise than Llama's:
+    `layer`, what is the same in all of them whatever the file says, or `layer_kinds`. rope, sliding_window: of the
+    layers that rotate queries and keys, or see not all keys. embedding_multiplier: of the rows of the embedding.
+    logit_divisor: of the head's logits. logit_soft_cap: logits l become logit_soft_cap * tanh(l / logit_soft_cap).
     """
 
     dialect: ClassVar[Dialect]
-    head_norms: ClassVar[bool] = False
-    qkv_biases: ClassVar[bool] = False
+    layer: ClassVar[LayerKind] = LayerKind()
 
     hidden_size: int
     intermediate_size: int
@@ -53,6 +53,9 @@ class ModelConfig:
     tied_embeddings: bool = False
     rope: Rope = field(default_factory=Rope)
     sliding_window: int | None = None
+    embedding_multiplier: float = 1.0
+    logit_divisor: float = 1.0
+    logit_soft_cap: float | None = None
     weight_formats: tuple[tuple[str, str], ...] = ()
     """(matrix, format) of the matrices that are not bf16."""
     act_order: bool = False
@@ -77,6 +80,33 @@ class ModelConfig:
             raise ConfigError(problem)
         if problem := implausible("rms_norm_eps", self.rms_norm_eps):
             raise ConfigError(problem)
+
+    @property
+    def layer_kinds(self) -> tuple[LayerKind, ...]:
+        """What each layer does, in order."""
+        attention = replace(self.layer.attention, rope=self.rope, window=self.sliding_window)
+        return (replace(self.layer, attention=attention),) * self.layers
+
+    @property
+    def kinds(self) -> tuple[LayerKind, ...]:
+        """The layers' distinct kinds, in the order of their first layers."""
+        return tuple(dict.fromkeys(self.layer_kinds))
+
+    @property
+    def kind_of_layer(self) -> tuple[int, ...]:
+        """Which of `kinds` each layer is."""
+        kinds = self.kinds
+        return tuple(kinds.index(kind) for kind in self.layer_kinds)
+
+    @property
+    def has_head_norms(self) -> bool:
+        """Whether queries and keys are normalised in some layers."""
+        return any(kind.attention.head_norms for kind in self.kinds)
+
+    @property
+    def has_biases(self) -> bool:
+        """Whether q, k and v have biases in some layers."""
+        return any(kind.attention.biases for kind in self.kinds)
 
     @property
     def shape(self) -> ModelShape:
@@ -150,13 +180,15 @@ class ModelConfig:
         """Weights of the model; a tied head is counted once."""
         h, f = self.hidden_size, self.intermediate_size
         layer = self.qkv_rows * h + h * self.query_rows + 3 * h * f + 2 * h
-        layer += (2 * self.head_dim if self.head_norms else 0) + (self.qkv_rows if self.qkv_biases else 0)
+        layer += (2 * self.head_dim if self.has_head_norms else 0) + (self.qkv_rows if self.has_biases else 0)
         heads = 1 if self.tied_embeddings else 2
         return self.layers * layer + heads * self.vocab_size * h + h
 
     def window(self, max_context: int) -> int | None:
-        """How many keys a query sees, its own included; None where a context of so many tokens never has more."""
-        return self.sliding_window if self.sliding_window is not None and self.sliding_window < max_context else None
+        """How many keys a query sees in the layers where it sees most, its own included; None where it sees all that a
+        context of so many tokens has."""
+        windows = [kind.attention.window_of(max_context) for kind in self.kinds]
+        return None if None in windows else max(window for window in windows if window is not None)
 
     def rope_table(self, positions: int) -> NDArray[np.float32]:
         """Cosine and sine of every position's angles: float32 [positions, head_dim/2, 2]."""

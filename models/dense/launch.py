@@ -151,8 +151,8 @@ def parameters_of(
         parameters["kv"] = replace(parameters["kv"], type=ty.ptr_mut(ty.u8))
     wanted = {
         "kv_scales": is_codes,
-        "biases": config.qkv_biases,
-        "head_norms": config.head_norms,
+        "biases": config.has_biases,
+        "head_norms": config.has_head_norms,
         "places": config.act_order,
         "timeline": traced,
     }

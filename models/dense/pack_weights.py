@@ -177,9 +177,9 @@ class _Source:
         config, tensor = self.config, self.tensor
         yield from _embedding_pieces(config, cast(Rows, self.rows(EMBEDDING)))
         yield _norms_piece(config, tensor)
-        if config.qkv_biases:
+        if config.has_biases:
             yield _biases_piece(config, tensor)
-        if config.head_norms:
+        if config.has_head_norms:
             yield _head_norms_piece(config, tensor)
         if config.act_order:
             yield _places_piece(config, self.rows)

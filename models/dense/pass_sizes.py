@@ -46,7 +46,7 @@ class PassSizes:
             raise PlanError(f"a stage of {plan.stage_bytes(self.format)} bytes has no room for {self.key_tile} keys")
 
     def _check_model(self) -> None:
-        if self.config.head_norms and self.pass_plan.tile_m_tiles * M_TILE_ROWS % self.shape.head_dim:
+        if self.config.has_head_norms and self.pass_plan.tile_m_tiles * M_TILE_ROWS % self.shape.head_dim:
             raise PlanError(
                 f"a pass of {self.pass_plan.warpgroups} warpgroups has {self.pass_plan.tile_m_tiles * M_TILE_ROWS} "
                 f"rows a tile: heads of {self.shape.head_dim} with norms lie in one tile each, give more warpgroups"
@@ -97,7 +97,7 @@ class PassSizes:
 
     def _cut(self, matrix: str) -> Cut:
         """Behind o and down come sums of squares over a tile's rows, in q, k and v those of heads with norms."""
-        sums_over_tile = {"qkv": self.config.head_norms, "gate_up": False}.get(matrix, True)
+        sums_over_tile = {"qkv": self.config.has_head_norms, "gate_up": False}.get(matrix, True)
         return self.pass_plan.cut(self.matrices.named(matrix), self.gpu.blocks, sums_over_tile)
 
     def _phases_of(self, matrix: str) -> list[PassPhase]:

@@ -283,8 +283,8 @@ def _layer(config: ModelConfig, layer: int, weight: Callable[[str], F32]) -> Lay
 
     input_norm, ffn_norm = of_layer((INPUT_NORM, POST_ATTENTION_NORM))
     (q, k, v), (o,), (gate, up), (down,) = (of(matrix) for matrix in ("qkv", "o", "gate_up", "down"))
-    biases = tuple(of_layer(QKV_BIASES)) if config.qkv_biases else (0.0,) * 3
-    head_norms = tuple(of_layer(HEAD_NORMS)) if config.head_norms else (None,) * 2
+    biases = tuple(of_layer(QKV_BIASES)) if config.has_biases else (0.0,) * 3
+    head_norms = tuple(of_layer(HEAD_NORMS)) if config.has_head_norms else (None,) * 2
     return Layer(biases, head_norms, input_norm, q, k, v, o, ffn_norm, gate, up, down)
 
 

@@ -76,9 +76,9 @@ def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
         _SOURCES["gate_up"][1]: (ffn, hidden),
         _SOURCES["down"][0]: (hidden, ffn),
     }
-    if config.qkv_biases:
+    if config.has_biases:
         of_layer |= {name: of_layer[matrix][:1] for name, matrix in zip(QKV_BIASES, _SOURCES["qkv"], strict=True)}
-    if config.head_norms:
+    if config.has_head_norms:
         of_layer |= dict.fromkeys(HEAD_NORMS, (config.head_dim,))
     shapes: dict[str, tuple[int, ...]] = {EMBEDDING: (config.vocab_size, hidden)}
     for layer in range(config.layers):
@@ -152,9 +152,9 @@ def vector_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     matrix' rows; the weights of the norms of queries, then keys (bf16); where the columns of ordered matrices lie
     (u16), of every layer's qkv, o and gate_up, then of lm_head."""
     shapes: dict[str, tuple[int, ...]] = {}
-    if config.qkv_biases:
+    if config.has_biases:
         shapes["biases"] = (config.layers, config.qkv_rows)
-    if config.head_norms:
+    if config.has_head_norms:
         shapes["head_norms"] = (config.layers, 2, config.head_dim)
     if config.act_order:
         shapes["places"] = places_shape(config)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from cheetah.models.config import ModelConfig
 from cheetah.models.config_json import Dialect
 from cheetah.models.dense.family import DenseFamily
+from cheetah.models.layer_kind import AttentionKind, LayerKind
 from cheetah.models.rope import Rope
 
 
@@ -18,7 +19,7 @@ class Qwen2Config(ModelConfig):
         neutral={"use_mrope": (False,)},
         ignored=frozenset({"sliding_window", "max_window_layers"}),  # read only where use_sliding_window is true
     )
-    qkv_biases = True
+    layer = LayerKind(attention=AttentionKind(biases=True))
 
 
 FAMILY = DenseFamily(

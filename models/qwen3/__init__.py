@@ -5,6 +5,7 @@ from __future__ import annotations
 from cheetah.models.config import ModelConfig
 from cheetah.models.config_json import Dialect
 from cheetah.models.dense.family import DenseFamily
+from cheetah.models.layer_kind import AttentionKind, LayerKind
 from cheetah.models.rope import Rope
 
 
@@ -17,7 +18,7 @@ class Qwen3Config(ModelConfig):
         absent={"num_key_value_heads": 32, "head_dim": 128, "max_position_embeddings": 32768},
         ignored=frozenset({"sliding_window", "max_window_layers"}),  # read only where use_sliding_window is true
     )
-    head_norms = True
+    layer = LayerKind(attention=AttentionKind(head_norms="each"))
 
 
 def _published(hidden: int, ffn: int, layers: int, heads: int, tied: bool = False) -> Qwen3Config:

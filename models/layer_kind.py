@@ -1,0 +1,72 @@
+"""What a layer of a decoder does, as a value: which norms, which attention, which feed-forward, which multipliers.
+
+A configuration says so of each of its layers (`ModelConfig.layer_kinds`); layers that are alike share a value. All who
+need to know how a layer differs from Llama's ask here: the meaning, the tensors of a checkpoint, the kernels, the plans
+of attention. The defaults are Llama's. Shapes and weights are no part of it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from cheetah.models.rope import Rope
+
+
+@dataclass(frozen=True)
+class Norms:
+    """The RMSNorms of a layer's two sublayers, attention and feed-forward.
+
+    before: of what a sublayer takes from the residual stream; without it the stream itself is taken. after: of what a
+    sublayer makes, before it is added to the stream. plus_one: what is normalised is multiplied by 1 + weight instead
+    of by weight, in all norms of the model: those of heads and the last one too.
+    """
+
+    before: bool = True
+    after: bool = False
+    plus_one: bool = False
+
+
+@dataclass(frozen=True)
+class PositionScale:
+    """Queries at `position` are multiplied by 1 + beta * ln(1 + floor(position / context)), after they are rotated."""
+
+    beta: float
+    context: int
+
+
+@dataclass(frozen=True)
+class AttentionKind:
+    """What attention does in a layer.
+
+    window: so many keys a query sees, its own included; None: all before it. rope: how queries and keys are rotated;
+    None: they are not. scale: what q.k is multiplied by; None: head_dim ** -0.5. soft_cap: logits l become
+    soft_cap * tanh(l / soft_cap). sinks: every query head has one more logit, whose key has no value. head_norms: an
+    RMSNorm of queries and of keys before they are rotated, "each" over every head by itself with one weight [head_dim]
+    for all heads, "width" over all heads together with a weight for every row. biases: q, k and v have them.
+    position_scale: of the queries.
+    """
+
+    window: int | None = None
+    rope: Rope | None = field(default_factory=Rope)
+    scale: float | None = None
+    soft_cap: float | None = None
+    sinks: bool = False
+    head_norms: Literal["each", "width"] | None = None
+    biases: bool = False
+    position_scale: PositionScale | None = None
+
+    def window_of(self, max_context: int) -> int | None:
+        """`window`, but None where a context of so many tokens never has more keys."""
+        return self.window if self.window is not None and self.window < max_context else None
+
+
+@dataclass(frozen=True)
+class LayerKind:
+    """What a layer does. activation: of the gate, "silu" or the tanh form of "gelu". residual_multiplier: of what a
+    sublayer adds to the residual stream."""
+
+    norms: Norms = Norms()
+    attention: AttentionKind = AttentionKind()
+    activation: Literal["silu", "gelu"] = "silu"
+    residual_multiplier: float = 1.0
