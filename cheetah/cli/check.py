@@ -15,7 +15,7 @@ from cheetah.cli.options import Config, Revision, takes_plan
 
 if TYPE_CHECKING:
     from cheetah.models.config import ModelConfig
-    from cheetah.tools.course import Tensors
+    from cheetah.models.family import Tensors
 
 EPILOG = "Example: cheetah check llama-3.1-8b --seeds 50 --sync barrier"
 SCHEDULERS = "round_robin,random,priority"
@@ -51,8 +51,7 @@ def check(
     """
     from rich.console import Console
 
-    from cheetah.tools.check import Subject, check_model
-    from cheetah.tools.pass_check import check_passes
+    from cheetah.tools.check import Subject, check_model, check_passes
 
     named = named_config(config, revision)
     print_notes(named.notes)

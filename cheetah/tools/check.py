@@ -1,9 +1,9 @@
 """Whether the kernels that are generated for a model are right under any schedule: the core of `cheetah check`.
 
-`check_kernel` takes a kernel's text, runs the same launches (`course`) in the emulator under many schedules, and
-requires the same bits of all of them, agreement with float32, and (with the sanitizer) that no two accesses are
-unordered. Every load and store is watched (`cheetah/emulator/runtime/watch.h`). `check_model` does that for a model's
-kernel, and for that of an awkward small model of its kind.
+The same launches (`judged_steps`, `judged_passes`) run in the emulator under many schedules, and must give the same
+bits under all of them, agree with float32, and (with the sanitizer) access nothing unordered. Every load and store is
+watched (`cheetah/emulator/runtime/watch.h`). `check_model` does that for a model's kernels, and for those of an awkward
+small model of its kind.
 """
 
 from __future__ import annotations
@@ -11,25 +11,30 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 from numpy.typing import NDArray
 
-from cheetah.emulator import SCHEDULERS, EmulatorError, ExploreReport, compile_program, explore
-from cheetah.emulator.program import Program
-from cheetah.generate import generate_kernel
-from cheetah.manifest import Manifest
+from cheetah.emulator import SCHEDULERS, EmulatorError, ExploreReport, explore
+from cheetah.generate import choose_plan, describe_pass, generate_head, generate_kernel, generate_pass
 from cheetah.models.config import ModelConfig
+from cheetah.models.family import Tensors
+from cheetah.package import Generated
+from cheetah.plan import PlanError, gpu_named
+from cheetah.plan.prompt import PassPlan, default_pass_plan, short_pass_plans
+from cheetah.runtime.assembly.buffers import Weights
 from cheetah.tools.awkward import awkward_config, awkward_plan, awkward_tensors
-from cheetah.tools.course import Agreement, Course, KernelFault, Tensors, Transcript
+from cheetah.tools.judged_passes import JudgedPasses
+from cheetah.tools.judged_steps import Agreement, JudgedSteps, KernelFault
+from cheetah.tools.rig import Rig, weights_of
 
 Progress = Callable[[str], None]
 
-LAUNCH_TIMEOUT_S = 120.0
 AWKWARD_SHARE = 4
 """One of so many schedules is spent on the awkward model."""
-MANY_CHUNKS = 2
-"""Copies of a launch, for each block and chunk in flight, from which on they must come as far ahead as they may."""
+PASS_SHARE = 4
+"""One of so many schedules is spent on passes over prompts."""
+PASS_TOKENS = 64
 RACE_GPU = "emulator-2"
 """The race detector is slow: two blocks are all that it gets."""
 
@@ -102,29 +107,33 @@ def check_model(
     With `sanitizer` the model's own kernel also runs once under the race detector, on two blocks. After `stop_after`
     schedules that failed, or disagree with float32, a subject is explored no further.
     """
-    explored = partial(_explored, gpu=gpu, schedulers=schedulers, stop_after=stop_after, progress=progress)
+    how = partial(_explored, schedulers=schedulers, stop_after=stop_after, progress=progress)
     awkward = awkward_subject(subject.config, subject.plan)
     few = max(1, seeds // AWKWARD_SHARE)
-    yield awkward, explored(awkward, range(few))
-    verdict = explored(subject, range(max(1, seeds - few)))
-    if sanitizer:
-        progress("race detector")
-        made = generate_kernel(subject.config, RACE_GPU, **subject.plan)
-        race = find_races(made.text, made.manifest, subject.config, subject.tensors)
-        verdict = replace(verdict, sanitized=True, race=race)
-    yield subject, verdict
+    yield awkward, how(JudgedSteps(_step_rig(awkward, gpu)), range(few))
+    verdict = how(JudgedSteps(_step_rig(subject, gpu)), range(max(1, seeds - few)))
+    yield subject, _with_races(verdict, sanitizer, progress, lambda: JudgedSteps(_race_rig(subject)))
 
 
-def _explored(subject: Subject, seeds: Sequence[int], gpu: str, **how: Any) -> Verdict:
-    made = generate_kernel(subject.config, gpu, **subject.plan)
-    return check_kernel(made.text, made.manifest, subject.config, subject.tensors, seeds, sanitizer=False, **how)
+class Launches(Protocol):
+    """What a rig is judged by."""
+
+    def run(self, scheduler: str, seed: int) -> Any:
+        """What they gave under one schedule. EmulatorError where one fails."""
+
+    def outputs(self, found: Any) -> list[NDArray[Any]]:
+        """All of it that must not depend on the schedule."""
+
+    def agreement(self, found: Any) -> Agreement:
+        """It beside float32."""
+
+    def pace_problem(self) -> str:
+        """What is wrong with how far the copies ran ahead in all runs, or ""."""
 
 
 def check_kernel(
-    text: str,
-    manifest: Manifest,
-    config: ModelConfig,
-    tensors: Tensors,
+    made: Generated,
+    weights: Weights,
     seeds: Sequence[int] = range(20),
     schedulers: Sequence[str] = SCHEDULERS,
     sanitizer: bool = True,
@@ -134,81 +143,96 @@ def check_kernel(
 ) -> Verdict:
     """Run a decode kernel under every scheduler with every seed, and once under ThreadSanitizer.
 
-    text, manifest: of a kernel for an emulated machine; with `sanitizer`, of few blocks. tensors: the model's, bf16
-    bits as uint16 by name. progress: gets a line as each run begins. Errors of the kernel are in the verdict;
-    CheetahError is raised for what is no fault of the kernel (no g++, text and manifest of different kernels).
+    made: a kernel for an emulated machine; with `sanitizer`, of few blocks. progress: gets a line as each run begins.
+    Errors of the kernel are in the verdict; CheetahError is raised for what is no fault of the kernel (no g++, text and
+    manifest of different kernels).
     """
-    course = Course(manifest, config, tensors)
-    first: list[Transcript] = []
-    program = _Paced(_compiled(text, manifest), int(manifest.plan["in_flight"]))
+    verdict = _explored(JudgedSteps(Rig(weights, made, watched=True)), seeds, schedulers, stop_after, progress)
+    return _with_races(verdict, sanitizer, progress, lambda: JudgedSteps(Rig(weights, made, sanitize=True)))
+
+
+def check_passes(
+    subject: Subject,
+    gpu: str,
+    seeds: int,
+    schedulers: Sequence[str],
+    sanitizer: bool,
+    *,
+    stop_after: int | None = None,
+    progress: Progress = lambda line: None,
+) -> Iterator[tuple[Subject, Verdict]]:
+    """The verdict on passes over the subject's prompts, from a quarter of the `seeds` schedules of each scheduler, and
+    with `sanitizer` one run under the race detector; then on those that have phases in which parts of products are
+    added, from as many schedules, if there are such. Nothing where there are no passes over such weights. stop_after:
+    schedules that failed."""
+    machine = gpu_named(gpu)
+    whole, cut = default_pass_plan(machine, PASS_TOKENS), short_pass_plans(machine)[0]
+    how = partial(_explored, schedulers=schedulers, stop_after=stop_after, progress=progress)
+    subject = replace(subject, plan={"batch": 2, **subject.plan})
+    few = range(max(1, seeds // PASS_SHARE))
+    try:
+        rig = _pass_rig(subject, gpu, whole)
+    except PlanError:
+        return
+    verdict = _with_races(
+        how(JudgedPasses(rig), few),
+        sanitizer,
+        progress,
+        lambda: JudgedPasses(_pass_rig(subject, RACE_GPU, whole, True)),
+    )
+    yield replace(subject, kind="passes over its prompts"), verdict
+    (passes,) = (one.manifest.phases for name, one in rig.kernels.items() if "pass" in name)
+    if describe_pass(subject.config, machine, rig.plan, cut, "", "").phases != passes:
+        named = replace(subject, kind="passes over few tokens, whose products are cut")
+        yield named, how(JudgedPasses(_pass_rig(subject, gpu, cut)), few)
+
+
+def _step_rig(subject: Subject, gpu: str, **mode: bool) -> Rig:
+    made = generate_kernel(subject.config, gpu, **subject.plan)
+    return Rig(weights_of(subject.config, subject.tensors), made, **(mode or {"watched": True}))
+
+
+def _race_rig(subject: Subject) -> Rig:
+    return _step_rig(subject, RACE_GPU, sanitize=True)
+
+
+def _pass_rig(subject: Subject, gpu: str, pass_plan: PassPlan, sanitize: bool = False) -> Rig:
+    """PlanError where the model has no passes."""
+    config, plan = subject.config, choose_plan(subject.config, gpu_named(gpu), **subject.plan)
+    made = generate_pass(config, gpu, plan, pass_plan), generate_head(config, gpu, plan, PASS_TOKENS)
+    return Rig(weights_of(config, subject.tensors), *made, sanitize=sanitize, watched=not sanitize)
+
+
+def _explored(
+    launches: Launches, seeds: Sequence[int], schedulers: Sequence[str], stop_after: int | None, progress: Progress
+) -> Verdict:
+    first: list[Any] = []
 
     def run(scheduler: str, seed: int) -> list[NDArray[Any]]:
         progress(f"{scheduler}, seed {seed}")
-        transcript = course.run(Scheduled(program, scheduler, seed))
-        if not first and stop_after and not (agreement := course.agreement(transcript)).ok:
+        found = launches.run(scheduler, seed)
+        if not first and stop_after and not (agreement := launches.agreement(found)).ok:
             raise KernelFault(str(agreement))
-        first.append(transcript)
+        first.append(found)
         del first[1:]
-        return transcript.outputs
+        return launches.outputs(found)
 
     exploration = explore(run, seeds, schedulers, stop_after=stop_after)
-    verdict = Verdict(exploration, course.agreement(first[0]) if first else None, pace=program.problem())
+    return Verdict(exploration, launches.agreement(first[0]) if first else None, pace=launches.pace_problem())
+
+
+def _with_races(verdict: Verdict, sanitizer: bool, progress: Progress, launches: Callable[[], Launches]) -> Verdict:
+    """The verdict with what the race detector says of one more run, if that is wanted."""
     if not sanitizer:
         return verdict
     progress("race detector")
-    return replace(verdict, sanitized=True, race=find_races(text, manifest, config, tensors))
+    return replace(verdict, sanitized=True, race=find_races(launches()))
 
 
-def find_races(text: str, manifest: Manifest, config: ModelConfig, tensors: Tensors) -> str:
-    """The same launches once under ThreadSanitizer: its report, or how the run failed, or "" if nothing was found."""
-    program = _compiled(text, manifest, sanitize=True)
-    course = Course(manifest, config, tensors)
+def find_races(launches: Launches) -> str:
+    """Of launches of a rig under ThreadSanitizer, once: its report, or how the run failed, or ""."""
     try:
-        course.run(Scheduled(program, "random", 0))
+        launches.run("random", 0)
     except EmulatorError as error:
         return f"{type(error).__name__}: {error}"
     return ""
-
-
-def _compiled(text: str, manifest: Manifest, sanitize: bool = False) -> Program:
-    """With every load and store watched, or under the race detector."""
-    manifest.check_text(text)
-    parameters = [(parameter.name, parameter.ctype) for parameter in manifest.parameters]
-    return compile_program(text, manifest.kernel, parameters, sanitize=sanitize, watched=not sanitize)
-
-
-@dataclass
-class _Paced:
-    """A program that notes how many chunks its blocks had under way. in_flight: how many its plan wants."""
-
-    program: Program
-    in_flight: int
-    most_chunks: int = 0
-    has_enough: bool = False
-
-    def launch(self, blocks: int, *arguments: Any, **options: Any) -> None:
-        stats = self.program.launch(blocks, *arguments, **options)
-        self.most_chunks = max(self.most_chunks, stats.most_chunks)
-        self.has_enough = self.has_enough or stats.copies > MANY_CHUNKS * blocks * self.in_flight
-
-    def problem(self) -> str:
-        """That the copies never came as far ahead as the plan lets them, where there was enough to copy."""
-        if not self.has_enough or self.most_chunks >= self.in_flight:
-            return ""
-        return (
-            f"a block never had more than {self.most_chunks} chunks under way, its plan lets it have {self.in_flight}: "
-            "the producer lane waits for a chunk that it need not wait for yet"
-        )
-
-
-@dataclass(frozen=True)
-class Scheduled:
-    """A program whose launches all run under one schedule, with a limit of time."""
-
-    program: Program | _Paced
-    scheduler: str
-    seed: int
-
-    def launch(self, blocks: int, threads: int, shared_bytes: int, values: Sequence[Any], **promises: Any) -> None:
-        schedule: dict[str, Any] = {"scheduler": self.scheduler, "seed": self.seed, "timeout_s": LAUNCH_TIMEOUT_S}
-        self.program.launch(blocks, threads, shared_bytes, values, **promises, **schedule)

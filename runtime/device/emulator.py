@@ -77,8 +77,11 @@ class EmulatorDevice:
 
     def __init__(self, say: Say = lambda _: None, scheduler: str | None = None, seed: int | None = None) -> None:
         self._say = say
-        self._schedule = {key: value for key, value in (("scheduler", scheduler), ("seed", seed)) if value is not None}
+        self._schedule: dict[str, Any] = {
+            key: value for key, value in (("scheduler", scheduler), ("seed", seed)) if value is not None
+        }
         self._unusable: str | None = None
+        self.stats: Any = None  # of the last launch, a `cheetah.emulator.LaunchStats`
 
     def describe(self) -> DeviceInfo:
         return DeviceInfo(
@@ -128,7 +131,7 @@ class EmulatorDevice:
         shape = (launch.blocks, launch.threads, launch.shared_bytes)
         options = {**_promises(kernel.manifest), **self._schedule}
         try:
-            kernel.program.launch(*shape, values, watch=_end_if_interrupted, **options)
+            self.stats = kernel.program.launch(*shape, values, watch=_end_if_interrupted, **options)
         except LaunchCancelled:
             raise
         except Exception as error:

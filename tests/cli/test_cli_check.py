@@ -18,7 +18,8 @@ from cheetah.models.registry import preset
 from cheetah.package import Generated
 from cheetah.runtime.checkpoint.random_weights import random_tensors
 from cheetah.tools.check import Verdict, check_kernel, find_races
-from cheetah.tools.course import Course
+from cheetah.tools.judged_steps import JudgedSteps
+from cheetah.tools.rig import Rig, weights_of
 
 pytestmark = pytest.mark.compiler
 
@@ -38,7 +39,8 @@ def changed(kernel: Generated, pattern: str, replacement: str) -> Generated:
 
 
 def checked(kernel: Generated, seeds: int = 2, sanitizer: bool = False) -> Verdict:
-    return check_kernel(kernel.text, kernel.manifest, CONFIG, random_tensors(CONFIG), range(seeds), sanitizer=sanitizer)
+    weights = weights_of(CONFIG, random_tensors(CONFIG))
+    return check_kernel(kernel, weights, range(seeds), sanitizer=sanitizer)
 
 
 @pytest.mark.exhaustive
@@ -80,11 +82,12 @@ def test_a_wrong_count_of_steps_is_a_fault() -> None:
 @pytest.mark.exhaustive
 def test_the_race_detector_runs_on_the_same_launches() -> None:
     config = LlamaConfig(16, 16, 1, 1, 1, 64, 16, max_position_embeddings=96)
-    right, tensors = generate_kernel(config, "emulator-2", consumer_warps=2, stage_bytes=4096), random_tensors(config)
+    right = generate_kernel(config, "emulator-2", consumer_warps=2, stage_bytes=4096)
+    weights = weights_of(config, random_tensors(config))
     wrong = changed(right, r"mbarrier_wait\(full \+ use_stage, use_parity\);", "")
-    verdict = check_kernel(right.text, right.manifest, config, tensors, range(1), ("random",), sanitizer=True)
+    verdict = check_kernel(right, weights, range(1), ("random",), sanitizer=True)
     assert verdict.ok and verdict.sanitized, str(verdict)
-    assert find_races(wrong.text, wrong.manifest, config, tensors).startswith("Race: race")
+    assert find_races(JudgedSteps(Rig(weights, wrong, sanitize=True))).startswith("Race: race")
 
 
 @pytest.mark.slow
@@ -128,7 +131,7 @@ def test_an_error_of_the_checker_is_not_the_kernels(monkeypatch: pytest.MonkeyPa
     def fail(*arguments: object) -> None:
         raise CheetahError("the checker is wrong")
 
-    monkeypatch.setattr(Course, "_fill_cache", fail)
+    monkeypatch.setattr(JudgedSteps, "_fill_cache", fail)
     with pytest.raises(CheetahError, match="the checker is wrong"):
         checked(generated(), seeds=1)
 

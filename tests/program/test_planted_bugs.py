@@ -134,7 +134,7 @@ def test_every_text_that_a_bug_replaces_is_there(monkeypatch: pytest.MonkeyPatch
     def made(*arguments: object, **options: object) -> None:
         raise Made
 
-    monkeypatch.setattr("tests.program.rig.compile_program", made)
+    monkeypatch.setattr("cheetah.tools.rig.compile_program", made)
     for bug in BUGS:
         if not bug.change:
             with pytest.raises(Made):

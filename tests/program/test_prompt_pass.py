@@ -7,15 +7,14 @@ from dataclasses import replace
 from functools import cache
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 import pytest
 
-from cheetah.emulator import SCHEDULERS, EmulatorError, Program, allocate, compile_program
-from cheetah.generate import choose_plan, generate_kernel, generate_pass
+from cheetah.emulator import SCHEDULERS, EmulatorError
+from cheetah.generate import choose_plan, generate_pass
+from cheetah.manifest import sha256_of_text
 from cheetah.models.config import ModelConfig
 from cheetah.models.dense.pass_sizes import PassSizes
-from cheetah.models.dense.prompt import pass_parameters
 from cheetah.models.dense.reference import Reference, rms_norm
 from cheetah.models.dense.weights import FINAL_NORM
 from cheetah.models.mistral import MistralConfig
@@ -23,11 +22,12 @@ from cheetah.models.qwen2 import Qwen2Config
 from cheetah.models.qwen3 import Qwen3Config
 from cheetah.models.registry import in_format, preset
 from cheetah.models.rounding import round_to_e4m3, widen
-from cheetah.plan import Plan, PlanError, gpu_named
-from cheetah.plan.pass_tables import Segment
+from cheetah.package import Generated
+from cheetah.plan import PlanError, gpu_named
 from cheetah.plan.prompt import PassPlan, default_pass_plan, short_pass_plans
-from cheetah.runtime.assembly.buffers import allocate_buffers, upload_weights
 from cheetah.runtime.device.emulator import EmulatorDevice
+from cheetah.runtime.engine.flights import Part
+from cheetah.tools.rig import GivenWeights, Rig, Session
 from tests.program.quantized_weights import QuantizedWeights
 from tests.program.rig import emulated_gpu, model, random_weights, relative_error, token_ids
 from tests.tiers import tiered
@@ -58,7 +58,7 @@ def weights_of(config: ModelConfig) -> Any:
     return QuantizedWeights(config, scales="bf16") if config.weight_formats else random_weights(config)
 
 
-class PassRig:
+class PassRig(Rig):
     """A pass' kernel compiled for the emulator, with a model's weights."""
 
     def __init__(
@@ -72,95 +72,53 @@ class PassRig:
         watched: bool = False,
         **plan: Any,
     ) -> None:
-        self.weights, self.config = weights_of(config), config
         fields = {"consumer_warps": 2, "max_context": 192, "stage_bytes": 4096, "page_size": 5, "batch": 3, **plan}
-        gpu = emulated_gpu(blocks)
-        manifest = generate_kernel(config, gpu, **fields).manifest
-        self.plan, self.manifest = Plan.from_dict(manifest.plan), manifest
-        self.sizes = PassSizes(config, gpu_named(gpu), self.plan, pass_plan)
-        powers = np.random.default_rng(4).integers(-2, 3, (config.layers, 2, config.shape.kv_heads))
-        self.kv_scales = np.asarray(KV_SCALE * 2.0**powers, np.float32)
-        self.program = self._compile(bug, sanitize=sanitize, watched=watched)
-        self.buffers: dict[str, Any] = {}
-        allocate_buffers(EmulatorDevice(), manifest, self.buffers)
-        upload_weights(self.weights, manifest, self.buffers, lambda written: None)
-
-    def _compile(self, bug: tuple[str, str] | None, **mode: bool) -> Program:
-        generated = generate_pass(self.config, self.sizes.gpu, self.plan, self.sizes.pass_plan)
-        text = generated.text
+        gpu = gpu_named(emulated_gpu(blocks))
+        self.sizes = PassSizes(config, gpu, choose_plan(config, gpu, **fields), pass_plan)
+        made = generate_pass(config, gpu, self.sizes.plan, pass_plan)
         if bug is not None:
-            assert bug[0] in text, bug[0]
-            text = text.replace(*bug)
-        parameters = [(parameter.name, parameter.ctype) for parameter in generated.manifest.parameters]
-        return compile_program(text, "prompt_pass", parameters, **mode)
+            assert bug[0] in made.text, bug[0]
+            text = made.text.replace(*bug)
+            made = Generated(text, replace(made.manifest, text_sha256=sha256_of_text(text)))
+        weights = weights_of(config)
+        powers = np.random.default_rng(4).integers(-2, 3, (config.layers, 2, config.kv_heads))
+        scales = np.asarray(KV_SCALE * 2.0**powers, np.float32)
+        given = GivenWeights(config, weights.tensor, getattr(weights, "rows", None), scales)
+        super().__init__(given, made, sanitize=sanitize, watched=watched)
 
 
-class PassSession:
-    """Passes over sequences, from an empty cache. Page k of sequence b is `pages[b][k]`."""
+class PassSession(Session):
+    """Passes over sequences, from an empty cache."""
 
     def __init__(self, rig: PassRig, seed: int = 0) -> None:
-        self.rig, self.arrivals = rig, 0
-        self.hidden_states = allocate((rig.sizes.pass_plan.tokens, rig.config.shape.padded_hidden), np.uint16)
-        kv = rig.manifest.buffer("kv")
-        self.kv = allocate(tuple(kv.shape), np.uint16 if kv.dtype == "bf16" else np.uint8)
-        table = (rig.plan.batch, rig.plan.pages_per_sequence)
-        self.pages = np.random.default_rng(seed).permutation(rig.plan.kv_pages)[: table[0] * table[1]].reshape(table)
-        self.table = allocate(table, np.int32)
-        self.table[:] = self.pages
-        self.lengths = [0] * rig.plan.batch
-        self.workspace = allocate(rig.sizes.workspace_bytes, np.uint8, fill=0)
+        super().__init__(rig, EmulatorDevice(), np.random.default_rng(seed).permutation(rig.plan.kv_pages))
+        self.passes.window = None  # keys that a window has left behind stay, to be looked at
+        self.caches = [self.sequence() for _ in range(rig.plan.batch)]
 
     def read(
         self, parts: dict[int, list[int]], scheduler: str = "round_robin", seed: int = 0, wanted: Sequence[int] = ()
     ) -> None:
-        """One launch over the next tokens of some sequences. wanted: columns whose hidden states are left."""
-        rig, sizes = self.rig, self.rig.sizes
-        segments = [Segment(sequence, self.lengths[sequence], len(ids)) for sequence, ids in parts.items()]
-        tables = sizes.room.tables(segments, list(parts.values()))
-        constant = ("weights", "norms", "embedding", "rope", "biases", "head_norms", "places")
-        arrays = {name: rig.buffers[name].array for name in constant if name in rig.buffers}
-        given = {
-            **arrays,
-            **vars(tables),
-            "kv": self.kv,
-            "kv_scales": rig.kv_scales,
-            "page_table": self.table,
-            "workspace": self.workspace,
-            "wanted": np.array([*wanted, *[0] * (sizes.pass_plan.tokens - len(wanted))], np.int32),
-            "hidden_states": self.hidden_states,
-            "wanted_count": len(wanted),
-            "arrivals": self.arrivals,
-        }
-        arguments = [given[name] for name in pass_parameters(rig.config, rig.plan)]
-        shared = sizes.shared.total_bytes
-        rig.program.launch(
-            *(sizes.gpu.blocks, sizes.pass_plan.threads, shared, arguments), scheduler=scheduler, seed=seed
+        """One launch over the next tokens of some sequences. wanted: columns whose hidden states are left, in place of
+        those that the launcher asks for."""
+        self.device._schedule = {"scheduler": scheduler, "seed": seed}
+        want = int(len(wanted) > 0)
+        flight = self.passes.prepare(
+            [Part(self.caches[number], ids, len(ids), wanted=want) for number, ids in parts.items()]
         )
-        for sequence, ids in parts.items():
-            self.lengths[sequence] += len(ids)
-        phases = sizes.phase_names if wanted else sizes.phase_names[: sizes.phase_names.index(self._behind_keys)]
-        self.arrivals += len(phases) * sizes.gpu.blocks
-
-    @property
-    def _behind_keys(self) -> str:
-        return f"layer {self.rig.config.layers - 1} attention"
+        if wanted:
+            self.buffers["wanted"].upload(np.array(wanted, np.int32))
+            flight.arguments["wanted_count"] = len(wanted)
+        self.passes.start(flight)
+        self.passes.finish(flight)
 
     def states(self, count: int) -> np.ndarray:
         """float32 [count, hidden]: of the columns that were wanted last."""
-        return widen(self.hidden_states[:count, : self.rig.config.hidden_size])
+        shape = (count, self.config.padded_hidden)
+        return widen(self.buffers["hidden_states"].download(np.uint16, shape)[:, : self.config.hidden_size])
 
-    def cached(self, sequence: int = 0) -> np.ndarray:
+    def keys_and_values(self, sequence: int = 0) -> np.ndarray:
         """float32 [layers, keys or values, kv_heads, tokens, head_dim]."""
-        if self.rig.plan.kv_dtype == "e4m3":
-            numbers = self._cached(sequence).view(ml_dtypes.float8_e4m3fn).astype(np.float32)
-            return numbers * self.rig.kv_scales[..., None, None]
-        return widen(self._cached(sequence))
-
-    def _cached(self, sequence: int) -> np.ndarray:
-        layers, _, _, kv_heads, size, head_dim = self.kv.shape
-        pages = self.kv[:, self.pages[sequence]].transpose(0, 2, 3, 1, 4, 5)
-        tokens = pages.reshape(layers, 2, kv_heads, -1, head_dim)[:, :, :, : self.lengths[sequence]]
-        return np.ascontiguousarray(tokens)
+        return self.numbers_of(self.cached_of(self.caches[sequence]))
 
 
 @cache
@@ -192,13 +150,13 @@ def read(rig: PassRig, parts: tuple[int, ...], scheduler: str = "round_robin", s
     ids = token_ids(sum(parts), rig.config.vocab_size)
     session = PassSession(rig, seed)
     for count in parts:
-        length = session.lengths[0]
+        length = session.caches[0].length
         session.read({0: ids[length : length + count]}, scheduler, seed)
     return session
 
 
 def error(session: PassSession) -> float:
-    return relative_error(session.cached(), reference_cache(session.rig.config, session.lengths[0]))
+    return relative_error(session.keys_and_values(), reference_cache(session.rig.config, session.caches[0].length))
 
 
 @pytest.mark.slow
@@ -207,7 +165,7 @@ def test_a_pass_leaves_the_references_keys_and_values() -> None:
     for scheduler in SCHEDULERS:
         session = read(rig_of(SMALL), (53,), scheduler, seed=1)
         assert error(session) < TOLERANCE
-        bits.add(session.cached().tobytes())
+        bits.add(session.keys_and_values().tobytes())
     assert len(bits) == 1
 
 
@@ -236,7 +194,7 @@ def test_products_of_few_tokens_are_cut(case: str) -> None:
     assert [(sizes.height(name) or few.tile_m_tiles, sizes.parts(name)) for name in matrices] == cuts
     sessions = [read(rig, (13, 40), scheduler) for scheduler in SCHEDULERS]
     assert error(sessions[0]) < TOLERANCE
-    assert len({session.cached().tobytes() for session in sessions}) == 1
+    assert len({session.keys_and_values().tobytes() for session in sessions}) == 1
 
 
 @pytest.mark.parametrize(
@@ -276,7 +234,7 @@ def test_families(family: str) -> None:
     assert rig.sizes.matrices.o.is_narrow == family.startswith("narrow")
     session = read(rig, (30, 41), "random", 2)
     assert error(session) < TOLERANCE
-    session.lengths[0] = 30
+    session.caches[0].length = 30
     session.read({0: token_ids(71, config.vocab_size)[30:]}, "random", 3, wanted=range(41))
     assert error(session) < TOLERANCE
     states = normalised(config, session.states(41))
@@ -298,7 +256,7 @@ def test_hidden_states_of_any_columns_of_several_sequences() -> None:
     together.read({1: ids[20:33], 0: ids[30:]}, "random", 2, wanted=[46, 12, 16, 46])
     assert relative_error(normalised(SMALL, together.states(4)), wanted[[60, 32, 30, 60]]) < STATES_TOLERANCE
     assert together.states(4)[0].tobytes() == together.states(4)[3].tobytes() == alone.states(1).tobytes()
-    assert alone.cached().tobytes() == together.cached().tobytes()
+    assert alone.keys_and_values().tobytes() == together.keys_and_values().tobytes()
 
 
 CUTS = ((61,), (16, 1, 30, 14), (48, 13))
@@ -313,11 +271,11 @@ def test_neither_cuts_nor_company_change_a_bit(config: ModelConfig) -> None:
     for number, cuts in enumerate(CUTS):
         session = PassSession(rig, seed=number)
         for count in cuts:
-            length = session.lengths[0]
+            length = session.caches[0].length
             part, other = ids[length : length + count], token_ids(11 * number + 7, config.vocab_size, number)
             session.read({2: other, 0: part, 1: ids[:9]} if number % 2 else {0: part, 1: other}, "random", number)
-        assert relative_error(session.cached(0), reference_cache(config, len(ids))) < TOLERANCE
-        bits.add(session.cached(0).tobytes())
+        assert relative_error(session.keys_and_values(0), reference_cache(config, len(ids))) < TOLERANCE
+        bits.add(session.keys_and_values(0).tobytes())
     assert len(bits) == 1
 
 
@@ -383,27 +341,27 @@ def test_keys_of_eight_bits() -> None:
     reference.forward(token_ids(53, config.vocab_size))
     wanted = np.stack([reference.keys[:, :, :53], reference.values[:, :, :53]], axis=1)
     sessions = [read(rig, parts) for parts in ((53,), (20, 33))]
-    assert relative_error(sessions[0].cached()[0], wanted[0]) < TOLERANCE
-    assert relative_error(sessions[0].cached(), wanted) < E4M3_TOLERANCE
-    assert len({session.cached().tobytes() for session in sessions}) == 1
+    assert relative_error(sessions[0].keys_and_values()[0], wanted[0]) < TOLERANCE
+    assert relative_error(sessions[0].keys_and_values(), wanted) < E4M3_TOLERANCE
+    assert len({session.keys_and_values().tobytes() for session in sessions}) == 1
 
 
 @pytest.mark.slow
 def test_pages_and_blocks_change_no_bit() -> None:
     sessions = [read(rig_of(SMALL), (7, 40), seed=seed) for seed in range(2)]
     sessions.append(read(rig_of(SMALL, page_size=16), (7, 40)))
-    assert len({session.cached().tobytes() for session in sessions}) == 1
+    assert len({session.keys_and_values().tobytes() for session in sessions}) == 1
 
 
 def test_what_lies_elsewhere_in_the_pool_and_workspace_is_not_read() -> None:
     """All of it NaN but what a pass must find: nothing of a sequence that was longer is left in the next one."""
     rig = rig_of(SMALL)
     session = read(rig, (64, 50))
-    session.lengths[0] = 0
-    session.kv[:] = 0xFFFF
+    session.caches[0].length = 0
+    session.buffers["kv"].fill(0xFF)
     session.read({0: token_ids(20, rig.config.vocab_size)})
     again = read(rig, (20,))
-    assert session.cached().tobytes() == again.cached().tobytes()
+    assert session.keys_and_values().tobytes() == again.keys_and_values().tobytes()
 
 
 @pytest.mark.slow

@@ -1,14 +1,13 @@
-"""The launches that a kernel is judged by, on any program of it, and what float32 says of what they gave.
+"""The launches that a kernel of decode steps is judged by, and what float32 says of what they gave.
 
-The launches are prepared by the runtime itself, so what is judged is what is run; but the device lays traps (see
-`TrapDevice`): where a kernel may not look there is something that tells.
+The device lays traps (see `JudgingDevice`): where a kernel may not look there is something that tells.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -16,22 +15,19 @@ from numpy.typing import NDArray
 
 from cheetah.emulator import EmulatorError
 from cheetah.errors import CheetahError
-from cheetah.manifest import NO_PAGE, Manifest
-from cheetah.models.config import ModelConfig
-from cheetah.models.family import ReadRows, ReadTensor, ReferenceModel
-from cheetah.models.registry import family_of
-from cheetah.models.rounding import F32, round_to_bf16, round_to_e4m3
+from cheetah.manifest import NO_PAGE
+from cheetah.models.family import ReferenceModel
+from cheetah.models.rounding import F32, Rounding, exact, round_to_bf16, round_to_e4m3
 from cheetah.models.sampling import gumbel_noise
-from cheetah.plan import Plan
 from cheetah.plan.kv.tables import TILE_WORDS, TileRecord, word
-from cheetah.runtime.assembly.buffers import allocate_buffers, upload_weights
-from cheetah.runtime.device.emulator import EmulatorBuffer, EmulatorDevice, EmulatorKernel
-from cheetah.runtime.engine.kv_cache import CachedSequence, PagePool
-from cheetah.runtime.engine.launcher import Launcher, LaunchFault, Part, Sampling
+from cheetah.runtime.device.emulator import EmulatorBuffer, EmulatorDevice
+from cheetah.runtime.engine.kv_cache import CachedSequence
+from cheetah.runtime.engine.launcher import LaunchFault, Part, Sampling
+from cheetah.tools.rig import Rig, Session
 
-Bits = NDArray[np.uint16]
-Tensors = Mapping[str, Bits] | Callable[[str], Bits]
-
+LAUNCH_TIMEOUT_S = 120.0
+MANY_CHUNKS = 2
+"""Copies of a launch, for each block and chunk in flight, from which on they must come as far ahead as they may."""
 PROMPT_TOKENS = 3
 TOGETHER_STEPS = 3
 TEACHER_TOKENS = 5
@@ -47,12 +43,6 @@ TOLERANCE_FACTOR, LEAST_TOLERANCE = 3.0, 0.01
 
 class KernelFault(EmulatorError):
     """A launch that ended, but not as the runtime is promised: a number of steps or a token that cannot be."""
-
-
-class Launchable(Protocol):
-    """A compiled kernel under one schedule."""
-
-    def launch(self, blocks: int, threads: int, shared_bytes: int, values: Sequence[Any], **options: Any) -> Any: ...
 
 
 @dataclass(frozen=True)
@@ -96,15 +86,8 @@ class Transcript:
     pool: NDArray[Any]
     exchange: NDArray[np.uint8]
 
-    @property
-    def outputs(self) -> list[NDArray[Any]]:
-        """Everything that must not depend on the schedule."""
-        sampled = [np.array(tokens, np.int64) for tokens in (*self.launches, self.drawn_together)]
-        together = [logits for _, logits in self.together]
-        return [*sampled, self.late_logits, self.logits, *together, self.pool, self.exchange]
 
-
-class Course:
+class JudgedSteps:
     """The launches that every schedule goes through, over the pages of the pool in a shuffled order.
 
     1. A cache filled by the reference to just below the length at which a head's keys are split over blocks: some given
@@ -118,41 +101,26 @@ class Course:
     The first launch ends where the keys that are cached fill their last page: nothing behind them may be looked up.
     """
 
-    def __init__(self, manifest: Manifest, config: ModelConfig, tensors: Tensors) -> None:
-        read = tensors.__getitem__ if isinstance(tensors, Mapping) else tensors
-        self.manifest, self.config = manifest, config
-        self.plan = Plan.from_dict(manifest.plan)
-        self.reference, self.rounded = self._references(read)
+    def __init__(self, rig: Rig) -> None:
+        self.rig, self.config, self.plan, self.pace = rig, rig.config, rig.plan, Pace(rig.plan.in_flight)
+        config, plan = rig.config, rig.plan
+        self.reference, self.rounded = reference_of(rig), reference_of(rig, round_to_bf16)
         draw = np.random.default_rng(0)
-        context = min(self.plan.max_context, config.max_position_embeddings)
+        context = min(plan.max_context, config.max_position_embeddings)
         needed = PROMPT_TOKENS + 3 + 3 + 3 + 2
-        if context < needed or self.plan.max_steps < needed:
+        if context < needed or plan.max_steps < needed:
             raise CheetahError(
-                f"check needs max_context and max_steps of at least {needed}, not {context}, {self.plan.max_steps}"
+                f"check needs max_context and max_steps of at least {needed}, not {context}, {plan.max_steps}"
             )
         filled = self._tokens_to_fill(context)
-        self.prompt = tuple(int(token) for token in draw.integers(0, config.vocab_size, PROMPT_TOKENS))
-        self.filling = tuple(int(token) for token in draw.integers(0, config.vocab_size, filled))
-        self.teacher = tuple(int(token) for token in draw.integers(0, config.vocab_size, TEACHER_TOKENS))
-        self.context = context
-        self.page_order = [int(page) for page in draw.permutation(self.plan.kv_pages)]
+        self.prompt, self.filling, self.teacher = (
+            tuple(int(token) for token in draw.integers(0, config.vocab_size, count))
+            for count in (PROMPT_TOKENS, filled, TEACHER_TOKENS)
+        )
+        self.page_order = [int(page) for page in draw.permutation(plan.kv_pages)]
         self.late_reference, self.late_rounded = self._after_filling(self.reference), self._after_filling(self.rounded)
         keys, values = self.rounded.keys[:, :, :filled], self.rounded.values[:, :, :filled]
         self.filled_keys, self.filled_values = self._stored(keys), self._stored(values)
-        self._fixed = fixed_buffers(manifest, config, tensors)
-
-    def _references(self, read: ReadTensor) -> tuple[ReferenceModel, ReferenceModel]:
-        """The meaning, and the same with activations rounded to bf16; both cache keys and values as the plan says."""
-        family, cached = family_of(self.config), round_to_e4m3 if self.has_codes else None
-        return (
-            family.reference(self.config, read, cached=cached),
-            family.reference(self.config, read, round_to_bf16, cached=cached),
-        )
-
-    @property
-    def has_codes(self) -> bool:
-        """Keys and values are cached as e4m3 codes."""
-        return self.plan.kv_dtype == "e4m3"
 
     def _tokens_to_fill(self, context: int) -> int:
         """Tokens that the reference caches: up to the length at which keys are split, and so that the last of the given
@@ -164,25 +132,18 @@ class Course:
             last -= page
         return max(0, last - before_last)
 
-    def run(self, program: Launchable) -> Transcript:
+    def run(self, scheduler: str, seed: int) -> Transcript:
         """One run. EmulatorError where a launch fails or breaks its promises."""
-        device = TrapDevice(self.plan)
-        buffers: dict[str, Any] = {}
-        allocate_buffers(device, self.manifest, buffers)
-        buffers.update(self._fixed)
-        cache = CachedSequence(PagePool(self.plan.kv_pages, self.page_order), self.plan.page_size, self.context)
-        kernel = EmulatorKernel(self.manifest, program)
-        launcher = Launcher(device, kernel, self.manifest, self.config, buffers, cache)
-        logits = device.allocate(self.plan.max_steps * self.plan.tokens * self.config.vocab_size * 4)
+        session = Session(self.rig, JudgingDevice(self.rig, scheduler, seed, self.pace), self.page_order)
         try:
-            return self._launches(launcher, buffers, logits)
+            return self._launches(session)
         except LaunchFault as error:
             raise KernelFault(str(error)) from error
 
-    def _launches(self, launcher: Launcher, buffers: Mapping[str, Any], logits: Any) -> Transcript:
-        cache = launcher.cache
-        self._fill_cache(cache, buffers)
-        late_logits = launcher.score(self.teacher, logits, 1)
+    def _launches(self, session: Session) -> Transcript:
+        launcher, cache = session.launcher, session.launcher.cache
+        self._fill_cache(session, cache)
+        late_logits = session.score(self.teacher)
         late = launcher.launch(self.teacher[-1:], 2, Sampling()).token_ids
         launcher.restart()
         prompted = launcher.launch(self.prompt, PROMPT_TOKENS + 2, Sampling()).token_ids
@@ -193,51 +154,57 @@ class Course:
             raise KernelFault(f"with stop id {drawn[1]} a launch sampled {stopped}; without it {drawn}")
         continued = launcher.launch(stopped[-1:], 2, Sampling()).token_ids
         launcher.restart()
-        logits.fill(0xFF)
+        session.logits.fill(0xFF)
         ids = (*self.prompt, *prompted, *stopped, *continued)
-        scores = launcher.score(ids, logits, 1)
-        together = self._together(launcher, ids, logits)
+        scores = session.score(ids)
+        together = self._together(session, ids)
         drawn_together: tuple[int, ...] = ()
         if self.plan.batch > 1:
-            shared, drawn_together = self._batched(launcher, ids, logits)
+            shared, drawn_together = self._batched(session, ids)
             together += shared
-        pool = buffers["kv"].download(self._stored_dtype, self.manifest.buffer("kv").shape)
-        exchange = buffers["exchange"].download(np.uint8, self.manifest.buffer("exchange").bytes)
         launches = (late, prompted, drawn, stopped, continued)
-        return Transcript(ids, launches, late_logits, scores, together, drawn_together, pool, exchange)
+        states = session.cached(), session.exchanged()
+        return Transcript(ids, launches, late_logits, scores, together, drawn_together, *states)
 
-    def _together(self, launcher: Launcher, ids: Sequence[int], logits: Any) -> tuple[tuple[tuple[int, ...], F32], ...]:
+    def outputs(self, found: Transcript) -> list[NDArray[Any]]:
+        """Everything that must not depend on the schedule."""
+        sampled = [np.array(tokens, np.int64) for tokens in (*found.launches, found.drawn_together)]
+        together = [logits for _, logits in found.together]
+        return [*sampled, found.late_logits, found.logits, *together, found.pool, found.exchange]
+
+    def pace_problem(self) -> str:
+        """What is wrong with how far the copies ran ahead."""
+        return self.pace.problem()
+
+    def _together(self, session: Session, ids: Sequence[int]) -> tuple[tuple[tuple[int, ...], F32], ...]:
         """What several tokens of one sequence in a step give."""
-        launcher.restart()
-        return ((tuple(ids), launcher.score(ids, logits)),) if self.plan.tokens > 1 else ()
+        session.launcher.restart()
+        return ((tuple(ids), session.score(ids, self.plan.tokens)),) if self.plan.tokens > 1 else ()
 
     def _batched(
-        self, launcher: Launcher, ids: Sequence[int], logits: Any
+        self, session: Session, ids: Sequence[int]
     ) -> tuple[tuple[tuple[tuple[int, ...], F32], ...], tuple[int, ...]]:
         """(what several sequences in a step give, what each draws then); the caches are empty again afterwards."""
+        launcher = session.launcher
         launcher.restart()
-        cache = launcher.cache
         sequences = [tuple(ids[: number + TOGETHER_STEPS]) for number in range(self.plan.batch)]
-        caches = [CachedSequence(cache.pool, cache.page_size, self.context) for _ in sequences]
+        caches = [session.sequence() for _ in sequences]
         for sequence, own in zip(sequences, caches, strict=True):
             if begun := len(sequence) - TOGETHER_STEPS:
                 launcher.launch_together([Part(own, sequence[: begun + 1], begun)])
-        pairs = list(zip(sequences, caches, strict=True))
-        launcher.launch_together([Part(own, ids_[-TOGETHER_STEPS:], TOGETHER_STEPS) for ids_, own in pairs], logits)
-        scores = logits.download(np.float32, (TOGETHER_STEPS, self.plan.tokens, self.config.vocab_size))
-        order = [part for part, _ in launcher.columns]
-        found = tuple((ids_, scores[:, order.index(number)].copy()) for number, ids_ in enumerate(sequences))
+        scores = session.score_together([sequence[-TOGETHER_STEPS:] for sequence in sequences], caches)
         for own in caches:
             own.length -= 1
         parts = [
-            Part(own, ids_[-1:], 1, Sampling(HOT, SAMPLING_SEED + number)) for number, (ids_, own) in enumerate(pairs)
+            Part(own, sequence[-1:], 1, Sampling(HOT, SAMPLING_SEED + number))
+            for number, (sequence, own) in enumerate(zip(sequences, caches, strict=True))
         ]
         drawn = tuple(token for result in launcher.launch_together(parts) for token in result.token_ids)
         if len(drawn) != len(parts):
             raise KernelFault(f"{len(parts)} sequences drew the tokens {drawn}, one each was asked for")
         for own in caches:
             own.clear()
-        return found, drawn
+        return tuple(zip(sequences, scores, strict=True)), drawn
 
     def agreement(self, transcript: Transcript) -> Agreement:
         """The transcript against the reference, and its sampled ids against its own logits."""
@@ -289,59 +256,72 @@ class Course:
             reference.step(token)
         return np.stack([reference.step(token) for token in self.teacher])
 
-    @property
-    def _stored_dtype(self) -> type[np.uint8] | type[np.uint16]:
-        return np.uint8 if self.has_codes else np.uint16
-
     def _stored(self, values: F32) -> NDArray[Any]:
         """Keys or values as the pool has them; they are exactly that already."""
-        if self.has_codes:
+        if self.plan.kv_dtype == "e4m3":
             return values.astype(ml_dtypes.float8_e4m3fn).view(np.uint8)
         return values.astype(ml_dtypes.bfloat16).view(np.uint16)
 
-    def _fill_cache(self, cache: CachedSequence, buffers: Mapping[str, Any]) -> None:
+    def _fill_cache(self, session: Session, cache: CachedSequence) -> None:
         """Writes `filling`'s keys and values to the cache's pages; all else in the pool stays poisoned."""
         cache.reserve(len(self.filling))
         table = cache.table(self.plan.pages_per_sequence)
-        shape = self.manifest.buffer("kv").shape
-        pool = buffers["kv"].download(self._stored_dtype, shape)
+        pool = session.cached()
         for position in range(len(self.filling)):
             page, slot = table[position // self.plan.page_size], position % self.plan.page_size
             pool[:, page, 0, :, slot] = self.filled_keys[:, :, position]
             pool[:, page, 1, :, slot] = self.filled_values[:, :, position]
-        buffers["kv"].upload(pool)
+        session.buffers["kv"].upload(pool)
         cache.length = len(self.filling)
 
 
-def fixed_buffers(manifest: Manifest, config: ModelConfig, tensors: Tensors) -> dict[str, EmulatorBuffer]:
-    """The buffers that no launch of a decode kernel writes, filled once for all runs."""
-    read = tensors.__getitem__ if isinstance(tensors, Mapping) else tensors
-    device, scales = EmulatorDevice(), [buffer.name for buffer in manifest.buffers if buffer.name == "kv_scales"]
-    names = [*family_of(config).model_buffers(config), *scales]
-    fixed = {name: device.allocate(manifest.buffer(name).bytes) for name in names}
-    weights = _Weights(config, read, getattr(tensors, "rows", None))
-    upload_weights(weights, manifest, fixed, lambda written: None)
-    return fixed
+def reference_of(rig: Rig, rounding: Rounding = exact) -> ReferenceModel:
+    """What a rig's kernels mean, over a cache that keeps what theirs keeps."""
+    cached = round_to_e4m3 if rig.plan.kv_dtype == "e4m3" else None
+    return rig.family.reference(rig.config, rig.weights.tensor, rounding, cached=cached)
 
 
-@dataclass(frozen=True)
-class _Weights:
-    """A model's tensors as the runtime's packing wants them."""
+@dataclass
+class Pace:
+    """How many chunks a kernel's blocks had under way in the launches so far. in_flight: how many its plan wants."""
 
-    config: ModelConfig
-    tensor: ReadTensor
-    rows: ReadRows | None
+    in_flight: int
+    most_chunks: int = 0
+    has_enough: bool = False
+
+    def note(self, stats: Any, blocks: int) -> None:
+        """The counts of one launch."""
+        self.most_chunks = max(self.most_chunks, stats.most_chunks)
+        self.has_enough = self.has_enough or stats.copies > MANY_CHUNKS * blocks * self.in_flight
+
+    def problem(self) -> str:
+        """That the copies never came as far ahead as the plan lets them, where there was enough to copy."""
+        if not self.has_enough or self.most_chunks >= self.in_flight:
+            return ""
+        return (
+            f"a block never had more than {self.most_chunks} chunks under way, its plan lets it have {self.in_flight}: "
+            "the producer lane waits for a chunk that it need not wait for yet"
+        )
 
 
-class TrapDevice(EmulatorDevice):
-    """An emulated device on which attention's tiles look their pages up in tables of their own, in which nothing stands
-    behind the keys that are cached when a launch ends: the emulator tells who looks there."""
+class JudgingDevice(EmulatorDevice):
+    """An emulated device with a limit of time, which notes the pace of launches, on which attention's tiles look their
+    pages up in tables of their own, in which nothing stands behind the keys that are cached when a launch ends: the
+    emulator tells who looks there."""
 
-    def __init__(self, plan: Plan) -> None:
-        super().__init__()
-        self._plan = plan
+    def __init__(self, rig: Rig, scheduler: str, seed: int, pace: Pace | None = None) -> None:
+        super().__init__(scheduler=scheduler, seed=seed)
+        self._schedule["timeout_s"] = LAUNCH_TIMEOUT_S
+        self._plan, self._steps, self._pace = rig.plan, rig.family.program.KERNEL_NAME, pace
 
     def launch(self, kernel: Any, arguments: Mapping[str, Any]) -> None:
+        trapped = {**arguments, **self._traps(arguments)} if kernel.manifest.kernel == self._steps else arguments
+        super().launch(kernel, trapped)
+        if self._pace is not None and self.stats is not None:
+            self._pace.note(self.stats, kernel.manifest.launch.blocks)
+
+    def _traps(self, arguments: Mapping[str, Any]) -> dict[str, EmulatorBuffer]:
+        """The tables with what tells in them."""
         words = self._plan.batch * self._plan.pages_per_sequence
         tiles = arguments["tiles"].download(np.int32, (arguments["tiles"].nbytes // (4 * TILE_WORDS), TILE_WORDS))
         table = arguments["page_table"].download(np.int32, words)
@@ -349,7 +329,7 @@ class TrapDevice(EmulatorDevice):
             "page_table": np.concatenate([table, self._own_tables(table, tiles, arguments["steps"])]),
             "tiles": tiles + np.eye(TILE_WORDS, dtype=np.int32)[word(TileRecord, "table")] * words,
         }
-        super().launch(kernel, {**arguments, **{name: self._uploaded(array) for name, array in traps.items()}})
+        return {name: self._uploaded(array) for name, array in traps.items()}
 
     def _own_tables(self, table: NDArray[np.int32], tiles: NDArray[np.int32], steps: int) -> NDArray[np.int32]:
         """The tables up to the pages with keys that some tile finds cached; what earlier launches left in `tiles` at

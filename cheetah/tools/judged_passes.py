@@ -1,0 +1,95 @@
+"""The launches that kernels of passes over prompts are judged by, and what float32 says of what they left.
+
+A prompt in two passes, with a second one beside its end, then the head over the last tokens of both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cheetah.models.rounding import F32, Rounding, exact, round_to_bf16
+from cheetah.runtime.engine.flights import Part
+from cheetah.runtime.engine.kv_cache import CachedSequence
+from cheetah.tools.judged_steps import (
+    LEAST_TOLERANCE,
+    TOLERANCE_FACTOR,
+    Agreement,
+    JudgingDevice,
+    reference_of,
+    relative_errors,
+)
+from cheetah.tools.rig import Rig, Session
+
+FIRST, REST, SECOND = 13, 26, 13
+"""Tokens of the first prompt's two passes, and of the second prompt. In the first some blocks multiply nothing."""
+JUDGED = 2
+"""Last tokens of each prompt whose logits are looked at."""
+
+Bits = NDArray[Any]
+
+
+class JudgedPasses:
+    """Two passes over two prompts, in the pages of a shuffled pool: the first of one prompt alone, the second of its
+    rest and of the other one."""
+
+    def __init__(self, rig: Rig) -> None:
+        self.rig, draw = rig, np.random.default_rng(0)
+        lengths = (FIRST + REST, SECOND)
+        self.prompts = [tuple(map(int, draw.integers(0, rig.config.vocab_size, length))) for length in lengths]
+        self.page_order = [int(page) for page in draw.permutation(rig.plan.kv_pages)]
+        self._numbers = rig.session().numbers_of
+
+    def run(self, scheduler: str, seed: int) -> list[Bits]:
+        """The cached keys and values of both prompts, as they are stored, and the logits after their last tokens.
+        EmulatorError where a launch fails."""
+        session = Session(self.rig, JudgingDevice(self.rig, scheduler, seed), self.page_order)
+        first, second = (session.sequence() for _ in self.prompts)
+        session.passes.launch_together([self._part(first, 0, FIRST)])
+        session.passes.launch_together([self._part(first, 0, REST), self._part(second, 1, SECOND)])
+        head = session.passes.head
+        room = session.device.allocate(4 * head.max_steps * head.tokens * head.vocab_size, 0xFF)
+        logits = np.concatenate([*head.score(first, range(len(self.prompts) * JUDGED), room)])
+        return [*(session.cached_of(cache) for cache in (first, second)), logits]
+
+    def outputs(self, found: list[Bits]) -> list[Bits]:
+        """Everything that must not depend on the schedule."""
+        return found
+
+    def pace_problem(self) -> str:
+        """Nothing: how far passes copy ahead is not said by a plan."""
+        return ""
+
+    def _part(self, cache: CachedSequence, prompt: int, tokens: int) -> Part:
+        ids = self.prompts[prompt][cache.length : cache.length + tokens + 1]
+        return Part(cache, ids, tokens, wanted=JUDGED if len(ids) == tokens else 0)
+
+    def agreement(self, found: Sequence[Bits]) -> Agreement:
+        """The cached keys and values, and the logits, against the reference's."""
+        numbers = [*map(self._numbers, found[:-1]), found[-1]]
+        wanted, rounded = (self._wanted(rounding) for rounding in (exact, round_to_bf16))
+        errors, own = (
+            np.concatenate([relative_errors(_rows(one), _rows(other)) for one, other in zip(part, wanted, strict=True)])
+            for part in (numbers, rounded)
+        )
+        tolerance = max(LEAST_TOLERANCE, TOLERANCE_FACTOR * float(own.max()))
+        worst = float(np.where(np.isnan(errors), np.inf, errors).max())
+        problem = f"a cached key or value, or logits, are {worst:.2e} from float32, allowed is {tolerance:.2e}"
+        problems = () if worst <= tolerance else (problem,)
+        return Agreement(len(errors), worst, tolerance, problems, "cached heads of keys and values, and logits")
+
+    def _wanted(self, rounding: Rounding) -> list[F32]:
+        reference = reference_of(self.rig, rounding)
+        found, logits = [], []
+        for prompt in self.prompts:
+            reference.reset()
+            logits.append(reference.forward(prompt)[-JUDGED:])
+            found.append(np.stack([reference.keys, reference.values], axis=1)[:, :, :, : len(prompt)])
+        return [*found, np.concatenate(logits)]
+
+
+def _rows(array: F32) -> F32:
+    return array.reshape(-1, array.shape[-1])
