@@ -22,7 +22,7 @@ from cheetah.cli.configs import named_config
 from cheetah.models.config import ModelConfig
 from cheetah.plan.prompt import PASS_TOKENS
 from cheetah.runtime.device import open_device
-from cheetah.runtime.engine.flights import Part
+from cheetah.runtime.engine.launches import Part
 from cheetah.tools.bench import EMULATED
 from cheetah.tools.circumstances import clocks, commit, now
 from cheetah.tools.pass_bench import open_pass_bench

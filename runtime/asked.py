@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
 
 from cheetah.runtime.engine.requests import Event, Failed, Request
 from cheetah.runtime.outputs import StreamPiece
@@ -11,25 +10,17 @@ from cheetah.runtime.sampling import SamplingParams
 from cheetah.runtime.text.prompts import Prompts
 
 
-@dataclass(frozen=True)
-class Ask:
-    """A request as the engine takes it, and as its client wrote it."""
-
-    request: Request
-    params: SamplingParams
-
-
 class Asked:
-    """The completions of several asks, numbered in order, `ids` being the engine's names for them.
+    """The completions of several requests, numbered in order, `ids` being the engine's names for them.
 
     `unfinished`: the ids of those of which more will come.
     """
 
-    def __init__(self, prompts: Prompts, asks: Sequence[Ask], ids: Sequence[int]):
-        completions = [(ask, index) for ask in asks for index in range(ask.request.count)]
+    def __init__(self, prompts: Prompts, requests: Sequence[Request], ids: Sequence[int]):
+        completions = [(one, index) for one in requests for index in range(one.count)]
         self._pieces = {
-            id: (number, prompts.pieces(ask.request.prompt_ids, ask.params, index))
-            for number, (id, (ask, index)) in enumerate(zip(ids, completions, strict=True))
+            id: (number, prompts.pieces(one.prompt_ids, one.params or SamplingParams(), index))
+            for number, (id, (one, index)) in enumerate(zip(ids, completions, strict=True))
         }
 
     @property

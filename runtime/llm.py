@@ -21,7 +21,7 @@ from cheetah.errors import CheetahError
 from cheetah.plan.defaults import default_context
 from cheetah.plan.plan import MAX_BATCH
 from cheetah.printable import shown
-from cheetah.runtime.asked import Ask, Asked
+from cheetah.runtime.asked import Asked
 from cheetah.runtime.calls import (
     conversations_of,
     missing_method,
@@ -361,7 +361,7 @@ class LLM:
         ]
         return outputs[0] if is_one else outputs
 
-    def ask(self, ids: Sequence[int], params: SamplingParams) -> Ask:
+    def ask(self, ids: Sequence[int], params: SamplingParams) -> Request:
         """What `params` asks for behind a prompt of these ids, with the checkpoint's defaults, checked: for who drives
         `engine` otherwise than this class does."""
         self.engine.check_open()
@@ -383,9 +383,10 @@ class LLM:
             watchers,
             logprobs=params.logprobs,
             prompt_logprobs=params.prompt_logprobs,
+            params=params,
         )
         self.engine.check(request)
-        return Ask(request, params)
+        return request
 
     def _watchers(
         self, params: SamplingParams, end_ids: Sequence[int], banned: Sequence[Sequence[int]]
@@ -453,37 +454,35 @@ class LLM:
     ) -> list[RequestOutput]:
         """All completions of all prompts, each text (if it was one) and ids, decoded together."""
         every = params_for(sampling_params, len(given))
-        asks = [self.ask(ids, params) for (_, ids), params in zip(given, every, strict=True)]
+        requests = [self.ask(ids, params) for (_, ids), params in zip(given, every, strict=True)]
         found: list[list[StreamPiece]] = [[] for params in every for _ in range(params.n)]
         with progress_of(len(found), use_tqdm and len(given) > 1 and not self._quiet) as advance:
-            for number, piece in self._pieces(asks):
+            for number, piece in self._pieces(requests):
                 found[number].append(piece)
                 if piece.finished:
                     advance()
         completions = iter(found)
         outputs = []
-        for (text, _), ask in zip(given, asks, strict=True):
-            own = list(islice(completions, ask.params.n))
-            ids = ask.request.prompt_ids
+        for (text, _), request in zip(given, requests, strict=True):
+            own, ids = list(islice(completions, request.count)), request.prompt_ids
             outputs.append(RequestOutput(text, ids, tuple(map(collect, own)), own[0][0].prompt_logprobs))
         return outputs
 
     def _stream(self, ids: tuple[int, ...], sampling_params: SamplingParams | None) -> Iterator[StreamPiece]:
         (params,) = params_for(sampling_params, 1)
-        ask = self.ask(ids, params)
-        return self._pieces_of_one(ask)
+        return self._pieces_of_one(self.ask(ids, params))
 
-    def _pieces_of_one(self, ask: Ask) -> Iterator[StreamPiece]:
+    def _pieces_of_one(self, request: Request) -> Iterator[StreamPiece]:
         # Closed here: a generator that only holds another one may not let go of it before it is collected.
-        with closing(self._pieces([ask])) as pieces:
+        with closing(self._pieces([request])) as pieces:
             for _, piece in pieces:
                 yield piece
 
-    def _pieces(self, asks: Sequence[Ask]) -> Generator[tuple[int, StreamPiece], None, None]:
-        """(number of the completion among those of all asks, piece), as they are made, until all are finished."""
-        ids = self.engine.submit([ask.request for ask in asks])
+    def _pieces(self, requests: Sequence[Request]) -> Generator[tuple[int, StreamPiece], None, None]:
+        """(number of the completion among those of all requests, piece), as they are made, until all are finished."""
+        ids = self.engine.submit(requests)
         try:
-            asked = Asked(self.prompts, asks, ids)
+            asked = Asked(self.prompts, requests, ids)
             while asked.unfinished:
                 for event in self.engine.wait(asked.unfinished):
                     if (found := asked.take(event)) is None:

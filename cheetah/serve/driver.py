@@ -14,8 +14,8 @@ import time
 from collections.abc import AsyncIterator, Callable, Sequence
 
 from cheetah.errors import CheetahError
-from cheetah.runtime.asked import Ask, Asked
-from cheetah.runtime.engine.requests import Event, Failed
+from cheetah.runtime.asked import Asked
+from cheetah.runtime.engine.requests import Event, Failed, Request
 from cheetah.runtime.engine.shared import SharedEngine
 from cheetah.runtime.outputs import StreamPiece
 from cheetah.runtime.text.prompts import Prompts
@@ -79,15 +79,15 @@ class Driver:
         if self._is_stopping or not self._thread.is_alive():
             raise EngineStopped("the engine does not run")
 
-    def submit(self, asks: Sequence[Ask], observe: Observe = lambda number, piece: None) -> Answers:
-        """Puts all completions of these asks in line, to be closed when they are done with. QueueFull, with none in
+    def submit(self, requests: Sequence[Request], observe: Observe = lambda number, piece: None) -> Answers:
+        """Puts all completions of these requests in line, to be closed when they are done with. QueueFull, with none in
         line, if there are too many; EngineStopped if none would be made."""
         self.check()
-        if len(self._live) + sum(ask.request.count for ask in asks) > self.most:
+        if len(self._live) + sum(one.count for one in requests) > self.most:
             raise QueueFull
         answers = Answers(self, observe)
-        ids = self._engine.submit([ask.request for ask in asks], self._hand_over)
-        answers.asked = Asked(self._prompts, asks, ids)
+        ids = self._engine.submit(requests, self._hand_over)
+        answers.asked = Asked(self._prompts, requests, ids)
         self._live |= dict.fromkeys(ids, answers)  # before the loop takes what is handed over meanwhile
         with self._something_to_do:
             self._something_to_do.notify()

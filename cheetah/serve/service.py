@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 from cheetah.errors import CheetahError
 from cheetah.printable import shown
 from cheetah.runtime import LLM, SamplingParams
-from cheetah.runtime.asked import Ask
+from cheetah.runtime.engine.requests import Request
 from cheetah.runtime.outputs import StreamPiece
 from cheetah.runtime.sampling import MOST_LOGPROBS
 from cheetah.runtime.structured_outputs import GrammarError
@@ -307,16 +307,16 @@ class Service:
     ) -> Work:
         for ids in prompts:
             self._check_length(min(len(ids), params.truncate_prompt_tokens or len(ids)), params.max_tokens, param)
-        asks = [await self._ask(ids, params, structure) for ids in prompts]
+        requests = [await self._ask(ids, params, structure) for ids in prompts]
         metrics = RequestMetrics(self.metrics, len(prompts) * params.n)
-        answer.usage.prompt_tokens = sum(len(ask.request.prompt_ids) for ask in asks)
+        answer.usage.prompt_tokens = sum(len(one.prompt_ids) for one in requests)
         try:
-            answers = self.driver.submit(asks, metrics.observe)
+            answers = self.driver.submit(requests, metrics.observe)
         except QueueFull:
             raise ApiError(429, f"{self.driver.most} completions run or wait already: try again later") from None
         return Work(answers, answer, streams, metrics)
 
-    async def _ask(self, ids: Ids, params: SamplingParams, structure: Structure | None) -> Ask:
+    async def _ask(self, ids: Ids, params: SamplingParams, structure: Structure | None) -> Request:
         if structure is None:
             return _or_refused(lambda: self._llm.ask(ids, params))
         try:

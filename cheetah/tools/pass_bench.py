@@ -21,8 +21,8 @@ from cheetah.runtime.assembly.kernels import choose_gpu
 from cheetah.runtime.assembly.memory import memory_of_buffers
 from cheetah.runtime.device import Device
 from cheetah.runtime.device.interface import Buffer
-from cheetah.runtime.engine.flights import Part
 from cheetah.runtime.engine.kv_cache import CachedSequence
+from cheetah.runtime.engine.launches import Part
 from cheetah.runtime.engine.prompt_passes import PassLauncher
 from cheetah.tools.bench import TimedLaunches, Traced, fill_random, fill_with, random_cache
 

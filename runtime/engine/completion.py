@@ -150,12 +150,8 @@ class Completion:
         return Timings(len(self.request.prompt_ids), self.made, *seconds, self._launches, self.cached_tokens)
 
 
-Group = list[Completion]
-"""Completions of one request that begin together. While their prompt is read, the first has the cache."""
-
-
-def part_ways(group: Group) -> None:
-    """Gives each of a group a cache: the first has that of all, the others forks of it."""
+def part_ways(group: Sequence[Completion]) -> None:
+    """Gives each of those who began together a cache: the first has that of all, the others forks of it."""
     first, cache = group[0], group[0].cache
     assert cache is not None
     for other in group[1:]:
@@ -163,7 +159,7 @@ def part_ways(group: Group) -> None:
             other.cache, other.cached_tokens = cache.fork(), first.cached_tokens
 
 
-def unread_last_token(group: Group) -> None:
+def unread_last_token(group: Sequence[Completion]) -> None:
     """A prompt that has been read to its end, with nothing chosen behind it, is as if its last token had not."""
     first, others = group[0], group[1:]
     assert first.cache is not None

@@ -9,8 +9,8 @@ import numpy as np
 import numpy.typing as npt
 
 from cheetah.runtime import interrupts
-from cheetah.runtime.engine.flights import Part
 from cheetah.runtime.engine.kv_cache import CachedSequence
+from cheetah.runtime.engine.launches import Part
 from cheetah.runtime.engine.prompt_passes import PassLauncher
 
 Vector = npt.NDArray[np.float32]

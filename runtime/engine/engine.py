@@ -1,11 +1,11 @@
 """The engine: requests in, events out, one launch a step, of up to `batch` sequences together.
 
-Decides whose turn it is and how many tokens each launch makes. Who has a place and pages is known to `roster`; prompts
-are read by `reader`, with launches of those who decode in between; `courses` brings a launch from its parts to events.
+A launch has one way: `scheduler` decides it, `running` carries it out and makes events of it, `scheduler` settles what
+follows from it. Here they are put one after the other, with what others ask for meanwhile in between.
 
 How steps are grouped into launches changes no bits. Who else is decoded changes how attention splits the keys, thus
 the last bits of its sums; with a plan of a fixed `kv_chunk` not even those, and then neither what the prefix cache
-holds nor who had to give pages back changes a bit (see `prompt_reading`).
+holds nor who had to give pages back changes a bit (see `prefill_rules`).
 Knows nothing of text, checkpoints, who asks, or the kernel's parameters (`launcher` does).
 """
 
@@ -26,27 +26,23 @@ from cheetah.models.logprobs import TokenLogprobs
 from cheetah.runtime import interrupts
 from cheetah.runtime.device.interface import LaunchCancelled
 from cheetah.runtime.engine.completion import Completion
-from cheetah.runtime.engine.courses import Course, Courses, steps_with
 from cheetah.runtime.engine.embedding import pooled_states
-from cheetah.runtime.engine.flights import Part
 from cheetah.runtime.engine.kv_cache import pages_for
+from cheetah.runtime.engine.launch_order import LaunchOrder, LogitsBuffers
 from cheetah.runtime.engine.launcher import Launcher
-from cheetah.runtime.engine.pace import LaunchPace
+from cheetah.runtime.engine.launches import Part
+from cheetah.runtime.engine.prefill import Prefill
+from cheetah.runtime.engine.prefill_rules import FewestSteps, SameSteps
 from cheetah.runtime.engine.prefix_cache import PrefixCache
 from cheetah.runtime.engine.prompt_passes import PassLauncher
-from cheetah.runtime.engine.prompt_reading import FewestSteps, SameSteps
-from cheetah.runtime.engine.reader import PromptReader
+from cheetah.runtime.engine.queues import Queues
 from cheetah.runtime.engine.requests import Event, Load, Request
-from cheetah.runtime.engine.roster import Roster
+from cheetah.runtime.engine.running import RunningLaunch, Untold
+from cheetah.runtime.engine.scheduler import Scheduler
+from cheetah.runtime.engine.step_time import StepTime
 
 if TYPE_CHECKING:
     from cheetah.runtime.device.interface import Buffer
-
-
-WORTH_ENDING_S = 0.02
-FEWEST_STEPS = 4
-"""A launch ends for somebody who comes only where its rest would take longer than the one, to end it costs a step and
-a launch more, and after as many steps as the other, so that those who decode go on however many come."""
 
 
 class Engine:
@@ -81,39 +77,43 @@ class Engine:
         logits: Callable[[int], Buffer] | None = None,
         passes: Sequence[PassLauncher] = (),
     ):
-        self.launcher, self._prompts, self._solo = launcher, prompts or launcher, solo or launcher
-        self._passes = passes
-        self.launch_steps = min(launch_steps or launcher.max_steps, launcher.max_steps, self._prompts.max_steps)
-        manner_of = SameSteps if launcher.kv_chunk else FewestSteps
-        manner = manner_of(self._prompts.tokens, launcher.cache.page_size, bool(passes))
+        prompts = prompts or launcher
+        self.launcher, self._passes = launcher, passes
+        self.launch_steps = min(launch_steps or launcher.max_steps, launcher.max_steps, prompts.max_steps)
+        rule_of = SameSteps if launcher.kv_chunk else FewestSteps
+        rule = rule_of(prompts.tokens, launcher.cache.page_size, bool(passes))
         self._numbers = count()
-        self._orders: deque[Callable[[], None]] = deque()
+        self._changes: deque[Callable[[], None]] = deque()  # that wait for the end of the launch under way
         self._lock = threading.Lock()  # of everything below, and of the device
         self._arrived: deque[Completion] = deque()  # they are in line at the end of the launch under way
-        self._pace = LaunchPace(self.launch_steps)
-        self._roster = Roster(launcher, self.launch_steps, prefixes, manner)
-        self._has_logits, self._courses = logits is not None, Courses(logits)
-        self._reader = PromptReader(
-            *(self._roster, self._courses, self._prompts, passes, self.launch_steps, chunk_tokens, self._pace)
+        self._logits = LogitsBuffers(logits)
+        self._queues = Queues(launcher, self.launch_steps, prefixes, rule)
+        self._scheduler = Scheduler(
+            self._queues,
+            Prefill(self._queues, prompts, passes, self._logits, self.launch_steps, chunk_tokens),
+            launcher,
+            solo or launcher,
+            self._logits,
+            StepTime(self.launch_steps),
         )
         self._is_closed = False
-        self._course: Course | None = None
-        self._course_events: list[Event] = []
-        self._unsaid: list[Event] = []
+        self._running: RunningLaunch | None = None
+        self._events: list[Event] = []
+        self._untold: list[Untold] = []
 
     @property
     def is_idle(self) -> bool:
         """Whether there is nothing to do."""
-        is_at_work = self._orders or self._course or not self._roster.is_empty
-        return not (is_at_work or self._unsaid) and self._courses.have_told_all
+        is_at_work = self._changes or self._running or not self._queues.is_empty
+        return not (is_at_work or self._events or self._untold)
 
     def load(self) -> Load:
         """What is going on, as far as it can be told without waiting for a step."""
-        return self._roster.load()
+        return self._queues.load()
 
     def check(self, request: Request) -> None:
         """CheetahError for a request that can never fit."""
-        assert self._has_logits or not request.wants_logits, "there is no buffer for logits"
+        assert self._logits.are_there or not request.wants_logits, "there is no buffer for logits"
         cache = self.launcher.cache
         cache.check_fits(request.most_cached)
         pages = pages_for(request.most_cached, cache.page_size)
@@ -138,15 +138,16 @@ class Engine:
         read: list[TokenLogprobs] = []
         completions = [Completion(next(self._numbers), request, index, read) for index in range(request.count)]
         self._arrived.extend(completions)
-        self._order(self._put_in_line)
+        self._change(self._put_in_line)
         return tuple(one.id for one in completions)
 
     def abort(self, ids: Iterable[int]) -> None:
         """Takes completions out, wherever they are, and gives their pages back: those in a launch end within a few
         steps, and leave at its end. Nothing for one that has ended."""
         wanted = set(ids)
-        self._courses.cancel(wanted)
-        self._order(lambda: self._roster.drop(wanted))
+        if (running := self._running) is not None:
+            running.cancel(wanted)
+        self._change(lambda: self._queues.drop(wanted))
 
     def step(self) -> list[Event]:
         """What a launch has made since the last step: it waits until there is something, or for the launch's end.
@@ -157,30 +158,67 @@ class Engine:
         events: list[Event] = []
         with self._locked(), interrupts.deferred(), contextlib.suppress(LaunchCancelled):
             # A launch that is cancelled has changed nothing, and the interrupt comes behind it.
-            events, self._unsaid = self._unsaid, []
-            if not events:
-                events = self._advance()
+            if not self._events:
+                self._advance()
+            events, self._events = self._events, []
         return events
 
-    def _advance(self) -> list[Event]:
-        """Goes on with the launch under way, or with the next, until something was made or it has ended."""
-        if self._course is None:
-            self._course_events = []
-            self._course = self._launch_next(self._course_events)
+    # A launch's way ---------------------------------------------------------------------------------------------------
+
+    def _advance(self) -> None:
+        """Goes on with the launch under way, or with the next, until something was made or it has ended, and with it
+        those that belong to it."""
+        known = len(self._events)
+        if self._running is None:
+            self._start_next()
+        while self._running is not None and len(self._events) == known and self._goes_to_its_end(self._running):
+            if self._scheduler.is_amid:
+                self._start_next()
+
+    def _start_next(self) -> None:
+        """Decides and starts the next launch, if there is one. What waits for logprobs is told meanwhile."""
+        order = self._scheduler.next_launch()
+        self._events += self._queues.take_failures()
+        if order is not None:
+            with self._giving_up(order):
+                running = self._running = RunningLaunch(order)
+                running.start()
+        untold, self._untold = self._untold, []
+        for one in untold:
+            self._events += one.told()
+
+    def _goes_to_its_end(self, running: RunningLaunch) -> bool:
+        """Takes what was made, up to its end if that has come; else False: something was made, or an interrupt
+        waits."""
+        order = running.order
+        with self._giving_up(order):
+            if not running.has_ended():
+                self._events += running.fresh()
+                if self._arrived and self._scheduler.shall_make_way(order, running.made):
+                    running.end_early()
+                return False
+            results = running.finish()
+            self._running = None
+        events, untold = running.rest(results)
+        self._events += events
+        self._untold += untold
+        self._scheduler.settle(order, results)
+        return True
+
+    @contextlib.contextmanager
+    def _giving_up(self, order: LaunchOrder) -> Iterator[None]:
+        """What ends a launch otherwise has all be as before it."""
         try:
-            next(self._course)
-        except BaseException as end:
-            self._course = None
-            if not isinstance(end, StopIteration):
-                raise
-        events = [*self._course_events]
-        self._course_events.clear()
-        return events
+            yield
+        except BaseException:
+            self._running = None
+            self._scheduler.give_up(order)
+            raise
 
-    def _end_course(self) -> None:
+    def _end_launch(self) -> None:
         """Waits for the end of the launch under way; what it made is said by the next step."""
-        while self._course is not None:
-            self._unsaid += self._advance()
+        while not self._is_between_launches:
+            self._advance()
 
     def score(self, token_ids: Sequence[int], logits: Buffer) -> npt.NDArray[np.float32] | None:
         """float32 [len(token_ids), vocab]: row i are the logits after the ids 0 .. i. None, with nothing done, while
@@ -190,9 +228,9 @@ class Engine:
         most = min(launcher.score_tokens(logits), self.launch_steps * launcher.tokens)
         most = self._passes[-1].tokens if self._passes else most
         with self._locked():
-            self._end_course()
+            self._end_launch()
             pages = pages_for(len(token_ids), launcher.cache.page_size)
-            if not self.is_idle and pages > self._roster.unclaimed_pages():
+            if not self.is_idle and pages > self._queues.unclaimed_pages():
                 return None
             launcher.restart()
             parts: list[npt.NDArray[np.float32]] = []
@@ -222,7 +260,7 @@ class Engine:
         if not self._passes:
             raise CheetahError("embeddings are made by passes over prompts, of which there are none: see prompt_passes")
         with self._locked():
-            self._end_course()
+            self._end_launch()
             count = self._fit_for_embedding(prompts)
             if not count:
                 return None
@@ -237,7 +275,7 @@ class Engine:
 
     def _fit_for_embedding(self, prompts: Sequence[Sequence[int]]) -> int:
         """How many of the first prompts are read together. An idle engine takes one at least."""
-        room, page_size, count = self._roster.unclaimed_pages(), self.launcher.cache.page_size, 0
+        room, page_size, count = self._queues.unclaimed_pages(), self.launcher.cache.page_size, 0
         longest = self._passes[-1]
         starts, lengths = [0] * len(prompts), [len(prompt) for prompt in prompts]
         for number, tokens in enumerate(longest.fitting(starts, lengths, longest.tokens)):
@@ -252,88 +290,45 @@ class Engine:
         with self._lock:
             self._is_closed = True
             with contextlib.suppress(CheetahError):
-                self._end_course()
+                self._end_launch()
 
-    # Orders from outside ----------------------------------------------------------------------------------------------
+    # Changes from outside ---------------------------------------------------------------------------------------------
 
-    def _order(self, order: Callable[[], None]) -> None:
+    @property
+    def _is_between_launches(self) -> bool:
+        return self._running is None and not self._scheduler.is_amid
+
+    def _change(self, change: Callable[[], None]) -> None:
         """Has something done between two launches: now if none runs."""
-        self._orders.append(order)
-        self._settle()
+        self._changes.append(change)
+        self._try_changes()
 
     @contextlib.contextmanager
     def _locked(self) -> Iterator[None]:
-        """The engine for one's own, while it is open and with all orders carried out."""
+        """The engine for one's own, while it is open and with all changes made."""
         try:
             with self._lock:
                 self.check_open()
                 with interrupts.deferred():
-                    self._carry_out()
+                    self._make_changes()
                 yield
         finally:
-            self._settle()
+            self._try_changes()
 
-    def _settle(self) -> None:
-        """Carries out what was ordered, unless somebody else has the lock: who has it looks again after giving it back.
-        This may be that very thread, collecting a generator, so nobody waits here."""
+    def _try_changes(self) -> None:
+        """Makes the changes that were asked for, unless somebody else has the lock: who has it looks again after giving
+        it back. This may be that very thread, collecting a generator, so nobody waits here."""
         with interrupts.deferred():
-            while self._orders and self._course is None and self._lock.acquire(blocking=False):
+            while self._changes and self._is_between_launches and self._lock.acquire(blocking=False):
                 try:
-                    self._carry_out()
+                    self._make_changes()
                 finally:
                     self._lock.release()
 
-    def _carry_out(self) -> None:
-        while self._orders and self._course is None:
-            self._orders.popleft()()
+    def _make_changes(self) -> None:
+        while self._changes and self._is_between_launches:
+            self._changes.popleft()()
 
     def _put_in_line(self) -> None:
         while self._arrived:
-            self._roster.waiting.append(self._arrived.popleft())
-
-    # What is launched -------------------------------------------------------------------------------------------------
-
-    def _launch_next(self, events: list[Event]) -> Course:
-        """The next launch; gives way when it has added to `events`, and ends with it.
-
-        Behind one that has read prompts to their ends all make a token, the first one of those."""
-        roster, reader = self._roster, self._reader
-        reader.begin(events)
-        if roster.running and reader.first_tokens_are_due:
-            reader.first_tokens_are_due = False
-            yield from self._go_on(1, events)
-        elif roster.running and (reader.others_are_due or not roster.reading):
-            reader.others_have_a_turn()
-            most = min(one.most_steps() for one in roster.running)
-            yield from self._go_on(self._pace.steps(most), events)
-        elif roster.reading:
-            yield from reader.read(events)
-        else:
-            self._courses.judge(events)
-
-    def _go_on(self, steps: int, events: list[Event]) -> Course:
-        """One launch of all who decode, from the ids of each that are not cached: the last, or more if it came back."""
-        roster = self._roster
-        completions = [*roster.running]
-        logits = self._courses.logits_for(any(one.request.logprobs is not None for one in completions))
-        steps = steps_with(logits, steps, self.launcher, self._solo)
-        for one in sorted(completions, key=lambda one: one.id):
-            roster.make_room(one, steps, events)
-        together = [one for one in completions if one.cache is not None]
-        parts = [one.part(one.uncached_ids(steps + 1), steps) for one in together]
-        if not parts:
-            return
-        launcher, takers = self._solo if len(parts) == 1 else self.launcher, [[one] for one in together]
-        results = yield from self._courses.fly(launcher, parts, takers, events, logits, shall_end=self._shall_make_way)
-        for one in together:
-            one.go_on_from_last()
-        self._pace.note(results[0].steps, results[0].seconds)
-        self._reader.note_decoding(results[0])
-        roster.let_go(completions)
-
-    def _shall_make_way(self, steps: int, made: int) -> bool:
-        """Whether a launch of so many steps shall end for those who have come meanwhile, and can begin. While a prompt
-        is read in parts it is the turn of those who decode."""
-        roster = self._roster
-        can_begin = self._arrived and not (roster.waiting or roster.reading) and roster.has_room
-        return bool(can_begin) and made >= FEWEST_STEPS and (steps - made) * self._pace.step_s > WORTH_ENDING_S
+            self._queues.waiting.append(self._arrived.popleft())

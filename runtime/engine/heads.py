@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from cheetah.runtime.engine.flights import Part
 from cheetah.runtime.engine.kv_cache import CachedSequence
 from cheetah.runtime.engine.launch_tables import Geometry
+from cheetah.runtime.engine.launches import Part
 from cheetah.runtime.engine.step_launches import StepLaunches
 
 if TYPE_CHECKING:

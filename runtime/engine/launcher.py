@@ -22,9 +22,9 @@ from cheetah.plan.kv import KvPlanLayout, kv_plans_for_launch, launch_tiles, max
 from cheetah.plan.kv.tables import TileRecord, encode
 from cheetah.plan.split import Split
 from cheetah.runtime.background import Started
-from cheetah.runtime.engine.flights import NOT_A_NUMBER, Flight, LaunchResult, Part
 from cheetah.runtime.engine.kv_cache import CachedSequence
 from cheetah.runtime.engine.launch_tables import Geometry, Sampling, share_prefixes
+from cheetah.runtime.engine.launches import NOT_A_NUMBER, Launch, LaunchResult, Part
 from cheetah.runtime.engine.step_launches import EPOCH_LIMIT, Epochs, LaunchFault, StepLaunches
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ __all__ = [
     "EPOCH_LIMIT",
     "NOT_A_NUMBER",
     "Epochs",
-    "Flight",
+    "Launch",
     "LaunchFault",
     "LaunchResult",
     "Launcher",
@@ -96,11 +96,11 @@ class Launcher(StepLaunches):
         """How many inputs `score` takes with this buffer, where it has room for one step at least."""
         return self.score_steps(logits) * self.tokens
 
-    def start(self, flight: Flight) -> None:
+    def start(self, launch: Launch) -> None:
         """Starts it; returns at once on a GPU. No other may be started before it is finished."""
-        super().start(flight)
+        super().start(launch)
         with self._noting_failures():
-            self._prepare_next(flight.placed, flight.geometry)  # while the kernel runs
+            self._prepare_next(launch.placed, launch.geometry)  # while the kernel runs
 
     def _arrange(self, parts: Sequence[Part]) -> tuple[Geometry, list[int]]:
         """The launch's geometry and the order of its parts, once each has pages of its own for what it will cache."""

@@ -21,9 +21,9 @@ from cheetah.plan.index import ceil_div, round_up
 from cheetah.plan.pass_tables import SEGMENT_COLUMNS, Segment, pass_room
 from cheetah.plan.prompt import PassPlan
 from cheetah.runtime.background import Started
-from cheetah.runtime.engine.flights import Flight, KernelLaunches, LaunchResult, Part
 from cheetah.runtime.engine.heads import HeadLauncher
 from cheetah.runtime.engine.launch_tables import Geometry
+from cheetah.runtime.engine.launches import KernelLaunches, Launch, LaunchResult, Part
 
 if TYPE_CHECKING:
     from cheetah.runtime.device.interface import Buffer, Device, Kernel
@@ -76,7 +76,7 @@ class PassLauncher(KernelLaunches):
         behind_keys = manifest.phases.index(f"layer {config.layers - 1} attention")
         self._phases = {False: behind_keys, True: len(manifest.phases)}  # by whether hidden states are wanted
 
-    def prepare(self, parts: Sequence[Part], logits: Buffer | None = None) -> Flight:
+    def prepare(self, parts: Sequence[Part], logits: Buffer | None = None) -> Launch:
         """A pass over the inputs of parts. It samples nothing, and leaves no logits."""
         self._be_ready()
         assert logits is None, "a pass has no head"
@@ -94,7 +94,7 @@ class PassLauncher(KernelLaunches):
         geometry = Geometry(tuple((segment.start, segment.count) for segment in segments))
         states = self._buffers.get("hidden_states")
         arguments = self._arguments({**counts, "hidden_states": states, "arrivals": self._arrivals})
-        return Flight(parts, range(len(parts)), geometry, arguments)
+        return Launch(parts, range(len(parts)), geometry, arguments)
 
     @property
     def head(self) -> HeadLauncher:
@@ -137,13 +137,13 @@ class PassLauncher(KernelLaunches):
         bits = self._buffers[buffer].download(np.uint16, (count, self._padded_hidden), first * self._padded_hidden * 2)
         return widen(bits[:, : self._hidden])
 
-    def finish(self, flight: Flight) -> list[LaunchResult]:
-        self._await_end(flight)
-        self._arrivals += self._blocks * self._phases[any(part.wanted for part in flight.placed)]
-        steps = ceil_div(sum(columns_of(part.total) for part in flight.placed), self.tile_tokens)
-        for part in flight.placed:
+    def finish(self, launch: Launch) -> list[LaunchResult]:
+        self._await_end(launch)
+        self._arrivals += self._blocks * self._phases[any(part.wanted for part in launch.placed)]
+        steps = ceil_div(sum(columns_of(part.total) for part in launch.placed), self.tile_tokens)
+        for part in launch.placed:
             part.cache.length += part.total
-        return [LaunchResult((), steps, flight.seconds) for _ in flight.placed]
+        return [LaunchResult((), steps, launch.seconds) for _ in launch.placed]
 
     def _begin_again(self) -> None:
         self._buffers["workspace"].upload(COUNTER)

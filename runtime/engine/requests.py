@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from cheetah.errors import CheetahError
 from cheetah.models.logprobs import TokenLogprobs
 from cheetah.runtime.engine.launch_tables import Sampling
 from cheetah.runtime.engine.watching import NewWatcher
 from cheetah.runtime.outputs import Timings
+
+if TYPE_CHECKING:
+    from cheetah.runtime.sampling import SamplingParams
 
 
 @dataclass(frozen=True)
@@ -17,7 +21,8 @@ class Request:
     the first `min_tokens` is. Number i draws with `seed_of(sampling.seed, i)`.
 
     watchers: of each completion, which then has launches of one step. logprobs, prompt_logprobs: with each token that
-    is made, or of the prompt, comes how likely it was, and so many of the likeliest; None for neither."""
+    is made, or of the prompt, comes how likely it was, and so many of the likeliest; None for neither. params: what its
+    client wrote, at which the engine does not look."""
 
     prompt_ids: tuple[int, ...]
     max_tokens: int
@@ -27,6 +32,7 @@ class Request:
     watchers: tuple[NewWatcher, ...] = ()
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    params: SamplingParams | None = None
 
     @property
     def wants_logits(self) -> bool:

@@ -28,8 +28,8 @@ from cheetah.plan.kv.tables import (
     epochs_of_step,
 )
 from cheetah.runtime.background import Started
-from cheetah.runtime.engine.flights import Flight, KernelLaunches, LaunchResult, Part
 from cheetah.runtime.engine.launch_tables import Geometry, column_records, sequence_record, stop_lists
+from cheetah.runtime.engine.launches import KernelLaunches, Launch, LaunchResult, Part
 from cheetah.runtime.engine.request_rows import RequestRows, options_of
 
 if TYPE_CHECKING:
@@ -97,14 +97,14 @@ class StepLaunches(KernelLaunches):
         """Most steps of a launch with this buffer."""
         return min(self.max_steps, logits.nbytes // (4 * self.tokens * self.vocab_size))
 
-    def logits_after(self, flight: Flight, number: int, tokens: range) -> Iterator[npt.NDArray[np.float32]]:
-        _, per_step, first_column = flight.geometry.placed()[flight.order.index(number)]
-        logits = cast("MappedBuffer", flight.arguments["logits"]).array.view(np.float32).reshape(-1, self.vocab_size)
+    def logits_after(self, launch: Launch, number: int, tokens: range) -> Iterator[npt.NDArray[np.float32]]:
+        _, per_step, first_column = launch.geometry.placed()[launch.order.index(number)]
+        logits = cast("MappedBuffer", launch.arguments["logits"]).array.view(np.float32).reshape(-1, self.vocab_size)
         for token in tokens:
             step, column = divmod(token, per_step)
             yield logits[step * self.tokens + first_column + column]
 
-    def prepare(self, parts: Sequence[Part], logits: Buffer | None = None) -> Flight:
+    def prepare(self, parts: Sequence[Part], logits: Buffer | None = None) -> Launch:
         """Everything that a launch needs, before it is started; see `launch_together`."""
         self._be_ready()
         self._check(parts)
@@ -113,36 +113,36 @@ class StepLaunches(KernelLaunches):
         self.columns = [(order[column.sequence], column.number) for column in column_records(geometry)]
         arguments = self._prepare(placed, geometry, logits)
         self._emitted[: len(parts)] = NOT_YET
-        return Flight(placed, order, geometry, arguments)
+        return Launch(placed, order, geometry, arguments)
 
-    def fresh(self, flight: Flight) -> list[tuple[int, ...]]:
+    def fresh(self, launch: Launch) -> list[tuple[int, ...]]:
         """What each part has sampled since this was asked last, in the order of the parts; up to a stop id."""
-        found: list[tuple[int, ...]] = [()] * len(flight.placed)
-        for row, number in enumerate(flight.order):
+        found: list[tuple[int, ...]] = [()] * len(launch.placed)
+        for row, number in enumerate(launch.order):
             ids: list[int] = []
-            while self._is_fresh(flight, row):
-                token = int(self._emitted[row, flight.next_place(row)])
-                is_last = token >= CANCELLED_TOKEN or token in flight.placed[row].sampling.stop_ids
+            while self._is_fresh(launch, row):
+                token = int(self._emitted[row, launch.next_place(row)])
+                is_last = token >= CANCELLED_TOKEN or token in launch.placed[row].sampling.stop_ids
                 if token < CANCELLED_TOKEN:
                     ids.append(token)
-                    flight.given[row] += 1
-                flight.has_ended[row] = is_last
+                    launch.given[row] += 1
+                launch.has_ended[row] = is_last
             found[number] = tuple(ids)
         return found
 
-    def cancel(self, flight: Flight, number: int) -> None:
+    def cancel(self, launch: Launch, number: int) -> None:
         """Ends part `number` within a few steps. By any thread, at any time: nothing once it has ended."""
         # The word of this launch alone: an order that comes late means nothing to the next one.
-        self._cancelled[flight.order.index(number)] = flight.epoch
+        self._cancelled[launch.order.index(number)] = launch.epoch
 
-    def finish(self, flight: Flight) -> list[LaunchResult]:
+    def finish(self, launch: Launch) -> list[LaunchResult]:
         """Waits for its end; what it did, in the order of the parts, with all ids that it sampled."""
-        self._await_end(flight)
+        self._await_end(launch)
         with self._noting_failures():
-            steps, sampled = self._read(flight.placed)
-        seconds = flight.seconds
+            steps, sampled = self._read(launch.placed)
+        seconds = launch.seconds
         results = {}
-        for number, part, token_ids in zip(flight.order, flight.placed, sampled, strict=True):
+        for number, part, token_ids in zip(launch.order, launch.placed, sampled, strict=True):
             self._advance(part, token_ids, steps)
             made = token_ids if token_ids[-1:] < (CANCELLED_TOKEN,) else token_ids[:-1]
             if token_ids[-1:] == (CANCELLED_TOKEN,):
@@ -150,7 +150,7 @@ class StepLaunches(KernelLaunches):
             else:
                 self._rows.note(part.cache, made)
             results[number] = LaunchResult(made, steps, seconds, token_ids[-1:] == (NO_TOKEN,))
-        return [results[number] for number in range(len(flight.placed))]
+        return [results[number] for number in range(len(launch.placed))]
 
     def _arrange(self, parts: Sequence[Part]) -> tuple[Geometry, list[int]]:
         """The launch's geometry and the order of its parts."""
@@ -167,13 +167,13 @@ class StepLaunches(KernelLaunches):
         self._epochs.begin_again()
         self._rows.forget()
 
-    def _has_fresh(self, flight: Flight) -> bool:
-        return any(self._is_fresh(flight, row) for row in range(len(flight.placed)))
+    def _has_fresh(self, launch: Launch) -> bool:
+        return any(self._is_fresh(launch, row) for row in range(len(launch.placed)))
 
-    def _is_fresh(self, flight: Flight, row: int) -> bool:
+    def _is_fresh(self, launch: Launch, row: int) -> bool:
         """Whether the next token of a row is there, and wanted."""
-        place = flight.next_place(row)
-        is_over = flight.has_ended[row] or place > flight.placed[row].total
+        place = launch.next_place(row)
+        is_over = launch.has_ended[row] or place > launch.placed[row].total
         return not is_over and self._emitted[row, place] != NOT_YET
 
     def _check(self, parts: Sequence[Part]) -> None:

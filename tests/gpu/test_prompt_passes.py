@@ -15,8 +15,8 @@ from cheetah.runtime.assembly.assemble import Assembly, assemble
 from cheetah.runtime.checkpoint.loading import Checkpoint, open_checkpoint
 from cheetah.runtime.checkpoint.random_weights import random_tensors
 from cheetah.runtime.engine.engine import Engine
-from cheetah.runtime.engine.flights import Part
 from cheetah.runtime.engine.kv_cache import CachedSequence
+from cheetah.runtime.engine.launches import Part
 from tests.gpu.test_transformers import hf_logits, hf_logits_of_all, mean_kl, torch
 from tests.program.rig import token_ids
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from cheetah.runtime.assembly.assemble import Assembly
 from cheetah.runtime.engine.kv_cache import CachedSequence, PagePool
-from cheetah.runtime.engine.launcher import Flight, LaunchResult, Part
+from cheetah.runtime.engine.launcher import Launch, LaunchResult, Part
 from cheetah.runtime.engine.prefix_cache import PrefixCache
 from cheetah.runtime.engine.requests import Request
 from cheetah.runtime.engine.step_launches import StepLaunches
@@ -96,17 +96,17 @@ class Service:
         prepare, finish = launcher.prepare, launcher.finish
         parts: list[Part] = []
         lengths: list[int] = []
-        flights: list[Flight] = []
+        launches: list[Launch] = []
 
-        def prepare_with_logits(of_launch: Sequence[Part], _: Any = None) -> Flight:
+        def prepare_with_logits(of_launch: Sequence[Part], _: Any = None) -> Launch:
             parts[:] = of_launch
             lengths[:] = [part.cache.length - are_cached * part.total for part in of_launch]
-            flights[:] = [prepare(of_launch, logits)]
-            return flights[0]
+            launches[:] = [prepare(of_launch, logits)]
+            return launches[0]
 
-        def finish_and_record(flight: Flight) -> list[LaunchResult]:
-            results = finish(flight)
-            if flight not in flights:  # of a launch that went on when all tokens of the answers before were there
+        def finish_and_record(launch: Launch) -> list[LaunchResult]:
+            results = finish(launch)
+            if launch not in launches:  # of a launch that went on when all tokens of the answers before were there
                 return results
             found = logits.download(np.float32, (results[0].steps, launcher.tokens, launcher.vocab_size))
             for part, result in zip(parts, results, strict=True):

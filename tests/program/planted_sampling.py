@@ -166,13 +166,13 @@ def other_words(session: Session) -> Iterator[str]:
     parts = [Part(session.sequence(), (3, 4), STEPS, Sampling(1.0, seed)) for seed in range(3)]
     launcher = session.launcher
     for ended in ((), (1,), (2,), (0, 1, 2), ()):
-        flight = launcher.prepare(parts)
+        launch = launcher.prepare(parts)
         for number in ended:
-            launcher.cancel(flight, number)
-        launcher.start(flight)
-        launcher.wait(flight)
-        fresh = launcher.fresh(flight)
-        results = launcher.finish(flight)
+            launcher.cancel(launch, number)
+        launcher.start(launch)
+        launcher.wait(launch)
+        fresh = launcher.fresh(launch)
+        results = launcher.finish(launch)
         made = [result.token_ids for result in results]
         if fresh != made:
             yield f"the host read {fresh}, the launch made {made}"

@@ -7,7 +7,7 @@ from functools import cache
 import pytest
 
 from cheetah.models.sampling import Filters
-from cheetah.runtime.engine.launcher import Flight, Launcher, LaunchResult, Part, Sampling
+from cheetah.runtime.engine.launcher import Launch, Launcher, LaunchResult, Part, Sampling
 from tests.program.rig import Rig, Session, model, random_weights
 
 pytestmark = pytest.mark.compiler
@@ -26,11 +26,11 @@ def parts(session: Session, inputs: int = 2) -> list[Part]:
     return [Part(session.sequence(), ids, STEPS, sampling) for sampling in SAMPLINGS]
 
 
-def run(launcher: Launcher, flight: Flight) -> list[LaunchResult]:
-    launcher.start(flight)
-    assert launcher.wait(flight)
-    fresh = launcher.fresh(flight)
-    results = launcher.finish(flight)
+def run(launcher: Launcher, launch: Launch) -> list[LaunchResult]:
+    launcher.start(launch)
+    assert launcher.wait(launch)
+    fresh = launcher.fresh(launch)
+    results = launcher.finish(launch)
     assert fresh == [result.token_ids for result in results]
     return results
 
@@ -43,9 +43,9 @@ def test_the_host_has_every_token_and_ends_a_sequence_alone(sync: str) -> None:
     assert [len(result.token_ids) for result in plain] == [STEPS - 1] * 3
     for number in range(3):
         session = rig(sync).session("random", 2)
-        flight = session.launcher.prepare(parts(session))
-        session.launcher.cancel(flight, number)
-        found = run(session.launcher, flight)
+        launch = session.launcher.prepare(parts(session))
+        session.launcher.cancel(launch, number)
+        found = run(session.launcher, launch)
         for other in range(3):
             tokens = plain[other].token_ids
             assert found[other].token_ids == (tokens[:0] if other == number else tokens)
@@ -73,9 +73,9 @@ def test_a_launch_ends_when_all_are_cancelled_and_a_late_order_means_nothing() -
 def test_reading_a_prompt_is_cancelled_too() -> None:
     session = rig("flags").session()
     wanted = parts(session, STEPS)
-    flight = session.launcher.prepare(wanted)
+    launch = session.launcher.prepare(wanted)
     for number in range(3):
-        session.launcher.cancel(flight, number)
-    results = run(session.launcher, flight)
+        session.launcher.cancel(launch, number)
+    results = run(session.launcher, launch)
     assert [result.token_ids for result in results] == [()] * 3 and results[0].steps == 2
     assert [part.cache.length for part in wanted] == [2, 2, 2]

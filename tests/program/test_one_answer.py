@@ -16,8 +16,8 @@ import pytest
 from cheetah.runtime.assembly.assemble import Assembly, assemble
 from cheetah.runtime.device.emulator import EmulatorDevice
 from cheetah.runtime.engine.launcher import Sampling
-from cheetah.runtime.engine.pace import LaunchPace
 from cheetah.runtime.engine.requests import Request
+from cheetah.runtime.engine.step_time import StepTime
 from tests.program.answers import Record, Service
 from tests.program.rig import emulated_gpu, model, random_weights, token_ids
 from tests.tiers import tiered
@@ -74,7 +74,7 @@ def uneven_launches(monkeypatch: pytest.MonkeyPatch) -> None:
             yield from (3, 1, 7, 2, 5, 8, 1, 1, 4)
 
     launches = sizes()
-    monkeypatch.setattr(LaunchPace, "steps", lambda pace, wanted: min(wanted, pace._max_steps, next(launches)))
+    monkeypatch.setattr(StepTime, "steps", lambda time, wanted: min(wanted, time._max_steps, next(launches)))
 
 
 def prompt_of(common: int, own: Sequence[int] = ()) -> tuple[int, ...]:

@@ -22,8 +22,8 @@ from cheetah.runtime.device.interface import LaunchCancelled
 from cheetah.runtime.engine.engine import Engine
 from cheetah.runtime.engine.kv_cache import CachedSequence, PagePool
 from cheetah.runtime.engine.launcher import Sampling
+from cheetah.runtime.engine.prefill_rules import SameSteps
 from cheetah.runtime.engine.prefix_cache import PrefixCache
-from cheetah.runtime.engine.prompt_reading import SameSteps
 from cheetah.runtime.engine.requests import Made, Request
 from cheetah.runtime.sampling import seed_of
 from tests.program.rig import emulated_gpu, relative_error, token_ids
@@ -137,7 +137,7 @@ def test_company_in_a_pass_changes_no_key(noted: list[tuple[int, ...]]) -> None:
         rig = Rig()
         ids = [rig.engine.add(request(length))[0] for length in (*company[:1], 100, *company[1:])]
         rig.run(until=1)
-        middle = next(one for one in rig.engine._roster.begun if len(one.request.prompt_ids) == 100)
+        middle = next(one for one in rig.engine._queues.begun if len(one.request.prompt_ids) == 100)
         assert middle.id in ids and middle.cache is not None
         whole = middle.cache.pages[: 99 // middle.cache.page_size]
         kv = assembled(True).buffers["kv"].download(np.uint16, assembled(True).manifest.buffer("kv").shape)
@@ -201,7 +201,7 @@ def test_prompts_whose_logprobs_are_wanted_are_read_whole_and_share_with_others(
 ) -> None:
     rig = Rig()
     if same_steps:
-        rig.engine._roster.manner = SameSteps(*vars(rig.engine._roster.manner).values())
+        rig.engine._queues.rule = SameSteps(*vars(rig.engine._queues.rule).values())
     for wanted in (1, None, 1):
         rig.engine.add(replace(request(155), prompt_logprobs=wanted))
         rig.run()
@@ -268,12 +268,12 @@ def test_a_head_that_was_interrupted_chooses_once_more(monkeypatch: pytest.Monke
     for same_steps in (False, True):
         rig = Rig()
         if same_steps:
-            rig.engine._roster.manner = SameSteps(*vars(rig.engine._roster.manner).values())
+            rig.engine._queues.rule = SameSteps(*vars(rig.engine._queues.rule).values())
         ids = rig.engine.add(request(150, 4)), rig.engine.add(replace(request(40, 4), count=2))
         head = assembled(True).passes[0].head
         with monkeypatch.context() as patched:
             patched.setattr(head, "finish", _cancelled)
-            while not (reading := rig.engine._roster.reading) or rig.engine._reader.left(reading[0]) == 150:
+            while not (reading := rig.engine._queues.reading) or rig.engine._scheduler.prefill.left(reading[0]) == 150:
                 assert not rig.engine.step()
         head._begin_again()
         found = rig.run()
@@ -281,7 +281,28 @@ def test_a_head_that_was_interrupted_chooses_once_more(monkeypatch: pytest.Monke
         assert found[ids[1][0]] == found[ids[1][1]] == _alone(request(40, 4))
 
 
-def _cancelled(flight: Any) -> Any:
+def test_a_head_that_was_interrupted_judges_a_prompt_once_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where a launch before it has judged some of the ids."""
+    head, found = assembled(True).passes[0].head, []
+    for interrupted in (0, 1, 2):
+        rig, launches = Rig(), list[Any]()
+
+        def finish(launch: Any, launches: list[Any] = launches, interrupted: int = interrupted) -> Any:
+            launches.append(launch)
+            return _cancelled(launch) if len(launches) == interrupted else type(head).finish(head, launch)
+
+        monkeypatch.setattr(head, "finish", finish)
+        rig.engine.add(replace(request(150, 3), prompt_logprobs=1))
+        events: list[Any] = []
+        while not rig.engine.is_idle:
+            events += rig.engine.step()
+        found.append([(one.token_ids, one.prompt_logprobs) for one in events])
+        assert len(launches) == 4 + interrupted, "three judge, one chooses"
+    assert found[0] == found[1] == found[2]
+
+
+def _cancelled(launch: Any) -> Any:
+    """As by Ctrl-C. The launch had ended: its epochs are used up."""
     raise LaunchCancelled("as by Ctrl-C")
 
 

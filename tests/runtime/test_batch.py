@@ -20,9 +20,9 @@ from cheetah.runtime.device.interface import LaunchTimeout
 from cheetah.runtime.engine.kv_cache import CachedSequence, PagePool, pages_for
 from cheetah.runtime.engine.launch_tables import share_prefixes, stop_lists
 from cheetah.runtime.engine.launcher import Part, Sampling
-from cheetah.runtime.engine.pace import LaunchPace
 from cheetah.runtime.engine.prefix_cache import PrefixCache
 from cheetah.runtime.engine.requests import Request
+from cheetah.runtime.engine.step_time import StepTime
 from tests.desk import Asked, Desk
 from tests.meant import meant
 from tests.tiers import tiered
@@ -96,7 +96,7 @@ def tokens_of(completion: Asked) -> tuple[int, ...]:
 @pytest.fixture
 def uneven_launches(monkeypatch: pytest.MonkeyPatch) -> None:
     sizes = iter([3, 1, 9, 2, 5, 8, 1, 1] * 99)
-    monkeypatch.setattr(LaunchPace, "steps", lambda pace, wanted: min(wanted, pace._max_steps, next(sizes)))
+    monkeypatch.setattr(StepTime, "steps", lambda time, wanted: min(wanted, time._max_steps, next(sizes)))
 
 
 @pytest.mark.slow
@@ -104,7 +104,8 @@ def uneven_launches(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("temperature", tiered([0.0, 1.2], [0.0]))
 def test_different_prompts_and_lengths_give_what_each_gives_alone(overrides: Any, temperature: float) -> None:
     rig = Rig(**overrides)
-    rig.desk.engine._reader._chunk_tokens = 0  # all prompts are read before anyone decodes, whatever the clock says
+    # All prompts are read before anyone decodes, whatever the clock says.
+    rig.desk.engine._scheduler.prefill._chunk_tokens = 0
     requests = [Request(prompt, 24 + 3 * i, Sampling(temperature, 2**40 + i)) for i, prompt in enumerate(PROMPTS)]
     assert rig.together(requests) == [alone(request) for request in requests]
     rig.check_all_pages_are_back()
@@ -445,7 +446,7 @@ def test_soak_of_joins_and_leaves(seed: int, monkeypatch: pytest.MonkeyPatch) ->
     """Random requests of a few common beginnings come, go on, stop, fork, are given up, in a pool that is too small."""
     draw, draw_steps = np.random.default_rng(seed), np.random.default_rng(seed)
     monkeypatch.setattr(
-        LaunchPace, "steps", lambda pace, wanted: min(wanted, pace._max_steps, int(draw_steps.integers(1, 9)))
+        StepTime, "steps", lambda time, wanted: min(wanted, time._max_steps, int(draw_steps.integers(1, 9)))
     )
     batch = [3, 8, 2, 4][seed]
     rig = Rig(

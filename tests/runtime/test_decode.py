@@ -19,9 +19,9 @@ from cheetah.runtime.device.interface import LaunchTimeout
 from cheetah.runtime.engine import step_launches
 from cheetah.runtime.engine.kv_cache import CachedSequence, PagePool
 from cheetah.runtime.engine.launcher import Epochs, Sampling
-from cheetah.runtime.engine.pace import LaunchPace
 from cheetah.runtime.engine.prefix_cache import PrefixCache
 from cheetah.runtime.engine.requests import Request
+from cheetah.runtime.engine.step_time import StepTime
 from tests.desk import Asked, Desk
 from tests.meant import meant
 
@@ -57,7 +57,7 @@ def test_tokens_are_the_references_however_steps_are_grouped(launch_steps: int, 
 
 def test_uneven_launches_give_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     sizes = iter([3, 1, 9, 2, 5, 8, 1, 1] * 9)
-    monkeypatch.setattr(LaunchPace, "steps", lambda pace, wanted: min(wanted, next(sizes)))
+    monkeypatch.setattr(StepTime, "steps", lambda time, wanted: min(wanted, next(sizes)))
     assert tokens_of(desk().complete(Request(PROMPT, 40, Sampling(0.9, 3)))) == expected(PROMPT, 40, 0.9, 3)
 
 
@@ -264,11 +264,11 @@ def test_a_completion_without_a_number_in_its_logits_fails_alone_and_is_not_reme
     assert one.prefixes.lookup(PROMPT)[1] == 8 and one.prefixes.lookup((*PROMPT, *made, 0))[1] == 8
 
 
-def test_the_pace_keeps_launches_near_their_target() -> None:
-    pace = LaunchPace(max_steps=64, target_s=0.1)
-    pace.note(10, 0.05)
-    assert [pace.steps(100), pace.steps(7)] == [20, 7]
-    pace.note(1, 3.0)
-    assert pace.steps(100) == 1
-    pace.note(64, 0.0)
-    assert pace.steps(100) == 64
+def test_the_step_time_keeps_launches_near_their_target() -> None:
+    timer = StepTime(max_steps=64, target_s=0.1)
+    timer.note(10, 0.05)
+    assert [timer.steps(100), timer.steps(7)] == [20, 7]
+    timer.note(1, 3.0)
+    assert timer.steps(100) == 1
+    timer.note(64, 0.0)
+    assert timer.steps(100) == 64

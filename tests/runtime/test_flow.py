@@ -84,7 +84,7 @@ def test_who_wants_logprobs_has_its_tokens_at_the_end_of_a_launch_and_the_others
         for event in one.step():
             assert isinstance(event, Made)
             events.append(event)
-            told += [(one._courses._flying is not None, event.finish_reason)] if event.id == second else []
+            told += [(one._running is not None, event.finish_reason)] if event.id == second else []
     assert told[0] == (True, None), "while the next launch runs"
     assert told[-1] == (False, "length"), "or where there is none"
     assert [len(event.token_ids) for event in events if event.id == first] == [1] * 9
@@ -112,32 +112,32 @@ def test_who_is_aborted_ends_in_the_middle_of_a_launch_and_the_others_go_on() ->
 def test_orders_wait_for_the_end_of_a_launch() -> None:
     one = engine(batch=2)
     one.add(Request((5, 17), 30, Sampling()))
-    while not one._courses._flying:
+    while not one._running:
         one.step()
     (other,) = one.add(Request((9,), 2, Sampling()))
     one.abort([other])
-    assert one.load().waiting == 0 and len(one._orders) == 2
+    assert one.load().waiting == 0 and len(one._changes) == 2
     assert not any(event.id == other for events in run(one) for event in events)
 
 
 def in_a_long_launch(request: Request, step_s: float, **overrides: Any) -> tuple[Engine, list[Event]]:
     """An engine in the middle of a launch of all that is left of a request, of steps of so many seconds by its pace."""
     one = engine(**overrides)
-    one._pace.steps = lambda wanted: wanted  # type: ignore[method-assign]
+    one._scheduler.decode_time.steps = lambda wanted: wanted  # type: ignore[method-assign]
     one.add(request)
     events = [event for _ in range(12) for event in one.step()]
-    one._pace.note(1, step_s)
-    assert one._courses._flying is not None and max(one._courses._flying.flight.given) > 4
+    one._scheduler.decode_time.note(1, step_s)
+    assert one._running is not None and max(one._running.launch.given) > 4
     return one, events
 
 
 def steps_left(one: Engine) -> tuple[int, list[Event]]:
     """How many steps the launch under way had still to make when it ended, and what it made."""
-    flying, events = one._courses._flying, list[Event]()
-    assert flying is not None
-    while one._courses._flying is flying:
+    running, events = one._running, list[Event]()
+    assert running is not None
+    while one._running is running:
         events += one.step()
-    return flying.flight.placed[0].steps - flying.flight.given[0], events
+    return running.launch.placed[0].steps - running.launch.given[0], events
 
 
 @pytest.mark.slow

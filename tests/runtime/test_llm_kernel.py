@@ -20,7 +20,7 @@ from cheetah.models.sampling import sample
 from cheetah.plan.kv.tables import epochs_of_step
 from cheetah.runtime import LLM, SamplingParams
 from cheetah.runtime.engine.launcher import EPOCH_LIMIT, Epochs
-from cheetah.runtime.engine.pace import LaunchPace
+from cheetah.runtime.engine.step_time import StepTime
 from tests.tiers import tiered
 
 pytestmark = pytest.mark.slow
@@ -62,7 +62,7 @@ def llm(folder: Path, place: dict[str, Any], request: pytest.FixtureRequest) -> 
 @pytest.fixture
 def whole_launches(monkeypatch: pytest.MonkeyPatch) -> None:
     """Decode launches as long as they may be, however slow the emulator is."""
-    monkeypatch.setattr(LaunchPace, "steps", lambda pace, wanted: min(wanted, pace._max_steps))
+    monkeypatch.setattr(StepTime, "steps", lambda time, wanted: min(wanted, time._max_steps))
 
 
 @cache

@@ -92,7 +92,7 @@ def test_an_old_completion_that_came_back_is_before_younger_ones() -> None:
 
 def test_who_is_alone_has_a_kernel_of_its_own_over_the_same_pages() -> None:
     rig = Rig(batch=3, launch_steps=4, solo=True)
-    solo = rig.engine._solo
+    solo = rig.engine._scheduler._solo
     assert solo.tokens == 1 and rig.engine.launcher.tokens == 4
     alone_launches: list[int] = []
     prepare = solo.prepare

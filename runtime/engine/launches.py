@@ -1,6 +1,6 @@
 """What the launches of every kernel over a KV cache have in common: from their parts to their end.
 
-A `Flight` is a launch that is prepared, under way or over; `KernelLaunches` says how it comes from one to the next, and
+A `Launch` is a launch that is prepared, under way or over; `KernelLaunches` says how it comes from one to the next, and
 what a failure or an interrupt means. Knows no kernel's parameters.
 """
 
@@ -88,7 +88,7 @@ class LaunchResult:
     has_failed: bool = False
 
 
-class Flight:
+class Launch:
     """A launch from its preparation to its end. placed: its parts in the order of its rows, order: their numbers.
     given, has_ended: of each row, how many of its tokens `fresh` has given, and whether the last was among them."""
 
@@ -161,49 +161,49 @@ class KernelLaunches:
         A launch ends early once each sequence has sampled a stop id of its own. After one that was interrupted the
         caches are as before it.
         """
-        flight = self.prepare(parts, logits)
-        self.start(flight)
-        return self.finish(flight)
+        launch = self.prepare(parts, logits)
+        self.start(launch)
+        return self.finish(launch)
 
-    def prepare(self, parts: Sequence[Part], logits: Buffer | None = None) -> Flight:
+    def prepare(self, parts: Sequence[Part], logits: Buffer | None = None) -> Launch:
         """Everything that a launch needs, before it is started. logits: where they are to lie, if somebody wants
         them."""
         raise NotImplementedError
 
-    def logits_after(self, flight: Flight, number: int, tokens: range) -> Iterator[npt.NDArray[np.float32]]:
+    def logits_after(self, launch: Launch, number: int, tokens: range) -> Iterator[npt.NDArray[np.float32]]:
         """Of a launch that has ended, and had a buffer for logits in the host's memory: float32 [vocab] after each of
         these tokens of part `number`, of which 0 is the first input. They lie in that buffer."""
         raise NotImplementedError
 
-    def start(self, flight: Flight) -> None:
+    def start(self, launch: Launch) -> None:
         """Starts it; returns at once on a GPU. No other may be started before it is finished."""
-        assert not isinstance(self._kernel, Started), "a flight is prepared before it is started"
+        assert not isinstance(self._kernel, Started), "a launch is prepared before it is started"
         with self._noting_failures():
-            self._device.launch(self._kernel, flight.arguments)
+            self._device.launch(self._kernel, launch.arguments)
 
-    def wait(self, flight: Flight) -> bool:
+    def wait(self, launch: Launch) -> bool:
         """Waits until it has ended: True; or until there are tokens that `fresh` has not given: False."""
         with self._noting_failures():
-            is_watched = not any(flight.given)
+            is_watched = not any(launch.given)
             while not self._device.is_done():
-                flight.see()
-                if interrupts.is_pending() or self._has_fresh(flight):
+                launch.see()
+                if interrupts.is_pending() or self._has_fresh(launch):
                     return False
-                if self._timeout_s is not None and flight.seconds > self._timeout_s:
+                if self._timeout_s is not None and launch.seconds > self._timeout_s:
                     return True  # `finish` waits no longer, and says which phase each block has reached
                 time.sleep(POLL_SECONDS)
                 is_watched = True
-        flight.end(is_watched)
+        launch.end(is_watched)
         return True
 
-    def fresh(self, flight: Flight) -> list[tuple[int, ...]]:
+    def fresh(self, launch: Launch) -> list[tuple[int, ...]]:
         """What each part has sampled since this was asked last, in the order of the parts."""
-        return [()] * len(flight.placed)
+        return [()] * len(launch.placed)
 
-    def cancel(self, flight: Flight, number: int) -> None:
+    def cancel(self, launch: Launch, number: int) -> None:
         """Ends part `number` as soon as may be. By any thread, at any time: nothing once it has ended."""
 
-    def finish(self, flight: Flight) -> list[LaunchResult]:
+    def finish(self, launch: Launch) -> list[LaunchResult]:
         """Waits for its end; what it did, in the order of the parts, with all ids that it sampled."""
         raise NotImplementedError
 
@@ -215,12 +215,12 @@ class KernelLaunches:
         if isinstance(self._kernel, Started):
             self._kernel = self._kernel()
 
-    def _await_end(self, flight: Flight) -> None:
+    def _await_end(self, launch: Launch) -> None:
         with self._noting_failures():
-            limit = self._timeout_s if self._timeout_s is None else max(0.0, self._timeout_s - flight.seconds)
+            limit = self._timeout_s if self._timeout_s is None else max(0.0, self._timeout_s - launch.seconds)
             self._device.synchronize(limit)
 
-    def _has_fresh(self, flight: Flight) -> bool:
+    def _has_fresh(self, launch: Launch) -> bool:
         """Whether `fresh` would give something."""
         return False
 

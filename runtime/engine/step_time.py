@@ -5,8 +5,9 @@ from __future__ import annotations
 LAUNCH_SECONDS = 0.1
 
 
-class LaunchPace:
-    """How many tokens the next decode launch makes: what takes about LAUNCH_SECONDS at the pace seen so far."""
+class StepTime:
+    """How long a step of a kind of launch takes, by those seen so far, and so how many steps the next one makes: what
+    takes about LAUNCH_SECONDS."""
 
     def __init__(self, max_steps: int, target_s: float = LAUNCH_SECONDS):
         self._max_steps = max_steps
@@ -16,7 +17,7 @@ class LaunchPace:
 
     @property
     def step_s(self) -> float:
-        """Seconds of a step, at the pace seen so far."""
+        """Seconds of a step, by the last launch."""
         return self._step_s
 
     def note(self, steps: int, seconds: float) -> None:
@@ -24,7 +25,7 @@ class LaunchPace:
         self._step_s, self._is_known = seconds / steps, True
 
     def guess(self, steps: int, seconds: float) -> None:
-        """How long a launch of another kind took, which is taken for the pace until one of this kind was made."""
+        """How long a launch of another kind took, which is believed until one of this kind was made."""
         if not self._is_known:
             self._step_s = seconds / steps
 

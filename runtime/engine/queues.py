@@ -12,27 +12,29 @@ from collections.abc import Sequence
 from itertools import chain
 
 from cheetah.manifest import NO_PAGE
-from cheetah.runtime.engine.completion import Completion, Group, part_ways
+from cheetah.runtime.engine.completion import Completion, part_ways
 from cheetah.runtime.engine.kv_cache import CachedSequence, PagesExhausted, pages_for
 from cheetah.runtime.engine.launcher import Launcher
+from cheetah.runtime.engine.prefill_rules import FewestSteps
 from cheetah.runtime.engine.prefix_cache import PrefixCache
-from cheetah.runtime.engine.prompt_reading import FewestSteps
-from cheetah.runtime.engine.requests import Event, Failed, Load
+from cheetah.runtime.engine.requests import Failed, Load
 
 
-class Roster:
+class Queues:
     """Up to `launcher.batch` completions that have begun, and a line of others.
 
     launcher: its cache has the pages. launch_steps: most tokens that a launch makes of each.
-    prefixes: keeps the pages of who leaves. manner: how prompts are read, and so which of those another begins with.
+    prefixes: keeps the pages of who leaves. rule: how prompts are read, and so which of those another begins with.
     """
 
-    def __init__(self, launcher: Launcher, launch_steps: int, prefixes: PrefixCache | None, manner: FewestSteps):
+    def __init__(self, launcher: Launcher, launch_steps: int, prefixes: PrefixCache | None, rule: FewestSteps):
         self._launcher, self._launch_steps = launcher, launch_steps
-        self._prefixes, self.manner = prefixes, manner
+        self._prefixes, self.rule = prefixes, rule
         self.waiting: deque[Completion] = deque()
-        self.reading: list[Group] = []  # in the order in which they came
+        # Those of a request that begin together, in the order in which they came.
+        self.reading: list[list[Completion]] = []
         self.running: list[Completion] = []
+        self._failures: list[Failed] = []
         self._tokens_looked_up = self._tokens_found = self._preemptions = 0
 
     @property
@@ -50,6 +52,11 @@ class Roster:
         """Whether nobody has a place or waits for one."""
         return not (self.waiting or self.reading or self.running)
 
+    def take_failures(self) -> list[Failed]:
+        """Those that nobody was told yet."""
+        failures, self._failures = self._failures, []
+        return failures
+
     def load(self) -> Load:
         begun = self.begun
         held = {page for one in begun if (cache := one.cache) is not None for page in [*cache.pages]} - {NO_PAGE}
@@ -64,7 +71,7 @@ class Roster:
         )
         return self._launcher.cache.pool.available_pages - claimed
 
-    def next_group(self, events: list[Event]) -> Group:
+    def next_group(self) -> list[Completion]:
         """As many completions of the first request in line as can begin now, out of the line; the first has a cache
         with what is known of its ids. Who cannot begin though nobody runs who might make room has failed."""
         places = self._launcher.batch - len(self.begun)
@@ -88,7 +95,7 @@ class Roster:
                 break
             self.waiting.popleft()
             message = f"{missing} pages of the KV cache are needed, there are {spare + missing}"
-            events.append(Failed(first.id, f"{message}: somebody outside of the engine holds the others"))
+            self._failures.append(Failed(first.id, f"{message}: somebody outside of the engine holds the others"))
         return []
 
     def _sequence_of(self, completion: Completion) -> CachedSequence:
@@ -97,7 +104,7 @@ class Roster:
         sequence.clear()
         if self._prefixes is not None and not completion.reads_logprobs:
             pages, tokens = self._prefixes.lookup(completion.ids)
-            reused = self.manner.reused(tokens)
+            reused = self.rule.reused(tokens)
             sequence.adopt(pages[: reused // sequence.page_size], reused)
         return sequence
 
@@ -117,7 +124,7 @@ class Roster:
         beginning = completion.ids[:known]
         return len(beginning) == known and any(group[0].ids[:known] == beginning for group in self.reading)
 
-    def begin_to_decode(self, group: Group) -> None:
+    def begin_to_decode(self, group: list[Completion]) -> None:
         """The prompt of these has been read."""
         part_ways(group)
         self.reading.remove(group)
@@ -125,7 +132,7 @@ class Roster:
         self.running += group
         self.let_go(group)
 
-    def make_room(self, completion: Completion, tokens: int, events: list[Event]) -> bool:
+    def make_room(self, completion: Completion, tokens: int) -> bool:
         """Pages for `tokens` more of it, if need be those of whoever came last. False if that is itself, or if nobody
         else could give any, so that it has failed: then it has no cache any more."""
         while completion.cache is not None:
@@ -138,7 +145,7 @@ class Roster:
                     self._preempt(max(holders, key=lambda one: one.id))
                     continue
                 completion.has_ended = completion.has_failed = True
-                events.append(Failed(completion.id, str(shortage)))
+                self._failures.append(Failed(completion.id, str(shortage)))
                 self._leave(completion)
         return False
 
@@ -180,5 +187,5 @@ class Roster:
     def _remember(self, completion: Completion) -> None:
         cache = completion.cache
         if self._prefixes is not None and cache is not None and not completion.has_failed:
-            kept = self.manner.kept(len(completion.request.prompt_ids), cache.length)
+            kept = self.rule.kept(len(completion.request.prompt_ids), cache.length)
             self._prefixes.insert(completion.ids[:kept], cache.pages)

@@ -1,0 +1,149 @@
+"""Whose turn it is: the next launch is decided here, and its results are settled here, when it was made.
+
+Who has a place and pages is known to `queues`; how prompts are read to `prefill`, with launches of those who decode in
+between. Starts nothing, and tells nobody: `engine` does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from cheetah.runtime.engine.launch_order import LaunchOrder, LogitsBuffers, Purpose, steps_with
+from cheetah.runtime.engine.launcher import Launcher
+from cheetah.runtime.engine.launches import LaunchResult
+from cheetah.runtime.engine.prefill import Prefill
+from cheetah.runtime.engine.queues import Queues
+from cheetah.runtime.engine.step_time import LAUNCH_SECONDS, StepTime
+
+WORTH_ENDING_S = 0.02
+FEWEST_STEPS = 4
+"""A launch ends for somebody who comes only where its rest would take longer than the one, to end it costs a step and
+a launch more, and after as many steps as the other, so that those who decode go on however many come."""
+
+
+class Scheduler:
+    """`next_launch` gives an order; who carries it out tells how that ended, by `settle` or `give_up`, before the next.
+
+    launcher: launches all who decode; solo: one by itself. decode_time: of launches of those.
+    """
+
+    def __init__(
+        self,
+        queues: Queues,
+        prefill: Prefill,
+        launcher: Launcher,
+        solo: Launcher,
+        logits: LogitsBuffers,
+        decode_time: StepTime,
+    ):
+        self.queues, self.prefill = queues, prefill
+        self._launcher, self._solo, self._logits = launcher, solo, logits
+        self.decode_time = decode_time
+        # Those who decode shall have a launch: of one step, the first one of some; or before more is read.
+        self._first_tokens_are_due = self._others_are_due = False
+        self._others_wait, self._others_waited_s = False, 0.0  # for what is read; since their last launch
+
+    @property
+    def is_amid(self) -> bool:
+        """Whether the next launch belongs to the one before: nothing may change between the two."""
+        return self.prefill.is_amid
+
+    def next_launch(self) -> LaunchOrder | None:
+        """Of the next prompts, as far as there is room, or of all who run. None if there is nobody, or if whose turn it
+        was had to give its pages back.
+
+        Behind one that has read prompts to their ends all make a token, the first one of those."""
+        queues = self.queues
+        if self.is_amid:
+            return self.prefill.next_behind()
+        self._admit()
+        if queues.running and self._first_tokens_are_due:
+            self._first_tokens_are_due = False
+            return self._decode(1)
+        if queues.running and (self._others_are_due or not queues.reading):
+            self._others_are_due, self._others_waited_s = False, 0.0
+            return self._decode(self.decode_time.steps(min(one.most_steps() for one in queues.running)))
+        if not queues.reading:
+            return None
+        self._others_wait = bool(queues.running)
+        if (order := self.prefill.next_launch()) is None:
+            self._end_reading()
+        return order
+
+    def settle(self, order: LaunchOrder, results: Sequence[LaunchResult]) -> None:
+        """It was made, and its tokens are taken."""
+        steps, seconds = results[0].steps, results[0].seconds
+        if order.logits is not None:
+            self._logits.written()
+        if order.timer is not None:
+            order.timer.note(steps, seconds)
+        if order.purpose is Purpose.DECODE:
+            self._settle_decoding(order, steps, seconds)
+            return
+        if order.timer is not None:
+            self.decode_time.guess(steps, seconds)
+        self._others_waited_s += seconds
+        self.prefill.settle(order)
+        if not self.is_amid:
+            self._end_reading()
+
+    def give_up(self, order: LaunchOrder) -> None:
+        """It was not made, or ended in the middle, which is the same: all are as they were before."""
+        self.prefill.give_up(order)
+
+    def shall_make_way(self, order: LaunchOrder, made: int) -> bool:
+        """Whether a launch that has made so many tokens shall end for somebody who has come meanwhile, and can begin.
+        While a prompt is read in parts it is the turn of those who decode."""
+        queues = self.queues
+        can_begin = queues.has_room and not (queues.waiting or queues.reading)
+        is_worth_it = (order.steps - made) * self.decode_time.step_s > WORTH_ENDING_S
+        return order.purpose is Purpose.DECODE and can_begin and made >= FEWEST_STEPS and is_worth_it
+
+    def _admit(self) -> None:
+        """Takes who can begin now out of the line, first come first served: one request, and where there are passes
+        more, as long as one has room for them."""
+        queues = self.queues
+        while queues.waiting and (not queues.reading or self.prefill.can_read_along()):
+            if not (group := queues.next_group()):
+                break
+            queues.reading.append(group)
+            self._end_what_is_read()  # if only the last token of the prompt is left
+
+    def _end_what_is_read(self) -> None:
+        """Lets those decode whose prompt has been read."""
+        for group in [group for group in self.queues.reading if not self.prefill.left(group)]:
+            self._first_tokens_are_due |= not group[0].made
+            self.queues.begin_to_decode(group)
+
+    def _end_reading(self) -> None:
+        """Prompts have had their turn."""
+        self._end_what_is_read()
+        others_may = self._others_wait and self.prefill.gives_turns
+        waited_enough = self._others_waited_s >= LAUNCH_SECONDS
+        self._others_are_due = others_may and (waited_enough or bool(self.queues.reading))
+
+    def _decode(self, steps: int) -> LaunchOrder | None:
+        """One launch of all who decode, from the ids of each that are not cached: the last, or more if it came back."""
+        completions = [*self.queues.running]
+        logits = self._logits.next(any(one.request.logprobs is not None for one in completions))
+        steps = steps_with(logits, steps, self._launcher, self._solo)
+        for one in sorted(completions, key=lambda one: one.id):
+            self.queues.make_room(one, steps)
+        together = [one for one in completions if one.cache is not None]
+        if not together:
+            return None
+        return LaunchOrder(
+            Purpose.DECODE,
+            self._solo if len(together) == 1 else self._launcher,
+            [one.part(one.uncached_ids(steps + 1), steps) for one in together],
+            [(one,) for one in together],
+            logits,
+            timer=self.decode_time,
+        )
+
+    def _settle_decoding(self, order: LaunchOrder, steps: int, seconds: float) -> None:
+        completions = [one for takers in order.takers for one in takers]
+        for one in completions:
+            one.go_on_from_last()
+        self.prefill.note_decoding(steps, seconds)
+        self.queues.let_go(completions)
