@@ -12,8 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cheetah.models.rounding import F32, Rounding, exact, round_to_bf16
-from cheetah.runtime.engine.flights import Part
 from cheetah.runtime.engine.kv_cache import CachedSequence
+from cheetah.runtime.engine.launches import Part
 from cheetah.tools.judged_steps import (
     LEAST_TOLERANCE,
     TOLERANCE_FACTOR,

@@ -26,7 +26,7 @@ from cheetah.package import Generated
 from cheetah.plan import PlanError, gpu_named
 from cheetah.plan.prompt import PassPlan, default_pass_plan, short_pass_plans
 from cheetah.runtime.device.emulator import EmulatorDevice
-from cheetah.runtime.engine.flights import Part
+from cheetah.runtime.engine.launches import Part
 from cheetah.tools.rig import GivenWeights, Rig, Session
 from tests.program.quantized_weights import QuantizedWeights
 from tests.program.rig import emulated_gpu, model, random_weights, relative_error, token_ids
