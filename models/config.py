@@ -23,7 +23,8 @@ from cheetah.plan import ModelShape
 from cheetah.plan.formats import BF16
 from cheetah.plan.shape import MATRICES
 
-HEAD_DIMS = (64, 128)
+HEAD_DIMS = (64, 128, 256)
+HEAD_DIMS_IN_WORDS = f"{', '.join(map(str, HEAD_DIMS[:-1]))} and {HEAD_DIMS[-1]}"
 MAX_GROUP = 8
 COLUMN_ALIGN = 32  # columns of a packed matrix, and vectors that feed one, are padded to whole tile pairs
 
@@ -66,7 +67,7 @@ class ModelConfig:
             if problem := implausible(json_name, getattr(self, name)):
                 raise ConfigError(problem)
         if self.head_dim not in HEAD_DIMS:
-            raise ConfigError(f"head_dim = {self.head_dim}: kernels exist for head_dim 64 and 128 only")
+            raise ConfigError(f"head_dim = {self.head_dim}: kernels exist for head_dim {HEAD_DIMS_IN_WORDS} only")
         if self.query_heads % self.kv_heads:
             raise ConfigError(
                 f"num_attention_heads = {self.query_heads} is not a multiple of num_key_value_heads = {self.kv_heads}"

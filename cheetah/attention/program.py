@@ -35,7 +35,7 @@ from cheetah.version import __version__
 KERNEL_NAME = "attention"
 COLUMN_FIELDS = ("request", "query", "position", "keys")
 """Words of a column's record in the workspace: its request, its number there, its position (-1: sees nothing), l_kv."""
-HEAD_DIMS = (64, 128)
+HEAD_DIMS = (64, 128, 256)
 MAX_QUERIES = 8
 WORKSPACE_ALIGNMENT = 256
 """Of every section of the workspace, and of its start."""
@@ -80,7 +80,7 @@ class AttentionSpec:
 
     def __post_init__(self) -> None:
         if self.head_dim not in HEAD_DIMS:
-            raise PlanError(f"attention: head_dim is {self.head_dim}: kernels are made for 64 and 128")
+            raise PlanError(f"attention: head_dim is {self.head_dim}: kernels are made for 64, 128 and 256")
         if not 1 <= self.queries <= MAX_QUERIES:
             raise PlanError(f"attention: queries is {self.queries}: a request has 1 to {MAX_QUERIES}")
         if self.levels < 1 or self.page_entries < 1:

@@ -79,8 +79,9 @@ def _passes(config: ModelConfig, plan: Plan, gpu: Gpu) -> Iterator[Table]:
     table = Table(title="passes over prompts", title_justify="left")
     for heading in ("tokens", "a tile", "shared memory", "workspace, MB"):
         table.add_column(heading, justify="right")
+    long = (default_pass_plan(gpu, tokens, config.head_dim) for tokens in PASS_TOKENS)
     try:
-        for one in (*(default_pass_plan(gpu, tokens) for tokens in PASS_TOKENS), *short_pass_plans(gpu)):
+        for one in (*long, *short_pass_plans(gpu, config.head_dim)):
             manifest = describe_pass(config, gpu, plan, one, "", "")
             workspace = f"{manifest.buffer('workspace').bytes / 1e6:.0f}"
             table.add_row(str(one.tokens), str(one.tile_tokens), str(manifest.launch.shared_bytes), workspace)

@@ -128,10 +128,10 @@ class PassRoom:
             )
 
 
-def pass_room(plan: Plan, pass_plan: PassPlan) -> PassRoom:
+def pass_room(plan: Plan, pass_plan: PassPlan, head_dim: int) -> PassRoom:
     """That of a pass beside the decode kernel of `plan`."""
     rows = key_rows(plan.max_context, pass_plan.tokens, pass_plan.key_tile)
-    tile_tokens, pages = pass_plan.attention_tokens, plan.pages_per_sequence
+    tile_tokens, pages = pass_plan.attention_tokens(head_dim), plan.pages_per_sequence
     return PassRoom(pass_plan.tokens, rows, pass_plan.key_tile, tile_tokens, pages)
 
 

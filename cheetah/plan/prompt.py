@@ -36,6 +36,8 @@ PASS_TOKENS = (2048, 1024, 512, 256)
 """Tokens that a pass may have room for, of which the runtime takes the most that fit."""
 WARPGROUP_TOKENS = 64
 """Rows of a product of a warpgroup: tokens of a sequence that it reads together in attention."""
+WARPGROUP_DIMS = 128
+"""Most dims of a head that it sums values of: with more, sums and queries would not leave registers for weights."""
 FINISH_TOKENS = 32
 """Of a tile where the parts of a product are added."""
 ACCUMULATOR_BYTES = 512
@@ -121,10 +123,20 @@ class PassPlan:
         """With the warpgroup that copies."""
         return self.consumer_threads + WARPGROUP_WARPS * 32
 
-    @property
-    def attention_tokens(self) -> int:
+    def value_parts(self, head_dim: int) -> int:
+        """Parts of a head's dims, each of which a warpgroup of its own sums values of. PlanError if they are not dealt
+        out evenly."""
+        parts = ceil_div(head_dim, WARPGROUP_DIMS)
+        if self.warpgroups % parts:
+            raise PlanError(
+                f"PassPlan: {self.warpgroups} warpgroups and heads of {head_dim} dims: a warpgroup sums values of "
+                f"{WARPGROUP_DIMS} dims: give a multiple of {parts} warpgroups"
+            )
+        return parts
+
+    def attention_tokens(self, head_dim: int) -> int:
         """Tokens of a sequence that attention reads together."""
-        return self.warpgroups * WARPGROUP_TOKENS
+        return self.warpgroups // self.value_parts(head_dim) * WARPGROUP_TOKENS
 
     @property
     def tile_m_tiles(self) -> int:
@@ -240,26 +252,36 @@ class PassPlan:
         return unit * UNIT_BYTES + token * 16 + column // 8 * 4 + column % 2 * 2
 
 
-def short_pass_plans(gpu: Gpu) -> tuple[PassPlan, ...]:
+def short_pass_plans(gpu: Gpu, head_dim: int) -> tuple[PassPlan, ...]:
     """The choices of passes over few tokens, fewest first, whose products are cut so that all blocks have work. Where
     keys share a stage with little room for activations, stages of 8- and 4-bit weights have room for fewer of them."""
     if gpu.emulated:
-        return (PassPlan(64, tile_tokens=16, warpgroups=1, stages=3, cut_tokens=16, key_tile=16),)
+        return (PassPlan(64, cut_tokens=16, **_small(head_dim)),)
     return (
         PassPlan(256, tile_tokens=128, stages=6, cut_tokens=128, key_tile=32),
-        PassPlan(512, cut_tokens=512),
+        PassPlan(512, cut_tokens=512, key_tile=_key_tile(head_dim)),
     )
 
 
-def default_pass_plan(gpu: Gpu, tokens: int) -> PassPlan:
+def default_pass_plan(gpu: Gpu, tokens: int, head_dim: int) -> PassPlan:
     """The choices of a pass that has room for `tokens` tokens, or a few more. Small on the emulator, which is slow."""
     if gpu.emulated:
-        return PassPlan(round_up(tokens, 64), tile_tokens=16, warpgroups=1, stages=3, key_tile=16)
-    return PassPlan(round_up(tokens, 256))
+        return PassPlan(round_up(tokens, 64), **_small(head_dim))
+    return PassPlan(round_up(tokens, 256), key_tile=_key_tile(head_dim))
 
 
-def pass_plan_for(gpu: Gpu, tokens: int, cuts: bool = True) -> PassPlan:
+def _key_tile(head_dim: int) -> int:
+    """Keys that have room in a stage, with their values."""
+    return 64 if head_dim <= 128 else 32
+
+
+def _small(head_dim: int) -> dict[str, Any]:
+    warpgroups = ceil_div(head_dim, WARPGROUP_DIMS)
+    return {"tile_tokens": 16, "warpgroups": warpgroups, "stages": 3, "key_tile": 16}
+
+
+def pass_plan_for(gpu: Gpu, tokens: int, head_dim: int, cuts: bool = True) -> PassPlan:
     """The choices of the kernel by which so many tokens are read, where there are no more. cuts: whether products may
     be cut, which changes bits."""
-    shorter = short_pass_plans(gpu) if cuts else ()
-    return next((plan for plan in shorter if tokens <= plan.tokens), default_pass_plan(gpu, tokens))
+    shorter = short_pass_plans(gpu, head_dim) if cuts else ()
+    return next((plan for plan in shorter if tokens <= plan.tokens), default_pass_plan(gpu, tokens, head_dim))

@@ -166,7 +166,8 @@ def check_passes(
     added, from as many schedules, if there are such. Nothing where there are no passes over such weights. stop_after:
     schedules that failed."""
     machine = gpu_named(gpu)
-    whole, cut = default_pass_plan(machine, PASS_TOKENS), short_pass_plans(machine)[0]
+    head_dim = subject.config.head_dim
+    whole, cut = default_pass_plan(machine, PASS_TOKENS, head_dim), short_pass_plans(machine, head_dim)[0]
     how = partial(_explored, schedulers=schedulers, stop_after=stop_after, progress=progress)
     subject = replace(subject, plan={"batch": 2, **subject.plan})
     few = range(max(1, seeds // PASS_SHARE))

@@ -51,7 +51,7 @@ class PassBench:
         info = device.describe()
         self.gpu = choose_gpu(info, gpu)
         self.plan = choose_plan(config, self.gpu, **{"max_context": tokens + cached, **plan})
-        chosen = pass_plan_for(self.gpu, tokens, cuts=not self.plan.kv_chunk)
+        chosen = pass_plan_for(self.gpu, tokens, self.config.head_dim, cuts=not self.plan.kv_chunk)
         self.pass_plan = PassPlan.from_dict({**chosen.to_dict(), "trace": traced})
         self.generated = generate_pass(config, self.gpu, self.plan, self.pass_plan)
         self.manifest = self.generated.manifest

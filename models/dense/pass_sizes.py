@@ -129,7 +129,7 @@ class PassSizes:
     @property
     def room(self) -> PassRoom:
         """What a launch has room for; gives a launch's tables."""
-        return pass_room(self.plan, self.pass_plan)
+        return pass_room(self.plan, self.pass_plan, self.shape.head_dim)
 
     @property
     def hidden_m_tiles(self) -> int:
@@ -142,7 +142,7 @@ class PassSizes:
         keys = shape.kv_heads * self.room.key_rows * shape.head_dim * 2
         # A tile of attention reads as many queries as it may have, also where a segment has fewer.
         hidden_columns = max(matrices.qkv.padded_columns, matrices.gate_up.padded_columns)
-        query_columns = shape.heads * plan.tokens + plan.attention_tokens
+        query_columns = shape.heads * plan.tokens + self.room.tile_tokens
         return {
             "counter": 8,
             "residual": 4 * plan.residual_floats(self.hidden_m_tiles),

@@ -256,10 +256,10 @@ def _pass_plans_that_fit(
         return describe_pass(config, machine, plan, one, "", "").buffer("workspace").bytes
 
     for tokens in asked.tokens:
-        long = default_pass_plan(machine, min(tokens, plan.max_context))
+        long = default_pass_plan(machine, min(tokens, plan.max_context), config.head_dim)
         plans, nbytes = {PASSES[-1]: long}, workspace(long)
         # Cuts along k change bits: with them, those of a token would depend on how many others are read with it.
-        shorter = () if plan.kv_chunk else short_pass_plans(machine)
+        shorter = () if plan.kv_chunk else short_pass_plans(machine, config.head_dim)
         for name, short in zip(PASSES, (one for one in shorter if one.tokens < long.tokens), strict=False):
             with suppress(PlanError):  # a stage of quantised weights and few tokens may have no room for a tile of keys
                 nbytes += workspace(short)

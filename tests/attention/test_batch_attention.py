@@ -140,7 +140,7 @@ def test_requests_without_keys(attention: BatchAttention) -> None:
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        ({"head_dim": 96}, "made for 64 and 128"),
+        ({"head_dim": 96}, "made for 64, 128 and 256"),
         ({"queries": 9}, "1 to 8"),
         ({"batch": 9}, "at most 8"),
         ({"heads": 5}, "multiple of kv_heads"),

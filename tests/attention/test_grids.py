@@ -37,7 +37,7 @@ LENGTHS = (1, 3, 15, 16, 17, 54, 97, 199, 512, 1177, 2048, 8191, 16384, 33001)
 QUERIES = (1, 2, 4, 8)
 PAGES = (1, 5, 16, 64, 256)
 GROUPS = (1, 2, 3, 4, 7, 8)
-HEAD_DIMS = (64, 128)
+HEAD_DIMS = (64, 128, 256)
 KV_DTYPES = ("bf16", "e4m3")
 PREFIXES = (1, 128, 512, 2048)
 SUFFIXES = (0, 1, 17, 37)
@@ -51,15 +51,15 @@ MAX_KEYS = 33_001 + 2048
 
 def cores() -> Iterator[Core]:
     """Every value of every static choice, in ever new company."""
-    for number in range(2 * len(GROUPS)):
+    for number in range(len(HEAD_DIMS) * len(GROUPS)):
         turn = number + number // len(GROUPS)
         yield Core(
             kv_heads=1 + number % 2,
             group=GROUPS[number % len(GROUPS)],
-            head_dim=HEAD_DIMS[turn % 2],
+            head_dim=HEAD_DIMS[turn % len(HEAD_DIMS)],
             page_size=PAGES[number % len(PAGES)],
             blocks=BLOCKS[turn % len(BLOCKS)],
-            kv_dtype=KV_DTYPES[turn % 3 == 1],
+            kv_dtype=KV_DTYPES[turn // 3 % 3 == 1],
             max_keys=MAX_KEYS,
             batch=8,
         )
@@ -96,7 +96,8 @@ def test_every_value_is_among_the_cores() -> None:
         assert {getattr(core, name) for core in CORES} == set(values)
     pairs = {(core.group, core.head_dim) for core in CORES}
     assert len(pairs) == len(GROUPS) * len(HEAD_DIMS)
-    assert {core.kv_dtype for core in CORES if core.head_dim == 128} == set(KV_DTYPES)
+    for head_dim in HEAD_DIMS:
+        assert {core.kv_dtype for core in CORES if core.head_dim == head_dim} == set(KV_DTYPES)
 
 
 @every_core

@@ -28,6 +28,12 @@ pytestmark = [pytest.mark.compiler, pytest.mark.slow]
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any], int]] = {
     "defaults": ({}, {}, 40),
     "head of 128": ({"head_dim": 128}, {"kv_chunk_min": 16}, 40),
+    "head of 256": ({"head_dim": 256}, {"kv_chunk_min": 16}, 40),
+    "head of 256, barrier, keys split": (
+        {"head_dim": 256, "heads": 6, "kv_heads": 2},
+        {"kv_chunk_min": 16, "sync": "barrier", "blocks": 7, "consumer_warps": 4, "page_size": 5},
+        70,
+    ),
     "one head": ({"heads": 1}, {"blocks": 4}, 20),
     "group of 3": ({"heads": 3}, {"kv_chunk_min": 16, "blocks": 4}, 40),
     "group of 8, head of 128": ({"heads": 8, "head_dim": 128}, {"kv_chunk_min": 16, "blocks": 3}, 40),
@@ -65,7 +71,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], int]] = {
 
 EXHAUSTIVE = (
     *("group of 3", "no groups", "one under an M-tile", "head of 128, barrier", "page of 1", "page of 5"),
-    *("head of 128", "one block", "two stages", "large epsilon", "page of 64, five blocks", "one head"),
+    *("head of 128", "head of 256", "one block", "two stages", "large epsilon", "page of 64, five blocks", "one head"),
     *("one over an M-tile", "tied", "split six ways", "rotated starts"),
     *("groups of 5", "more KV heads than blocks", "eight warps", "wide", "several stages a chunk", "llama3 rope"),
 )

@@ -208,7 +208,7 @@ def test_products_of_few_tokens_are_cut(case: str) -> None:
 def test_cuts_of_presets(model: str, few: list[tuple[int, int]], more: list[tuple[int, int]]) -> None:
     """M-tiles and parts of each product: on 132 blocks, for 128 and for 512 tokens."""
     config, gpu = preset(model), gpu_named("h200")
-    for pass_plan, wanted in zip(short_pass_plans(gpu), (few, more), strict=True):
+    for pass_plan, wanted in zip(short_pass_plans(gpu, config.head_dim), (few, more), strict=True):
         sizes = PassSizes(config, gpu, choose_plan(config, gpu), pass_plan)
         found = [(sizes.height(one.name) or 8, sizes.parts(one.name)) for one in sizes.matrices.of_layer]
         assert found == wanted
@@ -218,6 +218,10 @@ FAMILIES = {
     "groups, heads of 128, pages of 16": (
         model(hidden=64, ffn=96, heads=4, kv_heads=2, head_dim=128),
         {"page_size": 16, "stage_bytes": 8192},
+    ),
+    "heads of 256": (
+        model(hidden=48, ffn=40, heads=4, kv_heads=2, head_dim=256),
+        {"stage_bytes": 16384, "pass_plan": replace(PASS, warpgroups=2)},
     ),
     "biases": (Qwen2Config(48, 40, 2, 2, 1, 64, 50, max_position_embeddings=256), {}),
     "norms of heads": (Qwen3Config(48, 40, 2, 2, 1, 64, 50, max_position_embeddings=256), {}),
@@ -427,7 +431,7 @@ def test_there_are_passes_for_every_format(format: str, quantised: str) -> None:
     names = {"feed-forward": ("gate_up", "down"), "attention": ("qkv", "o")}.get(quantised, ())
     config = replace(config, weight_formats=tuple(one for one in config.weight_formats if not names or one[0] in names))
     plan = choose_plan(config, gpu)
-    for pass_plan in (default_pass_plan(gpu, 2048), *short_pass_plans(gpu)):
+    for pass_plan in (default_pass_plan(gpu, 2048, 128), *short_pass_plans(gpu, 128)):
         assert PassSizes(config, gpu, plan, pass_plan).shared.total_bytes <= gpu.shared_bytes
 
 

@@ -102,7 +102,7 @@ class Attention:
             newest = ch.select(newest_begin < newest_end, newest_end - newest_begin, ty.u32(0))
             keys = (cached_end, newest_begin, newest, epoch)
             asked = self.loads.ask_queries(item) if self.loads.asks else None
-            work = self._work(item, 1) if self.sizes.max_rows <= COLUMNS else None  # looked up before the wait
+            work = self._work(item) if self.sizes.max_rows <= COLUMNS else None  # looked up before the wait
             if asked is None:
                 self.loads.load_item(item, newest_begin, newest, epoch)
             else:
@@ -113,18 +113,18 @@ class Attention:
                 self._attend_rows(item, *work, *keys)
             else:
                 with ch.if_(item.rows <= COLUMNS):
-                    self._attend_rows(item, *self._work(item, 1), *keys)
+                    self._attend_rows(item, *self._work(item), *keys)
                 with ch.else_():
-                    self._attend_rows(item, *self._work(item, 2), *keys)
+                    self._attend_rows(item, *self._work(item, self.sizes.column_tiles), *keys)
             if self.port.heads is not None:
                 self.loads.append_newest(self.port.heads, item, newest_begin, newest)
 
     @ch.inline
-    def _work(self, item: Item, width: int) -> tuple[Share, list[Queries]]:
-        """This warp's share of an item, with `width` column tiles a warp, and what it knows of their rows. Two of them
-        share what is read and wait together; an item of few rows would waste the second."""
-        share = self.sharing.share(item, width)
-        return share, [self._queries(item, share.column_group * width + index) for index in range(width)]
+    def _work(self, item: Item, width: int | None = None) -> tuple[Share, list[Queries]]:
+        """This warp's share of an item, with `width` column tiles a warp (None: the item has one), and what it knows of
+        their rows. Two of them share what is read and wait together; an item of few rows would waste the second."""
+        share = self.sharing.share_few() if width is None else self.sharing.share(item, width)
+        return share, [self._queries(item, share.column_group * share.width + index) for index in range(share.width)]
 
     @ch.function
     def _attend_rows(

@@ -101,7 +101,7 @@ class Folder:
         machine = self.machine
         slice_pairs = SLICE_DIMS // 2
         pairs = slice_pairs * len(slices)
-        if share.width == 1:
+        if share.is_few:
             rows = item.rows
             with ch.for_(machine.thread, rows * pairs, machine.consumer_threads, unroll=1) as output:
                 place = output // pairs

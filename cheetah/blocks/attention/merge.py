@@ -41,6 +41,7 @@ class Merger:
     ) -> None:
         self.machine, self.exchange, self.schedule, self.softmax = machine, exchange, schedule, softmax
         self.head_dim = machine.shape.head_dim
+        self.lanes = self.head_dim // schedule.merge_parts // 4
         self.finish = finish
 
     @ch.inline
@@ -64,10 +65,9 @@ class Merger:
             with ch.if_(schedule.team_warp == 0):
                 self._finish_merge(merge, folded, epoch)
 
-    @property
-    def _merge_lane(self) -> ch.Expr:
+    def _merge_lane(self, merge: Merge) -> Any:
         """Which 4 dims of a row are this lane's; the lanes beyond them do the same again."""
-        return self.machine.lane % (self.head_dim // 4)
+        return merge.part * self.lanes + self.machine.lane % self.lanes
 
     @ch.inline
     def _fold_sources(self, merge: Merge, start: ch.Expr, every: ch.Expr, folded: Folded, epoch: ch.Expr) -> None:
@@ -91,7 +91,7 @@ class Merger:
         indices[0] = ((sources + merge.row) * row_units + self.head_dim // 4) * 4
         with ch.for_(MERGED_TOGETHER, unroll=True) as index:
             source = prim.shuffle_u32(sources, index)
-            indices[index + 1] = ((source + merge.row) * row_units + self._merge_lane) * 4
+            indices[index + 1] = ((source + merge.row) * row_units + self._merge_lane(merge)) * 4
         self.exchange.read_places("partials", states, indices, MERGED_TOGETHER + 1, epoch)
         return states
 
@@ -127,9 +127,9 @@ class Merger:
     def _finish_merge(self, merge: Merge, folded: Folded, epoch: ch.Expr) -> None:
         """The row's output, from the state that all its sources were folded into: 4 dims a lane."""
         sums, lse = folded.result()
-        with ch.if_(self.machine.lane < self.head_dim // 4):
+        with ch.if_(self.machine.lane < self.lanes):
             for pair in range(2):
-                dim_pair = self._merge_lane * 2 + pair
+                dim_pair = self._merge_lane(merge) * 2 + pair
                 low, high = sums[pair * 2], sums[pair * 2 + 1]
                 self.finish(merge.tile, merge.head, merge.row, dim_pair, low, high, lse, epoch)
 

@@ -15,6 +15,7 @@ from typing import Any
 from cheetah import lang as ch
 from cheetah.blocks.machine import Machine
 from cheetah.lang import prim, ty
+from cheetah.plan.index import ceil_div
 from cheetah.plan.kv import ITEM_WORDS, KvPlanLayout
 from cheetah.plan.kv.tables import TILE_WORDS
 from cheetah.plan.regions import KEPT_ITEM_BYTES, KEPT_ITEMS, KEPT_MERGE_BYTES, KEPT_SOURCES
@@ -23,6 +24,8 @@ WRITE_THROUGH = 0xFFFFFFFF
 """The first partial row of an item that gives the final output itself."""
 TEAM_BARRIERS = 2
 """The named barrier of the first team; the next ones follow."""
+MERGED_DIMS = 128
+"""Dims of a row that a team merges together: 4 a lane."""
 ITEM_UNITS, MERGE_UNITS = KEPT_ITEM_BYTES // 16, KEPT_MERGE_BYTES // 16
 
 
@@ -60,11 +63,13 @@ class Item:
 
 @dataclass(frozen=True, eq=False)
 class Merge:
-    """Packed row `row` of a tile and KV head: the states of `sources[begin:end]`, to be folded in this order."""
+    """Packed row `row` of a tile and KV head: the states of `sources[begin:end]`, to be folded in this order. part:
+    which of the row's `merge_parts`."""
 
     tile: Tile
     head: Any
     row: Any
+    part: Any
     begin: Any
     end: Any
 
@@ -156,11 +161,11 @@ class Schedule:
             first_item = self._word(machine.consumer, "work_indptr", machine.block)
             last_item = self._word(machine.consumer, "work_indptr", machine.block + 1)
             with ch.if_(machine.thread == 0):
-                kept[0] = prim.make_u32x4(first_item, last_item, header.z * header.w, header.w)
+                kept[0] = prim.make_u32x4(first_item, last_item, self._jobs(header), self._jobs_of_head(header))
             with ch.if_(first_item + machine.thread < last_item):
                 self._keep_item(kept + (1 + machine.thread * ITEM_UNITS), first_item + machine.thread)
-        with ch.if_((self.team_warp == 0) & (self._first_job() < header.z * header.w)):
-            self._keep_merge(self._first_job(), header.w)
+        with ch.if_((self.team_warp == 0) & (self._first_job() < self._jobs(header))):
+            self._keep_merge(self._first_job(), self._jobs_of_head(header))
 
     @ch.function
     def _keep_item(self, place: ch.Expr, index: ch.Expr) -> None:
@@ -240,6 +245,18 @@ class Schedule:
         """The warps of the team meet."""
         prim.named_barrier(self.team + TEAM_BARRIERS, self.machine.plan.merge_warps * 32)
 
+    def _jobs(self, header: ch.Expr) -> Any:
+        """The merges of a plan, as many for each split head as the one with most has."""
+        return header.z * self._jobs_of_head(header)
+
+    def _jobs_of_head(self, header: ch.Expr) -> Any:
+        return header.w * self.merge_parts
+
+    @property
+    def merge_parts(self) -> int:
+        """Parts of a row, each of which is merged by itself: a lane has 4 dims of one."""
+        return ceil_div(self.machine.shape.head_dim, MERGED_DIMS)
+
     @property
     def has_merges(self) -> ch.Expr:
         """In the consumer role: whether any block has merges in the present plan."""
@@ -249,8 +266,8 @@ class Schedule:
     @contextmanager
     @ch.inline
     def merges(self) -> Iterator[Merge]:
-        """In the consumer role, the merges of this warp's team: a row of a split head each, dealt round to the blocks,
-        then to their teams. Then the block's warps meet, if there was any merge at all."""
+        """In the consumer role, the merges of this warp's team: a row of a split head each, or a part of one, dealt
+        round to the blocks, then to their teams. Then the block's warps meet, if there was any merge at all."""
         machine = self.machine
         numbers = self._kept[0]
         jobs = machine.gpu.blocks * (machine.plan.consumer_warps // machine.plan.merge_warps)
@@ -260,8 +277,9 @@ class Schedule:
             with ch.if_(job != first_job):
                 self._replace_merge(job, numbers.w)
             tile = self._tile_of(record[1], record[2], 0)
-            with ch.if_(record[0].y < tile.columns * machine.shape.group):
-                yield Merge(tile, record[0].x, record[0].y, record[0].z, record[0].w)
+            with ch.if_(record[0].y < tile.columns * (machine.shape.group * self.merge_parts)):
+                row_and_part = record[0].y // self.merge_parts, record[0].y % self.merge_parts
+                yield Merge(tile, record[0].x, *row_and_part, record[0].z, record[0].w)
         with ch.if_(first_job + jobs < numbers.z):
             self._replace_merge(first_job, numbers.w)
         with ch.if_(numbers.z > 0):

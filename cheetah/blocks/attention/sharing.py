@@ -21,13 +21,15 @@ NEVER = 1 << 27
 @dataclass(frozen=True, eq=False)
 class Share:
     """How the warps share an item: this one has column tiles [column_group * width, (column_group + 1) * width), of
-    `column_groups` groups, and of the `key_groups` its keys are those of number `key_group`."""
+    `column_groups` groups, and of the `key_groups` its keys are those of number `key_group`. is_few: the item has one
+    column tile."""
 
     width: int
     column_groups: Any
     key_groups: Any
     column_group: Any
     key_group: Any
+    is_few: bool = False
 
 
 class Sharing:
@@ -43,15 +45,19 @@ class Sharing:
         return max(1, (plan.stages - plan.in_flight) * (self.sizes.stage_tokens // TILE_KEYS))
 
     @ch.inline
+    def share_few(self) -> Share:
+        """Deal an item of one column tile out to the warps."""
+        machine, sizes = self.machine, self.sizes
+        groups = min(sizes.warps, self.most_key_groups)
+        key_group = machine.warp
+        if groups < sizes.warps:
+            key_group = ch.select(machine.warp < groups, machine.warp, ty.u32(NEVER))
+        return Share(1, ty.u32(1), ty.u32(groups), ty.u32(0), key_group, is_few=True)
+
+    @ch.inline
     def share(self, item: Item, width: int) -> Share:
         """Deal the item out to the warps. A warp beyond the last key group has no tile of keys."""
         machine, sizes = self.machine, self.sizes
-        if width == 1:
-            groups = min(sizes.warps, self.most_key_groups)
-            key_group = machine.warp
-            if groups < sizes.warps:
-                key_group = ch.select(machine.warp < groups, machine.warp, ty.u32(NEVER))
-            return Share(1, ty.u32(1), ty.u32(groups), ty.u32(0), key_group)
         column_groups = ch.var(ty.u32, 1)
         for fewer, groups in pairwise(sizes.column_groups(width)):
             with ch.if_(item.rows > fewer * width * COLUMNS):

@@ -21,6 +21,9 @@ from cheetah.plan.plan import COLUMNS
 from cheetah.plan.regions import ATTENTION_SLICE_DIMS as SLICE_DIMS
 
 SLICE_TILES = SLICE_DIMS // 16
+SLICES_AT_ONCE = 2
+"""Slices of the values that a lane has in registers together: 32 registers, beside a state of 64 where heads have 256
+dims."""
 LOG2_E = math.log2(math.e)
 LN_2 = math.log(2.0)
 
@@ -55,6 +58,11 @@ class AttentionShape:
     def output_tiles(self) -> int:
         """16-row tiles of the transposed output."""
         return self.head_dim // 16
+
+    @property
+    def column_tiles(self) -> int:
+        """Column tiles of a warp in an item of several: of two states of 256 dims some would be spilled."""
+        return 2 if self.head_dim <= 128 else 1
 
     def column_groups(self, width: int) -> list[int]:
         """In how many groups of `width` column tiles the warps may have an item's rows, ascending."""
@@ -370,22 +378,24 @@ class TileProduct:
         of them, row r + 8 number i + 4. One dim of two neighbouring keys is a register of the operand. Keys that do not
         exist have weight 0; their rows are stale, and 0 * NaN is NaN: the last row that exists is read instead.
         """
-        words = ch.array(ty.u32, self.sizes.slices, 4, 4)
-        for index in range(4):
-            tile_key = ch.minimum(self.machine.lane % 4 * 2 + (index % 2 + index // 2 * 8), valid - 1)
-            row = first_row + tile_key
-            self._read_values(rows, row, words, index)
-            if self.variant.value_transform is not None:
-                self._transform_values(words, index, key + tile_key, queries)
-        for slice_ in range(self.sizes.slices):
-            with ch.for_(SLICE_TILES, unroll=True) as tile:
-                low_early = self._pair(words[slice_], 0, tile)
-                high_early = self._pair(words[slice_], 0, tile + SLICE_TILES)
-                low_late = self._pair(words[slice_], 2, tile)
-                high_late = self._pair(words[slice_], 2, tile + SLICE_TILES)
-                operand = prim.make_u32x4(low_early, high_early, low_late, high_late)
-                for state, (weights_low, weights_high) in zip(states, weights, strict=True):
-                    prim.mma_bf16(state.output[slice_ * SLICE_TILES + tile], operand, weights_low, weights_high)
+        for first in range(0, self.sizes.slices, SLICES_AT_ONCE):
+            slices = range(first, min(first + SLICES_AT_ONCE, self.sizes.slices))
+            words = ch.array(ty.u32, len(slices), 4, 4)
+            for index in range(4):
+                tile_key = ch.minimum(self.machine.lane % 4 * 2 + (index % 2 + index // 2 * 8), valid - 1)
+                row = first_row + tile_key
+                self._read_values(rows, row, slices, words, index)
+                if self.variant.value_transform is not None:
+                    self._transform_values(slices, words, index, key + tile_key, queries)
+            for number, slice_ in enumerate(slices):
+                with ch.for_(SLICE_TILES, unroll=True) as tile:
+                    low_early = self._pair(words[number], 0, tile)
+                    high_early = self._pair(words[number], 0, tile + SLICE_TILES)
+                    low_late = self._pair(words[number], 2, tile)
+                    high_late = self._pair(words[number], 2, tile + SLICE_TILES)
+                    operand = prim.make_u32x4(low_early, high_early, low_late, high_late)
+                    for state, (weights_low, weights_high) in zip(states, weights, strict=True):
+                        prim.mma_bf16(state.output[slice_ * SLICE_TILES + tile], operand, weights_low, weights_high)
 
     @staticmethod
     def _pair(words: Any, key: int, element: ch.Expr) -> ch.Expr:
@@ -395,42 +405,46 @@ class TileProduct:
         return packed
 
     @ch.function
-    def _read_values(self, rows: Rows, row: ch.Expr, words: Any, index: int) -> None:
+    def _read_values(self, rows: Rows, row: ch.Expr, slices: range, words: Any, index: int) -> None:
         """Units slices * r, slices * r + 1, ... of a value, as bf16 pairs into words[slice][number]."""
-        slices, lane = self.sizes.slices, self.machine.lane
         if rows.codes:
-            self._read_value_codes(rows, row, words, index)
+            self._read_value_codes(rows, row, slices, words, index)
             return
-        units = ch.reinterpret(ty.ptr(ty.u32x4), rows.values) + (row * self.sizes.head_units + lane // 4 * slices)
-        if slices == 1:
+        units = ch.reinterpret(ty.ptr(ty.u32x4), rows.values) + self._first_value_unit(row, slices)
+        if len(slices) == 1:
             read = units[0]
             for word, member in enumerate("xyzw"):
                 words[0][index][word] = getattr(read, member)
             return
         # Lanes t = 2 and 3 read the two units in the opposite order: half the bank conflicts.
-        is_late = lane % 4 // 2
+        is_late = self.machine.lane % 4 // 2
         first = units[is_late]
         second = units[1 - is_late]
         for word, member in enumerate("xyzw"):
             words[0][index][word] = ch.select(is_late == 0, getattr(first, member), getattr(second, member))
             words[1][index][word] = ch.select(is_late == 0, getattr(second, member), getattr(first, member))
 
+    def _first_value_unit(self, row: ch.Expr, slices: range) -> Any:
+        """The first of the units of a value that a lane reads for some slices."""
+        return row * self.sizes.head_units + self.machine.lane // 4 * self.sizes.slices + slices.start
+
     @ch.inline
-    def _read_value_codes(self, rows: Rows, row: ch.Expr, words: Any, index: int) -> None:
-        slices, lane = self.sizes.slices, self.machine.lane
-        element = {1: ty.u32x2, 2: ty.u32x4}[slices]
-        read = ch.reinterpret(ty.ptr(element), rows.values)[row * 8 + lane // 4]
-        for quarter, member in enumerate("xyzw"[: 2 * slices]):
+    def _read_value_codes(self, rows: Rows, row: ch.Expr, slices: range, words: Any, index: int) -> None:
+        element, count = {1: ty.u32x2, 2: ty.u32x4}[len(slices)], len(slices)
+        of_row, of_lane = self.sizes.head_units // count, self.sizes.slices // count
+        place = row * of_row + self.machine.lane // 4 * of_lane + slices.start // count
+        read = ch.reinterpret(ty.ptr(element), rows.values)[place]
+        for quarter, member in enumerate("xyzw"[: 2 * len(slices)]):
             self._widen(getattr(read, member), words[quarter // 2][index], quarter % 2 * 2)
 
     @ch.inline
-    def _transform_values(self, words: Any, index: int, key: ch.Expr, queries: Queries) -> None:
+    def _transform_values(self, slices: range, words: Any, index: int, key: ch.Expr, queries: Queries) -> None:
         function = self.variant.value_transform
         assert function is not None
-        for slice_ in range(self.sizes.slices):
+        for number, slice_ in enumerate(slices):
             first_dim = (self.machine.lane // 4 * self.sizes.slices + slice_) * 8
             for word in range(4):
-                pair = words[slice_][index][word]
+                pair = words[number][index][word]
 
                 def place(element: int, first_dim: Any = first_dim, word: int = word) -> At:
                     values = {
@@ -442,7 +456,7 @@ class TileProduct:
 
                 low = function(prim.bf16x2_low(pair), place(0))
                 high = function(prim.bf16x2_high(pair), place(1))
-                words[slice_][index][word] = prim.pack_bf16x2(low, high)
+                words[number][index][word] = prim.pack_bf16x2(low, high)
 
     # -- queries ------------------------------------------------------------------------------------------------------
 

@@ -1,7 +1,8 @@
 """Attention of a pass: 64 tokens of one head a warpgroup, over all keys before them, on `wgmma`.
 
 A tile is a query head and the tokens of the warpgroups, of one sequence; the tiles with most keys come first, so that
-the blocks end together. Its queries stay in registers, keys and values come through the ring, `key_tile` keys a stage,
+the blocks end together. Of heads with more than 128 dims two warpgroups have the same tokens, and each the values of a
+part of the dims. Its queries stay in registers, keys and values come through the ring, `key_tile` keys a stage,
 in core order: queries x keys with the keys as operand B, and weights x values with the values as a transposed one. The
 state of a row (its largest logit, the sum of the exponentials, the weighted sum of values) is kept online, in base 2,
 and divided out at the end. Values of one tile are multiplied while the weights of the next are worked out. A row sees
@@ -18,7 +19,7 @@ from typing import Any
 
 from cheetah import lang as ch
 from cheetah.blocks.prompt.finish import scatter_pair
-from cheetah.blocks.prompt.keys import CORE_BYTES, QUERY_TOKENS, PassHeads, PassTokens, TilePlace
+from cheetah.blocks.prompt.keys import CORE_BYTES, QUERY_TOKENS, UNIT, PassHeads, PassTokens, TilePlace
 from cheetah.blocks.prompt.machine import PassMachine
 from cheetah.blocks.prompt.ring import TileRing
 from cheetah.lang import prim, ty
@@ -46,6 +47,32 @@ class PassAttention:
     def tile_bytes(self) -> int:
         """Of the keys of a stage, and of its values."""
         return self.key_tile // GROUP_TOKENS * self.heads.group_bytes
+
+    @property
+    def _parts(self) -> int:
+        """Of a head's dims, each of which a warpgroup of its own sums values of."""
+        return self.machine.plan.value_parts(self.heads.shape.head_dim)
+
+    @property
+    def _dims(self) -> int:
+        """Of a head, those that a warpgroup sums values of."""
+        return self.heads.shape.head_dim // self._parts
+
+    @property
+    def _part(self) -> Any:
+        """Which part of the dims this warp has."""
+        return 0 if self._parts == 1 else self.machine.warp // self._token_warps
+
+    @property
+    def _token_warps(self) -> int:
+        """Warps that have different tokens."""
+        return self.machine.plan.consumer_warps // self._parts
+
+    @property
+    def _first_of_warp(self) -> Any:
+        """The first of this warp's tokens in a tile."""
+        warp = self.machine.warp if self._parts == 1 else self.machine.warp % self._token_warps
+        return warp * QUERY_TOKENS
 
     def _tiles(self) -> Any:
         tiles = self.tokens.tile_count * self.heads.shape.heads
@@ -102,11 +129,11 @@ class PassAttention:
             place = self._place(tile)
             begin, end = self._key_tiles(place)
             head = self._head(tile)
-            first_of_warp = machine.warp * QUERY_TOKENS
+            first_of_warp = self._first_of_warp
             queries = ch.array(ty.u32x4, head_dim // 16)
             self._load_queries(queries, head, place.column + first_of_warp)
             rows = _Rows(place.position + first_of_warp, machine.lane, self._logit_scale(head))
-            output = ch.array(ty.f32, head_dim // 2, zero=True)
+            output = ch.array(ty.f32, self._dims // 2, zero=True)
             logits = ch.array(ty.f32, self.key_tile // 2)
             even = ch.array(ty.u32x4, self.key_tile // 16)
             odd = ch.array(ty.u32x4, self.key_tile // 16)
@@ -196,12 +223,12 @@ class PassAttention:
     @ch.inline
     def _multiply_values(self, output: Any, weights: Any, stage: ch.Expr) -> None:
         """A group: output += weights x values of a stage; two groups of keys are the 16 of a step, dims the columns."""
-        memory = self._stage(stage) + self.tile_bytes
+        memory = self._stage(stage) + self.tile_bytes + self._part * (self._dims // UNIT * CORE_BYTES)
         values = prim.matrix_descriptor(memory, self.heads.group_bytes, CORE_BYTES)
         prim.wgmma_fence()
         for step in range(self.key_tile // 16):
             descriptor = values + step * (2 * self.heads.group_bytes // 16)
-            prim.wgmma_bf16(self.heads.shape.head_dim, transposed=True)(output, weights[step], descriptor, 1)
+            prim.wgmma_bf16(self._dims, transposed=True)(output, weights[step], descriptor, 1)
         prim.wgmma_commit()
 
     @ch.inline
@@ -259,7 +286,7 @@ class PassAttention:
     @ch.inline
     def _bring_to_origin(self, output: Any, rows: _Rows) -> None:
         """What was summed of the values before, on the scale of the newest weights."""
-        with ch.for_(self.heads.shape.head_dim // 8, unroll=True, name="group") as group:
+        with ch.for_(self._dims // 8, unroll=True, name="group") as group:
             for index in range(4):
                 output[group * 4 + index] *= rows.shrinks[index // 2]
 
@@ -267,13 +294,13 @@ class PassAttention:
     def _store(self, output: Any, rows: _Rows, head: ch.Expr, tile: TilePlace) -> None:
         """The rows' outputs in token order: four groups of 8 dims are a K-tile, a lane's unit of it."""
         lane, plan = self.machine.lane, self.machine.plan
-        k_tiles = self.heads.shape.head_dim // VECTOR_COLUMNS
+        k_tiles = self._dims // VECTOR_COLUMNS
         for index in range(2):
             total = ch.var(ty.f32, rows.sums[index])
             for mask in (1, 2):
                 total += prim.shuffle_xor_f32(total, mask)
             inverse = ch.const(ty.f32, self._inverse(total, head), name="inverse")
-            in_tile = self.machine.warp * QUERY_TOKENS + index * GROUP_TOKENS
+            in_tile = self._first_of_warp + index * GROUP_TOKENS
             group = (tile.column + in_tile) // GROUP_TOKENS
             with ch.if_(in_tile + lane // 4 < tile.count):
                 for k_tile in range(k_tiles):
@@ -282,11 +309,15 @@ class PassAttention:
                         element = (k_tile * 4 + dims) * 4 + index * 2
                         words.append(prim.pack_bf16x2(output[element] * inverse, output[element + 1] * inverse))
                     if self.places is not None:
-                        self._scatter(words, (head * k_tiles + k_tile) * VECTOR_COLUMNS, group)
+                        self._scatter(words, (self._first_k_tile(head) + k_tile) * VECTOR_COLUMNS, group)
                         continue
-                    block = ty.u64((head * k_tiles + k_tile) * plan.groups + group) * GROUP_BYTES
+                    block = ty.u64((self._first_k_tile(head) + k_tile) * plan.groups + group) * GROUP_BYTES
                     unit = self.into + (block + ty.u64(lane % 4 * UNIT_BYTES + lane // 4 * 16))
                     ch.reinterpret(ty.ptr_mut(ty.u32x4), unit)[0] = prim.make_u32x4(*words)
+
+    def _first_k_tile(self, head: ch.Expr) -> Any:
+        """Of the output: where this warp's dims of a head begin."""
+        return (head * self._parts + self._part) * (self._dims // VECTOR_COLUMNS)
 
     @ch.inline
     def _scatter(self, words: Sequence[Any], first: ch.Expr, group: ch.Expr) -> None:

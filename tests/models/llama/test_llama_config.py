@@ -130,7 +130,7 @@ REFUSED = [
     ({"num_hidden_layers": True}, "num_hidden_layers = True: must be a positive integer"),
     ({"num_key_value_heads": 3}, "num_attention_heads = 8 is not a multiple of num_key_value_heads = 3"),
     ({"num_attention_heads": 32}, "32 / 2 = 16: at most 8 query heads"),
-    ({"head_dim": 96}, "head_dim = 96: kernels exist for head_dim 64 and 128 only"),
+    ({"head_dim": 96}, "head_dim = 96: kernels exist for head_dim 64, 128 and 256 only"),
     ({"head_dim": None, "hidden_size": 257}, "257 / 8 is no integer"),
     ({"rms_norm_eps": 0}, "rms_norm_eps = 0: must be from 1e-37 to 0.1 (a part of"),
     ({"rms_norm_eps": 4}, "rms_norm_eps = 4: must be from 1e-37 to 0.1"),
