@@ -111,7 +111,6 @@ class LLM:
     timeout_s: after so many seconds a launch is reported as hanging; by default 60 on a GPU, never on the emulator.
     quiet: neither notes nor progress on standard error.
     generate_kernel: makes the kernel; by default the project's own generator.
-    tuned: use the plan that `cheetah tune` stored for this shape and GPU, where `sync` and `plan` leave it the choice.
     verbose: tell on standard error how many seconds each stage of the start took.
 
     Memory is computed, and refused if it does not fit, before anything is allocated.
@@ -145,7 +144,6 @@ class LLM:
         timeout_s: float | None = None,
         quiet: bool = False,
         generate_kernel: GenerateKernel | None = None,
-        tuned: bool = True,
         verbose: bool = False,
         **others: Any,
     ):
@@ -185,7 +183,6 @@ class LLM:
             overrides={name: value for name, value in overrides.items() if value is not None},
             timeout_s=timeout_s,
             generate_kernel=generate_kernel,
-            tuned=tuned,
             quiet=quiet,
             prompt_tokens=prompt_tokens,
             prompt_passes=prompt_passes,
@@ -504,13 +501,13 @@ def _check_count(name: str, value: int | None) -> None:
         raise CheetahError(f"{name}={value!r}: expected an integer >= 1")
 
 
-def _checked_batch(batch: int | None) -> int | None:
-    """The plan's batch; None, which is 1 by rule, leaves room for what was tuned for 1."""
+def _checked_batch(batch: int | None) -> int:
+    """The plan's batch."""
     if batch is None:
         return DEFAULT_BATCH
     if isinstance(batch, bool) or not isinstance(batch, int) or not 1 <= batch <= MAX_BATCH:
         raise CheetahError(f"batch={batch!r}: expected an integer from 1 to {MAX_BATCH}, or None for {DEFAULT_BATCH}")
-    return batch if batch > 1 else None
+    return batch
 
 
 def _print_notes(checkpoint: Checkpoint, of_sampling: Sequence[str], tokenizer: Tokenizer | None) -> None:

@@ -1,4 +1,4 @@
-"""The command `cheetah`: generate, run, chat, serve, batch, bench, tune, trace, quantize, calibrate, inspect, check.
+"""The command `cheetah`: generate, run, chat, serve, batch, bench, trace, quantize, calibrate, inspect, check.
 
 Each command stands in a module of its own and loads what it needs when it runs, so that `cheetah --help` is quick. An
 error that is the user's to mend ends a command with one message on stderr and exit code 2.
@@ -13,7 +13,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from cheetah.cli import batch, bench, calibrate, chat, check, generate, inspect, quantize, run, serve, trace, tune
+from cheetah.cli import batch, bench, calibrate, chat, check, generate, inspect, quantize, run, serve, trace
 from cheetah.errors import CheetahError
 
 USER_ERROR = 2
@@ -62,7 +62,7 @@ def cheetah(
     """One CUDA kernel for the whole decode step of a Llama model: generate it, run it, measure it, check it."""
 
 
-for module in (generate, run, chat, serve, batch, bench, tune, trace, quantize, calibrate, inspect, check):
+for module in (generate, run, chat, serve, batch, bench, trace, quantize, calibrate, inspect, check):
     module.register(app)
 
 

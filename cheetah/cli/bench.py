@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from cheetah.cli.measured import MODEL_HELP, circumstances_of, measured_model, ordinal_of, plan_for
-from cheetah.cli.options import Device, DevicesGpu, PromptPasses, Revision, Tuned, takes_plan
+from cheetah.cli.measured import MODEL_HELP, circumstances_of, measured_model, ordinal_of
+from cheetah.cli.options import Device, DevicesGpu, PromptPasses, Revision, takes_plan
 from cheetah.errors import CheetahError
 
 if TYPE_CHECKING:
@@ -49,7 +49,6 @@ def bench(
     ] = None,
     device: Device = None,
     gpu: DevicesGpu = None,
-    tuned: Tuned = True,
     revision: Revision = None,
     plan: dict[str, Any],
 ) -> None:
@@ -71,7 +70,7 @@ def bench(
         open_device(device) as opened,
         open_bench(
             *(config, name, weights, opened, works, steps, gpu, ordinal_of(device)),
-            **plan_for(config, opened, gpu, plan, tuned),
+            **plan,
         ) as ready,
     ):
         circumstances = circumstances_of(name, config, weights, opened)

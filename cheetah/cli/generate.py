@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from cheetah.cli.configs import named_config, print_notes
-from cheetah.cli.options import DEFAULT_GPU, Config, MachineGpu, Revision, Tuned, takes_plan
+from cheetah.cli.options import DEFAULT_GPU, Config, MachineGpu, Revision, takes_plan
 from cheetah.errors import CheetahError
 
 if TYPE_CHECKING:
@@ -43,22 +43,16 @@ def generate(
     ] = False,
     compile: Annotated[bool, typer.Option(help="Compile to a cubin where a compiler is there.")] = True,
     compiler: Annotated[str, typer.Option(help="nvrtc or nvcc.")] = "nvrtc",
-    tuned: Tuned = True,
     revision: Revision = None,
     plan: dict[str, Any],
 ) -> None:
     """Write the kernel of a model, its manifest and, if a compiler is there, its cubin. Needs no GPU."""
     from rich.console import Console
 
-    from cheetah.plan import gpu_named
-    from cheetah.runtime.assembly.tuned import with_tuned
-    from cheetah.runtime.device import say_to_stderr
     from cheetah.tools.regenerate import file_stem, generate_named, generate_named_pass, needed_options
 
     named = named_config(config, revision)
     print_notes(named.notes)
-    if tuned:
-        plan = with_tuned(named.config, gpu_named(gpu), None, plan, say_to_stderr)
     chosen = needed_options(named.config, gpu, plan)
     stem = name or file_stem(named.stem, gpu, chosen, line_marks=line_marks, prompt_pass=prompt_pass)
     if prompt_pass is None:

@@ -26,16 +26,6 @@ def measured_model(name: str, revision: str | None) -> tuple[ModelConfig, str, W
     return checkpoint.config, named_config(name, revision).canonical, checkpoint
 
 
-def plan_for(config: ModelConfig, device: Device, gpu: str | None, plan: dict[str, Any], tuned: bool) -> dict[str, Any]:
-    """`plan`, the fields that were given, with what `cheetah tune` found for the others if `tuned`."""
-    from cheetah.runtime.assembly.kernels import choose_gpu
-    from cheetah.runtime.assembly.tuned import with_tuned
-    from cheetah.runtime.device import say_to_stderr
-
-    info = device.describe()
-    return with_tuned(config, choose_gpu(info, gpu), info.name, plan, say_to_stderr) if tuned else plan
-
-
 def ordinal_of(device: str | None) -> int:
     """Of "cuda:1" the 1."""
     return int((device or "").partition(":")[2] or 0)

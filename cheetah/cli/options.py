@@ -18,7 +18,6 @@ DEFAULT_GPU = "h200"
 Config = Annotated[str, typer.Argument(help="A preset, a folder, a config.json, or a hub id.", show_default=False)]
 Model = Annotated[str, typer.Argument(help="demo, a folder, a hub id, or random:PRESET.", show_default=False)]
 Revision = Annotated[str | None, typer.Option(help="Of a hub id: branch, tag or commit.", show_default=False)]
-Tuned = Annotated[bool, typer.Option(help="Use what `cheetah tune` has stored for this shape and GPU.")]
 Verbose = Annotated[bool, typer.Option("--verbose", help="Tell the seconds of each stage of the start.")]
 
 # Where a kernel runs, and the machine that it is generated for.

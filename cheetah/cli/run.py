@@ -19,7 +19,6 @@ from cheetah.cli.options import (
     Revision,
     Seed,
     Temperature,
-    Tuned,
     Verbose,
     takes_sampling,
 )
@@ -71,7 +70,6 @@ def run(
         int | None, typer.Option(help="Tokens of the prompt that a step reads; by default 16 or 8.", show_default=False)
     ] = None,
     prompt_passes: PromptPasses = None,
-    tuned: Tuned = True,
     revision: Revision = None,
     verbose: Verbose = False,
     *,
@@ -93,7 +91,7 @@ def run(
     )
     if token_ids is None:
         _refuse_text_without_tokenizer(model)
-    options: dict[str, Any] = {"device": device, "gpu": gpu, "max_context": max_context, "sync": sync, "tuned": tuned}
+    options: dict[str, Any] = {"device": device, "gpu": gpu, "max_context": max_context, "sync": sync}
     options |= {"kv_dtype": kv_dtype, "prompt_tokens": prompt_tokens, "prompt_passes": prompt_passes}
     options["verbose"] = verbose
     options["batch"] = batch or min(completions, MOST_TOGETHER)

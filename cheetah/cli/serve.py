@@ -18,7 +18,6 @@ from cheetah.cli.options import (
     RequestSeed,
     Revision,
     ServingDevice,
-    Tuned,
     Verbose,
 )
 from cheetah.cli.run import kernel_generator
@@ -87,7 +86,6 @@ def serve(
         typer.Option(help="qwen3 or deepseek_r1: thoughts are told beside the answer.", show_default=False),
     ] = None,
     seed: RequestSeed = None,
-    tuned: Tuned = True,
     revision: Revision = None,
     log_level: Annotated[str, typer.Option(help="critical, error, warning, info or debug.")] = "info",
     verbose: Verbose = False,
@@ -117,9 +115,7 @@ def serve(
     given |= {"prompt_passes": prompt_passes, "max_num_batched_tokens": max_num_batched_tokens, "verbose": verbose}
     given["messages_have_special_tokens"] = messages_have_special_tokens
     generate = kernel_generator(model)
-    with LLM(
-        model, revision=revision, chat_template=chat_template, generate_kernel=generate, tuned=tuned, **given
-    ) as llm:
+    with LLM(model, revision=revision, chat_template=chat_template, generate_kernel=generate, **given) as llm:
         if not _served_to_the_end(llm, options, host=host, port=port, drain=drain, log_level=log_level):
             raise CheetahError("the engine failed, see above; nothing more could be answered")
 

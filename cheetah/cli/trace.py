@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from cheetah.cli.measured import MODEL_HELP, circumstances_of, measured_model, ordinal_of, plan_for
-from cheetah.cli.options import Device, DevicesGpu, Revision, Tuned, takes_plan
+from cheetah.cli.measured import MODEL_HELP, circumstances_of, measured_model, ordinal_of
+from cheetah.cli.options import Device, DevicesGpu, Revision, takes_plan
 from cheetah.errors import CheetahError
 
 if TYPE_CHECKING:
@@ -65,7 +65,6 @@ def trace(
     warmup: Annotated[int, typer.Option(min=0, help="Launches before those.")] = 2,
     device: Device = None,
     gpu: DevicesGpu = None,
-    tuned: Tuned = True,
     revision: Revision = None,
     plan: dict[str, Any],
 ) -> None:
@@ -94,7 +93,7 @@ def trace(
         open_device(device) as opened,
         open_bench(
             *(config, name, weights, opened, [work], steps, gpu, ordinal_of(device)),
-            **plan_for(config, opened, gpu, {**plan, "trace": True}, tuned),
+            **{**plan, "trace": True},
         ) as ready,
     ):
         traced = ready.trace(work, steps, repetitions, warmup)

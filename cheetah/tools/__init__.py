@@ -1,1 +1,1 @@
-"""What the commands do, each in a module: check, bench, tune, trace. Imports every part; no part imports it."""
+"""What the commands do, each in a module: check, bench, trace. Imports every part; no part imports it."""

@@ -87,7 +87,6 @@ class PromptBench:
             },
             prompt_passes=prompt_passes,
             prompt_tokens=prompt_tokens,
-            tuned=False,
             pool_follows_memory=True,
             upload=upload_weights
             if weights

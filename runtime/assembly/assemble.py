@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from cheetah.manifest import Manifest
 from cheetah.models.config import ModelConfig
-from cheetah.plan import Gpu, Plan
+from cheetah.plan import Plan
 from cheetah.plan.kv.tables import MAX_STOP_IDS
 from cheetah.runtime.assembly.buffers import (
     Progress,
@@ -45,7 +45,6 @@ from cheetah.runtime.assembly.kernels import (
 )
 from cheetah.runtime.assembly.memory import LABELS, MemoryEstimate, size_text
 from cheetah.runtime.assembly.texts import Generated, KeptTexts
-from cheetah.runtime.assembly.tuned import with_tuned
 from cheetah.runtime.background import Started, started
 from cheetah.runtime.device import Say, open_device, say_to_stderr
 from cheetah.runtime.engine.heads import HeadLauncher
@@ -123,7 +122,6 @@ def assemble(
     overrides: Mapping[str, Any] | None = None,
     timeout_s: float | None = None,
     generate_kernel: GenerateKernel | None = None,
-    tuned: bool = True,
     quiet: bool = False,
     prompt_tokens: int | None = None,
     solo: bool | None = None,
@@ -134,16 +132,15 @@ def assemble(
 ) -> Assembly:
     """Everything that is needed to launch. What was taken is given back on failure.
 
-    overrides: fields of the plan. tuned: take what `cheetah tune` found for the others, where they allow it.
-    prompt_tokens: tokens of a prompt that a step should take; if the plan's steps take fewer, another kernel over the
-    same weights and caches does it. By default the first of PROMPT_TOKENS that fits on a GPU, and on the emulator no
-    other kernel. solo: whether another kernel over the same shall decode a sequence that is by itself; by default on a
-    GPU, where `kv_chunk` does not promise the same bits in any company. prompt_passes: whether a kernel over the same
-    shall read prompts in passes, and another one few tokens where `kv_chunk` does not promise the same bits however
-    much is cached; by default on a GPU, where there can be one. A number: tokens of a pass; by
-    default as many as memory allows. pool_follows_memory: the cache of several sequences has fewer pages where the
-    device has no room for all, but as many as one sequence may need. upload: brings the weights into the
-    buffers; by default `upload_weights`. watch: takes the seconds of each stage.
+    overrides: fields of the plan. prompt_tokens: tokens of a prompt that a step should take; if the plan's steps take
+    fewer, another kernel over the same weights and caches does it. By default the first of PROMPT_TOKENS that fits on a
+    GPU, and on the emulator no other kernel. solo: whether another kernel over the same shall decode a sequence that is
+    by itself; by default on a GPU, where `kv_chunk` does not promise the same bits in any company. prompt_passes:
+    whether a kernel over the same shall read prompts in passes, and another one few tokens where `kv_chunk` does not
+    promise the same bits however much is cached; by default on a GPU, where there can be one. A number: tokens of a
+    pass; by default as many as memory allows. pool_follows_memory: the cache of several sequences has fewer pages where
+    the device has no room for all, but as many as one sequence may need. upload: brings the weights into the buffers;
+    by default `upload_weights`. watch: takes the seconds of each stage.
     """
     watch = watch or Stopwatch()
     with watch("open the device"):
@@ -153,19 +150,18 @@ def assemble(
     try:
         info = opened.describe()
         machine = choose_gpu(info, gpu)
-        plan, plan_of_one = _plans(weights.config, machine, info, overrides or {}, tuned, _say(quiet))
         texts = KeptTexts(None if machine.emulated else cache_folder() / "texts")
         generate = keeping(texts, generate_kernel or own_generator())
         compilers = _Compilers(opened)
         asked = KernelsAsked(
-            *(weights.config, machine, generate, prompt_tokens, solo, plan_of_one),
+            *(weights.config, machine, generate, prompt_tokens, solo),
             PassesAsked(prompt_passes, info.free_bytes),
             texts,
             _say(quiet),
             compilers.begin,
         )
         with watch("write the kernels"):
-            kernels, memory = _fitting_kernels(asked, plan, info, pool_follows_memory)
+            kernels, memory = _fitting_kernels(asked, overrides or {}, info, pool_follows_memory)
         if not quiet:
             say_to_stderr(_memory_line(memory, info))
         with watch("allocate"):
@@ -182,18 +178,6 @@ def assemble(
         timeout_s = GPU_TIMEOUT_S
     launchers = _launchers(opened, weights.config, kernels, codes, buffers_of, timeout_s)
     return Assembly(kernels.decoding.manifest, *launchers, memory, buffers, opened, owns_device)
-
-
-def _plans(
-    config: ModelConfig, machine: Gpu, info: DeviceInfo, overrides: Mapping[str, Any], tuned: bool, say: Say
-) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Fields of the plan that is asked for, and of one for a sequence by itself. What was tuned was tuned for the
-    latter."""
-    plan = dict(overrides)
-    plan_of_one = {name: value for name, value in plan.items() if name != "batch"}
-    if tuned:
-        plan_of_one = with_tuned(config, machine, info.name, plan_of_one, say)
-    return plan if "batch" in plan else plan_of_one, plan_of_one
 
 
 def _fitting_kernels(

@@ -85,15 +85,13 @@ class PassesAsked:
 
 @dataclass(frozen=True)
 class KernelsAsked:
-    """What kernels are made of; see `assemble`. plan_of_one: fields of the plan for a sequence by itself. begin: gets
-    each kernel as soon as there is its text."""
+    """What kernels are made of; see `assemble`. begin: gets each kernel as soon as there is its text."""
 
     config: ModelConfig
     machine: Gpu
     generate: GenerateKernel
     prompt_tokens: int | None
     solo: bool | None
-    plan_of_one: Mapping[str, Any]
     passes: PassesAsked
     texts: KeptTexts
     say: Say
@@ -106,7 +104,7 @@ class KernelsAsked:
         made: dict[str, Generated] = {}
         wants_solo = not (self.machine.emulated or manifest.plan["kv_chunk"])
         if wants_solo if self.solo is None else self.solo:
-            solo = generate_solo_kernel(*model, self.plan_of_one, manifest)
+            solo = generate_solo_kernel(*model, plan, manifest)
             made |= {} if solo is None else {"solo": self._checked(solo)}
         for name, kernel in pass_kernels(self.config, self.machine, manifest, self.passes, self.texts, self.say):
             self.begin(kernel)

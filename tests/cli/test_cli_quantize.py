@@ -75,7 +75,6 @@ COMMANDS = {
     "generate": (("--gpu", "h200", "--no-compile"), "wrote "),
     "bench": (("--contexts", 16, *ONCE, *EMULATED), "emulated: not a speed"),
     "trace": (("--context", 16, *ONCE, *EMULATED), "counts of the scheduler's switches"),
-    "tune": (("--contexts", 16, "--steps", 2, "--repetitions", 1, "--search", "sync", *EMULATED), "nothing stored"),
     "check": (("--seeds", 1, "--schedulers", "random", "--no-sanitizer"), "verdict: nothing found"),
 }
 
@@ -89,7 +88,7 @@ def quantised(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.slow
 @pytest.mark.compiler
-@pytest.mark.parametrize("command", tiered(COMMANDS, ["bench", "trace", "tune", "check"]))
+@pytest.mark.parametrize("command", tiered(COMMANDS, ["bench", "trace", "check"]))
 def test_commands_take_the_copy(command: str, quantised: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     options, told = COMMANDS[command]

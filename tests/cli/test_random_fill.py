@@ -1,4 +1,4 @@
-"""What `bench` and `tune` put into the buffers of a quantised model: every matrix in every layer, of the usual size."""
+"""What `bench` puts into the buffers of a quantised model: every matrix in every layer, of the usual size."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ LENGTHS = [300, 0, 37, 512, 16, 129, 1, 64]
 @contextmanager
 def assembled(config: LlamaConfig, **plan: Any) -> Iterator[Assembly]:
     with open_device("cuda") as device:
-        ready = assemble(random_weights(config), device=device, overrides=plan, timeout_s=20, tuned=False, quiet=True)
+        ready = assemble(random_weights(config), device=device, overrides=plan, timeout_s=20, quiet=True)
         try:
             yield ready
         finally:

@@ -28,7 +28,6 @@ def kernel(request: pytest.FixtureRequest) -> Iterator[Assembly]:
         device="cuda",
         overrides={"batch": 8, "kv_chunk": 256, "max_context": 1024},
         timeout_s=20,
-        tuned=False,
         quiet=True,
         **{"prompt_passes": False, **request.param},
     )

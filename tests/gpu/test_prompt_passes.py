@@ -48,7 +48,7 @@ def opened(name: str) -> Iterator[tuple[Checkpoint, Assembly]]:
     checkpoint = open_checkpoint(model)
     if name == "attention in bf16":
         checkpoint = quantised_alone(checkpoint, ("gate_up", "down"))
-    assembly = assemble(checkpoint, device="cuda", overrides=overrides, prompt_passes=True, tuned=False, quiet=True)
+    assembly = assemble(checkpoint, device="cuda", overrides=overrides, prompt_passes=True, quiet=True)
     try:
         yield checkpoint, assembly
     finally:

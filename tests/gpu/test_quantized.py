@@ -34,7 +34,7 @@ def test_a_step_against_float32(name: str, batch: int) -> None:
     prompts = [token_ids(min(16, 64 // batch), CONFIG.vocab_size, seed) for seed in range(batch)]
     with open_device("cuda") as device:
         overrides = {"batch": batch}
-        ready = assemble(weights, device=device, overrides=overrides, timeout_s=20, tuned=False, quiet=True)
+        ready = assemble(weights, device=device, overrides=overrides, timeout_s=20, quiet=True)
         try:
             found = scored(ready, [sequence(ready) for _ in prompts], prompts)
         finally:

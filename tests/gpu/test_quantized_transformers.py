@@ -82,7 +82,6 @@ def test_decoding_is_as_near_to_float32_as_transformers_bf16(case: Case, batch: 
         prompt_tokens=batch,
         solo=False,
         prompt_passes=False,
-        tuned=False,
         quiet=True,
     )
     try:

@@ -56,7 +56,6 @@ def assembled(kernel: str, number: int) -> Assembly:
         device=EmulatorDevice(),
         gpu=emulated_gpu(2),
         overrides=overrides,
-        tuned=False,
         quiet=True,
         **options,
     )

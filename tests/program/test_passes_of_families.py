@@ -47,7 +47,6 @@ def assembled(family: str) -> Assembly:
         gpu=emulated_gpu(2),
         overrides={"max_context": 96, "consumer_warps": 4, "kv_chunk": 64, "max_steps": 8, "batch": 4, **plan},
         prompt_passes=64,
-        tuned=False,
         quiet=True,
     )
 

@@ -43,7 +43,6 @@ def assembled(passes: bool) -> Assembly:
         gpu=emulated_gpu(2),
         overrides={"batch": 4, "max_context": 256},
         prompt_passes=passes,
-        tuned=False,
         quiet=True,
     )
 
@@ -326,4 +325,4 @@ def _without_room(passes: bool) -> None:
     device = EmulatorDevice()
     info = device.describe()
     device.describe = lambda: type(info)(**{**vars(info), "free_bytes": 1})  # type: ignore[method-assign]
-    assemble(open_checkpoint("demo"), device=device, prompt_passes=passes, tuned=False, quiet=True)
+    assemble(open_checkpoint("demo"), device=device, prompt_passes=passes, quiet=True)
