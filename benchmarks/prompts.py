@@ -33,7 +33,6 @@ DENSE_PEAK_TFLOPS = 989.0
 """NVIDIA's number for bf16 on an H100 SXM and an H200."""
 REST_S = 0.1
 SEED = 5
-MATRICES = ("qkv", "o", "gate_up", "down")
 
 Work = Callable[[], float]
 """Does something once and gives its milliseconds."""
@@ -145,9 +144,8 @@ def product_flops(config: ModelConfig, tokens: int) -> float:
 
 
 def matrix_shapes(config: ModelConfig) -> dict[str, tuple[int, int]]:
-    shape = config.shape
-    sizes = ((shape.qkv_rows, shape.hidden), (shape.hidden, shape.query_rows))
-    return dict(zip(MATRICES, (*sizes, (2 * shape.ffn, shape.hidden), (shape.hidden, shape.ffn)), strict=True))
+    products = config.table.products
+    return {one.name: (sum(source.rows for source in one.sources), one.columns) for one in products}
 
 
 class _Torch:

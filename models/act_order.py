@@ -19,20 +19,14 @@ from cheetah.models.formats.quantized import Order, RowPlanes
 from cheetah.models.repacking import ScaleRows, StoredMatrix, stored_matrix
 from cheetah.models.rounding import Bits
 
-ORDERED_INPUTS = ("qkv", "o", "gate_up")
-"""Matrices of a layer whose inputs have rows of `places`; behind all layers the lm_head's has the last one."""
 READ_ROWS = 256
 """Rows that are read together where a whole matrix is."""
 
 
 def places_shape(config: ModelConfig) -> tuple[int, int]:
     """Of `places` (u16): rows, and elements of the longest input, padded."""
-    return config.layers * len(ORDERED_INPUTS) + 1, max(config.padded_hidden, config.padded_queries)
-
-
-def ordered_input(matrix: str, layer: Any) -> Any:
-    """Row of `places` for the input of a matrix; also for device expressions."""
-    return layer * len(ORDERED_INPUTS) + ORDERED_INPUTS.index(matrix)
+    table = config.table
+    return table.places_count, max(product.input.padded for product in (*table.placed, table.head))
 
 
 def places_of_columns(order: Order | None, padded: int) -> NDArray[np.uint16]:

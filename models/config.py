@@ -21,7 +21,7 @@ from cheetah.models.plausible import implausible
 from cheetah.models.rope import Rope, rope_table
 from cheetah.plan import ModelShape
 from cheetah.plan.formats import BF16
-from cheetah.plan.shape import MATRICES
+from cheetah.plan.products import StepTable
 
 HEAD_DIMS = (64, 128, 256)
 HEAD_DIMS_IN_WORDS = f"{', '.join(map(str, HEAD_DIMS[:-1]))} and {HEAD_DIMS[-1]}"
@@ -111,7 +111,16 @@ class ModelConfig:
 
     @property
     def shape(self) -> ModelShape:
-        """The numbers that the plan works with."""
+        """The numbers that the plan works with. PlanError for a weight format that no kernel has."""
+        return replace(self._shape_in_bf16, formats=self.weight_formats)
+
+    @property
+    def table(self) -> StepTable:
+        """What a step is made of, whatever the weights' formats are: here all products are in bf16."""
+        return self._shape_in_bf16.table
+
+    @property
+    def _shape_in_bf16(self) -> ModelShape:
         return ModelShape(
             hidden=self.hidden_size,
             ffn=self.intermediate_size,
@@ -120,17 +129,14 @@ class ModelConfig:
             kv_heads=self.kv_heads,
             head_dim=self.head_dim,
             layers=self.layers,
-            formats=self.weight_formats,
         )
 
     @property
     def formats_in_words(self) -> str:
         """The weight formats of a layer's matrices: "bf16", "int4-g128", "fp8 and bf16"."""
         formats = dict(self.weight_formats)
-        layer = (matrix for matrix in MATRICES if matrix != "lm_head")
-        return " and ".join(dict.fromkeys(formats.get(matrix, BF16.name) for matrix in layer)) + (
-            ", act-order" if self.act_order else ""
-        )
+        names = dict.fromkeys(formats.get(product.name, BF16.name) for product in self.table.products)
+        return " and ".join(names) + (", act-order" if self.act_order else "")
 
     def is_ordered(self, matrix: str) -> bool:
         """Whether the columns of a matrix lie in an order of their own."""

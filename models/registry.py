@@ -72,8 +72,7 @@ def in_format(config: ModelConfig, format: str | None) -> ModelConfig:
     """The model with all matrices of its layers in a weight format; as it is for None."""
     if format is None:
         return config
-    matrices = (matrix for matrix in family_of(config).matrix_modules(config) if matrix != "lm_head")
-    formats = tuple((matrix, format.removesuffix(ORDER)) for matrix in matrices)
+    formats = tuple((product.name, format.removesuffix(ORDER)) for product in config.table.products)
     return replace(config, weight_formats=formats, act_order=format.endswith(ORDER))
 
 

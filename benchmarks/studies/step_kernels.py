@@ -67,8 +67,8 @@ def phase_kernel(config: ModelConfig, gpu: Gpu, plan: Plan, phase: str, stack: s
 
 def residual_words(config: ModelConfig, gpu: Gpu, plan: Plan) -> int:
     """Elements (f32) of the buffer `residual`: every block's rows."""
-    o = step_matrices(config.shape, plan, gpu).o
-    return gpu.blocks * o.waves * o.tile_rows
+    residual = step_matrices(config.shape, plan, gpu)[config.table.onto_residual[0]]
+    return gpu.blocks * residual.waves * residual.tile_rows
 
 
 def _step_kernel(
@@ -121,14 +121,17 @@ class Piece(StepParts):
     def layer_phases(self, layer: Any) -> dict[str, Callable[[], None]]:
         """The phases of a layer, by name."""
         matrices, linear, is_whole = self.matrices, self.linear, self.stack is None
-        ffn_input = self.normalised("middle", self.layer_epoch, None) if is_whole else self.input_of(layer)
-        after_o = self.onto_residual(*(("middle", layer * 2 + 1) if is_whole else ("hidden", layer * 2 + 2)))
+        qkv, o, gate_up, down = self.table.products
+        behind = self.norm(self.table.norm_behind(down, layer))
+        ffn_input = self.input_of(gate_up, layer) if is_whole else self.input_of(qkv, layer)
+        after_o = self.onto_residual(o, layer) if is_whole else self.residual_as(down.output, behind)
+        gated = swiglu(self.machine, self.vector(gate_up.output))
         return {
-            "qkv": lambda: linear(matrices.qkv, self.input_of(layer), self.project_heads(layer)),
+            "qkv": lambda: linear(matrices[qkv], self.input_of(qkv, layer), self.project_heads(layer)),
             "attention": lambda: self.attend(self.step, layer),
-            "o": lambda: linear(matrices.o, self.heads(layer), after_o),
-            "gate_up": lambda: linear(matrices.gate_up, ffn_input, swiglu(self.machine, self.vector("gated"))),
-            "down": lambda: linear(matrices.down, self.gated(layer), self.onto_residual("hidden", layer * 2 + 2)),
+            "o": lambda: linear(matrices[o], self.input_of(o, layer), after_o),
+            "gate_up": lambda: linear(matrices[gate_up], ffn_input, gated),
+            "down": lambda: linear(matrices[down], self.input_of(down, layer), self.onto_residual(down, layer)),
         }
 
 
@@ -182,7 +185,7 @@ class OnePhase(Piece):
     @ch.inline
     def emit(self, residual: ch.Expr, layer: ch.Expr) -> None:
         machine = self.machine
-        self.residual = residual
+        self.kept = residual
         self._set_up()
         self._begin_phase(layer)
         self.begin_layer(layer)
@@ -248,8 +251,8 @@ class OnePhase(Piece):
 
     def _residual_places(self) -> tuple[Any, Any, int]:
         """The block's rows in shared memory and in the buffer, and how many places there are."""
-        places = self.matrices.o.waves * self.matrices.o.tile_rows
-        kept = self.residual + self.machine.block * places
+        places = self.residual.waves * self.residual.tile_rows
+        kept = self.kept + self.machine.block * places
         return self.machine.region("residual", ty.f32), kept, places
 
     @ch.inline
@@ -270,8 +273,8 @@ class OnePhase(Piece):
         """The logits, and the block's best candidates. The last layer's output is in memory."""
         self.linear.end_layers()
         self.start_sampling()
-        hidden = self.normalised("hidden", self.layer_epoch, None)
-        self.linear(self.matrices.lm_head, hidden, self.take_logits(self.step), when=self.needs_head(self.step))
+        hidden = self.normalised(self.table.head.input, self.layer_epoch, None)
+        self.linear(self.matrices.head, hidden, self.take_logits(self.step), when=self.needs_head(self.step))
         with self.machine.adding():
             self.two_kernels.lay_down()
         with self.machine.consumer:

@@ -113,7 +113,8 @@ def _default_waiting(shape: ModelShape, gpu: Gpu, in_flight: int, tokens: int) -
 
 def _layer_bytes(shape: ModelShape, gpu: Gpu) -> int:
     """Weights of a layer that each block reads, if they are bf16."""
-    return 2 * shape.hidden * (shape.qkv_rows + shape.query_rows + 3 * shape.ffn) // gpu.blocks
+    elements = sum(source.rows * product.columns for product in shape.table.products for source in product.sources)
+    return 2 * elements // gpu.blocks
 
 
 def default_down_slices(shape: ModelShape, draft: Plan, gpu: Gpu) -> int:
@@ -127,29 +128,31 @@ def default_down_slices(shape: ModelShape, draft: Plan, gpu: Gpu) -> int:
     multiplied before the second one exists (8B 0.4 %, 1B 0.8 %), but one where layers are tiny and the second half is
     there before the first is multiplied (qwen3-0.6b 0.473 against 0.440); several: as many as let the vectors fit where
     the others do."""
-    down, tokens = shape.format_of("down"), draft.tokens
+    product, tokens = shape.table.sliced, draft.tokens
+    down = product.format
     if comes_ahead(shape, draft):
         return _parts_that_come_ahead(shape, draft, gpu)
     if isinstance(down, QuantizedTiles):
-        vectors = ceil_div(shape.ffn, down.columns) * down.vector_units("down", shape.ffn, tokens) * 16
+        vectors = product.tiles * product.vector_bytes(tokens)
         if down.bits == 4:
             return ceil_div(vectors, gpu.shared_bytes // 4 if tokens == 1 else gpu.shared_bytes * 2 // 5)
         return max(1 if gpu.emulated else 2, ceil_div(vectors, gpu.shared_bytes // 2))
     if _has_tiny_layers(shape, gpu, tokens):
         return 1
     if tokens > 1:
-        return ceil_div(shape.padded_ffn, max(shape.padded_hidden, shape.padded_query_rows))
+        return ceil_div(product.input.padded, max(one.input.padded for one in shape.table.whole))
     return 1 if gpu.emulated else 2
 
 
 def _parts_that_come_ahead(shape: ModelShape, draft: Plan, gpu: Gpu) -> int:
-    down, halves = shape.format_of("down"), M_TILE_ROWS // residual_tile_rows(shape, gpu)
+    product, halves = shape.table.sliced, M_TILE_ROWS // residual_tile_rows(shape, gpu)
+    down = product.format
     chunk_columns = down.chunk_bytes(draft.stage_bytes, draft.consumer_warps) // down.tile_bytes * down.columns * halves
     if not chunk_columns:
         return 1  # a stage that holds no chunk is refused by the plan's checks
-    chunks = ceil_div(shape.ffn, chunk_columns)
+    chunks = ceil_div(product.columns, chunk_columns)
     room = longest_input_bytes(shape, draft)
-    chunk_bytes = chunk_columns // down.columns * down.vector_units("down", shape.ffn, draft.tokens) * 16
+    chunk_bytes = chunk_columns // down.columns * product.vector_bytes(draft.tokens)
     if chunks * chunk_bytes <= room:
         return 1
     return ceil_div(chunks, max(1, room // 2 // chunk_bytes))

@@ -53,17 +53,17 @@ class TileFormat:
                 f"give multiples of {VECTOR_COLUMNS} columns and of {TILE_ALIGNMENT} bytes"
             )
 
-    def vector_kind(self, matrix: str, columns: int, tokens: int) -> str:
-        """As what a product with a matrix of that name and so many columns takes the vectors of `tokens` tokens:
-        BF16_VECTOR, DIGITS, HALVES, RAISED or STAGGERED."""
+    def vector_kind(self, columns: int, tokens: int, is_brief: bool = False) -> str:
+        """As what a product with a matrix of so many columns takes the vectors of `tokens` tokens: BF16_VECTOR, DIGITS,
+        HALVES, RAISED or STAGGERED. is_brief: see `Product`."""
         return BF16_VECTOR
 
-    def vector_units(self, matrix: str, columns: int, tokens: int) -> int:
+    def vector_units(self, columns: int, tokens: int, is_brief: bool = False) -> int:
         """16-byte units of shared memory that the vectors of a K-tile of such a matrix take."""
         extra = {DIGITS: DIGIT_UNITS - self.columns // 8, HALVES: 1}
-        return (self.columns // 8 + extra.get(self.vector_kind(matrix, columns, tokens), 0)) * tokens
+        return (self.columns // 8 + extra.get(self.vector_kind(columns, tokens, is_brief), 0)) * tokens
 
-    def sums_bytes(self, matrix: str, columns: int, tokens: int) -> int:
+    def sums_bytes(self, columns: int, tokens: int, is_brief: bool = False) -> int:
         """Bytes of shared memory of what is kept of the vectors of a K-tile, beside them, for zero points: none without
         any."""
         return 0
@@ -99,18 +99,18 @@ class QuantizedTiles(TileFormat):
     scales_at: int = 0
     zero_points_at: int = 0
 
-    def vector_kind(self, matrix: str, columns: int, tokens: int) -> str:
+    def vector_kind(self, columns: int, tokens: int, is_brief: bool = False) -> str:
         """Elements are converted by whole warps, of units of 8, and tiles."""
         is_whole = columns % QUANTIZED_COLUMNS == 0 and columns * tokens % (8 * 32) == 0
         if self.kind == "int4":
-            is_digits = tokens <= (1 if matrix in SOON_MULTIPLIED else DIGIT_TOKENS)
+            is_digits = tokens <= (BRIEF_DIGIT_TOKENS if is_brief else DIGIT_TOKENS)
             return DIGITS if is_whole and is_digits else STAGGERED
         return HALVES if self.kind == "fp8" and is_whole and tokens <= HALF_TOKENS else RAISED
 
-    def sums_bytes(self, matrix: str, columns: int, tokens: int) -> int:
+    def sums_bytes(self, columns: int, tokens: int, is_brief: bool = False) -> int:
         """[groups][columns] f32, whole groups of 8 columns. Digits have none: few tokens wait for the vector, not for
         its products."""
-        if self.kind == "fp8" or self.vector_kind(matrix, columns, tokens) == DIGITS:
+        if self.kind == "fp8" or self.vector_kind(columns, tokens, is_brief) == DIGITS:
             return 0
         return self.groups * ceil_div(tokens, 8) * 8 * 4
 
@@ -130,12 +130,11 @@ ZERO_POINT_BYTES = M_TILE_ROWS
 """The zero points of a group, u8 in the same order."""
 BLOCK_SCALE_BYTES = 16
 """Of an e4m3 tile in a block format: the scales (f32) of its first 8 rows and of the others, and 8 bytes of zeros."""
-DIGIT_TOKENS = 2
+DIGIT_TOKENS, BRIEF_DIGIT_TOKENS = 2, 1
 """Tokens of a step up to which 4-bit weights are multiplied by digits: those of two fill 6 of the 8 columns of an
-`mma`. For more, a nibble costs less as bf16."""
-SOON_MULTIPLIED = ("qkv", "o")
-"""Matrices that are multiplied in little more time than two vectors take to become digits: with two tokens they are
-numbers there (8B, H200: 1.432 to 1.415 ms a step; gate and up, and down, take 17 and 30 us longer so)."""
+`mma`. For more, a nibble costs less as bf16. Products that take little more time than two vectors to become digits (q,
+k and v, and o) take numbers there with two tokens (8B, H200: 1.432 to 1.415 ms a step; gate and up, and down, take 17
+and 30 us longer so)."""
 HALF_TOKENS = 2
 """The same for e4m3 and f16: where there are more vectors to convert, that takes longer than it saves (8B, 8 tokens,
 H200: 3.11 ms a step)."""

@@ -26,7 +26,9 @@ class MatrixLayout:
 
     tile_rows: of an M-tile, 16, or 8 of a *narrow* one. A K-tile of that holds twice as many columns of half as many
     rows: its rows 0 to 7 are the weights in its first half of columns, its rows 8 to 15 those of the same rows in the
-    second. So the same bytes stand for a share of work half as high, of which more blocks can have as much."""
+    second. So the same bytes stand for a share of work half as high, of which more blocks can have as much.
+
+    is_brief, is_once: see `Product`."""
 
     name: str
     rows: int
@@ -38,6 +40,8 @@ class MatrixLayout:
     slices: int = 1
     format: TileFormat = BF16
     tile_rows: int = M_TILE_ROWS
+    is_brief: bool = False
+    is_once: bool = False
 
     def __post_init__(self) -> None:
         place = f"MatrixLayout({self.name!r})"
@@ -105,15 +109,15 @@ class MatrixLayout:
 
     def vector_kind(self, tokens: int) -> str:
         """As what the vectors of so many tokens come; see `TileFormat.vector_kind`."""
-        return self.format.vector_kind(self.name, self.columns, tokens)
+        return self.format.vector_kind(self.columns, tokens, self.is_brief)
 
     def vector_units(self, tokens: int) -> int:
         """16-byte units of shared memory that the vectors beside a K-tile take."""
-        return self.format.vector_units(self.name, self.columns, tokens) * self.halves
+        return self.format.vector_units(self.columns, tokens, self.is_brief) * self.halves
 
     def sums_bytes(self, tokens: int) -> int:
         """Bytes of what is kept of them for zero points."""
-        return self.format.sums_bytes(self.name, self.columns, tokens)
+        return self.format.sums_bytes(self.columns, tokens, self.is_brief)
 
     @property
     def tiles_per_chunk(self) -> int:

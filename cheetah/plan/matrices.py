@@ -1,4 +1,4 @@
-"""The five matrices of a step in the order in which the weights buffer holds them."""
+"""The matrices of a step in the order in which the weights buffer holds them."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -6,35 +6,27 @@ from dataclasses import dataclass, replace
 from cheetah.plan.errors import PlanError
 from cheetah.plan.formats import M_TILE_ROWS
 from cheetah.plan.gpu import Gpu
-from cheetah.plan.index import ceil_div
 from cheetah.plan.layout import MatrixLayout
-from cheetah.plan.narrow import RESIDUAL_MATRICES, residual_tile_rows
+from cheetah.plan.narrow import residual_tile_rows
 from cheetah.plan.plan import Plan
+from cheetah.plan.products import Product
 from cheetah.plan.shape import ModelShape
-
-GATE_UP_ROWS = M_TILE_ROWS // 2
-"""Gate rows of an M-tile; their up rows are its other half, so that SwiGLU is local to a lane."""
 
 
 @dataclass(frozen=True)
 class StepMatrices:
-    """`weights` is [layer 0: qkv, o, gate_up, down] [layer 1] ... [lm_head]; `offset` of a layout is that of layer
-    0."""
+    """`weights` is the matrices `of_layer` of layer 0, those of layer 1, ... and the head's; `offset` of a layout is
+    that of layer 0."""
 
-    qkv: MatrixLayout
-    o: MatrixLayout
-    gate_up: MatrixLayout
-    down: MatrixLayout
-    lm_head: MatrixLayout
+    of_layer: tuple[MatrixLayout, ...]
+    head: MatrixLayout
     layers: int
 
     def __iter__(self) -> Iterator[MatrixLayout]:
-        return iter((*self.of_layer, self.lm_head))
+        return iter((*self.of_layer, self.head))
 
-    @property
-    def of_layer(self) -> tuple[MatrixLayout, ...]:
-        """The matrices of every layer, in the order in which they are read."""
-        return self.qkv, self.o, self.gate_up, self.down
+    def __getitem__(self, product: Product) -> MatrixLayout:
+        return self.named(product.name)
 
     def named(self, name: str) -> MatrixLayout:
         """The layout of that name; PlanError lists the names there are."""
@@ -51,10 +43,10 @@ class StepMatrices:
     @property
     def weight_bytes(self) -> int:
         """Bytes of the weights buffer; every step reads each once."""
-        return self.lm_head.offset + self.lm_head.total_bytes
+        return self.head.offset + self.head.total_bytes
 
     def offset(self, name: str, layer: int = 0) -> int:
-        """First byte of a matrix in the weights buffer; the lm_head has no layers."""
+        """First byte of a matrix in the weights buffer; the head has no layers."""
         layout = self.named(name)
         count = self.copies(layout)
         if not 0 <= layer < count:
@@ -62,8 +54,8 @@ class StepMatrices:
         return layout.offset + layer * self.layer_stride
 
     def copies(self, layout: MatrixLayout) -> int:
-        """How many of this matrix a step reads: one a layer, one lm_head."""
-        return 1 if layout.name == self.lm_head.name else self.layers
+        """How many of this matrix a step reads: one a layer, one head."""
+        return 1 if layout.is_once else self.layers
 
     def describe(self) -> tuple[dict[str, int | str], ...]:
         """One plain entry a matrix: name, rows, columns, format, offset, layer_stride, layers, start; tile_rows of
@@ -78,7 +70,7 @@ class StepMatrices:
             "columns": layout.columns,
             "format": layout.format.name,
             "offset": layout.offset,
-            "layer_stride": 0 if layout.name == self.lm_head.name else self.layer_stride,
+            "layer_stride": 0 if layout.is_once else self.layer_stride,
             "layers": layers,
             "start": layout.start,
             **({"tile_rows": layout.tile_rows} if layout.is_narrow else {}),
@@ -86,30 +78,25 @@ class StepMatrices:
 
 
 def step_matrices(shape: ModelShape, plan: Plan, gpu: Gpu) -> StepMatrices:
-    """The layouts of a model's matrices under a plan. o and down share a start: a residual row's owner is one block."""
+    """The layouts of a model's matrices under a plan."""
     plan.check(shape, gpu)
-    residual_rows = residual_tile_rows(shape, gpu)
+    table, tile_rows = shape.table, residual_tile_rows(shape, gpu)
+    of_layer = tuple(_placed(*(_layout(product, plan, gpu, tile_rows) for product in table.products)))
+    stride = of_layer[-1].offset + of_layer[-1].total_bytes
+    head = replace(_layout(table.head, plan, gpu, tile_rows), offset=shape.layers * stride)
+    return StepMatrices(of_layer, head, shape.layers)
 
-    def layout(name: str, rows: int, columns: int, start: int, slices: int = 1) -> MatrixLayout:
-        format = shape.format_of(name)
-        chunk_bytes = format.chunk_bytes(plan.stage_bytes, plan.consumer_warps)
-        return MatrixLayout(
-            *(name, rows, columns, gpu.blocks, chunk_bytes, start),
-            slices=slices,
-            format=format,
-            tile_rows=residual_rows if name in RESIDUAL_MATRICES else M_TILE_ROWS,
-        )
 
-    gate_up_rows = ceil_div(shape.ffn, GATE_UP_ROWS) * M_TILE_ROWS
-    qkv, o, gate_up, down = _placed(
-        layout("qkv", shape.qkv_rows, shape.hidden, plan.start_qkv),
-        layout("o", shape.hidden, shape.query_rows, plan.start_residual),
-        layout("gate_up", gate_up_rows, shape.hidden, plan.start_gate_up),
-        layout("down", shape.hidden, shape.ffn, plan.start_residual, plan.down_slices),
+def _layout(product: Product, plan: Plan, gpu: Gpu, residual_rows: int) -> MatrixLayout:
+    chunk_bytes = product.format.chunk_bytes(plan.stage_bytes, plan.consumer_warps)
+    return MatrixLayout(
+        *(product.name, product.rows, product.columns, gpu.blocks, chunk_bytes, plan.start_of(product)),
+        slices=plan.down_slices if product.is_sliced else 1,
+        format=product.format,
+        tile_rows=residual_rows if product.adds else M_TILE_ROWS,
+        is_brief=product.is_brief,
+        is_once=product.is_once,
     )
-    lm_head = layout("lm_head", shape.vocab, shape.hidden, plan.start_head)
-    stride = down.offset + down.total_bytes
-    return StepMatrices(qkv, o, gate_up, down, replace(lm_head, offset=shape.layers * stride), shape.layers)
 
 
 def _placed(*layouts: MatrixLayout) -> list[MatrixLayout]:

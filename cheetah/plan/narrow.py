@@ -1,7 +1,8 @@
 """Whether the matrices whose rows are added to the residual have narrow M-tiles, see `MatrixLayout`.
 
-o and down alone can: q, k and gate need the rows of an M-tile together. Both have the same tiles, so that a row of the
-residual lies with one block. Kernels that share weights share the model and the machine, which is all that is asked.
+They alone can (o and down): q, k and gate need the rows of an M-tile together. All have the same tiles, so that a row
+of the residual lies with one block. Kernels that share weights share the model and the machine, which is all that is
+asked.
 """
 
 from cheetah.plan.formats import BF16, M_TILE_ROWS, NARROW_ROWS
@@ -10,7 +11,6 @@ from cheetah.plan.index import ceil_div
 from cheetah.plan.shape import ModelShape
 from cheetah.plan.split import Split
 
-RESIDUAL_MATRICES = ("o", "down")
 LEAST_COLUMNS, LEAST_COLUMNS_EMULATED = 1024, 256
 """Below, an M-tile is a chunk or two by rule, and half of it takes as long."""
 
@@ -27,12 +27,12 @@ def residual_split(shape: ModelShape, gpu: Gpu, start: int = 0) -> Split:
 
 def _may_be_narrow(shape: ModelShape, gpu: Gpu) -> bool:
     """Rows make whole pairs of narrow M-tiles, which passes over prompts take together, and columns whole K-tiles."""
-    lengths = (shape.query_rows, shape.ffn)
+    products = shape.table.onto_residual
     least = LEAST_COLUMNS_EMULATED if gpu.emulated else LEAST_COLUMNS
     return (
-        all(shape.format_of(matrix) == BF16 for matrix in RESIDUAL_MATRICES)
+        all(product.format == BF16 for product in products)
         and shape.hidden % M_TILE_ROWS == 0
-        and all(columns % (2 * BF16.columns) == 0 and columns >= least for columns in lengths)
+        and all(product.columns % (2 * BF16.columns) == 0 and product.columns >= least for product in products)
     )
 
 

@@ -8,6 +8,7 @@ from cheetah.plan.errors import PlanError, require_positive
 from cheetah.plan.formats import BF16, M_TILE_ROWS
 from cheetah.plan.gpu import Gpu
 from cheetah.plan.index import ceil_div, round_up
+from cheetah.plan.products import Product, RowOrder
 from cheetah.plan.shape import ModelShape
 from cheetah.plan.shared_memory import BULK_ALIGNMENT
 from cheetah.printable import shown
@@ -267,10 +268,19 @@ class Plan:
         block waits, by rule where layers are tiny."""
         return self.in_flight_waiting == 1 < self.in_flight
 
-    def in_flight_of(self, matrix: str) -> int:
-        """Chunks of a matrix that are requested at most at a time: of the lm_head, which waits for one vector alone,
-        twice as many where few are requested because waiting is most of a step."""
-        return min(2 * self.in_flight, self.stages - 1) if self.waits_most and matrix == "lm_head" else self.in_flight
+    def in_flight_of(self, is_once: bool) -> int:
+        """Chunks of a matrix that are requested at most at a time: of the head (`is_once`), which waits for one vector
+        alone, twice as many where few are requested because waiting is most of a step."""
+        return min(2 * self.in_flight, self.stages - 1) if self.waits_most and is_once else self.in_flight
+
+    def start_of(self, product: Product) -> int:
+        """The start of a product's matrix. Those that are added to the residual share one, so that a row of it lies
+        with one block."""
+        if product.adds:
+            return self.start_residual
+        if product.is_once:
+            return self.start_head
+        return self.start_qkv if product.order is RowOrder.HEADS else self.start_gate_up
 
     def tile_columns(self, group: int) -> int:
         """Most tokens of a tile of attention, each with `group` query rows; at least 1."""

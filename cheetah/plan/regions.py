@@ -9,6 +9,7 @@ from cheetah.plan.index import ceil_div, round_up
 from cheetah.plan.layout import slice_columns
 from cheetah.plan.narrow import residual_split, residual_tile_rows
 from cheetah.plan.plan import COLUMNS, KV_TILE_TOKENS, VECTOR_PIECES, Plan
+from cheetah.plan.products import Product
 from cheetah.plan.shape import ModelShape
 from cheetah.plan.shared_memory import BULK_ALIGNMENT, Region, SharedMap, ring_regions
 
@@ -137,53 +138,38 @@ def attention_records(plan: Plan) -> tuple[Region, ...]:
 
 def longest_vector_bytes(shape: ModelShape, plan: Plan, gpu: Gpu) -> int:
     """The most of the vectors that is in shared memory at once, as the format of its matrix has it."""
-    down = _parts_of_down(shape, plan, gpu)
-    return max(longest_input_bytes(shape, plan), down * _tile_vector_bytes(shape, plan, "down", shape.ffn))
+    sliced = shape.table.sliced
+    return max(
+        longest_input_bytes(shape, plan), _tiles_at_once(shape, plan, gpu, sliced) * sliced.vector_bytes(plan.tokens)
+    )
 
 
 def vector_sums_bytes(shape: ModelShape, plan: Plan, gpu: Gpu) -> int:
     """The same of what is kept of the vectors for zero points."""
-    inputs = _inputs(shape)
-    tiles = {name: ceil_div(columns, shape.format_of(name).columns) for name, columns in inputs.items()}
-    inputs["down"], tiles["down"] = shape.ffn, _parts_of_down(shape, plan, gpu)
-    return max(
-        count * shape.format_of(name).sums_bytes(name, inputs[name], plan.tokens) for name, count in tiles.items()
-    )
+    return max(_tiles_at_once(shape, plan, gpu, product) * product.sums_bytes(plan.tokens) for product in shape.table)
 
 
 def longest_input_bytes(shape: ModelShape, plan: Plan) -> int:
     """Of the vectors that come whole."""
-    return max(
-        ceil_div(columns, shape.format_of(name).columns) * _tile_vector_bytes(shape, plan, name, columns)
-        for name, columns in _inputs(shape).items()
-    )
+    return max(product.tiles * product.vector_bytes(plan.tokens) for product in shape.table.whole)
 
 
-def _inputs(shape: ModelShape) -> dict[str, int]:
-    """Elements of the vectors that come whole, by matrix."""
-    return {name: shape.hidden for name in ("qkv", "gate_up", "lm_head")} | {"o": shape.query_rows}
-
-
-def _parts_of_down(shape: ModelShape, plan: Plan, gpu: Gpu) -> int:
-    """K-tiles of the input of down that are in shared memory at once."""
-    down = shape.format_of("down")
-    chunk_bytes = down.chunk_bytes(plan.stage_bytes, plan.consumer_warps)
-    halves = M_TILE_ROWS // residual_tile_rows(shape, gpu)
-    part = slice_columns(round_up(shape.ffn, down.columns), chunk_bytes, plan.down_slices, down, halves)
+def _tiles_at_once(shape: ModelShape, plan: Plan, gpu: Gpu, product: Product) -> int:
+    """K-tiles of the input of a product that are in shared memory at once."""
+    if not product.is_sliced:
+        return product.tiles
+    format = product.format
+    chunk_bytes = format.chunk_bytes(plan.stage_bytes, plan.consumer_warps)
+    halves = M_TILE_ROWS // (residual_tile_rows(shape, gpu) if product.adds else M_TILE_ROWS)
+    part = slice_columns(product.tiles * format.columns, chunk_bytes, plan.down_slices, format, halves)
     parts = 2 if plan.down_slices > 1 and comes_ahead(shape, plan) else 1
-    return parts * ceil_div(part, down.columns)
+    return parts * ceil_div(part, format.columns)
 
 
 def comes_ahead(shape: ModelShape, plan: Plan) -> bool:
-    """Whether the parts of the input of down, if there are several, are copied while the one before is multiplied:
-    where blocks meet at the grid barrier, and parts are converted where they lie."""
-    kind = shape.format_of("down").vector_kind("down", shape.ffn, plan.tokens)
-    return plan.sync == "barrier" and kind not in (DIGITS, HALVES)
-
-
-def _tile_vector_bytes(shape: ModelShape, plan: Plan, matrix: str, columns: int) -> int:
-    """Of the vectors beside a K-tile of a matrix of so many columns."""
-    return shape.format_of(matrix).vector_units(matrix, columns, plan.tokens) * 16
+    """Whether the parts of an input, if there are several, are copied while the one before is multiplied: where blocks
+    meet at the grid barrier, and parts are converted where they lie."""
+    return plan.sync == "barrier" and shape.table.sliced.vector_kind(plan.tokens) not in (DIGITS, HALVES)
 
 
 def shared_map(shape: ModelShape, plan: Plan, gpu: Gpu, reserve: Reserve = kernel_regions) -> SharedMap:

@@ -17,17 +17,13 @@ from cheetah.plan.kv import kv_plan
 from cheetah.plan.layout import MatrixLayout
 from cheetah.plan.matrices import StepMatrices, step_matrices
 from cheetah.plan.plan import Plan
+from cheetah.plan.products import STEP_EXCHANGES, Phase, Product
 from cheetah.plan.regions import Reserve, kernel_regions, shared_map
 from cheetah.plan.shape import ModelShape
 from cheetah.plan.shared_memory import SharedMap
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-
-LAYER_EXCHANGES = ("q, k, v", "partial states", "attention output", "o", "gate * up", "down")
-"""Vectors that all blocks make and all need, in the order of a layer; each ends a phase."""
-STEP_EXCHANGES = ("sampling candidates",)
-"""The same, once a step, after the head."""
 
 
 @dataclass(frozen=True)
@@ -101,8 +97,11 @@ class Report:
     @cached_property
     def phases(self) -> tuple[PhaseShare, ...]:
         """qkv, attention, o, gate_up, down, lm_head: in the order of a step."""
-        qkv, *others = (self._matrix_share(layout) for layout in self.matrices)
-        return (qkv, self._attention_share(), *others)
+        table = self.shape.table
+        return tuple(self._share(phase) for phase in (*table.layer, table.head))
+
+    def _share(self, phase: Phase) -> PhaseShare:
+        return self._matrix_share(self.matrices[phase]) if isinstance(phase, Product) else self._attention_share(phase)
 
     @cached_property
     def step_share(self) -> PhaseShare:
@@ -114,7 +113,8 @@ class Report:
 
     @property
     def exchanges_per_step(self) -> int:
-        return len(LAYER_EXCHANGES) * self.shape.layers + len(STEP_EXCHANGES)
+        """Vectors that all blocks make and all need, each time that they do; those of filters too."""
+        return len(self.shape.table.exchanges) * self.shape.layers + len(STEP_EXCHANGES)
 
     @property
     def step_bytes(self) -> StepBytes:
@@ -143,7 +143,7 @@ class Report:
                 f"{plan.tokens} tokens a step at most; attention tiles of {plan.tile_columns(self.shape.group)}",
             ),
             (
-                "slices of down",
+                f"slices of {self.shape.table.sliced.name}",
                 f"its input in {plan.down_slices} parts" if plan.down_slices > 1 else "its input whole",
             ),
             ("ring", f"{plan.stages} stages of {plan.stage_bytes} bytes, {plan.in_flight} in flight"),
@@ -158,9 +158,11 @@ class Report:
         )
 
     def _narrow_tiles(self) -> tuple[tuple[str, str], ...]:
-        o = self.matrices.o
-        row = ("M-tiles of o, down", f"narrow: {o.tile_rows} rows, {o.waves} a block at most")
-        return (row,) if o.is_narrow else ()
+        narrow = [layout for layout in self.matrices if layout.is_narrow]
+        if not narrow:
+            return ()
+        names = ", ".join(layout.name for layout in narrow)
+        return ((f"M-tiles of {names}", f"narrow: {narrow[0].tile_rows} rows, {narrow[0].waves} a block at most"),)
 
     def _bytes_by_format(self) -> str:
         sizes: dict[str, int] = {}
@@ -175,7 +177,7 @@ class Report:
         shares = tuple(layout.block_bytes(block) for block in range(self.gpu.blocks))
         return PhaseShare(layout.name, shares, self.matrices.copies(layout))
 
-    def _attention_share(self) -> PhaseShare:
+    def _attention_share(self, phase: Phase) -> PhaseShare:
         """K and V read by each block, from the schedule of this context clipped to the keys there are."""
         shape, plan = self.shape, self.plan
         lengths = [self.context] * plan.batch
@@ -187,7 +189,7 @@ class Report:
             queue = schedule.queue(block)
             tokens = np.minimum(queue[:, 4], self.context) - queue[:, 3]
             shares.append(int(tokens.sum()) * token_bytes)
-        return PhaseShare("attention", tuple(shares), shape.layers)
+        return PhaseShare(phase.name, tuple(shares), shape.layers)
 
 
 def step_bytes(
@@ -197,7 +199,7 @@ def step_bytes(
     return StepBytes(
         weights=weight_bytes,
         kv=2 * kv_element_bytes * shape.layers * shape.kv_heads * shape.head_dim * context * batch,
-        norms=2 * (2 * shape.layers + 1) * shape.padded_hidden,
+        norms=2 * shape.table.norm_count * shape.padded_hidden,
         embedding=2 * shape.padded_hidden * batch,
         rope=4 * shape.head_dim * batch,
     )

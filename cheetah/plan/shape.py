@@ -1,13 +1,15 @@
 """The numbers of a model that the plan needs; nothing of where they come from."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import TypeVar
 
 from cheetah.plan.errors import PlanError, require_positive
 from cheetah.plan.formats import BF16, M_TILE_ROWS, VECTOR_COLUMNS, TileFormat, tile_format
-from cheetah.plan.index import ceil_div
+from cheetah.plan.index import round_up
+from cheetah.plan.products import AttentionPhase, Phase, Product, RowOrder, Source, StepTable, Vector
 
-MATRICES = ("qkv", "o", "gate_up", "down", "lm_head")
-"""The matrices of a step that have a weight format each."""
+AnyPhase = TypeVar("AnyPhase", bound=Phase)
 
 
 @dataclass(frozen=True)
@@ -46,8 +48,12 @@ class ModelShape:
     @property
     def tile_formats(self) -> tuple[TileFormat, ...]:
         """The weight formats of the matrices, each once."""
-        named = dict(self.formats)
-        return tuple(dict.fromkeys(tile_format(named.get(matrix, BF16.name)) for matrix in MATRICES))
+        return tuple(dict.fromkeys(product.format for product in self.table))
+
+    @property
+    def table(self) -> StepTable:
+        """What a step is made of."""
+        return _table(self)
 
     def describe(self) -> dict[str, int | str]:
         """The sizes by name, and the formats of matrices that are not bf16."""
@@ -72,21 +78,27 @@ class ModelShape:
     @property
     def padded_hidden(self) -> int:
         """`hidden` rounded up to whole K-tiles: the row length of norms and embedding."""
-        return _padded(self.hidden)
-
-    @property
-    def padded_query_rows(self) -> int:
-        return _padded(self.query_rows)
-
-    @property
-    def padded_ffn(self) -> int:
-        return _padded(self.ffn)
-
-    @property
-    def widest_vector(self) -> int:
-        """Elements of the longest input of a matrix, padded."""
-        return max(self.padded_hidden, self.padded_query_rows, self.padded_ffn)
+        return round_up(self.hidden, VECTOR_COLUMNS)
 
 
-def _padded(columns: int) -> int:
-    return ceil_div(columns, VECTOR_COLUMNS) * VECTOR_COLUMNS
+@lru_cache(maxsize=64)
+def _table(shape: ModelShape) -> StepTable:
+    """A dense decoder: attention and feed-forward, each added to the residual behind a norm of it."""
+    hidden, middle = (Vector(name, shape.hidden, is_normed=True) for name in ("hidden", "middle"))
+    heads, attended = Vector("qkv", shape.qkv_rows), Vector("attention", shape.query_rows)
+    gated = Vector("gated", shape.ffn)
+    kv_rows = shape.kv_heads * shape.head_dim
+    of_heads = Source("q", shape.query_rows), Source("k", kv_rows), Source("v", kv_rows)
+    layer = (
+        Product("qkv", hidden, heads, of_heads, RowOrder.HEADS, is_brief=True),
+        AttentionPhase("attention", heads, attended, partials="partials"),
+        Product("o", attended, middle, (Source("o", shape.hidden),), adds=True, is_brief=True),
+        Product("gate_up", middle, gated, (Source("gate", shape.ffn), Source("up", shape.ffn)), RowOrder.PAIRS),
+        Product("down", gated, hidden, (Source("down", shape.hidden),), adds=True, is_placed=False, is_sliced=True),
+    )
+    head = Product("lm_head", hidden, None, (Source("lm_head", shape.vocab),), is_once=True)
+    return StepTable(tuple(_in_format(shape, phase) for phase in layer), _in_format(shape, head), shape.layers)
+
+
+def _in_format(shape: ModelShape, phase: AnyPhase) -> AnyPhase:
+    return replace(phase, format=shape.format_of(phase.name)) if isinstance(phase, Product) else phase

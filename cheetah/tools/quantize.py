@@ -67,7 +67,7 @@ def quantization_job(model: str, scheme: QuantizationScheme, clip: bool, revisio
     tile_format(scheme.name)  # PlanError if the kernel does not have it
     family, config = family_of(checkpoint.config), checkpoint.config
     modules = family.matrix_modules(config)
-    names = {name for matrix, of_matrix in modules.items() if matrix != "lm_head" for name in of_matrix}
+    names = {name for product in config.table.products for name in modules[product.name]}
     shapes = family.tensor_shapes(config)
     wanted = {f"{name.format(layer=layer)}{WEIGHT}" for name in names for layer in range(config.layers)}
     matrices = {name: (shape[0], shape[1]) for name, shape in shapes.items() if name in wanted}

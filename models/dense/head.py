@@ -17,13 +17,12 @@ from cheetah.lang import ty
 from cheetah.models.config import ModelConfig
 from cheetah.models.dense.launch import Launch, hidden_states_parameter
 from cheetah.models.dense.launch import kernel_parameters as parameters_of_step
-from cheetah.models.dense.step import LAST_PHASES, HeadParts, head_exchange_sizes, workspace_bytes
+from cheetah.models.dense.step import HeadParts, head_exchange_sizes, last_phases, workspace_bytes
 from cheetah.models.dense.step import sizes as sizes_of_step
 from cheetah.package import KernelParameter
 from cheetah.plan import Gpu, Plan, shared_map
 
 KERNEL_NAME = "lm_head"
-PHASES = PhaseNames((), LAST_PHASES, 0)
 OF_LAYERS = ("rope", "kv", "page_table", "kv_plans", "tiles", "plan_count", "kv_scales", "biases", "head_norms")
 """Parameters of a step that its layers alone need."""
 
@@ -39,12 +38,17 @@ def kernel_parameters(config: ModelConfig, plan: Plan) -> dict[str, KernelParame
 def sizes(config: ModelConfig, gpu: Gpu, plan: Plan, rows: int) -> dict[str, int]:
     """The sizes that the parameters' shapes name. rows: of hidden states."""
     nbytes = workspace_bytes(head_exchange_sizes(gpu, plan), plan)
-    return {**sizes_of_step(config, gpu, plan), "hidden_rows": rows, "exchange_bytes": nbytes, "phases": PHASES.count}
+    own = {"hidden_rows": rows, "exchange_bytes": nbytes, "phases": phases_of(config).count}
+    return {**sizes_of_step(config, gpu, plan), **own}
 
 
 def phase_names(config: ModelConfig) -> tuple[str, ...]:
     """The phases of a step, as `progress` counts them."""
-    return PHASES.names
+    return phases_of(config).names
+
+
+def phases_of(config: ModelConfig) -> PhaseNames:
+    return PhaseNames((), last_phases(config.table), 0)
 
 
 def build_kernel(config: ModelConfig, gpu: Gpu, plan: Plan, rows: int) -> ch.Kernel:
@@ -66,7 +70,7 @@ class Head(HeadParts):
 
     def __init__(self, config: ModelConfig, machine: Machine, launch: Launch, rows: int) -> None:
         exchange = make_exchange(machine, launch.exchange, head_exchange_sizes(machine.gpu, machine.plan))
-        super().__init__(config, machine, launch, exchange, PHASES, rows)
+        super().__init__(config, machine, launch, exchange, phases_of(config), rows)
 
     @ch.inline
     def emit(self) -> None:
@@ -75,7 +79,7 @@ class Head(HeadParts):
         self.set_up()
         with ch.roles_for(machine.roles, self.launch.steps, name="step") as step:
             self._begin_step(step)
-            embedded = self.embedded(ty.u32(2 * self.shape.layers), self.places("lm_head", self.shape.layers))
+            embedded = self.embedded(ty.u32(self.table.norm_row(self.table.head, None)), self.places(self.table.head))
             self.emit_head(step, embedded, waits="nothing: the hidden states are there")
             with machine.consumer:
                 self.tokens.end_step(step)

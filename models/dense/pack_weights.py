@@ -22,22 +22,20 @@ from typing import Any, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from cheetah.models.act_order import ORDERED_INPUTS, RowsInOrder, ordered_input, places_of_columns
+from cheetah.models.act_order import RowsInOrder, places_of_columns
 from cheetah.models.config import ModelConfig
 from cheetah.models.dense.pieces import BLOCK_BYTES, PIECE_BYTES, STAGING, Job, Piece, ranges
 from cheetah.models.dense.repacked import StagedMatrix, misplaced, staged_matrix
 from cheetah.models.dense.weights import (
     EMBEDDING,
-    FINAL_NORM,
     GROUP_ROWS,
     HEAD_NORMS,
-    INPUT_NORM,
-    POST_ATTENTION_NORM,
-    QKV_BIASES,
     RowGroups,
+    bias_tensors,
     groups_of,
     logical_matrix,
     matrix_tensors,
+    norm_tensors,
     row_groups,
     vector_shapes,
 )
@@ -128,8 +126,9 @@ def pack_all(
 def _largest_piece(config: ModelConfig, matrices: StepMatrices) -> int:
     """Bytes that no piece exceeds which is packed here."""
     vectors = (math.prod(shape) * 2 for shape in vector_shapes(config).values())
-    waves = (min(one.blocks, one.m_tiles) * one.m_tile_bytes for one in (*matrices.of_layer, matrices.lm_head))
-    return max(PIECE_BYTES, config.padded_hidden * 2 * (2 * config.layers + 1), *vectors, *waves)
+    waves = (min(one.blocks, one.m_tiles) * one.m_tile_bytes for one in matrices)
+    norms = config.padded_hidden * 2 * config.table.norm_count
+    return max(PIECE_BYTES, norms, *vectors, *waves)
 
 
 @dataclass(frozen=True)
@@ -158,7 +157,7 @@ def _layouts(config: ModelConfig, matrices: StepMatrices) -> Iterator[tuple[Matr
     """All matrices in the order in which they are packed, with their layers."""
     for layer in range(config.layers):
         yield from ((layout, layer) for layout in matrices.of_layer)
-    yield matrices.lm_head, 0
+    yield matrices.head, 0
 
 
 @dataclass(frozen=True)
@@ -191,15 +190,15 @@ class _Source:
 
 
 def _norms_piece(config: ModelConfig, tensor: ReadTensor) -> Piece:
-    names = [name.format(layer=layer) for layer in range(config.layers) for name in (INPUT_NORM, POST_ATTENTION_NORM)]
+    names = norm_tensors(config)
 
     def make(memory: Bytes) -> None:
-        norms = memory.view(np.uint16).reshape(len(names) + 1, config.padded_hidden)
+        norms = memory.view(np.uint16).reshape(len(names), config.padded_hidden)
         norms[:, config.hidden_size :] = 0
-        for row, name in zip(norms, (*names, FINAL_NORM), strict=True):
+        for row, name in zip(norms, names, strict=True):
             row[: config.hidden_size] = tensor(name)
 
-    return Piece("norms", 0, (len(names) + 1) * config.padded_hidden * 2, (make,))
+    return Piece("norms", 0, len(names) * config.padded_hidden * 2, (make,))
 
 
 def _biases_piece(config: ModelConfig, tensor: ReadTensor) -> Piece:
@@ -208,8 +207,8 @@ def _biases_piece(config: ModelConfig, tensor: ReadTensor) -> Piece:
 
     def make(memory: Bytes) -> None:
         for layer, row in enumerate(memory.view(np.uint16).reshape(shape)):
-            columns = [tensor(name.format(layer=layer))[:, None] for name in QKV_BIASES]
-            row[:] = logical_matrix(config, "qkv", columns)[:, 0]
+            columns = [tensor(name.format(layer=layer))[:, None] for name in bias_tensors(config)]
+            row[:] = logical_matrix(config, config.table.heads.name, columns)[:, 0]
 
     return Piece("biases", 0, math.prod(shape) * 2, (make,))
 
@@ -227,15 +226,14 @@ def _head_norms_piece(config: ModelConfig, tensor: ReadTensor) -> Piece:
 
 def _places_piece(config: ModelConfig, rows: ReadRows) -> Piece:
     """Where each ordered matrix has the elements of its input."""
-    shape = vector_shapes(config)["places"]
+    shape, table = vector_shapes(config)["places"], config.table
 
     def make(memory: Bytes) -> None:
         places = memory.view(np.uint16).reshape(shape)
-        for layer in range(config.layers):
-            for matrix in ORDERED_INPUTS:
-                order = _order_of(config, matrix, layer, rows)
-                places[ordered_input(matrix, layer)] = places_of_columns(order, shape[1])
-        places[-1] = places_of_columns(_order_of(config, "lm_head", 0, rows), shape[1])
+        of_layers = ((product, layer) for layer in range(config.layers) for product in table.placed)
+        for product, layer in (*of_layers, (table.head, 0)):
+            order = _order_of(config, product.name, layer, rows)
+            places[table.places_row(product, layer)] = places_of_columns(order, shape[1])
 
     return Piece("places", 0, math.prod(shape) * 2, (make,))
 
@@ -288,8 +286,11 @@ class _Matrix:
             raise PackingError(f"matrix {layout.name!r}: {len(groups)} groups of rows for {layout.m_tiles} M-tiles")
         names = matrix_tensors(config, layout.name, layer)
         tensors = tuple(rows(name) for name in names)
-        if layout.name == "gate_up" and (order := _order_of(config, "down", layer, rows)) is not None:
-            tensors = tuple(RowsInOrder(one, order) for one in tensors)
+        table = config.table
+        reader = table.reader_of(table.named(layout.name))
+        if reader is not None and not reader.is_placed:  # its input has the order of its columns by itself
+            order = _order_of(config, reader.name, layer, rows)
+            tensors = tensors if order is None else tuple(RowsInOrder(one, order) for one in tensors)
         return _Matrix(layout, groups, names, tensors, matrices.offset(layout.name, layer))
 
     @property

@@ -7,24 +7,33 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 from cheetah.models.config import ModelConfig
-from cheetah.plan import Gpu, ModelShape, Plan, PlanError, SharedMap, step_matrices
+from cheetah.plan import Gpu, ModelShape, Plan, PlanError, SharedMap, StepMatrices, step_matrices
 from cheetah.plan.formats import BF16, M_TILE_ROWS, QuantizedTiles, TileFormat
 from cheetah.plan.index import ceil_div, round_up
 from cheetah.plan.pass_tables import SEGMENT_COLUMNS, PassRoom, pass_room
+from cheetah.plan.products import Phase, Product, RowOrder, StepTable, Vector
 from cheetah.plan.prompt import Cut, PassPlan, widest_format
 
 SECTION_ALIGNMENT = 1024
 
 
+HIDDEN = "hidden"
+"""The section of all vectors that the residual is published as."""
+
+
+def section_of(vector: Vector) -> str:
+    """The section of the workspace in which a product's input lies."""
+    return HIDDEN if vector.is_normed else vector.name
+
+
 @dataclass(frozen=True)
 class PassPhase:
-    """Of a layer. matrix: whose product it is, none of attention. adds: it adds the parts of that product."""
+    """Of a layer. product: none of attention. adds: it adds the parts of that product."""
 
     name: str
-    matrix: str | None = None
+    product: Product | None = None
     adds: bool = False
 
 
@@ -83,37 +92,47 @@ class PassSizes:
         return self.config.shape
 
     @property
-    def matrices(self) -> Any:
+    def table(self) -> StepTable:
+        return self.shape.table
+
+    @property
+    def matrices(self) -> StepMatrices:
         return step_matrices(self.shape, self.plan, self.gpu)
 
-    def parts(self, matrix: str) -> int:
-        """Parts of k that its product is cut into."""
-        return self._cut(matrix).parts
+    def parts(self, product: Product) -> int:
+        """Parts of k that it is cut into."""
+        return self._cut(product).parts
 
-    def height(self, matrix: str) -> int | None:
+    def height(self, product: Product) -> int | None:
         """M-tiles of its tiles, if fewer than there is room for; else None."""
-        height = self._cut(matrix).height
+        height = self._cut(product).height
         return height if height < self.pass_plan.tile_m_tiles else None
 
-    def _cut(self, matrix: str) -> Cut:
-        """Behind o and down come sums of squares over a tile's rows, in q, k and v those of heads with norms."""
-        sums_over_tile = {"qkv": self.config.has_head_norms, "gate_up": False}.get(matrix, True)
-        return self.pass_plan.cut(self.matrices.named(matrix), self.gpu.blocks, sums_over_tile)
+    def _cut(self, product: Product) -> Cut:
+        """Behind products onto the residual come sums of squares over a tile's rows, in heads with norms their own."""
+        sums_over_tile = product.adds or product.order is RowOrder.HEADS and self.config.has_head_norms
+        return self.pass_plan.cut(self.matrices[product], self.gpu.blocks, sums_over_tile)
 
-    def _phases_of(self, matrix: str) -> list[PassPhase]:
-        product = [PassPhase(matrix, matrix)]
-        return product if self.parts(matrix) == 1 else [*product, PassPhase(f"{matrix}-sums", matrix, adds=True)]
+    def _phases_of(self, phase: Phase) -> list[PassPhase]:
+        if not isinstance(phase, Product):
+            return [PassPhase(phase.name)]
+        whole = [PassPhase(phase.name, phase)]
+        return whole if self.parts(phase) == 1 else [*whole, PassPhase(f"{phase.name}-sums", phase, adds=True)]
 
     @property
     def key_phases(self) -> list[PassPhase]:
         """Phases of the last layer where keys and values are all that is wanted of it."""
-        return self._phases_of("qkv")
+        return self._phases_of(self.table.heads)
 
     @property
     def phases(self) -> list[PassPhase]:
         """Phases of a layer, in order."""
-        behind = (phase for matrix in ("o", "gate_up", "down") for phase in self._phases_of(matrix))
-        return [*self.key_phases, PassPhase("attention"), *behind]
+        return [one for phase in self.table.layer for one in self._phases_of(phase)]
+
+    @property
+    def attention_index(self) -> int:
+        """The number of attention among them."""
+        return next(index for index, phase in enumerate(self.phases) if phase.product is None)
 
     @property
     def phase_count(self) -> int:
@@ -141,26 +160,28 @@ class PassSizes:
         plan, shape, matrices = self.pass_plan, self.shape, self.matrices
         keys = shape.kv_heads * self.room.key_rows * shape.head_dim * 2
         # A tile of attention reads as many queries as it may have, also where a segment has fewer.
-        hidden_columns = max(matrices.qkv.padded_columns, matrices.gate_up.padded_columns)
+        columns: dict[str, int] = {}
+        for product in self.table.products:
+            name = section_of(product.input)
+            columns[name] = max(columns.get(name, 0), matrices[product].padded_columns)
         query_columns = shape.heads * plan.tokens + self.room.tile_tokens
         return {
             "counter": 8,
             "residual": 4 * plan.residual_floats(self.hidden_m_tiles),
-            "hidden": plan.activation_bytes(hidden_columns),
+            HIDDEN: plan.activation_bytes(columns.pop(HIDDEN)),
             "squares": 4 * plan.tokens * ceil_div(self.hidden_m_tiles, plan.tile_m_tiles),
             "queries": query_columns * shape.head_dim * 2,
             "keys": keys,
             "values": keys,
-            "attention": plan.activation_bytes(matrices.o.padded_columns),
-            "gated": plan.activation_bytes(matrices.down.padded_columns),
+            **{name: plan.activation_bytes(count) for name, count in columns.items()},
             "parts": 4 * plan.residual_floats(max(self._part_m_tiles())),
         }
 
     def _part_m_tiles(self) -> Iterator[int]:
         """M-tiles of all parts of each product that has several."""
-        for matrix in self.matrices.of_layer:
-            parts = self.parts(matrix.name)
-            yield 0 if parts == 1 else parts * matrix.full_m_tiles
+        for product in self.table.products:
+            parts = self.parts(product)
+            yield 0 if parts == 1 else parts * self.matrices[product].full_m_tiles
 
     @property
     def offsets(self) -> dict[str, int]:

@@ -49,7 +49,7 @@ class Step(StepParts):
                 self.begin_layer(layer)
                 self.emit_layer(step, layer)
             self.end_layers()
-            hidden = self.normalised("hidden", self.layer_epoch, self.places("lm_head", self.shape.layers))
+            hidden = self.normalised(self.table.head.input, self.layer_epoch, self.places(self.table.head))
             self.emit_head(step, hidden, waits="hidden of the last layer")
             self.end_step(step)
         emit_roles(self.machine)
@@ -57,14 +57,14 @@ class Step(StepParts):
     def emit_layer(self, step: Any, layer: Any) -> None:
         """Attention and feed-forward, each added to the residual."""
         machine, matrices, phase, linear = self.machine, self.matrices, self.phase, self.linear
-        ffn_norm, next_norm = layer * 2 + 1, layer * 2 + 2
+        qkv, o, gate_up, down = self.table.products
         with phase(
             "qkv",
             "Input norm; q, k and v of these tokens; rotary embedding.",
             waits="hidden of the layer before; in the first layer for nothing, the tokens' embeddings are there",
             makes="qkv, and the keys and values in the cache",
         ):
-            linear(matrices.qkv, self.input_of(layer), self.project_heads(layer))
+            linear(matrices[qkv], self.input_of(qkv, layer), self.project_heads(layer))
         with phase(
             "attention",
             "The block's items of the KV plan; then its merges of rows whose keys were split.",
@@ -74,9 +74,8 @@ class Step(StepParts):
         ):
             self.attend(step, layer)
         with phase("o", "Projection onto the residual.", waits="attention", makes="middle"):
-            linear(matrices.o, self.heads(layer), self.onto_residual("middle", ffn_norm))
+            linear(matrices[o], self.input_of(o, layer), self.onto_residual(o, layer))
         with phase("gate_up", "Norm; gate and up; SwiGLU.", waits="middle", makes="gated"):
-            middle = self.normalised("middle", self.layer_epoch, self.places("gate_up", layer))
-            linear(matrices.gate_up, middle, swiglu(machine, self.vector("gated")))
+            linear(matrices[gate_up], self.input_of(gate_up, layer), swiglu(machine, self.vector(gate_up.output)))
         with phase("down", "Projection onto the residual.", waits="gated", makes="hidden"):
-            linear(matrices.down, self.gated(layer), self.onto_residual("hidden", next_norm))
+            linear(matrices[down], self.input_of(down, layer), self.onto_residual(down, layer))

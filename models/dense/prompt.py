@@ -22,7 +22,7 @@ from cheetah.blocks.prompt.product import ACCUMULATORS, Case, Finish, Given, Sum
 from cheetah.blocks.prompt.ring import TileRing
 from cheetah.blocks.timeline import EVENTS, Timeline
 from cheetah.lang import Expr, prim, ty
-from cheetah.models.act_order import ORDERED_INPUTS, ordered_input, places_shape
+from cheetah.models.act_order import places_shape
 from cheetah.models.config import ModelConfig
 from cheetah.models.dense.launch import (
     BIASES,
@@ -37,13 +37,14 @@ from cheetah.models.dense.launch import (
     parameter_field,
     parameters_of,
 )
-from cheetah.models.dense.pass_sizes import PassPhase, PassSizes
+from cheetah.models.dense.pass_sizes import HIDDEN, PassPhase, PassSizes, section_of
 from cheetah.models.dense.program import sizes as sizes_of_step
 from cheetah.package import KernelParameter
 from cheetah.plan import Gpu, MatrixLayout, Plan
 from cheetah.plan.formats import M_TILE_ROWS
 from cheetah.plan.index import ceil_div
 from cheetah.plan.pass_tables import SEGMENT_COLUMNS, TABLE_WORDS
+from cheetah.plan.products import Product
 from cheetah.plan.prompt import GROUP_TOKENS, PassPlan
 
 KERNEL_NAME = "prompt_pass"
@@ -130,7 +131,7 @@ class Pass:
 
     def __init__(self, sizes: PassSizes, machine: PassMachine, launch: PassLaunch) -> None:
         self.sizes, self.machine, self.launch = sizes, machine, launch
-        self.shape, self.matrices = sizes.shape, sizes.matrices
+        self.shape, self.table, self.matrices = sizes.shape, sizes.table, sizes.matrices
         self._declare()
 
     @ch.inline
@@ -182,8 +183,8 @@ class Pass:
     def _emit_copies(self, layer: Any) -> None:
         """What the copying roles bring in a layer. Activations wait for the phase before, weights for nobody."""
         machine, attention = self.machine, self._attention(layer)
-        for matrix in self.matrices.of_layer:
-            given = self._given(matrix, layer)
+        for product in self.table.products:
+            matrix, given = self.matrices[product], self._given(product, layer)
             with machine.weights:
                 machine.renew()
                 self.product.copy_weights(matrix, given)
@@ -193,7 +194,7 @@ class Pass:
                 self.product.copy_activations(matrix, given)
                 if given.parts > 1:
                     self.barrier.skip_phase()
-            if matrix is self.matrices.qkv:
+            if product is self.table.heads:
                 for role in (machine.weights, machine.activations):
                     with role, ch.if_(self._ends_with_keys(layer)):
                         ch.break_()
@@ -249,7 +250,7 @@ class Pass:
             self.timeline.stamp(number, "begin")
             self.barrier.begin_phase()
             self.timeline.stamp(number, "ready")
-            with ch.if_(phase == sizes.phases.index(PassPhase("attention"))):
+            with ch.if_(phase == sizes.attention_index):
                 self._attention(layer).attend()
             with ch.else_():
                 with ch.if_(phase == 0):
@@ -281,16 +282,15 @@ class Pass:
         to_be_added = StoreParts(self.machine, self._section("parts", ty.f32))
         cases = []
         for index, one in enumerate(phases):
-            if one.matrix is not None and one.adds == adds:
-                parts, finish = self.sizes.parts(one.matrix), finishes[one.matrix]
+            if (product := one.product) is not None and one.adds == adds:
+                parts, finish, matrix = self.sizes.parts(product), finishes[product], self.matrices[product]
                 is_stored = parts > 1 and not adds
-                onto = one.matrix in ("o", "down") and not is_stored
-                matrix = self.matrices.named(one.matrix)
+                onto = product.adds and not is_stored
                 chosen, weights = to_be_added if is_stored else finish, self._weights(matrix, layer)
-                cases.append(Case(matrix, chosen, onto, index, parts, weights, self.sizes.height(one.matrix)))
+                cases.append(Case(matrix, chosen, onto, index, parts, weights, self.sizes.height(product)))
         return cases
 
-    def _finishes(self, layer: Any, phase: Any, product: TileProduct) -> dict[str, Finish]:
+    def _finishes(self, layer: Any, phase: Any, product: TileProduct) -> dict[Product, Finish]:
         """What becomes of the sums of each matrix, in the tiles of `product`."""
         machine, scales = product.machine, self.scales[product]
         heads = StoreHeads(
@@ -300,10 +300,12 @@ class Pass:
             norms=self._head_norms(machine),
         )
         gated = StoreGated(machine, self._section("gated"), scales)
+        qkv, o, gate_up, down = self.table.products
         # After o comes the layer's second norm, after down the next layer's first.
-        behind_o = phase <= self.sizes.phases.index(PassPhase("gate_up", "gate_up"))
-        onto_residual = self._onto_residual(machine, layer * 2 + ch.select(behind_o, ty.u32(1), ty.u32(2)))
-        return {"qkv": heads, "o": onto_residual, "gate_up": gated, "down": onto_residual}
+        behind_o = phase <= self.sizes.phases.index(PassPhase(gate_up.name, gate_up))
+        behind = ch.select(behind_o, *(ty.u32(self.table.norm_behind(one, 0)) for one in (o, down)))
+        onto_residual = self._onto_residual(machine, layer * len(self.table.norms) + behind)
+        return {qkv: heads, o: onto_residual, gate_up: gated, down: onto_residual}
 
     def _heads(self, machine: PassMachine, layer: Any) -> PassHeads:
         scales = self.launch.kv_scales
@@ -326,26 +328,26 @@ class Pass:
     def _weights(self, matrix: MatrixLayout, layer: Any) -> Any:
         return self.launch.weights + (ty.u64(layer) * self.matrices.layer_stride + matrix.offset)
 
-    def _given(self, matrix: MatrixLayout, layer: Any) -> Given:
-        sources = {"qkv": "hidden", "o": "attention", "gate_up": "hidden", "down": "gated"}
-        parts = self.sizes.parts(matrix.name)
-        adds = matrix.name in ("o", "down") and parts == 1
-        residual = self._section("residual", ty.f32) if adds else None
-        height = self.sizes.height(matrix.name)
-        return Given(self._weights(matrix, layer), self._section(sources[matrix.name]), residual, parts, height)
+    def _given(self, product: Product, layer: Any) -> Given:
+        parts = self.sizes.parts(product)
+        residual = self._section("residual", ty.f32) if product.adds and parts == 1 else None
+        height, weights = self.sizes.height(product), self._weights(self.matrices[product], layer)
+        return Given(weights, self._section(section_of(product.input)), residual, parts, height)
 
     def _attention(self, layer: Any) -> PassAttention:
-        into, heads, sizes = self._section("attention"), self._heads(self.machine, layer), self.sizes
-        places = self._places(ordered_input("o", layer))
+        _, o, _, _ = self.table.products
+        into, heads, sizes = self._section(o.input.name), self._heads(self.machine, layer), self.sizes
+        places = self._places(self.table.places_row(o, layer))
         return PassAttention(self.machine, self.ring, heads, self.tokens, into, sizes.key_tile, sizes.window, places)
 
     def _onto_residual(self, machine: PassMachine, norm: Any) -> StoreResidual:
         """norm: number of the one that follows."""
-        weight = self.launch.norms + norm * self.shape.padded_hidden
+        weight, table = self.launch.norms + norm * self.shape.padded_hidden, self.table
+        first, second = table.norms
         return StoreResidual(
-            *(machine, self._section("residual", ty.f32), self._section("hidden")),
+            *(machine, self._section("residual", ty.f32), self._section(HIDDEN)),
             *(self._section("squares", ty.f32), weight, self.sizes.hidden_m_tiles),
-            places=self._places(ordered_input("qkv", norm // 2) + norm % 2 * ORDERED_INPUTS.index("gate_up")),
+            places=self._places(table.places_row(first, norm // 2) + norm % 2 * table.places_row(second, 0)),
         )
 
     def _places(self, row: Any) -> Any:

@@ -17,12 +17,11 @@ from cheetah.models.dense.weights import (
     EMBEDDING,
     FINAL_NORM,
     HEAD_NORMS,
-    INPUT_NORM,
-    POST_ATTENTION_NORM,
-    QKV_BIASES,
+    NORMS,
+    bias_tensors,
     head_tensor,
+    matrix_tensors,
     tensor_shapes,
-    weight_sources,
 )
 from cheetah.models.family import Tensors
 from cheetah.models.formats import WEIGHT_FORMATS
@@ -173,7 +172,7 @@ class Reference:
         self.layers = [_layer(config, layer, weight) for layer in range(config.layers)]
         self.norm = weight(FINAL_NORM)
         head_weight = self.embedding if config.tied_embeddings else weight(head_tensor(config))
-        self.head = as_multiplied(config, "lm_head", head_weight)
+        self.head = as_multiplied(config, config.table.head.name, head_weight)
         self.reset()
 
     def reset(self) -> None:
@@ -276,14 +275,14 @@ def _layer(config: ModelConfig, layer: int, weight: Callable[[str], F32]) -> Lay
     def of_layer(names: Iterable[str]) -> list[F32]:
         return [weight(name.format(layer=layer)) for name in names]
 
-    sources = weight_sources(config)
+    table = config.table
 
     def of(matrix: str) -> list[F32]:
-        return [as_multiplied(config, matrix, weight) for weight in of_layer(sources[matrix])]
+        return [as_multiplied(config, matrix, weight(name)) for name in matrix_tensors(config, matrix, layer)]
 
-    input_norm, ffn_norm = of_layer((INPUT_NORM, POST_ATTENTION_NORM))
-    (q, k, v), (o,), (gate, up), (down,) = (of(matrix) for matrix in ("qkv", "o", "gate_up", "down"))
-    biases = tuple(of_layer(QKV_BIASES)) if config.has_biases else (0.0,) * 3
+    input_norm, ffn_norm = of_layer(NORMS[product.name] for product in table.norms)
+    (q, k, v), (o,), (gate, up), (down,) = (of(product.name) for product in table.products)
+    biases = tuple(of_layer(bias_tensors(config))) if config.has_biases else (0.0,) * 3
     head_norms = tuple(of_layer(HEAD_NORMS)) if config.has_head_norms else (None,) * 2
     return Layer(biases, head_norms, input_norm, q, k, v, o, ffn_norm, gate, up, down)
 

@@ -28,7 +28,7 @@ from cheetah.blocks.exchange import (
 )
 from cheetah.blocks.filters.filters import Filters
 from cheetah.blocks.host_words import HostWords
-from cheetah.blocks.linear.epilogue import HALF, add_residual
+from cheetah.blocks.linear.epilogue import add_residual
 from cheetah.blocks.linear.formats.vectors import is_raised
 from cheetah.blocks.linear.interface import Epilogue, Prologue, Rows
 from cheetah.blocks.linear.matvec import Matvec
@@ -41,7 +41,7 @@ from cheetah.blocks.sampling import Sampler
 from cheetah.blocks.timeline import Timeline
 from cheetah.blocks.tokens import Embeddings, Tokens
 from cheetah.lang import prim, ty
-from cheetah.models.act_order import ORDERED_INPUTS, ordered_input, places_shape
+from cheetah.models.act_order import places_shape
 from cheetah.models.config import ModelConfig
 from cheetah.models.dense.launch import Launch
 from cheetah.plan import M_TILE_ROWS, Gpu, ModelShape, Plan, step_matrices
@@ -50,14 +50,11 @@ from cheetah.plan.index import round_up
 from cheetah.plan.kv import KvPlanLayout, max_plans
 from cheetah.plan.kv.tables import epochs_of_step
 from cheetah.plan.narrow import residual_split
+from cheetah.plan.products import STEP_EXCHANGES, AttentionPhase, Product, StepTable, Vector
 from cheetah.plan.regions import FILTER_WORDS, listed_tokens
 
-LAYER_PHASES = ("qkv", "attention", "o", "gate_up", "down")
-LAST_PHASES = ("lm_head", "sampling")
-PRODUCT_INPUTS = {"hidden": ("qkv", "lm_head"), "attention": ("o",), "middle": ("gate_up",), "gated": ("down",)}
-"""The vectors that products of a layer are made with."""
-SQUARES = {"hidden": "hidden_squares", "middle": "middle_squares"}
-"""Those that norms lie before, and where their sums of squares are published."""
+SAMPLING = "sampling"
+"""The phase behind the head."""
 
 
 def kv_layout(shape: ModelShape, gpu: Gpu, plan: Plan) -> KvPlanLayout:
@@ -67,53 +64,52 @@ def kv_layout(shape: ModelShape, gpu: Gpu, plan: Plan) -> KvPlanLayout:
 
 def exchange_sizes(shape: ModelShape, gpu: Gpu, plan: Plan) -> dict[str, int]:
     """Payload words of each exchanged vector; the inputs of products with the padding of their matrix."""
-
-    def padded_words(name: str, elements: int) -> int:
-        columns = max(shape.format_of(matrix).columns for matrix in PRODUCT_INPUTS[name])
-        return vector_words(round_up(elements, columns), plan.tokens)
-
-    partial_rows = kv_layout(shape, gpu, plan).max_partial_rows
-    return {
-        "hidden": padded_words("hidden", shape.hidden),
-        "qkv": plan.tokens * shape.qkv_rows // 2,
-        "partials": partial_rows * (shape.head_dim + LSE_WORDS),
-        "attention": padded_words("attention", shape.query_rows),
-        "middle": padded_words("middle", shape.hidden),
-        "gated": padded_words("gated", shape.ffn),
-        **dict.fromkeys(SQUARES.values(), squares_words(residual_split(shape, gpu).m_tiles, plan.tokens)),
-        **head_exchange_sizes(gpu, plan),
-    }
+    table, sizes = shape.table, dict[str, int]()
+    for phase in table.layer:
+        sizes[phase.input.name] = _words_of(table, phase.input, plan)
+        if isinstance(phase, AttentionPhase):
+            partial_rows = kv_layout(shape, gpu, plan).max_partial_rows
+            sizes[phase.partials] = partial_rows * (shape.head_dim + LSE_WORDS)
+    words = squares_words(residual_split(shape, gpu).m_tiles, plan.tokens)
+    squares = {vector.squares: words for vector in table.normed}
+    return {**sizes, **squares, **head_exchange_sizes(gpu, plan)}
 
 
-def product_inputs(shape: ModelShape) -> dict[str, int]:
-    """The vectors that products take whole, with the exponents of their exchange: an element of `attention` or `gated`
-    that is larger adds so much to the residual that its squares say so (`InverseRms`). Without `hidden` in a model of
-    one layer, where nobody reads it in steps without a head."""
-    exponents = {"hidden": 32, "attention": 60, "middle": 32, "gated": 60}
-    return {name: exponent for name, exponent in exponents.items() if name != "hidden" or shape.layers > 1}
+def _words_of(table: StepTable, vector: Vector, plan: Plan) -> int:
+    readers = table.inputs.get(vector)
+    if readers is None:
+        return plan.tokens * vector.elements // 2
+    columns = max(product.format.columns for product in readers)
+    return vector_words(round_up(vector.elements, columns), plan.tokens)
+
+
+def product_inputs(table: StepTable) -> dict[str, int]:
+    """The vectors that products take whole, with the exponents of their exchange. Without the last product's in a model
+    of one layer, where nobody reads it in steps without a head."""
+    last = table.products[-1].output
+    return {one.name: one.exponent for one in table.inputs if one != last or table.layers > 1}
 
 
 def published_kinds(config: ModelConfig, plan: Plan) -> dict[str, str]:
     """As what the inputs of products are published where the copy engine brings them: as the first matrix wants them,
     if that and what others want can be said of each pair by itself, and nobody orders them before."""
-    shape = config.shape
-    kinds = dict.fromkeys(PRODUCT_INPUTS, BF16_VECTOR)
-    lengths = {"hidden": shape.hidden, "attention": shape.query_rows, "middle": shape.hidden, "gated": shape.ffn}
-    for name, matrices in PRODUCT_INPUTS.items():
-        wanted = [shape.format_of(matrix).vector_kind(matrix, lengths[name], plan.tokens) for matrix in matrices]
-        is_ordered = any(matrix != "down" and config.is_ordered(matrix) for matrix in matrices)
-        if not is_ordered and all(kind == BF16_VECTOR or is_raised(kind) for kind in wanted):
-            kinds[name] = wanted[0]
+    kinds = {}
+    for vector, readers in config.shape.table.inputs.items():
+        wanted = [product.vector_kind(plan.tokens) for product in readers]
+        is_ordered = any(product.is_placed and config.is_ordered(product.name) for product in readers)
+        can_be_said = not is_ordered and all(kind == BF16_VECTOR or is_raised(kind) for kind in wanted)
+        kinds[vector.name] = wanted[0] if can_be_said else BF16_VECTOR
     return kinds
 
 
 def head_exchange_sizes(gpu: Gpu, plan: Plan) -> dict[str, int]:
     """Those of the last two phases."""
-    return {
-        "candidates": 2 * 2 * max(plan.tokens, 2) * gpu.blocks,
-        "short_lists": 2 * 4 * listed_tokens(plan.tokens) * plan.tokens * gpu.blocks,
-        "filters": 2 * FILTER_WORDS * plan.tokens * gpu.blocks,
-    }
+    sizes = (
+        2 * 2 * max(plan.tokens, 2) * gpu.blocks,
+        2 * 4 * listed_tokens(plan.tokens) * plan.tokens * gpu.blocks,
+        2 * FILTER_WORDS * plan.tokens * gpu.blocks,
+    )
+    return dict(zip(STEP_EXCHANGES, sizes, strict=True))
 
 
 def workspace_bytes(exchanged: dict[str, int], plan: Plan, inputs: Collection[str] = ()) -> int:
@@ -130,7 +126,7 @@ def sizes(config: ModelConfig, gpu: Gpu, plan: Plan) -> dict[str, int]:
         **{name: value for name, value in vars(shape).items() if isinstance(value, int)},
         "qkv_rows": shape.qkv_rows,
         "weight_bytes": step_matrices(shape, plan, gpu).weight_bytes,
-        "norms": 2 * shape.layers + 1,
+        "norms": shape.table.norm_count,
         "padded_hidden": shape.padded_hidden,
         "max_context": plan.max_context,
         "half_head_dim": shape.head_dim // 2,
@@ -146,7 +142,7 @@ def sizes(config: ModelConfig, gpu: Gpu, plan: Plan) -> dict[str, int]:
         "tiles": layout.tiles,
         "columns": plan.tokens,
         "mask_words": mask_words(shape.vocab),
-        "exchange_bytes": workspace_bytes(exchange_sizes(shape, gpu, plan), plan, product_inputs(shape)),
+        "exchange_bytes": workspace_bytes(exchange_sizes(shape, gpu, plan), plan, product_inputs(shape.table)),
         "token_room": plan.launch_tokens + 1,
         "blocks": gpu.blocks,
         "phases": len(phase_names(config)),
@@ -156,12 +152,17 @@ def sizes(config: ModelConfig, gpu: Gpu, plan: Plan) -> dict[str, int]:
 
 def phase_names(config: ModelConfig) -> tuple[str, ...]:
     """The phases of a step, as `progress` counts them."""
-    return phases_of(config.layers).names
+    return phases_of(config.table).names
 
 
-def phases_of(layers: int) -> PhaseNames:
-    """The phases of a step of so many layers."""
-    return PhaseNames(LAYER_PHASES, LAST_PHASES, layers)
+def phases_of(table: StepTable) -> PhaseNames:
+    """The phases of a step."""
+    return PhaseNames(tuple(phase.name for phase in table.layer), last_phases(table), table.layers)
+
+
+def last_phases(table: StepTable) -> tuple[str, ...]:
+    """Those behind the layers."""
+    return table.head.name, SAMPLING
 
 
 class HeadParts:
@@ -178,13 +179,15 @@ class HeadParts:
         rows: int | None = None,
     ) -> None:
         self.config, self.machine, self.launch = config, machine, launch
-        self.shape, self.exchange = machine.shape, exchange
+        self.shape, self.table, self.exchange = machine.shape, machine.shape.table, exchange
         self.matrices = step_matrices(self.shape, machine.plan, machine.gpu)
+        self.residual = self.matrices[self.table.onto_residual[0]]
+        """Its rows are those of the residual, and lie with the same blocks."""
         self.timeline = Timeline(machine, launch.timeline, names.count)
         self.columns = Columns(machine, launch.column_count, launch.columns, launch.sequences)
         self.ring = Ring(machine)
         self.linear = Matvec(self.columns, self.ring, launch.weights, self.timeline)
-        adjustments = Adjustments(self.columns, launch, self.matrices.lm_head)
+        adjustments = Adjustments(self.columns, launch, self.matrices.head)
         host = HostWords(self.columns, launch)
         filters = Filters(self.exchange, adjustments, launch.weighed)
         self.sampler = Sampler(self.linear, self.exchange, self.shape.vocab, self.timeline, adjustments, filters, host)
@@ -221,15 +224,15 @@ class HeadParts:
         """Logits of `hidden`, and the next token of every column; left out for tokens whose logits nobody wants."""
         self.start_sampling()
         with self.phase(
-            "lm_head",
+            self.table.head.name,
             "Final norm; logits; each lane's best candidates.",
             waits=waits,
             makes="logits, where they are wanted, and candidates in registers",
             meets=False,
         ):
-            self.linear(self.matrices.lm_head, hidden, self.take_logits(step), when=self.needs_head(step))
+            self.linear(self.matrices.head, hidden, self.take_logits(step), when=self.needs_head(step))
         with self.phase(
-            "sampling",
+            SAMPLING,
             "The grid's choice; the meeting of all blocks that ends a step.",
             waits="the candidates of all blocks",
             makes="candidates, and every column's token in `chosen`",
@@ -252,20 +255,18 @@ class HeadParts:
     def embedded(self, norm: ch.Expr, places: ch.Expr | None) -> Prologue:
         """RMSNorm number `norm` of the tokens' embeddings. places: of `places`."""
         scale = self.inverse_rms(RowSquares(self.tokens.embedding, self.shape.padded_hidden))
-        available = round_up(self.shape.hidden, M_TILE_ROWS)
+        available = self.table.head.input.published
         return Weighted(self.columns, Embeddings(self.tokens), available, self.norm(norm), places, scale)
 
     def inverse_rms(self, squares: Squares) -> InverseRms:
         """1/rms of a hidden vector of those squares."""
         return InverseRms(self.columns, squares, self.shape.hidden, self.config.rms_norm_eps)
 
-    def places(self, matrix: str, layer: Any) -> Any:
-        """Where a matrix has the elements of its input; None where they are in order. layer: the number of layers for
-        lm_head."""
-        if not self.config.is_ordered(matrix):
+    def places(self, product: Product, layer: Any = None) -> Any:
+        """Where a matrix has the elements of its input; None where they are in order."""
+        if not (product.is_placed and self.config.is_ordered(product.name)):
             return None
-        row = layer * len(ORDERED_INPUTS) if matrix == "lm_head" else ordered_input(matrix, layer)
-        return self.launch.places + row * self._places_row
+        return self.launch.places + self.table.places_row(product, layer) * self._places_row
 
     @property
     def _places_row(self) -> int:
@@ -304,10 +305,10 @@ class StepParts(HeadParts):
             machine,
             launch.exchange,
             exchange_sizes(machine.shape, machine.gpu, machine.plan),
-            inputs=product_inputs(machine.shape),
+            inputs=product_inputs(machine.shape.table),
             copied=published_kinds(config, machine.plan),
         )
-        super().__init__(config, machine, launch, made, phases_of(machine.shape.layers))
+        super().__init__(config, machine, launch, made, phases_of(machine.shape.table))
         self.cache = KvCache(machine, launch.kv, launch.page_table)
         self.schedule = Schedule(
             machine, kv_layout(self.shape, machine.gpu, machine.plan), launch.kv_plans, launch.plan_count, launch.tiles
@@ -355,7 +356,7 @@ class StepParts(HeadParts):
     @ch.function
     def start_residual(self) -> None:
         """The rows of the tokens' embeddings that this block owns, in f32."""
-        machine, matrix, tokens = self.machine, self.matrices.o, self.columns.limit
+        machine, matrix, tokens = self.machine, self.residual, self.columns.limit
         residual = machine.region("residual", ty.f32)
         height = matrix.tile_rows
         count = matrix.waves * height * tokens
@@ -385,7 +386,7 @@ class StepParts(HeadParts):
     def end_step(self, step: Any) -> None:
         """The next tokens are taken; if the launch ends, what was fetched of the next step is used up."""
         with self.machine.consumer:
-            self.tokens.end_step(step, lambda: self.linear.skip(self.matrices.qkv))
+            self.tokens.end_step(step, lambda: self.linear.skip(self.matrices.of_layer[0]))
         with self.machine.adding():
             self.tokens.leave_after(step)
 
@@ -408,55 +409,64 @@ class StepParts(HeadParts):
 
     # -- vectors, prologues and epilogues -------------------------------------------------------------------------
 
-    def vector(self, name: str) -> Published:
+    def vector(self, vector: Vector | None) -> Published:
         """A vector of the present layer."""
-        return self.exchange.at(name, self.layer_epoch)
+        assert vector is not None
+        return self.exchange.at(vector.name, self.layer_epoch)
 
-    def input_of(self, layer: Any) -> Prologue:
-        """The norm before attention: in the first layer of the embeddings, then of what the layer before made."""
-        places = self.places("qkv", layer)
-        before = self.normalised("hidden", self.layer_epoch - 1, places)
-        either = Either(layer == 0, self.embedded(ty.u32(0), places), before)
-        return Prefetching(either, self.machine, self._vectors_of(layer))
+    def input_of(self, product: Product, layer: Any) -> Prologue:
+        """What brings the input of a product of a layer; meanwhile it has what is needed behind it brought into L2."""
+        is_first = product is self.table.products[0]
+        prologue = self.first_input(product, layer) if is_first else self.made_before(product, layer)
+        needed = self._needed_by_heads(layer) if product is self.table.heads else []
+        if product.adds:
+            needed.append((self.norm(self.table.norm_behind(product, layer)), self.shape.padded_hidden * 2))
+        return Prefetching(prologue, self.machine, needed) if needed else prologue
 
-    def normalised(self, name: str, epoch: ch.Expr, places: ch.Expr | None) -> Prologue:
-        """RMSNorm of `hidden` or `middle`, which are published times its weights. places: of `places`."""
-        scale = self.inverse_rms(self._squares_of(name, epoch))
-        available = round_up(self.shape.hidden, M_TILE_ROWS)
-        return Slices(self.columns, self.exchange.at(name, epoch), available, places, scale)
+    def first_input(self, product: Product, layer: Any) -> Prologue:
+        """That of a layer's first product: in the first layer of the embeddings, then of what the layer before made."""
+        places = self.places(product, layer)
+        before = self.normalised(product.input, self.layer_epoch - 1, places)
+        return Either(layer == 0, self.embedded(ty.u32(0), places), before)
 
-    def onto_residual(self, name: str, norm: ch.Expr) -> Epilogue:
-        """Rows added to the residual, which is published as `name`, times the weights of norm number `norm`."""
-        squares = self._squares_of(name, self.layer_epoch)
-        return add_residual(self.machine, self.vector(name), squares, self.norm(norm))
+    def made_before(self, product: Product, layer: Any) -> Prologue:
+        """What a phase of the same layer made, slice by slice. Where waiting is most of a step all lanes poll the
+        output of attention, since they come to it long before (qwen3-0.6b: 1.8 %); 1B loses 6 % so."""
+        vector, places = product.input, self.places(product, layer)
+        if vector.is_normed:
+            return self.normalised(vector, self.layer_epoch, places)
+        polled_by_all = self.table.is_attended(vector) and self.machine.plan.waits_most
+        published = replace(self.vector(vector), one_waits=not polled_by_all)
+        return Slices(self.columns, published, vector.published, places)
 
-    def _squares_of(self, name: str, epoch: ch.Expr) -> PublishedSquares:
-        return PublishedSquares(self.columns, self.exchange.at(SQUARES[name], epoch), self.matrices.o.m_tiles)
+    def normalised(self, vector: Vector, epoch: ch.Expr, places: ch.Expr | None) -> Prologue:
+        """RMSNorm of a vector that is published times its weights. places: of `places`."""
+        scale = self.inverse_rms(self._squares_of(vector, epoch))
+        return Slices(self.columns, self.exchange.at(vector.name, epoch), vector.published, places, scale)
 
-    def _vectors_of(self, layer: Any) -> list[tuple[ch.Expr, int]]:
+    def onto_residual(self, product: Product, layer: Any) -> Epilogue:
+        """Rows added to the residual, which is published times the weights of the norm behind it."""
+        norm = self.norm(self.table.norm_behind(product, layer))
+        return self.residual_as(product.output, norm)
+
+    def residual_as(self, vector: Vector | None, norm: ch.Expr) -> Epilogue:
+        """Rows added to the residual, which is published as `vector`, times these weights."""
+        assert vector is not None
+        squares = self._squares_of(vector, self.layer_epoch)
+        return add_residual(self.machine, self.vector(vector), squares, norm)
+
+    def _squares_of(self, vector: Vector, epoch: ch.Expr) -> PublishedSquares:
+        return PublishedSquares(self.columns, self.exchange.at(vector.squares, epoch), self.residual.m_tiles)
+
+    def _needed_by_heads(self, layer: Any) -> list[tuple[ch.Expr, int]]:
         """(address, bytes) of what the layer's projection and attention need beside its matrices."""
         vectors = {self.launch.biases: self.shape.qkv_rows, self.launch.head_norms: 2 * self.shape.head_dim}
         found = [(vector + layer * size, size * 2) for vector, size in vectors.items() if vector is not None]
-        if self.launch.places is not None:  # of o and gate_up, and of the next layer's qkv or lm_head
-            first = self.launch.places + ordered_input("o", layer) * self._places_row
-            found.append((first, len(ORDERED_INPUTS) * self._places_row * 2))
+        if self.launch.places is not None:  # of the products behind, and of the next layer's first or the head
+            behind = self.table.places_row(self.table.placed[0], layer) + 1
+            row = self._places_row
+            found.append((self.launch.places + behind * row, len(self.table.placed) * row * 2))
         return found
-
-    def heads(self, layer: Any) -> Prologue:
-        """Attention's output, slice by slice; meanwhile the weights of the norm behind it are brought into L2. Where
-        waiting is most of a step all lanes poll it, since they come to it long before (qwen3-0.6b: 1.8 %); 1B loses 6 %
-        so."""
-        attended = replace(self.vector("attention"), one_waits=not self.machine.plan.waits_most)
-        heads = Slices(self.columns, attended, self.shape.query_rows, self.places("o", layer))
-        return self._before_norm(heads, layer * 2 + 1)
-
-    def gated(self, layer: Any) -> Prologue:
-        """The output of SwiGLU, slice by slice; else like `heads`."""
-        gated = Slices(self.columns, self.vector("gated"), round_up(self.shape.ffn, HALF))
-        return self._before_norm(gated, layer * 2 + 2)
-
-    def _before_norm(self, prologue: Prologue, norm: ch.Expr) -> Prologue:
-        return Prefetching(prologue, self.machine, [(self.norm(norm), self.shape.padded_hidden * 2)])
 
     def project_heads(self, layer: Any) -> Epilogue:
         """Rotated queries and keys, and values: appended to the cache and published."""

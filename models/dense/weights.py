@@ -23,12 +23,12 @@ from cheetah.models.formats.quantized import RowPlanes, rows_of_element
 from cheetah.models.repacking import ScaleRows
 from cheetah.models.rounding import Bits
 from cheetah.plan import M_TILE_ROWS, MatrixLayout, StepMatrices
+from cheetah.plan.products import RowOrder
 
 __all__ = [
     "EMBEDDING",
     "FINAL_NORM",
     "HEAD",
-    "MATRICES",
     "RowGroups",
     "buffer_bytes",
     "head_tensor",
@@ -38,25 +38,23 @@ __all__ = [
     "row_groups",
     "shape_meaning",
     "tensor_shapes",
-    "weight_sources",
 ]
 
 EMBEDDING = "model.embed_tokens.weight"
 FINAL_NORM = "model.norm.weight"
 HEAD = "lm_head.weight"
-MATRICES = ("qkv", "o", "gate_up", "down", "lm_head")
-
 _LAYER = "model.layers.{layer}."
 LAYER_PATTERN = r"model\.layers\.([0-9]{1,9})\."  # a longer number is no layer's
 INPUT_NORM = _LAYER + "input_layernorm.weight"
 POST_ATTENTION_NORM = _LAYER + "post_attention_layernorm.weight"
-_SOURCES = {
-    "qkv": tuple(_LAYER + f"self_attn.{part}_proj.weight" for part in "qkv"),
-    "o": (_LAYER + "self_attn.o_proj.weight",),
-    "gate_up": (_LAYER + "mlp.gate_proj.weight", _LAYER + "mlp.up_proj.weight"),
-    "down": (_LAYER + "mlp.down_proj.weight",),
+MODULES = {
+    **{part: _LAYER + f"self_attn.{part}_proj" for part in "qkvo"},
+    **{part: _LAYER + f"mlp.{part}_proj" for part in ("gate", "up", "down")},
+    "lm_head": "lm_head",
 }
-QKV_BIASES = tuple(_LAYER + f"self_attn.{part}_proj.bias" for part in "qkv")
+"""The linear layer of each source of a product."""
+NORMS = {"qkv": INPUT_NORM, "gate_up": POST_ATTENTION_NORM, "lm_head": FINAL_NORM}
+"""The norm before each product that has one."""
 HEAD_NORMS = tuple(_LAYER + f"self_attn.{part}_norm.weight" for part in "qk")
 
 GROUP_ROWS = 8  # an M-tile is two groups of 8 consecutive rows of one tensor: the rows g and g + 8 of an mma fragment
@@ -64,20 +62,15 @@ GROUP_ROWS = 8  # an M-tile is two groups of 8 consecutive rows of one tensor: t
 
 def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Every tensor a checkpoint must hold, with its shape ([out, in], row-major). A tied head is not among them."""
-    hidden, ffn = config.hidden_size, config.intermediate_size
-    of_layer: dict[str, tuple[int, ...]] = {
-        INPUT_NORM: (hidden,),
-        _SOURCES["qkv"][0]: (config.query_rows, hidden),
-        _SOURCES["qkv"][1]: (config.kv_rows, hidden),
-        _SOURCES["qkv"][2]: (config.kv_rows, hidden),
-        _SOURCES["o"][0]: (hidden, config.query_rows),
-        POST_ATTENTION_NORM: (hidden,),
-        _SOURCES["gate_up"][0]: (ffn, hidden),
-        _SOURCES["gate_up"][1]: (ffn, hidden),
-        _SOURCES["down"][0]: (hidden, ffn),
-    }
+    hidden, table = config.hidden_size, config.table
+    of_layer: dict[str, tuple[int, ...]] = {}
+    for product in table.products:
+        if product.input.is_normed:
+            of_layer[NORMS[product.name]] = (product.columns,)
+        of_layer |= {f"{MODULES[one.name]}.weight": (one.rows, product.columns) for one in product.sources}
     if config.has_biases:
-        of_layer |= {name: of_layer[matrix][:1] for name, matrix in zip(QKV_BIASES, _SOURCES["qkv"], strict=True)}
+        rows = (source.rows for source in table.heads.sources)
+        of_layer |= {name: (count,) for name, count in zip(bias_tensors(config), rows, strict=True)}
     if config.has_head_norms:
         of_layer |= dict.fromkeys(HEAD_NORMS, (config.head_dim,))
     shapes: dict[str, tuple[int, ...]] = {EMBEDDING: (config.vocab_size, hidden)}
@@ -87,6 +80,18 @@ def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     if not config.tied_embeddings:
         shapes[HEAD] = (config.vocab_size, hidden)
     return shapes
+
+
+def bias_tensors(config: ModelConfig) -> tuple[str, ...]:
+    """Of q, k and v, in a model that has them."""
+    return tuple(f"{MODULES[source.name]}.bias" for source in config.table.heads.sources)
+
+
+def norm_tensors(config: ModelConfig) -> list[str]:
+    """The norms of all layers in the order of the buffer, then the head's."""
+    table = config.table
+    of_layers = [NORMS[one.name].format(layer=layer) for layer in range(config.layers) for one in table.norms]
+    return [*of_layers, NORMS[table.head.name]]
 
 
 # What of config.json makes each shape, for messages.
@@ -120,20 +125,19 @@ def head_tensor(config: ModelConfig) -> str:
     return EMBEDDING if config.tied_embeddings else HEAD
 
 
-def weight_sources(config: ModelConfig) -> dict[str, tuple[str, ...]]:
-    """Which tensors make which matrix; `{layer}` stands for the layer's number."""
-    return {**_SOURCES, "lm_head": (head_tensor(config),)}
-
-
 def matrix_modules(config: ModelConfig) -> dict[str, tuple[str, ...]]:
-    """The linear layers of each matrix; none of a tied head."""
-    sources = {**weight_sources(config), **({"lm_head": ()} if config.tied_embeddings else {})}
-    return {matrix: tuple(name.removesuffix(".weight") for name in names) for matrix, names in sources.items()}
+    """The linear layers of each matrix; none of a tied head. `{layer}` stands for the layer's number."""
+    table = config.table
+    modules = {product.name: tuple(MODULES[one.name] for one in product.sources) for product in table}
+    return {**modules, **({table.head.name: ()} if config.tied_embeddings else {})}
 
 
 def matrix_tensors(config: ModelConfig, matrix: str, layer: int = 0) -> tuple[str, ...]:
     """The tensors that make `matrix` in `layer`."""
-    return tuple(name.format(layer=layer) for name in weight_sources(config)[matrix])
+    product = config.table.named(matrix)
+    if product.is_once:
+        return (head_tensor(config),)
+    return tuple(f"{MODULES[source.name]}.weight".format(layer=layer) for source in product.sources)
 
 
 def buffer_bytes(config: ModelConfig, matrices: StepMatrices) -> dict[str, int]:
@@ -141,7 +145,7 @@ def buffer_bytes(config: ModelConfig, matrices: StepMatrices) -> dict[str, int]:
     row = config.padded_hidden * 2
     sizes = {
         "weights": matrices.weight_bytes,
-        "norms": (2 * config.layers + 1) * row,
+        "norms": config.table.norm_count * row,
         "embedding": config.vocab_size * row,
     }
     return sizes | {name: math.prod(shape) * 2 for name, shape in vector_shapes(config).items()}
@@ -150,7 +154,7 @@ def buffer_bytes(config: ModelConfig, matrices: StepMatrices) -> dict[str, int]:
 def vector_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """The buffers of vectors that only some models have, of 16 bits an element: biases (bf16) in the order of the
     matrix' rows; the weights of the norms of queries, then keys (bf16); where the columns of ordered matrices lie
-    (u16), of every layer's qkv, o and gate_up, then of lm_head."""
+    (u16), of the products whose inputs are placed (`StepTable.placed`)."""
     shapes: dict[str, tuple[int, ...]] = {}
     if config.has_biases:
         shapes["biases"] = (config.layers, config.qkv_rows)
@@ -166,7 +170,7 @@ def logical_matrix(config: ModelConfig, matrix: str, tensors: Sequence[Bits]) ->
     groups = row_groups(config, matrix)
     rows = np.zeros((len(groups) * GROUP_ROWS, tensors[0].shape[1]), dtype=np.uint16)
     groups.gather(tensors, rows, range(len(groups)))
-    return rows if matrix in ("qkv", "gate_up") else rows[: len(tensors[0])]
+    return rows[: len(tensors[0])] if config.table.named(matrix).order is RowOrder.PLAIN else rows
 
 
 @dataclass(frozen=True)
@@ -300,16 +304,16 @@ def groups_of(layout: MatrixLayout, m_tiles: range) -> range:
 @lru_cache(maxsize=64)
 def row_groups(config: ModelConfig, matrix: str) -> RowGroups:
     """How the rows of `matrix` are made from its tensors."""
-    if matrix == "qkv":
+    product = config.table.named(matrix)
+    if product.order is RowOrder.HEADS:
         heads = [(0, config.query_heads, True), (1, config.kv_heads, True), (2, config.kv_heads, False)]
         parts = [_head_groups(config.head_dim, *part) for part in heads]
         sources, firsts = zip(*parts, strict=True)
-        return _counted(np.concatenate(sources), np.concatenate(firsts), config.qkv_rows)
-    if matrix == "gate_up":
-        ffn = config.intermediate_size
-        first = np.repeat(np.arange(0, ffn, GROUP_ROWS, dtype=np.int64), 2)
-        return _counted(np.arange(len(first), dtype=np.int64) % 2, first, ffn)
-    rows = config.vocab_size if matrix == "lm_head" else config.hidden_size
+        return _counted(np.concatenate(sources), np.concatenate(firsts), product.rows)
+    rows = product.sources[0].rows
+    if product.order is RowOrder.PAIRS:
+        first = np.repeat(np.arange(0, rows, GROUP_ROWS, dtype=np.int64), 2)
+        return _counted(np.arange(len(first), dtype=np.int64) % 2, first, rows)
     first = np.arange(0, -(-rows // M_TILE_ROWS) * M_TILE_ROWS, GROUP_ROWS, dtype=np.int64)
     return _counted(np.zeros_like(first), first, rows)
 

@@ -56,7 +56,8 @@ def usual_names(config: ModelConfig, layer: int) -> tuple[str, str]:
 
 def _projections(config: ModelConfig, layer: int) -> tuple[str, str]:
     """The modules that make a layer's keys and values."""
-    key, value = (name.format(layer=layer) for name in family_of(config).matrix_modules(config)["qkv"][1:])
+    modules = family_of(config).matrix_modules(config)[config.table.heads.name]
+    _, key, value = (name.format(layer=layer) for name in modules)
     return key, value
 
 

@@ -130,4 +130,4 @@ def vector_kinds(config: ModelConfig, ready: Assembly) -> dict[str, str]:
     """As what each matrix takes the vectors of a step."""
     plan = Plan.from_dict(ready.manifest.plan)
     matrices = family_of(config).matrices(config, plan, gpu_named(ready.manifest.gpu["name"]))
-    return {one.name: one.vector_kind(plan.tokens) for one in (*matrices.of_layer, matrices.lm_head)}
+    return {one.name: one.vector_kind(plan.tokens) for one in matrices}

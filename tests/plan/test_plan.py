@@ -153,11 +153,11 @@ def test_the_products_inputs_fit_with_eight_columns(shape, gpu):
     plan = plan_for(shape, gpu, batch=8)
     shared = shared_map(shape, plan, GPUS[gpu])
     vector = next(region for region in shared.regions if region.name == "vector")
-    part = -(-shape.padded_ffn // plan.down_slices)
+    part = -(-shape.table.sliced.input.padded // plan.down_slices)
     together = 2 if plan.sync == "barrier" and plan.down_slices > 1 else 1  # parts that come ahead
-    assert vector.nbytes >= 8 * 2 * max(shape.padded_hidden, shape.padded_query_rows, together * part)
+    assert vector.nbytes >= 8 * 2 * max(*(one.input.padded for one in shape.table.whole), together * part)
     assert plan.stages > plan.in_flight
-    assert step_matrices(shape, plan, GPUS[gpu]).down.slices == plan.down_slices
+    assert step_matrices(shape, plan, GPUS[gpu])[shape.table.sliced].slices == plan.down_slices
 
 
 def test_a_vector_of_one_token_is_brought_in_halves_and_of_several_in_parts_no_longer_than_the_others():
@@ -261,7 +261,7 @@ def test_matrices_lie_one_after_another(shape, gpu):
             assert end % 1024 == 0
             end += layout.total_bytes
     assert matrices.offset("lm_head") == end
-    assert matrices.weight_bytes == end + matrices.lm_head.total_bytes
+    assert matrices.weight_bytes == end + matrices.head.total_bytes
 
 
 def test_matrices_have_the_rows_and_columns_of_the_model():
@@ -292,14 +292,14 @@ def test_matrices_have_the_rows_and_columns_of_the_model():
 def test_gate_up_has_a_m_tile_for_every_eight_gate_rows():
     shape = ModelShape(**{**vars(TINY), "ffn": 100})
     matrices = step_matrices(shape, plan_for(shape, "emulator"), GPUS["emulator"])
-    assert matrices.gate_up.m_tiles == 13 and matrices.down.columns == 100
+    assert matrices.named("gate_up").m_tiles == 13 and matrices.named("down").columns == 100
 
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_a_residual_row_has_one_owner_and_rotation_evens_the_layer(shape):
     gpu = GPUS["h200"]
     rotated = step_matrices(shape, plan_for(shape), gpu)
-    assert rotated.o.split == rotated.down.split
+    assert len({rotated[product].split for product in shape.table.onto_residual}) == 1
     straight = step_matrices(shape, plan_for(shape, start_qkv=0, start_gate_up=0, start_head=0), gpu)
 
     def largest(matrices):
@@ -312,8 +312,10 @@ def test_a_residual_row_has_one_owner_and_rotation_evens_the_layer(shape):
 @pytest.mark.parametrize("shape", SHAPES)
 def test_the_other_matrices_begin_where_o_and_down_end(shape, gpu):
     matrices = step_matrices(shape, plan_for(shape, gpu), GPUS[gpu])
-    following = (matrices.o.split.owner(matrices.o.m_tiles - 1) + 1) % GPUS[gpu].blocks
-    assert [layout.split.owner(0) for layout in (matrices.qkv, matrices.gate_up, matrices.lm_head)] == [following] * 3
+    o = matrices[shape.table.onto_residual[0]]
+    following = (o.split.owner(o.m_tiles - 1) + 1) % GPUS[gpu].blocks
+    others = [matrices[product] for product in shape.table if not product.adds]
+    assert [layout.split.owner(0) for layout in others] == [following] * 3
 
 
 @pytest.mark.parametrize(

@@ -190,8 +190,8 @@ def test_products_of_few_tokens_are_cut(case: str) -> None:
     config, blocks, tile_tokens, cuts = CUT[case]
     few = PassPlan(tokens=64, tile_tokens=tile_tokens, warpgroups=1, stages=3, cut_tokens=64, key_tile=32)
     rig = rig_of(config, blocks=blocks, pass_plan=few)
-    sizes, matrices = rig.sizes, ("qkv", "o", "gate_up", "down")
-    assert [(sizes.height(name) or few.tile_m_tiles, sizes.parts(name)) for name in matrices] == cuts
+    sizes = rig.sizes
+    assert [(sizes.height(one) or few.tile_m_tiles, sizes.parts(one)) for one in sizes.table.products] == cuts
     sessions = [read(rig, (13, 40), scheduler) for scheduler in SCHEDULERS]
     assert error(sessions[0]) < TOLERANCE
     assert len({session.keys_and_values().tobytes() for session in sessions}) == 1
@@ -210,7 +210,7 @@ def test_cuts_of_presets(model: str, few: list[tuple[int, int]], more: list[tupl
     config, gpu = preset(model), gpu_named("h200")
     for pass_plan, wanted in zip(short_pass_plans(gpu, config.head_dim), (few, more), strict=True):
         sizes = PassSizes(config, gpu, choose_plan(config, gpu), pass_plan)
-        found = [(sizes.height(one.name) or 8, sizes.parts(one.name)) for one in sizes.matrices.of_layer]
+        found = [(sizes.height(one) or 8, sizes.parts(one)) for one in sizes.table.products]
         assert found == wanted
 
 
@@ -235,7 +235,7 @@ FAMILIES = {
 def test_families(family: str) -> None:
     config, plan = FAMILIES[family]
     rig = rig_of(config, blocks=3, **plan)
-    assert rig.sizes.matrices.o.is_narrow == family.startswith("narrow")
+    assert rig.sizes.matrices.named("o").is_narrow == family.startswith("narrow")
     session = read(rig, (30, 41), "random", 2)
     assert error(session) < TOLERANCE
     session.caches[0].length = 30
@@ -330,7 +330,7 @@ def test_matrices_of_a_layer_in_different_formats(case: str) -> None:
     blocks = 13 if pass_plan.cut_tokens else 2
     config = model(weight_formats=tuple(formats.items()), **sizes)
     rig = rig_of(config, blocks=blocks, pass_plan=pass_plan, stage_bytes=8192)
-    assert (rig.sizes.parts("down") > 1) == bool(pass_plan.cut_tokens)
+    assert (rig.sizes.parts(rig.sizes.table.sliced) > 1) == bool(pass_plan.cut_tokens)
     assert error(read(rig, (30, 11), "random", 1)) < GROUPS_TOLERANCE
 
 

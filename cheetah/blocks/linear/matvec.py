@@ -188,7 +188,7 @@ class Matvec(Linear):
             with ch.for_(first, end, unroll=1) as chunk:
                 chunk_bytes = layout.chunk_bytes(chunk)
                 source = matrix + (wave_bytes + ty.u64(layout.chunk_address(chunk, position, width)))
-                most = self.machine.plan.in_flight_of(layout.name)
+                most = self.machine.plan.in_flight_of(layout.is_once)
                 with self.ring.fill(chunk_bytes, most=most) as (destination, barrier):
                     prim.bulk_copy(destination, source, chunk_bytes, barrier)
 

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cheetah.models.dense.pack_weights import BLOCKS_AHEAD, pack_all
-from cheetah.models.dense.weights import MATRICES, buffer_bytes, logical_matrix, matrix_tensors, tensor_shapes
+from cheetah.models.dense.weights import buffer_bytes, logical_matrix, matrix_tensors, tensor_shapes
 from cheetah.models.formats import PackingError, pack_matrix, unpack_matrix
 from cheetah.models.formats.bf16 import Bf16
 from cheetah.models.llama import LlamaConfig
@@ -242,8 +242,8 @@ def test_pack_all(monkeypatch, nbytes, tied, hidden):
     tensors, matrices = some_tensors(config), matrices_of(config)
     assert ("lm_head.weight" in tensors) != tied
     buffers = packed(config, tensors, matrices)
-    for name in MATRICES:
-        layout = matrices.named(name)
+    for layout in matrices:
+        name = layout.name
         for layer in range(matrices.copies(layout)):
             offset = matrices.offset(name, layer)
             found = unpack_matrix(layout, buffers["weights"][offset : offset + layout.total_bytes])

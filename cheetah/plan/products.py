@@ -1,0 +1,265 @@
+"""What a step is made of, as one table: the phases of a layer and the head, with the vectors that they exchange.
+
+Everything that asks which matrices there are, what they are multiplied with, what becomes of their rows and who reads
+that asks here: layouts, shared memory, exchanges, packing, the decode step, passes over prompts, reports. What tensors
+of a checkpoint the sources are is the family's matter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+from cheetah.plan.errors import PlanError
+from cheetah.plan.formats import BF16, M_TILE_ROWS, VECTOR_COLUMNS, TileFormat
+from cheetah.plan.index import ceil_div, round_up
+
+PAIR_ROWS = M_TILE_ROWS // 2
+"""Rows of the first source of an M-tile in `RowOrder.PAIRS`; those of the second are its other half."""
+NORMED_EXPONENT, OTHER_EXPONENT = 32, 60
+STEP_EXCHANGES = ("candidates", "short_lists", "filters")
+"""The vectors that blocks exchange once a step, to choose tokens; the last two where somebody filters them."""
+
+
+class RowOrder(StrEnum):
+    """The order in which a matrix has the rows of its sources, for the sake of what becomes of them.
+
+    PLAIN: those of its only source. HEADS: of queries, keys and values, heads one after the other; in a head that is
+    rotated M-tile j has dims 8j .. 8j + 7, then D/2 + 8j .. D/2 + 8j + 7, so that a pair is local to a warp. PAIRS:
+    an M-tile has 8 rows of the first source, then the same 8 of the second."""
+
+    PLAIN = "plain"
+    HEADS = "heads"
+    PAIRS = "pairs"
+
+
+@dataclass(frozen=True)
+class Vector:
+    """What all blocks make together and all need: `elements` numbers of every column.
+
+    is_normed: a norm lies behind it, so it is published times its weights, and beside it the sums of its squares.
+    """
+
+    name: str
+    elements: int
+    is_normed: bool = False
+
+    @property
+    def padded(self) -> int:
+        """Its elements rounded up to whole K-tiles of bf16."""
+        return round_up(self.elements, VECTOR_COLUMNS)
+
+    @property
+    def published(self) -> int:
+        """Elements that its makers publish, with those that fill the last M-tile, or the half of one."""
+        return round_up(self.elements, M_TILE_ROWS if self.is_normed else M_TILE_ROWS // 2)
+
+    @property
+    def squares(self) -> str:
+        """The vector of sums of squares beside one that is normed."""
+        return f"{self.name}_squares"
+
+    @property
+    def exponent(self) -> int:
+        """Of the power of two that elements of a product's input are below twice of, in tagged words. An element that
+        is larger is told of by the squares: its own, or those of the residual that it adds so much to."""
+        return NORMED_EXPONENT if self.is_normed else OTHER_EXPONENT
+
+
+@dataclass(frozen=True)
+class Source:
+    """Rows of a product that are a matrix of the model by themselves: ("k", 1024)."""
+
+    name: str
+    rows: int
+
+
+@dataclass(frozen=True)
+class Phase:
+    """What all blocks do between two exchanges: of the vector `input` they make the vector `output`, if any."""
+
+    name: str
+    input: Vector
+    output: Vector | None
+
+
+@dataclass(frozen=True)
+class AttentionPhase(Phase):
+    """Attention over the cache. partials: the vector of the states of rows whose keys were split."""
+
+    partials: str
+
+
+@dataclass(frozen=True)
+class Product(Phase):
+    """A matrix times the phase's input.
+
+    sources: what its rows are of, in `order`. adds: whether its rows are added to the residual, which `output` then is.
+    is_placed: whether who brings its input puts elements to the places that the matrix has for them, where its columns
+    lie in an order of their own; else the rows that make the input are packed in that order. is_sliced: whether its
+    input may come in parts (`Plan.down_slices`). is_brief: whether it is multiplied in little more time than two
+    vectors take to become digits. is_once: once a step, not once a layer."""
+
+    sources: tuple[Source, ...] = ()
+    order: RowOrder = RowOrder.PLAIN
+    format: TileFormat = BF16
+    adds: bool = False
+    is_placed: bool = True
+    is_sliced: bool = False
+    is_brief: bool = False
+    is_once: bool = False
+
+    @property
+    def columns(self) -> int:
+        return self.input.elements
+
+    @property
+    def rows(self) -> int:
+        """Of the matrix: of pairs, whole M-tiles."""
+        if self.order is RowOrder.PAIRS:
+            return ceil_div(self.sources[0].rows, PAIR_ROWS) * M_TILE_ROWS
+        return sum(source.rows for source in self.sources)
+
+    @property
+    def tiles(self) -> int:
+        """K-tiles of a row, of the format's columns."""
+        return ceil_div(self.columns, self.format.columns)
+
+    def vector_kind(self, tokens: int) -> str:
+        """As what the inputs of so many tokens are multiplied; see `TileFormat.vector_kind`."""
+        return self.format.vector_kind(self.columns, tokens, self.is_brief)
+
+    def vector_bytes(self, tokens: int) -> int:
+        """Bytes of shared memory that they take beside a K-tile."""
+        return self.format.vector_units(self.columns, tokens, self.is_brief) * 16
+
+    def sums_bytes(self, tokens: int) -> int:
+        """Bytes of what is kept of them for zero points, beside a K-tile."""
+        return self.format.sums_bytes(self.columns, tokens, self.is_brief)
+
+
+@dataclass(frozen=True)
+class StepTable:
+    """The phases of a layer in order, how many layers there are, and the product behind them."""
+
+    layer: tuple[Phase, ...]
+    head: Product
+    layers: int
+
+    @property
+    def products(self) -> tuple[Product, ...]:
+        """Those of a layer."""
+        return tuple(phase for phase in self.layer if isinstance(phase, Product))
+
+    def __iter__(self) -> Iterator[Product]:
+        """The products of a layer, then the head."""
+        return iter((*self.products, self.head))
+
+    def named(self, name: str) -> Product:
+        """The product of that name; PlanError lists the names there are."""
+        for product in self:
+            if product.name == name:
+                return product
+        raise PlanError(f"there is no matrix {name!r}: there are {', '.join(product.name for product in self)}")
+
+    @property
+    def heads(self) -> Product:
+        """The product that makes queries, keys and values."""
+        return next(product for product in self.products if product.order is RowOrder.HEADS)
+
+    @property
+    def onto_residual(self) -> tuple[Product, ...]:
+        """Those whose rows are added to the residual: all have the same rows, and the same owners of them."""
+        return tuple(product for product in self.products if product.adds)
+
+    @property
+    def sliced(self) -> Product:
+        """The product whose input may come in parts."""
+        return next(product for product in self.products if product.is_sliced)
+
+    @property
+    def whole(self) -> tuple[Product, ...]:
+        """Those whose input comes whole."""
+        return tuple(product for product in self if not product.is_sliced)
+
+    # -- vectors ----------------------------------------------------------------------------------------------------
+
+    @property
+    def inputs(self) -> dict[Vector, tuple[Product, ...]]:
+        """The inputs of products, each with those that read it."""
+        return {one.input: tuple(other for other in self if other.input == one.input) for one in self.products}
+
+    @property
+    def vectors(self) -> tuple[Vector, ...]:
+        """Those that the phases of a layer hand on."""
+        return tuple(phase.input for phase in self.layer)
+
+    @property
+    def normed(self) -> tuple[Vector, ...]:
+        """Those beside which squares are published."""
+        return tuple(vector for vector in self.vectors if vector.is_normed)
+
+    @property
+    def exchanges(self) -> tuple[str, ...]:
+        """All vectors that are exchanged in a layer, in the order in which they come."""
+        return tuple(name for phase in self.layer for name in self._exchanged_by(phase))
+
+    def _exchanged_by(self, phase: Phase) -> Iterator[str]:
+        if isinstance(phase, AttentionPhase):
+            yield phase.partials
+        if phase.output is not None:
+            yield phase.output.name
+            if phase.output.is_normed:
+                yield phase.output.squares
+
+    def is_attended(self, vector: Vector) -> bool:
+        """Whether attention makes a vector."""
+        return any(isinstance(phase, AttentionPhase) and phase.output == vector for phase in self.layer)
+
+    def reader_of(self, product: Product) -> Product | None:
+        """The product of the same layer that multiplies what this one makes."""
+        return next((other for other in self.products if other.input == product.output), None)
+
+    # -- tables with rows for products ------------------------------------------------------------------------------
+
+    @property
+    def norms(self) -> tuple[Product, ...]:
+        """The products of a layer before which norms lie. Their weights are in this order, layer by layer, then the
+        head's."""
+        return tuple(product for product in self.products if product.input.is_normed)
+
+    @property
+    def norm_count(self) -> int:
+        """Norms of all layers, and the head's."""
+        return self.layers * len(self.norms) + 1
+
+    def norm_row(self, product: Product, layer: Any) -> Any:
+        """The number of the norm before a product; also for device expressions. `layer` does not count for the head."""
+        return self._row(self.norms, product, layer)
+
+    def norm_behind(self, product: Product, layer: Any) -> Any:
+        """The number of the norm that the residual goes through behind a product that is added to it; also for device
+        expressions."""
+        before = self.products[: self.products.index(product) + 1]
+        return layer * len(self.norms) + sum(one.input.is_normed for one in before)
+
+    @property
+    def placed(self) -> tuple[Product, ...]:
+        """The products of a layer whose inputs have rows of the table of places, in this order; behind those of all
+        layers comes the head's."""
+        return tuple(product for product in self.products if product.is_placed)
+
+    @property
+    def places_count(self) -> int:
+        return self.layers * len(self.placed) + 1
+
+    def places_row(self, product: Product, layer: Any) -> Any:
+        """The number of a product's row in the table of places; as `norm_row`."""
+        return self._row(self.placed, product, layer)
+
+    def _row(self, rows: tuple[Product, ...], product: Product, layer: Any) -> Any:
+        if product.is_once:
+            return self.layers * len(rows)
+        return layer * len(rows) + rows.index(product)
