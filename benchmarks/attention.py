@@ -59,7 +59,10 @@ def measure(device: Any, case: Case, ceiling: ReadCeiling) -> dict[str, Any]:
     """One record."""
     pages = -(-case.keys // case.page_size)
     attention = BatchAttention(
-        *(case.heads, case.kv_heads, case.head_dim, case.page_size),
+        case.heads,
+        case.kv_heads,
+        case.head_dim,
+        case.page_size,
         kv_dtype=case.kv_dtype,
         batch=case.batch,
         max_keys=case.keys,

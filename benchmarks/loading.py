@@ -175,7 +175,10 @@ def load(checkpoint: Checkpoint, threads: int, device: Any, packer: str) -> tupl
             repacker = DeviceRepacker(device, buffers["weights"], None, lambda: generate_repacking(gpu), print)
         started, worked = time.perf_counter(), time.process_time()
         family.pack_weights(
-            *(config, matrices, checkpoint.tensor, write),
+            config,
+            matrices,
+            checkpoint.tensor,
+            write,
             rows=checkpoint.rows,
             threads=threads,
             lend=lend,

@@ -46,7 +46,10 @@ def packed(
     generate = partial(generate_repacking, gpu)
     repacker = WatchedRepacker(device, buffers["weights"], spare, generate, said.append) if by_device else None
     family.pack_weights(
-        *(config, matrices, checkpoint.tensor, lambda name, offset, data: buffers[name].upload(data, offset)),
+        config,
+        matrices,
+        checkpoint.tensor,
+        lambda name, offset, data: buffers[name].upload(data, offset),
         done.append,
         rows=checkpoint.rows,
         threads=2,

@@ -85,8 +85,14 @@ def prepared(options: argparse.Namespace) -> Session:
     try:
         with at_most(options.compile_s - (time.monotonic() - START)):
             session = Session(
-                *(options.system, named.config, named.canonical, options.device),
-                *(not options.eager, options.ceiling, say, options.gpt_fast),
+                options.system,
+                named.config,
+                named.canonical,
+                options.device,
+                not options.eager,
+                options.ceiling,
+                say,
+                options.gpt_fast,
             )
             for context in contexts_of(options):
                 session.prepare(context, options.steps)

@@ -10,7 +10,6 @@ exchange to shared memory as it is. With one token that is the natural order.
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -63,9 +62,9 @@ class Columns:
         """The column that a consumer thread loads: every unit that it takes of a vector belongs to it."""
         return self.machine.thread // UNITS_PER_TILE % self.limit
 
-    def if_active(self, column: ch.Expr) -> AbstractContextManager[Any]:
+    def if_active(self, column: ch.Expr) -> ch.if_:
         """Do what follows for a column in use; with room for one column only, it is."""
-        return nullcontext() if self.limit == 1 else ch.if_(column < self.count)
+        return ch.if_(self.limit == 1 or column < self.count)
 
     # -- what is known of a column ---------------------------------------------------------------------------------
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping
-from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -421,7 +420,7 @@ class BarrierExchange(Exchange):
 
     def meet(self, when: ch.Value = True) -> None:
         ch.comment("grid barrier")
-        with nullcontext() if when is True else ch.if_(when):
+        with ch.if_(when):
             if self.copies is not None:
                 prim.fence_proxy_async_global()  # others' copies read what was stored
             self.machine.meet()

@@ -183,7 +183,7 @@ class Sampler:
         warps, limit = self.machine.plan.consumer_warps, self.columns.limit
         for first in range(0, limit, warps):
             column = self.machine.warp + first
-            with nullcontext() if first + warps <= limit else ch.if_(column < limit):
+            with ch.if_(first + warps <= limit or column < limit):
                 yield column
 
     @ch.inline

@@ -69,7 +69,14 @@ def bench(
     with (
         open_device(device) as opened,
         open_bench(
-            *(config, name, weights, opened, works, steps, gpu, ordinal_of(device)),
+            config,
+            name,
+            weights,
+            opened,
+            works,
+            steps,
+            gpu,
+            ordinal_of(device),
             **plan,
         ) as ready,
     ):

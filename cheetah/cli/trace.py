@@ -92,7 +92,14 @@ def trace(
     with (
         open_device(device) as opened,
         open_bench(
-            *(config, name, weights, opened, [work], steps, gpu, ordinal_of(device)),
+            config,
+            name,
+            weights,
+            opened,
+            [work],
+            steps,
+            gpu,
+            ordinal_of(device),
             **{**plan, "trace": True},
         ) as ready,
     ):

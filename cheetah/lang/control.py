@@ -66,42 +66,66 @@ class Block:
 
 
 class if_(Block):
-    """`with ch.if_(condition):`, optionally followed by `with ch.else_():`."""
+    """`with ch.if_(condition):`, optionally followed by `with ch.else_():`.
+
+    A condition that is known while generating, True or False, is not asked on the device: the body stands there by
+    itself, or not at all.
+    """
 
     verb = "ch.if_(...)"
 
     def __init__(self, condition: Value) -> None:
-        if isinstance(condition, bool):
-            condition = Literal(ty.boolean, condition)
-        if not isinstance(condition, Expr) or condition.type != ty.boolean:
+        if isinstance(condition, Literal) and condition.type == ty.boolean:
+            condition = bool(condition.value)
+        if not isinstance(condition, bool) and not (isinstance(condition, Expr) and condition.type == ty.boolean):
             raise TypeMixError(f"ch.if_ needs a condition, not `{condition}`; compare it, e.g. `{condition} != 0`.")
         super().__init__()
         self.condition = condition
 
     def __enter__(self) -> None:
-        current().require_visible(walk(self.condition), self.location)
-        self.scope = self._open("an if_ block")
+        if isinstance(self.condition, Expr):
+            current().require_visible(walk(self.condition), self.location)
+        if self.condition is True:
+            self._forget()
+        else:
+            self.scope = self._open("an if_ block")
 
     def _finish(self) -> None:
-        emit(If(self.condition, tuple(self.scope.statements), location=self.location))
+        if isinstance(self.condition, Expr):
+            emit(If(self.condition, tuple(self.scope.statements), location=self.location))
+        else:
+            current().top.decide(self.condition)
 
 
 class else_(Block):
-    """`with ch.else_():` directly after an `if_` block."""
+    """`with ch.else_():` directly after an `if_` block. Behind one with a static condition it is as static."""
 
     verb = "ch.else_()"
 
     def __enter__(self) -> None:
-        statements = current().top.statements
-        last = statements[-1] if statements else None
-        if not isinstance(last, If) or last.otherwise:
+        self.branch = self._branch()
+        if self.branch is False:
             self._forget()
-            raise ControlError("ch.else_() must directly follow a `with ch.if_(...)` block of the same level.")
-        self.branch = last
-        self.scope = self._open("an else_ block")
+        else:
+            self.scope = self._open("an else_ block")
+
+    def _branch(self) -> If | bool:
+        """The statement that this belongs to, or the static condition."""
+        top = current().top
+        last = top.statements[-1] if top.statements else None
+        if top.is_decided:
+            if top.decision is not None:
+                return top.decision
+        elif isinstance(last, If) and not last.otherwise:
+            return last
+        self._forget()
+        raise ControlError("ch.else_() must directly follow a `with ch.if_(...)` block of the same level.")
 
     def _finish(self) -> None:
-        current().top.statements[-1] = replace(self.branch, otherwise=tuple(self.scope.statements))
+        if isinstance(self.branch, If):
+            current().top.statements[-1] = replace(self.branch, otherwise=tuple(self.scope.statements))
+        else:
+            current().top.decide(None)
 
 
 class for_(Block):

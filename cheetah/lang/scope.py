@@ -60,6 +60,18 @@ class Scope:
     names: set[str] = field(default_factory=set, repr=False)
     guests: list[set[str]] = field(default_factory=list, repr=False)
     """Names used by the roles that see this scope: a later name here must not be hidden by one of them."""
+    decision: bool | None = None
+    """The last static condition that was asked here; None if it has its `else_`."""
+    _decided_at: int = -1
+
+    def decide(self, decision: bool | None) -> None:
+        """A static condition was asked here and its body is complete."""
+        self.decision, self._decided_at = decision, len(self.statements)
+
+    @property
+    def is_decided(self) -> bool:
+        """Whether what was said last here is a static condition, its body or its `else_`."""
+        return self._decided_at == len(self.statements)
 
 
 class Cursor:

@@ -77,7 +77,11 @@ class DenseFamily(ModelFamily):
         watch: Stopwatch | None = None,
     ) -> None:
         pack_all(
-            *(config, matrices, tensor, write, progress),
+            config,
+            matrices,
+            tensor,
+            write,
+            progress,
             rows=rows,
             threads=threads,
             lend=lend,

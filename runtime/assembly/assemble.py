@@ -154,7 +154,11 @@ def assemble(
         generate = keeping(texts, generate_kernel or own_generator())
         compilers = _Compilers(opened)
         asked = KernelsAsked(
-            *(weights.config, machine, generate, prompt_tokens, solo),
+            weights.config,
+            machine,
+            generate,
+            prompt_tokens,
+            solo,
             PassesAsked(prompt_passes, info.free_bytes),
             texts,
             _say(quiet),

@@ -96,7 +96,11 @@ def upload_weights(
     plan, gpu = Plan.from_dict(manifest.plan), gpu_named(manifest.gpu["name"])
     matrices = family.matrices(config, plan, gpu)
     family.pack_weights(
-        *(config, matrices, weights.tensor, write, progress),
+        config,
+        matrices,
+        weights.tensor,
+        write,
+        progress,
         rows=rows,
         lend=ordinary_memory if device is None else device.lend,
         repacker=None

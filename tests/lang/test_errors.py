@@ -159,6 +159,53 @@ def test_two_elses() -> None:
                 x[0] = 3
 
 
+@pytest.mark.parametrize("condition", [True, False])
+def test_two_elses_of_a_static_condition(condition: bool) -> None:
+    with refused(ch.ControlError, "ch.else_() must directly follow"):
+
+        @emits
+        def kernel(n, m, c, x, w):
+            with ch.if_(condition):
+                with ch.if_(n < 4):
+                    x[0] = 1
+            with ch.else_():
+                with ch.if_(n < 5):
+                    x[0] = 2
+            with ch.else_():  # wrong
+                x[0] = 3
+
+
+def test_else_behind_what_follows_a_static_condition() -> None:
+    with refused(ch.ControlError, "ch.else_() must directly follow"):
+
+        @emits
+        def kernel(n, m, c, x, w):
+            with ch.if_(False):
+                x[0] = 1
+            x[1] = 1
+            with ch.else_():  # wrong
+                x[0] = 2
+
+
+def test_a_static_condition_that_is_never_entered() -> None:
+    with refused(ch.MissingWithError, "`ch.if_(...)` was called but opens no block"):
+
+        @emits
+        def kernel(n, m, c, x, w):
+            ch.if_(True)  # wrong
+            x[0] = 1
+
+
+def test_names_of_a_body_that_is_left_out() -> None:
+    with refused(ch.ScopeError, "`count` was bound in an if_ block"):
+
+        @emits
+        def kernel(n, m, c, x, w):
+            with ch.if_(False):
+                count = ch.var(ty.u32, n)
+            x[0] = ty.f32(count)  # wrong
+
+
 def test_if_of_a_number() -> None:
     with refused(ch.TypeMixError, "ch.if_ needs a condition, not `n`; compare it, e.g. `n != 0`."):
 

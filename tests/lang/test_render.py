@@ -65,6 +65,32 @@ def test_else_if_chains() -> None:
     ]
 
 
+def test_conditions_known_while_generating() -> None:
+    @ch.kernel(ch.Params(n=ty.u32, x=ty.ptr_mut(ty.u32)))
+    def kernel(n, x):
+        with ch.if_(True):
+            with ch.if_(n < 1):
+                x[0] = 1
+        with ch.else_():
+            x[0] = 2
+        with ch.if_(False):
+            count = ch.var(ty.u32, n)
+            with ch.if_(count < 2):
+                x[1] = count
+        with ch.else_():
+            with ch.if_(ty.u32(3) < 4):
+                count = ch.var(ty.u32, 5)
+                x[1] = count
+
+    assert body(kernel) == [
+        "  if (n < 1) {",
+        "    x[0] = 1;",
+        "  }",
+        "  uint32_t count = 5;",
+        "  x[1] = count;",
+    ]
+
+
 def test_loops() -> None:
     @ch.kernel(ch.Params(n=ty.u32, m=ty.i32, x=ty.ptr_mut(ty.u32)))
     def kernel(n, m, x):

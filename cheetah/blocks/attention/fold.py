@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 from cheetah import lang as ch
@@ -84,7 +84,7 @@ class Folder:
         scratch = machine.region("attention", ty.u32x4)
         with ch.for_(2, unroll=True) as column:
             number = machine.lane % 4 * 2 + column
-            with ch.if_(number < self.columns) if self.columns < COLUMNS else nullcontext():
+            with ch.if_(self.columns >= COLUMNS or number < self.columns):
                 row = (machine.warp * self.columns + number) * len(slices)
                 for index, slice_ in enumerate(slices):
                     place = scratch + ((row + index) * SLICE_DIMS + machine.lane // 4 * 8) // 4

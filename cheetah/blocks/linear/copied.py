@@ -8,7 +8,7 @@ too, since nobody looks at their products.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -240,6 +240,6 @@ class OwnTiles:
         machine = self.columns.machine
         tile = machine.warp + row * self.row_tiles
         is_whole = isinstance(tiles, int) and (row + 1) * self.row_tiles <= tiles
-        with nullcontext() if is_whole else ch.if_(tile < tiles):
-            with nullcontext() if self.tile_units % LANES == 0 else ch.if_(machine.lane < self.tile_units):
+        with ch.if_(is_whole or tile < tiles):
+            with ch.if_(self.tile_units % LANES == 0 or machine.lane < self.tile_units):
                 yield lambda turn: tile * self.tile_units + turn * LANES + machine.lane

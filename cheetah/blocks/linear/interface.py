@@ -86,9 +86,7 @@ class Linear(ABC):
     """Products of a kernel. All roles: what is fetched, what is done with it, and what becomes of it."""
 
     @abstractmethod
-    def __call__(
-        self, matrix: MatrixLayout, prologue: Prologue, epilogue: Epilogue, when: ch.Expr | None = None
-    ) -> None:
+    def __call__(self, matrix: MatrixLayout, prologue: Prologue, epilogue: Epilogue, when: ch.Value = True) -> None:
         """The matrix of the present layer times the step's vectors; `when`: only if that holds."""
 
     @abstractmethod

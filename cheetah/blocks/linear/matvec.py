@@ -20,7 +20,7 @@ The loops over M-tiles and chunks stay (almost) rolled: unrolled, the kernel is 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -80,17 +80,15 @@ class Matvec(Linear):
         """The products that follow belong to no layer."""
         self.layer_offset = ty.u64(0)
 
-    def __call__(
-        self, matrix: MatrixLayout, prologue: Prologue, epilogue: Epilogue, when: ch.Expr | None = None
-    ) -> None:
-        with self.machine.producer, ch.if_(when) if when is not None else nullcontext():
+    def __call__(self, matrix: MatrixLayout, prologue: Prologue, epilogue: Epilogue, when: ch.Value = True) -> None:
+        with self.machine.producer, ch.if_(when):
             self.copy(matrix)
         with self.machine.consumer:
             prologue.prepare()
-            with ch.if_(when) if when is not None else nullcontext():
+            with ch.if_(when):
                 self.multiply(matrix, prologue)
                 self.timeline.stamp_here("done")
-        with self.machine.adding(), ch.if_(when) if when is not None else nullcontext():
+        with self.machine.adding(), ch.if_(when):
             self.finish(matrix, epilogue, prologue.scale_of_products())
 
     @ch.inline
@@ -142,9 +140,9 @@ class Matvec(Linear):
         column = pair * 2 + self.machine.lane // M_TILE_ROWS if plan.tokens > 1 else 0
         return ch.const(ty.u32, column, name="column")
 
-    def _if_ours(self) -> AbstractContextManager[Any]:
+    def _if_ours(self) -> ch.if_:
         """Whether the M-tile whose turn it is, is this warp's group's to finish: each has a reduction of its own."""
-        return nullcontext() if self.machine.plan.finishing_groups == 1 else ch.if_(self.adding.stage == self.group)
+        return ch.if_(self.machine.plan.finishing_groups == 1 or self.adding.stage == self.group)
 
     # -- the end of a step -----------------------------------------------------------------------------------------
 
@@ -296,15 +294,15 @@ class Matvec(Linear):
             self.timeline.stamp_here("ready")
 
     @staticmethod
-    def _if_any(layout: MatrixLayout, position: ch.Expr) -> AbstractContextManager[Any]:
+    def _if_any(layout: MatrixLayout, position: ch.Expr) -> ch.if_:
         """Whether this block has M-tiles of a matrix."""
-        return nullcontext() if layout.m_tiles >= layout.blocks else ch.if_(position < layout.m_tiles)
+        return ch.if_(layout.m_tiles >= layout.blocks or position < layout.m_tiles)
 
     @staticmethod
-    def _has_m_tile(layout: MatrixLayout, position: ch.Expr, wave: int) -> AbstractContextManager[Any]:
+    def _has_m_tile(layout: MatrixLayout, position: ch.Expr, wave: int) -> ch.if_:
         """Whether this block, which has M-tiles, has one in a wave; surely in all but the last."""
         full = layout.wave_width(wave) == layout.blocks or wave == 0
-        return nullcontext() if full else ch.if_(position + wave * layout.blocks < layout.m_tiles)
+        return ch.if_(full or position + wave * layout.blocks < layout.m_tiles)
 
     @ch.inline
     def _use_chunk(self, layout: MatrixLayout, chunk: ch.Expr, place: ch.Expr, sums: Any, is_first: ch.Value) -> None:
@@ -314,7 +312,7 @@ class Matvec(Linear):
         Where a warp has registers for its tiles, the stage is given back before they are multiplied.
         """
         if layout.sums_bytes(self.columns.limit) and is_first is not False:
-            with nullcontext() if is_first is True or layout.waves == 1 else ch.if_(is_first):
+            with ch.if_(layout.waves == 1 or is_first):
                 self._sum_chunk(layout, chunk, place)
         held = self._room_for_tiles(layout)
         with self.ring.use() as stage:
@@ -349,7 +347,7 @@ class Matvec(Linear):
         with ch.for_(layout.tiles_per_chunk // machine.plan.consumer_warps, unroll=True) as turn:
             pair = turn * machine.plan.consumer_warps + machine.warp
             full = layout.last_chunk_tiles == layout.tiles_per_chunk
-            with nullcontext() if full else ch.if_(self._is_tile(layout, chunk, turn, pair)):
+            with ch.if_(full or self._is_tile(layout, chunk, turn, pair)):
                 yield turn, pair
 
     def _is_tile(self, layout: MatrixLayout, chunk: ch.Expr, turn: ch.Expr, pair: ch.Expr) -> Any:
@@ -483,7 +481,7 @@ class Matvec(Linear):
             return self._lay_down_halves(reduction, own, sums)
         for tile in range(self.columns.tiles):
             pair = machine.lane % 4 + tile * (COLUMNS // 2)
-            with nullcontext() if plan.tokens >= COLUMNS else ch.if_(pair < plan.column_pairs):
+            with ch.if_(plan.tokens >= COLUMNS or pair < plan.column_pairs):
                 for index in range(min(plan.tokens, 2)):
                     place = own + pair * plan.pair_sums + index * M_TILE_ROWS
                     reduction[place] = sums[tile][index]
@@ -497,7 +495,7 @@ class Matvec(Linear):
         machine, tokens = self.machine, self.columns.limit
         for group in range(groups_of(tokens, 2)):
             first = machine.lane % 4 * 2 + group * COLUMNS
-            with nullcontext() if 2 * tokens >= COLUMNS else ch.if_(first < 2 * tokens):
+            with ch.if_(2 * tokens >= COLUMNS or first < 2 * tokens):
                 for index in range(2):
                     half, place = self._half_and_place(group, index)
                     of_half = [sums[group][index], sums[group][index + 2]]

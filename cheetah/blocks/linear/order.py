@@ -8,7 +8,6 @@ behind the other then. (8B, 8 tokens: single elements took 0.5 ms a step, H200.)
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -93,7 +92,7 @@ class Order:
         def each() -> Iterator[tuple[int, ch.Expr]]:
             for index in range(-(-units // threads)):
                 unit = machine.thread + index * threads
-                with nullcontext() if (index + 1) * threads <= units else ch.if_(unit < units):
+                with ch.if_((index + 1) * threads <= units or unit < units):
                     yield index, unit
 
         for index, unit in each():

@@ -7,7 +7,7 @@ order (see `columns`), in shared memory as in the exchange, so a thread's units 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -285,7 +285,7 @@ def _batches(columns: Columns, part: Part, most_units: int) -> Iterator[_Batch]:
     while begin * threads < units:
         size = max(1, min(most_units, each - begin))
         full = (begin + size) * threads <= units
-        with nullcontext() if full else ch.if_(machine.thread + begin * threads < units):
+        with ch.if_(full or machine.thread + begin * threads < units):
             first = ch.const(ty.u32, machine.thread + begin * threads, name="first_unit")
             yield _Batch(columns, part, first, size, begin == 0 and (full or units % 32 == 0))
         begin += size

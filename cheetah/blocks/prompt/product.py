@@ -11,7 +11,6 @@ Tiles are dealt to the blocks with the tokens inside: blocks that share a row of
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -464,14 +463,14 @@ def by_format(cases: Sequence[Case]) -> list[tuple[TileFormat, list[Case]]]:
     return [(format, [case for case in cases if case.matrix.format == format]) for format in formats]
 
 
-def in_phases(phase: ch.Expr | None, its: Sequence[Case], cases: Sequence[Case]) -> AbstractContextManager[Any]:
+def in_phases(phase: ch.Expr | None, its: Sequence[Case], cases: Sequence[Case]) -> ch.if_:
     return _if_one_of(phase, [case.phase for case in its], [case.phase for case in cases])
 
 
-def _if_one_of(phase: ch.Expr | None, numbers: Sequence[int], there_are: Sequence[int]) -> AbstractContextManager[Any]:
+def _if_one_of(phase: ch.Expr | None, numbers: Sequence[int], there_are: Sequence[int]) -> ch.if_:
     """If the present phase is one of `numbers`; nothing to ask where they are all that there are."""
     if phase is None or len(numbers) == len(there_are):
-        return nullcontext()
+        return ch.if_(True)
     is_one = phase == numbers[0]
     for index in numbers[1:]:
         is_one = is_one | (phase == index)

@@ -86,7 +86,11 @@ class KvPlanLayout:
         levels = 2 if plan.batch > 1 and not plan.kv_chunk else 1
         columns = plan.tile_columns(group)
         return cls(
-            *(blocks, kv_heads, most_tiles(plan.batch, plan.tokens, columns, levels), columns * group, levels),
+            blocks,
+            kv_heads,
+            most_tiles(plan.batch, plan.tokens, columns, levels),
+            columns * group,
+            levels,
             **{"chunk": plan.kv_chunk, "max_keys": plan.max_context + plan.tokens, "level_rows": plan.tokens * group},
         )
 

@@ -73,7 +73,10 @@ def kv_plans_for_launch(
     """
     require_positive("KV plans of a launch", steps=steps)
     scheduling = Scheduling(
-        *(kv_heads, blocks, align, minimum),
+        kv_heads,
+        blocks,
+        align,
+        minimum,
         chunk=chunk or 0,
         item_cost=item_cost,
         first_light=first_light,
