@@ -55,9 +55,9 @@ class StructuredOutputsParams:
         for name in ("regex", "grammar", "whitespace_pattern"):
             if not isinstance(getattr(self, name), str | None):
                 raise GrammarError(f"structured_outputs: {name}: {shown(getattr(self, name))} is no text")
-        size = len(self.source.encode("utf-8", "replace"))
-        if size > GRAMMAR_BYTES:
-            raise GrammarError(f"structured_outputs: {self.kind} has {size} bytes, at most {GRAMMAR_BYTES} are read")
+        given = getattr(self, self.kind)
+        _check_size(self.kind, given if isinstance(given, str) else "")  # before its JSON is read
+        _check_size(self.kind, self.source)
 
     @classmethod
     def of(cls, given: Any) -> StructuredOutputsParams:
@@ -89,6 +89,11 @@ class StructuredOutputsParams:
         if self.structural_tag is not None:
             return _tags(self.structural_tag)
         return json_text.dumps(self.choice) if self.choice is not None else self.regex or self.grammar or ""
+
+
+def _check_size(kind: str, text: str) -> None:
+    if (size := len(text.encode("utf-8", "replace"))) > GRAMMAR_BYTES:
+        raise GrammarError(f"structured_outputs: {kind} has {size} bytes, at most {GRAMMAR_BYTES} are read")
 
 
 def _choices(given: Any) -> tuple[str, ...]:

@@ -1,9 +1,13 @@
 """Files of others are read with bounds, and nothing that they hold is printed as it is."""
 
+import json
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from cheetah.errors import CheetahError
 from cheetah.printable import MESSAGE_CHARACTERS, printable, shown
@@ -86,3 +90,30 @@ def test_only_regular_files_of_a_bounded_size_are_read(tmp_path: Path) -> None:
     with pytest.raises(UnreadableError, match="has 11 bytes, at most 10 are read"):
         read_text(nested_in(tmp_path, b"01234567890"), 10)
     assert read_text(nested_in(tmp_path, b"0123456789"), 10) == "0123456789"
+
+
+json_values = st.recursive(
+    st.none() | st.integers() | st.text(',:[{"\\\\a', max_size=6),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(',:[{"\\\\', max_size=3), inner, max_size=4),
+    max_leaves=8,
+)
+
+
+def count_of(value: Any) -> int:
+    """As `parse_json` counts: what stands between values, and four for each list, object and name."""
+    if isinstance(value, dict):
+        return 4 + 4 * len(value) + max(0, len(value) - 1) + sum(map(count_of, value.values()))
+    return 4 + max(0, len(value) - 1) + sum(map(count_of, value)) if isinstance(value, list) else 0
+
+
+@settings(deadline=None, max_examples=25)
+@given(st.dictionaries(st.text(max_size=3), json_values, max_size=4), st.booleans())
+def test_json_with_too_many_values_is_refused_before_it_is_read(value: dict[str, Any], is_long: bool) -> None:
+    """Whatever stands in its texts; `is_long`: a text reaches over the pieces that are looked at."""
+    value = {**value, "long": '[,\\"' * 9000} if is_long else value
+    data = json.dumps(value).encode()
+    assert parse_json(data, "here", most_values=count_of(value)) == value
+    with pytest.raises(UnreadableError, match="has more than"):
+        parse_json(data, "here", most_values=count_of(value) - 1)
+    with pytest.raises(UnreadableError, match="has more than 9 values"):  # and not that it is no JSON
+        parse_json(data[:-1] + b"," * 10, "here", most_values=9)

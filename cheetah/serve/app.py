@@ -6,14 +6,14 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import hmac
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from importlib.resources import files
-from typing import Any, TypeVar
+from typing import Any
 
 from fastapi import FastAPI, Request
-from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.responses import HTMLResponse, Response, StreamingResponse
@@ -24,21 +24,17 @@ from cheetah.runtime import LLM
 from cheetah.serve.answers import as_json
 from cheetah.serve.driver import EngineStopped
 from cheetah.serve.embeddings import EmbeddingBody
-from cheetah.serve.errors import ApiError, of_failure, of_validation
+from cheetah.serve.errors import ApiError, of_failure
 from cheetah.serve.metrics import CONTENT_TYPE
-from cheetah.serve.records import Body, ChatBody, CompletionBody, DetokenizeBody, ResponseBody, TokenizeBody
-from cheetah.serve.service import Options, Service, Work
+from cheetah.serve.reading import AnyBody, unless_gone
+from cheetah.serve.records import ChatBody, CompletionBody, DetokenizeBody, ResponseBody, TokenizeBody
+from cheetah.serve.service import Options, Order, Service, Work
 from cheetah.version import __version__
-
-BODY_SECONDS = 60.0
-"""A body that takes longer to come is not waited for."""
 
 OPEN_TO_ALL = ("/", "/health", "/ping")
 """What needs no key: a page that asks for one, and whether the server is well."""
 
 PAGE_POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'"
-
-AnyBody = TypeVar("AnyBody", bound=Body)
 
 
 def asgi(llm: LLM, options: Options | None = None, on_fault: Callable[[], None] = lambda: None) -> FastAPI:
@@ -48,9 +44,12 @@ def asgi(llm: LLM, options: Options | None = None, on_fault: Callable[[], None] 
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        gc.collect()
+        gc.freeze()  # the collector stops every thread: let it not look at what was loaded, again and again
         service.driver.start()
         yield
         await service.driver.stop()
+        service.reading.close()
 
     app = FastAPI(title="Cheetah", lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None)
     app.state.service = service
@@ -67,31 +66,30 @@ def _add_engine_routes(app: FastAPI, service: Service) -> None:
 
     @app.post("/v1/completions")
     async def completions(request: Request) -> Response:
-        return await _answered(request, service.completion(await _body(request, CompletionBody, service)))
+        return await _answered(request, service, CompletionBody, service.completion)
 
     @app.post("/v1/chat/completions")
     async def chat_completions(request: Request) -> Response:
-        return await _answered(request, service.chat(await _body(request, ChatBody, service)))
+        return await _answered(request, service, ChatBody, service.chat)
 
     @app.post("/v1/responses")
     async def responses(request: Request) -> Response:
-        body = await _body(request, ResponseBody, service)
-        return await _answered(request, service.response(body), named_events=True)
+        return await _answered(request, service, ResponseBody, service.response, named_events=True)
 
 
 def _add_other_routes(app: FastAPI, service: Service) -> None:
     @app.post("/v1/embeddings")
     async def of_texts(request: Request) -> Response:
-        body = await _body(request, EmbeddingBody, service)
-        return _json(await _unless_gone(request.receive, service.embeddings(body)))
+        embed = await service.reading.read(request, EmbeddingBody, service.embeddings)
+        return _json(await unless_gone(request.receive, asyncio.to_thread(embed)))
 
     @app.post("/tokenize")
     async def tokenize(request: Request) -> Response:
-        return _json(await service.tokenize(await _body(request, TokenizeBody, service)))
+        return _json(await service.reading.read(request, TokenizeBody, service.tokenize))
 
     @app.post("/detokenize")
     async def detokenize(request: Request) -> Response:
-        return _json(await service.detokenize(await _body(request, DetokenizeBody, service)))
+        return _json(await service.reading.read(request, DetokenizeBody, service.detokenize))
 
     @app.get("/v1/models")
     async def models() -> Response:
@@ -150,20 +148,26 @@ class EventStream(StreamingResponse):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            await _unless_gone(receive, self.stream_response(send))
+            await unless_gone(receive, self.stream_response(send))
         except ClientDisconnect:
             pass
         finally:
             self._work.close()
 
 
-async def _answered(request: Request, asked: Awaitable[Work], named_events: bool = False) -> Response:
-    """The answer to what was asked, as events or whole."""
-    work = await asked
+async def _answered(
+    request: Request,
+    service: Service,
+    kind: type[AnyBody],
+    read: Callable[[AnyBody], Order],
+    named_events: bool = False,
+) -> Response:
+    """The answer to what a body of this kind asks for, as events or whole."""
+    work = await service.begin(await service.reading.read(request, kind, read))
     if work.streams:
         return EventStream(work, named_events)
     try:
-        return _json(await _unless_gone(request.receive, work.whole()))
+        return _json(await unless_gone(request.receive, work.whole()))
     finally:
         work.close()
 
@@ -185,53 +189,6 @@ async def _events(work: Work, named: bool) -> AsyncIterator[bytes]:
 def _event(record: dict[str, Any], named: bool) -> bytes:
     name = f"event: {record['type']}\n".encode() if named else b""
     return name + b"data: " + as_json(record) + b"\n\n"
-
-
-Result = TypeVar("Result")
-
-
-async def _unless_gone(receive: Receive, work: Awaitable[Result]) -> Result:
-    """The result of `work`, which is cancelled if the client goes away before; then ClientDisconnect."""
-    working = asyncio.ensure_future(work)
-    watching = asyncio.ensure_future(_client_gone(receive))
-    try:
-        await asyncio.wait({working, watching}, return_when=asyncio.FIRST_COMPLETED)
-        if not working.done():
-            raise ClientDisconnect
-        return working.result()
-    finally:
-        watching.cancel()
-        working.cancel()
-        await asyncio.gather(working, watching, return_exceptions=True)
-
-
-async def _client_gone(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
-
-
-async def _body(request: Request, kind: type[AnyBody], service: Service) -> AnyBody:
-    """The body, read within limits and checked."""
-    if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
-        raise ApiError(415, "send JSON, with the header Content-Type: application/json")
-    try:
-        async with asyncio.timeout(BODY_SECONDS):
-            data = await _read(request, service.options.body_bytes)
-    except TimeoutError:
-        raise ApiError(408, f"the body has not come within {BODY_SECONDS:.0f} s") from None
-    try:
-        return kind.model_validate_json(data)
-    except ValidationError as problem:
-        raise of_validation(problem) from None
-
-
-async def _read(request: Request, most: int) -> bytes:
-    data = bytearray()
-    async for part in request.stream():
-        data += part
-        if len(data) > most:
-            raise ApiError(413, f"the body has more than {most} bytes, which this server does not take")
-    return bytes(data)
 
 
 def _json(record: Any, status: int = 200) -> Response:

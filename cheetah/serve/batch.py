@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Iterable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -21,7 +21,7 @@ from cheetah.runtime.structured_outputs import GrammarError
 from cheetah.serve.answers import as_json, new_id
 from cheetah.serve.errors import ApiError, of_failure, of_validation
 from cheetah.serve.records import Body, ChatBody, CompletionBody, Streamed
-from cheetah.serve.service import Service, Work
+from cheetah.serve.service import Order, Service, Work
 
 SomeBody = TypeVar("SomeBody", bound=Streamed)
 
@@ -68,6 +68,8 @@ class BatchFile:
             return BatchLine.model_validate_json(data)
         except ValidationError as problem:
             raise CheetahError(f"{self.path}, line {number}: {of_validation(problem).message}") from None
+        except ApiError as problem:
+            raise CheetahError(f"{self.path}, line {number}: {problem.message}") from None
 
 
 def finished_ids(path: Path) -> set[str]:
@@ -136,15 +138,16 @@ async def _answer(service: Service, line: BatchLine) -> bytes:
 
 async def _work(service: Service, line: BatchLine) -> Work:
     """What a line asks for. ApiError if it is refused."""
-    data = as_json(line.body)
+    readers: dict[str, Callable[[], Order]] = {
+        "/v1/chat/completions": lambda: service.chat(_unstreamed(ChatBody.model_validate(line.body))),
+        "/v1/completions": lambda: service.completion(_unstreamed(CompletionBody.model_validate(line.body))),
+    }
+    if line.url not in readers:
+        raise ApiError(404, f"url {shown(line.url)}: use {' or '.join(readers)}", "url")
     try:
-        if line.url == "/v1/chat/completions":
-            return await service.chat(_unstreamed(ChatBody.model_validate_json(data)))
-        if line.url == "/v1/completions":
-            return await service.completion(_unstreamed(CompletionBody.model_validate_json(data)))
+        return await service.begin(await asyncio.to_thread(readers[line.url]))
     except ValidationError as problem:
         raise of_validation(problem) from None
-    raise ApiError(404, f"url {shown(line.url)}: use /v1/chat/completions or /v1/completions", "url")
 
 
 def _unstreamed(body: SomeBody) -> SomeBody:

@@ -7,14 +7,14 @@ from collections.abc import Sequence
 from typing import Any, Literal
 
 from cheetah.runtime.outputs import EmbeddingRequestOutput
-from cheetah.serve.records import Forgotten
+from cheetah.serve.records import Forgotten, Prompts
 
 
 class EmbeddingBody(Forgotten):
     """Texts or token ids. pooling, normalize: as those of `LLM.embed`."""
 
     model: str | None = None
-    input: str | list[int] | list[str] | list[list[int]]
+    input: Prompts
     encoding_format: Literal["float", "base64"] = "float"
     dimensions: int | None = None
     add_special_tokens: bool = True

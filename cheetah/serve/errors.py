@@ -53,8 +53,6 @@ def of_validation(problem: ValidationError) -> ApiError:
     first = problem.errors(include_input=False, include_url=False, include_context=False)[0]
     place = ".".join(shown_name(str(part)) for part in first["loc"])
     field = shown_name(str(first["loc"][0])) if first["loc"] else None
-    if first["type"] == "extra_forbidden":
-        return ApiError(400, f"{place} is not a field that this server knows: leave it out", field)
     return ApiError(400, f"{place}: {first['msg']}" if place else first["msg"], field)
 
 

@@ -9,15 +9,49 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import fields
-from typing import Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    ValidatorFunctionWrapHandler,
+    WrapValidator,
+    model_validator,
+)
+from pydantic_core import PydanticCustomError
 
-from cheetah.printable import shown
+from cheetah.printable import shown, shown_name
 from cheetah.runtime.sampling import SamplingParams
-from cheetah.serve.errors import refused
+from cheetah.serve.errors import ApiError, refused
 
-Messages = list[dict[str, Any]]
+Entry = TypeVar("Entry")
+Several = Annotated[list[Entry], Field(fail_fast=True)]
+"""A list, of which only the first wrong entry is told: there may be a hundred thousand."""
+MOST_WORDS = 1000
+Words = Annotated[list[str], Field(fail_fast=True, max_length=MOST_WORDS)]
+"""Texts that are looked for behind each token."""
+Messages = Several[dict[str, Any]]
+
+
+def _said_as(expected: str) -> WrapValidator:
+    """One message for a field that may be of several kinds."""
+
+    def validate(value: Any, of_kinds: ValidatorFunctionWrapHandler) -> Any:
+        try:
+            return of_kinds(value)
+        except ValidationError:
+            raise PydanticCustomError("kind", "expected {expected}", {"expected": expected}) from None
+
+    return WrapValidator(validate)
+
+
+Prompts = Annotated[
+    str | Several[int] | Several[str] | Several[Several[int]],
+    _said_as("text, token ids, a list of texts, or a list of lists of token ids"),
+]
+Stops = Annotated[str | Words, _said_as(f"a string, or a list of at most {MOST_WORDS} strings")]
 
 
 class Body(BaseModel):
@@ -31,11 +65,13 @@ class Body(BaseModel):
         """Routers send every field that they know: one that is false or empty and not known here asks for nothing."""
         if not isinstance(value, dict):
             return value
-        return {name: entry for name, entry in value.items() if not _asks_for_nothing(entry, name in cls.model_fields)}
-
-
-def _asks_for_nothing(value: Any, is_known: bool) -> bool:
-    return value is None or (not is_known and (value is False or value in ("", [], {})))
+        found = {name: entry for name, entry in value.items() if entry is not None}
+        for name in found.keys() - cls.model_fields.keys():
+            entry = found.pop(name)
+            if entry is not False and entry not in ("", [], {}):
+                place = shown_name(name)
+                raise ApiError(400, f"{place} is not a field that this server knows: leave it out", place)
+        return found
 
 
 GUIDED_FIELDS = ("guided_json", "guided_regex", "guided_choice", "guided_grammar")
@@ -74,13 +110,13 @@ class Sampled(Forgotten):
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     length_penalty: float | None = None
-    logit_bias: dict[str, float] | None = None  # JSON has no other keys
-    allowed_token_ids: list[int] | None = None
-    bad_words: list[str] | None = None
+    logit_bias: dict[str, Any] | None = None  # JSON has no other keys; the numbers `SamplingParams` checks
+    allowed_token_ids: Several[int] | None = None
+    bad_words: Words | None = None
     seed: int | None = None
     n: int | None = None
-    stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = None
+    stop: Stops | None = None
+    stop_token_ids: Several[int] | None = None
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
     min_tokens: int | None = None
@@ -93,7 +129,7 @@ class Sampled(Forgotten):
     structured_outputs: dict[str, Any] | None = None
     guided_json: str | dict[str, Any] | None = None
     guided_regex: str | None = None
-    guided_choice: list[str] | None = None
+    guided_choice: Several[str] | None = None
     guided_grammar: str | None = None
 
 
@@ -116,7 +152,7 @@ class Streamed(Sampled):
 class CompletionBody(Streamed):
     """POST /v1/completions."""
 
-    prompt: str | list[int] | list[str] | list[list[int]]
+    prompt: Prompts
     max_tokens: int = 16
     echo: bool = False
     suffix: str | None = None
@@ -132,7 +168,7 @@ class TemplateOptions(Body):
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
-    documents: list[dict[str, Any]] | None = None
+    documents: Messages | None = None
     chat_template: str | None = None
 
 
@@ -144,18 +180,18 @@ class ChatBody(TemplateOptions, Streamed):
     max_completion_tokens: int | None = None
     logprobs: bool = False
     top_logprobs: int | None = None
-    tools: list[dict[str, Any]] = Field(default_factory=list)
+    tools: Messages = Field(default_factory=list)
     tool_choice: Literal["none", "auto", "required"] | dict[str, Any] | None = None
     parallel_tool_calls: bool = True
     reasoning_effort: str | None = None
-    modalities: list[str] = Field(default_factory=lambda: ["text"])
+    modalities: Several[str] = Field(default_factory=lambda: ["text"])
 
 
 class ResponseBody(Forgotten):
     """POST /v1/responses: text in, text out."""
 
     model: str | None = None
-    input: str | Messages
+    input: Annotated[str | Messages, _said_as("text, or a list of messages")]
     instructions: str | None = None
     max_output_tokens: int | None = None
     temperature: float | None = None
@@ -163,7 +199,7 @@ class ResponseBody(Forgotten):
     top_logprobs: int | None = None
     stream: bool = False
     stream_options: StreamOptions | None = None
-    tools: list[dict[str, Any]] = Field(default_factory=list)
+    tools: Messages = Field(default_factory=list)
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     previous_response_id: str | None = None
@@ -171,7 +207,7 @@ class ResponseBody(Forgotten):
     background: bool = False
     reasoning: dict[str, Any] | None = None
     text: dict[str, Any] | None = None
-    include: list[str] = Field(default_factory=list)
+    include: Several[str] = Field(default_factory=list)
     truncation: str = "disabled"
 
 
@@ -181,7 +217,7 @@ class TokenizeBody(TemplateOptions):
     model: str | None = None
     prompt: str | None = None
     messages: Messages | None = None
-    tools: list[dict[str, Any]] = Field(default_factory=list)
+    tools: Messages = Field(default_factory=list)
     add_special_tokens: bool | None = None
     return_token_strs: bool = False
 
@@ -190,7 +226,7 @@ class DetokenizeBody(Body):
     """POST /detokenize."""
 
     model: str | None = None
-    tokens: list[int]
+    tokens: Several[int]
 
 
 NEUTRAL: Mapping[str, tuple[Any, ...]] = {

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 import secrets
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -14,8 +14,9 @@ from cheetah.printable import shown
 from cheetah.runtime import LLM, SamplingParams
 from cheetah.runtime.engine.requests import Request
 from cheetah.runtime.outputs import StreamPiece
-from cheetah.runtime.sampling import MOST_LOGPROBS
+from cheetah.runtime.sampling import MOST_LOGPROBS, as_token_ids
 from cheetah.runtime.structured_outputs import GrammarError
+from cheetah.runtime.text.long_texts import TooLongError
 from cheetah.runtime.text.pieces import joined
 from cheetah.runtime.text.prompts import Prompt
 from cheetah.serve.answers import Answer, ChatAnswer, CompletionAnswer, Usage
@@ -24,6 +25,7 @@ from cheetah.serve.embeddings import EmbeddingBody, embeddings
 from cheetah.serve.errors import ApiError, of_mistake, refused
 from cheetah.serve.logprobs import ChatLogprobs, CompletionLogprobs, TokenTexts
 from cheetah.serve.metrics import Metrics, RequestMetrics
+from cheetah.serve.reading import Reading
 from cheetah.serve.reasoning import REASONING_PARSERS, Reasoning
 from cheetah.serve.records import (
     ChatBody,
@@ -40,8 +42,16 @@ from cheetah.serve.responses import ResponseAnswer, messages_of
 from cheetah.serve.structure import Structure, of_grammar, structure_of, structure_of_calls, structure_of_text
 from cheetah.serve.tools import PARSERS, NoTools, ToolParser, parser_of_template
 
+TOO_LONG = "context_length_exceeded"
+"""The code of what does not fit, which OpenAI's clients know."""
+
 LOGPROBS_OF_TEXT = "message.output_text.logprobs"
 """What /v1/responses may be asked to include."""
+
+VALUES = 400_000
+"""Of a body at most, as `parse_json` counts them, beside two for each token of the context."""
+TOKENIZED = 100_000
+"""Tokens of a text that /tokenize tells, or the context's if these are more."""
 
 Ids = tuple[int, ...]
 Result = TypeVar("Result")
@@ -98,8 +108,20 @@ class Work:
         self.metrics.close()
 
 
+@dataclass(frozen=True)
+class Order:
+    """What a body asks the engine for, read and checked. requests: None where a grammar has to be read first, for which
+    others may be waited: then `ask` makes them."""
+
+    requests: Sequence[Request] | None
+    ask: Callable[[], Sequence[Request]]
+    answer: Answer
+    streams: bool
+
+
 class Service:
-    """What the routes ask. Every method raises ApiError for what the client has to change."""
+    """What the routes ask: the methods that take a body run in the threads of `reading`, the others in the event loop.
+    Every one raises ApiError for what the client has to change."""
 
     def __init__(self, llm: LLM, options: Options, on_fault: Callable[[], None] = lambda: None):
         self.options = options
@@ -107,10 +129,11 @@ class Service:
         self._llm, self._prompts = llm, llm.prompts
         self.metrics = Metrics(options.names[0], llm.engine.engine)
         self.driver = Driver(llm.engine, llm.prompts, options.most_waiting, options.stuck_after_s, on_fault)
+        self.reading = Reading(options.body_bytes, VALUES + 2 * self.context)
         name = options.tool_parser or parser_of_template(llm.prompts.default_template)
         self._parser: Callable[[], ToolParser] | None = PARSERS[name] if name else None
 
-    async def completion(self, body: CompletionBody) -> Work:
+    def completion(self, body: CompletionBody) -> Order:
         self._check_model(body.model)
         if body.suffix:
             raise refused("suffix", "is not supported: put what comes behind into the prompt")
@@ -121,7 +144,7 @@ class Service:
         logprobs = {"logprobs": body.logprobs, "prompt_logprobs": of_prompt}
         is_echo = body.echo and body.max_tokens == 0  # how evaluations ask for the prompt's logprobs alone
         params = self._params(body, 1 if is_echo else body.max_tokens, len(prompts), structure, **logprobs)
-        ids = [await self._encode(prompt, body.add_special_tokens) for prompt in prompts]
+        ids = [self._encode(prompt, body.add_special_tokens, params) for prompt in prompts]
         if body.stream and body.prompt_logprobs is not None:
             raise refused("prompt_logprobs", "is not told in streams: leave out stream, or write echo and logprobs")
         answer = CompletionAnswer(
@@ -132,9 +155,9 @@ class Service:
             body.return_token_ids,
             [self._logprobs_behind(own, params) for own in ids for _ in range(params.n)],
         )
-        return await self._submit(ids, params, answer, body.stream, "prompt", structure)
+        return self._order(ids, params, answer, body.stream, "prompt", structure)
 
-    async def chat(self, body: ChatBody) -> Work:
+    def chat(self, body: ChatBody) -> Order:
         self._check_model(body.model)
         if body.modalities != ["text"]:
             raise refused("modalities", 'only ["text"] can be made')
@@ -145,52 +168,70 @@ class Service:
         structure = self._calls_that_must_be(body) or structure_of(body)
         most = body.max_completion_tokens or body.max_tokens
         params = self._params(body, most, structure=structure, logprobs=_top_of(body))
-        ids = await self._render(body.messages, body, variables)
+        ids = self._render(body.messages, body, variables, params)
         if body.stream and body.prompt_logprobs is not None:
             raise refused("prompt_logprobs", "is not told in streams: leave out stream")
         logprobs = ChatLogprobs(TokenTexts(self._prompts.tokenizer), params.logprobs or 0)
         if structure is None:  # else all of the text is the answer
             new_parser = self._behind_thoughts(new_parser)
         answer = ChatAnswer(self._name, Usage(), new_parser, not body.parallel_tool_calls, body.told, logprobs)
-        return await self._submit([ids], params, answer, body.stream, "messages", structure)
+        return self._order([ids], params, answer, body.stream, "messages", structure)
 
-    async def response(self, body: ResponseBody) -> Work:
+    def response(self, body: ResponseBody) -> Order:
         self._check_model(body.model)
         _refuse_what_text_has_not(body)
-        ids = await self._render(messages_of(body), TemplateOptions(), {}, "input")
         structure = structure_of_text(body.text)
         sampled = Sampled(temperature=body.temperature, top_p=body.top_p)
         params = self._params(sampled, body.max_output_tokens, structure=structure, logprobs=_top_of_response(body))
+        ids = self._render(messages_of(body), TemplateOptions(), {}, params, "input")
         logprobs = ChatLogprobs(TokenTexts(self._prompts.tokenizer), params.logprobs or 0)
         answer = ResponseAnswer(self._name, Usage(), body, logprobs)
-        return await self._submit([ids], params, answer, body.stream, "input", structure)
+        return self._order([ids], params, answer, body.stream, "input", structure)
 
-    async def embeddings(self, body: EmbeddingBody) -> dict[str, Any]:
+    def embeddings(self, body: EmbeddingBody) -> Callable[[], dict[str, Any]]:
+        """What makes the answer, in a thread that waits for the engine."""
         self._check_model(body.model)
         if body.dimensions not in (None, self._llm.config.hidden_size):
             raise refused("dimensions", f"is {body.dimensions}: vectors have {self._llm.config.hidden_size} numbers")
-        prompts: list[Prompt] = []
-        for one in _several(body.input, "input"):
-            prompts.append(await self._encode(one, body.add_special_tokens, "input"))
-        pooling, normalize = body.pooling, body.normalize
-        found = await _in_thread(lambda: self._llm.embed(prompts, pooling=pooling, normalize=normalize), "input")
-        return embeddings(found, self._name, body.encoding_format)
+        prompts: list[Prompt] = [
+            self._encode(one, body.add_special_tokens, param="input") for one in _several(body.input, "input")
+        ]
 
-    async def tokenize(self, body: TokenizeBody) -> dict[str, Any]:
+        def embed() -> dict[str, Any]:
+            with _named("input"):
+                found = self._llm.embed(prompts, pooling=body.pooling, normalize=body.normalize)
+            return embeddings(found, self._name, body.encoding_format)
+
+        return embed
+
+    def tokenize(self, body: TokenizeBody) -> dict[str, Any]:
         self._check_model(body.model)
         if (body.prompt is None) == (body.messages is None):
             raise refused("prompt", "give either a prompt or messages")
+        most = max(TOKENIZED, self.context)
         if body.messages is not None:
-            ids = await self._render(body.messages, body, {"tools": body.tools or None})
+            ids = self._render(body.messages, body, {"tools": body.tools or None}, most=most)
         else:
-            ids = await self._encode(body.prompt or "", body.add_special_tokens is not False)
+            ids = self._encode(body.prompt or "", body.add_special_tokens is not False, most=most)
         found: dict[str, Any] = {"count": len(ids), "max_model_len": self.context, "tokens": ids}
         return {**found, "token_strs": [self._text_of([id]) for id in ids]} if body.return_token_strs else found
 
-    async def detokenize(self, body: DetokenizeBody) -> dict[str, Any]:
+    def detokenize(self, body: DetokenizeBody) -> dict[str, Any]:
         self._check_model(body.model)
-        ids = await self._encode(body.tokens, False) if body.tokens else ()
-        return {"prompt": await asyncio.to_thread(self._text_of, ids)}
+        with _named("tokens"):
+            ids = as_token_ids(body.tokens, self._prompts.vocab_size, "tokens") if body.tokens else ()
+        return {"prompt": self._text_of(ids)}
+
+    async def begin(self, order: Order) -> Work:
+        """Puts what was ordered in line."""
+        requests = await self.reading.grammar(order.ask) if order.requests is None else order.requests
+        metrics = RequestMetrics(self.metrics, sum(one.count for one in requests))
+        order.answer.usage.prompt_tokens = sum(len(one.prompt_ids) for one in requests)
+        try:
+            answers = self.driver.submit(requests, metrics.observe)
+        except QueueFull:
+            raise ApiError(429, f"{self.driver.most} completions run or wait already: try again later") from None
+        return Work(answers, order.answer, order.streams, metrics)
 
     def models(self) -> dict[str, Any]:
         entries = [
@@ -218,7 +259,7 @@ class Service:
     def _check_model(self, name: str | None) -> None:
         if name is not None and name not in self.options.names:
             known = ", ".join(self.options.names)
-            raise ApiError(404, f"model {name!r} is not served here: use {known}", "model", "model_not_found")
+            raise ApiError(404, f"model {shown(name)} is not served here: use {known}", "model", "model_not_found")
 
     def _params(
         self,
@@ -264,11 +305,30 @@ class Service:
         name = None if choice == "required" else _chosen_function(choice)
         return structure_of_calls(form, body.tools, name, one=name is not None or not body.parallel_tool_calls)
 
-    async def _encode(self, prompt: Prompt, add_special_tokens: bool, param: str = "prompt") -> Ids:
-        return await _in_thread(lambda: self._prompts.encode(prompt, add_special_tokens), param)
+    def _encode(
+        self,
+        prompt: Prompt,
+        add_special_tokens: bool,
+        params: SamplingParams | None = None,
+        param: str = "prompt",
+        most: int | None = None,
+    ) -> Ids:
+        with _named(param):
+            return self._prompts.encode(prompt, add_special_tokens, *self._bounds(params, most))
 
-    async def _render(
-        self, messages: Messages, options: TemplateOptions, variables: dict[str, Any], param: str = "messages"
+    def _bounds(self, params: SamplingParams | None, most: int | None) -> tuple[int | None, int | None]:
+        """(most, last): what of a long text is encoded, as `Tokenizer.encode` has them."""
+        last = None if params is None else params.truncate_prompt_tokens
+        return (None, last) if last is not None and last <= self.context else (most or self.context, None)
+
+    def _render(
+        self,
+        messages: Messages,
+        options: TemplateOptions,
+        variables: dict[str, Any],
+        params: SamplingParams | None = None,
+        param: str = "messages",
+        most: int | None = None,
     ) -> Ids:
         if options.chat_template is not None:
             raise refused("chat_template", "is not taken from requests: start the server with --chat-template")
@@ -278,14 +338,15 @@ class Service:
             "add_generation_prompt": options.add_generation_prompt and not options.continue_final_message,
             "continue_final_message": options.continue_final_message,
         }
-        if clash := sorted({"messages", "chat_template", "template", *variables} & options.chat_template_kwargs.keys()):
+        ours = {"messages", "marks", "chat_template", "template", *variables}
+        if clash := sorted(ours & options.chat_template_kwargs.keys()):
             raise refused("chat_template_kwargs", f"{clash[0]} is no variable of a template: give it beside them")
         known = [
             {**message, "role": "system"} if message.get("role") == "developer" else message for message in messages
         ]
-        return (
-            await _in_thread(lambda: self._prompts.render(known, **options.chat_template_kwargs, **variables), param)
-        )[1]
+        with _named(param):
+            bounds = self._bounds(params, most)
+            return self._prompts.render(known, *bounds, **options.chat_template_kwargs, **variables)[1]
 
     def _logprobs_behind(self, prompt_ids: Ids, params: SamplingParams) -> CompletionLogprobs:
         """What tells the logprobs of a completion of this prompt, as far as it is read."""
@@ -296,7 +357,7 @@ class Service:
         tokenizer = self._prompts.tokenizer
         return prompt if isinstance(prompt, str) else "" if tokenizer is None else tokenizer.decode(prompt)
 
-    async def _submit(
+    def _order(
         self,
         prompts: Sequence[Ids],
         params: SamplingParams,
@@ -304,24 +365,20 @@ class Service:
         streams: bool,
         param: str,
         structure: Structure | None,
-    ) -> Work:
+    ) -> Order:
         for ids in prompts:
             self._check_length(min(len(ids), params.truncate_prompt_tokens or len(ids)), params.max_tokens, param)
-        requests = [await self._ask(ids, params, structure) for ids in prompts]
-        metrics = RequestMetrics(self.metrics, len(prompts) * params.n)
-        answer.usage.prompt_tokens = sum(len(one.prompt_ids) for one in requests)
-        try:
-            answers = self.driver.submit(requests, metrics.observe)
-        except QueueFull:
-            raise ApiError(429, f"{self.driver.most} completions run or wait already: try again later") from None
-        return Work(answers, answer, streams, metrics)
 
-    async def _ask(self, ids: Ids, params: SamplingParams, structure: Structure | None) -> Request:
-        if structure is None:
-            return _or_refused(lambda: self._llm.ask(ids, params))
+        def ask() -> list[Request]:
+            return [self._ask(ids, params, structure) for ids in prompts]
+
+        return Order(ask() if structure is None else None, ask, answer, streams)
+
+    def _ask(self, ids: Ids, params: SamplingParams, structure: Structure | None) -> Request:
         try:
-            return await asyncio.to_thread(lambda: self._llm.ask(ids, params))  # to read a grammar may take long
+            return self._llm.ask(ids, params)
         except GrammarError as problem:
+            assert structure is not None
             raise of_grammar(structure, problem) from None
         except CheetahError as problem:
             raise of_mistake(problem) from None
@@ -329,16 +386,20 @@ class Service:
     def _check_length(self, tokens: int, max_tokens: int | None, param: str) -> None:
         room = self.context - tokens
         if room < 1:
-            raise ApiError(400, f"{param}: {tokens} tokens leave no room in the context of {self.context}", param)
+            message = f"{param}: {tokens} tokens leave no room in the context of {self.context}"
+            raise ApiError(400, message, param, TOO_LONG)
         if max_tokens is not None and max_tokens > room + 1:
             message = f"max_tokens: {max_tokens} with {tokens} of the prompt do not fit the context of {self.context}"
-            raise ApiError(400, message, "max_tokens", "context_length_exceeded")
+            raise ApiError(400, message, "max_tokens", TOO_LONG)
 
 
-async def _in_thread(work: Callable[[], Result], param: str) -> Result:
-    """What may take long, away from the event loop; a mistake in it is one of the field `param`."""
+@contextmanager
+def _named(param: str) -> Iterator[None]:
+    """Makes of a mistake in here one of the field `param`."""
     try:
-        return await asyncio.to_thread(work)
+        yield
+    except TooLongError as problem:
+        raise ApiError(400, f"{param}: {problem}", param, TOO_LONG) from None
     except CheetahError as problem:
         raise ApiError(400, str(problem), param) from None
 
@@ -364,6 +425,8 @@ def _several(prompt: str | list[int] | list[str] | list[list[int]], param: str =
         return [prompt]
     if not prompt:
         raise refused(param, "is empty: give text, token ids, or a list of them")
+    if [] in prompt:
+        raise refused(param, "has an empty list in it: every prompt needs a token to start from")
     return [prompt] if isinstance(prompt[0], int) else list(prompt)
 
 

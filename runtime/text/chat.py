@@ -24,6 +24,9 @@ Message = Mapping[str, Any]
 TEMPLATE_BYTES = 1_000_000
 """Most bytes of a template: the longest of published models have 20,000."""
 
+ARGUMENTS = 100_000
+"""Most values among the arguments of a call."""
+
 _PROCESS = GuardedProcess("chat template", {"work": "templates"}, Limits(3.0, 256_000_000, 4_000_000))
 """Renders every template: one process for all checkpoints, started with the first conversation."""
 
@@ -160,7 +163,8 @@ def _plain_call(call: Any, place: str) -> dict[str, Any]:
     arguments = function.get("arguments")
     if isinstance(arguments, str):
         try:
-            arguments = parse_json(arguments.encode("utf-8", "surrogatepass"), place, CheetahError) if arguments else {}
+            data = arguments.encode("utf-8", "surrogatepass")
+            arguments = parse_json(data, place, CheetahError, ARGUMENTS) if arguments else {}
         except CheetahError:
             raise CheetahError(
                 f"{place}: the arguments of {function['name']} are no JSON: {shown(arguments)}"

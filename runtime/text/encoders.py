@@ -61,7 +61,8 @@ class LibraryEncoder:
         library = self._plain_library if is_plain else self._library
 
         def encoded() -> list[int]:
-            ids: list[int] = library.encode(text, add_special_tokens=add_special_tokens).ids
+            # Of a batch, also of one text, other threads may run meanwhile; `encode` keeps Python's lock.
+            ids: list[int] = library.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
             return ids
 
         return _reported("tokenizer.json: its rules fail on this text", encoded)

@@ -16,6 +16,8 @@ from typing import Any
 from cheetah.errors import CheetahError
 
 NUMBER_DIGITS = 6
+SEARCHED = 1 << 16
+"""Characters that are searched at a time: no other thread runs meanwhile, and a search may take 1 us a character."""
 
 
 class Marks:
@@ -28,6 +30,7 @@ class Marks:
         self._special = sorted(special, key=lambda text: (-len(text), text))
         self._numbers = {text: number for number, text in enumerate(self._special)}
         self._any_special = re.compile("|".join(map(re.escape, self._special)) or r"(?!)")
+        self._longest = max(map(len, self._special), default=0)
         self._secret = f"{secrets.randbelow(10**20):020}"
         self._any_mark = re.compile(rf"{self._secret}(\d{{{NUMBER_DIGITS}}})")
 
@@ -58,17 +61,32 @@ class Marks:
 
     def _hide(self, value: Any) -> Any:
         if isinstance(value, str):
-            return self._any_special.sub(self._mark_of, value)
+            return self._marked(value)
         if isinstance(value, Mapping):
             return {self._hide(name): self._hide(entry) for name, entry in value.items()}
         return [*map(self._hide, value)] if isinstance(value, list | tuple) else value
 
     def _between_special_tokens(self, text: str) -> Iterator[slice]:
         begun = 0
-        for token in self._any_special.finditer(text):
+        for token in self._special_tokens(text):
             yield slice(begun, token.start())
             begun = token.end()
         yield slice(begun, len(text))
 
-    def _mark_of(self, found: re.Match[str]) -> str:
-        return f"{self._secret}{self._numbers[found[0]]:0{NUMBER_DIGITS}}"
+    def _special_tokens(self, text: str) -> Iterator[re.Match[str]]:
+        place = 0
+        while place < len(text):
+            end = place + SEARCHED
+            found = self._any_special.search(text, place, end + self._longest)  # whole, if it begins before the end
+            if found is not None and found.start() < end:
+                yield found
+                place = found.end()
+            else:
+                place = end
+
+    def _marked(self, text: str) -> str:
+        parts, begun = list[str](), 0
+        for found in self._special_tokens(text):
+            parts += text[begun : found.start()], f"{self._secret}{self._numbers[found[0]]:0{NUMBER_DIGITS}}"
+            begun = found.end()
+        return "".join([*parts, text[begun:]])

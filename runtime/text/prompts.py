@@ -62,21 +62,32 @@ class Prompts:
         chosen = self.chat_template or "default"
         return templates.get(chosen, self.chat_template)
 
-    def encode(self, prompt: Prompt, add_special_tokens: bool = True) -> tuple[int, ...]:
-        """The ids of a prompt; `add_special_tokens`: of text, with what the checkpoint begins a text with."""
+    def encode(
+        self, prompt: Prompt, add_special_tokens: bool = True, most: int | None = None, last: int | None = None
+    ) -> tuple[int, ...]:
+        """The ids of a prompt; `add_special_tokens`: of text, with what the checkpoint begins a text with. most, last:
+        bounds of a long text's ids, as `Tokenizer.encode` has them."""
         if not isinstance(prompt, str):
             return as_token_ids(prompt, self.vocab_size)
         tokenizer = self._tokenizer_for("a text prompt")
-        return as_token_ids(tokenizer.encode(prompt, add_special_tokens), self.vocab_size)
+        return as_token_ids(tokenizer.encode(prompt, add_special_tokens, most, last), self.vocab_size)
 
     def render(
-        self, messages: Sequence[Message], *, chat_template: str | None = None, **variables: Any
+        self,
+        messages: Sequence[Message],
+        most: int | None = None,
+        last: int | None = None,
+        /,
+        *,
+        chat_template: str | None = None,
+        **variables: Any,
     ) -> tuple[str, tuple[int, ...]]:
-        """A conversation as text and as ids; the template writes the special tokens itself."""
+        """A conversation as text and as ids; the template writes the special tokens itself. most, last: bounds of the
+        ids, as `Tokenizer.encode` has them."""
         tokenizer = self._tokenizer_for("chat")
         marks = Marks(() if self.messages_have_special_tokens else tokenizer.special_texts)
         text = self.templates.render(messages, template=chat_template or self.chat_template, marks=marks, **variables)
-        return marks.reveal(text), as_token_ids(tokenizer.encode_conversation(text, marks), self.vocab_size)
+        return marks.reveal(text), as_token_ids(tokenizer.encode_conversation(text, marks, most, last), self.vocab_size)
 
     def check(self, params: SamplingParams) -> None:
         """CheetahError for what cannot end a completion here."""

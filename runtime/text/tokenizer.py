@@ -17,6 +17,7 @@ from cheetah.errors import CheetahError
 from cheetah.models.plausible import LARGEST_ID
 from cheetah.printable import shown
 from cheetah.runtime.text.encoders import open_encoder
+from cheetah.runtime.text.long_texts import Part, ending, refuse_longer
 from cheetah.runtime.text.marks import Marks
 from cheetah.runtime.text.token_bytes import TokenBytes
 from cheetah.untrusted import parse_json, read_text
@@ -67,21 +68,31 @@ class Tokenizer:
         """One more than the highest id that the tokenizer can give."""
         return self._encoder.size
 
-    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+    def encode(
+        self, text: str, add_special_tokens: bool = True, most: int | None = None, last: int | None = None
+    ) -> list[int]:
         """The ids of a text.
 
         With `add_special_tokens` the beginning-of-text token stands first where the checkpoint wants it, and never
         twice, even if the text itself starts with it. Without (for the output of a chat template) nothing is added.
+        most: TooLongError, soon, for a text with many more ids. last: no more than so many last ids are wanted; of a
+        long text not many more are made.
         """
         _refuse_surrogates(text, "the text")
-        ids = self._encoder.encode(text, add_special_tokens)
+        ids = [
+            token
+            for part, _ in self._bounded([(text, False)], most, last)
+            for token in self._encoder.encode(part, add_special_tokens)
+        ]
         return self._with_one_bos(ids) if add_special_tokens else ids
 
-    def encode_conversation(self, text: str, marks: Marks) -> list[int]:
+    def encode_conversation(
+        self, text: str, marks: Marks, most: int | None = None, last: int | None = None
+    ) -> list[int]:
         """The ids of a rendered conversation, whose messages have `marks` where they read like special tokens: these
-        are encoded as text."""
+        are encoded as text. most, last: as of `encode`."""
         _refuse_surrogates(text, "the text")
-        parts = marks.parts(text)
+        parts = self._bounded([*marks.parts(text)], most, last)
         return [token for part, is_plain in parts for token in self._encoder.encode(part, False, is_plain)]
 
     @property
@@ -122,6 +133,16 @@ class Tokenizer:
     def stripped_at_start(self) -> tuple[bytes, int]:
         """The byte that is removed from the start of a text, and how often at most."""
         return self._bytes.stripped, self._bytes.strip_count
+
+    def _bounded(self, parts: list[Part], most: int | None, last: int | None) -> list[Part]:
+        def ids_of(text: str, is_plain: bool) -> list[int]:
+            return self._encoder.encode(text, False, is_plain)
+
+        if last is not None:
+            parts = ending(parts, last, ids_of)
+        if most is not None:
+            refuse_longer(parts, most, ids_of)
+        return parts
 
     def _with_one_bos(self, ids: list[int]) -> list[int]:
         if self.bos_id is None:

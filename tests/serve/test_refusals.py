@@ -17,6 +17,7 @@ from tests.serve.serving import GatedDevice, Served, quick_llm, served, wait_unt
 
 CHAT = [{"role": "user", "content": "Hello"}]
 TAG = {"begin": "<a>", "schema": {"type": "object"}, "end": "</a>"}
+JSON = {"content-type": "application/json"}
 FUZZED = int(os.environ.get("CHEETAH_FUZZ", "250"))
 
 
@@ -53,6 +54,13 @@ def chat(**more: Any) -> tuple[str, dict[str, Any]]:
         (completion(prompt=[]), 400, "prompt", "is empty"),
         (completion(prompt=["x"] * 300), 400, "n", "300 completions"),
         (completion(prompt=None), 400, "prompt", "Field required"),
+        (completion(prompt=5), 400, "prompt", "prompt: expected text, token ids, a list of texts"),
+        (completion(prompt=[1.5]), 400, "prompt", "prompt: expected text, token ids, a list of texts"),
+        (completion(prompt=[[]]), 400, "prompt", "prompt: has an empty list in it"),
+        (completion(prompt="x" * 15_000), 400, "prompt", "15001 tokens leave no room in the context of 96"),
+        (completion(prompt=[1.5] * 3_000), 400, "prompt", "expected text, token ids"),
+        (completion(stop=["x"] * 1001), 400, "stop", "at most 1000 strings"),
+        (completion(bad_words=["x"] * 1001), 400, "bad_words", "at most 1000 items"),
         (completion(n=2**31, echo=True), 400, "n", "2147483648 completions"),
         (completion(n=0), 400, "n", "expected an integer >= 1"),
         (completion(stop=""), 400, "stop", "at least one character"),
@@ -63,6 +71,9 @@ def chat(**more: Any) -> tuple[str, dict[str, Any]]:
         (completion(logit_bias={"x": 1}), 400, "logit_bias", "no token id"),
         (completion(seed=2**64), 400, "seed", "2**64-1"),
         (completion(model="gpt"), 404, "model", "use demo"),
+        (completion(model="g" * 9_000), 404, "model", "ggg...ggg"),
+        (completion(**{"f" * 9_000: 1}), 400, f"{'f' * 57}...{'f' * 58}", "not a field"),
+        (completion(logit_bias={"5": "x"}), 400, "logit_bias", "not a number"),
         (chat(messages=[]), 400, "messages", "list of messages"),
         (chat(messages=[{"content": "x"}]), 400, "messages", "message 0"),
         (chat(messages=[{"role": "king", "content": "x"}]), 400, "messages", "roles user and assistant"),
@@ -75,7 +86,7 @@ def chat(**more: Any) -> tuple[str, dict[str, Any]]:
         (("/v1/responses", {"input": "x", "tools": [{"type": "web_search"}]}), 400, "tools", "stores nothing"),
         (("/v1/responses", {"input": "x", "previous_response_id": "r"}), 400, "previous_response_id", "stores nothing"),
         (("/tokenize", {}), 400, "prompt", "either a prompt or messages"),
-        (("/detokenize", {"tokens": [-1]}), 400, "prompt", "outside the vocabulary"),
+        (("/detokenize", {"tokens": [-1]}), 400, "tokens", "outside the vocabulary"),
         (("/v1/completions", {"prompt": "x" * 20_000}), 413, None, "more than 20000 bytes"),
         (("/v1/embeddings", {"input": "x"}), 400, "input", "passes over prompts, of which there are none"),
         (("/v1/moderations", {"input": "x"}), 404, None, "Not Found"),
@@ -93,10 +104,50 @@ def test_a_refusal_names_the_field(
 
 def test_bodies_that_are_no_json(http: httpx.Client) -> None:
     for data in (b"", b"{", b"[]", b"null", b"\xff\xfe", b'{"prompt": NaN}', b"[" * 9000, b'{"prompt": "\\ud800"}'):
-        answer = http.post("/v1/completions", content=data, headers={"content-type": "application/json"})
+        answer = http.post("/v1/completions", content=data, headers=JSON)
         assert answer.status_code == 400 and answer.json()["error"]["message"], data
+    twice = http.post("/v1/completions", content=b'{"prompt": "a", "prompt": "b"}', headers=JSON)
+    assert twice.status_code == 400 and "key 'prompt' stands twice" in twice.json()["error"]["message"]
+    packed = http.post("/v1/completions", content=b'{"prompt": "a"}', headers={**JSON, "content-encoding": "gzip"})
+    assert packed.status_code == 415 and "Content-Encoding" in packed.json()["error"]["message"]
     assert http.post("/v1/completions", content=b"prompt=x").status_code == 415
     assert http.get("/v1/completions").status_code == 405
+
+
+def test_what_cannot_fit_is_refused_before_it_is_encoded(running: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else one client's 8 MB take a minute and gigabytes."""
+    encoded: list[int] = []
+    encoder = running.llm.get_tokenizer()._encoder
+    encode = encoder.encode
+    monkeypatch.setattr(encoder, "encode", lambda text, *more: (encoded.append(len(text)), encode(text, *more))[1])
+    long = "x" * 400_000
+    bodies: list[tuple[str, dict[str, Any], int]] = [
+        (*completion(prompt=long), 400),
+        (*completion(prompt=["x", long]), 400),
+        (*completion(prompt=long, truncate_prompt_tokens=20), 200),
+        (*completion(prompt=long, truncate_prompt_tokens=10**9), 400),
+        (*chat(messages=[{"role": "user", "content": long}]), 400),
+        (*chat(messages=[{"role": "user", "content": long}], truncate_prompt_tokens=20), 200),
+        ("/v1/responses", {"input": long}, 400),
+        ("/v1/embeddings", {"input": long}, 400),
+        ("/tokenize", {"prompt": long}, 400),
+        ("/tokenize", {"messages": [{"role": "user", "content": long}]}, 400),
+    ]
+    with served(running.llm) as other, httpx.Client(base_url=other.address, timeout=60) as http:
+        for path, body, status in bodies:
+            encoded.clear()
+            answer = http.post(path, json=body)
+            assert answer.status_code == status, answer.text
+            assert sum(encoded) <= 140_000, (path, encoded)
+            if status == 400:
+                error = answer.json()["error"]
+                assert error["code"] == "context_length_exceeded" and "characters are more than" in error["message"]
+
+
+@pytest.mark.parametrize("name", ["user", "model", "stop", "bad_words", "prompt", "suffix", "guided_regex", "unknown"])
+def test_a_lone_surrogate_is_no_fault_of_the_server(http: httpx.Client, name: str) -> None:
+    path, body = completion(**{name: "\ud800"})
+    assert http.post(path, content=json.dumps(body), headers=JSON).status_code < 500
 
 
 def test_a_field_that_changes_nothing_is_taken(http: httpx.Client) -> None:
@@ -118,7 +169,7 @@ def test_any_body_is_answered_without_a_server_error(http: httpx.Client) -> None
     statuses: dict[int, int] = {}
     for _ in range(FUZZED):
         path, data = fuzzed(draw)
-        answer = http.post(path, content=data, headers={"content-type": "application/json"})
+        answer = http.post(path, content=data, headers=JSON)
         assert answer.status_code == 200 or 400 <= answer.status_code < 500, (path, data, answer.text)
         if answer.status_code != 200:
             assert answer.json()["error"]["message"], (path, data)
