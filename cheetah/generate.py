@@ -156,11 +156,15 @@ def generate_head(
         kernel = family_of(config).head_program.build_kernel(config, machine, plan, rows)
         about = f"The head of a {config.dialect.title} model over hidden states that passes left."
         text = ch.render_file(kernel, header=_header(config, machine, plan, command, about))
+    return Generated(text, describe_head(config, machine, plan, rows, text, command))
+
+
+def describe_head(config: ModelConfig, gpu: Gpu, plan: Plan, rows: int, text: str, command: str) -> Manifest:
+    """The manifest of the kernel that `generate_head` makes for these, whose text is `text`."""
     program = family_of(config).head_program
-    parameters, sizes = program.kernel_parameters(config, plan), program.sizes(config, machine, plan, rows)
+    parameters, sizes = program.kernel_parameters(config, plan), program.sizes(config, gpu, plan, rows)
     phases = program.phase_names(config)
-    manifest = _described(config, machine, plan, text, command, program.KERNEL_NAME, parameters, sizes, phases)
-    return Generated(text, manifest)
+    return _described(config, gpu, plan, text, command, program.KERNEL_NAME, parameters, sizes, phases)
 
 
 def generate_repacking(gpu: Gpu) -> Generated:

@@ -22,13 +22,10 @@ from typer.core import TyperGroup
 
 from cheetah.cli import app
 from cheetah.extras import installing
-from cheetah.generate import choose_plan, describe_kernel
-from cheetah.models.config import ModelConfig
+from cheetah.generate import choose_plan
 from cheetah.models.registry import PRESETS, preset, resolve_config
-from cheetah.package import Generated
 from cheetah.plan import gpu_named, shared_map
-from cheetah.runtime.assembly.kernels import generate_prompt_kernel, memory_needed
-from cheetah.runtime.assembly.memory import MemoryEstimate
+from cheetah.runtime.assembly.kernels import Kernels, KernelsAsked
 
 ROOT = Path(__file__).parents[1]
 PAGES = ("README.md", "ARCHITECTURE.md", "CHANGELOG.md")
@@ -185,21 +182,11 @@ def test_the_python_of_the_readme_runs() -> None:
     assert "red kite" in done.stdout and "keys and values" in done.stdout
 
 
-def described(config: ModelConfig, gpu: str, **plan: Any) -> Generated:
-    """What `generate_kernel` gives, without the text, which says nothing of memory."""
-    machine = gpu_named(gpu)
-    return Generated("", describe_kernel(config, machine, choose_plan(config, machine, **plan), "", ""))
-
-
 @cache
-def memory_of(model: str) -> MemoryEstimate:
-    """What `LLM` takes for a preset: with the second kernel, which reads prompts."""
-    config = resolve_config(model)
-    decoding = described(config, "h200").manifest
-    h200, nothing_asked = gpu_named("h200"), {}
-    prompts = generate_prompt_kernel(config, h200, described, nothing_asked, decoding, None, lambda line: None)
-    assert prompts is not None
-    return memory_needed(config, decoding, prompts.manifest)
+def described(model: str) -> Kernels:
+    """The kernels of a model: two, of which one reads prompts."""
+    asked = KernelsAsked(resolve_config(model), gpu_named("h200"), 0, solo=False, prompt_passes=False)
+    return asked.described({})
 
 
 @pytest.mark.slow
@@ -207,7 +194,7 @@ def memory_of(model: str) -> MemoryEstimate:
 def test_memory_in_the_readme(model: str) -> None:
     memory = README[README.index("## Memory") :]
     row = re.findall(r"([\d.]+) [GK]B", memory[memory.index(f"| {model} |") :].splitlines()[0])
-    estimate = memory_of(model)
+    estimate = described(model).memory()
     parts = [estimate.bytes_of(label) / 2**30 for label in ("weights", "embedding", "keys and values")]
     counted = [*parts[:2], estimate.kv_bytes_per_token / 2**10, parts[2], estimate.total_bytes / 2**30]
     assert [float(figure) for figure in row] == pytest.approx(counted, rel=0.01)
@@ -225,8 +212,8 @@ def in_formats() -> list[Any]:
 def test_memory_in_formats_in_the_readme(names: str, figures: list[str]) -> None:
     model, *formats = names.split("@")
     for name in [f"{model}@{format.strip(', ')}" for format in formats] or [model]:
-        config, estimate = resolve_config(name), memory_of(name)
-        step_bytes = described(config, "h200").manifest.step_bytes
+        kernels = described(name)
+        estimate, step_bytes = kernels.memory(), kernels.specs[0].manifest.step_bytes
         read = step_bytes["weights"] + 1024 * step_bytes["kv_per_token"]
         counted = [size / 2**30 for size in (estimate.bytes_of("weights"), estimate.total_bytes, read)]
         assert [float(figure.replace(" GB", "")) for figure in figures] == pytest.approx(counted, rel=0.004)
@@ -234,7 +221,7 @@ def test_memory_in_formats_in_the_readme(names: str, figures: list[str]) -> None
 
 @pytest.mark.parametrize("label", ["logits", "workspace"])
 def test_ranges_of_memory_in_the_readme(label: str) -> None:
-    sizes = [memory_of(model).bytes_of(label) / 2**20 for model in PRESETS]
+    sizes = [described(model).memory().bytes_of(label) / 2**20 for model in PRESETS]
     (words,) = re.findall(rf"{label}[^.;]*?(\d+ to \d+) MB", README)
     assert [int(number) for number in words.split(" to ")] == [math.floor(min(sizes)), math.ceil(max(sizes))]
 

@@ -14,7 +14,7 @@ from cheetah.plan.formats import BF16, M_TILE_ROWS, QuantizedTiles, TileFormat
 from cheetah.plan.index import ceil_div, round_up
 from cheetah.plan.pass_tables import SEGMENT_COLUMNS, PassRoom, pass_room
 from cheetah.plan.products import Phase, Product, RowOrder, StepTable, Vector
-from cheetah.plan.prompt import Cut, PassPlan, widest_format
+from cheetah.plan.prompt import STAGE_TILES, Cut, PassPlan, widest_format
 
 SECTION_ALIGNMENT = 1024
 
@@ -66,6 +66,10 @@ class PassSizes:
                     f"a pass multiplies weights in bf16 or quantised ones, and not those of {layout.name} in "
                     f"{layout.format.name}"
                 )
+            self.pass_plan.check(layout)
+        if len({min(STAGE_TILES, PassPlan.vector_tiles(layout)) for layout in self.matrices.of_layer}) > 1:
+            narrow = min(self.matrices.of_layer, key=PassPlan.vector_tiles)
+            raise PlanError(f"products that share a main loop have two K-tiles or more each; {narrow.name} has one")
 
     @property
     def format(self) -> TileFormat:

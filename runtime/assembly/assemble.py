@@ -1,6 +1,6 @@
 """A checkpoint, a device and a generated kernel put together, ready to launch.
 
-The order is: the kernels are generated (cheap, no device memory), memory is computed and refused if it does not fit,
+The order is: the kernels are described, memory is computed and refused if it does not fit, the kernels are written,
 buffers are allocated, weights are packed and uploaded. Each kernel is compiled from when there is its text, in a thread
 of its own, and what is not needed for a first token is waited for by the first launch of it. Knows nothing of text or
 requests.
@@ -32,19 +32,18 @@ from cheetah.runtime.assembly.kernels import (
     DECODING,
     HEAD,
     PASSES,
+    PROMPTS,
+    SOLO,
     GenerateKernel,
-    Kernels,
     KernelsAsked,
-    PassesAsked,
+    KernelSpec,
     choose_gpu,
     import_program,
-    keeping,
     logits_rows,
-    own_generator,
     shared_buffers,
 )
 from cheetah.runtime.assembly.memory import LABELS, MemoryEstimate, size_text
-from cheetah.runtime.assembly.texts import Generated, KeptTexts
+from cheetah.runtime.assembly.texts import KeptTexts
 from cheetah.runtime.background import Started, started
 from cheetah.runtime.device import Say, open_device, say_to_stderr
 from cheetah.runtime.engine.heads import HeadLauncher
@@ -66,7 +65,7 @@ STOP_IDS = MAX_STOP_IDS
 RATE_BYTES = 10**8
 """Of fewer bytes, the rate says nothing."""
 
-FIRST_LAUNCHED = ("solo", DECODING)
+FIRST_LAUNCHED = (SOLO, DECODING)
 """Names of kernels, of which the start waits for the first that there is: a sequence by itself is decoded by it. The
 others are waited for when they are launched first."""
 
@@ -151,28 +150,24 @@ def assemble(
         info = opened.describe()
         machine = choose_gpu(info, gpu)
         texts = KeptTexts(None if machine.emulated else cache_folder() / "texts")
-        generate = keeping(texts, generate_kernel or own_generator())
-        compilers = _Compilers(opened)
         asked = KernelsAsked(
-            weights.config,
-            machine,
-            generate,
-            prompt_tokens,
-            solo,
-            PassesAsked(prompt_passes, info.free_bytes),
-            texts,
-            _say(quiet),
-            compilers.begin,
+            weights.config, machine, info.free_bytes, prompt_tokens, solo, prompt_passes, generate_kernel, texts
         )
+        with watch("choose the kernels"):
+            kernels = (asked.described_to_fit if pool_follows_memory else asked.described)(overrides or {})
+            memory = kernels.memory()
+        for line in (*kernels.notes, _memory_line(memory, info)):
+            _say(quiet)(line)
+        memory.check(info.free_bytes, info.name)
         with watch("write the kernels"):
-            kernels, memory = _fitting_kernels(asked, overrides or {}, info, pool_follows_memory)
-        if not quiet:
-            say_to_stderr(_memory_line(memory, info))
+            made = {spec.name: _Made.of(opened, spec) for spec in kernels.specs}
         with watch("allocate"):
-            buffers_of = _allocate(opened, weights.config, kernels, buffers)
-        _load(weights, kernels.decoding.manifest, buffers, quiet, upload or upload_weights, opened, watch)
+            _allocate(opened, weights.config, made, buffers)
+        manifest = made[DECODING].manifest
+        _load(weights, manifest, buffers, quiet, upload or upload_weights, opened, watch)
         with watch("wait for compilers, load kernels"):
-            codes = compilers.loaded(kernels)
+            awaited = next(name for name in FIRST_LAUNCHED if name in made)
+            codes = {name: one.kernel(name == awaited) for name, one in made.items()}
     except BaseException:
         free_all(buffers)
         if owns_device:
@@ -180,37 +175,41 @@ def assemble(
         raise
     if timeout_s is None and not machine.emulated:
         timeout_s = GPU_TIMEOUT_S
-    launchers = _launchers(opened, weights.config, kernels, codes, buffers_of, timeout_s)
-    return Assembly(kernels.decoding.manifest, *launchers, memory, buffers, opened, owns_device)
+    launchers = _launchers(opened, weights.config, made, codes, timeout_s)
+    return Assembly(manifest, *launchers, memory, buffers, opened, owns_device)
 
 
-def _fitting_kernels(
-    asked: KernelsAsked, plan: Mapping[str, Any], info: DeviceInfo, pool_follows_memory: bool
-) -> tuple[Kernels, MemoryEstimate]:
-    """The kernels, and what they need, which fits into the device's memory: else that is refused."""
-    kernels = asked.kernels(plan)
-    memory = kernels.memory(asked.config)
-    if pool_follows_memory and (pages := _pages_that_fit(kernels.plan, memory, info.free_bytes)):
-        asked.say(f"the cache has {pages} pages, not {kernels.plan.kv_pages}: there is no room for more")
-        kernels = asked.kernels({**plan, "pool_pages": pages})
-        memory = kernels.memory(asked.config)
-    memory.check(info.free_bytes, info.name)
-    return kernels, memory
+@dataclass(frozen=True)
+class _Made:
+    """A kernel whose text is written, which is compiled meanwhile. buffers: by the names of its parameters."""
+
+    manifest: Manifest
+    compiled: Started[Kernel]
+    buffers: dict[str, Buffer] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, device: Device, spec: KernelSpec) -> _Made:
+        """Writes it, and has it compiled."""
+        generated = spec.written()
+        return cls(generated.manifest, device.prepare(generated.text, generated.manifest))
+
+    def kernel(self, is_awaited: bool) -> Kernel | Started[Kernel]:
+        """It, loaded; or what waits for it and loads it, where it is not compiled yet and the start does not wait."""
+        return self.compiled() if is_awaited or self.compiled.is_done else self.compiled
 
 
-def _allocate(
-    device: Device, config: ModelConfig, kernels: Kernels, buffers: dict[str, Buffer]
-) -> dict[str, dict[str, Buffer]]:
-    """The buffers of each kernel by its name. `buffers` gets every one of them once, as they are made, to free them."""
-    allocate_buffers(device, kernels.decoding.manifest, buffers)
+def _allocate(device: Device, config: ModelConfig, made: Mapping[str, _Made], buffers: dict[str, Buffer]) -> None:
+    """The buffers of each kernel. `buffers` gets every one of them once, as they are made, to free them."""
+    allocate_buffers(device, made[DECODING].manifest, buffers)
+    made[DECODING].buffers.update(buffers)
     shared = {name: buffers[name] for name in shared_buffers(config) if name in buffers}
-    others = {name: dict(shared) for name in kernels.others}
-    for name, kernel in kernels.others.items():
-        _allocate_others(device, name, kernel.manifest, others[name], buffers)
+    for kernel, one in made.items():
+        if kernel != DECODING:
+            one.buffers.update(shared)
+            _allocate_others(device, kernel, one.manifest, one.buffers, buffers)
     for name in PASSES:
-        if name in others:
-            others[name]["hidden_states"] = others[HEAD]["hidden_states"]
-    return {DECODING: buffers, **others}
+        if name in made:
+            made[name].buffers["hidden_states"] = made[HEAD].buffers["hidden_states"]
 
 
 def _load(
@@ -233,51 +232,20 @@ def _load(
 def _launchers(
     device: Device,
     config: ModelConfig,
-    kernels: Kernels,
+    made: Mapping[str, _Made],
     codes: Mapping[str, Kernel | Started[Kernel]],
-    buffers_of: Mapping[str, Mapping[str, Buffer]],
     timeout_s: float | None,
 ) -> tuple[Launcher, Launcher | None, Launcher | None, tuple[PassLauncher, ...]]:
     """Launches of each kernel over one cache, in the order of `Assembly`'s fields."""
 
     def launched(name: str) -> tuple[Device, Kernel | Started[Kernel], Manifest, ModelConfig, Mapping[str, Buffer]]:
-        return device, codes[name], kernels.by_name[name].manifest, config, buffers_of[name]
+        return device, codes[name], made[name].manifest, config, made[name].buffers
 
-    cache = new_cache(config, kernels.plan)
-    of_steps = [name for name in codes if name not in (*PASSES, HEAD)]
-    steps = {name: Launcher(*launched(name), cache, timeout_s) for name in of_steps}
-    head = HeadLauncher(*launched(HEAD), timeout_s) if HEAD in codes else None
-    passes = tuple(PassLauncher(*launched(name), timeout_s, head) for name in PASSES if name in codes)
-    return steps[DECODING], steps.get("prompts"), steps.get("solo"), passes
-
-
-@dataclass(frozen=True)
-class _Compilers:
-    """Kernels that are being compiled for a device."""
-
-    device: Device
-    begun: list[tuple[Generated, Started[Kernel]]] = field(default_factory=list)
-
-    def begin(self, kernel: Generated) -> None:
-        self.begun.append((kernel, self.device.prepare(kernel.text, kernel.manifest)))
-
-    def loaded(self, kernels: Kernels) -> dict[str, Kernel | Started[Kernel]]:
-        """The kernels by name, loaded; or what waits for one and loads it, where it is not compiled yet and the first
-        token does not need it."""
-        awaited = next(name for name in FIRST_LAUNCHED if name in kernels.by_name)
-        return {name: self._loaded(kernel, name == awaited) for name, kernel in kernels.by_name.items()}
-
-    def _loaded(self, wanted: Generated, is_awaited: bool) -> Kernel | Started[Kernel]:
-        compiled = next(compiled for kernel, compiled in self.begun if kernel is wanted)
-        return compiled() if is_awaited or compiled.is_done else compiled
-
-
-def _pages_that_fit(plan: Plan, memory: MemoryEstimate, free_bytes: int) -> int | None:
-    """How many pages the cache can have beside everything else, if that is fewer than the plan's but enough for one
-    sequence; else None."""
-    page_bytes = memory.bytes_of(LABELS["kv"]) // plan.kv_pages
-    pages = (free_bytes - memory.total_bytes) // page_bytes + plan.kv_pages
-    return pages if plan.pages_per_sequence <= pages < plan.kv_pages else None
+    cache = new_cache(config, Plan.from_dict(made[DECODING].manifest.plan))
+    steps = {name: Launcher(*launched(name), cache, timeout_s) for name in (DECODING, PROMPTS, SOLO) if name in made}
+    head = HeadLauncher(*launched(HEAD), timeout_s) if HEAD in made else None
+    passes = tuple(PassLauncher(*launched(name), timeout_s, head) for name in PASSES if name in made)
+    return steps[DECODING], steps.get(PROMPTS), steps.get(SOLO), passes
 
 
 def _allocate_others(

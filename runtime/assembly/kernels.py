@@ -1,15 +1,15 @@
 """The kernels that a model is launched with: the one that decodes, and those beside it over the same memory.
 
-The one place of the runtime that asks the generator, and only for texts with their manifests. Cheap: no memory of a
-device is needed, and none is taken. Knows nothing of weights.
+They are described first, which takes milliseconds and says what memory they need; each is written once, when it is
+known that there is room for all. The one place of the runtime that asks the generator. Knows nothing of weights.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
-from functools import partial
+from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 from cheetah.errors import CheetahError
@@ -23,7 +23,6 @@ from cheetah.printable import shown_name
 from cheetah.records import first_difference
 from cheetah.runtime.assembly.memory import LABELS, MemoryEstimate, memory_of_buffers, size_text
 from cheetah.runtime.assembly.texts import Generated, KeptTexts
-from cheetah.runtime.device import Say
 
 if TYPE_CHECKING:
     from cheetah.runtime.device.interface import DeviceInfo
@@ -38,8 +37,8 @@ PASS_SHARE = 8
 PASSES = ("short passes", "medium passes", "passes")
 """Among the names of kernels, those of passes over prompts: over few tokens, and over as many as may be."""
 
-DECODING = "decoding"
-"""The name of the kernel that decodes."""
+DECODING, SOLO, PROMPTS = "decoding", "solo", "prompts"
+"""Names of kernels of whole steps: the one that decodes, one for a sequence by itself, one that reads prompts."""
 
 HEAD = "head"
 """That of the head by itself, which begins with what passes leave."""
@@ -49,92 +48,182 @@ GenerateKernel = Callable[..., Generated]
 
 
 @dataclass(frozen=True)
-class Kernels:
-    """The kernel that decodes, and by name those over the same weights and caches that do something better."""
+class KernelSpec:
+    """A kernel that was chosen and is not written yet. manifest: all that is told without a text. write: makes that."""
 
-    decoding: Generated
-    others: Mapping[str, Generated]
+    name: str
+    manifest: Manifest
+    write: Callable[[], Generated]
 
-    @property
-    def by_name(self) -> dict[str, Generated]:
-        return {DECODING: self.decoding, **self.others}
-
-    @property
-    def plan(self) -> Plan:
-        return Plan.from_dict(self.decoding.manifest.plan)
-
-    def memory(self, config: ModelConfig) -> MemoryEstimate:
-        return memory_needed(config, self.decoding.manifest, *(kernel.manifest for kernel in self.others.values()))
+    def written(self) -> Generated:
+        """The kernel. CheetahError where it is not the one that was described."""
+        made = self.write()
+        check_manifest(made.manifest, self.manifest)
+        return made
 
 
 @dataclass(frozen=True)
-class PassesAsked:
-    """Whether prompts shall be read in passes, as `assemble` is told, and what memory is free before all."""
+class Kernels:
+    """What a model is launched with, in the order in which a first request waits for it: first the kernel that decodes,
+    then those over the same weights and caches that do something better. notes: why there are not more."""
 
-    wanted: bool | int | None
-    free_bytes: int
+    config: ModelConfig
+    specs: tuple[KernelSpec, ...]
+    notes: tuple[str, ...] = ()
 
-    def is_wanted(self, machine: Gpu) -> bool:
-        return not machine.emulated if self.wanted is None else bool(self.wanted)
+    @cached_property
+    def plan(self) -> Plan:
+        """Of the kernel that decodes."""
+        return Plan.from_dict(self.specs[0].manifest.plan)
 
-    @property
-    def tokens(self) -> tuple[int, ...]:
-        """Of a pass, best first."""
-        return PASS_TOKENS if self.wanted in (None, True) else (int(self.wanted or 0),)
+    def memory(self) -> MemoryEstimate:
+        """What all of them need."""
+        return memory_needed(self.config, *(spec.manifest for spec in self.specs))
+
+    def named(self, name: str) -> KernelSpec | None:
+        """The kernel of that name, if there is one."""
+        return next((spec for spec in self.specs if spec.name == name), None)
 
 
 @dataclass(frozen=True)
 class KernelsAsked:
-    """What kernels are made of; see `assemble`. begin: gets each kernel as soon as there is its text."""
+    """What kernels are chosen by; see `assemble`. free_bytes: of the device's memory, before all. generate: writes
+    those of steps; texts: what was written before."""
 
     config: ModelConfig
     machine: Gpu
-    generate: GenerateKernel
-    prompt_tokens: int | None
-    solo: bool | None
-    passes: PassesAsked
-    texts: KeptTexts
-    say: Say
-    begin: Callable[[Generated], object]
+    free_bytes: int
+    prompt_tokens: int | None = None
+    solo: bool | None = None
+    prompt_passes: bool | int | None = None
+    generate: GenerateKernel | None = None
+    texts: KeptTexts = field(default_factory=lambda: KeptTexts(None))
 
-    def kernels(self, plan: Mapping[str, Any]) -> Kernels:
-        """All kernels for a plan, each as this version writes it; those first that a first request waits for."""
-        decoding = self._checked(self.generate(self.config, self.machine.name, **plan))
-        model, manifest = (self.config, self.machine, self.generate), decoding.manifest
-        made: dict[str, Generated] = {}
-        wants_solo = not (self.machine.emulated or manifest.plan["kv_chunk"])
+    def described(self, plan: Mapping[str, Any]) -> Kernels:
+        """All kernels for these fields of a plan; nothing is written. PlanError where there can be none."""
+        decoding, notes = self._of_steps(DECODING, plan), list[str]()
+        made = [decoding]
+        wants_solo = not (self.machine.emulated or decoding.manifest.plan["kv_chunk"])
         if wants_solo if self.solo is None else self.solo:
-            solo = generate_solo_kernel(*model, plan, manifest)
-            made |= {} if solo is None else {"solo": self._checked(solo)}
-        for name, kernel in pass_kernels(self.config, self.machine, manifest, self.passes, self.texts, self.say):
-            self.begin(kernel)
-            made[name] = kernel
-        has_passes = bool(made.keys() & {*PASSES})
-        prompts = generate_prompt_kernel(*model, plan, manifest, self.prompt_tokens, self.say)
-        made |= {} if prompts is None else {"prompts": self._checked(prompts)}
-        if has_passes:
-            most = Plan.from_dict((decoding if prompts is None else prompts).manifest.plan)
-            made[HEAD] = self._head(manifest, most, [made[name] for name in PASSES if name in made])
-        return Kernels(decoding, made)
+            made += self._solo(plan, decoding.manifest)
+        passes = [*self._passes(decoding.manifest, notes)]
+        prompts = self._prompts(plan, decoding.manifest, notes)
+        made += [*passes, *prompts]
+        if passes:
+            most = Plan.from_dict((prompts or made)[0].manifest.plan)
+            made.append(self._head(most, max(PassPlan.from_dict(one.manifest.plan).tokens for one in passes)))
+        for other in made[1:]:
+            _check_shared(self.config, decoding.manifest, other)
+        return Kernels(self.config, tuple(made), tuple(notes))
 
-    def _checked(self, kernel: Generated) -> Generated:
-        check_manifest(self.config, kernel.manifest)
-        self.begin(kernel)
-        return kernel
+    def described_to_fit(self, plan: Mapping[str, Any]) -> Kernels:
+        """The same, and where there is no room for all pages of their cache with fewer, but as many as one sequence may
+        need. The number is in every kernel's text, so it is decided before any is written."""
+        kernels = self.described(plan)
+        wanted, memory = kernels.plan, kernels.memory()
+        page_bytes = memory.bytes_of(LABELS["kv"]) // wanted.kv_pages
+        pages = (self.free_bytes - memory.total_bytes) // page_bytes + wanted.kv_pages
+        if not wanted.pages_per_sequence <= pages < wanted.kv_pages:
+            return kernels
+        fewer = self.described({**plan, "pool_pages": pages})
+        note = f"the cache has {pages} pages, not {wanted.kv_pages}: there is no room for more"
+        return replace(fewer, notes=(note, *fewer.notes))
 
-    def _head(self, manifest: Manifest, most: Plan, passes: Iterable[Generated]) -> Generated:
-        """The head behind passes, beside the manifest's kernel, with the steps of `most`, which takes most columns."""
-        from cheetah.generate import generate_head
+    def _of_steps(self, name: str, overrides: Mapping[str, Any]) -> KernelSpec:
+        """A kernel of whole decode steps, whose text says by what options it is made."""
+        from cheetah.generate import choose_plan, describe_kernel
 
-        rows = max(PassPlan.from_dict(one.manifest.plan).tokens for one in passes)
-        head = self.texts.get(
-            [HEAD, *_told(self.config), self.machine.name, most.to_dict(), rows],
-            partial(generate_head, self.config, self.machine, most, rows),
+        plan = choose_plan(self.config, self.machine, **overrides)
+        generate = keeping(self.texts, self.generate or own_generator())
+        write = partial(generate, self.config, self.machine.name, **overrides)
+        return KernelSpec(name, describe_kernel(self.config, self.machine, plan, "", ""), write)
+
+    def _solo(self, plan: Mapping[str, Any], manifest: Manifest) -> list[KernelSpec]:
+        """A kernel like the manifest's with room for one token a step, if its own has room for more."""
+        decoding = Plan.from_dict(manifest.plan)
+        if decoding.tokens == 1:
+            return []
+        own = {"batch": 1, "tokens": 1, "pool_pages": decoding.kv_pages}
+        alike = {"stage_bytes": decoding.stage_bytes, "consumer_warps": decoding.consumer_warps}  # as the weights lie
+        return [self._of_steps(SOLO, {**_kept(plan), **alike, **own})]
+
+    def _prompts(self, plan: Mapping[str, Any], manifest: Manifest, notes: list[str]) -> list[KernelSpec]:
+        """A kernel like the manifest's whose steps take `prompt_tokens`, if its own take fewer. Without a wish, what
+        has no place in shared memory is left out."""
+        of_gpu = () if self.machine.emulated else PROMPT_TOKENS
+        kept, decoding = _kept(plan), Plan.from_dict(manifest.plan)
+        for tokens in (self.prompt_tokens,) if self.prompt_tokens else of_gpu:
+            if tokens <= decoding.tokens:
+                break
+            try:
+                return [self._of_steps(PROMPTS, {**kept, "batch": decoding.batch, "tokens": tokens})]
+            except PlanError as error:
+                if self.prompt_tokens:
+                    raise
+                notes.append(f"a step reads fewer than {tokens} tokens of a prompt: {_first_line(error)}")
+        return []
+
+    # Passes over prompts ----------------------------------------------------------------------------------------------
+
+    def _passes(self, manifest: Manifest, notes: list[str]) -> Iterator[KernelSpec]:
+        """Kernels of passes beside the manifest's, which decodes, those of fewer tokens first; none where none is
+        wanted, or, unless they were asked for, where there can be none, which is noted."""
+        if not (not self.machine.emulated if self.prompt_passes is None else self.prompt_passes):
+            return
+        from cheetah.generate import describe_pass, generate_pass
+
+        plan = Plan.from_dict(manifest.plan)
+        try:
+            plans = self._pass_plans_that_fit(manifest)
+        except PlanError as error:
+            if self.prompt_passes:
+                raise
+            notes.append(f"no passes over prompts, which are read a few tokens a step: {_first_line(error)}")
+            return
+        for name in sorted(plans, key=PASSES.index):
+            pass_plan = plans[name]
+            asked = ["pass", *_told(self.config), self.machine.name, plan.to_dict(), pass_plan.to_dict()]
+            write = partial(generate_pass, self.config, self.machine, plan, pass_plan)
+            described = describe_pass(self.config, self.machine, plan, pass_plan, "", "")
+            yield KernelSpec(name, described, partial(self.texts.get, asked, write))
+        notes.append(f"prompts are read in passes of up to {plans[PASSES[-1]].tokens} tokens")
+
+    def _pass_plans_that_fit(self, manifest: Manifest) -> dict[str, PassPlan]:
+        """By the kernels' names: room for the most tokens that the context has and that memory allows, and shorter
+        passes beside it. PlanError if there is room for none."""
+        from cheetah.generate import describe_pass
+
+        plan, memory = Plan.from_dict(manifest.plan), memory_needed(self.config, manifest)
+        left = self.free_bytes - memory.total_bytes + memory.bytes_of(LABELS["kv"])
+        has_choice = self.prompt_passes in (None, True)
+
+        def workspace(one: PassPlan) -> int:
+            return describe_pass(self.config, self.machine, plan, one, "", "").buffer("workspace").bytes
+
+        for tokens in PASS_TOKENS if has_choice else (int(self.prompt_passes or 0),):
+            long = default_pass_plan(self.machine, min(tokens, plan.max_context), self.config.head_dim)
+            plans, nbytes = {PASSES[-1]: long}, workspace(long)
+            # Cuts along k change bits: with them, those of a token would depend on how many others are read with it.
+            shorter = () if plan.kv_chunk else short_pass_plans(self.machine, self.config.head_dim)
+            for name, short in zip(PASSES, (one for one in shorter if one.tokens < long.tokens), strict=False):
+                with suppress(PlanError):  # a stage of quantised weights and few tokens: no room for a tile of keys
+                    nbytes += workspace(short)
+                    plans[name] = short
+            if not has_choice or nbytes * PASS_SHARE <= left:
+                return plans
+        raise PlanError(
+            f"a pass of {long.tokens} tokens needs {size_text(nbytes)} beside a cache that has {size_text(left)}: it "
+            "may take an eighth"
         )
-        shared = [buffer.name for buffer in head.manifest.buffers if buffer.name in shared_buffers(self.config)]
-        _check_shared(shared, manifest, head.manifest, "prompt_passes")
-        self.begin(head)
-        return head
+
+    def _head(self, most: Plan, rows: int) -> KernelSpec:
+        """The head behind passes, over up to `rows` hidden states, with as many columns and steps as `most`."""
+        from cheetah.generate import describe_head, generate_head
+
+        asked = [HEAD, *_told(self.config), self.machine.name, most.to_dict(), rows]
+        write = partial(generate_head, self.config, self.machine, most, rows)
+        described = describe_head(self.config, self.machine, most, rows, "", "")
+        return KernelSpec(HEAD, described, partial(self.texts.get, asked, write))
 
 
 def choose_gpu(info: DeviceInfo, wanted: str | None = None) -> Gpu:
@@ -163,111 +252,13 @@ def _gpu_of(info: DeviceInfo) -> str:
     )
 
 
-def generate_solo_kernel(
-    config: ModelConfig, machine: Gpu, generate: GenerateKernel, plan: Mapping[str, Any], manifest: Manifest
-) -> Generated | None:
-    """A kernel like the manifest's with room for one token a step; None if its own has no room for more."""
-    decoding = Plan.from_dict(manifest.plan)
-    if decoding.tokens == 1:
-        return None
-    own = {"batch": 1, "tokens": 1, "pool_pages": decoding.kv_pages}
-    alike = {"stage_bytes": decoding.stage_bytes, "consumer_warps": decoding.consumer_warps}  # as the weights lie
-    generated = generate(config, machine.name, **{**_kept(plan), **alike, **own})
-    _check_shared(shared_buffers(config), manifest, generated.manifest, "one token a step")
-    return generated
-
-
 def _kept(plan: Mapping[str, Any]) -> dict[str, Any]:
     """The fields of a plan that hold for kernels of other steps too."""
     return {name: value for name, value in plan.items() if name not in ("stages", "in_flight", "down_slices", "trace")}
 
 
-def generate_prompt_kernel(
-    config: ModelConfig,
-    machine: Gpu,
-    generate: GenerateKernel,
-    plan: Mapping[str, Any],
-    manifest: Manifest,
-    wanted: int | None,
-    say: Say,
-) -> Generated | None:
-    """A kernel like the manifest's whose steps take `wanted` tokens; None if its own take as many.
-
-    Without a wish, what has no place in shared memory is left out.
-    """
-    of_gpu = () if machine.emulated else PROMPT_TOKENS
-    kept, decoding = _kept(plan), Plan.from_dict(manifest.plan)
-    for tokens in (wanted,) if wanted else of_gpu:
-        if tokens <= decoding.tokens:
-            return None
-        try:
-            generated = generate(config, machine.name, **{**kept, "batch": decoding.batch, "tokens": tokens})
-        except PlanError as error:
-            if wanted:
-                raise
-            say(f"a step reads fewer than {tokens} tokens of a prompt: {str(error).partition(chr(10))[0]}")
-        else:
-            _check_shared(shared_buffers(config), manifest, generated.manifest, f"prompt_tokens={tokens}")
-            return generated
-    return None
-
-
-def pass_kernels(
-    config: ModelConfig, machine: Gpu, manifest: Manifest, asked: PassesAsked, texts: KeptTexts, say: Say
-) -> Iterator[tuple[str, Generated]]:
-    """Kernels of passes beside the manifest's, which decodes, with their names, those of fewer tokens first; none where
-    none is wanted, or, unless they were asked for, where there can be none, which is said."""
-    if not asked.is_wanted(machine):
-        return
-    from cheetah.generate import generate_pass
-
-    plan, has_some = Plan.from_dict(manifest.plan), False
-    try:
-        plans = _pass_plans_that_fit(config, machine, manifest, asked)
-        for name in sorted(plans, key=PASSES.index):
-            made = texts.get(
-                ["pass", *_told(config), machine.name, plan.to_dict(), plans[name].to_dict()],
-                partial(generate_pass, config, machine, plan, plans[name]),
-            )
-            _check_shared(shared_buffers(config), manifest, made.manifest, "prompt_passes")
-            has_some = True
-            yield name, made
-    except PlanError as error:
-        if asked.wanted or has_some:  # where there can be one kernel, there can be all that fit
-            raise
-        say(f"no passes over prompts, which are read a few tokens a step: {str(error).partition(chr(10))[0]}")
-        return
-    say(f"prompts are read in passes of up to {plans[PASSES[-1]].tokens} tokens")
-
-
-def _pass_plans_that_fit(
-    config: ModelConfig, machine: Gpu, manifest: Manifest, asked: PassesAsked
-) -> dict[str, PassPlan]:
-    """By the kernels' names: room for the most tokens that the context has and that memory allows, and shorter passes
-    beside it. PlanError if there is room for none."""
-    from cheetah.generate import describe_pass
-
-    plan, memory = Plan.from_dict(manifest.plan), memory_needed(config, manifest)
-    left = asked.free_bytes - memory.total_bytes + memory.bytes_of(LABELS["kv"])
-
-    def workspace(one: PassPlan) -> int:
-        return describe_pass(config, machine, plan, one, "", "").buffer("workspace").bytes
-
-    for tokens in asked.tokens:
-        long = default_pass_plan(machine, min(tokens, plan.max_context), config.head_dim)
-        plans, nbytes = {PASSES[-1]: long}, workspace(long)
-        # Cuts along k change bits: with them, those of a token would depend on how many others are read with it.
-        shorter = () if plan.kv_chunk else short_pass_plans(machine, config.head_dim)
-        for name, short in zip(PASSES, (one for one in shorter if one.tokens < long.tokens), strict=False):
-            with suppress(PlanError):  # a stage of quantised weights and few tokens may have no room for a tile of keys
-                nbytes += workspace(short)
-                plans[name] = short
-        if asked.wanted not in (None, True) or nbytes * PASS_SHARE <= left:
-            return plans
-    raise PlanError(
-        f"a pass of {long.tokens} tokens needs {size_text(nbytes)} beside a cache that has {size_text(left)}: it may "
-        "take an eighth"
-    )
+def _first_line(error: Exception) -> str:
+    return str(error).partition("\n")[0]
 
 
 def shared_buffers(config: ModelConfig) -> tuple[str, ...]:
@@ -275,14 +266,15 @@ def shared_buffers(config: ModelConfig) -> tuple[str, ...]:
     return (*family_of(config).model_buffers(config), "kv", "kv_scales")
 
 
-def _check_shared(shared: Iterable[str], manifest: Manifest, other: Manifest, what: str) -> None:
-    """CheetahError unless another kernel, `what`, has the shared buffers as the manifest's kernel has."""
-    for name in shared:
-        mine, theirs = (next((b for b in of.buffers if b.name == name), None) for of in (manifest, other))
-        if mine != theirs or other.matrices != manifest.matrices:
+def _check_shared(config: ModelConfig, manifest: Manifest, other: KernelSpec) -> None:
+    """CheetahError unless another kernel has what it shares with the manifest's kernel as that has it. The head's has
+    no cache."""
+    for name in shared_buffers(config):
+        mine, theirs = (next((b for b in of.buffers if b.name == name), None) for of in (manifest, other.manifest))
+        if (mine != theirs and (theirs or other.name != HEAD)) or other.manifest.matrices != manifest.matrices:
             raise CheetahError(
-                f"{what}: such a kernel lays out {name} otherwise than the kernel that decodes, so they cannot share "
-                f"it: use the same consumer_warps and stage_bytes for both"
+                f"the kernel {other.name!r} lays out {name} otherwise than the kernel that decodes, so they cannot "
+                "share it: use the same consumer_warps and stage_bytes for both"
             )
 
 
@@ -307,19 +299,15 @@ def logits_rows(max_steps: int, tokens: int) -> int:
     return max(1, max_steps // tokens) * tokens
 
 
-def check_manifest(config: ModelConfig, manifest: Manifest) -> None:
-    """CheetahError unless the manifest is the one that this version writes for this model, its machine and its plan.
+def check_manifest(manifest: Manifest, expected: Manifest) -> None:
+    """CheetahError unless a kernel is the one that was described, `expected`.
 
-    Everything behind it is told by those three: what differs was edited by hand, or written by another version. What
-    the kernel's words are (`command`, `generator`) is free, and its text is checked by its hash.
+    All behind a description is told by the model, the machine and the plan: what differs was edited by hand, or written
+    by another version. What the kernel's words are (`command`, `generator`) is free, and its text is checked by its
+    hash.
     """
-    from cheetah.generate import describe_kernel
-
-    plan, gpu = Plan.from_dict(manifest.plan), gpu_named(manifest.gpu.get("name"))
-    plan.check(config.shape, gpu)
-    ours = describe_kernel(config, gpu, plan, "", manifest.command)
-    expected = replace(ours, generator=manifest.generator, text_sha256=manifest.text_sha256)
-    if difference := first_difference(asdict(manifest), asdict(expected)):
+    words = {name: getattr(manifest, name) for name in ("command", "generator", "text_sha256")}
+    if difference := first_difference(asdict(manifest), asdict(replace(expected, **words))):
         raise CheetahError(
             f"manifest of kernel {manifest.kernel}: {difference}: generate text and manifest again with: "
             f"{shown_name(manifest.command)}"

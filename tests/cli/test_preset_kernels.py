@@ -11,14 +11,14 @@ from typing import Any
 import pytest
 
 from cheetah.cli.configs import named_config
-from cheetah.generate import choose_plan, generate_head, generate_kernel, generate_pass
+from cheetah.generate import choose_plan, generate_head, generate_pass
 from cheetah.manifest import Manifest
 from cheetah.models.registry import PRESETS, preset
 from cheetah.package import Generated
 from cheetah.plan import Plan, gpu_named
 from cheetah.plan.prompt import pass_plan_for
 from cheetah.runtime.assembly.compile import CompileError, compile_cubin, find_compiler
-from cheetah.runtime.assembly.kernels import generate_prompt_kernel
+from cheetah.runtime.assembly.kernels import PROMPTS, KernelsAsked
 from cheetah.tools.regenerate import DEFAULT_GPU, generate_named
 from tests.tiers import tiered
 
@@ -151,11 +151,10 @@ def test_registers_are_enough_for_the_head_by_itself(tmp_path: Path, model: str)
 
 
 def prompt_kernel(model: str) -> Generated:
-    config, gpu = preset(model), gpu_named(DEFAULT_GPU)
-    decoding = generate_kernel(config, gpu.name).manifest
-    reading = generate_prompt_kernel(config, gpu, generate_kernel, {}, decoding, None, lambda line: None)
+    asked = KernelsAsked(preset(model), gpu_named(DEFAULT_GPU), 0, solo=False, prompt_passes=False)
+    reading = asked.described({}).named(PROMPTS)
     assert reading is not None
-    return reading
+    return reading.written()
 
 
 def require_registers(generated: Generated, cache: Path, most_stack_bytes: int = MOST_STACK_BYTES) -> None:

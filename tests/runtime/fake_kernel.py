@@ -18,7 +18,7 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from cheetah.generate import describe_kernel
+from cheetah.generate import choose_plan, describe_kernel
 from cheetah.manifest import Manifest
 from cheetah.models.dense.reference import Reference
 from cheetah.models.dense.weights import (
@@ -34,7 +34,7 @@ from cheetah.models.llama import LlamaConfig
 from cheetah.models.rounding import round_to_bf16
 from cheetah.models.sampling import Filters, Penalties, adjusted, sample
 from cheetah.piece_ring import PieceRing, ordinary_memory
-from cheetah.plan import GPUS, Plan, default_plan, gpu_named, step_matrices
+from cheetah.plan import GPUS, Plan, gpu_named, step_matrices
 from cheetah.plan.kv import KvPlanLayout
 from cheetah.plan.kv.tables import (
     BIASED,
@@ -67,7 +67,7 @@ class Generated:
 def generate_kernel(config: LlamaConfig, gpu_name: str, **overrides: Any) -> Generated:
     """Stands for `cheetah.generate.generate_kernel`: the same manifest, no kernel."""
     gpu = gpu_named(gpu_name)
-    plan = default_plan(gpu, config.shape, **overrides)
+    plan = choose_plan(config, gpu, **overrides)
     return Generated(TEXT, describe_kernel(config, gpu, plan, TEXT, "none"))
 
 

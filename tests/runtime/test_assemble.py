@@ -13,6 +13,7 @@ from fake_kernel import FakeBuffer, FakeDevice, FakeKernel, Generated, generate_
 from tiny_models import tiny_config, tiny_weights
 
 from cheetah.errors import CheetahError
+from cheetah.generate import choose_plan
 from cheetah.manifest import Manifest
 from cheetah.models.llama import LlamaConfig
 from cheetah.plan import Plan
@@ -152,6 +153,25 @@ def test_too_little_memory_is_refused_before_anything_is_allocated() -> None:
     assert device.buffers == []
 
 
+def test_where_memory_is_short_the_cache_has_fewer_pages_and_each_kernel_is_written_once() -> None:
+    written: list[dict[str, Any]] = []
+
+    def noting(config: LlamaConfig, gpu: str, **plan: Any) -> Generated:
+        written.append(plan)
+        return generate_kernel(config, gpu, **plan)
+
+    options: dict[str, Any] = {"overrides": {"batch": 4}, "prompt_tokens": 8, "generate_kernel": noting, "quiet": True}
+    whole = assemble(tiny_weights(), device=FakeDevice(), **options)
+    pages, page_bytes = Plan.from_dict(whole.manifest.plan).kv_pages, whole.memory.bytes_of("keys and values")
+    written.clear()
+    device = FakeDevice(free_bytes=whole.memory.total_bytes - page_bytes // pages)
+    made = assemble(tiny_weights(), device=device, pool_follows_memory=True, **options)
+    assert made.launcher.cache.pool.pages == pages - 1 and made.memory.total_bytes <= device.describe().free_bytes
+    assert [(plan["pool_pages"], plan.get("tokens")) for plan in written] == [(pages - 1, None), (pages - 1, 8)]
+    with pytest.raises(CheetahError, match="are needed"):
+        assemble(tiny_weights(), device=device, **options)
+
+
 def test_a_kernel_that_packs_otherwise_is_refused_before_anything_is_allocated() -> None:
     def other(config: LlamaConfig, gpu: str, **overrides: Any) -> Generated:
         made = generate_kernel(config, gpu, **overrides)
@@ -208,13 +228,14 @@ def test_no_second_kernel_where_steps_take_as_many_tokens_or_on_the_emulator() -
         assert made.prompts is None
 
 
-def test_a_second_kernel_that_packs_otherwise_is_refused() -> None:
-    def other(config: LlamaConfig, gpu: str, **overrides: Any) -> Generated:
-        return generate_kernel(config, gpu, **({**overrides, "start_qkv": 1} if "tokens" in overrides else overrides))
+def test_a_second_kernel_that_packs_otherwise_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    def other(*arguments: Any, **overrides: Any) -> Plan:
+        return choose_plan(*arguments, **overrides, page_size=4 if "tokens" in overrides else 8)
 
+    monkeypatch.setattr("cheetah.generate.choose_plan", other)
     device = FakeDevice()
-    with pytest.raises(CheetahError, match="lays out weights otherwise than the kernel that decodes"):
-        assemble(tiny_weights(), device=device, generate_kernel=other, quiet=True, prompt_tokens=8)
+    with pytest.raises(CheetahError, match="lays out kv otherwise than the kernel that decodes"):
+        assemble(tiny_weights(), device=device, generate_kernel=generate_kernel, quiet=True, prompt_tokens=8)
     assert device.buffers == []
 
 

@@ -166,7 +166,7 @@ def test_an_early_end_with_more_chunks_ahead_than_stages(folder: Path, whole_lau
 
 def test_epochs_may_start_again(llm: LLM) -> None:
     plain = llm.generate(PROMPT, SamplingParams(max_tokens=20)).token_ids
-    launcher = llm.engine.engine._solo  # which decodes who is alone
+    launcher = llm.engine.engine._scheduler._solo  # which decodes who is alone
     launcher._buffers["exchange"].fill(0)
     launcher._epochs = Epochs(epochs_of_step(tiny_weights().config.layers), first=EPOCH_LIMIT - 500)
     assert llm.generate(PROMPT, SamplingParams(max_tokens=20)).token_ids == plain
