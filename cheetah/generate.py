@@ -5,22 +5,17 @@ Everything is decided here without a GPU: the plan by rule (and overrides), the 
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import asdict
+from collections.abc import Mapping
 from typing import Any
 
-from cheetah import lang as ch
 from cheetah.blocks import repack
-from cheetah.manifest import Launch, Manifest, Parameter, sha256_of_text
+from cheetah.manifest import Launch, Manifest
 from cheetah.models.config import ModelConfig
 from cheetah.models.registry import family_of
-from cheetah.package import Generated, KernelParameter
+from cheetah.package import Generated, KernelParameter, described, no_collections, packaged
 from cheetah.plan import Gpu, Plan, default_plan, gpu_named, shared_map, step_matrices
 from cheetah.plan.defaults import default_context
 from cheetah.plan.prompt import PassPlan, widest_format
-from cheetah.version import __version__
 
 
 def choose_plan(config: ModelConfig, gpu: Gpu, **overrides: Any) -> Plan:
@@ -30,6 +25,7 @@ def choose_plan(config: ModelConfig, gpu: Gpu, **overrides: Any) -> Plan:
     return default_plan(gpu, config.shape, **given)
 
 
+@no_collections()
 def generate_kernel(
     config: ModelConfig,
     gpu: str | Gpu = "h200",
@@ -45,23 +41,12 @@ def generate_kernel(
     machine = gpu_named(gpu) if isinstance(gpu, str) else gpu
     plan = choose_plan(config, machine, **overrides)
     about = f"The whole decode step of a {config.dialect.title} model in one persistent kernel."
-    with _no_collections():
-        kernel = family_of(config).program.build_kernel(config, machine, plan)
-        text = ch.render_file(kernel, header=_header(config, machine, plan, command, about), line_marks=line_marks)
-    return Generated(text, describe_kernel(config, machine, plan, text, command))
-
-
-@contextmanager
-def _no_collections() -> Iterator[None]:
-    """A program is a hundred thousand objects that live until its text is written: looking for garbage among them takes
-    a quarter of the time."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
+    return packaged(
+        family_of(config).program.build_kernel(config, machine, plan),
+        describe_kernel(config, machine, plan, command),
+        _header(config, machine, plan, command, about),
+        line_marks=line_marks,
+    )
 
 
 def _header(config: ModelConfig, gpu: Gpu, plan: Plan, command: str, about: str) -> str:
@@ -81,6 +66,7 @@ def _header(config: ModelConfig, gpu: Gpu, plan: Plan, command: str, about: str)
     return "\n".join(lines)
 
 
+@no_collections()
 def generate_pass(
     config: ModelConfig,
     gpu: str | Gpu,
@@ -96,10 +82,12 @@ def generate_pass(
     """
     machine = gpu_named(gpu) if isinstance(gpu, str) else gpu
     header = _pass_header(config, machine, plan, pass_plan, command)
-    with _no_collections():
-        kernel = family_of(config).prompt_program.build_kernel(config, machine, plan, pass_plan)
-        text = ch.render_file(kernel, header=header, line_marks=line_marks)
-    return Generated(text, describe_pass(config, machine, plan, pass_plan, text, command))
+    return packaged(
+        family_of(config).prompt_program.build_kernel(config, machine, plan, pass_plan),
+        describe_pass(config, machine, plan, pass_plan, command),
+        header,
+        line_marks=line_marks,
+    )
 
 
 def _pass_header(config: ModelConfig, gpu: Gpu, plan: Plan, pass_plan: PassPlan, command: str) -> str:
@@ -118,126 +106,80 @@ def _pass_header(config: ModelConfig, gpu: Gpu, plan: Plan, pass_plan: PassPlan,
     return "\n".join(lines)
 
 
-def describe_pass(config: ModelConfig, gpu: Gpu, plan: Plan, pass_plan: PassPlan, text: str, command: str) -> Manifest:
-    """The manifest of the kernel that `generate_pass` makes for these, whose text is `text`. Its `plan` is the pass',
-    and in it as `decoding` that of the kernel that decodes."""
+def describe_pass(config: ModelConfig, gpu: Gpu, plan: Plan, pass_plan: PassPlan, command: str = "") -> Manifest:
+    """The manifest of the kernel that `generate_pass` makes for these, without its text. Its `plan` is the pass', and
+    in it as `decoding` that of the kernel that decodes."""
     program, matrices = family_of(config).prompt_program, step_matrices(config.shape, plan, gpu)
-    parameters, sizes = (
+    shared_bytes = pass_plan.shared(widest_format(matrices.of_layer), gpu.shared_bytes).total_bytes
+    return described(
+        program.KERNEL_NAME,
+        gpu,
+        Launch(gpu.blocks, pass_plan.threads, shared_bytes),
         program.pass_parameters(config, plan, pass_plan.trace),
         program.sizes(config, gpu, plan, pass_plan),
-    )
-    shared_bytes = pass_plan.shared(widest_format(matrices.of_layer), gpu.shared_bytes).total_bytes
-    return Manifest(
-        kernel=program.KERNEL_NAME,
-        text_sha256=sha256_of_text(text),
-        generator=__version__,
         command=command,
-        gpu=asdict(gpu),
         config=config.to_dict(),
         plan={**pass_plan.to_dict(), "decoding": plan.to_dict()},
-        launch=Launch(gpu.blocks, pass_plan.threads, shared_bytes),
-        parameters=tuple(one.parameter(name, sizes) for name, one in parameters.items()),
-        matrices=matrices.describe(),
-        layer_stride=matrices.layer_stride,
-        weight_bytes=matrices.weight_bytes,
-        buffers=tuple(made for name, one in parameters.items() if (made := one.buffer(name, sizes))),
+        matrices=matrices,
         phases=program.phase_names(config, gpu, plan, pass_plan),
-        step_bytes={"weights": matrices.weight_bytes},
     )
 
 
+@no_collections()
 def generate_head(
     config: ModelConfig, gpu: str | Gpu, plan: Plan, rows: int, *, command: str = "cheetah.generate.generate_head"
 ) -> Generated:
     """The kernel of the head by itself, over the `rows` hidden states that passes over prompts leave; as many steps and
     columns as those of `plan`, over the same weights."""
     machine = gpu_named(gpu) if isinstance(gpu, str) else gpu
-    with _no_collections():
-        kernel = family_of(config).head_program.build_kernel(config, machine, plan, rows)
-        about = f"The head of a {config.dialect.title} model over hidden states that passes left."
-        text = ch.render_file(kernel, header=_header(config, machine, plan, command, about))
-    return Generated(text, describe_head(config, machine, plan, rows, text, command))
+    about = f"The head of a {config.dialect.title} model over hidden states that passes left."
+    return packaged(
+        family_of(config).head_program.build_kernel(config, machine, plan, rows),
+        describe_head(config, machine, plan, rows, command),
+        _header(config, machine, plan, command, about),
+    )
 
 
-def describe_head(config: ModelConfig, gpu: Gpu, plan: Plan, rows: int, text: str, command: str) -> Manifest:
-    """The manifest of the kernel that `generate_head` makes for these, whose text is `text`."""
+def describe_head(config: ModelConfig, gpu: Gpu, plan: Plan, rows: int, command: str = "") -> Manifest:
+    """The manifest of the kernel that `generate_head` makes for these, without its text."""
     program = family_of(config).head_program
-    parameters, sizes = program.kernel_parameters(config, plan), program.sizes(config, gpu, plan, rows)
-    phases = program.phase_names(config)
-    return _described(config, gpu, plan, text, command, program.KERNEL_NAME, parameters, sizes, phases)
+    return _of_steps(program, program.sizes(config, gpu, plan, rows), config, gpu, plan, command)
 
 
 def generate_repacking(gpu: Gpu) -> Generated:
     """The kernel that packs weights as `cheetah.plan.repacking` says."""
     threads, team_threads = (64, 32) if gpu.emulated else (1024, 256)
-    about = "Packs weights from the bytes of a checkpoint's file. Generated; do not edit."
-    text = ch.render_file(repack.build_repack(threads, team_threads), header=about)
-    manifest = Manifest(
-        kernel=repack.KERNEL_NAME,
-        text_sha256=sha256_of_text(text),
-        generator=__version__,
+    manifest = described(
+        repack.KERNEL_NAME,
+        gpu,
+        Launch(gpu.blocks, threads, 0, cooperative=False),
+        {name: KernelParameter(type_, repack.MEANINGS[name]) for name, type_ in repack.PARAMETERS.items()},
         command="cheetah.generate.generate_repacking",
-        gpu=asdict(gpu),
-        config={},
-        plan={},
-        launch=Launch(gpu.blocks, threads, 0, cooperative=False),
-        parameters=(
-            Parameter("staging", "const uint8_t*", "pointer", "u8", False, None, "tables, scales and codes"),
-            Parameter("weights", "uint8_t*", "pointer", "u8", True, None, "packed weights"),
-            *(
-                KernelParameter(type_, f"Repacking.{name}").parameter(name, {})
-                for name, type_ in repack.NUMBERS.items()
-            ),
-        ),
-        matrices=(),
-        layer_stride=0,
-        weight_bytes=0,
-        buffers=(),
-        phases=(),
-        step_bytes={},
     )
-    return Generated(text, manifest)
+    about = "Packs weights from the bytes of a checkpoint's file. Generated; do not edit."
+    return packaged(repack.build_repack(threads, team_threads), manifest, about)
 
 
-def describe_kernel(config: ModelConfig, gpu: Gpu, plan: Plan, text: str, command: str) -> Manifest:
-    """The manifest of the kernel that `generate_kernel` makes for these, whose text is `text`."""
+def describe_kernel(config: ModelConfig, gpu: Gpu, plan: Plan, command: str = "") -> Manifest:
+    """The manifest of the kernel that `generate_kernel` makes for these, without its text."""
     program = family_of(config).program
-    parameters, sizes = program.kernel_parameters(config, plan), program.sizes(config, gpu, plan)
-    phases = program.phase_names(config)
-    return _described(config, gpu, plan, text, command, program.KERNEL_NAME, parameters, sizes, phases)
+    return _of_steps(program, program.sizes(config, gpu, plan), config, gpu, plan, command)
 
 
-def _described(
-    config: ModelConfig,
-    gpu: Gpu,
-    plan: Plan,
-    text: str,
-    command: str,
-    kernel: str,
-    parameters: Mapping[str, KernelParameter],
-    sizes: Mapping[str, int],
-    phases: tuple[str, ...],
+def _of_steps(
+    program: Any, sizes: Mapping[str, int], config: ModelConfig, gpu: Gpu, plan: Plan, command: str
 ) -> Manifest:
     """The manifest of a kernel whose steps are those of `plan`."""
-    shape = config.shape
-    matrices = step_matrices(shape, plan, gpu)
-    return Manifest(
-        kernel=kernel,
-        text_sha256=sha256_of_text(text),
-        generator=__version__,
+    return described(
+        program.KERNEL_NAME,
+        gpu,
+        Launch(gpu.blocks, plan.threads, shared_map(config.shape, plan, gpu).total_bytes),
+        program.kernel_parameters(config, plan),
+        sizes,
         command=command,
-        gpu=asdict(gpu),
         config=config.to_dict(),
         plan=plan.to_dict(),
-        launch=Launch(gpu.blocks, plan.threads, shared_map(shape, plan, gpu).total_bytes),
-        parameters=tuple(one.parameter(name, sizes) for name, one in parameters.items()),
-        matrices=matrices.describe(),
-        layer_stride=matrices.layer_stride,
-        weight_bytes=matrices.weight_bytes,
-        buffers=tuple(made for name, one in parameters.items() if (made := one.buffer(name, sizes))),
-        phases=phases,
-        step_bytes={
-            "weights": matrices.weight_bytes,
-            "kv_per_token": config.kv_bytes_per_token * plan.kv_element_bytes // 2,
-        },
+        matrices=step_matrices(config.shape, plan, gpu),
+        phases=program.phase_names(config),
+        step_bytes={"kv_per_token": config.kv_bytes_per_token * plan.kv_element_bytes // 2},
     )

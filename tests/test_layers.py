@@ -28,7 +28,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "cheetah.lang": set(),
     "cheetah.plan": set(),
     "cheetah.manifest": set(),
-    "cheetah.package": {"cheetah.lang", "cheetah.manifest"},
+    "cheetah.package": {"cheetah.lang", "cheetah.manifest", "cheetah.plan"},
     "cheetah.blocks": {"cheetah.lang", "cheetah.plan"},
     # The stand-alone attention: of models it needs none.
     "cheetah.attention": {
@@ -55,7 +55,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     },
     f"{MODELS}.demo": {*MODEL, f"{MODELS}.llama"},
     "cheetah.generate": {*DATA, "cheetah.blocks", "cheetah.lang", "cheetah.package"},
-    "cheetah.tools.ceiling": {"cheetah.lang", "cheetah.manifest", "cheetah.plan"},
+    "cheetah.tools.ceiling": {"cheetah.lang", "cheetah.manifest", "cheetah.package", "cheetah.plan"},
     "cheetah.runtime": {*DATA, "cheetah.runtime.assembly.kernels", "cheetah.runtime.device"},
     # The one place where the runtime asks the generator, and only for a text and its manifest.
     "cheetah.runtime.assembly.kernels": {*DATA, "cheetah.generate", "cheetah.runtime", "cheetah.runtime.device"},

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
-from benchmarks.studies.kernels import Text, finish_kernel
+from benchmarks.studies.kernels import finish_kernel
 from cheetah import lang as ch
 from cheetah.blocks.columns import UNIT, Columns
 from cheetah.blocks.exchange import make_exchange
@@ -21,6 +21,7 @@ from cheetah.blocks.linear.prologue import Slices, Units
 from cheetah.blocks.machine import Machine, emit_roles, start_machine
 from cheetah.blocks.ring import Ring
 from cheetah.lang import prim, ty
+from cheetah.package import Generated
 from cheetah.plan import M_TILE_ROWS, Gpu, MatrixLayout, ModelShape, default_plan, shared_map
 
 FUSED_PARAMETERS = ch.Params(
@@ -68,7 +69,7 @@ class LinearKernel:
     variant: Variant
     layout: MatrixLayout
     exchange_bytes: int
-    text: Text
+    text: Generated
 
 
 def linear_kernel(size: int, gpu: Gpu, variant: Variant, **plan_fields: Any) -> LinearKernel:

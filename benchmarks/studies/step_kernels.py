@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from benchmarks.studies.kernels import Text, finish_kernel
+from benchmarks.studies.kernels import finish_kernel
 from cheetah import lang as ch
 from cheetah.blocks.exchange import BarrierExchange, Exchange, FlaggedExchange
 from cheetah.blocks.linear.epilogue import swiglu
@@ -24,6 +24,7 @@ from cheetah.lang import prim, ty
 from cheetah.models.config import ModelConfig
 from cheetah.models.dense.launch import Launch, kernel_parameters
 from cheetah.models.dense.step import StepParts, exchange_sizes
+from cheetah.package import Generated
 from cheetah.plan import Gpu, Plan, shared_map, step_matrices
 
 MODEL = ("qkv", "attention", "merge", "o", "gate_up", "down")
@@ -45,7 +46,7 @@ class StepKernel:
     made_small_by: the exponent of the power of two by which its numbers are smaller in tagged words, None without tags.
     """
 
-    text: Text
+    text: Generated
     exchange_bytes: int
     hidden_offset: int
     word_bytes: int

@@ -7,7 +7,7 @@ l_kv keys has the position l_kv - l_q + i. What depends on lengths is in tables 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import cached_property
 from types import SimpleNamespace
 from typing import Any
@@ -21,8 +21,8 @@ from cheetah.blocks.exchange import BarrierExchange, FlaggedExchange, make_excha
 from cheetah.blocks.machine import Machine, emit_roles, start_machine
 from cheetah.blocks.ring import Ring
 from cheetah.lang import prim, ty
-from cheetah.manifest import Launch, Manifest, Parameter, sha256_of_text
-from cheetah.package import DTYPES, Generated
+from cheetah.manifest import Launch
+from cheetah.package import Generated, KernelParameter, described, packaged
 from cheetah.plan import Gpu, ModelShape, Plan, PlanError, Region, default_plan, gpu_named, shared_map
 from cheetah.plan.index import ceil_div, round_up
 from cheetah.plan.kv import KvPlanLayout, most_tiles
@@ -30,7 +30,6 @@ from cheetah.plan.kv.tables import TILE_WORDS
 from cheetah.plan.plan import STEP_TOKENS
 from cheetah.plan.regions import attention_records, attention_regions
 from cheetah.plan.shared_memory import BULK_ALIGNMENT, SharedMap
-from cheetah.version import __version__
 
 KERNEL_NAME = "attention"
 COLUMN_FIELDS = ("request", "query", "position", "keys")
@@ -316,25 +315,19 @@ def _take_ticket(machine: Machine, launches: ch.Expr) -> None:
 
 def generate_attention(spec: AttentionSpec, *, command: str = "cheetah.attention") -> Generated:
     """Text and manifest of the kernel. PlanError where the machine has no room for it."""
-    text = ch.render_file(build_kernel(spec), header=_header(spec))
-    manifest = Manifest(
-        kernel=KERNEL_NAME,
-        text_sha256=sha256_of_text(text),
-        generator=__version__,
+    kernel = build_kernel(spec)
+    manifest = described(
+        KERNEL_NAME,
+        spec.machine,
+        Launch(spec.machine.blocks, spec.plan.threads, spec.shared.total_bytes),
+        {name: _parameter(spec, name, type_) for name, type_ in spec.parameters.items()},
         command=command,
-        gpu=asdict(spec.machine),
         config=_config(spec),
         plan=spec.plan.to_dict(),
-        launch=Launch(spec.machine.blocks, spec.plan.threads, spec.shared.total_bytes),
-        parameters=tuple(_parameter(spec, name, type_) for name, type_ in spec.parameters.items()),
-        matrices=(),
-        layer_stride=0,
-        weight_bytes=0,
-        buffers=(),
         phases=("attention",),
         step_bytes={"kv_per_token": 2 * spec.kv_heads * spec.head_dim * spec.plan.kv_element_bytes},
     )
-    return Generated(text, manifest)
+    return packaged(kernel, manifest, _header(spec))
 
 
 def _config(spec: AttentionSpec) -> dict[str, Any]:
@@ -354,15 +347,10 @@ def _header(spec: AttentionSpec) -> str:
     return "\n".join(lines)
 
 
-def _parameter(spec: AttentionSpec, name: str, type_: ty.Type) -> Parameter:
-    role = ROLES.get(name, f"of variant {spec.variant.name}")
-    if isinstance(type_, ty.Pointer):
-        assert isinstance(type_.element, ty.Scalar)
-        shape = {"workspace": (spec.workspace_bytes,), "scales": (2, spec.kv_heads)}.get(name)
-        dtype = DTYPES[type_.element]
-        return Parameter(name, str(type_), "pointer", dtype, type_.mutable, shape, role, nullable=name == "lse")
-    assert isinstance(type_, ty.Scalar)
-    return Parameter(name, str(type_), "scalar", DTYPES[type_], False, None, role)
+def _parameter(spec: AttentionSpec, name: str, type_: ty.Type) -> KernelParameter:
+    meaning = ROLES.get(name, f"of variant {spec.variant.name}")
+    shape = {"workspace": (spec.workspace_bytes,), "scales": (2, spec.kv_heads)}.get(name)
+    return KernelParameter(type_, meaning, shape, fill=None, given=name == "lse")
 
 
 def pages_for(batch: int, keys: int, page_size: int, levels: int = 1) -> int:

@@ -17,6 +17,11 @@ from cheetah.plan.repacking import NOTHING, PLACE_BYTES, Repacking
 KERNEL_NAME = "repack"
 NUMBERS = {field.name: ty.u64 if field.name == "target" else ty.u32 for field in fields(Repacking)}
 PARAMETERS: dict[str, ty.Type] = {"staging": ty.ptr(ty.u8), "weights": ty.ptr_mut(ty.u8), **NUMBERS}
+MEANINGS = {
+    "staging": "tables, scales and codes",
+    "weights": "packed weights",
+    **{name: f"Repacking.{name}" for name in NUMBERS},
+}
 
 
 def build_repack(threads: int, team_threads: int) -> ch.Kernel:

@@ -82,7 +82,7 @@ def _passes(config: ModelConfig, plan: Plan, gpu: Gpu) -> Iterator[Table]:
     long = (default_pass_plan(gpu, tokens, config.head_dim) for tokens in PASS_TOKENS)
     try:
         for one in (*long, *short_pass_plans(gpu, config.head_dim)):
-            manifest = describe_pass(config, gpu, plan, one, "", "")
+            manifest = describe_pass(config, gpu, plan, one)
             workspace = f"{manifest.buffer('workspace').bytes / 1e6:.0f}"
             table.add_row(str(one.tokens), str(one.tile_tokens), str(manifest.launch.shared_bytes), workspace)
     except PlanError:

@@ -307,8 +307,8 @@ class ReadCeiling:
 
     def __init__(self, device: Device, gpu: Gpu, weights: Buffer) -> None:
         self._device = device
-        text, manifest = generate_ceiling(gpu)
-        self._kernel = device.load(text, manifest)
+        ceiling = generate_ceiling(gpu)
+        self._kernel = device.load(ceiling.text, ceiling.manifest)
         self._sink = device.allocate(4 * gpu.blocks)
         round_bytes = gpu.blocks * STAGE_BYTES
         wanted = CEILING_ROUNDS * round_bytes

@@ -9,9 +9,9 @@ from typing import Any
 
 from cheetah import lang as ch
 from cheetah.lang import prim, ty
-from cheetah.manifest import Buffer, Launch, Manifest, Parameter, sha256_of_text
+from cheetah.manifest import Launch
+from cheetah.package import Generated, KernelParameter, described, packaged
 from cheetah.plan import Gpu
-from cheetah.version import __version__
 
 KERNEL_NAME = "read_ceiling"
 STAGE_BYTES = 65536
@@ -49,32 +49,19 @@ def build_ceiling(blocks: int, stage_bytes: int = STAGE_BYTES, stages: int = STA
     return read_ceiling
 
 
-def generate_ceiling(gpu: Gpu) -> tuple[str, Manifest]:
-    """Text and manifest of the ceiling kernel. `data` holds rounds * blocks * STAGE_BYTES bytes, `sink` blocks
-    words."""
-    text = ch.render_file(
-        build_ceiling(gpu.blocks), header="Reads memory as fast as bulk copies can. Generated; do not edit."
-    )
-    parameters = (
-        Parameter("data", "const uint8_t*", "pointer", "u8", False, None, "what is read"),
-        Parameter("sink", "uint32_t*", "pointer", "u32", True, (gpu.blocks,), "a word a block"),
-        Parameter("rounds", "uint32_t", "scalar", "u32", False, None, "chunks a block"),
-    )
-    manifest = Manifest(
-        kernel=KERNEL_NAME,
-        text_sha256=sha256_of_text(text),
-        generator=__version__,
+def generate_ceiling(gpu: Gpu) -> Generated:
+    """The ceiling kernel. `data` holds rounds * blocks * STAGE_BYTES bytes, `sink` blocks words."""
+    manifest = described(
+        KERNEL_NAME,
+        gpu,
+        Launch(gpu.blocks, THREADS, STAGES * STAGE_BYTES + 8 * STAGES),
+        {
+            "data": KernelParameter(ty.ptr(ty.u8), "what is read"),
+            "sink": KernelParameter(ty.ptr_mut(ty.u32), "a word a block", (gpu.blocks,), "poison"),
+            "rounds": KernelParameter(ty.u32, "chunks a block"),
+        },
         command="cheetah bench",
-        gpu={"name": gpu.name, "arch": gpu.arch},
-        config={},
-        plan={},
-        launch=Launch(gpu.blocks, THREADS, STAGES * STAGE_BYTES + 8 * STAGES),
-        parameters=parameters,
-        matrices=(),
-        layer_stride=0,
-        weight_bytes=0,
-        buffers=(Buffer("sink", "u32", (gpu.blocks,), 4 * gpu.blocks, "poison"),),
         phases=("read",),
-        step_bytes={},
     )
-    return text, manifest
+    about = "Reads memory as fast as bulk copies can. Generated; do not edit."
+    return packaged(build_ceiling(gpu.blocks), manifest, about)

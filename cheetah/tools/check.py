@@ -183,7 +183,7 @@ def check_passes(
     )
     yield replace(subject, kind="passes over its prompts"), verdict
     (passes,) = (one.manifest.phases for name, one in rig.kernels.items() if "pass" in name)
-    if describe_pass(subject.config, machine, rig.plan, cut, "", "").phases != passes:
+    if describe_pass(subject.config, machine, rig.plan, cut).phases != passes:
         named = replace(subject, kind="passes over few tokens, whose products are cut")
         yield named, how(JudgedPasses(_pass_rig(subject, gpu, cut)), few)
 

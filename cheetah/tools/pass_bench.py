@@ -67,7 +67,7 @@ class PassBench:
     def _prepare(self, weights: Weights | None, device: Device) -> None:
         kernel = device.load(self.generated.text, self.manifest)
         allocate_buffers(device, self.manifest, self._buffers)
-        decoding = describe_kernel(self.config, self.gpu, self.plan, "", "")
+        decoding = describe_kernel(self.config, self.gpu, self.plan)
         if weights is None:
             fill_random(self.config, decoding, self._buffers)
         else:

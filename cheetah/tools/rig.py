@@ -69,7 +69,7 @@ class Rig:
         self.family = family_of(self.config)
         first = made[0].manifest
         self.plan = Plan.from_dict(first.plan.get("decoding", first.plan))
-        self.manifest = describe_kernel(self.config, gpu_named(first.gpu["name"]), self.plan, "", "")
+        self.manifest = describe_kernel(self.config, gpu_named(first.gpu["name"]), self.plan)
         self.kernels = {one.manifest.kernel: compiled(one, **mode) for one in made}
         self.constants: dict[str, Any] = {}
         scales = [buffer.name for buffer in self.manifest.buffers if buffer.name == "kv_scales"]

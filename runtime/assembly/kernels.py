@@ -136,7 +136,7 @@ class KernelsAsked:
         plan = choose_plan(self.config, self.machine, **overrides)
         generate = keeping(self.texts, self.generate or own_generator())
         write = partial(generate, self.config, self.machine.name, **overrides)
-        return KernelSpec(name, describe_kernel(self.config, self.machine, plan, "", ""), write)
+        return KernelSpec(name, describe_kernel(self.config, self.machine, plan), write)
 
     def _solo(self, plan: Mapping[str, Any], manifest: Manifest) -> list[KernelSpec]:
         """A kernel like the manifest's with room for one token a step, if its own has room for more."""
@@ -184,7 +184,7 @@ class KernelsAsked:
             pass_plan = plans[name]
             asked = ["pass", *_told(self.config), self.machine.name, plan.to_dict(), pass_plan.to_dict()]
             write = partial(generate_pass, self.config, self.machine, plan, pass_plan)
-            described = describe_pass(self.config, self.machine, plan, pass_plan, "", "")
+            described = describe_pass(self.config, self.machine, plan, pass_plan)
             yield KernelSpec(name, described, partial(self.texts.get, asked, write))
         notes.append(f"prompts are read in passes of up to {plans[PASSES[-1]].tokens} tokens")
 
@@ -198,7 +198,7 @@ class KernelsAsked:
         has_choice = self.prompt_passes in (None, True)
 
         def workspace(one: PassPlan) -> int:
-            return describe_pass(self.config, self.machine, plan, one, "", "").buffer("workspace").bytes
+            return describe_pass(self.config, self.machine, plan, one).buffer("workspace").bytes
 
         for tokens in PASS_TOKENS if has_choice else (int(self.prompt_passes or 0),):
             long = default_pass_plan(self.machine, min(tokens, plan.max_context), self.config.head_dim)
@@ -222,7 +222,7 @@ class KernelsAsked:
 
         asked = [HEAD, *_told(self.config), self.machine.name, most.to_dict(), rows]
         write = partial(generate_head, self.config, self.machine, most, rows)
-        described = describe_head(self.config, self.machine, most, rows, "", "")
+        described = describe_head(self.config, self.machine, most, rows)
         return KernelSpec(HEAD, described, partial(self.texts.get, asked, write))
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import re
 from functools import cache
 
@@ -12,7 +11,6 @@ from commands import cheetah, refused
 from cheetah.cli.check import shrunk
 from cheetah.errors import CheetahError
 from cheetah.generate import generate_kernel
-from cheetah.manifest import sha256_of_text
 from cheetah.models.llama import LlamaConfig
 from cheetah.models.registry import preset
 from cheetah.package import Generated
@@ -35,7 +33,7 @@ def changed(kernel: Generated, pattern: str, replacement: str) -> Generated:
     """The kernel with the first match of `pattern` replaced, and a manifest that fits."""
     text, count = re.subn(pattern, replacement, kernel.text, count=1)
     assert count == 1, f"the kernel has no {pattern}"
-    return Generated(text, dataclasses.replace(kernel.manifest, text_sha256=sha256_of_text(text)))
+    return kernel.with_text(text)
 
 
 def checked(kernel: Generated, seeds: int = 2, sanitizer: bool = False) -> Verdict:

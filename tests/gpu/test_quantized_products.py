@@ -5,17 +5,14 @@ The emulator's tensor cores add in another order and round otherwise, so what a 
 
 from __future__ import annotations
 
-from dataclasses import asdict
-
 import numpy as np
 import pytest
 
-from cheetah.lang import ty
-from cheetah.manifest import Launch, Manifest, Parameter, sha256_of_text
+from cheetah.manifest import Launch, Manifest
 from cheetah.models.formats import pack_matrix
 from cheetah.models.formats.quantized import QuantizedRows, scheme_of_name
 from cheetah.models.rounding import Bits, widen
-from cheetah.package import DTYPES
+from cheetah.package import Generated, KernelParameter, described
 from cheetah.plan import MatrixLayout
 from cheetah.runtime.device import open_device
 from tests.blocks.small_kernel import SmallKernel, gpu_of
@@ -64,28 +61,12 @@ def launched(kernel: SmallKernel, layout: MatrixLayout, matrix: QuantizedRows, x
 
 def manifest_of(kernel: SmallKernel) -> Manifest:
     """What a device must know of it."""
-    return Manifest(
-        kernel="small",
-        text_sha256=sha256_of_text(kernel.text),
-        generator="",
+    manifest = described(
+        "small",
+        gpu_of(kernel.blocks),
+        Launch(kernel.blocks, kernel.plan.threads, kernel.shared_bytes),
+        {name: KernelParameter(type_, name) for name, type_ in PARAMETERS.items()},
         command="",
-        gpu=asdict(gpu_of(kernel.blocks)),
-        config={},
         plan=kernel.plan.to_dict(),
-        launch=Launch(kernel.blocks, kernel.plan.threads, kernel.shared_bytes),
-        parameters=tuple(parameter_of(name, type_) for name, type_ in PARAMETERS.items()),
-        matrices=(),
-        layer_stride=0,
-        weight_bytes=0,
-        buffers=(),
-        phases=(),
-        step_bytes={},
     )
-
-
-def parameter_of(name: str, type_: ty.Type) -> Parameter:
-    if isinstance(type_, ty.Pointer):
-        assert isinstance(type_.element, ty.Scalar)
-        return Parameter(name, str(type_), "pointer", DTYPES[type_.element], type_.mutable, None, name)
-    assert isinstance(type_, ty.Scalar)
-    return Parameter(name, str(type_), "scalar", DTYPES[type_], False, None, name)
+    return Generated("", manifest).with_text(kernel.text).manifest

@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 
 from cheetah.generate import Generated
-from cheetah.manifest import sha256_of_text
 from cheetah.runtime.engine.launcher import Epochs
 from cheetah.runtime.engine.step_launches import StepLaunches
 
@@ -36,7 +35,7 @@ class MaintainersBug:
         for pattern, replacement in self.edits:
             body = re.sub(pattern, replacement, body)
         text = head + start + body
-        return replace(made, text=text, manifest=replace(made.manifest, text_sha256=sha256_of_text(text)))
+        return made.with_text(text)
 
 
 def without(pattern: str, before: str = "", after: str = "") -> Edit:

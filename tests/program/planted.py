@@ -28,7 +28,6 @@ from cheetah.emulator import SCHEDULERS
 from cheetah.errors import CheetahError
 from cheetah.generate import generate_kernel
 from cheetah.lang import prim, ty
-from cheetah.manifest import sha256_of_text
 from cheetah.models.config import ModelConfig
 from cheetah.models.dense.step import StepParts
 from cheetah.models.rounding import widen
@@ -160,7 +159,7 @@ def edited(generated: Generated, edits: tuple[tuple[str, str], ...]) -> Generate
         body, count = re.subn(pattern, replacement, body)
         assert count, f"nothing in the kernel matches {pattern!r}"
     text = head + start + body
-    return replace(generated, text=text, manifest=replace(generated.manifest, text_sha256=sha256_of_text(text)))
+    return generated.with_text(text)
 
 
 # -- the gauntlet -----------------------------------------------------------------------------------------------------

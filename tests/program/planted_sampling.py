@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
 import numpy as np
 
-from cheetah.manifest import sha256_of_text
 from cheetah.models.sampling import Filters, Penalties
 from cheetah.package import Generated
 from cheetah.runtime.engine.launcher import Part, Sampling
@@ -136,7 +135,7 @@ def planted_rig() -> Rig:
         for number, bug in enumerate(BUGS, 1):
             body = bug.planted(body, number)
         text = head + end + SELECTOR + body
-        return replace(generated, text=text, manifest=replace(generated.manifest, text_sha256=sha256_of_text(text)))
+        return generated.with_text(text)
 
     return Rig(random_weights(CONFIG), blocks=3, batch=4, consumer_warps=4, generate=generate)
 

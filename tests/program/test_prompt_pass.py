@@ -12,7 +12,6 @@ import pytest
 
 from cheetah.emulator import SCHEDULERS, EmulatorError
 from cheetah.generate import choose_plan, generate_pass
-from cheetah.manifest import sha256_of_text
 from cheetah.models.config import ModelConfig
 from cheetah.models.dense.pass_sizes import PassSizes
 from cheetah.models.dense.reference import Reference, rms_norm
@@ -22,7 +21,6 @@ from cheetah.models.qwen2 import Qwen2Config
 from cheetah.models.qwen3 import Qwen3Config
 from cheetah.models.registry import in_format, preset
 from cheetah.models.rounding import round_to_e4m3, widen
-from cheetah.package import Generated
 from cheetah.plan import PlanError, gpu_named
 from cheetah.plan.prompt import PassPlan, default_pass_plan, short_pass_plans
 from cheetah.runtime.device.emulator import EmulatorDevice
@@ -78,8 +76,7 @@ class PassRig(Rig):
         made = generate_pass(config, gpu, self.sizes.plan, pass_plan)
         if bug is not None:
             assert bug[0] in made.text, bug[0]
-            text = made.text.replace(*bug)
-            made = Generated(text, replace(made.manifest, text_sha256=sha256_of_text(text)))
+            made = made.with_text(made.text.replace(*bug))
         weights = weights_of(config)
         powers = np.random.default_rng(4).integers(-2, 3, (config.layers, 2, config.kv_heads))
         scales = np.asarray(KV_SCALE * 2.0**powers, np.float32)

@@ -33,6 +33,7 @@ from cheetah.models.formats import unpack_matrix
 from cheetah.models.llama import LlamaConfig
 from cheetah.models.rounding import round_to_bf16
 from cheetah.models.sampling import Filters, Penalties, adjusted, sample
+from cheetah.package import Generated
 from cheetah.piece_ring import PieceRing, ordinary_memory
 from cheetah.plan import GPUS, Plan, gpu_named, step_matrices
 from cheetah.plan.kv import KvPlanLayout
@@ -58,17 +59,11 @@ from cheetah.runtime.device.interface import DeviceInfo, LaunchTimeout
 TEXT = "// stands for the generated kernel\n"
 
 
-@dataclass(frozen=True)
-class Generated:
-    text: str
-    manifest: Manifest
-
-
 def generate_kernel(config: LlamaConfig, gpu_name: str, **overrides: Any) -> Generated:
     """Stands for `cheetah.generate.generate_kernel`: the same manifest, no kernel."""
     gpu = gpu_named(gpu_name)
     plan = choose_plan(config, gpu, **overrides)
-    return Generated(TEXT, describe_kernel(config, gpu, plan, TEXT, "none"))
+    return Generated("", describe_kernel(config, gpu, plan, "none")).with_text(TEXT)
 
 
 class FakeBuffer:
