@@ -9,16 +9,26 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
-from cheetah.models.config_json import JSON_NAMES, ConfigError, Dialect, load_source, place_of, read_fields
-from cheetah.models.layer_kind import LayerKind
+from cheetah.models.config_json import (
+    FULL,
+    JSON_NAMES,
+    SLIDING,
+    ConfigError,
+    ConfigFile,
+    Dialect,
+    load_source,
+    place_of,
+)
+from cheetah.models.layer_kind import AttentionKind, LayerKind, Norms, PositionScale
 from cheetah.models.plausible import implausible
-from cheetah.models.rope import Rope, rope_table
+from cheetah.models.rope import GROUP_ELEMENTS, Rope, rope_table, rotary_order
 from cheetah.plan import ModelShape
 from cheetah.plan.formats import BF16
 from cheetah.plan.products import StepTable
@@ -26,6 +36,8 @@ from cheetah.plan.products import StepTable
 HEAD_DIMS = (64, 128, 256)
 HEAD_DIMS_IN_WORDS = f"{', '.join(map(str, HEAD_DIMS[:-1]))} and {HEAD_DIMS[-1]}"
 MAX_GROUP = 8
+Shape = tuple[int, int, int, int, int, int, int]
+"""hidden_size, intermediate_size, layers, query_heads, kv_heads, head_dim, vocab_size"""
 COLUMN_ALIGN = 32  # columns of a packed matrix, and vectors that feed one, are padded to whole tile pairs
 
 
@@ -33,14 +45,22 @@ COLUMN_ALIGN = 32  # columns of a packed matrix, and vectors that feed one, are 
 class ModelConfig:
     """A decoder's shape and constants. Field names are short; errors name the field of config.json.
 
-    A family's subclass says how its config.json reads (`dialect`), and what its layers do otherwise than Llama's:
-    `layer`, what is the same in all of them whatever the file says, or `layer_kinds`. rope, sliding_window: of the
-    layers that rotate queries and keys, or see not all keys. embedding_multiplier: of the rows of the embedding.
-    logit_divisor: of the head's logits. logit_soft_cap: logits l become logit_soft_cap * tanh(l / logit_soft_cap).
+    A family's subclass says how its config.json reads (`dialect`, `read`), and what its layers do otherwise than
+    Llama's: `layer`, what is the same in all of them whatever the file says.
+
+    rope: of layers that rotate queries and keys, all but `unrotated_layers`. sliding_window: so many keys a query sees,
+    its own included, in layers whose type in `layer_types` is SLIDING; without types in all. local_rope: in the place
+    of `rope` in layers of that type. attention_scale, attention_soft_cap, position_scale: of `AttentionKind`.
+    residual_multiplier: of `LayerKind`. embedding_multiplier: of the rows of the embedding. logit_divisor: of the
+    head's logits. logit_soft_cap: logits l become logit_soft_cap * tanh(l / logit_soft_cap).
     """
 
     dialect: ClassVar[Dialect]
     layer: ClassVar[LayerKind] = LayerKind()
+    fused: ClassVar[tuple[str, ...]] = ()
+    """Matrices of several sources that are one tensor of the checkpoint, its rows those of one source after another."""
+    modules: ClassVar[Mapping[str, str]] = {}
+    """The linear layers, below a layer, of sources or fused matrices that have other names than Llama's."""
 
     hidden_size: int
     intermediate_size: int
@@ -54,6 +74,13 @@ class ModelConfig:
     tied_embeddings: bool = False
     rope: Rope = field(default_factory=Rope)
     sliding_window: int | None = None
+    layer_types: tuple[str, ...] = ()
+    local_rope: Rope | None = None
+    unrotated_layers: tuple[int, ...] = ()
+    attention_scale: float | None = None
+    attention_soft_cap: float | None = None
+    position_scale: PositionScale | None = None
+    residual_multiplier: float = 1.0
     embedding_multiplier: float = 1.0
     logit_divisor: float = 1.0
     logit_soft_cap: float | None = None
@@ -81,14 +108,37 @@ class ModelConfig:
             raise ConfigError(problem)
         if problem := implausible("rms_norm_eps", self.rms_norm_eps):
             raise ConfigError(problem)
+        self._check_rotated()
 
-    @property
+    def _check_rotated(self) -> None:
+        """Elements of a head that are rotated can be moved to the places that kernels have for them."""
+        rotated = self.rope.rotated(self.head_dim)
+        if rotated != self.head_dim and rotated % (2 * GROUP_ELEMENTS):
+            raise ConfigError(
+                f"partial_rotary_factor = {self.rope.partial_rotary_factor} of head_dim = {self.head_dim}: {rotated} "
+                f"elements are rotated, supported: multiples of {2 * GROUP_ELEMENTS}"
+            )
+
+    @cached_property
     def layer_kinds(self) -> tuple[LayerKind, ...]:
         """What each layer does, in order."""
-        attention = replace(self.layer.attention, rope=self.rope, window=self.sliding_window)
-        return (replace(self.layer, attention=attention),) * self.layers
+        common = replace(self.layer, residual_multiplier=self.residual_multiplier)
+        return tuple(replace(common, attention=self.attention_of(layer)) for layer in range(self.layers))
 
-    @property
+    def attention_of(self, layer: int) -> AttentionKind:
+        """What attention does in a layer."""
+        is_near = self.sliding_window is not None and (not self.layer_types or self.layer_types[layer] == SLIDING)
+        rope = self.local_rope if is_near and self.local_rope is not None else self.rope
+        return replace(
+            self.layer.attention,
+            window=self.sliding_window if is_near else None,
+            rope=None if layer in self.unrotated_layers else rope,
+            scale=self.attention_scale,
+            soft_cap=self.attention_soft_cap,
+            position_scale=self.position_scale,
+        )
+
+    @cached_property
     def kinds(self) -> tuple[LayerKind, ...]:
         """The layers' distinct kinds, in the order of their first layers."""
         return tuple(dict.fromkeys(self.layer_kinds))
@@ -100,14 +150,19 @@ class ModelConfig:
         return tuple(kinds.index(kind) for kind in self.layer_kinds)
 
     @property
-    def has_head_norms(self) -> bool:
-        """Whether queries and keys are normalised in some layers."""
-        return any(kind.attention.head_norms for kind in self.kinds)
+    def norms(self) -> Norms:
+        """Those of every layer, which have the same."""
+        return self.layer.norms
+
+    @property
+    def head_norms(self) -> str | None:
+        """How queries and keys are normalised, in every layer: see `AttentionKind`."""
+        return self.layer.attention.head_norms
 
     @property
     def has_biases(self) -> bool:
-        """Whether q, k and v have biases in some layers."""
-        return any(kind.attention.biases for kind in self.kinds)
+        """Whether q, k and v have biases, in every layer."""
+        return self.layer.attention.biases
 
     @property
     def shape(self) -> ModelShape:
@@ -186,8 +241,9 @@ class ModelConfig:
     def parameter_count(self) -> int:
         """Weights of the model; a tied head is counted once."""
         h, f = self.hidden_size, self.intermediate_size
-        layer = self.qkv_rows * h + h * self.query_rows + 3 * h * f + 2 * h
-        layer += (2 * self.head_dim if self.has_head_norms else 0) + (self.qkv_rows if self.has_biases else 0)
+        layer = self.qkv_rows * h + h * self.query_rows + 3 * h * f
+        layer += 2 * h * (self.norms.before + self.norms.after) + (self.qkv_rows if self.has_biases else 0)
+        layer += {None: 0, "each": 2 * self.head_dim, "width": self.query_rows + self.kv_rows}[self.head_norms]
         heads = 1 if self.tied_embeddings else 2
         return self.layers * layer + heads * self.vocab_size * h + h
 
@@ -201,10 +257,14 @@ class ModelConfig:
         """Cosine and sine of every position's angles: float32 [positions, head_dim/2, 2]."""
         return rope_table(self.rope, self.head_dim, positions)
 
+    @property
+    def rotary_order(self) -> NDArray[np.int64]:
+        """Which element of a checkpoint's head is each one of the kernel's, in queries and keys: int64 [head_dim]."""
+        return rotary_order(self.rope, self.head_dim)
+
     def to_dict(self) -> dict[str, Any]:
         """The config.json object (transformers 5 spelling) from which `from_json` reads this value back."""
         shape = {json_name: getattr(self, name) for name, json_name in JSON_NAMES.items()}
-        window = {"sliding_window": self.sliding_window} if self.dialect.reads_window else {}
         return {
             "architectures": [self.dialect.architecture],
             "model_type": self.dialect.model_type,
@@ -212,21 +272,44 @@ class ModelConfig:
             "rms_norm_eps": self.rms_norm_eps,
             "tie_word_embeddings": self.tied_embeddings,
             "hidden_act": "silu",
-            "rope_parameters": self.rope.to_dict(),
-            **window,
+            **self.written(),
         }
 
+    def written(self) -> dict[str, Any]:
+        """What the family has beside the fields of all, as config.json says it: a family that overrides `read` says
+        here what it reads."""
+        numbers = {name: getattr(self, field) for name, field in self.dialect.numbers.items()}
+        if "sliding_window" in self.dialect.reads:
+            numbers["sliding_window"] = self.sliding_window
+        if self.dialect.layer_types is not None:
+            numbers["layer_types"] = list(self.layer_types or self._one_type)
+        return {"rope_parameters": self.rope.to_dict(), **numbers}
+
+    @property
+    def _one_type(self) -> tuple[str, ...]:
+        return (FULL if self.sliding_window is None else SLIDING,) * self.layers
+
     @classmethod
-    def from_json(cls, source: str | Path | Mapping[str, Any], notes: list[str] | None = None) -> Self:
-        """Read a config.json (its path, or the object itself). Lines worth printing are appended to `notes`."""
-        place, lines = place_of(source), list[str]() if notes is None else notes
-        fields = read_fields(place, load_source(source), cls.dialect, lines)
+    def from_json(
+        cls, source: str | Path | Mapping[str, Any], notes: list[str] | None = None, place: str | None = None
+    ) -> Self:
+        """Read a config.json (its path, or the object itself). Lines worth printing are appended to `notes`. place: how
+        messages name it."""
+        place, lines = place or place_of(source), list[str]() if notes is None else notes
+        file = ConfigFile(place, load_source(source), cls.dialect, lines)
+        fields = cls.read(file)
+        file.note_unknown()
         try:
             config = cls(**fields)
         except ConfigError as problem:
             raise ConfigError(f"{place}: {problem}") from problem
         lines += [f"{place}: {line}" for line in config.suspicions()]
         return config
+
+    @classmethod
+    def read(cls, file: ConfigFile) -> dict[str, Any]:
+        """The constructor's arguments. A family that has more than the fields of all overrides this."""
+        return file.fields()
 
     def suspicions(self) -> list[str]:
         """What looks like a file that lost something, in words."""

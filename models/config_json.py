@@ -8,14 +8,14 @@ weights are quantised is read elsewhere (`cheetah.models.quantization`).
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from cheetah.errors import CheetahError
 from cheetah.models.plausible import implausible
-from cheetah.models.rope import FIELDS_OF_KIND, REQUIRED_OF_KIND, Rope, RopeError
+from cheetah.models.rope import FIELDS_OF_KIND, OF_ORIGINAL_CONTEXT, REQUIRED_OF_KIND, Rope, RopeError
 from cheetah.printable import shown
 from cheetah.untrusted import read_json
 
@@ -63,6 +63,8 @@ READ_ELSEWHERE = {
     *("sliding_window", "layer_types"),
     *("torch_dtype", "dtype", "bos_token_id", "eos_token_id", "pad_token_id"),
 }
+FULL, SLIDING = "full_attention", "sliding_attention"
+"""In `layer_types`: a query sees all keys before it, or so many as `sliding_window` says."""
 
 # Fields that transformers does not read for the inference of any family.
 IGNORED = {
@@ -82,8 +84,11 @@ class Dialect:
 
     model_type, architecture: as the file names them. absent: what transformers takes for a field that the file leaves
     out, where that does not follow from other fields. neutral: further entries of NEUTRAL_VALUES, or others in their
-    place. ignored: further fields that are not read for inference. reads_window: `sliding_window` alone says how many
-    keys the queries of every layer see; otherwise it has to be null, or is ignored.
+    place. ignored: further fields that are not read for inference. reads: fields that the family reads itself
+    (`ModelConfig.read`); `sliding_window` among them says how many keys queries see, in layers that `layer_types` does
+    not exempt; otherwise it has to be null, or is ignored. numbers: fields that are a number of `ModelConfig`, by
+    its name. ropes: kinds of rotary embedding that the family has under other names. layer_types: which type a layer
+    is of, `FULL` or `SLIDING`, where the file does not say; None: the family's layers are all of one type.
     """
 
     model_type: str
@@ -91,17 +96,15 @@ class Dialect:
     absent: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     neutral: Mapping[str, tuple[Any, ...]] = dataclasses.field(default_factory=dict)
     ignored: frozenset[str] = frozenset()
-    reads_window: bool = False
+    reads: frozenset[str] = frozenset()
+    numbers: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    ropes: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    layer_types: Callable[[ConfigFile, int], str] | None = None
 
     @property
     def title(self) -> str:
         """The family's name as people write it."""
         return self.architecture.removesuffix("ForCausalLM")
-
-
-def read_fields(place: str, values: Mapping[str, Any], dialect: Dialect, notes: list[str]) -> dict[str, Any]:
-    """The constructor arguments of `ModelConfig` from the object of a config.json; `place` names it in messages."""
-    return _Reader(place, values, dialect, notes).fields()
 
 
 def load_source(source: str | Path | Mapping[str, Any]) -> Mapping[str, Any]:
@@ -114,179 +117,250 @@ def place_of(source: str | Path | Mapping[str, Any]) -> str:
     return "config" if isinstance(source, Mapping) else str(source)
 
 
-class _Reader:
-    """One pass over one config object; every message starts with the place it was read from."""
+class ConfigFile:
+    """The object of a config.json as a family reads it; every message starts with `place`, where it was read from."""
 
     def __init__(self, place: str, values: Mapping[str, Any], dialect: Dialect, notes: list[str]):
         self.place, self.dialect = place, dialect
-        read = {*dialect.ignored, *(["sliding_window"] if dialect.reads_window else [])}
+        read = {*dialect.ignored, *dialect.reads, *dialect.numbers}
         self.neutral = {name: ok for name, ok in {**NEUTRAL_VALUES, **dialect.neutral}.items() if name not in read}
         self.nulls = {name for name, value in values.items() if value is None}
         self.values = {name: value for name, value in values.items() if value is not None}
         self.notes = notes
 
     def fields(self) -> dict[str, Any]:
+        """What all families have: the constructor arguments of `ModelConfig`."""
         self._check_model()
         self._check_neutral()
-        heads = self._count("num_attention_heads")
-        fields = {
-            "hidden_size": self._count("hidden_size"),
-            "intermediate_size": self._count("intermediate_size"),
-            "layers": self._count("num_hidden_layers"),
+        heads = self.count("num_attention_heads")
+        return {
+            "hidden_size": self.count("hidden_size"),
+            "intermediate_size": self.count("intermediate_size"),
+            "layers": self.count("num_hidden_layers"),
             "query_heads": heads,
-            "kv_heads": self._count("num_key_value_heads", self._absent("num_key_value_heads", heads)),
+            "kv_heads": self.count("num_key_value_heads", heads),
             "head_dim": self._head_dim(),
-            "vocab_size": self._count("vocab_size"),
+            "vocab_size": self.count("vocab_size"),
             "rms_norm_eps": self._epsilon(),
             "max_position_embeddings": self._max_positions(),
-            "tied_embeddings": self._flag("tie_word_embeddings"),
-            "rope": self._rope(),
-            "sliding_window": self._window(),
+            "tied_embeddings": self.flag("tie_word_embeddings"),
+            "rope": self.rope(self.rope_values(None if self.dialect.layer_types is None else FULL)),
+            **{field: self.number(name) for name, field in self.dialect.numbers.items() if self.is_given(name)},
+            **self._windows(),
         }
-        self._note_unknown()
-        return fields
+
+    def is_given(self, name: str) -> bool:
+        """Whether a field has a value, in the file or as the family's if the file leaves it out."""
+        return name in self.values or (name not in self.nulls and name in self.dialect.absent)
 
     def _check_model(self) -> None:
         expected = {"model_type": self.dialect.model_type, "architectures": [self.dialect.architecture]}
         for name, supported in expected.items():
             if (found := self.values.get(name)) != supported:
-                raise self._error(f"{name} is {stated(found)}, supported is {supported!r}")
+                raise self.error(f"{name} is {stated(found)}, supported is {supported!r}")
 
     def _check_neutral(self) -> None:
         for name, neutral in self.neutral.items():
             if name in self.values and self.values[name] not in neutral:
                 wanted = " or ".join([*map(repr, neutral[:1]), "absent"])
-                raise self._error(f"{name} = {shown(self.values[name])} is not supported; supported: {wanted}")
+                raise self.error(f"{name} = {shown(self.values[name])} is not supported; supported: {wanted}")
 
-    def _count(self, name: str, default: int | None = None) -> int:
+    def count(self, name: str, default: int | None = None) -> int:
+        """A positive integer. default: what follows from other fields where neither the file nor the family says."""
         if name not in self.values:
+            default = self.dialect.absent.get(name, default)
             if default is None:
-                raise self._error(f"{name} is missing: it has no safe default, write it into the file")
+                raise self.error(f"{name} is missing: it has no safe default, write it into the file")
             return default
         value = self.values[name]
         if type(value) is not int or value < 1:
-            raise self._error(f"{name} = {shown(value)}: must be a positive integer")
+            raise self.error(f"{name} = {shown(value)}: must be a positive integer")
         if problem := implausible(name, value):
-            raise self._error(problem)
+            raise self.error(problem)
         return value
 
-    def _absent(self, name: str, otherwise: Any) -> Any:
-        """What a field that is left out stands for: the family's value, or what follows from other fields."""
-        return self.dialect.absent.get(name, otherwise)
-
     def _max_positions(self) -> int:
-        return self._count("max_position_embeddings", self._absent("max_position_embeddings", 2048))
+        return self.count("max_position_embeddings", 2048)
+
+    def number(self, name: str) -> float:
+        """A number of the file, or the family's where it is left out."""
+        return self._number(self.values if name in self.values else self.dialect.absent, name)
+
+    def number_of(self, values: Mapping[str, Any], name: str) -> float:
+        """A number of the file's rope."""
+        return self._number(values, name, "rope ")
 
     def _number(self, values: Mapping[str, Any], name: str, where: str = "") -> float:
         value = values[name]
         if type(value) not in (int, float):
-            raise self._error(f"{where}{name} = {shown(value)}: must be a number")
+            raise self.error(f"{where}{name} = {shown(value)}: must be a number")
         if problem := implausible(name, value):  # before it becomes a float: an integer may be too large for one
-            raise self._error(f"{where}{problem}")
+            raise self.error(f"{where}{problem}")
         return float(value)
 
-    def _flag(self, name: str) -> bool:
-        value = self.values.get(name, False)
+    def flag(self, name: str) -> bool:
+        """True or false; false where neither the file nor the family says."""
+        value = self.values.get(name, self.dialect.absent.get(name, False))
         if type(value) is not bool:
-            raise self._error(f"{name} = {shown(value)}: must be true or false")
+            raise self.error(f"{name} = {shown(value)}: must be true or false")
         return value
 
+    def integers(self, name: str, count: int) -> list[int] | None:
+        """At least so many integers, of which those are given; None where they are left out."""
+        values = self.values.get(name)
+        if values is None:
+            return None
+        if not isinstance(values, list) or len(values) < count or any(type(one) is not int for one in values):
+            raise self.error(f"{name} = {shown(values)}: must be a list of {count} integers, one a layer")
+        return values[:count]
+
     def _head_dim(self) -> int:
-        hidden, heads = self._count("hidden_size"), self._count("num_attention_heads")
-        usual = self._absent("head_dim", None)
-        if "head_dim" not in self.values and usual is None and hidden % heads:
-            raise self._error(
+        hidden, heads = self.count("hidden_size"), self.count("num_attention_heads")
+        is_said = "head_dim" in self.values or "head_dim" in self.dialect.absent
+        if not is_said and hidden % heads:
+            raise self.error(
                 f"head_dim is missing and hidden_size / num_attention_heads = {hidden} / {heads} is no integer"
             )
-        return self._count("head_dim", default=usual or hidden // heads)
+        return self.count("head_dim", default=hidden // heads)
 
-    def _window(self) -> int | None:
+    def _windows(self) -> dict[str, Any]:
+        """`sliding_window`, and `layer_types` where it is not that of all layers."""
         window = None
-        if self.dialect.reads_window and "sliding_window" not in self.nulls:
-            window = self._count("sliding_window", self._absent("sliding_window", None))
-        self._check_layer_types(window)
-        return window
+        if "sliding_window" in self.dialect.reads and self.is_given("sliding_window"):
+            window = self.count("sliding_window")
+        if self.dialect.layer_types is not None:
+            types = self._layer_types(self.dialect.layer_types)
+            if window is None or SLIDING not in types:
+                return {"sliding_window": None}
+            return {"sliding_window": window, "layer_types": types if FULL in types else ()}
+        if "layer_types" not in self.dialect.reads:
+            self._check_layer_types(window)
+        return {"sliding_window": window}
+
+    def _layer_types(self, usual: Callable[[ConfigFile, int], str]) -> tuple[str, ...]:
+        """Of every layer, as the file says or as the family has them."""
+        layers, types = self.count("num_hidden_layers"), self.values.get("layer_types")
+        if types is None:
+            return tuple(usual(self, layer) for layer in range(layers))
+        if not isinstance(types, list) or len(types) != layers or any(one not in (FULL, SLIDING) for one in types):
+            raise self.error(
+                f"layer_types = {shown(types)} is not supported; supported: {FULL!r} or {SLIDING!r} for each of "
+                f"{layers} layers"
+            )
+        return tuple(types)
 
     def _check_layer_types(self, window: int | None) -> None:
         """All layers see the same keys, those that sliding_window says."""
         types = self.values.get("layer_types")
-        wanted = "full_attention" if window is None else "sliding_attention"
+        wanted = FULL if window is None else SLIDING
         if types is not None and (not isinstance(types, list) or any(type_ != wanted for type_ in types)):
-            raise self._error(f"layer_types = {types!r} is not supported; supported: every layer {wanted!r}, or absent")
+            raise self.error(f"layer_types = {types!r} is not supported; supported: every layer {wanted!r}, or absent")
 
     def _epsilon(self) -> float:
-        if "rms_norm_eps" in self.values:
-            return self._number(self.values, "rms_norm_eps")
+        if self.is_given("rms_norm_eps"):
+            return self.number("rms_norm_eps")
         self.notes.append(f"{self.place}: rms_norm_eps is absent, taken as 1e-6 (Llama 2 and 3 use 1e-5)")
         return 1e-6
 
-    def _rope(self) -> Rope:
-        values = self._rope_values()
+    def rope(self, values: Mapping[str, Any], theta: str = "rope_theta") -> Rope:
+        """The rotary embedding of `rope_values`. theta: the file's field with its base, where they have none."""
         kind = values.get("rope_type", values.get("type", "default"))
         if not isinstance(kind, str):
-            raise self._error(f"rope_type = {shown(kind)}: must be a string")
+            raise self.error(f"rope_type = {shown(kind)}: must be a string")
+        kind = self.dialect.ropes.get(kind, kind)
         numbers: dict[str, Any] = {
-            name: self._number(values, name, "rope ") for name in self._rope_fields(kind, values)
+            name: self._numbers(values, name) if name in OF_EACH_PAIR else self._number(values, name, "rope ")
+            for name in self._rope_fields(kind, values)
         }
-        if kind in ("llama3", "yarn"):
-            numbers["original_max_position_embeddings"] = self._original_context(values)
+        if kind in OF_ORIGINAL_CONTEXT:
+            numbers["original_max_position_embeddings"] = self.original_context(values)
+        if kind == "longrope" and "factor" not in numbers:
+            numbers["factor"] = max(1.0, self._max_positions() / numbers["original_max_position_embeddings"])
         if kind == "yarn" and type(values.get("truncate", True)) is not bool:
-            raise self._error(f"rope truncate = {shown(values['truncate'])}: must be true or false")
+            raise self.error(f"rope truncate = {shown(values['truncate'])}: must be true or false")
         numbers["truncate"] = values.get("truncate", True) if kind == "yarn" else True
-        theta = values if "rope_theta" in values else {"rope_theta": self.values.get("rope_theta", 10000.0)}
+        numbers["partial_rotary_factor"] = self._part_rotated(values)
+        base = values if "rope_theta" in values else self.values if theta in self.values else self.dialect.absent
+        name = "rope_theta" if base is values else theta
+        numbers["rope_theta"] = self._number({"rope_theta": base.get(name, Rope.rope_theta)}, "rope_theta")
         try:
-            return Rope(rope_theta=self._number(theta, "rope_theta"), rope_type=kind, **numbers)
+            return Rope(rope_type=kind, **numbers)
         except RopeError as problem:
-            raise self._error(str(problem)) from problem
+            raise self.error(str(problem)) from problem
 
-    def _rope_values(self) -> dict[str, Any]:
-        """A non-empty rope_scaling (transformers 4) replaces rope_parameters (transformers 5)."""
+    def rope_values(self, layer_type: str | None = None) -> dict[str, Any]:
+        """A non-empty rope_scaling (transformers 4) replaces rope_parameters (transformers 5). layer_type: of layers of
+        that type alone, where rope_parameters tells them apart."""
         for name in ("rope_scaling", "rope_parameters"):
             values = self.values.get(name)
             if not values:
                 continue
             if not isinstance(values, dict):
-                raise self._error(f"{name} = {shown(values)}: must be an object")
+                raise self.error(f"{name} = {shown(values)}: must be an object")
+            if layer_type is not None and isinstance(values.get(layer_type), dict):
+                values = values[layer_type]
             if any(isinstance(value, dict) for value in values.values()):
-                raise self._error(f"{name} differs from layer to layer ({', '.join(values)}): not supported")
-            partial = values.get("partial_rotary_factor")
-            if partial not in (None, 1):
-                raise self._error(f"{name}.partial_rotary_factor = {shown(partial)}: only 1 is supported")
+                raise self.error(f"{name} differs from layer to layer ({', '.join(values)}): not supported")
             return {key: value for key, value in values.items() if value is not None}
         return {}
+
+    @property
+    def has_ropes_by_type(self) -> bool:
+        """Whether rope_parameters tells layers of different types apart."""
+        values = self.values.get("rope_parameters")
+        return isinstance(values, dict) and isinstance(values.get(SLIDING), dict)
+
+    def _part_rotated(self, values: Mapping[str, Any]) -> float:
+        name = "partial_rotary_factor"
+        if name not in self.dialect.reads:
+            if values.get(name) not in (None, 1):
+                raise self.error(f"rope {name} = {shown(values[name])}: only 1 is supported")
+            return 1.0
+        return self._number(values if name in values else {name: self.values.get(name, 1.0)}, name)
+
+    def _numbers(self, values: Mapping[str, Any], name: str) -> tuple[float, ...]:
+        found = values[name]
+        if not isinstance(found, list):
+            raise self.error(f"rope {name} = {shown(found)}: must be a list of numbers")
+        return tuple(self._number({name: one}, name, "rope ") for one in found)
 
     def _rope_fields(self, kind: str, values: Mapping[str, Any]) -> list[str]:
         """The numeric fields of this kind that are given; a required one that is not given is an error."""
         for name in REQUIRED_OF_KIND.get(kind, ()):
             if name not in values:
-                raise self._error(f"rope type {kind!r} needs {name}")
+                raise self.error(f"rope type {kind!r} needs {name}")
         used = FIELDS_OF_KIND.get(kind, ())
-        known = {*used, "rope_theta", "rope_type", "type", "partial_rotary_factor"}
+        known = {*used, "rope_theta", "rope_type", "type", "partial_rotary_factor", *self.dialect.reads}
         unused = sorted(set(values) - known)
         if unused and kind in FIELDS_OF_KIND:
             self.notes.append(f"{self.place}: rope type {kind!r} does not use {', '.join(unused)}")
         return [name for name in used if name in values and name not in NOT_PLAIN_NUMBERS]
 
-    def _original_context(self, values: Mapping[str, Any]) -> int:
+    def original_context(self, values: Mapping[str, Any]) -> int:
+        """Tokens of the context of pretraining, that `values` of a rope or the file name."""
         name = "original_max_position_embeddings"
         inner = values.get(name, self._max_positions())
         value = self.values.get(name, inner)
         if type(value) is float and value.is_integer():
             value = int(value)
         if type(value) is not int or value < 1:
-            raise self._error(f"{name} = {shown(value)}: must be a positive integer")
+            raise self.error(f"{name} = {shown(value)}: must be a positive integer")
         return value
 
-    def _note_unknown(self) -> None:
-        unknown = sorted(set(self.values) - READ_ELSEWHERE - IGNORED - self.dialect.ignored - set(self.neutral))
+    def note_unknown(self) -> None:
+        """A line for fields that nobody has read."""
+        read = READ_ELSEWHERE | IGNORED | self.dialect.ignored | self.dialect.reads | set(self.dialect.numbers)
+        unknown = sorted(set(self.values) - read - set(self.neutral))
         if unknown:
             self.notes.append(f"{self.place}: ignored, not part of {self.dialect.architecture}: {', '.join(unknown)}")
 
-    def _error(self, message: str) -> ConfigError:
+    def error(self, message: str) -> ConfigError:
+        """What is wrong with the file, to be raised."""
         return ConfigError(f"{self.place}: {message}")
 
 
 NOT_PLAIN_NUMBERS = ("original_max_position_embeddings", "truncate")
+OF_EACH_PAIR = ("short_factor", "long_factor")
 
 
 def stated(value: object) -> str:

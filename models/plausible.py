@@ -29,11 +29,17 @@ class Range:
 
 _SCALING = Range(1.0, 1e6, "positions are divided by it, to make a context longer; published models have up to 128")
 _TURNS = Range(1e-6, 1e6, "published models have 1 to 32")
+_DIVISORS = Range(1e-3, 1e6, "frequencies are divided by it; published models have 1 to 65")
+_MULTIPLIER = Range(1e-6, 1e6, "published models have 0.0078 to 72")
+_SOFT_CAP = Range(1e-3, 1e6, "logits stay below it; published models have 30 and 50")
 _MAGNITUDE = Range(0.0, 1e3, "published models have up to 1.5")
 
 RANGES = {
     "hidden_size": Range(1, 2**17, "published models have up to 18,432"),
     "intermediate_size": Range(1, 2**20, "published models have up to 73,728"),
+    "shared_intermediate_size": Range(1, 2**20, "published models have up to 16,384"),
+    "no_rope_layer_interval": Range(1, 1024, "published models have 4"),
+    "sliding_window_pattern": Range(1, 1024, "published models have 4 or 6"),
     "num_hidden_layers": Range(1, 1024, "published models have up to 126"),
     "num_attention_heads": Range(1, 1024, "published models have up to 128"),
     "num_key_value_heads": Range(1, 1024, "published models have up to 128"),
@@ -43,7 +49,10 @@ RANGES = {
     "sliding_window": Range(1, LARGEST_ID, "a query sees its own key, and positions are 32-bit integers"),
     "rms_norm_eps": Range(1e-37, 0.1, "a part of the mean of squares, and not zero in float32; models have 1e-5"),
     "rope_theta": Range(2, 1e20, "every pair of a head must turn, each slower than the last; models have 1e4 to 5e10"),
+    "partial_rotary_factor": Range(1e-3, 1.0, "a part of every head is rotated; models have 0.25 to 1"),
     "factor": _SCALING,
+    "short_factor": _DIVISORS,
+    "long_factor": _DIVISORS,
     "low_freq_factor": _TURNS,
     "high_freq_factor": _TURNS,
     "beta_fast": _TURNS,
@@ -51,6 +60,14 @@ RANGES = {
     "original_max_position_embeddings": Range(1, LARGEST_ID, "positions are 32-bit integers"),
     "mscale": _MAGNITUDE,
     "mscale_all_dim": _MAGNITUDE,
+    "embedding_multiplier": _MULTIPLIER,
+    "attention_multiplier": _MULTIPLIER,
+    "residual_multiplier": _MULTIPLIER,
+    "logits_scaling": _MULTIPLIER,
+    "query_pre_attn_scalar": Range(1e-3, 1e6, "logits are divided by its root; published models have 128 to 256"),
+    "attn_logit_softcapping": _SOFT_CAP,
+    "final_logit_softcapping": _SOFT_CAP,
+    "llama_4_scaling_beta": Range(0.0, 1e3, "how queries grow with their positions; published models have 0.1"),
     "attention_factor": Range(1e-3, 1e3, "cosines and sines are multiplied by it; published models have up to 1.5"),
 }
 """By the field's name in config.json, or in its rope_parameters."""

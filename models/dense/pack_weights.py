@@ -27,6 +27,7 @@ from cheetah.models.config import ModelConfig
 from cheetah.models.dense.pieces import BLOCK_BYTES, PIECE_BYTES, STAGING, Job, Piece, ranges
 from cheetah.models.dense.repacked import StagedMatrix, misplaced, staged_matrix
 from cheetah.models.dense.weights import (
+    BEHIND,
     EMBEDDING,
     GROUP_ROWS,
     HEAD_NORMS,
@@ -36,6 +37,7 @@ from cheetah.models.dense.weights import (
     logical_matrix,
     matrix_tensors,
     norm_tensors,
+    rotated_rows,
     row_groups,
     vector_shapes,
 )
@@ -57,6 +59,8 @@ PIECES_AHEAD = 3
 MOST_THREADS = 8
 """More of them wait for Python's lock longer than they work (8B in bf16, a machine of 64 cores)."""
 WORD_BYTES = 4
+ONE = 0x3F80
+"""Of bf16."""
 
 
 def pack_all(
@@ -178,8 +182,10 @@ class _Source:
         yield _norms_piece(config, tensor)
         if config.has_biases:
             yield _biases_piece(config, tensor)
-        if config.has_head_norms:
+        if config.head_norms is not None:
             yield _head_norms_piece(config, tensor)
+        if config.norms.after:
+            yield _norms_behind_piece(config, tensor)
         if config.act_order:
             yield _places_piece(config, self.rows)
         for layout, layer in _layouts(config, self.matrices):
@@ -196,7 +202,7 @@ def _norms_piece(config: ModelConfig, tensor: ReadTensor) -> Piece:
         norms = memory.view(np.uint16).reshape(len(names), config.padded_hidden)
         norms[:, config.hidden_size :] = 0
         for row, name in zip(norms, names, strict=True):
-            row[: config.hidden_size] = tensor(name)
+            row[: config.hidden_size] = ONE if name is None else tensor(name)
 
     return Piece("norms", 0, len(names) * config.padded_hidden * 2, (make,))
 
@@ -215,13 +221,27 @@ def _biases_piece(config: ModelConfig, tensor: ReadTensor) -> Piece:
 
 def _head_norms_piece(config: ModelConfig, tensor: ReadTensor) -> Piece:
     shape = vector_shapes(config)["head_norms"]
+    order = config.rotary_order if config.head_norms == "each" else rotated_rows(config)
 
     def make(memory: Bytes) -> None:
-        for layer, of_layer in enumerate(memory.view(np.uint16).reshape(shape)):
-            for row, name in zip(of_layer, HEAD_NORMS, strict=True):
-                row[:] = tensor(name.format(layer=layer))
+        for layer, of_layer in enumerate(memory.view(np.uint16).reshape(config.layers, -1)):
+            weights = np.concatenate([tensor(name.format(layer=layer)) for name in HEAD_NORMS])
+            of_layer[:] = weights.reshape(-1, len(order))[:, order].reshape(-1)
 
     return Piece("head_norms", 0, math.prod(shape) * 2, (make,))
+
+
+def _norms_behind_piece(config: ModelConfig, tensor: ReadTensor) -> Piece:
+    shape = vector_shapes(config)["norms_behind"]
+    names = [name.format(layer=layer) for layer in range(config.layers) for name in BEHIND.values()]
+
+    def make(memory: Bytes) -> None:
+        norms = memory.view(np.uint16).reshape(len(names), config.padded_hidden)
+        norms[:, config.hidden_size :] = 0
+        for row, name in zip(norms, names, strict=True):
+            row[: config.hidden_size] = tensor(name)
+
+    return Piece("norms_behind", 0, math.prod(shape) * 2, (make,))
 
 
 def _places_piece(config: ModelConfig, rows: ReadRows) -> Piece:
@@ -269,6 +289,12 @@ def _embedding_pieces(config: ModelConfig, embedding: Rows) -> Iterator[Piece]:
         yield Piece("embedding", first * row_bytes, (stop - first) * row_bytes, (maker(first, stop),))
 
 
+def _in_order(tensor: Rows | QuantizedMatrix, order: Order) -> RowsInOrder:
+    """A tensor with its rows in an order, of one source or of several, one after another."""
+    sources = tensor.shape[0] // len(order)
+    return RowsInOrder(tensor, np.concatenate([order + source * len(order) for source in range(sources)]))
+
+
 @dataclass(frozen=True)
 class _Matrix:
     """A matrix of a layer. target: byte of the weights where it begins."""
@@ -290,7 +316,7 @@ class _Matrix:
         reader = table.reader_of(table.named(layout.name))
         if reader is not None and not reader.is_placed:  # its input has the order of its columns by itself
             order = _order_of(config, reader.name, layer, rows)
-            tensors = tensors if order is None else tuple(RowsInOrder(one, order) for one in tensors)
+            tensors = tensors if order is None else tuple(_in_order(one, order) for one in tensors)
         return _Matrix(layout, groups, names, tensors, matrices.offset(layout.name, layer))
 
     @property

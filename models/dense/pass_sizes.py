@@ -55,7 +55,7 @@ class PassSizes:
             raise PlanError(f"a stage of {plan.stage_bytes(self.format)} bytes has no room for {self.key_tile} keys")
 
     def _check_model(self) -> None:
-        if self.config.has_head_norms and self.pass_plan.tile_m_tiles * M_TILE_ROWS % self.shape.head_dim:
+        if self.config.head_norms and self.pass_plan.tile_m_tiles * M_TILE_ROWS % self.shape.head_dim:
             raise PlanError(
                 f"a pass of {self.pass_plan.warpgroups} warpgroups has {self.pass_plan.tile_m_tiles * M_TILE_ROWS} "
                 f"rows a tile: heads of {self.shape.head_dim} with norms lie in one tile each, give more warpgroups"
@@ -114,7 +114,7 @@ class PassSizes:
 
     def _cut(self, product: Product) -> Cut:
         """Behind products onto the residual come sums of squares over a tile's rows, in heads with norms their own."""
-        sums_over_tile = product.adds or product.order is RowOrder.HEADS and self.config.has_head_norms
+        sums_over_tile = product.adds or (product.order is RowOrder.HEADS and self.config.head_norms is not None)
         return self.pass_plan.cut(self.matrices[product], self.gpu.blocks, sums_over_tile)
 
     def _phases_of(self, phase: Phase) -> list[PassPhase]:

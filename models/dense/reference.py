@@ -1,4 +1,4 @@
-"""What a Llama decode step means: float32 numpy, one function for each block of the kernel, with the same name.
+"""What a decode step means: float32 numpy, one function for each block of the kernel, with the same name.
 
 Written to be read and to be believed, not to be fast. Every result of the kernel is compared with this. Weights are the
 checkpoint's stored values, widened exactly; all arithmetic is float32. Shapes: h hidden, Hq and Hkv heads, D head_dim,
@@ -7,6 +7,7 @@ g = Hq / Hkv, n tokens in the cache.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -17,16 +18,20 @@ from cheetah.models.dense.weights import (
     EMBEDDING,
     FINAL_NORM,
     HEAD_NORMS,
-    NORMS,
     bias_tensors,
     head_tensor,
     matrix_tensors,
+    norms_before,
+    norms_behind,
     tensor_shapes,
 )
 from cheetah.models.family import Tensors
 from cheetah.models.formats import WEIGHT_FORMATS
+from cheetah.models.layer_kind import LayerKind, PositionScale
+from cheetah.models.rope import Rope, rope_table
 from cheetah.models.rounding import F32, Rounding, exact, widen
 from cheetah.models.sampling import sample
+from cheetah.plan.products import Product
 
 
 def embedding(table: F32, token: int) -> F32:
@@ -69,12 +74,14 @@ class State:
     lse: F32
 
 
-def attention_state(queries: F32, keys: F32, values: F32) -> State:
-    """The state of queries [g, D] over keys and values [n, D] of one KV head; logits are q.k / sqrt(D)."""
-    head_dim = queries.shape[-1]
+def attention_state(
+    queries: F32, keys: F32, values: F32, scale: float | None = None, soft_cap: float | None = None
+) -> State:
+    """The state of queries [g, D] over keys and values [n, D] of one KV head; logits are q.k times the scale (None:
+    1 / sqrt(D)), and capped where there is a cap."""
     if len(keys) == 0:
         return identity_state(queries.shape)
-    logits = queries @ keys.T * np.float32(head_dim**-0.5)
+    logits = capped(queries @ keys.T * np.float32(scale or queries.shape[-1] ** -0.5), soft_cap)
     largest = logits.max(axis=-1, keepdims=True)
     weights = np.exp(logits - largest)
     total = weights.sum(axis=-1, keepdims=True)
@@ -98,18 +105,41 @@ def merge(first: State, second: State) -> State:
         return State(np.asarray(output / divisor, np.float32), np.asarray(origin + np.log(total), np.float32))
 
 
-def attention(queries: F32, keys: F32, values: F32) -> F32:
-    """One token's attention: queries [Hq, D] over the cache, keys and values [Hkv, n, D]; gives [Hq, D]."""
+def capped(logits: F32, soft_cap: float | None) -> F32:
+    """soft_cap * tanh(logits / soft_cap); the logits themselves without a cap."""
+    if soft_cap is None:
+        return logits
+    cap = np.float32(soft_cap)
+    return np.asarray(cap * np.tanh(logits / cap))
+
+
+def attention(queries: F32, keys: F32, values: F32, scale: float | None = None, soft_cap: float | None = None) -> F32:
+    """One token's attention: queries [Hq, D] over the cache, keys and values [Hkv, n, D]; gives [Hq, D]. scale,
+    soft_cap: as of `attention_state`."""
     kv_heads, _, head_dim = keys.shape
     groups = queries.reshape(kv_heads, -1, head_dim)
-    outputs = [attention_state(*head).output for head in zip(groups, keys, values, strict=True)]
+    outputs = [attention_state(*head, scale, soft_cap).output for head in zip(groups, keys, values, strict=True)]
     return np.concatenate(outputs)
 
 
-def swiglu(gate: F32, up: F32) -> F32:
-    """silu(gate) * up."""
-    with np.errstate(over="ignore"):  # exp overflows to inf for a very negative gate, and silu is then -0
-        return np.asarray(gate / (1 + np.exp(-gate)) * up)
+def silu(x: F32) -> F32:
+    """x times the logistic function of x."""
+    with np.errstate(over="ignore"):  # exp overflows to inf for a very negative x, and silu is then -0
+        return np.asarray(x / (1 + np.exp(-x)))
+
+
+def gelu(x: F32) -> F32:
+    """The form with a hyperbolic tangent."""
+    inner = np.float32(math.sqrt(2 / math.pi)) * (x + np.float32(0.044715) * x * x * x)
+    return np.asarray(np.float32(0.5) * x * (1 + np.tanh(inner)))
+
+
+ACTIVATIONS = {"silu": silu, "gelu": gelu}
+
+
+def position_factor(scale: PositionScale | None, position: int) -> np.float32:
+    """What the queries of a position are multiplied by."""
+    return np.float32(1.0 if scale is None else 1 + scale.beta * math.log1p(position // scale.context))
 
 
 def residual(x: F32, y: F32) -> F32:
@@ -124,16 +154,19 @@ def head(weight: F32, x: F32) -> F32:
 
 @dataclass(frozen=True)
 class Layer:
-    """One layer's weights in float32. biases: of q, k and v (0: none). head_norms: of queries and keys (None: none)."""
+    """One layer's weights in float32. biases: of q, k and v (0: none). head_norms: of queries and keys (None: none).
+    before, behind: the norms before and behind attention, then feed-forward (None: none). Weights of norms are what is
+    multiplied with; q and k have the rows of each head in the kernel's order (`ModelConfig.rotary_order`)."""
 
+    kind: LayerKind
     biases: tuple[F32 | float, ...]
     head_norms: tuple[F32 | None, ...]
-    input_norm: F32
+    before: tuple[F32 | None, ...]
+    behind: tuple[F32 | None, ...]
     q: F32
     k: F32
     v: F32
     o: F32
-    post_attention_norm: F32
     gate: F32
     up: F32
     down: F32
@@ -146,6 +179,8 @@ class Reference:
     rounding: applied where a bf16 implementation must round, that is to the input of every matrix and to the queries,
     keys and values of attention. The default does not round: that is the meaning of the model.
     cached: applied to keys and values as they are made, in place of `rounding`: what the cache keeps of them.
+    max_context: tokens that a sequence may have, by default those that the configuration says; chooses among factors of
+    longrope.
     """
 
     def __init__(
@@ -155,6 +190,7 @@ class Reference:
         rounding: Rounding = exact,
         *,
         cached: Rounding | None = None,
+        max_context: int | None = None,
     ):
         read = tensors.__getitem__ if isinstance(tensors, Mapping) else tensors
         shapes = tensor_shapes(config)
@@ -168,9 +204,10 @@ class Reference:
         self.config = config
         self.rounding = rounding
         self.cached = cached or rounding
+        self.max_context = max_context or config.max_position_embeddings
         self.embedding = weight(EMBEDDING)
         self.layers = [_layer(config, layer, weight) for layer in range(config.layers)]
-        self.norm = weight(FINAL_NORM)
+        self.norm = _multiplier(config, weight(FINAL_NORM))
         head_weight = self.embedding if config.tied_embeddings else weight(head_tensor(config))
         self.head = as_multiplied(config, config.table.head.name, head_weight)
         self.reset()
@@ -178,24 +215,29 @@ class Reference:
     def reset(self) -> None:
         """Forget the sequence."""
         self.length = 0
-        self.table = self.config.rope_table(64)
+        self.tables = self._new_tables(64)
         self.keys, self.values = self._new_cache(64), self._new_cache(64)
 
     def step(self, token: int) -> F32:
         """Append `token` to the sequence; the logits [vocab] for the token after it."""
-        return head(self.head, self.hidden_state(token))
+        logits = head(self.head, self.hidden_state(token)) / np.float32(self.config.logit_divisor)
+        return capped(logits, self.config.logit_soft_cap)
 
     def hidden_state(self, token: int) -> F32:
         """Append `token` to the sequence; the last norm's output [hidden], which the head multiplies."""
         if not 0 <= token < self.config.vocab_size:
             raise ValueError(f"token {token} is outside the vocabulary of {self.config.vocab_size}")
         self._make_room()
-        x = embedding(self.embedding, token)
+        x = embedding(self.embedding, token) * np.float32(self.config.embedding_multiplier)
         for index, layer in enumerate(self.layers):
-            x = residual(x, self._attention(index, layer, x))
-            x = residual(x, self._feed_forward(layer, x))
+            (before_attention, before_ffn), (behind_attention, behind_ffn) = layer.before, layer.behind
+            part = np.float32(layer.kind.residual_multiplier)
+            made = self._attention(index, layer, self.rounding(self._normed(x, before_attention)))
+            x = residual(x, part * self._normed(made, behind_attention))
+            made = self._feed_forward(layer, self.rounding(self._normed(x, before_ffn)))
+            x = residual(x, part * self._normed(made, behind_ffn))
         self.length += 1
-        return self._normed(x, self.norm)
+        return self.rounding(self._normed(x, self.norm))
 
     def forward(self, ids: Sequence[int]) -> F32:
         """Logits [len(ids), vocab] of every position of a new sequence."""
@@ -221,51 +263,61 @@ class Reference:
                 logits = self.step(made[-1])
         return made
 
-    def _attention(self, index: int, layer: Layer, x: F32) -> F32:
-        stop = self.length + 1
-        first = 0 if self.config.sliding_window is None else max(0, stop - self.config.sliding_window)
-        normed = self._normed(x, layer.input_norm)
+    def _attention(self, index: int, layer: Layer, normed: F32) -> F32:
+        kind, stop = layer.kind.attention, self.length + 1
+        first = 0 if kind.window is None else max(0, stop - kind.window)
         queries, keys, values = self._heads(layer, normed)
         self.keys[index, :, self.length] = self.cached(keys)
         self.values[index, :, self.length] = self.cached(values)
         seen = slice(first, stop)
-        output = attention(self.rounding(queries), self.keys[index, :, seen], self.values[index, :, seen])
+        cache = self.keys[index, :, seen], self.values[index, :, seen]
+        output = attention(self.rounding(queries), *cache, kind.scale, kind.soft_cap)
         return matvec(layer.o, self.rounding(output.reshape(-1)))
 
     def _heads(self, layer: Layer, normed: F32) -> tuple[F32, F32, F32]:
         """Queries, keys and values [heads, D] of one token: projected, with biases, normalised, rotated."""
-        projected = (
-            (matvec(matrix, normed) + bias).astype(np.float32).reshape(-1, self.config.head_dim)
+        queries, keys, values = (
+            (matvec(matrix, normed) + bias).astype(np.float32)
             for matrix, bias in zip((layer.q, layer.k, layer.v), layer.biases, strict=True)
         )
-        queries, keys, values = projected
-        cos_sin, (query_norm, key_norm) = self.table[self.length], layer.head_norms
+        kind, (query_norm, key_norm) = layer.kind.attention, layer.head_norms
+        cos_sin = self.tables[kind.rope][self.length]
         return (
-            rope(self._head_norm(queries, query_norm), cos_sin),
+            rope(self._head_norm(queries, query_norm), cos_sin) * position_factor(kind.position_scale, self.length),
             rope(self._head_norm(keys, key_norm), cos_sin),
-            values,
+            values.reshape(-1, self.config.head_dim),
         )
 
-    def _head_norm(self, heads: F32, weight: F32 | None) -> F32:
-        """RMSNorm of each head [H, D]; without a weight the heads themselves."""
-        return heads if weight is None else head_norm(heads, weight, self.config.rms_norm_eps)
+    def _head_norm(self, rows: F32, weight: F32 | None) -> F32:
+        """RMSNorm of each head, or of all together where there is a weight for each row; without a weight the heads
+        themselves, [H, D]."""
+        heads = rows.reshape(-1, self.config.head_dim)
+        if weight is None:
+            return heads
+        if self.config.head_norms == "width":
+            return rms_norm(rows, weight, self.config.rms_norm_eps).reshape(heads.shape)
+        return head_norm(heads, weight, self.config.rms_norm_eps)
 
-    def _feed_forward(self, layer: Layer, x: F32) -> F32:
-        normed = self._normed(x, layer.post_attention_norm)
-        return matvec(layer.down, self.rounding(swiglu(matvec(layer.gate, normed), matvec(layer.up, normed))))
+    def _feed_forward(self, layer: Layer, normed: F32) -> F32:
+        gate, up = matvec(layer.gate, normed), matvec(layer.up, normed)
+        return matvec(layer.down, self.rounding(ACTIVATIONS[layer.kind.activation](gate) * up))
 
-    def _normed(self, x: F32, weight: F32) -> F32:
-        return self.rounding(rms_norm(x, weight, self.config.rms_norm_eps))
+    def _normed(self, x: F32, weight: F32 | None) -> F32:
+        return x if weight is None else rms_norm(x, weight, self.config.rms_norm_eps)
+
+    def _new_tables(self, room: int) -> dict[Rope | None, F32]:
+        ropes = dict.fromkeys(kind.attention.rope for kind in self.config.kinds)
+        return {one: rope_table(one, self.config.head_dim, room, self.max_context) for one in ropes}
 
     def _new_cache(self, room: int) -> F32:
         config = self.config
         return np.zeros((config.layers, config.kv_heads, room, config.head_dim), np.float32)
 
     def _make_room(self) -> None:
-        room = len(self.table)
+        room = self.keys.shape[2]
         if self.length < room:
             return
-        self.table = self.config.rope_table(2 * room)
+        self.tables = self._new_tables(2 * room)
         empty = self._new_cache(room)
         self.keys = np.concatenate([self.keys, empty], axis=2)
         self.values = np.concatenate([self.values, empty], axis=2)
@@ -275,16 +327,39 @@ def _layer(config: ModelConfig, layer: int, weight: Callable[[str], F32]) -> Lay
     def of_layer(names: Iterable[str]) -> list[F32]:
         return [weight(name.format(layer=layer)) for name in names]
 
-    table = config.table
+    table, order = config.table, config.rotary_order
 
     def of(matrix: str) -> list[F32]:
         return [as_multiplied(config, matrix, weight(name)) for name in matrix_tensors(config, matrix, layer)]
 
-    input_norm, ffn_norm = of_layer(NORMS[product.name] for product in table.norms)
-    (q, k, v), (o,), (gate, up), (down,) = (of(product.name) for product in table.products)
-    biases = tuple(of_layer(bias_tensors(config))) if config.has_biases else (0.0,) * 3
-    head_norms = tuple(of_layer(HEAD_NORMS)) if config.has_head_norms else (None,) * 2
-    return Layer(biases, head_norms, input_norm, q, k, v, o, ffn_norm, gate, up, down)
+    def parts(product: Product) -> list[F32]:
+        tensors, ends = of(product.name), np.cumsum([source.rows for source in product.sources])[:-1]
+        return np.split(tensors[0], ends) if product.name in config.fused else tensors
+
+    def turned(rows: F32) -> F32:
+        """Rows of heads, or one number each, in the order of the kernel's heads."""
+        return rows.reshape(-1, config.head_dim, *rows.shape[1:])[:, order].reshape(rows.shape)
+
+    def norms(names: Mapping[str, str], products: Iterable[str]) -> tuple[F32 | None, ...]:
+        found = [names.get(product) for product in products]
+        return tuple(None if name is None else _multiplier(config, weight(name.format(layer=layer))) for name in found)
+
+    (q, k, v), (o,), (gate, up), (down,) = (parts(product) for product in table.products)
+    biases: tuple[F32 | float, ...] = (0.0,) * 3
+    if config.has_biases:
+        bias_q, bias_k, bias_v = of_layer(bias_tensors(config))
+        biases = turned(bias_q), turned(bias_k), bias_v
+    head_norms: tuple[F32 | None, ...] = (None, None)
+    if config.head_norms is not None:
+        head_norms = tuple(turned(_multiplier(config, one)) for one in of_layer(HEAD_NORMS))
+    before, behind = norms(norms_before(config), ("qkv", "gate_up")), norms(norms_behind(config), ("o", "down"))
+    kind = config.layer_kinds[layer]
+    return Layer(kind, biases, head_norms, before, behind, turned(q), turned(k), v, o, gate, up, down)
+
+
+def _multiplier(config: ModelConfig, weight: F32) -> F32:
+    """What a norm with this weight multiplies by."""
+    return 1 + weight if config.norms.plus_one else weight
 
 
 def as_multiplied(config: ModelConfig, matrix: str, weight: F32) -> F32:

@@ -23,7 +23,7 @@ from cheetah.models.formats.quantized import RowPlanes, rows_of_element
 from cheetah.models.repacking import ScaleRows
 from cheetah.models.rounding import Bits
 from cheetah.plan import M_TILE_ROWS, MatrixLayout, StepMatrices
-from cheetah.plan.products import RowOrder
+from cheetah.plan.products import Product, RowOrder
 
 __all__ = [
     "EMBEDDING",
@@ -47,32 +47,59 @@ _LAYER = "model.layers.{layer}."
 LAYER_PATTERN = r"model\.layers\.([0-9]{1,9})\."  # a longer number is no layer's
 INPUT_NORM = _LAYER + "input_layernorm.weight"
 POST_ATTENTION_NORM = _LAYER + "post_attention_layernorm.weight"
-MODULES = {
-    **{part: _LAYER + f"self_attn.{part}_proj" for part in "qkvo"},
-    **{part: _LAYER + f"mlp.{part}_proj" for part in ("gate", "up", "down")},
-    "lm_head": "lm_head",
+_MODULES = {
+    **{part: f"self_attn.{part}_proj" for part in ("q", "k", "v", "qkv", "o")},
+    **{part: f"mlp.{part}_proj" for part in ("gate", "up", "gate_up", "down")},
 }
-"""The linear layer of each source of a product."""
-NORMS = {"qkv": INPUT_NORM, "gate_up": POST_ATTENTION_NORM, "lm_head": FINAL_NORM}
-"""The norm before each product that has one."""
+"""The linear layers, below a layer, of the sources of products, and of products whose sources are one tensor."""
+BEFORE = {"qkv": INPUT_NORM, "gate_up": POST_ATTENTION_NORM}
+"""The norms before products of a layer, where there are none behind."""
+BEFORE_BESIDE_BEHIND = {"qkv": INPUT_NORM, "gate_up": _LAYER + "pre_feedforward_layernorm.weight"}
+"""Those where there are some behind too."""
+BEHIND = {"o": POST_ATTENTION_NORM, "down": _LAYER + "post_feedforward_layernorm.weight"}
+"""The norms behind products of a layer, where there are any."""
 HEAD_NORMS = tuple(_LAYER + f"self_attn.{part}_norm.weight" for part in "qk")
 
 GROUP_ROWS = 8  # an M-tile is two groups of 8 consecutive rows of one tensor: the rows g and g + 8 of an mma fragment
 
 
+def module_of(config: ModelConfig, source: str) -> str:
+    """The linear layer of a source of a product, or of a product whose sources are one tensor."""
+    return "lm_head" if source == "lm_head" else _LAYER + config.modules.get(source, _MODULES[source])
+
+
+def norms_before(config: ModelConfig) -> dict[str, str]:
+    """The norm before each product of a layer that has one."""
+    norms = config.norms
+    if not norms.before:
+        return {}
+    return BEFORE_BESIDE_BEHIND if norms.after else BEFORE
+
+
+def norms_behind(config: ModelConfig) -> dict[str, str]:
+    """The norm behind each product of a layer that has one."""
+    return BEHIND if config.norms.after else {}
+
+
 def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Every tensor a checkpoint must hold, with its shape ([out, in], row-major). A tied head is not among them."""
     hidden, table = config.hidden_size, config.table
+    before, behind = norms_before(config), norms_behind(config)
     of_layer: dict[str, tuple[int, ...]] = {}
     for product in table.products:
-        if product.input.is_normed:
-            of_layer[NORMS[product.name]] = (product.columns,)
-        of_layer |= {f"{MODULES[one.name]}.weight": (one.rows, product.columns) for one in product.sources}
+        if product.name in before:
+            of_layer[before[product.name]] = (product.columns,)
+        for module, rows in _modules_of(config, product).items():
+            of_layer[f"{module}.weight"] = (rows, product.columns)
+        if product.name in behind:
+            of_layer[behind[product.name]] = (hidden,)
     if config.has_biases:
-        rows = (source.rows for source in table.heads.sources)
-        of_layer |= {name: (count,) for name, count in zip(bias_tensors(config), rows, strict=True)}
-    if config.has_head_norms:
+        rows_of = (source.rows for source in table.heads.sources)
+        of_layer |= {name: (count,) for name, count in zip(bias_tensors(config), rows_of, strict=True)}
+    if config.head_norms == "each":
         of_layer |= dict.fromkeys(HEAD_NORMS, (config.head_dim,))
+    if config.head_norms == "width":
+        of_layer |= dict(zip(HEAD_NORMS, ((config.query_rows,), (config.kv_rows,)), strict=True))
     shapes: dict[str, tuple[int, ...]] = {EMBEDDING: (config.vocab_size, hidden)}
     for layer in range(config.layers):
         shapes |= {name.format(layer=layer): shape for name, shape in of_layer.items()}
@@ -82,16 +109,24 @@ def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
+def _modules_of(config: ModelConfig, product: Product) -> dict[str, int]:
+    """The linear layers that make a matrix, with their rows."""
+    if product.name in config.fused:
+        return {module_of(config, product.name): sum(source.rows for source in product.sources)}
+    return {module_of(config, source.name): source.rows for source in product.sources}
+
+
 def bias_tensors(config: ModelConfig) -> tuple[str, ...]:
     """Of q, k and v, in a model that has them."""
-    return tuple(f"{MODULES[source.name]}.bias" for source in config.table.heads.sources)
+    return tuple(f"{module_of(config, source.name)}.bias" for source in config.table.heads.sources)
 
 
-def norm_tensors(config: ModelConfig) -> list[str]:
-    """The norms of all layers in the order of the buffer, then the head's."""
-    table = config.table
-    of_layers = [NORMS[one.name].format(layer=layer) for layer in range(config.layers) for one in table.norms]
-    return [*of_layers, NORMS[table.head.name]]
+def norm_tensors(config: ModelConfig) -> list[str | None]:
+    """The norms of all layers in the order of the buffer, then the head's. None: the products are multiplied with the
+    residual stream itself, which is published times ones."""
+    table, before = config.table, norms_before(config)
+    names = [(before.get(one.name), layer) for layer in range(config.layers) for one in table.norms]
+    return [*(name and name.format(layer=layer) for name, layer in names), FINAL_NORM]
 
 
 # What of config.json makes each shape, for messages.
@@ -105,11 +140,17 @@ _SHAPE_MEANING = {
     "gate_proj": "[intermediate_size, hidden_size]",
     "up_proj": "[intermediate_size, hidden_size]",
     "down_proj": "[hidden_size, intermediate_size]",
+    "qkv_proj": "[(num_attention_heads + 2 * num_key_value_heads) * head_dim, hidden_size]",
+    "gate_up_proj": "[2 * intermediate_size, hidden_size]",
+    "input_linear": "[2 * shared_intermediate_size, hidden_size]",
+    "output_linear": "[hidden_size, shared_intermediate_size]",
     "norm": "[hidden_size]",
     "input_layernorm": "[hidden_size]",
     "post_attention_layernorm": "[hidden_size]",
-    "q_norm": "[head_dim]",
-    "k_norm": "[head_dim]",
+    "pre_feedforward_layernorm": "[hidden_size]",
+    "post_feedforward_layernorm": "[hidden_size]",
+    "q_norm": "[head_dim], or of all heads",
+    "k_norm": "[head_dim], or of all heads",
 }
 
 
@@ -128,7 +169,7 @@ def head_tensor(config: ModelConfig) -> str:
 def matrix_modules(config: ModelConfig) -> dict[str, tuple[str, ...]]:
     """The linear layers of each matrix; none of a tied head. `{layer}` stands for the layer's number."""
     table = config.table
-    modules = {product.name: tuple(MODULES[one.name] for one in product.sources) for product in table}
+    modules = {product.name: tuple(_modules_of(config, product)) for product in table}
     return {**modules, **({table.head.name: ()} if config.tied_embeddings else {})}
 
 
@@ -137,7 +178,7 @@ def matrix_tensors(config: ModelConfig, matrix: str, layer: int = 0) -> tuple[st
     product = config.table.named(matrix)
     if product.is_once:
         return (head_tensor(config),)
-    return tuple(f"{MODULES[source.name]}.weight".format(layer=layer) for source in product.sources)
+    return tuple(f"{module}.weight".format(layer=layer) for module in _modules_of(config, product))
 
 
 def buffer_bytes(config: ModelConfig, matrices: StepMatrices) -> dict[str, int]:
@@ -153,13 +194,18 @@ def buffer_bytes(config: ModelConfig, matrices: StepMatrices) -> dict[str, int]:
 
 def vector_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """The buffers of vectors that only some models have, of 16 bits an element: biases (bf16) in the order of the
-    matrix' rows; the weights of the norms of queries, then keys (bf16); where the columns of ordered matrices lie
-    (u16), of the products whose inputs are placed (`StepTable.placed`)."""
+    matrix' rows; the weights of the norms of queries, then keys (bf16), of a head or of all in the order of the matrix'
+    rows; those of the norms behind o, then behind down (bf16); where the columns of ordered matrices lie (u16), of the
+    products whose inputs are placed (`StepTable.placed`)."""
     shapes: dict[str, tuple[int, ...]] = {}
     if config.has_biases:
         shapes["biases"] = (config.layers, config.qkv_rows)
-    if config.has_head_norms:
+    if config.head_norms == "each":
         shapes["head_norms"] = (config.layers, 2, config.head_dim)
+    if config.head_norms == "width":
+        shapes["head_norms"] = (config.layers, config.query_rows + config.kv_rows)
+    if config.norms.after:
+        shapes["norms_behind"] = (config.layers, len(BEHIND), config.padded_hidden)
     if config.act_order:
         shapes["places"] = places_shape(config)
     return shapes
@@ -305,27 +351,63 @@ def groups_of(layout: MatrixLayout, m_tiles: range) -> range:
 def row_groups(config: ModelConfig, matrix: str) -> RowGroups:
     """How the rows of `matrix` are made from its tensors."""
     product = config.table.named(matrix)
+    parts = _parts(config, product)
     if product.order is RowOrder.HEADS:
-        heads = [(0, config.query_heads, True), (1, config.kv_heads, True), (2, config.kv_heads, False)]
-        parts = [_head_groups(config.head_dim, *part) for part in heads]
-        sources, firsts = zip(*parts, strict=True)
-        return _counted(np.concatenate(sources), np.concatenate(firsts), product.rows)
-    rows = product.sources[0].rows
+        orders = [config.rotary_order, config.rotary_order, None]
+        return _joined([_head_groups(part, config.head_dim, order) for part, order in zip(parts, orders, strict=True)])
     if product.order is RowOrder.PAIRS:
-        first = np.repeat(np.arange(0, rows, GROUP_ROWS, dtype=np.int64), 2)
-        return _counted(np.arange(len(first), dtype=np.int64) % 2, first, rows)
-    first = np.arange(0, -(-rows // M_TILE_ROWS) * M_TILE_ROWS, GROUP_ROWS, dtype=np.int64)
-    return _counted(np.zeros_like(first), first, rows)
+        gate, up = (_plain_groups(part) for part in parts)
+        return RowGroups(*(np.stack(pair, axis=1).reshape(-1) for pair in zip(gate, up, strict=True)))
+    (part,) = parts
+    return RowGroups(*_plain_groups(part, M_TILE_ROWS))
 
 
-def _head_groups(head_dim: int, source: int, heads: int, rotated: bool) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """M-tile j of a rotated head: dims 8j.. then dims D/2 + 8j.., so that both of a rotated pair lie in one lane."""
+def rotated_rows(config: ModelConfig) -> NDArray[np.int64]:
+    """Which row of q's and k's tensors, one after the other, is each of the packed matrix."""
+    parts, order = _parts(config, config.table.heads)[:2], config.rotary_order
+    groups = [_head_groups(part, config.head_dim, order)[1] for part in parts]
+    starts = np.concatenate([groups[0], groups[1] + (0 if parts[1].first else parts[0].rows)])
+    return (starts[:, None] + np.arange(GROUP_ROWS)).reshape(-1)
+
+
+@dataclass(frozen=True)
+class _Part:
+    """Rows of a product that are of one source: `rows` of tensor `tensor`, from row `first` on."""
+
+    tensor: int
+    first: int
+    rows: int
+
+
+def _parts(config: ModelConfig, product: Product) -> list[_Part]:
+    """Where the sources of a product lie: each a tensor, or one behind the other in a single one."""
+    parts = [_Part(index, 0, source.rows) for index, source in enumerate(product.sources)]
+    if product.name not in config.fused:
+        return parts
+    firsts = np.cumsum([0, *(part.rows for part in parts)]).tolist()
+    return [_Part(0, first, part.rows) for first, part in zip(firsts, parts, strict=False)]
+
+
+_Groups = tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]
+"""Of groups of rows the tensor, the first row and how many there are."""
+
+
+def _plain_groups(part: _Part, multiple: int = GROUP_ROWS) -> _Groups:
+    """The rows as they come, with groups of none up to a multiple of rows."""
+    rows = np.arange(0, -(-part.rows // multiple) * multiple, GROUP_ROWS, dtype=np.int64)
+    return np.full_like(rows, part.tensor), part.first + rows, np.clip(part.rows - rows, 0, GROUP_ROWS)
+
+
+def _head_groups(part: _Part, head_dim: int, order: NDArray[np.int64] | None) -> _Groups:
+    """M-tile j of a rotated head, whose dims lie in an order: dims 8j.. then dims D/2 + 8j.., so that both of a rotated
+    pair lie in one lane. order: None of heads that are not rotated."""
     dims = np.arange(0, head_dim, GROUP_ROWS, dtype=np.int64)
-    if rotated:
-        dims = dims.reshape(2, -1).T.reshape(-1)
-    first = (np.arange(heads, dtype=np.int64)[:, None] * head_dim + dims).reshape(-1)
-    return np.full(len(first), source, dtype=np.int64), first
+    if order is not None:
+        dims = order[dims].reshape(2, -1).T.reshape(-1)
+    heads = np.arange(0, part.rows, head_dim, dtype=np.int64)
+    first = part.first + (heads[:, None] + dims).reshape(-1)
+    return np.full_like(first, part.tensor), first, np.full_like(first, GROUP_ROWS)
 
 
-def _counted(source: NDArray[np.int64], first: NDArray[np.int64], rows: int) -> RowGroups:
-    return RowGroups(source, first, np.clip(rows - first, 0, GROUP_ROWS))
+def _joined(groups: Sequence[_Groups]) -> RowGroups:
+    return RowGroups(*(np.concatenate(arrays) for arrays in zip(*groups, strict=True)))

@@ -15,7 +15,7 @@ class MistralConfig(ModelConfig):
         "mistral",
         "MistralForCausalLM",
         absent={"num_key_value_heads": 8, "max_position_embeddings": 4096 * 32, "sliding_window": 4096},
-        reads_window=True,
+        reads=frozenset({"sliding_window"}),
     )
 
 

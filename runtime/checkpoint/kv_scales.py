@@ -57,8 +57,8 @@ def usual_names(config: ModelConfig, layer: int) -> tuple[str, str]:
 def _projections(config: ModelConfig, layer: int) -> tuple[str, str]:
     """The modules that make a layer's keys and values."""
     modules = family_of(config).matrix_modules(config)[config.table.heads.name]
-    _, key, value = (name.format(layer=layer) for name in modules)
-    return key, value
+    attention = modules[0].format(layer=layer).rpartition(".")[0]
+    return f"{attention}.k_proj", f"{attention}.v_proj"
 
 
 def _values(config: ModelConfig, name: str, tensor: StoredTensor) -> NDArray[np.float32]:

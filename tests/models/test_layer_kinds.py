@@ -7,21 +7,15 @@ from dataclasses import replace
 import pytest
 
 from cheetah.models.config import ModelConfig
-from cheetah.models.layer_kind import AttentionKind, LayerKind
+from cheetah.models.config_json import FULL, SLIDING
 from cheetah.models.registry import PRESETS
 
 
-class Alternating(type(PRESETS["llama-3.2-1b"])):  # type: ignore[misc]
-    """Windows in every layer but each third one, which rotates nothing."""
-
-    @property
-    def layer_kinds(self) -> tuple[LayerKind, ...]:
-        near, far = AttentionKind(window=8, rope=self.rope), AttentionKind(rope=None)
-        return tuple(LayerKind(attention=far if layer % 3 == 2 else near) for layer in range(self.layers))
-
-
 def alternating() -> ModelConfig:
-    return Alternating(**vars(replace(PRESETS["llama-3.2-1b"], layers=5)))
+    """Windows in every layer but each third one, which rotates nothing."""
+    types = (SLIDING, SLIDING, FULL, SLIDING, SLIDING)
+    one = PRESETS["llama-3.2-1b"]
+    return replace(one, layers=5, sliding_window=8, layer_types=types, unrotated_layers=(2,))
 
 
 def test_kinds_are_numbered_by_their_first_layer() -> None:
@@ -38,7 +32,7 @@ def test_layers_of_the_plainest_families_are_all_alike(name: str) -> None:
     assert config.kind_of_layer == (0,) * config.layers
     assert kind.attention.rope == config.rope
     assert kind.attention.biases == config.has_biases == name.startswith("qwen2")
-    assert (kind.attention.head_norms == "each") == config.has_head_norms == name.startswith("qwen3")
+    assert kind.attention.head_norms == config.head_norms == ("each" if name.startswith("qwen3") else None)
 
 
 def test_the_window_of_a_model_is_that_of_the_layers_that_see_most() -> None:

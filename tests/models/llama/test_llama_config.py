@@ -152,7 +152,7 @@ REFUSED = [
     ({"mlp_bias": True}, "mlp_bias = True"),
     ({"sliding_window": 4096}, "sliding_window = 4096 is not supported; supported: absent"),
     ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "rope type 'dynamic' is not supported"),
-    ({"rope_scaling": {"rope_type": "longrope"}}, "rope type 'longrope' is not supported"),
+    ({"rope_scaling": {"rope_type": "longrope"}}, "rope type 'longrope' needs short_factor"),
     ({"rope_scaling": {"rope_type": "linear"}}, "rope type 'linear' needs factor"),
     ({"rope_scaling": {"rope_type": "llama3", "factor": 8}}, "rope type 'llama3' needs low_freq_factor"),
     ({"rope_scaling": {"rope_type": "linear", "factor": "2"}}, "rope factor = '2': must be a number"),

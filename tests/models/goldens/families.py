@@ -1,0 +1,37 @@
+"""The tiny models of the goldens: their weights and tokens, drawn the same here and where the goldens are made."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cheetah.models.rounding import round_to_bf16
+
+FOLDER = Path(__file__).parent
+CONFIGS = FOLDER / "families.json"
+"""By name the config.json that transformers wrote, and the shapes of the first layer's tensors and of no layer's."""
+LOGITS = FOLDER / "families.safetensors"
+"""By name the logits of all tokens, float32 [tokens, vocab]."""
+TOKENS = 14
+
+
+def tokens_of(vocab: int) -> list[int]:
+    """The prompt."""
+    return [(7 * index * index + 3) % vocab for index in range(TOKENS)]
+
+
+def weights_of(shapes: Mapping[str, Any]) -> dict[str, NDArray[np.float32]]:
+    """Random numbers of bf16: around one for norms whose weights are that, small for matrices."""
+    return {name: _drawn(name, tuple(shape)) for name, shape in shapes.items()}
+
+
+def _drawn(name: str, shape: tuple[int, ...]) -> NDArray[np.float32]:
+    numbers = np.random.default_rng(zlib.crc32(name.encode())).standard_normal(shape, np.float32)
+    if len(shape) == 1:
+        return round_to_bf16(1 + 0.3 * numbers)
+    return round_to_bf16(numbers * (0.5 if "embed" in name else shape[-1] ** -0.5))

@@ -1,0 +1,105 @@
+"""Makes the goldens of families: logits of tiny models of random weights, as transformers computes them.
+
+    python -m tests.models.goldens.make
+
+needs torch and transformers 5; the tests that read the goldens need neither. Each model is made from the arguments of
+its configuration below, its weights are those of `weights_of`, by the names and shapes of the model's own state, and
+what is kept is the config.json that transformers writes, the names and shapes of the tensors of the first layer and of
+those that are no layer's, and the logits.
+"""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+from safetensors.numpy import save_file
+
+from tests.models.goldens.families import CONFIGS, LOGITS, tokens_of, weights_of
+
+SIZES: dict[str, Any] = {
+    **{"hidden_size": 128, "intermediate_size": 96, "num_hidden_layers": 4, "num_attention_heads": 2},
+    **{"num_key_value_heads": 1, "vocab_size": 50, "max_position_embeddings": 64, "rms_norm_eps": 1e-5},
+    **{"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2},
+}
+THETA = {"rope_type": "default", "rope_theta": 1000.0}
+FACTORS = {"short_factor": [1.0 + 0.1 * k for k in range(16)], "long_factor": [1.5 + k for k in range(16)]}
+LONGROPE = THETA | FACTORS | {"rope_type": "longrope", "partial_rotary_factor": 0.5}
+YARN = THETA | {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8}
+MINISTRAL = YARN | {"mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1}
+BY_TYPE = {"full_attention": YARN, "sliding_attention": THETA}
+MULTIPLIERS = {
+    **{"embedding_multiplier": 12.0, "attention_multiplier": 0.05},
+    **{"residual_multiplier": 0.22, "logits_scaling": 8.0},
+}
+GEMMA = {"head_dim": 64, "query_pre_attn_scalar": 96, "sliding_window": 5, "tie_word_embeddings": True}
+ARGUMENTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "smollm3": ("SmolLM3", {"rope_parameters": THETA, "tie_word_embeddings": True}),
+    "phi3": ("Phi3", {"rope_parameters": THETA, "sliding_window": 6}),
+    "phi3, short factors": ("Phi3", {"rope_parameters": LONGROPE, "original_max_position_embeddings": 32}),
+    "phi3, long factors": ("Phi3", {"rope_parameters": LONGROPE, "original_max_position_embeddings": 8}),
+    "granite": ("Granite", {"rope_parameters": THETA, **MULTIPLIERS}),
+    "granitemoehybrid": (
+        "GraniteMoeHybrid",
+        {
+            **{"rope_parameters": THETA, "num_local_experts": 0, "num_experts_per_tok": 0},
+            **{"shared_intermediate_size": 96, "position_embedding_type": "rope", "mamba_n_heads": 4},
+            "layer_types": ["full_attention"] * 4,
+            **MULTIPLIERS,
+        },
+    ),
+    "olmo2": ("Olmo2", {"rope_parameters": THETA}),
+    "olmo3": ("Olmo3", {"rope_parameters": BY_TYPE, "sliding_window": 5}),
+    "ministral3": ("Ministral3", {"rope_parameters": MINISTRAL, "head_dim": 64}),
+    "gemma2": ("Gemma2", {"rope_parameters": THETA, **GEMMA}),
+    "gemma3_text": (
+        "Gemma3Text",
+        {"rope_parameters": BY_TYPE | {"full_attention": THETA | {"rope_theta": 5000.0}}, **GEMMA}
+        | {"layer_types": ["sliding_attention", "sliding_attention", "full_attention", "sliding_attention"]},
+    ),
+    "exaone4": ("Exaone4", {"rope_parameters": THETA, "sliding_window": 5}),
+    "exaone4, all layers alike": ("Exaone4", {"rope_parameters": THETA, "sliding_window": None, "layer_types": None}),
+    "cwm": ("Cwm", {"rope_parameters": THETA, "sliding_window": 5, "head_dim": 64}),
+}
+CLASSES = {"Gemma3Text": "Gemma3ForCausalLM"}
+
+
+def made(family: str, arguments: Mapping[str, Any]) -> tuple[dict[str, Any], np.ndarray[Any, Any]]:
+    """What transformers writes as config.json with the shapes of its tensors, and the logits [tokens, vocab]."""
+    if arguments.get("layer_types", "") is None:
+        arguments = {**arguments, "layer_types": ["full_attention"] * SIZES["num_hidden_layers"]}
+    config = getattr(transformers, f"{family}Config")(**SIZES | dict(arguments))
+    config._attn_implementation = "eager"
+    model = getattr(transformers, CLASSES.get(family, f"{family}ForCausalLM"))(config).float().eval()
+    shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    if config.tie_word_embeddings:
+        shapes.pop("lm_head.weight", None)
+    weights = {name: torch.from_numpy(value) for name, value in weights_of(shapes).items()}
+    model.load_state_dict(weights, strict=False)
+    model.tie_weights()
+    scaled = getattr(model.model.embed_tokens, "embed_scale", None)
+    if scaled is not None:  # as models in bf16 have it
+        model.model.embed_tokens.embed_scale = scaled.to(torch.bfloat16).float()
+    with torch.no_grad():
+        logits = model(torch.tensor([tokens_of(config.vocab_size)])).logits[0].numpy()
+    architecture = {"architectures": [type(model).__name__]}
+    of_one_layer = {name: shape for name, shape in shapes.items() if "layers." not in name or "layers.0." in name}
+    return {"config": config.to_diff_dict() | architecture, "shapes": of_one_layer}, logits
+
+
+def main() -> None:
+    """Write both files."""
+    warnings.simplefilter("ignore")
+    found = {name: made(*arguments) for name, arguments in ARGUMENTS.items()}
+    lines = (f"{json.dumps(name)}: {json.dumps(about)}" for name, (about, _) in found.items())
+    CONFIGS.write_text("{\n" + ",\n".join(lines) + "\n}\n")
+    save_file({name: logits.astype(np.float32) for name, (_, logits) in found.items()}, LOGITS)
+
+
+if __name__ == "__main__":
+    main()
