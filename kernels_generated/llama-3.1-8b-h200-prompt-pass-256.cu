@@ -251,8 +251,8 @@ __device__ __forceinline__ void copy_weights(uint32_t lane, uint32_t block, uint
     uint32_t row_tile = tile / token_tiles / 2;
     uint32_t part = tile / token_tiles % 2;
     uint32_t first = row_tile * 6;
-    uint32_t count = 384 - first < 6 ? 384 - first : 6;
-    uint32_t m_tile = first + lane_2 < 383 ? first + lane_2 : 383;
+    uint32_t count = min(384 - first, 6u);
+    uint32_t m_tile = min(first + lane_2, 383u);
     uint32_t wave = m_tile / 132;
     uint32_t position = m_tile % 132;
     uint32_t width = 132 - wave / 2 * 12;
@@ -262,7 +262,7 @@ __device__ __forceinline__ void copy_weights(uint32_t lane, uint32_t block, uint
       const uint8_t* source = weights + (uint64_t)(layer) * 436207616 + (wave_bytes + (uint64_t)(width * chunk * 16384 + position * 16384));
       #pragma unroll 1
       for (uint32_t k_tile = 0; k_tile < 16; k_tile += 2) {
-        uint32_t size = (16 - k_tile < 2 ? 16 - k_tile : 2) * 1024;
+        uint32_t size = min(16 - k_tile, 2u) * 1024;
         uint64_t* barrier = full + weights_stage;
         if (lane < count) {
           mbarrier_wait(empty + weights_stage, weights_parity);
@@ -310,8 +310,8 @@ __device__ __forceinline__ void copy_weights_2(uint32_t lane, uint32_t block, ui
     uint32_t row_tile = tile / token_tiles / 4;
     uint32_t part = tile / token_tiles % 4;
     uint32_t first = row_tile * 8;
-    uint32_t count = 256 - first < 8 ? 256 - first : 8;
-    uint32_t m_tile = first + lane_2 < 255 ? first + lane_2 : 255;
+    uint32_t count = min(256 - first, 8u);
+    uint32_t m_tile = min(first + lane_2, 255u);
     uint32_t wave = m_tile / 132;
     uint32_t position = m_tile % 132;
     uint32_t width = 132 - wave * 8;
@@ -321,7 +321,7 @@ __device__ __forceinline__ void copy_weights_2(uint32_t lane, uint32_t block, ui
       const uint8_t* source = weights + ((uint64_t)(layer) * 436207616 + 50331648) + (wave_bytes + (uint64_t)(width * chunk * 16384 + position * 16384));
       #pragma unroll 1
       for (uint32_t k_tile = 0; k_tile < 16; k_tile += 2) {
-        uint32_t size = (16 - k_tile < 2 ? 16 - k_tile : 2) * 1024;
+        uint32_t size = min(16 - k_tile, 2u) * 1024;
         uint64_t* barrier = full + weights_stage;
         if (lane < count) {
           mbarrier_wait(empty + weights_stage, weights_parity);
@@ -346,8 +346,8 @@ __device__ __forceinline__ void copy_weights_3(uint32_t lane, uint32_t block, ui
   for (uint32_t tile = block; tile < token_tiles * 256; tile += 132) {
     uint32_t row_tile = tile / token_tiles;
     uint32_t first = row_tile * 7;
-    uint32_t count = 1792 - first < 7 ? 1792 - first : 7;
-    uint32_t m_tile = first + lane_2 < 1791 ? first + lane_2 : 1791;
+    uint32_t count = min(1792 - first, 7u);
+    uint32_t m_tile = min(first + lane_2, 1791u);
     uint32_t wave = m_tile / 132;
     uint32_t position = m_tile % 132;
     uint32_t width = 132 - wave / 13 * 56;
@@ -357,7 +357,7 @@ __device__ __forceinline__ void copy_weights_3(uint32_t lane, uint32_t block, ui
       const uint8_t* source = weights + ((uint64_t)(layer) * 436207616 + 83886080) + (wave_bytes + (uint64_t)(width * chunk * 16384 + position * 16384));
       #pragma unroll 1
       for (uint32_t k_tile = 0; k_tile < 16; k_tile += 2) {
-        uint32_t size = (16 - k_tile < 2 ? 16 - k_tile : 2) * 1024;
+        uint32_t size = min(16 - k_tile, 2u) * 1024;
         uint64_t* barrier = full + weights_stage;
         if (lane < count) {
           mbarrier_wait(empty + weights_stage, weights_parity);
@@ -383,8 +383,8 @@ __device__ __forceinline__ void copy_weights_4(uint32_t lane, uint32_t block, ui
     uint32_t row_tile = tile / token_tiles / 4;
     uint32_t part = tile / token_tiles % 4;
     uint32_t first = row_tile * 8;
-    uint32_t count = 256 - first < 8 ? 256 - first : 8;
-    uint32_t m_tile = first + lane_2 < 255 ? first + lane_2 : 255;
+    uint32_t count = min(256 - first, 8u);
+    uint32_t m_tile = min(first + lane_2, 255u);
     uint32_t wave = m_tile / 132;
     uint32_t position = m_tile % 132;
     uint32_t width = 132 - wave * 8;
@@ -394,7 +394,7 @@ __device__ __forceinline__ void copy_weights_4(uint32_t lane, uint32_t block, ui
       const uint8_t* source = weights + ((uint64_t)(layer) * 436207616 + 318767104) + (wave_bytes + (uint64_t)(width * chunk * 16384 + position * 16384));
       #pragma unroll 1
       for (uint32_t k_tile = 0; k_tile < 16; k_tile += 2) {
-        uint32_t size = (16 - k_tile < 2 ? 16 - k_tile : 2) * 1024;
+        uint32_t size = min(16 - k_tile, 2u) * 1024;
         uint64_t* barrier = full + weights_stage;
         if (lane < count) {
           mbarrier_wait(empty + weights_stage, weights_parity);
@@ -422,7 +422,7 @@ __device__ __forceinline__ void copy_activations(uint32_t block, uint32_t token_
     uint32_t end = (part + 1) * 64;
     #pragma unroll 1
     for (uint32_t k_tile = part * 64; k_tile < end; k_tile += 2) {
-      uint32_t count = end - k_tile < 2 ? end - k_tile : 2;
+      uint32_t count = min(end - k_tile, 2u);
       uint64_t* barrier = full + activations_stage;
       mbarrier_wait(empty + activations_stage, activations_parity);
       mbarrier_arrive_expect_tx(barrier, count * 8192);
@@ -470,7 +470,7 @@ __device__ __forceinline__ void copy_activations_2(uint32_t block, uint32_t toke
     uint32_t end = (part + 1) * 32;
     #pragma unroll 1
     for (uint32_t k_tile = part * 32; k_tile < end; k_tile += 2) {
-      uint32_t count = end - k_tile < 2 ? end - k_tile : 2;
+      uint32_t count = min(end - k_tile, 2u);
       uint64_t* barrier = full + activations_stage;
       mbarrier_wait(empty + activations_stage, activations_parity);
       mbarrier_arrive_expect_tx(barrier, count * 8192);
@@ -495,7 +495,7 @@ __device__ __forceinline__ void copy_activations_3(uint32_t block, uint32_t toke
     uint8_t* source = workspace + 4195328 + token_tile * 8192;
     #pragma unroll 1
     for (uint32_t k_tile = 0; k_tile < 128; k_tile += 2) {
-      uint32_t count = 128 - k_tile < 2 ? 128 - k_tile : 2;
+      uint32_t count = min(128 - k_tile, 2u);
       uint64_t* barrier = full + activations_stage;
       mbarrier_wait(empty + activations_stage, activations_parity);
       mbarrier_arrive_expect_tx(barrier, count * 8192);
@@ -522,7 +522,7 @@ __device__ __forceinline__ void copy_activations_4(uint32_t block, uint32_t toke
     uint32_t end = (part + 1) * 112;
     #pragma unroll 1
     for (uint32_t k_tile = part * 112; k_tile < end; k_tile += 2) {
-      uint32_t count = end - k_tile < 2 ? end - k_tile : 2;
+      uint32_t count = min(end - k_tile, 2u);
       uint64_t* barrier = full + activations_stage;
       mbarrier_wait(empty + activations_stage, activations_parity);
       mbarrier_arrive_expect_tx(barrier, count * 8192);
@@ -565,7 +565,7 @@ __device__ __forceinline__ void end(uint32_t row_tile, uint32_t token_tile, uint
   named_barrier(1, 256);
   if (thread < 32) {
     float* kept = (float*)(arena + SQUARES) + thread;
-    uint32_t count = 256 - row_tile * 8 < 8 ? 256 - row_tile * 8 : 8;
+    uint32_t count = min(256 - row_tile * 8, 8u);
     float total = 0.0f;
     #pragma unroll 1
     for (uint32_t m_tile = 0; m_tile < count; ++m_tile) {
@@ -596,25 +596,25 @@ __device__ __forceinline__ void embed(uint32_t block, uint32_t of_few, uint32_t 
         uint32_t token = group_2 * 8 + lane % 4 * 2;
         uint32_t token_id = load_constant_u32(ids + token);
         uint32_t of_row = m_tile * 16 + lane / 4;
-        uint64_t place = (uint64_t)(token_id) * 4096 + (uint64_t)(of_row < 4095 ? of_row : 4095);
+        uint64_t place = (uint64_t)(token_id) * 4096 + (uint64_t)(min(of_row, 4095u));
         float value = of_row < 4096 ? bf16_to_f32(embedding[place]) : 0.0f;
         float value_2 = value;
         uint32_t token_2 = group_2 * 8 + lane % 4 * 2 + 1;
         uint32_t token_id_2 = load_constant_u32(ids + token_2);
         uint32_t of_row_2 = m_tile * 16 + lane / 4;
-        uint64_t place_2 = (uint64_t)(token_id_2) * 4096 + (uint64_t)(of_row_2 < 4095 ? of_row_2 : 4095);
+        uint64_t place_2 = (uint64_t)(token_id_2) * 4096 + (uint64_t)(min(of_row_2, 4095u));
         float value_3 = of_row_2 < 4096 ? bf16_to_f32(embedding[place_2]) : 0.0f;
         float value_4 = value_3;
         uint32_t token_3 = group_2 * 8 + lane % 4 * 2;
         uint32_t token_id_3 = load_constant_u32(ids + token_3);
         uint32_t of_row_3 = m_tile * 16 + lane / 4 + 8;
-        uint64_t place_3 = (uint64_t)(token_id_3) * 4096 + (uint64_t)(of_row_3 < 4095 ? of_row_3 : 4095);
+        uint64_t place_3 = (uint64_t)(token_id_3) * 4096 + (uint64_t)(min(of_row_3, 4095u));
         float value_5 = of_row_3 < 4096 ? bf16_to_f32(embedding[place_3]) : 0.0f;
         float value_6 = value_5;
         uint32_t token_4 = group_2 * 8 + lane % 4 * 2 + 1;
         uint32_t token_id_4 = load_constant_u32(ids + token_4);
         uint32_t of_row_4 = m_tile * 16 + lane / 4 + 8;
-        uint64_t place_4 = (uint64_t)(token_id_4) * 4096 + (uint64_t)(of_row_4 < 4095 ? of_row_4 : 4095);
+        uint64_t place_4 = (uint64_t)(token_id_4) * 4096 + (uint64_t)(min(of_row_4, 4095u));
         float value_7 = of_row_4 < 4096 ? bf16_to_f32(embedding[place_4]) : 0.0f;
         float value_8 = value_7;
         uint64_t index = ((uint64_t)(m_tile) * 32 + (uint64_t)(group_2)) * 32;
@@ -1388,37 +1388,37 @@ __device__ __forceinline__ void finish(uint32_t phase, uint32_t block, uint32_t 
           uint32_t lane_2 = lane;
           uint4 of_group = ((const uint4*)(groups))[of_pass];
           uint32_t frequency = m_tile % 8 * 8 + lane_2 / 4;
-          uint32_t position = of_group.x + lane_2 % 4 * 2 < 8191 ? of_group.x + lane_2 % 4 * 2 : 8191;
+          uint32_t position = min(of_group.x + lane_2 % 4 * 2, 8191u);
           const float2* angles = (const float2*)(rope);
           float2 angle = angles[position * 64 + frequency];
-          uint32_t position_2 = of_group.x + lane_2 % 4 * 2 + 1 < 8191 ? of_group.x + lane_2 % 4 * 2 + 1 : 8191;
+          uint32_t position_2 = min(of_group.x + lane_2 % 4 * 2 + 1, 8191u);
           const float2* angles_2 = (const float2*)(rope);
           float2 angle_2 = angles_2[position_2 * 64 + frequency];
           uint32_t lane_3 = lane;
           uint4 of_group_2 = ((const uint4*)(groups))[of_pass + 1];
           uint32_t frequency_2 = m_tile % 8 * 8 + lane_3 / 4;
-          uint32_t position_3 = of_group_2.x + lane_3 % 4 * 2 < 8191 ? of_group_2.x + lane_3 % 4 * 2 : 8191;
+          uint32_t position_3 = min(of_group_2.x + lane_3 % 4 * 2, 8191u);
           const float2* angles_3 = (const float2*)(rope);
           float2 angle_3 = angles_3[position_3 * 64 + frequency_2];
-          uint32_t position_4 = of_group_2.x + lane_3 % 4 * 2 + 1 < 8191 ? of_group_2.x + lane_3 % 4 * 2 + 1 : 8191;
+          uint32_t position_4 = min(of_group_2.x + lane_3 % 4 * 2 + 1, 8191u);
           const float2* angles_4 = (const float2*)(rope);
           float2 angle_4 = angles_4[position_4 * 64 + frequency_2];
           uint32_t lane_4 = lane;
           uint4 of_group_3 = ((const uint4*)(groups))[of_pass + 2];
           uint32_t frequency_3 = m_tile % 8 * 8 + lane_4 / 4;
-          uint32_t position_5 = of_group_3.x + lane_4 % 4 * 2 < 8191 ? of_group_3.x + lane_4 % 4 * 2 : 8191;
+          uint32_t position_5 = min(of_group_3.x + lane_4 % 4 * 2, 8191u);
           const float2* angles_5 = (const float2*)(rope);
           float2 angle_5 = angles_5[position_5 * 64 + frequency_3];
-          uint32_t position_6 = of_group_3.x + lane_4 % 4 * 2 + 1 < 8191 ? of_group_3.x + lane_4 % 4 * 2 + 1 : 8191;
+          uint32_t position_6 = min(of_group_3.x + lane_4 % 4 * 2 + 1, 8191u);
           const float2* angles_6 = (const float2*)(rope);
           float2 angle_6 = angles_6[position_6 * 64 + frequency_3];
           uint32_t lane_5 = lane;
           uint4 of_group_4 = ((const uint4*)(groups))[of_pass + 3];
           uint32_t frequency_4 = m_tile % 8 * 8 + lane_5 / 4;
-          uint32_t position_7 = of_group_4.x + lane_5 % 4 * 2 < 8191 ? of_group_4.x + lane_5 % 4 * 2 : 8191;
+          uint32_t position_7 = min(of_group_4.x + lane_5 % 4 * 2, 8191u);
           const float2* angles_7 = (const float2*)(rope);
           float2 angle_7 = angles_7[position_7 * 64 + frequency_4];
-          uint32_t position_8 = of_group_4.x + lane_5 % 4 * 2 + 1 < 8191 ? of_group_4.x + lane_5 % 4 * 2 + 1 : 8191;
+          uint32_t position_8 = min(of_group_4.x + lane_5 % 4 * 2 + 1, 8191u);
           const float2* angles_8 = (const float2*)(rope);
           float2 angle_8 = angles_8[position_8 * 64 + frequency_4];
           uint32_t head = m_tile / 8;
@@ -1966,7 +1966,7 @@ __device__ __forceinline__ void multiply(uint32_t phase, uint32_t block, uint32_
     if (phase == 0 || phase == 3 || phase == 6) {
       uint32_t m_tiles = phase == 6 ? 256 : (phase == 3 ? 256u : 384u);
       uint32_t before = part * m_tiles;
-      uint32_t m_tiles_2 = m_tiles < (row_tile + 1) * height ? m_tiles : (row_tile + 1) * height;
+      uint32_t m_tiles_2 = min(m_tiles, (row_tile + 1) * height);
       if (m_tile < m_tiles_2) {
         #pragma unroll
         for (uint32_t group = 0; group < 16; group += 4) {
@@ -2004,7 +2004,7 @@ __device__ __forceinline__ void multiply(uint32_t phase, uint32_t block, uint32_
     }
     if (phase == 5) {
       uint32_t before = part * 1792;
-      uint32_t m_tiles = 1792 < (row_tile + 1) * height ? 1792 : (row_tile + 1) * height;
+      uint32_t m_tiles = min(1792u, (row_tile + 1) * height);
       if (m_tile < m_tiles) {
         #pragma unroll
         for (uint32_t group = 0; group < 16; group += 4) {
@@ -2056,7 +2056,7 @@ __device__ __forceinline__ void store_hidden_states(uint8_t* workspace, uint32_t
   for (uint32_t place = first; place < wanted_count * 4096; place += 33792) {
     uint32_t row = place % 4096;
     uint32_t column = (uint32_t)(wanted[place / 4096]);
-    uint32_t in_bounds = row < 4095 ? row : 4095;
+    uint32_t in_bounds = min(row, 4095u);
     uint32_t lane = in_bounds % 8 * 4 + column % 8 / 2;
     uint32_t member = in_bounds % 16 / 8 * 2 + column % 2;
     uint64_t sums = (uint64_t)(in_bounds / 16) * 32 + (uint64_t)(column / 8);

@@ -469,7 +469,7 @@ __device__ __forceinline__ uint32_t given(uint32_t sequence, uint32_t index, con
   uint32_t token = 0;
   if (index < load_constant_u32(sequences + (sequence * 24 + 2))) {
     uint32_t place = sequence * 65 + index;
-    token = (uint32_t)(tokens[place]) < 128255 ? (uint32_t)(tokens[place]) : 128255;
+    token = min((uint32_t)(tokens[place]), 128255u);
   }
   return token;
 }
@@ -521,7 +521,7 @@ __device__ __forceinline__ void bound_requests(uint32_t* block_waits, uint32_t& 
     mbarrier_wait(full + landed_stage, landed_parity);
     advance(landed_stage, landed_parity);
   }
-  under_way = under_way + 1 < most ? under_way + 1 : most;
+  under_way = min(under_way + 1, most);
 }
 
 // The block's M-tiles of qkv, chunk by chunk, into the stages of the ring.
@@ -574,14 +574,14 @@ __device__ __forceinline__ void copy_items(uint32_t layer, uint32_t step, const 
     const int32_t* record_2 = tiles + what.y * 8;
     uint4 place = load_constant_u32x4(record_2);
     uint4 keys = load_constant_u32x4(record_2 + 4);
-    uint32_t end = rest.x < keys.x + keys.y * step ? rest.x : keys.x + keys.y * step;
+    uint32_t end = min(rest.x, keys.x + keys.y * step);
     #pragma unroll 1
     for (uint32_t first = what.w; first < end; first += 32) {
-      uint32_t count = end - first < 32 ? end - first : 32;
+      uint32_t count = min(end - first, 32u);
       uint32_t pages[2];
       #pragma unroll
       for (uint32_t index_2 = 0; index_2 < 2; ++index_2) {
-        uint32_t token = first + index_2 * 16 < end - 1 ? first + index_2 * 16 : end - 1;
+        uint32_t token = min(first + index_2 * 16, end - 1);
         pages[index_2] = load_constant_u32(page_table + (place.z + token / 16));
       }
       mbarrier_wait(empty + fill_stage, fill_parity);
@@ -592,7 +592,7 @@ __device__ __forceinline__ void copy_items(uint32_t layer, uint32_t step, const 
       #pragma unroll
       for (uint32_t index_2 = 0; index_2 < 2; ++index_2) {
         if (index_2 * 16 < count) {
-          uint32_t run = count - index_2 * 16 < 16 ? count - index_2 * 16 : 16;
+          uint32_t run = min(count - index_2 * 16, 16u);
           uint64_t offset = (uint64_t)(layer) * 16777216 + (uint64_t)(pages[index_2]) * 32768;
           bf16* key = kv + (offset + (uint64_t)(what.z * 2048));
           uint8_t* keys_2 = destination + index_2 * 4096;
@@ -666,7 +666,7 @@ __device__ __forceinline__ void fetch_down(uint32_t block, const uint8_t* weight
   #pragma unroll 1
   for (uint32_t slice = 0; slice < 2; ++slice) {
     uint32_t first = slice * 7;
-    uint32_t end = first + 7 < 14 ? first + 7 : 14;
+    uint32_t end = min(first + 7, 14u);
     #pragma unroll 1
     for (uint32_t m_tile = position; m_tile < 256; m_tile += 132) {
       uint32_t wave = m_tile / 132;
@@ -745,8 +745,8 @@ __device__ __forceinline__ float sum_of_lane_2(uint32_t column, uint32_t lane, u
     uint32_t unit_2 = first + 32;
     uint32_t places[8];
     uint4 data[8];
-    places[0] = column * 256 + (unit < 63 ? unit : 63) * 4;
-    places[1] = column * 256 + (unit_2 < 63 ? unit_2 : 63) * 4;
+    places[0] = column * 256 + min(unit, 63u) * 4;
+    places[1] = column * 256 + min(unit_2, 63u) * 4;
     wait_flagged_places(data, exchange_words + 179840, places, 2, layer_epoch - 1);
     uint4 words = data[0];
     float low = bits_float(words.x) + bits_float(words.y);
@@ -957,8 +957,8 @@ __device__ __forceinline__ float sum_of_lane_3(uint32_t column, uint32_t lane, u
     uint32_t unit_2 = first + 32;
     uint32_t places[8];
     uint4 data[8];
-    places[0] = column * 256 + (unit < 63 ? unit : 63) * 4;
-    places[1] = column * 256 + (unit_2 < 63 ? unit_2 : 63) * 4;
+    places[0] = column * 256 + min(unit, 63u) * 4;
+    places[1] = column * 256 + min(unit_2, 63u) * 4;
     wait_flagged_places(data, exchange_words + 180096, places, 2, layer_epoch);
     uint4 words = data[0];
     float low = bits_float(words.x) + bits_float(words.y);
@@ -1117,8 +1117,8 @@ __device__ __forceinline__ float sum_of_lane_4(uint32_t column, uint32_t lane, u
     uint32_t unit_2 = first + 32;
     uint32_t places[8];
     uint4 data[8];
-    places[0] = column * 256 + (unit < 63 ? unit : 63) * 4;
-    places[1] = column * 256 + (unit_2 < 63 ? unit_2 : 63) * 4;
+    places[0] = column * 256 + min(unit, 63u) * 4;
+    places[1] = column * 256 + min(unit_2, 63u) * 4;
     wait_flagged_places(data, exchange_words + 179840, places, 2, step_epoch + 31);
     uint4 words = data[0];
     float low = bits_float(words.x) + bits_float(words.y);
@@ -1348,7 +1348,7 @@ __device__ __forceinline__ void begin_step(uint32_t step, uint8_t* arena, uint32
     uint32_t index = step * per_step + load_constant_u32(columns + (thread * 4 + 1));
     uint32_t* words = state + thread * 9;
     uint32_t position = load_constant_u32(sequences + sequence * 24) + index;
-    words[0] = position < 8191 ? position : 8191;
+    words[0] = min(position, 8191u);
     words[1] = index;
     words[2] = load_constant_u32(sequences + (sequence * 24 + 3));
     words[3] = load_constant_u32(sequences + (sequence * 24 + 5));
@@ -1388,7 +1388,7 @@ __device__ __forceinline__ void keep_merge(uint32_t job, uint32_t merge_rows, ui
     keep_tile(place + 1, index, tiles);
   }
   uint32_t* sources = (uint32_t*)(place + 3);
-  if (lane < (end - begin < 20 ? end - begin : 20)) {
+  if (lane < min(end - begin, 20u)) {
     sources[lane] = load_constant_u32(kv_plans + (plan_index * 2880 + (begin + lane) + 2560));
   }
 }
@@ -1448,10 +1448,8 @@ __device__ __forceinline__ void store_halves(uint4* vector, uint32_t unit, uint4
   uint32_t larger_3 = maximum_u16x2(words.z & 2147450879, larger_2);
   uint32_t larger_4 = maximum_u16x2(words.w & 2147450879, larger_3);
   uint32_t largest = maximum_u16x2(larger_4 << 16, larger_4);
-  uint32_t value = shuffle_xor_u32(largest, 1);
-  largest = largest < value ? value : largest;
-  uint32_t value_2 = shuffle_xor_u32(largest, 2);
-  largest = largest < value_2 ? value_2 : largest;
+  largest = max(largest, shuffle_xor_u32(largest, 1));
+  largest = max(largest, shuffle_xor_u32(largest, 2));
   uint32_t exponent = largest >> 23;
   float scale = bits_float((268 - exponent) << 23);
   uint4* tile = vector + unit / 16 * 17;
@@ -1717,8 +1715,8 @@ __device__ __forceinline__ void settle_queries(uint32_t epoch, uint4* record, ui
 
 // For how many warps this one gives back a stage with these tiles: those with a tile in it share out all.
 __device__ __forceinline__ uint32_t arrivals(uint32_t first_tile, uint32_t last_tile, uint32_t warp) {
-  uint32_t tiles = (last_tile < first_tile + 1 ? first_tile + 1 : last_tile) - first_tile;
-  uint32_t groups = tiles < 8 ? tiles : 8;
+  uint32_t tiles = max(last_tile, first_tile + 1) - first_tile;
+  uint32_t groups = min(tiles, 8u);
   uint32_t index = (warp + 8 - first_tile % 8) % 8;
   uint32_t each = (286335560u >> (groups - 1) * 4) & 15;
   return each + (index < 8 - each * groups ? 1u : 0u);
@@ -1813,8 +1811,8 @@ __device__ __forceinline__ void scale_and_mask(float (&logits)[4], uint32_t vali
     uint32_t (&limits)[2]) {
   uint32_t index = lane / 4;
   uint32_t limits_2[2];
-  limits_2[0] = limits[0] < key + valid ? limits[0] : key + valid;
-  limits_2[1] = limits[1] < key + valid ? limits[1] : key + valid;
+  limits_2[0] = min(limits[0], key + valid);
+  limits_2[1] = min(limits[1], key + valid);
   bool is_seen = key + index < limits_2[0];
   float logit = logits[0] * 0.12751743f;
   logits[0] = is_seen ? logit : -bits_float(0x7f800000);
@@ -1926,16 +1924,16 @@ __device__ __forceinline__ void read_values_4(uint32_t row, uint32_t (&words)[2]
 __device__ __forceinline__ void add_values(uint32_t first_row, uint32_t valid, uint32_t key, uint32_t weights_0_0,
     uint32_t weights_0_1, uint32_t lane, uint8_t* values, float (&output)[8][4]) {
   uint32_t words[2][4][4];
-  uint32_t tile_key = lane % 4 * 2 < valid - 1 ? lane % 4 * 2 : valid - 1;
+  uint32_t tile_key = min(lane % 4 * 2, valid - 1);
   uint32_t row = first_row + tile_key;
   read_values(row, words, values, lane);
-  uint32_t tile_key_2 = lane % 4 * 2 + 1 < valid - 1 ? lane % 4 * 2 + 1 : valid - 1;
+  uint32_t tile_key_2 = min(lane % 4 * 2 + 1, valid - 1);
   uint32_t row_2 = first_row + tile_key_2;
   read_values_2(row_2, words, values, lane);
-  uint32_t tile_key_3 = lane % 4 * 2 + 8 < valid - 1 ? lane % 4 * 2 + 8 : valid - 1;
+  uint32_t tile_key_3 = min(lane % 4 * 2 + 8, valid - 1);
   uint32_t row_3 = first_row + tile_key_3;
   read_values_3(row_3, words, values, lane);
-  uint32_t tile_key_4 = lane % 4 * 2 + 9 < valid - 1 ? lane % 4 * 2 + 9 : valid - 1;
+  uint32_t tile_key_4 = min(lane % 4 * 2 + 9, valid - 1);
   uint32_t row_4 = first_row + tile_key_4;
   read_values_4(row_4, words, values, lane);
   #pragma unroll
@@ -2001,7 +1999,7 @@ __device__ __forceinline__ void attend_keys(uint32_t end, uint32_t newest_begin,
   uint32_t all_tiles = tiles + (newest + 15) / 16;
   uint32_t tile = warp;
   uint32_t newest_units = newest * 16;
-  uint32_t index = lane < newest_units * 2 - 1 ? lane : newest_units * 2 - 1;
+  uint32_t index = min(lane, newest_units * 2 - 1);
   bool is_value = index >= newest_units;
   uint32_t newest_unit = index - (is_value ? newest_units : 0);
   uint32_t newest_column = record[3].w + (newest_begin - (record[3].x + record[3].y * step)) + newest_unit / 16;
@@ -2014,9 +2012,9 @@ __device__ __forceinline__ void attend_keys(uint32_t end, uint32_t newest_begin,
   while (tile < all_tiles) {
     uint32_t stage = tile / 2;
     uint32_t first_tile = stage * 2;
-    uint32_t last_tile = first_tile + 2 < tiles ? first_tile + 2 : tiles;
+    uint32_t last_tile = min(first_tile + 2, tiles);
     uint32_t first_key = begin + stage * 32;
-    uint32_t count = end - first_key < 32 ? end - first_key : 32;
+    uint32_t count = min(end - first_key, 32u);
     bool is_cached = tile < tiles;
     uint32_t arrivals_2 = arrivals(first_tile, last_tile, warp);
     uint32_t place_2 = use_stage + stage;
@@ -2200,7 +2198,7 @@ __device__ __forceinline__ void replace_merge(uint32_t job, uint32_t merge_rows,
 // partial row of the tile's first packed row.
 __device__ __forceinline__ uint32_t sources(uint32_t first, uint32_t count, uint32_t lane, uint8_t* arena,
     uint32_t warp, const int32_t* kv_plans, uint32_t plan_index, uint4* record) {
-  uint32_t index = first + (lane < count - 1 ? lane : count - 1);
+  uint32_t index = first + min(lane, count - 1);
   uint32_t source;
   if (index < 20) {
     source = ((const uint32_t*)((uint4*)(arena + RECORDS) + (21 + warp / 4 * 8) + 3))[index];
@@ -2229,7 +2227,7 @@ __device__ __forceinline__ void add(float values_0, float values_1, float values
 // partial row of the tile's first packed row.
 __device__ __forceinline__ uint32_t sources_2(uint32_t first, uint32_t count, uint32_t lane, uint8_t* arena,
     uint32_t warp, const int32_t* kv_plans, uint32_t plan_index, uint4* record) {
-  uint32_t index = first + (lane < count - 1 ? lane : count - 1) * 4;
+  uint32_t index = first + min(lane, count - 1) * 4;
   uint32_t source;
   if (index < 20) {
     source = ((const uint32_t*)((uint4*)(arena + RECORDS) + (21 + warp / 4 * 8) + 3))[index];
@@ -2311,7 +2309,7 @@ __device__ __forceinline__ void attention(uint32_t thread, uint32_t* progress, u
   #pragma unroll 1
   for (uint32_t number = numbers.x; number < numbers.y; ++number) {
     uint32_t index = number - numbers.x;
-    uint4* record = (uint4*)(arena + RECORDS) + (1 + (index < 4 ? index : 4) * 4);
+    uint4* record = (uint4*)(arena + RECORDS) + (1 + min(index, 4u) * 4);
     if (index >= 4) {
       named_barrier(1, 256);
       if (thread == 0) {
@@ -2320,12 +2318,12 @@ __device__ __forceinline__ void attention(uint32_t thread, uint32_t* progress, u
       named_barrier(1, 256);
     }
     uint4 what = record[0];
-    uint32_t cached_end = record[1].x < record[3].x + record[3].y * step ? record[1].x : record[3].x + record[3].y * step;
-    uint32_t newest_begin = what.w < record[3].x + record[3].y * step ? record[3].x + record[3].y * step : what.w;
-    uint32_t newest_end = record[1].x < record[3].x + record[3].y * step + record[3].z ? record[1].x : record[3].x + record[3].y * step + record[3].z;
+    uint32_t cached_end = min(record[1].x, record[3].x + record[3].y * step);
+    uint32_t newest_begin = max(what.w, record[3].x + record[3].y * step);
+    uint32_t newest_end = min(record[1].x, record[3].x + record[3].y * step + record[3].z);
     uint32_t newest = newest_begin < newest_end ? newest_end - newest_begin : 0;
     uint32_t query_units = record[1].z * 16;
-    uint32_t index_2 = thread < query_units - 1 ? thread : query_units - 1;
+    uint32_t index_2 = min(thread, query_units - 1);
     uint32_t row = index_2 / 16;
     uint32_t query_column = record[2].x + row / 4;
     uint32_t query_head = what.z * 4 + row % 4;
@@ -2334,23 +2332,23 @@ __device__ __forceinline__ void attention(uint32_t thread, uint32_t* progress, u
       ask_flagged4(asked, exchange_words + ((query_column * 768 + query_head * 16 + index_2 % 16) * 4 + 37376));
     }
     uint4* shared = (uint4*)(arena + QUERIES);
-    uint32_t row_2 = lane / 4 < 3 ? lane / 4 : 3;
+    uint32_t row_2 = min(lane / 4, 3u);
     uint4* query = shared + row_2 * 16;
     uint32_t limits[2];
     uint32_t packed = lane % 4 * 2;
-    uint32_t present = packed < record[1].z - 1 ? packed : record[1].z - 1;
-    uint32_t end = record[1].x < record[3].x + record[3].y * step + record[3].z ? record[1].x : record[3].x + record[3].y * step + record[3].z;
+    uint32_t present = min(packed, record[1].z - 1);
+    uint32_t end = min(record[1].x, record[3].x + record[3].y * step + record[3].z);
     uint32_t position = ((uint32_t*)(arena + COLUMNS))[(record[2].x + present / 4) * 9];
     uint32_t following = position + 1;
     uint32_t visible = following > record[2].w ? following - record[2].w : 0;
-    limits[0] = packed < record[1].z ? (end < visible ? end : visible) : 0;
+    limits[0] = packed < record[1].z ? min(end, visible) : 0;
     uint32_t packed_2 = lane % 4 * 2 + 1;
-    uint32_t present_2 = packed_2 < record[1].z - 1 ? packed_2 : record[1].z - 1;
-    uint32_t end_2 = record[1].x < record[3].x + record[3].y * step + record[3].z ? record[1].x : record[3].x + record[3].y * step + record[3].z;
+    uint32_t present_2 = min(packed_2, record[1].z - 1);
+    uint32_t end_2 = min(record[1].x, record[3].x + record[3].y * step + record[3].z);
     uint32_t position_2 = ((uint32_t*)(arena + COLUMNS))[(record[2].x + present_2 / 4) * 9];
     uint32_t following_2 = position_2 + 1;
     uint32_t visible_2 = following_2 > record[2].w ? following_2 - record[2].w : 0;
-    limits[1] = packed_2 < record[1].z ? (end_2 < visible_2 ? end_2 : visible_2) : 0;
+    limits[1] = packed_2 < record[1].z ? min(end_2, visible_2) : 0;
     settle_queries(layer_epoch, record, warp, asked, exchange_words, query_column, query_head, index_2, thread, arena);
     attend_rows(cached_end, newest_begin, newest, layer_epoch, what, warp, lane, record, step, exchange_words,
         use_stage, full, use_parity, ring, arena, query, limits, empty, thread, input_words);
@@ -2374,7 +2372,7 @@ __device__ __forceinline__ void attention(uint32_t thread, uint32_t* progress, u
           uint32_t own = record[0].w - record[0].z;
           #pragma unroll 1
           for (uint32_t first = 0; first < own; first += 5) {
-            uint32_t count = own - first < 5 ? own - first : 5;
+            uint32_t count = min(own - first, 5u);
             uint32_t value = sources(first, count, lane, arena, warp, kv_plans, plan_index, record);
             uint4 states[8];
             uint32_t indices[8];
@@ -2399,7 +2397,7 @@ __device__ __forceinline__ void attention(uint32_t thread, uint32_t* progress, u
         uint32_t own = (record[0].w - record[0].z + 3 - warp % 4) / 4;
         #pragma unroll 1
         for (uint32_t first = 0; first < own; first += 5) {
-          uint32_t count = own - first < 5 ? own - first : 5;
+          uint32_t count = min(own - first, 5u);
           uint32_t value = sources_2(warp % 4 + first * 4, count, lane, arena, warp, kv_plans, plan_index, record);
           uint4 states[8];
           uint32_t indices[8];
@@ -3229,7 +3227,7 @@ __device__ __forceinline__ void read(uint32_t column, uint32_t epoch, uint32_t s
   for (uint32_t first = own; first < own + 1280; first += 1280) {
     #pragma unroll
     for (uint32_t index = 0; index < 5; ++index) {
-      places[index] = (first_unit + (first + index * 256 < 1055 ? first + index * 256 : 1055)) * 4;
+      places[index] = (first_unit + min(first + index * 256, 1055u)) * 4;
     }
     wait_flagged_places(data, exchange_words + 181408, places, 5, epoch);
     #pragma unroll
@@ -3768,7 +3766,7 @@ __device__ __forceinline__ void read_2(uint32_t column, uint32_t epoch, uint32_t
   for (uint32_t first = own; first < own + 768; first += 768) {
     #pragma unroll
     for (uint32_t index_2 = 0; index_2 < 3; ++index_2) {
-      places[index_2] = (first_unit + (first + index_2 * 256 < 527 ? first + index_2 * 256 : 527)) * 4;
+      places[index_2] = (first_unit + min(first + index_2 * 256, 527u)) * 4;
     }
     wait_flagged_places(data, exchange_words + 189856, places, 3, epoch);
     #pragma unroll
@@ -3871,7 +3869,7 @@ __device__ __forceinline__ void judge_2(uint32_t column, uint32_t word, uint8_t*
   float top_p = bits_float(load_constant_u32(sequences + (((uint32_t*)(arena + COLUMNS))[column * 9 + 6] * 24 + 13)));
   uint32_t value = shuffle_u32(word, 1);
   float distance = bits_float(shuffle_u32(word, 2));
-  uint32_t index = lane < 5 ? lane : 5;
+  uint32_t index = min(lane, 5u);
   float count = bits_float(shuffle_u32(word, index * 2 + 4));
   float weight = bits_float(shuffle_u32(word, index * 2 + 5));
   float of_candidate = bits_float(shuffle_u32(word, 5));
@@ -4065,7 +4063,7 @@ __device__ __forceinline__ void take(uint32_t column, uint32_t& going_on, uint8_
     going_on = 1;
   }
   if (following >= given_2 && per_step == 1) {
-    next_token[column] = sampled < 128255 ? sampled : 128255;
+    next_token[column] = min(sampled, 128255u);
   } else {
     next_token[column] = given(sequence, following, sequences, tokens);
   }

@@ -278,8 +278,8 @@ __device__ __forceinline__ void copy_weights(uint32_t lane, uint32_t block, uint
   for (uint32_t tile = block; tile < token_tiles * 48; tile += 132) {
     uint32_t row_tile = tile / token_tiles;
     uint32_t first = row_tile * 8;
-    uint32_t count = 384 - first < 8 ? 384 - first : 8;
-    uint32_t m_tile = first + lane_2 < 383 ? first + lane_2 : 383;
+    uint32_t count = min(384 - first, 8u);
+    uint32_t m_tile = min(first + lane_2, 383u);
     uint32_t wave = m_tile / 132;
     uint32_t position = m_tile % 132;
     uint32_t width = 132 - wave / 2 * 12;
@@ -349,8 +349,8 @@ __device__ __forceinline__ void copy_weights_2(uint32_t lane, uint32_t block, ui
   for (uint32_t tile = block; tile < token_tiles * 32; tile += 132) {
     uint32_t row_tile = tile / token_tiles;
     uint32_t first = row_tile * 8;
-    uint32_t count = 256 - first < 8 ? 256 - first : 8;
-    uint32_t m_tile = first + lane_2 < 255 ? first + lane_2 : 255;
+    uint32_t count = min(256 - first, 8u);
+    uint32_t m_tile = min(first + lane_2, 255u);
     uint32_t wave = m_tile / 132;
     uint32_t position = m_tile % 132;
     uint32_t width = 132 - wave * 8;
@@ -409,8 +409,8 @@ __device__ __forceinline__ void copy_weights_3(uint32_t lane, uint32_t block, ui
   for (uint32_t tile = block; tile < token_tiles * 224; tile += 132) {
     uint32_t row_tile = tile / token_tiles;
     uint32_t first = row_tile * 8;
-    uint32_t count = 1792 - first < 8 ? 1792 - first : 8;
-    uint32_t m_tile = first + lane_2 < 1791 ? first + lane_2 : 1791;
+    uint32_t count = min(1792 - first, 8u);
+    uint32_t m_tile = min(first + lane_2, 1791u);
     uint32_t wave = m_tile / 132;
     uint32_t position = m_tile % 132;
     uint32_t width = 132 - wave / 13 * 56;
@@ -458,8 +458,8 @@ __device__ __forceinline__ void copy_weights_4(uint32_t lane, uint32_t block, ui
   for (uint32_t tile = block; tile < token_tiles * 32; tile += 132) {
     uint32_t row_tile = tile / token_tiles;
     uint32_t first = row_tile * 8;
-    uint32_t count = 256 - first < 8 ? 256 - first : 8;
-    uint32_t m_tile = first + lane_2 < 255 ? first + lane_2 : 255;
+    uint32_t count = min(256 - first, 8u);
+    uint32_t m_tile = min(first + lane_2, 255u);
     uint32_t wave = m_tile / 132;
     uint32_t position = m_tile % 132;
     uint32_t width = 132 - wave * 8;
@@ -519,7 +519,7 @@ __device__ __forceinline__ void copy_activations(uint32_t block, uint32_t token_
     uint8_t* source = workspace + 33555456 + token_tile * 16384;
     #pragma unroll 1
     for (uint32_t k_tile = 0; k_tile < 128; k_tile += 2) {
-      uint32_t count = 128 - k_tile < 2 ? 128 - k_tile : 2;
+      uint32_t count = min(128 - k_tile, 2u);
       uint64_t* barrier = full + activations_stage;
       mbarrier_wait(empty + activations_stage, activations_parity);
       mbarrier_arrive_expect_tx(barrier, count * 16384);
@@ -565,7 +565,7 @@ __device__ __forceinline__ void copy_activations_2(uint32_t block, uint32_t toke
     uint8_t* source = workspace + 134513664 + token_tile * 16384;
     #pragma unroll 1
     for (uint32_t k_tile = 0; k_tile < 128; k_tile += 2) {
-      uint32_t count = 128 - k_tile < 2 ? 128 - k_tile : 2;
+      uint32_t count = min(128 - k_tile, 2u);
       uint64_t* barrier = full + activations_stage;
       mbarrier_wait(empty + activations_stage, activations_parity);
       mbarrier_arrive_expect_tx(barrier, count * 16384);
@@ -578,7 +578,7 @@ __device__ __forceinline__ void copy_activations_2(uint32_t block, uint32_t toke
       advance(activations_stage, activations_parity);
     }
     uint32_t first = row_tile * 8;
-    uint32_t m_tiles = 256 - first < 8 ? 256 - first : 8;
+    uint32_t m_tiles = min(256 - first, 8u);
     #pragma unroll 1
     for (uint32_t group = 0; group < 32; group += 8) {
       uint64_t* barrier = full + activations_stage;
@@ -605,7 +605,7 @@ __device__ __forceinline__ void copy_activations_3(uint32_t block, uint32_t toke
     uint8_t* source = workspace + 33555456 + token_tile * 16384;
     #pragma unroll 1
     for (uint32_t k_tile = 0; k_tile < 128; k_tile += 2) {
-      uint32_t count = 128 - k_tile < 2 ? 128 - k_tile : 2;
+      uint32_t count = min(128 - k_tile, 2u);
       uint64_t* barrier = full + activations_stage;
       mbarrier_wait(empty + activations_stage, activations_parity);
       mbarrier_arrive_expect_tx(barrier, count * 16384);
@@ -630,7 +630,7 @@ __device__ __forceinline__ void copy_activations_4(uint32_t block, uint32_t toke
     uint8_t* source = workspace + 151290880 + token_tile * 16384;
     #pragma unroll 1
     for (uint32_t k_tile = 0; k_tile < 448; k_tile += 2) {
-      uint32_t count = 448 - k_tile < 2 ? 448 - k_tile : 2;
+      uint32_t count = min(448 - k_tile, 2u);
       uint64_t* barrier = full + activations_stage;
       mbarrier_wait(empty + activations_stage, activations_parity);
       mbarrier_arrive_expect_tx(barrier, count * 16384);
@@ -643,7 +643,7 @@ __device__ __forceinline__ void copy_activations_4(uint32_t block, uint32_t toke
       advance(activations_stage, activations_parity);
     }
     uint32_t first = row_tile * 8;
-    uint32_t m_tiles = 256 - first < 8 ? 256 - first : 8;
+    uint32_t m_tiles = min(256 - first, 8u);
     #pragma unroll 1
     for (uint32_t group = 0; group < 32; group += 8) {
       uint64_t* barrier = full + activations_stage;
@@ -688,7 +688,7 @@ __device__ __forceinline__ void end(uint32_t row_tile, uint32_t token_tile, uint
   named_barrier(1, 256);
   if (thread < 32) {
     float* kept = (float*)(arena + SQUARES) + thread;
-    uint32_t count = 256 - row_tile * 8 < 8 ? 256 - row_tile * 8 : 8;
+    uint32_t count = min(256 - row_tile * 8, 8u);
     float total = 0.0f;
     #pragma unroll 1
     for (uint32_t m_tile = 0; m_tile < count; ++m_tile) {
@@ -719,25 +719,25 @@ __device__ __forceinline__ void embed(uint32_t block, uint32_t of_few, uint32_t 
         uint32_t token = group_2 * 8 + lane % 4 * 2;
         uint32_t token_id = load_constant_u32(ids + token);
         uint32_t of_row = m_tile * 16 + lane / 4;
-        uint64_t place = (uint64_t)(token_id) * 4096 + (uint64_t)(of_row < 4095 ? of_row : 4095);
+        uint64_t place = (uint64_t)(token_id) * 4096 + (uint64_t)(min(of_row, 4095u));
         float value = of_row < 4096 ? bf16_to_f32(embedding[place]) : 0.0f;
         float value_2 = value;
         uint32_t token_2 = group_2 * 8 + lane % 4 * 2 + 1;
         uint32_t token_id_2 = load_constant_u32(ids + token_2);
         uint32_t of_row_2 = m_tile * 16 + lane / 4;
-        uint64_t place_2 = (uint64_t)(token_id_2) * 4096 + (uint64_t)(of_row_2 < 4095 ? of_row_2 : 4095);
+        uint64_t place_2 = (uint64_t)(token_id_2) * 4096 + (uint64_t)(min(of_row_2, 4095u));
         float value_3 = of_row_2 < 4096 ? bf16_to_f32(embedding[place_2]) : 0.0f;
         float value_4 = value_3;
         uint32_t token_3 = group_2 * 8 + lane % 4 * 2;
         uint32_t token_id_3 = load_constant_u32(ids + token_3);
         uint32_t of_row_3 = m_tile * 16 + lane / 4 + 8;
-        uint64_t place_3 = (uint64_t)(token_id_3) * 4096 + (uint64_t)(of_row_3 < 4095 ? of_row_3 : 4095);
+        uint64_t place_3 = (uint64_t)(token_id_3) * 4096 + (uint64_t)(min(of_row_3, 4095u));
         float value_5 = of_row_3 < 4096 ? bf16_to_f32(embedding[place_3]) : 0.0f;
         float value_6 = value_5;
         uint32_t token_4 = group_2 * 8 + lane % 4 * 2 + 1;
         uint32_t token_id_4 = load_constant_u32(ids + token_4);
         uint32_t of_row_4 = m_tile * 16 + lane / 4 + 8;
-        uint64_t place_4 = (uint64_t)(token_id_4) * 4096 + (uint64_t)(of_row_4 < 4095 ? of_row_4 : 4095);
+        uint64_t place_4 = (uint64_t)(token_id_4) * 4096 + (uint64_t)(min(of_row_4, 4095u));
         float value_7 = of_row_4 < 4096 ? bf16_to_f32(embedding[place_4]) : 0.0f;
         float value_8 = value_7;
         uint64_t index = ((uint64_t)(m_tile) * 256 + (uint64_t)(group_2)) * 32;
@@ -1510,7 +1510,7 @@ __device__ __forceinline__ void end_2(uint32_t row_tile, uint32_t token_tile, ui
   named_barrier(1, 256);
   if (thread < 256) {
     float* kept = (float*)(arena + SQUARES) + thread;
-    uint32_t count = 256 - row_tile * 8 < 8 ? 256 - row_tile * 8 : 8;
+    uint32_t count = min(256 - row_tile * 8, 8u);
     float total = 0.0f;
     #pragma unroll 1
     for (uint32_t m_tile = 0; m_tile < count; ++m_tile) {
@@ -1634,25 +1634,25 @@ __device__ __forceinline__ void multiply(uint32_t phase, uint32_t block, uint32_
     }
     float factors[2];
     if (phase == 0) {
-      const uint8_t* place = weights + (uint64_t)(layer) * 112803840 + ((uint64_t)((m_tile < 383 ? m_tile : 383) / 132) * 4477440 + (uint64_t)((132 - (m_tile < 383 ? m_tile : 383) / 132 / 2 * 12) * 16896 + (m_tile < 383 ? m_tile : 383) % 132 * 17024 + 16896));
+      const uint8_t* place = weights + (uint64_t)(layer) * 112803840 + ((uint64_t)(min(m_tile, 383u) / 132) * 4477440 + (uint64_t)((132 - min(m_tile, 383u) / 132 / 2 * 12) * 16896 + min(m_tile, 383u) % 132 * 17024 + 16896));
       const float* of_rows = (const float*)(place);
       factors[0] = of_rows[lane / 4];
       factors[1] = of_rows[lane / 4 + 8];
     }
     if (phase == 2) {
-      const uint8_t* place = weights + ((uint64_t)(layer) * 112803840 + 13025280) + ((uint64_t)((m_tile < 255 ? m_tile : 255) / 132) * 4477440 + (uint64_t)((132 - (m_tile < 255 ? m_tile : 255) / 132 * 8) * 16896 + (m_tile < 255 ? m_tile : 255) % 132 * 17024 + 16896));
+      const uint8_t* place = weights + ((uint64_t)(layer) * 112803840 + 13025280) + ((uint64_t)(min(m_tile, 255u) / 132) * 4477440 + (uint64_t)((132 - min(m_tile, 255u) / 132 * 8) * 16896 + min(m_tile, 255u) % 132 * 17024 + 16896));
       const float* of_rows = (const float*)(place);
       factors[0] = of_rows[lane / 4];
       factors[1] = of_rows[lane / 4 + 8];
     }
     if (phase == 3) {
-      const uint8_t* place = weights + ((uint64_t)(layer) * 112803840 + 21708800) + ((uint64_t)((m_tile < 1791 ? m_tile : 1791) / 132) * 4477440 + (uint64_t)((132 - (m_tile < 1791 ? m_tile : 1791) / 132 / 13 * 56) * 16896 + (m_tile < 1791 ? m_tile : 1791) % 132 * 17024 + 16896));
+      const uint8_t* place = weights + ((uint64_t)(layer) * 112803840 + 21708800) + ((uint64_t)(min(m_tile, 1791u) / 132) * 4477440 + (uint64_t)((132 - min(m_tile, 1791u) / 132 / 13 * 56) * 16896 + min(m_tile, 1791u) % 132 * 17024 + 16896));
       const float* of_rows = (const float*)(place);
       factors[0] = of_rows[lane / 4];
       factors[1] = of_rows[lane / 4 + 8];
     }
     if (phase == 4) {
-      const uint8_t* place = weights + ((uint64_t)(layer) * 112803840 + 82493440) + ((uint64_t)((m_tile < 255 ? m_tile : 255) / 132) * 15628800 + (uint64_t)((132 - (m_tile < 255 ? m_tile : 255) / 132 * 8) * 101376 + (m_tile < 255 ? m_tile : 255) % 132 * 17024 + 16896));
+      const uint8_t* place = weights + ((uint64_t)(layer) * 112803840 + 82493440) + ((uint64_t)(min(m_tile, 255u) / 132) * 15628800 + (uint64_t)((132 - min(m_tile, 255u) / 132 * 8) * 101376 + min(m_tile, 255u) % 132 * 17024 + 16896));
       const float* of_rows = (const float*)(place);
       factors[0] = of_rows[lane / 4];
       factors[1] = of_rows[lane / 4 + 8];
@@ -1807,37 +1807,37 @@ __device__ __forceinline__ void multiply(uint32_t phase, uint32_t block, uint32_
           uint32_t lane_2 = lane;
           uint4 of_group = ((const uint4*)(groups))[of_pass];
           uint32_t frequency = m_tile % 8 * 8 + lane_2 / 4;
-          uint32_t position = of_group.x + lane_2 % 4 * 2 < 8191 ? of_group.x + lane_2 % 4 * 2 : 8191;
+          uint32_t position = min(of_group.x + lane_2 % 4 * 2, 8191u);
           const float2* angles = (const float2*)(rope);
           float2 angle = angles[position * 64 + frequency];
-          uint32_t position_2 = of_group.x + lane_2 % 4 * 2 + 1 < 8191 ? of_group.x + lane_2 % 4 * 2 + 1 : 8191;
+          uint32_t position_2 = min(of_group.x + lane_2 % 4 * 2 + 1, 8191u);
           const float2* angles_2 = (const float2*)(rope);
           float2 angle_2 = angles_2[position_2 * 64 + frequency];
           uint32_t lane_3 = lane;
           uint4 of_group_2 = ((const uint4*)(groups))[of_pass + 1];
           uint32_t frequency_2 = m_tile % 8 * 8 + lane_3 / 4;
-          uint32_t position_3 = of_group_2.x + lane_3 % 4 * 2 < 8191 ? of_group_2.x + lane_3 % 4 * 2 : 8191;
+          uint32_t position_3 = min(of_group_2.x + lane_3 % 4 * 2, 8191u);
           const float2* angles_3 = (const float2*)(rope);
           float2 angle_3 = angles_3[position_3 * 64 + frequency_2];
-          uint32_t position_4 = of_group_2.x + lane_3 % 4 * 2 + 1 < 8191 ? of_group_2.x + lane_3 % 4 * 2 + 1 : 8191;
+          uint32_t position_4 = min(of_group_2.x + lane_3 % 4 * 2 + 1, 8191u);
           const float2* angles_4 = (const float2*)(rope);
           float2 angle_4 = angles_4[position_4 * 64 + frequency_2];
           uint32_t lane_4 = lane;
           uint4 of_group_3 = ((const uint4*)(groups))[of_pass + 2];
           uint32_t frequency_3 = m_tile % 8 * 8 + lane_4 / 4;
-          uint32_t position_5 = of_group_3.x + lane_4 % 4 * 2 < 8191 ? of_group_3.x + lane_4 % 4 * 2 : 8191;
+          uint32_t position_5 = min(of_group_3.x + lane_4 % 4 * 2, 8191u);
           const float2* angles_5 = (const float2*)(rope);
           float2 angle_5 = angles_5[position_5 * 64 + frequency_3];
-          uint32_t position_6 = of_group_3.x + lane_4 % 4 * 2 + 1 < 8191 ? of_group_3.x + lane_4 % 4 * 2 + 1 : 8191;
+          uint32_t position_6 = min(of_group_3.x + lane_4 % 4 * 2 + 1, 8191u);
           const float2* angles_6 = (const float2*)(rope);
           float2 angle_6 = angles_6[position_6 * 64 + frequency_3];
           uint32_t lane_5 = lane;
           uint4 of_group_4 = ((const uint4*)(groups))[of_pass + 3];
           uint32_t frequency_4 = m_tile % 8 * 8 + lane_5 / 4;
-          uint32_t position_7 = of_group_4.x + lane_5 % 4 * 2 < 8191 ? of_group_4.x + lane_5 % 4 * 2 : 8191;
+          uint32_t position_7 = min(of_group_4.x + lane_5 % 4 * 2, 8191u);
           const float2* angles_7 = (const float2*)(rope);
           float2 angle_7 = angles_7[position_7 * 64 + frequency_4];
-          uint32_t position_8 = of_group_4.x + lane_5 % 4 * 2 + 1 < 8191 ? of_group_4.x + lane_5 % 4 * 2 + 1 : 8191;
+          uint32_t position_8 = min(of_group_4.x + lane_5 % 4 * 2 + 1, 8191u);
           const float2* angles_8 = (const float2*)(rope);
           float2 angle_8 = angles_8[position_8 * 64 + frequency_4];
           uint32_t head = m_tile / 8;
@@ -2593,7 +2593,7 @@ __device__ __forceinline__ void store_hidden_states(uint8_t* workspace, uint32_t
   for (uint32_t place = first; place < wanted_count * 4096; place += 33792) {
     uint32_t row = place % 4096;
     uint32_t column = (uint32_t)(wanted[place / 4096]);
-    uint32_t in_bounds = row < 4095 ? row : 4095;
+    uint32_t in_bounds = min(row, 4095u);
     uint32_t lane = in_bounds % 8 * 4 + column % 8 / 2;
     uint32_t member = in_bounds % 16 / 8 * 2 + column % 2;
     uint64_t sums = (uint64_t)(in_bounds / 16) * 256 + (uint64_t)(column / 8);

@@ -19,6 +19,7 @@ from cheetah.lang.meaning import meaning
 from cheetah.lang.nodes import (
     Binary,
     Builtin,
+    Call,
     Cast,
     Expr,
     Literal,
@@ -334,19 +335,31 @@ def select(condition: Value, if_true: Value, if_false: Value) -> Expr:
 
 
 def minimum(a: Value, b: Value) -> Any:
-    """The smaller of two numbers, as a selection; of two Python numbers, the number."""
+    """The smaller of two numbers: of integers `min(a, b)`, of floats a selection, which says what becomes of NaN; of
+    two Python numbers, the number."""
     if not isinstance(a, Expr) and not isinstance(b, Expr):
         return min(a, b)
     left, right = _same_type("minimum", a, b)
-    return select(binary("<", left, right), left, right)
+    return _extreme("min", left, right) if _is_integer(left.type) else select(binary("<", left, right), left, right)
 
 
 def maximum(a: Value, b: Value) -> Any:
-    """The larger of two numbers, as a selection; of two Python numbers, the number."""
+    """The larger of two numbers: of integers `max(a, b)`, else as `minimum`."""
     if not isinstance(a, Expr) and not isinstance(b, Expr):
         return max(a, b)
     left, right = _same_type("maximum", a, b)
-    return select(binary("<", left, right), right, left)
+    return _extreme("max", left, right) if _is_integer(left.type) else select(binary("<", left, right), right, left)
+
+
+def _is_integer(type_: ty.Type) -> bool:
+    return isinstance(type_, ty.Scalar) and type_.is_integer
+
+
+def _extreme(function: str, left: Expr, right: Expr) -> Expr:
+    """A call of C++'s function; both arguments have the type, also where one is a literal."""
+    if isinstance(left, Literal) and isinstance(right, Literal):
+        return Literal(left.type, {"min": min, "max": max}[function](left.value, right.value))
+    return Call(left.type, function, (left, right))
 
 
 def reinterpret(type_: ty.Pointer, pointer: Expr) -> Expr:

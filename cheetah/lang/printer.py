@@ -194,7 +194,9 @@ def _(node: Cast) -> tuple[str, int]:
 
 @_expression.register
 def _(node: Call) -> tuple[str, int]:
-    return f"{node.function}({', '.join(map(render_expression, node.arguments))})", _POSTFIX
+    """Of a C function that is overloaded by type, a literal has its own."""
+    text = render_expression if node.callee is not None else lambda argument: _exact(argument, 0)
+    return f"{node.function}({', '.join(map(text, node.arguments))})", _POSTFIX
 
 
 @_expression.register

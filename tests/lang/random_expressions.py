@@ -84,7 +84,7 @@ class Expressions:
         if type_ == ty.boolean:
             makers.append(self._comparison)
         elif type_.is_integer:
-            makers += [self._shift, self._division]
+            makers += [self._shift, self._division, self._extreme]
         return self.random.choice(makers)(type_, depth - 1)
 
     def _leaf(self, type_: ty.Scalar) -> Valued:
@@ -122,6 +122,11 @@ class Expressions:
         if self.random.random() < 0.5:
             return Valued(a.expression >> amount, a.value >> count)
         return Valued(a.expression << amount, wrap(type_, a.value << count))
+
+    def _extreme(self, type_: ty.Scalar, depth: int) -> Valued:
+        a, b = self._draw(type_, depth), self._draw(type_, depth)
+        made, meaning = self.random.choice(((ch.minimum, min), (ch.maximum, max)))
+        return Valued(made(a.expression, b.expression), meaning(a.value, b.value))
 
     def _division(self, type_: ty.Scalar, depth: int) -> Valued:
         if type_.kind == "int":

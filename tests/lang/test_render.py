@@ -298,7 +298,7 @@ def test_a_loop_ends_where_its_whole_bound_says() -> None:
         with ch.for_(n & m):
             ch.raw_stmt("again();")
 
-    assert body(kernel)[0] == "  for (uint32_t i = 0; i < (n < m ? n : m); ++i) {"
+    assert body(kernel)[0] == "  for (uint32_t i = 0; i < min(n, m); ++i) {"
     assert body(kernel)[3].endswith("< (n & m); ++i) {")
 
 

@@ -27,6 +27,10 @@ struct alignas(8) float2 { float x, y; };
 struct alignas(16) float4 { float x, y, z, w; };
 struct alignas(2) bf16 { uint16_t bits; };
 
+// As CUDA has them, of two integers alike; two templates' types, since C++ knows two unsigned integers of 64 bits.
+template <class A, class B> auto min(A a, B b) { return b < a ? b : a; }
+template <class A, class B> auto max(A a, B b) { return a < b ? b : a; }
+
 namespace cheetah_emulator {
 
 using Place = std::source_location;  // one pointer; the line of the kernel text that called a primitive
