@@ -172,7 +172,7 @@ class BatchAttention:
         self._planned = None  # while the workspace holds half of one plan and half of another
         for name, words in sections.items():
             if words.nbytes:
-                self.workspace.upload(words, self.spec.offsets[name])
+                self.workspace.upload(words, self.spec.sections.offsets[name])
         self._planned = planned
 
     def _rows(self, qo_indptr: Int32Array | None, requests: int) -> Int32Array:
@@ -197,10 +197,10 @@ class BatchAttention:
             "page_table": planned.tables.page_table,
         }
         for name, words in sections.items():
-            if words.nbytes > spec.sections[name]:
+            if words.nbytes > (room := spec.sections.sizes[name]):
                 raise AttentionError(
-                    f"{name}: {words.nbytes} bytes, and the workspace has room for {spec.sections[name]}: make it for "
-                    "more requests, levels or keys"
+                    f"{name}: {words.nbytes} bytes, and the workspace has room for {room}: make it for more requests, "
+                    "levels or keys"
                 )
         return sections
 

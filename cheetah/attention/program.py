@@ -24,11 +24,12 @@ from cheetah.lang import prim, ty
 from cheetah.manifest import Launch
 from cheetah.package import Generated, KernelParameter, described, packaged
 from cheetah.plan import Gpu, ModelShape, Plan, PlanError, Region, default_plan, gpu_named, shared_map
-from cheetah.plan.index import ceil_div, round_up
+from cheetah.plan.index import ceil_div
 from cheetah.plan.kv import KvPlanLayout, most_tiles
 from cheetah.plan.kv.tables import TILE_WORDS
 from cheetah.plan.plan import STEP_TOKENS
 from cheetah.plan.regions import attention_records, attention_regions
+from cheetah.plan.sections import Sections
 from cheetah.plan.shared_memory import BULK_ALIGNMENT, SharedMap
 
 KERNEL_NAME = "attention"
@@ -159,10 +160,10 @@ class AttentionSpec:
         return {"partials": self.layout.max_partial_rows * partial_words(self.head_dim)}
 
     @cached_property
-    def sections(self) -> dict[str, int]:
-        """Bytes of each section of the workspace."""
+    def sections(self) -> Sections[str]:
+        """Of the workspace, in bytes."""
         kind = {"flags": FlaggedExchange, "barrier": BarrierExchange}[self.plan.sync]
-        return {
+        sizes = {
             "exchange": kind.size_bytes(self.exchange_sizes),
             "launches": 8,
             "kv_plan": 4 * self.layout.plan_words,
@@ -170,19 +171,11 @@ class AttentionSpec:
             "columns": 4 * len(COLUMN_FIELDS) * self.batch * self.queries,
             "page_table": 4 * self.page_entries,
         }
-
-    @cached_property
-    def offsets(self) -> dict[str, int]:
-        """First byte of each section."""
-        offsets, end = {}, 0
-        for name, nbytes in self.sections.items():
-            offsets[name] = end
-            end += round_up(nbytes, WORKSPACE_ALIGNMENT)
-        return offsets
+        return Sections(sizes, WORKSPACE_ALIGNMENT)
 
     @property
     def workspace_bytes(self) -> int:
-        return sum(round_up(nbytes, WORKSPACE_ALIGNMENT) for nbytes in self.sections.values())
+        return self.sections.total
 
     @property
     def parameters(self) -> dict[str, ty.Type]:
@@ -264,10 +257,10 @@ def build_kernel(spec: AttentionSpec) -> ch.Kernel:
 def _emit(spec: AttentionSpec, machine: Machine, given: SimpleNamespace) -> None:
     tables = {
         name: ch.reinterpret(ty.ptr(ty.i32), given.workspace + offset)
-        for name, offset in spec.offsets.items()
+        for name, offset in spec.sections.offsets.items()
         if name not in ("exchange", "launches")
     }
-    exchange = make_exchange(machine, given.workspace + spec.offsets["exchange"], spec.exchange_sizes)
+    exchange = make_exchange(machine, given.workspace + spec.sections.offsets["exchange"], spec.exchange_sizes)
     ring = Ring(machine)
     with ch.if_(machine.thread == 0):
         ring.initialise()
@@ -293,7 +286,7 @@ def _emit(spec: AttentionSpec, machine: Machine, given: SimpleNamespace) -> None
         attention.copy(0, 0)
     with machine.consumer:
         exchange.start()
-        _take_ticket(machine, given.workspace + spec.offsets["launches"])
+        _take_ticket(machine, given.workspace + spec.sections.offsets["launches"])
         schedule.keep()
         machine.meet()
         epoch = machine.region("epoch", ty.u32)[0]

@@ -25,6 +25,7 @@ from cheetah.lang.primitive import GPU_SCOPE
 from cheetah.lang.primitives.exchange import UNITS
 from cheetah.plan.formats import BF16_VECTOR
 from cheetah.plan.halves import PAGE_BYTES, PART_BYTES, parts_in_half
+from cheetah.plan.sections import Sections
 
 COUNTER_BYTES = 256
 """The grid barrier's counter has cache lines of its own."""
@@ -136,12 +137,10 @@ class Exchange(ABC):
         cls, sizes: dict[str, int], inputs: Collection[str], offset_bytes: int = COUNTER_BYTES
     ) -> dict[str, Vector]:
         """Where vectors lie that follow one another from `offset_bytes` on."""
-        vectors = {}
-        for name, words in sizes.items():
-            word = cls.input_word if name in inputs else cls.word
-            vectors[name] = Vector(name, words, offset_bytes // word.bytes, word)
-            offset_bytes += -(-words * word.bytes // VECTOR_ALIGNMENT) * VECTOR_ALIGNMENT
-        return vectors
+        words = {name: cls.input_word if name in inputs else cls.word for name in sizes}
+        nbytes = {name: count * words[name].bytes for name, count in sizes.items()}
+        offsets = Sections(nbytes, VECTOR_ALIGNMENT, offset_bytes).offsets
+        return {name: Vector(name, sizes[name], offsets[name] // words[name].bytes, words[name]) for name in sizes}
 
     @classmethod
     def size_bytes(cls, sizes: dict[str, int], inputs: Collection[str] = ()) -> int:

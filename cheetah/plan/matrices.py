@@ -10,6 +10,7 @@ from cheetah.plan.layout import MatrixLayout
 from cheetah.plan.narrow import residual_tile_rows
 from cheetah.plan.plan import Plan
 from cheetah.plan.products import Product
+from cheetah.plan.sections import Sections
 from cheetah.plan.shape import ModelShape
 
 
@@ -81,9 +82,10 @@ def step_matrices(shape: ModelShape, plan: Plan, gpu: Gpu) -> StepMatrices:
     """The layouts of a model's matrices under a plan."""
     plan.check(shape, gpu)
     table, tile_rows = shape.table, residual_tile_rows(shape, gpu)
-    of_layer = tuple(_placed(*(_layout(product, plan, gpu, tile_rows) for product in table.products)))
-    stride = of_layer[-1].offset + of_layer[-1].total_bytes
-    head = replace(_layout(table.head, plan, gpu, tile_rows), offset=shape.layers * stride)
+    layouts = [_layout(product, plan, gpu, tile_rows) for product in table.products]
+    places = Sections({layout.name: layout.total_bytes for layout in layouts})
+    of_layer = tuple(replace(layout, offset=places.offsets[layout.name]) for layout in layouts)
+    head = replace(_layout(table.head, plan, gpu, tile_rows), offset=shape.layers * places.end)
     return StepMatrices(of_layer, head, shape.layers)
 
 
@@ -97,12 +99,3 @@ def _layout(product: Product, plan: Plan, gpu: Gpu, residual_rows: int) -> Matri
         is_brief=product.is_brief,
         is_once=product.is_once,
     )
-
-
-def _placed(*layouts: MatrixLayout) -> list[MatrixLayout]:
-    placed: list[MatrixLayout] = []
-    offset = 0
-    for layout in layouts:
-        placed.append(replace(layout, offset=offset))
-        offset += layout.total_bytes
-    return placed

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from cheetah.plan.errors import PlanError, require_positive
-from cheetah.plan.index import round_up
+from cheetah.plan.sections import Sections
 
 BULK_ALIGNMENT = 128
 """Alignment of a bulk copy's destination: 16 bytes are required; 128 keeps whole bank rows together."""
@@ -52,20 +52,22 @@ class SharedMap:
     @cached_property
     def offsets(self) -> dict[str, int]:
         """First byte of each region in the arena."""
-        offsets: dict[str, int] = {}
-        end = 0
+        offsets = dict(self._own.offsets)
         for region in self.regions:
             if region.over is not None:
                 offsets[region.name] = offsets[region.over] + region.skip
-                continue
-            offsets[region.name] = round_up(end, region.alignment)
-            end = offsets[region.name] + region.nbytes
         return offsets
+
+    @cached_property
+    def _own(self) -> Sections[str]:
+        """The regions that lie over no other."""
+        own = [region for region in self.regions if region.over is None]
+        return Sections({one.name: one.nbytes for one in own}, {one.name: one.alignment for one in own})
 
     @property
     def total_bytes(self) -> int:
         """Bytes of the arena, from 0 to the end of the last region."""
-        return max((self.offsets[region.name] + region.nbytes for region in self.regions), default=0)
+        return self._own.end
 
     def offset(self, name: str) -> int:
         """First byte of region `name`."""

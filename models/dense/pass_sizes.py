@@ -11,10 +11,11 @@ from dataclasses import dataclass
 from cheetah.models.config import ModelConfig
 from cheetah.plan import Gpu, ModelShape, Plan, PlanError, SharedMap, StepMatrices, step_matrices
 from cheetah.plan.formats import BF16, M_TILE_ROWS, QuantizedTiles, TileFormat
-from cheetah.plan.index import ceil_div, round_up
+from cheetah.plan.index import ceil_div
 from cheetah.plan.pass_tables import SEGMENT_COLUMNS, PassRoom, pass_room
 from cheetah.plan.products import Phase, Product, RowOrder, StepTable, Vector
 from cheetah.plan.prompt import STAGE_TILES, Cut, PassPlan, widest_format
+from cheetah.plan.sections import Sections
 
 SECTION_ALIGNMENT = 1024
 
@@ -159,8 +160,8 @@ class PassSizes:
         return ceil_div(self.shape.hidden, M_TILE_ROWS)
 
     @property
-    def sections(self) -> dict[str, int]:
-        """Bytes of each section of the workspace. Columns that pad a K-tile stay zero: nobody writes them."""
+    def sections(self) -> Sections[str]:
+        """Of the workspace, in bytes. Columns that pad a K-tile stay zero: nobody writes them."""
         plan, shape, matrices = self.pass_plan, self.shape, self.matrices
         keys = shape.kv_heads * self.room.key_rows * shape.head_dim * 2
         # A tile of attention reads as many queries as it may have, also where a segment has fewer.
@@ -169,7 +170,7 @@ class PassSizes:
             name = section_of(product.input)
             columns[name] = max(columns.get(name, 0), matrices[product].padded_columns)
         query_columns = shape.heads * plan.tokens + self.room.tile_tokens
-        return {
+        sizes = {
             "counter": 8,
             "residual": 4 * plan.residual_floats(self.hidden_m_tiles),
             HIDDEN: plan.activation_bytes(columns.pop(HIDDEN)),
@@ -180,22 +181,10 @@ class PassSizes:
             **{name: plan.activation_bytes(count) for name, count in columns.items()},
             "parts": 4 * plan.residual_floats(max(self._part_m_tiles())),
         }
+        return Sections(sizes, SECTION_ALIGNMENT)
 
     def _part_m_tiles(self) -> Iterator[int]:
         """M-tiles of all parts of each product that has several."""
         for product in self.table.products:
             parts = self.parts(product)
             yield 0 if parts == 1 else parts * self.matrices[product].full_m_tiles
-
-    @property
-    def offsets(self) -> dict[str, int]:
-        """First byte of each section."""
-        offsets, end = {}, 0
-        for name, nbytes in self.sections.items():
-            offsets[name] = end
-            end += round_up(nbytes, SECTION_ALIGNMENT)
-        return offsets
-
-    @property
-    def workspace_bytes(self) -> int:
-        return sum(round_up(nbytes, SECTION_ALIGNMENT) for nbytes in self.sections.values())

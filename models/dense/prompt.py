@@ -97,7 +97,7 @@ def sizes(config: ModelConfig, gpu: Gpu, plan: Plan, pass_plan: PassPlan) -> dic
         "hidden_rows": pass_plan.tokens,
         "token_groups": pass_plan.groups,
         "token_segments": pass_plan.tokens // SEGMENT_COLUMNS,
-        "workspace_bytes": PassSizes(config, gpu, plan, pass_plan).workspace_bytes,
+        "workspace_bytes": PassSizes(config, gpu, plan, pass_plan).sections.total,
         "phases": PassSizes(config, gpu, plan, pass_plan).phase_count,
     }
 
@@ -149,7 +149,7 @@ class Pass:
 
     def _section(self, name: str, element: ty.Type | None = None) -> Any:
         """A pointer to a section of the workspace (u8 unless said)."""
-        start = self.launch.workspace + ty.u64(self.sizes.offsets[name])
+        start = self.launch.workspace + ty.u64(self.sizes.sections.offsets[name])
         return start if element is None else ch.reinterpret(ty.ptr_mut(element), start)
 
     @ch.inline

@@ -20,8 +20,8 @@ from cheetah.models.formats import Bytes, PackingError, WeightFormat, format_of
 from cheetah.models.formats.quantized_tiles import QuantizedFormat
 from cheetah.models.repacking import Read, ScaleRows, StoredMatrix, stored_matrix
 from cheetah.plan import M_TILE_ROWS, MatrixLayout
-from cheetah.plan.index import round_up
 from cheetah.plan.repacking import NOTHING, PLACE_BYTES, Repacking
+from cheetah.plan.sections import Sections
 from cheetah.stopwatch import Stopwatch
 
 PART_BYTES = 64 * 2**20
@@ -105,16 +105,21 @@ class _Part:
     @cached_property
     def _sources(self) -> tuple[_Source, ...]:
         """What the M-tiles need of each tensor that they have rows of."""
-        sources, place = list[_Source](), 0
-        for rows in self.matrix.groups.rows(groups_of(self.matrix.layout, self.m_tiles)):
-            codes = self.matrix.stored[rows.source].codes
-            first, stop = rows.span
-            begin, end = (
-                (0, codes.nbytes) if codes.row_bytes is None else (first * codes.row_bytes, stop * codes.row_bytes)
-            )
-            sources.append(_Source(rows, begin, end, place))
-            place += round_up(end - begin, ALIGNMENT)
-        return tuple(sources)
+        wanted = self.matrix.groups.rows(groups_of(self.matrix.layout, self.m_tiles))
+        spans = [self._span(rows) for rows in wanted]
+        places = Sections({number: len(span) for number, span in enumerate(spans)}, ALIGNMENT).offsets
+        return tuple(
+            _Source(rows, span.start, span.stop, places[number])
+            for number, (rows, span) in enumerate(zip(wanted, spans, strict=True))
+        )
+
+    def _span(self, rows: SourceRows) -> range:
+        """The bytes of a tensor's codes that have these rows."""
+        codes = self.matrix.stored[rows.source].codes
+        first, stop = rows.span
+        return (
+            range(codes.nbytes) if codes.row_bytes is None else range(first * codes.row_bytes, stop * codes.row_bytes)
+        )
 
     @property
     def code_count(self) -> int:
@@ -134,21 +139,17 @@ class _Part:
         }
 
     @cached_property
-    def _offsets(self) -> dict[str, int]:
-        """First byte of each thing in the staging memory, and the end."""
+    def _sections(self) -> Sections[str]:
+        """Of the staging memory, in bytes."""
         sizes = {name: 4 * int(np.prod(shape)) for name, shape in self._tables.items()}
         last = self._sources[-1]
         sizes |= {"scales": len(self.m_tiles) * self._scale_bytes, "codes": last.place + last.end - last.begin}
-        offsets, end = dict[str, int](), 0
-        for name, nbytes in sizes.items():
-            offsets[name] = end
-            end += round_up(nbytes, ALIGNMENT)
-        return {**offsets, "end": end}
+        return Sections(sizes, ALIGNMENT)
 
     @property
     def end(self) -> int:
         """Bytes of staging memory."""
-        return self._offsets["end"]
+        return self._sections.total
 
     @property
     def _behind_bytes(self) -> int:
@@ -175,7 +176,7 @@ class _Part:
             behind_bytes=self._behind_bytes,
             factor_bytes=layout.format.factor_bytes,
             is_f16=int(self.matrix.stored[0].codes.is_f16),
-            **{f"{name}_at": offset for name, offset in self._offsets.items() if name != "end"},
+            **{f"{name}_at": offset for name, offset in self._sections.offsets.items()},
         )
 
     def pieces(self, reads: Sequence[Read], watch: Stopwatch) -> Iterator[Piece]:
@@ -188,14 +189,14 @@ class _Part:
     @property
     def table_bytes(self) -> int:
         """Of all tables."""
-        return self._offsets["scales"]
+        return self._sections.offsets["scales"]
 
     def _tables_piece(self) -> Piece:
         def make(memory: Bytes) -> None:
             made: dict[str, NDArray[Any]] = {"order": _code_order(format_of(self.matrix.layout))}
             made |= {"rows": self._row_table(), "columns": self._column_table()}
             for name, table in {**made, "places": self._places()}.items():
-                begin = self._offsets[name]
+                begin = self._sections.offsets[name]
                 memory[begin : begin + 4 * table.size].view(np.uint32).reshape(table.shape)[:] = table
 
         return Piece(STAGING, 0, self.table_bytes, (make,))
@@ -232,7 +233,7 @@ class _Part:
         for some in ranges(len(self.m_tiles), max(1, PIECE_BYTES // self._scale_bytes)):
             blocks = ranges(len(some), max(1, BLOCK_BYTES // self._scale_bytes))
             jobs = (self._scales_job(some.start, one, watch) for one in blocks)
-            begin = self._offsets["scales"] + some.start * self._scale_bytes
+            begin = self._sections.offsets["scales"] + some.start * self._scale_bytes
             yield Piece(STAGING, begin, len(some) * self._scale_bytes, tuple(jobs))
 
     def _scales_job(self, first: int, m_tiles: range, watch: Stopwatch) -> Job:
@@ -271,7 +272,7 @@ class _Part:
         for some in ranges(source.end - source.begin, PIECE_BYTES):
             begin = source.begin + some.start
             jobs = tuple(job(begin, block) for block in ranges(len(some), BLOCK_BYTES))
-            place = self._offsets["codes"] + source.place + some.start
+            place = self._sections.offsets["codes"] + source.place + some.start
             yield Piece(STAGING, place, len(some), jobs)
 
 

@@ -89,12 +89,12 @@ def test_a_launch_never_changes(attention: BatchAttention) -> None:
     attention.run(QUERIES, POOL)
     assert attention._last_run is not None
     before = dict(attention._last_run.arguments)
-    offsets, nbytes = attention.spec.offsets, attention.workspace_bytes
+    offsets, nbytes = attention.spec.sections.offsets, attention.workspace_bytes
     attention.launch()
     attention.plan(*page_table([[3], [0, 2]], [1, 16], 8))
     attention.launch()
     assert attention._last_run.arguments == before
-    assert (attention.spec.offsets, attention.workspace_bytes) == (offsets, nbytes)
+    assert (attention.spec.sections.offsets, attention.workspace_bytes) == (offsets, nbytes)
     assert attention.time_ms(2) > 0 and attention.kv_bytes == 17 * 2 * 2 * 64 * 2
 
 
@@ -103,7 +103,7 @@ def test_epochs_begin_again_after_the_last_one_and_leave_out_that_of_a_clean_wor
 ) -> None:
     attention.plan(*TABLE, minimum=16, chunk=16)
     output, _ = attention.run(QUERIES, POOL)
-    place, blocks = attention.spec.offsets["launches"], attention.spec.machine.blocks
+    place, blocks = attention.spec.sections.offsets["launches"], attention.spec.machine.blocks
     attention.workspace.upload(np.array([(2**32 - 2) * blocks], np.uint64), place)
     for _ in range(3):
         np.testing.assert_array_equal(attention.run(QUERIES, POOL)[0], output)

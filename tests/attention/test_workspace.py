@@ -47,10 +47,10 @@ def test_a_workspace_of_the_exact_size() -> None:
 
 def test_lengths_change_no_offset_and_no_launch() -> None:
     attention = attention_of(MAIN)
-    before = attention.workspace_bytes, dict(attention.spec.offsets), attention.kernel.manifest.launch
+    before = attention.workspace_bytes, dict(attention.spec.sections.offsets), attention.kernel.manifest.launch
     for lengths in ((1,), (199, 3, 512, 0), (16, 16)):
         assert_meaning(random_case(MAIN, lengths))
-        assert before == (attention.workspace_bytes, attention.spec.offsets, attention.kernel.manifest.launch)
+        assert before == (attention.workspace_bytes, attention.spec.sections.offsets, attention.kernel.manifest.launch)
 
 
 def test_token_major_pools_are_converted() -> None:

@@ -12,14 +12,14 @@ from .shapes import LLAMA_8B
 
 def read(layout, words, name, shape):
     """What a kernel would read: `shape` words from the section's offset."""
-    return words[layout.offsets[name] :][: int(np.prod(shape))].reshape(shape)
+    return words[layout.sections.offsets[name] :][: int(np.prod(shape))].reshape(shape)
 
 
 def test_sections_have_the_offsets_of_the_format():
     layout = KvPlanLayout(blocks=132, kv_heads=8, tiles=1, tile_rows=4)
     assert (layout.max_items, layout.max_merges, layout.max_sources) == (272, 8, 264)
     assert layout.max_partial_rows == 4 * 264
-    assert layout.offsets == {
+    assert layout.sections.offsets == {
         "header": 0,
         "work_indptr": 64,  # 133 words in 192
         "items": 256,  # 272 * 8 words
@@ -43,7 +43,7 @@ def test_an_encoded_plan_reads_back():
         for name in ARRAYS:
             values = getattr(plan, name)
             assert np.array_equal(read(layout, words, name, values.shape), values), name
-            used += layout.sizes[name]
+            used += layout.sections.sizes[name]
         assert used <= layout.plan_words
 
 

@@ -370,7 +370,7 @@ def _check_plan(manifest: Manifest, config: LlamaConfig, tables: Tables, step: i
     plans = tables.arguments["kv_plans"].view(np.int32, (int(tables.arguments["plan_count"]), layout.plan_words))
     assert plans[0, 0] == 0 and (np.diff(plans[:, 0]) > 0).all()
     words = plans[np.flatnonzero(plans[:, 0] <= step)[-1]]
-    items = words[layout.offsets["items"] :][: int(words[1]) * 8].reshape(-1, 8).tolist()
+    items = words[layout.sections.offsets["items"] :][: int(words[1]) * 8].reshape(-1, 8).tolist()
     align, columns = tables.plan.kv_align, sum(sequence.per_step for sequence in tables.sequences)
     keys = tables.plan.max_context + tables.plan.tokens + align
     covered = np.zeros((columns, config.kv_heads, keys), int)

@@ -118,7 +118,7 @@ class Schedule:
         return is_new
 
     def _place(self, role: ch.Role, section: str, index: ch.Value) -> ch.Expr:
-        offset = ch.cast(ty.u32, index) + self.layout.offsets[section]
+        offset = ch.cast(ty.u32, index) + self.layout.sections.offsets[section]
         place: ch.Expr = self.plans + (self.index[role.name] * self.layout.plan_words + offset)
         return place
 

@@ -16,6 +16,7 @@ from cheetah.plan.index import ceil_div, round_up
 from cheetah.plan.kv.launch import most_tiles, whole_length
 from cheetah.plan.kv.scheduler import ITEM_WORDS, Int32Array, KvPlan, Scheduling, Tile, cached_schedule
 from cheetah.plan.plan import Plan
+from cheetah.plan.sections import Sections
 
 SECTION_WORDS = 64
 """Alignment of the sections of an encoded plan, in 32-bit words; also the size of its header."""
@@ -140,9 +141,9 @@ class KvPlanLayout:
         return self.levels == 1 and not self.chunk
 
     @cached_property
-    def sizes(self) -> dict[str, int]:
-        """Words of each section."""
-        return {
+    def sections(self) -> Sections[str]:
+        """Of an encoded plan, in words."""
+        sizes = {
             "header": SECTION_WORDS,
             "work_indptr": self.blocks + 1,
             "items": self.max_items * ITEM_WORDS,
@@ -150,21 +151,12 @@ class KvPlanLayout:
             "merges": self.max_merges * 2,
             "merge_src": self.max_sources,
         }
-
-    @cached_property
-    def offsets(self) -> dict[str, int]:
-        """First word of each section."""
-        offsets = {}
-        end = 0
-        for name, words in self.sizes.items():
-            offsets[name] = end
-            end += round_up(words, SECTION_WORDS)
-        return offsets
+        return Sections(sizes, SECTION_WORDS)
 
     @property
     def plan_words(self) -> int:
         """Words of one encoded plan, a multiple of 64."""
-        return sum(round_up(words, SECTION_WORDS) for words in self.sizes.values())
+        return self.sections.total
 
     def encode(self, plan: KvPlan, first_step: int) -> Int32Array:
         """The words of `plan`, valid from step `first_step` on; unused words are 0. int32 [plan_words]."""
@@ -173,7 +165,7 @@ class KvPlanLayout:
         words[:4] = first_step, plan.item_count, plan.merge_count, plan.merge_rows
         for name in ("work_indptr", "items", "merge_indptr", "merges", "merge_src"):
             values = getattr(plan, name).ravel()
-            words[self.offsets[name] : self.offsets[name] + len(values)] = values
+            words[self.sections.offsets[name] :][: len(values)] = values
         return words
 
     def encode_launch(self, plans: Sequence[tuple[int, KvPlan]]) -> Int32Array:
