@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from socket import socket
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -30,7 +31,8 @@ if TYPE_CHECKING:
 
 EPILOG = "Example: cheetah serve demo --device emulator"
 KEY_VARIABLE = "CHEETAH_API_KEY"
-LOCAL = ("127.0.0.1", "::1", "localhost")
+ANY_HOST = "*"
+LOG_LEVELS = ("critical", "error", "warning", "info", "debug")
 
 
 def serve(
@@ -40,6 +42,14 @@ def serve(
     api_key: Annotated[
         list[str] | None,
         typer.Option(help=f"A key that requests need; repeatable, or in {KEY_VARIABLE}.", show_default=False),
+    ] = None,
+    allowed_hosts: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="A name by which requests may call the server, * for any; repeatable. By default those of this "
+            "machine where it listens there, else any.",
+            show_default=False,
+        ),
     ] = None,
     served_model_name: Annotated[
         list[str] | None,
@@ -70,6 +80,7 @@ def serve(
         bool, typer.Option(help="Keep the pages of prompts for later ones that begin alike.")
     ] = True,
     max_waiting: Annotated[int, typer.Option(min=0, help="Completions that may wait; further ones get 429.")] = 256,
+    max_connections: Annotated[int, typer.Option(min=1, help="Connections held at a time.")] = 1024,
     max_body_mb: Annotated[float, typer.Option(min=0.001, help="Most megabytes of a request.")] = 8.0,
     stuck_after: Annotated[float, typer.Option(min=0.1, help="Seconds of a step after which /health fails.")] = 60.0,
     drain: Annotated[int, typer.Option(min=0, help="Seconds that requests have to end after SIGTERM.")] = 120,
@@ -94,13 +105,17 @@ def serve(
     need_extra()
     if device == "pycuda":
         raise CheetahError("device pycuda works in the thread that opened it alone: use cuda")
+    if log_level not in LOG_LEVELS:
+        raise CheetahError(f"--log-level {log_level}: choose one of {', '.join(LOG_LEVELS)}")
     from cheetah.runtime import LLM
+    from cheetah.serve.listening import enough_descriptors, is_loopback, listening
     from cheetah.serve.service import Options
 
     keys = tuple(api_key or filter(None, [os.environ.get(KEY_VARIABLE)]))
     options = Options(
         names=tuple(served_model_name or [model]),
         api_keys=keys,
+        hosts=_allowed(host, allowed_hosts or []),
         most_waiting=max_waiting,
         body_bytes=int(max_body_mb * 1e6),
         stuck_after_s=stuck_after,
@@ -108,15 +123,18 @@ def serve(
         reasoning_parser=reasoning_parser,
         seed=seed,
     )
-    if host not in LOCAL and not keys:
+    if not is_loopback(host) and not keys:
         typer.echo(f"anybody who reaches {host}:{port} may use this server: set {KEY_VARIABLE}", err=True)
+    at, connections = listening(host, port), enough_descriptors(max_connections)
+    if connections < max_connections:
+        typer.echo(f"{connections} connections instead of {max_connections}: raise the limit (ulimit -n)", err=True)
     given: dict[str, Any] = {"device": device, "gpu": gpu, "batch": batch, "max_context": max_context}
     given |= {"kv_dtype": kv_dtype, "kv_chunk": kv_chunk, "prompt_tokens": prompt_tokens, "prefix_cache": prefix_cache}
     given |= {"prompt_passes": prompt_passes, "max_num_batched_tokens": max_num_batched_tokens, "verbose": verbose}
     given["messages_have_special_tokens"] = messages_have_special_tokens
     generate = kernel_generator(model)
     with LLM(model, revision=revision, chat_template=chat_template, generate_kernel=generate, **given) as llm:
-        if not _served_to_the_end(llm, options, host=host, port=port, drain=drain, log_level=log_level):
+        if not _served_to_the_end(llm, options, at, connections, drain, log_level):
             raise CheetahError("the engine failed, see above; nothing more could be answered")
 
 
@@ -125,11 +143,20 @@ def register(app: typer.Typer) -> None:
     app.command(epilog=EPILOG)(serve)
 
 
-def _served_to_the_end(llm: LLM, options: Options, *, drain: int, **config: Any) -> bool:
-    """Serves until a signal asks for the end, then finishes what is under way; False if the engine failed before."""
-    import uvicorn
+def _allowed(host: str, more: list[str]) -> tuple[str, ...]:
+    """The names by which requests may call the server; none for any."""
+    from cheetah.serve.listening import LOOPBACK, is_loopback
 
+    if ANY_HOST in more or not (more or is_loopback(host)):
+        return ()
+    own = f"[{host}]" if ":" in host else host
+    return (*LOOPBACK, own, *more)
+
+
+def _served_to_the_end(llm: LLM, options: Options, at: socket, connections: int, drain: int, log_level: str) -> bool:
+    """Serves until a signal asks for the end, then finishes what is under way; False if the engine failed before."""
     from cheetah.serve.app import asgi
+    from cheetah.serve.listening import Bounds, Server
 
     failed = False
 
@@ -138,10 +165,10 @@ def _served_to_the_end(llm: LLM, options: Options, *, drain: int, **config: Any)
         failed = server.should_exit = True
 
     app = asgi(llm, options, stop_for_fault)
-    server = uvicorn.Server(uvicorn.Config(app, timeout_graceful_shutdown=drain, server_header=False, **config))
+    server = Server(app, Bounds(connections), app.state.service.driver.hurry, drain, log_level=log_level)
     previous = signal.signal(signal.SIGTERM, lambda number, frame: None)  # uvicorn raises it again behind a clean end
     try:
-        server.run()
+        server.run([at])
     finally:
         signal.signal(signal.SIGTERM, previous)
     return not failed and server.started

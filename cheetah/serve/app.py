@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import hmac
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from importlib.resources import files
 from typing import Any
@@ -17,7 +16,7 @@ from fastapi import FastAPI, Request
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.responses import HTMLResponse, Response, StreamingResponse
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import Receive, Scope, Send
 
 from cheetah.errors import CheetahError
 from cheetah.runtime import LLM
@@ -25,14 +24,13 @@ from cheetah.serve.answers import as_json
 from cheetah.serve.driver import EngineStopped
 from cheetah.serve.embeddings import EmbeddingBody
 from cheetah.serve.errors import ApiError, of_failure
+from cheetah.serve.gates import Hosts, Keys
 from cheetah.serve.metrics import CONTENT_TYPE
 from cheetah.serve.reading import AnyBody, unless_gone
 from cheetah.serve.records import ChatBody, CompletionBody, DetokenizeBody, ResponseBody, TokenizeBody
+from cheetah.serve.replies import error_response, json_response
 from cheetah.serve.service import Options, Order, Service, Work
 from cheetah.version import __version__
-
-OPEN_TO_ALL = ("/", "/health", "/ping")
-"""What needs no key: a page that asks for one, and whether the server is well."""
 
 PAGE_POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'"
 
@@ -54,6 +52,7 @@ def asgi(llm: LLM, options: Options | None = None, on_fault: Callable[[], None] 
     app = FastAPI(title="Cheetah", lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None)
     app.state.service = service
     app.add_middleware(Keys, keys=service.options.api_keys)
+    app.add_middleware(Hosts, allowed=service.options.hosts)
     for kind, answer in _MISHAPS.items():
         app.add_exception_handler(kind, answer)
     _add_engine_routes(app, service)
@@ -81,23 +80,23 @@ def _add_other_routes(app: FastAPI, service: Service) -> None:
     @app.post("/v1/embeddings")
     async def of_texts(request: Request) -> Response:
         embed = await service.reading.read(request, EmbeddingBody, service.embeddings)
-        return _json(await unless_gone(request.receive, asyncio.to_thread(embed)))
+        return json_response(await unless_gone(request.receive, asyncio.to_thread(embed)))
 
     @app.post("/tokenize")
     async def tokenize(request: Request) -> Response:
-        return _json(await service.reading.read(request, TokenizeBody, service.tokenize))
+        return json_response(await service.reading.read(request, TokenizeBody, service.tokenize))
 
     @app.post("/detokenize")
     async def detokenize(request: Request) -> Response:
-        return _json(await service.reading.read(request, DetokenizeBody, service.detokenize))
+        return json_response(await service.reading.read(request, DetokenizeBody, service.detokenize))
 
     @app.get("/v1/models")
     async def models() -> Response:
-        return _json(service.models())
+        return json_response(service.models())
 
     @app.get("/v1/models/{name:path}")
     async def model(name: str) -> Response:
-        return _json(service.model(name))
+        return json_response(service.model(name))
 
     @app.get("/health")
     @app.get("/ping")
@@ -107,7 +106,7 @@ def _add_other_routes(app: FastAPI, service: Service) -> None:
 
     @app.get("/version")
     async def version() -> Response:
-        return _json({"version": __version__})
+        return json_response({"version": __version__})
 
     @app.get("/metrics")
     async def metrics() -> Response:
@@ -117,25 +116,6 @@ def _add_other_routes(app: FastAPI, service: Service) -> None:
     async def page() -> Response:
         text = files("cheetah.serve").joinpath("page.html").read_text(encoding="utf-8")
         return HTMLResponse(text, headers={"content-security-policy": PAGE_POLICY})
-
-
-class Keys:
-    """Lets through who has one of the keys, and everybody if there is none."""
-
-    def __init__(self, app: ASGIApp, keys: Sequence[str]):
-        self._app, self._keys = app, [f"Bearer {key}".encode() for key in keys]
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["path"] in OPEN_TO_ALL or self._has_key(scope):
-            await self._app(scope, receive, send)
-        else:
-            problem = ApiError(401, "this server needs an API key: send the header Authorization: Bearer KEY")
-            await _error(problem)(scope, receive, send)
-
-    def _has_key(self, scope: Scope) -> bool:
-        """Compares with every key in a time that does not tell how much of one was right."""
-        given = dict(scope["headers"]).get(b"authorization", b"")
-        return not self._keys or any([hmac.compare_digest(given, key) for key in self._keys])
 
 
 class EventStream(StreamingResponse):
@@ -167,7 +147,7 @@ async def _answered(
     if work.streams:
         return EventStream(work, named_events)
     try:
-        return _json(await unless_gone(request.receive, work.whole()))
+        return json_response(await unless_gone(request.receive, work.whole()))
     finally:
         work.close()
 
@@ -191,32 +171,22 @@ def _event(record: dict[str, Any], named: bool) -> bytes:
     return name + b"data: " + as_json(record) + b"\n\n"
 
 
-def _json(record: Any, status: int = 200) -> Response:
-    return Response(as_json(record), status, media_type="application/json")
-
-
-def _error(problem: ApiError) -> Response:
-    response = _json(problem.body, problem.status)
-    response.headers.update(problem.headers)
-    return response
-
-
 async def _of_api_error(request: Request, problem: Exception) -> Response:
     assert isinstance(problem, ApiError)
-    return _error(problem)
+    return error_response(problem)
 
 
 async def _of_http(request: Request, problem: Exception) -> Response:
     assert isinstance(problem, HTTPException)
-    return _error(ApiError(problem.status_code, f"{request.method} {request.url.path}: {problem.detail}"))
+    return error_response(ApiError(problem.status_code, f"{request.method} {request.url.path}: {problem.detail}"))
 
 
 async def _of_stopped_engine(request: Request, problem: Exception) -> Response:
-    return _error(ApiError(503, str(problem)))
+    return error_response(ApiError(503, str(problem)))
 
 
 async def _of_failed_completion(request: Request, problem: Exception) -> Response:
-    return _error(of_failure(problem))
+    return error_response(of_failure(problem))
 
 
 async def _of_gone_client(request: Request, problem: Exception) -> Response:
@@ -224,7 +194,7 @@ async def _of_gone_client(request: Request, problem: Exception) -> Response:
 
 
 async def _of_our_bug(request: Request, problem: Exception) -> Response:
-    return _error(ApiError(500, "internal error: the server's log says more"))
+    return error_response(ApiError(500, "internal error: the server's log says more"))
 
 
 _MISHAPS: dict[type[Exception], Callable[[Request, Exception], Awaitable[Response]]] = {

@@ -20,6 +20,7 @@ from cheetah.runtime.engine.shared import SharedEngine
 from cheetah.runtime.outputs import StreamPiece
 from cheetah.runtime.text.prompts import Prompts
 
+STOPPED = "the server was stopped"
 Observe = Callable[[int, StreamPiece], None]
 """Told each piece of a completion, by its number, before its client is."""
 
@@ -61,13 +62,17 @@ class Driver:
         self._loop = asyncio.get_running_loop()
         self._thread.start()
 
-    async def stop(self) -> None:
-        """Ends what is unfinished, and the thread once its step is over."""
+    def hurry(self) -> None:
+        """Ends what is unfinished; its clients are told so."""
         with self._something_to_do:
             self._is_stopping = True
             self._something_to_do.notify()
+        self._end_all(STOPPED)
+
+    async def stop(self) -> None:
+        """Ends what is unfinished, and the thread once its step is over."""
+        self.hurry()
         await asyncio.to_thread(self._thread.join)
-        self._end_all("the server was stopped")
 
     def check(self) -> None:
         """EngineStopped unless the engine's thread is alive and its steps end in time."""
@@ -76,7 +81,9 @@ class Driver:
         began = self._step_began
         if began is not None and time.monotonic() - began > self._stuck_after_s:
             raise EngineStopped(f"a step of the engine has not ended after {time.monotonic() - began:.0f} s")
-        if self._is_stopping or not self._thread.is_alive():
+        if self._is_stopping:
+            raise EngineStopped(STOPPED)
+        if not self._thread.is_alive():
             raise EngineStopped("the engine does not run")
 
     def submit(self, requests: Sequence[Request], observe: Observe = lambda number, piece: None) -> Answers:

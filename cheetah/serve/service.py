@@ -62,6 +62,7 @@ class Options:
     """How a server is set up.
 
     names: what clients may call the model; the first is what answers say. api_keys: if any, requests need one of them.
+    hosts: if any, requests must name one of them as their Host.
     most_waiting: completions that may wait in line before further ones are refused. body_bytes: of a request at most.
     stuck_after_s: a step of the engine that takes longer makes /health fail. tool_parser: a name of
     `serve.tools.PARSERS`; None for what the chat template tells. reasoning_parser: a name of
@@ -71,6 +72,7 @@ class Options:
 
     names: tuple[str, ...]
     api_keys: tuple[str, ...] = ()
+    hosts: tuple[str, ...] = ()
     most_waiting: int = 256
     body_bytes: int = 8_000_000
     stuck_after_s: float = 60.0

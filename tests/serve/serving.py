@@ -9,10 +9,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-import uvicorn
-
 from cheetah.runtime import LLM
 from cheetah.serve.app import asgi
+from cheetah.serve.listening import Bounds, Server, listening
 from cheetah.serve.service import Options
 from tests.runtime.fake_kernel import FakeDevice, generate_kernel
 
@@ -24,7 +23,7 @@ class Served:
     """A server that runs. `faults` counts calls of on_fault."""
 
     llm: LLM
-    server: uvicorn.Server
+    server: Server
     address: str
     faults: list[int]
 
@@ -34,17 +33,17 @@ class Served:
 
 
 @contextmanager
-def served(llm: LLM, **options: Any) -> Iterator[Served]:
+def served(llm: LLM, bounds: Bounds | None = None, **options: Any) -> Iterator[Served]:
     """`llm` behind HTTP until the end of the block; requests under way are then ended."""
     faults: list[int] = []
     app = asgi(llm, Options(**{"names": (llm.name,), **options}), lambda: faults.append(1))
-    server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="error", timeout_graceful_shutdown=5))
-    thread = threading.Thread(target=server.run)
+    at = listening("127.0.0.1", 0)
+    server = Server(app, bounds or Bounds(), app.state.service.driver.hurry, 5, log_level="error")
+    thread = threading.Thread(target=server.run, args=([at],))
     thread.start()
     try:
         wait_until(lambda: server.started or not thread.is_alive())
-        port = server.servers[0].sockets[0].getsockname()[1]
-        yield Served(llm, server, f"http://127.0.0.1:{port}", faults)
+        yield Served(llm, server, f"http://127.0.0.1:{at.getsockname()[1]}", faults)
     finally:
         server.should_exit = True
         thread.join()
