@@ -314,10 +314,11 @@ class Reference:
         return np.zeros((config.layers, config.kv_heads, room, config.head_dim), np.float32)
 
     def _make_room(self) -> None:
+        if any(len(table) <= self.length for table in self.tables.values()):
+            self.tables = self._new_tables(2 * self.length)
         room = self.keys.shape[2]
         if self.length < room:
             return
-        self.tables = self._new_tables(2 * room)
         empty = self._new_cache(room)
         self.keys = np.concatenate([self.keys, empty], axis=2)
         self.values = np.concatenate([self.values, empty], axis=2)
