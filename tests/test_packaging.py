@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-SUFFIXES = {".py", ".typed", ".h", ".hpp", ".cpp", ".S", ".html"}
+SUFFIXES = {".py", ".typed", ".h", ".hpp", ".cpp", ".S", ".html", ".css", ".js", ".svg"}
 NOT_SOURCES = ("build", "dist", "benchmarks", "tests", "kernels_generated", "*.egg-info", "__pycache__", ".*")
 
 

@@ -9,13 +9,12 @@ import asyncio
 import gc
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from importlib.resources import files
 from typing import Any
 
 from fastapi import FastAPI, Request
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
-from starlette.responses import HTMLResponse, Response, StreamingResponse
+from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from cheetah.errors import CheetahError
@@ -26,13 +25,12 @@ from cheetah.serve.embeddings import EmbeddingBody
 from cheetah.serve.errors import ApiError, of_failure
 from cheetah.serve.gates import Hosts, Keys
 from cheetah.serve.metrics import CONTENT_TYPE
+from cheetah.serve.page import add_page
 from cheetah.serve.reading import AnyBody, unless_gone
 from cheetah.serve.records import ChatBody, CompletionBody, DetokenizeBody, ResponseBody, TokenizeBody
 from cheetah.serve.replies import error_response, json_response
 from cheetah.serve.service import Options, Order, Service, Work
 from cheetah.version import __version__
-
-PAGE_POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'"
 
 
 def asgi(llm: LLM, options: Options | None = None, on_fault: Callable[[], None] = lambda: None) -> FastAPI:
@@ -57,6 +55,7 @@ def asgi(llm: LLM, options: Options | None = None, on_fault: Callable[[], None] 
         app.add_exception_handler(kind, answer)
     _add_engine_routes(app, service)
     _add_other_routes(app, service)
+    add_page(app)
     return app
 
 
@@ -111,11 +110,6 @@ def _add_other_routes(app: FastAPI, service: Service) -> None:
     @app.get("/metrics")
     async def metrics() -> Response:
         return Response(service.metrics.text(), media_type=CONTENT_TYPE)
-
-    @app.get("/")
-    async def page() -> Response:
-        text = files("cheetah.serve").joinpath("page.html").read_text(encoding="utf-8")
-        return HTMLResponse(text, headers={"content-security-policy": PAGE_POLICY})
 
 
 class EventStream(StreamingResponse):

@@ -9,9 +9,10 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from cheetah.printable import shown
 from cheetah.serve.errors import ApiError
+from cheetah.serve.page import PATHS
 from cheetah.serve.replies import error_response
 
-OPEN_TO_ALL = ("/", "/health", "/ping")
+OPEN_TO_ALL = {*PATHS, "/health", "/ping"}
 """What needs no key: a page that asks for one, and whether the server is well."""
 
 

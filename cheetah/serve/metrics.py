@@ -9,10 +9,11 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessCollector, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from cheetah.runtime.assembly.memory import MemoryEstimate
 from cheetah.runtime.engine.engine import Engine
 from cheetah.runtime.outputs import StreamPiece
 
@@ -24,13 +25,18 @@ TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50
 
 
 class Metrics:
-    """What is counted for one model. `engine` is asked for its state at each scrape."""
+    """What is counted for one model. `engine` is asked for its state at each scrape; `memory` is what was taken."""
 
-    def __init__(self, model: str, engine: Engine):
+    def __init__(self, model: str, engine: Engine, memory: MemoryEstimate):
         self._registry = CollectorRegistry()
         self._labels = {"model_name": model, "engine": "0"}
         self._registry.register(_EngineState(engine, self._labels))
         ProcessCollector(registry=self._registry)
+        held = Gauge(
+            "cheetah:device_memory_bytes", "By what it holds.", [*self._labels, "part"], registry=self._registry
+        )
+        for part, size in memory.parts:
+            held.labels(**self._labels, part=part).set(size)
         self.prompt_tokens = self._counter("prompt_tokens", "Tokens of prompts, cached ones included.")
         self.generation_tokens = self._counter("generation_tokens", "Tokens made.")
         self.first_token_s = self._histogram(

@@ -129,7 +129,7 @@ class Service:
         self.options = options
         self.context, self._began = llm.max_context, int(time.time())
         self._llm, self._prompts = llm, llm.prompts
-        self.metrics = Metrics(options.names[0], llm.engine.engine)
+        self.metrics = Metrics(options.names[0], llm.engine.engine, llm.memory)
         self.driver = Driver(llm.engine, llm.prompts, options.most_waiting, options.stuck_after_s, on_fault)
         self.reading = Reading(options.body_bytes, VALUES + 2 * self.context)
         name = options.tool_parser or parser_of_template(llm.prompts.default_template)
