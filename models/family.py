@@ -221,7 +221,13 @@ class ModelFamily(ABC):
 
     @abstractmethod
     def reference(
-        self, config: ModelConfig, tensors: Tensors, rounding: Rounding = exact, *, cached: Rounding | None = None
+        self,
+        config: ModelConfig,
+        tensors: Tensors,
+        rounding: Rounding = exact,
+        *,
+        cached: Rounding | None = None,
+        kv_scales: F32 | None = None,
     ) -> ReferenceModel:
         """The meaning. rounding: applied where a bf16 implementation must round; by default nowhere. cached: applied to
-        keys and values in its place."""
+        keys and values in its place, over kv_scales (f32 [layers, 2, kv_heads])."""

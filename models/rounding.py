@@ -31,6 +31,11 @@ def round_to_bf16(x: F32) -> F32:
     return ((bits + 0x7FFF + even) & np.uint32(0xFFFF0000)).view(np.float32)
 
 
+def as_bf16(x: Any) -> NDArray[np.uint16]:
+    """The bits of numbers rounded to bf16."""
+    return np.asarray(x).astype(ml_dtypes.bfloat16).view(np.uint16)
+
+
 def round_to_e4m3(x: F32) -> F32:
     """The nearest values of e4m3, ties to even, at most 448, as float32."""
     return np.clip(x, -448, 448).astype(ml_dtypes.float8_e4m3fn).astype(np.float32)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from itertools import chain
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -35,23 +34,23 @@ def check(
     schedulers: Annotated[str, typer.Option(metavar="A,B,...", help="Of the emulator.")] = SCHEDULERS,
     gpu: Annotated[str, typer.Option(help="The emulated machine: emulator, emulator-2, emulator-8.")] = "emulator",
     sanitizer: Annotated[bool, typer.Option(help="Also run once, on 2 blocks, under ThreadSanitizer.")] = True,
+    first: Annotated[bool, typer.Option("--first", help="Stop at the first wrong verdict.")] = False,
     revision: Revision = None,
     plan: dict[str, Any],
 ) -> None:
     """Look for schedules under which a model's kernel goes wrong, in the emulator. Needs g++ and no GPU.
 
-    A few launches (prompt, sampling, going on, an early stop, a split cache; with --batch and --tokens several tokens
-    a step) run under each scheduler with each seed, and must give the same bits, agree with float32, and access nothing
-    unordered. Exit code 1 if something is found.
+    Launches of every kind (prompts, sampling, an early stop, split and full caches, sequences that ask for different
+    things) run under each scheduler with each seed, and must give the same bits, agree with float32, and access nothing
+    unordered. So must passes over prompts, where the model has them. Exit code 1 if something is found.
 
-    So must two passes over prompts, with a quarter of the schedules, where the model has them.
-
-    The demo model is checked as it is; of any other, a smaller one of the same kind with random weights. Before it,
-    with a quarter of the schedules, an awkward one: padded sizes, faint embeddings, equal logits, several sequences.
+    The demo model is checked as it is; of any other, a smaller one of the same kind with random weights. Before it come
+    small models of its kind with awkward sizes and other plans.
     """
     from rich.console import Console
 
-    from cheetah.tools.check import Subject, check_model, check_passes
+    from cheetah.tools.check import check_model
+    from cheetah.tools.subjects import Subject
 
     named = named_config(config, revision)
     print_notes(named.notes)
@@ -62,8 +61,7 @@ def check(
     subject = Subject(kind, checked, tensors, options)
     is_right = True
     with _progress() as progress:
-        how = (subject, gpu, seeds, chosen, sanitizer)
-        for part, verdict in chain(check_model(*how, progress=progress), check_passes(*how, progress=progress)):
+        for part, verdict in check_model(subject, gpu, seeds, chosen, sanitizer, first=first, progress=progress):
             console.print(f"checking {named.canonical}: {part.kind}\n{verdict}")
             is_right = is_right and verdict.ok
     console.print("verdict: nothing found" if is_right else "verdict: WRONG")

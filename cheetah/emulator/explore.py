@@ -4,7 +4,7 @@ A kernel that is right gives the same bits under every scheduler and seed; a wai
 bits, a deadlock or a misuse under some of them.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 
@@ -13,7 +13,8 @@ import numpy as np
 from cheetah.emulator.errors import EmulatorError
 from cheetah.emulator.program import SCHEDULERS
 
-Outputs = bytes | bytearray | memoryview | np.ndarray | Sequence[np.ndarray]
+Outputs = bytes | bytearray | memoryview | np.ndarray | Sequence[np.ndarray] | Mapping[str, np.ndarray]
+Bits = dict[str, bytes]
 
 
 @dataclass(frozen=True)
@@ -82,9 +83,7 @@ def explore(
     return ExploreReport(runs, failed, tuple(failures[:kept_failures]))
 
 
-def _run_one(
-    run: Callable[[str, int], Outputs], scheduler: str, seed: int, reference: list[bytes] | None
-) -> Failure | list[bytes]:
+def _run_one(run: Callable[[str, int], Outputs], scheduler: str, seed: int, reference: Bits | None) -> Failure | Bits:
     try:
         outputs = _bits(run(scheduler, seed))
     except EmulatorError as error:
@@ -94,19 +93,21 @@ def _run_one(
     return outputs
 
 
-def _bits(outputs: Outputs) -> list[bytes]:
+def _bits(outputs: Outputs) -> Bits:
+    """By the name of each, or its number."""
+    if isinstance(outputs, Mapping):
+        return {name: array.tobytes() for name, array in outputs.items()}
     if isinstance(outputs, bytes | bytearray | memoryview):
-        return [bytes(outputs)]
-    if isinstance(outputs, np.ndarray):
-        return [outputs.tobytes()]
-    return [array.tobytes() for array in outputs]
+        return {"output 0": bytes(outputs)}
+    arrays = [outputs] if isinstance(outputs, np.ndarray) else outputs
+    return {f"output {number}": array.tobytes() for number, array in enumerate(arrays)}
 
 
-def _first_difference(outputs: list[bytes], reference: list[bytes]) -> str:
-    for number, (ours, theirs) in enumerate(zip(outputs, reference, strict=False)):
+def _first_difference(outputs: Bits, reference: Bits) -> str:
+    for (name, ours), theirs in zip(outputs.items(), reference.values(), strict=False):
         if len(ours) != len(theirs):
-            return f"output {number} has {len(ours)} bytes, expected {len(theirs)}"
+            return f"{name} has {len(ours)} bytes, expected {len(theirs)}"
         if ours != theirs:
             at = int(np.flatnonzero(np.frombuffer(ours, np.uint8) != np.frombuffer(theirs, np.uint8))[0])
-            return f"output {number} differs from byte {at} on"
+            return f"{name} differs from byte {at} on"
     return f"{len(outputs)} outputs, expected {len(reference)}"

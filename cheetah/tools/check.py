@@ -2,126 +2,90 @@
 
 The same launches (`judged_steps`, `judged_passes`) run in the emulator under many schedules, and must give the same
 bits under all of them, agree with float32, and (with the sanitizer) access nothing unordered. Every load and store is
-watched (`cheetah/emulator/runtime/watch.h`). `check_model` does that for a model's kernels, and for those of an awkward
-small model of its kind.
+watched (`cheetah/emulator/runtime/watch.h`). `check_model` does that for a model's kernels, and for those of small
+models of its kind which have what the named model's plan has on a GPU (`subjects`, `features`).
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol
 
 from numpy.typing import NDArray
 
 from cheetah.emulator import SCHEDULERS, EmulatorError, ExploreReport, explore
-from cheetah.generate import choose_plan, describe_pass, generate_head, generate_kernel, generate_pass
+from cheetah.generate import choose_plan, generate_head, generate_kernel, generate_pass
 from cheetah.models.config import ModelConfig
-from cheetah.models.family import Tensors
 from cheetah.package import Generated
-from cheetah.plan import PlanError, gpu_named
+from cheetah.plan import Gpu, Plan, PlanError, gpu_named
 from cheetah.plan.prompt import PassPlan, default_pass_plan, short_pass_plans
-from cheetah.runtime.assembly.buffers import Weights
-from cheetah.tools.awkward import awkward_config, awkward_plan, awkward_tensors
+from cheetah.tools.explained import kept_text
 from cheetah.tools.judged_passes import JudgedPasses
 from cheetah.tools.judged_steps import Agreement, JudgedSteps, KernelFault
-from cheetah.tools.rig import Rig, weights_of
+from cheetah.tools.rig import Rig
+from cheetah.tools.subjects import Subject, awkward_subject, barrier_subject, many_tokens_subject
 
 Progress = Callable[[str], None]
 
-AWKWARD_SHARE = 4
-"""One of so many schedules is spent on the awkward model."""
-PASS_SHARE = 4
-"""One of so many schedules is spent on passes over prompts."""
+PASS_SHARE = 2
+"""So many times as many schedules are spent on passes, which are short."""
 PASS_TOKENS = 64
-RACE_GPU = "emulator-2"
-"""The race detector is slow: two blocks are all that it gets."""
+RACE_GPU, CUT_GPU = "emulator-2", "emulator-8"
+"""The race detector is slow: two blocks are all that it gets. Of passes over few tokens, products are cut where there
+are more blocks than tiles."""
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What was found. exploration: over all schedules. agreement: of the first run that ended, None if none did.
+    """What was found. exploration: over all schedules, None where the race detector alone ran; agreement: of the first
+    run that ended, None if none did. race: what that detector says, or how its run failed, "" if it found nothing, None
+    where it did not run. pace: what is wrong with how far the copies ran ahead, or "". texts: where the kernels' texts
+    lie, if something is wrong."""
 
-    sanitized: whether the race detector ran; `race` is its report, or how that run failed, "" if it found nothing.
-    pace: what is wrong with how far the copies ran ahead, or "".
-    """
-
-    exploration: ExploreReport
-    agreement: Agreement | None
-    sanitized: bool = False
-    race: str = ""
+    exploration: ExploreReport | None = None
+    agreement: Agreement | None = None
+    race: str | None = None
     pace: str = ""
+    texts: tuple[str, ...] = ()
 
     @property
     def ok(self) -> bool:
-        agrees = self.agreement is not None and self.agreement.ok
-        return self.exploration.ok and agrees and not self.race and not self.pace
+        return not self.findings
 
     @property
     def findings(self) -> tuple[str, ...]:
         """One text for each thing that is wrong."""
-        found = [str(self.exploration)] if not self.exploration.ok else []
+        found = []
+        if self.exploration is not None:
+            found += [str(self.exploration)] if not self.exploration.ok else []
+            found += ["no launch ended well"] if self.agreement is None and self.exploration.ok else []
         if self.agreement is not None:
             found += self.agreement.problems
         return (*found, *filter(None, (self.pace, self.race)))
 
     def __str__(self) -> str:
-        agreement = "no launch ended well" if self.agreement is None else str(self.agreement)
-        race = self.race or ("no unordered accesses" if self.sanitized else "not run")
-        pace = f"\ncopies: {self.pace}" if self.pace else ""
-        return f"schedules: {self.exploration}\nfloat32: {agreement}{pace}\nrace detector: {race}"
-
-
-@dataclass(frozen=True)
-class Subject:
-    """A model to check, with fields of its kernels' plan. kind: what it is, in words."""
-
-    kind: str
-    config: ModelConfig
-    tensors: Tensors
-    plan: Mapping[str, Any] = field(default_factory=dict)
-
-
-def awkward_subject(config: ModelConfig, plan: Mapping[str, Any]) -> Subject:
-    """The awkward small model of the same kind as `config`."""
-    small = awkward_config(config)
-    sizes = f"hidden {small.hidden_size}, ffn {small.intermediate_size}, vocab {small.vocab_size}"
-    kind = f"an awkward small model of its kind ({sizes}; faint embeddings, equal logits)"
-    return Subject(kind, small, awkward_tensors(small), awkward_plan(plan))
-
-
-def check_model(
-    subject: Subject,
-    gpu: str = "emulator",
-    seeds: int = 20,
-    schedulers: Sequence[str] = SCHEDULERS,
-    sanitizer: bool = True,
-    *,
-    stop_after: int | None = None,
-    progress: Progress = lambda line: None,
-) -> Iterator[tuple[Subject, Verdict]]:
-    """Check a model's kernel and that of the awkward one, which gets a quarter of the `seeds` schedules of each
-    scheduler (one at least): each subject with its verdict, as it is found, the awkward one first, which takes less.
-
-    With `sanitizer` the model's own kernel also runs once under the race detector, on two blocks. After `stop_after`
-    schedules that failed, or disagree with float32, a subject is explored no further.
-    """
-    how = partial(_explored, schedulers=schedulers, stop_after=stop_after, progress=progress)
-    awkward = awkward_subject(subject.config, subject.plan)
-    few = max(1, seeds // AWKWARD_SHARE)
-    yield awkward, how(JudgedSteps(_step_rig(awkward, gpu)), range(few))
-    verdict = how(JudgedSteps(_step_rig(subject, gpu)), range(max(1, seeds - few)))
-    yield subject, _with_races(verdict, sanitizer, progress, lambda: JudgedSteps(_race_rig(subject)))
+        lines = []
+        if self.exploration is not None:
+            agreement = "no launch ended well" if self.agreement is None else str(self.agreement)
+            lines += [f"schedules: {self.exploration}", f"float32: {agreement}"]
+        lines += [f"copies: {self.pace}"] if self.pace else []
+        lines += [] if self.race is None else [f"race detector: {self.race or 'no unordered accesses'}"]
+        return "\n".join([*lines, *(f"the kernel: {text}" for text in self.texts)])
 
 
 class Launches(Protocol):
     """What a rig is judged by."""
 
-    def run(self, scheduler: str, seed: int) -> Any:
-        """What they gave under one schedule. EmulatorError where one fails."""
+    rig: Rig
 
-    def outputs(self, found: Any) -> list[NDArray[Any]]:
+    def run(self, scheduler: str, seed: int, is_short: bool = False) -> Any:
+        """What they gave under one schedule; is_short: fewer of them. EmulatorError where one fails."""
+
+    def outputs(self, found: Any) -> Mapping[str, NDArray[Any]]:
         """All of it that must not depend on the schedule."""
 
     def agreement(self, found: Any) -> Agreement:
@@ -131,109 +95,205 @@ class Launches(Protocol):
         """What is wrong with how far the copies ran ahead in all runs, or ""."""
 
 
+@dataclass(frozen=True)
+class Case:
+    """Kernels to be explored and how they are judged. share: how many schedules they get for each seed."""
+
+    subject: Subject
+    made: tuple[Generated, ...]
+    judged: Callable[[Rig], Launches]
+    share: int = 1
+
+    def launches(self, **mode: bool) -> Launches:
+        """Once the kernels are compiled; mode: see `Rig`."""
+        return self.judged(Rig(self.subject.weights, *self.made, **mode))
+
+
+def check_model(
+    subject: Subject,
+    gpu: str = "emulator",
+    seeds: int = 2,
+    schedulers: Sequence[str] = SCHEDULERS,
+    sanitizer: bool = True,
+    *,
+    only: str = "",
+    first: bool = False,
+    progress: Progress = lambda line: None,
+) -> Iterator[tuple[Subject, Verdict]]:
+    """Check a model's kernels and those of the small models beside it: each subject with its verdict, as it is found,
+    the small ones first.
+
+    With `sanitizer` the awkward one's kernels also run once under the race detector, on two blocks, meanwhile. only:
+    "steps" or "passes". first: ends with the first wrong verdict, and a subject's exploration with the first schedule
+    that shows it.
+    """
+    kinds = [only] if only else ["steps", "passes"]
+    cases = (case for kind in kinds for maker in _MAKERS[kind](subject, gpu) for case in _made(maker))
+    with ThreadPoolExecutor(2) as beside:
+        kernels = ((case, beside.submit(case.launches, watched=True)) for case in cases)
+        prepared = kernels if first else [*kernels]  # compiled before they are wanted, unless they may never be
+        shares = 0 if first else sum(case.share for case, _ in prepared)
+        clock = _Clock(seeds * len(schedulers) * shares, progress)
+        raced = [case for kind in kinds if sanitizer for case in _made(_raced_maker(kind, subject))]
+        racing = [] if first else [beside.submit(_raced, case) for case in raced]
+        for case, launches in prepared:
+            kind = case.subject.kind
+            verdict = _explored(case, launches.result(), range(seeds * case.share), schedulers, first, clock.of(kind))
+            yield case.subject, verdict
+            if first and not verdict.ok:
+                return
+        clock.say("the race detector, which is slow")
+        racing = racing or [beside.submit(_raced, case) for case in raced]
+        yield from ((case.subject, verdict.result()) for case, verdict in zip(raced, racing, strict=True))
+
+
 def check_kernel(
     made: Generated,
-    weights: Weights,
+    subject: Subject,
     seeds: Sequence[int] = range(20),
     schedulers: Sequence[str] = SCHEDULERS,
     sanitizer: bool = True,
     *,
-    stop_after: int | None = None,
+    first: bool = False,
     progress: Progress = lambda line: None,
 ) -> Verdict:
     """Run a decode kernel under every scheduler with every seed, and once under ThreadSanitizer.
 
-    made: a kernel for an emulated machine; with `sanitizer`, of few blocks. progress: gets a line as each run begins.
-    Errors of the kernel are in the verdict; CheetahError is raised for what is no fault of the kernel (no g++, text and
-    manifest of different kernels).
+    made: a kernel of the subject for an emulated machine; with `sanitizer`, of few blocks. progress: gets a line as
+    each run begins. Errors of the kernel are in the verdict; CheetahError is raised for what is no fault of the kernel
+    (no g++, text and manifest of different kernels).
     """
-    verdict = _explored(JudgedSteps(Rig(weights, made, watched=True)), seeds, schedulers, stop_after, progress)
-    return _with_races(verdict, sanitizer, progress, lambda: JudgedSteps(Rig(weights, made, sanitize=True)))
+    case = Case(subject, (made,), JudgedSteps)
+    verdict = _explored(case, case.launches(watched=True), seeds, schedulers, first, progress)
+    return replace(verdict, race=_raced(case).race) if sanitizer else verdict
 
 
-def check_passes(
-    subject: Subject,
-    gpu: str,
-    seeds: int,
-    schedulers: Sequence[str],
-    sanitizer: bool,
-    *,
-    stop_after: int | None = None,
-    progress: Progress = lambda line: None,
-) -> Iterator[tuple[Subject, Verdict]]:
-    """The verdict on passes over the subject's prompts, from a quarter of the `seeds` schedules of each scheduler, and
-    with `sanitizer` one run under the race detector; then on those that have phases in which parts of products are
-    added, from as many schedules, if there are such. Nothing where there are no passes over such weights. stop_after:
-    schedules that failed."""
-    machine = gpu_named(gpu)
-    head_dim = subject.config.head_dim
-    whole, cut = default_pass_plan(machine, PASS_TOKENS, head_dim), short_pass_plans(machine, head_dim)[0]
-    how = partial(_explored, schedulers=schedulers, stop_after=stop_after, progress=progress)
-    subject = replace(subject, plan={"batch": 2, **subject.plan})
-    few = range(max(1, seeds // PASS_SHARE))
-    try:
-        rig = _pass_rig(subject, gpu, whole)
-    except PlanError:
-        return
-    verdict = _with_races(
-        how(JudgedPasses(rig), few),
-        sanitizer,
-        progress,
-        lambda: JudgedPasses(_pass_rig(subject, RACE_GPU, whole, True)),
-    )
-    yield replace(subject, kind="passes over its prompts"), verdict
-    (passes,) = (one.manifest.phases for name, one in rig.kernels.items() if "pass" in name)
-    if describe_pass(subject.config, machine, rig.plan, cut).phases != passes:
-        named = replace(subject, kind="passes over few tokens, whose products are cut")
-        yield named, how(JudgedPasses(_pass_rig(subject, gpu, cut)), few)
+Maker = partial[Case]
 
 
-def _step_rig(subject: Subject, gpu: str, **mode: bool) -> Rig:
-    made = generate_kernel(subject.config, gpu, **subject.plan)
-    return Rig(weights_of(subject.config, subject.tensors), made, **(mode or {"watched": True}))
+def _step_makers(subject: Subject, gpu: str) -> list[Maker]:
+    config, plan = subject.config, subject.plan
+    awkward, many, barrier = (make(config, plan) for make in (awkward_subject, many_tokens_subject, barrier_subject))
+    several = partial(JudgedSteps, is_of_several=True)
+    return [
+        partial(_steps, awkward, gpu),
+        partial(_steps, many, gpu, several),
+        partial(_steps, barrier, gpu, several),
+        partial(_steps, subject, gpu),
+    ]
 
 
-def _race_rig(subject: Subject) -> Rig:
-    return _step_rig(subject, RACE_GPU, sanitize=True)
+def _pass_makers(subject: Subject, gpu: str) -> list[Maker]:
+    config, plan = subject.config, subject.plan
+    awkward = awkward_subject(config, {"kv_dtype": "e4m3", **plan})
+    cut = many_tokens_subject(config, plan)
+    return [
+        partial(_passes, awkward, gpu, default_pass_plan),
+        partial(_passes, cut, CUT_GPU, lambda machine, tokens, head_dim: short_pass_plans(machine, head_dim)[0]),
+        partial(_passes, subject, gpu, default_pass_plan),
+    ]
 
 
-def _pass_rig(subject: Subject, gpu: str, pass_plan: PassPlan, sanitize: bool = False) -> Rig:
+def _steps(subject: Subject, gpu: str, judged: Callable[[Rig], Launches] = JudgedSteps) -> Case:
+    return Case(subject, (generate_kernel(subject.config, gpu, **subject.plan),), judged)
+
+
+def _passes(subject: Subject, gpu: str, choose: Callable[..., PassPlan]) -> Case:
     """PlanError where the model has no passes."""
-    config, plan = subject.config, choose_plan(subject.config, gpu_named(gpu), **subject.plan)
-    made = generate_pass(config, gpu, plan, pass_plan), generate_head(config, gpu, plan, PASS_TOKENS)
-    return Rig(weights_of(config, subject.tensors), *made, sanitize=sanitize, watched=not sanitize)
+    config, machine = subject.config, gpu_named(gpu)
+    subject = replace(
+        subject, kind=f"passes over prompts, {subject.kind}", plan={**subject.plan, "batch": 2, "tokens": 2}
+    )
+    plan = choose_plan(config, machine, **subject.plan)
+    made = _generate_passes(config, machine, plan, choose(machine, PASS_TOKENS, config.head_dim))
+    return Case(subject, (made, generate_head(config, machine, plan, PASS_TOKENS)), JudgedPasses, PASS_SHARE)
+
+
+def _generate_passes(config: ModelConfig, machine: Gpu, plan: Plan, pass_plan: PassPlan) -> Generated:
+    """With as many warpgroups as heads and a stage's keys want: on the emulator one is the rule."""
+    try:
+        return generate_pass(config, machine, plan, pass_plan)
+    except PlanError:
+        return generate_pass(config, machine, plan, replace(pass_plan, warpgroups=2))
+
+
+_MAKERS = {"steps": _step_makers, "passes": _pass_makers}
+
+
+def _raced_maker(kind: str, subject: Subject) -> Maker:
+    """Of the kernels that run under the race detector: small ones, on few blocks."""
+    awkward = awkward_subject(subject.config, subject.plan)
+    if kind == "passes":
+        return partial(_passes, awkward, RACE_GPU, default_pass_plan)
+    return partial(_steps, awkward, RACE_GPU)
+
+
+def _made(maker: Maker) -> Iterator[Case]:
+    """The case, if there are such kernels for the model."""
+    try:
+        yield maker()
+    except PlanError:
+        if maker.func is not _passes:
+            raise
 
 
 def _explored(
-    launches: Launches, seeds: Sequence[int], schedulers: Sequence[str], stop_after: int | None, progress: Progress
+    case: Case,
+    launches: Launches,
+    seeds: Sequence[int],
+    schedulers: Sequence[str],
+    first: bool,
+    progress: Progress,
 ) -> Verdict:
-    first: list[Any] = []
+    ended = list[Any]()
 
-    def run(scheduler: str, seed: int) -> list[NDArray[Any]]:
+    def run(scheduler: str, seed: int) -> Mapping[str, NDArray[Any]]:
         progress(f"{scheduler}, seed {seed}")
         found = launches.run(scheduler, seed)
-        if not first and stop_after and not (agreement := launches.agreement(found)).ok:
+        if not ended and first and not (agreement := launches.agreement(found)).ok:
             raise KernelFault(str(agreement))
-        first.append(found)
-        del first[1:]
+        ended.append(found)
+        del ended[1:]
         return launches.outputs(found)
 
-    exploration = explore(run, seeds, schedulers, stop_after=stop_after)
-    return Verdict(exploration, launches.agreement(first[0]) if first else None, pace=launches.pace_problem())
+    exploration = explore(run, seeds, schedulers, stop_after=1 if first else None)
+    agreement = launches.agreement(ended[0]) if ended else None
+    return _with_texts(Verdict(exploration, agreement, pace=launches.pace_problem()), case)
 
 
-def _with_races(verdict: Verdict, sanitizer: bool, progress: Progress, launches: Callable[[], Launches]) -> Verdict:
-    """The verdict with what the race detector says of one more run, if that is wanted."""
-    if not sanitizer:
-        return verdict
-    progress("race detector")
-    return replace(verdict, sanitized=True, race=find_races(launches()))
+def _raced(case: Case) -> Verdict:
+    """What the race detector says of a short run."""
+    return _with_texts(Verdict(race=find_races(case.launches(sanitize=True))), case)
+
+
+def _with_texts(verdict: Verdict, case: Case) -> Verdict:
+    """With the kernels' texts kept, if something is wrong."""
+    return verdict if verdict.ok else replace(verdict, texts=tuple(str(kept_text(made)) for made in case.made))
 
 
 def find_races(launches: Launches) -> str:
     """Of launches of a rig under ThreadSanitizer, once: its report, or how the run failed, or ""."""
     try:
-        launches.run("random", 0)
+        launches.run("random", 0, is_short=True)
     except EmulatorError as error:
         return f"{type(error).__name__}: {error}"
     return ""
+
+
+class _Clock:
+    """Says which run begins, and about how long all of them will take."""
+
+    def __init__(self, runs: int, say: Progress) -> None:
+        self._left, self._done, self._say, self._started = runs, 0, say, time.monotonic()
+
+    def of(self, kind: str) -> Progress:
+        """For the runs of a subject."""
+        return lambda line: self.say(f"{kind}: {line}{self._tick()}")
+
+    def say(self, line: str) -> None:
+        self._say(line)
+
+    def _tick(self) -> str:
+        estimate = (time.monotonic() - self._started) / self._done * self._left if self._done else None
+        self._done, self._left = self._done + 1, max(0, self._left - 1)
+        return "" if not estimate else f"; about {estimate:.0f} s left"

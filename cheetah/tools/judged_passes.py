@@ -43,7 +43,7 @@ class JudgedPasses:
         self.page_order = [int(page) for page in draw.permutation(rig.plan.kv_pages)]
         self._numbers = rig.session().numbers_of
 
-    def run(self, scheduler: str, seed: int) -> list[Bits]:
+    def run(self, scheduler: str, seed: int, is_short: bool = False) -> list[Bits]:
         """The cached keys and values of both prompts, as they are stored, and the logits after their last tokens.
         EmulatorError where a launch fails."""
         session = Session(self.rig, JudgingDevice(self.rig, scheduler, seed), self.page_order)
@@ -55,9 +55,10 @@ class JudgedPasses:
         logits = np.concatenate([*head.score(first, range(len(self.prompts) * JUDGED), room)])
         return [*(session.cached_of(cache) for cache in (first, second)), logits]
 
-    def outputs(self, found: list[Bits]) -> list[Bits]:
+    def outputs(self, found: list[Bits]) -> dict[str, Bits]:
         """Everything that must not depend on the schedule."""
-        return found
+        names = ("keys and values of the first prompt", "keys and values of the second prompt", "the logits")
+        return dict(zip(names, found, strict=True))
 
     def pace_problem(self) -> str:
         """Nothing: how far passes copy ahead is not said by a plan."""

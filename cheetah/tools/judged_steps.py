@@ -5,11 +5,10 @@ The device lays traps (see `JudgingDevice`): where a kernel may not look there i
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
@@ -17,20 +16,23 @@ from cheetah.emulator import EmulatorError
 from cheetah.errors import CheetahError
 from cheetah.manifest import NO_PAGE
 from cheetah.models.family import ReferenceModel
-from cheetah.models.rounding import F32, Rounding, exact, round_to_bf16, round_to_e4m3
-from cheetah.models.sampling import gumbel_noise
+from cheetah.models.rounding import F32, Rounding, as_bf16, exact, round_to_bf16, round_to_e4m3
+from cheetah.models.sampling import Filters, Penalties, adjusted, gumbel_noise, kept
 from cheetah.plan.kv.tables import TILE_WORDS, TileRecord, word
 from cheetah.runtime.device.emulator import EmulatorBuffer, EmulatorDevice
 from cheetah.runtime.engine.kv_cache import CachedSequence
 from cheetah.runtime.engine.launcher import LaunchFault, Part, Sampling
+from cheetah.runtime.engine.request_rows import bias_of, mask_of
+from cheetah.runtime.engine.watching import MASK_BITS
+from cheetah.tools.explained import explained
 from cheetah.tools.rig import Rig, Session
 
 LAUNCH_TIMEOUT_S = 120.0
 MANY_CHUNKS = 2
 """Copies of a launch, for each block and chunk in flight, from which on they must come as far ahead as they may."""
-PROMPT_TOKENS = 3
-TOGETHER_STEPS = 3
-TEACHER_TOKENS = 5
+PROMPT_TOKENS = 5
+"""Four steps without a head follow one another."""
+TOGETHER_STEPS, TEACHER_TOKENS, LONG_PROMPT = 3, 5, 41
 TEMPERATURE, SAMPLING_SEED = 0.8, 7 + (11 << 32)
 """The seed needs both of its halves."""
 HOT = 16.0
@@ -39,6 +41,8 @@ SAMPLING_MARGIN = 1e-3
 """How far below the best a drawn token's noisy logit may lie: logarithms differ in their last bits."""
 TOLERANCE_FACTOR, LEAST_TOLERANCE = 3.0, 0.01
 """Allowed: so many times the error that rounding activations to bf16 makes in the reference itself."""
+TOO_LARGE = 2.0**34
+"""An element that no embedding has."""
 
 
 class KernelFault(EmulatorError):
@@ -67,218 +71,317 @@ class Agreement:
 
 
 @dataclass(frozen=True)
-class Transcript:
-    """What one run of the course gave. `ids` is the sequence from an empty cache: the prompt, then what was sampled.
+class Scored:
+    """Logits of a launch: after each of `ids`, which follow the first `cached` tokens of the filling. `found` f32
+    [len(ids), vocab]; `place` says which launch that was."""
 
-    late_logits: f32 [TEACHER_TOKENS, vocab] after the cache that the reference filled. logits: f32 [len(ids), vocab].
-    together: (ids, f32 [some last ids, vocab]) of sequences that shared steps, and of a prompt read several tokens a
-    step; drawn_together: the token that each of the former then drew, with a seed of its own. launches: the ids that
-    each launch sampled. pool, exchange: the KV pool and the exchanged vectors at the end: f32 states show what bf16 and
-    the choice of a token hide.
-    """
-
+    place: str
+    cached: int
     ids: tuple[int, ...]
-    launches: tuple[tuple[int, ...], ...]
-    late_logits: F32
+    found: F32
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """What a sequence drew, a token from each row of the logits f32 [len(tokens), vocab]. prompt: what its penalties
+    know of; position: of the first token."""
+
+    place: str
+    tokens: tuple[int, ...]
     logits: F32
-    together: tuple[tuple[tuple[int, ...], F32], ...]
-    drawn_together: tuple[int, ...]
+    sampling: Sampling
+    position: int
+    prompt: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Transcript:
+    """What one run gave. pool, exchange: the KV pool and the exchanged vectors at the end: f32 states show what bf16
+    and the choice of a token hide."""
+
+    scored: tuple[Scored, ...]
+    drawn: tuple[Drawn, ...]
     pool: NDArray[Any]
     exchange: NDArray[np.uint8]
 
 
 class JudgedSteps:
-    """The launches that every schedule goes through, over the pages of the pool in a shuffled order.
+    """The launches that every schedule goes through, over the pages of the pool in a shuffled order. Caches are filled
+    by the reference with the beginnings of one text, the filling.
 
-    1. A cache filled by the reference to just below the length at which a head's keys are split over blocks: some given
-       tokens with logits, across that length, then some more that are sampled.
-    2. An empty cache: a prompt and three sampled tokens in one launch. 3. A launch that goes on at a temperature; the
-    same again from the same place with a stop id, which ends it early. 4. A launch that goes on from there. 5. The
-    logits of that whole sequence in one launch from an empty cache. 6. If the kernel takes several sequences: as many
-    as it takes, of different lengths, with logits, and then a token drawn for each. If it takes several tokens of a
-       sequence: that whole sequence again, so many tokens a step.
+    1. Some given tokens with logits, across the length at which a head's keys are split over blocks, the cached ones
+    filling their last page: nothing behind them may be looked up; then some that are sampled. 2. An empty cache: a
+    prompt and sampled tokens in one launch. 3. A launch that goes on at a temperature; the same again from the same
+    place with a stop id, which ends it early. 4. A launch that goes on from there. 5. The logits of that whole sequence
+    in one launch from an empty cache. 6. If a step takes several tokens: a prompt longer than an item, so many tokens a
+    step, that ends where the context does and leaves columns of its last step empty. 7. If it takes several sequences:
+    as many as it takes, from an empty cache to one that they fill, with logits; then tokens of each, which asks for
+    what the others do not (masks, biases, penalties, filters), with logits again; and if it takes more tokens than
+    sequences, shares of the columns that differ. 8. Embeddings with a number that is too large.
 
-    The first launch ends where the keys that are cached fill their last page: nothing behind them may be looked up.
+    is_of_several: without 1 to 5, where a step takes several sequences; they are the dearest.
     """
 
-    def __init__(self, rig: Rig) -> None:
+    def __init__(self, rig: Rig, is_of_several: bool = False) -> None:
         self.rig, self.config, self.plan, self.pace = rig, rig.config, rig.plan, Pace(rig.plan.in_flight)
+        self.is_of_several = is_of_several and rig.plan.batch > 1
         config, plan = rig.config, rig.plan
         self.reference, self.rounded = reference_of(rig), reference_of(rig, round_to_bf16)
-        draw = np.random.default_rng(0)
-        context = min(plan.max_context, config.max_position_embeddings)
+        self.context = min(plan.max_context, config.max_position_embeddings)
         needed = PROMPT_TOKENS + 3 + 3 + 3 + 2
-        if context < needed or plan.max_steps < needed:
+        if self.context < needed or plan.max_steps < needed:
             raise CheetahError(
-                f"check needs max_context and max_steps of at least {needed}, not {context}, {plan.max_steps}"
+                f"check needs max_context and max_steps of at least {needed}, not {self.context}, {plan.max_steps}"
             )
-        filled = self._tokens_to_fill(context)
-        self.prompt, self.filling, self.teacher = (
+        draw = np.random.default_rng(0)
+        self.prompt, self.filling, self.teacher, self.long = (
             tuple(int(token) for token in draw.integers(0, config.vocab_size, count))
-            for count in (PROMPT_TOKENS, filled, TEACHER_TOKENS)
+            for count in (PROMPT_TOKENS, self.context, TEACHER_TOKENS, min(LONG_PROMPT, self.context - 1))
         )
         self.page_order = [int(page) for page in draw.permutation(plan.kv_pages)]
-        self.late_reference, self.late_rounded = self._after_filling(self.reference), self._after_filling(self.rounded)
-        keys, values = self.rounded.keys[:, :, :filled], self.rounded.values[:, :, :filled]
-        self.filled_keys, self.filled_values = self._stored(keys), self._stored(values)
+        exact_one, rounded = reference_of(rig), reference_of(rig, round_to_bf16)
+        for reference in (exact_one, rounded):
+            reference.forward(self.filling)
+        self.filled = np.stack([rounded.keys, rounded.values], axis=1)[:, :, :, : self.context]
+        # Beside the references that begin anew: those that go on behind the filling's first tokens.
+        self._behind = {
+            id(one): (filled, filled.keys.copy(), filled.values.copy())
+            for one, filled in ((self.reference, exact_one), (self.rounded, rounded))
+        }
 
-    def _tokens_to_fill(self, context: int) -> int:
-        """Tokens that the reference caches: up to the length at which keys are split, and so that the last of the given
-        tokens finds whole pages cached, if possible in a stage with room for more."""
+    @property
+    def split(self) -> int:
+        """Tokens that are cached up to the length at which keys are split, so that the last of the given tokens finds
+        whole pages cached, if possible in a stage with room for more."""
         page, before_last = self.plan.page_size, TEACHER_TOKENS - 1
-        most = min(self.plan.kv_chunk_min + before_last, context - 3)
+        most = min(self.plan.kv_chunk_min + before_last, self.context - 3)
         last = most // page * page
         if last % self.plan.kv_stage_tokens(self.config.head_dim) == 0:
             last -= page
         return max(0, last - before_last)
 
-    def run(self, scheduler: str, seed: int) -> Transcript:
-        """One run. EmulatorError where a launch fails or breaks its promises."""
+    @property
+    def lengths(self) -> list[int]:
+        """Tokens that the sequences of a step have cached: none, up to the context's end, several items, a few."""
+        several = min(5 * self.plan.kv_chunk_min + 1, self.context - 2 * TOGETHER_STEPS)
+        lengths = [0, self.context - 2 * TOGETHER_STEPS + 1, several, self.split, 33, 1, 64, 17]
+        return [min(length, self.context - 2 * TOGETHER_STEPS + 1) for length in lengths[: self.plan.batch]]
+
+    def run(self, scheduler: str, seed: int, is_short: bool = False) -> Transcript:
+        """One run. is_short: of launches 2 and 7 alone. EmulatorError where one fails or breaks its promises."""
         session = Session(self.rig, JudgingDevice(self.rig, scheduler, seed, self.pace), self.page_order)
         try:
-            return self._launches(session)
-        except LaunchFault as error:
-            raise KernelFault(str(error)) from error
+            run = _Run(self, session)
+            run.short() if is_short else run.whole()
+        except LaunchFault as error:  # without its advice on checkpoints: these weights were made here
+            raise KernelFault(str(error).partition(" Look for")[0]) from error
+        return Transcript(tuple(run.scored), tuple(run.drawn), session.cached(), session.exchanged())
 
-    def _launches(self, session: Session) -> Transcript:
-        launcher, cache = session.launcher, session.launcher.cache
-        self._fill_cache(session, cache)
-        late_logits = session.score(self.teacher)
-        late = launcher.launch(self.teacher[-1:], 2, Sampling()).token_ids
-        launcher.restart()
-        prompted = launcher.launch(self.prompt, PROMPT_TOKENS + 2, Sampling()).token_ids
-        drawn = launcher.launch(prompted[-1:], 3, Sampling(TEMPERATURE, SAMPLING_SEED)).token_ids
-        cache.length -= len(drawn)
-        stopped = launcher.launch(prompted[-1:], 3, Sampling(TEMPERATURE, SAMPLING_SEED, (drawn[1],))).token_ids
-        if stopped != drawn[: drawn.index(drawn[1]) + 1]:
-            raise KernelFault(f"with stop id {drawn[1]} a launch sampled {stopped}; without it {drawn}")
-        continued = launcher.launch(stopped[-1:], 2, Sampling()).token_ids
-        launcher.restart()
-        session.logits.fill(0xFF)
-        ids = (*self.prompt, *prompted, *stopped, *continued)
-        scores = session.score(ids)
-        together = self._together(session, ids)
-        drawn_together: tuple[int, ...] = ()
-        if self.plan.batch > 1:
-            shared, drawn_together = self._batched(session, ids)
-            together += shared
-        launches = (late, prompted, drawn, stopped, continued)
-        states = session.cached(), session.exchanged()
-        return Transcript(ids, launches, late_logits, scores, together, drawn_together, *states)
-
-    def outputs(self, found: Transcript) -> list[NDArray[Any]]:
+    def outputs(self, found: Transcript) -> dict[str, NDArray[Any]]:
         """Everything that must not depend on the schedule."""
-        sampled = [np.array(tokens, np.int64) for tokens in (*found.launches, found.drawn_together)]
-        together = [logits for _, logits in found.together]
-        return [*sampled, found.late_logits, found.logits, *together, found.pool, found.exchange]
+        sampled = {f"the tokens of {one.place}": np.array(one.tokens, np.int64) for one in found.drawn}
+        scored = {f"the logits of {one.place}": one.found for one in found.scored}
+        others = {f"the logits drawn from in {one.place}": one.logits for one in found.drawn}
+        return {**sampled, **scored, **others, "the KV pool": found.pool, "the exchange": found.exchange}
 
     def pace_problem(self) -> str:
         """What is wrong with how far the copies ran ahead."""
         return self.pace.problem()
 
-    def _together(self, session: Session, ids: Sequence[int]) -> tuple[tuple[tuple[int, ...], F32], ...]:
-        """What several tokens of one sequence in a step give."""
-        session.launcher.restart()
-        return ((tuple(ids), session.score(ids, self.plan.tokens)),) if self.plan.tokens > 1 else ()
+    def agreement(self, found: Transcript) -> Agreement:
+        """Logits beside the reference's, and sampled ids beside the logits before them."""
+        errors, allowed, problems = [], LEAST_TOLERANCE, list[str]()
+        for one in found.scored:
+            exact, rounded = (self.logits_by(reference, one) for reference in (self.reference, self.rounded))
+            errors.append(relative_errors(one.found, exact))
+            allowed = max(allowed, TOLERANCE_FACTOR * float(relative_errors(rounded, exact).max()))
+        for one, wrong in zip(found.scored, errors, strict=True):
+            if not np.all(wrong <= allowed):  # a NaN is no agreement
+                first = int(np.argmax(~(wrong <= allowed)))
+                problems.append(
+                    f"{one.place}: the logits of position {one.cached + first} are {wrong[first]:.2e} from float32, "
+                    f"allowed is {allowed:.2e}"
+                )
+        problems += filter(None, (problem for one in found.drawn for problem in sampling_problems(one)))
+        every = np.concatenate(errors)
+        return Agreement(len(every), float(every.max()), allowed, tuple(problems))
 
-    def _batched(
-        self, session: Session, ids: Sequence[int]
-    ) -> tuple[tuple[tuple[tuple[int, ...], F32], ...], tuple[int, ...]]:
-        """(what several sequences in a step give, what each draws then); the caches are empty again afterwards."""
-        launcher = session.launcher
+    def logits_by(self, reference: ReferenceModel, scored: Scored) -> F32:
+        """What a reference has where a launch left logits."""
+        if scored.cached == 0:
+            return reference.forward(scored.ids)
+        behind, keys, values = self._behind[id(reference)]
+        behind.keys[:], behind.values[:], behind.length = keys, values, scored.cached
+        return np.stack([behind.step(token) for token in scored.ids])
+
+
+class _Run:
+    """One run of the launches, and what it gave so far."""
+
+    def __init__(self, judged: JudgedSteps, session: Session) -> None:
+        self.judged, self.session, self.plan = judged, session, judged.plan
+        self.scored: list[Scored] = []
+        self.drawn: list[Drawn] = []
+
+    def whole(self) -> None:
+        if not self.judged.is_of_several:
+            self._across_a_split()
+            self._one_sequence()
+        if self.plan.tokens > 1:
+            self._long_prompt()
+        self._together()
+        self._too_large()
+
+    def short(self) -> None:
+        self.session.launcher.launch(self.judged.prompt, PROMPT_TOKENS + 1, Sampling())
+        self._together()
+
+    def _across_a_split(self) -> None:
+        judged, launcher = self.judged, self.session.launcher
+        cached = self._fill(launcher.cache, judged.split)
+        self._note("given tokens behind a filled cache", cached, judged.teacher, self.session.score(judged.teacher))
+        launcher.launch(judged.teacher[-1:], 2, Sampling())
         launcher.restart()
-        sequences = [tuple(ids[: number + TOGETHER_STEPS]) for number in range(self.plan.batch)]
-        caches = [session.sequence() for _ in sequences]
-        for sequence, own in zip(sequences, caches, strict=True):
-            if begun := len(sequence) - TOGETHER_STEPS:
-                launcher.launch_together([Part(own, sequence[: begun + 1], begun)])
-        scores = session.score_together([sequence[-TOGETHER_STEPS:] for sequence in sequences], caches)
-        for own in caches:
-            own.length -= 1
+
+    def _one_sequence(self) -> None:
+        judged, launcher = self.judged, self.session.launcher
+        hot = Sampling(TEMPERATURE, SAMPLING_SEED)
+        prompted = launcher.launch(judged.prompt, PROMPT_TOKENS + 2, Sampling()).token_ids
+        drawn = launcher.launch(prompted[-1:], 3, hot).token_ids
+        launcher.cache.length -= len(drawn)
+        stopped = launcher.launch(prompted[-1:], 3, replace(hot, stop_ids=(drawn[1],))).token_ids
+        if stopped != drawn[: drawn.index(drawn[1]) + 1]:
+            raise KernelFault(f"with stop id {drawn[1]} a launch sampled {stopped}; without it {drawn}")
+        continued = launcher.launch(stopped[-1:], 2, Sampling()).token_ids
+        launcher.restart()
+        ids = (*judged.prompt, *prompted, *stopped, *continued)
+        logits = self.session.score(ids)
+        self._note("one sequence, a token a step", 0, ids, logits)
+        position = PROMPT_TOKENS
+        places = ("a prompt's end", "a launch that goes on", "a launch behind a stop id")
+        for place, tokens, how in zip(
+            places, (prompted, stopped, continued), (Sampling(), hot, Sampling()), strict=True
+        ):
+            rows = logits[position - 1 : position - 1 + len(tokens)]
+            self.drawn.append(Drawn(place, tokens, rows, how, position))
+            position += len(tokens)
+        launcher.restart()
+
+    def _long_prompt(self) -> None:
+        judged, launcher = self.judged, self.session.launcher
+        cached = self._fill(launcher.cache, judged.context - len(judged.long))
+        logits = self.session.score(judged.long, self.plan.tokens)
+        self._note("a prompt, several tokens a step, to the context's end", cached, judged.long, logits)
+        launcher.restart()
+
+    def _together(self) -> None:
+        """What sequences that share steps have, and what each then draws."""
+        judged, session = self.judged, self.session
+        if self.plan.tokens > self.plan.batch > 1:
+            self._shares_of_columns()
+        caches = [session.sequence() for _ in judged.lengths]
+        ids = [judged.filling[: TOGETHER_STEPS + number][-TOGETHER_STEPS:] for number in range(len(caches))]
+        for cache, length in zip(caches, judged.lengths, strict=True):
+            self._fill(cache, length)
+        for number, logits in enumerate(session.score_together(ids, caches)):
+            place = f"sequence {number} of {len(caches)} in a step"
+            self._note(place, judged.lengths[number], ids[number], logits)
+        parts = []
+        for number, cache in enumerate(caches):
+            cache.length -= 1
+            known = (int(self.scored[number - len(caches)].found[-1].argmax()), *ids[number])
+            sampling = asked(number, judged.config.vocab_size)
+            parts.append(Part(cache, known[-1:], TOGETHER_STEPS, sampling, known=known, prompt=len(known)))
+        results = session.launcher.launch_together(parts, session.logits)
+        rows = session.logits_of_parts(TOGETHER_STEPS, len(parts))
+        for number, (part, result, logits) in enumerate(zip(parts, results, rows, strict=True)):
+            if len(result.token_ids) != TOGETHER_STEPS:
+                raise KernelFault(f"sequence {number} drew {result.token_ids}, {TOGETHER_STEPS} tokens were asked for")
+            place = f"sequence {number} of {len(parts)} that ask for different things"
+            position = judged.lengths[number] + TOGETHER_STEPS
+            known = tuple(part.known)
+            self.drawn.append(Drawn(place, result.token_ids, logits, part.sampling, position, known))
+            part.cache.clear()
+
+    def _shares_of_columns(self) -> None:
+        """Sequences that have more and fewer of a step's columns."""
+        judged, session = self.judged, self.session
+        shares = [self.plan.tokens - self.plan.batch, *[1] * (self.plan.batch - 1)]
+        caches, steps = [session.sequence() for _ in shares], 2
+        ids = [judged.filling[7 : 7 + steps * share] for share in shares]
+        for cache, length in zip(caches, reversed(judged.lengths), strict=True):
+            self._fill(cache, min(length, judged.context - steps * shares[0]))
+        lengths = [cache.length for cache in caches]
         parts = [
-            Part(own, sequence[-1:], 1, Sampling(HOT, SAMPLING_SEED + number))
-            for number, (sequence, own) in enumerate(zip(sequences, caches, strict=True))
+            Part(cache, tokens, len(tokens), per_step=share)
+            for cache, tokens, share in zip(caches, ids, shares, strict=True)
         ]
-        drawn = tuple(token for result in launcher.launch_together(parts) for token in result.token_ids)
-        if len(drawn) != len(parts):
-            raise KernelFault(f"{len(parts)} sequences drew the tokens {drawn}, one each was asked for")
-        for own in caches:
-            own.clear()
-        return tuple(zip(sequences, scores, strict=True)), drawn
+        session.launcher.launch_together(parts, session.logits)
+        found = session.logits.download(np.float32, (steps, self.plan.tokens, judged.config.vocab_size))
+        columns = [number for number, _ in session.launcher.columns]
+        for number, cache in enumerate(caches):
+            own = [column for column, part in enumerate(columns) if part == number]
+            logits = found[:, own].reshape(-1, judged.config.vocab_size)
+            self._note(f"sequence {number} with {shares[number]} tokens a step", lengths[number], ids[number], logits)
+            cache.clear()
 
-    def agreement(self, transcript: Transcript) -> Agreement:
-        """The transcript against the reference, and its sampled ids against its own logits."""
-        found = np.concatenate([transcript.logits, transcript.late_logits, *(part for _, part in transcript.together)])
-        wanted, rounded = (
-            np.concatenate(
-                [
-                    *(reference.forward(transcript.ids), late),
-                    *(reference.forward(ids)[-len(part) :] for ids, part in transcript.together),
-                ]
-            )
-            for reference, late in ((self.reference, self.late_reference), (self.rounded, self.late_rounded))
-        )
-        errors = relative_errors(found, wanted)
-        tolerance = max(LEAST_TOLERANCE, TOLERANCE_FACTOR * float(relative_errors(rounded, wanted).max()))
-        problems = []
-        if not np.all(errors <= tolerance):  # a NaN is no agreement
-            worst = int(np.argmax(np.where(np.isnan(errors), np.inf, errors)))
-            problems.append(
-                f"the logits of position {worst} are {errors[worst]:.2e} from float32, allowed is {tolerance:.2e}"
-            )
-        problems += self._sampling_problems(transcript)
-        return Agreement(len(found), float(errors.max()), tolerance, tuple(problems))
+    def _too_large(self) -> None:
+        """An embedding with a number that none has, of either sign: all logits behind it are NaN, no other's are."""
+        judged, session = self.judged, self.session
+        buffer = session.buffers["embedding"]
+        elements = buffer.array.view(np.uint16)
+        width, before = judged.config.padded_hidden, elements.copy()
+        for number, value in enumerate((TOO_LARGE, -TOO_LARGE)):
+            elements[(number + 1) * width + judged.config.hidden_size // 2] = as_bf16(value)
+        try:
+            self._with_large_ones([[1], [2]] if self.plan.batch == 1 else [[1, 0], [0, 2]])
+        finally:
+            elements[:] = before
 
-    def _sampling_problems(self, transcript: Transcript) -> list[str]:
-        """Tokens that the logits before them do not explain."""
-        _, prompted, _, stopped, _ = transcript.launches
-        drawn = range(PROMPT_TOKENS + len(prompted), PROMPT_TOKENS + len(prompted) + len(stopped))
-        problems = [
-            sampling_problem(
-                transcript.ids[position],
-                transcript.logits[position - 1],
-                position,
-                TEMPERATURE if position in drawn else 0.0,
-            )
-            for position in range(PROMPT_TOKENS, len(transcript.ids))
-        ]
-        batched = transcript.together[len(transcript.together) - len(transcript.drawn_together) :]
-        problems += [
-            sampling_problem(token, scores[-1], len(ids), HOT, SAMPLING_SEED + number)
-            for number, (token, (ids, scores)) in enumerate(zip(transcript.drawn_together, batched, strict=True))
-        ]
-        return [problem for problem in problems if problem]
+    def _with_large_ones(self, launches: list[list[int]]) -> None:
+        for tokens in launches:
+            caches = [self.session.sequence() for _ in tokens]
+            found = self.session.score_together([(token,) for token in tokens], caches)
+            for token, logits, cache in zip(tokens, found, caches, strict=True):
+                if bool(np.isnan(logits).all()) != bool(token) or np.isnan(logits).any() != bool(token):
+                    was = "not all of its logits are NaN" if token else "NaN stands among its logits"
+                    beside = "has an embedding with a number of 2^34" if token else "shares a step with such a sequence"
+                    raise KernelFault(f"a sequence that {beside}: {was}")
+                cache.clear()
 
-    def _after_filling(self, reference: ReferenceModel) -> F32:
-        """The reference's logits of the given tokens after `filling`."""
-        reference.reset()
-        for token in self.filling:
-            reference.step(token)
-        return np.stack([reference.step(token) for token in self.teacher])
+    def _fill(self, cache: CachedSequence, length: int) -> int:
+        """Writes the filling's first keys and values to the cache's pages; all else in the pool stays poisoned."""
+        cache.reserve(length)
+        pool, size = self.session.cached(), self.plan.page_size
+        stored = self.session.stored(self.judged.filled[:, :, :, :length])
+        for number, page in enumerate(cache.pages[: -(-length // size)]):
+            slots = stored[:, :, :, number * size : (number + 1) * size]
+            pool[:, page, :, :, : slots.shape[3]] = slots
+        self.session.buffers["kv"].upload(pool)
+        cache.length = length
+        return length
 
-    def _stored(self, values: F32) -> NDArray[Any]:
-        """Keys or values as the pool has them; they are exactly that already."""
-        if self.plan.kv_dtype == "e4m3":
-            return values.astype(ml_dtypes.float8_e4m3fn).view(np.uint8)
-        return values.astype(ml_dtypes.bfloat16).view(np.uint16)
+    def _note(self, place: str, cached: int, ids: Sequence[int], found: F32) -> None:
+        self.scored.append(Scored(place, cached, tuple(ids), found))
 
-    def _fill_cache(self, session: Session, cache: CachedSequence) -> None:
-        """Writes `filling`'s keys and values to the cache's pages; all else in the pool stays poisoned."""
-        cache.reserve(len(self.filling))
-        table = cache.table(self.plan.pages_per_sequence)
-        pool = session.cached()
-        for position in range(len(self.filling)):
-            page, slot = table[position // self.plan.page_size], position % self.plan.page_size
-            pool[:, page, 0, :, slot] = self.filled_keys[:, :, position]
-            pool[:, page, 1, :, slot] = self.filled_values[:, :, position]
-        session.buffers["kv"].upload(pool)
-        cache.length = len(self.filling)
+
+def asked(number: int, vocab: int) -> Sampling:
+    """What sequence `number` of those that share a step asks for: each something else."""
+    odd = tuple(range(number % 3, vocab, 3))
+    kinds: tuple[dict[str, Any], ...] = (
+        {"temperature": HOT, "filters": Filters(vocab // 3, 0.8, 0.001)},
+        {"allowed": odd, "temperature": HOT, "penalties": Penalties(frequency=0.4)},
+        {"temperature": 1.5, "bias": ((odd[-1], 3.0), (1, -50.0)), "penalties": Penalties(1.3, 0.5, 0.25)},
+        {"banned": odd, "penalties": Penalties(repetition=1.9, presence=2.0), "bias": ((vocab - 1, 0.5),)},
+    )
+    return Sampling(seed=SAMPLING_SEED + number, **kinds[number % len(kinds)])
 
 
 def reference_of(rig: Rig, rounding: Rounding = exact) -> ReferenceModel:
     """What a rig's kernels mean, over a cache that keeps what theirs keeps."""
     cached = round_to_e4m3 if rig.plan.kv_dtype == "e4m3" else None
-    return rig.family.reference(rig.config, rig.weights.tensor, rounding, cached=cached)
+    scales = getattr(rig.weights, "kv_scales", None) if cached else None
+    return rig.family.reference(rig.config, rig.weights.tensor, rounding, cached=cached, kv_scales=scales)
 
 
 @dataclass
@@ -313,10 +416,15 @@ class JudgingDevice(EmulatorDevice):
         super().__init__(scheduler=scheduler, seed=seed)
         self._schedule["timeout_s"] = LAUNCH_TIMEOUT_S
         self._plan, self._steps, self._pace = rig.plan, rig.family.program.KERNEL_NAME, pace
+        self._made = rig.made
 
     def launch(self, kernel: Any, arguments: Mapping[str, Any]) -> None:
         trapped = {**arguments, **self._traps(arguments)} if kernel.manifest.kernel == self._steps else arguments
-        super().launch(kernel, trapped)
+        try:
+            super().launch(kernel, trapped)
+        except EmulatorError as error:
+            reached = arguments["progress"].array.view(np.uint32) if "progress" in arguments else None
+            raise type(error)(explained(str(error), self._made[kernel.manifest.kernel], reached)) from error
         if self._pace is not None and self.stats is not None:
             self._pace.note(self.stats, kernel.manifest.launch.blocks)
 
@@ -348,14 +456,22 @@ class JudgingDevice(EmulatorDevice):
         return buffer
 
 
-def sampling_problem(token: int, logits: F32, position: int, temperature: float, seed: int = SAMPLING_SEED) -> str:
-    """Why a token cannot have been sampled from the logits before it, or ""."""
-    scores, margin = logits, SAMPLING_MARGIN
-    if temperature:
-        scores = logits / np.float32(temperature) + gumbel_noise(np.arange(len(logits)), seed, position)
-    best = int(scores.argmax())  # the lowest of equal ones
-    is_right = scores[token] >= scores[best] - margin if temperature else token == best
-    return "" if is_right else f"token {token} was sampled at position {position}, its logits give {best}"
+def sampling_problems(drawn: Drawn) -> Iterator[str]:
+    """Why tokens cannot have been drawn from the logits before them."""
+    sampling, vocab = drawn.sampling, drawn.logits.shape[1]
+    allowed = (mask_of(sampling, vocab)[:, None] >> np.arange(MASK_BITS, dtype=np.uint32) & 1).reshape(-1)[:vocab] > 0
+    in_prompt, counts = np.isin(np.arange(vocab), drawn.prompt), np.zeros(vocab, np.uint32)
+    for number, (token, logits) in enumerate(zip(drawn.tokens, drawn.logits, strict=True)):
+        scores = adjusted(logits, allowed, bias_of(sampling, vocab), sampling.penalties, in_prompt, counts)
+        margin, position = SAMPLING_MARGIN, drawn.position + number
+        if sampling.temperature:
+            scaled = scores / np.float32(sampling.temperature)
+            noisy = scaled + gumbel_noise(np.arange(vocab), sampling.seed, position)
+            scores = np.where(kept(scaled, sampling.filters), noisy, np.float32(-np.inf))
+        best = int(scores.argmax())  # the lowest of equal ones
+        if not (scores[token] >= scores[best] - margin if sampling.temperature else token == best):
+            yield f"{drawn.place}: token {token} was sampled at position {position}, its logits give {best}"
+        counts[token] += 1
 
 
 def relative_errors(found: F32, wanted: F32) -> F32:

@@ -21,7 +21,7 @@ from cheetah.generate import describe_kernel
 from cheetah.models.config import ModelConfig
 from cheetah.models.family import ReadRows, ReadTensor, Tensors
 from cheetah.models.registry import family_of
-from cheetah.models.rounding import F32, widen
+from cheetah.models.rounding import F32, as_bf16, widen
 from cheetah.package import Generated
 from cheetah.plan import Plan, gpu_named
 from cheetah.plan.kv.tables import epochs_of_step
@@ -70,6 +70,7 @@ class Rig:
         first = made[0].manifest
         self.plan = Plan.from_dict(first.plan.get("decoding", first.plan))
         self.manifest = describe_kernel(self.config, gpu_named(first.gpu["name"]), self.plan)
+        self.made = {one.manifest.kernel: one for one in made}
         self.kernels = {one.manifest.kernel: compiled(one, **mode) for one in made}
         self.constants: dict[str, Any] = {}
         scales = [buffer.name for buffer in self.manifest.buffers if buffer.name == "kv_scales"]
@@ -187,14 +188,24 @@ class Session:
         layers, _, kv_heads, _, _, head_dim = pages.shape
         return np.ascontiguousarray(pages.reshape(layers, 2, kv_heads, -1, head_dim)[:, :, :, : cache.length])
 
+    def stored(self, numbers: F32) -> NDArray[Any]:
+        """Keys and values [layers, 2, kv_heads, ...] as the pool has them."""
+        if self.plan.kv_dtype == "bf16":
+            return as_bf16(numbers)
+        return (numbers / self._kv_scales).astype(ml_dtypes.float8_e4m3fn).view(np.uint8)
+
     def numbers_of(self, cached: NDArray[Any]) -> F32:
         """Cached bits [layers, 2, kv_heads, ...] as the numbers that they stand for."""
         if cached.dtype == np.uint16:
             return widen(cached)
+        return np.asarray(cached.view(ml_dtypes.float8_e4m3fn).astype(np.float32) * self._kv_scales)
+
+    @property
+    def _kv_scales(self) -> F32:
+        """f32 [layers, 2, kv_heads, 1, 1]."""
         shape = self.rig.manifest.buffer("kv_scales").shape
-        scales = self.rig.constants["kv_scales"].download(np.float32, shape)
-        numbers = cached.view(ml_dtypes.float8_e4m3fn).astype(np.float32)
-        return np.asarray(numbers * scales[..., None, None])
+        scales: F32 = self.rig.constants["kv_scales"].download(np.float32, (*shape, 1, 1))
+        return scales
 
     def exchanged(self) -> NDArray[np.uint8]:
         """The bytes of the exchange: what the blocks published last, before later roundings hide differences."""

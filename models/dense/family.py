@@ -25,7 +25,7 @@ from cheetah.models.family import (
     WriteBytes,
 )
 from cheetah.models.repacking import Repacker
-from cheetah.models.rounding import Rounding, exact
+from cheetah.models.rounding import F32, Rounding, exact
 from cheetah.piece_ring import Lend, ordinary_memory
 from cheetah.plan import Gpu, Plan, StepMatrices, step_matrices
 from cheetah.stopwatch import Stopwatch
@@ -108,8 +108,14 @@ class DenseFamily(ModelFamily):
         return head
 
     def reference(
-        self, config: ModelConfig, tensors: Tensors, rounding: Rounding = exact, *, cached: Rounding | None = None
+        self,
+        config: ModelConfig,
+        tensors: Tensors,
+        rounding: Rounding = exact,
+        *,
+        cached: Rounding | None = None,
+        kv_scales: F32 | None = None,
     ) -> ReferenceModel:
         from cheetah.models.dense.reference import Reference
 
-        return Reference(config, tensors, rounding, cached=cached)
+        return Reference(config, tensors, rounding, cached=cached, kv_scales=kv_scales)

@@ -178,7 +178,8 @@ class Reference:
     tensors: name -> array, as a mapping or a function (a checkpoint's `tensor`); float32 copies are kept.
     rounding: applied where a bf16 implementation must round, that is to the input of every matrix and to the queries,
     keys and values of attention. The default does not round: that is the meaning of the model.
-    cached: applied to keys and values as they are made, in place of `rounding`: what the cache keeps of them.
+    cached: applied to keys and values as they are made, in place of `rounding`: what the cache keeps of them,
+    over kv_scales f32 [layers, 2, kv_heads].
     max_context: tokens that a sequence may have, by default those that the configuration says; chooses among factors of
     longrope.
     """
@@ -191,6 +192,7 @@ class Reference:
         *,
         cached: Rounding | None = None,
         max_context: int | None = None,
+        kv_scales: F32 | None = None,
     ):
         read = tensors.__getitem__ if isinstance(tensors, Mapping) else tensors
         shapes = tensor_shapes(config)
@@ -205,6 +207,7 @@ class Reference:
         self.rounding = rounding
         self.cached = cached or rounding
         self.max_context = max_context or config.max_position_embeddings
+        self.kv_scales = np.ones((config.layers, 2, config.kv_heads), np.float32) if kv_scales is None else kv_scales
         self.embedding = weight(EMBEDDING)
         self.layers = [_layer(config, layer, weight) for layer in range(config.layers)]
         self.norm = _multiplier(config, weight(FINAL_NORM))
@@ -267,8 +270,9 @@ class Reference:
         kind, stop = layer.kind.attention, self.length + 1
         first = 0 if kind.window is None else max(0, stop - kind.window)
         queries, keys, values = self._heads(layer, normed)
-        self.keys[index, :, self.length] = self.cached(keys)
-        self.values[index, :, self.length] = self.cached(values)
+        key_scales, value_scales = self.kv_scales[index][..., None]
+        self.keys[index, :, self.length] = self.cached(keys / key_scales) * key_scales
+        self.values[index, :, self.length] = self.cached(values / value_scales) * value_scales
         seen = slice(first, stop)
         cache = self.keys[index, :, seen], self.values[index, :, seen]
         output = attention(self.rounding(queries), *cache, kind.scale, kind.soft_cap)

@@ -15,13 +15,16 @@ from cheetah.models.llama import LlamaConfig
 from cheetah.models.registry import preset
 from cheetah.package import Generated
 from cheetah.runtime.checkpoint.random_weights import random_tensors
+from cheetah.tools import judged_steps
 from cheetah.tools.check import Verdict, check_kernel, find_races
 from cheetah.tools.judged_steps import JudgedSteps
-from cheetah.tools.rig import Rig, weights_of
+from cheetah.tools.rig import Rig
+from cheetah.tools.subjects import Subject
 
 pytestmark = pytest.mark.compiler
 
 CONFIG = LlamaConfig(72, 104, 2, 4, 2, 64, 300, max_position_embeddings=96)
+SUBJECT = Subject("a small model", CONFIG, random_tensors(CONFIG))
 
 
 @cache
@@ -37,8 +40,7 @@ def changed(kernel: Generated, pattern: str, replacement: str) -> Generated:
 
 
 def checked(kernel: Generated, seeds: int = 2, sanitizer: bool = False) -> Verdict:
-    weights = weights_of(CONFIG, random_tensors(CONFIG))
-    return check_kernel(kernel, weights, range(seeds), sanitizer=sanitizer)
+    return check_kernel(kernel, SUBJECT, range(seeds), sanitizer=sanitizer)
 
 
 @pytest.mark.exhaustive
@@ -46,7 +48,7 @@ def test_a_right_kernel_passes() -> None:
     """Without the command, of which `make test` has it."""
     verdict = checked(generated(), seeds=1)
     assert verdict.ok, str(verdict)
-    assert verdict.exploration.runs == 3 and verdict.agreement is not None
+    assert verdict.exploration is not None and verdict.agreement is not None and verdict.exploration.runs == 3
     assert 0 < verdict.agreement.error < verdict.agreement.tolerance and not verdict.findings
 
 
@@ -81,18 +83,18 @@ def test_a_wrong_count_of_steps_is_a_fault() -> None:
 def test_the_race_detector_runs_on_the_same_launches() -> None:
     config = LlamaConfig(16, 16, 1, 1, 1, 64, 16, max_position_embeddings=96)
     right = generate_kernel(config, "emulator-2", consumer_warps=2, stage_bytes=4096)
-    weights = weights_of(config, random_tensors(config))
+    subject = Subject("a tiny model", config, random_tensors(config))
     wrong = changed(right, r"mbarrier_wait\(full \+ use_stage, use_parity\);", "")
-    verdict = check_kernel(right, weights, range(1), ("random",), sanitizer=True)
-    assert verdict.ok and verdict.sanitized, str(verdict)
-    assert find_races(JudgedSteps(Rig(weights, wrong, sanitize=True))).startswith("Race: race")
+    verdict = check_kernel(right, subject, range(1), ("random",), sanitizer=True)
+    assert verdict.ok and verdict.race == "", str(verdict)
+    assert find_races(JudgedSteps(Rig(subject.weights, wrong, sanitize=True))).startswith("Race: race")
 
 
 @pytest.mark.slow
 def test_the_command_checks_the_demo_model_as_it_is() -> None:
     result = cheetah("check", "demo", "--seeds", "1", "--schedulers", "round_robin,random", "--no-sanitizer")
     assert result.exit_code == 0, result.output
-    assert "checking demo: an awkward small model of its kind (hidden 72, ffn 296, vocab 100" in result.stdout
+    assert "checking demo: an awkward small model of its kind (hidden 72, ffn 296, vocab 148" in result.stdout
     assert "checking demo: the whole model\nschedules: 2 launches, no error, the same bits in all" in result.stdout
     assert result.stdout.endswith("verdict: nothing found\n")
 
@@ -129,7 +131,7 @@ def test_an_error_of_the_checker_is_not_the_kernels(monkeypatch: pytest.MonkeyPa
     def fail(*arguments: object) -> None:
         raise CheetahError("the checker is wrong")
 
-    monkeypatch.setattr(JudgedSteps, "_fill_cache", fail)
+    monkeypatch.setattr(judged_steps._Run, "_fill", fail)
     with pytest.raises(CheetahError, match="the checker is wrong"):
         checked(generated(), seeds=1)
 

@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
@@ -15,12 +14,13 @@ from cheetah.models.config import ModelConfig
 from cheetah.models.dense.reference import Reference
 from cheetah.models.dense.weights import tensor_shapes
 from cheetah.models.llama import LlamaConfig
+from cheetah.models.rounding import as_bf16
 from cheetah.package import Generated
 from cheetah.plan import GPUS, Gpu
 from cheetah.tools import rig as tools
 from cheetah.tools.rig import Session
 
-__all__ = ["Session"]
+__all__ = ["Session", "as_bf16"]
 
 F32 = NDArray[np.float32]
 
@@ -61,11 +61,6 @@ class RandomWeights:
 
     def tensor(self, name: str) -> NDArray[np.uint16]:
         return self.tensors[name]
-
-
-def as_bf16(values: Any) -> NDArray[np.uint16]:
-    """The bf16 bits of values."""
-    return np.asarray(values).astype(ml_dtypes.bfloat16).view(np.uint16)
 
 
 @cache

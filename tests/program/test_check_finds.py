@@ -9,7 +9,8 @@ import pytest
 from cheetah.generate import Generated, generate_kernel
 from cheetah.models.registry import DEMO
 from cheetah.runtime.checkpoint.loading import open_checkpoint
-from cheetah.tools.check import Subject, check_model
+from cheetah.tools.check import check_model
+from cheetah.tools.subjects import Subject
 from tests.program.maintainers_bugs import MORE, TRIED, MaintainersBug
 from tests.program.planted import clean_kernel
 from tests.tiers import tiered
@@ -64,7 +65,7 @@ def planted(bug: MaintainersBug, monkeypatch: pytest.MonkeyPatch) -> list[bool]:
 @pytest.mark.parametrize("bug", cases(), ids=lambda bug: bug.name.replace(" ", "-"))
 def test_the_check_finds(bug: MaintainersBug, monkeypatch: pytest.MonkeyPatch) -> None:
     changed = planted(bug, monkeypatch)
-    verdicts = check_model(demo(), sanitizer=False, stop_after=1)
+    verdicts = check_model(demo(), sanitizer=False, only="steps", first=True)
     found = next((verdict for _, verdict in verdicts if not verdict.ok), None)
     assert any(changed) or not bug.edits, "no kernel has the text that is to be changed"
     assert found, f"{bug.name}: nothing found"
@@ -73,13 +74,13 @@ def test_the_check_finds(bug: MaintainersBug, monkeypatch: pytest.MonkeyPatch) -
 
 def test_every_text_that_a_bug_replaces_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also of those that `make test-all` alone looks for. No kernel is compiled."""
-    for name in ("Rig", "JudgedSteps", "_explored"):
+    for name in ("Case.launches", "_explored"):
         monkeypatch.setattr(f"cheetah.tools.check.{name}", lambda *arguments, **options: None)
     subject, gone = demo(), []
     for bug in (one for one in (*TRIED, *MORE) if one.edits):
         with monkeypatch.context() as patch:
             changed = planted(bug, patch)
-            assert len([*check_model(subject, sanitizer=False)]) == len(changed) == 2
+            assert len([*check_model(subject, sanitizer=False, only="steps")]) == len(changed) == 4
         gone += [] if any(changed) else [bug.name]
     assert not gone
 
@@ -89,5 +90,8 @@ def test_the_check_sees_copies_that_wait_too_long(monkeypatch: pytest.MonkeyPatc
     """Nothing else is wrong with them, so that all schedules run: here few."""
     (bug,) = (one for one in MORE if one.name == "a chunk counted that nobody requested")
     changed = planted(bug, monkeypatch)
-    paces = [verdict.pace for _, verdict in check_model(demo(), "emulator-2", 2, ("priority",), sanitizer=False)]
+    paces = [
+        verdict.pace
+        for _, verdict in check_model(demo(), "emulator-2", 2, ("priority",), sanitizer=False, only="steps")
+    ]
     assert all(changed) and any("never had more than" in pace for pace in paces)

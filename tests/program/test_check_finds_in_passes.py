@@ -6,9 +6,8 @@ from typing import Any
 
 import pytest
 
-from cheetah.emulator import SCHEDULERS
 from cheetah.generate import Generated, generate_pass
-from cheetah.tools.check import check_passes
+from cheetah.tools.check import check_model
 from tests.program.maintainers_bugs import FLOAT32, UNFENCED, MaintainersBug, bug, without
 from tests.program.test_check_finds import demo
 
@@ -84,7 +83,7 @@ def test_the_check_of_passes_finds(bug: MaintainersBug, monkeypatch: pytest.Monk
         return text
 
     monkeypatch.setattr("cheetah.tools.check.generate_pass", generate)
-    verdicts = check_passes(demo(), "emulator", 20, SCHEDULERS, sanitizer=False, stop_after=1)
+    verdicts = check_model(demo(), sanitizer=False, only="passes", first=True)
     found = next((verdict for _, verdict in verdicts if not verdict.ok), None)
     assert any(changed), "no kernel has the text that is to be changed"
     assert found, f"{bug.name}: nothing found"

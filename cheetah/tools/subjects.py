@@ -1,0 +1,140 @@
+"""What `cheetah check` looks at: small models of the named one's kind, each with what other sizes and weights hide.
+
+The awkward one: nothing divides, so its sizes are padded in every matrix and vector; half of its tokens have embeddings
+so small that the norm's epsilon decides; rows of its head are equal, so that every greedy choice is a tie within a
+lane's tokens, within a block and between blocks; its kernel takes several sequences, whose pages are few tokens that
+do not divide a stage. The one of many tokens has narrow M-tiles, vectors in halves of L2 and as many columns as a
+prompt. The one behind the grid barrier has a cache in 8 bits, whose scales all differ, items of a fixed length, more of
+them than a block keeps and more states than a row keeps, and a window. Each plan leaves alone what options name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cheetah.models.config import ModelConfig
+from cheetah.models.family import QuantizedMatrix, Rows, Tensors
+from cheetah.models.registry import family_of
+from cheetah.models.rounding import F32, as_bf16, widen
+from cheetah.plan.formats import BF16
+from cheetah.plan.narrow import LEAST_COLUMNS_EMULATED
+from cheetah.runtime.checkpoint.random_weights import RandomTensors, random_tensors
+from cheetah.tools.rig import GivenWeights, weights_of
+
+MOST_LAYERS, MOST_KV_HEADS = 2, 2
+AWKWARD = {"hidden_size": 72, "intermediate_size": 296, "vocab_size": 148}
+MANY_TOKENS = {"hidden_size": 144, "intermediate_size": 320, "vocab_size": 100}
+BEHIND_BARRIER = {"hidden_size": 136, "intermediate_size": 424, "vocab_size": 90}
+ALIKE = 64
+"""Rows of the head are equal at distances 1, 16 and this: M-tiles of 16 rows, dealt to 4 blocks."""
+FAINTNESS = np.float32(2.0**-10)
+WINDOW = 50
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A model to check, with fields of its kernels' plan. kind: what it is, in words. gpu: the machine, if a certain
+    one."""
+
+    kind: str
+    config: ModelConfig
+    tensors: Tensors
+    plan: Mapping[str, Any] = field(default_factory=dict)
+    gpu: str | None = None
+
+    @property
+    def weights(self) -> GivenWeights:
+        """With scales of a cache in 8 bits that differ for each layer, for keys and values, and for each head."""
+        return weights_of(self.config, self.tensors, kv_scales_of(self.config))
+
+
+def kv_scales_of(config: ModelConfig) -> F32:
+    """f32 [layers, 2, kv_heads]: small odd numbers times powers of two, no two alike."""
+    count = config.layers * 2 * config.kv_heads
+    odd = 2.0 * np.arange(count) + 17
+    return (odd / 512).reshape(config.layers, 2, config.kv_heads).astype(np.float32)
+
+
+def other_subjects(config: ModelConfig, plan: Mapping[str, Any]) -> list[Subject]:
+    """The subjects beside the model itself, for a plan's options."""
+    return [awkward_subject(config, plan), many_tokens_subject(config, plan), barrier_subject(config, plan)]
+
+
+def awkward_subject(config: ModelConfig, plan: Mapping[str, Any]) -> Subject:
+    """The awkward small model of the same kind as `config`."""
+    small = sized(config, AWKWARD, min(config.kv_heads, MOST_KV_HEADS))
+    fields = {"page_size": 5, "kv_chunk_min": 16, "stages": 4, **_several(plan, 4), **plan}
+    return Subject(_named("an awkward small model", small), small, awkward_tensors(small), fields)
+
+
+def many_tokens_subject(config: ModelConfig, plan: Mapping[str, Any]) -> Subject:
+    """One whose steps take many tokens, with narrow M-tiles."""
+    kv_heads = 1
+    while config.group * kv_heads * config.head_dim < LEAST_COLUMNS_EMULATED or (
+        config.group * kv_heads * config.head_dim % (2 * BF16.columns)
+    ):
+        kv_heads += 1
+    small = sized(config, MANY_TOKENS, kv_heads)
+    fields = {"page_size": 16, "kv_chunk_min": 16, **({} if "batch" in plan else {"batch": 2, "tokens": 32}), **plan}
+    return Subject(_named("one of many tokens a step", small), small, random_tensors(small), fields)
+
+
+def barrier_subject(config: ModelConfig, plan: Mapping[str, Any]) -> Subject:
+    """One whose blocks meet at the grid barrier, with a cache in 8 bits and a window."""
+    small = sized(config, BEHIND_BARRIER, min(config.kv_heads, MOST_KV_HEADS))
+    small = replace(small, sliding_window=min(WINDOW, small.sliding_window or WINDOW))
+    fields = {"sync": "barrier", "kv_dtype": "e4m3", "page_size": 48, "kv_chunk": 16, "kv_chunk_min": 16}
+    fields = {**fields, "down_slices": 2, **_several(plan, 8), **plan}
+    return Subject(_named("one behind the grid barrier", small), small, random_tensors(small), fields)
+
+
+def sized(config: ModelConfig, sizes: Mapping[str, int], kv_heads: int) -> ModelConfig:
+    """A small model of the same kind: head_dim, query heads a KV head, RoPE and tied embeddings stay."""
+    fields: dict[str, Any] = {"layers": min(config.layers, MOST_LAYERS), **sizes}
+    return replace(config, kv_heads=kv_heads, query_heads=kv_heads * config.group, **fields)
+
+
+def _several(plan: Mapping[str, Any], batch: int) -> dict[str, int]:
+    """Several sequences, unless the options say how many tokens a step takes, or of how many sequences."""
+    return {"batch": min(batch, plan["tokens"])} if "tokens" in plan else {"batch": batch}
+
+
+def _named(what: str, config: ModelConfig) -> str:
+    sizes = f"hidden {config.hidden_size}, ffn {config.intermediate_size}, vocab {config.vocab_size}"
+    return f"{what} of its kind ({sizes})"
+
+
+@dataclass(frozen=True)
+class AwkwardTensors:
+    """The tensors of such a model by name: bf16 bits, or what quantised matrices stand for."""
+
+    config: ModelConfig
+    random: RandomTensors
+
+    def rows(self, name: str) -> Rows | QuantizedMatrix:
+        """A matrix in parts; quantised ones as they are."""
+        matrix = self.random.rows(name)
+        return self(name) if isinstance(matrix[:1], np.ndarray) else matrix
+
+    def __call__(self, name: str) -> NDArray[Any]:
+        tensor = self.random(name)
+        family = family_of(self.config)
+        if name not in (family.embedding_tensor, family.head_tensor):
+            return tensor
+        tokens = np.arange(self.config.vocab_size)
+        alike: NDArray[Any] = tensor[tokens % ALIKE // 32 * 8 + tokens % 16 // 2]
+        if name != family.embedding_tensor:
+            return alike
+        values = widen(alike)
+        values[tokens // 2 % 2 == 1] *= FAINTNESS
+        return as_bf16(values)
+
+
+def awkward_tensors(config: ModelConfig) -> AwkwardTensors:
+    """Random weights with faint embeddings and equal rows of the head, for an awkward configuration."""
+    return AwkwardTensors(config, random_tensors(config))
