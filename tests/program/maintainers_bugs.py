@@ -102,7 +102,7 @@ TRIED = (
     bug(
         "the page of the end looked up, not of the last key",
         "of buffer page_table holds nothing",
-        (r"< end - 1 \? ([^:;]*) : end - 1;", r"< end ? \1 : end;"),
+        (r"min\(([^;]*), end - 1\)", r"min(\1, end)"),
     ),
     bug(
         "no warp barrier where one lane waits for all",

@@ -506,7 +506,7 @@ BUGS = (
         "newest key taken from the cache",
         BOTH,
         (
-            (r"(end) = (\S+\.x) < (\S+ \+ \S+ \* step) \? \2 : \3;", r"\1 = \2 < \3 + 1 ? \2 : \3 + 1;"),
+            (r"(end = min\(\S+\.x, \S+ \+ \S+ \* step)\);", r"\1 + 1);"),
             (r"newest = newest_begin < newest_end \? newest_end - newest_begin : 0;", "newest = 0;"),
         ),
     ),
@@ -542,7 +542,7 @@ BUGS = (
     Bug(
         "stale values multiplied by zero",
         ("schedules",),
-        ((r"(tile_key(?:_\d+)? = )([^;?]*) < valid - 1 \? [^;]*;", r"\1\2;"),),
+        ((r"(tile_key(?:_\d+)? = )min\(([^;]*), valid - 1\);", r"\1\2;"),),
     ),
     # -- blocks that have little to do
     Bug(
