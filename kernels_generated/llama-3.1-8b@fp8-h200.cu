@@ -1649,9 +1649,9 @@ __device__ __forceinline__ void wait_until_taken(uint64_t* taken, uint32_t& turn
 }
 
 // ---- phase qkv -------------------------------------------------------------------------------------
-// Input norm; q, k and v of these tokens; rotary embedding.
-// Waits for: hidden of the layer before; in the first layer for nothing, the tokens' embeddings are there.
-// Makes: qkv, and the keys and values in the cache.
+// Norm; q, k, v; rotary embedding; keys and values into the cache.
+// Waits for: hidden, hidden_squares.
+// Makes: qkv.
 __device__ __forceinline__ void qkv(uint32_t thread, uint32_t* progress, uint32_t block, uint32_t step, uint32_t layer,
     uint32_t* block_waits, const bf16* norms, uint8_t* arena, const bf16* embedding, uint32_t* next_token,
     uint32_t lane, uint32_t* input_words, uint32_t layer_epoch, uint64_t* loaded, uint64_t* full, uint32_t& use_stage,
@@ -2295,9 +2295,9 @@ __device__ __forceinline__ void finish_merge(uint32_t epoch, float weight_sum, f
 }
 
 // ---- phase attention -------------------------------------------------------------------------------
-// The block's items of the KV plan; then its merges of rows whose keys were split.
-// Waits for: the queries, newest keys and values of an item (qkv); the states of a row (partials).
-// Makes: attention, where keys were split by way of partials.
+// Attention over the cache; then the merge of rows whose keys were split.
+// Waits for: qkv, partials.
+// Makes: partials, attention.
 __device__ __forceinline__ void attention(uint32_t thread, uint32_t* progress, uint32_t block, uint32_t step,
     uint32_t layer, uint8_t* arena, const int32_t* kv_plans, uint32_t plan_index, const int32_t* tiles, uint32_t warp,
     uint64_t* exchange_words, uint32_t lane, uint32_t layer_epoch, uint32_t& use_stage, uint64_t* full,
@@ -2468,9 +2468,9 @@ __device__ __forceinline__ void load_vector_3(uint8_t* arena, uint32_t thread, u
 }
 
 // ---- phase o ---------------------------------------------------------------------------------------
-// Projection onto the residual.
+// o; onto the residual.
 // Waits for: attention.
-// Makes: middle.
+// Makes: middle, middle_squares.
 __device__ __forceinline__ void o(uint32_t thread, uint32_t* progress, uint32_t block, uint32_t step, uint32_t layer,
     const bf16* norms, uint32_t* block_waits, uint8_t* arena, uint32_t lane, uint32_t* input_words,
     uint32_t layer_epoch, uint64_t* full, uint32_t& use_stage, uint32_t& use_parity, uint8_t* ring, uint32_t warp,
@@ -2532,8 +2532,8 @@ __device__ __forceinline__ void load_vector_4(uint8_t* arena, uint32_t thread, u
 }
 
 // ---- phase gate_up ---------------------------------------------------------------------------------
-// Norm; gate and up; SwiGLU.
-// Waits for: middle.
+// Norm; gate, up; silu(gate) * up.
+// Waits for: middle, middle_squares.
 // Makes: gated.
 __device__ __forceinline__ void gate_up(uint32_t thread, uint32_t* progress, uint32_t block, uint32_t step,
     uint32_t layer, uint32_t* block_waits, uint8_t* arena, uint32_t lane, uint32_t* input_words, uint32_t layer_epoch,
@@ -2756,9 +2756,9 @@ __device__ __forceinline__ void load_vector_6(uint8_t* arena, uint32_t thread, u
 }
 
 // ---- phase down ------------------------------------------------------------------------------------
-// Projection onto the residual.
+// down; onto the residual.
 // Waits for: gated.
-// Makes: hidden.
+// Makes: hidden, hidden_squares.
 __device__ __forceinline__ void down(uint32_t thread, uint32_t* progress, uint32_t block, uint32_t step, uint32_t layer,
     const bf16* norms, uint32_t* block_waits, uint8_t* arena, uint32_t lane, uint32_t* input_words,
     uint32_t layer_epoch, uint64_t* full, uint32_t& use_stage, uint32_t& use_parity, uint8_t* ring, uint32_t warp,
@@ -2885,9 +2885,8 @@ __device__ __forceinline__ void multiply_chunk_3(uint32_t chunk, uint32_t place,
 }
 
 // ---- phase lm_head ---------------------------------------------------------------------------------
-// Final norm; logits; each lane's best candidates.
-// Waits for: hidden of the last layer.
-// Makes: logits, where they are wanted, and candidates in registers.
+// Norm; lm_head; logits, where they are wanted; each lane's best candidates, in registers.
+// Waits for: hidden, hidden_squares.
 __device__ __forceinline__ void lm_head(uint32_t thread, uint32_t* progress, uint32_t block, uint32_t step,
     uint32_t head_from, float* logits, uint32_t* block_waits, uint8_t* arena, uint32_t lane, uint32_t* input_words,
     uint32_t step_epoch, uint64_t* loaded, uint64_t* full, uint32_t& use_stage, uint32_t& use_parity, uint8_t* ring,
@@ -3971,9 +3970,9 @@ __device__ __forceinline__ void count_chosen(uint32_t lane, uint32_t column_coun
 }
 
 // ---- phase sampling --------------------------------------------------------------------------------
-// The grid's choice; the meeting of all blocks that ends a step.
-// Waits for: the candidates of all blocks.
-// Makes: candidates, and every column's token in `chosen`.
+// The grid's choice of every column's token; the meeting of all blocks that ends a step.
+// Waits for: candidates, short_lists, filters.
+// Makes: candidates, short_lists, filters.
 __device__ __forceinline__ void sampling(uint32_t thread, uint32_t* progress, uint32_t block, uint32_t step,
     uint64_t* step_added, uint32_t options, uint32_t column_count, const int32_t* sequences, uint8_t* arena,
     uint32_t warp, uint32_t lane, float* weighed, uint32_t step_epoch, uint64_t* exchange_words,

@@ -8,8 +8,8 @@ decoders share one implementation, `cheetah.models.dense.family`.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,6 +24,26 @@ from cheetah.plan.prompt import PassPlan
 from cheetah.stopwatch import Stopwatch
 
 Bytes = NDArray[np.uint8]
+
+
+class PhaseRow(NamedTuple):
+    """A phase of a kernel as people read it. when: in which layers it comes, or "once"; waits, makes: vectors that all
+    blocks make and all need; matrix: whose product it is, with its rows, columns and format."""
+
+    when: str
+    name: str
+    waits: str
+    matrix: str
+    makes: str
+    about: str
+
+
+def lines_of(rows: Iterable[PhaseRow]) -> Iterator[str]:
+    """Phases with their columns below one another, under the names of the columns."""
+    whole = [PhaseRow(*PhaseRow._fields), *rows]
+    widths = [max(len(cell) for cell in column) for column in zip(*whole, strict=True)]
+    for row in whole:
+        yield "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
 
 
 class Rows(Protocol):
@@ -80,6 +100,9 @@ class StepProgram(Protocol):
     def phase_names(self, config: ModelConfig) -> tuple[str, ...]:
         """The phases of a step, as the kernel counts them for reports."""
 
+    def phase_rows(self, config: ModelConfig, plan: Plan) -> tuple[PhaseRow, ...]:
+        """The same, as people read them."""
+
 
 class HeadProgram(Protocol):
     """The module with a family's head by itself, over `rows` hidden states that passes over prompts leave: the steps of
@@ -117,6 +140,9 @@ class PromptProgram(Protocol):
 
     def phase_names(self, config: ModelConfig, gpu: Gpu, plan: Plan, pass_plan: PassPlan) -> tuple[str, ...]:
         """The phases of a launch: its blocks meet behind each."""
+
+    def phase_rows(self, config: ModelConfig, gpu: Gpu, plan: Plan, pass_plan: PassPlan) -> tuple[PhaseRow, ...]:
+        """The same, as people read them. PlanError where there can be no pass, with the reason."""
 
 
 class ReferenceModel(Protocol):

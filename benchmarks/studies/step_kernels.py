@@ -16,16 +16,17 @@ from typing import Any
 from benchmarks.studies.kernels import finish_kernel
 from cheetah import lang as ch
 from cheetah.blocks.exchange import BarrierExchange, Exchange, FlaggedExchange
-from cheetah.blocks.linear.epilogue import swiglu
 from cheetah.blocks.machine import Machine, emit_roles, start_machine
 from cheetah.blocks.sampling import Sampler
 from cheetah.blocks.tokens import Tokens
 from cheetah.lang import prim, ty
 from cheetah.models.config import ModelConfig
 from cheetah.models.dense.launch import Launch, kernel_parameters
+from cheetah.models.dense.page import Line, Multiply
 from cheetah.models.dense.step import StepParts, exchange_sizes
 from cheetah.package import Generated
 from cheetah.plan import Gpu, Plan, shared_map, step_matrices
+from cheetah.plan.phases import PhaseText
 
 MODEL = ("qkv", "attention", "merge", "o", "gate_up", "down")
 STACKS = {"attention": MODEL[:4], "glu": MODEL[4:]}
@@ -121,19 +122,18 @@ class Piece(StepParts):
 
     def layer_phases(self, layer: Any) -> dict[str, Callable[[], None]]:
         """The phases of a layer, by name."""
-        matrices, linear, is_whole = self.matrices, self.linear, self.stack is None
-        qkv, o, gate_up, down = self.table.products
-        behind = self.norm(self.table.norm_behind(down, layer))
-        ffn_input = self.input_of(gate_up, layer) if is_whole else self.input_of(qkv, layer)
-        after_o = self.onto_residual(o, layer) if is_whole else self.residual_as(down.output, behind)
-        gated = swiglu(self.machine, self.vector(gate_up.output))
-        return {
-            "qkv": lambda: linear(matrices[qkv], self.input_of(qkv, layer), self.project_heads(layer)),
-            "attention": lambda: self.attend(self.step, layer),
-            "o": lambda: linear(matrices[o], self.input_of(o, layer), after_o),
-            "gate_up": lambda: linear(matrices[gate_up], ffn_input, gated),
-            "down": lambda: linear(matrices[down], self.input_of(down, layer), self.onto_residual(down, layer)),
-        }
+        return {line.name: partial(self._emit_alone, line, layer) for line in self.page.layer}
+
+    def _emit_alone(self, line: Line, layer: Any) -> None:
+        if not isinstance(line, Multiply):
+            return self.attend(self.step, layer)
+        prologue, epilogue = self.input_of(line.product, layer), self.epilogue_of(line, layer)
+        (first, _, _, last), is_part = self.table.products, self.stack is not None
+        if is_part and line.product.input.is_normed:
+            prologue = self.input_of(first, layer)
+        if is_part and line.product.adds:
+            epilogue = self.onto_residual(last.output, self.norm(self.table.norm_behind(last, layer)))
+        self.linear(self.matrices[line.product], prologue, epilogue)
 
 
 class FusedStack(Piece):
@@ -153,7 +153,7 @@ class FusedStack(Piece):
             for name in STACKS[self.stack or ""]:
                 if name in phases:  # the merge is the end of the fused attention
                     about = "As in the decode step, beside the others of this stack only."
-                    with self.phase(name, about, waits="the phase before", makes="the input of the next"):
+                    with self.phase(PhaseText(name, about, (), ())):
                         phases[name]()
         with machine.consumer:
             machine.meet()  # every thread has read the epoch

@@ -36,6 +36,9 @@ def inspect(
     plot: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Draw each block's share by phase (png, svg, pdf).")
     ] = None,
+    phases: Annotated[
+        bool, typer.Option("--phases", help="Print the phases of a step and of a pass instead: who waits for what.")
+    ] = False,
     revision: Revision = None,
     plan: dict[str, Any],
 ) -> None:
@@ -50,6 +53,8 @@ def inspect(
     print_notes(named.notes)
     machine = gpu_named(gpu)
     chosen = choose_plan(named.config, machine, **plan)
+    if phases:
+        return _print_phases(named.config, chosen, machine)
     depth = min(DEFAULT_CONTEXT, chosen.max_context) if context is None else context
     report = inspect_plan(named.config.shape, chosen, machine, depth)
     console = Console(soft_wrap=True, highlight=False, markup=False)
@@ -65,6 +70,23 @@ def inspect(
 def register(app: typer.Typer) -> None:
     """Make this a command of `app`."""
     app.command(epilog=EPILOG)(inspect)
+
+
+def _print_phases(config: ModelConfig, plan: Plan, gpu: Gpu) -> None:
+    """Of a step, and of a pass over as many tokens as a pass may have; of none where there can be none."""
+    from cheetah.models.family import lines_of
+    from cheetah.models.registry import family_of
+    from cheetah.plan import PlanError
+    from cheetah.plan.prompt import PASS_TOKENS, default_pass_plan
+
+    family = family_of(config)
+    typer.echo("\n".join(["a step", *lines_of(family.program.phase_rows(config, plan))]))
+    pass_plan = default_pass_plan(gpu, PASS_TOKENS[0], config.head_dim)
+    try:
+        rows = family.prompt_program.phase_rows(config, gpu, plan, pass_plan)
+    except PlanError:
+        return
+    typer.echo("\n".join(["", f"a pass of {pass_plan.tokens} tokens", *lines_of(rows)]))
 
 
 def _passes(config: ModelConfig, plan: Plan, gpu: Gpu) -> Iterator[Table]:

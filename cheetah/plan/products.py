@@ -62,6 +62,11 @@ class Vector:
         return f"{self.name}_squares"
 
     @property
+    def names(self) -> tuple[str, ...]:
+        """All that is exchanged of it."""
+        return (self.name, self.squares) if self.is_normed else (self.name,)
+
+    @property
     def exponent(self) -> int:
         """Of the power of two that elements of a product's input are below twice of, in tagged words. An element that
         is larger is told of by the squares: its own, or those of the residual that it adds so much to."""
@@ -89,6 +94,7 @@ class Phase:
 class AttentionPhase(Phase):
     """Attention over the cache. partials: the vector of the states of rows whose keys were split."""
 
+    output: Vector
     partials: str
 
 
@@ -165,6 +171,11 @@ class StepTable:
         raise PlanError(f"there is no matrix {name!r}: there are {', '.join(product.name for product in self)}")
 
     @property
+    def attention(self) -> AttentionPhase:
+        """The phase that is no product."""
+        return next(phase for phase in self.layer if isinstance(phase, AttentionPhase))
+
+    @property
     def heads(self) -> Product:
         """The product that makes queries, keys and values."""
         return next(product for product in self.products if product.order is RowOrder.HEADS)
@@ -210,17 +221,21 @@ class StepTable:
         if isinstance(phase, AttentionPhase):
             yield phase.partials
         if phase.output is not None:
-            yield phase.output.name
-            if phase.output.is_normed:
-                yield phase.output.squares
+            yield from phase.output.names
 
     def is_attended(self, vector: Vector) -> bool:
         """Whether attention makes a vector."""
-        return any(isinstance(phase, AttentionPhase) and phase.output == vector for phase in self.layer)
+        return vector == self.attention.output
 
-    def reader_of(self, product: Product) -> Product | None:
-        """The product of the same layer that multiplies what this one makes."""
-        return next((other for other in self.products if other.input == product.output), None)
+    def reader_of(self, phase: Phase) -> Product:
+        """The product that multiplies what a phase of a layer makes, of the same layer or the next one; the first phase
+        makes what attention takes."""
+        return next(other for other in self.products if other.input == phase.output)
+
+    def packed_for(self, name: str) -> tuple[Product, ...]:
+        """The product in the order of whose columns the rows of this one are packed, if any."""
+        made = self.named(name).output
+        return tuple(other for other in self.products if other.input == made and not other.is_placed)
 
     # -- tables with rows for products ------------------------------------------------------------------------------
 

@@ -12,12 +12,12 @@ from typing import Any
 from cheetah import lang as ch
 from cheetah.blocks.exchange import make_exchange
 from cheetah.blocks.machine import Machine, emit_roles, start_machine
-from cheetah.blocks.phase import PhaseNames
 from cheetah.lang import ty
 from cheetah.models.config import ModelConfig
 from cheetah.models.dense.launch import Launch, hidden_states_parameter
 from cheetah.models.dense.launch import kernel_parameters as parameters_of_step
-from cheetah.models.dense.step import HeadParts, head_exchange_sizes, last_phases, workspace_bytes
+from cheetah.models.dense.page import page_of_head
+from cheetah.models.dense.step import HeadParts, head_exchange_sizes, workspace_bytes
 from cheetah.models.dense.step import sizes as sizes_of_step
 from cheetah.package import KernelParameter
 from cheetah.plan import Gpu, Plan, shared_map
@@ -38,17 +38,13 @@ def kernel_parameters(config: ModelConfig, plan: Plan) -> dict[str, KernelParame
 def sizes(config: ModelConfig, gpu: Gpu, plan: Plan, rows: int) -> dict[str, int]:
     """The sizes that the parameters' shapes name. rows: of hidden states."""
     nbytes = workspace_bytes(head_exchange_sizes(gpu, plan), plan)
-    own = {"hidden_rows": rows, "exchange_bytes": nbytes, "phases": phases_of(config).count}
+    own = {"hidden_rows": rows, "exchange_bytes": nbytes, "phases": page_of_head(config).names.count}
     return {**sizes_of_step(config, gpu, plan), **own}
 
 
 def phase_names(config: ModelConfig) -> tuple[str, ...]:
     """The phases of a step, as `progress` counts them."""
-    return phases_of(config).names
-
-
-def phases_of(config: ModelConfig) -> PhaseNames:
-    return PhaseNames((), last_phases(config.table), 0)
+    return page_of_head(config).names.names
 
 
 def build_kernel(config: ModelConfig, gpu: Gpu, plan: Plan, rows: int) -> ch.Kernel:
@@ -70,7 +66,7 @@ class Head(HeadParts):
 
     def __init__(self, config: ModelConfig, machine: Machine, launch: Launch, rows: int) -> None:
         exchange = make_exchange(machine, launch.exchange, head_exchange_sizes(machine.gpu, machine.plan))
-        super().__init__(config, machine, launch, exchange, phases_of(config), rows)
+        super().__init__(config, machine, launch, exchange, page_of_head(config), rows)
 
     @ch.inline
     def emit(self) -> None:
@@ -80,7 +76,7 @@ class Head(HeadParts):
         with ch.roles_for(machine.roles, self.launch.steps, name="step") as step:
             self._begin_step(step)
             embedded = self.embedded(ty.u32(self.table.norm_row(self.table.head, None)), self.places(self.table.head))
-            self.emit_head(step, embedded, waits="nothing: the hidden states are there")
+            self.emit_head(step, embedded)
             with machine.consumer:
                 self.tokens.end_step(step)
             with machine.adding():

@@ -312,9 +312,7 @@ class _Matrix:
             raise PackingError(f"matrix {layout.name!r}: {len(groups)} groups of rows for {layout.m_tiles} M-tiles")
         names = matrix_tensors(config, layout.name, layer)
         tensors = tuple(rows(name) for name in names)
-        table = config.table
-        reader = table.reader_of(table.named(layout.name))
-        if reader is not None and not reader.is_placed:  # its input has the order of its columns by itself
+        for reader in config.table.packed_for(layout.name):
             order = _order_of(config, reader.name, layer, rows)
             tensors = tensors if order is None else tuple(_in_order(one, order) for one in tensors)
         return _Matrix(layout, groups, names, tensors, matrices.offset(layout.name, layer))

@@ -9,19 +9,22 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from cheetah.models.config import ModelConfig
+from cheetah.models.dense.page import Gated, Heads, Line, Logits, Multiply, OntoResidual, Page, page_of
+from cheetah.models.family import PhaseRow
 from cheetah.plan import Gpu, ModelShape, Plan, PlanError, SharedMap, StepMatrices, step_matrices
 from cheetah.plan.formats import BF16, M_TILE_ROWS, QuantizedTiles, TileFormat
 from cheetah.plan.index import ceil_div
 from cheetah.plan.pass_tables import SEGMENT_COLUMNS, PassRoom, pass_room
-from cheetah.plan.products import Phase, Product, RowOrder, StepTable, Vector
+from cheetah.plan.products import Product, RowOrder, StepTable, Vector
 from cheetah.plan.prompt import STAGE_TILES, Cut, PassPlan, widest_format
 from cheetah.plan.sections import Sections
 
 SECTION_ALIGNMENT = 1024
-
-
 HIDDEN = "hidden"
 """The section of all vectors that the residual is published as."""
+RESIDUAL_SECTIONS = ("residual", HIDDEN, "squares")
+HEAD_SECTIONS = ("queries", "keys", "values")
+PARTS = ("parts",)
 
 
 def section_of(vector: Vector) -> str:
@@ -29,13 +32,49 @@ def section_of(vector: Vector) -> str:
     return HIDDEN if vector.is_normed else vector.name
 
 
+def sections_of_rows(then: Heads | OntoResidual | Gated | Logits, product: Product) -> tuple[str, ...]:
+    """The sections into which the rows of a product go."""
+    if isinstance(then, Heads):
+        return HEAD_SECTIONS
+    assert product.output is not None, product
+    return RESIDUAL_SECTIONS if product.adds else (section_of(product.output),)
+
+
 @dataclass(frozen=True)
 class PassPhase:
-    """Of a layer. product: none of attention. adds: it adds the parts of that product."""
+    """A phase of a layer: a line of the model's page. is_stored: it stores the sums of parts of the line's product;
+    adds: it adds them."""
 
-    name: str
-    product: Product | None = None
+    line: Line
+    is_stored: bool = False
     adds: bool = False
+
+    @property
+    def name(self) -> str:
+        return f"{self.line.name}-sums" if self.adds else self.line.name
+
+    @property
+    def product(self) -> Product | None:
+        """None of attention."""
+        return self.line.product if isinstance(self.line, Multiply) else None
+
+    @property
+    def waits(self) -> tuple[str, ...]:
+        """The sections of the workspace that it reads."""
+        if not isinstance(self.line, Multiply):
+            return HEAD_SECTIONS
+        product = self.line.product
+        residual = RESIDUAL_SECTIONS[:1] if product.adds and not self.is_stored else ()
+        of_input = (section_of(product.input),)
+        squares = RESIDUAL_SECTIONS[2:] if product.input.is_normed and not self.is_stored else ()
+        return (PARTS if self.adds else of_input) + squares + residual
+
+    @property
+    def makes(self) -> tuple[str, ...]:
+        """Those that it writes."""
+        if not isinstance(self.line, Multiply):
+            return self.line.makes[-1:]
+        return PARTS if self.is_stored else sections_of_rows(self.line.then, self.line.product)
 
 
 @dataclass(frozen=True)
@@ -118,26 +157,50 @@ class PassSizes:
         sums_over_tile = product.adds or (product.order is RowOrder.HEADS and self.config.head_norms is not None)
         return self.pass_plan.cut(self.matrices[product], self.gpu.blocks, sums_over_tile)
 
-    def _phases_of(self, phase: Phase) -> list[PassPhase]:
-        if not isinstance(phase, Product):
-            return [PassPhase(phase.name)]
-        whole = [PassPhase(phase.name, phase)]
-        return whole if self.parts(phase) == 1 else [*whole, PassPhase(f"{phase.name}-sums", phase, adds=True)]
+    def phases_of(self, line: Line) -> list[PassPhase]:
+        """A line's: of a product that is cut two."""
+        if not isinstance(line, Multiply) or self.parts(line.product) == 1:
+            return [PassPhase(line)]
+        return [PassPhase(line, is_stored=True), PassPhase(line, adds=True)]
 
     @property
-    def key_phases(self) -> list[PassPhase]:
-        """Phases of the last layer where keys and values are all that is wanted of it."""
-        return self._phases_of(self.table.heads)
+    def page(self) -> Page:
+        """The model's."""
+        return page_of(self.config, self.plan.max_context)
 
     @property
     def phases(self) -> list[PassPhase]:
         """Phases of a layer, in order."""
-        return [one for phase in self.table.layer for one in self._phases_of(phase)]
+        return [phase for line in self.page.layer for phase in self.phases_of(line)]
 
     @property
-    def attention_index(self) -> int:
-        """The number of attention among them."""
+    def key_phase_count(self) -> int:
+        """Phases of the last layer where keys and values are all that is wanted of it: those before attention."""
         return next(index for index, phase in enumerate(self.phases) if phase.product is None)
+
+    def index_of(self, product: Product | None) -> int:
+        """The number of a product's first phase; None: that of attention."""
+        return next(index for index, phase in enumerate(self.phases) if phase.product == product)
+
+    @property
+    def rows(self) -> tuple[PhaseRow, ...]:
+        """The phases as people read them: `waits` and `makes` are sections of the workspace."""
+        of_layer, makes = f"layers 0 to {self.config.layers - 1}", ", ".join(RESIDUAL_SECTIONS)
+        return (
+            PhaseRow("once", "embedding", "", "", makes, "The tokens' embeddings."),
+            *(self._row(phase, of_layer) for phase in self.phases),
+            PhaseRow("once", "hidden states", RESIDUAL_SECTIONS[0], "", "", "Of the columns that are wanted."),
+        )
+
+    def _row(self, phase: PassPhase, when: str) -> PhaseRow:
+        about, matrix = phase.line.about, phase.line.matrix
+        if phase.product is None:
+            about = "Attention over the keys of the cache, which are those of the pass too."
+        elif phase.is_stored:
+            about = f"Parts of k, {self.parts(phase.product)} of them."
+        if phase.adds:
+            about, matrix = f"The parts added up: {phase.line.about}", ""
+        return PhaseRow(when, phase.name, ", ".join(phase.waits), matrix, ", ".join(phase.makes), about)
 
     @property
     def phase_count(self) -> int:

@@ -37,10 +37,12 @@ from cheetah.models.dense.launch import (
     parameter_field,
     parameters_of,
 )
-from cheetah.models.dense.pass_sizes import HIDDEN, PassPhase, PassSizes, section_of
+from cheetah.models.dense.page import Gated, Heads, Line, Multiply, OntoResidual
+from cheetah.models.dense.pass_sizes import HEAD_SECTIONS, RESIDUAL_SECTIONS, PassPhase, PassSizes, section_of
 from cheetah.models.dense.program import sizes as sizes_of_step
+from cheetah.models.family import PhaseRow
 from cheetah.package import KernelParameter
-from cheetah.plan import Gpu, MatrixLayout, Plan
+from cheetah.plan import Gpu, Plan
 from cheetah.plan.formats import M_TILE_ROWS
 from cheetah.plan.index import ceil_div
 from cheetah.plan.pass_tables import SEGMENT_COLUMNS, TABLE_WORDS
@@ -105,6 +107,11 @@ def sizes(config: ModelConfig, gpu: Gpu, plan: Plan, pass_plan: PassPlan) -> dic
 def phase_names(config: ModelConfig, gpu: Gpu, plan: Plan, pass_plan: PassPlan) -> tuple[str, ...]:
     """The phases of a launch."""
     return PassSizes(config, gpu, plan, pass_plan).phase_names
+
+
+def phase_rows(config: ModelConfig, gpu: Gpu, plan: Plan, pass_plan: PassPlan) -> tuple[PhaseRow, ...]:
+    """The same, as people read them: `waits` and `makes` are sections of the workspace."""
+    return PassSizes(config, gpu, plan, pass_plan).rows
 
 
 def build_kernel(config: ModelConfig, gpu: Gpu, plan: Plan, pass_plan: PassPlan) -> ch.Kernel:
@@ -176,33 +183,39 @@ class Pass:
         emit_pass(machine)
 
     def _emit_layer(self, layer: Any) -> None:
-        self._emit_copies(layer)
+        for line in self.sizes.page.layer:
+            self._emit_copies(line, layer)
         with self.machine.consumer:
             self._emit_phases(layer)
 
-    def _emit_copies(self, layer: Any) -> None:
-        """What the copying roles bring in a layer. Activations wait for the phase before, weights for nobody."""
+    def _emit_copies(self, line: Line, layer: Any) -> None:
+        """What the copying roles bring for a line of the page. Activations wait for the phase before, weights for
+        nobody."""
+        if not isinstance(line, Multiply):
+            return self._emit_copies_of_keys(layer)
+        machine, matrix = self.machine, self.matrices[line.product]
+        first, *sums = self.sizes.phases_of(line)
+        given = self._given(first, line.product, layer)
+        with machine.weights:
+            machine.renew()
+            self.product.copy_weights(matrix, given)
+        with machine.activations:
+            machine.renew()
+            self.barrier.begin_copies()
+            self.product.copy_activations(matrix, given)
+            for _ in sums:
+                self.barrier.skip_phase()
+
+    def _emit_copies_of_keys(self, layer: Any) -> None:
         machine, attention = self.machine, self._attention(layer)
-        for product in self.table.products:
-            matrix, given = self.matrices[product], self._given(product, layer)
-            with machine.weights:
-                machine.renew()
-                self.product.copy_weights(matrix, given)
-            with machine.activations:
-                machine.renew()
-                self.barrier.begin_copies()
-                self.product.copy_activations(matrix, given)
-                if given.parts > 1:
-                    self.barrier.skip_phase()
-            if product is self.table.heads:
-                for role in (machine.weights, machine.activations):
-                    with role, ch.if_(self._ends_with_keys(layer)):
-                        ch.break_()
-                with machine.weights:
-                    attention.copy_nothing()
-                with machine.activations:
-                    self.barrier.begin_copies()
-                    attention.copy_keys()
+        for role in (machine.weights, machine.activations):
+            with role, ch.if_(self._ends_with_keys(layer)):
+                ch.break_()
+        with machine.weights:
+            attention.copy_nothing()
+        with machine.activations:
+            self.barrier.begin_copies()
+            attention.copy_keys()
 
     def _ends_with_keys(self, layer: Any) -> Any:
         """Whether keys and values are all that is wanted of a layer: of the last one, unless hidden states are."""
@@ -242,7 +255,7 @@ class Pass:
     def _emit_phases(self, layer: Any) -> None:
         """In the consumer role: a loop, so that all products share their code."""
         machine, sizes = self.machine, self.sizes
-        count, of_keys = len(sizes.phases), len(sizes.key_phases)
+        count, of_keys = len(sizes.phases), sizes.key_phase_count
         phases = ch.select(self._ends_with_keys(layer), ty.u32(of_keys), ty.u32(count))
         with ch.for_(phases, unroll=1, name="phase") as phase:
             machine.renew()
@@ -250,7 +263,7 @@ class Pass:
             self.timeline.stamp(number, "begin")
             self.barrier.begin_phase()
             self.timeline.stamp(number, "ready")
-            with ch.if_(phase == sizes.attention_index):
+            with ch.if_(phase == sizes.index_of(None)):
                 self._attention(layer).attend()
             with ch.else_():
                 with ch.if_(phase == 0):
@@ -277,22 +290,19 @@ class Pass:
 
     def _cases(self, layer: Any, phase: Any, adds: bool = False) -> list[Case]:
         """Of the phases that multiply, or of those that add parts."""
-        phases = self.sizes.phases
         finishes = self._finishes(layer, phase, self.of_few if adds else self.product)
         to_be_added = StoreParts(self.machine, self._section("parts", ty.f32))
         cases = []
-        for index, one in enumerate(phases):
-            if (product := one.product) is not None and one.adds == adds:
-                parts, finish, matrix = self.sizes.parts(product), finishes[product], self.matrices[product]
-                is_stored = parts > 1 and not adds
-                onto = product.adds and not is_stored
-                chosen, weights = to_be_added if is_stored else finish, self._weights(matrix, layer)
-                cases.append(Case(matrix, chosen, onto, index, parts, weights, self.sizes.height(product)))
+        for index, one in enumerate(self.sizes.phases):
+            if isinstance(line := one.line, Multiply) and one.adds == adds:
+                finish = to_be_added if one.is_stored else finishes[type(line.then)]
+                given = self._given(one, line.product, layer)
+                cases.append(Case(self.matrices[line.product], given, finish, index))
         return cases
 
-    def _finishes(self, layer: Any, phase: Any, product: TileProduct) -> dict[Product, Finish]:
-        """What becomes of the sums of each matrix, in the tiles of `product`."""
-        machine, scales = product.machine, self.scales[product]
+    def _finishes(self, layer: Any, phase: Any, product: TileProduct) -> dict[type, Finish]:
+        """What becomes of the sums of a line's product, in the tiles of `product`."""
+        machine, scales, table = product.machine, self.scales[product], self.table
         heads = StoreHeads(
             *(self._heads(machine, layer), self.tokens, self.cache, scales),
             *(self.launch.rope, self.sizes.plan.max_context, layer),
@@ -300,18 +310,18 @@ class Pass:
             norms=self._head_norms(machine),
         )
         gated = StoreGated(machine, self._section("gated"), scales)
-        qkv, o, gate_up, down = self.table.products
         # After o comes the layer's second norm, after down the next layer's first.
-        behind_o = phase <= self.sizes.phases.index(PassPhase(gate_up.name, gate_up))
-        behind = ch.select(behind_o, *(ty.u32(self.table.norm_behind(one, 0)) for one in (o, down)))
-        onto_residual = self._onto_residual(machine, layer * len(self.table.norms) + behind)
-        return {qkv: heads, o: onto_residual, gate_up: gated, down: onto_residual}
+        o, down = table.onto_residual
+        behind_o = phase <= self.sizes.index_of(table.reader_of(o))
+        behind = ch.select(behind_o, *(ty.u32(table.norm_behind(one, 0)) for one in (o, down)))
+        onto_residual = self._onto_residual(machine, layer * len(table.norms) + behind)
+        return {Heads: heads, OntoResidual: onto_residual, Gated: gated}
 
     def _heads(self, machine: PassMachine, layer: Any) -> PassHeads:
         scales = self.launch.kv_scales
+        queries, keys, values = (self._section(name) for name in HEAD_SECTIONS)
         return PassHeads(
-            *(machine, self.shape, self._section("queries"), self._section("keys"), self._section("values")),
-            self.sizes.room.key_rows,
+            *(machine, self.shape, queries, keys, values, self.sizes.room.key_rows),
             None if scales is None else scales + layer * (2 * self.shape.kv_heads),
         )
 
@@ -325,28 +335,29 @@ class Pass:
             return None
         return PassHeadNorms(machine, self.shape, weights, self.sizes.config.rms_norm_eps)
 
-    def _weights(self, matrix: MatrixLayout, layer: Any) -> Any:
-        return self.launch.weights + (ty.u64(layer) * self.matrices.layer_stride + matrix.offset)
+    def _weights(self, product: Product, layer: Any) -> Any:
+        return self.launch.weights + (ty.u64(layer) * self.matrices.layer_stride + self.matrices[product].offset)
 
-    def _given(self, product: Product, layer: Any) -> Given:
-        parts = self.sizes.parts(product)
-        residual = self._section("residual", ty.f32) if product.adds and parts == 1 else None
-        height, weights = self.sizes.height(product), self._weights(self.matrices[product], layer)
+    def _given(self, phase: PassPhase, product: Product, layer: Any) -> Given:
+        """Where the operands of a phase lie."""
+        residual = self._section("residual", ty.f32) if product.adds and not phase.is_stored else None
+        parts, height, weights = self.sizes.parts(product), self.sizes.height(product), self._weights(product, layer)
         return Given(weights, self._section(section_of(product.input)), residual, parts, height)
 
     def _attention(self, layer: Any) -> PassAttention:
-        _, o, _, _ = self.table.products
-        into, heads, sizes = self._section(o.input.name), self._heads(self.machine, layer), self.sizes
-        places = self._places(self.table.places_row(o, layer))
+        attention = self.table.attention
+        into, heads, sizes = self._section(attention.output.name), self._heads(self.machine, layer), self.sizes
+        places = self._places(self.table.places_row(self.table.reader_of(attention), layer))
         return PassAttention(self.machine, self.ring, heads, self.tokens, into, sizes.key_tile, sizes.window, places)
 
     def _onto_residual(self, machine: PassMachine, norm: Any) -> StoreResidual:
         """norm: number of the one that follows."""
         weight, table = self.launch.norms + norm * self.shape.padded_hidden, self.table
         first, second = table.norms
+        residual, hidden, squares = RESIDUAL_SECTIONS
         return StoreResidual(
-            *(machine, self._section("residual", ty.f32), self._section(HIDDEN)),
-            *(self._section("squares", ty.f32), weight, self.sizes.hidden_m_tiles),
+            *(machine, self._section(residual, ty.f32), self._section(hidden)),
+            *(self._section(squares, ty.f32), weight, self.sizes.hidden_m_tiles),
             places=self._places(table.places_row(first, norm // 2) + norm % 2 * table.places_row(second, 0)),
         )
 

@@ -16,7 +16,7 @@ from cheetah.blocks.attention.core import LSE_WORDS, Attention
 from cheetah.blocks.attention.head_norms import HeadNorms
 from cheetah.blocks.attention.schedule import Schedule
 from cheetah.blocks.attention.shipped_variants import sliding_window
-from cheetah.blocks.attention.step_port import NormalisedHeads, Projection, StepPort
+from cheetah.blocks.attention.step_port import NormalisedHeads, ProjectedHeads, Projection, StepPort
 from cheetah.blocks.attention.variants import CAUSAL
 from cheetah.blocks.columns import POSITION, Columns, vector_words
 from cheetah.blocks.exchange import (
@@ -28,14 +28,14 @@ from cheetah.blocks.exchange import (
 )
 from cheetah.blocks.filters.filters import Filters
 from cheetah.blocks.host_words import HostWords
-from cheetah.blocks.linear.epilogue import add_residual
+from cheetah.blocks.linear.epilogue import AddResidual, PublishedRows, Swiglu
 from cheetah.blocks.linear.formats.vectors import is_raised
 from cheetah.blocks.linear.interface import Epilogue, Prologue, Rows
 from cheetah.blocks.linear.matvec import Matvec
 from cheetah.blocks.linear.prologue import Either, Prefetching, Slices, Weighted
 from cheetah.blocks.linear.rms import InverseRms, PublishedSquares, RowSquares, Squares, squares_words
 from cheetah.blocks.machine import Machine
-from cheetah.blocks.phase import PhaseNames, Phases
+from cheetah.blocks.phase import Phases
 from cheetah.blocks.ring import Ring
 from cheetah.blocks.sampling import Sampler
 from cheetah.blocks.timeline import Timeline
@@ -44,6 +44,7 @@ from cheetah.lang import prim, ty
 from cheetah.models.act_order import places_shape
 from cheetah.models.config import ModelConfig
 from cheetah.models.dense.launch import Launch
+from cheetah.models.dense.page import Gated, Heads, Line, Multiply, OntoResidual, Page, page_of
 from cheetah.plan import M_TILE_ROWS, Gpu, ModelShape, Plan, step_matrices
 from cheetah.plan.formats import BF16_VECTOR
 from cheetah.plan.index import round_up
@@ -52,9 +53,6 @@ from cheetah.plan.kv.tables import epochs_of_step
 from cheetah.plan.narrow import residual_split
 from cheetah.plan.products import STEP_EXCHANGES, AttentionPhase, Product, StepTable, Vector
 from cheetah.plan.regions import FILTER_WORDS, listed_tokens
-
-SAMPLING = "sampling"
-"""The phase behind the head."""
 
 
 def kv_layout(shape: ModelShape, gpu: Gpu, plan: Plan) -> KvPlanLayout:
@@ -152,22 +150,12 @@ def sizes(config: ModelConfig, gpu: Gpu, plan: Plan) -> dict[str, int]:
 
 def phase_names(config: ModelConfig) -> tuple[str, ...]:
     """The phases of a step, as `progress` counts them."""
-    return phases_of(config.table).names
-
-
-def phases_of(table: StepTable) -> PhaseNames:
-    """The phases of a step."""
-    return PhaseNames(tuple(phase.name for phase in table.layer), last_phases(table), table.layers)
-
-
-def last_phases(table: StepTable) -> tuple[str, ...]:
-    """Those behind the layers."""
-    return table.head.name, SAMPLING
+    return page_of(config).names.names
 
 
 class HeadParts:
-    """The blocks of a launch that chooses tokens, and what its last two phases are written with. names: of all its
-    phases; rows: of the embedding, if they are not those of the token ids."""
+    """The blocks of a launch that chooses tokens, and what its last two phases are written with. page: all its phases;
+    rows: of the embedding, if they are not those of the token ids."""
 
     def __init__(
         self,
@@ -175,7 +163,7 @@ class HeadParts:
         machine: Machine,
         launch: Launch,
         exchange: Exchange,
-        names: PhaseNames,
+        page: Page,
         rows: int | None = None,
     ) -> None:
         self.config, self.machine, self.launch = config, machine, launch
@@ -183,7 +171,8 @@ class HeadParts:
         self.matrices = step_matrices(self.shape, machine.plan, machine.gpu)
         self.residual = self.matrices[self.table.onto_residual[0]]
         """Its rows are those of the residual, and lie with the same blocks."""
-        self.timeline = Timeline(machine, launch.timeline, names.count)
+        self.page = page
+        self.timeline = Timeline(machine, launch.timeline, page.names.count)
         self.columns = Columns(machine, launch.column_count, launch.columns, launch.sequences)
         self.ring = Ring(machine)
         self.linear = Matvec(self.columns, self.ring, launch.weights, self.timeline)
@@ -192,7 +181,7 @@ class HeadParts:
         filters = Filters(self.exchange, adjustments, launch.weighed)
         self.sampler = Sampler(self.linear, self.exchange, self.shape.vocab, self.timeline, adjustments, filters, host)
         self.tokens = Tokens(self.columns, launch, rows)
-        self.phase = Phases(machine, self.exchange, self.timeline, names, launch.progress)
+        self.phase = Phases(machine, self.exchange, self.timeline, page.names, launch.progress)
 
     @ch.inline
     def set_up(self) -> None:
@@ -220,25 +209,17 @@ class HeadParts:
     def _epoch(self, name: str, value: ch.Expr) -> ch.Expr:
         return ch.roles_const((self.machine.consumer, self.machine.adder), ty.u32, value, name)
 
-    def emit_head(self, step: Any, hidden: Prologue, waits: str) -> None:
+    def emit_head(self, step: Any, hidden: Prologue) -> None:
         """Logits of `hidden`, and the next token of every column; left out for tokens whose logits nobody wants."""
         self.start_sampling()
-        with self.phase(
-            self.table.head.name,
-            "Final norm; logits; each lane's best candidates.",
-            waits=waits,
-            makes="logits, where they are wanted, and candidates in registers",
-            meets=False,
-        ):
-            self.linear(self.matrices.head, hidden, self.take_logits(step), when=self.needs_head(step))
-        with self.phase(
-            SAMPLING,
-            "The grid's choice; the meeting of all blocks that ends a step.",
-            waits="the candidates of all blocks",
-            makes="candidates, and every column's token in `chosen`",
-            meets=False,
-        ):
-            self.choose(step)
+        for line in self.page.once:
+            with self.phase(line.text):
+                if isinstance(line, Multiply):
+                    assert line.waits == hidden.waits, line
+                    matrix, wanted = self.matrices[line.product], self.needs_head(step)
+                    self.linear(matrix, hidden, self.take_logits(step), when=wanted)
+                else:
+                    self.choose(step)
 
     def start_sampling(self) -> None:
         with self.machine.adder:
@@ -308,12 +289,12 @@ class StepParts(HeadParts):
             inputs=product_inputs(machine.shape.table),
             copied=published_kinds(config, machine.plan),
         )
-        super().__init__(config, machine, launch, made, phases_of(machine.shape.table))
+        super().__init__(config, machine, launch, made, page_of(config, machine.plan.max_context))
         self.cache = KvCache(machine, launch.kv, launch.page_table)
         self.schedule = Schedule(
             machine, kv_layout(self.shape, machine.gpu, machine.plan), launch.kv_plans, launch.plan_count, launch.tiles
         )
-        self.port = StepPort(machine, self.exchange, self.columns, launch.kv_scales)
+        self.port = StepPort(self.exchange, self.columns, self.table.attention, launch.kv_scales)
         if launch.head_norms is not None:
             norms = HeadNorms(machine, launch.head_norms, config.rms_norm_eps)
             self.port.heads = NormalisedHeads(self.port, self.cache, norms)
@@ -390,7 +371,16 @@ class StepParts(HeadParts):
         with self.machine.adding():
             self.tokens.leave_after(step)
 
-    # -- attention and sampling -----------------------------------------------------------------------------------
+    # -- phases ---------------------------------------------------------------------------------------------------
+
+    def emit_line(self, line: Line, step: Any, layer: Any) -> None:
+        """A phase of a layer."""
+        with self.phase(line.text):
+            if not isinstance(line, Multiply):
+                return self.attend(step, layer)
+            prologue, epilogue = self.input_of(line.product, layer), self.epilogue_of(line, layer)
+            assert (line.waits, line.makes) == (prologue.waits, epilogue.makes), line
+            self.linear(self.matrices[line.product], prologue, epilogue)
 
     def attend(self, step: Any, layer: Any) -> None:
         """The block's items of the KV plan, then its merges of heads that were split."""
@@ -444,16 +434,21 @@ class StepParts(HeadParts):
         scale = self.inverse_rms(self._squares_of(vector, epoch))
         return Slices(self.columns, self.exchange.at(vector.name, epoch), vector.published, places, scale)
 
-    def onto_residual(self, product: Product, layer: Any) -> Epilogue:
-        """Rows added to the residual, which is published times the weights of the norm behind it."""
-        norm = self.norm(self.table.norm_behind(product, layer))
-        return self.residual_as(product.output, norm)
+    def epilogue_of(self, line: Multiply, layer: Any) -> PublishedRows:
+        """What becomes of the rows of a line's product."""
+        product = line.product
+        if isinstance(line.then, Heads):
+            return ProjectedHeads(self.projection, layer, self.layer_epoch)
+        if isinstance(line.then, OntoResidual):
+            return self.onto_residual(product.output, self.norm(self.table.norm_behind(product, layer)))
+        assert isinstance(line.then, Gated), line
+        return Swiglu(self.machine, self.vector(product.output))
 
-    def residual_as(self, vector: Vector | None, norm: ch.Expr) -> Epilogue:
-        """Rows added to the residual, which is published as `vector`, times these weights."""
+    def onto_residual(self, vector: Vector | None, norm: ch.Expr) -> PublishedRows:
+        """Rows added to the residual, which is published as `vector`, times the weights `norm`."""
         assert vector is not None
         squares = self._squares_of(vector, self.layer_epoch)
-        return add_residual(self.machine, self.vector(vector), squares, norm)
+        return AddResidual(self.machine, self.vector(vector), squares, norm)
 
     def _squares_of(self, vector: Vector, epoch: ch.Expr) -> PublishedSquares:
         return PublishedSquares(self.columns, self.exchange.at(vector.squares, epoch), self.residual.m_tiles)
@@ -467,7 +462,3 @@ class StepParts(HeadParts):
             row = self._places_row
             found.append((self.launch.places + behind * row, len(self.table.placed) * row * 2))
         return found
-
-    def project_heads(self, layer: Any) -> Epilogue:
-        """Rotated queries and keys, and values: appended to the cache and published."""
-        return lambda rows: self.projection.finish(rows, layer, self.layer_epoch)

@@ -7,6 +7,7 @@ import pytest
 from commands import cheetah, refused
 
 from cheetah.generate import choose_plan
+from cheetah.models.dense.page import page_of
 from cheetah.models.registry import preset
 from cheetah.plan import gpu_named
 from cheetah.plan.report import inspect_plan
@@ -69,3 +70,10 @@ def test_a_context_that_the_plan_does_not_hold_is_refused() -> None:
 def test_h100_and_plan_options() -> None:
     text = cheetah("inspect", "llama-3.2-1b", "--gpu", "h100", "--stages", "5").stdout
     assert "h100: 132 blocks" in text and "5 stages" in text
+
+
+def test_phases_are_those_of_the_page_and_of_a_pass() -> None:
+    text = cheetah("inspect", "llama-3.1-8b", "--phases").stdout
+    step, of_pass = text.split("\n\na pass of 2048 tokens\n")
+    assert str(page_of(preset("llama-3.1-8b"))) in step and step.startswith("a step\n")
+    assert "queries, keys, values" in of_pass and "hidden states" in of_pass

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from cheetah import lang as ch
@@ -11,19 +12,20 @@ from cheetah.blocks.attention.head_norms import HeadNorms, RawHead, RawHeads, co
 from cheetah.blocks.attention.port import AttentionPort
 from cheetah.blocks.columns import NUMBER, POSITION, SEQUENCE, TOTAL, UNIT, Columns, fragment_word
 from cheetah.blocks.exchange import Exchange
-from cheetah.blocks.linear.epilogue import HALF, pair_of_rows, paired_dim, rotate
+from cheetah.blocks.linear.epilogue import HALF, PublishedRows, pair_of_rows, paired_dim, rotate
 from cheetah.blocks.linear.interface import Rows
-from cheetah.blocks.machine import Machine
 from cheetah.lang import prim, ty
 from cheetah.plan import M_TILE_ROWS
+from cheetah.plan.products import AttentionPhase
 
 
 class StepPort(AttentionPort):
-    """Queries and new keys come from the vector `qkv`, the output goes to the vector `attention`."""
+    """Queries and new keys come from the input of a phase, what attention makes is its output."""
 
-    def __init__(self, machine: Machine, exchange: Exchange, columns: Columns, scales: Any = None) -> None:
-        self.machine, self.exchange, self.columns, self.scales = machine, exchange, columns, scales
-        self.shape = machine.shape
+    def __init__(self, exchange: Exchange, columns: Columns, phase: AttentionPhase, scales: Any = None) -> None:
+        self.machine, self.exchange, self.columns, self.scales = columns.machine, exchange, columns, scales
+        self.reads, self.makes = phase.input.name, phase.output.name
+        self.shape = self.machine.shape
         self.layer: Any = None  # the layer whose attention is being emitted
         self.heads: RawHeads | None = None
         self.head_units = self.shape.head_dim // UNIT
@@ -34,13 +36,13 @@ class StepPort(AttentionPort):
         return self.exchange.asked4()
 
     def ask(self, asked: Any, raw: RawHead) -> None:
-        self.exchange.ask4(asked, "qkv", self._place(raw))
+        self.exchange.ask4(asked, self.reads, self._place(raw))
 
     def settle(self, asked: Any, raw: RawHead, epoch: ch.Expr) -> Any:
-        return self.exchange.settle4(asked, "qkv", self._place(raw), epoch)
+        return self.exchange.settle4(asked, self.reads, self._place(raw), epoch)
 
     def unit(self, raw: RawHead, epoch: ch.Expr) -> Any:
-        return self.exchange.read4("qkv", self._place(raw), epoch)
+        return self.exchange.read4(self.reads, self._place(raw), epoch)
 
     def _place(self, raw: RawHead) -> Any:
         """The number of a unit in the vector."""
@@ -75,7 +77,23 @@ class StepPort(AttentionPort):
     ) -> None:
         element = head * self.shape.head_dim + dim_pair * 2
         place = fragment_word(element, column, self.columns.limit)
-        self.exchange.publish("attention", place, prim.pack_bf16x2(low, high), epoch)
+        self.exchange.publish(self.makes, place, prim.pack_bf16x2(low, high), epoch)
+
+
+@dataclass(frozen=True, eq=False)
+class ProjectedHeads(PublishedRows):
+    """The epilogue of q, k and v in a layer."""
+
+    projection: Projection
+    layer: ch.Expr
+    epoch: ch.Expr
+
+    @property
+    def makes(self) -> tuple[str, ...]:
+        return (self.projection.port.reads,)
+
+    def __call__(self, rows: Rows) -> None:
+        self.projection.finish(rows, self.layer, self.epoch)
 
 
 class Projection:
@@ -120,7 +138,7 @@ class Projection:
         m_tile_of_head = rows.m_tile % m_tiles_per_head
         dim = self._dim(rows, head, m_tile_of_head)
         place = (rows.column * shape.qkv_rows + head * shape.head_dim + dim) // 2
-        return head, m_tile_of_head, dim, self.port.exchange.publish_later("qkv", place, epoch)
+        return head, m_tile_of_head, dim, self.port.exchange.publish_later(self.port.reads, place, epoch)
 
     @ch.inline
     def _publish_raw(self, rows: Rows, layer: ch.Expr, epoch: ch.Expr) -> None:
@@ -155,7 +173,7 @@ class Projection:
 
 
 class NormalisedHeads(RawHeads):
-    """Heads of the vector `qkv`: normalised and rotated as they are read, keys and values then put into the cache."""
+    """Heads of attention's input: normalised and rotated as they are read, keys and values then put into the cache."""
 
     def __init__(self, port: StepPort, cache: KvCache, norms: HeadNorms) -> None:
         self.port, self.cache, self.norms = port, cache, norms

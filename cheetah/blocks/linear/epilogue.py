@@ -3,13 +3,15 @@ token a lane."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from cheetah import lang as ch
 from cheetah.blocks.columns import fragment_word
 from cheetah.blocks.exchange import Published
-from cheetah.blocks.linear.interface import Epilogue, Rows
+from cheetah.blocks.linear.interface import Rows
 from cheetah.blocks.linear.rms import PublishedSquares
 from cheetah.blocks.machine import Machine
 from cheetah.lang import prim, ty
@@ -18,40 +20,68 @@ from cheetah.plan import M_TILE_ROWS
 HALF = M_TILE_ROWS // 2
 
 
-def add_residual(machine: Machine, into: Published, squares: PublishedSquares, norm: ch.Expr) -> Epilogue:
+class PublishedRows(ABC):
+    """An `Epilogue` that publishes what it makes of the rows."""
+
+    @property
+    @abstractmethod
+    def makes(self) -> tuple[str, ...]:
+        """The vectors that it publishes."""
+
+    @abstractmethod
+    def __call__(self, rows: Rows) -> None:
+        """As every epilogue."""
+
+
+@dataclass(frozen=True, eq=False)
+class AddResidual(PublishedRows):
     """residual += rows, kept in f32 by the block that owns them, and published as the next norm wants it: times its
     weights `norm` (bf16, padded like the vector), rounded to bf16, and the squares beside it."""
 
+    machine: Machine
+    into: Published
+    squares: PublishedSquares
+    norm: ch.Expr
+
+    @property
+    def makes(self) -> tuple[str, ...]:
+        return self.into.name, self.squares.published.name
+
     @ch.inline
-    def finish(rows: Rows) -> None:
+    def __call__(self, rows: Rows) -> None:
+        machine = self.machine
         residual = machine.region("residual", ty.f32)
         place = prim.renewed_u32((rows.wave * rows.count + rows.row) * machine.plan.tokens + rows.column)
-        weight = ch.const(ty.f32, prim.bf16_to_f32(norm[rows.m_tile * rows.count + rows.row]), name="weight")
-        publish = publishing(machine, into, rows, rows.m_tile * rows.count, rows.count)
+        weight = ch.const(ty.f32, prim.bf16_to_f32(self.norm[rows.m_tile * rows.count + rows.row]), name="weight")
+        publish = publishing(machine, self.into, rows, rows.m_tile * rows.count, rows.count)
         value = ch.var(ty.f32, rows.sum())
         with ch.if_(rows.is_own):
             value += residual[place]
             residual[place] = value
         weighted = ch.const(ty.f32, value * weight, name="weighted")
         publish(weighted)
-        squares.publish(rows, value, weighted)
-
-    return finish
+        self.squares.publish(rows, value, weighted)
 
 
-def swiglu(machine: Machine, into: Published) -> Epilogue:
+@dataclass(frozen=True, eq=False)
+class Swiglu(PublishedRows):
     """silu(gate) * up: an M-tile holds 8 gate rows and, 8 lanes further, their up rows."""
 
+    machine: Machine
+    into: Published
+
+    @property
+    def makes(self) -> tuple[str, ...]:
+        return (self.into.name,)
+
     @ch.inline
-    def finish(rows: Rows) -> None:
-        publish = publishing(machine, into, rows, rows.m_tile * HALF, HALF)
+    def __call__(self, rows: Rows) -> None:
+        publish = publishing(self.machine, self.into, rows, rows.m_tile * HALF, HALF)
         value = ch.const(ty.f32, rows.sum(), name="value")
         other = prim.shuffle_xor_f32(value, HALF)
         # Lanes of the up rows compute something too; only those of the gate rows publish.
         gated = prim.divide_f32(value, 1.0 + prim.exp_f32(-value)) * other
         publish(gated)
-
-    return finish
 
 
 def publishing(machine: Machine, into: Published, rows: Rows, first: ch.Value, count: int) -> Callable[[Any], None]:

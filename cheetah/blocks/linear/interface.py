@@ -42,6 +42,10 @@ Epilogue = Callable[[Rows], None]
 class ColumnScale(Protocol):
     """What all rows of a column are multiplied by, for who finishes them: in the adder role."""
 
+    @property
+    def waits(self) -> tuple[str, ...]:
+        """The vectors of an exchange that it waits for."""
+
     def of(self, column: Any) -> Any:
         """Called by whole warps with each lane's column, once the block has the input: its scale (f32), not 0."""
 
@@ -51,6 +55,11 @@ class Prologue(ABC):
 
     def prepare(self) -> None:  # noqa: B027 - most have nothing to prepare
         """Called when the phase begins, also by blocks that own no M-tile: what can be asked for early."""
+
+    @property
+    def waits(self) -> tuple[str, ...]:
+        """The vectors of an exchange that it waits for."""
+        return ()
 
     @abstractmethod
     def load(self, matrix: MatrixLayout, index: int) -> None:

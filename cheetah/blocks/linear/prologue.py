@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 from cheetah import lang as ch
 from cheetah.blocks.columns import UNIT, UNITS_PER_TILE, Columns
+from cheetah.blocks.exchange import Published
 from cheetah.blocks.linear.copied import CopiedParts, load_copied
 from cheetah.blocks.linear.formats.vectors import store_unit
 from cheetah.blocks.linear.interface import ColumnScale, Parts, Prologue
@@ -39,7 +40,7 @@ While a vector is awaited, polling all of it crowds the memory: 32 times fewer p
 
 
 class Source(Protocol):
-    """Where a vector comes from: a vector of the exchange, or the embeddings of the tokens."""
+    """Where a vector comes from: a vector of the exchange, which has a name, or the embeddings of the tokens."""
 
     @property
     def read(self) -> Read: ...
@@ -96,6 +97,11 @@ class Slices(Prologue):
     places: ch.Expr | None = None
     scale: ColumnScale | None = None
 
+    @property
+    def waits(self) -> tuple[str, ...]:
+        own = (self.source.name,) if isinstance(self.source, Published) else ()
+        return (*own, *(() if self.scale is None else self.scale.waits))
+
     def scale_of_products(self) -> ColumnScale | None:
         return self.scale
 
@@ -129,6 +135,10 @@ class Either(Prologue):
     then: Prologue
     otherwise: Prologue
 
+    @property
+    def waits(self) -> tuple[str, ...]:
+        return self.otherwise.waits
+
     def prepare(self) -> None:
         self.otherwise.prepare()
 
@@ -150,6 +160,10 @@ class Prefetching(Prologue):
     inner: Prologue
     machine: Machine
     vectors: Sequence[tuple[ch.Expr, int]]
+
+    @property
+    def waits(self) -> tuple[str, ...]:
+        return self.inner.waits
 
     def scale_of_products(self) -> ColumnScale | None:
         return self.inner.scale_of_products()

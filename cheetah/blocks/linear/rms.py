@@ -40,7 +40,10 @@ def squares_words(m_tiles: int, tokens: int) -> int:
 
 
 class Squares(Protocol):
-    """Where a vector's squares come from."""
+    """Where a vector's squares come from. waits: the vectors of an exchange that have to be there."""
+
+    @property
+    def waits(self) -> tuple[str, ...]: ...
 
     def sum_of_lane(self, column: Any, lane: Any, lanes: int) -> Any:
         """A share of a column's sum of squares (f32), that of lane `lane` of so many."""
@@ -54,6 +57,10 @@ class InverseRms(ColumnScale):
     squares: Squares
     elements: int
     epsilon: float
+
+    @property
+    def waits(self) -> tuple[str, ...]:
+        return self.squares.waits
 
     @ch.inline
     def of(self, column: Any) -> Any:
@@ -76,6 +83,10 @@ class PublishedSquares:
     columns: Columns
     published: Published
     m_tiles: int
+
+    @property
+    def waits(self) -> tuple[str, ...]:
+        return (self.published.name,)
 
     @ch.inline
     def publish(self, rows: Rows, value: ch.Expr, published: ch.Expr) -> None:
@@ -123,6 +134,7 @@ class RowSquares:
 
     row: Callable[[Any], ch.Expr]
     elements: int
+    waits = ()
 
     @ch.function
     def sum_of_lane(self, column: Any, lane: Any, lanes: int) -> Any:
@@ -144,6 +156,10 @@ class EitherScale(ColumnScale):
     condition: ch.Expr
     then: ColumnScale
     otherwise: ColumnScale
+
+    @property
+    def waits(self) -> tuple[str, ...]:
+        return self.otherwise.waits
 
     @ch.inline
     def of(self, column: Any) -> Any:

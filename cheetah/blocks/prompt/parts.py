@@ -84,7 +84,7 @@ class AddParts:
     def _load(self, place: TilePlace, its: Sequence[Case], phase: ch.Expr, sums: Any) -> None:
         if its[0].adds:
             self._add(self.residual, place.m_tile, place.token_tile, sums)
-        parts = of_phase(phase, {case.phase: case.parts for case in its})
+        parts = of_phase(phase, {case.phase: case.given.parts for case in its})
         with ch.for_(parts, unroll=2, name="part") as part:
             self._add(self.parts, part * place.m_tiles + place.m_tile, place.token_tile, sums)
 

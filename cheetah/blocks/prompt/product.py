@@ -90,23 +90,23 @@ class Given:
 
 @dataclass(frozen=True, eq=False)
 class Case:
-    """A product as the warpgroups see it. phase: in which of the phases that share their code; adds: whether its sums
-    are added to something. Cases with the same `finish` share it. parts: of k; the sums of part p of M-tile m are
-    finished as those of M-tile p * m_tiles + m. weights: where they lie (u8); for those with factors of rows. height:
-    as in `Given`."""
+    """A product as the warpgroups see it. phase: in which of the phases that share their code. Cases with the same
+    `finish` share it. The sums of part p of M-tile m are finished as those of M-tile p * m_tiles + m."""
 
     matrix: MatrixLayout
+    given: Given
     finish: Finish
-    adds: bool = False
     phase: int = 0
-    parts: int = 1
-    weights: ch.Expr | None = None
-    height: int | None = None
+
+    @property
+    def adds(self) -> bool:
+        """Whether its sums are added to something."""
+        return self.given.residual is not None
 
     @property
     def k_tiles(self) -> int:
         """Of a part, of 32 columns."""
-        return PassPlan.vector_tiles(self.matrix) // self.parts
+        return PassPlan.vector_tiles(self.matrix) // self.given.parts
 
 
 class TileProduct:
@@ -123,8 +123,7 @@ class TileProduct:
         with self.machine.activations:
             self.copy_activations(matrix, given)
         with self.machine.consumer:
-            case = Case(matrix, finish, given.residual is not None, weights=given.weights, height=given.height)
-            self.multiply([case])
+            self.multiply([Case(matrix, given, finish)])
 
     def tiles(self, row_tiles: ch.Value) -> Any:
         """A loop over this block's tiles of so many rows of tiles."""
@@ -204,10 +203,10 @@ class TileProduct:
         times as long to compile, and ptxas found no registers for its accumulators."""
         plan = self.machine.plan
         row_tiles = of_phase(
-            phase, {case.phase: plan.row_tiles(case.matrix, case.height) * case.parts for case in cases}
+            phase, {case.phase: plan.row_tiles(case.matrix, case.given.height) * case.given.parts for case in cases}
         )
-        height = of_phase(phase, {case.phase: case.height or plan.tile_m_tiles for case in cases})
-        parts = of_phase(phase, {case.phase: case.parts for case in cases})
+        height = of_phase(phase, {case.phase: case.given.height or plan.tile_m_tiles for case in cases})
+        parts = of_phase(phase, {case.phase: case.given.parts for case in cases})
         with self.tiles(row_tiles) as tile:
             row_tile, part = row_tile_and_part(tile // self.token_tiles, parts)
             token_tile = tile % self.token_tiles
@@ -223,7 +222,7 @@ class TileProduct:
                 with in_phases(phase, its, cases):
                     m_tiles = of_phase(phase, {case.phase: case.matrix.full_m_tiles for case in its})
                     before = 0 if isinstance(part, int) else part * m_tiles
-                    if any(case.height for case in its):
+                    if any(case.given.height for case in its):
                         m_tiles = ch.minimum(ty.u32(0) + m_tiles, (row_tile + 1) * height)
                     place = TilePlace(m_tile, m_tiles, token_tile, before)
                     self.finish_tile(finish, its[0].adds, place, sums)
@@ -242,8 +241,7 @@ class TileProduct:
                     for index in range(2):
                         factors[index] = ty.f32(1.0)
                     continue
-                assert case.weights is not None, case.matrix.name
-                place = case.weights + self._factors_at(case.matrix, ch.minimum(m_tile, case.matrix.m_tiles - 1))
+                place = case.given.weights + self._factors_at(case.matrix, ch.minimum(m_tile, case.matrix.m_tiles - 1))
                 of_rows = ch.reinterpret(ty.ptr(ty.f32), place)
                 for index in range(2):
                     factors[index] = of_rows[self.machine.lane // 4 + index * (M_TILE_ROWS // 2)]

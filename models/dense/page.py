@@ -1,0 +1,259 @@
+"""The model as a page: what the layers of a dense decoder do, phase by phase, and what comes behind them.
+
+The decode step (`program`) and passes over prompts (`prompt`) are both written from it, banners and reports say what it
+says, and it can be printed before there is any kernel.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+
+from cheetah.models.config import ModelConfig
+from cheetah.models.family import PhaseRow, lines_of
+from cheetah.models.layer_kind import AttentionKind, LayerKind
+from cheetah.plan.phases import PhaseNames, PhaseText
+from cheetah.plan.plan import DEFAULT_CONTEXT
+from cheetah.plan.products import STEP_EXCHANGES, AttentionPhase, Product, StepTable
+
+
+def layer_of(table: StepTable, kind: LayerKind, max_context: int) -> tuple[Line, ...]:
+    """A layer of a kind: attention and feed-forward, each added to the residual."""
+    qkv, o, gate_up, down = table.products
+    onto_residual = OntoResidual(kind.norms.after, kind.residual_multiplier)
+    return (
+        Multiply(qkv, Heads(kind.attention), kind.norms.before),
+        Attend(table.attention, kind.attention, max_context),
+        Multiply(o, onto_residual),
+        Multiply(gate_up, Gated(kind.activation), kind.norms.before),
+        Multiply(down, onto_residual),
+    )
+
+
+def page_of(config: ModelConfig, max_context: int = DEFAULT_CONTEXT) -> Page:
+    """A whole step with a context of so many tokens."""
+    table = config.shape.table
+    kinds = tuple(layer_of(table, kind, max_context) for kind in config.kinds)
+    return Page(kinds, config.kind_of_layer, (Multiply(table.head, Logits(), has_norm=True), Choose()))
+
+
+def page_of_head(config: ModelConfig) -> Page:
+    """The head by itself, of hidden states that are in memory."""
+    return Page((), (), (Multiply(config.shape.table.head, Logits(), has_norm=True, is_there=True), Choose()))
+
+
+# -- what becomes of the rows of a product --------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Heads:
+    """Queries, keys and values: published, and keys and values appended to the cache."""
+
+    kind: AttentionKind
+
+    @property
+    def about(self) -> str:
+        kind = self.kind
+        norms = {None: "", "each": "norms of heads", "width": "norms over all heads"}[kind.head_norms]
+        done = {
+            "biases": kind.biases,
+            norms: norms,
+            "rotary embedding": kind.rope,
+            "queries scaled by position": kind.position_scale,
+        }
+        return "; ".join([*(what for what, is_done in done.items() if is_done), "keys and values into the cache"])
+
+
+@dataclass(frozen=True)
+class OntoResidual:
+    """Added to the residual, which is published as the norm behind it wants it. has_norm: the rows go through one
+    first; multiplier: and are multiplied."""
+
+    has_norm: bool
+    multiplier: float
+
+    @property
+    def about(self) -> str:
+        times = "" if self.multiplier == 1.0 else f"times {self.multiplier:g}, "
+        return f"{'norm; ' if self.has_norm else ''}{times}onto the residual"
+
+
+@dataclass(frozen=True)
+class Gated:
+    """The activation of the gate's rows times the other rows."""
+
+    activation: str
+
+    @property
+    def about(self) -> str:
+        return f"{self.activation}(gate) * up"
+
+
+@dataclass(frozen=True)
+class Logits:
+    """Logits to who wants them, and each lane's best candidates."""
+
+    about = "logits, where they are wanted; each lane's best candidates, in registers"
+
+
+# -- lines ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Line(ABC):
+    """A phase of the page. waits, makes: vectors that all blocks make and all need."""
+
+    @property
+    @abstractmethod
+    def name(self) -> str: ...
+
+    @property
+    @abstractmethod
+    def about(self) -> str: ...
+
+    @property
+    @abstractmethod
+    def waits(self) -> tuple[str, ...]: ...
+
+    @property
+    @abstractmethod
+    def makes(self) -> tuple[str, ...]: ...
+
+    @property
+    def text(self) -> PhaseText:
+        """What the kernel's text says of it."""
+        return PhaseText(self.name, self.about, self.waits, self.makes)
+
+    @property
+    def matrix(self) -> str:
+        """The matrix whose product it is, as people read it; nothing of other phases."""
+        return ""
+
+
+@dataclass(frozen=True)
+class Multiply(Line):
+    """A product, and what becomes of its rows. has_norm: its input goes through one. is_there: whether that is in
+    memory when the launch begins."""
+
+    product: Product
+    then: Heads | OntoResidual | Gated | Logits
+    has_norm: bool = False
+    is_there: bool = False
+
+    @property
+    def name(self) -> str:
+        return self.product.name
+
+    @property
+    def about(self) -> str:
+        sources = ", ".join(source.name for source in self.product.sources)
+        return f"{'Norm; ' if self.has_norm else ''}{sources}; {self.then.about}."
+
+    @property
+    def waits(self) -> tuple[str, ...]:
+        return () if self.is_there else self.product.input.names
+
+    @property
+    def makes(self) -> tuple[str, ...]:
+        return () if self.product.output is None else self.product.output.names
+
+    @property
+    def text(self) -> PhaseText:
+        return PhaseText(self.name, self.about, self.waits, self.makes, meets=self.product.output is not None)
+
+    @property
+    def matrix(self) -> str:
+        return f"{self.product.rows} x {self.product.columns} {self.product.format.name}"
+
+
+@dataclass(frozen=True)
+class Attend(Line):
+    """Attention over the cache, and over what is not there yet, with a context of so many tokens."""
+
+    phase: AttentionPhase
+    kind: AttentionKind
+    max_context: int
+
+    @property
+    def name(self) -> str:
+        return self.phase.name
+
+    @property
+    def about(self) -> str:
+        window, kind = self.kind.window_of(self.max_context), self.kind
+        done = {
+            f"of the last {window} keys": window,
+            f"scaled by {kind.scale}": kind.scale,
+            f"logits capped at {kind.soft_cap}": kind.soft_cap,
+            "with sinks": kind.sinks,
+        }
+        what = ", ".join(["Attention over the cache", *(what for what, is_done in done.items() if is_done)])
+        return f"{what}; then the merge of rows whose keys were split."
+
+    @property
+    def waits(self) -> tuple[str, ...]:
+        return self.phase.input.name, self.phase.partials
+
+    @property
+    def makes(self) -> tuple[str, ...]:
+        return self.phase.partials, self.phase.output.name
+
+    @property
+    def text(self) -> PhaseText:
+        fetched = "keys and values of earlier tokens"
+        return PhaseText(self.name, self.about, self.waits, self.makes, fetched)
+
+
+@dataclass(frozen=True)
+class Choose(Line):
+    """Every column's next token."""
+
+    name = "sampling"
+    about = "The grid's choice of every column's token; the meeting of all blocks that ends a step."
+    waits = makes = STEP_EXCHANGES
+
+    @property
+    def text(self) -> PhaseText:
+        return PhaseText(self.name, self.about, self.waits, self.makes, meets=False)
+
+
+# -- the page -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Page:
+    """A step: the layers, each of one of some kinds, and the phases behind them. The kinds have the same phases, whose
+    lines may say other things."""
+
+    kinds: tuple[tuple[Line, ...], ...]
+    kind_of_layer: tuple[int, ...]
+    once: tuple[Line, ...]
+
+    @property
+    def layer(self) -> tuple[Line, ...]:
+        """The phases that every layer has, as the first one has them."""
+        return self.kinds[0] if self.kinds else ()
+
+    @property
+    def names(self) -> PhaseNames:
+        """How reports count the phases."""
+        of_layer, once = (tuple(line.name for line in lines) for lines in (self.layer, self.once))
+        return PhaseNames(of_layer, once, len(self.kind_of_layer))
+
+    @property
+    def rows(self) -> tuple[PhaseRow, ...]:
+        """The page as people read it."""
+        of_layers = (row(line, self._layers(kind)) for kind, lines in enumerate(self.kinds) for line in lines)
+        return (*of_layers, *(row(line, "once") for line in self.once))
+
+    def _layers(self, kind: int) -> str:
+        its = [layer for layer, other in enumerate(self.kind_of_layer) if other == kind]
+        return f"layers 0 to {its[-1]}" if len(self.kinds) == 1 else f"layers {', '.join(map(str, its))}"
+
+    def __str__(self) -> str:
+        return "\n".join(lines_of(self.rows))
+
+
+def row(line: Line, when: str) -> PhaseRow:
+    """A line as people read it."""
+    return PhaseRow(when, line.name, ", ".join(line.waits), line.matrix, ", ".join(line.makes), line.about)
