@@ -70,7 +70,8 @@ class StackReference(Reference):
         self._take_cache(context)
         x = embedding(self.embedding, FIRST_TOKEN)
         for index, layer in enumerate(self.layers):
-            block = self._attention(index, layer, x) if stack == "attention" else self._feed_forward(layer, x)
+            normed = self.rounding(self._normed(x, layer.before[stack == "glu"]))
+            block = self._attention(index, layer, normed) if stack == "attention" else self._feed_forward(layer, normed)
             x = residual(x, block)
         return x
 
@@ -81,7 +82,7 @@ class StackReference(Reference):
         pool = widen(self.state.buffers["kv"].download(np.uint16, layers)).transpose(2, 0, 3, 1, 4, 5)
         tokens = pool.reshape(2, config.layers, config.kv_heads, -1, config.head_dim)
         self.keys, self.values = (part[:, :, : context + 1].copy() for part in tokens)
-        self.length, self.table = context, config.rope_table(context + 1)
+        self.length, self.tables = context, self._new_tables(context + 1)
 
 
 def _tensors(state: DecodeState, config: ModelConfig) -> Callable[[str], NDArray[np.uint16]]:
