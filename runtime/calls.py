@@ -12,9 +12,13 @@ from typing import Any, Protocol, cast
 import numpy as np
 
 from cheetah.errors import CheetahError
+from cheetah.options import options_of
 from cheetah.printable import shown
+from cheetah.runtime.options import LoadOptions
 from cheetah.runtime.sampling import SamplingParams
 from cheetah.runtime.text.prompts import Prompt
+
+OPTIONS = {"model", *options_of(LoadOptions)}
 
 NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "dtype": ("auto", "bfloat16"),
@@ -86,6 +90,13 @@ def refuse_others(call: str, others: Mapping[str, Any]) -> None:
         if value not in NEUTRAL.get(name, ()):
             hint = INSTEAD.get(name, "leave it out")
             raise CheetahError(f"{call}: {name}={shown(value)} is not supported: {hint}")
+
+
+def own_names(given: Mapping[str, Any]) -> Mapping[str, Any]:
+    """`LLM`'s options of what it was called with, by their names here; others are refused, or ask for nothing."""
+    own = {name: value for name, value in given.items() if name in OPTIONS}
+    refuse_others("LLM", {name: value for name, value in given.items() if name not in own})
+    return own
 
 
 def prompt_of(prompt: Any) -> Prompt:

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import closing
 from functools import partial
+from inspect import cleandoc
 from itertools import islice
-from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn, overload
 
@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from cheetah.errors import CheetahError
+from cheetah.options import described, takes
 from cheetah.plan.defaults import default_context
 from cheetah.plan.plan import MAX_BATCH
 from cheetah.printable import shown
@@ -25,6 +26,7 @@ from cheetah.runtime.asked import Asked
 from cheetah.runtime.calls import (
     conversations_of,
     missing_method,
+    own_names,
     params_for,
     progress_of,
     prompt_of,
@@ -38,6 +40,7 @@ from cheetah.runtime.engine.prefix_cache import PrefixCache
 from cheetah.runtime.engine.requests import Request
 from cheetah.runtime.engine.shared import SharedEngine
 from cheetah.runtime.engine.watching import NewWatcher
+from cheetah.runtime.options import LoadOptions
 from cheetah.runtime.outputs import EmbeddingOutput, EmbeddingRequestOutput, RequestOutput, StreamPiece
 from cheetah.runtime.sampling import SamplingParams, sampling_of, sampling_of_checkpoint
 from cheetah.runtime.startup import process_seconds, stage_lines
@@ -49,9 +52,9 @@ from cheetah.runtime.text.tokenizer import Tokenizer
 from cheetah.stopwatch import Stopwatch
 
 if TYPE_CHECKING:
-    from cheetah.runtime.assembly.kernels import GenerateKernel
+    from cheetah.models.config import ModelConfig
+    from cheetah.runtime.assembly.options import AssemblyOptions
     from cheetah.runtime.checkpoint.loading import Checkpoint
-    from cheetah.runtime.device.interface import Device
 
 
 DEFAULT_BATCH = 8
@@ -67,151 +70,71 @@ CHAT_NAMES = (
 
 
 class LLM:
-    """A Llama model on a device, with its generated kernel. Close it, or use `with`.
+    """A language model on a device, with its generated kernel. Close it, or use `with`.
 
     Several threads may use it at a time: their requests are decoded together, up to `batch`, the others wait in line,
     and each gets what it asked for (device pycuda refuses threads that did not open it). After Ctrl-C it works on; the
     interrupted request has given its place up.
 
     model: a folder, a hub id, "demo", or "random:PRESET".
-    device: "cuda", "pycuda", "emulator", an open `Device`, or None for what is there.
-    max_context: tokens of prompt and completion together; by default what the model allows, at most 8192.
-    sync: how blocks exchange vectors, "flags" or "barrier"; by default the plan's.
-    seed: of requests that have none of their own.
-    revision, local_files_only: for hub ids.
-    tokenizer: False to work on token ids alone.
-    chat_template: Jinja text, or the name of one of the checkpoint's; by default the checkpoint's default.
-    messages_have_special_tokens: what reads like a special token in a chat's messages is one, and may end a turn or
-        begin another's. By default it is text, as whoever writes a message would have it.
-    tie_word_embeddings: overrides config.json.
-    plan: other fields of the plan, e.g. {"page_size": 64}.
-    gpu: the machine that the kernel is generated for, e.g. "emulator-8"; by default the device's.
-    batch: how many completions may be decoded together, 1 to 8: the weights are read once for all of them. By default
-        8, and the cache has room for 8 of `max_context` tokens, or for as many tokens as the device has memory for. On
-        a GPU another kernel decodes a completion that is by itself. Who the others are changes the last bits of
-        attention's sums, unless `kv_chunk` is given.
-    prompt_tokens: how many tokens of a prompt a step reads, a power of two up to 64; by default 16 on a GPU, or 8, and
-        what a step decodes on the emulator. If that is more than the batch, a second kernel reads prompts. Bits
-        depend on it.
-    prompt_passes: read prompts in passes of up to 2048 tokens, on the tensor cores, by two further kernels over the
-        same weights, one of them for short prompts; by default on a GPU. False: prompt_tokens a step. A number: tokens
-        of a pass; by default as many as memory allows. Bits depend on it, but with `kv_chunk` only on whether there are
-        passes.
-    prefix_cache: keep keys and values of prompts and completions in the pages that nobody needs, for requests that
-        begin with the same tokens: these are not read again. What was computed in steps of other sizes agrees closely,
-        but not to the bit, unless `kv_chunk` is given. None where the context is larger than the model's window.
-    kv_dtype: how keys and values are cached: "bf16" (the default), or "e4m3", which takes half the memory.
-    kv_chunk: keys of one work item of attention. Then the same request gives the same bits, whatever runs beside it and
-        whatever the prefix cache holds, which then keeps prompts only; a completion may take one step more. By default
-        by rule.
-    enable_chunked_prefill: while others decode, a prompt is read in parts, between which they make tokens; otherwise
-        they wait until it is read. max_num_batched_tokens: most tokens of such a part; by default what takes about a
-        tenth of a second.
-    launch_steps: most steps of one launch; by default the plan's max_steps. Changes no token.
-    timeout_s: after so many seconds a launch is reported as hanging; by default 60 on a GPU, never on the emulator.
-    quiet: neither notes nor progress on standard error.
-    generate_kernel: makes the kernel; by default the project's own generator.
-    verbose: tell on standard error how many seconds each stage of the start took.
+    {options}
 
     Memory is computed, and refused if it does not fit, before anything is allocated.
     """
 
-    def __init__(
-        self,
-        model: str | Path,
-        *,
-        device: str | Device | None = None,
-        max_context: int | None = None,
-        sync: str | None = None,
-        seed: int = 0,
-        revision: str | None = None,
-        local_files_only: bool | None = None,
-        tokenizer: bool = True,
-        chat_template: str | None = None,
-        messages_have_special_tokens: bool = False,
-        tie_word_embeddings: bool | None = None,
-        plan: Mapping[str, Any] | None = None,
-        gpu: str | None = None,
-        batch: int | None = None,
-        prompt_tokens: int | None = None,
-        prompt_passes: bool | int | None = None,
-        prefix_cache: bool = True,
-        kv_dtype: str | None = None,
-        kv_chunk: int | None = None,
-        enable_chunked_prefill: bool = True,
-        max_num_batched_tokens: int | None = None,
-        launch_steps: int | None = None,
-        timeout_s: float | None = None,
-        quiet: bool = False,
-        generate_kernel: GenerateKernel | None = None,
-        verbose: bool = False,
-        **others: Any,
-    ):
-        refuse_others("LLM", others)
+    @takes(LoadOptions, own_names)
+    def __init__(self, options: LoadOptions) -> None:
         watch = Stopwatch()
         watch.add("Python and what was done before", process_seconds())
-        from cheetah.runtime.assembly.assemble import assemble
+        from cheetah.runtime.assembly.assemble import assemble_with
         from cheetah.runtime.checkpoint.loading import open_checkpoint
 
-        SamplingParams(seed=seed)  # a bad seed is refused before anything is loaded
-        _check_count("max_num_batched_tokens", max_num_batched_tokens)
-        if not isinstance(prompt_passes, bool):
-            _check_count("prompt_passes", prompt_passes)
+        _check(options)
         with watch("open the checkpoint"):
-            checkpoint = open_checkpoint(model, revision, local_files_only, tie_word_embeddings=tie_word_embeddings)
+            checkpoint = open_checkpoint(
+                options.model,
+                options.revision,
+                options.local_files_only,
+                tie_word_embeddings=options.tie_word_embeddings,
+            )
         self.name, self.config = checkpoint.name, checkpoint.config
-        self.seed, self._quiet = seed, quiet
+        self.seed, self._quiet = options.seed, options.quiet
         with watch("tokenizer"):
-            self.prompts = Prompts.of(checkpoint, tokenizer, chat_template, messages_have_special_tokens)
+            self.prompts = Prompts.of(
+                checkpoint, options.tokenizer, options.chat_template, options.messages_have_special_tokens
+            )
         self.tokenizer = self.prompts.tokenizer
         self._grammars = Grammars(self.tokenizer, self.config.vocab_size)
-        self._defaults, notes = sampling_of_checkpoint(checkpoint.generation_config, checkpoint.eos_token_id, seed)
-        if not quiet:
-            _print_notes(checkpoint, notes, self.tokenizer)
-        overrides = {
-            "max_context": self._checked_context(max_context),
-            "sync": sync,
-            "batch": _checked_batch(batch),
-            "kv_dtype": kv_dtype,
-            "kv_chunk": kv_chunk,
-            **(plan or {}),
-        }
-        self._assembly = assemble(
-            checkpoint,
-            device=device,
-            gpu=gpu,
-            overrides={name: value for name, value in overrides.items() if value is not None},
-            timeout_s=timeout_s,
-            generate_kernel=generate_kernel,
-            quiet=quiet,
-            prompt_tokens=prompt_tokens,
-            prompt_passes=prompt_passes,
-            pool_follows_memory=batch is None,
-            watch=watch,
+        self._defaults, notes = sampling_of_checkpoint(
+            checkpoint.generation_config, checkpoint.eos_token_id, options.seed
         )
+        if not options.quiet:
+            _print_notes(checkpoint, notes, self.tokenizer)
+        self._assembly = assemble_with(checkpoint, _assembly_options(options, self.config, watch))
         self.manifest = self._assembly.manifest
         self.memory = self._assembly.memory
-        cache = self._assembly.launcher.cache
-        self.max_context = cache.context
-        keeps_prefixes = prefix_cache and self._assembly.launcher.window is None  # a window leaves them behind
-        self.prefix_cache = PrefixCache(cache.pool, cache.page_size) if keeps_prefixes else None
-        chunk_tokens = max_num_batched_tokens if enable_chunked_prefill else 0
-        self.engine = SharedEngine(
-            Engine(
-                self._assembly.launcher,
-                launch_steps,
-                self.prefix_cache,
-                self._assembly.prompts,
-                chunk_tokens,
-                self._assembly.solo,
-                self._assembly.hosts_logits_buffer,
-                self._assembly.passes,
-            )
-        )
-        if verbose:
+        self.max_context = self._assembly.launcher.cache.context
+        self.engine = SharedEngine(self._new_engine(options))
+        self.prefix_cache = self.engine.engine.prefixes
+        if options.verbose:
             watch.add("all, since the process began", process_seconds())
             for line in stage_lines(watch):
                 say_to_stderr(line)
+
+    def _new_engine(self, options: LoadOptions) -> Engine:
+        made = self._assembly
+        cache = made.launcher.cache
+        keeps_prefixes = options.prefix_cache and made.launcher.window is None  # a window leaves them behind
+        return Engine(
+            made.launcher,
+            options.launch_steps,
+            PrefixCache(cache.pool, cache.page_size) if keeps_prefixes else None,
+            made.prompts,
+            options.max_num_batched_tokens if options.enable_chunked_prefill else 0,
+            made.solo,
+            made.hosts_logits_buffer,
+            made.passes,
+        )
 
     @overload
     def generate(
@@ -429,15 +352,6 @@ class LLM:
     ) -> None:
         self.close()
 
-    def _checked_context(self, asked: int | None) -> int:
-        most = self.config.max_position_embeddings
-        if asked is None:
-            return default_context(most)
-        _check_count("max_context", asked)
-        if asked > most:
-            raise CheetahError(f"max_context={asked} is more than the model's max_position_embeddings, {most}")
-        return asked
-
     def _render(self, messages: Sequence[Message], template: Mapping[str, Any]) -> tuple[str, tuple[int, ...]]:
         """A conversation as text and as ids."""
         variables = {**template, **(template.get("chat_template_kwargs") or {})}
@@ -491,9 +405,24 @@ class LLM:
             self.engine.release(ids)
 
 
+LLM.__doc__ = cleandoc(LLM.__doc__ or "").format(options=described(LoadOptions))
+
+
 def _unit(vector: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
     """The vector with length 1."""
     return np.asarray(vector / np.linalg.norm(vector), np.float32)
+
+
+def _check(options: LoadOptions) -> None:
+    """CheetahError for what can be refused before anything is loaded."""
+    SamplingParams(seed=options.seed)
+    _check_count("max_num_batched_tokens", options.max_num_batched_tokens)
+    _check_count("max_context", options.max_context)
+    if not isinstance(options.prompt_passes, bool):
+        _check_count("prompt_passes", options.prompt_passes)
+    batch = options.batch
+    if batch is not None and (isinstance(batch, bool) or not isinstance(batch, int) or not 1 <= batch <= MAX_BATCH):
+        raise CheetahError(f"batch={batch!r}: expected an integer from 1 to {MAX_BATCH}, or None for {DEFAULT_BATCH}")
 
 
 def _check_count(name: str, value: int | None) -> None:
@@ -501,13 +430,36 @@ def _check_count(name: str, value: int | None) -> None:
         raise CheetahError(f"{name}={value!r}: expected an integer >= 1")
 
 
-def _checked_batch(batch: int | None) -> int:
-    """The plan's batch."""
-    if batch is None:
-        return DEFAULT_BATCH
-    if isinstance(batch, bool) or not isinstance(batch, int) or not 1 <= batch <= MAX_BATCH:
-        raise CheetahError(f"batch={batch!r}: expected an integer from 1 to {MAX_BATCH}, or None for {DEFAULT_BATCH}")
-    return batch
+def _assembly_options(options: LoadOptions, config: ModelConfig, watch: Stopwatch) -> AssemblyOptions:
+    """The same for what assembles a model of this configuration."""
+    from cheetah.runtime.assembly.options import AssemblyOptions
+
+    most = config.max_position_embeddings
+    if options.max_context is not None and options.max_context > most:
+        raise CheetahError(
+            f"max_context={options.max_context} is more than the model's max_position_embeddings, {most}"
+        )
+    batch = options.batch or DEFAULT_BATCH
+    overrides = {
+        "max_context": options.max_context or default_context(most),
+        "sync": options.sync,
+        "batch": batch if batch > 1 else None,
+        "kv_dtype": options.kv_dtype,
+        "kv_chunk": options.kv_chunk,
+        **(options.plan or {}),
+    }
+    return AssemblyOptions(
+        device=options.device,
+        gpu=options.gpu,
+        overrides={name: value for name, value in overrides.items() if value is not None},
+        timeout_s=options.timeout_s,
+        generate_kernel=options.generate_kernel,
+        quiet=options.quiet,
+        prompt_tokens=options.prompt_tokens,
+        prompt_passes=options.prompt_passes,
+        pool_follows_memory=options.batch is None,
+        watch=watch,
+    )
 
 
 def _print_notes(checkpoint: Checkpoint, of_sampling: Sequence[str], tokenizer: Tokenizer | None) -> None:

@@ -26,6 +26,7 @@ from cheetah.generate import choose_plan
 from cheetah.models.registry import PRESETS, preset, resolve_config
 from cheetah.plan import gpu_named, shared_map
 from cheetah.runtime.assembly.kernels import Kernels, KernelsAsked
+from cheetah.runtime.assembly.options import AssemblyOptions
 
 ROOT = Path(__file__).parents[1]
 PAGES = ("README.md", "ARCHITECTURE.md", "CHANGELOG.md")
@@ -185,8 +186,8 @@ def test_the_python_of_the_readme_runs() -> None:
 @cache
 def described(model: str) -> Kernels:
     """The kernels of a model: two, of which one reads prompts."""
-    asked = KernelsAsked(resolve_config(model), gpu_named("h200"), 0, solo=False, prompt_passes=False)
-    return asked.described({})
+    two = AssemblyOptions(solo=False, prompt_passes=False)
+    return KernelsAsked(resolve_config(model), gpu_named("h200"), 0, two).described()
 
 
 IN_MEMORY = [model for model in PRESETS if f"| {model} |" in README[README.index("## Memory") :]]

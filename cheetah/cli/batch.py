@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from cheetah.cli.options import DevicesGpu, MaxContext, RequestSeed, Revision, ServingDevice
+from cheetah.cli.options import RequestSeed, takes_load
 from cheetah.cli.run import kernel_generator
 from cheetah.cli.serve import need_extra
 from cheetah.errors import CheetahError
@@ -23,6 +23,10 @@ EPILOG = "Example: cheetah batch requests.jsonl answers.jsonl --model demo --dev
 ANY_NUMBER = 10**9
 
 
+@takes_load(
+    *("device", "gpu", "batch", "max_context", "kv_dtype", "kv_chunk", "prompt_tokens", "prompt_passes"),
+    *("prefix_cache", "max_num_batched_tokens", "chat_template", "revision", "verbose"),
+)
 def batch(
     requests: Annotated[Path, typer.Argument(help="Requests in OpenAI's batch format, a line each.")],
     answers: Annotated[Path, typer.Argument(help="Where the answers go. What it has already is not asked again.")],
@@ -30,15 +34,9 @@ def batch(
         str | None,
         typer.Option(help="demo, a folder, a hub id; by default what the first request names.", show_default=False),
     ] = None,
-    device: ServingDevice = None,
-    gpu: DevicesGpu = None,
-    together: Annotated[
-        int | None,
-        typer.Option("--batch", min=1, max=8, help="How many run together; by default 8.", show_default=False),
-    ] = None,
-    max_context: MaxContext = None,
     seed: RequestSeed = None,
-    revision: Revision = None,
+    *,
+    load: dict[str, Any],
 ) -> None:
     """Answer a file of requests. Ended at any point and started again, it loses and repeats nothing."""
     need_extra()
@@ -53,8 +51,7 @@ def batch(
     name = model or next((str(line.body["model"]) for line in file.lines() if "model" in line.body), None)
     if name is None:
         raise CheetahError("no request names a model: give --model")
-    options: dict[str, Any] = {"device": device, "gpu": gpu, "batch": together, "max_context": max_context}
-    with LLM(name, revision=revision, generate_kernel=kernel_generator(name), **options) as llm:
+    with LLM(name, generate_kernel=kernel_generator(name), **load) as llm:
         names = {str(line.body["model"]) for line in file.lines() if "model" in line.body} if model else set[str]()
         wanted = (line for line in file.lines() if line.custom_id not in finished)
         asyncio.run(_answer_all(llm, (name, *names), seed, wanted, answers))

@@ -7,17 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from cheetah.cli.options import (
-    ChatTemplate,
-    Device,
-    DevicesGpu,
-    MaxContext,
-    Revision,
-    Seed,
-    Temperature,
-    Verbose,
-    takes_sampling,
-)
+from cheetah.cli.options import Seed, takes_load, takes_sampling
 from cheetah.cli.run import kernel_generator
 from cheetah.errors import CheetahError
 from cheetah.printable import printable
@@ -35,32 +25,27 @@ Ctrl-C ends an answer; what it has so far stays in the conversation."""
 PROMPT = "> "
 
 
+@takes_load(
+    *("device", "gpu", "max_context", "kv_dtype", "prompt_passes", "chat_template", "revision", "verbose"),
+)
 @takes_sampling
 def chat(
     model: Annotated[str, typer.Argument(help="demo, a folder, or a hub id.", show_default=False)],
     system: Annotated[str | None, typer.Option(help="The system message to begin with.", show_default=False)] = None,
-    device: Device = None,
-    gpu: DevicesGpu = None,
     max_tokens: Annotated[
         int | None, typer.Option(min=1, help="Most tokens of an answer; by default all there is room for.")
     ] = None,
-    temperature: Temperature = None,
     seed: Seed = 0,
-    max_context: MaxContext = None,
-    chat_template: ChatTemplate = None,
-    revision: Revision = None,
-    verbose: Verbose = False,
     *,
     sampling: dict[str, Any],
+    load: dict[str, Any],
 ) -> None:
     """Talk with a model. /help lists the commands; speeds go to stderr."""
     from cheetah.runtime import LLM, SamplingParams
 
     _edit_lines()
-    params = SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=seed, **sampling)
-    options: dict[str, Any] = {"device": device, "gpu": gpu, "max_context": max_context, "batch": 1}
-    options |= {"chat_template": chat_template, "revision": revision, "verbose": verbose}
-    with LLM(model, generate_kernel=kernel_generator(model), **options) as llm:
+    params = SamplingParams(max_tokens=max_tokens, seed=seed, **sampling)
+    with LLM(model, batch=1, generate_kernel=kernel_generator(model), **load) as llm:
         conversation = Conversation(llm, params, system)
         while (line := _next_line()) is not None:
             if not conversation.take(line):

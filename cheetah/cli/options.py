@@ -1,62 +1,55 @@
-"""Options that several commands share, each written once: types of single ones, and those that override the plan.
+"""Options that several commands share, each written once: types of single ones, and those that come as one dict.
 
-A parameter of a command is `device: Device = None`. Of the plan's options one table has the names; `takes_plan` gives
-them to a command, which receives those that were given as one dict. So it is with those of sampling.
+A parameter of a command is `device: Device = None`. What opens a model is described by `LoadOptions`; of the plan's
+options and of sampling's a table has the names. `takes_load`, `takes_plan` and `takes_sampling` give them to a command,
+which receives those that were given as one dict.
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Annotated, Any
 
 import typer
 
+from cheetah.options import about, options_of
+from cheetah.runtime.options import LoadOptions
+
 DEFAULT_GPU = "h200"
+LOAD_OPTIONS = options_of(LoadOptions)
+
+
+def load_option(name: str, panel: str | None = None) -> Any:
+    """The command's option for one of LOAD_OPTIONS."""
+    said = about(LOAD_OPTIONS[name])
+    flags = ["--" + one.replace("_", "-") for one in (name, *said.aliases)]
+    if said.kind is bool and LOAD_OPTIONS[name].default is not False:
+        flags = [f"{flag}/--no-{flag[2:]}" for flag in flags]
+    return typer.Option(
+        *flags, help=said.help, min=said.least, max=said.most, rich_help_panel=panel, show_default=False
+    )
+
 
 Config = Annotated[str, typer.Argument(help="A preset, a folder, a config.json, or a hub id.", show_default=False)]
 Model = Annotated[str, typer.Argument(help="demo, a folder, a hub id, or random:PRESET.", show_default=False)]
-Revision = Annotated[str | None, typer.Option(help="Of a hub id: branch, tag or commit.", show_default=False)]
-Verbose = Annotated[bool, typer.Option("--verbose", help="Tell the seconds of each stage of the start.")]
+Revision = Annotated[str | None, load_option("revision")]
 
 # Where a kernel runs, and the machine that it is generated for.
-Device = Annotated[
-    str | None, typer.Option(help="cuda, cuda:1, pycuda or emulator; by default what is there.", show_default=False)
-]
-ServingDevice = Annotated[
-    str | None, typer.Option(help="cuda, cuda:1 or emulator; by default what is there.", show_default=False)
-]
-DevicesGpu = Annotated[
-    str | None, typer.Option(help="The machine to generate for; by default the device's.", show_default=False)
-]
+Device = Annotated[str | None, load_option("device")]
+DevicesGpu = Annotated[str | None, load_option("gpu")]
 MachineGpu = Annotated[str, typer.Option(help="The machine: h200, h100, emulator, emulator-2, emulator-8.")]
 
-# Of what is generated.
-MaxContext = Annotated[
-    int | None, typer.Option(help="Most tokens in all; by default the model's, at most 8192.", show_default=False)
-]
-KvDtype = Annotated[
-    str | None, typer.Option(help="How the cache is kept: bf16 (the default) or e4m3.", show_default=False)
-]
-PromptPasses = Annotated[
-    bool | None,
-    typer.Option(help="Read prompts in passes of many tokens; by default on a GPU.", show_default=False),
-]
-ChatTemplate = Annotated[
-    str | None, typer.Option(help="Jinja text, or the name of one of the checkpoint's.", show_default=False)
-]
-Temperature = Annotated[
-    float | None, typer.Option(help="0 is greedy; by default the checkpoint's, else 0.", show_default=False)
-]
+PromptPasses = Annotated[bool | None, load_option("prompt_passes")]
 Seed = Annotated[int, typer.Option(help="Of sampling at a temperature above 0.")]
 RequestSeed = Annotated[
     int | None, typer.Option(help="Of requests without one; by default a new one each.", show_default=False)
 ]
 
 PLAN_OPTIONS: Mapping[str, tuple[type, str]] = {
-    "sync": (str, "How blocks exchange vectors: flags or barrier; by default the faster for so many tokens."),
-    "max_context": (int, "Most tokens of prompt and completion together."),
+    "sync": (str, about(LOAD_OPTIONS["sync"]).help),
+    "max_context": (int, about(LOAD_OPTIONS["max_context"]).help),
     "page_size": (int, "Tokens of a page of the KV cache."),
     "stage_bytes": (int, "Bytes of a stage of the ring, the unit of every copy of weights."),
     "stages": (int, "Stages of the ring."),
@@ -66,8 +59,8 @@ PLAN_OPTIONS: Mapping[str, tuple[type, str]] = {
     "max_steps": (int, "Most decode steps of one launch."),
     "batch": (int, "Most sequences that share a step, 1 to 8."),
     "tokens": (int, "Most tokens that share a step: of several sequences, or of one prompt."),
-    "kv_chunk": (int, "Cut every head's keys after so many, so that no sequence's bits depend on the others."),
-    "kv_dtype": (str, "How keys and values are cached: bf16 or e4m3 (8 bits, with scales)."),
+    "kv_chunk": (int, about(LOAD_OPTIONS["kv_chunk"]).help),
+    "kv_dtype": (str, about(LOAD_OPTIONS["kv_dtype"]).help),
     "pool_pages": (int, "Pages of the KV cache, of all sequences together."),
     "kv_chunk_min": (int, "Fewest keys of a head that a block takes when the cache is split."),
     "trace": (bool, "Time stamps of every block and phase in the kernel, as `cheetah trace` needs them."),
@@ -75,6 +68,9 @@ PLAN_OPTIONS: Mapping[str, tuple[type, str]] = {
 """Field of `cheetah.plan.Plan`: (type, help). Without the option, a rule chooses."""
 
 SAMPLING_OPTIONS: Mapping[str, tuple[Any, str]] = {
+    "temperature": (float, "0 is greedy; by default the checkpoint's, else 0."),
+    "stop": (list[str], "A text that ends the completion; repeatable."),
+    "ignore_eos": (bool, "Go on after an end-of-text token."),
     "top_k": (int, "Only the so many likeliest tokens; 0 for all."),
     "top_p": (float, "Only the likeliest tokens that together reach this share of the probability."),
     "min_p": (float, "Only tokens at least so many times as likely as the likeliest."),
@@ -97,33 +93,53 @@ def takes_plan(command: Callable[..., None], fixed: Collection[str] = ()) -> Cal
     `fixed`: fields that the command itself decides.
     """
     options = {name: entry for name, entry in PLAN_OPTIONS.items() if name not in fixed}
-    return _takes(command, "plan", options, "Plan (by rule unless given)")
+    return _takes(command, "plan", _parameters(options, "Plan (by rule unless given)"))
+
+
+def takes_load(*names: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Give a command an option for each of these of LOAD_OPTIONS in place of its keyword `load`, which gets those that
+    were given."""
+
+    def decorate(command: Callable[..., None]) -> Callable[..., None]:
+        return _takes(command, "load", [_load_parameter(name) for name in names])
+
+    return decorate
 
 
 def takes_sampling(command: Callable[..., None]) -> Callable[..., None]:
     """The same with SAMPLING_OPTIONS and its keyword `sampling`."""
-    return _takes(command, "sampling", SAMPLING_OPTIONS, "Sampling (the checkpoint's unless given)")
+    return _takes(command, "sampling", _parameters(SAMPLING_OPTIONS, "Sampling (the checkpoint's unless given)"))
 
 
-def _takes(
-    command: Callable[..., None], keyword: str, options: Mapping[str, tuple[Any, str]], panel: str
-) -> Callable[..., None]:
+def _takes(command: Callable[..., None], keyword: str, options: Sequence[inspect.Parameter]) -> Callable[..., None]:
     @functools.wraps(command)
     def with_options(**given: Any) -> None:
-        found = {name: given.pop(name) for name in options}
+        found = {one.name: given.pop(one.name) for one in options}
         command(**{keyword: {name: value for name, value in found.items() if value is not None}}, **given)
 
     own = inspect.signature(command, eval_str=True)
     kept = [parameter for parameter in own.parameters.values() if parameter.name != keyword]
-    parameters = [*kept, *(_parameter(name, *entry, panel) for name, entry in options.items())]
+    parameters = [*kept, *options]
     with_options.__signature__ = own.replace(parameters=parameters)  # type: ignore[attr-defined]
     with_options.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     return with_options
 
 
-def _parameter(name: str, kind: Any, text: str, panel: str) -> inspect.Parameter:
-    flag = "--" + name.replace("_", "-")
-    negated = f"{flag}/--no-{flag[2:]}" if name in SAMPLING_OPTIONS and kind is bool else flag
-    option = typer.Option(negated, help=text, rich_help_panel=panel, show_default=False)
+def _parameters(options: Mapping[str, tuple[Any, str]], panel: str) -> list[inspect.Parameter]:
+    """Of a table of names, types and helps; none has a default."""
+    found = []
+    for name, (kind, text) in options.items():
+        flag = "--" + name.replace("_", "-")
+        negated = f"{flag}/--no-{flag[2:]}" if name in SAMPLING_OPTIONS and kind is bool else flag
+        option = typer.Option(negated, help=text, rich_help_panel=panel, show_default=False)
+        found.append(_parameter(name, kind, option))
+    return found
+
+
+def _load_parameter(name: str) -> inspect.Parameter:
+    return _parameter(name, about(LOAD_OPTIONS[name]).kind, load_option(name, "Model and machine"))
+
+
+def _parameter(name: str, kind: Any, option: Any) -> inspect.Parameter:
     annotation: Any = Annotated[kind | None, option]
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)

@@ -9,26 +9,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from cheetah.cli.options import (
-    Device,
-    DevicesGpu,
-    KvDtype,
-    MaxContext,
-    Model,
-    PromptPasses,
-    Revision,
-    Seed,
-    Temperature,
-    Verbose,
-    takes_sampling,
-)
+from cheetah.cli.options import Model, Seed, takes_load, takes_sampling
 from cheetah.errors import CheetahError
 
 if TYPE_CHECKING:
     from cheetah.models.config import ModelConfig
     from cheetah.package import Generated
     from cheetah.runtime import LLM, SamplingParams, StreamPiece
-    from cheetah.runtime.assembly.kernels import GenerateKernel
+    from cheetah.runtime.assembly.options import GenerateKernel
 
 EPILOG = 'Example: cheetah run demo "One morning," --device emulator --max-tokens 60'
 DEFAULT_TOKENS = 128
@@ -37,6 +25,10 @@ RANDOM = "random:"
 MOST_TOGETHER = 8
 
 
+@takes_load(
+    *("device", "gpu", "batch", "max_context", "sync", "kv_dtype", "kv_chunk", "prompt_tokens", "prompt_passes"),
+    *("chat_template", "revision", "verbose"),
+)
 @takes_sampling
 def run(
     model: Model,
@@ -45,57 +37,25 @@ def run(
         str | None, typer.Option(metavar="1,2,3", help="Token ids instead of text, as they are.", show_default=False)
     ] = None,
     chat: Annotated[bool, typer.Option("--chat", help="PROMPT is a user's message, put in the chat template.")] = False,
-    device: Device = None,
-    gpu: DevicesGpu = None,
     max_tokens: Annotated[int, typer.Option(min=1, help="Most tokens to make.")] = DEFAULT_TOKENS,
-    temperature: Temperature = None,
     seed: Seed = 0,
     completions: Annotated[
         int, typer.Option("--completions", "-n", min=1, help="How many to make, each with a seed of its own.")
     ] = 1,
-    batch: Annotated[
-        int | None,
-        typer.Option(min=1, help="How many to make together, 1 to 8; by default all, at most 8.", show_default=False),
-    ] = None,
-    stop: Annotated[
-        list[str] | None, typer.Option(help="A text that ends the completion; repeatable.", show_default=False)
-    ] = None,
-    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on after an end-of-text token.")] = False,
-    max_context: MaxContext = None,
-    sync: Annotated[
-        str | None, typer.Option(help="flags or barrier; by default the plan's.", show_default=False)
-    ] = None,
-    kv_dtype: KvDtype = None,
-    prompt_tokens: Annotated[
-        int | None, typer.Option(help="Tokens of the prompt that a step reads; by default 16 or 8.", show_default=False)
-    ] = None,
-    prompt_passes: PromptPasses = None,
-    revision: Revision = None,
-    verbose: Verbose = False,
     *,
     sampling: dict[str, Any],
+    load: dict[str, Any],
 ) -> None:
     """Write the completion of a prompt to stdout as it is made; timings go to stderr."""
     from cheetah.runtime import LLM, SamplingParams
 
     text = _prompt_text(prompt, ids, chat)
     token_ids = None if ids is None else _parsed_ids(ids)
-    params = SamplingParams(
-        max_tokens=max_tokens,
-        temperature=temperature,
-        seed=seed,
-        n=completions,
-        stop=stop or (),
-        ignore_eos=ignore_eos,
-        **sampling,
-    )
+    params = SamplingParams(max_tokens=max_tokens, seed=seed, n=completions, **sampling)
     if token_ids is None:
         _refuse_text_without_tokenizer(model)
-    options: dict[str, Any] = {"device": device, "gpu": gpu, "max_context": max_context, "sync": sync}
-    options |= {"kv_dtype": kv_dtype, "prompt_tokens": prompt_tokens, "prompt_passes": prompt_passes}
-    options["verbose"] = verbose
-    options["batch"] = batch or min(completions, MOST_TOGETHER)
-    with LLM(model, revision=revision, generate_kernel=kernel_generator(model), **options) as llm:
+    options = {"batch": min(completions, MOST_TOGETHER), "generate_kernel": kernel_generator(model), **load}
+    with LLM(model, **options) as llm:
         _write(llm, _one_after_another(_pieces(llm, text, token_ids, chat, params)), completions)
 
 

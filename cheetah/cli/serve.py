@@ -9,18 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from cheetah.cli.options import (
-    ChatTemplate,
-    DevicesGpu,
-    KvDtype,
-    MaxContext,
-    Model,
-    PromptPasses,
-    RequestSeed,
-    Revision,
-    ServingDevice,
-    Verbose,
-)
+from cheetah.cli.options import Model, RequestSeed, takes_load
 from cheetah.cli.run import kernel_generator
 from cheetah.errors import CheetahError
 from cheetah.extras import installing
@@ -35,6 +24,11 @@ ANY_HOST = "*"
 LOG_LEVELS = ("critical", "error", "warning", "info", "debug")
 
 
+@takes_load(
+    *("device", "gpu", "batch", "max_context", "kv_dtype", "kv_chunk", "prompt_tokens", "prompt_passes"),
+    *("max_num_batched_tokens", "prefix_cache", "chat_template", "messages_have_special_tokens"),
+    *("revision", "verbose"),
+)
 def serve(
     model: Model,
     host: Annotated[str, typer.Option(help="The address to listen at; 0.0.0.0 for every one.")] = "127.0.0.1",
@@ -55,39 +49,11 @@ def serve(
         list[str] | None,
         typer.Option(help="What clients call the model; repeatable. By default MODEL.", show_default=False),
     ] = None,
-    device: ServingDevice = None,
-    gpu: DevicesGpu = None,
-    batch: Annotated[
-        int | None,
-        typer.Option(min=1, max=8, help="How many completions run together; by default 8.", show_default=False),
-    ] = None,
-    max_context: MaxContext = None,
-    kv_dtype: KvDtype = None,
-    kv_chunk: Annotated[
-        int | None, typer.Option(help="With it no bit of an answer depends on who else asks.", show_default=False)
-    ] = None,
-    prompt_tokens: Annotated[
-        int | None, typer.Option(help="Tokens of a prompt that a step reads; by default 16 or 8.", show_default=False)
-    ] = None,
-    prompt_passes: PromptPasses = None,
-    max_num_batched_tokens: Annotated[
-        int | None,
-        typer.Option(
-            min=1, help="Tokens of a prompt between two tokens of others; by default 0.1 s of them.", show_default=False
-        ),
-    ] = None,
-    prefix_cache: Annotated[
-        bool, typer.Option(help="Keep the pages of prompts for later ones that begin alike.")
-    ] = True,
     max_waiting: Annotated[int, typer.Option(min=0, help="Completions that may wait; further ones get 429.")] = 256,
     max_connections: Annotated[int, typer.Option(min=1, help="Connections held at a time.")] = 1024,
     max_body_mb: Annotated[float, typer.Option(min=0.001, help="Most megabytes of a request.")] = 8.0,
     stuck_after: Annotated[float, typer.Option(min=0.1, help="Seconds of a step after which /health fails.")] = 60.0,
     drain: Annotated[int, typer.Option(min=0, help="Seconds that requests have to end after SIGTERM.")] = 120,
-    chat_template: ChatTemplate = None,
-    messages_have_special_tokens: Annotated[
-        bool, typer.Option("--messages-have-special-tokens", help="Let a message's text hold them; else it is text.")
-    ] = False,
     tool_call_parser: Annotated[
         str | None,
         typer.Option(help="hermes or llama3_json; by default what the template tells.", show_default=False),
@@ -97,13 +63,13 @@ def serve(
         typer.Option(help="qwen3 or deepseek_r1: thoughts are told beside the answer.", show_default=False),
     ] = None,
     seed: RequestSeed = None,
-    revision: Revision = None,
     log_level: Annotated[str, typer.Option(help="critical, error, warning, info or debug.")] = "info",
-    verbose: Verbose = False,
+    *,
+    load: dict[str, Any],
 ) -> None:
     """Serve a model over HTTP to clients that speak OpenAI's protocol."""
     need_extra()
-    if device == "pycuda":
+    if load.get("device") == "pycuda":
         raise CheetahError("device pycuda works in the thread that opened it alone: use cuda")
     if log_level not in LOG_LEVELS:
         raise CheetahError(f"--log-level {log_level}: choose one of {', '.join(LOG_LEVELS)}")
@@ -128,12 +94,7 @@ def serve(
     at, connections = listening(host, port), enough_descriptors(max_connections)
     if connections < max_connections:
         typer.echo(f"{connections} connections instead of {max_connections}: raise the limit (ulimit -n)", err=True)
-    given: dict[str, Any] = {"device": device, "gpu": gpu, "batch": batch, "max_context": max_context}
-    given |= {"kv_dtype": kv_dtype, "kv_chunk": kv_chunk, "prompt_tokens": prompt_tokens, "prefix_cache": prefix_cache}
-    given |= {"prompt_passes": prompt_passes, "max_num_batched_tokens": max_num_batched_tokens, "verbose": verbose}
-    given["messages_have_special_tokens"] = messages_have_special_tokens
-    generate = kernel_generator(model)
-    with LLM(model, revision=revision, chat_template=chat_template, generate_kernel=generate, **given) as llm:
+    with LLM(model, generate_kernel=kernel_generator(model), **load) as llm:
         if not _served_to_the_end(llm, options, at, connections, drain, log_level):
             raise CheetahError("the engine failed, see above; nothing more could be answered")
 

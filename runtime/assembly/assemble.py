@@ -12,15 +12,15 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, cast
 
 from cheetah.manifest import Manifest
 from cheetah.models.config import ModelConfig
-from cheetah.plan import Plan
+from cheetah.options import takes
+from cheetah.plan import Plan, gpu_named
 from cheetah.plan.kv.tables import MAX_STOP_IDS
 from cheetah.runtime.assembly.buffers import (
     Progress,
-    UploadWeights,
     Weights,
     allocate_buffers,
     free_all,
@@ -34,7 +34,7 @@ from cheetah.runtime.assembly.kernels import (
     PASSES,
     PROMPTS,
     SOLO,
-    GenerateKernel,
+    Kernels,
     KernelsAsked,
     KernelSpec,
     choose_gpu,
@@ -43,14 +43,14 @@ from cheetah.runtime.assembly.kernels import (
     shared_buffers,
 )
 from cheetah.runtime.assembly.memory import LABELS, MemoryEstimate, size_text
+from cheetah.runtime.assembly.options import AssemblyOptions
 from cheetah.runtime.assembly.texts import KeptTexts
 from cheetah.runtime.background import Started, started
-from cheetah.runtime.device import Say, open_device, say_to_stderr
+from cheetah.runtime.device import open_device
 from cheetah.runtime.engine.heads import HeadLauncher
 from cheetah.runtime.engine.kv_cache import CachedSequence, PagePool
 from cheetah.runtime.engine.launcher import Launcher
 from cheetah.runtime.engine.prompt_passes import PassLauncher
-from cheetah.stopwatch import Stopwatch
 
 if TYPE_CHECKING:
     from cheetah.runtime.device.interface import Buffer, Device, DeviceInfo, Kernel, MappedBuffer
@@ -113,70 +113,51 @@ class Assembly:
             self.device.close()
 
 
-def assemble(
-    weights: Weights,
-    *,
-    device: str | Device | None = None,
-    gpu: str | None = None,
-    overrides: Mapping[str, Any] | None = None,
-    timeout_s: float | None = None,
-    generate_kernel: GenerateKernel | None = None,
-    quiet: bool = False,
-    prompt_tokens: int | None = None,
-    solo: bool | None = None,
-    prompt_passes: bool | int | None = None,
-    pool_follows_memory: bool = False,
-    upload: UploadWeights | None = None,
-    watch: Stopwatch | None = None,
-) -> Assembly:
-    """Everything that is needed to launch. What was taken is given back on failure.
-
-    overrides: fields of the plan. prompt_tokens: tokens of a prompt that a step should take; if the plan's steps take
-    fewer, another kernel over the same weights and caches does it. By default the first of PROMPT_TOKENS that fits on a
-    GPU, and on the emulator no other kernel. solo: whether another kernel over the same shall decode a sequence that is
-    by itself; by default on a GPU, where `kv_chunk` does not promise the same bits in any company. prompt_passes:
-    whether a kernel over the same shall read prompts in passes, and another one few tokens where `kv_chunk` does not
-    promise the same bits however much is cached; by default on a GPU, where there can be one. A number: tokens of a
-    pass; by default as many as memory allows. pool_follows_memory: the cache of several sequences has fewer pages where
-    the device has no room for all, but as many as one sequence may need. upload: brings the weights into the buffers;
-    by default `upload_weights`. watch: takes the seconds of each stage.
-    """
-    watch = watch or Stopwatch()
-    with watch("open the device"):
-        opened = _open_device(device, quiet, weights.config)
-    owns_device = opened is not device
+def assemble_with(weights: Weights, options: AssemblyOptions) -> Assembly:
+    """Everything that is needed to launch. What was taken is given back on failure."""
+    with options.watch("open the device"):
+        device = _open_device(options, weights.config)
+    owns_device = device is not options.device
     buffers: dict[str, Buffer] = {}
     try:
-        info = opened.describe()
-        machine = choose_gpu(info, gpu)
-        texts = KeptTexts(None if machine.emulated else cache_folder() / "texts")
-        asked = KernelsAsked(
-            weights.config, machine, info.free_bytes, prompt_tokens, solo, prompt_passes, generate_kernel, texts
-        )
-        with watch("choose the kernels"):
-            kernels = (asked.described_to_fit if pool_follows_memory else asked.described)(overrides or {})
-            memory = kernels.memory()
-        for line in (*kernels.notes, _memory_line(memory, info)):
-            _say(quiet)(line)
-        memory.check(info.free_bytes, info.name)
-        with watch("write the kernels"):
-            made = {spec.name: _Made.of(opened, spec) for spec in kernels.specs}
-        with watch("allocate"):
-            _allocate(opened, weights.config, made, buffers)
+        kernels, memory = _chosen_kernels(weights.config, device, options)
+        with options.watch("write the kernels"):
+            made = {spec.name: _Made.of(device, spec) for spec in kernels.specs}
+        with options.watch("allocate"):
+            _allocate(device, weights.config, made, buffers)
         manifest = made[DECODING].manifest
-        _load(weights, manifest, buffers, quiet, upload or upload_weights, opened, watch)
-        with watch("wait for compilers, load kernels"):
+        _load(weights, manifest, buffers, device, options)
+        with options.watch("wait for compilers, load kernels"):
             awaited = next(name for name in FIRST_LAUNCHED if name in made)
             codes = {name: one.kernel(name == awaited) for name, one in made.items()}
     except BaseException:
         free_all(buffers)
         if owns_device:
-            opened.close()
+            device.close()
         raise
-    if timeout_s is None and not machine.emulated:
-        timeout_s = GPU_TIMEOUT_S
-    launchers = _launchers(opened, weights.config, made, codes, timeout_s)
-    return Assembly(manifest, *launchers, memory, buffers, opened, owns_device)
+    is_emulated = gpu_named(manifest.gpu["name"]).emulated
+    timeout_s = GPU_TIMEOUT_S if options.timeout_s is None and not is_emulated else options.timeout_s
+    launchers = _launchers(device, weights.config, made, codes, timeout_s)
+    return Assembly(manifest, *launchers, memory, buffers, device, owns_device)
+
+
+assemble = takes(AssemblyOptions)(assemble_with)
+"""The same, with the fields of the options by their names."""
+
+
+def _chosen_kernels(config: ModelConfig, device: Device, options: AssemblyOptions) -> tuple[Kernels, MemoryEstimate]:
+    """The kernels, described, and what they need, which fits into the device's memory: else that is refused."""
+    info = device.describe()
+    machine = choose_gpu(info, options.gpu)
+    texts = KeptTexts(None if machine.emulated else cache_folder() / "texts")
+    asked = KernelsAsked(config, machine, info.free_bytes, options, texts)
+    with options.watch("choose the kernels"):
+        kernels = asked.described_to_fit() if options.pool_follows_memory else asked.described()
+        memory = kernels.memory()
+    for line in (*kernels.notes, _memory_line(memory, info)):
+        options.say(line)
+    memory.check(info.free_bytes, info.name)
+    return kernels, memory
 
 
 @dataclass(frozen=True)
@@ -213,20 +194,14 @@ def _allocate(device: Device, config: ModelConfig, made: Mapping[str, _Made], bu
 
 
 def _load(
-    weights: Weights,
-    manifest: Manifest,
-    buffers: dict[str, Buffer],
-    quiet: bool,
-    upload: UploadWeights,
-    device: Device,
-    watch: Stopwatch,
+    weights: Weights, manifest: Manifest, buffers: dict[str, Buffer], device: Device, options: AssemblyOptions
 ) -> None:
     """Packs and uploads the weights, with a bar, and says how fast that was."""
-    started = time.monotonic()
-    with watch("weights"), _weights_progress(manifest, quiet) as progress:
-        upload(weights, manifest, buffers, progress, device, watch, _say(quiet))
+    started, upload = time.monotonic(), options.upload or upload_weights
+    with options.watch("weights"), _weights_progress(manifest, options.quiet) as progress:
+        upload(weights, manifest, buffers, progress, device, options.watch, options.say)
     if _loaded_bytes(manifest) >= RATE_BYTES:
-        _say(quiet)(_loading_line(manifest, time.monotonic() - started))
+        options.say(_loading_line(manifest, time.monotonic() - started))
 
 
 def _launchers(
@@ -258,19 +233,16 @@ def _allocate_others(
             of_first[f"{kernel}.{buffer.name}"] = buffers[buffer.name]
 
 
-def _open_device(device: str | Device | None, quiet: bool, config: ModelConfig) -> Device:
+def _open_device(options: AssemblyOptions, config: ModelConfig) -> Device:
     """A GPU is opened while the generator's modules are imported: both take some tenths of a second."""
-    if device is not None and not isinstance(device, str):
-        return device
-    if device is not None and device.startswith("pycuda"):  # which is for the thread that opened it
-        return open_device(device, say=_say(quiet))
-    opening = started(lambda: open_device(device, say=_say(quiet)))
+    name = options.device
+    if name is not None and not isinstance(name, str):
+        return name
+    if name is not None and name.startswith("pycuda"):  # which is for the thread that opened it
+        return open_device(name, say=options.say)
+    opening = started(lambda: open_device(name, say=options.say))
     import_program(config)
     return opening()
-
-
-def _say(quiet: bool) -> Say:
-    return (lambda line: None) if quiet else say_to_stderr
 
 
 def new_cache(config: ModelConfig, plan: Plan) -> CachedSequence:

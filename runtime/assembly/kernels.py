@@ -22,6 +22,7 @@ from cheetah.plan.prompt import PASS_TOKENS, PassPlan, default_pass_plan, short_
 from cheetah.printable import shown_name
 from cheetah.records import first_difference
 from cheetah.runtime.assembly.memory import LABELS, MemoryEstimate, memory_of_buffers, size_text
+from cheetah.runtime.assembly.options import AssemblyOptions, GenerateKernel
 from cheetah.runtime.assembly.texts import Generated, KeptTexts
 
 if TYPE_CHECKING:
@@ -42,9 +43,6 @@ DECODING, SOLO, PROMPTS = "decoding", "solo", "prompts"
 
 HEAD = "head"
 """That of the head by itself, which begins with what passes leave."""
-
-GenerateKernel = Callable[..., Generated]
-"""(config, gpu name, **plan overrides) -> Generated; the project's own is `cheetah.generate.generate_kernel`."""
 
 
 @dataclass(frozen=True)
@@ -87,24 +85,21 @@ class Kernels:
 
 @dataclass(frozen=True)
 class KernelsAsked:
-    """What kernels are chosen by; see `assemble`. free_bytes: of the device's memory, before all. generate: writes
-    those of steps; texts: what was written before."""
+    """What kernels are chosen by. free_bytes: of the device's memory, before all. texts: what was written before."""
 
     config: ModelConfig
     machine: Gpu
     free_bytes: int
-    prompt_tokens: int | None = None
-    solo: bool | None = None
-    prompt_passes: bool | int | None = None
-    generate: GenerateKernel | None = None
+    options: AssemblyOptions
     texts: KeptTexts = field(default_factory=lambda: KeptTexts(None))
 
-    def described(self, plan: Mapping[str, Any]) -> Kernels:
-        """All kernels for these fields of a plan; nothing is written. PlanError where there can be none."""
+    def described(self, **more: Any) -> Kernels:
+        """All kernels, with `more` fields of the plan; nothing is written. PlanError where there can be none."""
+        plan = {**self.options.overrides, **more}
         decoding, notes = self._of_steps(DECODING, plan), list[str]()
         made = [decoding]
         wants_solo = not (self.machine.emulated or decoding.manifest.plan["kv_chunk"])
-        if wants_solo if self.solo is None else self.solo:
+        if wants_solo if self.options.solo is None else self.options.solo:
             made += self._solo(plan, decoding.manifest)
         passes = [*self._passes(decoding.manifest, notes)]
         prompts = self._prompts(plan, decoding.manifest, notes)
@@ -116,16 +111,16 @@ class KernelsAsked:
             _check_shared(self.config, decoding.manifest, other)
         return Kernels(self.config, tuple(made), tuple(notes))
 
-    def described_to_fit(self, plan: Mapping[str, Any]) -> Kernels:
+    def described_to_fit(self) -> Kernels:
         """The same, and where there is no room for all pages of their cache with fewer, but as many as one sequence may
         need. The number is in every kernel's text, so it is decided before any is written."""
-        kernels = self.described(plan)
+        kernels = self.described()
         wanted, memory = kernels.plan, kernels.memory()
         page_bytes = memory.bytes_of(LABELS["kv"]) // wanted.kv_pages
         pages = (self.free_bytes - memory.total_bytes) // page_bytes + wanted.kv_pages
         if not wanted.pages_per_sequence <= pages < wanted.kv_pages:
             return kernels
-        fewer = self.described({**plan, "pool_pages": pages})
+        fewer = self.described(pool_pages=pages)
         note = f"the cache has {pages} pages, not {wanted.kv_pages}: there is no room for more"
         return replace(fewer, notes=(note, *fewer.notes))
 
@@ -134,7 +129,7 @@ class KernelsAsked:
         from cheetah.generate import choose_plan, describe_kernel
 
         plan = choose_plan(self.config, self.machine, **overrides)
-        generate = keeping(self.texts, self.generate or own_generator())
+        generate = keeping(self.texts, self.options.generate_kernel or own_generator())
         write = partial(generate, self.config, self.machine.name, **overrides)
         return KernelSpec(name, describe_kernel(self.config, self.machine, plan), write)
 
@@ -152,13 +147,13 @@ class KernelsAsked:
         has no place in shared memory is left out."""
         of_gpu = () if self.machine.emulated else PROMPT_TOKENS
         kept, decoding = _kept(plan), Plan.from_dict(manifest.plan)
-        for tokens in (self.prompt_tokens,) if self.prompt_tokens else of_gpu:
+        for tokens in (self.options.prompt_tokens,) if self.options.prompt_tokens else of_gpu:
             if tokens <= decoding.tokens:
                 break
             try:
                 return [self._of_steps(PROMPTS, {**kept, "batch": decoding.batch, "tokens": tokens})]
             except PlanError as error:
-                if self.prompt_tokens:
+                if self.options.prompt_tokens:
                     raise
                 notes.append(f"a step reads fewer than {tokens} tokens of a prompt: {_first_line(error)}")
         return []
@@ -168,7 +163,7 @@ class KernelsAsked:
     def _passes(self, manifest: Manifest, notes: list[str]) -> Iterator[KernelSpec]:
         """Kernels of passes beside the manifest's, which decodes, those of fewer tokens first; none where none is
         wanted, or, unless they were asked for, where there can be none, which is noted."""
-        if not (not self.machine.emulated if self.prompt_passes is None else self.prompt_passes):
+        if not (not self.machine.emulated if self.options.prompt_passes is None else self.options.prompt_passes):
             return
         from cheetah.generate import describe_pass, generate_pass
 
@@ -176,7 +171,7 @@ class KernelsAsked:
         try:
             plans = self._pass_plans_that_fit(manifest)
         except PlanError as error:
-            if self.prompt_passes:
+            if self.options.prompt_passes:
                 raise
             notes.append(f"no passes over prompts, which are read a few tokens a step: {_first_line(error)}")
             return
@@ -195,12 +190,12 @@ class KernelsAsked:
 
         plan, memory = Plan.from_dict(manifest.plan), memory_needed(self.config, manifest)
         left = self.free_bytes - memory.total_bytes + memory.bytes_of(LABELS["kv"])
-        has_choice = self.prompt_passes in (None, True)
+        has_choice = self.options.prompt_passes in (None, True)
 
         def workspace(one: PassPlan) -> int:
             return describe_pass(self.config, self.machine, plan, one).buffer("workspace").bytes
 
-        for tokens in PASS_TOKENS if has_choice else (int(self.prompt_passes or 0),):
+        for tokens in PASS_TOKENS if has_choice else (int(self.options.prompt_passes or 0),):
             long = default_pass_plan(self.machine, min(tokens, plan.max_context), self.config.head_dim)
             plans, nbytes = {PASSES[-1]: long}, workspace(long)
             # Cuts along k change bits: with them, those of a token would depend on how many others are read with it.

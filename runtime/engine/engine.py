@@ -78,7 +78,7 @@ class Engine:
         passes: Sequence[PassLauncher] = (),
     ):
         prompts = prompts or launcher
-        self.launcher, self._passes = launcher, passes
+        self.launcher, self.prefixes, self._passes = launcher, prefixes, passes
         self.launch_steps = min(launch_steps or launcher.max_steps, launcher.max_steps, prompts.max_steps)
         rule_of = SameSteps if launcher.kv_chunk else FewestSteps
         rule = rule_of(prompts.tokens, launcher.cache.page_size, bool(passes))

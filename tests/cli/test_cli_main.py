@@ -32,7 +32,7 @@ def test_help_loads_nothing_heavy() -> None:
     program = (
         "import sys\nsys.argv = ['cheetah', '--help']\nfrom cheetah.cli import main\n"
         "try: main()\nexcept SystemExit: pass\n"
-        "heavy = ('numpy', 'cheetah.runtime', 'cheetah.lang', 'huggingface_hub', 'jinja2', 'tokenizers')\n"
+        "heavy = ('numpy', 'cheetah.runtime.llm', 'cheetah.lang', 'huggingface_hub', 'jinja2', 'tokenizers')\n"
         "print([name for name in heavy if name in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)

@@ -1,16 +1,21 @@
 """`cheetah run` with the demo model in the emulator."""
 
+import inspect
 import re
 from collections.abc import Iterator
-from typing import get_type_hints
 
 import pytest
+import typer.main
 from commands import cheetah, refused
 
+from cheetah.cli import app
 from cheetah.cli.options import SAMPLING_OPTIONS
-from cheetah.cli.run import MOST_TOGETHER, _one_after_another, run
+from cheetah.cli.run import MOST_TOGETHER, _one_after_another
+from cheetah.options import about, options_of
 from cheetah.plan.plan import DEFAULT_CONTEXT, MAX_BATCH
 from cheetah.runtime import LLM, SamplingParams, StreamPiece
+from cheetah.runtime.llm import DEFAULT_BATCH
+from cheetah.runtime.options import LoadOptions
 
 pytestmark = [pytest.mark.compiler, pytest.mark.usefixtures("kernels_made_once")]
 PROMPT = "One morning,"
@@ -35,10 +40,22 @@ def test_writes_the_completion_to_stdout_and_timings_to_stderr(completion: str) 
 
 def test_the_limits_that_the_help_names_are_the_plan_s() -> None:
     """Help is printed without loading the plan, so its numbers stand there once more."""
-    hints = get_type_hints(run, include_extras=True)
-    for text in (hints["max_context"].__metadata__[0].help, LLM.__doc__):
-        assert f"at most {DEFAULT_CONTEXT}." in text
-    assert MOST_TOGETHER == MAX_BATCH and f"1 to {MAX_BATCH};" in hints["batch"].__metadata__[0].help
+    helps = {name: about(one).help for name, one in options_of(LoadOptions).items()}
+    assert f"at most {DEFAULT_CONTEXT}." in helps["max_context"]
+    assert MOST_TOGETHER == MAX_BATCH == DEFAULT_BATCH and f"1 to {MAX_BATCH}; by default {MAX_BATCH}" in helps["batch"]
+
+
+def test_options_that_open_a_model_are_those_of_the_class_in_every_command() -> None:
+    """Name, type and help are written once; the class says them too."""
+    options, named = options_of(LoadOptions), inspect.signature(LLM).parameters
+    assert {"model", *options} == {*named} and named["batch"].default is None and named["prefix_cache"].default is True
+    text = " ".join((LLM.__doc__ or "").split())
+    for name, one in options.items():
+        assert f"{name}" in text and about(one).help in text
+    commands = typer.main.get_command(app)
+    for command in ("run", "serve", "chat", "batch"):
+        flags = {flag for one in commands.commands[command].params for flag in one.opts}  # type: ignore[attr-defined]
+        assert {"--device", "--gpu", "--max-context", "--kv-dtype", "--revision", "--verbose"} <= flags
 
 
 @pytest.mark.slow

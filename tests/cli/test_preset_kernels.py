@@ -19,6 +19,7 @@ from cheetah.plan import Plan, gpu_named
 from cheetah.plan.prompt import pass_plan_for
 from cheetah.runtime.assembly.compile import CompileError, compile_cubin, find_compiler
 from cheetah.runtime.assembly.kernels import PROMPTS, KernelsAsked
+from cheetah.runtime.assembly.options import AssemblyOptions
 from cheetah.tools.regenerate import DEFAULT_GPU, generate_named
 from tests.tiers import tiered
 
@@ -151,8 +152,8 @@ def test_registers_are_enough_for_the_head_by_itself(tmp_path: Path, model: str)
 
 
 def prompt_kernel(model: str) -> Generated:
-    asked = KernelsAsked(preset(model), gpu_named(DEFAULT_GPU), 0, solo=False, prompt_passes=False)
-    reading = asked.described({}).named(PROMPTS)
+    two = AssemblyOptions(solo=False, prompt_passes=False)
+    reading = KernelsAsked(preset(model), gpu_named(DEFAULT_GPU), 0, two).described().named(PROMPTS)
     assert reading is not None
     return reading.written()
 

@@ -266,7 +266,8 @@ def run_kernel(manifest: Manifest, model: Reference, arguments: Mapping[str, Any
     tables = Tables.read(plan, arguments)
     _check_sequences(tables, steps)
     _use_epochs(arguments, steps * epochs_of_step(config.layers))
-    model.table = arguments["rope"].view(np.float32, (plan.max_context, config.head_dim // 2, 2))
+    table = arguments["rope"].view(np.float32, (plan.max_context, config.head_dim // 2, 2))
+    model.tables = dict.fromkeys(model.tables, table)
     stopped: set[int] = set()
     done = 0
     while done < steps and len(stopped) < len(tables.sequences):

@@ -1,0 +1,117 @@
+"""How a model is opened: every option of `LLM`, and so of the commands that open one, with what it does.
+
+`cheetah.cli.options` makes the commands' options of these. Imports nothing that takes long.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import KW_ONLY, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from cheetah.options import option
+
+if TYPE_CHECKING:
+    from cheetah.runtime.assembly.options import GenerateKernel
+    from cheetah.runtime.device.interface import Device
+
+
+@dataclass(frozen=True)
+class LoadOptions:
+    """What `LLM` is called with. model: a folder, a hub id, "demo", or "random:PRESET"."""
+
+    model: str | Path
+    _: KW_ONLY
+    device: str | Device | None = option(
+        None, str, "cuda, cuda:1, pycuda or emulator; by default what is there.", "Or an open `Device`."
+    )
+    max_context: int | None = option(
+        None, int, "Most tokens of prompt and completion together; by default the model's, at most 8192."
+    )
+    sync: str | None = option(
+        None, str, "How blocks exchange vectors: flags or barrier; by default the faster for so many tokens."
+    )
+    seed: int = option(0, None, "Of requests that have none of their own.")
+    revision: str | None = option(None, str, "Of a hub id: branch, tag or commit.")
+    local_files_only: bool | None = option(None, None, "Of a hub id: nothing is fetched.")
+    tokenizer: bool = option(True, None, "False to work on token ids alone.")
+    chat_template: str | None = option(
+        None, str, "Jinja text, or the name of one of the checkpoint's; by default the checkpoint's default."
+    )
+    messages_have_special_tokens: bool = option(
+        False,
+        bool,
+        "What reads like a special token in a chat's message is one; else it is text.",
+        "As one it may end a turn or begin another's; as text it is what whoever writes a message would have.",
+    )
+    tie_word_embeddings: bool | None = option(None, None, "Overrides config.json.")
+    plan: Mapping[str, Any] | None = option(None, None, 'Other fields of the plan, e.g. {"page_size": 64}.')
+    gpu: str | None = option(
+        None, str, "The machine to generate for; by default the device's.", 'For example "emulator-8".'
+    )
+    batch: int | None = option(
+        None,
+        int,
+        "How many completions are decoded together, 1 to 8; by default 8.",
+        "The weights are read once for all of them. By default the cache has room for 8 of `max_context` tokens, or "
+        "for as many tokens as the device has memory for. On a GPU another kernel decodes a completion that is by "
+        "itself. Who the others are changes the last bits of attention's sums, unless `kv_chunk` is given.",
+    )
+    prompt_tokens: int | None = option(
+        None,
+        int,
+        "Tokens of a prompt that a step reads, a power of two up to 64; by default 16 or 8.",
+        "On the emulator by default what a step decodes. If that is more than the batch, a second kernel reads "
+        "prompts. Bits depend on it.",
+    )
+    prompt_passes: bool | int | None = option(
+        None,
+        bool,
+        "Read prompts in passes of many tokens; by default on a GPU.",
+        "Of up to 2048 tokens, on the tensor cores, by further kernels over the same weights, those of fewer tokens "
+        "for short prompts. False: prompt_tokens a step. A number: tokens of a pass; by default as many as memory "
+        "allows. Bits depend on it, but with `kv_chunk` only on whether there are passes.",
+    )
+    prefix_cache: bool = option(
+        True,
+        bool,
+        "Keep the pages of prompts for later ones that begin alike.",
+        "Keys and values of prompts and completions stay in the pages that nobody needs, for requests that begin with "
+        "the same tokens: these are not read again. What was computed in steps of other sizes agrees closely, but not "
+        "to the bit, unless `kv_chunk` is given. None where the context is larger than the model's window.",
+    )
+    kv_dtype: str | None = option(
+        None, str, "How keys and values are cached: bf16 (the default) or e4m3 (8 bits, with scales)."
+    )
+    kv_chunk: int | None = option(
+        None,
+        int,
+        "Cut every head's keys after so many, so that no answer's bits depend on who else asks.",
+        "Keys of one work item of attention, by default by rule. With it the same request gives the same bits, "
+        "whatever runs beside it and whatever the prefix cache holds, which then keeps prompts only; a completion may "
+        "take one step more.",
+    )
+    enable_chunked_prefill: bool = option(
+        True,
+        None,
+        "While others decode, a prompt is read in parts, between which they make tokens; else they wait until it is "
+        "read.",
+    )
+    max_num_batched_tokens: int | None = option(
+        None,
+        int,
+        "Tokens of a prompt between two tokens of others; by default what takes about 0.1 s.",
+        least=1,
+    )
+    launch_steps: int | None = option(
+        None, None, "Most steps of one launch; by default the plan's max_steps. Changes no token."
+    )
+    timeout_s: float | None = option(
+        None, None, "After so many seconds a launch is reported as hanging; by default 60 on a GPU, else never."
+    )
+    quiet: bool = option(False, None, "Neither notes nor progress on standard error.")
+    generate_kernel: GenerateKernel | None = option(
+        None, None, "Makes the kernel; by default the project's own generator."
+    )
+    verbose: bool = option(False, bool, "Tell the seconds of each stage of the start.")
