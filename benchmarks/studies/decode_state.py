@@ -13,6 +13,7 @@ from cheetah.manifest import Manifest
 from cheetah.models.config import ModelConfig
 from cheetah.models.llama import LlamaConfig
 from cheetah.plan import Gpu, Plan, step_matrices
+from cheetah.plan.formats import KV_TILE_TOKENS
 from cheetah.plan.kv import KvPlanLayout, kv_plans_for_launch, launch_tiles
 from cheetah.plan.kv.tables import ColumnRecord, SequenceRecord, TileRecord, encode
 from cheetah.runtime.assembly.buffers import allocate_buffers, free_all
@@ -72,15 +73,15 @@ class DecodeState:
             config.group,
             plan.tile_columns(config.group),
             plan.pages_per_sequence,
-            align=plan.kv_align,
+            align=KV_TILE_TOKENS,
         )
         plans = kv_plans_for_launch(
             tiles,
             steps,
             kv_heads=config.kv_heads,
             blocks=blocks,
-            align=plan.kv_align,
-            minimum=plan.kv_chunk_min,
+            align=KV_TILE_TOKENS,
+            minimum=Gpu(**self.manifest.gpu).kv_chunk_min,
             chunk=plan.kv_chunk,
         )
         layout = KvPlanLayout.for_step(plan, config.group, config.kv_heads, blocks)

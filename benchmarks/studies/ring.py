@@ -18,7 +18,7 @@ from cheetah.models.config import ModelConfig
 from cheetah.models.registry import preset
 from cheetah.package import Generated
 from cheetah.plan import Plan, PlanError
-from cheetah.plan.plan import KV_TILE_TOKENS
+from cheetah.plan.formats import KV_TILE_TOKENS
 
 MODEL, CONTEXT, STEPS = "llama-3.1-8b", 128, 4
 # stage_bytes: (stages, in_flight), None for as many stages as fit.

@@ -29,6 +29,7 @@ from cheetah.blocks.attention.variants import CAUSAL, Variant
 from cheetah.lang import ty
 from cheetah.package import Generated
 from cheetah.plan import Gpu
+from cheetah.plan.formats import KV_TILE_TOKENS
 from cheetah.plan.kv import KvPlan, Scheduling, schedule
 from cheetah.plan.kv.page_table import check_page_table
 from cheetah.plan.kv.tables import TileRecord, encode
@@ -149,16 +150,16 @@ class BatchAttention:
                 "depends on who asks; plan requests of one row each, with their whole page tables"
             )
         tables = RequestTables(self.spec, rows, (indptr, indices, last_page_len), prefixes, kv_offset)
-        plan_fields = self.spec.plan
+        machine = self.spec.machine
         scheduling = Scheduling(
             self.spec.kv_heads,
-            self.spec.machine.blocks,
-            plan_fields.kv_align,
-            plan_fields.kv_chunk_min if minimum is None else minimum,
+            machine.blocks,
+            KV_TILE_TOKENS,
+            machine.kv_chunk_min if minimum is None else minimum,
             row_cost,
             token_cost,
             self.spec.chunk if chunk is None else chunk,
-            plan_fields.kv_item_cost,
+            machine.kv_item_cost,
         )
         made = schedule(tables.tiles, scheduling)
         if order is not None:

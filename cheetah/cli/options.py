@@ -62,7 +62,6 @@ PLAN_OPTIONS: Mapping[str, tuple[type, str]] = {
     "kv_chunk": (int, about(LOAD_OPTIONS["kv_chunk"]).help),
     "kv_dtype": (str, about(LOAD_OPTIONS["kv_dtype"]).help),
     "pool_pages": (int, "Pages of the KV cache, of all sequences together."),
-    "kv_chunk_min": (int, "Fewest keys of a head that a block takes when the cache is split."),
     "trace": (bool, "Time stamps of every block and phase in the kernel, as `cheetah trace` needs them."),
 }
 """Field of `cheetah.plan.Plan`: (type, help). Without the option, a rule chooses."""

@@ -5,11 +5,11 @@ from math import lcm
 from typing import Any
 
 from cheetah.plan.errors import require_positive
-from cheetah.plan.formats import BF16, M_TILE_ROWS, QuantizedTiles
+from cheetah.plan.formats import BF16, KV_TILE_TOKENS, M_TILE_ROWS, QuantizedTiles
 from cheetah.plan.gpu import Gpu
 from cheetah.plan.index import ceil_div, round_up
-from cheetah.plan.narrow import residual_split, residual_tile_rows
-from cheetah.plan.plan import DEFAULT_CONTEXT, KV_TILE_TOKENS, MAX_BATCH, STEP_TOKENS, Plan
+from cheetah.plan.narrow import residual_tile_rows
+from cheetah.plan.plan import DEFAULT_CONTEXT, MAX_BATCH, STEP_TOKENS, Plan
 from cheetah.plan.regions import Reserve, comes_ahead, kernel_regions, longest_input_bytes, shared_map
 from cheetah.plan.shape import ModelShape
 from cheetah.plan.shared_memory import BULK_ALIGNMENT, stages_that_fit
@@ -35,7 +35,7 @@ def default_plan(gpu: Gpu, shape: ModelShape, *, reserve: Reserve = kernel_regio
     `reserve` gives the shared memory beside the ring; the stages are what then fits. PlanError where it fails.
     """
     given = {name: value for name, value in overrides.items() if value is not None}
-    chosen: dict[str, Any] = {**_machine_defaults(gpu), **default_starts(shape, gpu), **given}
+    chosen: dict[str, Any] = {**_machine_defaults(gpu), **given}
     used_here = ("consumer_warps", "batch", "tokens", "stages")
     require_positive("Plan", **{name: chosen[name] for name in used_here if name in chosen})
     chosen.setdefault("tokens", next((size for size in STEP_TOKENS if size >= chosen.get("batch", 1)), MAX_BATCH))
@@ -54,19 +54,8 @@ def default_plan(gpu: Gpu, shape: ModelShape, *, reserve: Reserve = kernel_regio
 
 
 def _machine_defaults(gpu: Gpu) -> dict[str, Any]:
-    """Eight consumer warps: 16 have too few registers and spill. 256 keys an item: so a context of up to 256 keys needs
-    no merge of states, which is worth 1 to 2 % there; at 512 keys it costs as much, beyond that little either way
-    (H200, benchmarks/LOG.md). The emulator is small, so that little work is split too."""
-    if gpu.emulated:
-        return {"consumer_warps": 4, "adding_warps": 2, "kv_chunk_min": 64}
-    return {"consumer_warps": 8, "kv_chunk_min": 256, "kv_item_cost": 128}
-
-
-def default_starts(shape: ModelShape, gpu: Gpu) -> dict[str, int]:
-    """Starts that give the first M-tiles of the others to the blocks which the last round of o and down leaves out."""
-    left_out = residual_split(shape, gpu).m_tiles % gpu.blocks
-    start = -left_out % gpu.blocks
-    return {"start_qkv": start, "start_residual": 0, "start_gate_up": start, "start_head": start}
+    """Eight consumer warps: 16 have too few registers and spill."""
+    return {"consumer_warps": 4, "adding_warps": 2} if gpu.emulated else {"consumer_warps": 8}
 
 
 def _default_stage_bytes(shape: ModelShape, gpu: Gpu, consumer_warps: int) -> int:

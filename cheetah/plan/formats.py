@@ -18,6 +18,8 @@ NARROW_ROWS = M_TILE_ROWS // 2
 """Rows of a narrow M-tile, which fill that operand with their weights in neighbouring columns, see `MatrixLayout`."""
 VECTOR_COLUMNS = 32
 """Columns that a vector is padded to, and that a K-tile has some of whole."""
+KV_TILE_TOKENS = 16
+"""Keys of one mma tile: a KV stage holds whole tiles, and items of attention begin and end with one."""
 TILE_ALIGNMENT = 16
 """Bytes that a K-tile is a multiple of: what a bulk copy moves."""
 BF16_VECTOR, DIGITS, HALVES, RAISED, STAGGERED = "bf16", "digits", "halves", "raised", "staggered"

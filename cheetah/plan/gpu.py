@@ -6,6 +6,7 @@ Units: bytes are bytes, GB = 1e9 bytes, KB of shared memory = 1024 bytes.
 from dataclasses import dataclass
 
 from cheetah.plan.errors import PlanError, require_positive
+from cheetah.plan.formats import KV_TILE_TOKENS
 from cheetah.printable import shown
 
 SHARED_BYTES_SM90 = 227 * 1024
@@ -18,6 +19,10 @@ class Gpu:
 
     `blocks` is the number of SMs and the grid size: one block an SM, all resident. `read_gb_per_s` is the rate at which
     weights can be read (GB = 1e9 bytes), the ceiling of every prediction; `rate_source` says where that number is from.
+    `kv_chunk_min` is M of the load-balanced KV scheduler (FlashInfer, Algorithm 1): fewest keys of an item of
+    attention. 256 keys: so a context of up to 256 keys needs no merge of states, which is worth 1 to 2 % there; at 512
+    keys it costs as much, beyond that little either way (H200, benchmarks/LOG.md). `kv_item_cost`: what an item costs a
+    block beside its keys, in keys.
     """
 
     name: str
@@ -28,10 +33,18 @@ class Gpu:
     memory_bytes: int
     rate_source: str
     emulated: bool = False
+    kv_chunk_min: int = 256
+    kv_item_cost: int = 128
 
     def __post_init__(self) -> None:
         place = f"Gpu({self.name!r})"
         require_positive(place, blocks=self.blocks, shared_bytes=self.shared_bytes, memory_bytes=self.memory_bytes)
+        require_positive(place, kv_chunk_min=self.kv_chunk_min)
+        if self.kv_chunk_min % KV_TILE_TOKENS or self.kv_item_cost < 0:
+            raise PlanError(
+                f"{place}: kv_chunk_min {self.kv_chunk_min}, kv_item_cost {self.kv_item_cost}: give a multiple of "
+                f"{KV_TILE_TOKENS}, and no negative cost"
+            )
         if not self.read_gb_per_s > 0:
             raise PlanError(
                 f"{place}: read_gb_per_s is {self.read_gb_per_s!r}: give a rate above 0 (1e9 bytes a second)"
@@ -39,8 +52,10 @@ class Gpu:
 
 
 def _emulator(name: str, blocks: int) -> Gpu:
+    """Small, so that little work is split too."""
     rate_source = "nominal: the emulator has no memory rate"
-    return Gpu(name, "sm_90a", blocks, SHARED_BYTES_SM90, 1.0, 8 * 2**30, rate_source, emulated=True)
+    fixed = (SHARED_BYTES_SM90, 1.0, 8 * 2**30, rate_source)
+    return Gpu(name, "sm_90a", blocks, *fixed, emulated=True, kv_chunk_min=64, kv_item_cost=0)
 
 
 GPUS: dict[str, Gpu] = {

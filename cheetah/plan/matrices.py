@@ -7,7 +7,7 @@ from cheetah.plan.errors import PlanError
 from cheetah.plan.formats import M_TILE_ROWS
 from cheetah.plan.gpu import Gpu
 from cheetah.plan.layout import MatrixLayout
-from cheetah.plan.narrow import residual_tile_rows
+from cheetah.plan.narrow import residual_tile_rows, start_of_others
 from cheetah.plan.plan import Plan
 from cheetah.plan.products import Product
 from cheetah.plan.sections import Sections
@@ -81,18 +81,25 @@ class StepMatrices:
 def step_matrices(shape: ModelShape, plan: Plan, gpu: Gpu) -> StepMatrices:
     """The layouts of a model's matrices under a plan."""
     plan.check(shape, gpu)
-    table, tile_rows = shape.table, residual_tile_rows(shape, gpu)
-    layouts = [_layout(product, plan, gpu, tile_rows) for product in table.products]
+    table, start, tile_rows = shape.table, start_of_others(shape, gpu), residual_tile_rows(shape, gpu)
+    layouts = [_layout(product, plan, gpu, start, tile_rows) for product in table.products]
     places = Sections({layout.name: layout.total_bytes for layout in layouts})
     of_layer = tuple(replace(layout, offset=places.offsets[layout.name]) for layout in layouts)
-    head = replace(_layout(table.head, plan, gpu, tile_rows), offset=shape.layers * places.end)
+    head = replace(_layout(table.head, plan, gpu, start, tile_rows), offset=shape.layers * places.end)
     return StepMatrices(of_layer, head, shape.layers)
 
 
-def _layout(product: Product, plan: Plan, gpu: Gpu, residual_rows: int) -> MatrixLayout:
+def _layout(product: Product, plan: Plan, gpu: Gpu, start: int, residual_rows: int) -> MatrixLayout:
+    """start: of all but those that are added to the residual. They share theirs, so that a row of it lies with one
+    block, and their height, `residual_rows`."""
     chunk_bytes = product.format.chunk_bytes(plan.stage_bytes, plan.consumer_warps)
     return MatrixLayout(
-        *(product.name, product.rows, product.columns, gpu.blocks, chunk_bytes, plan.start_of(product)),
+        product.name,
+        product.rows,
+        product.columns,
+        gpu.blocks,
+        chunk_bytes,
+        0 if product.adds else start,
         slices=plan.down_slices if product.is_sliced else 1,
         format=product.format,
         tile_rows=residual_rows if product.adds else M_TILE_ROWS,

@@ -20,9 +20,15 @@ def residual_tile_rows(shape: ModelShape, gpu: Gpu) -> int:
     return NARROW_ROWS if _may_be_narrow(shape, gpu) and _saves_rows(shape, gpu) else M_TILE_ROWS
 
 
-def residual_split(shape: ModelShape, gpu: Gpu, start: int = 0) -> Split:
+def residual_split(shape: ModelShape, gpu: Gpu) -> Split:
     """Who owns which M-tiles of o and down, and so which rows of the residual."""
-    return Split(ceil_div(shape.hidden, residual_tile_rows(shape, gpu)), gpu.blocks, start)
+    return Split(ceil_div(shape.hidden, residual_tile_rows(shape, gpu)), gpu.blocks)
+
+
+def start_of_others(shape: ModelShape, gpu: Gpu) -> int:
+    """The start of the other matrices' `Split`: their first M-tiles go to the blocks that the last wave of o and down
+    leaves out."""
+    return residual_split(shape, gpu).light_blocks
 
 
 def _may_be_narrow(shape: ModelShape, gpu: Gpu) -> bool:

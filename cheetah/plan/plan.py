@@ -5,18 +5,15 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from cheetah.plan.errors import PlanError, require_positive
-from cheetah.plan.formats import BF16, M_TILE_ROWS
+from cheetah.plan.formats import BF16, KV_TILE_TOKENS, M_TILE_ROWS
 from cheetah.plan.gpu import Gpu
 from cheetah.plan.index import ceil_div, round_up
-from cheetah.plan.products import Product, RowOrder
 from cheetah.plan.shape import ModelShape
 from cheetah.plan.shared_memory import BULK_ALIGNMENT
 from cheetah.printable import shown
 
 SYNCS = ("flags", "barrier")
 """How blocks exchange vectors: flagged words (faster), or the atomic grid barrier (the reference)."""
-KV_TILE_TOKENS = 16
-"""Keys of one mma tile: a KV stage holds whole tiles."""
 MAX_BATCH = 8
 """Sequences of a step at most."""
 COLUMNS = 8
@@ -44,8 +41,7 @@ DEFAULT_CONTEXT, DEFAULT_STEPS = 8192, 64
 
 
 NOT_POSITIVE = frozenset({
-    *("sync", "trace", "kv_dtype", "in_flight_waiting", "adding_warps", "kv_chunk", "kv_item_cost", "pool_pages"),
-    *("start_qkv", "start_residual", "start_gate_up", "start_head"),
+    "sync", "trace", "kv_dtype", "in_flight_waiting", "adding_warps", "kv_chunk", "pool_pages",
 })  # fmt: skip
 """Fields that are no number, or may be 0; those that may not be just anything are checked by themselves."""
 
@@ -58,13 +54,11 @@ class Plan:
     `in_flight_waiting` while the block waits for a vector, or soon will (0: as many).
     Behind the consumer warps comes one of which one lane copies, then `adding_warps` that add up the M-tiles' sums and
     finish their rows (0 in a kernel without products). Whole warpgroups of these leave registers to the consumer warps.
-    The starts rotate who owns a matrix's first M-tile; o and down share one, so a residual row stays with its block.
     `trace` adds time stamps of every block and phase to the kernel (buffer `timeline`); off, none of it is there.
     `batch` sequences share a step at most, and `tokens` tokens, which are the columns of every product (a prompt has
     several). `down_slices`: the input of the down projection is brought to shared memory in so many parts.
-    `kv_align` and `kv_chunk_min` are A and M of the load-balanced KV scheduler (FlashInfer, Algorithm 1); `kv_chunk` is
-    its F: items of that many keys, so that bits do not depend on the other sequences (0: by rule). `kv_item_cost`: what
-    an item costs a block beside its keys, in keys.
+    `kv_chunk` is F of the load-balanced KV scheduler (FlashInfer, Algorithm 1): items of that many keys, so that bits
+    do not depend on the other sequences (0: by rule).
     `kv_dtype` is how keys and values are cached. `pool_pages`: pages of the cache, of all sequences together (0: as
     many as the batch has at full context).
     """
@@ -82,16 +76,9 @@ class Plan:
     tokens: int = 1
     down_slices: int = 1
     max_steps: int = DEFAULT_STEPS
-    kv_align: int = 16
-    kv_chunk_min: int = 64
     kv_chunk: int = 0
-    kv_item_cost: int = 0
     kv_dtype: str = "bf16"
     pool_pages: int = 0
-    start_qkv: int = 0
-    start_residual: int = 0
-    start_gate_up: int = 0
-    start_head: int = 0
     trace: bool = False
 
     def __post_init__(self) -> None:
@@ -120,10 +107,8 @@ class Plan:
             raise PlanError(f"Plan: tokens is {self.tokens} with batch {self.batch}: each sequence has one at least")
         if self.kv_dtype not in KV_DTYPES:
             raise PlanError(f"Plan: kv_dtype is {self.kv_dtype!r}: choose one of {', '.join(KV_DTYPES)}")
-        if self.kv_item_cost < 0:
-            raise PlanError(f"Plan: kv_item_cost is {self.kv_item_cost}: give a number of keys, 0 or more")
-        if self.kv_chunk < 0 or self.kv_chunk % self.kv_align:
-            raise PlanError(f"Plan: kv_chunk {self.kv_chunk} is no multiple of kv_align {self.kv_align}, nor 0")
+        if self.kv_chunk < 0 or self.kv_chunk % KV_TILE_TOKENS:
+            raise PlanError(f"Plan: kv_chunk {self.kv_chunk} is no multiple of {KV_TILE_TOKENS}, nor 0")
         if self.pool_pages and self.pool_pages < self.pages_per_sequence:
             raise PlanError(
                 f"Plan: pool_pages is {self.pool_pages}: {self.max_context} tokens of one sequence need "
@@ -157,11 +142,6 @@ class Plan:
             raise PlanError(
                 f"Plan: consumer_warps is {self.consumer_warps}: use a multiple of 4: a block has 16 barriers"
             )
-        if self.kv_chunk_min % self.kv_align:
-            raise PlanError(f"Plan: kv_chunk_min {self.kv_chunk_min} is no multiple of kv_align {self.kv_align}")
-        for name in ("start_qkv", "start_residual", "start_gate_up", "start_head"):
-            if getattr(self, name) < 0:
-                raise PlanError(f"Plan: {name} is {getattr(self, name)}: give 0 to blocks - 1")
 
     def _check_ring(self) -> None:
         if self.stage_bytes >= TRANSACTION_LIMIT_BYTES:
@@ -273,15 +253,6 @@ class Plan:
         alone, twice as many where few are requested because waiting is most of a step."""
         return min(2 * self.in_flight, self.stages - 1) if self.waits_most and is_once else self.in_flight
 
-    def start_of(self, product: Product) -> int:
-        """The start of a product's matrix. Those that are added to the residual share one, so that a row of it lies
-        with one block."""
-        if product.adds:
-            return self.start_residual
-        if product.is_once:
-            return self.start_head
-        return self.start_qkv if product.order is RowOrder.HEADS else self.start_gate_up
-
     def tile_columns(self, group: int) -> int:
         """Most tokens of a tile of attention, each with `group` query rows; at least 1."""
         return max(1, min(self.tokens, self.tile_rows // group))
@@ -297,11 +268,6 @@ class Plan:
             self._check_stage_of_formats(shape)
         else:
             self._check_whole_stage(shape)
-        for name in ("start_qkv", "start_residual", "start_gate_up", "start_head"):
-            if getattr(self, name) >= gpu.blocks:
-                raise PlanError(
-                    f"Plan: {name} is {getattr(self, name)} on {gpu.blocks} blocks: give 0 to {gpu.blocks - 1}"
-                )
 
     def _check_whole_stage(self, shape: ModelShape) -> None:
         """With one format nothing of a stage is left over."""

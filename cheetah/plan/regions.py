@@ -3,12 +3,12 @@
 from collections.abc import Callable, Iterator, Sequence
 
 from cheetah.plan.errors import PlanError
-from cheetah.plan.formats import DIGITS, HALVES, M_TILE_ROWS
+from cheetah.plan.formats import DIGITS, HALVES, KV_TILE_TOKENS, M_TILE_ROWS
 from cheetah.plan.gpu import Gpu
 from cheetah.plan.index import ceil_div, round_up
 from cheetah.plan.layout import slice_columns
 from cheetah.plan.narrow import residual_split, residual_tile_rows
-from cheetah.plan.plan import COLUMNS, KV_TILE_TOKENS, VECTOR_PIECES, Plan
+from cheetah.plan.plan import COLUMNS, VECTOR_PIECES, Plan
 from cheetah.plan.products import Product
 from cheetah.plan.shape import ModelShape
 from cheetah.plan.shared_memory import BULK_ALIGNMENT, Region, SharedMap, ring_regions

@@ -12,6 +12,7 @@ import numpy as np
 
 from cheetah.extras import installing
 from cheetah.plan.errors import PlanError
+from cheetah.plan.formats import KV_TILE_TOKENS
 from cheetah.plan.gpu import Gpu
 from cheetah.plan.kv import kv_plan
 from cheetah.plan.layout import MatrixLayout
@@ -181,7 +182,7 @@ class Report:
         """K and V read by each block, from the schedule of this context clipped to the keys there are."""
         shape, plan = self.shape, self.plan
         lengths = [self.context] * plan.batch
-        sizes = (shape.kv_heads, self.gpu.blocks, shape.group, plan.kv_align, plan.kv_chunk_min)
+        sizes = (shape.kv_heads, self.gpu.blocks, shape.group, KV_TILE_TOKENS, self.gpu.kv_chunk_min)
         schedule = kv_plan(lengths, *sizes, chunk=plan.kv_chunk)
         token_bytes = 2 * plan.kv_element_bytes * shape.head_dim
         shares = []

@@ -21,7 +21,7 @@ from cheetah.emulator import SCHEDULERS, EmulatorError, ExploreReport, explore
 from cheetah.generate import choose_plan, generate_head, generate_kernel, generate_pass
 from cheetah.models.config import ModelConfig
 from cheetah.package import Generated
-from cheetah.plan import Gpu, Plan, PlanError, gpu_named
+from cheetah.plan import Gpu, Plan, PlanError
 from cheetah.plan.prompt import PassPlan, default_pass_plan, short_pass_plans
 from cheetah.tools.explained import kept_text
 from cheetah.tools.judged_passes import JudgedPasses
@@ -195,12 +195,12 @@ def _pass_makers(subject: Subject, gpu: str) -> list[Maker]:
 
 
 def _steps(subject: Subject, gpu: str, judged: Callable[[Rig], Launches] = JudgedSteps) -> Case:
-    return Case(subject, (generate_kernel(subject.config, gpu, **subject.plan),), judged)
+    return Case(subject, (generate_kernel(subject.config, subject.machine(gpu), **subject.plan),), judged)
 
 
 def _passes(subject: Subject, gpu: str, choose: Callable[..., PassPlan]) -> Case:
     """PlanError where the model has no passes."""
-    config, machine = subject.config, gpu_named(gpu)
+    config, machine = subject.config, subject.machine(gpu)
     subject = replace(
         subject, kind=f"passes over prompts, {subject.kind}", plan={**subject.plan, "batch": 2, "tokens": 2}
     )

@@ -154,7 +154,7 @@ class JudgedSteps:
         """Tokens that are cached up to the length at which keys are split, so that the last of the given tokens finds
         whole pages cached, if possible in a stage with room for more."""
         page, before_last = self.plan.page_size, TEACHER_TOKENS - 1
-        most = min(self.plan.kv_chunk_min + before_last, self.context - 3)
+        most = min(self.rig.gpu.kv_chunk_min + before_last, self.context - 3)
         last = most // page * page
         if last % self.plan.kv_stage_tokens(self.config.head_dim) == 0:
             last -= page
@@ -163,7 +163,7 @@ class JudgedSteps:
     @property
     def lengths(self) -> list[int]:
         """Tokens that the sequences of a step have cached: none, up to the context's end, several items, a few."""
-        several = min(5 * self.plan.kv_chunk_min + 1, self.context - 2 * TOGETHER_STEPS)
+        several = min(5 * self.rig.gpu.kv_chunk_min + 1, self.context - 2 * TOGETHER_STEPS)
         lengths = [0, self.context - 2 * TOGETHER_STEPS + 1, several, self.split, 33, 1, 64, 17]
         return [min(length, self.context - 2 * TOGETHER_STEPS + 1) for length in lengths[: self.plan.batch]]
 

@@ -23,7 +23,7 @@ from cheetah.models.family import ReadRows, ReadTensor, Tensors
 from cheetah.models.registry import family_of
 from cheetah.models.rounding import F32, as_bf16, widen
 from cheetah.package import Generated
-from cheetah.plan import Plan, gpu_named
+from cheetah.plan import Gpu, Plan
 from cheetah.plan.kv.tables import epochs_of_step
 from cheetah.runtime.assembly.buffers import Weights, allocate_buffers, upload_weights
 from cheetah.runtime.device.emulator import EmulatorDevice, EmulatorKernel
@@ -68,8 +68,9 @@ class Rig:
         self.weights, self.config = weights, weights.config
         self.family = family_of(self.config)
         first = made[0].manifest
+        self.gpu = Gpu(**first.gpu)
         self.plan = Plan.from_dict(first.plan.get("decoding", first.plan))
-        self.manifest = describe_kernel(self.config, gpu_named(first.gpu["name"]), self.plan)
+        self.manifest = describe_kernel(self.config, self.gpu, self.plan)
         self.made = {one.manifest.kernel: one for one in made}
         self.kernels = {one.manifest.kernel: compiled(one, **mode) for one in made}
         self.constants: dict[str, Any] = {}

@@ -21,7 +21,8 @@ from cheetah.models.config import ModelConfig
 from cheetah.models.family import QuantizedMatrix, Rows, Tensors
 from cheetah.models.registry import family_of
 from cheetah.models.rounding import F32, as_bf16, widen
-from cheetah.plan.formats import BF16
+from cheetah.plan import Gpu, gpu_named
+from cheetah.plan.formats import BF16, KV_TILE_TOKENS
 from cheetah.plan.narrow import LEAST_COLUMNS_EMULATED
 from cheetah.runtime.checkpoint.random_weights import RandomTensors, random_tensors
 from cheetah.tools.rig import GivenWeights, weights_of
@@ -38,19 +39,24 @@ WINDOW = 50
 
 @dataclass(frozen=True)
 class Subject:
-    """A model to check, with fields of its kernels' plan. kind: what it is, in words. gpu: the machine, if a certain
-    one."""
+    """A model to check, with fields of its kernels' plan. kind: what it is, in words. cuts_short: its machine has items
+    of as few keys as can be."""
 
     kind: str
     config: ModelConfig
     tensors: Tensors
     plan: Mapping[str, Any] = field(default_factory=dict)
-    gpu: str | None = None
+    cuts_short: bool = False
 
     @property
     def weights(self) -> GivenWeights:
         """With scales of a cache in 8 bits that differ for each layer, for keys and values, and for each head."""
         return weights_of(self.config, self.tensors, kv_scales_of(self.config))
+
+    def machine(self, name: str) -> Gpu:
+        """The machine of that name, as the subject wants it."""
+        gpu = gpu_named(name)
+        return replace(gpu, kv_chunk_min=KV_TILE_TOKENS) if self.cuts_short else gpu
 
 
 def kv_scales_of(config: ModelConfig) -> F32:
@@ -60,16 +66,11 @@ def kv_scales_of(config: ModelConfig) -> F32:
     return (odd / 512).reshape(config.layers, 2, config.kv_heads).astype(np.float32)
 
 
-def other_subjects(config: ModelConfig, plan: Mapping[str, Any]) -> list[Subject]:
-    """The subjects beside the model itself, for a plan's options."""
-    return [awkward_subject(config, plan), many_tokens_subject(config, plan), barrier_subject(config, plan)]
-
-
 def awkward_subject(config: ModelConfig, plan: Mapping[str, Any]) -> Subject:
     """The awkward small model of the same kind as `config`."""
     small = sized(config, AWKWARD, min(config.kv_heads, MOST_KV_HEADS))
-    fields = {"page_size": 5, "kv_chunk_min": 16, "stages": 4, **_several(plan, 4), **plan}
-    return Subject(_named("an awkward small model", small), small, awkward_tensors(small), fields)
+    fields = {"page_size": 5, "stages": 4, **_several(plan, 4), **plan}
+    return Subject(_named("an awkward small model", small), small, awkward_tensors(small), fields, True)
 
 
 def many_tokens_subject(config: ModelConfig, plan: Mapping[str, Any]) -> Subject:
@@ -80,17 +81,17 @@ def many_tokens_subject(config: ModelConfig, plan: Mapping[str, Any]) -> Subject
     ):
         kv_heads += 1
     small = sized(config, MANY_TOKENS, kv_heads)
-    fields = {"page_size": 16, "kv_chunk_min": 16, **({} if "batch" in plan else {"batch": 2, "tokens": 32}), **plan}
-    return Subject(_named("one of many tokens a step", small), small, random_tensors(small), fields)
+    fields = {"page_size": 16, **({} if "batch" in plan else {"batch": 2, "tokens": 32}), **plan}
+    return Subject(_named("one of many tokens a step", small), small, random_tensors(small), fields, True)
 
 
 def barrier_subject(config: ModelConfig, plan: Mapping[str, Any]) -> Subject:
     """One whose blocks meet at the grid barrier, with a cache in 8 bits and a window."""
     small = sized(config, BEHIND_BARRIER, min(config.kv_heads, MOST_KV_HEADS))
     small = replace(small, sliding_window=min(WINDOW, small.sliding_window or WINDOW))
-    fields = {"sync": "barrier", "kv_dtype": "e4m3", "page_size": 48, "kv_chunk": 16, "kv_chunk_min": 16}
+    fields = {"sync": "barrier", "kv_dtype": "e4m3", "page_size": 48, "kv_chunk": 16}
     fields = {**fields, "down_slices": 2, **_several(plan, 8), **plan}
-    return Subject(_named("one behind the grid barrier", small), small, random_tensors(small), fields)
+    return Subject(_named("one behind the grid barrier", small), small, random_tensors(small), fields, True)
 
 
 def sized(config: ModelConfig, sizes: Mapping[str, int], kv_heads: int) -> ModelConfig:

@@ -46,7 +46,7 @@ from cheetah.models.config import ModelConfig
 from cheetah.models.dense.launch import Launch
 from cheetah.models.dense.page import Gated, Heads, Line, Multiply, OntoResidual, Page, page_of
 from cheetah.plan import M_TILE_ROWS, Gpu, ModelShape, Plan, step_matrices
-from cheetah.plan.formats import BF16_VECTOR
+from cheetah.plan.formats import BF16_VECTOR, KV_TILE_TOKENS
 from cheetah.plan.index import round_up
 from cheetah.plan.kv import KvPlanLayout, max_plans
 from cheetah.plan.kv.tables import epochs_of_step
@@ -133,7 +133,7 @@ def sizes(config: ModelConfig, gpu: Gpu, plan: Plan) -> dict[str, int]:
         "batch": plan.batch,
         "pages_per_sequence": plan.pages_per_sequence,
         "plans": max_plans(
-            *(plan.max_steps, plan.kv_align, layout.tiles, plan.tokens),
+            *(plan.max_steps, KV_TILE_TOKENS, layout.tiles, plan.tokens),
             windows=config.window(plan.max_context) is not None,
         ),
         "plan_words": layout.plan_words,

@@ -16,11 +16,10 @@ import numpy.typing as npt
 from cheetah.errors import CheetahError
 from cheetah.manifest import Manifest
 from cheetah.models.config import ModelConfig
-from cheetah.plan import M_TILE_ROWS, Plan
-from cheetah.plan.index import ceil_div
+from cheetah.plan import Gpu, Plan, step_matrices
+from cheetah.plan.formats import KV_TILE_TOKENS
 from cheetah.plan.kv import KvPlanLayout, kv_plans_for_launch, launch_tiles, max_plans
 from cheetah.plan.kv.tables import TileRecord, encode
-from cheetah.plan.split import Split
 from cheetah.runtime.background import Started
 from cheetah.runtime.engine.kv_cache import CachedSequence
 from cheetah.runtime.engine.launch_tables import Geometry, Sampling, share_prefixes
@@ -63,7 +62,8 @@ class Launcher(StepLaunches):
     ):
         super().__init__(device, kernel, manifest, config, buffers, timeout_s)
         self.cache, self.kv_chunk = cache, self._plan.kv_chunk
-        self._plans = _Plans(manifest, config, self._plan)
+        self._gpu = Gpu(**manifest.gpu)
+        self._plans = _Plans(manifest, config, self._plan, self._gpu)
 
     def restart(self) -> None:
         """Begins another sequence in `cache`: forgets what is cached."""
@@ -108,10 +108,10 @@ class Launcher(StepLaunches):
         plan = self._plan
         order, shared = share_prefixes(
             [part.cache for part in parts],
-            unit=lcm(plan.page_size, plan.kv_align),
+            unit=lcm(plan.page_size, KV_TILE_TOKENS),
             # With fixed items no sequence's bits depend on its company, and a window leaves prefixes behind: then
             # nothing is shared.
-            minimum=plan.max_context + 1 if plan.kv_chunk or self.window else plan.kv_chunk_min,
+            minimum=plan.max_context + 1 if plan.kv_chunk or self.window else self._gpu.kv_chunk_min,
         )
         return Geometry(tuple((parts[i].cache.length, parts[i].per_step) for i in order), shared), order
 
@@ -151,30 +151,30 @@ def _cached(part: Part, token_ids: tuple[int, ...], steps: int) -> int:
 class _Plans:
     """The tiles and KV plans of a launch in device form; those of the next one can be made while the kernel runs."""
 
-    def __init__(self, manifest: Manifest, config: ModelConfig, plan: Plan):
+    def __init__(self, manifest: Manifest, config: ModelConfig, plan: Plan, gpu: Gpu):
         self._layout = KvPlanLayout.for_step(plan, config.group, config.kv_heads, manifest.launch.blocks)
         self._placing: dict[str, Any] = {
             "group": config.group,
             "tile_columns": plan.tile_columns(config.group),
             "pages_per_sequence": plan.pages_per_sequence,
-            "align": plan.kv_align,
+            "align": KV_TILE_TOKENS,
             "window": config.window(plan.max_context),
         }
-        projected = Split(ceil_div(config.qkv_rows, M_TILE_ROWS), manifest.launch.blocks, plan.start_qkv)
+        projected = step_matrices(config.shape, plan, gpu)[config.shape.table.heads].split
         self._scheduling = {
             "kv_heads": config.kv_heads,
             "blocks": manifest.launch.blocks,
-            "align": plan.kv_align,
-            "minimum": plan.kv_chunk_min,
+            "align": KV_TILE_TOKENS,
+            "minimum": gpu.kv_chunk_min,
             "chunk": plan.kv_chunk,
-            "item_cost": plan.kv_item_cost,
+            "item_cost": gpu.kv_item_cost,
             # Who has an M-tile of q, k and v less can attend what is cached while others make k and v (1B: 3 %).
             "first_light": projected.light_from,
             "light_blocks": projected.light_blocks,
         }
         self._geometry: Geometry | None = None
         moving = config.window(plan.max_context) is not None
-        most = max_plans(plan.max_steps, plan.kv_align, self._layout.tiles, plan.tokens, windows=moving)
+        most = max_plans(plan.max_steps, KV_TILE_TOKENS, self._layout.tiles, plan.tokens, windows=moving)
         room = manifest.buffer("kv_plans").shape
         if len(room) != 2 or room[0] < most or room[1] != self._layout.plan_words:
             needed = [most, self._layout.plan_words]

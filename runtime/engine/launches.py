@@ -19,6 +19,7 @@ from cheetah.errors import CheetahError
 from cheetah.manifest import Manifest
 from cheetah.models.config import ModelConfig
 from cheetah.plan import Plan
+from cheetah.plan.formats import KV_TILE_TOKENS
 from cheetah.runtime import interrupts
 from cheetah.runtime.background import Started
 from cheetah.runtime.device.interface import LaunchCancelled
@@ -248,7 +249,7 @@ class KernelLaunches:
         """
         if self.window is not None:
             first = max(0, cache.length + 1 - self.window)
-            cache.drop_before(first // self._plan.kv_align * self._plan.kv_align)
+            cache.drop_before(first // KV_TILE_TOKENS * KV_TILE_TOKENS)
         cache.reserve(cache.length + tokens)
 
     def _make_room(self, parts: Sequence[Part]) -> None:

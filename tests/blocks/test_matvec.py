@@ -41,7 +41,7 @@ CASES: dict[str, tuple[int, int, int, dict[str, Any]]] = {
     "eight warps": (33, 700, 3, {"consumer_warps": 8}),
     "six warps": (33, 700, 3, {"consumer_warps": 6, "stage_bytes": 12288}),
     "large stages": (33, 1400, 3, {"consumer_warps": 4, "stage_bytes": 16384}),
-    "rotated": (70, 90, 4, {"start_residual": 3}),
+    "rotated": (70, 90, 4, {"start": 3}),
     "two tokens": (50, 200, 3, {"tokens": 2}),
     "one adding warp": (200, 100, 3, {"adding_warps": 1}),
     "three adding warps in turn": (200, 100, 3, {"adding_warps": 3}),
@@ -53,7 +53,7 @@ CASES: dict[str, tuple[int, int, int, dict[str, Any]]] = {
     "two slices": (50, 1000, 3, {"tokens": 4, "down_slices": 2}),
     "uneven slices, a last wave that some have": (70, 1250, 3, {"tokens": 8, "down_slices": 3}),
     "slices for one token": (33, 700, 2, {"down_slices": 4}),
-    "narrow": (48, 576, 2, {"start_residual": 1}),
+    "narrow": (48, 576, 2, {"start": 1}),
     "narrow, two tokens": (64, 320, 3, {"tokens": 2}),
     "narrow, four tokens, two slices": (64, 1344, 3, {"tokens": 4, "down_slices": 2}),
     "narrow, eight tokens": (48, 320, 2, {"tokens": 8}),
@@ -79,8 +79,10 @@ def product(
     the rule says so of a down projection of these sizes."""
     formats = () if format == "bf16" else (("down", format),)
     shape = ModelShape(max(rows, 16), elements, 16, 4, 1, 64, 1, formats)
-    plan = plan_of(shape, blocks, **{"down_slices": 1, **fields})
-    start, slices, tiles = plan.start_residual, plan.down_slices, shape.format_of("down")
+    fields = {"down_slices": 1, "start": 0, **fields}
+    start = fields.pop("start")
+    plan = plan_of(shape, blocks, **fields)
+    slices, tiles = plan.down_slices, shape.format_of("down")
     chunk_bytes = tiles.chunk_bytes(plan.stage_bytes, plan.consumer_warps)
     height = residual_tile_rows(shape, gpu_of(blocks))
     layout = MatrixLayout(

@@ -44,7 +44,7 @@ def test_writes_a_kernel_and_its_manifest(tmp_path: Path) -> None:
     [
         "--gpu emulator-8 --line-marks",
         "--sync barrier --page-size 64 --consumer-warps 4 --stages 6 --in-flight 2 --stage-bytes 32768 "
-        "--max-context 128 --max-steps 16 --kv-chunk-min 128",
+        "--max-context 128 --max-steps 16 --kv-chunk 128",
         "--prompt-pass 256 --batch 4",
     ],
 )
@@ -209,7 +209,7 @@ def test_a_batch_is_in_the_file_name_and_the_command_and_the_tokens_follow_by_ru
         (("--batch", "9"), "batch is 9: at most 8 sequences share one step"),
         (("--batch", "4", "--tokens", "2"), "tokens is 2 with batch 4: each sequence has one at least"),
         (("--tokens", "3"), "tokens is 3: a step takes 1, 2, 4, 8, 16, 32, 64 together"),
-        (("--kv-chunk", "100"), "kv_chunk 100 is no multiple of kv_align 16"),
+        (("--kv-chunk", "100"), "kv_chunk 100 is no multiple of 16"),
         (("--kv-dtype", "int4"), "kv_dtype is 'int4': choose one of bf16, e4m3"),
     ],
 )

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from cheetah.plan import KvPlanLayout, Plan, PlanError
+from cheetah.plan.formats import KV_TILE_TOKENS
 from cheetah.plan.kv import (
     LaunchTile,
     Scheduling,
@@ -241,7 +242,7 @@ def test_every_launch_of_a_kernel_fits_its_layout():
             batch = min(tokens, 8)
             plan = Plan(consumer_warps=8, stage_bytes=16384, stages=4, batch=batch, tokens=tokens, kv_chunk=fixed)
             layout = KvPlanLayout.for_step(plan, group, kv_heads, 132)
-            most = max_plans(64, plan.kv_align, layout.tiles, plan.tokens)
+            most = max_plans(64, KV_TILE_TOKENS, layout.tiles, plan.tokens)
             for _ in range(12):
                 launch = Launch.draw(draw, batch, longest=plan.max_context - 64)
                 if launch.columns > tokens:
@@ -251,7 +252,7 @@ def test_every_launch_of_a_kernel_fits_its_layout():
                 records, tiles = launch_tiles(launch.sequences, group, columns, plan.pages_per_sequence, shared)
                 assert len(tiles) <= layout.tiles
                 steps = max(1, min(64, 64 // launch.columns))
-                sizes = {"kv_heads": kv_heads, "blocks": 132, "minimum": plan.kv_chunk_min, "chunk": plan.kv_chunk}
+                sizes = {"kv_heads": kv_heads, "blocks": 132, "minimum": 64, "chunk": plan.kv_chunk}
                 plans = kv_plans_for_launch(tiles, steps, **sizes)
                 assert layout.encode_launch(plans).shape == (len(plans), layout.plan_words) and len(plans) <= most
 

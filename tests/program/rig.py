@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -16,7 +17,7 @@ from cheetah.models.dense.weights import tensor_shapes
 from cheetah.models.llama import LlamaConfig
 from cheetah.models.rounding import as_bf16
 from cheetah.package import Generated
-from cheetah.plan import GPUS, Gpu
+from cheetah.plan import GPUS
 from cheetah.tools import rig as tools
 from cheetah.tools.rig import Session
 
@@ -77,30 +78,33 @@ def token_ids(count: int, vocab: int, seed: int = 0) -> list[int]:
     return [int(token) for token in np.random.default_rng(seed).integers(0, vocab, count)]
 
 
-def emulated_gpu(blocks: int) -> str:
-    """The name of an emulated machine of any number of blocks; it is added to the known ones if it is not there."""
+def emulated_gpu(blocks: int, kv_chunk_min: int = 64) -> str:
+    """The name of an emulated machine of any number of blocks; it is added to the known ones if it is not there.
+    kv_chunk_min: fewest keys of an item of attention there."""
     for gpu in GPUS.values():
-        if gpu.emulated and gpu.blocks == blocks:
+        if gpu.emulated and (gpu.blocks, gpu.kv_chunk_min) == (blocks, kv_chunk_min):
             return gpu.name
-    name = f"emulator-{blocks}"
-    GPUS[name] = Gpu(name, "sm_90a", blocks, GPUS["emulator"].shared_bytes, 1.0, 2**33, "nominal", emulated=True)
+    name = f"emulator-{blocks}-{kv_chunk_min}"
+    GPUS[name] = replace(GPUS["emulator"], name=name, blocks=blocks, kv_chunk_min=kv_chunk_min)
     return name
 
 
 class Rig(tools.Rig):
-    """One kernel of decode steps with its packed weights. `plan`: fields of the plan."""
+    """One kernel of decode steps with its packed weights. kv_chunk_min: of the machine. `plan`: fields of the plan."""
 
     def __init__(
         self,
         weights: Any,
         *,
         blocks: int = 2,
+        kv_chunk_min: int = 64,
         generate: Callable[..., Generated] = generate_kernel,
         sanitize: bool = False,
         **plan: Any,
     ) -> None:
         chosen = {"consumer_warps": 2, "max_context": 192, **plan}
-        super().__init__(weights, generate(weights.config, emulated_gpu(blocks), **chosen), sanitize=sanitize)
+        made = generate(weights.config, emulated_gpu(blocks, kv_chunk_min), **chosen)
+        super().__init__(weights, made, sanitize=sanitize)
 
 
 def relative_error(got: NDArray[Any], wanted: NDArray[Any]) -> float:

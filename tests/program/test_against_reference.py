@@ -62,7 +62,6 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], int]] = {
         {"stages": 10, "in_flight": 2, "in_flight_waiting": 1, "kv_chunk_min": 16},
         40,
     ),
-    "rotated starts": ({}, {"blocks": 5, "start_qkv": 3, "start_residual": 4, "start_gate_up": 1, "start_head": 2}, 30),
     "llama3 rope": ({"rope": Rope(10000.0, "llama3", 8.0, 1.0, 4.0, 32)}, {"blocks": 3}, 60),
     "large epsilon": ({"rms_norm_eps": 0.1}, {}, 20),
     "narrow M-tiles": ({"hidden": 48, "heads": 4, "ffn": 320}, {"down_slices": 2}, 20),
@@ -72,7 +71,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], int]] = {
 EXHAUSTIVE = (
     *("group of 3", "no groups", "one under an M-tile", "head of 128, barrier", "page of 1", "page of 5"),
     *("head of 128", "head of 256", "one block", "two stages", "large epsilon", "page of 64, five blocks", "one head"),
-    *("one over an M-tile", "tied", "split six ways", "rotated starts"),
+    *("one over an M-tile", "tied", "split six ways"),
     *("groups of 5", "more KV heads than blocks", "eight warps", "wide", "several stages a chunk", "llama3 rope"),
 )
 

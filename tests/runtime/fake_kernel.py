@@ -36,6 +36,7 @@ from cheetah.models.sampling import Filters, Penalties, adjusted, sample
 from cheetah.package import Generated
 from cheetah.piece_ring import PieceRing, ordinary_memory
 from cheetah.plan import GPUS, Plan, gpu_named, step_matrices
+from cheetah.plan.formats import KV_TILE_TOKENS
 from cheetah.plan.kv import KvPlanLayout
 from cheetah.plan.kv.tables import (
     BIASED,
@@ -372,7 +373,7 @@ def _check_plan(manifest: Manifest, config: LlamaConfig, tables: Tables, step: i
     assert plans[0, 0] == 0 and (np.diff(plans[:, 0]) > 0).all()
     words = plans[np.flatnonzero(plans[:, 0] <= step)[-1]]
     items = words[layout.sections.offsets["items"] :][: int(words[1]) * 8].reshape(-1, 8).tolist()
-    align, columns = tables.plan.kv_align, sum(sequence.per_step for sequence in tables.sequences)
+    align, columns = KV_TILE_TOKENS, sum(sequence.per_step for sequence in tables.sequences)
     keys = tables.plan.max_context + tables.plan.tokens + align
     covered = np.zeros((columns, config.kv_heads, keys), int)
     for _, number, head, begin, end, *_ in items:

@@ -25,15 +25,17 @@ from cheetah.runtime.engine.requests import Request
 from cheetah.runtime.engine.step_time import StepTime
 from tests.desk import Asked, Desk
 from tests.meant import meant
+from tests.program.rig import emulated_gpu
 from tests.tiers import tiered
 
 PROMPTS = [(5, 17, 250, 3, 99, 7, 7, 81, 200, 12, 45), (1,), (9, 8, 7), tuple(range(40, 73)), (2, 3) * 8, (299,) * 17]
 
 
-def assembled(device: FakeDevice | None = None, batch: int = 4, **overrides: Any) -> Assembly:
+def assembled(device: FakeDevice | None = None, batch: int = 4, kv_chunk_min: int = 64, **overrides: Any) -> Assembly:
     return assemble(
         tiny_weights(),
         device=device or FakeDevice(),
+        gpu=emulated_gpu(4, kv_chunk_min),
         overrides={"batch": batch, **overrides},
         generate_kernel=generate_kernel,
         quiet=True,

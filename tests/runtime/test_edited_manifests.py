@@ -101,7 +101,7 @@ def test_an_edit_is_refused_or_changes_nothing(first: str, share: int) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"plan": {**MANIFEST.plan, "start_qkv": [0]}}, "plan.start_qkv is [0], expected 0"),
+        ({"plan": {**MANIFEST.plan, "max_steps": [0]}}, "plan.max_steps is [0], expected 64"),
         ({"gpu": {**MANIFEST.gpu, "name": ["h200"]}}, "gpu.name is ['h200'], expected 'emulator'"),
         ({"gpu": {}}, "gpu.arch is missing"),
         ({"config": {**MANIFEST.config, "rms_norm_eps": 1e-3}}, "config.rms_norm_eps is 0.001, expected 1e-05"),

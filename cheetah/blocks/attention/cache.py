@@ -9,7 +9,7 @@ from cheetah import lang as ch
 from cheetah.blocks.ring import Ring
 from cheetah.lang import prim, ty
 from cheetah.plan import ModelShape, Plan
-from cheetah.plan.plan import KV_TILE_TOKENS
+from cheetah.plan.formats import KV_TILE_TOKENS
 
 CACHED_KEYS = "keys and values"
 """What the ring's stages hold for attention."""

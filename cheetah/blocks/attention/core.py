@@ -37,8 +37,8 @@ from cheetah.blocks.machine import Machine
 from cheetah.blocks.ring import Ring
 from cheetah.blocks.timeline import NO_TIMELINE, Timeline
 from cheetah.lang import prim, ty
+from cheetah.plan.formats import KV_TILE_TOKENS as TILE_KEYS
 from cheetah.plan.plan import COLUMNS
-from cheetah.plan.plan import KV_TILE_TOKENS as TILE_KEYS
 
 __all__ = ["LSE_WORDS", "Attention", "AttentionPort", "AttentionShape", "partial_words"]
 

@@ -18,9 +18,9 @@ from cheetah.blocks.attention.tile import AttentionShape, TileProduct
 from cheetah.blocks.attention.variants import Variant
 from cheetah.blocks.machine import Machine
 from cheetah.lang import prim, ty
+from cheetah.plan.formats import KV_TILE_TOKENS as TILE_KEYS
 from cheetah.plan.index import ceil_div, round_up
 from cheetah.plan.plan import COLUMNS
-from cheetah.plan.plan import KV_TILE_TOKENS as TILE_KEYS
 
 
 @dataclass(frozen=True, eq=False)

@@ -11,8 +11,8 @@ from cheetah.blocks.attention.schedule import Item
 from cheetah.blocks.attention.tile import AttentionShape
 from cheetah.blocks.machine import Machine
 from cheetah.lang import ty
+from cheetah.plan.formats import KV_TILE_TOKENS as TILE_KEYS
 from cheetah.plan.plan import COLUMNS
-from cheetah.plan.plan import KV_TILE_TOKENS as TILE_KEYS
 
 NEVER = 1 << 27
 """A tile number that no range of keys has."""
