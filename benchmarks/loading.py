@@ -27,6 +27,7 @@ import numpy as np
 from cheetah.generate import choose_plan, generate_repacking
 from cheetah.models.config import ModelConfig
 from cheetah.models.dense.weights import buffer_bytes
+from cheetah.models.family import Packing
 from cheetah.models.registry import family_of, resolve_config
 from cheetah.piece_ring import ordinary_memory
 from cheetah.plan import gpu_named
@@ -174,17 +175,8 @@ def load(checkpoint: Checkpoint, threads: int, device: Any, packer: str) -> tupl
         if device is not None and packer == "device":
             repacker = DeviceRepacker(device, buffers["weights"], None, lambda: generate_repacking(gpu), print)
         started, worked = time.perf_counter(), time.process_time()
-        family.pack_weights(
-            config,
-            matrices,
-            checkpoint.tensor,
-            write,
-            rows=checkpoint.rows,
-            threads=threads,
-            lend=lend,
-            repacker=repacker,
-            watch=watch,
-        )
+        packing = Packing(checkpoint.tensor, write, rows=checkpoint.rows, threads=threads, lend=lend)
+        family.pack_weights(config, matrices, replace(packing, repacker=repacker, watch=watch))
         if device is not None:
             device.synchronize()
         return time.perf_counter() - started, time.process_time() - worked, watch

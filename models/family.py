@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -168,6 +169,27 @@ class ReferenceModel(Protocol):
     ) -> list[int]: ...
 
 
+@dataclass(frozen=True)
+class Packing:
+    """Where weights come from, and where their packed bytes go: `write(buffer, byte offset, uint8 [n])`.
+
+    The array given to `write` is valid only until it returns: its memory is used again. rows: gives a matrix that is
+    read in parts, in several threads; by default `tensor` does. progress: gets the bytes just written. threads: by
+    default one a processor, at most 8. lend: where the memory for pieces comes from. repacker: packs what lies in files
+    as it can be packed there, if it has room for what goes up. watch: takes the seconds of all threads that read and
+    that pack, and those of the calling one that waits for them and that uploads.
+    """
+
+    tensor: ReadTensor
+    write: WriteBytes
+    progress: Progress = lambda nbytes: None
+    rows: ReadRows | None = None
+    threads: int | None = None
+    lend: Lend = ordinary_memory
+    repacker: Repacker | None = None
+    watch: Stopwatch = field(default_factory=Stopwatch)
+
+
 class ModelFamily(ABC):
     """A family: its configurations, and what is made of one."""
 
@@ -211,24 +233,8 @@ class ModelFamily(ABC):
         """What the kernel reads beside the checkpoint's tensors, by buffer: the rotary table and the like."""
 
     @abstractmethod
-    def pack_weights(
-        self,
-        config: ModelConfig,
-        matrices: StepMatrices,
-        tensor: ReadTensor,
-        write: WriteBytes,
-        progress: Progress | None = None,
-        *,
-        rows: ReadRows | None = None,
-        threads: int | None = None,
-        lend: Lend = ordinary_memory,
-        repacker: Repacker | None = None,
-        watch: Stopwatch | None = None,
-    ) -> None:
-        """Pack every tensor and hand the bytes out: `write(buffer, byte offset, uint8 [n])`, in the calling thread.
-
-        The bytes lie in pieces of the memory that `lend` gives. repacker: packs what a file has in a way that it can
-        read. `watch` takes the seconds of what is done."""
+    def pack_weights(self, config: ModelConfig, matrices: StepMatrices, packing: Packing) -> None:
+        """Pack every tensor and hand the bytes out, in the calling thread."""
 
     @property
     @abstractmethod

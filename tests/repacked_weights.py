@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from cheetah.generate import choose_plan, generate_repacking
 from cheetah.models.dense.weights import buffer_bytes
+from cheetah.models.family import Packing
 from cheetah.models.registry import family_of
 from cheetah.plan import Gpu
 from cheetah.plan.repacking import Repacking
@@ -45,9 +46,7 @@ def packed(
     said, done = list[str](), list[int]()
     generate = partial(generate_repacking, gpu)
     repacker = WatchedRepacker(device, buffers["weights"], spare, generate, said.append) if by_device else None
-    family.pack_weights(
-        config,
-        matrices,
+    packing = Packing(
         checkpoint.tensor,
         lambda name, offset, data: buffers[name].upload(data, offset),
         done.append,
@@ -56,6 +55,7 @@ def packed(
         lend=device.lend,
         repacker=repacker,
     )
+    family.pack_weights(config, matrices, packing)
     assert sum(done) == sum(buffer.nbytes for buffer in buffers.values())
     found = {name: buffer.download(np.uint8, buffer.nbytes) for name, buffer in buffers.items()}
     for buffer in buffers.values():

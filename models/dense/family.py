@@ -15,20 +15,14 @@ from cheetah.models.dense.pack_weights import pack_all
 from cheetah.models.family import (
     HeadProgram,
     ModelFamily,
-    Progress,
+    Packing,
     PromptProgram,
-    ReadRows,
-    ReadTensor,
     ReferenceModel,
     StepProgram,
     Tensors,
-    WriteBytes,
 )
-from cheetah.models.repacking import Repacker
 from cheetah.models.rounding import F32, Rounding, exact
-from cheetah.piece_ring import Lend, ordinary_memory
 from cheetah.plan import Gpu, Plan, StepMatrices, step_matrices
-from cheetah.stopwatch import Stopwatch
 
 
 @dataclass(frozen=True)
@@ -62,32 +56,8 @@ class DenseFamily(ModelFamily):
     def tables(self, config: ModelConfig, plan: Plan) -> dict[str, NDArray[Any]]:
         return {"rope": config.rope_table(plan.max_context)}
 
-    def pack_weights(
-        self,
-        config: ModelConfig,
-        matrices: StepMatrices,
-        tensor: ReadTensor,
-        write: WriteBytes,
-        progress: Progress | None = None,
-        *,
-        rows: ReadRows | None = None,
-        threads: int | None = None,
-        lend: Lend = ordinary_memory,
-        repacker: Repacker | None = None,
-        watch: Stopwatch | None = None,
-    ) -> None:
-        pack_all(
-            config,
-            matrices,
-            tensor,
-            write,
-            progress,
-            rows=rows,
-            threads=threads,
-            lend=lend,
-            repacker=repacker,
-            watch=watch,
-        )
+    def pack_weights(self, config: ModelConfig, matrices: StepMatrices, packing: Packing) -> None:
+        pack_all(config, matrices, packing)
 
     @property
     def program(self) -> StepProgram:

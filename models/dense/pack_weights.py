@@ -41,13 +41,13 @@ from cheetah.models.dense.weights import (
     row_groups,
     vector_shapes,
 )
-from cheetah.models.family import Progress, QuantizedMatrix, ReadRows, ReadTensor, Rows, WriteBytes
+from cheetah.models.family import Packing, QuantizedMatrix, ReadRows, ReadTensor, Rows
 from cheetah.models.formats import Bytes, PackingError, format_of
 from cheetah.models.formats.quantized import Order, QuantizedRows
-from cheetah.models.repacking import Repacker, stored_matrix
+from cheetah.models.repacking import stored_matrix
 from cheetah.models.rounding import Bits, round_f16
 from cheetah.models.scratch import scratch
-from cheetah.piece_ring import ALIGNMENT, Lend, PieceRing, ordinary_memory
+from cheetah.piece_ring import ALIGNMENT, PieceRing
 from cheetah.plan import MatrixLayout, StepMatrices
 from cheetah.plan.formats import QuantizedTiles
 from cheetah.stopwatch import Stopwatch
@@ -63,37 +63,21 @@ ONE = 0x3F80
 """Of bf16."""
 
 
-def pack_all(
-    config: ModelConfig,
-    matrices: StepMatrices,
-    tensor: ReadTensor,
-    write: WriteBytes,
-    progress: Progress | None = None,
-    *,
-    rows: ReadRows | None = None,
-    threads: int | None = None,
-    lend: Lend = ordinary_memory,
-    repacker: Repacker | None = None,
-    watch: Stopwatch | None = None,
-) -> None:
-    """Pack every weight and hand the bytes out: `write(buffer, byte offset, uint8 [n])`, in the calling thread.
+def pack_all(config: ModelConfig, matrices: StepMatrices, packing: Packing) -> None:
+    """Pack every weight and hand the bytes out, in the calling thread.
 
-    Every byte of `buffer_bytes` is written once. The array given to `write` is valid only until it returns: its
-    memory is used again. rows: gives a matrix that is read in parts, in several threads; by default `tensor` does.
-    threads: by default one a processor, at most 8. lend: where the memory for pieces comes from. Host memory: five
-    blocks of about 4 MB a thread, of which three in pieces, but at least three of the largest pieces; what `tensor` and
-    `rows` hold of the matrices in work comes on top. `progress` gets the bytes just written. repacker: packs what lies
-    in files as it can be packed there, if it has room for what goes up. watch: takes the seconds of all threads that
-    read and that pack, and those of the calling one that waits for them and that uploads.
+    Every byte of `buffer_bytes` is written once. Host memory: five blocks of about 4 MB a thread, of which three in
+    pieces, but at least three of the largest pieces; what `tensor` and `rows` hold of the matrices in work comes on
+    top.
     """
-    watch = watch or Stopwatch()
-    threads = threads or min(MOST_THREADS, os.cpu_count() or 1)
+    watch, repacker = packing.watch, packing.repacker
+    threads = packing.threads or min(MOST_THREADS, os.cpu_count() or 1)
     under_way = deque[tuple[Piece, Bytes, list[Future[None]]]]()
     pool = ThreadPoolExecutor(threads, "pack")
 
     def send(piece: Piece, packed: Bytes) -> None:
         if piece.buffer != STAGING or repacker is None:
-            return write(piece.buffer, piece.offset, packed)
+            return packing.write(piece.buffer, piece.offset, packed)
         repacker.upload(piece.offset, packed)
         if piece.work is not None:
             repacker.repack(piece.work)
@@ -106,16 +90,17 @@ def pack_all(
         with watch("upload"):
             send(piece, packed)
             ring.give_back()
-        if progress is not None and piece.packed_bytes:
-            progress(piece.packed_bytes)
+        if piece.packed_bytes:
+            packing.progress(piece.packed_bytes)
 
-    staged = _Staged() if repacker is None else _Staged.of(config, matrices, rows or tensor)
+    tensor, rows = packing.tensor, packing.rows or packing.tensor
+    staged = _Staged() if repacker is None else _Staged.of(config, matrices, rows)
     largest = max(_largest_piece(config, matrices), staged.table_bytes) + ALIGNMENT
     with (
         nullcontext(False) if repacker is None else repacker.room(staged.nbytes) as has_room,
-        lend(max(threads * BLOCKS_AHEAD * BLOCK_BYTES, PIECES_AHEAD * largest)) as ring,
+        packing.lend(max(threads * BLOCKS_AHEAD * BLOCK_BYTES, PIECES_AHEAD * largest)) as ring,
     ):
-        source = _Source(config, matrices, tensor, rows or tensor, staged if has_room else _Staged(), watch)
+        source = _Source(config, matrices, tensor, rows, staged if has_room else _Staged(), watch)
         try:
             for piece in source.pieces():
                 while (packed := ring.take(piece.nbytes)) is None:

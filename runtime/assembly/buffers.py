@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
@@ -11,9 +12,8 @@ from numpy.typing import NDArray
 from cheetah.manifest import Buffer as BufferSpec
 from cheetah.manifest import Manifest
 from cheetah.models.config import ModelConfig
-from cheetah.models.family import Rows
+from cheetah.models.family import Packing, Rows
 from cheetah.models.registry import family_of
-from cheetah.piece_ring import ordinary_memory
 from cheetah.plan import Plan, gpu_named
 from cheetah.runtime.assembly.repacking import Spare, new_repacker
 from cheetah.stopwatch import Stopwatch
@@ -95,16 +95,8 @@ def upload_weights(
         buffers[name].upload(table)
     plan, gpu = Plan.from_dict(manifest.plan), gpu_named(manifest.gpu["name"])
     matrices = family.matrices(config, plan, gpu)
-    family.pack_weights(
-        config,
-        matrices,
-        weights.tensor,
-        write,
-        progress,
-        rows=rows,
-        lend=ordinary_memory if device is None else device.lend,
-        repacker=None
-        if device is None
-        else new_repacker(device, gpu, buffers["weights"], _spare(buffers, manifest), say),
-        watch=watch,
-    )
+    packing = Packing(weights.tensor, write, progress, rows, watch=watch or Stopwatch())
+    if device is not None:
+        repacker = new_repacker(device, gpu, buffers["weights"], _spare(buffers, manifest), say)
+        packing = replace(packing, lend=device.lend, repacker=repacker)
+    family.pack_weights(config, matrices, packing)

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from cheetah.models.config import ModelConfig
 from cheetah.models.dense.reference import Reference
 from cheetah.models.dense.weights import buffer_bytes, logical_matrix, tensor_shapes, vector_shapes
+from cheetah.models.family import Packing
 from cheetah.models.mistral import MistralConfig
 from cheetah.models.qwen2 import Qwen2Config
 from cheetah.models.qwen3 import Qwen3Config
@@ -91,7 +92,7 @@ def test_vectors_of_a_family_lie_where_its_kernel_reads_them(name: str) -> None:
     def write(part: str, offset: int, data: NDArray[np.uint8]) -> None:
         buffers[part][offset : offset + data.size] = data
 
-    family.pack_weights(config, matrices, weights.tensor, write)
+    family.pack_weights(config, matrices, Packing(weights.tensor, write))
     found = {part: buffers[part].view(np.uint16).reshape(shape) for part, shape in vector_shapes(config).items()}
     assert set(found) == {"qwen3": {"head_norms"}, "qwen2": {"biases"}}.get(name.split()[0], set())
     for layer in range(config.layers):

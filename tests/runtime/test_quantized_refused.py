@@ -24,6 +24,7 @@ from written_checkpoints import refusal
 
 from cheetah.generate import choose_plan
 from cheetah.models.config_json import ConfigError
+from cheetah.models.family import Packing
 from cheetah.models.formats import PackingError
 from cheetah.models.quantization import read_quantization
 from cheetah.models.registry import family_of
@@ -381,9 +382,8 @@ def test_scales_that_the_kernel_has_no_room_for(tmp_path):
     family = family_of(checkpoint.config)
     matrices = family.matrices(checkpoint.config, plan, gpu)
     with pytest.raises(PackingError) as raised:
-        family.pack_weights(
-            *(checkpoint.config, matrices, checkpoint.tensor, lambda *written: None), rows=checkpoint.rows, threads=1
-        )
+        packing = Packing(checkpoint.tensor, lambda *written: None, rows=checkpoint.rows, threads=1)
+        family.pack_weights(checkpoint.config, matrices, packing)
     assert "q_proj.weight or model.layers.0.self_attn.k_proj.weight" in str(raised.value)
     assert "is no f16 number times a power of two" in str(raised.value)
 

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from cheetah.models.dense.pack_weights import BLOCKS_AHEAD, pack_all
 from cheetah.models.dense.weights import buffer_bytes, logical_matrix, matrix_tensors, tensor_shapes
+from cheetah.models.family import Packing
 from cheetah.models.formats import PackingError, pack_matrix, unpack_matrix
 from cheetah.models.formats.bf16 import Bf16
 from cheetah.models.llama import LlamaConfig
@@ -174,7 +175,7 @@ def packed(config, tensors, matrices, **options):
         buffers[buffer][offset : offset + data.nbytes] = data
         written[buffer][offset : offset + data.nbytes] += 1
 
-    pack_all(config, matrices, tensors.__getitem__, write, done.append, **options)
+    pack_all(config, matrices, Packing(tensors.__getitem__, write, done.append, **options))
     assert all(np.all(counts == 1) for counts in written.values())
     assert sum(done) == sum(sizes.values())
     return buffers
@@ -221,7 +222,7 @@ def test_pieces_are_handed_out_in_order_and_memory_is_used_again(small_pieces):
         if buffer == "weights":
             offsets.append(offset)
 
-    pack_all(config, matrices_of(config), some_tensors(config).__getitem__, write, threads=2)
+    pack_all(config, matrices_of(config), Packing(some_tensors(config).__getitem__, write, threads=2))
     assert offsets == sorted(offsets) and len(offsets) > 30
     assert max(places) - min(places) < 2 * BLOCKS_AHEAD * 20_000, "a few pieces at a time, in a ring"
 
