@@ -16,6 +16,7 @@ from typing import Any, ClassVar, Self
 import numpy as np
 from numpy.typing import NDArray
 
+from cheetah.models.attention_layers import AttentionLayers, rotations
 from cheetah.models.config_json import (
     FULL,
     JSON_NAMES,
@@ -164,6 +165,10 @@ class ModelConfig:
         """Whether q, k and v have biases, in every layer."""
         return self.layer.attention.biases
 
+    def attention_layers(self, max_context: int) -> AttentionLayers:
+        """What attention does in each layer, in a context of so many tokens."""
+        return AttentionLayers([kind.attention for kind in self.layer_kinds], max_context)
+
     @property
     def shape(self) -> ModelShape:
         """The numbers that the plan works with. PlanError for a weight format that no kernel has."""
@@ -184,6 +189,8 @@ class ModelConfig:
             kv_heads=self.kv_heads,
             head_dim=self.head_dim,
             layers=self.layers,
+            windows=tuple(dict.fromkeys(kind.attention.window for kind in self.kinds)),
+            rotations=len(rotations(kind.attention for kind in self.kinds)),
         )
 
     @property

@@ -10,6 +10,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
+import numpy as np
+from numpy.typing import NDArray
+
 from cheetah.models.rope import Rope
 
 
@@ -33,6 +36,10 @@ class PositionScale:
 
     beta: float
     context: int
+
+    def factors(self, positions: int) -> NDArray[np.float32]:
+        """Of each of so many positions, float32: computed in float64, rounded once."""
+        return (1 + self.beta * np.log1p(np.arange(positions) // self.context)).astype(np.float32)
 
 
 @dataclass(frozen=True)

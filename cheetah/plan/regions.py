@@ -35,9 +35,9 @@ def kernel_regions(shape: ModelShape, plan: Plan, gpu: Gpu) -> tuple[Region, ...
     reductions: buffers of the warps' row sums, with two mbarriers each, and two more. vector_sums: of the
     vectors, for zero points. Only products use these two, as the input, behind which they lie if there is room.
     vector_barriers: an mbarrier for each piece of a vector that is copied. residual: the block's rows (f32).
-    rope: cos and sin of every token's position. warp_candidates: of every group of adding warps and column. columns:
-    what the step's tokens are. chosen: what was sampled. step_done: two mbarriers. next_token: of every column, then
-    whether the launch ends.
+    rope: cos and sin of every token's position, by each table. warp_candidates: of every group of adding warps and
+    column. columns: what the step's tokens are. chosen: what was sampled. step_done: two mbarriers. next_token: of
+    every column, then whether the launch ends.
     """
     if not plan.adding_warps:
         raise PlanError("Plan: adding_warps is 0: nobody would finish the rows of products: give 1 or more")
@@ -60,8 +60,8 @@ def kernel_regions(shape: ModelShape, plan: Plan, gpu: Gpu) -> tuple[Region, ...
         Region("reduction_barriers", (2 * plan.reductions + 2) * 8),
         *([Region("vector_barriers", VECTOR_PIECES * 8)] if plan.sync == "barrier" else []),
         Region("residual", residual_rows * plan.tokens * 4),
-        Region("rope", plan.tokens * shape.head_dim * 4),
-        *attention_records(plan),
+        Region("rope", shape.rotations * plan.tokens * shape.head_dim * 4),
+        *attention_records(plan, len(shape.windows_in(plan.max_context))),
         Region("warp_candidates", plan.finishing_groups * plan.tokens * 8),
         Region("columns", plan.tokens * 9 * 4),
         Region("chosen", plan.tokens * 4),
@@ -129,11 +129,16 @@ def attention_regions(
     return tuple(regions)
 
 
-def attention_records(plan: Plan) -> tuple[Region, ...]:
+def attention_records(plan: Plan, kinds: int = 1) -> tuple[Region, ...]:
     """What attention keeps beside that. statistics: (highest, weight sum) of each warp's state and query column.
-    records: four numbers, the block's first items with their tiles, one more item, every team's first merge."""
-    kept = 16 + (KEPT_ITEMS + 1) * KEPT_ITEM_BYTES + plan.consumer_warps // plan.merge_warps * KEPT_MERGE_BYTES
-    return Region("statistics", plan.consumer_warps * COLUMNS * 8), Region("records", kept)
+    records: of as many KV plans as a step has."""
+    return Region("statistics", plan.consumer_warps * COLUMNS * 8), Region("records", kinds * kept_plan_bytes(plan))
+
+
+def kept_plan_bytes(plan: Plan) -> int:
+    """What is kept of a KV plan: four numbers, the block's first items with their tiles, one more item, every team's
+    first merge."""
+    return 16 + (KEPT_ITEMS + 1) * KEPT_ITEM_BYTES + plan.consumer_warps // plan.merge_warps * KEPT_MERGE_BYTES
 
 
 def longest_vector_bytes(shape: ModelShape, plan: Plan, gpu: Gpu) -> int:

@@ -16,7 +16,9 @@ AnyPhase = TypeVar("AnyPhase", bound=Phase)
 class ModelShape:
     """Sizes of a dense decoder, in elements: `heads` query heads share `kv_heads` KV heads of `head_dim`.
 
-    formats: (matrix, weight format) of the matrices that are not bf16.
+    formats: (matrix, weight format) of the matrices that are not bf16. windows: the distinct numbers of keys that a
+    query sees in the layers (None: all before it), in the order of the first layers that have them. rotations: how many
+    tables of angles the layers have.
     """
 
     hidden: int
@@ -27,9 +29,11 @@ class ModelShape:
     head_dim: int
     layers: int
     formats: tuple[tuple[str, str], ...] = ()
+    windows: tuple[int | None, ...] = (None,)
+    rotations: int = 1
 
     def __post_init__(self) -> None:
-        require_positive("ModelShape", **{name: value for name, value in vars(self).items() if name != "formats"})
+        require_positive("ModelShape", **{name: value for name, value in vars(self).items() if isinstance(value, int)})
         for matrix, _ in self.formats:
             self.format_of(matrix)
         if self.heads % self.kv_heads:
@@ -56,9 +60,16 @@ class ModelShape:
         return _table(self)
 
     def describe(self) -> dict[str, int | str]:
-        """The sizes by name, and the formats of matrices that are not bf16."""
-        sizes = {name: value for name, value in vars(self).items() if name != "formats"}
-        return {**sizes, **{f"{matrix} in": name for matrix, name in self.formats}}
+        """The sizes by name, and the formats of matrices that are not bf16; windows and tables where there are
+        several."""
+        several = {"windows": len(self.windows), "rotations": self.rotations}
+        sizes = {name: value for name, value in vars(self).items() if name not in ("formats", *several)}
+        more = {name: count for name, count in several.items() if count > 1}
+        return {**sizes, **more, **{f"{matrix} in": name for matrix, name in self.formats}}
+
+    def windows_in(self, max_context: int) -> tuple[int | None, ...]:
+        """The same where contexts have so many tokens: what is as long is no window."""
+        return tuple(dict.fromkeys(one if one is not None and one < max_context else None for one in self.windows))
 
     @property
     def group(self) -> int:

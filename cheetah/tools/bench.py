@@ -394,7 +394,8 @@ def fill_random(config: ModelConfig, manifest: Manifest, buffers: dict[str, Buff
         row = manifest.buffer("places").shape[-1]
         fill_with(buffers["places"], _random_places(min(config.hidden_size, config.query_rows), row))
     _fill_quantized(config, family_of(config).matrices(config, plan, gpu_named(manifest.gpu["name"])), buffers)
-    buffers["rope"].upload(config.rope_table(plan.max_context))
+    for name, table in family_of(config).tables(config, plan).items():
+        buffers[name].upload(table)
     if "kv_scales" in buffers:
         buffers["kv_scales"].upload(np.ones(buffers["kv_scales"].nbytes // 4, np.float32))
 

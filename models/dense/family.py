@@ -54,7 +54,7 @@ class DenseFamily(ModelFamily):
         return ("weights", "norms", "embedding", "rope", *weights.vector_shapes(config))
 
     def tables(self, config: ModelConfig, plan: Plan) -> dict[str, NDArray[Any]]:
-        return {"rope": config.rope_table(plan.max_context)}
+        return {"rope": config.attention_layers(plan.max_context).rope_tables(config.head_dim)}
 
     def pack_weights(self, config: ModelConfig, matrices: StepMatrices, packing: Packing) -> None:
         pack_all(config, matrices, packing)

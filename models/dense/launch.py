@@ -150,6 +150,10 @@ def parameters_of(
     is_codes = plan.kv_dtype == "e4m3"
     if is_codes:
         parameters["kv"] = replace(parameters["kv"], type=ty.ptr_mut(ty.u8))
+    if config.shape.rotations > 1:
+        rope = parameters["rope"]
+        meaning = f"{rope.meaning}, by the layers' tables: see cheetah.models.attention_layers"
+        parameters["rope"] = replace(rope, meaning=meaning, shape=("rotations", *rope.shape))
     wanted = {
         "kv_scales": is_codes,
         "biases": config.has_biases,
@@ -172,11 +176,8 @@ def refuse_unknown_kinds(config: ModelConfig) -> None:
         "an embedding multiplier": config.embedding_multiplier != 1,
         "a logit divisor": config.logit_divisor != 1,
         "a soft-cap of logits": config.logit_soft_cap is not None,
-        "layers that differ in attention": len(config.kinds) > 1,
-        "layers that rotate nothing": any(kind.rope is None for kind in attention),
         "a scale of attention": any(kind.scale is not None for kind in attention),
         "a soft-cap of attention": any(kind.soft_cap is not None for kind in attention),
-        "queries scaled by position": any(kind.position_scale is not None for kind in attention),
         "norms of queries and keys over the whole width": config.head_norms == "width",
     }
     if found := ", ".join(what for what, is_asked in unknown.items() if is_asked):

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from cheetah.models.attention_layers import AttentionLayers
 from cheetah.models.config import ModelConfig
 from cheetah.models.dense.page import Gated, Heads, Line, Logits, Multiply, OntoResidual, Page, page_of
 from cheetah.models.family import PhaseRow
@@ -127,9 +128,9 @@ class PassSizes:
         return self.pass_plan.key_tile
 
     @property
-    def window(self) -> int | None:
-        """Keys that a token sees, its own included; None where they are all."""
-        return self.config.window(self.plan.max_context)
+    def layers(self) -> AttentionLayers:
+        """What attention does in each layer."""
+        return self.config.attention_layers(self.plan.max_context)
 
     @property
     def shape(self) -> ModelShape:

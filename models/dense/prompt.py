@@ -12,6 +12,7 @@ from typing import Any
 
 from cheetah import lang as ch
 from cheetah.blocks.attention.cache import KvCache
+from cheetah.blocks.by_layer import by_layer
 from cheetah.blocks.prompt.attention import PassAttention
 from cheetah.blocks.prompt.barrier import PassBarrier
 from cheetah.blocks.prompt.finish import HALF, Scales, StoreGated, StoreResidual
@@ -23,6 +24,7 @@ from cheetah.blocks.prompt.ring import TileRing
 from cheetah.blocks.timeline import EVENTS, Timeline
 from cheetah.lang import Expr, prim, ty
 from cheetah.models.act_order import places_shape
+from cheetah.models.attention_layers import EVERY_KEY
 from cheetah.models.config import ModelConfig
 from cheetah.models.dense.launch import (
     BIASES,
@@ -268,7 +270,7 @@ class Pass:
             with ch.else_():
                 with ch.if_(phase == 0):
                     heads = self._heads(machine, layer)
-                    bring_earlier_keys(heads, self.tokens, self.cache, layer, sizes.key_tile, sizes.window)
+                    bring_earlier_keys(heads, self.tokens, self.cache, layer, sizes.key_tile, self._window(layer))
                 self._emit_products(layer, phase)
             self.timeline.stamp(number, "done")
             self.barrier.end_phase()
@@ -303,9 +305,13 @@ class Pass:
     def _finishes(self, layer: Any, phase: Any, product: TileProduct) -> dict[type, Finish]:
         """What becomes of the sums of a line's product, in the tiles of `product`."""
         machine, scales, table = product.machine, self.scales[product], self.table
+        layers = self.sizes.layers
+        query_angles = by_layer(layers.query_rotations, layer)
         heads = StoreHeads(
             *(self._heads(machine, layer), self.tokens, self.cache, scales),
             *(self.launch.rope, self.sizes.plan.max_context, layer),
+            query_angles=query_angles,
+            key_angles=query_angles if layers.rotates_alike else by_layer(layers.key_rotations, layer),
             biases=self.launch.biases,
             norms=self._head_norms(machine),
         )
@@ -345,10 +351,18 @@ class Pass:
         return Given(weights, self._section(section_of(product.input)), residual, parts, height)
 
     def _attention(self, layer: Any) -> PassAttention:
-        attention = self.table.attention
+        attention, window = self.table.attention, self._window(layer)
         into, heads, sizes = self._section(attention.output.name), self._heads(self.machine, layer), self.sizes
         places = self._places(self.table.places_row(self.table.reader_of(attention), layer))
-        return PassAttention(self.machine, self.ring, heads, self.tokens, into, sizes.key_tile, sizes.window, places)
+        return PassAttention(self.machine, self.ring, heads, self.tokens, into, sizes.key_tile, window, places)
+
+    def _window(self, layer: Any) -> Any:
+        """How many keys a token sees in a layer, its own included; None where they are all in every layer."""
+        layers = self.sizes.layers
+        if layers.windows == (None,):
+            return None
+        keys = [window or EVERY_KEY for window in layers.windows]
+        return by_layer([keys[number] for number in layers.window_of_layer], layer)
 
     def _onto_residual(self, machine: PassMachine, norm: Any) -> StoreResidual:
         """norm: number of the one that follows."""

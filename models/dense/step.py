@@ -5,7 +5,7 @@ The model itself is in `program`. Here is what would hide it: how blocks are wir
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -15,9 +15,10 @@ from cheetah.blocks.attention.cache import KvCache
 from cheetah.blocks.attention.core import LSE_WORDS, Attention
 from cheetah.blocks.attention.head_norms import HeadNorms
 from cheetah.blocks.attention.schedule import Schedule
-from cheetah.blocks.attention.shipped_variants import sliding_window
+from cheetah.blocks.attention.shipped_variants import sliding_window_of
 from cheetah.blocks.attention.step_port import NormalisedHeads, ProjectedHeads, Projection, StepPort
-from cheetah.blocks.attention.variants import CAUSAL
+from cheetah.blocks.attention.variants import CAUSAL, Variant
+from cheetah.blocks.by_layer import by_layer, chosen
 from cheetah.blocks.columns import POSITION, Columns, vector_words
 from cheetah.blocks.exchange import (
     BarrierExchange,
@@ -42,6 +43,7 @@ from cheetah.blocks.timeline import Timeline
 from cheetah.blocks.tokens import Embeddings, Tokens
 from cheetah.lang import prim, ty
 from cheetah.models.act_order import places_shape
+from cheetah.models.attention_layers import EVERY_KEY
 from cheetah.models.config import ModelConfig
 from cheetah.models.dense.launch import Launch
 from cheetah.models.dense.page import Gated, Heads, Line, Multiply, OntoResidual, Page, page_of
@@ -119,7 +121,7 @@ def workspace_bytes(exchanged: dict[str, int], plan: Plan, inputs: Collection[st
 def sizes(config: ModelConfig, gpu: Gpu, plan: Plan) -> dict[str, int]:
     """The sizes that the shapes of the kernel's parameters name."""
     shape = config.shape
-    layout = kv_layout(shape, gpu, plan)
+    layout, windows = kv_layout(shape, gpu, plan), shape.windows_in(plan.max_context)
     return {
         **{name: value for name, value in vars(shape).items() if isinstance(value, int)},
         "qkv_rows": shape.qkv_rows,
@@ -132,12 +134,10 @@ def sizes(config: ModelConfig, gpu: Gpu, plan: Plan) -> dict[str, int]:
         "page_size": plan.page_size,
         "batch": plan.batch,
         "pages_per_sequence": plan.pages_per_sequence,
-        "plans": max_plans(
-            *(plan.max_steps, KV_TILE_TOKENS, layout.tiles, plan.tokens),
-            windows=config.window(plan.max_context) is not None,
-        ),
+        "plans": len(windows)
+        * max_plans(*(plan.max_steps, KV_TILE_TOKENS, layout.tiles, plan.tokens), windows=windows != (None,)),
         "plan_words": layout.plan_words,
-        "tiles": layout.tiles,
+        "tiles": len(windows) * layout.tiles,
         "columns": plan.tokens,
         "mask_words": mask_words(shape.vocab),
         "exchange_bytes": workspace_bytes(exchange_sizes(shape, gpu, plan), plan, product_inputs(shape.table)),
@@ -290,20 +290,30 @@ class StepParts(HeadParts):
             copied=published_kinds(config, machine.plan),
         )
         super().__init__(config, machine, launch, made, page_of(config, machine.plan.max_context))
+        self.layers = config.attention_layers(machine.plan.max_context)
         self.cache = KvCache(machine, launch.kv, launch.page_table)
         self.schedule = Schedule(
-            machine, kv_layout(self.shape, machine.gpu, machine.plan), launch.kv_plans, launch.plan_count, launch.tiles
+            machine,
+            kv_layout(self.shape, machine.gpu, machine.plan),
+            *(launch.kv_plans, launch.plan_count, launch.tiles),
+            kinds=len(self.layers.windows),
         )
         self.port = StepPort(self.exchange, self.columns, self.table.attention, launch.kv_scales)
         if launch.head_norms is not None:
-            norms = HeadNorms(machine, launch.head_norms, config.rms_norm_eps)
+            norms = HeadNorms(machine, launch.head_norms, config.rms_norm_eps, self.port.angles)
             self.port.heads = NormalisedHeads(self.port, self.cache, norms)
-        window = config.window(machine.plan.max_context)
-        variant = CAUSAL if window is None else sliding_window(window - 1)
         self.attention = Attention(
-            machine, self.ring, self.exchange, self.schedule, self.cache, self.port, self.timeline, variant
+            *(machine, self.ring, self.exchange, self.schedule, self.cache, self.port, self.timeline, self._variant())
         )
         self.projection = Projection(self.port, self.cache, launch.biases)
+
+    def _variant(self) -> Variant:
+        """What attention computes in a layer."""
+        windows = self.layers.windows
+        if windows == (None,):
+            return CAUSAL
+        before = [ty.u32((window or EVERY_KEY) - 1) for window in windows]
+        return sliding_window_of(lambda: chosen(before, self.schedule.kind))
 
     # -- setting up and stepping ----------------------------------------------------------------------------------
 
@@ -319,7 +329,7 @@ class StepParts(HeadParts):
             has_new_plan = self.schedule.advance(machine.consumer, step)
             self.columns.begin_step(step)
             with ch.if_(has_new_plan):
-                self.schedule.keep()
+                self.schedule.keep_all()
             machine.meet()
             self.load_angles()
             self.start_residual()
@@ -332,7 +342,11 @@ class StepParts(HeadParts):
         angles = machine.region("rope", ty.f32)
         with ch.for_(machine.thread, self.launch.column_count * head_dim, machine.consumer_threads, unroll=1) as index:
             position = self.columns.state(index // head_dim, POSITION)
-            angles[index] = self.launch.rope[ty.u64(position) * head_dim + ty.u64(index % head_dim)]
+            for table in range(self.shape.rotations):
+                first = table * machine.plan.max_context
+                angles[index + table * machine.plan.tokens * head_dim] = self.launch.rope[
+                    (ty.u64(position) + first) * head_dim + ty.u64(index % head_dim)
+                ]
 
     @ch.function
     def start_residual(self) -> None:
@@ -354,9 +368,21 @@ class StepParts(HeadParts):
     def begin_layer(self, layer: Any) -> None:
         """The products and vectors that follow are this layer's."""
         self.phase.layer = layer
-        with self.machine.producer:
+        machine, layers = self.machine, self.layers
+        with machine.producer:
             self.linear.begin_layer(layer, self.matrices.layer_stride)
+        self.schedule.kind = self._of_layer((machine.producer, machine.consumer), layers.window_of_layer, layer, "kind")
+        rotate = machine.consumer, machine.adder
+        self.port.query_angles = self.port.key_angles = self._of_layer(rotate, layers.query_rotations, layer, "angles")
+        if not layers.rotates_alike:
+            self.port.key_angles = self._of_layer(rotate, layers.key_rotations, layer, "key_angles")
         self.layer_epoch = self._epoch("layer_epoch", self.step_epoch + layer)
+
+    @staticmethod
+    def _of_layer(roles: tuple[ch.Role, ...], numbers: Sequence[int], layer: Any, name: str) -> Any:
+        """numbers[layer] in some roles: a number where it is the same in all layers."""
+        number = by_layer(numbers, layer)
+        return number if isinstance(number, int) else ch.roles_const(roles, ty.u32, number, name)
 
     def end_layers(self) -> None:
         """What follows belongs to no layer; its input is the last one's output."""

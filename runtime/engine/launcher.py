@@ -18,7 +18,7 @@ from cheetah.manifest import Manifest
 from cheetah.models.config import ModelConfig
 from cheetah.plan import Gpu, Plan, step_matrices
 from cheetah.plan.formats import KV_TILE_TOKENS
-from cheetah.plan.kv import KvPlanLayout, kv_plans_for_launch, launch_tiles, max_plans
+from cheetah.plan.kv import KvPlanLayout, by_turns, kv_plans_for_launch, launch_tiles, max_plans
 from cheetah.plan.kv.tables import TileRecord, encode
 from cheetah.runtime.background import Started
 from cheetah.runtime.engine.kv_cache import CachedSequence
@@ -109,8 +109,8 @@ class Launcher(StepLaunches):
         order, shared = share_prefixes(
             [part.cache for part in parts],
             unit=lcm(plan.page_size, KV_TILE_TOKENS),
-            # With fixed items no sequence's bits depend on its company, and a window leaves prefixes behind: then
-            # nothing is shared.
+            # With fixed items no sequence's bits depend on its company, and where all layers have windows those leave
+            # prefixes behind: then nothing is shared.
             minimum=plan.max_context + 1 if plan.kv_chunk or self.window else self._gpu.kv_chunk_min,
         )
         return Geometry(tuple((parts[i].cache.length, parts[i].per_step) for i in order), shared), order
@@ -149,16 +149,17 @@ def _cached(part: Part, token_ids: tuple[int, ...], steps: int) -> int:
 
 
 class _Plans:
-    """The tiles and KV plans of a launch in device form; those of the next one can be made while the kernel runs."""
+    """The tiles and KV plans of a launch in device form, of layers with each window; those of the next one can be made
+    while the kernel runs."""
 
     def __init__(self, manifest: Manifest, config: ModelConfig, plan: Plan, gpu: Gpu):
         self._layout = KvPlanLayout.for_step(plan, config.group, config.kv_heads, manifest.launch.blocks)
+        self._windows = config.shape.windows_in(plan.max_context)
         self._placing: dict[str, Any] = {
             "group": config.group,
             "tile_columns": plan.tile_columns(config.group),
             "pages_per_sequence": plan.pages_per_sequence,
             "align": KV_TILE_TOKENS,
-            "window": config.window(plan.max_context),
         }
         projected = step_matrices(config.shape, plan, gpu)[config.shape.table.heads].split
         self._scheduling = {
@@ -173,8 +174,8 @@ class _Plans:
             "light_blocks": projected.light_blocks,
         }
         self._geometry: Geometry | None = None
-        moving = config.window(plan.max_context) is not None
-        most = max_plans(plan.max_steps, KV_TILE_TOKENS, self._layout.tiles, plan.tokens, windows=moving)
+        moving, kinds = self._windows != (None,), len(self._windows)
+        most = kinds * max_plans(plan.max_steps, KV_TILE_TOKENS, self._layout.tiles, plan.tokens, windows=moving)
         room = manifest.buffer("kv_plans").shape
         if len(room) != 2 or room[0] < most or room[1] != self._layout.plan_words:
             needed = [most, self._layout.plan_words]
@@ -185,11 +186,18 @@ class _Plans:
         if self._geometry != geometry or self._steps < steps:
             self.prepare(geometry, steps)
         # The first word of a plan is its first step, ascending.
-        return self._tiles, self._words[: np.searchsorted(self._words[:, 0], steps)]
+        used = [words[: np.searchsorted(words[:, 0], steps)] for words in self._words]
+        return self._tiles, by_turns(used)
 
     def prepare(self, geometry: Geometry, steps: int) -> None:
         """Makes the plans of a launch to come, of at most `steps` steps, ready for `encode`."""
-        records, tiles = launch_tiles(geometry.placed(), shared=geometry.shared, **self._placing)
-        self._words = self._layout.encode_launch(kv_plans_for_launch(tiles, steps, **self._scheduling))
+        records: list[TileRecord] = []
+        self._words = list[npt.NDArray[np.int32]]()
+        for window in self._windows:
+            shared = geometry.shared if window is None else ()
+            of_kind, tiles = launch_tiles(geometry.placed(), shared=shared, window=window, **self._placing)
+            plans = kv_plans_for_launch(tiles, steps, **self._scheduling)
+            self._words.append(self._layout.encode_launch(plans, first_tile=len(records)))
+            records += of_kind
         self._tiles = encode(records, TileRecord)
         self._geometry, self._steps = geometry, steps

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from cheetah.plan import GPUS, KvPlanLayout, LaunchTile, PlanError, default_plan, kv_plan, kv_plans_for_launch
-from cheetah.plan.kv import Scheduling, Tile, schedule
+from cheetah.plan.kv import NO_STEP, Scheduling, Tile, by_turns, schedule
 
 from .schedules import ARRAYS, random_case
 from .shapes import LLAMA_8B
@@ -129,3 +129,20 @@ def test_impossible_layouts_are_refused():
         KvPlanLayout(4, 2, 1, 0)
     with pytest.raises(PlanError, match="chunks of 64 keys and max_keys is 0: give the most keys of a tile"):
         KvPlanLayout(4, 2, 1, 4, chunk=64)
+
+
+def test_plans_of_kinds_stand_by_turns_over_tiles_of_their_own():
+    layout = KvPlanLayout(blocks=4, kv_heads=2, tiles=1, tile_rows=4)
+    few, many = (
+        layout.encode_launch(kv_plans_for_launch([LaunchTile(0, 4, 0, keys, 1, 1)], 20, kv_heads=2, blocks=4), tile)
+        for tile, keys in enumerate((3, 301))
+    )
+    assert (len(few), len(many)) == (2, 3) and few[0, 0] == many[0, 0] == 0
+    items = many[0, layout.sections.offsets["items"] :][: many[0, 1] * 8].reshape(-1, 8)
+    merges = many[0, layout.sections.offsets["merges"] :][: many[0, 2] * 2].reshape(-1, 2)
+    assert len(items) > len(merges) == 2 and set(items[:, 1]) == set(merges[:, 0]) == {1}
+    words = by_turns([few, many])
+    assert words.shape == (6, layout.plan_words)
+    assert np.array_equal(words[[0, 2]], few) and np.array_equal(words[[1, 3, 5]], many)
+    assert words[4, 0] == NO_STEP > 2**30
+    assert by_turns([few]) is few

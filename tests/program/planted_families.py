@@ -1,21 +1,29 @@
-"""Bugs planted in what a family does otherwise than Llama: norms of heads, biases."""
+"""Bugs planted in what a family does otherwise than Llama: norms of heads, biases, windows, layers of several
+kinds."""
 
 from __future__ import annotations
 
+from copy import copy
 from dataclasses import replace
 from typing import Any
 
 from cheetah import lang as ch
 from cheetah.blocks.attention.head_norms import HeadNorms, RawHead, widened
-from cheetah.blocks.attention.shipped_variants import sliding_window
-from cheetah.blocks.attention.step_port import NormalisedHeads, Projection
+from cheetah.blocks.attention.schedule import Schedule
+from cheetah.blocks.attention.shipped_variants import sliding_window_of
+from cheetah.blocks.attention.step_port import NormalisedHeads, Projection, StepPort
 from cheetah.blocks.attention.variants import CAUSAL
+from cheetah.blocks.by_layer import chosen
 from cheetah.blocks.columns import UNIT
 from cheetah.lang import prim, ty
+from cheetah.models.config_json import FULL, SLIDING
 from cheetah.models.dense import step
+from cheetah.models.layer_kind import PositionScale
+from cheetah.models.llama import LlamaConfig
 from cheetah.models.mistral import MistralConfig
 from cheetah.models.qwen2 import Qwen2Config
 from cheetah.models.qwen3 import Qwen3Config
+from cheetah.models.rope import Rope
 from cheetah.plan import M_TILE_ROWS
 from tests.program.planted import BOTH, USUAL, Bug, Patch, payload, read_without_waiting
 
@@ -23,6 +31,18 @@ _SIZES: Any = (48, 40, 2, 4, 2, 64, 50)
 NORMED = replace(USUAL, config=Qwen3Config(*_SIZES, max_position_embeddings=256, rms_norm_eps=0.1))
 """Two KV heads of two queries, and an epsilon that is felt."""
 WINDOWED = replace(USUAL, config=MistralConfig(*_SIZES, max_position_embeddings=256, sliding_window=7))
+KINDS = replace(
+    USUAL,
+    config=LlamaConfig(
+        *_SIZES,
+        max_position_embeddings=256,
+        sliding_window=7,
+        layer_types=(FULL, SLIDING),
+        local_rope=Rope(100.0),
+        position_scale=PositionScale(0.5, 4),
+    ),
+)
+"""A layer that sees all keys, and one with a window and angles of its own."""
 BIASED = replace(USUAL, config=Qwen2Config(*_SIZES, max_position_embeddings=256))
 
 
@@ -102,16 +122,41 @@ def _natural_order(rows: Any, shape: Any) -> Any:
 
 
 def see_one_key_more(patch: Patch) -> None:
-    patch.setattr(step, "sliding_window", lambda window: sliding_window(window + 1))
+    patch.setattr(step, "sliding_window_of", lambda window: sliding_window_of(lambda: window() + 1))
 
 
 def see_what_the_plan_reads(patch: Patch) -> None:
-    patch.setattr(step, "sliding_window", lambda window: CAUSAL)
+    patch.setattr(step, "sliding_window_of", lambda window: CAUSAL)
 
 
 def forget_the_layer(patch: Patch) -> None:
     weights_of = HeadNorms.weights_of
     patch.setattr(HeadNorms, "weights_of", lambda self, layer, raw: weights_of(self, ty.u32(0), raw))
+
+
+def rotate_by_another_table(number: Any) -> Any:
+    """Queries and keys rotated by table `number(port, head, right)`."""
+
+    def change(patch: Patch) -> None:
+        table = StepPort._table
+        patch.setattr(StepPort, "_table", lambda self, head: number(self, head, table(self, head)))
+
+    return change
+
+
+def follow_the_plan_of_the_other_kind(patch: Patch) -> None:
+    patch.setattr(Schedule, "_index", lambda self, role: chosen(self.index[role.name], 1 - self.kind))
+
+
+def keep_one_record_for_all_kinds(patch: Patch) -> None:
+    kept: Any = Schedule._kept
+    patch.setattr(Schedule, "_kept", property(lambda self: kept.fget(_of_kind(self, 0))))
+
+
+def _of_kind(schedule: Schedule, kind: int) -> Schedule:
+    other = copy(schedule)
+    other.kind = kind
+    return other
 
 
 FAMILY_BUGS = (
@@ -136,6 +181,21 @@ FAMILY_BUGS = (
     Bug("raw heads read before they are there", BOTH, change=read_without_waiting("qkv"), setup=NORMED),
     Bug("a window of one key more", ("reference",), change=see_one_key_more, setup=WINDOWED),
     Bug("no window in the mask, only in the plan", ("reference",), change=see_what_the_plan_reads, setup=WINDOWED),
+    Bug("a window of one key more in some layers", ("reference",), change=see_one_key_more, setup=KINDS),
+    Bug(
+        "angles of the next table",
+        ("reference",),
+        change=rotate_by_another_table(lambda port, head, table: (table + 1) % port.shape.rotations),
+        setup=KINDS,
+    ),
+    Bug(
+        "keys rotated by the queries' table",
+        ("reference",),
+        change=rotate_by_another_table(lambda port, head, table: port.query_angles),
+        setup=KINDS,
+    ),
+    Bug("the KV plan of another window", ("reference",), change=follow_the_plan_of_the_other_kind, setup=KINDS),
+    Bug("records of the plan of another window", ("schedules",), change=keep_one_record_for_all_kinds, setup=KINDS),
     Bug("bias of the next head", ("reference",), change=take_the_bias_of(_next_head), setup=BIASED),
     Bug("bias of the other half of a pair", ("reference",), change=take_the_bias_of(_natural_order), setup=BIASED),
 )

@@ -15,6 +15,7 @@ from cheetah.models.config import ModelConfig
 from cheetah.models.mistral import MistralConfig
 from cheetah.models.qwen2 import Qwen2Config
 from cheetah.models.qwen3 import Qwen3Config
+from tests.program.kinds import KINDS
 from tests.program.rig import Rig, bits, float32_logits, random_weights, relative_error, token_ids
 from tests.tiers import tiered
 from tests.tolerances import EIGHT_BIT_LOGITS, LOGITS
@@ -43,13 +44,15 @@ CASES: dict[str, tuple[ModelConfig, dict[str, Any], int]] = {
     "qwen3, pages of 5": (qwen3(), {"page_size": 5, **SPLIT}, 40),
     "qwen2": (qwen2(), {}, 40),
     "qwen2, group of 7": (qwen2(14, 2), {"blocks": 3, "sync": "barrier", **SPLIT}, 40),
+    "kinds": (KINDS, {"blocks": 3, "page_size": 5, **SPLIT}, 110),
+    "kinds, barrier": (KINDS, {"blocks": 4, "sync": "barrier", "kv_chunk": 16}, 70),
     "mistral": (MistralConfig(80, 40, 2, 2, 1, 128, 50, max_position_embeddings=256), {"blocks": 3, **SPLIT}, 40),
 }
 
 
 EXHAUSTIVE = (
     *("qwen3", "qwen3, more blocks than items", "qwen3, tied, large epsilon", "qwen3, pages of 5", "qwen2"),
-    *("qwen3, group of 8, eight warps", "qwen3, group of 5, barrier", "mistral"),
+    *("qwen3, group of 8, eight warps", "qwen3, group of 5, barrier", "mistral", "kinds, barrier"),
 )
 
 
@@ -85,7 +88,9 @@ def test_several_sequences_with_keys_of_eight_bits(config: ModelConfig) -> None:
         assert relative_error(found, float32_logits(weights, sequence)) < EIGHT_BIT_LOGITS
 
 
-@pytest.mark.parametrize("config", tiered([qwen3(4, 2), qwen2(4, 2)], [qwen2(4, 2)]), ids=["qwen3", "qwen2"])
+@pytest.mark.parametrize(
+    "config", tiered([qwen3(4, 2), qwen2(4, 2), KINDS], [qwen2(4, 2)]), ids=lambda config: type(config).__name__
+)
 def test_schedules_change_no_bit(config: ModelConfig) -> None:
     weights, ids = random_weights(config), token_ids(24, config.vocab_size)
     rig = Rig(weights, blocks=4, tokens=2, **SPLIT)
@@ -157,3 +162,19 @@ def test_a_context_within_the_window_has_the_kernel_of_a_model_without() -> None
     without = replace(config, sliding_window=None)
     plain, whole = (generate_kernel(one, "emulator-2", max_context=100).text for one in (config, without))
     assert plain == whole != generate_kernel(config, "emulator-2", max_context=101).text
+
+
+def test_windows_in_some_layers_over_several_sequences_that_share_a_prefix() -> None:
+    """Layers that see all keys read the prefix once for all, those with a window read their own."""
+    weights, prefix = random_weights(KINDS), token_ids(64, 50)
+    session = Rig(weights, blocks=3, batch=4, **SPLIT).session("random", 4, launch_steps=20)
+    first = session.sequence()
+    session.score_together([prefix], [first])
+    caches = [first.fork() for _ in range(3)]
+    several = [token_ids(20, 50, seed=seed) for seed in range(3)]
+    for found, ids in zip(session.score_together(several, caches), several, strict=True):
+        assert relative_error(found, float32_logits(weights, [*prefix, *ids])[64:]) < LOGITS
+    plans = session.launcher._plans
+    levels = [set(words[0, plans._layout.sections.offsets["items"] :][: words[0, 1] * 8 : 8]) for words in plans._words]
+    assert levels == [{0, 1}, {0}]
+    assert NO_PAGE not in caches[0].pages, "layers that see all keys need them"

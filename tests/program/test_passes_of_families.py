@@ -19,6 +19,7 @@ from cheetah.runtime.device.emulator import EmulatorDevice
 from cheetah.runtime.engine.launcher import Sampling
 from cheetah.runtime.engine.requests import Request
 from tests.program.answers import Record, Service
+from tests.program.kinds import KINDS
 from tests.program.rig import emulated_gpu, random_weights, relative_error, token_ids
 from tests.tiers import tiered
 
@@ -28,6 +29,10 @@ SHAPE = (48, 40, 2, 2, 1, 64, 50)
 FAMILIES: dict[str, tuple[ModelConfig, dict[str, Any]]] = {
     "a sliding window, pages of 5": (
         MistralConfig(*SHAPE, max_position_embeddings=256, sliding_window=21),
+        {"page_size": 5},
+    ),
+    "layers of several kinds, pages of 5": (
+        KINDS,
         {"page_size": 5},
     ),
     "norms of heads, pages of 16": (Qwen3Config(*SHAPE, max_position_embeddings=256), {}),

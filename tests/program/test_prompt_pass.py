@@ -26,6 +26,7 @@ from cheetah.plan.prompt import PassPlan, default_pass_plan, short_pass_plans
 from cheetah.runtime.device.emulator import EmulatorDevice
 from cheetah.runtime.engine.launches import Part
 from cheetah.tools.rig import GivenWeights, Rig, Session
+from tests.program.kinds import KINDS
 from tests.program.quantized_weights import QuantizedWeights
 from tests.program.rig import emulated_gpu, model, random_weights, relative_error, token_ids
 from tests.tiers import tiered
@@ -223,6 +224,8 @@ FAMILIES = {
     "biases": (Qwen2Config(48, 40, 2, 2, 1, 64, 50, max_position_embeddings=256), {}),
     "norms of heads": (Qwen3Config(48, 40, 2, 2, 1, 64, 50, max_position_embeddings=256), {}),
     "a sliding window": (WINDOWED, {}),
+    "layers of several kinds": (replace(KINDS, position_scale=None), {}),
+    "two kinds, queries scaled by position": (replace(KINDS, layers=2, layer_types=KINDS.layer_types[:2]), {}),
     "narrow M-tiles": (NARROW, {}),
 }
 

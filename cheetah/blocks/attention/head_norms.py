@@ -9,7 +9,7 @@ them, that whose item belongs to the column's own tile appends them.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -54,11 +54,13 @@ class RawHeads(ABC):
 
 @dataclass(frozen=True, eq=False)
 class HeadNorms:
-    """RMSNorm over a head, then RoPE. weights: bf16 [layers, 2, head_dim], of a layer's queries, then of its keys."""
+    """RMSNorm over a head, then RoPE. weights: bf16 [layers, 2, head_dim], of a layer's queries, then of its keys.
+    angles: gives those of a column's head (f32x2*: cos, sin) from a number on."""
 
     machine: Machine
     weights: ch.Expr
     epsilon: float
+    angles: Callable[[ch.Expr, ch.Expr, ch.Expr], Any]
 
     @ch.inline
     def weights_of(self, layer: ch.Expr, raw: RawHead) -> Any:
@@ -101,7 +103,7 @@ class HeadNorms:
     def _rotated(self, values: Any, raw: RawHead) -> Any:
         """RoPE (rotate-half): the lane with the other elements of the unit's pairs is half a head away."""
         half = self.machine.shape.head_dim // 2
-        angles = self.machine.region("rope", ty.f32x2) + (raw.column * half + raw.unit % (half // UNIT) * UNIT)
+        angles = self.angles(raw.column, raw.head, raw.unit % (half // UNIT) * UNIT)
         is_second = raw.unit >= half // UNIT
         rotated = ch.array(ty.f32, UNIT)
         for index in range(UNIT):

@@ -1,7 +1,8 @@
 """The KV plan as the kernel reads it: which items of attention a block works on, and which merges it makes.
 
 The host made the plans of the launch from the sequence lengths (see `cheetah.plan.kv`); a step uses the last plan whose
-first step is not after it. Both roles follow the same plan, so the producer lane fetches just what the consumer warps
+first step is not after it. Where layers differ in what they see, each kind of them has plans of its own. Both roles
+follow the same plan, so the producer lane fetches just what the consumer warps
 expect. The records of a block's first items, and of each team's first merge with its sources, stay in shared memory
 from one plan to the next: every layer would otherwise wait for three loads, one after the other."""
 
@@ -10,15 +11,18 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import reduce
+from operator import or_
 from typing import Any
 
 from cheetah import lang as ch
+from cheetah.blocks.by_layer import chosen
 from cheetah.blocks.machine import Machine
 from cheetah.lang import prim, ty
 from cheetah.plan.index import ceil_div
 from cheetah.plan.kv import ITEM_WORDS, KvPlanLayout
 from cheetah.plan.kv.tables import TILE_WORDS
-from cheetah.plan.regions import KEPT_ITEM_BYTES, KEPT_ITEMS, KEPT_MERGE_BYTES, KEPT_SOURCES
+from cheetah.plan.regions import KEPT_ITEM_BYTES, KEPT_ITEMS, KEPT_MERGE_BYTES, KEPT_SOURCES, kept_plan_bytes
 
 WRITE_THROUGH = 0xFFFFFFFF
 """The first partial row of an item that gives the final output itself."""
@@ -76,6 +80,8 @@ class Merge:
 
 class Schedule:
     """The plans of a launch, and the one of the present step in each role. `tiles` are the launch's tile records.
+    kinds: of layers; plan i of kind k is number i * kinds + k, of `plan_count`. kind: of the layer whose attention is
+    being emitted.
 
     The consumer warps keep the records of the block's first items and of each warp's first merge in shared memory, from
     one plan to the next (`keep`): else every layer would wait for loads one after the other."""
@@ -87,29 +93,36 @@ class Schedule:
         plans: ch.Expr,
         plan_count: ch.Expr,
         tiles: ch.Expr,
+        kinds: int = 1,
     ) -> None:
         self.machine, self.layout, self.plans, self.plan_count = machine, layout, plans, plan_count
-        self.tile_records = tiles
+        self.tile_records, self.kinds = tiles, kinds
+        self.kind: ch.Value = 0
         self._start()
 
     @ch.inline
     def _start(self) -> None:
-        self.index = {}
+        self.index = dict[str, list[Any]]()
         for role in (self.machine.producer, self.machine.consumer):
             with role:
-                plan_index = ch.var(ty.u32, 0)
-                self.index[role.name] = plan_index
+                for kind in range(self.kinds):
+                    plan_index = ch.var(ty.u32, kind)
+                    self.index.setdefault(role.name, []).append(plan_index)
 
     @ch.inline
     def advance(self, role: ch.Role, step: ch.Expr) -> Any:
-        """In a role: move on to the plan of `step`; steps only grow. Whether it is not the plan of the step before."""
-        return self._follow_plan(self.index[role.name], step)
+        """In a role: move on to the plans of `step`; steps only grow. Whether one is not that of the step before."""
+        return reduce(or_, [self._follow_plan(index, step) for index in self.index[role.name]])
+
+    def _index(self, role: ch.Role) -> Any:
+        """The number of the present plan of the layer's kind."""
+        return chosen(self.index[role.name], self.kind)
 
     @ch.function
     def _follow_plan(self, plan_index: Any, step: ch.Expr) -> Any:
         """Move on to the next plan if it begins in this step. Whether it is not the plan of the step before."""
         is_new = ch.var(ty.boolean, step == 0)
-        following = plan_index + 1
+        following = plan_index + self.kinds
         with ch.if_(following < self.plan_count):
             first_step = prim.load_constant_u32(self.plans + following * self.layout.plan_words)
             with ch.if_(first_step <= step):
@@ -119,7 +132,7 @@ class Schedule:
 
     def _place(self, role: ch.Role, section: str, index: ch.Value) -> ch.Expr:
         offset = ch.cast(ty.u32, index) + self.layout.sections.offsets[section]
-        place: ch.Expr = self.plans + (self.index[role.name] * self.layout.plan_words + offset)
+        place: ch.Expr = self.plans + (self._index(role) * self.layout.plan_words + offset)
         return place
 
     def _word(self, role: ch.Role, section: str, index: ch.Value) -> Any:
@@ -143,12 +156,19 @@ class Schedule:
     @property
     def _kept(self) -> ch.Expr:
         """u32x4*: first and last item, jobs of merging and rows of a merge; 4 an item; those of each warp's merge."""
-        return ch.reinterpret(ty.ptr_mut(ty.u32x4), self.machine.region("records", ty.u32x4))
+        records = self.machine.region("records", ty.u32x4) + self.kind * (kept_plan_bytes(self.machine.plan) // 16)
+        return ch.reinterpret(ty.ptr_mut(ty.u32x4), records)
 
     @property
     def _kept_merge(self) -> ch.Expr:
         """The record of the first merge of this warp's team: head, row, first and last source; the tile; sources."""
         return self._kept + (1 + (KEPT_ITEMS + 1) * ITEM_UNITS + self.team * MERGE_UNITS)
+
+    def keep_all(self) -> None:
+        """`keep` of the plans of all kinds."""
+        for kind in range(self.kinds):
+            self.kind = kind
+            self.keep()
 
     @ch.function
     def keep(self) -> None:

@@ -27,6 +27,8 @@ class StepPort(AttentionPort):
         self.reads, self.makes = phase.input.name, phase.output.name
         self.shape = self.machine.shape
         self.layer: Any = None  # the layer whose attention is being emitted
+        self.query_angles: Any = 0  # the table of its queries' angles, and of its keys'
+        self.key_angles: Any = 0
         self.heads: RawHeads | None = None
         self.head_units = self.shape.head_dim // UNIT
 
@@ -64,6 +66,20 @@ class StepPort(AttentionPort):
     def scale_of(self, layer: ch.Expr, kv_row: ch.Expr) -> Any:
         """The scale of a KV head's codes; kv_row counts key heads, then value heads."""
         return self.scales[layer * (2 * self.shape.kv_heads) + kv_row]
+
+    def angles(self, column: ch.Expr, head: ch.Expr, first: Any = 0) -> Any:
+        """The angles (f32x2*: cos, sin) by which a column's query or key is rotated, from number `first` on. Heads
+        count queries, then keys."""
+        half = self.shape.head_dim // 2
+        return self.machine.region("rope", ty.f32x2) + (
+            column * half + first + self._table(head) * (self.machine.plan.tokens * half)
+        )
+
+    def _table(self, head: ch.Expr) -> Any:
+        """The number of the table."""
+        if self.query_angles is self.key_angles:
+            return self.query_angles
+        return ch.select(head < self.shape.heads, ty.u32(self.query_angles), ty.u32(self.key_angles))
 
     def publish(
         self,
@@ -153,7 +169,7 @@ class Projection:
         head, m_tile_of_head, dim, publish = self._place(rows, epoch)
         value = ch.var(ty.f32, self._value(rows, layer))
         with ch.if_(head < shape.heads + shape.kv_heads):
-            value.set(rotate(self.machine, rows, value, m_tile_of_head))
+            value.set(rotate(rows, value, m_tile_of_head, lambda: self.port.angles(rows.column, head)))
         neighbour = prim.shuffle_xor_f32(value, 1)
         pair = ch.var(ty.u32, prim.pack_bf16x2(value, neighbour))
         with ch.if_(rows.is_own & (rows.row % 2 == 0)):

@@ -106,12 +106,12 @@ def pair_of_rows(value: ch.Expr) -> Any:
 
 
 @ch.function
-def rotate(machine: Machine, rows: Rows, value: ch.Expr, m_tile_of_head: ch.Expr) -> Any:
+def rotate(rows: Rows, value: ch.Expr, m_tile_of_head: ch.Expr, angles_of: Callable[[], Any]) -> Any:
     """RoPE (rotate-half): the pair (k, k + D/2) lies 8 lanes apart. Returns the rotated value.
 
     cos and sin of the token's position lie in the region `rope` as pairs.
     """
-    angles = machine.region("rope", ty.f32x2) + rows.column * (machine.shape.head_dim // 2)
+    angles = angles_of()
     frequency = m_tile_of_head * HALF + rows.row % HALF
     angle = angles[frequency]
     partner = prim.shuffle_xor_f32(value, HALF)

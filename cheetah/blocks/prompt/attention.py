@@ -31,8 +31,8 @@ LOG2_E = math.log2(math.e)
 
 @dataclass(frozen=True, eq=False)
 class PassAttention:
-    """Attention of one layer. into: the input of o in token order (u8). window: keys that a row sees, its own included,
-    or None. places: where o has its columns (u16), if not in order."""
+    """Attention of one layer. into: the input of o in token order (u8). window: keys that a row sees, its own included
+    (an expression where layers differ), or None. places: where o has its columns (u16), if not in order."""
 
     machine: PassMachine
     ring: TileRing
@@ -40,7 +40,7 @@ class PassAttention:
     tokens: PassTokens
     into: ch.Expr
     key_tile: int
-    window: int | None = None
+    window: Any = None
     places: ch.Expr | None = None
 
     @property

@@ -205,7 +205,8 @@ class _Group:
 @dataclass(frozen=True, eq=False)
 class StoreHeads(Finish):
     """The rows of q, k and v: scaled, with their biases, normalised, rotated; queries and keys as attention reads them,
-    keys and values also into the cache. rope: f32 [positions][head_dim / 2][cos, sin]."""
+    keys and values also into the cache. rope: f32 [tables][positions][head_dim / 2][cos, sin]. query_angles,
+    key_angles: which of the tables are the layer's."""
 
     heads: PassHeads
     tokens: PassTokens
@@ -214,6 +215,8 @@ class StoreHeads(Finish):
     rope: ch.Expr
     max_context: int
     layer: ch.Expr
+    query_angles: Any = 0
+    key_angles: Any = 0
     biases: ch.Expr | None = None
     norms: PassHeadNorms | None = None
 
@@ -275,8 +278,16 @@ class StoreHeads(Finish):
         for index in range(2):
             position = ch.minimum(place.position + lane % 4 * 2 + index, self.max_context - 1)
             angles = ch.reinterpret(ty.ptr(ty.f32x2), self.rope)
-            loaded.append(ch.const(ty.f32x2, angles[position * half + frequency], name="angle"))
+            row = position + self._table(m_tile) * self.max_context
+            loaded.append(ch.const(ty.f32x2, angles[row * half + frequency], name="angle"))
         return _Group(place, loaded)
+
+    def _table(self, m_tile: ch.Expr) -> Any:
+        """The number of the table of the angles of an M-tile's rows."""
+        if self.query_angles is self.key_angles:
+            return self.query_angles
+        is_query = m_tile < self.heads.shape.query_rows // M_TILE_ROWS
+        return ch.select(is_query, ty.u32(self.query_angles), ty.u32(self.key_angles))
 
     def _with_biases(self, sums: Sums) -> tuple[Any, ...]:
         values = self.scales.scaled(sums)
@@ -351,7 +362,7 @@ class StoreHeads(Finish):
 
 @ch.function
 def bring_earlier_keys(
-    heads: PassHeads, tokens: PassTokens, cache: KvCache, layer: ch.Expr, key_tile: int, window: int | None = None
+    heads: PassHeads, tokens: PassTokens, cache: KvCache, layer: ch.Expr, key_tile: int, window: Any = None
 ) -> None:
     """In the consumer role, all blocks together, for every segment: the keys and values that were cached before this
     pass, in core order, and zeros for values behind the last one up to the end of its key tile, whose weights are
@@ -371,7 +382,7 @@ def _threads(machine: PassMachine) -> tuple[Any, Any]:
 
 @ch.inline
 def _bring_cached(
-    heads: PassHeads, segment: SegmentPlace, cache: KvCache, layer: ch.Expr, key_tile: int, window: int | None
+    heads: PassHeads, segment: SegmentPlace, cache: KvCache, layer: ch.Expr, key_tile: int, window: Any
 ) -> None:
     thread, threads = _threads(heads.machine)
     first, first_tile = ty.u32(0), ty.u32(0)

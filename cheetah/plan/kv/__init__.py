@@ -1,6 +1,6 @@
 """The run-time plan of attention: which block takes which keys of a step, and how that is laid out in int32 words."""
 
-from cheetah.plan.kv.encoding import SECTION_WORDS, KvPlanLayout, kv_plan
+from cheetah.plan.kv.encoding import NO_STEP, SECTION_WORDS, KvPlanLayout, by_turns, kv_plan
 from cheetah.plan.kv.launch import (
     LaunchTile,
     kv_plans_for_launch,
@@ -12,6 +12,7 @@ from cheetah.plan.kv.scheduler import ITEM_WORDS, WRITE_THROUGH, Int32Array, KvP
 
 __all__ = [
     "ITEM_WORDS",
+    "NO_STEP",
     "SECTION_WORDS",
     "WRITE_THROUGH",
     "Int32Array",
@@ -20,6 +21,7 @@ __all__ = [
     "LaunchTile",
     "Scheduling",
     "Tile",
+    "by_turns",
     "kv_plan",
     "kv_plans_for_launch",
     "launch_tiles",

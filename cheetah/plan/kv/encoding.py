@@ -22,6 +22,21 @@ SECTION_WORDS = 64
 """Alignment of the sections of an encoded plan, in 32-bit words; also the size of its header."""
 
 
+NO_STEP = 2**31 - 1
+"""The first step of a plan that no step follows."""
+
+
+def by_turns(kinds: Sequence[Int32Array]) -> Int32Array:
+    """The plans of a launch for several kinds of layers, plan i of kind k at i * kinds + k: int32 [plans, plan_words].
+    Where a kind has fewer, plans that no step follows stand for those that are missing."""
+    if len(kinds) == 1:
+        return kinds[0]
+    words = np.full((max(map(len, kinds)), len(kinds), kinds[0].shape[1]), NO_STEP, np.int32)
+    for number, plans in enumerate(kinds):
+        words[: len(plans), number] = plans
+    return words.reshape(-1, words.shape[2])
+
+
 def kv_plan(
     lengths: Iterable[int],
     kv_heads: int,
@@ -158,19 +173,23 @@ class KvPlanLayout:
         """Words of one encoded plan, a multiple of 64."""
         return self.sections.total
 
-    def encode(self, plan: KvPlan, first_step: int) -> Int32Array:
-        """The words of `plan`, valid from step `first_step` on; unused words are 0. int32 [plan_words]."""
+    def encode(self, plan: KvPlan, first_step: int, first_tile: int = 0) -> Int32Array:
+        """The words of `plan`, valid from step `first_step` on; unused words are 0. int32 [plan_words]. first_tile: of
+        the plan's tiles, among all of the launch."""
         self.check(plan)
         words = np.zeros(self.plan_words, dtype=np.int32)
         words[:4] = first_step, plan.item_count, plan.merge_count, plan.merge_rows
         for name in ("work_indptr", "items", "merge_indptr", "merges", "merge_src"):
             values = getattr(plan, name).ravel()
             words[self.sections.offsets[name] :][: len(values)] = values
+        offsets = self.sections.offsets
+        words[offsets["items"] + 1 :][: plan.item_count * ITEM_WORDS : ITEM_WORDS] += first_tile
+        words[offsets["merges"] :][: plan.merge_count * 2 : 2] += first_tile
         return words
 
-    def encode_launch(self, plans: Sequence[tuple[int, KvPlan]]) -> Int32Array:
+    def encode_launch(self, plans: Sequence[tuple[int, KvPlan]], first_tile: int = 0) -> Int32Array:
         """The plans of a launch, int32 [len(plans), plan_words]."""
-        return np.stack([self.encode(plan, first_step) for first_step, plan in plans])
+        return np.stack([self.encode(plan, first_step, first_tile) for first_step, plan in plans])
 
     def check(self, plan: KvPlan) -> None:
         """PlanError unless `plan` has room in this layout, and its partial states in `max_partial_rows` rows."""
