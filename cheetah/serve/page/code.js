@@ -62,17 +62,19 @@ const NUMBER = String.raw`(?<![\w$])(?:0[xX][\da-fA-F_]+|0[bB][01_]+|\d[\d_]*(?:
 const WORD = String.raw`[A-Za-z_$][\w$]*`;
 
 const expression = (comment, string = STRING) =>
-  new RegExp(`(?<comment>${comment})|(?<string>${string})|(?<number>${NUMBER})|(?<word>${WORD})`, "g");
+  new RegExp(`(?<comment>${comment})|(?<string>${string})|(?<number>${NUMBER})|(?<word>${WORD})`, "gm");
+
+const DIRECTIVES = "include|define|undef|if|ifdef|ifndef|else|elif|endif|pragma|error";
 
 const PARTS = {
   slashes: expression(
-    String.raw`\/\/[^\n]*|\/\*[^]*?(?:\*\/|$)|^[ \t]*#[ \t]*(?:include|define|if|ifdef|ifndef|else|endif|pragma)\b[^\n]*`,
+    String.raw`\/\/[^\n]*|\/\*[^]*?(?:\*\/|(?![^]))|^[ \t]*#[ \t]*(?:${DIRECTIVES})\b[^\n]*`,
     `${STRING}|\`(?:[^\`\\\\]|\\\\[^])*\`?`,
   ),
-  hashes: expression(String.raw`(?<![\w$&{])#[^\n]*`, `"""[^]*?(?:"""|$)|'''[^]*?(?:'''|$)|${STRING}`),
-  dashes: expression(String.raw`--[^\n]*|\/\*[^]*?(?:\*\/|$)`),
+  hashes: expression(String.raw`(?<![\w$&{])#[^\n]*`, `"""[^]*?(?:"""|(?![^]))|'''[^]*?(?:'''|(?![^]))|${STRING}`),
+  dashes: expression(String.raw`--[^\n]*|\/\*[^]*?(?:\*\/|(?![^]))`),
   json: expression(String.raw`\/\/[^\n]*`, String.raw`"(?:[^"\\\n]|\\.)*"?`),
-  markup: /(?<comment><!--[^]*?(?:-->|$))|(?<string>"[^"<>]*"|'[^'<>]*')|(?<word><\/?[\w:-]+|\/?>)/g,
+  markup: /(?<comment><!--[^]*?(?:-->|(?![^])))|(?<string>"[^"<>]*"|'[^'<>]*')|(?<word><\/?[\w:-]+|\/?>)/g,
   diff: /^(?:(?<added>\+[^\n]*)|(?<removed>-[^\n]*)|(?<comment>@@[^\n]*))/gm,
 };
 

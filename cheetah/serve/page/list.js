@@ -13,7 +13,7 @@ export function listTalks(talks, open, act) {
   let group;
   const rows = talks.flatMap((talk) => {
     const name = ageOf(talk.changed),
-      head = name !== group && element("li", { class: "group", role: "presentation" }, name);
+      head = name !== group && element("li", { class: "group" }, name);
     group = name;
     return [head, row(talk, talk.id === open.id, act)].filter(Boolean);
   });

@@ -81,7 +81,9 @@ const act = {
     const talk = open,
       before = talk.tip;
     focusText();
-    if (!(await answer(talk, parent))) turnBack(talk, before);
+    if (!(await answer(talk, parent))) return turnBack(talk, before);
+    if (message.role !== "assistant" || message.content !== talk.find(talk.tip).content) return;
+    toast("The same again: this model takes the likeliest token.", "Set a temperature", openSettings);
   },
   goOn(message) {
     focusText();
@@ -220,12 +222,13 @@ function notify(text) {
 
 let toastEnds;
 
-function toast(text, label, undo) {
+/** Says something for ten seconds, with a button. */
+function toast(text, label, pressed) {
   const gone = () => byId("toast").replaceChildren();
   clearTimeout(toastEnds);
   toastEnds = setTimeout(gone, 10_000);
   byId("toast").replaceChildren(
-    element("div", {}, element("span", {}, text), button(label, { on: { click: () => (gone(), undo()) } })),
+    element("div", {}, element("span", {}, text), button(label, { on: { click: () => (gone(), pressed()) } })),
   );
 }
 
@@ -404,7 +407,6 @@ function showModel(metrics = new Map()) {
     element("span", { class: "name" }, name),
     element("span", { class: "more" }, told.join(" · ")),
   );
-  byId("model").setAttribute("aria-label", isAway ? "The server does not answer" : `About the model ${name}`);
 }
 
 /** Puts the share of the read ceiling beside an answer, if the server measures it. */

@@ -422,7 +422,6 @@ class Inline {
         at = first;
         for (const kind in lowest) lowest[kind] = Math.min(lowest[kind], first);
       }
-      if (!closer.count) runs.splice(at--, 1);
     }
     runs.length = bottom;
   }
