@@ -11,6 +11,7 @@ from typing import Any
 from cheetah.blocks import repack
 from cheetah.manifest import Launch, Manifest
 from cheetah.models.config import ModelConfig
+from cheetah.models.family import HeadProgram, StepProgram
 from cheetah.models.registry import family_of
 from cheetah.package import Generated, KernelParameter, described, no_collections, packaged
 from cheetah.plan import Gpu, Plan, default_plan, gpu_named, shared_map, step_matrices
@@ -32,9 +33,11 @@ def generate_kernel(
     *,
     command: str = "cheetah generate",
     line_marks: bool = False,
+    traced: bool = False,
     **overrides: Any,
 ) -> Generated:
-    """The kernel of a model on a machine. `command` is what the header says regenerates it; the rest are plan fields.
+    """The kernel of a model on a machine. `command` is what the header says regenerates it. traced: with time stamps of
+    every block and phase (buffer `timeline`). The rest are plan fields.
 
     Errors: PlanError where no plan fits the machine; ConfigError comes from the configuration itself.
     """
@@ -42,8 +45,8 @@ def generate_kernel(
     plan = choose_plan(config, machine, **overrides)
     about = f"The whole decode step of a {config.dialect.title} model in one persistent kernel."
     return packaged(
-        family_of(config).program.build_kernel(config, machine, plan),
-        describe_kernel(config, machine, plan, command),
+        family_of(config).program.build_kernel(config, machine, plan, traced),
+        describe_kernel(config, machine, plan, command, traced),
         _header(config, machine, plan, command, about),
         line_marks=line_marks,
     )
@@ -75,6 +78,7 @@ def generate_pass(
     *,
     command: str = "cheetah generate --prompt-pass",
     line_marks: bool = False,
+    traced: bool = False,
 ) -> Generated:
     """The kernel of passes over prompts, beside the kernel that decodes by `plan`, over the same weights and cache.
 
@@ -83,8 +87,8 @@ def generate_pass(
     machine = gpu_named(gpu) if isinstance(gpu, str) else gpu
     header = _pass_header(config, machine, plan, pass_plan, command)
     return packaged(
-        family_of(config).prompt_program.build_kernel(config, machine, plan, pass_plan),
-        describe_pass(config, machine, plan, pass_plan, command),
+        family_of(config).prompt_program.build_kernel(config, machine, plan, pass_plan, traced),
+        describe_pass(config, machine, plan, pass_plan, command, traced),
         header,
         line_marks=line_marks,
     )
@@ -106,7 +110,9 @@ def _pass_header(config: ModelConfig, gpu: Gpu, plan: Plan, pass_plan: PassPlan,
     return "\n".join(lines)
 
 
-def describe_pass(config: ModelConfig, gpu: Gpu, plan: Plan, pass_plan: PassPlan, command: str = "") -> Manifest:
+def describe_pass(
+    config: ModelConfig, gpu: Gpu, plan: Plan, pass_plan: PassPlan, command: str = "", traced: bool = False
+) -> Manifest:
     """The manifest of the kernel that `generate_pass` makes for these, without its text. Its `plan` is the pass', and
     in it as `decoding` that of the kernel that decodes."""
     program, matrices = family_of(config).prompt_program, step_matrices(config.shape, plan, gpu)
@@ -115,7 +121,7 @@ def describe_pass(config: ModelConfig, gpu: Gpu, plan: Plan, pass_plan: PassPlan
         program.KERNEL_NAME,
         gpu,
         Launch(gpu.blocks, pass_plan.threads, shared_bytes),
-        program.pass_parameters(config, plan, pass_plan.trace),
+        program.pass_parameters(config, plan, traced),
         program.sizes(config, gpu, plan, pass_plan),
         command=command,
         config=config.to_dict(),
@@ -143,7 +149,8 @@ def generate_head(
 def describe_head(config: ModelConfig, gpu: Gpu, plan: Plan, rows: int, command: str = "") -> Manifest:
     """The manifest of the kernel that `generate_head` makes for these, without its text."""
     program = family_of(config).head_program
-    return _of_steps(program, program.sizes(config, gpu, plan, rows), config, gpu, plan, command)
+    parameters, sizes = program.kernel_parameters(config, plan), program.sizes(config, gpu, plan, rows)
+    return _of_steps(program, parameters, sizes, config, gpu, plan, command)
 
 
 def generate_repacking(gpu: Gpu) -> Generated:
@@ -160,21 +167,28 @@ def generate_repacking(gpu: Gpu) -> Generated:
     return packaged(repack.build_repack(threads, team_threads), manifest, about)
 
 
-def describe_kernel(config: ModelConfig, gpu: Gpu, plan: Plan, command: str = "") -> Manifest:
+def describe_kernel(config: ModelConfig, gpu: Gpu, plan: Plan, command: str = "", traced: bool = False) -> Manifest:
     """The manifest of the kernel that `generate_kernel` makes for these, without its text."""
     program = family_of(config).program
-    return _of_steps(program, program.sizes(config, gpu, plan), config, gpu, plan, command)
+    parameters, sizes = program.kernel_parameters(config, plan, traced), program.sizes(config, gpu, plan)
+    return _of_steps(program, parameters, sizes, config, gpu, plan, command)
 
 
 def _of_steps(
-    program: Any, sizes: Mapping[str, int], config: ModelConfig, gpu: Gpu, plan: Plan, command: str
+    program: StepProgram | HeadProgram,
+    parameters: Mapping[str, KernelParameter],
+    sizes: Mapping[str, int],
+    config: ModelConfig,
+    gpu: Gpu,
+    plan: Plan,
+    command: str,
 ) -> Manifest:
     """The manifest of a kernel whose steps are those of `plan`."""
     return described(
         program.KERNEL_NAME,
         gpu,
         Launch(gpu.blocks, plan.threads, shared_map(config.shape, plan, gpu).total_bytes),
-        program.kernel_parameters(config, plan),
+        parameters,
         sizes,
         command=command,
         config=config.to_dict(),

@@ -3,7 +3,7 @@
 //
 // model: hidden 128, ffn 320, vocab 512, heads 4, kv_heads 2, head_dim 64, layers 3
 // machine: h200, 132 blocks of 384 threads: 8 consumer warps
-// plan: consumer_warps 8, stage_bytes 16384, stages 13, in_flight 2, in_flight_waiting 1, adding_warps 3, sync flags, page_size 16, max_context 512, batch 1, tokens 1, down_slices 1, max_steps 64, kv_chunk 0, kv_dtype bf16, trace False
+// plan: consumer_warps 8, stage_bytes 16384, stages 13, in_flight 2, in_flight_waiting 1, adding_warps 3, sync flags, page_size 16, max_context 512, batch 1, tokens 1, down_slices 1, max_steps 64, kv_chunk 0, kv_dtype bf16
 // weights read a step: 1458176 bytes, in 442368 a layer
 // shared memory:
 //     offset    bytes  region

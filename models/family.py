@@ -89,10 +89,10 @@ class StepProgram(Protocol):
 
     KERNEL_NAME: str
 
-    def build_kernel(self, config: ModelConfig, gpu: Gpu, plan: Plan) -> Any:
-        """The kernel, a `cheetah.lang.Kernel`."""
+    def build_kernel(self, config: ModelConfig, gpu: Gpu, plan: Plan, traced: bool = False) -> Any:
+        """The kernel, a `cheetah.lang.Kernel`. traced: with time stamps of every block and phase, in a timeline."""
 
-    def kernel_parameters(self, config: ModelConfig, plan: Plan) -> Mapping[str, Any]:
+    def kernel_parameters(self, config: ModelConfig, plan: Plan, traced: bool = False) -> Mapping[str, Any]:
         """Its parameters by name, each a `cheetah.package.KernelParameter`."""
 
     def sizes(self, config: ModelConfig, gpu: Gpu, plan: Plan) -> dict[str, int]:
@@ -130,7 +130,7 @@ class PromptProgram(Protocol):
 
     KERNEL_NAME: str
 
-    def build_kernel(self, config: ModelConfig, gpu: Gpu, plan: Plan, pass_plan: PassPlan) -> Any:
+    def build_kernel(self, config: ModelConfig, gpu: Gpu, plan: Plan, pass_plan: PassPlan, traced: bool = False) -> Any:
         """The kernel, a `cheetah.lang.Kernel`. PlanError where there can be none, with the reason."""
 
     def pass_parameters(self, config: ModelConfig, plan: Plan, traced: bool = False) -> Mapping[str, Any]:

@@ -190,7 +190,7 @@ def test_a_range_that_is_none(text: str) -> None:
 def test_the_demos_stamps(sync: str) -> None:
     """Every phase of every block is stamped, in order, by the kernel in the emulator."""
     with open_device("emulator", say=lambda line: None) as device:
-        bench = DecodeBench(preset("demo"), "demo", None, device, [100], 2, trace=True, sync=sync)
+        bench = DecodeBench(preset("demo"), "demo", None, device, [100], 2, traced=True, sync=sync)
         traced = bench.trace(100, 2, repetitions=2, warmup=0)
         phases = bench.manifest.phases
         bench.close()

@@ -41,6 +41,9 @@ def generate(
     line_marks: Annotated[
         bool, typer.Option("--line-marks", help="#line marks, so that compilers name the Python source.")
     ] = False,
+    trace: Annotated[
+        bool, typer.Option("--trace", help="Time stamps of every block and phase, as `cheetah trace` needs them.")
+    ] = False,
     compile: Annotated[bool, typer.Option(help="Compile to a cubin where a compiler is there.")] = True,
     compiler: Annotated[str, typer.Option(help="nvrtc or nvcc.")] = "nvrtc",
     revision: Revision = None,
@@ -53,12 +56,12 @@ def generate(
 
     named = named_config(config, revision)
     print_notes(named.notes)
-    chosen = needed_options(named.config, gpu, plan)
-    stem = name or file_stem(named.stem, gpu, chosen, line_marks=line_marks, prompt_pass=prompt_pass)
+    chosen, how = needed_options(named.config, gpu, plan), {"line_marks": line_marks, "traced": trace}
+    stem = name or file_stem(named.stem, gpu, chosen, **how, prompt_pass=prompt_pass)
     if prompt_pass is None:
-        generated = generate_named(named.config, named.canonical, gpu, plan, line_marks=line_marks)
+        generated = generate_named(named.config, named.canonical, gpu, plan, **how)
     else:
-        generated = generate_named_pass(named.config, named.canonical, gpu, plan, prompt_pass, line_marks=line_marks)
+        generated = generate_named_pass(named.config, named.canonical, gpu, plan, prompt_pass, **how)
     with _writing(output):
         source, manifest = generated.write(output, stem)
     console = Console(soft_wrap=True, highlight=False, markup=False)

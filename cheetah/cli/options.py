@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any
 
 import typer
@@ -62,7 +62,6 @@ PLAN_OPTIONS: Mapping[str, tuple[type, str]] = {
     "kv_chunk": (int, about(LOAD_OPTIONS["kv_chunk"]).help),
     "kv_dtype": (str, about(LOAD_OPTIONS["kv_dtype"]).help),
     "pool_pages": (int, "Pages of the KV cache, of all sequences together."),
-    "trace": (bool, "Time stamps of every block and phase in the kernel, as `cheetah trace` needs them."),
 }
 """Field of `cheetah.plan.Plan`: (type, help). Without the option, a rule chooses."""
 
@@ -86,13 +85,9 @@ SAMPLING_OPTIONS: Mapping[str, tuple[Any, str]] = {
 """Field of `cheetah.runtime.SamplingParams`: (type, help). Without the option it is left open."""
 
 
-def takes_plan(command: Callable[..., None], fixed: Collection[str] = ()) -> Callable[..., None]:
-    """Give `command` an option for each of PLAN_OPTIONS in place of its keyword `plan`, which gets those given.
-
-    `fixed`: fields that the command itself decides.
-    """
-    options = {name: entry for name, entry in PLAN_OPTIONS.items() if name not in fixed}
-    return _takes(command, "plan", _parameters(options, "Plan (by rule unless given)"))
+def takes_plan(command: Callable[..., None]) -> Callable[..., None]:
+    """Give `command` an option for each of PLAN_OPTIONS in place of its keyword `plan`, which gets those given."""
+    return _takes(command, "plan", _parameters(PLAN_OPTIONS, "Plan (by rule unless given)"))
 
 
 def takes_load(*names: str) -> Callable[[Callable[..., None]], Callable[..., None]]:

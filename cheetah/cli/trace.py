@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -37,7 +36,7 @@ EXPLANATION = (
 )
 
 
-@functools.partial(takes_plan, fixed=("trace",))
+@takes_plan
 def trace(
     *,
     model: Annotated[str, typer.Argument(help=MODEL_HELP, show_default=False)],
@@ -100,7 +99,8 @@ def trace(
             steps,
             gpu,
             ordinal_of(device),
-            **{**plan, "trace": True},
+            traced=True,
+            **plan,
         ) as ready,
     ):
         traced = ready.trace(work, steps, repetitions, warmup)

@@ -24,7 +24,7 @@ KV_DTYPES = {"bf16": 2, "e4m3": 1}
 """How keys and values are cached: the name and the bytes of an element."""
 MERGE_WARPS, MOST_TEAMS = 4, 14
 """Warps that merge a row together, and how many teams of them have a barrier."""
-KINDS: Mapping[object, str] = {int: "a whole number", str: "a word", bool: "True or False"}
+KINDS: Mapping[object, str] = {int: "a whole number", str: "a word"}
 """What a field of a plan may be, in words."""
 LARGEST_NUMBER = 2**31 - 1
 """Of a field: what the kernel computes with has 32 bits."""
@@ -41,7 +41,7 @@ DEFAULT_CONTEXT, DEFAULT_STEPS = 8192, 64
 
 
 NOT_POSITIVE = frozenset({
-    "sync", "trace", "kv_dtype", "in_flight_waiting", "adding_warps", "kv_chunk", "pool_pages",
+    "sync", "kv_dtype", "in_flight_waiting", "adding_warps", "kv_chunk", "pool_pages",
 })  # fmt: skip
 """Fields that are no number, or may be 0; those that may not be just anything are checked by themselves."""
 
@@ -54,7 +54,6 @@ class Plan:
     `in_flight_waiting` while the block waits for a vector, or soon will (0: as many).
     Behind the consumer warps comes one of which one lane copies, then `adding_warps` that add up the M-tiles' sums and
     finish their rows (0 in a kernel without products). Whole warpgroups of these leave registers to the consumer warps.
-    `trace` adds time stamps of every block and phase to the kernel (buffer `timeline`); off, none of it is there.
     `batch` sequences share a step at most, and `tokens` tokens, which are the columns of every product (a prompt has
     several). `down_slices`: the input of the down projection is brought to shared memory in so many parts.
     `kv_chunk` is F of the load-balanced KV scheduler (FlashInfer, Algorithm 1): items of that many keys, so that bits
@@ -79,7 +78,6 @@ class Plan:
     kv_chunk: int = 0
     kv_dtype: str = "bf16"
     pool_pages: int = 0
-    trace: bool = False
 
     def __post_init__(self) -> None:
         self._check_types()
@@ -91,7 +89,7 @@ class Plan:
         """A plan may come from a manifest or a cache that somebody edited."""
         for field in fields(self):
             value, wanted = getattr(self, field.name), field.type
-            if not isinstance(value, wanted) or (isinstance(value, bool) and wanted is not bool):  # type: ignore
+            if not isinstance(value, wanted) or isinstance(value, bool):  # type: ignore
                 raise PlanError(f"Plan: {field.name} is {shown(value)}: give {KINDS[wanted]}")
             if isinstance(value, int) and value > LARGEST_NUMBER:
                 raise PlanError(f"Plan: {field.name} is {shown(value)}: give at most {LARGEST_NUMBER}")

@@ -80,7 +80,7 @@ class PassPlan:
 
     tokens: that it has room for, a multiple of tile_tokens. warpgroups: that multiply, each four M-tiles of a tile.
     cut_tokens: products that have fewer tiles than there are blocks with so many tokens, whole tiles, are cut, see
-    `Cut`; 0: none is. key_tile: keys of a stage in attention. trace: as in `Plan`."""
+    `Cut`; 0: none is. key_tile: keys of a stage in attention."""
 
     tokens: int
     tile_tokens: int = 256
@@ -88,11 +88,9 @@ class PassPlan:
     stages: int = 4
     cut_tokens: int = 0
     key_tile: int = 64
-    trace: bool = False
 
     def __post_init__(self) -> None:
-        may_be_zero = ("cut_tokens", "trace")
-        require_positive("PassPlan", **{name: value for name, value in vars(self).items() if name not in may_be_zero})
+        require_positive("PassPlan", **{name: value for name, value in vars(self).items() if name != "cut_tokens"})
         if self.tile_tokens % GROUP_TOKENS or self.tokens % self.tile_tokens or self.cut_tokens % self.tile_tokens:
             raise PlanError(
                 f"PassPlan: {self.tokens} tokens, cut for {self.cut_tokens}, in tiles of {self.tile_tokens}: give "

@@ -155,13 +155,15 @@ class DecodeBench:
         steps: int,
         gpu: str | None = None,
         ordinal: int = 0,
+        *,
+        traced: bool = False,
         **plan: Any,
     ) -> None:
         self.config, self.device, self._ordinal = config, device, ordinal
         info = device.describe()
         self.gpu = choose_gpu(info, gpu)
         room = room_for([as_work(work) for work in works], config, steps)
-        self.generated = generate_named(config, name, self.gpu.name, {**room, **plan})
+        self.generated = generate_named(config, name, self.gpu.name, {**room, **plan}, traced=traced)
         self.manifest = self.generated.manifest
         for work in works:
             check_room(as_work(work), steps, self.plan)
@@ -225,7 +227,7 @@ class DecodeBench:
         )
 
     def trace(self, work: Work | int, steps: int, repetitions: int, warmup: int) -> Traced:
-        """Time stamps of `repetitions` launches after `warmup` others; the plan has `trace`."""
+        """Time stamps of `repetitions` launches after `warmup` others, of a traced kernel."""
         spec, buffer = self.manifest.buffer("timeline"), self._buffers["timeline"]
         launches, stamps = [], []
         for _ in range(warmup + repetitions):

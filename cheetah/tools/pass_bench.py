@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from cheetah.generate import choose_plan, describe_kernel, generate_pass
 from cheetah.models.config import ModelConfig
-from cheetah.plan.prompt import PassPlan, pass_plan_for
+from cheetah.plan.prompt import pass_plan_for
 from cheetah.runtime.assembly.assemble import GPU_TIMEOUT_S, new_cache
 from cheetah.runtime.assembly.buffers import Weights, allocate_buffers, free_all, upload_weights
 from cheetah.runtime.assembly.kernels import choose_gpu
@@ -51,9 +51,8 @@ class PassBench:
         info = device.describe()
         self.gpu = choose_gpu(info, gpu)
         self.plan = choose_plan(config, self.gpu, **{"max_context": tokens + cached, **plan})
-        chosen = pass_plan_for(self.gpu, tokens, self.config.head_dim, cuts=not self.plan.kv_chunk)
-        self.pass_plan = PassPlan.from_dict({**chosen.to_dict(), "trace": traced})
-        self.generated = generate_pass(config, self.gpu, self.plan, self.pass_plan)
+        self.pass_plan = pass_plan_for(self.gpu, tokens, self.config.head_dim, cuts=not self.plan.kv_chunk)
+        self.generated = generate_pass(config, self.gpu, self.plan, self.pass_plan, traced=traced)
         self.manifest = self.generated.manifest
         memory_of_buffers(config, self.manifest.buffers).check(info.free_bytes, info.name)
         self._timed = TimedLaunches(device)

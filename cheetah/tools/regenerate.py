@@ -24,25 +24,22 @@ PASS_PREFIX = "pass-"
 """Of what is written instead of a number of sequences: a kernel of passes."""
 
 
-def generate_named(
-    config: ModelConfig, name: str, gpu: str, plan: dict[str, Any], *, line_marks: bool = False
-) -> Generated:
+def generate_named(config: ModelConfig, name: str, gpu: str, plan: dict[str, Any], **how: bool) -> Generated:
     """The kernel of the model called `name`, with its command in the header. `plan`: overrides, of which some may be
-    what the rule says anyway."""
+    what the rule says anyway. how: `line_marks`, `traced`."""
     chosen = needed_options(config, gpu, plan)
-    command = canonical_command(name, gpu, chosen, line_marks=line_marks)
-    return generate_kernel(config, gpu, command=command, line_marks=line_marks, **chosen)
+    return generate_kernel(config, gpu, command=canonical_command(name, gpu, chosen, **how), **how, **chosen)
 
 
 def generate_named_pass(
-    config: ModelConfig, name: str, gpu: str, plan: dict[str, Any], tokens: int, *, line_marks: bool = False
+    config: ModelConfig, name: str, gpu: str, plan: dict[str, Any], tokens: int, **how: bool
 ) -> Generated:
     """The kernel that reads `tokens` tokens of a prompt in a pass, beside that of `generate_named`."""
     chosen, machine = needed_options(config, gpu, plan), gpu_named(gpu)
-    command = f"{canonical_command(name, gpu, chosen, line_marks=line_marks)} --prompt-pass {tokens}"
+    command = f"{canonical_command(name, gpu, chosen, **how)} --prompt-pass {tokens}"
     decoding = choose_plan(config, machine, **chosen)
     pass_plan = pass_plan_for(machine, tokens, config.head_dim, cuts=not decoding.kv_chunk)
-    return generate_pass(config, machine, decoding, pass_plan, command=command, line_marks=line_marks)
+    return generate_pass(config, machine, decoding, pass_plan, command=command, **how)
 
 
 def needed_options(config: ModelConfig, gpu: str, plan: dict[str, Any]) -> dict[str, Any]:
@@ -59,22 +56,30 @@ def needed_options(config: ModelConfig, gpu: str, plan: dict[str, Any]) -> dict[
     return needed
 
 
-def canonical_command(name: str, gpu: str, plan: dict[str, Any], *, line_marks: bool = False) -> str:
+def canonical_command(
+    name: str, gpu: str, plan: dict[str, Any], *, line_marks: bool = False, traced: bool = False
+) -> str:
     """`cheetah generate` with the options that are not the default."""
     machine = ["--gpu", gpu] if gpu != DEFAULT_GPU else []
-    marks = ["--line-marks"] if line_marks else []
-    options = (flag_of(field) if value is True else f"{flag_of(field)} {value}" for field, value in plan.items())
-    return " ".join(["cheetah generate", name, *machine, *marks, *options])
+    flags = [*(["--line-marks"] if line_marks else []), *(["--trace"] if traced else [])]
+    options = (f"{flag_of(field)} {value}" for field, value in plan.items())
+    return " ".join(["cheetah generate", name, *machine, *flags, *options])
 
 
 def file_stem(
-    name: str, gpu: str, plan: dict[str, Any], *, line_marks: bool = False, prompt_pass: int | None = None
+    name: str,
+    gpu: str,
+    plan: dict[str, Any],
+    *,
+    line_marks: bool = False,
+    traced: bool = False,
+    prompt_pass: int | None = None,
 ) -> str:
     """Model, GPU and what was chosen by hand, e.g. "llama-3.1-8b-h200-sync-barrier"."""
-    marks = ["line-marks"] if line_marks else []
-    chosen = (field if value is True else f"{field}-{value}" for field, value in plan.items())
+    flags = [*(["line-marks"] if line_marks else []), *(["trace"] if traced else [])]
+    chosen = (f"{field}-{value}" for field, value in plan.items())
     passes = [] if prompt_pass is None else [f"prompt-pass-{prompt_pass}"]
-    return "-".join([name, gpu, *marks, *(choice.replace("_", "-") for choice in chosen), *passes])
+    return "-".join([name, gpu, *flags, *(choice.replace("_", "-") for choice in chosen), *passes])
 
 
 def flag_of(field: str) -> str:

@@ -136,9 +136,9 @@ class Launch(ModelLaunch):
     )
 
 
-def kernel_parameters(config: ModelConfig, plan: Plan) -> dict[str, KernelParameter]:
-    """The parameters of a plan's kernel by name, in the order of its signature."""
-    return parameters_of(Launch, config, plan, plan.trace)
+def kernel_parameters(config: ModelConfig, plan: Plan, traced: bool = False) -> dict[str, KernelParameter]:
+    """The parameters of a plan's kernel by name, in the order of its signature. traced: with a timeline."""
+    return parameters_of(Launch, config, plan, traced)
 
 
 def parameters_of(

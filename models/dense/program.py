@@ -23,11 +23,11 @@ __all__ = ["KERNEL_NAME", "Step", "build_kernel", "kernel_parameters", "phase_na
 KERNEL_NAME = "decode_step"
 
 
-def build_kernel(config: ModelConfig, gpu: Gpu, plan: Plan) -> ch.Kernel:
+def build_kernel(config: ModelConfig, gpu: Gpu, plan: Plan, traced: bool = False) -> ch.Kernel:
     """The kernel of `plan.max_steps` or fewer decode steps of `plan.batch` or fewer sequences. Shapes of the
-    parameters: see the manifest."""
+    parameters: see the manifest. traced: with time stamps of every block and phase; else none of it is there."""
     shape = config.shape
-    types = {name: parameter.type for name, parameter in kernel_parameters(config, plan).items()}
+    types = {name: parameter.type for name, parameter in kernel_parameters(config, plan, traced).items()}
 
     @ch.kernel(ch.Params(**types), name=KERNEL_NAME, max_threads=plan.threads)
     def decode_step(**arguments: Any) -> None:

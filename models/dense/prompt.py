@@ -116,20 +116,15 @@ def phase_rows(config: ModelConfig, gpu: Gpu, plan: Plan, pass_plan: PassPlan) -
     return PassSizes(config, gpu, plan, pass_plan).rows
 
 
-def build_kernel(config: ModelConfig, gpu: Gpu, plan: Plan, pass_plan: PassPlan) -> ch.Kernel:
-    """The kernel of passes beside the decode kernel of `plan`. PlanError where there can be none, with the reason."""
-    return build_pass(PassSizes(config, gpu, plan, pass_plan))
+def build_kernel(config: ModelConfig, gpu: Gpu, plan: Plan, pass_plan: PassPlan, traced: bool = False) -> ch.Kernel:
+    """The kernel of passes beside the decode kernel of `plan`. PlanError where there can be none, with the reason.
+    traced: with time stamps of every block and phase."""
+    sizes = PassSizes(config, gpu, plan, pass_plan)
+    types = {name: parameter.type for name, parameter in pass_parameters(config, plan, traced).items()}
 
-
-def build_pass(sizes: PassSizes) -> ch.Kernel:
-    """The kernel of a pass."""
-    plan, gpu = sizes.pass_plan, sizes.gpu
-    parameters = pass_parameters(sizes.config, sizes.plan, plan.trace)
-    types = {name: parameter.type for name, parameter in parameters.items()}
-
-    @ch.kernel(ch.Params(**types), name=KERNEL_NAME, max_threads=plan.threads)
+    @ch.kernel(ch.Params(**types), name=KERNEL_NAME, max_threads=pass_plan.threads)
     def prompt_pass(**arguments: Any) -> None:
-        machine = start_pass(plan, gpu, sizes.shared)
+        machine = start_pass(pass_plan, gpu, sizes.shared)
         Pass(sizes, machine, PassLaunch(**arguments)).emit()
 
     return prompt_pass

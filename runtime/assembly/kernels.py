@@ -249,7 +249,7 @@ def _gpu_of(info: DeviceInfo) -> str:
 
 def _kept(plan: Mapping[str, Any]) -> dict[str, Any]:
     """The fields of a plan that hold for kernels of other steps too."""
-    return {name: value for name, value in plan.items() if name not in ("stages", "in_flight", "down_slices", "trace")}
+    return {name: value for name, value in plan.items() if name not in ("stages", "in_flight", "down_slices")}
 
 
 def _first_line(error: Exception) -> str:

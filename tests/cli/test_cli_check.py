@@ -115,7 +115,7 @@ OPTIONS = (
     "--sync barrier --batch 4",
     "--kv-dtype e4m3",
     "--batch 4 --tokens 8 --page-size 5",
-    "--trace --stages 6 --in-flight 2",
+    "--stages 6 --in-flight 2",
 )
 
 

@@ -73,7 +73,7 @@ def test_what_cannot_be_traced_is_refused(arguments: tuple[str, ...], words: str
 
 @pytest.mark.slow
 def test_the_kernel_without_stamps_has_nothing_of_them() -> None:
-    plain, traced = (generate_kernel(preset("demo"), "h200", trace=trace) for trace in (False, True))
+    plain, traced = (generate_kernel(preset("demo"), "h200", traced=is_traced) for is_traced in (False, True))
     for word in ("global_timer", "timeline", "noted"):
         assert word not in plain.text and word in traced.text
     assert "timeline" not in {buffer.name for buffer in plain.manifest.buffers}

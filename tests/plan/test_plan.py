@@ -322,7 +322,6 @@ def test_the_other_matrices_begin_where_o_and_down_end(shape, gpu):
         ("tokens", None, "tokens is None: give a whole number"),
         ("page_size", True, "page_size is True: give a whole number"),
         ("sync", 1, "sync is 1: give a word"),
-        ("trace", 0, "trace is 0: give True or False"),
         ("max_context", 10**30, "max_context is 1000000000000000000000000000000: give at most 2147483647"),
         ("batch", 10**999, "batch is an integer of about 1000 digits: give at most"),
     ],
