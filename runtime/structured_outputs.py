@@ -32,8 +32,8 @@ class StructuredOutputsParams:
     `regex` crate. choice: one of these texts. grammar: a context-free grammar, in Lark's or llama.cpp's (GBNF) form.
     json_object: any JSON object. structural_tag: any text, in which whatever starts with one of `triggers` goes on as
     one of `structures` does that begin so: its `begin`, JSON by its `schema`, its `end`; an object, or its JSON.
-    whitespace_pattern: a regular expression of what may stand between two parts of JSON; by default up to 32 blanks,
-    tabs and line ends. disable_any_whitespace: nothing may.
+    whitespace_pattern: a regular expression of what may stand between two parts of JSON; by default a blank.
+    disable_any_whitespace: nothing may.
     """
 
     json: str | Mapping[str, Any] | None = None
@@ -50,6 +50,9 @@ class StructuredOutputsParams:
         if len(asked) != 1:
             what = f"{' and '.join(asked)} are given" if asked else "nothing is asked for"
             raise GrammarError(f"structured_outputs: {what}: give one of {', '.join(KINDS)}")
+        for name in ("json_object", "disable_any_whitespace"):
+            if not isinstance(getattr(self, name), bool):
+                raise GrammarError(f"structured_outputs: {name}: {shown(getattr(self, name))} is neither true nor false")
         if self.choice is not None:
             object.__setattr__(self, "choice", _choices(self.choice))
         for name in ("regex", "grammar", "whitespace_pattern"):

@@ -39,7 +39,14 @@ from cheetah.serve.records import (
     sampling_params,
 )
 from cheetah.serve.responses import ResponseAnswer, messages_of
-from cheetah.serve.structure import Structure, of_grammar, structure_of, structure_of_calls, structure_of_text
+from cheetah.serve.structure import (
+    Structure,
+    function_of,
+    of_grammar,
+    structure_of,
+    structure_of_calls,
+    structure_of_text,
+)
 from cheetah.serve.tools import PARSERS, NoTools, ToolParser, parser_of_template
 
 TOO_LONG = "context_length_exceeded"
@@ -195,9 +202,9 @@ class Service:
         self._check_model(body.model)
         if body.dimensions not in (None, self._llm.config.hidden_size):
             raise refused("dimensions", f"is {body.dimensions}: vectors have {self._llm.config.hidden_size} numbers")
-        prompts: list[Prompt] = [
-            self._encode(one, body.add_special_tokens, param="input") for one in _several(body.input, "input")
-        ]
+        if "" in (several := _several(body.input, "input")):
+            raise refused("input", "has an empty text: there is nothing to embed")
+        prompts: list[Prompt] = [self._encode(one, body.add_special_tokens, param="input") for one in several]
 
         def embed() -> dict[str, Any]:
             with _named("input"):
@@ -291,6 +298,8 @@ class Service:
             raise refused(
                 "tools", f"the chat template has no known way of calls: start with --tool-call-parser {known}"
             )
+        for tool in body.tools:
+            function_of(tool)
         return self._parser
 
     def _behind_thoughts(self, new_parser: Callable[[], ToolParser]) -> Callable[[], ToolParser]:

@@ -6,6 +6,7 @@ Knows nothing of how a text is made to be so.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,6 +19,8 @@ from cheetah.runtime.text.grammars import WHITESPACE
 from cheetah.serve.errors import ApiError, refused
 from cheetah.serve.records import GUIDED_FIELDS, Sampled
 from cheetah.serve.tools import CallForm
+
+TOOL_NAME = "[a-zA-Z0-9_-]{1,64}"
 
 
 @dataclass(frozen=True)
@@ -55,7 +58,7 @@ def structure_of_text(text: Mapping[str, Any] | None) -> Structure | None:
 def structure_of_calls(form: CallForm, tools: Sequence[Mapping[str, Any]], name: str | None, one: bool) -> Structure:
     """At least one call of one of `tools`, or of the one of that name, exactly one if `one`, with arguments that follow
     the tool's schema. What of a schema is not supported is passed over where the tool is not `strict`."""
-    functions = [_function(tool) for tool in tools]
+    functions = [function_of(tool) for tool in tools]
     chosen = [function for function in functions if name in (None, function["name"])]
     if not chosen:
         raise refused("tool_choice", f"there is no tool {shown(name)}")
@@ -67,6 +70,16 @@ def structure_of_calls(form: CallForm, tools: Sequence[Mapping[str, Any]], name:
         rules.append(f"a{number}: %json {_arguments(function)}")
     with _named("tools"):
         return Structure("tools", StructuredOutputsParams(grammar="\n".join(rules)))
+
+
+def function_of(tool: Mapping[str, Any]) -> Mapping[str, Any]:
+    """What a tool says of its function, whose name is one that OpenAI takes."""
+    function = tool.get("function")
+    if tool.get("type") != "function" or not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+        raise refused("tools", f"{shown(tool)}: expected an object of type function, with its name")
+    if not re.fullmatch(TOOL_NAME, function["name"]):
+        raise refused("tools", f"the name {shown(function['name'])}: expected {TOOL_NAME}")
+    return function
 
 
 def of_grammar(structure: Structure, problem: GrammarError) -> ApiError:
@@ -118,13 +131,6 @@ def _of_schema(holder: Any, place: str) -> StructuredOutputsParams:
 
 def _of_guided(name: str, given: Any) -> StructuredOutputsParams:
     return StructuredOutputsParams(**{name.removeprefix("guided_"): given})
-
-
-def _function(tool: Mapping[str, Any]) -> Mapping[str, Any]:
-    function = tool.get("function")
-    if tool.get("type") != "function" or not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
-        raise refused("tools", f"{shown(tool)}: expected an object of type function, with its name")
-    return function
 
 
 def _arguments(function: Mapping[str, Any]) -> str:

@@ -40,8 +40,8 @@ PARSER_LIMITS: Mapping[str, Any] = {
 other completion waits; these 0.03 s for most. States: up to 2 KB each."""
 
 GRAMMARS_KEPT = 64
-WHITESPACE = r"[\x20\x0A\x0D\x09]{0,32}"
-"""Between two parts of JSON: models that may write any number of blanks sometimes write nothing else."""
+WHITESPACE = r"\x20?"
+"""Between two parts of JSON: small models that may write many blanks write little else."""
 
 
 class Grammars:
@@ -147,7 +147,8 @@ class _Tokens:
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int):
         self._tokenizer = tokenizer
-        found = [tokenizer.token_bytes(token, first=False) for token in range(vocab_size)]
+        # A special token is no text: one that ends a text would do so in the middle of a string of JSON.
+        found = [tokenizer.token_bytes(token, skip_special_tokens=True) for token in range(vocab_size)]
         self.tokens = [b"" if text is None else text for text in found]
         self.special_token_ids = [token for token, text in enumerate(found) if text is None]
         self._ids = {text: token for token, text in reversed([*enumerate(self.tokens)]) if text}

@@ -168,6 +168,24 @@ def test_end_tokens_are_allowed_where_the_text_may_end_and_alone_at_its_end() ->
     assert byte["x"] in allowed(other), "completions share their place in the grammar"
 
 
+def test_special_tokens_are_no_text_of_a_structure() -> None:
+    """The demo's <|end|> fits into any string of JSON, and would end it there."""
+    one = watcher(regex=".*[.]")
+    assert len(allowed(one)) > VOCAB / 2 and not {0, 1, 2, 3} & set(allowed(one))
+
+
+def test_by_default_a_blank_stands_between_parts_of_json() -> None:
+    """Small models that may write many write little else."""
+    one, other = watcher(json=KITE), watcher(json=KITE, whitespace_pattern="[ ]{0,2}")
+    (brace,) = tokenizer().encode("{", False)
+    (blank,) = tokenizer().encode(" ", False)
+    for watched in (one, other):
+        for token in (brace, blank):
+            assert token in allowed(watched)
+            watched.after(token)
+    assert blank not in allowed(one) and blank in allowed(other)
+
+
 def test_an_end_that_is_ignored_still_ends_a_structure() -> None:
     params = SamplingParams(ignore_eos=True, structured_outputs={"choice": ["a"]})
     assert stop_ids(params, Sampling(stop_ids=(END,))) == (END,)

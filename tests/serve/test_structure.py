@@ -6,7 +6,7 @@ import concurrent.futures
 import json
 import re
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Literal
 
 import httpx
 import jsonschema
@@ -31,6 +31,12 @@ PERSON = {
     "required": ["name", "age"],
 }
 COMPACT = {"json": PERSON, "disable_any_whitespace": True}
+
+
+class Kite(pydantic.BaseModel):
+    color: Literal["red", "blue"]
+    price: int
+    flies: bool
 
 
 class Age(pydantic.BaseModel):
@@ -61,11 +67,11 @@ def checked(text: str | None, schema: dict[str, Any]) -> Any:
 @pytest.mark.slow
 def test_a_schema_in_a_chat(client: openai.OpenAI) -> None:
     how: dict[str, Any] = {"model": "demo", "messages": CHAT, "response_format": FORMAT, "max_tokens": ROOM}
-    found = client.chat.completions.create(**how, n=2, temperature=1.0, seed=4)
+    found = client.chat.completions.create(**how, n=2, temperature=4.0, seed=6)
     assert [choice.finish_reason for choice in found.choices] == ["stop", "stop"]
     first, second = (choice.message.content for choice in found.choices)
     assert checked(first, AGE) and checked(second, AGE) and first != second
-    chunks = list(client.chat.completions.create(**how, stream=True, temperature=1.0, seed=4))
+    chunks = list(client.chat.completions.create(**how, stream=True, temperature=4.0, seed=6))
     assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == first
 
 
@@ -97,6 +103,13 @@ def test_a_response_with_a_format(client: openai.OpenAI) -> None:
     assert found.text is not None and found.text.format is not None and found.text.format.type == "json_schema"
     plain: Any = {"format": {"type": "text"}}
     assert client.responses.create(model="demo", input="x", text=plain, max_output_tokens=1).status == "incomplete"
+
+
+@pytest.mark.slow
+def test_a_small_model_wastes_no_tokens_on_blanks(client: openai.OpenAI) -> None:
+    """The demo writes as many as it may: three hundred of them, and then there was no room for the rest."""
+    found = client.chat.completions.parse(model="demo", messages=CHAT, response_format=Kite, max_tokens=60)
+    assert found.choices[0].message.parsed is not None
 
 
 @pytest.mark.slow
@@ -218,6 +231,11 @@ def test_calls_that_must_be_made(running: Served, form: str) -> None:
         with pytest.raises(openai.BadRequestError, match="Unimplemented keys") as refusal:
             client.chat.completions.create(**{**how, "tools": strict}, tool_choice="required")
         assert refusal.value.param == "tools"
+        for name in ("", "a b", "a\n", "\0", "ü", "x" * 65):
+            renamed = [{"type": "function", "function": {"name": name}}]
+            for chosen in ("required", "auto"):
+                with pytest.raises(openai.BadRequestError, match="tools: the name .* expected"):
+                    client.chat.completions.create(**{**how, "tools": renamed}, tool_choice=chosen)
 
 
 def test_many_at_a_time_follow_their_own_grammars(client: openai.OpenAI) -> None:
