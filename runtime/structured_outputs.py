@@ -51,8 +51,8 @@ class StructuredOutputsParams:
             what = f"{' and '.join(asked)} are given" if asked else "nothing is asked for"
             raise GrammarError(f"structured_outputs: {what}: give one of {', '.join(KINDS)}")
         for name in ("json_object", "disable_any_whitespace"):
-            if not isinstance(getattr(self, name), bool):
-                raise GrammarError(f"structured_outputs: {name}: {shown(getattr(self, name))} is neither true nor false")
+            if not isinstance(given := getattr(self, name), bool):
+                raise GrammarError(f"structured_outputs: {name}: {shown(given)} is neither true nor false")
         if self.choice is not None:
             object.__setattr__(self, "choice", _choices(self.choice))
         for name in ("regex", "grammar", "whitespace_pattern"):
