@@ -14,6 +14,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 from cheetah import lang as ch
@@ -60,6 +61,21 @@ class Vector:
     def distance(self, words: int) -> int | None:
         """How far apart payload words lie whose numbers differ by `words`, if that is the same everywhere."""
         return words * self.apart if self.apart == 1 or words % self.part_words == 0 else None
+
+    @property
+    def byte_ranges(self) -> list[tuple[int, int, str]]:
+        """(first, end, name) of each of its parts in the workspace."""
+        parts = range(0, self.words, self.part_words if self.apart > 1 else self.words)
+        sizes = ((self.number(first), min(self.words - first, parts.step)) for first in parts)
+        return [(number * self.word.bytes, (number + words) * self.word.bytes, self.name) for number, words in sizes]
+
+
+def apart(vectors: dict[str, Vector]) -> dict[str, Vector]:
+    """The vectors; AssertionError where words of two of them coincide."""
+    ranges = sorted(one for vector in vectors.values() for one in vector.byte_ranges)
+    for (_, end, name), (first, _, other) in pairwise(ranges):
+        assert end <= first, f"{name} and {other} have words in common, from byte {first} on"
+    return vectors
 
 
 @dataclass(frozen=True, eq=False)
@@ -291,7 +307,7 @@ class FlaggedExchange(Exchange):
         }
         others = {name: words for name, words in sizes.items() if name not in placed}
         behind = max((parts[-1] + 1 for parts in in_half.values()), default=0) * PART_BYTES
-        return placed | super()._lay_out(others, inputs, behind or offset_bytes)
+        return apart(placed | super()._lay_out(others, inputs, behind or offset_bytes))
 
     @classmethod
     def _parts_in_halves(cls, sizes: dict[str, int], inputs: Collection[str]) -> dict[str, range]:

@@ -27,7 +27,7 @@ from cheetah.tools.explained import kept_text
 from cheetah.tools.judged_passes import JudgedPasses
 from cheetah.tools.judged_steps import Agreement, JudgedSteps, KernelFault
 from cheetah.tools.rig import Rig
-from cheetah.tools.subjects import Subject, awkward_subject, barrier_subject, many_tokens_subject
+from cheetah.tools.subjects import MOST_LAYERS, Subject, awkward_subject, barrier_subject, many_tokens_subject
 
 Progress = Callable[[str], None]
 
@@ -185,7 +185,7 @@ def _step_makers(subject: Subject, gpu: str) -> list[Maker]:
 
 def _pass_makers(subject: Subject, gpu: str) -> list[Maker]:
     config, plan = subject.config, subject.plan
-    awkward = awkward_subject(config, {"kv_dtype": "e4m3", **plan})
+    awkward = awkward_subject(config, {"kv_dtype": "e4m3", **plan}, MOST_LAYERS)
     cut = many_tokens_subject(config, plan)
     return [
         partial(_passes, awkward, gpu, default_pass_plan),

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -41,6 +42,8 @@ SAMPLING_MARGIN = 1e-3
 """How far below the best a drawn token's noisy logit may lie: logarithms differ in their last bits."""
 TOLERANCE_FACTOR, LEAST_TOLERANCE = 3.0, 0.01
 """Allowed: so many times the error that rounding activations to bf16 makes in the reference itself."""
+LEAST_CACHED = 0.03
+"""Allowed of a layer's keys or values of a token, which are rounded once more."""
 TOO_LARGE = 2.0**34
 """An element that no embedding has."""
 
@@ -73,12 +76,14 @@ class Agreement:
 @dataclass(frozen=True)
 class Scored:
     """Logits of a launch: after each of `ids`, which follow the first `cached` tokens of the filling. `found` f32
-    [len(ids), vocab]; `place` says which launch that was."""
+    [len(ids), vocab]; `place` says which launch that was; `pages`: the bits of keys and values that it cached [layers,
+    2, kv_heads, len(ids), head_dim]."""
 
     place: str
     cached: int
     ids: tuple[int, ...]
     found: F32
+    pages: NDArray[Any]
 
 
 @dataclass(frozen=True)
@@ -144,6 +149,7 @@ class JudgedSteps:
             reference.forward(self.filling)
         self.filled = np.stack([rounded.keys, rounded.values], axis=1)[:, :, :, : self.context]
         # Beside the references that begin anew: those that go on behind the filling's first tokens.
+        self._numbers = rig.session().numbers_of
         self._behind = {
             id(one): (filled, filled.keys.copy(), filled.values.copy())
             for one, filled in ((self.reference, exact_one), (self.rounded, rounded))
@@ -200,11 +206,31 @@ class JudgedSteps:
                 first = int(np.argmax(~(wrong <= allowed)))
                 problems.append(
                     f"{one.place}: the logits of position {one.cached + first} are {wrong[first]:.2e} from float32, "
-                    f"allowed is {allowed:.2e}"
+                    f"allowed is {allowed:.2e}; {self.first_wrong(one, first, allowed)}"
                 )
         problems += filter(None, (problem for one in found.drawn for problem in sampling_problems(one)))
         every = np.concatenate(errors)
         return Agreement(len(every), float(every.max()), allowed, tuple(problems))
+
+    def first_wrong(self, scored: Scored, number: int, allowed: float) -> str:
+        """Where a position's numbers are off first, by what each layer cached of it and of those before it."""
+        cached, wanted = self._numbers(scored.pages), self._wanted_pages(scored)
+        for layer, position, kind in product(range(self.config.layers), range(number + 1), range(2)):
+            pair = (one[layer, kind, :, position].reshape(1, -1) for one in (cached, wanted))
+            if not relative_errors(*pair)[0] <= max(allowed, LEAST_CACHED):
+                what = ("keys", "values")[kind]
+                where = f"layer {layer}'s {what} of position {scored.cached + position} are off first"
+                before = f"layer {layer - 1}'s attention, o, gate_up or down, or " if layer else "the embedding, or "
+                return f"{where}: look at {before}layer {layer}'s qkv"
+        last = self.config.layers - 1
+        return f"all keys and values are right: look at layer {last}'s attention, o, gate_up or down, or the head"
+
+    def _wanted_pages(self, scored: Scored) -> F32:
+        """The keys and values of a launch's tokens by the reference that rounds."""
+        self.logits_by(self.rounded, scored)
+        reference = self.rounded if scored.cached == 0 else self._behind[id(self.rounded)][0]
+        tokens = slice(scored.cached, scored.cached + len(scored.ids))
+        return np.stack([reference.keys[:, :, tokens], reference.values[:, :, tokens]], axis=1)
 
     def logits_by(self, reference: ReferenceModel, scored: Scored) -> F32:
         """What a reference has where a launch left logits."""
@@ -285,7 +311,7 @@ class _Run:
             self._fill(cache, length)
         for number, logits in enumerate(session.score_together(ids, caches)):
             place = f"sequence {number} of {len(caches)} in a step"
-            self._note(place, judged.lengths[number], ids[number], logits)
+            self._note(place, judged.lengths[number], ids[number], logits, caches[number])
         parts = []
         for number, cache in enumerate(caches):
             cache.length -= 1
@@ -322,7 +348,8 @@ class _Run:
         for number, cache in enumerate(caches):
             own = [column for column, part in enumerate(columns) if part == number]
             logits = found[:, own].reshape(-1, judged.config.vocab_size)
-            self._note(f"sequence {number} with {shares[number]} tokens a step", lengths[number], ids[number], logits)
+            place = f"sequence {number} with {shares[number]} tokens a step"
+            self._note(place, lengths[number], ids[number], logits, cache)
             cache.clear()
 
     def _too_large(self) -> None:
@@ -361,8 +388,12 @@ class _Run:
         cache.length = length
         return length
 
-    def _note(self, place: str, cached: int, ids: Sequence[int], found: F32) -> None:
-        self.scored.append(Scored(place, cached, tuple(ids), found))
+    def _note(
+        self, place: str, cached: int, ids: Sequence[int], found: F32, cache: CachedSequence | None = None
+    ) -> None:
+        cache = cache or self.session.launcher.cache
+        pages = self.session.cached_of(cache)[:, :, :, cached : cached + len(ids)]
+        self.scored.append(Scored(place, cached, tuple(ids), found, pages))
 
 
 def asked(number: int, vocab: int) -> Sampling:

@@ -66,9 +66,10 @@ def kv_scales_of(config: ModelConfig) -> F32:
     return (odd / 512).reshape(config.layers, 2, config.kv_heads).astype(np.float32)
 
 
-def awkward_subject(config: ModelConfig, plan: Mapping[str, Any]) -> Subject:
-    """The awkward small model of the same kind as `config`."""
-    small = sized(config, AWKWARD, min(config.kv_heads, MOST_KV_HEADS))
+def awkward_subject(config: ModelConfig, plan: Mapping[str, Any], layers: int = 1) -> Subject:
+    """The awkward small model of the same kind as `config`. Of one layer where it makes steps: its hidden vector is
+    read by the head alone."""
+    small = sized(config, {**AWKWARD, "layers": layers}, min(config.kv_heads, MOST_KV_HEADS))
     fields = {"page_size": 5, "stages": 4, **_several(plan, 4), **plan}
     return Subject(_named("an awkward small model", small), small, awkward_tensors(small), fields, True)
 

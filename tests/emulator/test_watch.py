@@ -148,3 +148,22 @@ def test_a_word_that_the_host_left_empty_is_read_by_nobody() -> None:
         kernel.launch(1, 1, 0, [table, allocate(1, np.uint32), 2], poisoned={"table": -1})
     with pytest.raises(Misuse, match="load_constant_u32 at kernel.cu:5: 0x[0-9a-f]+ lies in no buffer"):
         kernel.launch(1, 1, 0, [table, allocate(1, np.uint32), 4])
+
+
+TAGGED = """
+  if (threadIdx.x == 0) {
+    for (uint32_t i = 0; i < 4; i++) publish_tagged(words + i, i, 32, published);
+    wait_tagged4(words, 32, wanted);
+  }
+"""
+
+
+@pytest.mark.parametrize(("published", "is_taken"), [(7, True), (4, False), (10, False)])
+def test_a_word_of_another_epoch_is_not_taken_for_one_whose_tag_is_the_same(published: int, is_taken: bool) -> None:
+    kernel = program(TAGGED, "uint32_t* words, uint32_t published, uint32_t wanted", watched=True)
+    arguments = [allocate(4, np.uint32, 0), published, 7]
+    if is_taken:
+        kernel.launch(1, 32, 64, arguments)
+        return
+    with pytest.raises(Misuse, match=f"takes a word of epoch {published} for one of epoch 7: the tag of both is the"):
+        kernel.launch(1, 32, 64, arguments)

@@ -49,6 +49,8 @@ extern Index3 block_dimensions, grid_dimensions;
 void preemption_point(Place place, const char* primitive);
 void check_global(const void* address, uint64_t bytes, uint64_t alignment, Place place, const char* primitive);
 void words_written(const void* address);
+void tagged(const uint32_t* word, uint32_t epoch);
+void check_epochs(const uint32_t* words, uint32_t epoch, Place place, const char* primitive);
 constexpr uint32_t tag_bits = 0x40004000;  // of a tagged word
 void begin_word_wait(const void* words, uint32_t word_bytes, Place place, const char* primitive);
 void wait_for_flags(const uint64_t* words, uint32_t epoch, Place place, const char* primitive);
@@ -519,6 +521,7 @@ CHEETAH_PRIMITIVE void publish_tagged(uint32_t* p, uint32_t data, uint32_t expon
   const uint32_t too_large = (small >> 14 & 0x00010001) * 0xFFFF;
   __atomic_store_n(p, (small & ~too_large) | (too_large & 0x3FFF3FFF) | cheetah_emulator::tag_of(epoch),
                    __ATOMIC_RELAXED);
+  cheetah_emulator::tagged(p, epoch);
   cheetah_emulator::words_written(p);
 }
 
@@ -531,9 +534,11 @@ CHEETAH_INLINE uint4 wait_tagged4(const uint32_t* p, uint32_t exponent, uint32_t
   for (;;) {
     uint32_t words[4], missing = 0;
     for (uint32_t i = 0; i < 4; i++) missing |= words[i] = __atomic_load_n(p + i, __ATOMIC_RELAXED) ^ tag;
-    if (!(missing & tag_bits))
+    if (!(missing & tag_bits)) {
+      check_epochs(p, epoch, place, primitive);
       return {multiply_bf16x2(words[0], factor), multiply_bf16x2(words[1], factor),
               multiply_bf16x2(words[2], factor), multiply_bf16x2(words[3], factor)};
+    }
     wait_for_tags(p, tag, place, primitive);
   }
 }

@@ -20,12 +20,14 @@ struct Stored {  // what is known of 16 bytes of a buffer
 
 struct Shadow {
   Stored* units;
+  uint32_t* epochs;  // of each tagged word; 0: none was published in this launch
   bool has_stores;
 };
 
 Shadow shadows[most_buffers];
 Stored* all_units;
-size_t all_bytes;
+uint32_t* all_epochs;
+size_t all_bytes, epoch_bytes;
 uint64_t moments;
 uint32_t last_buffer;
 
@@ -131,23 +133,36 @@ void check_stores(const uint8_t* source, uint32_t bytes, Place place) {
 
 }  // namespace
 
+namespace {
+
+void* mapped(size_t bytes) {
+  void* start = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  return start == MAP_FAILED ? nullptr : start;
+}
+
+}  // namespace
+
 bool begin_launch() {
   uint64_t units = 0;
   for (uint32_t i = 0; i < machine.buffer_count; i++) units += units_of(machine.buffers[i].bytes);
   all_bytes = (units + 1) * sizeof(Stored);
-  void* start = mmap(nullptr, all_bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-  if (start == MAP_FAILED) return false;
-  all_units = static_cast<Stored*>(start);
-  Stored* next = all_units;
+  epoch_bytes = (units + 1) * unit_bytes;
+  all_units = static_cast<Stored*>(mapped(all_bytes));
+  all_epochs = static_cast<uint32_t*>(mapped(epoch_bytes));
+  if (!all_units || !all_epochs) return false;
+  uint64_t next = 0;
   for (uint32_t i = 0; i < machine.buffer_count; i++) {
-    shadows[i] = {next, false};
+    shadows[i] = {all_units + next, all_epochs + next * (unit_bytes / 4), false};
     next += units_of(machine.buffers[i].bytes);
   }
   moments = last_buffer = 0;
   return true;
 }
 
-void end_launch() { munmap(all_units, all_bytes); }
+void end_launch() {
+  munmap(all_units, all_bytes);
+  munmap(all_epochs, epoch_bytes);
+}
 
 void loads_have_read(Fibre& fibre) { fibre.waits++; }
 
@@ -197,6 +212,34 @@ void check_copy(const uint8_t*, const uint8_t*, uint32_t, Place) {}
 #endif
 
 }  // namespace cheetah_emulator::watch
+
+namespace cheetah_emulator {
+
+#if defined(CHEETAH_EMULATOR_WATCH)
+
+// A word's place among the epochs.
+static uint32_t& epoch_of(const uint32_t* word) {
+  const auto* byte = reinterpret_cast<const uint8_t*>(word);
+  const uint32_t number = watch::buffer_of(byte, 4);
+  return watch::shadows[number].epochs[uint64_t(byte - machine.buffers[number].start) / 4];
+}
+
+void tagged(const uint32_t* word, uint32_t epoch) { epoch_of(word) = epoch; }
+
+void check_epochs(const uint32_t* words, uint32_t epoch, Place place, const char* primitive) {
+  for (uint32_t i = 0; i < words_together; i++)
+    if (const uint32_t found = epoch_of(words + i); found != epoch)
+      misuse(place, primitive, "takes a word of epoch %u for one of epoch %u: the tag of both is the same", found, epoch);
+}
+
+#else
+
+void tagged(const uint32_t*, uint32_t) {}
+void check_epochs(const uint32_t*, uint32_t, Place, const char*) {}
+
+#endif
+
+}  // namespace cheetah_emulator
 
 // The calls that g++ puts around accesses with -fsanitize=thread. Its own library is not linked: these are all there is.
 #if defined(CHEETAH_EMULATOR_WATCH)

@@ -5,7 +5,10 @@
 // block): until then no bulk copy may be issued over its bytes. An ordinary store is seen by the copy engine only if the
 // storing thread has made a fence_proxy_async behind it, and the thread that issues the copy one since. A lane that
 // arrives at an mbarrier speaks for its warp: what other lanes stored to shared memory before a shuffle that they shared
-// with it is not ordered before the arrival without a warp barrier, since a shuffle orders no memory. Besides, every store must go to memory that the launch has.
+// with it is not ordered before the arrival without a warp barrier, since a shuffle orders no memory. (Not what they
+// have stored since: lanes that ran ahead of the arrival have, too; the race detector knows those apart.) Besides, every
+// store must go to memory that the launch has; and beside each tagged word stands its whole epoch: a wait must not end
+// with a word of another one, whose tag is the same.
 #pragma once
 
 #include "machine.h"
