@@ -32,6 +32,10 @@ _ELSEWHERE = {
         "`cheetah serve` answers many clients; in Python, threads may share an LLM, and LLM.stream gives pieces",
     ),
     "EngineArgs": "write LLM(model, max_context=..., batch=...)",
+    "BeamSearchParams": "write SamplingParams(n=4, temperature=1, logprobs=0), and choose by cumulative_logprob",
+    "GuidedDecodingParams": "write StructuredOutputsParams(json=...)",
+    "LoRARequest": "one adapter is merged when the model is opened: write LLM(model, lora=folder)",
+    "PoolingParams": "write LLM.embed(prompts, pooling=...)",
     "AutoModelForCausalLM": "write LLM(model)",
     "pipeline": "write LLM(model).generate(...)",
 }

@@ -6,11 +6,12 @@ here and knows nothing of this module.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import closing
 from functools import partial
 from inspect import cleandoc
-from itertools import islice
+from itertools import count, islice
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn, overload
 
@@ -40,8 +41,10 @@ from cheetah.runtime.engine.prefix_cache import PrefixCache
 from cheetah.runtime.engine.requests import Request
 from cheetah.runtime.engine.shared import SharedEngine
 from cheetah.runtime.engine.watching import NewWatcher
+from cheetah.runtime.familiar_tokenizer import FamiliarTokenizer
+from cheetah.runtime.metrics import Metric, engine_metrics
 from cheetah.runtime.options import LoadOptions
-from cheetah.runtime.outputs import EmbeddingOutput, EmbeddingRequestOutput, RequestOutput, StreamPiece
+from cheetah.runtime.outputs import EmbeddingOutput, EmbeddingRequestOutput, RequestMetrics, RequestOutput, StreamPiece
 from cheetah.runtime.sampling import SamplingParams, sampling_of, sampling_of_checkpoint
 from cheetah.runtime.startup import process_seconds, stage_lines
 from cheetah.runtime.text.chat import Message
@@ -97,8 +100,9 @@ class LLM:
                 options.local_files_only,
                 tie_word_embeddings=options.tie_word_embeddings,
             )
+        checkpoint.check_quantization(options.quantization)
         self.name, self.config = checkpoint.name, checkpoint.config
-        self.seed, self._quiet = options.seed, options.quiet
+        self.seed, self._quiet, self._requests = options.seed, options.quiet, count()
         with watch("tokenizer"):
             self.prompts = Prompts.of(
                 checkpoint, options.tokenizer, options.chat_template, options.messages_have_special_tokens
@@ -219,14 +223,27 @@ class LLM:
         """Like `chat` of one conversation, piece by piece as `stream`."""
         return self._stream(self._render(messages, template)[1], sampling_params)
 
-    def get_tokenizer(self) -> Tokenizer:
-        """The checkpoint's tokenizer. CheetahError if there is none."""
+    def get_tokenizer(self) -> FamiliarTokenizer:
+        """The checkpoint's tokenizer, by the names that transformers' have. CheetahError if there is none."""
         if self.tokenizer is None:
             raise CheetahError(f"{self.name} has no tokenizer (no tokenizer.json, or tokenizer=False)")
-        return self.tokenizer
+        return FamiliarTokenizer(self.prompts, self.tokenizer)
 
-    def score(self, ids: Prompt) -> npt.NDArray[np.float32]:
+    def reset_prefix_cache(self) -> bool:
+        """Forgets the pages that are kept for later prompts; they are read again. True: whose completions run keep
+        their pages."""
+        self.engine.check_open()
+        self.engine.engine.reset_prefixes()
+        return True
+
+    def get_metrics(self) -> list[Metric]:
+        """What the engine is doing and has done, by the names of a server's /metrics."""
+        return engine_metrics(self.engine.engine.load())
+
+    def score(self, ids: Prompt, *others: Any) -> npt.NDArray[np.float32]:
         """The logits of every position, float32 [len(ids), vocab]: row i is for the token after ids 0 .. i."""
+        if others:
+            raise CheetahError("score takes one prompt and gives its logits: to compare texts, take embed of each")
         token_ids = self.prompts.encode(ids)
         self.engine.check_open()
         self._assembly.launcher.cache.check_fits(len(token_ids))
@@ -358,25 +375,32 @@ class LLM:
         known_elsewhere = {name: variables.pop(name) for name in CHAT_NAMES if name in variables}
         variables.pop("chat_template_kwargs", None)
         refuse_others("chat", known_elsewhere)
+        self.prompts.check_shown(variables)
         return self.prompts.render(messages, **variables)
 
     def _collect(
         self, given: Sequence[tuple[str | None, tuple[int, ...]]], sampling_params: Any, use_tqdm: bool
     ) -> list[RequestOutput]:
         """All completions of all prompts, each text (if it was one) and ids, decoded together."""
-        every = params_for(sampling_params, len(given))
+        arrived, every = time.time(), params_for(sampling_params, len(given))
         requests = [self.ask(ids, params) for (_, ids), params in zip(given, every, strict=True)]
         found: list[list[StreamPiece]] = [[] for params in every for _ in range(params.n)]
+        moments: list[list[float]] = [[] for _ in found]
         with progress_of(len(found), use_tqdm and len(given) > 1 and not self._quiet) as advance:
             for number, piece in self._pieces(requests):
                 found[number].append(piece)
+                moments[number].append(time.time())
                 if piece.finished:
                     advance()
-        completions = iter(found)
+        completions, times = iter(found), iter(moments)
         outputs = []
         for (text, _), request in zip(given, requests, strict=True):
             own, ids = list(islice(completions, request.count)), request.prompt_ids
-            outputs.append(RequestOutput(text, ids, tuple(map(collect, own)), own[0][0].prompt_logprobs))
+            made = tuple(map(collect, own))
+            seen = [moment for one in islice(times, request.count) for moment in one]
+            metrics = RequestMetrics(arrived, min(seen), max(seen), sum(len(one.token_ids) for one in made))
+            name = str(next(self._requests))
+            outputs.append(RequestOutput(text, ids, made, own[0][0].prompt_logprobs, name, metrics))
         return outputs
 
     def _stream(self, ids: tuple[int, ...], sampling_params: SamplingParams | None) -> Iterator[StreamPiece]:
@@ -420,6 +444,9 @@ def _check(options: LoadOptions) -> None:
     _check_count("max_context", options.max_context)
     if not isinstance(options.prompt_passes, bool):
         _check_count("prompt_passes", options.prompt_passes)
+    share = options.gpu_memory_utilization
+    if share is not None and not (isinstance(share, int | float) and 0 < share <= 1):
+        raise CheetahError(f"gpu_memory_utilization={shown(share)}: expected a share above 0, up to 1")
     batch = options.batch
     if batch is not None and (isinstance(batch, bool) or not isinstance(batch, int) or not 1 <= batch <= MAX_BATCH):
         raise CheetahError(f"batch={batch!r}: expected an integer from 1 to {MAX_BATCH}, or None for {DEFAULT_BATCH}")
@@ -458,6 +485,7 @@ def _assembly_options(options: LoadOptions, config: ModelConfig, watch: Stopwatc
         prompt_tokens=options.prompt_tokens,
         prompt_passes=options.prompt_passes,
         pool_follows_memory=options.batch is None,
+        memory_share=options.gpu_memory_utilization or 1.0,
         watch=watch,
     )
 

@@ -27,7 +27,10 @@ class LoadOptions:
         None, str, "cuda, cuda:1, pycuda or emulator; by default what is there.", "Or an open `Device`."
     )
     max_context: int | None = option(
-        None, int, "Most tokens of prompt and completion together; by default the model's, at most 8192."
+        None,
+        int,
+        "Most tokens of prompt and completion together; by default the model's, at most 8192.",
+        aliases=("max_model_len",),
     )
     sync: str | None = option(
         None, str, "How blocks exchange vectors: flags or barrier; by default the faster for so many tokens."
@@ -57,6 +60,7 @@ class LoadOptions:
         "The weights are read once for all of them. By default the cache has room for 8 of `max_context` tokens, or "
         "for as many tokens as the device has memory for. On a GPU another kernel decodes a completion that is by "
         "itself. Who the others are changes the last bits of attention's sums, unless `kv_chunk` is given.",
+        aliases=("max_num_seqs",),
     )
     prompt_tokens: int | None = option(
         None,
@@ -80,9 +84,14 @@ class LoadOptions:
         "Keys and values of prompts and completions stay in the pages that nobody needs, for requests that begin with "
         "the same tokens: these are not read again. What was computed in steps of other sizes agrees closely, but not "
         "to the bit, unless `kv_chunk` is given. None where the context is larger than the model's window.",
+        aliases=("enable_prefix_caching",),
     )
     kv_dtype: str | None = option(
-        None, str, "How keys and values are cached: bf16 (the default) or e4m3 (8 bits, with scales)."
+        None,
+        str,
+        "How keys and values are cached: bf16 (the default) or e4m3 (8 bits, with scales).",
+        "Of vLLM's words auto, bfloat16, fp8 and fp8_e4m3 mean these too.",
+        aliases=("kv_cache_dtype",),
     )
     kv_chunk: int | None = option(
         None,
@@ -103,6 +112,20 @@ class LoadOptions:
         int,
         "Tokens of a prompt between two tokens of others; by default what takes about 0.1 s.",
         least=1,
+    )
+    gpu_memory_utilization: float | None = option(
+        None,
+        float,
+        "Most of the device's memory that may be taken, a share up to 1; by default what is free.",
+        "Where `batch` is not given the cache has fewer pages, if need be.",
+        least=0.01,
+        most=1.0,
+    )
+    quantization: str | None = option(
+        None,
+        str,
+        "How the checkpoint must be quantised, or it is refused: fp8, gptq, awq, compressed-tensors.",
+        "A checkpoint says itself how it is: it need not be told.",
     )
     launch_steps: int | None = option(
         None, None, "Most steps of one launch; by default the plan's max_steps. Changes no token."

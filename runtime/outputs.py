@@ -80,17 +80,41 @@ class CompletionOutput:
 
 
 @dataclass(frozen=True)
+class RequestMetrics:
+    """When a request was where, by vLLM's names: seconds since the epoch. first_token_time, last_token_time: when the
+    engine told of the first token of any of its completions, and of the last. num_generation_tokens: of all."""
+
+    arrival_time: float
+    first_token_time: float
+    last_token_time: float
+    num_generation_tokens: int
+
+    @property
+    def first_token_latency(self) -> float:
+        """Seconds from the request to its first token."""
+        return self.first_token_time - self.arrival_time
+
+    @property
+    def finished_time(self) -> float:
+        """When all was there."""
+        return self.last_token_time
+
+
+@dataclass(frozen=True)
 class RequestOutput:
     """The completions of a prompt, `SamplingParams.n` of them; what is read of the output itself is the first one's.
 
     prompt: the text that was given, None if ids were. prompt_token_ids: what the kernel read, the beginning-of-text id
     included. prompt_logprobs: of each of these, if they were asked for; nothing stands before the first: None.
+    request_id: its number among those of the LLM.
     """
 
     prompt: str | None
     prompt_token_ids: tuple[int, ...]
     outputs: tuple[CompletionOutput, ...]
     prompt_logprobs: tuple[Logprobs | None, ...] | None = None
+    request_id: str = ""
+    metrics: RequestMetrics | None = None
 
     finished = True
     """It is given once all its completions have ended."""

@@ -146,8 +146,10 @@ class SamplingParams(metaclass=_FamiliarNames):
     structured_outputs: StructuredOutputsParams | Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ()))
-        object.__setattr__(self, "stop_token_ids", tuple(map(_plain_id, self.stop_token_ids or ())))
+        stop = (self.stop,) if isinstance(self.stop, str) else _listed("stop", self.stop, "a text, or a list of texts")
+        object.__setattr__(self, "stop", stop)
+        ids = _listed("stop_token_ids", self.stop_token_ids, "a list of token ids")
+        object.__setattr__(self, "stop_token_ids", tuple(map(_plain_id, ids)))
         self._check_temperature()
         self._check_counts()
         if self.seed is not None and not _is_int(self.seed, 0, 2**64 - 1):
@@ -184,13 +186,14 @@ class SamplingParams(metaclass=_FamiliarNames):
         """Makes tuples of the lists, and a plain dict of the biases."""
         if self.truncate_prompt_tokens is not None and not _is_int(self.truncate_prompt_tokens, 1):
             raise CheetahError(f"truncate_prompt_tokens={self.truncate_prompt_tokens!r}: expected an integer >= 1")
-        words = (self.bad_words,) if isinstance(self.bad_words, str) else tuple(self.bad_words or ())
+        given = self.bad_words
+        words = (given,) if isinstance(given, str) else _listed("bad_words", given, "a list of words")
         for word in words:
             if not isinstance(word, str) or not word.strip():
                 raise CheetahError(f"bad_words: {shown(word)} is not a word")
         object.__setattr__(self, "bad_words", words)
         if self.allowed_token_ids is not None:
-            allowed = tuple(self.allowed_token_ids)
+            allowed = _listed("allowed_token_ids", self.allowed_token_ids, "a list of token ids")
             if not allowed or not all(_is_int(token, 0, LARGEST_ID) for token in allowed):
                 raise CheetahError(f"allowed_token_ids={shown(allowed)}: expected at least one token id")
             object.__setattr__(self, "allowed_token_ids", allowed)
@@ -342,9 +345,23 @@ def _token_ids(entry: Any) -> list[int]:
     return list(dict.fromkeys(entries))
 
 
+def _listed(name: str, value: Any, what: str) -> tuple[Any, ...]:
+    """The members of a list, none of None. CheetahError for what has none."""
+    if value is None or isinstance(value, Iterable):
+        return tuple(value or ())
+    raise CheetahError(f"{name}={shown(value)}: expected {what}")
+
+
+def _plain_integer(token: Any) -> int:
+    """An integer of any kind. TypeError for all else, True and False among it."""
+    if isinstance(token, bool):
+        raise TypeError
+    return index(token)
+
+
 def _plain_id(token: Any) -> int:
     try:
-        return index(token)
+        return _plain_integer(token)
     except TypeError:
         hint = ": texts go into stop" if isinstance(token, str) else ""
         raise CheetahError(f"stop_token_ids: {shown(token)} is not a token id{hint}") from None
@@ -365,7 +382,9 @@ def _is_int(value: Any, least: int, most: float = math.inf) -> bool:
 def as_token_ids(ids: Iterable[Any], vocab_size: int, what: str = "prompt") -> tuple[int, ...]:
     """Token ids as plain integers, refused unless each is in 0 .. vocab_size-1 and there is at least one."""
     try:
-        found = tuple(index(token) for token in ids)
+        if isinstance(ids, bytes | bytearray | memoryview):
+            raise TypeError
+        found = tuple(map(_plain_integer, ids))
     except TypeError:
         raise CheetahError(f"the {what} is neither text nor a sequence of integer token ids") from None
     if not found:

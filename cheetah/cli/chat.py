@@ -26,7 +26,7 @@ PROMPT = "> "
 
 
 @takes_load(
-    *("device", "gpu", "max_context", "kv_dtype", "prompt_passes", "chat_template", "revision", "verbose"),
+    "device gpu max_context kv_dtype prompt_passes chat_template quantization gpu_memory_utilization revision verbose"
 )
 @takes_sampling
 def chat(

@@ -90,12 +90,12 @@ def takes_plan(command: Callable[..., None]) -> Callable[..., None]:
     return _takes(command, "plan", _parameters(PLAN_OPTIONS, "Plan (by rule unless given)"))
 
 
-def takes_load(*names: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Give a command an option for each of these of LOAD_OPTIONS in place of its keyword `load`, which gets those that
-    were given."""
+def takes_load(names: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Give a command an option for each of these of LOAD_OPTIONS, names with spaces between them, in place of its
+    keyword `load`, which gets those that were given."""
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
-        return _takes(command, "load", [_load_parameter(name) for name in names])
+        return _takes(command, "load", [_load_parameter(name) for name in names.split()])
 
     return decorate
 

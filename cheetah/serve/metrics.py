@@ -15,6 +15,7 @@ from prometheus_client.registry import Collector
 
 from cheetah.runtime.assembly.memory import MemoryEstimate
 from cheetah.runtime.engine.engine import Engine
+from cheetah.runtime.metrics import engine_metrics
 from cheetah.runtime.outputs import StreamPiece
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -107,21 +108,8 @@ class _EngineState(Collector):
         self._engine, self._labels = engine, labels
 
     def collect(self) -> Iterable[Metric]:
-        load = self._engine.load()
-        yield self._gauge("num_requests_running", "Completions that have begun.", load.running)
-        yield self._gauge("num_requests_waiting", "Completions in line.", load.waiting)
-        for name in ("kv_cache_usage_perc", "gpu_cache_usage_perc"):  # the second is what older routers read
-            yield self._gauge(name, "Share of the cache's pages that completions hold, 0 to 1.", load.pages_used)
-        yield self._counter("prefix_cache_queries", "Tokens of prompts that were looked up.", load.tokens_looked_up)
-        yield self._counter("prefix_cache_hits", "Tokens of prompts that were cached.", load.tokens_found)
-        yield self._counter("num_preemptions", "Completions whose pages others needed.", load.preemptions)
-
-    def _gauge(self, name: str, what: str, value: float) -> Metric:
-        family = GaugeMetricFamily(f"vllm:{name}", what, labels=list(self._labels))
-        family.add_metric(list(self._labels.values()), value)
-        return family
-
-    def _counter(self, name: str, what: str, value: float) -> Metric:
-        family = CounterMetricFamily(f"vllm:{name}", what, labels=list(self._labels))
-        family.add_metric(list(self._labels.values()), value)
-        return family
+        families = {"gauge": GaugeMetricFamily, "counter": CounterMetricFamily}
+        for one in engine_metrics(self._engine.load()):
+            family = families[one.kind](one.name, one.about, labels=list(self._labels))
+            family.add_metric(list(self._labels.values()), one.value)
+            yield family

@@ -150,13 +150,14 @@ def _chosen_kernels(config: ModelConfig, device: Device, options: AssemblyOption
     info = device.describe()
     machine = choose_gpu(info, options.gpu)
     texts = KeptTexts(None if machine.emulated else cache_folder() / "texts")
-    asked = KernelsAsked(config, machine, info.free_bytes, options, texts)
+    free_bytes = min(info.free_bytes, int(options.memory_share * info.total_bytes))
+    asked = KernelsAsked(config, machine, free_bytes, options, texts)
     with options.watch("choose the kernels"):
         kernels = asked.described_to_fit() if options.pool_follows_memory else asked.described()
         memory = kernels.memory()
     for line in (*kernels.notes, _memory_line(memory, info)):
         options.say(line)
-    memory.check(info.free_bytes, info.name)
+    memory.check(free_bytes, info.name)
     return kernels, memory
 
 

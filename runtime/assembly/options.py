@@ -28,7 +28,7 @@ class AssemblyOptions:
     shall read prompts in passes, and others few tokens where `kv_chunk` does not promise the same bits however much is
     cached; by default on a GPU, where there can be one. A number: tokens of a pass; by default as many as memory
     allows. pool_follows_memory: the cache of several sequences has fewer pages where the device has no room for all,
-    but as many as one sequence may need.
+    but as many as one sequence may need. memory_share: most of the device's memory that may be taken.
 
     upload: brings the weights into the buffers, as `upload_weights` does, which it is by default. watch: takes the
     seconds of each stage.
@@ -45,6 +45,7 @@ class AssemblyOptions:
     solo: bool | None = None
     prompt_passes: bool | int | None = None
     pool_follows_memory: bool = False
+    memory_share: float = 1.0
     upload: Callable[..., None] | None = None
     watch: Stopwatch = field(default_factory=Stopwatch)
 

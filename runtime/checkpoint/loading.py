@@ -31,6 +31,7 @@ from cheetah.models.registry import (
     split_format,
     stated_quantization,
 )
+from cheetah.printable import shown
 from cheetah.runtime.checkpoint import hub
 from cheetah.runtime.checkpoint.kv_scales import kv_scales
 from cheetah.runtime.checkpoint.random_weights import random_tensors
@@ -60,7 +61,7 @@ class Checkpoint:
     quantised matrix the float32 values that it stands for.
     rows: a matrix's name -> the same bits, or codes with their scales, to be read in parts: what is not asked for is
     neither read nor made. kv_scales: what codes of keys, then values, of a cache in 8 bits are multiplied by, float32
-    [layers, 2, kv_heads]; None: nothing.
+    [layers, 2, kv_heads]; None: nothing. quantization: the method that config.json names, if the weights are quantised.
     """
 
     name: str
@@ -74,6 +75,14 @@ class Checkpoint:
     notes: tuple[str, ...]
     folder: Path | None
     kv_scales: NDArray[np.float32] | None = None
+    quantization: str | None = None
+
+    def check_quantization(self, wanted: str | None) -> None:
+        """LoadingError unless the weights are quantised by this method, by vLLM's name for it; None for any."""
+        method = (wanted or "").lower().removesuffix("_marlin")
+        if method and method != self.quantization:
+            found = f"quantised by {self.quantization}" if self.quantization else "not quantised"
+            raise LoadingError(f"{self.name}: quantization={shown(wanted)}, but the weights are {found}: leave it out")
 
 
 Readers = tuple[ReadTensor, ReadRows]
@@ -138,7 +147,8 @@ def _open_folder(name: str, folder: Path, tied: bool | None) -> Checkpoint:
     _note_dtype(folder, tensors.plain, notes)
     config = replace(config, act_order=any(matrix.order is not None for matrix in tensors.quantized.values()))
     scales = kv_scales(config, stored.tensors, str(folder)) if quantization else None
-    return replace(_checkpoint(name, config, folder, _readers(tensors), notes), kv_scales=scales)
+    method = quantization.method.partition(",")[0].strip() if quantization else None
+    return replace(_checkpoint(name, config, folder, _readers(tensors), notes), kv_scales=scales, quantization=method)
 
 
 def _readers(tensors: CheckedTensors) -> Readers:

@@ -285,6 +285,11 @@ class Engine:
             count += 1
         return count or int(self.is_idle)
 
+    def reset_prefixes(self) -> None:
+        """Forgets the pages of prompts and completions that have ended, at the end of the launch under way."""
+        if self.prefixes is not None:
+            self._change(self.prefixes.clear)
+
     def close(self) -> None:
         """Refuses every later call; a launch that runs is waited for."""
         with self._lock:

@@ -98,6 +98,10 @@ class ChatTemplates:
         text = str(_PROCESS.ask(question))
         return _up_to_message(text, plain[-1]["content"]) if continue_final_message else text
 
+    def mentions(self, variable: str, template: str | None = None) -> bool:
+        """Whether a template says anything of a variable. template: as of `render`."""
+        return variable in self._source(template)
+
     def _source(self, template: str | None) -> str:
         source = self.templates.get("default") if template is None else self.templates.get(template, template)
         if source is not None and len(source) > TEMPLATE_BYTES:

@@ -5,7 +5,7 @@ What of it needs a tokenizer is refused where there is none. Knows nothing of en
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -88,6 +88,13 @@ class Prompts:
         marks = Marks(() if self.messages_have_special_tokens else tokenizer.special_texts)
         text = self.templates.render(messages, template=chat_template or self.chat_template, marks=marks, **variables)
         return marks.reveal(text), as_token_ids(tokenizer.encode_conversation(text, marks, most, last), self.vocab_size)
+
+    def check_shown(self, variables: Mapping[str, Any]) -> None:
+        """CheetahError for tools or documents that the template would leave out: nobody would see them."""
+        for name in ("tools", "documents"):
+            chosen = variables.get("chat_template") or self.chat_template
+            if variables.get(name) and not self.templates.mentions(name, chosen):
+                raise CheetahError(f"the chat template shows no {name}: leave them out, or give chat_template=...")
 
     def check(self, params: SamplingParams) -> None:
         """CheetahError for what cannot end a completion here."""

@@ -95,6 +95,10 @@ class Tokenizer:
         parts = self._bounded([*marks.parts(text)], most, last)
         return [token for part, is_plain in parts for token in self._encoder.encode(part, False, is_plain)]
 
+    def id_of(self, token: str) -> int | None:
+        """The id of a token as the vocabulary writes it; None if there is none."""
+        return self._encoder.id_of(token)
+
     @property
     def special_texts(self) -> frozenset[str]:
         """What special tokens look like in a text."""

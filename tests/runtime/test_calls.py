@@ -5,14 +5,18 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from fake_kernel import FakeDevice, generate_kernel
 
 import cheetah
 from cheetah.errors import CheetahError
 from cheetah.runtime import LLM, SamplingParams
+from cheetah.runtime.calls import own_names
 
 ONE = SamplingParams(max_tokens=3)
 CHAT = [{"role": "user", "content": "Hello"}]
@@ -130,7 +134,109 @@ def test_defaults_are_those_of_the_checkpoint(llm: LLM, text: str | None) -> Non
 
 def test_what_an_llm_is(llm: LLM) -> None:
     assert repr(llm) == "LLM('demo', device='emulator', batch=2, max_context=512)"
-    assert llm.get_tokenizer() is llm.tokenizer
+
+
+def test_the_tokenizer_has_the_names_of_transformers(llm: LLM) -> None:
+    tokenizer, own = llm.get_tokenizer(), llm.tokenizer
+    assert own is not None and tokenizer.vocab_size == len(tokenizer) == own.size == llm.config.vocab_size
+    ids = tokenizer.encode("One morning,")
+    assert tokenizer("One morning,") == {"input_ids": ids, "attention_mask": [1] * len(ids)}
+    assert tokenizer(["One morning,", "A"])["input_ids"] == [ids, tokenizer.encode("A")]
+    assert tokenizer.decode(ids, skip_special_tokens=True) == "One morning,"
+    assert tokenizer.decode(ids) == tokenizer.bos_token + "One morning,"
+    assert tokenizer.batch_decode([ids[1:], ids[1:2]]) == ["One morning,", tokenizer.decode(ids[1])]
+    assert tokenizer.convert_tokens_to_ids(tokenizer.bos_token) == tokenizer.bos_token_id == ids[0]
+    for name in ("eos_token", "pad_token", "unk_token"):
+        token, number = getattr(tokenizer, name), getattr(tokenizer, f"{name}_id")
+        assert token == own.special_tokens.get(name) and (number is None or tokenizer.decode(number) == token)
+    shown = tokenizer.apply_chat_template(CHAT, tokenize=False, add_generation_prompt=True)
+    assert shown == llm.chat(CHAT, ONE).prompt and tokenizer.chat_template == llm.prompts.default_template
+    ids = tokenizer.apply_chat_template(CHAT, add_generation_prompt=True)
+    assert tuple(ids) == llm.chat(CHAT, ONE).prompt_token_ids
+    assert tokenizer.apply_chat_template(CHAT, add_generation_prompt=True, return_dict=True)["input_ids"] == ids
+    for call in (lambda: tokenizer("x", return_tensors="pt"), lambda: tokenizer.encode(["x"])):
+        with pytest.raises(CheetahError, match="lists|list of them"):
+            call()
+
+
+def test_what_is_told_of_requests_and_of_the_engine(llm: LLM) -> None:
+    first, second = llm.generate(["One morning,", "One"], SamplingParams(max_tokens=3, n=2))
+    assert int(second.request_id) == int(first.request_id) + 1 and first.metrics is not None
+    told = first.metrics
+    assert told.arrival_time <= told.first_token_time <= told.last_token_time == told.finished_time
+    assert told.num_generation_tokens == 6 and told.first_token_latency >= 0
+    found = {metric.name: metric for metric in llm.get_metrics()}
+    assert found["vllm:prefix_cache_queries"].value >= len(first.prompt_token_ids)
+    assert found["vllm:num_requests_running"].value == 0 and found["vllm:num_requests_running"].kind == "gauge"
+
+
+def test_the_prefix_cache_is_forgotten(llm: LLM) -> None:
+    ids = [*range(1, 60)]
+    assert llm.generate(ids, ONE).timings.cached_tokens == 0
+    assert llm.generate(ids, ONE).timings.cached_tokens > 0
+    assert llm.reset_prefix_cache()
+    assert llm.generate(ids, ONE).timings.cached_tokens == 0
+
+
+def test_names_of_vllm_mean_options_of_ours() -> None:
+    given = {"max_model_len": 64, "max_num_seqs": 2, "enable_prefix_caching": False, "kv_cache_dtype": "fp8"}
+    named = own_names({"model": "demo", **given, "gpu_memory_utilization": None, "dtype": "auto"})
+    assert named == {
+        "model": "demo",
+        **{"max_context": 64, "batch": 2, "prefix_cache": False, "kv_dtype": "e4m3", "gpu_memory_utilization": None},
+    }
+    assert own_names({"kv_cache_dtype": "auto", "max_model_len": None}) == {"kv_dtype": None}
+    with pytest.raises(CheetahError, match="max_model_len is max_context by another name"):
+        own_names({"max_model_len": 64, "max_context": 64})
+    with LLM("demo", device=FakeDevice(), generate_kernel=generate_kernel, quiet=True, **given) as opened:
+        plan = opened.manifest.plan
+        assert (plan["max_context"], plan["batch"], plan["kv_dtype"]) == (64, 2, "e4m3")
+        assert opened.prefix_cache is None
+
+
+def test_a_share_of_the_memory_bounds_the_cache() -> None:
+    how: dict[str, Any] = {"generate_kernel": generate_kernel, "quiet": True}
+    with LLM("demo", device=FakeDevice(), **how) as opened:
+        needed, kv = opened.memory.total_bytes, opened.memory.bytes_of("keys and values")
+    share = (needed - kv // 2) / FakeDevice().describe().total_bytes
+    with LLM("demo", device=FakeDevice(), gpu_memory_utilization=share, **how) as opened:
+        assert needed - kv < opened.memory.total_bytes <= needed - kv // 2
+    with pytest.raises(CheetahError, match="are needed"):
+        LLM("demo", device=FakeDevice(), gpu_memory_utilization=1e-9, **how)
+
+
+TABLE = Path(__file__).parents[2] / "docs" / "python.md"
+ROWS = re.findall(r"^\| `(.+?)` \| (.+) \|$", TABLE.read_text(), re.MULTILINE)
+
+
+@pytest.mark.slow
+def test_the_table_of_calls_is_true(llm: LLM) -> None:
+    """Every line of it is run; what is refused is so by the words that stand there."""
+
+    def opened(*arguments: Any, **options: Any) -> LLM:
+        return LLM(*arguments, **options, device=FakeDevice(), generate_kernel=generate_kernel, quiet=True)
+
+    names = {"LLM": opened, "llm": llm, "messages": CHAT, "cheetah": cheetah, "SamplingParams": SamplingParams}
+    assert len(ROWS) == 64
+    for call, now in ROWS:
+        refusal = re.match(r"refused: `(.+?)`", now)
+        code = call.replace("llm.generate(", "short(").replace("llm.chat(", "short_chat(")
+        names |= {"short": partial(short, llm.generate), "short_chat": partial(short, llm.chat)}
+        try:
+            found = eval(code, {**names, "StructuredOutputsParams": cheetah.StructuredOutputsParams})
+        except (CheetahError, AttributeError) as problem:
+            assert refusal is not None and refusal[1] in str(problem), (call, problem)
+        else:
+            assert refusal is None and now.startswith("works"), call
+            if isinstance(found, LLM):
+                found.close()
+
+
+def short(method: Callable[..., Any], prompt: Any, params: Any = None, **others: Any) -> Any:
+    """The call with 2 tokens a completion where it says nothing of how many."""
+    every = params if isinstance(params, list) else [params or SamplingParams()]
+    given = [one if one.max_tokens else dataclasses.replace(one, max_tokens=2) for one in every]
+    return method(prompt, given if isinstance(params, list) else given[0], **others)
 
 
 @pytest.mark.parametrize(
@@ -141,7 +247,7 @@ def test_what_an_llm_is(llm: LLM) -> None:
         (lambda llm: llm.generate("x", 3), "write SamplingParams"),
         (lambda llm: llm.generate(["x", "y"], [ONE]), "1 sampling_params for 2 prompts"),
         (lambda llm: llm.generate("x", params=ONE), "write sampling_params"),
-        (lambda llm: llm.generate("x", ONE, lora_request="a"), "merge them"),
+        (lambda llm: llm.generate("x", ONE, lora_request="a"), "merged when the model is opened"),
         (lambda llm: llm.generate({"text": "x"}), 'give {"prompt": "..."}'),
         (lambda llm: llm.chat(CHAT, ONE, chat_template_content_format="openai"), 'write "string"'),
         (lambda llm: llm.chat([{"role": "user", "content": [{"type": "image_url"}]}]), "image_url"),
@@ -150,7 +256,7 @@ def test_what_an_llm_is(llm: LLM) -> None:
         (lambda llm: llm.chat(CHAT, ONE, max_tokens=3), "write SamplingParams(max_tokens=...)"),
         (lambda llm: llm.generate("x", max_tokens=3), "write SamplingParams(max_tokens=...)"),
         (lambda llm: llm.generate("x", ONE, prompt_token_ids=[1]), "give the ids as the prompt"),
-        (lambda llm: llm.generate({"prompt_embeds": 1}, ONE), 'give {"prompt": "..."}'),
+        (lambda llm: llm.generate({"prompt_embeds": 1}, ONE), "a prompt is text or token ids"),
         (lambda llm: SamplingParams(best_of=3), "write n, and choose"),
         (lambda llm: SamplingParams(detokenize=False), "tokenizer=False"),
         (lambda llm: SamplingParams(logits_processors=[len]), "write logit_bias"),
@@ -159,7 +265,14 @@ def test_what_an_llm_is(llm: LLM) -> None:
         (lambda llm: getattr(cheetah, "AsyncLLM"), "`cheetah serve` answers many clients"),  # noqa: B009
         (lambda llm: getattr(cheetah, "pipeline"), "write LLM(model)"),  # noqa: B009
         (lambda llm: SamplingParams(stop_token_ids=["<|end|>"]), "texts go into stop"),
-        (lambda llm: LLM("demo", max_model_len=64), "write max_context"),
+        (lambda llm: SamplingParams(stop_token_ids=[True]), "True is not a token id"),
+        (lambda llm: SamplingParams(allowed_token_ids=5), "allowed_token_ids=5: expected a list"),
+        (lambda llm: SamplingParams(bad_words=5), "bad_words=5: expected a list"),
+        (lambda llm: llm.generate(np.array([True, False])), "neither text nor a sequence"),
+        (lambda llm: llm.generate([b"One"], ONE), "neither text nor a sequence"),
+        (lambda llm: llm.chat(CHAT, ONE, documents=["x"]), "shows no documents"),
+        (lambda llm: LLM("demo", gpu_memory_utilization=1.5), "a share above 0, up to 1"),
+        (lambda llm: LLM("demo", quantization="awq"), "the weights are not quantised"),
         (lambda llm: LLM("demo", tensor_parallel_size=2), "one GPU"),
     ],
 )
