@@ -49,7 +49,7 @@ function blocks(lines, depth = 0) {
     }
     let block;
     for (const read of READERS) if ((block = read(lines, at, depth))) break;
-    block.source = lines.slice(at, block.next).join("\n") + (block.isOpen ? "\0" : "");
+    block.source = lines.slice(at, block.next).join("\n");
     found.push(block);
     at = block.next;
   }

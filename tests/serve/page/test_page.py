@@ -67,8 +67,12 @@ def test_thoughts_are_folded_away(page: Page) -> None:
     page.find(".thoughts summary").click()
     assert page.texts(".thoughts .markdown") == ["Let me see."] and page.texts(".thoughts strong") == ["see"]
     page.watch_requests()
+    Script.text = "A template opened\nthis thought.\n</think>\n\nIt rains."  # which the server does not know of
     page.say("And?")
     assert page.last_request()["messages"][1] == {"role": "assistant", "content": "It *rains*. <b>x</b>"}
+    assert page.texts(".assistant > .markdown")[1] == "It rains." and len(page.all(".thoughts:not([hidden])")) == 2
+    page.say("And?")
+    assert page.last_request()["messages"][3] == {"role": "assistant", "content": "It rains."}
 
 
 def test_calls_of_tools_are_shown_and_answered(page: Page) -> None:
@@ -118,6 +122,7 @@ def test_stopping(page: Page, device: GatedDevice) -> None:
     try:
         page.say("the cat", waits=False)
         wait_until(lambda: len(page.all(".assistant")) == 2 and bool(page.texts(".assistant > .markdown")[-1]))
+        assert page.all(".message:last-child .actions button") == []
         page.find("#send").click()
         page.wait()
     finally:
@@ -130,6 +135,52 @@ def test_stopping(page: Page, device: GatedDevice) -> None:
     after = page.texts(".assistant > .markdown")[-1]
     assert page.last_request()["continue_final_message"] is True
     assert after.startswith(before) and len(after) > len(before)
+
+
+BEGUN = 'data: {"choices": [{"delta": {"content": "It began"}}], "usage": {"prompt_tokens": 3, "completion_tokens": 2}}'
+BROKEN = {
+    "fault": (f'{BEGUN}\n\ndata: {{"error": {{"message": "the engine failed"}}}}\n\n', "the engine failed"),
+    "end": (f"{BEGUN}\n\n", "The server ended before the answer did."),
+}
+
+
+@pytest.mark.parametrize("how", BROKEN)
+def test_an_answer_that_breaks_off(page: Page, how: str) -> None:
+    """What came of it stays, with what went wrong; a message that nothing was answered to goes back."""
+    body, told = BROKEN[how]
+    stub = "const [body] = arguments; window.fetch = async (path) => new Response(path.includes('chat') ? body : '')"
+    page.js(stub, body)
+    page.say("One morning,")
+    assert page.texts(".assistant > .markdown") == ["It began"] and page.texts(".end.bad") == [told]
+    assert [message["role"] for message in page.kept()[0]["messages"]] == ["user", "assistant"]
+    for answer, said in (
+        ("Promise.reject(new TypeError())", "does not answer"),
+        ("new Response('', {status: 502})", "502"),
+    ):
+        page.js(f"window.fetch = async () => {answer}")
+        page.find("#text").clear()
+        page.say("the cat")
+        assert said in page.find("#notice").text and page.field == "the cat" and len(page.all(".message")) == 2
+
+
+def test_the_share_of_the_ceiling(page: Page) -> None:
+    """Told beside an answer and the model where the server measures it, and left out where it does not."""
+    page.say("One morning,")
+    assert "ceiling" not in page.find(".stats").text + page.find("#model").text
+    measured = "new Response('cheetah:read_ceiling_share{a=\\"b\\"} 0.914')"
+    page.js(
+        "const send = window.fetch;"
+        f"window.fetch = async (path, given) => path === 'metrics' ? {measured} : send(path, given)"
+    )
+    page.say("the cat")
+    wait_until(lambda: page.texts(".stats")[1].endswith(" · 91 % of the read ceiling"))
+    assert page.find("#model").text.endswith("91 % of the read ceiling")
+
+
+def test_a_browser_without_room(page: Page) -> None:
+    page.js("Storage.prototype.setItem = () => { throw new DOMException('', 'QuotaExceededError') }")
+    page.say("One morning,")
+    assert "no room" in page.find("#notice").text and len(page.all(".message")) == 2
 
 
 def test_edit_and_make_again(page: Page) -> None:
@@ -160,6 +211,12 @@ def test_edit_and_make_again(page: Page) -> None:
     assert page.texts(".bubble") == ["One morning, early"] and answer() == ["three"]
     assert [message["role"] for message in page.last_request()["messages"]] == ["system", "user"]
     page.click(".user [aria-label='The version before']")
+    assert page.texts(".bubble") == ["One morning,"] and answer() == ["two"]
+
+    page.click("[aria-label='Edit the message']")
+    page.press(" a b" * 100, Keys.ENTER)
+    page.wait()
+    assert page.field.startswith("One morning, a b") and page.find("#editing").is_displayed()
     assert page.texts(".bubble") == ["One morning,"] and answer() == ["two"]
 
 
@@ -201,6 +258,17 @@ def test_talks_are_kept_renamed_and_deleted(page: Page) -> None:
     page.find("#toast button").click()
     assert page.texts("#talks .name") == ["the cat", "<b>Tom</b>"] and len(page.kept()) == 2
     page.browser.back()
+
+
+def test_a_talk_that_is_deleted_while_it_is_answered(page: Page, device: GatedDevice) -> None:
+    page.say("One morning,")
+    device.gate.clear()
+    page.say("the cat", waits=False)
+    wait_until(lambda: page.is_busy)
+    page.click("#talks .open [title=Delete]")
+    device.gate.set()
+    page.say("the dog")
+    assert [talk["title"] for talk in page.kept()] == ["the dog"] and page.texts("#talks .name") == ["the dog"]
 
 
 def test_another_tab_is_followed(page: Page) -> None:
