@@ -167,7 +167,7 @@ def test_the_share_of_the_ceiling(page: Page) -> None:
     """Told beside an answer and the model where the server measures it, and left out where it does not."""
     page.say("One morning,")
     assert "ceiling" not in page.find(".stats").text + page.find("#model").text
-    measured = "new Response('cheetah:read_ceiling_share{a=\\"b\\"} 0.914')"
+    measured = """new Response('cheetah:read_ceiling_share{a="b"} 0.914')"""
     page.js(
         "const send = window.fetch;"
         f"window.fetch = async (path, given) => path === 'metrics' ? {measured} : send(path, given)"
@@ -377,10 +377,12 @@ def test_copying(page: Page) -> None:
     page.say("One morning,")
     grant = {"permissions": ["clipboardReadWrite", "clipboardSanitizedWrite"], "origin": page.address}
     page.browser.execute_cdp_cmd("Browser.grantPermissions", grant)
+    read = "navigator.clipboard.readText().then(arguments[0], (problem) => arguments[0](String(problem)))"
+    write = "navigator.clipboard.writeText('what was copied before').then(arguments[0], arguments[0])"
     for way in ("", "navigator.clipboard.writeText = () => Promise.reject(new Error())"):
+        page.browser.execute_async_script(write)
         page.js(way)
         page.click(".code button")
         wait_until(lambda: bool(page.all(".code button.done")))
-        read = "navigator.clipboard.readText().then(arguments[0], (problem) => arguments[0](String(problem)))"
         assert page.browser.execute_async_script(read) == "if a < b:\n\tx = '&'"
         page.js("document.querySelector('.code button').classList.remove('done')")
