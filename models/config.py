@@ -191,6 +191,7 @@ class ModelConfig:
             layers=self.layers,
             windows=tuple(dict.fromkeys(kind.attention.window for kind in self.kinds)),
             rotations=len(rotations(kind.attention for kind in self.kinds)),
+            norms_behind=self.norms.after,
         )
 
     @property

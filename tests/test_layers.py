@@ -9,7 +9,13 @@ import pytest
 ROOT = Path(__file__).parent.parent
 MODELS = "cheetah.models"
 DENSE = f"{MODELS}.dense"
-FAMILIES = tuple(f"{MODELS}.{name}" for name in ("llama", "qwen3", "qwen2", "mistral"))
+FAMILIES = tuple(
+    f"{MODELS}.{name}"
+    for name in (
+        *("llama", "qwen3", "qwen2", "mistral", "ministral3", "smollm3", "phi3", "granite", "olmo", "gemma"),
+        *("exaone4", "cwm"),
+    )
+)
 # What the generator, the runtime, tools and commands know of models: numbers, arrays, and a family to ask.
 MODEL = (MODELS, f"{MODELS}.registry")
 DATA = (*MODEL, "cheetah.manifest", "cheetah.plan")

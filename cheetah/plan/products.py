@@ -40,11 +40,13 @@ class Vector:
     """What all blocks make together and all need: `elements` numbers of every column.
 
     is_normed: a norm lies behind it, so it is published times its weights, and beside it the sums of its squares.
+    is_kept: its rows stay with the blocks that made them, which publish the sums of squares alone.
     """
 
     name: str
     elements: int
     is_normed: bool = False
+    is_kept: bool = False
 
     @property
     def padded(self) -> int:
@@ -64,7 +66,7 @@ class Vector:
     @property
     def names(self) -> tuple[str, ...]:
         """All that is exchanged of it."""
-        return (self.name, self.squares) if self.is_normed else (self.name,)
+        return (*([] if self.is_kept else [self.name]), *([self.squares] if self.is_normed else []))
 
     @property
     def exponent(self) -> int:
@@ -99,10 +101,19 @@ class AttentionPhase(Phase):
 
 
 @dataclass(frozen=True)
+class NormPhase(Phase):
+    """The norm behind a product that is added to the residual: of the product's rows, `input`, every block adds its own
+    to the residual, which `output` is."""
+
+    output: Vector
+
+
+@dataclass(frozen=True)
 class Product(Phase):
     """A matrix times the phase's input.
 
-    sources: what its rows are of, in `order`. adds: whether its rows are added to the residual, which `output` then is.
+    sources: what its rows are of, in `order`. adds: whether its rows are added to the residual, which `output` then is,
+    or that of the norm phase behind it.
     is_placed: whether who brings its input puts elements to the places that the matrix has for them, where its columns
     lie in an order of their own; else the rows that make the input are packed in that order. is_sliced: whether its
     input may come in parts (`Plan.down_slices`). is_brief: whether it is multiplied in little more time than two
@@ -206,6 +217,11 @@ class StepTable:
     def vectors(self) -> tuple[Vector, ...]:
         """Those that the phases of a layer hand on."""
         return tuple(phase.input for phase in self.layer)
+
+    def norm_phase(self, product: Product) -> NormPhase | None:
+        """The phase of the norm behind a product, where there is one."""
+        found = (phase for phase in self.layer if isinstance(phase, NormPhase) and phase.input == product.output)
+        return next(found, None)
 
     @property
     def normed(self) -> tuple[Vector, ...]:

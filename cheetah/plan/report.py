@@ -18,7 +18,7 @@ from cheetah.plan.kv import kv_plan
 from cheetah.plan.layout import MatrixLayout
 from cheetah.plan.matrices import StepMatrices, step_matrices
 from cheetah.plan.plan import Plan
-from cheetah.plan.products import STEP_EXCHANGES, Phase, Product
+from cheetah.plan.products import STEP_EXCHANGES, NormPhase, Phase, Product
 from cheetah.plan.regions import Reserve, kernel_regions, shared_map
 from cheetah.plan.shape import ModelShape
 from cheetah.plan.shared_memory import SharedMap
@@ -99,7 +99,8 @@ class Report:
     def phases(self) -> tuple[PhaseShare, ...]:
         """qkv, attention, o, gate_up, down, lm_head: in the order of a step."""
         table = self.shape.table
-        return tuple(self._share(phase) for phase in (*table.layer, table.head))
+        phases = (phase for phase in (*table.layer, table.head) if not isinstance(phase, NormPhase))
+        return tuple(self._share(phase) for phase in phases)
 
     def _share(self, phase: Phase) -> PhaseShare:
         return self._matrix_share(self.matrices[phase]) if isinstance(phase, Product) else self._attention_share(phase)

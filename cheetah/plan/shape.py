@@ -7,7 +7,7 @@ from typing import TypeVar
 from cheetah.plan.errors import PlanError, require_positive
 from cheetah.plan.formats import BF16, M_TILE_ROWS, VECTOR_COLUMNS, TileFormat, tile_format
 from cheetah.plan.index import round_up
-from cheetah.plan.products import AttentionPhase, Phase, Product, RowOrder, Source, StepTable, Vector
+from cheetah.plan.products import AttentionPhase, NormPhase, Phase, Product, RowOrder, Source, StepTable, Vector
 
 AnyPhase = TypeVar("AnyPhase", bound=Phase)
 
@@ -18,7 +18,8 @@ class ModelShape:
 
     formats: (matrix, weight format) of the matrices that are not bf16. windows: the distinct numbers of keys that a
     query sees in the layers (None: all before it), in the order of the first layers that have them. rotations: how many
-    tables of angles the layers have.
+    tables of angles the layers have. norms_behind: norms lie behind attention and feed-forward, before both are added
+    to the residual.
     """
 
     hidden: int
@@ -31,9 +32,10 @@ class ModelShape:
     formats: tuple[tuple[str, str], ...] = ()
     windows: tuple[int | None, ...] = (None,)
     rotations: int = 1
+    norms_behind: bool = False
 
     def __post_init__(self) -> None:
-        require_positive("ModelShape", **{name: value for name, value in vars(self).items() if isinstance(value, int)})
+        require_positive("ModelShape", **self.sizes)
         for matrix, _ in self.formats:
             self.format_of(matrix)
         if self.heads % self.kv_heads:
@@ -59,11 +61,16 @@ class ModelShape:
         """What a step is made of."""
         return _table(self)
 
+    @property
+    def sizes(self) -> dict[str, int]:
+        """The numbers by name."""
+        return {name: value for name, value in vars(self).items() if type(value) is int}
+
     def describe(self) -> dict[str, int | str]:
         """The sizes by name, and the formats of matrices that are not bf16; windows and tables where there are
         several."""
         several = {"windows": len(self.windows), "rotations": self.rotations}
-        sizes = {name: value for name, value in vars(self).items() if name not in ("formats", *several)}
+        sizes = {name: value for name, value in self.sizes.items() if name not in several}
         more = {name: count for name, count in several.items() if count > 1}
         return {**sizes, **more, **{f"{matrix} in": name for matrix, name in self.formats}}
 
@@ -94,19 +101,26 @@ class ModelShape:
 
 @lru_cache(maxsize=64)
 def _table(shape: ModelShape) -> StepTable:
-    """A dense decoder: attention and feed-forward, each added to the residual behind a norm of it."""
+    """A dense decoder: attention and feed-forward, each of a norm of the residual, and added to it, perhaps behind a
+    norm of its own."""
     hidden, middle = (Vector(name, shape.hidden, is_normed=True) for name in ("hidden", "middle"))
     heads, attended = Vector("qkv", shape.qkv_rows), Vector("attention", shape.query_rows)
     gated = Vector("gated", shape.ffn)
+    of_o, of_down = middle, hidden
+    if shape.norms_behind:
+        of_o, of_down = (Vector(f"{name}_rows", shape.hidden, is_normed=True, is_kept=True) for name in ("o", "down"))
     kv_rows = shape.kv_heads * shape.head_dim
     of_heads = Source("q", shape.query_rows), Source("k", kv_rows), Source("v", kv_rows)
-    layer = (
+    layer: list[Phase] = [
         Product("qkv", hidden, heads, of_heads, RowOrder.HEADS, is_brief=True),
         AttentionPhase("attention", heads, attended, partials="partials"),
-        Product("o", attended, middle, (Source("o", shape.hidden),), adds=True, is_brief=True),
+        Product("o", attended, of_o, (Source("o", shape.hidden),), adds=True, is_brief=True),
         Product("gate_up", middle, gated, (Source("gate", shape.ffn), Source("up", shape.ffn)), RowOrder.PAIRS),
-        Product("down", gated, hidden, (Source("down", shape.hidden),), adds=True, is_placed=False, is_sliced=True),
-    )
+        Product("down", gated, of_down, (Source("down", shape.hidden),), adds=True, is_placed=False, is_sliced=True),
+    ]
+    if shape.norms_behind:
+        layer.insert(3, NormPhase("o_norm", of_o, middle))
+        layer.append(NormPhase("down_norm", of_down, hidden))
     head = Product("lm_head", hidden, None, (Source("lm_head", shape.vocab),), is_once=True)
     return StepTable(tuple(_in_format(shape, phase) for phase in layer), _in_format(shape, head), shape.layers)
 

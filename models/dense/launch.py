@@ -42,6 +42,10 @@ BIASES = KernelParameter(ty.ptr(ty.bf16), "of q, k and v, in the order of the ma
 HEAD_NORMS = KernelParameter(
     ty.ptr(ty.bf16), "weights of the norms of each layer's queries, then keys", ("layers", 2, "head_dim")
 )
+NORMS_BEHIND = KernelParameter(
+    *(ty.ptr(ty.bf16), "weights of the norms behind each layer's attention, then feed-forward"),
+    ("layers", 2, "padded_hidden"),
+)
 PLACES = KernelParameter(
     *(ty.ptr(ty.u16), "where columns of ordered matrices lie: see cheetah.models.act_order"),
     ("ordered_inputs", "longest_input"),
@@ -125,6 +129,7 @@ class Launch(ModelLaunch):
     kv_scales: Expr | None = optional_field(KV_SCALES)
     biases: Expr | None = optional_field(BIASES)
     head_norms: Expr | None = optional_field(HEAD_NORMS)
+    norms_behind: Expr | None = optional_field(NORMS_BEHIND)
     places: Expr | None = optional_field(PLACES)
     timeline: Expr | None = optional_field(
         KernelParameter(
@@ -158,6 +163,7 @@ def parameters_of(
         "kv_scales": is_codes,
         "biases": config.has_biases,
         "head_norms": config.head_norms is not None,
+        "norms_behind": config.norms.after,
         "places": config.act_order,
         "timeline": traced,
     }
@@ -168,14 +174,7 @@ def refuse_unknown_kinds(config: ModelConfig) -> None:
     """PlanError where layers do what kernels do not: they would compute something else."""
     attention = [kind.attention for kind in config.kinds]
     unknown = {
-        "norms behind sublayers": config.norms.after,
-        "sublayers without a norm before": not config.norms.before,
-        "norms with 1 + weight": config.norms.plus_one,
-        "an activation that is not silu": config.layer.activation != "silu",
-        "a residual multiplier": config.residual_multiplier != 1,
-        "an embedding multiplier": config.embedding_multiplier != 1,
-        "a logit divisor": config.logit_divisor != 1,
-        "a soft-cap of logits": config.logit_soft_cap is not None,
+        "norms of queries and keys with 1 + weight": config.norms.plus_one and config.head_norms is not None,
         "a scale of attention": any(kind.scale is not None for kind in attention),
         "a soft-cap of attention": any(kind.soft_cap is not None for kind in attention),
         "norms of queries and keys over the whole width": config.head_norms == "width",

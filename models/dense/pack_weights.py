@@ -342,7 +342,7 @@ class _Block:
     def _quantized_rows(self) -> QuantizedRows:
         """The M-tiles' rows, with rows of zeros up to the last; as they are read where they are in order."""
         begin, stop = self._row_range
-        if len(self.matrix.tensors) == 1 and stop <= self.matrix.layout.rows:
+        if self.matrix.groups.is_in_order and stop <= self.matrix.layout.rows:
             rows = cast(QuantizedMatrix, self.matrix.tensors[0])[begin:stop]
             return replace(rows, stored_codes=_aligned(rows.stored_codes))
         rows = cast(QuantizedMatrix, self.matrix.tensors[0])[:0].room(stop - begin)
@@ -353,7 +353,7 @@ class _Block:
         """The M-tiles' rows, padded: straight from the tensor where they are in order, else gathered by this thread."""
         begin, stop = self._row_range
         is_whole = stop <= self.matrix.layout.rows and self.matrix.layout.columns == self.matrix.layout.padded_columns
-        if is_whole and len(self.matrix.tensors) == 1:
+        if is_whole and self.matrix.groups.is_in_order:
             return _aligned(cast(Rows, self.matrix.tensors[0])[begin:stop])
         rows = scratch("rows", (stop - begin, self.matrix.layout.padded_columns), np.uint16)
         rows[:, self.matrix.layout.columns :] = 0

@@ -14,19 +14,27 @@ from cheetah.models.family import PhaseRow, lines_of
 from cheetah.models.layer_kind import AttentionKind, LayerKind
 from cheetah.plan.phases import PhaseNames, PhaseText
 from cheetah.plan.plan import DEFAULT_CONTEXT
-from cheetah.plan.products import STEP_EXCHANGES, AttentionPhase, Product, StepTable
+from cheetah.plan.products import STEP_EXCHANGES, AttentionPhase, NormPhase, Product, StepTable
 
 
 def layer_of(table: StepTable, kind: LayerKind, max_context: int) -> tuple[Line, ...]:
     """A layer of a kind: attention and feed-forward, each added to the residual."""
     qkv, o, gate_up, down = table.products
-    onto_residual = OntoResidual(kind.norms.after, kind.residual_multiplier)
+    onto_residual = OntoResidual(kind.residual_multiplier)
+
+    def add(product: Product) -> tuple[Line, ...]:
+        """A product that is added to the residual, with the norm behind it if there is one."""
+        behind = table.norm_phase(product)
+        if behind is None:
+            return (Multiply(product, onto_residual),)
+        return Multiply(product, Kept()), NormBehind(behind, product, onto_residual)
+
     return (
         Multiply(qkv, Heads(kind.attention), kind.norms.before),
         Attend(table.attention, kind.attention, max_context),
-        Multiply(o, onto_residual),
+        *add(o),
         Multiply(gate_up, Gated(kind.activation), kind.norms.before),
-        Multiply(down, onto_residual),
+        *add(down),
     )
 
 
@@ -66,16 +74,21 @@ class Heads:
 
 @dataclass(frozen=True)
 class OntoResidual:
-    """Added to the residual, which is published as the norm behind it wants it. has_norm: the rows go through one
-    first; multiplier: and are multiplied."""
+    """Added to the residual, times a multiplier; it is published as the norm of what follows wants it."""
 
-    has_norm: bool
     multiplier: float
 
     @property
     def about(self) -> str:
         times = "" if self.multiplier == 1.0 else f"times {self.multiplier:g}, "
-        return f"{'norm; ' if self.has_norm else ''}{times}onto the residual"
+        return f"{times}onto the residual"
+
+
+@dataclass(frozen=True)
+class Kept:
+    """Kept by the blocks that own them, for the norm behind the product."""
+
+    about = "rows kept for the norm behind them"
 
 
 @dataclass(frozen=True)
@@ -136,7 +149,7 @@ class Multiply(Line):
     memory when the launch begins."""
 
     product: Product
-    then: Heads | OntoResidual | Gated | Logits
+    then: Heads | OntoResidual | Kept | Gated | Logits
     has_norm: bool = False
     is_there: bool = False
 
@@ -164,6 +177,35 @@ class Multiply(Line):
     @property
     def matrix(self) -> str:
         return f"{self.product.rows} x {self.product.columns} {self.product.format.name}"
+
+
+@dataclass(frozen=True)
+class NormBehind(Line):
+    """The norm behind a product, and what becomes of its rows then."""
+
+    phase: NormPhase
+    product: Product
+    then: OntoResidual
+
+    @property
+    def name(self) -> str:
+        return self.phase.name
+
+    @property
+    def about(self) -> str:
+        return f"Norm of the rows of {self.product.name}; {self.then.about}."
+
+    @property
+    def waits(self) -> tuple[str, ...]:
+        return self.phase.input.names
+
+    @property
+    def makes(self) -> tuple[str, ...]:
+        return self.phase.output.names
+
+    @property
+    def text(self) -> PhaseText:
+        return PhaseText(self.name, self.about, self.waits, self.makes, "nothing")
 
 
 @dataclass(frozen=True)

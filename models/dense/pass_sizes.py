@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from cheetah.models.attention_layers import AttentionLayers
 from cheetah.models.config import ModelConfig
-from cheetah.models.dense.page import Gated, Heads, Line, Logits, Multiply, OntoResidual, Page, page_of
+from cheetah.models.dense.page import Gated, Heads, Kept, Line, Logits, Multiply, OntoResidual, Page, page_of
 from cheetah.models.family import PhaseRow
 from cheetah.plan import Gpu, ModelShape, Plan, PlanError, SharedMap, StepMatrices, step_matrices
 from cheetah.plan.formats import BF16, M_TILE_ROWS, QuantizedTiles, TileFormat
@@ -33,7 +33,7 @@ def section_of(vector: Vector) -> str:
     return HIDDEN if vector.is_normed else vector.name
 
 
-def sections_of_rows(then: Heads | OntoResidual | Gated | Logits, product: Product) -> tuple[str, ...]:
+def sections_of_rows(then: Heads | OntoResidual | Kept | Gated | Logits, product: Product) -> tuple[str, ...]:
     """The sections into which the rows of a product go."""
     if isinstance(then, Heads):
         return HEAD_SECTIONS
@@ -96,6 +96,13 @@ class PassSizes:
             raise PlanError(f"a stage of {plan.stage_bytes(self.format)} bytes has no room for {self.key_tile} keys")
 
     def _check_model(self) -> None:
+        norms, config = self.config.norms, self.config
+        if norms.after or norms.plus_one or not norms.before or config.layer.activation != "silu":
+            raise PlanError(
+                "a pass has norms before sublayers alone, without 1 + weight, and silu: read prompts in steps"
+            )
+        if config.residual_multiplier != 1 or config.embedding_multiplier != 1:
+            raise PlanError("a pass multiplies neither embeddings nor what is added to the residual: use steps")
         if self.config.head_norms and self.pass_plan.tile_m_tiles * M_TILE_ROWS % self.shape.head_dim:
             raise PlanError(
                 f"a pass of {self.pass_plan.warpgroups} warpgroups has {self.pass_plan.tile_m_tiles * M_TILE_ROWS} "

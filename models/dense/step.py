@@ -29,10 +29,11 @@ from cheetah.blocks.exchange import (
 )
 from cheetah.blocks.filters.filters import Filters
 from cheetah.blocks.host_words import HostWords
-from cheetah.blocks.linear.epilogue import AddResidual, PublishedRows, Swiglu
+from cheetah.blocks.linear.epilogue import AddResidual, GatedRows, NormWeights, PublishedRows
 from cheetah.blocks.linear.formats.vectors import is_raised
 from cheetah.blocks.linear.interface import Epilogue, Prologue, Rows
 from cheetah.blocks.linear.matvec import Matvec
+from cheetah.blocks.linear.norm_behind import KeepRows, finish_kept_rows
 from cheetah.blocks.linear.prologue import Either, Prefetching, Slices, Weighted
 from cheetah.blocks.linear.rms import InverseRms, PublishedSquares, RowSquares, Squares, squares_words
 from cheetah.blocks.machine import Machine
@@ -46,7 +47,7 @@ from cheetah.models.act_order import places_shape
 from cheetah.models.attention_layers import EVERY_KEY
 from cheetah.models.config import ModelConfig
 from cheetah.models.dense.launch import Launch
-from cheetah.models.dense.page import Gated, Heads, Line, Multiply, OntoResidual, Page, page_of
+from cheetah.models.dense.page import Gated, Heads, Kept, Line, Multiply, NormBehind, OntoResidual, Page, page_of
 from cheetah.plan import M_TILE_ROWS, Gpu, ModelShape, Plan, step_matrices
 from cheetah.plan.formats import BF16_VECTOR, KV_TILE_TOKENS
 from cheetah.plan.index import round_up
@@ -66,7 +67,8 @@ def exchange_sizes(shape: ModelShape, gpu: Gpu, plan: Plan) -> dict[str, int]:
     """Payload words of each exchanged vector; the inputs of products with the padding of their matrix."""
     table, sizes = shape.table, dict[str, int]()
     for phase in table.layer:
-        sizes[phase.input.name] = _words_of(table, phase.input, plan)
+        if not phase.input.is_kept:
+            sizes[phase.input.name] = _words_of(table, phase.input, plan)
         if isinstance(phase, AttentionPhase):
             partial_rows = kv_layout(shape, gpu, plan).max_partial_rows
             sizes[phase.partials] = partial_rows * (shape.head_dim + LSE_WORDS)
@@ -86,7 +88,7 @@ def _words_of(table: StepTable, vector: Vector, plan: Plan) -> int:
 def product_inputs(table: StepTable) -> dict[str, int]:
     """The vectors that products take whole, with the exponents of their exchange. Without the last product's in a model
     of one layer, where nobody reads it in steps without a head."""
-    last = table.products[-1].output
+    last = table.layer[-1].output
     return {one.name: one.exponent for one in table.inputs if one != last or table.layers > 1}
 
 
@@ -123,7 +125,7 @@ def sizes(config: ModelConfig, gpu: Gpu, plan: Plan) -> dict[str, int]:
     shape = config.shape
     layout, windows = kv_layout(shape, gpu, plan), shape.windows_in(plan.max_context)
     return {
-        **{name: value for name, value in vars(shape).items() if isinstance(value, int)},
+        **shape.sizes,
         "qkv_rows": shape.qkv_rows,
         "weight_bytes": step_matrices(shape, plan, gpu).weight_bytes,
         "norms": shape.table.norm_count,
@@ -233,11 +235,16 @@ class HeadParts:
             self.sampler.choose(self.step_epoch + self.shape.layers, step)
             self.timeline.stamp_here("done")
 
-    def embedded(self, norm: ch.Expr, places: ch.Expr | None) -> Prologue:
-        """RMSNorm number `norm` of the tokens' embeddings. places: of `places`."""
-        scale = self.inverse_rms(RowSquares(self.tokens.embedding, self.shape.padded_hidden))
-        available = self.table.head.input.published
-        return Weighted(self.columns, Embeddings(self.tokens), available, self.norm(norm), places, scale)
+    def embedded(
+        self, norm: ch.Expr, places: ch.Expr | None, multiplier: float = 1.0, is_normed: bool = True
+    ) -> Prologue:
+        """RMSNorm number `norm` of the rows of the embedding, times a multiplier. places: of `places`. is_normed: else
+        the rows themselves; see `InverseRms`."""
+        squares = RowSquares(self.tokens.embedding, self.shape.padded_hidden)
+        scale = replace(self.inverse_rms(squares), multiplier=multiplier, is_normed=is_normed)
+        weights, available = self.norm(norm), self.table.head.input.published
+        source = Embeddings(self.tokens)
+        return Weighted(self.columns, source, available, weights.weights, places, scale, weights.plus_one)
 
     def inverse_rms(self, squares: Squares) -> InverseRms:
         """1/rms of a hidden vector of those squares."""
@@ -263,7 +270,7 @@ class HeadParts:
         @ch.inline
         def finish(rows: Rows) -> None:
             launch, vocab = self.launch, self.shape.vocab
-            logit = ch.const(ty.f32, rows.sum(), name="logit")
+            logit = ch.const(ty.f32, self._logit(rows.sum()), name="logit")
             token = rows.m_tile * M_TILE_ROWS + rows.row
             with ch.if_(rows.is_own):
                 with ch.if_((launch.logits != None) & (token < vocab)):  # noqa: E711
@@ -273,9 +280,17 @@ class HeadParts:
 
         return finish
 
-    def norm(self, index: Any) -> Any:
+    def _logit(self, row_sum: Any) -> Any:
+        divisor, cap = self.config.logit_divisor, self.config.logit_soft_cap
+        scaled = row_sum if divisor == 1 else row_sum * (1.0 / divisor)
+        return scaled if cap is None else prim.tanh_f32(scaled * (1.0 / cap)) * cap
+
+    def norm(self, index: Any) -> NormWeights:
         """The weights of a norm by its number."""
-        return self.launch.norms + index * self.shape.padded_hidden
+        return self._norm_weights(self.launch.norms, index)
+
+    def _norm_weights(self, rows: Any, index: Any) -> NormWeights:
+        return NormWeights(rows + index * self.shape.padded_hidden, self.config.norms.plus_one)
 
 
 class StepParts(HeadParts):
@@ -360,9 +375,14 @@ class StepParts(HeadParts):
             m_tile = matrix.m_tile(own_row // height, matrix.position(machine.block))
             row = m_tile * height + own_row % height
             with ch.if_((row < self.shape.hidden) & (place % tokens < self.launch.column_count)):
-                residual[place] = prim.bf16_to_f32(self.tokens.embedding(place % tokens)[row])
+                residual[place] = self._multiplied(prim.bf16_to_f32(self.tokens.embedding(place % tokens)[row]))
             with ch.else_():
                 residual[place] = 0.0
+
+    def _multiplied(self, element: Any) -> Any:
+        """An element of the embedding as the residual begins with it."""
+        multiplier = self.config.embedding_multiplier
+        return element if multiplier == 1 else element * multiplier
 
     @ch.inline
     def begin_layer(self, layer: Any) -> None:
@@ -402,6 +422,8 @@ class StepParts(HeadParts):
     def emit_line(self, line: Line, step: Any, layer: Any) -> None:
         """A phase of a layer."""
         with self.phase(line.text):
+            if isinstance(line, NormBehind):
+                return self.finish_kept_rows(line, layer)
             if not isinstance(line, Multiply):
                 return self.attend(step, layer)
             prologue, epilogue = self.input_of(line.product, layer), self.epilogue_of(line, layer)
@@ -436,28 +458,33 @@ class StepParts(HeadParts):
         prologue = self.first_input(product, layer) if is_first else self.made_before(product, layer)
         needed = self._needed_by_heads(layer) if product is self.table.heads else []
         if product.adds:
-            needed.append((self.norm(self.table.norm_behind(product, layer)), self.shape.padded_hidden * 2))
+            norms = [self.norm(self.table.norm_behind(product, layer))]
+            if self.table.norm_phase(product) is not None:
+                norms.append(self._norm_behind(product, layer))
+            needed += [(norm.weights, self.shape.padded_hidden * 2) for norm in norms]
         return Prefetching(prologue, self.machine, needed) if needed else prologue
 
     def first_input(self, product: Product, layer: Any) -> Prologue:
         """That of a layer's first product: in the first layer of the embeddings, then of what the layer before made."""
         places = self.places(product, layer)
-        before = self.normalised(product.input, self.layer_epoch - 1, places)
-        return Either(layer == 0, self.embedded(ty.u32(0), places), before)
+        before, multiplier = self._input(product.input, self.layer_epoch - 1, places), self.config.embedding_multiplier
+        embedded = self.embedded(ty.u32(0), places, multiplier, self.config.norms.before)
+        return Either(layer == 0, embedded, before)
 
     def made_before(self, product: Product, layer: Any) -> Prologue:
         """What a phase of the same layer made, slice by slice. Where waiting is most of a step all lanes poll the
         output of attention, since they come to it long before (qwen3-0.6b: 1.8 %); 1B loses 6 % so."""
         vector, places = product.input, self.places(product, layer)
         if vector.is_normed:
-            return self.normalised(vector, self.layer_epoch, places)
+            return self._input(vector, self.layer_epoch, places)
         polled_by_all = self.table.is_attended(vector) and self.machine.plan.waits_most
         published = replace(self.vector(vector), one_waits=not polled_by_all)
         return Slices(self.columns, published, vector.published, places)
 
-    def normalised(self, vector: Vector, epoch: ch.Expr, places: ch.Expr | None) -> Prologue:
-        """RMSNorm of a vector that is published times its weights. places: of `places`."""
-        scale = self.inverse_rms(self._squares_of(vector, epoch))
+    def normalised(self, vector: Vector, epoch: ch.Expr, places: ch.Expr | None, is_normed: bool = True) -> Prologue:
+        """RMSNorm of a vector that is published times its weights. places: of `places`. is_normed: else the vector
+        itself; see `InverseRms`."""
+        scale = replace(self.inverse_rms(self._squares_of(vector, epoch)), is_normed=is_normed)
         return Slices(self.columns, self.exchange.at(vector.name, epoch), vector.published, places, scale)
 
     def epilogue_of(self, line: Multiply, layer: Any) -> PublishedRows:
@@ -465,16 +492,39 @@ class StepParts(HeadParts):
         product = line.product
         if isinstance(line.then, Heads):
             return ProjectedHeads(self.projection, layer, self.layer_epoch)
+        if isinstance(line.then, Kept):
+            assert product.output is not None
+            return KeepRows(self.machine, self._squares_of(product.output, self.layer_epoch))
         if isinstance(line.then, OntoResidual):
-            return self.onto_residual(product.output, self.norm(self.table.norm_behind(product, layer)))
+            norm = self.norm(self.table.norm_behind(product, layer))
+            return self.onto_residual(product.output, norm, line.then.multiplier)
         assert isinstance(line.then, Gated), line
-        return Swiglu(self.machine, self.vector(product.output))
+        return GatedRows(self.machine, self.vector(product.output), line.then.activation)
 
-    def onto_residual(self, vector: Vector | None, norm: ch.Expr) -> PublishedRows:
-        """Rows added to the residual, which is published as `vector`, times the weights `norm`."""
+    def onto_residual(self, vector: Vector | None, norm: NormWeights, multiplier: float = 1.0) -> PublishedRows:
+        """Rows times the multiplier added to the residual, which is published as `vector`, times these weights."""
         assert vector is not None
         squares = self._squares_of(vector, self.layer_epoch)
-        return AddResidual(self.machine, self.vector(vector), squares, norm)
+        return AddResidual(self.machine, self.vector(vector), squares, norm, multiplier)
+
+    def finish_kept_rows(self, line: NormBehind, layer: Any) -> None:
+        """The norm behind a product: its rows added to the residual."""
+        product = line.product
+        scale = self.inverse_rms(self._squares_of(line.phase.input, self.layer_epoch))
+        norm = self.norm(self.table.norm_behind(product, layer))
+        onto = self.onto_residual(line.phase.output, norm, line.then.multiplier)
+        with self.machine.consumer:
+            finish_kept_rows(self.linear, self.residual, scale, self._norm_behind(product, layer), onto)
+            self.timeline.stamp_here("done")
+
+    def _norm_behind(self, product: Product, layer: Any) -> NormWeights:
+        """The weights of the norm that a product's rows go through."""
+        number = self.table.onto_residual.index(product)
+        return self._norm_weights(self.launch.norms_behind, layer * len(self.table.onto_residual) + number)
+
+    def _input(self, vector: Vector, epoch: ch.Expr, places: ch.Expr | None) -> Prologue:
+        """What a sublayer takes of the residual."""
+        return self.normalised(vector, epoch, places, self.config.norms.before)
 
     def _squares_of(self, vector: Vector, epoch: ch.Expr) -> PublishedSquares:
         return PublishedSquares(self.columns, self.exchange.at(vector.squares, epoch), self.residual.m_tiles)

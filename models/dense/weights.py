@@ -266,26 +266,45 @@ def _planes(rows: Bits | RowPlanes) -> tuple[NDArray[Any], ...]:
 class RowGroups:
     """The rows of a matrix in M-tile order, as groups of 8: tensor `source`, rows `first` .. `first + count` - 1.
 
-    A group with fewer than 8 rows (at a tensor's end) is filled up with zero rows.
+    A group with fewer than 8 rows (at a tensor's end) is filled up with zero rows. part: which groups are of rows that
+    lie near one another in a tensor, a number for each, where a tensor has several such parts; by default the tensor's.
     """
 
-    def __init__(self, source: NDArray[np.int64], first: NDArray[np.int64], count: NDArray[np.int64]) -> None:
+    def __init__(
+        self,
+        source: NDArray[np.int64],
+        first: NDArray[np.int64],
+        count: NDArray[np.int64],
+        part: NDArray[np.int64] | None = None,
+    ) -> None:
         self.source, self.first, self.count = source.tolist(), first.tolist(), count.tolist()
+        self._part = self.source if part is None else part.tolist()
 
     def __len__(self) -> int:
         return len(self.source)
 
     @lru_cache(maxsize=4096)  # noqa: B019 - as for `_reads`
     def rows(self, groups: range) -> tuple[SourceRows, ...]:
-        """What some groups have of each tensor of which they have a row."""
+        """What some groups have of each tensor, or part of one, of which they have a row."""
         some = slice(groups.start, groups.stop)
-        source, first, count = (np.array(one[some]) for one in (self.source, self.first, self.count))
+        source, part, first, count = (np.array(one[some]) for one in (self.source, self._part, self.first, self.count))
         of_group = np.arange(GROUP_ROWS)
         row, is_there = first[:, None] + of_group, of_group < count[:, None]
-        found = ((number, (is_there & (source == number)[:, None]).reshape(-1)) for number in np.unique(source))
-        return tuple(
-            SourceRows(int(number), np.flatnonzero(mine), row.reshape(-1)[mine]) for number, mine in found if mine.any()
+        numbers, indices = np.unique(part, return_index=True)
+        found = (
+            (index, (is_there & (part == number)[:, None]).reshape(-1))
+            for number, index in zip(numbers, indices, strict=True)
         )
+        return tuple(
+            SourceRows(int(source[index]), np.flatnonzero(mine), row.reshape(-1)[mine])
+            for index, mine in found
+            if mine.any()
+        )
+
+    @cached_property
+    def is_in_order(self) -> bool:
+        """Whether the rows are those of a single tensor as they come."""
+        return not any(self.source) and self.first == list(range(0, len(self) * GROUP_ROWS, GROUP_ROWS))
 
     def gather(
         self, tensors: Sequence[Rows | QuantizedMatrix | ScaleRows], rows: Bits | RowPlanes, groups: range
@@ -357,7 +376,8 @@ def row_groups(config: ModelConfig, matrix: str) -> RowGroups:
         return _joined([_head_groups(part, config.head_dim, order) for part, order in zip(parts, orders, strict=True)])
     if product.order is RowOrder.PAIRS:
         gate, up = (_plain_groups(part) for part in parts)
-        return RowGroups(*(np.stack(pair, axis=1).reshape(-1) for pair in zip(gate, up, strict=True)))
+        source, first, count = (np.stack(pair, axis=1).reshape(-1) for pair in zip(gate, up, strict=True))
+        return RowGroups(source, first, count, np.arange(len(source)) % 2)
     (part,) = parts
     return RowGroups(*_plain_groups(part, M_TILE_ROWS))
 
@@ -410,4 +430,6 @@ def _head_groups(part: _Part, head_dim: int, order: NDArray[np.int64] | None) ->
 
 
 def _joined(groups: Sequence[_Groups]) -> RowGroups:
-    return RowGroups(*(np.concatenate(arrays) for arrays in zip(*groups, strict=True)))
+    part = np.repeat(np.arange(len(groups)), [len(one[0]) for one in groups])
+    source, first, count = (np.concatenate(arrays) for arrays in zip(*groups, strict=True))
+    return RowGroups(source, first, count, part)

@@ -18,6 +18,7 @@ LABELS = {
     "embedding": "embedding",
     "norms": "norms",
     "head_norms": "norms",
+    "norms_behind": "norms",
     "rope": "rotary table",
     "kv": "keys and values",
     "logits": "logits",

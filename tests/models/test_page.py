@@ -5,10 +5,9 @@ from dataclasses import replace
 import pytest
 
 from cheetah.generate import choose_plan, generate_kernel
-from cheetah.models.dense.page import layer_of, page_of, page_of_head
+from cheetah.models.dense.page import page_of, page_of_head
 from cheetah.models.dense.pass_sizes import PassSizes
 from cheetah.models.family import lines_of
-from cheetah.models.layer_kind import LayerKind, Norms
 from cheetah.models.registry import preset
 from cheetah.plan import GPUS
 from cheetah.plan.phases import PhaseText
@@ -60,9 +59,11 @@ def test_the_kernel_says_what_the_page_says() -> None:
 
 
 def test_norms_behind_and_multipliers_are_told() -> None:
-    after = replace(LayerKind(), norms=Norms(before=False, after=True), residual_multiplier=0.5)
-    lines = {line.name: line.about for line in layer_of(DEMO.table, after, 64)}
-    assert lines["o"] == "o; norm; times 0.5, onto the residual." and not lines["qkv"].startswith("Norm")
+    lines = {line.name: line for line in page_of(replace(preset("olmo-2-1b"), residual_multiplier=0.5), 64).layer}
+    assert list(lines) == ["qkv", "attention", "o", "o_norm", "gate_up", "down", "down_norm"]
+    assert lines["o"].about == "o; rows kept for the norm behind them." and lines["o"].makes == ("o_rows_squares",)
+    assert lines["o_norm"].about == "Norm of the rows of o; times 0.5, onto the residual."
+    assert lines["o_norm"].makes == lines["gate_up"].waits and not lines["qkv"].about.startswith("Norm")
 
 
 @pytest.mark.parametrize("cut_tokens", [0, 64])

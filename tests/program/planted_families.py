@@ -1,5 +1,5 @@
-"""Bugs planted in what a family does otherwise than Llama: norms of heads, biases, windows, layers of several
-kinds."""
+"""Bugs planted in what a family does otherwise than Llama: norms of heads and behind products, multipliers, biases,
+windows, layers of several kinds."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ from cheetah.blocks.attention.step_port import NormalisedHeads, Projection, Step
 from cheetah.blocks.attention.variants import CAUSAL
 from cheetah.blocks.by_layer import chosen
 from cheetah.blocks.columns import UNIT
+from cheetah.blocks.linear.epilogue import AddResidual
+from cheetah.blocks.linear.norm_behind import finish_kept_rows
 from cheetah.lang import prim, ty
 from cheetah.models.config_json import FULL, SLIDING
 from cheetah.models.dense import step
@@ -25,6 +27,7 @@ from cheetah.models.qwen2 import Qwen2Config
 from cheetah.models.qwen3 import Qwen3Config
 from cheetah.models.rope import Rope
 from cheetah.plan import M_TILE_ROWS
+from tests.program.layer_kinds import behind, sandwich
 from tests.program.planted import BOTH, USUAL, Bug, Patch, payload, read_without_waiting
 
 _SIZES: Any = (48, 40, 2, 4, 2, 64, 50)
@@ -43,6 +46,8 @@ KINDS = replace(
     ),
 )
 """A layer that sees all keys, and one with a window and angles of its own."""
+BEHIND = replace(USUAL, config=behind())
+SANDWICHED = replace(USUAL, config=sandwich())
 BIASED = replace(USUAL, config=Qwen2Config(*_SIZES, max_position_embeddings=256))
 
 
@@ -121,6 +126,37 @@ def _natural_order(rows: Any, shape: Any) -> Any:
     return rows.m_tile * M_TILE_ROWS + (rows.row + M_TILE_ROWS // 2) % M_TILE_ROWS
 
 
+def forget_the_scale_behind(patch: Patch) -> None:
+    """Rows are multiplied by the weights of the norm behind them, and not divided by their root mean square."""
+
+    @ch.inline
+    def of(self: Any, column: Any) -> Any:
+        return ty.f32(1.0)
+
+    def finish(linear: Any, layout: Any, scale: Any, norm: Any, epilogue: Any) -> None:
+        with Patch.context() as inner:
+            inner.setattr(type(scale), "of", of)
+            finish_kept_rows(linear, layout, scale, norm, epilogue)
+
+    patch.setattr(step, "finish_kept_rows", finish)
+
+
+def forget_the_multiplier(patch: Patch) -> None:
+    patch.setattr(step, "AddResidual", lambda *arguments: AddResidual(*arguments[:-1]))
+
+
+def weigh_by_the_other_norm(patch: Patch) -> None:
+    """The norm behind attention with the weights of that behind feed-forward, and the other way round."""
+    weights = step.StepParts._norm_weights
+
+    def other(self: Any, rows: Any, index: Any) -> Any:
+        if rows is self.launch.norms_behind:
+            index = index + 1 - 2 * (index % 2)
+        return weights(self, rows, index)
+
+    patch.setattr(step.StepParts, "_norm_weights", other)
+
+
 def see_one_key_more(patch: Patch) -> None:
     patch.setattr(step, "sliding_window_of", lambda window: sliding_window_of(lambda: window() + 1))
 
@@ -196,6 +232,10 @@ FAMILY_BUGS = (
     ),
     Bug("the KV plan of another window", ("reference",), change=follow_the_plan_of_the_other_kind, setup=KINDS),
     Bug("records of the plan of another window", ("schedules",), change=keep_one_record_for_all_kinds, setup=KINDS),
+    Bug("rows not normalised behind a product", ("reference",), change=forget_the_scale_behind, setup=SANDWICHED),
+    Bug("no residual multiplier", ("reference",), change=forget_the_multiplier, setup=SANDWICHED),
+    Bug("weights of the other norm behind", ("reference",), change=weigh_by_the_other_norm, setup=BEHIND),
+    Bug("no wait for the squares of rows", BOTH, change=read_without_waiting("o_rows_squares"), setup=SANDWICHED),
     Bug("bias of the next head", ("reference",), change=take_the_bias_of(_next_head), setup=BIASED),
     Bug("bias of the other half of a pair", ("reference",), change=take_the_bias_of(_natural_order), setup=BIASED),
 )

@@ -16,6 +16,7 @@ from cheetah.models.mistral import MistralConfig
 from cheetah.models.qwen2 import Qwen2Config
 from cheetah.models.qwen3 import Qwen3Config
 from tests.program.kinds import KINDS
+from tests.program.layer_kinds import behind, fused, sandwich
 from tests.program.rig import Rig, bits, float32_logits, random_weights, relative_error, token_ids
 from tests.tiers import tiered
 from tests.tolerances import EIGHT_BIT_LOGITS, LOGITS
@@ -46,12 +47,16 @@ CASES: dict[str, tuple[ModelConfig, dict[str, Any], int]] = {
     "qwen2, group of 7": (qwen2(14, 2), {"blocks": 3, "sync": "barrier", **SPLIT}, 40),
     "kinds": (KINDS, {"blocks": 3, "page_size": 5, **SPLIT}, 110),
     "kinds, barrier": (KINDS, {"blocks": 4, "sync": "barrier", "kv_chunk": 16}, 70),
+    "norms on both sides": (sandwich(), {"blocks": 3, "tokens": 2}, 24),
+    "norms behind alone, barrier": (behind(), {"blocks": 8, "sync": "barrier"}, 24),
+    "fused tensors, heads rotated in part": (fused(80, 40, 2), {"blocks": 3, **SPLIT}, 24),
     "mistral": (MistralConfig(80, 40, 2, 2, 1, 128, 50, max_position_embeddings=256), {"blocks": 3, **SPLIT}, 40),
 }
 
 
 EXHAUSTIVE = (
     *("qwen3", "qwen3, more blocks than items", "qwen3, tied, large epsilon", "qwen3, pages of 5", "qwen2"),
+    *("fused tensors, heads rotated in part", "norms behind alone, barrier"),
     *("qwen3, group of 8, eight warps", "qwen3, group of 5, barrier", "mistral", "kinds, barrier"),
 )
 
@@ -88,9 +93,10 @@ def test_several_sequences_with_keys_of_eight_bits(config: ModelConfig) -> None:
         assert relative_error(found, float32_logits(weights, sequence)) < EIGHT_BIT_LOGITS
 
 
-@pytest.mark.parametrize(
-    "config", tiered([qwen3(4, 2), qwen2(4, 2), KINDS], [qwen2(4, 2)]), ids=lambda config: type(config).__name__
-)
+SCHEDULED = [qwen3(4, 2), qwen2(4, 2), KINDS, behind()]
+
+
+@pytest.mark.parametrize("config", tiered(SCHEDULED, SCHEDULED[1::2]), ids=lambda config: type(config).__name__)
 def test_schedules_change_no_bit(config: ModelConfig) -> None:
     weights, ids = random_weights(config), token_ids(24, config.vocab_size)
     rig = Rig(weights, blocks=4, tokens=2, **SPLIT)

@@ -6,7 +6,7 @@ import pytest
 
 from tests.program.planted import BUGS as COMMON_BUGS
 from tests.program.planted import IDLE, MANY, NARROW, ROOMY, USUAL, Bug, Finding, Gauntlet, Setup, race_in
-from tests.program.planted_families import BIASED, FAMILY_BUGS, NORMED, WINDOWED
+from tests.program.planted_families import BIASED, FAMILY_BUGS, NORMED, SANDWICHED, WINDOWED
 from tests.tiers import tiered
 
 pytestmark = [pytest.mark.compiler, pytest.mark.slow]
@@ -33,6 +33,7 @@ EXHAUSTIVE = (
     *("stage given back before all lanes have read", "one warp's sums are enough"),
     *("weights fetched ahead are not used up", "no grid barrier before the merge"),
     *("newest key taken from the cache", "bias of the next head", "newest keys read before their warp has stored them"),
+    *("weights of the other norm behind", "no residual multiplier", "no wait for the squares of rows"),
     *("halves of columns swapped", "the parity of the sums"),
     *("the sums of the next M-tile", "the parity of what was taken", "one adding warp's candidates are enough"),
     *("adding warps go on before the step ends", "a product ends before its rows are finished"),
@@ -49,6 +50,7 @@ SETUPS = {
     "many": MANY,
     "narrow": NARROW,
     "normed": NORMED,
+    "sandwiched": SANDWICHED,
     "biased": BIASED,
     "windowed": WINDOWED,
 }

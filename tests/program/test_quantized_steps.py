@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from cheetah.models.config import ModelConfig
+from tests.program.layer_kinds import fused, sandwich
 from tests.program.quantized_weights import QuantizedWeights
 from tests.program.rig import Rig, bits, float32_logits, model, relative_error, token_ids
 from tests.program.test_families import qwen2, qwen3
@@ -46,6 +47,14 @@ CASES: dict[str, tuple[ModelConfig, Formats, dict[str, Any]]] = {
     "act-order, eight tokens": (
         *(model(256, 512, heads=4, act_order=True), (("qkv", "int4-g64"), ("o", "int4-g64"), ("gate_up", "int8-g32"))),
         {"tokens": 8},
+    ),
+    "norms on both sides, two sequences, slices": (
+        *(sandwich(144, 280), (("qkv", "fp8"), ("o", "int4-g64"), ("down", "int4-g32"))),
+        {"batch": 2, "down_slices": 2},
+    ),
+    "fused tensors in act-order": (
+        *(fused(act_order=True), (("qkv", "int4-g64"), ("gate_up", "int8-g32"), ("down", "int4-g32-asym"))),
+        {},
     ),
     "act-order, two tokens, biases": (
         *(replace(qwen2(4, 2), hidden_size=256, act_order=True), (("qkv", "int4-g64"), ("o", "int8-g32"))),

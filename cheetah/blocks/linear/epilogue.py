@@ -1,8 +1,9 @@
-"""What becomes of the rows of a finished M-tile: residual and norm, SwiGLU, rotary embedding. One warp, one row of a
-token a lane."""
+"""What becomes of the rows of a finished M-tile: residual and norm, activation, rotary embedding. One warp, one row of
+a token a lane."""
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -34,14 +35,28 @@ class PublishedRows(ABC):
 
 
 @dataclass(frozen=True, eq=False)
+class NormWeights:
+    """The weights of a norm, bf16, padded like the vector. plus_one: it multiplies by 1 + weight."""
+
+    weights: ch.Expr
+    plus_one: bool = False
+
+    def of(self, rows: Rows) -> Any:
+        """What the lane's row is multiplied by (f32)."""
+        weight = prim.bf16_to_f32(self.weights[rows.m_tile * rows.count + rows.row])
+        return weight + 1.0 if self.plus_one else weight
+
+
+@dataclass(frozen=True, eq=False)
 class AddResidual(PublishedRows):
-    """residual += rows, kept in f32 by the block that owns them, and published as the next norm wants it: times its
-    weights `norm` (bf16, padded like the vector), rounded to bf16, and the squares beside it."""
+    """residual += rows * multiplier, kept in f32 by the block that owns them, and published as the next norm wants it:
+    times its weights, rounded to bf16, and the squares beside it."""
 
     machine: Machine
     into: Published
     squares: PublishedSquares
-    norm: ch.Expr
+    norm: NormWeights
+    multiplier: float = 1.0
 
     @property
     def makes(self) -> tuple[str, ...]:
@@ -51,10 +66,10 @@ class AddResidual(PublishedRows):
     def __call__(self, rows: Rows) -> None:
         machine = self.machine
         residual = machine.region("residual", ty.f32)
-        place = prim.renewed_u32((rows.wave * rows.count + rows.row) * machine.plan.tokens + rows.column)
-        weight = ch.const(ty.f32, prim.bf16_to_f32(self.norm[rows.m_tile * rows.count + rows.row]), name="weight")
+        place = place_of(machine, rows)
+        weight = ch.const(ty.f32, self.norm.of(rows), name="weight")
         publish = publishing(machine, self.into, rows, rows.m_tile * rows.count, rows.count)
-        value = ch.var(ty.f32, rows.sum())
+        value = ch.var(ty.f32, rows.sum() if self.multiplier == 1 else rows.sum() * self.multiplier)
         with ch.if_(rows.is_own):
             value += residual[place]
             residual[place] = value
@@ -63,12 +78,28 @@ class AddResidual(PublishedRows):
         self.squares.publish(rows, value, weighted)
 
 
+def place_of(machine: Machine, rows: Rows) -> Any:
+    """Where the block keeps the lane's row of a column, of the residual or to be added to it."""
+    return prim.renewed_u32((rows.wave * rows.count + rows.row) * machine.plan.tokens + rows.column)
+
+
+def gelu_argument(value: ch.Expr) -> Any:
+    """gelu(x), in the form with a hyperbolic tangent, is x times the logistic function of this."""
+    return (value * value * (GELU * 0.044715) + GELU) * value
+
+
+GELU = 2 * math.sqrt(2 / math.pi)
+SIGMOID_OF: dict[str, Callable[[Any], Any]] = {"silu": lambda value: value, "gelu": gelu_argument}
+"""An activation is its argument times the logistic function of this."""
+
+
 @dataclass(frozen=True, eq=False)
-class Swiglu(PublishedRows):
-    """silu(gate) * up: an M-tile holds 8 gate rows and, 8 lanes further, their up rows."""
+class GatedRows(PublishedRows):
+    """activation(gate) * up: an M-tile holds 8 gate rows and, 8 lanes further, their up rows."""
 
     machine: Machine
     into: Published
+    activation: str
 
     @property
     def makes(self) -> tuple[str, ...]:
@@ -80,7 +111,7 @@ class Swiglu(PublishedRows):
         value = ch.const(ty.f32, rows.sum(), name="value")
         other = prim.shuffle_xor_f32(value, HALF)
         # Lanes of the up rows compute something too; only those of the gate rows publish.
-        gated = prim.divide_f32(value, 1.0 + prim.exp_f32(-value)) * other
+        gated = prim.divide_f32(value, 1.0 + prim.exp_f32(-SIGMOID_OF[self.activation](value))) * other
         publish(gated)
 
 

@@ -19,7 +19,7 @@ The loops over M-tiles and chunks stay (almost) rolled: unrolled, the kernel is 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -137,8 +137,11 @@ class Matvec(Linear):
         """In the adder role: this lane's column of a slot."""
         plan = self.machine.plan
         pair = self.machine.adder_number % plan.finishers + slot * plan.finishers
-        column = pair * 2 + self.machine.lane // M_TILE_ROWS if plan.tokens > 1 else 0
-        return ch.const(ty.u32, column, name="column")
+        return ch.const(ty.u32, self.column_of_pair(pair), name="column")
+
+    def column_of_pair(self, pair: ch.Expr) -> Any:
+        """This lane's column of a pair of them."""
+        return pair * 2 + self.machine.lane // M_TILE_ROWS if self.machine.plan.tokens > 1 else 0
 
     def _if_ours(self) -> ch.if_:
         """Whether the M-tile whose turn it is, is this warp's group's to finish: each has a reduction of its own."""
@@ -524,14 +527,6 @@ class Matvec(Linear):
         scaling: Scaling | None,
     ) -> None:
         """The rows of a slot, with what of it is worked out before the sums are there."""
-        lane, count = self.machine.lane, layout.tile_rows
-        row = lane % count
-        if self.columns.limit == 1:
-            is_own = lane < count
-        else:
-            is_own = column < self.columns.count
-            if layout.is_narrow:
-                is_own = is_own & (lane % M_TILE_ROWS < count)
 
         def row_sum() -> Any:
             if scaling is not None:
@@ -541,7 +536,22 @@ class Matvec(Linear):
                 total = self._fold(total)
             return total if scaling is None else total * scaling.factors[slot]
 
-        epilogue(Rows(m_tile, m_tile // layout.blocks, row, column, is_own, slot, row_sum, count))
+        epilogue(self.rows(layout, m_tile, column, slot, row_sum))
+
+    @ch.inline
+    def rows(
+        self, layout: MatrixLayout, m_tile: ch.Expr, column: ch.Expr, slot: int, row_sum: Callable[[], Any]
+    ) -> Rows:
+        """What a warp has of an M-tile, of each lane's column."""
+        lane, count = self.machine.lane, layout.tile_rows
+        row = lane % count
+        if self.columns.limit == 1:
+            is_own = lane < count
+        else:
+            is_own = column < self.columns.count
+            if layout.is_narrow:
+                is_own = is_own & (lane % M_TILE_ROWS < count)
+        return Rows(m_tile, m_tile // layout.blocks, row, column, is_own, slot, row_sum, count)
 
     @ch.inline
     def _fold(self, row_sum: ch.Expr) -> Any:

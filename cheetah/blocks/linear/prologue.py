@@ -67,7 +67,7 @@ class Weighted(Prologue):
     """A whole vector times a norm's weights, where nobody has multiplied them before.
 
     available: elements that the source has, the rest of its K-tiles is zero. weight: bf16, padded like the vector.
-    places: as of `Part`. scale: of the products.
+    places: as of `Part`. scale: of the products. plus_one: the norm multiplies by 1 + weight.
     """
 
     columns: Columns
@@ -76,6 +76,7 @@ class Weighted(Prologue):
     weight: ch.Expr
     places: ch.Expr | None = None
     scale: ColumnScale | None = None
+    plus_one: bool = False
 
     def scale_of_products(self) -> ColumnScale | None:
         return self.scale
@@ -83,7 +84,7 @@ class Weighted(Prologue):
     def load(self, matrix: MatrixLayout, index: int) -> None:
         kind = matrix.vector_kind(self.columns.limit)
         part = Part(matrix.padded_columns, self.available, kind=kind, places=self.places)
-        load_vector(self.columns, part, self.source, self.weight)
+        load_vector(self.columns, part, self.source, self.weight, plus_one=self.plus_one)
 
 
 @dataclass(frozen=True, eq=False)
@@ -216,7 +217,9 @@ def _read_batch(columns: Columns, part: Part, batch: _Batch, source: Source) -> 
 
 
 @ch.function
-def load_vector(columns: Columns, part: Part, source: Source, weight: ch.Expr | None = None) -> None:
+def load_vector(
+    columns: Columns, part: Part, source: Source, weight: ch.Expr | None = None, plus_one: bool = False
+) -> None:
     """Bring a part of a vector into shared memory, times the weights of a norm if there are any (bf16, in natural
     order); ends with a barrier of the consumer warps."""
     machine, order = columns.machine, _order_of(columns, part)
@@ -229,7 +232,8 @@ def load_vector(columns: Columns, part: Part, source: Source, weight: ch.Expr | 
             with _each(machine, batch) as (index, unit):
                 words = data[index]
                 if weights_at is not None:
-                    words = _times_weights(words, prim.load_constant_u32x4(weights_at(unit)))
+                    times = _times_one_plus if plus_one else _times_weights
+                    words = times(words, prim.load_constant_u32x4(weights_at(unit)))
                 if order is None:
                     store_unit(columns, vector, unit, words, part.kind)
                 else:
@@ -342,6 +346,19 @@ def _each(machine: Machine, batch: _Batch) -> Iterator[tuple[ch.Expr, ch.Expr]]:
 def _times_weights(words: ch.Expr, weight: ch.Expr) -> Any:
     """A unit times the norm's weights."""
     pairs = [prim.multiply_bf16x2(getattr(words, member), getattr(weight, member)) for member in "xyzw"]
+    unit = ch.const(ty.u32x4, prim.make_u32x4(*pairs), name="weighted")
+    return unit
+
+
+@ch.inline
+def _times_one_plus(words: ch.Expr, weight: ch.Expr) -> Any:
+    """A unit times 1 + the norm's weights, rounded once."""
+    pairs = []
+    for member in "xyzw":
+        pair, by = getattr(words, member), getattr(weight, member)
+        low = prim.bf16x2_low(pair) * (prim.bf16x2_low(by) + 1.0)
+        high = prim.bf16x2_high(pair) * (prim.bf16x2_high(by) + 1.0)
+        pairs.append(prim.pack_bf16x2(low, high))
     unit = ch.const(ty.u32x4, prim.make_u32x4(*pairs), name="weighted")
     return unit
 

@@ -51,12 +51,16 @@ class Squares(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class InverseRms(ColumnScale):
-    """elements: of the vector, over which the mean of squares runs."""
+    """elements: of the vector, over which the mean of squares runs. multiplier: of the vector, which squares and
+    products are without. is_normed: else products are of the vector as it is, and the scale only tells whether it had
+    an element that was no plausible number."""
 
     columns: Columns
     squares: Squares
     elements: int
     epsilon: float
+    multiplier: float = 1.0
+    is_normed: bool = True
 
     @property
     def waits(self) -> tuple[str, ...]:
@@ -72,7 +76,10 @@ class InverseRms(ColumnScale):
         while mask:
             total += prim.shuffle_xor_f32(total, mask)
             mask //= 2
-        scale = prim.rsqrt_f32(total * (1.0 / self.elements) + self.epsilon)
+        of_mean = self.multiplier**2 / self.elements
+        scale = prim.rsqrt_f32(total * of_mean + self.epsilon) if self.is_normed else ty.f32(1.0)
+        if self.multiplier != 1:
+            scale = scale * self.multiplier
         return ch.select(total < TOO_LARGE, scale, prim.bits_float(NAN))
 
 
