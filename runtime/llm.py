@@ -101,6 +101,11 @@ class LLM:
                 tie_word_embeddings=options.tie_word_embeddings,
             )
         checkpoint.check_quantization(options.quantization)
+        if options.lora is not None:
+            from cheetah.runtime.checkpoint.lora import with_adapter
+
+            with watch("adapter"):
+                checkpoint = with_adapter(checkpoint, options.lora)
         self.name, self.config = checkpoint.name, checkpoint.config
         self.seed, self._quiet, self._requests = options.seed, options.quiet, count()
         with watch("tokenizer"):

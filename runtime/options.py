@@ -127,6 +127,12 @@ class LoadOptions:
         "How the checkpoint must be quantised, or it is refused: fp8, gptq, awq, compressed-tensors.",
         "A checkpoint says itself how it is: it need not be told.",
     )
+    lora: str | Path | None = option(
+        None,
+        str,
+        "Folder of a LoRA adapter (PEFT's), merged into 16-bit weights as they are loaded.",
+        "For all requests; several at a time are not supported.",
+    )
     launch_steps: int | None = option(
         None, None, "Most steps of one launch; by default the plan's max_steps. Changes no token."
     )

@@ -26,7 +26,8 @@ PROMPT = "> "
 
 
 @takes_load(
-    "device gpu max_context kv_dtype prompt_passes chat_template quantization gpu_memory_utilization revision verbose"
+    "device gpu max_context kv_dtype prompt_passes chat_template lora quantization gpu_memory_utilization revision "
+    "verbose"
 )
 @takes_sampling
 def chat(

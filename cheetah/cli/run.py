@@ -27,7 +27,7 @@ MOST_TOGETHER = 8
 
 @takes_load(
     "device gpu batch max_context sync kv_dtype kv_chunk prompt_tokens prompt_passes chat_template "
-    "quantization gpu_memory_utilization revision verbose"
+    "lora quantization gpu_memory_utilization revision verbose"
 )
 @takes_sampling
 def run(
