@@ -36,7 +36,7 @@ function openTalk(talk) {
   notify("");
   const draft = drafts.get(talk.id);
   write(draft?.text ?? "", draft?.edited);
-  document.body.classList.remove("listing");
+  closeList();
   if (location.hash.slice(1) !== (talk.isEmpty ? "" : talk.id))
     history.pushState(null, "", talk.isEmpty ? location.pathname : `#${talk.id}`);
   show();
@@ -63,7 +63,7 @@ function deleteTalk(talk) {
   talks.delete(talk.id);
   if (talk === open) openTalk(newTalk());
   else show();
-  toast(`“${talk.title}” is deleted.`, "Undo", () => {
+  toast(`Deleted: ${talk.title}`, "Undo", () => {
     deleted.delete(talk.id);
     keep(talk);
     openTalk(talk);
@@ -487,6 +487,10 @@ function escaped(event) {
   else if (edited) write("");
 }
 
+function closeList() {
+  if (document.body.classList.contains("listing")) list(false);
+}
+
 function list(isShown) {
   document.body.classList.toggle("listing", isShown);
   byId("open-side").setAttribute("aria-expanded", String(isShown));
@@ -504,6 +508,7 @@ function begin() {
   byId("open-side").addEventListener("click", () => list(true));
   byId("close-side").addEventListener("click", () => list(false));
   byId("shade").addEventListener("click", () => list(false));
+  matchMedia("(max-width: 50rem)").addEventListener("change", closeList);
   byId("open-settings").addEventListener("click", openSettings);
   byId("neutral").addEventListener("click", () => {
     talks.settings = open.settings = {};

@@ -365,6 +365,13 @@ def test_keys_and_names(page: Page) -> None:
         page.press(Keys.ESCAPE)
         assert page.find("main").get_property("inert") is False
         assert page.browser.switch_to.active_element.get_attribute("id") == "open-side"
+        page.find("#open-side").click()
+        wait_until(lambda: page.find("#talks .name").is_displayed())
+        page.click("#talks .name")
+        assert page.find("main").get_property("inert") is False and page.all(".listing") == []
+        page.find("#open-side").click()
+        page.look(1280, 800, "light")
+        wait_until(lambda: page.find("main").get_property("inert") is False)
     finally:
         page.look_as_before()
 
