@@ -94,9 +94,12 @@ def described(
     phases: tuple[str, ...] = (),
     step_bytes: Mapping[str, int] | None = None,
 ) -> Manifest:
-    """The manifest of a kernel, which has no text yet. sizes: what names in the parameters' shapes are. matrices: those
+    """The manifest of a kernel, which has no text yet. sizes: what names in the parameters' shapes are, of numbers that
+    a launch is told in the buffers' alone. matrices: those
     that a step reads, whose bytes are the first of `step_bytes`; the other fields are the manifest's."""
     sizes = sizes or {}
+    of_launch = {name for name, one in parameters.items() if isinstance(one.type, ty.Scalar)}
+    known = {name: size for name, size in sizes.items() if name not in of_launch}
     weights = {"weights": matrices.weight_bytes} if matrices else {}
     return Manifest(
         kernel=kernel,
@@ -107,7 +110,7 @@ def described(
         config=dict(config or {}),
         plan=dict(plan or {}),
         launch=launch,
-        parameters=tuple(one.parameter(name, sizes) for name, one in parameters.items()),
+        parameters=tuple(one.parameter(name, known) for name, one in parameters.items()),
         matrices=matrices.describe() if matrices else (),
         layer_stride=matrices.layer_stride if matrices else 0,
         weight_bytes=matrices.weight_bytes if matrices else 0,

@@ -536,7 +536,7 @@ __device__ __forceinline__ bool launch_is_over(uint32_t step, uint64_t* step_don
 __device__ __forceinline__ void copy_items(uint32_t layer, uint32_t step, const int32_t* kv_plans, uint32_t plan_index,
     uint32_t block, const int32_t* tiles, const int32_t* page_table, uint64_t* empty, uint32_t& fill_stage,
     uint32_t& fill_parity, uint32_t* block_waits, uint32_t& under_way, uint64_t* full, uint32_t& landed_stage,
-    uint32_t& landed_parity, uint8_t* ring, bf16* kv) {
+    uint32_t& landed_parity, uint8_t* ring, uint32_t kv_pages, bf16* kv) {
   uint32_t first_item = load_constant_u32(kv_plans + (plan_index * 2880 + block + 64));
   uint32_t last_item = load_constant_u32(kv_plans + (plan_index * 2880 + block + 65));
   #pragma unroll 1
@@ -566,7 +566,7 @@ __device__ __forceinline__ void copy_items(uint32_t layer, uint32_t step, const 
       for (uint32_t index_2 = 0; index_2 < 2; ++index_2) {
         if (index_2 * 16 < count) {
           uint32_t run = min(count - index_2 * 16, 16u);
-          uint64_t offset = (uint64_t)(layer) * 16777216 + (uint64_t)(pages[index_2]) * 32768;
+          uint64_t offset = (uint64_t)(layer * kv_pages + pages[index_2]) * 32768;
           bf16* key = kv + (offset + (uint64_t)(what.z * 2048));
           uint8_t* keys_2 = destination + index_2 * 4096;
           bulk_copy(keys_2, key, run * 256, barrier);
@@ -746,7 +746,7 @@ __device__ __forceinline__ float rotate(float value, uint32_t m_tile_of_head, ui
 __device__ __forceinline__ void finish_rows(uint32_t m_tile, uint32_t column, uint32_t lane, float& scale,
     uint64_t* loaded, uint32_t loaded_parity, uint32_t layer, const bf16* embedding, uint32_t* next_token,
     uint64_t* exchange_words, uint32_t layer_epoch, uint8_t* arena, uint32_t adding, uint64_t* summed,
-    uint32_t adding_parity, const int32_t* page_table, bf16* kv) {
+    uint32_t adding_parity, const int32_t* page_table, uint32_t kv_pages, bf16* kv) {
   uint32_t row = lane % 16;
   bool is_own = lane < 16;
   uint32_t head = m_tile / 8;
@@ -806,7 +806,7 @@ __device__ __forceinline__ void finish_rows(uint32_t m_tile, uint32_t column, ui
       if (((uint32_t*)(arena + COLUMNS))[column * 9 + 1] < ((uint32_t*)(arena + COLUMNS))[column * 9 + 2]) {
         uint32_t table = ((uint32_t*)(arena + COLUMNS))[column * 9 + 6] * 512;
         uint32_t page = load_constant_u32(page_table + (table + ((uint32_t*)(arena + COLUMNS))[column * 9] / 16));
-        uint64_t offset = (uint64_t)(layer) * 16777216 + (uint64_t)(page) * 32768;
+        uint64_t offset = (uint64_t)(layer * kv_pages + page) * 32768;
         bf16* key = kv + (offset + (uint64_t)((head - 64) % 8 * 2048 + ((uint32_t*)(arena + COLUMNS))[column * 9] % 16 * 128));
         bf16* place_3 = head - 64 < 8 ? key : key + 16384;
         ((uint32_t*)(place_3 + dim))[0] = pair;
@@ -829,7 +829,7 @@ __device__ __forceinline__ void advance_2(uint32_t& stage, uint32_t& parity) {
 __device__ __forceinline__ void finish_qkv(uint32_t block, uint32_t lane, uint64_t* loaded, uint32_t& adding,
     uint32_t warp, uint32_t& loaded_parity, uint32_t layer, const bf16* embedding, uint32_t* next_token,
     uint64_t* exchange_words, uint32_t layer_epoch, uint8_t* arena, uint64_t* summed, uint32_t& adding_parity,
-    const int32_t* page_table, bf16* kv, uint64_t* taken) {
+    const int32_t* page_table, uint32_t kv_pages, bf16* kv, uint64_t* taken) {
   uint32_t position = (block + 16) % 132;
   warp_barrier();
   if (lane == 0) {
@@ -841,7 +841,7 @@ __device__ __forceinline__ void finish_qkv(uint32_t block, uint32_t lane, uint64
     if (adding == warp - 9) {
       uint32_t column = 0;
       finish_rows(m_tile, column, lane, scale, loaded, loaded_parity, layer, embedding, next_token, exchange_words,
-          layer_epoch, arena, adding, summed, adding_parity, page_table, kv);
+          layer_epoch, arena, adding, summed, adding_parity, page_table, kv_pages, kv);
       warp_barrier();
       if (lane == 0) {
         mbarrier_arrive(taken + adding);
@@ -3971,9 +3971,9 @@ __device__ __forceinline__ void skip(uint32_t block, uint64_t* full, uint32_t& u
 }
 
 extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* weights, const bf16* norms,
-    const bf16* embedding, const float* rope, bf16* kv, const int32_t* page_table, const int32_t* kv_plans,
-    const int32_t* tiles, const int32_t* sequences, const int32_t* columns, uint8_t* exchange, int32_t* tokens,
-    uint32_t* emitted, const uint32_t* cancelled, const int32_t* stop_ids, const uint32_t* masks,
+    const bf16* embedding, const float* rope, bf16* kv, const int32_t* page_table, uint32_t kv_pages,
+    const int32_t* kv_plans, const int32_t* tiles, const int32_t* sequences, const int32_t* columns, uint8_t* exchange,
+    int32_t* tokens, uint32_t* emitted, const uint32_t* cancelled, const int32_t* stop_ids, const uint32_t* masks,
     const float* logit_bias, uint32_t* token_counts, float* weighed, float* logits, uint32_t* progress, int32_t* status,
     uint32_t steps, uint32_t head_from, uint32_t column_count, uint32_t plan_count, uint32_t options, uint32_t epoch) {
   uint8_t* arena = shared_arena();
@@ -4036,7 +4036,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
             }
           }
           copy_items(layer, step, kv_plans, plan_index, block, tiles, page_table, empty, fill_stage, fill_parity,
-              block_waits, under_way, full, landed_stage, landed_parity, ring, kv);
+              block_waits, under_way, full, landed_stage, landed_parity, ring, kv_pages, kv);
           // o
           fetch_o(block, weights, layer_offset, empty, fill_stage, fill_parity, block_waits, under_way, full,
               landed_stage, landed_parity, ring);
@@ -4065,7 +4065,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
         for (uint32_t layer = 0; layer < 80; ++layer) {
           uint32_t layer_epoch = step_epoch + layer;
           finish_qkv(block, lane, loaded, adding, warp, loaded_parity, layer, embedding, next_token, exchange_words,
-              layer_epoch, arena, summed, adding_parity, page_table, kv, taken);
+              layer_epoch, arena, summed, adding_parity, page_table, kv_pages, kv, taken);
           finish_o(block, adding, warp, lane, arena, norms, layer, summed, adding_parity, input_words, layer_epoch,
               exchange_words, taken);
           finish_gate_up(block, lane, loaded, adding, warp, loaded_parity, exchange_words, layer_epoch, arena, summed,

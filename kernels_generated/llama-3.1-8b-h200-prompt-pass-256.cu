@@ -1188,7 +1188,7 @@ __device__ __forceinline__ void attend(uint32_t block, uint32_t tile_count, cons
 // zero. So are those of keys that a window has left behind, in the key tile where the window of the segment's first
 // token begins: they may not be cached any more.
 __device__ __forceinline__ void bring_earlier_keys(uint32_t layer, uint32_t segment_count, const int32_t* segments,
-    uint32_t block, uint32_t thread, const int32_t* page_table, bf16* kv, uint8_t* workspace) {
+    uint32_t block, uint32_t thread, const int32_t* page_table, uint32_t kv_pages, bf16* kv, uint8_t* workspace) {
   #pragma unroll 1
   for (uint32_t segment = 0; segment < segment_count; ++segment) {
     uint4 of_segment = ((const uint4*)(segments))[segment];
@@ -1204,7 +1204,7 @@ __device__ __forceinline__ void bring_earlier_keys(uint32_t layer, uint32_t segm
       uint64_t core = (uint64_t)(kv_head * 1088 + (of_segment.w + key) / 8) * 2048 + (uint64_t)(unit * 128 + (of_segment.w + key) % 8 * 16);
       if (key < of_segment.x) {
         uint32_t page = load_constant_u32(page_table + (of_segment.z + key / 16));
-        uint64_t offset = (uint64_t)(layer) * 16777216 + (uint64_t)(page) * 32768;
+        uint64_t offset = (uint64_t)(layer * kv_pages + page) * 32768;
         bf16* key_2 = kv + (offset + (uint64_t)(kv_head * 2048 + key % 16 * 128));
         bf16* source = key_2 + unit * 8;
         ((uint4*)(workspace + 8455168 + core))[0] = ((const uint4*)(source))[0];
@@ -1250,7 +1250,7 @@ __device__ __forceinline__ void store_query(uint32_t head, uint32_t column, uint
 
 __device__ __forceinline__ void store_kv(uint32_t head, uint32_t position, uint32_t table, uint32_t first_row,
     uint32_t unit, uint32_t word, uint32_t lane, uint8_t* workspace, const int32_t* page_table, uint32_t layer,
-    bf16* kv) {
+    uint32_t kv_pages, bf16* kv) {
   uint32_t pair = lane / 8;
   uint32_t kv_row = head - 32;
   uint32_t kv_head = kv_row % 8;
@@ -1259,7 +1259,7 @@ __device__ __forceinline__ void store_kv(uint32_t head, uint32_t position, uint3
   uint8_t* into = (is_key ? workspace + 8455168 : workspace + 26280960) + core;
   ((uint32_t*)(into))[0] = word;
   uint32_t page = load_constant_u32(page_table + (table + position / 16));
-  uint64_t offset = (uint64_t)(layer) * 16777216 + (uint64_t)(page) * 32768;
+  uint64_t offset = (uint64_t)(layer * kv_pages + page) * 32768;
   bf16* key = kv + (offset + (uint64_t)(kv_head * 2048 + position % 16 * 128));
   bf16* cached = (is_key ? key : key + 16384) + (unit * 8 + pair * 2);
   ((uint32_t*)(cached))[0] = word;
@@ -1356,8 +1356,8 @@ __device__ __forceinline__ void store_rows_5(uint8_t* into, uint32_t lane, float
 // In the consumer role: the sums of the product of `phase`, finished as its case says.
 __device__ __forceinline__ void finish(uint32_t phase, uint32_t block, uint32_t of_few, uint32_t warp, float* parts,
     uint32_t lane, uint32_t& turn, uint32_t thread, uint8_t* workspace, float* scales, const int32_t* groups,
-    const float* rope, const int32_t* page_table, uint32_t layer, bf16* kv, float* residual, const bf16* norms,
-    uint32_t phase_2, uint8_t* arena) {
+    const float* rope, const int32_t* page_table, uint32_t layer, uint32_t kv_pages, bf16* kv, float* residual,
+    const bf16* norms, uint32_t phase_2, uint8_t* arena) {
   uint32_t row_tiles = phase == 7 ? 32 : (phase == 4 ? 32u : 48u);
   #pragma unroll 1
   for (uint32_t tile = block; tile < of_few * row_tiles; tile += 132) {
@@ -1459,14 +1459,14 @@ __device__ __forceinline__ void finish(uint32_t phase, uint32_t block, uint32_t 
             store_query(head, (token_tile * 4 + group) * 8 + in_group, first_unit, low, lane, workspace);
           } else if (in_group < of_group.y) {
             store_kv(head, of_group.x + in_group, of_group.z, of_group.w, first_unit, low, lane, workspace, page_table,
-                layer, kv);
+                layer, kv_pages, kv);
           }
           uint32_t in_group_2 = lane % 4 * 2 + lane / 4 % 2;
           if (head < 32) {
             store_query(head, (token_tile * 4 + group) * 8 + in_group_2, second_unit, high, lane, workspace);
           } else if (in_group_2 < of_group.y) {
             store_kv(head, of_group.x + in_group_2, of_group.z, of_group.w, second_unit, high, lane, workspace,
-                page_table, layer, kv);
+                page_table, layer, kv_pages, kv);
           }
           uint32_t head_2 = m_tile / 8;
           uint32_t m_tile_of_head_2 = m_tile % 8;
@@ -1506,14 +1506,14 @@ __device__ __forceinline__ void finish(uint32_t phase, uint32_t block, uint32_t 
             store_query(head_2, (token_tile * 4 + group + 1) * 8 + in_group_3, first_unit_2, low_2, lane, workspace);
           } else if (in_group_3 < of_group_2.y) {
             store_kv(head_2, of_group_2.x + in_group_3, of_group_2.z, of_group_2.w, first_unit_2, low_2, lane,
-                workspace, page_table, layer, kv);
+                workspace, page_table, layer, kv_pages, kv);
           }
           uint32_t in_group_4 = lane % 4 * 2 + lane / 4 % 2;
           if (head_2 < 32) {
             store_query(head_2, (token_tile * 4 + group + 1) * 8 + in_group_4, second_unit_2, high_2, lane, workspace);
           } else if (in_group_4 < of_group_2.y) {
             store_kv(head_2, of_group_2.x + in_group_4, of_group_2.z, of_group_2.w, second_unit_2, high_2, lane,
-                workspace, page_table, layer, kv);
+                workspace, page_table, layer, kv_pages, kv);
           }
           uint32_t head_3 = m_tile / 8;
           uint32_t m_tile_of_head_3 = m_tile % 8;
@@ -1553,14 +1553,14 @@ __device__ __forceinline__ void finish(uint32_t phase, uint32_t block, uint32_t 
             store_query(head_3, (token_tile * 4 + group + 2) * 8 + in_group_5, first_unit_3, low_3, lane, workspace);
           } else if (in_group_5 < of_group_3.y) {
             store_kv(head_3, of_group_3.x + in_group_5, of_group_3.z, of_group_3.w, first_unit_3, low_3, lane,
-                workspace, page_table, layer, kv);
+                workspace, page_table, layer, kv_pages, kv);
           }
           uint32_t in_group_6 = lane % 4 * 2 + lane / 4 % 2;
           if (head_3 < 32) {
             store_query(head_3, (token_tile * 4 + group + 2) * 8 + in_group_6, second_unit_3, high_3, lane, workspace);
           } else if (in_group_6 < of_group_3.y) {
             store_kv(head_3, of_group_3.x + in_group_6, of_group_3.z, of_group_3.w, second_unit_3, high_3, lane,
-                workspace, page_table, layer, kv);
+                workspace, page_table, layer, kv_pages, kv);
           }
           uint32_t head_4 = m_tile / 8;
           uint32_t m_tile_of_head_4 = m_tile % 8;
@@ -1600,14 +1600,14 @@ __device__ __forceinline__ void finish(uint32_t phase, uint32_t block, uint32_t 
             store_query(head_4, (token_tile * 4 + group + 3) * 8 + in_group_7, first_unit_4, low_4, lane, workspace);
           } else if (in_group_7 < of_group_4.y) {
             store_kv(head_4, of_group_4.x + in_group_7, of_group_4.z, of_group_4.w, first_unit_4, low_4, lane,
-                workspace, page_table, layer, kv);
+                workspace, page_table, layer, kv_pages, kv);
           }
           uint32_t in_group_8 = lane % 4 * 2 + lane / 4 % 2;
           if (head_4 < 32) {
             store_query(head_4, (token_tile * 4 + group + 3) * 8 + in_group_8, second_unit_4, high_4, lane, workspace);
           } else if (in_group_8 < of_group_4.y) {
             store_kv(head_4, of_group_4.x + in_group_8, of_group_4.z, of_group_4.w, second_unit_4, high_4, lane,
-                workspace, page_table, layer, kv);
+                workspace, page_table, layer, kv_pages, kv);
           }
         }
       }
@@ -2067,10 +2067,10 @@ __device__ __forceinline__ void store_hidden_states(uint8_t* workspace, uint32_t
 }
 
 extern "C" __global__ void __launch_bounds__(384, 1) prompt_pass(const uint8_t* weights, const bf16* norms,
-    const bf16* embedding, const float* rope, bf16* kv, const int32_t* page_table, const int32_t* ids,
-    const int32_t* groups, const int32_t* segments, const int32_t* tiles, uint8_t* workspace, const int32_t* wanted,
-    bf16* hidden_states, uint32_t column_count, uint32_t segment_count, uint32_t tile_count, uint32_t wanted_count,
-    uint64_t arrivals) {
+    const bf16* embedding, const float* rope, bf16* kv, const int32_t* page_table, uint32_t kv_pages,
+    const int32_t* ids, const int32_t* groups, const int32_t* segments, const int32_t* tiles, uint8_t* workspace,
+    const int32_t* wanted, bf16* hidden_states, uint32_t column_count, uint32_t segment_count, uint32_t tile_count,
+    uint32_t wanted_count, uint64_t arrivals) {
   uint8_t* arena = shared_arena();
   uint32_t block = blockIdx.x;
   uint32_t thread = threadIdx.x;
@@ -2208,7 +2208,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) prompt_pass(const uint8_t* 
           attend(block, tile_count, tiles, warp, workspace, lane, stage, full, parity, ring, empty);
         } else {
           if (phase == 0) {
-            bring_earlier_keys(layer, segment_count, segments, block, thread, page_table, kv, workspace);
+            bring_earlier_keys(layer, segment_count, segments, block, thread, page_table, kv_pages, kv, workspace);
           }
           bool is_sum = phase == 1;
           bool is_sum_2 = is_sum || phase == 4;
@@ -2217,7 +2217,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) prompt_pass(const uint8_t* 
             float* parts = (float*)(workspace + 53543936);
             float* residual = (float*)(workspace + 1024);
             finish(phase, block, of_few, warp, parts, lane, turn_2, thread, workspace, scales_2, groups, rope,
-                page_table, layer, kv, residual, norms, phase, arena);
+                page_table, layer, kv_pages, kv, residual, norms, phase, arena);
           } else {
             multiply(phase, block, token_tiles, warp, turn, thread, workspace, scales, stage, full, parity, ring, lane,
                 empty);

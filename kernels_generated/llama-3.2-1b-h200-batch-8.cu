@@ -524,7 +524,7 @@ __device__ __forceinline__ bool launch_is_over(uint32_t step, uint64_t* step_don
 __device__ __forceinline__ void copy_items(uint32_t layer, uint32_t step, const int32_t* kv_plans, uint32_t plan_index,
     uint32_t block, const int32_t* tiles, const int32_t* page_table, uint64_t* empty, uint32_t& fill_stage,
     uint32_t& fill_parity, uint32_t* block_waits, uint32_t& under_way, uint64_t* full, uint32_t& landed_stage,
-    uint32_t& landed_parity, uint8_t* ring, bf16* kv) {
+    uint32_t& landed_parity, uint8_t* ring, uint32_t kv_pages, bf16* kv) {
   uint32_t first_item = load_constant_u32(kv_plans + (plan_index * 6208 + block + 64));
   uint32_t last_item = load_constant_u32(kv_plans + (plan_index * 6208 + block + 65));
   #pragma unroll 1
@@ -554,7 +554,7 @@ __device__ __forceinline__ void copy_items(uint32_t layer, uint32_t step, const 
       for (uint32_t index_2 = 0; index_2 < 4; ++index_2) {
         if (index_2 * 16 < count) {
           uint32_t run = min(count - index_2 * 16, 16u);
-          uint64_t offset = (uint64_t)(layer) * 67108864 + (uint64_t)(pages[index_2]) * 16384;
+          uint64_t offset = (uint64_t)(layer * kv_pages + pages[index_2]) * 16384;
           bf16* key = kv + (offset + (uint64_t)(what.z * 1024));
           uint8_t* keys_2 = destination + index_2 * 2048;
           bulk_copy(keys_2, key, run * 128, barrier);
@@ -732,7 +732,7 @@ __device__ __forceinline__ float rotate(float value, uint32_t m_tile_of_head, ui
 __device__ __forceinline__ void finish_rows(uint32_t m_tile, uint32_t column, uint32_t lane, uint32_t column_count,
     float& scale, uint64_t* loaded, uint32_t loaded_parity, uint32_t layer, const bf16* embedding, uint32_t* next_token,
     uint64_t* exchange_words, uint32_t layer_epoch, uint8_t* arena, uint32_t adding, uint64_t* summed,
-    uint32_t adding_parity, const int32_t* page_table, bf16* kv) {
+    uint32_t adding_parity, const int32_t* page_table, uint32_t kv_pages, bf16* kv) {
   uint32_t row = lane % 16;
   bool is_own = column < column_count;
   uint32_t head = m_tile / 4;
@@ -799,7 +799,7 @@ __device__ __forceinline__ void finish_rows(uint32_t m_tile, uint32_t column, ui
       if (((uint32_t*)(arena + COLUMNS))[column * 9 + 1] < ((uint32_t*)(arena + COLUMNS))[column * 9 + 2]) {
         uint32_t table = ((uint32_t*)(arena + COLUMNS))[column * 9 + 6] * 512;
         uint32_t page = load_constant_u32(page_table + (table + ((uint32_t*)(arena + COLUMNS))[column * 9] / 16));
-        uint64_t offset = (uint64_t)(layer) * 67108864 + (uint64_t)(page) * 16384;
+        uint64_t offset = (uint64_t)(layer * kv_pages + page) * 16384;
         bf16* key = kv + (offset + (uint64_t)((head - 32) % 8 * 1024 + ((uint32_t*)(arena + COLUMNS))[column * 9] % 16 * 64));
         bf16* place_3 = head - 32 < 8 ? key : key + 8192;
         ((uint32_t*)(place_3 + dim))[0] = pair;
@@ -822,7 +822,7 @@ __device__ __forceinline__ void advance_2(uint32_t& stage, uint32_t& parity) {
 __device__ __forceinline__ void finish_qkv(uint32_t block, uint32_t lane, uint64_t* loaded, uint32_t warp,
     uint32_t column_count, uint32_t& loaded_parity, uint32_t layer, const bf16* embedding, uint32_t* next_token,
     uint64_t* exchange_words, uint32_t layer_epoch, uint8_t* arena, uint32_t& adding, uint64_t* summed,
-    uint32_t& adding_parity, const int32_t* page_table, bf16* kv, uint64_t* taken) {
+    uint32_t& adding_parity, const int32_t* page_table, uint32_t kv_pages, bf16* kv, uint64_t* taken) {
   uint32_t position = (block + 4) % 132;
   warp_barrier();
   if (lane == 0) {
@@ -833,7 +833,7 @@ __device__ __forceinline__ void finish_qkv(uint32_t block, uint32_t lane, uint64
   for (uint32_t m_tile = position; m_tile < 192; m_tile += 132) {
     uint32_t column = (warp - 9) % 4 * 2 + lane / 16;
     finish_rows(m_tile, column, lane, column_count, scale, loaded, loaded_parity, layer, embedding, next_token,
-        exchange_words, layer_epoch, arena, adding, summed, adding_parity, page_table, kv);
+        exchange_words, layer_epoch, arena, adding, summed, adding_parity, page_table, kv_pages, kv);
     warp_barrier();
     if (lane == 0) {
       mbarrier_arrive(taken + adding);
@@ -4228,9 +4228,9 @@ __device__ __forceinline__ void skip(uint32_t block, uint64_t* full, uint32_t& u
 }
 
 extern "C" __global__ void __launch_bounds__(512, 1) decode_step(const uint8_t* weights, const bf16* norms,
-    const bf16* embedding, const float* rope, bf16* kv, const int32_t* page_table, const int32_t* kv_plans,
-    const int32_t* tiles, const int32_t* sequences, const int32_t* columns, uint8_t* exchange, int32_t* tokens,
-    uint32_t* emitted, const uint32_t* cancelled, const int32_t* stop_ids, const uint32_t* masks,
+    const bf16* embedding, const float* rope, bf16* kv, const int32_t* page_table, uint32_t kv_pages,
+    const int32_t* kv_plans, const int32_t* tiles, const int32_t* sequences, const int32_t* columns, uint8_t* exchange,
+    int32_t* tokens, uint32_t* emitted, const uint32_t* cancelled, const int32_t* stop_ids, const uint32_t* masks,
     const float* logit_bias, uint32_t* token_counts, float* weighed, float* logits, uint32_t* progress, int32_t* status,
     uint32_t steps, uint32_t head_from, uint32_t column_count, uint32_t plan_count, uint32_t options, uint32_t epoch) {
   uint8_t* arena = shared_arena();
@@ -4293,7 +4293,7 @@ extern "C" __global__ void __launch_bounds__(512, 1) decode_step(const uint8_t* 
             }
           }
           copy_items(layer, step, kv_plans, plan_index, block, tiles, page_table, empty, fill_stage, fill_parity,
-              block_waits, under_way, full, landed_stage, landed_parity, ring, kv);
+              block_waits, under_way, full, landed_stage, landed_parity, ring, kv_pages, kv);
           // o
           fetch_o(block, weights, layer_offset, empty, fill_stage, fill_parity, block_waits, under_way, full,
               landed_stage, landed_parity, ring);
@@ -4322,7 +4322,7 @@ extern "C" __global__ void __launch_bounds__(512, 1) decode_step(const uint8_t* 
         for (uint32_t layer = 0; layer < 16; ++layer) {
           uint32_t layer_epoch = step_epoch + layer;
           finish_qkv(block, lane, loaded, warp, column_count, loaded_parity, layer, embedding, next_token,
-              exchange_words, layer_epoch, arena, adding, summed, adding_parity, page_table, kv, taken);
+              exchange_words, layer_epoch, arena, adding, summed, adding_parity, page_table, kv_pages, kv, taken);
           finish_o(block, warp, lane, column_count, arena, norms, layer, adding, summed, adding_parity, input_words,
               layer_epoch, exchange_words, taken);
           finish_gate_up(block, lane, loaded, warp, column_count, loaded_parity, exchange_words, layer_epoch, arena,

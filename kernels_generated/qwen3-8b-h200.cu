@@ -536,7 +536,7 @@ __device__ __forceinline__ bool launch_is_over(uint32_t step, uint64_t* step_don
 __device__ __forceinline__ void copy_items(uint32_t layer, uint32_t step, const int32_t* kv_plans, uint32_t plan_index,
     uint32_t block, const int32_t* tiles, const int32_t* page_table, uint64_t* empty, uint32_t& fill_stage,
     uint32_t& fill_parity, uint32_t* block_waits, uint32_t& under_way, uint64_t* full, uint32_t& landed_stage,
-    uint32_t& landed_parity, uint8_t* ring, bf16* kv) {
+    uint32_t& landed_parity, uint8_t* ring, uint32_t kv_pages, bf16* kv) {
   uint32_t first_item = load_constant_u32(kv_plans + (plan_index * 2880 + block + 64));
   uint32_t last_item = load_constant_u32(kv_plans + (plan_index * 2880 + block + 65));
   #pragma unroll 1
@@ -566,7 +566,7 @@ __device__ __forceinline__ void copy_items(uint32_t layer, uint32_t step, const 
       for (uint32_t index_2 = 0; index_2 < 2; ++index_2) {
         if (index_2 * 16 < count) {
           uint32_t run = min(count - index_2 * 16, 16u);
-          uint64_t offset = (uint64_t)(layer) * 16777216 + (uint64_t)(pages[index_2]) * 32768;
+          uint64_t offset = (uint64_t)(layer * kv_pages + pages[index_2]) * 32768;
           bf16* key = kv + (offset + (uint64_t)(what.z * 2048));
           uint8_t* keys_2 = destination + index_2 * 4096;
           bulk_copy(keys_2, key, run * 256, barrier);
@@ -2188,7 +2188,7 @@ __device__ __forceinline__ void attend_rows(uint32_t cached_end, uint32_t newest
 // that read it, one. It is done when the item's output is published: nobody waits for the cache in this step, and
 // no warp for another's stores to it.
 __device__ __forceinline__ void append_newest(uint32_t newest_begin, uint32_t newest, uint32_t thread, uint8_t* arena,
-    uint4* record, uint32_t step, uint4 what, const int32_t* page_table, uint32_t layer, bf16* kv) {
+    uint4* record, uint32_t step, uint4 what, const int32_t* page_table, uint32_t layer, uint32_t kv_pages, bf16* kv) {
   uint32_t newest_units = newest * 16;
   uint32_t words[1][4];
   if (thread < newest_units * 2) {
@@ -2212,7 +2212,7 @@ __device__ __forceinline__ void append_newest(uint32_t newest_begin, uint32_t ne
       if (((uint32_t*)(arena + COLUMNS))[newest_column * 9 + 1] < ((uint32_t*)(arena + COLUMNS))[newest_column * 9 + 2]) {
         uint32_t table = ((uint32_t*)(arena + COLUMNS))[newest_column * 9 + 6] * 512;
         uint32_t page = load_constant_u32(page_table + (table + ((uint32_t*)(arena + COLUMNS))[newest_column * 9] / 16));
-        uint64_t offset = (uint64_t)(layer) * 16777216 + (uint64_t)(page) * 32768;
+        uint64_t offset = (uint64_t)(layer * kv_pages + page) * 32768;
         bf16* key = kv + (offset + (uint64_t)((kv_head - 32) % 8 * 2048 + ((uint32_t*)(arena + COLUMNS))[newest_column * 9] % 16 * 128));
         bf16* place_2 = kv_head - 32 < 8 ? key : key + 16384;
         ((uint4*)(place_2 + place * 8))[0] = make_u32x4(words[0][0], words[0][1], words[0][2], words[0][3]);
@@ -2340,7 +2340,7 @@ __device__ __forceinline__ void attention(uint32_t thread, uint32_t* progress, u
     uint32_t layer, uint8_t* arena, const int32_t* kv_plans, uint32_t plan_index, const int32_t* tiles,
     const bf16* head_norms, uint32_t warp, uint64_t* exchange_words, uint32_t lane, uint32_t layer_epoch,
     uint32_t& use_stage, uint64_t* full, uint32_t& use_parity, uint8_t* ring, uint64_t* empty, uint32_t* input_words,
-    const int32_t* page_table, bf16* kv) {
+    const int32_t* page_table, uint32_t kv_pages, bf16* kv) {
   if (thread == 0) {
     store_relaxed_u32(progress + block, step * 182 + layer * 5 + 1);
   }
@@ -2394,7 +2394,7 @@ __device__ __forceinline__ void attention(uint32_t thread, uint32_t* progress, u
         thread);
     attend_rows(cached_end, newest_begin, newest, layer_epoch, what, warp, lane, record, step, head_norms, layer,
         exchange_words, use_stage, full, use_parity, ring, arena, query, limits, empty, thread, input_words);
-    append_newest(newest_begin, newest, thread, arena, record, step, what, page_table, layer, kv);
+    append_newest(newest_begin, newest, thread, arena, record, step, what, page_table, layer, kv_pages, kv);
   }
   // merge of partial states
   uint4 numbers_2 = ((uint4*)(arena + RECORDS))[0];
@@ -4033,9 +4033,9 @@ __device__ __forceinline__ void skip(uint32_t block, uint64_t* full, uint32_t& u
 }
 
 extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* weights, const bf16* norms,
-    const bf16* embedding, const float* rope, bf16* kv, const int32_t* page_table, const int32_t* kv_plans,
-    const int32_t* tiles, const int32_t* sequences, const int32_t* columns, uint8_t* exchange, int32_t* tokens,
-    uint32_t* emitted, const uint32_t* cancelled, const int32_t* stop_ids, const uint32_t* masks,
+    const bf16* embedding, const float* rope, bf16* kv, const int32_t* page_table, uint32_t kv_pages,
+    const int32_t* kv_plans, const int32_t* tiles, const int32_t* sequences, const int32_t* columns, uint8_t* exchange,
+    int32_t* tokens, uint32_t* emitted, const uint32_t* cancelled, const int32_t* stop_ids, const uint32_t* masks,
     const float* logit_bias, uint32_t* token_counts, float* weighed, float* logits, uint32_t* progress, int32_t* status,
     uint32_t steps, uint32_t head_from, uint32_t column_count, uint32_t plan_count, uint32_t options, uint32_t epoch,
     const bf16* head_norms) {
@@ -4099,7 +4099,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
             }
           }
           copy_items(layer, step, kv_plans, plan_index, block, tiles, page_table, empty, fill_stage, fill_parity,
-              block_waits, under_way, full, landed_stage, landed_parity, ring, kv);
+              block_waits, under_way, full, landed_stage, landed_parity, ring, kv_pages, kv);
           // o
           fetch_o(block, weights, layer_offset, empty, fill_stage, fill_parity, block_waits, under_way, full,
               landed_stage, landed_parity, ring);
@@ -4180,7 +4180,8 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
             input_words, layer_epoch, loaded, full, use_stage, use_parity, ring, warp, empty, taken, turn, turn_parity,
             summed);
         attention(thread, progress, block, step, layer, arena, kv_plans, plan_index, tiles, head_norms, warp,
-            exchange_words, lane, layer_epoch, use_stage, full, use_parity, ring, empty, input_words, page_table, kv);
+            exchange_words, lane, layer_epoch, use_stage, full, use_parity, ring, empty, input_words, page_table,
+            kv_pages, kv);
         o(thread, progress, block, step, layer, norms, block_waits, arena, lane, input_words, layer_epoch, full,
             use_stage, use_parity, ring, warp, empty, taken, turn, turn_parity, summed);
         gate_up(thread, progress, block, step, layer, block_waits, arena, lane, input_words, layer_epoch, loaded, full,

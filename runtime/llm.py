@@ -447,6 +447,7 @@ def _check(options: LoadOptions) -> None:
     SamplingParams(seed=options.seed)
     _check_count("max_num_batched_tokens", options.max_num_batched_tokens)
     _check_count("max_context", options.max_context)
+    _check_count("pool_pages", options.pool_pages)
     if not isinstance(options.prompt_passes, bool):
         _check_count("prompt_passes", options.prompt_passes)
     share = options.gpu_memory_utilization
@@ -489,6 +490,7 @@ def _assembly_options(options: LoadOptions, config: ModelConfig, watch: Stopwatc
         quiet=options.quiet,
         prompt_tokens=options.prompt_tokens,
         prompt_passes=options.prompt_passes,
+        pool_pages=options.pool_pages,
         pool_follows_memory=options.batch is None,
         memory_share=options.gpu_memory_utilization or 1.0,
         watch=watch,

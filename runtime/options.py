@@ -101,6 +101,12 @@ class LoadOptions:
         "whatever runs beside it and whatever the prefix cache holds, which then keeps prompts only; a completion may "
         "take one step more.",
     )
+    pool_pages: int | None = option(
+        None,
+        None,
+        "Pages of the KV cache, of all completions together, enough for one of `max_context` tokens; by default for as "
+        "many as `batch` says.",
+    )
     enable_chunked_prefill: bool = option(
         True,
         None,

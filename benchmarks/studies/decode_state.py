@@ -61,6 +61,7 @@ class DecodeState:
         for name, words in tables.items():
             self.buffers[name].upload(words)
         scalars = {"steps": steps, "head_from": 0, "column_count": 1, "plan_count": len(plans), "options": 0}
+        scalars["kv_pages"] = self.plan.kv_pages
         names = [parameter.name for parameter in self.manifest.parameters]
         pointers = {name: self.buffers.get(name) for name in names}  # None: no logits
         return {**pointers, **scalars, "epoch": 1}

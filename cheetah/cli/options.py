@@ -61,7 +61,6 @@ PLAN_OPTIONS: Mapping[str, tuple[type, str]] = {
     "tokens": (int, "Most tokens that share a step: of several sequences, or of one prompt."),
     "kv_chunk": (int, about(LOAD_OPTIONS["kv_chunk"]).help),
     "kv_dtype": (str, about(LOAD_OPTIONS["kv_dtype"]).help),
-    "pool_pages": (int, "Pages of the KV cache, of all sequences together."),
 }
 """Field of `cheetah.plan.Plan`: (type, help). Without the option, a rule chooses."""
 

@@ -41,7 +41,7 @@ DEFAULT_CONTEXT, DEFAULT_STEPS = 8192, 64
 
 
 NOT_POSITIVE = frozenset({
-    "sync", "kv_dtype", "in_flight_waiting", "adding_warps", "kv_chunk", "pool_pages",
+    "sync", "kv_dtype", "in_flight_waiting", "adding_warps", "kv_chunk",
 })  # fmt: skip
 """Fields that are no number, or may be 0; those that may not be just anything are checked by themselves."""
 
@@ -58,8 +58,7 @@ class Plan:
     several). `down_slices`: the input of the down projection is brought to shared memory in so many parts.
     `kv_chunk` is F of the load-balanced KV scheduler (FlashInfer, Algorithm 1): items of that many keys, so that bits
     do not depend on the other sequences (0: by rule).
-    `kv_dtype` is how keys and values are cached. `pool_pages`: pages of the cache, of all sequences together (0: as
-    many as the batch has at full context).
+    `kv_dtype` is how keys and values are cached.
     """
 
     consumer_warps: int
@@ -77,7 +76,6 @@ class Plan:
     max_steps: int = DEFAULT_STEPS
     kv_chunk: int = 0
     kv_dtype: str = "bf16"
-    pool_pages: int = 0
 
     def __post_init__(self) -> None:
         self._check_types()
@@ -107,11 +105,6 @@ class Plan:
             raise PlanError(f"Plan: kv_dtype is {self.kv_dtype!r}: choose one of {', '.join(KV_DTYPES)}")
         if self.kv_chunk < 0 or self.kv_chunk % KV_TILE_TOKENS:
             raise PlanError(f"Plan: kv_chunk {self.kv_chunk} is no multiple of {KV_TILE_TOKENS}, nor 0")
-        if self.pool_pages and self.pool_pages < self.pages_per_sequence:
-            raise PlanError(
-                f"Plan: pool_pages is {self.pool_pages}: {self.max_context} tokens of one sequence need "
-                f"{self.pages_per_sequence}: give as many, or a smaller max_context"
-            )
         if self.threads > MAX_WARPS * 32:
             raise PlanError(
                 f"Plan: consumer_warps is {self.consumer_warps} and adding_warps {self.adding_warps}, and one copies: "
@@ -215,8 +208,9 @@ class Plan:
 
     @property
     def kv_pages(self) -> int:
-        """Pages of the pool; by rule for every sequence of the batch at full context."""
-        return self.pool_pages or self.batch * self.pages_per_sequence
+        """Pages of the cache by rule: for every sequence of the batch at full context. A launch may be told another
+        number."""
+        return self.batch * self.pages_per_sequence
 
     @property
     def kv_element_bytes(self) -> int:
@@ -296,8 +290,8 @@ class Plan:
             raise PlanError(f"Plan: stage_bytes is {self.stage_bytes}: {what} are {needed} bytes: use {needed} or more")
 
     def to_dict(self) -> dict[str, int | str]:
-        """Field names and values, ready for JSON; `pool_pages` where it is not by rule."""
-        return {name: value for name, value in asdict(self).items() if name != "pool_pages" or value}
+        """Field names and values, ready for JSON."""
+        return asdict(self)
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "Plan":

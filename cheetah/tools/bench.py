@@ -185,7 +185,7 @@ class DecodeBench:
             upload_weights(weights, self.manifest, self._buffers, lambda written: None, self.device)
         fill_with(self._buffers["kv"], random_cache(self.plan))
         timeout_s = None if self.gpu.emulated else GPU_TIMEOUT_S
-        cache = new_cache(self.config, self.plan)
+        cache = new_cache(self.config, self.manifest)
         device = cast("Device", self._timed)
         self._launcher = Launcher(device, kernel, self.manifest, self.config, self._buffers, cache, timeout_s)
 

@@ -75,7 +75,7 @@ class PassBench:
         timeout_s = None if self.gpu.emulated else GPU_TIMEOUT_S
         timed = cast("Device", self._timed)
         self._launcher = PassLauncher(timed, kernel, self.manifest, self.config, self._buffers, timeout_s)
-        self._cache = new_cache(self.config, self.plan)
+        self._cache = new_cache(self.config, decoding)
         ids = np.random.default_rng(0).integers(0, self.config.vocab_size, self.tokens)
         self._inputs = (*map(int, ids), 0)  # what follows the last token is nobody's
 

@@ -24,7 +24,7 @@ from cheetah.plan import Gpu, Plan, shared_map
 
 KERNEL_NAME = "lm_head"
 OF_LAYERS = (
-    *("rope", "kv", "page_table", "kv_plans", "tiles", "plan_count", "kv_scales"),
+    *("rope", "kv", "page_table", "kv_pages", "kv_plans", "tiles", "plan_count", "kv_scales"),
     *("biases", "head_norms", "norms_behind"),
 )
 """Parameters of a step that its layers alone need."""

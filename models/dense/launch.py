@@ -72,6 +72,7 @@ class ModelLaunch:
         fill="poison",
     )
     page_table: Expr = buffer_field(ty.ptr(ty.i32), "every sequence's pages, in order", "batch", "pages_per_sequence")
+    kv_pages: Expr = number_field("pages of the pool")
 
 
 @dataclass(frozen=True, eq=False)

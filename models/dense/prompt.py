@@ -148,7 +148,7 @@ class Pass:
         few = replace(machine, plan=machine.plan.of_finish())
         of_few = (launch.column_count + (few.plan.tile_tokens - 1)) // few.plan.tile_tokens
         self.of_few = TileProduct(few, self.ring, of_few)
-        self.cache = KvCache(sizes, launch.kv, launch.page_table)
+        self.cache = KvCache(sizes, launch.kv, launch.page_table, launch.kv_pages)
         self.timeline = Timeline(machine, launch.timeline, sizes.phase_count)
 
     def _section(self, name: str, element: ty.Type | None = None) -> Any:

@@ -306,7 +306,7 @@ class StepParts(HeadParts):
         )
         super().__init__(config, machine, launch, made, page_of(config, machine.plan.max_context))
         self.layers = config.attention_layers(machine.plan.max_context)
-        self.cache = KvCache(machine, launch.kv, launch.page_table)
+        self.cache = KvCache(machine, launch.kv, launch.page_table, launch.kv_pages)
         self.schedule = Schedule(
             machine,
             kv_layout(self.shape, machine.gpu, machine.plan),

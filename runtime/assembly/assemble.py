@@ -40,6 +40,7 @@ from cheetah.runtime.assembly.kernels import (
     choose_gpu,
     import_program,
     logits_rows,
+    pages_of,
     shared_buffers,
 )
 from cheetah.runtime.assembly.memory import LABELS, MemoryEstimate, size_text
@@ -217,7 +218,7 @@ def _launchers(
     def launched(name: str) -> tuple[Device, Kernel | Started[Kernel], Manifest, ModelConfig, Mapping[str, Buffer]]:
         return device, codes[name], made[name].manifest, config, made[name].buffers
 
-    cache = new_cache(config, Plan.from_dict(made[DECODING].manifest.plan))
+    cache = new_cache(config, made[DECODING].manifest)
     steps = {name: Launcher(*launched(name), cache, timeout_s) for name in (DECODING, PROMPTS, SOLO) if name in made}
     head = HeadLauncher(*launched(HEAD), timeout_s) if HEAD in made else None
     passes = tuple(PassLauncher(*launched(name), timeout_s, head) for name in PASSES if name in made)
@@ -246,11 +247,12 @@ def _open_device(options: AssemblyOptions, config: ModelConfig) -> Device:
     return opening()
 
 
-def new_cache(config: ModelConfig, plan: Plan) -> CachedSequence:
+def new_cache(config: ModelConfig, manifest: Manifest) -> CachedSequence:
     """The empty cache of one sequence over a pool of its own; `fork` gives others over the same."""
+    plan = Plan.from_dict(manifest.plan)
     context = min(plan.max_context, config.max_position_embeddings)
     reason = "max_context" if context == plan.max_context else "max_position_embeddings of the model"
-    return CachedSequence(PagePool(plan.kv_pages), plan.page_size, context, reason)
+    return CachedSequence(PagePool(pages_of(manifest)), plan.page_size, context, reason)
 
 
 def _memory_line(memory: MemoryEstimate, info: DeviceInfo) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
-from functools import cached_property, partial
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from cheetah.errors import CheetahError
@@ -23,7 +23,7 @@ from cheetah.printable import shown_name
 from cheetah.records import first_difference
 from cheetah.runtime.assembly.memory import LABELS, MemoryEstimate, memory_of_buffers, size_text
 from cheetah.runtime.assembly.options import AssemblyOptions, GenerateKernel
-from cheetah.runtime.assembly.texts import Generated, KeptTexts
+from cheetah.runtime.assembly.texts import Generated, KeptText, KeptTexts
 
 if TYPE_CHECKING:
     from cheetah.runtime.device.interface import DeviceInfo
@@ -56,8 +56,13 @@ class KernelSpec:
     def written(self) -> Generated:
         """The kernel. CheetahError where it is not the one that was described."""
         made = self.write()
-        check_manifest(made.manifest, self.manifest)
-        return made
+        manifest = with_pages(made.manifest, pages_of(self.manifest))
+        check_manifest(manifest, self.manifest)
+        return KeptText(made.text, manifest)
+
+    def with_pages(self, pages: int) -> KernelSpec:
+        """The same over a cache of so many pages, as its launches are told: its text does not depend on it."""
+        return replace(self, manifest=with_pages(self.manifest, pages))
 
 
 @dataclass(frozen=True)
@@ -69,10 +74,14 @@ class Kernels:
     specs: tuple[KernelSpec, ...]
     notes: tuple[str, ...] = ()
 
-    @cached_property
-    def plan(self) -> Plan:
-        """Of the kernel that decodes."""
-        return Plan.from_dict(self.specs[0].manifest.plan)
+    @property
+    def pages(self) -> int:
+        """Of the cache."""
+        return pages_of(self.specs[0].manifest)
+
+    def with_pages(self, pages: int) -> Kernels:
+        """The same over a cache of so many pages."""
+        return replace(self, specs=tuple(spec.with_pages(pages) for spec in self.specs))
 
     def memory(self) -> MemoryEstimate:
         """What all of them need."""
@@ -93,9 +102,9 @@ class KernelsAsked:
     options: AssemblyOptions
     texts: KeptTexts = field(default_factory=lambda: KeptTexts(None))
 
-    def described(self, **more: Any) -> Kernels:
-        """All kernels, with `more` fields of the plan; nothing is written. PlanError where there can be none."""
-        plan = {**self.options.overrides, **more}
+    def described(self) -> Kernels:
+        """All kernels; nothing is written. PlanError where there can be none."""
+        plan = self.options.overrides
         decoding, notes = self._of_steps(DECODING, plan), list[str]()
         made = [decoding]
         wants_solo = not (self.machine.emulated or decoding.manifest.plan["kv_chunk"])
@@ -107,22 +116,29 @@ class KernelsAsked:
         if passes:
             most = Plan.from_dict((prompts or made)[0].manifest.plan)
             made.append(self._head(most, max(PassPlan.from_dict(one.manifest.plan).tokens for one in passes)))
-        for other in made[1:]:
-            _check_shared(self.config, decoding.manifest, other)
-        return Kernels(self.config, tuple(made), tuple(notes))
+        kernels = Kernels(self.config, tuple(made), tuple(notes)).with_pages(self._pages(decoding.manifest))
+        for other in kernels.specs[1:]:
+            _check_shared(self.config, kernels.specs[0].manifest, other)
+        return kernels
+
+    def _pages(self, manifest: Manifest) -> int:
+        """Of the cache of the manifest's kernel."""
+        wanted, least = self.options.pool_pages, Plan.from_dict(manifest.plan).pages_per_sequence
+        if wanted is not None and wanted < least:
+            raise PlanError(f"pool_pages is {wanted}: one sequence of max_context tokens needs {least}: give as many")
+        return pages_of(manifest) if wanted is None else wanted
 
     def described_to_fit(self) -> Kernels:
         """The same, and where there is no room for all pages of their cache with fewer, but as many as one sequence may
-        need. The number is in every kernel's text, so it is decided before any is written."""
+        need."""
         kernels = self.described()
-        wanted, memory = kernels.plan, kernels.memory()
-        page_bytes = memory.bytes_of(LABELS["kv"]) // wanted.kv_pages
-        pages = (self.free_bytes - memory.total_bytes) // page_bytes + wanted.kv_pages
-        if not wanted.pages_per_sequence <= pages < wanted.kv_pages:
+        memory, least = kernels.memory(), Plan.from_dict(kernels.specs[0].manifest.plan).pages_per_sequence
+        page_bytes = memory.bytes_of(LABELS["kv"]) // kernels.pages
+        pages = (self.free_bytes - memory.total_bytes) // page_bytes + kernels.pages
+        if self.options.pool_pages is not None or not least <= pages < kernels.pages:
             return kernels
-        fewer = self.described(pool_pages=pages)
-        note = f"the cache has {pages} pages, not {wanted.kv_pages}: there is no room for more"
-        return replace(fewer, notes=(note, *fewer.notes))
+        note = f"the cache has {pages} pages, not {kernels.pages}: there is no room for more"
+        return replace(kernels.with_pages(pages), notes=(note, *kernels.notes))
 
     def _of_steps(self, name: str, overrides: Mapping[str, Any]) -> KernelSpec:
         """A kernel of whole decode steps, whose text says by what options it is made."""
@@ -138,7 +154,7 @@ class KernelsAsked:
         decoding = Plan.from_dict(manifest.plan)
         if decoding.tokens == 1:
             return []
-        own = {"batch": 1, "tokens": 1, "pool_pages": decoding.kv_pages}
+        own = {"batch": 1, "tokens": 1}
         alike = {"stage_bytes": decoding.stage_bytes, "consumer_warps": decoding.consumer_warps}  # as the weights lie
         return [self._of_steps(SOLO, {**_kept(plan), **alike, **own})]
 
@@ -271,6 +287,22 @@ def _check_shared(config: ModelConfig, manifest: Manifest, other: KernelSpec) ->
                 f"the kernel {other.name!r} lays out {name} otherwise than the kernel that decodes, so they cannot "
                 "share it: use the same consumer_warps and stage_bytes for both"
             )
+
+
+def pages_of(manifest: Manifest) -> int:
+    """Pages of the cache of a manifest's kernel; 0 if it has none."""
+    return next((buffer.shape[1] for buffer in manifest.buffers if buffer.name == "kv"), 0)
+
+
+def with_pages(manifest: Manifest, pages: int) -> Manifest:
+    """The manifest of the same kernel over a cache of so many pages, if it has one."""
+    buffers = tuple(_with_pages(buffer, pages) if buffer.name == "kv" else buffer for buffer in manifest.buffers)
+    return replace(manifest, buffers=buffers)
+
+
+def _with_pages(pool: BufferSpec, pages: int) -> BufferSpec:
+    layers, before, *page = pool.shape
+    return replace(pool, shape=(layers, pages, *page), bytes=pool.bytes // before * pages)
 
 
 def memory_needed(config: ModelConfig, manifest: Manifest, *others: Manifest) -> MemoryEstimate:

@@ -27,8 +27,9 @@ class AssemblyOptions:
     GPU, where `kv_chunk` does not promise the same bits in any company. prompt_passes: whether a kernel over the same
     shall read prompts in passes, and others few tokens where `kv_chunk` does not promise the same bits however much is
     cached; by default on a GPU, where there can be one. A number: tokens of a pass; by default as many as memory
-    allows. pool_follows_memory: the cache of several sequences has fewer pages where the device has no room for all,
-    but as many as one sequence may need. memory_share: most of the device's memory that may be taken.
+    allows. pool_pages: of the cache, of all sequences together; by default for all at full context.
+    pool_follows_memory: it has fewer by default where the device has no room for all, but as many as one sequence may
+    need. memory_share: most of the device's memory that may be taken.
 
     upload: brings the weights into the buffers, as `upload_weights` does, which it is by default. watch: takes the
     seconds of each stage.
@@ -44,6 +45,7 @@ class AssemblyOptions:
     prompt_tokens: int | None = None
     solo: bool | None = None
     prompt_passes: bool | int | None = None
+    pool_pages: int | None = None
     pool_follows_memory: bool = False
     memory_share: float = 1.0
     upload: Callable[..., None] | None = None

@@ -269,5 +269,6 @@ class KernelLaunches:
 
     def _arguments(self, others: Mapping[str, Argument]) -> dict[str, Argument]:
         """The arguments of a launch by parameter name: its buffers, and these."""
-        known: dict[str, Argument] = {**self._buffers, **others}
+        pool = {"kv_pages": self._pool_shape[1]} if self._pool_shape else {}
+        known: dict[str, Argument] = {**self._buffers, **pool, **others}
         return {name: known[name] for name in self._parameters if name in known}

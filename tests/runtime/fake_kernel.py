@@ -404,11 +404,12 @@ def _cached_step(
     config: LlamaConfig, plan: Plan, model: Reference, tables: Tables, number: int, position: int, token: int
 ) -> NDArray[np.float32]:
     """One token over the paged cache; only pages and slots that hold tokens are read."""
-    shape = (config.layers, plan.kv_pages, 2, config.kv_heads, plan.page_size, config.head_dim)
+    pool_pages = int(tables.arguments["kv_pages"])
+    shape = (config.layers, pool_pages, 2, config.kv_heads, plan.page_size, config.head_dim)
     pool = tables.arguments["kv"].view(ml_dtypes.bfloat16, shape)
     where = np.arange(position + 1)
     pages, slots = tables.pages[number][where // plan.page_size], where % plan.page_size
-    assert ((pages >= 0) & (pages < plan.kv_pages)).all(), "page outside the pool"
+    assert ((pages >= 0) & (pages < pool_pages)).all(), "page outside the pool"
     cached = pool[:, pages, :, :, slots].astype(np.float32)  # [tokens, layers, 2, heads, head_dim]
     assert np.isfinite(cached[:-1]).all(), "a slot that holds no token is read"
     model.length = position

@@ -16,7 +16,7 @@ from cheetah.errors import CheetahError
 from cheetah.generate import choose_plan
 from cheetah.manifest import Manifest
 from cheetah.models.llama import LlamaConfig
-from cheetah.plan import Plan
+from cheetah.plan import Plan, PlanError
 from cheetah.runtime.assembly.assemble import assemble
 from cheetah.runtime.assembly.kernels import choose_gpu, keeping, shared_buffers
 from cheetah.runtime.assembly.texts import KeptText, KeptTexts
@@ -163,13 +163,24 @@ def test_where_memory_is_short_the_cache_has_fewer_pages_and_each_kernel_is_writ
     options: dict[str, Any] = {"overrides": {"batch": 4}, "prompt_tokens": 8, "generate_kernel": noting, "quiet": True}
     whole = assemble(tiny_weights(), device=FakeDevice(), **options)
     pages, page_bytes = Plan.from_dict(whole.manifest.plan).kv_pages, whole.memory.bytes_of("keys and values")
+    before = list(written)
     written.clear()
     device = FakeDevice(free_bytes=whole.memory.total_bytes - page_bytes // pages)
     made = assemble(tiny_weights(), device=device, pool_follows_memory=True, **options)
     assert made.launcher.cache.pool.pages == pages - 1 and made.memory.total_bytes <= device.describe().free_bytes
-    assert [(plan["pool_pages"], plan.get("tokens")) for plan in written] == [(pages - 1, None), (pages - 1, 8)]
+    assert made.buffers["kv"].nbytes == page_bytes // pages * (pages - 1)
+    assert written == before and [plan.get("tokens") for plan in written] == [None, 8]
     with pytest.raises(CheetahError, match="are needed"):
         assemble(tiny_weights(), device=device, **options)
+
+
+def test_a_pool_may_be_chosen_and_has_room_for_one_sequence() -> None:
+    options: dict[str, Any] = {"overrides": {"batch": 4}, "generate_kernel": generate_kernel, "quiet": True}
+    least = choose_plan(tiny_config(), choose_gpu(FakeDevice().describe()), batch=4).pages_per_sequence
+    made = assemble(tiny_weights(), device=FakeDevice(), pool_pages=least + 1, **options)
+    assert made.launcher.cache.pool.pages == made.manifest.buffer("kv").shape[1] == least + 1
+    with pytest.raises(PlanError, match=f"pool_pages is {least - 1}: .* needs {least}: give as many"):
+        assemble(tiny_weights(), device=FakeDevice(), pool_pages=least - 1, **options)
 
 
 def test_a_kernel_that_packs_otherwise_is_refused_before_anything_is_allocated() -> None:

@@ -1,4 +1,7 @@
-"""The paged KV cache: where a token's keys and values lie. Pages are HND: [pages, 2, kv_heads, page_size, head_dim]."""
+"""The paged KV cache: where a token's keys and values lie.
+
+Pages are HND: [layers, pages, 2, kv_heads, page_size, head_dim].
+"""
 
 from __future__ import annotations
 
@@ -34,6 +37,7 @@ class Sizes(Protocol):
 @dataclass(frozen=True, eq=False)
 class KvCache:
     """The pool of one model (bf16*, or u8* of e4m3 codes), and the page tables of its sequences, one after the other.
+    pages: of each layer; no matter where there is one layer.
 
     Key j of a table that begins at word `table` lies in page `page_table[table + j // page_size]`.
     """
@@ -41,6 +45,7 @@ class KvCache:
     machine: Sizes
     pool: ch.Expr
     page_table: ch.Expr
+    pages: ch.Value = 1
 
     @property
     def _slot_elements(self) -> int:
@@ -60,10 +65,6 @@ class KvCache:
         return 2 * self._values_offset
 
     @property
-    def _layer_elements(self) -> int:
-        return self.machine.plan.kv_pages * self._page_elements
-
-    @property
     def token_bytes(self) -> int:
         """Bytes of a token's key of one head."""
         return self._slot_elements * self.machine.plan.kv_element_bytes
@@ -76,7 +77,7 @@ class KvCache:
 
     @ch.inline
     def _key_in_page(self, layer: ch.Value, head: ch.Expr, page: ch.Expr, slot: ch.Expr) -> Any:
-        offset = ch.cast(ty.u64, layer) * self._layer_elements + ty.u64(page) * self._page_elements
+        offset = ty.u64(ch.cast(ty.u32, layer) * self.pages + page) * self._page_elements
         key = self.pool + (offset + ty.u64(head * self._head_elements + slot * self._slot_elements))
         return key
 
