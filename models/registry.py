@@ -16,6 +16,7 @@ from cheetah.models.config_json import ConfigError, load_source, place_of, state
 from cheetah.models.family import ModelFamily
 from cheetah.models.formats.quantized import QuantizationError, is_scheme_name, scheme_of_name
 from cheetah.models.quantization import Quantization, quantization_of_folder, read_quantization
+from cheetah.models.text_part import text_modules
 
 _FAMILIES = (
     *(llama.FAMILY, qwen3.FAMILY, qwen2.FAMILY, mistral.FAMILY, ministral3.FAMILY, smollm3.FAMILY, phi3.FAMILY),
@@ -56,7 +57,7 @@ def read_config(source: str | Path | Mapping[str, Any], notes: list[str] | None 
     if not isinstance(model_type, str) or model_type not in FAMILIES:
         supported = ", ".join(map(repr, (*FAMILIES, *SEEING)))
         raise ConfigError(f"{place_of(source)}: model_type is {stated(model_type)}, supported: {supported}")
-    return _quantized(FAMILIES[model_type], source, values, values, notes)
+    return _quantized(FAMILIES[model_type], source, values, notes)
 
 
 def text_part(source: str | Path | Mapping[str, Any], values: Mapping[str, Any]) -> Mapping[str, Any] | None:
@@ -77,8 +78,11 @@ def text_part(source: str | Path | Mapping[str, Any], values: Mapping[str, Any])
         found = stated(own["model_type"])
         raise ConfigError(f"{place_of(source)}: text_config.model_type is {found}, supported: {', '.join(FAMILIES)}")
     own["architectures"] = [family.config_type.dialect.architecture]
-    outer = ("tie_word_embeddings", "quantization_config")
-    return {**{name: values[name] for name in outer if values.get(name) is not None}, **own}
+    outer = {
+        name: values[name] for name in ("tie_word_embeddings", "quantization_config") if values.get(name) is not None
+    }
+    whole = {**outer, **own}
+    return {**whole, "quantization_config": text_modules(whole.get("quantization_config"))}
 
 
 def _read_text_part(source: Any, values: Mapping[str, Any], notes: list[str] | None) -> ModelConfig:
@@ -86,15 +90,13 @@ def _read_text_part(source: Any, values: Mapping[str, Any], notes: list[str] | N
     assert part is not None
     if notes is not None:
         notes.append(f"{place_of(source)}: the text part of {values['architectures'][0]}: images are not read")
-    return _quantized(FAMILIES[part["model_type"]], source, part, values, notes)
+    return _quantized(FAMILIES[part["model_type"]], source, part, notes)
 
 
-def _quantized(
-    family: ModelFamily, source: Any, values: Mapping[str, Any], whole: Mapping[str, Any], notes: list[str] | None
-) -> ModelConfig:
+def _quantized(family: ModelFamily, source: Any, values: Mapping[str, Any], notes: list[str] | None) -> ModelConfig:
     """The configuration of a family's values, with the formats of its weights."""
     config = family.config_type.from_json(values, notes, place_of(source))
-    quantization = stated_quantization(source, whole)
+    quantization = stated_quantization(source, values)
     if quantization is None:
         return config
     formats = quantization.matrix_formats(family.matrix_modules(config), config.layers)

@@ -30,7 +30,9 @@ from cheetah.models.registry import (
     resolve_config,
     split_format,
     stated_quantization,
+    text_part,
 )
+from cheetah.models.text_part import is_seeing, text_name
 from cheetah.printable import shown
 from cheetah.runtime.checkpoint import hub
 from cheetah.runtime.checkpoint.kv_scales import kv_scales
@@ -141,14 +143,26 @@ def _open_folder(name: str, folder: Path, tied: bool | None) -> Checkpoint:
         config = replace(config, tied_embeddings=tied)
     stored = find_tensors(folder)
     notes += stored.notes
-    quantization = stated_quantization(folder / "config.json", load_source(folder / "config.json"))
+    path, values = folder / "config.json", load_source(folder / "config.json")
+    part = text_part(path, values)
+    found = stored.tensors if part is None else _text_tensors(stored.tensors, notes)
+    quantization = stated_quantization(path, values if part is None else part)
     notes += quantization.notes if quantization else ()
-    tensors = checked_tensors(config, stored.tensors, str(folder), notes, quantization)
+    tensors = checked_tensors(config, found, str(folder), notes, quantization)
     _note_dtype(folder, tensors.plain, notes)
     config = replace(config, act_order=any(matrix.order is not None for matrix in tensors.quantized.values()))
-    scales = kv_scales(config, stored.tensors, str(folder)) if quantization else None
+    scales = kv_scales(config, found, str(folder)) if quantization else None
     method = quantization.method.partition(",")[0].strip() if quantization else None
     return replace(_checkpoint(name, config, folder, _readers(tensors), notes), kv_scales=scales, quantization=method)
+
+
+def _text_tensors(stored: Mapping[str, StoredTensor], notes: list[str]) -> dict[str, StoredTensor]:
+    """Of a model that sees the tensors of its text part; a note says what is left out."""
+    left_out = sorted({name.removeprefix("model.").partition(".")[0] for name in stored if is_seeing(name)})
+    if left_out:
+        count = sum(map(is_seeing, stored))
+        notes.append(f"{count} tensors of {' and '.join(left_out)} are not read: the model is used for text alone")
+    return {text_name(name): tensor for name, tensor in stored.items() if not is_seeing(name)}
 
 
 def _readers(tensors: CheckedTensors) -> Readers:
@@ -181,6 +195,7 @@ def _random_checkpoint(name: str, seed: int, tied: bool | None) -> Checkpoint:
 
 def _checkpoint(name: str, config: ModelConfig, folder: Path | None, readers: Readers, notes: list[str]) -> Checkpoint:
     raw = _optional_json(folder, "config.json")
+    raw = {**(raw.get("text_config") or {}), **raw}  # of a model that sees either has the ids
     return Checkpoint(
         name=name,
         config=config,
