@@ -27,7 +27,7 @@ KERNEL = (MODELS, "cheetah.blocks", "cheetah.lang", "cheetah.plan")
 # Of FOUNDATION each may import those before it.
 FOUNDATION = tuple(
     f"cheetah.{name}"
-    for name in "version extras printable errors untrusted records stopwatch piece_ring options".split()
+    for name in "version extras caches printable errors untrusted records stopwatch piece_ring options".split()
 )
 MAY_IMPORT: dict[str, set[str]] = {
     **{part: set() for part in FOUNDATION},

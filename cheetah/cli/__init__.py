@@ -14,7 +14,7 @@ import typer
 from typer.core import TyperGroup
 
 from cheetah.cli import batch, bench, calibrate, chat, check, generate, inspect, quantize, run, serve, trace
-from cheetah.errors import CheetahError
+from cheetah.errors import NO_ROOM, CheetahError
 
 USER_ERROR = 2
 INTERRUPTED = 130
@@ -31,9 +31,21 @@ class Commands(TyperGroup):
             raise typer.Exit(USER_ERROR) from None
         except KeyboardInterrupt:
             raise typer.Exit(INTERRUPTED) from None
-        except BrokenPipeError:  # the reader of a pipe has gone: nobody wants the rest, nor Python's last flush
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        except BrokenPipeError:  # the reader of a pipe has gone: nobody wants the rest
+            _write_no_more()
             raise typer.Exit(1) from None
+        except OSError as problem:
+            if problem.errno not in NO_ROOM:
+                raise
+            _write_no_more()
+            place = problem.filename or "standard output"
+            typer.echo(f"error: {place}: cannot be written: {problem.strerror}", err=True)
+            raise typer.Exit(USER_ERROR) from None
+
+
+def _write_no_more() -> None:
+    """Python flushes what it has for stdout at its end, which would fail again."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 app = typer.Typer(

@@ -13,7 +13,7 @@ import typer
 from cheetah.cli.options import RequestSeed, takes_load
 from cheetah.cli.run import kernel_generator
 from cheetah.cli.serve import need_extra
-from cheetah.errors import CheetahError
+from cheetah.errors import CheetahError, writing
 
 if TYPE_CHECKING:
     from cheetah.runtime import LLM
@@ -73,10 +73,13 @@ async def _answer_all(
     service = Service(llm, Options(names, most_waiting=ANY_NUMBER, seed=seed))
     service.driver.start()
     try:
-        with answers.open("ab", buffering=0) as file:
+        with writing(answers):
+            file = answers.open("ab", buffering=0)
+        with file:
             async for line in answers_of(service, wanted, 2 * llm.engine.engine.launcher.batch):
-                file.write(line)
-                os.fsync(file.fileno())
+                with writing(answers):
+                    file.write(line)
+                    os.fsync(file.fileno())
     except EngineStopped as problem:
         raise CheetahError(f"the engine failed: {problem}; the answers so far are in {answers}") from None
     finally:

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from cheetah.cli.measured import MODEL_HELP, circumstances_of, measured_model, ordinal_of
+from cheetah.cli.measured import MODEL_HELP, circumstances_of, measured_model, ordinal_of, refuse_hours_of_emulation
 from cheetah.cli.options import Device, DevicesGpu, PromptPasses, Revision, takes_plan
-from cheetah.errors import CheetahError
+from cheetah.errors import CheetahError, writing
 
 if TYPE_CHECKING:
     from cheetah.tools.bench import DecodeBench, Measurement, Work
@@ -66,6 +66,7 @@ def bench(
     if json_file not in (None, STDOUT):
         _append(str(json_file), "")  # refused before the work, not after it
     config, name, weights = measured_model(model, revision)
+    refuse_hours_of_emulation(device, name, config, len(works) * (warmup + repetitions) * steps)
     with (
         open_device(device) as opened,
         open_bench(
@@ -109,6 +110,7 @@ def _bench_prompts(
 
     lengths = parsed_prompts(prompts)
     config, name, weights = measured_model(model, revision)
+    refuse_hours_of_emulation(device, name, config, sum(lengths) * (warmup + repetitions))
     with (
         open_device(device) as opened,
         open_prompt_bench(config, weights, opened, max(lengths), gpu, prompt_passes, **plan) as ready,
@@ -175,11 +177,8 @@ def _write_line(target: str, values: dict[str, Any]) -> None:
 
 
 def _append(target: str, text: str) -> None:
-    try:
-        with open(target, "a", encoding="utf-8") as file:
-            file.write(text)
-    except OSError as problem:
-        raise CheetahError(f"--json {target}: cannot be written: {problem.strerror}") from problem
+    with writing(f"--json {target}"), open(target, "a", encoding="utf-8") as file:
+        file.write(text)
 
 
 def _print_table(circumstances: dict[str, Any], bench: DecodeBench, measured: Sequence[Measurement]) -> None:

@@ -23,6 +23,7 @@ HELP = """/reset         forget the conversation
 /exit          the end, as Ctrl-D
 Ctrl-C ends an answer; what it has so far stays in the conversation."""
 PROMPT = "> "
+RESET = "/reset begins anew"
 
 
 @takes_load(
@@ -98,7 +99,8 @@ class Conversation:
                 timings = piece.timings
         except CheetahError as problem:
             self.messages.pop()
-            typer.echo(f"{problem}\n/reset begins anew", err=True)
+            hint = f"/system alone takes the system message back, {RESET}" if self._system else RESET
+            typer.echo(f"{problem}\n{hint}", err=True)
             return
         except KeyboardInterrupt:
             said.append("")

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from cheetah.cli.measured import MODEL_HELP, circumstances_of, measured_model, ordinal_of
+from cheetah.cli.measured import MODEL_HELP, circumstances_of, measured_model, ordinal_of, refuse_hours_of_emulation
 from cheetah.cli.options import Device, DevicesGpu, Revision, takes_plan
 from cheetah.errors import CheetahError
 
@@ -83,6 +83,7 @@ def trace(
         _require_writable(output)
     config, name, weights = measured_model(model, revision)
     chosen.check(config.layers)
+    refuse_hours_of_emulation(device, name, config, (prompt or steps) * (warmup + repetitions))
     if prompt is not None:
         repeated = (repetitions, warmup)
         return _trace_pass((config, name, weights), prompt, context or 0, repeated, output, chosen, device, gpu, plan)

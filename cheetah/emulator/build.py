@@ -5,6 +5,7 @@ by an atomic rename, so two processes may compile the same text at once. Beside 
 counts as absent.
 """
 
+import errno
 import functools
 import hashlib
 import os
@@ -15,6 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from cheetah import caches
 from cheetah.errors import CheetahError
 from cheetah.manifest import write_atomically
 from cheetah.untrusted import UnreadableError, read_bytes, read_text
@@ -68,6 +70,10 @@ SANITIZED = Mode(
 )
 
 
+LEAST_ROOM = 1 << 20
+"""Bytes of a disk on which a compiler that failed had no room: not each says so."""
+
+
 def build_program(
     text: str, kernel: str, parameters: Sequence[tuple[str, str]], mode: Mode, cache_dir: Path | None
 ) -> Path:
@@ -102,18 +108,16 @@ def _linker_flags() -> tuple[str, ...]:
 
 
 def cache_folder(cache_dir: Path | None) -> Path:
-    """The given folder, or CHEETAH_CACHE, or the user's cache folder; created if it is not there."""
+    """The given folder, absolute, or that of `caches`; created if it is not there."""
     if cache_dir is None:
-        chosen = os.environ.get("CHEETAH_CACHE")
-        base = Path(chosen) if chosen else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "cheetah"
-        cache_dir = base / "emulator"
+        cache_dir = caches.cache_folder() / "emulator"
     try:
         cache_dir.mkdir(parents=True, exist_ok=True)
     except OSError as problem:
         raise CheetahError(
             f"{cache_dir}: cannot be made: {problem.strerror or problem}: name another folder in CHEETAH_CACHE"
         ) from problem
-    return cache_dir
+    return cache_dir.absolute()
 
 
 def _build_runtime(mode: Mode, cache_dir: Path | None) -> Path:
@@ -177,7 +181,10 @@ def _digest_of(target: Path) -> Path:
 
 def _run_compiler(arguments: Sequence[str], folder: Path, what: str) -> None:
     compiler, _ = _compiler()
-    done = subprocess.run([compiler, *arguments], cwd=folder, capture_output=True, text=True)
+    environment = {**os.environ, "TMPDIR": str(folder)}  # one place that may be full, and that messages name
+    done = subprocess.run([compiler, *arguments], cwd=folder, capture_output=True, text=True, env=environment)
+    if done.returncode and (os.strerror(errno.ENOSPC) in done.stderr or shutil.disk_usage(folder).free < LEAST_ROOM):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     if done.returncode:
         raise CheetahError(f"{what}:\n{done.stderr.strip()}")
 

@@ -125,7 +125,7 @@ def _with_scheme(values: dict[str, Any], per_head: bool) -> dict[str, Any]:
 
 def _write_weights(source: Source, folder: Path, scales: F32) -> None:
     """Links to the files of weights, a file of scales, and an index of all."""
-    from safetensors.numpy import save_file
+    from safetensors.numpy import save
 
     stored = find_tensors(source.folder).tensors
     tensors = {
@@ -133,7 +133,8 @@ def _write_weights(source: Source, folder: Path, scales: F32) -> None:
         for layer, of_layer in enumerate(scales)
         for name, of_part in zip(usual_names(source.config, layer), of_layer, strict=True)
     }
-    save_file({name: np.array(value) for name, value in tensors.items()}, folder / SCALES_FILE, {"format": "pt"})
+    data = save({name: np.array(value) for name, value in tensors.items()}, {"format": "pt"})
+    (folder / SCALES_FILE).write_bytes(data)  # and not by the library, whose errors are no OSError
     weight_map = {name: WEIGHTS_FILE if one.file.name == SINGLE_FILE else one.file.name for name, one in stored.items()}
     for name, file in {one.file.name: one.file for one in stored.values()}.items():
         _link(file, folder / (WEIGHTS_FILE if name == SINGLE_FILE else name))

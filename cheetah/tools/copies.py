@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from cheetah.errors import CheetahError
+from cheetah.errors import CheetahError, writing
 
 NOT_COPIED = (".safetensors", ".bin", ".pth", ".pt", ".gguf", ".index.json")
 LARGEST_COPY = 64 * 2**20
@@ -22,12 +22,14 @@ def appearing_whole(out: Path) -> Iterator[Path]:
     CheetahError if it does."""
     if out.exists():
         raise CheetahError(f"{out}: exists already: give a folder that does not")
-    out.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent))
+    with writing(out):
+        out.parent.mkdir(parents=True, exist_ok=True)
+        unfinished = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent))
     try:
-        yield unfinished
-        unfinished.chmod(0o755)
-        unfinished.rename(out)
+        with writing(out):
+            yield unfinished
+            unfinished.chmod(0o755)
+            unfinished.rename(out)
     except BaseException:
         shutil.rmtree(unfinished, ignore_errors=True)
         raise

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from cheetah.errors import CheetahError
+from cheetah.errors import CheetahError, writing
 from cheetah.manifest import write_atomically
 from cheetah.tools.timeline import Spans, kind_of, layer_of
 
@@ -62,10 +62,8 @@ def write_trace(
     events = list(trace_events(spans, launch, layers, title))
     document = {"traceEvents": events, "displayTimeUnit": "ns", "otherData": circumstances}
     text = json.dumps(document, separators=(",", ":"))
-    try:
+    with writing(path):
         write_atomically(path, text.encode())
-    except OSError as problem:
-        raise CheetahError(f"{path}: cannot be written: {problem.strerror}") from problem
     return sum(event["ph"] == "X" for event in events)
 
 

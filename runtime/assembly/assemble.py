@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, cast
 
+from cheetah.caches import cache_folder
 from cheetah.manifest import Manifest
 from cheetah.models.config import ModelConfig
 from cheetah.options import takes
@@ -27,7 +28,6 @@ from cheetah.runtime.assembly.buffers import (
     new_buffer,
     upload_weights,
 )
-from cheetah.runtime.assembly.cubin import cache_folder
 from cheetah.runtime.assembly.kernels import (
     DECODING,
     HEAD,

@@ -20,9 +20,10 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+from cheetah.caches import cache_folder
 from cheetah.errors import CheetahError
 from cheetah.extras import installing
-from cheetah.runtime.assembly.cubin import CacheEntry, Cubin, ResourceReport, cache_folder
+from cheetah.runtime.assembly.cubin import CacheEntry, Cubin, ResourceReport
 
 __all__ = [
     "CompileError",
@@ -30,7 +31,6 @@ __all__ = [
     "Cubin",
     "Progress",
     "ResourceReport",
-    "cache_folder",
     "compile_cubin",
     "find_compiler",
     "resource_report",

@@ -73,15 +73,6 @@ class Cubin:
     path: Path | None
 
 
-def cache_folder() -> Path:
-    """$CHEETAH_CACHE, else $XDG_CACHE_HOME/cheetah, else ~/.cache/cheetah."""
-    if own := os.environ.get("CHEETAH_CACHE"):
-        return Path(own).expanduser()
-    if shared := os.environ.get("XDG_CACHE_HOME"):
-        return Path(shared).expanduser() / "cheetah"
-    return Path.home() / ".cache" / "cheetah"
-
-
 @dataclass(frozen=True)
 class CacheEntry:
     """One kernel's place in the cache: NAME-KEY.cubin, and NAME-KEY.json that tells its hash, compiler and resources.

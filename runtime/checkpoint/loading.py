@@ -113,7 +113,7 @@ def open_checkpoint(
         if revision is not None:
             raise LoadingError(f"{text}: is a local folder, revision {revision!r} is for hub ids only")
         return _open_folder(text, folder, tie_word_embeddings)
-    if folder.exists() or not hub.is_hub_id(text):
+    if folder.exists() or not hub.is_hub_id(text) or (revision is None and folder.parent.is_dir()):
         refuse_other_formats([folder] if folder.is_file() else [])
         raise LoadingError(_not_a_model(text, folder))
     offline = hub.is_offline() if local_files_only is None else local_files_only
@@ -130,6 +130,8 @@ def _not_a_model(name: str, path: Path) -> str:
         return f"{name}: a preset has no weights: use {RANDOM}{name} for random ones, or a folder or hub id"
     if path.exists():
         return f"{name}: is a file: give the folder that holds config.json and model.safetensors"
+    if hub.is_hub_id(name):
+        return f"{name}: there is a folder {path.parent}, but no {path.name} in it; for the hub's give --revision main"
     return f"{name}: no such folder, and not a hub id (organisation/name); {RANDOM}PRESET gives random weights"
 
 

@@ -172,6 +172,19 @@ def test_what_cannot_be_measured_is_refused(arguments: tuple[str, ...], words: s
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    "arguments", [("bench",), ("bench", "--prompts", "128"), ("trace",), ("trace", "--prompt", "9")]
+)
+def test_hours_of_emulation_are_only_spent_when_asked_for(
+    arguments: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("cheetah.runtime.device.cuda.why_not_cuda", lambda: "none is there")
+    command, *options = arguments
+    message = refused(command, "random:llama-3.1-8b", *options)
+    assert "no GPU to measure on (none is there)" in message and "--device emulator" in message
+    assert 1 < float(message.partition("some ")[2].partition(" hours")[0]) < 200
+
+
 def test_memory_is_refused_before_anything_is_allocated(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(EmulatorDevice, "allocate", lambda *_: pytest.fail("allocated"))
     assert "are needed" in refused("bench", "random:llama-3.1-70b", *QUICK)

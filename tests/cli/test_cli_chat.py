@@ -71,6 +71,18 @@ def test_an_answer_that_is_stopped_stays_and_one_that_fails_was_not_asked_for(
     assert len(talk.messages) == 2 and "/reset" in capsys.readouterr().err
 
 
+def test_who_is_refused_hears_how_to_take_the_system_message_back(capsys: pytest.CaptureFixture[str]) -> None:
+    """A template without a system role refuses everything that is said behind one, also after /reset."""
+    talk, talker = conversation("Be kind.")
+    talker.fault = CheetahError("chat template: only the roles user and assistant")
+    for _ in range(2):
+        assert talk.take("Hello") and "/system alone takes the system message back" in capsys.readouterr().err
+        talk.take("/reset")
+    talk.take("/system")
+    talk.take("Hello")
+    assert "/system" not in capsys.readouterr().err
+
+
 @pytest.mark.compiler
 @pytest.mark.slow
 def test_a_talk_with_the_demo_model() -> None:

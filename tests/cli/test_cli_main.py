@@ -45,3 +45,12 @@ def test_an_unknown_option_is_a_usage_error() -> None:
 
 def test_errors_are_one_message() -> None:
     assert refused("inspect", "llama-9").startswith("error: llama-9: neither a preset (")
+
+
+@pytest.mark.slow
+def test_a_full_disk_behind_stdout_is_one_message() -> None:
+    program = "import sys\nsys.argv = ['cheetah', 'inspect', 'demo']\nfrom cheetah.cli import main\nmain()"
+    with open("/dev/full", "w") as full:
+        done = subprocess.run([sys.executable, "-c", program], stdout=full, stderr=subprocess.PIPE, text=True)
+    assert done.returncode == 2
+    assert done.stderr == "error: standard output: cannot be written: No space left on device\n"

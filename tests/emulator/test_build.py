@@ -100,6 +100,21 @@ def test_a_cache_that_cannot_be_written_is_named(cache: Path) -> None:
         build.build_program(DOUBLE, "twice", [("x", "int32_t*")], build.PLAIN, cache)
 
 
+def test_a_full_disk_is_no_fault_of_the_text(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compilers tell of it among a thousand characters, in files of their own; those lie in the cache too."""
+    compiler = cache / "full"
+    compiler.write_text("#!/bin/sh\ntest $TMPDIR = $PWD || exit 9\necho x.s: No space left on device >&2; exit 1\n")
+    compiler.chmod(0o755)
+    monkeypatch.chdir(cache)
+    monkeypatch.setattr(build, "_compiler", lambda: (str(compiler), "1"))
+    with pytest.raises(CheetahError) as refusal:
+        build.build_program("", "none", [], build.PLAIN, Path("relative"))
+    text = str(refusal.value)
+    assert text.startswith(f"{cache}/relative/runtime-") and text.endswith(
+        "cannot be written: No space left on device: name another folder in CHEETAH_CACHE"
+    )
+
+
 @pytest.mark.slow
 def test_two_processes_may_compile_the_same_text(cache: Path) -> None:
     script = (

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from cheetah.caches import cache_folder
 from cheetah.runtime.assembly import compile as compiling
 from cheetah.runtime.assembly.compile import CompileError, Cubin, ResourceReport, compile_cubin, resource_report
 from cheetah.runtime.assembly.cubin import CacheEntry
@@ -292,12 +293,14 @@ def test_a_missing_compiler_says_what_to_install(monkeypatch: pytest.MonkeyPatch
 def test_the_cache_folder_follows_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CHEETAH_CACHE", "/one")
     monkeypatch.setenv("XDG_CACHE_HOME", "/two")
-    assert compiling.cache_folder() == Path("/one")
+    assert cache_folder() == Path("/one")
+    monkeypatch.setenv("CHEETAH_CACHE", "one")
+    assert cache_folder() == Path.cwd() / "one", "compilers run in folders of their own"
     monkeypatch.delenv("CHEETAH_CACHE")
-    assert compiling.cache_folder() == Path("/two/cheetah")
+    assert cache_folder() == Path("/two/cheetah")
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setenv("HOME", "/home/someone")
-    assert compiling.cache_folder() == Path("/home/someone/.cache/cheetah")
+    assert cache_folder() == Path("/home/someone/.cache/cheetah")
 
 
 LOG = """\

@@ -164,6 +164,7 @@ def test_files_beside_the_weights(tmp_path):
     [
         ("llama-3.1-8b", "a preset has no weights: use random:llama-3.1-8b"),
         ("no/such/folder", "no such folder, and not a hub id"),
+        ("tests/int8", "there is a folder tests, but no int8 in it"),
         ("./missing", "no such folder, and not a hub id"),
         ("random:llama-9", "random:llama-9: llama-9: neither a preset"),
     ],

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
+import os
 import random
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from cheetah.cli.batch import _answer_all
 from cheetah.errors import CheetahError
 from cheetah.runtime import LLM
 from cheetah.serve.batch import BatchFile, answers, finished_ids
@@ -97,6 +100,16 @@ def test_answers_of_all_kinds(llm: LLM, tmp_path: Path) -> None:
     assert found["request 0"]["body"]["object"] == "chat.completion"
     assert found["request 1"]["body"]["error"]["param"] == "temperature"
     assert all(answer["error"] is None and answer["id"] for answer in read(target).values())
+
+
+def test_a_full_disk_is_one_message(llm: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fsync", fail)
+    lines = BatchFile.checked(written(tmp_path / "requests", request(1))).lines()
+    with pytest.raises(CheetahError, match="answers: cannot be written: No space left on device"):
+        asyncio.run(_answer_all(llm, ("demo",), None, lines, tmp_path / "answers"))
 
 
 def test_files_that_are_none(tmp_path: Path) -> None:
