@@ -52,6 +52,11 @@ class AttentionLayers:
     max_context: int
 
     @property
+    def common(self) -> AttentionKind:
+        """What all layers have in common; windows and rotations are those of the first."""
+        return self.kinds[0]
+
+    @property
     def windows(self) -> tuple[int | None, ...]:
         """The distinct numbers of keys that a query sees, in the order of their first layers; a KV plan for each."""
         return tuple(dict.fromkeys(kind.window_of(self.max_context) for kind in self.kinds))

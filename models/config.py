@@ -192,6 +192,7 @@ class ModelConfig:
             windows=tuple(dict.fromkeys(kind.attention.window for kind in self.kinds)),
             rotations=len(rotations(kind.attention for kind in self.kinds)),
             norms_behind=self.norms.after,
+            joint_norms=self.head_norms == "width",
         )
 
     @property

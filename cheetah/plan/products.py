@@ -40,13 +40,15 @@ class Vector:
     """What all blocks make together and all need: `elements` numbers of every column.
 
     is_normed: a norm lies behind it, so it is published times its weights, and beside it the sums of its squares.
-    is_kept: its rows stay with the blocks that made them, which publish the sums of squares alone.
+    is_kept: its rows stay with the blocks that made them, which publish the sums of squares alone. has_squares: those of
+    some of its M-tiles are published beside it, for a norm of these.
     """
 
     name: str
     elements: int
     is_normed: bool = False
     is_kept: bool = False
+    has_squares: bool = False
 
     @property
     def padded(self) -> int:
@@ -60,13 +62,14 @@ class Vector:
 
     @property
     def squares(self) -> str:
-        """The vector of sums of squares beside one that is normed."""
+        """The vector of sums of squares beside it."""
         return f"{self.name}_squares"
 
     @property
     def names(self) -> tuple[str, ...]:
         """All that is exchanged of it."""
-        return (*([] if self.is_kept else [self.name]), *([self.squares] if self.is_normed else []))
+        has_squares = self.is_normed or self.has_squares
+        return (*([] if self.is_kept else [self.name]), *([self.squares] if has_squares else []))
 
     @property
     def exponent(self) -> int:

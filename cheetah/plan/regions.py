@@ -35,9 +35,10 @@ def kernel_regions(shape: ModelShape, plan: Plan, gpu: Gpu) -> tuple[Region, ...
     reductions: buffers of the warps' row sums, with two mbarriers each, and two more. vector_sums: of the
     vectors, for zero points. Only products use these two, as the input, behind which they lie if there is room.
     vector_barriers: an mbarrier for each piece of a vector that is copied. residual: the block's rows (f32). made: rows
-    that are to be added to it, behind a norm. rope: cos and sin of every token's position, by each table.
-    warp_candidates: of every group of adding warps and column. columns: what the step's tokens are. chosen: what was
-    sampled. step_done: two mbarriers. next_token: of every column, then whether the launch ends.
+    that are to be added to it, behind a norm. rope: cos and sin of every token's position, by each table. head_scales:
+    1/rms of every token's queries, and of its keys. warp_candidates: of every group of adding warps and column.
+    columns: what the step's tokens are. chosen: what was sampled. step_done: two mbarriers. next_token: of every
+    column, then whether the launch ends.
     """
     if not plan.adding_warps:
         raise PlanError("Plan: adding_warps is 0: nobody would finish the rows of products: give 1 or more")
@@ -62,6 +63,7 @@ def kernel_regions(shape: ModelShape, plan: Plan, gpu: Gpu) -> tuple[Region, ...
         Region("residual", residual_rows * plan.tokens * 4),
         *([Region("made", residual_rows * plan.tokens * 4)] if shape.norms_behind else []),
         Region("rope", shape.rotations * plan.tokens * shape.head_dim * 4),
+        *([Region("head_scales", 2 * plan.tokens * 4)] if shape.joint_norms else []),
         *attention_records(plan, len(shape.windows_in(plan.max_context))),
         Region("warp_candidates", plan.finishing_groups * plan.tokens * 8),
         Region("columns", plan.tokens * 9 * 4),

@@ -19,7 +19,7 @@ class ModelShape:
     formats: (matrix, weight format) of the matrices that are not bf16. windows: the distinct numbers of keys that a
     query sees in the layers (None: all before it), in the order of the first layers that have them. rotations: how many
     tables of angles the layers have. norms_behind: norms lie behind attention and feed-forward, before both are added
-    to the residual.
+    to the residual. joint_norms: queries are normalised over all heads together, and so are keys.
     """
 
     hidden: int
@@ -33,6 +33,7 @@ class ModelShape:
     windows: tuple[int | None, ...] = (None,)
     rotations: int = 1
     norms_behind: bool = False
+    joint_norms: bool = False
 
     def __post_init__(self) -> None:
         require_positive("ModelShape", **self.sizes)
@@ -89,6 +90,11 @@ class ModelShape:
         return self.heads * self.head_dim
 
     @property
+    def rotated_rows(self) -> int:
+        """Rows of the query and key projections."""
+        return (self.heads + self.kv_heads) * self.head_dim
+
+    @property
     def qkv_rows(self) -> int:
         """Rows of the joined query, key and value projection."""
         return (self.heads + 2 * self.kv_heads) * self.head_dim
@@ -104,7 +110,8 @@ def _table(shape: ModelShape) -> StepTable:
     """A dense decoder: attention and feed-forward, each of a norm of the residual, and added to it, perhaps behind a
     norm of its own."""
     hidden, middle = (Vector(name, shape.hidden, is_normed=True) for name in ("hidden", "middle"))
-    heads, attended = Vector("qkv", shape.qkv_rows), Vector("attention", shape.query_rows)
+    heads = Vector("qkv", shape.qkv_rows, has_squares=shape.joint_norms)
+    attended = Vector("attention", shape.query_rows)
     gated = Vector("gated", shape.ffn)
     of_o, of_down = middle, hidden
     if shape.norms_behind:

@@ -160,6 +160,8 @@ def parameters_of(
         rope = parameters["rope"]
         meaning = f"{rope.meaning}, by the layers' tables: see cheetah.models.attention_layers"
         parameters["rope"] = replace(rope, meaning=meaning, shape=("rotations", *rope.shape))
+    if config.head_norms == "width":
+        parameters["head_norms"] = replace(parameters["head_norms"], shape=("layers", "rotated_rows"))
     wanted = {
         "kv_scales": is_codes,
         "biases": config.has_biases,
@@ -173,12 +175,8 @@ def parameters_of(
 
 def refuse_unknown_kinds(config: ModelConfig) -> None:
     """PlanError where layers do what kernels do not: they would compute something else."""
-    attention = [kind.attention for kind in config.kinds]
     unknown = {
         "norms of queries and keys with 1 + weight": config.norms.plus_one and config.head_norms is not None,
-        "a scale of attention": any(kind.scale is not None for kind in attention),
-        "a soft-cap of attention": any(kind.soft_cap is not None for kind in attention),
-        "norms of queries and keys over the whole width": config.head_norms == "width",
     }
     if found := ", ".join(what for what, is_asked in unknown.items() if is_asked):
         raise PlanError(f"kernels of a {config.dialect.title} model do not have {found}")

@@ -234,7 +234,7 @@ class Attend(Line):
 
     @property
     def waits(self) -> tuple[str, ...]:
-        return self.phase.input.name, self.phase.partials
+        return *self.phase.input.names, self.phase.partials
 
     @property
     def makes(self) -> tuple[str, ...]:

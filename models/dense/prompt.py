@@ -349,7 +349,12 @@ class Pass:
         attention, window = self.table.attention, self._window(layer)
         into, heads, sizes = self._section(attention.output.name), self._heads(self.machine, layer), self.sizes
         places = self._places(self.table.places_row(self.table.reader_of(attention), layer))
-        return PassAttention(self.machine, self.ring, heads, self.tokens, into, sizes.key_tile, window, places)
+        kind = sizes.layers.common
+        return PassAttention(
+            *(self.machine, self.ring, heads, self.tokens, into, sizes.key_tile, window, places),
+            scale=kind.scale,
+            soft_cap=kind.soft_cap,
+        )
 
     def _window(self, layer: Any) -> Any:
         """How many keys a token sees in a layer, its own included; None where they are all in every layer."""

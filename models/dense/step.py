@@ -13,9 +13,9 @@ from cheetah import lang as ch
 from cheetah.blocks.adjustments import Adjustments, mask_words
 from cheetah.blocks.attention.cache import KvCache
 from cheetah.blocks.attention.core import LSE_WORDS, Attention
-from cheetah.blocks.attention.head_norms import HeadNorms
+from cheetah.blocks.attention.head_norms import HeadNorms, JointNorms
 from cheetah.blocks.attention.schedule import Schedule
-from cheetah.blocks.attention.shipped_variants import sliding_window_of
+from cheetah.blocks.attention.shipped_variants import combined, sliding_window_of, soft_cap
 from cheetah.blocks.attention.step_port import NormalisedHeads, ProjectedHeads, Projection, StepPort
 from cheetah.blocks.attention.variants import CAUSAL, Variant
 from cheetah.blocks.by_layer import by_layer, chosen
@@ -74,6 +74,8 @@ def exchange_sizes(shape: ModelShape, gpu: Gpu, plan: Plan) -> dict[str, int]:
             sizes[phase.partials] = partial_rows * (shape.head_dim + LSE_WORDS)
     words = squares_words(residual_split(shape, gpu).m_tiles, plan.tokens)
     squares = {vector.squares: words for vector in table.normed}
+    if (heads := table.attention.input).has_squares:
+        squares[heads.squares] = squares_words(shape.rotated_rows // M_TILE_ROWS, plan.tokens)
     return {**sizes, **squares, **head_exchange_sizes(gpu, plan)}
 
 
@@ -127,6 +129,7 @@ def sizes(config: ModelConfig, gpu: Gpu, plan: Plan) -> dict[str, int]:
     return {
         **shape.sizes,
         "qkv_rows": shape.qkv_rows,
+        "rotated_rows": shape.rotated_rows,
         "weight_bytes": step_matrices(shape, plan, gpu).weight_bytes,
         "norms": shape.table.norm_count,
         "padded_hidden": shape.padded_hidden,
@@ -314,21 +317,36 @@ class StepParts(HeadParts):
             kinds=len(self.layers.windows),
         )
         self.port = StepPort(self.exchange, self.columns, self.table.attention, launch.kv_scales)
+        self.projection = Projection(self.port, self.cache, launch.biases)
         if launch.head_norms is not None:
-            norms = HeadNorms(machine, launch.head_norms, config.rms_norm_eps, self.port.angles)
-            self.port.heads = NormalisedHeads(self.port, self.cache, norms)
+            self._normalise_heads(launch.head_norms)
         self.attention = Attention(
             *(machine, self.ring, self.exchange, self.schedule, self.cache, self.port, self.timeline, self._variant())
         )
-        self.projection = Projection(self.port, self.cache, launch.biases)
+
+    def _normalise_heads(self, weights: ch.Expr) -> None:
+        """Queries and keys are finished by who reads them."""
+        norms = HeadNorms(self.machine, weights, self.config.rms_norm_eps, self.port.angles)
+        if self.shape.joint_norms:
+            squares = self.table.attention.input.squares
+            norms = JointNorms(
+                *(self.machine, weights, self.config.rms_norm_eps, self.port.angles),
+                squares=lambda epoch, m_tiles: PublishedSquares(
+                    self.columns, self.exchange.at(squares, epoch), self.shape.rotated_rows // M_TILE_ROWS, m_tiles
+                ),
+            )
+            self.projection.norms = norms
+        self.port.heads = NormalisedHeads(self.port, self.cache, norms)
 
     def _variant(self) -> Variant:
         """What attention computes in a layer."""
-        windows = self.layers.windows
-        if windows == (None,):
-            return CAUSAL
+        kind, windows, variants = self.layers.common, self.layers.windows, [CAUSAL]
         before = [ty.u32((window or EVERY_KEY) - 1) for window in windows]
-        return sliding_window_of(lambda: chosen(before, self.schedule.kind))
+        if windows != (None,):
+            variants.append(sliding_window_of(lambda: chosen(before, self.schedule.kind)))
+        if kind.soft_cap is not None:
+            variants.append(soft_cap(kind.soft_cap))
+        return replace(combined(*variants), scale=kind.scale)
 
     # -- setting up and stepping ----------------------------------------------------------------------------------
 
@@ -529,9 +547,14 @@ class StepParts(HeadParts):
     def _squares_of(self, vector: Vector, epoch: ch.Expr) -> PublishedSquares:
         return PublishedSquares(self.columns, self.exchange.at(vector.squares, epoch), self.residual.m_tiles)
 
+    @property
+    def _head_norm_row(self) -> int:
+        """Weights of the norms of a layer's queries and keys."""
+        return self.shape.rotated_rows if self.shape.joint_norms else 2 * self.shape.head_dim
+
     def _needed_by_heads(self, layer: Any) -> list[tuple[ch.Expr, int]]:
         """(address, bytes) of what the layer's projection and attention need beside its matrices."""
-        vectors = {self.launch.biases: self.shape.qkv_rows, self.launch.head_norms: 2 * self.shape.head_dim}
+        vectors = {self.launch.biases: self.shape.qkv_rows, self.launch.head_norms: self._head_norm_row}
         found = [(vector + layer * size, size * 2) for vector, size in vectors.items() if vector is not None]
         if self.launch.places is not None:  # of the products behind, and of the next layer's first or the head
             behind = self.table.places_row(self.table.placed[0], layer) + 1

@@ -95,6 +95,9 @@ class Attention:
     @ch.inline
     def attend(self, step: ch.Value, epoch: ch.Expr) -> None:
         """In the consumer role: compute this block's items."""
+        if self.port.heads is not None and self.port.heads.begins:
+            with ch.if_(self.schedule.has_items):
+                self.port.heads.begin(epoch)
         with self.schedule.items(self.machine.consumer, step) as item:
             cached_end = ch.minimum(item.end, item.tile.cached)
             newest_begin = ch.maximum(item.begin, item.tile.cached)

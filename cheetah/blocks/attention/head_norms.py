@@ -1,4 +1,4 @@
-"""Heads that are finished by who reads them: RMSNorm of every query and key by itself, then RoPE.
+"""Heads that are finished by who reads them: RMSNorm of every query and key by itself, or of all together, then RoPE.
 
 A head's rows are made in M-tiles by different blocks, so nobody knows its sum of squares when they are made. They are
 published in bf16 as their product gives them; the block that loads a query or a new key for attention has all units of
@@ -15,8 +15,11 @@ from typing import Any
 
 from cheetah import lang as ch
 from cheetah.blocks.columns import UNIT
+from cheetah.blocks.linear.interface import Rows
+from cheetah.blocks.linear.rms import PublishedSquares
 from cheetah.blocks.machine import Machine
 from cheetah.lang import prim, ty
+from cheetah.plan import M_TILE_ROWS
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,6 +34,13 @@ class RawHead:
 
 class RawHeads(ABC):
     """What the core asks where heads are finished by who reads them."""
+
+    begins = False
+    """Whether something is worked out before the first item of a layer."""
+
+    def begin(self, epoch: ch.Expr) -> None:
+        """That, by all consumer warps of a block that has items; if `begins`."""
+        raise NotImplementedError
 
     @abstractmethod
     def weights(self, raw: RawHead) -> Any:
@@ -75,9 +85,9 @@ class HeadNorms:
         """f32[8] of a query or a key from its bf16 words and those of the weights; a value stays as it is."""
         shape = self.machine.shape
         values = widened(words)
-        scale = self._scale(values)
+        scale = self._scale(values, raw)
         scaled = ch.array(ty.f32, UNIT)
-        for index, weight in enumerate(_numbers(weights)):
+        for index, weight in enumerate(self._factors(weights)):
             scaled[index] = values[index] * scale * weight
         rotated = self._rotated(scaled, raw)
         is_value = raw.head >= shape.heads + shape.kv_heads
@@ -85,8 +95,12 @@ class HeadNorms:
             values[index] = ch.select(is_value, values[index], rotated[index])
         return values
 
+    def _factors(self, weights: ch.Expr) -> list[Any]:
+        """What the eight numbers of a unit are multiplied by beside 1/rms."""
+        return _numbers(weights)
+
     @ch.inline
-    def _scale(self, values: Any) -> Any:
+    def _scale(self, values: Any, raw: RawHead) -> Any:
         """1/rms of the lanes' head."""
         head_dim = self.machine.shape.head_dim
         squares = ch.var(ty.f32, 0.0)
@@ -111,6 +125,63 @@ class HeadNorms:
             partner = prim.shuffle_xor_f32(values[index], half // UNIT)
             rotated[index] = values[index] * angle.x + ch.select(is_second, partner, -partner) * angle.y
         return rotated
+
+
+@dataclass(frozen=True, eq=False)
+class JointNorms(HeadNorms):
+    """RMSNorm of all of a token's queries together, and of all its keys, then RoPE. weights: bf16 [layers][rows of q,
+    then of k, in the order of the matrix]. Who makes a row multiplies it by its weight, and publishes its M-tile's sum
+    of squares; who reads a head multiplies it by 1/rms. squares: those of an epoch, over some M-tiles."""
+
+    squares: Callable[[ch.Expr, range], PublishedSquares]
+
+    def weighted(self, value: ch.Expr, rows: Rows, layer: ch.Expr) -> Any:
+        """A row's number times its weight; of values the number itself."""
+        shape = self.machine.shape
+        row = rows.m_tile * M_TILE_ROWS + rows.row
+        known = ch.minimum(row, shape.rotated_rows - 1)
+        weight = prim.bf16_to_f32(self.weights[layer * shape.rotated_rows + known])
+        return value * ch.select(row < shape.rotated_rows, weight, ty.f32(1.0))
+
+    @ch.inline
+    def publish_squares(self, value: ch.Expr, weighted: ch.Expr, rows: Rows, epoch: ch.Expr) -> None:
+        """The squares of an M-tile's rows, but of values."""
+        m_tiles = self.machine.shape.rotated_rows // M_TILE_ROWS
+        with ch.if_(rows.m_tile < m_tiles):
+            self.squares(epoch, range(m_tiles)).publish(rows, value, weighted)
+
+    @ch.function
+    def work_out(self, epoch: ch.Expr) -> None:
+        """By all consumer warps: 1/rms of every column's queries and keys, to shared memory: a warp one of either."""
+        machine, shape = self.machine, self.machine.shape
+        queries, keys = shape.query_rows // M_TILE_ROWS, shape.rotated_rows // M_TILE_ROWS
+        columns = self.squares(epoch, range(queries)).columns
+        scales = machine.region("head_scales", ty.f32)
+        with ch.for_(machine.warp, columns.count * 2, machine.plan.consumer_warps, unroll=1, name="place") as place:
+            total, elements = ch.var(ty.f32, 0.0), ch.var(ty.f32, 1.0 / (queries * M_TILE_ROWS))
+            with ch.if_(place % 2 == 0):
+                total.set(self.squares(epoch, range(queries)).sum_of_lane(place // 2, machine.lane, 32))
+            with ch.else_():
+                total.set(self.squares(epoch, range(queries, keys)).sum_of_lane(place // 2, machine.lane, 32))
+                elements.set(1.0 / ((keys - queries) * M_TILE_ROWS))
+            for mask in (16, 8, 4, 2, 1):
+                total += prim.shuffle_xor_f32(total, mask)
+            with ch.if_(machine.lane == 0):
+                scales[place] = prim.rsqrt_f32(total * elements + self.epsilon)
+        machine.meet()
+
+    def weights_of(self, layer: ch.Expr, raw: RawHead) -> Any:
+        """None: they have been multiplied with."""
+
+    def _factors(self, weights: Any) -> list[Any]:
+        return [1.0] * UNIT
+
+    @ch.inline
+    def _scale(self, values: Any, raw: RawHead) -> Any:
+        """1/rms of the head's kind, of its column."""
+        is_key = ch.select(raw.head < self.machine.shape.heads, ty.u32(0), ty.u32(1))
+        scale = self.machine.region("head_scales", ty.f32)[raw.column * 2 + is_key]
+        return scale
 
 
 def packed(values: Any) -> list[Any]:

@@ -278,6 +278,12 @@ class Schedule:
         return ceil_div(self.machine.shape.head_dim, MERGED_DIMS)
 
     @property
+    def has_items(self) -> ch.Expr:
+        """In the consumer role: whether this block has items in the present plan."""
+        numbers: ch.Expr = self._kept[0]
+        return numbers.x < numbers.y
+
+    @property
     def has_merges(self) -> ch.Expr:
         """In the consumer role: whether any block has merges in the present plan."""
         jobs: ch.Expr = self._kept[0].z

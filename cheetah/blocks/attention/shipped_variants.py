@@ -182,7 +182,17 @@ def combined(*variants: Variant) -> Variant:
     is_causal = all(variant.causal for variant in variants)
     one_query = any(variant.one_query for variant in variants)
     window = min(windows, default=None)
-    return Variant(**chosen, causal=is_causal, window=window, parameters=parameters, one_query=one_query)
+    scales = {variant.scale for variant in variants if variant.scale is not None}
+    if len(scales) > 1:
+        raise ValueError(f"{chosen['name']}: scales {', '.join(map(str, sorted(scales)))}: logits have one")
+    return Variant(
+        **chosen,
+        causal=is_causal,
+        window=window,
+        parameters=parameters,
+        one_query=one_query,
+        scale=next(iter(scales), None),
+    )
 
 
 # -- what they are made of ---------------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ from typing import Any
 
 from cheetah import lang as ch
 from cheetah.blocks.attention.cache import KvCache
-from cheetah.blocks.attention.head_norms import HeadNorms, RawHead, RawHeads, codes_of, packed
+from cheetah.blocks.attention.head_norms import HeadNorms, JointNorms, RawHead, RawHeads, codes_of, packed
 from cheetah.blocks.attention.port import AttentionPort
 from cheetah.blocks.columns import NUMBER, POSITION, SEQUENCE, TOTAL, UNIT, Columns, fragment_word
 from cheetah.blocks.exchange import Exchange
@@ -24,7 +24,7 @@ class StepPort(AttentionPort):
 
     def __init__(self, exchange: Exchange, columns: Columns, phase: AttentionPhase, scales: Any = None) -> None:
         self.machine, self.exchange, self.columns, self.scales = columns.machine, exchange, columns, scales
-        self.reads, self.makes = phase.input.name, phase.output.name
+        self.phase, self.reads, self.makes = phase, phase.input.name, phase.output.name
         self.shape = self.machine.shape
         self.layer: Any = None  # the layer whose attention is being emitted
         self.query_angles: Any = 0  # the table of its queries' angles, and of its keys'
@@ -106,7 +106,7 @@ class ProjectedHeads(PublishedRows):
 
     @property
     def makes(self) -> tuple[str, ...]:
-        return (self.projection.port.reads,)
+        return self.projection.port.phase.input.names
 
     def __call__(self, rows: Rows) -> None:
         self.projection.finish(rows, self.layer, self.epoch)
@@ -116,12 +116,13 @@ class Projection:
     """What becomes of the rows of q, k and v: rotated, the keys and values appended to the cache, all published.
 
     biases: bf16 of every layer, in the order of the rows, if there are any. Where heads are finished by who reads them,
-    the rows are published as they are.
+    the rows are published as they are, or, with norms of all heads together, times their weights.
     """
 
     def __init__(self, port: StepPort, cache: KvCache, biases: ch.Expr | None = None) -> None:
         self.port, self.cache, self.biases = port, cache, biases
         self.machine, self.columns, self.shape = port.machine, port.columns, port.shape
+        self.norms: JointNorms | None = None
 
     def finish(self, rows: Rows, layer: ch.Expr, epoch: ch.Expr) -> None:
         """The epilogue of qkv, in a layer."""
@@ -159,9 +160,23 @@ class Projection:
     @ch.inline
     def _publish_raw(self, rows: Rows, layer: ch.Expr, epoch: ch.Expr) -> None:
         _, _, _, publish = self._place(rows, epoch)
+        if self.norms is not None:
+            self._publish_weighted(self.norms, rows, layer, epoch, publish)
+            return
         pair = pair_of_rows(self._value(rows, layer))
         with ch.if_(rows.is_own & (rows.row % 2 == 0)):
             publish(pair)
+
+    @ch.inline
+    def _publish_weighted(
+        self, norms: JointNorms, rows: Rows, layer: ch.Expr, epoch: ch.Expr, publish: Callable[[ch.Value], None]
+    ) -> None:
+        value = ch.const(ty.f32, self._value(rows, layer), name="value")
+        weighted = ch.const(ty.f32, norms.weighted(value, rows, layer), name="weighted")
+        pair = pair_of_rows(weighted)
+        with ch.if_(rows.is_own & (rows.row % 2 == 0)):
+            publish(pair)
+        norms.publish_squares(value, weighted, rows, epoch)
 
     @ch.inline
     def _rotate_and_append(self, rows: Rows, layer: ch.Expr, epoch: ch.Expr) -> None:
@@ -194,6 +209,14 @@ class NormalisedHeads(RawHeads):
     def __init__(self, port: StepPort, cache: KvCache, norms: HeadNorms) -> None:
         self.port, self.cache, self.norms = port, cache, norms
         self.machine, self.columns, self.shape = port.machine, port.columns, port.shape
+
+    @property
+    def begins(self) -> bool:  # type: ignore[override]
+        return isinstance(self.norms, JointNorms)
+
+    def begin(self, epoch: ch.Expr) -> None:
+        assert isinstance(self.norms, JointNorms)
+        self.norms.work_out(epoch)
 
     def weights(self, raw: RawHead) -> Any:
         return self.norms.weights_of(self.port.layer, raw)

@@ -139,6 +139,7 @@ class TileProduct:
             heads=shape.heads,
             kv_heads=shape.kv_heads,
             head_dim=shape.head_dim,
+            scale=self.variant.scale,
             values=values,
         )
 
@@ -337,7 +338,8 @@ class TileProduct:
         if self.variant.logits_transform is not None:
             product = product if queries.scale is None else product * queries.scale
             return self.variant.logits_transform(product, self.at("logits_transform", context)) * base
-        factor = base / math.sqrt(self.sizes.head_dim)
+        scale = self.variant.scale
+        factor = base / math.sqrt(self.sizes.head_dim) if scale is None else base * scale
         return product * (factor if queries.scale is None else queries.scale * factor)
 
     @ch.function

@@ -34,7 +34,7 @@ class At:
     request, its new tokens included. dim. For a key or a value, request, position and keys are those of the last column
     of the tile that reads it: only for a request with one query, and no shared prefix, do they mean just one thing.
     parameters.NAME: the variant's own kernel parameters.
-    Static: head_dim, heads, kv_heads (ints), scale (float: 1 / sqrt(head_dim)).
+    Static: head_dim, heads, kv_heads (ints), scale (float: that of the variant, by default 1 / sqrt(head_dim)).
     """
 
     def __init__(
@@ -45,16 +45,13 @@ class At:
         heads: int,
         kv_heads: int,
         head_dim: int,
+        scale: float | None = None,
         values: Mapping[str, Callable[[], Any]],
     ) -> None:
         self.function, self.parameters = function, parameters
         self.heads, self.kv_heads, self.head_dim = heads, kv_heads, head_dim
+        self.scale = math.pow(head_dim, -0.5) if scale is None else scale
         self._values = values
-
-    @property
-    def scale(self) -> float:
-        """The usual factor of a logit, 1 / sqrt(head_dim)."""
-        return math.pow(self.head_dim, -0.5)
 
     def __getattr__(self, name: str) -> Any:
         if name in KNOWN[self.function]:
@@ -68,7 +65,8 @@ class Variant:
 
     query_transform(pair, at), key_transform(pair, at) -> pair: of the pair's elements, f32; rounded to bf16 after it.
     value_transform(value, at) -> value: one element, f32; rounded to bf16 after it.
-    logits_transform(x, at) -> the logit, from the raw dot product x (f32; of codes, times k_scale). Unset: x * scale.
+    logits_transform(x, at) -> the logit, from the raw dot product x (f32; of codes, times k_scale).
+    Unset: x * at.scale.
     logits_mask(at) -> boolean, true keeps; masked logits are -inf, or weights 0 without softmax.
     output_transform(output, lse, at) -> (output, lse): one element of the final output and the natural LSE of its row
     (-inf where no key was kept), once, after the last merge. Called for every element: its LSE must not depend on it.
@@ -78,6 +76,7 @@ class Variant:
     window: keys more than `window` before the query's position are never kept, so the planner need not load them
     (None: all may be). It is a promise to the planner; the exact edge is `logits_mask`'s business.
     parameters: further kernel parameters, by name, that the functions reach as `at.parameters.NAME`.
+    scale: what raw dot products are multiplied by, at.scale; None: 1 / sqrt(head_dim).
     one_query: what a key or value becomes depends on who asks, so a request has one query and shares no prefix.
     """
 
@@ -93,6 +92,7 @@ class Variant:
     window: int | None = None
     parameters: Mapping[str, ty.Type] = field(default_factory=dict)
     one_query: bool = False
+    scale: float | None = None
 
     @property
     def needs_query_context(self) -> bool:

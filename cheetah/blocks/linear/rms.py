@@ -85,11 +85,13 @@ class InverseRms(ColumnScale):
 
 @dataclass(frozen=True, eq=False)
 class PublishedSquares:
-    """Sums of squares [token][M-tile] of a vector of `m_tiles` M-tiles, a vector of the exchange themselves."""
+    """Sums of squares [token][M-tile] of a vector of `m_tiles` M-tiles, a vector of the exchange themselves. part: the
+    M-tiles over which they are added up, whole units of them; None: all."""
 
     columns: Columns
     published: Published
     m_tiles: int
+    part: range | None = None
 
     @property
     def waits(self) -> tuple[str, ...]:
@@ -115,14 +117,15 @@ class PublishedSquares:
 
     @ch.function
     def sum_of_lane(self, column: Any, lane: Any, lanes: int) -> Any:
-        units = ceil_div(self.m_tiles, WORDS)
+        part = self.part or range(self.m_tiles)
+        units = ceil_div(len(part), WORDS)
         total = ch.var(ty.f32, 0.0)
         with ch.for_(lane, round_up(units, lanes) + lane, UNITS_AT_ONCE * lanes, unroll=1) as first:
             count = min(UNITS_AT_ONCE, ceil_div(units, lanes))
             own = [ch.const(ty.u32, first + index * lanes, name="unit") for index in range(count)]
             places, data = ch.array(ty.u32, UNITS), ch.array(ty.u32x4, UNITS)
             for index, unit in enumerate(own):
-                places[index] = self._first(column) + ch.minimum(unit, units - 1) * WORDS
+                places[index] = self._first(column) + ch.minimum(unit, units - 1) * WORDS + part.start
             self.published.read_places(data, places, count)
             for index, unit in enumerate(own):
                 words = data[index]

@@ -32,7 +32,8 @@ LOG2_E = math.log2(math.e)
 @dataclass(frozen=True, eq=False)
 class PassAttention:
     """Attention of one layer. into: the input of o in token order (u8). window: keys that a row sees, its own included
-    (an expression where layers differ), or None. places: where o has its columns (u16), if not in order."""
+    (an expression where layers differ), or None. places: where o has its columns (u16), if not in order. scale: of
+    products of queries and keys (None: 1 / sqrt(head_dim)); soft_cap: c of logits c * tanh(l / c)."""
 
     machine: PassMachine
     ring: TileRing
@@ -42,6 +43,8 @@ class PassAttention:
     key_tile: int
     window: Any = None
     places: ch.Expr | None = None
+    scale: float | None = None
+    soft_cap: float | None = None
 
     @property
     def tile_bytes(self) -> int:
@@ -185,8 +188,9 @@ class PassAttention:
         self.ring.release(previous)
 
     def _logit_scale(self, head: ch.Expr) -> Any:
-        """What products of queries and keys are multiplied by, in base 2."""
-        scale = LOG2_E / math.sqrt(self.heads.shape.head_dim)
+        """What products of queries and keys are multiplied by: in base 2, but where a cap comes behind it."""
+        base = LOG2_E if self.soft_cap is None else 1.0
+        scale = base / math.sqrt(self.heads.shape.head_dim) if self.scale is None else base * self.scale
         if self.heads.scales is None:
             return scale
         return ch.const(ty.f32, self.heads.scale(head // self.heads.shape.group) * scale, name="logit_scale")
@@ -232,6 +236,14 @@ class PassAttention:
         prim.wgmma_commit()
 
     @ch.inline
+    def _cap(self, logits: Any, rows: _Rows) -> None:
+        """The products of a tile become capped logits, in base 2."""
+        assert self.soft_cap is not None
+        with ch.for_(self.key_tile // 2, unroll=True, name="element") as element:
+            capped = prim.tanh_f32(logits[element] * (rows.scale * (1.0 / self.soft_cap)))
+            logits[element] = capped * (self.soft_cap * LOG2_E)
+
+    @ch.inline
     def _mask(self, logits: Any, rows: _Rows, first_key: ch.Expr) -> None:
         """Keys that a row does not see have no weight. Most tiles lie whole before the first row of the warp."""
         partial = first_key + (self.key_tile - 1) > rows.first
@@ -251,8 +263,10 @@ class PassAttention:
     @ch.inline
     def _weigh(self, logits: Any, weights: Any, rows: _Rows, first_key: ch.Expr) -> None:
         """The weights of a tile of keys, from `first_key` on, as operand A; `rows` say what that makes of the sums."""
+        if self.soft_cap is not None:
+            self._cap(logits, rows)
         self._mask(logits, rows, first_key)
-        scale = rows.scale
+        scale = rows.scale if self.soft_cap is None else 1.0
         origins = [self._new_origin(logits, rows, index, scale) for index in range(2)]
         with ch.for_(self.key_tile // 8, unroll=True, name="group") as group:
             for index in range(4):
