@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from cheetah.plan.errors import PlanError, require_positive
-from cheetah.plan.formats import BF16, VECTOR_COLUMNS, QuantizedTiles, TileFormat
+from cheetah.plan.formats import BF16, M_TILE_ROWS, VECTOR_COLUMNS, QuantizedTiles, TileFormat
 from cheetah.plan.gpu import Gpu
 from cheetah.plan.index import Index, ceil_div, round_up
 from cheetah.plan.layout import MatrixLayout
@@ -139,6 +139,10 @@ class PassPlan:
     @property
     def tile_m_tiles(self) -> int:
         return self.consumer_warps
+
+    def span_m_tiles(self, head_dim: int) -> int:
+        """M-tiles of a head that lie in one tile."""
+        return min(self.tile_m_tiles, head_dim // M_TILE_ROWS)
 
     @property
     def tile_groups(self) -> int:

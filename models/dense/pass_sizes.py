@@ -25,7 +25,7 @@ HIDDEN = "hidden"
 """The section of all vectors that the residual is published as."""
 RESIDUAL_SECTIONS = ("residual", HIDDEN, "squares")
 HEAD_SECTIONS = ("queries", "keys", "values")
-PARTS = ("parts",)
+PARTS, JOINT = ("parts",), ("head_squares",)
 
 
 def section_of(vector: Vector) -> str:
@@ -44,11 +44,12 @@ def sections_of_rows(then: Heads | OntoResidual | Kept | Gated | Logits, product
 @dataclass(frozen=True)
 class PassPhase:
     """A phase of a layer: a line of the model's page. is_stored: it stores the sums of parts of the line's product;
-    adds: it adds them."""
+    adds: it adds them. is_joint: there is one part, which is stored since norms go over more than a tile."""
 
     line: Line
     is_stored: bool = False
     adds: bool = False
+    is_joint: bool = False
 
     @property
     def name(self) -> str:
@@ -67,15 +68,20 @@ class PassPhase:
         product = self.line.product
         residual = RESIDUAL_SECTIONS[:1] if product.adds and not self.is_stored else ()
         of_input = (section_of(product.input),)
-        squares = RESIDUAL_SECTIONS[2:] if product.input.is_normed and not self.is_stored else ()
-        return (PARTS if self.adds else of_input) + squares + residual
+        scales = self.is_joint if self.is_stored else not self.is_joint
+        squares = RESIDUAL_SECTIONS[2:] if product.input.is_normed and scales else ()
+        return (self._parts if self.adds else of_input) + squares + residual
+
+    @property
+    def _parts(self) -> tuple[str, ...]:
+        return PARTS + JOINT if self.is_joint else PARTS
 
     @property
     def makes(self) -> tuple[str, ...]:
         """Those that it writes."""
         if not isinstance(self.line, Multiply):
             return self.line.makes[-1:]
-        return PARTS if self.is_stored else sections_of_rows(self.line.then, self.line.product)
+        return self._parts if self.is_stored else sections_of_rows(self.line.then, self.line.product)
 
 
 @dataclass(frozen=True)
@@ -103,11 +109,6 @@ class PassSizes:
             )
         if config.residual_multiplier != 1 or config.embedding_multiplier != 1:
             raise PlanError("a pass multiplies neither embeddings nor what is added to the residual: use steps")
-        if self.config.head_norms and self.pass_plan.tile_m_tiles * M_TILE_ROWS % self.shape.head_dim:
-            raise PlanError(
-                f"a pass of {self.pass_plan.warpgroups} warpgroups has {self.pass_plan.tile_m_tiles * M_TILE_ROWS} "
-                f"rows a tile: heads of {self.shape.head_dim} with norms lie in one tile each, give more warpgroups"
-            )
         for layout in self.matrices.of_layer:
             if not (layout.format == BF16 or isinstance(layout.format, QuantizedTiles)):
                 raise PlanError(
@@ -160,16 +161,30 @@ class PassSizes:
         height = self._cut(product).height
         return height if height < self.pass_plan.tile_m_tiles else None
 
+    @property
+    def has_joint_norms(self) -> bool:
+        """Whether queries and keys go through norms over more rows than a tile has."""
+        tile_rows = self.pass_plan.tile_m_tiles * M_TILE_ROWS
+        return self.shape.joint_norms or (self.config.head_norms is not None and tile_rows < self.shape.head_dim)
+
+    def is_joint(self, product: Product) -> bool:
+        """Whether such norms come behind a product."""
+        return product.order is RowOrder.HEADS and self.has_joint_norms
+
     def _cut(self, product: Product) -> Cut:
-        """Behind products onto the residual come sums of squares over a tile's rows, in heads with norms their own."""
+        """Behind products onto the residual come sums of squares over a tile's rows, in heads with norms their own.
+        Where those go over more than a tile it is not cut: parts have none."""
+        if self.is_joint(product):
+            return Cut(self.pass_plan.tile_m_tiles)
         sums_over_tile = product.adds or (product.order is RowOrder.HEADS and self.config.head_norms is not None)
         return self.pass_plan.cut(self.matrices[product], self.gpu.blocks, sums_over_tile)
 
     def phases_of(self, line: Line) -> list[PassPhase]:
-        """A line's: of a product that is cut two."""
-        if not isinstance(line, Multiply) or self.parts(line.product) == 1:
+        """A line's: two of a product that is cut, or behind which norms come that go over more than a tile."""
+        if not isinstance(line, Multiply) or (self.parts(line.product) == 1 and not self.is_joint(line.product)):
             return [PassPhase(line)]
-        return [PassPhase(line, is_stored=True), PassPhase(line, adds=True)]
+        is_joint = self.is_joint(line.product)
+        return [PassPhase(line, is_stored=True, is_joint=is_joint), PassPhase(line, adds=True, is_joint=is_joint)]
 
     @property
     def page(self) -> Page:
@@ -204,10 +219,13 @@ class PassSizes:
         about, matrix = phase.line.about, phase.line.matrix
         if phase.product is None:
             about = "Attention over the keys of the cache, which are those of the pass too."
+        elif phase.is_stored and phase.is_joint:
+            about = "Stored, beside sums of their squares: norms go over more rows than a tile has."
         elif phase.is_stored:
             about = f"Parts of k, {self.parts(phase.product)} of them."
         if phase.adds:
-            about, matrix = f"The parts added up: {phase.line.about}", ""
+            what = "What was stored" if phase.is_joint else "The parts added up"
+            about, matrix = f"{what}: {phase.line.about}", ""
         return PhaseRow(when, phase.name, ", ".join(phase.waits), matrix, ", ".join(phase.makes), about)
 
     @property
@@ -251,11 +269,18 @@ class PassSizes:
             "values": keys,
             **{name: plan.activation_bytes(count) for name, count in columns.items()},
             "parts": 4 * plan.residual_floats(max(self._part_m_tiles())),
+            **({JOINT[0]: 4 * plan.tokens * self._spans} if self.has_joint_norms else {}),
         }
         return Sections(sizes, SECTION_ALIGNMENT)
 
     def _part_m_tiles(self) -> Iterator[int]:
-        """M-tiles of all parts of each product that has several."""
+        """M-tiles of all parts of each product that is stored."""
         for product in self.table.products:
             parts = self.parts(product)
-            yield 0 if parts == 1 else parts * self.matrices[product].full_m_tiles
+            is_stored = parts > 1 or self.is_joint(product)
+            yield parts * self.matrices[product].full_m_tiles if is_stored else 0
+
+    @property
+    def _spans(self) -> int:
+        """Of whose rows there are sums of squares: those of q, k and v in a tile, or of a head of it."""
+        return ceil_div(self.matrices[self.table.heads].full_m_tiles, self.pass_plan.span_m_tiles(self.shape.head_dim))

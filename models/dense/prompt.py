@@ -16,6 +16,7 @@ from cheetah.blocks.by_layer import by_layer
 from cheetah.blocks.prompt.attention import PassAttention
 from cheetah.blocks.prompt.barrier import PassBarrier
 from cheetah.blocks.prompt.finish import HALF, Scales, StoreGated, StoreResidual
+from cheetah.blocks.prompt.joint_norms import JointHeadNorms, StoreSquares
 from cheetah.blocks.prompt.keys import PassHeadNorms, PassHeads, PassTokens, StoreHeads, bring_earlier_keys
 from cheetah.blocks.prompt.machine import PassMachine, emit_pass, start_pass
 from cheetah.blocks.prompt.parts import AddParts, StoreParts
@@ -40,7 +41,7 @@ from cheetah.models.dense.launch import (
     parameters_of,
 )
 from cheetah.models.dense.page import Gated, Heads, Line, Multiply, OntoResidual
-from cheetah.models.dense.pass_sizes import HEAD_SECTIONS, RESIDUAL_SECTIONS, PassPhase, PassSizes, section_of
+from cheetah.models.dense.pass_sizes import HEAD_SECTIONS, JOINT, RESIDUAL_SECTIONS, PassPhase, PassSizes, section_of
 from cheetah.models.dense.program import sizes as sizes_of_step
 from cheetah.models.family import PhaseRow
 from cheetah.package import KernelParameter
@@ -288,14 +289,23 @@ class Pass:
     def _cases(self, layer: Any, phase: Any, adds: bool = False) -> list[Case]:
         """Of the phases that multiply, or of those that add parts."""
         finishes = self._finishes(layer, phase, self.of_few if adds else self.product)
-        to_be_added = StoreParts(self.machine, self._section("parts", ty.f32))
-        cases = []
+        parts = self._section("parts", ty.f32)
+        to_be_added, cases = StoreParts(self.machine, parts), []
         for index, one in enumerate(self.sizes.phases):
             if isinstance(line := one.line, Multiply) and one.adds == adds:
                 finish = to_be_added if one.is_stored else finishes[type(line.then)]
+                if one.is_stored and one.is_joint:
+                    finish = self._store_squares(line.product, parts, finishes[Heads])
                 given = self._given(one, line.product, layer)
                 cases.append(Case(self.matrices[line.product], given, finish, index))
         return cases
+
+    def _store_squares(self, product: Product, parts: Any, heads: Finish) -> StoreSquares:
+        """The rows of q, k and v, to be normalised in the next phase."""
+        assert isinstance(heads, StoreHeads)
+        span = self.sizes.pass_plan.span_m_tiles(self.shape.head_dim)
+        m_tiles, squares = self.matrices[product].full_m_tiles, self._section(JOINT[0], ty.f32)
+        return StoreSquares(self.machine, parts, heads=heads, squares=squares, span=span, m_tiles=m_tiles)
 
     def _finishes(self, layer: Any, phase: Any, product: TileProduct) -> dict[type, Finish]:
         """What becomes of the sums of a line's product, in the tiles of `product`."""
@@ -334,7 +344,10 @@ class Pass:
         weights = self.launch.head_norms
         if weights is None:
             return None
-        return PassHeadNorms(machine, self.shape, weights, self.sizes.config.rms_norm_eps)
+        norms = machine, self.shape, weights, self.sizes.config.rms_norm_eps
+        if not self.sizes.has_joint_norms:
+            return PassHeadNorms(*norms)
+        return JointHeadNorms(*norms, self._section(JOINT[0], ty.f32), self.shape.joint_norms)
 
     def _weights(self, product: Product, layer: Any) -> Any:
         return self.launch.weights + (ty.u64(layer) * self.matrices.layer_stride + self.matrices[product].offset)

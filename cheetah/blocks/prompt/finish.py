@@ -157,7 +157,7 @@ class Store(Finish):
     into: ch.Expr
     scales: Scales | None = None
 
-    def begin(self, token_tile: ch.Expr) -> None:
+    def begin(self, row_tile: ch.Expr, token_tile: ch.Expr) -> None:
         if self.scales is not None:
             self.scales.load(token_tile)
 

@@ -10,7 +10,7 @@ Queries lie as operand A wants them: [head][16 tokens][16 dims][lane][4 words].
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from cheetah import lang as ch
 from cheetah.blocks.attention.cache import KvCache
@@ -144,6 +144,11 @@ class PassHeadNorms:
     shape: ModelShape
     weights: ch.Expr
     epsilon: float
+    in_tile: ClassVar[bool] = True
+
+    def begin(self, row_tile: ch.Expr, token_tile: ch.Expr) -> None:
+        """Called by all consumer warps when a tile begins, of norms that do not lie in one."""
+        raise NotImplementedError
 
     @property
     def _m_tiles(self) -> int:
@@ -177,17 +182,22 @@ class PassHeadNorms:
     @ch.inline
     def apply(self, sums: Sums, rows: Any, weights: Any) -> None:
         """Rows g and g + 8 of an M-tile of a query or a key, of two tokens: times 1/rms and their weights."""
-        machine, lane = self.machine, self.machine.lane
+        machine = self.machine
         first_warp = machine.warp - machine.warp % self._m_tiles
         kept = machine.region("squares", ty.f32) + first_warp * machine.plan.tile_tokens
         scales = ch.reinterpret(ty.ptr(ty.f32x2), kept)
+        self._multiply(scales, sums, rows, weights)
+
+    @ch.inline
+    def _multiply(self, scales: Any, sums: Sums, rows: Any, weights: Any) -> None:
+        lane = self.machine.lane
         scale = ch.const(ty.f32x2, scales[sums.in_tile * (GROUP_TOKENS // 2) + lane % 4], name="scale")
         for index in range(4):
             rows[index] = rows[index] * (scale.x if index % 2 == 0 else scale.y) * weights[index // 2]
 
 
 @dataclass(frozen=True, eq=False)
-class _Rows:
+class HeadRows:
     """Of rows g and g + 8 of an M-tile (f32 [2]): weights of the head's norm, and biases."""
 
     norms: Any
@@ -222,17 +232,20 @@ class StoreHeads(Finish):
 
     @property
     def looks(self) -> bool:
-        return self.norms is not None
+        return self.norms is not None and self.norms.in_tile
 
     def look(self, sums: Sums) -> None:
-        lay_down_squares(self.heads.machine, sums, self._with_biases(sums))
+        lay_down_squares(self.heads.machine, sums, self.with_biases(sums))
 
     def has_looked(self) -> None:
         assert self.norms is not None
         self.norms.work_out()
 
-    def begin(self, token_tile: ch.Expr) -> None:
-        self.scales.load(token_tile)
+    def begin(self, row_tile: ch.Expr, token_tile: ch.Expr) -> None:
+        if self.norms is None or self.norms.in_tile:
+            self.scales.load(token_tile)
+        else:
+            self.norms.begin(row_tile, token_tile)
 
     @ch.inline
     def finish(self, sums: Sums) -> None:
@@ -241,7 +254,7 @@ class StoreHeads(Finish):
         head = sums.m_tile // m_tiles_per_head
         m_tile_of_head = sums.m_tile % m_tiles_per_head
         rows = ch.array(ty.f32, 4)
-        for index, value in enumerate(self._with_biases(sums)):
+        for index, value in enumerate(self._values(sums)):
             rows[index] = value
         is_paired = head < shape.heads + shape.kv_heads
         with ch.if_(is_paired):
@@ -258,15 +271,20 @@ class StoreHeads(Finish):
             self._store(head, sums.group, sums.of_group.place, unit, word)
 
     @ch.inline
-    def load_rows(self, m_tile: ch.Expr) -> _Rows:
+    def load_rows(self, m_tile: ch.Expr) -> HeadRows:
         norms = None if self.norms is None else self.norms.load(self.layer, m_tile)
+        return HeadRows(norms, self.load_biases(m_tile))
+
+    @ch.inline
+    def load_biases(self, m_tile: ch.Expr) -> Any:
+        """Of rows g and g + 8 of an M-tile; None without any."""
         if self.biases is None:
-            return _Rows(norms)
+            return None
         row = self.layer * self.heads.shape.qkv_rows + m_tile * M_TILE_ROWS + self.heads.machine.lane // 4
         biases = ch.array(ty.f32, 2)
         for index in range(2):
             biases[index] = prim.bf16_to_f32(self.biases[row + index * HALF])
-        return _Rows(norms, biases)
+        return biases
 
     @ch.inline
     def load_group(self, m_tile: ch.Expr, group: ch.Expr) -> _Group:
@@ -289,11 +307,17 @@ class StoreHeads(Finish):
         is_query = m_tile < self.heads.shape.query_rows // M_TILE_ROWS
         return ch.select(is_query, ty.u32(self.query_angles), ty.u32(self.key_angles))
 
-    def _with_biases(self, sums: Sums) -> tuple[Any, ...]:
+    def _values(self, sums: Sums) -> tuple[Any, ...]:
+        """What is normalised, or stored without norms."""
+        return self.with_biases(sums) if self.norms is None or self.norms.in_tile else sums.values
+
+    def with_biases(self, sums: Sums) -> tuple[Any, Any, Any, Any]:
+        """Products scaled by 1/rms of their tokens, with the rows' biases."""
         values = self.scales.scaled(sums)
         if self.biases is None:
             return values
-        return tuple(value + sums.of_rows.biases[index // 2] for index, value in enumerate(values))
+        first, second, third, fourth = (value + sums.of_rows.biases[index // 2] for index, value in enumerate(values))
+        return first, second, third, fourth
 
     @ch.inline
     def _rotate(self, angles: Any, rows: Any) -> None:

@@ -76,7 +76,7 @@ class AddParts:
                     place = TilePlace(m_tile, m_tiles, token_tile)
                     with ch.if_(m_tile < m_tiles):
                         self._load(place, its, phase, sums)
-                    finish.begin(token_tile)
+                    finish.begin(row_tile, token_tile)
                     product.finish_tile(finish, False, place, sums)
                     finish.end(row_tile, token_tile)
 

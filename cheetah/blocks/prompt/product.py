@@ -46,7 +46,7 @@ class Sums:
 class Finish:
     """What becomes of the sums of a tile. All calls are the consumer role's, by whole warps."""
 
-    def begin(self, token_tile: ch.Expr) -> None:
+    def begin(self, row_tile: ch.Expr, token_tile: ch.Expr) -> None:
         """Called by all consumer warps when a tile begins."""
 
     def load_rows(self, m_tile: ch.Expr) -> Any:
@@ -214,7 +214,7 @@ class TileProduct:
             sums = ch.array(ty.f32, plan.tile_groups * ACCUMULATORS)
             for finish, its in by_finish(cases):
                 with in_phases(phase, its, cases):
-                    finish.begin(token_tile)
+                    finish.begin(row_tile, token_tile)
             factors = self._load_factors(phase, cases, m_tile)
             self._sum_tile(phase, cases, sums)
             self._scale_rows(sums, factors)
