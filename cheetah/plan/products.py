@@ -40,8 +40,8 @@ class Vector:
     """What all blocks make together and all need: `elements` numbers of every column.
 
     is_normed: a norm lies behind it, so it is published times its weights, and beside it the sums of its squares.
-    is_kept: its rows stay with the blocks that made them, which publish the sums of squares alone. has_squares: those of
-    some of its M-tiles are published beside it, for a norm of these.
+    is_kept: its rows stay with the blocks that made them, which publish the sums of squares alone. has_squares: the
+    squares of some of its M-tiles are published beside it, for a norm of these.
     """
 
     name: str

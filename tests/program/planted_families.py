@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from cheetah import lang as ch
-from cheetah.blocks.attention.head_norms import HeadNorms, RawHead, widened
+from cheetah.blocks.attention.head_norms import HeadNorms, JointNorms, RawHead, widened
 from cheetah.blocks.attention.schedule import Schedule
 from cheetah.blocks.attention.shipped_variants import sliding_window_of
 from cheetah.blocks.attention.step_port import NormalisedHeads, Projection, StepPort
@@ -17,6 +17,8 @@ from cheetah.blocks.by_layer import chosen
 from cheetah.blocks.columns import UNIT
 from cheetah.blocks.linear.epilogue import AddResidual
 from cheetah.blocks.linear.norm_behind import finish_kept_rows
+from cheetah.blocks.linear.rms import PublishedSquares
+from cheetah.blocks.machine import Machine
 from cheetah.lang import prim, ty
 from cheetah.models.config_json import FULL, SLIDING
 from cheetah.models.dense import step
@@ -28,6 +30,7 @@ from cheetah.models.qwen3 import Qwen3Config
 from cheetah.models.rope import Rope
 from cheetah.plan import M_TILE_ROWS
 from tests.program.layer_kinds import behind, sandwich
+from tests.program.kinds import JointlyNormed
 from tests.program.planted import BOTH, USUAL, Bug, Patch, payload, read_without_waiting
 
 _SIZES: Any = (48, 40, 2, 4, 2, 64, 50)
@@ -48,6 +51,8 @@ KINDS = replace(
 """A layer that sees all keys, and one with a window and angles of its own."""
 BEHIND = replace(USUAL, config=behind())
 SANDWICHED = replace(USUAL, config=sandwich())
+JOINT = replace(USUAL, config=JointlyNormed(*_SIZES, max_position_embeddings=256))
+"""Norms over all queries of a token, and over all its keys."""
 BIASED = replace(USUAL, config=Qwen2Config(*_SIZES, max_position_embeddings=256))
 
 
@@ -64,7 +69,7 @@ def weigh_after_rotation(patch: Patch) -> None:
     @ch.inline
     def apply(self: HeadNorms, words: Any, weights: Any, raw: RawHead) -> Any:
         values, factors = widened(words), widened(weights)
-        scale = self._scale(values)
+        scale = self._scale(values, raw)
         rotated = self._rotated(values, raw)
         is_value = raw.head >= self.machine.shape.heads + self.machine.shape.kv_heads
         for number in range(8):
@@ -78,10 +83,10 @@ def normalise_over_half_a_head(patch: Patch) -> None:
     """The last shuffle of the sum of squares is missing."""
     shuffle, scale_of = prim.shuffle_xor_f32, HeadNorms._scale
 
-    def scale(self: HeadNorms, values: Any) -> Any:
+    def scale(self: HeadNorms, values: Any, raw: RawHead) -> Any:
         with Patch.context() as inner:
             inner.setattr(prim, "shuffle_xor_f32", lambda value, mask: shuffle(value, mask) if mask != 4 else value)
-            return scale_of(self, values)
+            return scale_of(self, values, raw)
 
     patch.setattr(HeadNorms, "_scale", scale)
 
@@ -180,6 +185,47 @@ def rotate_by_another_table(number: Any) -> Any:
     return change
 
 
+def swap_the_scales_of_queries_and_keys(patch: Patch) -> None:
+    scale = JointNorms._scale
+    heads = JOINT.config.query_heads
+
+    def other(self: JointNorms, values: Any, raw: RawHead) -> Any:
+        return scale(self, values, replace(raw, head=ch.select(raw.head < heads, ty.u32(heads), ty.u32(0))))
+
+    patch.setattr(JointNorms, "_scale", other)
+
+
+def square_what_was_weighted(patch: Patch) -> None:
+    publish = JointNorms.publish_squares
+    patch.setattr(
+        JointNorms,
+        "publish_squares",
+        lambda self, value, weighted, *place: publish(self, weighted, weighted, *place),
+    )
+
+
+def leave_out_squares(patch: Patch) -> None:
+    """Those of the last unit of M-tiles of either norm."""
+    part = PublishedSquares.sum_of_lane
+
+    def sum_of_lane(self: PublishedSquares, *lane: Any) -> Any:
+        known = self if self.part is None else replace(self, part=self.part[:-4])
+        return part(known, *lane)
+
+    patch.setattr(PublishedSquares, "sum_of_lane", sum_of_lane)
+
+
+def read_scales_before_they_are_there(patch: Patch) -> None:
+    work_out = JointNorms.work_out
+
+    def without_meeting(self: JointNorms, epoch: Any) -> None:
+        with Patch.context() as inner:
+            inner.setattr(Machine, "meet", lambda self: None)
+            work_out(self, epoch)
+
+    patch.setattr(JointNorms, "work_out", without_meeting)
+
+
 def follow_the_plan_of_the_other_kind(patch: Patch) -> None:
     patch.setattr(Schedule, "_index", lambda self, role: chosen(self.index[role.name], 1 - self.kind))
 
@@ -230,6 +276,11 @@ FAMILY_BUGS = (
         change=rotate_by_another_table(lambda port, head, table: port.query_angles),
         setup=KINDS,
     ),
+    Bug("queries by the keys' 1/rms", ("reference",), change=swap_the_scales_of_queries_and_keys, setup=JOINT),
+    Bug("squares of weighted rows", ("reference",), change=square_what_was_weighted, setup=JOINT),
+    Bug("a head's squares left out", ("reference",), change=leave_out_squares, setup=JOINT),
+    Bug("squares read before they are there", BOTH, change=read_without_waiting("qkv_squares"), setup=JOINT),
+    Bug("scales read before they are there", ("schedules",), change=read_scales_before_they_are_there, setup=JOINT),
     Bug("the KV plan of another window", ("reference",), change=follow_the_plan_of_the_other_kind, setup=KINDS),
     Bug("records of the plan of another window", ("schedules",), change=keep_one_record_for_all_kinds, setup=KINDS),
     Bug("rows not normalised behind a product", ("reference",), change=forget_the_scale_behind, setup=SANDWICHED),

@@ -15,7 +15,7 @@ from cheetah.models.config import ModelConfig
 from cheetah.models.mistral import MistralConfig
 from cheetah.models.qwen2 import Qwen2Config
 from cheetah.models.qwen3 import Qwen3Config
-from tests.program.kinds import KINDS
+from tests.program.kinds import KINDS, JointlyNormed
 from tests.program.layer_kinds import behind, fused, sandwich
 from tests.program.rig import Rig, bits, float32_logits, random_weights, relative_error, token_ids
 from tests.tiers import tiered
@@ -45,6 +45,12 @@ CASES: dict[str, tuple[ModelConfig, dict[str, Any], int]] = {
     "qwen3, pages of 5": (qwen3(), {"page_size": 5, **SPLIT}, 40),
     "qwen2": (qwen2(), {}, 40),
     "qwen2, group of 7": (qwen2(14, 2), {"blocks": 3, "sync": "barrier", **SPLIT}, 40),
+    "qwen3, heads of 256": (qwen3(4, 2, 256), {"blocks": 3, **SPLIT}, 40),
+    "norms over all heads, barrier": (
+        JointlyNormed(48, 40, 2, 6, 3, 64, 50, max_position_embeddings=256),
+        {"blocks": 5, "sync": "barrier", "page_size": 5, **SPLIT},
+        40,
+    ),
     "kinds": (KINDS, {"blocks": 3, "page_size": 5, **SPLIT}, 110),
     "kinds, barrier": (KINDS, {"blocks": 4, "sync": "barrier", "kv_chunk": 16}, 70),
     "norms on both sides": (sandwich(), {"blocks": 3, "tokens": 2}, 24),
@@ -58,6 +64,7 @@ EXHAUSTIVE = (
     *("qwen3", "qwen3, more blocks than items", "qwen3, tied, large epsilon", "qwen3, pages of 5", "qwen2"),
     *("fused tensors, heads rotated in part", "norms behind alone, barrier"),
     *("qwen3, group of 8, eight warps", "qwen3, group of 5, barrier", "mistral", "kinds, barrier"),
+    *("qwen3, heads of 256", "norms over all heads, barrier"),
 )
 
 
@@ -69,7 +76,9 @@ def test_logits_of_every_position(case: str) -> None:
     assert relative_error(found, float32_logits(weights, ids)) < LOGITS
 
 
-@pytest.mark.parametrize("config", tiered([qwen3(4, 2), qwen2(4, 2)], [qwen2(4, 2)]), ids=["qwen3", "qwen2"])
+@pytest.mark.parametrize(
+    "config", tiered([qwen3(4, 2), qwen2(4, 2), KINDS], [qwen2(4, 2)]), ids=lambda config: type(config).__name__
+)
 def test_many_tokens_of_a_step_are_the_same_as_one(config: ModelConfig) -> None:
     """Several tiles then load a new key: each is in the cache once, as the first of them made it."""
     weights, ids = random_weights(config), token_ids(40, config.vocab_size)

@@ -224,14 +224,20 @@ FAMILIES = {
     "biases": (Qwen2Config(48, 40, 2, 2, 1, 64, 50, max_position_embeddings=256), {}),
     "norms of heads": (Qwen3Config(48, 40, 2, 2, 1, 64, 50, max_position_embeddings=256), {}),
     "a sliding window": (WINDOWED, {}),
-    "layers of several kinds": (replace(KINDS, position_scale=None), {}),
-    "two kinds, queries scaled by position": (replace(KINDS, layers=2, layer_types=KINDS.layer_types[:2]), {}),
+    "layers of several kinds, norms over all heads": (KINDS, {}),
+    "norms of heads of 256": (
+        Qwen3Config(48, 40, 2, 3, 1, 256, 50, max_position_embeddings=256),
+        {"stage_bytes": 16384, "pass_plan": replace(PASS, warpgroups=2)},
+    ),
     "narrow M-tiles": (NARROW, {}),
 }
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", tiered(FAMILIES, ["biases", "norms of heads", "narrow M-tiles", "a sliding window"]))
+@pytest.mark.parametrize(
+    "family",
+    tiered(FAMILIES, ["biases", "norms of heads", "norms of heads of 256", "narrow M-tiles", "a sliding window"]),
+)
 def test_families(family: str) -> None:
     config, plan = FAMILIES[family]
     rig = rig_of(config, blocks=3, **plan)
