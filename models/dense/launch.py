@@ -151,7 +151,7 @@ def parameters_of(
     launch: type[ModelLaunch], config: ModelConfig, plan: Plan, traced: bool
 ) -> dict[str, KernelParameter]:
     """The fields of a launch that its kernel has, by name in order. plan: of decoding; traced: with a timeline."""
-    refuse_unknown_kinds(config)
+    refuse_sinks(config)
     parameters = {one.name: one.metadata["parameter"] for one in fields(launch)}
     is_codes = plan.kv_dtype == "e4m3"
     if is_codes:
@@ -173,10 +173,7 @@ def parameters_of(
     return {name: one for name, one in parameters.items() if wanted.get(name, True)}
 
 
-def refuse_unknown_kinds(config: ModelConfig) -> None:
-    """PlanError where layers do what kernels do not: they would compute something else."""
-    unknown = {
-        "norms of queries and keys with 1 + weight": config.norms.plus_one and config.head_norms is not None,
-    }
-    if found := ", ".join(what for what, is_asked in unknown.items() if is_asked):
-        raise PlanError(f"kernels of a {config.dialect.title} model do not have {found}")
+def refuse_sinks(config: ModelConfig) -> None:
+    """PlanError where attention has sinks: kernels of models have no parameter for them."""
+    if any(kind.attention.sinks for kind in config.kinds):
+        raise PlanError(f"kernels of a {config.dialect.title} model have no sinks in attention")

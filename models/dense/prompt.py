@@ -344,10 +344,12 @@ class Pass:
         weights = self.launch.head_norms
         if weights is None:
             return None
-        norms = machine, self.shape, weights, self.sizes.config.rms_norm_eps
+        config = self.sizes.config
+        norms, plus_one = (machine, self.shape, weights, config.rms_norm_eps), config.norms.plus_one
         if not self.sizes.has_joint_norms:
-            return PassHeadNorms(*norms)
-        return JointHeadNorms(*norms, self._section(JOINT[0], ty.f32), self.shape.joint_norms)
+            return PassHeadNorms(*norms, plus_one=plus_one)
+        squares = self._section(JOINT[0], ty.f32)
+        return JointHeadNorms(*norms, squares, self.shape.joint_norms, plus_one=plus_one)
 
     def _weights(self, product: Product, layer: Any) -> Any:
         return self.launch.weights + (ty.u64(layer) * self.matrices.layer_stride + self.matrices[product].offset)

@@ -326,16 +326,16 @@ class StepParts(HeadParts):
 
     def _normalise_heads(self, weights: ch.Expr) -> None:
         """Queries and keys are finished by who reads them."""
-        norms = HeadNorms(self.machine, weights, self.config.rms_norm_eps, self.port.angles)
+        what = self.machine, weights, self.config.rms_norm_eps, self.port.angles
+        norms = HeadNorms(*what, plus_one=self.config.norms.plus_one)
         if self.shape.joint_norms:
-            squares = self.table.attention.input.squares
-            norms = JointNorms(
-                *(self.machine, weights, self.config.rms_norm_eps, self.port.angles),
-                squares=lambda epoch, m_tiles: PublishedSquares(
-                    self.columns, self.exchange.at(squares, epoch), self.shape.rotated_rows // M_TILE_ROWS, m_tiles
-                ),
-            )
-            self.projection.norms = norms
+            vector, m_tiles = self.table.attention.input.squares, self.shape.rotated_rows // M_TILE_ROWS
+
+            def squares(epoch: ch.Expr, part: range) -> PublishedSquares:
+                return PublishedSquares(self.columns, self.exchange.at(vector, epoch), m_tiles, part)
+
+            norms = joint = JointNorms(*what, squares=squares, plus_one=self.config.norms.plus_one)
+            self.projection.norms = joint
         self.port.heads = NormalisedHeads(self.port, self.cache, norms)
 
     def _variant(self) -> Variant:

@@ -29,8 +29,8 @@ from cheetah.models.qwen2 import Qwen2Config
 from cheetah.models.qwen3 import Qwen3Config
 from cheetah.models.rope import Rope
 from cheetah.plan import M_TILE_ROWS
-from tests.program.layer_kinds import behind, sandwich
 from tests.program.kinds import JointlyNormed
+from tests.program.layer_kinds import behind, sandwich
 from tests.program.planted import BOTH, USUAL, Bug, Patch, payload, read_without_waiting
 
 _SIZES: Any = (48, 40, 2, 4, 2, 64, 50)

@@ -12,9 +12,12 @@ import pytest
 from cheetah.generate import generate_kernel
 from cheetah.manifest import NO_PAGE
 from cheetah.models.config import ModelConfig
+from cheetah.models.config_json import FULL, SLIDING
+from cheetah.models.gemma import Gemma3Config
 from cheetah.models.mistral import MistralConfig
 from cheetah.models.qwen2 import Qwen2Config
 from cheetah.models.qwen3 import Qwen3Config
+from cheetah.models.rope import Rope
 from tests.program.kinds import KINDS, JointlyNormed
 from tests.program.layer_kinds import behind, fused, sandwich
 from tests.program.rig import Rig, bits, float32_logits, random_weights, relative_error, token_ids
@@ -46,6 +49,18 @@ CASES: dict[str, tuple[ModelConfig, dict[str, Any], int]] = {
     "qwen2": (qwen2(), {}, 40),
     "qwen2, group of 7": (qwen2(14, 2), {"blocks": 3, "sync": "barrier", **SPLIT}, 40),
     "qwen3, heads of 256": (qwen3(4, 2, 256), {"blocks": 3, **SPLIT}, 40),
+    "gemma 3": (
+        Gemma3Config(
+            *(48, 40, 2, 4, 2, 64, 50),
+            max_position_embeddings=256,
+            sliding_window=21,
+            layer_types=(SLIDING, FULL),
+            local_rope=Rope(1000.0),
+            attention_scale=0.1,
+        ),
+        {"blocks": 3, **SPLIT},
+        40,
+    ),
     "norms over all heads, barrier": (
         JointlyNormed(48, 40, 2, 6, 3, 64, 50, max_position_embeddings=256),
         {"blocks": 5, "sync": "barrier", "page_size": 5, **SPLIT},

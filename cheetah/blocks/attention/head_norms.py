@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from cheetah import lang as ch
@@ -65,12 +65,14 @@ class RawHeads(ABC):
 @dataclass(frozen=True, eq=False)
 class HeadNorms:
     """RMSNorm over a head, then RoPE. weights: bf16 [layers, 2, head_dim], of a layer's queries, then of its keys.
-    angles: gives those of a column's head (f32x2*: cos, sin) from a number on."""
+    angles: gives those of a column's head (f32x2*: cos, sin) from a number on. plus_one: 1 + weight is multiplied
+    with."""
 
     machine: Machine
     weights: ch.Expr
     epsilon: float
     angles: Callable[[ch.Expr, ch.Expr, ch.Expr], Any]
+    plus_one: bool = field(default=False, kw_only=True)
 
     @ch.inline
     def weights_of(self, layer: ch.Expr, raw: RawHead) -> Any:
@@ -97,7 +99,7 @@ class HeadNorms:
 
     def _factors(self, weights: ch.Expr) -> list[Any]:
         """What the eight numbers of a unit are multiplied by beside 1/rms."""
-        return _numbers(weights)
+        return [number + 1.0 if self.plus_one else number for number in _numbers(weights)]
 
     @ch.inline
     def _scale(self, values: Any, raw: RawHead) -> Any:
@@ -140,7 +142,7 @@ class JointNorms(HeadNorms):
         shape = self.machine.shape
         row = rows.m_tile * M_TILE_ROWS + rows.row
         known = ch.minimum(row, shape.rotated_rows - 1)
-        weight = prim.bf16_to_f32(self.weights[layer * shape.rotated_rows + known])
+        weight = prim.bf16_to_f32(self.weights[layer * shape.rotated_rows + known]) + float(self.plus_one)
         return value * ch.select(row < shape.rotated_rows, weight, ty.f32(1.0))
 
     @ch.inline

@@ -81,7 +81,7 @@ class JointHeadNorms(PassHeadNorms):
         row = ch.minimum(m_tile * M_TILE_ROWS, rows - M_TILE_ROWS) + self.machine.lane // 4
         weights = ch.array(ty.f32, 2)
         for index in range(2):
-            weights[index] = prim.bf16_to_f32(self.weights[layer * rows + row + index * HALF])
+            weights[index] = self._factor(self.weights[layer * rows + row + index * HALF])
         return weights
 
     @ch.inline

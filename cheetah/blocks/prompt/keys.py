@@ -9,7 +9,7 @@ Queries lie as operand A wants them: [head][16 tokens][16 dims][lane][4 words].
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from cheetah import lang as ch
@@ -136,6 +136,7 @@ class PassHeads:
 @dataclass(frozen=True, eq=False)
 class PassHeadNorms:
     """RMSNorm of every query and key by itself. weights: bf16 [layers, 2, head_dim], of queries, then of keys.
+    plus_one: 1 + weight is multiplied with.
 
     A head's M-tiles lie in one tile. Each warp lays down its M-tile's sums of squares; a thread for each token adds
     those of a head and puts 1/rms in the place of the first."""
@@ -144,6 +145,7 @@ class PassHeadNorms:
     shape: ModelShape
     weights: ch.Expr
     epsilon: float
+    plus_one: bool = field(default=False, kw_only=True)
     in_tile: ClassVar[bool] = True
 
     def begin(self, row_tile: ch.Expr, token_tile: ch.Expr) -> None:
@@ -176,8 +178,12 @@ class PassHeadNorms:
         dim = (layer * 2 + kind) * self.shape.head_dim + m_tile % self._m_tiles * HALF + self.machine.lane // 4
         weights = ch.array(ty.f32, 2)
         for index in range(2):
-            weights[index] = prim.bf16_to_f32(self.weights[dim + index * (self.shape.head_dim // 2)])
+            weights[index] = self._factor(self.weights[dim + index * (self.shape.head_dim // 2)])
         return weights
+
+    def _factor(self, weight: ch.Expr) -> Any:
+        """What a weight multiplies by."""
+        return prim.bf16_to_f32(weight) + 1.0 if self.plus_one else prim.bf16_to_f32(weight)
 
     @ch.inline
     def apply(self, sums: Sums, rows: Any, weights: Any) -> None:
