@@ -232,16 +232,6 @@ class ModelConfig:
         return round_up(self.hidden_size, COLUMN_ALIGN)
 
     @property
-    def padded_queries(self) -> int:
-        """query_rows rounded up to whole tile pairs (32 columns)."""
-        return round_up(self.query_rows, COLUMN_ALIGN)
-
-    @property
-    def padded_intermediate(self) -> int:
-        """intermediate_size rounded up to whole tile pairs (32 columns)."""
-        return round_up(self.intermediate_size, COLUMN_ALIGN)
-
-    @property
     def kv_bytes_per_token(self) -> int:
         """Bytes of bf16 keys and values that one token keeps in the cache, over all layers."""
         return self.layers * 2 * self.kv_rows * 2

@@ -39,10 +39,6 @@ class Asked:
     def cached_tokens(self) -> int:
         return self.timings.cached_tokens
 
-    @property
-    def stop_id(self) -> int | None:
-        return self.made[-1].stop_id
-
     def __iter__(self) -> Iterator[tuple[int, ...]]:
         return self.parts()
 

@@ -154,14 +154,6 @@ def parsed_lengths(text: str) -> list[list[int]]:
     return lengths
 
 
-def parsed_contexts(text: str) -> list[int]:
-    """ "128,1024" -> [128, 1024], for one sequence."""
-    lengths = parsed_lengths(text)
-    if any(len(part) > 1 for part in lengths):
-        raise CheetahError(f"--contexts {text}: one sequence is measured here: give numbers without +")
-    return [part[0] for part in lengths]
-
-
 def _write_record(target: str, measurement: Measurement, bench: DecodeBench, circumstances: dict[str, Any]) -> None:
     from cheetah.tools.bench import record
 

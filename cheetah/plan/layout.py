@@ -217,11 +217,6 @@ class MatrixLayout:
         in_chunk = piece % 2 * (self.piece_tiles * self.format.tile_bytes)
         return self.chunk_address(piece // 2, position, width) + in_chunk
 
-    def m_tile_address(self, m_tile: int, chunk: int) -> int:
-        """`address` of a chunk of `m_tile`, for the packer."""
-        wave, position = divmod(m_tile, self.blocks)
-        return int(self.address(wave, chunk, position, self.wave_width(wave)))
-
     def block_bytes(self, block: int) -> int:
         """Bytes of the matrix that `block` reads."""
         return self.split.count(block) * self.m_tile_bytes

@@ -242,11 +242,6 @@ class PassPlan:
             budget_bytes,
         )
 
-    def activation_address(self, column: Index, token: Index) -> Any:
-        """Byte of an activation in its buffer; also for device expressions."""
-        group = column // VECTOR_COLUMNS * self.groups + token // GROUP_TOKENS
-        return group * GROUP_BYTES + self.address_in_group(column % VECTOR_COLUMNS, token % GROUP_TOKENS)
-
     @staticmethod
     def address_in_group(column: Index, token: Index) -> Any:
         """Of one of 32 columns and 8 tokens; also for device expressions."""

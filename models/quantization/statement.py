@@ -15,7 +15,6 @@ from cheetah.models.config_json import ConfigError
 from cheetah.models.formats.quantized import QuantizationScheme
 from cheetah.printable import shown
 
-LAYOUTS = ("gptq", "awq", "packed", "float8")
 LINEAR = "Linear"
 """The class of every matrix of a decoder, as compressed-tensors names targets."""
 EXPRESSION = "re:"

@@ -19,7 +19,6 @@ from cheetah.manifest import Manifest
 from cheetah.models.config import ModelConfig
 from cheetah.options import takes
 from cheetah.plan import Plan, gpu_named
-from cheetah.plan.kv.tables import MAX_STOP_IDS
 from cheetah.runtime.assembly.buffers import (
     Progress,
     Weights,
@@ -40,7 +39,7 @@ from cheetah.runtime.assembly.kernels import (
     choose_gpu,
     import_program,
     logits_rows,
-    pages_of,
+    pool_pages,
     shared_buffers,
 )
 from cheetah.runtime.assembly.memory import LABELS, MemoryEstimate, size_text
@@ -59,9 +58,6 @@ if TYPE_CHECKING:
 GPU_TIMEOUT_S = 60.0
 """A launch makes at most max_steps tokens, each within milliseconds: one that takes this long hangs. The emulator is
 slow, and finds deadlocks by itself."""
-
-STOP_IDS = MAX_STOP_IDS
-"""Stop ids that the device can check; the host checks the rest."""
 
 RATE_BYTES = 10**8
 """Of fewer bytes, the rate says nothing."""
@@ -252,7 +248,7 @@ def new_cache(config: ModelConfig, manifest: Manifest) -> CachedSequence:
     plan = Plan.from_dict(manifest.plan)
     context = min(plan.max_context, config.max_position_embeddings)
     reason = "max_context" if context == plan.max_context else "max_position_embeddings of the model"
-    return CachedSequence(PagePool(pages_of(manifest)), plan.page_size, context, reason)
+    return CachedSequence(PagePool(pool_pages(manifest)), plan.page_size, context, reason)
 
 
 def _memory_line(memory: MemoryEstimate, info: DeviceInfo) -> str:

@@ -42,8 +42,6 @@ class Weights(Protocol):
 Progress = Callable[[int], None]
 """Takes the number of bytes of weights that were just written."""
 
-UploadWeights = Callable[["Weights", Manifest, dict[str, "Buffer"], Progress, "Device", Stopwatch, "Say"], None]
-
 
 def new_buffer(device: Device, buffer: BufferSpec) -> Buffer:
     """A buffer of a manifest, filled as it says."""

@@ -56,7 +56,7 @@ class KernelSpec:
     def written(self) -> Generated:
         """The kernel. CheetahError where it is not the one that was described."""
         made = self.write()
-        manifest = with_pages(made.manifest, pages_of(self.manifest))
+        manifest = with_pages(made.manifest, pool_pages(self.manifest))
         check_manifest(manifest, self.manifest)
         return KeptText(made.text, manifest)
 
@@ -77,7 +77,7 @@ class Kernels:
     @property
     def pages(self) -> int:
         """Of the cache."""
-        return pages_of(self.specs[0].manifest)
+        return pool_pages(self.specs[0].manifest)
 
     def with_pages(self, pages: int) -> Kernels:
         """The same over a cache of so many pages."""
@@ -126,7 +126,7 @@ class KernelsAsked:
         wanted, least = self.options.pool_pages, Plan.from_dict(manifest.plan).pages_per_sequence
         if wanted is not None and wanted < least:
             raise PlanError(f"pool_pages is {wanted}: one sequence of max_context tokens needs {least}: give as many")
-        return pages_of(manifest) if wanted is None else wanted
+        return pool_pages(manifest) if wanted is None else wanted
 
     def described_to_fit(self) -> Kernels:
         """The same, and where there is no room for all pages of their cache with fewer, but as many as one sequence may
@@ -289,7 +289,7 @@ def _check_shared(config: ModelConfig, manifest: Manifest, other: KernelSpec) ->
             )
 
 
-def pages_of(manifest: Manifest) -> int:
+def pool_pages(manifest: Manifest) -> int:
     """Pages of the cache of a manifest's kernel; 0 if it has none."""
     return next((buffer.shape[1] for buffer in manifest.buffers if buffer.name == "kv"), 0)
 

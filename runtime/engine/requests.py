@@ -58,11 +58,6 @@ class Made:
     logprobs: tuple[TokenLogprobs, ...] | None = None
     prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
 
-    @property
-    def stop_id(self) -> int | None:
-        """The stop id that ended the completion."""
-        return self.token_ids[-1] if self.finish_reason == "stop" else None
-
 
 class NothingAllowed(CheetahError):
     """What a request allows leaves no token to choose from."""

@@ -23,7 +23,7 @@ from cheetah.emulator import SCHEDULERS, EmulatorError, Program, allocate, compi
 from cheetah.models.formats import pack_matrix
 from cheetah.models.rounding import round_to_bf16, widen
 from cheetah.plan import MatrixLayout, PlanError, gpu_named
-from cheetah.plan.prompt import PassPlan
+from cheetah.plan.prompt import GROUP_BYTES, GROUP_TOKENS, PassPlan
 
 pytestmark = pytest.mark.compiler
 
@@ -199,7 +199,8 @@ def test_orders_have_inverses() -> None:
     packed = to_token_order(PLAN, bits)
     np.testing.assert_array_equal(from_token_order(PLAN, packed, 64), bits)
     for column, token in ((0, 0), (37, 21), (63, 47)):
-        place = PLAN.activation_address(column, token)
+        group = column // 32 * PLAN.groups + token // GROUP_TOKENS
+        place = group * GROUP_BYTES + PLAN.address_in_group(column % 32, token % GROUP_TOKENS)
         assert packed[place : place + 2].view(np.uint16)[0] == bits[token, column]
     stream = draw.standard_normal((PLAN.tokens, 32)).astype(np.float32)
     np.testing.assert_array_equal(from_accumulator_order(PLAN, to_accumulator_order(PLAN, stream)), stream)

@@ -71,11 +71,6 @@ def test_round_widths_and_positions_agree_with_the_split():
             assert layout.block_bytes(block) == len(owned) * layout.m_tile_bytes
 
 
-def test_m_tile_address_is_the_address_of_its_round_and_position():
-    layout = MatrixLayout("w", rows=7 * 16, columns=10 * 32, blocks=4, stage_bytes=4096)
-    assert layout.m_tile_address(6, 1) == layout.address(1, 1, 2, 3)
-
-
 def test_slices_part_the_chunks_of_a_m_tile_and_move_nothing():
     for layout in SMALL:
         for slices in (1, 2, 3, layout.chunks, layout.chunks + 1):
@@ -85,7 +80,8 @@ def test_slices_part_the_chunks_of_a_m_tile_and_move_nothing():
             lengths = [end - first for first, end in map(sliced.slice_range, range(slices))]
             assert max(lengths) == sliced.slice_chunks and lengths == sorted(lengths, reverse=True)
             assert sliced.total_bytes == layout.total_bytes
-            assert sliced.m_tile_address(0, layout.position(0)) == layout.m_tile_address(0, layout.position(0))
+            place = (0, layout.position(0), 0, layout.wave_width(0))
+            assert sliced.address(*place) == layout.address(*place)
 
 
 def test_the_longest_slice_is_what_must_be_in_memory_at_once():

@@ -11,13 +11,9 @@ from cheetah.plan.errors import PlanError
 from cheetah.plan.kv.page_table import (
     PageTable,
     check_page_table,
-    length_of,
     lengths_of,
-    padded_table,
     page_counts,
     page_table,
-    pages_of,
-    place_of,
 )
 
 
@@ -29,15 +25,9 @@ def test_tokens_are_found_where_their_pages_are(data: st.DataObject, page_size: 
     check_page_table(*table, pages=100, page_size=page_size)
     assert lengths_of(table.indptr, table.last_page_len, page_size).tolist() == lengths
     assert page_counts(table.indptr).tolist() == [-(-length // page_size) for length in lengths]
-    padded = padded_table(table.indptr, table.indices, 61)
     for request, length in enumerate(lengths):
-        assert length_of(table.indptr, table.last_page_len, page_size, request) == length
-        pages = pages_of(table.indptr, table.indices, request).tolist()
-        assert pages == lists[request][: -(-length // page_size)]
-        assert padded[request].tolist() == [*pages, *[-1] * (61 - len(pages))]
-        for token in range(length):
-            place = place_of(table.indptr, table.indices, page_size, request, token)
-            assert place == (lists[request][token // page_size], token % page_size)
+        pages = table.indices[table.indptr[request] : table.indptr[request + 1]]
+        assert pages.tolist() == lists[request][: -(-length // page_size)]
 
 
 def good() -> PageTable:
@@ -99,12 +89,7 @@ def test_the_pool_must_be_one(pages: int, page_size: int) -> None:
         check_page_table(*good(), pages=pages, page_size=page_size)
 
 
-def test_helpers_refuse_what_does_not_fit() -> None:
-    table = good()
-    with pytest.raises(PlanError, match="token 12 of request 0 is not in its 3 pages of 4: give 0 to 11"):
-        place_of(table.indptr, table.indices, 4, 0, 12)
-    with pytest.raises(PlanError, match="request 0 has 3 pages: at most 2 fit"):
-        padded_table(table.indptr, table.indices, 2)
+def test_a_table_that_does_not_fit_its_lengths_is_refused() -> None:
     with pytest.raises(PlanError, match="request 1 has 5 tokens and 1 pages of 4"):
         page_table([[1], [2]], [4, 5], 4)
     with pytest.raises(PlanError, match="1 lists of pages for 2 lengths"):

@@ -14,7 +14,8 @@ from cheetah.errors import CheetahError
 from cheetah.models.dense.reference import Reference
 from cheetah.models.rounding import round_to_bf16
 from cheetah.models.sampling import Filters, Penalties
-from cheetah.runtime.assembly.assemble import STOP_IDS, Assembly, assemble
+from cheetah.plan.kv.tables import MAX_STOP_IDS
+from cheetah.runtime.assembly.assemble import Assembly, assemble
 from cheetah.runtime.device.interface import LaunchTimeout
 from cheetah.runtime.engine import step_launches
 from cheetah.runtime.engine.kv_cache import CachedSequence, PagePool
@@ -82,12 +83,12 @@ def test_a_stop_id_ends_the_completion_and_is_its_last_id(launch_steps: int) -> 
     plain = expected(PROMPT, 30)
     stop = plain[9]
     completion = desk(launch_steps).complete(Request(PROMPT, 30, Sampling(stop_ids=(stop,))))
-    assert tokens_of(completion) == plain[: plain.index(stop) + 1] and completion.stop_id == stop
+    assert tokens_of(completion) == plain[: plain.index(stop) + 1] and completion.made[-1].token_ids[-1] == stop
 
 
 def test_more_stop_ids_than_the_device_holds_still_stop() -> None:
     plain = expected(PROMPT, 30)
-    others = tuple(token for token in range(300) if token not in plain)[:STOP_IDS]
+    others = tuple(token for token in range(300) if token not in plain)[:MAX_STOP_IDS]
     completion = desk().complete(Request(PROMPT, 30, Sampling(stop_ids=(*others, plain[5]))))
     assert tokens_of(completion) == plain[: plain.index(plain[5]) + 1]
 

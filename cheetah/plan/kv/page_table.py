@@ -75,39 +75,6 @@ def lengths_of(indptr: Int32Array, last_page_len: Int32Array, page_size: int) ->
     return np.where(counts > 0, page_size * (counts - 1) + last_page_len, 0)
 
 
-def length_of(indptr: Int32Array, last_page_len: Int32Array, page_size: int, request: int) -> int:
-    """How many tokens one request of a checked page table has."""
-    count = int(indptr[request + 1]) - int(indptr[request])
-    return page_size * (count - 1) + int(last_page_len[request]) if count else 0
-
-
-def pages_of(indptr: Int32Array, indices: Int32Array, request: int) -> Int32Array:
-    """int32 [pages]: the pages of one request, a view."""
-    return indices[indptr[request] : indptr[request + 1]]
-
-
-def place_of(indptr: Int32Array, indices: Int32Array, page_size: int, request: int, token: int) -> tuple[int, int]:
-    """(page, slot) of one token of a request. PlanError if its pages do not reach so far."""
-    pages = pages_of(indptr, indices, request)
-    if not 0 <= token < len(pages) * page_size:
-        raise PlanError(
-            f"page table: token {token} of request {request} is not in its {len(pages)} pages of {page_size}: give 0 "
-            f"to {len(pages) * page_size - 1}"
-        )
-    return int(pages[token // page_size]), token % page_size
-
-
-def padded_table(indptr: Int32Array, indices: Int32Array, entries: int) -> Int32Array:
-    """int32 [requests, entries]: each request's pages as one row, -1 where it has none. PlanError if one has more."""
-    counts = page_counts(indptr)
-    if len(counts) and counts.max() > entries:
-        request = int(counts.argmax())
-        raise PlanError(f"page table: request {request} has {counts[request]} pages: at most {entries} fit")
-    table = np.full((len(counts), entries), -1, np.int32)
-    table[np.arange(entries) < counts[:, None]] = indices[: indptr[-1]]
-    return table
-
-
 def _check_array(name: str, array: Any) -> None:
     if not isinstance(array, np.ndarray):
         raise PlanError(f"page table: {name} is a {type(array).__name__}: give a numpy array of int32")

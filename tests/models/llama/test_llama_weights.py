@@ -45,7 +45,9 @@ def slow_pack(layout, matrix):
             t, h, low_high = c // 8, c % 8 // 4, c % 4
             lane = 4 * (r % 8) + t
             word = (2 if low_high >= 2 else 0) + (1 if r >= 8 or half else 0)
-            offset = layout.m_tile_address(m_tile, chunk) + inner * 1024 + h * 512 + lane * 16 + word * 4
+            wave, position = divmod(m_tile, layout.blocks)
+            address = layout.address(wave, chunk, position, layout.wave_width(wave))
+            offset = address + inner * 1024 + h * 512 + lane * 16 + word * 4
             packed[offset // 2 + low_high % 2] = matrix[row, column]
     return packed.view(np.uint8)
 
