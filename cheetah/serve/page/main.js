@@ -19,6 +19,7 @@ const views = new Map(); // id of a message -> its view, of the open talk
 let open = newTalk();
 let edited; // the message that is being edited
 let model; // what the server tells of it
+let isLeaving = false; // the page is being closed or loaded anew
 const deleted = new Set(); // ids of talks, as long as they stay so
 
 // Talks.
@@ -293,6 +294,7 @@ async function answer(talk, parent, begun) {
   delete message.problem;
   delete message.end;
   talk.changed = Date.now();
+  keep(talk);
   if (talk === open && location.hash.slice(1) !== talk.id) history.replaceState(null, "", `#${talk.id}`);
   show();
   if (talk === open) {
@@ -310,6 +312,7 @@ async function answer(talk, parent, begun) {
       saved = Date.now();
     });
   } catch (failure) {
+    if (isLeaving) return true; // the browser has cut it: what was kept stays
     problem = failure;
   }
   runs.delete(talk.id);
@@ -526,9 +529,15 @@ function begin() {
   const sizes = new ResizeObserver(() => (follows ? follow() : scrolled()));
   for (const place of ["talk", "scroll"]) sizes.observe(byId(place));
   window.addEventListener("popstate", openAddressed);
-  window.addEventListener("pagehide", () => runs.forEach((run, id) => talks.get(id) && talks.save(talks.get(id))));
+  window.addEventListener("pagehide", leave);
+  window.addEventListener("pageshow", ({ persisted }) => persisted && location.reload());
   openAddressed();
   watchServer();
+}
+
+function leave() {
+  isLeaving = true;
+  for (const id of runs.keys()) if (talks.get(id)) talks.save(talks.get(id));
 }
 
 function openAddressed() {

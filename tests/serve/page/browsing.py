@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,7 @@ from cheetah.runtime import SamplingParams
 from cheetah.runtime.text.pieces import Pieces
 from cheetah.runtime.text.prompts import Prompts
 from cheetah.runtime.text.stream import TextStream
-from tests.serve.serving import wait_until
+from tests.serve.serving import PATIENCE_S, GatedDevice, wait_until
 from tests.serve.test_tools import ScriptDecoder
 
 FOLDER = Path(__file__).parent
@@ -43,6 +45,27 @@ class ToldPrompts(Prompts):
         if Script.text is None:
             return super().pieces(prompt_ids, params, index)
         return Pieces(TextStream(ScriptDecoder(Script.text + ".END", 24), params.stop), index)
+
+
+class SteppedDevice(GatedDevice):
+    """While `steps` is there, each launch waits for one of it."""
+
+    steps: threading.Semaphore | None = None
+
+    def synchronize(self, timeout_s: float | None = None, progress: object = None) -> None:
+        if self.steps is not None:
+            assert self.steps.acquire(timeout=PATIENCE_S)
+        super().synchronize(timeout_s, progress)
+
+    @contextmanager
+    def stepwise(self) -> Iterator[threading.Semaphore]:
+        """To be released once for each launch that is to end; behind the block all do."""
+        steps = self.steps = threading.Semaphore(0)
+        try:
+            yield steps
+        finally:
+            self.steps = None
+            steps.release(1000)
 
 
 class Page:

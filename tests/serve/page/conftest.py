@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from tests.serve.page.browsing import Page, Script, ToldPrompts
-from tests.serve.serving import GatedDevice, Served, quick_llm, served
+from tests.serve.page.browsing import Page, Script, SteppedDevice, ToldPrompts
+from tests.serve.serving import Served, quick_llm, served
 from tests.serve.test_tools import TEMPLATE
 
 QUIET = (
@@ -21,12 +21,12 @@ EXPECTED = ("status of 401", "status of 400", "requires 'TrustedHTML'")
 
 
 @pytest.fixture(scope="session")
-def device() -> GatedDevice:
-    return GatedDevice()
+def device() -> SteppedDevice:
+    return SteppedDevice()
 
 
 @pytest.fixture(scope="session")
-def running(device: GatedDevice) -> Iterator[Served]:
+def running(device: SteppedDevice) -> Iterator[Served]:
     with quick_llm(device, chat_template=TEMPLATE) as llm:
         llm.prompts = ToldPrompts(**vars(llm.prompts))
         with served(llm, reasoning_parser="qwen3") as server:
@@ -52,7 +52,7 @@ def chromium(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
 
 
 @pytest.fixture
-def page(chromium: Any, running: Served, device: GatedDevice) -> Iterator[Page]:
+def page(chromium: Any, running: Served, device: SteppedDevice) -> Iterator[Page]:
     """The page of a browser that has never seen it; behind the test nothing has failed or come from elsewhere."""
     Script.text = None
     device.gate.set()

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from tests.serve.page.browsing import Keys, Page, Script
-from tests.serve.serving import GatedDevice, quick_llm, served, wait_until
+from tests.serve.page.browsing import Keys, Page, Script, SteppedDevice
+from tests.serve.serving import GatedDevice, Served, quick_llm, served, wait_until
 from tests.serve.test_tools import CALL, TEMPLATE, TOOLS
 
 KEY = "sesame"
@@ -105,7 +105,7 @@ def test_what_is_refused_stays_in_the_field(page: Page) -> None:
     assert page.find("#notice").text == "" and len(page.all(".message")) == 4
 
 
-def test_stopping(page: Page, device: GatedDevice) -> None:
+def test_stopping(page: Page, device: SteppedDevice) -> None:
     """Before the first token nothing is kept and the message goes back; behind it what was said stays and can go on."""
     device.gate.clear()
     page.say("One morning,", waits=False)
@@ -118,23 +118,45 @@ def test_stopping(page: Page, device: GatedDevice) -> None:
     page.press(Keys.ENTER)
     page.wait()
 
-    device.seconds = 0.2
-    try:
+    answers = lambda: page.texts(".assistant > .markdown")  # noqa: E731
+    with device.stepwise() as steps:
         page.say("the cat", waits=False)
-        wait_until(lambda: len(page.all(".assistant")) == 2 and bool(page.texts(".assistant > .markdown")[-1]))
+        steps.release()  # its first token comes of one launch, the others of later ones
+        wait_until(lambda: len(answers()) == 2 and bool(answers()[-1]))
         assert page.all(".message:last-child .actions button") == []
         page.find("#send").click()
         page.wait()
-    finally:
-        device.seconds = 0.0
-    before = page.texts(".assistant > .markdown")[-1]
+    before = answers()[-1]
     assert before and page.texts(".end")[-1] == "Stopped."
     page.watch_requests()
     page.click(".message:last-child [class=actions] button")
     page.wait()
-    after = page.texts(".assistant > .markdown")[-1]
+    after = answers()[-1]
     assert page.last_request()["continue_final_message"] is True
     assert after.startswith(before) and len(after) > len(before)
+
+
+def test_a_page_that_is_closed_amid_an_answer(page: Page, running: Served, device: SteppedDevice) -> None:
+    """What had come is there again and can go on; a message without any answer can be answered."""
+    answers = lambda: page.texts(".assistant > .markdown")  # noqa: E731
+    with device.stepwise() as steps:
+        page.say("One morning,", waits=False)
+        wait_until(lambda: page.is_busy)
+        page.browser.refresh()
+        wait_until(lambda: page.texts(".bubble") == ["One morning,"])
+        assert answers() == []
+        steps.release()
+        wait_until(lambda: running.llm.engine.engine.is_idle)
+        page.click(".user .actions button")
+        steps.release()
+        wait_until(lambda: any(answers()))
+        page.browser.refresh()
+        wait_until(lambda: any(answers()))
+    assert page.texts(".end")[0].startswith("Cut: the page was closed") and not page.is_busy
+    before = answers()[0]
+    page.click(".assistant .actions button")
+    page.wait()
+    assert answers()[0].startswith(before) and page.texts(".bubble") == ["One morning,"]
 
 
 BEGUN = 'data: {"choices": [{"delta": {"content": "It began"}}], "usage": {"prompt_tokens": 3, "completion_tokens": 2}}'
