@@ -56,6 +56,7 @@ from cheetah.stopwatch import Stopwatch
 
 if TYPE_CHECKING:
     from cheetah.models.config import ModelConfig
+    from cheetah.runtime.assembly.assemble import Assembly
     from cheetah.runtime.assembly.options import AssemblyOptions
     from cheetah.runtime.checkpoint.loading import Checkpoint
 
@@ -240,6 +241,11 @@ class LLM:
         self.engine.check_open()
         self.engine.engine.reset_prefixes()
         return True
+
+    @property
+    def assembly(self) -> Assembly:
+        """Kernels, buffers and the device, for tools that measure."""
+        return self._assembly
 
     def get_metrics(self) -> list[Metric]:
         """What the engine is doing and has done, by the names of a server's /metrics."""

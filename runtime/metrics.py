@@ -17,8 +17,32 @@ class Metric:
     about: str
 
 
-def engine_metrics(load: Load) -> list[Metric]:
-    """The state of an engine, and what it has counted."""
+def engine_metrics(load: Load, read_ceiling: float | None = None) -> list[Metric]:
+    """The state of an engine, and what it has counted. read_ceiling: GB/s that its GPU reads at most, if that was
+    measured; without it no speed is told, as on the emulator."""
+    return [*_of_requests(load), *_of_reading(load, read_ceiling)]
+
+
+def _of_reading(load: Load, ceiling: float | None) -> list[Metric]:
+    """What decoding reads of the device's memory."""
+    decoded, latest = load.decoded, load.latest
+    found = [
+        Metric("cheetah:decode_steps", "counter", decoded.steps, "Steps in which completions were decoded."),
+        Metric("cheetah:decode_seconds", "counter", decoded.seconds, "Seconds of those, by the host's clock."),
+        Metric("cheetah:decode_bytes", "counter", decoded.nbytes, "Bytes of memory that those read."),
+        Metric("cheetah:decode_bytes_per_step", "gauge", latest.bytes_per_step, "Of the last launch that decoded."),
+    ]
+    if ceiling is not None:
+        share = latest.gb_per_s / ceiling
+        found += [
+            Metric("cheetah:decode_gb_per_second", "gauge", latest.gb_per_s, "Read by the last launch that decoded."),
+            Metric("cheetah:read_ceiling_gb_per_second", "gauge", ceiling, "That this GPU reads at most, as measured."),
+            Metric("cheetah:read_ceiling_share", "gauge", share, "Of it that the last launch reached, 0 to 1."),
+        ]
+    return found
+
+
+def _of_requests(load: Load) -> list[Metric]:
     pages = "Share of the cache's pages that completions hold, 0 to 1."
     return [
         Metric("vllm:num_requests_running", "gauge", load.running, "Completions that have begun."),

@@ -57,6 +57,8 @@ def run(
     options = {"batch": min(completions, MOST_TOGETHER), "generate_kernel": kernel_generator(model), **load}
     with LLM(model, **options) as llm:
         _write(llm, _one_after_another(_pieces(llm, text, token_ids, chat, params)), completions)
+        if load.get("verbose"):
+            typer.echo(_reading(llm), err=True)
 
 
 def register(app: typer.Typer) -> None:
@@ -142,6 +144,18 @@ def _write(llm: LLM, pieces: Iterator[StreamPiece], completions: int) -> None:
             sys.stdout.write("\n")
             sys.stdout.flush()
             typer.echo(_timings(llm, piece, completions), err=True)
+
+
+def _reading(llm: LLM) -> str:
+    """What decoding has read of the device's memory, beside what can be read."""
+    from cheetah.tools.kept_ceiling import read_ceiling
+
+    decoded, ceiling = llm.engine.engine.load().decoded, read_ceiling(llm)
+    read = f"decode read {decoded.bytes_per_step / 1e6:.1f} MB a step, in {decoded.steps} steps"
+    if ceiling is None:
+        return f"{read}; the emulator has no speed, and no read ceiling"
+    share = f"{decoded.gb_per_s / ceiling:.1%} of the read ceiling, {ceiling:.0f} GB/s (measured once a machine)"
+    return f"{read}: {decoded.gb_per_s:.0f} GB/s by the host's clock, {share}"
 
 
 def _timings(llm: LLM, piece: StreamPiece, completions: int) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from dataclasses import replace
 from socket import socket
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -76,6 +77,7 @@ def serve(
     from cheetah.runtime import LLM
     from cheetah.serve.listening import enough_descriptors, is_loopback, listening
     from cheetah.serve.service import Options
+    from cheetah.tools.kept_ceiling import read_ceiling
 
     keys = tuple(api_key or filter(None, [os.environ.get(KEY_VARIABLE)]))
     options = Options(
@@ -95,6 +97,7 @@ def serve(
     if connections < max_connections:
         typer.echo(f"{connections} connections instead of {max_connections}: raise the limit (ulimit -n)", err=True)
     with LLM(model, generate_kernel=kernel_generator(model), **load) as llm:
+        options = replace(options, read_ceiling=read_ceiling(llm))
         if not _served_to_the_end(llm, options, at, connections, drain, log_level):
             raise CheetahError("the engine failed, see above; nothing more could be answered")
 

@@ -26,12 +26,13 @@ TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50
 
 
 class Metrics:
-    """What is counted for one model. `engine` is asked for its state at each scrape; `memory` is what was taken."""
+    """What is counted for one model. `engine` is asked for its state at each scrape; `memory` is what was taken.
+    read_ceiling: see `engine_metrics`."""
 
-    def __init__(self, model: str, engine: Engine, memory: MemoryEstimate):
+    def __init__(self, model: str, engine: Engine, memory: MemoryEstimate, read_ceiling: float | None = None):
         self._registry = CollectorRegistry()
         self._labels = {"model_name": model, "engine": "0"}
-        self._registry.register(_EngineState(engine, self._labels))
+        self._registry.register(_EngineState(engine, self._labels, read_ceiling))
         ProcessCollector(registry=self._registry)
         held = Gauge(
             "cheetah:device_memory_bytes", "By what it holds.", [*self._labels, "part"], registry=self._registry
@@ -104,12 +105,12 @@ class RequestMetrics:
 
 
 class _EngineState(Collector):
-    def __init__(self, engine: Engine, labels: dict[str, str]):
-        self._engine, self._labels = engine, labels
+    def __init__(self, engine: Engine, labels: dict[str, str], read_ceiling: float | None):
+        self._engine, self._labels, self._read_ceiling = engine, labels, read_ceiling
 
     def collect(self) -> Iterable[Metric]:
         families = {"gauge": GaugeMetricFamily, "counter": CounterMetricFamily}
-        for one in engine_metrics(self._engine.load()):
+        for one in engine_metrics(self._engine.load(), self._read_ceiling):
             family = families[one.kind](one.name, one.about, labels=list(self._labels))
             family.add_metric(list(self._labels.values()), one.value)
             yield family

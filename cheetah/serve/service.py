@@ -74,7 +74,7 @@ class Options:
     stuck_after_s: a step of the engine that takes longer makes /health fail. tool_parser: a name of
     `serve.tools.PARSERS`; None for what the chat template tells. reasoning_parser: a name of
     `serve.reasoning.REASONING_PARSERS`; None leaves thoughts in the text. seed: of requests without one; None for a
-    new one each.
+    new one each. read_ceiling: GB/s that the GPU reads at most, as it was measured.
     """
 
     names: tuple[str, ...]
@@ -86,6 +86,7 @@ class Options:
     tool_parser: str | None = None
     reasoning_parser: str | None = None
     seed: int | None = None
+    read_ceiling: float | None = None
 
     def __post_init__(self) -> None:
         if self.tool_parser is not None and self.tool_parser not in PARSERS:
@@ -136,7 +137,7 @@ class Service:
         self.options = options
         self.context, self._began = llm.max_context, int(time.time())
         self._llm, self._prompts = llm, llm.prompts
-        self.metrics = Metrics(options.names[0], llm.engine.engine, llm.memory)
+        self.metrics = Metrics(options.names[0], llm.engine.engine, llm.memory, options.read_ceiling)
         self.driver = Driver(llm.engine, llm.prompts, options.most_waiting, options.stuck_after_s, on_fault)
         self.reading = Reading(options.body_bytes, VALUES + 2 * self.context)
         name = options.tool_parser or parser_of_template(llm.prompts.default_template)

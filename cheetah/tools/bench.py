@@ -314,12 +314,18 @@ class ReadCeiling:
         self._sink = device.allocate(4 * gpu.blocks)
         round_bytes = gpu.blocks * STAGE_BYTES
         wanted = CEILING_ROUNDS * round_bytes
-        fits = device.describe().free_bytes > wanted + 2**28 or wanted > 4 * weights.nbytes
-        self._data = device.allocate(wanted) if fits else weights
-        if fits:
+        self._is_own = device.describe().free_bytes > wanted + 2**28 or wanted > 4 * weights.nbytes
+        self._data = device.allocate(wanted) if self._is_own else weights
+        if self._is_own:
             fill_with(self._data, random_bits(1.0))
         self._rounds = min(CEILING_ROUNDS, self._data.nbytes // round_bytes)
         self._bytes = self._rounds * round_bytes
+
+    def close(self) -> None:
+        """Gives the memory back that it took."""
+        self._sink.free()
+        if self._is_own:
+            self._data.free()
 
     def gb_per_s(self) -> float:
         """The median of a few samples."""

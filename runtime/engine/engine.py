@@ -15,6 +15,7 @@ import contextlib
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from itertools import count
 from typing import TYPE_CHECKING
 
@@ -109,7 +110,7 @@ class Engine:
 
     def load(self) -> Load:
         """What is going on, as far as it can be told without waiting for a step."""
-        return self._queues.load()
+        return replace(self._queues.load(), decoded=self._scheduler.decoded, latest=self._scheduler.latest)
 
     def check(self, request: Request) -> None:
         """CheetahError for a request that can never fit."""

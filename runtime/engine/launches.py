@@ -149,6 +149,7 @@ class KernelLaunches:
         self._device, self._kernel, self._buffers, self._plan = device, kernel, dict(buffers), plan
         self.window = config.window(plan.max_context)
         self._timeout_s = timeout_s
+        self._step_bytes: Mapping[str, int] = manifest.step_bytes
         self._parameters = [parameter.name for parameter in manifest.parameters]
         self._uploaded: dict[str, npt.NDArray[np.int32]] = {}
         self._pool_shape = next((buffer.shape for buffer in manifest.buffers if buffer.name == "kv"), ())
@@ -207,6 +208,13 @@ class KernelLaunches:
     def finish(self, launch: Launch) -> list[LaunchResult]:
         """Waits for its end; what it did, in the order of the parts, with all ids that it sampled."""
         raise NotImplementedError
+
+    def bytes_read(self, parts: Sequence[Part], steps: int) -> int:
+        """Of the device's memory, by a launch that made so many steps of these parts, which has ended: weights, and
+        keys and values of each sequence's tokens, those that several share once each."""
+        per_token, seen = self._step_bytes.get("kv_per_token", 0), self.window or self._plan.max_context
+        tokens = sum(min(seen, max(0, part.cache.length - steps // 2)) for part in parts)
+        return steps * (self._step_bytes["weights"] + tokens * per_token)
 
     def _be_ready(self) -> None:
         """CheetahError after a launch that failed. Waits for the kernel's compiler: that is no part of a launch, nor of

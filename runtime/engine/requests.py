@@ -76,10 +76,32 @@ Event = Made | Failed
 
 
 @dataclass(frozen=True)
+class Decoded:
+    """Launches in which completions were decoded: their steps, seconds by the host's clock, and the bytes that they
+    read of the device's memory: weights, and keys and values of what is cached."""
+
+    steps: int = 0
+    seconds: float = 0.0
+    nbytes: int = 0
+
+    def __add__(self, other: Decoded) -> Decoded:
+        return Decoded(self.steps + other.steps, self.seconds + other.seconds, self.nbytes + other.nbytes)
+
+    @property
+    def bytes_per_step(self) -> float:
+        return self.nbytes / self.steps if self.steps else 0.0
+
+    @property
+    def gb_per_s(self) -> float:
+        """GB = 1e9 bytes."""
+        return self.nbytes / self.seconds / 1e9 if self.seconds else 0.0
+
+
+@dataclass(frozen=True)
 class Load:
     """What an engine is doing: completions that have begun and that wait in line, the share of the cache's pages that
     they hold (0 to 1), and since the engine was made: tokens of prompts that have begun, those of them that were
-    cached, and how often a completion had to give its pages to another."""
+    cached, how often a completion had to give its pages to another, and what was decoded; `latest` by one launch."""
 
     running: int
     waiting: int
@@ -87,3 +109,5 @@ class Load:
     tokens_looked_up: int
     tokens_found: int
     preemptions: int
+    decoded: Decoded = Decoded()
+    latest: Decoded = Decoded()

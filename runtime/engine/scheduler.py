@@ -13,6 +13,7 @@ from cheetah.runtime.engine.launcher import Launcher
 from cheetah.runtime.engine.launches import LaunchResult
 from cheetah.runtime.engine.prefill import Prefill
 from cheetah.runtime.engine.queues import Queues
+from cheetah.runtime.engine.requests import Decoded
 from cheetah.runtime.engine.step_time import LAUNCH_SECONDS, StepTime
 
 WORTH_ENDING_S = 0.02
@@ -39,6 +40,7 @@ class Scheduler:
         self.queues, self.prefill = queues, prefill
         self._launcher, self._solo, self._logits = launcher, solo, logits
         self.decode_time = decode_time
+        self.decoded = self.latest = Decoded()  # by all launches in which completions were decoded, by the last one
         # Those who decode shall have a launch: of one step, the first one of some; or before more is read.
         self._first_tokens_are_due = self._others_are_due = False
         self._others_wait, self._others_waited_s = False, 0.0  # for what is read; since their last launch
@@ -143,6 +145,8 @@ class Scheduler:
 
     def _settle_decoding(self, order: LaunchOrder, steps: int, seconds: float) -> None:
         completions = [one for takers in order.takers for one in takers]
+        self.latest = Decoded(steps, seconds, order.launcher.bytes_read(order.parts, steps))
+        self.decoded += self.latest
         for one in completions:
             one.go_on_from_last()
         self.prefill.note_decoding(steps, seconds)

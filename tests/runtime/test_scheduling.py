@@ -202,3 +202,21 @@ def test_a_soak_in_the_emulator() -> None:
         assert engine.load().preemptions and pool.available_pages == pool.pages
         launcher.cache = whole
         soak.check(alone_engine)
+
+
+def test_what_decoding_reads_is_counted() -> None:
+    """Weights once a step, keys and values of what is cached."""
+    rig, request = Rig(batch=2, launch_steps=4), Request((1, 2, 3), 20, Sampling())
+    step_bytes = rig.engine.launcher._step_bytes
+    rig.engine.add(request)
+    rig.run()
+    load = rig.engine.load()
+    assert load.decoded.steps == 19 and load.latest.steps <= 4 and load.decoded.seconds > 0
+    cached = load.decoded.nbytes - load.decoded.steps * step_bytes["weights"]
+    assert 19 * 3 < cached / step_bytes["kv_per_token"] < 19 * 22
+    alone = load.decoded.nbytes
+    for _ in range(2):
+        rig.engine.add(request)
+    rig.run()
+    both = rig.engine.load().decoded.nbytes - alone
+    assert alone + cached <= both < 1.5 * alone, "weights are read once for both"

@@ -209,6 +209,8 @@ def test_health_version_and_metrics(running: Served, alone: RequestOutput) -> No
     counted = {"prompt_tokens_total": len(alone.prompt_token_ids), "generation_tokens_total": 3}
     counted |= {"time_to_first_token_seconds_count": 1, "request_generation_tokens_sum": 3}
     assert {name: after[name] - before[name] for name in counted} == counted
+    assert after["decode_steps_total"] > before["decode_steps_total"] and after["decode_bytes_per_step"] > 1e6
+    assert not [name for name in after if "ceiling" in name or "gb_per" in name], "an emulator has no speed"
     assert (after["num_requests_running"], after["num_requests_waiting"], after["kv_cache_usage_perc"]) == (0, 0, 0)
 
 
@@ -216,8 +218,8 @@ def metrics(http: httpx.Client) -> dict[str, float]:
     """The samples of /metrics that tell of the model, by name, those of one name added up."""
     found: dict[str, float] = {}
     for line in http.get("/metrics").text.splitlines():
-        if line.startswith("vllm:"):
-            name, _, rest = line.removeprefix("vllm:").partition("{")
+        if line.startswith(("vllm:", "cheetah:")):
+            name, _, rest = line.partition(":")[2].partition("{")
             assert 'model_name="demo"' in rest
             found[name] = found.get(name, 0) + float(rest.rpartition(" ")[2])
     return found
