@@ -11,10 +11,10 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from cheetah.caches import cache_folder
 from cheetah.errors import CheetahError
 from cheetah.manifest import write_atomically
 from cheetah.plan import gpu_named
-from cheetah.runtime.assembly.cubin import cache_folder
 from cheetah.tools.bench import ReadCeiling
 from cheetah.untrusted import read_json
 
