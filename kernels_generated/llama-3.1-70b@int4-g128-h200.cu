@@ -358,12 +358,6 @@ __device__ __forceinline__ float f16x2_high(uint32_t pair) {
   return result;
 }
 
-__device__ __forceinline__ uint32_t multiply_bf16x2(uint32_t a, uint32_t b) {
-  uint32_t result;
-  asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(result) : "r"(a), "r"(b));
-  return result;
-}
-
 __device__ __forceinline__ uint32_t maximum_u16x2(uint32_t a, uint32_t b) {
   uint32_t result;
   asm("max.u16x2 %0, %1, %2;" : "=r"(result) : "r"(a), "r"(b));
@@ -711,30 +705,8 @@ __device__ __forceinline__ void fetch_lm_head(uint32_t block, const uint8_t* wei
   }
 }
 
-__device__ __forceinline__ float sum_of_lane(uint32_t column, uint32_t lane, const bf16* embedding,
-    uint32_t* next_token) {
-  const bf16* first = embedding + (uint64_t)(next_token[column]) * 8192;
-  float total = 0.0f;
-  #pragma unroll 4
-  for (uint32_t unit = lane; unit < 1024; unit += 32) {
-    uint4 words = load_constant_u32x4(first + unit * 8);
-    float low = bf16x2_low(words.x);
-    float high = bf16x2_high(words.x);
-    total += low * low + high * high;
-    float low_2 = bf16x2_low(words.y);
-    float high_2 = bf16x2_high(words.y);
-    total += low_2 * low_2 + high_2 * high_2;
-    float low_3 = bf16x2_low(words.z);
-    float high_3 = bf16x2_high(words.z);
-    total += low_3 * low_3 + high_3 * high_3;
-    float low_4 = bf16x2_low(words.w);
-    float high_4 = bf16x2_high(words.w);
-    total += low_4 * low_4 + high_4 * high_4;
-  }
-  return total;
-}
-
-__device__ __forceinline__ float sum_of_lane_2(uint32_t column, uint32_t lane, uint64_t* exchange_words,
+// A share of a column's sum of squares (f32), that of lane `lane` of so many.
+__device__ __forceinline__ float sum_of_lane(uint32_t column, uint32_t lane, uint64_t* exchange_words,
     uint32_t layer_epoch) {
   float total = 0.0f;
   #pragma unroll 1
@@ -772,9 +744,9 @@ __device__ __forceinline__ float rotate(float value, uint32_t m_tile_of_head, ui
 
 // The rows of a slot, with what of it is worked out before the sums are there.
 __device__ __forceinline__ void finish_rows(uint32_t m_tile, uint32_t column, uint32_t lane, float& scale,
-    uint64_t* loaded, uint32_t loaded_parity, uint32_t layer, const bf16* embedding, uint32_t* next_token,
-    uint64_t* exchange_words, uint32_t layer_epoch, uint8_t* arena, uint32_t adding, uint64_t* summed,
-    uint32_t adding_parity, const int32_t* page_table, uint32_t kv_pages, bf16* kv) {
+    uint64_t* loaded, uint32_t loaded_parity, uint64_t* exchange_words, uint32_t layer_epoch, uint8_t* arena,
+    uint32_t adding, uint64_t* summed, uint32_t adding_parity, const int32_t* page_table, uint32_t layer,
+    uint32_t kv_pages, bf16* kv) {
   uint32_t row = lane % 16;
   bool is_own = lane < 16;
   uint32_t head = m_tile / 8;
@@ -786,29 +758,15 @@ __device__ __forceinline__ void finish_rows(uint32_t m_tile, uint32_t column, ui
   uint32_t published = renewed_u32(place + 11264);
   if (scale == 0.0f) {
     mbarrier_wait(loaded, loaded_parity);
-    float scale_2 = 0.0f;
-    if (layer == 0) {
-      float total = 0.0f;
-      total = sum_of_lane(column, lane % 32, embedding, next_token);
-      total += shuffle_xor_f32(total, 16);
-      total += shuffle_xor_f32(total, 8);
-      total += shuffle_xor_f32(total, 4);
-      total += shuffle_xor_f32(total, 2);
-      total += shuffle_xor_f32(total, 1);
-      float scale_3 = rsqrt_f32(total * 0.00012207031f + 1e-05f);
-      scale_2 = total < 1.8446744e+19f ? scale_3 : bits_float(2143289344);
-    } else {
-      float total = 0.0f;
-      total = sum_of_lane_2(column, lane % 32, exchange_words, layer_epoch);
-      total += shuffle_xor_f32(total, 16);
-      total += shuffle_xor_f32(total, 8);
-      total += shuffle_xor_f32(total, 4);
-      total += shuffle_xor_f32(total, 2);
-      total += shuffle_xor_f32(total, 1);
-      float scale_3 = rsqrt_f32(total * 0.00012207031f + 1e-05f);
-      scale_2 = total < 1.8446744e+19f ? scale_3 : bits_float(2143289344);
-    }
-    scale = scale_2;
+    float total = 0.0f;
+    total = sum_of_lane(column, lane % 32, exchange_words, layer_epoch);
+    total += shuffle_xor_f32(total, 16);
+    total += shuffle_xor_f32(total, 8);
+    total += shuffle_xor_f32(total, 4);
+    total += shuffle_xor_f32(total, 2);
+    total += shuffle_xor_f32(total, 1);
+    float scale_2 = rsqrt_f32(total * 0.00012207031f + 1e-05f);
+    scale = total < 1.8446744e+19f ? scale_2 : bits_float(2143289344);
   }
   float* reduction = (float*)(arena + REDUCTIONS) + adding * 160;
   float* own = reduction + (lane / 16 * 80 + lane % 16);
@@ -855,9 +813,9 @@ __device__ __forceinline__ void advance_2(uint32_t& stage, uint32_t& parity) {
 
 // The block's M-tiles of qkv: the warps' sums added up, the rows finished.
 __device__ __forceinline__ void finish_qkv(uint32_t block, uint32_t lane, uint64_t* loaded, uint32_t& adding,
-    uint32_t warp, uint32_t& loaded_parity, uint32_t layer, const bf16* embedding, uint32_t* next_token,
-    uint64_t* exchange_words, uint32_t layer_epoch, uint8_t* arena, uint64_t* summed, uint32_t& adding_parity,
-    const int32_t* page_table, uint32_t kv_pages, bf16* kv, uint64_t* taken) {
+    uint32_t warp, uint32_t& loaded_parity, uint64_t* exchange_words, uint32_t layer_epoch, uint8_t* arena,
+    uint64_t* summed, uint32_t& adding_parity, const int32_t* page_table, uint32_t layer, uint32_t kv_pages, bf16* kv,
+    uint64_t* taken) {
   uint32_t position = (block + 16) % 132;
   warp_barrier();
   if (lane == 0) {
@@ -868,8 +826,8 @@ __device__ __forceinline__ void finish_qkv(uint32_t block, uint32_t lane, uint64
   for (uint32_t m_tile = position; m_tile < 640; m_tile += 132) {
     if (adding == warp - 9) {
       uint32_t column = 0;
-      finish_rows(m_tile, column, lane, scale, loaded, loaded_parity, layer, embedding, next_token, exchange_words,
-          layer_epoch, arena, adding, summed, adding_parity, page_table, kv_pages, kv);
+      finish_rows(m_tile, column, lane, scale, loaded, loaded_parity, exchange_words, layer_epoch, arena, adding,
+          summed, adding_parity, page_table, layer, kv_pages, kv);
       warp_barrier();
       if (lane == 0) {
         mbarrier_arrive(taken + adding);
@@ -948,7 +906,8 @@ __device__ __forceinline__ void finish_o(uint32_t block, uint32_t& adding, uint3
   }
 }
 
-__device__ __forceinline__ float sum_of_lane_3(uint32_t column, uint32_t lane, uint64_t* exchange_words,
+// A share of a column's sum of squares (f32), that of lane `lane` of so many.
+__device__ __forceinline__ float sum_of_lane_2(uint32_t column, uint32_t lane, uint64_t* exchange_words,
     uint32_t layer_epoch) {
   float total = 0.0f;
   #pragma unroll 1
@@ -982,7 +941,7 @@ __device__ __forceinline__ void finish_rows_3(uint32_t m_tile, uint32_t column, 
   if (scale == 0.0f) {
     mbarrier_wait(loaded, loaded_parity);
     float total = 0.0f;
-    total = sum_of_lane_3(column, lane % 32, exchange_words, layer_epoch);
+    total = sum_of_lane_2(column, lane % 32, exchange_words, layer_epoch);
     total += shuffle_xor_f32(total, 16);
     total += shuffle_xor_f32(total, 8);
     total += shuffle_xor_f32(total, 4);
@@ -1106,7 +1065,8 @@ __device__ __forceinline__ void finish_down(uint32_t block, uint32_t& adding, ui
   }
 }
 
-__device__ __forceinline__ float sum_of_lane_4(uint32_t column, uint32_t lane, uint64_t* exchange_words,
+// A share of a column's sum of squares (f32), that of lane `lane` of so many.
+__device__ __forceinline__ float sum_of_lane_3(uint32_t column, uint32_t lane, uint64_t* exchange_words,
     uint32_t step_epoch) {
   float total = 0.0f;
   #pragma unroll 1
@@ -1117,7 +1077,7 @@ __device__ __forceinline__ float sum_of_lane_4(uint32_t column, uint32_t lane, u
     uint4 data[8];
     places[0] = column * 512 + min(unit, 127u) * 4;
     places[1] = column * 512 + min(unit_2, 127u) * 4;
-    wait_flagged_places(data, exchange_words + 302336, places, 2, step_epoch + 79);
+    wait_flagged_places(data, exchange_words + 302336, places, 2, step_epoch + 80);
     uint4 words = data[0];
     float low = bits_float(words.x) + bits_float(words.y);
     float of_unit = low + (bits_float(words.z) + bits_float(words.w));
@@ -1245,7 +1205,7 @@ __device__ __forceinline__ void finish_rows_5(uint32_t m_tile, uint32_t column, 
   if (scale == 0.0f) {
     mbarrier_wait(loaded, loaded_parity);
     float total = 0.0f;
-    total = sum_of_lane_4(column, lane % 32, exchange_words, step_epoch);
+    total = sum_of_lane_3(column, lane % 32, exchange_words, step_epoch);
     total += shuffle_xor_f32(total, 16);
     total += shuffle_xor_f32(total, 8);
     total += shuffle_xor_f32(total, 4);
@@ -1336,6 +1296,53 @@ __device__ __forceinline__ void lay_down_candidates(uint8_t* arena, float& best,
   }
 }
 
+// In the consumer role: the embeddings of the step's tokens, times the multiplier, become the residual, and are
+// published as every hidden vector is. A lane has a row of a column, of the block's M-tiles in turn; whole warps
+// share M-tiles.
+__device__ __forceinline__ void publish_embeddings(uint32_t thread, uint32_t block, uint32_t column_count,
+    uint8_t* arena, const bf16* norms, const bf16* embedding, uint32_t* next_token, uint32_t* input_words,
+    uint32_t step_epoch, uint64_t* exchange_words) {
+  #pragma unroll 1
+  for (uint32_t place = thread; place < 64; place += 256) {
+    uint32_t wave = place / 16;
+    uint32_t row = place % 16;
+    uint32_t m_tile = wave * 132 + block % 132;
+    bool is_own = place < 64 && m_tile < 512 && 0 < column_count;
+    uint32_t there = min(m_tile, 511u);
+    float* residual = (float*)(arena + RESIDUAL);
+    uint32_t place_2 = renewed_u32(wave * 16 + row);
+    float weight = bf16_to_f32(norms[there * 16 + row]);
+    uint32_t word = ((there * 16 + row) / 32 * 4 + (there * 16 + row) / 8 % 4) * 4 + (there * 16 + row) % 8 / 2;
+    uint32_t number = word / 1024 * 3072 + word % 1024 + 4096;
+    uint32_t published = renewed_u32(number);
+    float embedded = 0.0f;
+    if (is_own) {
+      embedded = bf16_to_f32((embedding + (uint64_t)(next_token[0]) * 8192)[there * 16 + row]);
+    }
+    float value = embedded;
+    if (is_own) {
+      residual[place_2] = value;
+    }
+    float weighted = value * weight;
+    float neighbour = shuffle_xor_f32(weighted, 1);
+    uint32_t pair = pack_bf16x2(weighted, neighbour);
+    if (is_own && row < 16 && row % 2 == 0) {
+      uint32_t* place_3 = input_words + published;
+      publish_tagged(place_3, pair, 32, step_epoch);
+    }
+    bool is_plausible = weighted < 8589934592.0f && weighted > -8589934592.0f;
+    float told = is_plausible ? value : bits_float(2143289344);
+    float total = told * told;
+    total += shuffle_xor_f32(total, 8);
+    total += shuffle_xor_f32(total, 4);
+    total += shuffle_xor_f32(total, 2);
+    total += shuffle_xor_f32(total, 1);
+    if (is_own && row == 0) {
+      publish_flagged(exchange_words + (there + 302336), float_bits(total), step_epoch);
+    }
+  }
+}
+
 // Write down every column's place in this step. A barrier of the consumer warps must follow.
 __device__ __forceinline__ void begin_step(uint32_t step, uint8_t* arena, uint32_t thread, uint32_t column_count,
     const int32_t* columns, const int32_t* sequences) {
@@ -1422,22 +1429,6 @@ __device__ __forceinline__ void load_angles(uint8_t* arena, uint32_t thread, uin
   }
 }
 
-// The rows of the tokens' embeddings that this block owns, in f32.
-__device__ __forceinline__ void start_residual(uint8_t* arena, uint32_t thread, uint32_t block, uint32_t column_count,
-    const bf16* embedding, uint32_t* next_token) {
-  float* residual = (float*)(arena + RESIDUAL);
-  #pragma unroll 1
-  for (uint32_t place = thread; place < 64; place += 256) {
-    uint32_t m_tile = place / 16 * 132 + block % 132;
-    uint32_t row = m_tile * 16 + place % 16;
-    if (row < 8192 && 0 < column_count) {
-      residual[place] = bf16_to_f32((embedding + (uint64_t)(next_token[0]) * 8192)[row]);
-    } else {
-      residual[place] = 0.0f;
-    }
-  }
-}
-
 // Unit `unit` of the vectors of so many tokens (8 bf16 elements) as digits. All lanes of a warp call it, with
 // neighbouring units, lane 0 with the first of a tile; elements of one token that they have share a power of two.
 __device__ __forceinline__ void store_digits(uint32_t lane, uint4* vector, uint32_t unit, uint4 words) {
@@ -1486,31 +1477,8 @@ __device__ __forceinline__ void store_digits(uint32_t lane, uint4* vector, uint3
   }
 }
 
-// Bring a part of a vector into shared memory, times the weights of a norm if there are any (bf16, in natural
-// order); ends with a barrier of the consumer warps.
-__device__ __forceinline__ void load_vector(const bf16* weight, uint8_t* arena, uint32_t thread, const bf16* embedding,
-    uint32_t* next_token, uint32_t lane) {
-  uint4* vector = (uint4*)(arena + VECTOR);
-  uint32_t first_unit = thread;
-  uint4 units[8];
-  const bf16* embedded = embedding + (uint64_t)(next_token[0]) * 8192;
-  #pragma unroll
-  for (uint32_t index = 0; index < 4; ++index) {
-    units[index] = load_constant_u32x4(embedded + (first_unit + index * 256) * 8);
-  }
-  #pragma unroll
-  for (uint32_t index = 0; index < 4; ++index) {
-    uint4 words = units[index];
-    uint4 value = load_constant_u32x4(weight + (first_unit + index * 256) * 8);
-    uint4 weighted = make_u32x4(multiply_bf16x2(words.x, value.x), multiply_bf16x2(words.y, value.y), multiply_bf16x2(words.z, value.z), multiply_bf16x2(words.w, value.w));
-    store_digits(lane, vector, first_unit + index * 256, weighted);
-  }
-  named_barrier(1, 256);
-}
-
-// Bring a part of a vector into shared memory, times the weights of a norm if there are any (bf16, in natural
-// order); ends with a barrier of the consumer warps.
-__device__ __forceinline__ void load_vector_2(uint8_t* arena, uint32_t thread, uint32_t lane, uint32_t* input_words,
+// Bring a part of a vector into shared memory; ends with a barrier of the consumer warps.
+__device__ __forceinline__ void load_vector(uint8_t* arena, uint32_t thread, uint32_t lane, uint32_t* input_words,
     uint32_t layer_epoch) {
   uint4* vector = (uint4*)(arena + VECTOR);
   uint32_t first_unit = thread;
@@ -1625,10 +1593,9 @@ __device__ __forceinline__ void wait_until_taken(uint64_t* taken, uint32_t& turn
 // Waits for: hidden, hidden_squares.
 // Makes: qkv.
 __device__ __forceinline__ void qkv(uint32_t thread, uint32_t* progress, uint32_t block, uint32_t step, uint32_t layer,
-    uint32_t* block_waits, const bf16* norms, uint8_t* arena, const bf16* embedding, uint32_t* next_token,
-    uint32_t lane, uint32_t* input_words, uint32_t layer_epoch, uint64_t* loaded, uint64_t* full, uint32_t& use_stage,
-    uint32_t& use_parity, uint8_t* ring, uint32_t warp, uint64_t* empty, uint64_t* taken, uint32_t& turn,
-    uint32_t& turn_parity, uint64_t* summed) {
+    uint32_t* block_waits, uint8_t* arena, uint32_t lane, uint32_t* input_words, uint32_t layer_epoch, uint64_t* loaded,
+    uint64_t* full, uint32_t& use_stage, uint32_t& use_parity, uint8_t* ring, uint32_t warp, uint64_t* empty,
+    uint64_t* taken, uint32_t& turn, uint32_t& turn_parity, uint64_t* summed) {
   if (thread == 0) {
     store_relaxed_u32(progress + block, step * 402 + layer * 5);
   }
@@ -1636,11 +1603,7 @@ __device__ __forceinline__ void qkv(uint32_t thread, uint32_t* progress, uint32_
   if (thread == 0) {
     store_shared_u32(block_waits, 1);
   }
-  if (layer == 0) {
-    load_vector(norms, arena, thread, embedding, next_token, lane);
-  } else {
-    load_vector_2(arena, thread, lane, input_words, layer_epoch);
-  }
+  load_vector(arena, thread, lane, input_words, layer_epoch);
   if (thread == 0) {
     mbarrier_arrive(loaded);
   }
@@ -2423,9 +2386,8 @@ __device__ __forceinline__ void prefetch(const bf16* source, uint32_t thread, ui
   }
 }
 
-// Bring a part of a vector into shared memory, times the weights of a norm if there are any (bf16, in natural
-// order); ends with a barrier of the consumer warps.
-__device__ __forceinline__ void load_vector_3(uint8_t* arena, uint32_t thread, uint32_t lane, uint32_t* input_words,
+// Bring a part of a vector into shared memory; ends with a barrier of the consumer warps.
+__device__ __forceinline__ void load_vector_2(uint8_t* arena, uint32_t thread, uint32_t lane, uint32_t* input_words,
     uint32_t layer_epoch) {
   uint4* vector = (uint4*)(arena + VECTOR);
   uint32_t first_unit = thread;
@@ -2463,7 +2425,7 @@ __device__ __forceinline__ void o(uint32_t thread, uint32_t* progress, uint32_t 
   if (thread == 0) {
     store_shared_u32(block_waits, 1);
   }
-  load_vector_3(arena, thread, lane, input_words, layer_epoch);
+  load_vector_2(arena, thread, lane, input_words, layer_epoch);
   if (thread == 0) {
     store_shared_u32(block_waits, 0);
   }
@@ -2491,9 +2453,8 @@ __device__ __forceinline__ void o(uint32_t thread, uint32_t* progress, uint32_t 
   wait_until_taken(taken, turn, turn_parity);
 }
 
-// Bring a part of a vector into shared memory, times the weights of a norm if there are any (bf16, in natural
-// order); ends with a barrier of the consumer warps.
-__device__ __forceinline__ void load_vector_4(uint8_t* arena, uint32_t thread, uint32_t lane, uint32_t* input_words,
+// Bring a part of a vector into shared memory; ends with a barrier of the consumer warps.
+__device__ __forceinline__ void load_vector_3(uint8_t* arena, uint32_t thread, uint32_t lane, uint32_t* input_words,
     uint32_t layer_epoch) {
   uint4* vector = (uint4*)(arena + VECTOR);
   uint32_t first_unit = thread;
@@ -2530,7 +2491,7 @@ __device__ __forceinline__ void gate_up(uint32_t thread, uint32_t* progress, uin
   if (thread == 0) {
     store_shared_u32(block_waits, 1);
   }
-  load_vector_4(arena, thread, lane, input_words, layer_epoch);
+  load_vector_3(arena, thread, lane, input_words, layer_epoch);
   if (thread == 0) {
     mbarrier_arrive(loaded);
   }
@@ -2561,9 +2522,8 @@ __device__ __forceinline__ void gate_up(uint32_t thread, uint32_t* progress, uin
   wait_until_taken(taken, turn, turn_parity);
 }
 
-// Bring a part of a vector into shared memory, times the weights of a norm if there are any (bf16, in natural
-// order); ends with a barrier of the consumer warps.
-__device__ __forceinline__ void load_vector_5(uint8_t* arena, uint32_t thread, uint32_t lane, uint32_t* input_words,
+// Bring a part of a vector into shared memory; ends with a barrier of the consumer warps.
+__device__ __forceinline__ void load_vector_4(uint8_t* arena, uint32_t thread, uint32_t lane, uint32_t* input_words,
     uint32_t layer_epoch) {
   uint4* vector = (uint4*)(arena + VECTOR);
   uint32_t first_unit = thread;
@@ -2634,9 +2594,8 @@ __device__ __forceinline__ void multiply_chunk_2(uint32_t chunk, uint32_t place,
   wait_for_u32(have_read);
 }
 
-// Bring a part of a vector into shared memory, times the weights of a norm if there are any (bf16, in natural
-// order); ends with a barrier of the consumer warps.
-__device__ __forceinline__ void load_vector_6(uint8_t* arena, uint32_t thread, uint32_t lane, uint32_t* input_words,
+// Bring a part of a vector into shared memory; ends with a barrier of the consumer warps.
+__device__ __forceinline__ void load_vector_5(uint8_t* arena, uint32_t thread, uint32_t lane, uint32_t* input_words,
     uint32_t layer_epoch) {
   uint4* vector = (uint4*)(arena + VECTOR);
   uint32_t first_unit = thread;
@@ -2674,7 +2633,7 @@ __device__ __forceinline__ void down(uint32_t thread, uint32_t* progress, uint32
   if (thread == 0) {
     store_shared_u32(block_waits, 1);
   }
-  load_vector_5(arena, thread, lane, input_words, layer_epoch);
+  load_vector_4(arena, thread, lane, input_words, layer_epoch);
   if (thread == 0) {
     store_shared_u32(block_waits, 0);
   }
@@ -2728,7 +2687,7 @@ __device__ __forceinline__ void down(uint32_t thread, uint32_t* progress, uint32
   if (thread == 0) {
     store_shared_u32(block_waits, 1);
   }
-  load_vector_6(arena, thread, lane, input_words, layer_epoch);
+  load_vector_5(arena, thread, lane, input_words, layer_epoch);
   if (thread == 0) {
     store_shared_u32(block_waits, 0);
   }
@@ -2790,22 +2749,21 @@ __device__ __forceinline__ void down(uint32_t thread, uint32_t* progress, uint32
   wait_until_taken(taken, turn, turn_parity);
 }
 
-// Bring a part of a vector into shared memory, times the weights of a norm if there are any (bf16, in natural
-// order); ends with a barrier of the consumer warps.
-__device__ __forceinline__ void load_vector_7(uint8_t* arena, uint32_t thread, uint32_t lane, uint32_t* input_words,
+// Bring a part of a vector into shared memory; ends with a barrier of the consumer warps.
+__device__ __forceinline__ void load_vector_6(uint8_t* arena, uint32_t thread, uint32_t lane, uint32_t* input_words,
     uint32_t step_epoch) {
   uint4* vector = (uint4*)(arena + VECTOR);
   uint32_t first_unit = thread;
   if (lane == 0) {
     uint32_t word = first_unit * 4;
     uint32_t number = word / 1024 * 3072 + word % 1024 + 4096;
-    wait_tagged4(input_words + number, 32, step_epoch + 79);
+    wait_tagged4(input_words + number, 32, step_epoch + 80);
   }
   warp_barrier();
   uint4 units[8];
   uint32_t word = first_unit * 4;
   uint32_t number = word / 1024 * 3072 + word % 1024 + 4096;
-  wait_tagged_units(units, input_words + number, 3072, 4, 32, step_epoch + 79);
+  wait_tagged_units(units, input_words + number, 3072, 4, 32, step_epoch + 80);
   #pragma unroll
   for (uint32_t index = 0; index < 4; ++index) {
     uint4 words = units[index];
@@ -2846,7 +2804,7 @@ __device__ __forceinline__ void lm_head(uint32_t thread, uint32_t* progress, uin
     if (thread == 0) {
       store_shared_u32(block_waits, 1);
     }
-    load_vector_7(arena, thread, lane, input_words, step_epoch);
+    load_vector_6(arena, thread, lane, input_words, step_epoch);
     if (thread == 0) {
       mbarrier_arrive(loaded);
     }
@@ -3089,7 +3047,7 @@ __device__ __forceinline__ void publish_lists(uint32_t column_count, const int32
     for (uint32_t column = 0; column < 1; ++column) {
       if (((uint32_t*)(arena + FILTERS) + column * 16)[0] != 0) {
         join_lists(lane, arena);
-        publish_list(column, step_epoch + 80, step, lane, block, exchange_words, arena);
+        publish_list(column, step_epoch + 81, step, lane, block, exchange_words, arena);
       }
     }
   }
@@ -3868,7 +3826,7 @@ __device__ __forceinline__ void filter(uint8_t* arena, uint32_t step_epoch, uint
   #pragma unroll 1
   for (uint32_t column = 0; column < 1; ++column) {
     if (((uint32_t*)(arena + FILTERS) + column * 16)[0] != 0 && ((uint32_t*)(arena + CHOSEN))[column] < 4294967294u) {
-      read(column, step_epoch + 80, step, arena, lane, warp, exchange_words);
+      read(column, step_epoch + 81, step, arena, lane, warp, exchange_words);
     }
   }
   named_barrier(1, 256);
@@ -3876,7 +3834,7 @@ __device__ __forceinline__ void filter(uint8_t* arena, uint32_t step_epoch, uint
     #pragma unroll 1
     for (uint32_t column = 0; column < 1; ++column) {
       if (((uint32_t*)(arena + FILTERS) + column * 16)[0] != 0 && ((uint32_t*)(arena + CHOSEN))[column] < 4294967294u) {
-        decide(column, step_epoch + 80, step, sequences, arena, lane, exchange_words);
+        decide(column, step_epoch + 81, step, sequences, arena, lane, exchange_words);
       }
     }
   }
@@ -3886,8 +3844,8 @@ __device__ __forceinline__ void filter(uint8_t* arena, uint32_t step_epoch, uint
     if (is_done(lane, arena)) {
       break;
     }
-    weigh_all(step_epoch + 81 + round, round, arena, weighed, sequences, warp, lane, block, exchange_words);
-    judge_all(step_epoch + 81 + round, round, arena, warp, lane, exchange_words, sequences);
+    weigh_all(step_epoch + 82 + round, round, arena, weighed, sequences, warp, lane, block, exchange_words);
+    judge_all(step_epoch + 82 + round, round, arena, warp, lane, exchange_words, sequences);
     named_barrier(1, 256);
   }
 }
@@ -3944,7 +3902,7 @@ __device__ __forceinline__ void sampling(uint32_t thread, uint32_t* progress, ui
       uint32_t best_token_2 = is_cancelled ? 4294967294u : best_token;
       uint32_t word = lane % 2 == 0 ? value_2 : best_token_2;
       uint32_t place = first_word + (block * 2 + warp) * 2 + lane;
-      publish_flagged_release(exchange_words + (place + 303360), word, step_epoch + 80);
+      publish_flagged_release(exchange_words + (place + 303360), word, step_epoch + 81);
     }
   }
   uint32_t answer = 0;
@@ -3952,7 +3910,7 @@ __device__ __forceinline__ void sampling(uint32_t thread, uint32_t* progress, ui
     uint32_t sequence = ((uint32_t*)(arena + COLUMNS))[thread * 9 + 6];
     answer = load_relaxed_u32_sys(cancelled + sequence);
   }
-  gather(first_word / 4, step_epoch + 80, arena, thread, exchange_words);
+  gather(first_word / 4, step_epoch + 81, arena, thread, exchange_words);
   if (block == 0 && thread < column_count && answer == epoch) {
     ((uint32_t*)(arena + COLUMNS))[thread * 9 + 8] = 1;
   }
@@ -4153,11 +4111,11 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
       uint32_t adding_parity = 0;
       uint32_t loaded_parity = 0;
       for (uint32_t step = 0; step < steps; ++step) {
-        uint32_t step_epoch = epoch + step * 146;
+        uint32_t step_epoch = epoch + step * 147;
         for (uint32_t layer = 0; layer < 80; ++layer) {
-          uint32_t layer_epoch = step_epoch + layer;
-          finish_qkv(block, lane, loaded, adding, warp, loaded_parity, layer, embedding, next_token, exchange_words,
-              layer_epoch, arena, summed, adding_parity, page_table, kv_pages, kv, taken);
+          uint32_t layer_epoch = step_epoch + layer + 1;
+          finish_qkv(block, lane, loaded, adding, warp, loaded_parity, exchange_words, layer_epoch, arena, summed,
+              adding_parity, page_table, layer, kv_pages, kv, taken);
           finish_o(block, adding, warp, lane, arena, norms, layer, summed, adding_parity, input_words, layer_epoch,
               exchange_words, taken);
           finish_gate_up(block, lane, loaded, adding, warp, loaded_parity, exchange_words, layer_epoch, arena, summed,
@@ -4193,7 +4151,9 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
     uint32_t use_stage = 0;
     uint32_t use_parity = 0;
     for (uint32_t step = 0; step < steps; ++step) {
-      uint32_t step_epoch = epoch + step * 146;
+      uint32_t step_epoch = epoch + step * 147;
+      publish_embeddings(thread, block, column_count, arena, norms, embedding, next_token, input_words, step_epoch,
+          exchange_words);
       bool has_new_plan = follow_plan(plan_index, step, plan_count, kv_plans);
       begin_step(step, arena, thread, column_count, columns, sequences);
       if (has_new_plan) {
@@ -4201,12 +4161,11 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
       }
       named_barrier(1, 256);
       load_angles(arena, thread, column_count, rope);
-      start_residual(arena, thread, block, column_count, embedding, next_token);
       named_barrier(1, 256);
       for (uint32_t layer = 0; layer < 80; ++layer) {
-        uint32_t layer_epoch = step_epoch + layer;
-        qkv(thread, progress, block, step, layer, block_waits, norms, arena, embedding, next_token, lane, input_words,
-            layer_epoch, loaded, full, use_stage, use_parity, ring, warp, empty, taken, turn, turn_parity, summed);
+        uint32_t layer_epoch = step_epoch + layer + 1;
+        qkv(thread, progress, block, step, layer, block_waits, arena, lane, input_words, layer_epoch, loaded, full,
+            use_stage, use_parity, ring, warp, empty, taken, turn, turn_parity, summed);
         attention(thread, progress, block, step, layer, arena, kv_plans, plan_index, tiles, warp, exchange_words, lane,
             layer_epoch, use_stage, full, use_parity, ring, empty, input_words);
         o(thread, progress, block, step, layer, norms, block_waits, arena, lane, input_words, layer_epoch, full,

@@ -326,20 +326,6 @@ __device__ __forceinline__ uint32_t pack_bf16x2(float low, float high) {
   return result;
 }
 
-__device__ __forceinline__ float bf16x2_low(uint32_t pair) {
-  return __uint_as_float(pair << 16);
-}
-
-__device__ __forceinline__ float bf16x2_high(uint32_t pair) {
-  return __uint_as_float(pair & 0xffff0000u);
-}
-
-__device__ __forceinline__ uint32_t multiply_bf16x2(uint32_t a, uint32_t b) {
-  uint32_t result;
-  asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(result) : "r"(a), "r"(b));
-  return result;
-}
-
 __device__ __forceinline__ uint32_t byte_permute(uint32_t a, uint32_t b, uint32_t selector) {
   return __byte_perm(a, b, selector);
 }
@@ -669,30 +655,8 @@ __device__ __forceinline__ void fetch_lm_head(uint32_t block, const uint8_t* wei
   }
 }
 
-__device__ __forceinline__ float sum_of_lane(uint32_t column, uint32_t lane, const bf16* embedding,
-    uint32_t* next_token) {
-  const bf16* first = embedding + (uint64_t)(next_token[column]) * 2048;
-  float total = 0.0f;
-  #pragma unroll 4
-  for (uint32_t unit = lane; unit < 256; unit += 16) {
-    uint4 words = load_constant_u32x4(first + unit * 8);
-    float low = bf16x2_low(words.x);
-    float high = bf16x2_high(words.x);
-    total += low * low + high * high;
-    float low_2 = bf16x2_low(words.y);
-    float high_2 = bf16x2_high(words.y);
-    total += low_2 * low_2 + high_2 * high_2;
-    float low_3 = bf16x2_low(words.z);
-    float high_3 = bf16x2_high(words.z);
-    total += low_3 * low_3 + high_3 * high_3;
-    float low_4 = bf16x2_low(words.w);
-    float high_4 = bf16x2_high(words.w);
-    total += low_4 * low_4 + high_4 * high_4;
-  }
-  return total;
-}
-
-__device__ __forceinline__ float sum_of_lane_2(uint32_t column, uint32_t lane, uint64_t* exchange_words,
+// A share of a column's sum of squares (f32), that of lane `lane` of so many.
+__device__ __forceinline__ float sum_of_lane(uint32_t column, uint32_t lane, uint64_t* exchange_words,
     uint32_t layer_epoch) {
   float total = 0.0f;
   #pragma unroll 1
@@ -730,9 +694,9 @@ __device__ __forceinline__ float rotate(float value, uint32_t m_tile_of_head, ui
 
 // The rows of a slot, with what of it is worked out before the sums are there.
 __device__ __forceinline__ void finish_rows(uint32_t m_tile, uint32_t column, uint32_t lane, uint32_t column_count,
-    float& scale, uint64_t* loaded, uint32_t loaded_parity, uint32_t layer, const bf16* embedding, uint32_t* next_token,
-    uint64_t* exchange_words, uint32_t layer_epoch, uint8_t* arena, uint32_t adding, uint64_t* summed,
-    uint32_t adding_parity, const int32_t* page_table, uint32_t kv_pages, bf16* kv) {
+    float& scale, uint64_t* loaded, uint32_t loaded_parity, uint64_t* exchange_words, uint32_t layer_epoch,
+    uint8_t* arena, uint32_t adding, uint64_t* summed, uint32_t adding_parity, const int32_t* page_table,
+    uint32_t layer, uint32_t kv_pages, bf16* kv) {
   uint32_t row = lane % 16;
   bool is_own = column < column_count;
   uint32_t head = m_tile / 4;
@@ -744,31 +708,16 @@ __device__ __forceinline__ void finish_rows(uint32_t m_tile, uint32_t column, ui
   uint32_t published = renewed_u32(place + 54272);
   if (scale == 0.0f) {
     mbarrier_wait(loaded, loaded_parity);
-    float scale_2 = 0.0f;
-    if (layer == 0) {
-      float total = 0.0f;
-      if (column < column_count) {
-        total = sum_of_lane(column, lane % 16, embedding, next_token);
-      }
-      total += shuffle_xor_f32(total, 8);
-      total += shuffle_xor_f32(total, 4);
-      total += shuffle_xor_f32(total, 2);
-      total += shuffle_xor_f32(total, 1);
-      float scale_3 = rsqrt_f32(total * 0.00048828125f + 1e-05f);
-      scale_2 = total < 1.8446744e+19f ? scale_3 : bits_float(2143289344);
-    } else {
-      float total = 0.0f;
-      if (column < column_count) {
-        total = sum_of_lane_2(column, lane % 16, exchange_words, layer_epoch);
-      }
-      total += shuffle_xor_f32(total, 8);
-      total += shuffle_xor_f32(total, 4);
-      total += shuffle_xor_f32(total, 2);
-      total += shuffle_xor_f32(total, 1);
-      float scale_3 = rsqrt_f32(total * 0.00048828125f + 1e-05f);
-      scale_2 = total < 1.8446744e+19f ? scale_3 : bits_float(2143289344);
+    float total = 0.0f;
+    if (column < column_count) {
+      total = sum_of_lane(column, lane % 16, exchange_words, layer_epoch);
     }
-    scale = scale_2;
+    total += shuffle_xor_f32(total, 8);
+    total += shuffle_xor_f32(total, 4);
+    total += shuffle_xor_f32(total, 2);
+    total += shuffle_xor_f32(total, 1);
+    float scale_2 = rsqrt_f32(total * 0.00048828125f + 1e-05f);
+    scale = total < 1.8446744e+19f ? scale_2 : bits_float(2143289344);
   }
   float* reduction = (float*)(arena + REDUCTIONS) + adding * 1280;
   float* own = reduction + (column / 2 * 40 + lane);
@@ -820,9 +769,9 @@ __device__ __forceinline__ void advance_2(uint32_t& stage, uint32_t& parity) {
 
 // The block's M-tiles of qkv: the warps' sums added up, the rows finished.
 __device__ __forceinline__ void finish_qkv(uint32_t block, uint32_t lane, uint64_t* loaded, uint32_t warp,
-    uint32_t column_count, uint32_t& loaded_parity, uint32_t layer, const bf16* embedding, uint32_t* next_token,
-    uint64_t* exchange_words, uint32_t layer_epoch, uint8_t* arena, uint32_t& adding, uint64_t* summed,
-    uint32_t& adding_parity, const int32_t* page_table, uint32_t kv_pages, bf16* kv, uint64_t* taken) {
+    uint32_t column_count, uint32_t& loaded_parity, uint64_t* exchange_words, uint32_t layer_epoch, uint8_t* arena,
+    uint32_t& adding, uint64_t* summed, uint32_t& adding_parity, const int32_t* page_table, uint32_t layer,
+    uint32_t kv_pages, bf16* kv, uint64_t* taken) {
   uint32_t position = (block + 4) % 132;
   warp_barrier();
   if (lane == 0) {
@@ -832,8 +781,8 @@ __device__ __forceinline__ void finish_qkv(uint32_t block, uint32_t lane, uint64
   #pragma unroll 1
   for (uint32_t m_tile = position; m_tile < 192; m_tile += 132) {
     uint32_t column = (warp - 9) % 4 * 2 + lane / 16;
-    finish_rows(m_tile, column, lane, column_count, scale, loaded, loaded_parity, layer, embedding, next_token,
-        exchange_words, layer_epoch, arena, adding, summed, adding_parity, page_table, kv_pages, kv);
+    finish_rows(m_tile, column, lane, column_count, scale, loaded, loaded_parity, exchange_words, layer_epoch, arena,
+        adding, summed, adding_parity, page_table, layer, kv_pages, kv);
     warp_barrier();
     if (lane == 0) {
       mbarrier_arrive(taken + adding);
@@ -916,7 +865,8 @@ __device__ __forceinline__ void finish_o(uint32_t block, uint32_t warp, uint32_t
   }
 }
 
-__device__ __forceinline__ float sum_of_lane_3(uint32_t column, uint32_t lane, uint64_t* exchange_words,
+// A share of a column's sum of squares (f32), that of lane `lane` of so many.
+__device__ __forceinline__ float sum_of_lane_2(uint32_t column, uint32_t lane, uint64_t* exchange_words,
     uint32_t layer_epoch) {
   float total = 0.0f;
   #pragma unroll 1
@@ -951,7 +901,7 @@ __device__ __forceinline__ void finish_rows_3(uint32_t m_tile, uint32_t column, 
     mbarrier_wait(loaded, loaded_parity);
     float total = 0.0f;
     if (column < column_count) {
-      total = sum_of_lane_3(column, lane % 16, exchange_words, layer_epoch);
+      total = sum_of_lane_2(column, lane % 16, exchange_words, layer_epoch);
     }
     total += shuffle_xor_f32(total, 8);
     total += shuffle_xor_f32(total, 4);
@@ -1083,7 +1033,8 @@ __device__ __forceinline__ void finish_down(uint32_t block, uint32_t warp, uint3
   }
 }
 
-__device__ __forceinline__ float sum_of_lane_4(uint32_t column, uint32_t lane, uint64_t* exchange_words,
+// A share of a column's sum of squares (f32), that of lane `lane` of so many.
+__device__ __forceinline__ float sum_of_lane_3(uint32_t column, uint32_t lane, uint64_t* exchange_words,
     uint32_t step_epoch) {
   float total = 0.0f;
   #pragma unroll 1
@@ -1094,7 +1045,7 @@ __device__ __forceinline__ float sum_of_lane_4(uint32_t column, uint32_t lane, u
     uint4 data[8];
     places[0] = column * 128 + min(unit, 31u) * 4;
     places[1] = column * 128 + min(unit_2, 31u) * 4;
-    wait_flagged_places(data, exchange_words + 692224, places, 2, step_epoch + 15);
+    wait_flagged_places(data, exchange_words + 692224, places, 2, step_epoch + 16);
     uint4 words = data[0];
     float low = bits_float(words.x) + bits_float(words.y);
     float of_unit = low + (bits_float(words.z) + bits_float(words.w));
@@ -1223,7 +1174,7 @@ __device__ __forceinline__ void finish_rows_5(uint32_t m_tile, uint32_t column, 
     mbarrier_wait(loaded, loaded_parity);
     float total = 0.0f;
     if (column < column_count) {
-      total = sum_of_lane_4(column, lane % 16, exchange_words, step_epoch);
+      total = sum_of_lane_3(column, lane % 16, exchange_words, step_epoch);
     }
     total += shuffle_xor_f32(total, 8);
     total += shuffle_xor_f32(total, 4);
@@ -1318,6 +1269,55 @@ __device__ __forceinline__ void lay_down_candidates(uint8_t* arena, float& best,
   }
 }
 
+// In the consumer role: the embeddings of the step's tokens, times the multiplier, become the residual, and are
+// published as every hidden vector is. A lane has a row of a column, of the block's M-tiles in turn; whole warps
+// share M-tiles.
+__device__ __forceinline__ void publish_embeddings(uint32_t thread, uint32_t block, uint32_t column_count,
+    uint8_t* arena, const bf16* norms, const bf16* embedding, uint32_t* next_token, uint32_t* input_words,
+    uint32_t step_epoch, uint64_t* exchange_words) {
+  #pragma unroll 1
+  for (uint32_t place = thread; place < 128; place += 256) {
+    uint32_t wave = place / 128;
+    uint32_t column = place / 16 % 8;
+    uint32_t row = place % 16;
+    uint32_t m_tile = wave * 132 + block % 132;
+    bool is_own = place < 128 && m_tile < 128 && column < column_count;
+    uint32_t there = min(m_tile, 127u);
+    float* residual = (float*)(arena + RESIDUAL);
+    uint32_t place_2 = renewed_u32((wave * 16 + row) * 8 + column);
+    float weight = bf16_to_f32(norms[there * 16 + row]);
+    uint32_t word = (((there * 16 + row) / 32 * 8 + column) * 4 + (there * 16 + row) / 8 % 4) * 4 + (there * 16 + row) % 8 / 2;
+    uint32_t number = word / 1024 * 10240 + word % 1024 + 3072;
+    uint32_t published = renewed_u32(number);
+    float embedded = 0.0f;
+    if (is_own) {
+      embedded = bf16_to_f32((embedding + (uint64_t)(next_token[column]) * 2048)[there * 16 + row]);
+    }
+    float value = embedded;
+    if (is_own) {
+      residual[place_2] = value;
+    }
+    float weighted = value * weight;
+    float neighbour = shuffle_xor_f32(weighted, 1);
+    uint32_t pair = pack_bf16x2(weighted, neighbour);
+    if (is_own && row < 16 && row % 2 == 0) {
+      uint32_t* place_3 = input_words + published;
+      publish_tagged(place_3, pair, 32, step_epoch);
+    }
+    bool is_plausible = weighted < 8589934592.0f && weighted > -8589934592.0f;
+    float told = is_plausible ? value : bits_float(2143289344);
+    float total = told * told;
+    total += shuffle_xor_f32(total, 8);
+    total += shuffle_xor_f32(total, 4);
+    total += shuffle_xor_f32(total, 2);
+    total += shuffle_xor_f32(total, 1);
+    uint32_t place_3 = column * 128 + there;
+    if (is_own && row == 0) {
+      publish_flagged(exchange_words + (place_3 + 692224), float_bits(total), step_epoch);
+    }
+  }
+}
+
 // Write down every column's place in this step. A barrier of the consumer warps must follow.
 __device__ __forceinline__ void begin_step(uint32_t step, uint8_t* arena, uint32_t thread, uint32_t column_count,
     const int32_t* columns, const int32_t* sequences) {
@@ -1404,72 +1404,8 @@ __device__ __forceinline__ void load_angles(uint8_t* arena, uint32_t thread, uin
   }
 }
 
-// The rows of the tokens' embeddings that this block owns, in f32.
-__device__ __forceinline__ void start_residual(uint8_t* arena, uint32_t thread, uint32_t block, uint32_t column_count,
-    const bf16* embedding, uint32_t* next_token) {
-  float* residual = (float*)(arena + RESIDUAL);
-  #pragma unroll 1
-  for (uint32_t place = thread; place < 128; place += 256) {
-    uint32_t own_row = place / 8;
-    uint32_t m_tile = own_row / 16 * 132 + block % 132;
-    uint32_t row = m_tile * 16 + own_row % 16;
-    if (row < 2048 && place % 8 < column_count) {
-      residual[place] = bf16_to_f32((embedding + (uint64_t)(next_token[place % 8]) * 2048)[row]);
-    } else {
-      residual[place] = 0.0f;
-    }
-  }
-}
-
-// Bring a part of a vector into shared memory, times the weights of a norm if there are any (bf16, in natural
-// order); ends with a barrier of the consumer warps.
-__device__ __forceinline__ void load_vector(const bf16* weight, uint8_t* arena, uint32_t thread, uint32_t column_count,
-    const bf16* embedding, uint32_t* next_token) {
-  uint4* vector = (uint4*)(arena + VECTOR);
-  uint32_t pair = thread / 32;
-  const bf16* own_units = weight + (pair * 4 + thread % 4) * 8;
-  uint32_t first_unit = thread;
-  if (thread / 4 % 8 < column_count) {
-    uint4 units[8];
-    const bf16* embedded = embedding + (uint64_t)(next_token[first_unit / 4 % 8]) * 2048;
-    uint32_t pair_2 = thread / 32;
-    const bf16* own_units_2 = embedded + (pair_2 * 4 + thread % 4) * 8;
-    #pragma unroll
-    for (uint32_t index = 0; index < 4; ++index) {
-      units[index] = load_constant_u32x4(own_units_2 + (first_unit + index * 256 - thread) / 8 * 8);
-    }
-    #pragma unroll
-    for (uint32_t index = 0; index < 4; ++index) {
-      uint4 words = units[index];
-      uint4 value = load_constant_u32x4(own_units + (first_unit + index * 256 - thread) / 8 * 8);
-      uint4 weighted = make_u32x4(multiply_bf16x2(words.x, value.x), multiply_bf16x2(words.y, value.y), multiply_bf16x2(words.z, value.z), multiply_bf16x2(words.w, value.w));
-      vector[first_unit + index * 256] = weighted;
-    }
-  }
-  uint32_t first_unit_2 = thread + 1024;
-  if (thread / 4 % 8 < column_count) {
-    uint4 units[8];
-    const bf16* embedded = embedding + (uint64_t)(next_token[first_unit_2 / 4 % 8]) * 2048;
-    uint32_t pair_2 = thread / 32;
-    const bf16* own_units_2 = embedded + (pair_2 * 4 + thread % 4) * 8;
-    #pragma unroll
-    for (uint32_t index = 0; index < 4; ++index) {
-      units[index] = load_constant_u32x4(own_units_2 + (first_unit_2 + index * 256 - thread) / 8 * 8);
-    }
-    #pragma unroll
-    for (uint32_t index = 0; index < 4; ++index) {
-      uint4 words = units[index];
-      uint4 value = load_constant_u32x4(own_units + (first_unit_2 + index * 256 - thread) / 8 * 8);
-      uint4 weighted = make_u32x4(multiply_bf16x2(words.x, value.x), multiply_bf16x2(words.y, value.y), multiply_bf16x2(words.z, value.z), multiply_bf16x2(words.w, value.w));
-      vector[first_unit_2 + index * 256] = weighted;
-    }
-  }
-  named_barrier(1, 256);
-}
-
-// Bring a part of a vector into shared memory, times the weights of a norm if there are any (bf16, in natural
-// order); ends with a barrier of the consumer warps.
-__device__ __forceinline__ void load_vector_2(uint8_t* arena, uint32_t thread, uint32_t lane, uint32_t* input_words,
+// Bring a part of a vector into shared memory; ends with a barrier of the consumer warps.
+__device__ __forceinline__ void load_vector(uint8_t* arena, uint32_t thread, uint32_t lane, uint32_t* input_words,
     uint32_t layer_epoch, uint32_t column_count) {
   uint4* vector = (uint4*)(arena + VECTOR);
   uint32_t first_unit = thread;
@@ -1563,10 +1499,9 @@ __device__ __forceinline__ void wait_until_taken(uint64_t* taken, uint32_t& turn
 // Waits for: hidden, hidden_squares.
 // Makes: qkv.
 __device__ __forceinline__ void qkv(uint32_t* progress, uint32_t block, uint32_t step, uint32_t layer,
-    uint32_t* block_waits, const bf16* norms, uint8_t* arena, uint32_t column_count, const bf16* embedding,
-    uint32_t* next_token, uint32_t* input_words, uint32_t layer_epoch, uint64_t* loaded, uint64_t* full,
-    uint32_t& use_stage, uint32_t& use_parity, uint8_t* ring, uint64_t* empty, uint64_t* taken, uint32_t& turn,
-    uint32_t& turn_parity, uint64_t* summed) {
+    uint32_t* block_waits, uint8_t* arena, uint32_t* input_words, uint32_t layer_epoch, uint32_t column_count,
+    uint64_t* loaded, uint64_t* full, uint32_t& use_stage, uint32_t& use_parity, uint8_t* ring, uint64_t* empty,
+    uint64_t* taken, uint32_t& turn, uint32_t& turn_parity, uint64_t* summed) {
   uint32_t thread = thread_index();
   uint32_t warp = thread / 32;
   uint32_t lane = thread % 32;
@@ -1577,11 +1512,7 @@ __device__ __forceinline__ void qkv(uint32_t* progress, uint32_t block, uint32_t
   if (thread == 0) {
     store_shared_u32(block_waits, 1);
   }
-  if (layer == 0) {
-    load_vector(norms, arena, thread, column_count, embedding, next_token);
-  } else {
-    load_vector_2(arena, thread, lane, input_words, layer_epoch, column_count);
-  }
+  load_vector(arena, thread, lane, input_words, layer_epoch, column_count);
   if (thread == 0) {
     mbarrier_arrive(loaded);
   }
@@ -2674,9 +2605,8 @@ __device__ __forceinline__ void prefetch(const bf16* source, uint32_t thread, ui
   }
 }
 
-// Bring a part of a vector into shared memory, times the weights of a norm if there are any (bf16, in natural
-// order); ends with a barrier of the consumer warps.
-__device__ __forceinline__ void load_vector_3(uint8_t* arena, uint32_t thread, uint32_t lane, uint32_t* input_words,
+// Bring a part of a vector into shared memory; ends with a barrier of the consumer warps.
+__device__ __forceinline__ void load_vector_2(uint8_t* arena, uint32_t thread, uint32_t lane, uint32_t* input_words,
     uint32_t layer_epoch, uint32_t column_count) {
   uint4* vector = (uint4*)(arena + VECTOR);
   uint32_t first_unit = thread;
@@ -2720,7 +2650,7 @@ __device__ __forceinline__ void o(uint32_t* progress, uint32_t block, uint32_t s
     if (thread == 0) {
       store_shared_u32(block_waits, 1);
     }
-    load_vector_3(arena, thread, lane, input_words, layer_epoch, column_count);
+    load_vector_2(arena, thread, lane, input_words, layer_epoch, column_count);
     if (thread == 0) {
       store_shared_u32(block_waits, 0);
     }
@@ -2747,9 +2677,8 @@ __device__ __forceinline__ void o(uint32_t* progress, uint32_t block, uint32_t s
   }
 }
 
-// Bring a part of a vector into shared memory, times the weights of a norm if there are any (bf16, in natural
-// order); ends with a barrier of the consumer warps.
-__device__ __forceinline__ void load_vector_4(uint8_t* arena, uint32_t thread, uint32_t lane, uint32_t* input_words,
+// Bring a part of a vector into shared memory; ends with a barrier of the consumer warps.
+__device__ __forceinline__ void load_vector_3(uint8_t* arena, uint32_t thread, uint32_t lane, uint32_t* input_words,
     uint32_t layer_epoch, uint32_t column_count) {
   uint4* vector = (uint4*)(arena + VECTOR);
   uint32_t first_unit = thread;
@@ -2791,7 +2720,7 @@ __device__ __forceinline__ void gate_up(uint32_t* progress, uint32_t block, uint
   if (thread == 0) {
     store_shared_u32(block_waits, 1);
   }
-  load_vector_4(arena, thread, lane, input_words, layer_epoch, column_count);
+  load_vector_3(arena, thread, lane, input_words, layer_epoch, column_count);
   if (thread == 0) {
     mbarrier_arrive(loaded);
   }
@@ -2825,9 +2754,8 @@ __device__ __forceinline__ void gate_up(uint32_t* progress, uint32_t block, uint
   wait_until_taken(taken, turn, turn_parity);
 }
 
-// Bring a part of a vector into shared memory, times the weights of a norm if there are any (bf16, in natural
-// order); ends with a barrier of the consumer warps.
-__device__ __forceinline__ void load_vector_5(uint8_t* arena, uint32_t thread, uint32_t lane, uint32_t* input_words,
+// Bring a part of a vector into shared memory; ends with a barrier of the consumer warps.
+__device__ __forceinline__ void load_vector_4(uint8_t* arena, uint32_t thread, uint32_t lane, uint32_t* input_words,
     uint32_t layer_epoch, uint32_t column_count) {
   uint4* vector = (uint4*)(arena + VECTOR);
   uint32_t first_unit = thread;
@@ -2847,9 +2775,8 @@ __device__ __forceinline__ void load_vector_5(uint8_t* arena, uint32_t thread, u
   named_barrier(1, 256);
 }
 
-// Bring a part of a vector into shared memory, times the weights of a norm if there are any (bf16, in natural
-// order); ends with a barrier of the consumer warps.
-__device__ __forceinline__ void load_vector_6(uint8_t* arena, uint32_t thread, uint32_t lane, uint32_t* input_words,
+// Bring a part of a vector into shared memory; ends with a barrier of the consumer warps.
+__device__ __forceinline__ void load_vector_5(uint8_t* arena, uint32_t thread, uint32_t lane, uint32_t* input_words,
     uint32_t layer_epoch, uint32_t column_count) {
   uint4* vector = (uint4*)(arena + VECTOR);
   uint32_t first_unit = thread;
@@ -2869,9 +2796,8 @@ __device__ __forceinline__ void load_vector_6(uint8_t* arena, uint32_t thread, u
   named_barrier(1, 256);
 }
 
-// Bring a part of a vector into shared memory, times the weights of a norm if there are any (bf16, in natural
-// order); ends with a barrier of the consumer warps.
-__device__ __forceinline__ void load_vector_7(uint8_t* arena, uint32_t thread, uint32_t lane, uint32_t* input_words,
+// Bring a part of a vector into shared memory; ends with a barrier of the consumer warps.
+__device__ __forceinline__ void load_vector_6(uint8_t* arena, uint32_t thread, uint32_t lane, uint32_t* input_words,
     uint32_t layer_epoch, uint32_t column_count) {
   uint4* vector = (uint4*)(arena + VECTOR);
   uint32_t first_unit = thread;
@@ -2891,9 +2817,8 @@ __device__ __forceinline__ void load_vector_7(uint8_t* arena, uint32_t thread, u
   named_barrier(1, 256);
 }
 
-// Bring a part of a vector into shared memory, times the weights of a norm if there are any (bf16, in natural
-// order); ends with a barrier of the consumer warps.
-__device__ __forceinline__ void load_vector_8(uint8_t* arena, uint32_t thread, uint32_t lane, uint32_t* input_words,
+// Bring a part of a vector into shared memory; ends with a barrier of the consumer warps.
+__device__ __forceinline__ void load_vector_7(uint8_t* arena, uint32_t thread, uint32_t lane, uint32_t* input_words,
     uint32_t layer_epoch, uint32_t column_count) {
   uint4* vector = (uint4*)(arena + VECTOR);
   uint32_t first_unit = thread;
@@ -2934,7 +2859,7 @@ __device__ __forceinline__ void down(uint32_t* progress, uint32_t block, uint32_
     if (thread == 0) {
       store_shared_u32(block_waits, 1);
     }
-    load_vector_5(arena, thread, lane, input_words, layer_epoch, column_count);
+    load_vector_4(arena, thread, lane, input_words, layer_epoch, column_count);
     if (thread == 0) {
       store_shared_u32(block_waits, 0);
     }
@@ -2956,7 +2881,7 @@ __device__ __forceinline__ void down(uint32_t* progress, uint32_t block, uint32_
     if (thread == 0) {
       store_shared_u32(block_waits, 1);
     }
-    load_vector_6(arena, thread, lane, input_words, layer_epoch, column_count);
+    load_vector_5(arena, thread, lane, input_words, layer_epoch, column_count);
     if (thread == 0) {
       store_shared_u32(block_waits, 0);
     }
@@ -2978,7 +2903,7 @@ __device__ __forceinline__ void down(uint32_t* progress, uint32_t block, uint32_
     if (thread == 0) {
       store_shared_u32(block_waits, 1);
     }
-    load_vector_7(arena, thread, lane, input_words, layer_epoch, column_count);
+    load_vector_6(arena, thread, lane, input_words, layer_epoch, column_count);
     if (thread == 0) {
       store_shared_u32(block_waits, 0);
     }
@@ -3000,7 +2925,7 @@ __device__ __forceinline__ void down(uint32_t* progress, uint32_t block, uint32_
     if (thread == 0) {
       store_shared_u32(block_waits, 1);
     }
-    load_vector_8(arena, thread, lane, input_words, layer_epoch, column_count);
+    load_vector_7(arena, thread, lane, input_words, layer_epoch, column_count);
     if (thread == 0) {
       store_shared_u32(block_waits, 0);
     }
@@ -3023,23 +2948,22 @@ __device__ __forceinline__ void down(uint32_t* progress, uint32_t block, uint32_
   }
 }
 
-// Bring a part of a vector into shared memory, times the weights of a norm if there are any (bf16, in natural
-// order); ends with a barrier of the consumer warps.
-__device__ __forceinline__ void load_vector_9(uint8_t* arena, uint32_t thread, uint32_t lane, uint32_t* input_words,
+// Bring a part of a vector into shared memory; ends with a barrier of the consumer warps.
+__device__ __forceinline__ void load_vector_8(uint8_t* arena, uint32_t thread, uint32_t lane, uint32_t* input_words,
     uint32_t step_epoch, uint32_t column_count) {
   uint4* vector = (uint4*)(arena + VECTOR);
   uint32_t first_unit = thread;
   if (lane == 0) {
     uint32_t word = first_unit * 4;
     uint32_t number = word / 1024 * 10240 + word % 1024 + 3072;
-    wait_tagged4(input_words + number, 32, step_epoch + 15);
+    wait_tagged4(input_words + number, 32, step_epoch + 16);
   }
   warp_barrier();
   if (thread / 4 % 8 < column_count) {
     uint4 units[8];
     uint32_t word = first_unit * 4;
     uint32_t number = word / 1024 * 10240 + word % 1024 + 3072;
-    wait_tagged_units(units, input_words + number, 10240, 8, 32, step_epoch + 15);
+    wait_tagged_units(units, input_words + number, 10240, 8, 32, step_epoch + 16);
     #pragma unroll
     for (uint32_t index = 0; index < 8; ++index) {
       uint4 words = units[index];
@@ -3067,7 +2991,7 @@ __device__ __forceinline__ void lm_head(uint32_t* progress, uint32_t block, uint
     if (thread == 0) {
       store_shared_u32(block_waits, 1);
     }
-    load_vector_9(arena, thread, lane, input_words, step_epoch, column_count);
+    load_vector_8(arena, thread, lane, input_words, step_epoch, column_count);
     if (thread == 0) {
       mbarrier_arrive(loaded);
     }
@@ -3261,7 +3185,7 @@ __device__ __forceinline__ void publish_lists(uint32_t warp, uint32_t column_cou
   for (uint32_t column = warp % 8; column < 8; column += 8) {
     if (begin(column, column_count, sequences, arena, warp, lane) != 0) {
       list_rows(column, weighed, sequences, arena, block, warp, lane);
-      publish_list(column, step_epoch + 16, step, lane, block, exchange_words, arena, warp);
+      publish_list(column, step_epoch + 17, step, lane, block, exchange_words, arena, warp);
     }
   }
 }
@@ -4043,8 +3967,8 @@ __device__ __forceinline__ void filter(uint32_t warp, uint8_t* arena, uint32_t s
   #pragma unroll 1
   for (uint32_t column = warp % 8; column < 8; column += 8) {
     if (((uint32_t*)(arena + FILTERS) + column * 16)[0] != 0 && ((uint32_t*)(arena + CHOSEN))[column] < 4294967294u) {
-      read(column, step_epoch + 16, step, arena, warp, lane, exchange_words);
-      decide(column, step_epoch + 16, step, sequences, arena, lane, warp, exchange_words);
+      read(column, step_epoch + 17, step, arena, warp, lane, exchange_words);
+      decide(column, step_epoch + 17, step, sequences, arena, lane, warp, exchange_words);
     }
   }
   named_barrier(1, 256);
@@ -4053,8 +3977,8 @@ __device__ __forceinline__ void filter(uint32_t warp, uint8_t* arena, uint32_t s
     if (is_done(lane, arena)) {
       break;
     }
-    weigh_all(step_epoch + 17 + round, round, warp, arena, weighed, sequences, lane, block, exchange_words);
-    judge_all(step_epoch + 17 + round, round, warp, arena, lane, exchange_words, sequences);
+    weigh_all(step_epoch + 18 + round, round, warp, arena, weighed, sequences, lane, block, exchange_words);
+    judge_all(step_epoch + 18 + round, round, warp, arena, lane, exchange_words, sequences);
     named_barrier(1, 256);
   }
 }
@@ -4112,14 +4036,14 @@ __device__ __forceinline__ void sampling(uint32_t* progress, uint32_t block, uin
     uint32_t best_token_2 = is_cancelled ? 4294967294u : best_token;
     uint32_t word = lane % 2 == 0 ? value_2 : best_token_2;
     uint32_t place = first_word + (block * 8 + warp) * 2 + lane;
-    publish_flagged_release(exchange_words + (place + 694272), word, step_epoch + 16);
+    publish_flagged_release(exchange_words + (place + 694272), word, step_epoch + 17);
   }
   uint32_t answer = 0;
   if (block == 0 && thread < column_count) {
     uint32_t sequence = ((uint32_t*)(arena + COLUMNS))[thread * 9 + 6];
     answer = load_relaxed_u32_sys(cancelled + sequence);
   }
-  gather(first_word / 4, step_epoch + 16, arena, thread, exchange_words);
+  gather(first_word / 4, step_epoch + 17, arena, thread, exchange_words);
   if (block == 0 && thread < column_count && answer == epoch) {
     ((uint32_t*)(arena + COLUMNS))[thread * 9 + 8] = 1;
   }
@@ -4318,11 +4242,11 @@ extern "C" __global__ void __launch_bounds__(512, 1) decode_step(const uint8_t* 
       uint32_t adding_parity = 0;
       uint32_t loaded_parity = 0;
       for (uint32_t step = 0; step < steps; ++step) {
-        uint32_t step_epoch = epoch + step * 82;
+        uint32_t step_epoch = epoch + step * 83;
         for (uint32_t layer = 0; layer < 16; ++layer) {
-          uint32_t layer_epoch = step_epoch + layer;
-          finish_qkv(block, lane, loaded, warp, column_count, loaded_parity, layer, embedding, next_token,
-              exchange_words, layer_epoch, arena, adding, summed, adding_parity, page_table, kv_pages, kv, taken);
+          uint32_t layer_epoch = step_epoch + layer + 1;
+          finish_qkv(block, lane, loaded, warp, column_count, loaded_parity, exchange_words, layer_epoch, arena, adding,
+              summed, adding_parity, page_table, layer, kv_pages, kv, taken);
           finish_o(block, warp, lane, column_count, arena, norms, layer, adding, summed, adding_parity, input_words,
               layer_epoch, exchange_words, taken);
           finish_gate_up(block, lane, loaded, warp, column_count, loaded_parity, exchange_words, layer_epoch, arena,
@@ -4358,7 +4282,9 @@ extern "C" __global__ void __launch_bounds__(512, 1) decode_step(const uint8_t* 
     uint32_t use_stage = 0;
     uint32_t use_parity = 0;
     for (uint32_t step = 0; step < steps; ++step) {
-      uint32_t step_epoch = epoch + step * 82;
+      uint32_t step_epoch = epoch + step * 83;
+      publish_embeddings(thread, block, column_count, arena, norms, embedding, next_token, input_words, step_epoch,
+          exchange_words);
       bool has_new_plan = follow_plan(plan_index, step, plan_count, kv_plans);
       begin_step(step, arena, thread, column_count, columns, sequences);
       if (has_new_plan) {
@@ -4366,12 +4292,11 @@ extern "C" __global__ void __launch_bounds__(512, 1) decode_step(const uint8_t* 
       }
       named_barrier(1, 256);
       load_angles(arena, thread, column_count, rope);
-      start_residual(arena, thread, block, column_count, embedding, next_token);
       named_barrier(1, 256);
       for (uint32_t layer = 0; layer < 16; ++layer) {
-        uint32_t layer_epoch = step_epoch + layer;
-        qkv(progress, block, step, layer, block_waits, norms, arena, column_count, embedding, next_token, input_words,
-            layer_epoch, loaded, full, use_stage, use_parity, ring, empty, taken, turn, turn_parity, summed);
+        uint32_t layer_epoch = step_epoch + layer + 1;
+        qkv(progress, block, step, layer, block_waits, arena, input_words, layer_epoch, column_count, loaded, full,
+            use_stage, use_parity, ring, empty, taken, turn, turn_parity, summed);
         attention(progress, block, step, layer, arena, kv_plans, plan_index, tiles, layer_epoch, exchange_words,
             use_stage, full, use_parity, ring, empty, input_words);
         o(progress, block, step, layer, norms, block_waits, arena, input_words, layer_epoch, column_count, full,

@@ -28,6 +28,8 @@ from cheetah.package import Generated
 from cheetah.plan import Gpu, Plan, shared_map, step_matrices
 from cheetah.plan.phases import PhaseText
 
+EMBEDDING = "embedding"
+"""The kernel that comes before the layers."""
 MODEL = ("qkv", "attention", "merge", "o", "gate_up", "down")
 STACKS = {"attention": MODEL[:4], "glu": MODEL[4:]}
 """The phases of a stack's layer, as unfused kernels."""
@@ -60,7 +62,8 @@ def fused_stack(config: ModelConfig, gpu: Gpu, plan: Plan, stack: str) -> StepKe
 
 
 def phase_kernel(config: ModelConfig, gpu: Gpu, plan: Plan, phase: str, stack: str | None = None) -> StepKernel:
-    """The kernel of one phase: of MODEL, "head" or "sampling". stack: the one that it is part of; None for the model.
+    """The kernel of one phase: EMBEDDING, of MODEL, "head" or "sampling". stack: the one that it is part of; None for
+    the model.
 
     "sampling" runs with one block."""
     blocks = 1 if phase == "sampling" else gpu.blocks
@@ -132,7 +135,8 @@ class Piece(StepParts):
         if is_part and line.product.input.is_normed:
             prologue = self.input_of(first, layer)
         if is_part and line.product.adds:
-            epilogue = self.onto_residual(last.output, self.norm(self.table.norm_behind(last, layer)))
+            behind = self.norm(self.table.norm_behind(last, layer))
+            epilogue = self.onto_residual(last.output, behind, self.layer_epoch)
         self.linear(self.matrices[line.product], prologue, epilogue)
 
 
@@ -143,10 +147,9 @@ class FusedStack(Piece):
     def emit(self, epochs: ch.Expr, layers: ch.Expr) -> None:
         machine = self.machine
         first_epoch = ch.const(ty.u32, epochs[machine.block])
+        self.first_epoch = first_epoch
         self.set_up()
         self.begin_step(self.step)
-        with machine.consumer:
-            self.step_epoch = first_epoch
         with ch.roles_for(machine.roles, layers, name="layer") as layer:
             self.begin_layer(layer)
             phases = self.layer_phases(layer)
@@ -158,8 +161,11 @@ class FusedStack(Piece):
         with machine.consumer:
             machine.meet()  # every thread has read the epoch
             with ch.if_(machine.thread == 0):
-                epochs[machine.block] = self.step_epoch + layers
+                epochs[machine.block] = self.step_epoch + (layers + 1)
         emit_roles(machine)
+
+    def begin_epochs(self, step: Any) -> None:
+        self.step_epoch = self.first_epoch
 
 
 class KernelBoundary(BarrierExchange):
@@ -191,7 +197,7 @@ class OnePhase(Piece):
         self._begin_phase(layer)
         self.begin_layer(layer)
         self._phases(layer)[self.name]()
-        if self.name in ("o", "down"):
+        if self.name in (EMBEDDING, "o", "down"):
             with machine.consumer:
                 self._store_residual()
         emit_roles(machine)
@@ -199,6 +205,7 @@ class OnePhase(Piece):
     def _phases(self, layer: Any) -> dict[str, Callable[[], None]]:
         return {
             **self.layer_phases(layer),
+            EMBEDDING: self._embedding,
             "attention": lambda: self._attention(layer),
             "merge": self._merge,
             "lm_head": self._head,
@@ -228,13 +235,14 @@ class OnePhase(Piece):
                 machine.meet()
             if self.name == "qkv":
                 self.load_angles()
-            if self.name == ("down" if self.stack == "glu" else "o"):
-                with ch.if_(layer == 0):
-                    self.start_residual()
-                with ch.else_():
-                    self._load_residual()
-            elif self.name in ("o", "down"):
+            if self.name in ("o", "down"):
                 self._load_residual()
+
+    @ch.inline
+    def _embedding(self) -> None:
+        first = self.table.products[0]
+        with self.machine.consumer:
+            self.publish_embeddings(first.input, self.norm(self.table.norm_row(first, 0)))
 
     @ch.inline
     def _load_residual(self) -> None:

@@ -7,17 +7,17 @@ from dataclasses import replace
 from typing import Any
 
 from benchmarks.studies.decode_state import DecodeState
-from benchmarks.studies.step_kernels import StepKernel, phase_kernel, residual_words
+from benchmarks.studies.step_kernels import EMBEDDING, StepKernel, phase_kernel, residual_words
 from cheetah.plan import Gpu
 
 
 class Unfused:
-    """The kernels of `phases` on the device, with an exchange and a residual of their own."""
+    """The kernels of the embedding and of `phases` on the device, with an exchange and a residual of their own."""
 
     def __init__(self, state: DecodeState, gpu: Gpu, phases: Sequence[str], stack: str | None = None) -> None:
         plan = replace(state.plan, sync="barrier")  # plain words; the kernels leave the barrier out
-        self.state, self.phases = state, phases
-        kernels = {phase: phase_kernel(state.config, gpu, plan, phase, stack) for phase in phases}
+        self.state, self.phases = state, (EMBEDDING, *phases)
+        kernels = {phase: phase_kernel(state.config, gpu, plan, phase, stack) for phase in self.phases}
         self.kernel: StepKernel = kernels[phases[0]]
         self.loaded = {
             phase: state.device.load(kernel.text.text, kernel.text.manifest) for phase, kernel in kernels.items()
@@ -32,11 +32,14 @@ class Unfused:
         return {"kernel": manifest.text_sha256[:16], "kernels": len(self.phases), "plan": manifest.plan}
 
     def launch(self, arguments: dict[str, Any], layers: int) -> None:
-        """One pass: the phases of every layer, then those that come once. `arguments` as of the fused step."""
+        """One pass: the embedding, the phases of every layer, then those that come once. `arguments` as of the fused
+        step."""
         given = {**arguments, "exchange": self.exchange, "residual": self.residual}
-        once = [phase for phase in self.phases if phase in ("lm_head", "sampling")]
+        first, *phases = self.phases
+        once = [phase for phase in phases if phase in ("lm_head", "sampling")]
+        self.state.device.launch(self.loaded[first], {**given, "layer": 0})
         for layer in range(layers):
-            for phase in self.phases:
+            for phase in phases:
                 if phase not in once:
                     self.state.device.launch(self.loaded[phase], {**given, "layer": layer})
         for phase in once:

@@ -6,7 +6,8 @@ Reuse of a vector (both kinds): each vector is written once a layer. The inputs 
 of exchanges of that layer, on every block that reads it in the layer before having finished reading: each reader
 publishes its part of the next vector only after a block barrier that follows all its reads (an adding warp that reads
 sums of squares: its own part after its own reads), and the next phase waits for all parts. Blocks that own no part of a
-phase do not read its input. So no vector is overwritten under a reader.
+phase do not read its input. A step's embeddings are published once all blocks' candidates of the step before are read.
+So no vector is overwritten under a reader.
 """
 
 from __future__ import annotations

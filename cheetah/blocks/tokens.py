@@ -9,11 +9,9 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from cheetah import lang as ch
-from cheetah.blocks.columns import CANCELLED, NUMBER, SEQUENCE, STATE_WORDS, STOPPED, TOTAL, UNIT, Columns
+from cheetah.blocks.columns import CANCELLED, NUMBER, SEQUENCE, STATE_WORDS, STOPPED, TOTAL, Columns
 from cheetah.blocks.host_words import HostBuffers, HostWords
-from cheetah.blocks.linear.prologue import Read, addresses_of_units
 from cheetah.lang import prim, ty
-from cheetah.plan import VECTOR_COLUMNS
 from cheetah.plan.kv.tables import CANCELLED_TOKEN
 
 
@@ -175,24 +173,3 @@ class Tokens:
     def embedding(self, column: Any) -> Any:
         """The embedding of a column's token."""
         return self.launch.embedding + ty.u64(self.next_token[column]) * self.shape.padded_hidden
-
-
-class Embeddings:
-    """The tokens' embeddings as the source of a prologue: there is nothing to wait for."""
-
-    wait = copied = None
-
-    def __init__(self, tokens: Tokens) -> None:
-        self.tokens = tokens
-
-    @property
-    def read(self) -> Read:
-        return self._read
-
-    @ch.inline
-    def _read(self, data: Any, unit: Any, count: int) -> None:
-        limit, threads = self.tokens.columns.limit, self.tokens.machine.consumer_threads
-        embedded = self.tokens.embedding(unit // (VECTOR_COLUMNS // UNIT) % limit)
-        embedded_at = addresses_of_units(self.tokens.columns, embedded)
-        with ch.for_(count, unroll=True, name="index") as index:
-            data[index] = prim.load_constant_u32x4(embedded_at(unit + index * threads))

@@ -116,7 +116,9 @@ class Report:
     @property
     def exchanges_per_step(self) -> int:
         """Vectors that all blocks make and all need, each time that they do; those of filters too."""
-        return len(self.shape.table.exchanges) * self.shape.layers + len(STEP_EXCHANGES)
+        table = self.shape.table
+        of_layers = len(table.exchanges) * self.shape.layers
+        return len(table.products[0].input.names) + of_layers + len(STEP_EXCHANGES)
 
     @property
     def step_bytes(self) -> StepBytes:

@@ -17,7 +17,7 @@ from cheetah.models.config import ModelConfig
 from cheetah.models.dense.launch import Launch, hidden_states_parameter
 from cheetah.models.dense.launch import kernel_parameters as parameters_of_step
 from cheetah.models.dense.page import page_of_head
-from cheetah.models.dense.step import HeadParts, head_exchange_sizes, workspace_bytes
+from cheetah.models.dense.step import HeadParts, head_exchange_sizes, published_kinds, workspace_bytes
 from cheetah.models.dense.step import sizes as sizes_of_step
 from cheetah.package import KernelParameter
 from cheetah.plan import Gpu, Plan, shared_map
@@ -40,9 +40,15 @@ def kernel_parameters(config: ModelConfig, plan: Plan) -> dict[str, KernelParame
 
 def sizes(config: ModelConfig, gpu: Gpu, plan: Plan, rows: int) -> dict[str, int]:
     """The sizes that the parameters' shapes name. rows: of hidden states."""
-    nbytes = workspace_bytes(head_exchange_sizes(gpu, plan), plan)
+    nbytes = workspace_bytes(head_exchange_sizes(config.shape, gpu, plan), plan, _inputs(config))
     own = {"hidden_rows": rows, "exchange_bytes": nbytes, "phases": page_of_head(config).names.count}
     return {**sizes_of_step(config, gpu, plan), **own}
+
+
+def _inputs(config: ModelConfig) -> dict[str, int]:
+    """What its product takes whole, with the exponent of its exchange."""
+    hidden = config.table.head.input
+    return {hidden.name: hidden.exponent}
 
 
 def phase_names(config: ModelConfig) -> tuple[str, ...]:
@@ -68,7 +74,11 @@ class Head(HeadParts):
     """The program of a launch: steps of two phases."""
 
     def __init__(self, config: ModelConfig, machine: Machine, launch: Launch, rows: int) -> None:
-        exchange = make_exchange(machine, launch.exchange, head_exchange_sizes(machine.gpu, machine.plan))
+        exchange = make_exchange(
+            *(machine, launch.exchange, head_exchange_sizes(machine.shape, machine.gpu, machine.plan)),
+            inputs=_inputs(config),
+            copied=published_kinds(config, machine.plan),
+        )
         super().__init__(config, machine, launch, exchange, page_of_head(config), rows)
 
     @ch.inline
@@ -78,8 +88,7 @@ class Head(HeadParts):
         self.set_up()
         with ch.roles_for(machine.roles, self.launch.steps, name="step") as step:
             self._begin_step(step)
-            embedded = self.embedded(ty.u32(self.table.norm_row(self.table.head, None)), self.places(self.table.head))
-            self.emit_head(step, embedded)
+            self.emit_head(step, self.step_epoch)
             with machine.consumer:
                 self.tokens.end_step(step)
             with machine.adding():
@@ -94,6 +103,9 @@ class Head(HeadParts):
         with machine.producer, ch.if_(step > 0), ch.if_(self.tokens.launch_is_over(step)):
             ch.return_()
         self.begin_epochs(step)
+        head = self.table.head
         with machine.consumer:
+            self.publish_embeddings(head.input, self.norm(self.table.norm_row(head, None)))
             self.columns.begin_step(step)
             machine.meet()
+            self.exchange.meet()

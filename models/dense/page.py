@@ -14,7 +14,7 @@ from cheetah.models.family import PhaseRow, lines_of
 from cheetah.models.layer_kind import AttentionKind, LayerKind
 from cheetah.plan.phases import PhaseNames, PhaseText
 from cheetah.plan.plan import DEFAULT_CONTEXT
-from cheetah.plan.products import STEP_EXCHANGES, AttentionPhase, NormPhase, Product, StepTable
+from cheetah.plan.products import STEP_EXCHANGES, AttentionPhase, NormPhase, Product, StepTable, Vector
 
 
 def layer_of(table: StepTable, kind: LayerKind, max_context: int) -> tuple[Line, ...]:
@@ -42,12 +42,14 @@ def page_of(config: ModelConfig, max_context: int = DEFAULT_CONTEXT) -> Page:
     """A whole step with a context of so many tokens."""
     table = config.shape.table
     kinds = tuple(layer_of(table, kind, max_context) for kind in config.kinds)
-    return Page(kinds, config.kind_of_layer, (Multiply(table.head, Logits(), has_norm=True), Choose()))
+    begin, once = Embed(table.products[0].input), (Multiply(table.head, Logits(), has_norm=True), Choose())
+    return Page(begin, kinds, config.kind_of_layer, once)
 
 
 def page_of_head(config: ModelConfig) -> Page:
-    """The head by itself, of hidden states that are in memory."""
-    return Page((), (), (Multiply(config.shape.table.head, Logits(), has_norm=True, is_there=True), Choose()))
+    """The head by itself, of hidden states in the place of embeddings."""
+    head = config.shape.table.head
+    return Page(Embed(head.input), (), (), (Multiply(head, Logits(), has_norm=True), Choose()))
 
 
 # -- what becomes of the rows of a product --------------------------------------------------------------------------
@@ -144,14 +146,26 @@ class Line(ABC):
 
 
 @dataclass(frozen=True)
+class Embed(Line):
+    """The embeddings of the step's tokens, published as every hidden vector is: no phase of its own in reports."""
+
+    vector: Vector
+    name = "embedding"
+    about = "The tokens' embeddings, with which the residual begins."
+    waits = ()
+
+    @property
+    def makes(self) -> tuple[str, ...]:
+        return self.vector.names
+
+
+@dataclass(frozen=True)
 class Multiply(Line):
-    """A product, and what becomes of its rows. has_norm: its input goes through one. is_there: whether that is in
-    memory when the launch begins."""
+    """A product, and what becomes of its rows. has_norm: its input goes through one."""
 
     product: Product
     then: Heads | OntoResidual | Kept | Gated | Logits
     has_norm: bool = False
-    is_there: bool = False
 
     @property
     def name(self) -> str:
@@ -164,7 +178,7 @@ class Multiply(Line):
 
     @property
     def waits(self) -> tuple[str, ...]:
-        return () if self.is_there else self.product.input.names
+        return self.product.input.names
 
     @property
     def makes(self) -> tuple[str, ...]:
@@ -264,9 +278,10 @@ class Choose(Line):
 
 @dataclass(frozen=True)
 class Page:
-    """A step: the layers, each of one of some kinds, and the phases behind them. The kinds have the same phases, whose
-    lines may say other things."""
+    """A step: what it begins with, the layers, each of one of some kinds, and the phases behind them. The kinds have
+    the same phases, whose lines may say other things."""
 
+    begin: Embed
     kinds: tuple[tuple[Line, ...], ...]
     kind_of_layer: tuple[int, ...]
     once: tuple[Line, ...]
@@ -286,7 +301,7 @@ class Page:
     def rows(self) -> tuple[PhaseRow, ...]:
         """The page as people read it."""
         of_layers = (row(line, self._layers(kind)) for kind, lines in enumerate(self.kinds) for line in lines)
-        return (*of_layers, *(row(line, "once") for line in self.once))
+        return (row(self.begin, "once"), *of_layers, *(row(line, "once") for line in self.once))
 
     def _layers(self, kind: int) -> str:
         its = [layer for layer, other in enumerate(self.kind_of_layer) if other == kind]

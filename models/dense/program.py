@@ -57,7 +57,6 @@ class Step(StepParts):
                 for line in self.page.layer:
                     self.emit_line(line, step, layer)
             self.end_layers()
-            hidden = self.normalised(self.table.head.input, self.layer_epoch, self.places(self.table.head))
-            self.emit_head(step, hidden)
+            self.emit_head(step, self.layer_epoch)
             self.end_step(step)
         emit_roles(self.machine)

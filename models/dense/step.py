@@ -5,6 +5,7 @@ The model itself is in `program`. Here is what would hide it: how blocks are wir
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import Any
@@ -34,14 +35,14 @@ from cheetah.blocks.linear.formats.vectors import is_raised
 from cheetah.blocks.linear.interface import Epilogue, Prologue, Rows
 from cheetah.blocks.linear.matvec import Matvec
 from cheetah.blocks.linear.norm_behind import KeepRows, finish_kept_rows
-from cheetah.blocks.linear.prologue import Either, Prefetching, Slices, Weighted
-from cheetah.blocks.linear.rms import InverseRms, PublishedSquares, RowSquares, Squares, squares_words
+from cheetah.blocks.linear.prologue import Prefetching, Slices
+from cheetah.blocks.linear.rms import InverseRms, PublishedSquares, squares_words
 from cheetah.blocks.machine import Machine
 from cheetah.blocks.phase import Phases
 from cheetah.blocks.ring import Ring
 from cheetah.blocks.sampling import Sampler
 from cheetah.blocks.timeline import Timeline
-from cheetah.blocks.tokens import Embeddings, Tokens
+from cheetah.blocks.tokens import Tokens
 from cheetah.lang import prim, ty
 from cheetah.models.act_order import places_shape
 from cheetah.models.attention_layers import EVERY_KEY
@@ -76,7 +77,7 @@ def exchange_sizes(shape: ModelShape, gpu: Gpu, plan: Plan) -> dict[str, int]:
     squares = {vector.squares: words for vector in table.normed}
     if (heads := table.attention.input).has_squares:
         squares[heads.squares] = squares_words(shape.rotated_rows // M_TILE_ROWS, plan.tokens)
-    return {**sizes, **squares, **head_exchange_sizes(gpu, plan)}
+    return {**sizes, **squares, **_sampling_sizes(gpu, plan)}
 
 
 def _words_of(table: StepTable, vector: Vector, plan: Plan) -> int:
@@ -88,10 +89,8 @@ def _words_of(table: StepTable, vector: Vector, plan: Plan) -> int:
 
 
 def product_inputs(table: StepTable) -> dict[str, int]:
-    """The vectors that products take whole, with the exponents of their exchange. Without the last product's in a model
-    of one layer, where nobody reads it in steps without a head."""
-    last = table.layer[-1].output
-    return {one.name: one.exponent for one in table.inputs if one != last or table.layers > 1}
+    """The vectors that products take whole, with the exponents of their exchange."""
+    return {one.name: one.exponent for one in table.inputs}
 
 
 def published_kinds(config: ModelConfig, plan: Plan) -> dict[str, str]:
@@ -106,8 +105,13 @@ def published_kinds(config: ModelConfig, plan: Plan) -> dict[str, str]:
     return kinds
 
 
-def head_exchange_sizes(gpu: Gpu, plan: Plan) -> dict[str, int]:
-    """Those of the last two phases."""
+def head_exchange_sizes(shape: ModelShape, gpu: Gpu, plan: Plan) -> dict[str, int]:
+    """Those of the phases behind the layers alone, with the vector that they begin with."""
+    sizes = exchange_sizes(shape, gpu, plan)
+    return {name: sizes[name] for name in (*shape.table.head.input.names, *STEP_EXCHANGES)}
+
+
+def _sampling_sizes(gpu: Gpu, plan: Plan) -> dict[str, int]:
     sizes = (
         2 * 2 * max(plan.tokens, 2) * gpu.blocks,
         2 * 4 * listed_tokens(plan.tokens) * plan.tokens * gpu.blocks,
@@ -208,14 +212,17 @@ class HeadParts:
 
     def begin_epochs(self, step: Any) -> None:
         """The first of the step's exchange epochs, in the roles that wait for them and that publish."""
-        first = self.launch.epoch + step * epochs_of_step(self.shape.layers)
+        first = self.launch.epoch + step * epochs_of_step(self.page.names.layers)
         self.step_epoch = self._epoch("step_epoch", first)
 
     def _epoch(self, name: str, value: ch.Expr) -> ch.Expr:
         return ch.roles_const((self.machine.consumer, self.machine.adder), ty.u32, value, name)
 
-    def emit_head(self, step: Any, hidden: Prologue) -> None:
-        """Logits of `hidden`, and the next token of every column; left out for tokens whose logits nobody wants."""
+    def emit_head(self, step: Any, epoch: ch.Expr) -> None:
+        """Logits of the hidden vector of an epoch, and the next token of every column; left out for tokens whose logits
+        nobody wants."""
+        head = self.table.head
+        hidden = self.normalised(head.input, epoch, self.places(head))
         self.start_sampling()
         for line in self.page.once:
             with self.phase(line.text):
@@ -235,23 +242,63 @@ class HeadParts:
         with self.machine.adding():
             self.sampler.lay_down()
         with self.machine.consumer:
-            self.sampler.choose(self.step_epoch + self.shape.layers, step)
+            self.sampler.choose(self.step_epoch + (self.page.names.layers + 1), step)
             self.timeline.stamp_here("done")
 
-    def embedded(
-        self, norm: ch.Expr, places: ch.Expr | None, multiplier: float = 1.0, is_normed: bool = True
-    ) -> Prologue:
-        """RMSNorm number `norm` of the rows of the embedding, times a multiplier. places: of `places`. is_normed: else
-        the rows themselves; see `InverseRms`."""
-        squares = RowSquares(self.tokens.embedding, self.shape.padded_hidden)
-        scale = replace(self.inverse_rms(squares), multiplier=multiplier, is_normed=is_normed)
-        weights, available = self.norm(norm), self.table.head.input.published
-        source = Embeddings(self.tokens)
-        return Weighted(self.columns, source, available, weights.weights, places, scale, weights.plus_one)
+    @ch.function
+    def publish_embeddings(self, vector: Vector, norm: NormWeights, multiplier: float = 1.0) -> None:
+        """In the consumer role: the embeddings of the step's tokens, times the multiplier, become the residual, and are
+        published as every hidden vector is. A lane has a row of a column, of the block's M-tiles in turn; whole warps
+        share M-tiles."""
+        machine, matrix, tokens = self.machine, self.residual, self.columns.limit
+        height = matrix.tile_rows
+        count = matrix.waves * tokens * height
+        begin = self.onto_residual(vector, norm, self.step_epoch, multiplier, is_first=True)
+        with ch.for_(machine.thread, round_up(count, 32), machine.consumer_threads, unroll=1, name="place") as place:
+            wave = place // (height * tokens)
+            column = place // height % tokens
+            row = place % height
+            m_tile = matrix.m_tile(wave, matrix.position(machine.block))
+            is_own = (place < count) & (m_tile < matrix.m_tiles) & (column < self.columns.count)
+            there = ch.minimum(m_tile, matrix.m_tiles - 1)
+            embedded = functools.partial(self._embedded, column, there * height + row, is_own)
+            begin(Rows(there, wave, row, column, is_own, 0, embedded, height))
 
-    def inverse_rms(self, squares: Squares) -> InverseRms:
-        """1/rms of a hidden vector of those squares."""
-        return InverseRms(self.columns, squares, self.shape.hidden, self.config.rms_norm_eps)
+    @ch.inline
+    def _embedded(self, column: Any, row: Any, when: Any) -> Any:
+        """A row of the embedding of a column's token; those that there are not are zero in memory."""
+        embedded = ch.var(ty.f32, 0.0)
+        with ch.if_(when):
+            embedded.set(prim.bf16_to_f32(self.tokens.embedding(column)[row]))
+        return embedded
+
+    def normalised(self, vector: Vector, epoch: ch.Expr, places: ch.Expr | None, is_normed: bool = True) -> Prologue:
+        """RMSNorm of a vector that is published times its weights. places: of `places`. is_normed: else the vector
+        itself; see `InverseRms`."""
+        scale = replace(self.inverse_rms(vector, epoch), is_normed=is_normed)
+        return Slices(self.columns, self.exchange.at(vector.name, epoch), vector.published, places, scale)
+
+    def inverse_rms(self, vector: Vector, epoch: ch.Expr) -> InverseRms:
+        """1/rms of a vector beside which squares are published."""
+        return InverseRms(self.columns, self.squares_of(vector, epoch), vector.elements, self.config.rms_norm_eps)
+
+    def squares_of(self, vector: Vector, epoch: ch.Expr) -> PublishedSquares:
+        """The squares beside a vector."""
+        return PublishedSquares(self.columns, self.exchange.at(vector.squares, epoch), self.residual.m_tiles)
+
+    def onto_residual(
+        self,
+        vector: Vector | None,
+        norm: NormWeights,
+        epoch: ch.Expr,
+        multiplier: float = 1.0,
+        *,
+        is_first: bool = False,
+    ) -> PublishedRows:
+        """Rows times the multiplier added to the residual, which is published as `vector`, times these weights."""
+        assert vector is not None
+        into, squares = self.exchange.at(vector.name, epoch), self.squares_of(vector, epoch)
+        return AddResidual(self.machine, into, squares, norm, multiplier, is_first)
 
     def places(self, product: Product, layer: Any = None) -> Any:
         """Where a matrix has the elements of its input; None where they are in order."""
@@ -352,21 +399,24 @@ class StepParts(HeadParts):
 
     @ch.inline
     def begin_step(self, step: Any) -> None:
-        """The step's KV plan, its columns, the angles of their positions, the residual of their tokens."""
+        """The residual of the step's tokens, which all blocks need first; its KV plan, its columns, the angles of their
+        positions."""
         machine = self.machine
         self.phase.step = step
         self.begin_epochs(step)
         with machine.producer:
             self.schedule.advance(machine.producer, step)
+        first, multiplier = self.table.products[0], self.config.embedding_multiplier
         with machine.consumer:
+            self.publish_embeddings(first.input, self.norm(self.table.norm_row(first, 0)), multiplier)
             has_new_plan = self.schedule.advance(machine.consumer, step)
             self.columns.begin_step(step)
             with ch.if_(has_new_plan):
                 self.schedule.keep_all()
             machine.meet()
             self.load_angles()
-            self.start_residual()
             machine.meet()
+            self.exchange.meet()
 
     @ch.function
     def load_angles(self) -> None:
@@ -381,27 +431,6 @@ class StepParts(HeadParts):
                     (ty.u64(position) + first) * head_dim + ty.u64(index % head_dim)
                 ]
 
-    @ch.function
-    def start_residual(self) -> None:
-        """The rows of the tokens' embeddings that this block owns, in f32."""
-        machine, matrix, tokens = self.machine, self.residual, self.columns.limit
-        residual = machine.region("residual", ty.f32)
-        height = matrix.tile_rows
-        count = matrix.waves * height * tokens
-        with ch.for_(machine.thread, count, machine.consumer_threads, unroll=1, name="place") as place:
-            own_row = place // tokens
-            m_tile = matrix.m_tile(own_row // height, matrix.position(machine.block))
-            row = m_tile * height + own_row % height
-            with ch.if_((row < self.shape.hidden) & (place % tokens < self.launch.column_count)):
-                residual[place] = self._multiplied(prim.bf16_to_f32(self.tokens.embedding(place % tokens)[row]))
-            with ch.else_():
-                residual[place] = 0.0
-
-    def _multiplied(self, element: Any) -> Any:
-        """An element of the embedding as the residual begins with it."""
-        multiplier = self.config.embedding_multiplier
-        return element if multiplier == 1 else element * multiplier
-
     @ch.inline
     def begin_layer(self, layer: Any) -> None:
         """The products and vectors that follow are this layer's."""
@@ -414,7 +443,7 @@ class StepParts(HeadParts):
         self.port.query_angles = self.port.key_angles = self._of_layer(rotate, layers.query_rotations, layer, "angles")
         if not layers.rotates_alike:
             self.port.key_angles = self._of_layer(rotate, layers.key_rotations, layer, "key_angles")
-        self.layer_epoch = self._epoch("layer_epoch", self.step_epoch + layer)
+        self.layer_epoch = self._epoch("layer_epoch", self.step_epoch + (layer + 1))
 
     @staticmethod
     def _of_layer(roles: tuple[ch.Role, ...], numbers: Sequence[int], layer: Any, name: str) -> Any:
@@ -425,7 +454,7 @@ class StepParts(HeadParts):
     def end_layers(self) -> None:
         """What follows belongs to no layer; its input is the last one's output."""
         self.linear.end_layers()
-        self.layer_epoch = self.step_epoch + (self.shape.layers - 1)
+        self.layer_epoch = self.step_epoch + self.shape.layers
 
     @ch.inline
     def end_step(self, step: Any) -> None:
@@ -472,8 +501,11 @@ class StepParts(HeadParts):
 
     def input_of(self, product: Product, layer: Any) -> Prologue:
         """What brings the input of a product of a layer; meanwhile it has what is needed behind it brought into L2."""
-        is_first = product is self.table.products[0]
-        prologue = self.first_input(product, layer) if is_first else self.made_before(product, layer)
+        places, is_first = self.places(product, layer), product is self.table.products[0]
+        if is_first:
+            prologue = self._input(product.input, self.layer_epoch - 1, places)
+        else:
+            prologue = self.made_before(product, places)
         needed = self._needed_by_heads(layer) if product is self.table.heads else []
         if product.adds:
             norms = [self.norm(self.table.norm_behind(product, layer))]
@@ -482,28 +514,15 @@ class StepParts(HeadParts):
             needed += [(norm.weights, self.shape.padded_hidden * 2) for norm in norms]
         return Prefetching(prologue, self.machine, needed) if needed else prologue
 
-    def first_input(self, product: Product, layer: Any) -> Prologue:
-        """That of a layer's first product: in the first layer of the embeddings, then of what the layer before made."""
-        places = self.places(product, layer)
-        before, multiplier = self._input(product.input, self.layer_epoch - 1, places), self.config.embedding_multiplier
-        embedded = self.embedded(ty.u32(0), places, multiplier, self.config.norms.before)
-        return Either(layer == 0, embedded, before)
-
-    def made_before(self, product: Product, layer: Any) -> Prologue:
+    def made_before(self, product: Product, places: Any) -> Prologue:
         """What a phase of the same layer made, slice by slice. Where waiting is most of a step all lanes poll the
         output of attention, since they come to it long before (qwen3-0.6b: 1.8 %); 1B loses 6 % so."""
-        vector, places = product.input, self.places(product, layer)
+        vector = product.input
         if vector.is_normed:
             return self._input(vector, self.layer_epoch, places)
         polled_by_all = self.table.is_attended(vector) and self.machine.plan.waits_most
         published = replace(self.vector(vector), one_waits=not polled_by_all)
         return Slices(self.columns, published, vector.published, places)
-
-    def normalised(self, vector: Vector, epoch: ch.Expr, places: ch.Expr | None, is_normed: bool = True) -> Prologue:
-        """RMSNorm of a vector that is published times its weights. places: of `places`. is_normed: else the vector
-        itself; see `InverseRms`."""
-        scale = replace(self.inverse_rms(self._squares_of(vector, epoch)), is_normed=is_normed)
-        return Slices(self.columns, self.exchange.at(vector.name, epoch), vector.published, places, scale)
 
     def epilogue_of(self, line: Multiply, layer: Any) -> PublishedRows:
         """What becomes of the rows of a line's product."""
@@ -512,25 +531,19 @@ class StepParts(HeadParts):
             return ProjectedHeads(self.projection, layer, self.layer_epoch)
         if isinstance(line.then, Kept):
             assert product.output is not None
-            return KeepRows(self.machine, self._squares_of(product.output, self.layer_epoch))
+            return KeepRows(self.machine, self.squares_of(product.output, self.layer_epoch))
         if isinstance(line.then, OntoResidual):
             norm = self.norm(self.table.norm_behind(product, layer))
-            return self.onto_residual(product.output, norm, line.then.multiplier)
+            return self.onto_residual(product.output, norm, self.layer_epoch, line.then.multiplier)
         assert isinstance(line.then, Gated), line
         return GatedRows(self.machine, self.vector(product.output), line.then.activation)
-
-    def onto_residual(self, vector: Vector | None, norm: NormWeights, multiplier: float = 1.0) -> PublishedRows:
-        """Rows times the multiplier added to the residual, which is published as `vector`, times these weights."""
-        assert vector is not None
-        squares = self._squares_of(vector, self.layer_epoch)
-        return AddResidual(self.machine, self.vector(vector), squares, norm, multiplier)
 
     def finish_kept_rows(self, line: NormBehind, layer: Any) -> None:
         """The norm behind a product: its rows added to the residual."""
         product = line.product
-        scale = self.inverse_rms(self._squares_of(line.phase.input, self.layer_epoch))
+        scale = self.inverse_rms(line.phase.input, self.layer_epoch)
         norm = self.norm(self.table.norm_behind(product, layer))
-        onto = self.onto_residual(line.phase.output, norm, line.then.multiplier)
+        onto = self.onto_residual(line.phase.output, norm, self.layer_epoch, line.then.multiplier)
         with self.machine.consumer:
             finish_kept_rows(self.linear, self.residual, scale, self._norm_behind(product, layer), onto)
             self.timeline.stamp_here("done")
@@ -543,9 +556,6 @@ class StepParts(HeadParts):
     def _input(self, vector: Vector, epoch: ch.Expr, places: ch.Expr | None) -> Prologue:
         """What a sublayer takes of the residual."""
         return self.normalised(vector, epoch, places, self.config.norms.before)
-
-    def _squares_of(self, vector: Vector, epoch: ch.Expr) -> PublishedSquares:
-        return PublishedSquares(self.columns, self.exchange.at(vector.squares, epoch), self.residual.m_tiles)
 
     @property
     def _head_norm_row(self) -> int:

@@ -81,9 +81,9 @@ def test_a_cache_of_eight_bits_is_half_as_many_bytes():
     assert dict(e4m3.summary())["KV a step"] == "0.066 GB (e4m3)"
 
 
-def test_exchanges_are_eight_a_layer_and_three_a_step():
-    assert report_of(LLAMA_8B).exchanges_per_step == 259
-    assert report_of(TINY, "emulator").exchanges_per_step == 35
+def test_exchanges_are_eight_a_layer_and_five_a_step():
+    assert report_of(LLAMA_8B).exchanges_per_step == 261
+    assert report_of(TINY, "emulator").exchanges_per_step == 37
 
 
 def test_summary_names_machine_bytes_and_rate():

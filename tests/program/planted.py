@@ -493,12 +493,19 @@ BUGS = (
     Bug(
         "epoch not advanced between layers",
         ("schedules",),
-        ((r"layer_epoch = step_epoch \+ layer;", "layer_epoch = step_epoch;"),),
+        ((r"layer_epoch = step_epoch \+ layer \+ 1;", "layer_epoch = step_epoch + 1;"),),
     ),
+    Bug(
+        "embeddings with the tag of the last layer before",
+        ("schedules",),
+        ((r"step_epoch = epoch \+ step \* (\d+);", r"step_epoch = epoch + step * (\1 + 2);"),),
+    ),
+    Bug("half of the embedding", ("reference",), ((r"float value = embedded;", "float value = embedded * 0.5f;"),)),
+    Bug("no grid barrier behind the embeddings", BOTH, change=leave_out_meeting(0), sync="barrier"),
     Bug("epoch not advanced between steps", BOTH, ((r"step_epoch = epoch \+ step \* \d+;", "step_epoch = epoch;"),)),
     Bug("barrier without release", ("race",), ((r"\badd_release_u64\(counter, 1\);", RELAXED_ADD),), sync="barrier"),
-    Bug("no grid barrier before the merge", BOTH, change=leave_out_meeting(1), sync="barrier"),
-    Bug("no grid barrier after gate_up", BOTH, change=leave_out_meeting(4), sync="barrier"),
+    Bug("no grid barrier before the merge", BOTH, change=leave_out_meeting(2), sync="barrier"),
+    Bug("no grid barrier after gate_up", BOTH, change=leave_out_meeting(5), sync="barrier"),
     Bug("middle over attention, with barriers", BOTH, change=share_memory("middle", "attention"), sync="barrier"),
     # -- keys and values, attention
     Bug("cache read before the step is done", BOTH, change=wait_for_the_step_too_late, setup=ROOMY),

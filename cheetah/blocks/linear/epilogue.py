@@ -50,13 +50,15 @@ class NormWeights:
 @dataclass(frozen=True, eq=False)
 class AddResidual(PublishedRows):
     """residual += rows * multiplier, kept in f32 by the block that owns them, and published as the next norm wants it:
-    times its weights, rounded to bf16, and the squares beside it."""
+    times its weights, rounded to bf16, and the squares beside it. is_first: the rows are the residual, which begins
+    with them."""
 
     machine: Machine
     into: Published
     squares: PublishedSquares
     norm: NormWeights
     multiplier: float = 1.0
+    is_first: bool = False
 
     @property
     def makes(self) -> tuple[str, ...]:
@@ -71,7 +73,8 @@ class AddResidual(PublishedRows):
         publish = publishing(machine, self.into, rows, rows.m_tile * rows.count, rows.count)
         value = ch.var(ty.f32, rows.sum() if self.multiplier == 1 else rows.sum() * self.multiplier)
         with ch.if_(rows.is_own):
-            value += residual[place]
+            if not self.is_first:
+                value += residual[place]
             residual[place] = value
         weighted = ch.const(ty.f32, value * weight, name="weighted")
         publish(weighted)

@@ -18,7 +18,6 @@ from cheetah.blocks.linear.copied import CopiedParts, load_copied
 from cheetah.blocks.linear.formats.vectors import store_unit
 from cheetah.blocks.linear.interface import ColumnScale, Parts, Prologue
 from cheetah.blocks.linear.order import Order
-from cheetah.blocks.linear.rms import EitherScale
 from cheetah.blocks.machine import Machine
 from cheetah.blocks.vector_copies import CopySource
 from cheetah.lang import prim, ty
@@ -28,8 +27,6 @@ from cheetah.plan.formats import BF16_VECTOR, DIGITS, HALVES
 from cheetah.plan.plan import COLUMNS
 
 LINE_BYTES = 128
-WEIGHTED_UNITS = 4
-"""Units that are multiplied by a norm's weights together: once a step, so few registers count for more than time."""
 Read = Callable[[Any, ch.Expr, int], None]
 """Puts units (u32x4) `unit`, `unit + consumer_threads`, ... into an array: (array of UNITS, unit, how many)."""
 Wait = Callable[[ch.Expr, ch.Value], None]
@@ -40,7 +37,7 @@ While a vector is awaited, polling all of it crowds the memory: 32 times fewer p
 
 
 class Source(Protocol):
-    """Where a vector comes from: a vector of the exchange, which has a name, or the embeddings of the tokens."""
+    """Where a vector comes from: a vector of the exchange, which has a name."""
 
     @property
     def read(self) -> Read: ...
@@ -60,31 +57,6 @@ class Units:
     read: Read
     wait: Wait | None = None
     copied: CopySource | None = None
-
-
-@dataclass(frozen=True, eq=False)
-class Weighted(Prologue):
-    """A whole vector times a norm's weights, where nobody has multiplied them before.
-
-    available: elements that the source has, the rest of its K-tiles is zero. weight: bf16, padded like the vector.
-    places: as of `Part`. scale: of the products. plus_one: the norm multiplies by 1 + weight.
-    """
-
-    columns: Columns
-    source: Source
-    available: int
-    weight: ch.Expr
-    places: ch.Expr | None = None
-    scale: ColumnScale | None = None
-    plus_one: bool = False
-
-    def scale_of_products(self) -> ColumnScale | None:
-        return self.scale
-
-    def load(self, matrix: MatrixLayout, index: int) -> None:
-        kind = matrix.vector_kind(self.columns.limit)
-        part = Part(matrix.padded_columns, self.available, kind=kind, places=self.places)
-        load_vector(self.columns, part, self.source, self.weight, plus_one=self.plus_one)
 
 
 @dataclass(frozen=True, eq=False)
@@ -126,32 +98,6 @@ class Slices(Prologue):
             load_copied(self.columns, matrix, copied)
             return
         load_vector(self.columns, part, self.source)
-
-
-@dataclass(frozen=True, eq=False)
-class Either(Prologue):
-    """One prologue where `condition` holds, else the other; what is prepared is the other's."""
-
-    condition: ch.Expr
-    then: Prologue
-    otherwise: Prologue
-
-    @property
-    def waits(self) -> tuple[str, ...]:
-        return self.otherwise.waits
-
-    def prepare(self) -> None:
-        self.otherwise.prepare()
-
-    def scale_of_products(self) -> ColumnScale | None:
-        then, otherwise = self.then.scale_of_products(), self.otherwise.scale_of_products()
-        return EitherScale(self.condition, then, otherwise) if then is not None and otherwise is not None else None
-
-    def load(self, matrix: MatrixLayout, index: int) -> None:
-        with ch.if_(self.condition):
-            self.then.load(matrix, index)
-        with ch.else_():
-            self.otherwise.load(matrix, index)
 
 
 @dataclass(frozen=True, eq=False)
@@ -217,23 +163,16 @@ def _read_batch(columns: Columns, part: Part, batch: _Batch, source: Source) -> 
 
 
 @ch.function
-def load_vector(
-    columns: Columns, part: Part, source: Source, weight: ch.Expr | None = None, plus_one: bool = False
-) -> None:
-    """Bring a part of a vector into shared memory, times the weights of a norm if there are any (bf16, in natural
-    order); ends with a barrier of the consumer warps."""
+def load_vector(columns: Columns, part: Part, source: Source) -> None:
+    """Bring a part of a vector into shared memory; ends with a barrier of the consumer warps."""
     machine, order = columns.machine, _order_of(columns, part)
     vector = machine.region("vector", ty.u32x4)
-    weights_at = None if weight is None else addresses_of_units(columns, weight)
-    for batch in _batches(columns, part, UNITS if weight is None else WEIGHTED_UNITS):
+    for batch in _batches(columns, part, UNITS):
         places = _load_places(order, batch)
         batch.wait(source.wait)
         with _read_batch(columns, part, batch, source) as data:
             with _each(machine, batch) as (index, unit):
                 words = data[index]
-                if weights_at is not None:
-                    times = _times_one_plus if plus_one else _times_weights
-                    words = times(words, prim.load_constant_u32x4(weights_at(unit)))
                 if order is None:
                     store_unit(columns, vector, unit, words, part.kind)
                 else:
@@ -340,27 +279,6 @@ def _each(machine: Machine, batch: _Batch) -> Iterator[tuple[ch.Expr, ch.Expr]]:
     """(number in the array, unit) of each of the batch."""
     with ch.for_(batch.count, unroll=True, name="index") as index:
         yield index, batch.first + index * machine.consumer_threads
-
-
-@ch.inline
-def _times_weights(words: ch.Expr, weight: ch.Expr) -> Any:
-    """A unit times the norm's weights."""
-    pairs = [prim.multiply_bf16x2(getattr(words, member), getattr(weight, member)) for member in "xyzw"]
-    unit = ch.const(ty.u32x4, prim.make_u32x4(*pairs), name="weighted")
-    return unit
-
-
-@ch.inline
-def _times_one_plus(words: ch.Expr, weight: ch.Expr) -> Any:
-    """A unit times 1 + the norm's weights, rounded once."""
-    pairs = []
-    for member in "xyzw":
-        pair, by = getattr(words, member), getattr(weight, member)
-        low = prim.bf16x2_low(pair) * (prim.bf16x2_low(by) + 1.0)
-        high = prim.bf16x2_high(pair) * (prim.bf16x2_high(by) + 1.0)
-        pairs.append(prim.pack_bf16x2(low, high))
-    unit = ch.const(ty.u32x4, prim.make_u32x4(*pairs), name="weighted")
-    return unit
 
 
 def _order_of(columns: Columns, part: Part) -> Order | None:

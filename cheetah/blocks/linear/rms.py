@@ -1,18 +1,16 @@
 """RMSNorm's 1/rms of every token: the products of a vector that was multiplied by the norm's weights alone are
 multiplied by it afterwards, by who finishes their rows. So no product waits for a sum over the whole vector.
 
-Who publishes a hidden vector publishes the sums of squares of its M-tiles beside it. Of vectors that nobody published,
-embeddings, there are the rows themselves.
+Who publishes a hidden vector publishes the sums of squares of its M-tiles beside it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from cheetah import lang as ch
-from cheetah.blocks.columns import UNIT, Columns
+from cheetah.blocks.columns import Columns
 from cheetah.blocks.exchange import Published
 from cheetah.blocks.linear.interface import ColumnScale, Rows
 from cheetah.lang import prim, ty
@@ -24,8 +22,6 @@ WORDS = 4
 """Of a unit of an exchange: sums of squares that are read together."""
 UNITS_AT_ONCE = 2
 """Units that a lane asks for together: more spill where an adding warp has 64 registers a thread."""
-ROWS_AT_ONCE = 4
-"""The same of units of a row."""
 TOO_LARGE = 2.0**64
 """A sum of squares that no vector of plausible numbers has. An element that was none makes all products NaN, so that it
 is told, whatever the exchange made of it."""
@@ -37,50 +33,6 @@ NAN = 0x7FC00000
 def squares_words(m_tiles: int, tokens: int) -> int:
     """Payload words of the sums of squares of a vector: for every token one an M-tile, padded to whole units."""
     return round_up(m_tiles, WORDS) * tokens
-
-
-class Squares(Protocol):
-    """Where a vector's squares come from. waits: the vectors of an exchange that have to be there."""
-
-    @property
-    def waits(self) -> tuple[str, ...]: ...
-
-    def sum_of_lane(self, column: Any, lane: Any, lanes: int) -> Any:
-        """A share of a column's sum of squares (f32), that of lane `lane` of so many."""
-
-
-@dataclass(frozen=True, eq=False)
-class InverseRms(ColumnScale):
-    """elements: of the vector, over which the mean of squares runs. multiplier: of the vector, which squares and
-    products are without. is_normed: else products are of the vector as it is, and the scale only tells whether it had
-    an element that was no plausible number."""
-
-    columns: Columns
-    squares: Squares
-    elements: int
-    epsilon: float
-    multiplier: float = 1.0
-    is_normed: bool = True
-
-    @property
-    def waits(self) -> tuple[str, ...]:
-        return self.squares.waits
-
-    @ch.inline
-    def of(self, column: Any) -> Any:
-        lanes = 32 if self.columns.limit == 1 else M_TILE_ROWS
-        total = ch.var(ty.f32, 0.0)
-        with self.columns.if_active(column):
-            total.set(self.squares.sum_of_lane(column, self.columns.machine.lane % lanes, lanes))
-        mask = lanes // 2
-        while mask:
-            total += prim.shuffle_xor_f32(total, mask)
-            mask //= 2
-        of_mean = self.multiplier**2 / self.elements
-        scale = prim.rsqrt_f32(total * of_mean + self.epsilon) if self.is_normed else ty.f32(1.0)
-        if self.multiplier != 1:
-            scale = scale * self.multiplier
-        return ch.select(total < TOO_LARGE, scale, prim.bits_float(NAN))
 
 
 @dataclass(frozen=True, eq=False)
@@ -117,6 +69,7 @@ class PublishedSquares:
 
     @ch.function
     def sum_of_lane(self, column: Any, lane: Any, lanes: int) -> Any:
+        """A share of a column's sum of squares (f32), that of lane `lane` of so many."""
         part = self.part or range(self.m_tiles)
         units = ceil_div(len(part), WORDS)
         total = ch.var(ty.f32, 0.0)
@@ -139,43 +92,29 @@ class PublishedSquares:
 
 
 @dataclass(frozen=True, eq=False)
-class RowSquares:
-    """Squares of rows of `elements` bf16 numbers, a multiple of 8, that are in memory: `row` gives a column's."""
+class InverseRms(ColumnScale):
+    """elements: of the vector, over which the mean of squares runs. is_normed: else products are of the vector as it
+    is, and the scale only tells whether it had an element that was no plausible number."""
 
-    row: Callable[[Any], ch.Expr]
+    columns: Columns
+    squares: PublishedSquares
     elements: int
-    waits = ()
-
-    @ch.function
-    def sum_of_lane(self, column: Any, lane: Any, lanes: int) -> Any:
-        units = self.elements // UNIT
-        first = ch.const(ty.ptr(ty.bf16), self.row(column))
-        total = ch.var(ty.f32, 0.0)
-        with ch.for_(lane, units, lanes, unroll=ROWS_AT_ONCE) as unit:
-            words = ch.const(ty.u32x4, prim.load_constant_u32x4(first + unit * UNIT))
-            for member in "xyzw":
-                low, high = prim.bf16x2_low(getattr(words, member)), prim.bf16x2_high(getattr(words, member))
-                total += low * low + high * high
-        return total
-
-
-@dataclass(frozen=True, eq=False)
-class EitherScale(ColumnScale):
-    """One where `condition` holds, else the other."""
-
-    condition: ch.Expr
-    then: ColumnScale
-    otherwise: ColumnScale
+    epsilon: float
+    is_normed: bool = True
 
     @property
     def waits(self) -> tuple[str, ...]:
-        return self.otherwise.waits
+        return self.squares.waits
 
     @ch.inline
     def of(self, column: Any) -> Any:
-        scale = ch.var(ty.f32, 0.0)
-        with ch.if_(self.condition):
-            scale.set(self.then.of(column))
-        with ch.else_():
-            scale.set(self.otherwise.of(column))
-        return scale
+        lanes = 32 if self.columns.limit == 1 else M_TILE_ROWS
+        total = ch.var(ty.f32, 0.0)
+        with self.columns.if_active(column):
+            total.set(self.squares.sum_of_lane(column, self.columns.machine.lane % lanes, lanes))
+        mask = lanes // 2
+        while mask:
+            total += prim.shuffle_xor_f32(total, mask)
+            mask //= 2
+        scale = prim.rsqrt_f32(total * (1.0 / self.elements) + self.epsilon) if self.is_normed else ty.f32(1.0)
+        return ch.select(total < TOO_LARGE, scale, prim.bits_float(NAN))

@@ -108,10 +108,10 @@ _FIELDS = {kind: attrgetter(*[field.name for field in fields(kind)]) for kind in
 
 
 def epochs_of_step(layers: int) -> int:
-    """Epochs of the exchange that a step of a model with so many layers uses. Those of its layers follow those of the
-    step before, modulo the tags."""
+    """Epochs of the exchange that a step of a model with so many layers uses: one for the embeddings, one a layer, and
+    those of the choice of tokens. The first follows the last layer's of the step before, modulo the tags."""
     others = 1 + FILTER_ROUNDS
-    return layers + round_up(others, EXCHANGE_TAGS)
+    return 1 + layers + round_up(others, EXCHANGE_TAGS)
 
 
 def word(kind: type[Record], name: str) -> int:
