@@ -4,13 +4,17 @@ import { count } from "./view.js";
 
 const sum = (metrics, name) => metrics.get(name)?.reduce((total, { value }) => total + value, 0);
 
-/** How fast memory is read: {share: of the ceiling measured here, 0 to 1, gbPerS, stepBytes}. */
-export function speedOf(metrics) {
-  return {
-    share: sum(metrics, "cheetah:read_ceiling_share"),
-    gbPerS: sum(metrics, "cheetah:read_gb_per_second"),
-    stepBytes: sum(metrics, "cheetah:step_bytes"),
-  };
+/**
+ * How fast decoding reads memory: {share: of the ceiling that was measured, 0 to 1, gbPerS, stepBytes}; since the
+ * metrics `before`, or in the last launch.
+ */
+export function speedOf(metrics, before) {
+  const of = (name) => sum(metrics, `cheetah:${name}`),
+    since = (name) => of(name) - (before && sum(before, `cheetah:${name}`));
+  const latest = of("decode_gb_per_second"),
+    mean = since("decode_bytes_total") / since("decode_seconds_total") / 1e9;
+  const gbPerS = latest !== undefined && mean > 0 && mean < Infinity ? mean : latest;
+  return { share: gbPerS / of("read_ceiling_gb_per_second"), gbPerS, stepBytes: of("decode_bytes_per_step") };
 }
 
 /** Bytes of the device's memory that are taken. */
@@ -38,9 +42,9 @@ export function showFacts({ model, metrics, version }) {
       ["Cheetah", version],
     ]),
     ...group("Speed", [
-      ["Of the measured read ceiling", share && percent(share)],
-      ["Read from memory", gbPerS && `${count(Math.round(gbPerS))} GB/s`],
-      ["A step reads", stepBytes && size(stepBytes)],
+      ["Of the measured read ceiling", share > 0 && percent(share)],
+      ["Read from memory", gbPerS > 0 && `${count(Math.round(gbPerS))} GB/s`],
+      ["A step reads", stepBytes > 0 && size(stepBytes)],
       [
         "To the first token, on average",
         first > 0 && (first < 1 ? `${(1000 * first).toFixed(0)} ms` : `${first.toFixed(1)} s`),

@@ -19,6 +19,7 @@ const views = new Map(); // id of a message -> its view, of the open talk
 let open = newTalk();
 let edited; // the message that is being edited
 let model; // what the server tells of it
+let latest = new Map(); // what the server counted when it was last asked behind an answer
 let isLeaving = false; // the page is being closed or loaded anew
 const deleted = new Set(); // ids of talks, as long as they stay so
 
@@ -396,6 +397,7 @@ function counted() {
 
 /** The model, its context and memory, and how near it came to the memory's speed. */
 function showModel(metrics = new Map()) {
+  latest = metrics;
   const isAway = byId("model").classList.contains("away"),
     { share } = speedOf(metrics),
     memory = memoryOf(metrics);
@@ -414,10 +416,11 @@ function showModel(metrics = new Map()) {
 
 /** Puts the share of the read ceiling beside an answer, if the server measures it. */
 async function measured(talk, message) {
-  const metrics = await counted(),
-    { share } = speedOf(metrics);
+  const before = latest,
+    metrics = await counted(),
+    { share } = speedOf(metrics, before);
   showModel(metrics);
-  if (!share || !message.stats) return;
+  if (!(share > 0) || !message.stats) return;
   message.stats.share = share;
   keep(talk);
   show();

@@ -186,17 +186,22 @@ def test_an_answer_that_breaks_off(page: Page, how: str) -> None:
 
 
 def test_the_share_of_the_ceiling(page: Page) -> None:
-    """Told beside an answer and the model where the server measures it, and left out where it does not."""
+    """Told beside an answer, of its own steps, and beside the model where the server measures it; else left out."""
     page.say("One morning,")
     assert "ceiling" not in page.find(".stats").text + page.find("#model").text
-    measured = """new Response('cheetah:read_ceiling_share{a="b"} 0.914')"""
     page.js(
-        "const send = window.fetch;"
-        f"window.fetch = async (path, given) => path === 'metrics' ? {measured} : send(path, given)"
+        "window.counted = {decode_gb_per_second: 4000, read_ceiling_gb_per_second: 4400,"
+        "  decode_bytes_total: 9e12, decode_seconds_total: 3};"
+        "const send = window.fetch; const text = () => Object.entries(window.counted)"
+        '  .map(([name, value]) => `cheetah:${name}{engine="0"} ${value}`).join(String.fromCharCode(10));'
+        "window.fetch = async (path, given) => path === 'metrics' ? new Response(text()) : send(path, given)"
     )
     page.say("the cat")
     wait_until(lambda: page.texts(".stats")[1].endswith(" · 91 % of the read ceiling"))
     assert page.find("#model").text.endswith("91 % of the read ceiling")
+    page.js("window.counted.decode_bytes_total += 4.4e12; window.counted.decode_seconds_total += 2")
+    page.say("again")
+    wait_until(lambda: page.texts(".stats")[2].endswith(" · 50 % of the read ceiling"))
 
 
 def test_a_browser_without_room(page: Page) -> None:
