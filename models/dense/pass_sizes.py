@@ -10,7 +10,18 @@ from dataclasses import dataclass
 
 from cheetah.models.attention_layers import AttentionLayers
 from cheetah.models.config import ModelConfig
-from cheetah.models.dense.page import Gated, Heads, Kept, Line, Logits, Multiply, OntoResidual, Page, page_of
+from cheetah.models.dense.page import (
+    Gated,
+    Heads,
+    Kept,
+    Line,
+    Logits,
+    Multiply,
+    NormBehind,
+    OntoResidual,
+    Page,
+    page_of,
+)
 from cheetah.models.family import PhaseRow
 from cheetah.plan import Gpu, ModelShape, Plan, PlanError, SharedMap, StepMatrices, step_matrices
 from cheetah.plan.formats import BF16, M_TILE_ROWS, QuantizedTiles, TileFormat
@@ -25,7 +36,7 @@ HIDDEN = "hidden"
 """The section of all vectors that the residual is published as."""
 RESIDUAL_SECTIONS = ("residual", HIDDEN, "squares")
 HEAD_SECTIONS = ("queries", "keys", "values")
-PARTS, JOINT = ("parts",), ("head_squares",)
+PARTS, JOINT, KEPT = ("parts",), ("head_squares",), ("row_squares",)
 
 
 def section_of(vector: Vector) -> str:
@@ -44,7 +55,8 @@ def sections_of_rows(then: Heads | OntoResidual | Kept | Gated | Logits, product
 @dataclass(frozen=True)
 class PassPhase:
     """A phase of a layer: a line of the model's page. is_stored: it stores the sums of parts of the line's product;
-    adds: it adds them. is_joint: there is one part, which is stored since norms go over more than a tile."""
+    adds: it adds them. is_joint: there is one part, which is stored since norms go over more than a tile; rows that go
+    through a norm before they are added to the residual are stored in one line's phase and added in another's."""
 
     line: Line
     is_stored: bool = False
@@ -53,16 +65,18 @@ class PassPhase:
 
     @property
     def name(self) -> str:
-        return f"{self.line.name}-sums" if self.adds else self.line.name
+        return f"{self.line.name}-sums" if self.adds and not isinstance(self.line, NormBehind) else self.line.name
 
     @property
     def product(self) -> Product | None:
         """None of attention."""
-        return self.line.product if isinstance(self.line, Multiply) else None
+        return self.line.product if isinstance(self.line, Multiply | NormBehind) else None
 
     @property
     def waits(self) -> tuple[str, ...]:
         """The sections of the workspace that it reads."""
+        if isinstance(self.line, NormBehind):
+            return PARTS + KEPT + RESIDUAL_SECTIONS[:1]
         if not isinstance(self.line, Multiply):
             return HEAD_SECTIONS
         product = self.line.product
@@ -74,11 +88,16 @@ class PassPhase:
 
     @property
     def _parts(self) -> tuple[str, ...]:
-        return PARTS + JOINT if self.is_joint else PARTS
+        if not self.is_joint:
+            return PARTS
+        is_kept = isinstance(self.line, Multiply) and isinstance(self.line.then, Kept)
+        return PARTS + (KEPT if is_kept else JOINT)
 
     @property
     def makes(self) -> tuple[str, ...]:
         """Those that it writes."""
+        if isinstance(self.line, NormBehind):
+            return RESIDUAL_SECTIONS
         if not isinstance(self.line, Multiply):
             return self.line.makes[-1:]
         return self._parts if self.is_stored else sections_of_rows(self.line.then, self.line.product)
@@ -102,13 +121,6 @@ class PassSizes:
             raise PlanError(f"a stage of {plan.stage_bytes(self.format)} bytes has no room for {self.key_tile} keys")
 
     def _check_model(self) -> None:
-        norms, config = self.config.norms, self.config
-        if norms.after or norms.plus_one or not norms.before or config.layer.activation != "silu":
-            raise PlanError(
-                "a pass has norms before sublayers alone, without 1 + weight, and silu: read prompts in steps"
-            )
-        if config.residual_multiplier != 1 or config.embedding_multiplier != 1:
-            raise PlanError("a pass multiplies neither embeddings nor what is added to the residual: use steps")
         for layout in self.matrices.of_layer:
             if not (layout.format == BF16 or isinstance(layout.format, QuantizedTiles)):
                 raise PlanError(
@@ -168,8 +180,12 @@ class PassSizes:
         return self.shape.joint_norms or (self.config.head_norms is not None and tile_rows < self.shape.head_dim)
 
     def is_joint(self, product: Product) -> bool:
-        """Whether such norms come behind a product."""
-        return product.order is RowOrder.HEADS and self.has_joint_norms
+        """Whether norms come behind a product that go over more rows than a tile has."""
+        return self.is_kept(product) or (product.order is RowOrder.HEADS and self.has_joint_norms)
+
+    def is_kept(self, product: Product) -> bool:
+        """Whether its rows go through a norm before they are added to the residual."""
+        return self.table.norm_phase(product) is not None
 
     def _cut(self, product: Product) -> Cut:
         """Behind products onto the residual come sums of squares over a tile's rows, in heads with norms their own.
@@ -181,6 +197,10 @@ class PassSizes:
 
     def phases_of(self, line: Line) -> list[PassPhase]:
         """A line's: two of a product that is cut, or behind which norms come that go over more than a tile."""
+        if isinstance(line, NormBehind):
+            return [PassPhase(line, adds=True, is_joint=True)]
+        if isinstance(line, Multiply) and self.is_kept(line.product):
+            return [PassPhase(line, is_stored=True, is_joint=True)]
         if not isinstance(line, Multiply) or (self.parts(line.product) == 1 and not self.is_joint(line.product)):
             return [PassPhase(line)]
         is_joint = self.is_joint(line.product)
@@ -259,16 +279,18 @@ class PassSizes:
             name = section_of(product.input)
             columns[name] = max(columns.get(name, 0), matrices[product].padded_columns)
         query_columns = shape.heads * plan.tokens + self.room.tile_tokens
+        row_tiles = ceil_div(self.hidden_m_tiles, plan.tile_m_tiles)
         sizes = {
             "counter": 8,
             "residual": 4 * plan.residual_floats(self.hidden_m_tiles),
             HIDDEN: plan.activation_bytes(columns.pop(HIDDEN)),
-            "squares": 4 * plan.tokens * ceil_div(self.hidden_m_tiles, plan.tile_m_tiles),
+            "squares": 4 * plan.tokens * row_tiles,
             "queries": query_columns * shape.head_dim * 2,
             "keys": keys,
             "values": keys,
             **{name: plan.activation_bytes(count) for name, count in columns.items()},
             "parts": 4 * plan.residual_floats(max(self._part_m_tiles())),
+            **({KEPT[0]: 4 * plan.tokens * row_tiles} if shape.norms_behind else {}),
             **({JOINT[0]: 4 * plan.tokens * self._spans} if self.has_joint_norms else {}),
         }
         return Sections(sizes, SECTION_ALIGNMENT)

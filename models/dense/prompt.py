@@ -7,7 +7,7 @@ as in the decode step: bf16 weights and activations, f32 accumulation, softmax a
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from cheetah import lang as ch
@@ -15,7 +15,7 @@ from cheetah.blocks.attention.cache import KvCache
 from cheetah.blocks.by_layer import by_layer
 from cheetah.blocks.prompt.attention import PassAttention
 from cheetah.blocks.prompt.barrier import PassBarrier
-from cheetah.blocks.prompt.finish import HALF, Scales, StoreGated, StoreResidual
+from cheetah.blocks.prompt.finish import HALF, AddKept, Scales, StoreGated, StoreKept, StoreResidual, Unscaled
 from cheetah.blocks.prompt.joint_norms import JointHeadNorms, StoreSquares
 from cheetah.blocks.prompt.keys import PassHeadNorms, PassHeads, PassTokens, StoreHeads, bring_earlier_keys
 from cheetah.blocks.prompt.machine import PassMachine, emit_pass, start_pass
@@ -31,6 +31,7 @@ from cheetah.models.dense.launch import (
     BIASES,
     HEAD_NORMS,
     KV_SCALES,
+    NORMS_BEHIND,
     PLACES,
     ModelLaunch,
     buffer_field,
@@ -40,8 +41,17 @@ from cheetah.models.dense.launch import (
     parameter_field,
     parameters_of,
 )
-from cheetah.models.dense.page import Gated, Heads, Line, Multiply, OntoResidual
-from cheetah.models.dense.pass_sizes import HEAD_SECTIONS, JOINT, RESIDUAL_SECTIONS, PassPhase, PassSizes, section_of
+from cheetah.models.dense.page import Gated, Heads, Kept, Line, Multiply, NormBehind, OntoResidual
+from cheetah.models.dense.pass_sizes import (
+    HEAD_SECTIONS,
+    JOINT,
+    KEPT,
+    PARTS,
+    RESIDUAL_SECTIONS,
+    PassPhase,
+    PassSizes,
+    section_of,
+)
 from cheetah.models.dense.program import sizes as sizes_of_step
 from cheetah.models.family import PhaseRow
 from cheetah.package import KernelParameter
@@ -80,6 +90,7 @@ class PassLaunch(ModelLaunch):
     kv_scales: Expr | None = optional_field(KV_SCALES)
     biases: Expr | None = optional_field(BIASES)
     head_norms: Expr | None = optional_field(HEAD_NORMS)
+    norms_behind: Expr | None = optional_field(NORMS_BEHIND)
     places: Expr | None = optional_field(PLACES)
     timeline: Expr | None = optional_field(
         KernelParameter(
@@ -167,7 +178,9 @@ class Pass:
         prim.block_barrier()  # orders the barriers' initialisation before their first use by any role
         self.ring.start()
         self.barrier = PassBarrier(machine, self._section("counter", ty.u64), self.launch.arrivals)
-        self.scales = {product: self._scales(product.machine) for product in (self.product, self.of_few)}
+        both = self.product, self.of_few
+        self.scales = {product: self._scales(product.machine) for product in both}
+        self.row_scales = {product: self._row_scales(product.machine) for product in both if self.shape.norms_behind}
         with machine.consumer:
             ch.comment("embedding")
             self.timeline.stamp(ty.u32(0), "begin")
@@ -189,6 +202,10 @@ class Pass:
     def _emit_copies(self, line: Line, layer: Any) -> None:
         """What the copying roles bring for a line of the page. Activations wait for the phase before, weights for
         nobody."""
+        if isinstance(line, NormBehind):
+            with self.machine.activations:
+                self.barrier.skip_phase()
+            return
         if not isinstance(line, Multiply):
             return self._emit_copies_of_keys(layer)
         machine, matrix = self.machine, self.matrices[line.product]
@@ -292,9 +309,10 @@ class Pass:
         parts = self._section("parts", ty.f32)
         to_be_added, cases = StoreParts(self.machine, parts), []
         for index, one in enumerate(self.sizes.phases):
-            if isinstance(line := one.line, Multiply) and one.adds == adds:
-                finish = to_be_added if one.is_stored else finishes[type(line.then)]
-                if one.is_stored and one.is_joint:
+            if isinstance(line := one.line, Multiply | NormBehind) and one.adds == adds:
+                kind = NormBehind if isinstance(line, NormBehind) else type(line.then)
+                finish = finishes[kind] if kind is Kept or not one.is_stored else to_be_added
+                if one.is_stored and one.is_joint and kind is Heads:
                     finish = self._store_squares(line.product, parts, finishes[Heads])
                 given = self._given(one, line.product, layer)
                 cases.append(Case(self.matrices[line.product], given, finish, index))
@@ -320,13 +338,26 @@ class Pass:
             biases=self.launch.biases,
             norms=self._head_norms(machine),
         )
-        gated = StoreGated(machine, self._section("gated"), scales)
+        gated = StoreGated(machine, self._section("gated"), scales, self.sizes.config.layer.activation)
         # After o comes the layer's second norm, after down the next layer's first.
         o, down = table.onto_residual
-        behind_o = phase <= self.sizes.index_of(table.reader_of(o))
+        behind_o = phase <= self.sizes.index_of(table.reader_of(table.norm_phase(o) or o))
         behind = ch.select(behind_o, *(ty.u32(table.norm_behind(one, 0)) for one in (o, down)))
         onto_residual = self._onto_residual(machine, layer * len(table.norms) + behind)
-        return {Heads: heads, OntoResidual: onto_residual, Gated: gated}
+        finishes: dict[type, Finish] = {Heads: heads, OntoResidual: onto_residual, Gated: gated}
+        if self.row_scales:
+            number = layer * len(table.onto_residual) + ch.select(behind_o, ty.u32(0), ty.u32(1))
+            finishes |= self._norms_behind(onto_residual, product, number)
+        return finishes
+
+    def _norms_behind(self, onto: StoreResidual, product: TileProduct, number: Any) -> dict[type, Finish]:
+        """What becomes of rows that go through norm `number` of those behind products: in their own phase, and in the
+        next one."""
+        shared = {one.name: getattr(onto, one.name) for one in fields(onto)}
+        behind = self.launch.norms_behind + number * self.shape.padded_hidden
+        kept = {"residual": self._section(PARTS[0], ty.f32), "squares": self._section(KEPT[0], ty.f32)}
+        scales = self.row_scales[product]
+        return {Kept: StoreKept(**{**shared, **kept}), NormBehind: AddKept(**shared, scales=scales, behind=behind)}
 
     def _heads(self, machine: PassMachine, layer: Any) -> PassHeads:
         scales = self.launch.kv_scales
@@ -338,7 +369,13 @@ class Pass:
 
     @ch.inline
     def _scales(self, machine: PassMachine) -> Scales:
-        return Scales(machine, self._section("squares", ty.f32), self.shape.hidden, self.sizes.config.rms_norm_eps)
+        kind = Scales if self.sizes.config.norms.before else Unscaled
+        return kind(machine, self._section("squares", ty.f32), self.shape.hidden, self.sizes.config.rms_norm_eps)
+
+    @ch.inline
+    def _row_scales(self, machine: PassMachine) -> Scales:
+        """Of rows that go through a norm before they are added to the residual."""
+        return Scales(machine, self._section(KEPT[0], ty.f32), self.shape.hidden, self.sizes.config.rms_norm_eps)
 
     def _head_norms(self, machine: PassMachine) -> PassHeadNorms | None:
         weights = self.launch.head_norms
@@ -356,7 +393,8 @@ class Pass:
 
     def _given(self, phase: PassPhase, product: Product, layer: Any) -> Given:
         """Where the operands of a phase lie."""
-        residual = self._section("residual", ty.f32) if product.adds and not phase.is_stored else None
+        adds = product.adds and not phase.is_joint and not phase.is_stored
+        residual = self._section("residual", ty.f32) if adds else None
         parts, height, weights = self.sizes.parts(product), self.sizes.height(product), self._weights(product, layer)
         return Given(weights, self._section(section_of(product.input)), residual, parts, height)
 
@@ -388,6 +426,8 @@ class Pass:
             *(machine, self._section(residual, ty.f32), self._section(hidden)),
             *(self._section(squares, ty.f32), weight, self.sizes.hidden_m_tiles),
             places=self._places(table.places_row(first, norm // 2) + norm % 2 * table.places_row(second, 0)),
+            plus_one=self.sizes.config.norms.plus_one,
+            multiplier=self.sizes.config.residual_multiplier,
         )
 
     def _places(self, row: Any) -> Any:
@@ -413,6 +453,11 @@ class Pass:
                     store.finish(Sums(m_tile, group, in_tile, values, weights))
             store.end(row_tile, token_tile)
 
+    def _multiplied(self, element: Any) -> Any:
+        """An element of the embedding as the residual begins with it."""
+        multiplier = self.sizes.config.embedding_multiplier
+        return element if multiplier == 1 else element * multiplier
+
     @ch.inline
     def _embedded(self, row: Any, group: Any) -> Any:
         """Rows `row` and `row` + 8 of the two tokens of this lane; rows that there are not are zero."""
@@ -422,6 +467,10 @@ class Pass:
             token_id = prim.load_constant_u32(launch.ids + token)
             of_row = row + index // 2 * (M_TILE_ROWS // 2)
             place = ty.u64(token_id) * self.shape.padded_hidden + ty.u64(ch.minimum(of_row, self.shape.hidden - 1))
-            value = ch.select(of_row < self.shape.hidden, prim.bf16_to_f32(launch.embedding[place]), ty.f32(0.0))
+            value = ch.select(
+                of_row < self.shape.hidden,
+                self._multiplied(prim.bf16_to_f32(launch.embedding[place])),
+                ty.f32(0.0),
+            )
             values.append(ch.const(ty.f32, value, name="value"))
         return tuple(values)

@@ -27,6 +27,7 @@ from cheetah.runtime.device.emulator import EmulatorDevice
 from cheetah.runtime.engine.launches import Part
 from cheetah.tools.rig import GivenWeights, Rig, Session
 from tests.program.kinds import KINDS
+from tests.program.layer_kinds import behind, sandwich
 from tests.program.quantized_weights import QuantizedWeights
 from tests.program.rig import emulated_gpu, model, random_weights, relative_error, token_ids
 from tests.tiers import tiered
@@ -134,7 +135,7 @@ def reference_states(config: ModelConfig, count: int) -> np.ndarray:
 
 
 def normalised(config: ModelConfig, states: np.ndarray) -> np.ndarray:
-    weight = widen(weights_of(config).tensor(FINAL_NORM))
+    weight = widen(weights_of(config).tensor(FINAL_NORM)) + config.norms.plus_one
     return np.stack([rms_norm(state, weight, config.rms_norm_eps) for state in states])
 
 
@@ -176,7 +177,12 @@ def test_passes_go_on_where_the_cache_ends(parts: tuple[int, ...]) -> None:
 CUT = {
     "lower tiles, some in parts": (model(hidden=256, ffn=512), 13, 64, [(3, 2), (4, 1), (3, 1), (3, 2)]),
     "for two tiles of tokens": (model(hidden=256, ffn=512), 23, 32, [(4, 2), (4, 1), (4, 1), (4, 2)]),
-    "narrow M-tiles": (model(hidden=240, ffn=768, heads=4), 13, 64, [(4, 2), (3, 2), (4, 1), (4, 3)]),
+    "narrow M-tiles": (
+        model(hidden=240, ffn=768, heads=4, residual_multiplier=0.4),
+        13,
+        64,
+        [(4, 2), (3, 2), (4, 1), (4, 3)],
+    ),
 }
 """Model, blocks, tokens of a tile, and M-tiles and parts of each product."""
 
@@ -230,13 +236,25 @@ FAMILIES = {
         {"stage_bytes": 16384, "pass_plan": replace(PASS, warpgroups=2)},
     ),
     "narrow M-tiles": (NARROW, {}),
+    "norms on both sides, multipliers": (sandwich(), {}),
+    "norms behind alone": (behind(), {}),
 }
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "family",
-    tiered(FAMILIES, ["biases", "norms of heads", "norms of heads of 256", "narrow M-tiles", "a sliding window"]),
+    tiered(
+        FAMILIES,
+        [
+            "norms behind alone",
+            "biases",
+            "norms of heads",
+            "norms of heads of 256",
+            "narrow M-tiles",
+            "a sliding window",
+        ],
+    ),
 )
 def test_families(family: str) -> None:
     config, plan = FAMILIES[family]

@@ -1,4 +1,4 @@
-"""What becomes of the sums of a tile: the input of a later product in token order, SwiGLU, the residual stream.
+"""What becomes of the sums of a tile: the input of a later product in token order, an activation, the residual stream.
 
 A lane has two rows of two tokens; one exchange with the lane of the neighbouring row makes each the owner of one token
 and of pairs of neighbouring columns, which are words in token order.
@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from cheetah import lang as ch
+from cheetah.blocks.linear.epilogue import SIGMOID_OF
 from cheetah.blocks.prompt.machine import PassMachine
 from cheetah.blocks.prompt.product import ACCUMULATORS, Finish, Sums
 from cheetah.lang import prim, ty
@@ -64,6 +65,17 @@ class Scales:
         scale = pairs[sums.in_tile * (GROUP_TOKENS // 2) + self.machine.lane % 4]
         first, second, third, fourth = sums.values
         return first * scale.x, second * scale.y, third * scale.x, fourth * scale.y
+
+
+class Unscaled(Scales):
+    """Of an input that goes through no norm."""
+
+    def load(self, token_tile: ch.Expr) -> None:
+        self.machine.meet()
+
+    def scaled(self, sums: Sums) -> tuple[Any, Any, Any, Any]:
+        first, second, third, fourth = sums.values
+        return first, second, third, fourth
 
 
 @ch.inline
@@ -133,10 +145,10 @@ def scatter_pair(
 
 
 @ch.function
-def store_gated(machine: PassMachine, into: ch.Expr, sums: Sums) -> None:
+def store_gated(machine: PassMachine, into: ch.Expr, sums: Sums, activation: str) -> None:
     """silu(gate) * up of an M-tile's 8 gate rows and their up rows, as 8 columns of a vector in token order."""
     first, second, third, fourth = sums.values
-    pair = prim.pack_bf16x2(_gated(first, third), _gated(second, fourth))
+    pair = prim.pack_bf16x2(_gated(first, third, activation), _gated(second, fourth, activation))
     even, odd = _neighbours(machine, pair, pair)
     is_odd = machine.lane // 4 % 2 != 0
     word = ch.select(is_odd, prim.byte_permute(even, odd, 0x7632), prim.byte_permute(even, odd, 0x5410))
@@ -145,8 +157,8 @@ def store_gated(machine: PassMachine, into: ch.Expr, sums: Sums) -> None:
     ch.reinterpret(ty.ptr_mut(ty.u32), address)[0] = word
 
 
-def _gated(gate: ch.Expr, up: ch.Expr) -> Any:
-    return prim.divide_f32(gate, 1.0 + prim.exp_f32(-gate)) * up
+def _gated(gate: ch.Expr, up: ch.Expr, activation: str) -> Any:
+    return prim.divide_f32(gate, 1.0 + prim.exp_f32(-SIGMOID_OF[activation](gate))) * up
 
 
 @dataclass(frozen=True, eq=False)
@@ -169,18 +181,21 @@ class Store(Finish):
         return replace(sums, values=values)
 
 
+@dataclass(frozen=True, eq=False)
 class StoreGated(Store):
-    """SwiGLU of gate and up rows."""
+    """activation(gate) * up of gate and up rows."""
+
+    activation: str = "silu"
 
     def finish(self, sums: Sums) -> None:
-        store_gated(self.machine, self.into, self._scaled(sums))
+        store_gated(self.machine, self.into, self._scaled(sums), self.activation)
 
 
 @dataclass(frozen=True, eq=False)
 class StoreResidual(Finish):
     """The residual stream in f32, in accumulator order, and what the next product takes: its bf16 rows times the
     weights of the next norm, in token order, with each row tile's sums of their squares, f32 [row tiles][tokens].
-    places: where the next product has them (u16), if not in order."""
+    places: where the next product has them (u16), if not in order. plus_one: norms multiply by 1 + weight."""
 
     machine: PassMachine
     residual: ch.Expr
@@ -189,6 +204,8 @@ class StoreResidual(Finish):
     norm: ch.Expr
     m_tiles: int
     places: ch.Expr | None = None
+    plus_one: bool = False
+    multiplier: float = 1.0
 
     @ch.inline
     def load_rows(self, m_tile: ch.Expr) -> Any:
@@ -196,8 +213,12 @@ class StoreResidual(Finish):
         row = m_tile * M_TILE_ROWS + self.machine.lane // 4
         weights = ch.array(ty.f32, 2)
         for index in range(2):
-            weights[index] = prim.bf16_to_f32(self.norm[row + index * HALF])
+            weights[index] = self._weight(self.norm[row + index * HALF])
         return weights
+
+    def _weight(self, stored: Any) -> Any:
+        weight = prim.bf16_to_f32(stored)
+        return weight + 1.0 if self.plus_one else weight
 
     @ch.inline
     def finish(self, sums: Sums) -> None:
@@ -230,6 +251,58 @@ class StoreResidual(Finish):
             token = token_tile * plan.tile_tokens + machine.thread
             self.squares[row_tile * plan.tokens + token] = total
         machine.meet()  # everybody has read before the next tile's squares are laid down
+
+
+@dataclass(frozen=True, eq=False)
+class StoreKept(StoreResidual):
+    """Rows that go through a norm before they are added: in accumulator order (f32, to `residual`), beside the sums of
+    their squares."""
+
+    def load_rows(self, m_tile: ch.Expr) -> Any:
+        """Nothing."""
+
+    @ch.inline
+    def finish(self, sums: Sums) -> None:
+        index = (ty.u64(sums.m_tile) * self.machine.plan.groups + ty.u64(sums.group)) * (ACCUMULATOR_BYTES // 16)
+        kept = ch.var(ty.f32x4)
+        for member, value in zip("xyzw", sums.values, strict=True):
+            setattr(kept, member, value)
+        ch.reinterpret(ty.ptr_mut(ty.f32x4), self.residual)[index + ty.u64(self.machine.lane)] = kept
+        lay_down_squares(self.machine, sums, sums.values)
+
+
+@dataclass(frozen=True, eq=False)
+class AddKept(StoreResidual):
+    """Such rows, through the norm with weights `behind` and 1/rms of `scales`, added to the residual stream."""
+
+    scales: Scales | None = None
+    behind: ch.Expr | None = None
+
+    def begin(self, row_tile: ch.Expr, token_tile: ch.Expr) -> None:
+        assert self.scales is not None
+        self.scales.load(token_tile)
+
+    @ch.inline
+    def load_rows(self, m_tile: ch.Expr) -> Any:
+        """The weights of the next norm, then of that behind the rows, of rows g and g + 8."""
+        row = m_tile * M_TILE_ROWS + self.machine.lane // 4
+        weights = ch.array(ty.f32, 4)
+        for index in range(2):
+            weights[index] = self._weight(self.norm[row + index * HALF])
+            weights[index + 2] = self._weight(self.behind[row + index * HALF])  # type: ignore[index]
+        return weights
+
+    @ch.inline
+    def finish(self, sums: Sums) -> None:
+        assert self.scales is not None
+        index = (ty.u64(sums.m_tile) * self.machine.plan.groups + ty.u64(sums.group)) * (ACCUMULATOR_BYTES // 16)
+        stream = ch.reinterpret(ty.ptr(ty.f32x4), self.residual)
+        before = ch.const(ty.f32x4, stream[index + ty.u64(self.machine.lane)], name="before")
+        values = []
+        for number, (member, value) in enumerate(zip("xyzw", self.scales.scaled(sums), strict=True)):
+            added = value * sums.of_rows[2 + number // 2] * self.multiplier
+            values.append(ch.const(ty.f32, getattr(before, member) + added, name="value"))
+        StoreResidual.finish(self, replace(sums, values=tuple(values)))
 
 
 @ch.inline

@@ -82,11 +82,16 @@ class AddParts:
 
     @ch.inline
     def _load(self, place: TilePlace, its: Sequence[Case], phase: ch.Expr, sums: Any) -> None:
-        if its[0].adds:
+        multiplier = its[0].finish.multiplier
+        if its[0].adds and multiplier == 1:
             self._add(self.residual, place.m_tile, place.token_tile, sums)
         parts = of_phase(phase, {case.phase: case.given.parts for case in its})
         with ch.for_(parts, unroll=2, name="part") as part:
             self._add(self.parts, part * place.m_tiles + place.m_tile, place.token_tile, sums)
+        if its[0].adds and multiplier != 1:
+            with ch.for_(self.product.machine.plan.tile_groups * ACCUMULATORS, unroll=True, name="sum") as index:
+                sums[index] = sums[index] * multiplier
+            self._add(self.residual, place.m_tile, place.token_tile, sums)
 
     @ch.inline
     def _add(self, source: ch.Expr, m_tile: Any, token_tile: Any, sums: Any) -> None:

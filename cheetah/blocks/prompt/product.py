@@ -44,7 +44,10 @@ class Sums:
 
 
 class Finish:
-    """What becomes of the sums of a tile. All calls are the consumer role's, by whole warps."""
+    """What becomes of the sums of a tile. All calls are the consumer role's, by whole warps. multiplier: of sums that
+    are added to something."""
+
+    multiplier: float = 1.0
 
     def begin(self, row_tile: ch.Expr, token_tile: ch.Expr) -> None:
         """Called by all consumer warps when a tile begins."""
@@ -335,7 +338,7 @@ class TileProduct:
     # -- finishing --------------------------------------------------------------------------------------------------
 
     @ch.inline
-    def _add_residual(self, sums: Any, first: int) -> None:
+    def _add_residual(self, sums: Any, first: int, multiplier: float) -> None:
         """Sums of the groups of tokens from `first` on, which the next stage has."""
         ring, groups = self.ring, self.residual_groups
         stage = ch.const(ty.u32, ring.using.stage, name="stage")
@@ -347,7 +350,10 @@ class TileProduct:
             added = words[group * 32 + self.machine.lane]
             place = (group + first) * ACCUMULATORS
             for index, member in enumerate("xyzw"):
-                sums[place + index] += getattr(added, member)
+                if multiplier == 1:
+                    sums[place + index] += getattr(added, member)
+                else:
+                    sums[place + index] = sums[place + index] * multiplier + getattr(added, member)
             last += added.x
         prim.wait_for_u32(prim.float_bits(last))  # came of every load of the stage
         ring.release(stage)
@@ -364,7 +370,7 @@ class TileProduct:
             finish.has_looked()
         for first in range(0, groups, count):
             if adds:
-                self._add_residual(sums, first)
+                self._add_residual(sums, first, finish.multiplier)
             with ch.if_(place.m_tile < place.m_tiles):
                 self._finish_groups(finish, place, sums, first, count)
 
