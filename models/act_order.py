@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cheetah.models.config import ModelConfig
-from cheetah.models.family import QuantizedMatrix, Rows
+from cheetah.models.family import MatrixRows, QuantizedMatrix
 from cheetah.models.formats.quantized import Order, RowPlanes
 from cheetah.models.repacking import ScaleRows, StoredMatrix, stored_matrix
 from cheetah.models.rounding import Bits
@@ -41,7 +41,7 @@ class RowsInOrder:
     """A matrix with its rows in another order: row i is row `order[i]`. It is read whole when rows are first wanted,
     since those that lie side by side are then far apart."""
 
-    def __init__(self, matrix: Rows | QuantizedMatrix | ScaleRows, order: Order) -> None:
+    def __init__(self, matrix: MatrixRows | QuantizedMatrix | ScaleRows, order: Order) -> None:
         self.matrix, self.shape, self._order = matrix, matrix.shape, order
         self._lock = Lock()
 

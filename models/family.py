@@ -47,7 +47,7 @@ def lines_of(rows: Iterable[PhaseRow]) -> Iterator[str]:
         yield "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
 
 
-class Rows(Protocol):
+class MatrixRows(Protocol):
     """A matrix that is read in parts, as bf16 bits: an array, or what reads or makes its rows when they are asked for.
 
     What it gives may be overwritten when the same thread asks for other rows, of this or another matrix. One that lies
@@ -61,8 +61,8 @@ class Rows(Protocol):
 
 
 class QuantizedMatrix(Protocol):
-    """As `Rows`, a matrix whose rows are quantised. order: of its columns, where groups that lie side by side are of
-    columns that do not; None: it is that of the module."""
+    """As `MatrixRows`, a matrix whose rows are quantised. order: of its columns, where groups that lie side by side are
+    of columns that do not; None: it is that of the module."""
 
     @property
     def shape(self) -> tuple[int, ...]: ...
@@ -78,7 +78,7 @@ class QuantizedMatrix(Protocol):
 
 ReadTensor = Callable[[str], NDArray[Any]]
 """A tensor's name -> its bf16 bits, uint16; of a quantised matrix what it stands for, float32."""
-ReadRows = Callable[[str], Rows | QuantizedMatrix]
+ReadRows = Callable[[str], MatrixRows | QuantizedMatrix]
 WriteBytes = Callable[[str, int, Bytes], None]
 Progress = Callable[[int], None]
 Tensors = Mapping[str, NDArray[Any]] | Callable[[str], NDArray[Any]]

@@ -31,7 +31,7 @@ from cheetah.blocks.machine import Machine
 from cheetah.lang import UnusedStageError, prim, ty
 
 
-class Cursor:
+class RingCursor:
     """A place in the ring: a stage and the parity of the present pass over it."""
 
     def __init__(self, stage: Any, parity: Any, stages: int) -> None:
@@ -111,13 +111,13 @@ class Ring:
             landed_stage = ch.var(ty.u32, 0)
             landed_parity = ch.var(ty.u32, 0)
             under_way = ch.var(ty.u32, 0)
-            self.filling = Cursor(fill_stage, fill_parity, self.stages)
-            self.landed = Cursor(landed_stage, landed_parity, self.stages)
+            self.filling = RingCursor(fill_stage, fill_parity, self.stages)
+            self.landed = RingCursor(landed_stage, landed_parity, self.stages)
             self.under_way, _ = under_way, None
         with self.machine.consumer:
             use_stage = ch.var(ty.u32, 0)
             use_parity = ch.var(ty.u32, 0)
-            self.using = Cursor(use_stage, use_parity, self.stages)
+            self.using = RingCursor(use_stage, use_parity, self.stages)
 
     def fills(self, name: str) -> None:
         """While generating: the producer role's program fills stages with `name` here. Who never uses them is told."""

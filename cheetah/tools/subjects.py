@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cheetah.models.config import ModelConfig
-from cheetah.models.family import QuantizedMatrix, Rows, Tensors
+from cheetah.models.family import MatrixRows, QuantizedMatrix, Tensors
 from cheetah.models.registry import family_of
 from cheetah.models.rounding import F32, as_bf16, widen
 from cheetah.plan import Gpu, gpu_named
@@ -118,7 +118,7 @@ class AwkwardTensors:
     config: ModelConfig
     random: RandomTensors
 
-    def rows(self, name: str) -> Rows | QuantizedMatrix:
+    def rows(self, name: str) -> MatrixRows | QuantizedMatrix:
         """A matrix in parts; quantised ones as they are."""
         matrix = self.random.rows(name)
         return self(name) if isinstance(matrix[:1], np.ndarray) else matrix

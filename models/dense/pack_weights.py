@@ -41,7 +41,7 @@ from cheetah.models.dense.weights import (
     row_groups,
     vector_shapes,
 )
-from cheetah.models.family import Packing, QuantizedMatrix, ReadRows, ReadTensor, Rows
+from cheetah.models.family import MatrixRows, Packing, QuantizedMatrix, ReadRows, ReadTensor
 from cheetah.models.formats import Bytes, PackingError, format_of
 from cheetah.models.formats.quantized import Order, QuantizedRows
 from cheetah.models.repacking import stored_matrix
@@ -163,7 +163,7 @@ class _Source:
     def pieces(self) -> Iterator[Piece]:
         """Everything. A tensor is opened when its first piece is wanted, and let go with its last."""
         config, tensor = self.config, self.tensor
-        yield from _embedding_pieces(config, cast(Rows, self.rows(EMBEDDING)))
+        yield from _embedding_pieces(config, cast(MatrixRows, self.rows(EMBEDDING)))
         yield _norms_piece(config, tensor)
         if config.has_biases:
             yield _biases_piece(config, tensor)
@@ -250,7 +250,7 @@ def _order_of(config: ModelConfig, matrix: str, layer: int, rows: ReadRows) -> O
     return cast(QuantizedMatrix, rows(matrix_tensors(config, matrix, layer)[0])).order
 
 
-def _embedding_pieces(config: ModelConfig, embedding: Rows) -> Iterator[Piece]:
+def _embedding_pieces(config: ModelConfig, embedding: MatrixRows) -> Iterator[Piece]:
     row_bytes = config.padded_hidden * 2
     count = max(1, PIECE_BYTES // row_bytes)
     stored = stored_matrix(embedding)
@@ -274,7 +274,7 @@ def _embedding_pieces(config: ModelConfig, embedding: Rows) -> Iterator[Piece]:
         yield Piece("embedding", first * row_bytes, (stop - first) * row_bytes, (maker(first, stop),))
 
 
-def _in_order(tensor: Rows | QuantizedMatrix, order: Order) -> RowsInOrder:
+def _in_order(tensor: MatrixRows | QuantizedMatrix, order: Order) -> RowsInOrder:
     """A tensor with its rows in an order, of one source or of several, one after another."""
     sources = tensor.shape[0] // len(order)
     return RowsInOrder(tensor, np.concatenate([order + source * len(order) for source in range(sources)]))
@@ -287,7 +287,7 @@ class _Matrix:
     layout: MatrixLayout
     groups: RowGroups
     names: tuple[str, ...]
-    tensors: tuple[Rows | QuantizedMatrix, ...]
+    tensors: tuple[MatrixRows | QuantizedMatrix, ...]
     target: int
 
     @staticmethod
@@ -354,7 +354,7 @@ class _Block:
         begin, stop = self._row_range
         is_whole = stop <= self.matrix.layout.rows and self.matrix.layout.columns == self.matrix.layout.padded_columns
         if is_whole and self.matrix.groups.is_in_order:
-            return _aligned(cast(Rows, self.matrix.tensors[0])[begin:stop])
+            return _aligned(cast(MatrixRows, self.matrix.tensors[0])[begin:stop])
         rows = scratch("rows", (stop - begin, self.matrix.layout.padded_columns), np.uint16)
         rows[:, self.matrix.layout.columns :] = 0
         self.matrix.groups.gather(self.matrix.tensors, rows, groups_of(self.matrix.layout, self.m_tiles))

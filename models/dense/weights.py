@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from cheetah.models.act_order import places_shape
 from cheetah.models.config import ModelConfig
-from cheetah.models.family import QuantizedMatrix, Rows
+from cheetah.models.family import MatrixRows, QuantizedMatrix
 from cheetah.models.formats.quantized import RowPlanes, rows_of_element
 from cheetah.models.repacking import ScaleRows
 from cheetah.models.rounding import Bits
@@ -307,7 +307,7 @@ class RowGroups:
         return not any(self.source) and self.first == list(range(0, len(self) * GROUP_ROWS, GROUP_ROWS))
 
     def gather(
-        self, tensors: Sequence[Rows | QuantizedMatrix | ScaleRows], rows: Bits | RowPlanes, groups: range
+        self, tensors: Sequence[MatrixRows | QuantizedMatrix | ScaleRows], rows: Bits | RowPlanes, groups: range
     ) -> None:
         """Copy some groups into `rows` [8 times as many, at least the tensors' columns]; padding columns stay."""
         for source, first, stop, runs in self._reads(groups.start, groups.stop):

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from cheetah.manifest import Buffer as BufferSpec
 from cheetah.manifest import Manifest
 from cheetah.models.config import ModelConfig
-from cheetah.models.family import Packing, Rows
+from cheetah.models.family import MatrixRows, Packing
 from cheetah.models.registry import family_of
 from cheetah.plan import Plan, gpu_named
 from cheetah.runtime.assembly.repacking import Spare, new_repacker
@@ -28,9 +28,9 @@ FILL_BYTES = {"zero": 0, "poison": 0xFF, "host": None}
 class Weights(Protocol):
     """What is needed of a checkpoint: the model's numbers, and its tensors as bf16 bits (uint16) by name.
 
-    One that has `rows` as well, a function from a matrix's name to `Rows`, has its matrices read in parts by it; where
-    matrices are quantised it must, and gives a `QuantizedMatrix`. `kv_scales` may be those of a cache in 8 bits, f32
-    [layers, 2, kv_heads]; without them, or where they are None, its codes are the numbers themselves.
+    One that has `rows` as well, a function from a matrix's name to `MatrixRows`, has its matrices read in parts by it;
+    where matrices are quantised it must, and gives a `QuantizedMatrix`. `kv_scales` may be those of a cache in 8 bits,
+    f32 [layers, 2, kv_heads]; without them, or where they are None, its codes are the numbers themselves.
     """
 
     @property
@@ -83,7 +83,7 @@ def upload_weights(
     def write(name: str, offset: int, data: NDArray[np.uint8]) -> None:
         buffers[name].upload(data, offset)
 
-    rows: Callable[[str], Rows] | None = getattr(weights, "rows", None)
+    rows: Callable[[str], MatrixRows] | None = getattr(weights, "rows", None)
     if "kv_scales" in buffers:
         scales: NDArray[np.float32] | None = getattr(weights, "kv_scales", None)
         ones = np.ones(manifest.buffer("kv_scales").shape, np.float32)

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from cheetah.models.config import ModelConfig
 from cheetah.models.config_json import ConfigError, load_source
-from cheetah.models.family import QuantizedMatrix, ReadRows, ReadTensor, Rows
+from cheetah.models.family import MatrixRows, QuantizedMatrix, ReadRows, ReadTensor
 from cheetah.models.formats.quantized import in_natural_order
 from cheetah.models.registry import (
     DEMO,
@@ -174,7 +174,7 @@ def _readers(tensors: CheckedTensors) -> Readers:
             return in_natural_order(matrix[:].dequantized(), matrix.order)
         return tensors.plain[name].bf16_bits()
 
-    def rows(name: str) -> Rows | QuantizedMatrix:
+    def rows(name: str) -> MatrixRows | QuantizedMatrix:
         return tensors.quantized[name] if name in tensors.quantized else tensors.plain[name].rows()
 
     return tensor, rows

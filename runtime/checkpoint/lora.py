@@ -95,7 +95,7 @@ def matrix_shapes(checkpoint: Checkpoint) -> dict[str, tuple[int, ...]]:
 
 
 class MergedRows:
-    """`Rows` of a matrix with an adapter: W + b @ a."""
+    """`MatrixRows` of a matrix with an adapter: W + b @ a."""
 
     def __init__(self, base: Any, a: F32, b: F32) -> None:
         self._base, self._a, self._b = base, a, b

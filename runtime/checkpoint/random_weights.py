@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from cheetah.models.config import ModelConfig
-from cheetah.models.family import QuantizedMatrix, Rows
+from cheetah.models.family import MatrixRows, QuantizedMatrix
 from cheetah.models.formats.quantized import (
     LARGEST_CODE,
     MIDDLE_CODE,
@@ -84,7 +84,7 @@ class RandomTensors:
             return _bits(np.float32(BIAS_SPREAD) * normal if is_bias else 1 + np.float32(NORM_SPREAD) * normal)
         return _window(self._block(shape[1]), begin, shape[0] * shape[1]).reshape(shape)
 
-    def rows(self, name: str) -> Rows | QuantizedMatrix:
+    def rows(self, name: str) -> MatrixRows | QuantizedMatrix:
         """The matrix `name`, of which nothing is made but what is read."""
         if name in self._schemes:
             return self.quantized(name)

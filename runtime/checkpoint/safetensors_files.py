@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from cheetah.errors import CheetahError
-from cheetah.models.family import Rows
+from cheetah.models.family import MatrixRows
 from cheetah.models.repacking import StoredCodes, StoredMatrix
 from cheetah.models.rounding import round_f16
 from cheetah.printable import shown, shown_name
@@ -72,7 +72,7 @@ class StoredTensor:
     begin: int
     nbytes: int
 
-    def rows(self) -> Rows:
+    def rows(self) -> MatrixRows:
         """The matrix, to be read in parts by several threads at once, and rounded to bf16 where it must be."""
         return _StoredRows(self)
 
@@ -128,7 +128,7 @@ class StoredRows:
 
 
 class _StoredRows:
-    """`Rows` of a stored matrix."""
+    """`MatrixRows` of a stored matrix."""
 
     def __init__(self, tensor: StoredTensor) -> None:
         self._stored = StoredRows(tensor)

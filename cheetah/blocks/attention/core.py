@@ -25,10 +25,10 @@ from cheetah.blocks.attention.port import AttentionPort
 from cheetah.blocks.attention.schedule import Item, Schedule, Tile
 from cheetah.blocks.attention.sharing import Share, Sharing
 from cheetah.blocks.attention.tile import (
+    AttentionProduct,
     AttentionShape,
+    KeyRows,
     Queries,
-    Rows,
-    TileProduct,
     WarpState,
 )
 from cheetah.blocks.attention.variants import CAUSAL, Variant
@@ -74,7 +74,7 @@ class Attention:
             (tile_columns or plan.tile_columns(shape.group)) * shape.group,
             plan.kv_dtype == "e4m3",
         )
-        self.product = TileProduct(machine, self.sizes, variant, parameters)
+        self.product = AttentionProduct(machine, self.sizes, variant, parameters)
         self.loads = ItemLoads(machine, self.sizes, port, variant, self.product, self._row_context)
         self.sharing = Sharing(machine, self.sizes)
         self.folder = Folder(machine, exchange, self.sizes, variant.softmax, self.finish)
@@ -273,7 +273,7 @@ class Attention:
                         count.set(newest)
                         keys.set(newest_keys)
                         values.set(newest_values)
-                rows = Rows(keys, values, sizes.codes)
+                rows = KeyRows(keys, values, sizes.codes)
                 with ch.while_(tile < last_tile):
                     row = (tile - first_tile) * TILE_KEYS
                     self.product.attend(rows, row, count - row, first_key + row, queries, states)

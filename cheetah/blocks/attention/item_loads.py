@@ -14,7 +14,7 @@ from cheetah import lang as ch
 from cheetah.blocks.attention.head_norms import RawHead, RawHeads, packed
 from cheetah.blocks.attention.port import AttentionPort
 from cheetah.blocks.attention.schedule import Item
-from cheetah.blocks.attention.tile import AttentionShape, TileProduct
+from cheetah.blocks.attention.tile import AttentionProduct, AttentionShape
 from cheetah.blocks.attention.variants import Variant
 from cheetah.blocks.machine import Machine
 from cheetah.lang import prim, ty
@@ -55,7 +55,7 @@ class ItemLoads:
         sizes: AttentionShape,
         port: AttentionPort,
         variant: Variant,
-        product: TileProduct,
+        product: AttentionProduct,
         row_context: Callable[..., Mapping[str, Callable[[], Any]]],
     ) -> None:
         self.machine, self.sizes, self.port = machine, sizes, port

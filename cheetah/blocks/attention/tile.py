@@ -98,7 +98,7 @@ class WarpState:
 
 
 @dataclass(frozen=True, eq=False)
-class Rows:
+class KeyRows:
     """Keys and values in shared memory (u8*), a token a row; `codes`: e4m3, else bf16."""
 
     keys: Any
@@ -124,7 +124,7 @@ class Queries:
     offset: Any
 
 
-class TileProduct:
+class AttentionProduct:
     """Folds tiles of 16 keys into a warp's state."""
 
     def __init__(self, machine: Machine, sizes: AttentionShape, variant: Variant, parameters: Any) -> None:
@@ -155,7 +155,7 @@ class TileProduct:
     @ch.function
     def attend(
         self,
-        rows: Rows,
+        rows: KeyRows,
         first_row: ch.Expr,
         valid: ch.Expr,
         key: ch.Expr,
@@ -181,7 +181,7 @@ class TileProduct:
 
     @ch.inline
     def _products(
-        self, rows: Rows, first_row: ch.Expr, valid: ch.Expr, key: ch.Expr, queries: Sequence[Queries]
+        self, rows: KeyRows, first_row: ch.Expr, valid: ch.Expr, key: ch.Expr, queries: Sequence[Queries]
     ) -> list[Any]:
         """Of each column tile the raw dot products: f32 [4], of key r and queries 2t, 2t + 1, then of key r + 8."""
         # Two chains of sums, because each product waits for the one before it.
@@ -199,7 +199,13 @@ class TileProduct:
 
     @ch.inline
     def _transformed_products(
-        self, rows: Rows, first_row: ch.Expr, valid: ch.Expr, key: ch.Expr, queries: Sequence[Queries], sums: list[Any]
+        self,
+        rows: KeyRows,
+        first_row: ch.Expr,
+        valid: ch.Expr,
+        key: ch.Expr,
+        queries: Sequence[Queries],
+        sums: list[Any],
     ) -> None:
         """The same with key_transform, which needs all units of a key together."""
         parts, index = self.sizes.parts, self.machine.lane // 4
@@ -234,7 +240,7 @@ class TileProduct:
         return logits
 
     @ch.inline
-    def _key_words(self, rows: Rows, row: ch.Expr, both: int) -> Any:
+    def _key_words(self, rows: KeyRows, row: ch.Expr, both: int) -> Any:
         """This lane's units 2*both and 2*both + 1 of a key: bf16 pairs, u32 [2][4]."""
         words = ch.array(ty.u32, min(2, self.sizes.parts), 4)
         if not rows.codes:
@@ -246,7 +252,7 @@ class TileProduct:
         return words
 
     @ch.function
-    def _read_crossed(self, rows: Rows, row: ch.Expr, both: int, words: Any) -> None:
+    def _read_crossed(self, rows: KeyRows, row: ch.Expr, both: int, words: Any) -> None:
         """Lanes of odd rows read the two units in the opposite order: no bank conflicts."""
         keys = ch.reinterpret(ty.ptr(ty.u32x4), rows.keys) + row * self.sizes.head_units
         is_odd = self.machine.lane // 4 % 2
@@ -257,7 +263,7 @@ class TileProduct:
             words[1][word] = ch.select(is_odd == 0, getattr(second, member), getattr(first, member))
 
     @ch.function
-    def _read_wide_codes(self, rows: Rows, row: ch.Expr, both: int, words: Any) -> None:
+    def _read_wide_codes(self, rows: KeyRows, row: ch.Expr, both: int, words: Any) -> None:
         """16 codes at a time."""
         keys = ch.reinterpret(ty.ptr(ty.u32x4), rows.keys) + row * (self.sizes.head_dim // 16)
         read = keys[both * 4 + self.machine.lane % 4]
@@ -265,7 +271,7 @@ class TileProduct:
             self._widen(getattr(read, member), words[quarter // 2], quarter % 2 * 2)
 
     @ch.function
-    def _read_codes(self, rows: Rows, row: ch.Expr, words: Any) -> None:
+    def _read_codes(self, rows: KeyRows, row: ch.Expr, words: Any) -> None:
         """8 codes at a time."""
         keys = ch.reinterpret(ty.ptr(ty.u32x2), rows.keys) + row * self.sizes.head_units
         for part in range(self.sizes.parts):
@@ -366,7 +372,7 @@ class TileProduct:
     @ch.function
     def _add_values(
         self,
-        rows: Rows,
+        rows: KeyRows,
         first_row: ch.Expr,
         valid: ch.Expr,
         key: ch.Expr,
@@ -407,7 +413,7 @@ class TileProduct:
         return packed
 
     @ch.function
-    def _read_values(self, rows: Rows, row: ch.Expr, slices: range, words: Any, index: int) -> None:
+    def _read_values(self, rows: KeyRows, row: ch.Expr, slices: range, words: Any, index: int) -> None:
         """Units slices * r, slices * r + 1, ... of a value, as bf16 pairs into words[slice][number]."""
         if rows.codes:
             self._read_value_codes(rows, row, slices, words, index)
@@ -431,7 +437,7 @@ class TileProduct:
         return row * self.sizes.head_units + self.machine.lane // 4 * self.sizes.slices + slices.start
 
     @ch.inline
-    def _read_value_codes(self, rows: Rows, row: ch.Expr, slices: range, words: Any, index: int) -> None:
+    def _read_value_codes(self, rows: KeyRows, row: ch.Expr, slices: range, words: Any, index: int) -> None:
         element, count = {1: ty.u32x2, 2: ty.u32x4}[len(slices)], len(slices)
         of_row, of_lane = self.sizes.head_units // count, self.sizes.slices // count
         place = row * of_row + self.machine.lane // 4 * of_lane + slices.start // count

@@ -25,7 +25,7 @@ UNIT_BYTES = 2 * UNIT
 
 
 @dataclass(frozen=True)
-class Piece:
+class CopiedPiece:
     """Rows `first_row`, ... (`rows` of them) of a vector, which land together: piece `number` of a half."""
 
     half: int
@@ -48,11 +48,11 @@ class CopiedVector:
         return self.matrix.padded_columns // UNIT * self.columns.limit
 
     @property
-    def pieces(self) -> list[Piece]:
+    def pieces(self) -> list[CopiedPiece]:
         """As they land."""
         rows, each = -(-self.units // self.row_units), self._rows_each
         return [
-            Piece(*divmod(number, PIECES_OF_HALF), first, min(each, rows - first))
+            CopiedPiece(*divmod(number, PIECES_OF_HALF), first, min(each, rows - first))
             for number, first in enumerate(range(0, rows, each))
         ]
 
@@ -68,7 +68,7 @@ class CopiedVector:
                 source = self.source.place(first // UNIT_BYTES)
                 self.source.copies.request(half, vector + first, source, size, piece_bytes, self._pieces_of(half))
 
-    def wait(self, piece: Piece) -> None:
+    def wait(self, piece: CopiedPiece) -> None:
         self.source.copies.wait(piece.half, piece.number)
 
     def end(self) -> None:

@@ -29,7 +29,7 @@ from cheetah.blocks.columns import Columns
 from cheetah.blocks.linear.formats import accumulators_of, fragments_class, fragments_of
 from cheetah.blocks.linear.fragments import Activations, Held, groups_of
 from cheetah.blocks.linear.interface import ColumnScale, Epilogue, Linear, Parts, Prologue, Rows
-from cheetah.blocks.ring import Cursor, Ring, Stage
+from cheetah.blocks.ring import Ring, RingCursor, Stage
 from cheetah.blocks.timeline import NO_TIMELINE, Timeline
 from cheetah.lang import prim, ty
 from cheetah.plan import M_TILE_ROWS, MatrixLayout
@@ -103,12 +103,12 @@ class Matvec(Linear):
         with self.machine.consumer:
             turn = ch.var(ty.u32, 0)
             turn_parity = ch.var(ty.u32, 0)
-            self.turn = Cursor(turn, turn_parity, plan.reductions)
+            self.turn = RingCursor(turn, turn_parity, plan.reductions)
         with self.machine.adder:
             adding = ch.var(ty.u32, 0)
             adding_parity = ch.var(ty.u32, 0)
             loaded_parity = ch.var(ty.u32, 0)
-            self.adding, self.loaded_parity = Cursor(adding, adding_parity, plan.reductions), loaded_parity
+            self.adding, self.loaded_parity = RingCursor(adding, adding_parity, plan.reductions), loaded_parity
 
     @ch.inline
     def initialise(self) -> None:
@@ -584,6 +584,6 @@ class Matvec(Linear):
             total += own[other * self.machine.plan.warp_sums]
         return total
 
-    def _reduction_of(self, turn: Cursor) -> Any:
+    def _reduction_of(self, turn: RingCursor) -> Any:
         plan = self.machine.plan
         return self.machine.region("reductions", ty.f32) + turn.stage * (plan.consumer_warps * plan.warp_sums)

@@ -25,7 +25,7 @@ WARP = 32
 @dataclass(frozen=True, eq=False)
 class Order:
     """The order of a whole vector. places: for every element the one that it is to the matrix (u16, padded like the
-    vector). elements, available, kind: as of `prologue.Part`."""
+    vector). elements, available, kind: as of `prologue.VectorPart`."""
 
     columns: Columns
     places: ch.Expr

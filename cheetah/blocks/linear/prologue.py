@@ -61,8 +61,8 @@ class Units:
 
 @dataclass(frozen=True, eq=False)
 class Slices(Prologue):
-    """The parts of a vector as the matrix is sliced; `available` of its elements exist. places: as of `Part`, where the
-    matrix is not sliced. scale: of the products."""
+    """The parts of a vector as the matrix is sliced; `available` of its elements exist. places: as of `VectorPart`,
+    where the matrix is not sliced. scale: of the products."""
 
     columns: Columns
     source: Source
@@ -79,7 +79,7 @@ class Slices(Prologue):
         return self.scale
 
     def parts(self, matrix: MatrixLayout) -> CopiedParts | None:
-        copied = _copied(self.source, Part(0, 0, kind=matrix.vector_kind(self.columns.limit), places=self.places))
+        copied = _copied(self.source, VectorPart(0, 0, kind=matrix.vector_kind(self.columns.limit), places=self.places))
         return None if copied is None else CopiedParts(self.columns, matrix, copied)
 
     def load(self, matrix: MatrixLayout, index: int) -> None:
@@ -87,7 +87,7 @@ class Slices(Prologue):
         first, end = (chunk * chunk_elements for chunk in matrix.slice_range(index))
         end = min(end, matrix.padded_columns)
         first_unit = first // UNIT * self.columns.limit
-        part = Part(
+        part = VectorPart(
             *(end - first, min(end, self.available) - first, first_unit),
             kind=matrix.vector_kind(self.columns.limit),
             places=self.places,
@@ -128,7 +128,7 @@ class Prefetching(Prologue):
 
 
 @dataclass(frozen=True, eq=False)
-class Part:
+class VectorPart:
     """A part of a vector: `elements` of every token, a multiple of 32, of which the first `available` exist (the rest
     is zero); in the exchange it begins at unit `first_unit`. kind: as what it is kept (`cheetah.plan.formats`). places:
     for every element the one that it is to the matrix (u16, padded like the vector), of a whole vector; None: itself.
@@ -142,7 +142,7 @@ class Part:
 
 
 @contextmanager
-def _read_batch(columns: Columns, part: Part, batch: _Batch, source: Source) -> Iterator[Any]:
+def _read_batch(columns: Columns, part: VectorPart, batch: _Batch, source: Source) -> Iterator[Any]:
     """The batch's units, of threads whose column is in use. Where whole warps convert units together, also of others,
     which have zeros."""
     order = _order_of(columns, part)
@@ -163,7 +163,7 @@ def _read_batch(columns: Columns, part: Part, batch: _Batch, source: Source) -> 
 
 
 @ch.function
-def load_vector(columns: Columns, part: Part, source: Source) -> None:
+def load_vector(columns: Columns, part: VectorPart, source: Source) -> None:
     """Bring a part of a vector into shared memory; ends with a barrier of the consumer warps."""
     machine, order = columns.machine, _order_of(columns, part)
     vector = machine.region("vector", ty.u32x4)
@@ -182,7 +182,7 @@ def load_vector(columns: Columns, part: Part, source: Source) -> None:
         order.convert()
 
 
-def _copied(source: Source, part: Part) -> CopySource | None:
+def _copied(source: Source, part: VectorPart) -> CopySource | None:
     """Units that become something of another size, or belong elsewhere, pass through registers anyway."""
     is_in_place = part.places is None and part.kind not in (DIGITS, HALVES)
     return source.copied if is_in_place else None
@@ -220,7 +220,7 @@ class _Batch:
     """
 
     columns: Columns
-    part: Part
+    part: VectorPart
     first: ch.Expr
     count: int
     leads: bool
@@ -232,7 +232,7 @@ class _Batch:
             wait(self.first + self.part.first_unit, active)
 
 
-def _batches(columns: Columns, part: Part, most_units: int) -> Iterator[_Batch]:
+def _batches(columns: Columns, part: VectorPart, most_units: int) -> Iterator[_Batch]:
     """The thread's units that exist, at most `most_units` of them at a time; then the padding is cleared."""
     machine, tokens = columns.machine, columns.limit
     whole_pairs = part.available // VECTOR_COLUMNS
@@ -251,7 +251,7 @@ def _batches(columns: Columns, part: Part, most_units: int) -> Iterator[_Batch]:
     _clear_behind(columns, part)
 
 
-def _last_pair(columns: Columns, part: Part, first_unit: int) -> Iterator[_Batch]:
+def _last_pair(columns: Columns, part: VectorPart, first_unit: int) -> Iterator[_Batch]:
     """A K-tile of which only the first units exist: the others are zero."""
     machine, tokens = columns.machine, columns.limit
     vector = machine.region("vector", ty.u32x4)
@@ -264,7 +264,7 @@ def _last_pair(columns: Columns, part: Part, first_unit: int) -> Iterator[_Batch
             vector[first] = prim.make_u32x4(0, 0, 0, 0)
 
 
-def _clear_behind(columns: Columns, part: Part) -> None:
+def _clear_behind(columns: Columns, part: VectorPart) -> None:
     """What follows the last 32 elements that have some, of which a wider K-tile has more."""
     machine, units_each = columns.machine, UNITS_PER_TILE * columns.limit
     first, end = -(-part.available // VECTOR_COLUMNS) * units_each, part.elements // VECTOR_COLUMNS * units_each
@@ -281,7 +281,7 @@ def _each(machine: Machine, batch: _Batch) -> Iterator[tuple[ch.Expr, ch.Expr]]:
         yield index, batch.first + index * machine.consumer_threads
 
 
-def _order_of(columns: Columns, part: Part) -> Order | None:
+def _order_of(columns: Columns, part: VectorPart) -> Order | None:
     if part.places is None:
         return None
     return Order(columns, part.places, part.elements, part.available, part.kind)

@@ -15,7 +15,7 @@ from typing import Any
 
 from cheetah import lang as ch
 from cheetah.blocks.prompt.machine import PassMachine
-from cheetah.blocks.ring import Cursor
+from cheetah.blocks.ring import RingCursor
 from cheetah.lang import prim, ty
 from cheetah.plan.formats import BF16, TileFormat
 
@@ -53,15 +53,15 @@ class TileRing:
         with self.machine.weights:
             weights_stage = ch.var(ty.u32, 0)
             weights_parity = ch.var(ty.u32, 1)
-            self.of_weights = Cursor(weights_stage, weights_parity, self.stages)
+            self.of_weights = RingCursor(weights_stage, weights_parity, self.stages)
         with self.machine.activations:
             activations_stage = ch.var(ty.u32, 0)
             activations_parity = ch.var(ty.u32, 1)
-            self.of_activations = Cursor(activations_stage, activations_parity, self.stages)
+            self.of_activations = RingCursor(activations_stage, activations_parity, self.stages)
         with self.machine.consumer:
             stage = ch.var(ty.u32, 0)
             parity = ch.var(ty.u32, 0)
-            self.using = Cursor(stage, parity, self.stages)
+            self.using = RingCursor(stage, parity, self.stages)
 
     @contextmanager
     @ch.inline
