@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -19,10 +18,12 @@ if TYPE_CHECKING:
 EPILOG = "Example: cheetah check llama-3.1-8b --seeds 50 --sync barrier"
 SCHEDULERS = "round_robin,random,priority"
 FOUND = 1
+GPU = "h200"
+"""Whose plan of the model is to have nothing that none of the small models' has."""
 
 LARGEST = {"hidden_size": 128, "intermediate_size": 192, "vocab_size": 512}
 """What these sizes are cut to, plus what they are above a multiple of 32, so that the padding stays as it is."""
-LARGEST_LAYERS, LARGEST_KV_HEADS = 2, 2
+LARGEST_KV_HEADS = 2
 CONTEXT = 128
 
 
@@ -59,14 +60,37 @@ def check(
     options = {"max_context": min(CONTEXT, checked.max_position_embeddings), **plan}
     _require(gpu, chosen := tuple(schedulers.split(",")))
     subject = Subject(kind, checked, tensors, options)
-    is_right = True
+    is_right, features = True, set[str]()
     with _progress() as progress:
         for part, verdict in check_model(subject, gpu, seeds, chosen, sanitizer, first=first, progress=progress):
             console.print(f"checking {named.canonical}: {part.kind}\n{verdict}")
-            is_right = is_right and verdict.ok
-    console.print("verdict: nothing found" if is_right else "verdict: WRONG")
-    if not is_right:
+            is_right, features = is_right and verdict.ok, features | verdict.features
+    missing = set() if first and not is_right else _missing(named.config, plan, features)
+    console.print(_features(features, missing))
+    console.print("verdict: WRONG" if not is_right else "verdict: INCOMPLETE" if missing else "verdict: nothing found")
+    if missing or not is_right:
         raise typer.Exit(FOUND)
+
+
+def _missing(config: ModelConfig, plan: dict[str, Any], features: set[str]) -> set[str]:
+    """What the model's own kernels have on a GPU by these options, and none of those that were looked at; nothing where
+    there is no such plan."""
+    from cheetah.plan import PlanError, gpu_named
+    from cheetah.tools.features import features_on
+
+    try:
+        return features_on(gpu_named(GPU), config, **plan) - features
+    except PlanError:
+        return set()
+
+
+def _features(features: set[str], missing: set[str]) -> str:
+    found = f"kernels looked at have: {', '.join(sorted(features))}"
+    return (
+        f"{found}\nof the model's plan on an {GPU.upper()} no kernel had: {', '.join(sorted(missing))}"
+        if missing
+        else found
+    )
 
 
 def register(app: typer.Typer) -> None:
@@ -75,11 +99,11 @@ def register(app: typer.Typer) -> None:
 
 
 def shrunk(config: ModelConfig) -> ModelConfig:
-    """A small model of the same kind: head_dim, query heads a KV head, RoPE and tied embeddings stay."""
-    kv_heads = min(config.kv_heads, LARGEST_KV_HEADS)
-    sizes: dict[str, Any] = {name: _cut(getattr(config, name), largest) for name, largest in LARGEST.items()}
-    layers = min(config.layers, LARGEST_LAYERS)
-    return replace(config, layers=layers, kv_heads=kv_heads, query_heads=kv_heads * config.group, **sizes)
+    """A small model of the same kind."""
+    from cheetah.tools.subjects import sized
+
+    sizes = {name: _cut(getattr(config, name), largest) for name, largest in LARGEST.items()}
+    return sized(config, sizes, min(config.kv_heads, LARGEST_KV_HEADS))
 
 
 def _cut(size: int, largest: int) -> int:

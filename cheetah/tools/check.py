@@ -11,6 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol
@@ -24,16 +25,32 @@ from cheetah.package import Generated
 from cheetah.plan import Gpu, Plan, PlanError
 from cheetah.plan.prompt import PassPlan, default_pass_plan, short_pass_plans
 from cheetah.tools.explained import kept_text
+from cheetah.tools.features import features_of
 from cheetah.tools.judged_passes import JudgedPasses
 from cheetah.tools.judged_steps import Agreement, JudgedSteps, KernelFault
 from cheetah.tools.rig import Rig
-from cheetah.tools.subjects import MOST_LAYERS, Subject, awkward_subject, barrier_subject, many_tokens_subject
+from cheetah.tools.subjects import (
+    MANY_TOKENS,
+    MOST_LAYERS,
+    Subject,
+    awkward_subject,
+    barrier_subject,
+    many_tokens_subject,
+)
 
 Progress = Callable[[str], None]
 
+WARPS = {"consumer_warps": 8}
+"""As on a GPU: fewer than the emulator's rule gives would move no registers."""
 PASS_SHARE = 2
 """So many times as many schedules are spent on passes, which are short."""
-PASS_TOKENS = 64
+PASS_TOKENS, LARGE_TILE = 64, 64
+CUT_SIZES: tuple[dict[str, int], ...] = (
+    {},
+    {"intermediate_size": 512},
+    {"intermediate_size": 1024},
+)
+"""Of models whose passes over few tokens are looked at; other formats are cut at other sizes."""
 RACE_GPU, CUT_GPU = "emulator-2", "emulator-8"
 """The race detector is slow: two blocks are all that it gets. Of passes over few tokens, products are cut where there
 are more blocks than tiles."""
@@ -44,13 +61,14 @@ class Verdict:
     """What was found. exploration: over all schedules, None where the race detector alone ran; agreement: of the first
     run that ended, None if none did. race: what that detector says, or how its run failed, "" if it found nothing, None
     where it did not run. pace: what is wrong with how far the copies ran ahead, or "". texts: where the kernels' texts
-    lie, if something is wrong."""
+    lie, if something is wrong. features: of the kernels (`features`)."""
 
     exploration: ExploreReport | None = None
     agreement: Agreement | None = None
     race: str | None = None
     pace: str = ""
     texts: tuple[str, ...] = ()
+    features: frozenset[str] = frozenset()
 
     @property
     def ok(self) -> bool:
@@ -103,6 +121,12 @@ class Case:
     made: tuple[Generated, ...]
     judged: Callable[[Rig], Launches]
     share: int = 1
+
+    @property
+    def features(self) -> frozenset[str]:
+        """Of all its kernels but the head's."""
+        first = self.made[0].manifest
+        return frozenset(features_of(self.subject.config, first))
 
     def launches(self, **mode: bool) -> Launches:
         """Once the kernels are compiled; mode: see `Rig`."""
@@ -179,19 +203,35 @@ def _step_makers(subject: Subject, gpu: str) -> list[Maker]:
         partial(_steps, awkward, gpu),
         partial(_steps, many, gpu, several),
         partial(_steps, barrier, gpu, several),
-        partial(_steps, subject, gpu),
+        partial(_steps, replace(subject, plan={**WARPS, **subject.plan}), gpu),
     ]
 
 
 def _pass_makers(subject: Subject, gpu: str) -> list[Maker]:
     config, plan = subject.config, subject.plan
     awkward = awkward_subject(config, {"kv_dtype": "e4m3", **plan}, MOST_LAYERS)
-    cut = many_tokens_subject(config, plan)
     return [
         partial(_passes, awkward, gpu, default_pass_plan),
-        partial(_passes, cut, CUT_GPU, lambda machine, tokens, head_dim: short_pass_plans(machine, head_dim)[0]),
-        partial(_passes, subject, gpu, default_pass_plan),
+        partial(_cut_passes, subject),
+        partial(_passes, subject, gpu, _of_several_warpgroups),
     ]
+
+
+def _cut_passes(subject: Subject) -> Case:
+    """Passes over few tokens, of sizes of which most is cut. PlanError where the model has no passes."""
+    cases = [
+        _passes(many_tokens_subject(subject.config, subject.plan, {**MANY_TOKENS, **sizes}), CUT_GPU, _of_few_tokens)
+        for sizes in CUT_SIZES
+    ]
+    return max(cases, key=lambda case: len(case.features))
+
+
+def _of_few_tokens(machine: Gpu, tokens: int, head_dim: int) -> PassPlan:
+    return short_pass_plans(machine, head_dim)[0]
+
+
+def _of_several_warpgroups(machine: Gpu, tokens: int, head_dim: int) -> PassPlan:
+    return replace(default_pass_plan(machine, tokens, head_dim), warpgroups=2)
 
 
 def _steps(subject: Subject, gpu: str, judged: Callable[[Rig], Launches] = JudgedSteps) -> Case:
@@ -210,11 +250,13 @@ def _passes(subject: Subject, gpu: str, choose: Callable[..., PassPlan]) -> Case
 
 
 def _generate_passes(config: ModelConfig, machine: Gpu, plan: Plan, pass_plan: PassPlan) -> Generated:
-    """With as many warpgroups as heads and a stage's keys want: on the emulator one is the rule."""
-    try:
-        return generate_pass(config, machine, plan, pass_plan)
-    except PlanError:
-        return generate_pass(config, machine, plan, replace(pass_plan, warpgroups=2))
+    """With as large tiles as heads and a stage's keys want: the emulator's are small by rule."""
+    larger = replace(pass_plan, warpgroups=2)
+    for one in (pass_plan, larger):
+        with suppress(PlanError):
+            return generate_pass(config, machine, plan, one)
+    cut_tokens = LARGE_TILE if pass_plan.cut_tokens else 0
+    return generate_pass(config, machine, plan, replace(larger, tile_tokens=LARGE_TILE, cut_tokens=cut_tokens))
 
 
 _MAKERS = {"steps": _step_makers, "passes": _pass_makers}
@@ -233,7 +275,7 @@ def _made(maker: Maker) -> Iterator[Case]:
     try:
         yield maker()
     except PlanError:
-        if maker.func is not _passes:
+        if maker.func is _steps:
             raise
 
 
@@ -258,7 +300,8 @@ def _explored(
 
     exploration = explore(run, seeds, schedulers, stop_after=1 if first else None)
     agreement = launches.agreement(ended[0]) if ended else None
-    return _with_texts(Verdict(exploration, agreement, pace=launches.pace_problem()), case)
+    verdict = Verdict(exploration, agreement, pace=launches.pace_problem(), features=case.features)
+    return _with_texts(verdict, case)
 
 
 def _raced(case: Case) -> Verdict:

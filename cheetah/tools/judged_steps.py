@@ -46,6 +46,8 @@ LEAST_CACHED = 0.03
 """Allowed of a layer's keys or values of a token, which are rounded once more."""
 TOO_LARGE = 2.0**34
 """An element that no embedding has."""
+LARGE = 2.0**32.5
+"""One that might be, but not of so many."""
 
 
 class KernelFault(EmulatorError):
@@ -275,9 +277,12 @@ class _Run:
         prompted = launcher.launch(judged.prompt, PROMPT_TOKENS + 2, Sampling()).token_ids
         drawn = launcher.launch(prompted[-1:], 3, hot).token_ids
         launcher.cache.length -= len(drawn)
-        stopped = launcher.launch(prompted[-1:], 3, replace(hot, stop_ids=(drawn[1],))).token_ids
-        if stopped != drawn[: drawn.index(drawn[1]) + 1]:
-            raise KernelFault(f"with stop id {drawn[1]} a launch sampled {stopped}; without it {drawn}")
+        ended = launcher.launch(prompted[-1:], 3, replace(hot, stop_ids=(judged.config.vocab_size, drawn[1])))
+        stopped, steps = ended.token_ids, drawn.index(drawn[1]) + 1
+        if stopped != drawn[:steps] or ended.steps != steps:
+            raise KernelFault(
+                f"with stop id {drawn[1]} a launch sampled {stopped} in {ended.steps} steps; without it {drawn}"
+            )
         continued = launcher.launch(stopped[-1:], 2, Sampling()).token_ids
         launcher.restart()
         ids = (*judged.prompt, *prompted, *stopped, *continued)
@@ -296,9 +301,20 @@ class _Run:
     def _long_prompt(self) -> None:
         judged, launcher = self.judged, self.session.launcher
         cached = self._fill(launcher.cache, judged.context - len(judged.long))
+        launcher.make_room(launcher.cache, len(judged.long))
+        before = self.session.cached()
         logits = self.session.score(judged.long, self.plan.tokens)
+        self._require_unchanged(before, range(cached, judged.context))
         self._note("a prompt, several tokens a step, to the context's end", cached, judged.long, logits)
         launcher.restart()
+
+    def _require_unchanged(self, before: NDArray[Any], but: range) -> None:
+        """KernelFault where a launch has cached more than these tokens of its only sequence."""
+        after, size, pages = self.session.cached(), self.plan.page_size, self.session.launcher.cache.pages
+        for token in but:
+            before[:, pages[token // size], :, :, token % size] = after[:, pages[token // size], :, :, token % size]
+        if before.tobytes() != after.tobytes():
+            raise KernelFault("a launch has written keys or values of tokens that it did not have")
 
     def _together(self) -> None:
         """What sequences that share steps have, and what each then draws."""
@@ -327,7 +343,19 @@ class _Run:
             position = judged.lengths[number] + TOGETHER_STEPS
             known = tuple(part.known)
             self.drawn.append(Drawn(place, result.token_ids, logits, part.sampling, position, known))
-            part.cache.clear()
+        if len(parts) > 1:
+            self._first_one_stops(parts, [result.token_ids for result in results])
+        for cache in caches:
+            cache.clear()
+
+    def _first_one_stops(self, parts: Sequence[Part], drawn: Sequence[tuple[int, ...]]) -> None:
+        """The same again, but that the first sequence ends with its first token: the others go on as they did."""
+        for part in parts:
+            part.cache.length -= TOGETHER_STEPS
+        stopping = replace(parts[0], sampling=replace(parts[0].sampling, stop_ids=drawn[0][:1]))
+        again = [result.token_ids for result in self.session.launcher.launch_together([stopping, *parts[1:]])]
+        if again != [drawn[0][:1], *drawn[1:]]:
+            raise KernelFault(f"sequences drew {again} where the first was to end with its first token, else {drawn}")
 
     def _shares_of_columns(self) -> None:
         """Sequences that have more and fewer of a step's columns."""
@@ -354,16 +382,19 @@ class _Run:
 
     def _too_large(self) -> None:
         """An embedding with a number that none has, of either sign: all logits behind it are NaN, no other's are."""
-        judged, session = self.judged, self.session
-        buffer = session.buffers["embedding"]
-        elements = buffer.array.view(np.uint16)
-        width, before = judged.config.padded_hidden, elements.copy()
-        for number, value in enumerate((TOO_LARGE, -TOO_LARGE)):
-            elements[(number + 1) * width + judged.config.hidden_size // 2] = as_bf16(value)
+        hidden, width = self.judged.config.hidden_size, self.judged.config.padded_hidden
+        embedding, norms = (self.session.buffers[name].array.view(np.uint16) for name in ("embedding", "norms"))
+        before = embedding.copy(), norms.copy()
+        for token, value in ((1, TOO_LARGE), (2, -TOO_LARGE), (4, LARGE / 4), (5, -LARGE / 4)):
+            embedding[token * width + hidden // 2] = as_bf16(value)
+        embedding[3 * width :][:hidden] = as_bf16(LARGE)
+        alone = self.plan.batch == 1
         try:
-            self._with_large_ones([[1], [2]] if self.plan.batch == 1 else [[1, 0], [0, 2]])
+            self._with_large_ones([[1], [2], [3]] if alone else [[1, 0], [0, 2], [3, 0]])
+            norms[hidden // 2 :: width] = as_bf16(16.0)  # what is published of an element is too large then
+            self._with_large_ones([[4], [5]] if alone else [[4, 0], [0, 5]])
         finally:
-            elements[:] = before
+            embedding[:], norms[:] = before
 
     def _with_large_ones(self, launches: list[list[int]]) -> None:
         for tokens in launches:
@@ -372,7 +403,11 @@ class _Run:
             for token, logits, cache in zip(tokens, found, caches, strict=True):
                 if bool(np.isnan(logits).all()) != bool(token) or np.isnan(logits).any() != bool(token):
                     was = "not all of its logits are NaN" if token else "NaN stands among its logits"
-                    beside = "has an embedding with a number of 2^34" if token else "shares a step with such a sequence"
+                    beside = (
+                        "has an embedding with a number of 2^34, or all of 2^32.5"
+                        if token
+                        else "shares a step with such a sequence"
+                    )
                     raise KernelFault(f"a sequence that {beside}: {was}")
                 cache.clear()
 

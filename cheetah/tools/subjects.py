@@ -4,8 +4,8 @@ The awkward one: nothing divides, so its sizes are padded in every matrix and ve
 so small that the norm's epsilon decides; rows of its head are equal, so that every greedy choice is a tie within a
 lane's tokens, within a block and between blocks; its kernel takes several sequences, whose pages are few tokens that
 do not divide a stage. The one of many tokens has narrow M-tiles, vectors in halves of L2 and as many columns as a
-prompt. The one behind the grid barrier has a cache in 8 bits, whose scales all differ, items of a fixed length, more of
-them than a block keeps and more states than a row keeps, and a window. Each plan leaves alone what options name.
+prompt, and a window. The one behind the grid barrier has a cache in 8 bits, whose scales all differ, and items of a
+fixed length, more of them than a block keeps and more states than a row keeps. Plans leave alone what options name.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ BEHIND_BARRIER = {"hidden_size": 136, "intermediate_size": 424, "vocab_size": 90
 ALIKE = 64
 """Rows of the head are equal at distances 1, 16 and this: M-tiles of 16 rows, dealt to 4 blocks."""
 FAINTNESS = np.float32(2.0**-10)
-WINDOW = 50
+WINDOW, LONG_CONTEXT = 50, 352
+"""Tokens of a window, and of the context in which a row has more states of 16 keys than a merge keeps (20)."""
 
 
 @dataclass(frozen=True)
@@ -69,35 +70,56 @@ def kv_scales_of(config: ModelConfig) -> F32:
 def awkward_subject(config: ModelConfig, plan: Mapping[str, Any], layers: int = 1) -> Subject:
     """The awkward small model of the same kind as `config`. Of one layer where it makes steps: its hidden vector is
     read by the head alone."""
-    small = sized(config, {**AWKWARD, "layers": layers}, min(config.kv_heads, MOST_KV_HEADS))
+    small = sized(config, AWKWARD, min(config.kv_heads, MOST_KV_HEADS), layers)
     fields = {"page_size": 5, "stages": 4, **_several(plan, 4), **plan}
     return Subject(_named("an awkward small model", small), small, awkward_tensors(small), fields, True)
 
 
-def many_tokens_subject(config: ModelConfig, plan: Mapping[str, Any]) -> Subject:
-    """One whose steps take many tokens, with narrow M-tiles."""
+def many_tokens_subject(
+    config: ModelConfig, plan: Mapping[str, Any], sizes: Mapping[str, int] = MANY_TOKENS
+) -> Subject:
+    """One whose steps take many tokens, with narrow M-tiles and a window."""
     kv_heads = 1
     while config.group * kv_heads * config.head_dim < LEAST_COLUMNS_EMULATED or (
         config.group * kv_heads * config.head_dim % (2 * BF16.columns)
     ):
         kv_heads += 1
-    small = sized(config, MANY_TOKENS, kv_heads)
+    small = sized(config, sizes, kv_heads)
+    small = small if len(small.kinds) > 1 else replace(small, sliding_window=WINDOW)
     fields = {"page_size": 16, **({} if "batch" in plan else {"batch": 2, "tokens": 32}), **plan}
     return Subject(_named("one of many tokens a step", small), small, random_tensors(small), fields, True)
 
 
 def barrier_subject(config: ModelConfig, plan: Mapping[str, Any]) -> Subject:
-    """One whose blocks meet at the grid barrier, with a cache in 8 bits and a window."""
+    """One whose blocks meet at the grid barrier, with a cache in 8 bits and more items than a block keeps."""
     small = sized(config, BEHIND_BARRIER, min(config.kv_heads, MOST_KV_HEADS))
-    small = replace(small, sliding_window=min(WINDOW, small.sliding_window or WINDOW))
-    fields = {"sync": "barrier", "kv_dtype": "e4m3", "page_size": 48, "kv_chunk": 16}
-    fields = {**fields, "down_slices": 2, **_several(plan, 8), **plan}
+    fields: dict[str, Any] = {
+        "sync": "barrier",
+        "kv_dtype": "e4m3",
+        "page_size": 48,
+        "kv_chunk": KV_TILE_TOKENS,
+        "down_slices": 2,
+    }
+    fields = {**fields, "in_flight": 3, "in_flight_waiting": 1, **_several(plan, 8), **plan}
+    fields["max_context"] = max(LONG_CONTEXT, plan.get("max_context", 0))
     return Subject(_named("one behind the grid barrier", small), small, random_tensors(small), fields, True)
 
 
-def sized(config: ModelConfig, sizes: Mapping[str, int], kv_heads: int) -> ModelConfig:
-    """A small model of the same kind: head_dim, query heads a KV head, RoPE and tied embeddings stay."""
-    fields: dict[str, Any] = {"layers": min(config.layers, MOST_LAYERS), **sizes}
+def sized(config: ModelConfig, sizes: Mapping[str, int], kv_heads: int, layers: int = MOST_LAYERS) -> ModelConfig:
+    """A small model of the same kind: head_dim, query heads a KV head, RoPE and tied embeddings stay, and of each kind
+    of layer there is one. Windows are shorter than the contexts that are looked at."""
+    firsts = [config.kind_of_layer.index(kind) for kind in range(len(config.kinds))]
+    others = (layer for layer in range(config.layers) if layer not in firsts)
+    chosen = sorted([*firsts, *others][: max(layers, len(firsts))])
+    fields: dict[str, Any] = {"layers": len(chosen), **sizes}
+    if config.layer_types:
+        fields["layer_types"] = tuple(config.layer_types[layer] for layer in chosen)
+    if config.unrotated_layers:
+        fields["unrotated_layers"] = tuple(
+            number for number, layer in enumerate(chosen) if layer in config.unrotated_layers
+        )
+    if config.sliding_window is not None:
+        fields["sliding_window"] = min(config.sliding_window, WINDOW)
     return replace(config, kv_heads=kv_heads, query_heads=kv_heads * config.group, **fields)
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 from functools import cache
+from pathlib import Path
+from typing import Any
 
 import pytest
 from commands import cheetah, refused
@@ -16,7 +18,7 @@ from cheetah.models.registry import preset
 from cheetah.package import Generated
 from cheetah.runtime.checkpoint.random_weights import random_tensors
 from cheetah.tools import judged_steps
-from cheetah.tools.check import Verdict, check_kernel, find_races
+from cheetah.tools.check import Verdict, _step_makers, check_kernel, find_races
 from cheetah.tools.judged_steps import JudgedSteps
 from cheetah.tools.rig import Rig
 from cheetah.tools.subjects import Subject
@@ -62,9 +64,14 @@ def test_wrong_arithmetic_disagrees_with_float32() -> None:
 
 @pytest.mark.slow
 def test_a_wait_for_what_never_comes_is_a_deadlock() -> None:
+    """The report names the function that each waits in, and the phase that each block had reached."""
     verdict = checked(changed(generated(), r"layer_epoch - 1\b", "layer_epoch + 1"), seeds=1)
-    assert not verdict.ok and verdict.agreement is None
+    assert not verdict.ok and verdict.agreement is None and verdict.exploration is not None
     assert {failure.kind for failure in verdict.exploration.failures} == {"Deadlock"}
+    (found, *_) = verdict.findings
+    assert (
+        re.search(r"decode_step\.cu:\d+ \(\w+\)", found) and "reached: blocks 0-1: step 0, phase layer 1 qkv" in found
+    )
 
 
 @pytest.mark.exhaustive
@@ -76,6 +83,7 @@ def test_a_missing_wait_gives_other_bits_or_a_misuse() -> None:
 @pytest.mark.slow
 def test_a_wrong_count_of_steps_is_a_fault() -> None:
     verdict = checked(changed(generated(), r"status\[0\] = [^;]*;", "status[0] = 99;"), seeds=1)
+    assert verdict.exploration is not None
     assert {failure.kind for failure in verdict.exploration.failures} == {"KernelFault"}
 
 
@@ -90,23 +98,46 @@ def test_the_race_detector_runs_on_the_same_launches() -> None:
     assert find_races(JudgedSteps(Rig(subject.weights, wrong, sanitize=True))).startswith("Race: race")
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_the_command_checks_the_demo_model_as_it_is() -> None:
     result = cheetah("check", "demo", "--seeds", "1", "--schedulers", "round_robin,random", "--no-sanitizer")
     assert result.exit_code == 0, result.output
     assert "checking demo: an awkward small model of its kind (hidden 72, ffn 296, vocab 148" in result.stdout
     assert "checking demo: the whole model\nschedules: 2 launches, no error, the same bits in all" in result.stdout
+    assert "kernels looked at have: a cache in 8 bits, a window, copied vectors, " in result.stdout
     assert result.stdout.endswith("verdict: nothing found\n")
 
 
 @pytest.mark.slow
+def test_what_no_kernel_has_that_the_named_plan_has_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The awkward model's alone are looked at, whose pages are runs of few tokens."""
+    monkeypatch.setattr("cheetah.tools.check._MAKERS", {"steps": awkward_alone, "passes": lambda subject, gpu: []})
+    result = cheetah("check", "qwen3-0.6b", "--seeds", "1", "--schedulers", "random", "--no-sanitizer")
+    assert result.exit_code == 1 and "of the model's plan on an H200 no kernel had: " in result.stdout
+    for name in ("registers moved between roles", "whole pages", "passes over prompts"):
+        assert name in result.stdout.splitlines()[-2], name
+    assert result.stdout.endswith("verdict: INCOMPLETE\n")
+
+
+def awkward_alone(subject: Subject, gpu: str) -> list[Any]:
+    return _step_makers(subject, gpu)[:1]
+
+
+@pytest.mark.slow
 def test_the_command_ends_with_1_if_something_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the first wrong verdict, where the fault is, and the text that it is in."""
+
     def broken(*arguments: object, **options: object) -> Generated:
         return changed(generate_kernel(*arguments, **options), r"1\.0f \+ exp_f32\(-", "2.0f + exp_f32(-")
 
     monkeypatch.setattr("cheetah.tools.check.generate_kernel", broken)
-    result = cheetah("check", "demo", "--seeds", "1", "--schedulers", "round_robin", "--no-sanitizer")
-    assert result.exit_code == 1 and "from float32" in result.stdout
+    result = cheetah("check", "demo", "--first", "--schedulers", "round_robin")
+    assert result.exit_code == 1 and "from float32" in result.stdout and result.stdout.count("checking demo") == 1
+    assert (
+        "all keys and values are right: look at layer 0's attention, o, gate_up or down, or the head" in result.stdout
+    )
+    (text,) = (line.removeprefix("the kernel: ") for line in result.stdout.splitlines() if "the kernel: " in line)
+    assert "2.0f + exp_f32(-" in Path(text).read_text()
     assert result.stdout.endswith("verdict: WRONG\n")
 
 
@@ -165,5 +196,5 @@ def test_a_small_model_stays_as_it_is() -> None:
 )
 @pytest.mark.slow
 def test_what_cannot_be_checked_is_refused(arguments: tuple[str, ...], words: str) -> None:
-    result = refused("check", "demo", "--seeds", "1", "--no-sanitizer", *arguments)
+    result = refused("check", "demo", "--first", "--no-sanitizer", *arguments)
     assert words in result
