@@ -4,15 +4,16 @@ what the named model's kernels have on a GPU.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
-from cheetah.generate import choose_plan
+from cheetah.generate import choose_plan, describe_kernel
 from cheetah.manifest import Manifest
 from cheetah.models.config import ModelConfig
+from cheetah.models.registry import family_of
 from cheetah.plan import Gpu, Plan, PlanError, step_matrices
 from cheetah.plan.formats import BF16, KV_TILE_TOKENS
+from cheetah.plan.halves import PAGE_BYTES
 from cheetah.plan.prompt import PassPlan, default_pass_plan, short_pass_plans
 
 PASSES, LONG_PASS = "passes over prompts", 2048
@@ -22,14 +23,12 @@ FEW_STATES = 4
 
 def features_of_steps(config: ModelConfig, gpu: Gpu, plan: Plan) -> set[str]:
     """Of the kernel of decode steps by that plan."""
-    from cheetah.models.dense.step import exchange_sizes, product_inputs
-
-    shape, matrices = config.shape, step_matrices(config.shape, plan, gpu)
-    inputs = product_inputs(shape.table)
+    matrices = step_matrices(config.shape, plan, gpu)
+    exchange = describe_kernel(config, gpu, plan).buffer("exchange")
     has = _of_model(config, plan) | {
         "tagged words": plan.sync == "flags",
         "copied vectors": plan.sync == "barrier",
-        "vectors in halves of L2": plan.sync == "flags" and lie_in_halves(exchange_sizes(shape, gpu, plan), inputs),
+        "vectors in halves of L2": plan.sync == "flags" and exchange.bytes >= PAGE_BYTES,
         "narrow M-tiles": any(one.is_narrow for one in matrices),
         "parts of a product's input": plan.down_slices > 1,
         "several sequences": plan.batch > 1,
@@ -48,15 +47,12 @@ def features_of_steps(config: ModelConfig, gpu: Gpu, plan: Plan) -> set[str]:
 
 def features_of_passes(config: ModelConfig, gpu: Gpu, plan: Plan, pass_plan: PassPlan) -> set[str]:
     """Of the kernel of passes over prompts."""
-    from cheetah.models.dense.pass_sizes import PassSizes
-
-    sizes = PassSizes(config, gpu, plan, pass_plan)
-    of_layer = {one.name for one in sizes.matrices.of_layer}
-    products = [product for product in config.shape.table.products if product.name in of_layer]
+    matrices = step_matrices(config.shape, plan, gpu)
+    cuts = family_of(config).prompt_program.cuts(config, gpu, plan, pass_plan).values()
     has = _of_model(config, plan) | {
-        "narrow M-tiles": any(one.is_narrow for one in sizes.matrices.of_layer),
-        "parts of products that are added": any(sizes.parts(one) > 1 for one in products),
-        "lower tiles": any(sizes.height(one) is not None for one in products),
+        "narrow M-tiles": any(one.is_narrow for one in matrices.of_layer),
+        "parts of products that are added": any(parts > 1 for _, parts in cuts),
+        "lower tiles": any(height is not None for height, _ in cuts),
         "several warpgroups": pass_plan.warpgroups > 1,
     }
     return {PASSES, *(f"{name}, in passes" for name, is_there in has.items() if is_there)}
@@ -98,13 +94,6 @@ def _of_model(config: ModelConfig, plan: Plan) -> dict[str, bool]:
         "attention sinks": any(kind.attention.sinks for kind in kinds),
         "norms after sublayers": any(kind.norms.after for kind in kinds),
     }
-
-
-def lie_in_halves(sizes: Mapping[str, int], inputs: Mapping[str, int]) -> bool:
-    """Whether inputs of products lie in halves of L2, where words say that they are there."""
-    from cheetah.blocks.exchange import FlaggedExchange
-
-    return any(vector.apart > 1 for vector in FlaggedExchange._lay_out(dict(sizes), inputs).values())
 
 
 def most_states(config: ModelConfig, gpu: Gpu, plan: Plan) -> int:

@@ -123,6 +123,15 @@ def phase_names(config: ModelConfig, gpu: Gpu, plan: Plan, pass_plan: PassPlan) 
     return PassSizes(config, gpu, plan, pass_plan).phase_names
 
 
+def cuts(config: ModelConfig, gpu: Gpu, plan: Plan, pass_plan: PassPlan) -> dict[str, tuple[int | None, int]]:
+    """How each product of a layer is cut, by its name: M-tiles of its tiles, None where they are as many as there is
+    room for, and parts of k."""
+    sizes = PassSizes(config, gpu, plan, pass_plan)
+    of_layer = {layout.name for layout in sizes.matrices.of_layer}
+    products = [product for product in sizes.table.products if product.name in of_layer]
+    return {product.name: (sizes.height(product), sizes.parts(product)) for product in products}
+
+
 def phase_rows(config: ModelConfig, gpu: Gpu, plan: Plan, pass_plan: PassPlan) -> tuple[PhaseRow, ...]:
     """The same, as people read them: `waits` and `makes` are sections of the workspace."""
     return PassSizes(config, gpu, plan, pass_plan).rows
