@@ -15,7 +15,7 @@ def main() -> None:
     options = _arguments()
     key = os.environ.get("CHEETAH_API_KEY")
     if options.work == "soak":
-        how = {"longest": options.longest, "seed": options.seed, "api_key": key}
+        how = {"longest": options.longest, "hostile": options.hostile, "seed": options.seed, "api_key": key}
         soak = Soak(options.url, options.vocab, options.requests, **how)
         record = asyncio.run(soak.run())
     else:
@@ -37,6 +37,7 @@ def _arguments() -> argparse.Namespace:
     intrusion.add_argument("--long-prompt", type=int, default=16384)
     soak = works.add_parser("soak", help="random requests; start the server with --kv-chunk")
     soak.add_argument("--longest", type=int, default=40, help="tokens of a prompt, and of an answer, are fewer")
+    soak.add_argument("--hostile", type=float, default=0.0, help="share of requests that mean harm")
     for work, requests in ((load, 3), (intrusion, 3), (soak, 10_000)):
         work.add_argument("url", help="of the server, without /v1")
         work.add_argument("--vocab", type=int, default=1000, help="prompts have ids below it")

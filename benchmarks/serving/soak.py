@@ -18,7 +18,8 @@ from typing import Any
 
 import httpx
 
-from benchmarks.serving.load import client_of
+from benchmarks.serving.hostile import attack, prepare
+from benchmarks.serving.load import client_of, percentile
 from benchmarks.serving.stream import NotAsExpected, TryAgain, check, completion
 
 WRONG: tuple[dict[str, Any], ...] = (
@@ -41,7 +42,8 @@ TRY_AGAIN_S = 0.5
 
 @dataclass
 class Soak:
-    """kinds: different requests that are right. most_open: clients at a time. longest: tokens of a prompt, or made."""
+    """kinds: different requests that are right. most_open: clients at a time. longest: tokens of a prompt, or made.
+    hostile: share of requests that mean harm (`hostile`), beside which one client streams all the time."""
 
     address: str
     vocab: int
@@ -51,16 +53,24 @@ class Soak:
     longest: int = 40
     seed: int = 0
     api_key: str | None = None
+    hostile: float = 0.0
     outcomes: Counter[str] = field(default_factory=Counter)
     answers: dict[int, list[int]] = field(default_factory=dict)
+    seconds: list[float] = field(default_factory=list)
+    """That right requests took, from the first try to the whole answer."""
+    gaps_s: list[float] = field(default_factory=list)
+    health_s: list[float] = field(default_factory=list)
 
     async def run(self) -> dict[str, Any]:
         """A record of it. NotAsExpected names the first thing that is wrong."""
         draw = random.Random(self.seed)
         self._bodies = [self._body(draw, number) for number in range(self.kinds)]
+        if self.hostile:
+            prepare()
         began, gate = time.monotonic(), asyncio.Semaphore(self.most_open)
         async with client_of(self.address, self.api_key) as client:
             before = await self._resident_bytes(client)
+            watching = [asyncio.create_task(self._stream(client)), asyncio.create_task(self._ask_health(client))]
             async with asyncio.TaskGroup() as group:
                 for _ in range(self.requests):
                     await gate.acquire()
@@ -69,6 +79,11 @@ class Soak:
                     if draw.random() < 0.02:
                         await asyncio.sleep(draw.random() * 0.2)
             seconds = time.monotonic() - began
+            for task in watching:
+                task.cancel()
+            for ended in await asyncio.gather(*watching, return_exceptions=True):
+                if isinstance(ended, Exception):  # which to be cancelled is not
+                    raise ended
             await self._settled(client)
             for number, answer in sorted(self.answers.items()):
                 alone = (await completion(client, self._bodies[number])).token_ids
@@ -77,7 +92,31 @@ class Soak:
         grown = {"resident_mb_before": before, "resident_mb_after": after} if before else {}
         preempted = {"preemptions": int(counted["vllm:num_preemptions_total"])}
         how = {"requests": self.requests, "longest": self.longest, "seconds": round(seconds, 1)}
-        return {"work": "soak", **how, **self.outcomes, **preempted, **grown}
+        return {"work": "soak", **how, **self.outcomes, **preempted, **self._times(), **grown}
+
+    def _times(self) -> dict[str, float]:
+        """Milliseconds that requests took, between pieces of the stream beside them, and of /health."""
+        found: dict[str, float] = {}
+        for name, times in (("request", self.seconds), ("gap", self.gaps_s), ("health", self.health_s)):
+            ordered = sorted(times)
+            found |= {f"{name}_ms_p{share}": round(1e3 * percentile(ordered, share), 1) for share in (50, 99, 100)}
+        return found
+
+    async def _stream(self, client: httpx.AsyncClient) -> None:
+        """Streams one completion after the other."""
+        body = {"prompt": [1], "max_tokens": 4 * self.longest, "ignore_eos": True, "temperature": 0.0}
+        while True:
+            try:
+                self.gaps_s += (await completion(client, body)).gaps_s
+            except TryAgain:
+                await asyncio.sleep(TRY_AGAIN_S)
+
+    async def _ask_health(self, client: httpx.AsyncClient) -> None:
+        while True:
+            began = time.monotonic()
+            _expect((await client.get("/health")).status_code == 200, "the server is ill")
+            self.health_s.append(time.monotonic() - began)
+            await asyncio.sleep(0.02)
 
     def _body(self, draw: random.Random, number: int) -> dict[str, Any]:
         shared = number % 3  # prompts that begin alike
@@ -92,11 +131,15 @@ class Soak:
         }
 
     async def _one(self, client: httpx.AsyncClient, draw: random.Random) -> None:
+        if draw.random() < self.hostile:
+            await attack(client, draw)
+            self.outcomes["hostile"] += 1
+            return
         kind = draw.random()
         if kind < WRONG_SHARE:
             await self._wrong(client, draw.choice(WRONG))
             return
-        number = draw.randrange(self.kinds)
+        number, began = draw.randrange(self.kinds), time.monotonic()
         while True:
             try:
                 if kind < WRONG_SHARE + GONE_SHARE:
@@ -108,6 +151,7 @@ class Soak:
                 else:
                     self._keep(number, (await completion(client, self._bodies[number])).token_ids)
                     self.outcomes["streamed"] += 1
+                self.seconds.append(time.monotonic() - began)
                 return
             except TryAgain:
                 self.outcomes["told to try again"] += 1

@@ -6,6 +6,7 @@ import asyncio
 
 import pytest
 
+from benchmarks.serving import hostile
 from benchmarks.serving.load import Load, measure, measure_intrusion, percentile
 from benchmarks.serving.soak import Soak
 from benchmarks.serving.stream import NotAsExpected
@@ -13,11 +14,15 @@ from tests.serve.serving import quick_llm, served
 
 
 @pytest.mark.slow
-def test_a_soak_loses_nothing() -> None:
-    with quick_llm(batch=3, kv_chunk=64) as llm, served(llm, most_waiting=8) as running:
-        record = asyncio.run(Soak(running.address, 300, requests=40, kinds=8, longest=20).run())
-    kinds = ("streamed", "whole", "gone", "wrong")
-    assert all(record[kind] for kind in kinds) and sum(record[kind] for kind in kinds) == 40
+def test_a_soak_loses_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hostile, "LONG_SHARE", 0.0)  # megabytes take seconds
+    monkeypatch.setattr(hostile, "LONG_BODIES", ())
+    monkeypatch.setattr(hostile, "SHORT_BODIES", hostile.SHORT_BODIES[7:])  # grammars too
+    with quick_llm(batch=3, kv_chunk=64) as llm, served(llm, most_waiting=8, hosts=("127.0.0.1",)) as running:
+        record = asyncio.run(Soak(running.address, 300, requests=60, kinds=4, longest=5, hostile=0.3).run())
+    kinds = ("streamed", "whole", "gone", "wrong", "hostile")
+    assert all(record[kind] for kind in kinds) and sum(record[kind] for kind in kinds) == 60
+    assert record["request_ms_p50"] > 0 and record["gap_ms_p100"] > 0 and record["health_ms_p100"] > 0
     assert record["told to try again"]
 
 
