@@ -182,7 +182,7 @@ class OnePhase(Piece):
     """One phase of one layer."""
 
     def __init__(self, config: ModelConfig, machine: Machine, launch: Launch, phase: str, stack: str | None) -> None:
-        sizes = exchange_sizes(machine.shape, machine.gpu, machine.plan)
+        sizes = exchange_sizes(machine.model, machine.gpu, machine.plan)
         super().__init__(config, machine, launch, stack, KernelBoundary(machine, launch.exchange, sizes))
         self.name = phase
         self.tokens = FirstToken(self.columns, launch)
@@ -304,7 +304,7 @@ class FirstToken(Tokens):
     """The token that the launch begins with."""
 
     def embedding(self, column: Any) -> Any:
-        return self.launch.embedding + ty.u64(self.launch.tokens[0]) * self.shape.padded_hidden
+        return self.launch.embedding + ty.u64(self.launch.tokens[0]) * self.model.padded_hidden
 
 
 class SamplerInTwoKernels(Sampler):

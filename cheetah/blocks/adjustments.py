@@ -101,7 +101,7 @@ class Adjustments:
 
         That block's barriers between here and the head of the next step order the store before its next reading."""
         machine = self.columns.machine
-        is_ours = token // M_TILE_ROWS % self.head.blocks == self.head.position(machine.block)
+        is_ours = token // M_TILE_ROWS % self.head.blocks == self.head.position(machine.number)
         with ch.if_(((self.of(column, "options") & PENALISED) != 0) & is_ours & (token < self.vocab)):
             with ch.if_(self.is_sampled(column)):
                 self.launch.token_counts[self.row(column) + token] += 1

@@ -414,7 +414,7 @@ class BarrierExchange(Exchange):
         self.counter, self.arrivals_due = counter, arrivals_due
         with ch.if_(self.machine.thread == 0):
             ticket = prim.fetch_add_release_u64(counter, 1, scope=self.scope)
-            arrivals_due.set((ticket // self.machine.gpu.blocks + 1) * self.machine.gpu.blocks)
+            arrivals_due.set((ticket // self.machine.world.blocks + 1) * self.machine.world.blocks)
             prim.wait_at_least_u64(counter, arrivals_due, scope=self.scope)
         if self.copies is not None:
             self.copies.start()
@@ -441,7 +441,7 @@ class BarrierExchange(Exchange):
                 prim.fence_proxy_async_global()  # others' copies read what was stored
             self.machine.meet()
             with ch.if_(self.machine.thread == 0):
-                self.arrivals_due += self.machine.gpu.blocks
+                self.arrivals_due += self.machine.world.blocks
                 prim.add_release_u64(self.counter, 1, scope=self.scope)
                 prim.wait_at_least_u64(self.counter, self.arrivals_due, scope=self.scope)
             self.machine.meet()

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from cheetah import lang as ch
 from cheetah.lang import prim, ty
 from cheetah.plan import Gpu, ModelShape, Plan, SharedMap
+from cheetah.plan.products import StepTable
+from cheetah.plan.world import alone
 
 CONSUMER_BARRIER = 1
 """The named barrier at which the consumer warps meet; the others never do."""
@@ -18,12 +20,12 @@ CONSUMER_BARRIER = 1
 class Machine:
     """The parts that every building block needs.
 
-    block, thread, warp and lane are device values; arena is the start of shared memory, laid out by `shared`.
-    The consumer role is every thread of the first warps, the producer role is one lane of the next one, the adder role
-    every thread of those behind it.
+    model: all of it; rank: which of the GPUs that make its steps together this is. block, thread, warp and lane are
+    device values; arena is the start of shared memory, laid out by `shared`. The consumer role is every thread of the
+    first warps, the producer role is one lane of the next one, the adder role every thread of those behind it.
     """
 
-    shape: ModelShape
+    model: ModelShape
     plan: Plan
     gpu: Gpu
     shared: SharedMap
@@ -35,9 +37,24 @@ class Machine:
     producer: ch.Role
     consumer: ch.Role
     adder: ch.Role
+    rank: int = 0
 
     def __post_init__(self) -> None:
         self.at_first = self.thread, self.warp, self.lane
+        self.world = alone(self.gpu)
+        self.shape = self.model.of_rank(self.world.size)
+        """What this rank has of the model: its heads and their cache."""
+
+    @property
+    def stack(self) -> StepTable:
+        """The layers that are running, as a table of products."""
+        return self.model.table
+
+    @property
+    def number(self) -> ch.Expr:
+        """Which of all blocks that exchange this is."""
+        number: ch.Expr = self.world.number(self.block, self.rank)
+        return number
 
     @property
     def consumer_threads(self) -> int:

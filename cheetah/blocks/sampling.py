@@ -140,7 +140,7 @@ class Sampler:
         """
         machine = self.machine
         groups = machine.plan.finishing_groups
-        first_word = (step % 2 * machine.gpu.blocks) * (2 * self.places)
+        first_word = (step % 2 * machine.world.blocks) * (2 * self.places)
         self.matvec.wait_for_step(step)  # what the adding warps have laid down, and stored of logits, keys and values
         machine.meet()  # the head's input is used no more: the blocks' candidates may lie over it
         if self.filters is not None:
@@ -153,7 +153,7 @@ class Sampler:
                 if self.host is not None:
                     value, best_token = self.host.instead_of(column, best, best_token)
                 word = ch.select(machine.lane % 2 == 0, value, best_token)
-                place = first_word + (machine.block * self.places + column) * 2 + machine.lane
+                place = first_word + (machine.number * self.places + column) * 2 + machine.lane
                 self.exchange.publish_release("candidates", place, word, epoch)
         with nullcontext() if self.host is None else self.host.asking():
             self.exchange.meet()
@@ -162,7 +162,7 @@ class Sampler:
         self.timeline.stamp_here("ready")
         chosen = machine.region("chosen", ty.u32)
         for column in self._columns_of_warp():
-            _, best_token = self._best_of("candidates", column, self.places, machine.gpu.blocks)
+            _, best_token = self._best_of("candidates", column, self.places, machine.world.blocks)
             with ch.if_(machine.lane == 0):
                 chosen[column] = best_token
         machine.meet()
@@ -206,7 +206,7 @@ class Sampler:
         """All blocks' candidates into shared memory, as they lie in the exchange."""
         machine = self.machine
         units = machine.region("candidates", ty.u32x4)
-        count = machine.gpu.blocks * self.places // 2
+        count = machine.world.blocks * self.places // 2
         with ch.for_(machine.thread, count, machine.consumer_threads, unroll=1) as other:
             units[other] = self.exchange.read4_acquire("candidates", first_unit + other, epoch)
 

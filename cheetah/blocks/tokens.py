@@ -36,8 +36,8 @@ class Tokens:
     def __init__(self, columns: Columns, launch: LaunchTokens, rows: int | None = None) -> None:
         self.machine, self.columns, self.launch = columns.machine, columns, launch
         self.host = HostWords(columns, launch)
-        self.shape = self.machine.shape
-        self.rows = rows or self.shape.vocab
+        self.model = self.machine.model
+        self.rows = rows or self.model.vocab
 
     @ch.inline
     def declare(self) -> None:
@@ -172,4 +172,4 @@ class Tokens:
 
     def embedding(self, column: Any) -> Any:
         """The embedding of a column's token."""
-        return self.launch.embedding + ty.u64(self.next_token[column]) * self.shape.padded_hidden
+        return self.launch.embedding + ty.u64(self.next_token[column]) * self.model.padded_hidden

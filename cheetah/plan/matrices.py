@@ -12,6 +12,7 @@ from cheetah.plan.plan import Plan
 from cheetah.plan.products import Product
 from cheetah.plan.sections import Sections
 from cheetah.plan.shape import ModelShape
+from cheetah.plan.world import alone
 
 
 @dataclass(frozen=True)
@@ -97,7 +98,7 @@ def _layout(product: Product, plan: Plan, gpu: Gpu, start: int, residual_rows: i
         product.name,
         product.rows,
         product.columns,
-        gpu.blocks,
+        alone(gpu).blocks,
         chunk_bytes,
         0 if product.adds else start,
         slices=plan.down_slices if product.is_sliced else 1,

@@ -10,6 +10,7 @@ from cheetah.plan.gpu import Gpu
 from cheetah.plan.index import ceil_div
 from cheetah.plan.shape import ModelShape
 from cheetah.plan.split import Split
+from cheetah.plan.world import alone
 
 LEAST_COLUMNS, LEAST_COLUMNS_EMULATED = 1024, 256
 """Below, an M-tile is a chunk or two by rule, and half of it takes as long."""
@@ -22,7 +23,7 @@ def residual_tile_rows(shape: ModelShape, gpu: Gpu) -> int:
 
 def residual_split(shape: ModelShape, gpu: Gpu) -> Split:
     """Who owns which M-tiles of o and down, and so which rows of the residual."""
-    return Split(ceil_div(shape.hidden, residual_tile_rows(shape, gpu)), gpu.blocks)
+    return Split(ceil_div(shape.hidden, residual_tile_rows(shape, gpu)), alone(gpu).blocks)
 
 
 def start_of_others(shape: ModelShape, gpu: Gpu) -> int:
@@ -43,5 +44,6 @@ def _may_be_narrow(shape: ModelShape, gpu: Gpu) -> bool:
 
 
 def _saves_rows(shape: ModelShape, gpu: Gpu) -> bool:
-    usual, narrow = (ceil_div(shape.hidden, rows * gpu.blocks) * rows for rows in (M_TILE_ROWS, NARROW_ROWS))
+    blocks = alone(gpu).blocks
+    usual, narrow = (ceil_div(shape.hidden, rows * blocks) * rows for rows in (M_TILE_ROWS, NARROW_ROWS))
     return narrow < usual

@@ -12,6 +12,7 @@ from cheetah.plan.plan import COLUMNS, VECTOR_PIECES, Plan
 from cheetah.plan.products import Product
 from cheetah.plan.shape import ModelShape
 from cheetah.plan.shared_memory import BULK_ALIGNMENT, Region, SharedMap, ring_regions
+from cheetah.plan.world import alone
 
 ATTENTION_SLICE_DIMS = 64
 """Dims of a head's output that the consumer warps fold at a time, or twice as many."""
@@ -44,7 +45,7 @@ def kernel_regions(shape: ModelShape, plan: Plan, gpu: Gpu) -> tuple[Region, ...
         raise PlanError("Plan: adding_warps is 0: nobody would finish the rows of products: give 1 or more")
     vector_bytes = longest_vector_bytes(shape, plan, gpu)
     attention = attention_regions(shape, plan, vector_bytes)
-    candidates = gpu.blocks * max(plan.tokens, 2) * 8
+    candidates = alone(gpu).blocks * max(plan.tokens, 2) * 8
     filtering = filter_regions(plan, gpu, candidates)
     residual_rows = residual_split(shape, gpu).waves * residual_tile_rows(shape, gpu)
     filters = filtering[-1].skip + filtering[-1].nbytes
@@ -97,7 +98,7 @@ def filter_regions(plan: Plan, gpu: Gpu, candidates: int) -> tuple[Region, ...]:
     are used no more then. list_rows: a list of every warp. filters: what is known of every column; filter_sums: its
     warps' sums, of this block and of all."""
     sizes = {
-        "listed": min(plan.tokens, plan.consumer_warps) * gpu.blocks * listed_tokens(plan.tokens) * 8,
+        "listed": min(plan.tokens, plan.consumer_warps) * alone(gpu).blocks * listed_tokens(plan.tokens) * 8,
         "list_rows": plan.consumer_warps * LIST_ROW_WORDS * 4,
         "filters": plan.tokens * FILTER_WORDS * 4,
         "filter_sums": 2 * max(plan.tokens, plan.consumer_warps) * FILTER_WORDS * 4,

@@ -1,5 +1,7 @@
 """The numbers of a model that the plan needs; nothing of where they come from."""
 
+from __future__ import annotations
+
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import TypeVar
@@ -56,6 +58,13 @@ class ModelShape:
     def tile_formats(self) -> tuple[TileFormat, ...]:
         """The weight formats of the matrices, each once."""
         return tuple(dict.fromkeys(product.format for product in self.table))
+
+    def of_rank(self, size: int) -> ModelShape:
+        """What one of `size` GPUs has of the model: its KV heads, with their query heads and their cache. PlanError
+        where they do not share them evenly."""
+        if self.kv_heads % size:
+            raise PlanError(f"ModelShape: {self.kv_heads} KV heads on {size} GPUs: give a number that divides them")
+        return replace(self, heads=self.heads // size, kv_heads=self.kv_heads // size)
 
     @property
     def table(self) -> StepTable:

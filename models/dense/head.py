@@ -75,7 +75,7 @@ class Head(HeadParts):
 
     def __init__(self, config: ModelConfig, machine: Machine, launch: Launch, rows: int) -> None:
         exchange = make_exchange(
-            *(machine, launch.exchange, head_exchange_sizes(machine.shape, machine.gpu, machine.plan)),
+            *(machine, launch.exchange, head_exchange_sizes(machine.model, machine.gpu, machine.plan)),
             inputs=_inputs(config),
             copied=published_kinds(config, machine.plan),
         )

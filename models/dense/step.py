@@ -57,6 +57,7 @@ from cheetah.plan.kv.tables import epochs_of_step
 from cheetah.plan.narrow import residual_split
 from cheetah.plan.products import STEP_EXCHANGES, AttentionPhase, Product, StepTable, Vector
 from cheetah.plan.regions import FILTER_WORDS, listed_tokens
+from cheetah.plan.world import alone
 
 
 def kv_layout(shape: ModelShape, gpu: Gpu, plan: Plan) -> KvPlanLayout:
@@ -112,10 +113,11 @@ def head_exchange_sizes(shape: ModelShape, gpu: Gpu, plan: Plan) -> dict[str, in
 
 
 def _sampling_sizes(gpu: Gpu, plan: Plan) -> dict[str, int]:
+    blocks = alone(gpu).blocks
     sizes = (
-        2 * 2 * max(plan.tokens, 2) * gpu.blocks,
-        2 * 4 * listed_tokens(plan.tokens) * plan.tokens * gpu.blocks,
-        2 * FILTER_WORDS * plan.tokens * gpu.blocks,
+        2 * 2 * max(plan.tokens, 2) * blocks,
+        2 * 4 * listed_tokens(plan.tokens) * plan.tokens * blocks,
+        2 * FILTER_WORDS * plan.tokens * blocks,
     )
     return dict(zip(STEP_EXCHANGES, sizes, strict=True))
 
@@ -176,7 +178,7 @@ class HeadParts:
         rows: int | None = None,
     ) -> None:
         self.config, self.machine, self.launch = config, machine, launch
-        self.shape, self.table, self.exchange = machine.shape, machine.shape.table, exchange
+        self.shape, self.table, self.exchange = machine.model, machine.stack, exchange
         self.matrices = step_matrices(self.shape, machine.plan, machine.gpu)
         self.residual = self.matrices[self.table.onto_residual[0]]
         """Its rows are those of the residual, and lie with the same blocks."""
@@ -258,7 +260,7 @@ class HeadParts:
             wave = place // (height * tokens)
             column = place // height % tokens
             row = place % height
-            m_tile = matrix.m_tile(wave, matrix.position(machine.block))
+            m_tile = matrix.m_tile(wave, matrix.position(machine.number))
             is_own = (place < count) & (m_tile < matrix.m_tiles) & (column < self.columns.count)
             there = ch.minimum(m_tile, matrix.m_tiles - 1)
             embedded = functools.partial(self._embedded, column, there * height + row, is_own)
@@ -350,8 +352,8 @@ class StepParts(HeadParts):
         made = exchange or make_exchange(
             machine,
             launch.exchange,
-            exchange_sizes(machine.shape, machine.gpu, machine.plan),
-            inputs=product_inputs(machine.shape.table),
+            exchange_sizes(machine.model, machine.gpu, machine.plan),
+            inputs=product_inputs(machine.stack),
             copied=published_kinds(config, machine.plan),
         )
         super().__init__(config, machine, launch, made, page_of(config, machine.plan.max_context))

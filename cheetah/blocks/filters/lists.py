@@ -114,7 +114,7 @@ class ShortLists:
     @property
     def units(self) -> int:
         """Listed tokens of all blocks."""
-        return self.machine.gpu.blocks * self.length
+        return self.machine.world.blocks * self.length
 
     # What a block publishes -------------------------------------------------------------------------------------------
 
@@ -139,7 +139,7 @@ class ShortLists:
         machine, head = self.machine, self.adjustments.head
         nearest = NearestOfLane()
         pairs = ch.reinterpret(ty.ptr(ty.f32x2), self.weighed) + self.adjustments.row(column)
-        position = head.position(machine.block)
+        position = head.position(machine.number)
         stride = self.warps.groups * 32
         own = self.warps.group * 32 + machine.lane
         with ch.for_(own, head.waves * M_TILE_ROWS, stride * ROWS_AT_ONCE, unroll=1) as first:
@@ -215,7 +215,7 @@ class ShortLists:
         machine = self.machine
         prim.warp_barrier()  # the list is written
         with ch.if_(machine.lane < self.length * UNIT_WORDS):
-            index = (self._vector(column, step) + machine.block * self.length) * UNIT_WORDS + machine.lane
+            index = (self._vector(column, step) + machine.number * self.length) * UNIT_WORDS + machine.lane
             self.exchange.publish("short_lists", index, self._row(0)[machine.lane], epoch)
         prim.warp_barrier()  # it is read: the warp's next column may lie over it
 

@@ -125,7 +125,7 @@ class Rounds:
             with ch.if_(self._is_open(column)):
                 word = self._add_groups(column, OF_BLOCK)
                 with ch.if_(machine.lane < FILTER_WORDS):
-                    word_index = (self._vector(column, index) + machine.block) * FILTER_WORDS + machine.lane
+                    word_index = (self._vector(column, index) + machine.number) * FILTER_WORDS + machine.lane
                     self.exchange.publish("filters", word_index, word, epoch)
 
     @ch.function
@@ -140,7 +140,7 @@ class Rounds:
         tested = [ch.const(ty.f32, self._number(column, PIVOT + i), name="tested") for i in range(PIVOTS + 1)]
         pairs = ch.reinterpret(ty.ptr(ty.f32x2), self.weighed) + self.adjustments.row(column)
         first = self.warps.group * 32 + machine.lane
-        position = head.position(machine.block)
+        position = head.position(machine.number)
         with ch.for_(first, head.waves * M_TILE_ROWS, self.warps.groups * 32, unroll=2) as row:
             token = head.m_tile(row // M_TILE_ROWS, position) * M_TILE_ROWS + row % M_TILE_ROWS
             with ch.if_(token < head.rows):
@@ -221,7 +221,7 @@ class Rounds:
         best = ch.var(ty.f32, -math.inf)
         token = ch.var(ty.u32, NO_TOKEN)
         distance = ch.var(ty.f32, math.inf)
-        units, first_unit = machine.gpu.blocks * UNITS_OF_BLOCK, self._vector(column, index) * UNITS_OF_BLOCK
+        units, first_unit = machine.world.blocks * UNITS_OF_BLOCK, self._vector(column, index) * UNITS_OF_BLOCK
         with self.warps.reading(self.exchange, "filters", first_unit, units, epoch) as (_, unit):
             self._take_unit(unit, sums, best, token, distance)
         with ch.if_(machine.lane % UNITS_OF_BLOCK != 0):
@@ -362,4 +362,4 @@ class Rounds:
 
     def _vector(self, column: ch.Expr, index: ch.Value) -> Any:
         """The first of all blocks' words of a column in the vector of a round."""
-        return (ch.cast(ty.u32, index) % 2 * self.warps.columns.limit + column) * self.machine.gpu.blocks
+        return (ch.cast(ty.u32, index) % 2 * self.warps.columns.limit + column) * self.machine.world.blocks

@@ -167,7 +167,7 @@ class Matvec(Linear):
         self.ring.fills(layout.name)
         about = f"The block's M-tiles of {layout.name}, chunk by chunk, into the stages of the ring."
         with ch.outline(f"fetch_{layout.name}", about):
-            position = layout.position(self.machine.block)
+            position = layout.position(self.machine.number)
             matrix = self.weights + (self.layer_offset + layout.offset)
             if layout.slices == 1:
                 self._copy_chunks(layout, matrix, position, 0, layout.chunks)
@@ -196,7 +196,7 @@ class Matvec(Linear):
     @ch.function
     def skip(self, layout: MatrixLayout) -> None:
         """In the consumer role: use up the block's chunks of a matrix that were fetched in vain."""
-        with ch.for_(layout.position(self.machine.block), layout.m_tiles, layout.blocks, unroll=1):
+        with ch.for_(layout.position(self.machine.number), layout.m_tiles, layout.blocks, unroll=1):
             with ch.for_(layout.chunks, unroll=1):
                 self.ring.discard()
 
@@ -208,7 +208,7 @@ class Matvec(Linear):
         """
         machine = self.machine
         self.ring.uses(layout.name)
-        position = layout.position(machine.block)
+        position = layout.position(machine.number)
         with self._if_any(layout, position):
             parts = prologue.parts(layout)
             if layout.slices == 1:
@@ -330,7 +330,7 @@ class Matvec(Linear):
     def _room_for_tiles(self, layout: MatrixLayout) -> Held | None:
         """Registers for a warp's tiles of a chunk. Not for bf16 tiles where other weights are quantised, and not beside
         the sums of several M-tiles where a last chunk has fewer tiles: words spilled then (qwen3-4b)."""
-        is_mixed = layout.format is BF16 and bool(self.machine.shape.formats)
+        is_mixed = layout.format is BF16 and bool(self.machine.model.formats)
         is_crowded = layout.last_chunk_tiles < layout.tiles_per_chunk and self._sums_wait(layout)
         if self._groups(layout) > 1 or is_mixed or is_crowded:
             return None
@@ -439,7 +439,7 @@ class Matvec(Linear):
         the scale of their column."""
         about = f"The block's M-tiles of {layout.name}: the warps' sums added up, the rows finished."
         with ch.outline(f"finish_{layout.name}", about):
-            position, turn = layout.position(self.machine.block), self.adding
+            position, turn = layout.position(self.machine.number), self.adding
             with self._if_any(layout, position):
                 scaling = None if scale is None else self._begin_scaling(scale)
                 with ch.for_(position, layout.m_tiles, layout.blocks, unroll=1) as m_tile:

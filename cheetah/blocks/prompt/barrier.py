@@ -36,7 +36,7 @@ class PassBarrier:
         ch.comment("grid barrier")
         prim.fence_proxy_async()  # others' bulk copies read what was stored
         machine.meet()
-        self.dues[0] += machine.gpu.blocks
+        self.dues[0] += machine.world.blocks
         with ch.if_(machine.thread == 0):
             prim.add_release_u64(self.counter, 1)
 
@@ -50,11 +50,11 @@ class PassBarrier:
     @ch.inline
     def skip_phase(self) -> None:
         """In the activations role: a phase for which it copies nothing."""
-        self.dues[1] += self.machine.gpu.blocks
+        self.dues[1] += self.machine.world.blocks
 
     @ch.inline
     def begin_copies(self) -> None:
         """In the activations role: the same, for bulk copies."""
-        self.dues[1] += self.machine.gpu.blocks
+        self.dues[1] += self.machine.world.blocks
         prim.wait_at_least_u64(self.counter, self.dues[1])
         prim.fence_proxy_async()

@@ -9,6 +9,7 @@ from cheetah.blocks.machine import CONSUMER_BARRIER, shared_region
 from cheetah.lang import prim, ty
 from cheetah.plan import Gpu, SharedMap
 from cheetah.plan.prompt import PassPlan
+from cheetah.plan.world import World, alone
 
 
 @dataclass(frozen=True, eq=False)
@@ -30,6 +31,11 @@ class PassMachine:
     weights: ch.Role
     activations: ch.Role
     consumer: ch.Role
+
+    @property
+    def world(self) -> World:
+        """Who makes a pass together."""
+        return alone(self.gpu)
 
     @property
     def roles(self) -> tuple[ch.Role, ch.Role, ch.Role]:
