@@ -18,6 +18,31 @@ do {{
          (uint32_t)(c >> 32) != epoch || (uint32_t)(d >> 32) != epoch);
 return make_uint4((uint32_t)a, (uint32_t)b, (uint32_t)c, (uint32_t)d);
 """
+_WAIT_UNITS = """
+uint64_t word[8][4];
+bool missing;
+do {
+  missing = false;
+  #pragma unroll
+  for (uint32_t i = 0; i < 8; ++i) {
+    if (i < count) {
+      const uint64_t* place = words + OFFSET;
+      asm volatile("ld.relaxed.gpu.global.v2.u64 {%0, %1}, [%2];"
+        : "=l"(word[i][0]), "=l"(word[i][1]) : "l"(place) : "memory");
+      asm volatile("ld.relaxed.gpu.global.v2.u64 {%0, %1}, [%2];"
+        : "=l"(word[i][2]), "=l"(word[i][3]) : "l"(place + 2) : "memory");
+    }
+  }
+  #pragma unroll
+  for (uint32_t i = 0; i < 8; ++i) {
+    if (i < count) {
+      #pragma unroll
+      for (uint32_t j = 0; j < 4; ++j) missing |= (uint32_t)(word[i][j] >> 32) != epoch;
+      data[i] = make_uint4((uint32_t)word[i][0], (uint32_t)word[i][1], (uint32_t)word[i][2], (uint32_t)word[i][3]);
+    }
+  }
+} while (missing);
+"""
 UNITS = 8
 """Most units of four words that one thread waits for together."""
 _WORDS = ty.ptr(ty.u64)
@@ -82,31 +107,7 @@ settle_flagged4 = declare(
 wait_flagged_units = declare(
     "wait_flagged_units",
     ty.void,
-    """
-    uint64_t word[8][4];
-    bool missing;
-    do {
-      missing = false;
-      #pragma unroll
-      for (uint32_t i = 0; i < 8; ++i) {
-        if (i < count) {
-          const uint64_t* place = words + i * stride;
-          asm volatile("ld.relaxed.gpu.global.v2.u64 {%0, %1}, [%2];"
-            : "=l"(word[i][0]), "=l"(word[i][1]) : "l"(place) : "memory");
-          asm volatile("ld.relaxed.gpu.global.v2.u64 {%0, %1}, [%2];"
-            : "=l"(word[i][2]), "=l"(word[i][3]) : "l"(place + 2) : "memory");
-        }
-      }
-      #pragma unroll
-      for (uint32_t i = 0; i < 8; ++i) {
-        if (i < count) {
-          #pragma unroll
-          for (uint32_t j = 0; j < 4; ++j) missing |= (uint32_t)(word[i][j] >> 32) != epoch;
-          data[i] = make_uint4((uint32_t)word[i][0], (uint32_t)word[i][1], (uint32_t)word[i][2], (uint32_t)word[i][3]);
-        }
-      }
-    } while (missing);
-    """,
+    _WAIT_UNITS.replace("OFFSET", "i * stride"),
     "the data of `count` (at most 8) units of four words, `stride` words apart, once all carry the epoch",
     data=ty.array(ty.u32x4, UNITS),
     words=_WORDS,
@@ -117,31 +118,7 @@ wait_flagged_units = declare(
 wait_flagged_places = declare(
     "wait_flagged_places",
     ty.void,
-    """
-    uint64_t word[8][4];
-    bool missing;
-    do {
-      missing = false;
-      #pragma unroll
-      for (uint32_t i = 0; i < 8; ++i) {
-        if (i < count) {
-          const uint64_t* place = words + offsets[i];
-          asm volatile("ld.relaxed.gpu.global.v2.u64 {%0, %1}, [%2];"
-            : "=l"(word[i][0]), "=l"(word[i][1]) : "l"(place) : "memory");
-          asm volatile("ld.relaxed.gpu.global.v2.u64 {%0, %1}, [%2];"
-            : "=l"(word[i][2]), "=l"(word[i][3]) : "l"(place + 2) : "memory");
-        }
-      }
-      #pragma unroll
-      for (uint32_t i = 0; i < 8; ++i) {
-        if (i < count) {
-          #pragma unroll
-          for (uint32_t j = 0; j < 4; ++j) missing |= (uint32_t)(word[i][j] >> 32) != epoch;
-          data[i] = make_uint4((uint32_t)word[i][0], (uint32_t)word[i][1], (uint32_t)word[i][2], (uint32_t)word[i][3]);
-        }
-      }
-    } while (missing);
-    """,
+    _WAIT_UNITS.replace("OFFSET", "offsets[i]"),
     "the data of `count` (at most 8) units of four words, at word offsets of their own, once all carry the epoch",
     data=ty.array(ty.u32x4, UNITS),
     words=_WORDS,
