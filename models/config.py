@@ -310,6 +310,15 @@ class ModelConfig:
         """The constructor's arguments. A family that has more than the fields of all overrides this."""
         return file.fields()
 
+    def notes_of_context(self, max_context: int) -> list[str]:
+        """What a context of so many tokens decides, in words: which factors longrope takes."""
+        if self.rope.rope_type != "longrope":
+            return []
+        original = self.rope.original_max_position_embeddings
+        which, where = ("long", "beyond") if max_context > original else ("short", "within")
+        context = f"a context of {max_context} tokens is {where} the original {original}"
+        return [f"longrope takes its {which} factors: {context}"]
+
     def suspicions(self) -> list[str]:
         """What looks like a file that lost something, in words."""
         return []

@@ -23,7 +23,7 @@ from typer.core import TyperGroup
 from cheetah.cli import app
 from cheetah.extras import installing
 from cheetah.generate import choose_plan
-from cheetah.models.registry import PRESETS, preset, resolve_config
+from cheetah.models.registry import FAMILIES, PRESETS, SEEING, preset, resolve_config
 from cheetah.plan import gpu_named, shared_map
 from cheetah.runtime.assembly.kernels import Kernels, KernelsAsked
 from cheetah.runtime.assembly.options import AssemblyOptions
@@ -188,6 +188,16 @@ def described(model: str) -> Kernels:
     """The kernels of a model: two, of which one reads prompts."""
     two = AssemblyOptions(solo=False, prompt_passes=False)
     return KernelsAsked(resolve_config(model), gpu_named("h200"), 0, two).described()
+
+
+def test_the_page_of_models_names_families_and_presets() -> None:
+    page = (ROOT / "docs" / "models.md").read_text()
+    rows = [line for line in page.splitlines() if line.startswith("| ")][2:]
+    named = [name for row in rows for name in row.split("|")[-2].strip().split(", ")]
+    assert sorted(named) == sorted(PRESETS)
+    assert {f"`{name}`" for name in (*FAMILIES, *SEEING)} == {
+        name for row in rows for name in row.split("|")[2].strip().split(", ")
+    }
 
 
 IN_MEMORY = [model for model in PRESETS if f"| {model} |" in README[README.index("## Memory") :]]

@@ -25,6 +25,9 @@ FAMILY = DenseFamily(
         "mistral-7b-v0.3": MistralConfig(
             4096, 14336, 32, 32, 8, 128, 32768, max_position_embeddings=32768, rope=Rope(1000000.0)
         ),
+        "mistral-small-3.2-24b": MistralConfig(
+            *(5120, 32768, 40, 32, 8, 128, 131072), max_position_embeddings=131072, rope=Rope(1000000000.0)
+        ),
         "mistral-small-24b": MistralConfig(
             5120, 32768, 40, 32, 8, 128, 131072, max_position_embeddings=32768, rope=Rope(100000000.0)
         ),

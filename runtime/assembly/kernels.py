@@ -105,8 +105,8 @@ class KernelsAsked:
     def described(self) -> Kernels:
         """All kernels; nothing is written. PlanError where there can be none."""
         plan = self.options.overrides
-        decoding, notes = self._of_steps(DECODING, plan), list[str]()
-        made = [decoding]
+        decoding = self._of_steps(DECODING, plan)
+        notes, made = self.config.notes_of_context(decoding.manifest.plan["max_context"]), [decoding]
         wants_solo = not (self.machine.emulated or decoding.manifest.plan["kv_chunk"])
         if wants_solo if self.options.solo is None else self.options.solo:
             made += self._solo(plan, decoding.manifest)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from cheetah.models.registry import PRESETS
-from cheetah.models.rope import Rope, RopeError, frequencies
+from cheetah.models.rope import Rope, RopeError, frequencies, rope_table, rotary_order
 
 EXACT = 2e-7  # relative: goldens are given to 8 digits and computed in float32
 
@@ -88,6 +88,24 @@ def test_yarn_table_carries_the_attention_scale():
     yarn = Rope(1e4, "yarn", 4.0, original_max_position_embeddings=2048)
     table = replace(PRESETS["llama-3.1-8b"], rope=yarn).rope_table(2)
     assert table[0, 0, 0] == np.float32(yarn.attention_scale())
+
+
+def test_longrope_takes_its_factors_by_the_context():
+    rope = PRESETS["phi-4-mini"].rope
+    short, long = (frequencies(rope, 128, context) for context in (4096, 4097))
+    assert len(short) == len(long) == 48 and short == pytest.approx(plain(1e4, 96), rel=EXACT)
+    assert short / long == pytest.approx(np.array(rope.long_factor), rel=1e-6)
+    notes = [PRESETS["phi-4-mini"].notes_of_context(context)[0] for context in (4096, 4097)]
+    assert "short factors" in notes[0] and "long factors" in notes[1]
+    assert PRESETS["llama-3.1-8b"].notes_of_context(4096) == []
+
+
+def test_the_order_of_heads_rotated_in_part_keeps_pairs_half_a_head_apart():
+    order = rotary_order(PRESETS["phi-4-mini"].rope, 128)
+    assert sorted(order) == list(range(128))
+    assert all(order[64 + pair] - order[pair] == 48 for pair in range(48)), "rotated pairs"
+    assert set(order[48:64]) | set(order[112:]) == set(range(96, 128)), "the others"
+    assert rope_table(PRESETS["phi-4-mini"].rope, 128, 5)[3, 48:].tolist() == [[1.0, 0.0]] * 16
 
 
 def test_unsupported_kinds_are_refused_by_name():
