@@ -3,20 +3,48 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
+import numpy as np
 from fake_kernel import FakeDevice, generate_kernel
 from tiny_models import tiny_weights
 
 from cheetah.models.dense.reference import Reference
 from cheetah.models.rounding import round_to_bf16
+from cheetah.plan.kv.tables import CANCELLED_TOKEN, NOT_YET
 from cheetah.runtime.assembly.assemble import assemble
 from cheetah.runtime.engine.engine import Engine
 from cheetah.runtime.engine.kv_cache import CachedSequence, PagePool
 from cheetah.runtime.engine.prefix_cache import PrefixCache
 from cheetah.runtime.engine.requests import Event, Made, Request
 from cheetah.runtime.sampling import seed_of
+
+
+class SlowDevice(FakeDevice):
+    """Shows a token of each sequence whenever it is asked whether it is done; a sequence that the host has ended gets
+    no more. It is done one question behind the last."""
+
+    def launch(self, kernel: Any, arguments: Mapping[str, Any]) -> None:
+        super().launch(kernel, arguments)
+        self.arguments = arguments
+        plan = kernel.manifest.plan
+        shape = (plan["batch"], plan["max_steps"] * plan["tokens"] + 1)
+        self.shown = arguments["emitted"].view(np.uint32, shape)
+        self.emitted = self.shown.copy()
+        self.shown[:] = NOT_YET
+        self.tokens = arguments["tokens"].view(np.uint32, shape)
+
+    def is_done(self) -> bool:
+        columns = np.flatnonzero(((self.emitted != NOT_YET) & (self.shown == NOT_YET)).any(0))
+        if not columns.size:
+            return True
+        cancelled = self.arguments["cancelled"].view(np.uint32, len(self.shown))
+        for row in np.flatnonzero(cancelled == self.arguments["epoch"]):
+            self.emitted[row, columns[0] :] = CANCELLED_TOKEN
+            self.tokens[row, columns[0] :] = CANCELLED_TOKEN
+        self.shown[:, columns[0]] = self.emitted[:, columns[0]]
+        return False
 
 
 class Rig:
@@ -29,9 +57,10 @@ class Rig:
         chunk_tokens: int | None = None,
         caches: bool = False,
         solo: bool = False,
+        device: FakeDevice | None = None,
         **overrides: Any,
     ):
-        self.device = FakeDevice()
+        self.device = device or FakeDevice()
         assembly = assemble(
             tiny_weights(),
             device=self.device,

@@ -2,49 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
 import pytest
-from fake_kernel import FakeDevice, generate_kernel
+from engine_rig import SlowDevice
+from fake_kernel import generate_kernel
 from tiny_models import tiny_weights
 
 from cheetah.models.dense.reference import Reference
 from cheetah.models.rounding import round_to_bf16
 from cheetah.models.sampling import Penalties
-from cheetah.plan.kv.tables import CANCELLED_TOKEN, NOT_YET
 from cheetah.runtime.assembly.assemble import assemble
 from cheetah.runtime.engine.engine import Engine
 from cheetah.runtime.engine.launcher import Sampling
 from cheetah.runtime.engine.requests import Event, Made, Request
 from tests.meant import meant
-
-
-class SlowDevice(FakeDevice):
-    """Shows a token of each sequence whenever it is asked whether it is done; a sequence that the host has ended gets
-    no more. It is done one question behind the last."""
-
-    def launch(self, kernel: Any, arguments: Mapping[str, Any]) -> None:
-        super().launch(kernel, arguments)
-        self.arguments = arguments
-        plan = kernel.manifest.plan
-        shape = (plan["batch"], plan["max_steps"] * plan["tokens"] + 1)
-        self.shown = arguments["emitted"].view(np.uint32, shape)
-        self.emitted = self.shown.copy()
-        self.shown[:] = NOT_YET
-        self.tokens = arguments["tokens"].view(np.uint32, shape)
-
-    def is_done(self) -> bool:
-        columns = np.flatnonzero(((self.emitted != NOT_YET) & (self.shown == NOT_YET)).any(0))
-        if not columns.size:
-            return True
-        cancelled = self.arguments["cancelled"].view(np.uint32, len(self.shown))
-        for row in np.flatnonzero(cancelled == self.arguments["epoch"]):
-            self.emitted[row, columns[0] :] = CANCELLED_TOKEN
-            self.tokens[row, columns[0] :] = CANCELLED_TOKEN
-        self.shown[:, columns[0]] = self.emitted[:, columns[0]]
-        return False
 
 
 def engine(**overrides: Any) -> Engine:
