@@ -8,9 +8,10 @@ asked for.
 from __future__ import annotations
 
 import asyncio
+import ctypes
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, suppress
 from typing import TypeVar
 
 from pydantic import ValidationError
@@ -55,7 +56,11 @@ class Reading:
                 raise ApiError(408, f"the body has not come within {BODY_SECONDS:.0f} s") from None
             pool = self._short if len(data) <= SHORT_BYTES else self._long
             work = asyncio.get_running_loop().run_in_executor(pool, lambda: use(self._parsed(kind, data)))
-            return await unless_gone(request.receive, work)
+            try:
+                return await unless_gone(request.receive, work)
+            finally:
+                if pool is self._long:
+                    self._long.submit(_give_memory_back)
 
     async def grammar(self, work: Callable[[], Result]) -> Result:
         """Work that waits for a grammar to be read: it takes nobody else's thread."""
@@ -85,6 +90,12 @@ class Reading:
             raise of_validation(problem) from None
         except CheetahError as problem:
             raise ApiError(400, str(problem)) from None
+
+
+def _give_memory_back() -> None:
+    """What a long body took: the C library would keep it for the next one. Other libraries have no such call."""
+    with suppress(AttributeError, OSError):
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 async def unless_gone(receive: Receive, work: Awaitable[Result]) -> Result:
