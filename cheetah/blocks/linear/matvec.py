@@ -237,8 +237,7 @@ class Matvec(Linear):
     @ch.inline
     def _multiply_sliced(self, layout: MatrixLayout, position: ch.Expr, prologue: Prologue) -> None:
         """Slices outside, M-tiles inside."""
-        accumulators = accumulators_of(layout, self.columns.limit)
-        sums = [ch.array(ty.f32, accumulators, 4, zero=True, name="sums") for _ in range(layout.waves)]
+        sums = self._sums_of_waves(layout)
         for index in range(layout.slices):
             first, end = layout.slice_range(index)
             if first == end:
@@ -252,16 +251,12 @@ class Matvec(Linear):
                         self.ring.begin_waiting()
                     with ch.for_(first, end, unroll=2) as chunk:
                         self._use_chunk(layout, chunk, chunk - first, sums[wave], wave == 0)
-        self.timeline.stamp_here("last_chunk")
-        for wave in range(layout.waves):
-            with self._has_m_tile(layout, position, wave):
-                self._hand_over(layout, sums[wave])
+        self._hand_over_waves(layout, position, sums)
 
     @ch.inline
     def _multiply_parts(self, layout: MatrixLayout, position: ch.Expr, parts: Parts) -> None:
         """The same with slices that come while the one before is multiplied."""
-        accumulators = accumulators_of(layout, self.columns.limit)
-        sums = [ch.array(ty.f32, accumulators, 4, zero=True, name="sums") for _ in range(layout.waves)]
+        sums = self._sums_of_waves(layout)
         self.ring.begin_waiting()
         parts.begin()
         with ch.for_(parts.count, unroll=1, name="part") as part:
@@ -280,6 +275,14 @@ class Matvec(Linear):
                     with ch.for_(first, end, unroll=2) as chunk:
                         self._use_chunk(layout, chunk, chunk - first + place, sums[wave], wave == 0)
             parts.release(part)
+        self._hand_over_waves(layout, position, sums)
+
+    def _sums_of_waves(self, layout: MatrixLayout) -> list[Any]:
+        """Of all the block's M-tiles, where they wait from slice to slice."""
+        accumulators = accumulators_of(layout, self.columns.limit)
+        return [ch.array(ty.f32, accumulators, 4, zero=True, name="sums") for _ in range(layout.waves)]
+
+    def _hand_over_waves(self, layout: MatrixLayout, position: ch.Expr, sums: list[Any]) -> None:
         self.timeline.stamp_here("last_chunk")
         for wave in range(layout.waves):
             with self._has_m_tile(layout, position, wave):
