@@ -36,6 +36,7 @@ from cheetah.runtime.assembly.memory import memory_of_buffers
 from cheetah.runtime.checkpoint.random_weights import RandomTensors, random_scheme, random_tensors
 from cheetah.runtime.engine.kv_cache import CachedSequence
 from cheetah.runtime.engine.launcher import Launcher, Part, Sampling
+from cheetah.runtime.engine.launches import LoadedKernel
 from cheetah.tools.ceiling import STAGE_BYTES, generate_ceiling
 from cheetah.tools.circumstances import clocks
 from cheetah.tools.regenerate import generate_named
@@ -187,7 +188,9 @@ class DecodeBench:
         timeout_s = None if self.gpu.emulated else GPU_TIMEOUT_S
         cache = new_cache(self.config, self.manifest)
         device = cast("Device", self._timed)
-        self._launcher = Launcher(device, kernel, self.manifest, self.config, self._buffers, cache, timeout_s)
+        self._launcher = Launcher(
+            LoadedKernel(device, kernel, self.manifest, self.config, self._buffers, timeout_s), cache
+        )
 
     @property
     def plan(self) -> Plan:

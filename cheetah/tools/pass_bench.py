@@ -22,7 +22,7 @@ from cheetah.runtime.assembly.memory import memory_of_buffers
 from cheetah.runtime.device import Device
 from cheetah.runtime.device.interface import Buffer
 from cheetah.runtime.engine.kv_cache import CachedSequence
-from cheetah.runtime.engine.launches import Part
+from cheetah.runtime.engine.launches import LoadedKernel, Part
 from cheetah.runtime.engine.prompt_passes import PassLauncher
 from cheetah.tools.bench import TimedLaunches, Traced, fill_random, fill_with, random_cache
 
@@ -74,7 +74,7 @@ class PassBench:
         fill_with(self._buffers["kv"], random_cache(self.plan))
         timeout_s = None if self.gpu.emulated else GPU_TIMEOUT_S
         timed = cast("Device", self._timed)
-        self._launcher = PassLauncher(timed, kernel, self.manifest, self.config, self._buffers, timeout_s)
+        self._launcher = PassLauncher(LoadedKernel(timed, kernel, self.manifest, self.config, self._buffers, timeout_s))
         self._cache = new_cache(self.config, decoding)
         ids = np.random.default_rng(0).integers(0, self.config.vocab_size, self.tokens)
         self._inputs = (*map(int, ids), 0)  # what follows the last token is nobody's

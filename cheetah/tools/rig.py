@@ -30,6 +30,7 @@ from cheetah.runtime.device.emulator import EmulatorDevice, EmulatorKernel
 from cheetah.runtime.engine.heads import HeadLauncher
 from cheetah.runtime.engine.kv_cache import CachedSequence, PagePool
 from cheetah.runtime.engine.launcher import Epochs, Launcher, Part, Sampling
+from cheetah.runtime.engine.launches import LoadedKernel
 from cheetah.runtime.engine.prompt_passes import PassLauncher
 
 OF_ALL_KERNELS = ("kv", "hidden_states")
@@ -104,18 +105,21 @@ class Session:
         )
         if program is not None:
             self.buffers = self._buffers_of(program)
-            self.launcher = Launcher(device, program, program.manifest, self.config, self.buffers, self.sequence())
+            self.launcher = Launcher(self._loaded(program, self.buffers), self.sequence())
             self.launcher._epochs = Epochs(epochs_of_step(rig.config.layers), first_epoch)
             self.launch_steps = launch_steps or self.launcher.max_steps
             self.logits = device.allocate(self.launcher.max_steps * rig.plan.tokens * rig.config.vocab_size * 4, 0xFF)
         self.head = None
         if head is not None:
-            self.head = HeadLauncher(device, head, head.manifest, self.config, self._buffers_of(head))
+            self.head = HeadLauncher(self._loaded(head, self._buffers_of(head)))
         if passes is not None:
             rows = passes.manifest.plan["tokens"] * rig.config.padded_hidden
             self._shared.setdefault("hidden_states", device.allocate(2 * rows))
             self.buffers = self._buffers_of(passes)
-            self.passes = PassLauncher(device, passes, passes.manifest, self.config, self.buffers, head=self.head)
+            self.passes = PassLauncher(self._loaded(passes, self.buffers), self.head)
+
+    def _loaded(self, kernel: EmulatorKernel, buffers: dict[str, Any]) -> LoadedKernel:
+        return LoadedKernel(self.device, kernel, kernel.manifest, self.config, buffers)
 
     def _buffers_of(self, kernel: EmulatorKernel) -> dict[str, Any]:
         own = dict(self._shared)

@@ -50,6 +50,7 @@ from cheetah.runtime.device import open_device
 from cheetah.runtime.engine.heads import HeadLauncher
 from cheetah.runtime.engine.kv_cache import CachedSequence, PagePool
 from cheetah.runtime.engine.launcher import Launcher
+from cheetah.runtime.engine.launches import LoadedKernel
 from cheetah.runtime.engine.prompt_passes import PassLauncher
 
 if TYPE_CHECKING:
@@ -211,13 +212,13 @@ def _launchers(
 ) -> tuple[Launcher, Launcher | None, Launcher | None, tuple[PassLauncher, ...]]:
     """Launches of each kernel over one cache, in the order of `Assembly`'s fields."""
 
-    def launched(name: str) -> tuple[Device, Kernel | Started[Kernel], Manifest, ModelConfig, Mapping[str, Buffer]]:
-        return device, codes[name], made[name].manifest, config, made[name].buffers
+    def loaded(name: str) -> LoadedKernel:
+        return LoadedKernel(device, codes[name], made[name].manifest, config, made[name].buffers, timeout_s)
 
     cache = new_cache(config, made[DECODING].manifest)
-    steps = {name: Launcher(*launched(name), cache, timeout_s) for name in (DECODING, PROMPTS, SOLO) if name in made}
-    head = HeadLauncher(*launched(HEAD), timeout_s) if HEAD in made else None
-    passes = tuple(PassLauncher(*launched(name), timeout_s, head) for name in PASSES if name in made)
+    steps = {name: Launcher(loaded(name), cache) for name in (DECODING, PROMPTS, SOLO) if name in made}
+    head = HeadLauncher(loaded(HEAD)) if HEAD in made else None
+    passes = tuple(PassLauncher(loaded(name), head) for name in PASSES if name in made)
     return steps[DECODING], steps.get(PROMPTS), steps.get(SOLO), passes
 
 

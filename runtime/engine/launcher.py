@@ -6,7 +6,7 @@ decides what is launched.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from math import lcm
 from typing import TYPE_CHECKING, Any
 
@@ -20,14 +20,13 @@ from cheetah.plan import Gpu, Plan, step_matrices
 from cheetah.plan.formats import KV_TILE_TOKENS
 from cheetah.plan.kv import KvPlanLayout, by_turns, kv_plans_for_launch, launch_tiles, max_plans
 from cheetah.plan.kv.tables import TileRecord, encode
-from cheetah.runtime.background import Started
 from cheetah.runtime.engine.kv_cache import CachedSequence
 from cheetah.runtime.engine.launch_tables import Geometry, Sampling, share_prefixes
-from cheetah.runtime.engine.launches import NOT_A_NUMBER, Launch, LaunchResult, Part
+from cheetah.runtime.engine.launches import NOT_A_NUMBER, Launch, LaunchResult, LoadedKernel, Part
 from cheetah.runtime.engine.step_launches import EPOCH_LIMIT, Epochs, LaunchFault, StepLaunches
 
 if TYPE_CHECKING:
-    from cheetah.runtime.device.interface import Buffer, Device, Kernel
+    from cheetah.runtime.device.interface import Buffer
 
 __all__ = [
     "EPOCH_LIMIT",
@@ -45,25 +44,17 @@ __all__ = [
 class Launcher(StepLaunches):
     """Launches of one kernel over the caches of one to `batch` sequences; over one, `cache`, where none is named.
 
-    `buffers` holds the device buffers by parameter name; the launcher alone writes the tables among them. A launch
-    takes up to `max_steps` steps, a step up to `tokens` tokens. Of the tokens that were launched, those up to a stop id
-    are counted in a cache's `length`. After a launch that failed or did not end, nothing can be launched any more.
+    A launch takes up to `max_steps` steps, a step up to `tokens` tokens. Of the tokens that were launched, those up to
+    a stop id are counted in a cache's `length`. After a launch that failed or did not end, nothing can be launched any
+    more.
     """
 
-    def __init__(
-        self,
-        device: Device,
-        kernel: Kernel | Started[Kernel],
-        manifest: Manifest,
-        config: ModelConfig,
-        buffers: Mapping[str, Buffer],
-        cache: CachedSequence,
-        timeout_s: float | None = None,
-    ):
-        super().__init__(device, kernel, manifest, config, buffers, timeout_s)
+    def __init__(self, loaded: LoadedKernel, cache: CachedSequence):
+        super().__init__(loaded)
+        manifest = loaded.manifest
         self.cache, self.kv_chunk = cache, self._plan.kv_chunk
         self._gpu = Gpu(**manifest.gpu)
-        self._plans = _Plans(manifest, config, self._plan, self._gpu)
+        self._plans = _Plans(manifest, loaded.config, self._plan, self._gpu)
 
     def restart(self) -> None:
         """Begins another sequence in `cache`: forgets what is cached."""

@@ -128,27 +128,30 @@ class Launch:
         return len(self.placed[row].inputs) + self.given[row]
 
 
-class KernelLaunches:
-    """Launches of one kernel over sequences' caches. kernel: or what waits for it, which the first launch does. plan:
-    of the kernel that decodes, whose caches they are.
+@dataclass(frozen=True)
+class LoadedKernel:
+    """A kernel on a device over its buffers, of a model. kernel: or what waits for it, which the first launch does.
+    buffers: by parameter name; who launches alone writes the tables among them. timeout_s: of a launch, if any."""
 
-    `buffers` holds the device buffers by parameter name; who launches alone writes the tables among them. After a
-    launch that failed or did not end, nothing can be launched any more.
+    device: Device
+    kernel: Kernel | Started[Kernel]
+    manifest: Manifest
+    config: ModelConfig
+    buffers: Mapping[str, Buffer]
+    timeout_s: float | None = None
+
+
+class KernelLaunches:
+    """Launches of one kernel over sequences' caches. plan: of the kernel that decodes, whose caches they are.
+
+    After a launch that failed or did not end, nothing can be launched any more.
     """
 
-    def __init__(
-        self,
-        device: Device,
-        kernel: Kernel | Started[Kernel],
-        manifest: Manifest,
-        config: ModelConfig,
-        plan: Plan,
-        buffers: Mapping[str, Buffer],
-        timeout_s: float | None = None,
-    ):
-        self._device, self._kernel, self._buffers, self._plan = device, kernel, dict(buffers), plan
-        self.window = config.window(plan.max_context)
-        self._timeout_s = timeout_s
+    def __init__(self, loaded: LoadedKernel, plan: Plan):
+        manifest = loaded.manifest
+        self._device, self._kernel, self._buffers, self._plan = loaded.device, loaded.kernel, {**loaded.buffers}, plan
+        self.window = loaded.config.window(plan.max_context)
+        self._timeout_s = loaded.timeout_s
         self._step_bytes: Mapping[str, int] = manifest.step_bytes
         self._parameters = [parameter.name for parameter in manifest.parameters]
         self._uploaded: dict[str, npt.NDArray[np.int32]] = {}

@@ -5,7 +5,7 @@ A pass samples nothing. Knows nothing of prompts' ends, completions or text: the
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from functools import cached_property
 from itertools import accumulate
 from typing import TYPE_CHECKING
@@ -13,20 +13,17 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from cheetah.manifest import Manifest
-from cheetah.models.config import ModelConfig
 from cheetah.models.rounding import widen
 from cheetah.plan import Plan
 from cheetah.plan.index import ceil_div, round_up
 from cheetah.plan.pass_tables import SEGMENT_COLUMNS, Segment, pass_room
 from cheetah.plan.prompt import PassPlan
-from cheetah.runtime.background import Started
 from cheetah.runtime.engine.heads import HeadLauncher
 from cheetah.runtime.engine.launch_tables import Geometry
-from cheetah.runtime.engine.launches import KernelLaunches, Launch, LaunchResult, Part
+from cheetah.runtime.engine.launches import KernelLaunches, Launch, LaunchResult, LoadedKernel, Part
 
 if TYPE_CHECKING:
-    from cheetah.runtime.device.interface import Buffer, Device, Kernel
+    from cheetah.runtime.device.interface import Buffer
 
 COUNTER = np.zeros(1, np.uint64)
 """Of the blocks that have met: the workspace begins with it."""
@@ -54,18 +51,10 @@ class PassLauncher(KernelLaunches):
     the rows of the buffer `hidden_states` part by part, up to the next pass over the same buffer. head: begins with
     those; without one nobody may want them."""
 
-    def __init__(
-        self,
-        device: Device,
-        kernel: Kernel | Started[Kernel],
-        manifest: Manifest,
-        config: ModelConfig,
-        buffers: Mapping[str, Buffer],
-        timeout_s: float | None = None,
-        head: HeadLauncher | None = None,
-    ):
+    def __init__(self, loaded: LoadedKernel, head: HeadLauncher | None = None):
+        manifest, config = loaded.manifest, loaded.config
         decoding = Plan.from_dict(manifest.plan["decoding"])
-        super().__init__(device, kernel, manifest, config, decoding, buffers, timeout_s)
+        super().__init__(loaded, decoding)
         plan = PassPlan.from_dict(manifest.plan)
         self.tokens, self.tile_tokens, self.batch = plan.tokens, plan.tile_tokens, decoding.batch
         self._head = head

@@ -6,7 +6,7 @@ manifest's. Knows nothing of prompts, completions or text.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from functools import reduce
 from operator import or_
 from typing import TYPE_CHECKING, cast
@@ -15,8 +15,6 @@ import numpy as np
 import numpy.typing as npt
 
 from cheetah.errors import CheetahError
-from cheetah.manifest import Manifest
-from cheetah.models.config import ModelConfig
 from cheetah.plan import Plan
 from cheetah.plan.kv.tables import (
     CANCELLED_TOKEN,
@@ -27,13 +25,12 @@ from cheetah.plan.kv.tables import (
     encode,
     epochs_of_step,
 )
-from cheetah.runtime.background import Started
 from cheetah.runtime.engine.launch_tables import Geometry, column_records, sequence_record, stop_lists
-from cheetah.runtime.engine.launches import KernelLaunches, Launch, LaunchResult, Part
+from cheetah.runtime.engine.launches import KernelLaunches, Launch, LaunchResult, LoadedKernel, Part
 from cheetah.runtime.engine.request_rows import RequestRows, options_of
 
 if TYPE_CHECKING:
-    from cheetah.runtime.device.interface import Argument, Buffer, Device, Kernel, MappedBuffer
+    from cheetah.runtime.device.interface import Argument, Buffer, MappedBuffer
 
 EPOCH_LIMIT = 2**32 - 1
 
@@ -72,23 +69,15 @@ class StepLaunches(KernelLaunches):
     the part) of each.
     """
 
-    def __init__(
-        self,
-        device: Device,
-        kernel: Kernel | Started[Kernel],
-        manifest: Manifest,
-        config: ModelConfig,
-        buffers: Mapping[str, Buffer],
-        timeout_s: float | None = None,
-    ):
-        plan = Plan.from_dict(manifest.plan)
-        super().__init__(device, kernel, manifest, config, plan, buffers, timeout_s)
+    def __init__(self, loaded: LoadedKernel):
+        plan, config = Plan.from_dict(loaded.manifest.plan), loaded.config
+        super().__init__(loaded, plan)
         self.vocab_size = config.vocab_size
         self.batch, self.tokens, self.max_steps = plan.batch, plan.tokens, plan.max_steps
         self.launch_tokens = plan.launch_tokens
         self.columns: list[tuple[int, int]] = []
         self._epochs = Epochs(epochs_of_step(config.layers))
-        self._stop_room = buffers["stop_ids"].nbytes // 4
+        self._stop_room = self._buffers["stop_ids"].nbytes // 4
         self._emitted = _words(self._buffers["emitted"]).reshape(plan.batch, -1)
         self._cancelled = _words(self._buffers["cancelled"])
         self._rows = RequestRows(self._buffers, config.vocab_size, plan.batch)
