@@ -27,6 +27,8 @@ from written_checkpoints import EMBEDDING, Q, random_values, write_model
 from benchmarks.loading import write_checkpoint
 from cheetah.models.formats import WEIGHT_FORMATS, PackingError
 from cheetah.models.llama import LlamaConfig
+from cheetah.models.phi3 import Phi3Config
+from cheetah.models.rope import Rope
 from cheetah.models.rounding import round_f16
 from cheetah.plan import gpu_named
 from cheetah.runtime.assembly.repacking import Spare
@@ -112,6 +114,7 @@ def test_every_way_of_storing_codes(tmp_path, name):
 LARGE = LlamaConfig(256, 2432, 1, 2, 1, 128, 200, max_position_embeddings=128)
 NARROW = replace(LARGE, hidden_size=272)
 """o and down have M-tiles of 8 rows in bf16."""
+FUSED = Phi3Config(256, 2432, 1, 2, 1, 128, 200, max_position_embeddings=128, rope=Rope(partial_rotary_factor=0.5))
 
 
 IN_PARTS = {
@@ -122,6 +125,9 @@ IN_PARTS = {
     "fp8-blocks": (LARGE, "fp8-blocks", 14),
     "bf16": (LARGE, "bf16", 25),
     "narrow M-tiles": (NARROW, "bf16", 26),
+    "fused tensors": (FUSED, "bf16", 25),
+    "fused tensors, packed": (FUSED, "packed", 9),
+    "fused tensors, gptq": (FUSED, "gptq", 5),
 }
 """Model, form of its files, and in how many parts they go up."""
 
