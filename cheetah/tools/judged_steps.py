@@ -44,6 +44,8 @@ TOLERANCE_FACTOR, LEAST_TOLERANCE = 3.0, 0.01
 """Allowed: so many times the error that rounding activations to bf16 makes in the reference itself."""
 LEAST_CACHED = 0.03
 """Allowed of a layer's keys or values of a token, which are rounded once more."""
+MOST_CACHED = 0.2
+"""The same where the logits are right."""
 TOO_LARGE = 2.0**34
 """An element that no embedding has."""
 LARGE = 2.0**32.5
@@ -210,9 +212,23 @@ class JudgedSteps:
                     f"{one.place}: the logits of position {one.cached + first} are {wrong[first]:.2e} from float32, "
                     f"allowed is {allowed:.2e}; {self.first_wrong(one, first, allowed)}"
                 )
+            else:
+                problems += self._wrong_pages(one, max(MOST_CACHED, 2 * allowed))
         problems += filter(None, (problem for one in found.drawn for problem in sampling_problems(one)))
         every = np.concatenate(errors)
         return Agreement(len(every), float(every.max()), allowed, tuple(problems))
+
+    def _wrong_pages(self, scored: Scored, allowed: float) -> Iterator[str]:
+        """What a launch with right logits has left in the cache, if that is not what later ones are to read."""
+        cached, wanted = (
+            one.swapaxes(2, 3).reshape(*one.shape[:2], len(scored.ids), -1)
+            for one in (self._numbers(scored.pages), self._wanted_pages(scored))
+        )
+        wrong = ~(np.linalg.norm(cached - wanted, axis=-1) <= allowed * np.linalg.norm(wanted, axis=-1))
+        if wrong.any():
+            layer, kind, position = map(int, np.argwhere(wrong)[0])
+            what = f"layer {layer}'s {('keys', 'values')[kind]} of position {scored.cached + position}"
+            yield f"{scored.place}: all logits are right, but what is cached as {what} is not"
 
     def first_wrong(self, scored: Scored, number: int, allowed: float) -> str:
         """Where a position's numbers are off first, by what each layer cached of it and of those before it."""
