@@ -6,7 +6,7 @@ The model itself is in `program`. Here is what would hide it: how blocks are wir
 from __future__ import annotations
 
 import functools
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from dataclasses import replace
 from typing import Any
 
@@ -440,18 +440,12 @@ class StepParts(HeadParts):
         machine, layers = self.machine, self.layers
         with machine.producer:
             self.linear.begin_layer(layer, self.matrices.layer_stride)
-        self.schedule.kind = self._of_layer((machine.producer, machine.consumer), layers.window_of_layer, layer, "kind")
-        rotate = machine.consumer, machine.adder
-        self.port.query_angles = self.port.key_angles = self._of_layer(rotate, layers.query_rotations, layer, "angles")
+        # As expressions: named, they would take registers from layer to layer (Gemma 3: 16 more bytes spilled).
+        self.schedule.kind = by_layer(layers.window_of_layer, layer)
+        self.port.query_angles = self.port.key_angles = by_layer(layers.query_rotations, layer)
         if not layers.rotates_alike:
-            self.port.key_angles = self._of_layer(rotate, layers.key_rotations, layer, "key_angles")
+            self.port.key_angles = by_layer(layers.key_rotations, layer)
         self.layer_epoch = self._epoch("layer_epoch", self.step_epoch + (layer + 1))
-
-    @staticmethod
-    def _of_layer(roles: tuple[ch.Role, ...], numbers: Sequence[int], layer: Any, name: str) -> Any:
-        """numbers[layer] in some roles: a number where it is the same in all layers."""
-        number = by_layer(numbers, layer)
-        return number if isinstance(number, int) else ch.roles_const(roles, ty.u32, number, name)
 
     def end_layers(self) -> None:
         """What follows belongs to no layer; its input is the last one's output."""
