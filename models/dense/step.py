@@ -16,7 +16,7 @@ from cheetah.blocks.attention.cache import KvCache
 from cheetah.blocks.attention.core import LSE_WORDS, Attention
 from cheetah.blocks.attention.head_norms import HeadNorms, JointNorms
 from cheetah.blocks.attention.schedule import Schedule
-from cheetah.blocks.attention.shipped_variants import combined, sliding_window_of, soft_cap
+from cheetah.blocks.attention.shipped_variants import combined, soft_cap
 from cheetah.blocks.attention.step_port import NormalisedHeads, ProjectedHeads, Projection, StepPort
 from cheetah.blocks.attention.variants import CAUSAL, Variant
 from cheetah.blocks.by_layer import by_layer, chosen
@@ -392,7 +392,7 @@ class StepParts(HeadParts):
         kind, windows, variants = self.layers.common, self.layers.windows, [CAUSAL]
         before = [ty.u32((window or EVERY_KEY) - 1) for window in windows]
         if windows != (None,):
-            variants.append(sliding_window_of(lambda: chosen(before, self.schedule.kind)))
+            variants.append(Variant.windowed(lambda: chosen(before, self.schedule.kind)))
         if kind.soft_cap is not None:
             variants.append(soft_cap(kind.soft_cap))
         return replace(combined(*variants), scale=kind.scale)

@@ -10,9 +10,8 @@ from typing import Any
 from cheetah import lang as ch
 from cheetah.blocks.attention.head_norms import HeadNorms, JointNorms, RawHead, widened
 from cheetah.blocks.attention.schedule import Schedule
-from cheetah.blocks.attention.shipped_variants import sliding_window_of
 from cheetah.blocks.attention.step_port import NormalisedHeads, Projection, StepPort
-from cheetah.blocks.attention.variants import CAUSAL
+from cheetah.blocks.attention.variants import CAUSAL, Variant
 from cheetah.blocks.by_layer import chosen
 from cheetah.blocks.columns import UNIT
 from cheetah.blocks.linear.epilogue import AddResidual
@@ -163,11 +162,12 @@ def weigh_by_the_other_norm(patch: Patch) -> None:
 
 
 def see_one_key_more(patch: Patch) -> None:
-    patch.setattr(step, "sliding_window_of", lambda window: sliding_window_of(lambda: window() + 1))
+    windowed = Variant.windowed
+    patch.setattr(Variant, "windowed", lambda window: windowed(lambda: window() + 1))
 
 
 def see_what_the_plan_reads(patch: Patch) -> None:
-    patch.setattr(step, "sliding_window_of", lambda window: CAUSAL)
+    patch.setattr(Variant, "windowed", lambda window: CAUSAL)
 
 
 def forget_the_layer(patch: Patch) -> None:

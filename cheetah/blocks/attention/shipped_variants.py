@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -40,17 +40,7 @@ def sliding_window(window: int) -> Variant:
     """Keep p - window <= j <= p, that is window + 1 keys: Hugging Face's `sliding_window` less one."""
     if window < 0:
         raise ValueError(f"sliding_window: {window} keys before the query's own: give 0 or more")
-    return replace(sliding_window_of(lambda: window), window=window)
-
-
-def sliding_window_of(window: Callable[[], Any]) -> Variant:
-    """The same with as many keys before the query's own as `window` says where attention is emitted: an expression,
-    where layers differ. What is not loaded for it is its caller's matter."""
-
-    def keep(at: Any) -> Any:
-        return at.key + window() >= at.position
-
-    return Variant("sliding_window", logits_mask=keep)
+    return replace(Variant.windowed(lambda: window), window=window)
 
 
 @cache

@@ -94,6 +94,16 @@ class Variant:
     one_query: bool = False
     scale: float | None = None
 
+    @classmethod
+    def windowed(cls, window: Callable[[], Any]) -> Variant:
+        """Keep the query's own key and as many before it as `window` says where attention is emitted: an expression,
+        where layers differ. Which keys are not loaded is its caller's matter."""
+
+        def keep(at: Any) -> Any:
+            return at.key + window() >= at.position
+
+        return cls("sliding_window", logits_mask=keep)
+
     @property
     def needs_query_context(self) -> bool:
         """A function is called for every logit."""
