@@ -165,6 +165,11 @@ class ModelConfig:
         """Whether q, k and v have biases, in every layer."""
         return self.layer.attention.biases
 
+    @property
+    def has_sinks(self) -> bool:
+        """Whether attention has sinks, in every layer."""
+        return self.layer.attention.sinks
+
     def attention_layers(self, max_context: int) -> AttentionLayers:
         """What attention does in each layer, in a context of so many tokens."""
         return AttentionLayers([kind.attention for kind in self.layer_kinds], max_context)
@@ -242,6 +247,7 @@ class ModelConfig:
         h, f = self.hidden_size, self.intermediate_size
         layer = self.qkv_rows * h + h * self.query_rows + 3 * h * f
         layer += 2 * h * (self.norms.before + self.norms.after) + (self.qkv_rows if self.has_biases else 0)
+        layer += self.query_heads if self.has_sinks else 0
         layer += {None: 0, "each": 2 * self.head_dim, "width": self.query_rows + self.kv_rows}[self.head_norms]
         heads = 1 if self.tied_embeddings else 2
         return self.layers * layer + heads * self.vocab_size * h + h

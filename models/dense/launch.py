@@ -13,7 +13,7 @@ from cheetah.blocks.timeline import EVENTS
 from cheetah.lang import Expr, ty
 from cheetah.models.config import ModelConfig
 from cheetah.package import KernelParameter
-from cheetah.plan import Plan, PlanError
+from cheetah.plan import Plan
 from cheetah.plan.kv.tables import COLUMN_WORDS, MAX_STOP_IDS, SEQUENCE_WORDS, TILE_WORDS
 
 
@@ -46,6 +46,7 @@ NORMS_BEHIND = KernelParameter(
     *(ty.ptr(ty.bf16), "weights of the norms behind each layer's attention, then feed-forward"),
     ("layers", 2, "padded_hidden"),
 )
+SINKS = KernelParameter(ty.ptr(ty.bf16), "a logit of every query head's, whose key has no value", ("layers", "heads"))
 PLACES = KernelParameter(
     *(ty.ptr(ty.u16), "where columns of ordered matrices lie: see cheetah.models.act_order"),
     ("ordered_inputs", "longest_input"),
@@ -130,6 +131,7 @@ class Launch(ModelLaunch):
     kv_scales: Expr | None = optional_field(KV_SCALES)
     biases: Expr | None = optional_field(BIASES)
     head_norms: Expr | None = optional_field(HEAD_NORMS)
+    sinks: Expr | None = optional_field(SINKS)
     norms_behind: Expr | None = optional_field(NORMS_BEHIND)
     places: Expr | None = optional_field(PLACES)
     timeline: Expr | None = optional_field(
@@ -151,7 +153,6 @@ def parameters_of(
     launch: type[ModelLaunch], config: ModelConfig, plan: Plan, traced: bool
 ) -> dict[str, KernelParameter]:
     """The fields of a launch that its kernel has, by name in order. plan: of decoding; traced: with a timeline."""
-    refuse_sinks(config)
     parameters = {one.name: one.metadata["parameter"] for one in fields(launch)}
     is_codes = plan.kv_dtype == "e4m3"
     if is_codes:
@@ -166,14 +167,9 @@ def parameters_of(
         "kv_scales": is_codes,
         "biases": config.has_biases,
         "head_norms": config.head_norms is not None,
+        "sinks": config.has_sinks,
         "norms_behind": config.norms.after,
         "places": config.act_order,
         "timeline": traced,
     }
     return {name: one for name, one in parameters.items() if wanted.get(name, True)}
-
-
-def refuse_sinks(config: ModelConfig) -> None:
-    """PlanError where attention has sinks: kernels of models have no parameter for them."""
-    if any(kind.attention.sinks for kind in config.kinds):
-        raise PlanError(f"kernels of a {config.dialect.title} model have no sinks in attention")

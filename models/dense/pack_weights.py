@@ -31,6 +31,7 @@ from cheetah.models.dense.weights import (
     EMBEDDING,
     GROUP_ROWS,
     HEAD_NORMS,
+    SINKS,
     RowGroups,
     bias_tensors,
     groups_of,
@@ -169,6 +170,8 @@ class _Source:
             yield _biases_piece(config, tensor)
         if config.head_norms is not None:
             yield _head_norms_piece(config, tensor)
+        if config.has_sinks:
+            yield _sinks_piece(config, tensor)
         if config.norms.after:
             yield _norms_behind_piece(config, tensor)
         if config.act_order:
@@ -214,6 +217,16 @@ def _head_norms_piece(config: ModelConfig, tensor: ReadTensor) -> Piece:
             of_layer[:] = weights.reshape(-1, len(order))[:, order].reshape(-1)
 
     return Piece("head_norms", 0, math.prod(shape) * 2, (make,))
+
+
+def _sinks_piece(config: ModelConfig, tensor: ReadTensor) -> Piece:
+    shape = vector_shapes(config)["sinks"]
+
+    def make(memory: Bytes) -> None:
+        for layer, row in enumerate(memory.view(np.uint16).reshape(shape)):
+            row[:] = tensor(SINKS.format(layer=layer))
+
+    return Piece("sinks", 0, math.prod(shape) * 2, (make,))
 
 
 def _norms_behind_piece(config: ModelConfig, tensor: ReadTensor) -> Piece:

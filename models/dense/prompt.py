@@ -33,6 +33,7 @@ from cheetah.models.dense.launch import (
     KV_SCALES,
     NORMS_BEHIND,
     PLACES,
+    SINKS,
     ModelLaunch,
     buffer_field,
     hidden_states_parameter,
@@ -90,6 +91,7 @@ class PassLaunch(ModelLaunch):
     kv_scales: Expr | None = optional_field(KV_SCALES)
     biases: Expr | None = optional_field(BIASES)
     head_norms: Expr | None = optional_field(HEAD_NORMS)
+    sinks: Expr | None = optional_field(SINKS)
     norms_behind: Expr | None = optional_field(NORMS_BEHIND)
     places: Expr | None = optional_field(PLACES)
     timeline: Expr | None = optional_field(
@@ -416,6 +418,7 @@ class Pass:
             *(self.machine, self.ring, heads, self.tokens, into, sizes.key_tile, window, places),
             scale=kind.scale,
             soft_cap=kind.soft_cap,
+            sinks=None if self.launch.sinks is None else self.launch.sinks + layer * self.shape.heads,
         )
 
     def _window(self, layer: Any) -> Any:

@@ -18,6 +18,7 @@ from cheetah.models.dense.weights import (
     EMBEDDING,
     FINAL_NORM,
     HEAD_NORMS,
+    SINKS,
     bias_tensors,
     head_tensor,
     matrix_tensors,
@@ -88,6 +89,12 @@ def attention_state(
     return State(weights @ values / total, (largest + np.log(total))[..., 0])
 
 
+def with_sinks(state: State, sinks: F32) -> State:
+    """The state of queries [H, D] that see one more key each, with these logits [H] and no value."""
+    sink_states = State(np.zeros_like(state.output), sinks)
+    return merge(state, sink_states)
+
+
 def identity_state(shape: tuple[int, ...]) -> State:
     """The state of no keys, for queries of that shape [..., D]."""
     return State(np.zeros(shape, np.float32), np.full(shape[:-1], -np.inf, np.float32))
@@ -113,13 +120,21 @@ def capped(logits: F32, soft_cap: float | None) -> F32:
     return np.asarray(cap * np.tanh(logits / cap))
 
 
-def attention(queries: F32, keys: F32, values: F32, scale: float | None = None, soft_cap: float | None = None) -> F32:
+def attention(
+    queries: F32,
+    keys: F32,
+    values: F32,
+    scale: float | None = None,
+    soft_cap: float | None = None,
+    sinks: F32 | None = None,
+) -> F32:
     """One token's attention: queries [Hq, D] over the cache, keys and values [Hkv, n, D]; gives [Hq, D]. scale,
-    soft_cap: as of `attention_state`."""
+    soft_cap: as of `attention_state`. sinks: logits [Hq] of keys without values (None: none)."""
     kv_heads, _, head_dim = keys.shape
     groups = queries.reshape(kv_heads, -1, head_dim)
-    outputs = [attention_state(*head, scale, soft_cap).output for head in zip(groups, keys, values, strict=True)]
-    return np.concatenate(outputs)
+    states = [attention_state(*head, scale, soft_cap) for head in zip(groups, keys, values, strict=True)]
+    state = State(np.concatenate([one.output for one in states]), np.concatenate([one.lse for one in states]))
+    return state.output if sinks is None else with_sinks(state, sinks).output
 
 
 def silu(x: F32) -> F32:
@@ -155,8 +170,9 @@ def head(weight: F32, x: F32) -> F32:
 @dataclass(frozen=True)
 class Layer:
     """One layer's weights in float32. biases: of q, k and v (0: none). head_norms: of queries and keys (None: none).
-    before, behind: the norms before and behind attention, then feed-forward (None: none). Weights of norms are what is
-    multiplied with; q and k have the rows of each head in the kernel's order (`ModelConfig.rotary_order`)."""
+    before, behind: the norms before and behind attention, then feed-forward (None: none). sinks: a logit for every
+    query head (None: none). Weights of norms are what is multiplied with; q and k have the rows of each head in the
+    kernel's order (`ModelConfig.rotary_order`)."""
 
     kind: LayerKind
     biases: tuple[F32 | float, ...]
@@ -170,6 +186,7 @@ class Layer:
     gate: F32
     up: F32
     down: F32
+    sinks: F32 | None = None
 
 
 class Reference:
@@ -275,7 +292,7 @@ class Reference:
         self.values[index, :, self.length] = self.cached(values / value_scales) * value_scales
         seen = slice(first, stop)
         cache = self.keys[index, :, seen], self.values[index, :, seen]
-        output = attention(self.rounding(queries), *cache, kind.scale, kind.soft_cap)
+        output = attention(self.rounding(queries), *cache, kind.scale, kind.soft_cap, layer.sinks)
         return matvec(layer.o, self.rounding(output.reshape(-1)))
 
     def _heads(self, layer: Layer, normed: F32) -> tuple[F32, F32, F32]:
@@ -359,7 +376,8 @@ def _layer(config: ModelConfig, layer: int, weight: Callable[[str], F32]) -> Lay
         head_norms = tuple(turned(_multiplier(config, one)) for one in of_layer(HEAD_NORMS))
     before, behind = norms(norms_before(config), ("qkv", "gate_up")), norms(norms_behind(config), ("o", "down"))
     kind = config.layer_kinds[layer]
-    return Layer(kind, biases, head_norms, before, behind, turned(q), turned(k), v, o, gate, up, down)
+    sinks = of_layer([SINKS])[0] if config.has_sinks else None
+    return Layer(kind, biases, head_norms, before, behind, turned(q), turned(k), v, o, gate, up, down, sinks)
 
 
 def _multiplier(config: ModelConfig, weight: F32) -> F32:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Collection
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 from cheetah import lang as ch
@@ -16,8 +17,8 @@ from cheetah.blocks.attention.cache import KvCache
 from cheetah.blocks.attention.core import LSE_WORDS, Attention
 from cheetah.blocks.attention.head_norms import HeadNorms, JointNorms
 from cheetah.blocks.attention.schedule import Schedule
-from cheetah.blocks.attention.shipped_variants import combined, soft_cap
-from cheetah.blocks.attention.step_port import NormalisedHeads, ProjectedHeads, Projection, StepPort
+from cheetah.blocks.attention.shipped_variants import combined, learned_sink, soft_cap
+from cheetah.blocks.attention.step_port import LayerSinks, NormalisedHeads, ProjectedHeads, Projection, StepPort
 from cheetah.blocks.attention.variants import CAUSAL, Variant
 from cheetah.blocks.by_layer import by_layer, chosen
 from cheetah.blocks.columns import POSITION, Columns, vector_words
@@ -370,7 +371,8 @@ class StepParts(HeadParts):
         if launch.head_norms is not None:
             self._normalise_heads(launch.head_norms)
         self.attention = Attention(
-            *(machine, self.ring, self.exchange, self.schedule, self.cache, self.port, self.timeline, self._variant())
+            *(machine, self.ring, self.exchange, self.schedule, self.cache, self.port, self.timeline, self._variant()),
+            parameters=SimpleNamespace(sinks=LayerSinks(self.port, launch.sinks)),
         )
 
     def _normalise_heads(self, weights: ch.Expr) -> None:
@@ -395,6 +397,8 @@ class StepParts(HeadParts):
             variants.append(Variant.windowed(lambda: chosen(before, self.schedule.kind)))
         if kind.soft_cap is not None:
             variants.append(soft_cap(kind.soft_cap))
+        if kind.sinks:
+            variants.append(learned_sink())
         return replace(combined(*variants), scale=kind.scale)
 
     # -- setting up and stepping ----------------------------------------------------------------------------------

@@ -59,6 +59,7 @@ BEFORE_BESIDE_BEHIND = {"qkv": INPUT_NORM, "gate_up": _LAYER + "pre_feedforward_
 BEHIND = {"o": POST_ATTENTION_NORM, "down": _LAYER + "post_feedforward_layernorm.weight"}
 """The norms behind products of a layer, where there are any."""
 HEAD_NORMS = tuple(_LAYER + f"self_attn.{part}_norm.weight" for part in "qk")
+SINKS = _LAYER + "self_attn.sinks"
 
 GROUP_ROWS = 8  # an M-tile is two groups of 8 consecutive rows of one tensor: the rows g and g + 8 of an mma fragment
 
@@ -100,6 +101,8 @@ def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
         of_layer |= dict.fromkeys(HEAD_NORMS, (config.head_dim,))
     if config.head_norms == "width":
         of_layer |= dict(zip(HEAD_NORMS, ((config.query_rows,), (config.kv_rows,)), strict=True))
+    if config.has_sinks:
+        of_layer[SINKS] = (config.query_heads,)
     shapes: dict[str, tuple[int, ...]] = {EMBEDDING: (config.vocab_size, hidden)}
     for layer in range(config.layers):
         shapes |= {name.format(layer=layer): shape for name, shape in of_layer.items()}
@@ -145,6 +148,7 @@ _SHAPE_MEANING = {
     "input_linear": "[2 * shared_intermediate_size, hidden_size]",
     "output_linear": "[hidden_size, shared_intermediate_size]",
     "norm": "[hidden_size]",
+    "self_attn": "[num_attention_heads]",
     "input_layernorm": "[hidden_size]",
     "post_attention_layernorm": "[hidden_size]",
     "pre_feedforward_layernorm": "[hidden_size]",
@@ -195,8 +199,8 @@ def buffer_bytes(config: ModelConfig, matrices: StepMatrices) -> dict[str, int]:
 def vector_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """The buffers of vectors that only some models have, of 16 bits an element: biases (bf16) in the order of the
     matrix' rows; the weights of the norms of queries, then keys (bf16), of a head or of all in the order of the matrix'
-    rows; those of the norms behind o, then behind down (bf16); where the columns of ordered matrices lie (u16), of the
-    products whose inputs are placed (`StepTable.placed`)."""
+    rows; the sinks of heads (bf16); the weights of the norms behind o, then behind down (bf16); where the columns of
+    ordered matrices lie (u16), of the products whose inputs are placed (`StepTable.placed`)."""
     shapes: dict[str, tuple[int, ...]] = {}
     if config.has_biases:
         shapes["biases"] = (config.layers, config.qkv_rows)
@@ -204,6 +208,8 @@ def vector_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
         shapes["head_norms"] = (config.layers, 2, config.head_dim)
     if config.head_norms == "width":
         shapes["head_norms"] = (config.layers, config.query_rows + config.kv_rows)
+    if config.has_sinks:
+        shapes["sinks"] = (config.layers, config.query_heads)
     if config.norms.after:
         shapes["norms_behind"] = (config.layers, len(BEHIND), config.padded_hidden)
     if config.act_order:

@@ -14,7 +14,13 @@ class JointlyNormed(LlamaConfig):
     layer = LayerKind(attention=AttentionKind(head_norms="width"))
 
 
-KINDS = JointlyNormed(
+class WithSinks(JointlyNormed):
+    """The same with a sink for every query head."""
+
+    layer = LayerKind(attention=AttentionKind(head_norms="width", sinks=True))
+
+
+KINDS = WithSinks(
     *(48, 40, 3, 4, 2, 64, 50),
     max_position_embeddings=256,
     sliding_window=21,
@@ -26,4 +32,4 @@ KINDS = JointlyNormed(
     attention_soft_cap=3.0,
 )
 """A layer that sees all keys, one with a window and angles of its own, one with a window that rotates nothing; queries
-are scaled by their position, and logits have a scale of their own and a cap."""
+are scaled by their position, and logits have a scale of their own, a cap, and sinks beside them."""

@@ -10,7 +10,7 @@ from typing import Any
 from cheetah import lang as ch
 from cheetah.blocks.attention.head_norms import HeadNorms, JointNorms, RawHead, widened
 from cheetah.blocks.attention.schedule import Schedule
-from cheetah.blocks.attention.step_port import NormalisedHeads, Projection, StepPort
+from cheetah.blocks.attention.step_port import LayerSinks, NormalisedHeads, Projection, StepPort
 from cheetah.blocks.attention.variants import CAUSAL, Variant
 from cheetah.blocks.by_layer import chosen
 from cheetah.blocks.columns import UNIT
@@ -28,7 +28,7 @@ from cheetah.models.qwen2 import Qwen2Config
 from cheetah.models.qwen3 import Qwen3Config
 from cheetah.models.rope import Rope
 from cheetah.plan import M_TILE_ROWS
-from tests.program.kinds import JointlyNormed
+from tests.program.kinds import JointlyNormed, WithSinks
 from tests.program.layer_kinds import behind, sandwich
 from tests.program.planted import BOTH, USUAL, Bug, Patch, payload, read_without_waiting
 
@@ -52,6 +52,7 @@ BEHIND = replace(USUAL, config=behind())
 SANDWICHED = replace(USUAL, config=sandwich())
 JOINT = replace(USUAL, config=JointlyNormed(*_SIZES, max_position_embeddings=256))
 """Norms over all queries of a token, and over all its keys."""
+SUNK = replace(USUAL, config=WithSinks(*_SIZES, max_position_embeddings=256))
 BIASED = replace(USUAL, config=Qwen2Config(*_SIZES, max_position_embeddings=256))
 
 
@@ -226,6 +227,10 @@ def read_scales_before_they_are_there(patch: Patch) -> None:
     patch.setattr(JointNorms, "work_out", without_meeting)
 
 
+def take_the_sinks_of_the_first_layer(patch: Patch) -> None:
+    patch.setattr(LayerSinks, "__getitem__", lambda self, head: prim.bf16_to_f32(self.sinks[head]))
+
+
 def follow_the_plan_of_the_other_kind(patch: Patch) -> None:
     patch.setattr(Schedule, "_index", lambda self, role: chosen(self.index[role.name], 1 - self.kind))
 
@@ -281,6 +286,7 @@ FAMILY_BUGS = (
     Bug("a head's squares left out", ("reference",), change=leave_out_squares, setup=JOINT),
     Bug("squares read before they are there", BOTH, change=read_without_waiting("qkv_squares"), setup=JOINT),
     Bug("scales read before they are there", ("schedules",), change=read_scales_before_they_are_there, setup=JOINT),
+    Bug("sinks of the first layer", ("reference",), change=take_the_sinks_of_the_first_layer, setup=SUNK),
     Bug("the KV plan of another window", ("reference",), change=follow_the_plan_of_the_other_kind, setup=KINDS),
     Bug("records of the plan of another window", ("schedules",), change=keep_one_record_for_all_kinds, setup=KINDS),
     Bug("rows not normalised behind a product", ("reference",), change=forget_the_scale_behind, setup=SANDWICHED),

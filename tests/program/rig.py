@@ -54,6 +54,8 @@ class RandomWeights:
         values = draw.standard_normal(shape)
         if name.endswith(".bias"):
             values *= 0.5
+        elif name.endswith(".sinks"):
+            values *= 2.0
         elif len(shape) == 1:
             values = 1 + 0.1 * values
         elif "embed" not in name:

@@ -236,6 +236,19 @@ class NormalisedHeads(RawHeads):
         )
 
 
+@dataclass(frozen=True, eq=False)
+class LayerSinks:
+    """The parameter `sinks` of `learned_sink`, of the layer whose attention is being emitted: sinks, bf16 [layers,
+    heads], if there are any."""
+
+    port: StepPort
+    sinks: ch.Expr | None
+
+    def __getitem__(self, head: ch.Expr) -> Any:
+        assert self.sinks is not None
+        return prim.bf16_to_f32(self.sinks[self.port.layer * self.port.shape.heads + head])
+
+
 @ch.inline
 def append(cache: KvCache, columns: Columns, layer: Any, kv_row: Any, column: Any, dim: Any, data: Any) -> None:
     """Put elements of a column's new key or value into the cache, from dim `dim` on: one number of the device, or

@@ -33,7 +33,8 @@ LOG2_E = math.log2(math.e)
 class PassAttention:
     """Attention of one layer. into: the input of o in token order (u8). window: keys that a row sees, its own included
     (an expression where layers differ), or None. places: where o has its columns (u16), if not in order. scale: of
-    products of queries and keys (None: 1 / sqrt(head_dim)); soft_cap: c of logits c * tanh(l / c)."""
+    products of queries and keys (None: 1 / sqrt(head_dim)); soft_cap: c of logits c * tanh(l / c). sinks: of
+    every query head (bf16) the logit of one more key, without a value."""
 
     machine: PassMachine
     ring: TileRing
@@ -45,6 +46,7 @@ class PassAttention:
     places: ch.Expr | None = None
     scale: float | None = None
     soft_cap: float | None = None
+    sinks: ch.Expr | None = None
 
     @property
     def tile_bytes(self) -> int:
@@ -313,6 +315,10 @@ class PassAttention:
             total = ch.var(ty.f32, rows.sums[index])
             for mask in (1, 2):
                 total += prim.shuffle_xor_f32(total, mask)
+            if self.sinks is not None:  # a row has seen a key, so its largest logit is a number
+                scale = rows.scale if self.soft_cap is None else 1.0
+                sink = prim.bf16_to_f32(self.sinks[head]) * LOG2_E
+                total += prim.exp2_f32(sink - rows.largest[index] * scale)
             inverse = ch.const(ty.f32, self._inverse(total, head), name="inverse")
             in_tile = self._first_of_warp + index * GROUP_TOKENS
             group = (tile.column + in_tile) // GROUP_TOKENS
