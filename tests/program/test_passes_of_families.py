@@ -20,6 +20,7 @@ from cheetah.runtime.engine.launcher import Sampling
 from cheetah.runtime.engine.requests import Request
 from tests.program.answers import Record, Service
 from tests.program.kinds import KINDS
+from tests.program.layer_kinds import sandwich
 from tests.program.rig import emulated_gpu, random_weights, relative_error, token_ids
 from tests.tiers import tiered
 
@@ -36,6 +37,7 @@ FAMILIES: dict[str, tuple[ModelConfig, dict[str, Any]]] = {
         {"page_size": 5},
     ),
     "norms of heads, pages of 16": (Qwen3Config(*SHAPE, max_position_embeddings=256), {}),
+    "norms on both sides, multipliers, a soft-cap": (sandwich(), {}),
     "biases, keys in 8 bits": (Qwen2Config(*SHAPE, max_position_embeddings=256), {"kv_dtype": "e4m3"}),
 }
 LENGTHS = (33, 1, 70, 16, 17)

@@ -415,11 +415,14 @@ BUGS = {
     ),
     "values behind the last are not cleared": ("make_u32x4(0, 0, 0, 0)", "make_u32x4(0x7fc07fc0, 0, 0, 0)"),
     "narrow M-tiles are multiplied as they were loaded": ("paired != 0 ?", "false ?"),
+    "rows have no weights of the norm behind them": ("* weights[2] * 0.4f", "* 0.4f"),
+    "rows with a norm behind them are not multiplied": ("* weights[3] * 0.4f", "* weights[3]"),
     "all M-tiles are paired as narrow ones are": ("paired != 0 ?", "true ?"),
 }
 
 
 RARE_BUGS = (
+    "rows have no weights of the norm behind them",
     *("a row sees one key too many", "values are read as keys are", "earlier keys are not all brought"),
     *("values behind the last are not cleared", "what was summed is not brought to the new origin"),
     *("all M-tiles are paired as narrow ones are", "a block does not wait before it goes on"),
@@ -431,7 +434,8 @@ RARE_BUGS = (
 @pytest.mark.slow
 @pytest.mark.parametrize("bug", tiered(BUGS, RARE_BUGS))
 def test_planted_bugs_are_found(bug: str) -> None:
-    rig = PassRig(NARROW if "narrow" in bug else model(layers=2), bug=BUGS[bug])
+    config = sandwich() if "norm behind" in bug else NARROW if "narrow" in bug else model(layers=2)
+    rig = PassRig(config, bug=BUGS[bug])
 
     def find() -> None:
         for scheduler in reversed(SCHEDULERS):
