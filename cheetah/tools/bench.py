@@ -398,7 +398,7 @@ def fill_random(config: ModelConfig, manifest: Manifest, buffers: dict[str, Buff
     for name in ("weights", "embedding"):
         fill_with(buffers[name], tile)
     ones = np.ones(config.padded_hidden, ml_dtypes.bfloat16).view(np.uint16)
-    for name, values in {"norms": ones, "head_norms": ones, "biases": tile}.items():
+    for name, values in {"norms": ones, "norms_behind": ones, "head_norms": ones, "biases": tile}.items():
         if name in buffers:
             fill_with(buffers[name], values)
     if "places" in buffers:

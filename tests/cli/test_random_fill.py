@@ -14,6 +14,8 @@ from cheetah.models.registry import family_of, resolve_config
 from cheetah.plan import Plan, gpu_named
 from cheetah.plan.formats import QuantizedTiles
 from cheetah.tools.bench import fill_random
+from tests.program.layer_kinds import behind
+from tests.program.test_families import qwen2, qwen3
 
 
 @dataclass
@@ -48,3 +50,14 @@ def test_every_matrix_is_filled(format: str) -> None:
             values = unpack_matrix(layout, packed).dequantized()
             assert values.std() == pytest.approx(layout.columns**-0.5, rel=0.15), (layout.name, layer)
     assert len(np.unique(buffers["weights"].data[-(2**16) :])) > 100
+
+
+@pytest.mark.slow
+def test_every_vector_is_filled() -> None:
+    """What no format has, but some families: none is left as it was."""
+    for config in (behind(), qwen2(), qwen3()):
+        manifest = generate_kernel(config, "emulator-2").manifest
+        buffers: dict[str, Any] = {buffer.name: Bytes(buffer.bytes) for buffer in manifest.buffers}
+        fill_random(config, manifest, buffers)
+        for name in family_of(config).model_buffers(config):
+            assert not (buffers[name].data == 0xFF).all(), name
