@@ -56,6 +56,7 @@ def test_options_that_open_a_model_are_those_of_the_class_in_every_command() -> 
     for command in ("run", "serve", "chat", "batch"):
         flags = {flag for one in commands.commands[command].params for flag in one.opts}  # type: ignore[attr-defined]
         assert {"--device", "--gpu", "--max-context", "--kv-dtype", "--revision", "--verbose"} <= flags
+        assert {"--max-model-len", "--kv-cache-dtype", "--gpu-memory-utilization", "--lora"} <= flags, "vLLM's names"
 
 
 @pytest.mark.slow
