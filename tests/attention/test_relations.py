@@ -431,3 +431,11 @@ def drawn_cases() -> Iterator[Case]:
 def test_drawn_at_random() -> None:
     for case in drawn_cases():
         assert_meaning(case)
+
+
+@pytest.mark.parametrize("kv_dtype", ["bf16", "e4m3"])
+def test_heads_of_256_dims(kv_dtype: str) -> None:
+    """One column tile a warp, rows merged in halves: of few rows, and of several tiles of them."""
+    core = Core(group=3, head_dim=256, page_size=5, kv_dtype=kv_dtype, max_keys=2000, batch=3)
+    assert_meaning(random_case(core, [54, 199, 1], 1, seed=7))
+    assert_meaning(random_case(core, [512, 17, 97], 4, seed=8))
