@@ -1296,53 +1296,6 @@ __device__ __forceinline__ void lay_down_candidates(uint8_t* arena, float& best,
   }
 }
 
-// In the consumer role: the embeddings of the step's tokens, times the multiplier, become the residual, and are
-// published as every hidden vector is. A lane has a row of a column, of the block's M-tiles in turn; whole warps
-// share M-tiles.
-__device__ __forceinline__ void publish_embeddings(uint32_t thread, uint32_t block, uint32_t column_count,
-    uint8_t* arena, const bf16* norms, const bf16* embedding, uint32_t* next_token, uint32_t* input_words,
-    uint32_t step_epoch, uint64_t* exchange_words) {
-  #pragma unroll 1
-  for (uint32_t place = thread; place < 64; place += 256) {
-    uint32_t wave = place / 16;
-    uint32_t row = place % 16;
-    uint32_t m_tile = wave * 132 + block % 132;
-    bool is_own = place < 64 && m_tile < 512 && 0 < column_count;
-    uint32_t there = min(m_tile, 511u);
-    float* residual = (float*)(arena + RESIDUAL);
-    uint32_t place_2 = renewed_u32(wave * 16 + row);
-    float weight = bf16_to_f32(norms[there * 16 + row]);
-    uint32_t word = ((there * 16 + row) / 32 * 4 + (there * 16 + row) / 8 % 4) * 4 + (there * 16 + row) % 8 / 2;
-    uint32_t number = word / 1024 * 3072 + word % 1024 + 4096;
-    uint32_t published = renewed_u32(number);
-    float embedded = 0.0f;
-    if (is_own) {
-      embedded = bf16_to_f32((embedding + (uint64_t)(next_token[0]) * 8192)[there * 16 + row]);
-    }
-    float value = embedded;
-    if (is_own) {
-      residual[place_2] = value;
-    }
-    float weighted = value * weight;
-    float neighbour = shuffle_xor_f32(weighted, 1);
-    uint32_t pair = pack_bf16x2(weighted, neighbour);
-    if (is_own && row < 16 && row % 2 == 0) {
-      uint32_t* place_3 = input_words + published;
-      publish_tagged(place_3, pair, 32, step_epoch);
-    }
-    bool is_plausible = weighted < 8589934592.0f && weighted > -8589934592.0f;
-    float told = is_plausible ? value : bits_float(2143289344);
-    float total = told * told;
-    total += shuffle_xor_f32(total, 8);
-    total += shuffle_xor_f32(total, 4);
-    total += shuffle_xor_f32(total, 2);
-    total += shuffle_xor_f32(total, 1);
-    if (is_own && row == 0) {
-      publish_flagged(exchange_words + (there + 302336), float_bits(total), step_epoch);
-    }
-  }
-}
-
 // Write down every column's place in this step. A barrier of the consumer warps must follow.
 __device__ __forceinline__ void begin_step(uint32_t step, uint8_t* arena, uint32_t thread, uint32_t column_count,
     const int32_t* columns, const int32_t* sequences) {
@@ -1416,6 +1369,53 @@ __device__ __forceinline__ void keep(uint8_t* arena, const int32_t* kv_plans, ui
   }
   if (warp % 4 == 0 && warp / 4 * 132 + block < header.z * header.w) {
     keep_merge(warp / 4 * 132 + block, header.w, arena, warp, kv_plans, plan_index, lane, tiles);
+  }
+}
+
+// In the consumer role: the embeddings of the step's tokens, times the multiplier, become the residual, and are
+// published as every hidden vector is. A lane has a row of a column, of the block's M-tiles in turn; whole warps
+// share M-tiles.
+__device__ __forceinline__ void publish_embeddings(uint32_t thread, uint32_t block, uint32_t column_count,
+    uint8_t* arena, const bf16* norms, const bf16* embedding, uint32_t* next_token, uint32_t* input_words,
+    uint32_t step_epoch, uint64_t* exchange_words) {
+  #pragma unroll 1
+  for (uint32_t place = thread; place < 64; place += 256) {
+    uint32_t wave = place / 16;
+    uint32_t row = place % 16;
+    uint32_t m_tile = wave * 132 + block % 132;
+    bool is_own = place < 64 && m_tile < 512 && 0 < column_count;
+    uint32_t there = min(m_tile, 511u);
+    float* residual = (float*)(arena + RESIDUAL);
+    uint32_t place_2 = renewed_u32(wave * 16 + row);
+    float weight = bf16_to_f32(norms[there * 16 + row]);
+    uint32_t word = ((there * 16 + row) / 32 * 4 + (there * 16 + row) / 8 % 4) * 4 + (there * 16 + row) % 8 / 2;
+    uint32_t number = word / 1024 * 3072 + word % 1024 + 4096;
+    uint32_t published = renewed_u32(number);
+    float embedded = 0.0f;
+    if (is_own) {
+      embedded = bf16_to_f32((embedding + (uint64_t)(next_token[0]) * 8192)[there * 16 + row]);
+    }
+    float value = embedded;
+    if (is_own) {
+      residual[place_2] = value;
+    }
+    float weighted = value * weight;
+    float neighbour = shuffle_xor_f32(weighted, 1);
+    uint32_t pair = pack_bf16x2(weighted, neighbour);
+    if (is_own && row < 16 && row % 2 == 0) {
+      uint32_t* place_3 = input_words + published;
+      publish_tagged(place_3, pair, 32, step_epoch);
+    }
+    bool is_plausible = weighted < 8589934592.0f && weighted > -8589934592.0f;
+    float told = is_plausible ? value : bits_float(2143289344);
+    float total = told * told;
+    total += shuffle_xor_f32(total, 8);
+    total += shuffle_xor_f32(total, 4);
+    total += shuffle_xor_f32(total, 2);
+    total += shuffle_xor_f32(total, 1);
+    if (is_own && row == 0) {
+      publish_flagged(exchange_words + (there + 302336), float_bits(total), step_epoch);
+    }
   }
 }
 
@@ -4152,14 +4152,14 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
     uint32_t use_parity = 0;
     for (uint32_t step = 0; step < steps; ++step) {
       uint32_t step_epoch = epoch + step * 147;
-      publish_embeddings(thread, block, column_count, arena, norms, embedding, next_token, input_words, step_epoch,
-          exchange_words);
       bool has_new_plan = follow_plan(plan_index, step, plan_count, kv_plans);
       begin_step(step, arena, thread, column_count, columns, sequences);
       if (has_new_plan) {
         keep(arena, kv_plans, plan_index, thread, block, tiles, warp, lane);
       }
       named_barrier(1, 256);
+      publish_embeddings(thread, block, column_count, arena, norms, embedding, next_token, input_words, step_epoch,
+          exchange_words);
       load_angles(arena, thread, column_count, rope);
       named_barrier(1, 256);
       for (uint32_t layer = 0; layer < 80; ++layer) {
