@@ -1,0 +1,54 @@
+"""Every family of layers on the GPU: the tiny models of the goldens, whole and quantised, in steps and in passes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from cheetah.models.formats.quantized import scheme_of_name
+from cheetah.models.registry import family_of
+from cheetah.runtime import LLM
+from cheetah.runtime.checkpoint.loading import open_checkpoint
+from cheetah.tools.quantize import SCALES, quantization_job, write_quantized
+from tests.models.goldens.families import LOGITS as GOLDEN_LOGITS
+from tests.models.goldens.families import tokens_of, weights_of
+from tests.models.test_against_transformers import CONTEXTS, GOLDENS, config_of
+from tests.tolerances import LOGITS
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.fixture(params=GOLDENS)
+def family(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[str, Path]:
+    """The name of a golden, and its checkpoint as a folder."""
+    name, folder = request.param, tmp_path / "model"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(GOLDENS[name]["config"]))
+    weights = weights_of(family_of(config_of(name)).tensor_shapes(config_of(name)))
+    save_file({key: one.astype(ml_dtypes.bfloat16) for key, one in weights.items()}, folder / "model.safetensors")
+    return name, folder
+
+
+@pytest.mark.parametrize("passes", [False, True], ids=["steps", "passes"])
+@pytest.mark.parametrize("format", ["bf16", "int8"])
+def test_a_family_agrees_with_transformers(family: tuple[str, Path], passes: bool, format: str) -> None:
+    name, folder = family
+    if format != "bf16":
+        job = quantization_job(str(folder), scheme_of_name(format, SCALES), clip=False)
+        folder = folder.parent / format
+        write_quantized(job, folder, lambda nbytes: None)
+    checkpoint = open_checkpoint(folder)
+    ids = tokens_of(checkpoint.config.vocab_size)
+    wanted = load_file(GOLDEN_LOGITS)[name]
+    if format != "bf16":
+        wanted = family_of(checkpoint.config).reference(checkpoint.config, checkpoint.tensor).forward(ids)
+    context = {"max_context": CONTEXTS[name]} if name in CONTEXTS else {}
+    with LLM(folder, device="cuda", tokenizer=False, quiet=True, prompt_passes=passes, **context) as llm:
+        found = llm.score(ids)
+    errors = np.linalg.norm(found - wanted, axis=1) / np.linalg.norm(wanted, axis=1)
+    assert errors.max() < LOGITS, errors
