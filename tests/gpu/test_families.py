@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
+from cheetah.models.dense.reference import Reference
 from cheetah.models.formats.quantized import scheme_of_name
 from cheetah.models.registry import family_of
 from cheetah.runtime import LLM
@@ -46,9 +47,10 @@ def test_a_family_agrees_with_transformers(family: tuple[str, Path], passes: boo
     ids = tokens_of(checkpoint.config.vocab_size)
     wanted = load_file(GOLDEN_LOGITS)[name]
     if format != "bf16":
-        wanted = family_of(checkpoint.config).reference(checkpoint.config, checkpoint.tensor).forward(ids)
-    context = {"max_context": CONTEXTS[name]} if name in CONTEXTS else {}
-    with LLM(folder, device="cuda", tokenizer=False, quiet=True, prompt_passes=passes, **context) as llm:
+        reference = Reference(checkpoint.config, checkpoint.tensor, max_context=CONTEXTS.get(name))
+        wanted = reference.forward(ids)
+    context = CONTEXTS.get(name, checkpoint.config.max_position_embeddings)
+    with LLM(folder, device="cuda", tokenizer=False, quiet=True, prompt_passes=passes, max_context=context) as llm:
         found = llm.score(ids)
     errors = np.linalg.norm(found - wanted, axis=1) / np.linalg.norm(wanted, axis=1)
     assert errors.max() < LOGITS, errors
