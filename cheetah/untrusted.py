@@ -56,13 +56,20 @@ def read_text(path: Path, most: int = JSON_BYTES, error: type[CheetahError] = Un
     return _decoded(read_bytes(path, most, error), str(path), error)
 
 
-def read_json(path: Path, most: int = JSON_BYTES, error: type[CheetahError] = UnreadableError) -> dict[str, Any]:
-    """The JSON object in a file; duplicate keys, NaN and anything but an object are refused with the file's name."""
-    return parse_json(read_bytes(path, most, error), str(path), error)
+def read_json(
+    path: Path, most: int = JSON_BYTES, error: type[CheetahError] = UnreadableError, finite: bool = True
+) -> dict[str, Any]:
+    """The JSON object in a file; duplicate keys, NaN and anything but an object are refused with the file's name.
+    finite: off, NaN and Infinity are read as floats: who takes a field judges it."""
+    return parse_json(read_bytes(path, most, error), str(path), error, finite=finite)
 
 
 def parse_json(
-    data: bytes, place: str, error: type[CheetahError] = UnreadableError, most_values: int | None = None
+    data: bytes,
+    place: str,
+    error: type[CheetahError] = UnreadableError,
+    most_values: int | None = None,
+    finite: bool = True,
 ) -> dict[str, Any]:
     """A JSON object from UTF-8 text, as strict as `read_json`; `place` names it in messages. most_values: with more it
     is refused before it is read, lists, objects and names counting four times: 8 MB of empty lists take a second in
@@ -82,7 +89,7 @@ def parse_json(
         raise error(f"{place}: has more than {most_values} values")
     text = _decoded(data, place, error)
     try:
-        value = json.loads(text, object_pairs_hook=unique, parse_constant=refuse_constant)
+        value = json.loads(text, object_pairs_hook=unique, parse_constant=refuse_constant if finite else float)
     except RecursionError as problem:
         raise error(f"{place}: cannot be read as JSON: its brackets are nested too deeply") from problem
     except ValueError as problem:

@@ -108,8 +108,9 @@ class Dialect:
 
 
 def load_source(source: str | Path | Mapping[str, Any]) -> Mapping[str, Any]:
-    """The object of a config.json, from its path or as it is."""
-    return source if isinstance(source, Mapping) else read_json(Path(source), error=ConfigError)
+    """The object of a config.json, from its path or as it is. Numbers may be infinite where nobody reads them:
+    transformers writes a `time_step_limit` of [0, Infinity] also for Granite 4 without state space layers."""
+    return source if isinstance(source, Mapping) else read_json(Path(source), error=ConfigError, finite=False)
 
 
 def place_of(source: str | Path | Mapping[str, Any]) -> str:

@@ -99,7 +99,7 @@ def scales_for(largest: F32, per_head: bool) -> F32:
 def write_scaled(source: Source, out: Path, scales: F32) -> None:
     """Write a copy of the checkpoint with `scales` [layers, 2, 1 or kv_heads] to `out`, which must not exist."""
     with appearing_whole(out) as folder:
-        values = read_json(source.folder / "config.json")
+        values = read_json(source.folder / "config.json", finite=False)
         copy_files(source.folder, folder, _with_scheme(values, per_head=scales.shape[2] > 1))
         _write_weights(source, folder, scales)
         open_checkpoint(folder)

@@ -85,7 +85,7 @@ def write_quantized(job: Job, out: Path, progress: Progress, threads: int | None
     """Write the copy to `out`, which must not exist. progress: gets the bytes of the source that are done."""
     with appearing_whole(out) as folder:
         _write_tensors(job, folder, progress, threads or os.cpu_count() or 1)
-        values = read_json(job.source / "config.json")
+        values = read_json(job.source / "config.json", finite=False)
         copy_files(job.source, folder, {**values, "quantization_config": quantization_config(job)})
         open_checkpoint(folder)
 

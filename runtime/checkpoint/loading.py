@@ -215,7 +215,7 @@ def _checkpoint(name: str, config: ModelConfig, folder: Path | None, readers: Re
 def _optional_json(folder: Path | None, name: str) -> dict[str, Any]:
     if folder is None or not (folder / name).is_file():
         return {}
-    return read_json(folder / name, error=LoadingError)
+    return read_json(folder / name, error=LoadingError, finite=False)
 
 
 def _text_files(folder: Path | None) -> dict[str, Path]:

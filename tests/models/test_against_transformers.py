@@ -6,6 +6,7 @@ How the goldens were made stands in `tests/models/goldens/make.py`.
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -44,10 +45,12 @@ def test_the_reference_computes_what_transformers_does(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", GOLDENS)
-def test_a_file_is_read_whole_and_its_tensors_are_expected(name: str) -> None:
+def test_a_file_is_read_whole_and_its_tensors_are_expected(tmp_path: Path, name: str) -> None:
     notes: list[str] = []
     config = config_of(name, notes)
     assert notes == []
+    (tmp_path / "config.json").write_text(json.dumps(GOLDENS[name]["config"]))
+    assert read_config(tmp_path / "config.json") == config
     assert read_config(json.loads(json.dumps(config.to_dict()))) == config
     expected = family_of(config).tensor_shapes(config)
     firsts = {tensor: list(shape) for tensor, shape in expected.items() if ".layers." not in tensor or ".0." in tensor}

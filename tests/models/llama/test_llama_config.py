@@ -197,7 +197,7 @@ def test_suspicious_values_are_noted(changes, note):
     assert len(notes) == 1 and note in notes[0]
 
 
-@pytest.mark.parametrize("text", ["[1]", "{", '{"a": NaN}', "\xff", "[" * 100_000, '{"rope": {"a": 1, "a": 2}}'])
+@pytest.mark.parametrize("text", ["[1]", "{", "\xff", "[" * 100_000, '{"rope": {"a": 1, "a": 2}}'])
 def test_broken_json_is_refused_with_the_file(tmp_path, text):
     path = tmp_path / "config.json"
     path.write_bytes(text.encode("latin-1"))
