@@ -7,11 +7,13 @@ says, and it can be printed before there is any kernel.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 from cheetah.models.config import ModelConfig
 from cheetah.models.family import PhaseRow, lines_of
 from cheetah.models.layer_kind import AttentionKind, LayerKind
+from cheetah.plan.errors import PlanError
 from cheetah.plan.phases import PhaseNames, PhaseText
 from cheetah.plan.plan import DEFAULT_CONTEXT
 from cheetah.plan.products import STEP_EXCHANGES, AttentionPhase, NormPhase, Product, StepTable, Vector
@@ -40,10 +42,30 @@ def layer_of(table: StepTable, kind: LayerKind, max_context: int) -> tuple[Line,
 
 def page_of(config: ModelConfig, max_context: int = DEFAULT_CONTEXT) -> Page:
     """A whole step with a context of so many tokens."""
+    require_common(config.kinds)
     table = config.shape.table
     kinds = tuple(layer_of(table, kind, max_context) for kind in config.kinds)
     begin, once = Embed(table.products[0].input), (Multiply(table.head, Logits(), has_norm=True), Choose())
     return Page(begin, kinds, config.kind_of_layer, once)
+
+
+def require_common(kinds: Sequence[LayerKind]) -> None:
+    """PlanError where layers differ in more than kernels know of: in windows, rotary embeddings and scales by position;
+    all else of a layer is that of the first."""
+    own = ("window", "rope", "position_scale")
+    first = kinds[0].attention
+    for kind in kinds[1:]:
+        as_first = replace(kind, attention=replace(kind.attention, **{name: getattr(first, name) for name in own}))
+        pairs = {**_differing(kinds[0], as_first), **_differing(first, as_first.attention)}
+        if found := ", ".join(f"{name} ({one!r} and {other!r})" for name, (one, other) in pairs.items()):
+            raise PlanError(f"layers that differ in {found}: kernels know layers that differ in {', '.join(own)} alone")
+
+
+def _differing(one: object, other: object) -> dict[str, tuple[object, object]]:
+    """The fields of two values of a kind that differ; `attention` is looked at by itself."""
+    names = (name for name in vars(one) if name != "attention")
+    pairs = {name: (getattr(one, name), getattr(other, name)) for name in names}
+    return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
 
 
 def page_of_head(config: ModelConfig) -> Page:

@@ -5,11 +5,12 @@ from dataclasses import replace
 import pytest
 
 from cheetah.generate import choose_plan, generate_kernel
-from cheetah.models.dense.page import page_of, page_of_head
+from cheetah.models.dense.page import page_of, page_of_head, require_common
 from cheetah.models.dense.pass_sizes import PassSizes
 from cheetah.models.family import lines_of
+from cheetah.models.layer_kind import AttentionKind, LayerKind
 from cheetah.models.registry import preset
-from cheetah.plan import GPUS
+from cheetah.plan import GPUS, PlanError
 from cheetah.plan.phases import PhaseText
 from cheetah.plan.prompt import PassPlan
 
@@ -86,3 +87,16 @@ def test_a_pass_reads_what_it_has_written(cut_tokens: int) -> None:
 
 def test_a_banner_leaves_out_what_there_is_not() -> None:
     assert "Makes" not in PhaseText("head", "Logits.", ("hidden",), ()).banner
+
+
+def test_layers_that_differ_in_what_kernels_have_once_are_refused() -> None:
+    """Where nobody asked, the first layer's would be taken for all."""
+    alike = LayerKind(attention=AttentionKind(window=5, rope=None))
+    require_common([LayerKind(), alike])
+    for other, name in (
+        (replace(alike, activation="gelu"), r"activation \('silu' and 'gelu'\)"),
+        (replace(alike, attention=AttentionKind(sinks=True)), r"sinks \(False and True\)"),
+        (replace(alike, residual_multiplier=0.5), "residual_multiplier"),
+    ):
+        with pytest.raises(PlanError, match=f"layers that differ in {name}.*: kernels know layers that differ in"):
+            require_common([LayerKind(), alike, other])
