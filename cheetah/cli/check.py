@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from cheetah.models.config import ModelConfig
     from cheetah.models.family import Tensors
 
-EPILOG = "Example: cheetah check llama-3.1-8b --seeds 50 --sync barrier"
+EPILOG = "Example: cheetah check llama-3.1-8b --seeds 10 --sync barrier"
 SCHEDULERS = "round_robin,random,priority"
 FOUND = 1
 GPU = "h200"
@@ -31,7 +31,7 @@ CONTEXT = 128
 def check(
     *,
     config: Config,
-    seeds: Annotated[int, typer.Option(min=1, help="Schedules of each scheduler.")] = 20,
+    seeds: Annotated[int, typer.Option(min=1, help="Schedules of each scheduler.")] = 2,
     schedulers: Annotated[str, typer.Option(metavar="A,B,...", help="Of the emulator.")] = SCHEDULERS,
     gpu: Annotated[str, typer.Option(help="The emulated machine: emulator, emulator-2, emulator-8.")] = "emulator",
     sanitizer: Annotated[bool, typer.Option(help="Also run once, on 2 blocks, under ThreadSanitizer.")] = True,
