@@ -61,6 +61,15 @@ class Job:
 BIG = "llama-3.1-8b"
 INT4, FP8, LARGE = f"{BIG}@int4-g128", f"{BIG}@fp8", "llama-3.1-70b@int4-g128"
 GROUPS = {
+    "readme": (
+        *(Job(model, "128") for model in ("qwen3-0.6b", "llama-3.2-1b", "llama-3.2-3b")),
+        Job(BIG, "128,6144"),
+        Job(BIG, "128", 8),
+        Job(FP8, "128"),
+        Job(INT4, "128"),
+        Job(INT4, "128", 8),
+        Job(LARGE, "128"),
+    ),
     "int4": (
         Job(INT4, "128,6144"),
         *(Job(INT4, "128", batch) for batch in (2, 4, 8)),

@@ -1,8 +1,9 @@
-"""The rows of the README's table of speeds, from records: python benchmarks/table.py benchmarks/results/*.jsonl
+"""Rows of tables of speeds, from records: python benchmarks/table.py [--readme] benchmarks/results/*.jsonl
 
-Of several records of one model and one work (contexts, shared tokens, tokens a step), the last one counts; those of
-launches after rests, or of a work that was held for seconds, are other measurements. tokens/s are of all sequences
-together. GB = 1e9 bytes.
+Without --readme those of RESULTS.md: of several records of one model and one work (contexts, shared tokens, tokens a
+step), the last one counts; those of launches after rests, or of a work that was held for seconds, are other
+measurements. With it those of the README: ten works, all of the last run that has them, beside what other systems made
+of the same. tokens/s are of all sequences together. GB = 1e9 bytes.
 """
 
 from __future__ import annotations
@@ -13,9 +14,27 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+README_WORKS = (
+    ("qwen3-0.6b", "128"),
+    ("llama-3.2-1b", "128"),
+    ("llama-3.2-3b", "128"),
+    ("llama-3.1-8b", "128"),
+    ("llama-3.1-8b", "6144"),
+    ("llama-3.1-8b", "8 x 128"),
+    ("llama-3.1-8b@fp8", "128"),
+    ("llama-3.1-8b@int4-g128", "128"),
+    ("llama-3.1-8b@int4-g128", "8 x 128"),
+    ("llama-3.1-70b@int4-g128", "128"),
+)
+"""The works of the README's table: a model and what was in the cache."""
+OTHERS = ("transformers", "gpt-fast")
+"""The systems beside ours in that table, by the first word of a record's `system`."""
+Record = Mapping[str, Any]
+Records = Iterable[Record]
 
-def speed_row(record: Mapping[str, Any]) -> str:
-    """One record as a row of the table."""
+
+def speed_row(record: Record) -> str:
+    """One record as a row of the table of RESULTS.md."""
     figures = (
         f"{record['tokens_per_s']:.0f}",
         f"{record['ms_per_step']:.3f}",
@@ -26,7 +45,7 @@ def speed_row(record: Mapping[str, Any]) -> str:
     return "| " + " | ".join((record["model"], work_of(record), *figures)) + " |"
 
 
-def work_of(record: Mapping[str, Any]) -> str:
+def work_of(record: Record) -> str:
     """What was in the cache: "128" of one sequence, "8 x 128, 64 shared" of eight, "128+500"; also of old records."""
     contexts = record.get("contexts") or [record["context"]] * record.get("batch", 1)
     text = "+".join(map(str, contexts))
@@ -38,23 +57,59 @@ def work_of(record: Mapping[str, Any]) -> str:
     return text if kv_dtype == "bf16" else f"{text}, {kv_dtype}"
 
 
+def read_all(paths: Iterable[Path]) -> list[dict[str, Any]]:
+    """Every record of these files, by the time."""
+    lines = [line for path in paths for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+    records = [json.loads(line) for line in lines]
+    return sorted(records, key=lambda record: str(record.get("measured", "")))  # older ones do not say it
+
+
 def read_records(paths: Iterable[Path]) -> list[dict[str, Any]]:
     """Every record of these files that tells a speed, by the time: not those of the emulator, nor of other systems, nor
     after rests, nor of what was held."""
-    lines = [line for path in paths for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
-    records = [json.loads(line) for line in lines]
-    ours = (record for record in records if record.get("system") == "cheetah" and record.get("share") is not None)
-    speeds = [record for record in ours if not record.get("rest_s") and not record.get("held_s")]
-    return sorted(speeds, key=lambda record: str(record.get("measured", "")))  # older ones do not say it
+    ours = (one for one in read_all(paths) if one.get("system") == "cheetah" and one.get("share") is not None)
+    return [record for record in ours if not record.get("rest_s") and not record.get("held_s")]
 
 
-def speed_rows(records: Iterable[Mapping[str, Any]]) -> list[str]:
+def speed_rows(records: Records) -> list[str]:
     """A row for each model and work, in the order in which they were first measured."""
-    last = {(record["model"], work_of(record)): record for record in records}
-    return [speed_row(record) for record in last.values()]
+    return [speed_row(record) for record in last_of_works(records).values()]
+
+
+def last_of_works(records: Records) -> dict[tuple[str, str], Record]:
+    """The last record of each model and work."""
+    return {(record["model"], work_of(record)): record for record in records}
+
+
+def readme_rows(ours: Records, others: Records) -> list[str]:
+    """A row for each of README_WORKS: ours of the last run that has them all, and the last one of each of OTHERS."""
+    of_run = last_full_run(ours)
+    steps = [one for one in others if "tokens_per_s" in one and "system" in one]
+    beside = [last_of_works(one for one in steps if one["system"].split(" ")[0] == name) for name in OTHERS]
+    return [readme_row(of_run[work], [speeds.get(work) for speeds in beside]) for work in README_WORKS]
+
+
+def last_full_run(records: Records) -> Mapping[tuple[str, str], Record]:
+    """Of the runs, each of one commit, that have all of README_WORKS, the one that was measured last: its works."""
+    runs: dict[str, list[Record]] = {}
+    for record in records:
+        runs.setdefault(record["commit"], []).append(record)
+    works = [last_of_works(run) for run in runs.values()]
+    full = [found for found in works if found.keys() >= set(README_WORKS)]
+    return max(full, key=lambda found: max(found[work].get("measured", "") for work in README_WORKS))
+
+
+def readme_row(record: Record, beside: Iterable[Record | None]) -> str:
+    """One record as a row of the README's table."""
+    figures = (f"{record['tokens_per_s']:.0f}", f"{record['ms_per_step']:.3f}", f"{100 * record['share']:.1f} %")
+    others = (" |" if other is None else f" {other['tokens_per_s']:.0f} |" for other in beside)
+    return "| " + " | ".join((record["model"], work_of(record), *figures)) + " |" + "".join(others)
 
 
 if __name__ == "__main__":
-    if len(sys.argv) < 2:
-        sys.exit(f"usage: {sys.argv[0]} RESULTS.jsonl ...")
-    print("\n".join(speed_rows(read_records(Path(name) for name in sys.argv[1:]))))
+    names = [name for name in sys.argv[1:] if name != "--readme"]
+    if not names:
+        sys.exit(f"usage: {sys.argv[0]} [--readme] RESULTS.jsonl ...")
+    files = [Path(name) for name in names]
+    ours = read_records(files)
+    print("\n".join(readme_rows(ours, read_all(files)) if "--readme" in sys.argv else speed_rows(ours)))

@@ -1,4 +1,4 @@
-"""What README.md, ARCHITECTURE.md and CHANGELOG.md say exists, exists: files, commands, options, code, numbers."""
+"""What README.md, CHANGELOG.md and the pages of docs/ say exists, exists: files, commands, options, code, numbers."""
 
 from __future__ import annotations
 
@@ -29,15 +29,18 @@ from cheetah.runtime.assembly.kernels import Kernels, KernelsAsked
 from cheetah.runtime.assembly.options import AssemblyOptions
 
 ROOT = Path(__file__).parents[1]
-PAGES = ("README.md", "ARCHITECTURE.md", "CHANGELOG.md")
+PAGES = ["README.md", "CHANGELOG.md", *sorted(str(page.relative_to(ROOT)) for page in (ROOT / "docs").rglob("*.md"))]
+LINKING = [*PAGES, *sorted(str(page.relative_to(ROOT)) for page in (ROOT / "benchmarks").glob("**/*.md"))]
+"""The pages, and those that tell of measurements: what these name may be gone, where they link to is not."""
 FOLDERS = {"cheetah", "models", "runtime", "tests", "benchmarks", "docs", "examples", "kernels_generated"}
-README = (ROOT / "README.md").read_text(encoding="utf-8")
-ARCHITECTURE = (ROOT / "ARCHITECTURE.md").read_text(encoding="utf-8")
-NOT_YET = "(see benchmarks/results)"
 
 
 def text_of(page: str) -> str:
     return (ROOT / page).read_text(encoding="utf-8")
+
+
+README = text_of("README.md")
+MEMORY = text_of("docs/memory.md")
 
 
 def blocks_of(page: str, language: str) -> list[str]:
@@ -53,7 +56,7 @@ def code_spans(page: str) -> list[str]:
 
 def typed_commands(page: str) -> Iterator[list[str]]:
     """Every command that a reader could type, as words: lines of shell blocks, and code spans that begin like one."""
-    lines = [line for block in blocks_of(page, "sh") for line in block.splitlines()]
+    lines = [line for block in blocks_of(page, "sh") for line in block.replace("\\\n", " ").splitlines()]
     spans = [span for span in code_spans(page) if re.match(r"(cheetah|make) \w", span)]
     for line in [*lines, *spans]:
         if words := shlex.split(line, comments=True):
@@ -85,11 +88,36 @@ def makefile_targets() -> set[str]:
     return set(re.findall(r"^(\w[\w-]*):", (ROOT / "Makefile").read_text(), re.MULTILINE))
 
 
-@pytest.mark.parametrize("page", PAGES)
+def anchors_of(page: Path) -> set[str]:
+    """The anchors of a page's headings, as GitHub makes them."""
+    prose = re.sub(r"^```.*?^```$", "", page.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
+    headings = re.findall(r"^#+ (.+)$", prose, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def broken_links(page: str) -> list[str]:
+    """The targets of a page's links that lead to no file, or to no heading of it."""
+    here = ROOT / page
+    broken = []
+    for target in re.findall(r"\]\(([^)]+)\)", text_of(page)):
+        path, _, anchor = target.partition("#")
+        file = (here.parent / path).resolve() if path else here
+        if "://" not in target and (not file.exists() or anchor and anchor not in anchors_of(file)):
+            broken.append(target)
+    return broken
+
+
+@pytest.mark.parametrize("page", LINKING)
 def test_links_lead_somewhere(page: str) -> None:
-    targets = re.findall(r"\]\(([^)#]+)[^)]*\)", text_of(page))
-    missing = [target for target in targets if "://" not in target and not (ROOT / target).exists()]
-    assert not missing
+    assert broken_links(page) == []
+
+
+def test_a_link_that_leads_nowhere_is_seen(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text(
+        "# One `word`\n[a](page.md#one-word) [b](#one-word) [c](gone.md) [d](#two) [e](https://x.org/#two)\n"
+    )
+    assert broken_links(str(page)) == ["gone.md", "#two"]
 
 
 @pytest.mark.parametrize("page", PAGES)
@@ -97,11 +125,32 @@ def test_files_that_are_named_exist(page: str) -> None:
     named = [span for span in code_spans(page) if re.fullmatch(r"[\w.-]+(/[\w.-]*)+", span)]
     ours = [span for span in named if span.split("/")[0] in FOLDERS]
     assert [span for span in ours if not (ROOT / span).exists()] == []
-    assert ours or page == "CHANGELOG.md"
+
+
+def test_pages_are_found_from_the_readme() -> None:
+    """Every page of docs/ is linked from the README or from the first page of docs/internals/."""
+    overview = "docs/internals/overview.md"
+    linked = {(ROOT / target).resolve() for target in re.findall(r"\]\(([^)#]+)[^)]*\)", README)}
+    linked |= {(ROOT / overview).parent / target for target in re.findall(r"\]\(([\w.]+)\)", text_of(overview))}
+    assert [page for page in PAGES if (ROOT / page) not in linked] == ["README.md"]
+
+
+def test_the_readme_is_short() -> None:
+    assert len(README.splitlines()) <= 150
+
+
+def test_the_readme_shows_the_kernel() -> None:
+    """Its layer loop stands in the generated kernel as it stands here: copy it from there if it does not."""
+    (shown,) = blocks_of("README.md", "cuda")
+    kernel = (ROOT / "kernels_generated" / "llama-3.1-8b-h200.cu").read_text(encoding="utf-8")
+    lines = [line.strip() for line in kernel.splitlines()]
+    wanted = [line.strip() for line in shown.splitlines()]
+    assert wanted[0].startswith("for (uint32_t layer") and "\n".join(wanted) in "\n".join(lines)
 
 
 def test_the_table_of_layers_names_every_part() -> None:
-    table = ARCHITECTURE[ARCHITECTURE.index("| part | responsible for") :].split("\n\n")[0]
+    overview = text_of("docs/internals/overview.md")
+    table = overview[overview.index("| part | responsible for") :].split("\n\n")[0]
     first_cells = [row.split("|")[1] for row in table.splitlines()]
     named = {span for cell in first_cells for span in re.findall(r"`([^`]+)`", cell)}
     parts = {
@@ -135,11 +184,12 @@ def test_options_that_are_named_exist() -> None:
     commands = [group, *group.commands.values()]
     known = {name for command in commands for parameter in command.params for name in parameter.opts} | {"--help"}
     named = {span.split()[0] for page in PAGES for span in code_spans(page) if span.startswith("--")}
-    assert named and not named - known
+    others = {"--balance-abs-threshold": "vllm-router's", "--sanitize": "of the programs in examples/"}
+    assert named and named - known == others.keys()
 
 
-def test_every_command_is_in_the_readme() -> None:
-    rows = set(re.findall(r"^\| `cheetah (\w+) ", README, re.MULTILINE))
+def test_every_command_has_a_row() -> None:
+    rows = set(re.findall(r"^\| `cheetah (\w+) ", text_of("docs/cli.md"), re.MULTILINE))
     assert rows == set(cheetah_command().commands)
 
 
@@ -168,19 +218,23 @@ def test_extras_that_errors_name_are_those_of_the_readme() -> None:
     assert not any("cheetah-megakernel[" in source for source in sources), "no package index has it"
 
 
-@pytest.mark.parametrize("page", PAGES)
+@pytest.mark.parametrize("page", [page for page in PAGES if page != "docs/language.md"])
 def test_python_compiles(page: str) -> None:
+    """But for the language's page, whose fragments `tests/lang/test_document.py` looks for in the examples."""
     for number, block in enumerate(blocks_of(page, "python")):
         compile(block, f"{page}, block {number}", "exec")
 
 
 @pytest.mark.slow
 @pytest.mark.compiler
-def test_the_python_of_the_readme_runs() -> None:
-    (block,) = blocks_of("README.md", "python")
+@pytest.mark.parametrize(
+    ("page", "printed"), [("README.md", "red kite"), ("docs/python.md", "keys and values")], ids=["readme", "python"]
+)
+def test_the_python_of_a_page_runs(page: str, printed: str) -> None:
+    (block,) = blocks_of(page, "python")
     done = subprocess.run([sys.executable, "-c", block], capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 0, done.stderr
-    assert "red kite" in done.stdout and "keys and values" in done.stdout
+    assert printed in done.stdout
 
 
 @cache
@@ -200,15 +254,14 @@ def test_the_page_of_models_names_families_and_presets() -> None:
     }
 
 
-IN_MEMORY = [model for model in PRESETS if f"| {model} |" in README[README.index("## Memory") :]]
+IN_MEMORY = [model for model in PRESETS if f"| {model} |" in MEMORY]
 """The presets of the table of memory."""
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("model", IN_MEMORY)
-def test_memory_in_the_readme(model: str) -> None:
-    memory = README[README.index("## Memory") :]
-    row = re.findall(r"([\d.]+) [GK]B", memory[memory.index(f"| {model} |") :].splitlines()[0])
+def test_memory_of_presets(model: str) -> None:
+    row = re.findall(r"([\d.]+) [GK]B", MEMORY[MEMORY.index(f"| {model} |") :].splitlines()[0])
     estimate = described(model).memory()
     parts = [estimate.bytes_of(label) / 2**30 for label in ("weights", "embedding", "keys and values")]
     counted = [*parts[:2], estimate.kv_bytes_per_token / 2**10, parts[2], estimate.total_bytes / 2**30]
@@ -217,14 +270,14 @@ def test_memory_in_the_readme(model: str) -> None:
 
 def in_formats() -> list[Any]:
     """The rows of the table of memory in 4 and 8 bits: of each, its models and its figures."""
-    table = README[README.index("In 4 and 8 bits, with") :].split("\n\n")[1]
+    table = MEMORY[MEMORY.index("In 4 and 8 bits, with") :].split("\n\n")[1]
     rows = [row.split("|")[1:-1] for row in table.splitlines()[2:]]
     return [pytest.param(names.strip(), figures, id=names.strip()) for names, *figures in rows]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("names", "figures"), in_formats())
-def test_memory_in_formats_in_the_readme(names: str, figures: list[str]) -> None:
+def test_memory_in_formats(names: str, figures: list[str]) -> None:
     model, *formats = names.split("@")
     for name in [f"{model}@{format.strip(', ')}" for format in formats] or [model]:
         kernels = described(name)
@@ -235,17 +288,18 @@ def test_memory_in_formats_in_the_readme(names: str, figures: list[str]) -> None
 
 
 @pytest.mark.parametrize("label", ["logits", "workspace"])
-def test_ranges_of_memory_in_the_readme(label: str) -> None:
+def test_ranges_of_memory(label: str) -> None:
     sizes = [described(model).memory().bytes_of(label) / 2**20 for model in IN_MEMORY]
-    (words,) = re.findall(rf"{label}[^.;]*?(\d+ to \d+) MB", README)
+    (words,) = re.findall(rf"{label}[^.;]*?(\d+ to \d+) MB", MEMORY)
     assert [int(number) for number in words.split(" to ")] == [math.floor(min(sizes)), math.ceil(max(sizes))]
 
 
-def test_shared_memory_in_the_architecture() -> None:
+def test_shared_memory_of_a_block() -> None:
     config, gpu = preset("llama-3.1-8b"), gpu_named("h200")
     shared = shared_map(config.shape, choose_plan(config, gpu), gpu)
     sizes = {region.name: region.nbytes for region in shared.regions if region.over is None}
-    table = ARCHITECTURE[ARCHITECTURE.index("| region | bytes |") :].split("\n\n")[0]
+    kernel = text_of("docs/internals/kernel.md")
+    table = kernel[kernel.index("| region | bytes |") :].split("\n\n")[0]
     rows = re.findall(r"^\| ([a-z_, ]+) \| (\d+) \|", table, re.MULTILINE)
     named = {name: int(size) for names, size in rows for name in [names]}
     assert {names: sum(sizes.pop(name) for name in names.split(", ")) for names in named} == named
@@ -260,13 +314,46 @@ def table_module() -> ModuleType:
     return module
 
 
+RECORDS = sorted((ROOT / "benchmarks" / "results").glob("*.jsonl"))
+
+
+def written_rows(page: str) -> list[str]:
+    """The rows of a page's table of speeds, without its two lines of head."""
+    text = text_of(page)
+    return text[text.index("<!-- speeds") : text.index("<!-- end of speeds -->")].splitlines()[3:]
+
+
 def test_speeds_are_those_of_records() -> None:
     table = table_module()
-    records = table.read_records(sorted((ROOT / "benchmarks" / "results").glob("*.jsonl")))
-    allowed = {table.speed_row(record) for record in records}
-    written = README[README.index("<!-- speeds") : README.index("<!-- end of speeds -->")].splitlines()[3:]
+    allowed = {table.speed_row(record) for record in table.read_records(RECORDS)}
+    written = written_rows("benchmarks/RESULTS.md")
     assert len(written) >= 6
-    assert [row for row in written if NOT_YET not in row and row not in allowed] == []
+    assert [row for row in written if row not in allowed] == []
+
+
+def test_speeds_of_the_readme_are_of_the_last_run_that_has_them_all() -> None:
+    """And the README names its commit; `python benchmarks/table.py --readme benchmarks/results/*.jsonl` prints them."""
+    table = table_module()
+    ours = table.read_records(RECORDS)
+    assert written_rows("README.md") == table.readme_rows(ours, table.read_all(RECORDS))
+    (commit,) = {record["commit"] for record in table.last_full_run(ours).values()}
+    assert f"commit {commit[:7]}" in README
+
+
+def test_the_readme_takes_one_run_and_other_systems_beside_it() -> None:
+    table = table_module()
+    figures = {"tokens_per_s": 100.0, "ms_per_step": 10.0, "share": 0.5}
+    works = [
+        (model, {"contexts": [int(work.split(" x ")[-1])] * (8 if " x " in work else 1)})
+        for model, work in table.README_WORKS
+    ]
+    full = [{"model": model, "commit": "a", "measured": "1", **work, **figures} for model, work in works]
+    later = [{**record, "commit": "b", "measured": "2", "tokens_per_s": 200.0} for record in full]
+    others = [{**full[0], "system": system} for system in ("gpt-fast", "transformers static cache", "plain")]
+    first, *_ = table.readme_rows([*full, *later[:-1]], others)
+    assert first == f"| {works[0][0]} | 128 | 100 | 10.000 | 50.0 % | 100 | 100 |"
+    rows = table.readme_rows([*full, *later], others[:1])
+    assert rows[0].endswith("| 200 | 10.000 | 50.0 % | | 100 |") and rows[1].endswith("| 200 | 10.000 | 50.0 % | | |")
 
 
 def test_a_record_makes_a_row() -> None:

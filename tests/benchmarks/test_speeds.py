@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import held, speeds
+from benchmarks.table import README_WORKS
 from cheetah.cli.configs import named_config
 from cheetah.tools.bench import check_depths
 
@@ -43,15 +44,21 @@ def test_every_job_is_one_that_its_model_can_do() -> None:
             check_depths(config, work.contexts, speeds.STEPS * work.per_step)
 
 
-def test_every_work_of_the_readme_is_in_a_group() -> None:
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    rows = readme[readme.index("<!-- speeds") : readme.index("<!-- end of speeds -->")].splitlines()[3:]
+def test_every_work_of_the_tables_is_in_a_group() -> None:
+    results = (ROOT / "benchmarks" / "RESULTS.md").read_text(encoding="utf-8")
+    rows = results[results.index("<!-- speeds") : results.index("<!-- end of speeds -->")].splitlines()[3:]
     written = {tuple(cell.strip() for cell in row.split("|")[1:3]) for row in rows}
-    assert written <= {(job.model, speeds.work_of(work)) for job in jobs() for work in as_records(job)}
+    assert written <= works_of(*jobs())
+    assert works_of(*speeds.GROUPS["readme"]) == set(README_WORKS)
 
 
 def jobs() -> list[speeds.Job]:
     return [job for group in speeds.GROUPS.values() for job in group]
+
+
+def works_of(*jobs: speeds.Job) -> set[tuple[str, str]]:
+    """The models and works of jobs, as tables name them."""
+    return {(job.model, speeds.work_of(work)) for job in jobs for work in as_records(job)}
 
 
 def as_records(job: speeds.Job) -> list[dict[str, object]]:
