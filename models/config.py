@@ -27,12 +27,12 @@ from cheetah.models.config_json import (
     load_source,
     place_of,
 )
-from cheetah.models.layer_kind import AttentionKind, LayerKind, Norms, PositionScale
+from cheetah.models.layer_kind import AttentionKind, LayerKind, Norms, PositionScale, Routing
 from cheetah.models.plausible import implausible
 from cheetah.models.rope import GROUP_ELEMENTS, Rope, rope_table, rotary_order
 from cheetah.plan import ModelShape
 from cheetah.plan.formats import BF16
-from cheetah.plan.products import StepTable
+from cheetah.plan.products import Experts, StepTable
 
 HEAD_DIMS = (64, 128, 256)
 HEAD_DIMS_IN_WORDS = f"{', '.join(map(str, HEAD_DIMS[:-1]))} and {HEAD_DIMS[-1]}"
@@ -53,7 +53,8 @@ class ModelConfig:
     its own included, in layers whose type in `layer_types` is SLIDING; without types in all. local_rope: in the place
     of `rope` in layers of that type. attention_scale, attention_soft_cap, position_scale: of `AttentionKind`.
     residual_multiplier: of `LayerKind`. embedding_multiplier: of the rows of the embedding. logit_divisor: of the
-    head's logits. logit_soft_cap: logits l become logit_soft_cap * tanh(l / logit_soft_cap).
+    head's logits. logit_soft_cap: logits l become logit_soft_cap * tanh(l / logit_soft_cap). routing: of every layer's
+    feed-forward, whose experts have the width `intermediate_size`.
     """
 
     dialect: ClassVar[Dialect]
@@ -85,6 +86,7 @@ class ModelConfig:
     embedding_multiplier: float = 1.0
     logit_divisor: float = 1.0
     logit_soft_cap: float | None = None
+    routing: Routing | None = None
     weight_formats: tuple[tuple[str, str], ...] = ()
     """(matrix, format) of the matrices that are not bf16."""
     act_order: bool = False
@@ -110,6 +112,20 @@ class ModelConfig:
         if problem := implausible("rms_norm_eps", self.rms_norm_eps):
             raise ConfigError(problem)
         self._check_rotated()
+        if self.routing is not None:
+            self._check_routing(self.routing)
+
+    def _check_routing(self, routing: Routing) -> None:
+        """A token has as many experts as it is given to, and their parts of a vector are whole K-tiles."""
+        for name, count in (("num_experts", routing.experts), ("num_experts_per_tok", routing.chosen)):
+            if problem := implausible(name, count):
+                raise ConfigError(problem)
+        if routing.chosen > routing.experts:
+            raise ConfigError(f"num_experts_per_tok = {routing.chosen}: there are num_experts = {routing.experts}")
+        if self.intermediate_size % COLUMN_ALIGN:
+            raise ConfigError(
+                f"the width of an expert is {self.intermediate_size}: supported are multiples of {COLUMN_ALIGN}"
+            )
 
     def _check_rotated(self) -> None:
         """Elements of a head that are rotated can be moved to the places that kernels have for them."""
@@ -123,7 +139,7 @@ class ModelConfig:
     @cached_property
     def layer_kinds(self) -> tuple[LayerKind, ...]:
         """What each layer does, in order."""
-        common = replace(self.layer, residual_multiplier=self.residual_multiplier)
+        common = replace(self.layer, residual_multiplier=self.residual_multiplier, routing=self.routing)
         return tuple(replace(common, attention=self.attention_of(layer)) for layer in range(self.layers))
 
     def attention_of(self, layer: int) -> AttentionKind:
@@ -198,6 +214,7 @@ class ModelConfig:
             rotations=len(rotations(kind.attention for kind in self.kinds)),
             norms_behind=self.norms.after,
             joint_norms=self.head_norms == "width",
+            experts=None if self.routing is None else Experts(self.routing.experts, self.routing.chosen),
         )
 
     @property
@@ -245,7 +262,8 @@ class ModelConfig:
     def parameter_count(self) -> int:
         """Weights of the model; a tied head is counted once."""
         h, f = self.hidden_size, self.intermediate_size
-        layer = self.qkv_rows * h + h * self.query_rows + 3 * h * f
+        layer = self.qkv_rows * h + h * self.query_rows
+        layer += 3 * h * f if self.routing is None else self.routing.experts * (3 * h * f + h)
         layer += 2 * h * (self.norms.before + self.norms.after) + (self.qkv_rows if self.has_biases else 0)
         layer += self.query_heads if self.has_sinks else 0
         layer += {None: 0, "each": 2 * self.head_dim, "width": self.query_rows + self.kv_rows}[self.head_norms]

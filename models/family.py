@@ -211,6 +211,11 @@ class ModelFamily(ABC):
     def tensor_shapes(self, config: ModelConfig) -> dict[str, tuple[int, ...]]:
         """Every tensor a checkpoint must hold, with its shape ([out, in], row-major). A tied head is not among them."""
 
+    def merged_tensors(self, config: ModelConfig) -> dict[str, tuple[tuple[int, ...], tuple[str, ...]]]:
+        """Tensors that a checkpoint may have in the place of others, by name: the shape, and those of `tensor_shapes`
+        that lie in it one behind the other."""
+        return {}
+
     @abstractmethod
     def shape_meaning(self, tensor: str) -> str:
         """What of config.json makes a tensor's shape, for messages."""

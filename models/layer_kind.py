@@ -69,11 +69,23 @@ class AttentionKind:
 
 
 @dataclass(frozen=True)
+class Routing:
+    """A feed-forward of `experts`, of which a token is given to the `chosen` with the highest logits, of equal ones to
+    the lowest. What they make is added up, each times the token's weight: the softmax of the logits of all experts, or,
+    where it is `normalised`, of the chosen alone."""
+
+    experts: int
+    chosen: int
+    normalised: bool = True
+
+
+@dataclass(frozen=True)
 class LayerKind:
     """What a layer does. activation: of the gate, "silu" or the tanh form of "gelu". residual_multiplier: of what a
-    sublayer adds to the residual stream."""
+    sublayer adds to the residual stream. routing: of a feed-forward of experts; None: it is one for all tokens."""
 
     norms: Norms = Norms()
     attention: AttentionKind = AttentionKind()
     activation: Literal["silu", "gelu"] = "silu"
     residual_multiplier: float = 1.0
+    routing: Routing | None = None

@@ -37,6 +37,10 @@ _MAGNITUDE = Range(0.0, 1e3, "published models have up to 1.5")
 RANGES = {
     "hidden_size": Range(1, 2**17, "published models have up to 18,432"),
     "intermediate_size": Range(1, 2**20, "published models have up to 73,728"),
+    "moe_intermediate_size": Range(1, 2**20, "published models have up to 14,336"),
+    "num_experts": Range(1, 1024, "a warp chooses among them, 32 a lane; published models have up to 512"),
+    "num_local_experts": Range(1, 1024, "a warp chooses among them, 32 a lane; published models have up to 512"),
+    "num_experts_per_tok": Range(1, 32, "published models have up to 10"),
     "shared_intermediate_size": Range(1, 2**20, "published models have up to 16,384"),
     "no_rope_layer_interval": Range(1, 1024, "published models have 4"),
     "sliding_window_pattern": Range(1, 1024, "published models have 4 or 6"),

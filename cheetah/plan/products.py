@@ -36,9 +36,23 @@ class RowOrder(StrEnum):
 
 
 @dataclass(frozen=True)
+class Experts:
+    """`count` matrices of one size in the place of one, of which every column is multiplied by `chosen`, ascending."""
+
+    count: int
+    chosen: int
+
+    def most(self, tokens: int) -> int:
+        """Experts that a step of so many columns takes at most."""
+        return min(self.count, self.chosen * tokens)
+
+
+@dataclass(frozen=True)
 class Vector:
     """What all blocks make together and all need: `elements` numbers of every column.
 
+    parts: so many times as many, part by part, of which each is padded by itself: one of each expert that the column
+    chose, in their order. is_words: numbers in f32, a word each, not pairs of bf16.
     is_normed: a norm lies behind it, so it is published times its weights, and beside it the sums of its squares.
     is_kept: its rows stay with the blocks that made them, which publish the sums of squares alone. has_squares: the
     squares of some of its M-tiles are published beside it, for a norm of these.
@@ -49,6 +63,8 @@ class Vector:
     is_normed: bool = False
     is_kept: bool = False
     has_squares: bool = False
+    parts: int = 1
+    is_words: bool = False
 
     @property
     def padded(self) -> int:
@@ -112,6 +128,13 @@ class NormPhase(Phase):
 
 
 @dataclass(frozen=True)
+class ChoicePhase(Phase):
+    """Every column's experts, which all blocks choose alike of the logits `input`."""
+
+    experts: Experts
+
+
+@dataclass(frozen=True)
 class Product(Phase):
     """A matrix times the phase's input.
 
@@ -120,7 +143,8 @@ class Product(Phase):
     is_placed: whether who brings its input puts elements to the places that the matrix has for them, where its columns
     lie in an order of their own; else the rows that make the input are packed in that order. is_sliced: whether its
     input may come in parts (`Plan.down_slices`). is_brief: whether it is multiplied in little more time than two
-    vectors take to become digits. is_once: once a step, not once a layer."""
+    vectors take to become digits. is_once: once a step, not once a layer. experts: the matrix is one of each, and a
+    column is multiplied by those that it chose."""
 
     sources: tuple[Source, ...] = ()
     order: RowOrder = RowOrder.PLAIN
@@ -130,6 +154,7 @@ class Product(Phase):
     is_sliced: bool = False
     is_brief: bool = False
     is_once: bool = False
+    experts: Experts | None = None
 
     @property
     def columns(self) -> int:
@@ -188,6 +213,11 @@ class StepTable:
     def attention(self) -> AttentionPhase:
         """The phase that is no product."""
         return next(phase for phase in self.layer if isinstance(phase, AttentionPhase))
+
+    @property
+    def experts(self) -> Experts | None:
+        """Those of a layer's products, if it has any."""
+        return next((product.experts for product in self.products if product.experts is not None), None)
 
     @property
     def heads(self) -> Product:
@@ -260,9 +290,10 @@ class StepTable:
 
     @property
     def norms(self) -> tuple[Product, ...]:
-        """The products of a layer before which norms lie. Their weights are in this order, layer by layer, then the
-        head's."""
-        return tuple(product for product in self.products if product.input.is_normed)
+        """The products of a layer before which norms lie, of those that have one before them in common the last. Their
+        weights are in this order, layer by layer, then the head's."""
+        last = {product.input: product for product in self.products if product.input.is_normed}
+        return tuple(last.values())
 
     @property
     def norm_count(self) -> int:
@@ -271,13 +302,13 @@ class StepTable:
 
     def norm_row(self, product: Product, layer: Any) -> Any:
         """The number of the norm before a product; also for device expressions. `layer` does not count for the head."""
-        return self._row(self.norms, product, layer)
+        return self._row(tuple(one.input for one in self.norms), product, product.input, layer)
 
     def norm_behind(self, product: Product, layer: Any) -> Any:
         """The number of the norm that the residual goes through behind a product that is added to it; also for device
         expressions."""
         before = self.products[: self.products.index(product) + 1]
-        return layer * len(self.norms) + sum(one.input.is_normed for one in before)
+        return layer * len(self.norms) + len({one.input for one in before if one.input.is_normed})
 
     @property
     def placed(self) -> tuple[Product, ...]:
@@ -291,9 +322,9 @@ class StepTable:
 
     def places_row(self, product: Product, layer: Any) -> Any:
         """The number of a product's row in the table of places; as `norm_row`."""
-        return self._row(self.placed, product, layer)
+        return self._row(self.placed, product, product, layer)
 
-    def _row(self, rows: tuple[Product, ...], product: Product, layer: Any) -> Any:
+    def _row(self, rows: tuple[object, ...], product: Product, entry: object, layer: Any) -> Any:
         if product.is_once:
             return self.layers * len(rows)
-        return layer * len(rows) + rows.index(product)
+        return layer * len(rows) + rows.index(entry)

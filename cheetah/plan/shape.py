@@ -9,7 +9,18 @@ from typing import TypeVar
 from cheetah.plan.errors import PlanError, require_positive
 from cheetah.plan.formats import BF16, M_TILE_ROWS, VECTOR_COLUMNS, TileFormat, tile_format
 from cheetah.plan.index import round_up
-from cheetah.plan.products import AttentionPhase, NormPhase, Phase, Product, RowOrder, Source, StepTable, Vector
+from cheetah.plan.products import (
+    AttentionPhase,
+    ChoicePhase,
+    Experts,
+    NormPhase,
+    Phase,
+    Product,
+    RowOrder,
+    Source,
+    StepTable,
+    Vector,
+)
 
 AnyPhase = TypeVar("AnyPhase", bound=Phase)
 
@@ -21,7 +32,8 @@ class ModelShape:
     formats: (matrix, weight format) of the matrices that are not bf16. windows: the distinct numbers of keys that a
     query sees in the layers (None: all before it), in the order of the first layers that have them. rotations: how many
     tables of angles the layers have. norms_behind: norms lie behind attention and feed-forward, before both are added
-    to the residual. joint_norms: queries are normalised over all heads together, and so are keys.
+    to the residual. joint_norms: queries are normalised over all heads together, and so are keys. experts: of the
+    feed-forward, each of width `ffn`.
     """
 
     hidden: int
@@ -36,9 +48,12 @@ class ModelShape:
     rotations: int = 1
     norms_behind: bool = False
     joint_norms: bool = False
+    experts: Experts | None = None
 
     def __post_init__(self) -> None:
         require_positive("ModelShape", **self.sizes)
+        if self.experts is not None:
+            self._check_experts(self.experts)
         for matrix, _ in self.formats:
             self.format_of(matrix)
         if self.heads % self.kv_heads:
@@ -48,6 +63,14 @@ class ModelShape:
         if self.head_dim % M_TILE_ROWS:
             raise PlanError(
                 f"ModelShape: head_dim is {self.head_dim}: give a multiple of {M_TILE_ROWS} (whole M-tiles a head)"
+            )
+
+    def _check_experts(self, experts: Experts) -> None:
+        if not 0 < experts.chosen <= experts.count:
+            raise PlanError(f"ModelShape: {experts.chosen} of {experts.count} experts: choose 1 to {experts.count}")
+        if self.ffn % VECTOR_COLUMNS:
+            raise PlanError(
+                f"ModelShape: experts of width {self.ffn}: give a multiple of {VECTOR_COLUMNS} (whole K-tiles)"
             )
 
     def format_of(self, matrix: str) -> TileFormat:
@@ -82,6 +105,8 @@ class ModelShape:
         several = {"windows": len(self.windows), "rotations": self.rotations}
         sizes = {name: value for name, value in self.sizes.items() if name not in several}
         more = {name: count for name, count in several.items() if count > 1}
+        if self.experts is not None:
+            more |= {"experts": self.experts.count, "experts of a token": self.experts.chosen}
         return {**sizes, **more, **{f"{matrix} in": name for matrix, name in self.formats}}
 
     def windows_in(self, max_context: int) -> tuple[int | None, ...]:
@@ -116,12 +141,13 @@ class ModelShape:
 
 @lru_cache(maxsize=64)
 def _table(shape: ModelShape) -> StepTable:
-    """A dense decoder: attention and feed-forward, each of a norm of the residual, and added to it, perhaps behind a
-    norm of its own."""
+    """A decoder: attention and feed-forward, each of a norm of the residual, and added to it, perhaps behind a norm of
+    its own. A feed-forward of experts has a product before it, by whose rows they are chosen."""
     hidden, middle = (Vector(name, shape.hidden, is_normed=True) for name in ("hidden", "middle"))
     heads = Vector("qkv", shape.qkv_rows, has_squares=shape.joint_norms)
     attended = Vector("attention", shape.query_rows)
-    gated = Vector("gated", shape.ffn)
+    experts = shape.experts
+    gated = Vector("gated", shape.ffn, parts=1 if experts is None else experts.chosen)
     of_o, of_down = middle, hidden
     if shape.norms_behind:
         of_o, of_down = (Vector(f"{name}_rows", shape.hidden, is_normed=True, is_kept=True) for name in ("o", "down"))
@@ -131,14 +157,33 @@ def _table(shape: ModelShape) -> StepTable:
         Product("qkv", hidden, heads, of_heads, RowOrder.HEADS, is_brief=True),
         AttentionPhase("attention", heads, attended, partials="partials"),
         Product("o", attended, of_o, (Source("o", shape.hidden),), adds=True, is_brief=True),
-        Product("gate_up", middle, gated, (Source("gate", shape.ffn), Source("up", shape.ffn)), RowOrder.PAIRS),
-        Product("down", gated, of_down, (Source("down", shape.hidden),), adds=True, is_placed=False, is_sliced=True),
+        *_choice(middle, experts),
+        Product(
+            *("gate_up", middle, gated, (Source("gate", shape.ffn), Source("up", shape.ffn)), RowOrder.PAIRS),
+            experts=experts,
+        ),
+        Product(
+            *("down", gated, of_down, (Source("down", shape.hidden),)),
+            adds=True,
+            is_placed=False,
+            is_sliced=True,
+            experts=experts,
+        ),
     ]
     if shape.norms_behind:
         layer.insert(3, NormPhase("o_norm", of_o, middle))
         layer.append(NormPhase("down_norm", of_down, hidden))
     head = Product("lm_head", hidden, None, (Source("lm_head", shape.vocab),), is_once=True)
     return StepTable(tuple(_in_format(shape, phase) for phase in layer), _in_format(shape, head), shape.layers)
+
+
+def _choice(middle: Vector, experts: Experts | None) -> tuple[Phase, ...]:
+    """What chooses among experts: their logits, and every block's choice."""
+    if experts is None:
+        return ()
+    routes = Vector("routes", experts.count, is_words=True)
+    router = Product("router", middle, routes, (Source("router", experts.count),), is_brief=True)
+    return router, ChoicePhase("choice", routes, None, experts)
 
 
 def _in_format(shape: ModelShape, phase: AnyPhase) -> AnyPhase:

@@ -37,6 +37,9 @@ class DenseFamily(ModelFamily):
     def tensor_shapes(self, config: ModelConfig) -> dict[str, tuple[int, ...]]:
         return weights.tensor_shapes(config)
 
+    def merged_tensors(self, config: ModelConfig) -> dict[str, tuple[tuple[int, ...], tuple[str, ...]]]:
+        return weights.merged_tensors(config)
+
     def shape_meaning(self, tensor: str) -> str:
         return weights.shape_meaning(tensor)
 

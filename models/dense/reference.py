@@ -7,11 +7,13 @@ g = Hq / Hkv, n tokens in the cache.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from cheetah.models.config import ModelConfig
 from cheetah.models.dense.weights import (
@@ -28,7 +30,7 @@ from cheetah.models.dense.weights import (
 )
 from cheetah.models.family import Tensors
 from cheetah.models.formats import WEIGHT_FORMATS
-from cheetah.models.layer_kind import LayerKind, PositionScale
+from cheetah.models.layer_kind import LayerKind, PositionScale, Routing
 from cheetah.models.rope import Rope, rope_table
 from cheetah.models.rounding import F32, Rounding, exact, widen
 from cheetah.models.sampling import sample
@@ -152,6 +154,15 @@ def gelu(x: F32) -> F32:
 ACTIVATIONS = {"silu": silu, "gelu": gelu}
 
 
+def choice(logits: F32, routing: Routing) -> tuple[NDArray[np.int64], F32]:
+    """The experts of a token by their logits [experts], ascending [chosen], and its weight of each [chosen]."""
+    order = np.argsort(-logits, kind="stable")  # of equal ones the lowest comes first
+    chosen = np.sort(order[: routing.chosen])
+    weights = np.exp(logits - logits[order[0]])
+    total = weights[chosen] if routing.normalised else weights
+    return chosen, np.asarray(weights[chosen] / total.sum(dtype=np.float32), np.float32)
+
+
 def position_factor(scale: PositionScale | None, position: int) -> np.float32:
     """What the queries of a position are multiplied by."""
     return np.float32(1.0 if scale is None else 1 + scale.beta * math.log1p(position // scale.context))
@@ -172,7 +183,7 @@ class Layer:
     """One layer's weights in float32. biases: of q, k and v (0: none). head_norms: of queries and keys (None: none).
     before, behind: the norms before and behind attention, then feed-forward (None: none). sinks: a logit for every
     query head (None: none). Weights of norms are what is multiplied with; q and k have the rows of each head in the
-    kernel's order (`ModelConfig.rotary_order`)."""
+    kernel's order (`ModelConfig.rotary_order`). experts: gate, up and down of each; a single one without a router."""
 
     kind: LayerKind
     biases: tuple[F32 | float, ...]
@@ -183,9 +194,8 @@ class Layer:
     k: F32
     v: F32
     o: F32
-    gate: F32
-    up: F32
-    down: F32
+    experts: tuple[tuple[F32, F32, F32], ...]
+    router: F32 | None = None
     sinks: F32 | None = None
 
 
@@ -320,8 +330,17 @@ class Reference:
         return head_norm(heads, weight, self.config.rms_norm_eps)
 
     def _feed_forward(self, layer: Layer, normed: F32) -> F32:
-        gate, up = matvec(layer.gate, normed), matvec(layer.up, normed)
-        return matvec(layer.down, self.rounding(ACTIVATIONS[layer.kind.activation](gate) * up))
+        if layer.router is None or layer.kind.routing is None:
+            return self._expert(layer, 0, 1.0, normed)
+        chosen, weights = choice(matvec(layer.router, normed), layer.kind.routing)
+        made = [self._expert(layer, *pair, normed) for pair in zip(chosen, weights, strict=True)]
+        return functools.reduce(residual, made)
+
+    def _expert(self, layer: Layer, number: int, weight: float, normed: F32) -> F32:
+        """What an expert makes, times a weight: of what it multiplies with `down`, before that is rounded."""
+        gate, up, down = layer.experts[number]
+        gated = ACTIVATIONS[layer.kind.activation](matvec(gate, normed)) * matvec(up, normed)
+        return matvec(down, self.rounding(gated * np.float32(weight)))
 
     def _normed(self, x: F32, weight: F32 | None) -> F32:
         return x if weight is None else rms_norm(x, weight, self.config.rms_norm_eps)
@@ -351,11 +370,12 @@ def _layer(config: ModelConfig, layer: int, weight: Callable[[str], F32]) -> Lay
 
     table, order = config.table, config.rotary_order
 
-    def of(matrix: str) -> list[F32]:
-        return [as_multiplied(config, matrix, weight(name)) for name in matrix_tensors(config, matrix, layer)]
+    def of(matrix: str, expert: int) -> list[F32]:
+        names = matrix_tensors(config, matrix, layer, expert)
+        return [as_multiplied(config, matrix, weight(name)) for name in names]
 
-    def parts(product: Product) -> list[F32]:
-        tensors, ends = of(product.name), np.cumsum([source.rows for source in product.sources])[:-1]
+    def parts(product: Product, expert: int = 0) -> list[F32]:
+        tensors, ends = of(product.name, expert), np.cumsum([source.rows for source in product.sources])[:-1]
         return np.split(tensors[0], ends) if product.name in config.fused else tensors
 
     def turned(rows: F32) -> F32:
@@ -366,7 +386,11 @@ def _layer(config: ModelConfig, layer: int, weight: Callable[[str], F32]) -> Lay
         found = [names.get(product) for product in products]
         return tuple(None if name is None else _multiplier(config, weight(name.format(layer=layer))) for name in found)
 
-    (q, k, v), (o,), (gate, up), (down,) = (parts(product) for product in table.products)
+    heads, onto, *choosing, gate_up, down = table.products
+    (q, k, v), (o,) = parts(heads), parts(onto)
+    count = 1 if table.experts is None else table.experts.count
+    experts = tuple((*parts(gate_up, expert), *parts(down, expert)) for expert in range(count))
+    router = parts(choosing[0])[0] if choosing else None
     biases: tuple[F32 | float, ...] = (0.0,) * 3
     if config.has_biases:
         bias_q, bias_k, bias_v = of_layer(bias_tensors(config))
@@ -377,7 +401,7 @@ def _layer(config: ModelConfig, layer: int, weight: Callable[[str], F32]) -> Lay
     before, behind = norms(norms_before(config), ("qkv", "gate_up")), norms(norms_behind(config), ("o", "down"))
     kind = config.layer_kinds[layer]
     sinks = of_layer([SINKS])[0] if config.has_sinks else None
-    return Layer(kind, biases, head_norms, before, behind, turned(q), turned(k), v, o, gate, up, down, sinks)
+    return Layer(kind, biases, head_norms, before, behind, turned(q), turned(k), v, o, experts, router, sinks)
 
 
 def _multiplier(config: ModelConfig, weight: F32) -> F32:

@@ -52,6 +52,11 @@ _MODULES = {
     **{part: f"mlp.{part}_proj" for part in ("gate", "up", "gate_up", "down")},
 }
 """The linear layers, below a layer, of the sources of products, and of products whose sources are one tensor."""
+_MODULES_OF_EXPERTS = {
+    "router": "mlp.gate",
+    **{part: f"mlp.experts.{{expert}}.{part}_proj" for part in ("gate", "up", "down")},
+}
+"""The same in models of experts."""
 BEFORE = {"qkv": INPUT_NORM, "gate_up": POST_ATTENTION_NORM}
 """The norms before products of a layer, where there are none behind."""
 BEFORE_BESIDE_BEHIND = {"qkv": INPUT_NORM, "gate_up": _LAYER + "pre_feedforward_layernorm.weight"}
@@ -66,7 +71,8 @@ GROUP_ROWS = 8  # an M-tile is two groups of 8 consecutive rows of one tensor: t
 
 def module_of(config: ModelConfig, source: str) -> str:
     """The linear layer of a source of a product, or of a product whose sources are one tensor."""
-    return "lm_head" if source == "lm_head" else _LAYER + config.modules.get(source, _MODULES[source])
+    usual = _MODULES if config.routing is None else _MODULES | _MODULES_OF_EXPERTS
+    return "lm_head" if source == "lm_head" else _LAYER + (config.modules.get(source) or usual[source])
 
 
 def norms_before(config: ModelConfig) -> dict[str, str]:
@@ -105,11 +111,17 @@ def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
         of_layer[SINKS] = (config.query_heads,)
     shapes: dict[str, tuple[int, ...]] = {EMBEDDING: (config.vocab_size, hidden)}
     for layer in range(config.layers):
-        shapes |= {name.format(layer=layer): shape for name, shape in of_layer.items()}
+        shapes |= {one: shape for name, shape in of_layer.items() for one in names_of(config, name, layer)}
     shapes[FINAL_NORM] = (hidden,)
     if not config.tied_embeddings:
         shapes[HEAD] = (config.vocab_size, hidden)
     return shapes
+
+
+def names_of(config: ModelConfig, name: str, layer: int) -> tuple[str, ...]:
+    """What a name of a layer stands for: itself, or of experts the name of each."""
+    experts = 1 if config.routing is None or "{expert}" not in name else config.routing.experts
+    return tuple(name.format(layer=layer, expert=expert) for expert in range(experts))
 
 
 def _modules_of(config: ModelConfig, product: Product) -> dict[str, int]:
@@ -122,6 +134,30 @@ def _modules_of(config: ModelConfig, product: Product) -> dict[str, int]:
 def bias_tensors(config: ModelConfig) -> tuple[str, ...]:
     """Of q, k and v, in a model that has them."""
     return tuple(f"{module_of(config, source.name)}.bias" for source in config.table.heads.sources)
+
+
+def merged_tensors(config: ModelConfig) -> dict[str, tuple[tuple[int, ...], tuple[str, ...]]]:
+    """Names under which transformers 5 keeps the experts of a layer in one tensor, with its shape and the tensors that
+    lie in it one behind the other."""
+    if config.routing is None:
+        return {}
+    count, width, hidden = config.routing.experts, config.intermediate_size, config.hidden_size
+    of_layer = {
+        "mlp.gate.weight": ((count, hidden), ("router",)),
+        "mlp.experts.gate_up_proj": ((count, 2 * width, hidden), ("gate", "up")),
+        "mlp.experts.down_proj": ((count, hidden, width), ("down",)),
+    }
+
+    def parts(layer: int, sources: tuple[str, ...]) -> tuple[str, ...]:
+        names = (f"{module_of(config, source)}.weight" for source in sources)
+        of_experts = (names_of(config, name, layer) for name in names)
+        return tuple(name for expert in zip(*of_experts, strict=True) for name in expert)
+
+    return {
+        f"{_LAYER}{name}".format(layer=layer): (shape, parts(layer, sources))
+        for layer in range(config.layers)
+        for name, (shape, sources) in of_layer.items()
+    }
 
 
 def norm_tensors(config: ModelConfig) -> list[str | None]:
@@ -145,6 +181,10 @@ _SHAPE_MEANING = {
     "down_proj": "[hidden_size, intermediate_size]",
     "qkv_proj": "[(num_attention_heads + 2 * num_key_value_heads) * head_dim, hidden_size]",
     "gate_up_proj": "[2 * intermediate_size, hidden_size]",
+    "gate": "[num_experts, hidden_size]",
+    "w1": "[intermediate_size, hidden_size]",
+    "w2": "[hidden_size, intermediate_size]",
+    "w3": "[intermediate_size, hidden_size]",
     "input_linear": "[2 * shared_intermediate_size, hidden_size]",
     "output_linear": "[hidden_size, shared_intermediate_size]",
     "norm": "[hidden_size]",
@@ -177,12 +217,12 @@ def matrix_modules(config: ModelConfig) -> dict[str, tuple[str, ...]]:
     return {**modules, **({table.head.name: ()} if config.tied_embeddings else {})}
 
 
-def matrix_tensors(config: ModelConfig, matrix: str, layer: int = 0) -> tuple[str, ...]:
-    """The tensors that make `matrix` in `layer`."""
+def matrix_tensors(config: ModelConfig, matrix: str, layer: int = 0, expert: int = 0) -> tuple[str, ...]:
+    """The tensors that make `matrix` in `layer`, or that of one of its experts."""
     product = config.table.named(matrix)
     if product.is_once:
         return (head_tensor(config),)
-    return tuple(f"{module}.weight".format(layer=layer) for module in _modules_of(config, product))
+    return tuple(f"{module}.weight".format(layer=layer, expert=expert) for module in _modules_of(config, product))
 
 
 def buffer_bytes(config: ModelConfig, matrices: StepMatrices) -> dict[str, int]:

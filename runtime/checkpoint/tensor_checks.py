@@ -5,8 +5,9 @@ Where configuration and tensors disagree, the checkpoint is refused with both si
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -58,6 +59,7 @@ def checked_tensors(
     """The tensors of `tensor_shapes(config)`, each present with its shape; LoadingError lists what is wrong."""
     family = family_of(config)
     shapes = family.tensor_shapes(config)
+    stored = without_merged(config, stored, place)
     modules = quantized_modules(quantization, shapes) if quantization else {}
     if quantization is None:
         _refuse_quantised(stored, place)
@@ -83,6 +85,28 @@ def checked_tensors(
         raise LoadingError(f"{place}: the tensors are not those that config.json describes{method}:\n{lines}")
     notes += _convention_notes(modules, stored)
     return CheckedTensors({name: stored[name] for name in expected}, matrices)
+
+
+def without_merged(
+    config: ModelConfig, stored: Mapping[str, StoredTensor], place: str
+) -> Mapping[str, StoredTensor]:
+    """The tensors with those that lie one behind the other in a merged one in its place, each where it lies."""
+    family, tensors = family_of(config), dict(stored)
+    shapes, merged = family.tensor_shapes(config), family.merged_tensors(config)
+    for name, (shape, parts) in merged.items():
+        if name not in stored or (name,) == parts:
+            continue
+        whole = tensors.pop(name)
+        if whole.shape != shape:
+            raise LoadingError(f"{place}: misshapen: {name} is {list(whole.shape)}, expected {list(shape)}")
+        if twice := next((part for part in parts if part in stored), None):
+            raise LoadingError(f"{place}: {twice} stands by itself and in {name}")
+        begin = whole.begin
+        for part in parts:
+            nbytes = whole.nbytes // math.prod(shape) * math.prod(shapes[part])
+            tensors[part] = replace(whole, shape=shapes[part], begin=begin, nbytes=nbytes)
+            begin += nbytes
+    return tensors
 
 
 def _not_quantized(modules: Mapping[str, Storage], stored: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:

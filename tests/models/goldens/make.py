@@ -3,22 +3,24 @@
     python -m tests.models.goldens.make
 
 needs torch and transformers 5; the tests that read the goldens need neither. Each model is made from the arguments of
-its configuration below, its weights are those of `weights_of`, by the names and shapes of the model's own state, and
-what is kept is the config.json that transformers writes, the names and shapes of the tensors of the first layer and of
+its configuration below, its weights are those of `weights_of`, by the names and shapes of the file that transformers
+writes of it, and what is kept is the config.json that transformers writes, the names and shapes of the tensors of the first layer and of
 those that are no layer's, and the logits.
 """
 
 from __future__ import annotations
 
 import json
+import tempfile
 import warnings
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 import transformers
-from safetensors.numpy import save_file
+from safetensors.numpy import load_file, save_file
 
 from tests.models.goldens.families import CONFIGS, LOGITS, tokens_of, weights_of
 
@@ -64,6 +66,18 @@ ARGUMENTS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "exaone4": ("Exaone4", {"rope_parameters": THETA, "sliding_window": 5}),
     "exaone4, all layers alike": ("Exaone4", {"rope_parameters": THETA, "sliding_window": None, "layer_types": None}),
+    "qwen3_moe": (
+        "Qwen3Moe",
+        {"rope_parameters": THETA, "head_dim": 64, "num_experts": 9, "num_experts_per_tok": 3}
+        | {"moe_intermediate_size": 32, "norm_topk_prob": True},
+    ),
+    "qwen3_moe, of the softmax over all": (
+        "Qwen3Moe",
+        {"rope_parameters": THETA, "head_dim": 64, "num_experts": 4, "num_experts_per_tok": 4}
+        | {"moe_intermediate_size": 64, "norm_topk_prob": False},
+    ),
+    "mixtral": ("Mixtral", {"rope_parameters": THETA, "num_local_experts": 5, "num_experts_per_tok": 2}),
+    "olmoe": ("Olmoe", {"rope_parameters": THETA, "num_experts": 40, "num_experts_per_tok": 3}),
     "cwm": ("Cwm", {"rope_parameters": THETA, "sliding_window": 5, "head_dim": 64}),
 }
 CLASSES = {"Gemma3Text": "Gemma3ForCausalLM"}
@@ -75,13 +89,13 @@ def made(family: str, arguments: Mapping[str, Any]) -> tuple[dict[str, Any], np.
         arguments = {**arguments, "layer_types": ["full_attention"] * SIZES["num_hidden_layers"]}
     config = getattr(transformers, f"{family}Config")(**SIZES | dict(arguments))
     config._attn_implementation = "eager"
-    model = getattr(transformers, CLASSES.get(family, f"{family}ForCausalLM"))(config).float().eval()
-    shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
-    if config.tie_word_embeddings:
-        shapes.pop("lm_head.weight", None)
-    weights = {name: torch.from_numpy(value) for name, value in weights_of(shapes).items()}
-    model.load_state_dict(weights, strict=False)
-    model.tie_weights()
+    kind = getattr(transformers, CLASSES.get(family, f"{family}ForCausalLM"))
+    with tempfile.TemporaryDirectory() as folder:  # files have experts one by one, which a model has in one tensor
+        kind(config).save_pretrained(folder)
+        file = Path(folder) / "model.safetensors"
+        shapes = {name: tensor.shape for name, tensor in sorted(load_file(file).items())}
+        save_file(weights_of(shapes), file, {"format": "pt"})
+        model = kind.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
     scaled = getattr(model.model.embed_tokens, "embed_scale", None)
     if scaled is not None:  # as models in bf16 have it
         model.model.embed_tokens.embed_scale = scaled.to(torch.bfloat16).float()
