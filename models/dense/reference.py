@@ -194,7 +194,7 @@ class Layer:
     k: F32
     v: F32
     o: F32
-    experts: tuple[tuple[F32, F32, F32], ...]
+    experts: tuple[tuple[F32, ...], ...]
     router: F32 | None = None
     sinks: F32 | None = None
 

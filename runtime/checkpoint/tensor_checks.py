@@ -87,9 +87,7 @@ def checked_tensors(
     return CheckedTensors({name: stored[name] for name in expected}, matrices)
 
 
-def without_merged(
-    config: ModelConfig, stored: Mapping[str, StoredTensor], place: str
-) -> Mapping[str, StoredTensor]:
+def without_merged(config: ModelConfig, stored: Mapping[str, StoredTensor], place: str) -> Mapping[str, StoredTensor]:
     """The tensors with those that lie one behind the other in a merged one in its place, each where it lies."""
     family, tensors = family_of(config), dict(stored)
     shapes, merged = family.tensor_shapes(config), family.merged_tensors(config)

@@ -4,8 +4,8 @@
 
 needs torch and transformers 5; the tests that read the goldens need neither. Each model is made from the arguments of
 its configuration below, its weights are those of `weights_of`, by the names and shapes of the file that transformers
-writes of it, and what is kept is the config.json that transformers writes, the names and shapes of the tensors of the first layer and of
-those that are no layer's, and the logits.
+writes of it, and what is kept is the config.json that transformers writes, the names and shapes of the tensors of the
+first layer and of those that are no layer's, and the logits.
 """
 
 from __future__ import annotations
