@@ -331,6 +331,10 @@ __device__ __forceinline__ uint32_t multiply_high_u32(uint32_t a, uint32_t b) {
   return __umulhi(a, b);
 }
 
+__device__ __forceinline__ float fma_f32(float a, float b, float c) {
+  return __fmaf_rn(a, b, c);
+}
+
 __device__ __forceinline__ float exp2_f32(float value) {
   float result;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(value));
@@ -695,7 +699,7 @@ __device__ __forceinline__ float rotate(float value, uint32_t m_tile_of_head, ui
   float2 angle = angles[frequency];
   float partner = shuffle_xor_f32(value, 8);
   bool is_second = row >= 8;
-  float rotated = value * angle.x + (is_second ? partner : -partner) * angle.y;
+  float rotated = fma_f32(value, angle.x, (is_second ? partner : -partner) * angle.y);
   return rotated;
 }
 
@@ -1618,7 +1622,7 @@ __device__ __forceinline__ void weigh(float (&logits)[4], float (&highest)[2], f
     highest[column] = new_highest;
     logits[column] = exp2_f32(logits[column] - base);
     logits[column + 2] = exp2_f32(logits[column + 2] - base);
-    weight_sum[column] = weight_sum[column] * shrink + (logits[column] + logits[column + 2]);
+    weight_sum[column] = fma_f32(weight_sum[column], shrink, logits[column] + logits[column + 2]);
     #pragma unroll
     for (uint32_t tile = 0; tile < 4; ++tile) {
       output[tile][column] = output[tile][column] * shrink;
@@ -1842,9 +1846,9 @@ __device__ __forceinline__ void fold_states(uint32_t first, uint32_t pair, uint8
     float2 numbers = statistics[first + state * 2];
     float weight = exp2_f32(numbers.x - base);
     float2 part = scratch[(first + state * 2) * 32 + pair];
-    weight_sum += weight * numbers.y;
-    low += weight * part.x;
-    high += weight * part.y;
+    weight_sum = fma_f32(weight, numbers.y, weight_sum);
+    low = fma_f32(weight, part.x, low);
+    high = fma_f32(weight, part.y, high);
   }
   float inverse = weight_sum == 0.0f ? 0.0f : divide_f32(1.0f, weight_sum);
   result = low * inverse;
@@ -1879,11 +1883,11 @@ __device__ __forceinline__ void fold_slices(uint32_t epoch, uint4* record, uint3
     fold_states(place, pair, arena, low, high, highest, weight_sum);
     uint32_t dim_pair = (pair % 32 / 4 + pair / 32) * 4 + pair % 32 % 4;
     if (record[1].y == 4294967295u) {
-      float lse = weight_sum == 0.0f ? -bits_float(0x7f800000) : highest * 0.6931472f + log_f32(weight_sum);
+      float lse = weight_sum == 0.0f ? -bits_float(0x7f800000) : fma_f32(highest, 0.6931472f, log_f32(weight_sum));
       uint32_t column = record[2].x + place / 2;
       publish_tagged(input_words + (((((what.z * 2 + place % 2) * 64 + dim_pair * 2) / 32 + column) * 4 + ((what.z * 2 + place % 2) * 64 + dim_pair * 2) / 8 % 4) * 4 + ((what.z * 2 + place % 2) * 64 + dim_pair * 2) % 8 / 2 + 72448), pack_bf16x2(low, high), 60, epoch);
     } else {
-      float lse = weight_sum == 0.0f ? -bits_float(0x7f800000) : highest * 0.6931472f + log_f32(weight_sum);
+      float lse = weight_sum == 0.0f ? -bits_float(0x7f800000) : fma_f32(highest, 0.6931472f, log_f32(weight_sum));
       publish_partial(record[1].y + place, dim_pair, low, high, lse, epoch, exchange_words);
     }
   }
@@ -1948,11 +1952,11 @@ __device__ __forceinline__ void add(float values_0, float values_1, float values
   float shrink = exp2_f32((highest - base) * 1.442695f);
   float grow = exp2_f32((lse - base) * 1.442695f);
   highest = new_highest;
-  weight_sum = weight_sum * shrink + grow;
-  sums[0] = sums[0] * shrink + grow * values_0;
-  sums[1] = sums[1] * shrink + grow * values_1;
-  sums[2] = sums[2] * shrink + grow * values_2;
-  sums[3] = sums[3] * shrink + grow * values_3;
+  weight_sum = fma_f32(weight_sum, shrink, grow);
+  sums[0] = fma_f32(sums[0], shrink, grow * values_0);
+  sums[1] = fma_f32(sums[1], shrink, grow * values_1);
+  sums[2] = fma_f32(sums[2], shrink, grow * values_2);
+  sums[3] = fma_f32(sums[3], shrink, grow * values_3);
 }
 
 // `count` sources of a merge, numbers `first`, `first + every`, ... Lane n: the n-th of them, or the last: the
@@ -1987,11 +1991,11 @@ __device__ __forceinline__ void add_2(float values_0, float values_1, float valu
   float shrink = exp2_f32((highest - base) * 1.442695f);
   float grow = exp2_f32((lse - base) * 1.442695f);
   highest = new_highest;
-  weight_sum = weight_sum * shrink + grow * weight;
-  sums[0] = sums[0] * shrink + grow * values_0;
-  sums[1] = sums[1] * shrink + grow * values_1;
-  sums[2] = sums[2] * shrink + grow * values_2;
-  sums[3] = sums[3] * shrink + grow * values_3;
+  weight_sum = fma_f32(weight_sum, shrink, grow * weight);
+  sums[0] = fma_f32(sums[0], shrink, grow * values_0);
+  sums[1] = fma_f32(sums[1], shrink, grow * values_1);
+  sums[2] = fma_f32(sums[2], shrink, grow * values_2);
+  sums[3] = fma_f32(sums[3], shrink, grow * values_3);
 }
 
 // What the other warps of the team laid down, into the first one's.

@@ -149,6 +149,10 @@ __device__ __forceinline__ uint32_t byte_permute(uint32_t a, uint32_t b, uint32_
   return __byte_perm(a, b, selector);
 }
 
+__device__ __forceinline__ float fma_f32(float a, float b, float c) {
+  return __fmaf_rn(a, b, c);
+}
+
 __device__ __forceinline__ float exp2_f32(float value) {
   float result;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(value));
@@ -623,14 +627,14 @@ __device__ __forceinline__ void embed(uint32_t block, uint32_t of_few, uint32_t 
         ((float4*)((float*)(workspace + 1024)))[index + (uint64_t)(lane)] = kept;
         float* of_lane = (float*)(arena + SQUARES) + (warp * 32 + lane * 2);
         float* kept_2 = of_lane;
-        float square = bf16_to_f32(f32_to_bf16(value_2)) * bf16_to_f32(f32_to_bf16(value_2)) + bf16_to_f32(f32_to_bf16(value_6)) * bf16_to_f32(f32_to_bf16(value_6));
+        float square = fma_f32(bf16_to_f32(f32_to_bf16(value_2)), bf16_to_f32(f32_to_bf16(value_2)), bf16_to_f32(f32_to_bf16(value_6)) * bf16_to_f32(f32_to_bf16(value_6)));
         square += shuffle_xor_f32(square, 4);
         square += shuffle_xor_f32(square, 8);
         square += shuffle_xor_f32(square, 16);
         if (lane < 4) {
           kept_2[group * 8] = square;
         }
-        float square_2 = bf16_to_f32(f32_to_bf16(value_4)) * bf16_to_f32(f32_to_bf16(value_4)) + bf16_to_f32(f32_to_bf16(value_8)) * bf16_to_f32(f32_to_bf16(value_8));
+        float square_2 = fma_f32(bf16_to_f32(f32_to_bf16(value_4)), bf16_to_f32(f32_to_bf16(value_4)), bf16_to_f32(f32_to_bf16(value_8)) * bf16_to_f32(f32_to_bf16(value_8)));
         square_2 += shuffle_xor_f32(square_2, 4);
         square_2 += shuffle_xor_f32(square_2, 8);
         square_2 += shuffle_xor_f32(square_2, 16);
@@ -733,8 +737,7 @@ __device__ __forceinline__ void attend(uint32_t block, uint32_t tile_count, cons
     largest_2 = maximum_f32(largest_2, shuffle_xor_f32(largest_2, 2));
     bool seen = largest_2 > -bits_float(0x7f800000);
     float origin = seen ? largest_2 * 0.12751743f : 0.0f;
-    float shrink = exp2_f32(largest[0] * 0.12751743f - origin);
-    shrinks[0] = largest_2 > largest[0] ? shrink : 1.0f;
+    shrinks[0] = exp2_f32(largest[0] * 0.12751743f - origin);
     largest[0] = largest_2;
     sums[0] = sums[0] * shrinks[0];
     float largest_3 = largest[1];
@@ -747,23 +750,22 @@ __device__ __forceinline__ void attend(uint32_t block, uint32_t tile_count, cons
     largest_3 = maximum_f32(largest_3, shuffle_xor_f32(largest_3, 2));
     bool seen_2 = largest_3 > -bits_float(0x7f800000);
     float origin_2 = seen_2 ? largest_3 * 0.12751743f : 0.0f;
-    float shrink_2 = exp2_f32(largest[1] * 0.12751743f - origin_2);
-    shrinks[1] = largest_3 > largest[1] ? shrink_2 : 1.0f;
+    shrinks[1] = exp2_f32(largest[1] * 0.12751743f - origin_2);
     largest[1] = largest_3;
     sums[1] = sums[1] * shrinks[1];
     #pragma unroll
     for (uint32_t group = 0; group < 8; ++group) {
       uint32_t element = group * 4;
-      logits[element] = exp2_f32(logits[element] * 0.12751743f - origin);
+      logits[element] = exp2_f32(fma_f32(logits[element], 0.12751743f, -origin));
       sums[0] = sums[0] + logits[element];
       uint32_t element_2 = group * 4 + 1;
-      logits[element_2] = exp2_f32(logits[element_2] * 0.12751743f - origin);
+      logits[element_2] = exp2_f32(fma_f32(logits[element_2], 0.12751743f, -origin));
       sums[0] = sums[0] + logits[element_2];
       uint32_t element_3 = group * 4 + 2;
-      logits[element_3] = exp2_f32(logits[element_3] * 0.12751743f - origin_2);
+      logits[element_3] = exp2_f32(fma_f32(logits[element_3], 0.12751743f, -origin_2));
       sums[1] = sums[1] + logits[element_3];
       uint32_t element_4 = group * 4 + 3;
-      logits[element_4] = exp2_f32(logits[element_4] * 0.12751743f - origin_2);
+      logits[element_4] = exp2_f32(fma_f32(logits[element_4], 0.12751743f, -origin_2));
       sums[1] = sums[1] + logits[element_4];
     }
     even[0] = make_u32x4(pack_bf16x2(logits[0], logits[1]), pack_bf16x2(logits[2], logits[3]), pack_bf16x2(logits[4], logits[5]), pack_bf16x2(logits[6], logits[7]));
@@ -842,8 +844,7 @@ __device__ __forceinline__ void attend(uint32_t block, uint32_t tile_count, cons
       largest_4 = maximum_f32(largest_4, shuffle_xor_f32(largest_4, 2));
       bool seen_3 = largest_4 > -bits_float(0x7f800000);
       float origin_3 = seen_3 ? largest_4 * 0.12751743f : 0.0f;
-      float shrink_3 = exp2_f32(largest[0] * 0.12751743f - origin_3);
-      shrinks[0] = largest_4 > largest[0] ? shrink_3 : 1.0f;
+      shrinks[0] = exp2_f32(largest[0] * 0.12751743f - origin_3);
       largest[0] = largest_4;
       sums[0] = sums[0] * shrinks[0];
       float largest_5 = largest[1];
@@ -856,23 +857,22 @@ __device__ __forceinline__ void attend(uint32_t block, uint32_t tile_count, cons
       largest_5 = maximum_f32(largest_5, shuffle_xor_f32(largest_5, 2));
       bool seen_4 = largest_5 > -bits_float(0x7f800000);
       float origin_4 = seen_4 ? largest_5 * 0.12751743f : 0.0f;
-      float shrink_4 = exp2_f32(largest[1] * 0.12751743f - origin_4);
-      shrinks[1] = largest_5 > largest[1] ? shrink_4 : 1.0f;
+      shrinks[1] = exp2_f32(largest[1] * 0.12751743f - origin_4);
       largest[1] = largest_5;
       sums[1] = sums[1] * shrinks[1];
       #pragma unroll
       for (uint32_t group = 0; group < 8; ++group) {
         uint32_t element = group * 4;
-        logits[element] = exp2_f32(logits[element] * 0.12751743f - origin_3);
+        logits[element] = exp2_f32(fma_f32(logits[element], 0.12751743f, -origin_3));
         sums[0] = sums[0] + logits[element];
         uint32_t element_2 = group * 4 + 1;
-        logits[element_2] = exp2_f32(logits[element_2] * 0.12751743f - origin_3);
+        logits[element_2] = exp2_f32(fma_f32(logits[element_2], 0.12751743f, -origin_3));
         sums[0] = sums[0] + logits[element_2];
         uint32_t element_3 = group * 4 + 2;
-        logits[element_3] = exp2_f32(logits[element_3] * 0.12751743f - origin_4);
+        logits[element_3] = exp2_f32(fma_f32(logits[element_3], 0.12751743f, -origin_4));
         sums[1] = sums[1] + logits[element_3];
         uint32_t element_4 = group * 4 + 3;
-        logits[element_4] = exp2_f32(logits[element_4] * 0.12751743f - origin_4);
+        logits[element_4] = exp2_f32(fma_f32(logits[element_4], 0.12751743f, -origin_4));
         sums[1] = sums[1] + logits[element_4];
       }
       odd[0] = make_u32x4(pack_bf16x2(logits[0], logits[1]), pack_bf16x2(logits[2], logits[3]), pack_bf16x2(logits[4], logits[5]), pack_bf16x2(logits[6], logits[7]));
@@ -960,8 +960,7 @@ __device__ __forceinline__ void attend(uint32_t block, uint32_t tile_count, cons
       largest_6 = maximum_f32(largest_6, shuffle_xor_f32(largest_6, 2));
       bool seen_5 = largest_6 > -bits_float(0x7f800000);
       float origin_5 = seen_5 ? largest_6 * 0.12751743f : 0.0f;
-      float shrink_5 = exp2_f32(largest[0] * 0.12751743f - origin_5);
-      shrinks[0] = largest_6 > largest[0] ? shrink_5 : 1.0f;
+      shrinks[0] = exp2_f32(largest[0] * 0.12751743f - origin_5);
       largest[0] = largest_6;
       sums[0] = sums[0] * shrinks[0];
       float largest_7 = largest[1];
@@ -974,23 +973,22 @@ __device__ __forceinline__ void attend(uint32_t block, uint32_t tile_count, cons
       largest_7 = maximum_f32(largest_7, shuffle_xor_f32(largest_7, 2));
       bool seen_6 = largest_7 > -bits_float(0x7f800000);
       float origin_6 = seen_6 ? largest_7 * 0.12751743f : 0.0f;
-      float shrink_6 = exp2_f32(largest[1] * 0.12751743f - origin_6);
-      shrinks[1] = largest_7 > largest[1] ? shrink_6 : 1.0f;
+      shrinks[1] = exp2_f32(largest[1] * 0.12751743f - origin_6);
       largest[1] = largest_7;
       sums[1] = sums[1] * shrinks[1];
       #pragma unroll
       for (uint32_t group = 0; group < 8; ++group) {
         uint32_t element = group * 4;
-        logits[element] = exp2_f32(logits[element] * 0.12751743f - origin_5);
+        logits[element] = exp2_f32(fma_f32(logits[element], 0.12751743f, -origin_5));
         sums[0] = sums[0] + logits[element];
         uint32_t element_2 = group * 4 + 1;
-        logits[element_2] = exp2_f32(logits[element_2] * 0.12751743f - origin_5);
+        logits[element_2] = exp2_f32(fma_f32(logits[element_2], 0.12751743f, -origin_5));
         sums[0] = sums[0] + logits[element_2];
         uint32_t element_3 = group * 4 + 2;
-        logits[element_3] = exp2_f32(logits[element_3] * 0.12751743f - origin_6);
+        logits[element_3] = exp2_f32(fma_f32(logits[element_3], 0.12751743f, -origin_6));
         sums[1] = sums[1] + logits[element_3];
         uint32_t element_4 = group * 4 + 3;
-        logits[element_4] = exp2_f32(logits[element_4] * 0.12751743f - origin_6);
+        logits[element_4] = exp2_f32(fma_f32(logits[element_4], 0.12751743f, -origin_6));
         sums[1] = sums[1] + logits[element_4];
       }
       even[0] = make_u32x4(pack_bf16x2(logits[0], logits[1]), pack_bf16x2(logits[2], logits[3]), pack_bf16x2(logits[4], logits[5]), pack_bf16x2(logits[6], logits[7]));
@@ -1080,8 +1078,7 @@ __device__ __forceinline__ void attend(uint32_t block, uint32_t tile_count, cons
       largest_4 = maximum_f32(largest_4, shuffle_xor_f32(largest_4, 2));
       bool seen_3 = largest_4 > -bits_float(0x7f800000);
       float origin_3 = seen_3 ? largest_4 * 0.12751743f : 0.0f;
-      float shrink_3 = exp2_f32(largest[0] * 0.12751743f - origin_3);
-      shrinks[0] = largest_4 > largest[0] ? shrink_3 : 1.0f;
+      shrinks[0] = exp2_f32(largest[0] * 0.12751743f - origin_3);
       largest[0] = largest_4;
       sums[0] = sums[0] * shrinks[0];
       float largest_5 = largest[1];
@@ -1094,23 +1091,22 @@ __device__ __forceinline__ void attend(uint32_t block, uint32_t tile_count, cons
       largest_5 = maximum_f32(largest_5, shuffle_xor_f32(largest_5, 2));
       bool seen_4 = largest_5 > -bits_float(0x7f800000);
       float origin_4 = seen_4 ? largest_5 * 0.12751743f : 0.0f;
-      float shrink_4 = exp2_f32(largest[1] * 0.12751743f - origin_4);
-      shrinks[1] = largest_5 > largest[1] ? shrink_4 : 1.0f;
+      shrinks[1] = exp2_f32(largest[1] * 0.12751743f - origin_4);
       largest[1] = largest_5;
       sums[1] = sums[1] * shrinks[1];
       #pragma unroll
       for (uint32_t group = 0; group < 8; ++group) {
         uint32_t element = group * 4;
-        logits[element] = exp2_f32(logits[element] * 0.12751743f - origin_3);
+        logits[element] = exp2_f32(fma_f32(logits[element], 0.12751743f, -origin_3));
         sums[0] = sums[0] + logits[element];
         uint32_t element_2 = group * 4 + 1;
-        logits[element_2] = exp2_f32(logits[element_2] * 0.12751743f - origin_3);
+        logits[element_2] = exp2_f32(fma_f32(logits[element_2], 0.12751743f, -origin_3));
         sums[0] = sums[0] + logits[element_2];
         uint32_t element_3 = group * 4 + 2;
-        logits[element_3] = exp2_f32(logits[element_3] * 0.12751743f - origin_4);
+        logits[element_3] = exp2_f32(fma_f32(logits[element_3], 0.12751743f, -origin_4));
         sums[1] = sums[1] + logits[element_3];
         uint32_t element_4 = group * 4 + 3;
-        logits[element_4] = exp2_f32(logits[element_4] * 0.12751743f - origin_4);
+        logits[element_4] = exp2_f32(fma_f32(logits[element_4], 0.12751743f, -origin_4));
         sums[1] = sums[1] + logits[element_4];
       }
       odd[0] = make_u32x4(pack_bf16x2(logits[0], logits[1]), pack_bf16x2(logits[2], logits[3]), pack_bf16x2(logits[4], logits[5]), pack_bf16x2(logits[6], logits[7]));
@@ -1387,14 +1383,14 @@ __device__ __forceinline__ void finish(uint32_t phase, uint32_t block, uint32_t 
         ((float4*)((float*)(workspace + 1024)))[index + (uint64_t)(lane)] = kept;
         float* of_lane = (float*)(arena + SQUARES) + (warp * 32 + lane * 2);
         float* kept_2 = of_lane;
-        float square = bf16_to_f32(f32_to_bf16(sums[group * 4])) * bf16_to_f32(f32_to_bf16(sums[group * 4])) + bf16_to_f32(f32_to_bf16(sums[group * 4 + 2])) * bf16_to_f32(f32_to_bf16(sums[group * 4 + 2]));
+        float square = fma_f32(bf16_to_f32(f32_to_bf16(sums[group * 4])), bf16_to_f32(f32_to_bf16(sums[group * 4])), bf16_to_f32(f32_to_bf16(sums[group * 4 + 2])) * bf16_to_f32(f32_to_bf16(sums[group * 4 + 2])));
         square += shuffle_xor_f32(square, 4);
         square += shuffle_xor_f32(square, 8);
         square += shuffle_xor_f32(square, 16);
         if (lane < 4) {
           kept_2[group * 8] = square;
         }
-        float square_2 = bf16_to_f32(f32_to_bf16(sums[group * 4 + 1])) * bf16_to_f32(f32_to_bf16(sums[group * 4 + 1])) + bf16_to_f32(f32_to_bf16(sums[group * 4 + 3])) * bf16_to_f32(f32_to_bf16(sums[group * 4 + 3]));
+        float square_2 = fma_f32(bf16_to_f32(f32_to_bf16(sums[group * 4 + 1])), bf16_to_f32(f32_to_bf16(sums[group * 4 + 1])), bf16_to_f32(f32_to_bf16(sums[group * 4 + 3])) * bf16_to_f32(f32_to_bf16(sums[group * 4 + 3])));
         square_2 += shuffle_xor_f32(square_2, 4);
         square_2 += shuffle_xor_f32(square_2, 8);
         square_2 += shuffle_xor_f32(square_2, 16);
@@ -1411,14 +1407,14 @@ __device__ __forceinline__ void finish(uint32_t phase, uint32_t block, uint32_t 
         ((float4*)((float*)(workspace + 1024)))[index_2 + (uint64_t)(lane)] = kept_3;
         float* of_lane_2 = (float*)(arena + SQUARES) + (warp * 32 + lane * 2);
         float* kept_4 = of_lane_2;
-        float square_3 = bf16_to_f32(f32_to_bf16(sums[(group + 1) * 4])) * bf16_to_f32(f32_to_bf16(sums[(group + 1) * 4])) + bf16_to_f32(f32_to_bf16(sums[(group + 1) * 4 + 2])) * bf16_to_f32(f32_to_bf16(sums[(group + 1) * 4 + 2]));
+        float square_3 = fma_f32(bf16_to_f32(f32_to_bf16(sums[(group + 1) * 4])), bf16_to_f32(f32_to_bf16(sums[(group + 1) * 4])), bf16_to_f32(f32_to_bf16(sums[(group + 1) * 4 + 2])) * bf16_to_f32(f32_to_bf16(sums[(group + 1) * 4 + 2])));
         square_3 += shuffle_xor_f32(square_3, 4);
         square_3 += shuffle_xor_f32(square_3, 8);
         square_3 += shuffle_xor_f32(square_3, 16);
         if (lane < 4) {
           kept_4[(group + 1) * 8] = square_3;
         }
-        float square_4 = bf16_to_f32(f32_to_bf16(sums[(group + 1) * 4 + 1])) * bf16_to_f32(f32_to_bf16(sums[(group + 1) * 4 + 1])) + bf16_to_f32(f32_to_bf16(sums[(group + 1) * 4 + 3])) * bf16_to_f32(f32_to_bf16(sums[(group + 1) * 4 + 3]));
+        float square_4 = fma_f32(bf16_to_f32(f32_to_bf16(sums[(group + 1) * 4 + 1])), bf16_to_f32(f32_to_bf16(sums[(group + 1) * 4 + 1])), bf16_to_f32(f32_to_bf16(sums[(group + 1) * 4 + 3])) * bf16_to_f32(f32_to_bf16(sums[(group + 1) * 4 + 3])));
         square_4 += shuffle_xor_f32(square_4, 4);
         square_4 += shuffle_xor_f32(square_4, 8);
         square_4 += shuffle_xor_f32(square_4, 16);
@@ -1435,14 +1431,14 @@ __device__ __forceinline__ void finish(uint32_t phase, uint32_t block, uint32_t 
         ((float4*)((float*)(workspace + 1024)))[index_3 + (uint64_t)(lane)] = kept_5;
         float* of_lane_3 = (float*)(arena + SQUARES) + (warp * 32 + lane * 2);
         float* kept_6 = of_lane_3;
-        float square_5 = bf16_to_f32(f32_to_bf16(sums[(group + 2) * 4])) * bf16_to_f32(f32_to_bf16(sums[(group + 2) * 4])) + bf16_to_f32(f32_to_bf16(sums[(group + 2) * 4 + 2])) * bf16_to_f32(f32_to_bf16(sums[(group + 2) * 4 + 2]));
+        float square_5 = fma_f32(bf16_to_f32(f32_to_bf16(sums[(group + 2) * 4])), bf16_to_f32(f32_to_bf16(sums[(group + 2) * 4])), bf16_to_f32(f32_to_bf16(sums[(group + 2) * 4 + 2])) * bf16_to_f32(f32_to_bf16(sums[(group + 2) * 4 + 2])));
         square_5 += shuffle_xor_f32(square_5, 4);
         square_5 += shuffle_xor_f32(square_5, 8);
         square_5 += shuffle_xor_f32(square_5, 16);
         if (lane < 4) {
           kept_6[(group + 2) * 8] = square_5;
         }
-        float square_6 = bf16_to_f32(f32_to_bf16(sums[(group + 2) * 4 + 1])) * bf16_to_f32(f32_to_bf16(sums[(group + 2) * 4 + 1])) + bf16_to_f32(f32_to_bf16(sums[(group + 2) * 4 + 3])) * bf16_to_f32(f32_to_bf16(sums[(group + 2) * 4 + 3]));
+        float square_6 = fma_f32(bf16_to_f32(f32_to_bf16(sums[(group + 2) * 4 + 1])), bf16_to_f32(f32_to_bf16(sums[(group + 2) * 4 + 1])), bf16_to_f32(f32_to_bf16(sums[(group + 2) * 4 + 3])) * bf16_to_f32(f32_to_bf16(sums[(group + 2) * 4 + 3])));
         square_6 += shuffle_xor_f32(square_6, 4);
         square_6 += shuffle_xor_f32(square_6, 8);
         square_6 += shuffle_xor_f32(square_6, 16);
@@ -1459,14 +1455,14 @@ __device__ __forceinline__ void finish(uint32_t phase, uint32_t block, uint32_t 
         ((float4*)((float*)(workspace + 1024)))[index_4 + (uint64_t)(lane)] = kept_7;
         float* of_lane_4 = (float*)(arena + SQUARES) + (warp * 32 + lane * 2);
         float* kept_8 = of_lane_4;
-        float square_7 = bf16_to_f32(f32_to_bf16(sums[(group + 3) * 4])) * bf16_to_f32(f32_to_bf16(sums[(group + 3) * 4])) + bf16_to_f32(f32_to_bf16(sums[(group + 3) * 4 + 2])) * bf16_to_f32(f32_to_bf16(sums[(group + 3) * 4 + 2]));
+        float square_7 = fma_f32(bf16_to_f32(f32_to_bf16(sums[(group + 3) * 4])), bf16_to_f32(f32_to_bf16(sums[(group + 3) * 4])), bf16_to_f32(f32_to_bf16(sums[(group + 3) * 4 + 2])) * bf16_to_f32(f32_to_bf16(sums[(group + 3) * 4 + 2])));
         square_7 += shuffle_xor_f32(square_7, 4);
         square_7 += shuffle_xor_f32(square_7, 8);
         square_7 += shuffle_xor_f32(square_7, 16);
         if (lane < 4) {
           kept_8[(group + 3) * 8] = square_7;
         }
-        float square_8 = bf16_to_f32(f32_to_bf16(sums[(group + 3) * 4 + 1])) * bf16_to_f32(f32_to_bf16(sums[(group + 3) * 4 + 1])) + bf16_to_f32(f32_to_bf16(sums[(group + 3) * 4 + 3])) * bf16_to_f32(f32_to_bf16(sums[(group + 3) * 4 + 3]));
+        float square_8 = fma_f32(bf16_to_f32(f32_to_bf16(sums[(group + 3) * 4 + 1])), bf16_to_f32(f32_to_bf16(sums[(group + 3) * 4 + 1])), bf16_to_f32(f32_to_bf16(sums[(group + 3) * 4 + 3])) * bf16_to_f32(f32_to_bf16(sums[(group + 3) * 4 + 3])));
         square_8 += shuffle_xor_f32(square_8, 4);
         square_8 += shuffle_xor_f32(square_8, 8);
         square_8 += shuffle_xor_f32(square_8, 16);
@@ -1782,12 +1778,12 @@ __device__ __forceinline__ void multiply(uint32_t phase, uint32_t block, uint32_
           if (is_paired) {
             float first_2 = rows[0];
             float second_2 = rows[2];
-            rows[0] = first_2 * angle.x - second_2 * angle.y;
-            rows[2] = second_2 * angle.x + first_2 * angle.y;
+            rows[0] = fma_f32(first_2, angle.x, -second_2 * angle.y);
+            rows[2] = fma_f32(second_2, angle.x, first_2 * angle.y);
             float first_3 = rows[1];
             float second_3 = rows[3];
-            rows[1] = first_3 * angle_2.x - second_3 * angle_2.y;
-            rows[3] = second_3 * angle_2.x + first_3 * angle_2.y;
+            rows[1] = fma_f32(first_3, angle_2.x, -second_3 * angle_2.y);
+            rows[3] = fma_f32(second_3, angle_2.x, first_3 * angle_2.y);
           }
           bool is_odd = lane / 4 % 2 != 0;
           uint32_t mine = is_odd ? pack_bf16x2(rows[1], rows[3]) : pack_bf16x2(rows[0], rows[2]);
@@ -1829,12 +1825,12 @@ __device__ __forceinline__ void multiply(uint32_t phase, uint32_t block, uint32_
           if (is_paired_2) {
             float first_3 = rows_2[0];
             float second_3 = rows_2[2];
-            rows_2[0] = first_3 * angle_3.x - second_3 * angle_3.y;
-            rows_2[2] = second_3 * angle_3.x + first_3 * angle_3.y;
+            rows_2[0] = fma_f32(first_3, angle_3.x, -second_3 * angle_3.y);
+            rows_2[2] = fma_f32(second_3, angle_3.x, first_3 * angle_3.y);
             float first_4 = rows_2[1];
             float second_4 = rows_2[3];
-            rows_2[1] = first_4 * angle_4.x - second_4 * angle_4.y;
-            rows_2[3] = second_4 * angle_4.x + first_4 * angle_4.y;
+            rows_2[1] = fma_f32(first_4, angle_4.x, -second_4 * angle_4.y);
+            rows_2[3] = fma_f32(second_4, angle_4.x, first_4 * angle_4.y);
           }
           bool is_odd_2 = lane / 4 % 2 != 0;
           uint32_t mine_2 = is_odd_2 ? pack_bf16x2(rows_2[1], rows_2[3]) : pack_bf16x2(rows_2[0], rows_2[2]);
@@ -1876,12 +1872,12 @@ __device__ __forceinline__ void multiply(uint32_t phase, uint32_t block, uint32_
           if (is_paired_3) {
             float first_4 = rows_3[0];
             float second_4 = rows_3[2];
-            rows_3[0] = first_4 * angle_5.x - second_4 * angle_5.y;
-            rows_3[2] = second_4 * angle_5.x + first_4 * angle_5.y;
+            rows_3[0] = fma_f32(first_4, angle_5.x, -second_4 * angle_5.y);
+            rows_3[2] = fma_f32(second_4, angle_5.x, first_4 * angle_5.y);
             float first_5 = rows_3[1];
             float second_5 = rows_3[3];
-            rows_3[1] = first_5 * angle_6.x - second_5 * angle_6.y;
-            rows_3[3] = second_5 * angle_6.x + first_5 * angle_6.y;
+            rows_3[1] = fma_f32(first_5, angle_6.x, -second_5 * angle_6.y);
+            rows_3[3] = fma_f32(second_5, angle_6.x, first_5 * angle_6.y);
           }
           bool is_odd_3 = lane / 4 % 2 != 0;
           uint32_t mine_3 = is_odd_3 ? pack_bf16x2(rows_3[1], rows_3[3]) : pack_bf16x2(rows_3[0], rows_3[2]);
@@ -1923,12 +1919,12 @@ __device__ __forceinline__ void multiply(uint32_t phase, uint32_t block, uint32_
           if (is_paired_4) {
             float first_5 = rows_4[0];
             float second_5 = rows_4[2];
-            rows_4[0] = first_5 * angle_7.x - second_5 * angle_7.y;
-            rows_4[2] = second_5 * angle_7.x + first_5 * angle_7.y;
+            rows_4[0] = fma_f32(first_5, angle_7.x, -second_5 * angle_7.y);
+            rows_4[2] = fma_f32(second_5, angle_7.x, first_5 * angle_7.y);
             float first_6 = rows_4[1];
             float second_6 = rows_4[3];
-            rows_4[1] = first_6 * angle_8.x - second_6 * angle_8.y;
-            rows_4[3] = second_6 * angle_8.x + first_6 * angle_8.y;
+            rows_4[1] = fma_f32(first_6, angle_8.x, -second_6 * angle_8.y);
+            rows_4[3] = fma_f32(second_6, angle_8.x, first_6 * angle_8.y);
           }
           bool is_odd_4 = lane / 4 % 2 != 0;
           uint32_t mine_4 = is_odd_4 ? pack_bf16x2(rows_4[1], rows_4[3]) : pack_bf16x2(rows_4[0], rows_4[2]);

@@ -374,6 +374,10 @@ __device__ __forceinline__ uint32_t multiply_high_u32(uint32_t a, uint32_t b) {
   return __umulhi(a, b);
 }
 
+__device__ __forceinline__ float fma_f32(float a, float b, float c) {
+  return __fmaf_rn(a, b, c);
+}
+
 __device__ __forceinline__ float exp2_f32(float value) {
   float result;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(value));
@@ -740,7 +744,7 @@ __device__ __forceinline__ float rotate(float value, uint32_t m_tile_of_head, ui
   float2 angle = angles[frequency];
   float partner = shuffle_xor_f32(value, 8);
   bool is_second = row >= 8;
-  float rotated = value * angle.x + (is_second ? partner : -partner) * angle.y;
+  float rotated = fma_f32(value, angle.x, (is_second ? partner : -partner) * angle.y);
   return rotated;
 }
 
@@ -1504,13 +1508,13 @@ __device__ __forceinline__ void multiply_chunk(uint32_t chunk, uint32_t place, f
     mma_f16(products, fragment, values.x, values.y);
     mma_f16(products, fragment_2, values.z, values.w);
     float power = powers.x;
-    sums[0][0] = sums[0][0] + power * products[0];
+    sums[0][0] = fma_f32(power, products[0], sums[0][0]);
     float power_2 = powers.x;
-    sums[0][1] = sums[0][1] + power_2 * products[1];
+    sums[0][1] = fma_f32(power_2, products[1], sums[0][1]);
     float power_3 = powers.x;
-    sums[0][2] = sums[0][2] + power_3 * products[2];
+    sums[0][2] = fma_f32(power_3, products[2], sums[0][2]);
     float power_4 = powers.x;
-    sums[0][3] = sums[0][3] + power_4 * products[3];
+    sums[0][3] = fma_f32(power_4, products[3], sums[0][3]);
     uint2 pairs_5 = e4m3x4_to_f16(words_2.x);
     uint2 pairs_6 = e4m3x4_to_f16(words_2.y);
     uint4 fragment_3 = make_u32x4(pairs_5.x, pairs_6.x, pairs_5.y, pairs_6.y);
@@ -1522,13 +1526,13 @@ __device__ __forceinline__ void multiply_chunk(uint32_t chunk, uint32_t place, f
     mma_f16(products_2, fragment_3, values_2.x, values_2.y);
     mma_f16(products_2, fragment_4, values_2.z, values_2.w);
     float power_5 = powers.y;
-    sums[0][0] = sums[0][0] + power_5 * products_2[0];
+    sums[0][0] = fma_f32(power_5, products_2[0], sums[0][0]);
     float power_6 = powers.y;
-    sums[0][1] = sums[0][1] + power_6 * products_2[1];
+    sums[0][1] = fma_f32(power_6, products_2[1], sums[0][1]);
     float power_7 = powers.y;
-    sums[0][2] = sums[0][2] + power_7 * products_2[2];
+    sums[0][2] = fma_f32(power_7, products_2[2], sums[0][2]);
     float power_8 = powers.y;
-    sums[0][3] = sums[0][3] + power_8 * products_2[3];
+    sums[0][3] = fma_f32(power_8, products_2[3], sums[0][3]);
     uint2 pairs_9 = e4m3x4_to_f16(words_3.x);
     uint2 pairs_10 = e4m3x4_to_f16(words_3.y);
     uint4 fragment_5 = make_u32x4(pairs_9.x, pairs_10.x, pairs_9.y, pairs_10.y);
@@ -1540,13 +1544,13 @@ __device__ __forceinline__ void multiply_chunk(uint32_t chunk, uint32_t place, f
     mma_f16(products_3, fragment_5, values_3.x, values_3.y);
     mma_f16(products_3, fragment_6, values_3.z, values_3.w);
     float power_9 = powers.z;
-    sums[0][0] = sums[0][0] + power_9 * products_3[0];
+    sums[0][0] = fma_f32(power_9, products_3[0], sums[0][0]);
     float power_10 = powers.z;
-    sums[0][1] = sums[0][1] + power_10 * products_3[1];
+    sums[0][1] = fma_f32(power_10, products_3[1], sums[0][1]);
     float power_11 = powers.z;
-    sums[0][2] = sums[0][2] + power_11 * products_3[2];
+    sums[0][2] = fma_f32(power_11, products_3[2], sums[0][2]);
     float power_12 = powers.z;
-    sums[0][3] = sums[0][3] + power_12 * products_3[3];
+    sums[0][3] = fma_f32(power_12, products_3[3], sums[0][3]);
     uint2 pairs_13 = e4m3x4_to_f16(words_4.x);
     uint2 pairs_14 = e4m3x4_to_f16(words_4.y);
     uint4 fragment_7 = make_u32x4(pairs_13.x, pairs_14.x, pairs_13.y, pairs_14.y);
@@ -1558,13 +1562,13 @@ __device__ __forceinline__ void multiply_chunk(uint32_t chunk, uint32_t place, f
     mma_f16(products_4, fragment_7, values_4.x, values_4.y);
     mma_f16(products_4, fragment_8, values_4.z, values_4.w);
     float power_13 = powers.w;
-    sums[0][0] = sums[0][0] + power_13 * products_4[0];
+    sums[0][0] = fma_f32(power_13, products_4[0], sums[0][0]);
     float power_14 = powers.w;
-    sums[0][1] = sums[0][1] + power_14 * products_4[1];
+    sums[0][1] = fma_f32(power_14, products_4[1], sums[0][1]);
     float power_15 = powers.w;
-    sums[0][2] = sums[0][2] + power_15 * products_4[2];
+    sums[0][2] = fma_f32(power_15, products_4[2], sums[0][2]);
     float power_16 = powers.w;
-    sums[0][3] = sums[0][3] + power_16 * products_4[3];
+    sums[0][3] = fma_f32(power_16, products_4[3], sums[0][3]);
   }
   if (chunk == 3) {
     const float* factors = (const float*)(chunk_2 + 16384);
@@ -1807,7 +1811,7 @@ __device__ __forceinline__ void weigh(float (&logits)[4], float (&highest)[2], f
     highest[column] = new_highest;
     logits[column] = exp2_f32(logits[column] - base);
     logits[column + 2] = exp2_f32(logits[column + 2] - base);
-    weight_sum[column] = weight_sum[column] * shrink + (logits[column] + logits[column + 2]);
+    weight_sum[column] = fma_f32(weight_sum[column], shrink, logits[column] + logits[column + 2]);
     #pragma unroll
     for (uint32_t tile = 0; tile < 8; ++tile) {
       output[tile][column] = output[tile][column] * shrink;
@@ -2073,9 +2077,9 @@ __device__ __forceinline__ void fold_states(uint32_t first, uint32_t pair, uint8
     float2 numbers = statistics[first + state * 4];
     float weight = exp2_f32(numbers.x - base);
     float2 part = scratch[(first + state * 4) * 64 + pair];
-    weight_sum += weight * numbers.y;
-    low += weight * part.x;
-    high += weight * part.y;
+    weight_sum = fma_f32(weight, numbers.y, weight_sum);
+    low = fma_f32(weight, part.x, low);
+    high = fma_f32(weight, part.y, high);
   }
   float inverse = weight_sum == 0.0f ? 0.0f : divide_f32(1.0f, weight_sum);
   result = low * inverse;
@@ -2110,11 +2114,11 @@ __device__ __forceinline__ void fold_slices(uint32_t epoch, uint4* record, uint3
     fold_states(place, pair, arena, low, high, highest, weight_sum);
     uint32_t dim_pair = (pair % 32 / 4 * 2 + pair / 32) * 4 + pair % 32 % 4;
     if (record[1].y == 4294967295u) {
-      float lse = weight_sum == 0.0f ? -bits_float(0x7f800000) : highest * 0.6931472f + log_f32(weight_sum);
+      float lse = weight_sum == 0.0f ? -bits_float(0x7f800000) : fma_f32(highest, 0.6931472f, log_f32(weight_sum));
       uint32_t column = record[2].x + place / 4;
       publish_tagged(input_words + (((((what.z * 4 + place % 4) * 128 + dim_pair * 2) / 32 + column) * 4 + ((what.z * 4 + place % 4) * 128 + dim_pair * 2) / 8 % 4) * 4 + ((what.z * 4 + place % 4) * 128 + dim_pair * 2) % 8 / 2 + 1024), pack_bf16x2(low, high), 60, epoch);
     } else {
-      float lse = weight_sum == 0.0f ? -bits_float(0x7f800000) : highest * 0.6931472f + log_f32(weight_sum);
+      float lse = weight_sum == 0.0f ? -bits_float(0x7f800000) : fma_f32(highest, 0.6931472f, log_f32(weight_sum));
       publish_partial(record[1].y + place, dim_pair, low, high, lse, epoch, exchange_words);
     }
   }
@@ -2179,11 +2183,11 @@ __device__ __forceinline__ void add(float values_0, float values_1, float values
   float shrink = exp2_f32((highest - base) * 1.442695f);
   float grow = exp2_f32((lse - base) * 1.442695f);
   highest = new_highest;
-  weight_sum = weight_sum * shrink + grow;
-  sums[0] = sums[0] * shrink + grow * values_0;
-  sums[1] = sums[1] * shrink + grow * values_1;
-  sums[2] = sums[2] * shrink + grow * values_2;
-  sums[3] = sums[3] * shrink + grow * values_3;
+  weight_sum = fma_f32(weight_sum, shrink, grow);
+  sums[0] = fma_f32(sums[0], shrink, grow * values_0);
+  sums[1] = fma_f32(sums[1], shrink, grow * values_1);
+  sums[2] = fma_f32(sums[2], shrink, grow * values_2);
+  sums[3] = fma_f32(sums[3], shrink, grow * values_3);
 }
 
 // `count` sources of a merge, numbers `first`, `first + every`, ... Lane n: the n-th of them, or the last: the
@@ -2218,11 +2222,11 @@ __device__ __forceinline__ void add_2(float values_0, float values_1, float valu
   float shrink = exp2_f32((highest - base) * 1.442695f);
   float grow = exp2_f32((lse - base) * 1.442695f);
   highest = new_highest;
-  weight_sum = weight_sum * shrink + grow * weight;
-  sums[0] = sums[0] * shrink + grow * values_0;
-  sums[1] = sums[1] * shrink + grow * values_1;
-  sums[2] = sums[2] * shrink + grow * values_2;
-  sums[3] = sums[3] * shrink + grow * values_3;
+  weight_sum = fma_f32(weight_sum, shrink, grow * weight);
+  sums[0] = fma_f32(sums[0], shrink, grow * values_0);
+  sums[1] = fma_f32(sums[1], shrink, grow * values_1);
+  sums[2] = fma_f32(sums[2], shrink, grow * values_2);
+  sums[3] = fma_f32(sums[3], shrink, grow * values_3);
 }
 
 // What the other warps of the team laid down, into the first one's.
@@ -2602,13 +2606,13 @@ __device__ __forceinline__ void multiply_chunk_2(uint32_t chunk, uint32_t place,
     mma_f16(products, fragment, values.x, values.y);
     mma_f16(products, fragment_2, values.z, values.w);
     float power = powers.x;
-    sums[0][0] = sums[0][0] + power * products[0];
+    sums[0][0] = fma_f32(power, products[0], sums[0][0]);
     float power_2 = powers.x;
-    sums[0][1] = sums[0][1] + power_2 * products[1];
+    sums[0][1] = fma_f32(power_2, products[1], sums[0][1]);
     float power_3 = powers.x;
-    sums[0][2] = sums[0][2] + power_3 * products[2];
+    sums[0][2] = fma_f32(power_3, products[2], sums[0][2]);
     float power_4 = powers.x;
-    sums[0][3] = sums[0][3] + power_4 * products[3];
+    sums[0][3] = fma_f32(power_4, products[3], sums[0][3]);
     uint2 pairs_5 = e4m3x4_to_f16(words_2.x);
     uint2 pairs_6 = e4m3x4_to_f16(words_2.y);
     uint4 fragment_3 = make_u32x4(pairs_5.x, pairs_6.x, pairs_5.y, pairs_6.y);
@@ -2620,13 +2624,13 @@ __device__ __forceinline__ void multiply_chunk_2(uint32_t chunk, uint32_t place,
     mma_f16(products_2, fragment_3, values_2.x, values_2.y);
     mma_f16(products_2, fragment_4, values_2.z, values_2.w);
     float power_5 = powers.y;
-    sums[0][0] = sums[0][0] + power_5 * products_2[0];
+    sums[0][0] = fma_f32(power_5, products_2[0], sums[0][0]);
     float power_6 = powers.y;
-    sums[0][1] = sums[0][1] + power_6 * products_2[1];
+    sums[0][1] = fma_f32(power_6, products_2[1], sums[0][1]);
     float power_7 = powers.y;
-    sums[0][2] = sums[0][2] + power_7 * products_2[2];
+    sums[0][2] = fma_f32(power_7, products_2[2], sums[0][2]);
     float power_8 = powers.y;
-    sums[0][3] = sums[0][3] + power_8 * products_2[3];
+    sums[0][3] = fma_f32(power_8, products_2[3], sums[0][3]);
     uint2 pairs_9 = e4m3x4_to_f16(words_3.x);
     uint2 pairs_10 = e4m3x4_to_f16(words_3.y);
     uint4 fragment_5 = make_u32x4(pairs_9.x, pairs_10.x, pairs_9.y, pairs_10.y);
@@ -2638,13 +2642,13 @@ __device__ __forceinline__ void multiply_chunk_2(uint32_t chunk, uint32_t place,
     mma_f16(products_3, fragment_5, values_3.x, values_3.y);
     mma_f16(products_3, fragment_6, values_3.z, values_3.w);
     float power_9 = powers.z;
-    sums[0][0] = sums[0][0] + power_9 * products_3[0];
+    sums[0][0] = fma_f32(power_9, products_3[0], sums[0][0]);
     float power_10 = powers.z;
-    sums[0][1] = sums[0][1] + power_10 * products_3[1];
+    sums[0][1] = fma_f32(power_10, products_3[1], sums[0][1]);
     float power_11 = powers.z;
-    sums[0][2] = sums[0][2] + power_11 * products_3[2];
+    sums[0][2] = fma_f32(power_11, products_3[2], sums[0][2]);
     float power_12 = powers.z;
-    sums[0][3] = sums[0][3] + power_12 * products_3[3];
+    sums[0][3] = fma_f32(power_12, products_3[3], sums[0][3]);
     uint2 pairs_13 = e4m3x4_to_f16(words_4.x);
     uint2 pairs_14 = e4m3x4_to_f16(words_4.y);
     uint4 fragment_7 = make_u32x4(pairs_13.x, pairs_14.x, pairs_13.y, pairs_14.y);
@@ -2656,13 +2660,13 @@ __device__ __forceinline__ void multiply_chunk_2(uint32_t chunk, uint32_t place,
     mma_f16(products_4, fragment_7, values_4.x, values_4.y);
     mma_f16(products_4, fragment_8, values_4.z, values_4.w);
     float power_13 = powers.w;
-    sums[0][0] = sums[0][0] + power_13 * products_4[0];
+    sums[0][0] = fma_f32(power_13, products_4[0], sums[0][0]);
     float power_14 = powers.w;
-    sums[0][1] = sums[0][1] + power_14 * products_4[1];
+    sums[0][1] = fma_f32(power_14, products_4[1], sums[0][1]);
     float power_15 = powers.w;
-    sums[0][2] = sums[0][2] + power_15 * products_4[2];
+    sums[0][2] = fma_f32(power_15, products_4[2], sums[0][2]);
     float power_16 = powers.w;
-    sums[0][3] = sums[0][3] + power_16 * products_4[3];
+    sums[0][3] = fma_f32(power_16, products_4[3], sums[0][3]);
   }
   if (chunk == 13) {
     const float* factors = (const float*)(chunk_2 + 16384);

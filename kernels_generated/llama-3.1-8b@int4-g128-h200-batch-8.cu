@@ -267,6 +267,10 @@ __device__ __forceinline__ uint32_t multiply_high_u32(uint32_t a, uint32_t b) {
   return __umulhi(a, b);
 }
 
+__device__ __forceinline__ float fma_f32(float a, float b, float c) {
+  return __fmaf_rn(a, b, c);
+}
+
 __device__ __forceinline__ float exp2_f32(float value) {
   float result;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(value));
@@ -633,7 +637,7 @@ __device__ __forceinline__ float rotate(float value, uint32_t m_tile_of_head, ui
   float2 angle = angles[frequency];
   float partner = shuffle_xor_f32(value, 8);
   bool is_second = row >= 8;
-  float rotated = value * angle.x + (is_second ? partner : -partner) * angle.y;
+  float rotated = fma_f32(value, angle.x, (is_second ? partner : -partner) * angle.y);
   return rotated;
 }
 
@@ -1413,14 +1417,18 @@ __device__ __forceinline__ void multiply_chunk(uint32_t chunk, uint32_t place, f
     mma_bf16(products_4, fragment_7, units[lane % 32 + 96].x, units[lane % 32 + 96].y);
     mma_bf16(products_4, fragment_8, units[lane % 32 + 96].z, units[lane % 32 + 96].w);
     float2 of_vector = ((const float2*)((float*)(arena + VECTOR_SUMS) + (place * 16 + pair) * 8))[lane % 4];
-    float scaled = f16x2_low(scale_pair) * (products[0] + products_2[0] + products_3[0] + products_4[0] - 8.0f * of_vector.x);
-    sums[0][0] = sums[0][0] + scaled;
-    float scaled_2 = f16x2_low(scale_pair) * (products[1] + products_2[1] + products_3[1] + products_4[1] - 8.0f * of_vector.y);
-    sums[0][1] = sums[0][1] + scaled_2;
-    float scaled_3 = f16x2_high(scale_pair) * (products[2] + products_2[2] + products_3[2] + products_4[2] - 8.0f * of_vector.x);
-    sums[0][2] = sums[0][2] + scaled_3;
-    float scaled_4 = f16x2_high(scale_pair) * (products[3] + products_2[3] + products_3[3] + products_4[3] - 8.0f * of_vector.y);
-    sums[0][3] = sums[0][3] + scaled_4;
+    float total = sums[0][0];
+    float scaled = f16x2_low(scale_pair);
+    sums[0][0] = fma_f32(scaled, fma_f32(-8.0f, of_vector.x, products[0] + products_2[0] + products_3[0] + products_4[0]), total);
+    float total_2 = sums[0][1];
+    float scaled_2 = f16x2_low(scale_pair);
+    sums[0][1] = fma_f32(scaled_2, fma_f32(-8.0f, of_vector.y, products[1] + products_2[1] + products_3[1] + products_4[1]), total_2);
+    float total_3 = sums[0][2];
+    float scaled_3 = f16x2_high(scale_pair);
+    sums[0][2] = fma_f32(scaled_3, fma_f32(-8.0f, of_vector.x, products[2] + products_2[2] + products_3[2] + products_4[2]), total_3);
+    float total_4 = sums[0][3];
+    float scaled_4 = f16x2_high(scale_pair);
+    sums[0][3] = fma_f32(scaled_4, fma_f32(-8.0f, of_vector.y, products[3] + products_2[3] + products_3[3] + products_4[3]), total_4);
   }
   if (chunk == 1) {
     const float* factors = (const float*)(chunk_2 + 16896);
@@ -1688,7 +1696,7 @@ __device__ __forceinline__ void weigh(float (&logits)[4], float (&highest)[2], f
     highest[column] = new_highest;
     logits[column] = exp2_f32(logits[column] - base);
     logits[column + 2] = exp2_f32(logits[column + 2] - base);
-    weight_sum[column] = weight_sum[column] * shrink + (logits[column] + logits[column + 2]);
+    weight_sum[column] = fma_f32(weight_sum[column], shrink, logits[column] + logits[column + 2]);
     #pragma unroll
     for (uint32_t tile = 0; tile < 8; ++tile) {
       output[tile][column] = output[tile][column] * shrink;
@@ -1939,9 +1947,9 @@ __device__ __forceinline__ void fold_states(uint32_t first, uint32_t pair, uint8
     float2 numbers = statistics[first + state * 8];
     float weight = exp2_f32(numbers.x - base);
     float2 part = scratch[(first + state * 8) * 64 + pair];
-    weight_sum += weight * numbers.y;
-    low += weight * part.x;
-    high += weight * part.y;
+    weight_sum = fma_f32(weight, numbers.y, weight_sum);
+    low = fma_f32(weight, part.x, low);
+    high = fma_f32(weight, part.y, high);
   }
   float inverse = weight_sum == 0.0f ? 0.0f : divide_f32(1.0f, weight_sum);
   result = low * inverse;
@@ -1976,11 +1984,11 @@ __device__ __forceinline__ void fold_slices(uint32_t epoch, uint4* record, uint3
     fold_states(place, pair, arena, low, high, highest, weight_sum);
     uint32_t dim_pair = (pair % 32 / 4 * 2 + pair / 32) * 4 + pair % 32 % 4;
     if (record[1].y == 4294967295u) {
-      float lse = weight_sum == 0.0f ? -bits_float(0x7f800000) : highest * 0.6931472f + log_f32(weight_sum);
+      float lse = weight_sum == 0.0f ? -bits_float(0x7f800000) : fma_f32(highest, 0.6931472f, log_f32(weight_sum));
       uint32_t column = record[2].x + place / 4;
       (exchange_words + (((((what.z * 4 + place % 4) * 128 + dim_pair * 2) / 32 * 8 + column) * 4 + ((what.z * 4 + place % 4) * 128 + dim_pair * 2) / 8 % 4) * 4 + ((what.z * 4 + place % 4) * 128 + dim_pair * 2) % 8 / 2 + 1223744))[0] = multiply_bf16x2(pack_bf16x2(low, high), (((((what.z * 4 + place % 4) * 128 + dim_pair * 2) / 32 * 8 + column) * 4 + ((what.z * 4 + place % 4) * 128 + dim_pair * 2) / 8 % 4) * 4 + ((what.z * 4 + place % 4) * 128 + dim_pair * 2) % 8 / 2) % 2 == 0 ? 1602248576u : 1568693632u);
     } else {
-      float lse = weight_sum == 0.0f ? -bits_float(0x7f800000) : highest * 0.6931472f + log_f32(weight_sum);
+      float lse = weight_sum == 0.0f ? -bits_float(0x7f800000) : fma_f32(highest, 0.6931472f, log_f32(weight_sum));
       publish_partial(record[1].y + place, dim_pair, low, high, lse, epoch, exchange_words);
     }
   }
@@ -2236,9 +2244,9 @@ __device__ __forceinline__ void fold_states_2(uint32_t first, uint32_t pair, uin
     float2 numbers = statistics[first + state * 16];
     float weight = exp2_f32(numbers.x - base);
     float2 part = scratch[(first + state * 16) * 64 + pair];
-    weight_sum += weight * numbers.y;
-    low += weight * part.x;
-    high += weight * part.y;
+    weight_sum = fma_f32(weight, numbers.y, weight_sum);
+    low = fma_f32(weight, part.x, low);
+    high = fma_f32(weight, part.y, high);
   }
   float inverse = weight_sum == 0.0f ? 0.0f : divide_f32(1.0f, weight_sum);
   result = low * inverse;
@@ -2265,11 +2273,11 @@ __device__ __forceinline__ void fold_slices_2(uint32_t epoch, uint32_t column_gr
         fold_states(place, pair, arena, low, high, highest, weight_sum);
         uint32_t dim_pair = (pair % 32 / 4 * 2 + pair / 32) * 4 + pair % 32 % 4;
         if (record[1].y == 4294967295u) {
-          float lse = weight_sum == 0.0f ? -bits_float(0x7f800000) : highest * 0.6931472f + log_f32(weight_sum);
+          float lse = weight_sum == 0.0f ? -bits_float(0x7f800000) : fma_f32(highest, 0.6931472f, log_f32(weight_sum));
           uint32_t column = record[2].x + row / 4;
           (exchange_words + (((((what.z * 4 + row % 4) * 128 + dim_pair * 2) / 32 * 8 + column) * 4 + ((what.z * 4 + row % 4) * 128 + dim_pair * 2) / 8 % 4) * 4 + ((what.z * 4 + row % 4) * 128 + dim_pair * 2) % 8 / 2 + 1223744))[0] = multiply_bf16x2(pack_bf16x2(low, high), (((((what.z * 4 + row % 4) * 128 + dim_pair * 2) / 32 * 8 + column) * 4 + ((what.z * 4 + row % 4) * 128 + dim_pair * 2) / 8 % 4) * 4 + ((what.z * 4 + row % 4) * 128 + dim_pair * 2) % 8 / 2) % 2 == 0 ? 1602248576u : 1568693632u);
         } else {
-          float lse = weight_sum == 0.0f ? -bits_float(0x7f800000) : highest * 0.6931472f + log_f32(weight_sum);
+          float lse = weight_sum == 0.0f ? -bits_float(0x7f800000) : fma_f32(highest, 0.6931472f, log_f32(weight_sum));
           publish_partial(record[1].y + row, dim_pair, low, high, lse, epoch, exchange_words);
         }
       }
@@ -2289,11 +2297,11 @@ __device__ __forceinline__ void fold_slices_2(uint32_t epoch, uint32_t column_gr
         fold_states_2(place, pair, arena, low, high, highest, weight_sum);
         uint32_t dim_pair = (pair % 32 / 4 * 2 + pair / 32) * 4 + pair % 32 % 4;
         if (record[1].y == 4294967295u) {
-          float lse = weight_sum == 0.0f ? -bits_float(0x7f800000) : highest * 0.6931472f + log_f32(weight_sum);
+          float lse = weight_sum == 0.0f ? -bits_float(0x7f800000) : fma_f32(highest, 0.6931472f, log_f32(weight_sum));
           uint32_t column = record[2].x + row / 4;
           (exchange_words + (((((what.z * 4 + row % 4) * 128 + dim_pair * 2) / 32 * 8 + column) * 4 + ((what.z * 4 + row % 4) * 128 + dim_pair * 2) / 8 % 4) * 4 + ((what.z * 4 + row % 4) * 128 + dim_pair * 2) % 8 / 2 + 1223744))[0] = multiply_bf16x2(pack_bf16x2(low, high), (((((what.z * 4 + row % 4) * 128 + dim_pair * 2) / 32 * 8 + column) * 4 + ((what.z * 4 + row % 4) * 128 + dim_pair * 2) / 8 % 4) * 4 + ((what.z * 4 + row % 4) * 128 + dim_pair * 2) % 8 / 2) % 2 == 0 ? 1602248576u : 1568693632u);
         } else {
-          float lse = weight_sum == 0.0f ? -bits_float(0x7f800000) : highest * 0.6931472f + log_f32(weight_sum);
+          float lse = weight_sum == 0.0f ? -bits_float(0x7f800000) : fma_f32(highest, 0.6931472f, log_f32(weight_sum));
           publish_partial(record[1].y + row, dim_pair, low, high, lse, epoch, exchange_words);
         }
       }
@@ -2319,11 +2327,11 @@ __device__ __forceinline__ void fold_slices_3(uint32_t epoch, uint32_t column_gr
         fold_states(place, pair, arena, low, high, highest, weight_sum);
         uint32_t dim_pair = (pair % 32 / 4 * 2 + pair / 32) * 4 + pair % 32 % 4;
         if (record[1].y == 4294967295u) {
-          float lse = weight_sum == 0.0f ? -bits_float(0x7f800000) : highest * 0.6931472f + log_f32(weight_sum);
+          float lse = weight_sum == 0.0f ? -bits_float(0x7f800000) : fma_f32(highest, 0.6931472f, log_f32(weight_sum));
           uint32_t column = record[2].x + row / 4;
           (exchange_words + (((((what.z * 4 + row % 4) * 128 + dim_pair * 2) / 32 * 8 + column) * 4 + ((what.z * 4 + row % 4) * 128 + dim_pair * 2) / 8 % 4) * 4 + ((what.z * 4 + row % 4) * 128 + dim_pair * 2) % 8 / 2 + 1223744))[0] = multiply_bf16x2(pack_bf16x2(low, high), (((((what.z * 4 + row % 4) * 128 + dim_pair * 2) / 32 * 8 + column) * 4 + ((what.z * 4 + row % 4) * 128 + dim_pair * 2) / 8 % 4) * 4 + ((what.z * 4 + row % 4) * 128 + dim_pair * 2) % 8 / 2) % 2 == 0 ? 1602248576u : 1568693632u);
         } else {
-          float lse = weight_sum == 0.0f ? -bits_float(0x7f800000) : highest * 0.6931472f + log_f32(weight_sum);
+          float lse = weight_sum == 0.0f ? -bits_float(0x7f800000) : fma_f32(highest, 0.6931472f, log_f32(weight_sum));
           publish_partial(record[1].y + row, dim_pair, low, high, lse, epoch, exchange_words);
         }
       }
@@ -2343,11 +2351,11 @@ __device__ __forceinline__ void fold_slices_3(uint32_t epoch, uint32_t column_gr
         fold_states_2(place, pair, arena, low, high, highest, weight_sum);
         uint32_t dim_pair = (pair % 32 / 4 * 2 + pair / 32) * 4 + pair % 32 % 4;
         if (record[1].y == 4294967295u) {
-          float lse = weight_sum == 0.0f ? -bits_float(0x7f800000) : highest * 0.6931472f + log_f32(weight_sum);
+          float lse = weight_sum == 0.0f ? -bits_float(0x7f800000) : fma_f32(highest, 0.6931472f, log_f32(weight_sum));
           uint32_t column = record[2].x + row / 4;
           (exchange_words + (((((what.z * 4 + row % 4) * 128 + dim_pair * 2) / 32 * 8 + column) * 4 + ((what.z * 4 + row % 4) * 128 + dim_pair * 2) / 8 % 4) * 4 + ((what.z * 4 + row % 4) * 128 + dim_pair * 2) % 8 / 2 + 1223744))[0] = multiply_bf16x2(pack_bf16x2(low, high), (((((what.z * 4 + row % 4) * 128 + dim_pair * 2) / 32 * 8 + column) * 4 + ((what.z * 4 + row % 4) * 128 + dim_pair * 2) / 8 % 4) * 4 + ((what.z * 4 + row % 4) * 128 + dim_pair * 2) % 8 / 2) % 2 == 0 ? 1602248576u : 1568693632u);
         } else {
-          float lse = weight_sum == 0.0f ? -bits_float(0x7f800000) : highest * 0.6931472f + log_f32(weight_sum);
+          float lse = weight_sum == 0.0f ? -bits_float(0x7f800000) : fma_f32(highest, 0.6931472f, log_f32(weight_sum));
           publish_partial(record[1].y + row, dim_pair, low, high, lse, epoch, exchange_words);
         }
       }
@@ -2427,11 +2435,11 @@ __device__ __forceinline__ void add(float values_0, float values_1, float values
   float shrink = exp2_f32((highest - base) * 1.442695f);
   float grow = exp2_f32((lse - base) * 1.442695f);
   highest = new_highest;
-  weight_sum = weight_sum * shrink + grow;
-  sums[0] = sums[0] * shrink + grow * values_0;
-  sums[1] = sums[1] * shrink + grow * values_1;
-  sums[2] = sums[2] * shrink + grow * values_2;
-  sums[3] = sums[3] * shrink + grow * values_3;
+  weight_sum = fma_f32(weight_sum, shrink, grow);
+  sums[0] = fma_f32(sums[0], shrink, grow * values_0);
+  sums[1] = fma_f32(sums[1], shrink, grow * values_1);
+  sums[2] = fma_f32(sums[2], shrink, grow * values_2);
+  sums[3] = fma_f32(sums[3], shrink, grow * values_3);
 }
 
 // `count` sources of a merge, numbers `first`, `first + every`, ... Lane n: the n-th of them, or the last: the
@@ -2466,11 +2474,11 @@ __device__ __forceinline__ void add_2(float values_0, float values_1, float valu
   float shrink = exp2_f32((highest - base) * 1.442695f);
   float grow = exp2_f32((lse - base) * 1.442695f);
   highest = new_highest;
-  weight_sum = weight_sum * shrink + grow * weight;
-  sums[0] = sums[0] * shrink + grow * values_0;
-  sums[1] = sums[1] * shrink + grow * values_1;
-  sums[2] = sums[2] * shrink + grow * values_2;
-  sums[3] = sums[3] * shrink + grow * values_3;
+  weight_sum = fma_f32(weight_sum, shrink, grow * weight);
+  sums[0] = fma_f32(sums[0], shrink, grow * values_0);
+  sums[1] = fma_f32(sums[1], shrink, grow * values_1);
+  sums[2] = fma_f32(sums[2], shrink, grow * values_2);
+  sums[3] = fma_f32(sums[3], shrink, grow * values_3);
 }
 
 // What the other warps of the team laid down, into the first one's.
@@ -2946,14 +2954,18 @@ __device__ __forceinline__ void multiply_chunk_2(uint32_t chunk, uint32_t place,
     mma_bf16(products_4, fragment_7, units[lane % 32 + 96].x, units[lane % 32 + 96].y);
     mma_bf16(products_4, fragment_8, units[lane % 32 + 96].z, units[lane % 32 + 96].w);
     float2 of_vector = ((const float2*)((float*)(arena + VECTOR_SUMS) + (place * 16 + pair) * 8))[lane % 4];
-    float scaled = f16x2_low(scale_pair) * (products[0] + products_2[0] + products_3[0] + products_4[0] - 8.0f * of_vector.x);
-    sums[0][0] = sums[0][0] + scaled;
-    float scaled_2 = f16x2_low(scale_pair) * (products[1] + products_2[1] + products_3[1] + products_4[1] - 8.0f * of_vector.y);
-    sums[0][1] = sums[0][1] + scaled_2;
-    float scaled_3 = f16x2_high(scale_pair) * (products[2] + products_2[2] + products_3[2] + products_4[2] - 8.0f * of_vector.x);
-    sums[0][2] = sums[0][2] + scaled_3;
-    float scaled_4 = f16x2_high(scale_pair) * (products[3] + products_2[3] + products_3[3] + products_4[3] - 8.0f * of_vector.y);
-    sums[0][3] = sums[0][3] + scaled_4;
+    float total = sums[0][0];
+    float scaled = f16x2_low(scale_pair);
+    sums[0][0] = fma_f32(scaled, fma_f32(-8.0f, of_vector.x, products[0] + products_2[0] + products_3[0] + products_4[0]), total);
+    float total_2 = sums[0][1];
+    float scaled_2 = f16x2_low(scale_pair);
+    sums[0][1] = fma_f32(scaled_2, fma_f32(-8.0f, of_vector.y, products[1] + products_2[1] + products_3[1] + products_4[1]), total_2);
+    float total_3 = sums[0][2];
+    float scaled_3 = f16x2_high(scale_pair);
+    sums[0][2] = fma_f32(scaled_3, fma_f32(-8.0f, of_vector.x, products[2] + products_2[2] + products_3[2] + products_4[2]), total_3);
+    float total_4 = sums[0][3];
+    float scaled_4 = f16x2_high(scale_pair);
+    sums[0][3] = fma_f32(scaled_4, fma_f32(-8.0f, of_vector.y, products[3] + products_2[3] + products_3[3] + products_4[3]), total_4);
   }
   if (chunk == 6) {
     const float* factors = (const float*)(chunk_2 + 16896);

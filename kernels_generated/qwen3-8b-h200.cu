@@ -354,6 +354,10 @@ __device__ __forceinline__ uint32_t multiply_high_u32(uint32_t a, uint32_t b) {
   return __umulhi(a, b);
 }
 
+__device__ __forceinline__ float fma_f32(float a, float b, float c) {
+  return __fmaf_rn(a, b, c);
+}
+
 __device__ __forceinline__ float exp2_f32(float value) {
   float result;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(value));
@@ -1537,14 +1541,14 @@ __device__ __forceinline__ void settle_queries(uint32_t epoch, uint4* record, ui
     values[6] = bf16x2_low(words_2.w);
     values[7] = bf16x2_high(words_2.w);
     float squares = 0.0f;
-    squares += values[0] * values[0];
-    squares += values[1] * values[1];
-    squares += values[2] * values[2];
-    squares += values[3] * values[3];
-    squares += values[4] * values[4];
-    squares += values[5] * values[5];
-    squares += values[6] * values[6];
-    squares += values[7] * values[7];
+    squares = fma_f32(values[0], values[0], squares);
+    squares = fma_f32(values[1], values[1], squares);
+    squares = fma_f32(values[2], values[2], squares);
+    squares = fma_f32(values[3], values[3], squares);
+    squares = fma_f32(values[4], values[4], squares);
+    squares = fma_f32(values[5], values[5], squares);
+    squares = fma_f32(values[6], values[6], squares);
+    squares = fma_f32(values[7], values[7], squares);
     squares += shuffle_xor_f32(squares, 1);
     squares += shuffle_xor_f32(squares, 2);
     squares += shuffle_xor_f32(squares, 4);
@@ -1564,28 +1568,36 @@ __device__ __forceinline__ void settle_queries(uint32_t epoch, uint4* record, ui
     float rotated[8];
     float2 angle = angles[0];
     float partner = shuffle_xor_f32(scaled[0], 8);
-    rotated[0] = scaled[0] * angle.x + (is_second ? partner : -partner) * angle.y;
+    float turned = (is_second ? partner : -partner) * angle.y;
+    rotated[0] = fma_f32(scaled[0], angle.x, turned);
     float2 angle_2 = angles[1];
     float partner_2 = shuffle_xor_f32(scaled[1], 8);
-    rotated[1] = scaled[1] * angle_2.x + (is_second ? partner_2 : -partner_2) * angle_2.y;
+    float turned_2 = (is_second ? partner_2 : -partner_2) * angle_2.y;
+    rotated[1] = fma_f32(scaled[1], angle_2.x, turned_2);
     float2 angle_3 = angles[2];
     float partner_3 = shuffle_xor_f32(scaled[2], 8);
-    rotated[2] = scaled[2] * angle_3.x + (is_second ? partner_3 : -partner_3) * angle_3.y;
+    float turned_3 = (is_second ? partner_3 : -partner_3) * angle_3.y;
+    rotated[2] = fma_f32(scaled[2], angle_3.x, turned_3);
     float2 angle_4 = angles[3];
     float partner_4 = shuffle_xor_f32(scaled[3], 8);
-    rotated[3] = scaled[3] * angle_4.x + (is_second ? partner_4 : -partner_4) * angle_4.y;
+    float turned_4 = (is_second ? partner_4 : -partner_4) * angle_4.y;
+    rotated[3] = fma_f32(scaled[3], angle_4.x, turned_4);
     float2 angle_5 = angles[4];
     float partner_5 = shuffle_xor_f32(scaled[4], 8);
-    rotated[4] = scaled[4] * angle_5.x + (is_second ? partner_5 : -partner_5) * angle_5.y;
+    float turned_5 = (is_second ? partner_5 : -partner_5) * angle_5.y;
+    rotated[4] = fma_f32(scaled[4], angle_5.x, turned_5);
     float2 angle_6 = angles[5];
     float partner_6 = shuffle_xor_f32(scaled[5], 8);
-    rotated[5] = scaled[5] * angle_6.x + (is_second ? partner_6 : -partner_6) * angle_6.y;
+    float turned_6 = (is_second ? partner_6 : -partner_6) * angle_6.y;
+    rotated[5] = fma_f32(scaled[5], angle_6.x, turned_6);
     float2 angle_7 = angles[6];
     float partner_7 = shuffle_xor_f32(scaled[6], 8);
-    rotated[6] = scaled[6] * angle_7.x + (is_second ? partner_7 : -partner_7) * angle_7.y;
+    float turned_7 = (is_second ? partner_7 : -partner_7) * angle_7.y;
+    rotated[6] = fma_f32(scaled[6], angle_7.x, turned_7);
     float2 angle_8 = angles[7];
     float partner_8 = shuffle_xor_f32(scaled[7], 8);
-    rotated[7] = scaled[7] * angle_8.x + (is_second ? partner_8 : -partner_8) * angle_8.y;
+    float turned_8 = (is_second ? partner_8 : -partner_8) * angle_8.y;
+    rotated[7] = fma_f32(scaled[7], angle_8.x, turned_8);
     bool is_value = query_head >= 40;
     values[0] = is_value ? values[0] : rotated[0];
     values[1] = is_value ? values[1] : rotated[1];
@@ -1627,14 +1639,14 @@ __device__ __forceinline__ void bring_newest(uint32_t newest, uint32_t epoch, ui
   values[6] = bf16x2_low(words_2.w);
   values[7] = bf16x2_high(words_2.w);
   float squares = 0.0f;
-  squares += values[0] * values[0];
-  squares += values[1] * values[1];
-  squares += values[2] * values[2];
-  squares += values[3] * values[3];
-  squares += values[4] * values[4];
-  squares += values[5] * values[5];
-  squares += values[6] * values[6];
-  squares += values[7] * values[7];
+  squares = fma_f32(values[0], values[0], squares);
+  squares = fma_f32(values[1], values[1], squares);
+  squares = fma_f32(values[2], values[2], squares);
+  squares = fma_f32(values[3], values[3], squares);
+  squares = fma_f32(values[4], values[4], squares);
+  squares = fma_f32(values[5], values[5], squares);
+  squares = fma_f32(values[6], values[6], squares);
+  squares = fma_f32(values[7], values[7], squares);
   squares += shuffle_xor_f32(squares, 1);
   squares += shuffle_xor_f32(squares, 2);
   squares += shuffle_xor_f32(squares, 4);
@@ -1654,28 +1666,36 @@ __device__ __forceinline__ void bring_newest(uint32_t newest, uint32_t epoch, ui
   float rotated[8];
   float2 angle = angles[0];
   float partner = shuffle_xor_f32(scaled[0], 8);
-  rotated[0] = scaled[0] * angle.x + (is_second ? partner : -partner) * angle.y;
+  float turned = (is_second ? partner : -partner) * angle.y;
+  rotated[0] = fma_f32(scaled[0], angle.x, turned);
   float2 angle_2 = angles[1];
   float partner_2 = shuffle_xor_f32(scaled[1], 8);
-  rotated[1] = scaled[1] * angle_2.x + (is_second ? partner_2 : -partner_2) * angle_2.y;
+  float turned_2 = (is_second ? partner_2 : -partner_2) * angle_2.y;
+  rotated[1] = fma_f32(scaled[1], angle_2.x, turned_2);
   float2 angle_3 = angles[2];
   float partner_3 = shuffle_xor_f32(scaled[2], 8);
-  rotated[2] = scaled[2] * angle_3.x + (is_second ? partner_3 : -partner_3) * angle_3.y;
+  float turned_3 = (is_second ? partner_3 : -partner_3) * angle_3.y;
+  rotated[2] = fma_f32(scaled[2], angle_3.x, turned_3);
   float2 angle_4 = angles[3];
   float partner_4 = shuffle_xor_f32(scaled[3], 8);
-  rotated[3] = scaled[3] * angle_4.x + (is_second ? partner_4 : -partner_4) * angle_4.y;
+  float turned_4 = (is_second ? partner_4 : -partner_4) * angle_4.y;
+  rotated[3] = fma_f32(scaled[3], angle_4.x, turned_4);
   float2 angle_5 = angles[4];
   float partner_5 = shuffle_xor_f32(scaled[4], 8);
-  rotated[4] = scaled[4] * angle_5.x + (is_second ? partner_5 : -partner_5) * angle_5.y;
+  float turned_5 = (is_second ? partner_5 : -partner_5) * angle_5.y;
+  rotated[4] = fma_f32(scaled[4], angle_5.x, turned_5);
   float2 angle_6 = angles[5];
   float partner_6 = shuffle_xor_f32(scaled[5], 8);
-  rotated[5] = scaled[5] * angle_6.x + (is_second ? partner_6 : -partner_6) * angle_6.y;
+  float turned_6 = (is_second ? partner_6 : -partner_6) * angle_6.y;
+  rotated[5] = fma_f32(scaled[5], angle_6.x, turned_6);
   float2 angle_7 = angles[6];
   float partner_7 = shuffle_xor_f32(scaled[6], 8);
-  rotated[6] = scaled[6] * angle_7.x + (is_second ? partner_7 : -partner_7) * angle_7.y;
+  float turned_7 = (is_second ? partner_7 : -partner_7) * angle_7.y;
+  rotated[6] = fma_f32(scaled[6], angle_7.x, turned_7);
   float2 angle_8 = angles[7];
   float partner_8 = shuffle_xor_f32(scaled[7], 8);
-  rotated[7] = scaled[7] * angle_8.x + (is_second ? partner_8 : -partner_8) * angle_8.y;
+  float turned_8 = (is_second ? partner_8 : -partner_8) * angle_8.y;
+  rotated[7] = fma_f32(scaled[7], angle_8.x, turned_8);
   bool is_value_2 = kv_head >= 40;
   values[0] = is_value_2 ? values[0] : rotated[0];
   values[1] = is_value_2 ? values[1] : rotated[1];
@@ -1802,7 +1822,7 @@ __device__ __forceinline__ void weigh(float (&logits)[4], float (&highest)[2], f
     highest[column] = new_highest;
     logits[column] = exp2_f32(logits[column] - base);
     logits[column + 2] = exp2_f32(logits[column + 2] - base);
-    weight_sum[column] = weight_sum[column] * shrink + (logits[column] + logits[column + 2]);
+    weight_sum[column] = fma_f32(weight_sum[column], shrink, logits[column] + logits[column + 2]);
     #pragma unroll
     for (uint32_t tile = 0; tile < 8; ++tile) {
       output[tile][column] = output[tile][column] * shrink;
@@ -2071,9 +2091,9 @@ __device__ __forceinline__ void fold_states(uint32_t first, uint32_t pair, uint8
     float2 numbers = statistics[first + state * 4];
     float weight = exp2_f32(numbers.x - base);
     float2 part = scratch[(first + state * 4) * 64 + pair];
-    weight_sum += weight * numbers.y;
-    low += weight * part.x;
-    high += weight * part.y;
+    weight_sum = fma_f32(weight, numbers.y, weight_sum);
+    low = fma_f32(weight, part.x, low);
+    high = fma_f32(weight, part.y, high);
   }
   float inverse = weight_sum == 0.0f ? 0.0f : divide_f32(1.0f, weight_sum);
   result = low * inverse;
@@ -2108,11 +2128,11 @@ __device__ __forceinline__ void fold_slices(uint32_t epoch, uint4* record, uint3
     fold_states(place, pair, arena, low, high, highest, weight_sum);
     uint32_t dim_pair = (pair % 32 / 4 * 2 + pair / 32) * 4 + pair % 32 % 4;
     if (record[1].y == 4294967295u) {
-      float lse = weight_sum == 0.0f ? -bits_float(0x7f800000) : highest * 0.6931472f + log_f32(weight_sum);
+      float lse = weight_sum == 0.0f ? -bits_float(0x7f800000) : fma_f32(highest, 0.6931472f, log_f32(weight_sum));
       uint32_t column = record[2].x + place / 4;
       publish_tagged(input_words + (((((what.z * 4 + place % 4) * 128 + dim_pair * 2) / 32 + column) * 4 + ((what.z * 4 + place % 4) * 128 + dim_pair * 2) / 8 % 4) * 4 + ((what.z * 4 + place % 4) * 128 + dim_pair * 2) % 8 / 2 + 1024), pack_bf16x2(low, high), 60, epoch);
     } else {
-      float lse = weight_sum == 0.0f ? -bits_float(0x7f800000) : highest * 0.6931472f + log_f32(weight_sum);
+      float lse = weight_sum == 0.0f ? -bits_float(0x7f800000) : fma_f32(highest, 0.6931472f, log_f32(weight_sum));
       publish_partial(record[1].y + place, dim_pair, low, high, lse, epoch, exchange_words);
     }
   }
@@ -2215,11 +2235,11 @@ __device__ __forceinline__ void add(float values_0, float values_1, float values
   float shrink = exp2_f32((highest - base) * 1.442695f);
   float grow = exp2_f32((lse - base) * 1.442695f);
   highest = new_highest;
-  weight_sum = weight_sum * shrink + grow;
-  sums[0] = sums[0] * shrink + grow * values_0;
-  sums[1] = sums[1] * shrink + grow * values_1;
-  sums[2] = sums[2] * shrink + grow * values_2;
-  sums[3] = sums[3] * shrink + grow * values_3;
+  weight_sum = fma_f32(weight_sum, shrink, grow);
+  sums[0] = fma_f32(sums[0], shrink, grow * values_0);
+  sums[1] = fma_f32(sums[1], shrink, grow * values_1);
+  sums[2] = fma_f32(sums[2], shrink, grow * values_2);
+  sums[3] = fma_f32(sums[3], shrink, grow * values_3);
 }
 
 // `count` sources of a merge, numbers `first`, `first + every`, ... Lane n: the n-th of them, or the last: the
@@ -2254,11 +2274,11 @@ __device__ __forceinline__ void add_2(float values_0, float values_1, float valu
   float shrink = exp2_f32((highest - base) * 1.442695f);
   float grow = exp2_f32((lse - base) * 1.442695f);
   highest = new_highest;
-  weight_sum = weight_sum * shrink + grow * weight;
-  sums[0] = sums[0] * shrink + grow * values_0;
-  sums[1] = sums[1] * shrink + grow * values_1;
-  sums[2] = sums[2] * shrink + grow * values_2;
-  sums[3] = sums[3] * shrink + grow * values_3;
+  weight_sum = fma_f32(weight_sum, shrink, grow * weight);
+  sums[0] = fma_f32(sums[0], shrink, grow * values_0);
+  sums[1] = fma_f32(sums[1], shrink, grow * values_1);
+  sums[2] = fma_f32(sums[2], shrink, grow * values_2);
+  sums[3] = fma_f32(sums[3], shrink, grow * values_3);
 }
 
 // What the other warps of the team laid down, into the first one's.

@@ -38,7 +38,9 @@ __all__ = [
 
 Progress = Callable[[str], None]
 
-_COMMON_FLAGS = ("--std=c++17", "--ptxas-options=-v")  # -v puts registers, stack and spills into the log
+# A compiler that fuses a product and a sum chooses which, so two kernels would compute other bits of the same text, and
+# both others than the emulator: what is to be rounded once says `fma_f32`. -v puts registers and spills into the log.
+_COMMON_FLAGS = ("--std=c++17", "--fmad=false", "--ptxas-options=-v")
 
 
 class CompileError(CheetahError):

@@ -302,9 +302,10 @@ def test_arithmetic(draw: np.random.Generator) -> None:
       row[256] = divide_f32(v, 3.0f); row[320] = bits_float(multiply_high_u32(float_bits(v), 0x80000000u));
       row[384] = maximum_f32(maximum_f32(v, bits_float(0x7FC00000u)), 2.0f);
       row[448] = bits_float(make_u32x4(1, 2, float_bits(v), 4).z); row[512] = tanh_f32(v);
+      const float square = v * v; row[576] = fma_f32(v, v, -square); row[640] = v * v - square;
     """
     x = draw.uniform(0.1, 5, 64).astype(np.float32)
-    out = np.zeros((9, 64), np.float32)
+    out = np.zeros((11, 64), np.float32)
     program(body, "const float* x, float* out").launch(1, 64, 0, [x, out])
     exact = x.astype(np.float64)
     expected = [np.exp2(exact), np.exp(exact), np.log(exact), exact**-0.5, exact / 3]
@@ -312,6 +313,8 @@ def test_arithmetic(draw: np.random.Generator) -> None:
     np.testing.assert_array_equal(out[5].view(np.uint32), x.view(np.uint32) >> 1)
     np.testing.assert_array_equal(out[6:8], [np.maximum(x, np.float32(2)), x])
     np.testing.assert_allclose(out[8], np.tanh(exact), rtol=1e-6)
+    np.testing.assert_array_equal(out[9], exact**2 - (x * x).astype(np.float64))  # what rounding took away
+    assert out[9].any() and not out[10].any(), "a product and a sum were fused, or what is to be was not"
 
 
 def test_constant_loads() -> None:

@@ -73,6 +73,28 @@ def test_nvrtc_makes_a_cubin_and_says_so(tmp_path: Path) -> None:
     assert cubin.path is not None and cubin.path.read_bytes() == cubin.image
 
 
+FUSABLE = """
+extern "C" __global__ void fusable(float* x) {
+    x[0] = x[1] * x[2] + x[3] * x[4];
+    x[5] = __fmaf_rn(x[6], x[7], x[8]);
+}
+"""
+
+
+@needs_nvrtc
+def test_a_product_and_a_sum_are_fused_where_the_text_says_so_alone() -> None:
+    """Else a compiler chooses which of two products, another one in another kernel. No assembler fuses `mul.rn`."""
+    asked = [flag for flag in compiling.NvrtcCompiler.flags if flag.startswith("--fmad")]
+    counts = []
+    for flags in (asked, []):
+        with compiling._nvrtc_program(FUSABLE, "fusable.cu") as program:
+            compiling._nvrtc_compile(program, ["--gpu-architecture=compute_90a", *flags], "fusable")
+            ptx = program.output("PTX").decode()
+        counts.append([ptx.count(name) for name in ("fma.rn.f32", "mul.rn.f32", "add.rn.f32")])
+    assert counts == [[1, 2, 1], [2, 0, 0]], counts
+    assert set(asked) < set(compiling.NvccCompiler.flags)
+
+
 @needs_nvrtc
 def test_the_second_time_comes_from_the_cache(tmp_path: Path) -> None:
     first, _ = messages(SCALE, "scale", tmp_path)

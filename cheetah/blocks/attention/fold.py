@@ -155,9 +155,9 @@ class Folder:
             numbers = statistics[other]
             weight = prim.exp2_f32(numbers.x - base)
             part = scratch[other * pairs + pair]
-            weight_sum += weight * numbers.y
-            low += weight * part.x
-            high += weight * part.y
+            weight_sum.set(prim.fma_f32(weight, numbers.y, weight_sum))
+            low.set(prim.fma_f32(weight, part.x, low))
+            high.set(prim.fma_f32(weight, part.y, high))
         inverse = ch.select(weight_sum == 0.0, ty.f32(0.0), prim.divide_f32(1.0, weight_sum))
         return low * inverse, high * inverse, highest, weight_sum
 
@@ -174,7 +174,7 @@ class Folder:
         """The natural logarithm of the sum of exponentials."""
         if not self.softmax:
             return ty.f32(0.0)
-        lse = ch.select(weight_sum == 0.0, -math.inf, highest * LN_2 + prim.log_f32(weight_sum))
+        lse = ch.select(weight_sum == 0.0, -math.inf, prim.fma_f32(highest, LN_2, prim.log_f32(weight_sum)))
         return lse
 
     @ch.function

@@ -107,7 +107,7 @@ class HeadNorms:
         head_dim = self.machine.shape.head_dim
         squares = ch.var(ty.f32, 0.0)
         for index in range(UNIT):
-            squares += values[index] * values[index]
+            squares.set(prim.fma_f32(values[index], values[index], squares))
         mask = 1
         while mask < head_dim // UNIT:
             squares += prim.shuffle_xor_f32(squares, mask)
@@ -125,7 +125,8 @@ class HeadNorms:
         for index in range(UNIT):
             angle = angles[index]
             partner = prim.shuffle_xor_f32(values[index], half // UNIT)
-            rotated[index] = values[index] * angle.x + ch.select(is_second, partner, -partner) * angle.y
+            turned = ch.select(is_second, partner, -partner) * angle.y
+            rotated[index] = prim.fma_f32(values[index], angle.x, turned)
         return rotated
 
 

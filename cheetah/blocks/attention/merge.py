@@ -161,9 +161,9 @@ class Folded:
         shrink = prim.exp2_f32((self.highest - base) * LOG2_E)
         grow = prim.exp2_f32((lse - base) * LOG2_E)
         self.highest.set(new_highest)
-        self.weight_sum.set(self.weight_sum * shrink + grow * weight)
+        self.weight_sum.set(prim.fma_f32(self.weight_sum, shrink, grow * weight))
         for word in range(4):
-            self.sums[word] = self.sums[word] * shrink + grow * values[word]
+            self.sums[word] = prim.fma_f32(self.sums[word], shrink, grow * values[word])
 
     @ch.inline
     def result(self) -> tuple[list[Any], Any]:

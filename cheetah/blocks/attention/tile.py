@@ -362,7 +362,7 @@ class AttentionProduct:
             highest[column] = new_highest
             logits[column] = prim.exp2_f32(logits[column] - base)
             logits[column + 2] = prim.exp2_f32(logits[column + 2] - base)
-            weight_sum[column] = weight_sum[column] * shrink + (logits[column] + logits[column + 2])
+            weight_sum[column] = prim.fma_f32(weight_sum[column], shrink, logits[column] + logits[column + 2])
             with ch.for_(self.sizes.output_tiles, unroll=True) as tile:
                 output[tile][column] = output[tile][column] * shrink
                 output[tile][column + 2] = output[tile][column + 2] * shrink

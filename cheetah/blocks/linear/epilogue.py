@@ -150,7 +150,7 @@ def rotate(rows: Rows, value: ch.Expr, m_tile_of_head: ch.Expr, angles_of: Calla
     angle = angles[frequency]
     partner = prim.shuffle_xor_f32(value, HALF)
     is_second = rows.row >= HALF
-    rotated = value * angle.x + ch.select(is_second, partner, -partner) * angle.y
+    rotated = prim.fma_f32(value, angle.x, ch.select(is_second, partner, -partner) * angle.y)
     return rotated
 
 

@@ -273,7 +273,7 @@ class PassAttention:
         with ch.for_(self.key_tile // 8, unroll=True, name="group") as group:
             for index in range(4):
                 element = group * 4 + index
-                logits[element] = prim.exp2_f32(logits[element] * scale - origins[index // 2])
+                logits[element] = prim.exp2_f32(prim.fma_f32(logits[element], scale, -origins[index // 2]))
                 rows.sums[index // 2] += logits[element]
         for step in range(self.key_tile // 16):
             words = [prim.pack_bf16x2(logits[step * 8 + pair], logits[step * 8 + pair + 1]) for pair in (0, 2, 4, 6)]
@@ -291,10 +291,9 @@ class PassAttention:
         # A row that has seen no key yet has the largest logit -inf: the exponents below must be numbers.
         seen = largest > ty.f32(-math.inf)
         origin = ch.const(ty.f32, ch.select(seen, largest * scale, ty.f32(0.0)), name="origin")
-        # Exactly 1 where nothing larger was found, also if the compiler fuses the product: tiles in which a row sees no
-        # key, of which it has more or fewer as its prompt was cut into passes, must change nothing.
-        shrink = prim.exp2_f32(rows.largest[index] * scale - origin)
-        rows.shrinks[index] = ch.select(largest > rows.largest[index], shrink, ty.f32(1.0))
+        # Exactly 1 where nothing larger was found: tiles in which a row sees no key, of which it has more or fewer as
+        # its prompt was cut into passes, must change nothing.
+        rows.shrinks[index] = prim.exp2_f32(rows.largest[index] * scale - origin)
         rows.largest[index] = largest
         rows.sums[index] *= rows.shrinks[index]
         return origin

@@ -314,7 +314,7 @@ def lay_down_squares(machine: PassMachine, sums: Sums, values: Sequence[Any]) ->
     of_lane = machine.region("squares", ty.f32) + (machine.warp * machine.plan.tile_tokens + machine.lane * 2)
     kept = ch.const(of_lane.type, of_lane, name="kept")
     for index in range(2):
-        square = ch.var(ty.f32, values[index] * values[index] + values[index + 2] * values[index + 2])
+        square = ch.var(ty.f32, prim.fma_f32(values[index], values[index], values[index + 2] * values[index + 2]))
         for mask in (4, 8, 16):
             square += prim.shuffle_xor_f32(square, mask)
         with ch.if_(machine.lane < 4):

@@ -331,8 +331,8 @@ class StoreHeads(Finish):
         for index, angle in enumerate(angles):
             first = ch.const(ty.f32, rows[index], name="first")
             second = ch.const(ty.f32, rows[index + 2], name="second")
-            rows[index] = first * angle.x - second * angle.y
-            rows[index + 2] = second * angle.x + first * angle.y
+            rows[index] = prim.fma_f32(first, angle.x, -second * angle.y)
+            rows[index + 2] = prim.fma_f32(second, angle.x, first * angle.y)
 
     @ch.inline
     def _quantise(self, rows: Any, head: ch.Expr) -> None:

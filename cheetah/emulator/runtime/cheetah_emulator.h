@@ -631,6 +631,7 @@ CHEETAH_PRIMITIVE float exp_f32(float value) { return __builtin_expf(value); }
 CHEETAH_PRIMITIVE float log_f32(float value) { return __builtin_logf(value); }
 CHEETAH_PRIMITIVE float rsqrt_f32(float value) { return 1.0f / __builtin_sqrtf(value); }
 CHEETAH_PRIMITIVE float divide_f32(float a, float b) { return a / b; }
+CHEETAH_PRIMITIVE float fma_f32(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
 
 CHEETAH_PRIMITIVE uint32_t multiplied_u32(uint32_t word, uint32_t factor) { return word * factor; }
 CHEETAH_PRIMITIVE uint32_t maximum_u16x2(uint32_t a, uint32_t b) {

@@ -202,6 +202,16 @@ multiply_high_u32 = declare(
     a=ty.u32,
     b=ty.u32,
 )
+fma_f32 = declare(
+    "fma_f32",
+    ty.f32,
+    "return __fmaf_rn(a, b, c);",
+    "a * b + c, rounded once; where a text says `a * b + c`, both are rounded: no compiler fuses them",
+    pure=True,
+    a=ty.f32,
+    b=ty.f32,
+    c=ty.f32,
+)
 exp2_f32 = declare(
     "exp2_f32",
     ty.f32,

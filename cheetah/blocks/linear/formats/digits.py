@@ -114,7 +114,7 @@ class DigitFragments(QuantizedFragments):
                 index = 2 * row + token
                 value = ty.f32(products[index] - point * ones[index])
                 factor = power if scales is None else power * scales[row]
-                sums[index] = sums[index] + factor * value
+                sums[index] = prim.fma_f32(factor, value, sums[index])
 
     @ch.inline
     def finish_rows(self, tiles: int, columns: Columns, sums: Any) -> None:
@@ -158,7 +158,7 @@ def store_digits(lane: ch.Expr, vector: ch.Expr, unit: ch.Expr, words: ch.Expr, 
 
 def _integer(element: Any, scale: Any, base: float) -> Any:
     """The nearest integer and `base`, in the lower 24 bits."""
-    return ch.const(ty.u32, prim.float_bits(element * scale + base), name="element")
+    return ch.const(ty.u32, prim.float_bits(prim.fma_f32(element, scale, base)), name="element")
 
 
 def _digits(numbers: list[Any], lacks: int) -> list[Any]:

@@ -207,7 +207,7 @@ class HalfFragments(E4m3Fragments):
                 for index in range(4):
                     power = of_columns[index % 2]
                     factor = power if scales is None else power * scales[index // 2]
-                    sums[group][index] = sums[group][index] + factor * products[index]
+                    sums[group][index] = prim.fma_f32(factor, products[index], sums[group][index])
 
 
 class _Powers:

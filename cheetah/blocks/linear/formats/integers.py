@@ -68,7 +68,8 @@ class IntegerFragments(ChainedFragments):
         points = [float(one) if isinstance(one, int) else ty.f32(one) for one in self._points(first, index)]
         kept = kept_sums(activations, index, group, self.lane)
         of_columns = kept.x, kept.y
-        return [total - points[number // 2] * of_columns[number % 2] for number, total in enumerate(totals)]
+        taken = [(-points[number // 2], of_columns[number % 2]) for number in range(len(totals))]
+        return [prim.fma_f32(*factors, total) for factors, total in zip(taken, totals, strict=True)]
 
     def excess(self, first: Any, index: int) -> Any:
         return self._of_one_code(self._points(first, index), NEGATIVE, "excess")

@@ -88,8 +88,9 @@ class ChainedFragments(QuantizedFragments):
                 totals = [sum_of([chain[number] for chain in chains]) for number in range(4)]
                 numbers = self.beyond_zero(activations, first, index, group, totals)
                 for number, value in enumerate(numbers):
-                    scaled = value if scales is None else scales[number // 2] * value
-                    sums[group][number] = sums[group][number] + scaled
+                    total = sums[group][number]
+                    scaled = None if scales is None else scales[number // 2]
+                    sums[group][number] = total + value if scaled is None else prim.fma_f32(scaled, value, total)
 
     @abstractmethod
     def load(self, first: Any) -> None:
