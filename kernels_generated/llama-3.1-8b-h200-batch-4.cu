@@ -415,217 +415,138 @@ constexpr uint32_t CHOSEN = 222256;
 constexpr uint32_t STEP_DONE = 222272;
 constexpr uint32_t NEXT_TOKEN = 222288;
 
-// An input of a sequence, or 0 where it has none left.
-__device__ __forceinline__ uint32_t given(uint32_t sequence, uint32_t index, const int32_t* sequences,
-    int32_t* tokens) {
-  uint32_t token = 0;
-  if (index < load_constant_u32(sequences + (sequence * 24 + 2))) {
-    uint32_t place = sequence * 257 + index;
-    token = min((uint32_t)(tokens[place]), 128255u);
-  }
-  return token;
-}
+struct DecodeStep {
+  const uint8_t* weights;
+  const bf16* norms;
+  const bf16* embedding;
+  const float* rope;
+  bf16* kv;
+  const int32_t* page_table;
+  uint32_t kv_pages;
+  const int32_t* kv_plans;
+  const int32_t* tiles;
+  const int32_t* sequences;
+  const int32_t* columns;
+  uint8_t* exchange;
+  int32_t* tokens;
+  uint32_t* emitted;
+  const uint32_t* cancelled;
+  const int32_t* stop_ids;
+  const uint32_t* masks;
+  const float* logit_bias;
+  uint32_t* token_counts;
+  float* weighed;
+  float* logits;
+  uint32_t* progress;
+  int32_t* status;
+  uint32_t steps;
+  uint32_t head_from;
+  uint32_t column_count;
+  uint32_t plan_count;
+  uint32_t options;
+  uint32_t epoch;
+  uint8_t* arena;
+  uint32_t block;
+  uint32_t thread;
+  uint32_t warp;
+  uint32_t lane;
+  uint64_t* exchange_words;
+  uint32_t* input_words;
+  uint64_t* full;
+  uint64_t* empty;
+  uint8_t* ring;
+  uint32_t* block_waits;
+  uint64_t* summed;
+  uint64_t* taken;
+  uint64_t* step_added;
+  uint64_t* loaded;
+  uint64_t* step_done;
+  uint32_t* next_token;
+  uint32_t plan_index;
+  uint32_t fill_stage;
+  uint32_t fill_parity;
+  uint32_t landed_stage;
+  uint32_t landed_parity;
+  uint32_t under_way;
+  uint32_t adding;
+  uint32_t adding_parity;
+  uint32_t loaded_parity;
+  uint32_t turn;
+  uint32_t turn_parity;
+  uint32_t use_stage;
+  uint32_t use_parity;
 
-// The first token of every column. A block barrier must follow.
-__device__ __forceinline__ void take_first(uint32_t thread, uint32_t column_count, const int32_t* columns,
-    uint32_t* next_token, const int32_t* sequences, int32_t* tokens, uint8_t* arena) {
-  if (thread < column_count) {
-    uint32_t sequence = load_constant_u32(columns + thread * 4);
-    uint32_t index = load_constant_u32(columns + (thread * 4 + 1));
-    next_token[thread] = given(sequence, index, sequences, tokens);
-    uint32_t* state = (uint32_t*)(arena + COLUMNS) + thread * 9;
-    state[7] = 0;
-    state[8] = 0;
+  // An input of a sequence, or 0 where it has none left.
+  __device__ __forceinline__ uint32_t given(uint32_t sequence, uint32_t index) {
+    uint32_t token = 0;
+    if (index < load_constant_u32(sequences + (sequence * 24 + 2))) {
+      uint32_t place = sequence * 257 + index;
+      token = min((uint32_t)(tokens[place]), 128255u);
+    }
+    return token;
   }
-}
 
-// Move on to the next plan if it begins in this step. Whether it is not the plan of the step before.
-__device__ __forceinline__ bool follow_plan(uint32_t& plan_index, uint32_t step, uint32_t plan_count,
-    const int32_t* kv_plans) {
-  bool is_new = step == 0;
-  uint32_t following = plan_index + 1;
-  if (following < plan_count) {
-    uint32_t first_step = load_constant_u32(kv_plans + following * 4352);
-    if (first_step <= step) {
-      plan_index = following;
-      is_new = true;
+  // The first token of every column. A block barrier must follow.
+  __device__ __forceinline__ void take_first() {
+    if (thread < column_count) {
+      uint32_t sequence = load_constant_u32(columns + thread * 4);
+      uint32_t index = load_constant_u32(columns + (thread * 4 + 1));
+      next_token[thread] = given(sequence, index);
+      uint32_t* state = (uint32_t*)(arena + COLUMNS) + thread * 9;
+      state[7] = 0;
+      state[8] = 0;
     }
   }
-  return is_new;
-}
 
-// The next stage of the ring; behind the last comes the first, in the next pass.
-__device__ __forceinline__ void advance(uint32_t& stage, uint32_t& parity) {
-  stage += 1;
-  if (stage == 11) {
-    stage = 0;
-    parity ^= 1;
-  }
-}
-
-// In the producer role: let chunks land until one more may be requested.
-__device__ __forceinline__ void bound_requests(uint32_t* block_waits, uint32_t& under_way, uint64_t* full,
-    uint32_t& landed_stage, uint32_t& landed_parity) {
-  uint32_t waits = load_shared_u32(block_waits);
-  uint32_t most = waits != 0 ? 2u : 3u;
-  #pragma unroll 1
-  for (uint32_t i = most; i < under_way + 1; ++i) {
-    mbarrier_wait(full + landed_stage, landed_parity);
-    advance(landed_stage, landed_parity);
-  }
-  under_way = min(under_way + 1, most);
-}
-
-// The block's M-tiles of qkv, chunk by chunk, into the stages of the ring.
-__device__ __forceinline__ void fetch_qkv(uint32_t block, const uint8_t* weights, uint64_t layer_offset,
-    uint64_t* empty, uint32_t& fill_stage, uint32_t& fill_parity, uint32_t* block_waits, uint32_t& under_way,
-    uint64_t* full, uint32_t& landed_stage, uint32_t& landed_parity, uint8_t* ring) {
-  uint32_t position = (block + 8) % 132;
-  const uint8_t* matrix = weights + layer_offset;
-  #pragma unroll 1
-  for (uint32_t m_tile = position; m_tile < 384; m_tile += 132) {
-    uint32_t wave = m_tile / 132;
-    uint64_t wave_bytes = (uint64_t)(wave) * 17301504;
-    uint32_t width = 132 - wave / 2 * 12;
-    #pragma unroll 1
-    for (uint32_t chunk = 0; chunk < 8; ++chunk) {
-      const uint8_t* source = matrix + (wave_bytes + (uint64_t)(width * chunk * 16384 + position * 16384));
-      mbarrier_wait(empty + fill_stage, fill_parity);
-      bound_requests(block_waits, under_way, full, landed_stage, landed_parity);
-      uint64_t* barrier = full + fill_stage;
-      uint8_t* destination = ring + fill_stage * 16384;
-      mbarrier_arrive_expect_tx(barrier, 16384);
-      bulk_copy(destination, source, 16384, barrier);
-      advance(fill_stage, fill_parity);
-    }
-  }
-}
-
-// In the producer role: wait for the end of the last step, and see whether it was the launch's last.
-__device__ __forceinline__ bool launch_is_over(uint32_t step, uint64_t* step_done, uint32_t* next_token) {
-  mbarrier_wait(step_done, (step + 1) % 2);
-  fence_proxy_async();
-  uint32_t stop = next_token[4];
-  mbarrier_arrive(step_done + 1);
-  return stop != 0;
-}
-
-// The cached keys and values of this block's items, one item after the other.
-__device__ __forceinline__ void copy_items(uint32_t layer, uint32_t step, const int32_t* kv_plans, uint32_t plan_index,
-    uint32_t block, const int32_t* tiles, const int32_t* page_table, uint64_t* empty, uint32_t& fill_stage,
-    uint32_t& fill_parity, uint32_t* block_waits, uint32_t& under_way, uint64_t* full, uint32_t& landed_stage,
-    uint32_t& landed_parity, uint8_t* ring, uint32_t kv_pages, bf16* kv) {
-  uint32_t first_item = load_constant_u32(kv_plans + (plan_index * 4352 + block + 64));
-  uint32_t last_item = load_constant_u32(kv_plans + (plan_index * 4352 + block + 65));
-  #pragma unroll 1
-  for (uint32_t index = first_item; index < last_item; ++index) {
-    const int32_t* record = kv_plans + (plan_index * 4352 + index * 8 + 256);
-    uint4 what = load_constant_u32x4(record);
-    uint4 rest = load_constant_u32x4(record + 4);
-    const int32_t* record_2 = tiles + what.y * 8;
-    uint4 place = load_constant_u32x4(record_2);
-    uint4 keys = load_constant_u32x4(record_2 + 4);
-    uint32_t end = min(rest.x, keys.x + keys.y * step);
-    #pragma unroll 1
-    for (uint32_t first = what.w; first < end; first += 32) {
-      uint32_t count = min(end - first, 32u);
-      uint32_t pages[2];
-      #pragma unroll
-      for (uint32_t index_2 = 0; index_2 < 2; ++index_2) {
-        uint32_t token = min(first + index_2 * 16, end - 1);
-        pages[index_2] = load_constant_u32(page_table + (place.z + token / 16));
+  // Move on to the next plan if it begins in this step. Whether it is not the plan of the step before.
+  __device__ __forceinline__ bool follow_plan(uint32_t& plan_index, uint32_t step) {
+    bool is_new = step == 0;
+    uint32_t following = plan_index + 1;
+    if (following < plan_count) {
+      uint32_t first_step = load_constant_u32(kv_plans + following * 4352);
+      if (first_step <= step) {
+        plan_index = following;
+        is_new = true;
       }
-      mbarrier_wait(empty + fill_stage, fill_parity);
-      bound_requests(block_waits, under_way, full, landed_stage, landed_parity);
-      uint64_t* barrier = full + fill_stage;
-      uint8_t* destination = ring + fill_stage * 16384;
-      mbarrier_arrive_expect_tx(barrier, count * 512);
-      #pragma unroll
-      for (uint32_t index_2 = 0; index_2 < 2; ++index_2) {
-        if (index_2 * 16 < count) {
-          uint32_t run = min(count - index_2 * 16, 16u);
-          uint64_t offset = (uint64_t)(layer * kv_pages + pages[index_2]) * 32768;
-          bf16* key = kv + (offset + (uint64_t)(what.z * 2048));
-          uint8_t* keys_2 = destination + index_2 * 4096;
-          bulk_copy(keys_2, key, run * 256, barrier);
-          bulk_copy(keys_2 + 8192, key + 16384, run * 256, barrier);
-        }
-      }
-      advance(fill_stage, fill_parity);
+    }
+    return is_new;
+  }
+
+  // The next stage of the ring; behind the last comes the first, in the next pass.
+  __device__ __forceinline__ void advance(uint32_t& stage, uint32_t& parity) {
+    stage += 1;
+    if (stage == 11) {
+      stage = 0;
+      parity ^= 1;
     }
   }
-}
 
-// The block's M-tiles of o, chunk by chunk, into the stages of the ring.
-__device__ __forceinline__ void fetch_o(uint32_t block, const uint8_t* weights, uint64_t layer_offset, uint64_t* empty,
-    uint32_t& fill_stage, uint32_t& fill_parity, uint32_t* block_waits, uint32_t& under_way, uint64_t* full,
-    uint32_t& landed_stage, uint32_t& landed_parity, uint8_t* ring) {
-  uint32_t position = block % 132;
-  const uint8_t* matrix = weights + (layer_offset + 50331648);
-  #pragma unroll 1
-  for (uint32_t m_tile = position; m_tile < 256; m_tile += 132) {
-    uint32_t wave = m_tile / 132;
-    uint64_t wave_bytes = (uint64_t)(wave) * 17301504;
-    uint32_t width = 132 - wave * 8;
+  // In the producer role: let chunks land until one more may be requested.
+  __device__ __forceinline__ void bound_requests() {
+    uint32_t waits = load_shared_u32(block_waits);
+    uint32_t most = waits != 0 ? 2u : 3u;
     #pragma unroll 1
-    for (uint32_t chunk = 0; chunk < 8; ++chunk) {
-      const uint8_t* source = matrix + (wave_bytes + (uint64_t)(width * chunk * 16384 + position * 16384));
-      mbarrier_wait(empty + fill_stage, fill_parity);
-      bound_requests(block_waits, under_way, full, landed_stage, landed_parity);
-      uint64_t* barrier = full + fill_stage;
-      uint8_t* destination = ring + fill_stage * 16384;
-      mbarrier_arrive_expect_tx(barrier, 16384);
-      bulk_copy(destination, source, 16384, barrier);
-      advance(fill_stage, fill_parity);
+    for (uint32_t i = most; i < under_way + 1; ++i) {
+      mbarrier_wait(full + landed_stage, landed_parity);
+      advance(landed_stage, landed_parity);
     }
+    under_way = min(under_way + 1, most);
   }
-}
 
-// The block's M-tiles of gate_up, chunk by chunk, into the stages of the ring.
-__device__ __forceinline__ void fetch_gate_up(uint32_t block, const uint8_t* weights, uint64_t layer_offset,
-    uint64_t* empty, uint32_t& fill_stage, uint32_t& fill_parity, uint32_t* block_waits, uint32_t& under_way,
-    uint64_t* full, uint32_t& landed_stage, uint32_t& landed_parity, uint8_t* ring) {
-  uint32_t position = (block + 8) % 132;
-  const uint8_t* matrix = weights + (layer_offset + 83886080);
-  #pragma unroll 1
-  for (uint32_t m_tile = position; m_tile < 1792; m_tile += 132) {
-    uint32_t wave = m_tile / 132;
-    uint64_t wave_bytes = (uint64_t)(wave) * 17301504;
-    uint32_t width = 132 - wave / 13 * 56;
+  // The block's M-tiles of qkv, chunk by chunk, into the stages of the ring.
+  __device__ __forceinline__ void fetch_qkv(uint64_t layer_offset) {
+    uint32_t position = (block + 8) % 132;
+    const uint8_t* matrix = weights + layer_offset;
     #pragma unroll 1
-    for (uint32_t chunk = 0; chunk < 8; ++chunk) {
-      const uint8_t* source = matrix + (wave_bytes + (uint64_t)(width * chunk * 16384 + position * 16384));
-      mbarrier_wait(empty + fill_stage, fill_parity);
-      bound_requests(block_waits, under_way, full, landed_stage, landed_parity);
-      uint64_t* barrier = full + fill_stage;
-      uint8_t* destination = ring + fill_stage * 16384;
-      mbarrier_arrive_expect_tx(barrier, 16384);
-      bulk_copy(destination, source, 16384, barrier);
-      advance(fill_stage, fill_parity);
-    }
-  }
-}
-
-// The block's M-tiles of down, chunk by chunk, into the stages of the ring.
-__device__ __forceinline__ void fetch_down(uint32_t block, const uint8_t* weights, uint64_t layer_offset,
-    uint64_t* empty, uint32_t& fill_stage, uint32_t& fill_parity, uint32_t* block_waits, uint32_t& under_way,
-    uint64_t* full, uint32_t& landed_stage, uint32_t& landed_parity, uint8_t* ring) {
-  uint32_t position = block % 132;
-  const uint8_t* matrix = weights + (layer_offset + 318767104);
-  #pragma unroll 1
-  for (uint32_t slice = 0; slice < 4; ++slice) {
-    uint32_t first = slice * 7;
-    uint32_t end = min(first + 7, 28u);
-    #pragma unroll 1
-    for (uint32_t m_tile = position; m_tile < 256; m_tile += 132) {
+    for (uint32_t m_tile = position; m_tile < 384; m_tile += 132) {
       uint32_t wave = m_tile / 132;
-      uint64_t wave_bytes = (uint64_t)(wave) * 60555264;
-      uint32_t width = 132 - wave * 8;
+      uint64_t wave_bytes = (uint64_t)(wave) * 17301504;
+      uint32_t width = 132 - wave / 2 * 12;
       #pragma unroll 1
-      for (uint32_t chunk = first; chunk < end; ++chunk) {
+      for (uint32_t chunk = 0; chunk < 8; ++chunk) {
         const uint8_t* source = matrix + (wave_bytes + (uint64_t)(width * chunk * 16384 + position * 16384));
         mbarrier_wait(empty + fill_stage, fill_parity);
-        bound_requests(block_waits, under_way, full, landed_stage, landed_parity);
+        bound_requests();
         uint64_t* barrier = full + fill_stage;
         uint8_t* destination = ring + fill_stage * 16384;
         mbarrier_arrive_expect_tx(barrier, 16384);
@@ -634,2056 +555,2045 @@ __device__ __forceinline__ void fetch_down(uint32_t block, const uint8_t* weight
       }
     }
   }
-}
 
-// The block's M-tiles of lm_head, chunk by chunk, into the stages of the ring.
-__device__ __forceinline__ void fetch_lm_head(uint32_t block, const uint8_t* weights, uint64_t* empty,
-    uint32_t& fill_stage, uint32_t& fill_parity, uint32_t* block_waits, uint32_t& under_way, uint64_t* full,
-    uint32_t& landed_stage, uint32_t& landed_parity, uint8_t* ring) {
-  uint32_t position = (block + 8) % 132;
-  const uint8_t* matrix = weights + 13958643712ull;
-  #pragma unroll 1
-  for (uint32_t m_tile = position; m_tile < 8016; m_tile += 132) {
-    uint32_t wave = m_tile / 132;
-    uint64_t wave_bytes = (uint64_t)(wave) * 17301504;
-    uint32_t width = 132 - wave / 60 * 36;
+  // In the producer role: wait for the end of the last step, and see whether it was the launch's last.
+  __device__ __forceinline__ bool launch_is_over(uint32_t step) {
+    mbarrier_wait(step_done, (step + 1) % 2);
+    fence_proxy_async();
+    uint32_t stop = next_token[4];
+    mbarrier_arrive(step_done + 1);
+    return stop != 0;
+  }
+
+  // The cached keys and values of this block's items, one item after the other.
+  __device__ __forceinline__ void copy_items(uint32_t layer, uint32_t step) {
+    uint32_t first_item = load_constant_u32(kv_plans + (plan_index * 4352 + block + 64));
+    uint32_t last_item = load_constant_u32(kv_plans + (plan_index * 4352 + block + 65));
     #pragma unroll 1
-    for (uint32_t chunk = 0; chunk < 8; ++chunk) {
-      const uint8_t* source = matrix + (wave_bytes + (uint64_t)(width * chunk * 16384 + position * 16384));
-      mbarrier_wait(empty + fill_stage, fill_parity);
-      bound_requests(block_waits, under_way, full, landed_stage, landed_parity);
-      uint64_t* barrier = full + fill_stage;
-      uint8_t* destination = ring + fill_stage * 16384;
-      mbarrier_arrive_expect_tx(barrier, 16384);
-      bulk_copy(destination, source, 16384, barrier);
-      advance(fill_stage, fill_parity);
-    }
-  }
-}
-
-// A share of a column's sum of squares (f32), that of lane `lane` of so many.
-__device__ __forceinline__ float sum_of_lane(uint32_t column, uint32_t lane, uint64_t* exchange_words,
-    uint32_t layer_epoch) {
-  float total = 0.0f;
-  #pragma unroll 1
-  for (uint32_t first = lane; first < 64 + lane; first += 32) {
-    uint32_t unit = first;
-    uint32_t unit_2 = first + 16;
-    uint32_t places[8];
-    uint4 data[8];
-    places[0] = column * 256 + min(unit, 63u) * 4;
-    places[1] = column * 256 + min(unit_2, 63u) * 4;
-    wait_flagged_places(data, exchange_words + 672256, places, 2, layer_epoch - 1);
-    uint4 words = data[0];
-    float low = bits_float(words.x) + bits_float(words.y);
-    float of_unit = low + (bits_float(words.z) + bits_float(words.w));
-    total += unit < 64 ? of_unit : 0.0f;
-    uint4 words_2 = data[1];
-    float low_2 = bits_float(words_2.x) + bits_float(words_2.y);
-    float of_unit_2 = low_2 + (bits_float(words_2.z) + bits_float(words_2.w));
-    total += unit_2 < 64 ? of_unit_2 : 0.0f;
-  }
-  return total;
-}
-
-// RoPE (rotate-half): the pair (k, k + D/2) lies 8 lanes apart. Returns the rotated value.
-__device__ __forceinline__ float rotate(float value, uint32_t m_tile_of_head, uint8_t* arena, uint32_t column,
-    uint32_t row) {
-  float2* angles = (float2*)(arena + ROPE) + column * 64;
-  uint32_t frequency = m_tile_of_head * 8 + row % 8;
-  float2 angle = angles[frequency];
-  float partner = shuffle_xor_f32(value, 8);
-  bool is_second = row >= 8;
-  float rotated = fma_f32(value, angle.x, (is_second ? partner : -partner) * angle.y);
-  return rotated;
-}
-
-// The rows of a slot, with what of it is worked out before the sums are there.
-__device__ __forceinline__ void finish_rows(uint32_t m_tile, uint32_t column, uint32_t lane, uint32_t column_count,
-    float& scale, uint64_t* loaded, uint32_t loaded_parity, uint64_t* exchange_words, uint32_t layer_epoch,
-    uint8_t* arena, uint32_t adding, uint64_t* summed, uint32_t adding_parity, const int32_t* page_table,
-    uint32_t layer, uint32_t kv_pages, bf16* kv) {
-  uint32_t row = lane % 16;
-  bool is_own = column < column_count;
-  uint32_t head = m_tile / 8;
-  uint32_t m_tile_of_head = m_tile % 8;
-  uint32_t paired = m_tile_of_head * 8 + row % 8 + (row >= 8 ? 64u : 0u);
-  bool is_paired = head < 40;
-  uint32_t dim = is_paired ? paired : m_tile_of_head * 16 + row;
-  uint32_t place = (column * 6144 + head * 128 + dim) / 2;
-  uint32_t published = renewed_u32(place + 54272);
-  if (scale == 0.0f) {
-    mbarrier_wait(loaded, loaded_parity);
-    float total = 0.0f;
-    if (column < column_count) {
-      total = sum_of_lane(column, lane % 16, exchange_words, layer_epoch);
-    }
-    total += shuffle_xor_f32(total, 8);
-    total += shuffle_xor_f32(total, 4);
-    total += shuffle_xor_f32(total, 2);
-    total += shuffle_xor_f32(total, 1);
-    float scale_2 = rsqrt_f32(total * 0.000244140625f + 1e-05f);
-    scale = total < 1.8446744e+19f ? scale_2 : bits_float(2143289344);
-  }
-  float* reduction = (float*)(arena + REDUCTIONS) + adding * 640;
-  float* own = reduction + (column / 2 * 40 + lane);
-  mbarrier_wait(summed + adding, adding_parity);
-  float total = 0.0f;
-  #pragma unroll
-  for (uint32_t other = 0; other < 4; ++other) {
-    total += own[other * 80];
-  }
-  float low = total;
-  float total_2 = 0.0f;
-  #pragma unroll
-  for (uint32_t other = 0; other < 4; ++other) {
-    total_2 += (own + 320)[other * 80];
-  }
-  float total_3 = low + total_2;
-  float value = total_3 * scale;
-  float value_2 = value;
-  if (head < 40) {
-    value_2 = rotate(value_2, m_tile_of_head, arena, column, row);
-  }
-  float neighbour = shuffle_xor_f32(value_2, 1);
-  uint32_t pair = pack_bf16x2(value_2, neighbour);
-  if (is_own && row % 2 == 0) {
-    uint64_t* place_2 = exchange_words + published;
-    publish_flagged(place_2, pair, layer_epoch);
-    if (head >= 32) {
-      if (((uint32_t*)(arena + COLUMNS))[column * 9 + 1] < ((uint32_t*)(arena + COLUMNS))[column * 9 + 2]) {
-        uint32_t table = ((uint32_t*)(arena + COLUMNS))[column * 9 + 6] * 512;
-        uint32_t page = load_constant_u32(page_table + (table + ((uint32_t*)(arena + COLUMNS))[column * 9] / 16));
-        uint64_t offset = (uint64_t)(layer * kv_pages + page) * 32768;
-        bf16* key = kv + (offset + (uint64_t)((head - 32) % 8 * 2048 + ((uint32_t*)(arena + COLUMNS))[column * 9] % 16 * 128));
-        bf16* place_3 = head - 32 < 8 ? key : key + 16384;
-        ((uint32_t*)(place_3 + dim))[0] = pair;
-        fence_proxy_async();
+    for (uint32_t index = first_item; index < last_item; ++index) {
+      const int32_t* record = kv_plans + (plan_index * 4352 + index * 8 + 256);
+      uint4 what = load_constant_u32x4(record);
+      uint4 rest = load_constant_u32x4(record + 4);
+      const int32_t* record_2 = tiles + what.y * 8;
+      uint4 place = load_constant_u32x4(record_2);
+      uint4 keys = load_constant_u32x4(record_2 + 4);
+      uint32_t end = min(rest.x, keys.x + keys.y * step);
+      #pragma unroll 1
+      for (uint32_t first = what.w; first < end; first += 32) {
+        uint32_t count = min(end - first, 32u);
+        uint32_t pages[2];
+        #pragma unroll
+        for (uint32_t index_2 = 0; index_2 < 2; ++index_2) {
+          uint32_t token = min(first + index_2 * 16, end - 1);
+          pages[index_2] = load_constant_u32(page_table + (place.z + token / 16));
+        }
+        mbarrier_wait(empty + fill_stage, fill_parity);
+        bound_requests();
+        uint64_t* barrier = full + fill_stage;
+        uint8_t* destination = ring + fill_stage * 16384;
+        mbarrier_arrive_expect_tx(barrier, count * 512);
+        #pragma unroll
+        for (uint32_t index_2 = 0; index_2 < 2; ++index_2) {
+          if (index_2 * 16 < count) {
+            uint32_t run = min(count - index_2 * 16, 16u);
+            uint64_t offset = (uint64_t)(layer * kv_pages + pages[index_2]) * 32768;
+            bf16* key = kv + (offset + (uint64_t)(what.z * 2048));
+            uint8_t* keys_2 = destination + index_2 * 4096;
+            bulk_copy(keys_2, key, run * 256, barrier);
+            bulk_copy(keys_2 + 8192, key + 16384, run * 256, barrier);
+          }
+        }
+        advance(fill_stage, fill_parity);
       }
     }
   }
-}
 
-// The next stage of the ring; behind the last comes the first, in the next pass.
-__device__ __forceinline__ void advance_2(uint32_t& stage, uint32_t& parity) {
-  stage += 1;
-  if (stage == 2) {
-    stage = 0;
-    parity ^= 1;
-  }
-}
-
-// The block's M-tiles of qkv: the warps' sums added up, the rows finished.
-__device__ __forceinline__ void finish_qkv(uint32_t block, uint32_t lane, uint64_t* loaded, uint32_t warp,
-    uint32_t column_count, uint32_t& loaded_parity, uint64_t* exchange_words, uint32_t layer_epoch, uint8_t* arena,
-    uint32_t& adding, uint64_t* summed, uint32_t& adding_parity, const int32_t* page_table, uint32_t layer,
-    uint32_t kv_pages, bf16* kv, uint64_t* taken) {
-  uint32_t position = (block + 8) % 132;
-  warp_barrier();
-  if (lane == 0) {
-    mbarrier_arrive(loaded);
-  }
-  float scale = 0.0f;
-  #pragma unroll 1
-  for (uint32_t m_tile = position; m_tile < 384; m_tile += 132) {
-    uint32_t column = (warp - 9) % 2 * 2 + lane / 16;
-    finish_rows(m_tile, column, lane, column_count, scale, loaded, loaded_parity, exchange_words, layer_epoch, arena,
-        adding, summed, adding_parity, page_table, layer, kv_pages, kv);
-    warp_barrier();
-    if (lane == 0) {
-      mbarrier_arrive(taken + adding);
+  // The block's M-tiles of o, chunk by chunk, into the stages of the ring.
+  __device__ __forceinline__ void fetch_o(uint64_t layer_offset) {
+    uint32_t position = block % 132;
+    const uint8_t* matrix = weights + (layer_offset + 50331648);
+    #pragma unroll 1
+    for (uint32_t m_tile = position; m_tile < 256; m_tile += 132) {
+      uint32_t wave = m_tile / 132;
+      uint64_t wave_bytes = (uint64_t)(wave) * 17301504;
+      uint32_t width = 132 - wave * 8;
+      #pragma unroll 1
+      for (uint32_t chunk = 0; chunk < 8; ++chunk) {
+        const uint8_t* source = matrix + (wave_bytes + (uint64_t)(width * chunk * 16384 + position * 16384));
+        mbarrier_wait(empty + fill_stage, fill_parity);
+        bound_requests();
+        uint64_t* barrier = full + fill_stage;
+        uint8_t* destination = ring + fill_stage * 16384;
+        mbarrier_arrive_expect_tx(barrier, 16384);
+        bulk_copy(destination, source, 16384, barrier);
+        advance(fill_stage, fill_parity);
+      }
     }
-    advance_2(adding, adding_parity);
   }
-  mbarrier_wait(loaded, loaded_parity);
-  loaded_parity ^= 1;
-}
 
-// The rows of a slot, with what of it is worked out before the sums are there.
-__device__ __forceinline__ void finish_rows_2(uint32_t m_tile, uint32_t column, uint32_t lane, uint32_t column_count,
-    uint8_t* arena, const bf16* norms, uint32_t layer, uint32_t adding, uint64_t* summed, uint32_t adding_parity,
-    uint32_t* input_words, uint32_t layer_epoch, uint64_t* exchange_words) {
-  uint32_t row = lane % 16;
-  bool is_own = column < column_count;
-  float* residual = (float*)(arena + RESIDUAL);
-  uint32_t place = renewed_u32((m_tile / 132 * 16 + row) * 4 + column);
-  float weight = bf16_to_f32((norms + (layer * 2 + 1) * 4096)[m_tile * 16 + row]);
-  uint32_t word = (((m_tile * 16 + row) / 32 * 4 + column) * 4 + (m_tile * 16 + row) / 8 % 4) * 4 + (m_tile * 16 + row) % 8 / 2;
-  uint32_t number = word / 1024 * 10240 + word % 1024 + 35840;
-  uint32_t published = renewed_u32(number);
-  float* reduction = (float*)(arena + REDUCTIONS) + adding * 640;
-  float* own = reduction + (column / 2 * 40 + lane);
-  mbarrier_wait(summed + adding, adding_parity);
-  float total = 0.0f;
-  #pragma unroll
-  for (uint32_t other = 0; other < 4; ++other) {
-    total += own[other * 80];
-  }
-  float low = total;
-  float total_2 = 0.0f;
-  #pragma unroll
-  for (uint32_t other = 0; other < 4; ++other) {
-    total_2 += (own + 320)[other * 80];
-  }
-  float total_3 = low + total_2;
-  float value = total_3;
-  if (is_own) {
-    value += residual[place];
-    residual[place] = value;
-  }
-  float weighted = value * weight;
-  float neighbour = shuffle_xor_f32(weighted, 1);
-  uint32_t pair = pack_bf16x2(weighted, neighbour);
-  if (is_own && row < 16 && row % 2 == 0) {
-    uint32_t* place_2 = input_words + published;
-    publish_tagged(place_2, pair, 32, layer_epoch);
-  }
-  bool is_plausible = weighted < 8589934592.0f && weighted > -8589934592.0f;
-  float told = is_plausible ? value : bits_float(2143289344);
-  float total_4 = told * told;
-  total_4 += shuffle_xor_f32(total_4, 8);
-  total_4 += shuffle_xor_f32(total_4, 4);
-  total_4 += shuffle_xor_f32(total_4, 2);
-  total_4 += shuffle_xor_f32(total_4, 1);
-  uint32_t place_2 = column * 256 + m_tile;
-  if (is_own && row == 0) {
-    publish_flagged(exchange_words + (place_2 + 673280), float_bits(total_4), layer_epoch);
-  }
-}
-
-// The block's M-tiles of o: the warps' sums added up, the rows finished.
-__device__ __forceinline__ void finish_o(uint32_t block, uint32_t warp, uint32_t lane, uint32_t column_count,
-    uint8_t* arena, const bf16* norms, uint32_t layer, uint32_t& adding, uint64_t* summed, uint32_t& adding_parity,
-    uint32_t* input_words, uint32_t layer_epoch, uint64_t* exchange_words, uint64_t* taken) {
-  uint32_t position = block % 132;
-  #pragma unroll 1
-  for (uint32_t m_tile = position; m_tile < 256; m_tile += 132) {
-    uint32_t column = (warp - 9) % 2 * 2 + lane / 16;
-    finish_rows_2(m_tile, column, lane, column_count, arena, norms, layer, adding, summed, adding_parity, input_words,
-        layer_epoch, exchange_words);
-    warp_barrier();
-    if (lane == 0) {
-      mbarrier_arrive(taken + adding);
+  // The block's M-tiles of gate_up, chunk by chunk, into the stages of the ring.
+  __device__ __forceinline__ void fetch_gate_up(uint64_t layer_offset) {
+    uint32_t position = (block + 8) % 132;
+    const uint8_t* matrix = weights + (layer_offset + 83886080);
+    #pragma unroll 1
+    for (uint32_t m_tile = position; m_tile < 1792; m_tile += 132) {
+      uint32_t wave = m_tile / 132;
+      uint64_t wave_bytes = (uint64_t)(wave) * 17301504;
+      uint32_t width = 132 - wave / 13 * 56;
+      #pragma unroll 1
+      for (uint32_t chunk = 0; chunk < 8; ++chunk) {
+        const uint8_t* source = matrix + (wave_bytes + (uint64_t)(width * chunk * 16384 + position * 16384));
+        mbarrier_wait(empty + fill_stage, fill_parity);
+        bound_requests();
+        uint64_t* barrier = full + fill_stage;
+        uint8_t* destination = ring + fill_stage * 16384;
+        mbarrier_arrive_expect_tx(barrier, 16384);
+        bulk_copy(destination, source, 16384, barrier);
+        advance(fill_stage, fill_parity);
+      }
     }
-    advance_2(adding, adding_parity);
   }
-}
 
-// A share of a column's sum of squares (f32), that of lane `lane` of so many.
-__device__ __forceinline__ float sum_of_lane_2(uint32_t column, uint32_t lane, uint64_t* exchange_words,
-    uint32_t layer_epoch) {
-  float total = 0.0f;
-  #pragma unroll 1
-  for (uint32_t first = lane; first < 64 + lane; first += 32) {
-    uint32_t unit = first;
-    uint32_t unit_2 = first + 16;
-    uint32_t places[8];
-    uint4 data[8];
-    places[0] = column * 256 + min(unit, 63u) * 4;
-    places[1] = column * 256 + min(unit_2, 63u) * 4;
-    wait_flagged_places(data, exchange_words + 673280, places, 2, layer_epoch);
-    uint4 words = data[0];
-    float low = bits_float(words.x) + bits_float(words.y);
-    float of_unit = low + (bits_float(words.z) + bits_float(words.w));
-    total += unit < 64 ? of_unit : 0.0f;
-    uint4 words_2 = data[1];
-    float low_2 = bits_float(words_2.x) + bits_float(words_2.y);
-    float of_unit_2 = low_2 + (bits_float(words_2.z) + bits_float(words_2.w));
-    total += unit_2 < 64 ? of_unit_2 : 0.0f;
+  // The block's M-tiles of down, chunk by chunk, into the stages of the ring.
+  __device__ __forceinline__ void fetch_down(uint64_t layer_offset) {
+    uint32_t position = block % 132;
+    const uint8_t* matrix = weights + (layer_offset + 318767104);
+    #pragma unroll 1
+    for (uint32_t slice = 0; slice < 4; ++slice) {
+      uint32_t first = slice * 7;
+      uint32_t end = min(first + 7, 28u);
+      #pragma unroll 1
+      for (uint32_t m_tile = position; m_tile < 256; m_tile += 132) {
+        uint32_t wave = m_tile / 132;
+        uint64_t wave_bytes = (uint64_t)(wave) * 60555264;
+        uint32_t width = 132 - wave * 8;
+        #pragma unroll 1
+        for (uint32_t chunk = first; chunk < end; ++chunk) {
+          const uint8_t* source = matrix + (wave_bytes + (uint64_t)(width * chunk * 16384 + position * 16384));
+          mbarrier_wait(empty + fill_stage, fill_parity);
+          bound_requests();
+          uint64_t* barrier = full + fill_stage;
+          uint8_t* destination = ring + fill_stage * 16384;
+          mbarrier_arrive_expect_tx(barrier, 16384);
+          bulk_copy(destination, source, 16384, barrier);
+          advance(fill_stage, fill_parity);
+        }
+      }
+    }
   }
-  return total;
-}
 
-// The rows of a slot, with what of it is worked out before the sums are there.
-__device__ __forceinline__ void finish_rows_3(uint32_t m_tile, uint32_t column, uint32_t lane, uint32_t column_count,
-    float& scale, uint64_t* loaded, uint32_t loaded_parity, uint64_t* exchange_words, uint32_t layer_epoch,
-    uint8_t* arena, uint32_t adding, uint64_t* summed, uint32_t adding_parity, uint32_t* input_words) {
-  uint32_t row = lane % 16;
-  bool is_own = column < column_count;
-  uint32_t published = renewed_u32((((m_tile * 8 + row) / 32 * 4 + column) * 4 + (m_tile * 8 + row) / 8 % 4) * 4 + (m_tile * 8 + row) % 8 / 2 + 1315840);
-  if (scale == 0.0f) {
-    mbarrier_wait(loaded, loaded_parity);
+  // The block's M-tiles of lm_head, chunk by chunk, into the stages of the ring.
+  __device__ __forceinline__ void fetch_lm_head() {
+    uint32_t position = (block + 8) % 132;
+    const uint8_t* matrix = weights + 13958643712ull;
+    #pragma unroll 1
+    for (uint32_t m_tile = position; m_tile < 8016; m_tile += 132) {
+      uint32_t wave = m_tile / 132;
+      uint64_t wave_bytes = (uint64_t)(wave) * 17301504;
+      uint32_t width = 132 - wave / 60 * 36;
+      #pragma unroll 1
+      for (uint32_t chunk = 0; chunk < 8; ++chunk) {
+        const uint8_t* source = matrix + (wave_bytes + (uint64_t)(width * chunk * 16384 + position * 16384));
+        mbarrier_wait(empty + fill_stage, fill_parity);
+        bound_requests();
+        uint64_t* barrier = full + fill_stage;
+        uint8_t* destination = ring + fill_stage * 16384;
+        mbarrier_arrive_expect_tx(barrier, 16384);
+        bulk_copy(destination, source, 16384, barrier);
+        advance(fill_stage, fill_parity);
+      }
+    }
+  }
+
+  // A share of a column's sum of squares (f32), that of lane `lane` of so many.
+  __device__ __forceinline__ float sum_of_lane(uint32_t column, uint32_t lane, uint32_t layer_epoch) {
     float total = 0.0f;
-    if (column < column_count) {
-      total = sum_of_lane_2(column, lane % 16, exchange_words, layer_epoch);
+    #pragma unroll 1
+    for (uint32_t first = lane; first < 64 + lane; first += 32) {
+      uint32_t unit = first;
+      uint32_t unit_2 = first + 16;
+      uint32_t places[8];
+      uint4 data[8];
+      places[0] = column * 256 + min(unit, 63u) * 4;
+      places[1] = column * 256 + min(unit_2, 63u) * 4;
+      wait_flagged_places(data, exchange_words + 672256, places, 2, layer_epoch - 1);
+      uint4 words = data[0];
+      float low = bits_float(words.x) + bits_float(words.y);
+      float of_unit = low + (bits_float(words.z) + bits_float(words.w));
+      total += unit < 64 ? of_unit : 0.0f;
+      uint4 words_2 = data[1];
+      float low_2 = bits_float(words_2.x) + bits_float(words_2.y);
+      float of_unit_2 = low_2 + (bits_float(words_2.z) + bits_float(words_2.w));
+      total += unit_2 < 64 ? of_unit_2 : 0.0f;
     }
-    total += shuffle_xor_f32(total, 8);
-    total += shuffle_xor_f32(total, 4);
-    total += shuffle_xor_f32(total, 2);
-    total += shuffle_xor_f32(total, 1);
-    float scale_2 = rsqrt_f32(total * 0.000244140625f + 1e-05f);
-    scale = total < 1.8446744e+19f ? scale_2 : bits_float(2143289344);
+    return total;
   }
-  float* reduction = (float*)(arena + REDUCTIONS) + adding * 640;
-  float* own = reduction + (column / 2 * 40 + lane);
-  mbarrier_wait(summed + adding, adding_parity);
-  float total = 0.0f;
-  #pragma unroll
-  for (uint32_t other = 0; other < 4; ++other) {
-    total += own[other * 80];
-  }
-  float low = total;
-  float total_2 = 0.0f;
-  #pragma unroll
-  for (uint32_t other = 0; other < 4; ++other) {
-    total_2 += (own + 320)[other * 80];
-  }
-  float total_3 = low + total_2;
-  float value = total_3 * scale;
-  float other = shuffle_xor_f32(value, 8);
-  float gated = divide_f32(value, 1.0f + exp_f32(-value)) * other;
-  float neighbour = shuffle_xor_f32(gated, 1);
-  uint32_t pair = pack_bf16x2(gated, neighbour);
-  if (is_own && row < 8 && row % 2 == 0) {
-    uint32_t* place = input_words + published;
-    publish_tagged(place, pair, 60, layer_epoch);
-  }
-}
 
-// The block's M-tiles of gate_up: the warps' sums added up, the rows finished.
-__device__ __forceinline__ void finish_gate_up(uint32_t block, uint32_t lane, uint64_t* loaded, uint32_t warp,
-    uint32_t column_count, uint32_t& loaded_parity, uint64_t* exchange_words, uint32_t layer_epoch, uint8_t* arena,
-    uint32_t& adding, uint64_t* summed, uint32_t& adding_parity, uint32_t* input_words, uint64_t* taken) {
-  uint32_t position = (block + 8) % 132;
-  warp_barrier();
-  if (lane == 0) {
-    mbarrier_arrive(loaded);
+  // RoPE (rotate-half): the pair (k, k + D/2) lies 8 lanes apart. Returns the rotated value.
+  __device__ __forceinline__ float rotate(float value, uint32_t m_tile_of_head, uint32_t column, uint32_t row) {
+    float2* angles = (float2*)(arena + ROPE) + column * 64;
+    uint32_t frequency = m_tile_of_head * 8 + row % 8;
+    float2 angle = angles[frequency];
+    float partner = shuffle_xor_f32(value, 8);
+    bool is_second = row >= 8;
+    float rotated = fma_f32(value, angle.x, (is_second ? partner : -partner) * angle.y);
+    return rotated;
   }
-  float scale = 0.0f;
-  #pragma unroll 1
-  for (uint32_t m_tile = position; m_tile < 1792; m_tile += 132) {
-    uint32_t column = (warp - 9) % 2 * 2 + lane / 16;
-    finish_rows_3(m_tile, column, lane, column_count, scale, loaded, loaded_parity, exchange_words, layer_epoch, arena,
-        adding, summed, adding_parity, input_words);
-    warp_barrier();
-    if (lane == 0) {
-      mbarrier_arrive(taken + adding);
+
+  // The rows of a slot, with what of it is worked out before the sums are there.
+  __device__ __forceinline__ void finish_rows(uint32_t m_tile, uint32_t column, float& scale, uint32_t layer_epoch,
+      uint32_t layer) {
+    uint32_t row = lane % 16;
+    bool is_own = column < column_count;
+    uint32_t head = m_tile / 8;
+    uint32_t m_tile_of_head = m_tile % 8;
+    uint32_t paired = m_tile_of_head * 8 + row % 8 + (row >= 8 ? 64u : 0u);
+    bool is_paired = head < 40;
+    uint32_t dim = is_paired ? paired : m_tile_of_head * 16 + row;
+    uint32_t place = (column * 6144 + head * 128 + dim) / 2;
+    uint32_t published = renewed_u32(place + 54272);
+    if (scale == 0.0f) {
+      mbarrier_wait(loaded, loaded_parity);
+      float total = 0.0f;
+      if (column < column_count) total = sum_of_lane(column, lane % 16, layer_epoch);
+      total += shuffle_xor_f32(total, 8);
+      total += shuffle_xor_f32(total, 4);
+      total += shuffle_xor_f32(total, 2);
+      total += shuffle_xor_f32(total, 1);
+      float scale_2 = rsqrt_f32(total * 0.000244140625f + 1e-05f);
+      scale = total < 1.8446744e+19f ? scale_2 : bits_float(2143289344);
     }
-    advance_2(adding, adding_parity);
-  }
-  mbarrier_wait(loaded, loaded_parity);
-  loaded_parity ^= 1;
-}
-
-// The rows of a slot, with what of it is worked out before the sums are there.
-__device__ __forceinline__ void finish_rows_4(uint32_t m_tile, uint32_t column, uint32_t lane, uint32_t column_count,
-    uint8_t* arena, const bf16* norms, uint32_t layer, uint32_t adding, uint64_t* summed, uint32_t adding_parity,
-    uint32_t* input_words, uint32_t layer_epoch, uint64_t* exchange_words) {
-  uint32_t row = lane % 16;
-  bool is_own = column < column_count;
-  float* residual = (float*)(arena + RESIDUAL);
-  uint32_t place = renewed_u32((m_tile / 132 * 16 + row) * 4 + column);
-  float weight = bf16_to_f32((norms + (layer * 2 + 2) * 4096)[m_tile * 16 + row]);
-  uint32_t word = (((m_tile * 16 + row) / 32 * 4 + column) * 4 + (m_tile * 16 + row) / 8 % 4) * 4 + (m_tile * 16 + row) % 8 / 2;
-  uint32_t number = word / 1024 * 10240 + word % 1024 + 3072;
-  uint32_t published = renewed_u32(number);
-  float* reduction = (float*)(arena + REDUCTIONS) + adding * 640;
-  float* own = reduction + (column / 2 * 40 + lane);
-  mbarrier_wait(summed + adding, adding_parity);
-  float total = 0.0f;
-  #pragma unroll
-  for (uint32_t other = 0; other < 4; ++other) {
-    total += own[other * 80];
-  }
-  float low = total;
-  float total_2 = 0.0f;
-  #pragma unroll
-  for (uint32_t other = 0; other < 4; ++other) {
-    total_2 += (own + 320)[other * 80];
-  }
-  float total_3 = low + total_2;
-  float value = total_3;
-  if (is_own) {
-    value += residual[place];
-    residual[place] = value;
-  }
-  float weighted = value * weight;
-  float neighbour = shuffle_xor_f32(weighted, 1);
-  uint32_t pair = pack_bf16x2(weighted, neighbour);
-  if (is_own && row < 16 && row % 2 == 0) {
-    uint32_t* place_2 = input_words + published;
-    publish_tagged(place_2, pair, 32, layer_epoch);
-  }
-  bool is_plausible = weighted < 8589934592.0f && weighted > -8589934592.0f;
-  float told = is_plausible ? value : bits_float(2143289344);
-  float total_4 = told * told;
-  total_4 += shuffle_xor_f32(total_4, 8);
-  total_4 += shuffle_xor_f32(total_4, 4);
-  total_4 += shuffle_xor_f32(total_4, 2);
-  total_4 += shuffle_xor_f32(total_4, 1);
-  uint32_t place_2 = column * 256 + m_tile;
-  if (is_own && row == 0) {
-    publish_flagged(exchange_words + (place_2 + 672256), float_bits(total_4), layer_epoch);
-  }
-}
-
-// The block's M-tiles of down: the warps' sums added up, the rows finished.
-__device__ __forceinline__ void finish_down(uint32_t block, uint32_t warp, uint32_t lane, uint32_t column_count,
-    uint8_t* arena, const bf16* norms, uint32_t layer, uint32_t& adding, uint64_t* summed, uint32_t& adding_parity,
-    uint32_t* input_words, uint32_t layer_epoch, uint64_t* exchange_words, uint64_t* taken) {
-  uint32_t position = block % 132;
-  #pragma unroll 1
-  for (uint32_t m_tile = position; m_tile < 256; m_tile += 132) {
-    uint32_t column = (warp - 9) % 2 * 2 + lane / 16;
-    finish_rows_4(m_tile, column, lane, column_count, arena, norms, layer, adding, summed, adding_parity, input_words,
-        layer_epoch, exchange_words);
-    warp_barrier();
-    if (lane == 0) {
-      mbarrier_arrive(taken + adding);
-    }
-    advance_2(adding, adding_parity);
-  }
-}
-
-// A share of a column's sum of squares (f32), that of lane `lane` of so many.
-__device__ __forceinline__ float sum_of_lane_3(uint32_t column, uint32_t lane, uint64_t* exchange_words,
-    uint32_t step_epoch) {
-  float total = 0.0f;
-  #pragma unroll 1
-  for (uint32_t first = lane; first < 64 + lane; first += 32) {
-    uint32_t unit = first;
-    uint32_t unit_2 = first + 16;
-    uint32_t places[8];
-    uint4 data[8];
-    places[0] = column * 256 + min(unit, 63u) * 4;
-    places[1] = column * 256 + min(unit_2, 63u) * 4;
-    wait_flagged_places(data, exchange_words + 672256, places, 2, step_epoch + 32);
-    uint4 words = data[0];
-    float low = bits_float(words.x) + bits_float(words.y);
-    float of_unit = low + (bits_float(words.z) + bits_float(words.w));
-    total += unit < 64 ? of_unit : 0.0f;
-    uint4 words_2 = data[1];
-    float low_2 = bits_float(words_2.x) + bits_float(words_2.y);
-    float of_unit_2 = low_2 + (bits_float(words_2.z) + bits_float(words_2.w));
-    total += unit_2 < 64 ? of_unit_2 : 0.0f;
-  }
-  return total;
-}
-
-__device__ __forceinline__ void penalise(uint32_t column, uint32_t token, float& adjusted, const int32_t* sequences,
-    uint8_t* arena, uint32_t* token_counts) {
-  uint32_t value = load_constant_u32(sequences + (((uint32_t*)(arena + COLUMNS))[column * 9 + 6] * 24 + 11));
-  uint32_t found = token_counts[value * 128256 + token];
-  uint32_t count = found & 2147483647;
-  if (found != 0) {
-    float repetition = bits_float(load_constant_u32(sequences + (((uint32_t*)(arena + COLUMNS))[column * 9 + 6] * 24 + 15)));
-    float quotient = divide_f32(adjusted, repetition);
-    adjusted = adjusted > 0.0f ? quotient : adjusted * repetition;
-  }
-  if (count != 0) {
-    adjusted -= bits_float(load_constant_u32(sequences + (((uint32_t*)(arena + COLUMNS))[column * 9 + 6] * 24 + 17))) * (float)(count);
-    adjusted -= bits_float(load_constant_u32(sequences + (((uint32_t*)(arena + COLUMNS))[column * 9 + 6] * 24 + 16)));
-  }
-}
-
-// The logit of a token below the vocabulary's end, as its column's sequence wants it.
-__device__ __forceinline__ float adjust(uint32_t column, uint32_t token, float logit, const int32_t* sequences,
-    uint8_t* arena, const uint32_t* masks, const float* logit_bias, uint32_t* token_counts) {
-  uint32_t options = load_constant_u32(sequences + (((uint32_t*)(arena + COLUMNS))[column * 9 + 6] * 24 + 10));
-  float adjusted = logit;
-  if ((options & 1) != 0) {
-    uint32_t place = load_constant_u32(sequences + (((uint32_t*)(arena + COLUMNS))[column * 9 + 6] * 24 + 11)) * 4008 + token / 32;
-    if (((load_constant_u32(masks + place) >> token % 32) & 1) == 0) {
-      adjusted = -bits_float(0x7f800000);
-    }
-  }
-  if ((options & 2) != 0) {
-    adjusted += bits_float(load_constant_u32(logit_bias + (load_constant_u32(sequences + (((uint32_t*)(arena + COLUMNS))[column * 9 + 6] * 24 + 11)) * 128256 + token)));
-  }
-  if ((options & 4) != 0) {
-    penalise(column, token, adjusted, sequences, arena, token_counts);
-  }
-  return adjusted;
-}
-
-// -log(-log u), u = ((word >> 9) + 0.5) / 2^23: exact in f32, and never 0 or 1.
-__device__ __forceinline__ float gumbel(uint32_t token, uint32_t position, uint64_t seed) {
-  uint32_t c0 = token;
-  uint32_t c1 = position;
-  uint32_t c2 = 0;
-  uint32_t c3 = 0;
-  uint32_t k0 = (uint32_t)(seed);
-  uint32_t k1 = (uint32_t)(seed >> 32);
-  #pragma unroll
-  for (uint32_t i = 0; i < 10; ++i) {
-    uint32_t high0 = multiply_high_u32(3528531795u, c0);
-    uint32_t high1 = multiply_high_u32(3449720151u, c2);
-    uint32_t low0 = c0 * 3528531795u;
-    uint32_t low1 = c2 * 3449720151u;
-    c0 = high1 ^ c1 ^ k0;
-    c1 = low1;
-    c2 = high0 ^ c3 ^ k1;
-    c3 = low0;
-    k0 += 2654435769u;
-    k1 += 3144134277u;
-  }
-  uint32_t word = c0;
-  float uniform = ((float)(word >> 9) + 0.5f) * 1.1920929e-07f;
-  return -log_f32(-log_f32(uniform));
-}
-
-// Write a logit down, as it is compared without filters: one row a lane, in the adder role.
-__device__ __forceinline__ void keep_2(uint32_t token, float scaled, float noisy, const int32_t* sequences,
-    uint8_t* arena, uint32_t column, float* weighed) {
-  bool is_filtered = (load_constant_u32(sequences + (((uint32_t*)(arena + COLUMNS))[column * 9 + 6] * 24 + 10)) & 8) != 0;
-  if (is_filtered) {
-    uint32_t following = ((uint32_t*)(arena + COLUMNS))[column * 9 + 1] + 1;
-    uint32_t value = load_constant_u32(sequences + (((uint32_t*)(arena + COLUMNS))[column * 9 + 6] * 24 + 2));
-    bool wanted = following >= value && following <= ((uint32_t*)(arena + COLUMNS))[column * 9 + 2];
-    if (wanted && ((uint32_t*)(arena + COLUMNS))[column * 9 + 7] == 0) {
-      uint32_t place = (load_constant_u32(sequences + (((uint32_t*)(arena + COLUMNS))[column * 9 + 6] * 24 + 11)) * 128256 + token) * 2;
-      weighed[place] = scaled;
-      weighed[place + 1] = noisy;
-    }
-  }
-}
-
-// In the adder role, by lanes that own a row: take an M-tile's logits in. A lane sees ascending ids, so `>`
-// keeps the lowest on ties.
-__device__ __forceinline__ void consider(float logit, uint32_t m_tile, uint32_t row, uint32_t options, uint32_t column,
-    const int32_t* sequences, uint8_t* arena, const uint32_t* masks, const float* logit_bias, uint32_t* token_counts,
-    float* weighed, float& best, uint32_t& best_token) {
-  uint32_t token = m_tile * 16 + row;
-  float candidate = logit;
-  if ((options & 7) != 0 && token < 128256) {
-    candidate = adjust(column, token, candidate, sequences, arena, masks, logit_bias, token_counts);
-  }
-  float temperature = bits_float(((uint32_t*)(arena + COLUMNS))[column * 9 + 3]);
-  if (temperature > 0.0f) {
-    uint64_t seed = ((uint64_t)(((uint32_t*)(arena + COLUMNS))[column * 9 + 5]) << 32) | (uint64_t)(((uint32_t*)(arena + COLUMNS))[column * 9 + 4]);
-    uint32_t position = ((uint32_t*)(arena + COLUMNS))[column * 9] + 1;
-    float scaled = divide_f32(candidate, temperature);
-    candidate = scaled + gumbel(token, position, seed);
-    if ((options & 8) != 0 && token < 128256) {
-      keep_2(token, scaled, candidate, sequences, arena, column, weighed);
-    }
-  }
-  if (token < 128256 && candidate > best) {
-    best = candidate;
-    best_token = token;
-  }
-}
-
-// The rows of a slot, with what of it is worked out before the sums are there.
-__device__ __forceinline__ void finish_rows_5(uint32_t m_tile, uint32_t column, uint32_t lane, uint32_t column_count,
-    float& scale, uint64_t* loaded, uint32_t loaded_parity, uint64_t* exchange_words, uint32_t step_epoch,
-    uint8_t* arena, uint32_t adding, uint64_t* summed, uint32_t adding_parity, float* logits, uint32_t step,
-    uint32_t options, const int32_t* sequences, const uint32_t* masks, const float* logit_bias, uint32_t* token_counts,
-    float* weighed, float& best, uint32_t& best_token) {
-  uint32_t row = lane % 16;
-  bool is_own = column < column_count;
-  if (scale == 0.0f) {
-    mbarrier_wait(loaded, loaded_parity);
+    float* reduction = (float*)(arena + REDUCTIONS) + adding * 640;
+    float* own = reduction + (column / 2 * 40 + lane);
+    mbarrier_wait(summed + adding, adding_parity);
     float total = 0.0f;
-    if (column < column_count) {
-      total = sum_of_lane_3(column, lane % 16, exchange_words, step_epoch);
+    #pragma unroll
+    for (uint32_t other = 0; other < 4; ++other) total += own[other * 80];
+    float low = total;
+    float total_2 = 0.0f;
+    #pragma unroll
+    for (uint32_t other = 0; other < 4; ++other) total_2 += (own + 320)[other * 80];
+    float total_3 = low + total_2;
+    float value = total_3 * scale;
+    float value_2 = value;
+    if (head < 40) value_2 = rotate(value_2, m_tile_of_head, column, row);
+    float neighbour = shuffle_xor_f32(value_2, 1);
+    uint32_t pair = pack_bf16x2(value_2, neighbour);
+    if (is_own && row % 2 == 0) {
+      uint64_t* place_2 = exchange_words + published;
+      publish_flagged(place_2, pair, layer_epoch);
+      if (head >= 32) {
+        if (((uint32_t*)(arena + COLUMNS))[column * 9 + 1] < ((uint32_t*)(arena + COLUMNS))[column * 9 + 2]) {
+          uint32_t table = ((uint32_t*)(arena + COLUMNS))[column * 9 + 6] * 512;
+          uint32_t page = load_constant_u32(page_table + (table + ((uint32_t*)(arena + COLUMNS))[column * 9] / 16));
+          uint64_t offset = (uint64_t)(layer * kv_pages + page) * 32768;
+          bf16* key = kv + (offset + (uint64_t)((head - 32) % 8 * 2048 + ((uint32_t*)(arena + COLUMNS))[column * 9] % 16 * 128));
+          bf16* place_3 = head - 32 < 8 ? key : key + 16384;
+          ((uint32_t*)(place_3 + dim))[0] = pair;
+          fence_proxy_async();
+        }
+      }
     }
-    total += shuffle_xor_f32(total, 8);
-    total += shuffle_xor_f32(total, 4);
-    total += shuffle_xor_f32(total, 2);
-    total += shuffle_xor_f32(total, 1);
-    float scale_2 = rsqrt_f32(total * 0.000244140625f + 1e-05f);
-    scale = total < 1.8446744e+19f ? scale_2 : bits_float(2143289344);
   }
-  float* reduction = (float*)(arena + REDUCTIONS) + adding * 640;
-  float* own = reduction + (column / 2 * 40 + lane);
-  mbarrier_wait(summed + adding, adding_parity);
-  float total = 0.0f;
-  #pragma unroll
-  for (uint32_t other = 0; other < 4; ++other) {
-    total += own[other * 80];
-  }
-  float low = total;
-  float total_2 = 0.0f;
-  #pragma unroll
-  for (uint32_t other = 0; other < 4; ++other) {
-    total_2 += (own + 320)[other * 80];
-  }
-  float total_3 = low + total_2;
-  float logit = total_3 * scale;
-  uint32_t token = m_tile * 16 + row;
-  if (is_own) {
-    if (logits != nullptr && token < 128256) {
-      uint64_t row_2 = (uint64_t)(step * 4 + column);
-      logits[row_2 * 128256 + (uint64_t)(token)] = logit;
-    }
-    consider(logit, m_tile, row, options, column, sequences, arena, masks, logit_bias, token_counts, weighed, best,
-        best_token);
-  }
-}
 
-// The block's M-tiles of lm_head: the warps' sums added up, the rows finished.
-__device__ __forceinline__ void finish_lm_head(uint32_t block, uint32_t lane, uint64_t* loaded, uint32_t warp,
-    uint32_t column_count, uint32_t& loaded_parity, uint64_t* exchange_words, uint32_t step_epoch, uint8_t* arena,
-    uint32_t& adding, uint64_t* summed, uint32_t& adding_parity, float* logits, uint32_t step, uint32_t options,
-    const int32_t* sequences, const uint32_t* masks, const float* logit_bias, uint32_t* token_counts, float* weighed,
-    float& best, uint32_t& best_token, uint64_t* taken) {
-  uint32_t position = (block + 8) % 132;
-  warp_barrier();
-  if (lane == 0) {
-    mbarrier_arrive(loaded);
+  // The next stage of the ring; behind the last comes the first, in the next pass.
+  __device__ __forceinline__ void advance_2(uint32_t& stage, uint32_t& parity) {
+    stage += 1;
+    if (stage == 2) {
+      stage = 0;
+      parity ^= 1;
+    }
   }
-  float scale = 0.0f;
-  #pragma unroll 1
-  for (uint32_t m_tile = position; m_tile < 8016; m_tile += 132) {
-    uint32_t column = (warp - 9) % 2 * 2 + lane / 16;
-    finish_rows_5(m_tile, column, lane, column_count, scale, loaded, loaded_parity, exchange_words, step_epoch, arena,
-        adding, summed, adding_parity, logits, step, options, sequences, masks, logit_bias, token_counts, weighed, best,
-        best_token);
+
+  // The block's M-tiles of qkv: the warps' sums added up, the rows finished.
+  __device__ __forceinline__ void finish_qkv(uint32_t layer_epoch, uint32_t layer) {
+    uint32_t position = (block + 8) % 132;
     warp_barrier();
-    if (lane == 0) {
-      mbarrier_arrive(taken + adding);
+    if (lane == 0) mbarrier_arrive(loaded);
+    float scale = 0.0f;
+    #pragma unroll 1
+    for (uint32_t m_tile = position; m_tile < 384; m_tile += 132) {
+      uint32_t column = (warp - 9) % 2 * 2 + lane / 16;
+      finish_rows(m_tile, column, scale, layer_epoch, layer);
+      warp_barrier();
+      if (lane == 0) mbarrier_arrive(taken + adding);
+      advance_2(adding, adding_parity);
     }
-    advance_2(adding, adding_parity);
+    mbarrier_wait(loaded, loaded_parity);
+    loaded_parity ^= 1;
   }
-  mbarrier_wait(loaded, loaded_parity);
-  loaded_parity ^= 1;
-}
 
-// The best candidate of so many neighbouring lanes, on all of them; the lowest id on ties.
-__device__ __forceinline__ void best_of_lanes(float& best, uint32_t& best_token) {
-  #pragma unroll 1
-  for (uint32_t level = 0; level < 4; ++level) {
-    uint32_t mask = 8u >> level;
-    float other = shuffle_xor_f32(best, mask);
-    uint32_t other_token = shuffle_xor_u32(best_token, mask);
-    if (other > best || (other == best && other_token < best_token)) {
-      best = other;
-      best_token = other_token;
-    }
-  }
-}
-
-__device__ __forceinline__ void lay_down_candidates(uint8_t* arena, float& best, uint32_t& best_token, uint32_t lane,
-    uint32_t warp, uint64_t* step_added) {
-  uint32_t* words = (uint32_t*)(arena + WARP_CANDIDATES);
-  best_of_lanes(best, best_token);
-  uint32_t lane_2 = lane % 16;
-  if (lane_2 == 0) {
-    uint32_t column = (warp - 9) % 2 * 2 + lane / 16;
-    uint32_t place = ((warp - 9) / 2 * 4 + column) * 2;
-    words[place] = float_bits(best);
-    words[place + 1] = best_token;
-  }
-  warp_barrier();
-  if (lane == 0) {
-    mbarrier_arrive(step_added);
-  }
-}
-
-// Write down every column's place in this step. A barrier of the consumer warps must follow.
-__device__ __forceinline__ void begin_step(uint32_t step, uint8_t* arena, uint32_t thread, uint32_t column_count,
-    const int32_t* columns, const int32_t* sequences) {
-  uint32_t* state = (uint32_t*)(arena + COLUMNS);
-  if (thread < column_count) {
-    uint32_t sequence = load_constant_u32(columns + thread * 4);
-    uint32_t per_step = load_constant_u32(sequences + (sequence * 24 + 1));
-    uint32_t index = step * per_step + load_constant_u32(columns + (thread * 4 + 1));
-    uint32_t* words = state + thread * 9;
-    uint32_t position = load_constant_u32(sequences + sequence * 24) + index;
-    words[0] = min(position, 8191u);
-    words[1] = index;
-    words[2] = load_constant_u32(sequences + (sequence * 24 + 3));
-    words[3] = load_constant_u32(sequences + (sequence * 24 + 5));
-    words[4] = load_constant_u32(sequences + (sequence * 24 + 6));
-    words[5] = load_constant_u32(sequences + (sequence * 24 + 7));
-    words[6] = sequence;
-  }
-}
-
-// A tile's record, in two units of 16 bytes.
-__device__ __forceinline__ void keep_tile(uint4* place, uint32_t index, const int32_t* tiles) {
-  const int32_t* record = tiles + index * 8;
-  place[0] = load_constant_u32x4(record);
-  place[1] = load_constant_u32x4(record + 4);
-}
-
-// An item's record and its tile's, in four units of 16 bytes.
-__device__ __forceinline__ void keep_item(uint4* place, uint32_t index, const int32_t* kv_plans, uint32_t plan_index,
-    const int32_t* tiles) {
-  const int32_t* record = kv_plans + (plan_index * 4352 + index * 8 + 256);
-  uint4 what = load_constant_u32x4(record);
-  place[0] = what;
-  place[1] = load_constant_u32x4(record + 4);
-  keep_tile(place + 2, what.y, tiles);
-}
-
-// Called by a whole warp of the team.
-__device__ __forceinline__ void keep_merge(uint32_t job, uint32_t merge_rows, uint8_t* arena, uint32_t warp,
-    const int32_t* kv_plans, uint32_t plan_index, uint32_t lane, const int32_t* tiles) {
-  uint4* place = (uint4*)(arena + RECORDS) + (21 + warp / 4 * 8);
-  uint32_t index = load_constant_u32(kv_plans + (plan_index * 4352 + job / merge_rows * 2 + 3008));
-  uint32_t head = load_constant_u32(kv_plans + (plan_index * 4352 + job / merge_rows * 2 + 3009));
-  uint32_t begin = load_constant_u32(kv_plans + (plan_index * 4352 + job / merge_rows + 2880));
-  uint32_t end = load_constant_u32(kv_plans + (plan_index * 4352 + job / merge_rows + 2881));
-  if (lane == 0) {
-    place[0] = make_u32x4(head, job % merge_rows, begin, end);
-    keep_tile(place + 1, index, tiles);
-  }
-  uint32_t* sources = (uint32_t*)(place + 3);
-  if (lane < min(end - begin, 20u)) {
-    sources[lane] = load_constant_u32(kv_plans + (plan_index * 4352 + (begin + lane) + 3136));
-  }
-}
-
-// In the consumer role: bring the records of the present plan to shared memory. A barrier of the consumer warps
-// must precede, if there were others, and follow.
-__device__ __forceinline__ void keep(uint8_t* arena, const int32_t* kv_plans, uint32_t plan_index, uint32_t thread,
-    uint32_t block, const int32_t* tiles, uint32_t warp, uint32_t lane) {
-  uint4* kept = (uint4*)(arena + RECORDS);
-  uint4 header = load_constant_u32x4(kv_plans + plan_index * 4352);
-  if (thread < 4) {
-    uint32_t first_item = load_constant_u32(kv_plans + (plan_index * 4352 + block + 64));
-    uint32_t last_item = load_constant_u32(kv_plans + (plan_index * 4352 + block + 65));
-    if (thread == 0) {
-      kept[0] = make_u32x4(first_item, last_item, header.z * header.w, header.w);
-    }
-    if (first_item + thread < last_item) {
-      keep_item(kept + (1 + thread * 4), first_item + thread, kv_plans, plan_index, tiles);
-    }
-  }
-  if (warp % 4 == 0 && warp / 4 * 132 + block < header.z * header.w) {
-    keep_merge(warp / 4 * 132 + block, header.w, arena, warp, kv_plans, plan_index, lane, tiles);
-  }
-}
-
-// In the consumer role: the embeddings of the step's tokens, times the multiplier, become the residual, and are
-// published as every hidden vector is. A lane has a row of a column, of the block's M-tiles in turn; whole warps
-// share M-tiles.
-__device__ __forceinline__ void publish_embeddings(uint32_t thread, uint32_t block, uint32_t column_count,
-    uint8_t* arena, const bf16* norms, const bf16* embedding, uint32_t* next_token, uint32_t* input_words,
-    uint32_t step_epoch, uint64_t* exchange_words) {
-  #pragma unroll 1
-  for (uint32_t place = thread; place < 128; place += 256) {
-    uint32_t wave = place / 64;
-    uint32_t column = place / 16 % 4;
-    uint32_t row = place % 16;
-    uint32_t m_tile = wave * 132 + block % 132;
-    bool is_own = place < 128 && m_tile < 256 && column < column_count;
-    uint32_t there = min(m_tile, 255u);
+  // The rows of a slot, with what of it is worked out before the sums are there.
+  __device__ __forceinline__ void finish_rows_2(uint32_t m_tile, uint32_t column, uint32_t layer,
+      uint32_t layer_epoch) {
+    uint32_t row = lane % 16;
+    bool is_own = column < column_count;
     float* residual = (float*)(arena + RESIDUAL);
-    uint32_t place_2 = renewed_u32((wave * 16 + row) * 4 + column);
-    float weight = bf16_to_f32(norms[there * 16 + row]);
-    uint32_t word = (((there * 16 + row) / 32 * 4 + column) * 4 + (there * 16 + row) / 8 % 4) * 4 + (there * 16 + row) % 8 / 2;
-    uint32_t number = word / 1024 * 10240 + word % 1024 + 3072;
+    uint32_t place = renewed_u32((m_tile / 132 * 16 + row) * 4 + column);
+    float weight = bf16_to_f32((norms + (layer * 2 + 1) * 4096)[m_tile * 16 + row]);
+    uint32_t word = (((m_tile * 16 + row) / 32 * 4 + column) * 4 + (m_tile * 16 + row) / 8 % 4) * 4 + (m_tile * 16 + row) % 8 / 2;
+    uint32_t number = word / 1024 * 10240 + word % 1024 + 35840;
     uint32_t published = renewed_u32(number);
-    float embedded = 0.0f;
+    float* reduction = (float*)(arena + REDUCTIONS) + adding * 640;
+    float* own = reduction + (column / 2 * 40 + lane);
+    mbarrier_wait(summed + adding, adding_parity);
+    float total = 0.0f;
+    #pragma unroll
+    for (uint32_t other = 0; other < 4; ++other) total += own[other * 80];
+    float low = total;
+    float total_2 = 0.0f;
+    #pragma unroll
+    for (uint32_t other = 0; other < 4; ++other) total_2 += (own + 320)[other * 80];
+    float total_3 = low + total_2;
+    float value = total_3;
     if (is_own) {
-      embedded = bf16_to_f32((embedding + (uint64_t)(next_token[column]) * 4096)[there * 16 + row]);
-    }
-    float value = embedded;
-    if (is_own) {
-      residual[place_2] = value;
+      value += residual[place];
+      residual[place] = value;
     }
     float weighted = value * weight;
     float neighbour = shuffle_xor_f32(weighted, 1);
     uint32_t pair = pack_bf16x2(weighted, neighbour);
     if (is_own && row < 16 && row % 2 == 0) {
-      uint32_t* place_3 = input_words + published;
-      publish_tagged(place_3, pair, 32, step_epoch);
+      uint32_t* place_2 = input_words + published;
+      publish_tagged(place_2, pair, 32, layer_epoch);
     }
     bool is_plausible = weighted < 8589934592.0f && weighted > -8589934592.0f;
     float told = is_plausible ? value : bits_float(2143289344);
-    float total = told * told;
-    total += shuffle_xor_f32(total, 8);
-    total += shuffle_xor_f32(total, 4);
-    total += shuffle_xor_f32(total, 2);
-    total += shuffle_xor_f32(total, 1);
-    uint32_t place_3 = column * 256 + there;
-    if (is_own && row == 0) {
-      publish_flagged(exchange_words + (place_3 + 672256), float_bits(total), step_epoch);
+    float total_4 = told * told;
+    total_4 += shuffle_xor_f32(total_4, 8);
+    total_4 += shuffle_xor_f32(total_4, 4);
+    total_4 += shuffle_xor_f32(total_4, 2);
+    total_4 += shuffle_xor_f32(total_4, 1);
+    uint32_t place_2 = column * 256 + m_tile;
+    if (is_own && row == 0) publish_flagged(exchange_words + (place_2 + 673280), float_bits(total_4), layer_epoch);
+  }
+
+  // The block's M-tiles of o: the warps' sums added up, the rows finished.
+  __device__ __forceinline__ void finish_o(uint32_t layer, uint32_t layer_epoch) {
+    uint32_t position = block % 132;
+    #pragma unroll 1
+    for (uint32_t m_tile = position; m_tile < 256; m_tile += 132) {
+      uint32_t column = (warp - 9) % 2 * 2 + lane / 16;
+      finish_rows_2(m_tile, column, layer, layer_epoch);
+      warp_barrier();
+      if (lane == 0) mbarrier_arrive(taken + adding);
+      advance_2(adding, adding_parity);
     }
   }
-}
 
-// cos and sin of every column's position.
-__device__ __forceinline__ void load_angles(uint8_t* arena, uint32_t thread, uint32_t column_count, const float* rope) {
-  float* angles = (float*)(arena + ROPE);
-  #pragma unroll 1
-  for (uint32_t index = thread; index < column_count * 128; index += 256) {
-    uint32_t position = ((uint32_t*)(arena + COLUMNS))[index / 128 * 9];
-    angles[index] = rope[(uint64_t)(position) * 128 + (uint64_t)(index % 128)];
+  // A share of a column's sum of squares (f32), that of lane `lane` of so many.
+  __device__ __forceinline__ float sum_of_lane_2(uint32_t column, uint32_t lane, uint32_t layer_epoch) {
+    float total = 0.0f;
+    #pragma unroll 1
+    for (uint32_t first = lane; first < 64 + lane; first += 32) {
+      uint32_t unit = first;
+      uint32_t unit_2 = first + 16;
+      uint32_t places[8];
+      uint4 data[8];
+      places[0] = column * 256 + min(unit, 63u) * 4;
+      places[1] = column * 256 + min(unit_2, 63u) * 4;
+      wait_flagged_places(data, exchange_words + 673280, places, 2, layer_epoch);
+      uint4 words = data[0];
+      float low = bits_float(words.x) + bits_float(words.y);
+      float of_unit = low + (bits_float(words.z) + bits_float(words.w));
+      total += unit < 64 ? of_unit : 0.0f;
+      uint4 words_2 = data[1];
+      float low_2 = bits_float(words_2.x) + bits_float(words_2.y);
+      float of_unit_2 = low_2 + (bits_float(words_2.z) + bits_float(words_2.w));
+      total += unit_2 < 64 ? of_unit_2 : 0.0f;
+    }
+    return total;
   }
-}
 
-// Bring a part of a vector into shared memory; ends with a barrier of the consumer warps.
-__device__ __forceinline__ void load_vector(uint8_t* arena, uint32_t thread, uint32_t lane, uint32_t* input_words,
-    uint32_t layer_epoch, uint32_t column_count) {
-  uint4* vector = (uint4*)(arena + VECTOR);
-  uint32_t first_unit = thread;
-  if (lane == 0) {
-    uint32_t word = first_unit * 4;
-    uint32_t number = word / 1024 * 10240 + word % 1024 + 3072;
-    wait_tagged4(input_words + number, 32, layer_epoch - 1);
-  }
-  warp_barrier();
-  if (thread / 4 % 4 < column_count) {
-    uint4 units[8];
-    uint32_t word = first_unit * 4;
-    uint32_t number = word / 1024 * 10240 + word % 1024 + 3072;
-    wait_tagged_units(units, input_words + number, 10240, 8, 32, layer_epoch - 1);
+  // The rows of a slot, with what of it is worked out before the sums are there.
+  __device__ __forceinline__ void finish_rows_3(uint32_t m_tile, uint32_t column, float& scale, uint32_t layer_epoch) {
+    uint32_t row = lane % 16;
+    bool is_own = column < column_count;
+    uint32_t published = renewed_u32((((m_tile * 8 + row) / 32 * 4 + column) * 4 + (m_tile * 8 + row) / 8 % 4) * 4 + (m_tile * 8 + row) % 8 / 2 + 1315840);
+    if (scale == 0.0f) {
+      mbarrier_wait(loaded, loaded_parity);
+      float total = 0.0f;
+      if (column < column_count) total = sum_of_lane_2(column, lane % 16, layer_epoch);
+      total += shuffle_xor_f32(total, 8);
+      total += shuffle_xor_f32(total, 4);
+      total += shuffle_xor_f32(total, 2);
+      total += shuffle_xor_f32(total, 1);
+      float scale_2 = rsqrt_f32(total * 0.000244140625f + 1e-05f);
+      scale = total < 1.8446744e+19f ? scale_2 : bits_float(2143289344);
+    }
+    float* reduction = (float*)(arena + REDUCTIONS) + adding * 640;
+    float* own = reduction + (column / 2 * 40 + lane);
+    mbarrier_wait(summed + adding, adding_parity);
+    float total = 0.0f;
     #pragma unroll
-    for (uint32_t index = 0; index < 8; ++index) {
-      uint4 words = units[index];
-      vector[first_unit + index * 256] = words;
+    for (uint32_t other = 0; other < 4; ++other) total += own[other * 80];
+    float low = total;
+    float total_2 = 0.0f;
+    #pragma unroll
+    for (uint32_t other = 0; other < 4; ++other) total_2 += (own + 320)[other * 80];
+    float total_3 = low + total_2;
+    float value = total_3 * scale;
+    float other = shuffle_xor_f32(value, 8);
+    float gated = divide_f32(value, 1.0f + exp_f32(-value)) * other;
+    float neighbour = shuffle_xor_f32(gated, 1);
+    uint32_t pair = pack_bf16x2(gated, neighbour);
+    if (is_own && row < 8 && row % 2 == 0) {
+      uint32_t* place = input_words + published;
+      publish_tagged(place, pair, 60, layer_epoch);
     }
   }
-  named_barrier(1, 256);
-}
 
-// This warp's tiles of a chunk, and what they are multiplied with, to registers.
-__device__ __forceinline__ void hold_chunk(uint32_t chunk, uint32_t place, uint8_t* chunk_2, uint32_t warp,
-    uint32_t lane, uint4 (&weights)[2][2], uint4 (&values)[2], uint8_t* arena) {
-  const uint4* fragments = (const uint4*)(chunk_2);
-  uint32_t read = 0;
-  #pragma unroll
-  for (uint32_t turn = 0; turn < 2; ++turn) {
-    uint32_t pair = turn * 8 + warp;
-    uint4 first = fragments[pair * 64 + lane];
-    uint4 second = fragments[pair * 64 + 32 + lane];
-    weights[turn][0] = first;
-    weights[turn][1] = second;
-    values[turn] = ((uint4*)(arena + VECTOR) + (place * 16 + pair) * 16)[lane % 16];
-    read ^= first.x ^ second.x;
+  // The block's M-tiles of gate_up: the warps' sums added up, the rows finished.
+  __device__ __forceinline__ void finish_gate_up(uint32_t layer_epoch) {
+    uint32_t position = (block + 8) % 132;
+    warp_barrier();
+    if (lane == 0) mbarrier_arrive(loaded);
+    float scale = 0.0f;
+    #pragma unroll 1
+    for (uint32_t m_tile = position; m_tile < 1792; m_tile += 132) {
+      uint32_t column = (warp - 9) % 2 * 2 + lane / 16;
+      finish_rows_3(m_tile, column, scale, layer_epoch);
+      warp_barrier();
+      if (lane == 0) mbarrier_arrive(taken + adding);
+      advance_2(adding, adding_parity);
+    }
+    mbarrier_wait(loaded, loaded_parity);
+    loaded_parity ^= 1;
   }
-  wait_for_u32(read);
-}
 
-// The products of what `_hold_chunk` brought.
-__device__ __forceinline__ void multiply_held(uint32_t chunk, float (&sums)[1][4], uint32_t warp,
-    uint4 (&weights)[2][2], uint4 (&values)[2]) {
-  #pragma unroll
-  for (uint32_t turn = 0; turn < 2; ++turn) {
-    uint32_t pair = turn * 8 + warp;
-    mma_bf16(sums[0], weights[turn][0], values[turn].x, values[turn].y);
-    mma_bf16(sums[0], weights[turn][1], values[turn].z, values[turn].w);
+  // The rows of a slot, with what of it is worked out before the sums are there.
+  __device__ __forceinline__ void finish_rows_4(uint32_t m_tile, uint32_t column, uint32_t layer,
+      uint32_t layer_epoch) {
+    uint32_t row = lane % 16;
+    bool is_own = column < column_count;
+    float* residual = (float*)(arena + RESIDUAL);
+    uint32_t place = renewed_u32((m_tile / 132 * 16 + row) * 4 + column);
+    float weight = bf16_to_f32((norms + (layer * 2 + 2) * 4096)[m_tile * 16 + row]);
+    uint32_t word = (((m_tile * 16 + row) / 32 * 4 + column) * 4 + (m_tile * 16 + row) / 8 % 4) * 4 + (m_tile * 16 + row) % 8 / 2;
+    uint32_t number = word / 1024 * 10240 + word % 1024 + 3072;
+    uint32_t published = renewed_u32(number);
+    float* reduction = (float*)(arena + REDUCTIONS) + adding * 640;
+    float* own = reduction + (column / 2 * 40 + lane);
+    mbarrier_wait(summed + adding, adding_parity);
+    float total = 0.0f;
+    #pragma unroll
+    for (uint32_t other = 0; other < 4; ++other) total += own[other * 80];
+    float low = total;
+    float total_2 = 0.0f;
+    #pragma unroll
+    for (uint32_t other = 0; other < 4; ++other) total_2 += (own + 320)[other * 80];
+    float total_3 = low + total_2;
+    float value = total_3;
+    if (is_own) {
+      value += residual[place];
+      residual[place] = value;
+    }
+    float weighted = value * weight;
+    float neighbour = shuffle_xor_f32(weighted, 1);
+    uint32_t pair = pack_bf16x2(weighted, neighbour);
+    if (is_own && row < 16 && row % 2 == 0) {
+      uint32_t* place_2 = input_words + published;
+      publish_tagged(place_2, pair, 32, layer_epoch);
+    }
+    bool is_plausible = weighted < 8589934592.0f && weighted > -8589934592.0f;
+    float told = is_plausible ? value : bits_float(2143289344);
+    float total_4 = told * told;
+    total_4 += shuffle_xor_f32(total_4, 8);
+    total_4 += shuffle_xor_f32(total_4, 4);
+    total_4 += shuffle_xor_f32(total_4, 2);
+    total_4 += shuffle_xor_f32(total_4, 1);
+    uint32_t place_2 = column * 256 + m_tile;
+    if (is_own && row == 0) publish_flagged(exchange_words + (place_2 + 672256), float_bits(total_4), layer_epoch);
   }
-}
 
-// This warp's sums: [warp][pair of columns][column of the pair][row]. Lane 4g + t holds rows g and g + 8 of
-// columns 2t and 2t + 1.
-__device__ __forceinline__ void lay_down(float* reduction, float (&sums)[1][4], uint32_t warp, uint32_t lane) {
-  uint32_t own = warp * 80 + lane / 4;
-  uint32_t pair = lane % 4;
-  if (pair < 2) {
-    uint32_t place = own + pair * 40;
-    reduction[place] = sums[0][0];
-    reduction[place + 8] = sums[0][2];
-    uint32_t place_2 = own + pair * 40 + 16;
-    reduction[place_2] = sums[0][1];
-    reduction[place_2 + 8] = sums[0][3];
+  // The block's M-tiles of down: the warps' sums added up, the rows finished.
+  __device__ __forceinline__ void finish_down(uint32_t layer, uint32_t layer_epoch) {
+    uint32_t position = block % 132;
+    #pragma unroll 1
+    for (uint32_t m_tile = position; m_tile < 256; m_tile += 132) {
+      uint32_t column = (warp - 9) % 2 * 2 + lane / 16;
+      finish_rows_4(m_tile, column, layer, layer_epoch);
+      warp_barrier();
+      if (lane == 0) mbarrier_arrive(taken + adding);
+      advance_2(adding, adding_parity);
+    }
   }
-}
 
-// The end of an M-tile: this warp's sums to the adding warps.
-__device__ __forceinline__ void hand_over(float (&sums)[1][4], uint64_t* taken, uint32_t& turn, uint32_t& turn_parity,
-    uint8_t* arena, uint32_t warp, uint32_t lane, uint64_t* summed) {
-  mbarrier_wait(taken + turn, turn_parity ^ 1);
-  float* reduction = (float*)(arena + REDUCTIONS) + turn * 640;
-  lay_down(reduction, sums, warp, lane);
-  warp_barrier();
-  if (lane == 0) {
-    mbarrier_arrive(summed + turn);
+  // A share of a column's sum of squares (f32), that of lane `lane` of so many.
+  __device__ __forceinline__ float sum_of_lane_3(uint32_t column, uint32_t lane, uint32_t step_epoch) {
+    float total = 0.0f;
+    #pragma unroll 1
+    for (uint32_t first = lane; first < 64 + lane; first += 32) {
+      uint32_t unit = first;
+      uint32_t unit_2 = first + 16;
+      uint32_t places[8];
+      uint4 data[8];
+      places[0] = column * 256 + min(unit, 63u) * 4;
+      places[1] = column * 256 + min(unit_2, 63u) * 4;
+      wait_flagged_places(data, exchange_words + 672256, places, 2, step_epoch + 32);
+      uint4 words = data[0];
+      float low = bits_float(words.x) + bits_float(words.y);
+      float of_unit = low + (bits_float(words.z) + bits_float(words.w));
+      total += unit < 64 ? of_unit : 0.0f;
+      uint4 words_2 = data[1];
+      float low_2 = bits_float(words_2.x) + bits_float(words_2.y);
+      float of_unit_2 = low_2 + (bits_float(words_2.z) + bits_float(words_2.w));
+      total += unit_2 < 64 ? of_unit_2 : 0.0f;
+    }
+    return total;
   }
-  advance_2(turn, turn_parity);
-}
 
-// What was handed over so far is added up and finished: the last M-tile of every reduction, oldest first.
-__device__ __forceinline__ void wait_until_taken(uint64_t* taken, uint32_t& turn, uint32_t& turn_parity) {
-  #pragma unroll 1
-  for (uint32_t i = 0; i < 2; ++i) {
+  __device__ __forceinline__ void penalise(uint32_t column, uint32_t token, float& adjusted) {
+    uint32_t value = load_constant_u32(sequences + (((uint32_t*)(arena + COLUMNS))[column * 9 + 6] * 24 + 11));
+    uint32_t found = token_counts[value * 128256 + token];
+    uint32_t count = found & 2147483647;
+    if (found != 0) {
+      float repetition = bits_float(load_constant_u32(sequences + (((uint32_t*)(arena + COLUMNS))[column * 9 + 6] * 24 + 15)));
+      float quotient = divide_f32(adjusted, repetition);
+      adjusted = adjusted > 0.0f ? quotient : adjusted * repetition;
+    }
+    if (count != 0) {
+      adjusted -= bits_float(load_constant_u32(sequences + (((uint32_t*)(arena + COLUMNS))[column * 9 + 6] * 24 + 17))) * (float)(count);
+      adjusted -= bits_float(load_constant_u32(sequences + (((uint32_t*)(arena + COLUMNS))[column * 9 + 6] * 24 + 16)));
+    }
+  }
+
+  // The logit of a token below the vocabulary's end, as its column's sequence wants it.
+  __device__ __forceinline__ float adjust(uint32_t column, uint32_t token, float logit) {
+    uint32_t options = load_constant_u32(sequences + (((uint32_t*)(arena + COLUMNS))[column * 9 + 6] * 24 + 10));
+    float adjusted = logit;
+    if ((options & 1) != 0) {
+      uint32_t place = load_constant_u32(sequences + (((uint32_t*)(arena + COLUMNS))[column * 9 + 6] * 24 + 11)) * 4008 + token / 32;
+      if (((load_constant_u32(masks + place) >> token % 32) & 1) == 0) adjusted = -bits_float(0x7f800000);
+    }
+    if ((options & 2) != 0) {
+      adjusted += bits_float(load_constant_u32(logit_bias + (load_constant_u32(sequences + (((uint32_t*)(arena + COLUMNS))[column * 9 + 6] * 24 + 11)) * 128256 + token)));
+    }
+    if ((options & 4) != 0) penalise(column, token, adjusted);
+    return adjusted;
+  }
+
+  // -log(-log u), u = ((word >> 9) + 0.5) / 2^23: exact in f32, and never 0 or 1.
+  __device__ __forceinline__ float gumbel(uint32_t token, uint32_t position, uint64_t seed) {
+    uint32_t c0 = token;
+    uint32_t c1 = position;
+    uint32_t c2 = 0;
+    uint32_t c3 = 0;
+    uint32_t k0 = (uint32_t)(seed);
+    uint32_t k1 = (uint32_t)(seed >> 32);
+    #pragma unroll
+    for (uint32_t i = 0; i < 10; ++i) {
+      uint32_t high0 = multiply_high_u32(3528531795u, c0);
+      uint32_t high1 = multiply_high_u32(3449720151u, c2);
+      uint32_t low0 = c0 * 3528531795u;
+      uint32_t low1 = c2 * 3449720151u;
+      c0 = high1 ^ c1 ^ k0;
+      c1 = low1;
+      c2 = high0 ^ c3 ^ k1;
+      c3 = low0;
+      k0 += 2654435769u;
+      k1 += 3144134277u;
+    }
+    uint32_t word = c0;
+    float uniform = ((float)(word >> 9) + 0.5f) * 1.1920929e-07f;
+    return -log_f32(-log_f32(uniform));
+  }
+
+  // Write a logit down, as it is compared without filters: one row a lane, in the adder role.
+  __device__ __forceinline__ void keep_2(uint32_t token, float scaled, float noisy, uint32_t column) {
+    bool is_filtered = (load_constant_u32(sequences + (((uint32_t*)(arena + COLUMNS))[column * 9 + 6] * 24 + 10)) & 8) != 0;
+    if (is_filtered) {
+      uint32_t following = ((uint32_t*)(arena + COLUMNS))[column * 9 + 1] + 1;
+      uint32_t value = load_constant_u32(sequences + (((uint32_t*)(arena + COLUMNS))[column * 9 + 6] * 24 + 2));
+      bool wanted = following >= value && following <= ((uint32_t*)(arena + COLUMNS))[column * 9 + 2];
+      if (wanted && ((uint32_t*)(arena + COLUMNS))[column * 9 + 7] == 0) {
+        uint32_t place = (load_constant_u32(sequences + (((uint32_t*)(arena + COLUMNS))[column * 9 + 6] * 24 + 11)) * 128256 + token) * 2;
+        weighed[place] = scaled;
+        weighed[place + 1] = noisy;
+      }
+    }
+  }
+
+  // In the adder role, by lanes that own a row: take an M-tile's logits in. A lane sees ascending ids, so `>`
+  // keeps the lowest on ties.
+  __device__ __forceinline__ void consider(float logit, uint32_t m_tile, uint32_t row, uint32_t column, float& best,
+      uint32_t& best_token) {
+    uint32_t token = m_tile * 16 + row;
+    float candidate = logit;
+    if ((options & 7) != 0 && token < 128256) candidate = adjust(column, token, candidate);
+    float temperature = bits_float(((uint32_t*)(arena + COLUMNS))[column * 9 + 3]);
+    if (temperature > 0.0f) {
+      uint64_t seed = ((uint64_t)(((uint32_t*)(arena + COLUMNS))[column * 9 + 5]) << 32) | (uint64_t)(((uint32_t*)(arena + COLUMNS))[column * 9 + 4]);
+      uint32_t position = ((uint32_t*)(arena + COLUMNS))[column * 9] + 1;
+      float scaled = divide_f32(candidate, temperature);
+      candidate = scaled + gumbel(token, position, seed);
+      if ((options & 8) != 0 && token < 128256) keep_2(token, scaled, candidate, column);
+    }
+    if (token < 128256 && candidate > best) {
+      best = candidate;
+      best_token = token;
+    }
+  }
+
+  // The rows of a slot, with what of it is worked out before the sums are there.
+  __device__ __forceinline__ void finish_rows_5(uint32_t m_tile, uint32_t column, float& scale, uint32_t step_epoch,
+      uint32_t step, float& best, uint32_t& best_token) {
+    uint32_t row = lane % 16;
+    bool is_own = column < column_count;
+    if (scale == 0.0f) {
+      mbarrier_wait(loaded, loaded_parity);
+      float total = 0.0f;
+      if (column < column_count) total = sum_of_lane_3(column, lane % 16, step_epoch);
+      total += shuffle_xor_f32(total, 8);
+      total += shuffle_xor_f32(total, 4);
+      total += shuffle_xor_f32(total, 2);
+      total += shuffle_xor_f32(total, 1);
+      float scale_2 = rsqrt_f32(total * 0.000244140625f + 1e-05f);
+      scale = total < 1.8446744e+19f ? scale_2 : bits_float(2143289344);
+    }
+    float* reduction = (float*)(arena + REDUCTIONS) + adding * 640;
+    float* own = reduction + (column / 2 * 40 + lane);
+    mbarrier_wait(summed + adding, adding_parity);
+    float total = 0.0f;
+    #pragma unroll
+    for (uint32_t other = 0; other < 4; ++other) total += own[other * 80];
+    float low = total;
+    float total_2 = 0.0f;
+    #pragma unroll
+    for (uint32_t other = 0; other < 4; ++other) total_2 += (own + 320)[other * 80];
+    float total_3 = low + total_2;
+    float logit = total_3 * scale;
+    uint32_t token = m_tile * 16 + row;
+    if (is_own) {
+      if (logits != nullptr && token < 128256) {
+        uint64_t row_2 = (uint64_t)(step * 4 + column);
+        logits[row_2 * 128256 + (uint64_t)(token)] = logit;
+      }
+      consider(logit, m_tile, row, column, best, best_token);
+    }
+  }
+
+  // The block's M-tiles of lm_head: the warps' sums added up, the rows finished.
+  __device__ __forceinline__ void finish_lm_head(uint32_t step_epoch, uint32_t step, float& best,
+      uint32_t& best_token) {
+    uint32_t position = (block + 8) % 132;
+    warp_barrier();
+    if (lane == 0) mbarrier_arrive(loaded);
+    float scale = 0.0f;
+    #pragma unroll 1
+    for (uint32_t m_tile = position; m_tile < 8016; m_tile += 132) {
+      uint32_t column = (warp - 9) % 2 * 2 + lane / 16;
+      finish_rows_5(m_tile, column, scale, step_epoch, step, best, best_token);
+      warp_barrier();
+      if (lane == 0) mbarrier_arrive(taken + adding);
+      advance_2(adding, adding_parity);
+    }
+    mbarrier_wait(loaded, loaded_parity);
+    loaded_parity ^= 1;
+  }
+
+  // The best candidate of so many neighbouring lanes, on all of them; the lowest id on ties.
+  __device__ __forceinline__ void best_of_lanes(float& best, uint32_t& best_token) {
+    #pragma unroll 1
+    for (uint32_t level = 0; level < 4; ++level) {
+      uint32_t mask = 8u >> level;
+      float other = shuffle_xor_f32(best, mask);
+      uint32_t other_token = shuffle_xor_u32(best_token, mask);
+      if (other > best || (other == best && other_token < best_token)) {
+        best = other;
+        best_token = other_token;
+      }
+    }
+  }
+
+  __device__ __forceinline__ void lay_down_candidates(float& best, uint32_t& best_token) {
+    uint32_t* words = (uint32_t*)(arena + WARP_CANDIDATES);
+    best_of_lanes(best, best_token);
+    uint32_t lane_2 = lane % 16;
+    if (lane_2 == 0) {
+      uint32_t column = (warp - 9) % 2 * 2 + lane / 16;
+      uint32_t place = ((warp - 9) / 2 * 4 + column) * 2;
+      words[place] = float_bits(best);
+      words[place + 1] = best_token;
+    }
+    warp_barrier();
+    if (lane == 0) mbarrier_arrive(step_added);
+  }
+
+  // Write down every column's place in this step. A barrier of the consumer warps must follow.
+  __device__ __forceinline__ void begin_step(uint32_t step) {
+    uint32_t* state = (uint32_t*)(arena + COLUMNS);
+    if (thread < column_count) {
+      uint32_t sequence = load_constant_u32(columns + thread * 4);
+      uint32_t per_step = load_constant_u32(sequences + (sequence * 24 + 1));
+      uint32_t index = step * per_step + load_constant_u32(columns + (thread * 4 + 1));
+      uint32_t* words = state + thread * 9;
+      uint32_t position = load_constant_u32(sequences + sequence * 24) + index;
+      words[0] = min(position, 8191u);
+      words[1] = index;
+      words[2] = load_constant_u32(sequences + (sequence * 24 + 3));
+      words[3] = load_constant_u32(sequences + (sequence * 24 + 5));
+      words[4] = load_constant_u32(sequences + (sequence * 24 + 6));
+      words[5] = load_constant_u32(sequences + (sequence * 24 + 7));
+      words[6] = sequence;
+    }
+  }
+
+  // A tile's record, in two units of 16 bytes.
+  __device__ __forceinline__ void keep_tile(uint4* place, uint32_t index) {
+    const int32_t* record = tiles + index * 8;
+    place[0] = load_constant_u32x4(record);
+    place[1] = load_constant_u32x4(record + 4);
+  }
+
+  // An item's record and its tile's, in four units of 16 bytes.
+  __device__ __forceinline__ void keep_item(uint4* place, uint32_t index) {
+    const int32_t* record = kv_plans + (plan_index * 4352 + index * 8 + 256);
+    uint4 what = load_constant_u32x4(record);
+    place[0] = what;
+    place[1] = load_constant_u32x4(record + 4);
+    keep_tile(place + 2, what.y);
+  }
+
+  // Called by a whole warp of the team.
+  __device__ __forceinline__ void keep_merge(uint32_t job, uint32_t merge_rows) {
+    uint4* place = (uint4*)(arena + RECORDS) + (21 + warp / 4 * 8);
+    uint32_t index = load_constant_u32(kv_plans + (plan_index * 4352 + job / merge_rows * 2 + 3008));
+    uint32_t head = load_constant_u32(kv_plans + (plan_index * 4352 + job / merge_rows * 2 + 3009));
+    uint32_t begin = load_constant_u32(kv_plans + (plan_index * 4352 + job / merge_rows + 2880));
+    uint32_t end = load_constant_u32(kv_plans + (plan_index * 4352 + job / merge_rows + 2881));
+    if (lane == 0) {
+      place[0] = make_u32x4(head, job % merge_rows, begin, end);
+      keep_tile(place + 1, index);
+    }
+    uint32_t* sources = (uint32_t*)(place + 3);
+    if (lane < min(end - begin, 20u)) {
+      sources[lane] = load_constant_u32(kv_plans + (plan_index * 4352 + (begin + lane) + 3136));
+    }
+  }
+
+  // In the consumer role: bring the records of the present plan to shared memory. A barrier of the consumer warps
+  // must precede, if there were others, and follow.
+  __device__ __forceinline__ void keep() {
+    uint4* kept = (uint4*)(arena + RECORDS);
+    uint4 header = load_constant_u32x4(kv_plans + plan_index * 4352);
+    if (thread < 4) {
+      uint32_t first_item = load_constant_u32(kv_plans + (plan_index * 4352 + block + 64));
+      uint32_t last_item = load_constant_u32(kv_plans + (plan_index * 4352 + block + 65));
+      if (thread == 0) kept[0] = make_u32x4(first_item, last_item, header.z * header.w, header.w);
+      if (first_item + thread < last_item) keep_item(kept + (1 + thread * 4), first_item + thread);
+    }
+    if (warp % 4 == 0 && warp / 4 * 132 + block < header.z * header.w) keep_merge(warp / 4 * 132 + block, header.w);
+  }
+
+  // In the consumer role: the embeddings of the step's tokens, times the multiplier, become the residual, and are
+  // published as every hidden vector is. A lane has a row of a column, of the block's M-tiles in turn; whole warps
+  // share M-tiles.
+  __device__ __forceinline__ void publish_embeddings(uint32_t step_epoch) {
+    #pragma unroll 1
+    for (uint32_t place = thread; place < 128; place += 256) {
+      uint32_t wave = place / 64;
+      uint32_t column = place / 16 % 4;
+      uint32_t row = place % 16;
+      uint32_t m_tile = wave * 132 + block % 132;
+      bool is_own = place < 128 && m_tile < 256 && column < column_count;
+      uint32_t there = min(m_tile, 255u);
+      float* residual = (float*)(arena + RESIDUAL);
+      uint32_t place_2 = renewed_u32((wave * 16 + row) * 4 + column);
+      float weight = bf16_to_f32(norms[there * 16 + row]);
+      uint32_t word = (((there * 16 + row) / 32 * 4 + column) * 4 + (there * 16 + row) / 8 % 4) * 4 + (there * 16 + row) % 8 / 2;
+      uint32_t number = word / 1024 * 10240 + word % 1024 + 3072;
+      uint32_t published = renewed_u32(number);
+      float embedded = 0.0f;
+      if (is_own) embedded = bf16_to_f32((embedding + (uint64_t)(next_token[column]) * 4096)[there * 16 + row]);
+      float value = embedded;
+      if (is_own) residual[place_2] = value;
+      float weighted = value * weight;
+      float neighbour = shuffle_xor_f32(weighted, 1);
+      uint32_t pair = pack_bf16x2(weighted, neighbour);
+      if (is_own && row < 16 && row % 2 == 0) {
+        uint32_t* place_3 = input_words + published;
+        publish_tagged(place_3, pair, 32, step_epoch);
+      }
+      bool is_plausible = weighted < 8589934592.0f && weighted > -8589934592.0f;
+      float told = is_plausible ? value : bits_float(2143289344);
+      float total = told * told;
+      total += shuffle_xor_f32(total, 8);
+      total += shuffle_xor_f32(total, 4);
+      total += shuffle_xor_f32(total, 2);
+      total += shuffle_xor_f32(total, 1);
+      uint32_t place_3 = column * 256 + there;
+      if (is_own && row == 0) publish_flagged(exchange_words + (place_3 + 672256), float_bits(total), step_epoch);
+    }
+  }
+
+  // cos and sin of every column's position.
+  __device__ __forceinline__ void load_angles() {
+    float* angles = (float*)(arena + ROPE);
+    #pragma unroll 1
+    for (uint32_t index = thread; index < column_count * 128; index += 256) {
+      uint32_t position = ((uint32_t*)(arena + COLUMNS))[index / 128 * 9];
+      angles[index] = rope[(uint64_t)(position) * 128 + (uint64_t)(index % 128)];
+    }
+  }
+
+  // Bring a part of a vector into shared memory; ends with a barrier of the consumer warps.
+  __device__ __forceinline__ void load_vector(uint32_t thread, uint32_t lane, uint32_t layer_epoch) {
+    uint4* vector = (uint4*)(arena + VECTOR);
+    uint32_t first_unit = thread;
+    if (lane == 0) {
+      uint32_t word = first_unit * 4;
+      uint32_t number = word / 1024 * 10240 + word % 1024 + 3072;
+      wait_tagged4(input_words + number, 32, layer_epoch - 1);
+    }
+    warp_barrier();
+    if (thread / 4 % 4 < column_count) {
+      uint4 units[8];
+      uint32_t word = first_unit * 4;
+      uint32_t number = word / 1024 * 10240 + word % 1024 + 3072;
+      wait_tagged_units(units, input_words + number, 10240, 8, 32, layer_epoch - 1);
+      #pragma unroll
+      for (uint32_t index = 0; index < 8; ++index) {
+        uint4 words = units[index];
+        vector[first_unit + index * 256] = words;
+      }
+    }
+    named_barrier(1, 256);
+  }
+
+  // This warp's tiles of a chunk, and what they are multiplied with, to registers.
+  __device__ __forceinline__ void hold_chunk(uint32_t chunk, uint32_t place, uint8_t* chunk_2, uint32_t warp,
+      uint32_t lane, uint4 (&weights)[2][2], uint4 (&values)[2]) {
+    const uint4* fragments = (const uint4*)(chunk_2);
+    uint32_t read = 0;
+    #pragma unroll
+    for (uint32_t turn = 0; turn < 2; ++turn) {
+      uint32_t pair = turn * 8 + warp;
+      uint4 first = fragments[pair * 64 + lane];
+      uint4 second = fragments[pair * 64 + 32 + lane];
+      weights[turn][0] = first;
+      weights[turn][1] = second;
+      values[turn] = ((uint4*)(arena + VECTOR) + (place * 16 + pair) * 16)[lane % 16];
+      read ^= first.x ^ second.x;
+    }
+    wait_for_u32(read);
+  }
+
+  // The products of what `_hold_chunk` brought.
+  __device__ __forceinline__ void multiply_held(uint32_t chunk, float (&sums)[1][4], uint32_t warp,
+      uint4 (&weights)[2][2], uint4 (&values)[2]) {
+    #pragma unroll
+    for (uint32_t turn = 0; turn < 2; ++turn) {
+      uint32_t pair = turn * 8 + warp;
+      mma_bf16(sums[0], weights[turn][0], values[turn].x, values[turn].y);
+      mma_bf16(sums[0], weights[turn][1], values[turn].z, values[turn].w);
+    }
+  }
+
+  // This warp's sums: [warp][pair of columns][column of the pair][row]. Lane 4g + t holds rows g and g + 8 of
+  // columns 2t and 2t + 1.
+  __device__ __forceinline__ void lay_down(float* reduction, float (&sums)[1][4], uint32_t warp, uint32_t lane) {
+    uint32_t own = warp * 80 + lane / 4;
+    uint32_t pair = lane % 4;
+    if (pair < 2) {
+      uint32_t place = own + pair * 40;
+      reduction[place] = sums[0][0];
+      reduction[place + 8] = sums[0][2];
+      uint32_t place_2 = own + pair * 40 + 16;
+      reduction[place_2] = sums[0][1];
+      reduction[place_2 + 8] = sums[0][3];
+    }
+  }
+
+  // The end of an M-tile: this warp's sums to the adding warps.
+  __device__ __forceinline__ void hand_over(float (&sums)[1][4], uint32_t warp, uint32_t lane) {
     mbarrier_wait(taken + turn, turn_parity ^ 1);
+    float* reduction = (float*)(arena + REDUCTIONS) + turn * 640;
+    lay_down(reduction, sums, warp, lane);
+    warp_barrier();
+    if (lane == 0) mbarrier_arrive(summed + turn);
     advance_2(turn, turn_parity);
   }
-  turn_parity ^= 1;
-}
 
-// ---- phase qkv -------------------------------------------------------------------------------------
-// Norm; q, k, v; rotary embedding; keys and values into the cache.
-// Waits for: hidden, hidden_squares.
-// Makes: qkv.
-__device__ __forceinline__ void qkv(uint32_t* progress, uint32_t block, uint32_t step, uint32_t layer,
-    uint32_t* block_waits, uint8_t* arena, uint32_t* input_words, uint32_t layer_epoch, uint32_t column_count,
-    uint64_t* loaded, uint64_t* full, uint32_t& use_stage, uint32_t& use_parity, uint8_t* ring, uint64_t* empty,
-    uint64_t* taken, uint32_t& turn, uint32_t& turn_parity, uint64_t* summed) {
-  uint32_t thread = thread_index();
-  uint32_t warp = thread / 32;
-  uint32_t lane = thread % 32;
-  if (thread == 0) {
-    store_relaxed_u32(progress + block, step * 162 + layer * 5);
+  // What was handed over so far is added up and finished: the last M-tile of every reduction, oldest first.
+  __device__ __forceinline__ void wait_until_taken() {
+    #pragma unroll 1
+    for (uint32_t i = 0; i < 2; ++i) {
+      mbarrier_wait(taken + turn, turn_parity ^ 1);
+      advance_2(turn, turn_parity);
+    }
+    turn_parity ^= 1;
   }
-  uint32_t position = (block + 8) % 132;
-  if (thread == 0) {
-    store_shared_u32(block_waits, 1);
+
+  // ---- phase qkv -------------------------------------------------------------------------------------
+  // Norm; q, k, v; rotary embedding; keys and values into the cache.
+  // Waits for: hidden, hidden_squares.
+  // Makes: qkv.
+  __device__ __forceinline__ void qkv(uint32_t step, uint32_t layer, uint32_t layer_epoch) {
+    uint32_t thread = thread_index();
+    uint32_t warp = thread / 32;
+    uint32_t lane = thread % 32;
+    if (thread == 0) store_relaxed_u32(progress + block, step * 162 + layer * 5);
+    uint32_t position = (block + 8) % 132;
+    if (thread == 0) store_shared_u32(block_waits, 1);
+    load_vector(thread, lane, layer_epoch);
+    if (thread == 0) mbarrier_arrive(loaded);
+    if (thread == 0) store_shared_u32(block_waits, 0);
+    #pragma unroll 1
+    for (uint32_t m_tile = position; m_tile < 384; m_tile += 132) {
+      float sums[1][4] = {};
+      if (m_tile + 132 >= 384) {
+        if (thread == 0) store_shared_u32(block_waits, 1);
+      }
+      #pragma unroll 2
+      for (uint32_t chunk = 0; chunk < 8; ++chunk) {
+        uint4 weights[2][2];
+        uint4 values[2];
+        mbarrier_wait(full + use_stage, use_parity);
+        uint8_t* chunk_2 = ring + use_stage * 16384;
+        hold_chunk(chunk, chunk, chunk_2, warp, lane, weights, values);
+        warp_barrier();
+        if (lane == 0) mbarrier_arrive(empty + use_stage);
+        advance(use_stage, use_parity);
+        multiply_held(chunk, sums, warp, weights, values);
+      }
+      hand_over(sums, warp, lane);
+    }
+    wait_until_taken();
   }
-  load_vector(arena, thread, lane, input_words, layer_epoch, column_count);
-  if (thread == 0) {
-    mbarrier_arrive(loaded);
+
+  // Unit `index` of the newest keys, then of the newest values: as rows of a stage have them, bf16 or codes.
+  __device__ __forceinline__ void load_newest_unit(uint32_t newest_begin, uint32_t index, uint32_t newest_units,
+      uint32_t epoch, uint4* record, uint32_t step, uint4 what) {
+    bool is_value = index >= newest_units;
+    uint32_t newest_unit = index - (is_value ? newest_units : 0);
+    uint32_t column = record[3].w + (newest_begin - (record[3].x + record[3].y * step)) + newest_unit / 16;
+    uint4 words = wait_flagged4(exchange_words + ((column * 768 + ((is_value ? 40u : 32u) + what.z) * 16 + newest_unit % 16) * 4 + 54272), epoch);
+    uint4* place = (is_value ? (uint4*)(arena + NEWEST) + 256 : (uint4*)(arena + NEWEST)) + newest_unit;
+    place[0] = words;
   }
-  if (thread == 0) {
-    store_shared_u32(block_waits, 0);
-  }
-  #pragma unroll 1
-  for (uint32_t m_tile = position; m_tile < 384; m_tile += 132) {
-    float sums[1][4] = {};
-    if (m_tile + 132 >= 384) {
-      if (thread == 0) {
-        store_shared_u32(block_waits, 1);
+
+  // Bring the item's queries to shared memory, and those newest keys and values that it has.
+  __device__ __forceinline__ void load_item(uint32_t newest_begin, uint32_t newest, uint32_t epoch, uint4* record,
+      uint32_t thread, uint4 what, uint32_t step) {
+    uint4* queries = (uint4*)(arena + QUERIES);
+    uint32_t query_units = record[1].z * 16;
+    uint32_t newest_units = newest * 16;
+    #pragma unroll 1
+    for (uint32_t index = thread; index < query_units + newest_units * 2; index += 256) {
+      if (index < query_units) {
+        uint32_t row = index / 16;
+        uint32_t column = record[2].x + row / 4;
+        queries[index] = wait_flagged4(exchange_words + ((column * 768 + (what.z * 4 + row % 4) * 16 + index % 16) * 4 + 54272), epoch);
+      } else {
+        load_newest_unit(newest_begin, index - query_units, newest_units, epoch, record, step, what);
       }
     }
-    #pragma unroll 2
-    for (uint32_t chunk = 0; chunk < 8; ++chunk) {
-      uint4 weights[2][2];
-      uint4 values[2];
-      mbarrier_wait(full + use_stage, use_parity);
-      uint8_t* chunk_2 = ring + use_stage * 16384;
-      hold_chunk(chunk, chunk, chunk_2, warp, lane, weights, values, arena);
-      warp_barrier();
-      if (lane == 0) {
-        mbarrier_arrive(empty + use_stage);
-      }
-      advance(use_stage, use_parity);
-      multiply_held(chunk, sums, warp, weights, values);
-    }
-    hand_over(sums, taken, turn, turn_parity, arena, warp, lane, summed);
+    named_barrier(1, 256);
   }
-  wait_until_taken(taken, turn, turn_parity);
-}
 
-// Unit `index` of the newest keys, then of the newest values: as rows of a stage have them, bf16 or codes.
-__device__ __forceinline__ void load_newest_unit(uint32_t newest_begin, uint32_t index, uint32_t newest_units,
-    uint32_t epoch, uint4* record, uint32_t step, uint64_t* exchange_words, uint4 what, uint8_t* arena) {
-  bool is_value = index >= newest_units;
-  uint32_t newest_unit = index - (is_value ? newest_units : 0);
-  uint32_t column = record[3].w + (newest_begin - (record[3].x + record[3].y * step)) + newest_unit / 16;
-  uint4 words = wait_flagged4(exchange_words + ((column * 768 + ((is_value ? 40u : 32u) + what.z) * 16 + newest_unit % 16) * 4 + 54272), epoch);
-  uint4* place = (is_value ? (uint4*)(arena + NEWEST) + 256 : (uint4*)(arena + NEWEST)) + newest_unit;
-  place[0] = words;
-}
-
-// Bring the item's queries to shared memory, and those newest keys and values that it has.
-__device__ __forceinline__ void load_item(uint32_t newest_begin, uint32_t newest, uint32_t epoch, uint8_t* arena,
-    uint4* record, uint32_t thread, uint64_t* exchange_words, uint4 what, uint32_t step) {
-  uint4* queries = (uint4*)(arena + QUERIES);
-  uint32_t query_units = record[1].z * 16;
-  uint32_t newest_units = newest * 16;
-  #pragma unroll 1
-  for (uint32_t index = thread; index < query_units + newest_units * 2; index += 256) {
-    if (index < query_units) {
-      uint32_t row = index / 16;
-      uint32_t column = record[2].x + row / 4;
-      queries[index] = wait_flagged4(exchange_words + ((column * 768 + (what.z * 4 + row % 4) * 16 + index % 16) * 4 + 54272), epoch);
-    } else {
-      load_newest_unit(newest_begin, index - query_units, newest_units, epoch, record, step, exchange_words, what,
-          arena);
-    }
+  // For how many warps this one gives back a stage with these tiles: those with a tile in it share out all.
+  __device__ __forceinline__ uint32_t arrivals(uint32_t first_tile, uint32_t last_tile, uint32_t warp) {
+    uint32_t tiles = max(last_tile, first_tile + 1) - first_tile;
+    uint32_t groups = min(tiles, 8u);
+    uint32_t index = (warp + 8 - first_tile % 8) % 8;
+    uint32_t each = (286335560u >> (groups - 1) * 4) & 15;
+    return each + (index < 8 - each * groups ? 1u : 0u);
   }
-  named_barrier(1, 256);
-}
 
-// For how many warps this one gives back a stage with these tiles: those with a tile in it share out all.
-__device__ __forceinline__ uint32_t arrivals(uint32_t first_tile, uint32_t last_tile, uint32_t warp) {
-  uint32_t tiles = max(last_tile, first_tile + 1) - first_tile;
-  uint32_t groups = min(tiles, 8u);
-  uint32_t index = (warp + 8 - first_tile % 8) % 8;
-  uint32_t each = (286335560u >> (groups - 1) * 4) & 15;
-  return each + (index < 8 - each * groups ? 1u : 0u);
-}
+  // Lanes of odd rows read the two units in the opposite order: no bank conflicts.
+  __device__ __forceinline__ void read_crossed(uint32_t row, uint32_t (&words)[2][4], uint8_t* keys, uint32_t lane) {
+    const uint4* keys_2 = (const uint4*)(keys) + row * 16;
+    uint32_t is_odd = lane / 4 % 2;
+    uint4 first = keys_2[is_odd * 4 + lane % 4];
+    uint4 second = keys_2[(1 - is_odd) * 4 + lane % 4];
+    words[0][0] = is_odd == 0 ? first.x : second.x;
+    words[1][0] = is_odd == 0 ? second.x : first.x;
+    words[0][1] = is_odd == 0 ? first.y : second.y;
+    words[1][1] = is_odd == 0 ? second.y : first.y;
+    words[0][2] = is_odd == 0 ? first.z : second.z;
+    words[1][2] = is_odd == 0 ? second.z : first.z;
+    words[0][3] = is_odd == 0 ? first.w : second.w;
+    words[1][3] = is_odd == 0 ? second.w : first.w;
+  }
 
-// Lanes of odd rows read the two units in the opposite order: no bank conflicts.
-__device__ __forceinline__ void read_crossed(uint32_t row, uint32_t (&words)[2][4], uint8_t* keys, uint32_t lane) {
-  const uint4* keys_2 = (const uint4*)(keys) + row * 16;
-  uint32_t is_odd = lane / 4 % 2;
-  uint4 first = keys_2[is_odd * 4 + lane % 4];
-  uint4 second = keys_2[(1 - is_odd) * 4 + lane % 4];
-  words[0][0] = is_odd == 0 ? first.x : second.x;
-  words[1][0] = is_odd == 0 ? second.x : first.x;
-  words[0][1] = is_odd == 0 ? first.y : second.y;
-  words[1][1] = is_odd == 0 ? second.y : first.y;
-  words[0][2] = is_odd == 0 ? first.z : second.z;
-  words[1][2] = is_odd == 0 ? second.z : first.z;
-  words[0][3] = is_odd == 0 ? first.w : second.w;
-  words[1][3] = is_odd == 0 ? second.w : first.w;
-}
+  // 32 dims of 16 keys by those of the queries: low and high are what the lane has of keys r and r + 8.
+  __device__ __forceinline__ void multiply_part(uint32_t (&low)[4], uint32_t (&high)[4], float (&sums_0)[2][4],
+      uint4* query, uint32_t lane) {
+    uint4 early = make_u32x4(low[0], high[0], low[1], high[1]);
+    uint4 late = make_u32x4(low[2], high[2], low[3], high[3]);
+    uint4 query_2 = query[lane % 4];
+    mma_bf16(sums_0[0], early, query_2.x, query_2.y);
+    mma_bf16(sums_0[1], late, query_2.z, query_2.w);
+  }
 
-// 32 dims of 16 keys by those of the queries: low and high are what the lane has of keys r and r + 8.
-__device__ __forceinline__ void multiply_part(uint32_t (&low)[4], uint32_t (&high)[4], float (&sums_0)[2][4],
-    uint4* query, uint32_t lane) {
-  uint4 early = make_u32x4(low[0], high[0], low[1], high[1]);
-  uint4 late = make_u32x4(low[2], high[2], low[3], high[3]);
-  uint4 query_2 = query[lane % 4];
-  mma_bf16(sums_0[0], early, query_2.x, query_2.y);
-  mma_bf16(sums_0[1], late, query_2.z, query_2.w);
-}
+  // 32 dims of 16 keys by those of the queries: low and high are what the lane has of keys r and r + 8.
+  __device__ __forceinline__ void multiply_part_2(uint32_t (&low)[4], uint32_t (&high)[4], float (&sums_0)[2][4],
+      uint4* query, uint32_t lane) {
+    uint4 early = make_u32x4(low[0], high[0], low[1], high[1]);
+    uint4 late = make_u32x4(low[2], high[2], low[3], high[3]);
+    uint4 query_2 = query[4 + lane % 4];
+    mma_bf16(sums_0[0], early, query_2.x, query_2.y);
+    mma_bf16(sums_0[1], late, query_2.z, query_2.w);
+  }
 
-// 32 dims of 16 keys by those of the queries: low and high are what the lane has of keys r and r + 8.
-__device__ __forceinline__ void multiply_part_2(uint32_t (&low)[4], uint32_t (&high)[4], float (&sums_0)[2][4],
-    uint4* query, uint32_t lane) {
-  uint4 early = make_u32x4(low[0], high[0], low[1], high[1]);
-  uint4 late = make_u32x4(low[2], high[2], low[3], high[3]);
-  uint4 query_2 = query[4 + lane % 4];
-  mma_bf16(sums_0[0], early, query_2.x, query_2.y);
-  mma_bf16(sums_0[1], late, query_2.z, query_2.w);
-}
+  // Lanes of odd rows read the two units in the opposite order: no bank conflicts.
+  __device__ __forceinline__ void read_crossed_2(uint32_t row, uint32_t (&words)[2][4], uint8_t* keys, uint32_t lane) {
+    const uint4* keys_2 = (const uint4*)(keys) + row * 16;
+    uint32_t is_odd = lane / 4 % 2;
+    uint4 first = keys_2[(2 + is_odd) * 4 + lane % 4];
+    uint4 second = keys_2[(2 + (1 - is_odd)) * 4 + lane % 4];
+    words[0][0] = is_odd == 0 ? first.x : second.x;
+    words[1][0] = is_odd == 0 ? second.x : first.x;
+    words[0][1] = is_odd == 0 ? first.y : second.y;
+    words[1][1] = is_odd == 0 ? second.y : first.y;
+    words[0][2] = is_odd == 0 ? first.z : second.z;
+    words[1][2] = is_odd == 0 ? second.z : first.z;
+    words[0][3] = is_odd == 0 ? first.w : second.w;
+    words[1][3] = is_odd == 0 ? second.w : first.w;
+  }
 
-// Lanes of odd rows read the two units in the opposite order: no bank conflicts.
-__device__ __forceinline__ void read_crossed_2(uint32_t row, uint32_t (&words)[2][4], uint8_t* keys, uint32_t lane) {
-  const uint4* keys_2 = (const uint4*)(keys) + row * 16;
-  uint32_t is_odd = lane / 4 % 2;
-  uint4 first = keys_2[(2 + is_odd) * 4 + lane % 4];
-  uint4 second = keys_2[(2 + (1 - is_odd)) * 4 + lane % 4];
-  words[0][0] = is_odd == 0 ? first.x : second.x;
-  words[1][0] = is_odd == 0 ? second.x : first.x;
-  words[0][1] = is_odd == 0 ? first.y : second.y;
-  words[1][1] = is_odd == 0 ? second.y : first.y;
-  words[0][2] = is_odd == 0 ? first.z : second.z;
-  words[1][2] = is_odd == 0 ? second.z : first.z;
-  words[0][3] = is_odd == 0 ? first.w : second.w;
-  words[1][3] = is_odd == 0 ? second.w : first.w;
-}
+  // 32 dims of 16 keys by those of the queries: low and high are what the lane has of keys r and r + 8.
+  __device__ __forceinline__ void multiply_part_3(uint32_t (&low)[4], uint32_t (&high)[4], float (&sums_0)[2][4],
+      uint4* query, uint32_t lane) {
+    uint4 early = make_u32x4(low[0], high[0], low[1], high[1]);
+    uint4 late = make_u32x4(low[2], high[2], low[3], high[3]);
+    uint4 query_2 = query[8 + lane % 4];
+    mma_bf16(sums_0[0], early, query_2.x, query_2.y);
+    mma_bf16(sums_0[1], late, query_2.z, query_2.w);
+  }
 
-// 32 dims of 16 keys by those of the queries: low and high are what the lane has of keys r and r + 8.
-__device__ __forceinline__ void multiply_part_3(uint32_t (&low)[4], uint32_t (&high)[4], float (&sums_0)[2][4],
-    uint4* query, uint32_t lane) {
-  uint4 early = make_u32x4(low[0], high[0], low[1], high[1]);
-  uint4 late = make_u32x4(low[2], high[2], low[3], high[3]);
-  uint4 query_2 = query[8 + lane % 4];
-  mma_bf16(sums_0[0], early, query_2.x, query_2.y);
-  mma_bf16(sums_0[1], late, query_2.z, query_2.w);
-}
+  // 32 dims of 16 keys by those of the queries: low and high are what the lane has of keys r and r + 8.
+  __device__ __forceinline__ void multiply_part_4(uint32_t (&low)[4], uint32_t (&high)[4], float (&sums_0)[2][4],
+      uint4* query, uint32_t lane) {
+    uint4 early = make_u32x4(low[0], high[0], low[1], high[1]);
+    uint4 late = make_u32x4(low[2], high[2], low[3], high[3]);
+    uint4 query_2 = query[12 + lane % 4];
+    mma_bf16(sums_0[0], early, query_2.x, query_2.y);
+    mma_bf16(sums_0[1], late, query_2.z, query_2.w);
+  }
 
-// 32 dims of 16 keys by those of the queries: low and high are what the lane has of keys r and r + 8.
-__device__ __forceinline__ void multiply_part_4(uint32_t (&low)[4], uint32_t (&high)[4], float (&sums_0)[2][4],
-    uint4* query, uint32_t lane) {
-  uint4 early = make_u32x4(low[0], high[0], low[1], high[1]);
-  uint4 late = make_u32x4(low[2], high[2], low[3], high[3]);
-  uint4 query_2 = query[12 + lane % 4];
-  mma_bf16(sums_0[0], early, query_2.x, query_2.y);
-  mma_bf16(sums_0[1], late, query_2.z, query_2.w);
-}
+  // Logits times log2 e, and -inf (without softmax: weights, and 0) where a key is not seen.
+  __device__ __forceinline__ void scale_and_mask(float (&logits)[4], uint32_t valid, uint32_t key, uint32_t lane,
+      uint32_t (&limits)[2]) {
+    uint32_t index = lane / 4;
+    uint32_t limits_2[2];
+    limits_2[0] = min(limits[0], key + valid);
+    limits_2[1] = min(limits[1], key + valid);
+    bool is_seen = key + index < limits_2[0];
+    float logit = logits[0] * 0.12751743f;
+    logits[0] = is_seen ? logit : -bits_float(0x7f800000);
+    bool is_seen_2 = key + index < limits_2[1];
+    float logit_2 = logits[1] * 0.12751743f;
+    logits[1] = is_seen_2 ? logit_2 : -bits_float(0x7f800000);
+    uint32_t tile_key = index + 8;
+    bool is_seen_3 = key + tile_key < limits_2[0];
+    float logit_3 = logits[2] * 0.12751743f;
+    logits[2] = is_seen_3 ? logit_3 : -bits_float(0x7f800000);
+    uint32_t tile_key_2 = index + 8;
+    bool is_seen_4 = key + tile_key_2 < limits_2[1];
+    float logit_4 = logits[3] * 0.12751743f;
+    logits[3] = is_seen_4 ? logit_4 : -bits_float(0x7f800000);
+  }
 
-// Logits times log2 e, and -inf (without softmax: weights, and 0) where a key is not seen.
-__device__ __forceinline__ void scale_and_mask(float (&logits)[4], uint32_t valid, uint32_t key, uint32_t lane,
-    uint32_t (&limits)[2]) {
-  uint32_t index = lane / 4;
-  uint32_t limits_2[2];
-  limits_2[0] = min(limits[0], key + valid);
-  limits_2[1] = min(limits[1], key + valid);
-  bool is_seen = key + index < limits_2[0];
-  float logit = logits[0] * 0.12751743f;
-  logits[0] = is_seen ? logit : -bits_float(0x7f800000);
-  bool is_seen_2 = key + index < limits_2[1];
-  float logit_2 = logits[1] * 0.12751743f;
-  logits[1] = is_seen_2 ? logit_2 : -bits_float(0x7f800000);
-  uint32_t tile_key = index + 8;
-  bool is_seen_3 = key + tile_key < limits_2[0];
-  float logit_3 = logits[2] * 0.12751743f;
-  logits[2] = is_seen_3 ? logit_3 : -bits_float(0x7f800000);
-  uint32_t tile_key_2 = index + 8;
-  bool is_seen_4 = key + tile_key_2 < limits_2[1];
-  float logit_4 = logits[3] * 0.12751743f;
-  logits[3] = is_seen_4 ? logit_4 : -bits_float(0x7f800000);
-}
-
-// exp2(logit - highest) in place, and the state shrunk to the new highest logit.
-__device__ __forceinline__ void weigh(float (&logits)[4], float (&highest)[2], float (&weight_sum)[2],
-    float (&output)[8][4]) {
-  #pragma unroll
-  for (uint32_t column = 0; column < 2; ++column) {
-    float peak = maximum_f32(logits[column], logits[column + 2]);
-    peak = maximum_f32(peak, shuffle_xor_f32(peak, 4));
-    peak = maximum_f32(peak, shuffle_xor_f32(peak, 8));
-    peak = maximum_f32(peak, shuffle_xor_f32(peak, 16));
-    float new_highest = maximum_f32(highest[column], peak);
-    float base = new_highest == -bits_float(0x7f800000) ? 0.0f : new_highest;
-    float shrink = exp2_f32(highest[column] - base);
-    highest[column] = new_highest;
-    logits[column] = exp2_f32(logits[column] - base);
-    logits[column + 2] = exp2_f32(logits[column + 2] - base);
-    weight_sum[column] = fma_f32(weight_sum[column], shrink, logits[column] + logits[column + 2]);
+  // exp2(logit - highest) in place, and the state shrunk to the new highest logit.
+  __device__ __forceinline__ void weigh(float (&logits)[4], float (&highest)[2], float (&weight_sum)[2],
+      float (&output)[8][4]) {
     #pragma unroll
-    for (uint32_t tile = 0; tile < 8; ++tile) {
-      output[tile][column] = output[tile][column] * shrink;
-      output[tile][column + 2] = output[tile][column + 2] * shrink;
+    for (uint32_t column = 0; column < 2; ++column) {
+      float peak = maximum_f32(logits[column], logits[column + 2]);
+      peak = maximum_f32(peak, shuffle_xor_f32(peak, 4));
+      peak = maximum_f32(peak, shuffle_xor_f32(peak, 8));
+      peak = maximum_f32(peak, shuffle_xor_f32(peak, 16));
+      float new_highest = maximum_f32(highest[column], peak);
+      float base = new_highest == -bits_float(0x7f800000) ? 0.0f : new_highest;
+      float shrink = exp2_f32(highest[column] - base);
+      highest[column] = new_highest;
+      logits[column] = exp2_f32(logits[column] - base);
+      logits[column + 2] = exp2_f32(logits[column + 2] - base);
+      weight_sum[column] = fma_f32(weight_sum[column], shrink, logits[column] + logits[column + 2]);
+      #pragma unroll
+      for (uint32_t tile = 0; tile < 8; ++tile) {
+        output[tile][column] = output[tile][column] * shrink;
+        output[tile][column + 2] = output[tile][column + 2] * shrink;
+      }
     }
   }
-}
 
-// Units slices * r, slices * r + 1, ... of a value, as bf16 pairs into words[slice][number].
-__device__ __forceinline__ void read_values(uint32_t row, uint32_t (&words)[2][4][4], uint8_t* values, uint32_t lane) {
-  const uint4* units = (const uint4*)(values) + (row * 16 + lane / 4 * 2);
-  uint32_t is_late = lane % 4 / 2;
-  uint4 first = units[is_late];
-  uint4 second = units[1 - is_late];
-  words[0][0][0] = is_late == 0 ? first.x : second.x;
-  words[1][0][0] = is_late == 0 ? second.x : first.x;
-  words[0][0][1] = is_late == 0 ? first.y : second.y;
-  words[1][0][1] = is_late == 0 ? second.y : first.y;
-  words[0][0][2] = is_late == 0 ? first.z : second.z;
-  words[1][0][2] = is_late == 0 ? second.z : first.z;
-  words[0][0][3] = is_late == 0 ? first.w : second.w;
-  words[1][0][3] = is_late == 0 ? second.w : first.w;
-}
-
-// Units slices * r, slices * r + 1, ... of a value, as bf16 pairs into words[slice][number].
-__device__ __forceinline__ void read_values_2(uint32_t row, uint32_t (&words)[2][4][4], uint8_t* values,
-    uint32_t lane) {
-  const uint4* units = (const uint4*)(values) + (row * 16 + lane / 4 * 2);
-  uint32_t is_late = lane % 4 / 2;
-  uint4 first = units[is_late];
-  uint4 second = units[1 - is_late];
-  words[0][1][0] = is_late == 0 ? first.x : second.x;
-  words[1][1][0] = is_late == 0 ? second.x : first.x;
-  words[0][1][1] = is_late == 0 ? first.y : second.y;
-  words[1][1][1] = is_late == 0 ? second.y : first.y;
-  words[0][1][2] = is_late == 0 ? first.z : second.z;
-  words[1][1][2] = is_late == 0 ? second.z : first.z;
-  words[0][1][3] = is_late == 0 ? first.w : second.w;
-  words[1][1][3] = is_late == 0 ? second.w : first.w;
-}
-
-// Units slices * r, slices * r + 1, ... of a value, as bf16 pairs into words[slice][number].
-__device__ __forceinline__ void read_values_3(uint32_t row, uint32_t (&words)[2][4][4], uint8_t* values,
-    uint32_t lane) {
-  const uint4* units = (const uint4*)(values) + (row * 16 + lane / 4 * 2);
-  uint32_t is_late = lane % 4 / 2;
-  uint4 first = units[is_late];
-  uint4 second = units[1 - is_late];
-  words[0][2][0] = is_late == 0 ? first.x : second.x;
-  words[1][2][0] = is_late == 0 ? second.x : first.x;
-  words[0][2][1] = is_late == 0 ? first.y : second.y;
-  words[1][2][1] = is_late == 0 ? second.y : first.y;
-  words[0][2][2] = is_late == 0 ? first.z : second.z;
-  words[1][2][2] = is_late == 0 ? second.z : first.z;
-  words[0][2][3] = is_late == 0 ? first.w : second.w;
-  words[1][2][3] = is_late == 0 ? second.w : first.w;
-}
-
-// Units slices * r, slices * r + 1, ... of a value, as bf16 pairs into words[slice][number].
-__device__ __forceinline__ void read_values_4(uint32_t row, uint32_t (&words)[2][4][4], uint8_t* values,
-    uint32_t lane) {
-  const uint4* units = (const uint4*)(values) + (row * 16 + lane / 4 * 2);
-  uint32_t is_late = lane % 4 / 2;
-  uint4 first = units[is_late];
-  uint4 second = units[1 - is_late];
-  words[0][3][0] = is_late == 0 ? first.x : second.x;
-  words[1][3][0] = is_late == 0 ? second.x : first.x;
-  words[0][3][1] = is_late == 0 ? first.y : second.y;
-  words[1][3][1] = is_late == 0 ? second.y : first.y;
-  words[0][3][2] = is_late == 0 ? first.z : second.z;
-  words[1][3][2] = is_late == 0 ? second.z : first.z;
-  words[0][3][3] = is_late == 0 ? first.w : second.w;
-  words[1][3][3] = is_late == 0 ? second.w : first.w;
-}
-
-// output (dims x queries) += values^T * weights, of every column tile.
-__device__ __forceinline__ void add_values(uint32_t first_row, uint32_t valid, uint32_t key, uint32_t weights_0_0,
-    uint32_t weights_0_1, uint32_t lane, uint8_t* values, float (&output)[8][4]) {
-  uint32_t words[2][4][4];
-  uint32_t tile_key = min(lane % 4 * 2, valid - 1);
-  uint32_t row = first_row + tile_key;
-  read_values(row, words, values, lane);
-  uint32_t tile_key_2 = min(lane % 4 * 2 + 1, valid - 1);
-  uint32_t row_2 = first_row + tile_key_2;
-  read_values_2(row_2, words, values, lane);
-  uint32_t tile_key_3 = min(lane % 4 * 2 + 8, valid - 1);
-  uint32_t row_3 = first_row + tile_key_3;
-  read_values_3(row_3, words, values, lane);
-  uint32_t tile_key_4 = min(lane % 4 * 2 + 9, valid - 1);
-  uint32_t row_4 = first_row + tile_key_4;
-  read_values_4(row_4, words, values, lane);
-  #pragma unroll
-  for (uint32_t tile = 0; tile < 4; ++tile) {
-    uint32_t low_early = byte_permute(words[0][0][tile / 2], words[0][1][tile / 2], tile % 2 == 0 ? 21520u : 30258u);
-    uint32_t high_early = byte_permute(words[0][0][(tile + 4) / 2], words[0][1][(tile + 4) / 2], (tile + 4) % 2 == 0 ? 21520u : 30258u);
-    uint32_t low_late = byte_permute(words[0][2][tile / 2], words[0][3][tile / 2], tile % 2 == 0 ? 21520u : 30258u);
-    uint32_t high_late = byte_permute(words[0][2][(tile + 4) / 2], words[0][3][(tile + 4) / 2], (tile + 4) % 2 == 0 ? 21520u : 30258u);
-    uint4 operand = make_u32x4(low_early, high_early, low_late, high_late);
-    mma_bf16(output[tile], operand, weights_0_0, weights_0_1);
+  // Units slices * r, slices * r + 1, ... of a value, as bf16 pairs into words[slice][number].
+  __device__ __forceinline__ void read_values(uint32_t row, uint32_t (&words)[2][4][4], uint8_t* values,
+      uint32_t lane) {
+    const uint4* units = (const uint4*)(values) + (row * 16 + lane / 4 * 2);
+    uint32_t is_late = lane % 4 / 2;
+    uint4 first = units[is_late];
+    uint4 second = units[1 - is_late];
+    words[0][0][0] = is_late == 0 ? first.x : second.x;
+    words[1][0][0] = is_late == 0 ? second.x : first.x;
+    words[0][0][1] = is_late == 0 ? first.y : second.y;
+    words[1][0][1] = is_late == 0 ? second.y : first.y;
+    words[0][0][2] = is_late == 0 ? first.z : second.z;
+    words[1][0][2] = is_late == 0 ? second.z : first.z;
+    words[0][0][3] = is_late == 0 ? first.w : second.w;
+    words[1][0][3] = is_late == 0 ? second.w : first.w;
   }
-  #pragma unroll
-  for (uint32_t tile = 0; tile < 4; ++tile) {
-    uint32_t low_early = byte_permute(words[1][0][tile / 2], words[1][1][tile / 2], tile % 2 == 0 ? 21520u : 30258u);
-    uint32_t high_early = byte_permute(words[1][0][(tile + 4) / 2], words[1][1][(tile + 4) / 2], (tile + 4) % 2 == 0 ? 21520u : 30258u);
-    uint32_t low_late = byte_permute(words[1][2][tile / 2], words[1][3][tile / 2], tile % 2 == 0 ? 21520u : 30258u);
-    uint32_t high_late = byte_permute(words[1][2][(tile + 4) / 2], words[1][3][(tile + 4) / 2], (tile + 4) % 2 == 0 ? 21520u : 30258u);
-    uint4 operand = make_u32x4(low_early, high_early, low_late, high_late);
-    mma_bf16(output[4 + tile], operand, weights_0_0, weights_0_1);
-  }
-}
 
-// Fold 16 keys into the states of some column tiles, which share what is read of keys and values. The first
-// `valid` keys (one at least) exist; the first is key `key`.
-__device__ __forceinline__ void attend(uint32_t first_row, uint32_t valid, uint32_t key, uint32_t lane, uint8_t* keys,
-    uint4* query, uint32_t (&limits)[2], float (&highest)[2], float (&weight_sum)[2], float (&output)[8][4],
-    uint8_t* values) {
-  float sums[2][4] = {};
-  uint32_t row = first_row + lane / 4;
-  uint32_t words[2][4];
-  read_crossed(row, words, keys, lane);
-  uint32_t words_2[2][4];
-  read_crossed(row + 8, words_2, keys, lane);
-  multiply_part(words[0], words_2[0], sums, query, lane);
-  multiply_part_2(words[1], words_2[1], sums, query, lane);
-  uint32_t words_3[2][4];
-  read_crossed_2(row, words_3, keys, lane);
-  uint32_t words_4[2][4];
-  read_crossed_2(row + 8, words_4, keys, lane);
-  multiply_part_3(words_3[0], words_4[0], sums, query, lane);
-  multiply_part_4(words_3[1], words_4[1], sums, query, lane);
-  float logits[4];
-  #pragma unroll
-  for (uint32_t element = 0; element < 4; ++element) {
-    logits[element] = sums[0][element] + sums[1][element];
+  // Units slices * r, slices * r + 1, ... of a value, as bf16 pairs into words[slice][number].
+  __device__ __forceinline__ void read_values_2(uint32_t row, uint32_t (&words)[2][4][4], uint8_t* values,
+      uint32_t lane) {
+    const uint4* units = (const uint4*)(values) + (row * 16 + lane / 4 * 2);
+    uint32_t is_late = lane % 4 / 2;
+    uint4 first = units[is_late];
+    uint4 second = units[1 - is_late];
+    words[0][1][0] = is_late == 0 ? first.x : second.x;
+    words[1][1][0] = is_late == 0 ? second.x : first.x;
+    words[0][1][1] = is_late == 0 ? first.y : second.y;
+    words[1][1][1] = is_late == 0 ? second.y : first.y;
+    words[0][1][2] = is_late == 0 ? first.z : second.z;
+    words[1][1][2] = is_late == 0 ? second.z : first.z;
+    words[0][1][3] = is_late == 0 ? first.w : second.w;
+    words[1][1][3] = is_late == 0 ? second.w : first.w;
   }
-  scale_and_mask(logits, valid, key, lane, limits);
-  weigh(logits, highest, weight_sum, output);
-  uint32_t weights_low = matrix_transpose_b16(pack_bf16x2(logits[0], logits[1]));
-  uint32_t weights_high = matrix_transpose_b16(pack_bf16x2(logits[2], logits[3]));
-  add_values(first_row, valid, key, weights_low, weights_high, lane, values, output);
-}
 
-// This warp's tiles of 16 keys: of the cached ones [item.begin, end), then of the newest, as if they were in
-// one more stage: so the code of a tile stands in the kernel once.
-__device__ __forceinline__ void attend_keys(uint32_t end, uint32_t newest_begin, uint32_t newest, uint32_t epoch,
-    uint4 what, uint32_t warp, uint32_t& use_stage, uint64_t* full, uint32_t& use_parity, uint8_t* ring, uint8_t* arena,
-    uint32_t lane, uint4* query, uint32_t (&limits)[2], float (&highest)[2], float (&weight_sum)[2],
-    float (&output)[8][4], uint64_t* empty) {
-  uint32_t begin = what.w;
-  uint32_t cached = begin < end ? end - begin : 0;
-  uint32_t tiles = (cached + 15) / 16;
-  uint32_t all_tiles = tiles + (newest + 15) / 16;
-  uint32_t tile = warp;
-  while (tile < all_tiles) {
-    uint32_t stage = tile / 2;
-    uint32_t first_tile = stage * 2;
-    uint32_t last_tile = min(first_tile + 2, tiles);
-    uint32_t first_key = begin + stage * 32;
-    uint32_t count = min(end - first_key, 32u);
-    bool is_cached = tile < tiles;
-    uint32_t arrivals_2 = arrivals(first_tile, last_tile, warp);
-    uint32_t place = use_stage + stage;
-    uint32_t stage_2 = place % 11;
-    if (is_cached) {
-      mbarrier_wait(full + stage_2, (use_parity + place / 11) % 2);
+  // Units slices * r, slices * r + 1, ... of a value, as bf16 pairs into words[slice][number].
+  __device__ __forceinline__ void read_values_3(uint32_t row, uint32_t (&words)[2][4][4], uint8_t* values,
+      uint32_t lane) {
+    const uint4* units = (const uint4*)(values) + (row * 16 + lane / 4 * 2);
+    uint32_t is_late = lane % 4 / 2;
+    uint4 first = units[is_late];
+    uint4 second = units[1 - is_late];
+    words[0][2][0] = is_late == 0 ? first.x : second.x;
+    words[1][2][0] = is_late == 0 ? second.x : first.x;
+    words[0][2][1] = is_late == 0 ? first.y : second.y;
+    words[1][2][1] = is_late == 0 ? second.y : first.y;
+    words[0][2][2] = is_late == 0 ? first.z : second.z;
+    words[1][2][2] = is_late == 0 ? second.z : first.z;
+    words[0][2][3] = is_late == 0 ? first.w : second.w;
+    words[1][2][3] = is_late == 0 ? second.w : first.w;
+  }
+
+  // Units slices * r, slices * r + 1, ... of a value, as bf16 pairs into words[slice][number].
+  __device__ __forceinline__ void read_values_4(uint32_t row, uint32_t (&words)[2][4][4], uint8_t* values,
+      uint32_t lane) {
+    const uint4* units = (const uint4*)(values) + (row * 16 + lane / 4 * 2);
+    uint32_t is_late = lane % 4 / 2;
+    uint4 first = units[is_late];
+    uint4 second = units[1 - is_late];
+    words[0][3][0] = is_late == 0 ? first.x : second.x;
+    words[1][3][0] = is_late == 0 ? second.x : first.x;
+    words[0][3][1] = is_late == 0 ? first.y : second.y;
+    words[1][3][1] = is_late == 0 ? second.y : first.y;
+    words[0][3][2] = is_late == 0 ? first.z : second.z;
+    words[1][3][2] = is_late == 0 ? second.z : first.z;
+    words[0][3][3] = is_late == 0 ? first.w : second.w;
+    words[1][3][3] = is_late == 0 ? second.w : first.w;
+  }
+
+  // output (dims x queries) += values^T * weights, of every column tile.
+  __device__ __forceinline__ void add_values(uint32_t first_row, uint32_t valid, uint32_t key, uint32_t weights_0_0,
+      uint32_t weights_0_1, uint32_t lane, uint8_t* values, float (&output)[8][4]) {
+    uint32_t words[2][4][4];
+    uint32_t tile_key = min(lane % 4 * 2, valid - 1);
+    uint32_t row = first_row + tile_key;
+    read_values(row, words, values, lane);
+    uint32_t tile_key_2 = min(lane % 4 * 2 + 1, valid - 1);
+    uint32_t row_2 = first_row + tile_key_2;
+    read_values_2(row_2, words, values, lane);
+    uint32_t tile_key_3 = min(lane % 4 * 2 + 8, valid - 1);
+    uint32_t row_3 = first_row + tile_key_3;
+    read_values_3(row_3, words, values, lane);
+    uint32_t tile_key_4 = min(lane % 4 * 2 + 9, valid - 1);
+    uint32_t row_4 = first_row + tile_key_4;
+    read_values_4(row_4, words, values, lane);
+    #pragma unroll
+    for (uint32_t tile = 0; tile < 4; ++tile) {
+      uint32_t low_early = byte_permute(words[0][0][tile / 2], words[0][1][tile / 2], tile % 2 == 0 ? 21520u : 30258u);
+      uint32_t high_early = byte_permute(words[0][0][(tile + 4) / 2], words[0][1][(tile + 4) / 2], (tile + 4) % 2 == 0 ? 21520u : 30258u);
+      uint32_t low_late = byte_permute(words[0][2][tile / 2], words[0][3][tile / 2], tile % 2 == 0 ? 21520u : 30258u);
+      uint32_t high_late = byte_permute(words[0][2][(tile + 4) / 2], words[0][3][(tile + 4) / 2], (tile + 4) % 2 == 0 ? 21520u : 30258u);
+      uint4 operand = make_u32x4(low_early, high_early, low_late, high_late);
+      mma_bf16(output[tile], operand, weights_0_0, weights_0_1);
     }
-    uint8_t* chunk = ring + stage_2 * 16384;
-    uint8_t* keys = chunk;
-    uint8_t* values = chunk + 8192;
-    if (tile >= tiles) {
-      uint8_t* newest_keys = arena + NEWEST;
-      uint8_t* newest_values = arena + NEWEST + 4096;
-      first_tile = tiles;
-      last_tile = all_tiles;
-      first_key = newest_begin;
-      count = newest;
-      keys = newest_keys;
-      values = newest_values;
-    }
-    while (tile < last_tile) {
-      uint32_t row = (tile - first_tile) * 16;
-      attend(row, count - row, first_key + row, lane, keys, query, limits, highest, weight_sum, output, values);
-      tile += 8;
-    }
-    wait_for_u32(float_bits(output[0][0]));
-    warp_barrier();
-    if (lane == 0 && is_cached) {
-      mbarrier_arrive_many(empty + stage_2, arrivals_2);
+    #pragma unroll
+    for (uint32_t tile = 0; tile < 4; ++tile) {
+      uint32_t low_early = byte_permute(words[1][0][tile / 2], words[1][1][tile / 2], tile % 2 == 0 ? 21520u : 30258u);
+      uint32_t high_early = byte_permute(words[1][0][(tile + 4) / 2], words[1][1][(tile + 4) / 2], (tile + 4) % 2 == 0 ? 21520u : 30258u);
+      uint32_t low_late = byte_permute(words[1][2][tile / 2], words[1][3][tile / 2], tile % 2 == 0 ? 21520u : 30258u);
+      uint32_t high_late = byte_permute(words[1][2][(tile + 4) / 2], words[1][3][(tile + 4) / 2], (tile + 4) % 2 == 0 ? 21520u : 30258u);
+      uint4 operand = make_u32x4(low_early, high_early, low_late, high_late);
+      mma_bf16(output[4 + tile], operand, weights_0_0, weights_0_1);
     }
   }
-  uint32_t place = use_stage + (cached + 31) / 32;
-  use_parity = (use_parity + place / 11) % 2;
-  use_stage = place % 11;
-}
 
-// Highest logit and weight sum of this warp, per column: statistics[warp][column].
-__device__ __forceinline__ void lay_down_statistics(uint8_t* arena, float (&weight_sum)[2], uint32_t lane,
-    uint32_t warp, float (&highest)[2]) {
-  float* words = (float*)(arena + STATISTICS);
-  #pragma unroll
-  for (uint32_t column = 0; column < 2; ++column) {
-    float total = weight_sum[column];
-    total += shuffle_xor_f32(total, 4);
-    total += shuffle_xor_f32(total, 8);
-    total += shuffle_xor_f32(total, 16);
-    uint32_t index = lane * 2 + column;
-    if (index < 8) {
-      uint32_t place = (warp * 8 + index) * 2;
-      words[place] = highest[column];
-      words[place + 1] = total;
+  // Fold 16 keys into the states of some column tiles, which share what is read of keys and values. The first
+  // `valid` keys (one at least) exist; the first is key `key`.
+  __device__ __forceinline__ void attend(uint32_t first_row, uint32_t valid, uint32_t key, uint32_t lane, uint8_t* keys,
+      uint4* query, uint32_t (&limits)[2], float (&highest)[2], float (&weight_sum)[2], float (&output)[8][4],
+      uint8_t* values) {
+    float sums[2][4] = {};
+    uint32_t row = first_row + lane / 4;
+    uint32_t words[2][4];
+    read_crossed(row, words, keys, lane);
+    uint32_t words_2[2][4];
+    read_crossed(row + 8, words_2, keys, lane);
+    multiply_part(words[0], words_2[0], sums, query, lane);
+    multiply_part_2(words[1], words_2[1], sums, query, lane);
+    uint32_t words_3[2][4];
+    read_crossed_2(row, words_3, keys, lane);
+    uint32_t words_4[2][4];
+    read_crossed_2(row + 8, words_4, keys, lane);
+    multiply_part_3(words_3[0], words_4[0], sums, query, lane);
+    multiply_part_4(words_3[1], words_4[1], sums, query, lane);
+    float logits[4];
+    #pragma unroll
+    for (uint32_t element = 0; element < 4; ++element) logits[element] = sums[0][element] + sums[1][element];
+    scale_and_mask(logits, valid, key, lane, limits);
+    weigh(logits, highest, weight_sum, output);
+    uint32_t weights_low = matrix_transpose_b16(pack_bf16x2(logits[0], logits[1]));
+    uint32_t weights_high = matrix_transpose_b16(pack_bf16x2(logits[2], logits[3]));
+    add_values(first_row, valid, key, weights_low, weights_high, lane, values, output);
+  }
+
+  // This warp's tiles of 16 keys: of the cached ones [item.begin, end), then of the newest, as if they were in
+  // one more stage: so the code of a tile stands in the kernel once.
+  __device__ __forceinline__ void attend_keys(uint32_t end, uint32_t newest_begin, uint32_t newest, uint32_t epoch,
+      uint4 what, uint32_t warp, uint32_t lane, uint4* query, uint32_t (&limits)[2], float (&highest)[2],
+      float (&weight_sum)[2], float (&output)[8][4]) {
+    uint32_t begin = what.w;
+    uint32_t cached = begin < end ? end - begin : 0;
+    uint32_t tiles = (cached + 15) / 16;
+    uint32_t all_tiles = tiles + (newest + 15) / 16;
+    uint32_t tile = warp;
+    while (tile < all_tiles) {
+      uint32_t stage = tile / 2;
+      uint32_t first_tile = stage * 2;
+      uint32_t last_tile = min(first_tile + 2, tiles);
+      uint32_t first_key = begin + stage * 32;
+      uint32_t count = min(end - first_key, 32u);
+      bool is_cached = tile < tiles;
+      uint32_t arrivals_2 = arrivals(first_tile, last_tile, warp);
+      uint32_t place = use_stage + stage;
+      uint32_t stage_2 = place % 11;
+      if (is_cached) mbarrier_wait(full + stage_2, (use_parity + place / 11) % 2);
+      uint8_t* chunk = ring + stage_2 * 16384;
+      uint8_t* keys = chunk;
+      uint8_t* values = chunk + 8192;
+      if (tile >= tiles) {
+        uint8_t* newest_keys = arena + NEWEST;
+        uint8_t* newest_values = arena + NEWEST + 4096;
+        first_tile = tiles;
+        last_tile = all_tiles;
+        first_key = newest_begin;
+        count = newest;
+        keys = newest_keys;
+        values = newest_values;
+      }
+      while (tile < last_tile) {
+        uint32_t row = (tile - first_tile) * 16;
+        attend(row, count - row, first_key + row, lane, keys, query, limits, highest, weight_sum, output, values);
+        tile += 8;
+      }
+      wait_for_u32(float_bits(output[0][0]));
+      warp_barrier();
+      if (lane == 0 && is_cached) mbarrier_arrive_many(empty + stage_2, arrivals_2);
+    }
+    uint32_t place = use_stage + (cached + 31) / 32;
+    use_parity = (use_parity + place / 11) % 2;
+    use_stage = place % 11;
+  }
+
+  // Highest logit and weight sum of this warp, per column: statistics[warp][column].
+  __device__ __forceinline__ void lay_down_statistics(float (&weight_sum)[2], uint32_t lane, uint32_t warp,
+      float (&highest)[2]) {
+    float* words = (float*)(arena + STATISTICS);
+    #pragma unroll
+    for (uint32_t column = 0; column < 2; ++column) {
+      float total = weight_sum[column];
+      total += shuffle_xor_f32(total, 4);
+      total += shuffle_xor_f32(total, 8);
+      total += shuffle_xor_f32(total, 16);
+      uint32_t index = lane * 2 + column;
+      if (index < 8) {
+        uint32_t place = (warp * 8 + index) * 2;
+        words[place] = highest[column];
+        words[place + 1] = total;
+      }
     }
   }
-}
 
-// This warp's unnormalised output of some slices: attention[warp][column][slice][number].
-__device__ __forceinline__ void lay_down_2(uint8_t* arena, uint32_t lane, uint32_t warp, float (&output)[8][4]) {
-  uint4* scratch = (uint4*)(arena + ATTENTION);
-  #pragma unroll
-  for (uint32_t column = 0; column < 2; ++column) {
-    uint32_t number = lane % 4 * 2 + column;
-    uint32_t row = warp * 8 + number;
-    uint4* place = scratch + (row * 64 + lane / 4 * 8) / 4;
-    place[0] = make_u32x4(float_bits(output[0][column]), float_bits(output[1][column]), float_bits(output[2][column]), float_bits(output[3][column]));
-    place[1] = make_u32x4(float_bits(output[0][column + 2]), float_bits(output[1][column + 2]), float_bits(output[2][column + 2]), float_bits(output[3][column + 2]));
+  // This warp's unnormalised output of some slices: attention[warp][column][slice][number].
+  __device__ __forceinline__ void lay_down_2(uint32_t lane, uint32_t warp, float (&output)[8][4]) {
+    uint4* scratch = (uint4*)(arena + ATTENTION);
+    #pragma unroll
+    for (uint32_t column = 0; column < 2; ++column) {
+      uint32_t number = lane % 4 * 2 + column;
+      uint32_t row = warp * 8 + number;
+      uint4* place = scratch + (row * 64 + lane / 4 * 8) / 4;
+      place[0] = make_u32x4(float_bits(output[0][column]), float_bits(output[1][column]), float_bits(output[2][column]), float_bits(output[3][column]));
+      place[1] = make_u32x4(float_bits(output[0][column + 2]), float_bits(output[1][column + 2]), float_bits(output[2][column + 2]), float_bits(output[3][column + 2]));
+    }
   }
-}
 
-// Fold the states of rows `first`, `first + stride`, ... of the laid down ones: (low, high), the highest logit
-// and the sum of weights. Without softmax the last two are 0.
-__device__ __forceinline__ void fold_states(uint32_t first, uint32_t pair, uint8_t* arena, float& result,
-    float& result_2, float& highest_out, float& weight_sum_out) {
-  float2* scratch = (float2*)(arena + ATTENTION);
-  float2* statistics = (float2*)(arena + STATISTICS);
-  float low = 0.0f;
-  float high = 0.0f;
-  float highest = -bits_float(0x7f800000);
-  #pragma unroll
-  for (uint32_t state = 0; state < 8; ++state) {
-    highest = maximum_f32(highest, statistics[first + state * 8].x);
+  // Fold the states of rows `first`, `first + stride`, ... of the laid down ones: (low, high), the highest logit
+  // and the sum of weights. Without softmax the last two are 0.
+  __device__ __forceinline__ void fold_states(uint32_t first, uint32_t pair, float& result, float& result_2,
+      float& highest_out, float& weight_sum_out) {
+    float2* scratch = (float2*)(arena + ATTENTION);
+    float2* statistics = (float2*)(arena + STATISTICS);
+    float low = 0.0f;
+    float high = 0.0f;
+    float highest = -bits_float(0x7f800000);
+    #pragma unroll
+    for (uint32_t state = 0; state < 8; ++state) highest = maximum_f32(highest, statistics[first + state * 8].x);
+    float base = highest == -bits_float(0x7f800000) ? 0.0f : highest;
+    float weight_sum = 0.0f;
+    #pragma unroll
+    for (uint32_t state = 0; state < 8; ++state) {
+      float2 numbers = statistics[first + state * 8];
+      float weight = exp2_f32(numbers.x - base);
+      float2 part = scratch[(first + state * 8) * 32 + pair];
+      weight_sum = fma_f32(weight, numbers.y, weight_sum);
+      low = fma_f32(weight, part.x, low);
+      high = fma_f32(weight, part.y, high);
+    }
+    float inverse = weight_sum == 0.0f ? 0.0f : divide_f32(1.0f, weight_sum);
+    result = low * inverse;
+    result_2 = high * inverse;
+    highest_out = highest;
+    weight_sum_out = weight_sum;
   }
-  float base = highest == -bits_float(0x7f800000) ? 0.0f : highest;
-  float weight_sum = 0.0f;
-  #pragma unroll
-  for (uint32_t state = 0; state < 8; ++state) {
-    float2 numbers = statistics[first + state * 8];
-    float weight = exp2_f32(numbers.x - base);
-    float2 part = scratch[(first + state * 8) * 32 + pair];
-    weight_sum = fma_f32(weight, numbers.y, weight_sum);
-    low = fma_f32(weight, part.x, low);
-    high = fma_f32(weight, part.y, high);
-  }
-  float inverse = weight_sum == 0.0f ? 0.0f : divide_f32(1.0f, weight_sum);
-  result = low * inverse;
-  result_2 = high * inverse;
-  highest_out = highest;
-  weight_sum_out = weight_sum;
-}
 
-__device__ __forceinline__ void publish_partial(uint32_t row, uint32_t dim_pair, float low, float high, float lse,
-    uint32_t epoch, uint64_t* exchange_words) {
-  uint32_t partial = row * 132;
-  publish_flagged(exchange_words + (partial + dim_pair * 2 + 66560), float_bits(low), epoch);
-  publish_flagged(exchange_words + (partial + dim_pair * 2 + 66561), float_bits(high), epoch);
-  if (dim_pair < 4) {
-    publish_flagged(exchange_words + (partial + 128 + dim_pair + 66560), float_bits(lse), epoch);
+  __device__ __forceinline__ void publish_partial(uint32_t row, uint32_t dim_pair, float low, float high, float lse,
+      uint32_t epoch) {
+    uint32_t partial = row * 132;
+    publish_flagged(exchange_words + (partial + dim_pair * 2 + 66560), float_bits(low), epoch);
+    publish_flagged(exchange_words + (partial + dim_pair * 2 + 66561), float_bits(high), epoch);
+    if (dim_pair < 4) publish_flagged(exchange_words + (partial + 128 + dim_pair + 66560), float_bits(lse), epoch);
   }
-}
 
-// Column tile `index` of every group: its column c was laid down by the warps column_group, column_group +
-// column_groups, ..., as their column c.
-__device__ __forceinline__ void fold_slices(uint32_t epoch, uint4* record, uint32_t thread, uint8_t* arena, uint4 what,
-    uint32_t* input_words, uint64_t* exchange_words) {
-  uint32_t rows = record[1].z;
-  #pragma unroll 1
-  for (uint32_t output = thread; output < rows * 32; output += 256) {
-    uint32_t place = output / 32;
-    uint32_t pair = output % 32;
-    float low;
-    float high;
-    float highest;
-    float weight_sum;
-    fold_states(place, pair, arena, low, high, highest, weight_sum);
-    uint32_t dim_pair = (pair % 32 / 4 * 2 + pair / 32) * 4 + pair % 32 % 4;
-    if (record[1].y == 4294967295u) {
-      float lse = weight_sum == 0.0f ? -bits_float(0x7f800000) : fma_f32(highest, 0.6931472f, log_f32(weight_sum));
-      uint32_t column = record[2].x + place / 4;
-      uint32_t word = ((((what.z * 4 + place % 4) * 128 + dim_pair * 2) / 32 * 4 + column) * 4 + ((what.z * 4 + place % 4) * 128 + dim_pair * 2) / 8 % 4) * 4 + ((what.z * 4 + place % 4) * 128 + dim_pair * 2) % 8 / 2;
+  // Column tile `index` of every group: its column c was laid down by the warps column_group, column_group +
+  // column_groups, ..., as their column c.
+  __device__ __forceinline__ void fold_slices(uint32_t epoch, uint4* record, uint32_t thread, uint4 what) {
+    uint32_t rows = record[1].z;
+    #pragma unroll 1
+    for (uint32_t output = thread; output < rows * 32; output += 256) {
+      uint32_t place = output / 32;
+      uint32_t pair = output % 32;
+      float low;
+      float high;
+      float highest;
+      float weight_sum;
+      fold_states(place, pair, low, high, highest, weight_sum);
+      uint32_t dim_pair = (pair % 32 / 4 * 2 + pair / 32) * 4 + pair % 32 % 4;
+      if (record[1].y == 4294967295u) {
+        float lse = weight_sum == 0.0f ? -bits_float(0x7f800000) : fma_f32(highest, 0.6931472f, log_f32(weight_sum));
+        uint32_t column = record[2].x + place / 4;
+        uint32_t word = ((((what.z * 4 + place % 4) * 128 + dim_pair * 2) / 32 * 4 + column) * 4 + ((what.z * 4 + place % 4) * 128 + dim_pair * 2) / 8 % 4) * 4 + ((what.z * 4 + place % 4) * 128 + dim_pair * 2) % 8 / 2;
+        uint32_t number = word / 1024 * 10240 + word % 1024 + 2048;
+        publish_tagged(input_words + number, pack_bf16x2(low, high), 60, epoch);
+      } else {
+        float lse = weight_sum == 0.0f ? -bits_float(0x7f800000) : fma_f32(highest, 0.6931472f, log_f32(weight_sum));
+        publish_partial(record[1].y + place, dim_pair, low, high, lse, epoch);
+      }
+    }
+  }
+
+  // This warp's unnormalised output of some slices: attention[warp][column][slice][number].
+  __device__ __forceinline__ void lay_down_3(uint32_t lane, uint32_t warp, float (&output)[8][4]) {
+    uint4* scratch = (uint4*)(arena + ATTENTION);
+    #pragma unroll
+    for (uint32_t column = 0; column < 2; ++column) {
+      uint32_t number = lane % 4 * 2 + column;
+      uint32_t row = warp * 8 + number;
+      uint4* place = scratch + (row * 64 + lane / 4 * 8) / 4;
+      place[0] = make_u32x4(float_bits(output[4][column]), float_bits(output[5][column]), float_bits(output[6][column]), float_bits(output[7][column]));
+      place[1] = make_u32x4(float_bits(output[4][column + 2]), float_bits(output[5][column + 2]), float_bits(output[6][column + 2]), float_bits(output[7][column + 2]));
+    }
+  }
+
+  // Column tile `index` of every group: its column c was laid down by the warps column_group, column_group +
+  // column_groups, ..., as their column c.
+  __device__ __forceinline__ void fold_slices_2(uint32_t epoch, uint4* record, uint32_t thread, uint4 what) {
+    uint32_t rows = record[1].z;
+    #pragma unroll 1
+    for (uint32_t output = thread; output < rows * 32; output += 256) {
+      uint32_t place = output / 32;
+      uint32_t pair = output % 32;
+      float low;
+      float high;
+      float highest;
+      float weight_sum;
+      fold_states(place, pair, low, high, highest, weight_sum);
+      uint32_t dim_pair = (pair % 32 / 4 * 2 + pair / 32 + 1) * 4 + pair % 32 % 4;
+      if (record[1].y == 4294967295u) {
+        float lse = weight_sum == 0.0f ? -bits_float(0x7f800000) : fma_f32(highest, 0.6931472f, log_f32(weight_sum));
+        uint32_t column = record[2].x + place / 4;
+        uint32_t word = ((((what.z * 4 + place % 4) * 128 + dim_pair * 2) / 32 * 4 + column) * 4 + ((what.z * 4 + place % 4) * 128 + dim_pair * 2) / 8 % 4) * 4 + ((what.z * 4 + place % 4) * 128 + dim_pair * 2) % 8 / 2;
+        uint32_t number = word / 1024 * 10240 + word % 1024 + 2048;
+        publish_tagged(input_words + number, pack_bf16x2(low, high), 60, epoch);
+      } else {
+        float lse = weight_sum == 0.0f ? -bits_float(0x7f800000) : fma_f32(highest, 0.6931472f, log_f32(weight_sum));
+        publish_partial(record[1].y + place, dim_pair, low, high, lse, epoch);
+      }
+    }
+  }
+
+  // Fold the key groups' states, in ascending order, as many dims at a time as there is room for, and publish the
+  // result.
+  __device__ __forceinline__ void fold(uint32_t epoch, float (&weight_sum)[2], uint32_t lane, uint32_t warp,
+      float (&highest)[2], float (&output)[8][4], uint4* record, uint32_t thread, uint4 what) {
+    lay_down_statistics(weight_sum, lane, warp, highest);
+    lay_down_2(lane, warp, output);
+    named_barrier(1, 256);
+    fold_slices(epoch, record, thread, what);
+    named_barrier(1, 256);
+    lay_down_3(lane, warp, output);
+    named_barrier(1, 256);
+    fold_slices_2(epoch, record, thread, what);
+    named_barrier(1, 256);
+  }
+
+  // This warp's share of an item whose queries are there.
+  __device__ __forceinline__ void attend_rows(uint32_t cached_end, uint32_t newest_begin, uint32_t newest,
+      uint32_t epoch, uint4 what, uint32_t warp, uint32_t lane, uint4* query, uint32_t (&limits)[2], uint4* record,
+      uint32_t thread) {
+    float highest[2];
+    float weight_sum[2] = {};
+    float output[8][4] = {};
+    highest[0] = -bits_float(0x7f800000);
+    highest[1] = -bits_float(0x7f800000);
+    attend_keys(cached_end, newest_begin, newest, epoch, what, warp, lane, query, limits, highest, weight_sum, output);
+    fold(epoch, weight_sum, lane, warp, highest, output, record, thread, what);
+  }
+
+  // For how many warps this one gives back a stage with these tiles: those with a tile in it share out all.
+  __device__ __forceinline__ uint32_t arrivals_2(uint32_t first_tile, uint32_t last_tile, uint32_t key_groups,
+      uint32_t column_groups, uint32_t key_group, uint32_t column_group) {
+    uint32_t tiles = max(last_tile, first_tile + 1) - first_tile;
+    uint32_t groups = min(tiles, key_groups);
+    uint32_t members = groups * column_groups;
+    uint32_t index = (key_group + key_groups - first_tile % key_groups) % key_groups;
+    uint32_t rank = index * column_groups + column_group;
+    uint32_t each = (286335560u >> (members - 1) * 4) & 15;
+    return each + (rank < 8 - each * members ? 1u : 0u);
+  }
+
+  // 32 dims of 16 keys by those of the queries: low and high are what the lane has of keys r and r + 8.
+  __device__ __forceinline__ void multiply_part_5(uint32_t (&low)[4], uint32_t (&high)[4], float (&sums_0)[2][4],
+      float (&sums_1)[2][4], uint4* query, uint32_t lane, uint4* query_2) {
+    uint4 early = make_u32x4(low[0], high[0], low[1], high[1]);
+    uint4 late = make_u32x4(low[2], high[2], low[3], high[3]);
+    uint4 query_3 = query[lane % 4];
+    mma_bf16(sums_0[0], early, query_3.x, query_3.y);
+    mma_bf16(sums_0[1], late, query_3.z, query_3.w);
+    uint4 query_4 = query_2[lane % 4];
+    mma_bf16(sums_1[0], early, query_4.x, query_4.y);
+    mma_bf16(sums_1[1], late, query_4.z, query_4.w);
+  }
+
+  // 32 dims of 16 keys by those of the queries: low and high are what the lane has of keys r and r + 8.
+  __device__ __forceinline__ void multiply_part_6(uint32_t (&low)[4], uint32_t (&high)[4], float (&sums_0)[2][4],
+      float (&sums_1)[2][4], uint4* query, uint32_t lane, uint4* query_2) {
+    uint4 early = make_u32x4(low[0], high[0], low[1], high[1]);
+    uint4 late = make_u32x4(low[2], high[2], low[3], high[3]);
+    uint4 query_3 = query[4 + lane % 4];
+    mma_bf16(sums_0[0], early, query_3.x, query_3.y);
+    mma_bf16(sums_0[1], late, query_3.z, query_3.w);
+    uint4 query_4 = query_2[4 + lane % 4];
+    mma_bf16(sums_1[0], early, query_4.x, query_4.y);
+    mma_bf16(sums_1[1], late, query_4.z, query_4.w);
+  }
+
+  // 32 dims of 16 keys by those of the queries: low and high are what the lane has of keys r and r + 8.
+  __device__ __forceinline__ void multiply_part_7(uint32_t (&low)[4], uint32_t (&high)[4], float (&sums_0)[2][4],
+      float (&sums_1)[2][4], uint4* query, uint32_t lane, uint4* query_2) {
+    uint4 early = make_u32x4(low[0], high[0], low[1], high[1]);
+    uint4 late = make_u32x4(low[2], high[2], low[3], high[3]);
+    uint4 query_3 = query[8 + lane % 4];
+    mma_bf16(sums_0[0], early, query_3.x, query_3.y);
+    mma_bf16(sums_0[1], late, query_3.z, query_3.w);
+    uint4 query_4 = query_2[8 + lane % 4];
+    mma_bf16(sums_1[0], early, query_4.x, query_4.y);
+    mma_bf16(sums_1[1], late, query_4.z, query_4.w);
+  }
+
+  // 32 dims of 16 keys by those of the queries: low and high are what the lane has of keys r and r + 8.
+  __device__ __forceinline__ void multiply_part_8(uint32_t (&low)[4], uint32_t (&high)[4], float (&sums_0)[2][4],
+      float (&sums_1)[2][4], uint4* query, uint32_t lane, uint4* query_2) {
+    uint4 early = make_u32x4(low[0], high[0], low[1], high[1]);
+    uint4 late = make_u32x4(low[2], high[2], low[3], high[3]);
+    uint4 query_3 = query[12 + lane % 4];
+    mma_bf16(sums_0[0], early, query_3.x, query_3.y);
+    mma_bf16(sums_0[1], late, query_3.z, query_3.w);
+    uint4 query_4 = query_2[12 + lane % 4];
+    mma_bf16(sums_1[0], early, query_4.x, query_4.y);
+    mma_bf16(sums_1[1], late, query_4.z, query_4.w);
+  }
+
+  // output (dims x queries) += values^T * weights, of every column tile.
+  __device__ __forceinline__ void add_values_2(uint32_t first_row, uint32_t valid, uint32_t key, uint32_t weights_0_0,
+      uint32_t weights_0_1, uint32_t weights_1_0, uint32_t weights_1_1, uint32_t lane, uint8_t* values,
+      float (&output)[8][4], float (&output_2)[8][4]) {
+    uint32_t words[2][4][4];
+    uint32_t tile_key = min(lane % 4 * 2, valid - 1);
+    uint32_t row = first_row + tile_key;
+    read_values(row, words, values, lane);
+    uint32_t tile_key_2 = min(lane % 4 * 2 + 1, valid - 1);
+    uint32_t row_2 = first_row + tile_key_2;
+    read_values_2(row_2, words, values, lane);
+    uint32_t tile_key_3 = min(lane % 4 * 2 + 8, valid - 1);
+    uint32_t row_3 = first_row + tile_key_3;
+    read_values_3(row_3, words, values, lane);
+    uint32_t tile_key_4 = min(lane % 4 * 2 + 9, valid - 1);
+    uint32_t row_4 = first_row + tile_key_4;
+    read_values_4(row_4, words, values, lane);
+    #pragma unroll
+    for (uint32_t tile = 0; tile < 4; ++tile) {
+      uint32_t low_early = byte_permute(words[0][0][tile / 2], words[0][1][tile / 2], tile % 2 == 0 ? 21520u : 30258u);
+      uint32_t high_early = byte_permute(words[0][0][(tile + 4) / 2], words[0][1][(tile + 4) / 2], (tile + 4) % 2 == 0 ? 21520u : 30258u);
+      uint32_t low_late = byte_permute(words[0][2][tile / 2], words[0][3][tile / 2], tile % 2 == 0 ? 21520u : 30258u);
+      uint32_t high_late = byte_permute(words[0][2][(tile + 4) / 2], words[0][3][(tile + 4) / 2], (tile + 4) % 2 == 0 ? 21520u : 30258u);
+      uint4 operand = make_u32x4(low_early, high_early, low_late, high_late);
+      mma_bf16(output[tile], operand, weights_0_0, weights_0_1);
+      mma_bf16(output_2[tile], operand, weights_1_0, weights_1_1);
+    }
+    #pragma unroll
+    for (uint32_t tile = 0; tile < 4; ++tile) {
+      uint32_t low_early = byte_permute(words[1][0][tile / 2], words[1][1][tile / 2], tile % 2 == 0 ? 21520u : 30258u);
+      uint32_t high_early = byte_permute(words[1][0][(tile + 4) / 2], words[1][1][(tile + 4) / 2], (tile + 4) % 2 == 0 ? 21520u : 30258u);
+      uint32_t low_late = byte_permute(words[1][2][tile / 2], words[1][3][tile / 2], tile % 2 == 0 ? 21520u : 30258u);
+      uint32_t high_late = byte_permute(words[1][2][(tile + 4) / 2], words[1][3][(tile + 4) / 2], (tile + 4) % 2 == 0 ? 21520u : 30258u);
+      uint4 operand = make_u32x4(low_early, high_early, low_late, high_late);
+      mma_bf16(output[4 + tile], operand, weights_0_0, weights_0_1);
+      mma_bf16(output_2[4 + tile], operand, weights_1_0, weights_1_1);
+    }
+  }
+
+  // Fold 16 keys into the states of some column tiles, which share what is read of keys and values. The first
+  // `valid` keys (one at least) exist; the first is key `key`.
+  __device__ __forceinline__ void attend_2(uint32_t first_row, uint32_t valid, uint32_t key, uint32_t lane,
+      uint8_t* keys, uint4* query, uint4* query_2, uint32_t (&limits)[2], float (&highest)[2], float (&weight_sum)[2],
+      float (&output)[8][4], uint32_t (&limits_2)[2], float (&highest_2)[2], float (&weight_sum_2)[2],
+      float (&output_2)[8][4], uint8_t* values) {
+    float sums[2][4] = {};
+    float sums_2[2][4] = {};
+    uint32_t row = first_row + lane / 4;
+    uint32_t words[2][4];
+    read_crossed(row, words, keys, lane);
+    uint32_t words_2[2][4];
+    read_crossed(row + 8, words_2, keys, lane);
+    multiply_part_5(words[0], words_2[0], sums, sums_2, query, lane, query_2);
+    multiply_part_6(words[1], words_2[1], sums, sums_2, query, lane, query_2);
+    uint32_t words_3[2][4];
+    read_crossed_2(row, words_3, keys, lane);
+    uint32_t words_4[2][4];
+    read_crossed_2(row + 8, words_4, keys, lane);
+    multiply_part_7(words_3[0], words_4[0], sums, sums_2, query, lane, query_2);
+    multiply_part_8(words_3[1], words_4[1], sums, sums_2, query, lane, query_2);
+    float logits[4];
+    #pragma unroll
+    for (uint32_t element = 0; element < 4; ++element) logits[element] = sums[0][element] + sums[1][element];
+    float logits_2[4];
+    #pragma unroll
+    for (uint32_t element = 0; element < 4; ++element) logits_2[element] = sums_2[0][element] + sums_2[1][element];
+    scale_and_mask(logits, valid, key, lane, limits);
+    weigh(logits, highest, weight_sum, output);
+    uint32_t weights_low = matrix_transpose_b16(pack_bf16x2(logits[0], logits[1]));
+    uint32_t weights_high = matrix_transpose_b16(pack_bf16x2(logits[2], logits[3]));
+    scale_and_mask(logits_2, valid, key, lane, limits_2);
+    weigh(logits_2, highest_2, weight_sum_2, output_2);
+    uint32_t weights_low_2 = matrix_transpose_b16(pack_bf16x2(logits_2[0], logits_2[1]));
+    uint32_t weights_high_2 = matrix_transpose_b16(pack_bf16x2(logits_2[2], logits_2[3]));
+    add_values_2(first_row, valid, key, weights_low, weights_high, weights_low_2, weights_high_2, lane, values, output,
+        output_2);
+  }
+
+  // This warp's tiles of 16 keys: of the cached ones [item.begin, end), then of the newest, as if they were in
+  // one more stage: so the code of a tile stands in the kernel once.
+  __device__ __forceinline__ void attend_keys_2(uint32_t end, uint32_t newest_begin, uint32_t newest, uint32_t epoch,
+      uint4 what, uint32_t key_group, uint32_t key_groups, uint32_t column_groups, uint32_t column_group, uint32_t lane,
+      uint4* query, uint4* query_2, uint32_t (&limits)[2], float (&highest)[2], float (&weight_sum)[2],
+      float (&output)[8][4], uint32_t (&limits_2)[2], float (&highest_2)[2], float (&weight_sum_2)[2],
+      float (&output_2)[8][4]) {
+    uint32_t begin = what.w;
+    uint32_t cached = begin < end ? end - begin : 0;
+    uint32_t tiles = (cached + 15) / 16;
+    uint32_t all_tiles = tiles + (newest + 15) / 16;
+    uint32_t tile = key_group;
+    while (tile < all_tiles) {
+      uint32_t stage = tile / 2;
+      uint32_t first_tile = stage * 2;
+      uint32_t last_tile = min(first_tile + 2, tiles);
+      uint32_t first_key = begin + stage * 32;
+      uint32_t count = min(end - first_key, 32u);
+      bool is_cached = tile < tiles;
+      uint32_t arrivals = arrivals_2(first_tile, last_tile, key_groups, column_groups, key_group, column_group);
+      uint32_t place = use_stage + stage;
+      uint32_t stage_2 = place % 11;
+      if (is_cached) mbarrier_wait(full + stage_2, (use_parity + place / 11) % 2);
+      uint8_t* chunk = ring + stage_2 * 16384;
+      uint8_t* keys = chunk;
+      uint8_t* values = chunk + 8192;
+      if (tile >= tiles) {
+        uint8_t* newest_keys = arena + NEWEST;
+        uint8_t* newest_values = arena + NEWEST + 4096;
+        first_tile = tiles;
+        last_tile = all_tiles;
+        first_key = newest_begin;
+        count = newest;
+        keys = newest_keys;
+        values = newest_values;
+      }
+      while (tile < last_tile) {
+        uint32_t row = (tile - first_tile) * 16;
+        attend_2(row, count - row, first_key + row, lane, keys, query, query_2, limits, highest, weight_sum, output,
+            limits_2, highest_2, weight_sum_2, output_2, values);
+        tile += key_groups;
+      }
+      wait_for_u32(float_bits(output[0][0]));
+      wait_for_u32(float_bits(output_2[0][0]));
+      warp_barrier();
+      if (lane == 0 && is_cached) mbarrier_arrive_many(empty + stage_2, arrivals);
+    }
+    uint32_t place = use_stage + (cached + 31) / 32;
+    use_parity = (use_parity + place / 11) % 2;
+    use_stage = place % 11;
+  }
+
+  // Column tile `index` of every group: its column c was laid down by the warps column_group, column_group +
+  // column_groups, ..., as their column c.
+  __device__ __forceinline__ void fold_slices_3(uint32_t epoch, uint32_t column_groups, uint32_t thread, uint4* record,
+      uint4 what) {
+    if (column_groups == 1) {
+      #pragma unroll 1
+      for (uint32_t output = thread; output < 256; output += 256) {
+        uint32_t place = output / 32;
+        uint32_t pair = output % 32;
+        uint32_t row = place / 8 * 16 + place % 8;
+        if (row < record[1].z) {
+          float low;
+          float high;
+          float highest;
+          float weight_sum;
+          fold_states(place, pair, low, high, highest, weight_sum);
+          uint32_t dim_pair = (pair % 32 / 4 * 2 + pair / 32) * 4 + pair % 32 % 4;
+          if (record[1].y == 4294967295u) {
+            float lse = weight_sum == 0.0f ? -bits_float(0x7f800000) : fma_f32(highest, 0.6931472f, log_f32(weight_sum));
+            uint32_t column = record[2].x + row / 4;
+            uint32_t word = ((((what.z * 4 + row % 4) * 128 + dim_pair * 2) / 32 * 4 + column) * 4 + ((what.z * 4 + row % 4) * 128 + dim_pair * 2) / 8 % 4) * 4 + ((what.z * 4 + row % 4) * 128 + dim_pair * 2) % 8 / 2;
+            uint32_t number = word / 1024 * 10240 + word % 1024 + 2048;
+            publish_tagged(input_words + number, pack_bf16x2(low, high), 60, epoch);
+          } else {
+            float lse = weight_sum == 0.0f ? -bits_float(0x7f800000) : fma_f32(highest, 0.6931472f, log_f32(weight_sum));
+            publish_partial(record[1].y + row, dim_pair, low, high, lse, epoch);
+          }
+        }
+      }
+    }
+  }
+
+  // Column tile `index` of every group: its column c was laid down by the warps column_group, column_group +
+  // column_groups, ..., as their column c.
+  __device__ __forceinline__ void fold_slices_4(uint32_t epoch, uint32_t column_groups, uint32_t thread, uint4* record,
+      uint4 what) {
+    if (column_groups == 1) {
+      #pragma unroll 1
+      for (uint32_t output = thread; output < 256; output += 256) {
+        uint32_t place = output / 32;
+        uint32_t pair = output % 32;
+        uint32_t row = place / 8 * 16 + place % 8;
+        if (row < record[1].z) {
+          float low;
+          float high;
+          float highest;
+          float weight_sum;
+          fold_states(place, pair, low, high, highest, weight_sum);
+          uint32_t dim_pair = (pair % 32 / 4 * 2 + pair / 32 + 1) * 4 + pair % 32 % 4;
+          if (record[1].y == 4294967295u) {
+            float lse = weight_sum == 0.0f ? -bits_float(0x7f800000) : fma_f32(highest, 0.6931472f, log_f32(weight_sum));
+            uint32_t column = record[2].x + row / 4;
+            uint32_t word = ((((what.z * 4 + row % 4) * 128 + dim_pair * 2) / 32 * 4 + column) * 4 + ((what.z * 4 + row % 4) * 128 + dim_pair * 2) / 8 % 4) * 4 + ((what.z * 4 + row % 4) * 128 + dim_pair * 2) % 8 / 2;
+            uint32_t number = word / 1024 * 10240 + word % 1024 + 2048;
+            publish_tagged(input_words + number, pack_bf16x2(low, high), 60, epoch);
+          } else {
+            float lse = weight_sum == 0.0f ? -bits_float(0x7f800000) : fma_f32(highest, 0.6931472f, log_f32(weight_sum));
+            publish_partial(record[1].y + row, dim_pair, low, high, lse, epoch);
+          }
+        }
+      }
+    }
+  }
+
+  // Column tile `index` of every group: its column c was laid down by the warps column_group, column_group +
+  // column_groups, ..., as their column c.
+  __device__ __forceinline__ void fold_slices_5(uint32_t epoch, uint32_t column_groups, uint32_t thread, uint4* record,
+      uint4 what) {
+    if (column_groups == 1) {
+      #pragma unroll 1
+      for (uint32_t output = thread; output < 256; output += 256) {
+        uint32_t place = output / 32;
+        uint32_t pair = output % 32;
+        uint32_t row = (place / 8 * 2 + 1) * 8 + place % 8;
+        if (row < record[1].z) {
+          float low;
+          float high;
+          float highest;
+          float weight_sum;
+          fold_states(place, pair, low, high, highest, weight_sum);
+          uint32_t dim_pair = (pair % 32 / 4 * 2 + pair / 32) * 4 + pair % 32 % 4;
+          if (record[1].y == 4294967295u) {
+            float lse = weight_sum == 0.0f ? -bits_float(0x7f800000) : fma_f32(highest, 0.6931472f, log_f32(weight_sum));
+            uint32_t column = record[2].x + row / 4;
+            uint32_t word = ((((what.z * 4 + row % 4) * 128 + dim_pair * 2) / 32 * 4 + column) * 4 + ((what.z * 4 + row % 4) * 128 + dim_pair * 2) / 8 % 4) * 4 + ((what.z * 4 + row % 4) * 128 + dim_pair * 2) % 8 / 2;
+            uint32_t number = word / 1024 * 10240 + word % 1024 + 2048;
+            publish_tagged(input_words + number, pack_bf16x2(low, high), 60, epoch);
+          } else {
+            float lse = weight_sum == 0.0f ? -bits_float(0x7f800000) : fma_f32(highest, 0.6931472f, log_f32(weight_sum));
+            publish_partial(record[1].y + row, dim_pair, low, high, lse, epoch);
+          }
+        }
+      }
+    }
+  }
+
+  // Column tile `index` of every group: its column c was laid down by the warps column_group, column_group +
+  // column_groups, ..., as their column c.
+  __device__ __forceinline__ void fold_slices_6(uint32_t epoch, uint32_t column_groups, uint32_t thread, uint4* record,
+      uint4 what) {
+    if (column_groups == 1) {
+      #pragma unroll 1
+      for (uint32_t output = thread; output < 256; output += 256) {
+        uint32_t place = output / 32;
+        uint32_t pair = output % 32;
+        uint32_t row = (place / 8 * 2 + 1) * 8 + place % 8;
+        if (row < record[1].z) {
+          float low;
+          float high;
+          float highest;
+          float weight_sum;
+          fold_states(place, pair, low, high, highest, weight_sum);
+          uint32_t dim_pair = (pair % 32 / 4 * 2 + pair / 32 + 1) * 4 + pair % 32 % 4;
+          if (record[1].y == 4294967295u) {
+            float lse = weight_sum == 0.0f ? -bits_float(0x7f800000) : fma_f32(highest, 0.6931472f, log_f32(weight_sum));
+            uint32_t column = record[2].x + row / 4;
+            uint32_t word = ((((what.z * 4 + row % 4) * 128 + dim_pair * 2) / 32 * 4 + column) * 4 + ((what.z * 4 + row % 4) * 128 + dim_pair * 2) / 8 % 4) * 4 + ((what.z * 4 + row % 4) * 128 + dim_pair * 2) % 8 / 2;
+            uint32_t number = word / 1024 * 10240 + word % 1024 + 2048;
+            publish_tagged(input_words + number, pack_bf16x2(low, high), 60, epoch);
+          } else {
+            float lse = weight_sum == 0.0f ? -bits_float(0x7f800000) : fma_f32(highest, 0.6931472f, log_f32(weight_sum));
+            publish_partial(record[1].y + row, dim_pair, low, high, lse, epoch);
+          }
+        }
+      }
+    }
+  }
+
+  // Fold the key groups' states, in ascending order, as many dims at a time as there is room for, and publish the
+  // result.
+  __device__ __forceinline__ void fold_2(uint32_t epoch, float (&weight_sum)[2], uint32_t lane, uint32_t warp,
+      float (&highest)[2], float (&output)[8][4], uint32_t column_groups, uint32_t thread, uint4* record, uint4 what,
+      float (&weight_sum_2)[2], float (&highest_2)[2], float (&output_2)[8][4]) {
+    lay_down_statistics(weight_sum, lane, warp, highest);
+    lay_down_2(lane, warp, output);
+    named_barrier(1, 256);
+    fold_slices_3(epoch, column_groups, thread, record, what);
+    named_barrier(1, 256);
+    lay_down_3(lane, warp, output);
+    named_barrier(1, 256);
+    fold_slices_4(epoch, column_groups, thread, record, what);
+    named_barrier(1, 256);
+    lay_down_statistics(weight_sum_2, lane, warp, highest_2);
+    lay_down_2(lane, warp, output_2);
+    named_barrier(1, 256);
+    fold_slices_5(epoch, column_groups, thread, record, what);
+    named_barrier(1, 256);
+    lay_down_3(lane, warp, output_2);
+    named_barrier(1, 256);
+    fold_slices_6(epoch, column_groups, thread, record, what);
+    named_barrier(1, 256);
+  }
+
+  // This warp's share of an item whose queries are there.
+  __device__ __forceinline__ void attend_rows_2(uint32_t cached_end, uint32_t newest_begin, uint32_t newest,
+      uint32_t epoch, uint4 what, uint32_t key_group, uint32_t key_groups, uint32_t column_groups,
+      uint32_t column_group, uint32_t lane, uint4* query, uint4* query_2, uint32_t (&limits)[2],
+      uint32_t (&limits_2)[2], uint32_t warp, uint32_t thread, uint4* record) {
+    float highest[2];
+    float weight_sum[2] = {};
+    float output[8][4] = {};
+    highest[0] = -bits_float(0x7f800000);
+    highest[1] = -bits_float(0x7f800000);
+    float highest_2[2];
+    float weight_sum_2[2] = {};
+    float output_2[8][4] = {};
+    highest_2[0] = -bits_float(0x7f800000);
+    highest_2[1] = -bits_float(0x7f800000);
+    attend_keys_2(cached_end, newest_begin, newest, epoch, what, key_group, key_groups, column_groups, column_group,
+        lane, query, query_2, limits, highest, weight_sum, output, limits_2, highest_2, weight_sum_2, output_2);
+    fold_2(epoch, weight_sum, lane, warp, highest, output, column_groups, thread, record, what, weight_sum_2, highest_2,
+        output_2);
+  }
+
+  // Called by a whole warp of the team.
+  __device__ __forceinline__ void keep_merge_2(uint32_t job, uint32_t merge_rows, uint32_t warp, uint32_t lane) {
+    uint4* place = (uint4*)(arena + RECORDS) + (21 + warp / 4 * 8);
+    uint32_t index = load_constant_u32(kv_plans + (plan_index * 4352 + job / merge_rows * 2 + 3008));
+    uint32_t head = load_constant_u32(kv_plans + (plan_index * 4352 + job / merge_rows * 2 + 3009));
+    uint32_t begin = load_constant_u32(kv_plans + (plan_index * 4352 + job / merge_rows + 2880));
+    uint32_t end = load_constant_u32(kv_plans + (plan_index * 4352 + job / merge_rows + 2881));
+    if (lane == 0) {
+      place[0] = make_u32x4(head, job % merge_rows, begin, end);
+      keep_tile(place + 1, index);
+    }
+    uint32_t* sources = (uint32_t*)(place + 3);
+    if (lane < min(end - begin, 20u)) {
+      sources[lane] = load_constant_u32(kv_plans + (plan_index * 4352 + (begin + lane) + 3136));
+    }
+  }
+
+  // The record at hand becomes that of another merge of this team.
+  __device__ __forceinline__ void replace_merge(uint32_t job, uint32_t merge_rows, uint32_t warp, uint32_t lane) {
+    named_barrier(warp / 4 + 2, 128);
+    if (warp % 4 == 0) keep_merge_2(job, merge_rows, warp, lane);
+    named_barrier(warp / 4 + 2, 128);
+  }
+
+  // `count` sources of a merge, numbers `first`, `first + every`, ... Lane n: the n-th of them, or the last: the
+  // partial row of the tile's first packed row.
+  __device__ __forceinline__ uint32_t sources(uint32_t first, uint32_t count, uint32_t lane, uint32_t warp,
+      uint4* record) {
+    uint32_t index = first + min(lane, count - 1);
+    uint32_t source;
+    if (index < 20) {
+      source = ((const uint32_t*)((uint4*)(arena + RECORDS) + (21 + warp / 4 * 8) + 3))[index];
+    } else {
+      source = load_constant_u32(kv_plans + (plan_index * 4352 + (record[0].z + index) + 3136));
+    }
+    return source;
+  }
+
+  // One more: `values` of a state with this LSE, or sums of several with the highest and the sum of weights.
+  __device__ __forceinline__ void add(float values_0, float values_1, float values_2, float values_3, float lse,
+      float& highest, float& weight_sum, float (&sums)[4]) {
+    float new_highest = maximum_f32(highest, lse);
+    float base = new_highest == -bits_float(0x7f800000) ? 0.0f : new_highest;
+    float shrink = exp2_f32((highest - base) * 1.442695f);
+    float grow = exp2_f32((lse - base) * 1.442695f);
+    highest = new_highest;
+    weight_sum = fma_f32(weight_sum, shrink, grow);
+    sums[0] = fma_f32(sums[0], shrink, grow * values_0);
+    sums[1] = fma_f32(sums[1], shrink, grow * values_1);
+    sums[2] = fma_f32(sums[2], shrink, grow * values_2);
+    sums[3] = fma_f32(sums[3], shrink, grow * values_3);
+  }
+
+  // `count` sources of a merge, numbers `first`, `first + every`, ... Lane n: the n-th of them, or the last: the
+  // partial row of the tile's first packed row.
+  __device__ __forceinline__ uint32_t sources_2(uint32_t first, uint32_t count, uint32_t lane, uint32_t warp,
+      uint4* record) {
+    uint32_t index = first + min(lane, count - 1) * 4;
+    uint32_t source;
+    if (index < 20) {
+      source = ((const uint32_t*)((uint4*)(arena + RECORDS) + (21 + warp / 4 * 8) + 3))[index];
+    } else {
+      source = load_constant_u32(kv_plans + (plan_index * 4352 + (record[0].z + index) + 3136));
+    }
+    return source;
+  }
+
+  // This warp's folded state, for the first warp of its team.
+  __device__ __forceinline__ void lay_down_folded(uint32_t warp, uint32_t lane, float (&sums)[4], float highest,
+      float weight_sum) {
+    uint4* address = (uint4*)(arena + ATTENTION) + warp * 33;
+    address[lane] = make_u32x4(float_bits(sums[0]), float_bits(sums[1]), float_bits(sums[2]), float_bits(sums[3]));
+    if (lane == 0) address[32] = make_u32x4(float_bits(highest), float_bits(weight_sum), 0, 0);
+  }
+
+  // One more: `values` of a state with this LSE, or sums of several with the highest and the sum of weights.
+  __device__ __forceinline__ void add_2(float values_0, float values_1, float values_2, float values_3, float lse,
+      float weight, float& highest, float& weight_sum, float (&sums)[4]) {
+    float new_highest = maximum_f32(highest, lse);
+    float base = new_highest == -bits_float(0x7f800000) ? 0.0f : new_highest;
+    float shrink = exp2_f32((highest - base) * 1.442695f);
+    float grow = exp2_f32((lse - base) * 1.442695f);
+    highest = new_highest;
+    weight_sum = fma_f32(weight_sum, shrink, grow * weight);
+    sums[0] = fma_f32(sums[0], shrink, grow * values_0);
+    sums[1] = fma_f32(sums[1], shrink, grow * values_1);
+    sums[2] = fma_f32(sums[2], shrink, grow * values_2);
+    sums[3] = fma_f32(sums[3], shrink, grow * values_3);
+  }
+
+  // What the other warps of the team laid down, into the first one's.
+  __device__ __forceinline__ void fold_team(uint32_t warp, uint32_t lane, float& highest, float& weight_sum,
+      float (&sums)[4]) {
+    #pragma unroll
+    for (uint32_t index = 1; index < 4; ++index) {
+      uint4* address = (uint4*)(arena + ATTENTION) + (warp + index) * 33;
+      uint4 part = address[lane];
+      uint4 shared = address[32];
+      add_2(bits_float(part.x), bits_float(part.y), bits_float(part.z), bits_float(part.w), bits_float(shared.x),
+          bits_float(shared.y), highest, weight_sum, sums);
+    }
+  }
+
+  // The row's output, from the state that all its sources were folded into: 4 dims a lane.
+  __device__ __forceinline__ void finish_merge(uint32_t epoch, float weight_sum, float highest, uint32_t lane,
+      float (&sums)[4], uint4* record) {
+    float inverse = weight_sum == 0.0f ? 0.0f : divide_f32(1.0f, weight_sum);
+    float lse = weight_sum == 0.0f ? -bits_float(0x7f800000) : highest + log_f32(weight_sum);
+    if (lane < 32) {
+      uint32_t dim_pair = lane % 32 * 2;
+      float low = sums[0] * inverse;
+      float high = sums[1] * inverse;
+      uint32_t column = record[1].x + record[0].y / 4;
+      uint32_t word = ((((record[0].x * 4 + record[0].y % 4) * 128 + dim_pair * 2) / 32 * 4 + column) * 4 + ((record[0].x * 4 + record[0].y % 4) * 128 + dim_pair * 2) / 8 % 4) * 4 + ((record[0].x * 4 + record[0].y % 4) * 128 + dim_pair * 2) % 8 / 2;
       uint32_t number = word / 1024 * 10240 + word % 1024 + 2048;
       publish_tagged(input_words + number, pack_bf16x2(low, high), 60, epoch);
-    } else {
-      float lse = weight_sum == 0.0f ? -bits_float(0x7f800000) : fma_f32(highest, 0.6931472f, log_f32(weight_sum));
-      publish_partial(record[1].y + place, dim_pair, low, high, lse, epoch, exchange_words);
+      uint32_t dim_pair_2 = lane % 32 * 2 + 1;
+      float low_2 = sums[2] * inverse;
+      float high_2 = sums[3] * inverse;
+      uint32_t column_2 = record[1].x + record[0].y / 4;
+      uint32_t word_2 = ((((record[0].x * 4 + record[0].y % 4) * 128 + dim_pair_2 * 2) / 32 * 4 + column_2) * 4 + ((record[0].x * 4 + record[0].y % 4) * 128 + dim_pair_2 * 2) / 8 % 4) * 4 + ((record[0].x * 4 + record[0].y % 4) * 128 + dim_pair_2 * 2) % 8 / 2;
+      uint32_t number_2 = word_2 / 1024 * 10240 + word_2 % 1024 + 2048;
+      publish_tagged(input_words + number_2, pack_bf16x2(low_2, high_2), 60, epoch);
     }
   }
-}
 
-// This warp's unnormalised output of some slices: attention[warp][column][slice][number].
-__device__ __forceinline__ void lay_down_3(uint8_t* arena, uint32_t lane, uint32_t warp, float (&output)[8][4]) {
-  uint4* scratch = (uint4*)(arena + ATTENTION);
-  #pragma unroll
-  for (uint32_t column = 0; column < 2; ++column) {
-    uint32_t number = lane % 4 * 2 + column;
-    uint32_t row = warp * 8 + number;
-    uint4* place = scratch + (row * 64 + lane / 4 * 8) / 4;
-    place[0] = make_u32x4(float_bits(output[4][column]), float_bits(output[5][column]), float_bits(output[6][column]), float_bits(output[7][column]));
-    place[1] = make_u32x4(float_bits(output[4][column + 2]), float_bits(output[5][column + 2]), float_bits(output[6][column + 2]), float_bits(output[7][column + 2]));
-  }
-}
-
-// Column tile `index` of every group: its column c was laid down by the warps column_group, column_group +
-// column_groups, ..., as their column c.
-__device__ __forceinline__ void fold_slices_2(uint32_t epoch, uint4* record, uint32_t thread, uint8_t* arena,
-    uint4 what, uint32_t* input_words, uint64_t* exchange_words) {
-  uint32_t rows = record[1].z;
-  #pragma unroll 1
-  for (uint32_t output = thread; output < rows * 32; output += 256) {
-    uint32_t place = output / 32;
-    uint32_t pair = output % 32;
-    float low;
-    float high;
-    float highest;
-    float weight_sum;
-    fold_states(place, pair, arena, low, high, highest, weight_sum);
-    uint32_t dim_pair = (pair % 32 / 4 * 2 + pair / 32 + 1) * 4 + pair % 32 % 4;
-    if (record[1].y == 4294967295u) {
-      float lse = weight_sum == 0.0f ? -bits_float(0x7f800000) : fma_f32(highest, 0.6931472f, log_f32(weight_sum));
-      uint32_t column = record[2].x + place / 4;
-      uint32_t word = ((((what.z * 4 + place % 4) * 128 + dim_pair * 2) / 32 * 4 + column) * 4 + ((what.z * 4 + place % 4) * 128 + dim_pair * 2) / 8 % 4) * 4 + ((what.z * 4 + place % 4) * 128 + dim_pair * 2) % 8 / 2;
-      uint32_t number = word / 1024 * 10240 + word % 1024 + 2048;
-      publish_tagged(input_words + number, pack_bf16x2(low, high), 60, epoch);
-    } else {
-      float lse = weight_sum == 0.0f ? -bits_float(0x7f800000) : fma_f32(highest, 0.6931472f, log_f32(weight_sum));
-      publish_partial(record[1].y + place, dim_pair, low, high, lse, epoch, exchange_words);
-    }
-  }
-}
-
-// Fold the key groups' states, in ascending order, as many dims at a time as there is room for, and publish the
-// result.
-__device__ __forceinline__ void fold(uint32_t epoch, uint8_t* arena, float (&weight_sum)[2], uint32_t lane,
-    uint32_t warp, float (&highest)[2], float (&output)[8][4], uint4* record, uint32_t thread, uint4 what,
-    uint32_t* input_words, uint64_t* exchange_words) {
-  lay_down_statistics(arena, weight_sum, lane, warp, highest);
-  lay_down_2(arena, lane, warp, output);
-  named_barrier(1, 256);
-  fold_slices(epoch, record, thread, arena, what, input_words, exchange_words);
-  named_barrier(1, 256);
-  lay_down_3(arena, lane, warp, output);
-  named_barrier(1, 256);
-  fold_slices_2(epoch, record, thread, arena, what, input_words, exchange_words);
-  named_barrier(1, 256);
-}
-
-// This warp's share of an item whose queries are there.
-__device__ __forceinline__ void attend_rows(uint32_t cached_end, uint32_t newest_begin, uint32_t newest, uint32_t epoch,
-    uint4 what, uint32_t warp, uint32_t& use_stage, uint64_t* full, uint32_t& use_parity, uint8_t* ring, uint8_t* arena,
-    uint32_t lane, uint4* query, uint32_t (&limits)[2], uint64_t* empty, uint4* record, uint32_t thread,
-    uint32_t* input_words, uint64_t* exchange_words) {
-  float highest[2];
-  float weight_sum[2] = {};
-  float output[8][4] = {};
-  highest[0] = -bits_float(0x7f800000);
-  highest[1] = -bits_float(0x7f800000);
-  attend_keys(cached_end, newest_begin, newest, epoch, what, warp, use_stage, full, use_parity, ring, arena, lane,
-      query, limits, highest, weight_sum, output, empty);
-  fold(epoch, arena, weight_sum, lane, warp, highest, output, record, thread, what, input_words, exchange_words);
-}
-
-// For how many warps this one gives back a stage with these tiles: those with a tile in it share out all.
-__device__ __forceinline__ uint32_t arrivals_2(uint32_t first_tile, uint32_t last_tile, uint32_t key_groups,
-    uint32_t column_groups, uint32_t key_group, uint32_t column_group) {
-  uint32_t tiles = max(last_tile, first_tile + 1) - first_tile;
-  uint32_t groups = min(tiles, key_groups);
-  uint32_t members = groups * column_groups;
-  uint32_t index = (key_group + key_groups - first_tile % key_groups) % key_groups;
-  uint32_t rank = index * column_groups + column_group;
-  uint32_t each = (286335560u >> (members - 1) * 4) & 15;
-  return each + (rank < 8 - each * members ? 1u : 0u);
-}
-
-// 32 dims of 16 keys by those of the queries: low and high are what the lane has of keys r and r + 8.
-__device__ __forceinline__ void multiply_part_5(uint32_t (&low)[4], uint32_t (&high)[4], float (&sums_0)[2][4],
-    float (&sums_1)[2][4], uint4* query, uint32_t lane, uint4* query_2) {
-  uint4 early = make_u32x4(low[0], high[0], low[1], high[1]);
-  uint4 late = make_u32x4(low[2], high[2], low[3], high[3]);
-  uint4 query_3 = query[lane % 4];
-  mma_bf16(sums_0[0], early, query_3.x, query_3.y);
-  mma_bf16(sums_0[1], late, query_3.z, query_3.w);
-  uint4 query_4 = query_2[lane % 4];
-  mma_bf16(sums_1[0], early, query_4.x, query_4.y);
-  mma_bf16(sums_1[1], late, query_4.z, query_4.w);
-}
-
-// 32 dims of 16 keys by those of the queries: low and high are what the lane has of keys r and r + 8.
-__device__ __forceinline__ void multiply_part_6(uint32_t (&low)[4], uint32_t (&high)[4], float (&sums_0)[2][4],
-    float (&sums_1)[2][4], uint4* query, uint32_t lane, uint4* query_2) {
-  uint4 early = make_u32x4(low[0], high[0], low[1], high[1]);
-  uint4 late = make_u32x4(low[2], high[2], low[3], high[3]);
-  uint4 query_3 = query[4 + lane % 4];
-  mma_bf16(sums_0[0], early, query_3.x, query_3.y);
-  mma_bf16(sums_0[1], late, query_3.z, query_3.w);
-  uint4 query_4 = query_2[4 + lane % 4];
-  mma_bf16(sums_1[0], early, query_4.x, query_4.y);
-  mma_bf16(sums_1[1], late, query_4.z, query_4.w);
-}
-
-// 32 dims of 16 keys by those of the queries: low and high are what the lane has of keys r and r + 8.
-__device__ __forceinline__ void multiply_part_7(uint32_t (&low)[4], uint32_t (&high)[4], float (&sums_0)[2][4],
-    float (&sums_1)[2][4], uint4* query, uint32_t lane, uint4* query_2) {
-  uint4 early = make_u32x4(low[0], high[0], low[1], high[1]);
-  uint4 late = make_u32x4(low[2], high[2], low[3], high[3]);
-  uint4 query_3 = query[8 + lane % 4];
-  mma_bf16(sums_0[0], early, query_3.x, query_3.y);
-  mma_bf16(sums_0[1], late, query_3.z, query_3.w);
-  uint4 query_4 = query_2[8 + lane % 4];
-  mma_bf16(sums_1[0], early, query_4.x, query_4.y);
-  mma_bf16(sums_1[1], late, query_4.z, query_4.w);
-}
-
-// 32 dims of 16 keys by those of the queries: low and high are what the lane has of keys r and r + 8.
-__device__ __forceinline__ void multiply_part_8(uint32_t (&low)[4], uint32_t (&high)[4], float (&sums_0)[2][4],
-    float (&sums_1)[2][4], uint4* query, uint32_t lane, uint4* query_2) {
-  uint4 early = make_u32x4(low[0], high[0], low[1], high[1]);
-  uint4 late = make_u32x4(low[2], high[2], low[3], high[3]);
-  uint4 query_3 = query[12 + lane % 4];
-  mma_bf16(sums_0[0], early, query_3.x, query_3.y);
-  mma_bf16(sums_0[1], late, query_3.z, query_3.w);
-  uint4 query_4 = query_2[12 + lane % 4];
-  mma_bf16(sums_1[0], early, query_4.x, query_4.y);
-  mma_bf16(sums_1[1], late, query_4.z, query_4.w);
-}
-
-// output (dims x queries) += values^T * weights, of every column tile.
-__device__ __forceinline__ void add_values_2(uint32_t first_row, uint32_t valid, uint32_t key, uint32_t weights_0_0,
-    uint32_t weights_0_1, uint32_t weights_1_0, uint32_t weights_1_1, uint32_t lane, uint8_t* values,
-    float (&output)[8][4], float (&output_2)[8][4]) {
-  uint32_t words[2][4][4];
-  uint32_t tile_key = min(lane % 4 * 2, valid - 1);
-  uint32_t row = first_row + tile_key;
-  read_values(row, words, values, lane);
-  uint32_t tile_key_2 = min(lane % 4 * 2 + 1, valid - 1);
-  uint32_t row_2 = first_row + tile_key_2;
-  read_values_2(row_2, words, values, lane);
-  uint32_t tile_key_3 = min(lane % 4 * 2 + 8, valid - 1);
-  uint32_t row_3 = first_row + tile_key_3;
-  read_values_3(row_3, words, values, lane);
-  uint32_t tile_key_4 = min(lane % 4 * 2 + 9, valid - 1);
-  uint32_t row_4 = first_row + tile_key_4;
-  read_values_4(row_4, words, values, lane);
-  #pragma unroll
-  for (uint32_t tile = 0; tile < 4; ++tile) {
-    uint32_t low_early = byte_permute(words[0][0][tile / 2], words[0][1][tile / 2], tile % 2 == 0 ? 21520u : 30258u);
-    uint32_t high_early = byte_permute(words[0][0][(tile + 4) / 2], words[0][1][(tile + 4) / 2], (tile + 4) % 2 == 0 ? 21520u : 30258u);
-    uint32_t low_late = byte_permute(words[0][2][tile / 2], words[0][3][tile / 2], tile % 2 == 0 ? 21520u : 30258u);
-    uint32_t high_late = byte_permute(words[0][2][(tile + 4) / 2], words[0][3][(tile + 4) / 2], (tile + 4) % 2 == 0 ? 21520u : 30258u);
-    uint4 operand = make_u32x4(low_early, high_early, low_late, high_late);
-    mma_bf16(output[tile], operand, weights_0_0, weights_0_1);
-    mma_bf16(output_2[tile], operand, weights_1_0, weights_1_1);
-  }
-  #pragma unroll
-  for (uint32_t tile = 0; tile < 4; ++tile) {
-    uint32_t low_early = byte_permute(words[1][0][tile / 2], words[1][1][tile / 2], tile % 2 == 0 ? 21520u : 30258u);
-    uint32_t high_early = byte_permute(words[1][0][(tile + 4) / 2], words[1][1][(tile + 4) / 2], (tile + 4) % 2 == 0 ? 21520u : 30258u);
-    uint32_t low_late = byte_permute(words[1][2][tile / 2], words[1][3][tile / 2], tile % 2 == 0 ? 21520u : 30258u);
-    uint32_t high_late = byte_permute(words[1][2][(tile + 4) / 2], words[1][3][(tile + 4) / 2], (tile + 4) % 2 == 0 ? 21520u : 30258u);
-    uint4 operand = make_u32x4(low_early, high_early, low_late, high_late);
-    mma_bf16(output[4 + tile], operand, weights_0_0, weights_0_1);
-    mma_bf16(output_2[4 + tile], operand, weights_1_0, weights_1_1);
-  }
-}
-
-// Fold 16 keys into the states of some column tiles, which share what is read of keys and values. The first
-// `valid` keys (one at least) exist; the first is key `key`.
-__device__ __forceinline__ void attend_2(uint32_t first_row, uint32_t valid, uint32_t key, uint32_t lane, uint8_t* keys,
-    uint4* query, uint4* query_2, uint32_t (&limits)[2], float (&highest)[2], float (&weight_sum)[2],
-    float (&output)[8][4], uint32_t (&limits_2)[2], float (&highest_2)[2], float (&weight_sum_2)[2],
-    float (&output_2)[8][4], uint8_t* values) {
-  float sums[2][4] = {};
-  float sums_2[2][4] = {};
-  uint32_t row = first_row + lane / 4;
-  uint32_t words[2][4];
-  read_crossed(row, words, keys, lane);
-  uint32_t words_2[2][4];
-  read_crossed(row + 8, words_2, keys, lane);
-  multiply_part_5(words[0], words_2[0], sums, sums_2, query, lane, query_2);
-  multiply_part_6(words[1], words_2[1], sums, sums_2, query, lane, query_2);
-  uint32_t words_3[2][4];
-  read_crossed_2(row, words_3, keys, lane);
-  uint32_t words_4[2][4];
-  read_crossed_2(row + 8, words_4, keys, lane);
-  multiply_part_7(words_3[0], words_4[0], sums, sums_2, query, lane, query_2);
-  multiply_part_8(words_3[1], words_4[1], sums, sums_2, query, lane, query_2);
-  float logits[4];
-  #pragma unroll
-  for (uint32_t element = 0; element < 4; ++element) {
-    logits[element] = sums[0][element] + sums[1][element];
-  }
-  float logits_2[4];
-  #pragma unroll
-  for (uint32_t element = 0; element < 4; ++element) {
-    logits_2[element] = sums_2[0][element] + sums_2[1][element];
-  }
-  scale_and_mask(logits, valid, key, lane, limits);
-  weigh(logits, highest, weight_sum, output);
-  uint32_t weights_low = matrix_transpose_b16(pack_bf16x2(logits[0], logits[1]));
-  uint32_t weights_high = matrix_transpose_b16(pack_bf16x2(logits[2], logits[3]));
-  scale_and_mask(logits_2, valid, key, lane, limits_2);
-  weigh(logits_2, highest_2, weight_sum_2, output_2);
-  uint32_t weights_low_2 = matrix_transpose_b16(pack_bf16x2(logits_2[0], logits_2[1]));
-  uint32_t weights_high_2 = matrix_transpose_b16(pack_bf16x2(logits_2[2], logits_2[3]));
-  add_values_2(first_row, valid, key, weights_low, weights_high, weights_low_2, weights_high_2, lane, values, output,
-      output_2);
-}
-
-// This warp's tiles of 16 keys: of the cached ones [item.begin, end), then of the newest, as if they were in
-// one more stage: so the code of a tile stands in the kernel once.
-__device__ __forceinline__ void attend_keys_2(uint32_t end, uint32_t newest_begin, uint32_t newest, uint32_t epoch,
-    uint4 what, uint32_t key_group, uint32_t key_groups, uint32_t column_groups, uint32_t column_group,
-    uint32_t& use_stage, uint64_t* full, uint32_t& use_parity, uint8_t* ring, uint8_t* arena, uint32_t lane,
-    uint4* query, uint4* query_2, uint32_t (&limits)[2], float (&highest)[2], float (&weight_sum)[2],
-    float (&output)[8][4], uint32_t (&limits_2)[2], float (&highest_2)[2], float (&weight_sum_2)[2],
-    float (&output_2)[8][4], uint64_t* empty) {
-  uint32_t begin = what.w;
-  uint32_t cached = begin < end ? end - begin : 0;
-  uint32_t tiles = (cached + 15) / 16;
-  uint32_t all_tiles = tiles + (newest + 15) / 16;
-  uint32_t tile = key_group;
-  while (tile < all_tiles) {
-    uint32_t stage = tile / 2;
-    uint32_t first_tile = stage * 2;
-    uint32_t last_tile = min(first_tile + 2, tiles);
-    uint32_t first_key = begin + stage * 32;
-    uint32_t count = min(end - first_key, 32u);
-    bool is_cached = tile < tiles;
-    uint32_t arrivals = arrivals_2(first_tile, last_tile, key_groups, column_groups, key_group, column_group);
-    uint32_t place = use_stage + stage;
-    uint32_t stage_2 = place % 11;
-    if (is_cached) {
-      mbarrier_wait(full + stage_2, (use_parity + place / 11) % 2);
-    }
-    uint8_t* chunk = ring + stage_2 * 16384;
-    uint8_t* keys = chunk;
-    uint8_t* values = chunk + 8192;
-    if (tile >= tiles) {
-      uint8_t* newest_keys = arena + NEWEST;
-      uint8_t* newest_values = arena + NEWEST + 4096;
-      first_tile = tiles;
-      last_tile = all_tiles;
-      first_key = newest_begin;
-      count = newest;
-      keys = newest_keys;
-      values = newest_values;
-    }
-    while (tile < last_tile) {
-      uint32_t row = (tile - first_tile) * 16;
-      attend_2(row, count - row, first_key + row, lane, keys, query, query_2, limits, highest, weight_sum, output,
-          limits_2, highest_2, weight_sum_2, output_2, values);
-      tile += key_groups;
-    }
-    wait_for_u32(float_bits(output[0][0]));
-    wait_for_u32(float_bits(output_2[0][0]));
-    warp_barrier();
-    if (lane == 0 && is_cached) {
-      mbarrier_arrive_many(empty + stage_2, arrivals);
-    }
-  }
-  uint32_t place = use_stage + (cached + 31) / 32;
-  use_parity = (use_parity + place / 11) % 2;
-  use_stage = place % 11;
-}
-
-// Column tile `index` of every group: its column c was laid down by the warps column_group, column_group +
-// column_groups, ..., as their column c.
-__device__ __forceinline__ void fold_slices_3(uint32_t epoch, uint32_t column_groups, uint32_t thread, uint4* record,
-    uint8_t* arena, uint4 what, uint32_t* input_words, uint64_t* exchange_words) {
-  if (column_groups == 1) {
+  // ---- phase attention -------------------------------------------------------------------------------
+  // Attention over the cache; then the merge of rows whose keys were split.
+  // Waits for: qkv, partials.
+  // Makes: partials, attention.
+  __device__ __forceinline__ void attention(uint32_t step, uint32_t layer, uint32_t layer_epoch) {
+    uint32_t thread = thread_index();
+    uint32_t warp = thread / 32;
+    uint32_t lane = thread % 32;
+    if (thread == 0) store_relaxed_u32(progress + block, step * 162 + layer * 5 + 1);
+    uint4 numbers = ((uint4*)(arena + RECORDS))[0];
     #pragma unroll 1
-    for (uint32_t output = thread; output < 256; output += 256) {
-      uint32_t place = output / 32;
-      uint32_t pair = output % 32;
-      uint32_t row = place / 8 * 16 + place % 8;
-      if (row < record[1].z) {
-        float low;
-        float high;
-        float highest;
-        float weight_sum;
-        fold_states(place, pair, arena, low, high, highest, weight_sum);
-        uint32_t dim_pair = (pair % 32 / 4 * 2 + pair / 32) * 4 + pair % 32 % 4;
-        if (record[1].y == 4294967295u) {
-          float lse = weight_sum == 0.0f ? -bits_float(0x7f800000) : fma_f32(highest, 0.6931472f, log_f32(weight_sum));
-          uint32_t column = record[2].x + row / 4;
-          uint32_t word = ((((what.z * 4 + row % 4) * 128 + dim_pair * 2) / 32 * 4 + column) * 4 + ((what.z * 4 + row % 4) * 128 + dim_pair * 2) / 8 % 4) * 4 + ((what.z * 4 + row % 4) * 128 + dim_pair * 2) % 8 / 2;
-          uint32_t number = word / 1024 * 10240 + word % 1024 + 2048;
-          publish_tagged(input_words + number, pack_bf16x2(low, high), 60, epoch);
-        } else {
-          float lse = weight_sum == 0.0f ? -bits_float(0x7f800000) : fma_f32(highest, 0.6931472f, log_f32(weight_sum));
-          publish_partial(record[1].y + row, dim_pair, low, high, lse, epoch, exchange_words);
-        }
+    for (uint32_t number = numbers.x; number < numbers.y; ++number) {
+      uint32_t index = number - numbers.x;
+      uint4* record = (uint4*)(arena + RECORDS) + (1 + min(index, 4u) * 4);
+      if (index >= 4) {
+        named_barrier(1, 256);
+        if (thread == 0) keep_item(record, number);
+        named_barrier(1, 256);
+      }
+      uint4 what = record[0];
+      uint32_t cached_end = min(record[1].x, record[3].x + record[3].y * step);
+      uint32_t newest_begin = max(what.w, record[3].x + record[3].y * step);
+      uint32_t newest_end = min(record[1].x, record[3].x + record[3].y * step + record[3].z);
+      uint32_t newest = newest_begin < newest_end ? newest_end - newest_begin : 0;
+      load_item(newest_begin, newest, layer_epoch, record, thread, what, step);
+      if (record[1].z <= 8) {
+        uint4* shared = (uint4*)(arena + QUERIES);
+        uint32_t row = min(lane / 4, 15u);
+        uint4* query = shared + row * 16;
+        uint32_t limits[2];
+        uint32_t packed = lane % 4 * 2;
+        uint32_t present = min(packed, record[1].z - 1);
+        uint32_t end = min(record[1].x, record[3].x + record[3].y * step + record[3].z);
+        uint32_t position = ((uint32_t*)(arena + COLUMNS))[(record[2].x + present / 4) * 9];
+        uint32_t following = position + 1;
+        uint32_t visible = following > record[2].w ? following - record[2].w : 0;
+        limits[0] = packed < record[1].z ? min(end, visible) : 0;
+        uint32_t packed_2 = lane % 4 * 2 + 1;
+        uint32_t present_2 = min(packed_2, record[1].z - 1);
+        uint32_t end_2 = min(record[1].x, record[3].x + record[3].y * step + record[3].z);
+        uint32_t position_2 = ((uint32_t*)(arena + COLUMNS))[(record[2].x + present_2 / 4) * 9];
+        uint32_t following_2 = position_2 + 1;
+        uint32_t visible_2 = following_2 > record[2].w ? following_2 - record[2].w : 0;
+        limits[1] = packed_2 < record[1].z ? min(end_2, visible_2) : 0;
+        attend_rows(cached_end, newest_begin, newest, layer_epoch, what, warp, lane, query, limits, record, thread);
+      } else {
+        uint32_t column_groups = 1;
+        uint32_t key_groups = min(8 / column_groups, 16u);
+        uint32_t warp_group = warp / column_groups;
+        uint32_t column_group = warp % column_groups;
+        uint32_t key_group = warp_group < key_groups ? warp_group : 134217728;
+        uint4* shared = (uint4*)(arena + QUERIES);
+        uint32_t row = min(column_group * 16 + lane / 4, 15u);
+        uint4* query = shared + row * 16;
+        uint32_t limits[2];
+        uint32_t packed = column_group * 16 + lane % 4 * 2;
+        uint32_t present = min(packed, record[1].z - 1);
+        uint32_t end = min(record[1].x, record[3].x + record[3].y * step + record[3].z);
+        uint32_t position = ((uint32_t*)(arena + COLUMNS))[(record[2].x + present / 4) * 9];
+        uint32_t following = position + 1;
+        uint32_t visible = following > record[2].w ? following - record[2].w : 0;
+        limits[0] = packed < record[1].z ? min(end, visible) : 0;
+        uint32_t packed_2 = column_group * 16 + lane % 4 * 2 + 1;
+        uint32_t present_2 = min(packed_2, record[1].z - 1);
+        uint32_t end_2 = min(record[1].x, record[3].x + record[3].y * step + record[3].z);
+        uint32_t position_2 = ((uint32_t*)(arena + COLUMNS))[(record[2].x + present_2 / 4) * 9];
+        uint32_t following_2 = position_2 + 1;
+        uint32_t visible_2 = following_2 > record[2].w ? following_2 - record[2].w : 0;
+        limits[1] = packed_2 < record[1].z ? min(end_2, visible_2) : 0;
+        uint4* shared_2 = (uint4*)(arena + QUERIES);
+        uint32_t row_2 = min((column_group * 2 + 1) * 8 + lane / 4, 15u);
+        uint4* query_2 = shared_2 + row_2 * 16;
+        uint32_t limits_2[2];
+        uint32_t packed_3 = (column_group * 2 + 1) * 8 + lane % 4 * 2;
+        uint32_t present_3 = min(packed_3, record[1].z - 1);
+        uint32_t end_3 = min(record[1].x, record[3].x + record[3].y * step + record[3].z);
+        uint32_t position_3 = ((uint32_t*)(arena + COLUMNS))[(record[2].x + present_3 / 4) * 9];
+        uint32_t following_3 = position_3 + 1;
+        uint32_t visible_3 = following_3 > record[2].w ? following_3 - record[2].w : 0;
+        limits_2[0] = packed_3 < record[1].z ? min(end_3, visible_3) : 0;
+        uint32_t packed_4 = (column_group * 2 + 1) * 8 + lane % 4 * 2 + 1;
+        uint32_t present_4 = min(packed_4, record[1].z - 1);
+        uint32_t end_4 = min(record[1].x, record[3].x + record[3].y * step + record[3].z);
+        uint32_t position_4 = ((uint32_t*)(arena + COLUMNS))[(record[2].x + present_4 / 4) * 9];
+        uint32_t following_4 = position_4 + 1;
+        uint32_t visible_4 = following_4 > record[2].w ? following_4 - record[2].w : 0;
+        limits_2[1] = packed_4 < record[1].z ? min(end_4, visible_4) : 0;
+        attend_rows_2(cached_end, newest_begin, newest, layer_epoch, what, key_group, key_groups, column_groups,
+            column_group, lane, query, query_2, limits, limits_2, warp, thread, record);
       }
     }
-  }
-}
-
-// Column tile `index` of every group: its column c was laid down by the warps column_group, column_group +
-// column_groups, ..., as their column c.
-__device__ __forceinline__ void fold_slices_4(uint32_t epoch, uint32_t column_groups, uint32_t thread, uint4* record,
-    uint8_t* arena, uint4 what, uint32_t* input_words, uint64_t* exchange_words) {
-  if (column_groups == 1) {
+    // merge of partial states
+    uint4 numbers_2 = ((uint4*)(arena + RECORDS))[0];
+    uint4* record = (uint4*)(arena + RECORDS) + (21 + warp / 4 * 8);
+    uint32_t first_job = warp / 4 * 132 + block;
     #pragma unroll 1
-    for (uint32_t output = thread; output < 256; output += 256) {
-      uint32_t place = output / 32;
-      uint32_t pair = output % 32;
-      uint32_t row = place / 8 * 16 + place % 8;
-      if (row < record[1].z) {
-        float low;
-        float high;
-        float highest;
-        float weight_sum;
-        fold_states(place, pair, arena, low, high, highest, weight_sum);
-        uint32_t dim_pair = (pair % 32 / 4 * 2 + pair / 32 + 1) * 4 + pair % 32 % 4;
-        if (record[1].y == 4294967295u) {
-          float lse = weight_sum == 0.0f ? -bits_float(0x7f800000) : fma_f32(highest, 0.6931472f, log_f32(weight_sum));
-          uint32_t column = record[2].x + row / 4;
-          uint32_t word = ((((what.z * 4 + row % 4) * 128 + dim_pair * 2) / 32 * 4 + column) * 4 + ((what.z * 4 + row % 4) * 128 + dim_pair * 2) / 8 % 4) * 4 + ((what.z * 4 + row % 4) * 128 + dim_pair * 2) % 8 / 2;
-          uint32_t number = word / 1024 * 10240 + word % 1024 + 2048;
-          publish_tagged(input_words + number, pack_bf16x2(low, high), 60, epoch);
+    for (uint32_t job = first_job; job < numbers_2.z; job += 264) {
+      if (job != first_job) replace_merge(job, numbers_2.w, warp, lane);
+      if (record[0].y < record[1].y * 4) {
+        float highest = -bits_float(0x7f800000);
+        float weight_sum = 0.0f;
+        float sums[4] = {};
+        uint32_t sources_3 = record[0].w - record[0].z;
+        if (sources_3 <= 4) {
+          if (warp % 4 == 0) {
+            uint32_t own = record[0].w - record[0].z;
+            #pragma unroll 1
+            for (uint32_t first = 0; first < own; first += 5) {
+              uint32_t count = min(own - first, 5u);
+              uint32_t value = sources(first, count, lane, warp, record);
+              uint4 states[8];
+              uint32_t indices[8];
+              indices[0] = ((value + record[0].y) * 33 + 32) * 4;
+              #pragma unroll
+              for (uint32_t index = 0; index < 5; ++index) {
+                uint32_t source = shuffle_u32(value, index);
+                indices[index + 1] = ((source + record[0].y) * 33 + lane % 32) * 4;
+              }
+              wait_flagged_places(states, exchange_words + 66560, indices, 6, layer_epoch);
+              #pragma unroll
+              for (uint32_t index = 0; index < 5; ++index) {
+                if (index < count) {
+                  float lse = bits_float(shuffle_u32(states[0].x, index));
+                  add(bits_float(states[index + 1].x), bits_float(states[index + 1].y), bits_float(states[index + 1].z),
+                      bits_float(states[index + 1].w), lse, highest, weight_sum, sums);
+                }
+              }
+            }
+          }
         } else {
-          float lse = weight_sum == 0.0f ? -bits_float(0x7f800000) : fma_f32(highest, 0.6931472f, log_f32(weight_sum));
-          publish_partial(record[1].y + row, dim_pair, low, high, lse, epoch, exchange_words);
-        }
-      }
-    }
-  }
-}
-
-// Column tile `index` of every group: its column c was laid down by the warps column_group, column_group +
-// column_groups, ..., as their column c.
-__device__ __forceinline__ void fold_slices_5(uint32_t epoch, uint32_t column_groups, uint32_t thread, uint4* record,
-    uint8_t* arena, uint4 what, uint32_t* input_words, uint64_t* exchange_words) {
-  if (column_groups == 1) {
-    #pragma unroll 1
-    for (uint32_t output = thread; output < 256; output += 256) {
-      uint32_t place = output / 32;
-      uint32_t pair = output % 32;
-      uint32_t row = (place / 8 * 2 + 1) * 8 + place % 8;
-      if (row < record[1].z) {
-        float low;
-        float high;
-        float highest;
-        float weight_sum;
-        fold_states(place, pair, arena, low, high, highest, weight_sum);
-        uint32_t dim_pair = (pair % 32 / 4 * 2 + pair / 32) * 4 + pair % 32 % 4;
-        if (record[1].y == 4294967295u) {
-          float lse = weight_sum == 0.0f ? -bits_float(0x7f800000) : fma_f32(highest, 0.6931472f, log_f32(weight_sum));
-          uint32_t column = record[2].x + row / 4;
-          uint32_t word = ((((what.z * 4 + row % 4) * 128 + dim_pair * 2) / 32 * 4 + column) * 4 + ((what.z * 4 + row % 4) * 128 + dim_pair * 2) / 8 % 4) * 4 + ((what.z * 4 + row % 4) * 128 + dim_pair * 2) % 8 / 2;
-          uint32_t number = word / 1024 * 10240 + word % 1024 + 2048;
-          publish_tagged(input_words + number, pack_bf16x2(low, high), 60, epoch);
-        } else {
-          float lse = weight_sum == 0.0f ? -bits_float(0x7f800000) : fma_f32(highest, 0.6931472f, log_f32(weight_sum));
-          publish_partial(record[1].y + row, dim_pair, low, high, lse, epoch, exchange_words);
-        }
-      }
-    }
-  }
-}
-
-// Column tile `index` of every group: its column c was laid down by the warps column_group, column_group +
-// column_groups, ..., as their column c.
-__device__ __forceinline__ void fold_slices_6(uint32_t epoch, uint32_t column_groups, uint32_t thread, uint4* record,
-    uint8_t* arena, uint4 what, uint32_t* input_words, uint64_t* exchange_words) {
-  if (column_groups == 1) {
-    #pragma unroll 1
-    for (uint32_t output = thread; output < 256; output += 256) {
-      uint32_t place = output / 32;
-      uint32_t pair = output % 32;
-      uint32_t row = (place / 8 * 2 + 1) * 8 + place % 8;
-      if (row < record[1].z) {
-        float low;
-        float high;
-        float highest;
-        float weight_sum;
-        fold_states(place, pair, arena, low, high, highest, weight_sum);
-        uint32_t dim_pair = (pair % 32 / 4 * 2 + pair / 32 + 1) * 4 + pair % 32 % 4;
-        if (record[1].y == 4294967295u) {
-          float lse = weight_sum == 0.0f ? -bits_float(0x7f800000) : fma_f32(highest, 0.6931472f, log_f32(weight_sum));
-          uint32_t column = record[2].x + row / 4;
-          uint32_t word = ((((what.z * 4 + row % 4) * 128 + dim_pair * 2) / 32 * 4 + column) * 4 + ((what.z * 4 + row % 4) * 128 + dim_pair * 2) / 8 % 4) * 4 + ((what.z * 4 + row % 4) * 128 + dim_pair * 2) % 8 / 2;
-          uint32_t number = word / 1024 * 10240 + word % 1024 + 2048;
-          publish_tagged(input_words + number, pack_bf16x2(low, high), 60, epoch);
-        } else {
-          float lse = weight_sum == 0.0f ? -bits_float(0x7f800000) : fma_f32(highest, 0.6931472f, log_f32(weight_sum));
-          publish_partial(record[1].y + row, dim_pair, low, high, lse, epoch, exchange_words);
-        }
-      }
-    }
-  }
-}
-
-// Fold the key groups' states, in ascending order, as many dims at a time as there is room for, and publish the
-// result.
-__device__ __forceinline__ void fold_2(uint32_t epoch, uint8_t* arena, float (&weight_sum)[2], uint32_t lane,
-    uint32_t warp, float (&highest)[2], float (&output)[8][4], uint32_t column_groups, uint32_t thread, uint4* record,
-    uint4 what, uint32_t* input_words, uint64_t* exchange_words, float (&weight_sum_2)[2], float (&highest_2)[2],
-    float (&output_2)[8][4]) {
-  lay_down_statistics(arena, weight_sum, lane, warp, highest);
-  lay_down_2(arena, lane, warp, output);
-  named_barrier(1, 256);
-  fold_slices_3(epoch, column_groups, thread, record, arena, what, input_words, exchange_words);
-  named_barrier(1, 256);
-  lay_down_3(arena, lane, warp, output);
-  named_barrier(1, 256);
-  fold_slices_4(epoch, column_groups, thread, record, arena, what, input_words, exchange_words);
-  named_barrier(1, 256);
-  lay_down_statistics(arena, weight_sum_2, lane, warp, highest_2);
-  lay_down_2(arena, lane, warp, output_2);
-  named_barrier(1, 256);
-  fold_slices_5(epoch, column_groups, thread, record, arena, what, input_words, exchange_words);
-  named_barrier(1, 256);
-  lay_down_3(arena, lane, warp, output_2);
-  named_barrier(1, 256);
-  fold_slices_6(epoch, column_groups, thread, record, arena, what, input_words, exchange_words);
-  named_barrier(1, 256);
-}
-
-// This warp's share of an item whose queries are there.
-__device__ __forceinline__ void attend_rows_2(uint32_t cached_end, uint32_t newest_begin, uint32_t newest,
-    uint32_t epoch, uint4 what, uint32_t key_group, uint32_t key_groups, uint32_t column_groups, uint32_t column_group,
-    uint32_t& use_stage, uint64_t* full, uint32_t& use_parity, uint8_t* ring, uint8_t* arena, uint32_t lane,
-    uint4* query, uint4* query_2, uint32_t (&limits)[2], uint32_t (&limits_2)[2], uint64_t* empty, uint32_t warp,
-    uint32_t thread, uint4* record, uint32_t* input_words, uint64_t* exchange_words) {
-  float highest[2];
-  float weight_sum[2] = {};
-  float output[8][4] = {};
-  highest[0] = -bits_float(0x7f800000);
-  highest[1] = -bits_float(0x7f800000);
-  float highest_2[2];
-  float weight_sum_2[2] = {};
-  float output_2[8][4] = {};
-  highest_2[0] = -bits_float(0x7f800000);
-  highest_2[1] = -bits_float(0x7f800000);
-  attend_keys_2(cached_end, newest_begin, newest, epoch, what, key_group, key_groups, column_groups, column_group,
-      use_stage, full, use_parity, ring, arena, lane, query, query_2, limits, highest, weight_sum, output, limits_2,
-      highest_2, weight_sum_2, output_2, empty);
-  fold_2(epoch, arena, weight_sum, lane, warp, highest, output, column_groups, thread, record, what, input_words,
-      exchange_words, weight_sum_2, highest_2, output_2);
-}
-
-// The record at hand becomes that of another merge of this team.
-__device__ __forceinline__ void replace_merge(uint32_t job, uint32_t merge_rows, uint32_t warp, uint8_t* arena,
-    const int32_t* kv_plans, uint32_t plan_index, uint32_t lane, const int32_t* tiles) {
-  named_barrier(warp / 4 + 2, 128);
-  if (warp % 4 == 0) {
-    keep_merge(job, merge_rows, arena, warp, kv_plans, plan_index, lane, tiles);
-  }
-  named_barrier(warp / 4 + 2, 128);
-}
-
-// `count` sources of a merge, numbers `first`, `first + every`, ... Lane n: the n-th of them, or the last: the
-// partial row of the tile's first packed row.
-__device__ __forceinline__ uint32_t sources(uint32_t first, uint32_t count, uint32_t lane, uint8_t* arena,
-    uint32_t warp, const int32_t* kv_plans, uint32_t plan_index, uint4* record) {
-  uint32_t index = first + min(lane, count - 1);
-  uint32_t source;
-  if (index < 20) {
-    source = ((const uint32_t*)((uint4*)(arena + RECORDS) + (21 + warp / 4 * 8) + 3))[index];
-  } else {
-    source = load_constant_u32(kv_plans + (plan_index * 4352 + (record[0].z + index) + 3136));
-  }
-  return source;
-}
-
-// One more: `values` of a state with this LSE, or sums of several with the highest and the sum of weights.
-__device__ __forceinline__ void add(float values_0, float values_1, float values_2, float values_3, float lse,
-    float& highest, float& weight_sum, float (&sums)[4]) {
-  float new_highest = maximum_f32(highest, lse);
-  float base = new_highest == -bits_float(0x7f800000) ? 0.0f : new_highest;
-  float shrink = exp2_f32((highest - base) * 1.442695f);
-  float grow = exp2_f32((lse - base) * 1.442695f);
-  highest = new_highest;
-  weight_sum = fma_f32(weight_sum, shrink, grow);
-  sums[0] = fma_f32(sums[0], shrink, grow * values_0);
-  sums[1] = fma_f32(sums[1], shrink, grow * values_1);
-  sums[2] = fma_f32(sums[2], shrink, grow * values_2);
-  sums[3] = fma_f32(sums[3], shrink, grow * values_3);
-}
-
-// `count` sources of a merge, numbers `first`, `first + every`, ... Lane n: the n-th of them, or the last: the
-// partial row of the tile's first packed row.
-__device__ __forceinline__ uint32_t sources_2(uint32_t first, uint32_t count, uint32_t lane, uint8_t* arena,
-    uint32_t warp, const int32_t* kv_plans, uint32_t plan_index, uint4* record) {
-  uint32_t index = first + min(lane, count - 1) * 4;
-  uint32_t source;
-  if (index < 20) {
-    source = ((const uint32_t*)((uint4*)(arena + RECORDS) + (21 + warp / 4 * 8) + 3))[index];
-  } else {
-    source = load_constant_u32(kv_plans + (plan_index * 4352 + (record[0].z + index) + 3136));
-  }
-  return source;
-}
-
-// This warp's folded state, for the first warp of its team.
-__device__ __forceinline__ void lay_down_folded(uint8_t* arena, uint32_t warp, uint32_t lane, float (&sums)[4],
-    float highest, float weight_sum) {
-  uint4* address = (uint4*)(arena + ATTENTION) + warp * 33;
-  address[lane] = make_u32x4(float_bits(sums[0]), float_bits(sums[1]), float_bits(sums[2]), float_bits(sums[3]));
-  if (lane == 0) {
-    address[32] = make_u32x4(float_bits(highest), float_bits(weight_sum), 0, 0);
-  }
-}
-
-// One more: `values` of a state with this LSE, or sums of several with the highest and the sum of weights.
-__device__ __forceinline__ void add_2(float values_0, float values_1, float values_2, float values_3, float lse,
-    float weight, float& highest, float& weight_sum, float (&sums)[4]) {
-  float new_highest = maximum_f32(highest, lse);
-  float base = new_highest == -bits_float(0x7f800000) ? 0.0f : new_highest;
-  float shrink = exp2_f32((highest - base) * 1.442695f);
-  float grow = exp2_f32((lse - base) * 1.442695f);
-  highest = new_highest;
-  weight_sum = fma_f32(weight_sum, shrink, grow * weight);
-  sums[0] = fma_f32(sums[0], shrink, grow * values_0);
-  sums[1] = fma_f32(sums[1], shrink, grow * values_1);
-  sums[2] = fma_f32(sums[2], shrink, grow * values_2);
-  sums[3] = fma_f32(sums[3], shrink, grow * values_3);
-}
-
-// What the other warps of the team laid down, into the first one's.
-__device__ __forceinline__ void fold_team(uint8_t* arena, uint32_t warp, uint32_t lane, float& highest,
-    float& weight_sum, float (&sums)[4]) {
-  #pragma unroll
-  for (uint32_t index = 1; index < 4; ++index) {
-    uint4* address = (uint4*)(arena + ATTENTION) + (warp + index) * 33;
-    uint4 part = address[lane];
-    uint4 shared = address[32];
-    add_2(bits_float(part.x), bits_float(part.y), bits_float(part.z), bits_float(part.w), bits_float(shared.x),
-        bits_float(shared.y), highest, weight_sum, sums);
-  }
-}
-
-// The row's output, from the state that all its sources were folded into: 4 dims a lane.
-__device__ __forceinline__ void finish_merge(uint32_t epoch, float weight_sum, float highest, uint32_t lane,
-    float (&sums)[4], uint4* record, uint32_t* input_words) {
-  float inverse = weight_sum == 0.0f ? 0.0f : divide_f32(1.0f, weight_sum);
-  float lse = weight_sum == 0.0f ? -bits_float(0x7f800000) : highest + log_f32(weight_sum);
-  if (lane < 32) {
-    uint32_t dim_pair = lane % 32 * 2;
-    float low = sums[0] * inverse;
-    float high = sums[1] * inverse;
-    uint32_t column = record[1].x + record[0].y / 4;
-    uint32_t word = ((((record[0].x * 4 + record[0].y % 4) * 128 + dim_pair * 2) / 32 * 4 + column) * 4 + ((record[0].x * 4 + record[0].y % 4) * 128 + dim_pair * 2) / 8 % 4) * 4 + ((record[0].x * 4 + record[0].y % 4) * 128 + dim_pair * 2) % 8 / 2;
-    uint32_t number = word / 1024 * 10240 + word % 1024 + 2048;
-    publish_tagged(input_words + number, pack_bf16x2(low, high), 60, epoch);
-    uint32_t dim_pair_2 = lane % 32 * 2 + 1;
-    float low_2 = sums[2] * inverse;
-    float high_2 = sums[3] * inverse;
-    uint32_t column_2 = record[1].x + record[0].y / 4;
-    uint32_t word_2 = ((((record[0].x * 4 + record[0].y % 4) * 128 + dim_pair_2 * 2) / 32 * 4 + column_2) * 4 + ((record[0].x * 4 + record[0].y % 4) * 128 + dim_pair_2 * 2) / 8 % 4) * 4 + ((record[0].x * 4 + record[0].y % 4) * 128 + dim_pair_2 * 2) % 8 / 2;
-    uint32_t number_2 = word_2 / 1024 * 10240 + word_2 % 1024 + 2048;
-    publish_tagged(input_words + number_2, pack_bf16x2(low_2, high_2), 60, epoch);
-  }
-}
-
-// ---- phase attention -------------------------------------------------------------------------------
-// Attention over the cache; then the merge of rows whose keys were split.
-// Waits for: qkv, partials.
-// Makes: partials, attention.
-__device__ __forceinline__ void attention(uint32_t* progress, uint32_t block, uint32_t step, uint32_t layer,
-    uint8_t* arena, const int32_t* kv_plans, uint32_t plan_index, const int32_t* tiles, uint32_t layer_epoch,
-    uint64_t* exchange_words, uint32_t& use_stage, uint64_t* full, uint32_t& use_parity, uint8_t* ring, uint64_t* empty,
-    uint32_t* input_words) {
-  uint32_t thread = thread_index();
-  uint32_t warp = thread / 32;
-  uint32_t lane = thread % 32;
-  if (thread == 0) {
-    store_relaxed_u32(progress + block, step * 162 + layer * 5 + 1);
-  }
-  uint4 numbers = ((uint4*)(arena + RECORDS))[0];
-  #pragma unroll 1
-  for (uint32_t number = numbers.x; number < numbers.y; ++number) {
-    uint32_t index = number - numbers.x;
-    uint4* record = (uint4*)(arena + RECORDS) + (1 + min(index, 4u) * 4);
-    if (index >= 4) {
-      named_barrier(1, 256);
-      if (thread == 0) {
-        keep_item(record, number, kv_plans, plan_index, tiles);
-      }
-      named_barrier(1, 256);
-    }
-    uint4 what = record[0];
-    uint32_t cached_end = min(record[1].x, record[3].x + record[3].y * step);
-    uint32_t newest_begin = max(what.w, record[3].x + record[3].y * step);
-    uint32_t newest_end = min(record[1].x, record[3].x + record[3].y * step + record[3].z);
-    uint32_t newest = newest_begin < newest_end ? newest_end - newest_begin : 0;
-    load_item(newest_begin, newest, layer_epoch, arena, record, thread, exchange_words, what, step);
-    if (record[1].z <= 8) {
-      uint4* shared = (uint4*)(arena + QUERIES);
-      uint32_t row = min(lane / 4, 15u);
-      uint4* query = shared + row * 16;
-      uint32_t limits[2];
-      uint32_t packed = lane % 4 * 2;
-      uint32_t present = min(packed, record[1].z - 1);
-      uint32_t end = min(record[1].x, record[3].x + record[3].y * step + record[3].z);
-      uint32_t position = ((uint32_t*)(arena + COLUMNS))[(record[2].x + present / 4) * 9];
-      uint32_t following = position + 1;
-      uint32_t visible = following > record[2].w ? following - record[2].w : 0;
-      limits[0] = packed < record[1].z ? min(end, visible) : 0;
-      uint32_t packed_2 = lane % 4 * 2 + 1;
-      uint32_t present_2 = min(packed_2, record[1].z - 1);
-      uint32_t end_2 = min(record[1].x, record[3].x + record[3].y * step + record[3].z);
-      uint32_t position_2 = ((uint32_t*)(arena + COLUMNS))[(record[2].x + present_2 / 4) * 9];
-      uint32_t following_2 = position_2 + 1;
-      uint32_t visible_2 = following_2 > record[2].w ? following_2 - record[2].w : 0;
-      limits[1] = packed_2 < record[1].z ? min(end_2, visible_2) : 0;
-      attend_rows(cached_end, newest_begin, newest, layer_epoch, what, warp, use_stage, full, use_parity, ring, arena,
-          lane, query, limits, empty, record, thread, input_words, exchange_words);
-    } else {
-      uint32_t column_groups = 1;
-      uint32_t key_groups = min(8 / column_groups, 16u);
-      uint32_t warp_group = warp / column_groups;
-      uint32_t column_group = warp % column_groups;
-      uint32_t key_group = warp_group < key_groups ? warp_group : 134217728;
-      uint4* shared = (uint4*)(arena + QUERIES);
-      uint32_t row = min(column_group * 16 + lane / 4, 15u);
-      uint4* query = shared + row * 16;
-      uint32_t limits[2];
-      uint32_t packed = column_group * 16 + lane % 4 * 2;
-      uint32_t present = min(packed, record[1].z - 1);
-      uint32_t end = min(record[1].x, record[3].x + record[3].y * step + record[3].z);
-      uint32_t position = ((uint32_t*)(arena + COLUMNS))[(record[2].x + present / 4) * 9];
-      uint32_t following = position + 1;
-      uint32_t visible = following > record[2].w ? following - record[2].w : 0;
-      limits[0] = packed < record[1].z ? min(end, visible) : 0;
-      uint32_t packed_2 = column_group * 16 + lane % 4 * 2 + 1;
-      uint32_t present_2 = min(packed_2, record[1].z - 1);
-      uint32_t end_2 = min(record[1].x, record[3].x + record[3].y * step + record[3].z);
-      uint32_t position_2 = ((uint32_t*)(arena + COLUMNS))[(record[2].x + present_2 / 4) * 9];
-      uint32_t following_2 = position_2 + 1;
-      uint32_t visible_2 = following_2 > record[2].w ? following_2 - record[2].w : 0;
-      limits[1] = packed_2 < record[1].z ? min(end_2, visible_2) : 0;
-      uint4* shared_2 = (uint4*)(arena + QUERIES);
-      uint32_t row_2 = min((column_group * 2 + 1) * 8 + lane / 4, 15u);
-      uint4* query_2 = shared_2 + row_2 * 16;
-      uint32_t limits_2[2];
-      uint32_t packed_3 = (column_group * 2 + 1) * 8 + lane % 4 * 2;
-      uint32_t present_3 = min(packed_3, record[1].z - 1);
-      uint32_t end_3 = min(record[1].x, record[3].x + record[3].y * step + record[3].z);
-      uint32_t position_3 = ((uint32_t*)(arena + COLUMNS))[(record[2].x + present_3 / 4) * 9];
-      uint32_t following_3 = position_3 + 1;
-      uint32_t visible_3 = following_3 > record[2].w ? following_3 - record[2].w : 0;
-      limits_2[0] = packed_3 < record[1].z ? min(end_3, visible_3) : 0;
-      uint32_t packed_4 = (column_group * 2 + 1) * 8 + lane % 4 * 2 + 1;
-      uint32_t present_4 = min(packed_4, record[1].z - 1);
-      uint32_t end_4 = min(record[1].x, record[3].x + record[3].y * step + record[3].z);
-      uint32_t position_4 = ((uint32_t*)(arena + COLUMNS))[(record[2].x + present_4 / 4) * 9];
-      uint32_t following_4 = position_4 + 1;
-      uint32_t visible_4 = following_4 > record[2].w ? following_4 - record[2].w : 0;
-      limits_2[1] = packed_4 < record[1].z ? min(end_4, visible_4) : 0;
-      attend_rows_2(cached_end, newest_begin, newest, layer_epoch, what, key_group, key_groups, column_groups,
-          column_group, use_stage, full, use_parity, ring, arena, lane, query, query_2, limits, limits_2, empty, warp,
-          thread, record, input_words, exchange_words);
-    }
-  }
-  // merge of partial states
-  uint4 numbers_2 = ((uint4*)(arena + RECORDS))[0];
-  uint4* record = (uint4*)(arena + RECORDS) + (21 + warp / 4 * 8);
-  uint32_t first_job = warp / 4 * 132 + block;
-  #pragma unroll 1
-  for (uint32_t job = first_job; job < numbers_2.z; job += 264) {
-    if (job != first_job) {
-      replace_merge(job, numbers_2.w, warp, arena, kv_plans, plan_index, lane, tiles);
-    }
-    if (record[0].y < record[1].y * 4) {
-      float highest = -bits_float(0x7f800000);
-      float weight_sum = 0.0f;
-      float sums[4] = {};
-      uint32_t sources_3 = record[0].w - record[0].z;
-      if (sources_3 <= 4) {
-        if (warp % 4 == 0) {
-          uint32_t own = record[0].w - record[0].z;
+          uint32_t own = (record[0].w - record[0].z + 3 - warp % 4) / 4;
           #pragma unroll 1
           for (uint32_t first = 0; first < own; first += 5) {
             uint32_t count = min(own - first, 5u);
-            uint32_t value = sources(first, count, lane, arena, warp, kv_plans, plan_index, record);
+            uint32_t value = sources_2(warp % 4 + first * 4, count, lane, warp, record);
             uint4 states[8];
             uint32_t indices[8];
             indices[0] = ((value + record[0].y) * 33 + 32) * 4;
@@ -2702,533 +2612,69 @@ __device__ __forceinline__ void attention(uint32_t* progress, uint32_t block, ui
               }
             }
           }
+          lay_down_folded(warp, lane, sums, highest, weight_sum);
+          named_barrier(warp / 4 + 2, 128);
+          if (warp % 4 == 0) fold_team(warp, lane, highest, weight_sum, sums);
         }
-      } else {
-        uint32_t own = (record[0].w - record[0].z + 3 - warp % 4) / 4;
-        #pragma unroll 1
-        for (uint32_t first = 0; first < own; first += 5) {
-          uint32_t count = min(own - first, 5u);
-          uint32_t value = sources_2(warp % 4 + first * 4, count, lane, arena, warp, kv_plans, plan_index, record);
-          uint4 states[8];
-          uint32_t indices[8];
-          indices[0] = ((value + record[0].y) * 33 + 32) * 4;
-          #pragma unroll
-          for (uint32_t index = 0; index < 5; ++index) {
-            uint32_t source = shuffle_u32(value, index);
-            indices[index + 1] = ((source + record[0].y) * 33 + lane % 32) * 4;
-          }
-          wait_flagged_places(states, exchange_words + 66560, indices, 6, layer_epoch);
-          #pragma unroll
-          for (uint32_t index = 0; index < 5; ++index) {
-            if (index < count) {
-              float lse = bits_float(shuffle_u32(states[0].x, index));
-              add(bits_float(states[index + 1].x), bits_float(states[index + 1].y), bits_float(states[index + 1].z),
-                  bits_float(states[index + 1].w), lse, highest, weight_sum, sums);
-            }
-          }
-        }
-        lay_down_folded(arena, warp, lane, sums, highest, weight_sum);
-        named_barrier(warp / 4 + 2, 128);
-        if (warp % 4 == 0) {
-          fold_team(arena, warp, lane, highest, weight_sum, sums);
-        }
-      }
-      if (warp % 4 == 0) {
-        finish_merge(layer_epoch, weight_sum, highest, lane, sums, record, input_words);
+        if (warp % 4 == 0) finish_merge(layer_epoch, weight_sum, highest, lane, sums, record);
       }
     }
+    if (first_job + 264 < numbers_2.z) replace_merge(first_job, numbers_2.w, warp, lane);
+    if (numbers_2.z > 0) named_barrier(1, 256);
   }
-  if (first_job + 264 < numbers_2.z) {
-    replace_merge(first_job, numbers_2.w, warp, arena, kv_plans, plan_index, lane, tiles);
+
+  // Bring `size_bytes` of global memory into L2, a line a block: a cold line under full load takes microseconds.
+  __device__ __forceinline__ void prefetch(const bf16* source, uint32_t thread) {
+    const uint8_t* lines = (const uint8_t*)(source);
+    if (thread == 0) {
+      #pragma unroll 1
+      for (uint32_t offset = block * 128; offset < 8192; offset += 16896) prefetch_l2(lines + offset);
+    }
   }
-  if (numbers_2.z > 0) {
+
+  // Bring a part of a vector into shared memory; ends with a barrier of the consumer warps.
+  __device__ __forceinline__ void load_vector_2(uint32_t thread, uint32_t lane, uint32_t layer_epoch) {
+    uint4* vector = (uint4*)(arena + VECTOR);
+    uint32_t first_unit = thread;
+    if (lane == 0) {
+      uint32_t word = first_unit * 4;
+      uint32_t number = word / 1024 * 10240 + word % 1024 + 2048;
+      wait_tagged4(input_words + number, 60, layer_epoch);
+    }
+    warp_barrier();
+    if (thread / 4 % 4 < column_count) {
+      uint4 units[8];
+      uint32_t word = first_unit * 4;
+      uint32_t number = word / 1024 * 10240 + word % 1024 + 2048;
+      wait_tagged_units(units, input_words + number, 10240, 8, 60, layer_epoch);
+      #pragma unroll
+      for (uint32_t index = 0; index < 8; ++index) {
+        uint4 words = units[index];
+        vector[first_unit + index * 256] = words;
+      }
+    }
     named_barrier(1, 256);
   }
-}
 
-// Bring `size_bytes` of global memory into L2, a line a block: a cold line under full load takes microseconds.
-__device__ __forceinline__ void prefetch(const bf16* source, uint32_t thread, uint32_t block) {
-  const uint8_t* lines = (const uint8_t*)(source);
-  if (thread == 0) {
+  // ---- phase o ---------------------------------------------------------------------------------------
+  // o; onto the residual.
+  // Waits for: attention.
+  // Makes: middle, middle_squares.
+  __device__ __forceinline__ void o(uint32_t step, uint32_t layer, uint32_t layer_epoch) {
+    uint32_t thread = thread_index();
+    uint32_t warp = thread / 32;
+    uint32_t lane = thread % 32;
+    if (thread == 0) store_relaxed_u32(progress + block, step * 162 + layer * 5 + 2);
+    prefetch(norms + (layer * 2 + 1) * 4096, thread);
+    uint32_t position = block % 132;
+    if (thread == 0) store_shared_u32(block_waits, 1);
+    load_vector_2(thread, lane, layer_epoch);
+    if (thread == 0) store_shared_u32(block_waits, 0);
     #pragma unroll 1
-    for (uint32_t offset = block * 128; offset < 8192; offset += 16896) {
-      prefetch_l2(lines + offset);
-    }
-  }
-}
-
-// Bring a part of a vector into shared memory; ends with a barrier of the consumer warps.
-__device__ __forceinline__ void load_vector_2(uint8_t* arena, uint32_t thread, uint32_t lane, uint32_t* input_words,
-    uint32_t layer_epoch, uint32_t column_count) {
-  uint4* vector = (uint4*)(arena + VECTOR);
-  uint32_t first_unit = thread;
-  if (lane == 0) {
-    uint32_t word = first_unit * 4;
-    uint32_t number = word / 1024 * 10240 + word % 1024 + 2048;
-    wait_tagged4(input_words + number, 60, layer_epoch);
-  }
-  warp_barrier();
-  if (thread / 4 % 4 < column_count) {
-    uint4 units[8];
-    uint32_t word = first_unit * 4;
-    uint32_t number = word / 1024 * 10240 + word % 1024 + 2048;
-    wait_tagged_units(units, input_words + number, 10240, 8, 60, layer_epoch);
-    #pragma unroll
-    for (uint32_t index = 0; index < 8; ++index) {
-      uint4 words = units[index];
-      vector[first_unit + index * 256] = words;
-    }
-  }
-  named_barrier(1, 256);
-}
-
-// ---- phase o ---------------------------------------------------------------------------------------
-// o; onto the residual.
-// Waits for: attention.
-// Makes: middle, middle_squares.
-__device__ __forceinline__ void o(uint32_t* progress, uint32_t block, uint32_t step, uint32_t layer, const bf16* norms,
-    uint32_t* block_waits, uint8_t* arena, uint32_t* input_words, uint32_t layer_epoch, uint32_t column_count,
-    uint64_t* full, uint32_t& use_stage, uint32_t& use_parity, uint8_t* ring, uint64_t* empty, uint64_t* taken,
-    uint32_t& turn, uint32_t& turn_parity, uint64_t* summed) {
-  uint32_t thread = thread_index();
-  uint32_t warp = thread / 32;
-  uint32_t lane = thread % 32;
-  if (thread == 0) {
-    store_relaxed_u32(progress + block, step * 162 + layer * 5 + 2);
-  }
-  prefetch(norms + (layer * 2 + 1) * 4096, thread, block);
-  uint32_t position = block % 132;
-  if (thread == 0) {
-    store_shared_u32(block_waits, 1);
-  }
-  load_vector_2(arena, thread, lane, input_words, layer_epoch, column_count);
-  if (thread == 0) {
-    store_shared_u32(block_waits, 0);
-  }
-  #pragma unroll 1
-  for (uint32_t m_tile = position; m_tile < 256; m_tile += 132) {
-    float sums[1][4] = {};
-    if (m_tile + 132 >= 256) {
-      if (thread == 0) {
-        store_shared_u32(block_waits, 1);
-      }
-    }
-    #pragma unroll 2
-    for (uint32_t chunk = 0; chunk < 8; ++chunk) {
-      uint4 weights[2][2];
-      uint4 values[2];
-      mbarrier_wait(full + use_stage, use_parity);
-      uint8_t* chunk_2 = ring + use_stage * 16384;
-      hold_chunk(chunk, chunk, chunk_2, warp, lane, weights, values, arena);
-      warp_barrier();
-      if (lane == 0) {
-        mbarrier_arrive(empty + use_stage);
-      }
-      advance(use_stage, use_parity);
-      multiply_held(chunk, sums, warp, weights, values);
-    }
-    hand_over(sums, taken, turn, turn_parity, arena, warp, lane, summed);
-  }
-  wait_until_taken(taken, turn, turn_parity);
-}
-
-// Bring a part of a vector into shared memory; ends with a barrier of the consumer warps.
-__device__ __forceinline__ void load_vector_3(uint8_t* arena, uint32_t thread, uint32_t lane, uint32_t* input_words,
-    uint32_t layer_epoch, uint32_t column_count) {
-  uint4* vector = (uint4*)(arena + VECTOR);
-  uint32_t first_unit = thread;
-  if (lane == 0) {
-    uint32_t word = first_unit * 4;
-    uint32_t number = word / 1024 * 10240 + word % 1024 + 35840;
-    wait_tagged4(input_words + number, 32, layer_epoch);
-  }
-  warp_barrier();
-  if (thread / 4 % 4 < column_count) {
-    uint4 units[8];
-    uint32_t word = first_unit * 4;
-    uint32_t number = word / 1024 * 10240 + word % 1024 + 35840;
-    wait_tagged_units(units, input_words + number, 10240, 8, 32, layer_epoch);
-    #pragma unroll
-    for (uint32_t index = 0; index < 8; ++index) {
-      uint4 words = units[index];
-      vector[first_unit + index * 256] = words;
-    }
-  }
-  named_barrier(1, 256);
-}
-
-// ---- phase gate_up ---------------------------------------------------------------------------------
-// Norm; gate, up; silu(gate) * up.
-// Waits for: middle, middle_squares.
-// Makes: gated.
-__device__ __forceinline__ void gate_up(uint32_t* progress, uint32_t block, uint32_t step, uint32_t layer,
-    uint32_t* block_waits, uint8_t* arena, uint32_t* input_words, uint32_t layer_epoch, uint32_t column_count,
-    uint64_t* loaded, uint64_t* full, uint32_t& use_stage, uint32_t& use_parity, uint8_t* ring, uint64_t* empty,
-    uint64_t* taken, uint32_t& turn, uint32_t& turn_parity, uint64_t* summed) {
-  uint32_t thread = thread_index();
-  uint32_t warp = thread / 32;
-  uint32_t lane = thread % 32;
-  if (thread == 0) {
-    store_relaxed_u32(progress + block, step * 162 + layer * 5 + 3);
-  }
-  uint32_t position = (block + 8) % 132;
-  if (thread == 0) {
-    store_shared_u32(block_waits, 1);
-  }
-  load_vector_3(arena, thread, lane, input_words, layer_epoch, column_count);
-  if (thread == 0) {
-    mbarrier_arrive(loaded);
-  }
-  if (thread == 0) {
-    store_shared_u32(block_waits, 0);
-  }
-  #pragma unroll 1
-  for (uint32_t m_tile = position; m_tile < 1792; m_tile += 132) {
-    float sums[1][4] = {};
-    if (m_tile + 132 >= 1792) {
-      if (thread == 0) {
-        store_shared_u32(block_waits, 1);
-      }
-    }
-    #pragma unroll 2
-    for (uint32_t chunk = 0; chunk < 8; ++chunk) {
-      uint4 weights[2][2];
-      uint4 values[2];
-      mbarrier_wait(full + use_stage, use_parity);
-      uint8_t* chunk_2 = ring + use_stage * 16384;
-      hold_chunk(chunk, chunk, chunk_2, warp, lane, weights, values, arena);
-      warp_barrier();
-      if (lane == 0) {
-        mbarrier_arrive(empty + use_stage);
-      }
-      advance(use_stage, use_parity);
-      multiply_held(chunk, sums, warp, weights, values);
-    }
-    hand_over(sums, taken, turn, turn_parity, arena, warp, lane, summed);
-  }
-  wait_until_taken(taken, turn, turn_parity);
-}
-
-// Bring a part of a vector into shared memory; ends with a barrier of the consumer warps.
-__device__ __forceinline__ void load_vector_4(uint8_t* arena, uint32_t thread, uint32_t lane, uint32_t* input_words,
-    uint32_t layer_epoch, uint32_t column_count) {
-  uint4* vector = (uint4*)(arena + VECTOR);
-  uint32_t first_unit = thread;
-  if (lane == 0) {
-    wait_tagged4(input_words + (first_unit * 4 + 1315840), 60, layer_epoch);
-  }
-  warp_barrier();
-  if (thread / 4 % 4 < column_count) {
-    uint4 units[8];
-    wait_tagged_units(units, input_words + (first_unit * 4 + 1315840), 1024, 7, 60, layer_epoch);
-    #pragma unroll
-    for (uint32_t index = 0; index < 7; ++index) {
-      uint4 words = units[index];
-      vector[first_unit + index * 256] = words;
-    }
-  }
-  named_barrier(1, 256);
-}
-
-// Bring a part of a vector into shared memory; ends with a barrier of the consumer warps.
-__device__ __forceinline__ void load_vector_5(uint8_t* arena, uint32_t thread, uint32_t lane, uint32_t* input_words,
-    uint32_t layer_epoch, uint32_t column_count) {
-  uint4* vector = (uint4*)(arena + VECTOR);
-  uint32_t first_unit = thread;
-  if (lane == 0) {
-    wait_tagged4(input_words + ((first_unit + 1792) * 4 + 1315840), 60, layer_epoch);
-  }
-  warp_barrier();
-  if (thread / 4 % 4 < column_count) {
-    uint4 units[8];
-    wait_tagged_units(units, input_words + ((first_unit + 1792) * 4 + 1315840), 1024, 7, 60, layer_epoch);
-    #pragma unroll
-    for (uint32_t index = 0; index < 7; ++index) {
-      uint4 words = units[index];
-      vector[first_unit + index * 256] = words;
-    }
-  }
-  named_barrier(1, 256);
-}
-
-// Bring a part of a vector into shared memory; ends with a barrier of the consumer warps.
-__device__ __forceinline__ void load_vector_6(uint8_t* arena, uint32_t thread, uint32_t lane, uint32_t* input_words,
-    uint32_t layer_epoch, uint32_t column_count) {
-  uint4* vector = (uint4*)(arena + VECTOR);
-  uint32_t first_unit = thread;
-  if (lane == 0) {
-    wait_tagged4(input_words + ((first_unit + 3584) * 4 + 1315840), 60, layer_epoch);
-  }
-  warp_barrier();
-  if (thread / 4 % 4 < column_count) {
-    uint4 units[8];
-    wait_tagged_units(units, input_words + ((first_unit + 3584) * 4 + 1315840), 1024, 7, 60, layer_epoch);
-    #pragma unroll
-    for (uint32_t index = 0; index < 7; ++index) {
-      uint4 words = units[index];
-      vector[first_unit + index * 256] = words;
-    }
-  }
-  named_barrier(1, 256);
-}
-
-// Bring a part of a vector into shared memory; ends with a barrier of the consumer warps.
-__device__ __forceinline__ void load_vector_7(uint8_t* arena, uint32_t thread, uint32_t lane, uint32_t* input_words,
-    uint32_t layer_epoch, uint32_t column_count) {
-  uint4* vector = (uint4*)(arena + VECTOR);
-  uint32_t first_unit = thread;
-  if (lane == 0) {
-    wait_tagged4(input_words + ((first_unit + 5376) * 4 + 1315840), 60, layer_epoch);
-  }
-  warp_barrier();
-  if (thread / 4 % 4 < column_count) {
-    uint4 units[8];
-    wait_tagged_units(units, input_words + ((first_unit + 5376) * 4 + 1315840), 1024, 7, 60, layer_epoch);
-    #pragma unroll
-    for (uint32_t index = 0; index < 7; ++index) {
-      uint4 words = units[index];
-      vector[first_unit + index * 256] = words;
-    }
-  }
-  named_barrier(1, 256);
-}
-
-// ---- phase down ------------------------------------------------------------------------------------
-// down; onto the residual.
-// Waits for: gated.
-// Makes: hidden, hidden_squares.
-__device__ __forceinline__ void down(uint32_t* progress, uint32_t block, uint32_t step, uint32_t layer,
-    const bf16* norms, uint32_t* block_waits, uint8_t* arena, uint32_t* input_words, uint32_t layer_epoch,
-    uint32_t column_count, uint64_t* full, uint32_t& use_stage, uint32_t& use_parity, uint8_t* ring, uint64_t* empty,
-    uint64_t* taken, uint32_t& turn, uint32_t& turn_parity, uint64_t* summed) {
-  uint32_t thread = thread_index();
-  uint32_t warp = thread / 32;
-  uint32_t lane = thread % 32;
-  if (thread == 0) {
-    store_relaxed_u32(progress + block, step * 162 + layer * 5 + 4);
-  }
-  prefetch(norms + (layer * 2 + 2) * 4096, thread, block);
-  uint32_t position = block % 132;
-  float sums[1][4] = {};
-  float sums_2[1][4] = {};
-  if (thread == 0) {
-    store_shared_u32(block_waits, 1);
-  }
-  load_vector_4(arena, thread, lane, input_words, layer_epoch, column_count);
-  if (thread == 0) {
-    store_shared_u32(block_waits, 0);
-  }
-  #pragma unroll 2
-  for (uint32_t chunk = 0; chunk < 7; ++chunk) {
-    uint4 weights[2][2];
-    uint4 values[2];
-    mbarrier_wait(full + use_stage, use_parity);
-    uint8_t* chunk_2 = ring + use_stage * 16384;
-    hold_chunk(chunk, chunk, chunk_2, warp, lane, weights, values, arena);
-    warp_barrier();
-    if (lane == 0) {
-      mbarrier_arrive(empty + use_stage);
-    }
-    advance(use_stage, use_parity);
-    multiply_held(chunk, sums, warp, weights, values);
-  }
-  if (position + 132 < 256) {
-    #pragma unroll 2
-    for (uint32_t chunk = 0; chunk < 7; ++chunk) {
-      uint4 weights[2][2];
-      uint4 values[2];
-      mbarrier_wait(full + use_stage, use_parity);
-      uint8_t* chunk_2 = ring + use_stage * 16384;
-      hold_chunk(chunk, chunk, chunk_2, warp, lane, weights, values, arena);
-      warp_barrier();
-      if (lane == 0) {
-        mbarrier_arrive(empty + use_stage);
-      }
-      advance(use_stage, use_parity);
-      multiply_held(chunk, sums_2, warp, weights, values);
-    }
-  }
-  named_barrier(1, 256);
-  if (thread == 0) {
-    store_shared_u32(block_waits, 1);
-  }
-  load_vector_5(arena, thread, lane, input_words, layer_epoch, column_count);
-  if (thread == 0) {
-    store_shared_u32(block_waits, 0);
-  }
-  #pragma unroll 2
-  for (uint32_t chunk = 7; chunk < 14; ++chunk) {
-    uint4 weights[2][2];
-    uint4 values[2];
-    mbarrier_wait(full + use_stage, use_parity);
-    uint8_t* chunk_2 = ring + use_stage * 16384;
-    hold_chunk(chunk, chunk - 7, chunk_2, warp, lane, weights, values, arena);
-    warp_barrier();
-    if (lane == 0) {
-      mbarrier_arrive(empty + use_stage);
-    }
-    advance(use_stage, use_parity);
-    multiply_held(chunk, sums, warp, weights, values);
-  }
-  if (position + 132 < 256) {
-    #pragma unroll 2
-    for (uint32_t chunk = 7; chunk < 14; ++chunk) {
-      uint4 weights[2][2];
-      uint4 values[2];
-      mbarrier_wait(full + use_stage, use_parity);
-      uint8_t* chunk_2 = ring + use_stage * 16384;
-      hold_chunk(chunk, chunk - 7, chunk_2, warp, lane, weights, values, arena);
-      warp_barrier();
-      if (lane == 0) {
-        mbarrier_arrive(empty + use_stage);
-      }
-      advance(use_stage, use_parity);
-      multiply_held(chunk, sums_2, warp, weights, values);
-    }
-  }
-  named_barrier(1, 256);
-  if (thread == 0) {
-    store_shared_u32(block_waits, 1);
-  }
-  load_vector_6(arena, thread, lane, input_words, layer_epoch, column_count);
-  if (thread == 0) {
-    store_shared_u32(block_waits, 0);
-  }
-  #pragma unroll 2
-  for (uint32_t chunk = 14; chunk < 21; ++chunk) {
-    uint4 weights[2][2];
-    uint4 values[2];
-    mbarrier_wait(full + use_stage, use_parity);
-    uint8_t* chunk_2 = ring + use_stage * 16384;
-    hold_chunk(chunk, chunk - 14, chunk_2, warp, lane, weights, values, arena);
-    warp_barrier();
-    if (lane == 0) {
-      mbarrier_arrive(empty + use_stage);
-    }
-    advance(use_stage, use_parity);
-    multiply_held(chunk, sums, warp, weights, values);
-  }
-  if (position + 132 < 256) {
-    #pragma unroll 2
-    for (uint32_t chunk = 14; chunk < 21; ++chunk) {
-      uint4 weights[2][2];
-      uint4 values[2];
-      mbarrier_wait(full + use_stage, use_parity);
-      uint8_t* chunk_2 = ring + use_stage * 16384;
-      hold_chunk(chunk, chunk - 14, chunk_2, warp, lane, weights, values, arena);
-      warp_barrier();
-      if (lane == 0) {
-        mbarrier_arrive(empty + use_stage);
-      }
-      advance(use_stage, use_parity);
-      multiply_held(chunk, sums_2, warp, weights, values);
-    }
-  }
-  named_barrier(1, 256);
-  if (thread == 0) {
-    store_shared_u32(block_waits, 1);
-  }
-  load_vector_7(arena, thread, lane, input_words, layer_epoch, column_count);
-  if (thread == 0) {
-    store_shared_u32(block_waits, 0);
-  }
-  #pragma unroll 2
-  for (uint32_t chunk = 21; chunk < 28; ++chunk) {
-    uint4 weights[2][2];
-    uint4 values[2];
-    mbarrier_wait(full + use_stage, use_parity);
-    uint8_t* chunk_2 = ring + use_stage * 16384;
-    hold_chunk(chunk, chunk - 21, chunk_2, warp, lane, weights, values, arena);
-    warp_barrier();
-    if (lane == 0) {
-      mbarrier_arrive(empty + use_stage);
-    }
-    advance(use_stage, use_parity);
-    multiply_held(chunk, sums, warp, weights, values);
-  }
-  if (position + 132 < 256) {
-    if (thread == 0) {
-      store_shared_u32(block_waits, 1);
-    }
-    #pragma unroll 2
-    for (uint32_t chunk = 21; chunk < 28; ++chunk) {
-      uint4 weights[2][2];
-      uint4 values[2];
-      mbarrier_wait(full + use_stage, use_parity);
-      uint8_t* chunk_2 = ring + use_stage * 16384;
-      hold_chunk(chunk, chunk - 21, chunk_2, warp, lane, weights, values, arena);
-      warp_barrier();
-      if (lane == 0) {
-        mbarrier_arrive(empty + use_stage);
-      }
-      advance(use_stage, use_parity);
-      multiply_held(chunk, sums_2, warp, weights, values);
-    }
-  }
-  hand_over(sums, taken, turn, turn_parity, arena, warp, lane, summed);
-  if (position + 132 < 256) {
-    hand_over(sums_2, taken, turn, turn_parity, arena, warp, lane, summed);
-  }
-  wait_until_taken(taken, turn, turn_parity);
-}
-
-// Bring a part of a vector into shared memory; ends with a barrier of the consumer warps.
-__device__ __forceinline__ void load_vector_8(uint8_t* arena, uint32_t thread, uint32_t lane, uint32_t* input_words,
-    uint32_t step_epoch, uint32_t column_count) {
-  uint4* vector = (uint4*)(arena + VECTOR);
-  uint32_t first_unit = thread;
-  if (lane == 0) {
-    uint32_t word = first_unit * 4;
-    uint32_t number = word / 1024 * 10240 + word % 1024 + 3072;
-    wait_tagged4(input_words + number, 32, step_epoch + 32);
-  }
-  warp_barrier();
-  if (thread / 4 % 4 < column_count) {
-    uint4 units[8];
-    uint32_t word = first_unit * 4;
-    uint32_t number = word / 1024 * 10240 + word % 1024 + 3072;
-    wait_tagged_units(units, input_words + number, 10240, 8, 32, step_epoch + 32);
-    #pragma unroll
-    for (uint32_t index = 0; index < 8; ++index) {
-      uint4 words = units[index];
-      vector[first_unit + index * 256] = words;
-    }
-  }
-  named_barrier(1, 256);
-}
-
-// ---- phase lm_head ---------------------------------------------------------------------------------
-// Norm; lm_head; logits, where they are wanted; each lane's best candidates, in registers.
-// Waits for: hidden, hidden_squares.
-__device__ __forceinline__ void lm_head(uint32_t* progress, uint32_t block, uint32_t step, uint32_t head_from,
-    float* logits, uint32_t* block_waits, uint8_t* arena, uint32_t* input_words, uint32_t step_epoch,
-    uint32_t column_count, uint64_t* loaded, uint64_t* full, uint32_t& use_stage, uint32_t& use_parity, uint8_t* ring,
-    uint64_t* empty, uint64_t* taken, uint32_t& turn, uint32_t& turn_parity, uint64_t* summed) {
-  uint32_t thread = thread_index();
-  uint32_t warp = thread / 32;
-  uint32_t lane = thread % 32;
-  if (thread == 0) {
-    store_relaxed_u32(progress + block, step * 162 + 160);
-  }
-  if (step >= head_from || logits != nullptr) {
-    uint32_t position = (block + 8) % 132;
-    if (thread == 0) {
-      store_shared_u32(block_waits, 1);
-    }
-    load_vector_8(arena, thread, lane, input_words, step_epoch, column_count);
-    if (thread == 0) {
-      mbarrier_arrive(loaded);
-    }
-    if (thread == 0) {
-      store_shared_u32(block_waits, 0);
-    }
-    #pragma unroll 1
-    for (uint32_t m_tile = position; m_tile < 8016; m_tile += 132) {
+    for (uint32_t m_tile = position; m_tile < 256; m_tile += 132) {
       float sums[1][4] = {};
-      if (m_tile + 132 >= 8016) {
-        if (thread == 0) {
-          store_shared_u32(block_waits, 1);
-        }
+      if (m_tile + 132 >= 256) {
+        if (thread == 0) store_shared_u32(block_waits, 1);
       }
       #pragma unroll 2
       for (uint32_t chunk = 0; chunk < 8; ++chunk) {
@@ -3236,1208 +2682,1565 @@ __device__ __forceinline__ void lm_head(uint32_t* progress, uint32_t block, uint
         uint4 values[2];
         mbarrier_wait(full + use_stage, use_parity);
         uint8_t* chunk_2 = ring + use_stage * 16384;
-        hold_chunk(chunk, chunk, chunk_2, warp, lane, weights, values, arena);
+        hold_chunk(chunk, chunk, chunk_2, warp, lane, weights, values);
         warp_barrier();
-        if (lane == 0) {
-          mbarrier_arrive(empty + use_stage);
-        }
+        if (lane == 0) mbarrier_arrive(empty + use_stage);
         advance(use_stage, use_parity);
         multiply_held(chunk, sums, warp, weights, values);
       }
-      hand_over(sums, taken, turn, turn_parity, arena, warp, lane, summed);
+      hand_over(sums, warp, lane);
     }
-    wait_until_taken(taken, turn, turn_parity);
+    wait_until_taken();
   }
-}
 
-// Whether a column's token is sampled in this step, and filtered (0 or 1); it is written down.
-__device__ __forceinline__ uint32_t begin(uint32_t column, uint32_t column_count, const int32_t* sequences,
-    uint8_t* arena, uint32_t warp, uint32_t lane) {
-  uint32_t filtered = 0;
-  if (column < column_count) {
-    uint32_t options = load_constant_u32(sequences + (((uint32_t*)(arena + COLUMNS))[column * 9 + 6] * 24 + 10));
-    uint32_t following = ((uint32_t*)(arena + COLUMNS))[column * 9 + 1] + 1;
-    uint32_t value = load_constant_u32(sequences + (((uint32_t*)(arena + COLUMNS))[column * 9 + 6] * 24 + 2));
-    bool wanted = following >= value && following <= ((uint32_t*)(arena + COLUMNS))[column * 9 + 2];
-    if ((options & 8) != 0 && (wanted && ((uint32_t*)(arena + COLUMNS))[column * 9 + 7] == 0)) {
-      filtered = 1;
-    }
-  }
-  if (warp / 4 == 0 && lane == 0) {
-    ((uint32_t*)(arena + FILTERS) + column * 16)[0] = filtered;
-    ((uint32_t*)(arena + FILTERS) + column * 16)[1] = 0;
-  }
-  return filtered;
-}
-
-// The highest of the lanes' numbers (f32, none NaN), on every lane.
-__device__ __forceinline__ float highest_of_warp(float number) {
-  uint32_t word = warp_maximum_u32((float_bits(number) & 2147483648u) != 0 ? float_bits(number) ^ 4294967295u : float_bits(number) | 2147483648u);
-  float highest = bits_float((word & 2147483648u) != 0 ? word ^ 2147483648u : word ^ 4294967295u);
-  return highest;
-}
-
-// The best of the lanes' candidates, the lowest id on ties, and the number beside it, on every lane.
-__device__ __forceinline__ void best_of_warp(uint32_t lane, float& best, uint32_t& token, float& number) {
-  uint32_t key = (float_bits(best) & 2147483648u) != 0 ? float_bits(best) ^ 4294967295u : float_bits(best) | 2147483648u;
-  uint32_t top = warp_maximum_u32(key);
-  uint32_t lowest = warp_maximum_u32(key == top ? token ^ 4294967295u : 0) ^ 4294967295u;
-  uint32_t source = warp_maximum_u32(key == top && token == lowest ? lane : 0);
-  best = bits_float((top & 2147483648u) != 0 ? top ^ 2147483648u : top ^ 4294967295u);
-  token = lowest;
-  number = bits_float(shuffle_u32(float_bits(number), source));
-}
-
-// The nearest tokens of a warp's lanes and what all of theirs weigh, in shared memory. highest: that to which
-// a lane's weight is relative.
-__device__ __forceinline__ void lay_down_4(float highest, uint32_t* words, float weight, uint32_t lane, float& best,
-    uint32_t& best_token, float& best_scaled, float& first, float& first_noisy, uint32_t& first_token, float& second,
-    float second_noisy, uint32_t& second_token, float left_out) {
-  float above = highest_of_warp(highest);
-  float part = 0.0f;
-  if (highest > -bits_float(0x7f800000)) {
-    part = weight * exp_f32(highest - above);
-  }
-  float weight_2 = warp_sum_f32(part);
-  best_of_warp(lane, best, best_token, best_scaled);
-  #pragma unroll 1
-  for (uint32_t rank = 0; rank < 4; ++rank) {
-    uint32_t key = (float_bits(first) & 2147483648u) != 0 ? float_bits(first) ^ 4294967295u : float_bits(first) | 2147483648u;
-    uint32_t own_key = key;
-    uint32_t top_key = warp_maximum_u32(own_key);
-    uint32_t turn = warp_maximum_u32(own_key == top_key ? 32 - lane : 0);
-    if (turn + lane == 32) {
-      words[rank * 4] = float_bits(first);
-      words[rank * 4 + 1] = float_bits(first_noisy);
-      words[rank * 4 + 2] = first_token;
-      first = second;
-      first_noisy = second_noisy;
-      first_token = second_token;
-      second = -bits_float(0x7f800000);
-      second_token = 4294967295u;
-    }
-  }
-  float left_out_2 = highest_of_warp(left_out < first ? first : left_out);
-  if (lane == 0) {
-    words[3] = float_bits(weight_2);
-    words[7] = float_bits(left_out_2);
-    words[11] = float_bits(best_scaled);
-    words[16] = float_bits(best);
-    words[17] = best_token;
-  }
-}
-
-// A list of this warp's rows of a column.
-__device__ __forceinline__ void list_rows(uint32_t column, float* weighed, const int32_t* sequences, uint8_t* arena,
-    uint32_t block, uint32_t warp, uint32_t lane) {
-  float first = -bits_float(0x7f800000);
-  float first_noisy = -bits_float(0x7f800000);
-  uint32_t first_token = 4294967295u;
-  float second = -bits_float(0x7f800000);
-  float second_noisy = -bits_float(0x7f800000);
-  uint32_t second_token = 4294967295u;
-  float left_out = -bits_float(0x7f800000);
-  float weight = 0.0f;
-  float best = -bits_float(0x7f800000);
-  uint32_t best_token = 4294967295u;
-  float best_scaled = -bits_float(0x7f800000);
-  const float2* pairs = (const float2*)(weighed) + load_constant_u32(sequences + (((uint32_t*)(arena + COLUMNS))[column * 9 + 6] * 24 + 11)) * 128256;
-  uint32_t position = (block + 8) % 132;
-  uint32_t own = warp / 4 * 32 + lane;
-  #pragma unroll 1
-  for (uint32_t first_2 = own; first_2 < 976; first_2 += 256) {
-    float scaled[4];
-    float noisy[4];
-    uint32_t tokens[4];
-    #pragma unroll
-    for (uint32_t index = 0; index < 4; ++index) {
-      uint32_t row = first_2 + index * 64;
-      uint32_t token = (row / 16 * 132 + position) * 16 + row % 16;
-      tokens[index] = token;
-      scaled[index] = -bits_float(0x7f800000);
-      noisy[index] = -bits_float(0x7f800000);
-      if (token < 128256) {
-        scaled[index] = pairs[token].x;
-        noisy[index] = pairs[token].y;
-      }
-    }
-    #pragma unroll
-    for (uint32_t index = 0; index < 4; ++index) {
-      if (scaled[index] > -bits_float(0x7f800000)) {
-        float highest = first < scaled[index] ? scaled[index] : first;
-        weight = weight * exp_f32(first - highest) + exp_f32(scaled[index] - highest);
-        if (noisy[index] > best) {
-          best = noisy[index];
-          best_token = tokens[index];
-          best_scaled = scaled[index];
-        }
-      }
-      bool is_first = scaled[index] > first;
-      bool is_second = scaled[index] > second;
-      bool above_first = is_first;
-      bool above_second = is_second;
-      float dropped = above_second ? second : scaled[index];
-      left_out = left_out < dropped ? dropped : left_out;
-      second = above_first ? first : (above_second ? scaled[index] : second);
-      first = above_first ? scaled[index] : first;
-      second_noisy = above_first ? first_noisy : (above_second ? noisy[index] : second_noisy);
-      first_noisy = above_first ? noisy[index] : first_noisy;
-      second_token = above_first ? first_token : (above_second ? tokens[index] : second_token);
-      first_token = above_first ? tokens[index] : first_token;
-    }
-  }
-  float highest = first;
-  lay_down_4(highest, (uint32_t*)(arena + LIST_ROWS) + (warp % 4 * 2 + warp / 4) * 36, weight, lane, best, best_token,
-      best_scaled, first, first_noisy, first_token, second, second_noisy, second_token, left_out);
-}
-
-// The lists of a column's warps become one, in the place of the first.
-__device__ __forceinline__ void join_lists(uint32_t lane, uint8_t* arena, uint32_t warp) {
-  float first = -bits_float(0x7f800000);
-  float first_noisy = -bits_float(0x7f800000);
-  uint32_t first_token = 4294967295u;
-  float second = -bits_float(0x7f800000);
-  float second_noisy = -bits_float(0x7f800000);
-  uint32_t second_token = 4294967295u;
-  float left_out = -bits_float(0x7f800000);
-  float weight = 0.0f;
-  float best = -bits_float(0x7f800000);
-  uint32_t best_token = 4294967295u;
-  float best_scaled = -bits_float(0x7f800000);
-  float highest = -bits_float(0x7f800000);
-  if (lane < 2) {
-    uint32_t* words = (uint32_t*)(arena + LIST_ROWS) + (warp % 4 * 2 + lane) * 36;
-    highest = bits_float(words[0]);
-    weight = bits_float(words[3]);
-    left_out = bits_float(words[7]);
-    best = bits_float(words[16]);
-    best_token = words[17];
-    best_scaled = bits_float(words[11]);
-  }
-  #pragma unroll 1
-  for (uint32_t index = lane; index < 8; index += 32) {
-    uint32_t* words = (uint32_t*)(arena + LIST_ROWS) + (warp % 4 * 2 + index / 4) * 36 + index % 4 * 4;
-    bool is_first = bits_float(words[0]) > first;
-    bool is_second = bits_float(words[0]) > second;
-    bool above_first = is_first;
-    bool above_second = is_second;
-    float dropped = above_second ? second : bits_float(words[0]);
-    left_out = left_out < dropped ? dropped : left_out;
-    second = above_first ? first : (above_second ? bits_float(words[0]) : second);
-    first = above_first ? bits_float(words[0]) : first;
-    second_noisy = above_first ? first_noisy : (above_second ? bits_float(words[1]) : second_noisy);
-    first_noisy = above_first ? bits_float(words[1]) : first_noisy;
-    second_token = above_first ? first_token : (above_second ? words[2] : second_token);
-    first_token = above_first ? words[2] : first_token;
-  }
-  warp_barrier();
-  lay_down_4(highest, (uint32_t*)(arena + LIST_ROWS) + warp % 4 * 72, weight, lane, best, best_token, best_scaled,
-      first, first_noisy, first_token, second, second_noisy, second_token, left_out);
-}
-
-// The block's list, a word a lane.
-__device__ __forceinline__ void publish_list(uint32_t column, uint32_t epoch, uint32_t step, uint32_t lane,
-    uint32_t block, uint64_t* exchange_words, uint8_t* arena, uint32_t warp) {
-  warp_barrier();
-  if (lane < 16) {
-    uint32_t index = ((step % 2 * 4 + column) * 528 + block * 4) * 4 + lane;
-    publish_flagged(exchange_words + (index + 676416), ((uint32_t*)(arena + LIST_ROWS) + warp % 4 * 72)[lane], epoch);
-  }
-  warp_barrier();
-}
-
-__device__ __forceinline__ void publish_lists(uint32_t warp, uint32_t column_count, const int32_t* sequences,
-    uint8_t* arena, uint32_t lane, float* weighed, uint32_t block, uint32_t step_epoch, uint32_t step,
-    uint64_t* exchange_words) {
-  #pragma unroll 1
-  for (uint32_t column = warp % 4; column < 4; column += 4) {
-    if (begin(column, column_count, sequences, arena, warp, lane) != 0) {
-      list_rows(column, weighed, sequences, arena, block, warp, lane);
-    }
-  }
-  named_barrier(1, 256);
-  if (warp < 4) {
-    #pragma unroll 1
-    for (uint32_t column = warp % 4; column < 4; column += 4) {
-      if (((uint32_t*)(arena + FILTERS) + column * 16)[0] != 0) {
-        join_lists(lane, arena, warp);
-        publish_list(column, step_epoch + 33, step, lane, block, exchange_words, arena, warp);
-      }
-    }
-  }
-}
-
-// The best candidate of so many neighbouring lanes, on all of them; the lowest id on ties.
-__device__ __forceinline__ void best_of_lanes_2(float& best, uint32_t& best_token) {
-  #pragma unroll 1
-  for (uint32_t level = 0; level < 5; ++level) {
-    uint32_t mask = 16u >> level;
-    float other = shuffle_xor_f32(best, mask);
-    uint32_t other_token = shuffle_xor_u32(best_token, mask);
-    if (other > best || (other == best && other_token < best_token)) {
-      best = other;
-      best_token = other_token;
-    }
-  }
-}
-
-// The best of a column's `count` candidates in a region, on every lane of the warp.
-__device__ __forceinline__ void best_of(uint32_t column, uint8_t* arena, uint32_t lane, float& best_out,
-    uint32_t& best_token_out) {
-  uint2* candidates = (uint2*)(arena + WARP_CANDIDATES);
-  float best = -bits_float(0x7f800000);
-  uint32_t best_token = 4294967295u;
-  #pragma unroll 1
-  for (uint32_t other = lane; other < 1; other += 32) {
-    uint2 candidate = candidates[other * 4 + column];
-    if (bits_float(candidate.x) > best || (bits_float(candidate.x) == best && candidate.y < best_token)) {
-      best = bits_float(candidate.x);
-      best_token = candidate.y;
-    }
-  }
-  best_of_lanes_2(best, best_token);
-  best_out = best;
-  best_token_out = best_token;
-}
-
-// All blocks' candidates into shared memory, as they lie in the exchange.
-__device__ __forceinline__ void gather(uint32_t first_unit, uint32_t epoch, uint8_t* arena, uint32_t thread,
-    uint64_t* exchange_words) {
-  uint4* units = (uint4*)(arena + CANDIDATES);
-  #pragma unroll 1
-  for (uint32_t other = thread; other < 264; other += 256) {
-    units[other] = wait_flagged4_acquire(exchange_words + ((first_unit + other) * 4 + 674304), epoch);
-  }
-}
-
-// The best of a column's `count` candidates in a region, on every lane of the warp.
-__device__ __forceinline__ void best_of_2(uint32_t column, uint8_t* arena, uint32_t lane, float& best_out,
-    uint32_t& best_token_out) {
-  uint2* candidates = (uint2*)(arena + CANDIDATES);
-  float best = -bits_float(0x7f800000);
-  uint32_t best_token = 4294967295u;
-  #pragma unroll 1
-  for (uint32_t other = lane; other < 132; other += 32) {
-    uint2 candidate = candidates[other * 4 + column];
-    if (bits_float(candidate.x) > best || (bits_float(candidate.x) == best && candidate.y < best_token)) {
-      best = bits_float(candidate.x);
-      best_token = candidate.y;
-    }
-  }
-  best_of_lanes_2(best, best_token);
-  best_out = best;
-  best_token_out = best_token;
-}
-
-// This warp's share of all blocks' lists of a column, into the region `listed`, and what they say besides.
-__device__ __forceinline__ void read(uint32_t column, uint32_t epoch, uint32_t step, uint8_t* arena, uint32_t warp,
-    uint32_t lane, uint64_t* exchange_words) {
-  float* listed = (float*)((float2*)(arena + LISTED) + warp % 4 * 528);
-  float highest = -bits_float(0x7f800000);
-  float weight = 0.0f;
-  uint32_t role = lane % 4;
-  uint32_t m_tile = ((uint32_t*)(arena + CHOSEN))[column] / 16;
-  uint32_t first_unit = (step % 2 * 4 + column) * 528;
-  uint4 data[8];
-  uint32_t places[8];
-  uint32_t own = warp / 4 * 32 + lane;
-  #pragma unroll 1
-  for (uint32_t first = own; first < own + 640; first += 320) {
-    #pragma unroll
-    for (uint32_t index = 0; index < 5; ++index) {
-      places[index] = (first_unit + min(first + index * 64, 527u)) * 4;
-    }
-    wait_flagged_places(data, exchange_words + 676416, places, 5, epoch);
-    #pragma unroll
-    for (uint32_t index = 0; index < 5; ++index) {
-      if (first + index * 64 < 528) {
-        listed[(first + index * 64) * 2] = bits_float(data[index].x);
-        listed[(first + index * 64) * 2 + 1] = bits_float(data[index].y);
-        bool is_owner = ((first + index * 64) / 4 + 8) % 132 == m_tile % 132;
-        if (role < 2 || (role == 2 && is_owner)) {
-          float more = bits_float(data[index].w);
-          float both = highest < (role == 0 ? bits_float(data[index].x) : more) ? (role == 0 ? bits_float(data[index].x) : more) : highest;
-          if (both > -bits_float(0x7f800000)) {
-            weight = weight * exp_f32(highest - both) + more * exp_f32((role == 0 ? bits_float(data[index].x) : more) - both);
-            highest = both;
-          }
-        }
-      }
-    }
-  }
-  #pragma unroll 1
-  for (uint32_t level = 0; level < 5; ++level) {
-    uint32_t mask = 16u >> level;
-    if (mask >= 4) {
-      float value = shuffle_xor_f32(highest, mask);
-      float other_weight = shuffle_xor_f32(weight, mask);
-      float both = highest < value ? value : highest;
-      if (both > -bits_float(0x7f800000)) {
-        weight = weight * exp_f32(highest - both) + other_weight * exp_f32(value - both);
-        highest = both;
-      }
-    }
-  }
-  if (lane <= 2) {
-    uint32_t* words = (uint32_t*)(arena + LIST_ROWS) + (warp % 4 * 2 + warp / 4) * 36;
-    words[lane * 2] = float_bits(highest);
-    words[lane * 2 + 1] = float_bits(weight);
-  }
-}
-
-// What a column's warps have read: the highest number that blocks say of `what`, and the weight beside it.
-__device__ __forceinline__ void said(uint32_t lane, uint8_t* arena, uint32_t warp, float& above_out,
-    float& weight_out) {
-  float highest = -bits_float(0x7f800000);
-  float part = 0.0f;
-  if (lane < 2) {
-    highest = bits_float(((uint32_t*)(arena + LIST_ROWS) + (warp % 4 * 2 + lane) * 36)[0]);
-    part = bits_float(((uint32_t*)(arena + LIST_ROWS) + (warp % 4 * 2 + lane) * 36)[1]);
-  }
-  float above = highest_of_warp(highest);
-  if (highest > -bits_float(0x7f800000)) {
-    part *= exp_f32(highest - above);
-  }
-  float weight = warp_sum_f32(part);
-  above_out = above;
-  weight_out = weight;
-}
-
-// What a column's warps have read: the highest number that blocks say of `what`, and the weight beside it.
-__device__ __forceinline__ void said_2(uint32_t lane, uint8_t* arena, uint32_t warp, float& above_out,
-    float& weight_out) {
-  float highest = -bits_float(0x7f800000);
-  float part = 0.0f;
-  if (lane < 2) {
-    highest = bits_float(((uint32_t*)(arena + LIST_ROWS) + (warp % 4 * 2 + lane) * 36)[2]);
-    part = bits_float(((uint32_t*)(arena + LIST_ROWS) + (warp % 4 * 2 + lane) * 36)[3]);
-  }
-  float above = highest_of_warp(highest);
-  float weight = part;
-  above_out = above;
-  weight_out = weight;
-}
-
-// What a column's warps have read: the highest number that blocks say of `what`, and the weight beside it.
-__device__ __forceinline__ void said_3(uint32_t lane, uint8_t* arena, uint32_t warp, float& above_out,
-    float& weight_out) {
-  float highest = -bits_float(0x7f800000);
-  float part = 0.0f;
-  if (lane < 2) {
-    highest = bits_float(((uint32_t*)(arena + LIST_ROWS) + (warp % 4 * 2 + lane) * 36)[4]);
-    part = bits_float(((uint32_t*)(arena + LIST_ROWS) + (warp % 4 * 2 + lane) * 36)[5]);
-  }
-  float above = highest_of_warp(highest);
-  float weight = part;
-  above_out = above;
-  weight_out = weight;
-}
-
-// Of the listed tokens whose distance is below the limit: how many, what they weigh, the index of the most
-// noisy one (`units` if there is none), and how many are as noisy as that.
-__device__ __forceinline__ void nearer(float highest, float limit, uint8_t* arena, uint32_t warp, uint32_t lane,
-    uint32_t& total_count_out, float& total_weight_out, uint32_t& found_out, uint32_t& total_ties_out) {
-  float2* listed = (float2*)(arena + LISTED) + warp % 4 * 528;
-  uint32_t count = 0;
-  float weight = 0.0f;
-  float best = -bits_float(0x7f800000);
-  uint32_t best_index = 528;
-  uint32_t ties = 0;
-  #pragma unroll 4
-  for (uint32_t index = lane; index < 528; index += 32) {
-    float distance = highest - listed[index].x;
-    if (distance < limit) {
-      float noisy = listed[index].y;
-      count += 1;
-      weight += exp_f32(-distance);
-      if (noisy == best) {
-        ties += 1;
-      }
-      if (noisy > best) {
-        best = noisy;
-        best_index = index;
-        ties = 1;
-      }
-    }
-  }
-  uint32_t own_key = (float_bits(best) & 2147483648u) != 0 ? float_bits(best) ^ 4294967295u : float_bits(best) | 2147483648u;
-  bool is_best = own_key == warp_maximum_u32(own_key);
-  uint32_t total_count = warp_sum_u32(count);
-  float total_weight = warp_sum_f32(weight);
-  uint32_t found = 528 - warp_maximum_u32(is_best ? 528 - best_index : 0);
-  uint32_t total_ties = warp_sum_u32(is_best ? ties : 0);
-  total_count_out = total_count;
-  total_weight_out = total_weight;
-  found_out = found;
-  total_ties_out = total_ties;
-}
-
-// What the `top_k` nearest tokens weigh, with all that tie with the last of them, and 1; if fewer lie below the
-// distance `known`, what these weigh, and 0.
-__device__ __forceinline__ void weigh_top(float highest, float known, uint32_t top_k, uint8_t* arena, uint32_t warp,
-    uint32_t lane, float& least_out, uint32_t& found_out) {
-  float2* listed = (float2*)(arena + LISTED) + warp % 4 * 528;
-  float low = 0.0f;
-  float high = known;
-  float at = known;
-  float least = 0.0f;
-  uint32_t found = 0;
-  #pragma unroll 1
-  for (uint32_t i = 0; i < 64; ++i) {
-    uint32_t count = 0;
-    float weight = 0.0f;
-    #pragma unroll 2
-    for (uint32_t index = lane; index < 528; index += 32) {
-      float distance = highest - listed[index].x;
-      if (distance < at) {
-        count += 1;
-        weight += exp_f32(-distance);
-      }
-    }
-    uint32_t total = warp_sum_u32(count);
-    float total_weight = warp_sum_f32(weight);
-    if (total >= top_k || at == known) {
-      least = total_weight;
-    }
-    if (total < top_k) {
-      low = at;
-    } else {
-      high = at;
-      found = 1;
-    }
-    at = high < bits_float(0x7f800000) ? (low + high) * 0.5f : low * 2.0f + 1.0f;
-    if (found == 0 || total == top_k || at <= low || at >= high) {
-      break;
-    }
-  }
-  least_out = least;
-  found_out = found;
-}
-
-// The index of the token that is taken, or AS_IT_IS for the most noisy one of all, which has this `distance`,
-// or LEFT_OPEN. All tokens that are nearer than `known` are listed.
-__device__ __forceinline__ uint32_t judge(float highest, float all_weigh, float distance, float known, uint32_t top_k,
-    float reach, float top_p, uint8_t* arena, uint32_t warp, uint32_t lane) {
-  uint32_t most = top_k == 0 ? 4294967295u : top_k;
-  uint32_t judged = 4294967295u;
-  uint32_t candidate = 4294967295u;
-  float limit = reach < known ? reach : known;
-  float least = top_k == 0 ? all_weigh : -1.0f;
-  float whole = all_weigh;
-  if (top_k == 0 && top_p >= 1.0f && distance < reach) {
-    judged = 4294967293u;
-  }
-  #pragma unroll 1
-  for (uint32_t i = 0; i < 64; ++i) {
-    if (judged != 4294967295u) {
-      break;
-    }
-    uint32_t count;
-    float weight;
-    uint32_t following;
-    uint32_t ties;
-    nearer(highest, limit, arena, warp, lane, count, weight, following, ties);
-    if (candidate == 4294967295u) {
-      bool is_out = count >= most || (top_p < 1.0f && weight >= top_p * whole);
-      if (distance >= limit && known < reach && !is_out) {
-        judged = 4294967294u;
-      }
-    } else if (count < most) {
-      if (top_p >= 1.0f || weight < top_p * (weight + exp_f32(-limit))) {
-        judged = candidate;
-      } else {
-        if (least < 0.0f) {
-          float top;
-          uint32_t found;
-          weigh_top(highest, known, top_k, arena, warp, lane, top, found);
-          least = top;
-          if (found != 0 || known == bits_float(0x7f800000)) {
-            whole = top;
-          }
-        }
-        if (weight < top_p * least) {
-          judged = candidate;
-        } else if (weight < top_p * whole) {
-          judged = 4294967294u;
-        }
-      }
-    }
-    if (judged == 4294967295u) {
-      if (following == 528 || ties > 1) {
-        judged = 4294967294u;
-      } else {
-        bool is_best = candidate == 4294967295u && distance < limit;
-        candidate = is_best ? 4294967293u : following;
-        limit = highest - ((float2*)(arena + LISTED) + warp % 4 * 528)[following].x;
-      }
-    }
-  }
-  return judged;
-}
-
-// A candidate, if it lies below the limit: else there is none, and the next round looks for one below it.
-__device__ __forceinline__ void propose(uint32_t column, uint32_t token, float distance, float limit, uint8_t* arena,
-    uint32_t lane) {
-  uint32_t* state = (uint32_t*)(arena + FILTERS) + column * 16;
-  bool is_near = token != 4294967295u && distance < limit;
-  if (lane == 0) {
-    state[3] = is_near ? 1u : 0u;
-    state[2] = token;
-    state[10] = float_bits(is_near ? distance : limit);
-  }
-}
-
-// One warp: a column is left open. The first candidate is the token in the region `chosen`, so far from the
-// highest number of all. Where no token is found it stays without one.
-__device__ __forceinline__ void begin_2(uint32_t column, float highest, float distance, uint8_t* arena,
-    const int32_t* sequences, uint32_t lane) {
-  uint32_t* state = (uint32_t*)(arena + FILTERS) + column * 16;
-  uint32_t* chosen = (uint32_t*)(arena + CHOSEN);
-  uint32_t token = chosen[column];
-  float limit = bits_float(load_constant_u32(sequences + (((uint32_t*)(arena + COLUMNS))[column * 9 + 6] * 24 + 14)));
-  warp_barrier();
-  propose(column, token, distance, limit, arena, lane);
-  if (lane == 0) {
-    state[4] = float_bits(highest);
-    state[5] = float_bits(limit);
-    state[6] = float_bits(0.0f);
-    state[7] = float_bits(bits_float(0x7f800000));
-    state[8] = float_bits(1.0f);
-    state[9] = float_bits(bits_float(0x7f800000));
-    state[15] = float_bits(bits_float(0x7f800000));
-    state[11] = float_bits(2.0f);
-    state[12] = float_bits(4.0f);
-    state[13] = float_bits(8.0f);
-    state[14] = float_bits(16.0f);
-    state[1] = 1;
-    chosen[column] = 4294967295u;
-  }
-}
-
-// One warp: judge candidates, from the most noisy one on.
-__device__ __forceinline__ void decide(uint32_t column, uint32_t epoch, uint32_t step, const int32_t* sequences,
-    uint8_t* arena, uint32_t lane, uint32_t warp, uint64_t* exchange_words) {
-  float reach = bits_float(load_constant_u32(sequences + (((uint32_t*)(arena + COLUMNS))[column * 9 + 6] * 24 + 14)));
-  float top_p = bits_float(load_constant_u32(sequences + (((uint32_t*)(arena + COLUMNS))[column * 9 + 6] * 24 + 13)));
-  uint32_t top_k = load_constant_u32(sequences + (((uint32_t*)(arena + COLUMNS))[column * 9 + 6] * 24 + 12));
-  float highest;
-  float whole;
-  said(lane, arena, warp, highest, whole);
-  float left_out;
-  float _;
-  said_2(lane, arena, warp, left_out, _);
-  float best_scaled;
-  float __2;
-  said_3(lane, arena, warp, best_scaled, __2);
-  float known = left_out > -bits_float(0x7f800000) ? highest - left_out : bits_float(0x7f800000);
-  uint32_t judged = judge(highest, whole, highest - best_scaled, known, top_k, reach, top_p, arena, warp, lane);
-  if (judged == 4294967294u) {
-    begin_2(column, highest, highest - best_scaled, arena, sequences, lane);
-  }
-  if (judged < 528) {
-    uint4 unit = wait_flagged4(exchange_words + (((step % 2 * 4 + column) * 528 + judged) * 4 + 676416), epoch);
+  // Bring a part of a vector into shared memory; ends with a barrier of the consumer warps.
+  __device__ __forceinline__ void load_vector_3(uint32_t thread, uint32_t lane, uint32_t layer_epoch) {
+    uint4* vector = (uint4*)(arena + VECTOR);
+    uint32_t first_unit = thread;
     if (lane == 0) {
-      ((uint32_t*)(arena + CHOSEN))[column] = unit.z;
+      uint32_t word = first_unit * 4;
+      uint32_t number = word / 1024 * 10240 + word % 1024 + 35840;
+      wait_tagged4(input_words + number, 32, layer_epoch);
     }
-  }
-}
-
-// Whether every column has its token; the same on every thread.
-__device__ __forceinline__ bool is_done(uint32_t lane, uint8_t* arena) {
-  uint32_t pending = 0;
-  #pragma unroll 1
-  for (uint32_t column = lane; column < 4; column += 32) {
-    pending |= ((uint32_t*)(arena + FILTERS) + column * 16)[1];
-  }
-  #pragma unroll 1
-  for (uint32_t level = 0; level < 5; ++level) {
-    pending |= shuffle_xor_u32(pending, 16u >> level);
-  }
-  return pending == 0;
-}
-
-// Number l // 2 of the sums over all lanes, on lane l: lanes that meet share out what they add.
-__device__ __forceinline__ float sum_of_lanes(float (&sums)[12], uint32_t lane) {
-  float first = sums[0];
-  float second = sums[8];
-  bool is_upper = (lane & 16) != 0;
-  float given = is_upper ? first : second;
-  float own = is_upper ? second : first;
-  float both = own + shuffle_xor_f32(given, 16);
-  float first_2 = sums[1];
-  float second_2 = sums[9];
-  bool is_upper_2 = (lane & 16) != 0;
-  float given_2 = is_upper_2 ? first_2 : second_2;
-  float own_2 = is_upper_2 ? second_2 : first_2;
-  float both_2 = own_2 + shuffle_xor_f32(given_2, 16);
-  float first_3 = sums[2];
-  float second_3 = sums[10];
-  bool is_upper_3 = (lane & 16) != 0;
-  float given_3 = is_upper_3 ? first_3 : second_3;
-  float own_3 = is_upper_3 ? second_3 : first_3;
-  float both_3 = own_3 + shuffle_xor_f32(given_3, 16);
-  float first_4 = sums[3];
-  float second_4 = sums[11];
-  bool is_upper_4 = (lane & 16) != 0;
-  float given_4 = is_upper_4 ? first_4 : second_4;
-  float own_4 = is_upper_4 ? second_4 : first_4;
-  float both_4 = own_4 + shuffle_xor_f32(given_4, 16);
-  float first_5 = sums[4];
-  bool is_upper_5 = (lane & 16) != 0;
-  float given_5 = is_upper_5 ? first_5 : 0.0f;
-  float own_5 = is_upper_5 ? 0.0f : first_5;
-  float both_5 = own_5 + shuffle_xor_f32(given_5, 16);
-  float first_6 = sums[5];
-  bool is_upper_6 = (lane & 16) != 0;
-  float given_6 = is_upper_6 ? first_6 : 0.0f;
-  float own_6 = is_upper_6 ? 0.0f : first_6;
-  float both_6 = own_6 + shuffle_xor_f32(given_6, 16);
-  float first_7 = sums[6];
-  bool is_upper_7 = (lane & 16) != 0;
-  float given_7 = is_upper_7 ? first_7 : 0.0f;
-  float own_7 = is_upper_7 ? 0.0f : first_7;
-  float both_7 = own_7 + shuffle_xor_f32(given_7, 16);
-  float first_8 = sums[7];
-  bool is_upper_8 = (lane & 16) != 0;
-  float given_8 = is_upper_8 ? first_8 : 0.0f;
-  float own_8 = is_upper_8 ? 0.0f : first_8;
-  float both_8 = own_8 + shuffle_xor_f32(given_8, 16);
-  bool is_upper_9 = (lane & 8) != 0;
-  float given_9 = is_upper_9 ? both : both_5;
-  float own_9 = is_upper_9 ? both_5 : both;
-  float both_9 = own_9 + shuffle_xor_f32(given_9, 8);
-  bool is_upper_10 = (lane & 8) != 0;
-  float given_10 = is_upper_10 ? both_2 : both_6;
-  float own_10 = is_upper_10 ? both_6 : both_2;
-  float both_10 = own_10 + shuffle_xor_f32(given_10, 8);
-  bool is_upper_11 = (lane & 8) != 0;
-  float given_11 = is_upper_11 ? both_3 : both_7;
-  float own_11 = is_upper_11 ? both_7 : both_3;
-  float both_11 = own_11 + shuffle_xor_f32(given_11, 8);
-  bool is_upper_12 = (lane & 8) != 0;
-  float given_12 = is_upper_12 ? both_4 : both_8;
-  float own_12 = is_upper_12 ? both_8 : both_4;
-  float both_12 = own_12 + shuffle_xor_f32(given_12, 8);
-  bool is_upper_13 = (lane & 4) != 0;
-  float given_13 = is_upper_13 ? both_9 : both_11;
-  float own_13 = is_upper_13 ? both_11 : both_9;
-  float both_13 = own_13 + shuffle_xor_f32(given_13, 4);
-  bool is_upper_14 = (lane & 4) != 0;
-  float given_14 = is_upper_14 ? both_10 : both_12;
-  float own_14 = is_upper_14 ? both_12 : both_10;
-  float both_14 = own_14 + shuffle_xor_f32(given_14, 4);
-  bool is_upper_15 = (lane & 2) != 0;
-  float given_15 = is_upper_15 ? both_13 : both_14;
-  float own_15 = is_upper_15 ? both_14 : both_13;
-  float both_15 = own_15 + shuffle_xor_f32(given_15, 2);
-  float total = both_15 + shuffle_xor_f32(both_15, 1);
-  return total;
-}
-
-__device__ __forceinline__ void lay_down_best(uint32_t* words, float best, uint32_t token, float distance,
-    uint32_t lane) {
-  if (lane == 0) {
-    words[0] = float_bits(best);
-    words[1] = token;
-    words[2] = float_bits(distance);
-  }
-}
-
-// The warp's sums and its best, a word each, in shared memory: [column, group, word].
-__device__ __forceinline__ void lay_down_5(uint32_t column, float (&sums)[12], float& best, uint32_t& best_token,
-    float& best_distance, uint32_t lane, uint8_t* arena, uint32_t warp) {
-  best_of_warp(lane, best, best_token, best_distance);
-  uint32_t* words = (uint32_t*)(arena + FILTER_SUMS) + (column * 2 + warp / 4) * 32;
-  float total = sum_of_lanes(sums, lane);
-  if (lane % 2 == 0 && lane < 24) {
-    words[4 + lane / 2] = float_bits(total);
-  }
-  lay_down_best(words, best, best_token, best_distance, lane);
-}
-
-// This warp's rows of a column: what is nearer than each tested distance, into the region `filter_sums`.
-__device__ __forceinline__ void weigh_2(uint32_t column, uint8_t* arena, float* weighed, const int32_t* sequences,
-    uint32_t warp, uint32_t lane, uint32_t block) {
-  float sums[12] = {};
-  float best = -bits_float(0x7f800000);
-  uint32_t best_token = 4294967295u;
-  float best_distance = bits_float(0x7f800000);
-  float highest = bits_float(((uint32_t*)(arena + FILTERS) + column * 16)[4]);
-  float tested = bits_float(((uint32_t*)(arena + FILTERS) + column * 16)[10]);
-  float tested_2 = bits_float(((uint32_t*)(arena + FILTERS) + column * 16)[11]);
-  float tested_3 = bits_float(((uint32_t*)(arena + FILTERS) + column * 16)[12]);
-  float tested_4 = bits_float(((uint32_t*)(arena + FILTERS) + column * 16)[13]);
-  float tested_5 = bits_float(((uint32_t*)(arena + FILTERS) + column * 16)[14]);
-  const float2* pairs = (const float2*)(weighed) + load_constant_u32(sequences + (((uint32_t*)(arena + COLUMNS))[column * 9 + 6] * 24 + 11)) * 128256;
-  uint32_t first = warp / 4 * 32 + lane;
-  uint32_t position = (block + 8) % 132;
-  #pragma unroll 2
-  for (uint32_t row = first; row < 976; row += 64) {
-    uint32_t token = (row / 16 * 132 + position) * 16 + row % 16;
-    if (token < 128256) {
-      float2 pair = pairs[token];
-      float distance = highest - pair.x;
-      float weight = exp_f32(-distance);
-      if (distance < tested) {
-        sums[0] = sums[0] + 1.0f;
-        sums[1] = sums[1] + weight;
-      }
-      if (distance < tested_2) {
-        sums[2] = sums[2] + 1.0f;
-        sums[3] = sums[3] + weight;
-      }
-      if (distance < tested_3) {
-        sums[4] = sums[4] + 1.0f;
-        sums[5] = sums[5] + weight;
-      }
-      if (distance < tested_4) {
-        sums[6] = sums[6] + 1.0f;
-        sums[7] = sums[7] + weight;
-      }
-      if (distance < tested_5) {
-        sums[8] = sums[8] + 1.0f;
-        sums[9] = sums[9] + weight;
-      }
-      if (distance < bits_float(0x7f800000)) {
-        sums[10] = sums[10] + 1.0f;
-        sums[11] = sums[11] + weight;
-      }
-      if (distance < tested && pair.y > best) {
-        best = pair.y;
-        best_token = token;
-        best_distance = distance;
+    warp_barrier();
+    if (thread / 4 % 4 < column_count) {
+      uint4 units[8];
+      uint32_t word = first_unit * 4;
+      uint32_t number = word / 1024 * 10240 + word % 1024 + 35840;
+      wait_tagged_units(units, input_words + number, 10240, 8, 32, layer_epoch);
+      #pragma unroll
+      for (uint32_t index = 0; index < 8; ++index) {
+        uint4 words = units[index];
+        vector[first_unit + index * 256] = words;
       }
     }
-  }
-  lay_down_5(column, sums, best, best_token, best_distance, lane, arena, warp);
-}
-
-// Word number `lane` of what a column's groups have laid down, together, in order.
-__device__ __forceinline__ uint32_t add_groups(uint32_t column, uint32_t lane, uint8_t* arena) {
-  uint32_t lane_2 = lane % 16;
-  uint32_t chosen = 0;
-  float total = 0.0f;
-  #pragma unroll 1
-  for (uint32_t group = 0; group < 2; ++group) {
-    uint32_t* words = (uint32_t*)(arena + FILTER_SUMS) + (column * 2 + group) * 32;
-    uint32_t* so_far = (uint32_t*)(arena + FILTER_SUMS) + (column * 2 + chosen) * 32;
-    float other = bits_float(words[0]);
-    float best = bits_float(so_far[0]);
-    if (other > best || (other == best && words[1] < so_far[1])) {
-      chosen = group;
-    }
-    if (lane_2 >= 4) {
-      total += bits_float(words[lane_2]);
-    }
-  }
-  uint32_t word = lane_2 >= 4 ? float_bits(total) : ((uint32_t*)(arena + FILTER_SUMS) + (column * 2 + chosen) * 32)[lane_2];
-  return word;
-}
-
-// A round up to the exchange: every warp weighs its rows, the first of a column's warps publishes.
-__device__ __forceinline__ void weigh_all(uint32_t epoch, uint32_t index, uint32_t warp, uint8_t* arena, float* weighed,
-    const int32_t* sequences, uint32_t lane, uint32_t block, uint64_t* exchange_words) {
-  #pragma unroll 1
-  for (uint32_t column = warp % 4; column < 4; column += 4) {
-    if (((uint32_t*)(arena + FILTERS) + column * 16)[1] != 0) {
-      weigh_2(column, arena, weighed, sequences, warp, lane, block);
-    }
-  }
-  named_barrier(1, 256);
-  if (warp < 4) {
-    #pragma unroll 1
-    for (uint32_t column = warp % 4; column < 4; column += 4) {
-      if (((uint32_t*)(arena + FILTERS) + column * 16)[1] != 0) {
-        uint32_t word = add_groups(column, lane, arena);
-        if (lane < 16) {
-          uint32_t word_index = ((index % 2 * 4 + column) * 132 + block) * 16 + lane;
-          publish_flagged(exchange_words + (word_index + 693312), word, epoch);
-        }
-      }
-    }
-  }
-}
-
-// One unit of one block: a first one for the best, another for the sums; the rest of it nobody looks at.
-__device__ __forceinline__ void take_unit(uint4 unit, float (&sums)[4], float& best, uint32_t& token, float& distance) {
-  sums[0] = sums[0] + bits_float(unit.x);
-  sums[1] = sums[1] + bits_float(unit.y);
-  sums[2] = sums[2] + bits_float(unit.z);
-  sums[3] = sums[3] + bits_float(unit.w);
-  float other = bits_float(unit.x);
-  if (other > best || (other == best && unit.y < token)) {
-    best = other;
-    token = unit.y;
-    distance = bits_float(unit.z);
-  }
-}
-
-// This warp's share of all blocks' words of a column, together, into the region `filter_sums`.
-__device__ __forceinline__ void read_2(uint32_t column, uint32_t epoch, uint32_t index, uint32_t warp, uint32_t lane,
-    uint64_t* exchange_words, uint8_t* arena) {
-  float sums[4] = {};
-  float best = -bits_float(0x7f800000);
-  uint32_t token = 4294967295u;
-  float distance = bits_float(0x7f800000);
-  uint32_t first_unit = (index % 2 * 4 + column) * 528;
-  uint4 data[8];
-  uint32_t places[8];
-  uint32_t own = warp / 4 * 32 + lane;
-  #pragma unroll 1
-  for (uint32_t first = own; first < own + 640; first += 320) {
-    #pragma unroll
-    for (uint32_t index_2 = 0; index_2 < 5; ++index_2) {
-      places[index_2] = (first_unit + min(first + index_2 * 64, 527u)) * 4;
-    }
-    wait_flagged_places(data, exchange_words + 693312, places, 5, epoch);
-    #pragma unroll
-    for (uint32_t index_2 = 0; index_2 < 5; ++index_2) {
-      if (first + index_2 * 64 < 528) {
-        take_unit(data[index_2], sums, best, token, distance);
-      }
-    }
-  }
-  if (lane % 4 != 0) {
-    best = -bits_float(0x7f800000);
-    token = 4294967295u;
-  }
-  best_of_warp(lane, best, token, distance);
-  #pragma unroll 1
-  for (uint32_t level = 0; level < 3; ++level) {
-    sums[0] = sums[0] + shuffle_xor_f32(sums[0], 16u >> level);
-    sums[1] = sums[1] + shuffle_xor_f32(sums[1], 16u >> level);
-    sums[2] = sums[2] + shuffle_xor_f32(sums[2], 16u >> level);
-    sums[3] = sums[3] + shuffle_xor_f32(sums[3], 16u >> level);
-  }
-  uint32_t* words = (uint32_t*)(arena + FILTER_SUMS) + ((column * 2 + warp / 4) * 2 + 1) * 16;
-  if (lane > 0 && lane < 4) {
-    words[lane * 4] = float_bits(sums[0]);
-    words[lane * 4 + 1] = float_bits(sums[1]);
-    words[lane * 4 + 2] = float_bits(sums[2]);
-    words[lane * 4 + 3] = float_bits(sums[3]);
-  }
-  lay_down_best(words, best, token, distance, lane);
-}
-
-// Word number `lane` of what a column's groups have laid down, together, in order.
-__device__ __forceinline__ uint32_t add_groups_2(uint32_t column, uint32_t lane, uint8_t* arena) {
-  uint32_t lane_2 = lane % 16;
-  uint32_t chosen = 0;
-  float total = 0.0f;
-  #pragma unroll 1
-  for (uint32_t group = 0; group < 2; ++group) {
-    uint32_t* words = (uint32_t*)(arena + FILTER_SUMS) + ((column * 2 + group) * 2 + 1) * 16;
-    uint32_t* so_far = (uint32_t*)(arena + FILTER_SUMS) + ((column * 2 + chosen) * 2 + 1) * 16;
-    float other = bits_float(words[0]);
-    float best = bits_float(so_far[0]);
-    if (other > best || (other == best && words[1] < so_far[1])) {
-      chosen = group;
-    }
-    if (lane_2 >= 4) {
-      total += bits_float(words[lane_2]);
-    }
-  }
-  uint32_t word = lane_2 >= 4 ? float_bits(total) : ((uint32_t*)(arena + FILTER_SUMS) + ((column * 2 + chosen) * 2 + 1) * 16)[lane_2];
-  return word;
-}
-
-// Narrow down where the top-k end, and what they weigh; then from where on nothing is kept, because too many
-// are nearer, or weigh too much. The further, the more, so the bounds of a warp are those of its lanes.
-__device__ __forceinline__ void narrow(float top_k, float top_p, float count, float& above, float at, float& most,
-    float weight, float& below, float& least, float& limit) {
-  bool holds_all = count >= top_k;
-  bool holds_no_more = count <= top_k;
-  above = -highest_of_warp(-(holds_all ? (above < at ? above : at) : above));
-  most = -highest_of_warp(-(holds_all ? (most < weight ? most : weight) : most));
-  below = highest_of_warp(holds_no_more ? (below < at ? at : below) : below);
-  least = highest_of_warp(holds_no_more ? (least < weight ? weight : least) : least);
-  float middle = (below + above) * 0.5f;
-  if (above < bits_float(0x7f800000) && (middle <= below || middle >= above)) {
-    least = most;
-  }
-  bool is_out = holds_all || (top_p < 1.0f && weight >= top_p * most);
-  limit = -highest_of_warp(-(is_out ? (limit < at ? limit : at) : limit));
-}
-
-// Write down what is known, and the next pivots: evenly where the answer lies, in the bracket while it is open,
-// then below the limit. Without an upper end, each twice as far as the one before.
-__device__ __forceinline__ void keep_3(uint32_t column, uint8_t* arena, float least, float most, float below,
-    float above, float limit, uint32_t lane) {
-  uint32_t* state = (uint32_t*)(arena + FILTERS) + column * 16;
-  bool is_open = least < most;
-  float low = is_open ? below : 0.0f;
-  float high = is_open ? above : limit;
-  float evenly = low + (high - low) * ((float)(lane) * 0.2f);
-  float doubling = (low + 1.0f) * (float)(1u << lane);
-  if (lane > 0 && lane <= 4) {
-    state[10 + lane] = float_bits(high < bits_float(0x7f800000) ? evenly : doubling);
-  }
-  if (lane == 0) {
-    state[5] = float_bits(limit);
-    state[6] = float_bits(below);
-    state[7] = float_bits(above);
-    state[8] = float_bits(least);
-    state[9] = float_bits(most);
-  }
-}
-
-// One warp: what a round's sums say of the bracket, the limit, the candidate; then what the next round weighs.
-// Lane i < 6 has tested distance i. word: number `lane` of the sums.
-__device__ __forceinline__ void judge_2(uint32_t column, uint32_t word, uint8_t* arena, const int32_t* sequences,
-    uint32_t lane) {
-  uint32_t* state = (uint32_t*)(arena + FILTERS) + column * 16;
-  float top_k = (float)(load_constant_u32(sequences + (((uint32_t*)(arena + COLUMNS))[column * 9 + 6] * 24 + 12)));
-  float top_p = bits_float(load_constant_u32(sequences + (((uint32_t*)(arena + COLUMNS))[column * 9 + 6] * 24 + 13)));
-  uint32_t value = shuffle_u32(word, 1);
-  float distance = bits_float(shuffle_u32(word, 2));
-  uint32_t index = min(lane, 5u);
-  float count = bits_float(shuffle_u32(word, index * 2 + 4));
-  float weight = bits_float(shuffle_u32(word, index * 2 + 5));
-  float of_candidate = bits_float(shuffle_u32(word, 5));
-  float of_all = bits_float(shuffle_u32(word, 14));
-  float at = bits_float(((uint32_t*)(arena + FILTERS) + column * 16)[10 + index]);
-  if (top_k == 0.0f || top_k > of_all) {
-    top_k = of_all;
-  }
-  float limit = bits_float(((uint32_t*)(arena + FILTERS) + column * 16)[5]);
-  float below = bits_float(((uint32_t*)(arena + FILTERS) + column * 16)[6]);
-  float above = bits_float(((uint32_t*)(arena + FILTERS) + column * 16)[7]);
-  float least = bits_float(((uint32_t*)(arena + FILTERS) + column * 16)[8]);
-  float most = bits_float(((uint32_t*)(arena + FILTERS) + column * 16)[9]);
-  float candidate = bits_float(((uint32_t*)(arena + FILTERS) + column * 16)[10]);
-  bool has_candidate = state[3] != 0;
-  warp_barrier();
-  narrow(top_k, top_p, count, above, at, most, weight, below, least, limit);
-  if (!has_candidate || candidate >= limit) {
-    propose(column, value, distance, limit, arena, lane);
-  } else if (lane == 0 && (top_p >= 1.0f || of_candidate < top_p * least)) {
-    state[1] = 0;
-    ((uint32_t*)(arena + CHOSEN))[column] = state[2];
-  }
-  keep_3(column, arena, least, most, below, above, limit, lane);
-}
-
-// The end of a round: a column's warps read what all blocks published, and the first of them decides.
-__device__ __forceinline__ void judge_all(uint32_t epoch, uint32_t index, uint32_t warp, uint8_t* arena, uint32_t lane,
-    uint64_t* exchange_words, const int32_t* sequences) {
-  #pragma unroll 1
-  for (uint32_t column = warp % 4; column < 4; column += 4) {
-    if (((uint32_t*)(arena + FILTERS) + column * 16)[1] != 0) {
-      read_2(column, epoch, index, warp, lane, exchange_words, arena);
-    }
-  }
-  named_barrier(1, 256);
-  if (warp < 4) {
-    #pragma unroll 1
-    for (uint32_t column = warp % 4; column < 4; column += 4) {
-      if (((uint32_t*)(arena + FILTERS) + column * 16)[1] != 0) {
-        uint32_t word = add_groups_2(column, lane, arena);
-        judge_2(column, word, arena, sequences, lane);
-      }
-    }
-  }
-}
-
-__device__ __forceinline__ void filter(uint32_t warp, uint8_t* arena, uint32_t step_epoch, uint32_t step, uint32_t lane,
-    uint64_t* exchange_words, const int32_t* sequences, float* weighed, uint32_t block) {
-  #pragma unroll 1
-  for (uint32_t column = warp % 4; column < 4; column += 4) {
-    if (((uint32_t*)(arena + FILTERS) + column * 16)[0] != 0 && ((uint32_t*)(arena + CHOSEN))[column] < 4294967294u) {
-      read(column, step_epoch + 33, step, arena, warp, lane, exchange_words);
-    }
-  }
-  named_barrier(1, 256);
-  if (warp < 4) {
-    #pragma unroll 1
-    for (uint32_t column = warp % 4; column < 4; column += 4) {
-      if (((uint32_t*)(arena + FILTERS) + column * 16)[0] != 0 && ((uint32_t*)(arena + CHOSEN))[column] < 4294967294u) {
-        decide(column, step_epoch + 33, step, sequences, arena, lane, warp, exchange_words);
-      }
-    }
-  }
-  named_barrier(1, 256);
-  #pragma unroll 1
-  for (uint32_t round = 0; round < 63; ++round) {
-    if (is_done(lane, arena)) {
-      break;
-    }
-    weigh_all(step_epoch + 34 + round, round, warp, arena, weighed, sequences, lane, block, exchange_words);
-    judge_all(step_epoch + 34 + round, round, warp, arena, lane, exchange_words, sequences);
     named_barrier(1, 256);
   }
-}
 
-// One thread of each block: count a token that was chosen, in the block that makes its logit.
-__device__ __forceinline__ void count(uint32_t column, uint32_t token, uint32_t block, const int32_t* sequences,
-    uint8_t* arena, uint32_t* token_counts) {
-  bool is_ours = token / 16 % 132 == (block + 8) % 132;
-  if ((load_constant_u32(sequences + (((uint32_t*)(arena + COLUMNS))[column * 9 + 6] * 24 + 10)) & 4) != 0 && is_ours && token < 128256) {
-    uint32_t following = ((uint32_t*)(arena + COLUMNS))[column * 9 + 1] + 1;
-    uint32_t value = load_constant_u32(sequences + (((uint32_t*)(arena + COLUMNS))[column * 9 + 6] * 24 + 2));
-    bool wanted = following >= value && following <= ((uint32_t*)(arena + COLUMNS))[column * 9 + 2];
-    if (wanted && ((uint32_t*)(arena + COLUMNS))[column * 9 + 7] == 0) {
-      uint32_t value_2 = load_constant_u32(sequences + (((uint32_t*)(arena + COLUMNS))[column * 9 + 6] * 24 + 11));
-      token_counts[value_2 * 128256 + token] = token_counts[value_2 * 128256 + token] + 1;
-    }
-  }
-}
-
-__device__ __forceinline__ void count_chosen(uint32_t lane, uint32_t column_count, uint8_t* arena, uint32_t block,
-    const int32_t* sequences, uint32_t* token_counts) {
-  #pragma unroll 1
-  for (uint32_t column = lane; column < column_count; column += 32) {
-    uint32_t token = ((uint32_t*)(arena + CHOSEN))[column];
-    count(column, token, block, sequences, arena, token_counts);
-  }
-}
-
-// ---- phase sampling --------------------------------------------------------------------------------
-// The grid's choice of every column's token; the meeting of all blocks that ends a step.
-// Waits for: candidates, short_lists, filters.
-// Makes: candidates, short_lists, filters.
-__device__ __forceinline__ void sampling(uint32_t* progress, uint32_t block, uint32_t step, uint64_t* step_added,
-    uint32_t options, uint32_t column_count, const int32_t* sequences, uint8_t* arena, float* weighed,
-    uint32_t step_epoch, uint64_t* exchange_words, const uint32_t* cancelled, uint32_t epoch, uint32_t* token_counts) {
-  uint32_t thread = thread_index();
-  uint32_t warp = thread / 32;
-  uint32_t lane = thread % 32;
-  if (thread == 0) {
-    store_relaxed_u32(progress + block, step * 162 + 161);
-  }
-  uint32_t first_word = step % 2 * 1056;
-  mbarrier_wait(step_added, step % 2);
-  named_barrier(1, 256);
-  if ((options & 8) != 0) {
-    publish_lists(warp, column_count, sequences, arena, lane, weighed, block, step_epoch, step, exchange_words);
-  }
-  if (warp < 4) {
-    float best;
-    uint32_t best_token;
-    best_of(warp, arena, lane, best, best_token);
-    if (lane < 2) {
-      uint32_t value = float_bits(best);
-      bool is_cancelled = block == 0 && ((uint32_t*)(arena + COLUMNS))[warp * 9 + 8] != 0;
-      uint32_t value_2 = is_cancelled ? float_bits(bits_float(0x7f800000)) : float_bits(best);
-      uint32_t best_token_2 = is_cancelled ? 4294967294u : best_token;
-      uint32_t word = lane % 2 == 0 ? value_2 : best_token_2;
-      uint32_t place = first_word + (block * 4 + warp) * 2 + lane;
-      publish_flagged_release(exchange_words + (place + 674304), word, step_epoch + 33);
-    }
-  }
-  uint32_t answer = 0;
-  if (block == 0 && thread < column_count) {
-    uint32_t sequence = ((uint32_t*)(arena + COLUMNS))[thread * 9 + 6];
-    answer = load_relaxed_u32_sys(cancelled + sequence);
-  }
-  gather(first_word / 4, step_epoch + 33, arena, thread, exchange_words);
-  if (block == 0 && thread < column_count && answer == epoch) {
-    ((uint32_t*)(arena + COLUMNS))[thread * 9 + 8] = 1;
-  }
-  named_barrier(1, 256);
-  uint32_t* chosen = (uint32_t*)(arena + CHOSEN);
-  if (warp < 4) {
-    float _;
-    uint32_t best_token;
-    best_of_2(warp, arena, lane, _, best_token);
-    if (lane == 0) {
-      chosen[warp] = best_token;
-    }
-  }
-  named_barrier(1, 256);
-  if ((options & 8) != 0) {
-    filter(warp, arena, step_epoch, step, lane, exchange_words, sequences, weighed, block);
-  }
-  if ((options & 4) != 0 && warp == 0) {
-    count_chosen(lane, column_count, arena, block, sequences, token_counts);
-  }
-}
-
-// One lane, one column: note what was sampled after its token, and the token that it has in the next step.
-__device__ __forceinline__ void take(uint32_t column, uint32_t& going_on, uint8_t* arena, const int32_t* sequences,
-    uint32_t block, int32_t* tokens, uint32_t* emitted, const int32_t* stop_ids, uint32_t* next_token) {
-  uint32_t sequence = ((uint32_t*)(arena + COLUMNS))[column * 9 + 6];
-  uint32_t index = ((uint32_t*)(arena + COLUMNS))[column * 9 + 1];
-  uint32_t total = ((uint32_t*)(arena + COLUMNS))[column * 9 + 2];
-  uint32_t given_2 = load_constant_u32(sequences + (sequence * 24 + 2));
-  uint32_t per_step = load_constant_u32(sequences + (sequence * 24 + 1));
-  uint32_t sampled = ((uint32_t*)(arena + CHOSEN))[column];
-  uint32_t stopped = ((uint32_t*)(arena + COLUMNS))[column * 9 + 7];
-  if (index + 1 >= given_2 && index < total) {
-    if (block == 0) {
-      uint32_t place = sequence * 257 + index + 1;
-      tokens[place] = (int32_t)(sampled);
-      store_relaxed_u32_sys(emitted + place, sampled);
-    }
-    uint32_t first_stop = load_constant_u32(sequences + (sequence * 24 + 8));
-    uint32_t stop_count = load_constant_u32(sequences + (sequence * 24 + 9));
+  // ---- phase gate_up ---------------------------------------------------------------------------------
+  // Norm; gate, up; silu(gate) * up.
+  // Waits for: middle, middle_squares.
+  // Makes: gated.
+  __device__ __forceinline__ void gate_up(uint32_t step, uint32_t layer, uint32_t layer_epoch) {
+    uint32_t thread = thread_index();
+    uint32_t warp = thread / 32;
+    uint32_t lane = thread % 32;
+    if (thread == 0) store_relaxed_u32(progress + block, step * 162 + layer * 5 + 3);
+    uint32_t position = (block + 8) % 132;
+    if (thread == 0) store_shared_u32(block_waits, 1);
+    load_vector_3(thread, lane, layer_epoch);
+    if (thread == 0) mbarrier_arrive(loaded);
+    if (thread == 0) store_shared_u32(block_waits, 0);
     #pragma unroll 1
-    for (uint32_t stop = 0; stop < stop_count; ++stop) {
-      if ((uint32_t)(stop_ids[first_stop + stop]) == sampled) {
-        stopped = 1;
+    for (uint32_t m_tile = position; m_tile < 1792; m_tile += 132) {
+      float sums[1][4] = {};
+      if (m_tile + 132 >= 1792) {
+        if (thread == 0) store_shared_u32(block_waits, 1);
+      }
+      #pragma unroll 2
+      for (uint32_t chunk = 0; chunk < 8; ++chunk) {
+        uint4 weights[2][2];
+        uint4 values[2];
+        mbarrier_wait(full + use_stage, use_parity);
+        uint8_t* chunk_2 = ring + use_stage * 16384;
+        hold_chunk(chunk, chunk, chunk_2, warp, lane, weights, values);
+        warp_barrier();
+        if (lane == 0) mbarrier_arrive(empty + use_stage);
+        advance(use_stage, use_parity);
+        multiply_held(chunk, sums, warp, weights, values);
+      }
+      hand_over(sums, warp, lane);
+    }
+    wait_until_taken();
+  }
+
+  // Bring a part of a vector into shared memory; ends with a barrier of the consumer warps.
+  __device__ __forceinline__ void load_vector_4(uint32_t thread, uint32_t lane, uint32_t layer_epoch) {
+    uint4* vector = (uint4*)(arena + VECTOR);
+    uint32_t first_unit = thread;
+    if (lane == 0) wait_tagged4(input_words + (first_unit * 4 + 1315840), 60, layer_epoch);
+    warp_barrier();
+    if (thread / 4 % 4 < column_count) {
+      uint4 units[8];
+      wait_tagged_units(units, input_words + (first_unit * 4 + 1315840), 1024, 7, 60, layer_epoch);
+      #pragma unroll
+      for (uint32_t index = 0; index < 7; ++index) {
+        uint4 words = units[index];
+        vector[first_unit + index * 256] = words;
+      }
+    }
+    named_barrier(1, 256);
+  }
+
+  // Bring a part of a vector into shared memory; ends with a barrier of the consumer warps.
+  __device__ __forceinline__ void load_vector_5(uint32_t thread, uint32_t lane, uint32_t layer_epoch) {
+    uint4* vector = (uint4*)(arena + VECTOR);
+    uint32_t first_unit = thread;
+    if (lane == 0) wait_tagged4(input_words + ((first_unit + 1792) * 4 + 1315840), 60, layer_epoch);
+    warp_barrier();
+    if (thread / 4 % 4 < column_count) {
+      uint4 units[8];
+      wait_tagged_units(units, input_words + ((first_unit + 1792) * 4 + 1315840), 1024, 7, 60, layer_epoch);
+      #pragma unroll
+      for (uint32_t index = 0; index < 7; ++index) {
+        uint4 words = units[index];
+        vector[first_unit + index * 256] = words;
+      }
+    }
+    named_barrier(1, 256);
+  }
+
+  // Bring a part of a vector into shared memory; ends with a barrier of the consumer warps.
+  __device__ __forceinline__ void load_vector_6(uint32_t thread, uint32_t lane, uint32_t layer_epoch) {
+    uint4* vector = (uint4*)(arena + VECTOR);
+    uint32_t first_unit = thread;
+    if (lane == 0) wait_tagged4(input_words + ((first_unit + 3584) * 4 + 1315840), 60, layer_epoch);
+    warp_barrier();
+    if (thread / 4 % 4 < column_count) {
+      uint4 units[8];
+      wait_tagged_units(units, input_words + ((first_unit + 3584) * 4 + 1315840), 1024, 7, 60, layer_epoch);
+      #pragma unroll
+      for (uint32_t index = 0; index < 7; ++index) {
+        uint4 words = units[index];
+        vector[first_unit + index * 256] = words;
+      }
+    }
+    named_barrier(1, 256);
+  }
+
+  // Bring a part of a vector into shared memory; ends with a barrier of the consumer warps.
+  __device__ __forceinline__ void load_vector_7(uint32_t thread, uint32_t lane, uint32_t layer_epoch) {
+    uint4* vector = (uint4*)(arena + VECTOR);
+    uint32_t first_unit = thread;
+    if (lane == 0) wait_tagged4(input_words + ((first_unit + 5376) * 4 + 1315840), 60, layer_epoch);
+    warp_barrier();
+    if (thread / 4 % 4 < column_count) {
+      uint4 units[8];
+      wait_tagged_units(units, input_words + ((first_unit + 5376) * 4 + 1315840), 1024, 7, 60, layer_epoch);
+      #pragma unroll
+      for (uint32_t index = 0; index < 7; ++index) {
+        uint4 words = units[index];
+        vector[first_unit + index * 256] = words;
+      }
+    }
+    named_barrier(1, 256);
+  }
+
+  // ---- phase down ------------------------------------------------------------------------------------
+  // down; onto the residual.
+  // Waits for: gated.
+  // Makes: hidden, hidden_squares.
+  __device__ __forceinline__ void down(uint32_t step, uint32_t layer, uint32_t layer_epoch) {
+    uint32_t thread = thread_index();
+    uint32_t warp = thread / 32;
+    uint32_t lane = thread % 32;
+    if (thread == 0) store_relaxed_u32(progress + block, step * 162 + layer * 5 + 4);
+    prefetch(norms + (layer * 2 + 2) * 4096, thread);
+    uint32_t position = block % 132;
+    float sums[1][4] = {};
+    float sums_2[1][4] = {};
+    if (thread == 0) store_shared_u32(block_waits, 1);
+    load_vector_4(thread, lane, layer_epoch);
+    if (thread == 0) store_shared_u32(block_waits, 0);
+    #pragma unroll 2
+    for (uint32_t chunk = 0; chunk < 7; ++chunk) {
+      uint4 weights[2][2];
+      uint4 values[2];
+      mbarrier_wait(full + use_stage, use_parity);
+      uint8_t* chunk_2 = ring + use_stage * 16384;
+      hold_chunk(chunk, chunk, chunk_2, warp, lane, weights, values);
+      warp_barrier();
+      if (lane == 0) mbarrier_arrive(empty + use_stage);
+      advance(use_stage, use_parity);
+      multiply_held(chunk, sums, warp, weights, values);
+    }
+    if (position + 132 < 256) {
+      #pragma unroll 2
+      for (uint32_t chunk = 0; chunk < 7; ++chunk) {
+        uint4 weights[2][2];
+        uint4 values[2];
+        mbarrier_wait(full + use_stage, use_parity);
+        uint8_t* chunk_2 = ring + use_stage * 16384;
+        hold_chunk(chunk, chunk, chunk_2, warp, lane, weights, values);
+        warp_barrier();
+        if (lane == 0) mbarrier_arrive(empty + use_stage);
+        advance(use_stage, use_parity);
+        multiply_held(chunk, sums_2, warp, weights, values);
+      }
+    }
+    named_barrier(1, 256);
+    if (thread == 0) store_shared_u32(block_waits, 1);
+    load_vector_5(thread, lane, layer_epoch);
+    if (thread == 0) store_shared_u32(block_waits, 0);
+    #pragma unroll 2
+    for (uint32_t chunk = 7; chunk < 14; ++chunk) {
+      uint4 weights[2][2];
+      uint4 values[2];
+      mbarrier_wait(full + use_stage, use_parity);
+      uint8_t* chunk_2 = ring + use_stage * 16384;
+      hold_chunk(chunk, chunk - 7, chunk_2, warp, lane, weights, values);
+      warp_barrier();
+      if (lane == 0) mbarrier_arrive(empty + use_stage);
+      advance(use_stage, use_parity);
+      multiply_held(chunk, sums, warp, weights, values);
+    }
+    if (position + 132 < 256) {
+      #pragma unroll 2
+      for (uint32_t chunk = 7; chunk < 14; ++chunk) {
+        uint4 weights[2][2];
+        uint4 values[2];
+        mbarrier_wait(full + use_stage, use_parity);
+        uint8_t* chunk_2 = ring + use_stage * 16384;
+        hold_chunk(chunk, chunk - 7, chunk_2, warp, lane, weights, values);
+        warp_barrier();
+        if (lane == 0) mbarrier_arrive(empty + use_stage);
+        advance(use_stage, use_parity);
+        multiply_held(chunk, sums_2, warp, weights, values);
+      }
+    }
+    named_barrier(1, 256);
+    if (thread == 0) store_shared_u32(block_waits, 1);
+    load_vector_6(thread, lane, layer_epoch);
+    if (thread == 0) store_shared_u32(block_waits, 0);
+    #pragma unroll 2
+    for (uint32_t chunk = 14; chunk < 21; ++chunk) {
+      uint4 weights[2][2];
+      uint4 values[2];
+      mbarrier_wait(full + use_stage, use_parity);
+      uint8_t* chunk_2 = ring + use_stage * 16384;
+      hold_chunk(chunk, chunk - 14, chunk_2, warp, lane, weights, values);
+      warp_barrier();
+      if (lane == 0) mbarrier_arrive(empty + use_stage);
+      advance(use_stage, use_parity);
+      multiply_held(chunk, sums, warp, weights, values);
+    }
+    if (position + 132 < 256) {
+      #pragma unroll 2
+      for (uint32_t chunk = 14; chunk < 21; ++chunk) {
+        uint4 weights[2][2];
+        uint4 values[2];
+        mbarrier_wait(full + use_stage, use_parity);
+        uint8_t* chunk_2 = ring + use_stage * 16384;
+        hold_chunk(chunk, chunk - 14, chunk_2, warp, lane, weights, values);
+        warp_barrier();
+        if (lane == 0) mbarrier_arrive(empty + use_stage);
+        advance(use_stage, use_parity);
+        multiply_held(chunk, sums_2, warp, weights, values);
+      }
+    }
+    named_barrier(1, 256);
+    if (thread == 0) store_shared_u32(block_waits, 1);
+    load_vector_7(thread, lane, layer_epoch);
+    if (thread == 0) store_shared_u32(block_waits, 0);
+    #pragma unroll 2
+    for (uint32_t chunk = 21; chunk < 28; ++chunk) {
+      uint4 weights[2][2];
+      uint4 values[2];
+      mbarrier_wait(full + use_stage, use_parity);
+      uint8_t* chunk_2 = ring + use_stage * 16384;
+      hold_chunk(chunk, chunk - 21, chunk_2, warp, lane, weights, values);
+      warp_barrier();
+      if (lane == 0) mbarrier_arrive(empty + use_stage);
+      advance(use_stage, use_parity);
+      multiply_held(chunk, sums, warp, weights, values);
+    }
+    if (position + 132 < 256) {
+      if (thread == 0) store_shared_u32(block_waits, 1);
+      #pragma unroll 2
+      for (uint32_t chunk = 21; chunk < 28; ++chunk) {
+        uint4 weights[2][2];
+        uint4 values[2];
+        mbarrier_wait(full + use_stage, use_parity);
+        uint8_t* chunk_2 = ring + use_stage * 16384;
+        hold_chunk(chunk, chunk - 21, chunk_2, warp, lane, weights, values);
+        warp_barrier();
+        if (lane == 0) mbarrier_arrive(empty + use_stage);
+        advance(use_stage, use_parity);
+        multiply_held(chunk, sums_2, warp, weights, values);
+      }
+    }
+    hand_over(sums, warp, lane);
+    if (position + 132 < 256) hand_over(sums_2, warp, lane);
+    wait_until_taken();
+  }
+
+  // Bring a part of a vector into shared memory; ends with a barrier of the consumer warps.
+  __device__ __forceinline__ void load_vector_8(uint32_t thread, uint32_t lane, uint32_t step_epoch) {
+    uint4* vector = (uint4*)(arena + VECTOR);
+    uint32_t first_unit = thread;
+    if (lane == 0) {
+      uint32_t word = first_unit * 4;
+      uint32_t number = word / 1024 * 10240 + word % 1024 + 3072;
+      wait_tagged4(input_words + number, 32, step_epoch + 32);
+    }
+    warp_barrier();
+    if (thread / 4 % 4 < column_count) {
+      uint4 units[8];
+      uint32_t word = first_unit * 4;
+      uint32_t number = word / 1024 * 10240 + word % 1024 + 3072;
+      wait_tagged_units(units, input_words + number, 10240, 8, 32, step_epoch + 32);
+      #pragma unroll
+      for (uint32_t index = 0; index < 8; ++index) {
+        uint4 words = units[index];
+        vector[first_unit + index * 256] = words;
+      }
+    }
+    named_barrier(1, 256);
+  }
+
+  // ---- phase lm_head ---------------------------------------------------------------------------------
+  // Norm; lm_head; logits, where they are wanted; each lane's best candidates, in registers.
+  // Waits for: hidden, hidden_squares.
+  __device__ __forceinline__ void lm_head(uint32_t step, uint32_t step_epoch) {
+    uint32_t thread = thread_index();
+    uint32_t warp = thread / 32;
+    uint32_t lane = thread % 32;
+    if (thread == 0) store_relaxed_u32(progress + block, step * 162 + 160);
+    if (step >= head_from || logits != nullptr) {
+      uint32_t position = (block + 8) % 132;
+      if (thread == 0) store_shared_u32(block_waits, 1);
+      load_vector_8(thread, lane, step_epoch);
+      if (thread == 0) mbarrier_arrive(loaded);
+      if (thread == 0) store_shared_u32(block_waits, 0);
+      #pragma unroll 1
+      for (uint32_t m_tile = position; m_tile < 8016; m_tile += 132) {
+        float sums[1][4] = {};
+        if (m_tile + 132 >= 8016) {
+          if (thread == 0) store_shared_u32(block_waits, 1);
+        }
+        #pragma unroll 2
+        for (uint32_t chunk = 0; chunk < 8; ++chunk) {
+          uint4 weights[2][2];
+          uint4 values[2];
+          mbarrier_wait(full + use_stage, use_parity);
+          uint8_t* chunk_2 = ring + use_stage * 16384;
+          hold_chunk(chunk, chunk, chunk_2, warp, lane, weights, values);
+          warp_barrier();
+          if (lane == 0) mbarrier_arrive(empty + use_stage);
+          advance(use_stage, use_parity);
+          multiply_held(chunk, sums, warp, weights, values);
+        }
+        hand_over(sums, warp, lane);
+      }
+      wait_until_taken();
+    }
+  }
+
+  // Whether a column's token is sampled in this step, and filtered (0 or 1); it is written down.
+  __device__ __forceinline__ uint32_t begin(uint32_t column, uint32_t warp, uint32_t lane) {
+    uint32_t filtered = 0;
+    if (column < column_count) {
+      uint32_t options = load_constant_u32(sequences + (((uint32_t*)(arena + COLUMNS))[column * 9 + 6] * 24 + 10));
+      uint32_t following = ((uint32_t*)(arena + COLUMNS))[column * 9 + 1] + 1;
+      uint32_t value = load_constant_u32(sequences + (((uint32_t*)(arena + COLUMNS))[column * 9 + 6] * 24 + 2));
+      bool wanted = following >= value && following <= ((uint32_t*)(arena + COLUMNS))[column * 9 + 2];
+      if ((options & 8) != 0 && (wanted && ((uint32_t*)(arena + COLUMNS))[column * 9 + 7] == 0)) filtered = 1;
+    }
+    if (warp / 4 == 0 && lane == 0) {
+      ((uint32_t*)(arena + FILTERS) + column * 16)[0] = filtered;
+      ((uint32_t*)(arena + FILTERS) + column * 16)[1] = 0;
+    }
+    return filtered;
+  }
+
+  // The highest of the lanes' numbers (f32, none NaN), on every lane.
+  __device__ __forceinline__ float highest_of_warp(float number) {
+    uint32_t word = warp_maximum_u32((float_bits(number) & 2147483648u) != 0 ? float_bits(number) ^ 4294967295u : float_bits(number) | 2147483648u);
+    float highest = bits_float((word & 2147483648u) != 0 ? word ^ 2147483648u : word ^ 4294967295u);
+    return highest;
+  }
+
+  // The best of the lanes' candidates, the lowest id on ties, and the number beside it, on every lane.
+  __device__ __forceinline__ void best_of_warp(uint32_t lane, float& best, uint32_t& token, float& number) {
+    uint32_t key = (float_bits(best) & 2147483648u) != 0 ? float_bits(best) ^ 4294967295u : float_bits(best) | 2147483648u;
+    uint32_t top = warp_maximum_u32(key);
+    uint32_t lowest = warp_maximum_u32(key == top ? token ^ 4294967295u : 0) ^ 4294967295u;
+    uint32_t source = warp_maximum_u32(key == top && token == lowest ? lane : 0);
+    best = bits_float((top & 2147483648u) != 0 ? top ^ 2147483648u : top ^ 4294967295u);
+    token = lowest;
+    number = bits_float(shuffle_u32(float_bits(number), source));
+  }
+
+  // The nearest tokens of a warp's lanes and what all of theirs weigh, in shared memory. highest: that to which
+  // a lane's weight is relative.
+  __device__ __forceinline__ void lay_down_4(float highest, uint32_t* words, float weight, uint32_t lane, float& best,
+      uint32_t& best_token, float& best_scaled, float& first, float& first_noisy, uint32_t& first_token, float& second,
+      float second_noisy, uint32_t& second_token, float left_out) {
+    float above = highest_of_warp(highest);
+    float part = 0.0f;
+    if (highest > -bits_float(0x7f800000)) part = weight * exp_f32(highest - above);
+    float weight_2 = warp_sum_f32(part);
+    best_of_warp(lane, best, best_token, best_scaled);
+    #pragma unroll 1
+    for (uint32_t rank = 0; rank < 4; ++rank) {
+      uint32_t key = (float_bits(first) & 2147483648u) != 0 ? float_bits(first) ^ 4294967295u : float_bits(first) | 2147483648u;
+      uint32_t own_key = key;
+      uint32_t top_key = warp_maximum_u32(own_key);
+      uint32_t turn = warp_maximum_u32(own_key == top_key ? 32 - lane : 0);
+      if (turn + lane == 32) {
+        words[rank * 4] = float_bits(first);
+        words[rank * 4 + 1] = float_bits(first_noisy);
+        words[rank * 4 + 2] = first_token;
+        first = second;
+        first_noisy = second_noisy;
+        first_token = second_token;
+        second = -bits_float(0x7f800000);
+        second_token = 4294967295u;
+      }
+    }
+    float left_out_2 = highest_of_warp(left_out < first ? first : left_out);
+    if (lane == 0) {
+      words[3] = float_bits(weight_2);
+      words[7] = float_bits(left_out_2);
+      words[11] = float_bits(best_scaled);
+      words[16] = float_bits(best);
+      words[17] = best_token;
+    }
+  }
+
+  // A list of this warp's rows of a column.
+  __device__ __forceinline__ void list_rows(uint32_t column, uint32_t warp, uint32_t lane) {
+    float first = -bits_float(0x7f800000);
+    float first_noisy = -bits_float(0x7f800000);
+    uint32_t first_token = 4294967295u;
+    float second = -bits_float(0x7f800000);
+    float second_noisy = -bits_float(0x7f800000);
+    uint32_t second_token = 4294967295u;
+    float left_out = -bits_float(0x7f800000);
+    float weight = 0.0f;
+    float best = -bits_float(0x7f800000);
+    uint32_t best_token = 4294967295u;
+    float best_scaled = -bits_float(0x7f800000);
+    const float2* pairs = (const float2*)(weighed) + load_constant_u32(sequences + (((uint32_t*)(arena + COLUMNS))[column * 9 + 6] * 24 + 11)) * 128256;
+    uint32_t position = (block + 8) % 132;
+    uint32_t own = warp / 4 * 32 + lane;
+    #pragma unroll 1
+    for (uint32_t first_2 = own; first_2 < 976; first_2 += 256) {
+      float scaled[4];
+      float noisy[4];
+      uint32_t tokens[4];
+      #pragma unroll
+      for (uint32_t index = 0; index < 4; ++index) {
+        uint32_t row = first_2 + index * 64;
+        uint32_t token = (row / 16 * 132 + position) * 16 + row % 16;
+        tokens[index] = token;
+        scaled[index] = -bits_float(0x7f800000);
+        noisy[index] = -bits_float(0x7f800000);
+        if (token < 128256) {
+          scaled[index] = pairs[token].x;
+          noisy[index] = pairs[token].y;
+        }
+      }
+      #pragma unroll
+      for (uint32_t index = 0; index < 4; ++index) {
+        if (scaled[index] > -bits_float(0x7f800000)) {
+          float highest = first < scaled[index] ? scaled[index] : first;
+          weight = weight * exp_f32(first - highest) + exp_f32(scaled[index] - highest);
+          if (noisy[index] > best) {
+            best = noisy[index];
+            best_token = tokens[index];
+            best_scaled = scaled[index];
+          }
+        }
+        bool is_first = scaled[index] > first;
+        bool is_second = scaled[index] > second;
+        bool above_first = is_first;
+        bool above_second = is_second;
+        float dropped = above_second ? second : scaled[index];
+        left_out = left_out < dropped ? dropped : left_out;
+        second = above_first ? first : (above_second ? scaled[index] : second);
+        first = above_first ? scaled[index] : first;
+        second_noisy = above_first ? first_noisy : (above_second ? noisy[index] : second_noisy);
+        first_noisy = above_first ? noisy[index] : first_noisy;
+        second_token = above_first ? first_token : (above_second ? tokens[index] : second_token);
+        first_token = above_first ? tokens[index] : first_token;
+      }
+    }
+    float highest = first;
+    lay_down_4(highest, (uint32_t*)(arena + LIST_ROWS) + (warp % 4 * 2 + warp / 4) * 36, weight, lane, best, best_token,
+        best_scaled, first, first_noisy, first_token, second, second_noisy, second_token, left_out);
+  }
+
+  // The lists of a column's warps become one, in the place of the first.
+  __device__ __forceinline__ void join_lists(uint32_t lane, uint32_t warp) {
+    float first = -bits_float(0x7f800000);
+    float first_noisy = -bits_float(0x7f800000);
+    uint32_t first_token = 4294967295u;
+    float second = -bits_float(0x7f800000);
+    float second_noisy = -bits_float(0x7f800000);
+    uint32_t second_token = 4294967295u;
+    float left_out = -bits_float(0x7f800000);
+    float weight = 0.0f;
+    float best = -bits_float(0x7f800000);
+    uint32_t best_token = 4294967295u;
+    float best_scaled = -bits_float(0x7f800000);
+    float highest = -bits_float(0x7f800000);
+    if (lane < 2) {
+      uint32_t* words = (uint32_t*)(arena + LIST_ROWS) + (warp % 4 * 2 + lane) * 36;
+      highest = bits_float(words[0]);
+      weight = bits_float(words[3]);
+      left_out = bits_float(words[7]);
+      best = bits_float(words[16]);
+      best_token = words[17];
+      best_scaled = bits_float(words[11]);
+    }
+    #pragma unroll 1
+    for (uint32_t index = lane; index < 8; index += 32) {
+      uint32_t* words = (uint32_t*)(arena + LIST_ROWS) + (warp % 4 * 2 + index / 4) * 36 + index % 4 * 4;
+      bool is_first = bits_float(words[0]) > first;
+      bool is_second = bits_float(words[0]) > second;
+      bool above_first = is_first;
+      bool above_second = is_second;
+      float dropped = above_second ? second : bits_float(words[0]);
+      left_out = left_out < dropped ? dropped : left_out;
+      second = above_first ? first : (above_second ? bits_float(words[0]) : second);
+      first = above_first ? bits_float(words[0]) : first;
+      second_noisy = above_first ? first_noisy : (above_second ? bits_float(words[1]) : second_noisy);
+      first_noisy = above_first ? bits_float(words[1]) : first_noisy;
+      second_token = above_first ? first_token : (above_second ? words[2] : second_token);
+      first_token = above_first ? words[2] : first_token;
+    }
+    warp_barrier();
+    lay_down_4(highest, (uint32_t*)(arena + LIST_ROWS) + warp % 4 * 72, weight, lane, best, best_token, best_scaled,
+        first, first_noisy, first_token, second, second_noisy, second_token, left_out);
+  }
+
+  // The block's list, a word a lane.
+  __device__ __forceinline__ void publish_list(uint32_t column, uint32_t epoch, uint32_t step, uint32_t lane,
+      uint32_t warp) {
+    warp_barrier();
+    if (lane < 16) {
+      uint32_t index = ((step % 2 * 4 + column) * 528 + block * 4) * 4 + lane;
+      publish_flagged(exchange_words + (index + 676416), ((uint32_t*)(arena + LIST_ROWS) + warp % 4 * 72)[lane], epoch);
+    }
+    warp_barrier();
+  }
+
+  __device__ __forceinline__ void publish_lists(uint32_t warp, uint32_t lane, uint32_t step_epoch, uint32_t step) {
+    #pragma unroll 1
+    for (uint32_t column = warp % 4; column < 4; column += 4) {
+      if (begin(column, warp, lane) != 0) list_rows(column, warp, lane);
+    }
+    named_barrier(1, 256);
+    if (warp < 4) {
+      #pragma unroll 1
+      for (uint32_t column = warp % 4; column < 4; column += 4) {
+        if (((uint32_t*)(arena + FILTERS) + column * 16)[0] != 0) {
+          join_lists(lane, warp);
+          publish_list(column, step_epoch + 33, step, lane, warp);
+        }
       }
     }
   }
-  uint32_t following = index + per_step;
-  if (following >= total || sampled == 4294967294u) {
-    stopped = 1;
-  }
-  ((uint32_t*)(arena + COLUMNS))[column * 9 + 7] = stopped;
-  if (stopped == 0) {
-    going_on = 1;
-  }
-  if (following >= given_2 && per_step == 1) {
-    next_token[column] = min(sampled, 128255u);
-  } else {
-    next_token[column] = given(sequence, following, sequences, tokens);
-  }
-}
 
-// One warp takes every column's next token, given or chosen, and finds whether to go on; then all warps go on
-// together, and the producer lane with them.
-__device__ __forceinline__ void take_tokens(uint32_t step, uint32_t warp, uint32_t lane, uint32_t column_count,
-    uint8_t* arena, const int32_t* sequences, uint32_t block, int32_t* tokens, uint32_t* emitted,
-    const int32_t* stop_ids, uint32_t* next_token, uint32_t thread, int32_t* status, uint64_t* step_done) {
-  if (warp == 0) {
-    uint32_t going_on = 0;
+  // The best candidate of so many neighbouring lanes, on all of them; the lowest id on ties.
+  __device__ __forceinline__ void best_of_lanes_2(float& best, uint32_t& best_token) {
     #pragma unroll 1
-    for (uint32_t column = lane; column < column_count; column += 32) {
-      take(column, going_on, arena, sequences, block, tokens, emitted, stop_ids, next_token);
+    for (uint32_t level = 0; level < 5; ++level) {
+      uint32_t mask = 16u >> level;
+      float other = shuffle_xor_f32(best, mask);
+      uint32_t other_token = shuffle_xor_u32(best_token, mask);
+      if (other > best || (other == best && other_token < best_token)) {
+        best = other;
+        best_token = other_token;
+      }
+    }
+  }
+
+  // The best of a column's `count` candidates in a region, on every lane of the warp.
+  __device__ __forceinline__ void best_of(uint32_t column, uint32_t lane, float& best_out, uint32_t& best_token_out) {
+    uint2* candidates = (uint2*)(arena + WARP_CANDIDATES);
+    float best = -bits_float(0x7f800000);
+    uint32_t best_token = 4294967295u;
+    #pragma unroll 1
+    for (uint32_t other = lane; other < 1; other += 32) {
+      uint2 candidate = candidates[other * 4 + column];
+      if (bits_float(candidate.x) > best || (bits_float(candidate.x) == best && candidate.y < best_token)) {
+        best = bits_float(candidate.x);
+        best_token = candidate.y;
+      }
+    }
+    best_of_lanes_2(best, best_token);
+    best_out = best;
+    best_token_out = best_token;
+  }
+
+  // All blocks' candidates into shared memory, as they lie in the exchange.
+  __device__ __forceinline__ void gather(uint32_t first_unit, uint32_t epoch, uint32_t thread) {
+    uint4* units = (uint4*)(arena + CANDIDATES);
+    #pragma unroll 1
+    for (uint32_t other = thread; other < 264; other += 256) {
+      units[other] = wait_flagged4_acquire(exchange_words + ((first_unit + other) * 4 + 674304), epoch);
+    }
+  }
+
+  // The best of a column's `count` candidates in a region, on every lane of the warp.
+  __device__ __forceinline__ void best_of_2(uint32_t column, uint32_t lane, float& best_out, uint32_t& best_token_out) {
+    uint2* candidates = (uint2*)(arena + CANDIDATES);
+    float best = -bits_float(0x7f800000);
+    uint32_t best_token = 4294967295u;
+    #pragma unroll 1
+    for (uint32_t other = lane; other < 132; other += 32) {
+      uint2 candidate = candidates[other * 4 + column];
+      if (bits_float(candidate.x) > best || (bits_float(candidate.x) == best && candidate.y < best_token)) {
+        best = bits_float(candidate.x);
+        best_token = candidate.y;
+      }
+    }
+    best_of_lanes_2(best, best_token);
+    best_out = best;
+    best_token_out = best_token;
+  }
+
+  // This warp's share of all blocks' lists of a column, into the region `listed`, and what they say besides.
+  __device__ __forceinline__ void read(uint32_t column, uint32_t epoch, uint32_t step, uint32_t warp, uint32_t lane) {
+    float* listed = (float*)((float2*)(arena + LISTED) + warp % 4 * 528);
+    float highest = -bits_float(0x7f800000);
+    float weight = 0.0f;
+    uint32_t role = lane % 4;
+    uint32_t m_tile = ((uint32_t*)(arena + CHOSEN))[column] / 16;
+    uint32_t first_unit = (step % 2 * 4 + column) * 528;
+    uint4 data[8];
+    uint32_t places[8];
+    uint32_t own = warp / 4 * 32 + lane;
+    #pragma unroll 1
+    for (uint32_t first = own; first < own + 640; first += 320) {
+      #pragma unroll
+      for (uint32_t index = 0; index < 5; ++index) places[index] = (first_unit + min(first + index * 64, 527u)) * 4;
+      wait_flagged_places(data, exchange_words + 676416, places, 5, epoch);
+      #pragma unroll
+      for (uint32_t index = 0; index < 5; ++index) {
+        if (first + index * 64 < 528) {
+          listed[(first + index * 64) * 2] = bits_float(data[index].x);
+          listed[(first + index * 64) * 2 + 1] = bits_float(data[index].y);
+          bool is_owner = ((first + index * 64) / 4 + 8) % 132 == m_tile % 132;
+          if (role < 2 || (role == 2 && is_owner)) {
+            float more = bits_float(data[index].w);
+            float both = highest < (role == 0 ? bits_float(data[index].x) : more) ? (role == 0 ? bits_float(data[index].x) : more) : highest;
+            if (both > -bits_float(0x7f800000)) {
+              weight = weight * exp_f32(highest - both) + more * exp_f32((role == 0 ? bits_float(data[index].x) : more) - both);
+              highest = both;
+            }
+          }
+        }
+      }
     }
     #pragma unroll 1
     for (uint32_t level = 0; level < 5; ++level) {
-      going_on |= shuffle_xor_u32(going_on, 16u >> level);
-    }
-    warp_barrier();
-    if (thread == 0) {
-      if (block == 0) {
-        status[0] = (int32_t)(step + 1);
+      uint32_t mask = 16u >> level;
+      if (mask >= 4) {
+        float value = shuffle_xor_f32(highest, mask);
+        float other_weight = shuffle_xor_f32(weight, mask);
+        float both = highest < value ? value : highest;
+        if (both > -bits_float(0x7f800000)) {
+          weight = weight * exp_f32(highest - both) + other_weight * exp_f32(value - both);
+          highest = both;
+        }
       }
-      mbarrier_wait(step_done + 1, (step + 1) % 2);
-      next_token[4] = going_on == 0 ? 1u : 0u;
-      fence_proxy_async();
-      mbarrier_arrive(step_done);
+    }
+    if (lane <= 2) {
+      uint32_t* words = (uint32_t*)(arena + LIST_ROWS) + (warp % 4 * 2 + warp / 4) * 36;
+      words[lane * 2] = float_bits(highest);
+      words[lane * 2 + 1] = float_bits(weight);
     }
   }
-  named_barrier(1, 256);
-}
 
-// In the consumer role: use up the block's chunks of a matrix that were fetched in vain.
-__device__ __forceinline__ void skip(uint32_t block, uint64_t* full, uint32_t& use_stage, uint32_t& use_parity,
-    uint8_t* ring, uint32_t lane, uint64_t* empty) {
-  #pragma unroll 1
-  for (uint32_t i = (block + 8) % 132; i < 384; i += 132) {
-    #pragma unroll 1
-    for (uint32_t i_2 = 0; i_2 < 8; ++i_2) {
-      mbarrier_wait(full + use_stage, use_parity);
-      uint8_t* chunk = ring + use_stage * 16384;
-      warp_barrier();
-      if (lane == 0) {
-        mbarrier_arrive(empty + use_stage);
+  // What a column's warps have read: the highest number that blocks say of `what`, and the weight beside it.
+  __device__ __forceinline__ void said(uint32_t lane, uint32_t warp, float& above_out, float& weight_out) {
+    float highest = -bits_float(0x7f800000);
+    float part = 0.0f;
+    if (lane < 2) {
+      highest = bits_float(((uint32_t*)(arena + LIST_ROWS) + (warp % 4 * 2 + lane) * 36)[0]);
+      part = bits_float(((uint32_t*)(arena + LIST_ROWS) + (warp % 4 * 2 + lane) * 36)[1]);
+    }
+    float above = highest_of_warp(highest);
+    if (highest > -bits_float(0x7f800000)) part *= exp_f32(highest - above);
+    float weight = warp_sum_f32(part);
+    above_out = above;
+    weight_out = weight;
+  }
+
+  // What a column's warps have read: the highest number that blocks say of `what`, and the weight beside it.
+  __device__ __forceinline__ void said_2(uint32_t lane, uint32_t warp, float& above_out, float& weight_out) {
+    float highest = -bits_float(0x7f800000);
+    float part = 0.0f;
+    if (lane < 2) {
+      highest = bits_float(((uint32_t*)(arena + LIST_ROWS) + (warp % 4 * 2 + lane) * 36)[2]);
+      part = bits_float(((uint32_t*)(arena + LIST_ROWS) + (warp % 4 * 2 + lane) * 36)[3]);
+    }
+    float above = highest_of_warp(highest);
+    float weight = part;
+    above_out = above;
+    weight_out = weight;
+  }
+
+  // What a column's warps have read: the highest number that blocks say of `what`, and the weight beside it.
+  __device__ __forceinline__ void said_3(uint32_t lane, uint32_t warp, float& above_out, float& weight_out) {
+    float highest = -bits_float(0x7f800000);
+    float part = 0.0f;
+    if (lane < 2) {
+      highest = bits_float(((uint32_t*)(arena + LIST_ROWS) + (warp % 4 * 2 + lane) * 36)[4]);
+      part = bits_float(((uint32_t*)(arena + LIST_ROWS) + (warp % 4 * 2 + lane) * 36)[5]);
+    }
+    float above = highest_of_warp(highest);
+    float weight = part;
+    above_out = above;
+    weight_out = weight;
+  }
+
+  // Of the listed tokens whose distance is below the limit: how many, what they weigh, the index of the most
+  // noisy one (`units` if there is none), and how many are as noisy as that.
+  __device__ __forceinline__ void nearer(float highest, float limit, uint32_t warp, uint32_t lane,
+      uint32_t& total_count_out, float& total_weight_out, uint32_t& found_out, uint32_t& total_ties_out) {
+    float2* listed = (float2*)(arena + LISTED) + warp % 4 * 528;
+    uint32_t count = 0;
+    float weight = 0.0f;
+    float best = -bits_float(0x7f800000);
+    uint32_t best_index = 528;
+    uint32_t ties = 0;
+    #pragma unroll 4
+    for (uint32_t index = lane; index < 528; index += 32) {
+      float distance = highest - listed[index].x;
+      if (distance < limit) {
+        float noisy = listed[index].y;
+        count += 1;
+        weight += exp_f32(-distance);
+        if (noisy == best) ties += 1;
+        if (noisy > best) {
+          best = noisy;
+          best_index = index;
+          ties = 1;
+        }
       }
-      advance(use_stage, use_parity);
+    }
+    uint32_t own_key = (float_bits(best) & 2147483648u) != 0 ? float_bits(best) ^ 4294967295u : float_bits(best) | 2147483648u;
+    bool is_best = own_key == warp_maximum_u32(own_key);
+    uint32_t total_count = warp_sum_u32(count);
+    float total_weight = warp_sum_f32(weight);
+    uint32_t found = 528 - warp_maximum_u32(is_best ? 528 - best_index : 0);
+    uint32_t total_ties = warp_sum_u32(is_best ? ties : 0);
+    total_count_out = total_count;
+    total_weight_out = total_weight;
+    found_out = found;
+    total_ties_out = total_ties;
+  }
+
+  // What the `top_k` nearest tokens weigh, with all that tie with the last of them, and 1; if fewer lie below the
+  // distance `known`, what these weigh, and 0.
+  __device__ __forceinline__ void weigh_top(float highest, float known, uint32_t top_k, uint32_t warp, uint32_t lane,
+      float& least_out, uint32_t& found_out) {
+    float2* listed = (float2*)(arena + LISTED) + warp % 4 * 528;
+    float low = 0.0f;
+    float high = known;
+    float at = known;
+    float least = 0.0f;
+    uint32_t found = 0;
+    #pragma unroll 1
+    for (uint32_t i = 0; i < 64; ++i) {
+      uint32_t count = 0;
+      float weight = 0.0f;
+      #pragma unroll 2
+      for (uint32_t index = lane; index < 528; index += 32) {
+        float distance = highest - listed[index].x;
+        if (distance < at) {
+          count += 1;
+          weight += exp_f32(-distance);
+        }
+      }
+      uint32_t total = warp_sum_u32(count);
+      float total_weight = warp_sum_f32(weight);
+      if (total >= top_k || at == known) least = total_weight;
+      if (total < top_k) {
+        low = at;
+      } else {
+        high = at;
+        found = 1;
+      }
+      at = high < bits_float(0x7f800000) ? (low + high) * 0.5f : low * 2.0f + 1.0f;
+      if (found == 0 || total == top_k || at <= low || at >= high) break;
+    }
+    least_out = least;
+    found_out = found;
+  }
+
+  // The index of the token that is taken, or AS_IT_IS for the most noisy one of all, which has this `distance`,
+  // or LEFT_OPEN. All tokens that are nearer than `known` are listed.
+  __device__ __forceinline__ uint32_t judge(float highest, float all_weigh, float distance, float known, uint32_t top_k,
+      float reach, float top_p, uint32_t warp, uint32_t lane) {
+    uint32_t most = top_k == 0 ? 4294967295u : top_k;
+    uint32_t judged = 4294967295u;
+    uint32_t candidate = 4294967295u;
+    float limit = reach < known ? reach : known;
+    float least = top_k == 0 ? all_weigh : -1.0f;
+    float whole = all_weigh;
+    if (top_k == 0 && top_p >= 1.0f && distance < reach) judged = 4294967293u;
+    #pragma unroll 1
+    for (uint32_t i = 0; i < 64; ++i) {
+      if (judged != 4294967295u) break;
+      uint32_t count;
+      float weight;
+      uint32_t following;
+      uint32_t ties;
+      nearer(highest, limit, warp, lane, count, weight, following, ties);
+      if (candidate == 4294967295u) {
+        bool is_out = count >= most || (top_p < 1.0f && weight >= top_p * whole);
+        if (distance >= limit && known < reach && !is_out) judged = 4294967294u;
+      } else if (count < most) {
+        if (top_p >= 1.0f || weight < top_p * (weight + exp_f32(-limit))) {
+          judged = candidate;
+        } else {
+          if (least < 0.0f) {
+            float top;
+            uint32_t found;
+            weigh_top(highest, known, top_k, warp, lane, top, found);
+            least = top;
+            if (found != 0 || known == bits_float(0x7f800000)) whole = top;
+          }
+          if (weight < top_p * least) {
+            judged = candidate;
+          } else if (weight < top_p * whole) {
+            judged = 4294967294u;
+          }
+        }
+      }
+      if (judged == 4294967295u) {
+        if (following == 528 || ties > 1) {
+          judged = 4294967294u;
+        } else {
+          bool is_best = candidate == 4294967295u && distance < limit;
+          candidate = is_best ? 4294967293u : following;
+          limit = highest - ((float2*)(arena + LISTED) + warp % 4 * 528)[following].x;
+        }
+      }
+    }
+    return judged;
+  }
+
+  // A candidate, if it lies below the limit: else there is none, and the next round looks for one below it.
+  __device__ __forceinline__ void propose(uint32_t column, uint32_t token, float distance, float limit, uint32_t lane) {
+    uint32_t* state = (uint32_t*)(arena + FILTERS) + column * 16;
+    bool is_near = token != 4294967295u && distance < limit;
+    if (lane == 0) {
+      state[3] = is_near ? 1u : 0u;
+      state[2] = token;
+      state[10] = float_bits(is_near ? distance : limit);
     }
   }
-}
+
+  // One warp: a column is left open. The first candidate is the token in the region `chosen`, so far from the
+  // highest number of all. Where no token is found it stays without one.
+  __device__ __forceinline__ void begin_2(uint32_t column, float highest, float distance, uint32_t lane) {
+    uint32_t* state = (uint32_t*)(arena + FILTERS) + column * 16;
+    uint32_t* chosen = (uint32_t*)(arena + CHOSEN);
+    uint32_t token = chosen[column];
+    float limit = bits_float(load_constant_u32(sequences + (((uint32_t*)(arena + COLUMNS))[column * 9 + 6] * 24 + 14)));
+    warp_barrier();
+    propose(column, token, distance, limit, lane);
+    if (lane == 0) {
+      state[4] = float_bits(highest);
+      state[5] = float_bits(limit);
+      state[6] = float_bits(0.0f);
+      state[7] = float_bits(bits_float(0x7f800000));
+      state[8] = float_bits(1.0f);
+      state[9] = float_bits(bits_float(0x7f800000));
+      state[15] = float_bits(bits_float(0x7f800000));
+      state[11] = float_bits(2.0f);
+      state[12] = float_bits(4.0f);
+      state[13] = float_bits(8.0f);
+      state[14] = float_bits(16.0f);
+      state[1] = 1;
+      chosen[column] = 4294967295u;
+    }
+  }
+
+  // One warp: judge candidates, from the most noisy one on.
+  __device__ __forceinline__ void decide(uint32_t column, uint32_t epoch, uint32_t step, uint32_t lane, uint32_t warp) {
+    float reach = bits_float(load_constant_u32(sequences + (((uint32_t*)(arena + COLUMNS))[column * 9 + 6] * 24 + 14)));
+    float top_p = bits_float(load_constant_u32(sequences + (((uint32_t*)(arena + COLUMNS))[column * 9 + 6] * 24 + 13)));
+    uint32_t top_k = load_constant_u32(sequences + (((uint32_t*)(arena + COLUMNS))[column * 9 + 6] * 24 + 12));
+    float highest;
+    float whole;
+    said(lane, warp, highest, whole);
+    float left_out;
+    float _;
+    said_2(lane, warp, left_out, _);
+    float best_scaled;
+    float __2;
+    said_3(lane, warp, best_scaled, __2);
+    float known = left_out > -bits_float(0x7f800000) ? highest - left_out : bits_float(0x7f800000);
+    uint32_t judged = judge(highest, whole, highest - best_scaled, known, top_k, reach, top_p, warp, lane);
+    if (judged == 4294967294u) begin_2(column, highest, highest - best_scaled, lane);
+    if (judged < 528) {
+      uint4 unit = wait_flagged4(exchange_words + (((step % 2 * 4 + column) * 528 + judged) * 4 + 676416), epoch);
+      if (lane == 0) ((uint32_t*)(arena + CHOSEN))[column] = unit.z;
+    }
+  }
+
+  // Whether every column has its token; the same on every thread.
+  __device__ __forceinline__ bool is_done(uint32_t lane) {
+    uint32_t pending = 0;
+    #pragma unroll 1
+    for (uint32_t column = lane; column < 4; column += 32) pending |= ((uint32_t*)(arena + FILTERS) + column * 16)[1];
+    #pragma unroll 1
+    for (uint32_t level = 0; level < 5; ++level) pending |= shuffle_xor_u32(pending, 16u >> level);
+    return pending == 0;
+  }
+
+  // Number l // 2 of the sums over all lanes, on lane l: lanes that meet share out what they add.
+  __device__ __forceinline__ float sum_of_lanes(float (&sums)[12], uint32_t lane) {
+    float first = sums[0];
+    float second = sums[8];
+    bool is_upper = (lane & 16) != 0;
+    float given = is_upper ? first : second;
+    float own = is_upper ? second : first;
+    float both = own + shuffle_xor_f32(given, 16);
+    float first_2 = sums[1];
+    float second_2 = sums[9];
+    bool is_upper_2 = (lane & 16) != 0;
+    float given_2 = is_upper_2 ? first_2 : second_2;
+    float own_2 = is_upper_2 ? second_2 : first_2;
+    float both_2 = own_2 + shuffle_xor_f32(given_2, 16);
+    float first_3 = sums[2];
+    float second_3 = sums[10];
+    bool is_upper_3 = (lane & 16) != 0;
+    float given_3 = is_upper_3 ? first_3 : second_3;
+    float own_3 = is_upper_3 ? second_3 : first_3;
+    float both_3 = own_3 + shuffle_xor_f32(given_3, 16);
+    float first_4 = sums[3];
+    float second_4 = sums[11];
+    bool is_upper_4 = (lane & 16) != 0;
+    float given_4 = is_upper_4 ? first_4 : second_4;
+    float own_4 = is_upper_4 ? second_4 : first_4;
+    float both_4 = own_4 + shuffle_xor_f32(given_4, 16);
+    float first_5 = sums[4];
+    bool is_upper_5 = (lane & 16) != 0;
+    float given_5 = is_upper_5 ? first_5 : 0.0f;
+    float own_5 = is_upper_5 ? 0.0f : first_5;
+    float both_5 = own_5 + shuffle_xor_f32(given_5, 16);
+    float first_6 = sums[5];
+    bool is_upper_6 = (lane & 16) != 0;
+    float given_6 = is_upper_6 ? first_6 : 0.0f;
+    float own_6 = is_upper_6 ? 0.0f : first_6;
+    float both_6 = own_6 + shuffle_xor_f32(given_6, 16);
+    float first_7 = sums[6];
+    bool is_upper_7 = (lane & 16) != 0;
+    float given_7 = is_upper_7 ? first_7 : 0.0f;
+    float own_7 = is_upper_7 ? 0.0f : first_7;
+    float both_7 = own_7 + shuffle_xor_f32(given_7, 16);
+    float first_8 = sums[7];
+    bool is_upper_8 = (lane & 16) != 0;
+    float given_8 = is_upper_8 ? first_8 : 0.0f;
+    float own_8 = is_upper_8 ? 0.0f : first_8;
+    float both_8 = own_8 + shuffle_xor_f32(given_8, 16);
+    bool is_upper_9 = (lane & 8) != 0;
+    float given_9 = is_upper_9 ? both : both_5;
+    float own_9 = is_upper_9 ? both_5 : both;
+    float both_9 = own_9 + shuffle_xor_f32(given_9, 8);
+    bool is_upper_10 = (lane & 8) != 0;
+    float given_10 = is_upper_10 ? both_2 : both_6;
+    float own_10 = is_upper_10 ? both_6 : both_2;
+    float both_10 = own_10 + shuffle_xor_f32(given_10, 8);
+    bool is_upper_11 = (lane & 8) != 0;
+    float given_11 = is_upper_11 ? both_3 : both_7;
+    float own_11 = is_upper_11 ? both_7 : both_3;
+    float both_11 = own_11 + shuffle_xor_f32(given_11, 8);
+    bool is_upper_12 = (lane & 8) != 0;
+    float given_12 = is_upper_12 ? both_4 : both_8;
+    float own_12 = is_upper_12 ? both_8 : both_4;
+    float both_12 = own_12 + shuffle_xor_f32(given_12, 8);
+    bool is_upper_13 = (lane & 4) != 0;
+    float given_13 = is_upper_13 ? both_9 : both_11;
+    float own_13 = is_upper_13 ? both_11 : both_9;
+    float both_13 = own_13 + shuffle_xor_f32(given_13, 4);
+    bool is_upper_14 = (lane & 4) != 0;
+    float given_14 = is_upper_14 ? both_10 : both_12;
+    float own_14 = is_upper_14 ? both_12 : both_10;
+    float both_14 = own_14 + shuffle_xor_f32(given_14, 4);
+    bool is_upper_15 = (lane & 2) != 0;
+    float given_15 = is_upper_15 ? both_13 : both_14;
+    float own_15 = is_upper_15 ? both_14 : both_13;
+    float both_15 = own_15 + shuffle_xor_f32(given_15, 2);
+    float total = both_15 + shuffle_xor_f32(both_15, 1);
+    return total;
+  }
+
+  __device__ __forceinline__ void lay_down_best(uint32_t* words, float best, uint32_t token, float distance,
+      uint32_t lane) {
+    if (lane == 0) {
+      words[0] = float_bits(best);
+      words[1] = token;
+      words[2] = float_bits(distance);
+    }
+  }
+
+  // The warp's sums and its best, a word each, in shared memory: [column, group, word].
+  __device__ __forceinline__ void lay_down_5(uint32_t column, float (&sums)[12], float& best, uint32_t& best_token,
+      float& best_distance, uint32_t lane, uint32_t warp) {
+    best_of_warp(lane, best, best_token, best_distance);
+    uint32_t* words = (uint32_t*)(arena + FILTER_SUMS) + (column * 2 + warp / 4) * 32;
+    float total = sum_of_lanes(sums, lane);
+    if (lane % 2 == 0 && lane < 24) words[4 + lane / 2] = float_bits(total);
+    lay_down_best(words, best, best_token, best_distance, lane);
+  }
+
+  // This warp's rows of a column: what is nearer than each tested distance, into the region `filter_sums`.
+  __device__ __forceinline__ void weigh_2(uint32_t column, uint32_t warp, uint32_t lane) {
+    float sums[12] = {};
+    float best = -bits_float(0x7f800000);
+    uint32_t best_token = 4294967295u;
+    float best_distance = bits_float(0x7f800000);
+    float highest = bits_float(((uint32_t*)(arena + FILTERS) + column * 16)[4]);
+    float tested = bits_float(((uint32_t*)(arena + FILTERS) + column * 16)[10]);
+    float tested_2 = bits_float(((uint32_t*)(arena + FILTERS) + column * 16)[11]);
+    float tested_3 = bits_float(((uint32_t*)(arena + FILTERS) + column * 16)[12]);
+    float tested_4 = bits_float(((uint32_t*)(arena + FILTERS) + column * 16)[13]);
+    float tested_5 = bits_float(((uint32_t*)(arena + FILTERS) + column * 16)[14]);
+    const float2* pairs = (const float2*)(weighed) + load_constant_u32(sequences + (((uint32_t*)(arena + COLUMNS))[column * 9 + 6] * 24 + 11)) * 128256;
+    uint32_t first = warp / 4 * 32 + lane;
+    uint32_t position = (block + 8) % 132;
+    #pragma unroll 2
+    for (uint32_t row = first; row < 976; row += 64) {
+      uint32_t token = (row / 16 * 132 + position) * 16 + row % 16;
+      if (token < 128256) {
+        float2 pair = pairs[token];
+        float distance = highest - pair.x;
+        float weight = exp_f32(-distance);
+        if (distance < tested) {
+          sums[0] = sums[0] + 1.0f;
+          sums[1] = sums[1] + weight;
+        }
+        if (distance < tested_2) {
+          sums[2] = sums[2] + 1.0f;
+          sums[3] = sums[3] + weight;
+        }
+        if (distance < tested_3) {
+          sums[4] = sums[4] + 1.0f;
+          sums[5] = sums[5] + weight;
+        }
+        if (distance < tested_4) {
+          sums[6] = sums[6] + 1.0f;
+          sums[7] = sums[7] + weight;
+        }
+        if (distance < tested_5) {
+          sums[8] = sums[8] + 1.0f;
+          sums[9] = sums[9] + weight;
+        }
+        if (distance < bits_float(0x7f800000)) {
+          sums[10] = sums[10] + 1.0f;
+          sums[11] = sums[11] + weight;
+        }
+        if (distance < tested && pair.y > best) {
+          best = pair.y;
+          best_token = token;
+          best_distance = distance;
+        }
+      }
+    }
+    lay_down_5(column, sums, best, best_token, best_distance, lane, warp);
+  }
+
+  // Word number `lane` of what a column's groups have laid down, together, in order.
+  __device__ __forceinline__ uint32_t add_groups(uint32_t column, uint32_t lane) {
+    uint32_t lane_2 = lane % 16;
+    uint32_t chosen = 0;
+    float total = 0.0f;
+    #pragma unroll 1
+    for (uint32_t group = 0; group < 2; ++group) {
+      uint32_t* words = (uint32_t*)(arena + FILTER_SUMS) + (column * 2 + group) * 32;
+      uint32_t* so_far = (uint32_t*)(arena + FILTER_SUMS) + (column * 2 + chosen) * 32;
+      float other = bits_float(words[0]);
+      float best = bits_float(so_far[0]);
+      if (other > best || (other == best && words[1] < so_far[1])) chosen = group;
+      if (lane_2 >= 4) total += bits_float(words[lane_2]);
+    }
+    uint32_t word = lane_2 >= 4 ? float_bits(total) : ((uint32_t*)(arena + FILTER_SUMS) + (column * 2 + chosen) * 32)[lane_2];
+    return word;
+  }
+
+  // A round up to the exchange: every warp weighs its rows, the first of a column's warps publishes.
+  __device__ __forceinline__ void weigh_all(uint32_t epoch, uint32_t index, uint32_t warp, uint32_t lane) {
+    #pragma unroll 1
+    for (uint32_t column = warp % 4; column < 4; column += 4) {
+      if (((uint32_t*)(arena + FILTERS) + column * 16)[1] != 0) weigh_2(column, warp, lane);
+    }
+    named_barrier(1, 256);
+    if (warp < 4) {
+      #pragma unroll 1
+      for (uint32_t column = warp % 4; column < 4; column += 4) {
+        if (((uint32_t*)(arena + FILTERS) + column * 16)[1] != 0) {
+          uint32_t word = add_groups(column, lane);
+          if (lane < 16) {
+            uint32_t word_index = ((index % 2 * 4 + column) * 132 + block) * 16 + lane;
+            publish_flagged(exchange_words + (word_index + 693312), word, epoch);
+          }
+        }
+      }
+    }
+  }
+
+  // One unit of one block: a first one for the best, another for the sums; the rest of it nobody looks at.
+  __device__ __forceinline__ void take_unit(uint4 unit, float (&sums)[4], float& best, uint32_t& token,
+      float& distance) {
+    sums[0] = sums[0] + bits_float(unit.x);
+    sums[1] = sums[1] + bits_float(unit.y);
+    sums[2] = sums[2] + bits_float(unit.z);
+    sums[3] = sums[3] + bits_float(unit.w);
+    float other = bits_float(unit.x);
+    if (other > best || (other == best && unit.y < token)) {
+      best = other;
+      token = unit.y;
+      distance = bits_float(unit.z);
+    }
+  }
+
+  // This warp's share of all blocks' words of a column, together, into the region `filter_sums`.
+  __device__ __forceinline__ void read_2(uint32_t column, uint32_t epoch, uint32_t index, uint32_t warp,
+      uint32_t lane) {
+    float sums[4] = {};
+    float best = -bits_float(0x7f800000);
+    uint32_t token = 4294967295u;
+    float distance = bits_float(0x7f800000);
+    uint32_t first_unit = (index % 2 * 4 + column) * 528;
+    uint4 data[8];
+    uint32_t places[8];
+    uint32_t own = warp / 4 * 32 + lane;
+    #pragma unroll 1
+    for (uint32_t first = own; first < own + 640; first += 320) {
+      #pragma unroll
+      for (uint32_t index_2 = 0; index_2 < 5; ++index_2) {
+        places[index_2] = (first_unit + min(first + index_2 * 64, 527u)) * 4;
+      }
+      wait_flagged_places(data, exchange_words + 693312, places, 5, epoch);
+      #pragma unroll
+      for (uint32_t index_2 = 0; index_2 < 5; ++index_2) {
+        if (first + index_2 * 64 < 528) take_unit(data[index_2], sums, best, token, distance);
+      }
+    }
+    if (lane % 4 != 0) {
+      best = -bits_float(0x7f800000);
+      token = 4294967295u;
+    }
+    best_of_warp(lane, best, token, distance);
+    #pragma unroll 1
+    for (uint32_t level = 0; level < 3; ++level) {
+      sums[0] = sums[0] + shuffle_xor_f32(sums[0], 16u >> level);
+      sums[1] = sums[1] + shuffle_xor_f32(sums[1], 16u >> level);
+      sums[2] = sums[2] + shuffle_xor_f32(sums[2], 16u >> level);
+      sums[3] = sums[3] + shuffle_xor_f32(sums[3], 16u >> level);
+    }
+    uint32_t* words = (uint32_t*)(arena + FILTER_SUMS) + ((column * 2 + warp / 4) * 2 + 1) * 16;
+    if (lane > 0 && lane < 4) {
+      words[lane * 4] = float_bits(sums[0]);
+      words[lane * 4 + 1] = float_bits(sums[1]);
+      words[lane * 4 + 2] = float_bits(sums[2]);
+      words[lane * 4 + 3] = float_bits(sums[3]);
+    }
+    lay_down_best(words, best, token, distance, lane);
+  }
+
+  // Word number `lane` of what a column's groups have laid down, together, in order.
+  __device__ __forceinline__ uint32_t add_groups_2(uint32_t column, uint32_t lane) {
+    uint32_t lane_2 = lane % 16;
+    uint32_t chosen = 0;
+    float total = 0.0f;
+    #pragma unroll 1
+    for (uint32_t group = 0; group < 2; ++group) {
+      uint32_t* words = (uint32_t*)(arena + FILTER_SUMS) + ((column * 2 + group) * 2 + 1) * 16;
+      uint32_t* so_far = (uint32_t*)(arena + FILTER_SUMS) + ((column * 2 + chosen) * 2 + 1) * 16;
+      float other = bits_float(words[0]);
+      float best = bits_float(so_far[0]);
+      if (other > best || (other == best && words[1] < so_far[1])) chosen = group;
+      if (lane_2 >= 4) total += bits_float(words[lane_2]);
+    }
+    uint32_t word = lane_2 >= 4 ? float_bits(total) : ((uint32_t*)(arena + FILTER_SUMS) + ((column * 2 + chosen) * 2 + 1) * 16)[lane_2];
+    return word;
+  }
+
+  // Narrow down where the top-k end, and what they weigh; then from where on nothing is kept, because too many
+  // are nearer, or weigh too much. The further, the more, so the bounds of a warp are those of its lanes.
+  __device__ __forceinline__ void narrow(float top_k, float top_p, float count, float& above, float at, float& most,
+      float weight, float& below, float& least, float& limit) {
+    bool holds_all = count >= top_k;
+    bool holds_no_more = count <= top_k;
+    above = -highest_of_warp(-(holds_all ? (above < at ? above : at) : above));
+    most = -highest_of_warp(-(holds_all ? (most < weight ? most : weight) : most));
+    below = highest_of_warp(holds_no_more ? (below < at ? at : below) : below);
+    least = highest_of_warp(holds_no_more ? (least < weight ? weight : least) : least);
+    float middle = (below + above) * 0.5f;
+    if (above < bits_float(0x7f800000) && (middle <= below || middle >= above)) least = most;
+    bool is_out = holds_all || (top_p < 1.0f && weight >= top_p * most);
+    limit = -highest_of_warp(-(is_out ? (limit < at ? limit : at) : limit));
+  }
+
+  // Write down what is known, and the next pivots: evenly where the answer lies, in the bracket while it is open,
+  // then below the limit. Without an upper end, each twice as far as the one before.
+  __device__ __forceinline__ void keep_3(uint32_t column, float least, float most, float below, float above,
+      float limit, uint32_t lane) {
+    uint32_t* state = (uint32_t*)(arena + FILTERS) + column * 16;
+    bool is_open = least < most;
+    float low = is_open ? below : 0.0f;
+    float high = is_open ? above : limit;
+    float evenly = low + (high - low) * ((float)(lane) * 0.2f);
+    float doubling = (low + 1.0f) * (float)(1u << lane);
+    if (lane > 0 && lane <= 4) state[10 + lane] = float_bits(high < bits_float(0x7f800000) ? evenly : doubling);
+    if (lane == 0) {
+      state[5] = float_bits(limit);
+      state[6] = float_bits(below);
+      state[7] = float_bits(above);
+      state[8] = float_bits(least);
+      state[9] = float_bits(most);
+    }
+  }
+
+  // One warp: what a round's sums say of the bracket, the limit, the candidate; then what the next round weighs.
+  // Lane i < 6 has tested distance i. word: number `lane` of the sums.
+  __device__ __forceinline__ void judge_2(uint32_t column, uint32_t word, uint32_t lane) {
+    uint32_t* state = (uint32_t*)(arena + FILTERS) + column * 16;
+    float top_k = (float)(load_constant_u32(sequences + (((uint32_t*)(arena + COLUMNS))[column * 9 + 6] * 24 + 12)));
+    float top_p = bits_float(load_constant_u32(sequences + (((uint32_t*)(arena + COLUMNS))[column * 9 + 6] * 24 + 13)));
+    uint32_t value = shuffle_u32(word, 1);
+    float distance = bits_float(shuffle_u32(word, 2));
+    uint32_t index = min(lane, 5u);
+    float count = bits_float(shuffle_u32(word, index * 2 + 4));
+    float weight = bits_float(shuffle_u32(word, index * 2 + 5));
+    float of_candidate = bits_float(shuffle_u32(word, 5));
+    float of_all = bits_float(shuffle_u32(word, 14));
+    float at = bits_float(((uint32_t*)(arena + FILTERS) + column * 16)[10 + index]);
+    if (top_k == 0.0f || top_k > of_all) top_k = of_all;
+    float limit = bits_float(((uint32_t*)(arena + FILTERS) + column * 16)[5]);
+    float below = bits_float(((uint32_t*)(arena + FILTERS) + column * 16)[6]);
+    float above = bits_float(((uint32_t*)(arena + FILTERS) + column * 16)[7]);
+    float least = bits_float(((uint32_t*)(arena + FILTERS) + column * 16)[8]);
+    float most = bits_float(((uint32_t*)(arena + FILTERS) + column * 16)[9]);
+    float candidate = bits_float(((uint32_t*)(arena + FILTERS) + column * 16)[10]);
+    bool has_candidate = state[3] != 0;
+    warp_barrier();
+    narrow(top_k, top_p, count, above, at, most, weight, below, least, limit);
+    if (!has_candidate || candidate >= limit) {
+      propose(column, value, distance, limit, lane);
+    } else if (lane == 0 && (top_p >= 1.0f || of_candidate < top_p * least)) {
+      state[1] = 0;
+      ((uint32_t*)(arena + CHOSEN))[column] = state[2];
+    }
+    keep_3(column, least, most, below, above, limit, lane);
+  }
+
+  // The end of a round: a column's warps read what all blocks published, and the first of them decides.
+  __device__ __forceinline__ void judge_all(uint32_t epoch, uint32_t index, uint32_t warp, uint32_t lane) {
+    #pragma unroll 1
+    for (uint32_t column = warp % 4; column < 4; column += 4) {
+      if (((uint32_t*)(arena + FILTERS) + column * 16)[1] != 0) read_2(column, epoch, index, warp, lane);
+    }
+    named_barrier(1, 256);
+    if (warp < 4) {
+      #pragma unroll 1
+      for (uint32_t column = warp % 4; column < 4; column += 4) {
+        if (((uint32_t*)(arena + FILTERS) + column * 16)[1] != 0) {
+          uint32_t word = add_groups_2(column, lane);
+          judge_2(column, word, lane);
+        }
+      }
+    }
+  }
+
+  __device__ __forceinline__ void filter(uint32_t warp, uint32_t step_epoch, uint32_t step, uint32_t lane) {
+    #pragma unroll 1
+    for (uint32_t column = warp % 4; column < 4; column += 4) {
+      if (((uint32_t*)(arena + FILTERS) + column * 16)[0] != 0 && ((uint32_t*)(arena + CHOSEN))[column] < 4294967294u) {
+        read(column, step_epoch + 33, step, warp, lane);
+      }
+    }
+    named_barrier(1, 256);
+    if (warp < 4) {
+      #pragma unroll 1
+      for (uint32_t column = warp % 4; column < 4; column += 4) {
+        if (((uint32_t*)(arena + FILTERS) + column * 16)[0] != 0 && ((uint32_t*)(arena + CHOSEN))[column] < 4294967294u) {
+          decide(column, step_epoch + 33, step, lane, warp);
+        }
+      }
+    }
+    named_barrier(1, 256);
+    #pragma unroll 1
+    for (uint32_t round = 0; round < 63; ++round) {
+      if (is_done(lane)) break;
+      weigh_all(step_epoch + 34 + round, round, warp, lane);
+      judge_all(step_epoch + 34 + round, round, warp, lane);
+      named_barrier(1, 256);
+    }
+  }
+
+  // One thread of each block: count a token that was chosen, in the block that makes its logit.
+  __device__ __forceinline__ void count(uint32_t column, uint32_t token) {
+    bool is_ours = token / 16 % 132 == (block + 8) % 132;
+    if ((load_constant_u32(sequences + (((uint32_t*)(arena + COLUMNS))[column * 9 + 6] * 24 + 10)) & 4) != 0 && is_ours && token < 128256) {
+      uint32_t following = ((uint32_t*)(arena + COLUMNS))[column * 9 + 1] + 1;
+      uint32_t value = load_constant_u32(sequences + (((uint32_t*)(arena + COLUMNS))[column * 9 + 6] * 24 + 2));
+      bool wanted = following >= value && following <= ((uint32_t*)(arena + COLUMNS))[column * 9 + 2];
+      if (wanted && ((uint32_t*)(arena + COLUMNS))[column * 9 + 7] == 0) {
+        uint32_t value_2 = load_constant_u32(sequences + (((uint32_t*)(arena + COLUMNS))[column * 9 + 6] * 24 + 11));
+        token_counts[value_2 * 128256 + token] = token_counts[value_2 * 128256 + token] + 1;
+      }
+    }
+  }
+
+  __device__ __forceinline__ void count_chosen(uint32_t lane) {
+    #pragma unroll 1
+    for (uint32_t column = lane; column < column_count; column += 32) {
+      uint32_t token = ((uint32_t*)(arena + CHOSEN))[column];
+      count(column, token);
+    }
+  }
+
+  // ---- phase sampling --------------------------------------------------------------------------------
+  // The grid's choice of every column's token; the meeting of all blocks that ends a step.
+  // Waits for: candidates, short_lists, filters.
+  // Makes: candidates, short_lists, filters.
+  __device__ __forceinline__ void sampling(uint32_t step, uint32_t step_epoch) {
+    uint32_t thread = thread_index();
+    uint32_t warp = thread / 32;
+    uint32_t lane = thread % 32;
+    if (thread == 0) store_relaxed_u32(progress + block, step * 162 + 161);
+    uint32_t first_word = step % 2 * 1056;
+    mbarrier_wait(step_added, step % 2);
+    named_barrier(1, 256);
+    if ((options & 8) != 0) publish_lists(warp, lane, step_epoch, step);
+    if (warp < 4) {
+      float best;
+      uint32_t best_token;
+      best_of(warp, lane, best, best_token);
+      if (lane < 2) {
+        uint32_t value = float_bits(best);
+        bool is_cancelled = block == 0 && ((uint32_t*)(arena + COLUMNS))[warp * 9 + 8] != 0;
+        uint32_t value_2 = is_cancelled ? float_bits(bits_float(0x7f800000)) : float_bits(best);
+        uint32_t best_token_2 = is_cancelled ? 4294967294u : best_token;
+        uint32_t word = lane % 2 == 0 ? value_2 : best_token_2;
+        uint32_t place = first_word + (block * 4 + warp) * 2 + lane;
+        publish_flagged_release(exchange_words + (place + 674304), word, step_epoch + 33);
+      }
+    }
+    uint32_t answer = 0;
+    if (block == 0 && thread < column_count) {
+      uint32_t sequence = ((uint32_t*)(arena + COLUMNS))[thread * 9 + 6];
+      answer = load_relaxed_u32_sys(cancelled + sequence);
+    }
+    gather(first_word / 4, step_epoch + 33, thread);
+    if (block == 0 && thread < column_count && answer == epoch) ((uint32_t*)(arena + COLUMNS))[thread * 9 + 8] = 1;
+    named_barrier(1, 256);
+    uint32_t* chosen = (uint32_t*)(arena + CHOSEN);
+    if (warp < 4) {
+      float _;
+      uint32_t best_token;
+      best_of_2(warp, lane, _, best_token);
+      if (lane == 0) chosen[warp] = best_token;
+    }
+    named_barrier(1, 256);
+    if ((options & 8) != 0) filter(warp, step_epoch, step, lane);
+    if ((options & 4) != 0 && warp == 0) count_chosen(lane);
+  }
+
+  // One lane, one column: note what was sampled after its token, and the token that it has in the next step.
+  __device__ __forceinline__ void take(uint32_t column, uint32_t& going_on) {
+    uint32_t sequence = ((uint32_t*)(arena + COLUMNS))[column * 9 + 6];
+    uint32_t index = ((uint32_t*)(arena + COLUMNS))[column * 9 + 1];
+    uint32_t total = ((uint32_t*)(arena + COLUMNS))[column * 9 + 2];
+    uint32_t given_2 = load_constant_u32(sequences + (sequence * 24 + 2));
+    uint32_t per_step = load_constant_u32(sequences + (sequence * 24 + 1));
+    uint32_t sampled = ((uint32_t*)(arena + CHOSEN))[column];
+    uint32_t stopped = ((uint32_t*)(arena + COLUMNS))[column * 9 + 7];
+    if (index + 1 >= given_2 && index < total) {
+      if (block == 0) {
+        uint32_t place = sequence * 257 + index + 1;
+        tokens[place] = (int32_t)(sampled);
+        store_relaxed_u32_sys(emitted + place, sampled);
+      }
+      uint32_t first_stop = load_constant_u32(sequences + (sequence * 24 + 8));
+      uint32_t stop_count = load_constant_u32(sequences + (sequence * 24 + 9));
+      #pragma unroll 1
+      for (uint32_t stop = 0; stop < stop_count; ++stop) {
+        if ((uint32_t)(stop_ids[first_stop + stop]) == sampled) stopped = 1;
+      }
+    }
+    uint32_t following = index + per_step;
+    if (following >= total || sampled == 4294967294u) stopped = 1;
+    ((uint32_t*)(arena + COLUMNS))[column * 9 + 7] = stopped;
+    if (stopped == 0) going_on = 1;
+    if (following >= given_2 && per_step == 1) {
+      next_token[column] = min(sampled, 128255u);
+    } else {
+      next_token[column] = given(sequence, following);
+    }
+  }
+
+  // One warp takes every column's next token, given or chosen, and finds whether to go on; then all warps go on
+  // together, and the producer lane with them.
+  __device__ __forceinline__ void take_tokens(uint32_t step) {
+    if (warp == 0) {
+      uint32_t going_on = 0;
+      #pragma unroll 1
+      for (uint32_t column = lane; column < column_count; column += 32) take(column, going_on);
+      #pragma unroll 1
+      for (uint32_t level = 0; level < 5; ++level) going_on |= shuffle_xor_u32(going_on, 16u >> level);
+      warp_barrier();
+      if (thread == 0) {
+        if (block == 0) status[0] = (int32_t)(step + 1);
+        mbarrier_wait(step_done + 1, (step + 1) % 2);
+        next_token[4] = going_on == 0 ? 1u : 0u;
+        fence_proxy_async();
+        mbarrier_arrive(step_done);
+      }
+    }
+    named_barrier(1, 256);
+  }
+
+  // In the consumer role: use up the block's chunks of a matrix that were fetched in vain.
+  __device__ __forceinline__ void skip() {
+    #pragma unroll 1
+    for (uint32_t i = (block + 8) % 132; i < 384; i += 132) {
+      #pragma unroll 1
+      for (uint32_t i_2 = 0; i_2 < 8; ++i_2) {
+        mbarrier_wait(full + use_stage, use_parity);
+        uint8_t* chunk = ring + use_stage * 16384;
+        warp_barrier();
+        if (lane == 0) mbarrier_arrive(empty + use_stage);
+        advance(use_stage, use_parity);
+      }
+    }
+  }
+
+  __device__ __forceinline__ void run() {
+    arena = shared_arena();
+    block = blockIdx.x;
+    thread = threadIdx.x;
+    warp = thread / 32;
+    lane = thread % 32;
+    exchange_words = (uint64_t*)(exchange);
+    input_words = (uint32_t*)(exchange);
+    full = (uint64_t*)(arena + RING_BARRIERS);
+    empty = full + 11;
+    ring = arena + RING;
+    block_waits = (uint32_t*)(arena + BLOCK_WAITS);
+    summed = (uint64_t*)(arena + REDUCTION_BARRIERS);
+    taken = summed + 2;
+    step_added = taken + 2;
+    loaded = step_added + 1;
+    step_done = (uint64_t*)(arena + STEP_DONE);
+    next_token = (uint32_t*)(arena + NEXT_TOKEN);
+    // barriers, and every column's first token
+    if (thread == 0) {
+      for (uint32_t stage = 0; stage < 11; ++stage) {
+        mbarrier_init(full + stage, 1);
+        mbarrier_init(empty + stage, 8);
+      }
+      store_shared_u32(block_waits, 0);
+      for (uint32_t reduction = 0; reduction < 2; ++reduction) {
+        mbarrier_init(summed + reduction, 8);
+        mbarrier_init(taken + reduction, 2);
+      }
+      mbarrier_init(step_added, 2);
+      mbarrier_init(loaded, 3);
+      mbarrier_init(step_done, 1);
+      mbarrier_init(step_done + 1, 3);
+      mbarrier_fence_init();
+    }
+    take_first();
+    block_barrier();
+    if (warp >= 8) {
+      keep_104_registers();
+      // the producer warp: one lane walks the whole model's chunk list
+      if (thread == 256) {
+        plan_index = 0;
+        fill_stage = 0;
+        fill_parity = 1;
+        landed_stage = 0;
+        landed_parity = 0;
+        under_way = 0;
+        for (uint32_t step = 0; step < steps; ++step) {
+          follow_plan(plan_index, step);
+          for (uint32_t layer = 0; layer < 32; ++layer) {
+            uint64_t layer_offset = (uint64_t)(layer) * 436207616;
+            // qkv
+            fetch_qkv(layer_offset);
+            // keys and values of earlier tokens
+            if (layer == 0 && step > 0) {
+              if (launch_is_over(step)) return;
+            }
+            copy_items(layer, step);
+            // o
+            fetch_o(layer_offset);
+            // gate_up
+            fetch_gate_up(layer_offset);
+            // down
+            fetch_down(layer_offset);
+          }
+          // lm_head
+          if (step >= head_from || logits != nullptr) fetch_lm_head();
+          // sampling
+        }
+      }
+      // the adding warps
+      if (warp > 8 && warp <= 10) {
+        adding = 0;
+        adding_parity = 0;
+        loaded_parity = 0;
+        for (uint32_t step = 0; step < steps; ++step) {
+          uint32_t step_epoch = epoch + step * 99;
+          for (uint32_t layer = 0; layer < 32; ++layer) {
+            uint32_t layer_epoch = step_epoch + layer + 1;
+            finish_qkv(layer_epoch, layer);
+            finish_o(layer, layer_epoch);
+            finish_gate_up(layer_epoch);
+            finish_down(layer, layer_epoch);
+          }
+          float best = -bits_float(0x7f800000);
+          uint32_t best_token = 4294967295u;
+          if (step >= head_from || logits != nullptr) finish_lm_head(step_epoch, step, best, best_token);
+          lay_down_candidates(best, best_token);
+          mbarrier_wait(step_done, step % 2);
+          uint32_t stop = 0;
+          if (lane == 0) {
+            stop = next_token[4];
+            mbarrier_arrive(step_done + 1);
+          }
+          if (shuffle_u32(stop, 0) != 0) break;
+        }
+      }
+    } else {
+      take_200_registers();
+      // the consumer warps
+      turn = 0;
+      turn_parity = 0;
+      plan_index = 0;
+      use_stage = 0;
+      use_parity = 0;
+      for (uint32_t step = 0; step < steps; ++step) {
+        uint32_t step_epoch = epoch + step * 99;
+        bool has_new_plan = follow_plan(plan_index, step);
+        begin_step(step);
+        if (has_new_plan) keep();
+        named_barrier(1, 256);
+        publish_embeddings(step_epoch);
+        load_angles();
+        named_barrier(1, 256);
+        for (uint32_t layer = 0; layer < 32; ++layer) {
+          uint32_t layer_epoch = step_epoch + layer + 1;
+          qkv(step, layer, layer_epoch);
+          attention(step, layer, layer_epoch);
+          o(step, layer, layer_epoch);
+          gate_up(step, layer, layer_epoch);
+          down(step, layer, layer_epoch);
+        }
+        lm_head(step, step_epoch);
+        sampling(step, step_epoch);
+        take_tokens(step);
+        if (next_token[4] != 0) {
+          // the producer lane has fetched what it does not need the tokens for: use it up
+          if (step + 1 < steps) skip();
+          break;
+        }
+      }
+    }
+  }
+};
 
 extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* weights, const bf16* norms,
     const bf16* embedding, const float* rope, bf16* kv, const int32_t* page_table, uint32_t kv_pages,
@@ -4445,168 +4248,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
     int32_t* tokens, uint32_t* emitted, const uint32_t* cancelled, const int32_t* stop_ids, const uint32_t* masks,
     const float* logit_bias, uint32_t* token_counts, float* weighed, float* logits, uint32_t* progress, int32_t* status,
     uint32_t steps, uint32_t head_from, uint32_t column_count, uint32_t plan_count, uint32_t options, uint32_t epoch) {
-  uint8_t* arena = shared_arena();
-  uint32_t block = blockIdx.x;
-  uint32_t thread = threadIdx.x;
-  uint32_t warp = thread / 32;
-  uint32_t lane = thread % 32;
-  uint64_t* exchange_words = (uint64_t*)(exchange);
-  uint32_t* input_words = (uint32_t*)(exchange);
-  uint64_t* full = (uint64_t*)(arena + RING_BARRIERS);
-  uint64_t* empty = full + 11;
-  uint8_t* ring = arena + RING;
-  uint32_t* block_waits = (uint32_t*)(arena + BLOCK_WAITS);
-  uint64_t* summed = (uint64_t*)(arena + REDUCTION_BARRIERS);
-  uint64_t* taken = summed + 2;
-  uint64_t* step_added = taken + 2;
-  uint64_t* loaded = step_added + 1;
-  uint64_t* step_done = (uint64_t*)(arena + STEP_DONE);
-  uint32_t* next_token = (uint32_t*)(arena + NEXT_TOKEN);
-  // barriers, and every column's first token
-  if (thread == 0) {
-    for (uint32_t stage = 0; stage < 11; ++stage) {
-      mbarrier_init(full + stage, 1);
-      mbarrier_init(empty + stage, 8);
-    }
-    store_shared_u32(block_waits, 0);
-    for (uint32_t reduction = 0; reduction < 2; ++reduction) {
-      mbarrier_init(summed + reduction, 8);
-      mbarrier_init(taken + reduction, 2);
-    }
-    mbarrier_init(step_added, 2);
-    mbarrier_init(loaded, 3);
-    mbarrier_init(step_done, 1);
-    mbarrier_init(step_done + 1, 3);
-    mbarrier_fence_init();
-  }
-  take_first(thread, column_count, columns, next_token, sequences, tokens, arena);
-  block_barrier();
-  if (warp >= 8) {
-    keep_104_registers();
-    // the producer warp: one lane walks the whole model's chunk list
-    if (thread == 256) {
-      uint32_t plan_index = 0;
-      uint32_t fill_stage = 0;
-      uint32_t fill_parity = 1;
-      uint32_t landed_stage = 0;
-      uint32_t landed_parity = 0;
-      uint32_t under_way = 0;
-      for (uint32_t step = 0; step < steps; ++step) {
-        follow_plan(plan_index, step, plan_count, kv_plans);
-        for (uint32_t layer = 0; layer < 32; ++layer) {
-          uint64_t layer_offset = (uint64_t)(layer) * 436207616;
-          // qkv
-          fetch_qkv(block, weights, layer_offset, empty, fill_stage, fill_parity, block_waits, under_way, full,
-              landed_stage, landed_parity, ring);
-          // keys and values of earlier tokens
-          if (layer == 0 && step > 0) {
-            if (launch_is_over(step, step_done, next_token)) {
-              return;
-            }
-          }
-          copy_items(layer, step, kv_plans, plan_index, block, tiles, page_table, empty, fill_stage, fill_parity,
-              block_waits, under_way, full, landed_stage, landed_parity, ring, kv_pages, kv);
-          // o
-          fetch_o(block, weights, layer_offset, empty, fill_stage, fill_parity, block_waits, under_way, full,
-              landed_stage, landed_parity, ring);
-          // gate_up
-          fetch_gate_up(block, weights, layer_offset, empty, fill_stage, fill_parity, block_waits, under_way, full,
-              landed_stage, landed_parity, ring);
-          // down
-          fetch_down(block, weights, layer_offset, empty, fill_stage, fill_parity, block_waits, under_way, full,
-              landed_stage, landed_parity, ring);
-        }
-        // lm_head
-        if (step >= head_from || logits != nullptr) {
-          fetch_lm_head(block, weights, empty, fill_stage, fill_parity, block_waits, under_way, full, landed_stage,
-              landed_parity, ring);
-        }
-        // sampling
-      }
-    }
-    // the adding warps
-    if (warp > 8 && warp <= 10) {
-      uint32_t adding = 0;
-      uint32_t adding_parity = 0;
-      uint32_t loaded_parity = 0;
-      for (uint32_t step = 0; step < steps; ++step) {
-        uint32_t step_epoch = epoch + step * 99;
-        for (uint32_t layer = 0; layer < 32; ++layer) {
-          uint32_t layer_epoch = step_epoch + layer + 1;
-          finish_qkv(block, lane, loaded, warp, column_count, loaded_parity, exchange_words, layer_epoch, arena, adding,
-              summed, adding_parity, page_table, layer, kv_pages, kv, taken);
-          finish_o(block, warp, lane, column_count, arena, norms, layer, adding, summed, adding_parity, input_words,
-              layer_epoch, exchange_words, taken);
-          finish_gate_up(block, lane, loaded, warp, column_count, loaded_parity, exchange_words, layer_epoch, arena,
-              adding, summed, adding_parity, input_words, taken);
-          finish_down(block, warp, lane, column_count, arena, norms, layer, adding, summed, adding_parity, input_words,
-              layer_epoch, exchange_words, taken);
-        }
-        float best = -bits_float(0x7f800000);
-        uint32_t best_token = 4294967295u;
-        if (step >= head_from || logits != nullptr) {
-          finish_lm_head(block, lane, loaded, warp, column_count, loaded_parity, exchange_words, step_epoch, arena,
-              adding, summed, adding_parity, logits, step, options, sequences, masks, logit_bias, token_counts, weighed,
-              best, best_token, taken);
-        }
-        lay_down_candidates(arena, best, best_token, lane, warp, step_added);
-        mbarrier_wait(step_done, step % 2);
-        uint32_t stop = 0;
-        if (lane == 0) {
-          stop = next_token[4];
-          mbarrier_arrive(step_done + 1);
-        }
-        if (shuffle_u32(stop, 0) != 0) {
-          break;
-        }
-      }
-    }
-  } else {
-    take_200_registers();
-    // the consumer warps
-    uint32_t turn = 0;
-    uint32_t turn_parity = 0;
-    uint32_t plan_index = 0;
-    uint32_t use_stage = 0;
-    uint32_t use_parity = 0;
-    for (uint32_t step = 0; step < steps; ++step) {
-      uint32_t step_epoch = epoch + step * 99;
-      bool has_new_plan = follow_plan(plan_index, step, plan_count, kv_plans);
-      begin_step(step, arena, thread, column_count, columns, sequences);
-      if (has_new_plan) {
-        keep(arena, kv_plans, plan_index, thread, block, tiles, warp, lane);
-      }
-      named_barrier(1, 256);
-      publish_embeddings(thread, block, column_count, arena, norms, embedding, next_token, input_words, step_epoch,
-          exchange_words);
-      load_angles(arena, thread, column_count, rope);
-      named_barrier(1, 256);
-      for (uint32_t layer = 0; layer < 32; ++layer) {
-        uint32_t layer_epoch = step_epoch + layer + 1;
-        qkv(progress, block, step, layer, block_waits, arena, input_words, layer_epoch, column_count, loaded, full,
-            use_stage, use_parity, ring, empty, taken, turn, turn_parity, summed);
-        attention(progress, block, step, layer, arena, kv_plans, plan_index, tiles, layer_epoch, exchange_words,
-            use_stage, full, use_parity, ring, empty, input_words);
-        o(progress, block, step, layer, norms, block_waits, arena, input_words, layer_epoch, column_count, full,
-            use_stage, use_parity, ring, empty, taken, turn, turn_parity, summed);
-        gate_up(progress, block, step, layer, block_waits, arena, input_words, layer_epoch, column_count, loaded, full,
-            use_stage, use_parity, ring, empty, taken, turn, turn_parity, summed);
-        down(progress, block, step, layer, norms, block_waits, arena, input_words, layer_epoch, column_count, full,
-            use_stage, use_parity, ring, empty, taken, turn, turn_parity, summed);
-      }
-      lm_head(progress, block, step, head_from, logits, block_waits, arena, input_words, step_epoch, column_count,
-          loaded, full, use_stage, use_parity, ring, empty, taken, turn, turn_parity, summed);
-      sampling(progress, block, step, step_added, options, column_count, sequences, arena, weighed, step_epoch,
-          exchange_words, cancelled, epoch, token_counts);
-      take_tokens(step, warp, lane, column_count, arena, sequences, block, tokens, emitted, stop_ids, next_token,
-          thread, status, step_done);
-      if (next_token[4] != 0) {
-        // the producer lane has fetched what it does not need the tokens for: use it up
-        if (step + 1 < steps) {
-          skip(block, full, use_stage, use_parity, ring, lane, empty);
-        }
-        break;
-      }
-    }
-  }
+  DecodeStep{weights, norms, embedding, rope, kv, page_table, kv_pages, kv_plans, tiles, sequences, columns, exchange,
+      tokens, emitted, cancelled, stop_ids, masks, logit_bias, token_counts, weighed, logits, progress, status, steps,
+      head_from, column_count, plan_count, options, epoch}.run();
 }

@@ -244,1340 +244,1353 @@ constexpr uint32_t RING = 0;
 constexpr uint32_t SCALES = 196688;
 constexpr uint32_t SQUARES = 198736;
 
-// The next stage of the ring; behind the last comes the first, in the next pass.
-__device__ __forceinline__ void advance(uint32_t& stage, uint32_t& parity) {
-  stage += 1;
-  if (stage == 4) {
-    stage = 0;
-    parity ^= 1;
-  }
-}
+struct PromptPass {
+  const uint8_t* weights;
+  const bf16* norms;
+  const bf16* embedding;
+  const float* rope;
+  bf16* kv;
+  const int32_t* page_table;
+  uint32_t kv_pages;
+  const int32_t* ids;
+  const int32_t* groups;
+  const int32_t* segments;
+  const int32_t* tiles;
+  uint8_t* workspace;
+  const int32_t* wanted;
+  bf16* hidden_states;
+  uint32_t column_count;
+  uint32_t segment_count;
+  uint32_t tile_count;
+  uint32_t wanted_count;
+  uint64_t arrivals;
+  uint8_t* arena;
+  uint32_t block;
+  uint32_t thread;
+  uint32_t warp;
+  uint32_t lane;
+  uint32_t token_tiles;
+  uint64_t* full;
+  uint64_t* empty;
+  uint8_t* ring;
+  uint32_t of_few;
+  uint32_t weights_stage;
+  uint32_t weights_parity;
+  uint32_t activations_stage;
+  uint32_t activations_parity;
+  uint32_t stage;
+  uint32_t parity;
+  uint32_t turn;
+  float* scales;
 
-// In the weights role: a lane an M-tile, 64 columns a stage.
-__device__ __forceinline__ void copy_weights(uint32_t lane, uint32_t block, uint32_t token_tiles,
-    const uint8_t* weights, uint32_t layer, uint64_t* full, uint32_t& weights_stage, uint64_t* empty,
-    uint32_t& weights_parity, uint8_t* ring) {
-  uint32_t lane_2 = lane;
-  #pragma unroll 1
-  for (uint32_t tile = block; tile < token_tiles * 48; tile += 132) {
-    uint32_t row_tile = tile / token_tiles;
-    uint32_t first = row_tile * 8;
-    uint32_t count = min(384 - first, 8u);
-    uint32_t m_tile = min(first + lane_2, 383u);
-    uint32_t wave = m_tile / 132;
-    uint32_t position = m_tile % 132;
-    uint32_t width = 132 - wave / 2 * 12;
-    uint64_t wave_bytes = (uint64_t)(wave) * 17301504;
+  // The next stage of the ring; behind the last comes the first, in the next pass.
+  __device__ __forceinline__ void advance(uint32_t& stage, uint32_t& parity) {
+    stage += 1;
+    if (stage == 4) {
+      stage = 0;
+      parity ^= 1;
+    }
+  }
+
+  // In the weights role: a lane an M-tile, 64 columns a stage.
+  __device__ __forceinline__ void copy_weights(uint32_t layer) {
+    uint32_t lane_2 = lane;
     #pragma unroll 1
-    for (uint32_t chunk = 0; chunk < 8; ++chunk) {
-      const uint8_t* source = weights + (uint64_t)(layer) * 436207616 + (wave_bytes + (uint64_t)(width * chunk * 16384 + position * 16384));
+    for (uint32_t tile = block; tile < token_tiles * 48; tile += 132) {
+      uint32_t row_tile = tile / token_tiles;
+      uint32_t first = row_tile * 8;
+      uint32_t count = min(384 - first, 8u);
+      uint32_t m_tile = min(first + lane_2, 383u);
+      uint32_t wave = m_tile / 132;
+      uint32_t position = m_tile % 132;
+      uint32_t width = 132 - wave / 2 * 12;
+      uint64_t wave_bytes = (uint64_t)(wave) * 17301504;
       #pragma unroll 1
-      for (uint32_t k_tile = 0; k_tile < 16; k_tile += 2) {
-        uint32_t size = min(16 - k_tile, 2u) * 1024;
-        uint64_t* barrier = full + weights_stage;
-        if (lane < count) {
-          mbarrier_wait(empty + weights_stage, weights_parity);
-          if (lane == 0) {
-            mbarrier_arrive_expect_tx(barrier, size * count);
+      for (uint32_t chunk = 0; chunk < 8; ++chunk) {
+        const uint8_t* source = weights + (uint64_t)(layer) * 436207616 + (wave_bytes + (uint64_t)(width * chunk * 16384 + position * 16384));
+        #pragma unroll 1
+        for (uint32_t k_tile = 0; k_tile < 16; k_tile += 2) {
+          uint32_t size = min(16 - k_tile, 2u) * 1024;
+          uint64_t* barrier = full + weights_stage;
+          if (lane < count) {
+            mbarrier_wait(empty + weights_stage, weights_parity);
+            if (lane == 0) mbarrier_arrive_expect_tx(barrier, size * count);
+            bulk_copy(ring + weights_stage * 49152 + lane * 2048, source + k_tile * 1024, size, barrier);
           }
-          bulk_copy(ring + weights_stage * 49152 + lane * 2048, source + k_tile * 1024, size, barrier);
-        }
-        advance(weights_stage, weights_parity);
-      }
-    }
-    warp_barrier();
-  }
-}
-
-// In the weights role, which brings nothing here, but whose arrival is needed.
-__device__ __forceinline__ void copy_nothing(uint32_t block, uint32_t tile_count, const int32_t* tiles, uint64_t* full,
-    uint32_t& weights_stage, uint32_t lane, uint64_t* empty, uint32_t& weights_parity) {
-  #pragma unroll 1
-  for (uint32_t tile = block; tile < tile_count * 32; tile += 132) {
-    uint4 of_tile = ((const uint4*)(tiles))[tile / 32];
-    uint32_t end = (of_tile.y + of_tile.z + 63) / 64;
-    #pragma unroll 1
-    for (uint32_t i = 0; i < end; ++i) {
-      uint64_t* barrier = full + weights_stage;
-      if (lane < 1) {
-        mbarrier_wait(empty + weights_stage, weights_parity);
-        if (lane == 0) {
-          mbarrier_arrive_expect_tx(barrier, 0);
+          advance(weights_stage, weights_parity);
         }
       }
-      advance(weights_stage, weights_parity);
-    }
-    warp_barrier();
-  }
-}
-
-// In the weights role: a lane an M-tile, 64 columns a stage.
-__device__ __forceinline__ void copy_weights_2(uint32_t lane, uint32_t block, uint32_t token_tiles,
-    const uint8_t* weights, uint32_t layer, uint64_t* full, uint32_t& weights_stage, uint64_t* empty,
-    uint32_t& weights_parity, uint8_t* ring) {
-  uint32_t lane_2 = lane;
-  #pragma unroll 1
-  for (uint32_t tile = block; tile < token_tiles * 32; tile += 132) {
-    uint32_t row_tile = tile / token_tiles;
-    uint32_t first = row_tile * 8;
-    uint32_t count = min(256 - first, 8u);
-    uint32_t m_tile = min(first + lane_2, 255u);
-    uint32_t wave = m_tile / 132;
-    uint32_t position = m_tile % 132;
-    uint32_t width = 132 - wave * 8;
-    uint64_t wave_bytes = (uint64_t)(wave) * 17301504;
-    #pragma unroll 1
-    for (uint32_t chunk = 0; chunk < 8; ++chunk) {
-      const uint8_t* source = weights + ((uint64_t)(layer) * 436207616 + 50331648) + (wave_bytes + (uint64_t)(width * chunk * 16384 + position * 16384));
-      #pragma unroll 1
-      for (uint32_t k_tile = 0; k_tile < 16; k_tile += 2) {
-        uint32_t size = min(16 - k_tile, 2u) * 1024;
-        uint64_t* barrier = full + weights_stage;
-        if (lane < count) {
-          mbarrier_wait(empty + weights_stage, weights_parity);
-          if (lane == 0) {
-            mbarrier_arrive_expect_tx(barrier, size * count);
-          }
-          bulk_copy(ring + weights_stage * 49152 + lane * 2048, source + k_tile * 1024, size, barrier);
-        }
-        advance(weights_stage, weights_parity);
-      }
-    }
-    #pragma unroll 1
-    for (uint32_t i = 0; i < 4; ++i) {
-      uint64_t* barrier = full + weights_stage;
-      if (lane < 1) {
-        mbarrier_wait(empty + weights_stage, weights_parity);
-        if (lane == 0) {
-          mbarrier_arrive_expect_tx(barrier, 0);
-        }
-      }
-      advance(weights_stage, weights_parity);
-    }
-    warp_barrier();
-  }
-}
-
-// In the weights role: a lane an M-tile, 64 columns a stage.
-__device__ __forceinline__ void copy_weights_3(uint32_t lane, uint32_t block, uint32_t token_tiles,
-    const uint8_t* weights, uint32_t layer, uint64_t* full, uint32_t& weights_stage, uint64_t* empty,
-    uint32_t& weights_parity, uint8_t* ring) {
-  uint32_t lane_2 = lane;
-  #pragma unroll 1
-  for (uint32_t tile = block; tile < token_tiles * 224; tile += 132) {
-    uint32_t row_tile = tile / token_tiles;
-    uint32_t first = row_tile * 8;
-    uint32_t count = min(1792 - first, 8u);
-    uint32_t m_tile = min(first + lane_2, 1791u);
-    uint32_t wave = m_tile / 132;
-    uint32_t position = m_tile % 132;
-    uint32_t width = 132 - wave / 13 * 56;
-    uint64_t wave_bytes = (uint64_t)(wave) * 17301504;
-    #pragma unroll 1
-    for (uint32_t chunk = 0; chunk < 8; ++chunk) {
-      const uint8_t* source = weights + ((uint64_t)(layer) * 436207616 + 83886080) + (wave_bytes + (uint64_t)(width * chunk * 16384 + position * 16384));
-      #pragma unroll 1
-      for (uint32_t k_tile = 0; k_tile < 16; k_tile += 2) {
-        uint32_t size = min(16 - k_tile, 2u) * 1024;
-        uint64_t* barrier = full + weights_stage;
-        if (lane < count) {
-          mbarrier_wait(empty + weights_stage, weights_parity);
-          if (lane == 0) {
-            mbarrier_arrive_expect_tx(barrier, size * count);
-          }
-          bulk_copy(ring + weights_stage * 49152 + lane * 2048, source + k_tile * 1024, size, barrier);
-        }
-        advance(weights_stage, weights_parity);
-      }
-    }
-    warp_barrier();
-  }
-}
-
-// In the weights role: a lane an M-tile, 64 columns a stage.
-__device__ __forceinline__ void copy_weights_4(uint32_t lane, uint32_t block, uint32_t token_tiles,
-    const uint8_t* weights, uint32_t layer, uint64_t* full, uint32_t& weights_stage, uint64_t* empty,
-    uint32_t& weights_parity, uint8_t* ring) {
-  uint32_t lane_2 = lane;
-  #pragma unroll 1
-  for (uint32_t tile = block; tile < token_tiles * 32; tile += 132) {
-    uint32_t row_tile = tile / token_tiles;
-    uint32_t first = row_tile * 8;
-    uint32_t count = min(256 - first, 8u);
-    uint32_t m_tile = min(first + lane_2, 255u);
-    uint32_t wave = m_tile / 132;
-    uint32_t position = m_tile % 132;
-    uint32_t width = 132 - wave * 8;
-    uint64_t wave_bytes = (uint64_t)(wave) * 60555264;
-    #pragma unroll 1
-    for (uint32_t chunk = 0; chunk < 28; ++chunk) {
-      const uint8_t* source = weights + ((uint64_t)(layer) * 436207616 + 318767104) + (wave_bytes + (uint64_t)(width * chunk * 16384 + position * 16384));
-      #pragma unroll 1
-      for (uint32_t k_tile = 0; k_tile < 16; k_tile += 2) {
-        uint32_t size = min(16 - k_tile, 2u) * 1024;
-        uint64_t* barrier = full + weights_stage;
-        if (lane < count) {
-          mbarrier_wait(empty + weights_stage, weights_parity);
-          if (lane == 0) {
-            mbarrier_arrive_expect_tx(barrier, size * count);
-          }
-          bulk_copy(ring + weights_stage * 49152 + lane * 2048, source + k_tile * 1024, size, barrier);
-        }
-        advance(weights_stage, weights_parity);
-      }
-    }
-    #pragma unroll 1
-    for (uint32_t i = 0; i < 4; ++i) {
-      uint64_t* barrier = full + weights_stage;
-      if (lane < 1) {
-        mbarrier_wait(empty + weights_stage, weights_parity);
-        if (lane == 0) {
-          mbarrier_arrive_expect_tx(barrier, 0);
-        }
-      }
-      advance(weights_stage, weights_parity);
-    }
-    warp_barrier();
-  }
-}
-
-// In the activations role.
-__device__ __forceinline__ void copy_activations(uint32_t block, uint32_t token_tiles, uint8_t* workspace,
-    uint64_t* full, uint32_t& activations_stage, uint64_t* empty, uint32_t& activations_parity, uint8_t* ring) {
-  #pragma unroll 1
-  for (uint32_t tile = block; tile < token_tiles * 48; tile += 132) {
-    uint32_t token_tile = tile % token_tiles;
-    uint32_t row_tile = tile / token_tiles;
-    uint8_t* source = workspace + 33555456 + token_tile * 16384;
-    #pragma unroll 1
-    for (uint32_t k_tile = 0; k_tile < 128; k_tile += 2) {
-      uint32_t count = min(128 - k_tile, 2u);
-      uint64_t* barrier = full + activations_stage;
-      mbarrier_wait(empty + activations_stage, activations_parity);
-      mbarrier_arrive_expect_tx(barrier, count * 16384);
-      #pragma unroll 1
-      for (uint32_t index = 0; index < count; ++index) {
-        uint8_t* place = ring + activations_stage * 49152 + (16384 + index * 16384);
-        uint64_t k_bytes = (uint64_t)(k_tile + index) * 131072;
-        bulk_copy(place, source + k_bytes, 16384, barrier);
-      }
-      advance(activations_stage, activations_parity);
-    }
-  }
-}
-
-// In the activations role: keys and values, a stage for each tile of them.
-__device__ __forceinline__ void copy_keys(uint32_t block, uint32_t tile_count, const int32_t* tiles, uint64_t* full,
-    uint32_t& activations_stage, uint64_t* empty, uint32_t& activations_parity, uint8_t* ring, uint8_t* workspace) {
-  #pragma unroll 1
-  for (uint32_t tile = block; tile < tile_count * 32; tile += 132) {
-    uint4 of_tile = ((const uint4*)(tiles))[tile / 32];
-    uint32_t end = (of_tile.y + of_tile.z + 63) / 64;
-    uint32_t kv_head = tile % 32 / 4;
-    #pragma unroll 1
-    for (uint32_t key_tile = 0; key_tile < end; ++key_tile) {
-      uint64_t offset = (uint64_t)(kv_head * 2048 + (of_tile.w + key_tile * 64) / 8) * 2048 + (uint64_t)((of_tile.w + key_tile * 64) % 8 * 16);
-      uint64_t* barrier = full + activations_stage;
-      mbarrier_wait(empty + activations_stage, activations_parity);
-      mbarrier_arrive_expect_tx(barrier, 32768);
-      bulk_copy(ring + activations_stage * 49152, workspace + 67404800 + offset, 16384, barrier);
-      bulk_copy(ring + activations_stage * 49152 + 16384, workspace + 100959232 + offset, 16384, barrier);
-      advance(activations_stage, activations_parity);
-    }
-  }
-}
-
-// In the activations role.
-__device__ __forceinline__ void copy_activations_2(uint32_t block, uint32_t token_tiles, uint8_t* workspace,
-    uint64_t* full, uint32_t& activations_stage, uint64_t* empty, uint32_t& activations_parity, uint8_t* ring) {
-  #pragma unroll 1
-  for (uint32_t tile = block; tile < token_tiles * 32; tile += 132) {
-    uint32_t token_tile = tile % token_tiles;
-    uint32_t row_tile = tile / token_tiles;
-    uint8_t* source = workspace + 134513664 + token_tile * 16384;
-    #pragma unroll 1
-    for (uint32_t k_tile = 0; k_tile < 128; k_tile += 2) {
-      uint32_t count = min(128 - k_tile, 2u);
-      uint64_t* barrier = full + activations_stage;
-      mbarrier_wait(empty + activations_stage, activations_parity);
-      mbarrier_arrive_expect_tx(barrier, count * 16384);
-      #pragma unroll 1
-      for (uint32_t index = 0; index < count; ++index) {
-        uint8_t* place = ring + activations_stage * 49152 + (16384 + index * 16384);
-        uint64_t k_bytes = (uint64_t)(k_tile + index) * 131072;
-        bulk_copy(place, source + k_bytes, 16384, barrier);
-      }
-      advance(activations_stage, activations_parity);
-    }
-    uint32_t first = row_tile * 8;
-    uint32_t m_tiles = min(256 - first, 8u);
-    #pragma unroll 1
-    for (uint32_t group = 0; group < 32; group += 8) {
-      uint64_t* barrier = full + activations_stage;
-      mbarrier_wait(empty + activations_stage, activations_parity);
-      mbarrier_arrive_expect_tx(barrier, m_tiles * 4096);
-      #pragma unroll 1
-      for (uint32_t m_tile = 0; m_tile < m_tiles; ++m_tile) {
-        uint64_t place = (uint64_t)(first + m_tile) * 256 + (uint64_t)(token_tile * 32 + group);
-        const uint8_t* source_2 = (const uint8_t*)((float*)(workspace + 1024)) + place * 512;
-        bulk_copy(ring + activations_stage * 49152 + m_tile * 4096, source_2, 4096, barrier);
-      }
-      advance(activations_stage, activations_parity);
-    }
-  }
-}
-
-// In the activations role.
-__device__ __forceinline__ void copy_activations_3(uint32_t block, uint32_t token_tiles, uint8_t* workspace,
-    uint64_t* full, uint32_t& activations_stage, uint64_t* empty, uint32_t& activations_parity, uint8_t* ring) {
-  #pragma unroll 1
-  for (uint32_t tile = block; tile < token_tiles * 224; tile += 132) {
-    uint32_t token_tile = tile % token_tiles;
-    uint32_t row_tile = tile / token_tiles;
-    uint8_t* source = workspace + 33555456 + token_tile * 16384;
-    #pragma unroll 1
-    for (uint32_t k_tile = 0; k_tile < 128; k_tile += 2) {
-      uint32_t count = min(128 - k_tile, 2u);
-      uint64_t* barrier = full + activations_stage;
-      mbarrier_wait(empty + activations_stage, activations_parity);
-      mbarrier_arrive_expect_tx(barrier, count * 16384);
-      #pragma unroll 1
-      for (uint32_t index = 0; index < count; ++index) {
-        uint8_t* place = ring + activations_stage * 49152 + (16384 + index * 16384);
-        uint64_t k_bytes = (uint64_t)(k_tile + index) * 131072;
-        bulk_copy(place, source + k_bytes, 16384, barrier);
-      }
-      advance(activations_stage, activations_parity);
-    }
-  }
-}
-
-// In the activations role.
-__device__ __forceinline__ void copy_activations_4(uint32_t block, uint32_t token_tiles, uint8_t* workspace,
-    uint64_t* full, uint32_t& activations_stage, uint64_t* empty, uint32_t& activations_parity, uint8_t* ring) {
-  #pragma unroll 1
-  for (uint32_t tile = block; tile < token_tiles * 32; tile += 132) {
-    uint32_t token_tile = tile % token_tiles;
-    uint32_t row_tile = tile / token_tiles;
-    uint8_t* source = workspace + 151290880 + token_tile * 16384;
-    #pragma unroll 1
-    for (uint32_t k_tile = 0; k_tile < 448; k_tile += 2) {
-      uint32_t count = min(448 - k_tile, 2u);
-      uint64_t* barrier = full + activations_stage;
-      mbarrier_wait(empty + activations_stage, activations_parity);
-      mbarrier_arrive_expect_tx(barrier, count * 16384);
-      #pragma unroll 1
-      for (uint32_t index = 0; index < count; ++index) {
-        uint8_t* place = ring + activations_stage * 49152 + (16384 + index * 16384);
-        uint64_t k_bytes = (uint64_t)(k_tile + index) * 131072;
-        bulk_copy(place, source + k_bytes, 16384, barrier);
-      }
-      advance(activations_stage, activations_parity);
-    }
-    uint32_t first = row_tile * 8;
-    uint32_t m_tiles = min(256 - first, 8u);
-    #pragma unroll 1
-    for (uint32_t group = 0; group < 32; group += 8) {
-      uint64_t* barrier = full + activations_stage;
-      mbarrier_wait(empty + activations_stage, activations_parity);
-      mbarrier_arrive_expect_tx(barrier, m_tiles * 4096);
-      #pragma unroll 1
-      for (uint32_t m_tile = 0; m_tile < m_tiles; ++m_tile) {
-        uint64_t place = (uint64_t)(first + m_tile) * 256 + (uint64_t)(token_tile * 32 + group);
-        const uint8_t* source_2 = (const uint8_t*)((float*)(workspace + 1024)) + place * 512;
-        bulk_copy(ring + activations_stage * 49152 + m_tile * 4096, source_2, 4096, barrier);
-      }
-      advance(activations_stage, activations_parity);
-    }
-  }
-}
-
-// The 16 rows of an M-tile as 16 columns of a vector in token order, rounded to bf16.
-__device__ __forceinline__ void store_rows(uint8_t* into, uint32_t lane, float value, float (&weights)[2],
-    float value_2, float value_3, float value_4, uint32_t m_tile, uint32_t group) {
-  uint2 words;
-  bool is_odd = lane / 4 % 2 != 0;
-  uint32_t mine = is_odd ? pack_bf16x2(bf16_to_f32(f32_to_bf16(value)) * weights[0], bf16_to_f32(f32_to_bf16(value_2)) * weights[1]) : pack_bf16x2(bf16_to_f32(f32_to_bf16(value_3)) * weights[0], bf16_to_f32(f32_to_bf16(value_4)) * weights[1]);
-  uint32_t other = shuffle_xor_u32(is_odd ? pack_bf16x2(bf16_to_f32(f32_to_bf16(value_3)) * weights[0], bf16_to_f32(f32_to_bf16(value_4)) * weights[1]) : pack_bf16x2(bf16_to_f32(f32_to_bf16(value)) * weights[0], bf16_to_f32(f32_to_bf16(value_2)) * weights[1]), 4);
-  uint32_t even = is_odd ? other : mine;
-  uint32_t odd = is_odd ? mine : other;
-  uint32_t low = byte_permute(even, odd, 21520);
-  uint32_t high = byte_permute(even, odd, 30258);
-  words.x = low;
-  words.y = high;
-  uint32_t k_tile = m_tile / 2;
-  uint32_t half = m_tile % 2;
-  uint32_t row = lane / 4;
-  uint32_t token = lane % 4 * 2 + lane / 4 % 2;
-  uint64_t block = (uint64_t)(k_tile * 256 + group) * 512;
-  uint8_t* address = into + block + (uint64_t)(row / 2 * 128 + token * 16) + half * 8;
-  ((uint2*)(address))[0] = words;
-}
-
-// Every token's sum over the row tile: its M-tiles in order.
-__device__ __forceinline__ void end(uint32_t row_tile, uint32_t token_tile, uint32_t thread, uint8_t* arena,
-    uint8_t* workspace) {
-  named_barrier(1, 256);
-  if (thread < 32) {
-    float* kept = (float*)(arena + SQUARES) + thread;
-    uint32_t count = min(256 - row_tile * 8, 8u);
-    float total = 0.0f;
-    #pragma unroll 1
-    for (uint32_t m_tile = 0; m_tile < count; ++m_tile) {
-      total += kept[m_tile * 32];
-    }
-    uint32_t token = token_tile * 32 + thread;
-    ((float*)(workspace + 50332672))[row_tile * 2048 + token] = total;
-  }
-  named_barrier(1, 256);
-}
-
-// The tokens' embeddings as the first residual stream.
-__device__ __forceinline__ void embed(uint32_t block, uint32_t of_few, uint32_t warp, uint32_t lane, const bf16* norms,
-    const int32_t* ids, const bf16* embedding, uint8_t* workspace, uint8_t* arena, uint32_t thread) {
-  #pragma unroll 1
-  for (uint32_t tile = block; tile < of_few * 32; tile += 132) {
-    uint32_t row_tile = tile / of_few;
-    uint32_t token_tile = tile % of_few;
-    uint32_t m_tile = row_tile * 8 + warp;
-    if (m_tile < 256) {
-      uint32_t row = m_tile * 16 + lane / 4;
-      float weights[2];
-      weights[0] = bf16_to_f32(norms[row]);
-      weights[1] = bf16_to_f32(norms[row + 8]);
-      #pragma unroll
-      for (uint32_t group = 0; group < 4; ++group) {
-        uint32_t group_2 = token_tile * 4 + group;
-        uint32_t token = group_2 * 8 + lane % 4 * 2;
-        uint32_t token_id = load_constant_u32(ids + token);
-        uint32_t of_row = m_tile * 16 + lane / 4;
-        uint64_t place = (uint64_t)(token_id) * 4096 + (uint64_t)(min(of_row, 4095u));
-        float value = of_row < 4096 ? bf16_to_f32(embedding[place]) : 0.0f;
-        float value_2 = value;
-        uint32_t token_2 = group_2 * 8 + lane % 4 * 2 + 1;
-        uint32_t token_id_2 = load_constant_u32(ids + token_2);
-        uint32_t of_row_2 = m_tile * 16 + lane / 4;
-        uint64_t place_2 = (uint64_t)(token_id_2) * 4096 + (uint64_t)(min(of_row_2, 4095u));
-        float value_3 = of_row_2 < 4096 ? bf16_to_f32(embedding[place_2]) : 0.0f;
-        float value_4 = value_3;
-        uint32_t token_3 = group_2 * 8 + lane % 4 * 2;
-        uint32_t token_id_3 = load_constant_u32(ids + token_3);
-        uint32_t of_row_3 = m_tile * 16 + lane / 4 + 8;
-        uint64_t place_3 = (uint64_t)(token_id_3) * 4096 + (uint64_t)(min(of_row_3, 4095u));
-        float value_5 = of_row_3 < 4096 ? bf16_to_f32(embedding[place_3]) : 0.0f;
-        float value_6 = value_5;
-        uint32_t token_4 = group_2 * 8 + lane % 4 * 2 + 1;
-        uint32_t token_id_4 = load_constant_u32(ids + token_4);
-        uint32_t of_row_4 = m_tile * 16 + lane / 4 + 8;
-        uint64_t place_4 = (uint64_t)(token_id_4) * 4096 + (uint64_t)(min(of_row_4, 4095u));
-        float value_7 = of_row_4 < 4096 ? bf16_to_f32(embedding[place_4]) : 0.0f;
-        float value_8 = value_7;
-        uint64_t index = ((uint64_t)(m_tile) * 256 + (uint64_t)(group_2)) * 32;
-        float4 kept;
-        kept.x = value_2;
-        kept.y = value_4;
-        kept.z = value_6;
-        kept.w = value_8;
-        ((float4*)((float*)(workspace + 1024)))[index + (uint64_t)(lane)] = kept;
-        float* of_lane = (float*)(arena + SQUARES) + (warp * 32 + lane * 2);
-        float* kept_2 = of_lane;
-        float square = fma_f32(bf16_to_f32(f32_to_bf16(value_2)), bf16_to_f32(f32_to_bf16(value_2)), bf16_to_f32(f32_to_bf16(value_6)) * bf16_to_f32(f32_to_bf16(value_6)));
-        square += shuffle_xor_f32(square, 4);
-        square += shuffle_xor_f32(square, 8);
-        square += shuffle_xor_f32(square, 16);
-        if (lane < 4) {
-          kept_2[group * 8] = square;
-        }
-        float square_2 = fma_f32(bf16_to_f32(f32_to_bf16(value_4)), bf16_to_f32(f32_to_bf16(value_4)), bf16_to_f32(f32_to_bf16(value_8)) * bf16_to_f32(f32_to_bf16(value_8)));
-        square_2 += shuffle_xor_f32(square_2, 4);
-        square_2 += shuffle_xor_f32(square_2, 8);
-        square_2 += shuffle_xor_f32(square_2, 16);
-        if (lane < 4) {
-          kept_2[group * 8 + 1] = square_2;
-        }
-        store_rows(workspace + 33555456, lane, value_4, weights, value_8, value_2, value_6, m_tile, group_2);
-      }
-    }
-    end(row_tile, token_tile, thread, arena, workspace);
-  }
-}
-
-// In the consumer role: all tiles of this block.
-__device__ __forceinline__ void attend(uint32_t block, uint32_t tile_count, const int32_t* tiles, uint32_t warp,
-    uint8_t* workspace, uint32_t lane, uint32_t& stage, uint64_t* full, uint32_t& parity, uint8_t* ring,
-    uint64_t* empty) {
-  #pragma unroll 1
-  for (uint32_t tile = block; tile < tile_count * 32; tile += 132) {
-    uint4 of_tile = ((const uint4*)(tiles))[tile / 32];
-    uint32_t end = (of_tile.y + of_tile.z + 63) / 64;
-    uint32_t head = tile % 32;
-    uint32_t first_of_warp = warp * 16;
-    uint4 queries[8];
-    uint8_t* first = workspace + 50594816 + (uint64_t)((head * 128 + (of_tile.x + first_of_warp) / 16) * 8) * 512;
-    const uint4* words = (const uint4*)(first);
-    queries[0] = words[lane];
-    queries[1] = words[32 + lane];
-    queries[2] = words[64 + lane];
-    queries[3] = words[96 + lane];
-    queries[4] = words[128 + lane];
-    queries[5] = words[160 + lane];
-    queries[6] = words[192 + lane];
-    queries[7] = words[224 + lane];
-    uint32_t first_row = of_tile.y + first_of_warp;
-    uint32_t position = first_row + lane / 4;
-    float largest[2];
-    float shrinks[2];
-    float sums[2] = {};
-    largest[0] = -bits_float(0x7f800000);
-    largest[1] = -bits_float(0x7f800000);
-    float output[64] = {};
-    float logits[32];
-    uint4 even[4];
-    uint4 odd[4];
-    uint32_t previous = stage;
-    mbarrier_wait(full + stage, parity);
-    uint8_t* memory = ring + stage * 49152;
-    uint64_t keys = matrix_descriptor(memory, 128, 2048);
-    wgmma_fence();
-    wgmma_bf16_n64(logits, queries[0], keys, 0);
-    uint64_t descriptor = keys + 16;
-    wgmma_bf16_n64(logits, queries[1], descriptor, 1);
-    uint64_t descriptor_2 = keys + 32;
-    wgmma_bf16_n64(logits, queries[2], descriptor_2, 1);
-    uint64_t descriptor_3 = keys + 48;
-    wgmma_bf16_n64(logits, queries[3], descriptor_3, 1);
-    uint64_t descriptor_4 = keys + 64;
-    wgmma_bf16_n64(logits, queries[4], descriptor_4, 1);
-    uint64_t descriptor_5 = keys + 80;
-    wgmma_bf16_n64(logits, queries[5], descriptor_5, 1);
-    uint64_t descriptor_6 = keys + 96;
-    wgmma_bf16_n64(logits, queries[6], descriptor_6, 1);
-    uint64_t descriptor_7 = keys + 112;
-    wgmma_bf16_n64(logits, queries[7], descriptor_7, 1);
-    wgmma_commit();
-    advance(stage, parity);
-    wgmma_wait_all();
-    bool partial = 63 > first_row;
-    if (partial) {
-      #pragma unroll
-      for (uint32_t group = 0; group < 8; ++group) {
-        uint32_t key = group * 8 + lane % 4 * 2;
-        bool seen = key <= position;
-        uint32_t element = group * 4;
-        logits[element] = seen ? logits[element] : -bits_float(0x7f800000);
-        uint32_t key_2 = group * 8 + lane % 4 * 2 + 1;
-        bool seen_2 = key_2 <= position;
-        uint32_t element_2 = group * 4 + 1;
-        logits[element_2] = seen_2 ? logits[element_2] : -bits_float(0x7f800000);
-        uint32_t key_3 = group * 8 + lane % 4 * 2;
-        uint32_t position_2 = position + 8;
-        bool seen_3 = key_3 <= position_2;
-        uint32_t element_3 = group * 4 + 2;
-        logits[element_3] = seen_3 ? logits[element_3] : -bits_float(0x7f800000);
-        uint32_t key_4 = group * 8 + lane % 4 * 2 + 1;
-        uint32_t position_3 = position + 8;
-        bool seen_4 = key_4 <= position_3;
-        uint32_t element_4 = group * 4 + 3;
-        logits[element_4] = seen_4 ? logits[element_4] : -bits_float(0x7f800000);
-      }
-    }
-    float largest_2 = largest[0];
-    #pragma unroll
-    for (uint32_t group = 0; group < 8; ++group) {
-      largest_2 = maximum_f32(largest_2, logits[group * 4]);
-      largest_2 = maximum_f32(largest_2, logits[group * 4 + 1]);
-    }
-    largest_2 = maximum_f32(largest_2, shuffle_xor_f32(largest_2, 1));
-    largest_2 = maximum_f32(largest_2, shuffle_xor_f32(largest_2, 2));
-    bool seen = largest_2 > -bits_float(0x7f800000);
-    float origin = seen ? largest_2 * 0.12751743f : 0.0f;
-    shrinks[0] = exp2_f32(largest[0] * 0.12751743f - origin);
-    largest[0] = largest_2;
-    sums[0] = sums[0] * shrinks[0];
-    float largest_3 = largest[1];
-    #pragma unroll
-    for (uint32_t group = 0; group < 8; ++group) {
-      largest_3 = maximum_f32(largest_3, logits[group * 4 + 2]);
-      largest_3 = maximum_f32(largest_3, logits[group * 4 + 3]);
-    }
-    largest_3 = maximum_f32(largest_3, shuffle_xor_f32(largest_3, 1));
-    largest_3 = maximum_f32(largest_3, shuffle_xor_f32(largest_3, 2));
-    bool seen_2 = largest_3 > -bits_float(0x7f800000);
-    float origin_2 = seen_2 ? largest_3 * 0.12751743f : 0.0f;
-    shrinks[1] = exp2_f32(largest[1] * 0.12751743f - origin_2);
-    largest[1] = largest_3;
-    sums[1] = sums[1] * shrinks[1];
-    #pragma unroll
-    for (uint32_t group = 0; group < 8; ++group) {
-      uint32_t element = group * 4;
-      logits[element] = exp2_f32(fma_f32(logits[element], 0.12751743f, -origin));
-      sums[0] = sums[0] + logits[element];
-      uint32_t element_2 = group * 4 + 1;
-      logits[element_2] = exp2_f32(fma_f32(logits[element_2], 0.12751743f, -origin));
-      sums[0] = sums[0] + logits[element_2];
-      uint32_t element_3 = group * 4 + 2;
-      logits[element_3] = exp2_f32(fma_f32(logits[element_3], 0.12751743f, -origin_2));
-      sums[1] = sums[1] + logits[element_3];
-      uint32_t element_4 = group * 4 + 3;
-      logits[element_4] = exp2_f32(fma_f32(logits[element_4], 0.12751743f, -origin_2));
-      sums[1] = sums[1] + logits[element_4];
-    }
-    even[0] = make_u32x4(pack_bf16x2(logits[0], logits[1]), pack_bf16x2(logits[2], logits[3]), pack_bf16x2(logits[4], logits[5]), pack_bf16x2(logits[6], logits[7]));
-    even[1] = make_u32x4(pack_bf16x2(logits[8], logits[9]), pack_bf16x2(logits[10], logits[11]), pack_bf16x2(logits[12], logits[13]), pack_bf16x2(logits[14], logits[15]));
-    even[2] = make_u32x4(pack_bf16x2(logits[16], logits[17]), pack_bf16x2(logits[18], logits[19]), pack_bf16x2(logits[20], logits[21]), pack_bf16x2(logits[22], logits[23]));
-    even[3] = make_u32x4(pack_bf16x2(logits[24], logits[25]), pack_bf16x2(logits[26], logits[27]), pack_bf16x2(logits[28], logits[29]), pack_bf16x2(logits[30], logits[31]));
-    uint32_t others = end - 1;
-    #pragma unroll 1
-    for (uint32_t other = 0; other < others / 2 * 2; other += 2) {
-      uint32_t key = (other + 1) * 64;
-      uint32_t stage_2 = stage;
-      mbarrier_wait(full + stage, parity);
-      uint8_t* memory_2 = ring + stage * 49152;
-      uint64_t keys_2 = matrix_descriptor(memory_2, 128, 2048);
-      wgmma_fence();
-      wgmma_bf16_n64(logits, queries[0], keys_2, 0);
-      uint64_t descriptor_8 = keys_2 + 16;
-      wgmma_bf16_n64(logits, queries[1], descriptor_8, 1);
-      uint64_t descriptor_9 = keys_2 + 32;
-      wgmma_bf16_n64(logits, queries[2], descriptor_9, 1);
-      uint64_t descriptor_10 = keys_2 + 48;
-      wgmma_bf16_n64(logits, queries[3], descriptor_10, 1);
-      uint64_t descriptor_11 = keys_2 + 64;
-      wgmma_bf16_n64(logits, queries[4], descriptor_11, 1);
-      uint64_t descriptor_12 = keys_2 + 80;
-      wgmma_bf16_n64(logits, queries[5], descriptor_12, 1);
-      uint64_t descriptor_13 = keys_2 + 96;
-      wgmma_bf16_n64(logits, queries[6], descriptor_13, 1);
-      uint64_t descriptor_14 = keys_2 + 112;
-      wgmma_bf16_n64(logits, queries[7], descriptor_14, 1);
-      wgmma_commit();
-      advance(stage, parity);
-      uint8_t* memory_3 = ring + previous * 49152 + 16384;
-      uint64_t values = matrix_descriptor(memory_3, 2048, 128);
-      wgmma_fence();
-      wgmma_bf16_n128_transposed(output, even[0], values, 1);
-      uint64_t descriptor_15 = values + 256;
-      wgmma_bf16_n128_transposed(output, even[1], descriptor_15, 1);
-      uint64_t descriptor_16 = values + 512;
-      wgmma_bf16_n128_transposed(output, even[2], descriptor_16, 1);
-      uint64_t descriptor_17 = values + 768;
-      wgmma_bf16_n128_transposed(output, even[3], descriptor_17, 1);
-      wgmma_commit();
-      wgmma_wait_but_one();
-      bool partial_2 = key + 63 > first_row;
-      if (partial_2) {
-        #pragma unroll
-        for (uint32_t group = 0; group < 8; ++group) {
-          uint32_t key_2 = key + group * 8 + lane % 4 * 2;
-          bool seen_3 = key_2 <= position;
-          uint32_t element = group * 4;
-          logits[element] = seen_3 ? logits[element] : -bits_float(0x7f800000);
-          uint32_t key_3 = key + group * 8 + lane % 4 * 2 + 1;
-          bool seen_4 = key_3 <= position;
-          uint32_t element_2 = group * 4 + 1;
-          logits[element_2] = seen_4 ? logits[element_2] : -bits_float(0x7f800000);
-          uint32_t key_4 = key + group * 8 + lane % 4 * 2;
-          uint32_t position_2 = position + 8;
-          bool seen_5 = key_4 <= position_2;
-          uint32_t element_3 = group * 4 + 2;
-          logits[element_3] = seen_5 ? logits[element_3] : -bits_float(0x7f800000);
-          uint32_t key_5 = key + group * 8 + lane % 4 * 2 + 1;
-          uint32_t position_3 = position + 8;
-          bool seen_6 = key_5 <= position_3;
-          uint32_t element_4 = group * 4 + 3;
-          logits[element_4] = seen_6 ? logits[element_4] : -bits_float(0x7f800000);
-        }
-      }
-      float largest_4 = largest[0];
-      #pragma unroll
-      for (uint32_t group = 0; group < 8; ++group) {
-        largest_4 = maximum_f32(largest_4, logits[group * 4]);
-        largest_4 = maximum_f32(largest_4, logits[group * 4 + 1]);
-      }
-      largest_4 = maximum_f32(largest_4, shuffle_xor_f32(largest_4, 1));
-      largest_4 = maximum_f32(largest_4, shuffle_xor_f32(largest_4, 2));
-      bool seen_3 = largest_4 > -bits_float(0x7f800000);
-      float origin_3 = seen_3 ? largest_4 * 0.12751743f : 0.0f;
-      shrinks[0] = exp2_f32(largest[0] * 0.12751743f - origin_3);
-      largest[0] = largest_4;
-      sums[0] = sums[0] * shrinks[0];
-      float largest_5 = largest[1];
-      #pragma unroll
-      for (uint32_t group = 0; group < 8; ++group) {
-        largest_5 = maximum_f32(largest_5, logits[group * 4 + 2]);
-        largest_5 = maximum_f32(largest_5, logits[group * 4 + 3]);
-      }
-      largest_5 = maximum_f32(largest_5, shuffle_xor_f32(largest_5, 1));
-      largest_5 = maximum_f32(largest_5, shuffle_xor_f32(largest_5, 2));
-      bool seen_4 = largest_5 > -bits_float(0x7f800000);
-      float origin_4 = seen_4 ? largest_5 * 0.12751743f : 0.0f;
-      shrinks[1] = exp2_f32(largest[1] * 0.12751743f - origin_4);
-      largest[1] = largest_5;
-      sums[1] = sums[1] * shrinks[1];
-      #pragma unroll
-      for (uint32_t group = 0; group < 8; ++group) {
-        uint32_t element = group * 4;
-        logits[element] = exp2_f32(fma_f32(logits[element], 0.12751743f, -origin_3));
-        sums[0] = sums[0] + logits[element];
-        uint32_t element_2 = group * 4 + 1;
-        logits[element_2] = exp2_f32(fma_f32(logits[element_2], 0.12751743f, -origin_3));
-        sums[0] = sums[0] + logits[element_2];
-        uint32_t element_3 = group * 4 + 2;
-        logits[element_3] = exp2_f32(fma_f32(logits[element_3], 0.12751743f, -origin_4));
-        sums[1] = sums[1] + logits[element_3];
-        uint32_t element_4 = group * 4 + 3;
-        logits[element_4] = exp2_f32(fma_f32(logits[element_4], 0.12751743f, -origin_4));
-        sums[1] = sums[1] + logits[element_4];
-      }
-      odd[0] = make_u32x4(pack_bf16x2(logits[0], logits[1]), pack_bf16x2(logits[2], logits[3]), pack_bf16x2(logits[4], logits[5]), pack_bf16x2(logits[6], logits[7]));
-      odd[1] = make_u32x4(pack_bf16x2(logits[8], logits[9]), pack_bf16x2(logits[10], logits[11]), pack_bf16x2(logits[12], logits[13]), pack_bf16x2(logits[14], logits[15]));
-      odd[2] = make_u32x4(pack_bf16x2(logits[16], logits[17]), pack_bf16x2(logits[18], logits[19]), pack_bf16x2(logits[20], logits[21]), pack_bf16x2(logits[22], logits[23]));
-      odd[3] = make_u32x4(pack_bf16x2(logits[24], logits[25]), pack_bf16x2(logits[26], logits[27]), pack_bf16x2(logits[28], logits[29]), pack_bf16x2(logits[30], logits[31]));
-      wgmma_wait_all();
       warp_barrier();
-      if (lane == 0) {
-        mbarrier_arrive(empty + previous);
+    }
+  }
+
+  // In the weights role, which brings nothing here, but whose arrival is needed.
+  __device__ __forceinline__ void copy_nothing() {
+    #pragma unroll 1
+    for (uint32_t tile = block; tile < tile_count * 32; tile += 132) {
+      uint4 of_tile = ((const uint4*)(tiles))[tile / 32];
+      uint32_t end = (of_tile.y + of_tile.z + 63) / 64;
+      #pragma unroll 1
+      for (uint32_t i = 0; i < end; ++i) {
+        uint64_t* barrier = full + weights_stage;
+        if (lane < 1) {
+          mbarrier_wait(empty + weights_stage, weights_parity);
+          if (lane == 0) mbarrier_arrive_expect_tx(barrier, 0);
+        }
+        advance(weights_stage, weights_parity);
       }
-      #pragma unroll
-      for (uint32_t group = 0; group < 16; ++group) {
-        output[group * 4] = output[group * 4] * shrinks[0];
-        output[group * 4 + 1] = output[group * 4 + 1] * shrinks[0];
-        output[group * 4 + 2] = output[group * 4 + 2] * shrinks[1];
-        output[group * 4 + 3] = output[group * 4 + 3] * shrinks[1];
-      }
-      previous = stage_2;
-      uint32_t stage_3 = stage;
-      mbarrier_wait(full + stage, parity);
-      uint8_t* memory_4 = ring + stage * 49152;
-      uint64_t keys_3 = matrix_descriptor(memory_4, 128, 2048);
-      wgmma_fence();
-      wgmma_bf16_n64(logits, queries[0], keys_3, 0);
-      uint64_t descriptor_18 = keys_3 + 16;
-      wgmma_bf16_n64(logits, queries[1], descriptor_18, 1);
-      uint64_t descriptor_19 = keys_3 + 32;
-      wgmma_bf16_n64(logits, queries[2], descriptor_19, 1);
-      uint64_t descriptor_20 = keys_3 + 48;
-      wgmma_bf16_n64(logits, queries[3], descriptor_20, 1);
-      uint64_t descriptor_21 = keys_3 + 64;
-      wgmma_bf16_n64(logits, queries[4], descriptor_21, 1);
-      uint64_t descriptor_22 = keys_3 + 80;
-      wgmma_bf16_n64(logits, queries[5], descriptor_22, 1);
-      uint64_t descriptor_23 = keys_3 + 96;
-      wgmma_bf16_n64(logits, queries[6], descriptor_23, 1);
-      uint64_t descriptor_24 = keys_3 + 112;
-      wgmma_bf16_n64(logits, queries[7], descriptor_24, 1);
-      wgmma_commit();
-      advance(stage, parity);
-      uint8_t* memory_5 = ring + previous * 49152 + 16384;
-      uint64_t values_2 = matrix_descriptor(memory_5, 2048, 128);
-      wgmma_fence();
-      wgmma_bf16_n128_transposed(output, odd[0], values_2, 1);
-      uint64_t descriptor_25 = values_2 + 256;
-      wgmma_bf16_n128_transposed(output, odd[1], descriptor_25, 1);
-      uint64_t descriptor_26 = values_2 + 512;
-      wgmma_bf16_n128_transposed(output, odd[2], descriptor_26, 1);
-      uint64_t descriptor_27 = values_2 + 768;
-      wgmma_bf16_n128_transposed(output, odd[3], descriptor_27, 1);
-      wgmma_commit();
-      wgmma_wait_but_one();
-      bool partial_3 = key + 127 > first_row;
-      if (partial_3) {
-        #pragma unroll
-        for (uint32_t group = 0; group < 8; ++group) {
-          uint32_t key_2 = key + 64 + group * 8 + lane % 4 * 2;
-          bool seen_5 = key_2 <= position;
-          uint32_t element = group * 4;
-          logits[element] = seen_5 ? logits[element] : -bits_float(0x7f800000);
-          uint32_t key_3 = key + 64 + group * 8 + lane % 4 * 2 + 1;
-          bool seen_6 = key_3 <= position;
-          uint32_t element_2 = group * 4 + 1;
-          logits[element_2] = seen_6 ? logits[element_2] : -bits_float(0x7f800000);
-          uint32_t key_4 = key + 64 + group * 8 + lane % 4 * 2;
-          uint32_t position_2 = position + 8;
-          bool seen_7 = key_4 <= position_2;
-          uint32_t element_3 = group * 4 + 2;
-          logits[element_3] = seen_7 ? logits[element_3] : -bits_float(0x7f800000);
-          uint32_t key_5 = key + 64 + group * 8 + lane % 4 * 2 + 1;
-          uint32_t position_3 = position + 8;
-          bool seen_8 = key_5 <= position_3;
-          uint32_t element_4 = group * 4 + 3;
-          logits[element_4] = seen_8 ? logits[element_4] : -bits_float(0x7f800000);
+      warp_barrier();
+    }
+  }
+
+  // In the weights role: a lane an M-tile, 64 columns a stage.
+  __device__ __forceinline__ void copy_weights_2(uint32_t layer) {
+    uint32_t lane_2 = lane;
+    #pragma unroll 1
+    for (uint32_t tile = block; tile < token_tiles * 32; tile += 132) {
+      uint32_t row_tile = tile / token_tiles;
+      uint32_t first = row_tile * 8;
+      uint32_t count = min(256 - first, 8u);
+      uint32_t m_tile = min(first + lane_2, 255u);
+      uint32_t wave = m_tile / 132;
+      uint32_t position = m_tile % 132;
+      uint32_t width = 132 - wave * 8;
+      uint64_t wave_bytes = (uint64_t)(wave) * 17301504;
+      #pragma unroll 1
+      for (uint32_t chunk = 0; chunk < 8; ++chunk) {
+        const uint8_t* source = weights + ((uint64_t)(layer) * 436207616 + 50331648) + (wave_bytes + (uint64_t)(width * chunk * 16384 + position * 16384));
+        #pragma unroll 1
+        for (uint32_t k_tile = 0; k_tile < 16; k_tile += 2) {
+          uint32_t size = min(16 - k_tile, 2u) * 1024;
+          uint64_t* barrier = full + weights_stage;
+          if (lane < count) {
+            mbarrier_wait(empty + weights_stage, weights_parity);
+            if (lane == 0) mbarrier_arrive_expect_tx(barrier, size * count);
+            bulk_copy(ring + weights_stage * 49152 + lane * 2048, source + k_tile * 1024, size, barrier);
+          }
+          advance(weights_stage, weights_parity);
         }
       }
-      float largest_6 = largest[0];
+      #pragma unroll 1
+      for (uint32_t i = 0; i < 4; ++i) {
+        uint64_t* barrier = full + weights_stage;
+        if (lane < 1) {
+          mbarrier_wait(empty + weights_stage, weights_parity);
+          if (lane == 0) mbarrier_arrive_expect_tx(barrier, 0);
+        }
+        advance(weights_stage, weights_parity);
+      }
+      warp_barrier();
+    }
+  }
+
+  // In the weights role: a lane an M-tile, 64 columns a stage.
+  __device__ __forceinline__ void copy_weights_3(uint32_t layer) {
+    uint32_t lane_2 = lane;
+    #pragma unroll 1
+    for (uint32_t tile = block; tile < token_tiles * 224; tile += 132) {
+      uint32_t row_tile = tile / token_tiles;
+      uint32_t first = row_tile * 8;
+      uint32_t count = min(1792 - first, 8u);
+      uint32_t m_tile = min(first + lane_2, 1791u);
+      uint32_t wave = m_tile / 132;
+      uint32_t position = m_tile % 132;
+      uint32_t width = 132 - wave / 13 * 56;
+      uint64_t wave_bytes = (uint64_t)(wave) * 17301504;
+      #pragma unroll 1
+      for (uint32_t chunk = 0; chunk < 8; ++chunk) {
+        const uint8_t* source = weights + ((uint64_t)(layer) * 436207616 + 83886080) + (wave_bytes + (uint64_t)(width * chunk * 16384 + position * 16384));
+        #pragma unroll 1
+        for (uint32_t k_tile = 0; k_tile < 16; k_tile += 2) {
+          uint32_t size = min(16 - k_tile, 2u) * 1024;
+          uint64_t* barrier = full + weights_stage;
+          if (lane < count) {
+            mbarrier_wait(empty + weights_stage, weights_parity);
+            if (lane == 0) mbarrier_arrive_expect_tx(barrier, size * count);
+            bulk_copy(ring + weights_stage * 49152 + lane * 2048, source + k_tile * 1024, size, barrier);
+          }
+          advance(weights_stage, weights_parity);
+        }
+      }
+      warp_barrier();
+    }
+  }
+
+  // In the weights role: a lane an M-tile, 64 columns a stage.
+  __device__ __forceinline__ void copy_weights_4(uint32_t layer) {
+    uint32_t lane_2 = lane;
+    #pragma unroll 1
+    for (uint32_t tile = block; tile < token_tiles * 32; tile += 132) {
+      uint32_t row_tile = tile / token_tiles;
+      uint32_t first = row_tile * 8;
+      uint32_t count = min(256 - first, 8u);
+      uint32_t m_tile = min(first + lane_2, 255u);
+      uint32_t wave = m_tile / 132;
+      uint32_t position = m_tile % 132;
+      uint32_t width = 132 - wave * 8;
+      uint64_t wave_bytes = (uint64_t)(wave) * 60555264;
+      #pragma unroll 1
+      for (uint32_t chunk = 0; chunk < 28; ++chunk) {
+        const uint8_t* source = weights + ((uint64_t)(layer) * 436207616 + 318767104) + (wave_bytes + (uint64_t)(width * chunk * 16384 + position * 16384));
+        #pragma unroll 1
+        for (uint32_t k_tile = 0; k_tile < 16; k_tile += 2) {
+          uint32_t size = min(16 - k_tile, 2u) * 1024;
+          uint64_t* barrier = full + weights_stage;
+          if (lane < count) {
+            mbarrier_wait(empty + weights_stage, weights_parity);
+            if (lane == 0) mbarrier_arrive_expect_tx(barrier, size * count);
+            bulk_copy(ring + weights_stage * 49152 + lane * 2048, source + k_tile * 1024, size, barrier);
+          }
+          advance(weights_stage, weights_parity);
+        }
+      }
+      #pragma unroll 1
+      for (uint32_t i = 0; i < 4; ++i) {
+        uint64_t* barrier = full + weights_stage;
+        if (lane < 1) {
+          mbarrier_wait(empty + weights_stage, weights_parity);
+          if (lane == 0) mbarrier_arrive_expect_tx(barrier, 0);
+        }
+        advance(weights_stage, weights_parity);
+      }
+      warp_barrier();
+    }
+  }
+
+  // In the activations role.
+  __device__ __forceinline__ void copy_activations() {
+    #pragma unroll 1
+    for (uint32_t tile = block; tile < token_tiles * 48; tile += 132) {
+      uint32_t token_tile = tile % token_tiles;
+      uint32_t row_tile = tile / token_tiles;
+      uint8_t* source = workspace + 33555456 + token_tile * 16384;
+      #pragma unroll 1
+      for (uint32_t k_tile = 0; k_tile < 128; k_tile += 2) {
+        uint32_t count = min(128 - k_tile, 2u);
+        uint64_t* barrier = full + activations_stage;
+        mbarrier_wait(empty + activations_stage, activations_parity);
+        mbarrier_arrive_expect_tx(barrier, count * 16384);
+        #pragma unroll 1
+        for (uint32_t index = 0; index < count; ++index) {
+          uint8_t* place = ring + activations_stage * 49152 + (16384 + index * 16384);
+          uint64_t k_bytes = (uint64_t)(k_tile + index) * 131072;
+          bulk_copy(place, source + k_bytes, 16384, barrier);
+        }
+        advance(activations_stage, activations_parity);
+      }
+    }
+  }
+
+  // In the activations role: keys and values, a stage for each tile of them.
+  __device__ __forceinline__ void copy_keys() {
+    #pragma unroll 1
+    for (uint32_t tile = block; tile < tile_count * 32; tile += 132) {
+      uint4 of_tile = ((const uint4*)(tiles))[tile / 32];
+      uint32_t end = (of_tile.y + of_tile.z + 63) / 64;
+      uint32_t kv_head = tile % 32 / 4;
+      #pragma unroll 1
+      for (uint32_t key_tile = 0; key_tile < end; ++key_tile) {
+        uint64_t offset = (uint64_t)(kv_head * 2048 + (of_tile.w + key_tile * 64) / 8) * 2048 + (uint64_t)((of_tile.w + key_tile * 64) % 8 * 16);
+        uint64_t* barrier = full + activations_stage;
+        mbarrier_wait(empty + activations_stage, activations_parity);
+        mbarrier_arrive_expect_tx(barrier, 32768);
+        bulk_copy(ring + activations_stage * 49152, workspace + 67404800 + offset, 16384, barrier);
+        bulk_copy(ring + activations_stage * 49152 + 16384, workspace + 100959232 + offset, 16384, barrier);
+        advance(activations_stage, activations_parity);
+      }
+    }
+  }
+
+  // In the activations role.
+  __device__ __forceinline__ void copy_activations_2() {
+    #pragma unroll 1
+    for (uint32_t tile = block; tile < token_tiles * 32; tile += 132) {
+      uint32_t token_tile = tile % token_tiles;
+      uint32_t row_tile = tile / token_tiles;
+      uint8_t* source = workspace + 134513664 + token_tile * 16384;
+      #pragma unroll 1
+      for (uint32_t k_tile = 0; k_tile < 128; k_tile += 2) {
+        uint32_t count = min(128 - k_tile, 2u);
+        uint64_t* barrier = full + activations_stage;
+        mbarrier_wait(empty + activations_stage, activations_parity);
+        mbarrier_arrive_expect_tx(barrier, count * 16384);
+        #pragma unroll 1
+        for (uint32_t index = 0; index < count; ++index) {
+          uint8_t* place = ring + activations_stage * 49152 + (16384 + index * 16384);
+          uint64_t k_bytes = (uint64_t)(k_tile + index) * 131072;
+          bulk_copy(place, source + k_bytes, 16384, barrier);
+        }
+        advance(activations_stage, activations_parity);
+      }
+      uint32_t first = row_tile * 8;
+      uint32_t m_tiles = min(256 - first, 8u);
+      #pragma unroll 1
+      for (uint32_t group = 0; group < 32; group += 8) {
+        uint64_t* barrier = full + activations_stage;
+        mbarrier_wait(empty + activations_stage, activations_parity);
+        mbarrier_arrive_expect_tx(barrier, m_tiles * 4096);
+        #pragma unroll 1
+        for (uint32_t m_tile = 0; m_tile < m_tiles; ++m_tile) {
+          uint64_t place = (uint64_t)(first + m_tile) * 256 + (uint64_t)(token_tile * 32 + group);
+          const uint8_t* source_2 = (const uint8_t*)((float*)(workspace + 1024)) + place * 512;
+          bulk_copy(ring + activations_stage * 49152 + m_tile * 4096, source_2, 4096, barrier);
+        }
+        advance(activations_stage, activations_parity);
+      }
+    }
+  }
+
+  // In the activations role.
+  __device__ __forceinline__ void copy_activations_3() {
+    #pragma unroll 1
+    for (uint32_t tile = block; tile < token_tiles * 224; tile += 132) {
+      uint32_t token_tile = tile % token_tiles;
+      uint32_t row_tile = tile / token_tiles;
+      uint8_t* source = workspace + 33555456 + token_tile * 16384;
+      #pragma unroll 1
+      for (uint32_t k_tile = 0; k_tile < 128; k_tile += 2) {
+        uint32_t count = min(128 - k_tile, 2u);
+        uint64_t* barrier = full + activations_stage;
+        mbarrier_wait(empty + activations_stage, activations_parity);
+        mbarrier_arrive_expect_tx(barrier, count * 16384);
+        #pragma unroll 1
+        for (uint32_t index = 0; index < count; ++index) {
+          uint8_t* place = ring + activations_stage * 49152 + (16384 + index * 16384);
+          uint64_t k_bytes = (uint64_t)(k_tile + index) * 131072;
+          bulk_copy(place, source + k_bytes, 16384, barrier);
+        }
+        advance(activations_stage, activations_parity);
+      }
+    }
+  }
+
+  // In the activations role.
+  __device__ __forceinline__ void copy_activations_4() {
+    #pragma unroll 1
+    for (uint32_t tile = block; tile < token_tiles * 32; tile += 132) {
+      uint32_t token_tile = tile % token_tiles;
+      uint32_t row_tile = tile / token_tiles;
+      uint8_t* source = workspace + 151290880 + token_tile * 16384;
+      #pragma unroll 1
+      for (uint32_t k_tile = 0; k_tile < 448; k_tile += 2) {
+        uint32_t count = min(448 - k_tile, 2u);
+        uint64_t* barrier = full + activations_stage;
+        mbarrier_wait(empty + activations_stage, activations_parity);
+        mbarrier_arrive_expect_tx(barrier, count * 16384);
+        #pragma unroll 1
+        for (uint32_t index = 0; index < count; ++index) {
+          uint8_t* place = ring + activations_stage * 49152 + (16384 + index * 16384);
+          uint64_t k_bytes = (uint64_t)(k_tile + index) * 131072;
+          bulk_copy(place, source + k_bytes, 16384, barrier);
+        }
+        advance(activations_stage, activations_parity);
+      }
+      uint32_t first = row_tile * 8;
+      uint32_t m_tiles = min(256 - first, 8u);
+      #pragma unroll 1
+      for (uint32_t group = 0; group < 32; group += 8) {
+        uint64_t* barrier = full + activations_stage;
+        mbarrier_wait(empty + activations_stage, activations_parity);
+        mbarrier_arrive_expect_tx(barrier, m_tiles * 4096);
+        #pragma unroll 1
+        for (uint32_t m_tile = 0; m_tile < m_tiles; ++m_tile) {
+          uint64_t place = (uint64_t)(first + m_tile) * 256 + (uint64_t)(token_tile * 32 + group);
+          const uint8_t* source_2 = (const uint8_t*)((float*)(workspace + 1024)) + place * 512;
+          bulk_copy(ring + activations_stage * 49152 + m_tile * 4096, source_2, 4096, barrier);
+        }
+        advance(activations_stage, activations_parity);
+      }
+    }
+  }
+
+  // The 16 rows of an M-tile as 16 columns of a vector in token order, rounded to bf16.
+  __device__ __forceinline__ void store_rows(uint8_t* into, float value, float (&weights)[2], float value_2,
+      float value_3, float value_4, uint32_t m_tile, uint32_t group) {
+    uint2 words;
+    bool is_odd = lane / 4 % 2 != 0;
+    uint32_t mine = is_odd ? pack_bf16x2(bf16_to_f32(f32_to_bf16(value)) * weights[0], bf16_to_f32(f32_to_bf16(value_2)) * weights[1]) : pack_bf16x2(bf16_to_f32(f32_to_bf16(value_3)) * weights[0], bf16_to_f32(f32_to_bf16(value_4)) * weights[1]);
+    uint32_t other = shuffle_xor_u32(is_odd ? pack_bf16x2(bf16_to_f32(f32_to_bf16(value_3)) * weights[0], bf16_to_f32(f32_to_bf16(value_4)) * weights[1]) : pack_bf16x2(bf16_to_f32(f32_to_bf16(value)) * weights[0], bf16_to_f32(f32_to_bf16(value_2)) * weights[1]), 4);
+    uint32_t even = is_odd ? other : mine;
+    uint32_t odd = is_odd ? mine : other;
+    uint32_t low = byte_permute(even, odd, 21520);
+    uint32_t high = byte_permute(even, odd, 30258);
+    words.x = low;
+    words.y = high;
+    uint32_t k_tile = m_tile / 2;
+    uint32_t half = m_tile % 2;
+    uint32_t row = lane / 4;
+    uint32_t token = lane % 4 * 2 + lane / 4 % 2;
+    uint64_t block = (uint64_t)(k_tile * 256 + group) * 512;
+    uint8_t* address = into + block + (uint64_t)(row / 2 * 128 + token * 16) + half * 8;
+    ((uint2*)(address))[0] = words;
+  }
+
+  // Every token's sum over the row tile: its M-tiles in order.
+  __device__ __forceinline__ void end(uint32_t row_tile, uint32_t token_tile) {
+    named_barrier(1, 256);
+    if (thread < 32) {
+      float* kept = (float*)(arena + SQUARES) + thread;
+      uint32_t count = min(256 - row_tile * 8, 8u);
+      float total = 0.0f;
+      #pragma unroll 1
+      for (uint32_t m_tile = 0; m_tile < count; ++m_tile) total += kept[m_tile * 32];
+      uint32_t token = token_tile * 32 + thread;
+      ((float*)(workspace + 50332672))[row_tile * 2048 + token] = total;
+    }
+    named_barrier(1, 256);
+  }
+
+  // The tokens' embeddings as the first residual stream.
+  __device__ __forceinline__ void embed() {
+    #pragma unroll 1
+    for (uint32_t tile = block; tile < of_few * 32; tile += 132) {
+      uint32_t row_tile = tile / of_few;
+      uint32_t token_tile = tile % of_few;
+      uint32_t m_tile = row_tile * 8 + warp;
+      if (m_tile < 256) {
+        uint32_t row = m_tile * 16 + lane / 4;
+        float weights[2];
+        weights[0] = bf16_to_f32(norms[row]);
+        weights[1] = bf16_to_f32(norms[row + 8]);
+        #pragma unroll
+        for (uint32_t group = 0; group < 4; ++group) {
+          uint32_t group_2 = token_tile * 4 + group;
+          uint32_t token = group_2 * 8 + lane % 4 * 2;
+          uint32_t token_id = load_constant_u32(ids + token);
+          uint32_t of_row = m_tile * 16 + lane / 4;
+          uint64_t place = (uint64_t)(token_id) * 4096 + (uint64_t)(min(of_row, 4095u));
+          float value = of_row < 4096 ? bf16_to_f32(embedding[place]) : 0.0f;
+          float value_2 = value;
+          uint32_t token_2 = group_2 * 8 + lane % 4 * 2 + 1;
+          uint32_t token_id_2 = load_constant_u32(ids + token_2);
+          uint32_t of_row_2 = m_tile * 16 + lane / 4;
+          uint64_t place_2 = (uint64_t)(token_id_2) * 4096 + (uint64_t)(min(of_row_2, 4095u));
+          float value_3 = of_row_2 < 4096 ? bf16_to_f32(embedding[place_2]) : 0.0f;
+          float value_4 = value_3;
+          uint32_t token_3 = group_2 * 8 + lane % 4 * 2;
+          uint32_t token_id_3 = load_constant_u32(ids + token_3);
+          uint32_t of_row_3 = m_tile * 16 + lane / 4 + 8;
+          uint64_t place_3 = (uint64_t)(token_id_3) * 4096 + (uint64_t)(min(of_row_3, 4095u));
+          float value_5 = of_row_3 < 4096 ? bf16_to_f32(embedding[place_3]) : 0.0f;
+          float value_6 = value_5;
+          uint32_t token_4 = group_2 * 8 + lane % 4 * 2 + 1;
+          uint32_t token_id_4 = load_constant_u32(ids + token_4);
+          uint32_t of_row_4 = m_tile * 16 + lane / 4 + 8;
+          uint64_t place_4 = (uint64_t)(token_id_4) * 4096 + (uint64_t)(min(of_row_4, 4095u));
+          float value_7 = of_row_4 < 4096 ? bf16_to_f32(embedding[place_4]) : 0.0f;
+          float value_8 = value_7;
+          uint64_t index = ((uint64_t)(m_tile) * 256 + (uint64_t)(group_2)) * 32;
+          float4 kept;
+          kept.x = value_2;
+          kept.y = value_4;
+          kept.z = value_6;
+          kept.w = value_8;
+          ((float4*)((float*)(workspace + 1024)))[index + (uint64_t)(lane)] = kept;
+          float* of_lane = (float*)(arena + SQUARES) + (warp * 32 + lane * 2);
+          float* kept_2 = of_lane;
+          float square = fma_f32(bf16_to_f32(f32_to_bf16(value_2)), bf16_to_f32(f32_to_bf16(value_2)), bf16_to_f32(f32_to_bf16(value_6)) * bf16_to_f32(f32_to_bf16(value_6)));
+          square += shuffle_xor_f32(square, 4);
+          square += shuffle_xor_f32(square, 8);
+          square += shuffle_xor_f32(square, 16);
+          if (lane < 4) kept_2[group * 8] = square;
+          float square_2 = fma_f32(bf16_to_f32(f32_to_bf16(value_4)), bf16_to_f32(f32_to_bf16(value_4)), bf16_to_f32(f32_to_bf16(value_8)) * bf16_to_f32(f32_to_bf16(value_8)));
+          square_2 += shuffle_xor_f32(square_2, 4);
+          square_2 += shuffle_xor_f32(square_2, 8);
+          square_2 += shuffle_xor_f32(square_2, 16);
+          if (lane < 4) kept_2[group * 8 + 1] = square_2;
+          store_rows(workspace + 33555456, value_4, weights, value_8, value_2, value_6, m_tile, group_2);
+        }
+      }
+      end(row_tile, token_tile);
+    }
+  }
+
+  // In the consumer role: all tiles of this block.
+  __device__ __forceinline__ void attend() {
+    #pragma unroll 1
+    for (uint32_t tile = block; tile < tile_count * 32; tile += 132) {
+      uint4 of_tile = ((const uint4*)(tiles))[tile / 32];
+      uint32_t end = (of_tile.y + of_tile.z + 63) / 64;
+      uint32_t head = tile % 32;
+      uint32_t first_of_warp = warp * 16;
+      uint4 queries[8];
+      uint8_t* first = workspace + 50594816 + (uint64_t)((head * 128 + (of_tile.x + first_of_warp) / 16) * 8) * 512;
+      const uint4* words = (const uint4*)(first);
+      queries[0] = words[lane];
+      queries[1] = words[32 + lane];
+      queries[2] = words[64 + lane];
+      queries[3] = words[96 + lane];
+      queries[4] = words[128 + lane];
+      queries[5] = words[160 + lane];
+      queries[6] = words[192 + lane];
+      queries[7] = words[224 + lane];
+      uint32_t first_row = of_tile.y + first_of_warp;
+      uint32_t position = first_row + lane / 4;
+      float largest[2];
+      float shrinks[2];
+      float sums[2] = {};
+      largest[0] = -bits_float(0x7f800000);
+      largest[1] = -bits_float(0x7f800000);
+      float output[64] = {};
+      float logits[32];
+      uint4 even[4];
+      uint4 odd[4];
+      uint32_t previous = stage;
+      mbarrier_wait(full + stage, parity);
+      uint8_t* memory = ring + stage * 49152;
+      uint64_t keys = matrix_descriptor(memory, 128, 2048);
+      wgmma_fence();
+      wgmma_bf16_n64(logits, queries[0], keys, 0);
+      uint64_t descriptor = keys + 16;
+      wgmma_bf16_n64(logits, queries[1], descriptor, 1);
+      uint64_t descriptor_2 = keys + 32;
+      wgmma_bf16_n64(logits, queries[2], descriptor_2, 1);
+      uint64_t descriptor_3 = keys + 48;
+      wgmma_bf16_n64(logits, queries[3], descriptor_3, 1);
+      uint64_t descriptor_4 = keys + 64;
+      wgmma_bf16_n64(logits, queries[4], descriptor_4, 1);
+      uint64_t descriptor_5 = keys + 80;
+      wgmma_bf16_n64(logits, queries[5], descriptor_5, 1);
+      uint64_t descriptor_6 = keys + 96;
+      wgmma_bf16_n64(logits, queries[6], descriptor_6, 1);
+      uint64_t descriptor_7 = keys + 112;
+      wgmma_bf16_n64(logits, queries[7], descriptor_7, 1);
+      wgmma_commit();
+      advance(stage, parity);
+      wgmma_wait_all();
+      bool partial = 63 > first_row;
+      if (partial) {
+        #pragma unroll
+        for (uint32_t group = 0; group < 8; ++group) {
+          uint32_t key = group * 8 + lane % 4 * 2;
+          bool seen = key <= position;
+          uint32_t element = group * 4;
+          logits[element] = seen ? logits[element] : -bits_float(0x7f800000);
+          uint32_t key_2 = group * 8 + lane % 4 * 2 + 1;
+          bool seen_2 = key_2 <= position;
+          uint32_t element_2 = group * 4 + 1;
+          logits[element_2] = seen_2 ? logits[element_2] : -bits_float(0x7f800000);
+          uint32_t key_3 = group * 8 + lane % 4 * 2;
+          uint32_t position_2 = position + 8;
+          bool seen_3 = key_3 <= position_2;
+          uint32_t element_3 = group * 4 + 2;
+          logits[element_3] = seen_3 ? logits[element_3] : -bits_float(0x7f800000);
+          uint32_t key_4 = group * 8 + lane % 4 * 2 + 1;
+          uint32_t position_3 = position + 8;
+          bool seen_4 = key_4 <= position_3;
+          uint32_t element_4 = group * 4 + 3;
+          logits[element_4] = seen_4 ? logits[element_4] : -bits_float(0x7f800000);
+        }
+      }
+      float largest_2 = largest[0];
       #pragma unroll
       for (uint32_t group = 0; group < 8; ++group) {
-        largest_6 = maximum_f32(largest_6, logits[group * 4]);
-        largest_6 = maximum_f32(largest_6, logits[group * 4 + 1]);
+        largest_2 = maximum_f32(largest_2, logits[group * 4]);
+        largest_2 = maximum_f32(largest_2, logits[group * 4 + 1]);
       }
-      largest_6 = maximum_f32(largest_6, shuffle_xor_f32(largest_6, 1));
-      largest_6 = maximum_f32(largest_6, shuffle_xor_f32(largest_6, 2));
-      bool seen_5 = largest_6 > -bits_float(0x7f800000);
-      float origin_5 = seen_5 ? largest_6 * 0.12751743f : 0.0f;
-      shrinks[0] = exp2_f32(largest[0] * 0.12751743f - origin_5);
-      largest[0] = largest_6;
+      largest_2 = maximum_f32(largest_2, shuffle_xor_f32(largest_2, 1));
+      largest_2 = maximum_f32(largest_2, shuffle_xor_f32(largest_2, 2));
+      bool seen = largest_2 > -bits_float(0x7f800000);
+      float origin = seen ? largest_2 * 0.12751743f : 0.0f;
+      shrinks[0] = exp2_f32(largest[0] * 0.12751743f - origin);
+      largest[0] = largest_2;
       sums[0] = sums[0] * shrinks[0];
-      float largest_7 = largest[1];
+      float largest_3 = largest[1];
       #pragma unroll
       for (uint32_t group = 0; group < 8; ++group) {
-        largest_7 = maximum_f32(largest_7, logits[group * 4 + 2]);
-        largest_7 = maximum_f32(largest_7, logits[group * 4 + 3]);
+        largest_3 = maximum_f32(largest_3, logits[group * 4 + 2]);
+        largest_3 = maximum_f32(largest_3, logits[group * 4 + 3]);
       }
-      largest_7 = maximum_f32(largest_7, shuffle_xor_f32(largest_7, 1));
-      largest_7 = maximum_f32(largest_7, shuffle_xor_f32(largest_7, 2));
-      bool seen_6 = largest_7 > -bits_float(0x7f800000);
-      float origin_6 = seen_6 ? largest_7 * 0.12751743f : 0.0f;
-      shrinks[1] = exp2_f32(largest[1] * 0.12751743f - origin_6);
-      largest[1] = largest_7;
+      largest_3 = maximum_f32(largest_3, shuffle_xor_f32(largest_3, 1));
+      largest_3 = maximum_f32(largest_3, shuffle_xor_f32(largest_3, 2));
+      bool seen_2 = largest_3 > -bits_float(0x7f800000);
+      float origin_2 = seen_2 ? largest_3 * 0.12751743f : 0.0f;
+      shrinks[1] = exp2_f32(largest[1] * 0.12751743f - origin_2);
+      largest[1] = largest_3;
       sums[1] = sums[1] * shrinks[1];
       #pragma unroll
       for (uint32_t group = 0; group < 8; ++group) {
         uint32_t element = group * 4;
-        logits[element] = exp2_f32(fma_f32(logits[element], 0.12751743f, -origin_5));
+        logits[element] = exp2_f32(fma_f32(logits[element], 0.12751743f, -origin));
         sums[0] = sums[0] + logits[element];
         uint32_t element_2 = group * 4 + 1;
-        logits[element_2] = exp2_f32(fma_f32(logits[element_2], 0.12751743f, -origin_5));
+        logits[element_2] = exp2_f32(fma_f32(logits[element_2], 0.12751743f, -origin));
         sums[0] = sums[0] + logits[element_2];
         uint32_t element_3 = group * 4 + 2;
-        logits[element_3] = exp2_f32(fma_f32(logits[element_3], 0.12751743f, -origin_6));
+        logits[element_3] = exp2_f32(fma_f32(logits[element_3], 0.12751743f, -origin_2));
         sums[1] = sums[1] + logits[element_3];
         uint32_t element_4 = group * 4 + 3;
-        logits[element_4] = exp2_f32(fma_f32(logits[element_4], 0.12751743f, -origin_6));
+        logits[element_4] = exp2_f32(fma_f32(logits[element_4], 0.12751743f, -origin_2));
         sums[1] = sums[1] + logits[element_4];
       }
       even[0] = make_u32x4(pack_bf16x2(logits[0], logits[1]), pack_bf16x2(logits[2], logits[3]), pack_bf16x2(logits[4], logits[5]), pack_bf16x2(logits[6], logits[7]));
       even[1] = make_u32x4(pack_bf16x2(logits[8], logits[9]), pack_bf16x2(logits[10], logits[11]), pack_bf16x2(logits[12], logits[13]), pack_bf16x2(logits[14], logits[15]));
       even[2] = make_u32x4(pack_bf16x2(logits[16], logits[17]), pack_bf16x2(logits[18], logits[19]), pack_bf16x2(logits[20], logits[21]), pack_bf16x2(logits[22], logits[23]));
       even[3] = make_u32x4(pack_bf16x2(logits[24], logits[25]), pack_bf16x2(logits[26], logits[27]), pack_bf16x2(logits[28], logits[29]), pack_bf16x2(logits[30], logits[31]));
-      wgmma_wait_all();
-      warp_barrier();
-      if (lane == 0) {
-        mbarrier_arrive(empty + previous);
-      }
-      #pragma unroll
-      for (uint32_t group = 0; group < 16; ++group) {
-        output[group * 4] = output[group * 4] * shrinks[0];
-        output[group * 4 + 1] = output[group * 4 + 1] * shrinks[0];
-        output[group * 4 + 2] = output[group * 4 + 2] * shrinks[1];
-        output[group * 4 + 3] = output[group * 4 + 3] * shrinks[1];
-      }
-      previous = stage_3;
-    }
-    if (others % 2 != 0) {
-      uint32_t stage_2 = stage;
-      mbarrier_wait(full + stage, parity);
-      uint8_t* memory_2 = ring + stage * 49152;
-      uint64_t keys_2 = matrix_descriptor(memory_2, 128, 2048);
-      wgmma_fence();
-      wgmma_bf16_n64(logits, queries[0], keys_2, 0);
-      uint64_t descriptor_8 = keys_2 + 16;
-      wgmma_bf16_n64(logits, queries[1], descriptor_8, 1);
-      uint64_t descriptor_9 = keys_2 + 32;
-      wgmma_bf16_n64(logits, queries[2], descriptor_9, 1);
-      uint64_t descriptor_10 = keys_2 + 48;
-      wgmma_bf16_n64(logits, queries[3], descriptor_10, 1);
-      uint64_t descriptor_11 = keys_2 + 64;
-      wgmma_bf16_n64(logits, queries[4], descriptor_11, 1);
-      uint64_t descriptor_12 = keys_2 + 80;
-      wgmma_bf16_n64(logits, queries[5], descriptor_12, 1);
-      uint64_t descriptor_13 = keys_2 + 96;
-      wgmma_bf16_n64(logits, queries[6], descriptor_13, 1);
-      uint64_t descriptor_14 = keys_2 + 112;
-      wgmma_bf16_n64(logits, queries[7], descriptor_14, 1);
-      wgmma_commit();
-      advance(stage, parity);
-      uint8_t* memory_3 = ring + previous * 49152 + 16384;
-      uint64_t values = matrix_descriptor(memory_3, 2048, 128);
-      wgmma_fence();
-      wgmma_bf16_n128_transposed(output, even[0], values, 1);
-      uint64_t descriptor_15 = values + 256;
-      wgmma_bf16_n128_transposed(output, even[1], descriptor_15, 1);
-      uint64_t descriptor_16 = values + 512;
-      wgmma_bf16_n128_transposed(output, even[2], descriptor_16, 1);
-      uint64_t descriptor_17 = values + 768;
-      wgmma_bf16_n128_transposed(output, even[3], descriptor_17, 1);
-      wgmma_commit();
-      wgmma_wait_but_one();
-      bool partial_2 = (end - 1) * 64 + 63 > first_row;
-      if (partial_2) {
+      uint32_t others = end - 1;
+      #pragma unroll 1
+      for (uint32_t other = 0; other < others / 2 * 2; other += 2) {
+        uint32_t key = (other + 1) * 64;
+        uint32_t stage_2 = stage;
+        mbarrier_wait(full + stage, parity);
+        uint8_t* memory_2 = ring + stage * 49152;
+        uint64_t keys_2 = matrix_descriptor(memory_2, 128, 2048);
+        wgmma_fence();
+        wgmma_bf16_n64(logits, queries[0], keys_2, 0);
+        uint64_t descriptor_8 = keys_2 + 16;
+        wgmma_bf16_n64(logits, queries[1], descriptor_8, 1);
+        uint64_t descriptor_9 = keys_2 + 32;
+        wgmma_bf16_n64(logits, queries[2], descriptor_9, 1);
+        uint64_t descriptor_10 = keys_2 + 48;
+        wgmma_bf16_n64(logits, queries[3], descriptor_10, 1);
+        uint64_t descriptor_11 = keys_2 + 64;
+        wgmma_bf16_n64(logits, queries[4], descriptor_11, 1);
+        uint64_t descriptor_12 = keys_2 + 80;
+        wgmma_bf16_n64(logits, queries[5], descriptor_12, 1);
+        uint64_t descriptor_13 = keys_2 + 96;
+        wgmma_bf16_n64(logits, queries[6], descriptor_13, 1);
+        uint64_t descriptor_14 = keys_2 + 112;
+        wgmma_bf16_n64(logits, queries[7], descriptor_14, 1);
+        wgmma_commit();
+        advance(stage, parity);
+        uint8_t* memory_3 = ring + previous * 49152 + 16384;
+        uint64_t values = matrix_descriptor(memory_3, 2048, 128);
+        wgmma_fence();
+        wgmma_bf16_n128_transposed(output, even[0], values, 1);
+        uint64_t descriptor_15 = values + 256;
+        wgmma_bf16_n128_transposed(output, even[1], descriptor_15, 1);
+        uint64_t descriptor_16 = values + 512;
+        wgmma_bf16_n128_transposed(output, even[2], descriptor_16, 1);
+        uint64_t descriptor_17 = values + 768;
+        wgmma_bf16_n128_transposed(output, even[3], descriptor_17, 1);
+        wgmma_commit();
+        wgmma_wait_but_one();
+        bool partial_2 = key + 63 > first_row;
+        if (partial_2) {
+          #pragma unroll
+          for (uint32_t group = 0; group < 8; ++group) {
+            uint32_t key_2 = key + group * 8 + lane % 4 * 2;
+            bool seen_3 = key_2 <= position;
+            uint32_t element = group * 4;
+            logits[element] = seen_3 ? logits[element] : -bits_float(0x7f800000);
+            uint32_t key_3 = key + group * 8 + lane % 4 * 2 + 1;
+            bool seen_4 = key_3 <= position;
+            uint32_t element_2 = group * 4 + 1;
+            logits[element_2] = seen_4 ? logits[element_2] : -bits_float(0x7f800000);
+            uint32_t key_4 = key + group * 8 + lane % 4 * 2;
+            uint32_t position_2 = position + 8;
+            bool seen_5 = key_4 <= position_2;
+            uint32_t element_3 = group * 4 + 2;
+            logits[element_3] = seen_5 ? logits[element_3] : -bits_float(0x7f800000);
+            uint32_t key_5 = key + group * 8 + lane % 4 * 2 + 1;
+            uint32_t position_3 = position + 8;
+            bool seen_6 = key_5 <= position_3;
+            uint32_t element_4 = group * 4 + 3;
+            logits[element_4] = seen_6 ? logits[element_4] : -bits_float(0x7f800000);
+          }
+        }
+        float largest_4 = largest[0];
         #pragma unroll
         for (uint32_t group = 0; group < 8; ++group) {
-          uint32_t key = (end - 1) * 64 + group * 8 + lane % 4 * 2;
-          bool seen_3 = key <= position;
+          largest_4 = maximum_f32(largest_4, logits[group * 4]);
+          largest_4 = maximum_f32(largest_4, logits[group * 4 + 1]);
+        }
+        largest_4 = maximum_f32(largest_4, shuffle_xor_f32(largest_4, 1));
+        largest_4 = maximum_f32(largest_4, shuffle_xor_f32(largest_4, 2));
+        bool seen_3 = largest_4 > -bits_float(0x7f800000);
+        float origin_3 = seen_3 ? largest_4 * 0.12751743f : 0.0f;
+        shrinks[0] = exp2_f32(largest[0] * 0.12751743f - origin_3);
+        largest[0] = largest_4;
+        sums[0] = sums[0] * shrinks[0];
+        float largest_5 = largest[1];
+        #pragma unroll
+        for (uint32_t group = 0; group < 8; ++group) {
+          largest_5 = maximum_f32(largest_5, logits[group * 4 + 2]);
+          largest_5 = maximum_f32(largest_5, logits[group * 4 + 3]);
+        }
+        largest_5 = maximum_f32(largest_5, shuffle_xor_f32(largest_5, 1));
+        largest_5 = maximum_f32(largest_5, shuffle_xor_f32(largest_5, 2));
+        bool seen_4 = largest_5 > -bits_float(0x7f800000);
+        float origin_4 = seen_4 ? largest_5 * 0.12751743f : 0.0f;
+        shrinks[1] = exp2_f32(largest[1] * 0.12751743f - origin_4);
+        largest[1] = largest_5;
+        sums[1] = sums[1] * shrinks[1];
+        #pragma unroll
+        for (uint32_t group = 0; group < 8; ++group) {
           uint32_t element = group * 4;
-          logits[element] = seen_3 ? logits[element] : -bits_float(0x7f800000);
-          uint32_t key_2 = (end - 1) * 64 + group * 8 + lane % 4 * 2 + 1;
-          bool seen_4 = key_2 <= position;
+          logits[element] = exp2_f32(fma_f32(logits[element], 0.12751743f, -origin_3));
+          sums[0] = sums[0] + logits[element];
           uint32_t element_2 = group * 4 + 1;
-          logits[element_2] = seen_4 ? logits[element_2] : -bits_float(0x7f800000);
-          uint32_t key_3 = (end - 1) * 64 + group * 8 + lane % 4 * 2;
-          uint32_t position_2 = position + 8;
-          bool seen_5 = key_3 <= position_2;
+          logits[element_2] = exp2_f32(fma_f32(logits[element_2], 0.12751743f, -origin_3));
+          sums[0] = sums[0] + logits[element_2];
           uint32_t element_3 = group * 4 + 2;
-          logits[element_3] = seen_5 ? logits[element_3] : -bits_float(0x7f800000);
-          uint32_t key_4 = (end - 1) * 64 + group * 8 + lane % 4 * 2 + 1;
-          uint32_t position_3 = position + 8;
-          bool seen_6 = key_4 <= position_3;
+          logits[element_3] = exp2_f32(fma_f32(logits[element_3], 0.12751743f, -origin_4));
+          sums[1] = sums[1] + logits[element_3];
           uint32_t element_4 = group * 4 + 3;
-          logits[element_4] = seen_6 ? logits[element_4] : -bits_float(0x7f800000);
+          logits[element_4] = exp2_f32(fma_f32(logits[element_4], 0.12751743f, -origin_4));
+          sums[1] = sums[1] + logits[element_4];
+        }
+        odd[0] = make_u32x4(pack_bf16x2(logits[0], logits[1]), pack_bf16x2(logits[2], logits[3]), pack_bf16x2(logits[4], logits[5]), pack_bf16x2(logits[6], logits[7]));
+        odd[1] = make_u32x4(pack_bf16x2(logits[8], logits[9]), pack_bf16x2(logits[10], logits[11]), pack_bf16x2(logits[12], logits[13]), pack_bf16x2(logits[14], logits[15]));
+        odd[2] = make_u32x4(pack_bf16x2(logits[16], logits[17]), pack_bf16x2(logits[18], logits[19]), pack_bf16x2(logits[20], logits[21]), pack_bf16x2(logits[22], logits[23]));
+        odd[3] = make_u32x4(pack_bf16x2(logits[24], logits[25]), pack_bf16x2(logits[26], logits[27]), pack_bf16x2(logits[28], logits[29]), pack_bf16x2(logits[30], logits[31]));
+        wgmma_wait_all();
+        warp_barrier();
+        if (lane == 0) mbarrier_arrive(empty + previous);
+        #pragma unroll
+        for (uint32_t group = 0; group < 16; ++group) {
+          output[group * 4] = output[group * 4] * shrinks[0];
+          output[group * 4 + 1] = output[group * 4 + 1] * shrinks[0];
+          output[group * 4 + 2] = output[group * 4 + 2] * shrinks[1];
+          output[group * 4 + 3] = output[group * 4 + 3] * shrinks[1];
+        }
+        previous = stage_2;
+        uint32_t stage_3 = stage;
+        mbarrier_wait(full + stage, parity);
+        uint8_t* memory_4 = ring + stage * 49152;
+        uint64_t keys_3 = matrix_descriptor(memory_4, 128, 2048);
+        wgmma_fence();
+        wgmma_bf16_n64(logits, queries[0], keys_3, 0);
+        uint64_t descriptor_18 = keys_3 + 16;
+        wgmma_bf16_n64(logits, queries[1], descriptor_18, 1);
+        uint64_t descriptor_19 = keys_3 + 32;
+        wgmma_bf16_n64(logits, queries[2], descriptor_19, 1);
+        uint64_t descriptor_20 = keys_3 + 48;
+        wgmma_bf16_n64(logits, queries[3], descriptor_20, 1);
+        uint64_t descriptor_21 = keys_3 + 64;
+        wgmma_bf16_n64(logits, queries[4], descriptor_21, 1);
+        uint64_t descriptor_22 = keys_3 + 80;
+        wgmma_bf16_n64(logits, queries[5], descriptor_22, 1);
+        uint64_t descriptor_23 = keys_3 + 96;
+        wgmma_bf16_n64(logits, queries[6], descriptor_23, 1);
+        uint64_t descriptor_24 = keys_3 + 112;
+        wgmma_bf16_n64(logits, queries[7], descriptor_24, 1);
+        wgmma_commit();
+        advance(stage, parity);
+        uint8_t* memory_5 = ring + previous * 49152 + 16384;
+        uint64_t values_2 = matrix_descriptor(memory_5, 2048, 128);
+        wgmma_fence();
+        wgmma_bf16_n128_transposed(output, odd[0], values_2, 1);
+        uint64_t descriptor_25 = values_2 + 256;
+        wgmma_bf16_n128_transposed(output, odd[1], descriptor_25, 1);
+        uint64_t descriptor_26 = values_2 + 512;
+        wgmma_bf16_n128_transposed(output, odd[2], descriptor_26, 1);
+        uint64_t descriptor_27 = values_2 + 768;
+        wgmma_bf16_n128_transposed(output, odd[3], descriptor_27, 1);
+        wgmma_commit();
+        wgmma_wait_but_one();
+        bool partial_3 = key + 127 > first_row;
+        if (partial_3) {
+          #pragma unroll
+          for (uint32_t group = 0; group < 8; ++group) {
+            uint32_t key_2 = key + 64 + group * 8 + lane % 4 * 2;
+            bool seen_5 = key_2 <= position;
+            uint32_t element = group * 4;
+            logits[element] = seen_5 ? logits[element] : -bits_float(0x7f800000);
+            uint32_t key_3 = key + 64 + group * 8 + lane % 4 * 2 + 1;
+            bool seen_6 = key_3 <= position;
+            uint32_t element_2 = group * 4 + 1;
+            logits[element_2] = seen_6 ? logits[element_2] : -bits_float(0x7f800000);
+            uint32_t key_4 = key + 64 + group * 8 + lane % 4 * 2;
+            uint32_t position_2 = position + 8;
+            bool seen_7 = key_4 <= position_2;
+            uint32_t element_3 = group * 4 + 2;
+            logits[element_3] = seen_7 ? logits[element_3] : -bits_float(0x7f800000);
+            uint32_t key_5 = key + 64 + group * 8 + lane % 4 * 2 + 1;
+            uint32_t position_3 = position + 8;
+            bool seen_8 = key_5 <= position_3;
+            uint32_t element_4 = group * 4 + 3;
+            logits[element_4] = seen_8 ? logits[element_4] : -bits_float(0x7f800000);
+          }
+        }
+        float largest_6 = largest[0];
+        #pragma unroll
+        for (uint32_t group = 0; group < 8; ++group) {
+          largest_6 = maximum_f32(largest_6, logits[group * 4]);
+          largest_6 = maximum_f32(largest_6, logits[group * 4 + 1]);
+        }
+        largest_6 = maximum_f32(largest_6, shuffle_xor_f32(largest_6, 1));
+        largest_6 = maximum_f32(largest_6, shuffle_xor_f32(largest_6, 2));
+        bool seen_5 = largest_6 > -bits_float(0x7f800000);
+        float origin_5 = seen_5 ? largest_6 * 0.12751743f : 0.0f;
+        shrinks[0] = exp2_f32(largest[0] * 0.12751743f - origin_5);
+        largest[0] = largest_6;
+        sums[0] = sums[0] * shrinks[0];
+        float largest_7 = largest[1];
+        #pragma unroll
+        for (uint32_t group = 0; group < 8; ++group) {
+          largest_7 = maximum_f32(largest_7, logits[group * 4 + 2]);
+          largest_7 = maximum_f32(largest_7, logits[group * 4 + 3]);
+        }
+        largest_7 = maximum_f32(largest_7, shuffle_xor_f32(largest_7, 1));
+        largest_7 = maximum_f32(largest_7, shuffle_xor_f32(largest_7, 2));
+        bool seen_6 = largest_7 > -bits_float(0x7f800000);
+        float origin_6 = seen_6 ? largest_7 * 0.12751743f : 0.0f;
+        shrinks[1] = exp2_f32(largest[1] * 0.12751743f - origin_6);
+        largest[1] = largest_7;
+        sums[1] = sums[1] * shrinks[1];
+        #pragma unroll
+        for (uint32_t group = 0; group < 8; ++group) {
+          uint32_t element = group * 4;
+          logits[element] = exp2_f32(fma_f32(logits[element], 0.12751743f, -origin_5));
+          sums[0] = sums[0] + logits[element];
+          uint32_t element_2 = group * 4 + 1;
+          logits[element_2] = exp2_f32(fma_f32(logits[element_2], 0.12751743f, -origin_5));
+          sums[0] = sums[0] + logits[element_2];
+          uint32_t element_3 = group * 4 + 2;
+          logits[element_3] = exp2_f32(fma_f32(logits[element_3], 0.12751743f, -origin_6));
+          sums[1] = sums[1] + logits[element_3];
+          uint32_t element_4 = group * 4 + 3;
+          logits[element_4] = exp2_f32(fma_f32(logits[element_4], 0.12751743f, -origin_6));
+          sums[1] = sums[1] + logits[element_4];
+        }
+        even[0] = make_u32x4(pack_bf16x2(logits[0], logits[1]), pack_bf16x2(logits[2], logits[3]), pack_bf16x2(logits[4], logits[5]), pack_bf16x2(logits[6], logits[7]));
+        even[1] = make_u32x4(pack_bf16x2(logits[8], logits[9]), pack_bf16x2(logits[10], logits[11]), pack_bf16x2(logits[12], logits[13]), pack_bf16x2(logits[14], logits[15]));
+        even[2] = make_u32x4(pack_bf16x2(logits[16], logits[17]), pack_bf16x2(logits[18], logits[19]), pack_bf16x2(logits[20], logits[21]), pack_bf16x2(logits[22], logits[23]));
+        even[3] = make_u32x4(pack_bf16x2(logits[24], logits[25]), pack_bf16x2(logits[26], logits[27]), pack_bf16x2(logits[28], logits[29]), pack_bf16x2(logits[30], logits[31]));
+        wgmma_wait_all();
+        warp_barrier();
+        if (lane == 0) mbarrier_arrive(empty + previous);
+        #pragma unroll
+        for (uint32_t group = 0; group < 16; ++group) {
+          output[group * 4] = output[group * 4] * shrinks[0];
+          output[group * 4 + 1] = output[group * 4 + 1] * shrinks[0];
+          output[group * 4 + 2] = output[group * 4 + 2] * shrinks[1];
+          output[group * 4 + 3] = output[group * 4 + 3] * shrinks[1];
+        }
+        previous = stage_3;
+      }
+      if (others % 2 != 0) {
+        uint32_t stage_2 = stage;
+        mbarrier_wait(full + stage, parity);
+        uint8_t* memory_2 = ring + stage * 49152;
+        uint64_t keys_2 = matrix_descriptor(memory_2, 128, 2048);
+        wgmma_fence();
+        wgmma_bf16_n64(logits, queries[0], keys_2, 0);
+        uint64_t descriptor_8 = keys_2 + 16;
+        wgmma_bf16_n64(logits, queries[1], descriptor_8, 1);
+        uint64_t descriptor_9 = keys_2 + 32;
+        wgmma_bf16_n64(logits, queries[2], descriptor_9, 1);
+        uint64_t descriptor_10 = keys_2 + 48;
+        wgmma_bf16_n64(logits, queries[3], descriptor_10, 1);
+        uint64_t descriptor_11 = keys_2 + 64;
+        wgmma_bf16_n64(logits, queries[4], descriptor_11, 1);
+        uint64_t descriptor_12 = keys_2 + 80;
+        wgmma_bf16_n64(logits, queries[5], descriptor_12, 1);
+        uint64_t descriptor_13 = keys_2 + 96;
+        wgmma_bf16_n64(logits, queries[6], descriptor_13, 1);
+        uint64_t descriptor_14 = keys_2 + 112;
+        wgmma_bf16_n64(logits, queries[7], descriptor_14, 1);
+        wgmma_commit();
+        advance(stage, parity);
+        uint8_t* memory_3 = ring + previous * 49152 + 16384;
+        uint64_t values = matrix_descriptor(memory_3, 2048, 128);
+        wgmma_fence();
+        wgmma_bf16_n128_transposed(output, even[0], values, 1);
+        uint64_t descriptor_15 = values + 256;
+        wgmma_bf16_n128_transposed(output, even[1], descriptor_15, 1);
+        uint64_t descriptor_16 = values + 512;
+        wgmma_bf16_n128_transposed(output, even[2], descriptor_16, 1);
+        uint64_t descriptor_17 = values + 768;
+        wgmma_bf16_n128_transposed(output, even[3], descriptor_17, 1);
+        wgmma_commit();
+        wgmma_wait_but_one();
+        bool partial_2 = (end - 1) * 64 + 63 > first_row;
+        if (partial_2) {
+          #pragma unroll
+          for (uint32_t group = 0; group < 8; ++group) {
+            uint32_t key = (end - 1) * 64 + group * 8 + lane % 4 * 2;
+            bool seen_3 = key <= position;
+            uint32_t element = group * 4;
+            logits[element] = seen_3 ? logits[element] : -bits_float(0x7f800000);
+            uint32_t key_2 = (end - 1) * 64 + group * 8 + lane % 4 * 2 + 1;
+            bool seen_4 = key_2 <= position;
+            uint32_t element_2 = group * 4 + 1;
+            logits[element_2] = seen_4 ? logits[element_2] : -bits_float(0x7f800000);
+            uint32_t key_3 = (end - 1) * 64 + group * 8 + lane % 4 * 2;
+            uint32_t position_2 = position + 8;
+            bool seen_5 = key_3 <= position_2;
+            uint32_t element_3 = group * 4 + 2;
+            logits[element_3] = seen_5 ? logits[element_3] : -bits_float(0x7f800000);
+            uint32_t key_4 = (end - 1) * 64 + group * 8 + lane % 4 * 2 + 1;
+            uint32_t position_3 = position + 8;
+            bool seen_6 = key_4 <= position_3;
+            uint32_t element_4 = group * 4 + 3;
+            logits[element_4] = seen_6 ? logits[element_4] : -bits_float(0x7f800000);
+          }
+        }
+        float largest_4 = largest[0];
+        #pragma unroll
+        for (uint32_t group = 0; group < 8; ++group) {
+          largest_4 = maximum_f32(largest_4, logits[group * 4]);
+          largest_4 = maximum_f32(largest_4, logits[group * 4 + 1]);
+        }
+        largest_4 = maximum_f32(largest_4, shuffle_xor_f32(largest_4, 1));
+        largest_4 = maximum_f32(largest_4, shuffle_xor_f32(largest_4, 2));
+        bool seen_3 = largest_4 > -bits_float(0x7f800000);
+        float origin_3 = seen_3 ? largest_4 * 0.12751743f : 0.0f;
+        shrinks[0] = exp2_f32(largest[0] * 0.12751743f - origin_3);
+        largest[0] = largest_4;
+        sums[0] = sums[0] * shrinks[0];
+        float largest_5 = largest[1];
+        #pragma unroll
+        for (uint32_t group = 0; group < 8; ++group) {
+          largest_5 = maximum_f32(largest_5, logits[group * 4 + 2]);
+          largest_5 = maximum_f32(largest_5, logits[group * 4 + 3]);
+        }
+        largest_5 = maximum_f32(largest_5, shuffle_xor_f32(largest_5, 1));
+        largest_5 = maximum_f32(largest_5, shuffle_xor_f32(largest_5, 2));
+        bool seen_4 = largest_5 > -bits_float(0x7f800000);
+        float origin_4 = seen_4 ? largest_5 * 0.12751743f : 0.0f;
+        shrinks[1] = exp2_f32(largest[1] * 0.12751743f - origin_4);
+        largest[1] = largest_5;
+        sums[1] = sums[1] * shrinks[1];
+        #pragma unroll
+        for (uint32_t group = 0; group < 8; ++group) {
+          uint32_t element = group * 4;
+          logits[element] = exp2_f32(fma_f32(logits[element], 0.12751743f, -origin_3));
+          sums[0] = sums[0] + logits[element];
+          uint32_t element_2 = group * 4 + 1;
+          logits[element_2] = exp2_f32(fma_f32(logits[element_2], 0.12751743f, -origin_3));
+          sums[0] = sums[0] + logits[element_2];
+          uint32_t element_3 = group * 4 + 2;
+          logits[element_3] = exp2_f32(fma_f32(logits[element_3], 0.12751743f, -origin_4));
+          sums[1] = sums[1] + logits[element_3];
+          uint32_t element_4 = group * 4 + 3;
+          logits[element_4] = exp2_f32(fma_f32(logits[element_4], 0.12751743f, -origin_4));
+          sums[1] = sums[1] + logits[element_4];
+        }
+        odd[0] = make_u32x4(pack_bf16x2(logits[0], logits[1]), pack_bf16x2(logits[2], logits[3]), pack_bf16x2(logits[4], logits[5]), pack_bf16x2(logits[6], logits[7]));
+        odd[1] = make_u32x4(pack_bf16x2(logits[8], logits[9]), pack_bf16x2(logits[10], logits[11]), pack_bf16x2(logits[12], logits[13]), pack_bf16x2(logits[14], logits[15]));
+        odd[2] = make_u32x4(pack_bf16x2(logits[16], logits[17]), pack_bf16x2(logits[18], logits[19]), pack_bf16x2(logits[20], logits[21]), pack_bf16x2(logits[22], logits[23]));
+        odd[3] = make_u32x4(pack_bf16x2(logits[24], logits[25]), pack_bf16x2(logits[26], logits[27]), pack_bf16x2(logits[28], logits[29]), pack_bf16x2(logits[30], logits[31]));
+        wgmma_wait_all();
+        warp_barrier();
+        if (lane == 0) mbarrier_arrive(empty + previous);
+        #pragma unroll
+        for (uint32_t group = 0; group < 16; ++group) {
+          output[group * 4] = output[group * 4] * shrinks[0];
+          output[group * 4 + 1] = output[group * 4 + 1] * shrinks[0];
+          output[group * 4 + 2] = output[group * 4 + 2] * shrinks[1];
+          output[group * 4 + 3] = output[group * 4 + 3] * shrinks[1];
+        }
+        previous = stage_2;
+        uint8_t* memory_4 = ring + previous * 49152 + 16384;
+        uint64_t values_2 = matrix_descriptor(memory_4, 2048, 128);
+        wgmma_fence();
+        wgmma_bf16_n128_transposed(output, odd[0], values_2, 1);
+        uint64_t descriptor_18 = values_2 + 256;
+        wgmma_bf16_n128_transposed(output, odd[1], descriptor_18, 1);
+        uint64_t descriptor_19 = values_2 + 512;
+        wgmma_bf16_n128_transposed(output, odd[2], descriptor_19, 1);
+        uint64_t descriptor_20 = values_2 + 768;
+        wgmma_bf16_n128_transposed(output, odd[3], descriptor_20, 1);
+        wgmma_commit();
+        wgmma_wait_all();
+        warp_barrier();
+        if (lane == 0) mbarrier_arrive(empty + previous);
+      } else {
+        uint8_t* memory_2 = ring + previous * 49152 + 16384;
+        uint64_t values = matrix_descriptor(memory_2, 2048, 128);
+        wgmma_fence();
+        wgmma_bf16_n128_transposed(output, even[0], values, 1);
+        uint64_t descriptor_8 = values + 256;
+        wgmma_bf16_n128_transposed(output, even[1], descriptor_8, 1);
+        uint64_t descriptor_9 = values + 512;
+        wgmma_bf16_n128_transposed(output, even[2], descriptor_9, 1);
+        uint64_t descriptor_10 = values + 768;
+        wgmma_bf16_n128_transposed(output, even[3], descriptor_10, 1);
+        wgmma_commit();
+        wgmma_wait_all();
+        warp_barrier();
+        if (lane == 0) mbarrier_arrive(empty + previous);
+      }
+      uint32_t lane_2 = lane;
+      float total = sums[0];
+      total += shuffle_xor_f32(total, 1);
+      total += shuffle_xor_f32(total, 2);
+      float inverse = divide_f32(1.0f, total);
+      uint32_t in_tile = warp * 16;
+      uint32_t group = (of_tile.x + in_tile) / 8;
+      if (in_tile + lane_2 / 4 < of_tile.z) {
+        uint64_t block_2 = (uint64_t)(head * 1024 + group) * 512;
+        uint8_t* unit = workspace + 134513664 + (block_2 + (uint64_t)(lane_2 % 4 * 128 + lane_2 / 4 * 16));
+        ((uint4*)(unit))[0] = make_u32x4(pack_bf16x2(output[0] * inverse, output[1] * inverse), pack_bf16x2(output[4] * inverse, output[5] * inverse), pack_bf16x2(output[8] * inverse, output[9] * inverse), pack_bf16x2(output[12] * inverse, output[13] * inverse));
+        uint64_t block_3 = (uint64_t)((head * 4 + 1) * 256 + group) * 512;
+        uint8_t* unit_2 = workspace + 134513664 + (block_3 + (uint64_t)(lane_2 % 4 * 128 + lane_2 / 4 * 16));
+        ((uint4*)(unit_2))[0] = make_u32x4(pack_bf16x2(output[16] * inverse, output[17] * inverse), pack_bf16x2(output[20] * inverse, output[21] * inverse), pack_bf16x2(output[24] * inverse, output[25] * inverse), pack_bf16x2(output[28] * inverse, output[29] * inverse));
+        uint64_t block_4 = (uint64_t)((head * 4 + 2) * 256 + group) * 512;
+        uint8_t* unit_3 = workspace + 134513664 + (block_4 + (uint64_t)(lane_2 % 4 * 128 + lane_2 / 4 * 16));
+        ((uint4*)(unit_3))[0] = make_u32x4(pack_bf16x2(output[32] * inverse, output[33] * inverse), pack_bf16x2(output[36] * inverse, output[37] * inverse), pack_bf16x2(output[40] * inverse, output[41] * inverse), pack_bf16x2(output[44] * inverse, output[45] * inverse));
+        uint64_t block_5 = (uint64_t)((head * 4 + 3) * 256 + group) * 512;
+        uint8_t* unit_4 = workspace + 134513664 + (block_5 + (uint64_t)(lane_2 % 4 * 128 + lane_2 / 4 * 16));
+        ((uint4*)(unit_4))[0] = make_u32x4(pack_bf16x2(output[48] * inverse, output[49] * inverse), pack_bf16x2(output[52] * inverse, output[53] * inverse), pack_bf16x2(output[56] * inverse, output[57] * inverse), pack_bf16x2(output[60] * inverse, output[61] * inverse));
+      }
+      float total_2 = sums[1];
+      total_2 += shuffle_xor_f32(total_2, 1);
+      total_2 += shuffle_xor_f32(total_2, 2);
+      float inverse_2 = divide_f32(1.0f, total_2);
+      uint32_t in_tile_2 = warp * 16 + 8;
+      uint32_t group_2 = (of_tile.x + in_tile_2) / 8;
+      if (in_tile_2 + lane_2 / 4 < of_tile.z) {
+        uint64_t block_2 = (uint64_t)(head * 1024 + group_2) * 512;
+        uint8_t* unit = workspace + 134513664 + (block_2 + (uint64_t)(lane_2 % 4 * 128 + lane_2 / 4 * 16));
+        ((uint4*)(unit))[0] = make_u32x4(pack_bf16x2(output[2] * inverse_2, output[3] * inverse_2), pack_bf16x2(output[6] * inverse_2, output[7] * inverse_2), pack_bf16x2(output[10] * inverse_2, output[11] * inverse_2), pack_bf16x2(output[14] * inverse_2, output[15] * inverse_2));
+        uint64_t block_3 = (uint64_t)((head * 4 + 1) * 256 + group_2) * 512;
+        uint8_t* unit_2 = workspace + 134513664 + (block_3 + (uint64_t)(lane_2 % 4 * 128 + lane_2 / 4 * 16));
+        ((uint4*)(unit_2))[0] = make_u32x4(pack_bf16x2(output[18] * inverse_2, output[19] * inverse_2), pack_bf16x2(output[22] * inverse_2, output[23] * inverse_2), pack_bf16x2(output[26] * inverse_2, output[27] * inverse_2), pack_bf16x2(output[30] * inverse_2, output[31] * inverse_2));
+        uint64_t block_4 = (uint64_t)((head * 4 + 2) * 256 + group_2) * 512;
+        uint8_t* unit_3 = workspace + 134513664 + (block_4 + (uint64_t)(lane_2 % 4 * 128 + lane_2 / 4 * 16));
+        ((uint4*)(unit_3))[0] = make_u32x4(pack_bf16x2(output[34] * inverse_2, output[35] * inverse_2), pack_bf16x2(output[38] * inverse_2, output[39] * inverse_2), pack_bf16x2(output[42] * inverse_2, output[43] * inverse_2), pack_bf16x2(output[46] * inverse_2, output[47] * inverse_2));
+        uint64_t block_5 = (uint64_t)((head * 4 + 3) * 256 + group_2) * 512;
+        uint8_t* unit_4 = workspace + 134513664 + (block_5 + (uint64_t)(lane_2 % 4 * 128 + lane_2 / 4 * 16));
+        ((uint4*)(unit_4))[0] = make_u32x4(pack_bf16x2(output[50] * inverse_2, output[51] * inverse_2), pack_bf16x2(output[54] * inverse_2, output[55] * inverse_2), pack_bf16x2(output[58] * inverse_2, output[59] * inverse_2), pack_bf16x2(output[62] * inverse_2, output[63] * inverse_2));
+      }
+    }
+  }
+
+  // In the consumer role, all blocks together, for every segment: the keys and values that were cached before this
+  // pass, in core order, and zeros for values behind the last one up to the end of its key tile, whose weights are
+  // zero. So are those of keys that a window has left behind, in the key tile where the window of the segment's first
+  // token begins: they may not be cached any more.
+  __device__ __forceinline__ void bring_earlier_keys(uint32_t layer) {
+    #pragma unroll 1
+    for (uint32_t segment = 0; segment < segment_count; ++segment) {
+      uint4 of_segment = ((const uint4*)(segments))[segment];
+      uint32_t thread_2 = block * 256 + thread;
+      uint32_t of_head = (of_segment.x + 7) / 8;
+      uint32_t head_units = of_head * 128;
+      #pragma unroll 1
+      for (uint32_t index = thread_2; index < head_units * 8; index += 33792) {
+        uint32_t kv_head = index / head_units;
+        uint32_t rest = index % head_units;
+        uint32_t key = rest / 128 * 8 + rest % 8;
+        uint32_t unit = rest / 8 % 16;
+        uint64_t core = (uint64_t)(kv_head * 2048 + (of_segment.w + key) / 8) * 2048 + (uint64_t)(unit * 128 + (of_segment.w + key) % 8 * 16);
+        if (key < of_segment.x) {
+          uint32_t page = load_constant_u32(page_table + (of_segment.z + key / 16));
+          uint64_t offset = (uint64_t)(layer * kv_pages + page) * 32768;
+          bf16* key_2 = kv + (offset + (uint64_t)(kv_head * 2048 + key % 16 * 128));
+          bf16* source = key_2 + unit * 8;
+          ((uint4*)(workspace + 67404800 + core))[0] = ((const uint4*)(source))[0];
+          ((uint4*)(workspace + 100959232 + core))[0] = ((const uint4*)(source + 16384))[0];
         }
       }
-      float largest_4 = largest[0];
-      #pragma unroll
-      for (uint32_t group = 0; group < 8; ++group) {
-        largest_4 = maximum_f32(largest_4, logits[group * 4]);
-        largest_4 = maximum_f32(largest_4, logits[group * 4 + 1]);
+      uint32_t thread_3 = block * 256 + thread;
+      uint32_t total = of_segment.x + of_segment.y;
+      uint32_t behind = (total + 63) / 64 * 64 - total;
+      #pragma unroll 1
+      for (uint32_t index = thread_3; index < behind * 128; index += 33792) {
+        uint32_t unit = index % 16;
+        uint32_t kv_head = index / 16 % 8;
+        uint64_t core = (uint64_t)(kv_head * 2048 + (of_segment.w + total + index / 128) / 8) * 2048 + (uint64_t)(unit * 128 + (of_segment.w + total + index / 128) % 8 * 16);
+        ((uint4*)(workspace + 100959232 + core))[0] = make_u32x4(0, 0, 0, 0);
       }
-      largest_4 = maximum_f32(largest_4, shuffle_xor_f32(largest_4, 1));
-      largest_4 = maximum_f32(largest_4, shuffle_xor_f32(largest_4, 2));
-      bool seen_3 = largest_4 > -bits_float(0x7f800000);
-      float origin_3 = seen_3 ? largest_4 * 0.12751743f : 0.0f;
-      shrinks[0] = exp2_f32(largest[0] * 0.12751743f - origin_3);
-      largest[0] = largest_4;
-      sums[0] = sums[0] * shrinks[0];
-      float largest_5 = largest[1];
-      #pragma unroll
-      for (uint32_t group = 0; group < 8; ++group) {
-        largest_5 = maximum_f32(largest_5, logits[group * 4 + 2]);
-        largest_5 = maximum_f32(largest_5, logits[group * 4 + 3]);
+    }
+  }
+
+  // By all consumer warps, once a tile.
+  __device__ __forceinline__ void load(uint32_t token_tile) {
+    turn ^= 1;
+    if (thread < 256) {
+      uint32_t token = token_tile * 256 + thread;
+      float total = 0.0f;
+      #pragma unroll 32
+      for (uint32_t part = 0; part < 32; ++part) total += ((float*)(workspace + 50332672))[part * 2048 + token];
+      float scale = rsqrt_f32(total * 0.000244140625f + 1e-05f);
+      (scales + turn * 256)[thread] = scale;
+    }
+    named_barrier(1, 256);
+  }
+
+  __device__ __forceinline__ void store_query(uint32_t head, uint32_t column, uint32_t unit, uint32_t word) {
+    uint32_t pair = lane / 8;
+    uint64_t offset = (uint64_t)((head * 128 + column / 16) * 8 + unit / 2) * 512 + (uint64_t)((column % 8 * 4 + pair) * 16 + (column / 8 % 2 + unit % 2 * 2) * 4);
+    ((uint32_t*)(workspace + 50594816 + offset))[0] = word;
+  }
+
+  __device__ __forceinline__ void store_kv(uint32_t head, uint32_t position, uint32_t table, uint32_t first_row,
+      uint32_t unit, uint32_t word, uint32_t layer) {
+    uint32_t pair = lane / 8;
+    uint32_t kv_row = head - 32;
+    uint32_t kv_head = kv_row % 8;
+    bool is_key = kv_row < 8;
+    uint64_t core = (uint64_t)(kv_head * 2048 + (first_row + position) / 8) * 2048 + (uint64_t)(unit * 128 + (first_row + position) % 8 * 16) + (uint64_t)(pair * 4);
+    uint8_t* into = (is_key ? workspace + 67404800 : workspace + 100959232) + core;
+    ((uint32_t*)(into))[0] = word;
+    uint32_t page = load_constant_u32(page_table + (table + position / 16));
+    uint64_t offset = (uint64_t)(layer * kv_pages + page) * 32768;
+    bf16* key = kv + (offset + (uint64_t)(kv_head * 2048 + position % 16 * 128));
+    bf16* cached = (is_key ? key : key + 16384) + (unit * 8 + pair * 2);
+    ((uint32_t*)(cached))[0] = word;
+  }
+
+  // The 16 rows of an M-tile as 16 columns of a vector in token order, rounded to bf16.
+  __device__ __forceinline__ void store_rows_2(uint8_t* into, float (&sums)[128], uint32_t group, float (&weights)[2],
+      uint32_t m_tile, uint32_t token_tile) {
+    uint2 words;
+    bool is_odd = lane / 4 % 2 != 0;
+    uint32_t mine = is_odd ? pack_bf16x2(bf16_to_f32(f32_to_bf16(sums[group * 4 + 1])) * weights[0], bf16_to_f32(f32_to_bf16(sums[group * 4 + 3])) * weights[1]) : pack_bf16x2(bf16_to_f32(f32_to_bf16(sums[group * 4])) * weights[0], bf16_to_f32(f32_to_bf16(sums[group * 4 + 2])) * weights[1]);
+    uint32_t other = shuffle_xor_u32(is_odd ? pack_bf16x2(bf16_to_f32(f32_to_bf16(sums[group * 4])) * weights[0], bf16_to_f32(f32_to_bf16(sums[group * 4 + 2])) * weights[1]) : pack_bf16x2(bf16_to_f32(f32_to_bf16(sums[group * 4 + 1])) * weights[0], bf16_to_f32(f32_to_bf16(sums[group * 4 + 3])) * weights[1]), 4);
+    uint32_t even = is_odd ? other : mine;
+    uint32_t odd = is_odd ? mine : other;
+    uint32_t low = byte_permute(even, odd, 21520);
+    uint32_t high = byte_permute(even, odd, 30258);
+    words.x = low;
+    words.y = high;
+    uint32_t k_tile = m_tile / 2;
+    uint32_t half = m_tile % 2;
+    uint32_t row = lane / 4;
+    uint32_t token = lane % 4 * 2 + lane / 4 % 2;
+    uint64_t block = (uint64_t)(k_tile * 256 + (token_tile * 32 + group)) * 512;
+    uint8_t* address = into + block + (uint64_t)(row / 2 * 128 + token * 16) + half * 8;
+    ((uint2*)(address))[0] = words;
+  }
+
+  // The 16 rows of an M-tile as 16 columns of a vector in token order, rounded to bf16.
+  __device__ __forceinline__ void store_rows_3(uint8_t* into, float (&sums)[128], uint32_t group, float (&weights)[2],
+      uint32_t m_tile, uint32_t token_tile) {
+    uint2 words;
+    bool is_odd = lane / 4 % 2 != 0;
+    uint32_t mine = is_odd ? pack_bf16x2(bf16_to_f32(f32_to_bf16(sums[(group + 1) * 4 + 1])) * weights[0], bf16_to_f32(f32_to_bf16(sums[(group + 1) * 4 + 3])) * weights[1]) : pack_bf16x2(bf16_to_f32(f32_to_bf16(sums[(group + 1) * 4])) * weights[0], bf16_to_f32(f32_to_bf16(sums[(group + 1) * 4 + 2])) * weights[1]);
+    uint32_t other = shuffle_xor_u32(is_odd ? pack_bf16x2(bf16_to_f32(f32_to_bf16(sums[(group + 1) * 4])) * weights[0], bf16_to_f32(f32_to_bf16(sums[(group + 1) * 4 + 2])) * weights[1]) : pack_bf16x2(bf16_to_f32(f32_to_bf16(sums[(group + 1) * 4 + 1])) * weights[0], bf16_to_f32(f32_to_bf16(sums[(group + 1) * 4 + 3])) * weights[1]), 4);
+    uint32_t even = is_odd ? other : mine;
+    uint32_t odd = is_odd ? mine : other;
+    uint32_t low = byte_permute(even, odd, 21520);
+    uint32_t high = byte_permute(even, odd, 30258);
+    words.x = low;
+    words.y = high;
+    uint32_t k_tile = m_tile / 2;
+    uint32_t half = m_tile % 2;
+    uint32_t row = lane / 4;
+    uint32_t token = lane % 4 * 2 + lane / 4 % 2;
+    uint64_t block = (uint64_t)(k_tile * 256 + (token_tile * 32 + group) + 1) * 512;
+    uint8_t* address = into + block + (uint64_t)(row / 2 * 128 + token * 16) + half * 8;
+    ((uint2*)(address))[0] = words;
+  }
+
+  // The 16 rows of an M-tile as 16 columns of a vector in token order, rounded to bf16.
+  __device__ __forceinline__ void store_rows_4(uint8_t* into, float (&sums)[128], uint32_t group, float (&weights)[2],
+      uint32_t m_tile, uint32_t token_tile) {
+    uint2 words;
+    bool is_odd = lane / 4 % 2 != 0;
+    uint32_t mine = is_odd ? pack_bf16x2(bf16_to_f32(f32_to_bf16(sums[(group + 2) * 4 + 1])) * weights[0], bf16_to_f32(f32_to_bf16(sums[(group + 2) * 4 + 3])) * weights[1]) : pack_bf16x2(bf16_to_f32(f32_to_bf16(sums[(group + 2) * 4])) * weights[0], bf16_to_f32(f32_to_bf16(sums[(group + 2) * 4 + 2])) * weights[1]);
+    uint32_t other = shuffle_xor_u32(is_odd ? pack_bf16x2(bf16_to_f32(f32_to_bf16(sums[(group + 2) * 4])) * weights[0], bf16_to_f32(f32_to_bf16(sums[(group + 2) * 4 + 2])) * weights[1]) : pack_bf16x2(bf16_to_f32(f32_to_bf16(sums[(group + 2) * 4 + 1])) * weights[0], bf16_to_f32(f32_to_bf16(sums[(group + 2) * 4 + 3])) * weights[1]), 4);
+    uint32_t even = is_odd ? other : mine;
+    uint32_t odd = is_odd ? mine : other;
+    uint32_t low = byte_permute(even, odd, 21520);
+    uint32_t high = byte_permute(even, odd, 30258);
+    words.x = low;
+    words.y = high;
+    uint32_t k_tile = m_tile / 2;
+    uint32_t half = m_tile % 2;
+    uint32_t row = lane / 4;
+    uint32_t token = lane % 4 * 2 + lane / 4 % 2;
+    uint64_t block = (uint64_t)(k_tile * 256 + (token_tile * 32 + group) + 2) * 512;
+    uint8_t* address = into + block + (uint64_t)(row / 2 * 128 + token * 16) + half * 8;
+    ((uint2*)(address))[0] = words;
+  }
+
+  // The 16 rows of an M-tile as 16 columns of a vector in token order, rounded to bf16.
+  __device__ __forceinline__ void store_rows_5(uint8_t* into, float (&sums)[128], uint32_t group, float (&weights)[2],
+      uint32_t m_tile, uint32_t token_tile) {
+    uint2 words;
+    bool is_odd = lane / 4 % 2 != 0;
+    uint32_t mine = is_odd ? pack_bf16x2(bf16_to_f32(f32_to_bf16(sums[(group + 3) * 4 + 1])) * weights[0], bf16_to_f32(f32_to_bf16(sums[(group + 3) * 4 + 3])) * weights[1]) : pack_bf16x2(bf16_to_f32(f32_to_bf16(sums[(group + 3) * 4])) * weights[0], bf16_to_f32(f32_to_bf16(sums[(group + 3) * 4 + 2])) * weights[1]);
+    uint32_t other = shuffle_xor_u32(is_odd ? pack_bf16x2(bf16_to_f32(f32_to_bf16(sums[(group + 3) * 4])) * weights[0], bf16_to_f32(f32_to_bf16(sums[(group + 3) * 4 + 2])) * weights[1]) : pack_bf16x2(bf16_to_f32(f32_to_bf16(sums[(group + 3) * 4 + 1])) * weights[0], bf16_to_f32(f32_to_bf16(sums[(group + 3) * 4 + 3])) * weights[1]), 4);
+    uint32_t even = is_odd ? other : mine;
+    uint32_t odd = is_odd ? mine : other;
+    uint32_t low = byte_permute(even, odd, 21520);
+    uint32_t high = byte_permute(even, odd, 30258);
+    words.x = low;
+    words.y = high;
+    uint32_t k_tile = m_tile / 2;
+    uint32_t half = m_tile % 2;
+    uint32_t row = lane / 4;
+    uint32_t token = lane % 4 * 2 + lane / 4 % 2;
+    uint64_t block = (uint64_t)(k_tile * 256 + (token_tile * 32 + group) + 3) * 512;
+    uint8_t* address = into + block + (uint64_t)(row / 2 * 128 + token * 16) + half * 8;
+    ((uint2*)(address))[0] = words;
+  }
+
+  // Every token's sum over the row tile: its M-tiles in order.
+  __device__ __forceinline__ void end_2(uint32_t row_tile, uint32_t token_tile) {
+    named_barrier(1, 256);
+    if (thread < 256) {
+      float* kept = (float*)(arena + SQUARES) + thread;
+      uint32_t count = min(256 - row_tile * 8, 8u);
+      float total = 0.0f;
+      #pragma unroll 1
+      for (uint32_t m_tile = 0; m_tile < count; ++m_tile) total += kept[m_tile * 256];
+      uint32_t token = token_tile * 256 + thread;
+      ((float*)(workspace + 50332672))[row_tile * 2048 + token] = total;
+    }
+    named_barrier(1, 256);
+  }
+
+  // silu(gate) * up of an M-tile's 8 gate rows and their up rows, as 8 columns of a vector in token order.
+  __device__ __forceinline__ void store_gated(uint8_t* into, float first, float2 scale, float second, float third,
+      float fourth, uint32_t m_tile, uint32_t token_tile, uint32_t group) {
+    float first_2 = first * scale.x;
+    float second_2 = second * scale.y;
+    float third_2 = third * scale.x;
+    float fourth_2 = fourth * scale.y;
+    uint32_t pair = pack_bf16x2(divide_f32(first_2, 1.0f + exp_f32(-first_2)) * third_2, divide_f32(second_2, 1.0f + exp_f32(-second_2)) * fourth_2);
+    bool is_odd = lane / 4 % 2 != 0;
+    uint32_t mine = is_odd ? pair : pair;
+    uint32_t other = shuffle_xor_u32(is_odd ? pair : pair, 4);
+    uint32_t even = is_odd ? other : mine;
+    uint32_t odd = is_odd ? mine : other;
+    bool is_odd_2 = lane / 4 % 2 != 0;
+    uint32_t word = is_odd_2 ? byte_permute(even, odd, 30258) : byte_permute(even, odd, 21520);
+    uint32_t row = lane / 4;
+    uint32_t token = lane % 4 * 2 + lane / 4 % 2;
+    uint64_t block = (uint64_t)(m_tile / 4 * 256 + (token_tile * 32 + group)) * 512;
+    uint8_t* address = into + block + (uint64_t)(row / 2 * 128 + token * 16) + m_tile % 4 * 4;
+    ((uint32_t*)(address))[0] = word;
+  }
+
+  // silu(gate) * up of an M-tile's 8 gate rows and their up rows, as 8 columns of a vector in token order.
+  __device__ __forceinline__ void store_gated_2(uint8_t* into, float first, float2 scale, float second, float third,
+      float fourth, uint32_t m_tile, uint32_t token_tile, uint32_t group) {
+    float first_2 = first * scale.x;
+    float second_2 = second * scale.y;
+    float third_2 = third * scale.x;
+    float fourth_2 = fourth * scale.y;
+    uint32_t pair = pack_bf16x2(divide_f32(first_2, 1.0f + exp_f32(-first_2)) * third_2, divide_f32(second_2, 1.0f + exp_f32(-second_2)) * fourth_2);
+    bool is_odd = lane / 4 % 2 != 0;
+    uint32_t mine = is_odd ? pair : pair;
+    uint32_t other = shuffle_xor_u32(is_odd ? pair : pair, 4);
+    uint32_t even = is_odd ? other : mine;
+    uint32_t odd = is_odd ? mine : other;
+    bool is_odd_2 = lane / 4 % 2 != 0;
+    uint32_t word = is_odd_2 ? byte_permute(even, odd, 30258) : byte_permute(even, odd, 21520);
+    uint32_t row = lane / 4;
+    uint32_t token = lane % 4 * 2 + lane / 4 % 2;
+    uint64_t block = (uint64_t)(m_tile / 4 * 256 + (token_tile * 32 + group) + 1) * 512;
+    uint8_t* address = into + block + (uint64_t)(row / 2 * 128 + token * 16) + m_tile % 4 * 4;
+    ((uint32_t*)(address))[0] = word;
+  }
+
+  // silu(gate) * up of an M-tile's 8 gate rows and their up rows, as 8 columns of a vector in token order.
+  __device__ __forceinline__ void store_gated_3(uint8_t* into, float first, float2 scale, float second, float third,
+      float fourth, uint32_t m_tile, uint32_t token_tile, uint32_t group) {
+    float first_2 = first * scale.x;
+    float second_2 = second * scale.y;
+    float third_2 = third * scale.x;
+    float fourth_2 = fourth * scale.y;
+    uint32_t pair = pack_bf16x2(divide_f32(first_2, 1.0f + exp_f32(-first_2)) * third_2, divide_f32(second_2, 1.0f + exp_f32(-second_2)) * fourth_2);
+    bool is_odd = lane / 4 % 2 != 0;
+    uint32_t mine = is_odd ? pair : pair;
+    uint32_t other = shuffle_xor_u32(is_odd ? pair : pair, 4);
+    uint32_t even = is_odd ? other : mine;
+    uint32_t odd = is_odd ? mine : other;
+    bool is_odd_2 = lane / 4 % 2 != 0;
+    uint32_t word = is_odd_2 ? byte_permute(even, odd, 30258) : byte_permute(even, odd, 21520);
+    uint32_t row = lane / 4;
+    uint32_t token = lane % 4 * 2 + lane / 4 % 2;
+    uint64_t block = (uint64_t)(m_tile / 4 * 256 + (token_tile * 32 + group) + 2) * 512;
+    uint8_t* address = into + block + (uint64_t)(row / 2 * 128 + token * 16) + m_tile % 4 * 4;
+    ((uint32_t*)(address))[0] = word;
+  }
+
+  // silu(gate) * up of an M-tile's 8 gate rows and their up rows, as 8 columns of a vector in token order.
+  __device__ __forceinline__ void store_gated_4(uint8_t* into, float first, float2 scale, float second, float third,
+      float fourth, uint32_t m_tile, uint32_t token_tile, uint32_t group) {
+    float first_2 = first * scale.x;
+    float second_2 = second * scale.y;
+    float third_2 = third * scale.x;
+    float fourth_2 = fourth * scale.y;
+    uint32_t pair = pack_bf16x2(divide_f32(first_2, 1.0f + exp_f32(-first_2)) * third_2, divide_f32(second_2, 1.0f + exp_f32(-second_2)) * fourth_2);
+    bool is_odd = lane / 4 % 2 != 0;
+    uint32_t mine = is_odd ? pair : pair;
+    uint32_t other = shuffle_xor_u32(is_odd ? pair : pair, 4);
+    uint32_t even = is_odd ? other : mine;
+    uint32_t odd = is_odd ? mine : other;
+    bool is_odd_2 = lane / 4 % 2 != 0;
+    uint32_t word = is_odd_2 ? byte_permute(even, odd, 30258) : byte_permute(even, odd, 21520);
+    uint32_t row = lane / 4;
+    uint32_t token = lane % 4 * 2 + lane / 4 % 2;
+    uint64_t block = (uint64_t)(m_tile / 4 * 256 + (token_tile * 32 + group) + 3) * 512;
+    uint8_t* address = into + block + (uint64_t)(row / 2 * 128 + token * 16) + m_tile % 4 * 4;
+    ((uint32_t*)(address))[0] = word;
+  }
+
+  // In the consumer role: the product of `phase`. All share one main loop: with one for each, a kernel took four
+  // times as long to compile, and ptxas found no registers for its accumulators.
+  __device__ __forceinline__ void multiply(uint32_t phase, uint32_t layer, uint32_t phase_2) {
+    uint32_t row_tiles = phase == 4 ? 32 : (phase == 3 ? 224 : (phase == 2 ? 32u : 48u));
+    #pragma unroll 1
+    for (uint32_t tile = block; tile < token_tiles * row_tiles; tile += 132) {
+      uint32_t row_tile = tile / token_tiles;
+      uint32_t token_tile = tile % token_tiles;
+      uint32_t m_tile = row_tile * 8 + warp;
+      float sums[128];
+      if (phase == 0) load(token_tile);
+      if (phase == 2 || phase == 4) {
       }
-      largest_5 = maximum_f32(largest_5, shuffle_xor_f32(largest_5, 1));
-      largest_5 = maximum_f32(largest_5, shuffle_xor_f32(largest_5, 2));
-      bool seen_4 = largest_5 > -bits_float(0x7f800000);
-      float origin_4 = seen_4 ? largest_5 * 0.12751743f : 0.0f;
-      shrinks[1] = exp2_f32(largest[1] * 0.12751743f - origin_4);
-      largest[1] = largest_5;
-      sums[1] = sums[1] * shrinks[1];
-      #pragma unroll
-      for (uint32_t group = 0; group < 8; ++group) {
-        uint32_t element = group * 4;
-        logits[element] = exp2_f32(fma_f32(logits[element], 0.12751743f, -origin_3));
-        sums[0] = sums[0] + logits[element];
-        uint32_t element_2 = group * 4 + 1;
-        logits[element_2] = exp2_f32(fma_f32(logits[element_2], 0.12751743f, -origin_3));
-        sums[0] = sums[0] + logits[element_2];
-        uint32_t element_3 = group * 4 + 2;
-        logits[element_3] = exp2_f32(fma_f32(logits[element_3], 0.12751743f, -origin_4));
-        sums[1] = sums[1] + logits[element_3];
-        uint32_t element_4 = group * 4 + 3;
-        logits[element_4] = exp2_f32(fma_f32(logits[element_4], 0.12751743f, -origin_4));
-        sums[1] = sums[1] + logits[element_4];
-      }
-      odd[0] = make_u32x4(pack_bf16x2(logits[0], logits[1]), pack_bf16x2(logits[2], logits[3]), pack_bf16x2(logits[4], logits[5]), pack_bf16x2(logits[6], logits[7]));
-      odd[1] = make_u32x4(pack_bf16x2(logits[8], logits[9]), pack_bf16x2(logits[10], logits[11]), pack_bf16x2(logits[12], logits[13]), pack_bf16x2(logits[14], logits[15]));
-      odd[2] = make_u32x4(pack_bf16x2(logits[16], logits[17]), pack_bf16x2(logits[18], logits[19]), pack_bf16x2(logits[20], logits[21]), pack_bf16x2(logits[22], logits[23]));
-      odd[3] = make_u32x4(pack_bf16x2(logits[24], logits[25]), pack_bf16x2(logits[26], logits[27]), pack_bf16x2(logits[28], logits[29]), pack_bf16x2(logits[30], logits[31]));
-      wgmma_wait_all();
-      warp_barrier();
-      if (lane == 0) {
-        mbarrier_arrive(empty + previous);
-      }
-      #pragma unroll
-      for (uint32_t group = 0; group < 16; ++group) {
-        output[group * 4] = output[group * 4] * shrinks[0];
-        output[group * 4 + 1] = output[group * 4 + 1] * shrinks[0];
-        output[group * 4 + 2] = output[group * 4 + 2] * shrinks[1];
-        output[group * 4 + 3] = output[group * 4 + 3] * shrinks[1];
-      }
+      if (phase == 3) load(token_tile);
+      uint4 even[4];
+      uint4 odd[4];
+      uint32_t previous = 0;
+      uint32_t stage_2 = stage;
+      mbarrier_wait(full + stage, parity);
+      uint8_t* memory = ring + stage_2 * 49152;
+      even[0] = ((const uint4*)(memory + warp * 2048))[lane];
+      even[1] = ((const uint4*)(memory + warp * 2048))[32 + lane];
+      even[2] = ((const uint4*)(memory + warp * 2048))[64 + lane];
+      even[3] = ((const uint4*)(memory + warp * 2048))[96 + lane];
+      wgmma_fence();
+      uint64_t descriptor = matrix_descriptor(memory + 16384, 128, 512);
+      wgmma_bf16_n256(sums, even[0], descriptor, 0);
+      wgmma_bf16_n256(sums, even[1], descriptor + 16, 1);
+      wgmma_bf16_n256(sums, even[2], descriptor + 1024, 1);
+      wgmma_bf16_n256(sums, even[3], descriptor + 1040, 1);
+      wgmma_commit();
       previous = stage_2;
-      uint8_t* memory_4 = ring + previous * 49152 + 16384;
-      uint64_t values_2 = matrix_descriptor(memory_4, 2048, 128);
-      wgmma_fence();
-      wgmma_bf16_n128_transposed(output, odd[0], values_2, 1);
-      uint64_t descriptor_18 = values_2 + 256;
-      wgmma_bf16_n128_transposed(output, odd[1], descriptor_18, 1);
-      uint64_t descriptor_19 = values_2 + 512;
-      wgmma_bf16_n128_transposed(output, odd[2], descriptor_19, 1);
-      uint64_t descriptor_20 = values_2 + 768;
-      wgmma_bf16_n128_transposed(output, odd[3], descriptor_20, 1);
-      wgmma_commit();
-      wgmma_wait_all();
-      warp_barrier();
-      if (lane == 0) {
-        mbarrier_arrive(empty + previous);
+      advance(stage, parity);
+      uint32_t pairs = phase == 4 ? 111 : (phase == 3 ? 31 : (phase == 2 ? 31u : 31u));
+      #pragma unroll 1
+      for (uint32_t i = 0; i < pairs; ++i) {
+        uint32_t stage_3 = stage;
+        mbarrier_wait(full + stage, parity);
+        uint8_t* memory_2 = ring + stage_3 * 49152;
+        odd[0] = ((const uint4*)(memory_2 + warp * 2048))[lane];
+        odd[1] = ((const uint4*)(memory_2 + warp * 2048))[32 + lane];
+        odd[2] = ((const uint4*)(memory_2 + warp * 2048))[64 + lane];
+        odd[3] = ((const uint4*)(memory_2 + warp * 2048))[96 + lane];
+        wgmma_fence();
+        uint64_t descriptor_2 = matrix_descriptor(memory_2 + 16384, 128, 512);
+        wgmma_bf16_n256(sums, odd[0], descriptor_2, 1);
+        wgmma_bf16_n256(sums, odd[1], descriptor_2 + 16, 1);
+        wgmma_bf16_n256(sums, odd[2], descriptor_2 + 1024, 1);
+        wgmma_bf16_n256(sums, odd[3], descriptor_2 + 1040, 1);
+        wgmma_commit();
+        wgmma_wait_but_one();
+        warp_barrier();
+        if (lane == 0) mbarrier_arrive(empty + previous);
+        previous = stage_3;
+        advance(stage, parity);
+        uint32_t stage_4 = stage;
+        mbarrier_wait(full + stage, parity);
+        uint8_t* memory_3 = ring + stage_4 * 49152;
+        even[0] = ((const uint4*)(memory_3 + warp * 2048))[lane];
+        even[1] = ((const uint4*)(memory_3 + warp * 2048))[32 + lane];
+        even[2] = ((const uint4*)(memory_3 + warp * 2048))[64 + lane];
+        even[3] = ((const uint4*)(memory_3 + warp * 2048))[96 + lane];
+        wgmma_fence();
+        uint64_t descriptor_3 = matrix_descriptor(memory_3 + 16384, 128, 512);
+        wgmma_bf16_n256(sums, even[0], descriptor_3, 1);
+        wgmma_bf16_n256(sums, even[1], descriptor_3 + 16, 1);
+        wgmma_bf16_n256(sums, even[2], descriptor_3 + 1024, 1);
+        wgmma_bf16_n256(sums, even[3], descriptor_3 + 1040, 1);
+        wgmma_commit();
+        wgmma_wait_but_one();
+        warp_barrier();
+        if (lane == 0) mbarrier_arrive(empty + previous);
+        previous = stage_4;
+        advance(stage, parity);
       }
-    } else {
-      uint8_t* memory_2 = ring + previous * 49152 + 16384;
-      uint64_t values = matrix_descriptor(memory_2, 2048, 128);
-      wgmma_fence();
-      wgmma_bf16_n128_transposed(output, even[0], values, 1);
-      uint64_t descriptor_8 = values + 256;
-      wgmma_bf16_n128_transposed(output, even[1], descriptor_8, 1);
-      uint64_t descriptor_9 = values + 512;
-      wgmma_bf16_n128_transposed(output, even[2], descriptor_9, 1);
-      uint64_t descriptor_10 = values + 768;
-      wgmma_bf16_n128_transposed(output, even[3], descriptor_10, 1);
-      wgmma_commit();
-      wgmma_wait_all();
-      warp_barrier();
-      if (lane == 0) {
-        mbarrier_arrive(empty + previous);
-      }
-    }
-    uint32_t lane_2 = lane;
-    float total = sums[0];
-    total += shuffle_xor_f32(total, 1);
-    total += shuffle_xor_f32(total, 2);
-    float inverse = divide_f32(1.0f, total);
-    uint32_t in_tile = warp * 16;
-    uint32_t group = (of_tile.x + in_tile) / 8;
-    if (in_tile + lane_2 / 4 < of_tile.z) {
-      uint64_t block_2 = (uint64_t)(head * 1024 + group) * 512;
-      uint8_t* unit = workspace + 134513664 + (block_2 + (uint64_t)(lane_2 % 4 * 128 + lane_2 / 4 * 16));
-      ((uint4*)(unit))[0] = make_u32x4(pack_bf16x2(output[0] * inverse, output[1] * inverse), pack_bf16x2(output[4] * inverse, output[5] * inverse), pack_bf16x2(output[8] * inverse, output[9] * inverse), pack_bf16x2(output[12] * inverse, output[13] * inverse));
-      uint64_t block_3 = (uint64_t)((head * 4 + 1) * 256 + group) * 512;
-      uint8_t* unit_2 = workspace + 134513664 + (block_3 + (uint64_t)(lane_2 % 4 * 128 + lane_2 / 4 * 16));
-      ((uint4*)(unit_2))[0] = make_u32x4(pack_bf16x2(output[16] * inverse, output[17] * inverse), pack_bf16x2(output[20] * inverse, output[21] * inverse), pack_bf16x2(output[24] * inverse, output[25] * inverse), pack_bf16x2(output[28] * inverse, output[29] * inverse));
-      uint64_t block_4 = (uint64_t)((head * 4 + 2) * 256 + group) * 512;
-      uint8_t* unit_3 = workspace + 134513664 + (block_4 + (uint64_t)(lane_2 % 4 * 128 + lane_2 / 4 * 16));
-      ((uint4*)(unit_3))[0] = make_u32x4(pack_bf16x2(output[32] * inverse, output[33] * inverse), pack_bf16x2(output[36] * inverse, output[37] * inverse), pack_bf16x2(output[40] * inverse, output[41] * inverse), pack_bf16x2(output[44] * inverse, output[45] * inverse));
-      uint64_t block_5 = (uint64_t)((head * 4 + 3) * 256 + group) * 512;
-      uint8_t* unit_4 = workspace + 134513664 + (block_5 + (uint64_t)(lane_2 % 4 * 128 + lane_2 / 4 * 16));
-      ((uint4*)(unit_4))[0] = make_u32x4(pack_bf16x2(output[48] * inverse, output[49] * inverse), pack_bf16x2(output[52] * inverse, output[53] * inverse), pack_bf16x2(output[56] * inverse, output[57] * inverse), pack_bf16x2(output[60] * inverse, output[61] * inverse));
-    }
-    float total_2 = sums[1];
-    total_2 += shuffle_xor_f32(total_2, 1);
-    total_2 += shuffle_xor_f32(total_2, 2);
-    float inverse_2 = divide_f32(1.0f, total_2);
-    uint32_t in_tile_2 = warp * 16 + 8;
-    uint32_t group_2 = (of_tile.x + in_tile_2) / 8;
-    if (in_tile_2 + lane_2 / 4 < of_tile.z) {
-      uint64_t block_2 = (uint64_t)(head * 1024 + group_2) * 512;
-      uint8_t* unit = workspace + 134513664 + (block_2 + (uint64_t)(lane_2 % 4 * 128 + lane_2 / 4 * 16));
-      ((uint4*)(unit))[0] = make_u32x4(pack_bf16x2(output[2] * inverse_2, output[3] * inverse_2), pack_bf16x2(output[6] * inverse_2, output[7] * inverse_2), pack_bf16x2(output[10] * inverse_2, output[11] * inverse_2), pack_bf16x2(output[14] * inverse_2, output[15] * inverse_2));
-      uint64_t block_3 = (uint64_t)((head * 4 + 1) * 256 + group_2) * 512;
-      uint8_t* unit_2 = workspace + 134513664 + (block_3 + (uint64_t)(lane_2 % 4 * 128 + lane_2 / 4 * 16));
-      ((uint4*)(unit_2))[0] = make_u32x4(pack_bf16x2(output[18] * inverse_2, output[19] * inverse_2), pack_bf16x2(output[22] * inverse_2, output[23] * inverse_2), pack_bf16x2(output[26] * inverse_2, output[27] * inverse_2), pack_bf16x2(output[30] * inverse_2, output[31] * inverse_2));
-      uint64_t block_4 = (uint64_t)((head * 4 + 2) * 256 + group_2) * 512;
-      uint8_t* unit_3 = workspace + 134513664 + (block_4 + (uint64_t)(lane_2 % 4 * 128 + lane_2 / 4 * 16));
-      ((uint4*)(unit_3))[0] = make_u32x4(pack_bf16x2(output[34] * inverse_2, output[35] * inverse_2), pack_bf16x2(output[38] * inverse_2, output[39] * inverse_2), pack_bf16x2(output[42] * inverse_2, output[43] * inverse_2), pack_bf16x2(output[46] * inverse_2, output[47] * inverse_2));
-      uint64_t block_5 = (uint64_t)((head * 4 + 3) * 256 + group_2) * 512;
-      uint8_t* unit_4 = workspace + 134513664 + (block_5 + (uint64_t)(lane_2 % 4 * 128 + lane_2 / 4 * 16));
-      ((uint4*)(unit_4))[0] = make_u32x4(pack_bf16x2(output[50] * inverse_2, output[51] * inverse_2), pack_bf16x2(output[54] * inverse_2, output[55] * inverse_2), pack_bf16x2(output[58] * inverse_2, output[59] * inverse_2), pack_bf16x2(output[62] * inverse_2, output[63] * inverse_2));
-    }
-  }
-}
-
-// In the consumer role, all blocks together, for every segment: the keys and values that were cached before this
-// pass, in core order, and zeros for values behind the last one up to the end of its key tile, whose weights are
-// zero. So are those of keys that a window has left behind, in the key tile where the window of the segment's first
-// token begins: they may not be cached any more.
-__device__ __forceinline__ void bring_earlier_keys(uint32_t layer, uint32_t segment_count, const int32_t* segments,
-    uint32_t block, uint32_t thread, const int32_t* page_table, uint32_t kv_pages, bf16* kv, uint8_t* workspace) {
-  #pragma unroll 1
-  for (uint32_t segment = 0; segment < segment_count; ++segment) {
-    uint4 of_segment = ((const uint4*)(segments))[segment];
-    uint32_t thread_2 = block * 256 + thread;
-    uint32_t of_head = (of_segment.x + 7) / 8;
-    uint32_t head_units = of_head * 128;
-    #pragma unroll 1
-    for (uint32_t index = thread_2; index < head_units * 8; index += 33792) {
-      uint32_t kv_head = index / head_units;
-      uint32_t rest = index % head_units;
-      uint32_t key = rest / 128 * 8 + rest % 8;
-      uint32_t unit = rest / 8 % 16;
-      uint64_t core = (uint64_t)(kv_head * 2048 + (of_segment.w + key) / 8) * 2048 + (uint64_t)(unit * 128 + (of_segment.w + key) % 8 * 16);
-      if (key < of_segment.x) {
-        uint32_t page = load_constant_u32(page_table + (of_segment.z + key / 16));
-        uint64_t offset = (uint64_t)(layer * kv_pages + page) * 32768;
-        bf16* key_2 = kv + (offset + (uint64_t)(kv_head * 2048 + key % 16 * 128));
-        bf16* source = key_2 + unit * 8;
-        ((uint4*)(workspace + 67404800 + core))[0] = ((const uint4*)(source))[0];
-        ((uint4*)(workspace + 100959232 + core))[0] = ((const uint4*)(source + 16384))[0];
-      }
-    }
-    uint32_t thread_3 = block * 256 + thread;
-    uint32_t total = of_segment.x + of_segment.y;
-    uint32_t behind = (total + 63) / 64 * 64 - total;
-    #pragma unroll 1
-    for (uint32_t index = thread_3; index < behind * 128; index += 33792) {
-      uint32_t unit = index % 16;
-      uint32_t kv_head = index / 16 % 8;
-      uint64_t core = (uint64_t)(kv_head * 2048 + (of_segment.w + total + index / 128) / 8) * 2048 + (uint64_t)(unit * 128 + (of_segment.w + total + index / 128) % 8 * 16);
-      ((uint4*)(workspace + 100959232 + core))[0] = make_u32x4(0, 0, 0, 0);
-    }
-  }
-}
-
-// By all consumer warps, once a tile.
-__device__ __forceinline__ void load(uint32_t token_tile, uint32_t& turn, uint32_t thread, uint8_t* workspace,
-    float* scales) {
-  turn ^= 1;
-  if (thread < 256) {
-    uint32_t token = token_tile * 256 + thread;
-    float total = 0.0f;
-    #pragma unroll 32
-    for (uint32_t part = 0; part < 32; ++part) {
-      total += ((float*)(workspace + 50332672))[part * 2048 + token];
-    }
-    float scale = rsqrt_f32(total * 0.000244140625f + 1e-05f);
-    (scales + turn * 256)[thread] = scale;
-  }
-  named_barrier(1, 256);
-}
-
-__device__ __forceinline__ void store_query(uint32_t head, uint32_t column, uint32_t unit, uint32_t word, uint32_t lane,
-    uint8_t* workspace) {
-  uint32_t pair = lane / 8;
-  uint64_t offset = (uint64_t)((head * 128 + column / 16) * 8 + unit / 2) * 512 + (uint64_t)((column % 8 * 4 + pair) * 16 + (column / 8 % 2 + unit % 2 * 2) * 4);
-  ((uint32_t*)(workspace + 50594816 + offset))[0] = word;
-}
-
-__device__ __forceinline__ void store_kv(uint32_t head, uint32_t position, uint32_t table, uint32_t first_row,
-    uint32_t unit, uint32_t word, uint32_t lane, uint8_t* workspace, const int32_t* page_table, uint32_t layer,
-    uint32_t kv_pages, bf16* kv) {
-  uint32_t pair = lane / 8;
-  uint32_t kv_row = head - 32;
-  uint32_t kv_head = kv_row % 8;
-  bool is_key = kv_row < 8;
-  uint64_t core = (uint64_t)(kv_head * 2048 + (first_row + position) / 8) * 2048 + (uint64_t)(unit * 128 + (first_row + position) % 8 * 16) + (uint64_t)(pair * 4);
-  uint8_t* into = (is_key ? workspace + 67404800 : workspace + 100959232) + core;
-  ((uint32_t*)(into))[0] = word;
-  uint32_t page = load_constant_u32(page_table + (table + position / 16));
-  uint64_t offset = (uint64_t)(layer * kv_pages + page) * 32768;
-  bf16* key = kv + (offset + (uint64_t)(kv_head * 2048 + position % 16 * 128));
-  bf16* cached = (is_key ? key : key + 16384) + (unit * 8 + pair * 2);
-  ((uint32_t*)(cached))[0] = word;
-}
-
-// The 16 rows of an M-tile as 16 columns of a vector in token order, rounded to bf16.
-__device__ __forceinline__ void store_rows_2(uint8_t* into, uint32_t lane, float (&sums)[128], uint32_t group,
-    float (&weights)[2], uint32_t m_tile, uint32_t token_tile) {
-  uint2 words;
-  bool is_odd = lane / 4 % 2 != 0;
-  uint32_t mine = is_odd ? pack_bf16x2(bf16_to_f32(f32_to_bf16(sums[group * 4 + 1])) * weights[0], bf16_to_f32(f32_to_bf16(sums[group * 4 + 3])) * weights[1]) : pack_bf16x2(bf16_to_f32(f32_to_bf16(sums[group * 4])) * weights[0], bf16_to_f32(f32_to_bf16(sums[group * 4 + 2])) * weights[1]);
-  uint32_t other = shuffle_xor_u32(is_odd ? pack_bf16x2(bf16_to_f32(f32_to_bf16(sums[group * 4])) * weights[0], bf16_to_f32(f32_to_bf16(sums[group * 4 + 2])) * weights[1]) : pack_bf16x2(bf16_to_f32(f32_to_bf16(sums[group * 4 + 1])) * weights[0], bf16_to_f32(f32_to_bf16(sums[group * 4 + 3])) * weights[1]), 4);
-  uint32_t even = is_odd ? other : mine;
-  uint32_t odd = is_odd ? mine : other;
-  uint32_t low = byte_permute(even, odd, 21520);
-  uint32_t high = byte_permute(even, odd, 30258);
-  words.x = low;
-  words.y = high;
-  uint32_t k_tile = m_tile / 2;
-  uint32_t half = m_tile % 2;
-  uint32_t row = lane / 4;
-  uint32_t token = lane % 4 * 2 + lane / 4 % 2;
-  uint64_t block = (uint64_t)(k_tile * 256 + (token_tile * 32 + group)) * 512;
-  uint8_t* address = into + block + (uint64_t)(row / 2 * 128 + token * 16) + half * 8;
-  ((uint2*)(address))[0] = words;
-}
-
-// The 16 rows of an M-tile as 16 columns of a vector in token order, rounded to bf16.
-__device__ __forceinline__ void store_rows_3(uint8_t* into, uint32_t lane, float (&sums)[128], uint32_t group,
-    float (&weights)[2], uint32_t m_tile, uint32_t token_tile) {
-  uint2 words;
-  bool is_odd = lane / 4 % 2 != 0;
-  uint32_t mine = is_odd ? pack_bf16x2(bf16_to_f32(f32_to_bf16(sums[(group + 1) * 4 + 1])) * weights[0], bf16_to_f32(f32_to_bf16(sums[(group + 1) * 4 + 3])) * weights[1]) : pack_bf16x2(bf16_to_f32(f32_to_bf16(sums[(group + 1) * 4])) * weights[0], bf16_to_f32(f32_to_bf16(sums[(group + 1) * 4 + 2])) * weights[1]);
-  uint32_t other = shuffle_xor_u32(is_odd ? pack_bf16x2(bf16_to_f32(f32_to_bf16(sums[(group + 1) * 4])) * weights[0], bf16_to_f32(f32_to_bf16(sums[(group + 1) * 4 + 2])) * weights[1]) : pack_bf16x2(bf16_to_f32(f32_to_bf16(sums[(group + 1) * 4 + 1])) * weights[0], bf16_to_f32(f32_to_bf16(sums[(group + 1) * 4 + 3])) * weights[1]), 4);
-  uint32_t even = is_odd ? other : mine;
-  uint32_t odd = is_odd ? mine : other;
-  uint32_t low = byte_permute(even, odd, 21520);
-  uint32_t high = byte_permute(even, odd, 30258);
-  words.x = low;
-  words.y = high;
-  uint32_t k_tile = m_tile / 2;
-  uint32_t half = m_tile % 2;
-  uint32_t row = lane / 4;
-  uint32_t token = lane % 4 * 2 + lane / 4 % 2;
-  uint64_t block = (uint64_t)(k_tile * 256 + (token_tile * 32 + group) + 1) * 512;
-  uint8_t* address = into + block + (uint64_t)(row / 2 * 128 + token * 16) + half * 8;
-  ((uint2*)(address))[0] = words;
-}
-
-// The 16 rows of an M-tile as 16 columns of a vector in token order, rounded to bf16.
-__device__ __forceinline__ void store_rows_4(uint8_t* into, uint32_t lane, float (&sums)[128], uint32_t group,
-    float (&weights)[2], uint32_t m_tile, uint32_t token_tile) {
-  uint2 words;
-  bool is_odd = lane / 4 % 2 != 0;
-  uint32_t mine = is_odd ? pack_bf16x2(bf16_to_f32(f32_to_bf16(sums[(group + 2) * 4 + 1])) * weights[0], bf16_to_f32(f32_to_bf16(sums[(group + 2) * 4 + 3])) * weights[1]) : pack_bf16x2(bf16_to_f32(f32_to_bf16(sums[(group + 2) * 4])) * weights[0], bf16_to_f32(f32_to_bf16(sums[(group + 2) * 4 + 2])) * weights[1]);
-  uint32_t other = shuffle_xor_u32(is_odd ? pack_bf16x2(bf16_to_f32(f32_to_bf16(sums[(group + 2) * 4])) * weights[0], bf16_to_f32(f32_to_bf16(sums[(group + 2) * 4 + 2])) * weights[1]) : pack_bf16x2(bf16_to_f32(f32_to_bf16(sums[(group + 2) * 4 + 1])) * weights[0], bf16_to_f32(f32_to_bf16(sums[(group + 2) * 4 + 3])) * weights[1]), 4);
-  uint32_t even = is_odd ? other : mine;
-  uint32_t odd = is_odd ? mine : other;
-  uint32_t low = byte_permute(even, odd, 21520);
-  uint32_t high = byte_permute(even, odd, 30258);
-  words.x = low;
-  words.y = high;
-  uint32_t k_tile = m_tile / 2;
-  uint32_t half = m_tile % 2;
-  uint32_t row = lane / 4;
-  uint32_t token = lane % 4 * 2 + lane / 4 % 2;
-  uint64_t block = (uint64_t)(k_tile * 256 + (token_tile * 32 + group) + 2) * 512;
-  uint8_t* address = into + block + (uint64_t)(row / 2 * 128 + token * 16) + half * 8;
-  ((uint2*)(address))[0] = words;
-}
-
-// The 16 rows of an M-tile as 16 columns of a vector in token order, rounded to bf16.
-__device__ __forceinline__ void store_rows_5(uint8_t* into, uint32_t lane, float (&sums)[128], uint32_t group,
-    float (&weights)[2], uint32_t m_tile, uint32_t token_tile) {
-  uint2 words;
-  bool is_odd = lane / 4 % 2 != 0;
-  uint32_t mine = is_odd ? pack_bf16x2(bf16_to_f32(f32_to_bf16(sums[(group + 3) * 4 + 1])) * weights[0], bf16_to_f32(f32_to_bf16(sums[(group + 3) * 4 + 3])) * weights[1]) : pack_bf16x2(bf16_to_f32(f32_to_bf16(sums[(group + 3) * 4])) * weights[0], bf16_to_f32(f32_to_bf16(sums[(group + 3) * 4 + 2])) * weights[1]);
-  uint32_t other = shuffle_xor_u32(is_odd ? pack_bf16x2(bf16_to_f32(f32_to_bf16(sums[(group + 3) * 4])) * weights[0], bf16_to_f32(f32_to_bf16(sums[(group + 3) * 4 + 2])) * weights[1]) : pack_bf16x2(bf16_to_f32(f32_to_bf16(sums[(group + 3) * 4 + 1])) * weights[0], bf16_to_f32(f32_to_bf16(sums[(group + 3) * 4 + 3])) * weights[1]), 4);
-  uint32_t even = is_odd ? other : mine;
-  uint32_t odd = is_odd ? mine : other;
-  uint32_t low = byte_permute(even, odd, 21520);
-  uint32_t high = byte_permute(even, odd, 30258);
-  words.x = low;
-  words.y = high;
-  uint32_t k_tile = m_tile / 2;
-  uint32_t half = m_tile % 2;
-  uint32_t row = lane / 4;
-  uint32_t token = lane % 4 * 2 + lane / 4 % 2;
-  uint64_t block = (uint64_t)(k_tile * 256 + (token_tile * 32 + group) + 3) * 512;
-  uint8_t* address = into + block + (uint64_t)(row / 2 * 128 + token * 16) + half * 8;
-  ((uint2*)(address))[0] = words;
-}
-
-// Every token's sum over the row tile: its M-tiles in order.
-__device__ __forceinline__ void end_2(uint32_t row_tile, uint32_t token_tile, uint32_t thread, uint8_t* arena,
-    uint8_t* workspace) {
-  named_barrier(1, 256);
-  if (thread < 256) {
-    float* kept = (float*)(arena + SQUARES) + thread;
-    uint32_t count = min(256 - row_tile * 8, 8u);
-    float total = 0.0f;
-    #pragma unroll 1
-    for (uint32_t m_tile = 0; m_tile < count; ++m_tile) {
-      total += kept[m_tile * 256];
-    }
-    uint32_t token = token_tile * 256 + thread;
-    ((float*)(workspace + 50332672))[row_tile * 2048 + token] = total;
-  }
-  named_barrier(1, 256);
-}
-
-// silu(gate) * up of an M-tile's 8 gate rows and their up rows, as 8 columns of a vector in token order.
-__device__ __forceinline__ void store_gated(uint8_t* into, float first, float2 scale, float second, float third,
-    float fourth, uint32_t lane, uint32_t m_tile, uint32_t token_tile, uint32_t group) {
-  float first_2 = first * scale.x;
-  float second_2 = second * scale.y;
-  float third_2 = third * scale.x;
-  float fourth_2 = fourth * scale.y;
-  uint32_t pair = pack_bf16x2(divide_f32(first_2, 1.0f + exp_f32(-first_2)) * third_2, divide_f32(second_2, 1.0f + exp_f32(-second_2)) * fourth_2);
-  bool is_odd = lane / 4 % 2 != 0;
-  uint32_t mine = is_odd ? pair : pair;
-  uint32_t other = shuffle_xor_u32(is_odd ? pair : pair, 4);
-  uint32_t even = is_odd ? other : mine;
-  uint32_t odd = is_odd ? mine : other;
-  bool is_odd_2 = lane / 4 % 2 != 0;
-  uint32_t word = is_odd_2 ? byte_permute(even, odd, 30258) : byte_permute(even, odd, 21520);
-  uint32_t row = lane / 4;
-  uint32_t token = lane % 4 * 2 + lane / 4 % 2;
-  uint64_t block = (uint64_t)(m_tile / 4 * 256 + (token_tile * 32 + group)) * 512;
-  uint8_t* address = into + block + (uint64_t)(row / 2 * 128 + token * 16) + m_tile % 4 * 4;
-  ((uint32_t*)(address))[0] = word;
-}
-
-// silu(gate) * up of an M-tile's 8 gate rows and their up rows, as 8 columns of a vector in token order.
-__device__ __forceinline__ void store_gated_2(uint8_t* into, float first, float2 scale, float second, float third,
-    float fourth, uint32_t lane, uint32_t m_tile, uint32_t token_tile, uint32_t group) {
-  float first_2 = first * scale.x;
-  float second_2 = second * scale.y;
-  float third_2 = third * scale.x;
-  float fourth_2 = fourth * scale.y;
-  uint32_t pair = pack_bf16x2(divide_f32(first_2, 1.0f + exp_f32(-first_2)) * third_2, divide_f32(second_2, 1.0f + exp_f32(-second_2)) * fourth_2);
-  bool is_odd = lane / 4 % 2 != 0;
-  uint32_t mine = is_odd ? pair : pair;
-  uint32_t other = shuffle_xor_u32(is_odd ? pair : pair, 4);
-  uint32_t even = is_odd ? other : mine;
-  uint32_t odd = is_odd ? mine : other;
-  bool is_odd_2 = lane / 4 % 2 != 0;
-  uint32_t word = is_odd_2 ? byte_permute(even, odd, 30258) : byte_permute(even, odd, 21520);
-  uint32_t row = lane / 4;
-  uint32_t token = lane % 4 * 2 + lane / 4 % 2;
-  uint64_t block = (uint64_t)(m_tile / 4 * 256 + (token_tile * 32 + group) + 1) * 512;
-  uint8_t* address = into + block + (uint64_t)(row / 2 * 128 + token * 16) + m_tile % 4 * 4;
-  ((uint32_t*)(address))[0] = word;
-}
-
-// silu(gate) * up of an M-tile's 8 gate rows and their up rows, as 8 columns of a vector in token order.
-__device__ __forceinline__ void store_gated_3(uint8_t* into, float first, float2 scale, float second, float third,
-    float fourth, uint32_t lane, uint32_t m_tile, uint32_t token_tile, uint32_t group) {
-  float first_2 = first * scale.x;
-  float second_2 = second * scale.y;
-  float third_2 = third * scale.x;
-  float fourth_2 = fourth * scale.y;
-  uint32_t pair = pack_bf16x2(divide_f32(first_2, 1.0f + exp_f32(-first_2)) * third_2, divide_f32(second_2, 1.0f + exp_f32(-second_2)) * fourth_2);
-  bool is_odd = lane / 4 % 2 != 0;
-  uint32_t mine = is_odd ? pair : pair;
-  uint32_t other = shuffle_xor_u32(is_odd ? pair : pair, 4);
-  uint32_t even = is_odd ? other : mine;
-  uint32_t odd = is_odd ? mine : other;
-  bool is_odd_2 = lane / 4 % 2 != 0;
-  uint32_t word = is_odd_2 ? byte_permute(even, odd, 30258) : byte_permute(even, odd, 21520);
-  uint32_t row = lane / 4;
-  uint32_t token = lane % 4 * 2 + lane / 4 % 2;
-  uint64_t block = (uint64_t)(m_tile / 4 * 256 + (token_tile * 32 + group) + 2) * 512;
-  uint8_t* address = into + block + (uint64_t)(row / 2 * 128 + token * 16) + m_tile % 4 * 4;
-  ((uint32_t*)(address))[0] = word;
-}
-
-// silu(gate) * up of an M-tile's 8 gate rows and their up rows, as 8 columns of a vector in token order.
-__device__ __forceinline__ void store_gated_4(uint8_t* into, float first, float2 scale, float second, float third,
-    float fourth, uint32_t lane, uint32_t m_tile, uint32_t token_tile, uint32_t group) {
-  float first_2 = first * scale.x;
-  float second_2 = second * scale.y;
-  float third_2 = third * scale.x;
-  float fourth_2 = fourth * scale.y;
-  uint32_t pair = pack_bf16x2(divide_f32(first_2, 1.0f + exp_f32(-first_2)) * third_2, divide_f32(second_2, 1.0f + exp_f32(-second_2)) * fourth_2);
-  bool is_odd = lane / 4 % 2 != 0;
-  uint32_t mine = is_odd ? pair : pair;
-  uint32_t other = shuffle_xor_u32(is_odd ? pair : pair, 4);
-  uint32_t even = is_odd ? other : mine;
-  uint32_t odd = is_odd ? mine : other;
-  bool is_odd_2 = lane / 4 % 2 != 0;
-  uint32_t word = is_odd_2 ? byte_permute(even, odd, 30258) : byte_permute(even, odd, 21520);
-  uint32_t row = lane / 4;
-  uint32_t token = lane % 4 * 2 + lane / 4 % 2;
-  uint64_t block = (uint64_t)(m_tile / 4 * 256 + (token_tile * 32 + group) + 3) * 512;
-  uint8_t* address = into + block + (uint64_t)(row / 2 * 128 + token * 16) + m_tile % 4 * 4;
-  ((uint32_t*)(address))[0] = word;
-}
-
-// In the consumer role: the product of `phase`. All share one main loop: with one for each, a kernel took four
-// times as long to compile, and ptxas found no registers for its accumulators.
-__device__ __forceinline__ void multiply(uint32_t phase, uint32_t block, uint32_t token_tiles, uint32_t warp,
-    uint32_t& turn, uint32_t thread, uint8_t* workspace, float* scales, uint32_t& stage, uint64_t* full,
-    uint32_t& parity, uint8_t* ring, uint32_t lane, uint64_t* empty, const int32_t* groups, const float* rope,
-    const int32_t* page_table, uint32_t layer, uint32_t kv_pages, bf16* kv, const bf16* norms, uint32_t phase_2,
-    uint8_t* arena) {
-  uint32_t row_tiles = phase == 4 ? 32 : (phase == 3 ? 224 : (phase == 2 ? 32u : 48u));
-  #pragma unroll 1
-  for (uint32_t tile = block; tile < token_tiles * row_tiles; tile += 132) {
-    uint32_t row_tile = tile / token_tiles;
-    uint32_t token_tile = tile % token_tiles;
-    uint32_t m_tile = row_tile * 8 + warp;
-    float sums[128];
-    if (phase == 0) {
-      load(token_tile, turn, thread, workspace, scales);
-    }
-    if (phase == 2 || phase == 4) {
-    }
-    if (phase == 3) {
-      load(token_tile, turn, thread, workspace, scales);
-    }
-    uint4 even[4];
-    uint4 odd[4];
-    uint32_t previous = 0;
-    uint32_t stage_2 = stage;
-    mbarrier_wait(full + stage, parity);
-    uint8_t* memory = ring + stage_2 * 49152;
-    even[0] = ((const uint4*)(memory + warp * 2048))[lane];
-    even[1] = ((const uint4*)(memory + warp * 2048))[32 + lane];
-    even[2] = ((const uint4*)(memory + warp * 2048))[64 + lane];
-    even[3] = ((const uint4*)(memory + warp * 2048))[96 + lane];
-    wgmma_fence();
-    uint64_t descriptor = matrix_descriptor(memory + 16384, 128, 512);
-    wgmma_bf16_n256(sums, even[0], descriptor, 0);
-    wgmma_bf16_n256(sums, even[1], descriptor + 16, 1);
-    wgmma_bf16_n256(sums, even[2], descriptor + 1024, 1);
-    wgmma_bf16_n256(sums, even[3], descriptor + 1040, 1);
-    wgmma_commit();
-    previous = stage_2;
-    advance(stage, parity);
-    uint32_t pairs = phase == 4 ? 111 : (phase == 3 ? 31 : (phase == 2 ? 31u : 31u));
-    #pragma unroll 1
-    for (uint32_t i = 0; i < pairs; ++i) {
       uint32_t stage_3 = stage;
       mbarrier_wait(full + stage, parity);
       uint8_t* memory_2 = ring + stage_3 * 49152;
@@ -1594,1033 +1607,894 @@ __device__ __forceinline__ void multiply(uint32_t phase, uint32_t block, uint32_
       wgmma_commit();
       wgmma_wait_but_one();
       warp_barrier();
-      if (lane == 0) {
-        mbarrier_arrive(empty + previous);
-      }
+      if (lane == 0) mbarrier_arrive(empty + previous);
       previous = stage_3;
       advance(stage, parity);
-      uint32_t stage_4 = stage;
-      mbarrier_wait(full + stage, parity);
-      uint8_t* memory_3 = ring + stage_4 * 49152;
-      even[0] = ((const uint4*)(memory_3 + warp * 2048))[lane];
-      even[1] = ((const uint4*)(memory_3 + warp * 2048))[32 + lane];
-      even[2] = ((const uint4*)(memory_3 + warp * 2048))[64 + lane];
-      even[3] = ((const uint4*)(memory_3 + warp * 2048))[96 + lane];
-      wgmma_fence();
-      uint64_t descriptor_3 = matrix_descriptor(memory_3 + 16384, 128, 512);
-      wgmma_bf16_n256(sums, even[0], descriptor_3, 1);
-      wgmma_bf16_n256(sums, even[1], descriptor_3 + 16, 1);
-      wgmma_bf16_n256(sums, even[2], descriptor_3 + 1024, 1);
-      wgmma_bf16_n256(sums, even[3], descriptor_3 + 1040, 1);
-      wgmma_commit();
-      wgmma_wait_but_one();
+      wgmma_wait_all();
       warp_barrier();
-      if (lane == 0) {
-        mbarrier_arrive(empty + previous);
-      }
-      previous = stage_4;
-      advance(stage, parity);
-    }
-    uint32_t stage_3 = stage;
-    mbarrier_wait(full + stage, parity);
-    uint8_t* memory_2 = ring + stage_3 * 49152;
-    odd[0] = ((const uint4*)(memory_2 + warp * 2048))[lane];
-    odd[1] = ((const uint4*)(memory_2 + warp * 2048))[32 + lane];
-    odd[2] = ((const uint4*)(memory_2 + warp * 2048))[64 + lane];
-    odd[3] = ((const uint4*)(memory_2 + warp * 2048))[96 + lane];
-    wgmma_fence();
-    uint64_t descriptor_2 = matrix_descriptor(memory_2 + 16384, 128, 512);
-    wgmma_bf16_n256(sums, odd[0], descriptor_2, 1);
-    wgmma_bf16_n256(sums, odd[1], descriptor_2 + 16, 1);
-    wgmma_bf16_n256(sums, odd[2], descriptor_2 + 1024, 1);
-    wgmma_bf16_n256(sums, odd[3], descriptor_2 + 1040, 1);
-    wgmma_commit();
-    wgmma_wait_but_one();
-    warp_barrier();
-    if (lane == 0) {
-      mbarrier_arrive(empty + previous);
-    }
-    previous = stage_3;
-    advance(stage, parity);
-    wgmma_wait_all();
-    warp_barrier();
-    if (lane == 0) {
-      mbarrier_arrive(empty + previous);
-    }
-    if (phase == 0) {
-      if (m_tile < 384) {
-        #pragma unroll
-        for (uint32_t group = 0; group < 32; group += 4) {
-          uint32_t of_pass = token_tile * 32 + group;
-          uint32_t lane_2 = lane;
-          uint4 of_group = ((const uint4*)(groups))[of_pass];
-          uint32_t frequency = m_tile % 8 * 8 + lane_2 / 4;
-          uint32_t position = min(of_group.x + lane_2 % 4 * 2, 8191u);
-          const float2* angles = (const float2*)(rope);
-          float2 angle = angles[position * 64 + frequency];
-          uint32_t position_2 = min(of_group.x + lane_2 % 4 * 2 + 1, 8191u);
-          const float2* angles_2 = (const float2*)(rope);
-          float2 angle_2 = angles_2[position_2 * 64 + frequency];
-          uint32_t lane_3 = lane;
-          uint4 of_group_2 = ((const uint4*)(groups))[of_pass + 1];
-          uint32_t frequency_2 = m_tile % 8 * 8 + lane_3 / 4;
-          uint32_t position_3 = min(of_group_2.x + lane_3 % 4 * 2, 8191u);
-          const float2* angles_3 = (const float2*)(rope);
-          float2 angle_3 = angles_3[position_3 * 64 + frequency_2];
-          uint32_t position_4 = min(of_group_2.x + lane_3 % 4 * 2 + 1, 8191u);
-          const float2* angles_4 = (const float2*)(rope);
-          float2 angle_4 = angles_4[position_4 * 64 + frequency_2];
-          uint32_t lane_4 = lane;
-          uint4 of_group_3 = ((const uint4*)(groups))[of_pass + 2];
-          uint32_t frequency_3 = m_tile % 8 * 8 + lane_4 / 4;
-          uint32_t position_5 = min(of_group_3.x + lane_4 % 4 * 2, 8191u);
-          const float2* angles_5 = (const float2*)(rope);
-          float2 angle_5 = angles_5[position_5 * 64 + frequency_3];
-          uint32_t position_6 = min(of_group_3.x + lane_4 % 4 * 2 + 1, 8191u);
-          const float2* angles_6 = (const float2*)(rope);
-          float2 angle_6 = angles_6[position_6 * 64 + frequency_3];
-          uint32_t lane_5 = lane;
-          uint4 of_group_4 = ((const uint4*)(groups))[of_pass + 3];
-          uint32_t frequency_4 = m_tile % 8 * 8 + lane_5 / 4;
-          uint32_t position_7 = min(of_group_4.x + lane_5 % 4 * 2, 8191u);
-          const float2* angles_7 = (const float2*)(rope);
-          float2 angle_7 = angles_7[position_7 * 64 + frequency_4];
-          uint32_t position_8 = min(of_group_4.x + lane_5 % 4 * 2 + 1, 8191u);
-          const float2* angles_8 = (const float2*)(rope);
-          float2 angle_8 = angles_8[position_8 * 64 + frequency_4];
-          uint32_t head = m_tile / 8;
-          uint32_t m_tile_of_head = m_tile % 8;
-          float rows[4];
-          const float2* pairs_2 = (const float2*)(scales + turn * 256);
-          float2 scale = pairs_2[group * 4 + lane % 4];
-          float first = sums[group * 4];
-          float second = sums[group * 4 + 1];
-          float third = sums[group * 4 + 2];
-          float fourth = sums[group * 4 + 3];
-          rows[0] = first * scale.x;
-          rows[1] = second * scale.y;
-          rows[2] = third * scale.x;
-          rows[3] = fourth * scale.y;
-          bool is_paired = head < 40;
-          if (is_paired) {
-            float first_2 = rows[0];
-            float second_2 = rows[2];
-            rows[0] = fma_f32(first_2, angle.x, -second_2 * angle.y);
-            rows[2] = fma_f32(second_2, angle.x, first_2 * angle.y);
-            float first_3 = rows[1];
-            float second_3 = rows[3];
-            rows[1] = fma_f32(first_3, angle_2.x, -second_3 * angle_2.y);
-            rows[3] = fma_f32(second_3, angle_2.x, first_3 * angle_2.y);
-          }
-          bool is_odd = lane / 4 % 2 != 0;
-          uint32_t mine = is_odd ? pack_bf16x2(rows[1], rows[3]) : pack_bf16x2(rows[0], rows[2]);
-          uint32_t other = shuffle_xor_u32(is_odd ? pack_bf16x2(rows[0], rows[2]) : pack_bf16x2(rows[1], rows[3]), 4);
-          uint32_t even_2 = is_odd ? other : mine;
-          uint32_t odd_2 = is_odd ? mine : other;
-          uint32_t low = byte_permute(even_2, odd_2, 21520);
-          uint32_t high = byte_permute(even_2, odd_2, 30258);
-          uint32_t first_unit = is_paired ? m_tile_of_head : m_tile_of_head * 2;
-          uint32_t second_unit = is_paired ? m_tile_of_head + 8 : m_tile_of_head * 2 + 1;
-          uint32_t in_group = lane % 4 * 2 + lane / 4 % 2;
-          if (head < 32) {
-            store_query(head, (token_tile * 32 + group) * 8 + in_group, first_unit, low, lane, workspace);
-          } else if (in_group < of_group.y) {
-            store_kv(head, of_group.x + in_group, of_group.z, of_group.w, first_unit, low, lane, workspace, page_table,
-                layer, kv_pages, kv);
-          }
-          uint32_t in_group_2 = lane % 4 * 2 + lane / 4 % 2;
-          if (head < 32) {
-            store_query(head, (token_tile * 32 + group) * 8 + in_group_2, second_unit, high, lane, workspace);
-          } else if (in_group_2 < of_group.y) {
-            store_kv(head, of_group.x + in_group_2, of_group.z, of_group.w, second_unit, high, lane, workspace,
-                page_table, layer, kv_pages, kv);
-          }
-          uint32_t head_2 = m_tile / 8;
-          uint32_t m_tile_of_head_2 = m_tile % 8;
-          float rows_2[4];
-          const float2* pairs_3 = (const float2*)(scales + turn * 256);
-          float2 scale_2 = pairs_3[(group + 1) * 4 + lane % 4];
-          float first_2 = sums[(group + 1) * 4];
-          float second_2 = sums[(group + 1) * 4 + 1];
-          float third_2 = sums[(group + 1) * 4 + 2];
-          float fourth_2 = sums[(group + 1) * 4 + 3];
-          rows_2[0] = first_2 * scale_2.x;
-          rows_2[1] = second_2 * scale_2.y;
-          rows_2[2] = third_2 * scale_2.x;
-          rows_2[3] = fourth_2 * scale_2.y;
-          bool is_paired_2 = head_2 < 40;
-          if (is_paired_2) {
-            float first_3 = rows_2[0];
-            float second_3 = rows_2[2];
-            rows_2[0] = fma_f32(first_3, angle_3.x, -second_3 * angle_3.y);
-            rows_2[2] = fma_f32(second_3, angle_3.x, first_3 * angle_3.y);
-            float first_4 = rows_2[1];
-            float second_4 = rows_2[3];
-            rows_2[1] = fma_f32(first_4, angle_4.x, -second_4 * angle_4.y);
-            rows_2[3] = fma_f32(second_4, angle_4.x, first_4 * angle_4.y);
-          }
-          bool is_odd_2 = lane / 4 % 2 != 0;
-          uint32_t mine_2 = is_odd_2 ? pack_bf16x2(rows_2[1], rows_2[3]) : pack_bf16x2(rows_2[0], rows_2[2]);
-          uint32_t other_2 = shuffle_xor_u32(is_odd_2 ? pack_bf16x2(rows_2[0], rows_2[2]) : pack_bf16x2(rows_2[1], rows_2[3]), 4);
-          uint32_t even_3 = is_odd_2 ? other_2 : mine_2;
-          uint32_t odd_3 = is_odd_2 ? mine_2 : other_2;
-          uint32_t low_2 = byte_permute(even_3, odd_3, 21520);
-          uint32_t high_2 = byte_permute(even_3, odd_3, 30258);
-          uint32_t first_unit_2 = is_paired_2 ? m_tile_of_head_2 : m_tile_of_head_2 * 2;
-          uint32_t second_unit_2 = is_paired_2 ? m_tile_of_head_2 + 8 : m_tile_of_head_2 * 2 + 1;
-          uint32_t in_group_3 = lane % 4 * 2 + lane / 4 % 2;
-          if (head_2 < 32) {
-            store_query(head_2, (token_tile * 32 + group + 1) * 8 + in_group_3, first_unit_2, low_2, lane, workspace);
-          } else if (in_group_3 < of_group_2.y) {
-            store_kv(head_2, of_group_2.x + in_group_3, of_group_2.z, of_group_2.w, first_unit_2, low_2, lane,
-                workspace, page_table, layer, kv_pages, kv);
-          }
-          uint32_t in_group_4 = lane % 4 * 2 + lane / 4 % 2;
-          if (head_2 < 32) {
-            store_query(head_2, (token_tile * 32 + group + 1) * 8 + in_group_4, second_unit_2, high_2, lane, workspace);
-          } else if (in_group_4 < of_group_2.y) {
-            store_kv(head_2, of_group_2.x + in_group_4, of_group_2.z, of_group_2.w, second_unit_2, high_2, lane,
-                workspace, page_table, layer, kv_pages, kv);
-          }
-          uint32_t head_3 = m_tile / 8;
-          uint32_t m_tile_of_head_3 = m_tile % 8;
-          float rows_3[4];
-          const float2* pairs_4 = (const float2*)(scales + turn * 256);
-          float2 scale_3 = pairs_4[(group + 2) * 4 + lane % 4];
-          float first_3 = sums[(group + 2) * 4];
-          float second_3 = sums[(group + 2) * 4 + 1];
-          float third_3 = sums[(group + 2) * 4 + 2];
-          float fourth_3 = sums[(group + 2) * 4 + 3];
-          rows_3[0] = first_3 * scale_3.x;
-          rows_3[1] = second_3 * scale_3.y;
-          rows_3[2] = third_3 * scale_3.x;
-          rows_3[3] = fourth_3 * scale_3.y;
-          bool is_paired_3 = head_3 < 40;
-          if (is_paired_3) {
-            float first_4 = rows_3[0];
-            float second_4 = rows_3[2];
-            rows_3[0] = fma_f32(first_4, angle_5.x, -second_4 * angle_5.y);
-            rows_3[2] = fma_f32(second_4, angle_5.x, first_4 * angle_5.y);
-            float first_5 = rows_3[1];
-            float second_5 = rows_3[3];
-            rows_3[1] = fma_f32(first_5, angle_6.x, -second_5 * angle_6.y);
-            rows_3[3] = fma_f32(second_5, angle_6.x, first_5 * angle_6.y);
-          }
-          bool is_odd_3 = lane / 4 % 2 != 0;
-          uint32_t mine_3 = is_odd_3 ? pack_bf16x2(rows_3[1], rows_3[3]) : pack_bf16x2(rows_3[0], rows_3[2]);
-          uint32_t other_3 = shuffle_xor_u32(is_odd_3 ? pack_bf16x2(rows_3[0], rows_3[2]) : pack_bf16x2(rows_3[1], rows_3[3]), 4);
-          uint32_t even_4 = is_odd_3 ? other_3 : mine_3;
-          uint32_t odd_4 = is_odd_3 ? mine_3 : other_3;
-          uint32_t low_3 = byte_permute(even_4, odd_4, 21520);
-          uint32_t high_3 = byte_permute(even_4, odd_4, 30258);
-          uint32_t first_unit_3 = is_paired_3 ? m_tile_of_head_3 : m_tile_of_head_3 * 2;
-          uint32_t second_unit_3 = is_paired_3 ? m_tile_of_head_3 + 8 : m_tile_of_head_3 * 2 + 1;
-          uint32_t in_group_5 = lane % 4 * 2 + lane / 4 % 2;
-          if (head_3 < 32) {
-            store_query(head_3, (token_tile * 32 + group + 2) * 8 + in_group_5, first_unit_3, low_3, lane, workspace);
-          } else if (in_group_5 < of_group_3.y) {
-            store_kv(head_3, of_group_3.x + in_group_5, of_group_3.z, of_group_3.w, first_unit_3, low_3, lane,
-                workspace, page_table, layer, kv_pages, kv);
-          }
-          uint32_t in_group_6 = lane % 4 * 2 + lane / 4 % 2;
-          if (head_3 < 32) {
-            store_query(head_3, (token_tile * 32 + group + 2) * 8 + in_group_6, second_unit_3, high_3, lane, workspace);
-          } else if (in_group_6 < of_group_3.y) {
-            store_kv(head_3, of_group_3.x + in_group_6, of_group_3.z, of_group_3.w, second_unit_3, high_3, lane,
-                workspace, page_table, layer, kv_pages, kv);
-          }
-          uint32_t head_4 = m_tile / 8;
-          uint32_t m_tile_of_head_4 = m_tile % 8;
-          float rows_4[4];
-          const float2* pairs_5 = (const float2*)(scales + turn * 256);
-          float2 scale_4 = pairs_5[(group + 3) * 4 + lane % 4];
-          float first_4 = sums[(group + 3) * 4];
-          float second_4 = sums[(group + 3) * 4 + 1];
-          float third_4 = sums[(group + 3) * 4 + 2];
-          float fourth_4 = sums[(group + 3) * 4 + 3];
-          rows_4[0] = first_4 * scale_4.x;
-          rows_4[1] = second_4 * scale_4.y;
-          rows_4[2] = third_4 * scale_4.x;
-          rows_4[3] = fourth_4 * scale_4.y;
-          bool is_paired_4 = head_4 < 40;
-          if (is_paired_4) {
-            float first_5 = rows_4[0];
-            float second_5 = rows_4[2];
-            rows_4[0] = fma_f32(first_5, angle_7.x, -second_5 * angle_7.y);
-            rows_4[2] = fma_f32(second_5, angle_7.x, first_5 * angle_7.y);
-            float first_6 = rows_4[1];
-            float second_6 = rows_4[3];
-            rows_4[1] = fma_f32(first_6, angle_8.x, -second_6 * angle_8.y);
-            rows_4[3] = fma_f32(second_6, angle_8.x, first_6 * angle_8.y);
-          }
-          bool is_odd_4 = lane / 4 % 2 != 0;
-          uint32_t mine_4 = is_odd_4 ? pack_bf16x2(rows_4[1], rows_4[3]) : pack_bf16x2(rows_4[0], rows_4[2]);
-          uint32_t other_4 = shuffle_xor_u32(is_odd_4 ? pack_bf16x2(rows_4[0], rows_4[2]) : pack_bf16x2(rows_4[1], rows_4[3]), 4);
-          uint32_t even_5 = is_odd_4 ? other_4 : mine_4;
-          uint32_t odd_5 = is_odd_4 ? mine_4 : other_4;
-          uint32_t low_4 = byte_permute(even_5, odd_5, 21520);
-          uint32_t high_4 = byte_permute(even_5, odd_5, 30258);
-          uint32_t first_unit_4 = is_paired_4 ? m_tile_of_head_4 : m_tile_of_head_4 * 2;
-          uint32_t second_unit_4 = is_paired_4 ? m_tile_of_head_4 + 8 : m_tile_of_head_4 * 2 + 1;
-          uint32_t in_group_7 = lane % 4 * 2 + lane / 4 % 2;
-          if (head_4 < 32) {
-            store_query(head_4, (token_tile * 32 + group + 3) * 8 + in_group_7, first_unit_4, low_4, lane, workspace);
-          } else if (in_group_7 < of_group_4.y) {
-            store_kv(head_4, of_group_4.x + in_group_7, of_group_4.z, of_group_4.w, first_unit_4, low_4, lane,
-                workspace, page_table, layer, kv_pages, kv);
-          }
-          uint32_t in_group_8 = lane % 4 * 2 + lane / 4 % 2;
-          if (head_4 < 32) {
-            store_query(head_4, (token_tile * 32 + group + 3) * 8 + in_group_8, second_unit_4, high_4, lane, workspace);
-          } else if (in_group_8 < of_group_4.y) {
-            store_kv(head_4, of_group_4.x + in_group_8, of_group_4.z, of_group_4.w, second_unit_4, high_4, lane,
-                workspace, page_table, layer, kv_pages, kv);
+      if (lane == 0) mbarrier_arrive(empty + previous);
+      if (phase == 0) {
+        if (m_tile < 384) {
+          #pragma unroll
+          for (uint32_t group = 0; group < 32; group += 4) {
+            uint32_t of_pass = token_tile * 32 + group;
+            uint32_t lane_2 = lane;
+            uint4 of_group = ((const uint4*)(groups))[of_pass];
+            uint32_t frequency = m_tile % 8 * 8 + lane_2 / 4;
+            uint32_t position = min(of_group.x + lane_2 % 4 * 2, 8191u);
+            const float2* angles = (const float2*)(rope);
+            float2 angle = angles[position * 64 + frequency];
+            uint32_t position_2 = min(of_group.x + lane_2 % 4 * 2 + 1, 8191u);
+            const float2* angles_2 = (const float2*)(rope);
+            float2 angle_2 = angles_2[position_2 * 64 + frequency];
+            uint32_t lane_3 = lane;
+            uint4 of_group_2 = ((const uint4*)(groups))[of_pass + 1];
+            uint32_t frequency_2 = m_tile % 8 * 8 + lane_3 / 4;
+            uint32_t position_3 = min(of_group_2.x + lane_3 % 4 * 2, 8191u);
+            const float2* angles_3 = (const float2*)(rope);
+            float2 angle_3 = angles_3[position_3 * 64 + frequency_2];
+            uint32_t position_4 = min(of_group_2.x + lane_3 % 4 * 2 + 1, 8191u);
+            const float2* angles_4 = (const float2*)(rope);
+            float2 angle_4 = angles_4[position_4 * 64 + frequency_2];
+            uint32_t lane_4 = lane;
+            uint4 of_group_3 = ((const uint4*)(groups))[of_pass + 2];
+            uint32_t frequency_3 = m_tile % 8 * 8 + lane_4 / 4;
+            uint32_t position_5 = min(of_group_3.x + lane_4 % 4 * 2, 8191u);
+            const float2* angles_5 = (const float2*)(rope);
+            float2 angle_5 = angles_5[position_5 * 64 + frequency_3];
+            uint32_t position_6 = min(of_group_3.x + lane_4 % 4 * 2 + 1, 8191u);
+            const float2* angles_6 = (const float2*)(rope);
+            float2 angle_6 = angles_6[position_6 * 64 + frequency_3];
+            uint32_t lane_5 = lane;
+            uint4 of_group_4 = ((const uint4*)(groups))[of_pass + 3];
+            uint32_t frequency_4 = m_tile % 8 * 8 + lane_5 / 4;
+            uint32_t position_7 = min(of_group_4.x + lane_5 % 4 * 2, 8191u);
+            const float2* angles_7 = (const float2*)(rope);
+            float2 angle_7 = angles_7[position_7 * 64 + frequency_4];
+            uint32_t position_8 = min(of_group_4.x + lane_5 % 4 * 2 + 1, 8191u);
+            const float2* angles_8 = (const float2*)(rope);
+            float2 angle_8 = angles_8[position_8 * 64 + frequency_4];
+            uint32_t head = m_tile / 8;
+            uint32_t m_tile_of_head = m_tile % 8;
+            float rows[4];
+            const float2* pairs_2 = (const float2*)(scales + turn * 256);
+            float2 scale = pairs_2[group * 4 + lane % 4];
+            float first = sums[group * 4];
+            float second = sums[group * 4 + 1];
+            float third = sums[group * 4 + 2];
+            float fourth = sums[group * 4 + 3];
+            rows[0] = first * scale.x;
+            rows[1] = second * scale.y;
+            rows[2] = third * scale.x;
+            rows[3] = fourth * scale.y;
+            bool is_paired = head < 40;
+            if (is_paired) {
+              float first_2 = rows[0];
+              float second_2 = rows[2];
+              rows[0] = fma_f32(first_2, angle.x, -second_2 * angle.y);
+              rows[2] = fma_f32(second_2, angle.x, first_2 * angle.y);
+              float first_3 = rows[1];
+              float second_3 = rows[3];
+              rows[1] = fma_f32(first_3, angle_2.x, -second_3 * angle_2.y);
+              rows[3] = fma_f32(second_3, angle_2.x, first_3 * angle_2.y);
+            }
+            bool is_odd = lane / 4 % 2 != 0;
+            uint32_t mine = is_odd ? pack_bf16x2(rows[1], rows[3]) : pack_bf16x2(rows[0], rows[2]);
+            uint32_t other = shuffle_xor_u32(is_odd ? pack_bf16x2(rows[0], rows[2]) : pack_bf16x2(rows[1], rows[3]), 4);
+            uint32_t even_2 = is_odd ? other : mine;
+            uint32_t odd_2 = is_odd ? mine : other;
+            uint32_t low = byte_permute(even_2, odd_2, 21520);
+            uint32_t high = byte_permute(even_2, odd_2, 30258);
+            uint32_t first_unit = is_paired ? m_tile_of_head : m_tile_of_head * 2;
+            uint32_t second_unit = is_paired ? m_tile_of_head + 8 : m_tile_of_head * 2 + 1;
+            uint32_t in_group = lane % 4 * 2 + lane / 4 % 2;
+            if (head < 32) {
+              store_query(head, (token_tile * 32 + group) * 8 + in_group, first_unit, low);
+            } else if (in_group < of_group.y) {
+              store_kv(head, of_group.x + in_group, of_group.z, of_group.w, first_unit, low, layer);
+            }
+            uint32_t in_group_2 = lane % 4 * 2 + lane / 4 % 2;
+            if (head < 32) {
+              store_query(head, (token_tile * 32 + group) * 8 + in_group_2, second_unit, high);
+            } else if (in_group_2 < of_group.y) {
+              store_kv(head, of_group.x + in_group_2, of_group.z, of_group.w, second_unit, high, layer);
+            }
+            uint32_t head_2 = m_tile / 8;
+            uint32_t m_tile_of_head_2 = m_tile % 8;
+            float rows_2[4];
+            const float2* pairs_3 = (const float2*)(scales + turn * 256);
+            float2 scale_2 = pairs_3[(group + 1) * 4 + lane % 4];
+            float first_2 = sums[(group + 1) * 4];
+            float second_2 = sums[(group + 1) * 4 + 1];
+            float third_2 = sums[(group + 1) * 4 + 2];
+            float fourth_2 = sums[(group + 1) * 4 + 3];
+            rows_2[0] = first_2 * scale_2.x;
+            rows_2[1] = second_2 * scale_2.y;
+            rows_2[2] = third_2 * scale_2.x;
+            rows_2[3] = fourth_2 * scale_2.y;
+            bool is_paired_2 = head_2 < 40;
+            if (is_paired_2) {
+              float first_3 = rows_2[0];
+              float second_3 = rows_2[2];
+              rows_2[0] = fma_f32(first_3, angle_3.x, -second_3 * angle_3.y);
+              rows_2[2] = fma_f32(second_3, angle_3.x, first_3 * angle_3.y);
+              float first_4 = rows_2[1];
+              float second_4 = rows_2[3];
+              rows_2[1] = fma_f32(first_4, angle_4.x, -second_4 * angle_4.y);
+              rows_2[3] = fma_f32(second_4, angle_4.x, first_4 * angle_4.y);
+            }
+            bool is_odd_2 = lane / 4 % 2 != 0;
+            uint32_t mine_2 = is_odd_2 ? pack_bf16x2(rows_2[1], rows_2[3]) : pack_bf16x2(rows_2[0], rows_2[2]);
+            uint32_t other_2 = shuffle_xor_u32(is_odd_2 ? pack_bf16x2(rows_2[0], rows_2[2]) : pack_bf16x2(rows_2[1], rows_2[3]), 4);
+            uint32_t even_3 = is_odd_2 ? other_2 : mine_2;
+            uint32_t odd_3 = is_odd_2 ? mine_2 : other_2;
+            uint32_t low_2 = byte_permute(even_3, odd_3, 21520);
+            uint32_t high_2 = byte_permute(even_3, odd_3, 30258);
+            uint32_t first_unit_2 = is_paired_2 ? m_tile_of_head_2 : m_tile_of_head_2 * 2;
+            uint32_t second_unit_2 = is_paired_2 ? m_tile_of_head_2 + 8 : m_tile_of_head_2 * 2 + 1;
+            uint32_t in_group_3 = lane % 4 * 2 + lane / 4 % 2;
+            if (head_2 < 32) {
+              store_query(head_2, (token_tile * 32 + group + 1) * 8 + in_group_3, first_unit_2, low_2);
+            } else if (in_group_3 < of_group_2.y) {
+              store_kv(head_2, of_group_2.x + in_group_3, of_group_2.z, of_group_2.w, first_unit_2, low_2, layer);
+            }
+            uint32_t in_group_4 = lane % 4 * 2 + lane / 4 % 2;
+            if (head_2 < 32) {
+              store_query(head_2, (token_tile * 32 + group + 1) * 8 + in_group_4, second_unit_2, high_2);
+            } else if (in_group_4 < of_group_2.y) {
+              store_kv(head_2, of_group_2.x + in_group_4, of_group_2.z, of_group_2.w, second_unit_2, high_2, layer);
+            }
+            uint32_t head_3 = m_tile / 8;
+            uint32_t m_tile_of_head_3 = m_tile % 8;
+            float rows_3[4];
+            const float2* pairs_4 = (const float2*)(scales + turn * 256);
+            float2 scale_3 = pairs_4[(group + 2) * 4 + lane % 4];
+            float first_3 = sums[(group + 2) * 4];
+            float second_3 = sums[(group + 2) * 4 + 1];
+            float third_3 = sums[(group + 2) * 4 + 2];
+            float fourth_3 = sums[(group + 2) * 4 + 3];
+            rows_3[0] = first_3 * scale_3.x;
+            rows_3[1] = second_3 * scale_3.y;
+            rows_3[2] = third_3 * scale_3.x;
+            rows_3[3] = fourth_3 * scale_3.y;
+            bool is_paired_3 = head_3 < 40;
+            if (is_paired_3) {
+              float first_4 = rows_3[0];
+              float second_4 = rows_3[2];
+              rows_3[0] = fma_f32(first_4, angle_5.x, -second_4 * angle_5.y);
+              rows_3[2] = fma_f32(second_4, angle_5.x, first_4 * angle_5.y);
+              float first_5 = rows_3[1];
+              float second_5 = rows_3[3];
+              rows_3[1] = fma_f32(first_5, angle_6.x, -second_5 * angle_6.y);
+              rows_3[3] = fma_f32(second_5, angle_6.x, first_5 * angle_6.y);
+            }
+            bool is_odd_3 = lane / 4 % 2 != 0;
+            uint32_t mine_3 = is_odd_3 ? pack_bf16x2(rows_3[1], rows_3[3]) : pack_bf16x2(rows_3[0], rows_3[2]);
+            uint32_t other_3 = shuffle_xor_u32(is_odd_3 ? pack_bf16x2(rows_3[0], rows_3[2]) : pack_bf16x2(rows_3[1], rows_3[3]), 4);
+            uint32_t even_4 = is_odd_3 ? other_3 : mine_3;
+            uint32_t odd_4 = is_odd_3 ? mine_3 : other_3;
+            uint32_t low_3 = byte_permute(even_4, odd_4, 21520);
+            uint32_t high_3 = byte_permute(even_4, odd_4, 30258);
+            uint32_t first_unit_3 = is_paired_3 ? m_tile_of_head_3 : m_tile_of_head_3 * 2;
+            uint32_t second_unit_3 = is_paired_3 ? m_tile_of_head_3 + 8 : m_tile_of_head_3 * 2 + 1;
+            uint32_t in_group_5 = lane % 4 * 2 + lane / 4 % 2;
+            if (head_3 < 32) {
+              store_query(head_3, (token_tile * 32 + group + 2) * 8 + in_group_5, first_unit_3, low_3);
+            } else if (in_group_5 < of_group_3.y) {
+              store_kv(head_3, of_group_3.x + in_group_5, of_group_3.z, of_group_3.w, first_unit_3, low_3, layer);
+            }
+            uint32_t in_group_6 = lane % 4 * 2 + lane / 4 % 2;
+            if (head_3 < 32) {
+              store_query(head_3, (token_tile * 32 + group + 2) * 8 + in_group_6, second_unit_3, high_3);
+            } else if (in_group_6 < of_group_3.y) {
+              store_kv(head_3, of_group_3.x + in_group_6, of_group_3.z, of_group_3.w, second_unit_3, high_3, layer);
+            }
+            uint32_t head_4 = m_tile / 8;
+            uint32_t m_tile_of_head_4 = m_tile % 8;
+            float rows_4[4];
+            const float2* pairs_5 = (const float2*)(scales + turn * 256);
+            float2 scale_4 = pairs_5[(group + 3) * 4 + lane % 4];
+            float first_4 = sums[(group + 3) * 4];
+            float second_4 = sums[(group + 3) * 4 + 1];
+            float third_4 = sums[(group + 3) * 4 + 2];
+            float fourth_4 = sums[(group + 3) * 4 + 3];
+            rows_4[0] = first_4 * scale_4.x;
+            rows_4[1] = second_4 * scale_4.y;
+            rows_4[2] = third_4 * scale_4.x;
+            rows_4[3] = fourth_4 * scale_4.y;
+            bool is_paired_4 = head_4 < 40;
+            if (is_paired_4) {
+              float first_5 = rows_4[0];
+              float second_5 = rows_4[2];
+              rows_4[0] = fma_f32(first_5, angle_7.x, -second_5 * angle_7.y);
+              rows_4[2] = fma_f32(second_5, angle_7.x, first_5 * angle_7.y);
+              float first_6 = rows_4[1];
+              float second_6 = rows_4[3];
+              rows_4[1] = fma_f32(first_6, angle_8.x, -second_6 * angle_8.y);
+              rows_4[3] = fma_f32(second_6, angle_8.x, first_6 * angle_8.y);
+            }
+            bool is_odd_4 = lane / 4 % 2 != 0;
+            uint32_t mine_4 = is_odd_4 ? pack_bf16x2(rows_4[1], rows_4[3]) : pack_bf16x2(rows_4[0], rows_4[2]);
+            uint32_t other_4 = shuffle_xor_u32(is_odd_4 ? pack_bf16x2(rows_4[0], rows_4[2]) : pack_bf16x2(rows_4[1], rows_4[3]), 4);
+            uint32_t even_5 = is_odd_4 ? other_4 : mine_4;
+            uint32_t odd_5 = is_odd_4 ? mine_4 : other_4;
+            uint32_t low_4 = byte_permute(even_5, odd_5, 21520);
+            uint32_t high_4 = byte_permute(even_5, odd_5, 30258);
+            uint32_t first_unit_4 = is_paired_4 ? m_tile_of_head_4 : m_tile_of_head_4 * 2;
+            uint32_t second_unit_4 = is_paired_4 ? m_tile_of_head_4 + 8 : m_tile_of_head_4 * 2 + 1;
+            uint32_t in_group_7 = lane % 4 * 2 + lane / 4 % 2;
+            if (head_4 < 32) {
+              store_query(head_4, (token_tile * 32 + group + 3) * 8 + in_group_7, first_unit_4, low_4);
+            } else if (in_group_7 < of_group_4.y) {
+              store_kv(head_4, of_group_4.x + in_group_7, of_group_4.z, of_group_4.w, first_unit_4, low_4, layer);
+            }
+            uint32_t in_group_8 = lane % 4 * 2 + lane / 4 % 2;
+            if (head_4 < 32) {
+              store_query(head_4, (token_tile * 32 + group + 3) * 8 + in_group_8, second_unit_4, high_4);
+            } else if (in_group_8 < of_group_4.y) {
+              store_kv(head_4, of_group_4.x + in_group_8, of_group_4.z, of_group_4.w, second_unit_4, high_4, layer);
+            }
           }
         }
       }
-    }
-    if (phase == 2 || phase == 4) {
-      uint32_t stage_4 = stage;
-      mbarrier_wait(full + stage, parity);
-      uint8_t* own = ring + stage_4 * 49152 + warp * 4096;
-      const float4* words = (const float4*)(own);
-      float last = 0.0f;
-      #pragma unroll
-      for (uint32_t group = 0; group < 8; ++group) {
-        float4 added = words[group * 32 + lane];
-        uint32_t place = group * 4;
-        sums[place] = sums[place] + added.x;
-        sums[place + 1] = sums[place + 1] + added.y;
-        sums[place + 2] = sums[place + 2] + added.z;
-        sums[place + 3] = sums[place + 3] + added.w;
-        last += added.x;
-      }
-      wait_for_u32(float_bits(last));
-      warp_barrier();
-      if (lane == 0) {
-        mbarrier_arrive(empty + stage_4);
-      }
-      advance(stage, parity);
-      if (m_tile < 256) {
-        uint32_t row = m_tile * 16 + lane / 4;
-        float weights[2];
-        weights[0] = bf16_to_f32((norms + (layer * 2 + (phase_2 <= 3 ? 1u : 2u)) * 4096)[row]);
-        weights[1] = bf16_to_f32((norms + (layer * 2 + (phase_2 <= 3 ? 1u : 2u)) * 4096)[row + 8]);
+      if (phase == 2 || phase == 4) {
+        uint32_t stage_4 = stage;
+        mbarrier_wait(full + stage, parity);
+        uint8_t* own = ring + stage_4 * 49152 + warp * 4096;
+        const float4* words = (const float4*)(own);
+        float last = 0.0f;
         #pragma unroll
-        for (uint32_t group = 0; group < 8; group += 4) {
-          uint32_t of_pass = token_tile * 32 + group;
-          uint64_t index = ((uint64_t)(m_tile) * 256 + (uint64_t)(token_tile * 32 + group)) * 32;
-          float4 kept;
-          kept.x = sums[group * 4];
-          kept.y = sums[group * 4 + 1];
-          kept.z = sums[group * 4 + 2];
-          kept.w = sums[group * 4 + 3];
-          ((float4*)((float*)(workspace + 1024)))[index + (uint64_t)(lane)] = kept;
-          float* of_lane = (float*)(arena + SQUARES) + (warp * 256 + lane * 2);
-          float* kept_2 = of_lane;
-          float square = fma_f32(bf16_to_f32(f32_to_bf16(sums[group * 4])), bf16_to_f32(f32_to_bf16(sums[group * 4])), bf16_to_f32(f32_to_bf16(sums[group * 4 + 2])) * bf16_to_f32(f32_to_bf16(sums[group * 4 + 2])));
-          square += shuffle_xor_f32(square, 4);
-          square += shuffle_xor_f32(square, 8);
-          square += shuffle_xor_f32(square, 16);
-          if (lane < 4) {
-            kept_2[group * 8] = square;
-          }
-          float square_2 = fma_f32(bf16_to_f32(f32_to_bf16(sums[group * 4 + 1])), bf16_to_f32(f32_to_bf16(sums[group * 4 + 1])), bf16_to_f32(f32_to_bf16(sums[group * 4 + 3])) * bf16_to_f32(f32_to_bf16(sums[group * 4 + 3])));
-          square_2 += shuffle_xor_f32(square_2, 4);
-          square_2 += shuffle_xor_f32(square_2, 8);
-          square_2 += shuffle_xor_f32(square_2, 16);
-          if (lane < 4) {
-            kept_2[group * 8 + 1] = square_2;
-          }
-          store_rows_2(workspace + 33555456, lane, sums, group, weights, m_tile, token_tile);
-          uint64_t index_2 = ((uint64_t)(m_tile) * 256 + (uint64_t)(token_tile * 32 + group + 1)) * 32;
-          float4 kept_3;
-          kept_3.x = sums[(group + 1) * 4];
-          kept_3.y = sums[(group + 1) * 4 + 1];
-          kept_3.z = sums[(group + 1) * 4 + 2];
-          kept_3.w = sums[(group + 1) * 4 + 3];
-          ((float4*)((float*)(workspace + 1024)))[index_2 + (uint64_t)(lane)] = kept_3;
-          float* of_lane_2 = (float*)(arena + SQUARES) + (warp * 256 + lane * 2);
-          float* kept_4 = of_lane_2;
-          float square_3 = fma_f32(bf16_to_f32(f32_to_bf16(sums[(group + 1) * 4])), bf16_to_f32(f32_to_bf16(sums[(group + 1) * 4])), bf16_to_f32(f32_to_bf16(sums[(group + 1) * 4 + 2])) * bf16_to_f32(f32_to_bf16(sums[(group + 1) * 4 + 2])));
-          square_3 += shuffle_xor_f32(square_3, 4);
-          square_3 += shuffle_xor_f32(square_3, 8);
-          square_3 += shuffle_xor_f32(square_3, 16);
-          if (lane < 4) {
-            kept_4[(group + 1) * 8] = square_3;
-          }
-          float square_4 = fma_f32(bf16_to_f32(f32_to_bf16(sums[(group + 1) * 4 + 1])), bf16_to_f32(f32_to_bf16(sums[(group + 1) * 4 + 1])), bf16_to_f32(f32_to_bf16(sums[(group + 1) * 4 + 3])) * bf16_to_f32(f32_to_bf16(sums[(group + 1) * 4 + 3])));
-          square_4 += shuffle_xor_f32(square_4, 4);
-          square_4 += shuffle_xor_f32(square_4, 8);
-          square_4 += shuffle_xor_f32(square_4, 16);
-          if (lane < 4) {
-            kept_4[(group + 1) * 8 + 1] = square_4;
-          }
-          store_rows_3(workspace + 33555456, lane, sums, group, weights, m_tile, token_tile);
-          uint64_t index_3 = ((uint64_t)(m_tile) * 256 + (uint64_t)(token_tile * 32 + group + 2)) * 32;
-          float4 kept_5;
-          kept_5.x = sums[(group + 2) * 4];
-          kept_5.y = sums[(group + 2) * 4 + 1];
-          kept_5.z = sums[(group + 2) * 4 + 2];
-          kept_5.w = sums[(group + 2) * 4 + 3];
-          ((float4*)((float*)(workspace + 1024)))[index_3 + (uint64_t)(lane)] = kept_5;
-          float* of_lane_3 = (float*)(arena + SQUARES) + (warp * 256 + lane * 2);
-          float* kept_6 = of_lane_3;
-          float square_5 = fma_f32(bf16_to_f32(f32_to_bf16(sums[(group + 2) * 4])), bf16_to_f32(f32_to_bf16(sums[(group + 2) * 4])), bf16_to_f32(f32_to_bf16(sums[(group + 2) * 4 + 2])) * bf16_to_f32(f32_to_bf16(sums[(group + 2) * 4 + 2])));
-          square_5 += shuffle_xor_f32(square_5, 4);
-          square_5 += shuffle_xor_f32(square_5, 8);
-          square_5 += shuffle_xor_f32(square_5, 16);
-          if (lane < 4) {
-            kept_6[(group + 2) * 8] = square_5;
-          }
-          float square_6 = fma_f32(bf16_to_f32(f32_to_bf16(sums[(group + 2) * 4 + 1])), bf16_to_f32(f32_to_bf16(sums[(group + 2) * 4 + 1])), bf16_to_f32(f32_to_bf16(sums[(group + 2) * 4 + 3])) * bf16_to_f32(f32_to_bf16(sums[(group + 2) * 4 + 3])));
-          square_6 += shuffle_xor_f32(square_6, 4);
-          square_6 += shuffle_xor_f32(square_6, 8);
-          square_6 += shuffle_xor_f32(square_6, 16);
-          if (lane < 4) {
-            kept_6[(group + 2) * 8 + 1] = square_6;
-          }
-          store_rows_4(workspace + 33555456, lane, sums, group, weights, m_tile, token_tile);
-          uint64_t index_4 = ((uint64_t)(m_tile) * 256 + (uint64_t)(token_tile * 32 + group + 3)) * 32;
-          float4 kept_7;
-          kept_7.x = sums[(group + 3) * 4];
-          kept_7.y = sums[(group + 3) * 4 + 1];
-          kept_7.z = sums[(group + 3) * 4 + 2];
-          kept_7.w = sums[(group + 3) * 4 + 3];
-          ((float4*)((float*)(workspace + 1024)))[index_4 + (uint64_t)(lane)] = kept_7;
-          float* of_lane_4 = (float*)(arena + SQUARES) + (warp * 256 + lane * 2);
-          float* kept_8 = of_lane_4;
-          float square_7 = fma_f32(bf16_to_f32(f32_to_bf16(sums[(group + 3) * 4])), bf16_to_f32(f32_to_bf16(sums[(group + 3) * 4])), bf16_to_f32(f32_to_bf16(sums[(group + 3) * 4 + 2])) * bf16_to_f32(f32_to_bf16(sums[(group + 3) * 4 + 2])));
-          square_7 += shuffle_xor_f32(square_7, 4);
-          square_7 += shuffle_xor_f32(square_7, 8);
-          square_7 += shuffle_xor_f32(square_7, 16);
-          if (lane < 4) {
-            kept_8[(group + 3) * 8] = square_7;
-          }
-          float square_8 = fma_f32(bf16_to_f32(f32_to_bf16(sums[(group + 3) * 4 + 1])), bf16_to_f32(f32_to_bf16(sums[(group + 3) * 4 + 1])), bf16_to_f32(f32_to_bf16(sums[(group + 3) * 4 + 3])) * bf16_to_f32(f32_to_bf16(sums[(group + 3) * 4 + 3])));
-          square_8 += shuffle_xor_f32(square_8, 4);
-          square_8 += shuffle_xor_f32(square_8, 8);
-          square_8 += shuffle_xor_f32(square_8, 16);
-          if (lane < 4) {
-            kept_8[(group + 3) * 8 + 1] = square_8;
-          }
-          store_rows_5(workspace + 33555456, lane, sums, group, weights, m_tile, token_tile);
+        for (uint32_t group = 0; group < 8; ++group) {
+          float4 added = words[group * 32 + lane];
+          uint32_t place = group * 4;
+          sums[place] = sums[place] + added.x;
+          sums[place + 1] = sums[place + 1] + added.y;
+          sums[place + 2] = sums[place + 2] + added.z;
+          sums[place + 3] = sums[place + 3] + added.w;
+          last += added.x;
         }
-      }
-      uint32_t stage_5 = stage;
-      mbarrier_wait(full + stage, parity);
-      uint8_t* own_2 = ring + stage_5 * 49152 + warp * 4096;
-      const float4* words_2 = (const float4*)(own_2);
-      float last_2 = 0.0f;
-      #pragma unroll
-      for (uint32_t group = 0; group < 8; ++group) {
-        float4 added = words_2[group * 32 + lane];
-        uint32_t place = (group + 8) * 4;
-        sums[place] = sums[place] + added.x;
-        sums[place + 1] = sums[place + 1] + added.y;
-        sums[place + 2] = sums[place + 2] + added.z;
-        sums[place + 3] = sums[place + 3] + added.w;
-        last_2 += added.x;
-      }
-      wait_for_u32(float_bits(last_2));
-      warp_barrier();
-      if (lane == 0) {
-        mbarrier_arrive(empty + stage_5);
-      }
-      advance(stage, parity);
-      if (m_tile < 256) {
-        uint32_t row = m_tile * 16 + lane / 4;
-        float weights[2];
-        weights[0] = bf16_to_f32((norms + (layer * 2 + (phase_2 <= 3 ? 1u : 2u)) * 4096)[row]);
-        weights[1] = bf16_to_f32((norms + (layer * 2 + (phase_2 <= 3 ? 1u : 2u)) * 4096)[row + 8]);
-        #pragma unroll
-        for (uint32_t group = 8; group < 16; group += 4) {
-          uint32_t of_pass = token_tile * 32 + group;
-          uint64_t index = ((uint64_t)(m_tile) * 256 + (uint64_t)(token_tile * 32 + group)) * 32;
-          float4 kept;
-          kept.x = sums[group * 4];
-          kept.y = sums[group * 4 + 1];
-          kept.z = sums[group * 4 + 2];
-          kept.w = sums[group * 4 + 3];
-          ((float4*)((float*)(workspace + 1024)))[index + (uint64_t)(lane)] = kept;
-          float* of_lane = (float*)(arena + SQUARES) + (warp * 256 + lane * 2);
-          float* kept_2 = of_lane;
-          float square = fma_f32(bf16_to_f32(f32_to_bf16(sums[group * 4])), bf16_to_f32(f32_to_bf16(sums[group * 4])), bf16_to_f32(f32_to_bf16(sums[group * 4 + 2])) * bf16_to_f32(f32_to_bf16(sums[group * 4 + 2])));
-          square += shuffle_xor_f32(square, 4);
-          square += shuffle_xor_f32(square, 8);
-          square += shuffle_xor_f32(square, 16);
-          if (lane < 4) {
-            kept_2[group * 8] = square;
+        wait_for_u32(float_bits(last));
+        warp_barrier();
+        if (lane == 0) mbarrier_arrive(empty + stage_4);
+        advance(stage, parity);
+        if (m_tile < 256) {
+          uint32_t row = m_tile * 16 + lane / 4;
+          float weights[2];
+          weights[0] = bf16_to_f32((norms + (layer * 2 + (phase_2 <= 3 ? 1u : 2u)) * 4096)[row]);
+          weights[1] = bf16_to_f32((norms + (layer * 2 + (phase_2 <= 3 ? 1u : 2u)) * 4096)[row + 8]);
+          #pragma unroll
+          for (uint32_t group = 0; group < 8; group += 4) {
+            uint32_t of_pass = token_tile * 32 + group;
+            uint64_t index = ((uint64_t)(m_tile) * 256 + (uint64_t)(token_tile * 32 + group)) * 32;
+            float4 kept;
+            kept.x = sums[group * 4];
+            kept.y = sums[group * 4 + 1];
+            kept.z = sums[group * 4 + 2];
+            kept.w = sums[group * 4 + 3];
+            ((float4*)((float*)(workspace + 1024)))[index + (uint64_t)(lane)] = kept;
+            float* of_lane = (float*)(arena + SQUARES) + (warp * 256 + lane * 2);
+            float* kept_2 = of_lane;
+            float square = fma_f32(bf16_to_f32(f32_to_bf16(sums[group * 4])), bf16_to_f32(f32_to_bf16(sums[group * 4])), bf16_to_f32(f32_to_bf16(sums[group * 4 + 2])) * bf16_to_f32(f32_to_bf16(sums[group * 4 + 2])));
+            square += shuffle_xor_f32(square, 4);
+            square += shuffle_xor_f32(square, 8);
+            square += shuffle_xor_f32(square, 16);
+            if (lane < 4) kept_2[group * 8] = square;
+            float square_2 = fma_f32(bf16_to_f32(f32_to_bf16(sums[group * 4 + 1])), bf16_to_f32(f32_to_bf16(sums[group * 4 + 1])), bf16_to_f32(f32_to_bf16(sums[group * 4 + 3])) * bf16_to_f32(f32_to_bf16(sums[group * 4 + 3])));
+            square_2 += shuffle_xor_f32(square_2, 4);
+            square_2 += shuffle_xor_f32(square_2, 8);
+            square_2 += shuffle_xor_f32(square_2, 16);
+            if (lane < 4) kept_2[group * 8 + 1] = square_2;
+            store_rows_2(workspace + 33555456, sums, group, weights, m_tile, token_tile);
+            uint64_t index_2 = ((uint64_t)(m_tile) * 256 + (uint64_t)(token_tile * 32 + group + 1)) * 32;
+            float4 kept_3;
+            kept_3.x = sums[(group + 1) * 4];
+            kept_3.y = sums[(group + 1) * 4 + 1];
+            kept_3.z = sums[(group + 1) * 4 + 2];
+            kept_3.w = sums[(group + 1) * 4 + 3];
+            ((float4*)((float*)(workspace + 1024)))[index_2 + (uint64_t)(lane)] = kept_3;
+            float* of_lane_2 = (float*)(arena + SQUARES) + (warp * 256 + lane * 2);
+            float* kept_4 = of_lane_2;
+            float square_3 = fma_f32(bf16_to_f32(f32_to_bf16(sums[(group + 1) * 4])), bf16_to_f32(f32_to_bf16(sums[(group + 1) * 4])), bf16_to_f32(f32_to_bf16(sums[(group + 1) * 4 + 2])) * bf16_to_f32(f32_to_bf16(sums[(group + 1) * 4 + 2])));
+            square_3 += shuffle_xor_f32(square_3, 4);
+            square_3 += shuffle_xor_f32(square_3, 8);
+            square_3 += shuffle_xor_f32(square_3, 16);
+            if (lane < 4) kept_4[(group + 1) * 8] = square_3;
+            float square_4 = fma_f32(bf16_to_f32(f32_to_bf16(sums[(group + 1) * 4 + 1])), bf16_to_f32(f32_to_bf16(sums[(group + 1) * 4 + 1])), bf16_to_f32(f32_to_bf16(sums[(group + 1) * 4 + 3])) * bf16_to_f32(f32_to_bf16(sums[(group + 1) * 4 + 3])));
+            square_4 += shuffle_xor_f32(square_4, 4);
+            square_4 += shuffle_xor_f32(square_4, 8);
+            square_4 += shuffle_xor_f32(square_4, 16);
+            if (lane < 4) kept_4[(group + 1) * 8 + 1] = square_4;
+            store_rows_3(workspace + 33555456, sums, group, weights, m_tile, token_tile);
+            uint64_t index_3 = ((uint64_t)(m_tile) * 256 + (uint64_t)(token_tile * 32 + group + 2)) * 32;
+            float4 kept_5;
+            kept_5.x = sums[(group + 2) * 4];
+            kept_5.y = sums[(group + 2) * 4 + 1];
+            kept_5.z = sums[(group + 2) * 4 + 2];
+            kept_5.w = sums[(group + 2) * 4 + 3];
+            ((float4*)((float*)(workspace + 1024)))[index_3 + (uint64_t)(lane)] = kept_5;
+            float* of_lane_3 = (float*)(arena + SQUARES) + (warp * 256 + lane * 2);
+            float* kept_6 = of_lane_3;
+            float square_5 = fma_f32(bf16_to_f32(f32_to_bf16(sums[(group + 2) * 4])), bf16_to_f32(f32_to_bf16(sums[(group + 2) * 4])), bf16_to_f32(f32_to_bf16(sums[(group + 2) * 4 + 2])) * bf16_to_f32(f32_to_bf16(sums[(group + 2) * 4 + 2])));
+            square_5 += shuffle_xor_f32(square_5, 4);
+            square_5 += shuffle_xor_f32(square_5, 8);
+            square_5 += shuffle_xor_f32(square_5, 16);
+            if (lane < 4) kept_6[(group + 2) * 8] = square_5;
+            float square_6 = fma_f32(bf16_to_f32(f32_to_bf16(sums[(group + 2) * 4 + 1])), bf16_to_f32(f32_to_bf16(sums[(group + 2) * 4 + 1])), bf16_to_f32(f32_to_bf16(sums[(group + 2) * 4 + 3])) * bf16_to_f32(f32_to_bf16(sums[(group + 2) * 4 + 3])));
+            square_6 += shuffle_xor_f32(square_6, 4);
+            square_6 += shuffle_xor_f32(square_6, 8);
+            square_6 += shuffle_xor_f32(square_6, 16);
+            if (lane < 4) kept_6[(group + 2) * 8 + 1] = square_6;
+            store_rows_4(workspace + 33555456, sums, group, weights, m_tile, token_tile);
+            uint64_t index_4 = ((uint64_t)(m_tile) * 256 + (uint64_t)(token_tile * 32 + group + 3)) * 32;
+            float4 kept_7;
+            kept_7.x = sums[(group + 3) * 4];
+            kept_7.y = sums[(group + 3) * 4 + 1];
+            kept_7.z = sums[(group + 3) * 4 + 2];
+            kept_7.w = sums[(group + 3) * 4 + 3];
+            ((float4*)((float*)(workspace + 1024)))[index_4 + (uint64_t)(lane)] = kept_7;
+            float* of_lane_4 = (float*)(arena + SQUARES) + (warp * 256 + lane * 2);
+            float* kept_8 = of_lane_4;
+            float square_7 = fma_f32(bf16_to_f32(f32_to_bf16(sums[(group + 3) * 4])), bf16_to_f32(f32_to_bf16(sums[(group + 3) * 4])), bf16_to_f32(f32_to_bf16(sums[(group + 3) * 4 + 2])) * bf16_to_f32(f32_to_bf16(sums[(group + 3) * 4 + 2])));
+            square_7 += shuffle_xor_f32(square_7, 4);
+            square_7 += shuffle_xor_f32(square_7, 8);
+            square_7 += shuffle_xor_f32(square_7, 16);
+            if (lane < 4) kept_8[(group + 3) * 8] = square_7;
+            float square_8 = fma_f32(bf16_to_f32(f32_to_bf16(sums[(group + 3) * 4 + 1])), bf16_to_f32(f32_to_bf16(sums[(group + 3) * 4 + 1])), bf16_to_f32(f32_to_bf16(sums[(group + 3) * 4 + 3])) * bf16_to_f32(f32_to_bf16(sums[(group + 3) * 4 + 3])));
+            square_8 += shuffle_xor_f32(square_8, 4);
+            square_8 += shuffle_xor_f32(square_8, 8);
+            square_8 += shuffle_xor_f32(square_8, 16);
+            if (lane < 4) kept_8[(group + 3) * 8 + 1] = square_8;
+            store_rows_5(workspace + 33555456, sums, group, weights, m_tile, token_tile);
           }
-          float square_2 = fma_f32(bf16_to_f32(f32_to_bf16(sums[group * 4 + 1])), bf16_to_f32(f32_to_bf16(sums[group * 4 + 1])), bf16_to_f32(f32_to_bf16(sums[group * 4 + 3])) * bf16_to_f32(f32_to_bf16(sums[group * 4 + 3])));
-          square_2 += shuffle_xor_f32(square_2, 4);
-          square_2 += shuffle_xor_f32(square_2, 8);
-          square_2 += shuffle_xor_f32(square_2, 16);
-          if (lane < 4) {
-            kept_2[group * 8 + 1] = square_2;
-          }
-          store_rows_2(workspace + 33555456, lane, sums, group, weights, m_tile, token_tile);
-          uint64_t index_2 = ((uint64_t)(m_tile) * 256 + (uint64_t)(token_tile * 32 + group + 1)) * 32;
-          float4 kept_3;
-          kept_3.x = sums[(group + 1) * 4];
-          kept_3.y = sums[(group + 1) * 4 + 1];
-          kept_3.z = sums[(group + 1) * 4 + 2];
-          kept_3.w = sums[(group + 1) * 4 + 3];
-          ((float4*)((float*)(workspace + 1024)))[index_2 + (uint64_t)(lane)] = kept_3;
-          float* of_lane_2 = (float*)(arena + SQUARES) + (warp * 256 + lane * 2);
-          float* kept_4 = of_lane_2;
-          float square_3 = fma_f32(bf16_to_f32(f32_to_bf16(sums[(group + 1) * 4])), bf16_to_f32(f32_to_bf16(sums[(group + 1) * 4])), bf16_to_f32(f32_to_bf16(sums[(group + 1) * 4 + 2])) * bf16_to_f32(f32_to_bf16(sums[(group + 1) * 4 + 2])));
-          square_3 += shuffle_xor_f32(square_3, 4);
-          square_3 += shuffle_xor_f32(square_3, 8);
-          square_3 += shuffle_xor_f32(square_3, 16);
-          if (lane < 4) {
-            kept_4[(group + 1) * 8] = square_3;
-          }
-          float square_4 = fma_f32(bf16_to_f32(f32_to_bf16(sums[(group + 1) * 4 + 1])), bf16_to_f32(f32_to_bf16(sums[(group + 1) * 4 + 1])), bf16_to_f32(f32_to_bf16(sums[(group + 1) * 4 + 3])) * bf16_to_f32(f32_to_bf16(sums[(group + 1) * 4 + 3])));
-          square_4 += shuffle_xor_f32(square_4, 4);
-          square_4 += shuffle_xor_f32(square_4, 8);
-          square_4 += shuffle_xor_f32(square_4, 16);
-          if (lane < 4) {
-            kept_4[(group + 1) * 8 + 1] = square_4;
-          }
-          store_rows_3(workspace + 33555456, lane, sums, group, weights, m_tile, token_tile);
-          uint64_t index_3 = ((uint64_t)(m_tile) * 256 + (uint64_t)(token_tile * 32 + group + 2)) * 32;
-          float4 kept_5;
-          kept_5.x = sums[(group + 2) * 4];
-          kept_5.y = sums[(group + 2) * 4 + 1];
-          kept_5.z = sums[(group + 2) * 4 + 2];
-          kept_5.w = sums[(group + 2) * 4 + 3];
-          ((float4*)((float*)(workspace + 1024)))[index_3 + (uint64_t)(lane)] = kept_5;
-          float* of_lane_3 = (float*)(arena + SQUARES) + (warp * 256 + lane * 2);
-          float* kept_6 = of_lane_3;
-          float square_5 = fma_f32(bf16_to_f32(f32_to_bf16(sums[(group + 2) * 4])), bf16_to_f32(f32_to_bf16(sums[(group + 2) * 4])), bf16_to_f32(f32_to_bf16(sums[(group + 2) * 4 + 2])) * bf16_to_f32(f32_to_bf16(sums[(group + 2) * 4 + 2])));
-          square_5 += shuffle_xor_f32(square_5, 4);
-          square_5 += shuffle_xor_f32(square_5, 8);
-          square_5 += shuffle_xor_f32(square_5, 16);
-          if (lane < 4) {
-            kept_6[(group + 2) * 8] = square_5;
-          }
-          float square_6 = fma_f32(bf16_to_f32(f32_to_bf16(sums[(group + 2) * 4 + 1])), bf16_to_f32(f32_to_bf16(sums[(group + 2) * 4 + 1])), bf16_to_f32(f32_to_bf16(sums[(group + 2) * 4 + 3])) * bf16_to_f32(f32_to_bf16(sums[(group + 2) * 4 + 3])));
-          square_6 += shuffle_xor_f32(square_6, 4);
-          square_6 += shuffle_xor_f32(square_6, 8);
-          square_6 += shuffle_xor_f32(square_6, 16);
-          if (lane < 4) {
-            kept_6[(group + 2) * 8 + 1] = square_6;
-          }
-          store_rows_4(workspace + 33555456, lane, sums, group, weights, m_tile, token_tile);
-          uint64_t index_4 = ((uint64_t)(m_tile) * 256 + (uint64_t)(token_tile * 32 + group + 3)) * 32;
-          float4 kept_7;
-          kept_7.x = sums[(group + 3) * 4];
-          kept_7.y = sums[(group + 3) * 4 + 1];
-          kept_7.z = sums[(group + 3) * 4 + 2];
-          kept_7.w = sums[(group + 3) * 4 + 3];
-          ((float4*)((float*)(workspace + 1024)))[index_4 + (uint64_t)(lane)] = kept_7;
-          float* of_lane_4 = (float*)(arena + SQUARES) + (warp * 256 + lane * 2);
-          float* kept_8 = of_lane_4;
-          float square_7 = fma_f32(bf16_to_f32(f32_to_bf16(sums[(group + 3) * 4])), bf16_to_f32(f32_to_bf16(sums[(group + 3) * 4])), bf16_to_f32(f32_to_bf16(sums[(group + 3) * 4 + 2])) * bf16_to_f32(f32_to_bf16(sums[(group + 3) * 4 + 2])));
-          square_7 += shuffle_xor_f32(square_7, 4);
-          square_7 += shuffle_xor_f32(square_7, 8);
-          square_7 += shuffle_xor_f32(square_7, 16);
-          if (lane < 4) {
-            kept_8[(group + 3) * 8] = square_7;
-          }
-          float square_8 = fma_f32(bf16_to_f32(f32_to_bf16(sums[(group + 3) * 4 + 1])), bf16_to_f32(f32_to_bf16(sums[(group + 3) * 4 + 1])), bf16_to_f32(f32_to_bf16(sums[(group + 3) * 4 + 3])) * bf16_to_f32(f32_to_bf16(sums[(group + 3) * 4 + 3])));
-          square_8 += shuffle_xor_f32(square_8, 4);
-          square_8 += shuffle_xor_f32(square_8, 8);
-          square_8 += shuffle_xor_f32(square_8, 16);
-          if (lane < 4) {
-            kept_8[(group + 3) * 8 + 1] = square_8;
-          }
-          store_rows_5(workspace + 33555456, lane, sums, group, weights, m_tile, token_tile);
         }
-      }
-      uint32_t stage_6 = stage;
-      mbarrier_wait(full + stage, parity);
-      uint8_t* own_3 = ring + stage_6 * 49152 + warp * 4096;
-      const float4* words_3 = (const float4*)(own_3);
-      float last_3 = 0.0f;
-      #pragma unroll
-      for (uint32_t group = 0; group < 8; ++group) {
-        float4 added = words_3[group * 32 + lane];
-        uint32_t place = (group + 16) * 4;
-        sums[place] = sums[place] + added.x;
-        sums[place + 1] = sums[place + 1] + added.y;
-        sums[place + 2] = sums[place + 2] + added.z;
-        sums[place + 3] = sums[place + 3] + added.w;
-        last_3 += added.x;
-      }
-      wait_for_u32(float_bits(last_3));
-      warp_barrier();
-      if (lane == 0) {
-        mbarrier_arrive(empty + stage_6);
-      }
-      advance(stage, parity);
-      if (m_tile < 256) {
-        uint32_t row = m_tile * 16 + lane / 4;
-        float weights[2];
-        weights[0] = bf16_to_f32((norms + (layer * 2 + (phase_2 <= 3 ? 1u : 2u)) * 4096)[row]);
-        weights[1] = bf16_to_f32((norms + (layer * 2 + (phase_2 <= 3 ? 1u : 2u)) * 4096)[row + 8]);
+        uint32_t stage_5 = stage;
+        mbarrier_wait(full + stage, parity);
+        uint8_t* own_2 = ring + stage_5 * 49152 + warp * 4096;
+        const float4* words_2 = (const float4*)(own_2);
+        float last_2 = 0.0f;
         #pragma unroll
-        for (uint32_t group = 16; group < 24; group += 4) {
-          uint32_t of_pass = token_tile * 32 + group;
-          uint64_t index = ((uint64_t)(m_tile) * 256 + (uint64_t)(token_tile * 32 + group)) * 32;
-          float4 kept;
-          kept.x = sums[group * 4];
-          kept.y = sums[group * 4 + 1];
-          kept.z = sums[group * 4 + 2];
-          kept.w = sums[group * 4 + 3];
-          ((float4*)((float*)(workspace + 1024)))[index + (uint64_t)(lane)] = kept;
-          float* of_lane = (float*)(arena + SQUARES) + (warp * 256 + lane * 2);
-          float* kept_2 = of_lane;
-          float square = fma_f32(bf16_to_f32(f32_to_bf16(sums[group * 4])), bf16_to_f32(f32_to_bf16(sums[group * 4])), bf16_to_f32(f32_to_bf16(sums[group * 4 + 2])) * bf16_to_f32(f32_to_bf16(sums[group * 4 + 2])));
-          square += shuffle_xor_f32(square, 4);
-          square += shuffle_xor_f32(square, 8);
-          square += shuffle_xor_f32(square, 16);
-          if (lane < 4) {
-            kept_2[group * 8] = square;
-          }
-          float square_2 = fma_f32(bf16_to_f32(f32_to_bf16(sums[group * 4 + 1])), bf16_to_f32(f32_to_bf16(sums[group * 4 + 1])), bf16_to_f32(f32_to_bf16(sums[group * 4 + 3])) * bf16_to_f32(f32_to_bf16(sums[group * 4 + 3])));
-          square_2 += shuffle_xor_f32(square_2, 4);
-          square_2 += shuffle_xor_f32(square_2, 8);
-          square_2 += shuffle_xor_f32(square_2, 16);
-          if (lane < 4) {
-            kept_2[group * 8 + 1] = square_2;
-          }
-          store_rows_2(workspace + 33555456, lane, sums, group, weights, m_tile, token_tile);
-          uint64_t index_2 = ((uint64_t)(m_tile) * 256 + (uint64_t)(token_tile * 32 + group + 1)) * 32;
-          float4 kept_3;
-          kept_3.x = sums[(group + 1) * 4];
-          kept_3.y = sums[(group + 1) * 4 + 1];
-          kept_3.z = sums[(group + 1) * 4 + 2];
-          kept_3.w = sums[(group + 1) * 4 + 3];
-          ((float4*)((float*)(workspace + 1024)))[index_2 + (uint64_t)(lane)] = kept_3;
-          float* of_lane_2 = (float*)(arena + SQUARES) + (warp * 256 + lane * 2);
-          float* kept_4 = of_lane_2;
-          float square_3 = fma_f32(bf16_to_f32(f32_to_bf16(sums[(group + 1) * 4])), bf16_to_f32(f32_to_bf16(sums[(group + 1) * 4])), bf16_to_f32(f32_to_bf16(sums[(group + 1) * 4 + 2])) * bf16_to_f32(f32_to_bf16(sums[(group + 1) * 4 + 2])));
-          square_3 += shuffle_xor_f32(square_3, 4);
-          square_3 += shuffle_xor_f32(square_3, 8);
-          square_3 += shuffle_xor_f32(square_3, 16);
-          if (lane < 4) {
-            kept_4[(group + 1) * 8] = square_3;
-          }
-          float square_4 = fma_f32(bf16_to_f32(f32_to_bf16(sums[(group + 1) * 4 + 1])), bf16_to_f32(f32_to_bf16(sums[(group + 1) * 4 + 1])), bf16_to_f32(f32_to_bf16(sums[(group + 1) * 4 + 3])) * bf16_to_f32(f32_to_bf16(sums[(group + 1) * 4 + 3])));
-          square_4 += shuffle_xor_f32(square_4, 4);
-          square_4 += shuffle_xor_f32(square_4, 8);
-          square_4 += shuffle_xor_f32(square_4, 16);
-          if (lane < 4) {
-            kept_4[(group + 1) * 8 + 1] = square_4;
-          }
-          store_rows_3(workspace + 33555456, lane, sums, group, weights, m_tile, token_tile);
-          uint64_t index_3 = ((uint64_t)(m_tile) * 256 + (uint64_t)(token_tile * 32 + group + 2)) * 32;
-          float4 kept_5;
-          kept_5.x = sums[(group + 2) * 4];
-          kept_5.y = sums[(group + 2) * 4 + 1];
-          kept_5.z = sums[(group + 2) * 4 + 2];
-          kept_5.w = sums[(group + 2) * 4 + 3];
-          ((float4*)((float*)(workspace + 1024)))[index_3 + (uint64_t)(lane)] = kept_5;
-          float* of_lane_3 = (float*)(arena + SQUARES) + (warp * 256 + lane * 2);
-          float* kept_6 = of_lane_3;
-          float square_5 = fma_f32(bf16_to_f32(f32_to_bf16(sums[(group + 2) * 4])), bf16_to_f32(f32_to_bf16(sums[(group + 2) * 4])), bf16_to_f32(f32_to_bf16(sums[(group + 2) * 4 + 2])) * bf16_to_f32(f32_to_bf16(sums[(group + 2) * 4 + 2])));
-          square_5 += shuffle_xor_f32(square_5, 4);
-          square_5 += shuffle_xor_f32(square_5, 8);
-          square_5 += shuffle_xor_f32(square_5, 16);
-          if (lane < 4) {
-            kept_6[(group + 2) * 8] = square_5;
-          }
-          float square_6 = fma_f32(bf16_to_f32(f32_to_bf16(sums[(group + 2) * 4 + 1])), bf16_to_f32(f32_to_bf16(sums[(group + 2) * 4 + 1])), bf16_to_f32(f32_to_bf16(sums[(group + 2) * 4 + 3])) * bf16_to_f32(f32_to_bf16(sums[(group + 2) * 4 + 3])));
-          square_6 += shuffle_xor_f32(square_6, 4);
-          square_6 += shuffle_xor_f32(square_6, 8);
-          square_6 += shuffle_xor_f32(square_6, 16);
-          if (lane < 4) {
-            kept_6[(group + 2) * 8 + 1] = square_6;
-          }
-          store_rows_4(workspace + 33555456, lane, sums, group, weights, m_tile, token_tile);
-          uint64_t index_4 = ((uint64_t)(m_tile) * 256 + (uint64_t)(token_tile * 32 + group + 3)) * 32;
-          float4 kept_7;
-          kept_7.x = sums[(group + 3) * 4];
-          kept_7.y = sums[(group + 3) * 4 + 1];
-          kept_7.z = sums[(group + 3) * 4 + 2];
-          kept_7.w = sums[(group + 3) * 4 + 3];
-          ((float4*)((float*)(workspace + 1024)))[index_4 + (uint64_t)(lane)] = kept_7;
-          float* of_lane_4 = (float*)(arena + SQUARES) + (warp * 256 + lane * 2);
-          float* kept_8 = of_lane_4;
-          float square_7 = fma_f32(bf16_to_f32(f32_to_bf16(sums[(group + 3) * 4])), bf16_to_f32(f32_to_bf16(sums[(group + 3) * 4])), bf16_to_f32(f32_to_bf16(sums[(group + 3) * 4 + 2])) * bf16_to_f32(f32_to_bf16(sums[(group + 3) * 4 + 2])));
-          square_7 += shuffle_xor_f32(square_7, 4);
-          square_7 += shuffle_xor_f32(square_7, 8);
-          square_7 += shuffle_xor_f32(square_7, 16);
-          if (lane < 4) {
-            kept_8[(group + 3) * 8] = square_7;
-          }
-          float square_8 = fma_f32(bf16_to_f32(f32_to_bf16(sums[(group + 3) * 4 + 1])), bf16_to_f32(f32_to_bf16(sums[(group + 3) * 4 + 1])), bf16_to_f32(f32_to_bf16(sums[(group + 3) * 4 + 3])) * bf16_to_f32(f32_to_bf16(sums[(group + 3) * 4 + 3])));
-          square_8 += shuffle_xor_f32(square_8, 4);
-          square_8 += shuffle_xor_f32(square_8, 8);
-          square_8 += shuffle_xor_f32(square_8, 16);
-          if (lane < 4) {
-            kept_8[(group + 3) * 8 + 1] = square_8;
-          }
-          store_rows_5(workspace + 33555456, lane, sums, group, weights, m_tile, token_tile);
+        for (uint32_t group = 0; group < 8; ++group) {
+          float4 added = words_2[group * 32 + lane];
+          uint32_t place = (group + 8) * 4;
+          sums[place] = sums[place] + added.x;
+          sums[place + 1] = sums[place + 1] + added.y;
+          sums[place + 2] = sums[place + 2] + added.z;
+          sums[place + 3] = sums[place + 3] + added.w;
+          last_2 += added.x;
         }
-      }
-      uint32_t stage_7 = stage;
-      mbarrier_wait(full + stage, parity);
-      uint8_t* own_4 = ring + stage_7 * 49152 + warp * 4096;
-      const float4* words_4 = (const float4*)(own_4);
-      float last_4 = 0.0f;
-      #pragma unroll
-      for (uint32_t group = 0; group < 8; ++group) {
-        float4 added = words_4[group * 32 + lane];
-        uint32_t place = (group + 24) * 4;
-        sums[place] = sums[place] + added.x;
-        sums[place + 1] = sums[place + 1] + added.y;
-        sums[place + 2] = sums[place + 2] + added.z;
-        sums[place + 3] = sums[place + 3] + added.w;
-        last_4 += added.x;
-      }
-      wait_for_u32(float_bits(last_4));
-      warp_barrier();
-      if (lane == 0) {
-        mbarrier_arrive(empty + stage_7);
-      }
-      advance(stage, parity);
-      if (m_tile < 256) {
-        uint32_t row = m_tile * 16 + lane / 4;
-        float weights[2];
-        weights[0] = bf16_to_f32((norms + (layer * 2 + (phase_2 <= 3 ? 1u : 2u)) * 4096)[row]);
-        weights[1] = bf16_to_f32((norms + (layer * 2 + (phase_2 <= 3 ? 1u : 2u)) * 4096)[row + 8]);
-        #pragma unroll
-        for (uint32_t group = 24; group < 32; group += 4) {
-          uint32_t of_pass = token_tile * 32 + group;
-          uint64_t index = ((uint64_t)(m_tile) * 256 + (uint64_t)(token_tile * 32 + group)) * 32;
-          float4 kept;
-          kept.x = sums[group * 4];
-          kept.y = sums[group * 4 + 1];
-          kept.z = sums[group * 4 + 2];
-          kept.w = sums[group * 4 + 3];
-          ((float4*)((float*)(workspace + 1024)))[index + (uint64_t)(lane)] = kept;
-          float* of_lane = (float*)(arena + SQUARES) + (warp * 256 + lane * 2);
-          float* kept_2 = of_lane;
-          float square = fma_f32(bf16_to_f32(f32_to_bf16(sums[group * 4])), bf16_to_f32(f32_to_bf16(sums[group * 4])), bf16_to_f32(f32_to_bf16(sums[group * 4 + 2])) * bf16_to_f32(f32_to_bf16(sums[group * 4 + 2])));
-          square += shuffle_xor_f32(square, 4);
-          square += shuffle_xor_f32(square, 8);
-          square += shuffle_xor_f32(square, 16);
-          if (lane < 4) {
-            kept_2[group * 8] = square;
+        wait_for_u32(float_bits(last_2));
+        warp_barrier();
+        if (lane == 0) mbarrier_arrive(empty + stage_5);
+        advance(stage, parity);
+        if (m_tile < 256) {
+          uint32_t row = m_tile * 16 + lane / 4;
+          float weights[2];
+          weights[0] = bf16_to_f32((norms + (layer * 2 + (phase_2 <= 3 ? 1u : 2u)) * 4096)[row]);
+          weights[1] = bf16_to_f32((norms + (layer * 2 + (phase_2 <= 3 ? 1u : 2u)) * 4096)[row + 8]);
+          #pragma unroll
+          for (uint32_t group = 8; group < 16; group += 4) {
+            uint32_t of_pass = token_tile * 32 + group;
+            uint64_t index = ((uint64_t)(m_tile) * 256 + (uint64_t)(token_tile * 32 + group)) * 32;
+            float4 kept;
+            kept.x = sums[group * 4];
+            kept.y = sums[group * 4 + 1];
+            kept.z = sums[group * 4 + 2];
+            kept.w = sums[group * 4 + 3];
+            ((float4*)((float*)(workspace + 1024)))[index + (uint64_t)(lane)] = kept;
+            float* of_lane = (float*)(arena + SQUARES) + (warp * 256 + lane * 2);
+            float* kept_2 = of_lane;
+            float square = fma_f32(bf16_to_f32(f32_to_bf16(sums[group * 4])), bf16_to_f32(f32_to_bf16(sums[group * 4])), bf16_to_f32(f32_to_bf16(sums[group * 4 + 2])) * bf16_to_f32(f32_to_bf16(sums[group * 4 + 2])));
+            square += shuffle_xor_f32(square, 4);
+            square += shuffle_xor_f32(square, 8);
+            square += shuffle_xor_f32(square, 16);
+            if (lane < 4) kept_2[group * 8] = square;
+            float square_2 = fma_f32(bf16_to_f32(f32_to_bf16(sums[group * 4 + 1])), bf16_to_f32(f32_to_bf16(sums[group * 4 + 1])), bf16_to_f32(f32_to_bf16(sums[group * 4 + 3])) * bf16_to_f32(f32_to_bf16(sums[group * 4 + 3])));
+            square_2 += shuffle_xor_f32(square_2, 4);
+            square_2 += shuffle_xor_f32(square_2, 8);
+            square_2 += shuffle_xor_f32(square_2, 16);
+            if (lane < 4) kept_2[group * 8 + 1] = square_2;
+            store_rows_2(workspace + 33555456, sums, group, weights, m_tile, token_tile);
+            uint64_t index_2 = ((uint64_t)(m_tile) * 256 + (uint64_t)(token_tile * 32 + group + 1)) * 32;
+            float4 kept_3;
+            kept_3.x = sums[(group + 1) * 4];
+            kept_3.y = sums[(group + 1) * 4 + 1];
+            kept_3.z = sums[(group + 1) * 4 + 2];
+            kept_3.w = sums[(group + 1) * 4 + 3];
+            ((float4*)((float*)(workspace + 1024)))[index_2 + (uint64_t)(lane)] = kept_3;
+            float* of_lane_2 = (float*)(arena + SQUARES) + (warp * 256 + lane * 2);
+            float* kept_4 = of_lane_2;
+            float square_3 = fma_f32(bf16_to_f32(f32_to_bf16(sums[(group + 1) * 4])), bf16_to_f32(f32_to_bf16(sums[(group + 1) * 4])), bf16_to_f32(f32_to_bf16(sums[(group + 1) * 4 + 2])) * bf16_to_f32(f32_to_bf16(sums[(group + 1) * 4 + 2])));
+            square_3 += shuffle_xor_f32(square_3, 4);
+            square_3 += shuffle_xor_f32(square_3, 8);
+            square_3 += shuffle_xor_f32(square_3, 16);
+            if (lane < 4) kept_4[(group + 1) * 8] = square_3;
+            float square_4 = fma_f32(bf16_to_f32(f32_to_bf16(sums[(group + 1) * 4 + 1])), bf16_to_f32(f32_to_bf16(sums[(group + 1) * 4 + 1])), bf16_to_f32(f32_to_bf16(sums[(group + 1) * 4 + 3])) * bf16_to_f32(f32_to_bf16(sums[(group + 1) * 4 + 3])));
+            square_4 += shuffle_xor_f32(square_4, 4);
+            square_4 += shuffle_xor_f32(square_4, 8);
+            square_4 += shuffle_xor_f32(square_4, 16);
+            if (lane < 4) kept_4[(group + 1) * 8 + 1] = square_4;
+            store_rows_3(workspace + 33555456, sums, group, weights, m_tile, token_tile);
+            uint64_t index_3 = ((uint64_t)(m_tile) * 256 + (uint64_t)(token_tile * 32 + group + 2)) * 32;
+            float4 kept_5;
+            kept_5.x = sums[(group + 2) * 4];
+            kept_5.y = sums[(group + 2) * 4 + 1];
+            kept_5.z = sums[(group + 2) * 4 + 2];
+            kept_5.w = sums[(group + 2) * 4 + 3];
+            ((float4*)((float*)(workspace + 1024)))[index_3 + (uint64_t)(lane)] = kept_5;
+            float* of_lane_3 = (float*)(arena + SQUARES) + (warp * 256 + lane * 2);
+            float* kept_6 = of_lane_3;
+            float square_5 = fma_f32(bf16_to_f32(f32_to_bf16(sums[(group + 2) * 4])), bf16_to_f32(f32_to_bf16(sums[(group + 2) * 4])), bf16_to_f32(f32_to_bf16(sums[(group + 2) * 4 + 2])) * bf16_to_f32(f32_to_bf16(sums[(group + 2) * 4 + 2])));
+            square_5 += shuffle_xor_f32(square_5, 4);
+            square_5 += shuffle_xor_f32(square_5, 8);
+            square_5 += shuffle_xor_f32(square_5, 16);
+            if (lane < 4) kept_6[(group + 2) * 8] = square_5;
+            float square_6 = fma_f32(bf16_to_f32(f32_to_bf16(sums[(group + 2) * 4 + 1])), bf16_to_f32(f32_to_bf16(sums[(group + 2) * 4 + 1])), bf16_to_f32(f32_to_bf16(sums[(group + 2) * 4 + 3])) * bf16_to_f32(f32_to_bf16(sums[(group + 2) * 4 + 3])));
+            square_6 += shuffle_xor_f32(square_6, 4);
+            square_6 += shuffle_xor_f32(square_6, 8);
+            square_6 += shuffle_xor_f32(square_6, 16);
+            if (lane < 4) kept_6[(group + 2) * 8 + 1] = square_6;
+            store_rows_4(workspace + 33555456, sums, group, weights, m_tile, token_tile);
+            uint64_t index_4 = ((uint64_t)(m_tile) * 256 + (uint64_t)(token_tile * 32 + group + 3)) * 32;
+            float4 kept_7;
+            kept_7.x = sums[(group + 3) * 4];
+            kept_7.y = sums[(group + 3) * 4 + 1];
+            kept_7.z = sums[(group + 3) * 4 + 2];
+            kept_7.w = sums[(group + 3) * 4 + 3];
+            ((float4*)((float*)(workspace + 1024)))[index_4 + (uint64_t)(lane)] = kept_7;
+            float* of_lane_4 = (float*)(arena + SQUARES) + (warp * 256 + lane * 2);
+            float* kept_8 = of_lane_4;
+            float square_7 = fma_f32(bf16_to_f32(f32_to_bf16(sums[(group + 3) * 4])), bf16_to_f32(f32_to_bf16(sums[(group + 3) * 4])), bf16_to_f32(f32_to_bf16(sums[(group + 3) * 4 + 2])) * bf16_to_f32(f32_to_bf16(sums[(group + 3) * 4 + 2])));
+            square_7 += shuffle_xor_f32(square_7, 4);
+            square_7 += shuffle_xor_f32(square_7, 8);
+            square_7 += shuffle_xor_f32(square_7, 16);
+            if (lane < 4) kept_8[(group + 3) * 8] = square_7;
+            float square_8 = fma_f32(bf16_to_f32(f32_to_bf16(sums[(group + 3) * 4 + 1])), bf16_to_f32(f32_to_bf16(sums[(group + 3) * 4 + 1])), bf16_to_f32(f32_to_bf16(sums[(group + 3) * 4 + 3])) * bf16_to_f32(f32_to_bf16(sums[(group + 3) * 4 + 3])));
+            square_8 += shuffle_xor_f32(square_8, 4);
+            square_8 += shuffle_xor_f32(square_8, 8);
+            square_8 += shuffle_xor_f32(square_8, 16);
+            if (lane < 4) kept_8[(group + 3) * 8 + 1] = square_8;
+            store_rows_5(workspace + 33555456, sums, group, weights, m_tile, token_tile);
           }
-          float square_2 = fma_f32(bf16_to_f32(f32_to_bf16(sums[group * 4 + 1])), bf16_to_f32(f32_to_bf16(sums[group * 4 + 1])), bf16_to_f32(f32_to_bf16(sums[group * 4 + 3])) * bf16_to_f32(f32_to_bf16(sums[group * 4 + 3])));
-          square_2 += shuffle_xor_f32(square_2, 4);
-          square_2 += shuffle_xor_f32(square_2, 8);
-          square_2 += shuffle_xor_f32(square_2, 16);
-          if (lane < 4) {
-            kept_2[group * 8 + 1] = square_2;
-          }
-          store_rows_2(workspace + 33555456, lane, sums, group, weights, m_tile, token_tile);
-          uint64_t index_2 = ((uint64_t)(m_tile) * 256 + (uint64_t)(token_tile * 32 + group + 1)) * 32;
-          float4 kept_3;
-          kept_3.x = sums[(group + 1) * 4];
-          kept_3.y = sums[(group + 1) * 4 + 1];
-          kept_3.z = sums[(group + 1) * 4 + 2];
-          kept_3.w = sums[(group + 1) * 4 + 3];
-          ((float4*)((float*)(workspace + 1024)))[index_2 + (uint64_t)(lane)] = kept_3;
-          float* of_lane_2 = (float*)(arena + SQUARES) + (warp * 256 + lane * 2);
-          float* kept_4 = of_lane_2;
-          float square_3 = fma_f32(bf16_to_f32(f32_to_bf16(sums[(group + 1) * 4])), bf16_to_f32(f32_to_bf16(sums[(group + 1) * 4])), bf16_to_f32(f32_to_bf16(sums[(group + 1) * 4 + 2])) * bf16_to_f32(f32_to_bf16(sums[(group + 1) * 4 + 2])));
-          square_3 += shuffle_xor_f32(square_3, 4);
-          square_3 += shuffle_xor_f32(square_3, 8);
-          square_3 += shuffle_xor_f32(square_3, 16);
-          if (lane < 4) {
-            kept_4[(group + 1) * 8] = square_3;
-          }
-          float square_4 = fma_f32(bf16_to_f32(f32_to_bf16(sums[(group + 1) * 4 + 1])), bf16_to_f32(f32_to_bf16(sums[(group + 1) * 4 + 1])), bf16_to_f32(f32_to_bf16(sums[(group + 1) * 4 + 3])) * bf16_to_f32(f32_to_bf16(sums[(group + 1) * 4 + 3])));
-          square_4 += shuffle_xor_f32(square_4, 4);
-          square_4 += shuffle_xor_f32(square_4, 8);
-          square_4 += shuffle_xor_f32(square_4, 16);
-          if (lane < 4) {
-            kept_4[(group + 1) * 8 + 1] = square_4;
-          }
-          store_rows_3(workspace + 33555456, lane, sums, group, weights, m_tile, token_tile);
-          uint64_t index_3 = ((uint64_t)(m_tile) * 256 + (uint64_t)(token_tile * 32 + group + 2)) * 32;
-          float4 kept_5;
-          kept_5.x = sums[(group + 2) * 4];
-          kept_5.y = sums[(group + 2) * 4 + 1];
-          kept_5.z = sums[(group + 2) * 4 + 2];
-          kept_5.w = sums[(group + 2) * 4 + 3];
-          ((float4*)((float*)(workspace + 1024)))[index_3 + (uint64_t)(lane)] = kept_5;
-          float* of_lane_3 = (float*)(arena + SQUARES) + (warp * 256 + lane * 2);
-          float* kept_6 = of_lane_3;
-          float square_5 = fma_f32(bf16_to_f32(f32_to_bf16(sums[(group + 2) * 4])), bf16_to_f32(f32_to_bf16(sums[(group + 2) * 4])), bf16_to_f32(f32_to_bf16(sums[(group + 2) * 4 + 2])) * bf16_to_f32(f32_to_bf16(sums[(group + 2) * 4 + 2])));
-          square_5 += shuffle_xor_f32(square_5, 4);
-          square_5 += shuffle_xor_f32(square_5, 8);
-          square_5 += shuffle_xor_f32(square_5, 16);
-          if (lane < 4) {
-            kept_6[(group + 2) * 8] = square_5;
-          }
-          float square_6 = fma_f32(bf16_to_f32(f32_to_bf16(sums[(group + 2) * 4 + 1])), bf16_to_f32(f32_to_bf16(sums[(group + 2) * 4 + 1])), bf16_to_f32(f32_to_bf16(sums[(group + 2) * 4 + 3])) * bf16_to_f32(f32_to_bf16(sums[(group + 2) * 4 + 3])));
-          square_6 += shuffle_xor_f32(square_6, 4);
-          square_6 += shuffle_xor_f32(square_6, 8);
-          square_6 += shuffle_xor_f32(square_6, 16);
-          if (lane < 4) {
-            kept_6[(group + 2) * 8 + 1] = square_6;
-          }
-          store_rows_4(workspace + 33555456, lane, sums, group, weights, m_tile, token_tile);
-          uint64_t index_4 = ((uint64_t)(m_tile) * 256 + (uint64_t)(token_tile * 32 + group + 3)) * 32;
-          float4 kept_7;
-          kept_7.x = sums[(group + 3) * 4];
-          kept_7.y = sums[(group + 3) * 4 + 1];
-          kept_7.z = sums[(group + 3) * 4 + 2];
-          kept_7.w = sums[(group + 3) * 4 + 3];
-          ((float4*)((float*)(workspace + 1024)))[index_4 + (uint64_t)(lane)] = kept_7;
-          float* of_lane_4 = (float*)(arena + SQUARES) + (warp * 256 + lane * 2);
-          float* kept_8 = of_lane_4;
-          float square_7 = fma_f32(bf16_to_f32(f32_to_bf16(sums[(group + 3) * 4])), bf16_to_f32(f32_to_bf16(sums[(group + 3) * 4])), bf16_to_f32(f32_to_bf16(sums[(group + 3) * 4 + 2])) * bf16_to_f32(f32_to_bf16(sums[(group + 3) * 4 + 2])));
-          square_7 += shuffle_xor_f32(square_7, 4);
-          square_7 += shuffle_xor_f32(square_7, 8);
-          square_7 += shuffle_xor_f32(square_7, 16);
-          if (lane < 4) {
-            kept_8[(group + 3) * 8] = square_7;
-          }
-          float square_8 = fma_f32(bf16_to_f32(f32_to_bf16(sums[(group + 3) * 4 + 1])), bf16_to_f32(f32_to_bf16(sums[(group + 3) * 4 + 1])), bf16_to_f32(f32_to_bf16(sums[(group + 3) * 4 + 3])) * bf16_to_f32(f32_to_bf16(sums[(group + 3) * 4 + 3])));
-          square_8 += shuffle_xor_f32(square_8, 4);
-          square_8 += shuffle_xor_f32(square_8, 8);
-          square_8 += shuffle_xor_f32(square_8, 16);
-          if (lane < 4) {
-            kept_8[(group + 3) * 8 + 1] = square_8;
-          }
-          store_rows_5(workspace + 33555456, lane, sums, group, weights, m_tile, token_tile);
         }
-      }
-      end_2(row_tile, token_tile, thread, arena, workspace);
-    }
-    if (phase == 3) {
-      if (m_tile < 1792) {
+        uint32_t stage_6 = stage;
+        mbarrier_wait(full + stage, parity);
+        uint8_t* own_3 = ring + stage_6 * 49152 + warp * 4096;
+        const float4* words_3 = (const float4*)(own_3);
+        float last_3 = 0.0f;
         #pragma unroll
-        for (uint32_t group = 0; group < 32; group += 4) {
-          uint32_t of_pass = token_tile * 32 + group;
-          const float2* pairs_2 = (const float2*)(scales + turn * 256);
-          float2 scale = pairs_2[group * 4 + lane % 4];
-          float first = sums[group * 4];
-          float second = sums[group * 4 + 1];
-          float third = sums[group * 4 + 2];
-          float fourth = sums[group * 4 + 3];
-          store_gated(workspace + 151290880, first, scale, second, third, fourth, lane, m_tile, token_tile, group);
-          const float2* pairs_3 = (const float2*)(scales + turn * 256);
-          float2 scale_2 = pairs_3[(group + 1) * 4 + lane % 4];
-          float first_2 = sums[(group + 1) * 4];
-          float second_2 = sums[(group + 1) * 4 + 1];
-          float third_2 = sums[(group + 1) * 4 + 2];
-          float fourth_2 = sums[(group + 1) * 4 + 3];
-          store_gated_2(workspace + 151290880, first_2, scale_2, second_2, third_2, fourth_2, lane, m_tile, token_tile,
-              group);
-          const float2* pairs_4 = (const float2*)(scales + turn * 256);
-          float2 scale_3 = pairs_4[(group + 2) * 4 + lane % 4];
-          float first_3 = sums[(group + 2) * 4];
-          float second_3 = sums[(group + 2) * 4 + 1];
-          float third_3 = sums[(group + 2) * 4 + 2];
-          float fourth_3 = sums[(group + 2) * 4 + 3];
-          store_gated_3(workspace + 151290880, first_3, scale_3, second_3, third_3, fourth_3, lane, m_tile, token_tile,
-              group);
-          const float2* pairs_5 = (const float2*)(scales + turn * 256);
-          float2 scale_4 = pairs_5[(group + 3) * 4 + lane % 4];
-          float first_4 = sums[(group + 3) * 4];
-          float second_4 = sums[(group + 3) * 4 + 1];
-          float third_4 = sums[(group + 3) * 4 + 2];
-          float fourth_4 = sums[(group + 3) * 4 + 3];
-          store_gated_4(workspace + 151290880, first_4, scale_4, second_4, third_4, fourth_4, lane, m_tile, token_tile,
-              group);
+        for (uint32_t group = 0; group < 8; ++group) {
+          float4 added = words_3[group * 32 + lane];
+          uint32_t place = (group + 16) * 4;
+          sums[place] = sums[place] + added.x;
+          sums[place + 1] = sums[place + 1] + added.y;
+          sums[place + 2] = sums[place + 2] + added.z;
+          sums[place + 3] = sums[place + 3] + added.w;
+          last_3 += added.x;
+        }
+        wait_for_u32(float_bits(last_3));
+        warp_barrier();
+        if (lane == 0) mbarrier_arrive(empty + stage_6);
+        advance(stage, parity);
+        if (m_tile < 256) {
+          uint32_t row = m_tile * 16 + lane / 4;
+          float weights[2];
+          weights[0] = bf16_to_f32((norms + (layer * 2 + (phase_2 <= 3 ? 1u : 2u)) * 4096)[row]);
+          weights[1] = bf16_to_f32((norms + (layer * 2 + (phase_2 <= 3 ? 1u : 2u)) * 4096)[row + 8]);
+          #pragma unroll
+          for (uint32_t group = 16; group < 24; group += 4) {
+            uint32_t of_pass = token_tile * 32 + group;
+            uint64_t index = ((uint64_t)(m_tile) * 256 + (uint64_t)(token_tile * 32 + group)) * 32;
+            float4 kept;
+            kept.x = sums[group * 4];
+            kept.y = sums[group * 4 + 1];
+            kept.z = sums[group * 4 + 2];
+            kept.w = sums[group * 4 + 3];
+            ((float4*)((float*)(workspace + 1024)))[index + (uint64_t)(lane)] = kept;
+            float* of_lane = (float*)(arena + SQUARES) + (warp * 256 + lane * 2);
+            float* kept_2 = of_lane;
+            float square = fma_f32(bf16_to_f32(f32_to_bf16(sums[group * 4])), bf16_to_f32(f32_to_bf16(sums[group * 4])), bf16_to_f32(f32_to_bf16(sums[group * 4 + 2])) * bf16_to_f32(f32_to_bf16(sums[group * 4 + 2])));
+            square += shuffle_xor_f32(square, 4);
+            square += shuffle_xor_f32(square, 8);
+            square += shuffle_xor_f32(square, 16);
+            if (lane < 4) kept_2[group * 8] = square;
+            float square_2 = fma_f32(bf16_to_f32(f32_to_bf16(sums[group * 4 + 1])), bf16_to_f32(f32_to_bf16(sums[group * 4 + 1])), bf16_to_f32(f32_to_bf16(sums[group * 4 + 3])) * bf16_to_f32(f32_to_bf16(sums[group * 4 + 3])));
+            square_2 += shuffle_xor_f32(square_2, 4);
+            square_2 += shuffle_xor_f32(square_2, 8);
+            square_2 += shuffle_xor_f32(square_2, 16);
+            if (lane < 4) kept_2[group * 8 + 1] = square_2;
+            store_rows_2(workspace + 33555456, sums, group, weights, m_tile, token_tile);
+            uint64_t index_2 = ((uint64_t)(m_tile) * 256 + (uint64_t)(token_tile * 32 + group + 1)) * 32;
+            float4 kept_3;
+            kept_3.x = sums[(group + 1) * 4];
+            kept_3.y = sums[(group + 1) * 4 + 1];
+            kept_3.z = sums[(group + 1) * 4 + 2];
+            kept_3.w = sums[(group + 1) * 4 + 3];
+            ((float4*)((float*)(workspace + 1024)))[index_2 + (uint64_t)(lane)] = kept_3;
+            float* of_lane_2 = (float*)(arena + SQUARES) + (warp * 256 + lane * 2);
+            float* kept_4 = of_lane_2;
+            float square_3 = fma_f32(bf16_to_f32(f32_to_bf16(sums[(group + 1) * 4])), bf16_to_f32(f32_to_bf16(sums[(group + 1) * 4])), bf16_to_f32(f32_to_bf16(sums[(group + 1) * 4 + 2])) * bf16_to_f32(f32_to_bf16(sums[(group + 1) * 4 + 2])));
+            square_3 += shuffle_xor_f32(square_3, 4);
+            square_3 += shuffle_xor_f32(square_3, 8);
+            square_3 += shuffle_xor_f32(square_3, 16);
+            if (lane < 4) kept_4[(group + 1) * 8] = square_3;
+            float square_4 = fma_f32(bf16_to_f32(f32_to_bf16(sums[(group + 1) * 4 + 1])), bf16_to_f32(f32_to_bf16(sums[(group + 1) * 4 + 1])), bf16_to_f32(f32_to_bf16(sums[(group + 1) * 4 + 3])) * bf16_to_f32(f32_to_bf16(sums[(group + 1) * 4 + 3])));
+            square_4 += shuffle_xor_f32(square_4, 4);
+            square_4 += shuffle_xor_f32(square_4, 8);
+            square_4 += shuffle_xor_f32(square_4, 16);
+            if (lane < 4) kept_4[(group + 1) * 8 + 1] = square_4;
+            store_rows_3(workspace + 33555456, sums, group, weights, m_tile, token_tile);
+            uint64_t index_3 = ((uint64_t)(m_tile) * 256 + (uint64_t)(token_tile * 32 + group + 2)) * 32;
+            float4 kept_5;
+            kept_5.x = sums[(group + 2) * 4];
+            kept_5.y = sums[(group + 2) * 4 + 1];
+            kept_5.z = sums[(group + 2) * 4 + 2];
+            kept_5.w = sums[(group + 2) * 4 + 3];
+            ((float4*)((float*)(workspace + 1024)))[index_3 + (uint64_t)(lane)] = kept_5;
+            float* of_lane_3 = (float*)(arena + SQUARES) + (warp * 256 + lane * 2);
+            float* kept_6 = of_lane_3;
+            float square_5 = fma_f32(bf16_to_f32(f32_to_bf16(sums[(group + 2) * 4])), bf16_to_f32(f32_to_bf16(sums[(group + 2) * 4])), bf16_to_f32(f32_to_bf16(sums[(group + 2) * 4 + 2])) * bf16_to_f32(f32_to_bf16(sums[(group + 2) * 4 + 2])));
+            square_5 += shuffle_xor_f32(square_5, 4);
+            square_5 += shuffle_xor_f32(square_5, 8);
+            square_5 += shuffle_xor_f32(square_5, 16);
+            if (lane < 4) kept_6[(group + 2) * 8] = square_5;
+            float square_6 = fma_f32(bf16_to_f32(f32_to_bf16(sums[(group + 2) * 4 + 1])), bf16_to_f32(f32_to_bf16(sums[(group + 2) * 4 + 1])), bf16_to_f32(f32_to_bf16(sums[(group + 2) * 4 + 3])) * bf16_to_f32(f32_to_bf16(sums[(group + 2) * 4 + 3])));
+            square_6 += shuffle_xor_f32(square_6, 4);
+            square_6 += shuffle_xor_f32(square_6, 8);
+            square_6 += shuffle_xor_f32(square_6, 16);
+            if (lane < 4) kept_6[(group + 2) * 8 + 1] = square_6;
+            store_rows_4(workspace + 33555456, sums, group, weights, m_tile, token_tile);
+            uint64_t index_4 = ((uint64_t)(m_tile) * 256 + (uint64_t)(token_tile * 32 + group + 3)) * 32;
+            float4 kept_7;
+            kept_7.x = sums[(group + 3) * 4];
+            kept_7.y = sums[(group + 3) * 4 + 1];
+            kept_7.z = sums[(group + 3) * 4 + 2];
+            kept_7.w = sums[(group + 3) * 4 + 3];
+            ((float4*)((float*)(workspace + 1024)))[index_4 + (uint64_t)(lane)] = kept_7;
+            float* of_lane_4 = (float*)(arena + SQUARES) + (warp * 256 + lane * 2);
+            float* kept_8 = of_lane_4;
+            float square_7 = fma_f32(bf16_to_f32(f32_to_bf16(sums[(group + 3) * 4])), bf16_to_f32(f32_to_bf16(sums[(group + 3) * 4])), bf16_to_f32(f32_to_bf16(sums[(group + 3) * 4 + 2])) * bf16_to_f32(f32_to_bf16(sums[(group + 3) * 4 + 2])));
+            square_7 += shuffle_xor_f32(square_7, 4);
+            square_7 += shuffle_xor_f32(square_7, 8);
+            square_7 += shuffle_xor_f32(square_7, 16);
+            if (lane < 4) kept_8[(group + 3) * 8] = square_7;
+            float square_8 = fma_f32(bf16_to_f32(f32_to_bf16(sums[(group + 3) * 4 + 1])), bf16_to_f32(f32_to_bf16(sums[(group + 3) * 4 + 1])), bf16_to_f32(f32_to_bf16(sums[(group + 3) * 4 + 3])) * bf16_to_f32(f32_to_bf16(sums[(group + 3) * 4 + 3])));
+            square_8 += shuffle_xor_f32(square_8, 4);
+            square_8 += shuffle_xor_f32(square_8, 8);
+            square_8 += shuffle_xor_f32(square_8, 16);
+            if (lane < 4) kept_8[(group + 3) * 8 + 1] = square_8;
+            store_rows_5(workspace + 33555456, sums, group, weights, m_tile, token_tile);
+          }
+        }
+        uint32_t stage_7 = stage;
+        mbarrier_wait(full + stage, parity);
+        uint8_t* own_4 = ring + stage_7 * 49152 + warp * 4096;
+        const float4* words_4 = (const float4*)(own_4);
+        float last_4 = 0.0f;
+        #pragma unroll
+        for (uint32_t group = 0; group < 8; ++group) {
+          float4 added = words_4[group * 32 + lane];
+          uint32_t place = (group + 24) * 4;
+          sums[place] = sums[place] + added.x;
+          sums[place + 1] = sums[place + 1] + added.y;
+          sums[place + 2] = sums[place + 2] + added.z;
+          sums[place + 3] = sums[place + 3] + added.w;
+          last_4 += added.x;
+        }
+        wait_for_u32(float_bits(last_4));
+        warp_barrier();
+        if (lane == 0) mbarrier_arrive(empty + stage_7);
+        advance(stage, parity);
+        if (m_tile < 256) {
+          uint32_t row = m_tile * 16 + lane / 4;
+          float weights[2];
+          weights[0] = bf16_to_f32((norms + (layer * 2 + (phase_2 <= 3 ? 1u : 2u)) * 4096)[row]);
+          weights[1] = bf16_to_f32((norms + (layer * 2 + (phase_2 <= 3 ? 1u : 2u)) * 4096)[row + 8]);
+          #pragma unroll
+          for (uint32_t group = 24; group < 32; group += 4) {
+            uint32_t of_pass = token_tile * 32 + group;
+            uint64_t index = ((uint64_t)(m_tile) * 256 + (uint64_t)(token_tile * 32 + group)) * 32;
+            float4 kept;
+            kept.x = sums[group * 4];
+            kept.y = sums[group * 4 + 1];
+            kept.z = sums[group * 4 + 2];
+            kept.w = sums[group * 4 + 3];
+            ((float4*)((float*)(workspace + 1024)))[index + (uint64_t)(lane)] = kept;
+            float* of_lane = (float*)(arena + SQUARES) + (warp * 256 + lane * 2);
+            float* kept_2 = of_lane;
+            float square = fma_f32(bf16_to_f32(f32_to_bf16(sums[group * 4])), bf16_to_f32(f32_to_bf16(sums[group * 4])), bf16_to_f32(f32_to_bf16(sums[group * 4 + 2])) * bf16_to_f32(f32_to_bf16(sums[group * 4 + 2])));
+            square += shuffle_xor_f32(square, 4);
+            square += shuffle_xor_f32(square, 8);
+            square += shuffle_xor_f32(square, 16);
+            if (lane < 4) kept_2[group * 8] = square;
+            float square_2 = fma_f32(bf16_to_f32(f32_to_bf16(sums[group * 4 + 1])), bf16_to_f32(f32_to_bf16(sums[group * 4 + 1])), bf16_to_f32(f32_to_bf16(sums[group * 4 + 3])) * bf16_to_f32(f32_to_bf16(sums[group * 4 + 3])));
+            square_2 += shuffle_xor_f32(square_2, 4);
+            square_2 += shuffle_xor_f32(square_2, 8);
+            square_2 += shuffle_xor_f32(square_2, 16);
+            if (lane < 4) kept_2[group * 8 + 1] = square_2;
+            store_rows_2(workspace + 33555456, sums, group, weights, m_tile, token_tile);
+            uint64_t index_2 = ((uint64_t)(m_tile) * 256 + (uint64_t)(token_tile * 32 + group + 1)) * 32;
+            float4 kept_3;
+            kept_3.x = sums[(group + 1) * 4];
+            kept_3.y = sums[(group + 1) * 4 + 1];
+            kept_3.z = sums[(group + 1) * 4 + 2];
+            kept_3.w = sums[(group + 1) * 4 + 3];
+            ((float4*)((float*)(workspace + 1024)))[index_2 + (uint64_t)(lane)] = kept_3;
+            float* of_lane_2 = (float*)(arena + SQUARES) + (warp * 256 + lane * 2);
+            float* kept_4 = of_lane_2;
+            float square_3 = fma_f32(bf16_to_f32(f32_to_bf16(sums[(group + 1) * 4])), bf16_to_f32(f32_to_bf16(sums[(group + 1) * 4])), bf16_to_f32(f32_to_bf16(sums[(group + 1) * 4 + 2])) * bf16_to_f32(f32_to_bf16(sums[(group + 1) * 4 + 2])));
+            square_3 += shuffle_xor_f32(square_3, 4);
+            square_3 += shuffle_xor_f32(square_3, 8);
+            square_3 += shuffle_xor_f32(square_3, 16);
+            if (lane < 4) kept_4[(group + 1) * 8] = square_3;
+            float square_4 = fma_f32(bf16_to_f32(f32_to_bf16(sums[(group + 1) * 4 + 1])), bf16_to_f32(f32_to_bf16(sums[(group + 1) * 4 + 1])), bf16_to_f32(f32_to_bf16(sums[(group + 1) * 4 + 3])) * bf16_to_f32(f32_to_bf16(sums[(group + 1) * 4 + 3])));
+            square_4 += shuffle_xor_f32(square_4, 4);
+            square_4 += shuffle_xor_f32(square_4, 8);
+            square_4 += shuffle_xor_f32(square_4, 16);
+            if (lane < 4) kept_4[(group + 1) * 8 + 1] = square_4;
+            store_rows_3(workspace + 33555456, sums, group, weights, m_tile, token_tile);
+            uint64_t index_3 = ((uint64_t)(m_tile) * 256 + (uint64_t)(token_tile * 32 + group + 2)) * 32;
+            float4 kept_5;
+            kept_5.x = sums[(group + 2) * 4];
+            kept_5.y = sums[(group + 2) * 4 + 1];
+            kept_5.z = sums[(group + 2) * 4 + 2];
+            kept_5.w = sums[(group + 2) * 4 + 3];
+            ((float4*)((float*)(workspace + 1024)))[index_3 + (uint64_t)(lane)] = kept_5;
+            float* of_lane_3 = (float*)(arena + SQUARES) + (warp * 256 + lane * 2);
+            float* kept_6 = of_lane_3;
+            float square_5 = fma_f32(bf16_to_f32(f32_to_bf16(sums[(group + 2) * 4])), bf16_to_f32(f32_to_bf16(sums[(group + 2) * 4])), bf16_to_f32(f32_to_bf16(sums[(group + 2) * 4 + 2])) * bf16_to_f32(f32_to_bf16(sums[(group + 2) * 4 + 2])));
+            square_5 += shuffle_xor_f32(square_5, 4);
+            square_5 += shuffle_xor_f32(square_5, 8);
+            square_5 += shuffle_xor_f32(square_5, 16);
+            if (lane < 4) kept_6[(group + 2) * 8] = square_5;
+            float square_6 = fma_f32(bf16_to_f32(f32_to_bf16(sums[(group + 2) * 4 + 1])), bf16_to_f32(f32_to_bf16(sums[(group + 2) * 4 + 1])), bf16_to_f32(f32_to_bf16(sums[(group + 2) * 4 + 3])) * bf16_to_f32(f32_to_bf16(sums[(group + 2) * 4 + 3])));
+            square_6 += shuffle_xor_f32(square_6, 4);
+            square_6 += shuffle_xor_f32(square_6, 8);
+            square_6 += shuffle_xor_f32(square_6, 16);
+            if (lane < 4) kept_6[(group + 2) * 8 + 1] = square_6;
+            store_rows_4(workspace + 33555456, sums, group, weights, m_tile, token_tile);
+            uint64_t index_4 = ((uint64_t)(m_tile) * 256 + (uint64_t)(token_tile * 32 + group + 3)) * 32;
+            float4 kept_7;
+            kept_7.x = sums[(group + 3) * 4];
+            kept_7.y = sums[(group + 3) * 4 + 1];
+            kept_7.z = sums[(group + 3) * 4 + 2];
+            kept_7.w = sums[(group + 3) * 4 + 3];
+            ((float4*)((float*)(workspace + 1024)))[index_4 + (uint64_t)(lane)] = kept_7;
+            float* of_lane_4 = (float*)(arena + SQUARES) + (warp * 256 + lane * 2);
+            float* kept_8 = of_lane_4;
+            float square_7 = fma_f32(bf16_to_f32(f32_to_bf16(sums[(group + 3) * 4])), bf16_to_f32(f32_to_bf16(sums[(group + 3) * 4])), bf16_to_f32(f32_to_bf16(sums[(group + 3) * 4 + 2])) * bf16_to_f32(f32_to_bf16(sums[(group + 3) * 4 + 2])));
+            square_7 += shuffle_xor_f32(square_7, 4);
+            square_7 += shuffle_xor_f32(square_7, 8);
+            square_7 += shuffle_xor_f32(square_7, 16);
+            if (lane < 4) kept_8[(group + 3) * 8] = square_7;
+            float square_8 = fma_f32(bf16_to_f32(f32_to_bf16(sums[(group + 3) * 4 + 1])), bf16_to_f32(f32_to_bf16(sums[(group + 3) * 4 + 1])), bf16_to_f32(f32_to_bf16(sums[(group + 3) * 4 + 3])) * bf16_to_f32(f32_to_bf16(sums[(group + 3) * 4 + 3])));
+            square_8 += shuffle_xor_f32(square_8, 4);
+            square_8 += shuffle_xor_f32(square_8, 8);
+            square_8 += shuffle_xor_f32(square_8, 16);
+            if (lane < 4) kept_8[(group + 3) * 8 + 1] = square_8;
+            store_rows_5(workspace + 33555456, sums, group, weights, m_tile, token_tile);
+          }
+        }
+        end_2(row_tile, token_tile);
+      }
+      if (phase == 3) {
+        if (m_tile < 1792) {
+          #pragma unroll
+          for (uint32_t group = 0; group < 32; group += 4) {
+            uint32_t of_pass = token_tile * 32 + group;
+            const float2* pairs_2 = (const float2*)(scales + turn * 256);
+            float2 scale = pairs_2[group * 4 + lane % 4];
+            float first = sums[group * 4];
+            float second = sums[group * 4 + 1];
+            float third = sums[group * 4 + 2];
+            float fourth = sums[group * 4 + 3];
+            store_gated(workspace + 151290880, first, scale, second, third, fourth, m_tile, token_tile, group);
+            const float2* pairs_3 = (const float2*)(scales + turn * 256);
+            float2 scale_2 = pairs_3[(group + 1) * 4 + lane % 4];
+            float first_2 = sums[(group + 1) * 4];
+            float second_2 = sums[(group + 1) * 4 + 1];
+            float third_2 = sums[(group + 1) * 4 + 2];
+            float fourth_2 = sums[(group + 1) * 4 + 3];
+            store_gated_2(workspace + 151290880, first_2, scale_2, second_2, third_2, fourth_2, m_tile, token_tile,
+                group);
+            const float2* pairs_4 = (const float2*)(scales + turn * 256);
+            float2 scale_3 = pairs_4[(group + 2) * 4 + lane % 4];
+            float first_3 = sums[(group + 2) * 4];
+            float second_3 = sums[(group + 2) * 4 + 1];
+            float third_3 = sums[(group + 2) * 4 + 2];
+            float fourth_3 = sums[(group + 2) * 4 + 3];
+            store_gated_3(workspace + 151290880, first_3, scale_3, second_3, third_3, fourth_3, m_tile, token_tile,
+                group);
+            const float2* pairs_5 = (const float2*)(scales + turn * 256);
+            float2 scale_4 = pairs_5[(group + 3) * 4 + lane % 4];
+            float first_4 = sums[(group + 3) * 4];
+            float second_4 = sums[(group + 3) * 4 + 1];
+            float third_4 = sums[(group + 3) * 4 + 2];
+            float fourth_4 = sums[(group + 3) * 4 + 3];
+            store_gated_4(workspace + 151290880, first_4, scale_4, second_4, third_4, fourth_4, m_tile, token_tile,
+                group);
+          }
         }
       }
     }
   }
-}
 
-// Of every wanted column the residual stream, rounded to bf16, in natural order; a thread an element.
-__device__ __forceinline__ void store_hidden_states(uint8_t* workspace, uint32_t block, uint32_t thread,
-    uint32_t wanted_count, const int32_t* wanted, bf16* hidden_states) {
-  float* residual = (float*)(workspace + 1024);
-  uint32_t first = block * 256 + thread;
-  #pragma unroll 1
-  for (uint32_t place = first; place < wanted_count * 4096; place += 33792) {
-    uint32_t row = place % 4096;
-    uint32_t column = (uint32_t)(wanted[place / 4096]);
-    uint32_t in_bounds = min(row, 4095u);
-    uint32_t lane = in_bounds % 8 * 4 + column % 8 / 2;
-    uint32_t member = in_bounds % 16 / 8 * 2 + column % 2;
-    uint64_t sums = (uint64_t)(in_bounds / 16) * 256 + (uint64_t)(column / 8);
-    float value = residual[sums * 128 + (uint64_t)(lane * 4 + member)];
-    float kept = row < 4096 ? value : 0.0f;
-    hidden_states[(uint64_t)(place)] = f32_to_bf16(kept);
+  // Of every wanted column the residual stream, rounded to bf16, in natural order; a thread an element.
+  __device__ __forceinline__ void store_hidden_states() {
+    float* residual = (float*)(workspace + 1024);
+    uint32_t first = block * 256 + thread;
+    #pragma unroll 1
+    for (uint32_t place = first; place < wanted_count * 4096; place += 33792) {
+      uint32_t row = place % 4096;
+      uint32_t column = (uint32_t)(wanted[place / 4096]);
+      uint32_t in_bounds = min(row, 4095u);
+      uint32_t lane = in_bounds % 8 * 4 + column % 8 / 2;
+      uint32_t member = in_bounds % 16 / 8 * 2 + column % 2;
+      uint64_t sums = (uint64_t)(in_bounds / 16) * 256 + (uint64_t)(column / 8);
+      float value = residual[sums * 128 + (uint64_t)(lane * 4 + member)];
+      float kept = row < 4096 ? value : 0.0f;
+      hidden_states[(uint64_t)(place)] = f32_to_bf16(kept);
+    }
   }
-}
+
+  __device__ __forceinline__ void run() {
+    arena = shared_arena();
+    block = blockIdx.x;
+    thread = threadIdx.x;
+    warp = thread / 32;
+    lane = thread % 32;
+    token_tiles = (column_count + 255) / 256;
+    full = (uint64_t*)(arena + RING_BARRIERS);
+    empty = full + 4;
+    ring = arena + RING;
+    of_few = (column_count + 31) / 32;
+    if (thread == 0) {
+      for (uint32_t stage = 0; stage < 4; ++stage) {
+        mbarrier_init(full + stage, 2);
+        mbarrier_init(empty + stage, 8);
+      }
+      mbarrier_fence_init();
+    }
+    block_barrier();
+    if (warp >= 8) {
+      give_registers();
+      if (warp == 8) {
+        // the weights: a lane an M-tile of the tile
+        weights_stage = 0;
+        weights_parity = 1;
+        for (uint32_t layer = 0; layer < 32; ++layer) {
+          block = renewed_u32(block);
+          thread = renewed_u32(thread);
+          warp = renewed_u32(warp);
+          lane = renewed_u32(lane);
+          copy_weights(layer);
+          if (layer + 1 == 32 && wanted_count == 0) break;
+          copy_nothing();
+          block = renewed_u32(block);
+          thread = renewed_u32(thread);
+          warp = renewed_u32(warp);
+          lane = renewed_u32(lane);
+          copy_weights_2(layer);
+          block = renewed_u32(block);
+          thread = renewed_u32(thread);
+          warp = renewed_u32(warp);
+          lane = renewed_u32(lane);
+          copy_weights_3(layer);
+          block = renewed_u32(block);
+          thread = renewed_u32(thread);
+          warp = renewed_u32(warp);
+          lane = renewed_u32(lane);
+          copy_weights_4(layer);
+        }
+      }
+      if (thread == 288) {
+        // the activations: one lane
+        activations_stage = 0;
+        activations_parity = 1;
+        uint64_t copies_due = arrivals;
+        for (uint32_t layer = 0; layer < 32; ++layer) {
+          block = renewed_u32(block);
+          thread = renewed_u32(thread);
+          warp = renewed_u32(warp);
+          lane = renewed_u32(lane);
+          copies_due += 132;
+          wait_at_least_u64((uint64_t*)(workspace), copies_due);
+          fence_proxy_async();
+          copy_activations();
+          if (layer + 1 == 32 && wanted_count == 0) break;
+          copies_due += 132;
+          wait_at_least_u64((uint64_t*)(workspace), copies_due);
+          fence_proxy_async();
+          copy_keys();
+          block = renewed_u32(block);
+          thread = renewed_u32(thread);
+          warp = renewed_u32(warp);
+          lane = renewed_u32(lane);
+          copies_due += 132;
+          wait_at_least_u64((uint64_t*)(workspace), copies_due);
+          fence_proxy_async();
+          copy_activations_2();
+          block = renewed_u32(block);
+          thread = renewed_u32(thread);
+          warp = renewed_u32(warp);
+          lane = renewed_u32(lane);
+          copies_due += 132;
+          wait_at_least_u64((uint64_t*)(workspace), copies_due);
+          fence_proxy_async();
+          copy_activations_3();
+          block = renewed_u32(block);
+          thread = renewed_u32(thread);
+          warp = renewed_u32(warp);
+          lane = renewed_u32(lane);
+          copies_due += 132;
+          wait_at_least_u64((uint64_t*)(workspace), copies_due);
+          fence_proxy_async();
+          copy_activations_4();
+        }
+      }
+    } else {
+      take_registers();
+      // the warpgroups that multiply
+      stage = 0;
+      parity = 0;
+      uint64_t arrivals_due = arrivals;
+      turn = 0;
+      scales = (float*)(arena + SCALES);
+      uint32_t turn_2 = 0;
+      float* scales_2 = (float*)(arena + SCALES);
+      // embedding
+      embed();
+      // grid barrier
+      fence_proxy_async();
+      named_barrier(1, 256);
+      arrivals_due += 132;
+      if (thread == 0) add_release_u64((uint64_t*)(workspace), 1);
+      for (uint32_t layer = 0; layer < 32; ++layer) {
+        uint32_t phases = layer + 1 == 32 && wanted_count == 0 ? 1u : 5u;
+        #pragma unroll 1
+        for (uint32_t phase = 0; phase < phases; ++phase) {
+          block = renewed_u32(block);
+          thread = renewed_u32(thread);
+          warp = renewed_u32(warp);
+          lane = renewed_u32(lane);
+          uint32_t number = layer * 5 + phase + 1;
+          if (thread == 0) wait_at_least_u64((uint64_t*)(workspace), arrivals_due);
+          named_barrier(1, 256);
+          if (phase == 1) {
+            attend();
+          } else {
+            if (phase == 0) bring_earlier_keys(layer);
+            multiply(phase, layer, phase);
+          }
+          // grid barrier
+          fence_proxy_async();
+          named_barrier(1, 256);
+          arrivals_due += 132;
+          if (thread == 0) add_release_u64((uint64_t*)(workspace), 1);
+        }
+      }
+      if (wanted_count != 0) {
+        block = renewed_u32(block);
+        thread = renewed_u32(thread);
+        warp = renewed_u32(warp);
+        lane = renewed_u32(lane);
+        if (thread == 0) wait_at_least_u64((uint64_t*)(workspace), arrivals_due);
+        named_barrier(1, 256);
+        store_hidden_states();
+        // grid barrier
+        fence_proxy_async();
+        named_barrier(1, 256);
+        arrivals_due += 132;
+        if (thread == 0) add_release_u64((uint64_t*)(workspace), 1);
+      }
+    }
+  }
+};
 
 extern "C" __global__ void __launch_bounds__(384, 1) prompt_pass(const uint8_t* weights, const bf16* norms,
     const bf16* embedding, const float* rope, bf16* kv, const int32_t* page_table, uint32_t kv_pages,
     const int32_t* ids, const int32_t* groups, const int32_t* segments, const int32_t* tiles, uint8_t* workspace,
     const int32_t* wanted, bf16* hidden_states, uint32_t column_count, uint32_t segment_count, uint32_t tile_count,
     uint32_t wanted_count, uint64_t arrivals) {
-  uint8_t* arena = shared_arena();
-  uint32_t block = blockIdx.x;
-  uint32_t thread = threadIdx.x;
-  uint32_t warp = thread / 32;
-  uint32_t lane = thread % 32;
-  uint32_t token_tiles = (column_count + 255) / 256;
-  uint64_t* full = (uint64_t*)(arena + RING_BARRIERS);
-  uint64_t* empty = full + 4;
-  uint8_t* ring = arena + RING;
-  uint32_t of_few = (column_count + 31) / 32;
-  if (thread == 0) {
-    for (uint32_t stage = 0; stage < 4; ++stage) {
-      mbarrier_init(full + stage, 2);
-      mbarrier_init(empty + stage, 8);
-    }
-    mbarrier_fence_init();
-  }
-  block_barrier();
-  if (warp >= 8) {
-    give_registers();
-    if (warp == 8) {
-      // the weights: a lane an M-tile of the tile
-      uint32_t weights_stage = 0;
-      uint32_t weights_parity = 1;
-      for (uint32_t layer = 0; layer < 32; ++layer) {
-        block = renewed_u32(block);
-        thread = renewed_u32(thread);
-        warp = renewed_u32(warp);
-        lane = renewed_u32(lane);
-        copy_weights(lane, block, token_tiles, weights, layer, full, weights_stage, empty, weights_parity, ring);
-        if (layer + 1 == 32 && wanted_count == 0) {
-          break;
-        }
-        copy_nothing(block, tile_count, tiles, full, weights_stage, lane, empty, weights_parity);
-        block = renewed_u32(block);
-        thread = renewed_u32(thread);
-        warp = renewed_u32(warp);
-        lane = renewed_u32(lane);
-        copy_weights_2(lane, block, token_tiles, weights, layer, full, weights_stage, empty, weights_parity, ring);
-        block = renewed_u32(block);
-        thread = renewed_u32(thread);
-        warp = renewed_u32(warp);
-        lane = renewed_u32(lane);
-        copy_weights_3(lane, block, token_tiles, weights, layer, full, weights_stage, empty, weights_parity, ring);
-        block = renewed_u32(block);
-        thread = renewed_u32(thread);
-        warp = renewed_u32(warp);
-        lane = renewed_u32(lane);
-        copy_weights_4(lane, block, token_tiles, weights, layer, full, weights_stage, empty, weights_parity, ring);
-      }
-    }
-    if (thread == 288) {
-      // the activations: one lane
-      uint32_t activations_stage = 0;
-      uint32_t activations_parity = 1;
-      uint64_t copies_due = arrivals;
-      for (uint32_t layer = 0; layer < 32; ++layer) {
-        block = renewed_u32(block);
-        thread = renewed_u32(thread);
-        warp = renewed_u32(warp);
-        lane = renewed_u32(lane);
-        copies_due += 132;
-        wait_at_least_u64((uint64_t*)(workspace), copies_due);
-        fence_proxy_async();
-        copy_activations(block, token_tiles, workspace, full, activations_stage, empty, activations_parity, ring);
-        if (layer + 1 == 32 && wanted_count == 0) {
-          break;
-        }
-        copies_due += 132;
-        wait_at_least_u64((uint64_t*)(workspace), copies_due);
-        fence_proxy_async();
-        copy_keys(block, tile_count, tiles, full, activations_stage, empty, activations_parity, ring, workspace);
-        block = renewed_u32(block);
-        thread = renewed_u32(thread);
-        warp = renewed_u32(warp);
-        lane = renewed_u32(lane);
-        copies_due += 132;
-        wait_at_least_u64((uint64_t*)(workspace), copies_due);
-        fence_proxy_async();
-        copy_activations_2(block, token_tiles, workspace, full, activations_stage, empty, activations_parity, ring);
-        block = renewed_u32(block);
-        thread = renewed_u32(thread);
-        warp = renewed_u32(warp);
-        lane = renewed_u32(lane);
-        copies_due += 132;
-        wait_at_least_u64((uint64_t*)(workspace), copies_due);
-        fence_proxy_async();
-        copy_activations_3(block, token_tiles, workspace, full, activations_stage, empty, activations_parity, ring);
-        block = renewed_u32(block);
-        thread = renewed_u32(thread);
-        warp = renewed_u32(warp);
-        lane = renewed_u32(lane);
-        copies_due += 132;
-        wait_at_least_u64((uint64_t*)(workspace), copies_due);
-        fence_proxy_async();
-        copy_activations_4(block, token_tiles, workspace, full, activations_stage, empty, activations_parity, ring);
-      }
-    }
-  } else {
-    take_registers();
-    // the warpgroups that multiply
-    uint32_t stage = 0;
-    uint32_t parity = 0;
-    uint64_t arrivals_due = arrivals;
-    uint32_t turn = 0;
-    float* scales = (float*)(arena + SCALES);
-    uint32_t turn_2 = 0;
-    float* scales_2 = (float*)(arena + SCALES);
-    // embedding
-    embed(block, of_few, warp, lane, norms, ids, embedding, workspace, arena, thread);
-    // grid barrier
-    fence_proxy_async();
-    named_barrier(1, 256);
-    arrivals_due += 132;
-    if (thread == 0) {
-      add_release_u64((uint64_t*)(workspace), 1);
-    }
-    for (uint32_t layer = 0; layer < 32; ++layer) {
-      uint32_t phases = layer + 1 == 32 && wanted_count == 0 ? 1u : 5u;
-      #pragma unroll 1
-      for (uint32_t phase = 0; phase < phases; ++phase) {
-        block = renewed_u32(block);
-        thread = renewed_u32(thread);
-        warp = renewed_u32(warp);
-        lane = renewed_u32(lane);
-        uint32_t number = layer * 5 + phase + 1;
-        if (thread == 0) {
-          wait_at_least_u64((uint64_t*)(workspace), arrivals_due);
-        }
-        named_barrier(1, 256);
-        if (phase == 1) {
-          attend(block, tile_count, tiles, warp, workspace, lane, stage, full, parity, ring, empty);
-        } else {
-          if (phase == 0) {
-            bring_earlier_keys(layer, segment_count, segments, block, thread, page_table, kv_pages, kv, workspace);
-          }
-          multiply(phase, block, token_tiles, warp, turn, thread, workspace, scales, stage, full, parity, ring, lane,
-              empty, groups, rope, page_table, layer, kv_pages, kv, norms, phase, arena);
-        }
-        // grid barrier
-        fence_proxy_async();
-        named_barrier(1, 256);
-        arrivals_due += 132;
-        if (thread == 0) {
-          add_release_u64((uint64_t*)(workspace), 1);
-        }
-      }
-    }
-    if (wanted_count != 0) {
-      block = renewed_u32(block);
-      thread = renewed_u32(thread);
-      warp = renewed_u32(warp);
-      lane = renewed_u32(lane);
-      if (thread == 0) {
-        wait_at_least_u64((uint64_t*)(workspace), arrivals_due);
-      }
-      named_barrier(1, 256);
-      store_hidden_states(workspace, block, thread, wanted_count, wanted, hidden_states);
-      // grid barrier
-      fence_proxy_async();
-      named_barrier(1, 256);
-      arrivals_due += 132;
-      if (thread == 0) {
-        add_release_u64((uint64_t*)(workspace), 1);
-      }
-    }
-  }
+  PromptPass{weights, norms, embedding, rope, kv, page_table, kv_pages, ids, groups, segments, tiles, workspace, wanted,
+      hidden_states, column_count, segment_count, tile_count, wanted_count, arrivals}.run();
 }

@@ -2,8 +2,10 @@
 
 A function of the program runs its Python at every call, as an inline one does, and what it emitted becomes the body of
 a `__device__ __forceinline__` function. Calls that made the same body are calls of one function: static arguments
-specialise it, layers and strips share it. Names of the caller that the body uses become parameters by themselves. So a
-function may stand wherever an inline one does, means the same and needs the same registers.
+specialise it, layers and strips share it. Names of the caller that the body uses become parameters by themselves, but
+for those that the kernel or a role binds outside of its loops: with them, the kernel is a structure, of which they are
+members and its functions member functions. So a function may stand wherever an inline one does, means the same and
+needs the same registers.
 """
 
 from __future__ import annotations
@@ -158,12 +160,17 @@ class outline(Block):
         statements = tuple(statements_in(body))
         nodes = tuple(node for statement in statements for node in statement.nodes)
         bound = [*(item.name for item in self.given), *self.outputs, *_declared(statements)]
-        given = [*self.given, *_captured(nodes, bound)]
+        captured = _captured(nodes, bound)
+        members = [name.name for name in captured if _become_member(name)]
+        given = [*self.given, *(_Given(name, name) for name in captured if name.name not in members)]
         stored = _stored_names(statements, nodes)
+        changes = frozenset(stored & {*members} | _changed_by_calls(nodes))
         for item in given:
             if item.name.name in stored:
-                self._require_alone(item, [other for other in given if other is not item])
-        called = self._function(body, nodes, given, stored)
+                self._require_alone(item.name.name, item.value, [other for other in given if other is not item])
+        for name in sorted(changes):
+            self._require_alone(name, name, given)
+        called = self._function(body, nodes, given, stored, members, changes)
         call = Call(self.returns, called.name, tuple(item.value for item in given), called)
         if self.outputs:
             self.values = store_results(call, [target.type for target in self.outputs])
@@ -173,24 +180,31 @@ class outline(Block):
             emit(Do(call))
 
     def _function(
-        self, body: tuple[Stmt, ...], nodes: Sequence[Expr], given: list[_Given], stored: set[str]
+        self,
+        body: tuple[Stmt, ...],
+        nodes: Sequence[Expr],
+        given: list[_Given],
+        stored: set[str],
+        members: list[str],
+        changes: frozenset[str],
     ) -> Function:
         """The body under names of its own, so that it reads the same whoever calls it. nodes: its expressions."""
         inputs = [item.name for item in given]
-        names = _own_names([*inputs, *self.outputs, *nodes])
+        names = _own_names([*inputs, *self.outputs, *nodes], members)
         parameters = [Parameter(names[name.name], name.type, _is_place(name, stored)) for name in inputs]
         parameters += [Parameter(names[name.name], name.type, True) for name in self.outputs]
         renamed = tuple(_renamed(statement, names) for statement in body)
-        return _shared(Function(self.name, tuple(parameters), self.returns, renamed, self.comment))
+        return _shared(Function(self.name, tuple(parameters), self.returns, renamed, self.comment, changes))
 
-    def _require_alone(self, changed: _Given, others: list[_Given]) -> None:
-        """A place that the body stores to comes in by one way only: by two, one would or would not see the change."""
-        place = str(changed.value)
+    def _require_alone(self, name: str, changed: Expr | str, others: list[_Given]) -> None:
+        """A place that the body stores to, as `name`, comes in by one way only: by two, one would or would not see the
+        change. changed: the place, or a member."""
+        place, root = str(changed), changed if isinstance(changed, str) else _root_name(changed)
         for other in others:
             again = any(str(node) == place for node in walk(other.value))
-            if again or isinstance(other.value, Name) and other.value.name == _root_name(changed.value):
+            if again or isinstance(other.value, Name) and other.value.name == root:
                 raise TypeMixError(
-                    f"{self.name} changes `{place}`, its `{changed.name.name}`, and gets it a second time as "
+                    f"{self.name} changes `{place}`, its `{name}`, and gets it a second time as "
                     f"`{other.name.name}`: give it once, or a copy of it, `x = ch.var({other.name.type}, ...)`."
                 )
 
@@ -209,14 +223,27 @@ def _mapped(value: Any, name: str, change: Callable[[Expr, str], Any]) -> Any:
     return value
 
 
-def _captured(nodes: Sequence[Expr], bound: Iterable[Name]) -> list[_Given]:
+def _captured(nodes: Sequence[Expr], bound: Iterable[Name]) -> list[Name]:
     """What a body uses of its caller's names, in the order in which they appear. bound: those that are its own."""
     inside = {name.name for name in bound}
     captured: dict[str, Name] = {}
     for node in nodes:
         if isinstance(node, Name) and node.name not in inside:
             captured.setdefault(node.name, node)
-    return [_Given(name, name) for name in captured.values()]
+    return list(captured.values())
+
+
+def _become_member(name: Name) -> bool:
+    """Whether a captured name is the kernel's, or a role's outside of its loops; it is a member from now on."""
+    if isinstance(name.type, ty.Array) or not any(scope.is_whole for scope in name.scopes):
+        return False
+    return current().members.setdefault(name.name, name.type) == name.type
+
+
+def _changed_by_calls(nodes: Sequence[Expr]) -> set[str]:
+    """The members that a body stores to through what it calls."""
+    calls = (node for node in nodes if isinstance(node, Call) and isinstance(node.callee, Function))
+    return {name for call in calls for name in call.callee.changes}
 
 
 def _declared(statements: Sequence[Stmt]) -> Iterator[Name]:
@@ -268,10 +295,11 @@ def _root_name(place: Expr) -> str | None:
 # -- names of its own ---------------------------------------------------------------------------------------------
 
 
-def _own_names(nodes: Sequence[Expr]) -> dict[str, str]:
-    """For each name of a function the one that it has there: as in Python, numbered where two wanted one."""
-    taken = {node.function for node in nodes if isinstance(node, Call)}
-    names: dict[str, str] = {}
+def _own_names(nodes: Sequence[Expr], members: Iterable[str]) -> dict[str, str]:
+    """For each name of a function the one that it has there: a member's its own, the others' as in Python, numbered
+    where two wanted one."""
+    names = {name: name for name in members}
+    taken = {*names, *(node.function for node in nodes if isinstance(node, Call))}
     for node in nodes:
         if isinstance(node, Name) and node.name not in names:
             names[node.name] = _free(node.wanted or node.name, taken)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from cheetah.lang import types as ty
@@ -32,13 +32,17 @@ class Params:
 
 @dataclass(frozen=True)
 class Kernel:
-    """A generated kernel: its name, parameters and statements. `max_threads` sets the launch bounds and C linkage."""
+    """A generated kernel: its name, parameters and statements. `max_threads` sets the launch bounds and C linkage.
+
+    members: which of its outermost names its functions use; with any, all are functions of one structure.
+    """
 
     name: str
     params: Params
     body: tuple[Stmt, ...]
     max_threads: int | None = None
     constants: tuple[Constant, ...] = ()
+    members: Mapping[str, ty.Type] = field(default_factory=dict)
 
 
 def kernel(
@@ -48,7 +52,7 @@ def kernel(
 
     def build(function: Callable[..., Any]) -> Kernel:
         _check_signature(function, params)
-        scope = Scope(f"kernel {function.__name__}", location=location_of(function))
+        scope = Scope(f"kernel {function.__name__}", is_whole=True, location=location_of(function))
         arguments = {}
         for parameter, type_ in params.items():
             scope.names.add(parameter)
@@ -58,7 +62,8 @@ def kernel(
             keeping_names(function)(**arguments)
             cursor.close()
         constants = tuple(cursor.constants.values())
-        return Kernel(name or function.__name__, params, joined(scope.statements), max_threads, constants)
+        body = joined(scope.statements)
+        return Kernel(name or function.__name__, params, body, max_threads, constants, cursor.members)
 
     return build
 

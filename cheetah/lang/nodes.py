@@ -456,3 +456,5 @@ class Function:
     returns: ty.Type
     body: tuple[Stmt, ...]
     comment: str = ""
+    changes: frozenset[str] = frozenset()
+    """The members of the kernel that it stores to, itself or through what it calls."""

@@ -41,6 +41,8 @@ from cheetah.lang.nodes import (
 
 INDENT = "  "
 WIDTH = 120
+_SHORT_BODIES = (Assign, Do, Jump, Return)
+"""What may stand behind its condition or loop, in the same line."""
 _ATOM, _POSTFIX, _UNARY, _SELECT = 17, 16, 15, 4
 _PRECEDENCE = {
     "*": 14, "/": 14, "%": 14, "+": 13, "-": 13, "<<": 12, ">>": 12, "<": 11, "<=": 11, ">": 11, ">=": 11,
@@ -232,6 +234,20 @@ class Printer:
             _statement(statement, self)
         self.depth -= 1
 
+    def block(self, head: str, statements: Iterable[Stmt]) -> None:
+        """A head and its body: in braces, or in the same line where it is one line that has room there."""
+        listed = tuple(statements)
+        inner = Printer(self.line_marks)
+        inner.body(listed)
+        if len(listed) == 1 and isinstance(listed[0], _SHORT_BODIES) and len(inner.lines) == 1:
+            together = f"{head} {inner.lines[0].strip()}"
+            if len(INDENT * self.depth + together) <= WIDTH:
+                self.line(together)
+                return
+        self.line(f"{head} {{")
+        self.body(listed)
+        self.line("}")
+
     def listing(self, before: str, items: Iterable[str], after: str) -> None:
         """A line with a list in it, over several lines where it is too wide for one."""
         line, *rest = [INDENT * self.depth + before, *(f"{item}, " for item in items)]
@@ -250,13 +266,18 @@ class Printer:
 def function_text(function: Function, *, line_marks: bool = False) -> str:
     """A function of the program, under its comment."""
     printer = Printer(line_marks)
+    print_function(function, printer)
+    return printer.text
+
+
+def print_function(function: Function, printer: Printer) -> None:
+    """The same, behind what was printed before."""
     if function.comment:
         _statement(Comment(function.comment), printer)
     parameters = [parameter_text(item.name, item.type, item.by_reference) for item in function.parameters]
     printer.listing(f"__device__ __forceinline__ {function.returns} {function.name}(", parameters, ") {")
     printer.body(function.body)
     printer.line("}")
-    return printer.text
 
 
 def parameter_text(name: str, type_: ty.Type, by_reference: bool = False) -> str:
@@ -314,7 +335,10 @@ def _(node: If, printer: Printer) -> None:
 
 
 def _print_if(node: If, printer: Printer, prefix: str) -> None:
-    printer.line(f"{prefix}if ({render_expression(node.condition)}) {{")
+    head = f"{prefix}if ({render_expression(node.condition)})"
+    if not prefix and not node.otherwise:
+        return printer.block(head, node.body)
+    printer.line(f"{head} {{")
     printer.body(node.body)
     if len(node.otherwise) == 1 and isinstance(node.otherwise[0], If):
         _print_if(node.otherwise[0], printer, "} else ")
@@ -333,16 +357,13 @@ def _(node: For, printer: Printer) -> None:
     stop = _wrap(node.stop, _PRECEDENCE["<"] + 1)
     one = isinstance(node.step, Literal) and node.step.value == 1
     advance = f"++{name}" if one else f"{name} += {render_expression(node.step)}"
-    printer.line(f"for ({node.counter.type} {name} = {render_expression(node.start)}; {name} < {stop}; {advance}) {{")
-    printer.body(node.body)
-    printer.line("}")
+    start = f"{node.counter.type} {name} = {render_expression(node.start)}"
+    printer.block(f"for ({start}; {name} < {stop}; {advance})", node.body)
 
 
 @_statement.register
 def _(node: While, printer: Printer) -> None:
-    printer.line(f"while ({render_expression(node.condition)}) {{")
-    printer.body(node.body)
-    printer.line("}")
+    printer.block(f"while ({render_expression(node.condition)})", node.body)
 
 
 @_statement.register

@@ -4,14 +4,27 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeGuard
 
 from cheetah.lang import types as ty
-from cheetah.lang.nodes import Call, Constant, Function, Literal, Raw, Stmt, expressions_in, statements_in
+from cheetah.lang.nodes import (
+    Assign,
+    Call,
+    Constant,
+    Declare,
+    Function,
+    If,
+    Literal,
+    Raw,
+    Stmt,
+    expressions_in,
+    statements_in,
+    with_changes,
+)
 from cheetah.lang.primitive import PRIMITIVES, Primitive, with_requirements
-from cheetah.lang.printer import INDENT, Printer, constant_text, declaration, function_text
+from cheetah.lang.printer import INDENT, Printer, constant_text, declaration, function_text, print_function
 
 if TYPE_CHECKING:
     from cheetah.lang.kernel import Kernel
@@ -88,15 +101,82 @@ def render(kernel: Kernel, *, line_marks: bool = False) -> str:
 
 def _rendered(program: _Program, line_marks: bool) -> str:
     kernel = program.kernel
+    if kernel.members:
+        return f"{_structure(program, line_marks)}\n{_entry(kernel, line_marks)}"
     functions = [function_text(function, line_marks=line_marks) for function in program.functions]
+    return "\n".join([*functions, _entry(kernel, line_marks)])
+
+
+def _entry(kernel: Kernel, line_marks: bool) -> str:
+    """What is launched: the kernel itself, or what makes its structure and runs that."""
     printer = Printer(line_marks)
     parameters = [f"{type_} {name}" for name, type_ in kernel.params.items()]
     bounds = f" __launch_bounds__({kernel.max_threads}, 1)" if kernel.max_threads else ""
     linkage = 'extern "C" ' if kernel.max_threads else ""
     printer.listing(f"{linkage}__global__ void{bounds} {kernel.name}(", parameters, ") {")
-    printer.body(kernel.body)
+    if kernel.members:
+        printer.depth += 1
+        printer.listing(f"{_structure_name(kernel)}{{", [name for name, _ in kernel.params.items()], "}.run();")
+        printer.depth -= 1
+    else:
+        printer.body(kernel.body)
     printer.line("}")
-    return "\n".join([*functions, printer.text])
+    return printer.text
+
+
+# -- a kernel whose functions use its names: one structure --------------------------------------------------------
+
+
+def _structure(program: _Program, line_marks: bool) -> str:
+    """The kernel's parameters, and what its functions use of its own names, as members; its functions and itself as
+    member functions. Each thread has one, which the compiler dissolves: all of them are inlined."""
+    kernel = program.kernel
+    printer = Printer(line_marks)
+    printer.line(f"struct {_structure_name(kernel)} {{")
+    printer.depth += 1
+    for name, type_ in {**dict(kernel.params.items()), **_members_of(kernel)}.items():
+        printer.line(f"{declaration(type_, name)};")
+    for function in program.functions:
+        printer.lines.append("")
+        print_function(function, printer)
+    run = Function("run", (), ty.void, _with_members(kernel.body, kernel.members))
+    printer.lines.append("")
+    print_function(run, printer)
+    printer.depth -= 1
+    printer.line("};")
+    return printer.text
+
+
+def _structure_name(kernel: Kernel) -> str:
+    return "".join(word.capitalize() for word in kernel.name.split("_"))
+
+
+def _members_of(kernel: Kernel) -> dict[str, ty.Type]:
+    """Those of the kernel's members that are no parameters, in the order in which it declares them."""
+    declared = (item for item in statements_in(kernel.body) if _is_members(item, kernel.members))
+    parameters = dict(kernel.params.items())
+    return {item.name.name: item.name.type for item in declared if item.name.name not in parameters}
+
+
+def _is_members(statement: Stmt, members: Mapping[str, ty.Type]) -> TypeGuard[Declare]:
+    """Whether a statement declares a member."""
+    if not isinstance(statement, Declare) or members.get(statement.name.name) != statement.name.type:
+        return False
+    return any(scope.is_whole for scope in statement.name.scopes)
+
+
+def _with_members(body: Iterable[Stmt], members: Mapping[str, ty.Type]) -> tuple[Stmt, ...]:
+    """The statements with stores to members where these were declared."""
+    done: list[Stmt] = []
+    for statement in body:
+        if isinstance(statement, If):
+            parts = {name: _with_members(getattr(statement, name), members) for name in ("body", "otherwise")}
+            done.append(with_changes(statement, **parts))
+        elif not _is_members(statement, members):
+            done.append(statement)
+        elif statement.value is not None:
+            done.append(Assign(statement.name, statement.value, location=statement.location))
+    return tuple(done)
 
 
 def render_file(kernel: Kernel, *, header: str = "", line_marks: bool = False) -> str:

@@ -120,10 +120,11 @@ def _may_mix(value: Expr, name: Name, call: Call) -> bool:
 
 
 def _has_references(call: Call) -> bool:
-    parameters = call.callee.parameters if isinstance(call.callee, Function) else ()
-    return any(parameter.by_reference for parameter in parameters) or any(
-        isinstance(argument.type, ty.Array) for argument in call.arguments
-    )
+    """Whether a call may change names of its caller."""
+    callee = call.callee
+    if isinstance(callee, Function) and (callee.changes or any(item.by_reference for item in callee.parameters)):
+        return True
+    return any(isinstance(argument.type, ty.Array) for argument in call.arguments)
 
 
 def _is_steady(expression: Expr, name: Name) -> bool:

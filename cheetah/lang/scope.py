@@ -55,6 +55,8 @@ class Scope:
     role: str | None = None
     is_loop: bool = False
     is_function: bool = False
+    is_whole: bool = False
+    """The outermost scope of the kernel or of a role: what it binds, functions use as members of the kernel."""
     location: Location = field(default_factory=here)
     statements: list[Stmt] = field(default_factory=list, repr=False)
     names: set[str] = field(default_factory=set, repr=False)
@@ -87,6 +89,8 @@ class Cursor:
         self.functions: dict[str, Function] = self.root.functions if parent else {}
         """The program's functions, by their text without the name."""
         self.function_names: set[str] = self.root.function_names if parent else set()
+        self.members: dict[str, ty.Type] = self.root.members if parent else {}
+        """What functions use of the kernel's and its roles' outermost names."""
         self.constants: dict[str, Constant] = self.root.constants if parent else {}
         """The program's named constants, in the order in which they were first made."""
         self.unentered: list[Opening] = []
@@ -230,7 +234,7 @@ class Role:
         parent = current()
         self.name = name
         self.location = here()
-        self.scope = Scope(f"the {name} role", name)
+        self.scope = Scope(f"the {name} role", name, is_whole=True)
         self.cursor = Cursor([*parent.scopes, self.scope], parent)
         self.placed: Location | None = None
         for scope in parent.scopes:

@@ -16,6 +16,7 @@ from cheetah.blocks.ring import Ring
 from cheetah.emulator import Program, allocate, compile_program
 from cheetah.lang import prim
 from cheetah.plan import GPUS, Gpu, ModelShape, Plan, default_plan, shared_map
+from tests.planted_text import planted
 from tests.program.rig import emulated_gpu
 
 Body = Callable[..., None]
@@ -60,8 +61,7 @@ class SmallKernel:
         kernel = ch.kernel(parameters, name="small", max_threads=plan.threads)(small)
         self.text = ch.render_file(kernel)
         if bug is not None:
-            assert bug[0] in self.text, bug[0]
-            self.text = self.text.replace(*bug)
+            self.text = planted(self.text, *bug)
         self._sanitize, self._watched = sanitize, watched
 
     @cached_property

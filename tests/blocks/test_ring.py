@@ -68,5 +68,5 @@ def test_a_body_that_works_ahead_and_says_nothing_is_refused() -> None:
 
 def test_a_stage_that_nobody_reads_is_discarded() -> None:
     text = kernel(lambda machine, ring, sink: ring.discard()).text
-    body = text.partition('extern "C"')[2]
+    body = text.partition("void run()")[2]
     assert "mbarrier_wait(full + use_stage, use_parity);" in body and "wait_for_u32(" not in body

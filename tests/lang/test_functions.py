@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import textwrap
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,11 +23,19 @@ STATE = ty.struct("State", best=ty.f32, token=ty.u32)
 
 def functions(kernel: ch.Kernel) -> list[str]:
     """The text's functions, without the kernel."""
-    return ch.render(kernel).split("\n\n")[:-1]
+    parts = ch.render(kernel).split("\n\n")
+    return [textwrap.dedent(part) for part in parts[1:-2]] if kernel.members else parts[:-1]
+
+
+def members(kernel: ch.Kernel) -> list[str]:
+    """What all functions see."""
+    return [line.strip() for line in ch.render(kernel).split("\n\n")[0].splitlines()[1:]]
 
 
 def lines_of_kernel(kernel: ch.Kernel) -> list[str]:
-    return [line.strip() for line in ch.render(kernel).split("\n\n")[-1].splitlines()[1:-1]]
+    parts = ch.render(kernel).split("\n\n")
+    lines = parts[-2].splitlines()[1:-2] if kernel.members else parts[-1].splitlines()[1:-1]
+    return [line.strip() for line in lines]
 
 
 # -- text ---------------------------------------------------------------------------------------------------------
@@ -76,26 +85,25 @@ def test_calls_that_emit_the_same_share_a_function_and_static_arguments_make_ano
     first, second, third = functions(counting(ch.function))
     assert first == (
         "// Add a value, scaled.\n"
-        "__device__ __forceinline__ void add(float value, uint32_t rounds, uint32_t limit, float& total) {\n"
+        "__device__ __forceinline__ void add(float value, uint32_t rounds) {\n"
         "  for (uint32_t i = 0; i < rounds; ++i) {\n"
-        "    if (i < limit) {\n"
-        "      total += value;\n"
-        "    }\n"
+        "    if (i < limit) total += value;\n"
         "  }\n"
         "}"
     )
-    assert "void add_2(float value, uint32_t rounds, uint32_t limit, float& total)" in second
-    assert "void add_3(float value, uint32_t limit, float& total)" in third and "i < 3" in third
+    assert "void add_2(float value, uint32_t rounds)" in second
+    assert "void add_3(float value)" in third and "i < 3" in third
+    assert members(counting(ch.function)) == ["float* x;", "uint32_t n;", "float total;", "uint32_t limit;"]
     assert lines_of_kernel(counting(ch.function)) == [
         "uint32_t lane = threadIdx.x;",
-        "float total = 0.0f;",
-        "uint32_t limit = 7;",
-        "add(x[lane], n, limit, total);",
+        "total = 0.0f;",
+        "limit = 7;",
+        "add(x[lane], n);",
         "if (lane < 5) {",
         "float scaled = x[lane] * 3.0f;",
-        "add(scaled + 1.0f, n, limit, total);",
-        "add_2(scaled, n, limit, total);",
-        "add_3(scaled, limit, total);",
+        "add(scaled + 1.0f, n);",
+        "add_2(scaled, n);",
+        "add_3(scaled);",
         "}",
         "x[lane] = total;",
     ]
@@ -166,8 +174,8 @@ def test_a_callers_variable_goes_back_as_it_is() -> None:
         same_again = ch.var(ty.f32, same)
         x[0] = same_again
 
-    assert "void mine(float* x)" in ch.render(kernel)
-    assert lines_of_kernel(kernel)[1:3] == ["mine(x);", "float same = total;"]
+    assert "void mine()" in ch.render(kernel)
+    assert lines_of_kernel(kernel)[1:3] == ["mine();", "float same = total;"]
 
 
 def test_names_do_not_depend_on_the_caller() -> None:
@@ -236,25 +244,88 @@ def test_an_outline_takes_what_it_uses() -> None:
                 total += x[i]
         x[0] = total
 
-    assert functions(kernel)[0].startswith(
-        "// The sum of all.\n__device__ __forceinline__ void sum(uint32_t n, float& total, float* x) {\n"
-    )
-    assert lines_of_kernel(kernel)[1] == "sum(n, total, x);"
+    assert functions(kernel)[0].startswith("// The sum of all.\n__device__ __forceinline__ void sum() {\n")
+    assert lines_of_kernel(kernel) == ["total = 0.0f;", "sum();", "x[0] = total;"]
+    assert ch.render(kernel).endswith("kernel(float* x, uint32_t n) {\n  Kernel{x, n}.run();\n}\n")
+
+
+def test_names_of_loops_and_arrays_become_parameters() -> None:
+    @ch.kernel(ch.Params(x=ty.ptr_mut(ty.f32), n=ty.u32))
+    def kernel(x, n):
+        sums = ch.array(ty.f32, 4, zero=True)
+        with ch.for_(n) as i:
+            doubled = i * 2
+            with ch.outline("add"):
+                sums[1] += x[doubled + i]
+        x[0] = sums[1]
+
+    (add,) = functions(kernel)
+    assert add.startswith("__device__ __forceinline__ void add(float (&sums)[4], uint32_t doubled, uint32_t i) {")
+    assert members(kernel) == ["float* x;", "uint32_t n;"]
+
+
+def test_a_name_of_the_body_is_no_members() -> None:
+    """A function that uses the kernel's `total` has a `total` of its own under another name; one that does not keeps
+    it."""
+
+    @ch.function
+    def own(x):
+        total = x[1] + 1
+        x[1] = total * 2
+
+    @ch.function
+    def both(x, kernels):
+        total = x[2] + 1
+        own(x)
+        kernels[0].set(total)
+
+    @ch.kernel(ch.Params(x=ty.ptr_mut(ty.u32)))
+    def kernel(x):
+        total = ch.var(ty.u32, 3)
+        kernels = {0: total}
+        both(x, kernels)
+        x[2] = total
+
+    alone, outer = functions(kernel)
+    assert "uint32_t total = x[1] + 1;" in alone
+    assert "uint32_t total_2 = x[2] + 1;" in outer and "  total = total_2;" in outer
+
+
+def test_roles_whose_names_are_alike_share_a_member_if_they_are_of_one_type() -> None:
+    @ch.kernel(ch.Params(x=ty.ptr_mut(ty.u32)))
+    def kernel(x):
+        roles = ch.Role("producer"), ch.Role("consumer"), ch.Role("adder")
+        for role, type_ in zip(roles, (ty.u32, ty.u32, ty.u64), strict=True):
+            with role:
+                turn = ch.var(type_, 0)
+                with ch.outline("advance"):
+                    turn += 1
+                x[0] = ty.u32(turn)
+        for number, role in enumerate(roles):
+            with ch.if_(x[5] == number):
+                role.emit_here()
+
+    assert members(kernel) == ["uint32_t* x;", "uint32_t turn;"]
+    of_two, of_one = functions(kernel)
+    assert "void advance()" in of_two and "void advance_2(uint64_t& turn)" in of_one
+    assert lines_of_kernel(kernel).count("turn = 0;") == 2 and "uint64_t turn = 0;" in lines_of_kernel(kernel)
 
 
 def test_long_lists_are_broken() -> None:
     names = [f"parameter_number_{number}" for number in range(12)]
 
-    @ch.kernel(ch.Params(x=ty.ptr_mut(ty.u32), **dict.fromkeys(names, ty.u32)))
-    def kernel(**given):
-        with ch.outline("all_of_them"):
-            for name in names:
-                given["x"][0] += given[name]
+    @ch.kernel(ch.Params(x=ty.ptr_mut(ty.u32)))
+    def kernel(x):
+        with ch.for_(1):
+            values = {name: ch.var(ty.u32, x[1], name=name) for name in names}
+            with ch.outline("all_of_them"):
+                for name in names:
+                    x[0] += values[name]
 
-    lines = ch.render(kernel).splitlines()
-    function = lines[: lines.index("}") + 1]
-    assert max(map(len, function)) <= 120 and len(function) > 14
-    assert function[1].startswith("    uint32_t parameter_number_")
+    (function,) = functions(kernel)
+    lines = function.splitlines()
+    assert max(map(len, lines)) <= 120 and len(lines) > 14
+    assert lines[1].startswith("    uint32_t parameter_number_")
 
 
 # -- roles --------------------------------------------------------------------------------------------------------
@@ -301,8 +372,8 @@ def test_what_a_function_says_to_another_role_goes_to_that_roles_program() -> No
         with ch.else_():
             math.emit_here()
 
-    assert functions(kernel) == ["__device__ __forceinline__ void both(uint32_t* x) {\n  x[1] = 2;\n}"]
-    assert lines_of_kernel(kernel) == ["if (x[5] == 0) {", "x[0] = 1;", "} else {", "both(x);", "}"]
+    assert functions(kernel) == ["__device__ __forceinline__ void both() {\n  x[1] = 2;\n}"]
+    assert lines_of_kernel(kernel) == ["if (x[5] == 0) {", "x[0] = 1;", "} else {", "both();", "}"]
 
 
 # -- meaning ------------------------------------------------------------------------------------------------------
@@ -454,6 +525,24 @@ def changes_what_it_gets_twice() -> None:
     in_kernel(body)
 
 
+def changes_a_member_that_it_gets() -> None:
+    def body(x: ch.Expr, n: ch.Expr) -> None:
+        total = ch.var(ty.f32, 0, name="total")
+
+        @ch.function
+        def change():
+            total.set(2.0)
+
+        @ch.function
+        def use(value):
+            change()
+            x[0] = value
+
+        use(total + 1)  # wrong
+
+    in_kernel(body)
+
+
 def ends_the_kernel() -> None:
     @ch.function
     def leave():
@@ -520,6 +609,11 @@ def stands_outside() -> None:
             ch.TypeMixError,
             "move changes `total`, its `to`, and gets it a second time as `value`: "
             "give it once, or a copy of it, `x = ch.var(float, ...)`.",
+        ),
+        (
+            changes_a_member_that_it_gets,
+            ch.TypeMixError,
+            "use changes `total`, its `total`, and gets it a second time as `value`: ",
         ),
         (ends_the_kernel, ch.ControlError, "ch.return_() ends the kernel, not a function: give the caller a value"),
         (leaves_its_callers_loop, ch.ControlError, "ch.break_() in the function leave, outside of its loops"),

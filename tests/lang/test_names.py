@@ -200,9 +200,7 @@ def test_methods_super_and_generators_can_emit() -> None:
 
     assert body(kernel) == [
         "  uint32_t limit = n * 3;",
-        "  if (threadIdx.x < limit) {",
-        "    x[0] = limit;",
-        "  }",
+        "  if (threadIdx.x < limit) x[0] = limit;",
     ]
 
 

@@ -28,9 +28,7 @@ def test_the_papers_example_renders_as_printed() -> None:
     assert ch.render(kernel) == (
         "__global__ void kernel(uint32_t n, int32_t* x) {\n"
         "  uint32_t i = blockIdx.x * blockDim.x + threadIdx.x;\n"
-        "  if (i < n) {\n"
-        "    x[i] = x[i] * 2;\n"
-        "  }\n"
+        "  if (i < n) x[i] = x[i] * 2;\n"
         "}\n"
     )
 
@@ -83,9 +81,7 @@ def test_conditions_known_while_generating() -> None:
                 x[1] = count
 
     assert body(kernel) == [
-        "  if (n < 1) {",
-        "    x[0] = 1;",
-        "  }",
+        "  if (n < 1) x[0] = 1;",
         "  uint32_t count = 5;",
         "  x[1] = count;",
     ]
@@ -106,18 +102,12 @@ def test_loops() -> None:
 
     assert body(kernel) == [
         "  #pragma unroll",
-        "  for (uint32_t part = 0; part < 4; ++part) {",
-        "    x[part] = 0;",
-        "  }",
+        "  for (uint32_t part = 0; part < 4; ++part) x[part] = 0;",
         "  #pragma unroll 2",
-        "  for (uint32_t i = n; i < 100; i += 32) {",
-        "    x[i] = 0;",
-        "  }",
+        "  for (uint32_t i = n; i < 100; i += 32) x[i] = 0;",
         "  for (int32_t i = 1; i < m; ++i) {",
         "    while (x[0] != 0) {",
-        "      if (x[1] == 1) {",
-        "        break;",
-        "      }",
+        "      if (x[1] == 1) break;",
         "      continue;",
         "    }",
         "  }",

@@ -31,9 +31,7 @@ def test_a_result_used_once_stands_where_it_is_used() -> None:
         "uint32_t first = load_constant_u32(x + 1);",
         "uint32_t total = n;",
         "total += shuffle_xor_u32(total, 16);",
-        "if (first < load_constant_u32(x + load_constant_u32(x + total))) {",
-        "x[0] = first;",
-        "}",
+        "if (first < load_constant_u32(x + load_constant_u32(x + total))) x[0] = first;",
         "shuffle_xor_u32(total, 1);",
     ]
 
@@ -55,9 +53,7 @@ def test_a_result_that_is_used_again_or_later_keeps_a_name() -> None:
         "warp_barrier();",
         "x[1] = value_2;",
         "uint32_t value_3 = load_constant_u32(x + 2);",
-        "for (uint32_t i = 0; i < value_3; ++i) {",
-        "x[i] = 0;",
-        "}",
+        "for (uint32_t i = 0; i < value_3; ++i) x[i] = 0;",
     ]
 
 
@@ -73,12 +69,8 @@ def test_no_call_becomes_conditional() -> None:
         "uint32_t value = shuffle_xor_u32(n, 1);",
         "x[0] = n == 0 ? value : n;",
         "uint32_t value_2 = shuffle_xor_u32(n, 2);",
-        "if (n == 1 && value_2 == 0) {",
-        "x[1] = n;",
-        "}",
-        "if (shuffle_xor_u32(n, 4) == 0 && n == 1) {",
-        "x[2] = n;",
-        "}",
+        "if (n == 1 && value_2 == 0) x[1] = n;",
+        "if (shuffle_xor_u32(n, 4) == 0 && n == 1) x[2] = n;",
     ]
 
 

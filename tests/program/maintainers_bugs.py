@@ -40,7 +40,7 @@ class MaintainersBug:
 
 def without(pattern: str, before: str = "", after: str = "") -> Edit:
     """The edit that takes away what matches `pattern` between `before` and `after`."""
-    return (f"({before}){pattern}({after})", r"\1\2")
+    return (f"({before}){pattern}({after})", r"\1;\2")
 
 
 def leave_words(patch: Patch) -> None:
@@ -90,7 +90,7 @@ TRIED = (
     bug(
         "no warp barrier before attention gives a stage back",
         "",
-        without(r"warp_barrier\(\);", after=r"\s*if \([^{]*lane == 0[^{]*\{\s*mbarrier_arrive_many"),
+        without(r"warp_barrier\(\);", after=r"\s*if \([^{;]*lane == 0[^{;]*mbarrier_arrive_many"),
     ),
     bug("mbarriers that nobody initialised", "used before init", without(r"mbarrier_init\(empty[^;]*;")),
     bug("the newest key's page at the end of a page", "", (rf"(\(table \+) ({COLUMN}\]) / ", r"\1 (\2 + 1) / ")),
@@ -107,12 +107,12 @@ TRIED = (
     bug(
         "no warp barrier where one lane waits for all",
         "alone has waited for words before",
-        without(r"warp_barrier\(\);", before=r"\{\s*wait_tagged4\([^;]*;\s*\}\s*"),
+        without(r"warp_barrier\(\);", before=r"[{)]\s*wait_tagged4\([^;]*;[\s}]*"),
     ),
     bug(
         "no warp barrier before the step's end is told",
         "before the lanes last met",
-        without(r"warp_barrier\(\);", after=r"\s*if \(thread == 0\) \{\s*if \(block == 0\) \{\s*status"),
+        without(r"warp_barrier\(\);", after=r"\s*if \(thread == 0\) \{\s*if \(block == 0\) \{?\s*status"),
     ),
     bug("products that do not wait for their loads", UNREAD, without(r"wait_for_u32\((?:first|read)[^;]*;")),
     bug("attention that does not wait for its loads", UNREAD, without(r"wait_for_u32\(float_bits[^;]*;")),
@@ -131,7 +131,7 @@ TRIED = (
 """What was tried on the kernels of an earlier commit: 21 bugs, of which the check of that time found 8."""
 
 MORE = (
-    bug("a chunk counted that nobody requested", "never had more than", (r"(uint32_t under_way) = 0;", r"\1 = 1;")),
+    bug("a chunk counted that nobody requested", "never had more than", (r"(under_way) = 0;", r"\1 = 1;")),
     bug("a block that waits for ever", "never had more than", (r"store_shared_u32\(block_waits, 0\);", "")),
     bug("the fence before the store", UNFENCED, (rf"({STORE_KEY})\s*({FENCE})", r"\2 \1")),
     bug("one lane waits for the loads of all", UNREAD, (r"(wait_for_u32\((?:first|read)\b)", r"if (lane == 0) \1")),

@@ -418,7 +418,7 @@ BOTH = ("schedules", "race")
 
 def without(pattern: str, before: str = "", after: str = "") -> tuple[tuple[str, str], ...]:
     """The edit that takes away what matches `pattern` between `before` and `after`."""
-    return ((f"({before}){pattern}({after})", r"\1\2"),)
+    return ((f"({before}){pattern}({after})", r"\1;\2"),)
 
 
 BUGS = (
@@ -429,7 +429,7 @@ BUGS = (
     Bug(
         "stage given back before all lanes have read",
         BOTH,
-        without(r"warp_barrier\(\);", after=r"\s*if \(lane == 0\) \{\s*mbarrier_arrive\(empty"),
+        without(r"warp_barrier\(\);", after=r"\s*if \(lane == 0\) \{?\s*mbarrier_arrive\(empty"),
     ),
     Bug("one arrival frees a stage", BOTH, ((r"(mbarrier_init\(empty \+ stage), 2\)", r"\1, 1)"),)),
     Bug("no barrier after the mbarriers are made", BOTH, without(r"block_barrier\(\);")),
@@ -448,7 +448,7 @@ BUGS = (
     Bug(
         "a warp comes to the next input before its lanes have left the last",
         ("schedules",),
-        without(r"warp_barrier\(\);", after=r"\s*if \(lane == 0\) \{\s*mbarrier_arrive\(loaded"),
+        without(r"warp_barrier\(\);", after=r"\s*if \(lane == 0\) \{?\s*mbarrier_arrive\(loaded"),
     ),
     Bug(
         "an input is there once an adding warp has come to it",
@@ -476,7 +476,7 @@ BUGS = (
     Bug(
         "a reduction given back before all lanes have read",
         ("race",),
-        without(r"warp_barrier\(\);", after=r"\s*if \(lane == 0\) \{\s*mbarrier_arrive\(taken"),
+        without(r"warp_barrier\(\);", after=r"\s*if \(lane == 0\) \{?\s*mbarrier_arrive\(taken"),
     ),
     Bug("candidates taken before they are laid down", BOTH, without(r"mbarrier_wait\(step_added, step % 2\);")),
     Bug("one adding warp's candidates are enough", BOTH, ((r"(mbarrier_init\(step_added), 2\)", r"\1, 1)"),)),
@@ -519,11 +519,11 @@ BUGS = (
     ),
     Bug("step ended without release", ("race",), ((r"publish_flagged_release\(", "publish_flagged("),)),
     Bug("step ended without acquire", ("race",), ((r"wait_flagged4_acquire\(", "wait_flagged4("),)),
-    Bug("queries used before they are there", BOTH, without(MEET, before=r"\[thread\] = \w+;\s*\}\s*\}\s*")),
+    Bug("queries used before they are there", BOTH, without(MEET, before=r"\[thread\] = \w+;[\s}]*")),
     Bug(
         "newest keys read before their warp has stored them",
         BOTH,
-        without(r"warp_barrier\(\);", before=r"place\w*\[0\] = words;\s*\}\s*"),
+        without(r"warp_barrier\(\);", before=r"place\w*\[0\] = words;[\s}]*"),
     ),
     Bug(
         "states folded before they are there",
@@ -540,7 +540,7 @@ BUGS = (
     Bug(
         "the next vector over a team's states",
         ("schedules",),
-        without(r"named_barrier\(1, 256\);", before=r"if \(numbers_2\.z > 0\) \{\s*"),
+        without(r"named_barrier\(1, 256\);", before=r"if \(numbers_2\.z > 0\) \{?\s*"),
         setup=MANY,
     ),
     Bug("keys given back for one warp", BOTH, change=give_back_for_one),

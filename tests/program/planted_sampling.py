@@ -69,26 +69,26 @@ BUGS = (
     SamplingBug(
         "a list that left nothing out", r"(?<=words\[7\] = float_bits\()left_out_\d", "-bits_float(0x7f800000)"
     ),
-    SamplingBug("a list weighs what one lane does", r"warp_sum_f32\(part\)(?=;\n  best_of_warp)", "part"),
+    SamplingBug("a list weighs what one lane does", r"warp_sum_f32\(part\)(?=;\n +best_of_warp)", "part"),
     SamplingBug("a lane's second was not left out", r"left_out < first \? first : left_out", "left_out"),
     SamplingBug("the candidate of another block", r"m_tile % 3(?=;\n)", "(m_tile + 1) % 3"),
     SamplingBug("everything listed is all there is", r"highest - left_out(?= :)", "bits_float(0x7f800000)"),
     SamplingBug("one token more than top_k", r"(?<=else if \()count < most", "count <= most"),
-    SamplingBug("top_p of all, not of the top_k", r"(?<=      least = )top(?=;)", "whole"),
+    SamplingBug("top_p of all, not of the top_k", r"(?<=    least = )top(?=;)", "whole"),
     SamplingBug("min_p beyond the lists", r"known < reach(?= &&)", "false"),
     SamplingBug("the same candidate again", r"highest - \(\(float2\*\)[^;]*\[following\]\.x", "limit"),
     # -- rounds
-    SamplingBug("a pivot counts itself", r"distance < tested_3(?=\) \{)", "distance <= tested_3 + 0.5f"),
+    SamplingBug("a pivot counts itself", r"distance < tested_3(?=\))", "distance <= tested_3 + 0.5f"),
     SamplingBug("the bracket's end is not brought nearer", r"holds_all(?= \? \(above)", "false"),
-    SamplingBug("a candidate beyond the limit", r"candidate >= limit(?=\) \{)", "false"),
-    SamplingBug("top_p of the least that it may be", r"(?<=top_p \* )most(?=\);\n  limit)", "least"),
+    SamplingBug("a candidate beyond the limit", r"candidate >= limit(?=\))", "false"),
+    SamplingBug("top_p of the least that it may be", r"(?<=top_p \* )most(?=\);\n +limit)", "least"),
     # -- words of the host
     SamplingBug("a token for the step before", r"(?<=emitted \+ )place(?=, sampled)", "place - 1", "host"),
     SamplingBug("tokens are not given as they are made", r"store_relaxed_u32_sys\(emitted[^;]*;", "", "host"),
     SamplingBug("an order of any launch", r"answer == epoch", "answer != 0", "host"),
     SamplingBug("the order of the sequence beside", r"(?<=cancelled \+ )sequence", "(sequence + 1) % 3", "host"),
     SamplingBug("an order is not passed on", r"(?<=bool is_cancelled = )block == 0", "false", "host"),
-    SamplingBug("a sequence goes on that was to end", r"sampled == 4294967294u(?=\) \{)", "false", "host"),
+    SamplingBug("a sequence goes on that was to end", r"sampled == 4294967294u(?=\))", "false", "host"),
 )
 
 

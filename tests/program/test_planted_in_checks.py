@@ -43,7 +43,7 @@ BUGS = (
     SamplingBug("sums laid over those that nobody took", r"mbarrier_wait\(taken \+ turn, turn_parity \^ 1\);"),
     # -- attention
     SamplingBug("the last tile of keys is left out", r"(?<= tiles = )\(cached \+ 15\) / 16", "cached / 16"),
-    SamplingBug("sums of weights do not shrink", r"weight_sum\[column\] \* shrink", "weight_sum[column]"),
+    SamplingBug("sums of weights do not shrink", r"(?<=fma_f32\(weight_sum\[column\], )shrink", "1.0f"),
     SamplingBug("a key's place in its tile", r"(?<=tile_key = )index \+ 8", "index + 7"),
     SamplingBug("a query row's column", r"record\[2\]\.x \+ present / 2", "record[2].x + present"),
     SamplingBug("an item twice round the ring", r"\(use_parity \+ place / 4\)", "(use_parity + (place >= 4))"),
