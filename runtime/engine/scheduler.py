@@ -59,12 +59,13 @@ class Scheduler:
         if self.is_amid:
             return self.prefill.next_behind()
         self._admit()
-        if queues.running and self._first_tokens_are_due:
-            self._first_tokens_are_due = False
-            return self._decode(1)
-        if queues.running and (self._others_are_due or not queues.reading):
-            self._others_are_due, self._others_waited_s = False, 0.0
-            return self._decode(self.decode_time.steps(min(one.most_steps() for one in queues.running)))
+        if queues.running and (self._first_tokens_are_due or self._others_are_due or not queues.reading):
+            most = 1 if self._first_tokens_are_due else min(one.most_steps() for one in queues.running)
+            # Whoever runs has this launch: one of first tokens is the turn of the others too. With one more for them,
+            # half of the places stayed empty where a launch takes as long as they may wait.
+            self._first_tokens_are_due = self._others_are_due = False
+            self._others_waited_s = 0.0
+            return self._decode(self.decode_time.steps(most))
         if not queues.reading:
             return None
         self._others_wait = bool(queues.running)

@@ -50,6 +50,17 @@ def test_without_chunks_the_others_wait_for_the_prompt() -> None:
     assert [launch["sequences"][0].total for launch in rig.device.launches] == [16, 16, 16, 12]
 
 
+def test_places_fill_by_one_launch_of_the_others_for_each_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where every launch takes longer than they are to wait: that of first tokens is their turn."""
+    monkeypatch.setattr("cheetah.runtime.engine.scheduler.LAUNCH_SECONDS", 0.0)
+    rig = Rig(batch=4, tokens=4, kv_chunk=16, launch_steps=1)
+    for number in range(5):
+        rig.engine.add(Request((number + 1, 2, 3), 40, Sampling()))
+    while len(rig.device.launches) < 9:
+        rig.engine.step()
+    assert rig.launched == [1, 1, 1, 2, 1, 3, 1, 4, 4]
+
+
 def test_first_come_first_served() -> None:
     rig = Rig(batch=2, launch_steps=4)
     ids = [rig.engine.add(Request((number + 1, 2), 6, Sampling()))[0] for number in range(7)]
