@@ -191,6 +191,11 @@ class MatrixLayout:
         """Where `block` stands in every wave; also for device expressions."""
         return (block + self.start) % self.blocks
 
+    @property
+    def owners(self) -> set[int]:
+        """The blocks that have M-tiles of it."""
+        return {block for block in range(self.blocks) if self.position(block) < self.m_tiles}
+
     def m_tile(self, wave: Index, position: Index) -> Index:
         """The M-tile at `position` of `wave`; also for device expressions."""
         return wave * self.blocks + position

@@ -6,7 +6,7 @@ The model itself is in `program`. Here is what would hide it: how blocks are wir
 from __future__ import annotations
 
 import functools
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -90,9 +90,20 @@ def _words_of(table: StepTable, vector: Vector, plan: Plan) -> int:
     return vector_words(round_up(vector.elements, columns), plan.tokens)
 
 
-def product_inputs(table: StepTable) -> dict[str, int]:
-    """The vectors that products take whole, with the exponents of their exchange."""
-    return {one.name: one.exponent for one in table.inputs}
+def product_inputs(shape: ModelShape, gpu: Gpu, plan: Plan) -> dict[str, int]:
+    """The vectors that products take whole and whose words may carry tags, with the exponents of their exchange.
+
+    By a tag a block knows a word of those since the last one that it has read. The head takes a vector that a product
+    of every layer takes too: a block without an M-tile of that one reads it once a step, and would take a word of three
+    layers before for the last's. Where there is such a block words carry whole epochs."""
+    matrices = step_matrices(shape, plan, gpu)
+
+    def is_read_as_published(readers: Sequence[Product]) -> bool:
+        first, *others = (matrices[product].owners for product in readers)
+        return all(blocks <= first for blocks in others)
+
+    inputs = shape.table.inputs.items()
+    return {one.name: one.exponent for one, readers in inputs if is_read_as_published(readers)}
 
 
 def published_kinds(config: ModelConfig, plan: Plan) -> dict[str, str]:
@@ -152,7 +163,7 @@ def sizes(config: ModelConfig, gpu: Gpu, plan: Plan) -> dict[str, int]:
         "tiles": len(windows) * layout.tiles,
         "columns": plan.tokens,
         "mask_words": mask_words(shape.vocab),
-        "exchange_bytes": workspace_bytes(exchange_sizes(shape, gpu, plan), plan, product_inputs(shape.table)),
+        "exchange_bytes": workspace_bytes(exchange_sizes(shape, gpu, plan), plan, product_inputs(shape, gpu, plan)),
         "token_room": plan.launch_tokens + 1,
         "blocks": gpu.blocks,
         "phases": len(phase_names(config)),
@@ -354,7 +365,7 @@ class StepParts(HeadParts):
             machine,
             launch.exchange,
             exchange_sizes(machine.model, machine.gpu, machine.plan),
-            inputs=product_inputs(machine.stack),
+            inputs=product_inputs(machine.model, machine.gpu, machine.plan),
             copied=published_kinds(config, machine.plan),
         )
         super().__init__(config, machine, launch, made, page_of(config, machine.plan.max_context))

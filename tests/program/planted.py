@@ -32,6 +32,7 @@ from cheetah.models.config import ModelConfig
 from cheetah.models.dense.step import StepParts
 from cheetah.models.rounding import widen
 from cheetah.package import Generated
+from cheetah.plan import Gpu, ModelShape, Plan
 from cheetah.runtime.engine.launcher import Sampling
 from tests.program.rig import (
     F32,
@@ -81,6 +82,8 @@ ROOMY = replace(USUAL, stages=40)
 """A ring that lets the producer lane run ahead as far as it is allowed to."""
 IDLE = Setup(model(16, 16, 1, 1, 1, 64, 16), blocks=8)
 """More blocks than any vector has M-tiles: some have nothing to do in most phases."""
+HEAD_ALONE = Setup(model(16, 16, 4, 1, 1, 64, 384), blocks=24, scored=4)
+"""Blocks that read the hidden vector in the head alone, and wait for it while others are at the first layer."""
 
 
 @dataclass(frozen=True)
@@ -292,6 +295,15 @@ def read_without_waiting(vector: str) -> Callable[[Patch], None]:
         patch.setattr(FlaggedExchange, "read_units", read_units)
 
     return change
+
+
+def tags_for_all_inputs(patch: Patch) -> None:
+    """Of all vectors that products take, whoever reads them."""
+
+    def every(shape: ModelShape, gpu: Gpu, plan: Plan) -> dict[str, int]:
+        return {vector.name: vector.exponent for vector in shape.table.inputs}
+
+    patch.setattr("cheetah.models.dense.step.product_inputs", every)
 
 
 def leave_out_half_of_the_columns(patch: Patch) -> None:
@@ -557,6 +569,12 @@ BUGS = (
         ("schedules",),
         ((r"first_word = step % 2 \* \d+;", "first_word = 0;"),),
         setup=IDLE,
+    ),
+    Bug(
+        "tags for who reads a vector in the head alone",
+        ("reference",),
+        change=tags_for_all_inputs,
+        setup=HEAD_ALONE,
     ),
     Bug("producer lane overtaken by two steps", BOTH, without(r"mbarrier_wait\(step_done \+ 1, [^;]*;"), setup=IDLE),
 )

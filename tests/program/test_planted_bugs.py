@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import pytest
 
+from cheetah.generate import choose_plan
+from cheetah.models.dense.step import product_inputs
+from cheetah.plan import GPUS, step_matrices
 from tests.program.planted import BUGS as COMMON_BUGS
-from tests.program.planted import IDLE, MANY, NARROW, ROOMY, USUAL, Bug, Finding, Gauntlet, Setup, race_in
+from tests.program.planted import HEAD_ALONE, IDLE, MANY, NARROW, ROOMY, USUAL, Bug, Finding, Gauntlet, Setup, race_in
 from tests.program.planted_families import BIASED, FAMILY_BUGS, NORMED, SANDWICHED, WINDOWED
+from tests.program.rig import emulated_gpu
 from tests.tiers import tiered
 
 pytestmark = [pytest.mark.compiler, pytest.mark.slow]
@@ -39,6 +43,7 @@ EXHAUSTIVE = (
     *("adding warps go on before the step ends", "a product ends before its rows are finished"),
     *("rows by half of their columns", "candidates taken before they are laid down"),
     "cache read before the step is done",
+    "tags for who reads a vector in the head alone",
 )
 """Of each there is one of its kind that `make test` looks for."""
 assert {bug.name for bug in BUGS} >= set(EXHAUSTIVE), "a bug that is not there is called exhaustive"
@@ -47,6 +52,7 @@ SETUPS = {
     "usual": USUAL,
     "roomy": ROOMY,
     "idle": IDLE,
+    "head alone": HEAD_ALONE,
     "many": MANY,
     "narrow": NARROW,
     "normed": NORMED,
@@ -117,6 +123,19 @@ def test_the_race_detector_finds_a_planted_bug(bug: Bug) -> None:
 def test_no_schedule_shows_a_missing_order_that_the_processor_gives(bug: Bug) -> None:
     gauntlet = Gauntlet(bug.rig(), bug.setup)
     assert not [*gauntlet.reference(), *gauntlet.schedules(2)], "found without the race detector: say so in its entry"
+
+
+@pytest.mark.parametrize("setup", SETUPS.values(), ids=SETUPS)
+def test_words_carry_tags_where_whoever_reads_them_reads_all_that_is_published(setup: Setup) -> None:
+    """Of the vectors that products take; the hidden one is read in every layer, and by the head."""
+    shape, gpu = setup.config.shape, GPUS[emulated_gpu(setup.blocks)]
+    plan = choose_plan(setup.config, gpu)
+    matrices = step_matrices(shape, plan, gpu)
+    tagged = {vector.name for vector in shape.table.inputs} - {"hidden"}
+    if matrices.head.owners <= matrices.named("qkv").owners:
+        tagged.add("hidden")
+    assert set(product_inputs(shape, gpu, plan)) == tagged
+    assert ("hidden" in tagged) == (setup is not HEAD_ALONE)
 
 
 def test_a_bug_that_changes_nothing_is_refused() -> None:
