@@ -1,7 +1,7 @@
 """The command `cheetah`: generate, run, chat, serve, batch, bench, trace, quantize, calibrate, inspect, check.
 
-Each command stands in a module of its own and loads what it needs when it runs, so that `cheetah --help` is quick. An
-error that is the user's to mend ends a command with one message on stderr and exit code 2.
+Each command is the function of its module's name, which loads what it needs when it runs, so that `cheetah --help` is
+quick. An error that is the user's to mend ends a command with one message on stderr and exit code 2.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def cheetah(
 
 
 for module in (generate, run, chat, serve, batch, bench, trace, quantize, calibrate, inspect, check):
-    module.register(app)
+    app.command(epilog=module.EPILOG)(getattr(module, module.__name__.rpartition(".")[2]))
 
 
 def main() -> None:

@@ -57,11 +57,6 @@ def batch(
         asyncio.run(_answer_all(llm, (name, *names), seed, wanted, answers))
 
 
-def register(app: typer.Typer) -> None:
-    """Make this a command of `app`."""
-    app.command(epilog=EPILOG)(batch)
-
-
 async def _answer_all(
     llm: LLM, names: tuple[str, ...], seed: int | None, wanted: Iterable[BatchLine], answers: Path
 ) -> None:

@@ -3,24 +3,33 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Annotated, Any
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any, Generic, TypeVar
 
 import typer
 
-from cheetah.cli.measured import MODEL_HELP, circumstances_of, measured_model, ordinal_of, refuse_hours_of_emulation
-from cheetah.cli.options import Device, DevicesGpu, PromptPasses, Revision, takes_plan
+from cheetah.cli.measured import MODEL_HELP, Measured, Repeated
+from cheetah.cli.options import takes_load, takes_plan
+from cheetah.cli.tables import console, table_of
 from cheetah.errors import CheetahError, writing
 
 if TYPE_CHECKING:
+    from cheetah.runtime.device import Device
     from cheetah.tools.bench import DecodeBench, Measurement, Work
     from cheetah.tools.prompt_bench import PromptBench, PromptMeasurement
 
 EPILOG = "Example: cheetah bench random:llama-3.1-8b --contexts 128,1024,6144 --json results.jsonl"
 CONTEXTS = "128,1024,6144"
 STDOUT = "-"
+Circumstances = dict[str, Any]
+Bench = TypeVar("Bench")
+Done = TypeVar("Done")
+Found = TypeVar("Found")
 
 
+@takes_load("device gpu revision prompt_passes")
 @takes_plan
 def bench(
     *,
@@ -39,7 +48,6 @@ def bench(
             metavar="N,...", help="Instead: time to the first token of prompts of so many.", show_default=False
         ),
     ] = None,
-    prompt_passes: PromptPasses = None,
     steps: Annotated[int, typer.Option(min=1, help="Decode steps of a launch.")] = 64,
     repetitions: Annotated[int, typer.Option(min=1, help="Timed launches at each context.")] = 5,
     warmup: Annotated[int, typer.Option(min=0, help="Launches before those.")] = 2,
@@ -47,87 +55,66 @@ def bench(
     json_file: Annotated[
         str | None, typer.Option("--json", metavar="FILE", help="Append a JSON line a context; - for stdout.")
     ] = None,
-    device: Device = None,
-    gpu: DevicesGpu = None,
-    revision: Revision = None,
+    load: dict[str, Any],
     plan: dict[str, Any],
 ) -> None:
     """Measure decode speed: greedy sampling on the GPU, prompts not included (those alone: --prompts, --per-step).
 
     Beside it, in the same run, how fast the GPU reads memory: the ceiling, of which the share is told.
     """
-    from cheetah.runtime.device import open_device
-    from cheetah.tools.bench import open_bench
+    from cheetah.tools import bench as of_steps
+    from cheetah.tools import prompt_bench as of_prompts
 
-    if prompts is not None:
-        _bench_prompts(model, prompts, prompt_passes, repetitions, warmup, rest, json_file, device, gpu, revision, plan)
-        return
-    works = parsed_works(contexts, plan.get("batch", 1), shared, per_step)
+    repeated = Repeated(repetitions, warmup, rest)
+    lengths = () if prompts is None else of_prompts.parsed_prompts(prompts)
+    works = () if lengths else parsed_works(contexts, plan.get("batch", 1), shared, per_step)
     if json_file not in (None, STDOUT):
         _append(str(json_file), "")  # refused before the work, not after it
-    config, name, weights = measured_model(model, revision)
-    refuse_hours_of_emulation(device, name, config, len(works) * (warmup + repetitions) * steps)
-    with (
-        open_device(device) as opened,
-        open_bench(
-            config,
-            name,
-            weights,
-            opened,
-            works,
-            steps,
-            gpu,
-            ordinal_of(device),
-            **plan,
-        ) as ready,
-    ):
-        circumstances = circumstances_of(name, config, weights, opened)
-        measured = []
-        for work in works:
-            measured.append(ready.measure(work, steps, repetitions, warmup, rest))
-            if json_file is not None:
-                _write_record(json_file, measured[-1], ready, circumstances)
-        if json_file != STDOUT:
-            _print_table(circumstances, ready, measured)
+    measured = Measured.named(model, load, plan)
+    measured.refuse_hours_of_emulation(repeated.launches * (sum(lengths) or len(works) * steps))
+
+    def open_steps(device: Device) -> AbstractContextManager[DecodeBench]:
+        subject = measured.config, measured.name, measured.weights, device
+        return of_steps.open_bench(*subject, works, steps, measured.gpu, measured.ordinal, **plan)
+
+    def open_prompts(device: Device) -> AbstractContextManager[PromptBench]:
+        subject = measured.config, measured.weights, device, max(lengths)
+        return of_prompts.open_prompt_bench(*subject, measured.gpu, load.get("prompt_passes"), **plan)
+
+    def measure_prompt(ready: PromptBench, length: int) -> PromptMeasurement:
+        return ready.measure(length, *repeated)
+
+    def measure_steps(ready: DecodeBench, work: Work) -> Measurement:
+        return ready.measure(work, steps, *repeated)
+
+    if lengths:
+        way = _Way(open_prompts, measure_prompt, of_prompts.prompt_record, _print_prompts)
+        way.measure(measured, lengths, json_file)
+    else:
+        _Way(open_steps, measure_steps, of_steps.record, _print_steps).measure(measured, works, json_file)
 
 
-def _bench_prompts(
-    model: str,
-    prompts: str,
-    prompt_passes: bool | None,
-    repetitions: int,
-    warmup: int,
-    rest: float,
-    json_file: str | None,
-    device: str | None,
-    gpu: str | None,
-    revision: str | None,
-    plan: dict[str, Any],
-) -> None:
-    """The same for prompts: the time to the first token, of an engine with nothing else to do."""
-    from cheetah.runtime.device import open_device
-    from cheetah.tools.prompt_bench import open_prompt_bench, parsed_prompts, prompt_record
+@dataclass(frozen=True)
+class _Way(Generic[Bench, Done, Found]):
+    """What is measured: by which bench, what it finds of a work, what of that a record says and a person sees."""
 
-    lengths = parsed_prompts(prompts)
-    config, name, weights = measured_model(model, revision)
-    refuse_hours_of_emulation(device, name, config, sum(lengths) * (warmup + repetitions))
-    with (
-        open_device(device) as opened,
-        open_prompt_bench(config, weights, opened, max(lengths), gpu, prompt_passes, **plan) as ready,
-    ):
-        circumstances = circumstances_of(name, config, weights, opened)
-        measured = []
-        for length in lengths:
-            measured.append(ready.measure(length, repetitions, warmup, rest))
-            if json_file is not None:
-                _write_line(json_file, prompt_record(measured[-1], ready, circumstances))
-        if json_file != STDOUT:
-            _print_prompts(circumstances, ready, measured)
+    open: Callable[[Device], AbstractContextManager[Bench]]
+    look: Callable[[Bench, Done], Found]
+    record: Callable[[Found, Bench, Circumstances], dict[str, Any]]
+    show: Callable[[Circumstances, Bench, Sequence[Found]], None]
 
+    def measure(self, measured: Measured, works: Sequence[Done], json_file: str | None) -> None:
+        """Do the works, write a line of JSON for each as it is done, and show them all."""
+        from cheetah.runtime.device import open_device
 
-def register(app: typer.Typer) -> None:
-    """Make this a command of `app`."""
-    app.command(epilog=EPILOG)(bench)
+        with open_device(measured.device) as device, self.open(device) as ready:
+            circumstances, found = measured.circumstances(device), []
+            for work in works:
+                found.append(self.look(ready, work))
+                if json_file is not None:
+                    _write_line(json_file, self.record(found[-1], ready, circumstances))
+            if json_file != STDOUT:
+                self.show(circumstances, ready, found)
 
 
 def parsed_works(text: str, batch: int = 1, shared: int = 0, per_step: int = 1) -> list[Work]:
@@ -154,12 +141,6 @@ def parsed_lengths(text: str) -> list[list[int]]:
     return lengths
 
 
-def _write_record(target: str, measurement: Measurement, bench: DecodeBench, circumstances: dict[str, Any]) -> None:
-    from cheetah.tools.bench import record
-
-    _write_line(target, record(measurement, bench, circumstances))
-
-
 def _write_line(target: str, values: dict[str, Any]) -> None:
     line = json.dumps(values)
     if target == STDOUT:
@@ -173,48 +154,36 @@ def _append(target: str, text: str) -> None:
         file.write(text)
 
 
-def _print_table(circumstances: dict[str, Any], bench: DecodeBench, measured: Sequence[Measurement]) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    title = [
-        f"{circumstances['model']}, batch {_batches(measured)}, weights {circumstances['weights']}",
+def _print_steps(circumstances: Circumstances, bench: DecodeBench, found: Sequence[Measurement]) -> None:
+    title = (
+        f"{circumstances['model']}, batch {_batches(found)}, weights {circumstances['weights']}",
         f"kernel {bench.manifest.text_sha256[:16]}, commit {circumstances['commit']}",
         f"{circumstances['gpu']}, {circumstances['driver']}",
-    ]
-    table = Table(title="\n".join(title), title_justify="left", box=None, padding=(0, 1, 0, 0))
-    for heading in ("context", "tokens/s", "ms/step", "least", "most", "GB/s", "ceiling", "share", "host tok/s"):
-        table.add_column(heading, justify="right", no_wrap=True)
-    for measurement in measured:
-        table.add_row(*_row(measurement))
-    console = Console(soft_wrap=True, highlight=False, markup=False)
-    console.print(table)
-    for line in _remarks(measured, bench):
-        console.print(line)
+    )
+    figures = ("context", "tokens/s", "ms/step", "least", "most", "GB/s", "ceiling", "share", "host tok/s")
+    shown = console()
+    shown.print(table_of(title, figures, map(_row, found)))
+    for line in _remarks(found, bench):
+        shown.print(line)
 
 
-def _print_prompts(circumstances: dict[str, Any], bench: PromptBench, measured: Sequence[PromptMeasurement]) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
+def _print_prompts(circumstances: Circumstances, bench: PromptBench, found: Sequence[PromptMeasurement]) -> None:
     passes = bench.assembly.passes
     way = f"in passes of up to {passes[-1].tokens} tokens" if passes else "in steps"
-    title = [
+    title = (
         f"{circumstances['model']}, weights {circumstances['weights']}, prompts read {way}",
         f"commit {circumstances['commit']}",
         f"{circumstances['gpu']}, {circumstances['driver']}",
-    ]
-    table = Table(title="\n".join(title), title_justify="left", box=None, padding=(0, 1, 0, 0))
-    for heading in ("prompt", "ms to first token", "least", "most", "tokens/s", "launches"):
-        table.add_column(heading, justify="right", no_wrap=True)
-    for one in measured:
-        times = (f"{ms:.3f}" for ms in (one.ms, min(one.first_token_ms), max(one.first_token_ms)))
-        table.add_row(str(one.tokens), *times, f"{one.tokens_per_s:.0f}", str(one.launches))
-    console = Console(soft_wrap=True, highlight=False, markup=False)
-    console.print(table)
-    console.print(
-        f"median of {len(measured[0].first_token_ms)} by the host's clock, from a request of an idle engine on"
     )
+    figures = ("prompt", "ms to first token", "least", "most", "tokens/s", "launches")
+    shown = console()
+    shown.print(table_of(title, figures, map(_prompt_row, found)))
+    shown.print(f"median of {len(found[0].first_token_ms)} by the host's clock, from a request of an idle engine on")
+
+
+def _prompt_row(one: PromptMeasurement) -> tuple[str, ...]:
+    times = (f"{ms:.3f}" for ms in (one.ms, min(one.first_token_ms), max(one.first_token_ms)))
+    return str(one.tokens), *times, f"{one.tokens_per_s:.0f}", str(one.launches)
 
 
 def _batches(measured: Sequence[Measurement]) -> str:

@@ -49,11 +49,6 @@ def calibrate(
     typer.echo(f"wrote {out}: scales of {len(largest)} layers from {read} tokens")
 
 
-def register(app: typer.Typer) -> None:
-    """Make this a command of `app`."""
-    app.command(epilog=EPILOG)(calibrate)
-
-
 def _text(file: Path) -> str:
     """The file's text; CheetahError if there is none that can be read."""
     if not file.is_file():

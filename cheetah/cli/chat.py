@@ -54,11 +54,6 @@ def chat(
                 return
 
 
-def register(app: typer.Typer) -> None:
-    """Make this a command of `app`."""
-    app.command(epilog=EPILOG)(chat)
-
-
 class Conversation:
     """What was said so far, and what a line of the user does with it."""
 

@@ -10,6 +10,7 @@ import typer
 
 from cheetah.cli.configs import NamedConfig, named_config, print_notes
 from cheetah.cli.options import Config, Revision, takes_plan
+from cheetah.cli.tables import console
 
 if TYPE_CHECKING:
     from cheetah.models.config import ModelConfig
@@ -48,26 +49,24 @@ def check(
     The demo model is checked as it is; of any other, a smaller one of the same kind with random weights. Before it come
     small models of its kind with awkward sizes and other plans.
     """
-    from rich.console import Console
-
     from cheetah.tools.check import check_model
     from cheetah.tools.subjects import Subject
 
     named = named_config(config, revision)
     print_notes(named.notes)
     checked, tensors, kind = _model_of(named)
-    console = Console(soft_wrap=True, highlight=False, markup=False)
+    shown = console()
     options = {"max_context": min(CONTEXT, checked.max_position_embeddings), **plan}
     _require(gpu, chosen := tuple(schedulers.split(",")))
     subject = Subject(kind, checked, tensors, options)
     is_right, features = True, set[str]()
     with _progress() as progress:
         for part, verdict in check_model(subject, gpu, seeds, chosen, sanitizer, first=first, progress=progress):
-            console.print(f"checking {named.canonical}: {part.kind}\n{verdict}")
+            shown.print(f"checking {named.canonical}: {part.kind}\n{verdict}")
             is_right, features = is_right and verdict.ok, features | verdict.features
     missing = set() if first and not is_right else _missing(named.config, plan, features)
-    console.print(_features(features, missing))
-    console.print("verdict: WRONG" if not is_right else "verdict: INCOMPLETE" if missing else "verdict: nothing found")
+    shown.print(_features(features, missing))
+    shown.print("verdict: WRONG" if not is_right else "verdict: INCOMPLETE" if missing else "verdict: nothing found")
     if missing or not is_right:
         raise typer.Exit(FOUND)
 
@@ -91,11 +90,6 @@ def _features(features: set[str], missing: set[str]) -> str:
         if missing
         else found
     )
-
-
-def register(app: typer.Typer) -> None:
-    """Make this a command of `app`."""
-    app.command(epilog=EPILOG)(check)
 
 
 def shrunk(config: ModelConfig) -> ModelConfig:

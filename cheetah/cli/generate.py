@@ -11,15 +11,19 @@ import typer
 
 from cheetah.cli.configs import named_config, print_notes
 from cheetah.cli.options import DEFAULT_GPU, Config, MachineGpu, Revision, takes_plan
+from cheetah.cli.tables import console, named_values
 from cheetah.errors import CheetahError
 
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from cheetah.manifest import Manifest
     from cheetah.package import Generated
     from cheetah.runtime.assembly.cubin import Cubin
 
 EPILOG = "Example: cheetah generate llama-3.1-8b -o kernels --sync barrier"
+DECODING = "decoding"
+"""Of a pass' plan: the plan of the kernel beside it."""
 
 
 @takes_plan
@@ -50,8 +54,6 @@ def generate(
     plan: dict[str, Any],
 ) -> None:
     """Write the kernel of a model, its manifest and, if a compiler is there, its cubin. Needs no GPU."""
-    from rich.console import Console
-
     from cheetah.tools.regenerate import file_stem, generate_named, generate_named_pass, needed_options
 
     named = named_config(config, revision)
@@ -64,18 +66,13 @@ def generate(
         generated = generate_named_pass(named.config, named.canonical, gpu, plan, prompt_pass, **how)
     with _writing(output):
         source, manifest = generated.write(output, stem)
-    console = Console(soft_wrap=True, highlight=False, markup=False)
-    _print_choices(console, generated)
+    shown = console()
+    shown.print(named_values("plan", _choices(generated.manifest)))
     lines = generated.text.count("\n")
-    console.print(f"wrote {source} ({lines} lines, sha256 {generated.manifest.text_sha256[:12]})")
-    console.print(f"wrote {manifest}")
+    shown.print(f"wrote {source} ({lines} lines, sha256 {generated.manifest.text_sha256[:12]})")
+    shown.print(f"wrote {manifest}")
     if compile and gpu_is_real(gpu):
-        _write_cubin(console, generated, output / f"{stem}.cubin", compiler)
-
-
-def register(app: typer.Typer) -> None:
-    """Make this a command of `app`."""
-    app.command(epilog=EPILOG)(generate)
+        _write_cubin(shown, generated, output / f"{stem}.cubin", compiler)
 
 
 def gpu_is_real(gpu: str) -> bool:
@@ -94,21 +91,14 @@ def _writing(folder: Path) -> Iterator[None]:
         raise CheetahError(f"cannot write to {folder}: {problem.strerror}: choose another folder with -o") from None
 
 
-def _print_choices(console: Console, generated: Generated) -> None:
-    from rich.table import Table
-
-    manifest = generated.manifest
-    table = Table(title="plan", title_justify="left", show_header=False, box=None, padding=(0, 2, 0, 0))
-    for field, value in manifest.plan.items():
-        if field != "decoding":  # of a pass: the plan of the kernel beside it
-            table.add_row(field, str(value))
+def _choices(manifest: Manifest) -> Iterator[tuple[str, Any]]:
     launch = manifest.launch
-    table.add_row("launch", f"{launch.blocks} blocks of {launch.threads} threads, {launch.shared_bytes} bytes shared")
-    table.add_row("weights a step", f"{manifest.weight_bytes / 1e9:.3f} GB")
-    console.print(table)
+    yield from ((field, value) for field, value in manifest.plan.items() if field != DECODING)
+    yield "launch", f"{launch.blocks} blocks of {launch.threads} threads, {launch.shared_bytes} bytes shared"
+    yield "weights a step", f"{manifest.weight_bytes / 1e9:.3f} GB"
 
 
-def _write_cubin(console: Console, generated: Generated, path: Path, compiler: str) -> None:
+def _write_cubin(shown: Console, generated: Generated, path: Path, compiler: str) -> None:
     """Compile and write; no compiler is no error, a text that does not compile is one."""
     from cheetah.manifest import write_atomically
     from cheetah.runtime.assembly.compile import CompileError, compile_cubin, find_compiler
@@ -118,16 +108,16 @@ def _write_cubin(console: Console, generated: Generated, path: Path, compiler: s
         _ = find_compiler(compiler).version
     except CompileError as problem:
         other = "; with a CUDA toolkit: --compiler nvcc" if compiler == "nvrtc" else ""
-        console.print(f"no cubin: {problem}{other}")
+        shown.print(f"no cubin: {problem}{other}")
         return
     cubin = compile_cubin(generated.text, generated.manifest.kernel, compiler=compiler, progress=say_to_stderr)
     with _writing(path.parent):
         write_atomically(path, cubin.image)
-    console.print(f"wrote {path} ({len(cubin.image)} bytes, {cubin.compiler})")
-    _print_resources(console, generated, cubin)
+    shown.print(f"wrote {path} ({len(cubin.image)} bytes, {cubin.compiler})")
+    _print_resources(shown, generated, cubin)
 
 
-def _print_resources(console: Console, generated: Generated, cubin: Cubin) -> None:
+def _print_resources(shown: Console, generated: Generated, cubin: Cubin) -> None:
     shared = cubin.resources.shared_bytes + generated.manifest.launch.shared_bytes
-    console.print(f"a thread: {cubin.resources}")
-    console.print(f"a block: {shared} bytes of shared memory, {generated.manifest.launch.threads} threads")
+    shown.print(f"a thread: {cubin.resources}")
+    shown.print(f"a block: {shared} bytes of shared memory, {generated.manifest.launch.threads} threads")

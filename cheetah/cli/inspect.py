@@ -9,6 +9,7 @@ import typer
 
 from cheetah.cli.configs import named_config, print_notes
 from cheetah.cli.options import DEFAULT_GPU, Config, MachineGpu, Revision, takes_plan
+from cheetah.cli.tables import console, named_values
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -43,8 +44,6 @@ def inspect(
     plan: dict[str, Any],
 ) -> None:
     """Print what the plan comes to: bytes a block and phase, shared memory, exchanges, bytes and time of a step."""
-    from rich.console import Console
-
     from cheetah.generate import choose_plan
     from cheetah.plan import gpu_named
     from cheetah.plan.report import inspect_plan, plot_shares
@@ -57,19 +56,14 @@ def inspect(
         return _print_phases(named.config, chosen, machine)
     depth = min(DEFAULT_CONTEXT, chosen.max_context) if context is None else context
     report = inspect_plan(named.config.shape, chosen, machine, depth)
-    console = Console(soft_wrap=True, highlight=False, markup=False)
-    tables = (_summary(named.canonical, report), _shares(report), _shared_memory(report.shared))
+    shown = console()
+    tables = (named_values(named.canonical, report.summary()), _shares(report), _shared_memory(report.shared))
     for table in (*tables, *_passes(named.config, chosen, machine)):
-        console.print(table)
-        console.print()
+        shown.print(table)
+        shown.print()
     if plot is not None:
         plot_shares(report, plot)
-        console.print(f"wrote {plot}")
-
-
-def register(app: typer.Typer) -> None:
-    """Make this a command of `app`."""
-    app.command(epilog=EPILOG)(inspect)
+        shown.print(f"wrote {plot}")
 
 
 def _print_phases(config: ModelConfig, plan: Plan, gpu: Gpu) -> None:
@@ -110,15 +104,6 @@ def _passes(config: ModelConfig, plan: Plan, gpu: Gpu) -> Iterator[Table]:
     except PlanError:
         return
     yield table
-
-
-def _summary(name: str, report: Report) -> Table:
-    from rich.table import Table
-
-    table = Table(title=name, title_justify="left", show_header=False, box=None, padding=(0, 2, 0, 0))
-    for what, value in report.summary():
-        table.add_row(what, value)
-    return table
 
 
 def _shares(report: Report) -> Table:

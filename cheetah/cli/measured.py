@@ -1,9 +1,10 @@
-"""What the commands that measure share: the model that they are given, and the circumstances that they tell."""
+"""What the commands that measure share: the model that they are given, how often, and the circumstances of a record."""
 
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from cheetah.cli.configs import RANDOM, named_config, print_notes
 from cheetah.errors import CheetahError
@@ -19,35 +20,65 @@ PATIENCE_S = 600.0
 MODEL_HELP = "random:PRESET (weights made on the spot), a folder, a hub id, or demo."
 
 
-def measured_model(name: str, revision: str | None) -> tuple[ModelConfig, str, Weights | None]:
-    """The configuration, its canonical name, and the checkpoint (None for random weights)."""
-    from cheetah.runtime.checkpoint.loading import open_checkpoint
+class Repeated(NamedTuple):
+    """Timed launches (or requests), those before them that are not counted, and the seconds of rest before each."""
 
-    if name.startswith(RANDOM):
-        named = named_config(name)
-        return named.config, named.canonical, None
-    checkpoint = open_checkpoint(name, revision)
-    print_notes(checkpoint.notes)
-    return checkpoint.config, named_config(name, revision).canonical, checkpoint
+    repetitions: int
+    warmup: int
+    rest_s: float = 0.0
 
-
-def refuse_hours_of_emulation(device: str | None, name: str, config: ModelConfig, tokens: int) -> None:
-    """CheetahError where there is no GPU and the emulator, which nobody has asked for by name, would take long for so
-    many tokens."""
-    from cheetah.models.registry import family_of
-    from cheetah.runtime.device.cuda import why_not_cuda
-
-    seconds = tokens * sum(map(math.prod, family_of(config).tensor_shapes(config).values())) / EMULATED_PER_S
-    if device is None and seconds > PATIENCE_S and (reason := why_not_cuda()) is not None:
-        raise CheetahError(
-            f"there is no GPU to measure on ({reason}), and the emulator would take some {seconds / 3600:,.1f} hours "
-            f"for {tokens} tokens of {name}: give --device emulator if you mean it, or a smaller model, such as demo"
-        )
+    @property
+    def launches(self) -> int:
+        return self.repetitions + self.warmup
 
 
-def ordinal_of(device: str | None) -> int:
-    """Of "cuda:1" the 1."""
-    return int((device or "").partition(":")[2] or 0)
+@dataclass(frozen=True)
+class Measured:
+    """A model that is measured, and where. name: its canonical name. weights: the checkpoint, None for random ones.
+    device, gpu: by the names that the command was given. plan: the options of the plan that were given."""
+
+    config: ModelConfig
+    name: str
+    weights: Weights | None
+    device: str | None
+    gpu: str | None
+    plan: dict[str, Any]
+
+    @classmethod
+    def named(cls, model: str, load: dict[str, Any], plan: dict[str, Any]) -> Measured:
+        """load: of --device, --gpu and --revision those that were given."""
+        from cheetah.runtime.checkpoint.loading import open_checkpoint
+
+        revision, where = load.get("revision"), (load.get("device"), load.get("gpu"), plan)
+        if model.startswith(RANDOM):
+            named = named_config(model)
+            return cls(named.config, named.canonical, None, *where)
+        checkpoint = open_checkpoint(model, revision)
+        print_notes(checkpoint.notes)
+        return cls(checkpoint.config, named_config(model, revision).canonical, checkpoint, *where)
+
+    @property
+    def ordinal(self) -> int:
+        """Of "cuda:1" the 1."""
+        return int((self.device or "").partition(":")[2] or 0)
+
+    def refuse_hours_of_emulation(self, tokens: int) -> None:
+        """CheetahError where there is no GPU and the emulator, for which the command was not asked by name, would take
+        long for this number of tokens."""
+        from cheetah.models.registry import family_of
+        from cheetah.runtime.device.cuda import why_not_cuda
+
+        parameters = sum(map(math.prod, family_of(self.config).tensor_shapes(self.config).values()))
+        seconds = tokens * parameters / EMULATED_PER_S
+        if self.device is None and seconds > PATIENCE_S and (reason := why_not_cuda()) is not None:
+            raise CheetahError(
+                f"there is no GPU to measure on ({reason}), and the emulator would take some "
+                f"{seconds / 3600:,.1f} hours for {tokens} tokens of {self.name}: give --device emulator if you mean "
+                "it, or a smaller model, such as demo"
+            )
+
+    def circumstances(self, device: Device) -> dict[str, Any]:
+        return circumstances_of(self.name, self.config, self.weights, device)
 
 
 def circumstances_of(model: str, config: ModelConfig, weights: Weights | None, device: Device) -> dict[str, Any]:

@@ -46,11 +46,6 @@ def quantize(
     typer.echo(f"wrote {out}: {size_text(size)} in {format}, {time.monotonic() - began:.1f} s")
 
 
-def register(app: typer.Typer) -> None:
-    """Make this a command of `app`."""
-    app.command(epilog=EPILOG)(quantize)
-
-
 def _write(job: Job, out: Path) -> None:
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn

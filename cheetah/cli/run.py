@@ -61,11 +61,6 @@ def run(
             typer.echo(_reading(llm), err=True)
 
 
-def register(app: typer.Typer) -> None:
-    """Make this a command of `app`."""
-    app.command(epilog=EPILOG)(run)
-
-
 def kernel_generator(model: str) -> GenerateKernel:
     """Makes the very text that `cheetah generate` writes, so that a kernel compiled for it is found in the cache."""
     return _NamedGenerator(model)

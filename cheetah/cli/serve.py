@@ -102,11 +102,6 @@ def serve(
             raise CheetahError("the engine failed, see above; nothing more could be answered")
 
 
-def register(app: typer.Typer) -> None:
-    """Make this a command of `app`."""
-    app.command(epilog=EPILOG)(serve)
-
-
 def _allowed(host: str, more: list[str]) -> tuple[str, ...]:
     """The names by which requests may call the server; none for any."""
     from cheetah.serve.listening import LOOPBACK, is_loopback

@@ -9,8 +9,8 @@ GB = 1e9 bytes.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, closing
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from statistics import fmean, median
@@ -25,6 +25,7 @@ from cheetah.manifest import Manifest
 from cheetah.models.config import ModelConfig
 from cheetah.models.formats import format_of
 from cheetah.models.registry import family_of
+from cheetah.package import Generated
 from cheetah.plan import Gpu, MatrixLayout, Plan, StepMatrices, gpu_named
 from cheetah.plan.defaults import default_context
 from cheetah.plan.formats import QuantizedTiles
@@ -138,7 +139,48 @@ class Traced:
     step_ms: tuple[float, ...]
 
 
-class DecodeBench:
+class KernelBench:
+    """A kernel on a device with its buffers, ready to be launched. Weights and what is cached are random numbers, but
+    for `weights` that are given. decoding: the manifest by which they are packed."""
+
+    def __init__(
+        self, config: ModelConfig, weights: Weights | None, device: Device, generated: Generated, decoding: Manifest
+    ) -> None:
+        self.config, self.device, self.generated, self.manifest = config, device, generated, generated.manifest
+        info, self.gpu = device.describe(), gpu_named(self.manifest.gpu["name"])
+        memory_of_buffers(config, self.manifest.buffers).check(info.free_bytes, info.name)
+        self._timed = TimedLaunches(device)
+        self._buffers: dict[str, Buffer] = {}
+        try:
+            kernel = device.load(generated.text, self.manifest)
+            allocate_buffers(device, self.manifest, self._buffers)
+            if weights is None:
+                fill_random(config, decoding, self._buffers)
+            else:
+                upload_weights(weights, decoding, self._buffers, lambda written: None, device)
+            fill_with(self._buffers["kv"], random_cache(Plan.from_dict(decoding.plan)))
+        except BaseException:
+            self.close()
+            raise
+        timeout_s = None if self.gpu.emulated else GPU_TIMEOUT_S
+        timed = cast("Device", self._timed)
+        self._loaded = LoadedKernel(timed, kernel, self.manifest, config, self._buffers, timeout_s)
+
+    @property
+    def phases(self) -> tuple[str, ...]:
+        """Those of a launch."""
+        return self.manifest.phases
+
+    def _stamps(self) -> NDArray[np.uint64]:
+        """Of the last launch of a traced kernel: [blocks, phases, events]."""
+        return self._buffers["timeline"].download(np.uint64, self.manifest.buffer("timeline").shape)
+
+    def close(self) -> None:
+        """Gives the device's memory back."""
+        free_all(self._buffers)
+
+
+class DecodeBench(KernelBench):
     """A model on a device, ready to be measured.
 
     name: as `cheetah generate` would be told. weights: the model's, or None for random ones, made in seconds. works,
@@ -160,37 +202,14 @@ class DecodeBench:
         traced: bool = False,
         **plan: Any,
     ) -> None:
-        self.config, self.device, self._ordinal = config, device, ordinal
-        info = device.describe()
-        self.gpu = choose_gpu(info, gpu)
+        self._ordinal = ordinal
         room = room_for([as_work(work) for work in works], config, steps)
-        self.generated = generate_named(config, name, self.gpu.name, {**room, **plan}, traced=traced)
-        self.manifest = self.generated.manifest
+        machine = choose_gpu(device.describe(), gpu)
+        generated = generate_named(config, name, machine.name, {**room, **plan}, traced=traced)
         for work in works:
-            check_room(as_work(work), steps, self.plan)
-        memory_of_buffers(config, self.manifest.buffers).check(info.free_bytes, info.name)
-        self._timed = TimedLaunches(device)
-        self._buffers: dict[str, Buffer] = {}
-        try:
-            self._prepare(weights)
-        except BaseException:
-            self.close()
-            raise
-
-    def _prepare(self, weights: Weights | None) -> None:
-        kernel = self.device.load(self.generated.text, self.manifest)
-        allocate_buffers(self.device, self.manifest, self._buffers)
-        if weights is None:
-            fill_random(self.config, self.manifest, self._buffers)
-        else:
-            upload_weights(weights, self.manifest, self._buffers, lambda written: None, self.device)
-        fill_with(self._buffers["kv"], random_cache(self.plan))
-        timeout_s = None if self.gpu.emulated else GPU_TIMEOUT_S
-        cache = new_cache(self.config, self.manifest)
-        device = cast("Device", self._timed)
-        self._launcher = Launcher(
-            LoadedKernel(device, kernel, self.manifest, self.config, self._buffers, timeout_s), cache
-        )
+            check_room(as_work(work), steps, Plan.from_dict(generated.manifest.plan))
+        super().__init__(config, weights, device, generated, generated.manifest)
+        self._launcher = Launcher(self._loaded, new_cache(config, self.manifest))
 
     @property
     def plan(self) -> Plan:
@@ -231,12 +250,11 @@ class DecodeBench:
 
     def trace(self, work: Work | int, steps: int, repetitions: int, warmup: int) -> Traced:
         """Time stamps of `repetitions` launches after `warmup` others, of a traced kernel."""
-        spec, buffer = self.manifest.buffer("timeline"), self._buffers["timeline"]
         launches, stamps = [], []
         for _ in range(warmup + repetitions):
-            buffer.fill(0)
+            self._buffers["timeline"].fill(0)
             launches.append(self._launch(as_work(work), steps))
-            stamps.append(buffer.download(np.uint64, spec.shape))
+            stamps.append(self._stamps())
         _check_same(as_work(work), launches)
         milliseconds = tuple(milliseconds / steps for milliseconds, _, _ in launches[warmup:])
         return Traced(np.stack(stamps[warmup:]), milliseconds)
@@ -263,10 +281,6 @@ class DecodeBench:
         for cache, context in zip(caches, work.contexts, strict=True):
             cache.length = context
         return caches
-
-    def close(self) -> None:
-        """Gives the device's memory back."""
-        free_all(self._buffers)
 
 
 Launched = tuple[float, float, tuple[tuple[int, ...], ...]]
@@ -464,14 +478,9 @@ def fill_with(buffer: Buffer, tile: NDArray[np.uint16]) -> None:
         buffer.upload(tile[: (buffer.nbytes - offset) // 2], offset)
 
 
-@contextmanager
-def open_bench(*arguments: Any, **options: Any) -> Iterator[DecodeBench]:
+def open_bench(*arguments: Any, **options: Any) -> AbstractContextManager[DecodeBench]:
     """A `DecodeBench` that is closed at the end."""
-    bench = DecodeBench(*arguments, **options)
-    try:
-        yield bench
-    finally:
-        bench.close()
+    return closing(DecodeBench(*arguments, **options))
 
 
 def record(measurement: Measurement, bench: DecodeBench, circumstances: dict[str, Any]) -> dict[str, Any]:

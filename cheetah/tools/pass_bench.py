@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from contextlib import AbstractContextManager, closing
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,19 +15,20 @@ from numpy.typing import NDArray
 from cheetah.generate import choose_plan, describe_kernel, generate_pass
 from cheetah.models.config import ModelConfig
 from cheetah.plan.prompt import pass_plan_for
-from cheetah.runtime.assembly.assemble import GPU_TIMEOUT_S, new_cache
-from cheetah.runtime.assembly.buffers import Weights, allocate_buffers, free_all, upload_weights
+from cheetah.runtime.assembly.assemble import new_cache
+from cheetah.runtime.assembly.buffers import Weights
 from cheetah.runtime.assembly.kernels import choose_gpu
-from cheetah.runtime.assembly.memory import memory_of_buffers
 from cheetah.runtime.device import Device
-from cheetah.runtime.device.interface import Buffer
 from cheetah.runtime.engine.kv_cache import CachedSequence
-from cheetah.runtime.engine.launches import LoadedKernel, Part
+from cheetah.runtime.engine.launches import Part
 from cheetah.runtime.engine.prompt_passes import PassLauncher
-from cheetah.tools.bench import TimedLaunches, Traced, fill_random, fill_with, random_cache
+from cheetah.tools.bench import KernelBench, Traced
+
+REST_S = 0.04
+"""Before each pass that is traced: a GPU that has just done much lowers its clock."""
 
 
-class PassBench:
+class PassBench(KernelBench):
     """A kernel of passes on a device.
 
     tokens, cached: of the prompt, read together, and before them in the cache; the kernel is that by which the engine
@@ -47,37 +48,17 @@ class PassBench:
         traced: bool = False,
         **plan: Any,
     ) -> None:
-        self.tokens, self.cached, self.config = tokens, cached, config
-        info = device.describe()
-        self.gpu = choose_gpu(info, gpu)
-        self.plan = choose_plan(config, self.gpu, **{"max_context": tokens + cached, **plan})
-        self.pass_plan = pass_plan_for(self.gpu, tokens, self.config.head_dim, cuts=not self.plan.kv_chunk)
-        self.generated = generate_pass(config, self.gpu, self.plan, self.pass_plan, traced=traced)
-        self.manifest = self.generated.manifest
-        memory_of_buffers(config, self.manifest.buffers).check(info.free_bytes, info.name)
-        self._timed = TimedLaunches(device)
-        self._buffers: dict[str, Buffer] = {}
-        try:
-            self._prepare(weights, device)
-        except BaseException:
-            self.close()
-            raise
-
-    def _prepare(self, weights: Weights | None, device: Device) -> None:
-        kernel = device.load(self.generated.text, self.manifest)
-        allocate_buffers(device, self.manifest, self._buffers)
-        decoding = describe_kernel(self.config, self.gpu, self.plan)
-        if weights is None:
-            fill_random(self.config, decoding, self._buffers)
-        else:
-            upload_weights(weights, decoding, self._buffers, lambda written: None, device)
-        fill_with(self._buffers["kv"], random_cache(self.plan))
-        timeout_s = None if self.gpu.emulated else GPU_TIMEOUT_S
-        timed = cast("Device", self._timed)
-        self._launcher = PassLauncher(LoadedKernel(timed, kernel, self.manifest, self.config, self._buffers, timeout_s))
-        self._cache = new_cache(self.config, decoding)
-        ids = np.random.default_rng(0).integers(0, self.config.vocab_size, self.tokens)
-        self._inputs = (*map(int, ids), 0)  # what follows the last token is nobody's
+        self.tokens, self.cached = tokens, cached
+        machine = choose_gpu(device.describe(), gpu)
+        self.plan = choose_plan(config, machine, **{"max_context": tokens + cached, **plan})
+        self.pass_plan = pass_plan_for(machine, tokens, config.head_dim, cuts=not self.plan.kv_chunk)
+        generated = generate_pass(config, machine, self.plan, self.pass_plan, traced=traced)
+        decoding = describe_kernel(config, machine, self.plan)
+        super().__init__(config, weights, device, generated, decoding)
+        self._launcher = PassLauncher(self._loaded)
+        self._cache = new_cache(config, decoding)
+        ids = np.random.default_rng(0).integers(0, config.vocab_size, tokens)
+        self._inputs = (*map(int, ids), 0)  # the token behind the last one is not used
 
     def measure(self, repetitions: int, warmup: int, rest_s: float = 0.0) -> tuple[float, ...]:
         """Milliseconds of each launch by device events, each after `rest_s` seconds in which the GPU does nothing."""
@@ -92,15 +73,15 @@ class PassBench:
         """Those of a launch that leaves keys and values, and no hidden states."""
         return self.manifest.phases[: self.manifest.phases.index(f"layer {self.config.layers - 1} attention")]
 
-    def trace(self, repetitions: int, warmup: int, rest_s: float = 0.0) -> Traced:
-        """Time stamps of `phases` of so many launches."""
-        spec, buffer = self.manifest.buffer("timeline"), self._buffers["timeline"]
+    def trace(self, repetitions: int, warmup: int, rest_s: float = REST_S) -> Traced:
+        """Time stamps of `phases` of so many launches, on a GPU each after a rest."""
+        rest_s = 0.0 if self.gpu.emulated else rest_s
         milliseconds: list[float] = []
         stamps: list[NDArray[np.uint64]] = []
         for _ in range(warmup + repetitions):
-            buffer.fill(0)
+            self._buffers["timeline"].fill(0)
             milliseconds += self.measure(1, 0, rest_s)
-            stamps.append(buffer.download(np.uint64, spec.shape)[:, : len(self.phases)])
+            stamps.append(self._stamps()[:, : len(self.phases)])
         return Traced(np.stack(stamps[warmup:]), tuple(milliseconds[warmup:]))
 
     def _launch(self) -> float:
@@ -113,10 +94,6 @@ class PassBench:
         self._cache.reserve(self.cached)
         self._cache.length = self.cached
         return self._cache
-
-    def close(self) -> None:
-        """Gives the device's memory back."""
-        free_all(self._buffers)
 
 
 def open_pass_bench(*arguments: Any, **options: Any) -> AbstractContextManager[PassBench]:
