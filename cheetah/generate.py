@@ -62,7 +62,8 @@ def _header(config: ModelConfig, gpu: Gpu, plan: Plan, command: str, about: str)
         "model: " + ", ".join(f"{name} {value}" for name, value in shape.describe().items()),
         f"machine: {gpu.name}, {gpu.blocks} blocks of {plan.threads} threads: {plan.consumer_warps} consumer warps",
         "plan: " + ", ".join(f"{name} {value}" for name, value in plan.to_dict().items()),
-        f"weights read a step: {matrices.weight_bytes} bytes, in {matrices.layer_stride} a layer",
+        f"weights read a step: {matrices.read_bytes(shape.experts, plan.batch)} bytes, "
+        f"in {matrices.layer_stride} a layer",
         "shared memory:",
         *(f"  {line}" for line in shared_map(shape, plan, gpu).budget_table().splitlines()),
     ]
@@ -184,6 +185,7 @@ def _of_steps(
     command: str,
 ) -> Manifest:
     """The manifest of a kernel whose steps are those of `plan`."""
+    matrices = step_matrices(config.shape, plan, gpu)
     return described(
         program.KERNEL_NAME,
         gpu,
@@ -193,7 +195,10 @@ def _of_steps(
         command=command,
         config=config.to_dict(),
         plan=plan.to_dict(),
-        matrices=step_matrices(config.shape, plan, gpu),
+        matrices=matrices,
         phases=program.phase_names(config),
-        step_bytes={"kv_per_token": config.kv_bytes_per_token * plan.kv_element_bytes // 2},
+        step_bytes={
+            "weights": matrices.read_bytes(config.shape.experts, plan.batch),
+            "kv_per_token": config.kv_bytes_per_token * plan.kv_element_bytes // 2,
+        },
     )

@@ -122,6 +122,8 @@ class ModelConfig:
                 raise ConfigError(problem)
         if routing.chosen > routing.experts:
             raise ConfigError(f"num_experts_per_tok = {routing.chosen}: there are num_experts = {routing.experts}")
+        if self.weight_formats:
+            raise ConfigError(f"experts are supported in {BF16.name} alone, not in {self.weight_formats[0][1]}")
         if self.intermediate_size % COLUMN_ALIGN:
             raise ConfigError(
                 f"the width of an expert is {self.intermediate_size}: supported are multiples of {COLUMN_ALIGN}"

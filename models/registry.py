@@ -10,7 +10,23 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from cheetah.models import cwm, exaone4, gemma, granite, llama, ministral3, mistral, olmo, phi3, qwen2, qwen3, smollm3
+from cheetah.models import (
+    cwm,
+    exaone4,
+    gemma,
+    granite,
+    llama,
+    ministral3,
+    mistral,
+    mixtral,
+    olmo,
+    olmoe,
+    phi3,
+    qwen2,
+    qwen3,
+    qwen3_moe,
+    smollm3,
+)
 from cheetah.models.config import ModelConfig
 from cheetah.models.config_json import ConfigError, load_source, place_of, stated
 from cheetah.models.family import ModelFamily
@@ -21,7 +37,7 @@ from cheetah.models.text_part import text_modules
 _FAMILIES = (
     *(llama.FAMILY, qwen3.FAMILY, qwen2.FAMILY, mistral.FAMILY, ministral3.FAMILY, smollm3.FAMILY, phi3.FAMILY),
     *(granite.FAMILY, granite.HYBRID_FAMILY, olmo.FAMILY, olmo.FAMILY_3, gemma.FAMILY_2, gemma.FAMILY_3),
-    *(exaone4.FAMILY, cwm.FAMILY),
+    *(exaone4.FAMILY, cwm.FAMILY, qwen3_moe.FAMILY, mixtral.FAMILY, olmoe.FAMILY),
 )
 FAMILIES: dict[str, ModelFamily] = {family.name: family for family in _FAMILIES}
 """By model_type, as config.json has it."""
@@ -99,6 +115,8 @@ def _quantized(family: ModelFamily, source: Any, values: Mapping[str, Any], note
     quantization = stated_quantization(source, values)
     if quantization is None:
         return config
+    if config.routing is not None:
+        raise ConfigError(f"{place_of(source)}: {quantization.method}: experts are supported in bf16 alone")
     formats = quantization.matrix_formats(family.matrix_modules(config), config.layers)
     return replace(config, weight_formats=formats, act_order=quantization.act_order)
 

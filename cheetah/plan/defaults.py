@@ -101,8 +101,12 @@ def _default_waiting(shape: ModelShape, gpu: Gpu, in_flight: int, tokens: int) -
 
 
 def _layer_bytes(shape: ModelShape, gpu: Gpu) -> int:
-    """Weights of a layer that each block reads, if they are bf16."""
-    elements = sum(source.rows * product.columns for product in shape.table.products for source in product.sources)
+    """Weights of a layer that each block reads for one token, if they are bf16."""
+    elements = sum(
+        source.rows * product.columns * (1 if product.experts is None else product.experts.chosen)
+        for product in shape.table.products
+        for source in product.sources
+    )
     return 2 * elements // gpu.blocks
 
 
@@ -117,6 +121,8 @@ def default_down_slices(shape: ModelShape, draft: Plan, gpu: Gpu) -> int:
     multiplied before the second one exists (8B 0.4 %, 1B 0.8 %), but one where layers are tiny and the second half is
     there before the first is multiplied (qwen3-0.6b 0.473 against 0.440); several: as many as let the vectors fit where
     the others do."""
+    if shape.experts is not None:
+        return 1
     product, tokens = shape.table.sliced, draft.tokens
     down = product.format
     if comes_ahead(shape, draft):

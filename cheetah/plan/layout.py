@@ -28,7 +28,7 @@ class MatrixLayout:
     rows: its rows 0 to 7 are the weights in its first half of columns, its rows 8 to 15 those of the same rows in the
     second. So the same bytes stand for a share of work half as high, of which more blocks can have as much.
 
-    is_brief, is_once: see `Product`."""
+    is_brief, is_once: see `Product`. experts: so many such matrices, one behind the other."""
 
     name: str
     rows: int
@@ -42,6 +42,7 @@ class MatrixLayout:
     tile_rows: int = M_TILE_ROWS
     is_brief: bool = False
     is_once: bool = False
+    experts: int = 1
 
     def __post_init__(self) -> None:
         place = f"MatrixLayout({self.name!r})"
@@ -155,6 +156,11 @@ class MatrixLayout:
 
     @property
     def total_bytes(self) -> int:
+        return self.experts * self.expert_bytes
+
+    @property
+    def expert_bytes(self) -> int:
+        """Bytes of one matrix, and to the next of several."""
         return self.m_tiles * self.m_tile_bytes
 
     @property

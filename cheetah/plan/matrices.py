@@ -9,7 +9,7 @@ from cheetah.plan.gpu import Gpu
 from cheetah.plan.layout import MatrixLayout
 from cheetah.plan.narrow import residual_tile_rows, start_of_others
 from cheetah.plan.plan import Plan
-from cheetah.plan.products import Product
+from cheetah.plan.products import Experts, Product
 from cheetah.plan.sections import Sections
 from cheetah.plan.shape import ModelShape
 from cheetah.plan.world import alone
@@ -44,16 +44,23 @@ class StepMatrices:
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of the weights buffer; every step reads each once."""
+        """Bytes of the weights buffer; every step reads each once, but for those of experts that nobody chose."""
         return self.head.offset + self.head.total_bytes
 
-    def offset(self, name: str, layer: int = 0) -> int:
-        """First byte of a matrix in the weights buffer; the head has no layers."""
+    def read_bytes(self, experts: Experts | None, tokens: int) -> int:
+        """Bytes that a step of so many tokens reads of it: of experts as many as are expected to be chosen, where each
+        is as likely as any other."""
+        return sum(round(self.copies(one) * one.expert_bytes * read_of(one, experts, tokens)) for one in self)
+
+    def offset(self, name: str, layer: int = 0, expert: int = 0) -> int:
+        """First byte of a matrix in the weights buffer, or that of an expert; the head has no layers."""
         layout = self.named(name)
         count = self.copies(layout)
         if not 0 <= layer < count:
             raise PlanError(f"matrix {name!r}: layer {layer} does not exist: there are layers 0 to {count - 1}")
-        return layout.offset + layer * self.layer_stride
+        if not 0 <= expert < layout.experts:
+            raise PlanError(f"matrix {name!r}: expert {expert} does not exist: there are 0 to {layout.experts - 1}")
+        return layout.offset + layer * self.layer_stride + expert * layout.expert_bytes
 
     def copies(self, layout: MatrixLayout) -> int:
         """How many of this matrix a step reads: one a layer, one head."""
@@ -61,7 +68,7 @@ class StepMatrices:
 
     def describe(self) -> tuple[dict[str, int | str], ...]:
         """One plain entry a matrix: name, rows, columns, format, offset, layer_stride, layers, start; tile_rows of
-        narrow M-tiles."""
+        narrow M-tiles; experts, and expert_stride from one to the next."""
         return tuple(self._describe(layout) for layout in self)
 
     def _describe(self, layout: MatrixLayout) -> dict[str, int | str]:
@@ -76,7 +83,13 @@ class StepMatrices:
             "layers": layers,
             "start": layout.start,
             **({"tile_rows": layout.tile_rows} if layout.is_narrow else {}),
+            **({"experts": layout.experts, "expert_stride": layout.expert_bytes} if layout.experts > 1 else {}),
         }
+
+
+def read_of(layout: MatrixLayout, experts: Experts | None, tokens: int) -> float:
+    """How many of a matrix' experts a step of so many tokens is expected to read; 1 of a matrix that is no expert's."""
+    return 1.0 if layout.experts == 1 or experts is None else experts.expected(tokens)
 
 
 def step_matrices(shape: ModelShape, plan: Plan, gpu: Gpu) -> StepMatrices:
@@ -102,6 +115,7 @@ def _layout(product: Product, plan: Plan, gpu: Gpu, start: int, residual_rows: i
         chunk_bytes,
         0 if product.adds else start,
         slices=plan.down_slices if product.is_sliced else 1,
+        experts=1 if product.experts is None else product.experts.count,
         format=product.format,
         tile_rows=residual_rows if product.adds else M_TILE_ROWS,
         is_brief=product.is_brief,

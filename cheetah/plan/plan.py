@@ -10,6 +10,7 @@ from cheetah.plan.gpu import Gpu
 from cheetah.plan.index import ceil_div, round_up
 from cheetah.plan.shape import ModelShape
 from cheetah.plan.shared_memory import BULK_ALIGNMENT
+from cheetah.plan.world import alone
 from cheetah.printable import shown
 
 SYNCS = ("flags", "barrier")
@@ -260,6 +261,20 @@ class Plan:
             self._check_stage_of_formats(shape)
         else:
             self._check_whole_stage(shape)
+        if shape.experts is not None:
+            self._check_experts(shape, gpu)
+
+    def _check_experts(self, shape: ModelShape, gpu: Gpu) -> None:
+        """Every block makes a part of `gated`, behind its reads of the logits: so nobody replaces them under it."""
+        gate_up = shape.table.named("gate_up")
+        m_tiles = ceil_div(gate_up.rows, M_TILE_ROWS) * shape.table.chosen
+        if m_tiles < alone(gpu).blocks:
+            raise PlanError(
+                f"Plan: the {shape.table.chosen} experts of a token have {m_tiles} M-tiles of {gate_up.name} together, "
+                f"and {gpu.name} has {alone(gpu).blocks} blocks: each has to have one"
+            )
+        if self.down_slices != 1:
+            raise PlanError(f"Plan: down_slices is {self.down_slices}: the input of experts comes whole: give 1")
 
     def _check_whole_stage(self, shape: ModelShape) -> None:
         """With one format nothing of a stage is left over."""

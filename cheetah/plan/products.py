@@ -23,6 +23,10 @@ STEP_EXCHANGES = ("candidates", "short_lists", "filters")
 """The vectors that blocks exchange once a step, to choose tokens; the last two where somebody filters them."""
 
 
+EXPERT_LIST = "experts"
+"""The region with the list of a step's experts."""
+
+
 class RowOrder(StrEnum):
     """The order in which a matrix has the rows of its sources, for the sake of what becomes of them.
 
@@ -45,6 +49,15 @@ class Experts:
     def most(self, tokens: int) -> int:
         """Experts that a step of so many columns takes at most."""
         return min(self.count, self.chosen * tokens)
+
+    def expected(self, tokens: int) -> float:
+        """Experts that it takes on average, if every choice is as likely as any other."""
+        return self.count * (1 - (1 - self.chosen / self.count) ** tokens)
+
+
+def logit_words(experts: Experts) -> int:
+    """Words of a column's logits: of all experts, and of what fills the router's last M-tile."""
+    return round_up(experts.count, M_TILE_ROWS)
 
 
 @dataclass(frozen=True)
@@ -218,6 +231,11 @@ class StepTable:
     def experts(self) -> Experts | None:
         """Those of a layer's products, if it has any."""
         return next((product.experts for product in self.products if product.experts is not None), None)
+
+    @property
+    def chosen(self) -> int:
+        """Matrices of a product that a column is multiplied by: of experts several."""
+        return 1 if self.experts is None else self.experts.chosen
 
     @property
     def heads(self) -> Product:

@@ -9,7 +9,7 @@ from cheetah.plan.index import ceil_div, round_up
 from cheetah.plan.layout import slice_columns
 from cheetah.plan.narrow import residual_split, residual_tile_rows
 from cheetah.plan.plan import COLUMNS, VECTOR_PIECES, Plan
-from cheetah.plan.products import Product
+from cheetah.plan.products import EXPERT_LIST, Experts, Product
 from cheetah.plan.shape import ModelShape
 from cheetah.plan.shared_memory import BULK_ALIGNMENT, Region, SharedMap, ring_regions
 from cheetah.plan.world import alone
@@ -38,8 +38,8 @@ def kernel_regions(shape: ModelShape, plan: Plan, gpu: Gpu) -> tuple[Region, ...
     vector_barriers: an mbarrier for each piece of a vector that is copied. residual: the block's rows (f32). made: rows
     that are to be added to it, behind a norm. rope: cos and sin of every token's position, by each table. head_scales:
     1/rms of every token's queries, and of its keys. warp_candidates: of every group of adding warps and column.
-    columns: what the step's tokens are. chosen: what was sampled. step_done: two mbarriers. next_token: of every
-    column, then whether the launch ends.
+    columns: what the step's tokens are. experts, with others: see `expert_regions`. chosen: what was sampled.
+    step_done: two mbarriers. next_token: of every column, then whether the launch ends.
     """
     if not plan.adding_warps:
         raise PlanError("Plan: adding_warps is 0: nobody would finish the rows of products: give 1 or more")
@@ -69,8 +69,22 @@ def kernel_regions(shape: ModelShape, plan: Plan, gpu: Gpu) -> tuple[Region, ...
         Region("warp_candidates", plan.finishing_groups * plan.tokens * 8),
         Region("columns", plan.tokens * 9 * 4),
         Region("chosen", plan.tokens * 4),
+        *expert_regions(shape.experts, plan.tokens),
         Region("step_done", 16),
         Region("next_token", (plan.tokens + 1) * 4),
+    )
+
+
+def expert_regions(experts: Experts | None, tokens: int) -> tuple[Region, ...]:
+    """The experts that some column chose, with two mbarriers; of every column the rank of each expert, and its weights;
+    see `cheetah.blocks.experts.choice`."""
+    if experts is None:
+        return ()
+    return (
+        Region(EXPERT_LIST, (1 + experts.most(tokens)) * 4),
+        Region(f"{EXPERT_LIST}_barriers", 16),
+        Region("expert_ranks", experts.count * tokens),
+        Region("expert_weights", experts.chosen * tokens * 4),
     )
 
 
@@ -165,8 +179,8 @@ def longest_input_bytes(shape: ModelShape, plan: Plan) -> int:
 
 def _tiles_at_once(shape: ModelShape, plan: Plan, gpu: Gpu, product: Product) -> int:
     """K-tiles of the input of a product that are in shared memory at once."""
-    if not product.is_sliced:
-        return product.tiles
+    if not product.is_sliced or product.input.parts > 1:
+        return product.tiles * product.input.parts
     format = product.format
     chunk_bytes = format.chunk_bytes(plan.stage_bytes, plan.consumer_warps)
     halves = M_TILE_ROWS // (residual_tile_rows(shape, gpu) if product.adds else M_TILE_ROWS)

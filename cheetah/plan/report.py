@@ -16,12 +16,13 @@ from cheetah.plan.formats import KV_TILE_TOKENS
 from cheetah.plan.gpu import Gpu
 from cheetah.plan.kv import kv_plan
 from cheetah.plan.layout import MatrixLayout
-from cheetah.plan.matrices import StepMatrices, step_matrices
+from cheetah.plan.matrices import StepMatrices, read_of, step_matrices
 from cheetah.plan.plan import Plan
-from cheetah.plan.products import STEP_EXCHANGES, NormPhase, Phase, Product
+from cheetah.plan.products import STEP_EXCHANGES, ChoicePhase, NormPhase, Phase, Product
 from cheetah.plan.regions import Reserve, kernel_regions, shared_map
 from cheetah.plan.shape import ModelShape
 from cheetah.plan.shared_memory import SharedMap
+from cheetah.plan.split import Split
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -99,11 +100,14 @@ class Report:
     def phases(self) -> tuple[PhaseShare, ...]:
         """qkv, attention, o, gate_up, down, lm_head: in the order of a step."""
         table = self.shape.table
-        phases = (phase for phase in (*table.layer, table.head) if not isinstance(phase, NormPhase))
+        phases = (phase for phase in (*table.layer, table.head) if not isinstance(phase, (NormPhase, ChoicePhase)))
         return tuple(self._share(phase) for phase in phases)
 
     def _share(self, phase: Phase) -> PhaseShare:
-        return self._matrix_share(self.matrices[phase]) if isinstance(phase, Product) else self._attention_share(phase)
+        if not isinstance(phase, Product):
+            return self._attention_share(phase)
+        layout = self.matrices[phase]
+        return self._matrix_share(layout) if phase.experts is None else self._experts_share(layout, phase)
 
     @cached_property
     def step_share(self) -> PhaseShare:
@@ -123,7 +127,8 @@ class Report:
     @property
     def step_bytes(self) -> StepBytes:
         plan = self.plan
-        return step_bytes(self.shape, self.matrices.weight_bytes, self.context, plan.batch, plan.kv_element_bytes)
+        weights = self.matrices.read_bytes(self.shape.experts, plan.batch)
+        return step_bytes(self.shape, weights, self.context, plan.batch, plan.kv_element_bytes)
 
     @property
     def ceiling_ms(self) -> float:
@@ -171,7 +176,8 @@ class Report:
     def _bytes_by_format(self) -> str:
         sizes: dict[str, int] = {}
         for layout in self.matrices:
-            nbytes = layout.total_bytes * self.matrices.copies(layout)
+            read = read_of(layout, self.shape.experts, self.plan.batch)
+            nbytes = round(layout.expert_bytes * self.matrices.copies(layout) * read)
             sizes[layout.format.name] = sizes.get(layout.format.name, 0) + nbytes
         if len(sizes) == 1:
             return next(iter(sizes))
@@ -179,6 +185,14 @@ class Report:
 
     def _matrix_share(self, layout: MatrixLayout) -> PhaseShare:
         shares = tuple(layout.block_bytes(block) for block in range(self.gpu.blocks))
+        return PhaseShare(layout.name, shares, self.matrices.copies(layout))
+
+    def _experts_share(self, layout: MatrixLayout, product: Product) -> PhaseShare:
+        """Of as many experts as are expected: what is added has its rows with their blocks, all else is dealt."""
+        taken = round(read_of(layout, product.experts, self.plan.batch))
+        dealt = Split(taken * layout.m_tiles, self.gpu.blocks, layout.start)
+        counts = (taken * layout.split.count(one) if product.adds else dealt.count(one) for one in range(dealt.blocks))
+        shares = tuple(count * layout.m_tile_bytes for count in counts)
         return PhaseShare(layout.name, shares, self.matrices.copies(layout))
 
     def _attention_share(self, phase: Phase) -> PhaseShare:

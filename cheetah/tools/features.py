@@ -92,6 +92,7 @@ def _of_model(config: ModelConfig, plan: Plan) -> dict[str, bool]:
         "no rotation in some layers": any(kind.attention.rope is None for kind in kinds),
         "a soft cap": any(kind.attention.soft_cap is not None for kind in kinds),
         "attention sinks": any(kind.attention.sinks for kind in kinds),
+        "experts": any(kind.routing is not None for kind in kinds),
         "norms after sublayers": any(kind.norms.after for kind in kinds),
     }
 

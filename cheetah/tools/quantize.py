@@ -64,6 +64,8 @@ def quantization_job(model: str, scheme: QuantizationScheme, clip: bool, revisio
     if checkpoint.config.weight_formats:
         formats = ", ".join(f"{matrix} in {name}" for matrix, name in checkpoint.config.weight_formats)
         raise CheetahError(f"{checkpoint.folder}: is quantised already ({formats}): give the original")
+    if checkpoint.config.routing is not None:
+        raise CheetahError(f"{checkpoint.folder}: a model of experts: dense models alone are quantised")
     tile_format(scheme.name)  # PlanError if the kernel does not have it
     family, config = family_of(checkpoint.config), checkpoint.config
     modules = family.matrix_modules(config)

@@ -2,10 +2,11 @@
 
 The awkward one: nothing divides, so its sizes are padded in every matrix and vector; half of its tokens have embeddings
 so small that the norm's epsilon decides; rows of its head are equal, so that every greedy choice is a tie within a
-lane's tokens, within a block and between blocks; its kernel takes several sequences, whose pages are few tokens that
-do not divide a stage. The one of many tokens has narrow M-tiles, vectors in halves of L2 and as many columns as a
-prompt, and a window. The one behind the grid barrier has a cache in 8 bits, whose scales all differ, and items of a
-fixed length, more of them than a block keeps and more states than a row keeps. Plans leave alone what options name.
+lane's tokens, within a block and between blocks, and neighbouring rows of its routers are; its kernel takes several
+sequences, whose pages are few tokens that do not divide a stage. The one of many tokens has narrow M-tiles, vectors in
+halves of L2 and as many columns as a prompt, and a window. The one behind the grid barrier has a cache in 8 bits, whose
+scales all differ, and items of a fixed length, more of them than a block keeps and more states than a row keeps. Plans
+leave alone what options name.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ from cheetah.models.family import MatrixRows, QuantizedMatrix, Tensors
 from cheetah.models.registry import family_of
 from cheetah.models.rounding import F32, as_bf16, widen
 from cheetah.plan import Gpu, gpu_named
-from cheetah.plan.formats import BF16, KV_TILE_TOKENS
+from cheetah.plan.formats import BF16, KV_TILE_TOKENS, VECTOR_COLUMNS
+from cheetah.plan.index import round_up
 from cheetah.plan.narrow import LEAST_COLUMNS_EMULATED
 from cheetah.runtime.checkpoint.random_weights import RandomTensors, random_tensors
 from cheetah.tools.rig import GivenWeights, weights_of
@@ -34,6 +36,7 @@ BEHIND_BARRIER = {"hidden_size": 136, "intermediate_size": 424, "vocab_size": 90
 ALIKE = 64
 """Rows of the head are equal at distances 1, 16 and this: M-tiles of 16 rows, dealt to 4 blocks."""
 FAINTNESS = np.float32(2.0**-10)
+ROUTERS = ("mlp.gate.weight", "block_sparse_moe.gate.weight")
 WINDOW, LONG_CONTEXT = 50, 352
 """Tokens of a window, and of the context in which a row has more states of 16 keys than a merge keeps (20)."""
 
@@ -98,7 +101,7 @@ def barrier_subject(config: ModelConfig, plan: Mapping[str, Any]) -> Subject:
         "kv_dtype": "e4m3",
         "page_size": 48,
         "kv_chunk": KV_TILE_TOKENS,
-        "down_slices": 2,
+        **({} if config.routing else {"down_slices": 2}),
     }
     fields = {**fields, "in_flight": 3, "in_flight_waiting": 1, **_several(plan, 8), **plan}
     fields["max_context"] = max(LONG_CONTEXT, plan.get("max_context", 0))
@@ -118,6 +121,10 @@ def sized(config: ModelConfig, sizes: Mapping[str, int], kv_heads: int, layers: 
         fields["unrotated_layers"] = tuple(
             number for number, layer in enumerate(chosen) if layer in config.unrotated_layers
         )
+    if config.routing is not None:
+        few = replace(config.routing, experts=min(config.routing.experts, 11), chosen=min(config.routing.chosen, 3))
+        width = fields.get("intermediate_size", config.intermediate_size)
+        fields |= {"routing": few, "intermediate_size": round_up(width, VECTOR_COLUMNS)}
     if config.sliding_window is not None:
         fields["sliding_window"] = min(config.sliding_window, WINDOW)
     return replace(config, kv_heads=kv_heads, query_heads=kv_heads * config.group, **fields)
@@ -148,6 +155,8 @@ class AwkwardTensors:
     def __call__(self, name: str) -> NDArray[Any]:
         tensor = self.random(name)
         family = family_of(self.config)
+        if name.endswith(ROUTERS):  # experts 0 and 1, 2 and 3, ... have equal logits
+            return np.asarray(tensor[np.arange(len(tensor)) // 2])
         if name not in (family.embedding_tensor, family.head_tensor):
             return tensor
         tokens = np.arange(self.config.vocab_size)

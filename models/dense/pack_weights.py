@@ -133,9 +133,9 @@ class _Staged:
         """For all that are quantised; the others of a model are alike, and files opened for each."""
         found = [
             staged
-            for layout, layer in _layouts(config, matrices)
-            if layer == 0 or isinstance(layout.format, QuantizedTiles)
-            if (staged := _Matrix.open(config, matrices, layout, layer, rows).staged) is not None
+            for layout, layer, expert in _layouts(config, matrices)
+            if (layer, expert) == (0, 0) or isinstance(layout.format, QuantizedTiles)
+            if (staged := _Matrix.open(config, matrices, layout, layer, expert, rows).staged) is not None
         ]
         return _Staged(*(max(sizes) for sizes in zip(*((one.nbytes, one.table_bytes) for one in found), strict=True)))
 
@@ -143,11 +143,12 @@ class _Staged:
         return matrix.nbytes <= self.nbytes and matrix.table_bytes <= self.table_bytes
 
 
-def _layouts(config: ModelConfig, matrices: StepMatrices) -> Iterator[tuple[MatrixLayout, int]]:
-    """All matrices in the order in which they are packed, with their layers."""
+def _layouts(config: ModelConfig, matrices: StepMatrices) -> Iterator[tuple[MatrixLayout, int, int]]:
+    """All matrices in the order in which they are packed, with their layers and experts."""
     for layer in range(config.layers):
-        yield from ((layout, layer) for layout in matrices.of_layer)
-    yield matrices.head, 0
+        for layout in matrices.of_layer:
+            yield from ((layout, layer, expert) for expert in range(layout.experts))
+    yield matrices.head, 0, 0
 
 
 @dataclass(frozen=True)
@@ -176,8 +177,8 @@ class _Source:
             yield _norms_behind_piece(config, tensor)
         if config.act_order:
             yield _places_piece(config, self.rows)
-        for layout, layer in _layouts(config, self.matrices):
-            matrix = _Matrix.open(config, self.matrices, layout, layer, self.rows)
+        for layout, layer, expert in _layouts(config, self.matrices):
+            matrix = _Matrix.open(config, self.matrices, layout, layer, expert, self.rows)
             staged = matrix.staged
             is_staged = staged is not None and self.staged.has_room_for(staged)
             yield from staged.pieces(self.watch) if staged and is_staged else matrix.pieces(self.watch)
@@ -304,16 +305,18 @@ class _Matrix:
     target: int
 
     @staticmethod
-    def open(config: ModelConfig, matrices: StepMatrices, layout: MatrixLayout, layer: int, rows: ReadRows) -> _Matrix:
+    def open(
+        config: ModelConfig, matrices: StepMatrices, layout: MatrixLayout, layer: int, expert: int, rows: ReadRows
+    ) -> _Matrix:
         groups = row_groups(config, layout.name)
         if len(groups) * GROUP_ROWS != layout.m_tiles * layout.tile_rows:
             raise PackingError(f"matrix {layout.name!r}: {len(groups)} groups of rows for {layout.m_tiles} M-tiles")
-        names = matrix_tensors(config, layout.name, layer)
+        names = matrix_tensors(config, layout.name, layer, expert)
         tensors = tuple(rows(name) for name in names)
         for reader in config.table.packed_for(layout.name):
             order = _order_of(config, reader.name, layer, rows)
             tensors = tensors if order is None else tuple(_in_order(one, order) for one in tensors)
-        return _Matrix(layout, groups, names, tensors, matrices.offset(layout.name, layer))
+        return _Matrix(layout, groups, names, tensors, matrices.offset(layout.name, layer, expert))
 
     @property
     def staged(self) -> StagedMatrix | None:

@@ -12,16 +12,16 @@ from dataclasses import dataclass, replace
 
 from cheetah.models.config import ModelConfig
 from cheetah.models.family import PhaseRow, lines_of
-from cheetah.models.layer_kind import AttentionKind, LayerKind
+from cheetah.models.layer_kind import AttentionKind, LayerKind, Routing
 from cheetah.plan.errors import PlanError
 from cheetah.plan.phases import PhaseNames, PhaseText
 from cheetah.plan.plan import DEFAULT_CONTEXT
-from cheetah.plan.products import STEP_EXCHANGES, AttentionPhase, NormPhase, Product, StepTable, Vector
+from cheetah.plan.products import STEP_EXCHANGES, AttentionPhase, ChoicePhase, NormPhase, Product, StepTable, Vector
 
 
 def layer_of(table: StepTable, kind: LayerKind, max_context: int) -> tuple[Line, ...]:
-    """A layer of a kind: attention and feed-forward, each added to the residual."""
-    qkv, o, gate_up, down = table.products
+    """A layer of a kind: attention and feed-forward, perhaps of experts, each added to the residual."""
+    qkv, o, *_, gate_up, down = table.products
     onto_residual = OntoResidual(kind.residual_multiplier)
 
     def add(product: Product) -> tuple[Line, ...]:
@@ -35,9 +35,18 @@ def layer_of(table: StepTable, kind: LayerKind, max_context: int) -> tuple[Line,
         Multiply(qkv, Heads(kind.attention), kind.norms.before),
         Attend(table.attention, kind.attention, max_context),
         *add(o),
+        *_choosing(table, kind),
         Multiply(gate_up, Gated(kind.activation), kind.norms.before),
         *add(down),
     )
+
+
+def _choosing(table: StepTable, kind: LayerKind) -> tuple[Line, ...]:
+    """What comes before experts."""
+    if kind.routing is None:
+        return ()
+    choice = next(phase for phase in table.layer if isinstance(phase, ChoicePhase))
+    return Multiply(table.named("router"), Routes(), kind.norms.before), ChooseExperts(choice, kind.routing)
 
 
 def page_of(config: ModelConfig, max_context: int = DEFAULT_CONTEXT) -> Page:
@@ -127,6 +136,13 @@ class Gated:
 
 
 @dataclass(frozen=True)
+class Routes:
+    """The logits of experts, in f32."""
+
+    about = "the experts' logits"
+
+
+@dataclass(frozen=True)
 class Logits:
     """Logits to who wants them, and each lane's best candidates."""
 
@@ -186,7 +202,7 @@ class Multiply(Line):
     """A product, and what becomes of its rows. has_norm: its input goes through one."""
 
     product: Product
-    then: Heads | OntoResidual | Kept | Gated | Logits
+    then: Heads | OntoResidual | Kept | Gated | Routes | Logits
     has_norm: bool = False
 
     @property
@@ -196,7 +212,8 @@ class Multiply(Line):
     @property
     def about(self) -> str:
         sources = ", ".join(source.name for source in self.product.sources)
-        return f"{'Norm; ' if self.has_norm else ''}{sources}; {self.then.about}."
+        of_experts = "" if self.product.experts is None else " of the chosen experts"
+        return f"{'Norm; ' if self.has_norm else ''}{sources}{of_experts}; {self.then.about}."
 
     @property
     def waits(self) -> tuple[str, ...]:
@@ -212,7 +229,39 @@ class Multiply(Line):
 
     @property
     def matrix(self) -> str:
-        return f"{self.product.rows} x {self.product.columns} {self.product.format.name}"
+        product = self.product
+        each = f"{product.rows} x {product.columns} {product.format.name}"
+        return each if product.experts is None else f"{product.experts.count} of {each}"
+
+
+@dataclass(frozen=True)
+class ChooseExperts(Line):
+    """Every column's experts, and the list of all that some column chose, which the other roles follow."""
+
+    phase: ChoicePhase
+    routing: Routing
+
+    @property
+    def name(self) -> str:
+        return self.phase.name
+
+    @property
+    def about(self) -> str:
+        routing = self.routing
+        of = "those" if routing.normalised else "all"
+        return f"The {routing.chosen} of {routing.experts} experts of every token; weights by the softmax of {of}."
+
+    @property
+    def waits(self) -> tuple[str, ...]:
+        return self.phase.input.names
+
+    @property
+    def makes(self) -> tuple[str, ...]:
+        return ()
+
+    @property
+    def text(self) -> PhaseText:
+        return PhaseText(self.name, self.about, self.waits, self.makes, "nothing", meets=False)
 
 
 @dataclass(frozen=True)

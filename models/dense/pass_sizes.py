@@ -20,6 +20,7 @@ from cheetah.models.dense.page import (
     NormBehind,
     OntoResidual,
     Page,
+    Routes,
     page_of,
 )
 from cheetah.models.family import PhaseRow
@@ -44,7 +45,7 @@ def section_of(vector: Vector) -> str:
     return HIDDEN if vector.is_normed else vector.name
 
 
-def sections_of_rows(then: Heads | OntoResidual | Kept | Gated | Logits, product: Product) -> tuple[str, ...]:
+def sections_of_rows(then: Heads | OntoResidual | Kept | Gated | Routes | Logits, product: Product) -> tuple[str, ...]:
     """The sections into which the rows of a product go."""
     if isinstance(then, Heads):
         return HEAD_SECTIONS
@@ -121,6 +122,8 @@ class PassSizes:
             raise PlanError(f"a stage of {plan.stage_bytes(self.format)} bytes has no room for {self.key_tile} keys")
 
     def _check_model(self) -> None:
+        if self.shape.experts is not None:
+            raise PlanError("there is no pass over prompts of a model of experts: they are read in steps")
         for layout in self.matrices.of_layer:
             if not (layout.format == BF16 or isinstance(layout.format, QuantizedTiles)):
                 raise PlanError(

@@ -6,7 +6,7 @@ The model itself is in `program`. Here is what would hide it: how blocks are wir
 from __future__ import annotations
 
 import functools
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -29,6 +29,8 @@ from cheetah.blocks.exchange import (
     Published,
     make_exchange,
 )
+from cheetah.blocks.experts.choice import Choice, PublishedLogits
+from cheetah.blocks.experts.products import AllParts, ChosenRows, ExpertProducts
 from cheetah.blocks.filters.filters import Filters
 from cheetah.blocks.host_words import HostWords
 from cheetah.blocks.linear.epilogue import AddResidual, GatedRows, NormWeights, PublishedRows
@@ -39,6 +41,7 @@ from cheetah.blocks.linear.norm_behind import KeepRows, finish_kept_rows
 from cheetah.blocks.linear.prologue import Prefetching, Slices
 from cheetah.blocks.linear.rms import InverseRms, PublishedSquares, squares_words
 from cheetah.blocks.machine import Machine
+from cheetah.blocks.made_list import MadeList
 from cheetah.blocks.phase import Phases
 from cheetah.blocks.ring import Ring
 from cheetah.blocks.sampling import Sampler
@@ -49,8 +52,20 @@ from cheetah.models.act_order import places_shape
 from cheetah.models.attention_layers import EVERY_KEY
 from cheetah.models.config import ModelConfig
 from cheetah.models.dense.launch import Launch
-from cheetah.models.dense.page import Gated, Heads, Kept, Line, Multiply, NormBehind, OntoResidual, Page, page_of
-from cheetah.plan import M_TILE_ROWS, Gpu, ModelShape, Plan, step_matrices
+from cheetah.models.dense.page import (
+    ChooseExperts,
+    Gated,
+    Heads,
+    Kept,
+    Line,
+    Multiply,
+    NormBehind,
+    OntoResidual,
+    Page,
+    Routes,
+    page_of,
+)
+from cheetah.plan import M_TILE_ROWS, Gpu, MatrixLayout, ModelShape, Plan, step_matrices
 from cheetah.plan.formats import BF16_VECTOR, KV_TILE_TOKENS
 from cheetah.plan.index import round_up
 from cheetah.plan.kv import KvPlanLayout, max_plans
@@ -83,11 +98,13 @@ def exchange_sizes(shape: ModelShape, gpu: Gpu, plan: Plan) -> dict[str, int]:
 
 
 def _words_of(table: StepTable, vector: Vector, plan: Plan) -> int:
+    if vector.is_words:
+        return plan.tokens * round_up(vector.elements, M_TILE_ROWS)
     readers = table.inputs.get(vector)
     if readers is None:
         return plan.tokens * vector.elements // 2
     columns = max(product.format.columns for product in readers)
-    return vector_words(round_up(vector.elements, columns), plan.tokens)
+    return vector.parts * vector_words(round_up(vector.elements, columns), plan.tokens)
 
 
 def product_inputs(shape: ModelShape, gpu: Gpu, plan: Plan) -> dict[str, int]:
@@ -95,10 +112,13 @@ def product_inputs(shape: ModelShape, gpu: Gpu, plan: Plan) -> dict[str, int]:
 
     By a tag a block knows a word of those since the last one that it has read. The head takes a vector that a product
     of every layer takes too: a block without an M-tile of that one reads it once a step, and would take a word of three
-    layers before for the last's. Where there is such a block words carry whole epochs."""
+    layers before for the last's. Where there is such a block words carry whole epochs. What is dealt among experts
+    every block brings in every layer, whether it owns rows of the router or not."""
     matrices = step_matrices(shape, plan, gpu)
 
     def is_read_as_published(readers: Sequence[Product]) -> bool:
+        if any(product.experts is not None for product in readers):
+            return True
         first, *others = (matrices[product].owners for product in readers)
         return all(blocks <= first for blocks in others)
 
@@ -111,6 +131,8 @@ def published_kinds(config: ModelConfig, plan: Plan) -> dict[str, str]:
     if that and what others want can be said of each pair by itself, and nobody orders them before."""
     kinds = {}
     for vector, readers in config.shape.table.inputs.items():
+        if vector.parts > 1:
+            continue  # threads read it, part by part
         wanted = [product.vector_kind(plan.tokens) for product in readers]
         is_ordered = any(product.is_placed and config.is_ordered(product.name) for product in readers)
         can_be_said = not is_ordered and all(kind == BF16_VECTOR or is_raised(kind) for kind in wanted)
@@ -204,6 +226,8 @@ class HeadParts:
         filters = Filters(self.exchange, adjustments, launch.weighed)
         self.sampler = Sampler(self.linear, self.exchange, self.shape.vocab, self.timeline, adjustments, filters, host)
         self.tokens = Tokens(self.columns, launch, rows)
+        self.lists: tuple[MadeList, ...] = ()
+        """Those that are made on the device in a step."""
         self.phase = Phases(machine, self.exchange, self.timeline, page.names, launch.progress)
 
     @ch.inline
@@ -211,12 +235,16 @@ class HeadParts:
         """Barriers, cursors, and every column's first token."""
         machine = self.machine
         self.tokens.declare()
+        for made in self.lists:
+            made.declare()
         ch.comment("barriers, and every column's first token")
         with ch.if_(machine.thread == 0):
             self.ring.initialise()
             self.linear.initialise()
             self.tokens.initialise()
             self.exchange.initialise()
+            for made in self.lists:
+                made.initialise()
             prim.mbarrier_fence_init()
         self.tokens.take_first()
         prim.block_barrier()  # orders the barriers' initialisation before their first use by any role
@@ -377,6 +405,9 @@ class StepParts(HeadParts):
             *(launch.kv_plans, launch.plan_count, launch.tiles),
             kinds=len(self.layers.windows),
         )
+        self.experts = self._experts()
+        if self.experts is not None:
+            self.lists = (self.experts.list,)
         self.port = StepPort(self.exchange, self.columns, self.table.attention, launch.kv_scales)
         self.projection = Projection(self.port, self.cache, launch.biases)
         if launch.head_norms is not None:
@@ -385,6 +416,13 @@ class StepParts(HeadParts):
             *(machine, self.ring, self.exchange, self.schedule, self.cache, self.port, self.timeline, self._variant()),
             parameters=SimpleNamespace(sinks=LayerSinks(self.port, launch.sinks)),
         )
+
+    def _experts(self) -> ExpertProducts | None:
+        """The products of experts, where layers have some."""
+        experts, routing = self.table.experts, self.config.routing
+        if experts is None or routing is None:
+            return None
+        return ExpertProducts(self.linear, Choice(self.columns, experts, routing.normalised))
 
     def _normalise_heads(self, weights: ch.Expr) -> None:
         """Queries and keys are finished by who reads them."""
@@ -482,11 +520,29 @@ class StepParts(HeadParts):
         with self.phase(line.text):
             if isinstance(line, NormBehind):
                 return self.finish_kept_rows(line, layer)
+            if isinstance(line, ChooseExperts):
+                return self.choose_experts(line)
             if not isinstance(line, Multiply):
                 return self.attend(step, layer)
             prologue, epilogue = self.input_of(line.product, layer), self.epilogue_of(line, layer)
             assert (line.waits, line.makes) == (prologue.waits, epilogue.makes), line
-            self.linear(self.matrices[line.product], prologue, epilogue)
+            self._multiply(line)(self.matrices[line.product], prologue, epilogue)
+
+    def _multiply(self, line: Multiply) -> Callable[[MatrixLayout, Prologue, Epilogue], None]:
+        """How a line's product is multiplied."""
+        product = line.product
+        if self.experts is None or not (product.experts or isinstance(line.then, Routes)):
+            return self.linear
+        if isinstance(line.then, Routes):
+            return self.experts.route
+        return self.experts.add if product.adds else self.experts.deal
+
+    def choose_experts(self, line: ChooseExperts) -> None:
+        """Every block's choice, of the logits that all have made."""
+        assert self.experts is not None
+        with self.machine.consumer:
+            self.experts.choice.make(self.vector(line.phase.input))
+            self.timeline.stamp_here("done")
 
     def attend(self, step: Any, layer: Any) -> None:
         """The block's items of the KV plan, then its merges of heads that were split."""
@@ -531,6 +587,9 @@ class StepParts(HeadParts):
         vector = product.input
         if vector.is_normed:
             return self._input(vector, self.layer_epoch, places)
+        if vector.parts > 1:
+            assert self.experts is not None
+            return AllParts(self.experts.choice, self.vector(vector), vector.elements)
         polled_by_all = self.table.is_attended(vector) and self.machine.plan.waits_most
         published = replace(self.vector(vector), one_waits=not polled_by_all)
         return Slices(self.columns, published, vector.published, places)
@@ -546,8 +605,15 @@ class StepParts(HeadParts):
         if isinstance(line.then, OntoResidual):
             norm = self.norm(self.table.norm_behind(product, layer))
             return self.onto_residual(product.output, norm, self.layer_epoch, line.then.multiplier)
+        if isinstance(line.then, Routes):
+            assert self.table.experts is not None
+            return PublishedLogits(self.vector(product.output), self.table.experts)
         assert isinstance(line.then, Gated), line
-        return GatedRows(self.machine, self.vector(product.output), line.then.activation)
+        gated = self.machine, self.vector(product.output), line.then.activation
+        if product.experts is None:
+            return GatedRows(*gated)
+        assert self.experts is not None
+        return ChosenRows(*gated, self.experts.choice, self.matrices[product])
 
     def finish_kept_rows(self, line: NormBehind, layer: Any) -> None:
         """The norm behind a product: its rows added to the residual."""

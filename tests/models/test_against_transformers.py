@@ -13,33 +13,26 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from cheetah.models import mixtral, olmoe, qwen3_moe
 from cheetah.models.config import ModelConfig
 from cheetah.models.dense.reference import Reference
-from cheetah.models.dense.weights import tensor_shapes
 from cheetah.models.registry import FAMILIES, PRESETS, family_of, read_config
 from tests.models.goldens.families import CONFIGS, LOGITS, tokens_of, weights_of
 
 GOLDENS: dict[str, Any] = json.loads(CONFIGS.read_text())
 CONTEXTS = {"phi3, short factors": 32}
 """Tokens that a sequence may have, where they are not those of the configuration."""
-OF_EXPERTS = {family.name: family for family in (qwen3_moe.FAMILY, mixtral.FAMILY, olmoe.FAMILY)}
-"""Families whose meaning is there, and no kernel yet: files of theirs are refused."""
-READ = [name for name, one in GOLDENS.items() if one["config"]["model_type"] not in OF_EXPERTS]
 ROUNDING = 1e-5
 """Of float32, relative to the logits' norm: what two orders of summing differ by."""
 
 
 def config_of(name: str, notes: list[str] | None = None) -> ModelConfig:
     """As Cheetah reads what transformers wrote."""
-    values = GOLDENS[name]["config"]
-    unread = OF_EXPERTS.get(values["model_type"])
-    return read_config(values, notes) if unread is None else unread.config_type.from_json(values, notes)
+    return read_config(GOLDENS[name]["config"], notes)
 
 
 def logits_of(name: str, config: ModelConfig) -> Any:
     """Those of the reference."""
-    weights = weights_of(tensor_shapes(config))
+    weights = weights_of(family_of(config).tensor_shapes(config))
     reference = Reference(config, weights, max_context=CONTEXTS.get(name))
     return reference.forward(tokens_of(config.vocab_size))
 
@@ -51,7 +44,7 @@ def test_the_reference_computes_what_transformers_does(name: str) -> None:
     assert np.linalg.norm(found - wanted) < ROUNDING * np.linalg.norm(wanted)
 
 
-@pytest.mark.parametrize("name", READ)
+@pytest.mark.parametrize("name", GOLDENS)
 def test_a_file_is_read_whole_and_its_tensors_are_expected(tmp_path: Path, name: str) -> None:
     notes: list[str] = []
     config = config_of(name, notes)
@@ -60,14 +53,16 @@ def test_a_file_is_read_whole_and_its_tensors_are_expected(tmp_path: Path, name:
     assert read_config(tmp_path / "config.json") == config
     assert read_config(json.loads(json.dumps(config.to_dict()))) == config
     expected = family_of(config).tensor_shapes(config)
-    firsts = {tensor: list(shape) for tensor, shape in expected.items() if ".layers." not in tensor or ".0." in tensor}
+    firsts = {
+        tensor: list(shape) for tensor, shape in expected.items() if "layers." not in tensor or "layers.0." in tensor
+    }
     assert firsts == GOLDENS[name]["shapes"]
     assert sum(int(np.prod(shape)) for shape in expected.values()) == config.parameter_count
 
 
 def test_every_family_has_a_golden_or_formulas() -> None:
     by_formulas = {"llama", "qwen2", "qwen3", "mistral"}  # tests/models/test_family_layers.py
-    assert {config_of(name).dialect.model_type for name in READ} | by_formulas == set(FAMILIES)
+    assert {config_of(name).dialect.model_type for name in GOLDENS} | by_formulas == set(FAMILIES)
 
 
 @pytest.mark.parametrize("name", PRESETS)

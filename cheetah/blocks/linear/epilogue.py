@@ -112,10 +112,14 @@ class GatedRows(PublishedRows):
     def __call__(self, rows: Rows) -> None:
         publish = publishing(self.machine, self.into, rows, rows.m_tile * HALF, HALF)
         value = ch.const(ty.f32, rows.sum(), name="value")
-        other = prim.shuffle_xor_f32(value, HALF)
-        # Lanes of the up rows compute something too; only those of the gate rows publish.
-        gated = prim.divide_f32(value, 1.0 + prim.exp_f32(-SIGMOID_OF[self.activation](value))) * other
-        publish(gated)
+        publish(gated_of(value, self.activation))
+
+
+def gated_of(value: ch.Expr, activation: str) -> Any:
+    """activation(gate) * up, of the gate's row and, HALF lanes further, up's. Lanes of the up rows compute something
+    too."""
+    other = prim.shuffle_xor_f32(value, HALF)
+    return prim.divide_f32(value, 1.0 + prim.exp_f32(-SIGMOID_OF[activation](value))) * other
 
 
 def publishing(machine: Machine, into: Published, rows: Rows, first: ch.Value, count: int) -> Callable[[Any], None]:

@@ -37,6 +37,9 @@ from cheetah.plan.formats import BF16, NARROW_ROWS
 from cheetah.plan.plan import COLUMNS
 
 HALF = M_TILE_ROWS // 2
+Place = Any
+"""Where the vectors beside a chunk are in shared memory: its number among those that they lie beside one after another,
+or what gives, for a tile of the chunk, the vectors beside it."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -363,8 +366,11 @@ class Matvec(Linear):
         has_tile = pair < layout.chunk_tiles(chunk)
         return (turn < sure) | has_tile if sure and self._sums_wait(layout) else has_tile
 
-    def _activations(self, layout: MatrixLayout, place: ch.Expr, pair: ch.Expr) -> Activations:
+    def _activations(self, layout: MatrixLayout, place: Place, pair: ch.Expr) -> Activations:
         """The vectors beside tile `pair` of the chunk whose number in shared memory is `place`."""
+        if callable(place):
+            given: Activations = place(pair)
+            return given
         vector = self.machine.region("vector", ty.u32x4)
         tile = place * layout.tiles_per_chunk + pair
         units = vector + tile * layout.vector_units(self.columns.limit)

@@ -1,0 +1,208 @@
+"""Which experts each column of a step is given to, with which weight; and the list of all that some column chose.
+
+Every block makes the same choice for itself, of the same words: the logits of the router's product, f32. A warp has a
+column, its lanes so many neighbouring experts each. It takes the highest logit, of equal ones the lowest expert's, as
+often as a column chooses; logits are compared as whole numbers, and one that is no number is below all others, so that
+a column always has as many experts as it chooses, each once. An expert's *rank* is its place among those of its column,
+in ascending order: where `gated` has what the column's experts make, word for word the same in every layer.
+
+What stands in shared memory: `expert_ranks`, u8 [column][expert], NO_RANK where the column did not choose it, also in
+columns that are not in use; `expert_weights`, f32 [column][rank]; and the list (`cheetah.blocks.made_list`) of all that
+some column chose, ascending. The three are made and followed together.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from cheetah import lang as ch
+from cheetah.blocks.columns import Columns
+from cheetah.blocks.exchange import Published
+from cheetah.blocks.filters.columns import number_of, ordered
+from cheetah.blocks.linear.epilogue import PublishedRows
+from cheetah.blocks.linear.interface import Rows
+from cheetah.blocks.made_list import MadeList
+from cheetah.lang import prim, ty
+from cheetah.lang.primitives.exchange import UNITS
+from cheetah.plan.index import ceil_div
+from cheetah.plan.products import EXPERT_LIST, Experts, logit_words
+
+NO_RANK = 255
+"""In `expert_ranks`: the column did not choose the expert."""
+WORDS = 4
+"""Of a unit of an exchange."""
+LANES = 32
+NO_NUMBER = 1
+"""The key of a logit that is no number: below those of all numbers, above that of an expert that there is not."""
+
+
+class PublishedLogits(PublishedRows):
+    """The router's rows as they are, f32 [column][expert], with those that fill its last M-tile."""
+
+    def __init__(self, into: Published, experts: Experts) -> None:
+        self.into, self.experts = into, experts
+
+    @property
+    def makes(self) -> tuple[str, ...]:
+        return (self.into.name,)
+
+    @ch.inline
+    def __call__(self, rows: Rows) -> None:
+        place = rows.column * logit_words(self.experts) + rows.m_tile * rows.count + rows.row
+        store = self.into.publish_later(place)
+        logit = ch.const(ty.f32, rows.sum(), name="logit")
+        with ch.if_(rows.is_own):
+            store(prim.float_bits(logit))
+
+
+class Choice:
+    """The experts of all columns of a step. normalised: a column's weights are of the softmax of its own experts alone,
+    not of all."""
+
+    def __init__(self, columns: Columns, experts: Experts, normalised: bool) -> None:
+        self.machine, self.columns, self.experts, self.normalised = columns.machine, columns, experts, normalised
+        self.list = MadeList(self.machine, EXPERT_LIST, experts.most(columns.limit), experts.count)
+
+    @property
+    def ranks(self) -> Any:
+        return self.machine.region("expert_ranks", ty.u8)
+
+    @property
+    def weights(self) -> Any:
+        return self.machine.region("expert_weights", ty.f32)
+
+    def rank(self, column: Any, expert: Any) -> Any:
+        """The rank (u32) that an expert has to a column, or NO_RANK."""
+        return ch.cast(ty.u32, self.ranks[column * self.experts.count + expert])
+
+    def weight(self, column: Any, rank: Any) -> Any:
+        """A column's weight (f32) of its expert of a rank; NO_RANK gives some weight."""
+        return self.weights[column * self.experts.chosen + ch.minimum(rank, self.experts.chosen - 1)]
+
+    # -- making it -------------------------------------------------------------------------------------------------
+
+    @ch.inline
+    def make(self, routes: Published) -> None:
+        """In the consumer role: wait for the logits of all columns in use, and choose."""
+        machine, limit = self.machine, self.columns.limit
+        self.list.begin_making()
+        with ch.for_(machine.warp, limit, machine.plan.consumer_warps, unroll=1, name="column") as column:
+            self._choose(column, routes)
+        if limit > 1:
+            machine.meet()  # all columns' ranks are there
+        else:
+            prim.warp_barrier()  # the only column is the first warp's own
+        with ch.if_(machine.warp == 0):
+            self._list_union()
+        self.list.finish_making()
+
+    @property
+    def _of_lane(self) -> int:
+        """Experts that a lane has of a column's, whole units of logits."""
+        return ceil_div(self.experts.count, LANES * WORDS) * WORDS
+
+    @ch.function
+    def _choose(self, column: ch.Expr, routes: Published) -> None:
+        """A warp's column: its experts' ranks and weights; none of one that is not in use."""
+        each, lane = self._of_lane, self.machine.lane
+        first = ch.const(ty.u32, lane * each, name="first")
+        chosen = ch.var(ty.u32, 0)  # a bit for each of the lane's experts
+        weights = ch.array(ty.f32, each)
+        total = ch.var(ty.f32, 1.0)
+        with self.columns.if_active(column):
+            keys, highest = ch.array(ty.u32, each), ch.var(ty.f32, 0.0)
+            self._load(column, first, routes, weights, keys)
+            with ch.for_(self.experts.chosen, unroll=1, name="round") as round_:
+                best, place = ch.var(ty.u32, 0), ch.var(ty.u32, 0)
+                with ch.for_(each, unroll=True, name="own") as own, ch.if_(keys[own] > best):
+                    best.set(keys[own])
+                    place.set(own)
+                top = prim.warp_maximum_u32(best)
+                lowest = prim.warp_maximum_u32(ch.select(best == top, LANES - lane, ty.u32(0)))
+                with ch.if_(round_ == 0):
+                    highest.set(number_of(top))
+                with ch.if_(lowest == LANES - lane):
+                    chosen |= ty.u32(1) << place
+                    with ch.for_(each, unroll=True, name="own") as own, ch.if_(own == place):
+                        keys[own] = 0
+            self._weigh(first, chosen, highest, weights, total)
+        self._number(column, first, chosen, weights, total)
+
+    @ch.inline
+    def _load(self, column: ch.Expr, first: ch.Expr, routes: Published, logits: Any, keys: Any) -> None:
+        """The lane's logits, and keys that are as large as they are."""
+        units, padded = self._of_lane // WORDS, logit_words(self.experts)
+        assert units <= UNITS, self.experts
+        places, data = ch.array(ty.u32, UNITS), ch.array(ty.u32x4, UNITS)
+        for unit in range(units):
+            places[unit] = column * padded + ch.minimum(first + unit * WORDS, padded - WORDS)
+        routes.read_places(data, places, units)
+        for unit in range(units):
+            for number, word in enumerate("xyzw"):
+                own = unit * WORDS + number
+                logit = ch.const(ty.f32, prim.bits_float(getattr(data[unit], word)), name="logit")
+                key = ordered(ch.select(logit == 0.0, 0.0, logit))  # there are two zeros
+                key = ch.select(logit == logit, key, ty.u32(NO_NUMBER))
+                keys[own] = ch.select(first + own < self.experts.count, key, ty.u32(0))
+                logits[own] = logit
+
+    @ch.inline
+    def _weigh(self, first: ch.Expr, chosen: Any, highest: ch.Expr, weights: Any, total: Any) -> None:
+        """Of logits become what they weigh, and of `total` what all that count weigh together."""
+        of_lane = ch.var(ty.f32, 0.0)
+        with ch.for_(self._of_lane, unroll=True, name="own") as own:
+            weight = ch.const(ty.f32, prim.exp_f32(weights[own] - highest), name="weight")
+            counts = _has(chosen, own) if self.normalised else first + own < self.experts.count
+            with ch.if_(counts):
+                of_lane += weight
+            weights[own] = weight
+        total.set(prim.warp_sum_f32(of_lane))
+
+    @ch.inline
+    def _number(self, column: ch.Expr, first: ch.Expr, chosen: ch.Expr, weights: Any, total: ch.Expr) -> None:
+        """Ranks of the column's experts, and their weights."""
+        count = self.experts.count
+        ranks = self.ranks + column * count
+        rank = ch.var(ty.u32, self._before(chosen, self._of_lane))
+        with ch.for_(self._of_lane, unroll=True, name="own") as own, ch.if_(first + own < count):
+            with ch.if_(_has(chosen, own)):
+                ranks[first + own] = ch.cast(ty.u8, rank)
+                self.weights[column * self.experts.chosen + rank] = prim.divide_f32(weights[own], total)
+                rank += 1
+            with ch.else_():
+                ranks[first + own] = NO_RANK
+
+    @ch.function
+    def _list_union(self) -> None:
+        """One warp: all experts that some column chose, ascending."""
+        count, lane, words = self.experts.count, self.machine.lane, self.list.words
+        each = ceil_div(count, LANES)
+        first = ch.const(ty.u32, lane * each, name="first")
+        chosen = ch.var(ty.u32, 0)
+        with ch.for_(self.columns.limit, unroll=1, name="column") as column:
+            with ch.for_(each, unroll=True, name="own") as own, ch.if_(first + own < count):
+                with ch.if_(self.rank(column, first + own) != NO_RANK):
+                    chosen |= ty.u32(1) << own
+        slot = ch.var(ty.u32, self._before(chosen, each))
+        with ch.for_(each, unroll=True, name="own") as own, ch.if_(_has(chosen, own)):
+            words[slot + 1] = first + own
+            slot += 1
+        with ch.if_(lane == LANES - 1):
+            words[0] = slot
+
+    @ch.function
+    def _before(self, chosen: ch.Expr, bits: int) -> Any:
+        """How many experts the lanes before this one have chosen, a bit of `chosen` for each."""
+        lane, own = self.machine.lane, ch.var(ty.u32, 0)
+        with ch.for_(bits, unroll=True, name="bit") as bit:
+            own += (chosen >> bit) & 1
+        total = ch.var(ty.u32, own)
+        with ch.for_(5, unroll=1, name="level") as level:
+            distance = ch.const(ty.u32, ty.u32(1) << level, name="distance")
+            other = prim.shuffle_u32(total, (lane + LANES - distance) % LANES)
+            total += ch.select(lane >= distance, other, ty.u32(0))
+        return total - own
+
+
+def _has(chosen: ch.Expr, own: ch.Expr) -> Any:
+    return ((chosen >> own) & 1) != 0

@@ -1,0 +1,129 @@
+"""A feed-forward of experts in the generated kernel: against float32, in company and alone, where logits tie or are none.
+
+Seeds are those of weights whose choices are not near: no two of a token's logits around the last one chosen lie nearer
+than 0.03, which is more than bf16 makes of them. Nearer ones may be chosen otherwise, and then the logits are others.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import numpy as np
+import pytest
+
+from cheetah.generate import generate_kernel
+from cheetah.models.config import ModelConfig
+from cheetah.models.layer_kind import Routing
+from cheetah.models.mixtral import MixtralConfig
+from cheetah.models.olmoe import OlmoeConfig
+from cheetah.models.qwen3_moe import Qwen3MoeConfig
+from cheetah.models.rounding import as_bf16
+from cheetah.plan import PlanError
+from tests.program.rig import (
+    RandomWeights,
+    Rig,
+    bits,
+    emulated_gpu,
+    float32_logits,
+    random_weights,
+    relative_error,
+    token_ids,
+)
+from tests.tiers import tiered
+from tests.tolerances import LOGITS
+
+pytestmark = [pytest.mark.compiler, pytest.mark.slow]
+
+
+def qwen(hidden: int = 80, width: int = 32, heads: int = 2, experts: int = 9, chosen: int = 3) -> ModelConfig:
+    return Qwen3MoeConfig(
+        *(hidden, width, 2, heads, 1, 64, 50), max_position_embeddings=256, routing=Routing(experts, chosen)
+    )
+
+
+OLMOE = OlmoeConfig(48, 32, 2, 2, 2, 64, 50, max_position_embeddings=256, routing=Routing(40, 2, normalised=False))
+MIXTRAL = MixtralConfig(48, 96, 2, 2, 1, 64, 50, max_position_embeddings=256, routing=Routing(5, 2))
+
+# name: (configuration, seed of its weights, how it is run, tokens, of them a step)
+CASES: dict[str, tuple[ModelConfig, int, dict[str, Any], int, int]] = {
+    "one token a step": (qwen(), 12, {"blocks": 3}, 24, 1),
+    "more experts than lanes, weights of all, barrier": (OLMOE, 5, {"blocks": 4, "sync": "barrier"}, 16, 1),
+    "two tokens a step": (MIXTRAL, 2, {"blocks": 3, "tokens": 2}, 24, 2),
+    "narrow rows, four tokens": (qwen(144, 256, 4, 6), 2, {"blocks": 2, "tokens": 4}, 24, 4),
+    "eight tokens, eight warps": (qwen(), 12, {"blocks": 5, "tokens": 8, "consumer_warps": 8}, 24, 8),
+    "sixteen tokens": (qwen(), 12, {"blocks": 3, "tokens": 16}, 24, 16),
+    "every expert chosen, an M-tile a block": (qwen(48, 32, 2, 4, 4), 0, {"blocks": 16}, 12, 1),
+}
+
+
+@pytest.mark.parametrize("case", tiered(CASES, ["eight tokens, eight warps", "sixteen tokens", "one token a step"]))
+def test_logits_of_every_position(case: str) -> None:
+    config, seed, plan, count, per_step = CASES[case]
+    weights, ids = random_weights(config, seed), token_ids(count, config.vocab_size)
+    found = Rig(weights, **plan).session("priority", 1).score(ids, per_step)
+    assert relative_error(found, float32_logits(weights, ids)) < LOGITS
+
+
+@cache
+def of_four(sync: str = "flags") -> Rig:
+    """Four sequences a step, whose attention does not depend on their company."""
+    return Rig(random_weights(qwen(), 12), blocks=3, batch=4, kv_chunk=16, sync=sync)
+
+
+@pytest.mark.parametrize("sync", tiered(["flags", "barrier"], ["barrier"]))
+def test_the_bits_of_a_sequence_do_not_depend_on_its_company(sync: str) -> None:
+    """Some tokens are those of another sequence, so their experts are the same; others are not."""
+    several = [token_ids(9, 50, seed=seed) for seed in range(4)]
+    several[1][:5] = several[0][:5]
+    alone = []
+    for ids in several:
+        session = of_four(sync).session("random", 1)
+        alone.append(session.score_together([ids], [session.sequence()])[0])
+    session = of_four(sync).session("priority", 2)
+    together = session.score_together(several, [session.sequence() for _ in several])
+    for found, wanted in zip(together, alone, strict=True):
+        np.testing.assert_array_equal(bits(found), bits(wanted))
+    wanted = float32_logits(of_four(sync).weights, several[0])
+    assert relative_error(together[0], wanted) < LOGITS
+
+
+def test_a_token_that_is_no_number_changes_no_other() -> None:
+    """Its logits are none, all of them: it is given to the lowest experts, and makes no address of any kind."""
+    weights = RandomWeights(qwen(), 12)
+    broken = RandomWeights(qwen(), 12)
+    broken.tensors["model.embed_tokens.weight"][49] = as_bf16(np.full(80, np.nan))
+    rig = Rig(broken, blocks=3, batch=4, kv_chunk=16)
+    ids, nothing = token_ids(6, 49), [49] * 6
+    session = rig.session("random", 1)
+    found, lost = session.score_together([ids, nothing], [session.sequence(), session.sequence()])
+    assert np.isnan(lost).all()
+    session = of_four().session("random", 1)
+    assert relative_error(found, float32_logits(weights, ids)) < LOGITS
+    np.testing.assert_array_equal(bits(found), bits(session.score_together([ids], [session.sequence()])[0]))
+
+
+def test_of_equal_logits_the_lowest_expert_s_counts() -> None:
+    """Neighbouring rows of the router are equal, and a token has an odd number of experts."""
+    weights = RandomWeights(qwen(), 12)
+    for name in weights.tensors:
+        if name.endswith("mlp.gate.weight"):
+            weights.tensors[name] = weights.tensors[name][np.arange(9) // 2 * 2 % 8]
+    ids = token_ids(12, 50)
+    found = Rig(weights, blocks=3).session("random", 3).score(ids)
+    wrong = RandomWeights(qwen(), 12)
+    wrong.tensors = {name: tensor for name, tensor in weights.tensors.items()}
+    for layer in range(2):  # what would be computed if the other one of each pair were taken
+        for part in ("gate", "up", "down"):
+            names = [f"model.layers.{layer}.mlp.experts.{expert}.{part}_proj.weight" for expert in range(9)]
+            for expert in range(8):
+                wrong.tensors[names[expert]] = weights.tensors[names[expert ^ 1]]
+    assert relative_error(found, float32_logits(weights, ids)) < LOGITS
+    assert relative_error(float32_logits(wrong, ids), float32_logits(weights, ids)) > 4 * LOGITS
+
+
+def test_a_block_that_would_make_no_part_of_gated_is_refused() -> None:
+    with pytest.raises(PlanError, match="3 experts of a token have 12 M-tiles of gate_up together, and .* 13 blocks"):
+        generate_kernel(qwen(), emulated_gpu(13))
+    with pytest.raises(PlanError, match="down_slices is 2: the input of experts comes whole"):
+        generate_kernel(qwen(), emulated_gpu(3), down_slices=2)
