@@ -9,12 +9,13 @@ import pytest
 
 from cheetah import lang as ch
 from cheetah.blocks.made_list import MadeList
-from cheetah.emulator import allocate, explore
+from cheetah.emulator import SCHEDULERS, allocate, explore
 from cheetah.errors import CheetahError
-from cheetah.lang import prim, ty
+from cheetah.lang import ty
 from cheetah.plan import ModelShape
 from cheetah.plan.products import EXPERT_LIST, Experts
 from tests.blocks.small_kernel import SmallKernel, initialise, plan_of
+from tests.tiers import tiered
 
 pytestmark = pytest.mark.compiler
 
@@ -73,9 +74,7 @@ def wanted() -> np.ndarray:
 
 def run(kernel: SmallKernel, scheduler: str, seed: int) -> np.ndarray:
     output = allocate((ROUNDS, FOLLOWERS, ROOM), np.uint32, fill=0)
-    kernel.launch(
-        {"lengths": LENGTHS, "numbers": NUMBERS, "output": output, "rounds": ROUNDS}, scheduler, seed
-    )
+    kernel.launch({"lengths": LENGTHS, "numbers": NUMBERS, "output": output, "rounds": ROUNDS}, scheduler, seed)
     return output
 
 
@@ -94,8 +93,31 @@ def test_every_follower_finds_every_list() -> None:
 
 # name: (a piece of the text, what stands there instead)
 BUGS = {
-    "the producer lane does not wait for the list": ("mbarrier_wait(made, experts_parity);", ";"),
+    "nobody waits for the list": ("mbarrier_wait(made, experts_parity);", ";"),
+    "replaced under its followers": ("mbarrier_wait(made + 1, experts_parity ^ 1);", ";"),
+    "replaced when one has followed it": ("mbarrier_init(made + 1, 3);", "mbarrier_init(made + 1, 1);"),
+    "told before all warps have written": ("named_barrier(1, 64);\n      if (thread == 0)", "if (thread == 0)"),
+    "the last list's arrival is enough": ("mbarrier_wait(made, experts_parity);", "mbarrier_wait(made, 1);"),
+    "an entry is an address as it is": (
+        "min(((uint32_t*)(arena + EXPERTS))[index + 1], 49u)",
+        "((uint32_t*)(arena + EXPERTS))[index + 1]",
+    ),
 }
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("bug", tiered(BUGS, [*BUGS][3:]))
+def test_a_planted_bug_is_found(bug: str) -> None:
+    """By other results, or by an error, under some schedule."""
+    kernel = passing(bug=BUGS[bug])
+
+    def is_found(scheduler: str, seed: int) -> bool:
+        try:
+            return not np.array_equal(run(kernel, scheduler, seed), wanted())
+        except CheetahError:
+            return True
+
+    assert any(is_found(scheduler, seed) for seed in range(20) for scheduler in SCHEDULERS)
 
 
 @pytest.mark.slow
