@@ -66,7 +66,9 @@ class ChosenRows(GatedRows):
         publish = publishing(self.machine, self.into, chosen, first, HALF)
         weight = ch.const(ty.f32, choice.weight(rows.column, rank), name="weight")
         value = ch.const(ty.f32, rows.sum(), name="value")
-        publish(gated_of(value, self.activation) * weight)
+        gated = gated_of(value, self.activation)
+        weighted = ch.const(ty.f32, gated * weight, name="weighted")
+        publish(weighted)
 
 
 @dataclass(frozen=True, eq=False)

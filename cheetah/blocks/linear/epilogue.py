@@ -112,9 +112,11 @@ class GatedRows(PublishedRows):
     def __call__(self, rows: Rows) -> None:
         publish = publishing(self.machine, self.into, rows, rows.m_tile * HALF, HALF)
         value = ch.const(ty.f32, rows.sum(), name="value")
-        publish(gated_of(value, self.activation))
+        gated = gated_of(value, self.activation)
+        publish(gated)
 
 
+@ch.inline
 def gated_of(value: ch.Expr, activation: str) -> Any:
     """activation(gate) * up, of the gate's row and, HALF lanes further, up's. Lanes of the up rows compute something
     too."""
