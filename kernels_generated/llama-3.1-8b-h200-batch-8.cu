@@ -3967,8 +3967,8 @@ struct DecodeStep {
       answer = load_relaxed_u32_sys(cancelled + sequence);
     }
     gather(first_word / 4, step_epoch + 33, thread);
-    if (block == 0 && thread < column_count && answer == epoch) ((uint32_t*)(arena + COLUMNS))[thread * 9 + 8] = 1;
     named_barrier(1, 256);
+    if (block == 0 && thread < column_count && answer == epoch) ((uint32_t*)(arena + COLUMNS))[thread * 9 + 8] = 1;
     uint32_t* chosen = (uint32_t*)(arena + CHOSEN);
     float _;
     uint32_t best_token_2;
