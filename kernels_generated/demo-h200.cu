@@ -3,7 +3,7 @@
 //
 // model: hidden 128, ffn 320, vocab 512, heads 4, kv_heads 2, head_dim 64, layers 3
 // machine: h200, 132 blocks of 384 threads: 8 consumer warps
-// plan: consumer_warps 8, stage_bytes 16384, stages 13, in_flight 2, in_flight_waiting 1, adding_warps 3, sync flags, page_size 16, max_context 512, batch 1, tokens 1, down_slices 1, max_steps 64, kv_chunk 0, kv_dtype bf16
+// plan: consumer_warps 8, stage_bytes 16384, stages 13, in_flight 2, in_flight_waiting 1, adding_warps 3, sync flags, page_size 16, max_context 512, batch 1, tokens 1, down_slices 1, max_steps 64, kv_chunk 0, kv_dtype bf16, drafts 0
 // weights read a step: 1458176 bytes, in 442368 a layer
 // shared memory:
 //     offset    bytes  region
@@ -3312,8 +3312,8 @@ struct DecodeStep {
       answer = load_relaxed_u32_sys(cancelled + sequence);
     }
     gather(first_word / 4, step_epoch + 4);
-    named_barrier(1, 256);
     if (block == 0 && thread < column_count && answer == epoch) ((uint32_t*)(arena + COLUMNS))[thread * 9 + 8] = 1;
+    named_barrier(1, 256);
     uint32_t* chosen = (uint32_t*)(arena + CHOSEN);
     if (warp < 1) {
       float _;

@@ -3,7 +3,7 @@
 //
 // model: hidden 4096, ffn 14336, vocab 128256, heads 32, kv_heads 8, head_dim 128, layers 32
 // machine: h200, 132 blocks of 384 threads: 8 consumer warps
-// plan: consumer_warps 8, stage_bytes 16384, stages 12, in_flight 4, in_flight_waiting 3, adding_warps 3, sync flags, page_size 16, max_context 8192, batch 1, tokens 1, down_slices 2, max_steps 64, kv_chunk 0, kv_dtype bf16
+// plan: consumer_warps 8, stage_bytes 16384, stages 12, in_flight 4, in_flight_waiting 3, adding_warps 3, sync flags, page_size 16, max_context 8192, batch 1, tokens 1, down_slices 2, max_steps 64, kv_chunk 0, kv_dtype bf16, drafts 0
 // weights read a step: 15009316864 bytes, in 436207616 a layer
 // shared memory:
 //     offset    bytes  region
@@ -3447,8 +3447,8 @@ struct DecodeStep {
       answer = load_relaxed_u32_sys(cancelled + sequence);
     }
     gather(first_word / 4, step_epoch + 33);
-    named_barrier(1, 256);
     if (block == 0 && thread < column_count && answer == epoch) ((uint32_t*)(arena + COLUMNS))[thread * 9 + 8] = 1;
+    named_barrier(1, 256);
     uint32_t* chosen = (uint32_t*)(arena + CHOSEN);
     if (warp < 1) {
       float _;

@@ -3,7 +3,7 @@
 //
 // model: hidden 1024, ffn 3072, vocab 151936, heads 16, kv_heads 8, head_dim 128, layers 28
 // machine: h200, 132 blocks of 384 threads: 8 consumer warps
-// plan: consumer_warps 8, stage_bytes 16384, stages 12, in_flight 2, in_flight_waiting 1, adding_warps 3, sync flags, page_size 16, max_context 8192, batch 1, tokens 1, down_slices 1, max_steps 64, kv_chunk 0, kv_dtype bf16
+// plan: consumer_warps 8, stage_bytes 16384, stages 12, in_flight 2, in_flight_waiting 1, adding_warps 3, sync flags, page_size 16, max_context 8192, batch 1, tokens 1, down_slices 1, max_steps 64, kv_chunk 0, kv_dtype bf16, drafts 0
 // weights read a step: 1191968768 bytes, in 31457280 a layer
 // shared memory:
 //     offset    bytes  region
@@ -3579,8 +3579,8 @@ struct DecodeStep {
       answer = load_relaxed_u32_sys(cancelled + sequence);
     }
     gather(first_word / 4, step_epoch + 29);
-    named_barrier(1, 256);
     if (block == 0 && thread < column_count && answer == epoch) ((uint32_t*)(arena + COLUMNS))[thread * 9 + 8] = 1;
+    named_barrier(1, 256);
     uint32_t* chosen = (uint32_t*)(arena + CHOSEN);
     if (warp < 1) {
       float _;

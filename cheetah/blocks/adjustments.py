@@ -61,6 +61,11 @@ class Adjustments:
         """The element of [batch, vocab] at which the row of a column's sequence begins."""
         return self.of(column, "slot") * self.vocab
 
+    def weighed_row(self, column: ch.Expr) -> Any:
+        """The same of a column's row of `weighed`: [batch, vocab], or [tokens, vocab] where several columns of a
+        sequence may be filtered."""
+        return column * self.vocab if self.columns.machine.plan.drafts else self.row(column)
+
     @ch.inline
     def is_sampled(self, column: ch.Expr) -> Any:
         """Whether the token after a column's is chosen in this step, and wanted."""
@@ -85,7 +90,7 @@ class Adjustments:
 
     @ch.function
     def _penalise(self, column: ch.Expr, token: ch.Expr, adjusted: Any) -> None:
-        found = ch.const(ty.u32, self.launch.token_counts[self.row(column) + token], name="found")
+        found = ch.const(ty.u32, self._found(column, token), name="found")
         count = found & (PROMPT_TOKEN - 1)
         with ch.if_(found != 0):
             repetition = ch.const(ty.f32, prim.bits_float(self.of(column, "repetition")), name="repetition")
@@ -94,6 +99,22 @@ class Adjustments:
         with ch.if_(count != 0):
             adjusted -= prim.bits_float(self.of(column, "frequency")) * ty.f32(count)
             adjusted -= prim.bits_float(self.of(column, "presence"))
+
+    def _found(self, column: ch.Expr, token: ch.Expr) -> Any:
+        """How often a column's sequence has a token, as in `token_counts`."""
+        counted = self.launch.token_counts[self.row(column) + token]
+        return counted + self._drafted_before(column, token) if self.columns.machine.plan.drafts else counted
+
+    @ch.function
+    def _drafted_before(self, column: ch.Expr, token: ch.Expr) -> Any:
+        """How often a token was drafted in this step before it is judged by a column, if the column is to count."""
+        times = ch.var(ty.u32, 0)
+        next_token = self.columns.machine.region("next_token", ty.u32)
+        with ch.for_(self.of(column, "first_column") + 1, column + 1, unroll=1, name="other") as other:
+            is_draft = self.columns.state(other, NUMBER) >= self.of(column, "given")
+            with ch.if_(is_draft & (next_token[other] == token)):
+                times += 1
+        return times
 
     @ch.function
     def count(self, column: ch.Expr, token: ch.Expr) -> None:

@@ -10,10 +10,11 @@ exchange to shared memory as it is. With one token that is the natural order.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from cheetah import lang as ch
+from cheetah.blocks.advance import Advance, BySteps
 from cheetah.blocks.machine import Machine
 from cheetah.lang import prim, ty
 from cheetah.plan import VECTOR_COLUMNS
@@ -47,6 +48,7 @@ class Columns:
     count: ch.Expr
     columns: ch.Expr
     sequences: ch.Expr
+    advance: Advance = field(default_factory=BySteps)
 
     @property
     def limit(self) -> int:
@@ -88,8 +90,7 @@ class Columns:
         with ch.if_(machine.thread < self.count):
             column = machine.thread
             sequence = ch.const(ty.u32, self.record(column, "sequence"), name="sequence")
-            per_step = ch.const(ty.u32, self.sequence(sequence, "per_step"), name="per_step")
-            index = step * per_step + self.record(column, "number")
+            index = self.advance.number(self, column, sequence, step)
             words = state + column * STATE_WORDS
             # Columns without a token left compute something: within the tables, please.
             position = ch.const(ty.u32, self.sequence(sequence, "length") + index, name="position")

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from contextlib import nullcontext
 from typing import Any
 
 from cheetah import lang as ch
@@ -154,13 +155,10 @@ class Sampler:
                 word = ch.select(machine.lane % 2 == 0, value, best_token)
                 place = first_word + (machine.number * self.places + column) * 2 + machine.lane
                 self.exchange.publish_release("candidates", place, word, epoch)
-        hosts = [] if self.host is None else [self.host]
-        answers = [host.ask() for host in hosts]
-        self.exchange.meet()
-        self._gather(first_word // 4, epoch)
+        with nullcontext() if self.host is None else self.host.asking():
+            self.exchange.meet()
+            self._gather(first_word // 4, epoch)
         machine.meet()
-        for host, answer in zip(hosts, answers, strict=True):
-            host.take(answer)  # all columns' candidates are published: it counts from the next step on
         self.timeline.stamp_here("ready")
         chosen = machine.region("chosen", ty.u32)
         for column in self._columns_of_warp():
@@ -173,8 +171,8 @@ class Sampler:
         self._count_chosen()
 
     def _count_chosen(self) -> None:
-        """One warp: a column a lane."""
-        if self.adjustments is not None:
+        """One warp: a column a lane. Where drafts are verified, it is not known yet which tokens are right."""
+        if self.adjustments is not None and not self.machine.plan.drafts:
             with ch.if_(self.adjustments.asked(PENALISED) & (self.machine.warp == 0)), ch.outline("count_chosen"):
                 chosen = self.machine.region("chosen", ty.u32)
                 with ch.for_(self.machine.lane, self.columns.count, 32, unroll=1, name="column") as column:

@@ -37,12 +37,14 @@ WARPGROUP = 4
 """Warps that change their share of the registers together."""
 TRANSACTION_LIMIT_BYTES = 2**20
 """An mbarrier counts fewer pending bytes than this (PTX ISA, mbarrier tx-count)."""
+VERIFIED_TOKENS = 32
+"""Tokens of a step at most where some of them are drafted: a warp judges them, a lane each."""
 DEFAULT_CONTEXT, DEFAULT_STEPS = 8192, 64
 """Tokens of a sequence, and steps of a launch, unless told otherwise."""
 
 
 NOT_POSITIVE = frozenset({
-    "sync", "kv_dtype", "in_flight_waiting", "adding_warps", "kv_chunk",
+    "sync", "kv_dtype", "in_flight_waiting", "adding_warps", "kv_chunk", "drafts",
 })  # fmt: skip
 """Fields that are no number, or may be 0; those that may not be just anything are checked by themselves."""
 
@@ -60,6 +62,8 @@ class Plan:
     `kv_chunk` is F of the load-balanced KV scheduler (FlashInfer, Algorithm 1): items of that many keys, so that bits
     do not depend on the other sequences (0: by rule).
     `kv_dtype` is how keys and values are cached.
+    `drafts` is how many tokens at most are drafted for a sequence in a step, and verified in it (0: none, and nothing
+    of that is in the kernel).
     """
 
     consumer_warps: int
@@ -77,6 +81,7 @@ class Plan:
     max_steps: int = DEFAULT_STEPS
     kv_chunk: int = 0
     kv_dtype: str = "bf16"
+    drafts: int = 0
 
     def __post_init__(self) -> None:
         self._check_types()
@@ -106,6 +111,7 @@ class Plan:
             raise PlanError(f"Plan: kv_dtype is {self.kv_dtype!r}: choose one of {', '.join(KV_DTYPES)}")
         if self.kv_chunk < 0 or self.kv_chunk % KV_TILE_TOKENS:
             raise PlanError(f"Plan: kv_chunk {self.kv_chunk} is no multiple of {KV_TILE_TOKENS}, nor 0")
+        self._check_drafts()
         if self.threads > MAX_WARPS * 32:
             raise PlanError(
                 f"Plan: consumer_warps is {self.consumer_warps} and adding_warps {self.adding_warps}, and one copies: "
@@ -133,6 +139,21 @@ class Plan:
         if self.consumer_warps // self.merge_warps > MOST_TEAMS:
             raise PlanError(
                 f"Plan: consumer_warps is {self.consumer_warps}: use a multiple of 4: a block has 16 barriers"
+            )
+
+    def _check_drafts(self) -> None:
+        """What was drafted shall change no bit: so items of attention may not follow from how far a sequence has
+        come."""
+        if not self.drafts:
+            return
+        if not 0 < self.drafts < self.tokens <= VERIFIED_TOKENS:
+            raise PlanError(
+                f"Plan: drafts is {self.drafts} with {self.tokens} tokens: a step verifies drafts behind a token, at "
+                f"most {VERIFIED_TOKENS} tokens together: give fewer drafts than tokens"
+            )
+        if not self.kv_chunk:
+            raise PlanError(
+                f"Plan: drafts is {self.drafts} and kv_chunk 0: give a kv_chunk, so that bits stay the same"
             )
 
     def _check_ring(self) -> None:
@@ -257,6 +278,11 @@ class Plan:
 
     def check(self, shape: ModelShape, gpu: Gpu) -> None:
         """PlanError unless this plan can serve that model on that machine."""
+        if self.drafts and shape.windows_in(self.max_context) != (None,):
+            raise PlanError(
+                f"Plan: drafts is {self.drafts} and the model has windows below max_context {self.max_context}: drafts "
+                "are verified where every layer sees all keys: give a smaller max_context, or no drafts"
+            )
         if shape.formats:
             self._check_stage_of_formats(shape)
         else:

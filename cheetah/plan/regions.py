@@ -22,6 +22,8 @@ KEPT_SOURCES, KEPT_MERGE_BYTES = 20, 128
 """Of a merge, the sources that stay there, and the bytes of its record with its tile and those."""
 FILTER_WORDS = 16
 """Words that a block publishes of a filtered column in a round, and that it keeps of it."""
+NGRAM_TOKENS = 32
+"""Most tokens of an n-gram that drafts are looked up behind."""
 LIST_ROW_WORDS = 36
 """Room of a short list: of 8 tokens 4 words each, and two more."""
 
@@ -40,6 +42,8 @@ def kernel_regions(shape: ModelShape, plan: Plan, gpu: Gpu) -> tuple[Region, ...
     1/rms of every token's queries, and of its keys. warp_candidates: of every group of adding warps and column.
     columns: what the step's tokens are. experts, with others: see `expert_regions`. chosen: what was sampled.
     step_done: two mbarriers. next_token: of every column, then whether the launch ends.
+    Where drafts are verified, done: how far sequences are, in two copies, and how many tokens were drafted for each;
+    lookup: what is looked up.
     """
     if not plan.adding_warps:
         raise PlanError("Plan: adding_warps is 0: nobody would finish the rows of products: give 1 or more")
@@ -72,6 +76,7 @@ def kernel_regions(shape: ModelShape, plan: Plan, gpu: Gpu) -> tuple[Region, ...
         *expert_regions(shape.experts, plan.tokens),
         Region("step_done", 16),
         Region("next_token", (plan.tokens + 1) * 4),
+        *([Region("done", (3 * plan.batch + 2) * 4), Region("lookup", lookup_words(plan) * 4)] if plan.drafts else []),
     )
 
 
@@ -86,6 +91,11 @@ def expert_regions(experts: Experts | None, tokens: int) -> tuple[Region, ...]:
         Region("expert_ranks", experts.count * tokens),
         Region("expert_weights", experts.chosen * tokens * 4),
     )
+
+
+def lookup_words(plan: Plan) -> int:
+    """The n-gram that is looked up, and where each consumer warp found it."""
+    return NGRAM_TOKENS + plan.consumer_warps
 
 
 def _behind_vector(sizes: dict[str, int], first: int, scratch: int) -> Iterator[Region]:

@@ -51,6 +51,19 @@ PLACES = KernelParameter(
     *(ty.ptr(ty.u16), "where columns of ordered matrices lie: see cheetah.models.act_order"),
     ("ordered_inputs", "longest_input"),
 )
+HISTORY = KernelParameter(
+    ty.ptr_mut(ty.u32),
+    "every sequence's tokens by position, a row a slot, where drafts are looked up",
+    ("batch", "history_room"),
+)
+JUDGES = KernelParameter(
+    *(ty.ptr_mut(ty.u32), "of every token behind one of the launch, the row of `logits` that judges it"),
+    ("batch", "token_room"),
+)
+ROUNDS = KernelParameter(
+    *(ty.ptr_mut(ty.u32), "of every sequence, what came of its drafts: see cheetah.plan.kv.tables"),
+    ("batch", "round_words"),
+)
 
 
 def hidden_states_parameter(type_: ty.Type, given: bool = False) -> KernelParameter:
@@ -134,6 +147,9 @@ class Launch(ModelLaunch):
     sinks: Expr | None = optional_field(SINKS)
     norms_behind: Expr | None = optional_field(NORMS_BEHIND)
     places: Expr | None = optional_field(PLACES)
+    history: Expr = optional_field(HISTORY)
+    judges: Expr = optional_field(JUDGES)
+    rounds: Expr = optional_field(ROUNDS)
     timeline: Expr | None = optional_field(
         KernelParameter(
             ty.ptr_mut(ty.u64),
@@ -163,7 +179,15 @@ def parameters_of(
         parameters["rope"] = replace(rope, meaning=meaning, shape=("rotations", *rope.shape))
     if config.head_norms == "width":
         parameters["head_norms"] = replace(parameters["head_norms"], shape=("layers", "rotated_rows"))
+    if plan.drafts:  # a sequence has several columns that are filtered
+        weighed = parameters["weighed"]
+        parameters["weighed"] = replace(
+            weighed,
+            meaning="a filtered column's logits over its temperature, without and with noise",
+            shape=("columns", *weighed.shape[1:]),
+        )
     wanted = {
+        **dict.fromkeys(("history", "judges", "rounds"), plan.drafts > 0),
         "kv_scales": is_codes,
         "biases": config.has_biases,
         "head_norms": config.head_norms is not None,

@@ -13,6 +13,7 @@ from typing import Any
 
 from cheetah import lang as ch
 from cheetah.blocks.adjustments import Adjustments, mask_words
+from cheetah.blocks.advance import advance_of
 from cheetah.blocks.attention.cache import KvCache
 from cheetah.blocks.attention.core import LSE_WORDS, Attention
 from cheetah.blocks.attention.head_norms import HeadNorms, JointNorms
@@ -40,6 +41,7 @@ from cheetah.blocks.linear.matvec import Matvec
 from cheetah.blocks.linear.norm_behind import KeepRows, finish_kept_rows
 from cheetah.blocks.linear.prologue import Prefetching, Slices
 from cheetah.blocks.linear.rms import InverseRms, PublishedSquares, squares_words
+from cheetah.blocks.lookup import history_room
 from cheetah.blocks.machine import Machine
 from cheetah.blocks.made_list import MadeList
 from cheetah.blocks.phase import Phases
@@ -47,6 +49,7 @@ from cheetah.blocks.ring import Ring
 from cheetah.blocks.sampling import Sampler
 from cheetah.blocks.timeline import Timeline
 from cheetah.blocks.tokens import Tokens
+from cheetah.blocks.verified_tokens import VerifiedTokens
 from cheetah.lang import prim, ty
 from cheetah.models.act_order import places_shape
 from cheetah.models.attention_layers import EVERY_KEY
@@ -69,7 +72,7 @@ from cheetah.plan import M_TILE_ROWS, Gpu, MatrixLayout, ModelShape, Plan, step_
 from cheetah.plan.formats import BF16_VECTOR, KV_TILE_TOKENS
 from cheetah.plan.index import round_up
 from cheetah.plan.kv import KvPlanLayout, max_plans
-from cheetah.plan.kv.tables import epochs_of_step
+from cheetah.plan.kv.tables import ROUND_WORDS, epochs_of_step
 from cheetah.plan.narrow import residual_split
 from cheetah.plan.products import STEP_EXCHANGES, AttentionPhase, Product, StepTable, Vector
 from cheetah.plan.regions import FILTER_WORDS, listed_tokens
@@ -187,6 +190,8 @@ def sizes(config: ModelConfig, gpu: Gpu, plan: Plan) -> dict[str, int]:
         "mask_words": mask_words(shape.vocab),
         "exchange_bytes": workspace_bytes(exchange_sizes(shape, gpu, plan), plan, product_inputs(shape, gpu, plan)),
         "token_room": plan.launch_tokens + 1,
+        "history_room": history_room(plan),
+        "round_words": ROUND_WORDS + plan.tokens,
         "blocks": gpu.blocks,
         "phases": len(phase_names(config)),
         **dict(zip(("ordered_inputs", "longest_input"), places_shape(config), strict=True)),
@@ -218,14 +223,18 @@ class HeadParts:
         """Its rows are those of the residual, and lie with the same blocks."""
         self.page = page
         self.timeline = Timeline(machine, launch.timeline, page.names.count)
-        self.columns = Columns(machine, launch.column_count, launch.columns, launch.sequences)
+        self.columns = Columns(machine, launch.column_count, launch.columns, launch.sequences, advance_of(machine))
         self.ring = Ring(machine)
         self.linear = Matvec(self.columns, self.ring, launch.weights, self.timeline)
         adjustments = Adjustments(self.columns, launch, self.matrices.head)
         host = HostWords(self.columns, launch)
         filters = Filters(self.exchange, adjustments, launch.weighed)
         self.sampler = Sampler(self.linear, self.exchange, self.shape.vocab, self.timeline, adjustments, filters, host)
-        self.tokens = Tokens(self.columns, launch, rows)
+        self.tokens = (
+            VerifiedTokens(self.columns, launch, rows, adjustments)
+            if machine.plan.drafts
+            else Tokens(self.columns, launch, rows)
+        )
         self.lists: tuple[MadeList, ...] = ()
         """Those that are made on the device in a step."""
         self.phase = Phases(machine, self.exchange, self.timeline, page.names, launch.progress)
@@ -404,6 +413,7 @@ class StepParts(HeadParts):
             kv_layout(self.shape, machine.gpu, machine.plan),
             *(launch.kv_plans, launch.plan_count, launch.tiles),
             kinds=len(self.layers.windows),
+            steps=self.columns.advance,
         )
         self.experts = self._experts()
         if self.experts is not None:
@@ -453,14 +463,22 @@ class StepParts(HeadParts):
     # -- setting up and stepping ----------------------------------------------------------------------------------
 
     @ch.inline
+    def set_up(self) -> None:
+        HeadParts.set_up(self)
+        if isinstance(self.tokens, VerifiedTokens):
+            with self.machine.consumer:
+                self.tokens.draft_first()
+
+    @ch.inline
     def begin_step(self, step: Any) -> None:
         """The step's KV plan, its columns, the residual of their tokens, the angles of their positions. Published
         before the plan is looked at, embeddings made a kernel spill (8B in int4, 8 tokens: 60 + 212 bytes)."""
         machine = self.machine
         self.phase.step = step
         self.begin_epochs(step)
-        with machine.producer:
-            self.schedule.advance(machine.producer, step)
+        if not self.schedule.steps.is_counted:
+            with machine.producer:
+                self.schedule.advance(machine.producer, step)
         first, multiplier = self.table.products[0], self.config.embedding_multiplier
         with machine.consumer:
             has_new_plan = self.schedule.advance(machine.consumer, step)
@@ -550,6 +568,9 @@ class StepParts(HeadParts):
         with machine.producer:
             with ch.if_((layer == 0) & (step > 0)), ch.if_(self.tokens.launch_is_over(step)):
                 ch.return_()
+            if self.schedule.steps.is_counted:  # which is known behind that
+                with ch.if_(layer == 0):
+                    self.schedule.advance(machine.producer, step)
             attention.copy(layer, step)
         with machine.consumer:
             self.port.layer = layer

@@ -114,7 +114,7 @@ class KernelsAsked:
         prompts = self._prompts(plan, decoding.manifest, notes)
         made += [*passes, *prompts]
         if passes:
-            most = Plan.from_dict((prompts or made)[0].manifest.plan)
+            most = replace(Plan.from_dict((prompts or made)[0].manifest.plan), drafts=0)
             made.append(self._head(most, max(PassPlan.from_dict(one.manifest.plan).tokens for one in passes)))
         kernels = Kernels(self.config, tuple(made), tuple(notes)).with_pages(self._pages(decoding.manifest))
         for other in kernels.specs[1:]:
@@ -265,7 +265,7 @@ def _gpu_of(info: DeviceInfo) -> str:
 
 def _kept(plan: Mapping[str, Any]) -> dict[str, Any]:
     """The fields of a plan that hold for kernels of other steps too."""
-    return {name: value for name, value in plan.items() if name not in ("stages", "in_flight", "down_slices")}
+    return {name: value for name, value in plan.items() if name not in ("stages", "in_flight", "down_slices", "drafts")}
 
 
 def _first_line(error: Exception) -> str:

@@ -92,9 +92,10 @@ def sequence_record(
     sampling: Sampling,
     stops: tuple[int, int],
     asked: tuple[int, int] = (0, 0),
+    drafts: tuple[int, int, int] = (0, 0, 0),
 ) -> SequenceRecord:
-    """The record of a sequence that has `placed` (see `Geometry`), its `stops`, (first, count) of the stop ids, and
-    what it has `asked`, (options, slot)."""
+    """The record of a sequence that has `placed` (see `Geometry`), its `stops`, (first, count) of the stop ids, what it
+    has `asked`, (options, slot), and its `drafts`, (how many, shortest and longest n-grams)."""
     length, per_step, first_column = placed
     return SequenceRecord(
         length=length,
@@ -115,6 +116,9 @@ def sequence_record(
         repetition=_bits(sampling.penalties.repetition),
         presence=_bits(sampling.penalties.presence),
         frequency=_bits(sampling.penalties.frequency),
+        drafted=given + drafts[0],
+        ngram_min=drafts[1],
+        ngram_max=drafts[2],
     )
 
 

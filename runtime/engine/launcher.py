@@ -7,6 +7,7 @@ decides what is launched.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from math import lcm
 from typing import TYPE_CHECKING, Any
 
@@ -115,11 +116,15 @@ class Launcher(StepLaunches):
         self._upload("kv_plans", plans)
         return {"plan_count": len(plans)}
 
-    def _advance(self, part: Part, token_ids: tuple[int, ...], steps: int) -> None:
-        part.cache.length += _cached(part, token_ids, steps)
+    def _advance(self, part: Part, token_ids: tuple[int, ...], reached: int) -> None:
+        # All that was sampled but the last one of those; what follows a stop id was computed for nobody.
+        part.cache.length += len(part.inputs) + len(token_ids) - 1 if token_ids else reached
 
     def _prepare_next(self, parts: Sequence[Part], geometry: Geometry) -> None:
-        """Makes the schedules of the launch that follows if this one makes all its steps and goes on as it is."""
+        """Makes the schedules of the launch that follows if this one makes all its steps and goes on as it is. Where it
+        begins is not known if tokens are drafted."""
+        if any(part.drafting is not None for part in parts):
+            return
         following = Geometry(
             tuple((part.cache.length + part.total, 1 if part.samples else part.per_step) for part in parts),
             geometry.shared,
@@ -131,12 +136,6 @@ class Launcher(StepLaunches):
         if steps > 0:
             most = 1 if any(part.stepwise for part in parts) else self.max_steps
             self._plans.prepare(following, min(steps, most))
-
-
-def _cached(part: Part, token_ids: tuple[int, ...], steps: int) -> int:
-    """How many tokens a part has in its cache after `steps` steps, with `token_ids` sampled: all but the last of those.
-    What follows a stop id was computed for nobody."""
-    return len(part.inputs) + len(token_ids) - 1 if token_ids else min(steps * part.per_step, part.total)
 
 
 class _Plans:
@@ -151,13 +150,16 @@ class _Plans:
             "tile_columns": plan.tile_columns(config.group),
             "pages_per_sequence": plan.pages_per_sequence,
             "align": KV_TILE_TOKENS,
+            "most": plan.max_context + plan.tokens,
         }
+        self._verifies, chunk = plan.drafts > 0, plan.kv_chunk or KV_TILE_TOKENS
         projected = step_matrices(config.shape, plan, gpu)[config.shape.table.heads].split
         self._scheduling = {
             "kv_heads": config.kv_heads,
             "blocks": manifest.launch.blocks,
-            "align": KV_TILE_TOKENS,
-            "minimum": gpu.kv_chunk_min,
+            # Where tokens are drafted a plan is for all that may be there by then: a whole chunk is as good.
+            "align": chunk if self._verifies else KV_TILE_TOKENS,
+            "minimum": chunk if self._verifies else gpu.kv_chunk_min,
             "chunk": plan.kv_chunk,
             "item_cost": gpu.kv_item_cost,
             # Who has an M-tile of q, k and v less can attend what is cached while others make k and v (1B: 3 %).
@@ -180,6 +182,10 @@ class _Plans:
         used = [words[: np.searchsorted(words[:, 0], steps)] for words in self._words]
         return self._tiles, by_turns(used)
 
+    def _counted(self, record: TileRecord) -> TileRecord:
+        """A tile's record where the kernel counts how far its sequence has come."""
+        return replace(record, stride=record.table // self._placing["pages_per_sequence"])
+
     def prepare(self, geometry: Geometry, steps: int) -> None:
         """Makes the plans of a launch to come, of at most `steps` steps, ready for `encode`."""
         records: list[TileRecord] = []
@@ -189,6 +195,6 @@ class _Plans:
             of_kind, tiles = launch_tiles(geometry.placed(), shared=shared, window=window, **self._placing)
             plans = kv_plans_for_launch(tiles, steps, **self._scheduling)
             self._words.append(self._layout.encode_launch(plans, first_tile=len(records)))
-            records += of_kind
+            records += [self._counted(record) for record in of_kind] if self._verifies else of_kind
         self._tiles = encode(records, TileRecord)
         self._geometry, self._steps = geometry, steps

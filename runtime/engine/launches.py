@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from typing import TYPE_CHECKING, cast
 
 import numpy as np
@@ -40,11 +41,26 @@ NOT_A_NUMBER = (
 
 
 @dataclass(frozen=True)
+class Drafting:
+    """How a part's tokens are drafted, in a kernel that verifies drafts. rounds: steps of the launch at most; each
+    takes `per_step` tokens, of which all that turn out right count.
+
+    drafts: what may follow the inputs. ngrams: fewest and most tokens behind which drafts are looked up in what is
+    known of the sequence, where there are no such; (0, 0): not at all.
+    """
+
+    rounds: int
+    drafts: Sequence[int] = ()
+    ngrams: tuple[int, int] = (0, 0)
+
+
+@dataclass(frozen=True)
 class Part:
     """One sequence's part of a launch: `total` tokens go through the model, `inputs` first, then the sampled ones.
 
-    One input more than `total` samples nothing. per_step: how many tokens a step takes; above 1 all must be inputs.
-    known, prompt: all ids up to the last input, and how many of them are the prompt's; penalties alone ask for them.
+    One input more than `total` samples nothing. per_step: how many tokens a step takes; above 1 all must be inputs, or
+    `drafting` says how it comes by the others. known, prompt: all ids up to the last input, and how many of them are
+    the prompt's; penalties ask for them, and drafts that are looked up.
     mask: which tokens may be sampled, of those that `sampling` allows; see `watching`. stepwise: the launch after this
     one will have one step. wanted: of a pass over prompts, how many of the last tokens' hidden states it shall leave.
     """
@@ -59,10 +75,12 @@ class Part:
     mask: Mask | None = None
     stepwise: bool = False
     wanted: int = 0
+    drafting: Drafting | None = None
 
     @property
     def steps(self) -> int:
-        return -(-self.total // self.per_step)
+        """Of the launch, at most."""
+        return -(-self.total // self.per_step) if self.drafting is None else self.drafting.rounds
 
     @property
     def samples(self) -> bool:
@@ -76,17 +94,41 @@ class Part:
 
 
 @dataclass(frozen=True)
+class Drafted:
+    """What came of drafts. steps: those in which something was drafted; tokens: how many were; right: in how many steps
+    the first, the second, ... draft was right."""
+
+    steps: int = 0
+    tokens: int = 0
+    right: tuple[int, ...] = ()
+
+    @property
+    def accepted(self) -> int:
+        """How many drafted tokens were right."""
+        return sum(self.right)
+
+    def __add__(self, other: Drafted) -> Drafted:
+        right = tuple(one + another for one, another in zip_longest(self.right, other.right, fillvalue=0))
+        return Drafted(self.steps + other.steps, self.tokens + other.tokens, right)
+
+
+NOTHING_DRAFTED = Drafted()
+
+
+@dataclass(frozen=True)
 class LaunchResult:
     """What a launch did for one sequence: `token_ids` were sampled, the last may be a stop id. All its sequences
     together took `steps` steps and `seconds` by the host's clock.
 
     has_failed: after these ids none could be chosen, since no logit was a number: what is cached may be none either.
+    drafted: what came of its drafts.
     """
 
     token_ids: tuple[int, ...]
     steps: int
     seconds: float
     has_failed: bool = False
+    drafted: Drafted = NOTHING_DRAFTED
 
 
 class Launch:

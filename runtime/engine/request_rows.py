@@ -69,10 +69,11 @@ class _Slot:
     mask: tuple[Sampling, Mask | None] | None = None
     bias: object = None
     counted: tuple[list[int], int] | None = None  # the ids of prompt and completion, and how many are the prompt's
+    history: list[int] | None = None  # of its first tokens, by position
 
 
 class RequestRows:
-    """The rows of `batch` slots in the buffers `masks`, `logit_bias` and `token_counts` of one launcher."""
+    """The rows of `batch` slots in the buffers `masks`, `logit_bias`, `token_counts` and `history` of one launcher."""
 
     def __init__(self, buffers: Mapping[str, Buffer], vocab: int, batch: int) -> None:
         self._buffers, self._vocab = buffers, vocab
@@ -105,17 +106,31 @@ class RequestRows:
             self._upload("token_counts", number, counts_of(ids[:prompt], ids[prompt:], self._vocab))
             slot.counted = (list(ids), prompt)
 
+    def fill_history(self, number: int, ids: Sequence[int]) -> None:
+        """Uploads what a slot's row of `history` does not have of a sequence's ids."""
+        slot = self._slots[number]
+        held = 0 if slot.history is None else len(slot.history)
+        if slot.history is None or slot.history != [*ids[:held]]:
+            held = 0
+        slot.history = None
+        if held < len(ids):
+            row_bytes = self._buffers["history"].nbytes // len(self._slots)
+            self._buffers["history"].upload(np.array(ids[held:], np.uint32), number * row_bytes + held * 4)
+        slot.history = [*ids]
+
     def note(self, owner: object, token_ids: Sequence[int]) -> None:
         """A launch has sampled these, and counted them if they count."""
-        counted = next(slot.counted for slot in self._slots if _is(slot.owner, owner))
-        if counted is not None:
-            counted[0].extend(token_ids)
+        slot = next(slot for slot in self._slots if _is(slot.owner, owner))
+        if slot.counted is not None:
+            slot.counted[0].extend(token_ids)
+        if slot.history is not None:
+            slot.history.extend(token_ids)
 
     def forget(self, owner: object = None) -> None:
         """A launch has ended in the middle, for all or for one: what is counted is not known any more."""
         for slot in self._slots:
             if owner is None or _is(slot.owner, owner):
-                slot.counted = None
+                slot.counted = slot.history = None
 
     def _masked(self, sampling: Sampling, mask: Mask | None) -> Mask:
         assert mask is None or len(mask) == -(-self._vocab // MASK_BITS), (len(mask), self._vocab)

@@ -20,13 +20,22 @@ from cheetah.plan.kv.tables import (
     CANCELLED_TOKEN,
     NO_TOKEN,
     NOT_YET,
+    ROUND_WORDS,
     ColumnRecord,
     SequenceRecord,
     encode,
     epochs_of_step,
 )
 from cheetah.runtime.engine.launch_tables import Geometry, column_records, sequence_record, stop_lists
-from cheetah.runtime.engine.launches import KernelLaunches, Launch, LaunchResult, LoadedKernel, Part
+from cheetah.runtime.engine.launches import (
+    NOTHING_DRAFTED,
+    Drafted,
+    KernelLaunches,
+    Launch,
+    LaunchResult,
+    LoadedKernel,
+    Part,
+)
 from cheetah.runtime.engine.request_rows import RequestRows, options_of
 
 if TYPE_CHECKING:
@@ -74,7 +83,7 @@ class StepLaunches(KernelLaunches):
         super().__init__(loaded, plan)
         self.vocab_size = config.vocab_size
         self.batch, self.tokens, self.max_steps = plan.batch, plan.tokens, plan.max_steps
-        self.launch_tokens = plan.launch_tokens
+        self.launch_tokens, self.verifies = plan.launch_tokens, plan.drafts > 0
         self.columns: list[tuple[int, int]] = []
         self._epochs = Epochs(epochs_of_step(config.layers))
         self._stop_room = self._buffers["stop_ids"].nbytes // 4
@@ -87,11 +96,22 @@ class StepLaunches(KernelLaunches):
         return min(self.max_steps, logits.nbytes // (4 * self.tokens * self.vocab_size))
 
     def logits_after(self, launch: Launch, number: int, tokens: range) -> Iterator[npt.NDArray[np.float32]]:
-        _, per_step, first_column = launch.geometry.placed()[launch.order.index(number)]
+        row = launch.order.index(number)
         logits = cast("MappedBuffer", launch.arguments["logits"]).array.view(np.float32).reshape(-1, self.vocab_size)
-        for token in tokens:
-            step, column = divmod(token, per_step)
-            yield logits[step * self.tokens + first_column + column]
+        for judge in self._judges(launch, row, tokens):
+            yield logits[judge]
+
+    def _judges(self, launch: Launch, row: int, tokens: range) -> list[int]:
+        """The rows of the logits after these tokens of a launch's row."""
+        if self.verifies:
+            return [int(judge) for judge in self._row_of("judges", row, tokens.stop + 1)[tokens.start + 1 :]]
+        _, per_step, first_column = launch.geometry.placed()[row]
+        return [token // per_step * self.tokens + first_column + token % per_step for token in tokens]
+
+    def _row_of(self, name: str, row: int, words: int) -> npt.NDArray[np.int32]:
+        """The first words of a row [batch, token_room]."""
+        first = row * (self.launch_tokens + 1)
+        return self._buffers[name].download(np.int32, (first + words,))[first:]
 
     def prepare(self, parts: Sequence[Part], logits: Buffer | None = None) -> Launch:
         """Everything that a launch needs, before it is started; see `launch_together`."""
@@ -128,17 +148,19 @@ class StepLaunches(KernelLaunches):
         """Waits for its end; what it did, in the order of the parts, with all ids that it sampled."""
         self._await_end(launch)
         with self._noting_failures():
-            steps, sampled = self._read(launch.placed)
+            steps, sampled, drafted = self._read(launch.placed)
         seconds = launch.seconds
         results = {}
-        for number, part, token_ids in zip(launch.order, launch.placed, sampled, strict=True):
-            self._advance(part, token_ids, steps)
+        for number, part, (reached, token_ids), of_part in zip(
+            launch.order, launch.placed, sampled, drafted, strict=True
+        ):
+            self._advance(part, token_ids, reached)
             made = token_ids if token_ids[-1:] < (CANCELLED_TOKEN,) else token_ids[:-1]
             if token_ids[-1:] == (CANCELLED_TOKEN,):
                 self._rows.forget(part.cache)  # its column may have gone on for a step, for nobody
             else:
                 self._rows.note(part.cache, made)
-            results[number] = LaunchResult(made, steps, seconds, token_ids[-1:] == (NO_TOKEN,))
+            results[number] = LaunchResult(made, steps, seconds, token_ids[-1:] == (NO_TOKEN,), of_part)
         return [results[number] for number in range(len(launch.placed))]
 
     def _arrange(self, parts: Sequence[Part]) -> tuple[Geometry, list[int]]:
@@ -149,8 +171,8 @@ class StepLaunches(KernelLaunches):
         """Uploads where the parts' keys lie, if the kernel reads any; gives the scalars that say so."""
         return {}
 
-    def _advance(self, part: Part, token_ids: tuple[int, ...], steps: int) -> None:
-        """A launch of `steps` steps of a part has ended, and has sampled these."""
+    def _advance(self, part: Part, token_ids: tuple[int, ...], reached: int) -> None:
+        """A launch has ended, `reached` tokens of a part behind it, and has sampled these."""
 
     def _begin_again(self) -> None:
         self._epochs.begin_again()
@@ -172,7 +194,11 @@ class StepLaunches(KernelLaunches):
         for part in parts:
             inputs = len(part.inputs)
             assert 1 <= inputs <= part.total + 1 and part.steps == steps <= self.max_steps, (inputs, part.total, steps)
-            assert part.per_step == 1 or inputs >= part.total, "with several tokens a step all must be inputs"
+            assert part.total <= steps * part.per_step, (part.total, steps, part.per_step)
+            if part.drafting is None:
+                assert part.per_step == 1 or inputs >= part.total, "with several tokens a step all must be inputs"
+            else:
+                assert self.verifies, "this kernel verifies no drafts"
 
     def _prepare(self, parts: Sequence[Part], geometry: Geometry, logits: Buffer | None) -> dict[str, Argument]:
         """Uploads what changed; gives the arguments by parameter name."""
@@ -187,15 +213,20 @@ class StepLaunches(KernelLaunches):
         for part, slot in zip(parts, slots, strict=True):
             if part.samples:
                 self._rows.fill(slot, part.sampling, part.known, part.prompt, part.mask)
+            if part.drafting is not None and part.drafting.ngrams[1]:
+                self._rows.fill_history(slot, part.known)
+        drafts = [_drafts_of(part) for part in parts]
         records = [
-            sequence_record(place, len(part.inputs), part.total, part.sampling, *of_part)
-            for part, place, *of_part in zip(parts, geometry.placed(), stops, asked, strict=True)
+            sequence_record(place, len(part.inputs), part.total, part.sampling, stop, ask, draft)
+            for part, place, stop, ask, draft in zip(parts, geometry.placed(), stops, asked, drafts, strict=True)
         ]
         scalars = self._place(parts, geometry, steps)
         self._upload("sequences", encode(records, SequenceRecord))
         self._upload("columns", encode(columns, ColumnRecord))
         self._upload("stop_ids", np.array(stop_ids, np.int32))
         self._upload_inputs(parts)
+        if self.verifies:
+            self._buffers["rounds"].fill(0)
         self._buffers["progress"].fill(0xFF)  # what a block has not written yet says "not started"
         epoch, restarted = self._epochs.take(steps)
         if restarted or self._plan.sync == "flags":  # whose tags repeat: see cheetah.blocks.exchange
@@ -213,27 +244,56 @@ class StepLaunches(KernelLaunches):
         """All rows in one copy: to begin one takes longer than the copy."""
         rows = np.zeros((len(parts), self.launch_tokens + 1), np.int32)
         for row, part in zip(rows, parts, strict=True):
-            row[: len(part.inputs)] = part.inputs
-        used = rows.size - rows.shape[1] + len(parts[-1].inputs)
+            known = [*part.inputs, *(part.drafting.drafts if part.drafting is not None else ())]
+            row[: len(known)] = known
+        used = rows.size - rows.shape[1] + len(known)
         self._buffers["tokens"].upload(rows.reshape(-1)[:used])
 
-    def _read(self, parts: Sequence[Part]) -> tuple[int, list[tuple[int, ...]]]:
-        """(steps done, sampled ids of each part). The token after token k is sampled if it is not given."""
+    def _read(self, parts: Sequence[Part]) -> tuple[int, list[tuple[int, tuple[int, ...]]], list[Drafted]]:
+        """(steps done, how many tokens of each part are behind it and the ids that were sampled, what came of its
+        drafts). The token after token k is sampled if it is not given."""
         steps = parts[0].steps
         done = int(self._buffers["status"].download(np.int32, (8,))[0])
         if not 1 <= done <= steps:
             raise LaunchFault(f"the kernel reports {done} of {steps} steps done: it did not run as its manifest says")
+        reached, drafted = self._reached(parts, done)
         row = self.launch_tokens + 1
         tokens = self._buffers["tokens"].download(np.int32, ((len(parts) - 1) * row + parts[-1].total + 1,))
         sampled = []
-        for number, part in enumerate(parts):
-            reached = min(done * part.per_step, part.total)
-            ids = tokens[number * row + len(part.inputs) : number * row + reached + 1]
-            sampled.append(_up_to_stop(tuple(int(token) & NO_TOKEN for token in ids), part.sampling.stop_ids))
-            if any(self.vocab_size <= token < CANCELLED_TOKEN for token in sampled[-1]):
+        for number, (part, count) in enumerate(zip(parts, reached, strict=True)):
+            ids = tokens[number * row + len(part.inputs) : number * row + count + 1]
+            made = _up_to_stop(tuple(int(token) & NO_TOKEN for token in ids), part.sampling.stop_ids)
+            if any(self.vocab_size <= token < CANCELLED_TOKEN for token in made):
                 vocabulary = f"0..{self.vocab_size - 1}"
-                raise LaunchFault(f"the kernel sampled {sampled[-1]}, outside the vocabulary {vocabulary}")
-        return done, sampled
+                raise LaunchFault(f"the kernel sampled {made}, outside the vocabulary {vocabulary}")
+            sampled.append((count, made))
+        return done, sampled, drafted
+
+    def _reached(self, parts: Sequence[Part], steps: int) -> tuple[list[int], list[Drafted]]:
+        """How many tokens of each part are behind it after so many steps, and what came of its drafts."""
+        if not self.verifies:
+            return [min(steps * part.per_step, part.total) for part in parts], [NOTHING_DRAFTED] * len(parts)
+        words = (
+            self._buffers["rounds"].download(np.int32, (self.batch, ROUND_WORDS + self.tokens))[: len(parts)].tolist()
+        )
+        for part, (reached, *_) in zip(parts, words, strict=True):
+            if not 1 <= reached <= min(steps * part.per_step, part.total):
+                raise LaunchFault(f"the kernel reports {reached} of {part.total} tokens done in {steps} steps")
+        return [row[0] for row in words], [_drafted_of(row) for row in words]
+
+
+def _drafts_of(part: Part) -> tuple[int, int, int]:
+    """How many drafts a launch has of a part, and behind which n-grams others are looked up."""
+    drafting = part.drafting
+    return (0, 0, 0) if drafting is None else (len(drafting.drafts), *drafting.ngrams)
+
+
+def _drafted_of(words: Sequence[int]) -> Drafted:
+    """What a sequence's words in `rounds` say."""
+    _, steps, tokens, *right = words
+    while right and not right[-1]:
+        right.pop()
+    return Drafted(steps, tokens, tuple(right))
 
 
 def _words(buffer: Buffer) -> npt.NDArray[np.uint32]:

@@ -16,6 +16,7 @@ from operator import or_
 from typing import Any
 
 from cheetah import lang as ch
+from cheetah.blocks.advance import Advance, BySteps
 from cheetah.blocks.by_layer import chosen
 from cheetah.blocks.machine import Machine
 from cheetah.lang import prim, ty
@@ -81,7 +82,7 @@ class Merge:
 class Schedule:
     """The plans of a launch, and the one of the present step in each role. `tiles` are the launch's tile records.
     kinds: of layers; plan i of kind k is number i * kinds + k, of `plan_count`. kind: of the layer whose attention is
-    being emitted.
+    being emitted. steps: how far sequences have come in a step.
 
     The consumer warps keep the records of the block's first items and of each warp's first merge in shared memory, from
     one plan to the next (`keep`): else every layer would wait for loads one after the other."""
@@ -94,7 +95,9 @@ class Schedule:
         plan_count: ch.Expr,
         tiles: ch.Expr,
         kinds: int = 1,
+        steps: Advance | None = None,
     ) -> None:
+        self.steps = steps or BySteps()
         self.machine, self.layout, self.plans, self.plan_count = machine, layout, plans, plan_count
         self.tile_records, self.kinds = tiles, kinds
         self.kind: ch.Value = 0
@@ -112,7 +115,8 @@ class Schedule:
     @ch.inline
     def advance(self, role: ch.Role, step: ch.Expr) -> Any:
         """In a role: move on to the plans of `step`; steps only grow. Whether one is not that of the step before."""
-        return reduce(or_, [self._follow_plan(index, step) for index in self.index[role.name]])
+        followed = self.steps.plan_step(step)
+        return reduce(or_, [self._follow_plan(index, followed) for index in self.index[role.name]])
 
     def _index(self, role: ch.Role) -> Any:
         """The number of the present plan of the layer's kind."""
@@ -146,9 +150,8 @@ class Schedule:
         keys = prim.load_constant_u32x4(record + 4)
         return self._tile_of(place, keys, step)
 
-    @staticmethod
-    def _tile_of(place: ch.Expr, keys: ch.Expr, step: ch.Value) -> Tile:
-        cached = keys.x + keys.y * ch.cast(ty.u32, step)
+    def _tile_of(self, place: ch.Expr, keys: ch.Expr, step: ch.Value) -> Tile:
+        cached = self.steps.cached(keys, step)
         return Tile(place.x, place.y, place.z, place.w, cached, keys.z, keys.w)
 
     # -- records at hand ----------------------------------------------------------------------------------------------

@@ -41,7 +41,7 @@ class Filters:
         is_filtered = (self.adjustments.of(rows.column, "options") & FILTERED) != 0
         with ch.if_(is_filtered):
             with ch.if_(self.adjustments.is_sampled(rows.column)):
-                place = (self.adjustments.row(rows.column) + token) * 2
+                place = (self.adjustments.weighed_row(rows.column) + token) * 2
                 self.weighed[place] = scaled
                 self.weighed[place + 1] = noisy
 

@@ -138,7 +138,7 @@ class ShortLists:
         """A list of this warp's rows of a column."""
         machine, head = self.machine, self.adjustments.head
         nearest = NearestOfLane()
-        pairs = ch.reinterpret(ty.ptr(ty.f32x2), self.weighed) + self.adjustments.row(column)
+        pairs = ch.reinterpret(ty.ptr(ty.f32x2), self.weighed) + self.adjustments.weighed_row(column)
         position = head.position(machine.number)
         stride = self.warps.groups * 32
         own = self.warps.group * 32 + machine.lane

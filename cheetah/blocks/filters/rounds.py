@@ -138,7 +138,7 @@ class Rounds:
         best_distance = ch.var(ty.f32, math.inf)
         highest = self._number(column, HIGHEST)
         tested = [ch.const(ty.f32, self._number(column, PIVOT + i), name="tested") for i in range(PIVOTS + 1)]
-        pairs = ch.reinterpret(ty.ptr(ty.f32x2), self.weighed) + self.adjustments.row(column)
+        pairs = ch.reinterpret(ty.ptr(ty.f32x2), self.weighed) + self.adjustments.weighed_row(column)
         first = self.warps.group * 32 + machine.lane
         position = head.position(machine.number)
         with ch.for_(first, head.waves * M_TILE_ROWS, self.warps.groups * 32, unroll=2) as row:

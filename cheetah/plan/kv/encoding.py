@@ -107,7 +107,11 @@ class KvPlanLayout:
             most_tiles(plan.batch, plan.tokens, columns, levels),
             columns * group,
             levels,
-            **{"chunk": plan.kv_chunk, "max_keys": plan.max_context + plan.tokens, "level_rows": plan.tokens * group},
+            **{
+                "chunk": plan.kv_chunk,
+                "max_keys": plan.max_context + (2 if plan.drafts else 1) * plan.tokens,
+                "level_rows": plan.tokens * group,
+            },
         )
 
     @property

@@ -24,7 +24,8 @@ class LaunchTile:
 
     At step s: keys [max(lowest, begin + s * begin_stride), length + s * stride + new) of the tile, none if that is
     empty. `length` keys are there before the launch, `stride` more with every step, and `new` are the step's own.
-    begin: the first key that is seen at step 0; below `lowest` as long as a window has not left that behind.
+    begin: the first key that is seen at step 0; below `lowest` as long as a window has not left that behind. most: more
+    keys there never are, however many steps are made.
     """
 
     level: int
@@ -36,6 +37,7 @@ class LaunchTile:
     begin: int = 0
     begin_stride: int = 0
     lowest: int = 0
+    most: int = MOST_KEYS
 
     def __post_init__(self) -> None:
         whole_length(self.length)
@@ -49,7 +51,7 @@ class LaunchTile:
 
     def at(self, number: int, step: int) -> Tile:
         """The tile of that number at a step, with the exact range."""
-        end = self.length + step * self.stride + self.new
+        end = min(self.length + step * self.stride + self.new, self.most)
         begin = min(max(self.lowest, self.begin + step * self.begin_stride), end)
         return Tile(self.level, number, self.rows, begin, end, self.first_row)
 
@@ -95,11 +97,11 @@ def kv_plans_for_launch(
 
 def _changes(tiles: Sequence[LaunchTile], steps: int, align: int) -> list[int]:
     """The steps at which a rounded range is another than the step before; step 0 is one."""
-    names = ("length", "stride", "new", "begin", "begin_stride", "lowest")
+    names = ("length", "stride", "new", "begin", "begin_stride", "lowest", "most")
     words = np.array([[getattr(tile, name) for name in names] for tile in tiles], np.int64).reshape(-1, len(names))
-    length, stride, new, begin, begin_stride, lowest = words.T
+    length, stride, new, begin, begin_stride, lowest, most = words.T
     step = np.arange(steps)[:, None]
-    ends = length + step * stride + new
+    ends = np.minimum(length + step * stride + new, most)
     begins = np.minimum(np.maximum(lowest, begin + step * begin_stride), ends)
     rounded = np.concatenate([begins // align, -(-ends // align)], axis=1)
     changed = (rounded[1:] != rounded[:-1]).any(axis=1)
@@ -123,6 +125,7 @@ def launch_tiles(
     shared: Sequence[tuple[int, int, int]] = (),
     align: int = 16,
     window: int | None = None,
+    most: int = MOST_KEYS,
 ) -> tuple[list[TileRecord], list[LaunchTile]]:
     """The tiles of a launch, at most `tile_columns` columns each: records and what they see, in the order of numbers.
 
@@ -132,6 +135,7 @@ def launch_tiles(
     tiles, in the order of columns, are then of level 1 and theirs begin behind the prefix. Keys count from the start of
     the sequence everywhere. The shared keys are read from the pages of the first of the sequences. window: so many keys
     a query sees, its own included: a tile's keys begin at the first that its first query sees. Then nothing is shared.
+    most: keys of a sequence; where a launch has steps for more, its plans are for no more.
     """
     require_positive("launch tiles", group=group, tile_columns=tile_columns, pages_per_sequence=pages_per_sequence)
     _check_columns(sequences)
@@ -148,7 +152,7 @@ def launch_tiles(
         for begin, end in _cut(per_step, tile_columns):
             table = number * pages_per_sequence
             record = TileRecord(first_column + begin, end - begin, table, 0, length, per_step, end, first_column)
-            tile = _launch_tile(record, group, 1 if shared else 0, prefixes.get(number, 0))
+            tile = replace(_launch_tile(record, group, 1 if shared else 0, prefixes.get(number, 0)), most=most)
             if window is not None:
                 tile = replace(tile, begin=length + begin + 1 - window, begin_stride=per_step)
             made.append((record, tile))

@@ -6,10 +6,14 @@ Column c of the sequence whose first column is f is its token number `step * per
 position `length` + that number. What a sequence does not have any more (numbers from `total` on, or after a stop id) is
 computed like the rest, with nobody looking; its keys and values from `total` on are not cached.
 
+In a kernel that verifies drafts (`Plan.drafts`) a sequence comes as far in a step as its tokens turn out right: its
+column c has its token number `done + c - f`, where the kernel counts in `done` how many are behind it.
+
 A *tile* of attention is a range of columns that read one range of keys: their own sequence's, or a prefix that several
 sequences share. Key j of a tile has the absolute position `offset` + j and lies in page `page_table[table + j //
-page_size]`; `length + step * stride` keys are cached. The `new` tokens of this step that follow them come from the
-exchange, of the columns from `new_column` on; none do for a shared prefix.
+page_size]`; `length + step * stride` keys are cached, or, in a kernel that verifies drafts, `length` and the `done` of
+sequence number `stride`. The `new` tokens of this step that follow them come from the exchange, of the columns from
+`new_column` on; none do for a shared prefix.
 """
 
 from __future__ import annotations
@@ -41,6 +45,9 @@ EXCHANGE_TAGS = 3
 FILTER_ROUNDS = 63
 """Most exchanges in which a step's filtered tokens are found: three on average, twenty where nearly all logits are
 equal."""
+ROUND_WORDS = 3
+"""Words of a sequence in `rounds`: its tokens that are behind it, steps in which something was drafted for it, tokens
+that were drafted; then how often the first, the second, ... draft of a step was right."""
 PROMPT_TOKEN = 1 << 31
 """In `token_counts`: the prompt has the token. The other bits count how often it was sampled."""
 
@@ -54,7 +61,10 @@ class SequenceRecord:
     first_column: the first of its columns. temperature: float32 bits. seed_low, seed_high: halves of a 64-bit seed.
     stop_first, stop_count: its part of `stop_ids`. options: bits of MASKED to FILTERED; slot: its row of the buffers
     that these name. top_k: 0 for all; top_p, reach: float32 bits, a token is out from the distance `reach` on (see
-    `cheetah.models.sampling`). repetition, presence, frequency: penalties, float32 bits."""
+    `cheetah.models.sampling`). repetition, presence, frequency: penalties, float32 bits.
+
+    Of a kernel that verifies drafts. drafted: its numbers below this have an input or a draft in its row of `tokens`.
+    ngram_min, ngram_max: drafts of the others are looked up behind n-grams of such lengths, if ngram_max is not 0."""
 
     length: int
     per_step: int
@@ -74,6 +84,9 @@ class SequenceRecord:
     repetition: int = 0
     presence: int = 0
     frequency: int = 0
+    drafted: int = 0
+    ngram_min: int = 0
+    ngram_max: int = 0
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,212 @@
+"""Drafts that are verified inside the kernel: the same tokens as without them, whatever is drafted."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import numpy as np
+import pytest
+
+from cheetah.models.sampling import Filters, Penalties
+from cheetah.runtime.engine.launcher import Part, Sampling
+from cheetah.runtime.engine.launches import Drafted, Drafting, LaunchResult
+from tests.program.rig import Rig, Session, model, random_weights, relative_error, token_ids
+from tests.tiers import tiered
+from tests.tolerances import SMALL_MARGIN
+
+pytestmark = [pytest.mark.compiler, pytest.mark.slow]
+
+PROMPT = token_ids(9, 50)
+HOT = Sampling(temperature=1.2, seed=7)
+GREEDY = Sampling()
+
+
+@cache
+def rig(**more: Any) -> Rig:
+    """Items of 32 keys, of which a launch crosses several; one block more than there are KV heads."""
+    weights = random_weights(model(heads=4, kv_heads=2))
+    plan = {"batch": 2, "tokens": 8, "kv_chunk": 32, "drafts": 7, "stages": 5, **more}
+    return Rig(weights, blocks=3, kv_chunk_min=16, **plan)
+
+
+def made(
+    session: Session,
+    count: int,
+    sampling: Sampling = GREEDY,
+    *,
+    per_step: int = 1,
+    rounds: int = 64,
+    drafts: Sequence[int] = (),
+    ngrams: tuple[int, int] = (0, 0),
+    prompt: Sequence[int] = PROMPT,
+) -> tuple[list[int], list[LaunchResult]]:
+    """`count` tokens behind the prompt, in launches of `rounds` steps. drafts: what is proposed for all of it."""
+    ids, results, cache = list(prompt), list[LaunchResult](), session.sequence()
+    while len(ids) < len(prompt) + count:
+        inputs = ids[cache.length :]
+        total = min(len(inputs) - 1 + len(prompt) + count - len(ids), rounds * per_step)
+        inputs = inputs[: total + 1]
+        ahead = list(drafts[len(ids) - len(prompt) :])[: max(0, total - len(inputs))]
+        drafting = Drafting(min(rounds, total), ahead, ngrams)
+        part = Part(
+            cache,
+            inputs,
+            total,
+            sampling,
+            per_step,
+            known=ids[: cache.length + len(inputs)],
+            prompt=len(prompt),
+            drafting=drafting,
+        )
+        result = session.launcher.launch_together([part])[0]
+        results.append(result)
+        ids += result.token_ids
+        if result.token_ids[-1:] and result.token_ids[-1] in sampling.stop_ids:
+            break
+    cache.clear()
+    return ids[len(prompt) :], results
+
+
+@cache
+def plain(count: int, sampling: Sampling = GREEDY) -> list[int]:
+    return made(rig().session(), count, sampling)[0]
+
+
+def wrong(tokens: Sequence[int], every: int) -> list[int]:
+    """The tokens, of which each `every`-th is another."""
+    return [(token + 1) % 50 if number % every == 0 else token for number, token in enumerate(tokens)]
+
+
+def looked_up(ids: Sequence[int], ngrams: tuple[int, int], count: int) -> list[int]:
+    """What a launch shall draft behind these ids: what follows the latest of the longest matches, on and on."""
+    shortest, longest = ngrams
+    for length in range(min(longest, len(ids) - 1), shortest - 1, -1):
+        for end in range(len(ids) - 1, length - 1, -1):
+            if list(ids[end - length : end]) == list(ids[-length:]):
+                found = list(ids[end:])
+                return (found * count)[:count]
+    return []
+
+
+def expected(
+    truth: Sequence[int], given: int, per_step: int, drafts: Sequence[int], ngrams: tuple[int, int]
+) -> tuple[int, Drafted]:
+    """The steps of a launch and what comes of its drafts, by the meaning of a step. truth: all of its tokens, of which
+    `given` are inputs."""
+    rounds, steps, tokens, right = 0, 0, 0, [0] * per_step
+    done, total = 0, len(truth) - 1
+    while done < total:
+        known = max(given, done + 1)
+        wanted = max(0, done + per_step - known)
+        proposed = list(drafts[known - given :])[:wanted]
+        if ngrams[1]:
+            proposed += looked_up(truth[:known], ngrams, wanted)[len(proposed) :]
+        rounds, steps, tokens = rounds + 1, steps + bool(proposed), tokens + len(proposed)
+        inputs = [*truth[done:known], *proposed, *[0] * wanted][:per_step]
+        reached = 1
+        while reached < per_step and done + reached < total and inputs[reached] == truth[done + reached]:
+            if known <= done + reached < known + len(proposed):
+                right[done + reached - known] += 1
+            reached += 1
+        done += reached
+    while right and not right[-1]:
+        right.pop()
+    return rounds, Drafted(steps, tokens, tuple(right))
+
+
+FEW = tuple(range(4, 50, 15))
+"""So few tokens repeat themselves."""
+SAMPLINGS = {
+    "greedy": GREEDY,
+    "seeded": HOT,
+    "few": Sampling(allowed=FEW),
+    "penalised": Sampling(allowed=FEW, penalties=Penalties(1.1, 0.2, 0.15)),
+    "filtered, banned": Sampling(temperature=3.0, seed=5, filters=Filters(0, 0.6), banned=tuple(range(0, 50, 2))),
+}
+DRAFTERS = {
+    "right": (100, (0, 0)),
+    "wrong": (1, (0, 0)),
+    "every second": (2, (0, 0)),
+    "every fifth": (5, (0, 0)),
+    "looked up": (0, (1, 3)),
+    "looked up behind two": (0, (2, 2)),
+    "both": (4, (1, 4)),
+}
+ALL = [(drafter, sampling) for drafter in DRAFTERS for sampling in SAMPLINGS]
+SOME = [*zip(list(DRAFTERS) * 2, SAMPLINGS, strict=False), ("looked up", "few"), ("every fifth", "penalised")]
+
+
+@pytest.mark.parametrize(("drafter", "kind"), tiered(ALL, SOME))
+def test_the_same_tokens_by_fewer_steps(drafter: str, kind: str) -> None:
+    (every, ngrams), sampling = DRAFTERS[drafter], SAMPLINGS[kind]
+    wanted = plain(60, sampling)
+    drafts = wrong(wanted, every)[: 30 if ngrams[1] else 59] if every else []
+    found, (result,) = made(rig().session("random", every), 60, sampling, per_step=8, drafts=drafts, ngrams=ngrams)
+    assert found == wanted
+    assert (result.steps, result.drafted) == expected([*PROMPT, *wanted], len(PROMPT), 8, drafts, ngrams)
+
+
+@pytest.mark.parametrize("rounds", [1, 3])
+@pytest.mark.parametrize("per_step", [2, 5, 8])
+def test_any_width_and_any_number_of_steps_a_launch(per_step: int, rounds: int) -> None:
+    sampling = SAMPLINGS["penalised"]
+    wanted = plain(60, sampling)[:30]
+    session = rig().session("priority", per_step)
+    assert made(session, 30, sampling, per_step=per_step, rounds=rounds, ngrams=(1, 3))[0] == wanted
+    assert made(session, 30, sampling, per_step=per_step, rounds=rounds, drafts=wrong(wanted, 3))[0] == wanted
+
+
+def test_a_stop_id_ends_it_inside_of_what_was_drafted() -> None:
+    """What was drafted behind it counts for nobody: not for the host, nor in what is looked up later."""
+    wanted = plain(60)
+    for place in range(20, 28):
+        stop = wanted[place]
+        first = wanted.index(stop)
+        sampling = replace(GREEDY, stop_ids=(stop, 1000))
+        found, results = made(rig().session(), 60, sampling, per_step=8, drafts=wanted[:59])
+        assert found == wanted[: first + 1]
+        assert results[-1].drafted.accepted <= first
+
+
+def test_several_sequences_share_steps_with_widths_of_their_own() -> None:
+    kinds = ("seeded", "penalised")
+    wanted = [plain(60, SAMPLINGS[kind]) for kind in kinds]
+    session = rig().session("random", 1)
+    for widths, drafters in (((5, 3), (0, 2)), ((1, 7), (0, 0)), ((4, 4), (3, 0))):
+        caches = [session.sequence() for _ in kinds]
+        parts = [
+            Part(
+                own,
+                PROMPT,
+                len(PROMPT) - 1 + 40,
+                SAMPLINGS[kind],
+                width,
+                known=PROMPT,
+                prompt=len(PROMPT),
+                drafting=Drafting(48, wrong(tokens, every)[:39] if every else (), (1, 2)),
+            )
+            for own, kind, width, tokens, every in zip(caches, kinds, widths, wanted, drafters, strict=True)
+        ]
+        results = session.launcher.launch_together(parts)
+        assert [list(result.token_ids) for result in results] == [tokens[:40] for tokens in wanted]
+        for one in caches:
+            one.clear()
+
+
+def test_logits_are_those_that_judged() -> None:
+    wanted = plain(60, HOT)
+    session = rig().session()
+    cache = session.sequence()
+    drafting = Drafting(30, wrong(wanted, 4)[:29])
+    part = Part(cache, PROMPT, len(PROMPT) + 29, HOT, 8, known=PROMPT, prompt=len(PROMPT), drafting=drafting)
+    logits = session.device.allocate_mapped(30 * 8 * 50 * 4)
+    launch = session.launcher.prepare([part], logits)
+    session.launcher.start(launch)
+    (result,) = session.launcher.finish(launch)
+    assert list(result.token_ids) == wanted[:30]
+    rows = [*session.launcher.logits_after(launch, 0, range(len(PROMPT) + 29))]
+    scored = session.score([*PROMPT, *wanted[:29]])
+    assert relative_error(np.stack(rows), scored) < SMALL_MARGIN
