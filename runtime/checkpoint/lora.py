@@ -68,6 +68,8 @@ def with_adapter(checkpoint: Checkpoint, adapter: object) -> Checkpoint:
         raise LoadingError(
             f"{checkpoint.name}: its weights are quantised; an adapter is merged into 16-bit weights alone"
         )
+    if checkpoint.config.routing is not None:
+        raise LoadingError(f"{checkpoint.name}: a model of experts: adapters are merged into dense models alone")
     read = read_adapter(Path(adapter).expanduser(), matrix_shapes(checkpoint))
     tensor, rows = checkpoint.tensor, checkpoint.rows
 
@@ -84,8 +86,6 @@ def with_adapter(checkpoint: Checkpoint, adapter: object) -> Checkpoint:
 def matrix_shapes(checkpoint: Checkpoint) -> dict[str, tuple[int, ...]]:
     """[out, in] of each matrix that an adapter may change, by its tensor's name."""
     config, family = checkpoint.config, family_of(checkpoint.config)
-    if config.routing is not None:
-        raise LoadingError(f"{checkpoint.name}: a model of experts: adapters are merged into dense models alone")
     modules = {
         module.format(layer=layer)
         for matrix in family.matrix_modules(config).values()

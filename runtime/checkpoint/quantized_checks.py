@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from itertools import product
 
 import numpy as np
 
@@ -200,30 +201,34 @@ def _wrong_order(storage: Storage, columns: int, tensor: StoredTensor) -> str | 
 def problems_of_dtypes(config: ModelConfig, matrices: Mapping[str, StoredQuantized]) -> list[str]:
     """Modules of one matrix whose scales are of different dtypes: the matrix would keep but one."""
     lines = []
-    for names in family_of(config).matrix_modules(config).values():
-        for layer in range(config.layers if len(names) > 1 else 0):
-            modules = [f"{name.format(layer=layer)}{WEIGHT_SUFFIX}" for name in names]
-            parts = {matrices[name].scheme.scales: name for name in modules if name in matrices}
-            if len(parts) > 1:
-                stated = ", ".join(f"those of {name} {dtype}" for dtype, name in parts.items())
-                lines.append(f"scales of one matrix are of different dtypes: {stated}: store them alike")
+    for modules in _weights_of_several(config):
+        parts = {matrices[name].scheme.scales: name for name in modules if name in matrices}
+        if len(parts) > 1:
+            stated = ", ".join(f"those of {name} {dtype}" for dtype, name in parts.items())
+            lines.append(f"scales of one matrix are of different dtypes: {stated}: store them alike")
     return lines
+
+
+def _weights_of_several(config: ModelConfig) -> Iterator[tuple[str, ...]]:
+    """The weights of every matrix that several modules make."""
+    for names in family_of(config).matrix_modules(config).values():
+        experts = config.routing.experts if config.routing is not None and "{expert}" in "".join(names) else 1
+        for layer, expert in product(range(config.layers if len(names) > 1 else 0), range(experts)):
+            yield tuple(f"{name.format(layer=layer, expert=expert)}{WEIGHT_SUFFIX}" for name in names)
 
 
 def problems_of_orders(config: ModelConfig, matrices: Mapping[str, StoredQuantized]) -> list[str]:
     """Modules of one matrix, which have one input, whose columns are ordered differently: it comes in one order."""
     lines = []
-    for names in family_of(config).matrix_modules(config).values():
-        for layer in range(config.layers if len(names) > 1 else 0):
-            modules = (f"{name.format(layer=layer)}{WEIGHT_SUFFIX}" for name in names)
-            orders = {name: matrices[name].order for name in modules if name in matrices}
-            first = next(iter(orders), "")
-            lines += [
-                f"the columns of {name} are grouped otherwise than those of {first} (act-order): they have one input, "
-                "which the kernel brings in one order: quantise them together"
-                for name, order in orders.items()
-                if not _same_order(order, orders[first])
-            ]
+    for modules in _weights_of_several(config):
+        orders = {name: matrices[name].order for name in modules if name in matrices}
+        first = next(iter(orders), "")
+        lines += [
+            f"the columns of {name} are grouped otherwise than those of {first} (act-order): they have one input, "
+            "which the kernel brings in one order: quantise them together"
+            for name, order in orders.items()
+            if not _same_order(order, orders[first])
+        ]
     return lines
 
 
