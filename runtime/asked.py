@@ -1,4 +1,4 @@
-"""What was asked of an engine, and how its events become pieces of text. Knows nothing of who drives the engine."""
+"""What was asked of an engine, and how its events become pieces of text. Does not know what drives the engine."""
 
 from __future__ import annotations
 

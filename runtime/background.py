@@ -28,7 +28,7 @@ class Started(Generic[_Result]):
         return self._future.done()
 
     def then(self, finish: Callable[[_Result], _Next]) -> Started[_Next]:
-        """The same with something behind it, which is done by whoever calls it."""
+        """The same with something behind it, which the caller's thread does."""
         return Started(self._future, lambda found: finish(self._finish(found)))
 
 

@@ -33,7 +33,7 @@ class LoadOptions:
         aliases=("max_model_len",),
     )
     sync: str | None = option(
-        None, str, "How blocks exchange vectors: flags or barrier; by default the faster for so many tokens."
+        None, str, "How blocks exchange vectors: flags or barrier; by default the faster way for the tokens of a step."
     )
     seed: int = option(0, None, "Of requests that have none of their own.")
     revision: str | None = option(None, str, "Of a hub id: branch, tag or commit.")
@@ -45,8 +45,8 @@ class LoadOptions:
     messages_have_special_tokens: bool = option(
         False,
         bool,
-        "What reads like a special token in a chat's message is one; else it is text.",
-        "As one it may end a turn or begin another's; as text it is what whoever writes a message would have.",
+        "Text in a chat's message that reads like a special token is one; else it stays text.",
+        "As one it may end a turn or begin another's; as text it is what the writer of a message expects.",
     )
     tie_word_embeddings: bool | None = option(None, None, "Overrides config.json.")
     plan: Mapping[str, Any] | None = option(None, None, 'Other fields of the plan, e.g. {"page_size": 64}.')
@@ -58,8 +58,8 @@ class LoadOptions:
         int,
         "How many completions are decoded together, 1 to 8; by default 8.",
         "The weights are read once for all of them. By default the cache has room for 8 of `max_context` tokens, or "
-        "for as many tokens as the device has memory for. On a GPU another kernel decodes a completion that is by "
-        "itself. Who the others are changes the last bits of attention's sums, unless `kv_chunk` is given.",
+        "for as many tokens as the device has memory for. On a GPU another kernel decodes a single completion. "
+        "The other completions change the last bits of attention's sums, unless `kv_chunk` is given.",
         aliases=("max_num_seqs",),
     )
     prompt_tokens: int | None = option(
@@ -81,7 +81,7 @@ class LoadOptions:
         True,
         bool,
         "Keep the pages of prompts for later ones that begin alike.",
-        "Keys and values of prompts and completions stay in the pages that nobody needs, for requests that begin with "
+        "Keys and values of prompts and completions stay in free pages, for requests that begin with "
         "the same tokens: these are not read again. What was computed in steps of other sizes agrees closely, but not "
         "to the bit, unless `kv_chunk` is given. None where the context is larger than the model's window.",
         aliases=("enable_prefix_caching",),
@@ -96,7 +96,7 @@ class LoadOptions:
     kv_chunk: int | None = option(
         None,
         int,
-        "Cut every head's keys after so many, so that no answer's bits depend on who else asks.",
+        "Cut every head's keys every N keys, so that no answer's bits depend on other requests.",
         "Keys of one work item of attention, by default by rule. With it the same request gives the same bits, "
         "whatever runs beside it and whatever the prefix cache holds, which then keeps prompts only; a completion may "
         "take one step more.",
@@ -131,7 +131,7 @@ class LoadOptions:
         None,
         str,
         "How the checkpoint must be quantised, or it is refused: fp8, gptq, awq, compressed-tensors.",
-        "A checkpoint says itself how it is: it need not be told.",
+        "A checkpoint says itself how it is quantised: the option is not needed.",
     )
     lora: str | Path | None = option(
         None,

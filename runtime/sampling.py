@@ -113,7 +113,7 @@ class SamplingParams(metaclass=_FamiliarNames):
     logits of tokens of prompt or completion are divided by it (multiplied where negative). presence_penalty,
     frequency_penalty: taken from the logits of tokens that the completion has, once or each time. logit_bias: {token
     id: what is added to its logit}. allowed_token_ids: no others are sampled. bad_words: what is not written, by
-    the ids that the tokenizer has for it; one of several tokens slows its request, and who is decoded with it.
+    the ids that the tokenizer has for it; one of several tokens slows its request, and those that are decoded with it.
     truncate_prompt_tokens: of a longer prompt only so many last tokens are used. skip_special_tokens: they have no text
     in the output. logprobs, prompt_logprobs: with each token that is made, or of the prompt, its logprob and those of
     the so many likeliest, up to 20, of the logits as the model makes them, before all of the above. For prompt_logprobs

@@ -40,12 +40,12 @@ def bench(
     contexts: Annotated[
         str, typer.Option(metavar="A,B+C,...", help="Tokens in the cache before a launch; B+C: of two sequences.")
     ] = CONTEXTS,
-    shared: Annotated[int, typer.Option(min=0, help="So many of the cached tokens are the same pages in all.")] = 0,
+    shared: Annotated[int, typer.Option(min=0, help="How many of the cached tokens are the same pages in all.")] = 0,
     per_step: Annotated[int, typer.Option(min=1, max=64, help="Tokens of a prompt that a step takes together.")] = 1,
     prompts: Annotated[
         str | None,
         typer.Option(
-            metavar="N,...", help="Instead: time to the first token of prompts of so many.", show_default=False
+            metavar="N,...", help="Instead: time to the first token of prompts of N tokens.", show_default=False
         ),
     ] = None,
     steps: Annotated[int, typer.Option(min=1, help="Decode steps of a launch.")] = 64,
@@ -60,7 +60,7 @@ def bench(
 ) -> None:
     """Measure decode speed: greedy sampling on the GPU, prompts not included (those alone: --prompts, --per-step).
 
-    Beside it, in the same run, how fast the GPU reads memory: the ceiling, of which the share is told.
+    Beside it, in the same run, how fast the GPU reads memory: the ceiling, and the share of it that decoding reaches.
     """
     from cheetah.tools import bench as of_steps
     from cheetah.tools import prompt_bench as of_prompts

@@ -39,7 +39,7 @@ def generate(
     prompt_pass: Annotated[
         int | None,
         typer.Option(
-            min=1, metavar="TOKENS", help="Instead: the kernel that reads so many of a prompt.", show_default=False
+            min=1, metavar="TOKENS", help="Instead: the kernel that reads such a pass of a prompt.", show_default=False
         ),
     ] = None,
     line_marks: Annotated[

@@ -68,18 +68,18 @@ SAMPLING_OPTIONS: Mapping[str, tuple[Any, str]] = {
     "temperature": (float, "0 is greedy; by default the checkpoint's, else 0."),
     "stop": (list[str], "A text that ends the completion; repeatable."),
     "ignore_eos": (bool, "Go on after an end-of-text token."),
-    "top_k": (int, "Only the so many likeliest tokens; 0 for all."),
+    "top_k": (int, "Only this many of the likeliest tokens; 0 for all."),
     "top_p": (float, "Only the likeliest tokens that together reach this share of the probability."),
-    "min_p": (float, "Only tokens at least so many times as likely as the likeliest."),
+    "min_p": (float, "Only tokens at least this share as likely as the likeliest."),
     "repetition_penalty": (float, "Divides the logits of tokens that the text has."),
     "presence_penalty": (float, "Taken from the logits of tokens that were made."),
     "frequency_penalty": (float, "The same, for each time."),
     "bad_words": (list[str], "A word that is not written; repeatable."),
-    "min_tokens": (int, "None of so many first tokens ends the completion."),
+    "min_tokens": (int, "No token before this many ends the completion."),
     "stop_token_ids": (list[int], "A token id that ends it; repeatable."),
     "include_stop_str_in_output": (bool, "Show what ended it too."),
     "skip_special_tokens": (bool, "Show no special tokens (the default)."),
-    "truncate_prompt_tokens": (int, "Of a longer prompt only so many last tokens."),
+    "truncate_prompt_tokens": (int, "Of a longer prompt only this many of the last tokens."),
 }
 """Field of `cheetah.runtime.SamplingParams`: (type, help). Without the option it is left open."""
 

@@ -57,11 +57,11 @@ def serve(
     drain: Annotated[int, typer.Option(min=0, help="Seconds that requests have to end after SIGTERM.")] = 120,
     tool_call_parser: Annotated[
         str | None,
-        typer.Option(help="hermes or llama3_json; by default what the template tells.", show_default=False),
+        typer.Option(help="hermes or llama3_json; by default what the template shows.", show_default=False),
     ] = None,
     reasoning_parser: Annotated[
         str | None,
-        typer.Option(help="qwen3 or deepseek_r1: thoughts are told beside the answer.", show_default=False),
+        typer.Option(help="qwen3 or deepseek_r1: thoughts come beside the answer, not in it.", show_default=False),
     ] = None,
     seed: RequestSeed = None,
     log_level: Annotated[str, typer.Option(help="critical, error, warning, info or debug.")] = "info",
@@ -92,7 +92,7 @@ def serve(
         seed=seed,
     )
     if not is_loopback(host) and not keys:
-        typer.echo(f"anybody who reaches {host}:{port} may use this server: set {KEY_VARIABLE}", err=True)
+        typer.echo(f"every client that reaches {host}:{port} may use this server: set {KEY_VARIABLE}", err=True)
     at, connections = listening(host, port), enough_descriptors(max_connections)
     if connections < max_connections:
         typer.echo(f"{connections} connections instead of {max_connections}: raise the limit (ulimit -n)", err=True)

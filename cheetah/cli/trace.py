@@ -59,7 +59,7 @@ def trace(
     prompt: Annotated[
         int | None,
         typer.Option(
-            min=1, metavar="TOKENS", help="Instead of a step: a pass over so many of a prompt.", show_default=False
+            min=1, metavar="TOKENS", help="Instead of a step: a pass of a prompt of this length.", show_default=False
         ),
     ] = None,
     steps: Annotated[int, typer.Option(min=1, help="Decode steps of a launch, the last of which is looked at.")] = 8,

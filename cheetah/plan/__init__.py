@@ -1,4 +1,4 @@
-"""Static decisions as plain data and arithmetic: who owns which rows, chunks, shared memory, the KV schedule.
+"""Static decisions as plain data and arithmetic: which block owns which rows, chunks, shared memory, the KV schedule.
 
 Knows nothing of the language, the model's code or the runtime.
 """

@@ -1,4 +1,4 @@
-"""How much room weights take in each format, for who lays them out. What their bytes mean is not known here.
+"""How much room weights take in each format, for the code that lays them out. What their bytes mean is not known here.
 
 A format has three homes, and a line of a registry in each: its sizes (here), its bytes (`models/formats`: packing, its
 inverse, meaning) and its fragments on the device (`blocks/linear/formats`).

@@ -65,7 +65,7 @@ class MatrixLayout:
 
     @cached_property
     def split(self) -> Split:
-        """Who owns which M-tiles."""
+        """Which block owns which M-tiles."""
         return Split(self.m_tiles, self.blocks, self.start)
 
     @property

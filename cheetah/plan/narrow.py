@@ -22,7 +22,7 @@ def residual_tile_rows(shape: ModelShape, gpu: Gpu) -> int:
 
 
 def residual_split(shape: ModelShape, gpu: Gpu) -> Split:
-    """Who owns which M-tiles of o and down, and so which rows of the residual."""
+    """Which block owns which M-tiles of o and down, and so which rows of the residual."""
     return Split(ceil_div(shape.hidden, residual_tile_rows(shape, gpu)), alone(gpu).blocks)
 
 

@@ -1,4 +1,4 @@
-"""Who owns which M-tiles: a rule, not a table. Knows nothing of matrices or memory."""
+"""Which block owns which M-tiles: a rule, not a table. Knows nothing of matrices or memory."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""Who makes a step together: all blocks of all GPUs that exchange vectors, today those of one GPU.
+"""Which blocks make a step together: all blocks of all GPUs that exchange vectors, today those of one GPU.
 
 `Gpu.blocks` is a grid: what a block shares with the others of its GPU, as items of attention. `World.blocks` are all
 that exchange: matrices are dealt to them, and candidates come from them.

@@ -131,7 +131,7 @@ class Driver:
         self._in_loop(self._deliver, events)
 
     def _in_loop(self, call: Callable[..., None], argument: object) -> None:
-        with contextlib.suppress(RuntimeError):  # the loop has ended, and with it everybody who waits
+        with contextlib.suppress(RuntimeError):  # the loop has ended, and with it all that wait in it
             self._loop.call_soon_threadsafe(call, argument)
 
     def _deliver(self, events: Sequence[Event]) -> None:

@@ -1,4 +1,4 @@
-"""Who is let in: by the Host that a request names, and by the key that it has."""
+"""Which requests are let in: by the Host that they name, and by their key."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Hosts:
 
 
 class Keys:
-    """Lets through who has one of the keys, and everybody if there is none."""
+    """Lets requests through that have one of the keys, and all if there is none."""
 
     def __init__(self, app: ASGIApp, keys: Sequence[str]):
         self._app, self._keys = app, [key.encode() for key in keys]

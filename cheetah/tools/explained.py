@@ -62,7 +62,7 @@ def explained(report: str, made: Generated, progress: Sequence[int] | None = Non
 
 
 def kept_text(made: Generated) -> Path:
-    """Where the kernel's text lies from now on, for whoever reads a report of it."""
+    """Where the kernel's text lies from now on, for the reader of a report."""
     folder: Any = cache_folder(None).parent / "checked"
     folder.mkdir(parents=True, exist_ok=True)
     path: Path = folder / f"{made.manifest.kernel}-{made.manifest.text_sha256[:12]}.cu"

@@ -1,4 +1,4 @@
-"""Texts of kernels on disk: to write one takes half a second, and who starts a server again needs the same four.
+"""Texts of kernels on disk: to write one takes half a second, and a server that is started again needs the same four.
 
 A text follows from the package's own sources and from what is asked for, so both are its key: edited sources find
 nothing. What is read is checked by its manifest's hash; what cannot be read is written again.
@@ -49,7 +49,7 @@ class KeptTexts:
     folder: Path | None
 
     def get(self, asked: Sequence[Any], make: Callable[[], Generated]) -> Generated:
-        """What `make` gives, or gave to whoever asked for the same before. asked: numbers, texts and dicts of such."""
+        """What `make` gives, or gave when the same was asked for before. asked: numbers, texts and dicts of such."""
         if self.folder is None or (sources := _sources()) is None:
             return make()
         key = hashlib.sha256(json.dumps([sources, *asked], sort_keys=True, default=repr).encode()).hexdigest()[:32]

@@ -87,7 +87,7 @@ class Driver(Protocol):
         """Start the kernel; returns at once."""
 
     def abandon(self) -> None:
-        """Never touch the GPU again, not even when the process ends: a launch may hang, and so would whoever waits."""
+        """Never touch the GPU again, not even when the process ends: a launch may hang, and what waits for it too."""
 
     def close(self) -> None:
         """Give back streams, events, pinned memory, modules and the context."""

@@ -19,7 +19,7 @@ def describe_progress(progress: Sequence[int], phases: Sequence[str]) -> str:
     groups = _blocks_by_value(progress)
     lines = [f"{_block_list(blocks)}: {_position(value, phases)}" for value, blocks in groups]
     if len(lines) > MOST_GROUPS:
-        # The ends tell most: who is ahead, and above all who is behind.
+        # The ends say most: which blocks are ahead, and above all which are behind.
         half = MOST_GROUPS // 2
         lines[half:-half] = [f"({len(lines) - 2 * half} positions between)"]
     return "; ".join(lines) or "no block has reported"

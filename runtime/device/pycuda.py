@@ -1,4 +1,4 @@
-"""The CUDA driver through PyCUDA, for those who have their program in it.
+"""The CUDA driver through PyCUDA, for programs that use it already.
 
 PyCUDA has no cooperative launch. The kernel's blocks are still all resident at once, because the grid has at most one
 block an SM (checked when the kernel is loaded) and each block asks for more than half of an SM's shared memory (so that

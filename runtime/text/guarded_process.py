@@ -89,7 +89,7 @@ class GuardedProcess:
         return self._lock
 
     def _forget_parents(self) -> None:
-        """After a fork the process is the parent's: its answers would reach whoever reads first."""
+        """After a fork the process is the parent's: its answers would reach the process that reads first."""
         self._process, self._at_exit = None, None
         self._lock, self._pid = threading.Lock(), os.getpid()
 

@@ -2,8 +2,8 @@
 
 The `tokenizers` library runs whatever the file says: a chain of replacements doubles a text again and again, a regular
 expression backtracks for hours, a table that is cut short ends the process. Rules are *usual* here if what they make of
-a text is bounded by a small multiple of its length, and their regular expressions are those of known models. Whoever
-finds others runs them in a guarded process. Knows nothing of ids or processes.
+a text is bounded by a small multiple of its length, and their regular expressions are those of known models. Other
+rules belong into a guarded process. Knows nothing of ids or processes.
 """
 
 from __future__ import annotations
