@@ -38,7 +38,7 @@ def inspect(
         Path | None, typer.Option(metavar="FILE", help="Draw each block's share by phase (png, svg, pdf).")
     ] = None,
     phases: Annotated[
-        bool, typer.Option("--phases", help="Print instead what each phase of a step and of a pass waits for and makes.")
+        bool, typer.Option("--phases", help="Print instead what each phase waits for and makes.")
     ] = False,
     revision: Revision = None,
     plan: dict[str, Any],

@@ -2,8 +2,8 @@
 
 A chat template writes special tokens around what people say, and the tokenizer finds them again wherever they stand in
 the rendered text: a user who wrote <|eot_id|> into a message would end the turn, and could go on in another role. So
-what reads like one is replaced by a mark before the template sees it. Behind the template, text between special tokens that
-has a mark is encoded as nothing but text. A rendered text without marks is encoded whole, as everywhere.
+what reads like one is replaced by a mark before the template sees it. Behind the template, text between special tokens
+that has a mark is encoded as nothing but text. A rendered text without marks is encoded whole, as everywhere.
 """
 
 from __future__ import annotations
