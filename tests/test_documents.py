@@ -140,12 +140,12 @@ def test_the_readme_is_short() -> None:
 
 
 def test_the_readme_shows_the_kernel() -> None:
-    """Its layer loop stands in the generated kernel as it stands here: copy it from there if it does not."""
+    """Its loop over steps stands in the generated kernel as it stands here: copy it from there if it does not."""
     (shown,) = blocks_of("README.md", "cuda")
     kernel = (ROOT / "kernels_generated" / "llama-3.1-8b-h200.cu").read_text(encoding="utf-8")
     lines = [line.strip() for line in kernel.splitlines()]
     wanted = [line.strip() for line in shown.splitlines()]
-    assert wanted[0].startswith("for (uint32_t layer") and "\n".join(wanted) in "\n".join(lines)
+    assert wanted[0].startswith("for (uint32_t step") and "\n".join(wanted) in "\n".join(lines)
 
 
 def test_the_table_of_layers_names_every_part() -> None:
