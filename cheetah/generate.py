@@ -6,6 +6,7 @@ Everything is decided here without a GPU: the plan by rule (and overrides), the 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from cheetah.blocks import repack
@@ -156,6 +157,7 @@ def describe_head(config: ModelConfig, gpu: Gpu, plan: Plan, rows: int, command:
 
 def generate_repacking(gpu: Gpu) -> Generated:
     """The kernel that packs weights as `cheetah.plan.repacking` says."""
+    gpu = replace(gpu, ranks=1)  # each GPU packs its own
     threads, team_threads = (64, 32) if gpu.emulated else (1024, 256)
     manifest = described(
         repack.KERNEL_NAME,
@@ -171,8 +173,14 @@ def generate_repacking(gpu: Gpu) -> Generated:
 def describe_kernel(config: ModelConfig, gpu: Gpu, plan: Plan, command: str = "", traced: bool = False) -> Manifest:
     """The manifest of the kernel that `generate_kernel` makes for these, without its text."""
     program = family_of(config).program
-    parameters, sizes = program.kernel_parameters(config, plan, traced), program.sizes(config, gpu, plan)
+    parameters, sizes = program.kernel_parameters(config, plan, traced, gpu.ranks), program.sizes(config, gpu, plan)
     return _of_steps(program, parameters, sizes, config, gpu, plan, command)
+
+
+def _kv_bytes_per_token(config: ModelConfig, gpu: Gpu, plan: Plan) -> int:
+    """Of keys and values that a GPU caches of a token."""
+    own, all_heads = config.shape.of_rank(gpu.ranks).kv_heads, config.kv_heads
+    return config.kv_bytes_per_token // all_heads * own * plan.kv_element_bytes // 2
 
 
 def _of_steps(
@@ -199,6 +207,6 @@ def _of_steps(
         phases=program.phase_names(config),
         step_bytes={
             "weights": matrices.read_bytes(config.shape.experts, plan.batch),
-            "kv_per_token": config.kv_bytes_per_token * plan.kv_element_bytes // 2,
+            "kv_per_token": _kv_bytes_per_token(config, gpu, plan),
         },
     )

@@ -40,10 +40,31 @@ FILLS = ("zero", "poison", "host", "mapped")
 """What a buffer holds before the first launch: zeros, 0xFF bytes (NaN in f32 and bf16), or what the host uploads.
 "mapped": it lies in the host's memory, where both see what the other writes while a launch runs."""
 
+RANK = "rank"
+"""The scalar parameter of kernels of several GPUs that says which of them this one is: 0, 1, ..."""
+
+FIRST_RANKS = frozenset({"logits"})
+"""Buffers that all ranks write in the memory of the first: what each knows a part of, and the host reads."""
+
 MOST_DIMENSIONS = 16
 LARGEST_LENGTH = 2**63 - 1
 
+WORLD_SIZES = (1, 2, 4, 8)
+"""How many GPUs can make a step together."""
+
 LINE_WIDTH = 200  # wide enough for a parameter or a matrix on one line of the JSON
+
+
+def peer_parameter(buffer: str, further: int) -> str:
+    """The parameter of kernels of several GPUs that points to a buffer's namesake on the rank so many further on, of
+    which the last is followed by the first."""
+    return f"peer_{further}_{buffer}"
+
+
+def of_peer(parameter: str) -> tuple[str, int] | None:
+    """The buffer and how many ranks further, where a parameter is such a one."""
+    found = re.fullmatch(r"peer_([1-9])_(\w+)", parameter)
+    return None if found is None else (found[2], int(found[1]))
 
 
 class ManifestError(CheetahError):
@@ -140,7 +161,8 @@ class Manifest:
         tile_rows, 8, where M-tiles are narrow.
     layer_stride, weight_bytes: bytes from one layer to the next in the weights buffer, and of all of it.
     phases: names of the phases of a step, in order; progress[block] = step * len(phases) + phase.
-    step_bytes: bytes that one step reads, by kind, e.g. {"weights": ...}. world_size: GPUs that share a kernel.
+    step_bytes: bytes that one step reads, by kind, e.g. {"weights": ...}. world_size: GPUs that make a step together,
+        of each of which all the numbers here are.
     Mappings and sequences inside gpu, config, plan, matrices and step_bytes become plain sorted dicts and lists, so
     that a manifest equals the one that is read back from its JSON.
     """
@@ -165,7 +187,9 @@ class Manifest:
 
     def __post_init__(self) -> None:
         _require(self.format == FORMAT, _wrong_format(self.format))
-        _require(self.world_size == 1, f"manifest: world_size is {shown(self.world_size)}: kernels run on one GPU")
+        in_words = ", ".join(map(str, WORLD_SIZES))
+        fits = self.world_size in WORLD_SIZES
+        _require(fits, f"manifest: world_size is {shown(self.world_size)}: kernels run on {in_words} GPUs")
         is_name = re.fullmatch("[A-Za-z_][A-Za-z0-9_]{0,199}", self.kernel) is not None
         _require(is_name, f"manifest: kernel {shown(self.kernel)} is no name of a function")
         for name in ("gpu", "config", "plan", "matrices", "step_bytes"):

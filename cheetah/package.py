@@ -106,7 +106,7 @@ def described(
         text_sha256=sha256_of_text(""),
         generator=__version__,
         command=command,
-        gpu=asdict(gpu),
+        gpu={name: value for name, value in asdict(gpu).items() if name != "ranks"},
         config=dict(config or {}),
         plan=dict(plan or {}),
         launch=launch,
@@ -117,6 +117,7 @@ def described(
         buffers=tuple(made for name, one in parameters.items() if (made := one.buffer(name, sizes))),
         phases=phases,
         step_bytes={**weights, **(step_bytes or {})},
+        world_size=gpu.ranks,
     )
 
 

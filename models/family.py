@@ -92,7 +92,9 @@ class StepProgram(Protocol):
     def build_kernel(self, config: ModelConfig, gpu: Gpu, plan: Plan, traced: bool = False) -> Any:
         """The kernel, a `cheetah.lang.Kernel`. traced: with time stamps of every block and phase, in a timeline."""
 
-    def kernel_parameters(self, config: ModelConfig, plan: Plan, traced: bool = False) -> Mapping[str, Any]:
+    def kernel_parameters(
+        self, config: ModelConfig, plan: Plan, traced: bool = False, ranks: int = 1
+    ) -> Mapping[str, Any]:
         """Its parameters by name, each a `cheetah.package.KernelParameter`."""
 
     def sizes(self, config: ModelConfig, gpu: Gpu, plan: Plan) -> dict[str, int]:
@@ -178,7 +180,8 @@ class Packing:
     """Where weights come from, and where their packed bytes go: `write(buffer, byte offset, uint8 [n])`.
 
     The array given to `write` is valid only until it returns: its memory is used again. rows: gives a matrix that is
-    read in parts, in several threads; by default `tensor` does. progress: gets the bytes just written. threads: by
+    read in parts, in several threads; by default `tensor` does. rank: of the GPUs that have a part of each matrix, the
+    one whose parts are packed. progress: gets the bytes just written. threads: by
     default one a processor, at most 8. lend: where the memory for pieces comes from. repacker: packs what lies in files
     as it can be packed there, if it has room for what goes up. watch: takes the seconds of all threads that read and
     that pack, and those of the calling one that waits for them and that uploads.
@@ -188,6 +191,7 @@ class Packing:
     write: WriteBytes
     progress: Progress = lambda nbytes: None
     rows: ReadRows | None = None
+    rank: int = 0
     threads: int | None = None
     lend: Lend = ordinary_memory
     repacker: Repacker | None = None

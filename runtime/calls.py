@@ -24,7 +24,6 @@ KV_DTYPES: Mapping[Any, str | None] = {"auto": None, "bfloat16": "bf16", "fp8": 
 
 NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "dtype": ("auto", "bfloat16"),
-    "tensor_parallel_size": (1,),
     "pipeline_parallel_size": (1,),
     "trust_remote_code": (False,),
     "tokenizer_mode": ("auto",),
@@ -51,7 +50,6 @@ INSTEAD: Mapping[str, str] = {
     "hf_token": "set HF_TOKEN in the environment, or log in with `hf auth login`",
     "download_dir": "set HF_HUB_CACHE in the environment",
     "dtype": "weights are bf16; others are rounded to it",
-    "tensor_parallel_size": "a model runs on one GPU; start a server for each",
     "trust_remote_code": "no code of a checkpoint is ever run",
     "chat_template_content_format": 'content is given to the template as text: leave it out, or write "string"',
     "lora_request": "one adapter, for all requests, is merged when the model is opened: write LLM(model, lora=folder)",

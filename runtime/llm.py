@@ -19,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from cheetah.errors import CheetahError
+from cheetah.manifest import WORLD_SIZES
 from cheetah.options import described, takes
 from cheetah.plan.defaults import default_context
 from cheetah.plan.plan import MAX_BATCH
@@ -456,6 +457,9 @@ def _check(options: LoadOptions) -> None:
     _check_count("pool_pages", options.pool_pages)
     if not isinstance(options.prompt_passes, bool):
         _check_count("prompt_passes", options.prompt_passes)
+    if options.tensor_parallel_size not in WORLD_SIZES:
+        sizes = ", ".join(map(str, WORLD_SIZES))
+        raise CheetahError(f"tensor_parallel_size is {shown(options.tensor_parallel_size)}: give one of {sizes}")
     share = options.gpu_memory_utilization
     if share is not None and not (isinstance(share, int | float) and 0 < share <= 1):
         raise CheetahError(f"gpu_memory_utilization={shown(share)}: expected a share above 0, up to 1")
@@ -490,6 +494,7 @@ def _assembly_options(options: LoadOptions, config: ModelConfig, watch: Stopwatc
     return AssemblyOptions(
         device=options.device,
         gpu=options.gpu,
+        tensor_parallel_size=options.tensor_parallel_size,
         overrides={name: value for name, value in overrides.items() if value is not None},
         timeout_s=options.timeout_s,
         generate_kernel=options.generate_kernel,

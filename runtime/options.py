@@ -24,7 +24,18 @@ class LoadOptions:
     model: str | Path
     _: KW_ONLY
     device: str | Device | None = option(
-        None, str, "cuda, cuda:1, pycuda or emulator; by default what is there.", "Or an open `Device`."
+        None,
+        str,
+        "cuda, cuda:1, cuda:0,1, pycuda or emulator; by default what is there.",
+        "Or an open `Device`.",
+    )
+    tensor_parallel_size: int = option(
+        1,
+        int,
+        "GPUs of this host that make each step together, 1, 2, 4 or 8: each has a part of every matrix.",
+        "The first ones that there are, or those that `device` names. Their kernels store into one another's memory, "
+        "for which NVLink or one PCIe switch joins them. With `kv_chunk` answers are those of one GPU that reads "
+        "prompts in steps, to the bit: several read none in passes.",
     )
     max_context: int | None = option(
         None,

@@ -47,7 +47,7 @@ class Adjustments:
 
     @property
     def vocab(self) -> int:
-        return self.head.rows
+        return self.columns.machine.model.vocab
 
     def asked(self, bits: int) -> Any:
         """Whether any sequence of the launch has one of these options: the same in all threads of the grid."""
@@ -65,6 +65,18 @@ class Adjustments:
         """The same of a column's row of `weighed`: [batch, vocab], or [tokens, vocab] where several columns of a
         sequence may be filtered."""
         return column * self.vocab if self.columns.machine.plan.drafts else self.row(column)
+
+    def token_of_row(self, row: ch.Expr, position: ch.Expr) -> Any:
+        """The token of a row of those that the block at a position has of the head."""
+        m_tile = self.head.m_tile(row // M_TILE_ROWS, position)
+        return self.head.of_all(m_tile, self.columns.machine.rank) * M_TILE_ROWS + row % M_TILE_ROWS
+
+    def has_row(self, row: ch.Expr, position: ch.Expr, token: ch.Expr) -> Any:
+        """Whether there is such a row, of this rank and of the vocabulary."""
+        is_there = token < self.vocab
+        if self.head.ranks == 1:
+            return is_there
+        return is_there & (self.head.m_tile(row // M_TILE_ROWS, position) < self.head.m_tiles)
 
     @ch.inline
     def is_sampled(self, column: ch.Expr) -> Any:
@@ -122,7 +134,7 @@ class Adjustments:
 
         That block's barriers between here and the head of the next step order the store before its next reading."""
         machine = self.columns.machine
-        is_ours = token // M_TILE_ROWS % self.head.blocks == self.head.position(machine.number)
+        is_ours = self.head.position_of_owner(token // M_TILE_ROWS) == self.head.position_of_all(machine.number)
         with ch.if_(((self.of(column, "options") & PENALISED) != 0) & is_ours & (token < self.vocab)):
             with ch.if_(self.is_sampled(column)):
                 self.launch.token_counts[self.row(column) + token] += 1

@@ -8,13 +8,17 @@ publishes its part of the next vector only after a block barrier that follows al
 sums of squares: its own part after its own reads), and the next phase waits for all parts. Blocks that own no part of a
 phase do not read its input. A step's embeddings are published once all blocks' candidates of the step before are read.
 So no vector is overwritten under a reader.
+
+Several GPUs (ranks) make vectors together as the blocks of one do: who makes a word stores it into the exchange of
+every rank, at the same place, and everybody polls the exchange of its own rank alone. "Block" above is then a block of
+any rank. Who waits for a word that another rank stores has it by that rank's store at system scope.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
@@ -23,7 +27,7 @@ from cheetah.blocks.linear.formats.vectors import is_raised, raised_word
 from cheetah.blocks.machine import Machine
 from cheetah.blocks.vector_copies import CopySource, VectorCopies
 from cheetah.lang import prim, ty
-from cheetah.lang.primitive import GPU_SCOPE
+from cheetah.lang.primitive import GPU_SCOPE, SYSTEM_SCOPE
 from cheetah.lang.primitives.exchange import UNITS
 from cheetah.plan.formats import BF16_VECTOR
 from cheetah.plan.halves import PAGE_BYTES, PART_BYTES, parts_in_half
@@ -80,6 +84,23 @@ def apart(vectors: dict[str, Vector]) -> dict[str, Vector]:
 
 
 @dataclass(frozen=True, eq=False)
+class Peers:
+    """The other ranks: where their exchanges begin, that of the next rank first, so that not all ranks store to the
+    first one first. own: vectors that a rank makes for itself."""
+
+    exchanges: tuple[ch.Expr, ...] = ()
+    own: Collection[str] = field(default_factory=tuple)
+
+    def share(self, name: str) -> bool:
+        """Whether all ranks make a vector together."""
+        return bool(self.exchanges) and name not in self.own
+
+
+ALONE = Peers()
+"""One GPU by itself."""
+
+
+@dataclass(frozen=True, eq=False)
 class Published:
     """A vector of an exchange at one epoch: what its writers publish and its readers wait for and read. one_waits:
     whether a lane waits for its warp before all lanes poll."""
@@ -124,10 +145,11 @@ class Published:
 
 
 class Exchange(ABC):
-    """What both kinds share: where vectors lie in the workspace. scope: the memory scope in which blocks meet, that of
-    one GPU or of several. inputs: those of products, vectors of bf16 pairs, each with the exponent of a power of two:
-    elements are below twice that; what is not, or is no number, may become as much. copied: vectors that the copy
-    engine brings, where it can, and as what they are published then: BF16_VECTOR, RAISED or STAGGERED."""
+    """What both kinds share: where vectors lie in the workspace. scope: the memory scope in which blocks of a GPU meet;
+    those of several GPUs, of which peers are the others, do in that of the system. inputs: those of products, vectors
+    of bf16 pairs, each with the exponent of a power of two: elements are below twice that; what is not, or is no
+    number, may become as much. copied: vectors that the copy engine brings, where it can, and as what they are
+    published then: BF16_VECTOR, RAISED or STAGGERED."""
 
     word: ty.Scalar
     input_word = ty.u32
@@ -142,8 +164,9 @@ class Exchange(ABC):
         scope: str = GPU_SCOPE,
         inputs: Mapping[str, int] | None = None,
         copied: Mapping[str, str] | None = None,
+        peers: Peers = ALONE,
     ) -> None:
-        self.machine, self.scope = machine, scope
+        self.machine, self.scope, self.peers = machine, scope, peers
         self.inputs, self.copied = inputs or {}, copied or {}
         self.workspace = workspace
         self.vectors = self._lay_out(sizes, self.inputs)
@@ -173,6 +196,25 @@ class Exchange(ABC):
         if self.inputs and self.input_word != self.word:
             input_words = ch.reinterpret(ty.ptr_mut(self.input_word), self.workspace)
             self.words[self.input_word] = input_words
+        self.peer_words = {
+            word: [ch.reinterpret(ty.ptr_mut(word), peer) for peer in self.peers.exchanges] for word in self.words
+        }
+
+    def scope_of(self, name: str) -> str:
+        """The memory scope of those who make and need a vector."""
+        return SYSTEM_SCOPE if self.peers.share(name) else self.scope
+
+    def _peer_places(self, name: str, number: ch.Expr) -> list[ch.Expr]:
+        """The addresses of word `number` of a vector in the exchanges of the other ranks that need it."""
+        return [words + number for words in self.peer_words[self.vectors[name].word]] if self.peers.share(name) else []
+
+    def _places(self, name: str, index: ch.Value) -> list[ch.Expr]:
+        """The addresses of payload word `index` of a vector, in the exchange of every rank that needs it; here
+        first."""
+        if not self.peers.share(name):
+            return [self.place(name, index)]
+        number = ch.const(ty.u32, self._word(name, index), name="word")
+        return [self._words_of(name) + number, *self._peer_places(name, number)]
 
     def at(self, name: str, epoch: ch.Expr) -> Published:
         """A vector as it is published at an epoch."""
@@ -189,7 +231,8 @@ class Exchange(ABC):
 
         def publish(data: ch.Value) -> None:
             place = self._words_of(name) + published
-            self._publish_at(place, name, self._as_published(name, index, data), epoch)
+            places = [place, *self._peer_places(name, published)]
+            self._publish_at(places, name, self._as_published(name, index, data), epoch)
             self._let_be_copied(name)
 
         return publish
@@ -224,11 +267,11 @@ class Exchange(ABC):
 
     def publish(self, name: str, index: ch.Value, data: ch.Value, epoch: ch.Value) -> None:
         """Store one payload word."""
-        self._publish_at(self.place(name, index), name, self._as_published(name, index, data), epoch)
+        self._publish_at(self._places(name, index), name, self._as_published(name, index, data), epoch)
 
     @abstractmethod
-    def _publish_at(self, place: ch.Expr, name: str, data: ch.Value, epoch: ch.Value) -> None:
-        """Store the payload word of a vector that lies at `place`."""
+    def _publish_at(self, places: Sequence[ch.Expr], name: str, data: ch.Value, epoch: ch.Value) -> None:
+        """Store the payload word of a vector that lies at these places."""
 
     @abstractmethod
     def publish_release(self, name: str, index: ch.Value, data: ch.Value, epoch: ch.Value) -> None:
@@ -333,15 +376,17 @@ class FlaggedExchange(Exchange):
     def start(self) -> None:
         pass
 
-    def _publish_at(self, place: ch.Expr, name: str, data: ch.Value, epoch: ch.Value) -> None:
+    def _publish_at(self, places: Sequence[ch.Expr], name: str, data: ch.Value, epoch: ch.Value) -> None:
         """An input's element that is not below its limit, or no number, becomes the largest that is."""
-        if name in self.inputs:
-            prim.publish_tagged(place, data, self.inputs[name], epoch, scope=self.scope)
-        else:
-            prim.publish_flagged(place, data, epoch, scope=self.scope)
+        for place in places:
+            if name in self.inputs:
+                prim.publish_tagged(place, data, self.inputs[name], epoch, scope=self.scope_of(name))
+            else:
+                prim.publish_flagged(place, data, epoch, scope=self.scope_of(name))
 
     def publish_release(self, name: str, index: ch.Value, data: ch.Value, epoch: ch.Value) -> None:
-        prim.publish_flagged_release(self.place(name, index), data, epoch, scope=self.scope)
+        for place in self._places(name, index):
+            prim.publish_flagged_release(place, data, epoch, scope=self.scope_of(name))
 
     def meet(self, when: ch.Value = True) -> None:
         """Each word is waited for by itself."""
@@ -349,8 +394,8 @@ class FlaggedExchange(Exchange):
     def read4(self, name: str, unit: ch.Value, epoch: ch.Value) -> Any:
         words = self.place(name, ch.cast(ty.u32, unit) * 4)
         if name in self.inputs:
-            return prim.wait_tagged4(words, self.inputs[name], epoch, scope=self.scope)
-        return prim.wait_flagged4(words, epoch, scope=self.scope)
+            return prim.wait_tagged4(words, self.inputs[name], epoch, scope=self.scope_of(name))
+        return prim.wait_flagged4(words, epoch, scope=self.scope_of(name))
 
     @ch.inline
     def asked4(self) -> Any:
@@ -358,10 +403,12 @@ class FlaggedExchange(Exchange):
         return asked
 
     def ask4(self, asked: Any, name: str, unit: ch.Value) -> None:
-        prim.ask_flagged4(asked, self.place(name, ch.cast(ty.u32, unit) * 4), scope=self.scope)
+        prim.ask_flagged4(asked, self.place(name, ch.cast(ty.u32, unit) * 4), scope=self.scope_of(name))
 
     def settle4(self, asked: Any, name: str, unit: ch.Value, epoch: ch.Value) -> Any:
-        return prim.settle_flagged4(asked, self.place(name, ch.cast(ty.u32, unit) * 4), epoch, scope=self.scope)
+        return prim.settle_flagged4(
+            asked, self.place(name, ch.cast(ty.u32, unit) * 4), epoch, scope=self.scope_of(name)
+        )
 
     def read_units(self, name: str, data: Any, unit: ch.Value, stride: int, count: int, epoch: ch.Value) -> None:
         words, distance = self.place(name, ch.cast(ty.u32, unit) * 4), self.vectors[name].distance(stride * 4)
@@ -369,12 +416,12 @@ class FlaggedExchange(Exchange):
             with ch.for_(count, unroll=True) as index:
                 data[index] = self.read4(name, unit + index * stride, epoch)
         elif name in self.inputs:
-            prim.wait_tagged_units(data, words, distance, count, self.inputs[name], epoch, scope=self.scope)
+            prim.wait_tagged_units(data, words, distance, count, self.inputs[name], epoch, scope=self.scope_of(name))
         else:
-            prim.wait_flagged_units(data, words, distance, count, epoch, scope=self.scope)
+            prim.wait_flagged_units(data, words, distance, count, epoch, scope=self.scope_of(name))
 
     def read_places(self, name: str, data: Any, places: Any, count: ch.Value, epoch: ch.Value) -> None:
-        prim.wait_flagged_places(data, self.place(name, 0), places, count, epoch, scope=self.scope)
+        prim.wait_flagged_places(data, self.place(name, 0), places, count, epoch, scope=self.scope_of(name))
 
     def wait_for_one(self, name: str, unit: ch.Value, epoch: ch.Value, when: ch.Value = True) -> None:
         first = self.machine.lane == 0
@@ -383,7 +430,7 @@ class FlaggedExchange(Exchange):
         prim.warp_barrier()
 
     def read4_acquire(self, name: str, unit: ch.Value, epoch: ch.Value) -> Any:
-        return prim.wait_flagged4_acquire(self.place(name, ch.cast(ty.u32, unit) * 4), epoch, scope=self.scope)
+        return prim.wait_flagged4_acquire(self.place(name, ch.cast(ty.u32, unit) * 4), epoch, scope=self.scope_of(name))
 
 
 class BarrierExchange(Exchange):
@@ -420,7 +467,8 @@ class BarrierExchange(Exchange):
             self.copies.start()
         self.machine.meet()
 
-    def _publish_at(self, place: ch.Expr, name: str, data: ch.Value, epoch: ch.Value) -> None:
+    def _publish_at(self, places: Sequence[ch.Expr], name: str, data: ch.Value, epoch: ch.Value) -> None:
+        (place,) = places
         place[0] = data
 
     def _as_published(self, name: str, index: ch.Value, data: ch.Value) -> ch.Value:
@@ -484,7 +532,8 @@ def make_exchange(
     scope: str = GPU_SCOPE,
     inputs: Mapping[str, int] | None = None,
     copied: Mapping[str, str] | None = None,
+    peers: Peers = ALONE,
 ) -> Exchange:
-    """The kind that the plan names. inputs, copied: see `Exchange`."""
+    """The kind that the plan names. inputs, copied, peers: see `Exchange`."""
     kinds = {"flags": FlaggedExchange, "barrier": BarrierExchange}
-    return kinds[machine.plan.sync](machine, workspace, sizes, scope, inputs, copied)
+    return kinds[machine.plan.sync](machine, workspace, sizes, scope, inputs, copied, peers)

@@ -1,8 +1,8 @@
 """Words that the host reads and writes while a launch runs: tokens as they are chosen, and sequences that are to end.
 
 Both lie in the host's memory, mapped for the device. Each word stands for itself, so nothing orders one after another.
-Block 0 alone looks at them: a trip to the host's memory takes longer than an exchange, so it asks while it waits for
-the candidates of a step, and says the answer with its candidates of the next.
+Block 0 (of the first rank) alone looks at them: a trip to the host's memory takes longer than an exchange, so it asks
+while it waits for the candidates of a step, and says the answer with its candidates of the next.
 """
 
 from __future__ import annotations
@@ -68,11 +68,11 @@ class HostWords:
     @ch.inline
     def instead_of(self, column: ch.Expr, best: ch.Expr, token: ch.Expr) -> tuple[Any, Any]:
         """This block's candidate of a column, or, of a sequence that is to end, the one that all blocks will choose."""
-        is_cancelled = (self.columns.machine.block == 0) & (self.columns.state(column, CANCELLED) != 0)
+        is_cancelled = (self.columns.machine.number == 0) & (self.columns.state(column, CANCELLED) != 0)
         value = ch.select(is_cancelled, prim.float_bits(ty.f32(float("inf"))), prim.float_bits(best))
         return value, ch.select(is_cancelled, ty.u32(CANCELLED_TOKEN), token)
 
     @property
     def _asks(self) -> Any:
         machine = self.columns.machine
-        return (machine.block == 0) & (machine.thread < self.columns.count)
+        return (machine.number == 0) & (machine.thread < self.columns.count)

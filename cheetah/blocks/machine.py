@@ -10,7 +10,7 @@ from cheetah import lang as ch
 from cheetah.lang import prim, ty
 from cheetah.plan import Gpu, ModelShape, Plan, SharedMap
 from cheetah.plan.products import StepTable
-from cheetah.plan.world import alone
+from cheetah.plan.world import world_of
 
 CONSUMER_BARRIER = 1
 """The named barrier at which the consumer warps meet; the others never do."""
@@ -20,9 +20,10 @@ CONSUMER_BARRIER = 1
 class Machine:
     """The parts that every building block needs.
 
-    model: all of it; rank: which of the GPUs that make its steps together this is. block, thread, warp and lane are
-    device values; arena is the start of shared memory, laid out by `shared`. The consumer role is every thread of the
-    first warps, the producer role is one lane of the next one, the adder role every thread of those behind it.
+    model: all of it; rank: which of the GPUs that make its steps together this is, a parameter of the launch where
+    there are several. block, thread, warp and lane are device values; arena is the start of shared memory, laid out by
+    `shared`. The consumer role is every thread of the first warps, the producer role is one lane of the next one, the
+    adder role every thread of those behind it.
     """
 
     model: ModelShape
@@ -37,11 +38,11 @@ class Machine:
     producer: ch.Role
     consumer: ch.Role
     adder: ch.Role
-    rank: int = 0
+    rank: ch.Expr | int = 0
 
     def __post_init__(self) -> None:
         self.at_first = self.thread, self.warp, self.lane
-        self.world = alone(self.gpu)
+        self.world = world_of(self.gpu)
         self.shape = self.model.of_rank(self.world.size)
         """What this rank has of the model: its heads and their cache."""
 
@@ -119,7 +120,7 @@ def _first_byte(shared: SharedMap, name: str) -> ch.Expr:
 
 
 @ch.inline
-def start_machine(shape: ModelShape, plan: Plan, gpu: Gpu, shared: SharedMap) -> Machine:
+def start_machine(shape: ModelShape, plan: Plan, gpu: Gpu, shared: SharedMap, rank: ch.Expr | None = None) -> Machine:
     """Name the thread's place and the regions of shared memory, and open the roles."""
     for region in shared.regions:
         _first_byte(shared, region.name)  # so that the text lists them in the order in which they lie
@@ -129,7 +130,7 @@ def start_machine(shape: ModelShape, plan: Plan, gpu: Gpu, shared: SharedMap) ->
     warp = thread // 32
     lane = thread % 32
     roles = ch.Role("producer"), ch.Role("consumer"), ch.Role("adder")
-    return Machine(shape, plan, gpu, shared, arena, block, thread, warp, lane, *roles)
+    return Machine(shape, plan, gpu, shared, arena, block, thread, warp, lane, *roles, 0 if rank is None else rank)
 
 
 _GIVES = {12 * 32: prim.keep_104_registers, 16 * 32: prim.keep_64_registers}

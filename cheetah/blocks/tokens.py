@@ -142,7 +142,7 @@ class Tokens:
             with ch.if_(machine.block == 0):
                 place = sequence * (machine.plan.launch_tokens + 1) + index + 1
                 launch.tokens[place] = ty.i32(sampled)
-                self.host.emit(place, sampled)
+                self._emit(place, sampled)
             first_stop = ch.const(ty.u32, columns.sequence(sequence, "stop_first"), name="first_stop")
             stop_count = ch.const(ty.u32, columns.sequence(sequence, "stop_count"), name="stop_count")
             with ch.for_(stop_count, unroll=1) as stop:
@@ -159,6 +159,13 @@ class Tokens:
             self.next_token[column] = ch.minimum(sampled, self.rows - 1)
         with ch.else_():
             self.next_token[column] = self._given(sequence, following)
+
+    def _emit(self, place: ch.Expr, token: ch.Expr) -> None:
+        """The host hears of a token once."""
+        if self.machine.world.size == 1:
+            return self.host.emit(place, token)
+        with ch.if_(self.machine.number == 0):
+            self.host.emit(place, token)
 
     @ch.function
     def _given(self, sequence: ch.Expr, index: ch.Expr) -> Any:

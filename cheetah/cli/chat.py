@@ -27,7 +27,8 @@ RESET = "/reset begins anew"
 
 
 @takes_load(
-    "device gpu max_context kv_dtype prompt_passes chat_template lora quantization gpu_memory_utilization revision "
+    "device tensor_parallel_size "
+    "gpu max_context kv_dtype prompt_passes chat_template lora quantization gpu_memory_utilization revision "
     "verbose"
 )
 @takes_sampling

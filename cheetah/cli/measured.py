@@ -59,8 +59,8 @@ class Measured:
 
     @property
     def ordinal(self) -> int:
-        """Of "cuda:1" the 1."""
-        return int((self.device or "").partition(":")[2] or 0)
+        """Of "cuda:1" the 1; of several GPUs the first one's."""
+        return int((self.device or "").partition(":")[2].partition(",")[0] or 0)
 
     def refuse_hours_of_emulation(self, tokens: int) -> None:
         """CheetahError where there is no GPU and the emulator, for which the command was not asked by name, would take

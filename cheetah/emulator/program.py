@@ -18,6 +18,7 @@ import numpy as np
 
 from cheetah.emulator.errors import Deadlock, EmulatorError, Misuse, SwitchLimit, TimeLimit
 from cheetah.errors import CheetahError
+from cheetah.manifest import of_peer
 
 SCHEDULERS = ("round_robin", "random", "priority")
 
@@ -124,20 +125,57 @@ class Program(ABC):
             chunk_limit=chunk_limit or 0,
             poisoned=dict(poisoned or {}),
         )
-        if len(arguments) != len(self.parameters):
-            wanted = ", ".join(p.name for p in self.parameters)
-            raise CheetahError(
-                f"kernel {self.kernel} takes {len(self.parameters)} arguments ({wanted}), got {len(arguments)}"
-            )
-        for parameter, argument in zip(self.parameters, arguments, strict=True):
-            _check(self.kernel, parameter, argument)
+        return self._checked_run(shape, [arguments], timeout_s, watch)
+
+    def launch_together(
+        self,
+        grid: Extent,
+        block: Extent,
+        shared_bytes: int,
+        arguments: Sequence[Sequence[Argument]],
+        *,
+        timeout_s: float | None = None,
+        watch: Callable[[], None] | None = None,
+        chunk_limit: int | None = None,
+        poisoned: Mapping[str, int] | None = None,
+        scheduler: str = "round_robin",
+        seed: int = 0,
+        switch_limit: int | None = None,
+    ) -> LaunchStats:
+        """The same on several GPUs (ranks) at once, of each of which this is the grid, and `arguments` has a list.
+
+        An array that a `peer_parameter` of the manifest names is another rank's, to which words may be published; they
+        land later, in any order but each word's own. One that several ranks are given is everybody's.
+        """
+        shape = replace(
+            _shape(grid, block, shared_bytes, scheduler, seed, switch_limit),
+            chunk_limit=chunk_limit or 0,
+            poisoned=dict(poisoned or {}),
+        )
+        return self._checked_run(shape, arguments, timeout_s, watch)
+
+    def _checked_run(
+        self,
+        shape: LaunchShape,
+        arguments: Sequence[Sequence[Argument]],
+        timeout_s: float | None,
+        watch: Callable[[], None] | None,
+    ) -> LaunchStats:
+        for of_rank in arguments:
+            if len(of_rank) != len(self.parameters):
+                wanted = ", ".join(p.name for p in self.parameters)
+                raise CheetahError(
+                    f"kernel {self.kernel} takes {len(self.parameters)} arguments ({wanted}), got {len(of_rank)}"
+                )
+            for parameter, argument in zip(self.parameters, of_rank, strict=True):
+                _check(self.kernel, parameter, argument)
         return self._run(shape, arguments, timeout_s, watch)
 
     @abstractmethod
     def _run(
         self,
         shape: LaunchShape,
-        arguments: Sequence[Argument],
+        arguments: Sequence[Sequence[Argument]],
         timeout_s: float | None,
         watch: Callable[[], None] | None,
     ) -> LaunchStats: ...
@@ -160,17 +198,17 @@ class LoadedProgram(Program):
     def _run(
         self,
         shape: LaunchShape,
-        arguments: Sequence[Argument],
+        arguments: Sequence[Sequence[Argument]],
         timeout_s: float | None,
         watch: Callable[[], None] | None,
     ) -> LaunchStats:
-        pairs = list(zip(self.parameters, arguments, strict=True))
-        values = [_value(parameter, argument) for parameter, argument in pairs]
-        arrays = [(parameter.name, a) for parameter, a in pairs if isinstance(a, np.ndarray)]
+        pairs = [list(zip(self.parameters, of_rank, strict=True)) for of_rank in arguments]
+        values = [_value(parameter, argument) for of_rank in pairs for parameter, argument in of_rank]
+        arrays = _arrays(pairs)
         report = ctypes.create_string_buffer(_REPORT_BYTES)
         with _one_launch:
             poll = _Poll(timeout_s, watch)  # waiting for one's turn takes nothing of the time limit
-            launch = _launch_structure(shape, values, arrays, poll, report)
+            launch = _launch_structure(shape, values, arrays, poll, report, len(arguments))
             started = time.perf_counter()
             self._library.cheetah_emulator_launch(ctypes.byref(launch))
             seconds = time.perf_counter() - started
@@ -226,6 +264,8 @@ class _Buffer(ctypes.Structure):
         ("bytes", ctypes.c_uint64),
         ("name", ctypes.c_char_p),
         ("poison", ctypes.c_uint64),
+        ("rank", ctypes.c_uint32),
+        ("has_peers", ctypes.c_uint32),
     ]
 
 
@@ -247,13 +287,14 @@ class _Launch(ctypes.Structure):
         ("outcome", ctypes.c_uint32),
         ("chunk_limit", ctypes.c_uint32),
         ("most_chunks", ctypes.c_uint32),
-        ("unused", ctypes.c_uint32),
+        ("ranks", ctypes.c_uint32),
         ("switches", ctypes.c_uint64),
         ("collectives", ctypes.c_uint64),
         ("copies", ctypes.c_uint64),
         ("copied_bytes", ctypes.c_uint64),
         ("report", ctypes.c_void_p),
         ("report_bytes", ctypes.c_uint64),
+        ("parameters", ctypes.c_uint64),
     ]
 
 
@@ -279,14 +320,21 @@ class _Poll:
 def _launch_structure(
     shape: LaunchShape,
     values: "Sequence[ctypes._SimpleCData[Any]]",
-    arrays: Sequence[tuple[str, np.ndarray]],
+    arrays: "Sequence[_Array]",
     poll: _Poll,
     report: ctypes.Array[ctypes.c_char],
+    ranks: int,
 ) -> _Launch:
     """The C structure; it keeps what it points to alive, but for the arrays and the report."""
     pointers = (ctypes.c_void_p * max(1, len(values)))(*(ctypes.addressof(value) for value in values))
     buffers = (_Buffer * max(1, len(arrays)))(
-        *(_Buffer(a.ctypes.data, a.nbytes, name.encode(), _poison(shape, name)) for name, a in arrays)
+        *(
+            _Buffer(
+                *(one.array.ctypes.data, one.array.nbytes, one.name.encode(), _poison(shape, one.name)),
+                *(one.rank, one.has_peers),
+            )
+            for one in arrays
+        )
     )
     return _Launch(
         grid=shape.grid,
@@ -302,7 +350,44 @@ def _launch_structure(
         poll=poll.callback,
         report=ctypes.addressof(report),
         report_bytes=len(report),
+        ranks=ranks,
+        parameters=len(values) // ranks,
     )
+
+
+EVERY_RANK = 2**32 - 1
+
+
+@dataclass
+class _Array:
+    """An array of a launch: whose it is, and whether other ranks have its address."""
+
+    name: str
+    array: np.ndarray
+    rank: int
+    has_peers: bool = False
+
+
+def _arrays(arguments: "Sequence[Sequence[tuple[Parameter, Argument]]]") -> list[_Array]:
+    """Each array once. One that several ranks are given, and not as that of a peer, is everybody's."""
+    own: dict[int, _Array] = {}
+    peers = set[int]()
+    for rank, pairs in enumerate(arguments):
+        for parameter, argument in pairs:
+            if not isinstance(argument, np.ndarray):
+                continue
+            address = argument.ctypes.data
+            if of_peer(parameter.name) is not None:
+                peers.add(address)
+                continue
+            known = own.get(address) if len(arguments) > 1 else None
+            if known is None or known.array.nbytes != argument.nbytes:
+                own[address if len(arguments) > 1 else len(own)] = _Array(parameter.name, argument, rank)
+            elif known.rank != rank:
+                known.rank = EVERY_RANK
+    for address, one in own.items():
+        one.has_peers = address in peers
+    return list(own.values())
 
 
 def _poison(shape: LaunchShape, name: str) -> int:

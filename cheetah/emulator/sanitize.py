@@ -42,10 +42,15 @@ class SanitizedProgram(Program):
     def _run(
         self,
         shape: LaunchShape,
-        arguments: Sequence[Argument],
+        arguments: Sequence[Sequence[Argument]],
         timeout_s: float | None,
         watch: Callable[[], None] | None,
     ) -> LaunchStats:
+        if len(arguments) != 1:
+            raise CheetahError("the race detector follows one GPU: launch without others")
+        return self._run_alone(shape, arguments[0], timeout_s)
+
+    def _run_alone(self, shape: LaunchShape, arguments: Sequence[Argument], timeout_s: float | None) -> LaunchStats:
         threads = int(np.prod(shape.grid)) * int(np.prod(shape.block))
         if threads > MAXIMUM_FIBRES:
             raise CheetahError(f"{threads} threads; the race detector has room for {MAXIMUM_FIBRES}: use fewer blocks")

@@ -20,7 +20,8 @@ from cheetah.lang.printer import parameter_text
 from cheetah.lang.scope import emit, reserve
 
 GPU_SCOPE = "gpu"
-SCOPES = (GPU_SCOPE, "sys")
+SYSTEM_SCOPE = "sys"
+SCOPES = (GPU_SCOPE, SYSTEM_SCOPE)
 """How far the order between blocks reaches: the blocks of one GPU, or other GPUs and the host too."""
 
 

@@ -13,6 +13,7 @@ from cheetah.plan.plan import DEFAULT_CONTEXT, MAX_BATCH, STEP_TOKENS, Plan
 from cheetah.plan.regions import Reserve, comes_ahead, kernel_regions, longest_input_bytes, shared_map
 from cheetah.plan.shape import ModelShape
 from cheetah.plan.shared_memory import BULK_ALIGNMENT, stages_that_fit
+from cheetah.plan.world import world_of
 
 BARRIER_TOKENS, QUANTIZED_BARRIER_TOKENS = 16, 8
 """From so many tokens on, blocks exchange vectors by the grid barrier unless told otherwise."""
@@ -107,7 +108,7 @@ def _layer_bytes(shape: ModelShape, gpu: Gpu) -> int:
         for product in shape.table.products
         for source in product.sources
     )
-    return 2 * elements // gpu.blocks
+    return 2 * elements // world_of(gpu).blocks
 
 
 def default_down_slices(shape: ModelShape, draft: Plan, gpu: Gpu) -> int:
@@ -156,9 +157,10 @@ def _parts_that_come_ahead(shape: ModelShape, draft: Plan, gpu: Gpu) -> int:
 def default_sync(shape: ModelShape, tokens: int, gpu: Gpu) -> str:
     """Words that are polled come sooner than the grid barrier's trips end, but have to pass through registers: with
     quantised weights and 8 tokens that takes longer (8B, ms a step: bf16 3.600 polled, 3.67 copied behind the barrier;
-    int4 2.194 and 1.84, fp8 2.730 and 2.47). With 4 it does not (int4 1.657 and 1.734)."""
+    int4 2.194 and 1.84, fp8 2.730 and 2.47). With 4 it does not (int4 1.657 and 1.734). The
+    barrier is one GPU's."""
     least = QUANTIZED_BARRIER_TOKENS if shape.formats else BARRIER_TOKENS
-    return "barrier" if tokens >= least and not gpu.emulated else "flags"
+    return "barrier" if tokens >= least and not gpu.emulated and gpu.ranks == 1 else "flags"
 
 
 def default_adding_warps(tokens: int) -> int:

@@ -1,9 +1,13 @@
 """The machines: plain constants, one `Gpu` each. To add a GPU, add one line to `GPUS`.
 
+Several GPUs that make steps together are a machine too: "h200x2" is two of "h200". "h200.2x2" is one of them whose
+blocks are shared out to two ranks, to test on.
+
 Units: bytes are bytes, GB = 1e9 bytes, KB of shared memory = 1024 bytes.
 """
 
-from dataclasses import dataclass
+import re
+from dataclasses import dataclass, replace
 
 from cheetah.plan.errors import PlanError, require_positive
 from cheetah.plan.formats import KV_TILE_TOKENS
@@ -11,6 +15,10 @@ from cheetah.printable import shown
 
 SHARED_BYTES_SM90 = 227 * 1024
 """Most dynamic shared memory of one block on compute capability 9.0 (CUDA C++ Programming Guide)."""
+
+
+RANKS = (1, 2, 4, 8)
+"""How many GPUs can make steps together."""
 
 
 @dataclass(frozen=True)
@@ -22,7 +30,7 @@ class Gpu:
     `kv_chunk_min` is M of the load-balanced KV scheduler (FlashInfer, Algorithm 1): fewest keys of an item of
     attention. 256 keys: so a context of up to 256 keys needs no merge of states, which is worth 1 to 2 % there; at 512
     keys it costs as much, beyond that little either way (H200, benchmarks/LOG.md). `kv_item_cost`: what an item costs a
-    block beside its keys, in keys.
+    block beside its keys, in keys. `ranks` such GPUs make each step together; all else is of one of them.
     """
 
     name: str
@@ -35,6 +43,7 @@ class Gpu:
     emulated: bool = False
     kv_chunk_min: int = 256
     kv_item_cost: int = 128
+    ranks: int = 1
 
     def __post_init__(self) -> None:
         place = f"Gpu({self.name!r})"
@@ -45,6 +54,8 @@ class Gpu:
                 f"{place}: kv_chunk_min {self.kv_chunk_min}, kv_item_cost {self.kv_item_cost}: give a multiple of "
                 f"{KV_TILE_TOKENS}, and no negative cost"
             )
+        if self.ranks not in RANKS:
+            raise PlanError(f"{place}: {self.ranks} GPUs together: give one of {', '.join(map(str, RANKS))}")
         if not self.read_gb_per_s > 0:
             raise PlanError(
                 f"{place}: read_gb_per_s is {self.read_gb_per_s!r}: give a rate above 0 (1e9 bytes a second)"
@@ -79,8 +90,29 @@ GPUS: dict[str, Gpu] = {
 
 
 def gpu_named(name: object) -> Gpu:
-    """The machine of that name; PlanError lists the names there are."""
-    if not isinstance(name, str) or name not in GPUS:
+    """The machine of that name, such as "h200", or "h200x2" for two of them; PlanError lists the names there are."""
+    found = re.fullmatch(r"(.+?)(?:\.(\d))?(?:x(\d))?", name) if isinstance(name, str) else None
+    if found is None or found[1] not in GPUS:
         known = f"choose one of {', '.join(GPUS)}, or add a Gpu(...) to cheetah/plan/gpu.py"
         raise PlanError(f"gpu {shown(name)} is not known: {known}")
-    return GPUS[name]
+    return together(part_of(GPUS[found[1]], int(found[2] or 1)), int(found[3] or 1))
+
+
+def together(gpu: Gpu, ranks: int) -> Gpu:
+    """So many such GPUs as one machine. PlanError where there can be no such machine."""
+    return gpu if ranks == 1 else replace(gpu, name=f"{gpu.name}x{ranks}", ranks=ranks)
+
+
+def part_of(gpu: Gpu, parts: int) -> Gpu:
+    """What each of so many ranks has of a GPU that they share. PlanError where it cannot be shared so."""
+    if parts == 1:
+        return gpu
+    if parts not in RANKS:
+        raise PlanError(f"gpu {gpu.name!r} in {parts} parts: give one of {', '.join(map(str, RANKS))}")
+    return replace(
+        gpu,
+        name=f"{gpu.name}.{parts}",
+        blocks=gpu.blocks // parts,
+        read_gb_per_s=gpu.read_gb_per_s / parts,
+        memory_bytes=gpu.memory_bytes // parts,
+    )

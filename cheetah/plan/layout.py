@@ -28,6 +28,9 @@ class MatrixLayout:
     rows: its rows 0 to 7 are the weights in its first half of columns, its rows 8 to 15 those of the same rows in the
     second. So the same bytes stand for a share of work half as high, of which more blocks can have as much.
 
+    ranks: GPUs among which the M-tiles of the whole matrix are dealt: `rows` are one's, and its M-tiles follow those of
+    the ranks before. 1 where a rank has rows of its own vectors, queries and the like.
+
     is_brief, is_once: see `Product`. experts: so many such matrices, one behind the other."""
 
     name: str
@@ -43,6 +46,7 @@ class MatrixLayout:
     is_brief: bool = False
     is_once: bool = False
     experts: int = 1
+    ranks: int = 1
 
     def __post_init__(self) -> None:
         place = f"MatrixLayout({self.name!r})"
@@ -71,6 +75,28 @@ class MatrixLayout:
     @property
     def m_tiles(self) -> int:
         return ceil_div(self.rows, self.tile_rows)
+
+    @property
+    def all_m_tiles(self) -> int:
+        """M-tiles of all ranks."""
+        return self.m_tiles * self.ranks
+
+    def of_all(self, m_tile: Index, rank: Index) -> Index:
+        """The number among all ranks' M-tiles of one of a rank's; also for device expressions."""
+        return m_tile if self.ranks == 1 else rank * self.m_tiles + m_tile
+
+    def position_of_all(self, number: Index) -> Index:
+        """Where the block stands that is number `number` of all ranks', counted over the ranks; also for device
+        expressions."""
+        if self.ranks == 1:
+            return self.position(number)
+        return number // self.blocks * self.blocks + self.position(number % self.blocks)
+
+    def position_of_owner(self, m_tile: Index) -> Index:
+        """Where the owner stands of an M-tile, one of all ranks', as `position_of_all`; also for device expressions."""
+        if self.ranks == 1:
+            return m_tile % self.blocks
+        return m_tile // self.m_tiles * self.blocks + m_tile % self.m_tiles % self.blocks
 
     @property
     def is_narrow(self) -> bool:

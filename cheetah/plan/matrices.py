@@ -9,10 +9,10 @@ from cheetah.plan.gpu import Gpu
 from cheetah.plan.layout import MatrixLayout
 from cheetah.plan.narrow import residual_tile_rows, start_of_others
 from cheetah.plan.plan import Plan
-from cheetah.plan.products import Experts, Product
+from cheetah.plan.products import Experts, Product, RowOrder
 from cheetah.plan.sections import Sections
 from cheetah.plan.shape import ModelShape
-from cheetah.plan.world import alone
+from cheetah.plan.shares import rows_of_rank
 
 
 @dataclass(frozen=True)
@@ -36,6 +36,11 @@ class StepMatrices:
             if layout.name == name:
                 return layout
         raise PlanError(f"there is no matrix {name!r}: there are {', '.join(layout.name for layout in self)}")
+
+    @property
+    def ranks(self) -> int:
+        """GPUs that have a part of each."""
+        return self.head.ranks
 
     @property
     def layer_stride(self) -> int:
@@ -68,7 +73,8 @@ class StepMatrices:
 
     def describe(self) -> tuple[dict[str, int | str], ...]:
         """One plain entry a matrix: name, rows, columns, format, offset, layer_stride, layers, start; tile_rows of
-        narrow M-tiles; experts, and expert_stride from one to the next."""
+        narrow M-tiles; experts, and expert_stride from one to the next; ranks, where several share the M-tiles, of
+        which rows and bytes are one's."""
         return tuple(self._describe(layout) for layout in self)
 
     def _describe(self, layout: MatrixLayout) -> dict[str, int | str]:
@@ -84,6 +90,7 @@ class StepMatrices:
             "start": layout.start,
             **({"tile_rows": layout.tile_rows} if layout.is_narrow else {}),
             **({"experts": layout.experts, "expert_stride": layout.expert_bytes} if layout.experts > 1 else {}),
+            **({"ranks": layout.ranks} if layout.ranks > 1 else {}),
         }
 
 
@@ -93,31 +100,33 @@ def read_of(layout: MatrixLayout, experts: Experts | None, tokens: int) -> float
 
 
 def step_matrices(shape: ModelShape, plan: Plan, gpu: Gpu) -> StepMatrices:
-    """The layouts of a model's matrices under a plan."""
+    """The layouts under a plan of what each rank has of a model's matrices. PlanError where ranks cannot share them."""
     plan.check(shape, gpu)
     table, start, tile_rows = shape.table, start_of_others(shape, gpu), residual_tile_rows(shape, gpu)
-    layouts = [_layout(product, plan, gpu, start, tile_rows) for product in table.products]
+    layouts = [_layout(product, shape, plan, gpu, start, tile_rows) for product in table.products]
     places = Sections({layout.name: layout.total_bytes for layout in layouts})
     of_layer = tuple(replace(layout, offset=places.offsets[layout.name]) for layout in layouts)
-    head = replace(_layout(table.head, plan, gpu, start, tile_rows), offset=shape.layers * places.end)
+    head = replace(_layout(table.head, shape, plan, gpu, start, tile_rows), offset=shape.layers * places.end)
     return StepMatrices(of_layer, head, shape.layers)
 
 
-def _layout(product: Product, plan: Plan, gpu: Gpu, start: int, residual_rows: int) -> MatrixLayout:
+def _layout(product: Product, shape: ModelShape, plan: Plan, gpu: Gpu, start: int, residual_rows: int) -> MatrixLayout:
     """start: of all but those that are added to the residual. They share theirs, so that a row of it lies with one
     block, and their height, `residual_rows`."""
     chunk_bytes = product.format.chunk_bytes(plan.stage_bytes, plan.consumer_warps)
+    tile_rows = residual_rows if product.adds else M_TILE_ROWS
     return MatrixLayout(
         product.name,
-        product.rows,
+        rows_of_rank(product, shape, tile_rows, gpu.ranks),
         product.columns,
-        alone(gpu).blocks,
+        gpu.blocks,
         chunk_bytes,
         0 if product.adds else start,
         slices=plan.down_slices if product.is_sliced else 1,
         experts=1 if product.experts is None else product.experts.count,
         format=product.format,
-        tile_rows=residual_rows if product.adds else M_TILE_ROWS,
+        tile_rows=tile_rows,
         is_brief=product.is_brief,
         is_once=product.is_once,
+        ranks=1 if product.order is RowOrder.HEADS else gpu.ranks,
     )

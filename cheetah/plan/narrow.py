@@ -10,7 +10,7 @@ from cheetah.plan.gpu import Gpu
 from cheetah.plan.index import ceil_div
 from cheetah.plan.shape import ModelShape
 from cheetah.plan.split import Split
-from cheetah.plan.world import alone
+from cheetah.plan.world import world_of
 
 LEAST_COLUMNS, LEAST_COLUMNS_EMULATED = 1024, 256
 """Below, an M-tile is a chunk or two by rule, and half of it takes as long."""
@@ -22,8 +22,13 @@ def residual_tile_rows(shape: ModelShape, gpu: Gpu) -> int:
 
 
 def residual_split(shape: ModelShape, gpu: Gpu) -> Split:
-    """Which block owns which M-tiles of o and down, and so which rows of the residual."""
-    return Split(ceil_div(shape.hidden, residual_tile_rows(shape, gpu)), alone(gpu).blocks)
+    """Which block of a rank owns which of the rank's M-tiles of o and down, and so which rows of the residual."""
+    return Split(ceil_div(residual_m_tiles(shape, gpu), gpu.ranks), gpu.blocks)
+
+
+def residual_m_tiles(shape: ModelShape, gpu: Gpu) -> int:
+    """M-tiles of o and of down, of all ranks."""
+    return ceil_div(shape.hidden, residual_tile_rows(shape, gpu))
 
 
 def start_of_others(shape: ModelShape, gpu: Gpu) -> int:
@@ -44,6 +49,6 @@ def _may_be_narrow(shape: ModelShape, gpu: Gpu) -> bool:
 
 
 def _saves_rows(shape: ModelShape, gpu: Gpu) -> bool:
-    blocks = alone(gpu).blocks
+    blocks = world_of(gpu).blocks
     usual, narrow = (ceil_div(shape.hidden, rows * blocks) * rows for rows in (M_TILE_ROWS, NARROW_ROWS))
     return narrow < usual

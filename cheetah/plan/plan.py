@@ -10,7 +10,7 @@ from cheetah.plan.gpu import Gpu
 from cheetah.plan.index import ceil_div, round_up
 from cheetah.plan.shape import ModelShape
 from cheetah.plan.shared_memory import BULK_ALIGNMENT
-from cheetah.plan.world import alone
+from cheetah.plan.shares import require_shared
 from cheetah.printable import shown
 
 SYNCS = ("flags", "barrier")
@@ -278,6 +278,11 @@ class Plan:
 
     def check(self, shape: ModelShape, gpu: Gpu) -> None:
         """PlanError unless this plan can serve that model on that machine."""
+        require_shared(shape, gpu)
+        if self.sync == "barrier" and gpu.ranks > 1:
+            raise PlanError(f"Plan: sync is 'barrier' with {gpu.ranks} GPUs, and blocks of one meet: use 'flags'")
+        if self.drafts and gpu.ranks > 1:
+            raise PlanError(f"Plan: drafts is {self.drafts} with {gpu.ranks} GPUs: one verifies drafts so far: give 0")
         if self.drafts and shape.windows_in(self.max_context) != (None,):
             raise PlanError(
                 f"Plan: drafts is {self.drafts} and the model has windows below max_context {self.max_context}: drafts "
@@ -294,10 +299,10 @@ class Plan:
         """Every block makes a part of `gated`, behind its reads of the logits: so nobody replaces them under it."""
         gate_up = shape.table.named("gate_up")
         m_tiles = ceil_div(gate_up.rows, M_TILE_ROWS) * shape.table.chosen
-        if m_tiles < alone(gpu).blocks:
+        if m_tiles < gpu.blocks:
             raise PlanError(
                 f"Plan: the {shape.table.chosen} experts of a token have {m_tiles} M-tiles of {gate_up.name} together, "
-                f"and {gpu.name} has {alone(gpu).blocks} blocks: each has to have one"
+                f"and {gpu.name} has {gpu.blocks} blocks: each has to have one"
             )
         if self.down_slices != 1:
             raise PlanError(f"Plan: down_slices is {self.down_slices}: the input of experts comes whole: give 1")

@@ -12,7 +12,7 @@ from cheetah.plan.plan import COLUMNS, VECTOR_PIECES, Plan
 from cheetah.plan.products import EXPERT_LIST, Experts, Product
 from cheetah.plan.shape import ModelShape
 from cheetah.plan.shared_memory import BULK_ALIGNMENT, Region, SharedMap, ring_regions
-from cheetah.plan.world import alone
+from cheetah.plan.world import world_of
 
 ATTENTION_SLICE_DIMS = 64
 """Dims of a head's output that the consumer warps fold at a time, or twice as many."""
@@ -48,8 +48,8 @@ def kernel_regions(shape: ModelShape, plan: Plan, gpu: Gpu) -> tuple[Region, ...
     if not plan.adding_warps:
         raise PlanError("Plan: adding_warps is 0: nobody would finish the rows of products: give 1 or more")
     vector_bytes = longest_vector_bytes(shape, plan, gpu)
-    attention = attention_regions(shape, plan, vector_bytes)
-    candidates = alone(gpu).blocks * max(plan.tokens, 2) * 8
+    attention = attention_regions(shape.of_rank(gpu.ranks), plan, vector_bytes)
+    candidates = world_of(gpu).blocks * max(plan.tokens, 2) * 8
     filtering = filter_regions(plan, gpu, candidates)
     residual_rows = residual_split(shape, gpu).waves * residual_tile_rows(shape, gpu)
     filters = filtering[-1].skip + filtering[-1].nbytes
@@ -109,10 +109,10 @@ def _behind_vector(sizes: dict[str, int], first: int, scratch: int) -> Iterator[
             yield Region(name, nbytes)
 
 
-def listed_tokens(tokens: int) -> int:
+def listed_tokens(tokens: int, ranks: int) -> int:
     """Tokens of a block's short list, where a step has so many. With 8 in each of 132 lists the 300 highest of all are
-    mostly listed, with 4 the 60 highest."""
-    return 8 if tokens == 1 else 4
+    mostly listed, with 4 the 60 highest. Several ranks have as many lists more."""
+    return 8 if tokens == 1 and ranks == 1 else 4
 
 
 def filter_regions(plan: Plan, gpu: Gpu, candidates: int) -> tuple[Region, ...]:
@@ -122,7 +122,10 @@ def filter_regions(plan: Plan, gpu: Gpu, candidates: int) -> tuple[Region, ...]:
     are used no more then. list_rows: a list of every warp. filters: what is known of every column; filter_sums: its
     warps' sums, of this block and of all."""
     sizes = {
-        "listed": min(plan.tokens, plan.consumer_warps) * alone(gpu).blocks * listed_tokens(plan.tokens) * 8,
+        "listed": min(plan.tokens, plan.consumer_warps)
+        * world_of(gpu).blocks
+        * listed_tokens(plan.tokens, gpu.ranks)
+        * 8,
         "list_rows": plan.consumer_warps * LIST_ROW_WORDS * 4,
         "filters": plan.tokens * FILTER_WORDS * 4,
         "filter_sums": 2 * max(plan.tokens, plan.consumer_warps) * FILTER_WORDS * 4,

@@ -126,9 +126,9 @@ class Report:
 
     @property
     def step_bytes(self) -> StepBytes:
-        plan = self.plan
+        plan, rank = self.plan, self.shape.of_rank(self.gpu.ranks)
         weights = self.matrices.read_bytes(self.shape.experts, plan.batch)
-        return step_bytes(self.shape, weights, self.context, plan.batch, plan.kv_element_bytes)
+        return step_bytes(rank, weights, self.context, plan.batch, plan.kv_element_bytes)
 
     @property
     def ceiling_ms(self) -> float:
@@ -144,7 +144,7 @@ class Report:
         """(what, value) rows, with units."""
         nbytes, plan = self.step_bytes, self.plan
         return (
-            ("machine", f"{self.gpu.name}: {self.gpu.blocks} blocks, {self.gpu.read_gb_per_s:g} GB/s"),
+            ("machine", f"{self.gpu.name}: {self.gpu.blocks} blocks, {self.gpu.read_gb_per_s:g} GB/s{self._of_each}"),
             ("read rate", self.gpu.rate_source),
             ("context", f"{self.context} tokens, batch {plan.batch}"),
             (
@@ -165,6 +165,11 @@ class Report:
             ("step at the ceiling", f"{self.ceiling_ms:.3f} ms"),
             ("tokens/s at the ceiling", f"{self.ceiling_tokens_per_s:.0f}"),
         )
+
+    @property
+    def _of_each(self) -> str:
+        """All sizes are those of one of several GPUs."""
+        return "" if self.gpu.ranks == 1 else f"; this and all below of each of {self.gpu.ranks} GPUs"
 
     def _narrow_tiles(self) -> tuple[tuple[str, str], ...]:
         narrow = [layout for layout in self.matrices if layout.is_narrow]
@@ -199,7 +204,8 @@ class Report:
         """K and V read by each block, from the schedule of this context clipped to the keys there are."""
         shape, plan = self.shape, self.plan
         lengths = [self.context] * plan.batch
-        sizes = (shape.kv_heads, self.gpu.blocks, shape.group, KV_TILE_TOKENS, self.gpu.kv_chunk_min)
+        rank = shape.of_rank(self.gpu.ranks)
+        sizes = (rank.kv_heads, self.gpu.blocks, rank.group, KV_TILE_TOKENS, self.gpu.kv_chunk_min)
         schedule = kv_plan(lengths, *sizes, chunk=plan.kv_chunk)
         token_bytes = 2 * plan.kv_element_bytes * shape.head_dim
         shares = []

@@ -83,11 +83,11 @@ class ModelShape:
         return tuple(dict.fromkeys(product.format for product in self.table))
 
     def of_rank(self, size: int) -> ModelShape:
-        """What one of `size` GPUs has of the model: its KV heads, with their query heads and their cache. PlanError
-        where they do not share them evenly."""
-        if self.kv_heads % size:
-            raise PlanError(f"ModelShape: {self.kv_heads} KV heads on {size} GPUs: give a number that divides them")
-        return replace(self, heads=self.heads // size, kv_heads=self.kv_heads // size)
+        """What one of `size` GPUs has of the model: its KV heads, with their query heads and their cache. Of fewer KV
+        heads than GPUs each is on several of these. PlanError where they do not share them evenly."""
+        if self.heads % size or self.kv_heads % size and size % self.kv_heads:
+            raise PlanError(f"{self.heads} heads with {self.kv_heads} KV heads cannot be dealt evenly to {size} GPUs")
+        return replace(self, heads=self.heads // size, kv_heads=max(1, self.kv_heads // size))
 
     @property
     def table(self) -> StepTable:

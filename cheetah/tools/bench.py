@@ -11,7 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from statistics import fmean, median
 from typing import TYPE_CHECKING, Any, cast
@@ -35,6 +35,7 @@ from cheetah.runtime.assembly.buffers import Weights, allocate_buffers, free_all
 from cheetah.runtime.assembly.kernels import choose_gpu
 from cheetah.runtime.assembly.memory import memory_of_buffers
 from cheetah.runtime.checkpoint.random_weights import RandomTensors, random_scheme, random_tensors
+from cheetah.runtime.device.group import first_of, part_of_first
 from cheetah.runtime.engine.kv_cache import CachedSequence
 from cheetah.runtime.engine.launcher import Launcher, Part, Sampling
 from cheetah.runtime.engine.launches import LoadedKernel
@@ -321,11 +322,13 @@ class TimedLaunches:
 class ReadCeiling:
     """How fast this device reads memory by bulk copies, measured when asked.
 
-    It reads memory of its own, or, where that does not fit beside the model, the model's weights.
+    It reads memory of its own, or, where that does not fit beside the model, the model's weights. Of several GPUs it is
+    measured on the first.
     """
 
     def __init__(self, device: Device, gpu: Gpu, weights: Buffer) -> None:
-        self._device = device
+        self._device = device = first_of(device)
+        gpu, weights = replace(gpu, ranks=1), part_of_first(weights)
         ceiling = generate_ceiling(gpu)
         self._kernel = device.load(ceiling.text, ceiling.manifest)
         self._sink = device.allocate(4 * gpu.blocks)

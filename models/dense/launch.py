@@ -11,9 +11,11 @@ from typing import Any
 
 from cheetah.blocks.timeline import EVENTS
 from cheetah.lang import Expr, ty
+from cheetah.manifest import RANK, peer_parameter
 from cheetah.models.config import ModelConfig
 from cheetah.package import KernelParameter
 from cheetah.plan import Plan
+from cheetah.plan.gpu import RANKS
 from cheetah.plan.kv.tables import COLUMN_WORDS, MAX_STOP_IDS, SEQUENCE_WORDS, TILE_WORDS
 
 
@@ -32,6 +34,15 @@ def number_field(meaning: str, type_: ty.Type = ty.u32) -> Any:
 def optional_field(parameter: KernelParameter) -> Any:
     """What some plans or families have."""
     return field(default=None, metadata={"parameter": parameter})
+
+
+PEER_EXCHANGES = {further: peer_parameter("exchange", further) for further in range(1, max(RANKS))}
+"""By how many ranks further on, the parameter that points to the exchange of that rank."""
+
+
+def peer_field(further: int) -> Any:
+    """The exchange of the rank so many further on, where a kernel has so many."""
+    return optional_field(KernelParameter(ty.ptr_mut(ty.u8), f"`exchange` of the rank {further} further on"))
 
 
 KV_SCALES = KernelParameter(
@@ -150,6 +161,16 @@ class Launch(ModelLaunch):
     history: Expr = optional_field(HISTORY)
     judges: Expr = optional_field(JUDGES)
     rounds: Expr = optional_field(ROUNDS)
+    rank: Expr | None = optional_field(
+        KernelParameter(ty.u32, "which of the GPUs that make the steps together this is")
+    )
+    peer_1_exchange: Expr | None = peer_field(1)
+    peer_2_exchange: Expr | None = peer_field(2)
+    peer_3_exchange: Expr | None = peer_field(3)
+    peer_4_exchange: Expr | None = peer_field(4)
+    peer_5_exchange: Expr | None = peer_field(5)
+    peer_6_exchange: Expr | None = peer_field(6)
+    peer_7_exchange: Expr | None = peer_field(7)
     timeline: Expr | None = optional_field(
         KernelParameter(
             ty.ptr_mut(ty.u64),
@@ -160,15 +181,25 @@ class Launch(ModelLaunch):
     )
 
 
-def kernel_parameters(config: ModelConfig, plan: Plan, traced: bool = False) -> dict[str, KernelParameter]:
-    """The parameters of a plan's kernel by name, in the order of its signature. traced: with a timeline."""
-    return parameters_of(Launch, config, plan, traced)
+def peers_of(launch: Launch) -> tuple[Expr, ...]:
+    """The exchanges of the other ranks, that of the next one first."""
+    peers = (getattr(launch, name) for name in PEER_EXCHANGES.values())
+    return tuple(peer for peer in peers if peer is not None)
+
+
+def kernel_parameters(
+    config: ModelConfig, plan: Plan, traced: bool = False, ranks: int = 1
+) -> dict[str, KernelParameter]:
+    """The parameters of a plan's kernel by name, in the order of its signature. traced: with a timeline; ranks: GPUs
+    that make its steps together."""
+    return parameters_of(Launch, config, plan, traced, ranks)
 
 
 def parameters_of(
-    launch: type[ModelLaunch], config: ModelConfig, plan: Plan, traced: bool
+    launch: type[ModelLaunch], config: ModelConfig, plan: Plan, traced: bool, ranks: int = 1
 ) -> dict[str, KernelParameter]:
-    """The fields of a launch that its kernel has, by name in order. plan: of decoding; traced: with a timeline."""
+    """The fields of a launch that its kernel has, by name in order. plan: of decoding; traced: with a timeline; ranks:
+    GPUs that launch it together."""
     parameters = {one.name: one.metadata["parameter"] for one in fields(launch)}
     is_codes = plan.kv_dtype == "e4m3"
     if is_codes:
@@ -195,5 +226,7 @@ def parameters_of(
         "norms_behind": config.norms.after,
         "places": config.act_order,
         "timeline": traced,
+        RANK: ranks > 1,
+        **{PEER_EXCHANGES[further]: further < ranks for further in PEER_EXCHANGES},
     }
     return {name: one for name, one in parameters.items() if wanted.get(name, True)}

@@ -35,11 +35,10 @@ from cheetah.models.dense.weights import (
     RowGroups,
     bias_tensors,
     groups_of,
-    logical_matrix,
     matrix_tensors,
     norm_tensors,
+    rank_groups,
     rotated_rows,
-    row_groups,
     vector_shapes,
 )
 from cheetah.models.family import MatrixRows, Packing, QuantizedMatrix, ReadRows, ReadTensor
@@ -51,6 +50,7 @@ from cheetah.models.scratch import scratch
 from cheetah.piece_ring import ALIGNMENT, PieceRing
 from cheetah.plan import MatrixLayout, StepMatrices
 from cheetah.plan.formats import QuantizedTiles
+from cheetah.plan.world import Rank
 from cheetah.stopwatch import Stopwatch
 
 BLOCKS_AHEAD = 3
@@ -95,13 +95,14 @@ def pack_all(config: ModelConfig, matrices: StepMatrices, packing: Packing) -> N
             packing.progress(piece.packed_bytes)
 
     tensor, rows = packing.tensor, packing.rows or packing.tensor
-    staged = _Staged() if repacker is None else _Staged.of(config, matrices, rows)
+    rank = Rank(packing.rank, matrices.ranks)
+    staged = _Staged() if repacker is None else _Staged.of(config, matrices, rows, rank)
     largest = max(_largest_piece(config, matrices), staged.table_bytes) + ALIGNMENT
     with (
         nullcontext(False) if repacker is None else repacker.room(staged.nbytes) as has_room,
         packing.lend(max(threads * BLOCKS_AHEAD * BLOCK_BYTES, PIECES_AHEAD * largest)) as ring,
     ):
-        source = _Source(config, matrices, tensor, rows, staged if has_room else _Staged(), watch)
+        source = _Source(config, matrices, tensor, rows, staged if has_room else _Staged(), watch, rank)
         try:
             for piece in source.pieces():
                 while (packed := ring.take(piece.nbytes)) is None:
@@ -115,7 +116,7 @@ def pack_all(config: ModelConfig, matrices: StepMatrices, packing: Packing) -> N
 
 def _largest_piece(config: ModelConfig, matrices: StepMatrices) -> int:
     """Bytes that no piece exceeds which is packed here."""
-    vectors = (math.prod(shape) * 2 for shape in vector_shapes(config).values())
+    vectors = (math.prod(shape) * 2 for shape in vector_shapes(config, matrices.ranks).values())
     waves = (min(one.blocks, one.m_tiles) * one.m_tile_bytes for one in matrices)
     norms = config.padded_hidden * 2 * config.table.norm_count
     return max(PIECE_BYTES, norms, *vectors, *waves)
@@ -129,13 +130,13 @@ class _Staged:
     table_bytes: int = 0
 
     @staticmethod
-    def of(config: ModelConfig, matrices: StepMatrices, rows: ReadRows) -> _Staged:
+    def of(config: ModelConfig, matrices: StepMatrices, rows: ReadRows, rank: Rank) -> _Staged:
         """For all that are quantised; the others of a model are alike, and files opened for each."""
         found = [
             staged
             for layout, layer, expert in _layouts(config, matrices)
             if (layer, expert) == (0, 0) or isinstance(layout.format, QuantizedTiles)
-            if (staged := _Matrix.open(config, matrices, layout, layer, expert, rows).staged) is not None
+            if (staged := _Matrix.open(config, matrices, layout, layer, expert, rows, rank).staged) is not None
         ]
         return _Staged(*(max(sizes) for sizes in zip(*((one.nbytes, one.table_bytes) for one in found), strict=True)))
 
@@ -153,7 +154,7 @@ def _layouts(config: ModelConfig, matrices: StepMatrices) -> Iterator[tuple[Matr
 
 @dataclass(frozen=True)
 class _Source:
-    """Where everything comes from. staged: room for matrices that a device packs."""
+    """Where everything comes from. staged: room for matrices that a device packs; rank: whose part of it is packed."""
 
     config: ModelConfig
     matrices: StepMatrices
@@ -161,6 +162,7 @@ class _Source:
     rows: ReadRows
     staged: _Staged
     watch: Stopwatch
+    rank: Rank
 
     def pieces(self) -> Iterator[Piece]:
         """Everything. A tensor is opened when its first piece is wanted, and let go with its last."""
@@ -168,17 +170,17 @@ class _Source:
         yield from _embedding_pieces(config, cast(MatrixRows, self.rows(EMBEDDING)))
         yield _norms_piece(config, tensor)
         if config.has_biases:
-            yield _biases_piece(config, tensor)
+            yield _biases_piece(config, tensor, self.matrices.named(config.table.heads.name), self.rank)
         if config.head_norms is not None:
             yield _head_norms_piece(config, tensor)
         if config.has_sinks:
-            yield _sinks_piece(config, tensor)
+            yield _sinks_piece(config, tensor, self.rank)
         if config.norms.after:
             yield _norms_behind_piece(config, tensor)
         if config.act_order:
             yield _places_piece(config, self.rows)
         for layout, layer, expert in _layouts(config, self.matrices):
-            matrix = _Matrix.open(config, self.matrices, layout, layer, expert, self.rows)
+            matrix = _Matrix.open(config, self.matrices, layout, layer, expert, self.rows, self.rank)
             staged = matrix.staged
             is_staged = staged is not None and self.staged.has_room_for(staged)
             yield from staged.pieces(self.watch) if staged and is_staged else matrix.pieces(self.watch)
@@ -196,14 +198,14 @@ def _norms_piece(config: ModelConfig, tensor: ReadTensor) -> Piece:
     return Piece("norms", 0, len(names) * config.padded_hidden * 2, (make,))
 
 
-def _biases_piece(config: ModelConfig, tensor: ReadTensor) -> Piece:
+def _biases_piece(config: ModelConfig, tensor: ReadTensor, layout: MatrixLayout, rank: Rank) -> Piece:
     """Every layer's biases in M-tile order: a bias is a matrix of one column."""
-    shape = vector_shapes(config)["biases"]
+    shape, groups = vector_shapes(config, rank.size)["biases"], rank_groups(config, layout, rank)
 
     def make(memory: Bytes) -> None:
         for layer, row in enumerate(memory.view(np.uint16).reshape(shape)):
             columns = [tensor(name.format(layer=layer))[:, None] for name in bias_tensors(config)]
-            row[:] = logical_matrix(config, config.table.heads.name, columns)[:, 0]
+            groups.gather(columns, row[:, None], range(len(groups)))
 
     return Piece("biases", 0, math.prod(shape) * 2, (make,))
 
@@ -220,12 +222,12 @@ def _head_norms_piece(config: ModelConfig, tensor: ReadTensor) -> Piece:
     return Piece("head_norms", 0, math.prod(shape) * 2, (make,))
 
 
-def _sinks_piece(config: ModelConfig, tensor: ReadTensor) -> Piece:
-    shape = vector_shapes(config)["sinks"]
+def _sinks_piece(config: ModelConfig, tensor: ReadTensor, rank: Rank) -> Piece:
+    shape, heads = vector_shapes(config, rank.size)["sinks"], rank.part(config.query_heads)
 
     def make(memory: Bytes) -> None:
         for layer, row in enumerate(memory.view(np.uint16).reshape(shape)):
-            row[:] = tensor(SINKS.format(layer=layer))
+            row[:] = tensor(SINKS.format(layer=layer))[heads.start : heads.stop]
 
     return Piece("sinks", 0, math.prod(shape) * 2, (make,))
 
@@ -296,7 +298,7 @@ def _in_order(tensor: MatrixRows | QuantizedMatrix, order: Order) -> RowsInOrder
 
 @dataclass(frozen=True)
 class _Matrix:
-    """A matrix of a layer. target: byte of the weights where it begins."""
+    """What a rank has of a matrix of a layer. target: byte of the weights where it begins."""
 
     layout: MatrixLayout
     groups: RowGroups
@@ -306,9 +308,15 @@ class _Matrix:
 
     @staticmethod
     def open(
-        config: ModelConfig, matrices: StepMatrices, layout: MatrixLayout, layer: int, expert: int, rows: ReadRows
+        config: ModelConfig,
+        matrices: StepMatrices,
+        layout: MatrixLayout,
+        layer: int,
+        expert: int,
+        rows: ReadRows,
+        rank: Rank,
     ) -> _Matrix:
-        groups = row_groups(config, layout.name)
+        groups = rank_groups(config, layout, rank)
         if len(groups) * GROUP_ROWS != layout.m_tiles * layout.tile_rows:
             raise PackingError(f"matrix {layout.name!r}: {len(groups)} groups of rows for {layout.m_tiles} M-tiles")
         names = matrix_tensors(config, layout.name, layer, expert)

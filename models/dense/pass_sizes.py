@@ -124,6 +124,8 @@ class PassSizes:
     def _check_model(self) -> None:
         if self.shape.experts is not None:
             raise PlanError("there is no pass over prompts of a model of experts: they are read in steps")
+        if self.gpu.ranks > 1:
+            raise PlanError(f"a pass is made by one GPU so far, and {self.gpu.ranks} make the steps")
         for layout in self.matrices.of_layer:
             if not (layout.format == BF16 or isinstance(layout.format, QuantizedTiles)):
                 raise PlanError(

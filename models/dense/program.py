@@ -27,12 +27,14 @@ def build_kernel(config: ModelConfig, gpu: Gpu, plan: Plan, traced: bool = False
     """The kernel of `plan.max_steps` or fewer decode steps of `plan.batch` or fewer sequences. Shapes of the
     parameters: see the manifest. traced: with time stamps of every block and phase; else none of it is there."""
     shape = config.shape
-    types = {name: parameter.type for name, parameter in kernel_parameters(config, plan, traced).items()}
+    parameters = kernel_parameters(config, plan, traced, gpu.ranks)
+    types = {name: parameter.type for name, parameter in parameters.items()}
 
     @ch.kernel(ch.Params(**types), name=KERNEL_NAME, max_threads=plan.threads)
     def decode_step(**arguments: Any) -> None:
-        machine = start_machine(shape, plan, gpu, shared_map(shape, plan, gpu))
-        Step(config, machine, Launch(**arguments)).emit()
+        launch = Launch(**arguments)
+        machine = start_machine(shape, plan, gpu, shared_map(shape, plan, gpu), launch.rank)
+        Step(config, machine, launch).emit()
 
     return decode_step
 

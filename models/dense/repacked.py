@@ -58,6 +58,11 @@ class StagedMatrix:
         return all(max(part.code_count, part.end) <= NOTHING for part in self.parts)
 
     @property
+    def has_rows(self) -> bool:
+        """Whether every part has some: the last of several ranks may have rows of zeros alone."""
+        return all(part.has_rows for part in self.parts)
+
+    @property
     def table_bytes(self) -> int:
         """Of the largest piece of tables."""
         return max(part.table_bytes for part in self.parts)
@@ -82,7 +87,7 @@ def staged_matrix(
     if len(fits) != len(names) or len({one.codes.is_f16 for one in fits}) > 1:
         return None
     parts = StagedMatrix(layout, groups, names, tuple(fits), target)
-    return parts if parts.can_be_numbered else None
+    return parts if parts.has_rows and parts.can_be_numbered else None
 
 
 @dataclass(frozen=True)
@@ -120,6 +125,10 @@ class _Part:
         return (
             range(codes.nbytes) if codes.row_bytes is None else range(first * codes.row_bytes, stop * codes.row_bytes)
         )
+
+    @property
+    def has_rows(self) -> bool:
+        return bool(self._sources)
 
     @property
     def code_count(self) -> int:

@@ -27,6 +27,7 @@ from cheetah.blocks.exchange import (
     BarrierExchange,
     Exchange,
     FlaggedExchange,
+    Peers,
     Published,
     make_exchange,
 )
@@ -54,7 +55,7 @@ from cheetah.lang import prim, ty
 from cheetah.models.act_order import places_shape
 from cheetah.models.attention_layers import EVERY_KEY
 from cheetah.models.config import ModelConfig
-from cheetah.models.dense.launch import Launch
+from cheetah.models.dense.launch import Launch, peers_of
 from cheetah.models.dense.page import (
     ChooseExperts,
     Gated,
@@ -73,15 +74,16 @@ from cheetah.plan.formats import BF16_VECTOR, KV_TILE_TOKENS
 from cheetah.plan.index import round_up
 from cheetah.plan.kv import KvPlanLayout, max_plans
 from cheetah.plan.kv.tables import ROUND_WORDS, epochs_of_step
-from cheetah.plan.narrow import residual_split
+from cheetah.plan.narrow import residual_m_tiles
 from cheetah.plan.products import STEP_EXCHANGES, AttentionPhase, Product, StepTable, Vector
 from cheetah.plan.regions import FILTER_WORDS, listed_tokens
-from cheetah.plan.world import alone
+from cheetah.plan.world import world_of
 
 
 def kv_layout(shape: ModelShape, gpu: Gpu, plan: Plan) -> KvPlanLayout:
-    """How the KV plans of a launch are encoded."""
-    return KvPlanLayout.for_step(plan, shape.group, shape.kv_heads, gpu.blocks)
+    """How the KV plans of a launch are encoded: the same of all ranks, over the KV heads of each."""
+    rank = shape.of_rank(gpu.ranks)
+    return KvPlanLayout.for_step(plan, rank.group, rank.kv_heads, gpu.blocks)
 
 
 def exchange_sizes(shape: ModelShape, gpu: Gpu, plan: Plan) -> dict[str, int]:
@@ -89,11 +91,12 @@ def exchange_sizes(shape: ModelShape, gpu: Gpu, plan: Plan) -> dict[str, int]:
     table, sizes = shape.table, dict[str, int]()
     for phase in table.layer:
         if not phase.input.is_kept:
-            sizes[phase.input.name] = _words_of(table, phase.input, plan)
+            own = shape.of_rank(gpu.ranks).table.attention.input if isinstance(phase, AttentionPhase) else phase.input
+            sizes[phase.input.name] = _words_of(table, own, plan)
         if isinstance(phase, AttentionPhase):
             partial_rows = kv_layout(shape, gpu, plan).max_partial_rows
             sizes[phase.partials] = partial_rows * (shape.head_dim + LSE_WORDS)
-    words = squares_words(residual_split(shape, gpu).m_tiles, plan.tokens)
+    words = squares_words(residual_m_tiles(shape, gpu), plan.tokens)
     squares = {vector.squares: words for vector in table.normed}
     if (heads := table.attention.input).has_squares:
         squares[heads.squares] = squares_words(shape.rotated_rows // M_TILE_ROWS, plan.tokens)
@@ -108,6 +111,12 @@ def _words_of(table: StepTable, vector: Vector, plan: Plan) -> int:
         return plan.tokens * vector.elements // 2
     columns = max(product.format.columns for product in readers)
     return vector.parts * vector_words(round_up(vector.elements, columns), plan.tokens)
+
+
+def own_vectors(table: StepTable) -> tuple[str, ...]:
+    """Those that a rank makes for itself: attention is of its own heads."""
+    attention = table.attention
+    return *attention.input.names, attention.partials
 
 
 def product_inputs(shape: ModelShape, gpu: Gpu, plan: Plan) -> dict[str, int]:
@@ -150,10 +159,10 @@ def head_exchange_sizes(shape: ModelShape, gpu: Gpu, plan: Plan) -> dict[str, in
 
 
 def _sampling_sizes(gpu: Gpu, plan: Plan) -> dict[str, int]:
-    blocks = alone(gpu).blocks
+    blocks = world_of(gpu).blocks
     sizes = (
         2 * 2 * max(plan.tokens, 2) * blocks,
-        2 * 4 * listed_tokens(plan.tokens) * plan.tokens * blocks,
+        2 * 4 * listed_tokens(plan.tokens, gpu.ranks) * plan.tokens * blocks,
         2 * FILTER_WORDS * plan.tokens * blocks,
     )
     return dict(zip(STEP_EXCHANGES, sizes, strict=True))
@@ -166,13 +175,13 @@ def workspace_bytes(exchanged: dict[str, int], plan: Plan, inputs: Collection[st
 
 
 def sizes(config: ModelConfig, gpu: Gpu, plan: Plan) -> dict[str, int]:
-    """The sizes that the shapes of the kernel's parameters name."""
-    shape = config.shape
+    """The sizes that the shapes of the kernel's parameters name: a rank's."""
+    shape, rank = config.shape, config.shape.of_rank(gpu.ranks)
     layout, windows = kv_layout(shape, gpu, plan), shape.windows_in(plan.max_context)
     return {
-        **shape.sizes,
-        "qkv_rows": shape.qkv_rows,
-        "rotated_rows": shape.rotated_rows,
+        **rank.sizes,
+        "qkv_rows": rank.qkv_rows,
+        "rotated_rows": rank.rotated_rows,
         "weight_bytes": step_matrices(shape, plan, gpu).weight_bytes,
         "norms": shape.table.norm_count,
         "padded_hidden": shape.padded_hidden,
@@ -309,9 +318,9 @@ class HeadParts:
             wave = place // (height * tokens)
             column = place // height % tokens
             row = place % height
-            m_tile = matrix.m_tile(wave, matrix.position(machine.number))
+            m_tile = matrix.m_tile(wave, matrix.position(machine.block))
             is_own = (place < count) & (m_tile < matrix.m_tiles) & (column < self.columns.count)
-            there = ch.minimum(m_tile, matrix.m_tiles - 1)
+            there = matrix.of_all(ch.minimum(m_tile, matrix.m_tiles - 1), machine.rank)
             embedded = functools.partial(self._embedded, column, there * height + row, is_own)
             begin(Rows(there, wave, row, column, is_own, 0, embedded, height))
 
@@ -335,7 +344,7 @@ class HeadParts:
 
     def squares_of(self, vector: Vector, epoch: ch.Expr) -> PublishedSquares:
         """The squares beside a vector."""
-        return PublishedSquares(self.columns, self.exchange.at(vector.squares, epoch), self.residual.m_tiles)
+        return PublishedSquares(self.columns, self.exchange.at(vector.squares, epoch), self.residual.all_m_tiles)
 
     def onto_residual(
         self,
@@ -404,6 +413,7 @@ class StepParts(HeadParts):
             exchange_sizes(machine.model, machine.gpu, machine.plan),
             inputs=product_inputs(machine.model, machine.gpu, machine.plan),
             copied=published_kinds(config, machine.plan),
+            peers=Peers(peers_of(launch), own_vectors(machine.stack)),
         )
         super().__init__(config, machine, launch, made, page_of(config, machine.plan.max_context))
         self.layers = config.attention_layers(machine.plan.max_context)
@@ -662,7 +672,7 @@ class StepParts(HeadParts):
 
     def _needed_by_heads(self, layer: Any) -> list[tuple[ch.Expr, int]]:
         """(address, bytes) of what the layer's projection and attention need beside its matrices."""
-        vectors = {self.launch.biases: self.shape.qkv_rows, self.launch.head_norms: self._head_norm_row}
+        vectors = {self.launch.biases: self.machine.shape.qkv_rows, self.launch.head_norms: self._head_norm_row}
         found = [(vector + layer * size, size * 2) for vector, size in vectors.items() if vector is not None]
         if self.launch.places is not None:  # of the products behind, and of the next layer's first or the head
             behind = self.table.places_row(self.table.placed[0], layer) + 1

@@ -24,6 +24,7 @@ from cheetah.models.repacking import ScaleRows
 from cheetah.models.rounding import Bits
 from cheetah.plan import M_TILE_ROWS, MatrixLayout, StepMatrices
 from cheetah.plan.products import Product, RowOrder
+from cheetah.plan.world import Rank
 
 __all__ = [
     "EMBEDDING",
@@ -233,23 +234,24 @@ def buffer_bytes(config: ModelConfig, matrices: StepMatrices) -> dict[str, int]:
         "norms": config.table.norm_count * row,
         "embedding": config.vocab_size * row,
     }
-    return sizes | {name: math.prod(shape) * 2 for name, shape in vector_shapes(config).items()}
+    return sizes | {name: math.prod(shape) * 2 for name, shape in vector_shapes(config, matrices.ranks).items()}
 
 
-def vector_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+def vector_shapes(config: ModelConfig, ranks: int = 1) -> dict[str, tuple[int, ...]]:
     """The buffers of vectors that only some models have, of 16 bits an element: biases (bf16) in the order of the
     matrix' rows; the weights of the norms of queries, then keys (bf16), of a head or of all in the order of the matrix'
     rows; the sinks of heads (bf16); the weights of the norms behind o, then behind down (bf16); where the columns of
-    ordered matrices lie (u16), of the products whose inputs are placed (`StepTable.placed`)."""
+    ordered matrices lie (u16), of the products whose inputs are placed (`StepTable.placed`). ranks: GPUs
+    of which each has its heads' biases and sinks."""
     shapes: dict[str, tuple[int, ...]] = {}
     if config.has_biases:
-        shapes["biases"] = (config.layers, config.qkv_rows)
+        shapes["biases"] = (config.layers, config.shape.of_rank(ranks).qkv_rows)
     if config.head_norms == "each":
         shapes["head_norms"] = (config.layers, 2, config.head_dim)
     if config.head_norms == "width":
         shapes["head_norms"] = (config.layers, config.query_rows + config.kv_rows)
     if config.has_sinks:
-        shapes["sinks"] = (config.layers, config.query_heads)
+        shapes["sinks"] = (config.layers, config.query_heads // ranks)
     if config.norms.after:
         shapes["norms_behind"] = (config.layers, len(BEHIND), config.padded_hidden)
     if config.act_order:
@@ -352,6 +354,13 @@ class RowGroups:
         """Whether the rows are those of a single tensor as they come."""
         return not any(self.source) and self.first == list(range(0, len(self) * GROUP_ROWS, GROUP_ROWS))
 
+    def chosen(self, groups: range | NDArray[np.int64]) -> RowGroups:
+        """Some of the groups; those behind the last have no rows."""
+        numbers = np.asarray(groups)
+        kept = np.minimum(numbers, len(self) - 1)
+        source, first, count, part = (np.array(one)[kept] for one in (self.source, self.first, self.count, self._part))
+        return RowGroups(source, first, np.where(numbers < len(self), count, 0), part)
+
     def gather(
         self, tensors: Sequence[MatrixRows | QuantizedMatrix | ScaleRows], rows: Bits | RowPlanes, groups: range
     ) -> None:
@@ -426,6 +435,27 @@ def row_groups(config: ModelConfig, matrix: str) -> RowGroups:
         return RowGroups(source, first, count, np.arange(len(source)) % 2)
     (part,) = parts
     return RowGroups(*_plain_groups(part, M_TILE_ROWS))
+
+
+@lru_cache(maxsize=64)
+def rank_groups(config: ModelConfig, layout: MatrixLayout, rank: Rank) -> RowGroups:
+    """Those that a rank has of the rows of the matrix of a layout."""
+    whole = row_groups(config, layout.name)
+    if rank.size == 1:
+        return whole
+    if config.table.named(layout.name).order is RowOrder.HEADS:
+        return whole.chosen(_groups_of_heads(config, rank))
+    count = layout.m_tiles * layout.tile_rows // GROUP_ROWS
+    return whole.chosen(range(rank.number * count, (rank.number + 1) * count))
+
+
+def _groups_of_heads(config: ModelConfig, rank: Rank) -> NDArray[np.int64]:
+    """The groups of the joined q, k and v that are of a rank's heads."""
+    of_head = config.head_dim // GROUP_ROWS
+    queries, kv = rank.part(config.query_heads), rank.part(config.kv_heads)
+    keys, values = (config.query_heads + np.array(kv) + count for count in (0, config.kv_heads))
+    heads = np.concatenate([np.array(queries), keys, values])
+    return (heads[:, None] * of_head + np.arange(of_head)).reshape(-1)
 
 
 def rotated_rows(config: ModelConfig) -> NDArray[np.int64]:

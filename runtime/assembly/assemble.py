@@ -238,8 +238,8 @@ def _open_device(options: AssemblyOptions, config: ModelConfig) -> Device:
     if name is not None and not isinstance(name, str):
         return name
     if name is not None and name.startswith("pycuda"):  # which is for the thread that opened it
-        return open_device(name, say=options.say)
-    opening = started(lambda: open_device(name, say=options.say))
+        return open_device(name, say=options.say, ranks=options.tensor_parallel_size)
+    opening = started(lambda: open_device(name, say=options.say, ranks=options.tensor_parallel_size))
     import_program(config)
     return opening()
 

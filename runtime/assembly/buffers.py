@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,7 +15,9 @@ from cheetah.models.config import ModelConfig
 from cheetah.models.family import MatrixRows, Packing
 from cheetah.models.registry import family_of
 from cheetah.plan import Plan, gpu_named
+from cheetah.plan.world import Rank
 from cheetah.runtime.assembly.repacking import Spare, new_repacker
+from cheetah.runtime.device.group import DeviceGroup, GroupBuffer
 from cheetah.stopwatch import Stopwatch
 
 if TYPE_CHECKING:
@@ -77,8 +79,26 @@ def upload_weights(
     watch: Stopwatch | None = None,
     say: Say = lambda line: None,
 ) -> None:
-    """Writes the family's tables, and packs every tensor into its buffer. device: whose the buffers are, where it can
-    do its part; `say` is told if it has no room for that."""
+    """Writes the family's tables, and packs every tensor into its buffer, on each of several GPUs what it has of them.
+    device: whose the buffers are, where it can do its part; `say` is told if it has no room for that."""
+    if manifest.world_size == 1:
+        return _upload_rank(weights, manifest, buffers, progress, device, watch, say)
+    for rank in range(manifest.world_size):
+        of_rank = {name: buffer.ranks[rank] for name, buffer in buffers.items() if isinstance(buffer, GroupBuffer)}
+        own = None if device is None else cast("DeviceGroup[Any]", device).devices[rank]
+        _upload_rank(weights, manifest, of_rank, progress, own, watch, say, rank)
+
+
+def _upload_rank(
+    weights: Weights,
+    manifest: Manifest,
+    buffers: Mapping[str, Buffer],
+    progress: Progress,
+    device: Device | None,
+    watch: Stopwatch | None,
+    say: Say,
+    rank: int = 0,
+) -> None:
 
     def write(name: str, offset: int, data: NDArray[np.uint8]) -> None:
         buffers[name].upload(data, offset)
@@ -87,14 +107,19 @@ def upload_weights(
     if "kv_scales" in buffers:
         scales: NDArray[np.float32] | None = getattr(weights, "kv_scales", None)
         ones = np.ones(manifest.buffer("kv_scales").shape, np.float32)
-        buffers["kv_scales"].upload(ones if scales is None else scales)
+        buffers["kv_scales"].upload(ones if scales is None else scales[:, :, _kv_heads(weights, manifest, rank)])
     config, family = weights.config, family_of(weights.config)
     for name, table in family.tables(config, Plan.from_dict(manifest.plan)).items():
         buffers[name].upload(table)
     plan, gpu = Plan.from_dict(manifest.plan), gpu_named(manifest.gpu["name"])
     matrices = family.matrices(config, plan, gpu)
-    packing = Packing(weights.tensor, write, progress, rows, watch=watch or Stopwatch())
+    packing = Packing(weights.tensor, write, progress, rows, rank, watch=watch or Stopwatch())
     if device is not None:
         repacker = new_repacker(device, gpu, buffers["weights"], _spare(buffers, manifest), say)
         packing = replace(packing, lend=device.lend, repacker=repacker)
     family.pack_weights(config, matrices, packing)
+
+
+def _kv_heads(weights: Weights, manifest: Manifest, rank: int) -> slice:
+    heads = Rank(rank, manifest.world_size).part(weights.config.kv_heads)
+    return slice(heads.start, heads.stop)

@@ -18,6 +18,7 @@ from cheetah.manifest import Manifest
 from cheetah.models.config import ModelConfig
 from cheetah.models.registry import family_of
 from cheetah.plan import GPUS, Gpu, Plan, PlanError, gpu_named
+from cheetah.plan.gpu import part_of, together
 from cheetah.plan.prompt import PASS_TOKENS, PassPlan, default_pass_plan, short_pass_plans
 from cheetah.printable import shown_name
 from cheetah.records import first_difference
@@ -239,7 +240,7 @@ class KernelsAsked:
 
 def choose_gpu(info: DeviceInfo, wanted: str | None = None) -> Gpu:
     """The machine that a kernel for this device is generated for; CheetahError if there is none."""
-    gpu = gpu_named(wanted or _gpu_of(info))
+    gpu = together(part_of(gpu_named(wanted or _gpu_of(info)), info.parts), info.ranks)
     emulated = info.backend == "emulator"
     if gpu.emulated != emulated:
         raise CheetahError(f"gpu {gpu.name!r} does not go with device {info.backend!r}, which is {info.name}")

@@ -19,7 +19,8 @@ GenerateKernel = Callable[..., Generated]
 
 @dataclass(frozen=True)
 class AssemblyOptions:
-    """device, gpu, timeout_s, generate_kernel, quiet: as in `LoadOptions`. overrides: fields of the plan.
+    """device, gpu, tensor_parallel_size, timeout_s, generate_kernel, quiet: as in `LoadOptions`. overrides: fields of
+    the plan.
 
     prompt_tokens: tokens of a prompt that a step should take; if the plan's steps take fewer, another kernel over the
     same weights and caches does it. By default the first of PROMPT_TOKENS that fits on a GPU, and on the emulator no
@@ -38,6 +39,7 @@ class AssemblyOptions:
     _: KW_ONLY
     device: str | Device | None = None
     gpu: str | None = None
+    tensor_parallel_size: int = 1
     overrides: Mapping[str, Any] = field(default_factory=dict)
     timeout_s: float | None = None
     generate_kernel: GenerateKernel | None = None

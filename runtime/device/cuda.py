@@ -8,7 +8,8 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import importlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from itertools import permutations
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from cheetah.extras import installing
 from cheetah.manifest import Launch
 from cheetah.runtime.device.arguments import CheckedArgument, as_ctypes
 from cheetah.runtime.device.driver import DriverError
+from cheetah.runtime.device.group import StreamGroup, require_alike
 from cheetah.runtime.device.interface import DeviceError, DeviceInfo, Say
 from cheetah.runtime.device.stream_device import StreamDevice
 
@@ -48,6 +50,35 @@ _FAULTS = frozenset(
 def open_cuda(say: Say, ordinal: int = 0, compiler: str = "nvrtc") -> StreamDevice:
     """The GPU number `ordinal` as a device; DeviceError says what is missing."""
     return StreamDevice(CudaDriver(load_api(), ordinal), say, compiler)
+
+
+def open_cuda_group(say: Say, ordinals: Sequence[int], compiler: str = "nvrtc") -> StreamGroup:
+    """GPUs whose kernels reach one another's memory, as one device; DeviceError says what is missing."""
+    api = load_api()
+    count = checked(api, "cuDeviceGetCount")
+    if max(ordinals) >= count:
+        raise DeviceError(
+            f"{len(set(ordinals))} GPUs are asked for ({', '.join(map(str, ordinals))}): here are {count}"
+        )
+    _require_peers(api, ordinals)
+    drivers = [CudaDriver(api, ordinal) for ordinal in ordinals]
+    for driver in drivers:
+        for other in drivers:
+            driver.enable_peer(other)
+    devices = [StreamDevice(driver, say, compiler) for driver in drivers]
+    require_alike([device.describe() for device in devices], ordinals)
+    return StreamGroup(devices, ordinals)
+
+
+def _require_peers(api: Any, ordinals: Sequence[int]) -> None:
+    """DeviceError unless each of the GPUs can reach the memory of each other."""
+    devices = {ordinal: checked(api, "cuDeviceGet", ordinal) for ordinal in ordinals}
+    for one, other in permutations(devices, 2):
+        if not checked(api, "cuDeviceCanAccessPeer", devices[one], devices[other]):
+            raise DeviceError(
+                f"GPU {one} cannot reach the memory of GPU {other}: GPUs that make steps together are joined by "
+                "NVLink or one PCIe switch"
+            )
 
 
 def why_not_cuda(ordinal: int = 0) -> str | None:
@@ -113,6 +144,16 @@ class CudaDriver:
     def _call(self, call: str, *arguments: Any) -> Any:
         return checked(self._api, call, *arguments)
 
+    def enable_peer(self, other: CudaDriver) -> None:
+        """From now on kernels here reach the other GPU's memory."""
+        if int(self._device) == int(other._device):
+            return
+        with self.current():
+            (status,) = self._api.cuCtxEnablePeerAccess(other._context, 0)
+        already = self._api.CUresult.CUDA_ERROR_PEER_ACCESS_ALREADY_ENABLED
+        if status not in (self._api.CUresult.CUDA_SUCCESS, already):
+            raise _driver_error(self._api, "cuCtxEnablePeerAccess", status)
+
     def describe(self) -> DeviceInfo:
         free, total = self._call("cuMemGetInfo")
         return DeviceInfo(
@@ -146,6 +187,9 @@ class CudaDriver:
 
     def record(self, event: Any, stream: Any) -> None:
         self._call("cuEventRecord", event, stream)
+
+    def wait(self, stream: Any, event: Any) -> None:
+        self._call("cuStreamWaitEvent", stream, event, 0)
 
     def is_done(self, event: Any) -> bool:
         (status,) = self._api.cuEventQuery(event)

@@ -107,3 +107,10 @@ class GraphDriver(Driver, Protocol):
 
     def free_graph(self, graph: GraphHandle) -> None:
         """Give it back."""
+
+
+class PeerDriver(Driver, Protocol):
+    """A driver of one of several GPUs that launch together. Of the bindings, cuda-bindings alone."""
+
+    def wait(self, stream: Stream, event: DriverEvent) -> None:
+        """Have what comes next in the stream wait for what was recorded as `event`, of this GPU or another."""

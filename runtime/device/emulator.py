@@ -10,7 +10,7 @@ import platform
 import re
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -126,12 +126,21 @@ class EmulatorDevice:
         self._check_usable()
         if not isinstance(kernel, EmulatorKernel):
             raise ArgumentError(f"launch takes a kernel that this device loaded, not a {type(kernel).__name__}")
-        values = [_as_emulated(argument) for argument in check_arguments(kernel.manifest, arguments)]
+        self.launch_together(kernel, [arguments])
+
+    def launch_together(self, kernel: EmulatorKernel, arguments: Sequence[Mapping[str, Argument]]) -> None:
+        """A launch on several ranks at once, with the arguments of each."""
+        self._check_usable()
+        values = [[_as_emulated(one) for one in check_arguments(kernel.manifest, own)] for own in arguments]
         launch = kernel.manifest.launch
         shape = (launch.blocks, launch.threads, launch.shared_bytes)
-        options = {**_promises(kernel.manifest), **self._schedule}
+        options = {**_promises(kernel.manifest), **self._schedule, "watch": _end_if_interrupted}
+        program = kernel.program
         try:
-            self.stats = kernel.program.launch(*shape, values, watch=_end_if_interrupted, **options)
+            if len(values) == 1:
+                self.stats = program.launch(*shape, values[0], **options)
+            else:
+                self.stats = program.launch_together(*shape, values, **options)
         except LaunchCancelled:
             raise
         except Exception as error:

@@ -46,7 +46,8 @@ class DeviceInfo:
     """What a device is and has now.
 
     backend: "cuda", "pycuda" or "emulator". name: of the GPU. arch: e.g. "sm_90". blocks: SMs, each of which holds one
-    block of our kernels. shared_bytes: the most that one block can use. driver: versions, as text.
+    block of our kernels. shared_bytes: the most that one block can use. driver: versions, as text. ranks: of several
+    GPUs that launch together, how many; all else is what each has. parts: how many of them share a GPU.
     """
 
     backend: str
@@ -57,6 +58,8 @@ class DeviceInfo:
     total_bytes: int
     free_bytes: int
     driver: str
+    ranks: int = 1
+    parts: int = 1
 
 
 class Buffer(Protocol):

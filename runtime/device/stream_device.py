@@ -18,8 +18,8 @@ from cheetah.piece_ring import PieceRing
 from cheetah.runtime.assembly.compile import compile_cubin
 from cheetah.runtime.assembly.cubin import Cubin
 from cheetah.runtime.background import Started, started
-from cheetah.runtime.device.arguments import check_arguments
-from cheetah.runtime.device.driver import Driver, DriverError, DriverEvent, Function, GraphDriver
+from cheetah.runtime.device.arguments import CheckedArgument, check_arguments
+from cheetah.runtime.device.driver import Driver, DriverError, DriverEvent, Function, GraphDriver, PeerDriver
 from cheetah.runtime.device.host_buffer import HostBuffer
 from cheetah.runtime.device.interface import (
     Argument,
@@ -52,6 +52,15 @@ class StreamKernel:
     manifest: Manifest
     function: Function
     cubin: Cubin
+
+
+@dataclass(frozen=True)
+class ReadyLaunch:
+    """A launch of a kernel with its arguments, checked."""
+
+    kernel: StreamKernel
+    arguments: Mapping[str, Argument]
+    checked: list[CheckedArgument]
 
 
 @dataclass(frozen=True, eq=False)
@@ -135,6 +144,7 @@ class StreamDevice:
         self._driver = driver
         self._say = say
         self._compiler = compiler
+        self.peers: tuple[StreamDevice, ...] = ()  # whose memory its kernels may be given besides its own
         self._unusable: str | None = None
         self._is_busy = False  # something was launched that nobody has seen finish
         self._to_free: list[int] = []
@@ -145,6 +155,7 @@ class StreamDevice:
             self._stream = driver.new_stream()
             self._completion = driver.new_event(timing=False)
             self._launched = driver.new_event(timing=False)  # the end of the last launch
+            self._met = driver.new_event(timing=False)
             self._staging = Staging(driver, self._stream, self._wait, piece_bytes)
             # What the report of a hang needs exists from the start: allocating may wait for the very launch that hangs.
             self._report_stream = driver.new_stream()
@@ -161,20 +172,22 @@ class StreamDevice:
         return self.prepare(text, manifest)()
 
     def prepare(self, text: str, manifest: Manifest) -> Started[StreamKernel]:
+        return self.compiling(text, manifest).then(lambda cubin: self.loaded(manifest, cubin))
+
+    def compiling(self, text: str, manifest: Manifest) -> Started[Cubin]:
+        """Begins to compile a text, for this GPU and others of its kind."""
         manifest.check_text(text)
-        info = self.describe()
-        check_machine(manifest, info)
-        compiled = started(lambda: compile_cubin(text, manifest.kernel, compiler=self._compiler, progress=self._say))
+        check_machine(manifest, self.describe())
+        return started(lambda: compile_cubin(text, manifest.kernel, compiler=self._compiler, progress=self._say))
 
-        def load(cubin: Cubin) -> StreamKernel:
-            with self._in_use():
-                function = self._driver.load(cubin.image, manifest.kernel, manifest.launch.shared_bytes)
-                blocks_per_sm = self._driver.blocks_per_sm(function, manifest.launch)
-            if blocks_per_sm is not None:
-                check_occupancy(manifest, info, blocks_per_sm)
-            return StreamKernel(manifest, function, cubin)
-
-        return compiled.then(load)
+    def loaded(self, manifest: Manifest, cubin: Cubin) -> StreamKernel:
+        """What was compiled, on this GPU."""
+        with self._in_use():
+            function = self._driver.load(cubin.image, manifest.kernel, manifest.launch.shared_bytes)
+            blocks_per_sm = self._driver.blocks_per_sm(function, manifest.launch)
+        if blocks_per_sm is not None:
+            check_occupancy(manifest, self.describe(), blocks_per_sm)
+        return StreamKernel(manifest, function, cubin)
 
     def allocate(self, nbytes: int, fill: int | None = None) -> StreamBuffer:
         check_size_and_fill(nbytes, fill)
@@ -251,19 +264,38 @@ class StreamDevice:
             yield ring
 
     def launch(self, kernel: Any, arguments: Mapping[str, Argument]) -> None:
+        self.start(self.readied(kernel, arguments))
+
+    def readied(self, kernel: Any, arguments: Mapping[str, Argument]) -> ReadyLaunch:
+        """A launch, checked and not started."""
         if not isinstance(kernel, StreamKernel):
             raise ArgumentError(f"launch takes a kernel that this device loaded, not a {type(kernel).__name__}")
         checked = check_arguments(kernel.manifest, arguments)
         for argument in checked:
             self._check_owner(argument.parameter.name, argument.value)
+        return ReadyLaunch(kernel, arguments, checked)
+
+    def start(self, launch: ReadyLaunch) -> None:
+        """Starts it; returns at once."""
+        kernel = launch.kernel
         with self._in_use():
-            self._driver.launch(kernel.function, kernel.manifest.launch, checked, self._stream)
+            self._driver.launch(kernel.function, kernel.manifest.launch, launch.checked, self._stream)
         if self._captured is not None:
-            self._captured.append(arguments)
+            self._captured.append(launch.arguments)
         else:
             self._mark_end()
         self._is_busy = True
-        self._last = _LastLaunch.of(kernel.manifest, arguments)
+        self._last = _LastLaunch.of(kernel.manifest, launch.arguments)
+
+    def mark(self) -> None:
+        """What was asked of this device so far is what another one waits for that will `follow` it."""
+        with self._in_use():
+            self._driver.record(self._met, self._stream)
+
+    def follow(self, other: StreamDevice) -> None:
+        """What is asked from now on comes behind what another device was asked for before its `mark`."""
+        with self._in_use():
+            cast(PeerDriver, self._driver).wait(self._stream, other._met)
 
     def _mark_end(self) -> None:
         """From now on `is_done` asks for the end of what was launched last."""
@@ -311,7 +343,7 @@ class StreamDevice:
     def _check_owner(self, name: str, value: Argument) -> None:
         if isinstance(value, (int, float)) or value is None:
             return
-        if getattr(value, "device", None) is not self:
+        if getattr(value, "device", None) not in (self, *self.peers):
             raise ArgumentError(f"{name!r}: the buffer belongs to another device")
 
     def is_done(self) -> bool:
@@ -321,12 +353,19 @@ class StreamDevice:
     def synchronize(
         self, timeout_s: float | None = None, progress: ProgressSource | Callable[[], str] | None = None
     ) -> None:
+        if not self.ends_within(timeout_s):
+            with self._in_use():
+                raise self._timed_out(timeout_s or 0.0, progress)
+
+    def ends_within(self, timeout_s: float | None) -> bool:
+        """Wait for all work; False if `timeout_s` seconds pass first."""
         with self._in_use():
             self._driver.record(self._completion, self._stream)
             if not self._happens(self._completion, timeout_s):
-                raise self._timed_out(timeout_s or 0.0, progress)
+                return False
             self._is_busy = False
             self._free_all()
+        return True
 
     def record(self) -> StreamEvent:
         with self._in_use():
@@ -352,7 +391,17 @@ class StreamDevice:
             finally:
                 self._unusable = self._unusable or "it was closed"
 
-    def _give_up(self, reason: str) -> None:
+    @property
+    def unusable(self) -> str | None:
+        """Why it cannot be used any more."""
+        return self._unusable
+
+    @property
+    def last_work(self) -> str:
+        """What it was asked for last, in words."""
+        return f"kernel {self._last.manifest.kernel}" if self._last else "the device's work"
+
+    def give_up(self, reason: str) -> None:
         """From now on refuse every call, for `reason`; the first reason stands."""
         if self._unusable is None:
             self._unusable = reason
@@ -365,7 +414,7 @@ class StreamDevice:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if error is not None and self._is_busy:  # perhaps the launch hangs: do not keep the error from being seen
-            self._give_up(f"it was left by {error!r} while a launch was running")
+            self.give_up(f"it was left by {error!r} while a launch was running")
         self.close()
 
     # Waiting, faults and hangs ----------------------------------------------------------------------------------------
@@ -385,7 +434,7 @@ class StreamDevice:
 
     def _faulted(self, error: DriverError) -> DeviceError:
         during = f"kernel {self._last.manifest.kernel} faulted: " if self._last else ""
-        self._give_up(f"{during}{error}")
+        self.give_up(f"{during}{error}")
         return DeviceError(f"{during}{error}; what the device held is lost, start a new process")
 
     def _wait(self, event: DriverEvent) -> None:
@@ -410,12 +459,13 @@ class StreamDevice:
             raise self._faulted(error) from None
 
     def _timed_out(self, timeout_s: float, source: ProgressSource | Callable[[], str] | None) -> LaunchTimeout:
-        values, report = self._progress_report(source)
-        what = f"kernel {self._last.manifest.kernel}" if self._last else "the device's work"
-        self._give_up(f"{what} did not finish within {timeout_s:g} s and may still be running")
+        values, report = self.progress_report(source)
+        what = self.last_work
+        self.give_up(f"{what} did not finish within {timeout_s:g} s and may still be running")
         return LaunchTimeout(f"{what} did not finish within {timeout_s:g} s; {report}", values)
 
-    def _progress_report(self, source: ProgressSource | Callable[[], str] | None) -> tuple[tuple[int, ...] | None, str]:
+    def progress_report(self, source: ProgressSource | Callable[[], str] | None) -> tuple[tuple[int, ...] | None, str]:
+        """How far each block of the last launch is, as numbers where they could be read, and in words."""
         if source is None and self._last is not None:
             source = self._last.progress
         if source is None:
@@ -423,7 +473,8 @@ class StreamDevice:
         if not isinstance(source, ProgressSource):
             return None, source()
         try:
-            values = self._read_progress(source)
+            with self._in_use():
+                values = self._read_progress(source)
         except DeviceError as error:
             return None, f"its progress could not be read: {error}"
         if values is None:

@@ -54,7 +54,7 @@ class Launcher(StepLaunches):
         super().__init__(loaded)
         manifest = loaded.manifest
         self.cache, self.kv_chunk = cache, self._plan.kv_chunk
-        self._gpu = Gpu(**manifest.gpu)
+        self._gpu = Gpu(**manifest.gpu, ranks=manifest.world_size)
         self._plans = _Plans(manifest, loaded.config, self._plan, self._gpu)
 
     def restart(self) -> None:
@@ -140,14 +140,15 @@ class Launcher(StepLaunches):
 
 class _Plans:
     """The tiles and KV plans of a launch in device form, of layers with each window; those of the next one can be made
-    while the kernel runs."""
+    while the kernel runs. All of several GPUs have the same, each over its own heads."""
 
     def __init__(self, manifest: Manifest, config: ModelConfig, plan: Plan, gpu: Gpu):
-        self._layout = KvPlanLayout.for_step(plan, config.group, config.kv_heads, manifest.launch.blocks)
+        rank = config.shape.of_rank(gpu.ranks)
+        self._layout = KvPlanLayout.for_step(plan, rank.group, rank.kv_heads, manifest.launch.blocks)
         self._windows = config.shape.windows_in(plan.max_context)
         self._placing: dict[str, Any] = {
-            "group": config.group,
-            "tile_columns": plan.tile_columns(config.group),
+            "group": rank.group,
+            "tile_columns": plan.tile_columns(rank.group),
             "pages_per_sequence": plan.pages_per_sequence,
             "align": KV_TILE_TOKENS,
             "most": plan.max_context + plan.tokens,
@@ -155,7 +156,7 @@ class _Plans:
         self._verifies, chunk = plan.drafts > 0, plan.kv_chunk or KV_TILE_TOKENS
         projected = step_matrices(config.shape, plan, gpu)[config.shape.table.heads].split
         self._scheduling = {
-            "kv_heads": config.kv_heads,
+            "kv_heads": rank.kv_heads,
             "blocks": manifest.launch.blocks,
             # Where tokens are drafted a plan is for all that may be there by then: a whole chunk is as good.
             "align": chunk if self._verifies else KV_TILE_TOKENS,

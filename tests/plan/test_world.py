@@ -3,7 +3,7 @@
 import pytest
 
 from cheetah.plan import GPUS, PlanError
-from cheetah.plan.world import World, alone
+from cheetah.plan.world import World, world_of
 
 from .shapes import LLAMA_8B, TINY
 
@@ -16,7 +16,7 @@ def test_blocks_of_all_ranks_are_numbered_once():
 
 def test_a_gpu_by_itself_is_all_there_is():
     gpu = GPUS["h200"]
-    assert alone(gpu) == World(1, gpu.blocks) and alone(gpu).number(5, 0) == 5
+    assert world_of(gpu) == World(1, gpu.blocks) and world_of(gpu).number(5, 0) == 5
     assert LLAMA_8B.of_rank(1) == LLAMA_8B
 
 
@@ -24,5 +24,5 @@ def test_a_rank_has_some_of_the_heads_and_all_else():
     rank = LLAMA_8B.of_rank(4)
     assert (rank.heads, rank.kv_heads, rank.group) == (8, 2, LLAMA_8B.group)
     assert (rank.hidden, rank.ffn, rank.vocab, rank.layers) == (4096, 14336, 128256, 32)
-    with pytest.raises(PlanError, match="1 KV heads on 2 GPUs"):
+    with pytest.raises(PlanError, match="heads with 1 KV heads"):
         TINY.of_rank(2)

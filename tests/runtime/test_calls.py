@@ -273,7 +273,7 @@ def short(method: Callable[..., Any], prompt: Any, params: Any = None, **others:
         (lambda llm: llm.chat(CHAT, ONE, documents=["x"]), "shows no documents"),
         (lambda llm: LLM("demo", gpu_memory_utilization=1.5), "a share above 0, up to 1"),
         (lambda llm: LLM("demo", quantization="awq"), "the weights are not quantised"),
-        (lambda llm: LLM("demo", tensor_parallel_size=2), "one GPU"),
+        (lambda llm: LLM("demo", tensor_parallel_size=3), "give one of 1, 2, 4, 8"),
     ],
 )
 def test_what_to_write_instead(llm: LLM, call: Callable[[LLM], Any], words: str) -> None:

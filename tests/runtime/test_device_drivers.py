@@ -311,7 +311,9 @@ def test_a_missing_package_or_driver_says_what_to_do(monkeypatch: pytest.MonkeyP
 
 @pytest.mark.parametrize("name", ["gpu", "cuda:x", "emulator:1", "", "cuda:-1"])
 def test_unknown_devices_are_refused(name: str) -> None:
-    with pytest.raises(DeviceError, match=r"use cuda, pycuda, emulator, or cuda:1 for the second GPU"):
+    with pytest.raises(
+        DeviceError, match=r"use cuda, pycuda, emulator, cuda:1 for the second GPU, or cuda:0,1 for two"
+    ):
         open_device(name)
 
 

@@ -92,6 +92,8 @@ class StepPort(AttentionPort):
         epoch: ch.Expr,
     ) -> None:
         element = head * self.shape.head_dim + dim_pair * 2
+        if self.machine.world.size > 1:
+            element = element + self.machine.rank * self.shape.query_rows  # of the ranks before
         place = fragment_word(element, column, self.columns.limit)
         self.exchange.publish(self.makes, place, prim.pack_bf16x2(low, high), epoch)
 

@@ -109,7 +109,7 @@ class ShortLists:
     @property
     def length(self) -> int:
         """Tokens of a block's list."""
-        return listed_tokens(self.machine.plan.tokens)
+        return listed_tokens(self.machine.plan.tokens, self.machine.world.size)
 
     @property
     def units(self) -> int:
@@ -139,7 +139,7 @@ class ShortLists:
         machine, head = self.machine, self.adjustments.head
         nearest = NearestOfLane()
         pairs = ch.reinterpret(ty.ptr(ty.f32x2), self.weighed) + self.adjustments.weighed_row(column)
-        position = head.position(machine.number)
+        position = head.position(machine.block)
         stride = self.warps.groups * 32
         own = self.warps.group * 32 + machine.lane
         with ch.for_(own, head.waves * M_TILE_ROWS, stride * ROWS_AT_ONCE, unroll=1) as first:
@@ -147,11 +147,11 @@ class ShortLists:
             tokens = ch.array(ty.u32, ROWS_AT_ONCE)
             with ch.for_(ROWS_AT_ONCE, unroll=True) as index:
                 row = first + index * stride
-                token = head.m_tile(row // M_TILE_ROWS, position) * M_TILE_ROWS + row % M_TILE_ROWS
+                token = self.adjustments.token_of_row(row, position)
                 tokens[index] = token
                 scaled[index] = -math.inf
                 noisy[index] = -math.inf
-                with ch.if_(token < head.rows):
+                with ch.if_(self.adjustments.has_row(row, position, token)):
                     scaled[index] = pairs[token].x
                     noisy[index] = pairs[token].y
             with ch.for_(ROWS_AT_ONCE, unroll=True) as index:
@@ -250,7 +250,7 @@ class ShortLists:
         with self.warps.reading(self.exchange, "short_lists", first_unit, self.units, epoch) as (unit, words):
             listed[unit * 2] = prim.bits_float(words.x)
             listed[unit * 2 + 1] = prim.bits_float(words.y)
-            is_owner = head.position(unit // self.length) == m_tile % head.blocks
+            is_owner = head.position_of_all(unit // self.length) == head.position_of_owner(m_tile)
             with ch.if_((role < BEST_SCALED) | ((role == BEST_SCALED) & is_owner)):
                 more = prim.bits_float(words.w)
                 self._add(highest, weight, ch.select(role == WEIGHT, prim.bits_float(words.x), more), more)

@@ -140,10 +140,10 @@ class Rounds:
         tested = [ch.const(ty.f32, self._number(column, PIVOT + i), name="tested") for i in range(PIVOTS + 1)]
         pairs = ch.reinterpret(ty.ptr(ty.f32x2), self.weighed) + self.adjustments.weighed_row(column)
         first = self.warps.group * 32 + machine.lane
-        position = head.position(machine.number)
+        position = head.position(machine.block)
         with ch.for_(first, head.waves * M_TILE_ROWS, self.warps.groups * 32, unroll=2) as row:
-            token = head.m_tile(row // M_TILE_ROWS, position) * M_TILE_ROWS + row % M_TILE_ROWS
-            with ch.if_(token < head.rows):
+            token = self.adjustments.token_of_row(row, position)
+            with ch.if_(self.adjustments.has_row(row, position, token)):
                 pair = pairs[token]
                 distance = highest - pair.x
                 weight = prim.exp_f32(-distance)

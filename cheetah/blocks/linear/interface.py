@@ -17,12 +17,12 @@ class Rows:
     lanes from 16 on those of the next column; of a single one all hold the same.
 
 
-    wave counts the block's M-tiles of this matrix from 0. is_own: whether the lane's row is there (its column is in
-    use) and no other lane's too, so that it is for this lane to write; the others only take part in shuffles. slot is
-    which of its pairs of columns this is to the warp (static): a warp finishes the same columns of every M-tile.
-    sum: called once, by all lanes, waits for the consumer warps' sums and gives the row's (f32), times its column's
-    scale where the product has one. What can be worked out before should be: a warp that is by itself takes five cycles
-    an instruction, and a phase's end waits for it.
+    m_tile: its number among those of all ranks. wave counts the block's M-tiles of this matrix from 0. is_own: whether
+    the lane's row is there (its column is in use) and no other lane's too, so that it is for this lane to write; the
+    others only take part in shuffles. slot is which of its pairs of columns this is to the warp (static): a warp
+    finishes the same columns of every M-tile. sum: called once, by all lanes, waits for the consumer warps' sums and
+    gives the row's (f32), times its column's scale where the product has one. What can be worked out before should be:
+    a warp that is by itself takes five cycles an instruction, and a phase's end waits for it.
     """
 
     m_tile: ch.Expr

@@ -170,7 +170,7 @@ class Matvec(Linear):
         self.ring.fills(layout.name)
         about = f"The block's M-tiles of {layout.name}, chunk by chunk, into the stages of the ring."
         with ch.outline(f"fetch_{layout.name}", about):
-            position = layout.position(self.machine.number)
+            position = layout.position(self.machine.block)
             matrix = self.weights + (self.layer_offset + layout.offset)
             if layout.slices == 1:
                 self._copy_chunks(layout, matrix, position, 0, layout.chunks)
@@ -199,7 +199,7 @@ class Matvec(Linear):
     @ch.function
     def skip(self, layout: MatrixLayout) -> None:
         """In the consumer role: use up the block's chunks of a matrix that were fetched in vain."""
-        with ch.for_(layout.position(self.machine.number), layout.m_tiles, layout.blocks, unroll=1):
+        with ch.for_(layout.position(self.machine.block), layout.m_tiles, layout.blocks, unroll=1):
             with ch.for_(layout.chunks, unroll=1):
                 self.ring.discard()
 
@@ -211,7 +211,7 @@ class Matvec(Linear):
         """
         machine = self.machine
         self.ring.uses(layout.name)
-        position = layout.position(machine.number)
+        position = layout.position(machine.block)
         with self._if_any(layout, position):
             parts = prologue.parts(layout)
             if layout.slices == 1:
@@ -448,7 +448,7 @@ class Matvec(Linear):
         the scale of their column."""
         about = f"The block's M-tiles of {layout.name}: the warps' sums added up, the rows finished."
         with ch.outline(f"finish_{layout.name}", about):
-            position, turn = layout.position(self.machine.number), self.adding
+            position, turn = layout.position(self.machine.block), self.adding
             with self._if_any(layout, position):
                 scaling = None if scale is None else self._begin_scaling(scale)
                 with ch.for_(position, layout.m_tiles, layout.blocks, unroll=1) as m_tile:
@@ -560,7 +560,8 @@ class Matvec(Linear):
             is_own = column < self.columns.count
             if layout.is_narrow:
                 is_own = is_own & (lane % M_TILE_ROWS < count)
-        return Rows(m_tile, m_tile // layout.blocks, row, column, is_own, slot, row_sum, count)
+        of_all = layout.of_all(m_tile, self.machine.rank)
+        return Rows(of_all, m_tile // layout.blocks, row, column, is_own, slot, row_sum, count)
 
     @ch.inline
     def _fold(self, row_sum: ch.Expr) -> Any:

@@ -44,7 +44,7 @@ def finish_kept_rows(
     """In the consumer role, in the phase behind the product: a warp takes an M-tile's rows of two columns, times the
     scale, which waits for the squares of all blocks, and the norm's weights, to an epilogue."""
     machine = linear.machine
-    position, pairs = layout.position(machine.number), machine.plan.column_pairs
+    position, pairs = layout.position(machine.block), machine.plan.column_pairs
     with ch.for_(machine.warp, layout.waves * pairs, machine.plan.consumer_warps, unroll=1, name="turn") as turn:
         m_tile = ch.const(ty.u32, position + turn // pairs * layout.blocks, name="m_tile")
         with ch.if_(m_tile < layout.m_tiles):

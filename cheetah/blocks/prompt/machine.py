@@ -9,7 +9,7 @@ from cheetah.blocks.machine import CONSUMER_BARRIER, shared_region
 from cheetah.lang import prim, ty
 from cheetah.plan import Gpu, SharedMap
 from cheetah.plan.prompt import PassPlan
-from cheetah.plan.world import World, alone
+from cheetah.plan.world import World, world_of
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,7 +35,7 @@ class PassMachine:
     @property
     def world(self) -> World:
         """Who makes a pass together."""
-        return alone(self.gpu)
+        return world_of(self.gpu)
 
     @property
     def roles(self) -> tuple[ch.Role, ch.Role, ch.Role]:

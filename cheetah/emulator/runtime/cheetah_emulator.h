@@ -49,6 +49,11 @@ extern Index3 block_dimensions, grid_dimensions;
 void preemption_point(Place place, const char* primitive);
 void check_global(const void* address, uint64_t bytes, uint64_t alignment, Place place, const char* primitive);
 void words_written(const void* address);
+// Whether the word is another rank's, which it then reaches later.
+bool store_to_peer(void* address, uint64_t word, uint32_t bytes, uint32_t epoch, bool is_release, Place place,
+                   const char* primitive);
+void enter_system_scope();
+void leave_system_scope();
 void tagged(const uint32_t* word, uint32_t epoch);
 void check_epochs(const uint32_t* words, uint32_t epoch, Place place, const char* primitive);
 constexpr uint32_t tag_bits = 0x40004000;  // of a tagged word
@@ -421,19 +426,58 @@ CHEETAH_PRIMITIVE uint32_t load_shared_u32(const uint32_t* p, CHEETAH_PLACE) {
   return __atomic_load_n(p, __ATOMIC_RELAXED);
 }
 
-// -- the same for the whole system: there is one memory here, so a wider scope orders no more
+// -- the same for the whole system, of which several GPUs (ranks) are parts: stores to another rank's memory land later
 
-#define publish_flagged_sys publish_flagged
-#define publish_flagged_release_sys publish_flagged_release
-#define ask_flagged4_sys ask_flagged4
-#define settle_flagged4_sys settle_flagged4
-#define wait_flagged4_sys wait_flagged4
-#define wait_flagged_units_sys wait_flagged_units
-#define publish_tagged_sys publish_tagged
-#define wait_tagged4_sys wait_tagged4
-#define wait_tagged_units_sys wait_tagged_units
-#define wait_flagged_places_sys wait_flagged_places
-#define wait_flagged4_acquire_sys wait_flagged4_acquire
+namespace cheetah_emulator {
+
+struct SystemScope {
+  SystemScope() { enter_system_scope(); }
+  ~SystemScope() { leave_system_scope(); }
+};
+
+}  // namespace cheetah_emulator
+
+CHEETAH_PRIMITIVE void publish_flagged_sys(uint64_t* p, uint32_t data, uint32_t epoch, CHEETAH_PLACE) {
+  const uint64_t word = uint64_t(epoch) << 32 | data;
+  if (!cheetah_emulator::store_to_peer(p, word, 8, epoch, false, place, "publish_flagged_sys"))
+    publish_flagged(p, data, epoch, place);
+}
+
+CHEETAH_PRIMITIVE void publish_flagged_release_sys(uint64_t* p, uint32_t data, uint32_t epoch, CHEETAH_PLACE) {
+  const uint64_t word = uint64_t(epoch) << 32 | data;
+  if (!cheetah_emulator::store_to_peer(p, word, 8, epoch, true, place, "publish_flagged_release_sys"))
+    publish_flagged_release(p, data, epoch, place);
+}
+
+#define CHEETAH_IN_SYSTEM_SCOPE(call) const cheetah_emulator::SystemScope scope; return call
+
+CHEETAH_PRIMITIVE void ask_flagged4_sys(uint64_t (&asked)[4], const uint64_t* p, CHEETAH_PLACE) {
+  CHEETAH_IN_SYSTEM_SCOPE(ask_flagged4(asked, p, place));
+}
+
+CHEETAH_PRIMITIVE uint4 settle_flagged4_sys(const uint64_t (&asked)[4], const uint64_t* p, uint32_t epoch,
+                                            CHEETAH_PLACE) {
+  CHEETAH_IN_SYSTEM_SCOPE(settle_flagged4(asked, p, epoch, place));
+}
+
+CHEETAH_PRIMITIVE uint4 wait_flagged4_sys(const uint64_t* p, uint32_t epoch, CHEETAH_PLACE) {
+  CHEETAH_IN_SYSTEM_SCOPE(wait_flagged4(p, epoch, place));
+}
+
+CHEETAH_PRIMITIVE void wait_flagged_units_sys(uint4 (&data)[8], const uint64_t* words, uint32_t stride, uint32_t count,
+                                              uint32_t epoch, CHEETAH_PLACE) {
+  CHEETAH_IN_SYSTEM_SCOPE(wait_flagged_units(data, words, stride, count, epoch, place));
+}
+
+CHEETAH_PRIMITIVE void wait_flagged_places_sys(uint4 (&data)[8], const uint64_t* words, const uint32_t (&offsets)[8],
+                                               uint32_t count, uint32_t epoch, CHEETAH_PLACE) {
+  CHEETAH_IN_SYSTEM_SCOPE(wait_flagged_places(data, words, offsets, count, epoch, place));
+}
+
+CHEETAH_PRIMITIVE uint4 wait_flagged4_acquire_sys(const uint64_t* p, uint32_t epoch, CHEETAH_PLACE) {
+  CHEETAH_IN_SYSTEM_SCOPE(wait_flagged4_acquire(p, epoch, place));
+}
+
 #define add_release_u64_sys add_release_u64
 #define fetch_add_release_u64_sys fetch_add_release_u64
 #define wait_at_least_u64_sys wait_at_least_u64
@@ -515,12 +559,19 @@ CHEETAH_INLINE uint32_t power_of_two_bf16x2(uint32_t exponent) { return ((127 + 
 
 }  // namespace cheetah_emulator
 
+namespace cheetah_emulator {
+
+inline uint32_t tagged_word(uint32_t data, uint32_t exponent, uint32_t epoch) {
+  const uint32_t small = multiply_bf16x2(data, power_of_two_bf16x2(-exponent));
+  const uint32_t too_large = (small >> 14 & 0x00010001) * 0xFFFF;
+  return (small & ~too_large) | (too_large & 0x3FFF3FFF) | tag_of(epoch);
+}
+
+}  // namespace cheetah_emulator
+
 CHEETAH_PRIMITIVE void publish_tagged(uint32_t* p, uint32_t data, uint32_t exponent, uint32_t epoch, CHEETAH_PLACE) {
   cheetah_emulator::check_global(p, 4, 4, place, "publish_tagged");
-  const uint32_t small = multiply_bf16x2(data, cheetah_emulator::power_of_two_bf16x2(-exponent));
-  const uint32_t too_large = (small >> 14 & 0x00010001) * 0xFFFF;
-  __atomic_store_n(p, (small & ~too_large) | (too_large & 0x3FFF3FFF) | cheetah_emulator::tag_of(epoch),
-                   __ATOMIC_RELAXED);
+  __atomic_store_n(p, cheetah_emulator::tagged_word(data, exponent, epoch), __ATOMIC_RELAXED);
   cheetah_emulator::tagged(p, epoch);
   cheetah_emulator::words_written(p);
 }
@@ -553,6 +604,22 @@ CHEETAH_PRIMITIVE void wait_tagged_units(uint4 (&data)[8], const uint32_t* words
                                          uint32_t exponent, uint32_t epoch, CHEETAH_PLACE) {
   for (uint32_t i = 0; i < count && i < 8; i++)
     data[i] = cheetah_emulator::wait_tagged4(words + i * stride, exponent, epoch, place, "wait_tagged_units");
+}
+
+CHEETAH_PRIMITIVE void publish_tagged_sys(uint32_t* p, uint32_t data, uint32_t exponent, uint32_t epoch,
+                                          CHEETAH_PLACE) {
+  const uint32_t word = cheetah_emulator::tagged_word(data, exponent, epoch);
+  if (!cheetah_emulator::store_to_peer(p, word, 4, epoch, false, place, "publish_tagged_sys"))
+    publish_tagged(p, data, exponent, epoch, place);
+}
+
+CHEETAH_PRIMITIVE uint4 wait_tagged4_sys(const uint32_t* p, uint32_t exponent, uint32_t epoch, CHEETAH_PLACE) {
+  CHEETAH_IN_SYSTEM_SCOPE(wait_tagged4(p, exponent, epoch, place));
+}
+
+CHEETAH_PRIMITIVE void wait_tagged_units_sys(uint4 (&data)[8], const uint32_t* words, uint32_t stride, uint32_t count,
+                                             uint32_t exponent, uint32_t epoch, CHEETAH_PLACE) {
+  CHEETAH_IN_SYSTEM_SCOPE(wait_tagged_units(data, words, stride, count, exponent, epoch, place));
 }
 
 namespace cheetah_emulator {
@@ -647,5 +714,6 @@ CHEETAH_PRIMITIVE uint32_t multiply_high_u32(uint32_t a, uint32_t b) { return ui
 // Nanoseconds that only grow; counted from switches, so that a launch is a function of its inputs and seed.
 CHEETAH_PRIMITIVE uint64_t global_timer() { return cheetah_emulator::virtual_nanoseconds(); }
 
+#undef CHEETAH_IN_SYSTEM_SCOPE
 #undef CHEETAH_PLACE
 #undef CHEETAH_PRIMITIVE

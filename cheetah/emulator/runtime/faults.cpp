@@ -6,6 +6,7 @@
 #include <cstdio>
 
 #include "machine.h"
+#include "ranks.h"
 #include "sanitizer.h"
 
 namespace cheetah_emulator {
@@ -37,8 +38,8 @@ void on_fault(int signal, siginfo_t* info, void*) {
     return;  // the instruction faults again, under the handler that was there before
   }
   const Fibre& self = *machine.current;
-  int used = std::snprintf(machine.message, message_bytes, "block %u, thread %u: %s, address %p",
-                           self.block_state->index, self.thread, name_of(signal), info->si_addr);
+  int used = std::snprintf(machine.message, message_bytes, "%s, thread %u: %s, address %p",
+                           block_name(*self.block_state).c_str(), self.thread, name_of(signal), info->si_addr);
   if (self.wait.primitive)
     std::snprintf(machine.message + used, message_bytes - used, ", after %s at %s:%u", self.wait.primitive,
                   self.wait.place.file_name(), unsigned(self.wait.place.line()));

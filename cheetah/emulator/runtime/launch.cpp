@@ -9,6 +9,7 @@
 #include "context.h"
 #include "faults.h"
 #include "memory.h"
+#include "ranks.h"
 #include "report.h"
 #include "sanitizer.h"
 #include "watch.h"
@@ -21,10 +22,11 @@ constexpr uint32_t patience_choices[] = {1, 4, 16, 64};
 constexpr uint32_t period_choices[] = {32, 256, 2048, 16384};
 
 void* const* kernel_arguments;
+uint64_t kernel_parameters;
 std::mutex one_launch;
 
 void fibre_entry() {
-  cheetah_emulator_kernel(kernel_arguments);
+  cheetah_emulator_kernel(kernel_arguments + machine.current->block_state->rank_number * kernel_parameters);
   finish_current();
 }
 
@@ -44,7 +46,7 @@ void* create_thread_fibre(uint32_t block, uint32_t thread) {
 void prepare_fibre(uint32_t index, Block& block, uint32_t thread, const CheetahLaunch& launch) {
   Fibre& fibre = machine.fibres[index];
   fibre = {};
-  fibre.identity = {position(thread, launch.block), position(block.index, launch.grid), block.arena};
+  fibre.identity = {position(thread, launch.block), position(block.index % product(launch.grid), launch.grid), block.arena};
   fibre.warp = &machine.warps[block.index * machine.warps_a_block + thread / warp_lanes];
   fibre.block_state = &block;
   fibre.thread = thread;
@@ -75,6 +77,7 @@ void prepare_warps(Block& block) {
 void prepare_block(uint32_t index, const CheetahLaunch& launch) {
   Block& block = machine.blocks[index];
   block.index = index;
+  block.rank_number = index / product(launch.grid);
   block.thread_count = block.live_threads = product(launch.block);
   block.first_fibre = index * block.thread_count;
   block.mbarrier_count = block.copy_count = block.chunks = 0;
@@ -87,7 +90,8 @@ void prepare_block(uint32_t index, const CheetahLaunch& launch) {
 }
 
 bool prepare_machine(const CheetahLaunch& launch) {
-  machine.block_count = machine.live_blocks = product(launch.grid);
+  machine.rank_count = launch.ranks;
+  machine.block_count = machine.live_blocks = product(launch.grid) * launch.ranks;
   const uint32_t threads = product(launch.block);
   machine.warps_a_block = (threads + warp_lanes - 1) / warp_lanes;
   machine.fibre_count = machine.block_count * threads;
@@ -98,6 +102,9 @@ bool prepare_machine(const CheetahLaunch& launch) {
   machine.copy_patience = patience_choices[machine.random.below(4)];
   machine.change_period = period_choices[machine.random.below(4)];
   machine.blocks_ranked_first = machine.random.below(2);
+  machine.ranks_ranked_first = machine.rank_count > 1 && machine.random.below(2);
+  for (uint32_t r = 0; machine.ranks_ranked_first && r < machine.rank_count; r++)
+    machine.rank_priorities[r] = machine.random.below(16);
   machine.switches = machine.calls = machine.collectives = machine.copies = machine.copied_bytes = 0;
   machine.chunk_limit = launch.chunk_limit;
   machine.most_chunks = 0;
@@ -108,6 +115,7 @@ bool prepare_machine(const CheetahLaunch& launch) {
   machine.priority_warp = nullptr;
   machine.message[0] = 0;
   for (FibreList& bucket : machine.word_waiters) bucket = {};
+  begin_ranks();
   if (!lay_out_memory() || !watch::begin_launch()) return false;
   for (uint32_t i = 0; i < (machine.warp_count + 63) / 64; i++) machine.runnable_bits[i] = 0;
   block_dimensions = {launch.block[0], launch.block[1], launch.block[2]};
@@ -140,8 +148,8 @@ void look_for_overflow() {
     const Fibre& fibre = machine.fibres[f];
     if (!overflowed(fibre)) continue;
     machine.outcome = Outcome::misuse;
-    std::snprintf(machine.message, message_bytes, "block %u, thread %u: more than %lu bytes of local variables",
-                  fibre.block_state->index, fibre.thread, (unsigned long)stack_bytes);
+    std::snprintf(machine.message, message_bytes, "%s, thread %u: more than %lu bytes of local variables",
+                  block_name(*fibre.block_state).c_str(), fibre.thread, (unsigned long)stack_bytes);
     return;
   }
 }
@@ -172,8 +180,10 @@ using namespace cheetah_emulator;
 void cheetah_emulator_launch(CheetahLaunch* launch) {
   const std::lock_guard<std::mutex> lock(one_launch);
   kernel_arguments = launch->arguments;
+  kernel_parameters = launch->parameters;
   if (prepare_machine(*launch)) {
     run_fibres(*launch);
+    if (machine.outcome == Outcome::done) land_all_stores();
     look_for_overflow();
     watch::end_launch();
   } else {

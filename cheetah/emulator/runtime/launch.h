@@ -13,15 +13,17 @@ struct CheetahLaunch {
   uint64_t shared_bytes;
   uint32_t scheduler, buffer_count;
   uint64_t seed, switch_limit;       // switch_limit 0: none
-  void* const* arguments;            // one pointer to the value of each parameter
+  void* const* arguments;            // one pointer to the value of each parameter, of rank 0, then of rank 1, ...
   const cheetah_emulator::Buffer* buffers;
   int (*poll)();                     // called every few milliseconds; not 0 ends the launch; may be null
   uint32_t outcome;
   uint32_t chunk_limit;              // chunks of a block under way; 0: any number
-  uint32_t most_chunks, unused;      // reached
+  uint32_t most_chunks;              // reached
+  uint32_t ranks;                    // GPUs, with a grid each
   uint64_t switches, collectives, copies, copied_bytes;
   char* report;                      // zero-terminated, cut to report_bytes
   uint64_t report_bytes;
+  uint64_t parameters;               // of a rank
 };
 
 // Runs the launch to its end; outcome and report say how it ended. One launch at a time in a process.

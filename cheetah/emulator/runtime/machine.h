@@ -110,6 +110,7 @@ struct Fibre {
   uint64_t fence_moment;    // watched: when it made its last proxy fence
   uint32_t fences;          // watched: that it has made
   uint32_t stored;          // watched: the byte of shared memory that it stored to last
+  uint32_t system_scope;    // not 0: it waits in the scope of the system
   uint8_t* fenced;          // its stack, from `fenced_from` on, as its last wgmma_fence found it; byte for byte
   const uint8_t* fenced_from;  // null: it has made none
 };
@@ -141,6 +142,7 @@ struct Warp {
 struct Block {
   uint8_t* arena;
   uint32_t index, live_threads, thread_count, first_fibre;
+  uint32_t rank_number;     // which of the GPUs it is on; `index` counts the blocks of all
   NamedBarrier barriers[named_barriers];
   uint32_t mbarrier_count;
   MBarrier* mbarriers;
@@ -155,7 +157,10 @@ struct Buffer {
   uint64_t bytes;
   const char* name;
   uint64_t poison;          // not 0: a word of which the low half is this one's is read by nobody
+  uint32_t rank, has_peers; // whose memory it is; whether other ranks have its address
 };
+
+constexpr uint32_t every_rank = ~0u;  // of memory that is the host's, or that several ranks were given
 
 constexpr uint32_t most_buffers = 256;
 constexpr uint32_t mbarriers_a_block = 1024;
@@ -168,6 +173,9 @@ struct Machine {
   Warp* warps;
   Block* blocks;
   uint32_t fibre_count, warp_count, block_count, warps_a_block;
+  uint32_t rank_count;
+  uint32_t rank_priorities[8];      // drawn from the seed, where ranks are ranked first: one far ahead of another
+  bool ranks_ranked_first;
   uint32_t live_blocks;
   uint64_t shared_bytes;
 
@@ -175,6 +183,7 @@ struct Machine {
   uint32_t* runnable_warps;         // in no order
   uint64_t* runnable_bits;          // the same, a bit a warp
   uint32_t copies_in_flight;
+  uint32_t late_stores;             // to other ranks, which have not landed
 
   Scheduler scheduler;
   Random random;

@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "machine.h"
+#include "ranks.h"
 
 namespace cheetah_emulator {
 namespace {
@@ -88,7 +89,7 @@ std::string state_of(const Fibre& fibre) {
 }
 
 std::string line_start(const Fibre& fibre) {
-  std::string start = text("block %u: ", fibre.block_state->index);
+  std::string start = block_name(*fibre.block_state) + ": ";
   if (fibre.finished) return start + "exited";
   if (!fibre.wait.primitive) return start + "before its first primitive [runnable";
   return start + text("%s at %s:%u [", fibre.wait.primitive, fibre.wait.place.file_name(),
@@ -142,7 +143,8 @@ std::string finished_text(Line& line) {
 }
 
 std::string copies_text() {
-  return machine.copies_in_flight ? text("%u bulk copies in flight\n", machine.copies_in_flight) : "";
+  const std::string stores = machine.late_stores ? text("%u stores to other ranks under way\n", machine.late_stores) : "";
+  return (machine.copies_in_flight ? text("%u bulk copies in flight\n", machine.copies_in_flight) : "") + stores;
 }
 
 }  // namespace

@@ -7,6 +7,7 @@
 #include "launch.cpp"
 #include "mbarriers.cpp"
 #include "memory.cpp"
+#include "ranks.cpp"
 #include "report.cpp"
 #include "schedule.cpp"
 #include "warpgroup.cpp"

@@ -112,6 +112,8 @@ int main(int count, char** words) {
   if (count != 3) give_up("usage:", "program REQUEST RESULT");
   read_request(words[1]);
   request.launch.arguments = request.arguments;
+  request.launch.parameters = request.parameters;
+  request.launch.ranks = 1;
   request.launch.buffers = request.buffers;
   request.launch.report = report;
   request.launch.report_bytes = sizeof report;

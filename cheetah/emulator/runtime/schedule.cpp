@@ -9,6 +9,7 @@
 
 #include "context.h"
 #include "machine.h"
+#include "ranks.h"
 #include "sanitizer.h"
 
 namespace cheetah_emulator {
@@ -70,6 +71,10 @@ void land_one_copy_a_block() {
   }
 }
 
+void land_some_stores() {
+  for (uint32_t count = 1 + machine.random.below(machine.late_stores); count; count--) land_a_store();
+}
+
 Fibre* next_round_robin() {
   const Fibre& self = *machine.current;
   const uint32_t later = self.lane == 31 ? 0 : self.warp->runnable & ~uint32_t(0) << (self.lane + 1);
@@ -77,6 +82,7 @@ Fibre* next_round_robin() {
   int64_t index = runnable_from(uint32_t(self.warp - machine.warps) + 1);
   if (index < 0) {
     if (machine.copies_in_flight) land_one_copy_a_block();
+    if (machine.late_stores) land_some_stores();
     index = runnable_from(0);
   }
   if (index < 0) return nullptr;
@@ -89,6 +95,10 @@ Fibre* next_random() {
   if (machine.copies_in_flight) {
     const uint32_t actors = machine.copies_in_flight + machine.runnable_count * machine.copy_patience;
     if (machine.random.below(actors) < machine.copies_in_flight) land_any_copy();
+  }
+  if (machine.late_stores) {
+    const uint32_t actors = machine.late_stores + machine.runnable_count * machine.copy_patience;
+    if (machine.random.below(actors) < machine.late_stores) land_a_store();
   }
   if (!machine.runnable_count) return nullptr;
   const uint32_t pick = uint32_t((draw >> 32) * machine.runnable_count >> 32);
@@ -124,6 +134,7 @@ void land_copies_above(const Warp* warp) {
 Fibre* next_priority() {
   const uint64_t draw = machine.random.next();
   if ((draw >> 32) % machine.change_period == 0) change_a_priority();
+  if (machine.late_stores && machine.random.one_in(machine.change_period)) land_some_stores();
   Warp* warp = machine.priority_warp;
   if (!warp || !warp->runnable) {
     if (machine.copies_in_flight) land_copies_above(highest_priority_warp());
@@ -146,8 +157,9 @@ Fibre& next_fibre() {
   for (;;) {
     if (Fibre* next = next_of_scheduler()) return *next;
     if (machine.runnable_count) continue;
-    if (!machine.copies_in_flight) stop(Outcome::deadlock);
-    land_any_copy();
+    if (machine.late_stores && (!machine.copies_in_flight || machine.random.below(2))) land_a_store();
+    else if (machine.copies_in_flight) land_any_copy();
+    else stop(Outcome::deadlock);
   }
 }
 
@@ -183,6 +195,7 @@ void draw_priority(Warp& warp) {
 
 void draw_priorities(Block& block) {
   block.rank = machine.random.below(1 << 16);
+  if (machine.ranks_ranked_first) block.rank = machine.rank_priorities[block.rank_number] << 12 | block.rank >> 4;
   block.engine_priority = uint32_t(machine.random.next());
   if (!machine.blocks_ranked_first) return;
   for (uint32_t w = 0; w < machine.warps_a_block; w++) draw_priority(machine.warps[block.index * machine.warps_a_block + w]);
@@ -262,8 +275,8 @@ void stop(Outcome outcome) {
 void misuse(Place place, const char* primitive, const char* format, ...) {
   const Fibre& self = *machine.current;
   sanitizer::switch_to(machine.launcher_sanitizer_fibre);  // the message is the launcher's, not an access of the kernel
-  int used = std::snprintf(machine.message, message_bytes, "block %u, thread %u: %s at %s:%u: ",
-                           self.block_state->index, self.thread, primitive, place.file_name(), unsigned(place.line()));
+  int used = std::snprintf(machine.message, message_bytes, "%s, thread %u: %s at %s:%u: ",
+                           block_name(*self.block_state).c_str(), self.thread, primitive, place.file_name(), unsigned(place.line()));
   va_list arguments;
   va_start(arguments, format);
   std::vsnprintf(machine.message + used, message_bytes - used, format, arguments);

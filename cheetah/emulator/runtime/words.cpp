@@ -3,6 +3,7 @@
 // A waiting fibre sleeps in a bucket of its 32-byte line; who writes a word there through a primitive looks whether the
 // whole condition holds now and wakes it. The loads that the kernel text sees stand in cheetah_emulator.h.
 #include "machine.h"
+#include "ranks.h"
 
 namespace cheetah_emulator {
 namespace {
@@ -15,6 +16,8 @@ FibreList& bucket_of(const void* address) {
 
 uint64_t read(const uint64_t* word) { return __atomic_load_n(word, __ATOMIC_RELAXED); }
 
+}  // namespace
+
 const Buffer* buffer_of(const void* address) {
   const auto* byte = static_cast<const uint8_t*>(address);
   for (uint32_t i = 0; i < machine.buffer_count; i++) {
@@ -23,6 +26,8 @@ const Buffer* buffer_of(const void* address) {
   }
   return nullptr;
 }
+
+namespace {
 
 // One bit for a line of the text.
 uint64_t bit_of(Place place) { return uint64_t(1) << (place.line() * 0x9E3779B97F4A7C15ull >> 58); }
@@ -95,23 +100,35 @@ void wait_for_at_least(const uint64_t* word, uint64_t value, Place place) {
   sleep_on({WaitKind::at_least, "wait_at_least_u64", place, word, value});
 }
 
+void check_bounds(const Buffer& buffer, const void* address, uint64_t bytes, uint64_t alignment, Place place,
+                  const char* primitive) {
+  const uint64_t offset = uint64_t(static_cast<const uint8_t*>(address) - buffer.start);
+  if (offset + bytes > buffer.bytes)
+    misuse(place, primitive, "bytes %lu to %lu of buffer %s, which has %lu", (unsigned long)offset,
+           (unsigned long)(offset + bytes), buffer.name, (unsigned long)buffer.bytes);
+  if (reinterpret_cast<uint64_t>(address) % alignment)
+    misuse(place, primitive, "byte %lu of buffer %s (at %p) is not %lu-byte aligned", (unsigned long)offset,
+           buffer.name, address, (unsigned long)alignment);
+}
+
 namespace {
 
-// The buffer that an access of `bytes` bytes lies in; misuse if it leaves it, or lies in none.
-const Buffer& checked_buffer(const void* address, uint64_t bytes, Place place, const char* primitive) {
+// The buffer that an access of `bytes` bytes lies in; misuse if it leaves it, or lies in none, or in another rank's.
+const Buffer& checked_buffer(const void* address, uint64_t bytes, uint64_t alignment, Place place,
+                             const char* primitive) {
   const Buffer* buffer = buffer_of(address);
   if (!buffer) misuse(place, primitive, "%p lies in no buffer of this launch", address);
-  const uint64_t offset = uint64_t(static_cast<const uint8_t*>(address) - buffer->start);
-  if (offset + bytes > buffer->bytes)
-    misuse(place, primitive, "bytes %lu to %lu of buffer %s, which has %lu", (unsigned long)offset,
-           (unsigned long)(offset + bytes), buffer->name, (unsigned long)buffer->bytes);
+  check_bounds(*buffer, address, bytes, alignment, place, primitive);
+  check_owner(*buffer, place, primitive);
   return *buffer;
 }
 
 }  // namespace
 
 void begin_word_wait(const void* words, uint32_t word_bytes, Place place, const char* primitive) {
-  check_global(words, word_bytes * words_together, word_bytes * words_together, place, primitive);
+  const uint32_t bytes = word_bytes * words_together;
+  preemption_point(place, primitive);
+  note_wait(checked_buffer(words, bytes, bytes, place, primitive), words, bytes, place, primitive);
   Warp& warp = *machine.current->warp;
   WordWaits& own = warp.word_waits[machine.current->lane];
   const uint64_t bit = bit_of(place);
@@ -120,7 +137,7 @@ void begin_word_wait(const void* words, uint32_t word_bytes, Place place, const 
 }
 
 void check_constant(const void* address, uint32_t bytes, Place place, const char* primitive) {
-  const Buffer& buffer = checked_buffer(address, bytes, place, primitive);
+  const Buffer& buffer = checked_buffer(address, bytes, 1, place, primitive);
   if (!buffer.poison) return;
   const auto* words = static_cast<const uint32_t*>(address);
   for (uint32_t i = 0; i < bytes / 4; i++)
@@ -131,11 +148,7 @@ void check_constant(const void* address, uint32_t bytes, Place place, const char
 
 void check_global(const void* address, uint64_t bytes, uint64_t alignment, Place place, const char* primitive) {
   preemption_point(place, primitive);
-  const Buffer& buffer = checked_buffer(address, bytes, place, primitive);
-  if (reinterpret_cast<uint64_t>(address) % alignment)
-    misuse(place, primitive, "byte %lu of buffer %s (at %p) is not %lu-byte aligned",
-           (unsigned long)(static_cast<const uint8_t*>(address) - buffer.start), buffer.name, address,
-           (unsigned long)alignment);
+  checked_buffer(address, bytes, alignment, place, primitive);
 }
 
 }  // namespace cheetah_emulator

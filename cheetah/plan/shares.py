@@ -1,0 +1,48 @@
+"""What each of several GPUs (ranks) has of a model's matrices: whole M-tiles, as many as the others, or whole heads."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from cheetah.plan.errors import PlanError
+from cheetah.plan.formats import M_TILE_ROWS
+from cheetah.plan.gpu import RANKS, Gpu
+from cheetah.plan.index import ceil_div
+from cheetah.plan.narrow import residual_tile_rows
+from cheetah.plan.products import Product, RowOrder
+from cheetah.plan.shape import ModelShape
+
+
+def require_shared(shape: ModelShape, gpu: Gpu) -> None:
+    """PlanError, with the numbers of GPUs that work, unless the ranks of a machine share heads and M-tiles evenly."""
+    if problem := _why_not_shared(shape, gpu, gpu.ranks):
+        works = ", ".join(str(ranks) for ranks in RANKS if _why_not_shared(shape, gpu, ranks) is None)
+        raise PlanError(f"a step by {gpu.ranks} GPUs: {problem}: use one of {works}")
+
+
+def _why_not_shared(shape: ModelShape, gpu: Gpu, ranks: int) -> str | None:
+    if ranks == 1:
+        return None
+    if shape.joint_norms:
+        return "norms over all heads have heads of one GPU so far"
+    if shape.experts is not None:
+        return "experts are chosen by one GPU so far"
+    try:
+        shape.of_rank(ranks)
+    except PlanError as problem:
+        return str(problem)
+    rows = residual_tile_rows(shape, replace(gpu, ranks=ranks))
+    for product in shape.table.products:
+        m_tiles = ceil_div(product.rows, rows if product.adds else M_TILE_ROWS)
+        if product.order is not RowOrder.HEADS and m_tiles % ranks:
+            return f"the {m_tiles} M-tiles of {product.name} cannot be dealt evenly to {ranks} GPUs"
+    return None
+
+
+def rows_of_rank(product: Product, shape: ModelShape, tile_rows: int, ranks: int) -> int:
+    """Rows that a rank has, the last one with those that fill the last M-tiles of the head."""
+    if ranks == 1:
+        return product.rows
+    if product.order is RowOrder.HEADS:
+        return shape.of_rank(ranks).qkv_rows
+    return ceil_div(ceil_div(product.rows, tile_rows), ranks) * tile_rows
