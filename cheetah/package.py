@@ -15,7 +15,9 @@ from typing import Any
 
 from cheetah import lang as ch
 from cheetah.lang import ty
+from cheetah.manifest import RANK as RANK
 from cheetah.manifest import Buffer, Launch, Manifest, Parameter, sha256_of_text, write_atomically
+from cheetah.manifest import peer_parameter as peer_parameter
 from cheetah.plan import Gpu, StepMatrices
 from cheetah.version import __version__
 

@@ -11,9 +11,8 @@ from typing import Any
 
 from cheetah.blocks.timeline import EVENTS
 from cheetah.lang import Expr, ty
-from cheetah.manifest import RANK, peer_parameter
 from cheetah.models.config import ModelConfig
-from cheetah.package import KernelParameter
+from cheetah.package import RANK, KernelParameter, peer_parameter
 from cheetah.plan import Plan
 from cheetah.plan.gpu import RANKS
 from cheetah.plan.kv.tables import COLUMN_WORDS, MAX_STOP_IDS, SEQUENCE_WORDS, TILE_WORDS

@@ -78,11 +78,12 @@ class MemoryEstimate:
 def memory_of_buffers(config: ModelConfig, buffers: Iterable[Buffer], batch: int = 1) -> MemoryEstimate:
     """The memory that a manifest's buffers take, for `batch` sequences."""
     sizes = dict.fromkeys([*LABELS.values(), WORKSPACE], 0)
-    per_token = config.kv_bytes_per_token  # of bf16
+    per_token = config.kv_bytes_per_token  # of bf16, and of all heads
     for buffer in buffers:
         sizes[LABELS.get(buffer.name, WORKSPACE)] += buffer.bytes
-        if buffer.name == "kv" and buffer.dtype == "u8":
-            per_token //= 2
+        if buffer.name == "kv":
+            _, pages, *_, page_size, _ = buffer.shape
+            per_token = buffer.bytes // (pages * page_size)
     return MemoryEstimate(tuple(sizes.items()), sizes[LABELS["kv"]] // per_token, per_token, batch)
 
 

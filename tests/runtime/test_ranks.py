@@ -1,0 +1,210 @@
+"""The same answers, to the bit, from one emulated GPU and from several: whatever requests ask for, and whatever
+schedule the ranks follow."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+from tiny_models import TinyWeights, write_checkpoint
+
+from cheetah.errors import CheetahError
+from cheetah.generate import generate_kernel
+from cheetah.models.config import ModelConfig
+from cheetah.models.gemma import Gemma2Config
+from cheetah.models.llama import LlamaConfig
+from cheetah.models.olmo import Olmo2Config
+from cheetah.models.qwen2 import Qwen2Config
+from cheetah.models.qwen3 import Qwen3Config
+from cheetah.package import Generated
+from cheetah.plan import PlanError
+from cheetah.runtime import LLM, SamplingParams
+from cheetah.runtime.assembly.assemble import Assembly, assemble
+from cheetah.runtime.assembly.options import GenerateKernel
+from cheetah.runtime.device.emulator import EmulatorDevice
+from cheetah.runtime.device.group import EmulatorGroup, GroupBuffer
+from cheetah.runtime.engine.launches import Part
+from cheetah.runtime.sampling import Sampling
+from tests.tiers import tiered
+
+pytestmark = [pytest.mark.slow, pytest.mark.compiler]
+
+SIZES: dict[str, Any] = {
+    **{"hidden_size": 64, "intermediate_size": 64, "layers": 2, "query_heads": 8, "kv_heads": 4, "head_dim": 64},
+    **{"vocab_size": 300, "max_position_embeddings": 200},
+}
+"""Of o four M-tiles: with four ranks of two blocks half of all blocks have none. Of the head 19: the last rank has
+fewer."""
+STEPS = 8
+
+
+@cache
+def weights_of(config: ModelConfig) -> TinyWeights:
+    return TinyWeights(config)  # type: ignore[arg-type]
+
+
+def assembled(
+    config: ModelConfig,
+    ranks: int,
+    scheduler: str = "round_robin",
+    seed: int = 0,
+    generate_kernel: GenerateKernel | None = None,
+    **plan: Any,
+) -> Assembly:
+    devices = [EmulatorDevice(scheduler=scheduler, seed=seed) for _ in range(ranks)]
+    overrides = {"max_context": 80, "kv_chunk": 64, "max_steps": STEPS, **plan}
+    return assemble(
+        weights_of(config),
+        device=devices[0] if ranks == 1 else EmulatorGroup(devices),
+        gpu="emulator-2",
+        tensor_parallel_size=ranks,
+        quiet=True,
+        overrides=overrides,
+        generate_kernel=generate_kernel,
+    )
+
+
+Found = tuple[tuple[int, ...], NDArray[Any], NDArray[Any]]
+
+
+def found_by(config: ModelConfig, ranks: int, *schedule: Any, **plan: Any) -> Found:
+    """The tokens of two launches, the logits of the second where a step has one, and the cache of all KV heads."""
+    with_device = assembled(config, ranks, *schedule, **plan)
+    launcher, logits = with_device.launcher, with_device.logits_buffer()
+    tokens: list[int] = []
+    for inputs in ((5, 17, 250), None):
+        given = inputs or (tokens[-1],)
+        (result,) = launcher.launch_together(
+            [Part(launcher.cache, given, STEPS, Sampling(temperature=0.7, seed=3))],
+            logits=logits if launcher.tokens == 1 else None,
+        )
+        tokens += result.token_ids
+    rows = logits.download(np.uint32, (STEPS, config.vocab_size))
+    pool, shape = with_device.buffers["kv"], with_device.manifest.buffer("kv").shape
+    kind = np.uint8 if launcher._plan.kv_dtype == "e4m3" else np.uint16
+    parts = [one.download(kind, shape) for one in (pool.ranks if isinstance(pool, GroupBuffer) else [pool])]
+    return tuple(tokens), rows, np.concatenate(parts, axis=3)
+
+
+def require_equal(found: Found, wanted: Found) -> None:
+    assert found[0] == wanted[0], "other tokens"
+    assert np.array_equal(found[1], wanted[1]), "other logits"
+    pages = slice(0, min(found[2].shape[1], wanted[2].shape[1]))
+    assert np.array_equal(found[2][:, pages], wanted[2][:, pages]), "other keys or values"
+
+
+SCHEDULES = [("round_robin", 0), *((name, seed) for name in ("random", "priority") for seed in range(8))]
+ALWAYS = [(4, "round_robin", 0), (4, "random", 1), (4, "priority", 2), (4, "priority", 3)]
+CASES = [(ranks, *schedule) for ranks in (2, 4) for schedule in SCHEDULES]
+
+
+@cache
+def by_one_gpu() -> Found:
+    return found_by(LlamaConfig(**SIZES), 1)
+
+
+@pytest.mark.parametrize(("ranks", "scheduler", "seed"), tiered(CASES, [case for case in CASES if case not in ALWAYS]))
+def test_steps_of_several_ranks_are_those_of_one(ranks: int, scheduler: str, seed: int) -> None:
+    require_equal(found_by(LlamaConfig(**SIZES), ranks, scheduler, seed), by_one_gpu())
+
+
+@dataclass(frozen=True)
+class Bug:
+    """A change of all places of the text that match a pattern. told: what the emulator says of it."""
+
+    name: str
+    pattern: str
+    instead: str
+    told: str
+
+
+BUGS = [
+    Bug("waits in the scope of one GPU", r"wait_tagged_units_sys\(", "wait_tagged_units(", "in the scope of one GPU"),
+    Bug("stores in the scope of one GPU", r"publish_tagged_sys\((?=.*peer)", "publish_tagged(", "is published to it"),
+    Bug("peers do not hear of gated", r"publish_tagged_sys\(.*peer_1.*, pair, 60, .*;", ";", "deadlock"),
+    Bug("candidates of the rank's own blocks", r"publish_flagged_release_sys\(.*peer_1.*;", ";", "deadlock"),
+    Bug("every rank takes itself for the first", r"\brank \* ", "0 * ", "deadlock"),
+]
+TINY_BUG = "waits in the scope of one GPU"
+
+
+@pytest.mark.parametrize("bug", tiered(BUGS, [bug for bug in BUGS if bug.name != TINY_BUG]), ids=lambda bug: bug.name)
+def test_bugs_planted_in_the_step_of_two_ranks_are_found(bug: Bug) -> None:
+    def generate(*arguments: Any, **plan: Any) -> Generated:
+        made = generate_kernel(*arguments, **plan)
+        text = re.sub(bug.pattern, bug.instead, made.text)
+        assert text != made.text, "nothing was changed"
+        return made.with_text(text)
+
+    with pytest.raises(CheetahError, match=bug.told):
+        found_by(LlamaConfig(**SIZES), 2, generate_kernel=generate)
+
+
+def family(name: str, **more: Any) -> ModelConfig:
+    families: dict[str, type[ModelConfig]] = {"llama": LlamaConfig, "qwen2": Qwen2Config, "qwen3": Qwen3Config}
+    return families[name](**{**SIZES, **more})
+
+
+FAMILIES = {
+    "biases": (family("qwen2"), {}),
+    "norms of heads, a cache in 8 bits": (family("qwen3"), {"kv_dtype": "e4m3"}),
+    "norms behind, two windows, caps": (Gemma2Config(**SIZES, sliding_window=32), {}),
+    "several columns": (family("llama"), {"tokens": 8, "batch": 2}),
+    "narrow M-tiles": (family("llama", hidden_size=192, query_heads=8), {}),
+}
+
+
+@pytest.mark.parametrize(
+    "name", tiered(FAMILIES, [name for name in FAMILIES if name != "norms behind, two windows, caps"])
+)
+def test_so_are_those_of_families_and_plans(name: str) -> None:
+    config, plan = FAMILIES[name]
+    require_equal(found_by(config, 2, "random", 1, **plan), found_by(config, 1, **plan))
+
+
+ASKED = [
+    SamplingParams(max_tokens=9, temperature=0.0, logprobs=3),
+    SamplingParams(max_tokens=9, temperature=1.1, top_k=40, top_p=0.9, min_p=0.01, seed=5),
+    SamplingParams(max_tokens=9, temperature=3.0, top_p=0.95, seed=6, repetition_penalty=1.3, presence_penalty=0.5),
+    SamplingParams(max_tokens=9, temperature=0.9, seed=7, allowed_token_ids=list(range(140, 180))),
+    SamplingParams(max_tokens=9, temperature=0.0, logit_bias={299: 50.0}, stop_token_ids=[299]),
+]
+PROMPTS = [[5, 17, 250, *range(30 + number, 50)] for number in range(2)]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_checkpoint(tmp_path_factory.mktemp("ranks"), weights_of(LlamaConfig(**SIZES)))
+
+
+def answers(folder: Path, ranks: int) -> list[Any]:
+    """What is asked of an `LLM`: requests side by side, again with what is cached of them, and scores."""
+    options: dict[str, Any] = {"max_context": 80, "kv_chunk": 64, "batch": 2, "tokenizer": False, "quiet": True}
+    with LLM(folder, device="emulator", gpu="emulator-2", tensor_parallel_size=ranks, **options) as llm:
+        found: list[Any] = []
+        for _ in range(2):
+            for asked in ASKED:
+                outputs = [one.outputs[0] for one in llm.generate(PROMPTS, asked)]
+                found += [(one.token_ids, one.finish_reason, one.logprobs) for one in outputs]
+        return [*found, llm.score(PROMPTS[0]).tobytes()]
+
+
+def test_so_are_the_answers_of_an_llm_whatever_is_asked(folder: Path) -> None:
+    assert answers(folder, 2) == answers(folder, 1)
+
+
+def test_what_cannot_be_shared_is_refused_before_anything_is_loaded(folder: Path) -> None:
+    with pytest.raises(PlanError, match="norms over all heads have heads of one GPU"):
+        assembled(Olmo2Config(**SIZES), 2)
+    with pytest.raises(PlanError, match="4 M-tiles of o cannot be dealt evenly to 8 GPUs: use one of 1, 2, 4"):
+        assembled(LlamaConfig(**SIZES), 8)
+    with pytest.raises(PlanError, match="sync is 'barrier' with 2 GPUs"):
+        assembled(LlamaConfig(**SIZES), 2, sync="barrier")
+    with pytest.raises(CheetahError, match="tensor_parallel_size is 3: give one of 1, 2, 4, 8"):
+        LLM(folder, device="emulator", tensor_parallel_size=3)
