@@ -1,8 +1,10 @@
 """The memory table: of a manifest's buffers, and refused with what would fit."""
 
+import math
+
 import pytest
 
-from cheetah.manifest import Buffer
+from cheetah.manifest import DTYPE_BYTES, Buffer
 from cheetah.models.registry import PRESETS
 from cheetah.runtime.assembly.memory import MemoryEstimate, MemoryShortage, memory_of_buffers, size_text
 
@@ -10,9 +12,16 @@ from cheetah.runtime.assembly.memory import MemoryEstimate, MemoryShortage, memo
 def estimate_of(model: str, tokens: int, batch: int = 1, **others: int) -> MemoryEstimate:
     """The table of a cache of so many tokens, and buffers of these bytes."""
     config = PRESETS[model]
-    sizes = {"weights": 2 * config.parameter_count, "kv": tokens * config.kv_bytes_per_token, **others}
+    sizes = {"weights": 2 * config.parameter_count, **others}
     buffers = [Buffer(name, "bf16", (size // 2,), size, "zero") for name, size in sizes.items()]
-    return memory_of_buffers(config, buffers, batch)
+    return memory_of_buffers(config, [*buffers, cache_of(model, tokens)], batch)
+
+
+def cache_of(model: str, tokens: int, dtype: str = "bf16", ranks: int = 1) -> Buffer:
+    """What each of several GPUs has of a cache of so many tokens."""
+    config, element = PRESETS[model], DTYPE_BYTES[dtype]
+    shape = (config.layers, tokens // 16, 2, config.kv_heads // ranks, 16, config.head_dim)
+    return Buffer("kv", dtype, shape, math.prod(shape) * element, "poison")
 
 
 def test_8b_at_8192_tokens():
@@ -36,11 +45,12 @@ def test_a_shortage_says_what_would_fit():
         estimate.check(2**30, "H200")
 
 
-def test_a_cache_of_8_bit_elements_holds_twice_the_tokens():
-    config = PRESETS["llama-3.2-1b"]
-    nbytes = 64 * config.kv_bytes_per_token
-    found = [memory_of_buffers(config, [Buffer("kv", dtype, (1,), nbytes, "zero")]) for dtype in ("bf16", "u8")]
-    assert [estimate.kv_tokens for estimate in found] == [64, 128]
+def test_a_cache_of_8_bit_elements_holds_twice_the_tokens_and_so_does_each_of_two_gpus():
+    model = "llama-3.2-1b"
+    caches = [cache_of(model, 64), cache_of(model, 128, "u8"), cache_of(model, 128, ranks=2)]
+    found = [memory_of_buffers(PRESETS[model], [cache]) for cache in caches]
+    assert len({cache.bytes for cache in caches}) == 1
+    assert [estimate.kv_tokens for estimate in found] == [64, 128, 128]
 
 
 def test_advice_is_for_each_sequence_of_a_batch():
