@@ -1,8 +1,8 @@
 """Compiles kernel text with g++ and keeps the results in a cache. Knows nothing of running them.
 
 A cache entry is named by a hash of the text, the runtime's sources, the flags and the compiler's version, and appears
-by an atomic rename, so two processes may compile the same text at once. Beside it stands its digest: what is damaged
-counts as absent.
+by an atomic rename, so two processes may compile the same text at once; where the folder has locks, one compiles and
+the others wait for it. Beside it stands its digest: what is damaged counts as absent.
 """
 
 import errno
@@ -150,8 +150,14 @@ def _unpacking_text(kernel: str, parameters: Sequence[tuple[str, str]]) -> str:
 
 def _from_cache(target: Path, build: Callable[[Path], Path]) -> Path:
     """`target` as the cache holds it, or built there. What is damaged is built again: loading it could end us."""
-    if _is_whole(target):
-        return target
+    if not _is_whole(target):
+        with caches.held(target.with_name(f"{target.name}.lock")):
+            if not _is_whole(target):
+                _build(target, build)
+    return target
+
+
+def _build(target: Path, build: Callable[[Path], Path]) -> None:
     try:
         with tempfile.TemporaryDirectory(dir=target.parent, prefix="building-") as folder:
             built = build(Path(folder))
@@ -162,7 +168,6 @@ def _from_cache(target: Path, build: Callable[[Path], Path]) -> Path:
         raise CheetahError(
             f"{target}: cannot be written: {problem.strerror or problem}: name another folder in CHEETAH_CACHE"
         ) from problem
-    return target
 
 
 def _is_whole(target: Path) -> bool:

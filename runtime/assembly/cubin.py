@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import fcntl
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from cheetah import caches
 from cheetah.manifest import write_atomically
 from cheetah.records import record_from_json
 from cheetah.untrusted import UnreadableError, read_bytes, read_json
@@ -122,27 +122,6 @@ class CacheEntry:
         write_atomically(self.cubin_path, cubin.image)
         write_atomically(self.report_path, (json.dumps(dataclasses.asdict(report), indent=2) + "\n").encode())
 
-    @contextlib.contextmanager
-    def lock(self, on_wait: Callable[[], None]) -> Iterator[None]:
-        """Hold this entry against other processes; `on_wait` is called once if somebody else holds it.
-
-        Where the folder cannot be written or has no locks, nothing is held: two processes may then compile the same
-        text, which costs time and nothing else.
-        """
-        with contextlib.ExitStack() as stack:
-            with contextlib.suppress(OSError):
-                self.folder.mkdir(parents=True, exist_ok=True)
-                # O_NONBLOCK: to open a pipe of that name would wait for a reader; instead it fails.
-                flags = os.O_WRONLY | os.O_CREAT | os.O_NONBLOCK | os.O_CLOEXEC
-                descriptor = os.open(self.folder / f"{self.stem}.lock", flags, 0o666)
-                stack.callback(os.close, descriptor)
-                _flock(descriptor, on_wait)
-            yield
-
-
-def _flock(descriptor: int, on_wait: Callable[[], None]) -> None:
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        on_wait()
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
+    def lock(self, on_wait: Callable[[], None]) -> contextlib.AbstractContextManager[None]:
+        """Hold this entry against other processes, see `caches.held`."""
+        return caches.held(self.folder / f"{self.stem}.lock", on_wait)

@@ -4,8 +4,10 @@ import os
 import shutil
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -125,6 +127,22 @@ def test_two_processes_may_compile_the_same_text(cache: Path) -> None:
     both = [subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True) for _ in range(2)]
     assert [process.communicate()[0] for process in both] == ["[0, 2, 4, 6]\n"] * 2
     assert not list(cache.glob("building-*"))
+
+
+def test_of_threads_that_want_the_same_text_one_compiles_it(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run_compiler, runs = build._run_compiler, []
+
+    def counted(*arguments: Any) -> None:
+        runs.append(arguments)
+        run_compiler(*arguments)
+
+    monkeypatch.setattr(build, "_run_compiler", counted)
+    with ThreadPoolExecutor(4) as pool:
+        wanted = [
+            pool.submit(build.build_program, DOUBLE, "twice", [("x", "int32_t*")], build.PLAIN, cache)
+            for _ in range(4)
+        ]
+        assert len({one.result() for one in wanted}) == len(runs) == 1
 
 
 def test_launches_of_two_programs_may_alternate() -> None:
