@@ -26,7 +26,6 @@ from cheetah.blocks.linear.matvec import Matvec
 from cheetah.blocks.tokens import Tokens
 from cheetah.emulator import SCHEDULERS
 from cheetah.errors import CheetahError
-from cheetah.generate import generate_kernel
 from cheetah.lang import prim, ty
 from cheetah.models.config import ModelConfig
 from cheetah.models.dense.step import StepParts
@@ -42,6 +41,7 @@ from tests.program.rig import (
     as_bf16,
     float32_logits,
     model,
+    plain_kernel,
     random_weights,
     relative_error,
     token_ids,
@@ -143,7 +143,7 @@ class Bug:
         if self.change:
             with Patch.context() as patch:
                 self.change(patch)
-                generated = generate_kernel(*arguments, **named)
+                generated = plain_kernel(*arguments, **named)
         generated = edited(generated, self.edits)
         assert generated.text != clean.text, f"{self.name}: the text is as it was"
         return generated
@@ -152,7 +152,7 @@ class Bug:
 @cache
 def clean_kernel(*arguments: Any, **named: Any) -> Generated:
     """The kernel as it is, made once for all that is planted in it."""
-    return generate_kernel(*arguments, **named)
+    return plain_kernel(*arguments, **named)
 
 
 def edited(generated: Generated, edits: tuple[tuple[str, str], ...]) -> Generated:

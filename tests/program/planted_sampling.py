@@ -15,11 +15,11 @@ from typing import Any
 
 import numpy as np
 
+from cheetah.generate import generate_kernel
 from cheetah.models.sampling import Filters, Penalties
 from cheetah.package import Generated
 from cheetah.runtime.engine.launcher import Part, Sampling
 from tests.meant import drawn
-from tests.program.planted import clean_kernel
 from tests.program.rig import Rig, Session, model, random_weights
 
 VARIABLE = "CHEETAH_PLANTED"
@@ -130,7 +130,7 @@ def planted_rig() -> Rig:
     """A kernel with all bugs in it, none of them on."""
 
     def generate(*arguments: Any, **named: Any) -> Generated:
-        generated = clean_kernel(*arguments, **named)
+        generated = generate_kernel(*arguments, **named)
         head, end, body = generated.text.partition("#endif\n")
         for number, bug in enumerate(BUGS, 1):
             body = bug.planted(body, number)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import pytest
@@ -12,7 +13,6 @@ from cheetah.runtime.checkpoint.loading import open_checkpoint
 from cheetah.tools.check import check_model
 from cheetah.tools.subjects import Subject
 from tests.program.maintainers_bugs import MORE, TRIED, MaintainersBug
-from tests.program.planted import clean_kernel
 from tests.tiers import tiered
 
 pytestmark = [pytest.mark.compiler, pytest.mark.slow]
@@ -46,12 +46,18 @@ def cases() -> list[Any]:
     return tiered(bugs, [bug for bug in bugs if bug.name in EXHAUSTIVE])
 
 
+@cache
+def whole_kernel(*arguments: Any, **options: Any) -> Generated:
+    """The kernel as it is, made once for all that is planted in it."""
+    return generate_kernel(*arguments, **options)
+
+
 def planted(bug: MaintainersBug, monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """Plants the bug in every kernel that is made from now on; gives for each whether its text changed."""
     changed: list[bool] = []
 
     def generate(*arguments: Any, **options: Any) -> Generated:
-        made = (generate_kernel if bug.change else clean_kernel)(*arguments, **options)
+        made = (generate_kernel if bug.change else whole_kernel)(*arguments, **options)
         text = bug.planted(made)
         changed.append(text.text != made.text)
         return text

@@ -6,6 +6,7 @@ from functools import cache
 
 import pytest
 
+from cheetah.generate import generate_kernel
 from cheetah.models.sampling import Filters
 from cheetah.runtime.engine.launcher import Launch, Launcher, LaunchResult, Part, Sampling
 from tests.program.rig import Rig, Session, model, random_weights
@@ -18,7 +19,8 @@ SAMPLINGS = (Sampling(), Sampling(1.0, 5, filters=Filters(top_k=5)), Sampling(1.
 
 @cache
 def rig(sync: str) -> Rig:
-    return Rig(random_weights(model(16, 16, 1, 1, 1, 64, 60)), blocks=3, batch=4, sync=sync, consumer_warps=4)
+    weights = random_weights(model(16, 16, 1, 1, 1, 64, 60))
+    return Rig(weights, blocks=3, batch=4, sync=sync, consumer_warps=4, generate=generate_kernel)
 
 
 def parts(session: Session, inputs: int = 2) -> list[Part]:

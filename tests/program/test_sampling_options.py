@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from cheetah.generate import generate_kernel
 from cheetah.models.sampling import Filters, Penalties
 from cheetah.runtime.engine.launcher import Part, Sampling
 from tests.meant import drawn
@@ -52,7 +53,7 @@ ASKED: dict[str, dict[str, Any]] = {
 
 @cache
 def rig(batch: int, sync: str = "flags") -> Rig:
-    return Rig(random_weights(CONFIG), blocks=3, batch=batch, sync=sync, consumer_warps=4)
+    return Rig(random_weights(CONFIG), blocks=3, batch=batch, sync=sync, consumer_warps=4, generate=generate_kernel)
 
 
 def launch(session: Session, asked: list[Sampling], prompts: list[list[int]], steps: int = STEPS) -> list[list[int]]:
