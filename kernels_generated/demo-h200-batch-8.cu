@@ -170,6 +170,10 @@ __device__ __forceinline__ void fence_proxy_async() {
   asm volatile("fence.proxy.async;" ::: "memory");
 }
 
+__device__ __forceinline__ void fence_proxy_async_shared() {
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+
 __device__ __forceinline__ void prefetch_l2(const void* place) {
   asm volatile("prefetch.global.L2 [%0];" :: "l"(place) : "memory");
 }
@@ -703,7 +707,7 @@ struct DecodeStep {
   __device__ __forceinline__ float sum_of_lane(uint32_t column, uint32_t lane, uint32_t layer_epoch) {
     float total = 0.0f;
     #pragma unroll 1
-    for (uint32_t first = lane; first < 16 + lane; first += 32) {
+    for (uint32_t first = lane; first < 32 + lane; first += 64) {
       uint32_t unit = first;
       uint32_t places[8];
       uint4 data[8];
@@ -743,7 +747,11 @@ struct DecodeStep {
     if (scale == 0.0f) {
       mbarrier_wait(loaded, loaded_parity);
       float total = 0.0f;
-      if (column < column_count) total = sum_of_lane(column, lane % 16, layer_epoch);
+      if (column < column_count) {
+        uint32_t lane_2 = lane % 16;
+        float value = sum_of_lane(column, lane_2, layer_epoch);
+        total = value + sum_of_lane(column, lane_2 + 16, layer_epoch);
+      }
       total += shuffle_xor_f32(total, 8);
       total += shuffle_xor_f32(total, 4);
       total += shuffle_xor_f32(total, 2);
@@ -875,7 +883,7 @@ struct DecodeStep {
   __device__ __forceinline__ float sum_of_lane_2(uint32_t column, uint32_t lane, uint32_t layer_epoch) {
     float total = 0.0f;
     #pragma unroll 1
-    for (uint32_t first = lane; first < 16 + lane; first += 32) {
+    for (uint32_t first = lane; first < 32 + lane; first += 64) {
       uint32_t unit = first;
       uint32_t places[8];
       uint4 data[8];
@@ -897,7 +905,11 @@ struct DecodeStep {
     if (scale == 0.0f) {
       mbarrier_wait(loaded, loaded_parity);
       float total = 0.0f;
-      if (column < column_count) total = sum_of_lane_2(column, lane % 16, layer_epoch);
+      if (column < column_count) {
+        uint32_t lane_2 = lane % 16;
+        float value = sum_of_lane_2(column, lane_2, layer_epoch);
+        total = value + sum_of_lane_2(column, lane_2 + 16, layer_epoch);
+      }
       total += shuffle_xor_f32(total, 8);
       total += shuffle_xor_f32(total, 4);
       total += shuffle_xor_f32(total, 2);
@@ -1009,7 +1021,7 @@ struct DecodeStep {
   __device__ __forceinline__ float sum_of_lane_3(uint32_t column, uint32_t lane, uint32_t step_epoch) {
     float total = 0.0f;
     #pragma unroll 1
-    for (uint32_t first = lane; first < 16 + lane; first += 32) {
+    for (uint32_t first = lane; first < 32 + lane; first += 64) {
       uint32_t unit = first;
       uint32_t places[8];
       uint4 data[8];
@@ -1123,7 +1135,11 @@ struct DecodeStep {
     if (scale == 0.0f) {
       mbarrier_wait(loaded, loaded_parity);
       float total = 0.0f;
-      if (column < column_count) total = sum_of_lane_3(column, lane % 16, step_epoch);
+      if (column < column_count) {
+        uint32_t lane_2 = lane % 16;
+        float value = sum_of_lane_3(column, lane_2, step_epoch);
+        total = value + sum_of_lane_3(column, lane_2 + 16, step_epoch);
+      }
       total += shuffle_xor_f32(total, 8);
       total += shuffle_xor_f32(total, 4);
       total += shuffle_xor_f32(total, 2);
@@ -1469,13 +1485,31 @@ struct DecodeStep {
     named_barrier(1, 256);
   }
 
-  // For how many warps this one gives back a stage with these tiles: those with a tile in it share out all.
-  __device__ __forceinline__ uint32_t arrivals(uint32_t first_tile, uint32_t last_tile, uint32_t warp) {
+  // For how many warps this one gives back a stage with these tiles: those with a tile in it share out all. Where
+  // stages are not shared out, for itself.
+  __device__ __forceinline__ uint32_t arrivals(uint32_t first_tile, uint32_t last_tile, uint32_t warp, uint4 what) {
     uint32_t tiles = max(last_tile, first_tile + 1) - first_tile;
     uint32_t groups = min(tiles, 8u);
-    uint32_t index = (warp + 8 - first_tile % 8) % 8;
+    uint32_t index = ((warp + 8 - what.w / 16 % 8) % 8 + 8 - first_tile % 8) % 8;
     uint32_t each = (286335560u >> (groups - 1) * 4) & 15;
     return each + (index < 8 - each * groups ? 1u : 0u);
+  }
+
+  // By the warp that attends the tile: the newest keys and values that belong to a tile which begins with cached
+  // ones, behind those, to rows `row` and following of its stage.
+  __device__ __forceinline__ void join_newest(uint32_t row, uint32_t newest, uint32_t lane, uint8_t* keys,
+      uint8_t* values) {
+    uint32_t count = min(newest, 16 - row % 16) * 8;
+    #pragma unroll 1
+    for (uint32_t unit = lane; unit < count; unit += 32) {
+      ((uint4*)(keys) + row * 8)[unit] = ((uint4*)(arena + NEWEST))[unit];
+    }
+    #pragma unroll 1
+    for (uint32_t unit = lane; unit < count; unit += 32) {
+      ((uint4*)(values) + row * 8)[unit] = ((uint4*)(arena + NEWEST) + 128)[unit];
+    }
+    fence_proxy_async_shared();
+    warp_barrier();
   }
 
   // Lanes of odd rows read the two units in the opposite order: no bank conflicts.
@@ -1655,43 +1689,49 @@ struct DecodeStep {
     add_values(first_row, valid, key, weights_low, weights_high, lane, values, output);
   }
 
-  // This warp's tiles of 16 keys: of the cached ones [item.begin, end), then of the newest, as if they were in
-  // one more stage: so the code of a tile stands in the kernel once.
+  // This warp's tiles of 16 keys of [item.begin, end), which are cached, and of the newest ones behind them. The
+  // newest keys of a tile that begins with cached ones are put behind those, into the stage; the other tiles of
+  // newest keys are worked on as if they were in one more stage: so the code of a tile stands in the kernel once.
   __device__ __forceinline__ void attend_keys(uint32_t end, uint32_t newest_begin, uint32_t newest, uint32_t epoch,
       uint4 what, uint32_t warp, uint32_t lane, uint4* query, uint32_t (&limits)[2], float (&highest)[2],
       float (&weight_sum)[2], float (&output)[4][4]) {
     uint32_t begin = what.w;
     uint32_t cached = begin < end ? end - begin : 0;
     uint32_t tiles = (cached + 15) / 16;
-    uint32_t all_tiles = tiles + (newest + 15) / 16;
-    uint32_t tile = warp;
+    uint32_t keys_end = begin + cached + newest;
+    uint32_t all_tiles = (cached + newest + 15) / 16;
+    uint32_t tile = (warp + 8 - what.w / 16 % 8) % 8;
+    uint32_t first_newest = newest > 0 ? cached / 16 : 134217728;
     while (tile < all_tiles) {
       uint32_t stage = tile / 4;
+      bool is_cached = tile < tiles;
       uint32_t first_tile = stage * 4;
       uint32_t last_tile = min(first_tile + 4, tiles);
       uint32_t first_key = begin + stage * 64;
-      uint32_t count = min(end - first_key, 64u);
-      bool is_cached = tile < tiles;
-      uint32_t arrivals_2 = arrivals(first_tile, last_tile, warp);
+      uint32_t arrivals_2 = arrivals(first_tile, last_tile, warp, what);
       uint32_t place = use_stage + stage;
       uint32_t stage_2 = place % 11;
       if (is_cached) mbarrier_wait(full + stage_2, (use_parity + place / 11) % 2);
       uint8_t* chunk = ring + stage_2 * 16384;
       uint8_t* keys = chunk;
       uint8_t* values = chunk + 8192;
-      if (tile >= tiles) {
+      if (!is_cached) {
         uint8_t* newest_keys = arena + NEWEST;
         uint8_t* newest_values = arena + NEWEST + 2048;
         first_tile = tiles;
         last_tile = all_tiles;
-        first_key = newest_begin;
-        count = newest;
-        keys = newest_keys;
-        values = newest_values;
+        first_key = begin + tiles * 16;
+        uint32_t joined = (first_key - newest_begin) * 128;
+        keys = newest_keys + joined;
+        values = newest_values + joined;
       }
       while (tile < last_tile) {
         uint32_t row = (tile - first_tile) * 16;
-        attend(row, count - row, first_key + row, lane, keys, query, limits, highest, weight_sum, output, values);
+        if (tile == first_newest) {
+          if (is_cached) join_newest(row + cached % 16, newest, lane, keys, values);
+        }
+        attend(row, keys_end - (first_key + row), first_key + row, lane, keys, query, limits, highest, weight_sum,
+            output, values);
         tile += 8;
       }
       wait_for_u32(float_bits(output[0][0]));
@@ -1821,13 +1861,14 @@ struct DecodeStep {
     fold(epoch, weight_sum, lane, warp, highest, output, record, thread, what);
   }
 
-  // For how many warps this one gives back a stage with these tiles: those with a tile in it share out all.
+  // For how many warps this one gives back a stage with these tiles: those with a tile in it share out all. Where
+  // stages are not shared out, for itself.
   __device__ __forceinline__ uint32_t arrivals_2(uint32_t first_tile, uint32_t last_tile, uint32_t key_groups,
-      uint32_t column_groups, uint32_t key_group, uint32_t column_group) {
+      uint32_t column_groups, uint32_t first_tile_2, uint32_t column_group) {
     uint32_t tiles = max(last_tile, first_tile + 1) - first_tile;
     uint32_t groups = min(tiles, key_groups);
     uint32_t members = groups * column_groups;
-    uint32_t index = (key_group + key_groups - first_tile % key_groups) % key_groups;
+    uint32_t index = (first_tile_2 + key_groups - first_tile % key_groups) % key_groups;
     uint32_t rank = index * column_groups + column_group;
     uint32_t each = (286335560u >> (members - 1) * 4) & 15;
     return each + (rank < 8 - each * members ? 1u : 0u);
@@ -1921,46 +1962,51 @@ struct DecodeStep {
         output_2);
   }
 
-  // This warp's tiles of 16 keys: of the cached ones [item.begin, end), then of the newest, as if they were in
-  // one more stage: so the code of a tile stands in the kernel once.
+  // This warp's tiles of 16 keys of [item.begin, end), which are cached, and of the newest ones behind them. The
+  // newest keys of a tile that begins with cached ones are put behind those, into the stage; the other tiles of
+  // newest keys are worked on as if they were in one more stage: so the code of a tile stands in the kernel once.
   __device__ __forceinline__ void attend_keys_2(uint32_t end, uint32_t newest_begin, uint32_t newest, uint32_t epoch,
-      uint4 what, uint32_t key_group, uint32_t key_groups, uint32_t column_groups, uint32_t column_group, uint32_t lane,
-      uint4* query, uint4* query_2, uint32_t (&limits)[2], float (&highest)[2], float (&weight_sum)[2],
+      uint4 what, uint32_t first_tile, uint32_t key_groups, uint32_t column_groups, uint32_t column_group,
+      uint32_t lane, uint4* query, uint4* query_2, uint32_t (&limits)[2], float (&highest)[2], float (&weight_sum)[2],
       float (&output)[4][4], uint32_t (&limits_2)[2], float (&highest_2)[2], float (&weight_sum_2)[2],
       float (&output_2)[4][4]) {
     uint32_t begin = what.w;
     uint32_t cached = begin < end ? end - begin : 0;
     uint32_t tiles = (cached + 15) / 16;
-    uint32_t all_tiles = tiles + (newest + 15) / 16;
-    uint32_t tile = key_group;
+    uint32_t keys_end = begin + cached + newest;
+    uint32_t all_tiles = (cached + newest + 15) / 16;
+    uint32_t tile = first_tile;
+    uint32_t first_newest = newest > 0 ? cached / 16 : 134217728;
     while (tile < all_tiles) {
       uint32_t stage = tile / 4;
-      uint32_t first_tile = stage * 4;
-      uint32_t last_tile = min(first_tile + 4, tiles);
-      uint32_t first_key = begin + stage * 64;
-      uint32_t count = min(end - first_key, 64u);
       bool is_cached = tile < tiles;
-      uint32_t arrivals = arrivals_2(first_tile, last_tile, key_groups, column_groups, key_group, column_group);
+      uint32_t first_tile_2 = stage * 4;
+      uint32_t last_tile = min(first_tile_2 + 4, tiles);
+      uint32_t first_key = begin + stage * 64;
+      uint32_t arrivals = arrivals_2(first_tile_2, last_tile, key_groups, column_groups, first_tile, column_group);
       uint32_t place = use_stage + stage;
       uint32_t stage_2 = place % 11;
       if (is_cached) mbarrier_wait(full + stage_2, (use_parity + place / 11) % 2);
       uint8_t* chunk = ring + stage_2 * 16384;
       uint8_t* keys = chunk;
       uint8_t* values = chunk + 8192;
-      if (tile >= tiles) {
+      if (!is_cached) {
         uint8_t* newest_keys = arena + NEWEST;
         uint8_t* newest_values = arena + NEWEST + 2048;
-        first_tile = tiles;
+        first_tile_2 = tiles;
         last_tile = all_tiles;
-        first_key = newest_begin;
-        count = newest;
-        keys = newest_keys;
-        values = newest_values;
+        first_key = begin + tiles * 16;
+        uint32_t joined = (first_key - newest_begin) * 128;
+        keys = newest_keys + joined;
+        values = newest_values + joined;
       }
       while (tile < last_tile) {
-        uint32_t row = (tile - first_tile) * 16;
-        attend_2(row, count - row, first_key + row, lane, keys, query, query_2, limits, highest, weight_sum, output,
-            limits_2, highest_2, weight_sum_2, output_2, values);
+        uint32_t row = (tile - first_tile_2) * 16;
+        if (tile == first_newest) {
+          if (is_cached) join_newest(row + cached % 16, newest, lane, keys, values);
+        }
+        attend_2(row, keys_end - (first_key + row), first_key + row, lane, keys, query, query_2, limits, highest,
+            weight_sum, output, limits_2, highest_2, weight_sum_2, output_2, values);
         tile += key_groups;
       }
       wait_for_u32(float_bits(output[0][0]));
@@ -2052,7 +2098,7 @@ struct DecodeStep {
 
   // This warp's share of an item whose queries are there.
   __device__ __forceinline__ void attend_rows_2(uint32_t cached_end, uint32_t newest_begin, uint32_t newest,
-      uint32_t epoch, uint4 what, uint32_t key_group, uint32_t key_groups, uint32_t column_groups,
+      uint32_t epoch, uint4 what, uint32_t first_tile, uint32_t key_groups, uint32_t column_groups,
       uint32_t column_group, uint32_t lane, uint4* query, uint4* query_2, uint32_t (&limits)[2],
       uint32_t (&limits_2)[2], uint32_t warp, uint32_t thread, uint4* record) {
     float highest[2];
@@ -2065,7 +2111,7 @@ struct DecodeStep {
     float output_2[4][4] = {};
     highest_2[0] = -bits_float(0x7f800000);
     highest_2[1] = -bits_float(0x7f800000);
-    attend_keys_2(cached_end, newest_begin, newest, epoch, what, key_group, key_groups, column_groups, column_group,
+    attend_keys_2(cached_end, newest_begin, newest, epoch, what, first_tile, key_groups, column_groups, column_group,
         lane, query, query_2, limits, highest, weight_sum, output, limits_2, highest_2, weight_sum_2, output_2);
     fold_2(epoch, weight_sum, lane, warp, highest, output, column_groups, thread, record, what, weight_sum_2, highest_2,
         output_2);
@@ -2240,10 +2286,10 @@ struct DecodeStep {
         attend_rows(cached_end, newest_begin, newest, layer_epoch, what, warp, lane, query, limits, record, thread);
       } else {
         uint32_t column_groups = 1;
-        uint32_t key_groups = min(8 / column_groups, 32u);
+        uint32_t key_groups = 8 / column_groups;
         uint32_t warp_group = warp / column_groups;
         uint32_t column_group = warp % column_groups;
-        uint32_t key_group = warp_group < key_groups ? warp_group : 134217728;
+        uint32_t first_tile = (warp_group + key_groups - what.w / 16 % key_groups) % key_groups;
         uint4* shared = (uint4*)(arena + QUERIES);
         uint32_t row = min(column_group * 16 + lane / 4, 15u);
         uint4* query = shared + row * 8;
@@ -2280,7 +2326,7 @@ struct DecodeStep {
         uint32_t following_4 = position_4 + 1;
         uint32_t visible_4 = following_4 > record[2].w ? following_4 - record[2].w : 0;
         limits_2[1] = packed_4 < record[1].z ? min(end_4, visible_4) : 0;
-        attend_rows_2(cached_end, newest_begin, newest, layer_epoch, what, key_group, key_groups, column_groups,
+        attend_rows_2(cached_end, newest_begin, newest, layer_epoch, what, first_tile, key_groups, column_groups,
             column_group, lane, query, query_2, limits, limits_2, warp, thread, record);
       }
     }

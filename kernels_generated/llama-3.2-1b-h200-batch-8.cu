@@ -18,8 +18,8 @@
 //     215424      512  filters  (over scratch)
 //     215936     1024  filter_sums  (over scratch)
 //     180480    16384  attention  (over scratch)
-//     196864     4096  queries  (over scratch)
-//     200960     4096  newest  (over scratch)
+//     196864     2048  queries  (over scratch)
+//     198912     4096  newest  (over scratch)
 //     216960    10240  reductions
 //     227200       48  reduction_barriers
 //     227248      512  residual
@@ -168,6 +168,10 @@ __device__ __forceinline__ void bulk_copy(void* destination, const void* source,
 
 __device__ __forceinline__ void fence_proxy_async() {
   asm volatile("fence.proxy.async;" ::: "memory");
+}
+
+__device__ __forceinline__ void fence_proxy_async_shared() {
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
 
 __device__ __forceinline__ void prefetch_l2(const void* place) {
@@ -402,7 +406,7 @@ constexpr uint32_t FILTERS = 215424;
 constexpr uint32_t FILTER_SUMS = 215936;
 constexpr uint32_t ATTENTION = 180480;
 constexpr uint32_t QUERIES = 196864;
-constexpr uint32_t NEWEST = 200960;
+constexpr uint32_t NEWEST = 198912;
 constexpr uint32_t REDUCTIONS = 216960;
 constexpr uint32_t REDUCTION_BARRIERS = 227200;
 constexpr uint32_t RESIDUAL = 227248;
@@ -707,22 +711,16 @@ struct DecodeStep {
   __device__ __forceinline__ float sum_of_lane(uint32_t column, uint32_t lane, uint32_t layer_epoch) {
     float total = 0.0f;
     #pragma unroll 1
-    for (uint32_t first = lane; first < 32 + lane; first += 32) {
+    for (uint32_t first = lane; first < 32 + lane; first += 64) {
       uint32_t unit = first;
-      uint32_t unit_2 = first + 16;
       uint32_t places[8];
       uint4 data[8];
       places[0] = column * 128 + min(unit, 31u) * 4;
-      places[1] = column * 128 + min(unit_2, 31u) * 4;
-      wait_flagged_places(data, exchange_words + 692224, places, 2, layer_epoch - 1);
+      wait_flagged_places(data, exchange_words + 404992, places, 1, layer_epoch - 1);
       uint4 words = data[0];
       float low = bits_float(words.x) + bits_float(words.y);
       float of_unit = low + (bits_float(words.z) + bits_float(words.w));
       total += unit < 32 ? of_unit : 0.0f;
-      uint4 words_2 = data[1];
-      float low_2 = bits_float(words_2.x) + bits_float(words_2.y);
-      float of_unit_2 = low_2 + (bits_float(words_2.z) + bits_float(words_2.w));
-      total += unit_2 < 32 ? of_unit_2 : 0.0f;
     }
     return total;
   }
@@ -753,7 +751,11 @@ struct DecodeStep {
     if (scale == 0.0f) {
       mbarrier_wait(loaded, loaded_parity);
       float total = 0.0f;
-      if (column < column_count) total = sum_of_lane(column, lane % 16, layer_epoch);
+      if (column < column_count) {
+        uint32_t lane_2 = lane % 16;
+        float value = sum_of_lane(column, lane_2, layer_epoch);
+        total = value + sum_of_lane(column, lane_2 + 16, layer_epoch);
+      }
       total += shuffle_xor_f32(total, 8);
       total += shuffle_xor_f32(total, 4);
       total += shuffle_xor_f32(total, 2);
@@ -863,7 +865,7 @@ struct DecodeStep {
     total_4 += shuffle_xor_f32(total_4, 2);
     total_4 += shuffle_xor_f32(total_4, 1);
     uint32_t place_2 = column * 128 + m_tile;
-    if (is_own && row == 0) publish_flagged(exchange_words + (place_2 + 693248), float_bits(total_4), layer_epoch);
+    if (is_own && row == 0) publish_flagged(exchange_words + (place_2 + 406016), float_bits(total_4), layer_epoch);
   }
 
   // The block's M-tiles of o: the warps' sums added up, the rows finished.
@@ -885,22 +887,16 @@ struct DecodeStep {
   __device__ __forceinline__ float sum_of_lane_2(uint32_t column, uint32_t lane, uint32_t layer_epoch) {
     float total = 0.0f;
     #pragma unroll 1
-    for (uint32_t first = lane; first < 32 + lane; first += 32) {
+    for (uint32_t first = lane; first < 32 + lane; first += 64) {
       uint32_t unit = first;
-      uint32_t unit_2 = first + 16;
       uint32_t places[8];
       uint4 data[8];
       places[0] = column * 128 + min(unit, 31u) * 4;
-      places[1] = column * 128 + min(unit_2, 31u) * 4;
-      wait_flagged_places(data, exchange_words + 693248, places, 2, layer_epoch);
+      wait_flagged_places(data, exchange_words + 406016, places, 1, layer_epoch);
       uint4 words = data[0];
       float low = bits_float(words.x) + bits_float(words.y);
       float of_unit = low + (bits_float(words.z) + bits_float(words.w));
       total += unit < 32 ? of_unit : 0.0f;
-      uint4 words_2 = data[1];
-      float low_2 = bits_float(words_2.x) + bits_float(words_2.y);
-      float of_unit_2 = low_2 + (bits_float(words_2.z) + bits_float(words_2.w));
-      total += unit_2 < 32 ? of_unit_2 : 0.0f;
     }
     return total;
   }
@@ -909,11 +905,15 @@ struct DecodeStep {
   __device__ __forceinline__ void finish_rows_3(uint32_t m_tile, uint32_t column, float& scale, uint32_t layer_epoch) {
     uint32_t row = lane % 16;
     bool is_own = column < column_count;
-    uint32_t published = renewed_u32((((m_tile * 8 + row) / 32 * 8 + column) * 4 + (m_tile * 8 + row) / 8 % 4) * 4 + (m_tile * 8 + row) % 8 / 2 + 1351680);
+    uint32_t published = renewed_u32((((m_tile * 8 + row) / 32 * 8 + column) * 4 + (m_tile * 8 + row) / 8 % 4) * 4 + (m_tile * 8 + row) % 8 / 2 + 777216);
     if (scale == 0.0f) {
       mbarrier_wait(loaded, loaded_parity);
       float total = 0.0f;
-      if (column < column_count) total = sum_of_lane_2(column, lane % 16, layer_epoch);
+      if (column < column_count) {
+        uint32_t lane_2 = lane % 16;
+        float value = sum_of_lane_2(column, lane_2, layer_epoch);
+        total = value + sum_of_lane_2(column, lane_2 + 16, layer_epoch);
+      }
       total += shuffle_xor_f32(total, 8);
       total += shuffle_xor_f32(total, 4);
       total += shuffle_xor_f32(total, 2);
@@ -1003,7 +1003,7 @@ struct DecodeStep {
     total_4 += shuffle_xor_f32(total_4, 2);
     total_4 += shuffle_xor_f32(total_4, 1);
     uint32_t place_2 = column * 128 + m_tile;
-    if (is_own && row == 0) publish_flagged(exchange_words + (place_2 + 692224), float_bits(total_4), layer_epoch);
+    if (is_own && row == 0) publish_flagged(exchange_words + (place_2 + 404992), float_bits(total_4), layer_epoch);
   }
 
   // The block's M-tiles of down: the warps' sums added up, the rows finished.
@@ -1025,22 +1025,16 @@ struct DecodeStep {
   __device__ __forceinline__ float sum_of_lane_3(uint32_t column, uint32_t lane, uint32_t step_epoch) {
     float total = 0.0f;
     #pragma unroll 1
-    for (uint32_t first = lane; first < 32 + lane; first += 32) {
+    for (uint32_t first = lane; first < 32 + lane; first += 64) {
       uint32_t unit = first;
-      uint32_t unit_2 = first + 16;
       uint32_t places[8];
       uint4 data[8];
       places[0] = column * 128 + min(unit, 31u) * 4;
-      places[1] = column * 128 + min(unit_2, 31u) * 4;
-      wait_flagged_places(data, exchange_words + 692224, places, 2, step_epoch + 16);
+      wait_flagged_places(data, exchange_words + 404992, places, 1, step_epoch + 16);
       uint4 words = data[0];
       float low = bits_float(words.x) + bits_float(words.y);
       float of_unit = low + (bits_float(words.z) + bits_float(words.w));
       total += unit < 32 ? of_unit : 0.0f;
-      uint4 words_2 = data[1];
-      float low_2 = bits_float(words_2.x) + bits_float(words_2.y);
-      float of_unit_2 = low_2 + (bits_float(words_2.z) + bits_float(words_2.w));
-      total += unit_2 < 32 ? of_unit_2 : 0.0f;
     }
     return total;
   }
@@ -1145,7 +1139,11 @@ struct DecodeStep {
     if (scale == 0.0f) {
       mbarrier_wait(loaded, loaded_parity);
       float total = 0.0f;
-      if (column < column_count) total = sum_of_lane_3(column, lane % 16, step_epoch);
+      if (column < column_count) {
+        uint32_t lane_2 = lane % 16;
+        float value = sum_of_lane_3(column, lane_2, step_epoch);
+        total = value + sum_of_lane_3(column, lane_2 + 16, step_epoch);
+      }
       total += shuffle_xor_f32(total, 8);
       total += shuffle_xor_f32(total, 4);
       total += shuffle_xor_f32(total, 2);
@@ -1325,7 +1323,7 @@ struct DecodeStep {
       total += shuffle_xor_f32(total, 2);
       total += shuffle_xor_f32(total, 1);
       uint32_t place_3 = column * 128 + there;
-      if (is_own && row == 0) publish_flagged(exchange_words + (place_3 + 692224), float_bits(total), step_epoch);
+      if (is_own && row == 0) publish_flagged(exchange_words + (place_3 + 404992), float_bits(total), step_epoch);
     }
   }
 
@@ -1492,13 +1490,31 @@ struct DecodeStep {
     named_barrier(1, 256);
   }
 
-  // For how many warps this one gives back a stage with these tiles: those with a tile in it share out all.
-  __device__ __forceinline__ uint32_t arrivals(uint32_t first_tile, uint32_t last_tile, uint32_t warp) {
+  // For how many warps this one gives back a stage with these tiles: those with a tile in it share out all. Where
+  // stages are not shared out, for itself.
+  __device__ __forceinline__ uint32_t arrivals(uint32_t first_tile, uint32_t last_tile, uint32_t warp, uint4 what) {
     uint32_t tiles = max(last_tile, first_tile + 1) - first_tile;
     uint32_t groups = min(tiles, 8u);
-    uint32_t index = (warp + 8 - first_tile % 8) % 8;
+    uint32_t index = ((warp + 8 - what.w / 16 % 8) % 8 + 8 - first_tile % 8) % 8;
     uint32_t each = (286335560u >> (groups - 1) * 4) & 15;
     return each + (index < 8 - each * groups ? 1u : 0u);
+  }
+
+  // By the warp that attends the tile: the newest keys and values that belong to a tile which begins with cached
+  // ones, behind those, to rows `row` and following of its stage.
+  __device__ __forceinline__ void join_newest(uint32_t row, uint32_t newest, uint32_t lane, uint8_t* keys,
+      uint8_t* values) {
+    uint32_t count = min(newest, 16 - row % 16) * 8;
+    #pragma unroll 1
+    for (uint32_t unit = lane; unit < count; unit += 32) {
+      ((uint4*)(keys) + row * 8)[unit] = ((uint4*)(arena + NEWEST))[unit];
+    }
+    #pragma unroll 1
+    for (uint32_t unit = lane; unit < count; unit += 32) {
+      ((uint4*)(values) + row * 8)[unit] = ((uint4*)(arena + NEWEST) + 128)[unit];
+    }
+    fence_proxy_async_shared();
+    warp_barrier();
   }
 
   // Lanes of odd rows read the two units in the opposite order: no bank conflicts.
@@ -1678,43 +1694,49 @@ struct DecodeStep {
     add_values(first_row, valid, key, weights_low, weights_high, lane, values, output);
   }
 
-  // This warp's tiles of 16 keys: of the cached ones [item.begin, end), then of the newest, as if they were in
-  // one more stage: so the code of a tile stands in the kernel once.
+  // This warp's tiles of 16 keys of [item.begin, end), which are cached, and of the newest ones behind them. The
+  // newest keys of a tile that begins with cached ones are put behind those, into the stage; the other tiles of
+  // newest keys are worked on as if they were in one more stage: so the code of a tile stands in the kernel once.
   __device__ __forceinline__ void attend_keys(uint32_t end, uint32_t newest_begin, uint32_t newest, uint32_t epoch,
       uint4 what, uint32_t warp, uint32_t lane, uint4* query, uint32_t (&limits)[2], float (&highest)[2],
       float (&weight_sum)[2], float (&output)[4][4]) {
     uint32_t begin = what.w;
     uint32_t cached = begin < end ? end - begin : 0;
     uint32_t tiles = (cached + 15) / 16;
-    uint32_t all_tiles = tiles + (newest + 15) / 16;
-    uint32_t tile = warp;
+    uint32_t keys_end = begin + cached + newest;
+    uint32_t all_tiles = (cached + newest + 15) / 16;
+    uint32_t tile = (warp + 8 - what.w / 16 % 8) % 8;
+    uint32_t first_newest = newest > 0 ? cached / 16 : 134217728;
     while (tile < all_tiles) {
       uint32_t stage = tile / 4;
+      bool is_cached = tile < tiles;
       uint32_t first_tile = stage * 4;
       uint32_t last_tile = min(first_tile + 4, tiles);
       uint32_t first_key = begin + stage * 64;
-      uint32_t count = min(end - first_key, 64u);
-      bool is_cached = tile < tiles;
-      uint32_t arrivals_2 = arrivals(first_tile, last_tile, warp);
+      uint32_t arrivals_2 = arrivals(first_tile, last_tile, warp, what);
       uint32_t place = use_stage + stage;
       uint32_t stage_2 = place % 11;
       if (is_cached) mbarrier_wait(full + stage_2, (use_parity + place / 11) % 2);
       uint8_t* chunk = ring + stage_2 * 16384;
       uint8_t* keys = chunk;
       uint8_t* values = chunk + 8192;
-      if (tile >= tiles) {
+      if (!is_cached) {
         uint8_t* newest_keys = arena + NEWEST;
         uint8_t* newest_values = arena + NEWEST + 2048;
         first_tile = tiles;
         last_tile = all_tiles;
-        first_key = newest_begin;
-        count = newest;
-        keys = newest_keys;
-        values = newest_values;
+        first_key = begin + tiles * 16;
+        uint32_t joined = (first_key - newest_begin) * 128;
+        keys = newest_keys + joined;
+        values = newest_values + joined;
       }
       while (tile < last_tile) {
         uint32_t row = (tile - first_tile) * 16;
-        attend(row, count - row, first_key + row, lane, keys, query, limits, highest, weight_sum, output, values);
+        if (tile == first_newest) {
+          if (is_cached) join_newest(row + cached % 16, newest, lane, keys, values);
+        }
+        attend(row, keys_end - (first_key + row), first_key + row, lane, keys, query, limits, highest, weight_sum,
+            output, values);
         tile += 8;
       }
       wait_for_u32(float_bits(output[0][0]));
@@ -1846,13 +1868,14 @@ struct DecodeStep {
     fold(epoch, weight_sum, lane, warp, highest, output, record, thread, what);
   }
 
-  // For how many warps this one gives back a stage with these tiles: those with a tile in it share out all.
+  // For how many warps this one gives back a stage with these tiles: those with a tile in it share out all. Where
+  // stages are not shared out, for itself.
   __device__ __forceinline__ uint32_t arrivals_2(uint32_t first_tile, uint32_t last_tile, uint32_t key_groups,
-      uint32_t column_groups, uint32_t key_group, uint32_t column_group) {
+      uint32_t column_groups, uint32_t first_tile_2, uint32_t column_group) {
     uint32_t tiles = max(last_tile, first_tile + 1) - first_tile;
     uint32_t groups = min(tiles, key_groups);
     uint32_t members = groups * column_groups;
-    uint32_t index = (key_group + key_groups - first_tile % key_groups) % key_groups;
+    uint32_t index = (first_tile_2 + key_groups - first_tile % key_groups) % key_groups;
     uint32_t rank = index * column_groups + column_group;
     uint32_t each = (286335560u >> (members - 1) * 4) & 15;
     return each + (rank < 8 - each * members ? 1u : 0u);
@@ -1946,46 +1969,51 @@ struct DecodeStep {
         output_2);
   }
 
-  // This warp's tiles of 16 keys: of the cached ones [item.begin, end), then of the newest, as if they were in
-  // one more stage: so the code of a tile stands in the kernel once.
+  // This warp's tiles of 16 keys of [item.begin, end), which are cached, and of the newest ones behind them. The
+  // newest keys of a tile that begins with cached ones are put behind those, into the stage; the other tiles of
+  // newest keys are worked on as if they were in one more stage: so the code of a tile stands in the kernel once.
   __device__ __forceinline__ void attend_keys_2(uint32_t end, uint32_t newest_begin, uint32_t newest, uint32_t epoch,
-      uint4 what, uint32_t key_group, uint32_t key_groups, uint32_t column_groups, uint32_t column_group, uint32_t lane,
-      uint4* query, uint4* query_2, uint32_t (&limits)[2], float (&highest)[2], float (&weight_sum)[2],
+      uint4 what, uint32_t first_tile, uint32_t key_groups, uint32_t column_groups, uint32_t column_group,
+      uint32_t lane, uint4* query, uint4* query_2, uint32_t (&limits)[2], float (&highest)[2], float (&weight_sum)[2],
       float (&output)[4][4], uint32_t (&limits_2)[2], float (&highest_2)[2], float (&weight_sum_2)[2],
       float (&output_2)[4][4]) {
     uint32_t begin = what.w;
     uint32_t cached = begin < end ? end - begin : 0;
     uint32_t tiles = (cached + 15) / 16;
-    uint32_t all_tiles = tiles + (newest + 15) / 16;
-    uint32_t tile = key_group;
+    uint32_t keys_end = begin + cached + newest;
+    uint32_t all_tiles = (cached + newest + 15) / 16;
+    uint32_t tile = first_tile;
+    uint32_t first_newest = newest > 0 ? cached / 16 : 134217728;
     while (tile < all_tiles) {
       uint32_t stage = tile / 4;
-      uint32_t first_tile = stage * 4;
-      uint32_t last_tile = min(first_tile + 4, tiles);
-      uint32_t first_key = begin + stage * 64;
-      uint32_t count = min(end - first_key, 64u);
       bool is_cached = tile < tiles;
-      uint32_t arrivals = arrivals_2(first_tile, last_tile, key_groups, column_groups, key_group, column_group);
+      uint32_t first_tile_2 = stage * 4;
+      uint32_t last_tile = min(first_tile_2 + 4, tiles);
+      uint32_t first_key = begin + stage * 64;
+      uint32_t arrivals = arrivals_2(first_tile_2, last_tile, key_groups, column_groups, first_tile, column_group);
       uint32_t place = use_stage + stage;
       uint32_t stage_2 = place % 11;
       if (is_cached) mbarrier_wait(full + stage_2, (use_parity + place / 11) % 2);
       uint8_t* chunk = ring + stage_2 * 16384;
       uint8_t* keys = chunk;
       uint8_t* values = chunk + 8192;
-      if (tile >= tiles) {
+      if (!is_cached) {
         uint8_t* newest_keys = arena + NEWEST;
         uint8_t* newest_values = arena + NEWEST + 2048;
-        first_tile = tiles;
+        first_tile_2 = tiles;
         last_tile = all_tiles;
-        first_key = newest_begin;
-        count = newest;
-        keys = newest_keys;
-        values = newest_values;
+        first_key = begin + tiles * 16;
+        uint32_t joined = (first_key - newest_begin) * 128;
+        keys = newest_keys + joined;
+        values = newest_values + joined;
       }
       while (tile < last_tile) {
-        uint32_t row = (tile - first_tile) * 16;
-        attend_2(row, count - row, first_key + row, lane, keys, query, query_2, limits, highest, weight_sum, output,
-            limits_2, highest_2, weight_sum_2, output_2, values);
+        uint32_t row = (tile - first_tile_2) * 16;
+        if (tile == first_newest) {
+          if (is_cached) join_newest(row + cached % 16, newest, lane, keys, values);
+        }
+        attend_2(row, keys_end - (first_key + row), first_key + row, lane, keys, query, query_2, limits, highest,
+            weight_sum, output, limits_2, highest_2, weight_sum_2, output_2, values);
         tile += key_groups;
       }
       wait_for_u32(float_bits(output[0][0]));
@@ -1996,35 +2024,6 @@ struct DecodeStep {
     uint32_t place = use_stage + (cached + 63) / 64;
     use_parity = (use_parity + place / 11) % 2;
     use_stage = place % 11;
-  }
-
-  // Fold the states of rows `first`, `first + stride`, ... of the laid down ones: (low, high), the highest logit
-  // and the sum of weights. Without softmax the last two are 0.
-  __device__ __forceinline__ void fold_states_2(uint32_t first, uint32_t pair, float& result, float& result_2,
-      float& highest_out, float& weight_sum_out) {
-    float2* scratch = (float2*)(arena + ATTENTION);
-    float2* statistics = (float2*)(arena + STATISTICS);
-    float low = 0.0f;
-    float high = 0.0f;
-    float highest = -bits_float(0x7f800000);
-    #pragma unroll
-    for (uint32_t state = 0; state < 4; ++state) highest = maximum_f32(highest, statistics[first + state * 16].x);
-    float base = highest == -bits_float(0x7f800000) ? 0.0f : highest;
-    float weight_sum = 0.0f;
-    #pragma unroll
-    for (uint32_t state = 0; state < 4; ++state) {
-      float2 numbers = statistics[first + state * 16];
-      float weight = exp2_f32(numbers.x - base);
-      float2 part = scratch[(first + state * 16) * 32 + pair];
-      weight_sum = fma_f32(weight, numbers.y, weight_sum);
-      low = fma_f32(weight, part.x, low);
-      high = fma_f32(weight, part.y, high);
-    }
-    float inverse = weight_sum == 0.0f ? 0.0f : divide_f32(1.0f, weight_sum);
-    result = low * inverse;
-    result_2 = high * inverse;
-    highest_out = highest;
-    weight_sum_out = weight_sum;
   }
 
   // Column tile `index` of every group: its column c was laid down by the warps column_group, column_group +
@@ -2043,32 +2042,6 @@ struct DecodeStep {
           float highest;
           float weight_sum;
           fold_states(place, pair, low, high, highest, weight_sum);
-          uint32_t dim_pair = (pair % 32 / 4 + pair / 32) * 4 + pair % 32 % 4;
-          if (record[1].y == 4294967295u) {
-            float lse = weight_sum == 0.0f ? -bits_float(0x7f800000) : fma_f32(highest, 0.6931472f, log_f32(weight_sum));
-            uint32_t column = record[2].x + row / 4;
-            uint32_t word = ((((what.z * 4 + row % 4) * 64 + dim_pair * 2) / 32 * 8 + column) * 4 + ((what.z * 4 + row % 4) * 64 + dim_pair * 2) / 8 % 4) * 4 + ((what.z * 4 + row % 4) * 64 + dim_pair * 2) % 8 / 2;
-            uint32_t number = word / 1024 * 10240 + word % 1024 + 2048;
-            publish_tagged(input_words + number, pack_bf16x2(low, high), 60, epoch);
-          } else {
-            float lse = weight_sum == 0.0f ? -bits_float(0x7f800000) : fma_f32(highest, 0.6931472f, log_f32(weight_sum));
-            publish_partial(record[1].y + row, dim_pair, low, high, lse, epoch);
-          }
-        }
-      }
-    }
-    if (column_groups == 2) {
-      #pragma unroll 1
-      for (uint32_t output = thread; output < 512; output += 256) {
-        uint32_t place = output / 32;
-        uint32_t pair = output % 32;
-        uint32_t row = place / 8 * 16 + place % 8;
-        if (row < record[1].z) {
-          float low;
-          float high;
-          float highest;
-          float weight_sum;
-          fold_states_2(place, pair, low, high, highest, weight_sum);
           uint32_t dim_pair = (pair % 32 / 4 + pair / 32) * 4 + pair % 32 % 4;
           if (record[1].y == 4294967295u) {
             float lse = weight_sum == 0.0f ? -bits_float(0x7f800000) : fma_f32(highest, 0.6931472f, log_f32(weight_sum));
@@ -2115,32 +2088,6 @@ struct DecodeStep {
         }
       }
     }
-    if (column_groups == 2) {
-      #pragma unroll 1
-      for (uint32_t output = thread; output < 512; output += 256) {
-        uint32_t place = output / 32;
-        uint32_t pair = output % 32;
-        uint32_t row = (place / 8 * 2 + 1) * 8 + place % 8;
-        if (row < record[1].z) {
-          float low;
-          float high;
-          float highest;
-          float weight_sum;
-          fold_states_2(place, pair, low, high, highest, weight_sum);
-          uint32_t dim_pair = (pair % 32 / 4 + pair / 32) * 4 + pair % 32 % 4;
-          if (record[1].y == 4294967295u) {
-            float lse = weight_sum == 0.0f ? -bits_float(0x7f800000) : fma_f32(highest, 0.6931472f, log_f32(weight_sum));
-            uint32_t column = record[2].x + row / 4;
-            uint32_t word = ((((what.z * 4 + row % 4) * 64 + dim_pair * 2) / 32 * 8 + column) * 4 + ((what.z * 4 + row % 4) * 64 + dim_pair * 2) / 8 % 4) * 4 + ((what.z * 4 + row % 4) * 64 + dim_pair * 2) % 8 / 2;
-            uint32_t number = word / 1024 * 10240 + word % 1024 + 2048;
-            publish_tagged(input_words + number, pack_bf16x2(low, high), 60, epoch);
-          } else {
-            float lse = weight_sum == 0.0f ? -bits_float(0x7f800000) : fma_f32(highest, 0.6931472f, log_f32(weight_sum));
-            publish_partial(record[1].y + row, dim_pair, low, high, lse, epoch);
-          }
-        }
-      }
-    }
   }
 
   // Fold the key groups' states, in ascending order, as many dims at a time as there is room for, and publish the
@@ -2162,7 +2109,7 @@ struct DecodeStep {
 
   // This warp's share of an item whose queries are there.
   __device__ __forceinline__ void attend_rows_2(uint32_t cached_end, uint32_t newest_begin, uint32_t newest,
-      uint32_t epoch, uint4 what, uint32_t key_group, uint32_t key_groups, uint32_t column_groups,
+      uint32_t epoch, uint4 what, uint32_t first_tile, uint32_t key_groups, uint32_t column_groups,
       uint32_t column_group, uint32_t lane, uint4* query, uint4* query_2, uint32_t (&limits)[2],
       uint32_t (&limits_2)[2], uint32_t warp, uint32_t thread, uint4* record) {
     float highest[2];
@@ -2175,7 +2122,7 @@ struct DecodeStep {
     float output_2[4][4] = {};
     highest_2[0] = -bits_float(0x7f800000);
     highest_2[1] = -bits_float(0x7f800000);
-    attend_keys_2(cached_end, newest_begin, newest, epoch, what, key_group, key_groups, column_groups, column_group,
+    attend_keys_2(cached_end, newest_begin, newest, epoch, what, first_tile, key_groups, column_groups, column_group,
         lane, query, query_2, limits, highest, weight_sum, output, limits_2, highest_2, weight_sum_2, output_2);
     fold_2(epoch, weight_sum, lane, warp, highest, output, column_groups, thread, record, what, weight_sum_2, highest_2,
         output_2);
@@ -2334,7 +2281,7 @@ struct DecodeStep {
       load_item(newest_begin, newest, layer_epoch, record, thread, what, step);
       if (record[1].z <= 8) {
         uint4* shared = (uint4*)(arena + QUERIES);
-        uint32_t row = min(lane / 4, 31u);
+        uint32_t row = min(lane / 4, 15u);
         uint4* query = shared + row * 8;
         uint32_t limits[2];
         uint32_t packed = lane % 4 * 2;
@@ -2354,13 +2301,12 @@ struct DecodeStep {
         attend_rows(cached_end, newest_begin, newest, layer_epoch, what, warp, lane, query, limits, record, thread);
       } else {
         uint32_t column_groups = 1;
-        if (record[1].z > 16) column_groups = 2;
-        uint32_t key_groups = min(8 / column_groups, 32u);
+        uint32_t key_groups = 8 / column_groups;
         uint32_t warp_group = warp / column_groups;
         uint32_t column_group = warp % column_groups;
-        uint32_t key_group = warp_group < key_groups ? warp_group : 134217728;
+        uint32_t first_tile = (warp_group + key_groups - what.w / 16 % key_groups) % key_groups;
         uint4* shared = (uint4*)(arena + QUERIES);
-        uint32_t row = min(column_group * 16 + lane / 4, 31u);
+        uint32_t row = min(column_group * 16 + lane / 4, 15u);
         uint4* query = shared + row * 8;
         uint32_t limits[2];
         uint32_t packed = column_group * 16 + lane % 4 * 2;
@@ -2378,7 +2324,7 @@ struct DecodeStep {
         uint32_t visible_2 = following_2 > record[2].w ? following_2 - record[2].w : 0;
         limits[1] = packed_2 < record[1].z ? min(end_2, visible_2) : 0;
         uint4* shared_2 = (uint4*)(arena + QUERIES);
-        uint32_t row_2 = min((column_group * 2 + 1) * 8 + lane / 4, 31u);
+        uint32_t row_2 = min((column_group * 2 + 1) * 8 + lane / 4, 15u);
         uint4* query_2 = shared_2 + row_2 * 8;
         uint32_t limits_2[2];
         uint32_t packed_3 = (column_group * 2 + 1) * 8 + lane % 4 * 2;
@@ -2395,7 +2341,7 @@ struct DecodeStep {
         uint32_t following_4 = position_4 + 1;
         uint32_t visible_4 = following_4 > record[2].w ? following_4 - record[2].w : 0;
         limits_2[1] = packed_4 < record[1].z ? min(end_4, visible_4) : 0;
-        attend_rows_2(cached_end, newest_begin, newest, layer_epoch, what, key_group, key_groups, column_groups,
+        attend_rows_2(cached_end, newest_begin, newest, layer_epoch, what, first_tile, key_groups, column_groups,
             column_group, lane, query, query_2, limits, limits_2, warp, thread, record);
       }
     }
@@ -2606,11 +2552,11 @@ struct DecodeStep {
   __device__ __forceinline__ void load_vector_4(uint32_t thread, uint32_t lane, uint32_t layer_epoch) {
     uint4* vector = (uint4*)(arena + VECTOR);
     uint32_t first_unit = thread;
-    if (lane == 0) wait_tagged4(input_words + (first_unit * 4 + 1351680), 60, layer_epoch);
+    if (lane == 0) wait_tagged4(input_words + (first_unit * 4 + 777216), 60, layer_epoch);
     warp_barrier();
     if (thread / 4 % 8 < column_count) {
       uint4 units[8];
-      wait_tagged_units(units, input_words + (first_unit * 4 + 1351680), 1024, 8, 60, layer_epoch);
+      wait_tagged_units(units, input_words + (first_unit * 4 + 777216), 1024, 8, 60, layer_epoch);
       #pragma unroll
       for (uint32_t index = 0; index < 8; ++index) {
         uint4 words = units[index];
@@ -2624,11 +2570,11 @@ struct DecodeStep {
   __device__ __forceinline__ void load_vector_5(uint32_t thread, uint32_t lane, uint32_t layer_epoch) {
     uint4* vector = (uint4*)(arena + VECTOR);
     uint32_t first_unit = thread;
-    if (lane == 0) wait_tagged4(input_words + ((first_unit + 2048) * 4 + 1351680), 60, layer_epoch);
+    if (lane == 0) wait_tagged4(input_words + ((first_unit + 2048) * 4 + 777216), 60, layer_epoch);
     warp_barrier();
     if (thread / 4 % 8 < column_count) {
       uint4 units[8];
-      wait_tagged_units(units, input_words + ((first_unit + 2048) * 4 + 1351680), 1024, 8, 60, layer_epoch);
+      wait_tagged_units(units, input_words + ((first_unit + 2048) * 4 + 777216), 1024, 8, 60, layer_epoch);
       #pragma unroll
       for (uint32_t index = 0; index < 8; ++index) {
         uint4 words = units[index];
@@ -2642,11 +2588,11 @@ struct DecodeStep {
   __device__ __forceinline__ void load_vector_6(uint32_t thread, uint32_t lane, uint32_t layer_epoch) {
     uint4* vector = (uint4*)(arena + VECTOR);
     uint32_t first_unit = thread;
-    if (lane == 0) wait_tagged4(input_words + ((first_unit + 4096) * 4 + 1351680), 60, layer_epoch);
+    if (lane == 0) wait_tagged4(input_words + ((first_unit + 4096) * 4 + 777216), 60, layer_epoch);
     warp_barrier();
     if (thread / 4 % 8 < column_count) {
       uint4 units[8];
-      wait_tagged_units(units, input_words + ((first_unit + 4096) * 4 + 1351680), 1024, 8, 60, layer_epoch);
+      wait_tagged_units(units, input_words + ((first_unit + 4096) * 4 + 777216), 1024, 8, 60, layer_epoch);
       #pragma unroll
       for (uint32_t index = 0; index < 8; ++index) {
         uint4 words = units[index];
@@ -2660,11 +2606,11 @@ struct DecodeStep {
   __device__ __forceinline__ void load_vector_7(uint32_t thread, uint32_t lane, uint32_t layer_epoch) {
     uint4* vector = (uint4*)(arena + VECTOR);
     uint32_t first_unit = thread;
-    if (lane == 0) wait_tagged4(input_words + ((first_unit + 6144) * 4 + 1351680), 60, layer_epoch);
+    if (lane == 0) wait_tagged4(input_words + ((first_unit + 6144) * 4 + 777216), 60, layer_epoch);
     warp_barrier();
     if (thread / 4 % 8 < column_count) {
       uint4 units[8];
-      wait_tagged_units(units, input_words + ((first_unit + 6144) * 4 + 1351680), 1024, 8, 60, layer_epoch);
+      wait_tagged_units(units, input_words + ((first_unit + 6144) * 4 + 777216), 1024, 8, 60, layer_epoch);
       #pragma unroll
       for (uint32_t index = 0; index < 8; ++index) {
         uint4 words = units[index];
@@ -2958,7 +2904,7 @@ struct DecodeStep {
     warp_barrier();
     if (lane < 16) {
       uint32_t index = ((step % 2 * 8 + column) * 528 + block * 4) * 4 + lane;
-      publish_flagged(exchange_words + (index + 698496), ((uint32_t*)(arena + LIST_ROWS) + warp % 8 * 36)[lane], epoch);
+      publish_flagged(exchange_words + (index + 411264), ((uint32_t*)(arena + LIST_ROWS) + warp % 8 * 36)[lane], epoch);
     }
     warp_barrier();
   }
@@ -3010,7 +2956,7 @@ struct DecodeStep {
     uint4* units = (uint4*)(arena + CANDIDATES);
     #pragma unroll 1
     for (uint32_t other = thread; other < 528; other += 256) {
-      units[other] = wait_flagged4_acquire(exchange_words + ((first_unit + other) * 4 + 694272), epoch);
+      units[other] = wait_flagged4_acquire(exchange_words + ((first_unit + other) * 4 + 407040), epoch);
     }
   }
 
@@ -3047,7 +2993,7 @@ struct DecodeStep {
     for (uint32_t first = own; first < own + 576; first += 192) {
       #pragma unroll
       for (uint32_t index = 0; index < 6; ++index) places[index] = (first_unit + min(first + index * 32, 527u)) * 4;
-      wait_flagged_places(data, exchange_words + 698496, places, 6, epoch);
+      wait_flagged_places(data, exchange_words + 411264, places, 6, epoch);
       #pragma unroll
       for (uint32_t index = 0; index < 6; ++index) {
         if (first + index * 32 < 528) {
@@ -3312,7 +3258,7 @@ struct DecodeStep {
     uint32_t judged = judge(highest, whole, highest - best_scaled, known, top_k, reach, top_p, warp, lane);
     if (judged == 4294967294u) begin_2(column, highest, highest - best_scaled, lane);
     if (judged < 528) {
-      uint4 unit = wait_flagged4(exchange_words + (((step % 2 * 8 + column) * 528 + judged) * 4 + 698496), epoch);
+      uint4 unit = wait_flagged4(exchange_words + (((step % 2 * 8 + column) * 528 + judged) * 4 + 411264), epoch);
       if (lane == 0) ((uint32_t*)(arena + CHOSEN))[column] = unit.z;
     }
   }
@@ -3512,7 +3458,7 @@ struct DecodeStep {
           uint32_t word = add_groups(column, lane);
           if (lane < 16) {
             uint32_t word_index = ((index % 2 * 8 + column) * 132 + block) * 16 + lane;
-            publish_flagged(exchange_words + (word_index + 732288), word, epoch);
+            publish_flagged(exchange_words + (word_index + 445056), word, epoch);
           }
         }
       }
@@ -3551,7 +3497,7 @@ struct DecodeStep {
       for (uint32_t index_2 = 0; index_2 < 6; ++index_2) {
         places[index_2] = (first_unit + min(first + index_2 * 32, 527u)) * 4;
       }
-      wait_flagged_places(data, exchange_words + 732288, places, 6, epoch);
+      wait_flagged_places(data, exchange_words + 445056, places, 6, epoch);
       #pragma unroll
       for (uint32_t index_2 = 0; index_2 < 6; ++index_2) {
         if (first + index_2 * 32 < 528) take_unit(data[index_2], sums, best, token, distance);
@@ -3747,7 +3693,7 @@ struct DecodeStep {
       uint32_t best_token_2 = is_cancelled ? 4294967294u : best_token;
       uint32_t word = lane % 2 == 0 ? value_2 : best_token_2;
       uint32_t place = first_word + (block * 8 + warp) * 2 + lane;
-      publish_flagged_release(exchange_words + (place + 694272), word, step_epoch + 17);
+      publish_flagged_release(exchange_words + (place + 407040), word, step_epoch + 17);
     }
     uint32_t answer = 0;
     if (block == 0 && thread < column_count) {

@@ -72,7 +72,7 @@ class DecodeState:
         records, tiles = launch_tiles(
             [(context, 1, 0)],
             config.group,
-            plan.tile_columns(config.group),
+            plan.tile_columns(config.shape),
             plan.pages_per_sequence,
             align=KV_TILE_TOKENS,
         )
@@ -85,7 +85,7 @@ class DecodeState:
             minimum=Gpu(**self.manifest.gpu).kv_chunk_min,
             chunk=plan.kv_chunk,
         )
-        layout = KvPlanLayout.for_step(plan, config.group, config.kv_heads, blocks)
+        layout = KvPlanLayout.for_step(plan, config.shape, blocks)
         return encode(records, TileRecord), layout.encode_launch(plans)
 
     def bytes_of(self, gpu: Gpu, names: tuple[str, ...], layers: int) -> int:

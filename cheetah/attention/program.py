@@ -126,7 +126,7 @@ class AttentionSpec:
         return self._tile_columns(self.plan)
 
     def _tile_columns(self, plan: Plan) -> int:
-        most = plan.tile_columns(self.shape.group)
+        most = max(1, min(plan.tokens, plan.tile_rows // self.shape.group))
         return most if self.levels > 1 else min(most, self.queries)
 
     def regions(self, shape: ModelShape, plan: Plan, gpu: Gpu) -> tuple[Region, ...]:

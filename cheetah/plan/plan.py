@@ -49,6 +49,12 @@ NOT_POSITIVE = frozenset({
 """Fields that are no number, or may be 0; those that may not be just anything are checked by themselves."""
 
 
+def column_tiles(head_dim: int) -> int:
+    """Groups of 8 query rows that a warp of attention may work on together: of two states of 256 dims some would be
+    spilled."""
+    return 2 if head_dim <= 128 else 1
+
+
 @dataclass(frozen=True)
 class Plan:
     """The static choices of one kernel. Bytes are bytes; tokens, warps, stages and steps are counts.
@@ -267,9 +273,12 @@ class Plan:
         alone, twice as many where few are requested because waiting is most of a step."""
         return min(2 * self.in_flight, self.stages - 1) if self.waits_most and is_once else self.in_flight
 
-    def tile_columns(self, group: int) -> int:
-        """Most tokens of a tile of attention, each with `group` query rows; at least 1."""
-        return max(1, min(self.tokens, self.tile_rows // group))
+    def tile_columns(self, shape: ModelShape) -> int:
+        """Most tokens of a tile of attention in a step, each with a group of query rows; at least 1. So few that a warp
+        takes all rows: of more, warps would share rows out and have other keys, and a token's sums another order than
+        by itself."""
+        rows = min(COLUMNS * column_tiles(shape.head_dim), self.tile_rows)
+        return max(1, min(self.tokens, rows // shape.group))
 
     @property
     def launch_tokens(self) -> int:

@@ -145,7 +145,7 @@ def attention_regions(
     attention: of every consumer warp as many dims of its output (f32) as fit in `room` bytes beside the others, 64 at
     least [warps, columns, dims]. queries: of a tile (bf16), rows rounded up to 8. newest: the newest keys of a KV head,
     rounded up to 16, then as many values (bf16). tile_columns: tokens of a tile, if fewer than the plan's."""
-    rows = (tile_columns or plan.tile_columns(shape.group)) * shape.group
+    rows = (tile_columns or plan.tile_columns(shape)) * shape.group
     slice_bytes = plan.consumer_warps * min(rows, COLUMNS) * ATTENTION_SLICE_DIMS * 4
     queries = round_up(rows, COLUMNS) * shape.head_dim * 2
     newest_bytes = 2 * round_up(plan.tokens, KV_TILE_TOKENS) * shape.head_dim * 2 if newest else 0

@@ -149,7 +149,7 @@ class Report:
             ("context", f"{self.context} tokens, batch {plan.batch}"),
             (
                 "columns",
-                f"{plan.tokens} tokens a step at most; attention tiles of {plan.tile_columns(self.shape.group)}",
+                f"{plan.tokens} tokens a step at most; attention tiles of {plan.tile_columns(self.shape)}",
             ),
             (
                 f"slices of {self.shape.table.sliced.name}",

@@ -82,8 +82,7 @@ from cheetah.plan.world import world_of
 
 def kv_layout(shape: ModelShape, gpu: Gpu, plan: Plan) -> KvPlanLayout:
     """How the KV plans of a launch are encoded: the same of all ranks, over the KV heads of each."""
-    rank = shape.of_rank(gpu.ranks)
-    return KvPlanLayout.for_step(plan, rank.group, rank.kv_heads, gpu.blocks)
+    return KvPlanLayout.for_step(plan, shape.of_rank(gpu.ranks), gpu.blocks)
 
 
 def exchange_sizes(shape: ModelShape, gpu: Gpu, plan: Plan) -> dict[str, int]:

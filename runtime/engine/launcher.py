@@ -144,11 +144,11 @@ class _Plans:
 
     def __init__(self, manifest: Manifest, config: ModelConfig, plan: Plan, gpu: Gpu):
         rank = config.shape.of_rank(gpu.ranks)
-        self._layout = KvPlanLayout.for_step(plan, rank.group, rank.kv_heads, manifest.launch.blocks)
+        self._layout = KvPlanLayout.for_step(plan, rank, manifest.launch.blocks)
         self._windows = config.shape.windows_in(plan.max_context)
         self._placing: dict[str, Any] = {
             "group": rank.group,
-            "tile_columns": plan.tile_columns(rank.group),
+            "tile_columns": plan.tile_columns(rank),
             "pages_per_sequence": plan.pages_per_sequence,
             "align": KV_TILE_TOKENS,
             "most": plan.max_context + plan.tokens,

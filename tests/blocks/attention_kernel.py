@@ -27,6 +27,7 @@ from cheetah.models.rounding import widen
 from cheetah.plan import ModelShape
 from cheetah.plan.kv import KvPlan, KvPlanLayout, kv_plans_for_launch, launch_tiles
 from cheetah.plan.kv.tables import TileRecord, encode
+from cheetah.plan.plan import column_tiles
 from tests.blocks.small_kernel import SmallKernel, plan_of
 from tests.program.rig import as_bf16
 
@@ -81,7 +82,8 @@ class Core:
 
     @property
     def tile_columns(self) -> int:
-        return max(1, min(self.tokens, 8 * self.consumer_warps // self.group))
+        rows = 8 * min(column_tiles(self.head_dim), self.consumer_warps)
+        return max(1, min(self.tokens, rows // self.group))
 
     @property
     def layout(self) -> KvPlanLayout:

@@ -106,14 +106,15 @@ def plain_schedule(case: Case) -> dict[str, list]:
     chunk = sizes.chunk or max(sizes.minimum, sizes.align * -(-total // (sizes.blocks * sizes.align)))
     items, merges, first_partial = [], [], 0
     for tile in tiles:
-        cuts = list(range(tile.begin, tile.end, chunk)) or [tile.begin]
+        edges = range(0, tile.end, chunk) if sizes.chunk else range(tile.begin, tile.end, chunk)
+        cuts = [tile.begin, *(edge for edge in edges if edge > tile.begin)]
         covered = any(above.level < tile.level == levels - 1 and above.covers(tile) for above in tiles)
         partial = len(cuts) > 1 or covered or tile.level < levels - 1
         for head in range(sizes.kv_heads):
-            for begin in cuts:
+            for begin, end in zip(cuts, [*cuts[1:], tile.end], strict=True):
                 slot = first_partial if partial else -1
                 first_partial += tile.rows if partial else 0
-                items.append([tile.level, tile.tile, head, begin, min(begin + chunk, tile.end), slot, tile.rows, 0])
+                items.append([tile.level, tile.tile, head, begin, end, slot, tile.rows, 0])
             if partial and tile.level == levels - 1:
                 merges.append((tile, head))
     first_rows = {(tile.level, tile.tile): tile.first_row for tile in tiles}
@@ -184,11 +185,13 @@ def check_every_key_once(case, plan, items):
     assert np.array_equal(items[is_first][:, 3], tiles[:, 3]) and np.array_equal(items[is_last][:, 4], tiles[:, 4])
     assert np.array_equal(items[1:, 3][~is_first[1:]], items[:-1, 4][~is_first[1:]]), "no gap and no overlap"
     lengths = items[:, 4] - items[:, 3]
-    assert (lengths[~is_last] == plan.chunk).all() and (lengths <= plan.chunk).all()
+    is_whole = ~is_last & ~is_first if case.scheduling.chunk else ~is_last
+    assert (lengths[is_whole] == plan.chunk).all() and (lengths <= plan.chunk).all()
     assert (lengths[~is_first] > 0).all() and (items[:, 7] == 0).all()
     assert np.array_equal(items[:, 6], np.repeat(tiles[:, 2], np.diff(np.flatnonzero(np.append(is_first, True)))))
     if case.scheduling.chunk:
         assert plan.chunk == case.scheduling.chunk
+        assert (items[~is_last, 4] % plan.chunk == 0).all(), "a chunk ends where its place says"
 
 
 def check_partials(case, plan, items):

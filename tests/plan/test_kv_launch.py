@@ -20,6 +20,7 @@ from cheetah.plan.kv import (
 from cheetah.plan.kv.tables import TileRecord
 
 from .schedules import ARRAYS
+from .shapes import LLAMA_8B
 
 PAGES = 64
 """Pages of a sequence; a record's table divided by it is the sequence whose pages are read."""
@@ -241,14 +242,14 @@ def test_every_launch_of_a_kernel_fits_its_layout():
         for fixed in (0, 256):
             batch = min(tokens, 8)
             plan = Plan(consumer_warps=8, stage_bytes=16384, stages=4, batch=batch, tokens=tokens, kv_chunk=fixed)
-            layout = KvPlanLayout.for_step(plan, group, kv_heads, 132)
+            layout = KvPlanLayout.for_step(plan, LLAMA_8B, 132)
             most = max_plans(64, KV_TILE_TOKENS, layout.tiles, plan.tokens)
             for _ in range(12):
                 launch = Launch.draw(draw, batch, longest=plan.max_context - 64)
                 if launch.columns > tokens:
                     continue
                 shared = launch.shared if layout.levels > 1 else ()
-                columns = plan.tile_columns(group)
+                columns = plan.tile_columns(LLAMA_8B)
                 records, tiles = launch_tiles(launch.sequences, group, columns, plan.pages_per_sequence, shared)
                 assert len(tiles) <= layout.tiles
                 steps = max(1, min(64, 64 // launch.columns))

@@ -87,14 +87,14 @@ def test_a_long_prefix_has_more_sources_than_partial_states():
 def test_a_step_of_a_kernel_has_one_layout():
     def layout_of(**choices):
         plan = default_plan(GPUS["h200"], LLAMA_8B, **choices)
-        return plan, KvPlanLayout.for_step(plan, LLAMA_8B.group, LLAMA_8B.kv_heads, 132)
+        return plan, KvPlanLayout.for_step(plan, LLAMA_8B, 132)
 
     plan, one = layout_of()
     assert (one.tiles, one.tile_rows, one.levels, one.chunk) == (1, 4, 1, 0)
     plan, eight = layout_of(batch=8, tokens=8)
-    assert (eight.tiles, eight.tile_rows, eight.levels, eight.level_rows) == (16, 32, 2, 32)
+    assert (eight.tiles, eight.tile_rows, eight.levels, eight.level_rows) == (16, 16, 2, 32)
     plan, prompt = layout_of(batch=2, tokens=16, kv_chunk=256)
-    assert (prompt.tiles, prompt.tile_rows, prompt.levels, prompt.chunk) == (2, 4 * plan.tile_columns(4), 1, 256)
+    assert (prompt.tiles, prompt.tile_rows, prompt.levels, prompt.chunk) == (5, 16, 1, 256)
     assert prompt.max_keys == plan.max_context + 16
 
 

@@ -188,18 +188,18 @@ def test_what_attention_keeps_while_it_works_lies_one_after_the_other_over_the_v
     shared = shared_map(LLAMA_8B, plan_for(LLAMA_8B, batch=8), GPUS["h200"])
     sizes = {region.name: region.nbytes for region in shared.regions}
     assert sizes["attention"] == 8 * 8 * 128 * 4  # warps, columns, dims at a time, f32: there is room for all dims
-    assert sizes["queries"] == 8 * 4 * 128 * 2  # columns, heads of a group, dims, bf16
+    assert sizes["queries"] == 4 * 4 * 128 * 2  # columns of a tile, heads of a group, dims, bf16
     assert sizes["newest"] == 2 * 16 * 128 * 2  # keys and values, columns rounded up to 16
     assert shared.offset("attention") == shared.offset("scratch") == shared.offset("vector")
     assert shared.offset("queries") == shared.offset("attention") + sizes["attention"]
     assert shared.offset("newest") == shared.offset("queries") + sizes["queries"]
 
 
-def test_a_tile_of_attention_has_the_rows_that_the_warps_can_take():
-    assert plan_for(LLAMA_8B, tokens=16).tile_columns(4) == 16  # 64 rows for 8 warps of 8
-    assert plan_for(LLAMA_8B, tokens=16).tile_columns(8) == 8
-    assert plan_for(LLAMA_8B, tokens=2).tile_columns(4) == 2
-    assert plan_for(LLAMA_8B).tile_columns(128) == 1
+def test_a_tile_of_attention_has_the_rows_that_a_warp_can_take():
+    assert plan_for(LLAMA_8B, tokens=16).tile_columns(LLAMA_8B) == 4  # 16 rows, two column tiles of 8
+    assert plan_for(LLAMA_8B, tokens=2).tile_columns(LLAMA_8B) == 2
+    assert plan_for(LLAMA_8B, tokens=16).tile_columns(replace(LLAMA_8B, kv_heads=2)) == 1
+    assert plan_for(LLAMA_8B, tokens=16).tile_columns(replace(LLAMA_8B, head_dim=256)) == 2
 
 
 def test_codes_of_eight_bits_have_twice_the_tokens_in_a_stage():

@@ -106,8 +106,8 @@ def test_summary_names_columns_and_slices():
     assert rows["columns"] == "4 tokens a step at most; attention tiles of 4"
     assert rows["slices of down"] == "its input in 4 parts"
     assert report.ceiling_tokens_per_s == pytest.approx(3e3 / report.ceiling_ms)
-    assert dict(report_of(LLAMA_8B, tokens=16).summary())["columns"].endswith("attention tiles of 16")
-    assert dict(report_of(LLAMA_8B, tokens=16, consumer_warps=4).summary())["columns"].endswith("attention tiles of 8")
+    assert dict(report_of(LLAMA_8B, tokens=16).summary())["columns"].endswith("attention tiles of 4")
+    assert dict(report_of(LLAMA_8B, tokens=16, consumer_warps=4).summary())["columns"].endswith("attention tiles of 4")
 
 
 def test_contexts_beyond_the_plan_are_refused():

@@ -368,7 +368,7 @@ def _use_epochs(arguments: Mapping[str, Any], count: int) -> None:
 def _check_plan(manifest: Manifest, config: LlamaConfig, tables: Tables, step: int) -> None:
     """The plan of this step covers each key of each column's sequence and head exactly once, over all levels, and reads
     the keys of a shared prefix from the very pages of all who share it."""
-    layout = KvPlanLayout.for_step(tables.plan, config.group, config.kv_heads, manifest.launch.blocks)
+    layout = KvPlanLayout.for_step(tables.plan, config.shape, manifest.launch.blocks)
     plans = tables.arguments["kv_plans"].view(np.int32, (int(tables.arguments["plan_count"]), layout.plan_words))
     assert plans[0, 0] == 0 and (np.diff(plans[:, 0]) > 0).all()
     words = plans[np.flatnonzero(plans[:, 0] <= step)[-1]]

@@ -7,13 +7,15 @@ LSE. Without softmax the state is O, the sum of weighted values, and states are 
 An item is a range of keys of one KV head for a tile of packed query rows: row i * group + (h mod group) is query i of
 the tile and head h. 8 rows ride in the n = 8 dimension of the products, so the consumer warps share out the tile's
 groups of 8 rows (*column tiles*), and those with the same rows (a *key group* each) take tiles of 16 keys in turn, each
-with a state of its own. The newest keys, which come from the exchange and not from the cache, are further such tiles.
+with a state of its own. Keys have tiles by position, also the newest ones, which come from the exchange and not from
+the cache: which keys are multiplied together, and by which warp, does not depend on the step in which they came.
 The block folds the states of the key groups in ascending order and publishes the output, or a partial state where the
 keys were split."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from cheetah import lang as ch
@@ -23,7 +25,7 @@ from cheetah.blocks.attention.item_loads import ItemLoads
 from cheetah.blocks.attention.merge import LSE_WORDS, Merger, partial_words
 from cheetah.blocks.attention.port import AttentionPort
 from cheetah.blocks.attention.schedule import Item, Schedule, Tile
-from cheetah.blocks.attention.sharing import Share, Sharing
+from cheetah.blocks.attention.sharing import NEVER, Share, Sharing
 from cheetah.blocks.attention.tile import (
     AttentionProduct,
     AttentionShape,
@@ -71,7 +73,7 @@ class Attention:
             shape.head_dim,
             plan.consumer_warps,
             plan.kv_stage_tokens(shape.head_dim),
-            (tile_columns or plan.tile_columns(shape.group)) * shape.group,
+            (tile_columns or plan.tile_columns(shape)) * shape.group,
             plan.kv_dtype == "e4m3",
         )
         self.product = AttentionProduct(machine, self.sizes, variant, parameters)
@@ -126,7 +128,7 @@ class Attention:
     def _work(self, item: Item, width: int | None = None) -> tuple[Share, list[Queries]]:
         """This warp's share of an item, with `width` column tiles a warp (None: the item has one), and what it knows of
         their rows. Two of them share what is read and wait together; an item of few rows would waste the second."""
-        share = self.sharing.share_few() if width is None else self.sharing.share(item, width)
+        share = self.sharing.share_few(item) if width is None else self.sharing.share(item, width)
         return share, [self._queries(item, share.column_group * share.width + index) for index in range(share.width)]
 
     @ch.function
@@ -235,53 +237,70 @@ class Attention:
         queries: Sequence[Queries],
         states: Sequence[WarpState],
     ) -> None:
-        """This warp's tiles of 16 keys: of the cached ones [item.begin, end), then of the newest, as if they were in
-        one more stage: so the code of a tile stands in the kernel once.
-
-        A warp waits only for stages in which it has a tile.
-        """
+        """This warp's tiles of 16 keys of [item.begin, end), which are cached, and of the newest ones behind them. The
+        newest keys of a tile that begins with cached ones are put behind those, into the stage; the other tiles of
+        newest keys are worked on as if they were in one more stage: so the code of a tile stands in the kernel once."""
         machine, sizes, port = self.machine, self.sizes, self.port
         begin = item.begin
         stage_tiles = sizes.stage_tokens // TILE_KEYS
         cached = ch.select(begin < end, end - begin, ty.u32(0))
         tiles = (cached + (TILE_KEYS - 1)) // TILE_KEYS
-        all_tiles = tiles + (newest + (TILE_KEYS - 1)) // TILE_KEYS if port.has_newest else tiles
-        tile = ch.var(ty.u32, share.key_group)
+        keys_end = begin + cached + newest if port.has_newest else end
+        all_tiles = (cached + newest + (TILE_KEYS - 1)) // TILE_KEYS if port.has_newest else tiles
+        tile = ch.var(ty.u32, share.first_tile)
+        first_newest = ch.select(newest > 0, cached // TILE_KEYS, ty.u32(NEVER))
         asked = None
         if self.loads.asks:
-            asked = self.loads.ask_newest(item, newest_begin, newest, (newest > 0) & (tile == tiles % share.key_groups))
-        with ch.while_(tile < all_tiles):
-            stage = tile // stage_tiles
+            own = first_newest % share.key_groups == tile
+            asked = self.loads.ask_newest(item, newest_begin, newest, (newest > 0) & own)
+        with self._stages(tile, tiles, all_tiles) as (stage, is_cached):
             first_tile = ch.var(ty.u32, stage * stage_tiles)
             last_tile = ch.var(ty.u32, ch.minimum(first_tile + stage_tiles, tiles))
             first_key = ch.var(ty.u32, begin + stage * sizes.stage_tokens)
-            count = ch.var(ty.u32, ch.minimum(end - first_key, sizes.stage_tokens))
-            is_cached = tile < tiles
             arrivals = self.sharing.arrivals(share, first_tile, last_tile)
             with self.ring.use_ahead(stage, arrivals, is_cached) as taken:
                 keys = ch.var(ty.ptr_mut(ty.u8), taken.address)
                 values = ch.var(ty.ptr_mut(ty.u8), taken.address + machine.plan.kv_values_at(machine.shape.head_dim))
                 self.timeline.stamp_first("first_chunk")
                 if port.has_newest:
-                    with ch.if_(tile >= tiles):
-                        if asked is not None:
-                            self.loads.bring_newest(newest, asked, epoch)
+                    with ch.if_(~is_cached):
                         newest_keys, newest_values = self.loads.newest_rows(ty.u8)
                         first_tile.set(tiles)
                         last_tile.set(all_tiles)
-                        first_key.set(newest_begin)
-                        count.set(newest)
-                        keys.set(newest_keys)
-                        values.set(newest_values)
+                        first_key.set(begin + tiles * TILE_KEYS)
+                        joined = ch.const(ty.u32, (first_key - newest_begin) * self.loads.row_bytes, name="joined")
+                        keys.set(newest_keys + joined)
+                        values.set(newest_values + joined)
                 rows = KeyRows(keys, values, sizes.codes)
                 with ch.while_(tile < last_tile):
                     row = (tile - first_tile) * TILE_KEYS
-                    self.product.attend(rows, row, count - row, first_key + row, queries, states)
+                    if port.has_newest:
+                        with ch.if_(tile == first_newest):
+                            if asked is not None:
+                                self.loads.bring_newest(newest, asked, epoch)
+                            with ch.if_(is_cached):
+                                self.loads.join_newest(rows, row + cached % TILE_KEYS, newest)
+                    self.product.attend(rows, row, keys_end - (first_key + row), first_key + row, queries, states)
                     tile += share.key_groups
                 for state in states:  # a sum of all that was read
                     taken.has_read(prim.float_bits(state.output[0][0]))
                 self.timeline.stamp_here("last_chunk")
         self.ring.skip((cached + (sizes.stage_tokens - 1)) // sizes.stage_tokens)
+
+    @contextmanager
+    @ch.inline
+    def _stages(self, tile: Any, tiles: ch.Expr, all_tiles: ch.Expr) -> Iterator[tuple[Any, Any]]:
+        """The stages that a warp waits for, and whether one holds cached keys: else it stands for the tiles behind
+        those. Where warps share stages out, only those with a tile of its own."""
+        stage_tiles = self.sizes.stage_tokens // TILE_KEYS
+        if self.sharing.shares_stages:
+            with ch.while_(tile < all_tiles):
+                stage = ch.const(ty.u32, tile // stage_tiles, name="stage")
+                yield stage, ch.const(ty.boolean, tile < tiles, name="is_cached")
+        else:
+            of_cached = (tiles + (stage_tiles - 1)) // stage_tiles
+            with ch.for_(of_cached + ch.select(tiles < all_tiles, ty.u32(1), ty.u32(0)), unroll=1) as stage:
+                yield stage, ch.const(ty.boolean, stage < of_cached, name="is_cached")
 
     @ch.inline
     def finish(

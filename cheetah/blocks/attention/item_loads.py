@@ -14,7 +14,7 @@ from cheetah import lang as ch
 from cheetah.blocks.attention.head_norms import RawHead, RawHeads, packed
 from cheetah.blocks.attention.port import AttentionPort
 from cheetah.blocks.attention.schedule import Item
-from cheetah.blocks.attention.tile import AttentionProduct, AttentionShape
+from cheetah.blocks.attention.tile import AttentionProduct, AttentionShape, KeyRows
 from cheetah.blocks.attention.variants import Variant
 from cheetah.blocks.machine import Machine
 from cheetah.lang import prim, ty
@@ -297,6 +297,24 @@ class ItemLoads:
     def _codes(pair: ch.Expr) -> Any:
         """Two e4m3 codes of a bf16 pair; exact, since the numbers come from codes."""
         return prim.e4m3x2_from_f32(prim.bf16x2_low(pair), prim.bf16x2_high(pair))
+
+    @ch.function
+    def join_newest(self, rows: KeyRows, row: ch.Expr, newest: ch.Expr) -> None:
+        """By the warp that attends the tile: the newest keys and values that belong to a tile which begins with cached
+        ones, behind those, to rows `row` and following of its stage."""
+        units = self.row_bytes // 16
+        count = ch.minimum(newest, TILE_KEYS - row % TILE_KEYS) * units
+        own = [ch.reinterpret(ty.ptr_mut(ty.u32x4), stage) + row * units for stage in (rows.keys, rows.values)]
+        for place, given in zip(own, self.newest_rows(ty.u32x4), strict=True):
+            with ch.for_(self.machine.lane, count, 32, unroll=1, name="unit") as unit:
+                place[unit] = given[unit]
+        prim.fence_proxy_async_shared()  # the next copy into the stage lands behind these stores
+        prim.warp_barrier()  # orders the lanes' stores before their reads
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of a key, or a value."""
+        return self.sizes.head_dim * (1 if self.sizes.codes else 2)
 
     def newest_rows(self, element: ty.Type) -> tuple[Any, Any]:
         """Pointers to the newest keys and to the newest values."""

@@ -21,14 +21,14 @@ NEVER = 1 << 27
 @dataclass(frozen=True, eq=False)
 class Share:
     """How the warps share an item: this one has column tiles [column_group * width, (column_group + 1) * width), of
-    `column_groups` groups, and of the `key_groups` its keys are those of number `key_group`. is_few: the item has one
-    column tile."""
+    `column_groups` groups, and each `key_groups`-th tile of keys from number `first_tile` of the item on. is_few: the
+    item has one column tile."""
 
     width: int
     column_groups: Any
     key_groups: Any
     column_group: Any
-    key_group: Any
+    first_tile: Any
     is_few: bool = False
 
 
@@ -39,20 +39,17 @@ class Sharing:
         self.machine, self.sizes = machine, sizes
 
     @property
-    def most_key_groups(self) -> int:
-        """So few that the next tile of a warp lies in a stage whose last pass has surely landed (see `ring`)."""
+    def shares_stages(self) -> bool:
+        """Whether a warp waits only for stages in which it has a tile, and arrives for others: where its next one lies
+        in a stage whose last pass has surely landed (see `ring`). Else every warp waits for every stage."""
         plan = self.machine.plan
-        return max(1, (plan.stages - plan.in_flight) * (self.sizes.stage_tokens // TILE_KEYS))
+        return (plan.stages - plan.in_flight) * (self.sizes.stage_tokens // TILE_KEYS) >= self.sizes.warps
 
     @ch.inline
-    def share_few(self) -> Share:
+    def share_few(self, item: Item) -> Share:
         """Deal an item of one column tile out to the warps."""
-        machine, sizes = self.machine, self.sizes
-        groups = min(sizes.warps, self.most_key_groups)
-        key_group = machine.warp
-        if groups < sizes.warps:
-            key_group = ch.select(machine.warp < groups, machine.warp, ty.u32(NEVER))
-        return Share(1, ty.u32(1), ty.u32(groups), ty.u32(0), key_group, is_few=True)
+        groups = ty.u32(self.sizes.warps)
+        return Share(1, ty.u32(1), groups, ty.u32(0), self._first_tile(item, self.machine.warp, groups), is_few=True)
 
     @ch.inline
     def share(self, item: Item, width: int) -> Share:
@@ -62,22 +59,33 @@ class Sharing:
         for fewer, groups in pairwise(sizes.column_groups(width)):
             with ch.if_(item.rows > fewer * width * COLUMNS):
                 column_groups.set(groups)
-        key_groups = ch.minimum(sizes.warps // column_groups, self.most_key_groups)
+        key_groups = sizes.warps // column_groups
         warp_group = machine.warp // column_groups
         column_group = machine.warp % column_groups
-        key_group = ch.select(warp_group < key_groups, warp_group, ty.u32(NEVER))
-        return Share(width, column_groups, key_groups, column_group, key_group)
+        first_tile = self._first_tile(item, warp_group, key_groups)
+        if any(sizes.warps % groups for groups in sizes.column_groups(width)):
+            first_tile = ch.select(warp_group < key_groups, first_tile, ty.u32(NEVER))
+        return Share(width, column_groups, key_groups, column_group, first_tile)
+
+    @staticmethod
+    def _first_tile(item: Item, key_group: ch.Expr, key_groups: ch.Expr) -> Any:
+        """The first tile of an item that is a key group's. Tiles are dealt out by where they lie in the sequence, so
+        that a window that begins earlier changes no other tile's warp."""
+        return (key_group + key_groups - item.begin // TILE_KEYS % key_groups) % key_groups
 
     @ch.function
     def arrivals(self, share: Share, first_tile: ch.Expr, last_tile: ch.Expr) -> Any:
-        """For how many warps this one gives back a stage with these tiles: those with a tile in it share out all."""
+        """For how many warps this one gives back a stage with these tiles: those with a tile in it share out all. Where
+        stages are not shared out, for itself."""
+        if not self.shares_stages:
+            return ty.u32(1)
         warps = self.sizes.warps
         # None where the stage holds no tile, being that of the newest keys, which nobody gives back.
         tiles = ch.maximum(last_tile, first_tile + 1) - first_tile
         groups = ch.minimum(tiles, share.key_groups)
         members = groups * share.column_groups
-        # The stage's first tile belongs to key group first_tile % key_groups, the next one to the next.
-        index = (share.key_group + share.key_groups - first_tile % share.key_groups) % share.key_groups
+        # The stage's first tile is that of the group whose first one is first_tile % key_groups, the next of the next.
+        index = (share.first_tile + share.key_groups - first_tile % share.key_groups) % share.key_groups
         rank = index * share.column_groups + share.column_group
         each = self._quotient(warps, members)
         return each + ch.select(rank < warps - each * members, ty.u32(1), ty.u32(0))

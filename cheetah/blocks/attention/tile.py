@@ -17,7 +17,7 @@ from cheetah import lang as ch
 from cheetah.blocks.attention.variants import At, Pair, Variant
 from cheetah.blocks.machine import Machine
 from cheetah.lang import prim, ty
-from cheetah.plan.plan import COLUMNS
+from cheetah.plan.plan import COLUMNS, column_tiles
 from cheetah.plan.regions import ATTENTION_SLICE_DIMS as SLICE_DIMS
 
 SLICE_TILES = SLICE_DIMS // 16
@@ -61,8 +61,8 @@ class AttentionShape:
 
     @property
     def column_tiles(self) -> int:
-        """Column tiles of a warp in an item of several: of two states of 256 dims some would be spilled."""
-        return 2 if self.head_dim <= 128 else 1
+        """Column tiles of a warp in an item of several."""
+        return column_tiles(self.head_dim)
 
     def column_groups(self, width: int) -> list[int]:
         """In how many groups of `width` column tiles the warps may have an item's rows, ascending."""

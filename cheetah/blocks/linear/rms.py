@@ -111,10 +111,18 @@ class InverseRms(ColumnScale):
         lanes = 32 if self.columns.limit == 1 else M_TILE_ROWS
         total = ch.var(ty.f32, 0.0)
         with self.columns.if_active(column):
-            total.set(self.squares.sum_of_lane(column, self.columns.machine.lane % lanes, lanes))
+            total.set(self._shares(column, lanes))
         mask = lanes // 2
         while mask:
             total += prim.shuffle_xor_f32(total, mask)
             mask //= 2
         scale = prim.rsqrt_f32(total * (1.0 / self.elements) + self.epsilon) if self.is_normed else ty.f32(1.0)
         return ch.select(total < TOO_LARGE, scale, prim.bits_float(NAN))
+
+    @ch.inline
+    def _shares(self, column: Any, lanes: int) -> Any:
+        """This lane's part of the sum. It has 32 shares, whatever lanes there are for a column: 16 lanes add two each,
+        as 32 do first of all, so that the sum is the same in all kernels."""
+        lane = self.columns.machine.lane % lanes
+        shares = [self.squares.sum_of_lane(column, lane + first, 32) for first in range(0, 32, lanes)]
+        return shares[0] if len(shares) == 1 else shares[0] + shares[1]

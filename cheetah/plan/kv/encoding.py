@@ -17,6 +17,7 @@ from cheetah.plan.kv.launch import most_tiles, whole_length
 from cheetah.plan.kv.scheduler import ITEM_WORDS, Int32Array, KvPlan, Scheduling, Tile, cached_schedule
 from cheetah.plan.plan import Plan
 from cheetah.plan.sections import Sections
+from cheetah.plan.shape import ModelShape
 
 SECTION_WORDS = 64
 """Alignment of the sections of an encoded plan, in 32-bit words; also the size of its header."""
@@ -69,7 +70,7 @@ class KvPlanLayout:
     32-bit words.
 
     tiles: the most tiles of a plan, over all levels. tile_rows: the most packed rows of a tile. levels: most levels.
-    chunk: F, or 0 for chunks by rule. max_keys: the most keys of a tile, which only a fixed chunk length needs (of the
+    chunk: F, or 0 for chunks by rule. max_keys: where keys end at most, which only a fixed chunk length needs (of the
     rounded range, if ranges do not begin at 0). level_rows: the most packed rows of all tiles of one level together; 0
     if nothing less than all tiles with all their rows is known.
     """
@@ -93,17 +94,17 @@ class KvPlanLayout:
             )
 
     @classmethod
-    def for_step(cls, plan: Plan, group: int, kv_heads: int, blocks: int) -> KvPlanLayout:
+    def for_step(cls, plan: Plan, shape: ModelShape, blocks: int) -> KvPlanLayout:
         """Of a kernel for whole steps: `launch_tiles` with that plan's sizes always fit.
 
         Sequences may share prefixes where there are several, unless the chunk length is fixed: then the bits of a
         sequence shall not depend on the others. The last step of a launch may have columns beyond the context.
         """
         levels = 2 if plan.batch > 1 and not plan.kv_chunk else 1
-        columns = plan.tile_columns(group)
+        columns, group = plan.tile_columns(shape), shape.group
         return cls(
             blocks,
-            kv_heads,
+            shape.kv_heads,
             most_tiles(plan.batch, plan.tokens, columns, levels),
             columns * group,
             levels,

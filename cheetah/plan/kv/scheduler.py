@@ -75,7 +75,8 @@ class Tile:
 class Scheduling:
     """The constants of the scheduler: align and minimum are A and M, the costs alpha and beta, chunk is F.
 
-    A `chunk` above 0 fixes the chunk length: a tile's chunks then do not depend on the other tiles. `item_cost` is what
+    A `chunk` above 0 fixes where chunks end: at its multiples, so that a key's chunk depends on nothing but its place,
+    not on other tiles, nor on where a tile begins. `item_cost` is what
     an item costs whatever its length, in keys: then the chunk length may also be one that divides a tile evenly, if
     the busiest block is done earlier so (8 x 8192 keys: no items of 224 keys beside those of 3984). The
     `light_blocks` blocks from `first_light` on, behind the last block the first one, have less to do before attention:
@@ -214,7 +215,8 @@ def cached_schedule(tiles: tuple[Tile, ...], scheduling: Scheduling) -> KvPlan:
 
 @dataclass(frozen=True, eq=False)
 class _Tiles:
-    """The tiles as columns of int64, one entry a tile, with ranges rounded and cut into `chunks` chunks each.
+    """The tiles as columns of int64, one entry a tile, with ranges rounded and cut into `chunks` chunks each. `edge` is
+    where a tile's chunks are counted from: its first one begins with it.
 
     covers[u, t]: t is of the last level and u, of an earlier one, covers it. Partial rows are numbered in (level, tile,
     head, chunk) order; `first_partial` is a tile's first one.
@@ -228,6 +230,7 @@ class _Tiles:
     first_row: Int64Array
     kv_heads: int
     chunk: int
+    edge: Int64Array
     chunks: Int64Array
     covers: npt.NDArray[np.bool_]
     partial: npt.NDArray[np.bool_]
@@ -240,13 +243,15 @@ class _Tiles:
         level, number, rows, begin, end, first_row = np.array(words, np.int64).reshape(-1, 6).T
         begin = begin // scheduling.align * scheduling.align
         end = -(-end // scheduling.align) * scheduling.align
-        chunks = np.maximum(1, -(-(end - begin) // chunk))
+        edge = begin // chunk * chunk if scheduling.chunk else begin
+        chunks = np.maximum(1, -(-(end - edge) // chunk))
         covers = _coverage(level, rows, first_row)
         # What is alone in one chunk and one level writes the output itself.
         partial = (chunks > 1) | covers.any(axis=0) | (level < level.max(initial=0))
         partial_rows = np.where(partial, scheduling.kv_heads * chunks * rows, 0)
         kv_heads, first_partial = scheduling.kv_heads, _starts(partial_rows)[:-1]
-        return cls(level, number, rows, begin, end, first_row, kv_heads, chunk, chunks, covers, partial, first_partial)
+        ranges = level, number, rows, begin, end, first_row
+        return cls(*ranges, kv_heads, chunk, edge, chunks, covers, partial, first_partial)
 
     def items(self) -> Int64Array:
         """The work list in (level, tile, head, chunk) order, [items, 8]."""
@@ -254,10 +259,10 @@ class _Tiles:
         tile = np.repeat(np.arange(len(counts)), counts)
         in_tile = np.arange(len(tile)) - np.repeat(_starts(counts)[:-1], counts)
         head, chunk = np.divmod(in_tile, self.chunks[tile])
-        begin = self.begin[tile] + chunk * self.chunk
+        begin = self.edge[tile] + chunk * self.chunk
         items = np.zeros((len(tile), ITEM_WORDS), np.int64)
         items[:, 0], items[:, 1], items[:, 2] = self.level[tile], self.number[tile], head
-        items[:, 3], items[:, 4] = begin, np.minimum(begin + self.chunk, self.end[tile])
+        items[:, 3], items[:, 4] = np.maximum(begin, self.begin[tile]), np.minimum(begin + self.chunk, self.end[tile])
         first_row = self.first_partial[tile] + in_tile * self.rows[tile]
         items[:, 5], items[:, 6] = np.where(self.partial[tile], first_row, WRITE_THROUGH), self.rows[tile]
         return items
