@@ -216,6 +216,7 @@ class ModelConfig:
             rotations=len(rotations(kind.attention for kind in self.kinds)),
             norms_behind=self.norms.after,
             joint_norms=self.head_norms == "width",
+            raw_heads=self.head_norms == "each",
             experts=None if self.routing is None else Experts(self.routing.experts, self.routing.chosen),
         )
 

@@ -4,10 +4,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from cheetah.plan.errors import PlanError
-from cheetah.plan.formats import M_TILE_ROWS
 from cheetah.plan.gpu import Gpu
 from cheetah.plan.layout import MatrixLayout
-from cheetah.plan.narrow import residual_tile_rows, start_of_others
+from cheetah.plan.narrow import start_of_others, tile_rows
 from cheetah.plan.plan import Plan
 from cheetah.plan.products import Experts, Product, RowOrder
 from cheetah.plan.sections import Sections
@@ -102,22 +101,22 @@ def read_of(layout: MatrixLayout, experts: Experts | None, tokens: int) -> float
 def step_matrices(shape: ModelShape, plan: Plan, gpu: Gpu) -> StepMatrices:
     """The layouts under a plan of what each rank has of a model's matrices. PlanError where ranks cannot share them."""
     plan.check(shape, gpu)
-    table, start, tile_rows = shape.table, start_of_others(shape, gpu), residual_tile_rows(shape, gpu)
-    layouts = [_layout(product, shape, plan, gpu, start, tile_rows) for product in table.products]
+    table, start = shape.table, start_of_others(shape, gpu)
+    layouts = [_layout(product, shape, plan, gpu, start) for product in table.products]
     places = Sections({layout.name: layout.total_bytes for layout in layouts})
     of_layer = tuple(replace(layout, offset=places.offsets[layout.name]) for layout in layouts)
-    head = replace(_layout(table.head, shape, plan, gpu, start, tile_rows), offset=shape.layers * places.end)
+    head = replace(_layout(table.head, shape, plan, gpu, start), offset=shape.layers * places.end)
     return StepMatrices(of_layer, head, shape.layers)
 
 
-def _layout(product: Product, shape: ModelShape, plan: Plan, gpu: Gpu, start: int, residual_rows: int) -> MatrixLayout:
+def _layout(product: Product, shape: ModelShape, plan: Plan, gpu: Gpu, start: int) -> MatrixLayout:
     """start: of all but those that are added to the residual. They share theirs, so that a row of it lies with one
-    block, and their height, `residual_rows`."""
+    block, and their height."""
     chunk_bytes = product.format.chunk_bytes(plan.stage_bytes, plan.consumer_warps)
-    tile_rows = residual_rows if product.adds else M_TILE_ROWS
+    height = tile_rows(product, shape, gpu)
     return MatrixLayout(
         product.name,
-        rows_of_rank(product, shape, tile_rows, gpu.ranks),
+        rows_of_rank(product, shape, height, gpu.ranks),
         product.columns,
         gpu.blocks,
         chunk_bytes,
@@ -125,7 +124,7 @@ def _layout(product: Product, shape: ModelShape, plan: Plan, gpu: Gpu, start: in
         slices=plan.down_slices if product.is_sliced else 1,
         experts=1 if product.experts is None else product.experts.count,
         format=product.format,
-        tile_rows=tile_rows,
+        tile_rows=height,
         is_brief=product.is_brief,
         is_once=product.is_once,
         ranks=1 if product.order is RowOrder.HEADS else gpu.ranks,

@@ -32,7 +32,8 @@ class ModelShape:
     formats: (matrix, weight format) of the matrices that are not bf16. windows: the distinct numbers of keys that a
     query sees in the layers (None: all before it), in the order of the first layers that have them. rotations: how many
     tables of angles the layers have. norms_behind: norms lie behind attention and feed-forward, before both are added
-    to the residual. joint_norms: queries are normalised over all heads together, and so are keys. experts: of the
+    to the residual. joint_norms: queries are normalised over all heads together, and so are keys. raw_heads: queries
+    and keys are published as they are made, and finished by who reads them. experts: of the
     feed-forward, each of width `ffn`.
     """
 
@@ -48,6 +49,7 @@ class ModelShape:
     rotations: int = 1
     norms_behind: bool = False
     joint_norms: bool = False
+    raw_heads: bool = False
     experts: Experts | None = None
 
     def __post_init__(self) -> None:

@@ -441,7 +441,7 @@ class StepParts(HeadParts):
         experts, routing = self.table.experts, self.config.routing
         if experts is None or routing is None:
             return None
-        return ExpertProducts(self.linear, Choice(self.columns, experts, routing.normalised))
+        return ExpertProducts(self.linear, Choice(self.columns, experts, routing.normalised, self.timeline))
 
     def _normalise_heads(self, weights: ch.Expr) -> None:
         """Queries and keys are finished by who reads them."""

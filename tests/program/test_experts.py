@@ -52,13 +52,27 @@ CASES: dict[str, tuple[ModelConfig, int, dict[str, Any], int, int]] = {
     "more experts than lanes, weights of all, barrier": (OLMOE, 5, {"blocks": 4, "sync": "barrier"}, 16, 1),
     "two tokens a step": (MIXTRAL, 2, {"blocks": 3, "tokens": 2}, 24, 2),
     "narrow rows, four tokens": (qwen(144, 256, 4, 6), 2, {"blocks": 2, "tokens": 4}, 24, 4),
+    "narrow q, k, v and router": (qwen(256, 64, 2, 16), 2, {"blocks": 5}, 16, 1),
+    "narrow q, k, v and router, two tokens, barrier": (
+        qwen(256, 64, 2, 16),
+        2,
+        {"blocks": 5, "tokens": 2, "sync": "barrier"},
+        16,
+        2,
+    ),
     "eight tokens, eight warps": (qwen(), 12, {"blocks": 5, "tokens": 8, "consumer_warps": 8}, 24, 8),
     "sixteen tokens": (qwen(), 12, {"blocks": 3, "tokens": 16}, 24, 16),
     "every expert chosen, an M-tile a block": (qwen(48, 32, 2, 4, 4), 0, {"blocks": 16}, 12, 1),
 }
 
 
-@pytest.mark.parametrize("case", tiered(CASES, ["eight tokens, eight warps", "sixteen tokens", "one token a step"]))
+EXHAUSTIVE = (
+    *("eight tokens, eight warps", "sixteen tokens", "one token a step"),
+    "narrow q, k, v and router, two tokens, barrier",
+)
+
+
+@pytest.mark.parametrize("case", tiered(CASES, EXHAUSTIVE))
 def test_logits_of_every_position(case: str) -> None:
     config, seed, plan, count, per_step = CASES[case]
     weights, ids = random_weights(config, seed), token_ids(count, config.vocab_size)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from cheetah import lang as ch
@@ -131,7 +131,7 @@ class Projection:
         if self.port.heads is None:
             self._rotate_and_append(rows, layer, epoch)
         else:
-            self._publish_raw(rows, layer, epoch)
+            self._publish_raw(_of_whole_m_tile(rows), layer, epoch)
 
     def _value(self, rows: Rows, layer: ch.Expr) -> Any:
         """The row's number, with its bias."""
@@ -203,6 +203,14 @@ class Projection:
             with ch.if_(head >= shape.heads):
                 place_of = (self.cache, self.columns, layer, head - shape.heads, rows.column, dim)
                 append(*place_of, ty.u16(codes) if is_coded else pair)
+
+
+def _of_whole_m_tile(rows: Rows) -> Rows:
+    """The rows of a narrow M-tile as those of the M-tile of 16 rows whose half it is."""
+    if rows.count == M_TILE_ROWS:
+        return rows
+    m_tile, half = rows.m_tile // 2, rows.m_tile % 2
+    return replace(rows, m_tile=m_tile, row=half * rows.count + rows.row, count=M_TILE_ROWS)
 
 
 class NormalisedHeads(RawHeads):

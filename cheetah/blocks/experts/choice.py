@@ -22,6 +22,7 @@ from cheetah.blocks.filters.columns import number_of, ordered
 from cheetah.blocks.linear.epilogue import PublishedRows
 from cheetah.blocks.linear.interface import Rows
 from cheetah.blocks.made_list import MadeList
+from cheetah.blocks.timeline import NO_TIMELINE, Timeline
 from cheetah.lang import prim, ty
 from cheetah.lang.primitives.exchange import UNITS
 from cheetah.plan.index import ceil_div
@@ -59,8 +60,9 @@ class Choice:
     """The experts of all columns of a step. normalised: a column's weights are of the softmax of its own experts alone,
     not of all."""
 
-    def __init__(self, columns: Columns, experts: Experts, normalised: bool) -> None:
+    def __init__(self, columns: Columns, experts: Experts, normalised: bool, timeline: Timeline = NO_TIMELINE) -> None:
         self.machine, self.columns, self.experts, self.normalised = columns.machine, columns, experts, normalised
+        self.timeline = timeline
         self.list = MadeList(self.machine, EXPERT_LIST, experts.most(columns.limit), experts.count)
 
     @property
@@ -137,6 +139,7 @@ class Choice:
         for unit in range(units):
             places[unit] = column * padded + ch.minimum(first + unit * WORDS, padded - WORDS)
         routes.read_places(data, places, units)
+        self.timeline.stamp_here("ready")
         for unit in range(units):
             for number, word in enumerate("xyzw"):
                 own = unit * WORDS + number
