@@ -133,7 +133,7 @@ class ExpertProducts:
     @ch.inline
     def _dealt(self, matrix: MatrixLayout) -> Iterator[Any]:
         """The numbers of the M-tiles that are dealt to this block. The plan sees to it that there is one."""
-        position = matrix.position(self.machine.number)
+        position = matrix.position(self.machine.block)
         end = ch.const(ty.u32, self.list.count * matrix.m_tiles, name="end")
         with ch.for_(position, end, matrix.blocks, unroll=1, name="number") as number:
             yield number
@@ -173,7 +173,7 @@ class ExpertProducts:
 
     @ch.inline
     def _multiply_router(self, matrix: MatrixLayout) -> None:
-        linear, position = self.linear, matrix.position(self.machine.number)
+        linear, position = self.linear, matrix.position(self.machine.block)
         self.ring.uses(matrix.name)
         with linear._if_any(matrix, position):
             self._tell_loaded()
@@ -227,7 +227,7 @@ class ExpertProducts:
         self.ring.fills(matrix.name)
         about = f"The block's M-tiles of every chosen expert's {matrix.name}, expert by expert."
         with ch.outline(f"fetch_{matrix.name}", about):
-            position = matrix.position(self.machine.number)
+            position = matrix.position(self.machine.block)
             with ch.for_(self.list.count, unroll=1, name="slot") as slot:
                 expert = ch.const(ty.u32, self.list.entry(slot), name="expert")
                 with ch.for_(position, matrix.m_tiles, matrix.blocks, unroll=1) as m_tile:
@@ -238,7 +238,7 @@ class ExpertProducts:
     def _multiply_added(self, matrix: MatrixLayout, prologue: Prologue) -> None:
         linear = self.linear
         self.ring.uses(matrix.name)
-        position = matrix.position(self.machine.number)
+        position = matrix.position(self.machine.block)
         with linear._if_any(matrix, position):
             self._bring(matrix, prologue)
             sums = linear._sums_of_waves(matrix)
