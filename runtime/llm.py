@@ -12,8 +12,7 @@ from contextlib import closing
 from functools import partial
 from inspect import cleandoc
 from itertools import count, islice
-from types import TracebackType
-from typing import TYPE_CHECKING, Any, NoReturn, overload
+from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias, overload
 
 import numpy as np
 import numpy.typing as npt
@@ -72,6 +71,12 @@ CHAT_NAMES = (
     "temperature"
 ).split()
 """What other libraries' calls take that is no variable of a template."""
+
+OnePrompt: TypeAlias = Prompt | Mapping[str, Any]
+Several: TypeAlias = list[str] | list[list[int]] | list[Mapping[str, Any]] | list[Prompt]
+"""Of prompts; `list` alone, since a sequence of ids is one prompt."""
+ForSeveral: TypeAlias = SamplingParams | Sequence[SamplingParams] | None
+"""The parameters of all, or those of each."""
 
 
 class LLM:
@@ -149,21 +154,11 @@ class LLM:
 
     @overload
     def generate(
-        self,
-        prompts: Prompt | Mapping[str, Any],
-        sampling_params: SamplingParams | None = None,
-        *,
-        use_tqdm: bool = True,
-        **others: Any,
+        self, prompts: OnePrompt, sampling_params: SamplingParams | None = None, *, use_tqdm: bool = True, **others: Any
     ) -> RequestOutput: ...
     @overload
     def generate(
-        self,
-        prompts: list[str] | list[list[int]] | list[Mapping[str, Any]] | list[Prompt],
-        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
-        *,
-        use_tqdm: bool = True,
-        **others: Any,
+        self, prompts: Several, sampling_params: ForSeveral = None, *, use_tqdm: bool = True, **others: Any
     ) -> list[RequestOutput]: ...
     def generate(
         self, prompts: Any, sampling_params: Any = None, *, use_tqdm: bool = True, **others: Any
@@ -181,9 +176,7 @@ class LLM:
         outputs = self._collect(given, sampling_params, use_tqdm)
         return outputs[0] if is_one else outputs
 
-    def stream(
-        self, prompt: Prompt | Mapping[str, Any], sampling_params: SamplingParams | None = None
-    ) -> Iterator[StreamPiece]:
+    def stream(self, prompt: OnePrompt, sampling_params: SamplingParams | None = None) -> Iterator[StreamPiece]:
         """The completions of a prompt piece by piece, as they are made. Mistakes in the request are raised at once.
 
         With a batch of 1 another request of the same thread ends an unfinished stream: its next piece is an error, and
@@ -205,7 +198,7 @@ class LLM:
     def chat(
         self,
         messages: Sequence[Sequence[Message]],
-        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        sampling_params: ForSeveral = None,
         *,
         use_tqdm: bool = True,
         **template: Any,
@@ -270,21 +263,11 @@ class LLM:
 
     @overload
     def embed(
-        self,
-        prompts: Prompt | Mapping[str, Any],
-        *,
-        pooling: str = "last",
-        normalize: bool = True,
-        **others: Any,
+        self, prompts: OnePrompt, *, pooling: str = "last", normalize: bool = True, **others: Any
     ) -> EmbeddingRequestOutput: ...
     @overload
     def embed(
-        self,
-        prompts: list[str] | list[list[int]] | list[Mapping[str, Any]] | list[Prompt],
-        *,
-        pooling: str = "last",
-        normalize: bool = True,
-        **others: Any,
+        self, prompts: Several, *, pooling: str = "last", normalize: bool = True, **others: Any
     ) -> list[EmbeddingRequestOutput]: ...
     def embed(
         self, prompts: Any, *, pooling: str = "last", normalize: bool = True, **others: Any
@@ -376,9 +359,7 @@ class LLM:
     def __enter__(self) -> LLM:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def _render(self, messages: Sequence[Message], template: Mapping[str, Any]) -> tuple[str, tuple[int, ...]]:
