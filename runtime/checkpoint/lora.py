@@ -43,8 +43,15 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "trainable_token_indices": (None,),
     "alora_invocation_tokens": (None,),
     "layer_replication": (None,),
+    "use_qalora": (False,),
+    "use_bdlora": (None,),
+    "arrow_config": (None,),
+    "kasa_config": (None,),
+    "monteclora_config": (None,),
+    "init_lora_weights": (True, False, None, "gaussian", "orthogonal", "eva"),
 }
-"""Entries of adapter_config.json that change what an adapter means, with the values that do not."""
+"""Entries of adapter_config.json that change what an adapter means, with the values that do not. Other ways to begin
+an adapter change the model's own weights too, as PiSSA does."""
 
 
 @dataclass(frozen=True)

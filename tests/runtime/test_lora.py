@@ -11,15 +11,18 @@ import ml_dtypes
 import numpy as np
 import pytest
 from fake_kernel import FakeDevice, generate_kernel
-from safetensors.numpy import save_file
+from safetensors.numpy import load_file, save_file
 from written_checkpoints import BF16, CONFIG, random_values, write_model
 
 from cheetah.errors import CheetahError
+from cheetah.models.dense.reference import Reference
 from cheetah.models.rounding import widen
 from cheetah.runtime import LLM, SamplingParams
 from cheetah.runtime.checkpoint.loading import open_checkpoint
 from cheetah.runtime.checkpoint.lora import with_adapter
 
+GOLDENS = Path(__file__).parent / "goldens"
+PROMPT = [3, 14, 15, 9, 26, 5, 35]
 RANK, ALPHA = 4, 6
 Q, DOWN = "model.layers.1.self_attn.q_proj", "model.layers.0.mlp.down_proj"
 STATED = {
@@ -81,6 +84,20 @@ def test_matrices_are_those_with_b_times_a_added(tmp_path: Path, dtype: Any, roo
     assert "rank 4" in checkpoint.notes[-1] and "2 matrices" in checkpoint.notes[-1]
 
 
+@pytest.mark.parametrize("name", ["peft", "peft_rooted"])
+def test_an_adapter_of_peft_is_merged_as_peft_merges_it(tmp_path: Path, name: str) -> None:
+    """Matrices but for one rounding, and the logits of the model with the adapter beside it: see
+    `goldens/make_peft.py`."""
+    small = {n: value if value.ndim == 1 else (value * 0.125).astype(BF16) for n, value in random_values().items()}
+    base = open_checkpoint(write_model(tmp_path / "model", small))
+    checkpoint, golden = with_adapter(base, str(GOLDENS / name)), load_file(GOLDENS / name / "merged.safetensors")
+    wanted = golden.pop("logits")
+    for matrix, value in golden.items():
+        assert np.allclose(widen(checkpoint.tensor(matrix)), value, rtol=2**-8, atol=0), matrix
+    merged, without = (Reference(one.config, one.tensor).forward(PROMPT) - wanted for one in (checkpoint, base))
+    assert np.linalg.norm(merged) < 0.01 * np.linalg.norm(wanted) < 0.1 * np.linalg.norm(without)
+
+
 @pytest.mark.slow
 def test_a_model_with_an_adapter_answers_as_the_merged_one(tmp_path: Path) -> None:
     """Numbers that are sums of few powers of two: both ways round alike."""
@@ -117,6 +134,8 @@ def test_a_model_with_an_adapter_answers_as_the_merged_one(tmp_path: Path) -> No
         ({"rank_pattern": {"q_proj": 8}}, "rank_pattern is {'q_proj': 8}"),
         ({"fan_in_fan_out": True}, "fan_in_fan_out is True"),
         ({"use_rslora": 1}, "use_rslora is 1"),
+        ({"init_lora_weights": "pissa"}, "init_lora_weights is 'pissa', which is not supported"),
+        ({"kasa_config": {}}, "kasa_config is {}"),
     ],
     ids=lambda value: str(value)[:30],
 )
