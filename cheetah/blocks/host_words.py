@@ -7,8 +7,6 @@ while it waits for the candidates of a step, and says the answer with its candid
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -43,16 +41,9 @@ class HostWords:
         """Let the host have a token; `place` as in the buffer `tokens`."""
         prim.store_relaxed_u32(self.launch.emitted + place, token, scope=SYSTEM)
 
-    @contextmanager
-    def asking(self) -> Iterator[None]:
-        """Asks which columns are to end, and takes the answer behind what is done within, which is not kept waiting.
-        A barrier of the consumer warps must follow."""
-        answer = self._ask()
-        yield
-        self._take(answer)
-
     @ch.inline
-    def _ask(self) -> Any:
+    def ask(self) -> Any:
+        """Asks which columns are to end; what follows is not kept waiting for the answer."""
         answer = ch.var(ty.u32, 0)
         with ch.if_(self._asks):
             sequence = self.columns.state(self.columns.machine.thread, SEQUENCE)
@@ -60,7 +51,9 @@ class HostWords:
         return answer
 
     @ch.inline
-    def _take(self, answer: ch.Expr) -> None:
+    def take(self, answer: ch.Expr) -> None:
+        """A barrier of the consumer warps must lie between the last `instead_of` and this, and between this and the
+        next."""
         thread = self.columns.machine.thread
         with ch.if_(self._asks & (answer == self.launch.epoch)):
             self.columns.machine.region("columns", ty.u32)[thread * STATE_WORDS + CANCELLED] = 1

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from contextlib import nullcontext
 from typing import Any
 
 from cheetah import lang as ch
@@ -155,10 +154,13 @@ class Sampler:
                 word = ch.select(machine.lane % 2 == 0, value, best_token)
                 place = first_word + (machine.number * self.places + column) * 2 + machine.lane
                 self.exchange.publish_release("candidates", place, word, epoch)
-        with nullcontext() if self.host is None else self.host.asking():
-            self.exchange.meet()
-            self._gather(first_word // 4, epoch)
+        hosts = [] if self.host is None else [self.host]
+        answers = [host.ask() for host in hosts]
+        self.exchange.meet()
+        self._gather(first_word // 4, epoch)
         machine.meet()
+        for host, answer in zip(hosts, answers, strict=True):
+            host.take(answer)  # all columns' candidates are published: it counts from the next step on
         self.timeline.stamp_here("ready")
         chosen = machine.region("chosen", ty.u32)
         for column in self._columns_of_warp():

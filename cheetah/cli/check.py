@@ -25,6 +25,8 @@ GPU = "h200"
 LARGEST = {"hidden_size": 128, "intermediate_size": 192, "vocab_size": 512}
 """What these sizes are cut to, plus what they are above a multiple of 32, so that the padding stays as it is."""
 LARGEST_KV_HEADS = 2
+NARROW_FFN, NARROW_BLOCKS = 320, 6
+"""Of models whose o and down have narrow M-tiles on the GPU: so many columns and blocks have theirs narrow too."""
 CONTEXT = 128
 
 
@@ -58,7 +60,8 @@ def check(
     shown = console()
     options = {"max_context": min(CONTEXT, checked.max_position_embeddings), **plan}
     _require(gpu, chosen := tuple(schedulers.split(",")))
-    subject = Subject(kind, checked, tensors, options)
+    blocks = NARROW_BLOCKS if _is_narrow(named.config) and checked is not named.config else None
+    subject = Subject(kind, checked, tensors, options, blocks=blocks)
     is_right, features = True, set[str]()
     with _progress() as progress:
         for part, verdict in check_model(subject, gpu, seeds, chosen, sanitizer, first=first, progress=progress):
@@ -97,7 +100,18 @@ def shrunk(config: ModelConfig) -> ModelConfig:
     from cheetah.tools.subjects import sized
 
     sizes = {name: _cut(getattr(config, name), largest) for name, largest in LARGEST.items()}
+    if _is_narrow(config):
+        sizes["intermediate_size"] = NARROW_FFN
     return sized(config, sizes, min(config.kv_heads, LARGEST_KV_HEADS))
+
+
+def _is_narrow(config: ModelConfig) -> bool:
+    """Whether o and down have M-tiles of 8 rows on the GPU."""
+    from cheetah.plan import gpu_named
+    from cheetah.plan.formats import NARROW_ROWS
+    from cheetah.plan.narrow import residual_tile_rows
+
+    return residual_tile_rows(config.shape, gpu_named(GPU)) == NARROW_ROWS
 
 
 def _cut(size: int, largest: int) -> int:

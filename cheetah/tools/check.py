@@ -23,11 +23,13 @@ from cheetah.generate import choose_plan, generate_head, generate_kernel, genera
 from cheetah.models.config import ModelConfig
 from cheetah.package import Generated
 from cheetah.plan import Gpu, Plan, PlanError
+from cheetah.plan.formats import KV_TILE_TOKENS
 from cheetah.plan.prompt import PassPlan, default_pass_plan, short_pass_plans
 from cheetah.tools.explained import kept_text
 from cheetah.tools.features import features_of
 from cheetah.tools.judged_passes import JudgedPasses
-from cheetah.tools.judged_steps import Agreement, JudgedSteps, KernelFault
+from cheetah.tools.judged_steps import Agreement, JudgedSteps
+from cheetah.tools.judging_device import KernelFault
 from cheetah.tools.rig import Rig
 from cheetah.tools.subjects import (
     MANY_TOKENS,
@@ -263,11 +265,10 @@ _MAKERS = {"steps": _step_makers, "passes": _pass_makers}
 
 
 def _raced_maker(kind: str, subject: Subject) -> Maker:
-    """Of the kernels that run under the race detector: small ones, on few blocks."""
-    awkward = awkward_subject(subject.config, subject.plan)
+    """Of the kernels that run under the race detector: small ones, on few blocks, whose rows have many states."""
     if kind == "passes":
-        return partial(_passes, awkward, RACE_GPU, default_pass_plan)
-    return partial(_steps, awkward, RACE_GPU)
+        return partial(_passes, awkward_subject(subject.config, subject.plan), RACE_GPU, default_pass_plan)
+    return partial(_steps, awkward_subject(subject.config, {"kv_chunk": KV_TILE_TOKENS, **subject.plan}), RACE_GPU)
 
 
 def _made(maker: Maker) -> Iterator[Case]:

@@ -16,7 +16,7 @@ from cheetah.manifest import Manifest, write_atomically
 from cheetah.package import Generated
 from cheetah.runtime.device.progress import describe_progress
 
-FUNCTION = re.compile(r"^(?:__device__|__global__|extern).*?\b(\w+)\(", re.MULTILINE)
+FUNCTION = re.compile(r"^ *(?:__device__|__global__|extern).*?\b(\w+)\(", re.MULTILINE)
 PLACE = re.compile(r"\b(\w+)\.cu:(\d+)(?! \()")
 THREAD = re.compile(r"\bblock (\d+), thread (\d+)(?! \()")
 

@@ -25,15 +25,15 @@ def features_of_steps(config: ModelConfig, gpu: Gpu, plan: Plan) -> set[str]:
     """Of the kernel of decode steps by that plan."""
     matrices = step_matrices(config.shape, plan, gpu)
     exchange = describe_kernel(config, gpu, plan).buffer("exchange")
+    tokens = "one token a step" if plan.tokens == 1 else "several tokens a step"
     has = _of_model(config, plan) | {
         "tagged words": plan.sync == "flags",
         "copied vectors": plan.sync == "barrier",
         "vectors in halves of L2": plan.sync == "flags" and exchange.bytes >= PAGE_BYTES,
-        "narrow M-tiles": any(one.is_narrow for one in matrices),
+        f"narrow M-tiles, {tokens}": any(one.is_narrow for one in matrices),
         "parts of a product's input": plan.down_slices > 1,
         "several sequences": plan.batch > 1,
-        "several tokens a step": plan.tokens > 1,
-        "one token a step": plan.tokens == 1,
+        tokens: True,
         "fewer chunks under way while waiting": plan.in_flight_waiting < plan.in_flight,
         "a single chunk under way while waiting": plan.waits_most,
         "registers moved between roles": plan.moves_registers,

@@ -18,10 +18,10 @@ from cheetah.tools.judged_steps import (
     LEAST_TOLERANCE,
     TOLERANCE_FACTOR,
     Agreement,
-    JudgingDevice,
     reference_of,
     relative_errors,
 )
+from cheetah.tools.judging_device import JudgingDevice
 from cheetah.tools.rig import Rig, Session
 
 FIRST, REST, SECOND = 13, 26, 13

@@ -5,7 +5,7 @@ The device lays traps (see `JudgingDevice`): where a kernel may not look there i
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
@@ -13,24 +13,17 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from cheetah.emulator import EmulatorError
 from cheetah.errors import CheetahError
-from cheetah.manifest import NO_PAGE
 from cheetah.models.family import ReferenceModel
 from cheetah.models.rounding import F32, Rounding, as_bf16, exact, round_to_bf16, round_to_e4m3
 from cheetah.models.sampling import Filters, Penalties, adjusted, gumbel_noise, kept
-from cheetah.plan.kv.tables import TILE_WORDS, TileRecord, word
-from cheetah.runtime.device.emulator import EmulatorBuffer, EmulatorDevice
 from cheetah.runtime.engine.kv_cache import CachedSequence
 from cheetah.runtime.engine.launcher import LaunchFault, Part, Sampling
 from cheetah.runtime.engine.request_rows import bias_of, mask_of
 from cheetah.runtime.engine.watching import MASK_BITS
-from cheetah.tools.explained import explained
+from cheetah.tools.judging_device import JudgingDevice, KernelFault, Pace
 from cheetah.tools.rig import Rig, Session
 
-LAUNCH_TIMEOUT_S = 120.0
-MANY_CHUNKS = 2
-"""Copies of a launch, for each block and chunk in flight, from which on they must come as far ahead as they may."""
 PROMPT_TOKENS = 5
 """Four steps without a head follow one another."""
 TOGETHER_STEPS, TEACHER_TOKENS, LONG_PROMPT = 3, 5, 41
@@ -50,10 +43,6 @@ TOO_LARGE = 2.0**34
 """An element that no embedding has."""
 LARGE = 2.0**32.5
 """One that might be, but not of so many."""
-
-
-class KernelFault(EmulatorError):
-    """A launch that ended, but not as the runtime is promised: a number of steps or a token that cannot be."""
 
 
 @dataclass(frozen=True)
@@ -125,8 +114,9 @@ class JudgedSteps:
     in one launch from an empty cache. 6. If a step takes several tokens: a prompt longer than an item, so many tokens a
     step, that ends where the context does and leaves columns of its last step empty. 7. If it takes several sequences:
     as many as it takes, from an empty cache to one that they fill, with logits; then tokens of each, which asks for
-    what the others do not (masks, biases, penalties, filters), with logits again; and if it takes more tokens than
-    sequences, shares of the columns that differ. 8. Embeddings with a number that is too large.
+    what the others do not (masks, biases, penalties, filters), with logits again; the same in another order where one
+    of them ends, by itself or by the host's word; and if it takes more tokens than sequences, shares of the columns
+    that differ. 8. With the first seed: embeddings with a number that is too large, with which nothing can be drawn.
 
     is_of_several: without 1 to 5, where a step takes several sequences; they are the dearest.
     """
@@ -183,9 +173,12 @@ class JudgedSteps:
         try:
             run = _Run(self, session)
             run.short() if is_short else run.whole()
+            found = Transcript(tuple(run.scored), tuple(run.drawn), session.cached(), session.exchanged())
+            if seed == 0 and not is_short:
+                run.too_large()
         except LaunchFault as error:  # without its advice on checkpoints: these weights were made here
             raise KernelFault(str(error).partition(" Look for")[0]) from error
-        return Transcript(tuple(run.scored), tuple(run.drawn), session.cached(), session.exchanged())
+        return found
 
     def outputs(self, found: Transcript) -> dict[str, NDArray[Any]]:
         """Everything that must not depend on the schedule."""
@@ -274,7 +267,6 @@ class _Run:
         if self.plan.tokens > 1:
             self._long_prompt()
         self._together()
-        self._too_large()
 
     def short(self) -> None:
         self.session.launcher.launch(self.judged.prompt, PROMPT_TOKENS + 1, Sampling())
@@ -346,32 +338,46 @@ class _Run:
             self._note(place, judged.lengths[number], ids[number], logits, caches[number])
         parts = []
         for number, cache in enumerate(caches):
-            cache.length -= 1
-            known = (int(self.scored[number - len(caches)].found[-1].argmax()), *ids[number])
-            sampling = asked(number, judged.config.vocab_size)
-            parts.append(Part(cache, known[-1:], TOGETHER_STEPS, sampling, known=known, prompt=len(known)))
+            given = 1 + number % 2  # of two nothing is sampled, and counted, behind the first
+            cache.length -= given
+            logits = self.scored[number - len(caches)].found[-1]
+            known = (int(logits.argmax()), *ids[number])
+            sampling = asked(number, judged.config.vocab_size, known, float(logits.max()))
+            parts.append(Part(cache, known[-given:], TOGETHER_STEPS, sampling, known=known, prompt=len(known)))
+        begins = [part.cache.length for part in parts]
         results = session.launcher.launch_together(parts, session.logits)
         rows = session.logits_of_parts(TOGETHER_STEPS, len(parts))
         for number, (part, result, logits) in enumerate(zip(parts, results, rows, strict=True)):
-            if len(result.token_ids) != TOGETHER_STEPS:
-                raise KernelFault(f"sequence {number} drew {result.token_ids}, {TOGETHER_STEPS} tokens were asked for")
+            given = len(part.inputs)
+            if len(result.token_ids) != TOGETHER_STEPS + 1 - given:
+                raise KernelFault(f"sequence {number} drew {result.token_ids} in {TOGETHER_STEPS} steps")
             place = f"sequence {number} of {len(parts)} that ask for different things"
             position = judged.lengths[number] + TOGETHER_STEPS
-            known = tuple(part.known)
-            self.drawn.append(Drawn(place, result.token_ids, logits, part.sampling, position, known))
-        if len(parts) > 1:
-            self._first_one_stops(parts, [result.token_ids for result in results])
+            how = part.sampling, position, tuple(part.known)
+            self.drawn.append(Drawn(place, result.token_ids, logits[given - 1 :], *how))
+        for is_stopped in (True, False) if len(parts) > 1 else ():
+            for part, length in zip(parts, begins, strict=True):
+                part.cache.length = length
+            self._first_one_ends(parts, [result.token_ids for result in results], is_stopped)
         for cache in caches:
             cache.clear()
 
-    def _first_one_stops(self, parts: Sequence[Part], drawn: Sequence[tuple[int, ...]]) -> None:
-        """The same again, but that the first sequence ends with its first token: the others go on as they did."""
-        for part in parts:
-            part.cache.length -= TOGETHER_STEPS
-        stopping = replace(parts[0], sampling=replace(parts[0].sampling, stop_ids=drawn[0][:1]))
-        again = [result.token_ids for result in self.session.launcher.launch_together([stopping, *parts[1:]])]
-        if again != [drawn[0][:1], *drawn[1:]]:
-            raise KernelFault(f"sequences drew {again} where the first was to end with its first token, else {drawn}")
+    def _first_one_ends(self, parts: Sequence[Part], drawn: Sequence[tuple[int, ...]], is_stopped: bool) -> None:
+        """The same again, in the opposite order, but that the first sequence ends, with its first token or by the host
+        from the first step on: the others go on as they did."""
+        launcher = self.session.launcher
+        ending = replace(parts[0], sampling=replace(parts[0].sampling, stop_ids=drawn[0][:1] if is_stopped else ()))
+        launch = launcher.prepare([*reversed(parts[1:]), ending])
+        if not is_stopped:
+            launcher.cancel(launch, len(parts) - 1)
+        launcher.start(launch)
+        *others, first = (result.token_ids for result in launcher.finish(launch))
+        ended = drawn[0][:1]  # who looks for the host's word in a step says so in the next
+        if [first, *reversed(others)] != [ended, *drawn[1:]]:
+            how = "with its first token" if is_stopped else "by the host's word"
+            raise KernelFault(
+                f"sequences drew {[first, *reversed(others)]} where the first was to end {how}, else {[*drawn]}"
+            )
 
     def _shares_of_columns(self) -> None:
         """Sequences that have more and fewer of a step's columns."""
@@ -396,7 +402,7 @@ class _Run:
             self._note(place, lengths[number], ids[number], logits, cache)
             cache.clear()
 
-    def _too_large(self) -> None:
+    def too_large(self) -> None:
         """An embedding with a number that none has, of either sign: all logits behind it are NaN, no other's are."""
         hidden, width = self.judged.config.hidden_size, self.judged.config.padded_hidden
         embedding, norms = (self.session.buffers[name].array.view(np.uint16) for name in ("embedding", "norms"))
@@ -407,6 +413,7 @@ class _Run:
         alone = self.plan.batch == 1
         try:
             self._with_large_ones([[1], [2], [3]] if alone else [[1, 0], [0, 2], [3, 0]])
+            self._drawing_without_numbers([1] if alone else [1, 0])
             norms[hidden // 2 :: width] = as_bf16(16.0)  # what is published of an element is too large then
             self._with_large_ones([[4], [5]] if alone else [[4, 0], [0, 5]])
         finally:
@@ -426,6 +433,17 @@ class _Run:
                     )
                     raise KernelFault(f"a sequence that {beside}: {was}")
                 cache.clear()
+
+    def _drawing_without_numbers(self, tokens: list[int]) -> None:
+        """Such a sequence has no token to go on with, and the launch goes on for the other."""
+        caches = [self.session.sequence() for _ in tokens]
+        parts = [Part(cache, (token,), 2, Sampling()) for token, cache in zip(tokens, caches, strict=True)]
+        for token, result in zip(tokens, self.session.launcher.launch_together(parts), strict=True):
+            if result.has_failed != bool(token):
+                what = "none of whose logits is a number" if token else "beside one without logits that are numbers"
+                raise KernelFault(f"a sequence {what}: has failed is {result.has_failed}, with {result.token_ids}")
+        for cache in caches:
+            cache.clear()
 
     def _fill(self, cache: CachedSequence, length: int) -> int:
         """Writes the filling's first keys and values to the cache's pages; all else in the pool stays poisoned."""
@@ -447,14 +465,23 @@ class _Run:
         self.scored.append(Scored(place, cached, tuple(ids), found, pages))
 
 
-def asked(number: int, vocab: int) -> Sampling:
-    """What sequence `number` of those that share a step asks for: each something else."""
+def asked(number: int, vocab: int, known: Sequence[int], highest: float) -> Sampling:
+    """What sequence `number` of those that share a step asks for: each something else. known: its tokens so far;
+    highest: its highest logit, by which these are biased: so much that it matters what comes first, bias or penalty.
+
+    Filters are decided by the lists of the nearest tokens, or in rounds."""
     odd = tuple(range(number % 3, vocab, 3))
+    biased = tuple((token, highest) for token in dict.fromkeys(known))
     kinds: tuple[dict[str, Any], ...] = (
-        {"temperature": HOT, "filters": Filters(vocab // 3, 0.8, 0.001)},
-        {"allowed": odd, "temperature": HOT, "penalties": Penalties(frequency=0.4)},
-        {"temperature": 1.5, "bias": ((odd[-1], 3.0), (1, -50.0)), "penalties": Penalties(1.3, 0.5, 0.25)},
-        {"banned": odd, "penalties": Penalties(repetition=1.9, presence=2.0), "bias": ((vocab - 1, 0.5),)},
+        {"temperature": HOT, "filters": Filters(2, 0.95, 0.001)},
+        {"allowed": odd, "temperature": HOT, "filters": Filters(vocab // 6), "penalties": Penalties(frequency=0.4)},
+        {
+            "temperature": 1.5,
+            "bias": ((odd[-1], 3.0), *biased),
+            "penalties": Penalties(1.3, 0.5, 0.25),
+            "filters": Filters(top_p=0.6),
+        },
+        {"banned": odd, "penalties": Penalties(repetition=1.9, presence=2.0), "bias": biased},
     )
     return Sampling(seed=SAMPLING_SEED + number, **kinds[number % len(kinds)])
 
@@ -464,78 +491,6 @@ def reference_of(rig: Rig, rounding: Rounding = exact) -> ReferenceModel:
     cached = round_to_e4m3 if rig.plan.kv_dtype == "e4m3" else None
     scales = getattr(rig.weights, "kv_scales", None) if cached else None
     return rig.family.reference(rig.config, rig.weights.tensor, rounding, cached=cached, kv_scales=scales)
-
-
-@dataclass
-class Pace:
-    """How many chunks a kernel's blocks had under way in the launches so far. in_flight: how many its plan wants."""
-
-    in_flight: int
-    most_chunks: int = 0
-    has_enough: bool = False
-
-    def note(self, stats: Any, blocks: int) -> None:
-        """The counts of one launch."""
-        self.most_chunks = max(self.most_chunks, stats.most_chunks)
-        self.has_enough = self.has_enough or stats.copies > MANY_CHUNKS * blocks * self.in_flight
-
-    def problem(self) -> str:
-        """That the copies never came as far ahead as the plan lets them, where there was enough to copy."""
-        if not self.has_enough or self.most_chunks >= self.in_flight:
-            return ""
-        return (
-            f"a block never had more than {self.most_chunks} chunks under way, its plan lets it have {self.in_flight}: "
-            "the producer lane waits for a chunk that it need not wait for yet"
-        )
-
-
-class JudgingDevice(EmulatorDevice):
-    """An emulated device with a limit of time, which notes the pace of launches, on which attention's tiles look their
-    pages up in tables of their own, in which nothing stands behind the keys that are cached when a launch ends: the
-    emulator tells who looks there."""
-
-    def __init__(self, rig: Rig, scheduler: str, seed: int, pace: Pace | None = None) -> None:
-        super().__init__(scheduler=scheduler, seed=seed)
-        self._schedule["timeout_s"] = LAUNCH_TIMEOUT_S
-        self._plan, self._steps, self._pace = rig.plan, rig.family.program.KERNEL_NAME, pace
-        self._made = rig.made
-
-    def launch(self, kernel: Any, arguments: Mapping[str, Any]) -> None:
-        trapped = {**arguments, **self._traps(arguments)} if kernel.manifest.kernel == self._steps else arguments
-        try:
-            super().launch(kernel, trapped)
-        except EmulatorError as error:
-            reached = arguments["progress"].array.view(np.uint32) if "progress" in arguments else None
-            raise type(error)(explained(str(error), self._made[kernel.manifest.kernel], reached)) from error
-        if self._pace is not None and self.stats is not None:
-            self._pace.note(self.stats, kernel.manifest.launch.blocks)
-
-    def _traps(self, arguments: Mapping[str, Any]) -> dict[str, EmulatorBuffer]:
-        """The tables with what tells in them."""
-        words = self._plan.batch * self._plan.pages_per_sequence
-        tiles = arguments["tiles"].download(np.int32, (arguments["tiles"].nbytes // (4 * TILE_WORDS), TILE_WORDS))
-        table = arguments["page_table"].download(np.int32, words)
-        traps = {
-            "page_table": np.concatenate([table, self._own_tables(table, tiles, arguments["steps"])]),
-            "tiles": tiles + np.eye(TILE_WORDS, dtype=np.int32)[word(TileRecord, "table")] * words,
-        }
-        return {name: self._uploaded(array) for name, array in traps.items()}
-
-    def _own_tables(self, table: NDArray[np.int32], tiles: NDArray[np.int32], steps: int) -> NDArray[np.int32]:
-        """The tables up to the pages with keys that some tile finds cached; what earlier launches left in `tiles` at
-        most keeps a trap from being laid."""
-        own = np.full_like(table, NO_PAGE)
-        first, length, stride = (tiles[:, word(TileRecord, name)] for name in ("table", "length", "stride"))
-        for begin, keys in zip(first, length.astype(np.int64) + (steps - 1) * stride.astype(np.int64), strict=True):
-            if 0 <= begin < len(table) and keys >= 0:
-                end = begin + -(-int(keys) // self._plan.page_size)
-                own[begin:end] = table[begin:end]
-        return own
-
-    def _uploaded(self, array: NDArray[np.int32]) -> EmulatorBuffer:
-        buffer = self.allocate(array.nbytes)
-        buffer.upload(array)
-        return buffer
 
 
 def sampling_problems(drawn: Drawn) -> Iterator[str]:

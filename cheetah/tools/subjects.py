@@ -37,20 +37,21 @@ ALIKE = 64
 """Rows of the head are equal at distances 1, 16 and this: M-tiles of 16 rows, dealt to 4 blocks."""
 FAINTNESS = np.float32(2.0**-10)
 ROUTERS = ("mlp.gate.weight", "block_sparse_moe.gate.weight")
-WINDOW, LONG_CONTEXT = 50, 352
+WINDOW, LONG_CONTEXT = 70, 352
 """Tokens of a window, and of the context in which a row has more states of 16 keys than a merge keeps (20)."""
 
 
 @dataclass(frozen=True)
 class Subject:
     """A model to check, with fields of its kernels' plan. kind: what it is, in words. cuts_short: its machine has items
-    of as few keys as can be."""
+    of as few keys as can be. blocks: of its machine, if not those of the one that is named."""
 
     kind: str
     config: ModelConfig
     tensors: Tensors
     plan: Mapping[str, Any] = field(default_factory=dict)
     cuts_short: bool = False
+    blocks: int | None = None
 
     @property
     def weights(self) -> GivenWeights:
@@ -60,6 +61,7 @@ class Subject:
     def machine(self, name: str) -> Gpu:
         """The machine of that name, as the subject wants it."""
         gpu = gpu_named(name)
+        gpu = replace(gpu, blocks=self.blocks or gpu.blocks)
         return replace(gpu, kv_chunk_min=KV_TILE_TOKENS) if self.cuts_short else gpu
 
 
@@ -89,7 +91,8 @@ def many_tokens_subject(
         kv_heads += 1
     small = sized(config, sizes, kv_heads)
     small = small if len(small.kinds) > 1 else replace(small, sliding_window=WINDOW)
-    fields = {"page_size": 16, **({} if "batch" in plan else {"batch": 2, "tokens": 32}), **plan}
+    several = {} if "batch" in plan else {"batch": 2, "tokens": 32}
+    fields = {"page_size": 16, "kv_chunk": KV_TILE_TOKENS, **several, **plan}
     return Subject(_named("one of many tokens a step", small), small, random_tensors(small), fields, True)
 
 
@@ -101,7 +104,7 @@ def barrier_subject(config: ModelConfig, plan: Mapping[str, Any]) -> Subject:
         "kv_dtype": "e4m3",
         "page_size": 48,
         "kv_chunk": KV_TILE_TOKENS,
-        **({} if config.routing else {"down_slices": 2}),
+        **({} if config.routing else {"down_slices": 4}),
     }
     fields = {**fields, "in_flight": 3, "in_flight_waiting": 1, **_several(plan, 8), **plan}
     fields["max_context"] = max(LONG_CONTEXT, plan.get("max_context", 0))

@@ -1,0 +1,159 @@
+"""An emulated device on which launches are judged: it lays traps where a kernel may not look, and holds what a launch
+tells the host to what it has done.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cheetah.emulator import EmulatorError
+from cheetah.manifest import NO_PAGE
+from cheetah.plan.kv.tables import (
+    CANCELLED_TOKEN,
+    COLUMN_WORDS,
+    NOT_YET,
+    PENALISED,
+    SEQUENCE_WORDS,
+    TILE_WORDS,
+    ColumnRecord,
+    SequenceRecord,
+    TileRecord,
+    word,
+)
+from cheetah.runtime.device.emulator import EmulatorBuffer, EmulatorDevice
+from cheetah.tools.explained import explained
+from cheetah.tools.rig import Rig
+
+LAUNCH_TIMEOUT_S = 120.0
+MANY_CHUNKS = 2
+"""Copies of a launch, for each block and chunk in flight, from which on they must come as far ahead as they may."""
+
+
+class KernelFault(EmulatorError):
+    """A launch that ended, but not as the runtime is promised: a number of steps or a token that cannot be."""
+
+
+@dataclass
+class Pace:
+    """How many chunks a kernel's blocks had under way in the launches so far. in_flight: how many its plan wants."""
+
+    in_flight: int
+    most_chunks: int = 0
+    has_enough: bool = False
+
+    def note(self, stats: Any, blocks: int) -> None:
+        """The counts of one launch."""
+        self.most_chunks = max(self.most_chunks, stats.most_chunks)
+        self.has_enough = self.has_enough or stats.copies > MANY_CHUNKS * blocks * self.in_flight
+
+    def problem(self) -> str:
+        """That the copies never came as far ahead as the plan lets them, where there was enough to copy."""
+        if not self.has_enough or self.most_chunks >= self.in_flight:
+            return ""
+        return (
+            f"a block never had more than {self.most_chunks} chunks under way, its plan lets it have {self.in_flight}: "
+            "the producer lane waits for a chunk that it need not wait for yet"
+        )
+
+
+class JudgingDevice(EmulatorDevice):
+    """An emulated device with a limit of time, which notes the pace of launches, on which attention's tiles look their
+    pages up in tables of their own, in which nothing stands behind the keys that are cached when a launch ends: the
+    emulator tells who looks there. What a launch of steps tells the host, and counts, must be what it has sampled."""
+
+    def __init__(self, rig: Rig, scheduler: str, seed: int, pace: Pace | None = None) -> None:
+        super().__init__(scheduler=scheduler, seed=seed)
+        self._schedule["timeout_s"] = LAUNCH_TIMEOUT_S
+        self._plan, self._steps, self._pace = rig.plan, rig.family.program.KERNEL_NAME, pace
+        self._made = rig.made
+
+    def launch(self, kernel: Any, arguments: Mapping[str, Any]) -> None:
+        is_of_steps = kernel.manifest.kernel == self._steps
+        trapped = {**arguments, **self._traps(arguments)} if is_of_steps else arguments
+        counted = self._counted(arguments) if is_of_steps else None
+        try:
+            super().launch(kernel, trapped)
+        except EmulatorError as error:
+            reached = arguments["progress"].array.view(np.uint32) if "progress" in arguments else None
+            raise type(error)(explained(str(error), self._made[kernel.manifest.kernel], reached)) from error
+        if self._pace is not None and self.stats is not None:
+            self._pace.note(self.stats, kernel.manifest.launch.blocks)
+        if counted is not None:
+            self._require_told(arguments, counted)
+
+    def _require_told(self, arguments: Mapping[str, Any], counted: NDArray[np.uint32]) -> None:
+        """KernelFault where the host was told other tokens than the launch has sampled, or other tokens were counted.
+        counted: before it; becomes what should be now."""
+        row = self._plan.launch_tokens + 1
+        told, tokens = (_words(arguments[name]).reshape(-1, row) for name in ("emitted", "tokens"))
+        for number, sequence in enumerate(_sequences(arguments)):
+            ended = min(int(_words(arguments["status"])[0]) * sequence.per_step, sequence.total)
+            sampled = tokens[number, sequence.given : ended + 1]
+            expected = np.full(row, NOT_YET, np.uint32)
+            expected[sequence.given : ended + 1] = sampled
+            if not np.array_equal(told[number], expected):
+                raise KernelFault(f"the host was not told of the tokens of sequence {number} as they were sampled")
+            if sequence.options & PENALISED:
+                stop_ids = _words(arguments["stop_ids"])[sequence.stop_first :][: sequence.stop_count]
+                for token in _until_stop(sampled, stop_ids):
+                    counted[sequence.slot, token] += 1
+        if not np.array_equal(self._counted(arguments), counted):
+            raise KernelFault("what is counted of the tokens that sequences have is not what they have sampled")
+
+    def _counted(self, arguments: Mapping[str, Any]) -> NDArray[np.uint32]:
+        """A copy of how often each slot's sequence has each token, u32 [batch, vocab]."""
+        return _words(arguments["token_counts"]).reshape(self._plan.batch, -1).copy()
+
+    def _traps(self, arguments: Mapping[str, Any]) -> dict[str, EmulatorBuffer]:
+        """The tables with what tells in them."""
+        words = self._plan.batch * self._plan.pages_per_sequence
+        tiles = arguments["tiles"].download(np.int32, (arguments["tiles"].nbytes // (4 * TILE_WORDS), TILE_WORDS))
+        table = arguments["page_table"].download(np.int32, words)
+        traps = {
+            "page_table": np.concatenate([table, self._own_tables(table, tiles, arguments["steps"])]),
+            "tiles": tiles + np.eye(TILE_WORDS, dtype=np.int32)[word(TileRecord, "table")] * words,
+        }
+        return {name: self._uploaded(array) for name, array in traps.items()}
+
+    def _own_tables(self, table: NDArray[np.int32], tiles: NDArray[np.int32], steps: int) -> NDArray[np.int32]:
+        """The tables up to the pages with keys that some tile finds cached; what earlier launches left in `tiles` at
+        most keeps a trap from being laid."""
+        own = np.full_like(table, NO_PAGE)
+        first, length, stride = (tiles[:, word(TileRecord, name)] for name in ("table", "length", "stride"))
+        for begin, keys in zip(first, length.astype(np.int64) + (steps - 1) * stride.astype(np.int64), strict=True):
+            if 0 <= begin < len(table) and keys >= 0:
+                end = begin + -(-int(keys) // self._plan.page_size)
+                own[begin:end] = table[begin:end]
+        return own
+
+    def _uploaded(self, array: NDArray[np.int32]) -> EmulatorBuffer:
+        buffer = self.allocate(array.nbytes)
+        buffer.upload(array)
+        return buffer
+
+
+def _sequences(arguments: Mapping[str, Any]) -> Iterator[SequenceRecord]:
+    """The records of a launch's sequences."""
+    columns = _words(arguments["columns"])[: COLUMN_WORDS * arguments["column_count"]].reshape(-1, COLUMN_WORDS)
+    count = int(columns[:, word(ColumnRecord, "sequence")].max()) + 1
+    for record in _words(arguments["sequences"])[: SEQUENCE_WORDS * count].reshape(-1, SEQUENCE_WORDS):
+        yield SequenceRecord(*(int(number) for number in record[: len(fields(SequenceRecord))]))
+
+
+def _until_stop(sampled: NDArray[np.uint32], stop_ids: NDArray[np.uint32]) -> Iterator[int]:
+    """The tokens that a sequence has sampled, up to the one that stops it."""
+    for token in sampled:
+        if token < CANCELLED_TOKEN:
+            yield int(token)
+        if token == CANCELLED_TOKEN or token in stop_ids:
+            return
+
+
+def _words(buffer: EmulatorBuffer) -> NDArray[np.uint32]:
+    words: NDArray[np.uint32] = buffer.array.view(np.uint32)
+    return words
