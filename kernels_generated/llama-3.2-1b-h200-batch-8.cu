@@ -3259,6 +3259,7 @@ struct DecodeStep {
     if (judged == 4294967294u) begin_2(column, highest, highest - best_scaled, lane);
     if (judged < 528) {
       uint4 unit = wait_flagged4(exchange_words + (((step % 2 * 8 + column) * 528 + judged) * 4 + 411264), epoch);
+      warp_barrier();
       if (lane == 0) ((uint32_t*)(arena + CHOSEN))[column] = unit.z;
     }
   }
@@ -3701,8 +3702,8 @@ struct DecodeStep {
       answer = load_relaxed_u32_sys(cancelled + sequence);
     }
     gather(first_word / 4, step_epoch + 17, thread);
-    if (block == 0 && thread < column_count && answer == epoch) ((uint32_t*)(arena + COLUMNS))[thread * 9 + 8] = 1;
     named_barrier(1, 256);
+    if (block == 0 && thread < column_count && answer == epoch) ((uint32_t*)(arena + COLUMNS))[thread * 9 + 8] = 1;
     uint32_t* chosen = (uint32_t*)(arena + CHOSEN);
     float _;
     uint32_t best_token_2;

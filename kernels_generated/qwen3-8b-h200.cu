@@ -3197,6 +3197,7 @@ struct DecodeStep {
     if (judged == 4294967294u) begin_2(column, highest, highest - best_scaled);
     if (judged < 1056) {
       uint4 unit = wait_flagged4(exchange_words + (((step % 2 + column) * 1056 + judged) * 4 + 158368), epoch);
+      warp_barrier();
       if (lane == 0) ((uint32_t*)(arena + CHOSEN))[column] = unit.z;
     }
   }
@@ -3644,8 +3645,8 @@ struct DecodeStep {
       answer = load_relaxed_u32_sys(cancelled + sequence);
     }
     gather(first_word / 4, step_epoch + 37);
-    if (block == 0 && thread < column_count && answer == epoch) ((uint32_t*)(arena + COLUMNS))[thread * 9 + 8] = 1;
     named_barrier(1, 256);
+    if (block == 0 && thread < column_count && answer == epoch) ((uint32_t*)(arena + COLUMNS))[thread * 9 + 8] = 1;
     uint32_t* chosen = (uint32_t*)(arena + CHOSEN);
     if (warp < 1) {
       float _;

@@ -268,7 +268,8 @@ def _raced_maker(kind: str, subject: Subject) -> Maker:
     """Of the kernels that run under the race detector: small ones, on few blocks, whose rows have many states."""
     if kind == "passes":
         return partial(_passes, awkward_subject(subject.config, subject.plan), RACE_GPU, default_pass_plan)
-    return partial(_steps, awkward_subject(subject.config, {"kv_chunk": KV_TILE_TOKENS, **subject.plan}), RACE_GPU)
+    plan = {**WARPS, "kv_chunk": KV_TILE_TOKENS, **subject.plan}
+    return partial(_steps, awkward_subject(subject.config, plan), RACE_GPU)
 
 
 def _made(maker: Maker) -> Iterator[Case]:

@@ -367,6 +367,7 @@ class ShortLists:
             leave(column, highest, highest - best_scaled)
         with ch.if_(judged < self.units):
             unit = self.exchange.read4("short_lists", self._vector(column, step) + judged, epoch)
+            prim.warp_barrier()  # every lane has looked at the token before lane 0 puts another in its place
             with ch.if_(self.machine.lane == 0):
                 self.machine.region("chosen", ty.u32)[column] = unit.z
 
