@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from cheetah.cli.options import Device, DevicesGpu, Revision
+from cheetah.cli.options import takes_load
 from cheetah.errors import CheetahError
 
 if TYPE_CHECKING:
@@ -19,6 +19,7 @@ LONGEST_TEXT = 64 * 2**20
 PARTS = ("keys", "values")
 
 
+@takes_load("device gpu revision")
 def calibrate(
     model: Annotated[str, typer.Argument(help="A folder, a hub id, or demo, without scales of keys and values.")],
     text: Annotated[Path, typer.Option(metavar="FILE", help="What the model reads (UTF-8), of the kind it is for.")],
@@ -26,9 +27,8 @@ def calibrate(
     tokens: Annotated[int, typer.Option(min=1, help="How many of the text's tokens are read at most.")] = 8192,
     context: Annotated[int, typer.Option(min=1, help="Tokens of the parts in which they are read.")] = 2048,
     per_head: Annotated[bool, typer.Option("--per-head", help="A scale a KV head, not one a layer.")] = False,
-    device: Device = None,
-    gpu: DevicesGpu = None,
-    revision: Revision = None,
+    *,
+    load: dict[str, Any],
 ) -> None:
     """Write a copy of a checkpoint with scales of keys and values, for a cache in 8 bits (--kv-dtype e4m3).
 
@@ -38,10 +38,10 @@ def calibrate(
     """
     from cheetah.tools.calibrate import calibration_source, scales_for, write_scaled
 
-    source = calibration_source(model, revision)
+    source = calibration_source(model, load.pop("revision", None))
     if out.exists():
         raise CheetahError(f"{out}: exists already: give a folder that does not")
-    largest, read = _largest(source, _text(text), tokens, context, device, gpu)
+    largest, read = _largest(source, _text(text), tokens, context, load)
     write_scaled(source, out, scales_for(largest, per_head))
     for part, name in enumerate(PARTS):
         of_layers = largest[:, part].max(axis=1)
@@ -61,10 +61,8 @@ def _text(file: Path) -> str:
         raise CheetahError(f"{file}: is not UTF-8: {problem}") from problem
 
 
-def _largest(
-    source: Source, text: str, tokens: int, context: int, device: str | None, gpu: str | None
-) -> tuple[F32, int]:
-    """The largest keys and values, and how many tokens were read."""
+def _largest(source: Source, text: str, tokens: int, context: int, load: dict[str, Any]) -> tuple[F32, int]:
+    """The largest keys and values, and how many tokens were read. load: where, of --device and --gpu."""
     from rich.console import Console
     from rich.progress import Progress
 
@@ -76,7 +74,7 @@ def _largest(
     config = source.config
     context = min(context, config.max_position_embeddings, config.sliding_window or context)
     console = Console(stderr=True)
-    llm = LLM(source.folder, device=device, gpu=gpu, batch=1, max_context=context, prefix_cache=False, quiet=True)
+    llm = LLM(source.folder, **load, batch=1, max_context=context, prefix_cache=False, quiet=True)
     with llm, Progress(console=console, disable=not console.is_terminal) as bar:
         pieces = pieces_of(llm.get_tokenizer().encode(text), tokens, context)
         count = sum(map(len, pieces))

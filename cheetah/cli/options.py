@@ -1,6 +1,6 @@
 """Options that several commands share, each written once: types of single ones, and those that come as one dict.
 
-A parameter of a command is `device: Device = None`. What opens a model is described by `LoadOptions`; of the plan's
+A parameter of a command is `revision: Revision = None`. What opens a model is described by `LoadOptions`; of the plan's
 options and of sampling's a table has the names. `takes_load`, `takes_plan` and `takes_sampling` give them to a command,
 which receives those that were given as one dict.
 """
@@ -36,12 +36,8 @@ Config = Annotated[str, typer.Argument(help="A preset, a folder, a config.json, 
 Model = Annotated[str, typer.Argument(help="demo, a folder, a hub id, or random:PRESET.", show_default=False)]
 Revision = Annotated[str | None, load_option("revision")]
 
-# Where a kernel runs, and the machine that it is generated for.
-Device = Annotated[str | None, load_option("device")]
-DevicesGpu = Annotated[str | None, load_option("gpu")]
 MachineGpu = Annotated[str, typer.Option(help="The machine: h200, h100, emulator, emulator-2, emulator-8.")]
 
-PromptPasses = Annotated[bool | None, load_option("prompt_passes")]
 Seed = Annotated[int, typer.Option(help="Of sampling at a temperature above 0.")]
 RequestSeed = Annotated[
     int | None, typer.Option(help="Of requests without one; by default a new one each.", show_default=False)

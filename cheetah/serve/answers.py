@@ -15,7 +15,7 @@ from typing import Any, Protocol
 from cheetah.runtime.outputs import StreamPiece
 from cheetah.serve.logprobs import ChatLogprobs, CompletionLogprobs, of_prompt
 from cheetah.serve.records import StreamOptions
-from cheetah.serve.tools import Part, Thought, ToolCall, ToolParser
+from cheetah.serve.tools import AnswerPart, Thought, ToolCall, ToolParser
 
 Record = dict[str, Any]
 
@@ -243,7 +243,7 @@ class _ChatChoice:
         """A call that was cut by the length is none that may be made."""
         return "tool_calls" if self._calls and reason == "stop" else reason
 
-    def _delta(self, part: Part) -> Iterator[Record]:
+    def _delta(self, part: AnswerPart) -> Iterator[Record]:
         if isinstance(part, Thought):
             yield {"reasoning": part.text}
         elif not isinstance(part, ToolCall):

@@ -29,7 +29,7 @@ from cheetah.serve.page import add_page
 from cheetah.serve.reading import AnyBody, unless_gone
 from cheetah.serve.records import ChatBody, CompletionBody, DetokenizeBody, ResponseBody, TokenizeBody
 from cheetah.serve.replies import error_response, json_response
-from cheetah.serve.service import Options, Order, Service, Work
+from cheetah.serve.service import Answering, Options, Prepared, Service
 from cheetah.version import __version__
 
 
@@ -115,7 +115,7 @@ def _add_other_routes(app: FastAPI, service: Service) -> None:
 class EventStream(StreamingResponse):
     """Server-sent events of a piece of work, which ends with its client."""
 
-    def __init__(self, work: Work, named_events: bool):
+    def __init__(self, work: Answering, named_events: bool):
         headers = {"cache-control": "no-cache", "x-accel-buffering": "no"}
         super().__init__(_events(work, named_events), media_type="text/event-stream", headers=headers)
         self._work = work
@@ -133,7 +133,7 @@ async def _answered(
     request: Request,
     service: Service,
     kind: type[AnyBody],
-    read: Callable[[AnyBody], Order],
+    read: Callable[[AnyBody], Prepared],
     named_events: bool = False,
 ) -> Response:
     """The answer to what a body of this kind asks for, as events or whole."""
@@ -146,7 +146,7 @@ async def _answered(
         work.close()
 
 
-async def _events(work: Work, named: bool) -> AsyncIterator[bytes]:
+async def _events(work: Answering, named: bool) -> AsyncIterator[bytes]:
     try:
         async for number, piece in work.answers.pieces():
             work.answer.usage.take(piece)

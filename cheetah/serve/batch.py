@@ -21,7 +21,7 @@ from cheetah.runtime.structured_outputs import GrammarError
 from cheetah.serve.answers import as_json, new_id
 from cheetah.serve.errors import ApiError, of_failure, of_validation
 from cheetah.serve.records import Body, ChatBody, CompletionBody, Streamed
-from cheetah.serve.service import Order, Service, Work
+from cheetah.serve.service import Answering, Prepared, Service
 
 SomeBody = TypeVar("SomeBody", bound=Streamed)
 
@@ -136,9 +136,9 @@ async def _answer(service: Service, line: BatchLine) -> bytes:
     )
 
 
-async def _work(service: Service, line: BatchLine) -> Work:
+async def _work(service: Service, line: BatchLine) -> Answering:
     """What a line asks for. ApiError if it is refused."""
-    readers: dict[str, Callable[[], Order]] = {
+    readers: dict[str, Callable[[], Prepared]] = {
         "/v1/chat/completions": lambda: service.chat(_unstreamed(ChatBody.model_validate(line.body))),
         "/v1/completions": lambda: service.completion(_unstreamed(CompletionBody.model_validate(line.body))),
     }

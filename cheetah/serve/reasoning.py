@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from enum import Enum, auto
 
-from cheetah.serve.tools import CallForm, Part, Thought, ToolParser
+from cheetah.serve.tools import AnswerPart, CallForm, Thought, ToolParser
 
 OPEN, CLOSE = "<think>", "</think>"
 
@@ -34,11 +34,11 @@ class Reasoning:
     def form(self) -> CallForm | None:
         return self._inner.form
 
-    def feed(self, text: str) -> list[Part]:
+    def feed(self, text: str) -> list[AnswerPart]:
         self._held += text
         if self._place is _Place.BEFORE and not self._has_begun():
             return []
-        found: list[Part] = []
+        found: list[AnswerPart] = []
         if self._place is _Place.INSIDE:
             found += self._thought()
         if self._place is _Place.JUST_BEHIND:
@@ -48,7 +48,7 @@ class Reasoning:
             found += self._inner.feed(self._take_held())
         return found
 
-    def finish(self) -> list[Part]:
+    def finish(self) -> list[AnswerPart]:
         rest = self._take_held()
         is_thought = self._place is _Place.INSIDE or (self._place is _Place.BEFORE and self._begins_inside)
         return [*([Thought(rest)] if is_thought and rest else self._inner.feed(rest)), *self._inner.finish()]
@@ -63,7 +63,7 @@ class Reasoning:
         self._place = _Place.INSIDE if is_open or self._begins_inside else _Place.BEHIND
         return True
 
-    def _thought(self) -> list[Part]:
+    def _thought(self) -> list[AnswerPart]:
         """What is held up to the thought's end, or to what may become it."""
         inside, closed, behind = self._held.partition(CLOSE)
         if closed:

@@ -97,7 +97,7 @@ class Options:
 
 
 @dataclass
-class Work:
+class Answering:
     """Completions that are being made, and how they are told. Close it when its client wants no more."""
 
     answers: Answers
@@ -119,7 +119,7 @@ class Work:
 
 
 @dataclass(frozen=True)
-class Order:
+class Prepared:
     """What a body asks the engine for, read and checked. requests: None where a grammar has to be read first, for which
     others may be waited: then `ask` makes them."""
 
@@ -143,7 +143,7 @@ class Service:
         name = options.tool_parser or parser_of_template(llm.prompts.default_template)
         self._parser: Callable[[], ToolParser] | None = PARSERS[name] if name else None
 
-    def completion(self, body: CompletionBody) -> Order:
+    def completion(self, body: CompletionBody) -> Prepared:
         self._check_model(body.model)
         if body.suffix:
             raise refused("suffix", "is not supported: put what comes behind into the prompt")
@@ -165,9 +165,9 @@ class Service:
             body.return_token_ids,
             [self._logprobs_behind(own, params) for own in ids for _ in range(params.n)],
         )
-        return self._order(ids, params, answer, body.stream, "prompt", structure)
+        return self._prepared(ids, params, answer, body.stream, "prompt", structure)
 
-    def chat(self, body: ChatBody) -> Order:
+    def chat(self, body: ChatBody) -> Prepared:
         self._check_model(body.model)
         if body.modalities != ["text"]:
             raise refused("modalities", 'only ["text"] can be made')
@@ -185,9 +185,9 @@ class Service:
         if structure is None:  # else all of the text is the answer
             new_parser = self._behind_thoughts(new_parser)
         answer = ChatAnswer(self._name, Usage(), new_parser, not body.parallel_tool_calls, body.told, logprobs)
-        return self._order([ids], params, answer, body.stream, "messages", structure)
+        return self._prepared([ids], params, answer, body.stream, "messages", structure)
 
-    def response(self, body: ResponseBody) -> Order:
+    def response(self, body: ResponseBody) -> Prepared:
         self._check_model(body.model)
         _refuse_what_text_has_not(body)
         structure = structure_of_text(body.text)
@@ -196,7 +196,7 @@ class Service:
         ids = self._render(messages_of(body), TemplateOptions(), {}, params, "input")
         logprobs = ChatLogprobs(TokenTexts(self._prompts.tokenizer), params.logprobs or 0)
         answer = ResponseAnswer(self._name, Usage(), body, logprobs)
-        return self._order([ids], params, answer, body.stream, "input", structure)
+        return self._prepared([ids], params, answer, body.stream, "input", structure)
 
     def embeddings(self, body: EmbeddingBody) -> Callable[[], dict[str, Any]]:
         """What makes the answer, in a thread that waits for the engine."""
@@ -232,16 +232,16 @@ class Service:
             ids = as_token_ids(body.tokens, self._prompts.vocab_size, "tokens") if body.tokens else ()
         return {"prompt": self._text_of(ids)}
 
-    async def begin(self, order: Order) -> Work:
-        """Puts what was ordered in line."""
-        requests = await self.reading.grammar(order.ask) if order.requests is None else order.requests
+    async def begin(self, prepared: Prepared) -> Answering:
+        """Puts the requests in line."""
+        requests = await self.reading.grammar(prepared.ask) if prepared.requests is None else prepared.requests
         metrics = RequestMetrics(self.metrics, sum(one.count for one in requests))
-        order.answer.usage.prompt_tokens = sum(len(one.prompt_ids) for one in requests)
+        prepared.answer.usage.prompt_tokens = sum(len(one.prompt_ids) for one in requests)
         try:
             answers = self.driver.submit(requests, metrics.observe)
         except QueueFull:
             raise ApiError(429, f"{self.driver.most} completions run or wait already: try again later") from None
-        return Work(answers, order.answer, order.streams, metrics)
+        return Answering(answers, prepared.answer, prepared.streams, metrics)
 
     def models(self) -> dict[str, Any]:
         entries = [
@@ -369,7 +369,7 @@ class Service:
         tokenizer = self._prompts.tokenizer
         return prompt if isinstance(prompt, str) else "" if tokenizer is None else tokenizer.decode(prompt)
 
-    def _order(
+    def _prepared(
         self,
         prompts: Sequence[Ids],
         params: SamplingParams,
@@ -377,14 +377,14 @@ class Service:
         streams: bool,
         param: str,
         structure: Structure | None,
-    ) -> Order:
+    ) -> Prepared:
         for ids in prompts:
             self._check_length(min(len(ids), params.truncate_prompt_tokens or len(ids)), params.max_tokens, param)
 
         def ask() -> list[Request]:
             return [self._ask(ids, params, structure) for ids in prompts]
 
-        return Order(ask() if structure is None else None, ask, answer, streams)
+        return Prepared(ask() if structure is None else None, ask, answer, streams)
 
     def _ask(self, ids: Ids, params: SamplingParams, structure: Structure | None) -> Request:
         try:

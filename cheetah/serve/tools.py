@@ -30,7 +30,7 @@ class Thought:
     text: str
 
 
-Part = str | ToolCall | Thought
+AnswerPart = str | ToolCall | Thought
 
 
 @dataclass(frozen=True)
@@ -49,10 +49,10 @@ class ToolParser(Protocol):
     def form(self) -> CallForm | None:
         """How calls are written; None where none can be found."""
 
-    def feed(self, text: str) -> list[Part]:
+    def feed(self, text: str) -> list[AnswerPart]:
         """What the next text makes certain."""
 
-    def finish(self) -> list[Part]:
+    def finish(self) -> list[AnswerPart]:
         """The rest, once no more will come."""
 
 
@@ -61,10 +61,10 @@ class NoTools:
 
     form: CallForm | None = None
 
-    def feed(self, text: str) -> list[Part]:
+    def feed(self, text: str) -> list[AnswerPart]:
         return [text] if text else []
 
-    def finish(self) -> list[Part]:
+    def finish(self) -> list[AnswerPart]:
         return []
 
 
@@ -79,9 +79,9 @@ class Hermes:
         self._held = ""
         self._has_called = False
 
-    def feed(self, text: str) -> list[Part]:
+    def feed(self, text: str) -> list[AnswerPart]:
         self._held += text
-        found: list[Part] = []
+        found: list[AnswerPart] = []
         while True:
             before, opened, rest = self._held.partition(OPEN)
             if not opened:
@@ -95,13 +95,13 @@ class Hermes:
             found.append(_call_of(inside) or opened + inside + closed)
             self._held, self._has_called = after, True
 
-    def finish(self) -> list[Part]:
+    def finish(self) -> list[AnswerPart]:
         held, self._held = self._held, ""
         inside = held.removeprefix(OPEN)
         call = _call_of(inside) if inside != held else None  # a stop may have come before the closing tag
         return [call or held] if held.strip() or (held and not self._has_called) else []
 
-    def _text_before_tag(self) -> list[Part]:
+    def _text_before_tag(self) -> list[AnswerPart]:
         """All that is held but what may become an opening tag, and white space, which may stand before one."""
         kept = next((n for n in range(len(OPEN) - 1, 0, -1) if self._held.endswith(OPEN[:n])), 0)
         shown = self._held[: len(self._held) - kept].rstrip()
@@ -118,7 +118,7 @@ class Llama3Json:
         self._held = ""
         self._is_text = False
 
-    def feed(self, text: str) -> list[Part]:
+    def feed(self, text: str) -> list[AnswerPart]:
         if self._is_text:
             return [text] if text else []
         self._held += text
@@ -128,7 +128,7 @@ class Llama3Json:
         self._is_text = True
         return [self._held]
 
-    def finish(self) -> list[Part]:
+    def finish(self) -> list[AnswerPart]:
         if self._is_text or not self._held:
             return []
         calls = _calls_in_line(self._held.strip().removeprefix(PYTHON_TAG))

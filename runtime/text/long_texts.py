@@ -15,7 +15,7 @@ PIECE = 1 << 16
 UNCOUNTED = 64
 """Ids of each piece."""
 
-Part = tuple[str, bool]
+TextPart = tuple[str, bool]
 """A text, and whether what reads like a special token in it is plain text."""
 Encode = Callable[[str, bool], Sequence[int]]
 """The ids of a text, with nothing added."""
@@ -25,7 +25,7 @@ class TooLongError(CheetahError):
     """A text with more ids than are taken."""
 
 
-def refuse_longer(parts: Sequence[Part], most: int, encode: Encode) -> None:
+def refuse_longer(parts: Sequence[TextPart], most: int, encode: Encode) -> None:
     """TooLongError for parts of text with surely more than `most` ids together."""
     if sum(len(text) for text, _ in parts) <= PIECE:
         return  # quickly encoded, and counted
@@ -38,11 +38,11 @@ def refuse_longer(parts: Sequence[Part], most: int, encode: Encode) -> None:
                 raise TooLongError(f"{characters} characters are more than {most} tokens")
 
 
-def ending(parts: Sequence[Part], last: int, encode: Encode) -> list[Part]:
+def ending(parts: Sequence[TextPart], last: int, encode: Encode) -> list[TextPart]:
     """The end of parts of text, with surely at least `last` ids if they have so many."""
     if sum(len(text) for text, _ in parts) <= PIECE:
         return list(parts)
-    found: list[Part] = []
+    found: list[TextPart] = []
     for text, is_plain in reversed(parts):
         if last <= 0:
             break

@@ -17,7 +17,7 @@ from cheetah.errors import CheetahError
 from cheetah.models.plausible import LARGEST_ID
 from cheetah.printable import shown
 from cheetah.runtime.text.encoders import open_encoder
-from cheetah.runtime.text.long_texts import Part, ending, refuse_longer
+from cheetah.runtime.text.long_texts import TextPart, ending, refuse_longer
 from cheetah.runtime.text.marks import Marks
 from cheetah.runtime.text.token_bytes import TokenBytes
 from cheetah.untrusted import parse_json, read_text
@@ -138,7 +138,7 @@ class Tokenizer:
         """The byte that is removed from the start of a text, and how often at most."""
         return self._bytes.stripped, self._bytes.strip_count
 
-    def _bounded(self, parts: list[Part], most: int | None, last: int | None) -> list[Part]:
+    def _bounded(self, parts: list[TextPart], most: int | None, last: int | None) -> list[TextPart]:
         def ids_of(text: str, is_plain: bool) -> list[int]:
             return self._encoder.encode(text, False, is_plain)
 
