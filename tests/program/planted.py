@@ -33,6 +33,7 @@ from cheetah.models.rounding import widen
 from cheetah.package import Generated
 from cheetah.plan import Gpu, ModelShape, Plan
 from cheetah.runtime.engine.launcher import Sampling
+from tests.program.joined import joined
 from tests.program.rig import (
     F32,
     RandomWeights,
@@ -134,11 +135,8 @@ class Bug:
     sync: str = "flags"
     setup: Setup = USUAL
 
-    def rig(self, **options: Any) -> Rig:
-        """The kernel with the bug, compiled; AssertionError if the bug changed nothing."""
-        return self.setup.rig(generate=self._generate, sync=self.sync, **options)
-
-    def _generate(self, *arguments: Any, **named: Any) -> Generated:
+    def kernel(self, *arguments: Any, **named: Any) -> Generated:
+        """The kernel with the bug; AssertionError if the bug changed nothing."""
         clean = generated = clean_kernel(*arguments, **named)
         if self.change:
             with Patch.context() as patch:
@@ -147,6 +145,19 @@ class Bug:
         generated = edited(generated, self.edits)
         assert generated.text != clean.text, f"{self.name}: the text is as it was"
         return generated
+
+
+@cache
+def joined_rig(bugs: tuple[Bug, ...], **mode: bool) -> Rig:
+    """One kernel with all of the bugs, of one setup, see `joined`. Without any of them it is right."""
+
+    def generate(*arguments: Any, **named: Any) -> Generated:
+        return joined(clean_kernel(*arguments, **named), [bug.kernel(*arguments, **named) for bug in bugs])
+
+    setup = bugs[0].setup
+    rig = setup.rig(generate=generate, sync=bugs[0].sync, **mode)
+    assert mode or not [*Gauntlet(rig, setup).reference()], "the joined kernel is wrong without a bug"
+    return rig
 
 
 @cache

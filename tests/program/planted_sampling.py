@@ -1,7 +1,7 @@
 """Bugs planted in what sequences ask of their sampling, and in the words between host and kernel.
 
 All of them stand in one kernel, so that one is compiled: where a bug changes the text it says both what is right and
-what is wrong, and an environment variable says which bug there is. Two detectors: every token against numpy's, for
+what is wrong, and the variable of `joined` says which bug there is. Two detectors: every token against numpy's, for
 sequences that ask for different things, and what the host reads and orders while launches run.
 """
 
@@ -20,16 +20,8 @@ from cheetah.models.sampling import Filters, Penalties
 from cheetah.package import Generated
 from cheetah.runtime.engine.launcher import Part, Sampling
 from tests.meant import drawn
+from tests.program.joined import SELECTOR
 from tests.program.rig import Rig, Session, model, random_weights
-
-VARIABLE = "CHEETAH_PLANTED"
-SELECTOR = f"""
-#include <cstdlib>
-static uint32_t planted() {{
-  const char* number = std::getenv("{VARIABLE}");
-  return number ? std::atoi(number) : 0;
-}}
-"""
 
 
 @dataclass(frozen=True)
@@ -50,8 +42,8 @@ class SamplingBug:
 
     def _both(self, match: re.Match[str], number: int) -> str:
         if not self.wrong:
-            return f"if (planted() != {number}) {{ {match[0]} }}"
-        return f"(planted() == {number} ? ({match.expand(self.wrong)}) : ({match[0]}))"
+            return f"if (cheetah_planted != {number}) {{ {match[0]} }}"
+        return f"(cheetah_planted == {number} ? ({match.expand(self.wrong)}) : ({match[0]}))"
 
 
 MEET = r"named_barrier\(1, 128\);"

@@ -2,15 +2,32 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+
 import pytest
 
 from cheetah.generate import choose_plan
 from cheetah.models.dense.step import product_inputs
 from cheetah.plan import GPUS, step_matrices
+from tests.program.joined import chosen
 from tests.program.planted import BUGS as COMMON_BUGS
-from tests.program.planted import HEAD_ALONE, IDLE, MANY, NARROW, ROOMY, USUAL, Bug, Finding, Gauntlet, Setup, race_in
+from tests.program.planted import (
+    HEAD_ALONE,
+    IDLE,
+    MANY,
+    NARROW,
+    ROOMY,
+    USUAL,
+    Bug,
+    Finding,
+    Gauntlet,
+    Setup,
+    joined_rig,
+    race_in,
+)
 from tests.program.planted_families import BIASED, FAMILY_BUGS, NORMED, SANDWICHED, WINDOWED
-from tests.program.rig import emulated_gpu
+from tests.program.rig import Rig, emulated_gpu
 from tests.tiers import tiered
 
 pytestmark = [pytest.mark.compiler, pytest.mark.slow]
@@ -66,9 +83,19 @@ def named(bug: Bug) -> str:
     return bug.name.replace(" ", "-")
 
 
-def first_finding(bug: Bug, detector: str) -> Finding | None:
+def planted(bug: Bug, looked_for: Sequence[Bug], **mode: bool) -> AbstractContextManager[Rig]:
+    """The kernel with the bug, in one text with others that are looked for in the same setup and the same tier."""
+
+    def kind(one: Bug) -> tuple[Setup, str, bool]:
+        return one.setup, one.sync, one.name in EXHAUSTIVE
+
+    company = tuple(one for one in looked_for if kind(one) == kind(bug))
+    return chosen(joined_rig(company, **mode), company.index(bug) + 1)
+
+
+def first_finding(rig: Rig, setup: Setup, detector: str) -> Finding | None:
     """The first thing that one detector finds; the reference's run comes first, for its bits."""
-    gauntlet = Gauntlet(bug.rig(), bug.setup)
+    gauntlet = Gauntlet(rig, setup)
     for finding in gauntlet.reference():
         if finding.detector == detector:
             return finding
@@ -106,7 +133,8 @@ SHOWN = [bug for bug in BUGS if bug not in RACE_ONLY]
 @pytest.mark.parametrize("bug", tiered(SHOWN, [bug for bug in SHOWN if bug.name in EXHAUSTIVE]), ids=named)
 def test_a_planted_bug_is_found(bug: Bug) -> None:
     detector = bug.found_by[0]
-    assert first_finding(bug, detector), f"{bug.name}: nothing found by {detector} in {SEEDS} seeds"
+    with planted(bug, SHOWN) as rig:
+        assert first_finding(rig, bug.setup, detector), f"{bug.name}: nothing found by {detector} in {SEEDS} seeds"
 
 
 RACES = [bug for bug in BUGS if "race" in bug.found_by]
@@ -115,14 +143,19 @@ FOUND_OTHERWISE_TOO = [bug for bug in RACES if bug not in RACE_ONLY]
 
 @pytest.mark.parametrize("bug", tiered(RACES, [*FOUND_OTHERWISE_TOO, *RACE_ONLY[1:]]), ids=named)
 def test_the_race_detector_finds_a_planted_bug(bug: Bug) -> None:
-    assert race_in(bug.rig(sanitize=True)), f"{bug.name}: no race"
+    looked_for = [bug] if bug is RACE_ONLY[0] else [one for one in RACES if one is not RACE_ONLY[0]]
+    with planted(bug, looked_for, sanitize=True) as rig:
+        assert race_in(rig), f"{bug.name}: no race"
 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("bug", RACE_ONLY, ids=named)
 def test_no_schedule_shows_a_missing_order_that_the_processor_gives(bug: Bug) -> None:
-    gauntlet = Gauntlet(bug.rig(), bug.setup)
-    assert not [*gauntlet.reference(), *gauntlet.schedules(2)], "found without the race detector: say so in its entry"
+    with planted(bug, RACE_ONLY) as rig:
+        gauntlet = Gauntlet(rig, bug.setup)
+        assert not [*gauntlet.reference(), *gauntlet.schedules(2)], (
+            "found without the race detector: say so in its entry"
+        )
 
 
 @pytest.mark.parametrize("setup", SETUPS.values(), ids=SETUPS)
@@ -140,9 +173,9 @@ def test_words_carry_tags_where_whoever_reads_them_reads_all_that_is_published(s
 
 def test_a_bug_that_changes_nothing_is_refused() -> None:
     with pytest.raises(AssertionError, match="the text is as it was"):
-        Bug("no bug", ()).rig()
+        joined_rig((Bug("no bug", ()),))
     with pytest.raises(AssertionError, match="nothing in the kernel matches 'no such text'"):
-        Bug("old text", (), (("no such text", ""),)).rig()
+        joined_rig((Bug("old text", (), (("no such text", ""),)),))
 
 
 def test_every_text_that_a_bug_replaces_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -159,4 +192,4 @@ def test_every_text_that_a_bug_replaces_is_there(monkeypatch: pytest.MonkeyPatch
     for bug in BUGS:
         if not bug.change:
             with pytest.raises(Made):
-                bug.rig()
+                bug.setup.rig(generate=bug.kernel, sync=bug.sync)

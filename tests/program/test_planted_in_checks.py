@@ -20,7 +20,8 @@ from cheetah.runtime.checkpoint.loading import open_checkpoint
 from cheetah.tools.judged_steps import JudgedSteps
 from cheetah.tools.rig import Rig
 from cheetah.tools.subjects import awkward_subject
-from tests.program.planted_sampling import SELECTOR, VARIABLE, SamplingBug
+from tests.program.joined import SELECTOR, chosen
+from tests.program.planted_sampling import SamplingBug
 from tests.tiers import tiered
 
 pytestmark = [pytest.mark.compiler, pytest.mark.slow]
@@ -98,7 +99,7 @@ BY_NAME = {bug.name: number for number, bug in enumerate(BUGS, 1)}
 
 
 @pytest.mark.parametrize("name", tiered(BY_NAME, [name for name in BY_NAME if name not in OF_BOTH_TIERS]))
-def test_a_run_finds(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_finds(name: str) -> None:
     judged, expected = judged_kernel()
-    monkeypatch.setenv(VARIABLE, str(BY_NAME[name]))
-    assert any(found(judged, expected))
+    with chosen(judged.rig, BY_NAME[name]):
+        assert any(found(judged, expected))

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from cheetah.errors import CheetahError
-from tests.program.planted_sampling import BUGS, DETECTORS, VARIABLE, SamplingBug, planted_rig
+from tests.program.joined import chosen
+from tests.program.planted_sampling import BUGS, DETECTORS, SamplingBug, planted_rig
 from tests.tiers import tiered
 
 pytestmark = [pytest.mark.compiler, pytest.mark.slow]
@@ -31,17 +32,16 @@ EXHAUSTIVE = (
 
 
 @pytest.mark.parametrize("detector", DETECTORS)
-def test_nothing_is_found_in_the_kernel_as_it_is(detector: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(VARIABLE, raising=False)
+def test_nothing_is_found_in_the_kernel_as_it_is(detector: str) -> None:
     assert finding(detector) is None
 
 
 @pytest.mark.parametrize(
     "bug", tiered(BUGS, [bug for bug in BUGS if bug.name in EXHAUSTIVE]), ids=lambda bug: bug.name.replace(" ", "-")
 )
-def test_a_planted_bug_is_found(bug: SamplingBug, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(VARIABLE, str(BUGS.index(bug) + 1))
-    assert finding(bug.found_by)
+def test_a_planted_bug_is_found(bug: SamplingBug) -> None:
+    with chosen(planted_rig(), BUGS.index(bug) + 1):
+        assert finding(bug.found_by)
 
 
 def test_a_bug_whose_place_is_gone_is_refused() -> None:
