@@ -1,4 +1,7 @@
-"""The plan by rule: what a field is for a model and a machine where nobody says otherwise, and what measured so."""
+"""The plan by rule: what a field is for a model and a machine unless it is given.
+
+What was measured for each rule stands in docs/internals/decisions.md.
+"""
 
 from dataclasses import replace
 from math import lcm
@@ -74,10 +77,8 @@ def _default_stages(shape: ModelShape, draft: Plan, gpu: Gpu, reserve: Reserve) 
 
 
 def _default_in_flight(shape: ModelShape, gpu: Gpu, draft: Plan) -> int:
-    """64 KB: 4 chunks of 16 KB or 2 of 32 KB measured best on an H200. A small model waits more than it reads, and its
-    exchanges are faster beside 48 KB (Llama 3.2 1B: 0.629 against 0.636 ms a step); so are those of several tokens (8B,
-    batch 4: 3.66 against 3.70 ms). Where layers are tiny, 32 KB (qwen3-0.6b, and one while waiting: 0.488 to 0.473).
-    On the emulator, 3 small chunks."""
+    """64 KB; 48 KB for a small model, which waits more than it reads, and for several tokens, whose exchanges are then
+    faster; 32 KB where layers are tiny. On the emulator, 3 small chunks."""
     if gpu.emulated:
         return 3
     if _has_tiny_layers(shape, gpu, draft.tokens):
@@ -93,9 +94,8 @@ def _has_tiny_layers(shape: ModelShape, gpu: Gpu, tokens: int) -> bool:
 
 
 def _default_waiting(shape: ModelShape, gpu: Gpu, in_flight: int, tokens: int) -> int:
-    """One chunk fewer while the block waits, if that leaves two: worth 0.7 % on 8B, 1 % on 3B, 2 % on 1B, and 0.5 %
-    with 4 and 8 tokens. Two beside quantised weights, which are read faster than vectors come (int4: 8B 1.337 to 1.311,
-    70B 8.831 to 8.715 ms a step; fp8, 8B 1.929 to 1.883). A single one beside tiny layers (qwen3-0.6b)."""
+    """One chunk fewer while the block waits, if that leaves two. Two beside quantised weights, which are read faster
+    than vectors come. A single one beside tiny layers."""
     if _has_tiny_layers(shape, gpu, tokens):
         return 1
     return min(in_flight, 2 if shape.formats else max(2, in_flight - 1))
@@ -112,16 +112,13 @@ def _layer_bytes(shape: ModelShape, gpu: Gpu) -> int:
 
 
 def default_down_slices(shape: ModelShape, draft: Plan, gpu: Gpu) -> int:
-    """Where parts come ahead, as many as let two of them lie where the other vectors do: only the first is waited for
-    (8 tokens: int4 2.140 to 1.992, fp8 2.650 to 2.629, bf16 3.786 to 3.764 ms a step).
+    """Where parts come ahead, as many as let two of them lie where the other vectors do: only the first is waited for.
 
     Else each part costs quantised weights more than it hides, but so does a ring that is too short. Beside 4 bits the
-    vectors come in parts of two fifths of the memory, a single one of a quarter (8B: 1 part 1.337, 2 1.354 ms a step;
-    two tokens 1 1.538, 4 1.689; 8 tokens 2 2.188, 3 2.139, 4 2.230; 70B, a token: 1 9.79, 2 9.23); beside 8 bits in two
-    parts of half of it at most (fp8, 8 tokens: 2 2.647, 4 2.890). bf16, a single token: two, so that the first half is
-    multiplied before the second one exists (8B 0.4 %, 1B 0.8 %), but one where layers are tiny and the second half is
-    there before the first is multiplied (qwen3-0.6b 0.473 against 0.440); several: as many as let the vectors fit where
-    the others do."""
+    vectors come in parts of two fifths of the memory, a single one of a quarter; beside 8 bits in two parts of half of
+    it at most. bf16, a single token: two, so that the first half is multiplied before the second one exists, but one
+    where layers are tiny and the second half is there before the first is multiplied; several: as many as let the
+    vectors fit where the others do."""
     if shape.experts is not None:
         return 1
     product, tokens = shape.table.sliced, draft.tokens
@@ -156,15 +153,12 @@ def _parts_that_come_ahead(shape: ModelShape, draft: Plan, gpu: Gpu) -> int:
 
 def default_sync(shape: ModelShape, tokens: int, gpu: Gpu) -> str:
     """Words that are polled come sooner than the grid barrier's trips end, but have to pass through registers: with
-    quantised weights and 8 tokens that takes longer (8B, ms a step: bf16 3.600 polled, 3.67 copied behind the barrier;
-    int4 2.194 and 1.84, fp8 2.730 and 2.47). With 4 it does not (int4 1.657 and 1.734). The
-    barrier is one GPU's."""
+    quantised weights and 8 tokens that takes longer. The barrier is one GPU's."""
     least = QUANTIZED_BARRIER_TOKENS if shape.formats else BARRIER_TOKENS
     return "barrier" if tokens >= least and not gpu.emulated and gpu.ranks == 1 else "flags"
 
 
 def default_adding_warps(tokens: int) -> int:
-    """One for each pair of columns, up to 4, since all wait for the last M-tile of a phase: two pairs one after the
-    other, and M-tiles by three warps in turn, cost 2.5 % (8B, int4, 4 tokens: 1.761 against 1.717 ms a step; 8 tokens,
-    four pairs so, 2.196, by three warps together 2.090). A single pair is finished by three warps in turn."""
+    """One for each pair of columns, up to 4, since all wait for the last M-tile of a phase. A single pair is finished
+    by three warps in turn."""
     return 3 if tokens <= 2 else min(tokens // 2, 4)
