@@ -112,7 +112,8 @@ class JudgedSteps:
     prompt and sampled tokens in one launch. 3. A launch that goes on at a temperature; the same again from the same
     place with a stop id, which ends it early. 4. A launch that goes on from there. 5. The logits of that whole sequence
     in one launch from an empty cache. 6. If a step takes several tokens: a prompt longer than an item, so many tokens a
-    step, that ends where the context does and leaves columns of its last step empty. 7. If it takes several sequences:
+    step, that ends where the context does and leaves columns of its last step empty; where items have a fixed length,
+    the same with a token less a step, to the bit. 7. If it takes several sequences:
     as many as it takes, from an empty cache to one that they fill, with logits; then tokens of each, which asks for
     what the others do not (masks, biases, penalties, filters), with logits again; the same in another order where one
     of them ends, by itself or by the host's word; and if it takes more tokens than sequences, shares of the columns
@@ -315,6 +316,20 @@ class _Run:
         self._require_unchanged(before, range(cached, judged.context))
         self._note("a prompt, several tokens a step, to the context's end", cached, judged.long, logits)
         launcher.restart()
+        if self.plan.kv_chunk and self.plan.tokens > 2:
+            self._fill(launcher.cache, cached)
+            self._require_same(logits, self.session.score(judged.long, self.plan.tokens - 1))
+            launcher.restart()
+
+    def _require_same(self, logits: F32, others: F32) -> None:
+        """KernelFault where steps with fewer tokens, which begin at other places of a tile of keys, gave other bits."""
+        differ = np.flatnonzero((logits.view(np.uint32) != others.view(np.uint32)).any(axis=1))
+        if differ.size:
+            few = self.plan.tokens - 1
+            raise KernelFault(
+                f"token {differ[0]} of a prompt has other logits, in their bits, with {few} tokens a step than with "
+                f"{few + 1}, though items of attention end where `kv_chunk` says"
+            )
 
     def _require_unchanged(self, before: NDArray[Any], but: range) -> None:
         """KernelFault where a launch has cached more than these tokens of its only sequence."""

@@ -96,6 +96,8 @@ TRIED = (
     bug("the newest key's page at the end of a page", "", (rf"(\(table \+) ({COLUMN}\]) / ", r"\1 (\2 + 1) / ")),
     MaintainersBug("epochs handed out twice, over words that were left", "", change=hand_out_epochs_twice),
     MaintainersBug("epochs that begin again, over words that were left", "", change=begin_epochs_again),
+    bug("newest keys put a row too far behind the cached ones", "", (r"(join_newest\(row \+ cached % 16)", r"\1 + 1")),
+    bug("newest keys never put behind the cached ones", "", without(r"join_newest\(row[^;]*;")),
     bug("the parity of the step's end", "", (r"(mbarrier_wait\(step_done,) \(step \+ 1\) % 2", r"\1 step % 2")),
     bug("draws keyed by the position before", SAMPLED, (r"(uint32_t c1 = \w+);", r"\1 - 1;")),
     bug("no bound on the chunks in flight", CHUNKS, without(LANDED)),

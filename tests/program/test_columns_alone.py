@@ -13,9 +13,11 @@ import pytest
 from cheetah.models.config import ModelConfig
 from cheetah.models.gemma import Gemma3Config
 from cheetah.models.llama import LlamaConfig
+from cheetah.plan import ModelShape, Plan
 from tests.program.kinds import KINDS
 from tests.program.quantized_weights import LINEAR, QuantizedWeights
 from tests.program.rig import F32, Rig, bits, random_weights, token_ids
+from tests.program.test_experts import qwen as qwen3_moe
 from tests.program.test_families import qwen2, qwen3
 from tests.tiers import tiered
 
@@ -54,6 +56,7 @@ SUBJECTS = {
     "more than 64 M-tiles of the residual, e4m3": Subject(llama(1104), {"kv_dtype": "e4m3"}, (1, 2, 8)),
     "heads of 256, a short ring": Subject(GEMMA, {"stages": 4, "in_flight": 3}),
     "a short ring, heads of 128": Subject(llama(head_dim=128), {"stages": 3, "in_flight": 2}, (1, 16)),
+    "experts": Subject(qwen3_moe(hidden=144, width=256, experts=6), {}, (1, 2, 8)),
     "int8": Subject(wide(), {}, (1, 2, 4, 8), "int8"),
     "int8-g64-asym": Subject(wide(), {"kv_dtype": "e4m3"}, (1, 8), "int8-g64-asym"),
 }
@@ -98,3 +101,16 @@ def test_every_kernel_and_width(name: str) -> None:
     for tokens in SUBJECTS[name].tokens[1:]:
         for per_step in sorted({1, 2, 3, 5, 7, tokens} & set(range(1, tokens + 1))):
             assert_alike(scored(name, tokens, per_step), alone(name))
+
+
+def test_as_many_rows_in_a_tile_as_warps_take_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Warps then share rows out, and fewer of them keys."""
+
+    def without_bound(self: Plan, shape: ModelShape) -> int:
+        return max(1, min(self.tokens, self.tile_rows // shape.group))
+
+    monkeypatch.setattr(Plan, "tile_columns", without_bound)
+    session = Rig(random_weights(llama(heads=4)), tokens=8, kv_chunk=256, consumer_warps=4, max_context=128).session()
+    wanted = session.score(token_ids(COUNT, 50), 8)
+    session.launcher.restart()
+    assert (bits(session.score(token_ids(COUNT, 50), 1)) != bits(wanted)).any()
