@@ -38,7 +38,8 @@ test-all: $(DEV_READY) compiler
 gpu-test: $(DEV_READY)
 	$(BIN)/python -m pytest -m gpu
 
-check: lint types kernels-current
+check: $(DEV_READY)
+	@$(MAKE) --no-print-directory -j3 -O lint types kernels-current
 
 lint: $(DEV_READY)
 	$(BIN)/ruff check .

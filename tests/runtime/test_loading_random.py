@@ -5,8 +5,11 @@ import pytest
 from written_checkpoints import BF16, CONFIG, EMBEDDING, Q, write_config
 
 from cheetah.models.dense.weights import tensor_shapes
+from cheetah.models.llama import LlamaConfig
 from cheetah.models.registry import PRESETS
 from cheetah.runtime.checkpoint.loading import open_checkpoint
+from cheetah.runtime.checkpoint.random_weights import LARGE_BLOCK, SMALL_BLOCK, random_tensors
+from tests.tiers import tiered
 
 
 @pytest.mark.slow
@@ -32,18 +35,26 @@ def test_random_weights_are_scaled_by_their_inputs():
         assert abs(part.mean() - mean) < 0.1 * spread and part.std() == pytest.approx(spread, rel=0.05)
 
 
+SMALL = LlamaConfig(256, 5000, 2, 4, 2, 64, 12000)
+"""Of which the embedding and the matrices of feed-forward are longer than what is repeated in a model of its size."""
+OF_SIZES = tiered([SMALL, PRESETS["llama-3.2-1b"]], [PRESETS["llama-3.2-1b"]])
+
+
 @pytest.mark.slow
-def test_no_two_rows_of_random_weights_are_the_same():
-    rows = open_checkpoint("random:llama-3.2-1b").tensor(EMBEDDING)[:, :8]
+@pytest.mark.parametrize("config", OF_SIZES, ids=lambda config: str(config.hidden_size))
+def test_no_two_rows_of_random_weights_are_the_same(config):
+    rows = random_tensors(config)(EMBEDDING)[:, :8]
     assert len(np.unique(rows, axis=0)) == len(rows)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [EMBEDDING, "model.layers.1.mlp.down_proj.weight"])
-def test_rows_that_are_read_in_parts_are_those_of_the_whole(name):
+@pytest.mark.parametrize("config", OF_SIZES, ids=lambda config: str(config.hidden_size))
+def test_rows_that_are_read_in_parts_are_those_of_the_whole(config, name):
     """The matrices are longer than what is repeated, so that some rows meet its end."""
-    checkpoint = open_checkpoint("random:llama-3.2-1b")
-    whole, rows = checkpoint.tensor(name), checkpoint.rows(name)
+    tensors = random_tensors(config)
+    whole, rows = tensors(name), tensors.rows(name)
+    assert whole.size > (LARGE_BLOCK if config.parameter_count > LARGE_BLOCK else SMALL_BLOCK)
     assert rows.shape == whole.shape
     for first, stop in ((0, 7), (100, len(whole) - 3), (len(whole) - 1, len(whole))):
         assert np.array_equal(rows[first:stop], whole[first:stop])
