@@ -21,7 +21,7 @@ from cheetah.errors import CheetahError
 from cheetah.manifest import WORLD_SIZES
 from cheetah.options import described, takes
 from cheetah.plan.defaults import default_context
-from cheetah.plan.plan import MAX_BATCH
+from cheetah.plan.plan import MAX_BATCH, STEP_TOKENS
 from cheetah.printable import shown
 from cheetah.runtime.asked import Asked
 from cheetah.runtime.calls import (
@@ -36,6 +36,7 @@ from cheetah.runtime.calls import (
 )
 from cheetah.runtime.device import say_to_stderr
 from cheetah.runtime.engine.banned_sequences import BannedSequences
+from cheetah.runtime.engine.drafting import Speculation
 from cheetah.runtime.engine.engine import Engine
 from cheetah.runtime.engine.prefix_cache import PrefixCache
 from cheetah.runtime.engine.requests import Request
@@ -46,6 +47,7 @@ from cheetah.runtime.metrics import Metric, engine_metrics
 from cheetah.runtime.options import LoadOptions
 from cheetah.runtime.outputs import EmbeddingOutput, EmbeddingRequestOutput, RequestMetrics, RequestOutput, StreamPiece
 from cheetah.runtime.sampling import SamplingParams, sampling_of, sampling_of_checkpoint
+from cheetah.runtime.speculation import speculation_of
 from cheetah.runtime.startup import process_seconds, stage_lines
 from cheetah.runtime.text.chat import Message
 from cheetah.runtime.text.grammars import Grammars
@@ -62,6 +64,8 @@ if TYPE_CHECKING:
 
 
 DEFAULT_BATCH = 8
+SPECULATIVE_CHUNK = 512
+"""Keys of an item of attention where tokens are drafted, unless told otherwise."""
 
 POOLINGS = ("last", "mean")
 """How an embedding is made of the hidden states of a prompt's tokens."""
@@ -150,6 +154,7 @@ class LLM:
             made.solo,
             made.hosts_logits_buffer,
             made.passes,
+            _speculation(options),
         )
 
     @overload
@@ -315,6 +320,7 @@ class LLM:
             watchers,
             logprobs=params.logprobs,
             prompt_logprobs=params.prompt_logprobs,
+            speculates=params.speculation,
             params=params,
         )
         self.engine.check(request)
@@ -438,6 +444,8 @@ def _check(options: LoadOptions) -> None:
     _check_count("pool_pages", options.pool_pages)
     if not isinstance(options.prompt_passes, bool):
         _check_count("prompt_passes", options.prompt_passes)
+    if options.tensor_parallel_size != 1 and options.speculative_config is not None:
+        raise CheetahError("speculative_config: drafts are verified on one GPU: leave tensor_parallel_size out")
     if options.tensor_parallel_size not in WORLD_SIZES:
         sizes = ", ".join(map(str, WORLD_SIZES))
         raise CheetahError(f"tensor_parallel_size is {shown(options.tensor_parallel_size)}: give one of {sizes}")
@@ -454,6 +462,11 @@ def _check_count(name: str, value: int | None) -> None:
         raise CheetahError(f"{name}={value!r}: expected an integer >= 1")
 
 
+def _speculation(options: LoadOptions) -> Speculation | None:
+    """How tokens are drafted, if they are."""
+    return None if options.speculative_config is None else speculation_of(options.speculative_config)
+
+
 def _assembly_options(options: LoadOptions, config: ModelConfig, watch: Stopwatch) -> AssemblyOptions:
     """The same for what assembles a model of this configuration."""
     from cheetah.runtime.assembly.options import AssemblyOptions
@@ -463,13 +476,16 @@ def _assembly_options(options: LoadOptions, config: ModelConfig, watch: Stopwatc
         raise CheetahError(
             f"max_context={options.max_context} is more than the model's max_position_embeddings, {most}"
         )
-    batch = options.batch or DEFAULT_BATCH
+    batch, speculation = options.batch or DEFAULT_BATCH, _speculation(options)
+    drafts = speculation.drafts if speculation is not None else 0
     overrides = {
         "max_context": options.max_context or default_context(most),
         "sync": options.sync,
         "batch": batch if batch > 1 else None,
         "kv_dtype": options.kv_dtype,
-        "kv_chunk": options.kv_chunk,
+        "kv_chunk": options.kv_chunk or (SPECULATIVE_CHUNK if drafts else None),
+        "drafts": drafts or None,
+        "tokens": next(size for size in STEP_TOKENS if size >= max(drafts + 1, batch)) if drafts else None,
         **(options.plan or {}),
     }
     return AssemblyOptions(

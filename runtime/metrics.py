@@ -2,25 +2,43 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
+from cheetah.runtime.engine.drafting import Drafted
 from cheetah.runtime.engine.requests import Load
 
 
 @dataclass(frozen=True)
 class Metric:
-    """A number now. kind: "gauge", or "counter" for one that only grows. about: what it is, in words."""
+    """A number now. kind: "gauge", or "counter" for one that only grows. about: what it is, in words. labels: which of
+    several of its name."""
 
     name: str
     kind: str
     value: float
     about: str
+    labels: Mapping[str, str] = field(default_factory=dict)
 
 
 def engine_metrics(load: Load, read_ceiling: float | None = None) -> list[Metric]:
     """The state of an engine, and what it has counted. read_ceiling: GB/s that its GPU reads at most, if that was
     measured; without it no speed is told, as on the emulator."""
-    return [*_of_requests(load), *_of_reading(load, read_ceiling)]
+    return [*_of_requests(load), *_of_drafts(load.decoded.drafted), *_of_reading(load, read_ceiling)]
+
+
+def _of_drafts(drafted: Drafted) -> list[Metric]:
+    """What came of drafts. A step makes one token more than were accepted in it."""
+    name, about = "vllm:spec_decode_num", "Drafted tokens that were right"
+    return [
+        Metric(f"{name}_drafts", "counter", drafted.steps, "Steps of a completion in which tokens were drafted."),
+        Metric(f"{name}_draft_tokens", "counter", drafted.tokens, "Tokens drafted."),
+        Metric(f"{name}_accepted_tokens", "counter", drafted.accepted, f"{about}."),
+        *(
+            Metric(f"{name}_accepted_tokens_per_pos", "counter", count, f"{about}, by place.", {"position": str(place)})
+            for place, count in enumerate(drafted.right)
+        ),
+    ]
 
 
 def _of_reading(load: Load, ceiling: float | None) -> list[Metric]:

@@ -119,7 +119,7 @@ class SamplingParams(metaclass=_FamiliarNames):
     the so many likeliest, up to 20, of the logits as the model makes them, before all of the above. For prompt_logprobs
     all of the prompt is read, also what is cached. structured_outputs: what the text shall be,
     `StructuredOutputsParams` or a mapping with its fields; its end ends the completion, whatever `ignore_eos` and
-    `min_tokens` say."""
+    `min_tokens` say. speculation: False has no tokens drafted where the LLM does that; they are the same either way."""
 
     temperature: float | None = None
     max_tokens: int | None = None
@@ -144,6 +144,7 @@ class SamplingParams(metaclass=_FamiliarNames):
     prompt_logprobs: int | None = None
     skip_special_tokens: bool = True
     structured_outputs: StructuredOutputsParams | Mapping[str, Any] | None = None
+    speculation: bool = True
 
     def __post_init__(self) -> None:
         stop = (self.stop,) if isinstance(self.stop, str) else _listed("stop", self.stop, "a text, or a list of texts")
@@ -209,7 +210,7 @@ class SamplingParams(metaclass=_FamiliarNames):
             count = getattr(self, name)
             if count is not None and not _is_int(count, 0, MOST_LOGPROBS):
                 raise CheetahError(f"{name}={shown(count)}: expected an integer from 0 to {MOST_LOGPROBS}, or None")
-        for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens"):
+        for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens", "speculation"):
             if not isinstance(getattr(self, name), bool):
                 raise CheetahError(f"{name}={shown(getattr(self, name))}: expected True or False")
         if not _is_int(self.min_tokens, 0):

@@ -20,6 +20,7 @@ from cheetah.blocks.columns import NUMBER, SEQUENCE, STATE_WORDS, STOPPED, Colum
 from cheetah.blocks.lookup import Lookup
 from cheetah.blocks.tokens import LaunchTokens, Tokens
 from cheetah.lang import prim, ty
+from cheetah.plan.errors import PlanError
 from cheetah.plan.kv.tables import CANCELLED_TOKEN, NO_TOKEN, PENALISED, ROUND_WORDS
 
 
@@ -41,6 +42,8 @@ class VerifiedTokens(Tokens):
 
     def __init__(self, columns: Columns, launch: LaunchDrafts, rows: int | None, adjustments: Adjustments) -> None:
         super().__init__(columns, launch, rows)
+        if self.machine.world.size > 1:
+            raise PlanError(f"Plan: drafts with {self.machine.world.size} GPUs: drafts are verified by one alone")
         assert isinstance(columns.advance, ByAcceptance)
         self.advance, self.adjustments = columns.advance, adjustments
         self.lookup = Lookup(columns, self.advance, launch.history, self.rows)

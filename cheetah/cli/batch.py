@@ -24,7 +24,8 @@ ANY_NUMBER = 10**9
 
 
 @takes_load(
-    "device tensor_parallel_size gpu batch max_context kv_dtype kv_chunk prompt_tokens prompt_passes prefix_cache "
+    "device tensor_parallel_size gpu batch max_context kv_dtype kv_chunk speculative_config prompt_tokens "
+    "prompt_passes prefix_cache "
     "max_num_batched_tokens chat_template lora quantization gpu_memory_utilization revision verbose"
 )
 def batch(

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from cheetah.runtime.device import Device
     from cheetah.tools.bench import DecodeBench, Measurement, Work
     from cheetah.tools.prompt_bench import PromptBench, PromptMeasurement
+    from cheetah.tools.round_bench import RoundBench, RoundMeasurement, Rounds
 
 EPILOG = "Example: cheetah bench random:llama-3.1-8b --contexts 128,1024,6144 --json results.jsonl"
 CONTEXTS = "128,1024,6144"
@@ -48,6 +49,14 @@ def bench(
             metavar="N,...", help="Instead: time to the first token of prompts of N tokens.", show_default=False
         ),
     ] = None,
+    speculative: Annotated[
+        str | None,
+        typer.Option(
+            metavar="K:L,...",
+            help="Instead: steps that verify K drafts, at made-up mean lengths of L tokens a step.",
+            show_default=False,
+        ),
+    ] = None,
     steps: Annotated[int, typer.Option(min=1, help="Decode steps of a launch.")] = 64,
     repetitions: Annotated[int, typer.Option(min=1, help="Timed launches at each context.")] = 5,
     warmup: Annotated[int, typer.Option(min=0, help="Launches before those.")] = 2,
@@ -64,14 +73,16 @@ def bench(
     """
     from cheetah.tools import bench as of_steps
     from cheetah.tools import prompt_bench as of_prompts
+    from cheetah.tools import round_bench as of_rounds
 
     repeated = Repeated(repetitions, warmup, rest)
     lengths = () if prompts is None else of_prompts.parsed_prompts(prompts)
+    rounds = () if speculative is None else parsed_rounds(speculative, contexts)
     works = () if lengths else parsed_works(contexts, plan.get("batch", 1), shared, per_step)
     if json_file not in (None, STDOUT):
         _append(str(json_file), "")  # refused before the work, not after it
     measured = Measured.named(model, load, plan)
-    measured.refuse_hours_of_emulation(repeated.launches * (sum(lengths) or len(works) * steps))
+    measured.refuse_hours_of_emulation(repeated.launches * (sum(lengths) or len(rounds or works) * steps))
 
     def open_steps(device: Device) -> AbstractContextManager[DecodeBench]:
         subject = measured.config, measured.name, measured.weights, device
@@ -87,7 +98,17 @@ def bench(
     def measure_steps(ready: DecodeBench, work: Work) -> Measurement:
         return ready.measure(work, steps, *repeated)
 
-    if lengths:
+    def open_rounds(device: Device) -> AbstractContextManager[RoundBench]:
+        subject = measured.config, measured.name, measured.weights, device
+        where = {"gpu": measured.gpu, "ordinal": measured.ordinal}
+        return of_rounds.open_rounds(*subject, works=rounds, steps=steps, **where, **plan)
+
+    def measure_rounds(ready: RoundBench, work: Rounds) -> RoundMeasurement:
+        return ready.measure(work, steps, *repeated)
+
+    if rounds:
+        _Way(open_rounds, measure_rounds, of_rounds.round_record, _print_rounds).measure(measured, rounds, json_file)
+    elif lengths:
         way = _Way(open_prompts, measure_prompt, of_prompts.prompt_record, _print_prompts)
         way.measure(measured, lengths, json_file)
     else:
@@ -141,6 +162,19 @@ def parsed_lengths(text: str) -> list[list[int]]:
     return lengths
 
 
+def parsed_rounds(text: str, contexts: str) -> list[Rounds]:
+    """ "7:1,3" -> at each context steps without drafts, and such with 7 that make 1 and 3 tokens on average."""
+    from cheetah.tools.round_bench import Rounds, parsed_lengths_of_rounds
+
+    drafts, lengths = parsed_lengths_of_rounds(text)
+    depths = parsed_lengths(contexts)
+    if any(len(depth) > 1 for depth in depths):
+        raise CheetahError(f"--contexts {contexts}: with --speculative one sequence is measured: give no +")
+    return [
+        Rounds(context, *one) for (context,) in depths for one in ((0, 1.0), *((drafts, length) for length in lengths))
+    ]
+
+
 def _write_line(target: str, values: dict[str, Any]) -> None:
     line = json.dumps(values)
     if target == STDOUT:
@@ -179,6 +213,28 @@ def _print_prompts(circumstances: Circumstances, bench: PromptBench, found: Sequ
     shown = console()
     shown.print(table_of(title, figures, map(_prompt_row, found)))
     shown.print(f"median of {len(found[0].first_token_ms)} by the host's clock, from a request of an idle engine on")
+
+
+def _print_rounds(circumstances: Circumstances, bench: RoundBench, found: Sequence[RoundMeasurement]) -> None:
+    from cheetah.tools.bench import EMULATED
+
+    title = (
+        f"{circumstances['model']}, weights {circumstances['weights']}",
+        f"kernel {bench.bench.manifest.text_sha256[:16]}, commit {circumstances['commit']}",
+        f"{circumstances['gpu']}, {circumstances['driver']}",
+    )
+    figures = ("context", "drafts", "synthetic mean length", "ms/step", "least", "most", "tokens/s")
+    shown = console()
+    shown.print(table_of(title, figures, map(_round_row, found)))
+    shown.print("identical: yes, the tokens of every launch are those that are made without drafts")
+    shown.print("how many drafts turn out right is made up; tokens/s holds for text with that mean length alone")
+    if bench.bench.gpu.emulated:
+        shown.print(EMULATED)
+
+
+def _round_row(one: RoundMeasurement) -> tuple[str, ...]:
+    times = (f"{ms:.4f}" for ms in (one.ms_per_step, min(one.step_ms), max(one.step_ms)))
+    return str(one.rounds.context), str(one.rounds.drafts), f"{one.rounds.length:g}", *times, f"{one.tokens_per_s:.1f}"
 
 
 def _prompt_row(one: PromptMeasurement) -> tuple[str, ...]:

@@ -28,8 +28,8 @@ RESET = "/reset begins anew"
 
 @takes_load(
     "device tensor_parallel_size "
-    "gpu max_context kv_dtype prompt_passes chat_template lora quantization gpu_memory_utilization revision "
-    "verbose"
+    "gpu max_context kv_dtype speculative_config prompt_passes chat_template lora quantization "
+    "gpu_memory_utilization revision verbose"
 )
 @takes_sampling
 def chat(

@@ -26,8 +26,8 @@ MOST_TOGETHER = 8
 
 
 @takes_load(
-    "device tensor_parallel_size "
-    "gpu batch max_context sync kv_dtype kv_chunk prompt_tokens prompt_passes chat_template "
+    "device tensor_parallel_size gpu batch max_context sync kv_dtype kv_chunk speculative_config prompt_tokens "
+    "prompt_passes chat_template "
     "lora quantization gpu_memory_utilization revision verbose"
 )
 @takes_sampling

@@ -297,6 +297,10 @@ class Plan:
                 f"Plan: drafts is {self.drafts} and the model has windows below max_context {self.max_context}: drafts "
                 "are verified where every layer sees all keys: give a smaller max_context, or no drafts"
             )
+        if self.drafts and shape.experts is not None:
+            raise PlanError(
+                f"Plan: drafts is {self.drafts} with a mixture of experts, which verifies none: give no drafts"
+            )
         if shape.formats:
             self._check_stage_of_formats(shape)
         else:

@@ -109,8 +109,10 @@ class _EngineState(Collector):
         self._engine, self._labels, self._read_ceiling = engine, labels, read_ceiling
 
     def collect(self) -> Iterable[Metric]:
-        families = {"gauge": GaugeMetricFamily, "counter": CounterMetricFamily}
+        kinds = {"gauge": GaugeMetricFamily, "counter": CounterMetricFamily}
+        families: dict[str, GaugeMetricFamily | CounterMetricFamily] = {}
         for one in engine_metrics(self._engine.load(), self._read_ceiling):
-            family = families[one.kind](one.name, one.about, labels=list(self._labels))
-            family.add_metric(list(self._labels.values()), one.value)
-            yield family
+            labels = {**self._labels, **one.labels}
+            family = families.setdefault(one.name, kinds[one.kind](one.name, one.about, labels=list(labels)))
+            family.add_metric(list(labels.values()), one.value)
+        yield from families.values()

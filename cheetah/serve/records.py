@@ -123,6 +123,7 @@ class Sampled(Forgotten):
     skip_special_tokens: bool | None = None
     spaces_between_special_tokens: bool | None = None
     truncate_prompt_tokens: int | None = None
+    speculation: bool | None = None
     prompt_logprobs: int | None = None
     use_beam_search: bool | None = None
     response_format: dict[str, Any] | None = None

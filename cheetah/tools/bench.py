@@ -210,7 +210,11 @@ class DecodeBench(KernelBench):
         for work in works:
             check_room(as_work(work), steps, Plan.from_dict(generated.manifest.plan))
         super().__init__(config, weights, device, generated, generated.manifest)
-        self._launcher = Launcher(self._loaded, new_cache(config, self.manifest))
+        self.launcher = Launcher(self._loaded, new_cache(config, self.manifest))
+
+    def elapsed_ms(self) -> float:
+        """Milliseconds of the last launch on the device."""
+        return self._timed.elapsed_ms()
 
     @property
     def plan(self) -> Plan:
@@ -267,14 +271,14 @@ class DecodeBench(KernelBench):
                  Sampling(), work.per_step)
             for cache in self._caches(work)
         ]  # fmt: skip
-        results = self._launcher.launch_together(parts)
+        results = self.launcher.launch_together(parts)
         for part in reversed(parts):  # so that every launch finds the same pages, and the same random keys in them
             part.cache.clear()
         return self._timed.elapsed_ms(), results[0].seconds, tuple(result.token_ids for result in results)
 
     def _caches(self, work: Work) -> list[CachedSequence]:
         """Sequences with so many tokens cached, whatever their values; the first `shared` in the same pages."""
-        first = self._launcher.cache
+        first = self.launcher.cache
         first.clear()
         first.reserve(work.shared)
         first.length = work.shared

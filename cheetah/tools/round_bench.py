@@ -8,7 +8,9 @@ it costs. Which mean lengths real text has is another matter.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from statistics import median
 from typing import TYPE_CHECKING, Any
@@ -16,24 +18,34 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from cheetah.errors import CheetahError
+from cheetah.runtime.engine.drafting import Drafting
 from cheetah.runtime.engine.launcher import Part, Sampling
-from cheetah.runtime.engine.launches import Drafting, LaunchResult
+from cheetah.runtime.engine.launches import LaunchResult
 
 if TYPE_CHECKING:
     from cheetah.tools.bench import DecodeBench
 
 FIRST_TOKEN = 1
 NGRAMS = (2, 5)
+CHUNK = 512
+"""Keys of an item of attention, as an `LLM` has them that drafts."""
 
 
 @dataclass(frozen=True)
-class RoundMeasurement:
+class Rounds:
     """Steps of a sequence behind `context` cached tokens that take `drafts` drafts each, of which so many turn out
-    right that a step makes `length` tokens on average. step_ms: of each launch, by device events, over its steps."""
+    right that a step makes `length` tokens on average."""
 
     context: int
     drafts: int
     length: float
+
+
+@dataclass(frozen=True)
+class RoundMeasurement:
+    """Of these. step_ms: of each launch, by device events, over its steps."""
+
+    rounds: Rounds
     step_ms: tuple[float, ...]
 
     @property
@@ -44,7 +56,7 @@ class RoundMeasurement:
     @property
     def tokens_per_s(self) -> float:
         """At this mean length, which is made up."""
-        return 1e3 * self.length / self.ms_per_step
+        return 1e3 * self.rounds.length / self.ms_per_step
 
 
 def round_ends(steps: int, length: float) -> list[int]:
@@ -59,29 +71,31 @@ def drafts_for(truth: Sequence[int], ends: Sequence[int], vocab: int) -> list[in
 
 
 class RoundBench:
-    """Steps that verify up to `drafts` drafts of one sequence, on a bench whose kernel has room for them."""
+    """Steps that verify drafts of one sequence, on a bench whose kernel has room for them."""
 
-    def __init__(self, bench: DecodeBench, drafts: int) -> None:
-        self._bench, self._launcher, self.drafts = bench, bench._launcher, drafts
+    def __init__(self, bench: DecodeBench) -> None:
+        self.bench, self._launcher = bench, bench.launcher
         self._truth: dict[int, list[int]] = {}
 
-    def measure(self, context: int, length: float, steps: int, repetitions: int, warmup: int) -> RoundMeasurement:
-        """CheetahError where the tokens are not those that are made without drafts, or come by other steps."""
-        if not 1 <= length <= self.drafts + 1:
-            raise CheetahError(f"mean length {length:g} with {self.drafts} drafts: a step makes 1 to {self.drafts + 1}")
-        ends = round_ends(steps, length)
-        truth = self._made(context, ends[-1])
-        drafts = drafts_for(truth, ends, self._launcher.vocab_size)
+    def measure(
+        self, rounds: Rounds, steps: int, repetitions: int, warmup: int, rest_s: float = 0.0
+    ) -> RoundMeasurement:
+        """`repetitions` launches after `warmup` others, before each of which the GPU rests. CheetahError where the
+        tokens are not those that are made without drafts, or come by other steps."""
+        ends = round_ends(steps, rounds.length)
+        truth = self._made(rounds.context, ends[-1])
+        drafts = drafts_for(truth, ends, self._launcher.vocab_size) if rounds.drafts else ()
         found = []
         for _ in range(warmup + repetitions):
-            result, milliseconds = self._launch(context, (), ends[-1], self.drafts + 1, steps, drafts)
+            time.sleep(rest_s)
+            result, milliseconds = self._launch(rounds.context, (), ends[-1], rounds.drafts + 1, steps, drafts)
             if list(result.token_ids) != truth or result.steps != steps:
                 raise CheetahError(
-                    f"context {context}, mean length {length:g}: drafts changed the tokens, or took {result.steps} "
-                    f"steps of {steps}: such a kernel's speed is worth nothing"
+                    f"context {rounds.context}, mean length {rounds.length:g}: drafts changed the tokens, or took "
+                    f"{result.steps} steps of {steps}: such a kernel's speed is worth nothing"
                 )
             found.append(milliseconds / steps)
-        return RoundMeasurement(context, self.drafts, length, tuple(found[warmup:]))
+        return RoundMeasurement(rounds, tuple(found[warmup:]))
 
     def _made(self, context: int, count: int) -> list[int]:
         """The first tokens behind `context`, made without drafts."""
@@ -96,7 +110,7 @@ class RoundBench:
         self, context: int, made: Sequence[int], total: int, per_step: int, steps: int, drafts: Sequence[int]
     ) -> tuple[LaunchResult, float]:
         """One launch behind `context` tokens and those that were made, and its milliseconds."""
-        bench, cache = self._bench, self._launcher.cache
+        cache = self._launcher.cache
         cache.clear()
         cache.reserve(context + len(made))
         cache.length = context + len(made)
@@ -105,14 +119,14 @@ class RoundBench:
         drafting = Drafting(steps, drafts, ngrams)
         part = Part(cache, known[-1:], total, Sampling(), per_step, known, len(known), drafting=drafting)
         result = self._launcher.launch_together([part])[0]
-        return result, bench._timed.elapsed_ms()
+        return result, self.bench.elapsed_ms()
 
     def _words(self, count: int) -> list[int]:
         """What is searched: random ids."""
         return [int(token) for token in np.random.default_rng(0).integers(0, self._launcher.vocab_size, count)]
 
 
-def parsed_rounds(text: str) -> tuple[int, list[float]]:
+def parsed_lengths_of_rounds(text: str) -> tuple[int, list[float]]:
     """ "7:1,2,2.96" -> (7, [1.0, 2.0, 2.96]): drafts of a step, and mean lengths; without any, 1 and all."""
     drafts, _, lengths = text.partition(":")
     try:
@@ -128,14 +142,29 @@ def parsed_rounds(text: str) -> tuple[int, list[float]]:
     return count, found
 
 
-def round_record(measured: RoundMeasurement, circumstances: dict[str, Any]) -> dict[str, Any]:
-    """A JSON line of it, which says that the length is synthetic."""
+@contextmanager
+def open_rounds(*subject: Any, works: Sequence[Rounds], steps: int, **options: Any) -> Iterator[RoundBench]:
+    """A `RoundBench` that is closed at the end, with a kernel that has room for the works."""
+    from cheetah.tools.bench import Work, open_bench
+
+    drafts = max(work.drafts for work in works)
+    room = [Work((max(work.context for work in works),), 0, drafts + 1)]
+    plan = {"kv_chunk": CHUNK, **options, "drafts": drafts}
+    with open_bench(*subject, room, steps, **plan) as bench:
+        yield RoundBench(bench)
+
+
+def round_record(measured: RoundMeasurement, bench: RoundBench, circumstances: dict[str, Any]) -> dict[str, Any]:
+    """A line of a results file, which says that the mean length is made up."""
     return {
         **circumstances,
-        "context": measured.context,
-        "drafts": measured.drafts,
-        "synthetic_mean_length": measured.length,
-        "step_ms": measured.step_ms,
-        "ms_per_step": measured.ms_per_step,
-        "tokens_per_s": measured.tokens_per_s,
+        "system": "cheetah",
+        "kernel": bench.bench.manifest.text_sha256[:16],
+        "context": measured.rounds.context,
+        "drafts": measured.rounds.drafts,
+        "synthetic_mean_length": measured.rounds.length,
+        "identical": True,
+        "ms_per_step": round(measured.ms_per_step, 6),
+        "ms_per_step_samples": [round(one, 6) for one in measured.step_ms],
+        "tokens_per_s": round(measured.tokens_per_s, 3),
     }

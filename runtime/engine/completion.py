@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from cheetah.errors import CheetahError
 from cheetah.models.logprobs import TokenLogprobs
+from cheetah.runtime.engine.drafting import Drafting
 from cheetah.runtime.engine.kv_cache import CachedSequence
 from cheetah.runtime.engine.launcher import NOT_A_NUMBER, Part
 from cheetah.runtime.engine.requests import Event, Failed, Made, NothingAllowed, Request
@@ -56,16 +57,21 @@ class Completion:
         assert self.cache is not None
         return self.ids[self.cache.length : self.cache.length + most]
 
-    def most_steps(self) -> int:
-        """Steps of the next decode launch at most: stop ids are banned in all of it or in none, and watchers hear a
-        token before the next is sampled."""
+    @property
+    def may_speculate(self) -> bool:
+        """Whether its tokens may be drafted: watchers hear each before the next is sampled."""
+        return self.request.speculates and not self._watchers
+
+    def most_tokens(self) -> int:
+        """Tokens that the next decode launch takes in at most: stop ids are banned in all of it or in none, and
+        watchers hear a token before the next is sampled."""
         assert self.cache is not None
         again = len(self.ids) - 1 - self.cache.length
         unstoppable = self.request.min_tokens - self.made
         wanted = 1 if self._watchers else self.request.max_tokens - self.made
         return again + (min(wanted, unstoppable) if unstoppable > 0 else wanted)
 
-    def part(self, inputs: Sequence[int], total: int, per_step: int = 1) -> Part:
+    def part(self, inputs: Sequence[int], total: int, per_step: int = 1, drafting: Drafting | None = None) -> Part:
         """Its part of a launch. Until there are `min_tokens`, stop ids are not sampled, unless its watchers allow
         nothing else."""
         assert self.cache is not None
@@ -73,7 +79,8 @@ class Completion:
         if self.made < self.request.min_tokens and (mask is None or allows_one_beside(mask, sampling.stop_ids)):
             sampling = replace(sampling, banned=tuple(sorted({*sampling.banned, *sampling.stop_ids})))
         prompt, stepwise = len(self.request.prompt_ids), bool(self._watchers)
-        return Part(self.cache, inputs, total, sampling, per_step, self.ids, prompt, mask, stepwise)
+        known = self.ids, prompt, mask, stepwise
+        return Part(self.cache, inputs, total, sampling, per_step, *known, drafting=drafting)
 
     def next_part(self, tokens: int, per_step: int) -> Part:
         """Its part of a launch that reads its next tokens, `per_step` a step."""

@@ -27,6 +27,7 @@ from cheetah.models.logprobs import TokenLogprobs
 from cheetah.runtime import interrupts
 from cheetah.runtime.device.interface import LaunchCancelled
 from cheetah.runtime.engine.completion import Completion
+from cheetah.runtime.engine.drafting import Speculation
 from cheetah.runtime.engine.embedding import pooled_states
 from cheetah.runtime.engine.kv_cache import pages_for
 from cheetah.runtime.engine.launch_order import LaunchOrder, LogitsBuffers
@@ -58,6 +59,7 @@ class Engine:
     of a few tokens, `prompts` does.
     chunk_tokens: most tokens of a prompt in a launch while others decode, who wait for it; by default what takes about
     a tenth of a second. 0: all that a launch takes, and they wait until the prompt is read.
+    speculation: how tokens are drafted, which `launcher` verifies; no token is another for it.
     logits: gives buffer 0 or 1 for the logits of launches in which somebody wants logprobs, in the host's memory;
     without it nobody may.
 
@@ -77,6 +79,7 @@ class Engine:
         solo: Launcher | None = None,
         logits: Callable[[int], Buffer] | None = None,
         passes: Sequence[PassLauncher] = (),
+        speculation: Speculation | None = None,
     ):
         prompts = prompts or launcher
         self.launcher, self.prefixes, self._passes = launcher, prefixes, passes
@@ -88,7 +91,8 @@ class Engine:
         self._lock = threading.Lock()  # of everything below, and of the device
         self._arrived: deque[Completion] = deque()  # they are in line at the end of the launch under way
         self._logits = LogitsBuffers(logits)
-        self._queues = Queues(launcher, self.launch_steps, prefixes, rule)
+        launch_tokens = self.launch_steps * (1 + (speculation.drafts if speculation else 0))
+        self._queues = Queues(launcher, launch_tokens, prefixes, rule)
         self._scheduler = Scheduler(
             self._queues,
             Prefill(self._queues, prompts, passes, self._logits, self.launch_steps, chunk_tokens),
@@ -96,6 +100,7 @@ class Engine:
             solo or launcher,
             self._logits,
             StepTime(self.launch_steps),
+            speculation,
         )
         self._is_closed = False
         self._running: RunningLaunch | None = None

@@ -10,7 +10,6 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from itertools import zip_longest
 from typing import TYPE_CHECKING, cast
 
 import numpy as np
@@ -24,6 +23,7 @@ from cheetah.plan.formats import KV_TILE_TOKENS
 from cheetah.runtime import interrupts
 from cheetah.runtime.background import Started
 from cheetah.runtime.device.interface import LaunchCancelled
+from cheetah.runtime.engine.drafting import NOTHING_DRAFTED, Drafted, Drafting
 from cheetah.runtime.engine.kv_cache import CachedSequence
 from cheetah.runtime.engine.launch_tables import Geometry, Sampling
 from cheetah.runtime.engine.page_copies import copy_pages
@@ -38,20 +38,6 @@ NOT_A_NUMBER = (
     "no token can be chosen for position {position}: none of its logits is a number above -infinity. Look for NaN and "
     "infinities in the checkpoint's weights (a broken download or conversion)"
 )
-
-
-@dataclass(frozen=True)
-class Drafting:
-    """How a part's tokens are drafted, in a kernel that verifies drafts. rounds: steps of the launch at most; each
-    takes `per_step` tokens, of which all that turn out right count.
-
-    drafts: what may follow the inputs. ngrams: fewest and most tokens behind which drafts are looked up in what is
-    known of the sequence, where there are no such; (0, 0): not at all.
-    """
-
-    rounds: int
-    drafts: Sequence[int] = ()
-    ngrams: tuple[int, int] = (0, 0)
 
 
 @dataclass(frozen=True)
@@ -91,28 +77,6 @@ class Part:
     def first_sample(self) -> int:
         """The first step after which a token is sampled; `steps` if there is none."""
         return (len(self.inputs) - 1) // self.per_step if self.samples else self.steps
-
-
-@dataclass(frozen=True)
-class Drafted:
-    """What came of drafts. steps: those in which something was drafted; tokens: how many were; right: in how many steps
-    the first, the second, ... draft was right."""
-
-    steps: int = 0
-    tokens: int = 0
-    right: tuple[int, ...] = ()
-
-    @property
-    def accepted(self) -> int:
-        """How many drafted tokens were right."""
-        return sum(self.right)
-
-    def __add__(self, other: Drafted) -> Drafted:
-        right = tuple(one + another for one, another in zip_longest(self.right, other.right, fillvalue=0))
-        return Drafted(self.steps + other.steps, self.tokens + other.tokens, right)
-
-
-NOTHING_DRAFTED = Drafted()
 
 
 @dataclass(frozen=True)

@@ -23,12 +23,12 @@ from cheetah.runtime.engine.requests import Failed, Load
 class Queues:
     """Up to `launcher.batch` completions that have begun, and a line of others.
 
-    launcher: its cache has the pages. launch_steps: most tokens that a launch makes of each.
+    launcher: its cache has the pages. launch_tokens: most that a launch makes of each.
     prefixes: keeps the pages of who leaves. rule: how prompts are read, and so which of those another begins with.
     """
 
-    def __init__(self, launcher: Launcher, launch_steps: int, prefixes: PrefixCache | None, rule: FewestSteps):
-        self._launcher, self._launch_steps = launcher, launch_steps
+    def __init__(self, launcher: Launcher, launch_tokens: int, prefixes: PrefixCache | None, rule: FewestSteps):
+        self._launcher, self._launch_tokens = launcher, launch_tokens
         self._prefixes, self.rule = prefixes, rule
         self.waiting: deque[Completion] = deque()
         # Those of a request that begin together, in the order in which they came.
@@ -112,7 +112,7 @@ class Queues:
         """Pages that it shall have: for all its ids and its next launch. One that had to give its pages back claims all
         that it may need, so that it seldom has to again."""
         request = completion.request
-        soon = len(completion.ids) - 1 + self._launch_steps
+        soon = len(completion.ids) - 1 + self._launch_tokens
         tokens = request.most_cached if completion.preemptions else min(request.most_cached, soon)
         return pages_for(tokens, self._launcher.cache.page_size)
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from cheetah.errors import CheetahError
 from cheetah.models.logprobs import TokenLogprobs
+from cheetah.runtime.engine.drafting import NOTHING_DRAFTED, Drafted
 from cheetah.runtime.engine.launch_tables import Sampling
 from cheetah.runtime.engine.watching import NewWatcher
 from cheetah.runtime.outputs import Timings
@@ -21,8 +22,9 @@ class Request:
     the first `min_tokens` is. Number i draws with `seed_of(sampling.seed, i)`.
 
     watchers: of each completion, which then has launches of one step. logprobs, prompt_logprobs: with each token that
-    is made, or of the prompt, comes how likely it was, and so many of the likeliest; None for neither. params: what its
-    client wrote, at which the engine does not look."""
+    is made, or of the prompt, comes how likely it was, and so many of the likeliest; None for neither. speculates:
+    whether its tokens are drafted, where the engine does that. params: what its client wrote, at which the engine does
+    not look."""
 
     prompt_ids: tuple[int, ...]
     max_tokens: int
@@ -32,6 +34,7 @@ class Request:
     watchers: tuple[NewWatcher, ...] = ()
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    speculates: bool = True
     params: SamplingParams | None = None
 
     @property
@@ -78,14 +81,16 @@ Event = Made | Failed
 @dataclass(frozen=True)
 class Decoded:
     """Launches in which completions were decoded: their steps, seconds by the host's clock, and the bytes that they
-    read of the device's memory: weights, and keys and values of what is cached."""
+    read of the device's memory: weights, and keys and values of what is cached. drafted: what came of drafts."""
 
     steps: int = 0
     seconds: float = 0.0
     nbytes: int = 0
+    drafted: Drafted = NOTHING_DRAFTED
 
     def __add__(self, other: Decoded) -> Decoded:
-        return Decoded(self.steps + other.steps, self.seconds + other.seconds, self.nbytes + other.nbytes)
+        sums = (self.steps + other.steps, self.seconds + other.seconds, self.nbytes + other.nbytes)
+        return Decoded(*sums, self.drafted + other.drafted)
 
     @property
     def bytes_per_step(self) -> float:

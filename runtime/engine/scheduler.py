@@ -8,9 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from cheetah.runtime.engine.completion import Completion
+from cheetah.runtime.engine.drafting import NOTHING_DRAFTED, Drafting, Speculation
 from cheetah.runtime.engine.launch_order import LaunchOrder, LogitsBuffers, Purpose, steps_with
 from cheetah.runtime.engine.launcher import Launcher
-from cheetah.runtime.engine.launches import LaunchResult
+from cheetah.runtime.engine.launches import LaunchResult, Part
 from cheetah.runtime.engine.prefill import Prefill
 from cheetah.runtime.engine.queues import Queues
 from cheetah.runtime.engine.requests import Decoded
@@ -25,7 +27,8 @@ a launch more, and after as many steps as the other, so that those who decode go
 class Scheduler:
     """`next_launch` gives an order; who carries it out tells how that ended, by `settle` or `give_up`, before the next.
 
-    launcher: launches all who decode; solo: one by itself. decode_time: of launches of those.
+    launcher: launches all who decode; solo: one by itself. decode_time: of launches of those. speculation: how their
+    tokens are drafted, if they are.
     """
 
     def __init__(
@@ -36,9 +39,11 @@ class Scheduler:
         solo: Launcher,
         logits: LogitsBuffers,
         decode_time: StepTime,
+        speculation: Speculation | None = None,
     ):
         self.queues, self.prefill = queues, prefill
         self._launcher, self._solo, self._logits = launcher, solo, logits
+        self._speculation = speculation
         self.decode_time = decode_time
         self.decoded = self.latest = Decoded()  # by all launches in which completions were decoded, by the last one
         # Those who decode shall have a launch: of one step, the first one of some; or before more is read.
@@ -60,7 +65,7 @@ class Scheduler:
             return self.prefill.next_behind()
         self._admit()
         if queues.running and (self._first_tokens_are_due or self._others_are_due or not queues.reading):
-            most = 1 if self._first_tokens_are_due else min(one.most_steps() for one in queues.running)
+            most = 1 if self._first_tokens_are_due else min(one.most_tokens() for one in queues.running)
             # Whoever runs has this launch: one of first tokens is the turn of the others too. With one more for them,
             # half of the places stayed empty where a launch takes as long as they may wait.
             self._first_tokens_are_due = self._others_are_due = False
@@ -81,7 +86,7 @@ class Scheduler:
         if order.timer is not None:
             order.timer.note(steps, seconds)
         if order.purpose is Purpose.DECODE:
-            self._settle_decoding(order, steps, seconds)
+            self._settle_decoding(order, results)
             return
         if order.timer is not None:
             self.decode_time.guess(steps, seconds)
@@ -130,23 +135,40 @@ class Scheduler:
         completions = [*self.queues.running]
         logits = self._logits.next(any(one.request.logprobs is not None for one in completions))
         steps = steps_with(logits, steps, self._launcher, self._solo)
+        widths = self._widths(completions)
+        totals = {one.id: min(one.most_tokens(), steps * width) for one, width in zip(completions, widths, strict=True)}
         for one in sorted(completions, key=lambda one: one.id):
-            self.queues.make_room(one, steps)
-        together = [one for one in completions if one.cache is not None]
+            self.queues.make_room(one, totals[one.id])
+        together = [(one, width) for one, width in zip(completions, widths, strict=True) if one.cache is not None]
         if not together:
             return None
         return LaunchOrder(
             Purpose.DECODE,
             self._solo if len(together) == 1 else self._launcher,
-            [one.part(one.uncached_ids(steps + 1), steps) for one in together],
-            [(one,) for one in together],
+            [self._part(one, totals[one.id], width, steps) for one, width in together],
+            [(one,) for one, _ in together],
             logits,
             timer=self.decode_time,
         )
 
-    def _settle_decoding(self, order: LaunchOrder, steps: int, seconds: float) -> None:
+    def _widths(self, completions: Sequence[Completion]) -> list[int]:
+        """Columns of each in a step."""
+        if self._speculation is None:
+            return [1] * len(completions)
+        return self._speculation.widths([one.may_speculate for one in completions], self._launcher.tokens)
+
+    def _part(self, one: Completion, total: int, width: int, steps: int) -> Part:
+        """The next tokens of a completion, in `steps` steps or fewer."""
+        drafting = None
+        if self._speculation is not None and width > 1:
+            drafting = Drafting(steps, ngrams=self._speculation.ngrams)
+        return one.part(one.uncached_ids(total + 1), total, width, drafting)
+
+    def _settle_decoding(self, order: LaunchOrder, results: Sequence[LaunchResult]) -> None:
+        steps, seconds = results[0].steps, results[0].seconds
+        drafted = sum((result.drafted for result in results), NOTHING_DRAFTED)
         completions = [one for takers in order.takers for one in takers]
-        self.latest = Decoded(steps, seconds, order.launcher.bytes_read(order.parts, steps))
+        self.latest = Decoded(steps, seconds, order.launcher.bytes_read(order.parts, steps), drafted)
         self.decoded += self.latest
         for one in completions:
             one.go_on_from_last()

@@ -26,16 +26,9 @@ from cheetah.plan.kv.tables import (
     encode,
     epochs_of_step,
 )
+from cheetah.runtime.engine.drafting import NOTHING_DRAFTED, Drafted
 from cheetah.runtime.engine.launch_tables import Geometry, column_records, sequence_record, stop_lists
-from cheetah.runtime.engine.launches import (
-    NOTHING_DRAFTED,
-    Drafted,
-    KernelLaunches,
-    Launch,
-    LaunchResult,
-    LoadedKernel,
-    Part,
-)
+from cheetah.runtime.engine.launches import KernelLaunches, Launch, LaunchResult, LoadedKernel, Part
 from cheetah.runtime.engine.request_rows import RequestRows, options_of
 
 if TYPE_CHECKING:

@@ -139,8 +139,7 @@ def test_of_threads_that_want_the_same_text_one_compiles_it(cache: Path, monkeyp
     monkeypatch.setattr(build, "_run_compiler", counted)
     with ThreadPoolExecutor(4) as pool:
         wanted = [
-            pool.submit(build.build_program, DOUBLE, "twice", [("x", "int32_t*")], build.PLAIN, cache)
-            for _ in range(4)
+            pool.submit(build.build_program, DOUBLE, "twice", [("x", "int32_t*")], build.PLAIN, cache) for _ in range(4)
         ]
         assert len({one.result() for one in wanted}) == len(runs) == 1
 

@@ -10,9 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from cheetah.generate import generate_kernel
 from cheetah.models.sampling import Filters, Penalties
+from cheetah.runtime.engine.drafting import Drafted, Drafting
 from cheetah.runtime.engine.launcher import Part, Sampling
-from cheetah.runtime.engine.launches import Drafted, Drafting, LaunchResult
+from cheetah.runtime.engine.launches import LaunchResult
 from tests.program.rig import Rig, Session, model, random_weights, relative_error, token_ids
 from tests.tiers import tiered
 from tests.tolerances import SMALL_MARGIN
@@ -29,7 +31,7 @@ def rig(**more: Any) -> Rig:
     """Items of 32 keys, of which a launch crosses several; one block more than there are KV heads."""
     weights = random_weights(model(heads=4, kv_heads=2))
     plan = {"batch": 2, "tokens": 8, "kv_chunk": 32, "drafts": 7, "stages": 5, **more}
-    return Rig(weights, blocks=3, kv_chunk_min=16, **plan)
+    return Rig(weights, blocks=3, kv_chunk_min=16, generate=generate_kernel, **plan)
 
 
 def made(
@@ -124,6 +126,11 @@ SAMPLINGS = {
     "seeded": HOT,
     "few": Sampling(allowed=FEW),
     "penalised": Sampling(allowed=FEW, penalties=Penalties(1.1, 0.2, 0.15)),
+    "few, seeded": Sampling(allowed=FEW, temperature=0.7, seed=3),
+    "penalised, seeded": Sampling(
+        temperature=1.0, seed=2, penalties=Penalties(1.2, 0.3, 0.7), bias=((7, 1.0), (9, 2.0))
+    ),
+    "filtered": Sampling(temperature=2.0, seed=11, filters=Filters(12, 0.7, 0.01)),
     "filtered, banned": Sampling(temperature=3.0, seed=5, filters=Filters(0, 0.6), banned=tuple(range(0, 50, 2))),
 }
 DRAFTERS = {
@@ -172,7 +179,7 @@ def test_a_stop_id_ends_it_inside_of_what_was_drafted() -> None:
 
 
 def test_several_sequences_share_steps_with_widths_of_their_own() -> None:
-    kinds = ("seeded", "penalised")
+    kinds = ("few", "penalised, seeded")
     wanted = [plain(60, SAMPLINGS[kind]) for kind in kinds]
     session = rig().session("random", 1)
     for widths, drafters in (((5, 3), (0, 2)), ((1, 7), (0, 0)), ((4, 4), (3, 0))):

@@ -166,4 +166,4 @@ def test_a_completion_that_is_read_again_has_no_more_steps_than_reach_its_next_t
     completion = Completion(0, ruled(Request(SHORT, 20, Sampling())), 0)
     completion.cache = rig.engine.launcher.cache.fork()
     completion.ids += [9, 9]
-    assert completion.most_steps() == len(SHORT) + 2 - 1 + 1
+    assert completion.most_tokens() == len(SHORT) + 2 - 1 + 1

@@ -1,0 +1,125 @@
+"""`speculative_config`: what it may say, how columns are shared, and that a model answers the same with it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from cheetah.errors import CheetahError
+from cheetah.runtime import LLM, SamplingParams
+from cheetah.runtime.engine.drafting import Drafted, Speculation
+from cheetah.runtime.speculation import speculation_of
+
+
+@pytest.mark.parametrize(
+    ("config", "wanted"),
+    [
+        ({"method": "ngram"}, Speculation(7, (2, 5))),
+        ('{"method": "ngram_gpu", "num_speculative_tokens": 3}', Speculation(3, (2, 5))),
+        ({"model": "[ngram]", "prompt_lookup_max": 4}, Speculation(7, (4, 4))),
+        ({"prompt_lookup_min": 3}, Speculation(7, (3, 3))),
+        ({"prompt_lookup_min": 1, "prompt_lookup_max": 3, "enforce_eager": True}, Speculation(7, (1, 3))),
+        ({"method": "ngram", "rejection_sample_method": "standard"}, Speculation(7, (2, 5))),
+    ],
+)
+def test_what_a_config_says(config: Any, wanted: Speculation) -> None:
+    assert speculation_of(config) == wanted
+
+
+@pytest.mark.parametrize(
+    ("config", "named"),
+    [
+        ({"method": "eagle3", "model": "some/head"}, "eagle3"),
+        ({"model": "meta-llama/Llama-3.2-1B"}, "Llama-3.2-1B"),
+        ({"method": "n-gram"}, "n-gram"),
+        ({"method": "ngram", "model": "some/model"}, "some/model"),
+        ({"method": "ngram", "draft_tensor_parallel": 1}, "draft_tensor_parallel"),
+        ({"method": "ngram", "rejection_sample_method": "synthetic"}, "synthetic"),
+        ({"num_speculative_tokens": 0}, "num_speculative_tokens"),
+        ({"num_speculative_tokens": 32}, "num_speculative_tokens"),
+        ({"num_speculative_tokens": True}, "num_speculative_tokens"),
+        ({"prompt_lookup_max": 33}, "prompt_lookup_max"),
+        ({"prompt_lookup_min": 4, "prompt_lookup_max": 3}, "prompt_lookup_min"),
+        ("{method}", "JSON"),
+        ("[]", "dict"),
+    ],
+)
+def test_what_is_refused_by_name(config: Any, named: str) -> None:
+    with pytest.raises(CheetahError, match="speculative_config") as refused:
+        speculation_of(config)
+    assert named in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("wanted", "columns", "widths"),
+    [
+        ([True], 8, [8]),
+        ([True], 16, [8]),
+        ([False], 8, [1]),
+        ([True, True], 8, [4, 4]),
+        ([True, False, True], 8, [3, 1, 3]),
+        ([True] * 8, 8, [1] * 8),
+        ([True] * 7, 8, [1] * 7),
+    ],
+)
+def test_who_has_how_many_columns(wanted: list[bool], columns: int, widths: list[int]) -> None:
+    assert Speculation(7, (2, 5)).widths(wanted, columns) == widths
+
+
+def test_what_came_of_drafts_adds_up() -> None:
+    assert Drafted(2, 9, (2, 1)) + Drafted(1, 4, (1, 1, 1)) == Drafted(3, 13, (3, 2, 1))
+    assert Drafted(3, 13, (3, 2, 1)).accepted == 6
+
+
+TEXT = "the cat sat on the mat and the cat sat on the mat and the cat"
+ASKED = [
+    {"temperature": 0.0},
+    {"temperature": 0.9, "seed": 4},
+    {"temperature": 1.1, "seed": 1, "repetition_penalty": 1.2, "frequency_penalty": 0.3, "presence_penalty": 0.2},
+    {"temperature": 1.3, "seed": 2, "top_k": 20, "top_p": 0.8},
+    {"temperature": 0.0, "min_tokens": 12, "stop_token_ids": list(range(100, 500))},
+    {"temperature": 0.7, "seed": 3, "bad_words": ["and the"], "logit_bias": {"5": 1.0}},
+    {"temperature": 0.5, "seed": 8, "structured_outputs": {"regex": "[a-z ]{40}"}},
+    {"temperature": 0.8, "seed": 6, "n": 3},
+]
+
+
+@pytest.fixture(scope="module")
+def llm() -> Iterator[LLM]:
+    config = {"method": "ngram", "num_speculative_tokens": 7, "prompt_lookup_min": 1}
+    with LLM("demo", device="emulator", batch=4, speculative_config=config, max_context=192, quiet=True) as made:
+        yield made
+
+
+@pytest.mark.slow
+@pytest.mark.compiler
+@pytest.mark.parametrize("asked", ASKED, ids=lambda asked: " ".join(asked))
+def test_the_same_answer_with_and_without(llm: LLM, asked: dict[str, Any]) -> None:
+    before = llm.engine.engine.load().decoded
+    found, plain = (
+        llm.generate(TEXT, SamplingParams(max_tokens=40, speculation=speculation, **asked))
+        for speculation in (True, False)
+    )
+    assert [one.token_ids for one in found.outputs] == [one.token_ids for one in plain.outputs]
+    after = llm.engine.engine.load().decoded
+    may_draft = not {"bad_words", "structured_outputs"} & set(asked)
+    assert (after.drafted.tokens > before.drafted.tokens) == may_draft
+
+
+@pytest.mark.slow
+@pytest.mark.compiler
+def test_the_same_answers_in_company_and_metrics_by_vllm_s_names(llm: LLM) -> None:
+    params = [SamplingParams(max_tokens=30, temperature=0.6, seed=seed, logprobs=2) for seed in range(5)]
+    together = llm.generate([TEXT] * 5, params)
+    for output, one in zip(together, params, strict=True):
+        alone = llm.generate(TEXT, one)
+        assert output.outputs[0].token_ids == alone.outputs[0].token_ids
+        assert output.outputs[0].logprobs == alone.outputs[0].logprobs
+    drafted = llm.engine.engine.load().decoded.drafted
+    metrics = {(one.name, one.labels.get("position")): one.value for one in llm.get_metrics()}
+    assert metrics["vllm:spec_decode_num_drafts", None] == drafted.steps > 0
+    assert metrics["vllm:spec_decode_num_draft_tokens", None] == drafted.tokens
+    assert metrics["vllm:spec_decode_num_accepted_tokens", None] == drafted.accepted
+    assert metrics["vllm:spec_decode_num_accepted_tokens_per_pos", "0"] == drafted.right[0]
