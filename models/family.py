@@ -12,19 +12,16 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
-import numpy as np
 from numpy.typing import NDArray
 
 from cheetah.models.config import ModelConfig
 from cheetah.models.formats.quantized import Order, QuantizationScheme, QuantizedRows
 from cheetah.models.repacking import Repacker
-from cheetah.models.rounding import F32, Bits, Rounding, exact
+from cheetah.models.rounding import F32, Bits, Bytes, Rounding, exact
 from cheetah.piece_ring import Lend, ordinary_memory
 from cheetah.plan import Gpu, Plan, StepMatrices
 from cheetah.plan.prompt import PassPlan
 from cheetah.stopwatch import Stopwatch
-
-Bytes = NDArray[np.uint8]
 
 
 class PhaseRow(NamedTuple):

@@ -14,6 +14,7 @@ from cheetah.models.scratch import scratch
 
 F32 = NDArray[np.float32]
 Bits = NDArray[np.uint16]
+Bytes = NDArray[np.uint8]
 Rounding = Callable[[F32], F32]
 
 

@@ -24,14 +24,14 @@ from cheetah.attention.arrays import ArrayError, ArrayView, host_bytes, view_arr
 from cheetah.attention.errors import AttentionError
 from cheetah.attention.outputs import Borrowed, Output
 from cheetah.attention.program import WORKSPACE_ALIGNMENT, AttentionSpec, generate_attention, pages_for
-from cheetah.attention.requests import Int32Array, Prefix, RequestTables
+from cheetah.attention.requests import Prefix, RequestTables
 from cheetah.blocks.attention.variants import CAUSAL, Variant
 from cheetah.lang import ty
 from cheetah.package import Generated
 from cheetah.plan import Gpu
 from cheetah.plan.formats import KV_TILE_TOKENS
 from cheetah.plan.kv import KvPlan, Scheduling, schedule
-from cheetah.plan.kv.page_table import check_page_table
+from cheetah.plan.kv.page_table import Int32Array, check_page_table
 from cheetah.plan.kv.tables import TileRecord, encode
 from cheetah.runtime.device import Device, open_device
 

@@ -11,10 +11,8 @@ from numpy.typing import NDArray
 from cheetah.attention.errors import AttentionError
 from cheetah.attention.program import COLUMN_FIELDS, AttentionSpec
 from cheetah.plan.kv import Tile
-from cheetah.plan.kv.page_table import lengths_of
+from cheetah.plan.kv.page_table import Int32Array, lengths_of
 from cheetah.plan.kv.tables import TileRecord
-
-Int32Array = NDArray[np.int32]
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,8 @@ import numpy as np
 from cheetah.models.formats.bf16 import Bf16
 from cheetah.models.formats.quantized import QuantizedRows, rows_of_element
 from cheetah.models.formats.quantized_tiles import QuantizedFormat
-from cheetah.models.formats.weight_format import Bytes, PackingError, WeightFormat
+from cheetah.models.formats.weight_format import PackingError, WeightFormat
+from cheetah.models.rounding import Bytes
 from cheetah.plan import MatrixLayout
 from cheetah.plan.formats import QUANTIZED_FORMATS
 

@@ -13,8 +13,8 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from cheetah.models.formats.weight_format import Bytes, TilePart, WeightFormat, units_of_halves, units_of_lanes
-from cheetah.models.rounding import F32, Bits
+from cheetah.models.formats.weight_format import TilePart, WeightFormat, units_of_halves, units_of_lanes
+from cheetah.models.rounding import F32, Bits, Bytes
 from cheetah.plan import M_TILE_ROWS
 from cheetah.plan.formats import BF16, NARROW_ROWS
 

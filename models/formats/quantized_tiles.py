@@ -33,8 +33,8 @@ from cheetah.models.formats.tile_words import (
     int4_in_tiles,
     int4_words,
 )
-from cheetah.models.formats.weight_format import Bytes, PackingError, TilePart, WeightFormat
-from cheetah.models.rounding import F32
+from cheetah.models.formats.weight_format import PackingError, TilePart, WeightFormat
+from cheetah.models.rounding import F32, Bytes
 from cheetah.plan.formats import M_TILE_ROWS, QuantizedTiles
 
 LARGEST_F16_EXPONENT = 15

@@ -15,7 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cheetah.models.formats.quantized import EIGHT_ROWS
-from cheetah.models.formats.weight_format import Bytes, units_of_lanes
+from cheetah.models.formats.weight_format import units_of_lanes
+from cheetah.models.rounding import Bytes
 from cheetah.models.scratch import scratch
 from cheetah.plan import M_TILE_ROWS
 

@@ -17,12 +17,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cheetah.errors import CheetahError
-from cheetah.models.rounding import F32
+from cheetah.models.rounding import F32, Bytes
 from cheetah.models.scratch import scratch
 from cheetah.plan import M_TILE_ROWS, MatrixLayout
-
-Bytes = NDArray[np.uint8]
-
 
 UNIT = np.dtype(np.complex128)
 """16 bytes, the A fragment of one lane: numpy copies them whole, whatever they are."""

@@ -30,10 +30,8 @@ from cheetah.models.formats.quantized import (
     scheme_of_name,
 )
 from cheetah.models.registry import family_of
-from cheetah.models.rounding import round_to_e4m3
+from cheetah.models.rounding import Bits, Bytes, round_to_e4m3
 
-Bits = npt.NDArray[np.uint16]
-Codes = npt.NDArray[np.uint8]
 _Element = TypeVar("_Element", bound=np.generic)
 
 # Primes, so that no two rows of a matrix are the same: row lengths would have to divide them.
@@ -65,7 +63,7 @@ class RandomTensors:
         self._size = LARGE_BLOCK if config.parameter_count > LARGE_BLOCK else SMALL_BLOCK
         self._seed = seed
         self._scaled: dict[int, Bits] = {}
-        self._codes: dict[str, Codes] = {}
+        self._codes: dict[str, Bytes] = {}
         self._schemes = _schemes(config)
         self._inputs = _inputs(config) if config.act_order else {}
 
@@ -108,7 +106,7 @@ class RandomTensors:
         """Of the columns of a module: the same for all that have the same input."""
         return np.random.default_rng(self._begin(self._inputs[name])).permutation(columns)
 
-    def _code_block(self, kind: str) -> Codes:
+    def _code_block(self, kind: str) -> Bytes:
         if kind not in self._codes:
             self._codes[kind] = _rounded(self._normal, kind)
         return self._codes[kind]
@@ -202,10 +200,10 @@ def _inputs(config: ModelConfig) -> dict[str, str]:
     }
 
 
-def _rounded(normal: npt.NDArray[np.float32], kind: str) -> Codes:
+def _rounded(normal: npt.NDArray[np.float32], kind: str) -> Bytes:
     """Normal numbers as codes."""
     scaled = normal * np.float32(LARGEST_CODES[kind] / CODE_RANGES[kind])
-    codes: Codes
+    codes: Bytes
     if kind == "fp8":
         codes = round_to_e4m3(scaled).astype(ml_dtypes.float8_e4m3fn).view(np.uint8)
     else:

@@ -24,11 +24,9 @@ import numpy.typing as npt
 from cheetah.errors import CheetahError
 from cheetah.models.family import MatrixRows
 from cheetah.models.repacking import StoredCodes, StoredMatrix
-from cheetah.models.rounding import round_f16
+from cheetah.models.rounding import Bits, round_f16
 from cheetah.printable import shown, shown_name
 from cheetah.untrusted import parse_json, read_json
-
-Bits = npt.NDArray[np.uint16]
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"

@@ -8,7 +8,8 @@ from cheetah.plan.kv.launch import (
     max_plans,
     most_tiles,
 )
-from cheetah.plan.kv.scheduler import ITEM_WORDS, WRITE_THROUGH, Int32Array, KvPlan, Scheduling, Tile, schedule
+from cheetah.plan.kv.page_table import Int32Array
+from cheetah.plan.kv.scheduler import ITEM_WORDS, WRITE_THROUGH, KvPlan, Scheduling, Tile, schedule
 
 __all__ = [
     "ITEM_WORDS",

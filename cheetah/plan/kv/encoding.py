@@ -14,7 +14,8 @@ import numpy as np
 from cheetah.plan.errors import PlanError, require_positive
 from cheetah.plan.index import ceil_div, round_up
 from cheetah.plan.kv.launch import most_tiles, whole_length
-from cheetah.plan.kv.scheduler import ITEM_WORDS, Int32Array, KvPlan, Scheduling, Tile, cached_schedule
+from cheetah.plan.kv.page_table import Int32Array
+from cheetah.plan.kv.scheduler import ITEM_WORDS, KvPlan, Scheduling, Tile, cached_schedule
 from cheetah.plan.plan import Plan
 from cheetah.plan.sections import Sections
 from cheetah.plan.shape import ModelShape

@@ -20,8 +20,8 @@ import numpy.typing as npt
 
 from cheetah.plan.errors import PlanError, require_positive
 from cheetah.plan.index import ceil_div, round_up
+from cheetah.plan.kv.page_table import Int32Array
 
-Int32Array = npt.NDArray[np.int32]
 Int64Array = npt.NDArray[np.int64]
 ITEM_WORDS = 8
 """Words of an item: level, tile, head, begin, end, first partial row or -1, rows, 0."""
