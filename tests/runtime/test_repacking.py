@@ -23,6 +23,7 @@ from quantized_checkpoints import (
     write_quantized,
 )
 from written_checkpoints import EMBEDDING, Q, random_values, write_model
+from written_experts import CONFIGS, merged
 
 from benchmarks.loading import write_checkpoint
 from cheetah.models.formats import WEIGHT_FORMATS, PackingError
@@ -272,3 +273,13 @@ def test_the_order_of_codes_has_each_once(name):
     places = set(zip(rows.tolist(), columns.tolist(), strict=True))
     assert len(places) == len(rows) == 16 * one.code_columns == one.code_bytes * 8 // one.code_bits
     assert rows.max() == 15 and columns.max() == one.code_columns - 1
+
+
+@pytest.mark.slow
+@pytest.mark.compiler
+@pytest.mark.parametrize("is_merged", [False, True])
+def test_experts_one_by_one_and_merged(tmp_path, is_merged):
+    """Each expert's two matrices by themselves, beside q, k and v, o and the router of a layer, and the head."""
+    config = CONFIGS["qwen3_moe"]
+    values = merged("qwen3_moe") if is_merged else random_values(config)
+    check_alike(write_model(tmp_path, values, config), works=2 * (3 + 2 * 5) + 1)
