@@ -155,6 +155,8 @@ class ReferenceModel(Protocol):
     keys: F32
     values: F32
     length: int
+    nearness: list[float]
+    """Of every token of late, how near another choice of experts was, in standard deviations of logits."""
 
     def reset(self) -> None: ...
 

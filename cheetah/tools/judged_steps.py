@@ -43,6 +43,8 @@ TOO_LARGE = 2.0**34
 """An element that no embedding has."""
 LARGE = 2.0**32.5
 """One that might be, but not of so many."""
+NEAR = 0.05
+"""Standard deviations of a router's logits: choices that are nearer may turn out otherwise in bf16."""
 
 
 @dataclass(frozen=True)
@@ -194,12 +196,14 @@ class JudgedSteps:
 
     def agreement(self, found: Transcript) -> Agreement:
         """Logits beside the reference's, and sampled ids beside the logits before them."""
-        errors, allowed, problems = [], LEAST_TOLERANCE, list[str]()
+        errors, allowed, problems, decided = [], LEAST_TOLERANCE, list[str](), list[NDArray[np.bool_]]()
         for one in found.scored:
             exact, rounded = (self.logits_by(reference, one) for reference in (self.reference, self.rounded))
-            errors.append(relative_errors(one.found, exact))
-            allowed = max(allowed, TOLERANCE_FACTOR * float(relative_errors(rounded, exact).max()))
-        for one, wrong in zip(found.scored, errors, strict=True):
+            decided.append(self._decided(one))
+            errors.append(np.where(decided[-1], relative_errors(one.found, exact), 0.0))
+            of_rounding = np.where(decided[-1], relative_errors(rounded, exact), 0.0)
+            allowed = max(allowed, TOLERANCE_FACTOR * float(of_rounding.max()))
+        for one, wrong, is_decided in zip(found.scored, errors, decided, strict=True):
             if not np.all(wrong <= allowed):  # a NaN is no agreement
                 first = int(np.argmax(~(wrong <= allowed)))
                 problems.append(
@@ -207,18 +211,32 @@ class JudgedSteps:
                     f"allowed is {allowed:.2e}; {self.first_wrong(one, first, allowed)}"
                 )
             else:
-                problems += self._wrong_pages(one, max(MOST_CACHED, 2 * allowed))
+                problems += self._wrong_pages(one, max(MOST_CACHED, 2 * allowed), is_decided)
         problems += filter(None, (problem for one in found.drawn for problem in sampling_problems(one)))
         every = np.concatenate(errors)
-        return Agreement(len(every), float(every.max()), allowed, tuple(problems))
+        return Agreement(int(np.concatenate(decided).sum()), float(every.max()), allowed, tuple(problems))
 
-    def _wrong_pages(self, scored: Scored, allowed: float) -> Iterator[str]:
+    def _decided(self, scored: Scored) -> NDArray[np.bool_]:
+        """Whether the choices of experts behind each position's logits stay what they are if numbers are rounded: else
+        the kernel may choose others, and it only has to give numbers. Behind `logits_by`."""
+        count, is_number = len(scored.ids), np.isfinite(scored.found).all(axis=-1)
+        both = (self._begun(reference, scored) for reference in (self.reference, self.rounded))
+        nearest = np.minimum(*(np.array(one.nearness[-count:]) for one in both))
+        decided: NDArray[np.bool_] = (nearest > NEAR) | ~is_number
+        return decided
+
+    def _begun(self, reference: ReferenceModel, scored: Scored) -> ReferenceModel:
+        """The one that goes on where a launch did."""
+        return reference if scored.cached == 0 else self._behind[id(reference)][0]
+
+    def _wrong_pages(self, scored: Scored, allowed: float, decided: NDArray[np.bool_]) -> Iterator[str]:
         """What a launch with right logits has left in the cache, if that is not what later ones are to read."""
         cached, wanted = (
             one.swapaxes(2, 3).reshape(*one.shape[:2], len(scored.ids), -1)
             for one in (self._numbers(scored.pages), self._wanted_pages(scored))
         )
         wrong = ~(np.linalg.norm(cached - wanted, axis=-1) <= allowed * np.linalg.norm(wanted, axis=-1))
+        wrong &= decided
         if wrong.any():
             layer, kind, position = map(int, np.argwhere(wrong)[0])
             what = f"layer {layer}'s {('keys', 'values')[kind]} of position {scored.cached + position}"
@@ -240,7 +258,7 @@ class JudgedSteps:
     def _wanted_pages(self, scored: Scored) -> F32:
         """The keys and values of a launch's tokens by the reference that rounds."""
         self.logits_by(self.rounded, scored)
-        reference = self.rounded if scored.cached == 0 else self._behind[id(self.rounded)][0]
+        reference = self._begun(self.rounded, scored)
         tokens = slice(scored.cached, scored.cached + len(scored.ids))
         return np.stack([reference.keys[:, :, tokens], reference.values[:, :, tokens]], axis=1)
 

@@ -163,6 +163,15 @@ def choice(logits: F32, routing: Routing) -> tuple[NDArray[np.int64], F32]:
     return chosen, np.asarray(weights[chosen] / total.sum(dtype=np.float32), np.float32)
 
 
+def nearness(logits: F32, chosen: NDArray[np.int64]) -> float:
+    """How near another choice is: the least difference between the last logit chosen and one on the other side, or, if
+    that is as high as the last, any other; in units of their standard deviation. Infinite where there is none."""
+    last, left = logits[chosen].min(), np.delete(logits, chosen)
+    others = logits[logits != last] if (left == last).any() else left
+    spread = float(logits.std()) or 1.0
+    return float(np.abs(others - last).min()) / spread if len(others) else math.inf
+
+
 def position_factor(scale: PositionScale | None, position: int) -> np.float32:
     """What the queries of a position are multiplied by."""
     return np.float32(1.0 if scale is None else 1 + scale.beta * math.log1p(position // scale.context))
@@ -209,6 +218,7 @@ class Reference:
     over kv_scales f32 [layers, 2, kv_heads].
     max_context: tokens that a sequence may have, by default those that the configuration says; chooses among factors of
     longrope.
+    nearness: of every token since `reset`, how near another choice of experts was in some layer: see `nearness`.
     """
 
     def __init__(
@@ -244,7 +254,7 @@ class Reference:
 
     def reset(self) -> None:
         """Forget the sequence."""
-        self.length = 0
+        self.length, self.nearness = 0, list[float]()
         self.tables = self._new_tables(64)
         self.keys, self.values = self._new_cache(64), self._new_cache(64)
 
@@ -258,6 +268,7 @@ class Reference:
         if not 0 <= token < self.config.vocab_size:
             raise ValueError(f"token {token} is outside the vocabulary of {self.config.vocab_size}")
         self._make_room()
+        self.nearness.append(math.inf)
         x = embedding(self.embedding, token) * np.float32(self.config.embedding_multiplier)
         for index, layer in enumerate(self.layers):
             (before_attention, before_ffn), (behind_attention, behind_ffn) = layer.before, layer.behind
@@ -332,7 +343,9 @@ class Reference:
     def _feed_forward(self, layer: Layer, normed: F32) -> F32:
         if layer.router is None or layer.kind.routing is None:
             return self._expert(layer, 0, 1.0, normed)
-        chosen, weights = choice(matvec(layer.router, normed), layer.kind.routing)
+        logits = (layer.router * normed).sum(axis=1, dtype=np.float32)  # of equal rows, equal ones
+        chosen, weights = choice(logits, layer.kind.routing)
+        self.nearness[-1] = min(self.nearness[-1], nearness(logits, chosen))
         made = [self._expert(layer, *pair, normed) for pair in zip(chosen, weights, strict=True)]
         return functools.reduce(residual, made)
 

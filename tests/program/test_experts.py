@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from cheetah.errors import CheetahError
 from cheetah.generate import generate_kernel
 from cheetah.models.config import ModelConfig
 from cheetah.models.layer_kind import Routing
@@ -20,7 +21,9 @@ from cheetah.models.mixtral import MixtralConfig
 from cheetah.models.olmoe import OlmoeConfig
 from cheetah.models.qwen3_moe import Qwen3MoeConfig
 from cheetah.models.rounding import as_bf16
+from cheetah.package import Generated
 from cheetah.plan import PlanError
+from tests.program.planted_experts import OF_SEVERAL
 from tests.program.rig import (
     RandomWeights,
     Rig,
@@ -136,3 +139,18 @@ def test_a_block_that_would_make_no_part_of_gated_is_refused() -> None:
         generate_kernel(qwen(), emulated_gpu(13))
     with pytest.raises(PlanError, match="down_slices is 2: the input of experts comes whole"):
         generate_kernel(qwen(), emulated_gpu(3), down_slices=2)
+
+
+@pytest.mark.parametrize("bug", tiered(OF_SEVERAL, [*OF_SEVERAL][1:]))
+def test_a_planted_bug_is_found(bug: str) -> None:
+    def planted(*arguments: Any, **named: Any) -> Generated:
+        with pytest.MonkeyPatch.context() as patch:
+            OF_SEVERAL[bug](patch)
+            return generate_kernel(*arguments, **named)
+
+    weights, ids = random_weights(qwen(), 12), token_ids(24, 50)
+    session = Rig(weights, blocks=3, tokens=4, generate=planted).session("random", 1)
+    try:
+        assert not relative_error(session.score(ids, 4), float32_logits(weights, ids)) < 2 * LOGITS
+    except CheetahError:
+        pass

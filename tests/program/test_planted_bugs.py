@@ -26,13 +26,14 @@ from tests.program.planted import (
     joined_rig,
     race_in,
 )
+from tests.program.planted_experts import EXPERT_BUGS, ROUTED
 from tests.program.planted_families import BIASED, FAMILY_BUGS, NORMED, SANDWICHED, WINDOWED
 from tests.program.rig import Rig, emulated_gpu
 from tests.tiers import tiered
 
 pytestmark = [pytest.mark.compiler, pytest.mark.slow]
 
-BUGS = (*COMMON_BUGS, *FAMILY_BUGS)
+BUGS = (*COMMON_BUGS, *FAMILY_BUGS, *EXPERT_BUGS)
 SEEDS = 20
 EXHAUSTIVE = (
     *("the sums of squares of the norm before", "half the rows squared", "no wait for the sums of squares"),
@@ -60,6 +61,8 @@ EXHAUSTIVE = (
     *("adding warps go on before the step ends", "a product ends before its rows are finished"),
     *("rows by half of their columns", "candidates taken before they are laid down"),
     "cache read before the step is done",
+    *("experts all weigh alike", "weights of the softmax of all", "no wait for the experts' logits"),
+    "the first expert for all",
     "tags for who reads a vector in the head alone",
 )
 """Of each there is one of its kind that `make test` looks for."""
@@ -76,6 +79,7 @@ SETUPS = {
     "sandwiched": SANDWICHED,
     "biased": BIASED,
     "windowed": WINDOWED,
+    "routed": ROUTED,
 }
 
 

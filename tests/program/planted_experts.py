@@ -1,0 +1,111 @@
+"""Bugs planted in the choice of experts and in their products: of one token a step for the gauntlet, and of several."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from cheetah import lang as ch
+from cheetah.blocks.columns import Columns
+from cheetah.blocks.experts.choice import Choice
+from cheetah.blocks.experts.products import ExpertProducts, RankedActivations
+from cheetah.blocks.linear.fragments import Activations
+from cheetah.blocks.made_list import MadeList
+from cheetah.lang import ty
+from cheetah.models.layer_kind import Routing
+from cheetah.models.qwen3_moe import Qwen3MoeConfig
+from tests.program.planted import BOTH, USUAL, Bug, Patch, Setup, read_without_waiting
+from tests.program.rig import RandomWeights, random_weights
+
+
+@dataclass(frozen=True)
+class Decided(Setup):
+    """Weights with which no choice of the course is near another: see `tests.program.test_experts`."""
+
+    @property
+    def weights(self) -> RandomWeights:
+        return random_weights(self.config, 6)
+
+
+ROUTED = Decided(
+    replace(Qwen3MoeConfig(48, 32, 2, 2, 1, 64, 50, routing=Routing(6, 2)), max_position_embeddings=256),
+    **{name: value for name, value in vars(USUAL).items() if name != "config"},
+)
+
+
+def weigh_all_alike(patch: Patch) -> None:
+    patch.setattr(Choice, "weight", lambda self, column, rank: ty.f32(1.0))
+
+
+def weigh_by_the_softmax_of_all(patch: Patch) -> None:
+    made = Choice.__init__
+    patch.setattr(Choice, "__init__", lambda self, columns, experts, normalised, *more: made(
+        self, columns, experts, not normalised, *more
+    ))  # fmt: skip
+
+
+def take_the_first_expert_for_all(patch: Patch) -> None:
+    patch.setattr(MadeList, "entry", lambda self, index: ch.minimum(self.words[1], self.limit - 1))
+
+
+def follow_without_waiting(patch: Patch) -> None:
+    patch.setattr(MadeList, "begin_following", lambda self, role: None)
+
+
+EXPERT_BUGS = (
+    Bug("experts all weigh alike", ("reference",), change=weigh_all_alike, setup=ROUTED),
+    Bug("weights of the softmax of all", ("reference",), change=weigh_by_the_softmax_of_all, setup=ROUTED),
+    Bug("the first expert for all", ("schedules",), change=take_the_first_expert_for_all, setup=ROUTED),
+    Bug("experts followed before they are chosen", BOTH, change=follow_without_waiting, setup=ROUTED),
+    Bug("no wait for the experts' logits", BOTH, change=read_without_waiting("routes"), setup=ROUTED),
+)
+
+
+# -- of several tokens a step -----------------------------------------------------------------------------------------
+
+
+def list_the_first_token_s(patch: Patch) -> None:
+    """The union is of the first column's experts alone."""
+    whole: Any = Choice._list_union
+
+    def of_one(self: Choice) -> None:
+        with Patch.context() as inner:
+            inner.setattr(Columns, "limit", property(lambda columns: 1))
+            whole(self)
+
+    patch.setattr(Choice, "_list_union", of_one)
+
+
+def take_the_first_token_s_ranks(patch: Patch) -> None:
+    rank = Choice.rank
+    patch.setattr(Choice, "rank", lambda self, column, expert: rank(self, 0, expert))
+
+
+def add_what_was_not_chosen(patch: Patch) -> None:
+    patch.setattr(
+        RankedActivations,
+        "operand",
+        lambda self, units, group, part=0: Activations.operand(self, units + self.offsets[group], group, part),
+    )
+
+
+def take_places_of_the_list_for_ranks(patch: Patch) -> None:
+    """Where a column's parts lie follows from the list, which others are on."""
+    ranked: Any = ExpertProducts._ranked
+
+    def by_slot(self: ExpertProducts, matrix: Any, slot: Any) -> Any:
+        offsets, is_chosen = ranked(self, matrix, slot)
+        place = ch.minimum(slot, self.choice.experts.chosen - 1)
+        units = matrix.k_tiles * matrix.vector_units(self.columns.limit)
+        return tuple(place * units for _ in offsets), is_chosen
+
+    patch.setattr(ExpertProducts, "_ranked", by_slot)
+
+
+OF_SEVERAL: dict[str, Callable[[Patch], None]] = {
+    "an expert is not on the list": list_the_first_token_s,
+    "ranks of another token": take_the_first_token_s_ranks,
+    "an expert that was not chosen is added": add_what_was_not_chosen,
+    "parts by the list, not by rank": take_places_of_the_list_for_ranks,
+}
