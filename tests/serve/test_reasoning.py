@@ -11,15 +11,15 @@ import pytest
 from cheetah.errors import CheetahError
 from cheetah.serve.reasoning import REASONING_PARSERS, Reasoning
 from cheetah.serve.service import Options
-from cheetah.serve.tools import Hermes, NoTools, Part, Thought, ToolCall
+from cheetah.serve.tools import AnswerPart, Hermes, NoTools, Thought, ToolCall
 from tests.serve.serving import quick_llm, served
 from tests.serve.test_tools import CALL, TEMPLATE, TOOLS, WEATHER, Scripted
 
 
-def parsed(name: str, pieces: Sequence[str], calls: bool = False) -> list[Part]:
+def parsed(name: str, pieces: Sequence[str], calls: bool = False) -> list[AnswerPart]:
     """What a parser gives, neighbours of a kind as one."""
     parser = Reasoning(Hermes() if calls else NoTools(), REASONING_PARSERS[name])
-    found: list[Part] = []
+    found: list[AnswerPart] = []
     for part in [part for piece in pieces for part in parser.feed(piece)] + parser.finish():
         if found and isinstance(found[-1], str) and isinstance(part, str):
             found[-1] += part
@@ -45,7 +45,7 @@ def parsed(name: str, pieces: Sequence[str], calls: bool = False) -> list[Part]:
         ("deepseek_r1", "<th", [Thought("<th")]),
     ],
 )
-def test_thoughts_however_the_text_is_cut(name: str, text: str, wanted: list[Part]) -> None:
+def test_thoughts_however_the_text_is_cut(name: str, text: str, wanted: list[AnswerPart]) -> None:
     assert parsed(name, [text]) == wanted and parsed(name, list(text)) == wanted
     for cut in range(1, len(text)):
         assert parsed(name, [text[:cut], text[cut:]]) == wanted, cut

@@ -14,7 +14,7 @@ from cheetah.runtime import SamplingParams
 from cheetah.runtime.text.pieces import Pieces
 from cheetah.runtime.text.prompts import Prompts
 from cheetah.runtime.text.stream import TextStream
-from cheetah.serve.tools import PARSERS, Part, ToolCall, parser_of_template
+from cheetah.serve.tools import PARSERS, AnswerPart, ToolCall, parser_of_template
 from tests.serve.serving import quick_llm, served
 
 WEATHER = ToolCall("weather", '{"city": "Köln"}')
@@ -23,9 +23,9 @@ CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Köln"}}\n</tool
 LLAMA_CALL = '{"name": "weather", "parameters": {"city": "Köln"}}'
 
 
-def parsed(name: str, pieces: Sequence[str]) -> list[Part]:
+def parsed(name: str, pieces: Sequence[str]) -> list[AnswerPart]:
     """What a parser gives, neighbouring texts as one."""
-    parser, found = PARSERS[name](), list[Part]()
+    parser, found = PARSERS[name](), list[AnswerPart]()
     for part in [part for piece in pieces for part in parser.feed(piece)] + parser.finish():
         if found and isinstance(found[-1], str) and isinstance(part, str):
             found[-1] += part
@@ -50,7 +50,7 @@ def parsed(name: str, pieces: Sequence[str]) -> list[Part]:
         ("llama3_json", LLAMA_CALL[:-3], [LLAMA_CALL[:-3]]),
     ],
 )
-def test_calls_however_the_text_is_cut(name: str, text: str, wanted: list[Part]) -> None:
+def test_calls_however_the_text_is_cut(name: str, text: str, wanted: list[AnswerPart]) -> None:
     assert parsed(name, [text]) == wanted
     assert parsed(name, list(text)) == wanted
     for cut in range(1, len(text)):
