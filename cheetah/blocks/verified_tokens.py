@@ -183,7 +183,7 @@ class VerifiedTokens(Tokens):
     def _note(self, sequence: Any, place: Any, number: Any, sampled: Any) -> None:
         """In block 0: what was chosen as token `number` of a sequence. place: in `tokens`."""
         self.launch.tokens[place] = ty.i32(sampled)
-        self.host.emit(place, sampled)
+        self._emit(place, sampled)
         with ch.if_((self.columns.sequence(sequence, "ngram_max") != 0) & (sampled < CANCELLED_TOKEN)):
             self.lookup.append(sequence, number, sampled)
 

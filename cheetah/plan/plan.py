@@ -290,8 +290,6 @@ class Plan:
         require_shared(shape, gpu)
         if self.sync == "barrier" and gpu.ranks > 1:
             raise PlanError(f"Plan: sync is 'barrier' with {gpu.ranks} GPUs, and blocks of one meet: use 'flags'")
-        if self.drafts and gpu.ranks > 1:
-            raise PlanError(f"Plan: drafts is {self.drafts} with {gpu.ranks} GPUs: one verifies drafts so far: give 0")
         if self.drafts and shape.windows_in(self.max_context) != (None,):
             raise PlanError(
                 f"Plan: drafts is {self.drafts} and the model has windows below max_context {self.max_context}: drafts "
