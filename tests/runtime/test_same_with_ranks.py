@@ -29,7 +29,7 @@ from cheetah.runtime.assembly.assemble import Assembly, assemble
 from cheetah.runtime.assembly.options import GenerateKernel
 from cheetah.runtime.device.emulator import EmulatorDevice
 from cheetah.runtime.device.group import EmulatorGroup, GroupBuffer
-from cheetah.runtime.engine.launches import Part
+from cheetah.runtime.engine.launches import Drafting, Part
 from cheetah.runtime.sampling import Sampling
 from tests.tiers import tiered
 
@@ -166,6 +166,25 @@ FAMILIES = {
 def test_so_are_those_of_families_and_plans(name: str) -> None:
     config, plan = FAMILIES[name]
     require_equal(found_by(config, 2, "random", 1, **plan), found_by(config, 1, **plan))
+
+
+def drafted_by(ranks: int) -> tuple[Any, ...]:
+    """A launch whose drafts are half of them right, then looked up, and what came of them."""
+    made = assembled(LlamaConfig(**SIZES), ranks, "random", 1, batch=1, tokens=4, drafts=3, max_steps=16)
+    launcher, prompt = made.launcher, (5, 17, 250, 5, 17)
+    plain = launcher.launch_together([Part(launcher.cache, prompt, 12)])[0].token_ids
+    launcher.cache.clear()
+    drafts = [token if number % 2 else 7 for number, token in enumerate(plain)]
+    drafting = Drafting(16, drafts[:4], (1, 2))
+    part = Part(launcher.cache, prompt, 20, Sampling(), 4, known=prompt, prompt=len(prompt), drafting=drafting)
+    (result,) = launcher.launch_together([part])
+    return plain, result.token_ids, result.steps, result.drafted
+
+
+@pytest.mark.exhaustive
+def test_so_are_tokens_that_were_drafted() -> None:
+    found = drafted_by(2)
+    assert found == drafted_by(1) and found[2] < len(found[1])
 
 
 ASKED = [
