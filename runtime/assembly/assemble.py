@@ -264,7 +264,8 @@ def _loading_line(manifest: Manifest, seconds: float) -> str:
 
 
 def _loaded_bytes(manifest: Manifest) -> int:
-    return sum(manifest.buffer(name).bytes for name in ("weights", "norms", "embedding"))
+    """On all GPUs together."""
+    return manifest.world_size * sum(manifest.buffer(name).bytes for name in ("weights", "norms", "embedding"))
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
@@ -79,14 +80,20 @@ def upload_weights(
     watch: Stopwatch | None = None,
     say: Say = lambda line: None,
 ) -> None:
-    """Writes the family's tables, and packs every tensor into its buffer, on each of several GPUs what it has of them.
-    device: whose the buffers are, where it can do its part; `say` is told if it has no room for that."""
+    """Writes the family's tables, and packs every tensor into its buffer. Of several GPUs each gets what it has of them,
+    all at once, by a thread each. device: whose the buffers are, where it can do its part; `say` is told if it has no
+    room for that."""
     if manifest.world_size == 1:
         return _upload_rank(weights, manifest, buffers, progress, device, watch, say)
-    for rank in range(manifest.world_size):
+
+    def upload(rank: int) -> None:
         of_rank = {name: buffer.ranks[rank] for name, buffer in buffers.items() if isinstance(buffer, GroupBuffer)}
         own = None if device is None else cast("DeviceGroup[Any]", device).devices[rank]
         _upload_rank(weights, manifest, of_rank, progress, own, watch, say, rank)
+
+    with ThreadPoolExecutor(manifest.world_size, "upload") as pool:
+        for uploaded in [pool.submit(upload, rank) for rank in range(manifest.world_size)]:
+            uploaded.result()
 
 
 def _upload_rank(
