@@ -37,6 +37,7 @@ def check(
     seeds: Annotated[int, typer.Option(min=1, help="Schedules of each scheduler.")] = 2,
     schedulers: Annotated[str, typer.Option(metavar="A,B,...", help="Of the emulator.")] = SCHEDULERS,
     gpu: Annotated[str, typer.Option(help="The emulated machine: emulator, emulator-2, emulator-8.")] = "emulator",
+    tensor_parallel_size: Annotated[int, typer.Option(help="So many of them make each step together.")] = 1,
     sanitizer: Annotated[bool, typer.Option(help="Also run once, on 2 blocks, under ThreadSanitizer.")] = True,
     first: Annotated[bool, typer.Option("--first", help="Stop at the first wrong verdict.")] = False,
     revision: Revision = None,
@@ -51,6 +52,7 @@ def check(
     The demo model is checked as it is; of any other, a smaller one of the same kind with random weights. Before it come
     small models of its kind with awkward sizes and other plans.
     """
+    from cheetah.plan.gpu import gpu_named, together
     from cheetah.tools.check import check_model
     from cheetah.tools.subjects import Subject
 
@@ -60,6 +62,7 @@ def check(
     shown = console()
     options = {"max_context": min(CONTEXT, checked.max_position_embeddings), **plan}
     _require(gpu, chosen := tuple(schedulers.split(",")))
+    gpu = together(gpu_named(gpu), tensor_parallel_size).name
     blocks = NARROW_BLOCKS if _is_narrow(named.config) and checked is not named.config else None
     subject = Subject(kind, checked, tensors, options, blocks=blocks)
     is_right, features = True, set[str]()
@@ -67,21 +70,22 @@ def check(
         for part, verdict in check_model(subject, gpu, seeds, chosen, sanitizer, first=first, progress=progress):
             shown.print(f"checking {named.canonical}: {part.kind}\n{verdict}")
             is_right, features = is_right and verdict.ok, features | verdict.features
-    missing = set() if first and not is_right else _missing(named.config, plan, features)
+    missing = set() if first and not is_right else _missing(named.config, tensor_parallel_size, plan, features)
     shown.print(_features(features, missing))
     shown.print("verdict: WRONG" if not is_right else "verdict: INCOMPLETE" if missing else "verdict: nothing found")
     if missing or not is_right:
         raise typer.Exit(FOUND)
 
 
-def _missing(config: ModelConfig, plan: dict[str, Any], features: set[str]) -> set[str]:
+def _missing(config: ModelConfig, ranks: int, plan: dict[str, Any], features: set[str]) -> set[str]:
     """What the model's own kernels have on a GPU by these options, and none of those that were looked at; nothing where
     there is no such plan."""
     from cheetah.plan import PlanError, gpu_named
+    from cheetah.plan.gpu import together
     from cheetah.tools.features import features_on
 
     try:
-        return features_on(gpu_named(GPU), config, **plan) - features
+        return features_on(together(gpu_named(GPU), ranks), config, **plan) - features
     except PlanError:
         return set()
 

@@ -22,7 +22,7 @@ from cheetah.emulator import SCHEDULERS, EmulatorError, ExploreReport, explore
 from cheetah.generate import choose_plan, generate_head, generate_kernel, generate_pass
 from cheetah.models.config import ModelConfig
 from cheetah.package import Generated
-from cheetah.plan import Gpu, Plan, PlanError
+from cheetah.plan import Gpu, Plan, PlanError, gpu_named
 from cheetah.plan.formats import KV_TILE_TOKENS
 from cheetah.plan.prompt import PassPlan, default_pass_plan, short_pass_plans
 from cheetah.tools.explained import kept_text
@@ -149,11 +149,12 @@ def check_model(
     """Check a model's kernels and those of the small models beside it: each subject with its verdict, as it is found,
     the small ones first.
 
-    With `sanitizer` the awkward one's kernels also run once under the race detector, on two blocks, meanwhile. only:
+    gpu: of several ranks, steps alone are made by them. With `sanitizer` the awkward one's kernels also run once under
+    the race detector, on two blocks of one rank, meanwhile. only:
     "steps" or "passes". first: ends with the first wrong verdict, and a subject's exploration with the first schedule
     that shows it.
     """
-    kinds = [only] if only else ["steps", "passes"]
+    kinds = [only] if only else ["steps", "passes"] if gpu_named(gpu).ranks == 1 else ["steps"]
     cases = (case for kind in kinds for maker in _MAKERS[kind](subject, gpu) for case in _made(maker))
     with ThreadPoolExecutor(2) as beside:
         kernels = ((case, beside.submit(case.launches, watched=True)) for case in cases)
@@ -198,8 +199,9 @@ Maker = partial[Case]
 
 
 def _step_makers(subject: Subject, gpu: str) -> list[Maker]:
-    config, plan = subject.config, subject.plan
-    awkward, many, barrier = (make(config, plan) for make in (awkward_subject, many_tokens_subject, barrier_subject))
+    config, plan, ranks = subject.config, subject.plan, gpu_named(gpu).ranks
+    makers = awkward_subject, many_tokens_subject, barrier_subject
+    awkward, many, barrier = (make(config, plan, ranks=ranks) for make in makers)
     several = partial(JudgedSteps, is_of_several=True)
     return [
         partial(_steps, awkward, gpu),

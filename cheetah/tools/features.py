@@ -60,7 +60,7 @@ def features_of_passes(config: ModelConfig, gpu: Gpu, plan: Plan, pass_plan: Pas
 
 def features_of(config: ModelConfig, manifest: Manifest) -> set[str]:
     """Of a generated kernel, of steps or of passes."""
-    gpu, plan = Gpu(**manifest.gpu), dict(manifest.plan)
+    gpu, plan = Gpu(**manifest.gpu, ranks=manifest.world_size), dict(manifest.plan)
     decoding = plan.pop("decoding", None)
     if decoding is None:
         return features_of_steps(config, gpu, Plan.from_dict(plan))

@@ -21,7 +21,7 @@ from cheetah.tools.judged_steps import (
     reference_of,
     relative_errors,
 )
-from cheetah.tools.judging_device import JudgingDevice
+from cheetah.tools.judging_device import judging
 from cheetah.tools.rig import Rig, Session
 
 FIRST, REST, SECOND = 13, 26, 13
@@ -46,7 +46,7 @@ class JudgedPasses:
     def run(self, scheduler: str, seed: int, is_short: bool = False) -> list[Bits]:
         """The cached keys and values of both prompts, as they are stored, and the logits after their last tokens.
         EmulatorError where a launch fails."""
-        session = Session(self.rig, JudgingDevice(self.rig, scheduler, seed), self.page_order)
+        session = Session(self.rig, judging(self.rig, scheduler, seed), self.page_order)
         first, second = (session.sequence() for _ in self.prompts)
         session.passes.launch_together([self._part(first, 0, FIRST)])
         session.passes.launch_together([self._part(first, 0, REST), self._part(second, 1, SECOND)])

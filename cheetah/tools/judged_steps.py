@@ -21,7 +21,7 @@ from cheetah.runtime.engine.kv_cache import CachedSequence
 from cheetah.runtime.engine.launcher import LaunchFault, Part, Sampling
 from cheetah.runtime.engine.request_rows import bias_of, mask_of
 from cheetah.runtime.engine.watching import MASK_BITS
-from cheetah.tools.judging_device import JudgingDevice, KernelFault, Pace
+from cheetah.tools.judging_device import KernelFault, Pace, judging
 from cheetah.tools.rig import Rig, Session
 
 PROMPT_TOKENS = 5
@@ -172,7 +172,7 @@ class JudgedSteps:
 
     def run(self, scheduler: str, seed: int, is_short: bool = False) -> Transcript:
         """One run. is_short: of launches 2 and 7 alone. EmulatorError where one fails or breaks its promises."""
-        session = Session(self.rig, JudgingDevice(self.rig, scheduler, seed, self.pace), self.page_order)
+        session = Session(self.rig, judging(self.rig, scheduler, seed, self.pace), self.page_order)
         try:
             run = _Run(self, session)
             run.short() if is_short else run.whole()
@@ -438,19 +438,22 @@ class _Run:
     def too_large(self) -> None:
         """An embedding with a number that none has, of either sign: all logits behind it are NaN, no other's are."""
         hidden, width = self.judged.config.hidden_size, self.judged.config.padded_hidden
-        embedding, norms = (self.session.buffers[name].array.view(np.uint16) for name in ("embedding", "norms"))
-        before = embedding.copy(), norms.copy()
-        for token, value in ((1, TOO_LARGE), (2, -TOO_LARGE), (4, LARGE / 4), (5, -LARGE / 4)):
-            embedding[token * width + hidden // 2] = as_bf16(value)
-        embedding[3 * width :][:hidden] = as_bf16(LARGE)
+        embeddings, norms = (self.session.words_of(name) for name in ("embedding", "norms"))
+        before = embeddings[0].copy(), norms[0].copy()
+        for embedding in embeddings:
+            for token, value in ((1, TOO_LARGE), (2, -TOO_LARGE), (4, LARGE / 4), (5, -LARGE / 4)):
+                embedding[token * width + hidden // 2] = as_bf16(value)
+            embedding[3 * width :][:hidden] = as_bf16(LARGE)
         alone = self.plan.batch == 1
         try:
             self._with_large_ones([[1], [2], [3]] if alone else [[1, 0], [0, 2], [3, 0]])
             self._drawing_without_numbers([1] if alone else [1, 0])
-            norms[hidden // 2 :: width] = as_bf16(16.0)  # what is published of an element is too large then
+            for weights in norms:
+                weights[hidden // 2 :: width] = as_bf16(16.0)  # what is published of an element is too large then
             self._with_large_ones([[4], [5]] if alone else [[4, 0], [0, 5]])
         finally:
-            embedding[:], norms[:] = before
+            for embedding, weights in zip(embeddings, norms, strict=True):
+                embedding[:], weights[:] = before
 
     def _with_large_ones(self, launches: list[list[int]]) -> None:
         for tokens in launches:
@@ -486,7 +489,7 @@ class _Run:
         for number, page in enumerate(cache.pages[: -(-length // size)]):
             slots = stored[:, :, :, number * size : (number + 1) * size]
             pool[:, page, :, :, : slots.shape[3]] = slots
-        self.session.buffers["kv"].upload(pool)
+        self.session.cache(pool)
         cache.length = length
         return length
 

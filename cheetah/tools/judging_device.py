@@ -4,7 +4,7 @@ tells the host to what it has done.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from cheetah.emulator import EmulatorError
 from cheetah.manifest import NO_PAGE
+from cheetah.plan import step_matrices
 from cheetah.plan.kv.tables import (
     CANCELLED_TOKEN,
     COLUMN_WORDS,
@@ -25,7 +26,8 @@ from cheetah.plan.kv.tables import (
     TileRecord,
     word,
 )
-from cheetah.runtime.device.emulator import EmulatorBuffer, EmulatorDevice
+from cheetah.runtime.device.emulator import EmulatorBuffer, EmulatorDevice, EmulatorKernel
+from cheetah.runtime.device.group import EmulatorGroup
 from cheetah.tools.explained import explained
 from cheetah.tools.rig import Rig
 
@@ -64,32 +66,35 @@ class Pace:
 class JudgingDevice(EmulatorDevice):
     """An emulated device with a limit of time, which notes the pace of launches, on which attention's tiles look their
     pages up in tables of their own, in which nothing stands behind the keys that are cached when a launch ends: the
-    emulator tells who looks there. What a launch of steps tells the host, and counts, must be what it has sampled."""
+    emulator tells who looks there. What a launch of steps tells the host, and counts, must be what it has sampled. Of
+    several ranks the first one's device judges all: see `judging`."""
 
     def __init__(self, rig: Rig, scheduler: str, seed: int, pace: Pace | None = None) -> None:
         super().__init__(scheduler=scheduler, seed=seed)
         self._schedule["timeout_s"] = LAUNCH_TIMEOUT_S
         self._plan, self._steps, self._pace = rig.plan, rig.family.program.KERNEL_NAME, pace
         self._made = rig.made
+        self._head_rows = step_matrices(rig.config.shape, rig.plan, rig.gpu).head.rows
 
-    def launch(self, kernel: Any, arguments: Mapping[str, Any]) -> None:
-        is_of_steps = kernel.manifest.kernel == self._steps
-        trapped = {**arguments, **self._traps(arguments)} if is_of_steps else arguments
+    def launch_together(self, kernel: EmulatorKernel, arguments: Sequence[Mapping[str, Any]]) -> None:
+        """A launch, with the arguments of each rank."""
+        is_of_steps, first = kernel.manifest.kernel == self._steps, arguments[0]
+        trapped = [{**own, **self._traps(own)} if is_of_steps else own for own in arguments]
         counted = self._counted(arguments) if is_of_steps else None
         try:
-            super().launch(kernel, trapped)
+            super().launch_together(kernel, trapped)
         except EmulatorError as error:
-            reached = arguments["progress"].array.view(np.uint32) if "progress" in arguments else None
+            reached = first["progress"].array.view(np.uint32) if "progress" in first else None
             raise type(error)(explained(str(error), self._made[kernel.manifest.kernel], reached)) from error
         if self._pace is not None and self.stats is not None:
-            self._pace.note(self.stats, kernel.manifest.launch.blocks)
+            self._pace.note(self.stats, kernel.manifest.launch.blocks * len(arguments))
         if counted is not None:
             self._require_told(arguments, counted)
 
-    def _require_told(self, arguments: Mapping[str, Any], counted: NDArray[np.uint32]) -> None:
+    def _require_told(self, of_ranks: Sequence[Mapping[str, Any]], counted: NDArray[np.uint32]) -> None:
         """KernelFault where the host was told other tokens than the launch has sampled, or other tokens were counted.
         counted: before it; becomes what should be now."""
-        row = self._plan.launch_tokens + 1
+        row, arguments = self._plan.launch_tokens + 1, of_ranks[0]
         told, tokens = (_words(arguments[name]).reshape(-1, row) for name in ("emitted", "tokens"))
         for number, sequence in enumerate(_sequences(arguments)):
             ended = min(int(_words(arguments["status"])[0]) * sequence.per_step, sequence.total)
@@ -102,12 +107,16 @@ class JudgingDevice(EmulatorDevice):
                 stop_ids = _words(arguments["stop_ids"])[sequence.stop_first :][: sequence.stop_count]
                 for token in _until_stop(sampled, stop_ids):
                     counted[sequence.slot, token] += 1
-        if not np.array_equal(self._counted(arguments), counted):
+        if not np.array_equal(self._counted(of_ranks), counted):
             raise KernelFault("what is counted of the tokens that sequences have is not what they have sampled")
 
-    def _counted(self, arguments: Mapping[str, Any]) -> NDArray[np.uint32]:
-        """A copy of how often each slot's sequence has each token, u32 [batch, vocab]."""
-        return _words(arguments["token_counts"]).reshape(self._plan.batch, -1).copy()
+    def _counted(self, of_ranks: Sequence[Mapping[str, Any]]) -> NDArray[np.uint32]:
+        """A copy of how often each slot's sequence has each token, u32 [batch, vocab], by the ranks that make the
+        tokens' logits."""
+        every = [_words(own["token_counts"]).reshape(self._plan.batch, -1) for own in of_ranks]
+        starts = [rank * self._head_rows for rank in range(1, len(every))]
+        parts = [np.split(one, starts, axis=1)[rank] for rank, one in enumerate(every)]
+        return np.concatenate(parts, axis=1)
 
     def _traps(self, arguments: Mapping[str, Any]) -> dict[str, EmulatorBuffer]:
         """The tables with what tells in them."""
@@ -135,6 +144,12 @@ class JudgingDevice(EmulatorDevice):
         buffer = self.allocate(array.nbytes)
         buffer.upload(array)
         return buffer
+
+
+def judging(rig: Rig, scheduler: str, seed: int, pace: Pace | None = None) -> EmulatorDevice | EmulatorGroup:
+    """Such a device, or one of as many ranks as the rig's machine has."""
+    devices = [JudgingDevice(rig, scheduler, seed, pace) for _ in range(rig.gpu.ranks)]
+    return devices[0] if len(devices) == 1 else EmulatorGroup(devices)
 
 
 def _sequences(arguments: Mapping[str, Any]) -> Iterator[SequenceRecord]:

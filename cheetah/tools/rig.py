@@ -27,6 +27,7 @@ from cheetah.plan import Gpu, Plan
 from cheetah.plan.kv.tables import epochs_of_step
 from cheetah.runtime.assembly.buffers import Weights, allocate_buffers, upload_weights
 from cheetah.runtime.device.emulator import EmulatorDevice, EmulatorKernel
+from cheetah.runtime.device.group import EmulatorGroup, GroupBuffer
 from cheetah.runtime.engine.heads import HeadLauncher
 from cheetah.runtime.engine.kv_cache import CachedSequence, PagePool
 from cheetah.runtime.engine.launcher import Epochs, Launcher, Part, Sampling
@@ -61,6 +62,11 @@ def compiled(made: Generated, *, sanitize: bool = False, watched: bool = False) 
     return EmulatorKernel(made.manifest, program)
 
 
+def parts_of(buffer: Any) -> tuple[Any, ...]:
+    """What each rank has of a buffer."""
+    return buffer.ranks if isinstance(buffer, GroupBuffer) else (buffer,)
+
+
 class Rig:
     """Kernels of one model, over the same weights and the same cache: of decode steps, of passes over prompts, of the
     head, whichever are given. `manifest` and `plan` are of decode steps."""
@@ -69,7 +75,7 @@ class Rig:
         self.weights, self.config = weights, weights.config
         self.family = family_of(self.config)
         first = made[0].manifest
-        self.gpu = Gpu(**first.gpu)
+        self.gpu = Gpu(**first.gpu, ranks=first.world_size)
         self.plan = Plan.from_dict(first.plan.get("decoding", first.plan))
         self.manifest = describe_kernel(self.config, self.gpu, self.plan)
         self.made = {one.manifest.kernel: one for one in made}
@@ -77,12 +83,17 @@ class Rig:
         self.constants: dict[str, Any] = {}
         scales = [buffer.name for buffer in self.manifest.buffers if buffer.name == "kv_scales"]
         for name in (*self.family.model_buffers(self.config), *scales):
-            self.constants[name] = EmulatorDevice().allocate(self.manifest.buffer(name).bytes)
+            self.constants[name] = self.emulated().allocate(self.manifest.buffer(name).bytes)
         upload_weights(weights, self.manifest, self.constants, lambda written: None)
+
+    def emulated(self, **schedule: Any) -> EmulatorDevice | EmulatorGroup:
+        """A device of as many ranks as the kernels are of."""
+        devices = [EmulatorDevice(**schedule) for _ in range(self.gpu.ranks)]
+        return devices[0] if len(devices) == 1 else EmulatorGroup(devices)
 
     def session(self, scheduler: str = "round_robin", seed: int = 0, **options: Any) -> Session:
         """A fresh state under a schedule; options: of `Session`."""
-        return Session(self, EmulatorDevice(scheduler=scheduler, seed=seed), **options)
+        return Session(self, self.emulated(scheduler=scheduler, seed=seed), **options)
 
 
 class Session:
@@ -91,7 +102,7 @@ class Session:
     def __init__(
         self,
         rig: Rig,
-        device: EmulatorDevice,
+        device: EmulatorDevice | EmulatorGroup,
         page_order: Iterable[int] | None = None,
         first_epoch: int = 1,
         launch_steps: int | None = None,
@@ -182,10 +193,21 @@ class Session:
         return made
 
     def cached(self) -> NDArray[Any]:
-        """The bits of the KV pool [layers, pages, 2, kv_heads, page_size, head_dim]: u16, or u8 of e4m3 codes."""
+        """The bits of the KV pool [layers, pages, 2, kv_heads, page_size, head_dim]: u16, or u8 of e4m3 codes. Of
+        several ranks the heads of all, one behind the other."""
         buffer = self.rig.manifest.buffer("kv")
-        pool: NDArray[Any] = self.buffers["kv"].download(np.uint8 if buffer.dtype == "u8" else np.uint16, buffer.shape)
-        return pool
+        kind = np.uint8 if buffer.dtype == "u8" else np.uint16
+        return np.concatenate([part.download(kind, buffer.shape) for part in parts_of(self.buffers["kv"])], axis=3)
+
+    def cache(self, pool: NDArray[Any]) -> None:
+        """Makes this the KV pool."""
+        parts = parts_of(self.buffers["kv"])
+        for part, heads in zip(parts, np.split(pool, len(parts), axis=3), strict=True):
+            part.upload(heads)
+
+    def words_of(self, name: str) -> list[NDArray[np.uint16]]:
+        """A buffer's words of 16 bits, as every rank has them."""
+        return [part.array.view(np.uint16) for part in parts_of(self.buffers[name])]
 
     def cached_of(self, cache: CachedSequence) -> NDArray[Any]:
         """The bits of a sequence's keys and values [layers, 2, kv_heads, tokens, head_dim]."""
@@ -209,10 +231,9 @@ class Session:
     def _kv_scales(self) -> F32:
         """f32 [layers, 2, kv_heads, 1, 1]."""
         shape = self.rig.manifest.buffer("kv_scales").shape
-        scales: F32 = self.rig.constants["kv_scales"].download(np.float32, (*shape, 1, 1))
-        return scales
+        parts = (part.download(np.float32, (*shape, 1, 1)) for part in parts_of(self.rig.constants["kv_scales"]))
+        return np.concatenate([*parts], axis=2)
 
     def exchanged(self) -> NDArray[np.uint8]:
         """The bytes of the exchange: what the blocks published last, before later roundings hide differences."""
-        published: NDArray[np.uint8] = self.buffers["exchange"].array.copy()
-        return published
+        return np.concatenate([part.array for part in parts_of(self.buffers["exchange"])])

@@ -23,9 +23,10 @@ from cheetah.models.family import MatrixRows, QuantizedMatrix, Tensors
 from cheetah.models.registry import family_of
 from cheetah.models.rounding import F32, as_bf16, widen
 from cheetah.plan import Gpu, gpu_named
-from cheetah.plan.formats import BF16, KV_TILE_TOKENS, VECTOR_COLUMNS
+from cheetah.plan.formats import BF16, KV_TILE_TOKENS, M_TILE_ROWS, VECTOR_COLUMNS
 from cheetah.plan.index import round_up
 from cheetah.plan.narrow import LEAST_COLUMNS_EMULATED
+from cheetah.plan.products import PAIR_ROWS
 from cheetah.runtime.checkpoint.random_weights import RandomTensors, random_tensors
 from cheetah.tools.rig import GivenWeights, weights_of
 
@@ -72,23 +73,23 @@ def kv_scales_of(config: ModelConfig) -> F32:
     return (odd / 512).reshape(config.layers, 2, config.kv_heads).astype(np.float32)
 
 
-def awkward_subject(config: ModelConfig, plan: Mapping[str, Any], layers: int = 1) -> Subject:
+def awkward_subject(config: ModelConfig, plan: Mapping[str, Any], layers: int = 1, ranks: int = 1) -> Subject:
     """The awkward small model of the same kind as `config`. Of one layer where it makes steps: its hidden vector is
     read by the head alone."""
-    small = sized(config, AWKWARD, min(config.kv_heads, MOST_KV_HEADS), layers)
+    small = sized(config, dealt(AWKWARD, ranks), max(ranks, min(config.kv_heads, MOST_KV_HEADS)), layers)
     fields = {"page_size": 5, "stages": 4, **_several(plan, 4), **plan}
     return Subject(_named("an awkward small model", small), small, awkward_tensors(small), fields, True)
 
 
 def many_tokens_subject(
-    config: ModelConfig, plan: Mapping[str, Any], sizes: Mapping[str, int] = MANY_TOKENS
+    config: ModelConfig, plan: Mapping[str, Any], sizes: Mapping[str, int] = MANY_TOKENS, ranks: int = 1
 ) -> Subject:
     """One whose steps take many tokens, with narrow M-tiles and a window."""
-    kv_heads = 1
+    kv_heads, sizes = ranks, dealt(sizes, ranks)
     while config.group * kv_heads * config.head_dim < LEAST_COLUMNS_EMULATED or (
         config.group * kv_heads * config.head_dim % (2 * BF16.columns)
     ):
-        kv_heads += 1
+        kv_heads += ranks
     small = sized(config, sizes, kv_heads)
     small = small if len(small.kinds) > 1 else replace(small, sliding_window=WINDOW)
     several = {} if "batch" in plan else {"batch": 2, "tokens": 32}
@@ -96,11 +97,12 @@ def many_tokens_subject(
     return Subject(_named("one of many tokens a step", small), small, random_tensors(small), fields, True)
 
 
-def barrier_subject(config: ModelConfig, plan: Mapping[str, Any]) -> Subject:
-    """One whose blocks meet at the grid barrier, with a cache in 8 bits and more items than a block keeps."""
-    small = sized(config, BEHIND_BARRIER, min(config.kv_heads, MOST_KV_HEADS))
+def barrier_subject(config: ModelConfig, plan: Mapping[str, Any], ranks: int = 1) -> Subject:
+    """One whose blocks meet at the grid barrier (those of several ranks do not), with a cache in 8 bits and more items
+    than a block keeps."""
+    small = sized(config, dealt(BEHIND_BARRIER, ranks), max(ranks, min(config.kv_heads, MOST_KV_HEADS)))
     fields: dict[str, Any] = {
-        "sync": "barrier",
+        "sync": "barrier" if ranks == 1 else "flags",
         "kv_dtype": "e4m3",
         "page_size": 48,
         "kv_chunk": KV_TILE_TOKENS,
@@ -108,7 +110,13 @@ def barrier_subject(config: ModelConfig, plan: Mapping[str, Any]) -> Subject:
     }
     fields = {**fields, "in_flight": 3, "in_flight_waiting": 1, **_several(plan, 8), **plan}
     fields["max_context"] = max(LONG_CONTEXT, plan.get("max_context", 0))
-    return Subject(_named("one behind the grid barrier", small), small, random_tensors(small), fields, True)
+    return Subject(
+        _named("one behind the grid barrier" if ranks == 1 else "one with a cache in 8 bits", small),
+        small,
+        random_tensors(small),
+        fields,
+        True,
+    )
 
 
 def sized(config: ModelConfig, sizes: Mapping[str, int], kv_heads: int, layers: int = MOST_LAYERS) -> ModelConfig:
@@ -131,6 +139,15 @@ def sized(config: ModelConfig, sizes: Mapping[str, int], kv_heads: int, layers: 
     if config.sliding_window is not None:
         fields["sliding_window"] = min(config.sliding_window, WINDOW)
     return replace(config, kv_heads=kv_heads, query_heads=kv_heads * config.group, **fields)
+
+
+def dealt(sizes: Mapping[str, int], ranks: int) -> dict[str, int]:
+    """Sizes of which so many ranks have as many M-tiles each, as little larger as can be."""
+    found = dict(sizes)
+    for name, rows in (("hidden_size", M_TILE_ROWS), ("intermediate_size", PAIR_ROWS)):
+        while -(-found[name] // rows) % ranks:
+            found[name] += rows
+    return found
 
 
 def _several(plan: Mapping[str, Any], batch: int) -> dict[str, int]:

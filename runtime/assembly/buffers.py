@@ -80,9 +80,9 @@ def upload_weights(
     watch: Stopwatch | None = None,
     say: Say = lambda line: None,
 ) -> None:
-    """Writes the family's tables, and packs every tensor into its buffer. Of several GPUs each gets what it has of them,
-    all at once, by a thread each. device: whose the buffers are, where it can do its part; `say` is told if it has no
-    room for that."""
+    """Writes the family's tables, and packs every tensor into its buffer. Of several GPUs each gets what it has of
+    them, all at once, by a thread each. device: whose the buffers are, where it can do its part; `say` is told if it
+    has no room for that."""
     if manifest.world_size == 1:
         return _upload_rank(weights, manifest, buffers, progress, device, watch, say)
 

@@ -21,7 +21,7 @@ from cheetah.tools import judged_steps
 from cheetah.tools.check import Verdict, _step_makers, check_kernel, find_races
 from cheetah.tools.judged_steps import JudgedSteps
 from cheetah.tools.rig import Rig
-from cheetah.tools.subjects import Subject
+from cheetah.tools.subjects import Subject, awkward_subject
 
 pytestmark = pytest.mark.compiler
 
@@ -105,6 +105,30 @@ def test_the_command_checks_the_demo_model_as_it_is() -> None:
     assert "checking demo: the whole model\nschedules: 2 launches, no error, the same bits in all" in result.stdout
     assert "kernels looked at have: a cache in 8 bits, a window, copied vectors, " in result.stdout
     assert result.stdout.endswith("verdict: nothing found\n")
+
+
+@pytest.mark.exhaustive
+def test_the_command_checks_steps_that_two_gpus_make_together() -> None:
+    which = ("--seeds", "1", "--schedulers", "random", "--no-sanitizer")
+    result = cheetah("check", "demo", "--gpu", "emulator-2", "--tensor-parallel-size", "2", *which)
+    assert result.exit_code == 0, result.output
+    assert "checking demo: an awkward small model of its kind (hidden 88, ffn 304, vocab 148" in result.stdout
+    assert "checking demo: one with a cache in 8 bits of its kind" in result.stdout and "passes" not in result.stdout
+    assert result.stdout.endswith("verdict: nothing found\n")
+
+
+@pytest.mark.exhaustive
+def test_steps_of_two_gpus_of_which_one_hears_nothing_of_the_other_are_found() -> None:
+    """As the check runs them: the awkward model, shared out."""
+    subject = awkward_subject(
+        LlamaConfig(64, 64, 2, 2, 2, 64, 64, max_position_embeddings=128), {"max_context": 96}, ranks=2
+    )
+    right = generate_kernel(subject.config, "emulator-2x2", **subject.plan)
+    wrong = changed(right, r"publish_flagged_sys\(.*peer_1.*;", ";")
+    verdict = check_kernel(wrong, subject, range(1), ("random",), sanitizer=False)
+    assert verdict.exploration is not None
+    assert {failure.kind for failure in verdict.exploration.failures} == {"Deadlock"}
+    assert any("rank 1, block 0: " in found for found in verdict.findings)
 
 
 @pytest.mark.slow
