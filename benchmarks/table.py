@@ -1,16 +1,17 @@
-"""Rows of tables of speeds, from records: python benchmarks/table.py [--readme] benchmarks/results/*.jsonl
+"""Rows of tables of speeds, from records: python benchmarks/table.py [--readme | --write] benchmarks/results/*.jsonl
 
-Without --readme those of RESULTS.md: of several records of one model and one work (contexts, shared tokens, tokens a
-step), the last one counts; those of launches after rests, or of a work that was held for seconds, are other
-measurements. With it those of the README: ten works, all of the last run that has them, beside what other systems made
-of the same. tokens/s are of all sequences together. GB = 1e9 bytes.
+Those of RESULTS.md: of several records of one model and one work (contexts, shared tokens, tokens a step), the last one
+counts; those of launches after rests, or of a work that was held for seconds, are other measurements. With --readme
+those of the README: ten works, all of the last run that has them, beside what other systems made of the same. --write
+puts both into their pages, with the commit of the README's run. tokens/s are of all sequences together. GB = 1e9 bytes.
 """
 
 from __future__ import annotations
 
 import json
+import re
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -106,10 +107,38 @@ def readme_row(record: Record, beside: Iterable[Record | None]) -> str:
     return "| " + " | ".join((record["model"], work_of(record), *figures)) + " |" + "".join(others)
 
 
-if __name__ == "__main__":
-    names = [name for name in sys.argv[1:] if name != "--readme"]
-    if not names:
-        sys.exit(f"usage: {sys.argv[0]} [--readme] RESULTS.jsonl ...")
-    files = [Path(name) for name in names]
+def write_tables(root: Path, files: Iterable[Path]) -> None:
+    """Put the newest figures into the rows of RESULTS.md, and the last full run and its commit into the README."""
+    everything = read_all(files)
     ours = read_records(files)
-    print("\n".join(readme_rows(ours, read_all(files)) if "--readme" in sys.argv else speed_rows(ours)))
+    newest = {tuple(row.split("|")[1:3]): row for row in speed_rows(ours)}
+    replace_rows(root / "benchmarks" / "RESULTS.md", lambda rows: [newest[tuple(row.split("|")[1:3])] for row in rows])
+    replace_rows(root / "README.md", lambda rows: readme_rows(ours, everything))
+    readme, run = root / "README.md", next(iter(last_full_run(ours).values()))
+    text = re.sub(r"\bcommit [0-9a-f]{7}\b", f"commit {run['commit'][:7]}", readme.read_text(encoding="utf-8"))
+    readme.write_text(text, encoding="utf-8")
+
+
+def replace_rows(page: Path, change: Callable[[list[str]], list[str]]) -> None:
+    """Change the rows between the marks of a page, below the two lines of the table's head."""
+    text = page.read_text(encoding="utf-8")
+    before, begin, rest = text.partition("<!-- speeds")
+    table, end, after = rest.partition("<!-- end of speeds -->")
+    mark, names, rule, *rows = table.splitlines()
+    lines = "\n".join((mark, names, rule, *change(rows), ""))
+    page.write_text(before + begin + lines + end + after, encoding="utf-8")
+
+
+def main(arguments: list[str]) -> None:
+    files = [Path(name) for name in arguments if not name.startswith("--")]
+    if not files:
+        sys.exit(f"usage: {sys.argv[0]} [--readme | --write] RESULTS.jsonl ...")
+    if "--write" in arguments:
+        write_tables(Path(__file__).parents[1], files)
+    else:
+        ours = read_records(files)
+        print("\n".join(readme_rows(ours, read_all(files)) if "--readme" in arguments else speed_rows(ours)))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

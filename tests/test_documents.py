@@ -338,6 +338,24 @@ def test_speeds_of_the_readme_are_of_the_last_run_that_has_them_all() -> None:
     assert f"commit {commit[:7]}" in README
 
 
+def test_tables_are_written_from_records(tmp_path: Path) -> None:
+    """As they stand where nothing new was measured; a new run of all works changes the README's rows and its commit."""
+    table = table_module()
+    (tmp_path / "benchmarks").mkdir()
+    pages = ("README.md", "benchmarks/RESULTS.md")
+    for page in pages:
+        (tmp_path / page).write_text(text_of(page), encoding="utf-8")
+    table.write_tables(tmp_path, RECORDS)
+    assert [(tmp_path / page).read_text(encoding="utf-8") for page in pages] == [text_of(page) for page in pages]
+    run = table.last_full_run(table.read_records(RECORDS))
+    later = {"commit": "abcdef012345", "measured": "2999", "tokens_per_s": 77777.0}
+    (tmp_path / "later.jsonl").write_text("\n".join(json.dumps({**run[work], **later}) for work in table.README_WORKS))
+    table.write_tables(tmp_path, [*RECORDS, tmp_path / "later.jsonl"])
+    readme, results = ((tmp_path / page).read_text(encoding="utf-8") for page in pages)
+    assert readme.count("| 77777 |") == len(table.README_WORKS) == results.count("| 77777 |")
+    assert "commit abcdef0." in readme
+
+
 def test_the_readme_takes_one_run_and_other_systems_beside_it() -> None:
     table = table_module()
     figures = {"tokens_per_s": 100.0, "ms_per_step": 10.0, "share": 0.5}
