@@ -3,7 +3,7 @@
 //
 // model: hidden 128, ffn 320, vocab 512, heads 4, kv_heads 2, head_dim 64, layers 3
 // machine: h200, 132 blocks of 512 threads: 8 consumer warps
-// plan: consumer_warps 8, stage_bytes 16384, stages 11, in_flight 3, in_flight_waiting 2, adding_warps 4, sync flags, page_size 16, max_context 512, batch 8, tokens 8, down_slices 2, max_steps 64, kv_chunk 0, kv_dtype bf16, drafts 0
+// plan: consumer_warps 8, stage_bytes 16384, stages 11, in_flight 3, in_flight_waiting 2, adding_warps 4, sync flags, page_size 16, max_context 512, batch 8, tokens 8, down_slices 2, max_steps 64, kv_chunk 0, kv_dtype bf16, drafts 0, by_numbers 0
 // weights read a step: 1458176 bytes, in 442368 a layer
 // shared memory:
 //     offset    bytes  region
@@ -756,7 +756,8 @@ struct DecodeStep {
       total += shuffle_xor_f32(total, 4);
       total += shuffle_xor_f32(total, 2);
       total += shuffle_xor_f32(total, 1);
-      float scale_2 = rsqrt_f32(total * 0.0078125f + 1e-05f);
+      float mean = fma_f32(total, 0.0078125f, 1e-05f);
+      float scale_2 = rsqrt_f32(mean);
       scale = total < 1.8446744e+19f ? scale_2 : bits_float(2143289344);
     }
     float* reduction = (float*)(arena + REDUCTIONS) + adding * 1280;
@@ -914,7 +915,8 @@ struct DecodeStep {
       total += shuffle_xor_f32(total, 4);
       total += shuffle_xor_f32(total, 2);
       total += shuffle_xor_f32(total, 1);
-      float scale_2 = rsqrt_f32(total * 0.0078125f + 1e-05f);
+      float mean = fma_f32(total, 0.0078125f, 1e-05f);
+      float scale_2 = rsqrt_f32(mean);
       scale = total < 1.8446744e+19f ? scale_2 : bits_float(2143289344);
     }
     float* reduction = (float*)(arena + REDUCTIONS) + adding * 1280;
@@ -1144,7 +1146,8 @@ struct DecodeStep {
       total += shuffle_xor_f32(total, 4);
       total += shuffle_xor_f32(total, 2);
       total += shuffle_xor_f32(total, 1);
-      float scale_2 = rsqrt_f32(total * 0.0078125f + 1e-05f);
+      float mean = fma_f32(total, 0.0078125f, 1e-05f);
+      float scale_2 = rsqrt_f32(mean);
       scale = total < 1.8446744e+19f ? scale_2 : bits_float(2143289344);
     }
     float* reduction = (float*)(arena + REDUCTIONS) + adding * 1280;

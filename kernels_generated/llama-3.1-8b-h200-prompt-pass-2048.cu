@@ -4,7 +4,7 @@
 // model: hidden 4096, ffn 14336, vocab 128256, heads 32, kv_heads 8, head_dim 128, layers 32
 // machine: h200, 132 blocks of 384 threads
 // pass: tokens 2048, tile_tokens 256, warpgroups 2, stages 4, cut_tokens 0, key_tile 64
-// beside a decode kernel of: consumer_warps 8, stage_bytes 16384, stages 12, in_flight 4, in_flight_waiting 3, adding_warps 3, sync flags, page_size 16, max_context 8192, batch 1, tokens 1, down_slices 2, max_steps 64, kv_chunk 0, kv_dtype bf16, drafts 0
+// beside a decode kernel of: consumer_warps 8, stage_bytes 16384, stages 12, in_flight 4, in_flight_waiting 3, adding_warps 3, sync flags, page_size 16, max_context 8192, batch 1, tokens 1, down_slices 2, max_steps 64, kv_chunk 0, kv_dtype bf16, drafts 0, by_numbers 0
 // shared memory:
 //     offset    bytes  region
 //          0   196608  ring

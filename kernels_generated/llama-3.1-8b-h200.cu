@@ -3,7 +3,7 @@
 //
 // model: hidden 4096, ffn 14336, vocab 128256, heads 32, kv_heads 8, head_dim 128, layers 32
 // machine: h200, 132 blocks of 384 threads: 8 consumer warps
-// plan: consumer_warps 8, stage_bytes 16384, stages 12, in_flight 4, in_flight_waiting 3, adding_warps 3, sync flags, page_size 16, max_context 8192, batch 1, tokens 1, down_slices 2, max_steps 64, kv_chunk 0, kv_dtype bf16, drafts 0
+// plan: consumer_warps 8, stage_bytes 16384, stages 12, in_flight 4, in_flight_waiting 3, adding_warps 3, sync flags, page_size 16, max_context 8192, batch 1, tokens 1, down_slices 2, max_steps 64, kv_chunk 0, kv_dtype bf16, drafts 0, by_numbers 0
 // weights read a step: 15009316864 bytes, in 436207616 a layer
 // shared memory:
 //     offset    bytes  region
@@ -778,7 +778,8 @@ struct DecodeStep {
       total += shuffle_xor_f32(total, 4);
       total += shuffle_xor_f32(total, 2);
       total += shuffle_xor_f32(total, 1);
-      float scale_2 = rsqrt_f32(total * 0.000244140625f + 1e-05f);
+      float mean = fma_f32(total, 0.000244140625f, 1e-05f);
+      float scale_2 = rsqrt_f32(mean);
       scale = total < 1.8446744e+19f ? scale_2 : bits_float(2143289344);
     }
     float* reduction = (float*)(arena + REDUCTIONS) + adding * 160;
@@ -936,7 +937,8 @@ struct DecodeStep {
       total += shuffle_xor_f32(total, 4);
       total += shuffle_xor_f32(total, 2);
       total += shuffle_xor_f32(total, 1);
-      float scale_2 = rsqrt_f32(total * 0.000244140625f + 1e-05f);
+      float mean = fma_f32(total, 0.000244140625f, 1e-05f);
+      float scale_2 = rsqrt_f32(mean);
       scale = total < 1.8446744e+19f ? scale_2 : bits_float(2143289344);
     }
     float* reduction = (float*)(arena + REDUCTIONS) + adding * 160;
@@ -1166,7 +1168,8 @@ struct DecodeStep {
       total += shuffle_xor_f32(total, 4);
       total += shuffle_xor_f32(total, 2);
       total += shuffle_xor_f32(total, 1);
-      float scale_2 = rsqrt_f32(total * 0.000244140625f + 1e-05f);
+      float mean = fma_f32(total, 0.000244140625f, 1e-05f);
+      float scale_2 = rsqrt_f32(mean);
       scale = total < 1.8446744e+19f ? scale_2 : bits_float(2143289344);
     }
     float* reduction = (float*)(arena + REDUCTIONS) + adding * 160;

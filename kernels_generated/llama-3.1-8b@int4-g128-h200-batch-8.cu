@@ -3,7 +3,7 @@
 //
 // model: hidden 4096, ffn 14336, vocab 128256, heads 32, kv_heads 8, head_dim 128, layers 32, qkv in int4-g128, o in int4-g128, gate_up in int4-g128, down in int4-g128
 // machine: h200, 132 blocks of 512 threads: 8 consumer warps
-// plan: consumer_warps 8, stage_bytes 17024, stages 8, in_flight 3, in_flight_waiting 2, adding_warps 4, sync barrier, page_size 16, max_context 8192, batch 8, tokens 8, down_slices 7, max_steps 64, kv_chunk 0, kv_dtype bf16, drafts 0
+// plan: consumer_warps 8, stage_bytes 17024, stages 8, in_flight 3, in_flight_waiting 2, adding_warps 4, sync barrier, page_size 16, max_context 8192, batch 8, tokens 8, down_slices 7, max_steps 64, kv_chunk 0, kv_dtype bf16, drafts 0, by_numbers 0
 // weights read a step: 4660396032 bytes, in 112803840 a layer
 // shared memory:
 //     offset    bytes  region
@@ -710,7 +710,8 @@ struct DecodeStep {
       total += shuffle_xor_f32(total, 4);
       total += shuffle_xor_f32(total, 2);
       total += shuffle_xor_f32(total, 1);
-      float scale_2 = rsqrt_f32(total * 0.000244140625f + 1e-05f);
+      float mean = fma_f32(total, 0.000244140625f, 1e-05f);
+      float scale_2 = rsqrt_f32(mean);
       scale = total < 1.8446744e+19f ? scale_2 : bits_float(2143289344);
     }
     float* reduction = (float*)(arena + REDUCTIONS) + adding * 1280;
@@ -876,7 +877,8 @@ struct DecodeStep {
       total += shuffle_xor_f32(total, 4);
       total += shuffle_xor_f32(total, 2);
       total += shuffle_xor_f32(total, 1);
-      float scale_2 = rsqrt_f32(total * 0.000244140625f + 1e-05f);
+      float mean = fma_f32(total, 0.000244140625f, 1e-05f);
+      float scale_2 = rsqrt_f32(mean);
       scale = total < 1.8446744e+19f ? scale_2 : bits_float(2143289344);
     }
     float* reduction = (float*)(arena + REDUCTIONS) + adding * 1280;
@@ -1085,7 +1087,8 @@ struct DecodeStep {
       total += shuffle_xor_f32(total, 4);
       total += shuffle_xor_f32(total, 2);
       total += shuffle_xor_f32(total, 1);
-      float scale_2 = rsqrt_f32(total * 0.000244140625f + 1e-05f);
+      float mean = fma_f32(total, 0.000244140625f, 1e-05f);
+      float scale_2 = rsqrt_f32(mean);
       scale = total < 1.8446744e+19f ? scale_2 : bits_float(2143289344);
     }
     float* reduction = (float*)(arena + REDUCTIONS) + adding * 1280;

@@ -3,7 +3,7 @@
 //
 // model: hidden 2048, ffn 8192, vocab 128256, heads 32, kv_heads 8, head_dim 64, layers 16
 // machine: h200, 132 blocks of 384 threads: 8 consumer warps
-// plan: consumer_warps 8, stage_bytes 16384, stages 13, in_flight 3, in_flight_waiting 2, adding_warps 3, sync flags, page_size 16, max_context 8192, batch 1, tokens 1, down_slices 2, max_steps 64, kv_chunk 0, kv_dtype bf16, drafts 0
+// plan: consumer_warps 8, stage_bytes 16384, stages 13, in_flight 3, in_flight_waiting 2, adding_warps 3, sync flags, page_size 16, max_context 8192, batch 1, tokens 1, down_slices 2, max_steps 64, kv_chunk 0, kv_dtype bf16, drafts 0, by_numbers 0
 // weights read a step: 2471493632 bytes, in 121634816 a layer
 // shared memory:
 //     offset    bytes  region
@@ -770,7 +770,8 @@ struct DecodeStep {
       total += shuffle_xor_f32(total, 4);
       total += shuffle_xor_f32(total, 2);
       total += shuffle_xor_f32(total, 1);
-      float scale_2 = rsqrt_f32(total * 0.00048828125f + 1e-05f);
+      float mean = fma_f32(total, 0.00048828125f, 1e-05f);
+      float scale_2 = rsqrt_f32(mean);
       scale = total < 1.8446744e+19f ? scale_2 : bits_float(2143289344);
     }
     float* reduction = (float*)(arena + REDUCTIONS) + adding * 160;
@@ -922,7 +923,8 @@ struct DecodeStep {
       total += shuffle_xor_f32(total, 4);
       total += shuffle_xor_f32(total, 2);
       total += shuffle_xor_f32(total, 1);
-      float scale_2 = rsqrt_f32(total * 0.00048828125f + 1e-05f);
+      float mean = fma_f32(total, 0.00048828125f, 1e-05f);
+      float scale_2 = rsqrt_f32(mean);
       scale = total < 1.8446744e+19f ? scale_2 : bits_float(2143289344);
     }
     float* reduction = (float*)(arena + REDUCTIONS) + adding * 160;
@@ -1146,7 +1148,8 @@ struct DecodeStep {
       total += shuffle_xor_f32(total, 4);
       total += shuffle_xor_f32(total, 2);
       total += shuffle_xor_f32(total, 1);
-      float scale_2 = rsqrt_f32(total * 0.00048828125f + 1e-05f);
+      float mean = fma_f32(total, 0.00048828125f, 1e-05f);
+      float scale_2 = rsqrt_f32(mean);
       scale = total < 1.8446744e+19f ? scale_2 : bits_float(2143289344);
     }
     float* reduction = (float*)(arena + REDUCTIONS) + adding * 160;

@@ -126,7 +126,7 @@ def default_down_slices(shape: ModelShape, draft: Plan, gpu: Gpu) -> int:
     if comes_ahead(shape, draft):
         return _parts_that_come_ahead(shape, draft, gpu)
     if isinstance(down, QuantizedTiles):
-        vectors = product.tiles * product.vector_bytes(tokens)
+        vectors = product.tiles * product.vector_bytes(draft)
         if down.bits == 4:
             return ceil_div(vectors, gpu.shared_bytes // 4 if tokens == 1 else gpu.shared_bytes * 2 // 5)
         return max(1 if gpu.emulated else 2, ceil_div(vectors, gpu.shared_bytes // 2))
@@ -145,7 +145,7 @@ def _parts_that_come_ahead(shape: ModelShape, draft: Plan, gpu: Gpu) -> int:
         return 1  # a stage that holds no chunk is refused by the plan's checks
     chunks = ceil_div(product.columns, chunk_columns)
     room = longest_input_bytes(shape, draft)
-    chunk_bytes = chunk_columns // down.columns * product.vector_bytes(draft.tokens)
+    chunk_bytes = chunk_columns // down.columns * product.vector_bytes(draft)
     if chunks * chunk_bytes <= room:
         return 1
     return ceil_div(chunks, max(1, room // 2 // chunk_bytes))

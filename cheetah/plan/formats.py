@@ -55,17 +55,17 @@ class TileFormat:
                 f"give multiples of {VECTOR_COLUMNS} columns and of {TILE_ALIGNMENT} bytes"
             )
 
-    def vector_kind(self, columns: int, tokens: int, is_brief: bool = False) -> str:
+    def vector_kind(self, columns: int, tokens: int, is_brief: bool = False, by_numbers: bool = False) -> str:
         """As what a product with a matrix of so many columns takes the vectors of `tokens` tokens: BF16_VECTOR, DIGITS,
-        HALVES, RAISED or STAGGERED. is_brief: see `Product`."""
+        HALVES, RAISED or STAGGERED. is_brief: see `Product`; by_numbers: see `Plan`."""
         return BF16_VECTOR
 
-    def vector_units(self, columns: int, tokens: int, is_brief: bool = False) -> int:
+    def vector_units(self, columns: int, tokens: int, is_brief: bool = False, by_numbers: bool = False) -> int:
         """16-byte units of shared memory that the vectors of a K-tile of such a matrix take."""
         extra = {DIGITS: DIGIT_UNITS - self.columns // 8, HALVES: 1}
-        return (self.columns // 8 + extra.get(self.vector_kind(columns, tokens, is_brief), 0)) * tokens
+        return (self.columns // 8 + extra.get(self.vector_kind(columns, tokens, is_brief, by_numbers), 0)) * tokens
 
-    def sums_bytes(self, columns: int, tokens: int, is_brief: bool = False) -> int:
+    def sums_bytes(self, columns: int, tokens: int, is_brief: bool = False, by_numbers: bool = False) -> int:
         """Bytes of shared memory of what is kept of the vectors of a K-tile, beside them, for zero points: none without
         any."""
         return 0
@@ -101,18 +101,18 @@ class QuantizedTiles(TileFormat):
     scales_at: int = 0
     zero_points_at: int = 0
 
-    def vector_kind(self, columns: int, tokens: int, is_brief: bool = False) -> str:
+    def vector_kind(self, columns: int, tokens: int, is_brief: bool = False, by_numbers: bool = False) -> str:
         """Elements are converted by whole warps, of units of 8, and tiles."""
-        is_whole = columns % QUANTIZED_COLUMNS == 0 and columns * tokens % (8 * 32) == 0
+        is_whole = columns % QUANTIZED_COLUMNS == 0 and columns * tokens % (8 * 32) == 0 and not by_numbers
         if self.kind == "int4":
             is_digits = tokens <= (BRIEF_DIGIT_TOKENS if is_brief else DIGIT_TOKENS)
             return DIGITS if is_whole and is_digits else STAGGERED
         return HALVES if self.kind == "fp8" and is_whole and tokens <= HALF_TOKENS else RAISED
 
-    def sums_bytes(self, columns: int, tokens: int, is_brief: bool = False) -> int:
+    def sums_bytes(self, columns: int, tokens: int, is_brief: bool = False, by_numbers: bool = False) -> int:
         """[groups][columns] f32, whole groups of 8 columns. Digits have none: few tokens wait for the vector, not for
         its products."""
-        if self.kind == "fp8" or self.vector_kind(columns, tokens, is_brief) == DIGITS:
+        if self.kind == "fp8" or self.vector_kind(columns, tokens, is_brief, by_numbers) == DIGITS:
             return 0
         return self.groups * ceil_div(tokens, 8) * 8 * 4
 

@@ -31,7 +31,7 @@ class MatrixLayout:
     ranks: GPUs among which the M-tiles of the whole matrix are dealt: `rows` are one's, and its M-tiles follow those of
     the ranks before. 1 where a rank has rows of its own vectors, queries and the like.
 
-    is_brief, is_once: see `Product`. experts: so many such matrices, one behind the other."""
+    is_brief, is_once: see `Product`; by_numbers: see `Plan`. experts: so many such matrices, one behind the other."""
 
     name: str
     rows: int
@@ -47,6 +47,7 @@ class MatrixLayout:
     is_once: bool = False
     experts: int = 1
     ranks: int = 1
+    by_numbers: bool = False
 
     def __post_init__(self) -> None:
         place = f"MatrixLayout({self.name!r})"
@@ -136,15 +137,15 @@ class MatrixLayout:
 
     def vector_kind(self, tokens: int) -> str:
         """As what the vectors of so many tokens come; see `TileFormat.vector_kind`."""
-        return self.format.vector_kind(self.columns, tokens, self.is_brief)
+        return self.format.vector_kind(self.columns, tokens, self.is_brief, self.by_numbers)
 
     def vector_units(self, tokens: int) -> int:
         """16-byte units of shared memory that the vectors beside a K-tile take."""
-        return self.format.vector_units(self.columns, tokens, self.is_brief) * self.halves
+        return self.format.vector_units(self.columns, tokens, self.is_brief, self.by_numbers) * self.halves
 
     def sums_bytes(self, tokens: int) -> int:
         """Bytes of what is kept of them for zero points."""
-        return self.format.sums_bytes(self.columns, tokens, self.is_brief)
+        return self.format.sums_bytes(self.columns, tokens, self.is_brief, self.by_numbers)
 
     @property
     def tiles_per_chunk(self) -> int:

@@ -44,7 +44,7 @@ DEFAULT_CONTEXT, DEFAULT_STEPS = 8192, 64
 
 
 NOT_POSITIVE = frozenset({
-    "sync", "kv_dtype", "in_flight_waiting", "adding_warps", "kv_chunk", "drafts",
+    "sync", "kv_dtype", "in_flight_waiting", "adding_warps", "kv_chunk", "drafts", "by_numbers",
 })  # fmt: skip
 """Fields that are no number, or may be 0; those that may not be just anything are checked by themselves."""
 
@@ -68,6 +68,8 @@ class Plan:
     `kv_chunk` is F of the load-balanced KV scheduler (FlashInfer, Algorithm 1): items of that many keys, so that bits
     do not depend on the other sequences (0: by rule).
     `kv_dtype` is how keys and values are cached.
+    `by_numbers`, 0 or 1: 4-bit and e4m3 weights are multiplied by the vectors of few tokens as by those of many, as
+    bf16 numbers and not by digits or halves, which is faster. Kernels of 1 to 8 tokens then have one arithmetic.
     `drafts` is how many tokens at most are drafted for a sequence in a step, and verified in it (0: none, and nothing
     of that is in the kernel).
     """
@@ -88,6 +90,7 @@ class Plan:
     kv_chunk: int = 0
     kv_dtype: str = "bf16"
     drafts: int = 0
+    by_numbers: int = 0
 
     def __post_init__(self) -> None:
         self._check_types()
@@ -117,6 +120,8 @@ class Plan:
             raise PlanError(f"Plan: kv_dtype is {self.kv_dtype!r}: choose one of {', '.join(KV_DTYPES)}")
         if self.kv_chunk < 0 or self.kv_chunk % KV_TILE_TOKENS:
             raise PlanError(f"Plan: kv_chunk {self.kv_chunk} is no multiple of {KV_TILE_TOKENS}, nor 0")
+        if self.by_numbers not in (0, 1):
+            raise PlanError(f"Plan: by_numbers is {self.by_numbers}: give 0 or 1")
         self._check_drafts()
         if self.threads > MAX_WARPS * 32:
             raise PlanError(

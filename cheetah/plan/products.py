@@ -10,11 +10,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from cheetah.plan.errors import PlanError
 from cheetah.plan.formats import BF16, M_TILE_ROWS, VECTOR_COLUMNS, TileFormat
 from cheetah.plan.index import ceil_div, round_up
+
+if TYPE_CHECKING:
+    from cheetah.plan.plan import Plan
 
 PAIR_ROWS = M_TILE_ROWS // 2
 """Rows of the first source of an M-tile in `RowOrder.PAIRS`; those of the second are its other half."""
@@ -185,17 +188,20 @@ class Product(Phase):
         """K-tiles of a row, of the format's columns."""
         return ceil_div(self.columns, self.format.columns)
 
-    def vector_kind(self, tokens: int) -> str:
-        """As what the inputs of so many tokens are multiplied; see `TileFormat.vector_kind`."""
-        return self.format.vector_kind(self.columns, tokens, self.is_brief)
+    def vector_kind(self, plan: Plan) -> str:
+        """As what the inputs of a step's tokens are multiplied; see `TileFormat.vector_kind`."""
+        return self.format.vector_kind(*self._multiplied(plan))
 
-    def vector_bytes(self, tokens: int) -> int:
+    def vector_bytes(self, plan: Plan) -> int:
         """Bytes of shared memory that they take beside a K-tile."""
-        return self.format.vector_units(self.columns, tokens, self.is_brief) * 16
+        return self.format.vector_units(*self._multiplied(plan)) * 16
 
-    def sums_bytes(self, tokens: int) -> int:
+    def sums_bytes(self, plan: Plan) -> int:
         """Bytes of what is kept of them for zero points, beside a K-tile."""
-        return self.format.sums_bytes(self.columns, tokens, self.is_brief)
+        return self.format.sums_bytes(*self._multiplied(plan))
+
+    def _multiplied(self, plan: Plan) -> tuple[int, int, bool, bool]:
+        return self.columns, plan.tokens, self.is_brief, bool(plan.by_numbers)
 
 
 @dataclass(frozen=True)

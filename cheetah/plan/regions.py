@@ -176,18 +176,18 @@ def longest_vector_bytes(shape: ModelShape, plan: Plan, gpu: Gpu) -> int:
     """The most of the vectors that is in shared memory at once, as the format of its matrix has it."""
     sliced = shape.table.sliced
     return max(
-        longest_input_bytes(shape, plan), _tiles_at_once(shape, plan, gpu, sliced) * sliced.vector_bytes(plan.tokens)
+        longest_input_bytes(shape, plan), _tiles_at_once(shape, plan, gpu, sliced) * sliced.vector_bytes(plan)
     )
 
 
 def vector_sums_bytes(shape: ModelShape, plan: Plan, gpu: Gpu) -> int:
     """The same of what is kept of the vectors for zero points."""
-    return max(_tiles_at_once(shape, plan, gpu, product) * product.sums_bytes(plan.tokens) for product in shape.table)
+    return max(_tiles_at_once(shape, plan, gpu, product) * product.sums_bytes(plan) for product in shape.table)
 
 
 def longest_input_bytes(shape: ModelShape, plan: Plan) -> int:
     """Of the vectors that come whole."""
-    return max(product.tiles * product.vector_bytes(plan.tokens) for product in shape.table.whole)
+    return max(product.tiles * product.vector_bytes(plan) for product in shape.table.whole)
 
 
 def _tiles_at_once(shape: ModelShape, plan: Plan, gpu: Gpu, product: Product) -> int:
@@ -205,7 +205,7 @@ def _tiles_at_once(shape: ModelShape, plan: Plan, gpu: Gpu, product: Product) ->
 def comes_ahead(shape: ModelShape, plan: Plan) -> bool:
     """Whether the parts of an input, if there are several, are copied while the one before is multiplied: where blocks
     meet at the grid barrier, and parts are converted where they lie."""
-    return plan.sync == "barrier" and shape.table.sliced.vector_kind(plan.tokens) not in (DIGITS, HALVES)
+    return plan.sync == "barrier" and shape.table.sliced.vector_kind(plan) not in (DIGITS, HALVES)
 
 
 def shared_map(shape: ModelShape, plan: Plan, gpu: Gpu, reserve: Reserve = kernel_regions) -> SharedMap:

@@ -144,7 +144,7 @@ def published_kinds(config: ModelConfig, plan: Plan) -> dict[str, str]:
     for vector, readers in config.shape.table.inputs.items():
         if vector.parts > 1:
             continue  # threads read it, part by part
-        wanted = [product.vector_kind(plan.tokens) for product in readers]
+        wanted = [product.vector_kind(plan) for product in readers]
         is_ordered = any(product.is_placed and config.is_ordered(product.name) for product in readers)
         can_be_said = not is_ordered and all(kind == BF16_VECTOR or is_raised(kind) for kind in wanted)
         kinds[vector.name] = wanted[0] if can_be_said else BF16_VECTOR

@@ -58,6 +58,10 @@ SUBJECTS = {
     "a short ring, heads of 128": Subject(llama(head_dim=128), {"stages": 3, "in_flight": 2}, (1, 16)),
     "experts": Subject(qwen3_moe(hidden=144, width=256, experts=6), {}, (1, 2, 8)),
     "int8": Subject(wide(), {}, (1, 2, 4, 8), "int8"),
+    "int4 by numbers": Subject(wide(), {"by_numbers": 1}, (1, 2, 4, 8), "int4-g128"),
+    "int4 with zero points by numbers": Subject(wide(512), {"by_numbers": 1}, (1, 8), "int4-g32-asym"),
+    "fp8 by numbers": Subject(wide(), {"by_numbers": 1}, (1, 2, 4, 8), "fp8"),
+    "fp8 of blocks by numbers": Subject(wide(), {"by_numbers": 1}, (1, 8), "fp8-block128"),
     "int8-g64-asym": Subject(wide(), {"kv_dtype": "e4m3"}, (1, 8), "int8-g64-asym"),
 }
 
@@ -87,7 +91,7 @@ def assert_alike(found: F32, wanted: F32) -> None:
     assert differ.size == 0, f"{differ.size} of {len(found)} tokens differ, the first is number {differ[0]}"
 
 
-CHEAP = ["biases, group of 3, e4m3", "windows, sinks, norms over all heads, caps"]
+CHEAP = ["biases, group of 3, e4m3", "windows, sinks, norms over all heads, caps", "int4 by numbers"]
 
 
 @pytest.mark.parametrize("name", tiered(SUBJECTS, [name for name in SUBJECTS if name not in CHEAP]))

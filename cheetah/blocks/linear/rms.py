@@ -116,7 +116,8 @@ class InverseRms(ColumnScale):
         while mask:
             total += prim.shuffle_xor_f32(total, mask)
             mask //= 2
-        scale = prim.rsqrt_f32(total * (1.0 / self.elements) + self.epsilon) if self.is_normed else ty.f32(1.0)
+        mean = prim.fma_f32(total, 1.0 / self.elements, self.epsilon)
+        scale = prim.rsqrt_f32(mean) if self.is_normed else ty.f32(1.0)
         return ch.select(total < TOO_LARGE, scale, prim.bits_float(NAN))
 
     @ch.inline
