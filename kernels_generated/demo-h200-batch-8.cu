@@ -418,6 +418,70 @@ constexpr uint32_t COLUMNS = 220736;
 constexpr uint32_t CHOSEN = 221024;
 constexpr uint32_t STEP_DONE = 221056;
 constexpr uint32_t NEXT_TOKEN = 221072;
+constexpr uint32_t PLAN_WORDS = 4928;
+constexpr uint32_t BLOCKS = 132;
+constexpr uint32_t QKV_ROWS = 512;
+constexpr uint32_t QKV_CHUNK_BYTES = 16384;
+constexpr uint32_t STAGE_BYTES = 16384;
+constexpr uint32_t PLAN_WORK_INDPTR = 64;
+constexpr uint32_t PLAN_ITEMS = 256;
+constexpr uint32_t PAGE_SIZE = 16;
+constexpr uint32_t O_ROWS = 128;
+constexpr uint32_t O_CHUNK_BYTES = 16384;
+constexpr uint32_t GATE_UP_ROWS = 640;
+constexpr uint32_t GATE_UP_CHUNK_BYTES = 16384;
+constexpr uint32_t DOWN_ROWS = 128;
+constexpr uint32_t DOWN_CHUNK_BYTES = 16384;
+constexpr uint32_t LM_HEAD_ROWS = 512;
+constexpr uint32_t LM_HEAD_CHUNK_BYTES = 16384;
+constexpr uint32_t EXCHANGE_HIDDEN_SQUARES = 295328;
+constexpr uint32_t PROJECTED_ROWS = 512;
+constexpr uint32_t HEAD_DIM = 64;
+constexpr uint32_t EXCHANGE_QKV = 288;
+constexpr uint32_t NAN_BITS = 2143289344;
+constexpr uint32_t MAX_CONTEXT = 512;
+constexpr uint32_t HIDDEN = 128;
+constexpr uint32_t EXCHANGE_MIDDLE = 588864;
+constexpr uint32_t EXCHANGE_MIDDLE_SQUARES = 295392;
+constexpr uint32_t EXCHANGE_GATED = 589376;
+constexpr uint32_t EXCHANGE_HIDDEN = 64;
+constexpr uint32_t VOCAB = 512;
+constexpr uint32_t PROMPT_TOKEN = 2147483648u;
+constexpr uint32_t MASK_WORDS = 16;
+constexpr uint32_t PHILOX_MULTIPLIER_0 = 3528531795u;
+constexpr uint32_t PHILOX_MULTIPLIER_1 = 3449720151u;
+constexpr uint32_t PHILOX_WEYL_0 = 2654435769u;
+constexpr uint32_t PHILOX_WEYL_1 = 3144134277u;
+constexpr uint32_t PLAN_MERGES = 2688;
+constexpr uint32_t PLAN_MERGE_INDPTR = 2624;
+constexpr uint32_t PLAN_MERGE_SRC = 2752;
+constexpr uint32_t CONSUMERS = 256;
+constexpr uint32_t PHASES = 17;
+constexpr uint32_t EXCHANGE_PARTIALS = 2336;
+constexpr uint32_t WRITE_THROUGH = 4294967295u;
+constexpr uint32_t EXCHANGE_ATTENTION = 587840;
+constexpr uint32_t SIGN = 2147483648u;
+constexpr uint32_t ALL_BITS = 4294967295u;
+constexpr uint32_t NO_TOKEN = 4294967295u;
+constexpr uint32_t EXCHANGE_SHORT_LISTS = 299680;
+constexpr uint32_t EXCHANGE_CANDIDATES = 295456;
+constexpr uint32_t UNDECIDED = 4294967295u;
+constexpr uint32_t AS_IT_IS = 4294967293u;
+constexpr uint32_t LEFT_OPEN = 4294967294u;
+constexpr uint32_t EXCHANGE_FILTERS = 333472;
+constexpr uint32_t CANCELLED_TOKEN = 4294967294u;
+
+struct ColumnState {
+  uint32_t position;
+  uint32_t number;
+  uint32_t total;
+  uint32_t temperature;
+  uint32_t seed_low;
+  uint32_t seed_high;
+  uint32_t sequence;
+  uint32_t stopped;
+  uint32_t cancelled;
+};
 
 struct DecodeStep {
   const uint8_t* weights;
@@ -496,9 +560,8 @@ struct DecodeStep {
       uint32_t sequence = load_constant_u32(columns + thread * 4);
       uint32_t index = load_constant_u32(columns + (thread * 4 + 1));
       next_token[thread] = given(sequence, index);
-      uint32_t* state = (uint32_t*)(arena + COLUMNS) + thread * 9;
-      state[7] = 0;
-      state[8] = 0;
+      ((ColumnState*)(arena + COLUMNS))[thread].stopped = 0;
+      ((ColumnState*)(arena + COLUMNS))[thread].cancelled = 0;
     }
   }
 
@@ -507,7 +570,7 @@ struct DecodeStep {
     bool is_new = step == 0;
     uint32_t following = plan_index + 1;
     if (following < plan_count) {
-      uint32_t first_step = load_constant_u32(kv_plans + following * 4928);
+      uint32_t first_step = load_constant_u32(kv_plans + following * PLAN_WORDS);
       if (first_step <= step) {
         plan_index = following;
         is_new = true;
@@ -539,19 +602,19 @@ struct DecodeStep {
 
   // The block's M-tiles of qkv, chunk by chunk, into the stages of the ring.
   __device__ __forceinline__ void fetch_qkv(uint64_t layer_offset) {
-    uint32_t position = (block + 124) % 132;
+    uint32_t position = (block + 124) % BLOCKS;
     const uint8_t* matrix = weights + layer_offset;
     #pragma unroll 1
-    for (uint32_t m_tile = position; m_tile < 32; m_tile += 132) {
-      uint32_t wave = m_tile / 132;
-      uint64_t wave_bytes = (uint64_t)(wave) * 540672;
+    for (uint32_t m_tile = position; m_tile < QKV_ROWS / 16; m_tile += BLOCKS) {
+      uint32_t wave = m_tile / BLOCKS;
+      uint64_t wave_bytes = (uint64_t)(wave) * (BLOCKS * 4096);
       #pragma unroll 1
       for (uint32_t chunk = 0; chunk < 1; ++chunk) {
-        const uint8_t* source = matrix + (wave_bytes + (uint64_t)(32 * chunk * 16384 + position * 4096));
+        const uint8_t* source = matrix + (wave_bytes + (uint64_t)(32 * chunk * QKV_CHUNK_BYTES + position * 4096));
         mbarrier_wait(empty + fill_stage, fill_parity);
         bound_requests();
         uint64_t* barrier = full + fill_stage;
-        uint8_t* destination = ring + fill_stage * 16384;
+        uint8_t* destination = ring + fill_stage * STAGE_BYTES;
         mbarrier_arrive_expect_tx(barrier, 4096);
         bulk_copy(destination, source, 4096, barrier);
         advance(fill_stage, fill_parity);
@@ -570,11 +633,11 @@ struct DecodeStep {
 
   // The cached keys and values of this block's items, one item after the other.
   __device__ __forceinline__ void copy_items(uint32_t layer, uint32_t step) {
-    uint32_t first_item = load_constant_u32(kv_plans + (plan_index * 4928 + block + 64));
-    uint32_t last_item = load_constant_u32(kv_plans + (plan_index * 4928 + block + 65));
+    uint32_t first_item = load_constant_u32(kv_plans + (plan_index * PLAN_WORDS + (block + PLAN_WORK_INDPTR)));
+    uint32_t last_item = load_constant_u32(kv_plans + (plan_index * PLAN_WORDS + (block + 1 + PLAN_WORK_INDPTR)));
     #pragma unroll 1
     for (uint32_t index = first_item; index < last_item; ++index) {
-      const int32_t* record = kv_plans + (plan_index * 4928 + index * 8 + 256);
+      const int32_t* record = kv_plans + (plan_index * PLAN_WORDS + (index * 8 + PLAN_ITEMS));
       uint4 what = load_constant_u32x4(record);
       uint4 rest = load_constant_u32x4(record + 4);
       const int32_t* record_2 = tiles + what.y * 8;
@@ -587,21 +650,21 @@ struct DecodeStep {
         uint32_t pages[4];
         #pragma unroll
         for (uint32_t index_2 = 0; index_2 < 4; ++index_2) {
-          uint32_t token = min(first + index_2 * 16, end - 1);
-          pages[index_2] = load_constant_u32(page_table + (place.z + token / 16));
+          uint32_t token = min(first + index_2 * PAGE_SIZE, end - 1);
+          pages[index_2] = load_constant_u32(page_table + (place.z + token / PAGE_SIZE));
         }
         mbarrier_wait(empty + fill_stage, fill_parity);
         bound_requests();
         uint64_t* barrier = full + fill_stage;
-        uint8_t* destination = ring + fill_stage * 16384;
+        uint8_t* destination = ring + fill_stage * STAGE_BYTES;
         mbarrier_arrive_expect_tx(barrier, count * 256);
         #pragma unroll
         for (uint32_t index_2 = 0; index_2 < 4; ++index_2) {
-          if (index_2 * 16 < count) {
-            uint32_t run = min(count - index_2 * 16, 16u);
+          if (index_2 * PAGE_SIZE < count) {
+            uint32_t run = min(count - index_2 * PAGE_SIZE, PAGE_SIZE);
             uint64_t offset = (uint64_t)(layer * kv_pages + pages[index_2]) * 4096;
-            bf16* key = kv + (offset + (uint64_t)(what.z * 1024));
-            uint8_t* keys_2 = destination + index_2 * 2048;
+            bf16* key = kv + (offset + (uint64_t)(what.z * (PAGE_SIZE * 64)));
+            uint8_t* keys_2 = destination + index_2 * PAGE_SIZE * 128;
             bulk_copy(keys_2, key, run * 128, barrier);
             bulk_copy(keys_2 + 8192, key + 2048, run * 128, barrier);
           }
@@ -613,19 +676,19 @@ struct DecodeStep {
 
   // The block's M-tiles of o, chunk by chunk, into the stages of the ring.
   __device__ __forceinline__ void fetch_o(uint64_t layer_offset) {
-    uint32_t position = block % 132;
+    uint32_t position = block % BLOCKS;
     const uint8_t* matrix = weights + (layer_offset + 131072);
     #pragma unroll 1
-    for (uint32_t m_tile = position; m_tile < 8; m_tile += 132) {
-      uint32_t wave = m_tile / 132;
-      uint64_t wave_bytes = (uint64_t)(wave) * 1081344;
+    for (uint32_t m_tile = position; m_tile < O_ROWS / 16; m_tile += BLOCKS) {
+      uint32_t wave = m_tile / BLOCKS;
+      uint64_t wave_bytes = (uint64_t)(wave) * (BLOCKS * 8192);
       #pragma unroll 1
       for (uint32_t chunk = 0; chunk < 1; ++chunk) {
-        const uint8_t* source = matrix + (wave_bytes + (uint64_t)(8 * chunk * 16384 + position * 8192));
+        const uint8_t* source = matrix + (wave_bytes + (uint64_t)(8 * chunk * O_CHUNK_BYTES + position * 8192));
         mbarrier_wait(empty + fill_stage, fill_parity);
         bound_requests();
         uint64_t* barrier = full + fill_stage;
-        uint8_t* destination = ring + fill_stage * 16384;
+        uint8_t* destination = ring + fill_stage * STAGE_BYTES;
         mbarrier_arrive_expect_tx(barrier, 8192);
         bulk_copy(destination, source, 8192, barrier);
         advance(fill_stage, fill_parity);
@@ -635,19 +698,19 @@ struct DecodeStep {
 
   // The block's M-tiles of gate_up, chunk by chunk, into the stages of the ring.
   __device__ __forceinline__ void fetch_gate_up(uint64_t layer_offset) {
-    uint32_t position = (block + 124) % 132;
+    uint32_t position = (block + 124) % BLOCKS;
     const uint8_t* matrix = weights + (layer_offset + 196608);
     #pragma unroll 1
-    for (uint32_t m_tile = position; m_tile < 40; m_tile += 132) {
-      uint32_t wave = m_tile / 132;
-      uint64_t wave_bytes = (uint64_t)(wave) * 540672;
+    for (uint32_t m_tile = position; m_tile < GATE_UP_ROWS / 16; m_tile += BLOCKS) {
+      uint32_t wave = m_tile / BLOCKS;
+      uint64_t wave_bytes = (uint64_t)(wave) * (BLOCKS * 4096);
       #pragma unroll 1
       for (uint32_t chunk = 0; chunk < 1; ++chunk) {
-        const uint8_t* source = matrix + (wave_bytes + (uint64_t)(40 * chunk * 16384 + position * 4096));
+        const uint8_t* source = matrix + (wave_bytes + (uint64_t)(40 * chunk * GATE_UP_CHUNK_BYTES + position * 4096));
         mbarrier_wait(empty + fill_stage, fill_parity);
         bound_requests();
         uint64_t* barrier = full + fill_stage;
-        uint8_t* destination = ring + fill_stage * 16384;
+        uint8_t* destination = ring + fill_stage * STAGE_BYTES;
         mbarrier_arrive_expect_tx(barrier, 4096);
         bulk_copy(destination, source, 4096, barrier);
         advance(fill_stage, fill_parity);
@@ -657,22 +720,22 @@ struct DecodeStep {
 
   // The block's M-tiles of down, chunk by chunk, into the stages of the ring.
   __device__ __forceinline__ void fetch_down(uint64_t layer_offset) {
-    uint32_t position = block % 132;
+    uint32_t position = block % BLOCKS;
     const uint8_t* matrix = weights + (layer_offset + 360448);
     #pragma unroll 1
     for (uint32_t slice = 0; slice < 2; ++slice) {
       uint32_t end = min(slice + 1, 1u);
       #pragma unroll 1
-      for (uint32_t m_tile = position; m_tile < 8; m_tile += 132) {
-        uint32_t wave = m_tile / 132;
-        uint64_t wave_bytes = (uint64_t)(wave) * 1351680;
+      for (uint32_t m_tile = position; m_tile < DOWN_ROWS / 16; m_tile += BLOCKS) {
+        uint32_t wave = m_tile / BLOCKS;
+        uint64_t wave_bytes = (uint64_t)(wave) * (BLOCKS * 10240);
         #pragma unroll 1
         for (uint32_t chunk = slice; chunk < end; ++chunk) {
-          const uint8_t* source = matrix + (wave_bytes + (uint64_t)(8 * chunk * 16384 + position * 10240));
+          const uint8_t* source = matrix + (wave_bytes + (uint64_t)(8 * chunk * DOWN_CHUNK_BYTES + position * 10240));
           mbarrier_wait(empty + fill_stage, fill_parity);
           bound_requests();
           uint64_t* barrier = full + fill_stage;
-          uint8_t* destination = ring + fill_stage * 16384;
+          uint8_t* destination = ring + fill_stage * STAGE_BYTES;
           mbarrier_arrive_expect_tx(barrier, 10240);
           bulk_copy(destination, source, 10240, barrier);
           advance(fill_stage, fill_parity);
@@ -683,19 +746,19 @@ struct DecodeStep {
 
   // The block's M-tiles of lm_head, chunk by chunk, into the stages of the ring.
   __device__ __forceinline__ void fetch_lm_head() {
-    uint32_t position = (block + 124) % 132;
+    uint32_t position = (block + 124) % BLOCKS;
     const uint8_t* matrix = weights + 1327104;
     #pragma unroll 1
-    for (uint32_t m_tile = position; m_tile < 32; m_tile += 132) {
-      uint32_t wave = m_tile / 132;
-      uint64_t wave_bytes = (uint64_t)(wave) * 540672;
+    for (uint32_t m_tile = position; m_tile < LM_HEAD_ROWS / 16; m_tile += BLOCKS) {
+      uint32_t wave = m_tile / BLOCKS;
+      uint64_t wave_bytes = (uint64_t)(wave) * (BLOCKS * 4096);
       #pragma unroll 1
       for (uint32_t chunk = 0; chunk < 1; ++chunk) {
-        const uint8_t* source = matrix + (wave_bytes + (uint64_t)(32 * chunk * 16384 + position * 4096));
+        const uint8_t* source = matrix + (wave_bytes + (uint64_t)(32 * chunk * LM_HEAD_CHUNK_BYTES + position * 4096));
         mbarrier_wait(empty + fill_stage, fill_parity);
         bound_requests();
         uint64_t* barrier = full + fill_stage;
-        uint8_t* destination = ring + fill_stage * 16384;
+        uint8_t* destination = ring + fill_stage * STAGE_BYTES;
         mbarrier_arrive_expect_tx(barrier, 4096);
         bulk_copy(destination, source, 4096, barrier);
         advance(fill_stage, fill_parity);
@@ -712,7 +775,7 @@ struct DecodeStep {
       uint32_t places[8];
       uint4 data[8];
       places[0] = column * 8 + min(unit, 1u) * 4;
-      wait_flagged_places(data, exchange_words + 295328, places, 1, layer_epoch - 1);
+      wait_flagged_places(data, exchange_words + EXCHANGE_HIDDEN_SQUARES, places, 1, layer_epoch - 1);
       uint4 words = data[0];
       float low = bits_float(words.x) + bits_float(words.y);
       float of_unit = low + (bits_float(words.z) + bits_float(words.w));
@@ -742,8 +805,8 @@ struct DecodeStep {
     uint32_t paired = m_tile_of_head * 8 + row % 8 + (row >= 8 ? 32u : 0u);
     bool is_paired = head < 6;
     uint32_t dim = is_paired ? paired : m_tile_of_head * 16 + row;
-    uint32_t place = (column * 512 + head * 64 + dim) / 2;
-    uint32_t published = renewed_u32(place + 288);
+    uint32_t place = (column * PROJECTED_ROWS + head * HEAD_DIM + dim) / 2;
+    uint32_t published = renewed_u32(place + EXCHANGE_QKV);
     if (scale == 0.0f) {
       mbarrier_wait(loaded, loaded_parity);
       float total = 0.0f;
@@ -758,7 +821,7 @@ struct DecodeStep {
       total += shuffle_xor_f32(total, 1);
       float mean = fma_f32(total, 0.0078125f, 1e-05f);
       float scale_2 = rsqrt_f32(mean);
-      scale = total < 1.8446744e+19f ? scale_2 : bits_float(2143289344);
+      scale = total < 1.8446744e+19f ? scale_2 : bits_float(NAN_BITS);
     }
     float* reduction = (float*)(arena + REDUCTIONS) + adding * 1280;
     float* own = reduction + (column / 2 * 40 + lane);
@@ -780,11 +843,11 @@ struct DecodeStep {
       uint64_t* place_2 = exchange_words + published;
       publish_flagged(place_2, pair, layer_epoch);
       if (head >= 4) {
-        if (((uint32_t*)(arena + COLUMNS))[column * 9 + 1] < ((uint32_t*)(arena + COLUMNS))[column * 9 + 2]) {
-          uint32_t table = ((uint32_t*)(arena + COLUMNS))[column * 9 + 6] * 32;
-          uint32_t page = load_constant_u32(page_table + (table + ((uint32_t*)(arena + COLUMNS))[column * 9] / 16));
+        if (((ColumnState*)(arena + COLUMNS))[column].number < ((ColumnState*)(arena + COLUMNS))[column].total) {
+          uint32_t table = ((ColumnState*)(arena + COLUMNS))[column].sequence * (MAX_CONTEXT / PAGE_SIZE);
+          uint32_t page = load_constant_u32(page_table + (table + ((ColumnState*)(arena + COLUMNS))[column].position / PAGE_SIZE));
           uint64_t offset = (uint64_t)(layer * kv_pages + page) * 4096;
-          bf16* key = kv + (offset + (uint64_t)((head - 4) % 2 * 1024 + ((uint32_t*)(arena + COLUMNS))[column * 9] % 16 * 64));
+          bf16* key = kv + (offset + (uint64_t)((head - 4) % 2 * (PAGE_SIZE * 64) + ((ColumnState*)(arena + COLUMNS))[column].position % PAGE_SIZE * 64));
           bf16* place_3 = head - 4 < 2 ? key : key + 2048;
           ((uint32_t*)(place_3 + dim))[0] = pair;
           fence_proxy_async();
@@ -804,13 +867,13 @@ struct DecodeStep {
 
   // The block's M-tiles of qkv: the warps' sums added up, the rows finished.
   __device__ __forceinline__ void finish_qkv(uint32_t layer_epoch, uint32_t layer) {
-    uint32_t position = (block + 124) % 132;
-    if (position < 32) {
+    uint32_t position = (block + 124) % BLOCKS;
+    if (position < QKV_ROWS / 16) {
       warp_barrier();
       if (lane == 0) mbarrier_arrive(loaded);
       float scale = 0.0f;
       #pragma unroll 1
-      for (uint32_t m_tile = position; m_tile < 32; m_tile += 132) {
+      for (uint32_t m_tile = position; m_tile < QKV_ROWS / 16; m_tile += BLOCKS) {
         uint32_t column = (warp - 9) % 4 * 2 + lane / 16;
         finish_rows(m_tile, column, scale, layer_epoch, layer);
         warp_barrier();
@@ -828,9 +891,9 @@ struct DecodeStep {
     uint32_t row = lane % 16;
     bool is_own = column < column_count;
     float* residual = (float*)(arena + RESIDUAL);
-    uint32_t place = renewed_u32((m_tile / 132 * 16 + row) * 8 + column);
-    float weight = bf16_to_f32((norms + (layer * 2 + 1) * 128)[m_tile * 16 + row]);
-    uint32_t published = renewed_u32((((m_tile * 16 + row) / 32 * 8 + column) * 4 + (m_tile * 16 + row) / 8 % 4) * 4 + (m_tile * 16 + row) % 8 / 2 + 588864);
+    uint32_t place = renewed_u32((m_tile / BLOCKS * 16 + row) * 8 + column);
+    float weight = bf16_to_f32((norms + (layer * 2 + 1) * HIDDEN)[m_tile * 16 + row]);
+    uint32_t published = renewed_u32((((m_tile * 16 + row) / 32 * 8 + column) * 4 + (m_tile * 16 + row) / 8 % 4) * 4 + (m_tile * 16 + row) % 8 / 2 + EXCHANGE_MIDDLE);
     float* reduction = (float*)(arena + REDUCTIONS) + adding * 1280;
     float* own = reduction + (column / 2 * 40 + lane);
     mbarrier_wait(summed + adding, adding_parity);
@@ -855,22 +918,24 @@ struct DecodeStep {
       publish_tagged(place_2, pair, 32, layer_epoch);
     }
     bool is_plausible = weighted < 8589934592.0f && weighted > -8589934592.0f;
-    float told = is_plausible ? value : bits_float(2143289344);
+    float told = is_plausible ? value : bits_float(NAN_BITS);
     float total_4 = told * told;
     total_4 += shuffle_xor_f32(total_4, 8);
     total_4 += shuffle_xor_f32(total_4, 4);
     total_4 += shuffle_xor_f32(total_4, 2);
     total_4 += shuffle_xor_f32(total_4, 1);
     uint32_t place_2 = column * 8 + m_tile;
-    if (is_own && row == 0) publish_flagged(exchange_words + (place_2 + 295392), float_bits(total_4), layer_epoch);
+    if (is_own && row == 0) {
+      publish_flagged(exchange_words + (place_2 + EXCHANGE_MIDDLE_SQUARES), float_bits(total_4), layer_epoch);
+    }
   }
 
   // The block's M-tiles of o: the warps' sums added up, the rows finished.
   __device__ __forceinline__ void finish_o(uint32_t layer, uint32_t layer_epoch) {
-    uint32_t position = block % 132;
-    if (position < 8) {
+    uint32_t position = block % BLOCKS;
+    if (position < O_ROWS / 16) {
       #pragma unroll 1
-      for (uint32_t m_tile = position; m_tile < 8; m_tile += 132) {
+      for (uint32_t m_tile = position; m_tile < O_ROWS / 16; m_tile += BLOCKS) {
         uint32_t column = (warp - 9) % 4 * 2 + lane / 16;
         finish_rows_2(m_tile, column, layer, layer_epoch);
         warp_barrier();
@@ -889,7 +954,7 @@ struct DecodeStep {
       uint32_t places[8];
       uint4 data[8];
       places[0] = column * 8 + min(unit, 1u) * 4;
-      wait_flagged_places(data, exchange_words + 295392, places, 1, layer_epoch);
+      wait_flagged_places(data, exchange_words + EXCHANGE_MIDDLE_SQUARES, places, 1, layer_epoch);
       uint4 words = data[0];
       float low = bits_float(words.x) + bits_float(words.y);
       float of_unit = low + (bits_float(words.z) + bits_float(words.w));
@@ -902,7 +967,7 @@ struct DecodeStep {
   __device__ __forceinline__ void finish_rows_3(uint32_t m_tile, uint32_t column, float& scale, uint32_t layer_epoch) {
     uint32_t row = lane % 16;
     bool is_own = column < column_count;
-    uint32_t published = renewed_u32((((m_tile * 8 + row) / 32 * 8 + column) * 4 + (m_tile * 8 + row) / 8 % 4) * 4 + (m_tile * 8 + row) % 8 / 2 + 589376);
+    uint32_t published = renewed_u32((((m_tile * 8 + row) / 32 * 8 + column) * 4 + (m_tile * 8 + row) / 8 % 4) * 4 + (m_tile * 8 + row) % 8 / 2 + EXCHANGE_GATED);
     if (scale == 0.0f) {
       mbarrier_wait(loaded, loaded_parity);
       float total = 0.0f;
@@ -917,7 +982,7 @@ struct DecodeStep {
       total += shuffle_xor_f32(total, 1);
       float mean = fma_f32(total, 0.0078125f, 1e-05f);
       float scale_2 = rsqrt_f32(mean);
-      scale = total < 1.8446744e+19f ? scale_2 : bits_float(2143289344);
+      scale = total < 1.8446744e+19f ? scale_2 : bits_float(NAN_BITS);
     }
     float* reduction = (float*)(arena + REDUCTIONS) + adding * 1280;
     float* own = reduction + (column / 2 * 40 + lane);
@@ -943,13 +1008,13 @@ struct DecodeStep {
 
   // The block's M-tiles of gate_up: the warps' sums added up, the rows finished.
   __device__ __forceinline__ void finish_gate_up(uint32_t layer_epoch) {
-    uint32_t position = (block + 124) % 132;
-    if (position < 40) {
+    uint32_t position = (block + 124) % BLOCKS;
+    if (position < GATE_UP_ROWS / 16) {
       warp_barrier();
       if (lane == 0) mbarrier_arrive(loaded);
       float scale = 0.0f;
       #pragma unroll 1
-      for (uint32_t m_tile = position; m_tile < 40; m_tile += 132) {
+      for (uint32_t m_tile = position; m_tile < GATE_UP_ROWS / 16; m_tile += BLOCKS) {
         uint32_t column = (warp - 9) % 4 * 2 + lane / 16;
         finish_rows_3(m_tile, column, scale, layer_epoch);
         warp_barrier();
@@ -967,9 +1032,9 @@ struct DecodeStep {
     uint32_t row = lane % 16;
     bool is_own = column < column_count;
     float* residual = (float*)(arena + RESIDUAL);
-    uint32_t place = renewed_u32((m_tile / 132 * 16 + row) * 8 + column);
-    float weight = bf16_to_f32((norms + (layer * 2 + 2) * 128)[m_tile * 16 + row]);
-    uint32_t published = renewed_u32((((m_tile * 16 + row) / 32 * 8 + column) * 4 + (m_tile * 16 + row) / 8 % 4) * 4 + (m_tile * 16 + row) % 8 / 2 + 64);
+    uint32_t place = renewed_u32((m_tile / BLOCKS * 16 + row) * 8 + column);
+    float weight = bf16_to_f32((norms + (layer * 2 + 2) * HIDDEN)[m_tile * 16 + row]);
+    uint32_t published = renewed_u32((((m_tile * 16 + row) / 32 * 8 + column) * 4 + (m_tile * 16 + row) / 8 % 4) * 4 + (m_tile * 16 + row) % 8 / 2 + EXCHANGE_HIDDEN);
     float* reduction = (float*)(arena + REDUCTIONS) + adding * 1280;
     float* own = reduction + (column / 2 * 40 + lane);
     mbarrier_wait(summed + adding, adding_parity);
@@ -994,22 +1059,24 @@ struct DecodeStep {
       publish_tagged(place_2, pair, 32, layer_epoch);
     }
     bool is_plausible = weighted < 8589934592.0f && weighted > -8589934592.0f;
-    float told = is_plausible ? value : bits_float(2143289344);
+    float told = is_plausible ? value : bits_float(NAN_BITS);
     float total_4 = told * told;
     total_4 += shuffle_xor_f32(total_4, 8);
     total_4 += shuffle_xor_f32(total_4, 4);
     total_4 += shuffle_xor_f32(total_4, 2);
     total_4 += shuffle_xor_f32(total_4, 1);
     uint32_t place_2 = column * 8 + m_tile;
-    if (is_own && row == 0) publish_flagged(exchange_words + (place_2 + 295328), float_bits(total_4), layer_epoch);
+    if (is_own && row == 0) {
+      publish_flagged(exchange_words + (place_2 + EXCHANGE_HIDDEN_SQUARES), float_bits(total_4), layer_epoch);
+    }
   }
 
   // The block's M-tiles of down: the warps' sums added up, the rows finished.
   __device__ __forceinline__ void finish_down(uint32_t layer, uint32_t layer_epoch) {
-    uint32_t position = block % 132;
-    if (position < 8) {
+    uint32_t position = block % BLOCKS;
+    if (position < DOWN_ROWS / 16) {
       #pragma unroll 1
-      for (uint32_t m_tile = position; m_tile < 8; m_tile += 132) {
+      for (uint32_t m_tile = position; m_tile < DOWN_ROWS / 16; m_tile += BLOCKS) {
         uint32_t column = (warp - 9) % 4 * 2 + lane / 16;
         finish_rows_4(m_tile, column, layer, layer_epoch);
         warp_barrier();
@@ -1028,7 +1095,7 @@ struct DecodeStep {
       uint32_t places[8];
       uint4 data[8];
       places[0] = column * 8 + min(unit, 1u) * 4;
-      wait_flagged_places(data, exchange_words + 295328, places, 1, step_epoch + 3);
+      wait_flagged_places(data, exchange_words + EXCHANGE_HIDDEN_SQUARES, places, 1, step_epoch + 3);
       uint4 words = data[0];
       float low = bits_float(words.x) + bits_float(words.y);
       float of_unit = low + (bits_float(words.z) + bits_float(words.w));
@@ -1038,30 +1105,30 @@ struct DecodeStep {
   }
 
   __device__ __forceinline__ void penalise(uint32_t column, uint32_t token, float& adjusted) {
-    uint32_t value = load_constant_u32(sequences + (((uint32_t*)(arena + COLUMNS))[column * 9 + 6] * 24 + 11));
-    uint32_t found = token_counts[value * 512 + token];
-    uint32_t count = found & 2147483647;
+    uint32_t value = load_constant_u32(sequences + (((ColumnState*)(arena + COLUMNS))[column].sequence * 24 + 11));
+    uint32_t found = token_counts[value * VOCAB + token];
+    uint32_t count = found & (PROMPT_TOKEN - 1);
     if (found != 0) {
-      float repetition = bits_float(load_constant_u32(sequences + (((uint32_t*)(arena + COLUMNS))[column * 9 + 6] * 24 + 15)));
+      float repetition = bits_float(load_constant_u32(sequences + (((ColumnState*)(arena + COLUMNS))[column].sequence * 24 + 15)));
       float quotient = divide_f32(adjusted, repetition);
       adjusted = adjusted > 0.0f ? quotient : adjusted * repetition;
     }
     if (count != 0) {
-      adjusted -= bits_float(load_constant_u32(sequences + (((uint32_t*)(arena + COLUMNS))[column * 9 + 6] * 24 + 17))) * (float)(count);
-      adjusted -= bits_float(load_constant_u32(sequences + (((uint32_t*)(arena + COLUMNS))[column * 9 + 6] * 24 + 16)));
+      adjusted -= bits_float(load_constant_u32(sequences + (((ColumnState*)(arena + COLUMNS))[column].sequence * 24 + 17))) * (float)(count);
+      adjusted -= bits_float(load_constant_u32(sequences + (((ColumnState*)(arena + COLUMNS))[column].sequence * 24 + 16)));
     }
   }
 
   // The logit of a token below the vocabulary's end, as its column's sequence wants it.
   __device__ __forceinline__ float adjust(uint32_t column, uint32_t token, float logit) {
-    uint32_t options = load_constant_u32(sequences + (((uint32_t*)(arena + COLUMNS))[column * 9 + 6] * 24 + 10));
+    uint32_t options = load_constant_u32(sequences + (((ColumnState*)(arena + COLUMNS))[column].sequence * 24 + 10));
     float adjusted = logit;
     if ((options & 1) != 0) {
-      uint32_t place = load_constant_u32(sequences + (((uint32_t*)(arena + COLUMNS))[column * 9 + 6] * 24 + 11)) * 16 + token / 32;
+      uint32_t place = load_constant_u32(sequences + (((ColumnState*)(arena + COLUMNS))[column].sequence * 24 + 11)) * MASK_WORDS + token / 32;
       if (((load_constant_u32(masks + place) >> token % 32) & 1) == 0) adjusted = -bits_float(0x7f800000);
     }
     if ((options & 2) != 0) {
-      adjusted += bits_float(load_constant_u32(logit_bias + (load_constant_u32(sequences + (((uint32_t*)(arena + COLUMNS))[column * 9 + 6] * 24 + 11)) * 512 + token)));
+      adjusted += bits_float(load_constant_u32(logit_bias + (load_constant_u32(sequences + (((ColumnState*)(arena + COLUMNS))[column].sequence * 24 + 11)) * VOCAB + token)));
     }
     if ((options & 4) != 0) penalise(column, token, adjusted);
     return adjusted;
@@ -1077,16 +1144,16 @@ struct DecodeStep {
     uint32_t k1 = (uint32_t)(seed >> 32);
     #pragma unroll
     for (uint32_t i = 0; i < 10; ++i) {
-      uint32_t high0 = multiply_high_u32(3528531795u, c0);
-      uint32_t high1 = multiply_high_u32(3449720151u, c2);
-      uint32_t low0 = c0 * 3528531795u;
-      uint32_t low1 = c2 * 3449720151u;
+      uint32_t high0 = multiply_high_u32(PHILOX_MULTIPLIER_0, c0);
+      uint32_t high1 = multiply_high_u32(PHILOX_MULTIPLIER_1, c2);
+      uint32_t low0 = c0 * PHILOX_MULTIPLIER_0;
+      uint32_t low1 = c2 * PHILOX_MULTIPLIER_1;
       c0 = high1 ^ c1 ^ k0;
       c1 = low1;
       c2 = high0 ^ c3 ^ k1;
       c3 = low0;
-      k0 += 2654435769u;
-      k1 += 3144134277u;
+      k0 += PHILOX_WEYL_0;
+      k1 += PHILOX_WEYL_1;
     }
     uint32_t word = c0;
     float uniform = ((float)(word >> 9) + 0.5f) * 1.1920929e-07f;
@@ -1095,13 +1162,13 @@ struct DecodeStep {
 
   // Write a logit down, as it is compared without filters: one row a lane, in the adder role.
   __device__ __forceinline__ void keep_2(uint32_t token, float scaled, float noisy, uint32_t column) {
-    bool is_filtered = (load_constant_u32(sequences + (((uint32_t*)(arena + COLUMNS))[column * 9 + 6] * 24 + 10)) & 8) != 0;
+    bool is_filtered = (load_constant_u32(sequences + (((ColumnState*)(arena + COLUMNS))[column].sequence * 24 + 10)) & 8) != 0;
     if (is_filtered) {
-      uint32_t following = ((uint32_t*)(arena + COLUMNS))[column * 9 + 1] + 1;
-      uint32_t value = load_constant_u32(sequences + (((uint32_t*)(arena + COLUMNS))[column * 9 + 6] * 24 + 2));
-      bool wanted = following >= value && following <= ((uint32_t*)(arena + COLUMNS))[column * 9 + 2];
-      if (wanted && ((uint32_t*)(arena + COLUMNS))[column * 9 + 7] == 0) {
-        uint32_t place = (load_constant_u32(sequences + (((uint32_t*)(arena + COLUMNS))[column * 9 + 6] * 24 + 11)) * 512 + token) * 2;
+      uint32_t following = ((ColumnState*)(arena + COLUMNS))[column].number + 1;
+      uint32_t value = load_constant_u32(sequences + (((ColumnState*)(arena + COLUMNS))[column].sequence * 24 + 2));
+      bool wanted = following >= value && following <= ((ColumnState*)(arena + COLUMNS))[column].total;
+      if (wanted && ((ColumnState*)(arena + COLUMNS))[column].stopped == 0) {
+        uint32_t place = (load_constant_u32(sequences + (((ColumnState*)(arena + COLUMNS))[column].sequence * 24 + 11)) * VOCAB + token) * 2;
         weighed[place] = scaled;
         weighed[place + 1] = noisy;
       }
@@ -1114,16 +1181,16 @@ struct DecodeStep {
       uint32_t& best_token) {
     uint32_t token = m_tile * 16 + row;
     float candidate = logit;
-    if ((options & 7) != 0 && token < 512) candidate = adjust(column, token, candidate);
-    float temperature = bits_float(((uint32_t*)(arena + COLUMNS))[column * 9 + 3]);
+    if ((options & 7) != 0 && token < VOCAB) candidate = adjust(column, token, candidate);
+    float temperature = bits_float(((ColumnState*)(arena + COLUMNS))[column].temperature);
     if (temperature > 0.0f) {
-      uint64_t seed = ((uint64_t)(((uint32_t*)(arena + COLUMNS))[column * 9 + 5]) << 32) | (uint64_t)(((uint32_t*)(arena + COLUMNS))[column * 9 + 4]);
-      uint32_t position = ((uint32_t*)(arena + COLUMNS))[column * 9] + 1;
+      uint64_t seed = ((uint64_t)(((ColumnState*)(arena + COLUMNS))[column].seed_high) << 32) | (uint64_t)(((ColumnState*)(arena + COLUMNS))[column].seed_low);
+      uint32_t position = ((ColumnState*)(arena + COLUMNS))[column].position + 1;
       float scaled = divide_f32(candidate, temperature);
       candidate = scaled + gumbel(token, position, seed);
-      if ((options & 8) != 0 && token < 512) keep_2(token, scaled, candidate, column);
+      if ((options & 8) != 0 && token < VOCAB) keep_2(token, scaled, candidate, column);
     }
-    if (token < 512 && candidate > best) {
+    if (token < VOCAB && candidate > best) {
       best = candidate;
       best_token = token;
     }
@@ -1148,7 +1215,7 @@ struct DecodeStep {
       total += shuffle_xor_f32(total, 1);
       float mean = fma_f32(total, 0.0078125f, 1e-05f);
       float scale_2 = rsqrt_f32(mean);
-      scale = total < 1.8446744e+19f ? scale_2 : bits_float(2143289344);
+      scale = total < 1.8446744e+19f ? scale_2 : bits_float(NAN_BITS);
     }
     float* reduction = (float*)(arena + REDUCTIONS) + adding * 1280;
     float* own = reduction + (column / 2 * 40 + lane);
@@ -1164,9 +1231,9 @@ struct DecodeStep {
     float logit = total_3 * scale;
     uint32_t token = m_tile * 16 + row;
     if (is_own) {
-      if (logits != nullptr && token < 512) {
+      if (logits != nullptr && token < VOCAB) {
         uint64_t row_2 = (uint64_t)(step * 8 + column);
-        logits[row_2 * 512 + (uint64_t)(token)] = logit;
+        logits[row_2 * VOCAB + (uint64_t)(token)] = logit;
       }
       consider(logit, m_tile, row, column, best, best_token);
     }
@@ -1175,13 +1242,13 @@ struct DecodeStep {
   // The block's M-tiles of lm_head: the warps' sums added up, the rows finished.
   __device__ __forceinline__ void finish_lm_head(uint32_t step_epoch, uint32_t step, float& best,
       uint32_t& best_token) {
-    uint32_t position = (block + 124) % 132;
-    if (position < 32) {
+    uint32_t position = (block + 124) % BLOCKS;
+    if (position < LM_HEAD_ROWS / 16) {
       warp_barrier();
       if (lane == 0) mbarrier_arrive(loaded);
       float scale = 0.0f;
       #pragma unroll 1
-      for (uint32_t m_tile = position; m_tile < 32; m_tile += 132) {
+      for (uint32_t m_tile = position; m_tile < LM_HEAD_ROWS / 16; m_tile += BLOCKS) {
         uint32_t column = (warp - 9) % 4 * 2 + lane / 16;
         finish_rows_5(m_tile, column, scale, step_epoch, step, best, best_token);
         warp_barrier();
@@ -1223,20 +1290,18 @@ struct DecodeStep {
 
   // Write down every column's place in this step. A barrier of the consumer warps must follow.
   __device__ __forceinline__ void begin_step(uint32_t step) {
-    uint32_t* state = (uint32_t*)(arena + COLUMNS);
     if (thread < column_count) {
       uint32_t sequence = load_constant_u32(columns + thread * 4);
       uint32_t per_step = load_constant_u32(sequences + (sequence * 24 + 1));
       uint32_t index = step * per_step + load_constant_u32(columns + (thread * 4 + 1));
-      uint32_t* words = state + thread * 9;
       uint32_t position = load_constant_u32(sequences + sequence * 24) + index;
-      words[0] = min(position, 511u);
-      words[1] = index;
-      words[2] = load_constant_u32(sequences + (sequence * 24 + 3));
-      words[3] = load_constant_u32(sequences + (sequence * 24 + 5));
-      words[4] = load_constant_u32(sequences + (sequence * 24 + 6));
-      words[5] = load_constant_u32(sequences + (sequence * 24 + 7));
-      words[6] = sequence;
+      ((ColumnState*)(arena + COLUMNS))[thread].position = min(position, MAX_CONTEXT - 1);
+      ((ColumnState*)(arena + COLUMNS))[thread].number = index;
+      ((ColumnState*)(arena + COLUMNS))[thread].total = load_constant_u32(sequences + (sequence * 24 + 3));
+      ((ColumnState*)(arena + COLUMNS))[thread].temperature = load_constant_u32(sequences + (sequence * 24 + 5));
+      ((ColumnState*)(arena + COLUMNS))[thread].seed_low = load_constant_u32(sequences + (sequence * 24 + 6));
+      ((ColumnState*)(arena + COLUMNS))[thread].seed_high = load_constant_u32(sequences + (sequence * 24 + 7));
+      ((ColumnState*)(arena + COLUMNS))[thread].sequence = sequence;
     }
   }
 
@@ -1249,7 +1314,7 @@ struct DecodeStep {
 
   // An item's record and its tile's, in four units of 16 bytes.
   __device__ __forceinline__ void keep_item(uint4* place, uint32_t index) {
-    const int32_t* record = kv_plans + (plan_index * 4928 + index * 8 + 256);
+    const int32_t* record = kv_plans + (plan_index * PLAN_WORDS + (index * 8 + PLAN_ITEMS));
     uint4 what = load_constant_u32x4(record);
     place[0] = what;
     place[1] = load_constant_u32x4(record + 4);
@@ -1259,17 +1324,17 @@ struct DecodeStep {
   // Called by a whole warp of the team.
   __device__ __forceinline__ void keep_merge(uint32_t job, uint32_t merge_rows) {
     uint4* place = (uint4*)(arena + RECORDS) + (21 + warp / 4 * 8);
-    uint32_t index = load_constant_u32(kv_plans + (plan_index * 4928 + job / merge_rows * 2 + 2688));
-    uint32_t head = load_constant_u32(kv_plans + (plan_index * 4928 + job / merge_rows * 2 + 2689));
-    uint32_t begin = load_constant_u32(kv_plans + (plan_index * 4928 + job / merge_rows + 2624));
-    uint32_t end = load_constant_u32(kv_plans + (plan_index * 4928 + job / merge_rows + 2625));
+    uint32_t index = load_constant_u32(kv_plans + (plan_index * PLAN_WORDS + (job / merge_rows * 2 + PLAN_MERGES)));
+    uint32_t head = load_constant_u32(kv_plans + (plan_index * PLAN_WORDS + (job / merge_rows * 2 + 1 + PLAN_MERGES)));
+    uint32_t begin = load_constant_u32(kv_plans + (plan_index * PLAN_WORDS + (job / merge_rows + PLAN_MERGE_INDPTR)));
+    uint32_t end = load_constant_u32(kv_plans + (plan_index * PLAN_WORDS + (job / merge_rows + 1 + PLAN_MERGE_INDPTR)));
     if (lane == 0) {
       place[0] = make_u32x4(head, job % merge_rows, begin, end);
       keep_tile(place + 1, index);
     }
     uint32_t* sources = (uint32_t*)(place + 3);
     if (lane < min(end - begin, 20u)) {
-      sources[lane] = load_constant_u32(kv_plans + (plan_index * 4928 + (begin + lane) + 2752));
+      sources[lane] = load_constant_u32(kv_plans + (plan_index * PLAN_WORDS + (begin + lane + PLAN_MERGE_SRC)));
     }
   }
 
@@ -1277,14 +1342,16 @@ struct DecodeStep {
   // must precede, if there were others, and follow.
   __device__ __forceinline__ void keep() {
     uint4* kept = (uint4*)(arena + RECORDS);
-    uint4 header = load_constant_u32x4(kv_plans + plan_index * 4928);
+    uint4 header = load_constant_u32x4(kv_plans + plan_index * PLAN_WORDS);
     if (thread < 4) {
-      uint32_t first_item = load_constant_u32(kv_plans + (plan_index * 4928 + block + 64));
-      uint32_t last_item = load_constant_u32(kv_plans + (plan_index * 4928 + block + 65));
+      uint32_t first_item = load_constant_u32(kv_plans + (plan_index * PLAN_WORDS + (block + PLAN_WORK_INDPTR)));
+      uint32_t last_item = load_constant_u32(kv_plans + (plan_index * PLAN_WORDS + (block + 1 + PLAN_WORK_INDPTR)));
       if (thread == 0) kept[0] = make_u32x4(first_item, last_item, header.z * header.w, header.w);
       if (first_item + thread < last_item) keep_item(kept + (1 + thread * 4), first_item + thread);
     }
-    if (warp % 4 == 0 && warp / 4 * 132 + block < header.z * header.w) keep_merge(warp / 4 * 132 + block, header.w);
+    if (warp % 4 == 0 && warp / 4 * BLOCKS + block < header.z * header.w) {
+      keep_merge(warp / 4 * BLOCKS + block, header.w);
+    }
   }
 
   // In the consumer role: the embeddings of the step's tokens, times the multiplier, become the residual, and are
@@ -1292,19 +1359,19 @@ struct DecodeStep {
   // share M-tiles.
   __device__ __forceinline__ void publish_embeddings(uint32_t step_epoch) {
     #pragma unroll 1
-    for (uint32_t place = thread; place < 128; place += 256) {
+    for (uint32_t place = thread; place < 128; place += CONSUMERS) {
       uint32_t wave = place / 128;
       uint32_t column = place / 16 % 8;
       uint32_t row = place % 16;
-      uint32_t m_tile = wave * 132 + block % 132;
-      bool is_own = place < 128 && m_tile < 8 && column < column_count;
+      uint32_t m_tile = wave * BLOCKS + block % BLOCKS;
+      bool is_own = place < 128 && m_tile < O_ROWS / 16 && column < column_count;
       uint32_t there = min(m_tile, 7u);
       float* residual = (float*)(arena + RESIDUAL);
       uint32_t place_2 = renewed_u32((wave * 16 + row) * 8 + column);
       float weight = bf16_to_f32(norms[there * 16 + row]);
-      uint32_t published = renewed_u32((((there * 16 + row) / 32 * 8 + column) * 4 + (there * 16 + row) / 8 % 4) * 4 + (there * 16 + row) % 8 / 2 + 64);
+      uint32_t published = renewed_u32((((there * 16 + row) / 32 * 8 + column) * 4 + (there * 16 + row) / 8 % 4) * 4 + (there * 16 + row) % 8 / 2 + EXCHANGE_HIDDEN);
       float embedded = 0.0f;
-      if (is_own) embedded = bf16_to_f32((embedding + (uint64_t)(next_token[column]) * 128)[there * 16 + row]);
+      if (is_own) embedded = bf16_to_f32((embedding + (uint64_t)(next_token[column]) * HIDDEN)[there * 16 + row]);
       float value = embedded;
       if (is_own) residual[place_2] = value;
       float weighted = value * weight;
@@ -1315,14 +1382,16 @@ struct DecodeStep {
         publish_tagged(place_3, pair, 32, step_epoch);
       }
       bool is_plausible = weighted < 8589934592.0f && weighted > -8589934592.0f;
-      float told = is_plausible ? value : bits_float(2143289344);
+      float told = is_plausible ? value : bits_float(NAN_BITS);
       float total = told * told;
       total += shuffle_xor_f32(total, 8);
       total += shuffle_xor_f32(total, 4);
       total += shuffle_xor_f32(total, 2);
       total += shuffle_xor_f32(total, 1);
       uint32_t place_3 = column * 8 + there;
-      if (is_own && row == 0) publish_flagged(exchange_words + (place_3 + 295328), float_bits(total), step_epoch);
+      if (is_own && row == 0) {
+        publish_flagged(exchange_words + (place_3 + EXCHANGE_HIDDEN_SQUARES), float_bits(total), step_epoch);
+      }
     }
   }
 
@@ -1330,9 +1399,9 @@ struct DecodeStep {
   __device__ __forceinline__ void load_angles() {
     float* angles = (float*)(arena + ROPE);
     #pragma unroll 1
-    for (uint32_t index = thread; index < column_count * 64; index += 256) {
-      uint32_t position = ((uint32_t*)(arena + COLUMNS))[index / 64 * 9];
-      angles[index] = rope[(uint64_t)(position) * 64 + (uint64_t)(index % 64)];
+    for (uint32_t index = thread; index < column_count * HEAD_DIM; index += CONSUMERS) {
+      uint32_t position = ((ColumnState*)(arena + COLUMNS))[index / HEAD_DIM].position;
+      angles[index] = rope[(uint64_t)(position) * HEAD_DIM + (uint64_t)(index % HEAD_DIM)];
     }
   }
 
@@ -1341,19 +1410,19 @@ struct DecodeStep {
     uint4* vector = (uint4*)(arena + VECTOR);
     if (thread < 128) {
       uint32_t first_unit = thread;
-      if (lane == 0) wait_tagged4(input_words + (first_unit * 4 + 64), 32, layer_epoch - 1);
+      if (lane == 0) wait_tagged4(input_words + (first_unit * 4 + EXCHANGE_HIDDEN), 32, layer_epoch - 1);
       warp_barrier();
       if (thread / 4 % 8 < column_count) {
         uint4 units[8];
-        wait_tagged_units(units, input_words + (first_unit * 4 + 64), 1024, 1, 32, layer_epoch - 1);
+        wait_tagged_units(units, input_words + (first_unit * 4 + EXCHANGE_HIDDEN), CONSUMERS * 4, 1, 32, layer_epoch - 1);
         #pragma unroll
         for (uint32_t index = 0; index < 1; ++index) {
           uint4 words = units[index];
-          vector[first_unit + index * 256] = words;
+          vector[first_unit + index * CONSUMERS] = words;
         }
       }
     }
-    named_barrier(1, 256);
+    named_barrier(1, CONSUMERS);
   }
 
   // This warp's tiles of a chunk, and what they are multiplied with, to registers.
@@ -1369,7 +1438,7 @@ struct DecodeStep {
         uint4 second = fragments[pair * 64 + 32 + lane];
         weights[turn][0] = first;
         weights[turn][1] = second;
-        values[turn] = ((uint4*)(arena + VECTOR) + (place * 16 + pair) * 32)[lane % 32];
+        values[turn] = ((uint4*)(arena + VECTOR) + (place * (QKV_CHUNK_BYTES / 1024) + pair) * 32)[lane % 32];
         read ^= first.x ^ second.x;
       }
     }
@@ -1430,22 +1499,25 @@ struct DecodeStep {
     uint32_t thread = thread_index();
     uint32_t warp = thread / 32;
     uint32_t lane = thread % 32;
-    if (thread == 0) store_relaxed_u32(progress + block, step * 17 + layer * 5);
-    uint32_t position = (block + 124) % 132;
-    if (position < 32) {
+    if (thread == 0) {
+      uint32_t so_far = step * PHASES + layer * 5;
+      store_relaxed_u32(progress + block, so_far);
+    }
+    uint32_t position = (block + 124) % BLOCKS;
+    if (position < QKV_ROWS / 16) {
       if (thread == 0) store_shared_u32(block_waits, 1);
       load_vector(thread, lane, layer_epoch);
       if (thread == 0) mbarrier_arrive(loaded);
       if (thread == 0) store_shared_u32(block_waits, 0);
       #pragma unroll 1
-      for (uint32_t m_tile = position; m_tile < 32; m_tile += 132) {
+      for (uint32_t m_tile = position; m_tile < QKV_ROWS / 16; m_tile += BLOCKS) {
         float sums[1][4] = {};
         #pragma unroll 2
         for (uint32_t chunk = 0; chunk < 1; ++chunk) {
           uint4 weights[2][2];
           uint4 values[2];
           mbarrier_wait(full + use_stage, use_parity);
-          uint8_t* chunk_2 = ring + use_stage * 16384;
+          uint8_t* chunk_2 = ring + use_stage * STAGE_BYTES;
           hold_chunk(chunk, chunk, chunk_2, warp, lane, weights, values);
           warp_barrier();
           if (lane == 0) mbarrier_arrive(empty + use_stage);
@@ -1464,7 +1536,7 @@ struct DecodeStep {
     bool is_value = index >= newest_units;
     uint32_t newest_unit = index - (is_value ? newest_units : 0);
     uint32_t column = record[3].w + (newest_begin - (record[3].x + record[3].y * step)) + newest_unit / 8;
-    uint4 words = wait_flagged4(exchange_words + ((column * 64 + ((is_value ? 6u : 4u) + what.z) * 8 + newest_unit % 8) * 4 + 288), epoch);
+    uint4 words = wait_flagged4(exchange_words + ((column * 64 + ((is_value ? 6u : 4u) + what.z) * 8 + newest_unit % 8) * 4 + EXCHANGE_QKV), epoch);
     uint4* place = (is_value ? (uint4*)(arena + NEWEST) + 128 : (uint4*)(arena + NEWEST)) + newest_unit;
     place[0] = words;
   }
@@ -1476,16 +1548,16 @@ struct DecodeStep {
     uint32_t query_units = record[1].z * 8;
     uint32_t newest_units = newest * 8;
     #pragma unroll 1
-    for (uint32_t index = thread; index < query_units + newest_units * 2; index += 256) {
+    for (uint32_t index = thread; index < query_units + newest_units * 2; index += CONSUMERS) {
       if (index < query_units) {
         uint32_t row = index / 8;
         uint32_t column = record[2].x + row / 2;
-        queries[index] = wait_flagged4(exchange_words + ((column * 64 + (what.z * 2 + row % 2) * 8 + index % 8) * 4 + 288), epoch);
+        queries[index] = wait_flagged4(exchange_words + ((column * 64 + (what.z * 2 + row % 2) * 8 + index % 8) * 4 + EXCHANGE_QKV), epoch);
       } else {
         load_newest_unit(newest_begin, index - query_units, newest_units, epoch, record, step, what);
       }
     }
-    named_barrier(1, 256);
+    named_barrier(1, CONSUMERS);
   }
 
   // For how many warps this one gives back a stage with these tiles: those with a tile in it share out all. Where
@@ -1715,7 +1787,7 @@ struct DecodeStep {
       uint32_t place = use_stage + stage;
       uint32_t stage_2 = place % 11;
       if (is_cached) mbarrier_wait(full + stage_2, (use_parity + place / 11) % 2);
-      uint8_t* chunk = ring + stage_2 * 16384;
+      uint8_t* chunk = ring + stage_2 * STAGE_BYTES;
       uint8_t* keys = chunk;
       uint8_t* values = chunk + 8192;
       if (!is_cached) {
@@ -1810,9 +1882,11 @@ struct DecodeStep {
   __device__ __forceinline__ void publish_partial(uint32_t row, uint32_t dim_pair, float low, float high, float lse,
       uint32_t epoch) {
     uint32_t partial = row * 68;
-    publish_flagged(exchange_words + (partial + dim_pair * 2 + 2336), float_bits(low), epoch);
-    publish_flagged(exchange_words + (partial + dim_pair * 2 + 2337), float_bits(high), epoch);
-    if (dim_pair < 4) publish_flagged(exchange_words + (partial + 64 + dim_pair + 2336), float_bits(lse), epoch);
+    publish_flagged(exchange_words + (partial + dim_pair * 2 + EXCHANGE_PARTIALS), float_bits(low), epoch);
+    publish_flagged(exchange_words + (partial + dim_pair * 2 + 1 + EXCHANGE_PARTIALS), float_bits(high), epoch);
+    if (dim_pair < 4) {
+      publish_flagged(exchange_words + (partial + 64 + dim_pair + EXCHANGE_PARTIALS), float_bits(lse), epoch);
+    }
   }
 
   // Column tile `index` of every group: its column c was laid down by the warps column_group, column_group +
@@ -1820,7 +1894,7 @@ struct DecodeStep {
   __device__ __forceinline__ void fold_slices(uint32_t epoch, uint4* record, uint32_t thread, uint4 what) {
     uint32_t rows = record[1].z;
     #pragma unroll 1
-    for (uint32_t output = thread; output < rows * 32; output += 256) {
+    for (uint32_t output = thread; output < rows * 32; output += CONSUMERS) {
       uint32_t place = output / 32;
       uint32_t pair = output % 32;
       float low;
@@ -1829,10 +1903,10 @@ struct DecodeStep {
       float weight_sum;
       fold_states(place, pair, low, high, highest, weight_sum);
       uint32_t dim_pair = (pair % 32 / 4 + pair / 32) * 4 + pair % 32 % 4;
-      if (record[1].y == 4294967295u) {
+      if (record[1].y == WRITE_THROUGH) {
         float lse = weight_sum == 0.0f ? -bits_float(0x7f800000) : fma_f32(highest, 0.6931472f, log_f32(weight_sum));
         uint32_t column = record[2].x + place / 2;
-        publish_tagged(input_words + (((((what.z * 2 + place % 2) * 64 + dim_pair * 2) / 32 * 8 + column) * 4 + ((what.z * 2 + place % 2) * 64 + dim_pair * 2) / 8 % 4) * 4 + ((what.z * 2 + place % 2) * 64 + dim_pair * 2) % 8 / 2 + 587840), pack_bf16x2(low, high), 60, epoch);
+        publish_tagged(input_words + (((((what.z * 2 + place % 2) * 64 + dim_pair * 2) / 32 * 8 + column) * 4 + ((what.z * 2 + place % 2) * 64 + dim_pair * 2) / 8 % 4) * 4 + ((what.z * 2 + place % 2) * 64 + dim_pair * 2) % 8 / 2 + EXCHANGE_ATTENTION), pack_bf16x2(low, high), 60, epoch);
       } else {
         float lse = weight_sum == 0.0f ? -bits_float(0x7f800000) : fma_f32(highest, 0.6931472f, log_f32(weight_sum));
         publish_partial(record[1].y + place, dim_pair, low, high, lse, epoch);
@@ -1846,9 +1920,9 @@ struct DecodeStep {
       float (&highest)[2], float (&output)[4][4], uint4* record, uint32_t thread, uint4 what) {
     lay_down_statistics(weight_sum, lane, warp, highest);
     lay_down_2(lane, warp, output);
-    named_barrier(1, 256);
+    named_barrier(1, CONSUMERS);
     fold_slices(epoch, record, thread, what);
-    named_barrier(1, 256);
+    named_barrier(1, CONSUMERS);
   }
 
   // This warp's share of an item whose queries are there.
@@ -1990,7 +2064,7 @@ struct DecodeStep {
       uint32_t place = use_stage + stage;
       uint32_t stage_2 = place % 11;
       if (is_cached) mbarrier_wait(full + stage_2, (use_parity + place / 11) % 2);
-      uint8_t* chunk = ring + stage_2 * 16384;
+      uint8_t* chunk = ring + stage_2 * STAGE_BYTES;
       uint8_t* keys = chunk;
       uint8_t* values = chunk + 8192;
       if (!is_cached) {
@@ -2028,7 +2102,7 @@ struct DecodeStep {
       uint4 what) {
     if (column_groups == 1) {
       #pragma unroll 1
-      for (uint32_t output = thread; output < 256; output += 256) {
+      for (uint32_t output = thread; output < 256; output += CONSUMERS) {
         uint32_t place = output / 32;
         uint32_t pair = output % 32;
         uint32_t row = place / 8 * 16 + place % 8;
@@ -2039,10 +2113,10 @@ struct DecodeStep {
           float weight_sum;
           fold_states(place, pair, low, high, highest, weight_sum);
           uint32_t dim_pair = (pair % 32 / 4 + pair / 32) * 4 + pair % 32 % 4;
-          if (record[1].y == 4294967295u) {
+          if (record[1].y == WRITE_THROUGH) {
             float lse = weight_sum == 0.0f ? -bits_float(0x7f800000) : fma_f32(highest, 0.6931472f, log_f32(weight_sum));
             uint32_t column = record[2].x + row / 2;
-            publish_tagged(input_words + (((((what.z * 2 + row % 2) * 64 + dim_pair * 2) / 32 * 8 + column) * 4 + ((what.z * 2 + row % 2) * 64 + dim_pair * 2) / 8 % 4) * 4 + ((what.z * 2 + row % 2) * 64 + dim_pair * 2) % 8 / 2 + 587840), pack_bf16x2(low, high), 60, epoch);
+            publish_tagged(input_words + (((((what.z * 2 + row % 2) * 64 + dim_pair * 2) / 32 * 8 + column) * 4 + ((what.z * 2 + row % 2) * 64 + dim_pair * 2) / 8 % 4) * 4 + ((what.z * 2 + row % 2) * 64 + dim_pair * 2) % 8 / 2 + EXCHANGE_ATTENTION), pack_bf16x2(low, high), 60, epoch);
           } else {
             float lse = weight_sum == 0.0f ? -bits_float(0x7f800000) : fma_f32(highest, 0.6931472f, log_f32(weight_sum));
             publish_partial(record[1].y + row, dim_pair, low, high, lse, epoch);
@@ -2058,7 +2132,7 @@ struct DecodeStep {
       uint4 what) {
     if (column_groups == 1) {
       #pragma unroll 1
-      for (uint32_t output = thread; output < 256; output += 256) {
+      for (uint32_t output = thread; output < 256; output += CONSUMERS) {
         uint32_t place = output / 32;
         uint32_t pair = output % 32;
         uint32_t row = (place / 8 * 2 + 1) * 8 + place % 8;
@@ -2069,10 +2143,10 @@ struct DecodeStep {
           float weight_sum;
           fold_states(place, pair, low, high, highest, weight_sum);
           uint32_t dim_pair = (pair % 32 / 4 + pair / 32) * 4 + pair % 32 % 4;
-          if (record[1].y == 4294967295u) {
+          if (record[1].y == WRITE_THROUGH) {
             float lse = weight_sum == 0.0f ? -bits_float(0x7f800000) : fma_f32(highest, 0.6931472f, log_f32(weight_sum));
             uint32_t column = record[2].x + row / 2;
-            publish_tagged(input_words + (((((what.z * 2 + row % 2) * 64 + dim_pair * 2) / 32 * 8 + column) * 4 + ((what.z * 2 + row % 2) * 64 + dim_pair * 2) / 8 % 4) * 4 + ((what.z * 2 + row % 2) * 64 + dim_pair * 2) % 8 / 2 + 587840), pack_bf16x2(low, high), 60, epoch);
+            publish_tagged(input_words + (((((what.z * 2 + row % 2) * 64 + dim_pair * 2) / 32 * 8 + column) * 4 + ((what.z * 2 + row % 2) * 64 + dim_pair * 2) / 8 % 4) * 4 + ((what.z * 2 + row % 2) * 64 + dim_pair * 2) % 8 / 2 + EXCHANGE_ATTENTION), pack_bf16x2(low, high), 60, epoch);
           } else {
             float lse = weight_sum == 0.0f ? -bits_float(0x7f800000) : fma_f32(highest, 0.6931472f, log_f32(weight_sum));
             publish_partial(record[1].y + row, dim_pair, low, high, lse, epoch);
@@ -2089,14 +2163,14 @@ struct DecodeStep {
       float (&weight_sum_2)[2], float (&highest_2)[2], float (&output_2)[4][4]) {
     lay_down_statistics(weight_sum, lane, warp, highest);
     lay_down_2(lane, warp, output);
-    named_barrier(1, 256);
+    named_barrier(1, CONSUMERS);
     fold_slices_2(epoch, column_groups, thread, record, what);
-    named_barrier(1, 256);
+    named_barrier(1, CONSUMERS);
     lay_down_statistics(weight_sum_2, lane, warp, highest_2);
     lay_down_2(lane, warp, output_2);
-    named_barrier(1, 256);
+    named_barrier(1, CONSUMERS);
     fold_slices_3(epoch, column_groups, thread, record, what);
-    named_barrier(1, 256);
+    named_barrier(1, CONSUMERS);
   }
 
   // This warp's share of an item whose queries are there.
@@ -2123,17 +2197,17 @@ struct DecodeStep {
   // Called by a whole warp of the team.
   __device__ __forceinline__ void keep_merge_2(uint32_t job, uint32_t merge_rows, uint32_t warp, uint32_t lane) {
     uint4* place = (uint4*)(arena + RECORDS) + (21 + warp / 4 * 8);
-    uint32_t index = load_constant_u32(kv_plans + (plan_index * 4928 + job / merge_rows * 2 + 2688));
-    uint32_t head = load_constant_u32(kv_plans + (plan_index * 4928 + job / merge_rows * 2 + 2689));
-    uint32_t begin = load_constant_u32(kv_plans + (plan_index * 4928 + job / merge_rows + 2624));
-    uint32_t end = load_constant_u32(kv_plans + (plan_index * 4928 + job / merge_rows + 2625));
+    uint32_t index = load_constant_u32(kv_plans + (plan_index * PLAN_WORDS + (job / merge_rows * 2 + PLAN_MERGES)));
+    uint32_t head = load_constant_u32(kv_plans + (plan_index * PLAN_WORDS + (job / merge_rows * 2 + 1 + PLAN_MERGES)));
+    uint32_t begin = load_constant_u32(kv_plans + (plan_index * PLAN_WORDS + (job / merge_rows + PLAN_MERGE_INDPTR)));
+    uint32_t end = load_constant_u32(kv_plans + (plan_index * PLAN_WORDS + (job / merge_rows + 1 + PLAN_MERGE_INDPTR)));
     if (lane == 0) {
       place[0] = make_u32x4(head, job % merge_rows, begin, end);
       keep_tile(place + 1, index);
     }
     uint32_t* sources = (uint32_t*)(place + 3);
     if (lane < min(end - begin, 20u)) {
-      sources[lane] = load_constant_u32(kv_plans + (plan_index * 4928 + (begin + lane) + 2752));
+      sources[lane] = load_constant_u32(kv_plans + (plan_index * PLAN_WORDS + (begin + lane + PLAN_MERGE_SRC)));
     }
   }
 
@@ -2153,7 +2227,7 @@ struct DecodeStep {
     if (index < 20) {
       source = ((const uint32_t*)((uint4*)(arena + RECORDS) + (21 + warp / 4 * 8) + 3))[index];
     } else {
-      source = load_constant_u32(kv_plans + (plan_index * 4928 + (record[0].z + index) + 2752));
+      source = load_constant_u32(kv_plans + (plan_index * PLAN_WORDS + (record[0].z + index + PLAN_MERGE_SRC)));
     }
     return source;
   }
@@ -2182,7 +2256,7 @@ struct DecodeStep {
     if (index < 20) {
       source = ((const uint32_t*)((uint4*)(arena + RECORDS) + (21 + warp / 4 * 8) + 3))[index];
     } else {
-      source = load_constant_u32(kv_plans + (plan_index * 4928 + (record[0].z + index) + 2752));
+      source = load_constant_u32(kv_plans + (plan_index * PLAN_WORDS + (record[0].z + index + PLAN_MERGE_SRC)));
     }
     return source;
   }
@@ -2233,12 +2307,12 @@ struct DecodeStep {
       float low = sums[0] * inverse;
       float high = sums[1] * inverse;
       uint32_t column = record[1].x + record[0].y / 2;
-      publish_tagged(input_words + (((((record[0].x * 2 + record[0].y % 2) * 64 + dim_pair * 2) / 32 * 8 + column) * 4 + ((record[0].x * 2 + record[0].y % 2) * 64 + dim_pair * 2) / 8 % 4) * 4 + ((record[0].x * 2 + record[0].y % 2) * 64 + dim_pair * 2) % 8 / 2 + 587840), pack_bf16x2(low, high), 60, epoch);
+      publish_tagged(input_words + (((((record[0].x * 2 + record[0].y % 2) * 64 + dim_pair * 2) / 32 * 8 + column) * 4 + ((record[0].x * 2 + record[0].y % 2) * 64 + dim_pair * 2) / 8 % 4) * 4 + ((record[0].x * 2 + record[0].y % 2) * 64 + dim_pair * 2) % 8 / 2 + EXCHANGE_ATTENTION), pack_bf16x2(low, high), 60, epoch);
       uint32_t dim_pair_2 = lane % 16 * 2 + 1;
       float low_2 = sums[2] * inverse;
       float high_2 = sums[3] * inverse;
       uint32_t column_2 = record[1].x + record[0].y / 2;
-      publish_tagged(input_words + (((((record[0].x * 2 + record[0].y % 2) * 64 + dim_pair_2 * 2) / 32 * 8 + column_2) * 4 + ((record[0].x * 2 + record[0].y % 2) * 64 + dim_pair_2 * 2) / 8 % 4) * 4 + ((record[0].x * 2 + record[0].y % 2) * 64 + dim_pair_2 * 2) % 8 / 2 + 587840), pack_bf16x2(low_2, high_2), 60, epoch);
+      publish_tagged(input_words + (((((record[0].x * 2 + record[0].y % 2) * 64 + dim_pair_2 * 2) / 32 * 8 + column_2) * 4 + ((record[0].x * 2 + record[0].y % 2) * 64 + dim_pair_2 * 2) / 8 % 4) * 4 + ((record[0].x * 2 + record[0].y % 2) * 64 + dim_pair_2 * 2) % 8 / 2 + EXCHANGE_ATTENTION), pack_bf16x2(low_2, high_2), 60, epoch);
     }
   }
 
@@ -2250,16 +2324,19 @@ struct DecodeStep {
     uint32_t thread = thread_index();
     uint32_t warp = thread / 32;
     uint32_t lane = thread % 32;
-    if (thread == 0) store_relaxed_u32(progress + block, step * 17 + layer * 5 + 1);
+    if (thread == 0) {
+      uint32_t so_far = step * PHASES + layer * 5 + 1;
+      store_relaxed_u32(progress + block, so_far);
+    }
     uint4 numbers = ((uint4*)(arena + RECORDS))[0];
     #pragma unroll 1
     for (uint32_t number = numbers.x; number < numbers.y; ++number) {
       uint32_t index = number - numbers.x;
       uint4* record = (uint4*)(arena + RECORDS) + (1 + min(index, 4u) * 4);
       if (index >= 4) {
-        named_barrier(1, 256);
+        named_barrier(1, CONSUMERS);
         if (thread == 0) keep_item(record, number);
-        named_barrier(1, 256);
+        named_barrier(1, CONSUMERS);
       }
       uint4 what = record[0];
       uint32_t cached_end = min(record[1].x, record[3].x + record[3].y * step);
@@ -2275,14 +2352,14 @@ struct DecodeStep {
         uint32_t packed = lane % 4 * 2;
         uint32_t present = min(packed, record[1].z - 1);
         uint32_t end = min(record[1].x, record[3].x + record[3].y * step + record[3].z);
-        uint32_t position = ((uint32_t*)(arena + COLUMNS))[(record[2].x + present / 2) * 9];
+        uint32_t position = ((ColumnState*)(arena + COLUMNS))[record[2].x + present / 2].position;
         uint32_t following = position + 1;
         uint32_t visible = following > record[2].w ? following - record[2].w : 0;
         limits[0] = packed < record[1].z ? min(end, visible) : 0;
         uint32_t packed_2 = lane % 4 * 2 + 1;
         uint32_t present_2 = min(packed_2, record[1].z - 1);
         uint32_t end_2 = min(record[1].x, record[3].x + record[3].y * step + record[3].z);
-        uint32_t position_2 = ((uint32_t*)(arena + COLUMNS))[(record[2].x + present_2 / 2) * 9];
+        uint32_t position_2 = ((ColumnState*)(arena + COLUMNS))[record[2].x + present_2 / 2].position;
         uint32_t following_2 = position_2 + 1;
         uint32_t visible_2 = following_2 > record[2].w ? following_2 - record[2].w : 0;
         limits[1] = packed_2 < record[1].z ? min(end_2, visible_2) : 0;
@@ -2300,14 +2377,14 @@ struct DecodeStep {
         uint32_t packed = column_group * 16 + lane % 4 * 2;
         uint32_t present = min(packed, record[1].z - 1);
         uint32_t end = min(record[1].x, record[3].x + record[3].y * step + record[3].z);
-        uint32_t position = ((uint32_t*)(arena + COLUMNS))[(record[2].x + present / 2) * 9];
+        uint32_t position = ((ColumnState*)(arena + COLUMNS))[record[2].x + present / 2].position;
         uint32_t following = position + 1;
         uint32_t visible = following > record[2].w ? following - record[2].w : 0;
         limits[0] = packed < record[1].z ? min(end, visible) : 0;
         uint32_t packed_2 = column_group * 16 + lane % 4 * 2 + 1;
         uint32_t present_2 = min(packed_2, record[1].z - 1);
         uint32_t end_2 = min(record[1].x, record[3].x + record[3].y * step + record[3].z);
-        uint32_t position_2 = ((uint32_t*)(arena + COLUMNS))[(record[2].x + present_2 / 2) * 9];
+        uint32_t position_2 = ((ColumnState*)(arena + COLUMNS))[record[2].x + present_2 / 2].position;
         uint32_t following_2 = position_2 + 1;
         uint32_t visible_2 = following_2 > record[2].w ? following_2 - record[2].w : 0;
         limits[1] = packed_2 < record[1].z ? min(end_2, visible_2) : 0;
@@ -2318,14 +2395,14 @@ struct DecodeStep {
         uint32_t packed_3 = (column_group * 2 + 1) * 8 + lane % 4 * 2;
         uint32_t present_3 = min(packed_3, record[1].z - 1);
         uint32_t end_3 = min(record[1].x, record[3].x + record[3].y * step + record[3].z);
-        uint32_t position_3 = ((uint32_t*)(arena + COLUMNS))[(record[2].x + present_3 / 2) * 9];
+        uint32_t position_3 = ((ColumnState*)(arena + COLUMNS))[record[2].x + present_3 / 2].position;
         uint32_t following_3 = position_3 + 1;
         uint32_t visible_3 = following_3 > record[2].w ? following_3 - record[2].w : 0;
         limits_2[0] = packed_3 < record[1].z ? min(end_3, visible_3) : 0;
         uint32_t packed_4 = (column_group * 2 + 1) * 8 + lane % 4 * 2 + 1;
         uint32_t present_4 = min(packed_4, record[1].z - 1);
         uint32_t end_4 = min(record[1].x, record[3].x + record[3].y * step + record[3].z);
-        uint32_t position_4 = ((uint32_t*)(arena + COLUMNS))[(record[2].x + present_4 / 2) * 9];
+        uint32_t position_4 = ((ColumnState*)(arena + COLUMNS))[record[2].x + present_4 / 2].position;
         uint32_t following_4 = position_4 + 1;
         uint32_t visible_4 = following_4 > record[2].w ? following_4 - record[2].w : 0;
         limits_2[1] = packed_4 < record[1].z ? min(end_4, visible_4) : 0;
@@ -2336,9 +2413,9 @@ struct DecodeStep {
     // merge of partial states
     uint4 numbers_2 = ((uint4*)(arena + RECORDS))[0];
     uint4* record = (uint4*)(arena + RECORDS) + (21 + warp / 4 * 8);
-    uint32_t first_job = warp / 4 * 132 + block;
+    uint32_t first_job = warp / 4 * BLOCKS + block;
     #pragma unroll 1
-    for (uint32_t job = first_job; job < numbers_2.z; job += 264) {
+    for (uint32_t job = first_job; job < numbers_2.z; job += BLOCKS * 2) {
       if (job != first_job) replace_merge(job, numbers_2.w, warp, lane);
       if (record[0].y < record[1].y * 2) {
         float highest = -bits_float(0x7f800000);
@@ -2360,7 +2437,7 @@ struct DecodeStep {
                 uint32_t source = shuffle_u32(value, index);
                 indices[index + 1] = ((source + record[0].y) * 17 + lane % 16) * 4;
               }
-              wait_flagged_places(states, exchange_words + 2336, indices, 6, layer_epoch);
+              wait_flagged_places(states, exchange_words + EXCHANGE_PARTIALS, indices, 6, layer_epoch);
               #pragma unroll
               for (uint32_t index = 0; index < 5; ++index) {
                 if (index < count) {
@@ -2385,7 +2462,7 @@ struct DecodeStep {
               uint32_t source = shuffle_u32(value, index);
               indices[index + 1] = ((source + record[0].y) * 17 + lane % 16) * 4;
             }
-            wait_flagged_places(states, exchange_words + 2336, indices, 6, layer_epoch);
+            wait_flagged_places(states, exchange_words + EXCHANGE_PARTIALS, indices, 6, layer_epoch);
             #pragma unroll
             for (uint32_t index = 0; index < 5; ++index) {
               if (index < count) {
@@ -2402,8 +2479,8 @@ struct DecodeStep {
         if (warp % 4 == 0) finish_merge(layer_epoch, weight_sum, highest, lane, sums, record);
       }
     }
-    if (first_job + 264 < numbers_2.z) replace_merge(first_job, numbers_2.w, warp, lane);
-    if (numbers_2.z > 0) named_barrier(1, 256);
+    if (first_job + BLOCKS * 2 < numbers_2.z) replace_merge(first_job, numbers_2.w, warp, lane);
+    if (numbers_2.z > 0) named_barrier(1, CONSUMERS);
   }
 
   // Bring `size_bytes` of global memory into L2, a line a block: a cold line under full load takes microseconds.
@@ -2411,7 +2488,7 @@ struct DecodeStep {
     const uint8_t* lines = (const uint8_t*)(source);
     if (thread == 0) {
       #pragma unroll 1
-      for (uint32_t offset = block * 128; offset < 256; offset += 16896) prefetch_l2(lines + offset);
+      for (uint32_t offset = block * 128; offset < 256; offset += BLOCKS * 128) prefetch_l2(lines + offset);
     }
   }
 
@@ -2419,18 +2496,18 @@ struct DecodeStep {
   __device__ __forceinline__ void load_vector_2(uint32_t thread, uint32_t lane, uint32_t layer_epoch) {
     uint4* vector = (uint4*)(arena + VECTOR);
     uint32_t first_unit = thread;
-    if (lane == 0) wait_tagged4(input_words + (first_unit * 4 + 587840), 60, layer_epoch);
+    if (lane == 0) wait_tagged4(input_words + (first_unit * 4 + EXCHANGE_ATTENTION), 60, layer_epoch);
     warp_barrier();
     if (thread / 4 % 8 < column_count) {
       uint4 units[8];
-      wait_tagged_units(units, input_words + (first_unit * 4 + 587840), 1024, 1, 60, layer_epoch);
+      wait_tagged_units(units, input_words + (first_unit * 4 + EXCHANGE_ATTENTION), CONSUMERS * 4, 1, 60, layer_epoch);
       #pragma unroll
       for (uint32_t index = 0; index < 1; ++index) {
         uint4 words = units[index];
-        vector[first_unit + index * 256] = words;
+        vector[first_unit + index * CONSUMERS] = words;
       }
     }
-    named_barrier(1, 256);
+    named_barrier(1, CONSUMERS);
   }
 
   // This warp's tiles of a chunk, and what they are multiplied with, to registers.
@@ -2446,7 +2523,7 @@ struct DecodeStep {
         uint4 second = fragments[pair * 64 + 32 + lane];
         weights[turn][0] = first;
         weights[turn][1] = second;
-        values[turn] = ((uint4*)(arena + VECTOR) + (place * 16 + pair) * 32)[lane % 32];
+        values[turn] = ((uint4*)(arena + VECTOR) + (place * (O_CHUNK_BYTES / 1024) + pair) * 32)[lane % 32];
         read ^= first.x ^ second.x;
       }
     }
@@ -2474,22 +2551,25 @@ struct DecodeStep {
     uint32_t thread = thread_index();
     uint32_t warp = thread / 32;
     uint32_t lane = thread % 32;
-    if (thread == 0) store_relaxed_u32(progress + block, step * 17 + layer * 5 + 2);
-    prefetch(norms + (layer * 2 + 1) * 128, thread);
-    uint32_t position = block % 132;
-    if (position < 8) {
+    if (thread == 0) {
+      uint32_t so_far = step * PHASES + layer * 5 + 2;
+      store_relaxed_u32(progress + block, so_far);
+    }
+    prefetch(norms + (layer * 2 + 1) * HIDDEN, thread);
+    uint32_t position = block % BLOCKS;
+    if (position < O_ROWS / 16) {
       if (thread == 0) store_shared_u32(block_waits, 1);
       load_vector_2(thread, lane, layer_epoch);
       if (thread == 0) store_shared_u32(block_waits, 0);
       #pragma unroll 1
-      for (uint32_t m_tile = position; m_tile < 8; m_tile += 132) {
+      for (uint32_t m_tile = position; m_tile < O_ROWS / 16; m_tile += BLOCKS) {
         float sums[1][4] = {};
         #pragma unroll 2
         for (uint32_t chunk = 0; chunk < 1; ++chunk) {
           uint4 weights[2][2];
           uint4 values[2];
           mbarrier_wait(full + use_stage, use_parity);
-          uint8_t* chunk_2 = ring + use_stage * 16384;
+          uint8_t* chunk_2 = ring + use_stage * STAGE_BYTES;
           hold_chunk_2(chunk, chunk, chunk_2, warp, lane, weights, values);
           warp_barrier();
           if (lane == 0) mbarrier_arrive(empty + use_stage);
@@ -2507,19 +2587,39 @@ struct DecodeStep {
     uint4* vector = (uint4*)(arena + VECTOR);
     if (thread < 128) {
       uint32_t first_unit = thread;
-      if (lane == 0) wait_tagged4(input_words + (first_unit * 4 + 588864), 32, layer_epoch);
+      if (lane == 0) wait_tagged4(input_words + (first_unit * 4 + EXCHANGE_MIDDLE), 32, layer_epoch);
       warp_barrier();
       if (thread / 4 % 8 < column_count) {
         uint4 units[8];
-        wait_tagged_units(units, input_words + (first_unit * 4 + 588864), 1024, 1, 32, layer_epoch);
+        wait_tagged_units(units, input_words + (first_unit * 4 + EXCHANGE_MIDDLE), CONSUMERS * 4, 1, 32, layer_epoch);
         #pragma unroll
         for (uint32_t index = 0; index < 1; ++index) {
           uint4 words = units[index];
-          vector[first_unit + index * 256] = words;
+          vector[first_unit + index * CONSUMERS] = words;
         }
       }
     }
-    named_barrier(1, 256);
+    named_barrier(1, CONSUMERS);
+  }
+
+  // This warp's tiles of a chunk, and what they are multiplied with, to registers.
+  __device__ __forceinline__ void hold_chunk_3(uint32_t chunk, uint32_t place, uint8_t* chunk_2, uint32_t warp,
+      uint32_t lane, uint4 (&weights)[2][2], uint4 (&values)[2]) {
+    const uint4* fragments = (const uint4*)(chunk_2);
+    uint32_t read = 0;
+    #pragma unroll
+    for (uint32_t turn = 0; turn < 2; ++turn) {
+      uint32_t pair = turn * 8 + warp;
+      if (pair < 4) {
+        uint4 first = fragments[pair * 64 + lane];
+        uint4 second = fragments[pair * 64 + 32 + lane];
+        weights[turn][0] = first;
+        weights[turn][1] = second;
+        values[turn] = ((uint4*)(arena + VECTOR) + (place * (GATE_UP_CHUNK_BYTES / 1024) + pair) * 32)[lane % 32];
+        read ^= first.x ^ second.x;
+      }
+    }
+    wait_for_u32(read);
   }
 
   // ---- phase gate_up ---------------------------------------------------------------------------------
@@ -2530,23 +2630,26 @@ struct DecodeStep {
     uint32_t thread = thread_index();
     uint32_t warp = thread / 32;
     uint32_t lane = thread % 32;
-    if (thread == 0) store_relaxed_u32(progress + block, step * 17 + layer * 5 + 3);
-    uint32_t position = (block + 124) % 132;
-    if (position < 40) {
+    if (thread == 0) {
+      uint32_t so_far = step * PHASES + layer * 5 + 3;
+      store_relaxed_u32(progress + block, so_far);
+    }
+    uint32_t position = (block + 124) % BLOCKS;
+    if (position < GATE_UP_ROWS / 16) {
       if (thread == 0) store_shared_u32(block_waits, 1);
       load_vector_3(thread, lane, layer_epoch);
       if (thread == 0) mbarrier_arrive(loaded);
       if (thread == 0) store_shared_u32(block_waits, 0);
       #pragma unroll 1
-      for (uint32_t m_tile = position; m_tile < 40; m_tile += 132) {
+      for (uint32_t m_tile = position; m_tile < GATE_UP_ROWS / 16; m_tile += BLOCKS) {
         float sums[1][4] = {};
         #pragma unroll 2
         for (uint32_t chunk = 0; chunk < 1; ++chunk) {
           uint4 weights[2][2];
           uint4 values[2];
           mbarrier_wait(full + use_stage, use_parity);
-          uint8_t* chunk_2 = ring + use_stage * 16384;
-          hold_chunk(chunk, chunk, chunk_2, warp, lane, weights, values);
+          uint8_t* chunk_2 = ring + use_stage * STAGE_BYTES;
+          hold_chunk_3(chunk, chunk, chunk_2, warp, lane, weights, values);
           warp_barrier();
           if (lane == 0) mbarrier_arrive(empty + use_stage);
           advance(use_stage, use_parity);
@@ -2562,34 +2665,34 @@ struct DecodeStep {
   __device__ __forceinline__ void load_vector_4(uint32_t thread, uint32_t lane, uint32_t layer_epoch) {
     uint4* vector = (uint4*)(arena + VECTOR);
     uint32_t first_unit = thread;
-    if (lane == 0) wait_tagged4(input_words + (first_unit * 4 + 589376), 60, layer_epoch);
+    if (lane == 0) wait_tagged4(input_words + (first_unit * 4 + EXCHANGE_GATED), 60, layer_epoch);
     warp_barrier();
     if (thread / 4 % 8 < column_count) {
       uint4 units[8];
-      wait_tagged_units(units, input_words + (first_unit * 4 + 589376), 1024, 1, 60, layer_epoch);
+      wait_tagged_units(units, input_words + (first_unit * 4 + EXCHANGE_GATED), CONSUMERS * 4, 1, 60, layer_epoch);
       #pragma unroll
       for (uint32_t index = 0; index < 1; ++index) {
         uint4 words = units[index];
-        vector[first_unit + index * 256] = words;
+        vector[first_unit + index * CONSUMERS] = words;
       }
     }
-    if (thread + 256 < 320) {
-      uint32_t first_unit_2 = thread + 256;
+    if (thread + CONSUMERS < 320) {
+      uint32_t first_unit_2 = thread + CONSUMERS;
       if (thread / 4 % 8 < column_count) {
         uint4 units[8];
-        wait_tagged_units(units, input_words + (first_unit_2 * 4 + 589376), 1024, 1, 60, layer_epoch);
+        wait_tagged_units(units, input_words + (first_unit_2 * 4 + EXCHANGE_GATED), CONSUMERS * 4, 1, 60, layer_epoch);
         #pragma unroll
         for (uint32_t index = 0; index < 1; ++index) {
           uint4 words = units[index];
-          vector[first_unit_2 + index * 256] = words;
+          vector[first_unit_2 + index * CONSUMERS] = words;
         }
       }
     }
-    named_barrier(1, 256);
+    named_barrier(1, CONSUMERS);
   }
 
   // This warp's tiles of a chunk, and what they are multiplied with, to registers.
-  __device__ __forceinline__ void hold_chunk_3(uint32_t chunk, uint32_t place, uint8_t* chunk_2, uint32_t warp,
+  __device__ __forceinline__ void hold_chunk_4(uint32_t chunk, uint32_t place, uint8_t* chunk_2, uint32_t warp,
       uint32_t lane, uint4 (&weights)[2][2], uint4 (&values)[2]) {
     const uint4* fragments = (const uint4*)(chunk_2);
     uint32_t read = 0;
@@ -2601,7 +2704,7 @@ struct DecodeStep {
         uint4 second = fragments[pair * 64 + 32 + lane];
         weights[turn][0] = first;
         weights[turn][1] = second;
-        values[turn] = ((uint4*)(arena + VECTOR) + (place * 16 + pair) * 32)[lane % 32];
+        values[turn] = ((uint4*)(arena + VECTOR) + (place * (DOWN_CHUNK_BYTES / 1024) + pair) * 32)[lane % 32];
         read ^= first.x ^ second.x;
       }
     }
@@ -2629,10 +2732,13 @@ struct DecodeStep {
     uint32_t thread = thread_index();
     uint32_t warp = thread / 32;
     uint32_t lane = thread % 32;
-    if (thread == 0) store_relaxed_u32(progress + block, step * 17 + layer * 5 + 4);
-    prefetch(norms + (layer * 2 + 2) * 128, thread);
-    uint32_t position = block % 132;
-    if (position < 8) {
+    if (thread == 0) {
+      uint32_t so_far = step * PHASES + layer * 5 + 4;
+      store_relaxed_u32(progress + block, so_far);
+    }
+    prefetch(norms + (layer * 2 + 2) * HIDDEN, thread);
+    uint32_t position = block % BLOCKS;
+    if (position < DOWN_ROWS / 16) {
       float sums[1][4] = {};
       if (thread == 0) store_shared_u32(block_waits, 1);
       load_vector_4(thread, lane, layer_epoch);
@@ -2642,8 +2748,8 @@ struct DecodeStep {
         uint4 weights[2][2];
         uint4 values[2];
         mbarrier_wait(full + use_stage, use_parity);
-        uint8_t* chunk_2 = ring + use_stage * 16384;
-        hold_chunk_3(chunk, chunk, chunk_2, warp, lane, weights, values);
+        uint8_t* chunk_2 = ring + use_stage * STAGE_BYTES;
+        hold_chunk_4(chunk, chunk, chunk_2, warp, lane, weights, values);
         warp_barrier();
         if (lane == 0) mbarrier_arrive(empty + use_stage);
         advance(use_stage, use_parity);
@@ -2659,19 +2765,39 @@ struct DecodeStep {
     uint4* vector = (uint4*)(arena + VECTOR);
     if (thread < 128) {
       uint32_t first_unit = thread;
-      if (lane == 0) wait_tagged4(input_words + (first_unit * 4 + 64), 32, step_epoch + 3);
+      if (lane == 0) wait_tagged4(input_words + (first_unit * 4 + EXCHANGE_HIDDEN), 32, step_epoch + 3);
       warp_barrier();
       if (thread / 4 % 8 < column_count) {
         uint4 units[8];
-        wait_tagged_units(units, input_words + (first_unit * 4 + 64), 1024, 1, 32, step_epoch + 3);
+        wait_tagged_units(units, input_words + (first_unit * 4 + EXCHANGE_HIDDEN), CONSUMERS * 4, 1, 32, step_epoch + 3);
         #pragma unroll
         for (uint32_t index = 0; index < 1; ++index) {
           uint4 words = units[index];
-          vector[first_unit + index * 256] = words;
+          vector[first_unit + index * CONSUMERS] = words;
         }
       }
     }
-    named_barrier(1, 256);
+    named_barrier(1, CONSUMERS);
+  }
+
+  // This warp's tiles of a chunk, and what they are multiplied with, to registers.
+  __device__ __forceinline__ void hold_chunk_5(uint32_t chunk, uint32_t place, uint8_t* chunk_2, uint32_t warp,
+      uint32_t lane, uint4 (&weights)[2][2], uint4 (&values)[2]) {
+    const uint4* fragments = (const uint4*)(chunk_2);
+    uint32_t read = 0;
+    #pragma unroll
+    for (uint32_t turn = 0; turn < 2; ++turn) {
+      uint32_t pair = turn * 8 + warp;
+      if (pair < 4) {
+        uint4 first = fragments[pair * 64 + lane];
+        uint4 second = fragments[pair * 64 + 32 + lane];
+        weights[turn][0] = first;
+        weights[turn][1] = second;
+        values[turn] = ((uint4*)(arena + VECTOR) + (place * (LM_HEAD_CHUNK_BYTES / 1024) + pair) * 32)[lane % 32];
+        read ^= first.x ^ second.x;
+      }
+    }
+    wait_for_u32(read);
   }
 
   // ---- phase lm_head ---------------------------------------------------------------------------------
@@ -2681,24 +2807,27 @@ struct DecodeStep {
     uint32_t thread = thread_index();
     uint32_t warp = thread / 32;
     uint32_t lane = thread % 32;
-    if (thread == 0) store_relaxed_u32(progress + block, step * 17 + 15);
+    if (thread == 0) {
+      uint32_t so_far = step * PHASES + 15;
+      store_relaxed_u32(progress + block, so_far);
+    }
     if (step >= head_from || logits != nullptr) {
-      uint32_t position = (block + 124) % 132;
-      if (position < 32) {
+      uint32_t position = (block + 124) % BLOCKS;
+      if (position < LM_HEAD_ROWS / 16) {
         if (thread == 0) store_shared_u32(block_waits, 1);
         load_vector_5(thread, lane, step_epoch);
         if (thread == 0) mbarrier_arrive(loaded);
         if (thread == 0) store_shared_u32(block_waits, 0);
         #pragma unroll 1
-        for (uint32_t m_tile = position; m_tile < 32; m_tile += 132) {
+        for (uint32_t m_tile = position; m_tile < LM_HEAD_ROWS / 16; m_tile += BLOCKS) {
           float sums[1][4] = {};
           #pragma unroll 2
           for (uint32_t chunk = 0; chunk < 1; ++chunk) {
             uint4 weights[2][2];
             uint4 values[2];
             mbarrier_wait(full + use_stage, use_parity);
-            uint8_t* chunk_2 = ring + use_stage * 16384;
-            hold_chunk(chunk, chunk, chunk_2, warp, lane, weights, values);
+            uint8_t* chunk_2 = ring + use_stage * STAGE_BYTES;
+            hold_chunk_5(chunk, chunk, chunk_2, warp, lane, weights, values);
             warp_barrier();
             if (lane == 0) mbarrier_arrive(empty + use_stage);
             advance(use_stage, use_parity);
@@ -2715,11 +2844,11 @@ struct DecodeStep {
   __device__ __forceinline__ uint32_t begin(uint32_t column, uint32_t warp, uint32_t lane) {
     uint32_t filtered = 0;
     if (column < column_count) {
-      uint32_t options = load_constant_u32(sequences + (((uint32_t*)(arena + COLUMNS))[column * 9 + 6] * 24 + 10));
-      uint32_t following = ((uint32_t*)(arena + COLUMNS))[column * 9 + 1] + 1;
-      uint32_t value = load_constant_u32(sequences + (((uint32_t*)(arena + COLUMNS))[column * 9 + 6] * 24 + 2));
-      bool wanted = following >= value && following <= ((uint32_t*)(arena + COLUMNS))[column * 9 + 2];
-      if ((options & 8) != 0 && (wanted && ((uint32_t*)(arena + COLUMNS))[column * 9 + 7] == 0)) filtered = 1;
+      uint32_t options = load_constant_u32(sequences + (((ColumnState*)(arena + COLUMNS))[column].sequence * 24 + 10));
+      uint32_t following = ((ColumnState*)(arena + COLUMNS))[column].number + 1;
+      uint32_t value = load_constant_u32(sequences + (((ColumnState*)(arena + COLUMNS))[column].sequence * 24 + 2));
+      bool wanted = following >= value && following <= ((ColumnState*)(arena + COLUMNS))[column].total;
+      if ((options & 8) != 0 && (wanted && ((ColumnState*)(arena + COLUMNS))[column].stopped == 0)) filtered = 1;
     }
     if (warp / 8 == 0 && lane == 0) {
       ((uint32_t*)(arena + FILTERS) + column * 16)[0] = filtered;
@@ -2730,18 +2859,18 @@ struct DecodeStep {
 
   // The highest of the lanes' numbers (f32, none NaN), on every lane.
   __device__ __forceinline__ float highest_of_warp(float number) {
-    uint32_t word = warp_maximum_u32((float_bits(number) & 2147483648u) != 0 ? float_bits(number) ^ 4294967295u : float_bits(number) | 2147483648u);
-    float highest = bits_float((word & 2147483648u) != 0 ? word ^ 2147483648u : word ^ 4294967295u);
+    uint32_t word = warp_maximum_u32((float_bits(number) & SIGN) != 0 ? float_bits(number) ^ ALL_BITS : float_bits(number) | SIGN);
+    float highest = bits_float((word & SIGN) != 0 ? word ^ SIGN : word ^ ALL_BITS);
     return highest;
   }
 
   // The best of the lanes' candidates, the lowest id on ties, and the number beside it, on every lane.
   __device__ __forceinline__ void best_of_warp(uint32_t lane, float& best, uint32_t& token, float& number) {
-    uint32_t key = (float_bits(best) & 2147483648u) != 0 ? float_bits(best) ^ 4294967295u : float_bits(best) | 2147483648u;
+    uint32_t key = (float_bits(best) & SIGN) != 0 ? float_bits(best) ^ ALL_BITS : float_bits(best) | SIGN;
     uint32_t top = warp_maximum_u32(key);
-    uint32_t lowest = warp_maximum_u32(key == top ? token ^ 4294967295u : 0) ^ 4294967295u;
+    uint32_t lowest = warp_maximum_u32(key == top ? token ^ NO_TOKEN : 0) ^ NO_TOKEN;
     uint32_t source = warp_maximum_u32(key == top && token == lowest ? lane : 0);
-    best = bits_float((top & 2147483648u) != 0 ? top ^ 2147483648u : top ^ 4294967295u);
+    best = bits_float((top & SIGN) != 0 ? top ^ SIGN : top ^ ALL_BITS);
     token = lowest;
     number = bits_float(shuffle_u32(float_bits(number), source));
   }
@@ -2758,7 +2887,7 @@ struct DecodeStep {
     best_of_warp(lane, best, best_token, best_scaled);
     #pragma unroll 1
     for (uint32_t rank = 0; rank < 4; ++rank) {
-      uint32_t key = (float_bits(first) & 2147483648u) != 0 ? float_bits(first) ^ 4294967295u : float_bits(first) | 2147483648u;
+      uint32_t key = (float_bits(first) & SIGN) != 0 ? float_bits(first) ^ ALL_BITS : float_bits(first) | SIGN;
       uint32_t own_key = key;
       uint32_t top_key = warp_maximum_u32(own_key);
       uint32_t turn = warp_maximum_u32(own_key == top_key ? 32 - lane : 0);
@@ -2770,7 +2899,7 @@ struct DecodeStep {
         first_noisy = second_noisy;
         first_token = second_token;
         second = -bits_float(0x7f800000);
-        second_token = 4294967295u;
+        second_token = NO_TOKEN;
       }
     }
     float left_out_2 = highest_of_warp(left_out < first ? first : left_out);
@@ -2787,17 +2916,17 @@ struct DecodeStep {
   __device__ __forceinline__ void list_rows(uint32_t column, uint32_t warp, uint32_t lane) {
     float first = -bits_float(0x7f800000);
     float first_noisy = -bits_float(0x7f800000);
-    uint32_t first_token = 4294967295u;
+    uint32_t first_token = NO_TOKEN;
     float second = -bits_float(0x7f800000);
     float second_noisy = -bits_float(0x7f800000);
-    uint32_t second_token = 4294967295u;
+    uint32_t second_token = NO_TOKEN;
     float left_out = -bits_float(0x7f800000);
     float weight = 0.0f;
     float best = -bits_float(0x7f800000);
-    uint32_t best_token = 4294967295u;
+    uint32_t best_token = NO_TOKEN;
     float best_scaled = -bits_float(0x7f800000);
-    const float2* pairs = (const float2*)(weighed) + load_constant_u32(sequences + (((uint32_t*)(arena + COLUMNS))[column * 9 + 6] * 24 + 11)) * 512;
-    uint32_t position = (block + 124) % 132;
+    const float2* pairs = (const float2*)(weighed) + load_constant_u32(sequences + (((ColumnState*)(arena + COLUMNS))[column].sequence * 24 + 11)) * VOCAB;
+    uint32_t position = (block + 124) % BLOCKS;
     uint32_t own = warp / 8 * 32 + lane;
     #pragma unroll 1
     for (uint32_t first_2 = own; first_2 < 16; first_2 += 128) {
@@ -2807,11 +2936,11 @@ struct DecodeStep {
       #pragma unroll
       for (uint32_t index = 0; index < 4; ++index) {
         uint32_t row = first_2 + index * 32;
-        uint32_t token = (row / 16 * 132 + position) * 16 + row % 16;
+        uint32_t token = (row / 16 * BLOCKS + position) * 16 + row % 16;
         tokens[index] = token;
         scaled[index] = -bits_float(0x7f800000);
         noisy[index] = -bits_float(0x7f800000);
-        if (token < 512) {
+        if (token < VOCAB) {
           scaled[index] = pairs[token].x;
           noisy[index] = pairs[token].y;
         }
@@ -2851,8 +2980,8 @@ struct DecodeStep {
       uint32_t warp) {
     warp_barrier();
     if (lane < 16) {
-      uint32_t index = ((step % 2 * 8 + column) * 528 + block * 4) * 4 + lane;
-      publish_flagged(exchange_words + (index + 299680), ((uint32_t*)(arena + LIST_ROWS) + warp % 8 * 36)[lane], epoch);
+      uint32_t index = ((step % 2 * 8 + column) * (BLOCKS * 4) + block * 4) * 4 + lane;
+      publish_flagged(exchange_words + (index + EXCHANGE_SHORT_LISTS), ((uint32_t*)(arena + LIST_ROWS) + warp % 8 * 36)[lane], epoch);
     }
     warp_barrier();
   }
@@ -2885,7 +3014,7 @@ struct DecodeStep {
   __device__ __forceinline__ void best_of(uint32_t column, uint32_t lane, float& best_out, uint32_t& best_token_out) {
     uint2* candidates = (uint2*)(arena + WARP_CANDIDATES);
     float best = -bits_float(0x7f800000);
-    uint32_t best_token = 4294967295u;
+    uint32_t best_token = NO_TOKEN;
     #pragma unroll 1
     for (uint32_t other = lane; other < 1; other += 32) {
       uint2 candidate = candidates[other * 8 + column];
@@ -2903,8 +3032,8 @@ struct DecodeStep {
   __device__ __forceinline__ void gather(uint32_t first_unit, uint32_t epoch, uint32_t thread) {
     uint4* units = (uint4*)(arena + CANDIDATES);
     #pragma unroll 1
-    for (uint32_t other = thread; other < 528; other += 256) {
-      units[other] = wait_flagged4_acquire(exchange_words + ((first_unit + other) * 4 + 295456), epoch);
+    for (uint32_t other = thread; other < 528; other += CONSUMERS) {
+      units[other] = wait_flagged4_acquire(exchange_words + ((first_unit + other) * 4 + EXCHANGE_CANDIDATES), epoch);
     }
   }
 
@@ -2912,9 +3041,9 @@ struct DecodeStep {
   __device__ __forceinline__ void best_of_2(uint32_t column, uint32_t lane, float& best_out, uint32_t& best_token_out) {
     uint2* candidates = (uint2*)(arena + CANDIDATES);
     float best = -bits_float(0x7f800000);
-    uint32_t best_token = 4294967295u;
+    uint32_t best_token = NO_TOKEN;
     #pragma unroll 1
-    for (uint32_t other = lane; other < 132; other += 32) {
+    for (uint32_t other = lane; other < BLOCKS; other += 32) {
       uint2 candidate = candidates[other * 8 + column];
       if (bits_float(candidate.x) > best || (bits_float(candidate.x) == best && candidate.y < best_token)) {
         best = bits_float(candidate.x);
@@ -2928,12 +3057,12 @@ struct DecodeStep {
 
   // This warp's share of all blocks' lists of a column, into the region `listed`, and what they say besides.
   __device__ __forceinline__ void read(uint32_t column, uint32_t epoch, uint32_t step, uint32_t warp, uint32_t lane) {
-    float* listed = (float*)((float2*)(arena + LISTED) + warp % 8 * 528);
+    float* listed = (float*)((float2*)(arena + LISTED) + warp % 8 * (BLOCKS * 4));
     float highest = -bits_float(0x7f800000);
     float weight = 0.0f;
     uint32_t role = lane % 4;
     uint32_t m_tile = ((uint32_t*)(arena + CHOSEN))[column] / 16;
-    uint32_t first_unit = (step % 2 * 8 + column) * 528;
+    uint32_t first_unit = (step % 2 * 8 + column) * (BLOCKS * 4);
     uint4 data[8];
     uint32_t places[8];
     uint32_t own = warp / 8 * 32 + lane;
@@ -2941,13 +3070,13 @@ struct DecodeStep {
     for (uint32_t first = own; first < own + 576; first += 192) {
       #pragma unroll
       for (uint32_t index = 0; index < 6; ++index) places[index] = (first_unit + min(first + index * 32, 527u)) * 4;
-      wait_flagged_places(data, exchange_words + 299680, places, 6, epoch);
+      wait_flagged_places(data, exchange_words + EXCHANGE_SHORT_LISTS, places, 6, epoch);
       #pragma unroll
       for (uint32_t index = 0; index < 6; ++index) {
-        if (first + index * 32 < 528) {
+        if (first + index * 32 < BLOCKS * 4) {
           listed[(first + index * 32) * 2] = bits_float(data[index].x);
           listed[(first + index * 32) * 2 + 1] = bits_float(data[index].y);
-          bool is_owner = ((first + index * 32) / 4 + 124) % 132 == m_tile % 132;
+          bool is_owner = ((first + index * 32) / 4 + 124) % BLOCKS == m_tile % BLOCKS;
           if (role < 2 || (role == 2 && is_owner)) {
             float more = bits_float(data[index].w);
             float both = highest < (role == 0 ? bits_float(data[index].x) : more) ? (role == 0 ? bits_float(data[index].x) : more) : highest;
@@ -3027,14 +3156,14 @@ struct DecodeStep {
   // noisy one (`units` if there is none), and how many are as noisy as that.
   __device__ __forceinline__ void nearer(float highest, float limit, uint32_t warp, uint32_t lane,
       uint32_t& total_count_out, float& total_weight_out, uint32_t& found_out, uint32_t& total_ties_out) {
-    float2* listed = (float2*)(arena + LISTED) + warp % 8 * 528;
+    float2* listed = (float2*)(arena + LISTED) + warp % 8 * (BLOCKS * 4);
     uint32_t count = 0;
     float weight = 0.0f;
     float best = -bits_float(0x7f800000);
-    uint32_t best_index = 528;
+    uint32_t best_index = BLOCKS * 4;
     uint32_t ties = 0;
     #pragma unroll 4
-    for (uint32_t index = lane; index < 528; index += 32) {
+    for (uint32_t index = lane; index < BLOCKS * 4; index += 32) {
       float distance = highest - listed[index].x;
       if (distance < limit) {
         float noisy = listed[index].y;
@@ -3048,11 +3177,11 @@ struct DecodeStep {
         }
       }
     }
-    uint32_t own_key = (float_bits(best) & 2147483648u) != 0 ? float_bits(best) ^ 4294967295u : float_bits(best) | 2147483648u;
+    uint32_t own_key = (float_bits(best) & SIGN) != 0 ? float_bits(best) ^ ALL_BITS : float_bits(best) | SIGN;
     bool is_best = own_key == warp_maximum_u32(own_key);
     uint32_t total_count = warp_sum_u32(count);
     float total_weight = warp_sum_f32(weight);
-    uint32_t found = 528 - warp_maximum_u32(is_best ? 528 - best_index : 0);
+    uint32_t found = BLOCKS * 4 - warp_maximum_u32(is_best ? BLOCKS * 4 - best_index : 0);
     uint32_t total_ties = warp_sum_u32(is_best ? ties : 0);
     total_count_out = total_count;
     total_weight_out = total_weight;
@@ -3064,7 +3193,7 @@ struct DecodeStep {
   // distance `known`, what these weigh, and 0.
   __device__ __forceinline__ void weigh_top(float highest, float known, uint32_t top_k, uint32_t warp, uint32_t lane,
       float& least_out, uint32_t& found_out) {
-    float2* listed = (float2*)(arena + LISTED) + warp % 8 * 528;
+    float2* listed = (float2*)(arena + LISTED) + warp % 8 * (BLOCKS * 4);
     float low = 0.0f;
     float high = known;
     float at = known;
@@ -3075,7 +3204,7 @@ struct DecodeStep {
       uint32_t count = 0;
       float weight = 0.0f;
       #pragma unroll 2
-      for (uint32_t index = lane; index < 528; index += 32) {
+      for (uint32_t index = lane; index < BLOCKS * 4; index += 32) {
         float distance = highest - listed[index].x;
         if (distance < at) {
           count += 1;
@@ -3102,24 +3231,24 @@ struct DecodeStep {
   // or LEFT_OPEN. All tokens that are nearer than `known` are listed.
   __device__ __forceinline__ uint32_t judge(float highest, float all_weigh, float distance, float known, uint32_t top_k,
       float reach, float top_p, uint32_t warp, uint32_t lane) {
-    uint32_t most = top_k == 0 ? 4294967295u : top_k;
-    uint32_t judged = 4294967295u;
-    uint32_t candidate = 4294967295u;
+    uint32_t most = top_k == 0 ? NO_TOKEN : top_k;
+    uint32_t judged = UNDECIDED;
+    uint32_t candidate = UNDECIDED;
     float limit = reach < known ? reach : known;
     float least = top_k == 0 ? all_weigh : -1.0f;
     float whole = all_weigh;
-    if (top_k == 0 && top_p >= 1.0f && distance < reach) judged = 4294967293u;
+    if (top_k == 0 && top_p >= 1.0f && distance < reach) judged = AS_IT_IS;
     #pragma unroll 1
     for (uint32_t i = 0; i < 64; ++i) {
-      if (judged != 4294967295u) break;
+      if (judged != UNDECIDED) break;
       uint32_t count;
       float weight;
       uint32_t following;
       uint32_t ties;
       nearer(highest, limit, warp, lane, count, weight, following, ties);
-      if (candidate == 4294967295u) {
+      if (candidate == UNDECIDED) {
         bool is_out = count >= most || (top_p < 1.0f && weight >= top_p * whole);
-        if (distance >= limit && known < reach && !is_out) judged = 4294967294u;
+        if (distance >= limit && known < reach && !is_out) judged = LEFT_OPEN;
       } else if (count < most) {
         if (top_p >= 1.0f || weight < top_p * (weight + exp_f32(-limit))) {
           judged = candidate;
@@ -3134,17 +3263,17 @@ struct DecodeStep {
           if (weight < top_p * least) {
             judged = candidate;
           } else if (weight < top_p * whole) {
-            judged = 4294967294u;
+            judged = LEFT_OPEN;
           }
         }
       }
-      if (judged == 4294967295u) {
-        if (following == 528 || ties > 1) {
-          judged = 4294967294u;
+      if (judged == UNDECIDED) {
+        if (following == BLOCKS * 4 || ties > 1) {
+          judged = LEFT_OPEN;
         } else {
-          bool is_best = candidate == 4294967295u && distance < limit;
-          candidate = is_best ? 4294967293u : following;
-          limit = highest - ((float2*)(arena + LISTED) + warp % 8 * 528)[following].x;
+          bool is_best = candidate == UNDECIDED && distance < limit;
+          candidate = is_best ? AS_IT_IS : following;
+          limit = highest - ((float2*)(arena + LISTED) + warp % 8 * (BLOCKS * 4))[following].x;
         }
       }
     }
@@ -3154,7 +3283,7 @@ struct DecodeStep {
   // A candidate, if it lies below the limit: else there is none, and the next round looks for one below it.
   __device__ __forceinline__ void propose(uint32_t column, uint32_t token, float distance, float limit, uint32_t lane) {
     uint32_t* state = (uint32_t*)(arena + FILTERS) + column * 16;
-    bool is_near = token != 4294967295u && distance < limit;
+    bool is_near = token != NO_TOKEN && distance < limit;
     if (lane == 0) {
       state[3] = is_near ? 1u : 0u;
       state[2] = token;
@@ -3168,7 +3297,7 @@ struct DecodeStep {
     uint32_t* state = (uint32_t*)(arena + FILTERS) + column * 16;
     uint32_t* chosen = (uint32_t*)(arena + CHOSEN);
     uint32_t token = chosen[column];
-    float limit = bits_float(load_constant_u32(sequences + (((uint32_t*)(arena + COLUMNS))[column * 9 + 6] * 24 + 14)));
+    float limit = bits_float(load_constant_u32(sequences + (((ColumnState*)(arena + COLUMNS))[column].sequence * 24 + 14)));
     warp_barrier();
     propose(column, token, distance, limit, lane);
     if (lane == 0) {
@@ -3184,15 +3313,15 @@ struct DecodeStep {
       state[13] = float_bits(8.0f);
       state[14] = float_bits(16.0f);
       state[1] = 1;
-      chosen[column] = 4294967295u;
+      chosen[column] = NO_TOKEN;
     }
   }
 
   // One warp: judge candidates, from the most noisy one on.
   __device__ __forceinline__ void decide(uint32_t column, uint32_t epoch, uint32_t step, uint32_t lane, uint32_t warp) {
-    float reach = bits_float(load_constant_u32(sequences + (((uint32_t*)(arena + COLUMNS))[column * 9 + 6] * 24 + 14)));
-    float top_p = bits_float(load_constant_u32(sequences + (((uint32_t*)(arena + COLUMNS))[column * 9 + 6] * 24 + 13)));
-    uint32_t top_k = load_constant_u32(sequences + (((uint32_t*)(arena + COLUMNS))[column * 9 + 6] * 24 + 12));
+    float reach = bits_float(load_constant_u32(sequences + (((ColumnState*)(arena + COLUMNS))[column].sequence * 24 + 14)));
+    float top_p = bits_float(load_constant_u32(sequences + (((ColumnState*)(arena + COLUMNS))[column].sequence * 24 + 13)));
+    uint32_t top_k = load_constant_u32(sequences + (((ColumnState*)(arena + COLUMNS))[column].sequence * 24 + 12));
     float highest;
     float whole;
     said(lane, warp, highest, whole);
@@ -3204,9 +3333,9 @@ struct DecodeStep {
     said_3(lane, warp, best_scaled, __2);
     float known = left_out > -bits_float(0x7f800000) ? highest - left_out : bits_float(0x7f800000);
     uint32_t judged = judge(highest, whole, highest - best_scaled, known, top_k, reach, top_p, warp, lane);
-    if (judged == 4294967294u) begin_2(column, highest, highest - best_scaled, lane);
-    if (judged < 528) {
-      uint4 unit = wait_flagged4(exchange_words + (((step % 2 * 8 + column) * 528 + judged) * 4 + 299680), epoch);
+    if (judged == LEFT_OPEN) begin_2(column, highest, highest - best_scaled, lane);
+    if (judged < BLOCKS * 4) {
+      uint4 unit = wait_flagged4(exchange_words + (((step % 2 * 8 + column) * (BLOCKS * 4) + judged) * 4 + EXCHANGE_SHORT_LISTS), epoch);
       warp_barrier();
       if (lane == 0) ((uint32_t*)(arena + CHOSEN))[column] = unit.z;
     }
@@ -3323,7 +3452,7 @@ struct DecodeStep {
   __device__ __forceinline__ void weigh_2(uint32_t column, uint32_t warp, uint32_t lane) {
     float sums[12] = {};
     float best = -bits_float(0x7f800000);
-    uint32_t best_token = 4294967295u;
+    uint32_t best_token = NO_TOKEN;
     float best_distance = bits_float(0x7f800000);
     float highest = bits_float(((uint32_t*)(arena + FILTERS) + column * 16)[4]);
     float tested = bits_float(((uint32_t*)(arena + FILTERS) + column * 16)[10]);
@@ -3331,13 +3460,13 @@ struct DecodeStep {
     float tested_3 = bits_float(((uint32_t*)(arena + FILTERS) + column * 16)[12]);
     float tested_4 = bits_float(((uint32_t*)(arena + FILTERS) + column * 16)[13]);
     float tested_5 = bits_float(((uint32_t*)(arena + FILTERS) + column * 16)[14]);
-    const float2* pairs = (const float2*)(weighed) + load_constant_u32(sequences + (((uint32_t*)(arena + COLUMNS))[column * 9 + 6] * 24 + 11)) * 512;
+    const float2* pairs = (const float2*)(weighed) + load_constant_u32(sequences + (((ColumnState*)(arena + COLUMNS))[column].sequence * 24 + 11)) * VOCAB;
     uint32_t first = warp / 8 * 32 + lane;
-    uint32_t position = (block + 124) % 132;
+    uint32_t position = (block + 124) % BLOCKS;
     #pragma unroll 2
     for (uint32_t row = first; row < 16; row += 32) {
-      uint32_t token = (row / 16 * 132 + position) * 16 + row % 16;
-      if (token < 512) {
+      uint32_t token = (row / 16 * BLOCKS + position) * 16 + row % 16;
+      if (token < VOCAB) {
         float2 pair = pairs[token];
         float distance = highest - pair.x;
         float weight = exp_f32(-distance);
@@ -3399,15 +3528,15 @@ struct DecodeStep {
     for (uint32_t column = warp % 8; column < 8; column += 8) {
       if (((uint32_t*)(arena + FILTERS) + column * 16)[1] != 0) weigh_2(column, warp, lane);
     }
-    named_barrier(1, 256);
+    named_barrier(1, CONSUMERS);
     if (warp < 8) {
       #pragma unroll 1
       for (uint32_t column = warp % 8; column < 8; column += 8) {
         if (((uint32_t*)(arena + FILTERS) + column * 16)[1] != 0) {
           uint32_t word = add_groups(column, lane);
           if (lane < 16) {
-            uint32_t word_index = ((index % 2 * 8 + column) * 132 + block) * 16 + lane;
-            publish_flagged(exchange_words + (word_index + 333472), word, epoch);
+            uint32_t word_index = ((index % 2 * 8 + column) * BLOCKS + block) * 16 + lane;
+            publish_flagged(exchange_words + (word_index + EXCHANGE_FILTERS), word, epoch);
           }
         }
       }
@@ -3434,9 +3563,9 @@ struct DecodeStep {
       uint32_t lane) {
     float sums[4] = {};
     float best = -bits_float(0x7f800000);
-    uint32_t token = 4294967295u;
+    uint32_t token = NO_TOKEN;
     float distance = bits_float(0x7f800000);
-    uint32_t first_unit = (index % 2 * 8 + column) * 528;
+    uint32_t first_unit = (index % 2 * 8 + column) * BLOCKS * 4;
     uint4 data[8];
     uint32_t places[8];
     uint32_t own = warp / 8 * 32 + lane;
@@ -3446,15 +3575,15 @@ struct DecodeStep {
       for (uint32_t index_2 = 0; index_2 < 6; ++index_2) {
         places[index_2] = (first_unit + min(first + index_2 * 32, 527u)) * 4;
       }
-      wait_flagged_places(data, exchange_words + 333472, places, 6, epoch);
+      wait_flagged_places(data, exchange_words + EXCHANGE_FILTERS, places, 6, epoch);
       #pragma unroll
       for (uint32_t index_2 = 0; index_2 < 6; ++index_2) {
-        if (first + index_2 * 32 < 528) take_unit(data[index_2], sums, best, token, distance);
+        if (first + index_2 * 32 < BLOCKS * 4) take_unit(data[index_2], sums, best, token, distance);
       }
     }
     if (lane % 4 != 0) {
       best = -bits_float(0x7f800000);
-      token = 4294967295u;
+      token = NO_TOKEN;
     }
     best_of_warp(lane, best, token, distance);
     #pragma unroll 1
@@ -3532,8 +3661,8 @@ struct DecodeStep {
   // Lane i < 6 has tested distance i. word: number `lane` of the sums.
   __device__ __forceinline__ void judge_2(uint32_t column, uint32_t word, uint32_t lane) {
     uint32_t* state = (uint32_t*)(arena + FILTERS) + column * 16;
-    float top_k = (float)(load_constant_u32(sequences + (((uint32_t*)(arena + COLUMNS))[column * 9 + 6] * 24 + 12)));
-    float top_p = bits_float(load_constant_u32(sequences + (((uint32_t*)(arena + COLUMNS))[column * 9 + 6] * 24 + 13)));
+    float top_k = (float)(load_constant_u32(sequences + (((ColumnState*)(arena + COLUMNS))[column].sequence * 24 + 12)));
+    float top_p = bits_float(load_constant_u32(sequences + (((ColumnState*)(arena + COLUMNS))[column].sequence * 24 + 13)));
     uint32_t value = shuffle_u32(word, 1);
     float distance = bits_float(shuffle_u32(word, 2));
     uint32_t index = min(lane, 5u);
@@ -3567,7 +3696,7 @@ struct DecodeStep {
     for (uint32_t column = warp % 8; column < 8; column += 8) {
       if (((uint32_t*)(arena + FILTERS) + column * 16)[1] != 0) read_2(column, epoch, index, warp, lane);
     }
-    named_barrier(1, 256);
+    named_barrier(1, CONSUMERS);
     if (warp < 8) {
       #pragma unroll 1
       for (uint32_t column = warp % 8; column < 8; column += 8) {
@@ -3582,31 +3711,31 @@ struct DecodeStep {
   __device__ __forceinline__ void filter(uint32_t warp, uint32_t step_epoch, uint32_t step, uint32_t lane) {
     #pragma unroll 1
     for (uint32_t column = warp % 8; column < 8; column += 8) {
-      if (((uint32_t*)(arena + FILTERS) + column * 16)[0] != 0 && ((uint32_t*)(arena + CHOSEN))[column] < 4294967294u) {
+      if (((uint32_t*)(arena + FILTERS) + column * 16)[0] != 0 && ((uint32_t*)(arena + CHOSEN))[column] < CANCELLED_TOKEN) {
         read(column, step_epoch + 4, step, warp, lane);
         decide(column, step_epoch + 4, step, lane, warp);
       }
     }
-    named_barrier(1, 256);
+    named_barrier(1, CONSUMERS);
     #pragma unroll 1
     for (uint32_t round = 0; round < 63; ++round) {
       if (is_done(lane)) break;
       weigh_all(step_epoch + 5 + round, round, warp, lane);
       judge_all(step_epoch + 5 + round, round, warp, lane);
-      named_barrier(1, 256);
+      named_barrier(1, CONSUMERS);
     }
   }
 
   // One thread of each block: count a token that was chosen, in the block that makes its logit.
   __device__ __forceinline__ void count(uint32_t column, uint32_t token) {
-    bool is_ours = token / 16 % 132 == (block + 124) % 132;
-    if ((load_constant_u32(sequences + (((uint32_t*)(arena + COLUMNS))[column * 9 + 6] * 24 + 10)) & 4) != 0 && is_ours && token < 512) {
-      uint32_t following = ((uint32_t*)(arena + COLUMNS))[column * 9 + 1] + 1;
-      uint32_t value = load_constant_u32(sequences + (((uint32_t*)(arena + COLUMNS))[column * 9 + 6] * 24 + 2));
-      bool wanted = following >= value && following <= ((uint32_t*)(arena + COLUMNS))[column * 9 + 2];
-      if (wanted && ((uint32_t*)(arena + COLUMNS))[column * 9 + 7] == 0) {
-        uint32_t value_2 = load_constant_u32(sequences + (((uint32_t*)(arena + COLUMNS))[column * 9 + 6] * 24 + 11));
-        token_counts[value_2 * 512 + token] = token_counts[value_2 * 512 + token] + 1;
+    bool is_ours = token / 16 % BLOCKS == (block + 124) % BLOCKS;
+    if ((load_constant_u32(sequences + (((ColumnState*)(arena + COLUMNS))[column].sequence * 24 + 10)) & 4) != 0 && is_ours && token < VOCAB) {
+      uint32_t following = ((ColumnState*)(arena + COLUMNS))[column].number + 1;
+      uint32_t value = load_constant_u32(sequences + (((ColumnState*)(arena + COLUMNS))[column].sequence * 24 + 2));
+      bool wanted = following >= value && following <= ((ColumnState*)(arena + COLUMNS))[column].total;
+      if (wanted && ((ColumnState*)(arena + COLUMNS))[column].stopped == 0) {
+        uint32_t value_2 = load_constant_u32(sequences + (((ColumnState*)(arena + COLUMNS))[column].sequence * 24 + 11));
+        token_counts[value_2 * VOCAB + token] = token_counts[value_2 * VOCAB + token] + 1;
       }
     }
   }
@@ -3627,50 +3756,53 @@ struct DecodeStep {
     uint32_t thread = thread_index();
     uint32_t warp = thread / 32;
     uint32_t lane = thread % 32;
-    if (thread == 0) store_relaxed_u32(progress + block, step * 17 + 16);
-    uint32_t first_word = step % 2 * 2112;
+    if (thread == 0) {
+      uint32_t so_far = step * PHASES + 16;
+      store_relaxed_u32(progress + block, so_far);
+    }
+    uint32_t first_word = step % 2 * BLOCKS * 16;
     mbarrier_wait(step_added, step % 2);
-    named_barrier(1, 256);
+    named_barrier(1, CONSUMERS);
     if ((options & 8) != 0) publish_lists(warp, lane, step_epoch, step);
     float best;
     uint32_t best_token;
     best_of(warp, lane, best, best_token);
     if (lane < 2) {
       uint32_t value = float_bits(best);
-      bool is_cancelled = block == 0 && ((uint32_t*)(arena + COLUMNS))[warp * 9 + 8] != 0;
+      bool is_cancelled = block == 0 && ((ColumnState*)(arena + COLUMNS))[warp].cancelled != 0;
       uint32_t value_2 = is_cancelled ? float_bits(bits_float(0x7f800000)) : float_bits(best);
-      uint32_t best_token_2 = is_cancelled ? 4294967294u : best_token;
+      uint32_t best_token_2 = is_cancelled ? CANCELLED_TOKEN : best_token;
       uint32_t word = lane % 2 == 0 ? value_2 : best_token_2;
       uint32_t place = first_word + (block * 8 + warp) * 2 + lane;
-      publish_flagged_release(exchange_words + (place + 295456), word, step_epoch + 4);
+      publish_flagged_release(exchange_words + (place + EXCHANGE_CANDIDATES), word, step_epoch + 4);
     }
     uint32_t answer = 0;
     if (block == 0 && thread < column_count) {
-      uint32_t sequence = ((uint32_t*)(arena + COLUMNS))[thread * 9 + 6];
+      uint32_t sequence = ((ColumnState*)(arena + COLUMNS))[thread].sequence;
       answer = load_relaxed_u32_sys(cancelled + sequence);
     }
     gather(first_word / 4, step_epoch + 4, thread);
-    named_barrier(1, 256);
-    if (block == 0 && thread < column_count && answer == epoch) ((uint32_t*)(arena + COLUMNS))[thread * 9 + 8] = 1;
+    named_barrier(1, CONSUMERS);
+    if (block == 0 && thread < column_count && answer == epoch) ((ColumnState*)(arena + COLUMNS))[thread].cancelled = 1;
     uint32_t* chosen = (uint32_t*)(arena + CHOSEN);
     float _;
     uint32_t best_token_2;
     best_of_2(warp, lane, _, best_token_2);
     if (lane == 0) chosen[warp] = best_token_2;
-    named_barrier(1, 256);
+    named_barrier(1, CONSUMERS);
     if ((options & 8) != 0) filter(warp, step_epoch, step, lane);
     if ((options & 4) != 0 && warp == 0) count_chosen(lane);
   }
 
   // One lane, one column: note what was sampled after its token, and the token that it has in the next step.
   __device__ __forceinline__ void take(uint32_t column, uint32_t& going_on) {
-    uint32_t sequence = ((uint32_t*)(arena + COLUMNS))[column * 9 + 6];
-    uint32_t index = ((uint32_t*)(arena + COLUMNS))[column * 9 + 1];
-    uint32_t total = ((uint32_t*)(arena + COLUMNS))[column * 9 + 2];
+    uint32_t sequence = ((ColumnState*)(arena + COLUMNS))[column].sequence;
+    uint32_t index = ((ColumnState*)(arena + COLUMNS))[column].number;
+    uint32_t total = ((ColumnState*)(arena + COLUMNS))[column].total;
     uint32_t given_2 = load_constant_u32(sequences + (sequence * 24 + 2));
     uint32_t per_step = load_constant_u32(sequences + (sequence * 24 + 1));
     uint32_t sampled = ((uint32_t*)(arena + CHOSEN))[column];
-    uint32_t stopped = ((uint32_t*)(arena + COLUMNS))[column * 9 + 7];
+    uint32_t stopped = ((ColumnState*)(arena + COLUMNS))[column].stopped;
     if (index + 1 >= given_2 && index < total) {
       if (block == 0) {
         uint32_t place = sequence * 513 + index + 1;
@@ -3685,8 +3817,8 @@ struct DecodeStep {
       }
     }
     uint32_t following = index + per_step;
-    if (following >= total || sampled == 4294967294u) stopped = 1;
-    ((uint32_t*)(arena + COLUMNS))[column * 9 + 7] = stopped;
+    if (following >= total || sampled == CANCELLED_TOKEN) stopped = 1;
+    ((ColumnState*)(arena + COLUMNS))[column].stopped = stopped;
     if (stopped == 0) going_on = 1;
     if (following >= given_2 && per_step == 1) {
       next_token[column] = min(sampled, 511u);
@@ -3713,17 +3845,17 @@ struct DecodeStep {
         mbarrier_arrive(step_done);
       }
     }
-    named_barrier(1, 256);
+    named_barrier(1, CONSUMERS);
   }
 
   // In the consumer role: use up the block's chunks of a matrix that were fetched in vain.
   __device__ __forceinline__ void skip() {
     #pragma unroll 1
-    for (uint32_t i = (block + 124) % 132; i < 32; i += 132) {
+    for (uint32_t i = (block + 124) % BLOCKS; i < QKV_ROWS / 16; i += BLOCKS) {
       #pragma unroll 1
       for (uint32_t i_2 = 0; i_2 < 1; ++i_2) {
         mbarrier_wait(full + use_stage, use_parity);
-        uint8_t* chunk = ring + use_stage * 16384;
+        uint8_t* chunk = ring + use_stage * STAGE_BYTES;
         warp_barrier();
         if (lane == 0) mbarrier_arrive(empty + use_stage);
         advance(use_stage, use_parity);
@@ -3771,7 +3903,7 @@ struct DecodeStep {
     if (warp >= 8) {
       keep_64_registers();
       // the producer warp: one lane walks the whole model's chunk list
-      if (thread == 256) {
+      if (thread == CONSUMERS) {
         plan_index = 0;
         fill_stage = 0;
         fill_parity = 1;
@@ -3816,7 +3948,7 @@ struct DecodeStep {
             finish_down(layer, layer_epoch);
           }
           float best = -bits_float(0x7f800000);
-          uint32_t best_token = 4294967295u;
+          uint32_t best_token = NO_TOKEN;
           if (step >= head_from || logits != nullptr) finish_lm_head(step_epoch, step, best, best_token);
           lay_down_candidates(best, best_token);
           mbarrier_wait(step_done, step % 2);
@@ -3841,10 +3973,10 @@ struct DecodeStep {
         bool has_new_plan = follow_plan(plan_index, step);
         begin_step(step);
         if (has_new_plan) keep();
-        named_barrier(1, 256);
+        named_barrier(1, CONSUMERS);
         publish_embeddings(step_epoch);
         load_angles();
-        named_barrier(1, 256);
+        named_barrier(1, CONSUMERS);
         for (uint32_t layer = 0; layer < 3; ++layer) {
           uint32_t layer_epoch = step_epoch + layer + 1;
           qkv(step, layer, layer_epoch);

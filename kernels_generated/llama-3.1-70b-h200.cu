@@ -430,6 +430,71 @@ constexpr uint32_t COLUMNS = 229424;
 constexpr uint32_t CHOSEN = 229472;
 constexpr uint32_t STEP_DONE = 229488;
 constexpr uint32_t NEXT_TOKEN = 229504;
+constexpr uint32_t PLAN_WORDS = 2880;
+constexpr uint32_t BLOCKS = 132;
+constexpr uint32_t QKV_ROWS = 10240;
+constexpr uint32_t QKV_CHUNK_BYTES = 16384;
+constexpr uint32_t STAGE_BYTES = 16384;
+constexpr uint32_t PLAN_WORK_INDPTR = 64;
+constexpr uint32_t PLAN_ITEMS = 256;
+constexpr uint32_t PAGE_SIZE = 16;
+constexpr uint32_t O_ROWS = 8192;
+constexpr uint32_t O_CHUNK_BYTES = 16384;
+constexpr uint32_t GATE_UP_ROWS = 57344;
+constexpr uint32_t GATE_UP_CHUNK_BYTES = 16384;
+constexpr uint32_t DOWN_ROWS = 8192;
+constexpr uint32_t DOWN_CHUNK_BYTES = 16384;
+constexpr uint32_t LM_HEAD_ROWS = 128256;
+constexpr uint32_t LM_HEAD_CHUNK_BYTES = 16384;
+constexpr uint32_t EXCHANGE_HIDDEN_SQUARES = 302336;
+constexpr uint32_t PROJECTED_ROWS = 10240;
+constexpr uint32_t HEAD_DIM = 128;
+constexpr uint32_t EXCHANGE_QKV = 11264;
+constexpr uint32_t NAN_BITS = 2143289344;
+constexpr uint32_t MAX_CONTEXT = 8192;
+constexpr uint32_t HIDDEN = 8192;
+constexpr uint32_t PART_WORDS = 1024;
+constexpr uint32_t EXCHANGE_MIDDLE = 12288;
+constexpr uint32_t EXCHANGE_MIDDLE_SQUARES = 302848;
+constexpr uint32_t EXCHANGE_GATED = 590336;
+constexpr uint32_t EXCHANGE_HIDDEN = 4096;
+constexpr uint32_t VOCAB = 128256;
+constexpr uint32_t PROMPT_TOKEN = 2147483648u;
+constexpr uint32_t MASK_WORDS = 4008;
+constexpr uint32_t PHILOX_MULTIPLIER_0 = 3528531795u;
+constexpr uint32_t PHILOX_MULTIPLIER_1 = 3449720151u;
+constexpr uint32_t PHILOX_WEYL_0 = 2654435769u;
+constexpr uint32_t PHILOX_WEYL_1 = 3144134277u;
+constexpr uint32_t PLAN_MERGES = 2496;
+constexpr uint32_t PLAN_MERGE_INDPTR = 2432;
+constexpr uint32_t PLAN_MERGE_SRC = 2560;
+constexpr uint32_t CONSUMERS = 256;
+constexpr uint32_t PHASES = 402;
+constexpr uint32_t EXCHANGE_PARTIALS = 16384;
+constexpr uint32_t WRITE_THROUGH = 4294967295u;
+constexpr uint32_t EXCHANGE_ATTENTION = 2048;
+constexpr uint32_t SIGN = 2147483648u;
+constexpr uint32_t ALL_BITS = 4294967295u;
+constexpr uint32_t NO_TOKEN = 4294967295u;
+constexpr uint32_t EXCHANGE_SHORT_LISTS = 304416;
+constexpr uint32_t EXCHANGE_CANDIDATES = 303360;
+constexpr uint32_t UNDECIDED = 4294967295u;
+constexpr uint32_t AS_IT_IS = 4294967293u;
+constexpr uint32_t LEFT_OPEN = 4294967294u;
+constexpr uint32_t EXCHANGE_FILTERS = 312864;
+constexpr uint32_t CANCELLED_TOKEN = 4294967294u;
+
+struct ColumnState {
+  uint32_t position;
+  uint32_t number;
+  uint32_t total;
+  uint32_t temperature;
+  uint32_t seed_low;
+  uint32_t seed_high;
+  uint32_t sequence;
+  uint32_t stopped;
+  uint32_t cancelled;
+};
 
 struct DecodeStep {
   const uint8_t* weights;
@@ -508,9 +573,8 @@ struct DecodeStep {
       uint32_t sequence = load_constant_u32(columns + thread * 4);
       uint32_t index = load_constant_u32(columns + (thread * 4 + 1));
       next_token[thread] = given(sequence, index);
-      uint32_t* state = (uint32_t*)(arena + COLUMNS) + thread * 9;
-      state[7] = 0;
-      state[8] = 0;
+      ((ColumnState*)(arena + COLUMNS))[thread].stopped = 0;
+      ((ColumnState*)(arena + COLUMNS))[thread].cancelled = 0;
     }
   }
 
@@ -519,7 +583,7 @@ struct DecodeStep {
     bool is_new = step == 0;
     uint32_t following = plan_index + 1;
     if (following < plan_count) {
-      uint32_t first_step = load_constant_u32(kv_plans + following * 2880);
+      uint32_t first_step = load_constant_u32(kv_plans + following * PLAN_WORDS);
       if (first_step <= step) {
         plan_index = following;
         is_new = true;
@@ -551,22 +615,22 @@ struct DecodeStep {
 
   // The block's M-tiles of qkv, chunk by chunk, into the stages of the ring.
   __device__ __forceinline__ void fetch_qkv(uint64_t layer_offset) {
-    uint32_t position = (block + 16) % 132;
+    uint32_t position = (block + 16) % BLOCKS;
     const uint8_t* matrix = weights + layer_offset;
     #pragma unroll 1
-    for (uint32_t m_tile = position; m_tile < 640; m_tile += 132) {
-      uint32_t wave = m_tile / 132;
-      uint64_t wave_bytes = (uint64_t)(wave) * 34603008;
-      uint32_t width = 132 - wave / 4 * 20;
+    for (uint32_t m_tile = position; m_tile < QKV_ROWS / 16; m_tile += BLOCKS) {
+      uint32_t wave = m_tile / BLOCKS;
+      uint64_t wave_bytes = (uint64_t)(wave) * (BLOCKS * 262144);
+      uint32_t width = BLOCKS - wave / 4 * (BLOCKS - 112);
       #pragma unroll 1
       for (uint32_t chunk = 0; chunk < 16; ++chunk) {
-        const uint8_t* source = matrix + (wave_bytes + (uint64_t)(width * chunk * 16384 + position * 16384));
+        const uint8_t* source = matrix + (wave_bytes + (uint64_t)(width * chunk * QKV_CHUNK_BYTES + position * QKV_CHUNK_BYTES));
         mbarrier_wait(empty + fill_stage, fill_parity);
         bound_requests();
         uint64_t* barrier = full + fill_stage;
-        uint8_t* destination = ring + fill_stage * 16384;
-        mbarrier_arrive_expect_tx(barrier, 16384);
-        bulk_copy(destination, source, 16384, barrier);
+        uint8_t* destination = ring + fill_stage * STAGE_BYTES;
+        mbarrier_arrive_expect_tx(barrier, QKV_CHUNK_BYTES);
+        bulk_copy(destination, source, QKV_CHUNK_BYTES, barrier);
         advance(fill_stage, fill_parity);
       }
     }
@@ -583,11 +647,11 @@ struct DecodeStep {
 
   // The cached keys and values of this block's items, one item after the other.
   __device__ __forceinline__ void copy_items(uint32_t layer, uint32_t step) {
-    uint32_t first_item = load_constant_u32(kv_plans + (plan_index * 2880 + block + 64));
-    uint32_t last_item = load_constant_u32(kv_plans + (plan_index * 2880 + block + 65));
+    uint32_t first_item = load_constant_u32(kv_plans + (plan_index * PLAN_WORDS + (block + PLAN_WORK_INDPTR)));
+    uint32_t last_item = load_constant_u32(kv_plans + (plan_index * PLAN_WORDS + (block + 1 + PLAN_WORK_INDPTR)));
     #pragma unroll 1
     for (uint32_t index = first_item; index < last_item; ++index) {
-      const int32_t* record = kv_plans + (plan_index * 2880 + index * 8 + 256);
+      const int32_t* record = kv_plans + (plan_index * PLAN_WORDS + (index * 8 + PLAN_ITEMS));
       uint4 what = load_constant_u32x4(record);
       uint4 rest = load_constant_u32x4(record + 4);
       const int32_t* record_2 = tiles + what.y * 8;
@@ -600,21 +664,21 @@ struct DecodeStep {
         uint32_t pages[2];
         #pragma unroll
         for (uint32_t index_2 = 0; index_2 < 2; ++index_2) {
-          uint32_t token = min(first + index_2 * 16, end - 1);
-          pages[index_2] = load_constant_u32(page_table + (place.z + token / 16));
+          uint32_t token = min(first + index_2 * PAGE_SIZE, end - 1);
+          pages[index_2] = load_constant_u32(page_table + (place.z + token / PAGE_SIZE));
         }
         mbarrier_wait(empty + fill_stage, fill_parity);
         bound_requests();
         uint64_t* barrier = full + fill_stage;
-        uint8_t* destination = ring + fill_stage * 16384;
+        uint8_t* destination = ring + fill_stage * STAGE_BYTES;
         mbarrier_arrive_expect_tx(barrier, count * 512);
         #pragma unroll
         for (uint32_t index_2 = 0; index_2 < 2; ++index_2) {
-          if (index_2 * 16 < count) {
-            uint32_t run = min(count - index_2 * 16, 16u);
+          if (index_2 * PAGE_SIZE < count) {
+            uint32_t run = min(count - index_2 * PAGE_SIZE, PAGE_SIZE);
             uint64_t offset = (uint64_t)(layer * kv_pages + pages[index_2]) * 32768;
-            bf16* key = kv + (offset + (uint64_t)(what.z * 2048));
-            uint8_t* keys_2 = destination + index_2 * 4096;
+            bf16* key = kv + (offset + (uint64_t)(what.z * (PAGE_SIZE * 128)));
+            uint8_t* keys_2 = destination + index_2 * PAGE_SIZE * 256;
             bulk_copy(keys_2, key, run * 256, barrier);
             bulk_copy(keys_2 + 8192, key + 16384, run * 256, barrier);
           }
@@ -626,22 +690,22 @@ struct DecodeStep {
 
   // The block's M-tiles of o, chunk by chunk, into the stages of the ring.
   __device__ __forceinline__ void fetch_o(uint64_t layer_offset) {
-    uint32_t position = block % 132;
+    uint32_t position = block % BLOCKS;
     const uint8_t* matrix = weights + (layer_offset + 167772160);
     #pragma unroll 1
-    for (uint32_t m_tile = position; m_tile < 512; m_tile += 132) {
-      uint32_t wave = m_tile / 132;
-      uint64_t wave_bytes = (uint64_t)(wave) * 34603008;
-      uint32_t width = 132 - wave / 3 * 16;
+    for (uint32_t m_tile = position; m_tile < O_ROWS / 16; m_tile += BLOCKS) {
+      uint32_t wave = m_tile / BLOCKS;
+      uint64_t wave_bytes = (uint64_t)(wave) * (BLOCKS * 262144);
+      uint32_t width = BLOCKS - wave / 3 * (BLOCKS - 116);
       #pragma unroll 1
       for (uint32_t chunk = 0; chunk < 16; ++chunk) {
-        const uint8_t* source = matrix + (wave_bytes + (uint64_t)(width * chunk * 16384 + position * 16384));
+        const uint8_t* source = matrix + (wave_bytes + (uint64_t)(width * chunk * O_CHUNK_BYTES + position * O_CHUNK_BYTES));
         mbarrier_wait(empty + fill_stage, fill_parity);
         bound_requests();
         uint64_t* barrier = full + fill_stage;
-        uint8_t* destination = ring + fill_stage * 16384;
-        mbarrier_arrive_expect_tx(barrier, 16384);
-        bulk_copy(destination, source, 16384, barrier);
+        uint8_t* destination = ring + fill_stage * STAGE_BYTES;
+        mbarrier_arrive_expect_tx(barrier, O_CHUNK_BYTES);
+        bulk_copy(destination, source, O_CHUNK_BYTES, barrier);
         advance(fill_stage, fill_parity);
       }
     }
@@ -649,22 +713,22 @@ struct DecodeStep {
 
   // The block's M-tiles of gate_up, chunk by chunk, into the stages of the ring.
   __device__ __forceinline__ void fetch_gate_up(uint64_t layer_offset) {
-    uint32_t position = (block + 16) % 132;
+    uint32_t position = (block + 16) % BLOCKS;
     const uint8_t* matrix = weights + (layer_offset + 301989888);
     #pragma unroll 1
-    for (uint32_t m_tile = position; m_tile < 3584; m_tile += 132) {
-      uint32_t wave = m_tile / 132;
-      uint64_t wave_bytes = (uint64_t)(wave) * 34603008;
-      uint32_t width = 132 - wave / 27 * 112;
+    for (uint32_t m_tile = position; m_tile < GATE_UP_ROWS / 16; m_tile += BLOCKS) {
+      uint32_t wave = m_tile / BLOCKS;
+      uint64_t wave_bytes = (uint64_t)(wave) * (BLOCKS * 262144);
+      uint32_t width = BLOCKS - wave / 27 * (BLOCKS - 20);
       #pragma unroll 1
       for (uint32_t chunk = 0; chunk < 16; ++chunk) {
-        const uint8_t* source = matrix + (wave_bytes + (uint64_t)(width * chunk * 16384 + position * 16384));
+        const uint8_t* source = matrix + (wave_bytes + (uint64_t)(width * chunk * GATE_UP_CHUNK_BYTES + position * GATE_UP_CHUNK_BYTES));
         mbarrier_wait(empty + fill_stage, fill_parity);
         bound_requests();
         uint64_t* barrier = full + fill_stage;
-        uint8_t* destination = ring + fill_stage * 16384;
-        mbarrier_arrive_expect_tx(barrier, 16384);
-        bulk_copy(destination, source, 16384, barrier);
+        uint8_t* destination = ring + fill_stage * STAGE_BYTES;
+        mbarrier_arrive_expect_tx(barrier, GATE_UP_CHUNK_BYTES);
+        bulk_copy(destination, source, GATE_UP_CHUNK_BYTES, barrier);
         advance(fill_stage, fill_parity);
       }
     }
@@ -672,26 +736,26 @@ struct DecodeStep {
 
   // The block's M-tiles of down, chunk by chunk, into the stages of the ring.
   __device__ __forceinline__ void fetch_down(uint64_t layer_offset) {
-    uint32_t position = block % 132;
+    uint32_t position = block % BLOCKS;
     const uint8_t* matrix = weights + (layer_offset + 1241513984);
     #pragma unroll 1
     for (uint32_t slice = 0; slice < 2; ++slice) {
       uint32_t first = slice * 28;
       uint32_t end = min(first + 28, 56u);
       #pragma unroll 1
-      for (uint32_t m_tile = position; m_tile < 512; m_tile += 132) {
-        uint32_t wave = m_tile / 132;
-        uint64_t wave_bytes = (uint64_t)(wave) * 121110528;
-        uint32_t width = 132 - wave / 3 * 16;
+      for (uint32_t m_tile = position; m_tile < DOWN_ROWS / 16; m_tile += BLOCKS) {
+        uint32_t wave = m_tile / BLOCKS;
+        uint64_t wave_bytes = (uint64_t)(wave) * (BLOCKS * 917504);
+        uint32_t width = BLOCKS - wave / 3 * (BLOCKS - 116);
         #pragma unroll 1
         for (uint32_t chunk = first; chunk < end; ++chunk) {
-          const uint8_t* source = matrix + (wave_bytes + (uint64_t)(width * chunk * 16384 + position * 16384));
+          const uint8_t* source = matrix + (wave_bytes + (uint64_t)(width * chunk * DOWN_CHUNK_BYTES + position * DOWN_CHUNK_BYTES));
           mbarrier_wait(empty + fill_stage, fill_parity);
           bound_requests();
           uint64_t* barrier = full + fill_stage;
-          uint8_t* destination = ring + fill_stage * 16384;
-          mbarrier_arrive_expect_tx(barrier, 16384);
-          bulk_copy(destination, source, 16384, barrier);
+          uint8_t* destination = ring + fill_stage * STAGE_BYTES;
+          mbarrier_arrive_expect_tx(barrier, DOWN_CHUNK_BYTES);
+          bulk_copy(destination, source, DOWN_CHUNK_BYTES, barrier);
           advance(fill_stage, fill_parity);
         }
       }
@@ -700,22 +764,22 @@ struct DecodeStep {
 
   // The block's M-tiles of lm_head, chunk by chunk, into the stages of the ring.
   __device__ __forceinline__ void fetch_lm_head() {
-    uint32_t position = (block + 16) % 132;
+    uint32_t position = (block + 16) % BLOCKS;
     const uint8_t* matrix = weights + 136902082560ull;
     #pragma unroll 1
-    for (uint32_t m_tile = position; m_tile < 8016; m_tile += 132) {
-      uint32_t wave = m_tile / 132;
-      uint64_t wave_bytes = (uint64_t)(wave) * 34603008;
-      uint32_t width = 132 - wave / 60 * 36;
+    for (uint32_t m_tile = position; m_tile < LM_HEAD_ROWS / 16; m_tile += BLOCKS) {
+      uint32_t wave = m_tile / BLOCKS;
+      uint64_t wave_bytes = (uint64_t)(wave) * (BLOCKS * 262144);
+      uint32_t width = BLOCKS - wave / 60 * (BLOCKS - 96);
       #pragma unroll 1
       for (uint32_t chunk = 0; chunk < 16; ++chunk) {
-        const uint8_t* source = matrix + (wave_bytes + (uint64_t)(width * chunk * 16384 + position * 16384));
+        const uint8_t* source = matrix + (wave_bytes + (uint64_t)(width * chunk * LM_HEAD_CHUNK_BYTES + position * LM_HEAD_CHUNK_BYTES));
         mbarrier_wait(empty + fill_stage, fill_parity);
         bound_requests();
         uint64_t* barrier = full + fill_stage;
-        uint8_t* destination = ring + fill_stage * 16384;
-        mbarrier_arrive_expect_tx(barrier, 16384);
-        bulk_copy(destination, source, 16384, barrier);
+        uint8_t* destination = ring + fill_stage * STAGE_BYTES;
+        mbarrier_arrive_expect_tx(barrier, LM_HEAD_CHUNK_BYTES);
+        bulk_copy(destination, source, LM_HEAD_CHUNK_BYTES, barrier);
         advance(fill_stage, fill_parity);
       }
     }
@@ -732,7 +796,7 @@ struct DecodeStep {
       uint4 data[8];
       places[0] = column * 512 + min(unit, 127u) * 4;
       places[1] = column * 512 + min(unit_2, 127u) * 4;
-      wait_flagged_places(data, exchange_words + 302336, places, 2, layer_epoch - 1);
+      wait_flagged_places(data, exchange_words + EXCHANGE_HIDDEN_SQUARES, places, 2, layer_epoch - 1);
       uint4 words = data[0];
       float low = bits_float(words.x) + bits_float(words.y);
       float of_unit = low + (bits_float(words.z) + bits_float(words.w));
@@ -766,8 +830,8 @@ struct DecodeStep {
     uint32_t paired = m_tile_of_head * 8 + row % 8 + (row >= 8 ? 64u : 0u);
     bool is_paired = head < 72;
     uint32_t dim = is_paired ? paired : m_tile_of_head * 16 + row;
-    uint32_t place = (column * 10240 + head * 128 + dim) / 2;
-    uint32_t published = renewed_u32(place + 11264);
+    uint32_t place = (column * PROJECTED_ROWS + head * HEAD_DIM + dim) / 2;
+    uint32_t published = renewed_u32(place + EXCHANGE_QKV);
     if (scale == 0.0f) {
       mbarrier_wait(loaded, loaded_parity);
       float total = 0.0f;
@@ -780,7 +844,7 @@ struct DecodeStep {
       total += shuffle_xor_f32(total, 1);
       float mean = fma_f32(total, 0.00012207031f, 1e-05f);
       float scale_2 = rsqrt_f32(mean);
-      scale = total < 1.8446744e+19f ? scale_2 : bits_float(2143289344);
+      scale = total < 1.8446744e+19f ? scale_2 : bits_float(NAN_BITS);
     }
     float* reduction = (float*)(arena + REDUCTIONS) + adding * 160;
     float* own = reduction + (lane / 16 * 80 + lane % 16);
@@ -799,11 +863,11 @@ struct DecodeStep {
       uint64_t* place_2 = exchange_words + published;
       publish_flagged(place_2, pair, layer_epoch);
       if (head >= 64) {
-        if (((uint32_t*)(arena + COLUMNS))[column * 9 + 1] < ((uint32_t*)(arena + COLUMNS))[column * 9 + 2]) {
-          uint32_t table = ((uint32_t*)(arena + COLUMNS))[column * 9 + 6] * 512;
-          uint32_t page = load_constant_u32(page_table + (table + ((uint32_t*)(arena + COLUMNS))[column * 9] / 16));
+        if (((ColumnState*)(arena + COLUMNS))[column].number < ((ColumnState*)(arena + COLUMNS))[column].total) {
+          uint32_t table = ((ColumnState*)(arena + COLUMNS))[column].sequence * (MAX_CONTEXT / PAGE_SIZE);
+          uint32_t page = load_constant_u32(page_table + (table + ((ColumnState*)(arena + COLUMNS))[column].position / PAGE_SIZE));
           uint64_t offset = (uint64_t)(layer * kv_pages + page) * 32768;
-          bf16* key = kv + (offset + (uint64_t)((head - 64) % 8 * 2048 + ((uint32_t*)(arena + COLUMNS))[column * 9] % 16 * 128));
+          bf16* key = kv + (offset + (uint64_t)((head - 64) % 8 * (PAGE_SIZE * 128) + ((ColumnState*)(arena + COLUMNS))[column].position % PAGE_SIZE * 128));
           bf16* place_3 = head - 64 < 8 ? key : key + 16384;
           ((uint32_t*)(place_3 + dim))[0] = pair;
           fence_proxy_async();
@@ -823,12 +887,12 @@ struct DecodeStep {
 
   // The block's M-tiles of qkv: the warps' sums added up, the rows finished.
   __device__ __forceinline__ void finish_qkv(uint32_t layer_epoch, uint32_t layer) {
-    uint32_t position = (block + 16) % 132;
+    uint32_t position = (block + 16) % BLOCKS;
     warp_barrier();
     if (lane == 0) mbarrier_arrive(loaded);
     float scale = 0.0f;
     #pragma unroll 1
-    for (uint32_t m_tile = position; m_tile < 640; m_tile += 132) {
+    for (uint32_t m_tile = position; m_tile < QKV_ROWS / 16; m_tile += BLOCKS) {
       if (adding == warp - 9) {
         uint32_t column = 0;
         finish_rows(m_tile, column, scale, layer_epoch, layer);
@@ -847,10 +911,10 @@ struct DecodeStep {
     uint32_t row = lane % 16;
     bool is_own = lane < 16;
     float* residual = (float*)(arena + RESIDUAL);
-    uint32_t place = renewed_u32(m_tile / 132 * 16 + row + column);
-    float weight = bf16_to_f32((norms + (layer * 2 + 1) * 8192)[m_tile * 16 + row]);
+    uint32_t place = renewed_u32(m_tile / BLOCKS * 16 + row + column);
+    float weight = bf16_to_f32((norms + (layer * 2 + 1) * HIDDEN)[m_tile * 16 + row]);
     uint32_t word = (((m_tile * 16 + row) / 32 + column) * 4 + (m_tile * 16 + row) / 8 % 4) * 4 + (m_tile * 16 + row) % 8 / 2;
-    uint32_t number = word / 1024 * 3072 + word % 1024 + 12288;
+    uint32_t number = word / PART_WORDS * (3 * PART_WORDS) + word % PART_WORDS + EXCHANGE_MIDDLE;
     uint32_t published = renewed_u32(number);
     float* reduction = (float*)(arena + REDUCTIONS) + adding * 160;
     float* own = reduction + (lane / 16 * 80 + lane % 16);
@@ -873,21 +937,23 @@ struct DecodeStep {
       publish_tagged(place_2, pair, 32, layer_epoch);
     }
     bool is_plausible = weighted < 8589934592.0f && weighted > -8589934592.0f;
-    float told = is_plausible ? value : bits_float(2143289344);
+    float told = is_plausible ? value : bits_float(NAN_BITS);
     float total_3 = told * told;
     total_3 += shuffle_xor_f32(total_3, 8);
     total_3 += shuffle_xor_f32(total_3, 4);
     total_3 += shuffle_xor_f32(total_3, 2);
     total_3 += shuffle_xor_f32(total_3, 1);
     uint32_t place_2 = column * 512 + m_tile;
-    if (is_own && row == 0) publish_flagged(exchange_words + (place_2 + 302848), float_bits(total_3), layer_epoch);
+    if (is_own && row == 0) {
+      publish_flagged(exchange_words + (place_2 + EXCHANGE_MIDDLE_SQUARES), float_bits(total_3), layer_epoch);
+    }
   }
 
   // The block's M-tiles of o: the warps' sums added up, the rows finished.
   __device__ __forceinline__ void finish_o(uint32_t layer, uint32_t layer_epoch) {
-    uint32_t position = block % 132;
+    uint32_t position = block % BLOCKS;
     #pragma unroll 1
-    for (uint32_t m_tile = position; m_tile < 512; m_tile += 132) {
+    for (uint32_t m_tile = position; m_tile < O_ROWS / 16; m_tile += BLOCKS) {
       if (adding == warp - 9) {
         uint32_t column = 0;
         finish_rows_2(m_tile, column, layer, layer_epoch);
@@ -909,7 +975,7 @@ struct DecodeStep {
       uint4 data[8];
       places[0] = column * 512 + min(unit, 127u) * 4;
       places[1] = column * 512 + min(unit_2, 127u) * 4;
-      wait_flagged_places(data, exchange_words + 302848, places, 2, layer_epoch);
+      wait_flagged_places(data, exchange_words + EXCHANGE_MIDDLE_SQUARES, places, 2, layer_epoch);
       uint4 words = data[0];
       float low = bits_float(words.x) + bits_float(words.y);
       float of_unit = low + (bits_float(words.z) + bits_float(words.w));
@@ -926,7 +992,7 @@ struct DecodeStep {
   __device__ __forceinline__ void finish_rows_3(uint32_t m_tile, uint32_t column, float& scale, uint32_t layer_epoch) {
     uint32_t row = lane % 16;
     bool is_own = lane < 16;
-    uint32_t published = renewed_u32((((m_tile * 8 + row) / 32 + column) * 4 + (m_tile * 8 + row) / 8 % 4) * 4 + (m_tile * 8 + row) % 8 / 2 + 590336);
+    uint32_t published = renewed_u32((((m_tile * 8 + row) / 32 + column) * 4 + (m_tile * 8 + row) / 8 % 4) * 4 + (m_tile * 8 + row) % 8 / 2 + EXCHANGE_GATED);
     if (scale == 0.0f) {
       mbarrier_wait(loaded, loaded_parity);
       float total = 0.0f;
@@ -939,7 +1005,7 @@ struct DecodeStep {
       total += shuffle_xor_f32(total, 1);
       float mean = fma_f32(total, 0.00012207031f, 1e-05f);
       float scale_2 = rsqrt_f32(mean);
-      scale = total < 1.8446744e+19f ? scale_2 : bits_float(2143289344);
+      scale = total < 1.8446744e+19f ? scale_2 : bits_float(NAN_BITS);
     }
     float* reduction = (float*)(arena + REDUCTIONS) + adding * 160;
     float* own = reduction + (lane / 16 * 80 + lane % 16);
@@ -962,12 +1028,12 @@ struct DecodeStep {
 
   // The block's M-tiles of gate_up: the warps' sums added up, the rows finished.
   __device__ __forceinline__ void finish_gate_up(uint32_t layer_epoch) {
-    uint32_t position = (block + 16) % 132;
+    uint32_t position = (block + 16) % BLOCKS;
     warp_barrier();
     if (lane == 0) mbarrier_arrive(loaded);
     float scale = 0.0f;
     #pragma unroll 1
-    for (uint32_t m_tile = position; m_tile < 3584; m_tile += 132) {
+    for (uint32_t m_tile = position; m_tile < GATE_UP_ROWS / 16; m_tile += BLOCKS) {
       if (adding == warp - 9) {
         uint32_t column = 0;
         finish_rows_3(m_tile, column, scale, layer_epoch);
@@ -986,10 +1052,10 @@ struct DecodeStep {
     uint32_t row = lane % 16;
     bool is_own = lane < 16;
     float* residual = (float*)(arena + RESIDUAL);
-    uint32_t place = renewed_u32(m_tile / 132 * 16 + row + column);
-    float weight = bf16_to_f32((norms + (layer * 2 + 2) * 8192)[m_tile * 16 + row]);
+    uint32_t place = renewed_u32(m_tile / BLOCKS * 16 + row + column);
+    float weight = bf16_to_f32((norms + (layer * 2 + 2) * HIDDEN)[m_tile * 16 + row]);
     uint32_t word = (((m_tile * 16 + row) / 32 + column) * 4 + (m_tile * 16 + row) / 8 % 4) * 4 + (m_tile * 16 + row) % 8 / 2;
-    uint32_t number = word / 1024 * 3072 + word % 1024 + 4096;
+    uint32_t number = word / PART_WORDS * (3 * PART_WORDS) + word % PART_WORDS + EXCHANGE_HIDDEN;
     uint32_t published = renewed_u32(number);
     float* reduction = (float*)(arena + REDUCTIONS) + adding * 160;
     float* own = reduction + (lane / 16 * 80 + lane % 16);
@@ -1012,21 +1078,23 @@ struct DecodeStep {
       publish_tagged(place_2, pair, 32, layer_epoch);
     }
     bool is_plausible = weighted < 8589934592.0f && weighted > -8589934592.0f;
-    float told = is_plausible ? value : bits_float(2143289344);
+    float told = is_plausible ? value : bits_float(NAN_BITS);
     float total_3 = told * told;
     total_3 += shuffle_xor_f32(total_3, 8);
     total_3 += shuffle_xor_f32(total_3, 4);
     total_3 += shuffle_xor_f32(total_3, 2);
     total_3 += shuffle_xor_f32(total_3, 1);
     uint32_t place_2 = column * 512 + m_tile;
-    if (is_own && row == 0) publish_flagged(exchange_words + (place_2 + 302336), float_bits(total_3), layer_epoch);
+    if (is_own && row == 0) {
+      publish_flagged(exchange_words + (place_2 + EXCHANGE_HIDDEN_SQUARES), float_bits(total_3), layer_epoch);
+    }
   }
 
   // The block's M-tiles of down: the warps' sums added up, the rows finished.
   __device__ __forceinline__ void finish_down(uint32_t layer, uint32_t layer_epoch) {
-    uint32_t position = block % 132;
+    uint32_t position = block % BLOCKS;
     #pragma unroll 1
-    for (uint32_t m_tile = position; m_tile < 512; m_tile += 132) {
+    for (uint32_t m_tile = position; m_tile < DOWN_ROWS / 16; m_tile += BLOCKS) {
       if (adding == warp - 9) {
         uint32_t column = 0;
         finish_rows_4(m_tile, column, layer, layer_epoch);
@@ -1048,7 +1116,7 @@ struct DecodeStep {
       uint4 data[8];
       places[0] = column * 512 + min(unit, 127u) * 4;
       places[1] = column * 512 + min(unit_2, 127u) * 4;
-      wait_flagged_places(data, exchange_words + 302336, places, 2, step_epoch + 80);
+      wait_flagged_places(data, exchange_words + EXCHANGE_HIDDEN_SQUARES, places, 2, step_epoch + 80);
       uint4 words = data[0];
       float low = bits_float(words.x) + bits_float(words.y);
       float of_unit = low + (bits_float(words.z) + bits_float(words.w));
@@ -1062,30 +1130,30 @@ struct DecodeStep {
   }
 
   __device__ __forceinline__ void penalise(uint32_t column, uint32_t token, float& adjusted) {
-    uint32_t value = load_constant_u32(sequences + (((uint32_t*)(arena + COLUMNS))[column * 9 + 6] * 24 + 11));
-    uint32_t found = token_counts[value * 128256 + token];
-    uint32_t count = found & 2147483647;
+    uint32_t value = load_constant_u32(sequences + (((ColumnState*)(arena + COLUMNS))[column].sequence * 24 + 11));
+    uint32_t found = token_counts[value * VOCAB + token];
+    uint32_t count = found & (PROMPT_TOKEN - 1);
     if (found != 0) {
-      float repetition = bits_float(load_constant_u32(sequences + (((uint32_t*)(arena + COLUMNS))[column * 9 + 6] * 24 + 15)));
+      float repetition = bits_float(load_constant_u32(sequences + (((ColumnState*)(arena + COLUMNS))[column].sequence * 24 + 15)));
       float quotient = divide_f32(adjusted, repetition);
       adjusted = adjusted > 0.0f ? quotient : adjusted * repetition;
     }
     if (count != 0) {
-      adjusted -= bits_float(load_constant_u32(sequences + (((uint32_t*)(arena + COLUMNS))[column * 9 + 6] * 24 + 17))) * (float)(count);
-      adjusted -= bits_float(load_constant_u32(sequences + (((uint32_t*)(arena + COLUMNS))[column * 9 + 6] * 24 + 16)));
+      adjusted -= bits_float(load_constant_u32(sequences + (((ColumnState*)(arena + COLUMNS))[column].sequence * 24 + 17))) * (float)(count);
+      adjusted -= bits_float(load_constant_u32(sequences + (((ColumnState*)(arena + COLUMNS))[column].sequence * 24 + 16)));
     }
   }
 
   // The logit of a token below the vocabulary's end, as its column's sequence wants it.
   __device__ __forceinline__ float adjust(uint32_t column, uint32_t token, float logit) {
-    uint32_t options = load_constant_u32(sequences + (((uint32_t*)(arena + COLUMNS))[column * 9 + 6] * 24 + 10));
+    uint32_t options = load_constant_u32(sequences + (((ColumnState*)(arena + COLUMNS))[column].sequence * 24 + 10));
     float adjusted = logit;
     if ((options & 1) != 0) {
-      uint32_t place = load_constant_u32(sequences + (((uint32_t*)(arena + COLUMNS))[column * 9 + 6] * 24 + 11)) * 4008 + token / 32;
+      uint32_t place = load_constant_u32(sequences + (((ColumnState*)(arena + COLUMNS))[column].sequence * 24 + 11)) * MASK_WORDS + token / 32;
       if (((load_constant_u32(masks + place) >> token % 32) & 1) == 0) adjusted = -bits_float(0x7f800000);
     }
     if ((options & 2) != 0) {
-      adjusted += bits_float(load_constant_u32(logit_bias + (load_constant_u32(sequences + (((uint32_t*)(arena + COLUMNS))[column * 9 + 6] * 24 + 11)) * 128256 + token)));
+      adjusted += bits_float(load_constant_u32(logit_bias + (load_constant_u32(sequences + (((ColumnState*)(arena + COLUMNS))[column].sequence * 24 + 11)) * VOCAB + token)));
     }
     if ((options & 4) != 0) penalise(column, token, adjusted);
     return adjusted;
@@ -1101,16 +1169,16 @@ struct DecodeStep {
     uint32_t k1 = (uint32_t)(seed >> 32);
     #pragma unroll
     for (uint32_t i = 0; i < 10; ++i) {
-      uint32_t high0 = multiply_high_u32(3528531795u, c0);
-      uint32_t high1 = multiply_high_u32(3449720151u, c2);
-      uint32_t low0 = c0 * 3528531795u;
-      uint32_t low1 = c2 * 3449720151u;
+      uint32_t high0 = multiply_high_u32(PHILOX_MULTIPLIER_0, c0);
+      uint32_t high1 = multiply_high_u32(PHILOX_MULTIPLIER_1, c2);
+      uint32_t low0 = c0 * PHILOX_MULTIPLIER_0;
+      uint32_t low1 = c2 * PHILOX_MULTIPLIER_1;
       c0 = high1 ^ c1 ^ k0;
       c1 = low1;
       c2 = high0 ^ c3 ^ k1;
       c3 = low0;
-      k0 += 2654435769u;
-      k1 += 3144134277u;
+      k0 += PHILOX_WEYL_0;
+      k1 += PHILOX_WEYL_1;
     }
     uint32_t word = c0;
     float uniform = ((float)(word >> 9) + 0.5f) * 1.1920929e-07f;
@@ -1119,13 +1187,13 @@ struct DecodeStep {
 
   // Write a logit down, as it is compared without filters: one row a lane, in the adder role.
   __device__ __forceinline__ void keep_2(uint32_t token, float scaled, float noisy, uint32_t column) {
-    bool is_filtered = (load_constant_u32(sequences + (((uint32_t*)(arena + COLUMNS))[column * 9 + 6] * 24 + 10)) & 8) != 0;
+    bool is_filtered = (load_constant_u32(sequences + (((ColumnState*)(arena + COLUMNS))[column].sequence * 24 + 10)) & 8) != 0;
     if (is_filtered) {
-      uint32_t following = ((uint32_t*)(arena + COLUMNS))[column * 9 + 1] + 1;
-      uint32_t value = load_constant_u32(sequences + (((uint32_t*)(arena + COLUMNS))[column * 9 + 6] * 24 + 2));
-      bool wanted = following >= value && following <= ((uint32_t*)(arena + COLUMNS))[column * 9 + 2];
-      if (wanted && ((uint32_t*)(arena + COLUMNS))[column * 9 + 7] == 0) {
-        uint32_t place = (load_constant_u32(sequences + (((uint32_t*)(arena + COLUMNS))[column * 9 + 6] * 24 + 11)) * 128256 + token) * 2;
+      uint32_t following = ((ColumnState*)(arena + COLUMNS))[column].number + 1;
+      uint32_t value = load_constant_u32(sequences + (((ColumnState*)(arena + COLUMNS))[column].sequence * 24 + 2));
+      bool wanted = following >= value && following <= ((ColumnState*)(arena + COLUMNS))[column].total;
+      if (wanted && ((ColumnState*)(arena + COLUMNS))[column].stopped == 0) {
+        uint32_t place = (load_constant_u32(sequences + (((ColumnState*)(arena + COLUMNS))[column].sequence * 24 + 11)) * VOCAB + token) * 2;
         weighed[place] = scaled;
         weighed[place + 1] = noisy;
       }
@@ -1138,16 +1206,16 @@ struct DecodeStep {
       uint32_t& best_token) {
     uint32_t token = m_tile * 16 + row;
     float candidate = logit;
-    if ((options & 7) != 0 && token < 128256) candidate = adjust(column, token, candidate);
-    float temperature = bits_float(((uint32_t*)(arena + COLUMNS))[column * 9 + 3]);
+    if ((options & 7) != 0 && token < VOCAB) candidate = adjust(column, token, candidate);
+    float temperature = bits_float(((ColumnState*)(arena + COLUMNS))[column].temperature);
     if (temperature > 0.0f) {
-      uint64_t seed = ((uint64_t)(((uint32_t*)(arena + COLUMNS))[column * 9 + 5]) << 32) | (uint64_t)(((uint32_t*)(arena + COLUMNS))[column * 9 + 4]);
-      uint32_t position = ((uint32_t*)(arena + COLUMNS))[column * 9] + 1;
+      uint64_t seed = ((uint64_t)(((ColumnState*)(arena + COLUMNS))[column].seed_high) << 32) | (uint64_t)(((ColumnState*)(arena + COLUMNS))[column].seed_low);
+      uint32_t position = ((ColumnState*)(arena + COLUMNS))[column].position + 1;
       float scaled = divide_f32(candidate, temperature);
       candidate = scaled + gumbel(token, position, seed);
-      if ((options & 8) != 0 && token < 128256) keep_2(token, scaled, candidate, column);
+      if ((options & 8) != 0 && token < VOCAB) keep_2(token, scaled, candidate, column);
     }
-    if (token < 128256 && candidate > best) {
+    if (token < VOCAB && candidate > best) {
       best = candidate;
       best_token = token;
     }
@@ -1170,7 +1238,7 @@ struct DecodeStep {
       total += shuffle_xor_f32(total, 1);
       float mean = fma_f32(total, 0.00012207031f, 1e-05f);
       float scale_2 = rsqrt_f32(mean);
-      scale = total < 1.8446744e+19f ? scale_2 : bits_float(2143289344);
+      scale = total < 1.8446744e+19f ? scale_2 : bits_float(NAN_BITS);
     }
     float* reduction = (float*)(arena + REDUCTIONS) + adding * 160;
     float* own = reduction + (lane / 16 * 80 + lane % 16);
@@ -1183,9 +1251,9 @@ struct DecodeStep {
     float logit = total_2 * scale;
     uint32_t token = m_tile * 16 + row;
     if (is_own) {
-      if (logits != nullptr && token < 128256) {
+      if (logits != nullptr && token < VOCAB) {
         uint64_t row_2 = (uint64_t)(step + column);
-        logits[row_2 * 128256 + (uint64_t)(token)] = logit;
+        logits[row_2 * VOCAB + (uint64_t)(token)] = logit;
       }
       consider(logit, m_tile, row, column, best, best_token);
     }
@@ -1194,12 +1262,12 @@ struct DecodeStep {
   // The block's M-tiles of lm_head: the warps' sums added up, the rows finished.
   __device__ __forceinline__ void finish_lm_head(uint32_t step_epoch, uint32_t step, float& best,
       uint32_t& best_token) {
-    uint32_t position = (block + 16) % 132;
+    uint32_t position = (block + 16) % BLOCKS;
     warp_barrier();
     if (lane == 0) mbarrier_arrive(loaded);
     float scale = 0.0f;
     #pragma unroll 1
-    for (uint32_t m_tile = position; m_tile < 8016; m_tile += 132) {
+    for (uint32_t m_tile = position; m_tile < LM_HEAD_ROWS / 16; m_tile += BLOCKS) {
       if (adding == warp - 9) {
         uint32_t column = 0;
         finish_rows_5(m_tile, column, scale, step_epoch, step, best, best_token);
@@ -1241,20 +1309,18 @@ struct DecodeStep {
 
   // Write down every column's place in this step. A barrier of the consumer warps must follow.
   __device__ __forceinline__ void begin_step(uint32_t step) {
-    uint32_t* state = (uint32_t*)(arena + COLUMNS);
     if (thread < column_count) {
       uint32_t sequence = load_constant_u32(columns + thread * 4);
       uint32_t per_step = load_constant_u32(sequences + (sequence * 24 + 1));
       uint32_t index = step * per_step + load_constant_u32(columns + (thread * 4 + 1));
-      uint32_t* words = state + thread * 9;
       uint32_t position = load_constant_u32(sequences + sequence * 24) + index;
-      words[0] = min(position, 8191u);
-      words[1] = index;
-      words[2] = load_constant_u32(sequences + (sequence * 24 + 3));
-      words[3] = load_constant_u32(sequences + (sequence * 24 + 5));
-      words[4] = load_constant_u32(sequences + (sequence * 24 + 6));
-      words[5] = load_constant_u32(sequences + (sequence * 24 + 7));
-      words[6] = sequence;
+      ((ColumnState*)(arena + COLUMNS))[thread].position = min(position, MAX_CONTEXT - 1);
+      ((ColumnState*)(arena + COLUMNS))[thread].number = index;
+      ((ColumnState*)(arena + COLUMNS))[thread].total = load_constant_u32(sequences + (sequence * 24 + 3));
+      ((ColumnState*)(arena + COLUMNS))[thread].temperature = load_constant_u32(sequences + (sequence * 24 + 5));
+      ((ColumnState*)(arena + COLUMNS))[thread].seed_low = load_constant_u32(sequences + (sequence * 24 + 6));
+      ((ColumnState*)(arena + COLUMNS))[thread].seed_high = load_constant_u32(sequences + (sequence * 24 + 7));
+      ((ColumnState*)(arena + COLUMNS))[thread].sequence = sequence;
     }
   }
 
@@ -1267,7 +1333,7 @@ struct DecodeStep {
 
   // An item's record and its tile's, in four units of 16 bytes.
   __device__ __forceinline__ void keep_item(uint4* place, uint32_t index) {
-    const int32_t* record = kv_plans + (plan_index * 2880 + index * 8 + 256);
+    const int32_t* record = kv_plans + (plan_index * PLAN_WORDS + (index * 8 + PLAN_ITEMS));
     uint4 what = load_constant_u32x4(record);
     place[0] = what;
     place[1] = load_constant_u32x4(record + 4);
@@ -1277,17 +1343,17 @@ struct DecodeStep {
   // Called by a whole warp of the team.
   __device__ __forceinline__ void keep_merge(uint32_t job, uint32_t merge_rows) {
     uint4* place = (uint4*)(arena + RECORDS) + (21 + warp / 4 * 8);
-    uint32_t index = load_constant_u32(kv_plans + (plan_index * 2880 + job / merge_rows * 2 + 2496));
-    uint32_t head = load_constant_u32(kv_plans + (plan_index * 2880 + job / merge_rows * 2 + 2497));
-    uint32_t begin = load_constant_u32(kv_plans + (plan_index * 2880 + job / merge_rows + 2432));
-    uint32_t end = load_constant_u32(kv_plans + (plan_index * 2880 + job / merge_rows + 2433));
+    uint32_t index = load_constant_u32(kv_plans + (plan_index * PLAN_WORDS + (job / merge_rows * 2 + PLAN_MERGES)));
+    uint32_t head = load_constant_u32(kv_plans + (plan_index * PLAN_WORDS + (job / merge_rows * 2 + 1 + PLAN_MERGES)));
+    uint32_t begin = load_constant_u32(kv_plans + (plan_index * PLAN_WORDS + (job / merge_rows + PLAN_MERGE_INDPTR)));
+    uint32_t end = load_constant_u32(kv_plans + (plan_index * PLAN_WORDS + (job / merge_rows + 1 + PLAN_MERGE_INDPTR)));
     if (lane == 0) {
       place[0] = make_u32x4(head, job % merge_rows, begin, end);
       keep_tile(place + 1, index);
     }
     uint32_t* sources = (uint32_t*)(place + 3);
     if (lane < min(end - begin, 20u)) {
-      sources[lane] = load_constant_u32(kv_plans + (plan_index * 2880 + (begin + lane) + 2560));
+      sources[lane] = load_constant_u32(kv_plans + (plan_index * PLAN_WORDS + (begin + lane + PLAN_MERGE_SRC)));
     }
   }
 
@@ -1295,14 +1361,16 @@ struct DecodeStep {
   // must precede, if there were others, and follow.
   __device__ __forceinline__ void keep() {
     uint4* kept = (uint4*)(arena + RECORDS);
-    uint4 header = load_constant_u32x4(kv_plans + plan_index * 2880);
+    uint4 header = load_constant_u32x4(kv_plans + plan_index * PLAN_WORDS);
     if (thread < 4) {
-      uint32_t first_item = load_constant_u32(kv_plans + (plan_index * 2880 + block + 64));
-      uint32_t last_item = load_constant_u32(kv_plans + (plan_index * 2880 + block + 65));
+      uint32_t first_item = load_constant_u32(kv_plans + (plan_index * PLAN_WORDS + (block + PLAN_WORK_INDPTR)));
+      uint32_t last_item = load_constant_u32(kv_plans + (plan_index * PLAN_WORDS + (block + 1 + PLAN_WORK_INDPTR)));
       if (thread == 0) kept[0] = make_u32x4(first_item, last_item, header.z * header.w, header.w);
       if (first_item + thread < last_item) keep_item(kept + (1 + thread * 4), first_item + thread);
     }
-    if (warp % 4 == 0 && warp / 4 * 132 + block < header.z * header.w) keep_merge(warp / 4 * 132 + block, header.w);
+    if (warp % 4 == 0 && warp / 4 * BLOCKS + block < header.z * header.w) {
+      keep_merge(warp / 4 * BLOCKS + block, header.w);
+    }
   }
 
   // In the consumer role: the embeddings of the step's tokens, times the multiplier, become the residual, and are
@@ -1310,20 +1378,20 @@ struct DecodeStep {
   // share M-tiles.
   __device__ __forceinline__ void publish_embeddings(uint32_t step_epoch) {
     #pragma unroll 1
-    for (uint32_t place = thread; place < 64; place += 256) {
+    for (uint32_t place = thread; place < 64; place += CONSUMERS) {
       uint32_t wave = place / 16;
       uint32_t row = place % 16;
-      uint32_t m_tile = wave * 132 + block % 132;
-      bool is_own = place < 64 && m_tile < 512 && 0 < column_count;
+      uint32_t m_tile = wave * BLOCKS + block % BLOCKS;
+      bool is_own = place < 64 && m_tile < O_ROWS / 16 && 0 < column_count;
       uint32_t there = min(m_tile, 511u);
       float* residual = (float*)(arena + RESIDUAL);
       uint32_t place_2 = renewed_u32(wave * 16 + row);
       float weight = bf16_to_f32(norms[there * 16 + row]);
       uint32_t word = ((there * 16 + row) / 32 * 4 + (there * 16 + row) / 8 % 4) * 4 + (there * 16 + row) % 8 / 2;
-      uint32_t number = word / 1024 * 3072 + word % 1024 + 4096;
+      uint32_t number = word / PART_WORDS * (3 * PART_WORDS) + word % PART_WORDS + EXCHANGE_HIDDEN;
       uint32_t published = renewed_u32(number);
       float embedded = 0.0f;
-      if (is_own) embedded = bf16_to_f32((embedding + (uint64_t)(next_token[0]) * 8192)[there * 16 + row]);
+      if (is_own) embedded = bf16_to_f32((embedding + (uint64_t)(next_token[0]) * HIDDEN)[there * 16 + row]);
       float value = embedded;
       if (is_own) residual[place_2] = value;
       float weighted = value * weight;
@@ -1334,13 +1402,15 @@ struct DecodeStep {
         publish_tagged(place_3, pair, 32, step_epoch);
       }
       bool is_plausible = weighted < 8589934592.0f && weighted > -8589934592.0f;
-      float told = is_plausible ? value : bits_float(2143289344);
+      float told = is_plausible ? value : bits_float(NAN_BITS);
       float total = told * told;
       total += shuffle_xor_f32(total, 8);
       total += shuffle_xor_f32(total, 4);
       total += shuffle_xor_f32(total, 2);
       total += shuffle_xor_f32(total, 1);
-      if (is_own && row == 0) publish_flagged(exchange_words + (there + 302336), float_bits(total), step_epoch);
+      if (is_own && row == 0) {
+        publish_flagged(exchange_words + (there + EXCHANGE_HIDDEN_SQUARES), float_bits(total), step_epoch);
+      }
     }
   }
 
@@ -1348,9 +1418,9 @@ struct DecodeStep {
   __device__ __forceinline__ void load_angles() {
     float* angles = (float*)(arena + ROPE);
     #pragma unroll 1
-    for (uint32_t index = thread; index < column_count * 128; index += 256) {
-      uint32_t position = ((uint32_t*)(arena + COLUMNS))[index / 128 * 9];
-      angles[index] = rope[(uint64_t)(position) * 128 + (uint64_t)(index % 128)];
+    for (uint32_t index = thread; index < column_count * HEAD_DIM; index += CONSUMERS) {
+      uint32_t position = ((ColumnState*)(arena + COLUMNS))[index / HEAD_DIM].position;
+      angles[index] = rope[(uint64_t)(position) * HEAD_DIM + (uint64_t)(index % HEAD_DIM)];
     }
   }
 
@@ -1360,20 +1430,20 @@ struct DecodeStep {
     uint32_t first_unit = thread;
     if (lane == 0) {
       uint32_t word = first_unit * 4;
-      uint32_t number = word / 1024 * 3072 + word % 1024 + 4096;
+      uint32_t number = word / PART_WORDS * (3 * PART_WORDS) + word % PART_WORDS + EXCHANGE_HIDDEN;
       wait_tagged4(input_words + number, 32, layer_epoch - 1);
     }
     warp_barrier();
     uint4 units[8];
     uint32_t word = first_unit * 4;
-    uint32_t number = word / 1024 * 3072 + word % 1024 + 4096;
+    uint32_t number = word / PART_WORDS * (3 * PART_WORDS) + word % PART_WORDS + EXCHANGE_HIDDEN;
     wait_tagged_units(units, input_words + number, 3072, 4, 32, layer_epoch - 1);
     #pragma unroll
     for (uint32_t index = 0; index < 4; ++index) {
       uint4 words = units[index];
-      vector[first_unit + index * 256] = words;
+      vector[first_unit + index * CONSUMERS] = words;
     }
-    named_barrier(1, 256);
+    named_barrier(1, CONSUMERS);
   }
 
   // This warp's tiles of a chunk, and what they are multiplied with, to registers.
@@ -1388,7 +1458,7 @@ struct DecodeStep {
       uint4 second = fragments[pair * 64 + 32 + lane];
       weights[turn][0] = first;
       weights[turn][1] = second;
-      values[turn] = ((uint4*)(arena + VECTOR) + (place * 16 + pair) * 4)[lane % 4];
+      values[turn] = ((uint4*)(arena + VECTOR) + (place * (QKV_CHUNK_BYTES / 1024) + pair) * 4)[lane % 4];
       read ^= first.x ^ second.x;
     }
     wait_for_u32(read);
@@ -1442,16 +1512,19 @@ struct DecodeStep {
   // Waits for: hidden, hidden_squares.
   // Makes: qkv.
   __device__ __forceinline__ void qkv(uint32_t step, uint32_t layer, uint32_t layer_epoch) {
-    if (thread == 0) store_relaxed_u32(progress + block, step * 402 + layer * 5);
-    uint32_t position = (block + 16) % 132;
+    if (thread == 0) {
+      uint32_t so_far = step * PHASES + layer * 5;
+      store_relaxed_u32(progress + block, so_far);
+    }
+    uint32_t position = (block + 16) % BLOCKS;
     if (thread == 0) store_shared_u32(block_waits, 1);
     load_vector(layer_epoch);
     if (thread == 0) mbarrier_arrive(loaded);
     if (thread == 0) store_shared_u32(block_waits, 0);
     #pragma unroll 1
-    for (uint32_t m_tile = position; m_tile < 640; m_tile += 132) {
+    for (uint32_t m_tile = position; m_tile < QKV_ROWS / 16; m_tile += BLOCKS) {
       float sums[1][4] = {};
-      if (m_tile + 132 >= 640) {
+      if (m_tile + BLOCKS >= QKV_ROWS / 16) {
         if (thread == 0) store_shared_u32(block_waits, 1);
       }
       #pragma unroll 2
@@ -1459,7 +1532,7 @@ struct DecodeStep {
         uint4 weights[2][2];
         uint4 values[2];
         mbarrier_wait(full + use_stage, use_parity);
-        uint8_t* chunk_2 = ring + use_stage * 16384;
+        uint8_t* chunk_2 = ring + use_stage * STAGE_BYTES;
         hold_chunk(chunk, chunk, chunk_2, weights, values);
         warp_barrier();
         if (lane == 0) mbarrier_arrive(empty + use_stage);
@@ -1476,10 +1549,10 @@ struct DecodeStep {
       uint32_t query_column, uint32_t query_head, uint32_t index) {
     uint32_t query_units = record[1].z * 16;
     if (warp * 32 < query_units) {
-      uint4 words = settle_flagged4(asked, exchange_words + ((query_column * 1280 + query_head * 16 + index % 16) * 4 + 11264), epoch);
+      uint4 words = settle_flagged4(asked, exchange_words + ((query_column * 1280 + query_head * 16 + index % 16) * 4 + EXCHANGE_QKV), epoch);
       if (thread < query_units) ((uint4*)(arena + QUERIES))[thread] = words;
     }
-    named_barrier(1, 256);
+    named_barrier(1, CONSUMERS);
   }
 
   // For how many warps this one gives back a stage with these tiles: those with a tile in it share out all. Where
@@ -1495,7 +1568,7 @@ struct DecodeStep {
   // By the warp that attends them: the newest key and value, which were asked for, to shared memory.
   __device__ __forceinline__ void bring_newest(uint32_t newest, uint32_t epoch, uint64_t (&asked)[4],
       uint32_t newest_column, uint32_t kv_head, uint32_t place, bool is_value, uint32_t newest_unit) {
-    uint4 words = settle_flagged4(asked, exchange_words + ((newest_column * 1280 + kv_head * 16 + place) * 4 + 11264), epoch);
+    uint4 words = settle_flagged4(asked, exchange_words + ((newest_column * 1280 + kv_head * 16 + place) * 4 + EXCHANGE_QKV), epoch);
     if (lane < newest * 32) {
       uint4* place_2 = (is_value ? (uint4*)(arena + NEWEST) + 256 : (uint4*)(arena + NEWEST)) + newest_unit;
       place_2[0] = words;
@@ -1789,7 +1862,7 @@ struct DecodeStep {
     uint32_t place = index % 16;
     uint64_t asked[4];
     if (newest > 0 && own) {
-      ask_flagged4(asked, exchange_words + ((newest_column * 1280 + kv_head * 16 + place) * 4 + 11264));
+      ask_flagged4(asked, exchange_words + ((newest_column * 1280 + kv_head * 16 + place) * 4 + EXCHANGE_QKV));
     }
     while (tile < all_tiles) {
       uint32_t stage = tile / 2;
@@ -1801,7 +1874,7 @@ struct DecodeStep {
       uint32_t place_2 = use_stage + stage;
       uint32_t stage_2 = place_2 % 12;
       if (is_cached) mbarrier_wait(full + stage_2, (use_parity + place_2 / 12) % 2);
-      uint8_t* chunk = ring + stage_2 * 16384;
+      uint8_t* chunk = ring + stage_2 * STAGE_BYTES;
       uint8_t* keys = chunk;
       uint8_t* values = chunk + 8192;
       if (!is_cached) {
@@ -1896,9 +1969,11 @@ struct DecodeStep {
   __device__ __forceinline__ void publish_partial(uint32_t row, uint32_t dim_pair, float low, float high, float lse,
       uint32_t epoch) {
     uint32_t partial = row * 132;
-    publish_flagged(exchange_words + (partial + dim_pair * 2 + 16384), float_bits(low), epoch);
-    publish_flagged(exchange_words + (partial + dim_pair * 2 + 16385), float_bits(high), epoch);
-    if (dim_pair < 4) publish_flagged(exchange_words + (partial + 128 + dim_pair + 16384), float_bits(lse), epoch);
+    publish_flagged(exchange_words + (partial + dim_pair * 2 + EXCHANGE_PARTIALS), float_bits(low), epoch);
+    publish_flagged(exchange_words + (partial + dim_pair * 2 + 1 + EXCHANGE_PARTIALS), float_bits(high), epoch);
+    if (dim_pair < 4) {
+      publish_flagged(exchange_words + (partial + 128 + dim_pair + EXCHANGE_PARTIALS), float_bits(lse), epoch);
+    }
   }
 
   // Column tile `index` of every group: its column c was laid down by the warps column_group, column_group +
@@ -1906,7 +1981,7 @@ struct DecodeStep {
   __device__ __forceinline__ void fold_slices(uint32_t epoch, uint4* record, uint4 what) {
     uint32_t rows = record[1].z;
     #pragma unroll 1
-    for (uint32_t output = thread; output < rows * 32; output += 256) {
+    for (uint32_t output = thread; output < rows * 32; output += CONSUMERS) {
       uint32_t place = output / 32;
       uint32_t pair = output % 32;
       float low;
@@ -1915,11 +1990,11 @@ struct DecodeStep {
       float weight_sum;
       fold_states(place, pair, low, high, highest, weight_sum);
       uint32_t dim_pair = (pair % 32 / 4 * 2 + pair / 32) * 4 + pair % 32 % 4;
-      if (record[1].y == 4294967295u) {
+      if (record[1].y == WRITE_THROUGH) {
         float lse = weight_sum == 0.0f ? -bits_float(0x7f800000) : fma_f32(highest, 0.6931472f, log_f32(weight_sum));
         uint32_t column = record[2].x + place / 8;
         uint32_t word = ((((what.z * 8 + place % 8) * 128 + dim_pair * 2) / 32 + column) * 4 + ((what.z * 8 + place % 8) * 128 + dim_pair * 2) / 8 % 4) * 4 + ((what.z * 8 + place % 8) * 128 + dim_pair * 2) % 8 / 2;
-        uint32_t number = word / 1024 * 3072 + word % 1024 + 2048;
+        uint32_t number = word / PART_WORDS * (3 * PART_WORDS) + word % PART_WORDS + EXCHANGE_ATTENTION;
         publish_tagged(input_words + number, pack_bf16x2(low, high), 60, epoch);
       } else {
         float lse = weight_sum == 0.0f ? -bits_float(0x7f800000) : fma_f32(highest, 0.6931472f, log_f32(weight_sum));
@@ -1946,7 +2021,7 @@ struct DecodeStep {
   __device__ __forceinline__ void fold_slices_2(uint32_t epoch, uint4* record, uint4 what) {
     uint32_t rows = record[1].z;
     #pragma unroll 1
-    for (uint32_t output = thread; output < rows * 32; output += 256) {
+    for (uint32_t output = thread; output < rows * 32; output += CONSUMERS) {
       uint32_t place = output / 32;
       uint32_t pair = output % 32;
       float low;
@@ -1955,11 +2030,11 @@ struct DecodeStep {
       float weight_sum;
       fold_states(place, pair, low, high, highest, weight_sum);
       uint32_t dim_pair = (pair % 32 / 4 * 2 + pair / 32 + 1) * 4 + pair % 32 % 4;
-      if (record[1].y == 4294967295u) {
+      if (record[1].y == WRITE_THROUGH) {
         float lse = weight_sum == 0.0f ? -bits_float(0x7f800000) : fma_f32(highest, 0.6931472f, log_f32(weight_sum));
         uint32_t column = record[2].x + place / 8;
         uint32_t word = ((((what.z * 8 + place % 8) * 128 + dim_pair * 2) / 32 + column) * 4 + ((what.z * 8 + place % 8) * 128 + dim_pair * 2) / 8 % 4) * 4 + ((what.z * 8 + place % 8) * 128 + dim_pair * 2) % 8 / 2;
-        uint32_t number = word / 1024 * 3072 + word % 1024 + 2048;
+        uint32_t number = word / PART_WORDS * (3 * PART_WORDS) + word % PART_WORDS + EXCHANGE_ATTENTION;
         publish_tagged(input_words + number, pack_bf16x2(low, high), 60, epoch);
       } else {
         float lse = weight_sum == 0.0f ? -bits_float(0x7f800000) : fma_f32(highest, 0.6931472f, log_f32(weight_sum));
@@ -1974,13 +2049,13 @@ struct DecodeStep {
       float (&output)[8][4], uint4* record, uint4 what) {
     lay_down_statistics(weight_sum, highest);
     lay_down_2(output);
-    named_barrier(1, 256);
+    named_barrier(1, CONSUMERS);
     fold_slices(epoch, record, what);
-    named_barrier(1, 256);
+    named_barrier(1, CONSUMERS);
     lay_down_3(output);
-    named_barrier(1, 256);
+    named_barrier(1, CONSUMERS);
     fold_slices_2(epoch, record, what);
-    named_barrier(1, 256);
+    named_barrier(1, CONSUMERS);
   }
 
   // This warp's share of an item whose queries are there.
@@ -2011,7 +2086,7 @@ struct DecodeStep {
     if (index < 20) {
       source = ((const uint32_t*)((uint4*)(arena + RECORDS) + (21 + warp / 4 * 8) + 3))[index];
     } else {
-      source = load_constant_u32(kv_plans + (plan_index * 2880 + (record[0].z + index) + 2560));
+      source = load_constant_u32(kv_plans + (plan_index * PLAN_WORDS + (record[0].z + index + PLAN_MERGE_SRC)));
     }
     return source;
   }
@@ -2039,7 +2114,7 @@ struct DecodeStep {
     if (index < 20) {
       source = ((const uint32_t*)((uint4*)(arena + RECORDS) + (21 + warp / 4 * 8) + 3))[index];
     } else {
-      source = load_constant_u32(kv_plans + (plan_index * 2880 + (record[0].z + index) + 2560));
+      source = load_constant_u32(kv_plans + (plan_index * PLAN_WORDS + (record[0].z + index + PLAN_MERGE_SRC)));
     }
     return source;
   }
@@ -2089,14 +2164,14 @@ struct DecodeStep {
       float high = sums[1] * inverse;
       uint32_t column = record[1].x + record[0].y / 8;
       uint32_t word = ((((record[0].x * 8 + record[0].y % 8) * 128 + dim_pair * 2) / 32 + column) * 4 + ((record[0].x * 8 + record[0].y % 8) * 128 + dim_pair * 2) / 8 % 4) * 4 + ((record[0].x * 8 + record[0].y % 8) * 128 + dim_pair * 2) % 8 / 2;
-      uint32_t number = word / 1024 * 3072 + word % 1024 + 2048;
+      uint32_t number = word / PART_WORDS * (3 * PART_WORDS) + word % PART_WORDS + EXCHANGE_ATTENTION;
       publish_tagged(input_words + number, pack_bf16x2(low, high), 60, epoch);
       uint32_t dim_pair_2 = lane % 32 * 2 + 1;
       float low_2 = sums[2] * inverse;
       float high_2 = sums[3] * inverse;
       uint32_t column_2 = record[1].x + record[0].y / 8;
       uint32_t word_2 = ((((record[0].x * 8 + record[0].y % 8) * 128 + dim_pair_2 * 2) / 32 + column_2) * 4 + ((record[0].x * 8 + record[0].y % 8) * 128 + dim_pair_2 * 2) / 8 % 4) * 4 + ((record[0].x * 8 + record[0].y % 8) * 128 + dim_pair_2 * 2) % 8 / 2;
-      uint32_t number_2 = word_2 / 1024 * 3072 + word_2 % 1024 + 2048;
+      uint32_t number_2 = word_2 / PART_WORDS * (3 * PART_WORDS) + word_2 % PART_WORDS + EXCHANGE_ATTENTION;
       publish_tagged(input_words + number_2, pack_bf16x2(low_2, high_2), 60, epoch);
     }
   }
@@ -2106,16 +2181,19 @@ struct DecodeStep {
   // Waits for: qkv, partials.
   // Makes: partials, attention.
   __device__ __forceinline__ void attention(uint32_t step, uint32_t layer, uint32_t layer_epoch) {
-    if (thread == 0) store_relaxed_u32(progress + block, step * 402 + layer * 5 + 1);
+    if (thread == 0) {
+      uint32_t so_far = step * PHASES + layer * 5 + 1;
+      store_relaxed_u32(progress + block, so_far);
+    }
     uint4 numbers = ((uint4*)(arena + RECORDS))[0];
     #pragma unroll 1
     for (uint32_t number = numbers.x; number < numbers.y; ++number) {
       uint32_t index = number - numbers.x;
       uint4* record = (uint4*)(arena + RECORDS) + (1 + min(index, 4u) * 4);
       if (index >= 4) {
-        named_barrier(1, 256);
+        named_barrier(1, CONSUMERS);
         if (thread == 0) keep_item(record, number);
-        named_barrier(1, 256);
+        named_barrier(1, CONSUMERS);
       }
       uint4 what = record[0];
       uint32_t cached_end = min(record[1].x, record[3].x + record[3].y * step);
@@ -2129,7 +2207,7 @@ struct DecodeStep {
       uint32_t query_head = what.z * 8 + row % 8;
       uint64_t asked[4];
       if (warp * 32 < query_units) {
-        ask_flagged4(asked, exchange_words + ((query_column * 1280 + query_head * 16 + index_2 % 16) * 4 + 11264));
+        ask_flagged4(asked, exchange_words + ((query_column * 1280 + query_head * 16 + index_2 % 16) * 4 + EXCHANGE_QKV));
       }
       uint4* shared = (uint4*)(arena + QUERIES);
       uint32_t row_2 = min(lane / 4, 7u);
@@ -2138,14 +2216,14 @@ struct DecodeStep {
       uint32_t packed = lane % 4 * 2;
       uint32_t present = min(packed, record[1].z - 1);
       uint32_t end = min(record[1].x, record[3].x + record[3].y * step + record[3].z);
-      uint32_t position = ((uint32_t*)(arena + COLUMNS))[(record[2].x + present / 8) * 9];
+      uint32_t position = ((ColumnState*)(arena + COLUMNS))[record[2].x + present / 8].position;
       uint32_t following = position + 1;
       uint32_t visible = following > record[2].w ? following - record[2].w : 0;
       limits[0] = packed < record[1].z ? min(end, visible) : 0;
       uint32_t packed_2 = lane % 4 * 2 + 1;
       uint32_t present_2 = min(packed_2, record[1].z - 1);
       uint32_t end_2 = min(record[1].x, record[3].x + record[3].y * step + record[3].z);
-      uint32_t position_2 = ((uint32_t*)(arena + COLUMNS))[(record[2].x + present_2 / 8) * 9];
+      uint32_t position_2 = ((ColumnState*)(arena + COLUMNS))[record[2].x + present_2 / 8].position;
       uint32_t following_2 = position_2 + 1;
       uint32_t visible_2 = following_2 > record[2].w ? following_2 - record[2].w : 0;
       limits[1] = packed_2 < record[1].z ? min(end_2, visible_2) : 0;
@@ -2155,9 +2233,9 @@ struct DecodeStep {
     // merge of partial states
     uint4 numbers_2 = ((uint4*)(arena + RECORDS))[0];
     uint4* record = (uint4*)(arena + RECORDS) + (21 + warp / 4 * 8);
-    uint32_t first_job = warp / 4 * 132 + block;
+    uint32_t first_job = warp / 4 * BLOCKS + block;
     #pragma unroll 1
-    for (uint32_t job = first_job; job < numbers_2.z; job += 264) {
+    for (uint32_t job = first_job; job < numbers_2.z; job += BLOCKS * 2) {
       if (job != first_job) replace_merge(job, numbers_2.w);
       if (record[0].y < record[1].y * 8) {
         float highest = -bits_float(0x7f800000);
@@ -2179,7 +2257,7 @@ struct DecodeStep {
                 uint32_t source = shuffle_u32(value, index);
                 indices[index + 1] = ((source + record[0].y) * 33 + lane % 32) * 4;
               }
-              wait_flagged_places(states, exchange_words + 16384, indices, 6, layer_epoch);
+              wait_flagged_places(states, exchange_words + EXCHANGE_PARTIALS, indices, 6, layer_epoch);
               #pragma unroll
               for (uint32_t index = 0; index < 5; ++index) {
                 if (index < count) {
@@ -2204,7 +2282,7 @@ struct DecodeStep {
               uint32_t source = shuffle_u32(value, index);
               indices[index + 1] = ((source + record[0].y) * 33 + lane % 32) * 4;
             }
-            wait_flagged_places(states, exchange_words + 16384, indices, 6, layer_epoch);
+            wait_flagged_places(states, exchange_words + EXCHANGE_PARTIALS, indices, 6, layer_epoch);
             #pragma unroll
             for (uint32_t index = 0; index < 5; ++index) {
               if (index < count) {
@@ -2221,8 +2299,8 @@ struct DecodeStep {
         if (warp % 4 == 0) finish_merge(layer_epoch, weight_sum, highest, sums, record);
       }
     }
-    if (first_job + 264 < numbers_2.z) replace_merge(first_job, numbers_2.w);
-    if (numbers_2.z > 0) named_barrier(1, 256);
+    if (first_job + BLOCKS * 2 < numbers_2.z) replace_merge(first_job, numbers_2.w);
+    if (numbers_2.z > 0) named_barrier(1, CONSUMERS);
   }
 
   // Bring `size_bytes` of global memory into L2, a line a block: a cold line under full load takes microseconds.
@@ -2230,7 +2308,7 @@ struct DecodeStep {
     const uint8_t* lines = (const uint8_t*)(source);
     if (thread == 0) {
       #pragma unroll 1
-      for (uint32_t offset = block * 128; offset < 16384; offset += 16896) prefetch_l2(lines + offset);
+      for (uint32_t offset = block * 128; offset < 16384; offset += BLOCKS * 128) prefetch_l2(lines + offset);
     }
   }
 
@@ -2240,20 +2318,38 @@ struct DecodeStep {
     uint32_t first_unit = thread;
     if (lane == 0) {
       uint32_t word = first_unit * 4;
-      uint32_t number = word / 1024 * 3072 + word % 1024 + 2048;
+      uint32_t number = word / PART_WORDS * (3 * PART_WORDS) + word % PART_WORDS + EXCHANGE_ATTENTION;
       wait_tagged4(input_words + number, 60, layer_epoch);
     }
     warp_barrier();
     uint4 units[8];
     uint32_t word = first_unit * 4;
-    uint32_t number = word / 1024 * 3072 + word % 1024 + 2048;
+    uint32_t number = word / PART_WORDS * (3 * PART_WORDS) + word % PART_WORDS + EXCHANGE_ATTENTION;
     wait_tagged_units(units, input_words + number, 3072, 4, 60, layer_epoch);
     #pragma unroll
     for (uint32_t index = 0; index < 4; ++index) {
       uint4 words = units[index];
-      vector[first_unit + index * 256] = words;
+      vector[first_unit + index * CONSUMERS] = words;
     }
-    named_barrier(1, 256);
+    named_barrier(1, CONSUMERS);
+  }
+
+  // This warp's tiles of a chunk, and what they are multiplied with, to registers.
+  __device__ __forceinline__ void hold_chunk_2(uint32_t chunk, uint32_t place, uint8_t* chunk_2, uint4 (&weights)[2][2],
+      uint4 (&values)[2]) {
+    const uint4* fragments = (const uint4*)(chunk_2);
+    uint32_t read = 0;
+    #pragma unroll
+    for (uint32_t turn = 0; turn < 2; ++turn) {
+      uint32_t pair = turn * 8 + warp;
+      uint4 first = fragments[pair * 64 + lane];
+      uint4 second = fragments[pair * 64 + 32 + lane];
+      weights[turn][0] = first;
+      weights[turn][1] = second;
+      values[turn] = ((uint4*)(arena + VECTOR) + (place * (O_CHUNK_BYTES / 1024) + pair) * 4)[lane % 4];
+      read ^= first.x ^ second.x;
+    }
+    wait_for_u32(read);
   }
 
   // ---- phase o ---------------------------------------------------------------------------------------
@@ -2261,16 +2357,19 @@ struct DecodeStep {
   // Waits for: attention.
   // Makes: middle, middle_squares.
   __device__ __forceinline__ void o(uint32_t step, uint32_t layer, uint32_t layer_epoch) {
-    if (thread == 0) store_relaxed_u32(progress + block, step * 402 + layer * 5 + 2);
-    prefetch(norms + (layer * 2 + 1) * 8192);
-    uint32_t position = block % 132;
+    if (thread == 0) {
+      uint32_t so_far = step * PHASES + layer * 5 + 2;
+      store_relaxed_u32(progress + block, so_far);
+    }
+    prefetch(norms + (layer * 2 + 1) * HIDDEN);
+    uint32_t position = block % BLOCKS;
     if (thread == 0) store_shared_u32(block_waits, 1);
     load_vector_2(layer_epoch);
     if (thread == 0) store_shared_u32(block_waits, 0);
     #pragma unroll 1
-    for (uint32_t m_tile = position; m_tile < 512; m_tile += 132) {
+    for (uint32_t m_tile = position; m_tile < O_ROWS / 16; m_tile += BLOCKS) {
       float sums[1][4] = {};
-      if (m_tile + 132 >= 512) {
+      if (m_tile + BLOCKS >= O_ROWS / 16) {
         if (thread == 0) store_shared_u32(block_waits, 1);
       }
       #pragma unroll 2
@@ -2278,8 +2377,8 @@ struct DecodeStep {
         uint4 weights[2][2];
         uint4 values[2];
         mbarrier_wait(full + use_stage, use_parity);
-        uint8_t* chunk_2 = ring + use_stage * 16384;
-        hold_chunk(chunk, chunk, chunk_2, weights, values);
+        uint8_t* chunk_2 = ring + use_stage * STAGE_BYTES;
+        hold_chunk_2(chunk, chunk, chunk_2, weights, values);
         warp_barrier();
         if (lane == 0) mbarrier_arrive(empty + use_stage);
         advance(use_stage, use_parity);
@@ -2296,20 +2395,38 @@ struct DecodeStep {
     uint32_t first_unit = thread;
     if (lane == 0) {
       uint32_t word = first_unit * 4;
-      uint32_t number = word / 1024 * 3072 + word % 1024 + 12288;
+      uint32_t number = word / PART_WORDS * (3 * PART_WORDS) + word % PART_WORDS + EXCHANGE_MIDDLE;
       wait_tagged4(input_words + number, 32, layer_epoch);
     }
     warp_barrier();
     uint4 units[8];
     uint32_t word = first_unit * 4;
-    uint32_t number = word / 1024 * 3072 + word % 1024 + 12288;
+    uint32_t number = word / PART_WORDS * (3 * PART_WORDS) + word % PART_WORDS + EXCHANGE_MIDDLE;
     wait_tagged_units(units, input_words + number, 3072, 4, 32, layer_epoch);
     #pragma unroll
     for (uint32_t index = 0; index < 4; ++index) {
       uint4 words = units[index];
-      vector[first_unit + index * 256] = words;
+      vector[first_unit + index * CONSUMERS] = words;
     }
-    named_barrier(1, 256);
+    named_barrier(1, CONSUMERS);
+  }
+
+  // This warp's tiles of a chunk, and what they are multiplied with, to registers.
+  __device__ __forceinline__ void hold_chunk_3(uint32_t chunk, uint32_t place, uint8_t* chunk_2, uint4 (&weights)[2][2],
+      uint4 (&values)[2]) {
+    const uint4* fragments = (const uint4*)(chunk_2);
+    uint32_t read = 0;
+    #pragma unroll
+    for (uint32_t turn = 0; turn < 2; ++turn) {
+      uint32_t pair = turn * 8 + warp;
+      uint4 first = fragments[pair * 64 + lane];
+      uint4 second = fragments[pair * 64 + 32 + lane];
+      weights[turn][0] = first;
+      weights[turn][1] = second;
+      values[turn] = ((uint4*)(arena + VECTOR) + (place * (GATE_UP_CHUNK_BYTES / 1024) + pair) * 4)[lane % 4];
+      read ^= first.x ^ second.x;
+    }
+    wait_for_u32(read);
   }
 
   // ---- phase gate_up ---------------------------------------------------------------------------------
@@ -2317,16 +2434,19 @@ struct DecodeStep {
   // Waits for: middle, middle_squares.
   // Makes: gated.
   __device__ __forceinline__ void gate_up(uint32_t step, uint32_t layer, uint32_t layer_epoch) {
-    if (thread == 0) store_relaxed_u32(progress + block, step * 402 + layer * 5 + 3);
-    uint32_t position = (block + 16) % 132;
+    if (thread == 0) {
+      uint32_t so_far = step * PHASES + layer * 5 + 3;
+      store_relaxed_u32(progress + block, so_far);
+    }
+    uint32_t position = (block + 16) % BLOCKS;
     if (thread == 0) store_shared_u32(block_waits, 1);
     load_vector_3(layer_epoch);
     if (thread == 0) mbarrier_arrive(loaded);
     if (thread == 0) store_shared_u32(block_waits, 0);
     #pragma unroll 1
-    for (uint32_t m_tile = position; m_tile < 3584; m_tile += 132) {
+    for (uint32_t m_tile = position; m_tile < GATE_UP_ROWS / 16; m_tile += BLOCKS) {
       float sums[1][4] = {};
-      if (m_tile + 132 >= 3584) {
+      if (m_tile + BLOCKS >= GATE_UP_ROWS / 16) {
         if (thread == 0) store_shared_u32(block_waits, 1);
       }
       #pragma unroll 2
@@ -2334,8 +2454,8 @@ struct DecodeStep {
         uint4 weights[2][2];
         uint4 values[2];
         mbarrier_wait(full + use_stage, use_parity);
-        uint8_t* chunk_2 = ring + use_stage * 16384;
-        hold_chunk(chunk, chunk, chunk_2, weights, values);
+        uint8_t* chunk_2 = ring + use_stage * STAGE_BYTES;
+        hold_chunk_3(chunk, chunk, chunk_2, weights, values);
         warp_barrier();
         if (lane == 0) mbarrier_arrive(empty + use_stage);
         advance(use_stage, use_parity);
@@ -2350,32 +2470,50 @@ struct DecodeStep {
   __device__ __forceinline__ void load_vector_4(uint32_t layer_epoch) {
     uint4* vector = (uint4*)(arena + VECTOR);
     uint32_t first_unit = thread;
-    if (lane == 0) wait_tagged4(input_words + (first_unit * 4 + 590336), 60, layer_epoch);
+    if (lane == 0) wait_tagged4(input_words + (first_unit * 4 + EXCHANGE_GATED), 60, layer_epoch);
     warp_barrier();
     uint4 units[8];
-    wait_tagged_units(units, input_words + (first_unit * 4 + 590336), 1024, 7, 60, layer_epoch);
+    wait_tagged_units(units, input_words + (first_unit * 4 + EXCHANGE_GATED), CONSUMERS * 4, 7, 60, layer_epoch);
     #pragma unroll
     for (uint32_t index = 0; index < 7; ++index) {
       uint4 words = units[index];
-      vector[first_unit + index * 256] = words;
+      vector[first_unit + index * CONSUMERS] = words;
     }
-    named_barrier(1, 256);
+    named_barrier(1, CONSUMERS);
+  }
+
+  // This warp's tiles of a chunk, and what they are multiplied with, to registers.
+  __device__ __forceinline__ void hold_chunk_4(uint32_t chunk, uint32_t place, uint8_t* chunk_2, uint4 (&weights)[2][2],
+      uint4 (&values)[2]) {
+    const uint4* fragments = (const uint4*)(chunk_2);
+    uint32_t read = 0;
+    #pragma unroll
+    for (uint32_t turn = 0; turn < 2; ++turn) {
+      uint32_t pair = turn * 8 + warp;
+      uint4 first = fragments[pair * 64 + lane];
+      uint4 second = fragments[pair * 64 + 32 + lane];
+      weights[turn][0] = first;
+      weights[turn][1] = second;
+      values[turn] = ((uint4*)(arena + VECTOR) + (place * (DOWN_CHUNK_BYTES / 1024) + pair) * 4)[lane % 4];
+      read ^= first.x ^ second.x;
+    }
+    wait_for_u32(read);
   }
 
   // Bring a part of a vector into shared memory; ends with a barrier of the consumer warps.
   __device__ __forceinline__ void load_vector_5(uint32_t layer_epoch) {
     uint4* vector = (uint4*)(arena + VECTOR);
     uint32_t first_unit = thread;
-    if (lane == 0) wait_tagged4(input_words + ((first_unit + 1792) * 4 + 590336), 60, layer_epoch);
+    if (lane == 0) wait_tagged4(input_words + ((first_unit + 1792) * 4 + EXCHANGE_GATED), 60, layer_epoch);
     warp_barrier();
     uint4 units[8];
-    wait_tagged_units(units, input_words + ((first_unit + 1792) * 4 + 590336), 1024, 7, 60, layer_epoch);
+    wait_tagged_units(units, input_words + ((first_unit + 1792) * 4 + EXCHANGE_GATED), CONSUMERS * 4, 7, 60, layer_epoch);
     #pragma unroll
     for (uint32_t index = 0; index < 7; ++index) {
       uint4 words = units[index];
-      vector[first_unit + index * 256] = words;
+      vector[first_unit + index * CONSUMERS] = words;
     }
-    named_barrier(1, 256);
+    named_barrier(1, CONSUMERS);
   }
 
   // ---- phase down ------------------------------------------------------------------------------------
@@ -2383,9 +2521,12 @@ struct DecodeStep {
   // Waits for: gated.
   // Makes: hidden, hidden_squares.
   __device__ __forceinline__ void down(uint32_t step, uint32_t layer, uint32_t layer_epoch) {
-    if (thread == 0) store_relaxed_u32(progress + block, step * 402 + layer * 5 + 4);
-    prefetch(norms + (layer * 2 + 2) * 8192);
-    uint32_t position = block % 132;
+    if (thread == 0) {
+      uint32_t so_far = step * PHASES + layer * 5 + 4;
+      store_relaxed_u32(progress + block, so_far);
+    }
+    prefetch(norms + (layer * 2 + 2) * HIDDEN);
+    uint32_t position = block % BLOCKS;
     float sums[1][4] = {};
     float sums_2[1][4] = {};
     float sums_3[1][4] = {};
@@ -2398,8 +2539,8 @@ struct DecodeStep {
       uint4 weights[2][2];
       uint4 values[2];
       mbarrier_wait(full + use_stage, use_parity);
-      uint8_t* chunk_2 = ring + use_stage * 16384;
-      hold_chunk(chunk, chunk, chunk_2, weights, values);
+      uint8_t* chunk_2 = ring + use_stage * STAGE_BYTES;
+      hold_chunk_4(chunk, chunk, chunk_2, weights, values);
       warp_barrier();
       if (lane == 0) mbarrier_arrive(empty + use_stage);
       advance(use_stage, use_parity);
@@ -2410,8 +2551,8 @@ struct DecodeStep {
       uint4 weights[2][2];
       uint4 values[2];
       mbarrier_wait(full + use_stage, use_parity);
-      uint8_t* chunk_2 = ring + use_stage * 16384;
-      hold_chunk(chunk, chunk, chunk_2, weights, values);
+      uint8_t* chunk_2 = ring + use_stage * STAGE_BYTES;
+      hold_chunk_4(chunk, chunk, chunk_2, weights, values);
       warp_barrier();
       if (lane == 0) mbarrier_arrive(empty + use_stage);
       advance(use_stage, use_parity);
@@ -2422,28 +2563,28 @@ struct DecodeStep {
       uint4 weights[2][2];
       uint4 values[2];
       mbarrier_wait(full + use_stage, use_parity);
-      uint8_t* chunk_2 = ring + use_stage * 16384;
-      hold_chunk(chunk, chunk, chunk_2, weights, values);
+      uint8_t* chunk_2 = ring + use_stage * STAGE_BYTES;
+      hold_chunk_4(chunk, chunk, chunk_2, weights, values);
       warp_barrier();
       if (lane == 0) mbarrier_arrive(empty + use_stage);
       advance(use_stage, use_parity);
       multiply_held(chunk, sums_3, weights, values);
     }
-    if (position + 396 < 512) {
+    if (position + 3 * BLOCKS < DOWN_ROWS / 16) {
       #pragma unroll 2
       for (uint32_t chunk = 0; chunk < 28; ++chunk) {
         uint4 weights[2][2];
         uint4 values[2];
         mbarrier_wait(full + use_stage, use_parity);
-        uint8_t* chunk_2 = ring + use_stage * 16384;
-        hold_chunk(chunk, chunk, chunk_2, weights, values);
+        uint8_t* chunk_2 = ring + use_stage * STAGE_BYTES;
+        hold_chunk_4(chunk, chunk, chunk_2, weights, values);
         warp_barrier();
         if (lane == 0) mbarrier_arrive(empty + use_stage);
         advance(use_stage, use_parity);
         multiply_held(chunk, sums_4, weights, values);
       }
     }
-    named_barrier(1, 256);
+    named_barrier(1, CONSUMERS);
     if (thread == 0) store_shared_u32(block_waits, 1);
     load_vector_5(layer_epoch);
     if (thread == 0) store_shared_u32(block_waits, 0);
@@ -2452,8 +2593,8 @@ struct DecodeStep {
       uint4 weights[2][2];
       uint4 values[2];
       mbarrier_wait(full + use_stage, use_parity);
-      uint8_t* chunk_2 = ring + use_stage * 16384;
-      hold_chunk(chunk, chunk - 28, chunk_2, weights, values);
+      uint8_t* chunk_2 = ring + use_stage * STAGE_BYTES;
+      hold_chunk_4(chunk, chunk - 28, chunk_2, weights, values);
       warp_barrier();
       if (lane == 0) mbarrier_arrive(empty + use_stage);
       advance(use_stage, use_parity);
@@ -2464,8 +2605,8 @@ struct DecodeStep {
       uint4 weights[2][2];
       uint4 values[2];
       mbarrier_wait(full + use_stage, use_parity);
-      uint8_t* chunk_2 = ring + use_stage * 16384;
-      hold_chunk(chunk, chunk - 28, chunk_2, weights, values);
+      uint8_t* chunk_2 = ring + use_stage * STAGE_BYTES;
+      hold_chunk_4(chunk, chunk - 28, chunk_2, weights, values);
       warp_barrier();
       if (lane == 0) mbarrier_arrive(empty + use_stage);
       advance(use_stage, use_parity);
@@ -2476,22 +2617,22 @@ struct DecodeStep {
       uint4 weights[2][2];
       uint4 values[2];
       mbarrier_wait(full + use_stage, use_parity);
-      uint8_t* chunk_2 = ring + use_stage * 16384;
-      hold_chunk(chunk, chunk - 28, chunk_2, weights, values);
+      uint8_t* chunk_2 = ring + use_stage * STAGE_BYTES;
+      hold_chunk_4(chunk, chunk - 28, chunk_2, weights, values);
       warp_barrier();
       if (lane == 0) mbarrier_arrive(empty + use_stage);
       advance(use_stage, use_parity);
       multiply_held(chunk, sums_3, weights, values);
     }
-    if (position + 396 < 512) {
+    if (position + 3 * BLOCKS < DOWN_ROWS / 16) {
       if (thread == 0) store_shared_u32(block_waits, 1);
       #pragma unroll 2
       for (uint32_t chunk = 28; chunk < 56; ++chunk) {
         uint4 weights[2][2];
         uint4 values[2];
         mbarrier_wait(full + use_stage, use_parity);
-        uint8_t* chunk_2 = ring + use_stage * 16384;
-        hold_chunk(chunk, chunk - 28, chunk_2, weights, values);
+        uint8_t* chunk_2 = ring + use_stage * STAGE_BYTES;
+        hold_chunk_4(chunk, chunk - 28, chunk_2, weights, values);
         warp_barrier();
         if (lane == 0) mbarrier_arrive(empty + use_stage);
         advance(use_stage, use_parity);
@@ -2501,7 +2642,7 @@ struct DecodeStep {
     hand_over(sums);
     hand_over(sums_2);
     hand_over(sums_3);
-    if (position + 396 < 512) hand_over(sums_4);
+    if (position + 3 * BLOCKS < DOWN_ROWS / 16) hand_over(sums_4);
     wait_until_taken();
   }
 
@@ -2511,37 +2652,58 @@ struct DecodeStep {
     uint32_t first_unit = thread;
     if (lane == 0) {
       uint32_t word = first_unit * 4;
-      uint32_t number = word / 1024 * 3072 + word % 1024 + 4096;
+      uint32_t number = word / PART_WORDS * (3 * PART_WORDS) + word % PART_WORDS + EXCHANGE_HIDDEN;
       wait_tagged4(input_words + number, 32, step_epoch + 80);
     }
     warp_barrier();
     uint4 units[8];
     uint32_t word = first_unit * 4;
-    uint32_t number = word / 1024 * 3072 + word % 1024 + 4096;
+    uint32_t number = word / PART_WORDS * (3 * PART_WORDS) + word % PART_WORDS + EXCHANGE_HIDDEN;
     wait_tagged_units(units, input_words + number, 3072, 4, 32, step_epoch + 80);
     #pragma unroll
     for (uint32_t index = 0; index < 4; ++index) {
       uint4 words = units[index];
-      vector[first_unit + index * 256] = words;
+      vector[first_unit + index * CONSUMERS] = words;
     }
-    named_barrier(1, 256);
+    named_barrier(1, CONSUMERS);
+  }
+
+  // This warp's tiles of a chunk, and what they are multiplied with, to registers.
+  __device__ __forceinline__ void hold_chunk_5(uint32_t chunk, uint32_t place, uint8_t* chunk_2, uint4 (&weights)[2][2],
+      uint4 (&values)[2]) {
+    const uint4* fragments = (const uint4*)(chunk_2);
+    uint32_t read = 0;
+    #pragma unroll
+    for (uint32_t turn = 0; turn < 2; ++turn) {
+      uint32_t pair = turn * 8 + warp;
+      uint4 first = fragments[pair * 64 + lane];
+      uint4 second = fragments[pair * 64 + 32 + lane];
+      weights[turn][0] = first;
+      weights[turn][1] = second;
+      values[turn] = ((uint4*)(arena + VECTOR) + (place * (LM_HEAD_CHUNK_BYTES / 1024) + pair) * 4)[lane % 4];
+      read ^= first.x ^ second.x;
+    }
+    wait_for_u32(read);
   }
 
   // ---- phase lm_head ---------------------------------------------------------------------------------
   // Norm; lm_head; logits, where they are wanted; each lane's best candidates, in registers.
   // Waits for: hidden, hidden_squares.
   __device__ __forceinline__ void lm_head(uint32_t step, uint32_t step_epoch) {
-    if (thread == 0) store_relaxed_u32(progress + block, step * 402 + 400);
+    if (thread == 0) {
+      uint32_t so_far = step * PHASES + 400;
+      store_relaxed_u32(progress + block, so_far);
+    }
     if (step >= head_from || logits != nullptr) {
-      uint32_t position = (block + 16) % 132;
+      uint32_t position = (block + 16) % BLOCKS;
       if (thread == 0) store_shared_u32(block_waits, 1);
       load_vector_6(step_epoch);
       if (thread == 0) mbarrier_arrive(loaded);
       if (thread == 0) store_shared_u32(block_waits, 0);
       #pragma unroll 1
-      for (uint32_t m_tile = position; m_tile < 8016; m_tile += 132) {
+      for (uint32_t m_tile = position; m_tile < LM_HEAD_ROWS / 16; m_tile += BLOCKS) {
         float sums[1][4] = {};
-        if (m_tile + 132 >= 8016) {
+        if (m_tile + BLOCKS >= LM_HEAD_ROWS / 16) {
           if (thread == 0) store_shared_u32(block_waits, 1);
         }
         #pragma unroll 2
@@ -2549,8 +2711,8 @@ struct DecodeStep {
           uint4 weights[2][2];
           uint4 values[2];
           mbarrier_wait(full + use_stage, use_parity);
-          uint8_t* chunk_2 = ring + use_stage * 16384;
-          hold_chunk(chunk, chunk, chunk_2, weights, values);
+          uint8_t* chunk_2 = ring + use_stage * STAGE_BYTES;
+          hold_chunk_5(chunk, chunk, chunk_2, weights, values);
           warp_barrier();
           if (lane == 0) mbarrier_arrive(empty + use_stage);
           advance(use_stage, use_parity);
@@ -2566,11 +2728,11 @@ struct DecodeStep {
   __device__ __forceinline__ uint32_t begin(uint32_t column) {
     uint32_t filtered = 0;
     if (column < column_count) {
-      uint32_t options = load_constant_u32(sequences + (((uint32_t*)(arena + COLUMNS))[column * 9 + 6] * 24 + 10));
-      uint32_t following = ((uint32_t*)(arena + COLUMNS))[column * 9 + 1] + 1;
-      uint32_t value = load_constant_u32(sequences + (((uint32_t*)(arena + COLUMNS))[column * 9 + 6] * 24 + 2));
-      bool wanted = following >= value && following <= ((uint32_t*)(arena + COLUMNS))[column * 9 + 2];
-      if ((options & 8) != 0 && (wanted && ((uint32_t*)(arena + COLUMNS))[column * 9 + 7] == 0)) filtered = 1;
+      uint32_t options = load_constant_u32(sequences + (((ColumnState*)(arena + COLUMNS))[column].sequence * 24 + 10));
+      uint32_t following = ((ColumnState*)(arena + COLUMNS))[column].number + 1;
+      uint32_t value = load_constant_u32(sequences + (((ColumnState*)(arena + COLUMNS))[column].sequence * 24 + 2));
+      bool wanted = following >= value && following <= ((ColumnState*)(arena + COLUMNS))[column].total;
+      if ((options & 8) != 0 && (wanted && ((ColumnState*)(arena + COLUMNS))[column].stopped == 0)) filtered = 1;
     }
     if (warp == 0 && lane == 0) {
       ((uint32_t*)(arena + FILTERS) + column * 16)[0] = filtered;
@@ -2581,18 +2743,18 @@ struct DecodeStep {
 
   // The highest of the lanes' numbers (f32, none NaN), on every lane.
   __device__ __forceinline__ float highest_of_warp(float number) {
-    uint32_t word = warp_maximum_u32((float_bits(number) & 2147483648u) != 0 ? float_bits(number) ^ 4294967295u : float_bits(number) | 2147483648u);
-    float highest = bits_float((word & 2147483648u) != 0 ? word ^ 2147483648u : word ^ 4294967295u);
+    uint32_t word = warp_maximum_u32((float_bits(number) & SIGN) != 0 ? float_bits(number) ^ ALL_BITS : float_bits(number) | SIGN);
+    float highest = bits_float((word & SIGN) != 0 ? word ^ SIGN : word ^ ALL_BITS);
     return highest;
   }
 
   // The best of the lanes' candidates, the lowest id on ties, and the number beside it, on every lane.
   __device__ __forceinline__ void best_of_warp(uint32_t lane, float& best, uint32_t& token, float& number) {
-    uint32_t key = (float_bits(best) & 2147483648u) != 0 ? float_bits(best) ^ 4294967295u : float_bits(best) | 2147483648u;
+    uint32_t key = (float_bits(best) & SIGN) != 0 ? float_bits(best) ^ ALL_BITS : float_bits(best) | SIGN;
     uint32_t top = warp_maximum_u32(key);
-    uint32_t lowest = warp_maximum_u32(key == top ? token ^ 4294967295u : 0) ^ 4294967295u;
+    uint32_t lowest = warp_maximum_u32(key == top ? token ^ NO_TOKEN : 0) ^ NO_TOKEN;
     uint32_t source = warp_maximum_u32(key == top && token == lowest ? lane : 0);
-    best = bits_float((top & 2147483648u) != 0 ? top ^ 2147483648u : top ^ 4294967295u);
+    best = bits_float((top & SIGN) != 0 ? top ^ SIGN : top ^ ALL_BITS);
     token = lowest;
     number = bits_float(shuffle_u32(float_bits(number), source));
   }
@@ -2609,7 +2771,7 @@ struct DecodeStep {
     best_of_warp(lane, best, best_token, best_scaled);
     #pragma unroll 1
     for (uint32_t rank = 0; rank < 8; ++rank) {
-      uint32_t key = (float_bits(first) & 2147483648u) != 0 ? float_bits(first) ^ 4294967295u : float_bits(first) | 2147483648u;
+      uint32_t key = (float_bits(first) & SIGN) != 0 ? float_bits(first) ^ ALL_BITS : float_bits(first) | SIGN;
       uint32_t own_key = key;
       uint32_t top_key = warp_maximum_u32(own_key);
       uint32_t turn = warp_maximum_u32(own_key == top_key ? 32 - lane : 0);
@@ -2621,7 +2783,7 @@ struct DecodeStep {
         first_noisy = second_noisy;
         first_token = second_token;
         second = -bits_float(0x7f800000);
-        second_token = 4294967295u;
+        second_token = NO_TOKEN;
       }
     }
     float left_out_2 = highest_of_warp(left_out < first ? first : left_out);
@@ -2638,17 +2800,17 @@ struct DecodeStep {
   __device__ __forceinline__ void list_rows(uint32_t column) {
     float first = -bits_float(0x7f800000);
     float first_noisy = -bits_float(0x7f800000);
-    uint32_t first_token = 4294967295u;
+    uint32_t first_token = NO_TOKEN;
     float second = -bits_float(0x7f800000);
     float second_noisy = -bits_float(0x7f800000);
-    uint32_t second_token = 4294967295u;
+    uint32_t second_token = NO_TOKEN;
     float left_out = -bits_float(0x7f800000);
     float weight = 0.0f;
     float best = -bits_float(0x7f800000);
-    uint32_t best_token = 4294967295u;
+    uint32_t best_token = NO_TOKEN;
     float best_scaled = -bits_float(0x7f800000);
-    const float2* pairs = (const float2*)(weighed) + load_constant_u32(sequences + (((uint32_t*)(arena + COLUMNS))[column * 9 + 6] * 24 + 11)) * 128256;
-    uint32_t position = (block + 16) % 132;
+    const float2* pairs = (const float2*)(weighed) + load_constant_u32(sequences + (((ColumnState*)(arena + COLUMNS))[column].sequence * 24 + 11)) * VOCAB;
+    uint32_t position = (block + 16) % BLOCKS;
     uint32_t own = warp * 32 + lane;
     #pragma unroll 1
     for (uint32_t first_2 = own; first_2 < 976; first_2 += 1024) {
@@ -2658,11 +2820,11 @@ struct DecodeStep {
       #pragma unroll
       for (uint32_t index = 0; index < 4; ++index) {
         uint32_t row = first_2 + index * 256;
-        uint32_t token = (row / 16 * 132 + position) * 16 + row % 16;
+        uint32_t token = (row / 16 * BLOCKS + position) * 16 + row % 16;
         tokens[index] = token;
         scaled[index] = -bits_float(0x7f800000);
         noisy[index] = -bits_float(0x7f800000);
-        if (token < 128256) {
+        if (token < VOCAB) {
           scaled[index] = pairs[token].x;
           noisy[index] = pairs[token].y;
         }
@@ -2701,14 +2863,14 @@ struct DecodeStep {
   __device__ __forceinline__ void join_lists() {
     float first = -bits_float(0x7f800000);
     float first_noisy = -bits_float(0x7f800000);
-    uint32_t first_token = 4294967295u;
+    uint32_t first_token = NO_TOKEN;
     float second = -bits_float(0x7f800000);
     float second_noisy = -bits_float(0x7f800000);
-    uint32_t second_token = 4294967295u;
+    uint32_t second_token = NO_TOKEN;
     float left_out = -bits_float(0x7f800000);
     float weight = 0.0f;
     float best = -bits_float(0x7f800000);
-    uint32_t best_token = 4294967295u;
+    uint32_t best_token = NO_TOKEN;
     float best_scaled = -bits_float(0x7f800000);
     float highest = -bits_float(0x7f800000);
     if (lane < 8) {
@@ -2745,8 +2907,8 @@ struct DecodeStep {
   __device__ __forceinline__ void publish_list(uint32_t column, uint32_t epoch, uint32_t step) {
     warp_barrier();
     if (lane < 32) {
-      uint32_t index = ((step % 2 + column) * 1056 + block * 8) * 4 + lane;
-      publish_flagged(exchange_words + (index + 304416), ((uint32_t*)(arena + LIST_ROWS))[lane], epoch);
+      uint32_t index = ((step % 2 + column) * (BLOCKS * 8) + block * 8) * 4 + lane;
+      publish_flagged(exchange_words + (index + EXCHANGE_SHORT_LISTS), ((uint32_t*)(arena + LIST_ROWS))[lane], epoch);
     }
     warp_barrier();
   }
@@ -2756,7 +2918,7 @@ struct DecodeStep {
     for (uint32_t column = 0; column < 1; ++column) {
       if (begin(column) != 0) list_rows(column);
     }
-    named_barrier(1, 256);
+    named_barrier(1, CONSUMERS);
     if (warp < 1) {
       #pragma unroll 1
       for (uint32_t column = 0; column < 1; ++column) {
@@ -2786,7 +2948,7 @@ struct DecodeStep {
   __device__ __forceinline__ void best_of(uint32_t column, float& best_out, uint32_t& best_token_out) {
     uint2* candidates = (uint2*)(arena + WARP_CANDIDATES);
     float best = -bits_float(0x7f800000);
-    uint32_t best_token = 4294967295u;
+    uint32_t best_token = NO_TOKEN;
     #pragma unroll 1
     for (uint32_t other = lane; other < 3; other += 32) {
       uint2 candidate = candidates[other + column];
@@ -2804,8 +2966,8 @@ struct DecodeStep {
   __device__ __forceinline__ void gather(uint32_t first_unit, uint32_t epoch) {
     uint4* units = (uint4*)(arena + CANDIDATES);
     #pragma unroll 1
-    for (uint32_t other = thread; other < 132; other += 256) {
-      units[other] = wait_flagged4_acquire(exchange_words + ((first_unit + other) * 4 + 303360), epoch);
+    for (uint32_t other = thread; other < 132; other += CONSUMERS) {
+      units[other] = wait_flagged4_acquire(exchange_words + ((first_unit + other) * 4 + EXCHANGE_CANDIDATES), epoch);
     }
   }
 
@@ -2813,9 +2975,9 @@ struct DecodeStep {
   __device__ __forceinline__ void best_of_2(uint32_t column, float& best_out, uint32_t& best_token_out) {
     uint2* candidates = (uint2*)(arena + CANDIDATES);
     float best = -bits_float(0x7f800000);
-    uint32_t best_token = 4294967295u;
+    uint32_t best_token = NO_TOKEN;
     #pragma unroll 1
-    for (uint32_t other = lane; other < 132; other += 32) {
+    for (uint32_t other = lane; other < BLOCKS; other += 32) {
       uint2 candidate = candidates[other * 2 + column];
       if (bits_float(candidate.x) > best || (bits_float(candidate.x) == best && candidate.y < best_token)) {
         best = bits_float(candidate.x);
@@ -2834,7 +2996,7 @@ struct DecodeStep {
     float weight = 0.0f;
     uint32_t role = lane % 8;
     uint32_t m_tile = ((uint32_t*)(arena + CHOSEN))[column] / 16;
-    uint32_t first_unit = (step % 2 + column) * 1056;
+    uint32_t first_unit = (step % 2 + column) * (BLOCKS * 8);
     uint4 data[8];
     uint32_t places[8];
     uint32_t own = warp * 32 + lane;
@@ -2842,13 +3004,13 @@ struct DecodeStep {
     for (uint32_t first = own; first < own + 1280; first += 1280) {
       #pragma unroll
       for (uint32_t index = 0; index < 5; ++index) places[index] = (first_unit + min(first + index * 256, 1055u)) * 4;
-      wait_flagged_places(data, exchange_words + 304416, places, 5, epoch);
+      wait_flagged_places(data, exchange_words + EXCHANGE_SHORT_LISTS, places, 5, epoch);
       #pragma unroll
       for (uint32_t index = 0; index < 5; ++index) {
-        if (first + index * 256 < 1056) {
+        if (first + index * 256 < BLOCKS * 8) {
           listed[(first + index * 256) * 2] = bits_float(data[index].x);
           listed[(first + index * 256) * 2 + 1] = bits_float(data[index].y);
-          bool is_owner = ((first + index * 256) / 8 + 16) % 132 == m_tile % 132;
+          bool is_owner = ((first + index * 256) / 8 + 16) % BLOCKS == m_tile % BLOCKS;
           if (role < 2 || (role == 2 && is_owner)) {
             float more = bits_float(data[index].w);
             float both = highest < (role == 0 ? bits_float(data[index].x) : more) ? (role == 0 ? bits_float(data[index].x) : more) : highest;
@@ -2931,10 +3093,10 @@ struct DecodeStep {
     uint32_t count = 0;
     float weight = 0.0f;
     float best = -bits_float(0x7f800000);
-    uint32_t best_index = 1056;
+    uint32_t best_index = BLOCKS * 8;
     uint32_t ties = 0;
     #pragma unroll 4
-    for (uint32_t index = lane; index < 1056; index += 32) {
+    for (uint32_t index = lane; index < BLOCKS * 8; index += 32) {
       float distance = highest - listed[index].x;
       if (distance < limit) {
         float noisy = listed[index].y;
@@ -2948,11 +3110,11 @@ struct DecodeStep {
         }
       }
     }
-    uint32_t own_key = (float_bits(best) & 2147483648u) != 0 ? float_bits(best) ^ 4294967295u : float_bits(best) | 2147483648u;
+    uint32_t own_key = (float_bits(best) & SIGN) != 0 ? float_bits(best) ^ ALL_BITS : float_bits(best) | SIGN;
     bool is_best = own_key == warp_maximum_u32(own_key);
     uint32_t total_count = warp_sum_u32(count);
     float total_weight = warp_sum_f32(weight);
-    uint32_t found = 1056 - warp_maximum_u32(is_best ? 1056 - best_index : 0);
+    uint32_t found = BLOCKS * 8 - warp_maximum_u32(is_best ? BLOCKS * 8 - best_index : 0);
     uint32_t total_ties = warp_sum_u32(is_best ? ties : 0);
     total_count_out = total_count;
     total_weight_out = total_weight;
@@ -2975,7 +3137,7 @@ struct DecodeStep {
       uint32_t count = 0;
       float weight = 0.0f;
       #pragma unroll 2
-      for (uint32_t index = lane; index < 1056; index += 32) {
+      for (uint32_t index = lane; index < BLOCKS * 8; index += 32) {
         float distance = highest - listed[index].x;
         if (distance < at) {
           count += 1;
@@ -3002,24 +3164,24 @@ struct DecodeStep {
   // or LEFT_OPEN. All tokens that are nearer than `known` are listed.
   __device__ __forceinline__ uint32_t judge(float highest, float all_weigh, float distance, float known, uint32_t top_k,
       float reach, float top_p) {
-    uint32_t most = top_k == 0 ? 4294967295u : top_k;
-    uint32_t judged = 4294967295u;
-    uint32_t candidate = 4294967295u;
+    uint32_t most = top_k == 0 ? NO_TOKEN : top_k;
+    uint32_t judged = UNDECIDED;
+    uint32_t candidate = UNDECIDED;
     float limit = reach < known ? reach : known;
     float least = top_k == 0 ? all_weigh : -1.0f;
     float whole = all_weigh;
-    if (top_k == 0 && top_p >= 1.0f && distance < reach) judged = 4294967293u;
+    if (top_k == 0 && top_p >= 1.0f && distance < reach) judged = AS_IT_IS;
     #pragma unroll 1
     for (uint32_t i = 0; i < 64; ++i) {
-      if (judged != 4294967295u) break;
+      if (judged != UNDECIDED) break;
       uint32_t count;
       float weight;
       uint32_t following;
       uint32_t ties;
       nearer(highest, limit, count, weight, following, ties);
-      if (candidate == 4294967295u) {
+      if (candidate == UNDECIDED) {
         bool is_out = count >= most || (top_p < 1.0f && weight >= top_p * whole);
-        if (distance >= limit && known < reach && !is_out) judged = 4294967294u;
+        if (distance >= limit && known < reach && !is_out) judged = LEFT_OPEN;
       } else if (count < most) {
         if (top_p >= 1.0f || weight < top_p * (weight + exp_f32(-limit))) {
           judged = candidate;
@@ -3034,16 +3196,16 @@ struct DecodeStep {
           if (weight < top_p * least) {
             judged = candidate;
           } else if (weight < top_p * whole) {
-            judged = 4294967294u;
+            judged = LEFT_OPEN;
           }
         }
       }
-      if (judged == 4294967295u) {
-        if (following == 1056 || ties > 1) {
-          judged = 4294967294u;
+      if (judged == UNDECIDED) {
+        if (following == BLOCKS * 8 || ties > 1) {
+          judged = LEFT_OPEN;
         } else {
-          bool is_best = candidate == 4294967295u && distance < limit;
-          candidate = is_best ? 4294967293u : following;
+          bool is_best = candidate == UNDECIDED && distance < limit;
+          candidate = is_best ? AS_IT_IS : following;
           limit = highest - ((float2*)(arena + LISTED))[following].x;
         }
       }
@@ -3054,7 +3216,7 @@ struct DecodeStep {
   // A candidate, if it lies below the limit: else there is none, and the next round looks for one below it.
   __device__ __forceinline__ void propose(uint32_t column, uint32_t token, float distance, float limit) {
     uint32_t* state = (uint32_t*)(arena + FILTERS) + column * 16;
-    bool is_near = token != 4294967295u && distance < limit;
+    bool is_near = token != NO_TOKEN && distance < limit;
     if (lane == 0) {
       state[3] = is_near ? 1u : 0u;
       state[2] = token;
@@ -3068,7 +3230,7 @@ struct DecodeStep {
     uint32_t* state = (uint32_t*)(arena + FILTERS) + column * 16;
     uint32_t* chosen = (uint32_t*)(arena + CHOSEN);
     uint32_t token = chosen[column];
-    float limit = bits_float(load_constant_u32(sequences + (((uint32_t*)(arena + COLUMNS))[column * 9 + 6] * 24 + 14)));
+    float limit = bits_float(load_constant_u32(sequences + (((ColumnState*)(arena + COLUMNS))[column].sequence * 24 + 14)));
     warp_barrier();
     propose(column, token, distance, limit);
     if (lane == 0) {
@@ -3084,15 +3246,15 @@ struct DecodeStep {
       state[13] = float_bits(8.0f);
       state[14] = float_bits(16.0f);
       state[1] = 1;
-      chosen[column] = 4294967295u;
+      chosen[column] = NO_TOKEN;
     }
   }
 
   // One warp: judge candidates, from the most noisy one on.
   __device__ __forceinline__ void decide(uint32_t column, uint32_t epoch, uint32_t step) {
-    float reach = bits_float(load_constant_u32(sequences + (((uint32_t*)(arena + COLUMNS))[column * 9 + 6] * 24 + 14)));
-    float top_p = bits_float(load_constant_u32(sequences + (((uint32_t*)(arena + COLUMNS))[column * 9 + 6] * 24 + 13)));
-    uint32_t top_k = load_constant_u32(sequences + (((uint32_t*)(arena + COLUMNS))[column * 9 + 6] * 24 + 12));
+    float reach = bits_float(load_constant_u32(sequences + (((ColumnState*)(arena + COLUMNS))[column].sequence * 24 + 14)));
+    float top_p = bits_float(load_constant_u32(sequences + (((ColumnState*)(arena + COLUMNS))[column].sequence * 24 + 13)));
+    uint32_t top_k = load_constant_u32(sequences + (((ColumnState*)(arena + COLUMNS))[column].sequence * 24 + 12));
     float highest;
     float whole;
     said(highest, whole);
@@ -3104,9 +3266,9 @@ struct DecodeStep {
     said_3(best_scaled, __2);
     float known = left_out > -bits_float(0x7f800000) ? highest - left_out : bits_float(0x7f800000);
     uint32_t judged = judge(highest, whole, highest - best_scaled, known, top_k, reach, top_p);
-    if (judged == 4294967294u) begin_2(column, highest, highest - best_scaled);
-    if (judged < 1056) {
-      uint4 unit = wait_flagged4(exchange_words + (((step % 2 + column) * 1056 + judged) * 4 + 304416), epoch);
+    if (judged == LEFT_OPEN) begin_2(column, highest, highest - best_scaled);
+    if (judged < BLOCKS * 8) {
+      uint4 unit = wait_flagged4(exchange_words + (((step % 2 + column) * (BLOCKS * 8) + judged) * 4 + EXCHANGE_SHORT_LISTS), epoch);
       warp_barrier();
       if (lane == 0) ((uint32_t*)(arena + CHOSEN))[column] = unit.z;
     }
@@ -3222,7 +3384,7 @@ struct DecodeStep {
   __device__ __forceinline__ void weigh_2(uint32_t column) {
     float sums[12] = {};
     float best = -bits_float(0x7f800000);
-    uint32_t best_token = 4294967295u;
+    uint32_t best_token = NO_TOKEN;
     float best_distance = bits_float(0x7f800000);
     float highest = bits_float(((uint32_t*)(arena + FILTERS) + column * 16)[4]);
     float tested = bits_float(((uint32_t*)(arena + FILTERS) + column * 16)[10]);
@@ -3230,13 +3392,13 @@ struct DecodeStep {
     float tested_3 = bits_float(((uint32_t*)(arena + FILTERS) + column * 16)[12]);
     float tested_4 = bits_float(((uint32_t*)(arena + FILTERS) + column * 16)[13]);
     float tested_5 = bits_float(((uint32_t*)(arena + FILTERS) + column * 16)[14]);
-    const float2* pairs = (const float2*)(weighed) + load_constant_u32(sequences + (((uint32_t*)(arena + COLUMNS))[column * 9 + 6] * 24 + 11)) * 128256;
+    const float2* pairs = (const float2*)(weighed) + load_constant_u32(sequences + (((ColumnState*)(arena + COLUMNS))[column].sequence * 24 + 11)) * VOCAB;
     uint32_t first = warp * 32 + lane;
-    uint32_t position = (block + 16) % 132;
+    uint32_t position = (block + 16) % BLOCKS;
     #pragma unroll 2
     for (uint32_t row = first; row < 976; row += 256) {
-      uint32_t token = (row / 16 * 132 + position) * 16 + row % 16;
-      if (token < 128256) {
+      uint32_t token = (row / 16 * BLOCKS + position) * 16 + row % 16;
+      if (token < VOCAB) {
         float2 pair = pairs[token];
         float distance = highest - pair.x;
         float weight = exp_f32(-distance);
@@ -3298,15 +3460,15 @@ struct DecodeStep {
     for (uint32_t column = 0; column < 1; ++column) {
       if (((uint32_t*)(arena + FILTERS) + column * 16)[1] != 0) weigh_2(column);
     }
-    named_barrier(1, 256);
+    named_barrier(1, CONSUMERS);
     if (warp < 1) {
       #pragma unroll 1
       for (uint32_t column = 0; column < 1; ++column) {
         if (((uint32_t*)(arena + FILTERS) + column * 16)[1] != 0) {
           uint32_t word = add_groups(column);
           if (lane < 16) {
-            uint32_t word_index = ((index % 2 + column) * 132 + block) * 16 + lane;
-            publish_flagged(exchange_words + (word_index + 312864), word, epoch);
+            uint32_t word_index = ((index % 2 + column) * BLOCKS + block) * 16 + lane;
+            publish_flagged(exchange_words + (word_index + EXCHANGE_FILTERS), word, epoch);
           }
         }
       }
@@ -3332,9 +3494,9 @@ struct DecodeStep {
   __device__ __forceinline__ void read_2(uint32_t column, uint32_t epoch, uint32_t index) {
     float sums[4] = {};
     float best = -bits_float(0x7f800000);
-    uint32_t token = 4294967295u;
+    uint32_t token = NO_TOKEN;
     float distance = bits_float(0x7f800000);
-    uint32_t first_unit = (index % 2 + column) * 528;
+    uint32_t first_unit = (index % 2 + column) * BLOCKS * 4;
     uint4 data[8];
     uint32_t places[8];
     uint32_t own = warp * 32 + lane;
@@ -3344,15 +3506,15 @@ struct DecodeStep {
       for (uint32_t index_2 = 0; index_2 < 3; ++index_2) {
         places[index_2] = (first_unit + min(first + index_2 * 256, 527u)) * 4;
       }
-      wait_flagged_places(data, exchange_words + 312864, places, 3, epoch);
+      wait_flagged_places(data, exchange_words + EXCHANGE_FILTERS, places, 3, epoch);
       #pragma unroll
       for (uint32_t index_2 = 0; index_2 < 3; ++index_2) {
-        if (first + index_2 * 256 < 528) take_unit(data[index_2], sums, best, token, distance);
+        if (first + index_2 * 256 < BLOCKS * 4) take_unit(data[index_2], sums, best, token, distance);
       }
     }
     if (lane % 4 != 0) {
       best = -bits_float(0x7f800000);
-      token = 4294967295u;
+      token = NO_TOKEN;
     }
     best_of_warp(lane, best, token, distance);
     #pragma unroll 1
@@ -3430,8 +3592,8 @@ struct DecodeStep {
   // Lane i < 6 has tested distance i. word: number `lane` of the sums.
   __device__ __forceinline__ void judge_2(uint32_t column, uint32_t word) {
     uint32_t* state = (uint32_t*)(arena + FILTERS) + column * 16;
-    float top_k = (float)(load_constant_u32(sequences + (((uint32_t*)(arena + COLUMNS))[column * 9 + 6] * 24 + 12)));
-    float top_p = bits_float(load_constant_u32(sequences + (((uint32_t*)(arena + COLUMNS))[column * 9 + 6] * 24 + 13)));
+    float top_k = (float)(load_constant_u32(sequences + (((ColumnState*)(arena + COLUMNS))[column].sequence * 24 + 12)));
+    float top_p = bits_float(load_constant_u32(sequences + (((ColumnState*)(arena + COLUMNS))[column].sequence * 24 + 13)));
     uint32_t value = shuffle_u32(word, 1);
     float distance = bits_float(shuffle_u32(word, 2));
     uint32_t index = min(lane, 5u);
@@ -3465,7 +3627,7 @@ struct DecodeStep {
     for (uint32_t column = 0; column < 1; ++column) {
       if (((uint32_t*)(arena + FILTERS) + column * 16)[1] != 0) read_2(column, epoch, index);
     }
-    named_barrier(1, 256);
+    named_barrier(1, CONSUMERS);
     if (warp < 1) {
       #pragma unroll 1
       for (uint32_t column = 0; column < 1; ++column) {
@@ -3480,39 +3642,39 @@ struct DecodeStep {
   __device__ __forceinline__ void filter(uint32_t step_epoch, uint32_t step) {
     #pragma unroll 1
     for (uint32_t column = 0; column < 1; ++column) {
-      if (((uint32_t*)(arena + FILTERS) + column * 16)[0] != 0 && ((uint32_t*)(arena + CHOSEN))[column] < 4294967294u) {
+      if (((uint32_t*)(arena + FILTERS) + column * 16)[0] != 0 && ((uint32_t*)(arena + CHOSEN))[column] < CANCELLED_TOKEN) {
         read(column, step_epoch + 81, step);
       }
     }
-    named_barrier(1, 256);
+    named_barrier(1, CONSUMERS);
     if (warp < 1) {
       #pragma unroll 1
       for (uint32_t column = 0; column < 1; ++column) {
-        if (((uint32_t*)(arena + FILTERS) + column * 16)[0] != 0 && ((uint32_t*)(arena + CHOSEN))[column] < 4294967294u) {
+        if (((uint32_t*)(arena + FILTERS) + column * 16)[0] != 0 && ((uint32_t*)(arena + CHOSEN))[column] < CANCELLED_TOKEN) {
           decide(column, step_epoch + 81, step);
         }
       }
     }
-    named_barrier(1, 256);
+    named_barrier(1, CONSUMERS);
     #pragma unroll 1
     for (uint32_t round = 0; round < 63; ++round) {
       if (is_done()) break;
       weigh_all(step_epoch + 82 + round, round);
       judge_all(step_epoch + 82 + round, round);
-      named_barrier(1, 256);
+      named_barrier(1, CONSUMERS);
     }
   }
 
   // One thread of each block: count a token that was chosen, in the block that makes its logit.
   __device__ __forceinline__ void count(uint32_t column, uint32_t token) {
-    bool is_ours = token / 16 % 132 == (block + 16) % 132;
-    if ((load_constant_u32(sequences + (((uint32_t*)(arena + COLUMNS))[column * 9 + 6] * 24 + 10)) & 4) != 0 && is_ours && token < 128256) {
-      uint32_t following = ((uint32_t*)(arena + COLUMNS))[column * 9 + 1] + 1;
-      uint32_t value = load_constant_u32(sequences + (((uint32_t*)(arena + COLUMNS))[column * 9 + 6] * 24 + 2));
-      bool wanted = following >= value && following <= ((uint32_t*)(arena + COLUMNS))[column * 9 + 2];
-      if (wanted && ((uint32_t*)(arena + COLUMNS))[column * 9 + 7] == 0) {
-        uint32_t value_2 = load_constant_u32(sequences + (((uint32_t*)(arena + COLUMNS))[column * 9 + 6] * 24 + 11));
-        token_counts[value_2 * 128256 + token] = token_counts[value_2 * 128256 + token] + 1;
+    bool is_ours = token / 16 % BLOCKS == (block + 16) % BLOCKS;
+    if ((load_constant_u32(sequences + (((ColumnState*)(arena + COLUMNS))[column].sequence * 24 + 10)) & 4) != 0 && is_ours && token < VOCAB) {
+      uint32_t following = ((ColumnState*)(arena + COLUMNS))[column].number + 1;
+      uint32_t value = load_constant_u32(sequences + (((ColumnState*)(arena + COLUMNS))[column].sequence * 24 + 2));
+      bool wanted = following >= value && following <= ((ColumnState*)(arena + COLUMNS))[column].total;
+      if (wanted && ((ColumnState*)(arena + COLUMNS))[column].stopped == 0) {
+        uint32_t value_2 = load_constant_u32(sequences + (((ColumnState*)(arena + COLUMNS))[column].sequence * 24 + 11));
+        token_counts[value_2 * VOCAB + token] = token_counts[value_2 * VOCAB + token] + 1;
       }
     }
   }
@@ -3530,10 +3692,13 @@ struct DecodeStep {
   // Waits for: candidates, short_lists, filters.
   // Makes: candidates, short_lists, filters.
   __device__ __forceinline__ void sampling(uint32_t step, uint32_t step_epoch) {
-    if (thread == 0) store_relaxed_u32(progress + block, step * 402 + 401);
-    uint32_t first_word = step % 2 * 528;
+    if (thread == 0) {
+      uint32_t so_far = step * PHASES + 401;
+      store_relaxed_u32(progress + block, so_far);
+    }
+    uint32_t first_word = step % 2 * BLOCKS * 4;
     mbarrier_wait(step_added, step % 2);
-    named_barrier(1, 256);
+    named_barrier(1, CONSUMERS);
     if ((options & 8) != 0) publish_lists(step_epoch, step);
     if (warp < 1) {
       float best;
@@ -3541,22 +3706,22 @@ struct DecodeStep {
       best_of(warp, best, best_token);
       if (lane < 4) {
         uint32_t value = float_bits(best);
-        bool is_cancelled = block == 0 && ((uint32_t*)(arena + COLUMNS))[warp * 9 + 8] != 0;
+        bool is_cancelled = block == 0 && ((ColumnState*)(arena + COLUMNS))[warp].cancelled != 0;
         uint32_t value_2 = is_cancelled ? float_bits(bits_float(0x7f800000)) : float_bits(best);
-        uint32_t best_token_2 = is_cancelled ? 4294967294u : best_token;
+        uint32_t best_token_2 = is_cancelled ? CANCELLED_TOKEN : best_token;
         uint32_t word = lane % 2 == 0 ? value_2 : best_token_2;
         uint32_t place = first_word + (block * 2 + warp) * 2 + lane;
-        publish_flagged_release(exchange_words + (place + 303360), word, step_epoch + 81);
+        publish_flagged_release(exchange_words + (place + EXCHANGE_CANDIDATES), word, step_epoch + 81);
       }
     }
     uint32_t answer = 0;
     if (block == 0 && thread < column_count) {
-      uint32_t sequence = ((uint32_t*)(arena + COLUMNS))[thread * 9 + 6];
+      uint32_t sequence = ((ColumnState*)(arena + COLUMNS))[thread].sequence;
       answer = load_relaxed_u32_sys(cancelled + sequence);
     }
     gather(first_word / 4, step_epoch + 81);
-    named_barrier(1, 256);
-    if (block == 0 && thread < column_count && answer == epoch) ((uint32_t*)(arena + COLUMNS))[thread * 9 + 8] = 1;
+    named_barrier(1, CONSUMERS);
+    if (block == 0 && thread < column_count && answer == epoch) ((ColumnState*)(arena + COLUMNS))[thread].cancelled = 1;
     uint32_t* chosen = (uint32_t*)(arena + CHOSEN);
     if (warp < 1) {
       float _;
@@ -3564,20 +3729,20 @@ struct DecodeStep {
       best_of_2(warp, _, best_token);
       if (lane == 0) chosen[warp] = best_token;
     }
-    named_barrier(1, 256);
+    named_barrier(1, CONSUMERS);
     if ((options & 8) != 0) filter(step_epoch, step);
     if ((options & 4) != 0 && warp == 0) count_chosen();
   }
 
   // One lane, one column: note what was sampled after its token, and the token that it has in the next step.
   __device__ __forceinline__ void take(uint32_t column, uint32_t& going_on) {
-    uint32_t sequence = ((uint32_t*)(arena + COLUMNS))[column * 9 + 6];
-    uint32_t index = ((uint32_t*)(arena + COLUMNS))[column * 9 + 1];
-    uint32_t total = ((uint32_t*)(arena + COLUMNS))[column * 9 + 2];
+    uint32_t sequence = ((ColumnState*)(arena + COLUMNS))[column].sequence;
+    uint32_t index = ((ColumnState*)(arena + COLUMNS))[column].number;
+    uint32_t total = ((ColumnState*)(arena + COLUMNS))[column].total;
     uint32_t given_2 = load_constant_u32(sequences + (sequence * 24 + 2));
     uint32_t per_step = load_constant_u32(sequences + (sequence * 24 + 1));
     uint32_t sampled = ((uint32_t*)(arena + CHOSEN))[column];
-    uint32_t stopped = ((uint32_t*)(arena + COLUMNS))[column * 9 + 7];
+    uint32_t stopped = ((ColumnState*)(arena + COLUMNS))[column].stopped;
     if (index + 1 >= given_2 && index < total) {
       if (block == 0) {
         uint32_t place = sequence * 65 + index + 1;
@@ -3592,8 +3757,8 @@ struct DecodeStep {
       }
     }
     uint32_t following = index + per_step;
-    if (following >= total || sampled == 4294967294u) stopped = 1;
-    ((uint32_t*)(arena + COLUMNS))[column * 9 + 7] = stopped;
+    if (following >= total || sampled == CANCELLED_TOKEN) stopped = 1;
+    ((ColumnState*)(arena + COLUMNS))[column].stopped = stopped;
     if (stopped == 0) going_on = 1;
     if (following >= given_2 && per_step == 1) {
       next_token[column] = min(sampled, 128255u);
@@ -3620,17 +3785,17 @@ struct DecodeStep {
         mbarrier_arrive(step_done);
       }
     }
-    named_barrier(1, 256);
+    named_barrier(1, CONSUMERS);
   }
 
   // In the consumer role: use up the block's chunks of a matrix that were fetched in vain.
   __device__ __forceinline__ void skip() {
     #pragma unroll 1
-    for (uint32_t i = (block + 16) % 132; i < 640; i += 132) {
+    for (uint32_t i = (block + 16) % BLOCKS; i < QKV_ROWS / 16; i += BLOCKS) {
       #pragma unroll 1
       for (uint32_t i_2 = 0; i_2 < 16; ++i_2) {
         mbarrier_wait(full + use_stage, use_parity);
-        uint8_t* chunk = ring + use_stage * 16384;
+        uint8_t* chunk = ring + use_stage * STAGE_BYTES;
         warp_barrier();
         if (lane == 0) mbarrier_arrive(empty + use_stage);
         advance(use_stage, use_parity);
@@ -3678,7 +3843,7 @@ struct DecodeStep {
     if (warp >= 8) {
       keep_104_registers();
       // the producer warp: one lane walks the whole model's chunk list
-      if (thread == 256) {
+      if (thread == CONSUMERS) {
         plan_index = 0;
         fill_stage = 0;
         fill_parity = 1;
@@ -3723,7 +3888,7 @@ struct DecodeStep {
             finish_down(layer, layer_epoch);
           }
           float best = -bits_float(0x7f800000);
-          uint32_t best_token = 4294967295u;
+          uint32_t best_token = NO_TOKEN;
           if (step >= head_from || logits != nullptr) finish_lm_head(step_epoch, step, best, best_token);
           lay_down_candidates(best, best_token);
           mbarrier_wait(step_done, step % 2);
@@ -3748,10 +3913,10 @@ struct DecodeStep {
         bool has_new_plan = follow_plan(plan_index, step);
         begin_step(step);
         if (has_new_plan) keep();
-        named_barrier(1, 256);
+        named_barrier(1, CONSUMERS);
         publish_embeddings(step_epoch);
         load_angles();
-        named_barrier(1, 256);
+        named_barrier(1, CONSUMERS);
         for (uint32_t layer = 0; layer < 80; ++layer) {
           uint32_t layer_epoch = step_epoch + layer + 1;
           qkv(step, layer, layer_epoch);

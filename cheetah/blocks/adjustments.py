@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from cheetah import lang as ch
-from cheetah.blocks.columns import NUMBER, SEQUENCE, STOPPED, TOTAL, Columns
+from cheetah.blocks.columns import NUMBER, PROMPT_TOKEN, SEQUENCE, STOPPED, TOTAL, Columns
 from cheetah.lang import prim, ty
 from cheetah.plan import M_TILE_ROWS, MatrixLayout
 from cheetah.plan.index import ceil_div
-from cheetah.plan.kv.tables import BIASED, MASKED, PENALISED, PROMPT_TOKEN
+from cheetah.plan.kv.tables import BIASED, MASKED, PENALISED
 
 MASK_BITS = 32
 
@@ -47,7 +47,7 @@ class Adjustments:
 
     @property
     def vocab(self) -> int:
-        return self.columns.machine.model.vocab
+        return ch.named("VOCAB", self.columns.machine.model.vocab)
 
     def asked(self, bits: int) -> Any:
         """Whether any sequence of the launch has one of these options: the same in all threads of the grid."""
@@ -91,7 +91,7 @@ class Adjustments:
         options = ch.const(ty.u32, self.of(column, "options"), name="options")
         adjusted = ch.var(ty.f32, logit)
         with ch.if_((options & MASKED) != 0):
-            place = self.of(column, "slot") * mask_words(self.vocab) + token // MASK_BITS
+            place = self.of(column, "slot") * ch.named("MASK_WORDS", mask_words(self.vocab)) + token // MASK_BITS
             with ch.if_(((prim.load_constant_u32(self.launch.masks + place) >> (token % MASK_BITS)) & 1) == 0):
                 adjusted.set(-float("inf"))
         with ch.if_((options & BIASED) != 0):

@@ -18,15 +18,21 @@ from cheetah.blocks.advance import Advance, BySteps
 from cheetah.blocks.machine import Machine
 from cheetah.lang import prim, ty
 from cheetah.plan import VECTOR_COLUMNS
+from cheetah.plan.kv import tables
 from cheetah.plan.kv.tables import COLUMN_WORDS, SEQUENCE_WORDS, ColumnRecord, SequenceRecord, word
 from cheetah.plan.plan import COLUMNS
 
 UNIT = 8
 """Elements of a unit, 16 bytes: what a thread loads of a vector at a time."""
 UNITS_PER_TILE = VECTOR_COLUMNS // UNIT
-POSITION, NUMBER, TOTAL, TEMPERATURE, SEED_LOW, SEED_HIGH, SEQUENCE, STOPPED, CANCELLED = range(9)
-"""Words of a column in the region `columns`: what adding warps need to know of it in this step."""
-STATE_WORDS = 9
+POSITION, NUMBER, TOTAL, TEMPERATURE = "position", "number", "total", "temperature"
+SEED_LOW, SEED_HIGH, SEQUENCE, STOPPED, CANCELLED = "seed_low", "seed_high", "sequence", "stopped", "cancelled"
+OF_A_COLUMN = (POSITION, NUMBER, TOTAL, TEMPERATURE, SEED_LOW, SEED_HIGH, SEQUENCE, STOPPED, CANCELLED)
+"""What the block knows of a column in this step, in the region `columns`."""
+COLUMN_STATE = ty.struct("ColumnState", **dict.fromkeys(OF_A_COLUMN, ty.u32))
+NO_TOKEN, CANCELLED_TOKEN = ch.named("NO_TOKEN", tables.NO_TOKEN), ch.named("CANCELLED_TOKEN", tables.CANCELLED_TOKEN)
+PROMPT_TOKEN = ch.named("PROMPT_TOKEN", tables.PROMPT_TOKEN)
+"""What stands for no token, and the bit of a prompt's, under their names in the text."""
 
 
 def fragment_word(element: Any, column: Any, tokens: int) -> Any:
@@ -70,9 +76,14 @@ class Columns:
 
     # -- what is known of a column ---------------------------------------------------------------------------------
 
-    def state(self, column: ch.Value, what: int) -> Any:
-        """A word of what the block knows of a column in this step (u32)."""
-        return self.machine.region("columns", ty.u32)[ch.cast(ty.u32, column) * STATE_WORDS + what]
+    def state(self, column: ch.Value, what: str) -> Any:
+        """Something that the block knows of a column in this step (u32)."""
+        return getattr(self.states[column], what)
+
+    @property
+    def states(self) -> Any:
+        """What the block knows of its columns."""
+        return self.machine.region("columns", COLUMN_STATE)
 
     def record(self, column: ch.Expr, name: str) -> Any:
         """A field of a column's record (u32)."""
@@ -86,18 +97,16 @@ class Columns:
     def begin_step(self, step: ch.Expr) -> None:
         """Write down every column's place in this step. A barrier of the consumer warps must follow."""
         machine = self.machine
-        state = machine.region("columns", ty.u32)
         with ch.if_(machine.thread < self.count):
             column = machine.thread
             sequence = ch.const(ty.u32, self.record(column, "sequence"), name="sequence")
             index = self.advance.number(self, column, sequence, step)
-            words = state + column * STATE_WORDS
             # Columns without a token left compute something: within the tables, please.
             position = ch.const(ty.u32, self.sequence(sequence, "length") + index, name="position")
-            words[POSITION] = ch.minimum(position, machine.plan.max_context - 1)
-            words[NUMBER] = index
-            words[TOTAL] = self.sequence(sequence, "total")
-            words[TEMPERATURE] = self.sequence(sequence, "temperature")
-            words[SEED_LOW] = self.sequence(sequence, "seed_low")
-            words[SEED_HIGH] = self.sequence(sequence, "seed_high")
-            words[SEQUENCE] = sequence
+            self.states[column].position = ch.minimum(position, machine.plan.max_context - 1)
+            self.states[column].number = index
+            self.states[column].total = self.sequence(sequence, "total")
+            self.states[column].temperature = self.sequence(sequence, "temperature")
+            self.states[column].seed_low = self.sequence(sequence, "seed_low")
+            self.states[column].seed_high = self.sequence(sequence, "seed_high")
+            self.states[column].sequence = sequence

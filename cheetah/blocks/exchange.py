@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any
 
@@ -54,7 +54,11 @@ class Vector:
     @property
     def part_words(self) -> int:
         """Words that lie together."""
-        return PART_BYTES // self.word.bytes
+        return ch.named("PART_WORDS", PART_BYTES // self.word.bytes)
+
+    def with_name(self) -> Vector:
+        """Its offset under a name in the text."""
+        return replace(self, offset=ch.named(f"EXCHANGE_{self.name.upper()}", self.offset))
 
     def number(self, index: Any) -> Any:
         """The number in the workspace of payload word `index`."""
@@ -169,7 +173,7 @@ class Exchange(ABC):
         self.machine, self.scope, self.peers = machine, scope, peers
         self.inputs, self.copied = inputs or {}, copied or {}
         self.workspace = workspace
-        self.vectors = self._lay_out(sizes, self.inputs)
+        self.vectors = {name: vector.with_name() for name, vector in self._lay_out(sizes, self.inputs).items()}
         self._declare()
 
     @classmethod

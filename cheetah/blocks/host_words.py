@@ -11,9 +11,8 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from cheetah import lang as ch
-from cheetah.blocks.columns import CANCELLED, SEQUENCE, STATE_WORDS, Columns
+from cheetah.blocks.columns import CANCELLED, CANCELLED_TOKEN, SEQUENCE, Columns
 from cheetah.lang import prim, ty
-from cheetah.plan.kv.tables import CANCELLED_TOKEN
 
 SYSTEM = "sys"
 
@@ -56,7 +55,7 @@ class HostWords:
         next."""
         thread = self.columns.machine.thread
         with ch.if_(self._asks & (answer == self.launch.epoch)):
-            self.columns.machine.region("columns", ty.u32)[thread * STATE_WORDS + CANCELLED] = 1
+            self.columns.states[thread].cancelled = 1
 
     @ch.inline
     def instead_of(self, column: ch.Expr, best: ch.Expr, token: ch.Expr) -> tuple[Any, Any]:

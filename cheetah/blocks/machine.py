@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
 
 from cheetah import lang as ch
 from cheetah.lang import prim, ty
 from cheetah.plan import Gpu, ModelShape, Plan, SharedMap
 from cheetah.plan.products import StepTable
 from cheetah.plan.world import world_of
+
+Sizes = TypeVar("Sizes", Gpu, Plan)
 
 CONSUMER_BARRIER = 1
 """The named barrier at which the consumer warps meet; the others never do."""
@@ -42,6 +45,9 @@ class Machine:
 
     def __post_init__(self) -> None:
         self.at_first = self.thread, self.warp, self.lane
+        self.consumer_threads = ch.named("CONSUMERS", self.plan.consumer_warps * 32)
+        self.hidden = ch.named("HIDDEN", self.model.padded_hidden)
+        self.head_dim = ch.named("HEAD_DIM", self.model.head_dim)
         self.world = world_of(self.gpu)
         self.shape = self.model.of_rank(self.world.size)
         """What this rank has of the model: its heads and their cache."""
@@ -56,10 +62,6 @@ class Machine:
         """Which of all blocks that exchange this is."""
         number: ch.Expr = self.world.number(self.block, self.rank)
         return number
-
-    @property
-    def consumer_threads(self) -> int:
-        return self.plan.consumer_warps * 32
 
     @property
     def roles(self) -> tuple[ch.Role, ch.Role, ch.Role]:
@@ -110,6 +112,12 @@ class Machine:
         prim.named_barrier(CONSUMER_BARRIER, self.consumer_threads)
 
 
+def with_names(sizes: Sizes, names: tuple[str, ...]) -> Sizes:
+    """The record with these of its numbers under names of their own in the text."""
+    named: dict[str, Any] = {name: ch.named(name.upper(), getattr(sizes, name)) for name in names}
+    return replace(sizes, **named)
+
+
 def shared_region(shared: SharedMap, arena: ch.Expr, name: str, element: ty.Type) -> ch.Expr:
     """A pointer to a region of the arena; the text calls where it begins by its name: `(float*)(arena + SCALES)`."""
     return ch.reinterpret(ty.ptr_mut(element), arena + _first_byte(shared, name))
@@ -130,6 +138,7 @@ def start_machine(shape: ModelShape, plan: Plan, gpu: Gpu, shared: SharedMap, ra
     warp = thread // 32
     lane = thread % 32
     roles = ch.Role("producer"), ch.Role("consumer"), ch.Role("adder")
+    plan, gpu = with_names(plan, ("stage_bytes", "max_context", "page_size")), with_names(gpu, ("blocks",))
     return Machine(shape, plan, gpu, shared, arena, block, thread, warp, lane, *roles, 0 if rank is None else rank)
 
 

@@ -45,5 +45,6 @@ class Phases:
     @ch.inline
     def _note(self, phase: ch.Value) -> None:
         with ch.if_(self.machine.thread == 0):
-            prim.store_relaxed_u32(self.progress + self.machine.block, self.step * self.names.count + phase)
+            so_far = self.step * ch.named("PHASES", self.names.count) + phase
+            prim.store_relaxed_u32(self.progress + self.machine.block, so_far)
         self.timeline.stamp(phase, "begin")

@@ -14,7 +14,7 @@ from typing import Any
 
 from cheetah import lang as ch
 from cheetah.blocks.adjustments import Adjustments
-from cheetah.blocks.columns import POSITION, SEED_HIGH, SEED_LOW, TEMPERATURE
+from cheetah.blocks.columns import NO_TOKEN, POSITION, SEED_HIGH, SEED_LOW, TEMPERATURE
 from cheetah.blocks.exchange import Exchange
 from cheetah.blocks.filters.filters import Filters
 from cheetah.blocks.host_words import HostWords
@@ -23,10 +23,10 @@ from cheetah.blocks.linear.matvec import Matvec
 from cheetah.blocks.timeline import NO_TIMELINE, Timeline
 from cheetah.lang import prim, ty
 from cheetah.plan import M_TILE_ROWS
-from cheetah.plan.kv.tables import BIASED, MASKED, NO_TOKEN, PENALISED
+from cheetah.plan.kv.tables import BIASED, MASKED, PENALISED
 
-PHILOX_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
-PHILOX_WEYL = (0x9E3779B9, 0xBB67AE85)
+PHILOX_MULTIPLIERS = ch.named("PHILOX_MULTIPLIER_0", 0xD2511F53), ch.named("PHILOX_MULTIPLIER_1", 0xCD9E8D57)
+PHILOX_WEYL = ch.named("PHILOX_WEYL_0", 0x9E3779B9), ch.named("PHILOX_WEYL_1", 0xBB67AE85)
 PHILOX_ROUNDS = 10
 WARP_LANES, ROWS_LANES = 32, M_TILE_ROWS
 """Lanes of a warp, and of those that have the rows of one column of an M-tile."""
@@ -83,7 +83,7 @@ class Sampler:
         host: HostWords | None = None,
     ) -> None:
         self.machine, self.columns, self.matvec = matvec.machine, matvec.columns, matvec
-        self.exchange, self.vocab, self.timeline = exchange, vocab, timeline
+        self.exchange, self.vocab, self.timeline = exchange, ch.named("VOCAB", vocab), timeline
         self.adjustments, self.filters, self.host = adjustments, filters, host
 
     @property

@@ -9,10 +9,9 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from cheetah import lang as ch
-from cheetah.blocks.columns import CANCELLED, NUMBER, SEQUENCE, STATE_WORDS, STOPPED, TOTAL, Columns
+from cheetah.blocks.columns import CANCELLED_TOKEN, NUMBER, SEQUENCE, STOPPED, TOTAL, Columns
 from cheetah.blocks.host_words import HostBuffers, HostWords
 from cheetah.lang import prim, ty
-from cheetah.plan.kv.tables import CANCELLED_TOKEN
 
 
 class LaunchTokens(HostBuffers, Protocol):
@@ -60,9 +59,8 @@ class Tokens:
             sequence = ch.const(ty.u32, self.columns.record(machine.thread, "sequence"), name="sequence")
             index = ch.const(ty.u32, self.columns.record(machine.thread, "number"), name="index")
             self.next_token[machine.thread] = self._given(sequence, index)
-            state = machine.region("columns", ty.u32) + machine.thread * STATE_WORDS
-            state[STOPPED] = 0
-            state[CANCELLED] = 0
+            self.columns.states[machine.thread].stopped = 0
+            self.columns.states[machine.thread].cancelled = 0
 
     @ch.function
     def launch_is_over(self, step: Any) -> Any:
@@ -151,7 +149,7 @@ class Tokens:
         following = index + per_step
         with ch.if_((following >= total) | (sampled == CANCELLED_TOKEN)):
             stopped.set(1)
-        machine.region("columns", ty.u32)[column * STATE_WORDS + STOPPED] = stopped
+        self.columns.states[column].stopped = stopped
         with ch.if_(stopped == 0):
             going_on.set(1)
         with ch.if_((following >= given) & (per_step == 1)):
@@ -179,4 +177,4 @@ class Tokens:
 
     def embedding(self, column: Any) -> Any:
         """The embedding of a column's token."""
-        return self.launch.embedding + ty.u64(self.next_token[column]) * self.model.padded_hidden
+        return self.launch.embedding + ty.u64(self.next_token[column]) * self.columns.machine.hidden

@@ -16,12 +16,12 @@ from typing import Any, Protocol
 from cheetah import lang as ch
 from cheetah.blocks.adjustments import Adjustments
 from cheetah.blocks.advance import ByAcceptance
-from cheetah.blocks.columns import NUMBER, SEQUENCE, STATE_WORDS, STOPPED, Columns
+from cheetah.blocks.columns import CANCELLED_TOKEN, NO_TOKEN, NUMBER, SEQUENCE, STOPPED, Columns
 from cheetah.blocks.lookup import Lookup
 from cheetah.blocks.tokens import LaunchTokens, Tokens
 from cheetah.lang import prim, ty
 from cheetah.plan.errors import PlanError
-from cheetah.plan.kv.tables import CANCELLED_TOKEN, NO_TOKEN, PENALISED, ROUND_WORDS
+from cheetah.plan.kv.tables import PENALISED, ROUND_WORDS
 
 
 class LaunchDrafts(LaunchTokens, Protocol):
@@ -55,9 +55,8 @@ class VerifiedTokens(Tokens):
         machine = self.machine
         with ch.outline("begin_counting"):
             with ch.if_(machine.thread < self.columns.count):
-                words = machine.region("columns", ty.u32) + machine.thread * STATE_WORDS
-                words[SEQUENCE] = self.columns.record(machine.thread, "sequence")
-                words[NUMBER] = self.columns.record(machine.thread, "number")
+                self.columns.states[machine.thread].sequence = self.columns.record(machine.thread, "sequence")
+                self.columns.states[machine.thread].number = self.columns.record(machine.thread, "number")
             with ch.if_(machine.thread <= machine.plan.batch):
                 self.advance.copy(0)[machine.thread] = 0
 
@@ -141,8 +140,7 @@ class VerifiedTokens(Tokens):
             plan_step.set((done + (per_step - 1)) // per_step)
             is_over = (ends != 0) | (following >= total)
             with ch.for_(per_step, unroll=1) as index:
-                words = machine.region("columns", ty.u32) + (first + index) * STATE_WORDS
-                words[STOPPED] = ch.select(is_over, ty.u32(1), ty.u32(0))
+                self.columns.states[first + index].stopped = ch.select(is_over, ty.u32(1), ty.u32(0))
             with ch.if_(~is_over):
                 going_on.set(1)
             with ch.if_(following < given):

@@ -11,11 +11,12 @@ import numbers
 import operator
 import struct
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeGuard
 
 from cheetah.lang import types as ty
 from cheetah.lang.errors import RangeError, TypeMixError
 from cheetah.lang.meaning import meaning
+from cheetah.lang.named import Named
 from cheetah.lang.nodes import (
     Binary,
     Builtin,
@@ -58,7 +59,7 @@ def _number(value: object, type_: ty.Type) -> bool | int | float:
     if isinstance(value, bool):
         kinds, number = ("bool",), value
     elif isinstance(value, numbers.Integral):
-        kinds, number = ("uint", "int", "float"), int(value)
+        kinds, number = ("uint", "int", "float"), value if isinstance(value, Named) else int(value)
     elif isinstance(value, numbers.Real):
         kinds, number = ("float",), float(value)
     if not isinstance(type_, ty.Scalar) or type_.kind not in kinds:
@@ -174,7 +175,9 @@ def _fold(op: str, a: Literal, b: Literal) -> Expr:
         raise RangeError(f"division of the constant {a.value} by zero.")
     result = _ARITHMETIC[op](a.value, b.value)
     assert isinstance(a.type, ty.Scalar)
-    return lift(result % (1 << a.type.bits) if a.type.kind == "uint" else result, a.type)
+    if a.type.kind == "uint" and not 0 <= result < 1 << a.type.bits:
+        result %= 1 << a.type.bits
+    return lift(result, a.type)
 
 
 def _identity(op: str, a: Expr, b: Expr) -> Expr | None:
@@ -213,12 +216,17 @@ def _folded_constants(op: str, a: Expr, b: Expr) -> Expr | None:
 
 def _sum_parts(value: Expr) -> tuple[Expr | None, int]:
     """A sum's other part (None: there is none), and the constant that is added to it."""
-    if isinstance(value, Literal):
+    if _is_plain(value):
         return None, int(value.value)
-    if isinstance(value, Binary) and value.operator in ("+", "-") and isinstance(value.right, Literal):
+    if isinstance(value, Binary) and value.operator in ("+", "-") and _is_plain(value.right):
         constant = int(value.right.value)
         return value.left, constant if value.operator == "+" else -constant
     return value, 0
+
+
+def _is_plain(value: Expr) -> TypeGuard[Literal]:
+    """Whether a value is a literal that has no name of its own."""
+    return isinstance(value, Literal) and not isinstance(value.value, Named)
 
 
 def _plus_constant(value: Expr, constant: int) -> Expr:
@@ -226,7 +234,7 @@ def _plus_constant(value: Expr, constant: int) -> Expr:
 
 
 def _folded_product(a: Expr, b: Expr) -> Expr | None:
-    if isinstance(b, Literal) and isinstance(a, Binary) and a.operator == "*" and isinstance(a.right, Literal):
+    if _is_plain(b) and isinstance(a, Binary) and a.operator == "*" and _is_plain(a.right):
         assert isinstance(a.type, ty.Scalar)
         return binary("*", a.left, int(a.right.value) * int(b.value) % (1 << a.type.bits))
     return None
@@ -292,7 +300,7 @@ def cast(type_: ty.Type, value: Value) -> Expr:
         return reinterpret(type_, value)
     _require_convertible(type_, value)
     if isinstance(value, Literal) and isinstance(value.value, int) and _is_number(type_):
-        return lift(int(value.value), type_)
+        return lift(value.value if isinstance(value.value, Named) else int(value.value), type_)
     return Cast(type_, value)
 
 
@@ -304,6 +312,8 @@ def _converted(value: object, type_: ty.Type) -> object:
     """A Python number converted explicitly: a bool counts as 0 or 1, a float loses its fraction."""
     if isinstance(value, bool) and _is_number(type_):
         return int(value)
+    if isinstance(value, Named):
+        return value
     if isinstance(value, numbers.Real) and math.isfinite(value) and isinstance(type_, ty.Scalar) and type_.is_integer:
         return math.trunc(value)
     return value

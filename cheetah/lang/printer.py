@@ -11,6 +11,7 @@ from functools import singledispatch
 
 from cheetah.lang import types as ty
 from cheetah.lang.meaning import meaning
+from cheetah.lang.named import Named
 from cheetah.lang.nodes import (
     Asm,
     Assign,
@@ -75,8 +76,17 @@ def _expression(node: Expr) -> tuple[str, int]:
 
 @_expression.register
 def _(node: Literal) -> tuple[str, int]:
+    if (named := _name_of(node)) is not None:
+        return named.text, _PRECEDENCE.get(named.operator, _ATOM)
     text = literal_text(node)
     return text, _UNARY if text.startswith("-") else _ATOM
+
+
+def _name_of(node: Expr) -> Named | None:
+    """What the text calls a static number. It stands for a uint32_t, which unsigned numbers alone take as it is."""
+    if isinstance(node, Literal) and isinstance(node.value, Named) and node.type in (ty.u32, ty.u64):
+        return node.value
+    return None
 
 
 def literal_text(node: Literal) -> str:
@@ -102,6 +112,8 @@ def _integer_text(value: int, type_: ty.Scalar) -> str:
 
 def _exact(node: Expr, minimum: int) -> str:
     """As `_wrap`, but with C's type right on its own, where no other operand gives it: `1ull << n`, `c ? 1u : 2u`."""
+    if node.type == ty.u32 and _name_of(node) is not None:
+        return _wrap(node, minimum)
     if isinstance(node, Literal) and isinstance(node.type, ty.Scalar) and node.type.is_integer:
         return _integer_text(int(node.value), node.type)
     return _wrap(node, minimum)
@@ -177,6 +189,7 @@ def _operand(node: Expr, around: str, minimum: int) -> str:
     """An operand, in parentheses where C needs them or a reader does: `(a & b) | c`, `(a + b) << 2`."""
     text, precedence = _expression(node)
     mixed = isinstance(node, Binary) and (_c_operator(node) != around or around in ("==", "!="))
+    mixed = mixed or isinstance(node, Literal) and around in _SURPRISING
     surprising = mixed and precedence < _SURPRISING.get(around, 0)
     return f"({text})" if precedence < minimum or surprising else text
 

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeGuard
 
 from cheetah.lang import types as ty
+from cheetah.lang.errors import SignatureError
+from cheetah.lang.named import Named
 from cheetah.lang.nodes import (
     Assign,
     Call,
@@ -79,10 +81,21 @@ def _structs_of(program: _Program) -> list[ty.Struct]:
 
 
 def _constants_of(program: _Program) -> list[Constant]:
-    """The named constants that the kernel and its functions use, in the order in which they were made."""
-    nodes = (node for statement in program.statements for node in statement.nodes)
-    used = {node.name for node in nodes if isinstance(node, Constant)}
-    return [constant for constant in program.kernel.constants if constant.name in used]
+    """The named constants that the kernel and its functions use, in the order in which they were made, and behind them
+    the named numbers, as they appear. SignatureError where a name stands for two numbers."""
+    used, numbers = set[str](), dict[str, int]()
+    for node in (node for statement in program.statements for node in statement.nodes):
+        if isinstance(node, Constant):
+            used.add(node.name)
+        elif isinstance(node, Literal) and isinstance(node.value, Named) and node.type in (ty.u32, ty.u64):
+            for name, value in node.value.defines:
+                if numbers.setdefault(name, value) != value:
+                    raise SignatureError(f"ch.named: `{name}` is {numbers[name]} here and {value} there.")
+    made = [constant for constant in program.kernel.constants if constant.name in used]
+    taken = sorted({constant.name for constant in made} & numbers.keys())
+    if taken:
+        raise SignatureError(f"ch.named: the name `{taken[0]}` is taken by a constant.")
+    return [*made, *(Constant(ty.u32, name, value) for name, value in numbers.items())]
 
 
 def _collect_structs(type_: ty.Type, found: dict[ty.Struct, None]) -> None:

@@ -13,7 +13,7 @@ Index: TypeAlias = Any
 
 def ceil_div(count: int, size: int) -> int:
     """How many pieces of `size` cover `count`."""
-    return -(-count // size)
+    return count // size if count % size == 0 else -(-count // size)
 
 
 def round_up(count: int, size: int) -> int:

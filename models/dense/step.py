@@ -69,7 +69,7 @@ from cheetah.models.dense.page import (
     Routes,
     page_of,
 )
-from cheetah.plan import M_TILE_ROWS, Gpu, MatrixLayout, ModelShape, Plan, step_matrices
+from cheetah.plan import M_TILE_ROWS, Gpu, MatrixLayout, ModelShape, Plan, StepMatrices, step_matrices
 from cheetah.plan.formats import BF16_VECTOR, KV_TILE_TOKENS
 from cheetah.plan.index import round_up
 from cheetah.plan.kv import KvPlanLayout, max_plans
@@ -211,6 +211,18 @@ def phase_names(config: ModelConfig) -> tuple[str, ...]:
     return page_of(config).names.names
 
 
+def with_names(matrices: StepMatrices) -> StepMatrices:
+    """The matrices with their sizes under names in the text."""
+    listed = [_with_names(layout) for layout in matrices]
+    return replace(matrices, of_layer=tuple(listed[:-1]), head=listed[-1])
+
+
+def _with_names(layout: MatrixLayout) -> MatrixLayout:
+    name = layout.name.upper()
+    rows, chunk_bytes = ch.named(f"{name}_ROWS", layout.rows), ch.named(f"{name}_CHUNK_BYTES", layout.stage_bytes)
+    return replace(layout, rows=rows, stage_bytes=chunk_bytes)
+
+
 class HeadParts:
     """The blocks of a launch that chooses tokens, and what its last two phases are written with. page: all its phases;
     rows: of the embedding, if they are not those of the token ids."""
@@ -226,7 +238,7 @@ class HeadParts:
     ) -> None:
         self.config, self.machine, self.launch = config, machine, launch
         self.shape, self.table, self.exchange = machine.model, machine.stack, exchange
-        self.matrices = step_matrices(self.shape, machine.plan, machine.gpu)
+        self.matrices = with_names(step_matrices(self.shape, machine.plan, machine.gpu))
         self.residual = self.matrices[self.table.onto_residual[0]]
         """Its rows are those of the residual, and lie with the same blocks."""
         self.page = page
@@ -378,7 +390,7 @@ class HeadParts:
 
         @ch.inline
         def finish(rows: Rows) -> None:
-            launch, vocab = self.launch, self.shape.vocab
+            launch, vocab = self.launch, self.sampler.vocab
             logit = ch.const(ty.f32, self._logit(rows.sum()), name="logit")
             token = rows.m_tile * M_TILE_ROWS + rows.row
             with ch.if_(rows.is_own):
@@ -399,7 +411,7 @@ class HeadParts:
         return self._norm_weights(self.launch.norms, index)
 
     def _norm_weights(self, rows: Any, index: Any) -> NormWeights:
-        return NormWeights(rows + index * self.shape.padded_hidden, self.config.norms.plus_one)
+        return NormWeights(rows + index * self.machine.hidden, self.config.norms.plus_one)
 
 
 class StepParts(HeadParts):
@@ -503,7 +515,7 @@ class StepParts(HeadParts):
     @ch.function
     def load_angles(self) -> None:
         """cos and sin of every column's position."""
-        machine, head_dim = self.machine, self.shape.head_dim
+        machine, head_dim = self.machine, self.machine.head_dim
         angles = machine.region("rope", ty.f32)
         with ch.for_(machine.thread, self.launch.column_count * head_dim, machine.consumer_threads, unroll=1) as index:
             position = self.columns.state(index // head_dim, POSITION)

@@ -80,10 +80,13 @@ def test_product_against_float64(case: Case) -> None:
 
 TOGETHER = CASES[3]
 BUGS: dict[str, tuple[Case, tuple[str, str]]] = {
-    "digits are made before all elements have come": (CASES[0], ("  named_barrier(1, 64);\n  convert", "  convert")),
+    "digits are made before all elements have come": (
+        *(CASES[0],),
+        ("  named_barrier(1, CONSUMERS);\n  convert", "  convert"),
+    ),
     "digits are stored over elements that others read": (
         *(CASES[0],),
-        ("  named_barrier(1, 64);\n  store_digits", "  store_digits"),
+        ("  named_barrier(1, CONSUMERS);\n  store_digits", "  store_digits"),
     ),
     "a row that is read elsewhere": (TOGETHER, ("/ 32 * 32 + ((", "/ 32 * 32 + 0 * ((")),
     "rows of the neighbouring element": (TOGETHER, ("lane / 8 * 2 + lane % 2]", "lane / 8 * 2 + (lane + 1) % 2]")),

@@ -152,7 +152,7 @@ BUGS: dict[str, tuple[Case, tuple[str, str], str]] = {
         "wrong sums|in flight",
     ),
     "copied over a part that is multiplied": (
-        *(PARTS, ("  named_barrier(1, 64);\n  if (part + 2 <", "  if (part + 2 <")),
+        *(PARTS, ("  named_barrier(1, CONSUMERS);\n  if (part + 2 <", "  if (part + 2 <")),
         "wrong sums|in flight|has loaded without waiting|Deadlock",
     ),
     "parities that do not turn": (PARTS, ("vector_parities ^= 7u << half * 4;", ""), "wrong sums|Deadlock|in flight"),

@@ -75,7 +75,7 @@ def begin_epochs_again(patch: Patch) -> None:
 
 FENCE = r"fence_proxy_async\(\);"
 LANDED = r"mbarrier_wait\(full \+ landed_stage, landed_parity\);"
-COLUMN = r"\(\(uint32_t\*\)\(arena \+ COLUMNS\)\)\[column \* 9"
+COLUMN = r"\(\(ColumnState\*\)\(arena \+ COLUMNS\)\)\[column\]\."
 STORE_KEY = r"\(\(uint32_t\*\)\(place\w* \+ dim\)\)\[0\] = pair;"
 UNREAD, UNFENCED = "has loaded without waiting", "that thread has made no fence_proxy_async"
 SAMPLED, FLOAT32, CHUNKS = "was sampled at position", "from float32", "chunks of this block are under way"
@@ -93,7 +93,7 @@ TRIED = (
         without(r"warp_barrier\(\);", after=r"\s*if \([^{;]*lane == 0[^{;]*mbarrier_arrive_many"),
     ),
     bug("mbarriers that nobody initialised", "used before init", without(r"mbarrier_init\(empty[^;]*;")),
-    bug("the newest key's page at the end of a page", "", (rf"(\(table \+) ({COLUMN}\]) / ", r"\1 (\2 + 1) / ")),
+    bug("the newest key's page at the end of a page", "", (rf"(\(table \+) ({COLUMN}position) / ", r"\1 (\2 + 1) / ")),
     MaintainersBug("epochs handed out twice, over words that were left", "", change=hand_out_epochs_twice),
     MaintainersBug("epochs that begin again, over words that were left", "", change=begin_epochs_again),
     bug("newest keys put a row too far behind the cached ones", "", (r"(join_newest\(row \+ cached % 16)", r"\1 + 1")),
@@ -139,11 +139,11 @@ MORE = (
     bug("one lane waits for the loads of all", UNREAD, (r"(wait_for_u32\((?:first|read)\b)", r"if (lane == 0) \1")),
     bug("a whole stage announced for the last keys", "Deadlock", (r"(expect_tx\(barrier), count \* ", r"\1, 16 * ")),
     bug("values cached over their keys", "", (r"\? key : key \+ \d+;", "? key : key;")),
-    bug("keys cached in the first sequence's pages", "", (rf"(uint32_t table) = {COLUMN} \+ 6\][^;]*;", r"\1 = 0;")),
+    bug("keys cached in the first sequence's pages", "", (rf"(uint32_t table) = {COLUMN}sequence[^;]*;", r"\1 = 0;")),
     bug("the first column's angles for all", FLOAT32, (r"(\+ ROPE\)) \+ column \* \d+;", r"\1;")),
     bug("the first column's norm for all", FLOAT32, (r"(places\w*\[\d\] =) column \*", r"\1 0 *")),
     bug("keys copied into the place of values", "", (r"(bulk_copy\(keys\w* \+ \d+, key) \+ \d+,", r"\1,")),
     bug("a query that sees a key too many", "", (r"(visible\w* = \w+ > [^?;]*\? \w+) - ", r"\1 + 1 - ")),
-    bug("rows of padding among the candidates", "", (r"if \(\w+ < \d+ && (candidate > best\))", r"if (\1")),
+    bug("rows of padding among the candidates", "", (r"if \(\w+ < VOCAB && (candidate > best\))", r"if (\1")),
 )
 """Ten more, and two."""

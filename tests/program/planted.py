@@ -434,7 +434,7 @@ def leave_out_meeting(number: int) -> Callable[[Patch], None]:
 # -- the bugs ---------------------------------------------------------------------------------------------------------
 
 RELAXED_ADD = "__atomic_fetch_add(counter, 1, __ATOMIC_RELAXED); cheetah_emulator::words_written(counter);"
-MEET = r"named_barrier\(1, 64\);"
+MEET = r"named_barrier\(1, CONSUMERS\);"
 LOADED = r"mbarrier_wait\(loaded, loaded_parity\);"
 TAKEN = r"mbarrier_wait\(taken \+ turn, turn_parity \^ 1\);"
 BOTH = ("schedules", "race")
@@ -564,7 +564,7 @@ BUGS = (
     Bug(
         "the next vector over a team's states",
         ("schedules",),
-        without(r"named_barrier\(1, 256\);", before=r"if \(numbers_2\.z > 0\) \{?\s*"),
+        without(r"named_barrier\(1, CONSUMERS\);", before=r"if \(numbers_2\.z > 0\) \{?\s*"),
         setup=MANY,
     ),
     Bug("keys given back for one warp", BOTH, change=give_back_for_one),
@@ -579,7 +579,7 @@ BUGS = (
     Bug(
         "one vector of candidates",
         ("schedules",),
-        ((r"first_word = step % 2 \* \d+;", "first_word = 0;"),),
+        ((r"first_word = step % 2 \* [^;]+;", "first_word = 0;"),),
         setup=IDLE,
     ),
     Bug(

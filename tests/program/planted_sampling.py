@@ -50,12 +50,14 @@ MEET = r"named_barrier\(1, 128\);"
 BUGS = (
     # -- what is asked of logits
     SamplingBug("the mask of the token before", r"token % 32(?=\) & 1\))", "(token + 31) % 32"),
-    SamplingBug("everybody has the first slot's biases", r"(?<=logit_bias \+ )\(load_[^;]* \* 300 \+ token\)", "token"),
+    SamplingBug(
+        "everybody has the first slot's biases", r"(?<=logit_bias \+ )\(load_[^;]* \* VOCAB \+ token\)", "token"
+    ),
     SamplingBug("negative logits are divided too", r"adjusted > 0.0f(?= \? quotient)", "true"),
-    SamplingBug("a token of the prompt counts as made", r"found & 2147483647(?=;)", "found != 0"),
+    SamplingBug("a token of the prompt counts as made", r"found & \(PROMPT_TOKEN - 1\)(?=;)", "found != 0"),
     SamplingBug("frequency is taken off once", r"\(float\)\(count\)(?=;)", "1.0f"),
     SamplingBug("presence is taken off from the second time on", r"(?<=if \()count != 0", "count > 1"),
-    SamplingBug("counted by every block", r"token / 16 % 3 == \(block \+ 2\) % 3", "true"),
+    SamplingBug("counted by every block", r"token / 16 % BLOCKS == \(block \+ 2\) % BLOCKS", "true"),
     # -- short lists
     SamplingBug("noise is not written down", r"(?<=weighed\[place \+ 1\] = )noisy", "scaled"),
     SamplingBug(
@@ -63,7 +65,7 @@ BUGS = (
     ),
     SamplingBug("a list weighs what one lane does", r"warp_sum_f32\(part\)(?=;\n +best_of_warp)", "part"),
     SamplingBug("a lane's second was not left out", r"left_out < first \? first : left_out", "left_out"),
-    SamplingBug("the candidate of another block", r"m_tile % 3(?=;\n)", "(m_tile + 1) % 3"),
+    SamplingBug("the candidate of another block", r"m_tile % BLOCKS(?=;\n)", "(m_tile + 1) % BLOCKS"),
     SamplingBug("everything listed is all there is", r"highest - left_out(?= :)", "bits_float(0x7f800000)"),
     SamplingBug("one token more than top_k", r"(?<=else if \()count < most", "count <= most"),
     SamplingBug("top_p of all, not of the top_k", r"(?<=    least = )top(?=;)", "whole"),
@@ -80,7 +82,7 @@ BUGS = (
     SamplingBug("an order of any launch", r"answer == epoch", "answer != 0", "host"),
     SamplingBug("the order of the sequence beside", r"(?<=cancelled \+ )sequence", "(sequence + 1) % 3", "host"),
     SamplingBug("an order is not passed on", r"(?<=bool is_cancelled = )block == 0", "false", "host"),
-    SamplingBug("a sequence goes on that was to end", r"sampled == 4294967294u(?=\))", "false", "host"),
+    SamplingBug("a sequence goes on that was to end", r"sampled == CANCELLED_TOKEN(?=\))", "false", "host"),
 )
 
 

@@ -26,17 +26,17 @@ from tests.tiers import tiered
 
 pytestmark = [pytest.mark.compiler, pytest.mark.slow]
 
-COLUMN = r"\(\(uint32_t\*\)\(arena \+ COLUMNS\)\)\[column \* 9 \+ "
+COLUMN = r"\(\(ColumnState\*\)\(arena \+ COLUMNS\)\)\[column\]\."
 BUGS = (
     # -- keys that are brought
-    SamplingBug("a run over a page's end", r"min\(5 - token % 5, count - done\)", "min(5u, count - done)"),
-    SamplingBug("the page of this run, not of the next", r"place\.z \+ following / 5", "place.z + token / 5"),
+    SamplingBug("a run over a page's end", r"PAGE_SIZE - token % PAGE_SIZE(?=, count - done)", "PAGE_SIZE"),
+    SamplingBug("the page of this run, not of the next", r"(?<=place\.z \+ )following(?= / PAGE_SIZE)", "token"),
     SamplingBug("cached keys of a step ahead", r"keys\.y \* step", "keys.y * (step + 1)"),
     SamplingBug("a plan that begins a step late", r"first_step <= step", "first_step < step"),
     # -- rows that are finished
     SamplingBug("rotated the other way", r"is_second \? partner : -partner", "is_second ? -partner : partner"),
     SamplingBug("values cached in the head of keys", r"\(head - 4\) % 2", "(head - 4) / 2"),
-    SamplingBug("cached behind a sequence's last token", rf"{COLUMN}1\] < {COLUMN}2\]", "true"),
+    SamplingBug("cached behind a sequence's last token", rf"{COLUMN}number < {COLUMN}total", "true"),
     SamplingBug("units behind the last of the squares", r"unit < 2 \? of_unit : 0\.0f", "of_unit"),
     SamplingBug("too large negative numbers are not told", r"weighted > -8589934592\.0f", "true"),
     SamplingBug("the residual is not kept", r"residual\[place\] = value;"),
@@ -51,7 +51,7 @@ BUGS = (
     # -- tokens
     SamplingBug("the last stop id is ignored", r"stop < stop_count", "stop + 1 < stop_count"),
     SamplingBug("few columns say whether to go on", r"level < 5(?=;)", "level < 1"),
-    SamplingBug("ties within a lane", r"(?<=token < 148 && )candidate > best", "candidate >= best"),
+    SamplingBug("ties within a lane", r"(?<=token < VOCAB && )candidate > best", "candidate >= best"),
     SamplingBug("noise repeats", r"gumbel\(token, position, seed\)", "gumbel(token % 64, position, seed)"),
     SamplingBug("padding is NaN", r"make_u32x4\(0, 0, 0, 0\)", "make_u32x4(0x7fc07fc0, 0, 0, 0)"),
 )

@@ -25,7 +25,7 @@ from cheetah.plan.kv import ITEM_WORDS, KvPlanLayout
 from cheetah.plan.kv.tables import TILE_WORDS
 from cheetah.plan.regions import KEPT_ITEM_BYTES, KEPT_ITEMS, KEPT_MERGE_BYTES, KEPT_SOURCES, kept_plan_bytes
 
-WRITE_THROUGH = 0xFFFFFFFF
+WRITE_THROUGH = ch.named("WRITE_THROUGH", 0xFFFFFFFF)
 """The first partial row of an item that gives the final output itself."""
 TEAM_BARRIERS = 2
 """The named barrier of the first team; the next ones follow."""
@@ -100,6 +100,7 @@ class Schedule:
         self.steps = steps or BySteps()
         self.machine, self.layout, self.plans, self.plan_count = machine, layout, plans, plan_count
         self.tile_records, self.kinds = tiles, kinds
+        self.plan_words = ch.named("PLAN_WORDS", layout.plan_words)
         self.kind: ch.Value = 0
         self._start()
 
@@ -128,15 +129,16 @@ class Schedule:
         is_new = ch.var(ty.boolean, step == 0)
         following = plan_index + self.kinds
         with ch.if_(following < self.plan_count):
-            first_step = prim.load_constant_u32(self.plans + following * self.layout.plan_words)
+            first_step = prim.load_constant_u32(self.plans + following * self.plan_words)
             with ch.if_(first_step <= step):
                 plan_index.set(following)
                 is_new.set(True)
         return is_new
 
     def _place(self, role: ch.Role, section: str, index: ch.Value) -> ch.Expr:
-        offset = ch.cast(ty.u32, index) + self.layout.sections.offsets[section]
-        place: ch.Expr = self.plans + (self._index(role) * self.layout.plan_words + offset)
+        first = ch.named(f"PLAN_{section.upper()}", self.layout.sections.offsets[section])
+        offset = ch.cast(ty.u32, index) + first
+        place: ch.Expr = self.plans + (self._index(role) * self.plan_words + offset)
         return place
 
     def _word(self, role: ch.Role, section: str, index: ch.Value) -> Any:

@@ -156,7 +156,7 @@ class Projection:
         head = rows.m_tile // m_tiles_per_head
         m_tile_of_head = rows.m_tile % m_tiles_per_head
         dim = self._dim(rows, head, m_tile_of_head)
-        place = (rows.column * shape.qkv_rows + head * shape.head_dim + dim) // 2
+        place = (rows.column * ch.named("PROJECTED_ROWS", shape.qkv_rows) + head * self.machine.head_dim + dim) // 2
         return head, m_tile_of_head, dim, self.port.exchange.publish_later(self.port.reads, place, epoch)
 
     @ch.inline

@@ -9,16 +9,16 @@ from typing import Any
 
 from cheetah import lang as ch
 from cheetah.blocks.adjustments import Adjustments
-from cheetah.blocks.columns import Columns
+from cheetah.blocks.columns import CANCELLED_TOKEN, NO_TOKEN, Columns
 from cheetah.blocks.exchange import Exchange
 from cheetah.blocks.machine import Machine
 from cheetah.lang import prim, ty
 from cheetah.lang.primitives.exchange import UNITS
 from cheetah.plan.index import ceil_div
-from cheetah.plan.kv.tables import CANCELLED_TOKEN, FILTERED, NO_TOKEN
+from cheetah.plan.kv.tables import FILTERED
 from cheetah.plan.regions import FILTER_WORDS
 
-SIGN = 1 << 31
+SIGN, ALL_BITS = ch.named("SIGN", 1 << 31), ch.named("ALL_BITS", 0xFFFFFFFF)
 FILTERED_HERE, OPEN = range(2)
 """Words of what a block knows of a column: whether it is filtered in this step; whether the lists leave it open."""
 
@@ -26,12 +26,12 @@ FILTERED_HERE, OPEN = range(2)
 def ordered(number: ch.Expr) -> Any:
     """A u32 for an f32 that is not NaN: the larger the number, the larger the word."""
     bits = prim.float_bits(number)
-    return ch.select((bits & SIGN) != 0, bits ^ 0xFFFFFFFF, bits | SIGN)
+    return ch.select((bits & SIGN) != 0, bits ^ ALL_BITS, bits | SIGN)
 
 
 def number_of(word: ch.Expr) -> Any:
     """The f32 that `ordered` made `word` of."""
-    return prim.bits_float(ch.select((word & SIGN) != 0, word ^ SIGN, word ^ 0xFFFFFFFF))
+    return prim.bits_float(ch.select((word & SIGN) != 0, word ^ SIGN, word ^ ALL_BITS))
 
 
 @ch.function

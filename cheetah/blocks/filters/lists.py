@@ -18,11 +18,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from cheetah import lang as ch
+from cheetah.blocks.columns import NO_TOKEN
 from cheetah.blocks.exchange import Exchange
 from cheetah.blocks.filters.columns import WarpColumns, best_of_warp, highest_of_warp, ordered
 from cheetah.lang import prim, ty
 from cheetah.plan import M_TILE_ROWS
-from cheetah.plan.kv.tables import NO_TOKEN
 from cheetah.plan.regions import LIST_ROW_WORDS, listed_tokens
 
 UNIT_WORDS = 4
@@ -33,7 +33,9 @@ WEIGHT, LEFT_OUT, BEST_SCALED = range(3)
 noisy token of all."""
 ROWS_AT_ONCE = 4
 SEARCH_STEPS = 64
-UNDECIDED, LEFT_OPEN, AS_IT_IS = 0xFFFFFFFF, 0xFFFFFFFE, 0xFFFFFFFD
+UNDECIDED = ch.named("UNDECIDED", 0xFFFFFFFF)
+LEFT_OPEN = ch.named("LEFT_OPEN", 0xFFFFFFFE)
+AS_IT_IS = ch.named("AS_IT_IS", 0xFFFFFFFD)
 """Instead of the index of a listed token."""
 Leave = Callable[[Any, Any, Any], None]
 """What a warp does with a column that the lists leave open; given the column, the highest number of all, and how far

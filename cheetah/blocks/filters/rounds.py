@@ -15,11 +15,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from cheetah import lang as ch
+from cheetah.blocks.columns import NO_TOKEN
 from cheetah.blocks.exchange import Exchange
 from cheetah.blocks.filters.columns import OPEN, WarpColumns, best_of_warp, highest_of_warp
 from cheetah.lang import prim, ty
 from cheetah.plan import M_TILE_ROWS
-from cheetah.plan.kv.tables import FILTER_ROUNDS, NO_TOKEN
+from cheetah.plan.kv.tables import FILTER_ROUNDS
 from cheetah.plan.regions import FILTER_WORDS
 
 PIVOTS = 4

@@ -27,7 +27,7 @@ TOO_LARGE = 2.0**64
 is told, whatever the exchange made of it."""
 TOO_LARGE_ELEMENT = 2.0**33
 """From here on an exchange of hidden vectors may make a plausible number of an element: then its squares are NaN."""
-NAN = 0x7FC00000
+NAN = ch.named("NAN_BITS", 0x7FC00000)
 
 
 def squares_words(m_tiles: int, tokens: int) -> int:
