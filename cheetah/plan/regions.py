@@ -175,9 +175,7 @@ def kept_plan_bytes(plan: Plan) -> int:
 def longest_vector_bytes(shape: ModelShape, plan: Plan, gpu: Gpu) -> int:
     """The most of the vectors that is in shared memory at once, as the format of its matrix has it."""
     sliced = shape.table.sliced
-    return max(
-        longest_input_bytes(shape, plan), _tiles_at_once(shape, plan, gpu, sliced) * sliced.vector_bytes(plan)
-    )
+    return max(longest_input_bytes(shape, plan), _tiles_at_once(shape, plan, gpu, sliced) * sliced.vector_bytes(plan))
 
 
 def vector_sums_bytes(shape: ModelShape, plan: Plan, gpu: Gpu) -> int:

@@ -11,7 +11,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from cheetah.models.dense.pass_sizes import PassSizes
 from cheetah.models.rounding import F32, Rounding, exact, round_to_bf16
+from cheetah.plan.prompt import PassPlan
 from cheetah.runtime.engine.kv_cache import CachedSequence
 from cheetah.runtime.engine.launches import Part
 from cheetah.tools.judged_steps import (
@@ -24,8 +26,9 @@ from cheetah.tools.judged_steps import (
 from cheetah.tools.judging_device import judging
 from cheetah.tools.rig import Rig, Session
 
-FIRST, REST, SECOND = 13, 26, 13
-"""Tokens of the first prompt's two passes, and of the second prompt. In the first some blocks multiply nothing."""
+FIRST, REST, SECOND = 13, 20, 17
+"""Tokens of the first prompt's two passes, and of the second prompt. In the first some blocks multiply nothing; both
+prompts end with the first key of a tile of keys."""
 JUDGED = 2
 """Last tokens of each prompt whose logits are looked at."""
 
@@ -47,6 +50,8 @@ class JudgedPasses:
         """The cached keys and values of both prompts, as they are stored, and the logits after their last tokens.
         EmulatorError where a launch fails."""
         session = Session(self.rig, judging(self.rig, scheduler, seed), self.page_order)
+        for rows in self._rows_of_keys():  # those that a pass has not written are no numbers
+            session.buffers["workspace"].array[rows] = 0xFF
         first, second = (session.sequence() for _ in self.prompts)
         session.passes.launch_together([self._part(first, 0, FIRST)])
         session.passes.launch_together([self._part(first, 0, REST), self._part(second, 1, SECOND)])
@@ -54,6 +59,14 @@ class JudgedPasses:
         room = session.device.allocate(4 * head.max_steps * head.tokens * head.vocab_size, 0xFF)
         logits = np.concatenate([*head.score(first, range(len(self.prompts) * JUDGED), room)])
         return [*(session.cached_of(cache) for cache in (first, second)), logits]
+
+    def _rows_of_keys(self) -> list[slice]:
+        """The bytes of the workspace that hold keys, and those that hold values."""
+        stated = self.rig.made[self.rig.family.prompt_program.KERNEL_NAME].manifest.plan
+        plan = PassPlan.from_dict({name: value for name, value in stated.items() if name != "decoding"})
+        sections = PassSizes(self.rig.config, self.rig.gpu, self.rig.plan, plan).sections
+        begins = [(sections.offsets[name], sections.sizes[name]) for name in ("keys", "values")]
+        return [slice(begin, begin + size) for begin, size in begins]
 
     def outputs(self, found: list[Bits]) -> dict[str, Bits]:
         """Everything that must not depend on the schedule."""

@@ -11,7 +11,7 @@ leave alone what options name.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -121,10 +121,9 @@ def barrier_subject(config: ModelConfig, plan: Mapping[str, Any], ranks: int = 1
 
 def sized(config: ModelConfig, sizes: Mapping[str, int], kv_heads: int, layers: int = MOST_LAYERS) -> ModelConfig:
     """A small model of the same kind: head_dim, query heads a KV head, RoPE and tied embeddings stay, and of each kind
-    of layer there is one. Windows are shorter than the contexts that are looked at."""
-    firsts = [config.kind_of_layer.index(kind) for kind in range(len(config.kinds))]
-    others = (layer for layer in range(config.layers) if layer not in firsts)
-    chosen = sorted([*firsts, *others][: max(layers, len(firsts))])
+    of layer there is one, and one more of the first. Windows are shorter than the contexts that are looked at."""
+    firsts = sorted(config.kind_of_layer.index(kind) for kind in range(len(config.kinds)))
+    chosen = [*firsts, *_behind(config, firsts, layers)]
     fields: dict[str, Any] = {"layers": len(chosen), **sizes}
     if config.layer_types:
         fields["layer_types"] = tuple(config.layer_types[layer] for layer in chosen)
@@ -148,6 +147,15 @@ def dealt(sizes: Mapping[str, int], ranks: int) -> dict[str, int]:
         while -(-found[name] // rows) % ranks:
             found[name] += rows
     return found
+
+
+def _behind(config: ModelConfig, firsts: Sequence[int], layers: int) -> list[int]:
+    """The layers behind the first of each kind: of one kind so many that there are `layers`; of several the next of
+    the first one's kind, with which their pattern begins again."""
+    others = [layer for layer in range(config.layers) if layer > firsts[-1]]
+    if len(firsts) == 1:
+        return others[: layers - 1]
+    return [layer for layer in others if config.kind_of_layer[layer] == config.kind_of_layer[firsts[0]]][:1]
 
 
 def _several(plan: Mapping[str, Any], batch: int) -> dict[str, int]:
