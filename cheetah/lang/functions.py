@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import inspect
 import operator
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cache, wraps
@@ -317,17 +318,17 @@ def _free(wanted: str, taken: set[str]) -> str:
 
 def _renamed(node: Any, names: Mapping[str, str]) -> Any:
     """A statement or expression, or a tuple of such, with its names replaced; itself where they stay."""
+    if isinstance(node, Name):
+        return node if names[node.name] == node.name else with_changes(node, name=names[node.name])
     if isinstance(node, tuple):
         items = [_renamed(item, names) for item in node]
         return tuple(items) if any(map(operator.is_not, items, node)) else node
-    if isinstance(node, Name):
-        return node if names[node.name] == node.name else with_changes(node, name=names[node.name])
     if not isinstance(node, (Expr, Stmt)):
         return node
     changes: dict[str, Any] = {}
     for name in _fields_with_names(type(node)):  # type: ignore[arg-type]
         value = getattr(node, name)
-        if isinstance(value, (Expr, Stmt, tuple)) and (renamed := _renamed(value, names)) is not value:
+        if (renamed := _renamed(value, names)) is not value:
             changes[name] = renamed
     return with_changes(node, **changes) if changes else node
 
@@ -335,7 +336,8 @@ def _renamed(node: Any, names: Mapping[str, str]) -> Any:
 @cache
 def _fields_with_names(node: type[Any]) -> tuple[str, ...]:
     """The fields of a kind of node in which names may be used."""
-    return tuple(item.name for item in fields(node) if item.name not in ("scopes", "type", "location", "callee"))
+    kinds = re.compile(r"\b(Expr|Name|Call|Stmt)\b")
+    return tuple(item.name for item in fields(node) if kinds.search(str(item.type)))
 
 
 def _shared(made: Function) -> Function:

@@ -7,7 +7,7 @@ import math
 import re
 import struct
 from collections.abc import Iterable
-from functools import singledispatch
+from functools import cache, singledispatch
 
 from cheetah.lang import types as ty
 from cheetah.lang.meaning import meaning
@@ -69,12 +69,21 @@ def _wrap(expression: Expr, minimum: int) -> str:
     return text if precedence >= minimum else f"({text})"
 
 
-@singledispatch
 def _expression(node: Expr) -> tuple[str, int]:
+    """Text and precedence, by the rule for its kind: found once a kind, since a kernel has tens of thousands of them."""
+    text: tuple[str, int] = _rule_of(type(node))(node)  # type: ignore[arg-type]
+    return text
+
+
+@singledispatch
+def _by_kind(node: Expr) -> tuple[str, int]:
     raise AssertionError(f"no printing rule for {type(node).__name__}")
 
 
-@_expression.register
+_rule_of = cache(_by_kind.dispatch)
+
+
+@_by_kind.register
 def _(node: Literal) -> tuple[str, int]:
     if (named := _name_of(node)) is not None:
         return named.text, _PRECEDENCE.get(named.operator, _ATOM)
@@ -141,12 +150,12 @@ _SHORT = 14
 _F32_MAX = 3.4028235677973366e38  # below it, a number still rounds to a finite float
 
 
-@_expression.register
+@_by_kind.register
 def _(node: Name) -> tuple[str, int]:
     return node.name, _ATOM
 
 
-@_expression.register
+@_by_kind.register
 def _(node: Constant) -> tuple[str, int]:
     return node.name, _ATOM
 
@@ -157,19 +166,19 @@ def constant_text(node: Constant) -> str:
     return f"constexpr {node.type} {node.name} = {literal_text(Literal(node.type, node.value))};"
 
 
-@_expression.register
+@_by_kind.register
 def _(node: Builtin) -> tuple[str, int]:
     return node.text, _ATOM
 
 
-@_expression.register
+@_by_kind.register
 def _(node: Unary) -> tuple[str, int]:
     inner = _wrap(node.operand, _UNARY)
     separator = " " if inner.startswith(node.operator) else ""
     return f"{node.operator}{separator}{inner}", _UNARY
 
 
-@_expression.register
+@_by_kind.register
 def _(node: Binary) -> tuple[str, int]:
     operator = _c_operator(node)
     precedence = _PRECEDENCE[operator]
@@ -194,7 +203,7 @@ def _operand(node: Expr, around: str, minimum: int) -> str:
     return f"({text})" if precedence < minimum or surprising else text
 
 
-@_expression.register
+@_by_kind.register
 def _(node: Select) -> tuple[str, int]:
     both_literal = isinstance(node.if_true, Literal) and isinstance(node.if_false, Literal)
     value = _exact if both_literal else _wrap
@@ -202,24 +211,24 @@ def _(node: Select) -> tuple[str, int]:
     return f"{_wrap(node.condition, _SELECT + 1)} ? {if_true} : {if_false}", _SELECT
 
 
-@_expression.register
+@_by_kind.register
 def _(node: Cast) -> tuple[str, int]:
     return f"({node.type})({render_expression(node.operand)})", _UNARY
 
 
-@_expression.register
+@_by_kind.register
 def _(node: Call) -> tuple[str, int]:
     """Of a C function that is overloaded by type, a literal has its own."""
     text = render_expression if node.callee is not None else lambda argument: _exact(argument, 0)
     return f"{node.function}({', '.join(map(text, node.arguments))})", _POSTFIX
 
 
-@_expression.register
+@_by_kind.register
 def _(node: Subscript) -> tuple[str, int]:
     return f"{_wrap(node.base, _POSTFIX)}[{render_expression(node.index)}]", _POSTFIX
 
 
-@_expression.register
+@_by_kind.register
 def _(node: Member) -> tuple[str, int]:
     return f"{_wrap(node.base, _POSTFIX)}.{node.member}", _POSTFIX
 
