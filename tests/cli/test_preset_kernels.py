@@ -54,9 +54,13 @@ MORE_STACK_BYTES: dict[tuple[str, int], int] = {
     ("qwen3-32b", 8): 64,
     ("mistral-small-24b", 8): 80,
     ("mistral-small-3.2-24b", 8): 80,
+    ("smollm3-3b", 1): 8,
+    ("olmo-3-32b", 1): 8,
+    ("gemma-2-2b", 1): 8,
 }
 """By model and batch: mostly of narrow M-tiles. What is laid aside are addresses, taken up again once a phase or an
-item of attention; none is touched in a loop over chunks or keys, but for three words of qwen3-0.6b."""
+item of attention; none is touched in a loop over chunks or keys, but for three words of qwen3-0.6b. Of one token two
+words, where layers are of several kinds."""
 MORE_STACK_BYTES_OF_PROMPTS = {
     "llama-3.2-1b": 56,
     "qwen3-0.6b": 88,
@@ -77,6 +81,13 @@ LOOKED_AT = [
 ]
 """The presets that are held to this: those of the families that have been measured."""
 
+OF_ONE_TOKEN = (
+    *("ministral-3-3b", "ministral-3-8b", "ministral-3-14b", "smollm3-3b", "phi-4-mini", "phi-4", "granite-3.3-2b"),
+    *("granite-3.3-8b", "granite-4.0-micro", "olmo-2-1b", "olmo-2-7b", "olmo-2-32b", "olmo-3-7b", "olmo-3-32b"),
+    "gemma-2-2b",
+)
+"""Presets of other families, of which the step of one token has been measured alone."""
+
 
 def committed() -> list[tuple[str, str]]:
     """(model, batch or pass-TOKENS) of the kernels that `make kernels` writes."""
@@ -96,6 +107,7 @@ def kernels() -> list[Any]:
     Those that are not `ALWAYS` looked at are exhaustive.
     """
     by_default = [(model, {"batch": batch}) for model in LOOKED_AT for batch in (1, 8)]
+    by_default += [(model, {"batch": 1}) for model in OF_ONE_TOKEN]
     first = [(model, {"batch": int(batch)}) for model, batch in committed() if batch.isdigit()]
     all_kernels = [*first, *(kernel for kernel in (*by_default, *OTHERS) if kernel not in first)]
     return tiered(all_kernels, [kernel for kernel in all_kernels if kernel not in ALWAYS])
@@ -123,7 +135,7 @@ needs_nvrtc = pytest.mark.skipif(not has_nvrtc(), reason="needs NVRTC")
 @needs_nvrtc
 @pytest.mark.parametrize(("model", "options"), kernels())
 def test_registers_are_enough(tmp_path: Path, model: str, options: dict[str, Any]) -> None:
-    most = MORE_STACK_BYTES.get((model, options.get("batch", 1)), MOST_STACK_BYTES)
+    most = MORE_STACK_BYTES.get((model, options.get("batch", 1)))
     require_registers(generate_named(named_config(model).config, model, DEFAULT_GPU, options), tmp_path, most)
 
 
@@ -134,7 +146,7 @@ def test_registers_are_enough(tmp_path: Path, model: str, options: dict[str, Any
 def test_registers_are_enough_for_prompts(tmp_path: Path, model: str) -> None:
     """The second kernel that `LLM` makes, and that it takes as many tokens a step as fit."""
     reading = prompt_kernel(model)
-    require_registers(reading, tmp_path, MORE_STACK_BYTES_OF_PROMPTS.get(model, MOST_STACK_BYTES))
+    require_registers(reading, tmp_path, MORE_STACK_BYTES_OF_PROMPTS.get(model))
     assert reading.manifest.plan["tokens"] == FEWER_PROMPT_TOKENS.get(model, 16)
 
 
@@ -169,11 +181,12 @@ def prompt_kernel(model: str) -> Generated:
     return reading.written()
 
 
-def require_registers(generated: Generated, cache: Path, most_stack_bytes: int = MOST_STACK_BYTES) -> None:
+def require_registers(generated: Generated, cache: Path, most_stack_bytes: int | None = None) -> None:
+    """most_stack_bytes: None for what is usual with so many tokens a step."""
     cubin = compile_cubin(generated.text, generated.manifest.kernel, cache=cache)
-    tokens = int(generated.manifest.plan["tokens"])
-    stack_bytes = most_stack_bytes if tokens > 1 else 0
-    assert cubin.resources.stack_bytes <= stack_bytes, str(cubin.resources)
+    if most_stack_bytes is None:
+        most_stack_bytes = MOST_STACK_BYTES if int(generated.manifest.plan["tokens"]) > 1 else 0
+    assert cubin.resources.stack_bytes <= most_stack_bytes, str(cubin.resources)
     assert cubin.resources.registers * generated.manifest.launch.threads <= REGISTERS
 
 
