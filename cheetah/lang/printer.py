@@ -70,7 +70,7 @@ def _wrap(expression: Expr, minimum: int) -> str:
 
 
 def _expression(node: Expr) -> tuple[str, int]:
-    """Text and precedence, by the rule for its kind: found once a kind, since a kernel has tens of thousands of them."""
+    """Text and precedence, by the rule of its kind: looked for once a kind, for a kernel has ten thousands of them."""
     text: tuple[str, int] = _rule_of(type(node))(node)  # type: ignore[arg-type]
     return text
 
