@@ -92,10 +92,8 @@ class Choice:
             self._choose(column, routes)
         if limit > 1:
             machine.meet()  # all columns' ranks are there
-        else:
-            prim.warp_barrier()  # the only column is the first warp's own
-        with ch.if_(machine.warp == 0):
-            self._list_union()
+            with ch.if_(machine.warp == 0):
+                self._list_union()
         self.list.finish_making()
 
     @property
@@ -163,14 +161,19 @@ class Choice:
 
     @ch.inline
     def _number(self, column: ch.Expr, first: ch.Expr, chosen: ch.Expr, weights: Any, total: ch.Expr) -> None:
-        """Ranks of the column's experts, and their weights."""
-        count = self.experts.count
+        """Ranks of the column's experts, and their weights; those of the only column are the list, too."""
+        count, words = self.experts.count, self.list.words if self.columns.limit == 1 else None
         ranks = self.ranks + column * count
+        if words is not None:
+            with ch.if_(self.machine.lane == 0):
+                words[0] = self.experts.chosen
         rank = ch.var(ty.u32, self._before(chosen, self._of_lane))
         with ch.for_(self._of_lane, unroll=True, name="own") as own, ch.if_(first + own < count):
             with ch.if_(_has(chosen, own)):
                 ranks[first + own] = ch.cast(ty.u8, rank)
                 self.weights[column * self.experts.chosen + rank] = prim.divide_f32(weights[own], total)
+                if words is not None:
+                    words[rank + 1] = first + own
                 rank += 1
             with ch.else_():
                 ranks[first + own] = NO_RANK
