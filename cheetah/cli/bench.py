@@ -30,7 +30,7 @@ Done = TypeVar("Done")
 Found = TypeVar("Found")
 
 
-@takes_load("device gpu revision prompt_passes")
+@takes_load("device tensor_parallel_size gpu revision prompt_passes")
 @takes_plan
 def bench(
     *,
@@ -126,9 +126,7 @@ class _Way(Generic[Bench, Done, Found]):
 
     def measure(self, measured: Measured, works: Sequence[Done], json_file: str | None) -> None:
         """Do the works, write a line of JSON for each as it is done, and show them all."""
-        from cheetah.runtime.device import open_device
-
-        with open_device(measured.device) as device, self.open(device) as ready:
+        with measured.open_device() as device, self.open(device) as ready:
             circumstances, found = measured.circumstances(device), []
             for work in works:
                 found.append(self.look(ready, work))

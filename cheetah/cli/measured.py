@@ -35,21 +35,24 @@ class Repeated(NamedTuple):
 @dataclass(frozen=True)
 class Measured:
     """A model that is measured, and where. name: its canonical name. weights: the checkpoint, None for random ones.
-    device, gpu: by the names that the command was given. plan: the options of the plan that were given."""
+    device, gpu: by the names that the command was given. ranks: GPUs that make each step together. plan: the options
+    of the plan that were given."""
 
     config: ModelConfig
     name: str
     weights: Weights | None
     device: str | None
     gpu: str | None
+    ranks: int
     plan: dict[str, Any]
 
     @classmethod
     def named(cls, model: str, load: dict[str, Any], plan: dict[str, Any]) -> Measured:
-        """load: of --device, --gpu and --revision those that were given."""
+        """load: of --device, --tensor-parallel-size, --gpu and --revision those that were given."""
         from cheetah.runtime.checkpoint.loading import open_checkpoint
 
-        revision, where = load.get("revision"), (load.get("device"), load.get("gpu"), plan)
+        where = load.get("device"), load.get("gpu"), load.get("tensor_parallel_size", 1), plan
+        revision = load.get("revision")
         if model.startswith(RANDOM):
             named = named_config(model)
             return cls(named.config, named.canonical, None, *where)
@@ -77,6 +80,11 @@ class Measured:
                 "it, or a smaller model, such as demo"
             )
 
+    def open_device(self) -> Device:
+        from cheetah.runtime.device import open_device
+
+        return open_device(self.device, ranks=self.ranks)
+
     def circumstances(self, device: Device) -> dict[str, Any]:
         return circumstances_of(self.name, self.config, self.weights, device)
 
@@ -90,6 +98,7 @@ def circumstances_of(model: str, config: ModelConfig, weights: Weights | None, d
         "commit": commit(),
         "measured": now(),
         "gpu": info.name,
+        **({"gpus": info.ranks} if info.ranks > 1 else {}),
         "driver": info.driver,
         "backend": info.backend,
         "model": model,

@@ -38,7 +38,7 @@ EXPLANATION = (
 Bench = TypeVar("Bench", bound="KernelBench")
 
 
-@takes_load("device gpu revision")
+@takes_load("device tensor_parallel_size gpu revision")
 @takes_plan
 def trace(
     *,
@@ -110,11 +110,10 @@ def _trace(
     layers: LayerRange,
 ) -> None:
     """Launch, and show what the stamps say; write them to `output`. about: the work, in the file's words."""
-    from cheetah.runtime.device import open_device
     from cheetah.tools.timeline import spans_of, summarise
 
     shown = console(WIDTH)
-    with open_device(measured.device) as device, open_bench(device) as ready:
+    with measured.open_device() as device, open_bench(device) as ready:
         traced = launch(ready)
         spans = spans_of(traced.stamps, ready.phases)
         about = {**measured.circumstances(device), **about, **_kernel_of(ready)}

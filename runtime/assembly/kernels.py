@@ -240,7 +240,12 @@ class KernelsAsked:
 
 def choose_gpu(info: DeviceInfo, wanted: str | None = None) -> Gpu:
     """The machine that a kernel for this device is generated for; CheetahError if there is none."""
-    gpu = together(part_of(gpu_named(wanted or _gpu_of(info)), info.parts), info.ranks)
+    gpu = gpu_named(wanted or _gpu_of(info))
+    if gpu.ranks > 1:
+        raise CheetahError(
+            f"gpu {gpu.name!r} is several GPUs: say how many by tensor_parallel_size, and which by device"
+        )
+    gpu = together(part_of(gpu, info.parts), info.ranks)
     emulated = info.backend == "emulator"
     if gpu.emulated != emulated:
         raise CheetahError(f"gpu {gpu.name!r} does not go with device {info.backend!r}, which is {info.name}")

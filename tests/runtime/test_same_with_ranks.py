@@ -225,5 +225,7 @@ def test_what_cannot_be_shared_is_refused_before_anything_is_loaded(folder: Path
         assembled(LlamaConfig(**SIZES), 8)
     with pytest.raises(PlanError, match="sync is 'barrier' with 2 GPUs"):
         assembled(LlamaConfig(**SIZES), 2, sync="barrier")
+    with pytest.raises(CheetahError, match="'emulator-2x2' is several GPUs: say how many by tensor_parallel_size"):
+        LLM(folder, device="emulator", gpu="emulator-2x2", quiet=True, tokenizer=False)
     with pytest.raises(CheetahError, match="tensor_parallel_size is 3: give one of 1, 2, 4, 8"):
         LLM(folder, device="emulator", tensor_parallel_size=3)
