@@ -10,9 +10,12 @@ import pytest
 from written_checkpoints import random_values, refusal, write_model
 from written_experts import CONFIGS, MERGED, merged
 
+from cheetah.models.dense.reference import Reference
+from cheetah.runtime import LLM
 from cheetah.runtime.checkpoint.loading import open_checkpoint
 from cheetah.runtime.checkpoint.lora import with_adapter
 from cheetah.runtime.checkpoint.safetensors_files import LoadingError
+from tests.tolerances import LOGITS
 
 MOE = CONFIGS["qwen3_moe"]
 EXPERT = "model.layers.1.mlp.experts.4.up_proj.weight"
@@ -87,3 +90,17 @@ def test_there_are_no_adapters(tmp_path: Path) -> None:
     checkpoint = open_checkpoint(write_model(tmp_path, config=MOE))
     with pytest.raises(LoadingError, match="a model of experts: adapters are merged into dense models alone"):
         with_adapter(checkpoint, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.compiler
+def test_a_merged_checkpoint_runs(tmp_path: Path) -> None:
+    """Through the whole product: scores of a text by the kernel, in the emulator, near those of the reference."""
+    config, ids = CONFIGS["mixtral"], [3, 1, 40, 7, 7, 22, 13]
+    folder = write_model(tmp_path, merged("mixtral"), config)
+    values = {name: value.view(np.uint16) for name, value in random_values(config).items()}
+    with LLM(folder, device="emulator", gpu="emulator-2", max_context=32, quiet=True) as llm:
+        found = np.array(llm.score(ids))
+    wanted = Reference(config, values).forward(ids)
+    error = np.linalg.norm(found - wanted, axis=-1) / np.linalg.norm(wanted, axis=-1)
+    assert np.median(error) < LOGITS  # a choice that is near may turn out otherwise
