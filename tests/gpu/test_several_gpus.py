@@ -1,0 +1,93 @@
+"""Steps of two ranks on GPUs, beside those of one: the same bits on one GPU that they share, and on two where there are
+two."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from cheetah.models.config import ModelConfig
+from cheetah.models.llama import LlamaConfig
+from cheetah.models.qwen3 import Qwen3Config
+from cheetah.runtime.assembly.assemble import Assembly, assemble
+from cheetah.runtime.checkpoint.loading import open_checkpoint
+from cheetah.runtime.device.interface import DeviceError
+from cheetah.runtime.engine.launches import Part
+from cheetah.runtime.sampling import Sampling
+from tests.program.rig import random_weights
+
+pytestmark = pytest.mark.gpu
+
+SIZES: dict[str, Any] = {
+    **{"hidden_size": 768, "intermediate_size": 1280, "layers": 3, "query_heads": 8, "kv_heads": 4, "head_dim": 64},
+    **{"vocab_size": 5003, "max_position_embeddings": 1024},
+}
+SMALL: dict[str, ModelConfig] = {"llama": LlamaConfig(**SIZES), "qwen3": Qwen3Config(**SIZES)}
+PUBLISHED = ("random:qwen3-0.6b", "random:llama-3.1-8b", "random:llama-3.1-8b@int4-g128", "random:llama-3.1-8b@fp8")
+"""Models that have narrow M-tiles with two GPUs if and only if they have them with one."""
+TOGETHER = ("cuda:0,0", "cuda:0,1")
+STEPS = 24
+
+
+@contextmanager
+def opened(weights: Any, device: str, **plan: Any) -> Iterator[Assembly]:
+    """Skipped where there is no such device."""
+    fields = {"max_context": 512, "kv_chunk": 256, "max_steps": 32, **plan}
+    try:
+        made = assemble(weights, device=device, quiet=True, overrides=fields, prompt_passes=False, timeout_s=20)
+    except DeviceError as error:
+        if "GPUs are asked for" in str(error):
+            pytest.skip(str(error))
+        raise
+    try:
+        yield made
+    finally:
+        made.close()
+
+
+def found_by(weights: Any, device: str, batch: int) -> tuple[list[tuple[int, ...]], NDArray[np.uint32] | None]:
+    """Tokens of sequences side by side, greedy and drawn, and the logits of the last steps of a single one."""
+    with opened(weights, device, batch=batch) as made:
+        launcher = made.launcher
+        caches = [launcher.cache, *(launcher.cache.fork() for _ in range(batch - 1))]
+        logits, tokens = made.logits_buffer() if batch == 1 else None, list[tuple[int, ...]]()
+        for sampling in (Sampling(), Sampling(temperature=0.8, seed=5)):
+            for cache in caches:
+                cache.clear()
+            parts = [Part(cache, (5 + number, 17, 250), STEPS, sampling) for number, cache in enumerate(caches)]
+            tokens += [result.token_ids for result in launcher.launch_together(parts, logits)]
+        rows = None if logits is None else logits.download(np.uint32, (STEPS, weights.config.vocab_size))
+        return tokens, rows
+
+
+def require_same(weights: Any, device: str, batch: int) -> None:
+    found, wanted = found_by(weights, device, batch), found_by(weights, "cuda:0", batch)
+    assert found[0] == wanted[0] and np.array_equal(found[1], wanted[1])  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("device", TOGETHER)
+@pytest.mark.parametrize("batch", [1, 8])
+@pytest.mark.parametrize("name", SMALL)
+def test_small_models_give_the_same_bits(name: str, batch: int, device: str) -> None:
+    require_same(random_weights(SMALL[name]), device, batch)
+
+
+@pytest.mark.parametrize("device", TOGETHER)
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_shapes_give_the_same_bits(name: str, device: str) -> None:
+    require_same(open_checkpoint(name), device, 1)
+
+
+@pytest.mark.parametrize("device", TOGETHER)
+def test_many_launches_end_with_the_same_token(device: str) -> None:
+    with opened(random_weights(SMALL["llama"]), device) as made:
+        launcher, found = made.launcher, set[tuple[int, ...]]()
+        for number in range(5000):
+            launcher.cache.clear()
+            found.add(launcher.launch_together([Part(launcher.cache, (5,), 1 + number % 3)])[0].token_ids[:1])
+    assert len(found) == 1
