@@ -2015,7 +2015,7 @@ struct DecodeStep {
 
   // The row's output, from the state that all its sources were folded into: 4 dims a lane.
   __device__ __forceinline__ void finish_merge(uint32_t epoch, float weight_sum, float highest, float (&sums)[4],
-      uint4* record) {
+      uint4* record, uint32_t head) {
     float inverse = weight_sum == 0.0f ? 0.0f : divide_f32(1.0f, weight_sum);
     float lse = weight_sum == 0.0f ? -bits_float(0x7f800000) : highest + log_f32(weight_sum);
     if (lane < 16) {
@@ -2023,12 +2023,12 @@ struct DecodeStep {
       float low = sums[0] * inverse;
       float high = sums[1] * inverse;
       uint32_t column = record[1].x + record[0].y / 2;
-      publish_tagged(input_words + (((((record[0].x * 2 + record[0].y % 2) * 64 + dim_pair * 2) / 32 + column) * 4 + ((record[0].x * 2 + record[0].y % 2) * 64 + dim_pair * 2) / 8 % 4) * 4 + ((record[0].x * 2 + record[0].y % 2) * 64 + dim_pair * 2) % 8 / 2 + EXCHANGE_ATTENTION), pack_bf16x2(low, high), 60, epoch);
+      publish_tagged(input_words + (((((head * 2 + record[0].y % 2) * 64 + dim_pair * 2) / 32 + column) * 4 + ((head * 2 + record[0].y % 2) * 64 + dim_pair * 2) / 8 % 4) * 4 + ((head * 2 + record[0].y % 2) * 64 + dim_pair * 2) % 8 / 2 + EXCHANGE_ATTENTION), pack_bf16x2(low, high), 60, epoch);
       uint32_t dim_pair_2 = lane % 16 * 2 + 1;
       float low_2 = sums[2] * inverse;
       float high_2 = sums[3] * inverse;
       uint32_t column_2 = record[1].x + record[0].y / 2;
-      publish_tagged(input_words + (((((record[0].x * 2 + record[0].y % 2) * 64 + dim_pair_2 * 2) / 32 + column_2) * 4 + ((record[0].x * 2 + record[0].y % 2) * 64 + dim_pair_2 * 2) / 8 % 4) * 4 + ((record[0].x * 2 + record[0].y % 2) * 64 + dim_pair_2 * 2) % 8 / 2 + EXCHANGE_ATTENTION), pack_bf16x2(low_2, high_2), 60, epoch);
+      publish_tagged(input_words + (((((head * 2 + record[0].y % 2) * 64 + dim_pair_2 * 2) / 32 + column_2) * 4 + ((head * 2 + record[0].y % 2) * 64 + dim_pair_2 * 2) / 8 % 4) * 4 + ((head * 2 + record[0].y % 2) * 64 + dim_pair_2 * 2) % 8 / 2 + EXCHANGE_ATTENTION), pack_bf16x2(low_2, high_2), 60, epoch);
     }
   }
 
@@ -2094,6 +2094,8 @@ struct DecodeStep {
     for (uint32_t job = first_job; job < numbers_2.z; job += BLOCKS * 2) {
       if (job != first_job) replace_merge(job, numbers_2.w);
       if (record[0].y < record[1].y * 2) {
+        uint32_t head = record[0].x % 65536;
+        uint32_t first_chunk = record[0].x / 65536;
         float highest = -bits_float(0x7f800000);
         float weight_sum = 0.0f;
         float sums[4] = {};
@@ -2125,11 +2127,12 @@ struct DecodeStep {
             }
           }
         } else {
-          uint32_t own = (record[0].w - record[0].z + 3 - warp % 4) / 4;
+          uint32_t start = warp % 4;
+          uint32_t own = (record[0].w - record[0].z + 3 - start) / 4;
           #pragma unroll 1
           for (uint32_t first = 0; first < own; first += 5) {
             uint32_t count = min(own - first, 5u);
-            uint32_t value = sources_2(warp % 4 + first * 4, count, record);
+            uint32_t value = sources_2(start + first * 4, count, record);
             uint4 states[8];
             uint32_t indices[8];
             indices[0] = ((value + record[0].y) * 17 + 16) * 4;
@@ -2152,7 +2155,7 @@ struct DecodeStep {
           named_barrier(warp / 4 + 2, 128);
           if (warp % 4 == 0) fold_team(highest, weight_sum, sums);
         }
-        if (warp % 4 == 0) finish_merge(layer_epoch, weight_sum, highest, sums, record);
+        if (warp % 4 == 0) finish_merge(layer_epoch, weight_sum, highest, sums, record, head);
       }
     }
     if (first_job + BLOCKS * 2 < numbers_2.z) replace_merge(first_job, numbers_2.w);

@@ -2198,7 +2198,7 @@ struct DecodeStep {
 
   // The row's output, from the state that all its sources were folded into: 4 dims a lane.
   __device__ __forceinline__ void finish_merge(uint32_t epoch, float weight_sum, float highest, uint32_t lane,
-      float (&sums)[4], uint4* record) {
+      float (&sums)[4], uint4* record, uint32_t head) {
     float inverse = weight_sum == 0.0f ? 0.0f : divide_f32(1.0f, weight_sum);
     float lse = weight_sum == 0.0f ? -bits_float(0x7f800000) : highest + log_f32(weight_sum);
     if (lane < 32) {
@@ -2206,14 +2206,14 @@ struct DecodeStep {
       float low = sums[0] * inverse;
       float high = sums[1] * inverse;
       uint32_t column = record[1].x + record[0].y / 4;
-      uint32_t word = ((((record[0].x * 4 + record[0].y % 4) * 128 + dim_pair * 2) / 32 * 2 + column) * 4 + ((record[0].x * 4 + record[0].y % 4) * 128 + dim_pair * 2) / 8 % 4) * 4 + ((record[0].x * 4 + record[0].y % 4) * 128 + dim_pair * 2) % 8 / 2;
+      uint32_t word = ((((head * 4 + record[0].y % 4) * 128 + dim_pair * 2) / 32 * 2 + column) * 4 + ((head * 4 + record[0].y % 4) * 128 + dim_pair * 2) / 8 % 4) * 4 + ((head * 4 + record[0].y % 4) * 128 + dim_pair * 2) % 8 / 2;
       uint32_t number = word / PART_WORDS * (3 * PART_WORDS) + word % PART_WORDS + EXCHANGE_ATTENTION;
       publish_tagged(input_words + number, pack_bf16x2(low, high), 60, epoch);
       uint32_t dim_pair_2 = lane % 32 * 2 + 1;
       float low_2 = sums[2] * inverse;
       float high_2 = sums[3] * inverse;
       uint32_t column_2 = record[1].x + record[0].y / 4;
-      uint32_t word_2 = ((((record[0].x * 4 + record[0].y % 4) * 128 + dim_pair_2 * 2) / 32 * 2 + column_2) * 4 + ((record[0].x * 4 + record[0].y % 4) * 128 + dim_pair_2 * 2) / 8 % 4) * 4 + ((record[0].x * 4 + record[0].y % 4) * 128 + dim_pair_2 * 2) % 8 / 2;
+      uint32_t word_2 = ((((head * 4 + record[0].y % 4) * 128 + dim_pair_2 * 2) / 32 * 2 + column_2) * 4 + ((head * 4 + record[0].y % 4) * 128 + dim_pair_2 * 2) / 8 % 4) * 4 + ((head * 4 + record[0].y % 4) * 128 + dim_pair_2 * 2) % 8 / 2;
       uint32_t number_2 = word_2 / PART_WORDS * (3 * PART_WORDS) + word_2 % PART_WORDS + EXCHANGE_ATTENTION;
       publish_tagged(input_words + number_2, pack_bf16x2(low_2, high_2), 60, epoch);
     }
@@ -2275,6 +2275,8 @@ struct DecodeStep {
     for (uint32_t job = first_job; job < numbers_2.z; job += BLOCKS * 2) {
       if (job != first_job) replace_merge(job, numbers_2.w, warp, lane);
       if (record[0].y < record[1].y * 4) {
+        uint32_t head = record[0].x % 65536;
+        uint32_t first_chunk = record[0].x / 65536;
         float highest = -bits_float(0x7f800000);
         float weight_sum = 0.0f;
         float sums[4] = {};
@@ -2306,11 +2308,12 @@ struct DecodeStep {
             }
           }
         } else {
-          uint32_t own = (record[0].w - record[0].z + 3 - warp % 4) / 4;
+          uint32_t start = warp % 4;
+          uint32_t own = (record[0].w - record[0].z + 3 - start) / 4;
           #pragma unroll 1
           for (uint32_t first = 0; first < own; first += 5) {
             uint32_t count = min(own - first, 5u);
-            uint32_t value = sources_2(warp % 4 + first * 4, count, lane, warp, record);
+            uint32_t value = sources_2(start + first * 4, count, lane, warp, record);
             uint4 states[8];
             uint32_t indices[8];
             indices[0] = ((value + record[0].y) * 33 + 32) * 4;
@@ -2333,7 +2336,7 @@ struct DecodeStep {
           named_barrier(warp / 4 + 2, 128);
           if (warp % 4 == 0) fold_team(warp, lane, highest, weight_sum, sums);
         }
-        if (warp % 4 == 0) finish_merge(layer_epoch, weight_sum, highest, lane, sums, record);
+        if (warp % 4 == 0) finish_merge(layer_epoch, weight_sum, highest, lane, sums, record, head);
       }
     }
     if (first_job + BLOCKS * 2 < numbers_2.z) replace_merge(first_job, numbers_2.w, warp, lane);

@@ -192,6 +192,9 @@ def check_every_key_once(case, plan, items):
     if case.scheduling.chunk:
         assert plan.chunk == case.scheduling.chunk
         assert (items[~is_last, 4] % plan.chunk == 0).all(), "a chunk ends where its place says"
+        begins = {(tile.tile, tile.level): tile.begin for tile in rounded}
+        chunks = [begins[tile, case.levels - 1] // plan.chunk for tile, _ in plan.merges.tolist()]
+        assert plan.first_chunks is not None and plan.first_chunks.tolist() == chunks
 
 
 def check_partials(case, plan, items):

@@ -51,6 +51,7 @@ SUBJECTS = {
     "biases, group of 3, e4m3": Subject(qwen2(3), {"kv_dtype": "e4m3"}),
     "windows, sinks, norms over all heads, caps": Subject(KINDS),
     "norms of heads, e4m3": Subject(qwen3(3), {"kv_dtype": "e4m3"}),
+    "a window of many items": Subject(replace(KINDS, sliding_window=90), {"kv_chunk": 16}),
     "norms of heads, heads of 128": Subject(qwen3(4, 2, 128), {"blocks": 3}),
     "biases, group of 7": Subject(qwen2(14, 2), {"sync": "barrier"}, (1, 2, 4, 8, 16)),
     "more than 64 M-tiles of the residual, e4m3": Subject(llama(1104), {"kv_dtype": "e4m3"}, (1, 2, 8)),

@@ -53,17 +53,36 @@ class Merger:
         with schedule.merges() as merge:
             folded = Folded(self.softmax)
             sources = merge.end - merge.begin
-            with ch.if_(sources <= self.machine.plan.merge_warps):  # of one state a warp the result is the same
-                with ch.if_(schedule.team_warp == 0):
-                    self._fold_sources(merge, ty.u32(0), ty.u32(1), folded, epoch)
-            with ch.else_():
-                self._fold_sources(merge, schedule.team_warp, ty.u32(self.machine.plan.merge_warps), folded, epoch)
-                self._lay_down_folded(folded)
-                schedule.meet_team()
-                with ch.if_(schedule.team_warp == 0):
-                    self._fold_team(folded)
+            if self.is_windowed:
+                self._fold_by_team(merge, folded, epoch)
+            else:
+                with ch.if_(sources <= self.machine.plan.merge_warps):  # of one state a warp the result is the same
+                    with ch.if_(schedule.team_warp == 0):
+                        self._fold_sources(merge, ty.u32(0), ty.u32(1), folded, epoch)
+                with ch.else_():
+                    self._fold_by_team(merge, folded, epoch)
             with ch.if_(schedule.team_warp == 0):
                 self._finish_merge(merge, folded, epoch)
+
+    @property
+    def is_windowed(self) -> bool:
+        """Whether the first state of a row is not always that of its sequence's first chunk, and chunks have fixed
+        ends: then a warp folds those whose place in the sequence says so, also where there are few, so that a state
+        that is the identity, before the others, changes no bit."""
+        plan = self.machine.plan
+        return plan.kv_chunk > 0 and self.machine.shape.windows_in(plan.max_context) != (None,)
+
+    @ch.inline
+    def _fold_by_team(self, merge: Merge, folded: Folded, epoch: ch.Expr) -> None:
+        schedule, warps = self.schedule, self.machine.plan.merge_warps
+        start = schedule.team_warp
+        if self.is_windowed:
+            start = (schedule.team_warp + warps - merge.first_chunk % warps) % warps
+        self._fold_sources(merge, start, ty.u32(warps), folded, epoch)
+        self._lay_down_folded(folded)
+        schedule.meet_team()
+        with ch.if_(schedule.team_warp == 0):
+            self._fold_team(folded)
 
     def _merge_lane(self, merge: Merge) -> Any:
         """Which 4 dims of a row are this lane's; the lanes beyond them do the same again."""

@@ -22,6 +22,7 @@ from cheetah.blocks.machine import Machine
 from cheetah.lang import prim, ty
 from cheetah.plan.index import ceil_div
 from cheetah.plan.kv import ITEM_WORDS, KvPlanLayout
+from cheetah.plan.kv.encoding import HEAD_LIMIT
 from cheetah.plan.kv.tables import TILE_WORDS
 from cheetah.plan.regions import KEPT_ITEM_BYTES, KEPT_ITEMS, KEPT_MERGE_BYTES, KEPT_SOURCES, kept_plan_bytes
 
@@ -69,7 +70,8 @@ class Item:
 @dataclass(frozen=True, eq=False)
 class Merge:
     """Packed row `row` of a tile and KV head: the states of `sources[begin:end]`, to be folded in this order. part:
-    which of the row's `merge_parts`."""
+    which of the row's `merge_parts`. first_chunk: the number of the first source's keys among the chunks of the
+    sequence, where these have fixed ends, modulo FIRST_CHUNKS."""
 
     tile: Tile
     head: Any
@@ -77,6 +79,7 @@ class Merge:
     part: Any
     begin: Any
     end: Any
+    first_chunk: Any
 
 
 class Schedule:
@@ -310,7 +313,8 @@ class Schedule:
             tile = self._tile_of(record[1], record[2], 0)
             with ch.if_(record[0].y < tile.columns * (machine.shape.group * self.merge_parts)):
                 row_and_part = record[0].y // self.merge_parts, record[0].y % self.merge_parts
-                yield Merge(tile, record[0].x, *row_and_part, record[0].z, record[0].w)
+                head, first_chunk = record[0].x % HEAD_LIMIT, record[0].x // HEAD_LIMIT
+                yield Merge(tile, head, *row_and_part, record[0].z, record[0].w, first_chunk)
         with ch.if_(first_job + jobs < numbers.z):
             self._replace_merge(first_job, numbers.w)
         with ch.if_(numbers.z > 0):

@@ -24,6 +24,8 @@ SECTION_WORDS = 64
 """Alignment of the sections of an encoded plan, in 32-bit words; also the size of its header."""
 
 
+HEAD_LIMIT, FIRST_CHUNKS = 1 << 16, 1 << 8
+"""The head of a merge is below the first, and its word has the number of its first chunk above, modulo the second."""
 NO_STEP = 2**31 - 1
 """The first step of a plan that no step follows."""
 
@@ -191,6 +193,8 @@ class KvPlanLayout:
         offsets = self.sections.offsets
         words[offsets["items"] + 1 :][: plan.item_count * ITEM_WORDS : ITEM_WORDS] += first_tile
         words[offsets["merges"] :][: plan.merge_count * 2 : 2] += first_tile
+        if plan.first_chunks is not None:
+            words[offsets["merges"] + 1 :][: plan.merge_count * 2 : 2] += plan.first_chunks % FIRST_CHUNKS * HEAD_LIMIT
         return words
 
     def encode_launch(self, plans: Sequence[tuple[int, KvPlan]], first_tile: int = 0) -> Int32Array:

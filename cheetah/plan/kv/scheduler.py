@@ -129,7 +129,8 @@ class KvPlan:
     `items[work_indptr[b]:work_indptr[b+1]]` is the queue of block b. Every item that does not write through has `rows`
     partial rows of its own. Merge m makes the output of (tile, head) = `merges[m]`, a tile of the last level: its row r
     folds the states in the partial rows `merge_src[merge_indptr[m]:merge_indptr[m+1]]` + r, in that order, which is
-    ascending by (level, chunk). Ranges are rounded outward: the kernel clips them to the true ones.
+    ascending by (level, chunk). Ranges are rounded outward: the kernel clips them to the true ones. first_chunks: of
+    each merge, the number of its tile's first chunk in the sequence where chunks have fixed ends, else 0.
     """
 
     items: Int32Array
@@ -138,6 +139,7 @@ class KvPlan:
     merge_indptr: Int32Array
     merge_src: Int32Array
     chunk: int
+    first_chunks: Int32Array | None = None
 
     @property
     def item_count(self) -> int:
@@ -204,6 +206,7 @@ def schedule(tiles: Sequence[Tile], scheduling: Scheduling) -> KvPlan:
         merge_indptr=_int32(merge_indptr),
         merge_src=_int32(merge_src),
         chunk=table.chunk,
+        first_chunks=_int32(table.first_chunks()) if scheduling.chunk else None,
     )
 
 
@@ -279,6 +282,11 @@ class _Tiles:
             starts,
             np.concatenate([np.empty(0, np.int64), *(rows.ravel() for rows in sources)]),
         )
+
+    def first_chunks(self) -> Int64Array:
+        """Of each merge, the number of the first chunk of its tile, of chunks with fixed ends."""
+        merged = self.partial & (self.level == self.level.max(initial=0))
+        return np.repeat(self.edge[merged] // self.chunk, self.kv_heads)
 
     def _sources(self, tile: int) -> Int64Array:
         """Where the states of this tile's first row lie, ascending by (level, chunk), [heads, sources]."""
