@@ -705,6 +705,298 @@ struct PromptPass {
     }
   }
 
+  __device__ __forceinline__ void load_queries(uint4 (&queries)[8], uint32_t head, uint32_t column) {
+    uint8_t* first = workspace + 50594816 + (uint64_t)((head * 128 + column / 16) * 8) * 512;
+    const uint4* words = (const uint4*)(first);
+    queries[0] = words[lane];
+    queries[1] = words[32 + lane];
+    queries[2] = words[64 + lane];
+    queries[3] = words[96 + lane];
+    queries[4] = words[128 + lane];
+    queries[5] = words[160 + lane];
+    queries[6] = words[192 + lane];
+    queries[7] = words[224 + lane];
+  }
+
+  // A group: logits = queries x keys of the next stage; two units of dims are the 16 of a step.
+  __device__ __forceinline__ void multiply_keys(float (&logits)[32], uint4 (&queries)[8]) {
+    mbarrier_wait(full + stage, parity);
+    uint8_t* memory = ring + stage * 49152;
+    uint64_t keys = matrix_descriptor(memory, 128, 2048);
+    wgmma_fence();
+    wgmma_bf16_n64(logits, queries[0], keys, 0);
+    uint64_t descriptor = keys + 16;
+    wgmma_bf16_n64(logits, queries[1], descriptor, 1);
+    uint64_t descriptor_2 = keys + 32;
+    wgmma_bf16_n64(logits, queries[2], descriptor_2, 1);
+    uint64_t descriptor_3 = keys + 48;
+    wgmma_bf16_n64(logits, queries[3], descriptor_3, 1);
+    uint64_t descriptor_4 = keys + 64;
+    wgmma_bf16_n64(logits, queries[4], descriptor_4, 1);
+    uint64_t descriptor_5 = keys + 80;
+    wgmma_bf16_n64(logits, queries[5], descriptor_5, 1);
+    uint64_t descriptor_6 = keys + 96;
+    wgmma_bf16_n64(logits, queries[6], descriptor_6, 1);
+    uint64_t descriptor_7 = keys + 112;
+    wgmma_bf16_n64(logits, queries[7], descriptor_7, 1);
+    wgmma_commit();
+    advance(stage, parity);
+  }
+
+  // Keys that a row does not see have no weight. Most tiles lie whole before the first row of the warp.
+  __device__ __forceinline__ void mask(float (&logits)[32], uint32_t first_row, uint32_t position) {
+    bool partial = 63 > first_row;
+    if (partial) {
+      #pragma unroll
+      for (uint32_t group = 0; group < 8; ++group) {
+        uint32_t key = group * 8 + lane % 4 * 2;
+        bool seen = key <= position;
+        uint32_t element = group * 4;
+        logits[element] = seen ? logits[element] : -bits_float(0x7f800000);
+        uint32_t key_2 = group * 8 + lane % 4 * 2 + 1;
+        bool seen_2 = key_2 <= position;
+        uint32_t element_2 = group * 4 + 1;
+        logits[element_2] = seen_2 ? logits[element_2] : -bits_float(0x7f800000);
+        uint32_t key_3 = group * 8 + lane % 4 * 2;
+        uint32_t position_2 = position + 8;
+        bool seen_3 = key_3 <= position_2;
+        uint32_t element_3 = group * 4 + 2;
+        logits[element_3] = seen_3 ? logits[element_3] : -bits_float(0x7f800000);
+        uint32_t key_4 = group * 8 + lane % 4 * 2 + 1;
+        uint32_t position_3 = position + 8;
+        bool seen_4 = key_4 <= position_3;
+        uint32_t element_4 = group * 4 + 3;
+        logits[element_4] = seen_4 ? logits[element_4] : -bits_float(0x7f800000);
+      }
+    }
+  }
+
+  // The weights of a tile of keys, from `first_key` on, as operand A; `rows` say what that makes of the sums.
+  __device__ __forceinline__ void weigh(float (&logits)[32], uint4 (&weights)[4], uint32_t first_row, uint32_t position,
+      float (&largest)[2], float (&shrinks)[2], float (&sums)[2]) {
+    mask(logits, first_row, position);
+    float largest_2 = largest[0];
+    #pragma unroll
+    for (uint32_t group = 0; group < 8; ++group) {
+      largest_2 = maximum_f32(largest_2, logits[group * 4]);
+      largest_2 = maximum_f32(largest_2, logits[group * 4 + 1]);
+    }
+    largest_2 = maximum_f32(largest_2, shuffle_xor_f32(largest_2, 1));
+    largest_2 = maximum_f32(largest_2, shuffle_xor_f32(largest_2, 2));
+    bool seen = largest_2 > -bits_float(0x7f800000);
+    float origin = seen ? largest_2 * 0.12751743f : 0.0f;
+    shrinks[0] = exp2_f32(largest[0] * 0.12751743f - origin);
+    largest[0] = largest_2;
+    sums[0] = sums[0] * shrinks[0];
+    float largest_3 = largest[1];
+    #pragma unroll
+    for (uint32_t group = 0; group < 8; ++group) {
+      largest_3 = maximum_f32(largest_3, logits[group * 4 + 2]);
+      largest_3 = maximum_f32(largest_3, logits[group * 4 + 3]);
+    }
+    largest_3 = maximum_f32(largest_3, shuffle_xor_f32(largest_3, 1));
+    largest_3 = maximum_f32(largest_3, shuffle_xor_f32(largest_3, 2));
+    bool seen_2 = largest_3 > -bits_float(0x7f800000);
+    float origin_2 = seen_2 ? largest_3 * 0.12751743f : 0.0f;
+    shrinks[1] = exp2_f32(largest[1] * 0.12751743f - origin_2);
+    largest[1] = largest_3;
+    sums[1] = sums[1] * shrinks[1];
+    #pragma unroll
+    for (uint32_t group = 0; group < 8; ++group) {
+      uint32_t element = group * 4;
+      logits[element] = exp2_f32(fma_f32(logits[element], 0.12751743f, -origin));
+      sums[0] = sums[0] + logits[element];
+      uint32_t element_2 = group * 4 + 1;
+      logits[element_2] = exp2_f32(fma_f32(logits[element_2], 0.12751743f, -origin));
+      sums[0] = sums[0] + logits[element_2];
+      uint32_t element_3 = group * 4 + 2;
+      logits[element_3] = exp2_f32(fma_f32(logits[element_3], 0.12751743f, -origin_2));
+      sums[1] = sums[1] + logits[element_3];
+      uint32_t element_4 = group * 4 + 3;
+      logits[element_4] = exp2_f32(fma_f32(logits[element_4], 0.12751743f, -origin_2));
+      sums[1] = sums[1] + logits[element_4];
+    }
+    weights[0] = make_u32x4(pack_bf16x2(logits[0], logits[1]), pack_bf16x2(logits[2], logits[3]), pack_bf16x2(logits[4], logits[5]), pack_bf16x2(logits[6], logits[7]));
+    weights[1] = make_u32x4(pack_bf16x2(logits[8], logits[9]), pack_bf16x2(logits[10], logits[11]), pack_bf16x2(logits[12], logits[13]), pack_bf16x2(logits[14], logits[15]));
+    weights[2] = make_u32x4(pack_bf16x2(logits[16], logits[17]), pack_bf16x2(logits[18], logits[19]), pack_bf16x2(logits[20], logits[21]), pack_bf16x2(logits[22], logits[23]));
+    weights[3] = make_u32x4(pack_bf16x2(logits[24], logits[25]), pack_bf16x2(logits[26], logits[27]), pack_bf16x2(logits[28], logits[29]), pack_bf16x2(logits[30], logits[31]));
+  }
+
+  // A group: output += weights x values of a stage; two groups of keys are the 16 of a step, dims the columns.
+  __device__ __forceinline__ void multiply_values(float (&output)[64], uint4 (&weights)[4], uint32_t stage) {
+    uint8_t* memory = ring + stage * 49152 + 16384;
+    uint64_t values = matrix_descriptor(memory, 2048, 128);
+    wgmma_fence();
+    wgmma_bf16_n128_transposed(output, weights[0], values, 1);
+    uint64_t descriptor = values + 256;
+    wgmma_bf16_n128_transposed(output, weights[1], descriptor, 1);
+    uint64_t descriptor_2 = values + 512;
+    wgmma_bf16_n128_transposed(output, weights[2], descriptor_2, 1);
+    uint64_t descriptor_3 = values + 768;
+    wgmma_bf16_n128_transposed(output, weights[3], descriptor_3, 1);
+    wgmma_commit();
+  }
+
+  // Keys that a row does not see have no weight. Most tiles lie whole before the first row of the warp.
+  __device__ __forceinline__ void mask_2(float (&logits)[32], uint32_t first_key, uint32_t first_row,
+      uint32_t position) {
+    bool partial = first_key + 63 > first_row;
+    if (partial) {
+      #pragma unroll
+      for (uint32_t group = 0; group < 8; ++group) {
+        uint32_t key = first_key + group * 8 + lane % 4 * 2;
+        bool seen = key <= position;
+        uint32_t element = group * 4;
+        logits[element] = seen ? logits[element] : -bits_float(0x7f800000);
+        uint32_t key_2 = first_key + group * 8 + lane % 4 * 2 + 1;
+        bool seen_2 = key_2 <= position;
+        uint32_t element_2 = group * 4 + 1;
+        logits[element_2] = seen_2 ? logits[element_2] : -bits_float(0x7f800000);
+        uint32_t key_3 = first_key + group * 8 + lane % 4 * 2;
+        uint32_t position_2 = position + 8;
+        bool seen_3 = key_3 <= position_2;
+        uint32_t element_3 = group * 4 + 2;
+        logits[element_3] = seen_3 ? logits[element_3] : -bits_float(0x7f800000);
+        uint32_t key_4 = first_key + group * 8 + lane % 4 * 2 + 1;
+        uint32_t position_3 = position + 8;
+        bool seen_4 = key_4 <= position_3;
+        uint32_t element_4 = group * 4 + 3;
+        logits[element_4] = seen_4 ? logits[element_4] : -bits_float(0x7f800000);
+      }
+    }
+  }
+
+  // The weights of a tile of keys, from `first_key` on, as operand A; `rows` say what that makes of the sums.
+  __device__ __forceinline__ void weigh_2(float (&logits)[32], uint4 (&weights)[4], uint32_t first_key,
+      uint32_t first_row, uint32_t position, float (&largest)[2], float (&shrinks)[2], float (&sums)[2]) {
+    mask_2(logits, first_key, first_row, position);
+    float largest_2 = largest[0];
+    #pragma unroll
+    for (uint32_t group = 0; group < 8; ++group) {
+      largest_2 = maximum_f32(largest_2, logits[group * 4]);
+      largest_2 = maximum_f32(largest_2, logits[group * 4 + 1]);
+    }
+    largest_2 = maximum_f32(largest_2, shuffle_xor_f32(largest_2, 1));
+    largest_2 = maximum_f32(largest_2, shuffle_xor_f32(largest_2, 2));
+    bool seen = largest_2 > -bits_float(0x7f800000);
+    float origin = seen ? largest_2 * 0.12751743f : 0.0f;
+    shrinks[0] = exp2_f32(largest[0] * 0.12751743f - origin);
+    largest[0] = largest_2;
+    sums[0] = sums[0] * shrinks[0];
+    float largest_3 = largest[1];
+    #pragma unroll
+    for (uint32_t group = 0; group < 8; ++group) {
+      largest_3 = maximum_f32(largest_3, logits[group * 4 + 2]);
+      largest_3 = maximum_f32(largest_3, logits[group * 4 + 3]);
+    }
+    largest_3 = maximum_f32(largest_3, shuffle_xor_f32(largest_3, 1));
+    largest_3 = maximum_f32(largest_3, shuffle_xor_f32(largest_3, 2));
+    bool seen_2 = largest_3 > -bits_float(0x7f800000);
+    float origin_2 = seen_2 ? largest_3 * 0.12751743f : 0.0f;
+    shrinks[1] = exp2_f32(largest[1] * 0.12751743f - origin_2);
+    largest[1] = largest_3;
+    sums[1] = sums[1] * shrinks[1];
+    #pragma unroll
+    for (uint32_t group = 0; group < 8; ++group) {
+      uint32_t element = group * 4;
+      logits[element] = exp2_f32(fma_f32(logits[element], 0.12751743f, -origin));
+      sums[0] = sums[0] + logits[element];
+      uint32_t element_2 = group * 4 + 1;
+      logits[element_2] = exp2_f32(fma_f32(logits[element_2], 0.12751743f, -origin));
+      sums[0] = sums[0] + logits[element_2];
+      uint32_t element_3 = group * 4 + 2;
+      logits[element_3] = exp2_f32(fma_f32(logits[element_3], 0.12751743f, -origin_2));
+      sums[1] = sums[1] + logits[element_3];
+      uint32_t element_4 = group * 4 + 3;
+      logits[element_4] = exp2_f32(fma_f32(logits[element_4], 0.12751743f, -origin_2));
+      sums[1] = sums[1] + logits[element_4];
+    }
+    weights[0] = make_u32x4(pack_bf16x2(logits[0], logits[1]), pack_bf16x2(logits[2], logits[3]), pack_bf16x2(logits[4], logits[5]), pack_bf16x2(logits[6], logits[7]));
+    weights[1] = make_u32x4(pack_bf16x2(logits[8], logits[9]), pack_bf16x2(logits[10], logits[11]), pack_bf16x2(logits[12], logits[13]), pack_bf16x2(logits[14], logits[15]));
+    weights[2] = make_u32x4(pack_bf16x2(logits[16], logits[17]), pack_bf16x2(logits[18], logits[19]), pack_bf16x2(logits[20], logits[21]), pack_bf16x2(logits[22], logits[23]));
+    weights[3] = make_u32x4(pack_bf16x2(logits[24], logits[25]), pack_bf16x2(logits[26], logits[27]), pack_bf16x2(logits[28], logits[29]), pack_bf16x2(logits[30], logits[31]));
+  }
+
+  // What was summed of the values before, on the scale of the newest weights.
+  __device__ __forceinline__ void bring_to_origin(float (&output)[64], float (&shrinks)[2]) {
+    #pragma unroll
+    for (uint32_t group = 0; group < 16; ++group) {
+      output[group * 4] = output[group * 4] * shrinks[0];
+      output[group * 4 + 1] = output[group * 4 + 1] * shrinks[0];
+      output[group * 4 + 2] = output[group * 4 + 2] * shrinks[1];
+      output[group * 4 + 3] = output[group * 4 + 3] * shrinks[1];
+    }
+  }
+
+  // Multiply the values of stage `previous` with their weights, and make those of the next stage's keys.
+  __device__ __forceinline__ void go_on(float (&logits)[32], uint4 (&queries)[8], float (&output)[64],
+      uint4 (&weights)[4], uint4 (&following)[4], uint32_t& previous, uint32_t first_key, uint32_t first_row,
+      uint32_t position, float (&largest)[2], float (&shrinks)[2], float (&sums)[2]) {
+    uint32_t stage_2 = stage;
+    multiply_keys(logits, queries);
+    multiply_values(output, weights, previous);
+    wgmma_wait_but_one();
+    weigh_2(logits, following, first_key, first_row, position, largest, shrinks, sums);
+    wgmma_wait_all();
+    warp_barrier();
+    if (lane == 0) mbarrier_arrive(empty + previous);
+    bring_to_origin(output, shrinks);
+    previous = stage_2;
+  }
+
+  // The last values.
+  __device__ __forceinline__ void end_2(float (&output)[64], uint4 (&weights)[4], uint32_t previous) {
+    multiply_values(output, weights, previous);
+    wgmma_wait_all();
+    warp_barrier();
+    if (lane == 0) mbarrier_arrive(empty + previous);
+  }
+
+  // The rows' outputs in token order: four groups of 8 dims are a K-tile, a lane's unit of it.
+  __device__ __forceinline__ void store(float (&output)[64], uint32_t head, float (&sums)[2], uint4 of_tile) {
+    uint32_t lane_2 = lane;
+    float total = sums[0];
+    total += shuffle_xor_f32(total, 1);
+    total += shuffle_xor_f32(total, 2);
+    float inverse = divide_f32(1.0f, total);
+    uint32_t in_tile = warp * 16;
+    uint32_t group = (of_tile.x + in_tile) / 8;
+    if (in_tile + lane_2 / 4 < of_tile.z) {
+      uint64_t block = (uint64_t)(head * 1024 + group) * 512;
+      uint8_t* unit = workspace + 134513664 + (block + (uint64_t)(lane_2 % 4 * 128 + lane_2 / 4 * 16));
+      ((uint4*)(unit))[0] = make_u32x4(pack_bf16x2(output[0] * inverse, output[1] * inverse), pack_bf16x2(output[4] * inverse, output[5] * inverse), pack_bf16x2(output[8] * inverse, output[9] * inverse), pack_bf16x2(output[12] * inverse, output[13] * inverse));
+      uint64_t block_2 = (uint64_t)((head * 4 + 1) * 256 + group) * 512;
+      uint8_t* unit_2 = workspace + 134513664 + (block_2 + (uint64_t)(lane_2 % 4 * 128 + lane_2 / 4 * 16));
+      ((uint4*)(unit_2))[0] = make_u32x4(pack_bf16x2(output[16] * inverse, output[17] * inverse), pack_bf16x2(output[20] * inverse, output[21] * inverse), pack_bf16x2(output[24] * inverse, output[25] * inverse), pack_bf16x2(output[28] * inverse, output[29] * inverse));
+      uint64_t block_3 = (uint64_t)((head * 4 + 2) * 256 + group) * 512;
+      uint8_t* unit_3 = workspace + 134513664 + (block_3 + (uint64_t)(lane_2 % 4 * 128 + lane_2 / 4 * 16));
+      ((uint4*)(unit_3))[0] = make_u32x4(pack_bf16x2(output[32] * inverse, output[33] * inverse), pack_bf16x2(output[36] * inverse, output[37] * inverse), pack_bf16x2(output[40] * inverse, output[41] * inverse), pack_bf16x2(output[44] * inverse, output[45] * inverse));
+      uint64_t block_4 = (uint64_t)((head * 4 + 3) * 256 + group) * 512;
+      uint8_t* unit_4 = workspace + 134513664 + (block_4 + (uint64_t)(lane_2 % 4 * 128 + lane_2 / 4 * 16));
+      ((uint4*)(unit_4))[0] = make_u32x4(pack_bf16x2(output[48] * inverse, output[49] * inverse), pack_bf16x2(output[52] * inverse, output[53] * inverse), pack_bf16x2(output[56] * inverse, output[57] * inverse), pack_bf16x2(output[60] * inverse, output[61] * inverse));
+    }
+    float total_2 = sums[1];
+    total_2 += shuffle_xor_f32(total_2, 1);
+    total_2 += shuffle_xor_f32(total_2, 2);
+    float inverse_2 = divide_f32(1.0f, total_2);
+    uint32_t in_tile_2 = warp * 16 + 8;
+    uint32_t group_2 = (of_tile.x + in_tile_2) / 8;
+    if (in_tile_2 + lane_2 / 4 < of_tile.z) {
+      uint64_t block = (uint64_t)(head * 1024 + group_2) * 512;
+      uint8_t* unit = workspace + 134513664 + (block + (uint64_t)(lane_2 % 4 * 128 + lane_2 / 4 * 16));
+      ((uint4*)(unit))[0] = make_u32x4(pack_bf16x2(output[2] * inverse_2, output[3] * inverse_2), pack_bf16x2(output[6] * inverse_2, output[7] * inverse_2), pack_bf16x2(output[10] * inverse_2, output[11] * inverse_2), pack_bf16x2(output[14] * inverse_2, output[15] * inverse_2));
+      uint64_t block_2 = (uint64_t)((head * 4 + 1) * 256 + group_2) * 512;
+      uint8_t* unit_2 = workspace + 134513664 + (block_2 + (uint64_t)(lane_2 % 4 * 128 + lane_2 / 4 * 16));
+      ((uint4*)(unit_2))[0] = make_u32x4(pack_bf16x2(output[18] * inverse_2, output[19] * inverse_2), pack_bf16x2(output[22] * inverse_2, output[23] * inverse_2), pack_bf16x2(output[26] * inverse_2, output[27] * inverse_2), pack_bf16x2(output[30] * inverse_2, output[31] * inverse_2));
+      uint64_t block_3 = (uint64_t)((head * 4 + 2) * 256 + group_2) * 512;
+      uint8_t* unit_3 = workspace + 134513664 + (block_3 + (uint64_t)(lane_2 % 4 * 128 + lane_2 / 4 * 16));
+      ((uint4*)(unit_3))[0] = make_u32x4(pack_bf16x2(output[34] * inverse_2, output[35] * inverse_2), pack_bf16x2(output[38] * inverse_2, output[39] * inverse_2), pack_bf16x2(output[42] * inverse_2, output[43] * inverse_2), pack_bf16x2(output[46] * inverse_2, output[47] * inverse_2));
+      uint64_t block_4 = (uint64_t)((head * 4 + 3) * 256 + group_2) * 512;
+      uint8_t* unit_4 = workspace + 134513664 + (block_4 + (uint64_t)(lane_2 % 4 * 128 + lane_2 / 4 * 16));
+      ((uint4*)(unit_4))[0] = make_u32x4(pack_bf16x2(output[50] * inverse_2, output[51] * inverse_2), pack_bf16x2(output[54] * inverse_2, output[55] * inverse_2), pack_bf16x2(output[58] * inverse_2, output[59] * inverse_2), pack_bf16x2(output[62] * inverse_2, output[63] * inverse_2));
+    }
+  }
+
   // In the consumer role: all tiles of this block.
   __device__ __forceinline__ void attend() {
     #pragma unroll 1
@@ -714,16 +1006,7 @@ struct PromptPass {
       uint32_t head = tile % 32;
       uint32_t first_of_warp = warp * 16;
       uint4 queries[8];
-      uint8_t* first = workspace + 50594816 + (uint64_t)((head * 128 + (of_tile.x + first_of_warp) / 16) * 8) * 512;
-      const uint4* words = (const uint4*)(first);
-      queries[0] = words[lane];
-      queries[1] = words[32 + lane];
-      queries[2] = words[64 + lane];
-      queries[3] = words[96 + lane];
-      queries[4] = words[128 + lane];
-      queries[5] = words[160 + lane];
-      queries[6] = words[192 + lane];
-      queries[7] = words[224 + lane];
+      load_queries(queries, head, of_tile.x + first_of_warp);
       uint32_t first_row = of_tile.y + first_of_warp;
       uint32_t position = first_row + lane / 4;
       float largest[2];
@@ -736,516 +1019,24 @@ struct PromptPass {
       uint4 even[4];
       uint4 odd[4];
       uint32_t previous = stage;
-      mbarrier_wait(full + stage, parity);
-      uint8_t* memory = ring + stage * 49152;
-      uint64_t keys = matrix_descriptor(memory, 128, 2048);
-      wgmma_fence();
-      wgmma_bf16_n64(logits, queries[0], keys, 0);
-      uint64_t descriptor = keys + 16;
-      wgmma_bf16_n64(logits, queries[1], descriptor, 1);
-      uint64_t descriptor_2 = keys + 32;
-      wgmma_bf16_n64(logits, queries[2], descriptor_2, 1);
-      uint64_t descriptor_3 = keys + 48;
-      wgmma_bf16_n64(logits, queries[3], descriptor_3, 1);
-      uint64_t descriptor_4 = keys + 64;
-      wgmma_bf16_n64(logits, queries[4], descriptor_4, 1);
-      uint64_t descriptor_5 = keys + 80;
-      wgmma_bf16_n64(logits, queries[5], descriptor_5, 1);
-      uint64_t descriptor_6 = keys + 96;
-      wgmma_bf16_n64(logits, queries[6], descriptor_6, 1);
-      uint64_t descriptor_7 = keys + 112;
-      wgmma_bf16_n64(logits, queries[7], descriptor_7, 1);
-      wgmma_commit();
-      advance(stage, parity);
+      multiply_keys(logits, queries);
       wgmma_wait_all();
-      bool partial = 63 > first_row;
-      if (partial) {
-        #pragma unroll
-        for (uint32_t group = 0; group < 8; ++group) {
-          uint32_t key = group * 8 + lane % 4 * 2;
-          bool seen = key <= position;
-          uint32_t element = group * 4;
-          logits[element] = seen ? logits[element] : -bits_float(0x7f800000);
-          uint32_t key_2 = group * 8 + lane % 4 * 2 + 1;
-          bool seen_2 = key_2 <= position;
-          uint32_t element_2 = group * 4 + 1;
-          logits[element_2] = seen_2 ? logits[element_2] : -bits_float(0x7f800000);
-          uint32_t key_3 = group * 8 + lane % 4 * 2;
-          uint32_t position_2 = position + 8;
-          bool seen_3 = key_3 <= position_2;
-          uint32_t element_3 = group * 4 + 2;
-          logits[element_3] = seen_3 ? logits[element_3] : -bits_float(0x7f800000);
-          uint32_t key_4 = group * 8 + lane % 4 * 2 + 1;
-          uint32_t position_3 = position + 8;
-          bool seen_4 = key_4 <= position_3;
-          uint32_t element_4 = group * 4 + 3;
-          logits[element_4] = seen_4 ? logits[element_4] : -bits_float(0x7f800000);
-        }
-      }
-      float largest_2 = largest[0];
-      #pragma unroll
-      for (uint32_t group = 0; group < 8; ++group) {
-        largest_2 = maximum_f32(largest_2, logits[group * 4]);
-        largest_2 = maximum_f32(largest_2, logits[group * 4 + 1]);
-      }
-      largest_2 = maximum_f32(largest_2, shuffle_xor_f32(largest_2, 1));
-      largest_2 = maximum_f32(largest_2, shuffle_xor_f32(largest_2, 2));
-      bool seen = largest_2 > -bits_float(0x7f800000);
-      float origin = seen ? largest_2 * 0.12751743f : 0.0f;
-      shrinks[0] = exp2_f32(largest[0] * 0.12751743f - origin);
-      largest[0] = largest_2;
-      sums[0] = sums[0] * shrinks[0];
-      float largest_3 = largest[1];
-      #pragma unroll
-      for (uint32_t group = 0; group < 8; ++group) {
-        largest_3 = maximum_f32(largest_3, logits[group * 4 + 2]);
-        largest_3 = maximum_f32(largest_3, logits[group * 4 + 3]);
-      }
-      largest_3 = maximum_f32(largest_3, shuffle_xor_f32(largest_3, 1));
-      largest_3 = maximum_f32(largest_3, shuffle_xor_f32(largest_3, 2));
-      bool seen_2 = largest_3 > -bits_float(0x7f800000);
-      float origin_2 = seen_2 ? largest_3 * 0.12751743f : 0.0f;
-      shrinks[1] = exp2_f32(largest[1] * 0.12751743f - origin_2);
-      largest[1] = largest_3;
-      sums[1] = sums[1] * shrinks[1];
-      #pragma unroll
-      for (uint32_t group = 0; group < 8; ++group) {
-        uint32_t element = group * 4;
-        logits[element] = exp2_f32(fma_f32(logits[element], 0.12751743f, -origin));
-        sums[0] = sums[0] + logits[element];
-        uint32_t element_2 = group * 4 + 1;
-        logits[element_2] = exp2_f32(fma_f32(logits[element_2], 0.12751743f, -origin));
-        sums[0] = sums[0] + logits[element_2];
-        uint32_t element_3 = group * 4 + 2;
-        logits[element_3] = exp2_f32(fma_f32(logits[element_3], 0.12751743f, -origin_2));
-        sums[1] = sums[1] + logits[element_3];
-        uint32_t element_4 = group * 4 + 3;
-        logits[element_4] = exp2_f32(fma_f32(logits[element_4], 0.12751743f, -origin_2));
-        sums[1] = sums[1] + logits[element_4];
-      }
-      even[0] = make_u32x4(pack_bf16x2(logits[0], logits[1]), pack_bf16x2(logits[2], logits[3]), pack_bf16x2(logits[4], logits[5]), pack_bf16x2(logits[6], logits[7]));
-      even[1] = make_u32x4(pack_bf16x2(logits[8], logits[9]), pack_bf16x2(logits[10], logits[11]), pack_bf16x2(logits[12], logits[13]), pack_bf16x2(logits[14], logits[15]));
-      even[2] = make_u32x4(pack_bf16x2(logits[16], logits[17]), pack_bf16x2(logits[18], logits[19]), pack_bf16x2(logits[20], logits[21]), pack_bf16x2(logits[22], logits[23]));
-      even[3] = make_u32x4(pack_bf16x2(logits[24], logits[25]), pack_bf16x2(logits[26], logits[27]), pack_bf16x2(logits[28], logits[29]), pack_bf16x2(logits[30], logits[31]));
+      weigh(logits, even, first_row, position, largest, shrinks, sums);
       uint32_t others = end - 1;
       #pragma unroll 1
       for (uint32_t other = 0; other < others / 2 * 2; other += 2) {
         uint32_t key = (other + 1) * 64;
-        uint32_t stage_2 = stage;
-        mbarrier_wait(full + stage, parity);
-        uint8_t* memory_2 = ring + stage * 49152;
-        uint64_t keys_2 = matrix_descriptor(memory_2, 128, 2048);
-        wgmma_fence();
-        wgmma_bf16_n64(logits, queries[0], keys_2, 0);
-        uint64_t descriptor_8 = keys_2 + 16;
-        wgmma_bf16_n64(logits, queries[1], descriptor_8, 1);
-        uint64_t descriptor_9 = keys_2 + 32;
-        wgmma_bf16_n64(logits, queries[2], descriptor_9, 1);
-        uint64_t descriptor_10 = keys_2 + 48;
-        wgmma_bf16_n64(logits, queries[3], descriptor_10, 1);
-        uint64_t descriptor_11 = keys_2 + 64;
-        wgmma_bf16_n64(logits, queries[4], descriptor_11, 1);
-        uint64_t descriptor_12 = keys_2 + 80;
-        wgmma_bf16_n64(logits, queries[5], descriptor_12, 1);
-        uint64_t descriptor_13 = keys_2 + 96;
-        wgmma_bf16_n64(logits, queries[6], descriptor_13, 1);
-        uint64_t descriptor_14 = keys_2 + 112;
-        wgmma_bf16_n64(logits, queries[7], descriptor_14, 1);
-        wgmma_commit();
-        advance(stage, parity);
-        uint8_t* memory_3 = ring + previous * 49152 + 16384;
-        uint64_t values = matrix_descriptor(memory_3, 2048, 128);
-        wgmma_fence();
-        wgmma_bf16_n128_transposed(output, even[0], values, 1);
-        uint64_t descriptor_15 = values + 256;
-        wgmma_bf16_n128_transposed(output, even[1], descriptor_15, 1);
-        uint64_t descriptor_16 = values + 512;
-        wgmma_bf16_n128_transposed(output, even[2], descriptor_16, 1);
-        uint64_t descriptor_17 = values + 768;
-        wgmma_bf16_n128_transposed(output, even[3], descriptor_17, 1);
-        wgmma_commit();
-        wgmma_wait_but_one();
-        bool partial_2 = key + 63 > first_row;
-        if (partial_2) {
-          #pragma unroll
-          for (uint32_t group = 0; group < 8; ++group) {
-            uint32_t key_2 = key + group * 8 + lane % 4 * 2;
-            bool seen_3 = key_2 <= position;
-            uint32_t element = group * 4;
-            logits[element] = seen_3 ? logits[element] : -bits_float(0x7f800000);
-            uint32_t key_3 = key + group * 8 + lane % 4 * 2 + 1;
-            bool seen_4 = key_3 <= position;
-            uint32_t element_2 = group * 4 + 1;
-            logits[element_2] = seen_4 ? logits[element_2] : -bits_float(0x7f800000);
-            uint32_t key_4 = key + group * 8 + lane % 4 * 2;
-            uint32_t position_2 = position + 8;
-            bool seen_5 = key_4 <= position_2;
-            uint32_t element_3 = group * 4 + 2;
-            logits[element_3] = seen_5 ? logits[element_3] : -bits_float(0x7f800000);
-            uint32_t key_5 = key + group * 8 + lane % 4 * 2 + 1;
-            uint32_t position_3 = position + 8;
-            bool seen_6 = key_5 <= position_3;
-            uint32_t element_4 = group * 4 + 3;
-            logits[element_4] = seen_6 ? logits[element_4] : -bits_float(0x7f800000);
-          }
-        }
-        float largest_4 = largest[0];
-        #pragma unroll
-        for (uint32_t group = 0; group < 8; ++group) {
-          largest_4 = maximum_f32(largest_4, logits[group * 4]);
-          largest_4 = maximum_f32(largest_4, logits[group * 4 + 1]);
-        }
-        largest_4 = maximum_f32(largest_4, shuffle_xor_f32(largest_4, 1));
-        largest_4 = maximum_f32(largest_4, shuffle_xor_f32(largest_4, 2));
-        bool seen_3 = largest_4 > -bits_float(0x7f800000);
-        float origin_3 = seen_3 ? largest_4 * 0.12751743f : 0.0f;
-        shrinks[0] = exp2_f32(largest[0] * 0.12751743f - origin_3);
-        largest[0] = largest_4;
-        sums[0] = sums[0] * shrinks[0];
-        float largest_5 = largest[1];
-        #pragma unroll
-        for (uint32_t group = 0; group < 8; ++group) {
-          largest_5 = maximum_f32(largest_5, logits[group * 4 + 2]);
-          largest_5 = maximum_f32(largest_5, logits[group * 4 + 3]);
-        }
-        largest_5 = maximum_f32(largest_5, shuffle_xor_f32(largest_5, 1));
-        largest_5 = maximum_f32(largest_5, shuffle_xor_f32(largest_5, 2));
-        bool seen_4 = largest_5 > -bits_float(0x7f800000);
-        float origin_4 = seen_4 ? largest_5 * 0.12751743f : 0.0f;
-        shrinks[1] = exp2_f32(largest[1] * 0.12751743f - origin_4);
-        largest[1] = largest_5;
-        sums[1] = sums[1] * shrinks[1];
-        #pragma unroll
-        for (uint32_t group = 0; group < 8; ++group) {
-          uint32_t element = group * 4;
-          logits[element] = exp2_f32(fma_f32(logits[element], 0.12751743f, -origin_3));
-          sums[0] = sums[0] + logits[element];
-          uint32_t element_2 = group * 4 + 1;
-          logits[element_2] = exp2_f32(fma_f32(logits[element_2], 0.12751743f, -origin_3));
-          sums[0] = sums[0] + logits[element_2];
-          uint32_t element_3 = group * 4 + 2;
-          logits[element_3] = exp2_f32(fma_f32(logits[element_3], 0.12751743f, -origin_4));
-          sums[1] = sums[1] + logits[element_3];
-          uint32_t element_4 = group * 4 + 3;
-          logits[element_4] = exp2_f32(fma_f32(logits[element_4], 0.12751743f, -origin_4));
-          sums[1] = sums[1] + logits[element_4];
-        }
-        odd[0] = make_u32x4(pack_bf16x2(logits[0], logits[1]), pack_bf16x2(logits[2], logits[3]), pack_bf16x2(logits[4], logits[5]), pack_bf16x2(logits[6], logits[7]));
-        odd[1] = make_u32x4(pack_bf16x2(logits[8], logits[9]), pack_bf16x2(logits[10], logits[11]), pack_bf16x2(logits[12], logits[13]), pack_bf16x2(logits[14], logits[15]));
-        odd[2] = make_u32x4(pack_bf16x2(logits[16], logits[17]), pack_bf16x2(logits[18], logits[19]), pack_bf16x2(logits[20], logits[21]), pack_bf16x2(logits[22], logits[23]));
-        odd[3] = make_u32x4(pack_bf16x2(logits[24], logits[25]), pack_bf16x2(logits[26], logits[27]), pack_bf16x2(logits[28], logits[29]), pack_bf16x2(logits[30], logits[31]));
-        wgmma_wait_all();
-        warp_barrier();
-        if (lane == 0) mbarrier_arrive(empty + previous);
-        #pragma unroll
-        for (uint32_t group = 0; group < 16; ++group) {
-          output[group * 4] = output[group * 4] * shrinks[0];
-          output[group * 4 + 1] = output[group * 4 + 1] * shrinks[0];
-          output[group * 4 + 2] = output[group * 4 + 2] * shrinks[1];
-          output[group * 4 + 3] = output[group * 4 + 3] * shrinks[1];
-        }
-        previous = stage_2;
-        uint32_t stage_3 = stage;
-        mbarrier_wait(full + stage, parity);
-        uint8_t* memory_4 = ring + stage * 49152;
-        uint64_t keys_3 = matrix_descriptor(memory_4, 128, 2048);
-        wgmma_fence();
-        wgmma_bf16_n64(logits, queries[0], keys_3, 0);
-        uint64_t descriptor_18 = keys_3 + 16;
-        wgmma_bf16_n64(logits, queries[1], descriptor_18, 1);
-        uint64_t descriptor_19 = keys_3 + 32;
-        wgmma_bf16_n64(logits, queries[2], descriptor_19, 1);
-        uint64_t descriptor_20 = keys_3 + 48;
-        wgmma_bf16_n64(logits, queries[3], descriptor_20, 1);
-        uint64_t descriptor_21 = keys_3 + 64;
-        wgmma_bf16_n64(logits, queries[4], descriptor_21, 1);
-        uint64_t descriptor_22 = keys_3 + 80;
-        wgmma_bf16_n64(logits, queries[5], descriptor_22, 1);
-        uint64_t descriptor_23 = keys_3 + 96;
-        wgmma_bf16_n64(logits, queries[6], descriptor_23, 1);
-        uint64_t descriptor_24 = keys_3 + 112;
-        wgmma_bf16_n64(logits, queries[7], descriptor_24, 1);
-        wgmma_commit();
-        advance(stage, parity);
-        uint8_t* memory_5 = ring + previous * 49152 + 16384;
-        uint64_t values_2 = matrix_descriptor(memory_5, 2048, 128);
-        wgmma_fence();
-        wgmma_bf16_n128_transposed(output, odd[0], values_2, 1);
-        uint64_t descriptor_25 = values_2 + 256;
-        wgmma_bf16_n128_transposed(output, odd[1], descriptor_25, 1);
-        uint64_t descriptor_26 = values_2 + 512;
-        wgmma_bf16_n128_transposed(output, odd[2], descriptor_26, 1);
-        uint64_t descriptor_27 = values_2 + 768;
-        wgmma_bf16_n128_transposed(output, odd[3], descriptor_27, 1);
-        wgmma_commit();
-        wgmma_wait_but_one();
-        bool partial_3 = key + 127 > first_row;
-        if (partial_3) {
-          #pragma unroll
-          for (uint32_t group = 0; group < 8; ++group) {
-            uint32_t key_2 = key + 64 + group * 8 + lane % 4 * 2;
-            bool seen_5 = key_2 <= position;
-            uint32_t element = group * 4;
-            logits[element] = seen_5 ? logits[element] : -bits_float(0x7f800000);
-            uint32_t key_3 = key + 64 + group * 8 + lane % 4 * 2 + 1;
-            bool seen_6 = key_3 <= position;
-            uint32_t element_2 = group * 4 + 1;
-            logits[element_2] = seen_6 ? logits[element_2] : -bits_float(0x7f800000);
-            uint32_t key_4 = key + 64 + group * 8 + lane % 4 * 2;
-            uint32_t position_2 = position + 8;
-            bool seen_7 = key_4 <= position_2;
-            uint32_t element_3 = group * 4 + 2;
-            logits[element_3] = seen_7 ? logits[element_3] : -bits_float(0x7f800000);
-            uint32_t key_5 = key + 64 + group * 8 + lane % 4 * 2 + 1;
-            uint32_t position_3 = position + 8;
-            bool seen_8 = key_5 <= position_3;
-            uint32_t element_4 = group * 4 + 3;
-            logits[element_4] = seen_8 ? logits[element_4] : -bits_float(0x7f800000);
-          }
-        }
-        float largest_6 = largest[0];
-        #pragma unroll
-        for (uint32_t group = 0; group < 8; ++group) {
-          largest_6 = maximum_f32(largest_6, logits[group * 4]);
-          largest_6 = maximum_f32(largest_6, logits[group * 4 + 1]);
-        }
-        largest_6 = maximum_f32(largest_6, shuffle_xor_f32(largest_6, 1));
-        largest_6 = maximum_f32(largest_6, shuffle_xor_f32(largest_6, 2));
-        bool seen_5 = largest_6 > -bits_float(0x7f800000);
-        float origin_5 = seen_5 ? largest_6 * 0.12751743f : 0.0f;
-        shrinks[0] = exp2_f32(largest[0] * 0.12751743f - origin_5);
-        largest[0] = largest_6;
-        sums[0] = sums[0] * shrinks[0];
-        float largest_7 = largest[1];
-        #pragma unroll
-        for (uint32_t group = 0; group < 8; ++group) {
-          largest_7 = maximum_f32(largest_7, logits[group * 4 + 2]);
-          largest_7 = maximum_f32(largest_7, logits[group * 4 + 3]);
-        }
-        largest_7 = maximum_f32(largest_7, shuffle_xor_f32(largest_7, 1));
-        largest_7 = maximum_f32(largest_7, shuffle_xor_f32(largest_7, 2));
-        bool seen_6 = largest_7 > -bits_float(0x7f800000);
-        float origin_6 = seen_6 ? largest_7 * 0.12751743f : 0.0f;
-        shrinks[1] = exp2_f32(largest[1] * 0.12751743f - origin_6);
-        largest[1] = largest_7;
-        sums[1] = sums[1] * shrinks[1];
-        #pragma unroll
-        for (uint32_t group = 0; group < 8; ++group) {
-          uint32_t element = group * 4;
-          logits[element] = exp2_f32(fma_f32(logits[element], 0.12751743f, -origin_5));
-          sums[0] = sums[0] + logits[element];
-          uint32_t element_2 = group * 4 + 1;
-          logits[element_2] = exp2_f32(fma_f32(logits[element_2], 0.12751743f, -origin_5));
-          sums[0] = sums[0] + logits[element_2];
-          uint32_t element_3 = group * 4 + 2;
-          logits[element_3] = exp2_f32(fma_f32(logits[element_3], 0.12751743f, -origin_6));
-          sums[1] = sums[1] + logits[element_3];
-          uint32_t element_4 = group * 4 + 3;
-          logits[element_4] = exp2_f32(fma_f32(logits[element_4], 0.12751743f, -origin_6));
-          sums[1] = sums[1] + logits[element_4];
-        }
-        even[0] = make_u32x4(pack_bf16x2(logits[0], logits[1]), pack_bf16x2(logits[2], logits[3]), pack_bf16x2(logits[4], logits[5]), pack_bf16x2(logits[6], logits[7]));
-        even[1] = make_u32x4(pack_bf16x2(logits[8], logits[9]), pack_bf16x2(logits[10], logits[11]), pack_bf16x2(logits[12], logits[13]), pack_bf16x2(logits[14], logits[15]));
-        even[2] = make_u32x4(pack_bf16x2(logits[16], logits[17]), pack_bf16x2(logits[18], logits[19]), pack_bf16x2(logits[20], logits[21]), pack_bf16x2(logits[22], logits[23]));
-        even[3] = make_u32x4(pack_bf16x2(logits[24], logits[25]), pack_bf16x2(logits[26], logits[27]), pack_bf16x2(logits[28], logits[29]), pack_bf16x2(logits[30], logits[31]));
-        wgmma_wait_all();
-        warp_barrier();
-        if (lane == 0) mbarrier_arrive(empty + previous);
-        #pragma unroll
-        for (uint32_t group = 0; group < 16; ++group) {
-          output[group * 4] = output[group * 4] * shrinks[0];
-          output[group * 4 + 1] = output[group * 4 + 1] * shrinks[0];
-          output[group * 4 + 2] = output[group * 4 + 2] * shrinks[1];
-          output[group * 4 + 3] = output[group * 4 + 3] * shrinks[1];
-        }
-        previous = stage_3;
+        go_on(logits, queries, output, even, odd, previous, key, first_row, position, largest, shrinks, sums);
+        go_on(logits, queries, output, odd, even, previous, key + 64, first_row, position, largest, shrinks, sums);
       }
       if (others % 2 != 0) {
-        uint32_t stage_2 = stage;
-        mbarrier_wait(full + stage, parity);
-        uint8_t* memory_2 = ring + stage * 49152;
-        uint64_t keys_2 = matrix_descriptor(memory_2, 128, 2048);
-        wgmma_fence();
-        wgmma_bf16_n64(logits, queries[0], keys_2, 0);
-        uint64_t descriptor_8 = keys_2 + 16;
-        wgmma_bf16_n64(logits, queries[1], descriptor_8, 1);
-        uint64_t descriptor_9 = keys_2 + 32;
-        wgmma_bf16_n64(logits, queries[2], descriptor_9, 1);
-        uint64_t descriptor_10 = keys_2 + 48;
-        wgmma_bf16_n64(logits, queries[3], descriptor_10, 1);
-        uint64_t descriptor_11 = keys_2 + 64;
-        wgmma_bf16_n64(logits, queries[4], descriptor_11, 1);
-        uint64_t descriptor_12 = keys_2 + 80;
-        wgmma_bf16_n64(logits, queries[5], descriptor_12, 1);
-        uint64_t descriptor_13 = keys_2 + 96;
-        wgmma_bf16_n64(logits, queries[6], descriptor_13, 1);
-        uint64_t descriptor_14 = keys_2 + 112;
-        wgmma_bf16_n64(logits, queries[7], descriptor_14, 1);
-        wgmma_commit();
-        advance(stage, parity);
-        uint8_t* memory_3 = ring + previous * 49152 + 16384;
-        uint64_t values = matrix_descriptor(memory_3, 2048, 128);
-        wgmma_fence();
-        wgmma_bf16_n128_transposed(output, even[0], values, 1);
-        uint64_t descriptor_15 = values + 256;
-        wgmma_bf16_n128_transposed(output, even[1], descriptor_15, 1);
-        uint64_t descriptor_16 = values + 512;
-        wgmma_bf16_n128_transposed(output, even[2], descriptor_16, 1);
-        uint64_t descriptor_17 = values + 768;
-        wgmma_bf16_n128_transposed(output, even[3], descriptor_17, 1);
-        wgmma_commit();
-        wgmma_wait_but_one();
-        bool partial_2 = (end - 1) * 64 + 63 > first_row;
-        if (partial_2) {
-          #pragma unroll
-          for (uint32_t group = 0; group < 8; ++group) {
-            uint32_t key = (end - 1) * 64 + group * 8 + lane % 4 * 2;
-            bool seen_3 = key <= position;
-            uint32_t element = group * 4;
-            logits[element] = seen_3 ? logits[element] : -bits_float(0x7f800000);
-            uint32_t key_2 = (end - 1) * 64 + group * 8 + lane % 4 * 2 + 1;
-            bool seen_4 = key_2 <= position;
-            uint32_t element_2 = group * 4 + 1;
-            logits[element_2] = seen_4 ? logits[element_2] : -bits_float(0x7f800000);
-            uint32_t key_3 = (end - 1) * 64 + group * 8 + lane % 4 * 2;
-            uint32_t position_2 = position + 8;
-            bool seen_5 = key_3 <= position_2;
-            uint32_t element_3 = group * 4 + 2;
-            logits[element_3] = seen_5 ? logits[element_3] : -bits_float(0x7f800000);
-            uint32_t key_4 = (end - 1) * 64 + group * 8 + lane % 4 * 2 + 1;
-            uint32_t position_3 = position + 8;
-            bool seen_6 = key_4 <= position_3;
-            uint32_t element_4 = group * 4 + 3;
-            logits[element_4] = seen_6 ? logits[element_4] : -bits_float(0x7f800000);
-          }
-        }
-        float largest_4 = largest[0];
-        #pragma unroll
-        for (uint32_t group = 0; group < 8; ++group) {
-          largest_4 = maximum_f32(largest_4, logits[group * 4]);
-          largest_4 = maximum_f32(largest_4, logits[group * 4 + 1]);
-        }
-        largest_4 = maximum_f32(largest_4, shuffle_xor_f32(largest_4, 1));
-        largest_4 = maximum_f32(largest_4, shuffle_xor_f32(largest_4, 2));
-        bool seen_3 = largest_4 > -bits_float(0x7f800000);
-        float origin_3 = seen_3 ? largest_4 * 0.12751743f : 0.0f;
-        shrinks[0] = exp2_f32(largest[0] * 0.12751743f - origin_3);
-        largest[0] = largest_4;
-        sums[0] = sums[0] * shrinks[0];
-        float largest_5 = largest[1];
-        #pragma unroll
-        for (uint32_t group = 0; group < 8; ++group) {
-          largest_5 = maximum_f32(largest_5, logits[group * 4 + 2]);
-          largest_5 = maximum_f32(largest_5, logits[group * 4 + 3]);
-        }
-        largest_5 = maximum_f32(largest_5, shuffle_xor_f32(largest_5, 1));
-        largest_5 = maximum_f32(largest_5, shuffle_xor_f32(largest_5, 2));
-        bool seen_4 = largest_5 > -bits_float(0x7f800000);
-        float origin_4 = seen_4 ? largest_5 * 0.12751743f : 0.0f;
-        shrinks[1] = exp2_f32(largest[1] * 0.12751743f - origin_4);
-        largest[1] = largest_5;
-        sums[1] = sums[1] * shrinks[1];
-        #pragma unroll
-        for (uint32_t group = 0; group < 8; ++group) {
-          uint32_t element = group * 4;
-          logits[element] = exp2_f32(fma_f32(logits[element], 0.12751743f, -origin_3));
-          sums[0] = sums[0] + logits[element];
-          uint32_t element_2 = group * 4 + 1;
-          logits[element_2] = exp2_f32(fma_f32(logits[element_2], 0.12751743f, -origin_3));
-          sums[0] = sums[0] + logits[element_2];
-          uint32_t element_3 = group * 4 + 2;
-          logits[element_3] = exp2_f32(fma_f32(logits[element_3], 0.12751743f, -origin_4));
-          sums[1] = sums[1] + logits[element_3];
-          uint32_t element_4 = group * 4 + 3;
-          logits[element_4] = exp2_f32(fma_f32(logits[element_4], 0.12751743f, -origin_4));
-          sums[1] = sums[1] + logits[element_4];
-        }
-        odd[0] = make_u32x4(pack_bf16x2(logits[0], logits[1]), pack_bf16x2(logits[2], logits[3]), pack_bf16x2(logits[4], logits[5]), pack_bf16x2(logits[6], logits[7]));
-        odd[1] = make_u32x4(pack_bf16x2(logits[8], logits[9]), pack_bf16x2(logits[10], logits[11]), pack_bf16x2(logits[12], logits[13]), pack_bf16x2(logits[14], logits[15]));
-        odd[2] = make_u32x4(pack_bf16x2(logits[16], logits[17]), pack_bf16x2(logits[18], logits[19]), pack_bf16x2(logits[20], logits[21]), pack_bf16x2(logits[22], logits[23]));
-        odd[3] = make_u32x4(pack_bf16x2(logits[24], logits[25]), pack_bf16x2(logits[26], logits[27]), pack_bf16x2(logits[28], logits[29]), pack_bf16x2(logits[30], logits[31]));
-        wgmma_wait_all();
-        warp_barrier();
-        if (lane == 0) mbarrier_arrive(empty + previous);
-        #pragma unroll
-        for (uint32_t group = 0; group < 16; ++group) {
-          output[group * 4] = output[group * 4] * shrinks[0];
-          output[group * 4 + 1] = output[group * 4 + 1] * shrinks[0];
-          output[group * 4 + 2] = output[group * 4 + 2] * shrinks[1];
-          output[group * 4 + 3] = output[group * 4 + 3] * shrinks[1];
-        }
-        previous = stage_2;
-        uint8_t* memory_4 = ring + previous * 49152 + 16384;
-        uint64_t values_2 = matrix_descriptor(memory_4, 2048, 128);
-        wgmma_fence();
-        wgmma_bf16_n128_transposed(output, odd[0], values_2, 1);
-        uint64_t descriptor_18 = values_2 + 256;
-        wgmma_bf16_n128_transposed(output, odd[1], descriptor_18, 1);
-        uint64_t descriptor_19 = values_2 + 512;
-        wgmma_bf16_n128_transposed(output, odd[2], descriptor_19, 1);
-        uint64_t descriptor_20 = values_2 + 768;
-        wgmma_bf16_n128_transposed(output, odd[3], descriptor_20, 1);
-        wgmma_commit();
-        wgmma_wait_all();
-        warp_barrier();
-        if (lane == 0) mbarrier_arrive(empty + previous);
+        go_on(logits, queries, output, even, odd, previous, (end - 1) * 64, first_row, position, largest, shrinks,
+            sums);
+        end_2(output, odd, previous);
       } else {
-        uint8_t* memory_2 = ring + previous * 49152 + 16384;
-        uint64_t values = matrix_descriptor(memory_2, 2048, 128);
-        wgmma_fence();
-        wgmma_bf16_n128_transposed(output, even[0], values, 1);
-        uint64_t descriptor_8 = values + 256;
-        wgmma_bf16_n128_transposed(output, even[1], descriptor_8, 1);
-        uint64_t descriptor_9 = values + 512;
-        wgmma_bf16_n128_transposed(output, even[2], descriptor_9, 1);
-        uint64_t descriptor_10 = values + 768;
-        wgmma_bf16_n128_transposed(output, even[3], descriptor_10, 1);
-        wgmma_commit();
-        wgmma_wait_all();
-        warp_barrier();
-        if (lane == 0) mbarrier_arrive(empty + previous);
+        end_2(output, even, previous);
       }
-      uint32_t lane_2 = lane;
-      float total = sums[0];
-      total += shuffle_xor_f32(total, 1);
-      total += shuffle_xor_f32(total, 2);
-      float inverse = divide_f32(1.0f, total);
-      uint32_t in_tile = warp * 16;
-      uint32_t group = (of_tile.x + in_tile) / 8;
-      if (in_tile + lane_2 / 4 < of_tile.z) {
-        uint64_t block_2 = (uint64_t)(head * 1024 + group) * 512;
-        uint8_t* unit = workspace + 134513664 + (block_2 + (uint64_t)(lane_2 % 4 * 128 + lane_2 / 4 * 16));
-        ((uint4*)(unit))[0] = make_u32x4(pack_bf16x2(output[0] * inverse, output[1] * inverse), pack_bf16x2(output[4] * inverse, output[5] * inverse), pack_bf16x2(output[8] * inverse, output[9] * inverse), pack_bf16x2(output[12] * inverse, output[13] * inverse));
-        uint64_t block_3 = (uint64_t)((head * 4 + 1) * 256 + group) * 512;
-        uint8_t* unit_2 = workspace + 134513664 + (block_3 + (uint64_t)(lane_2 % 4 * 128 + lane_2 / 4 * 16));
-        ((uint4*)(unit_2))[0] = make_u32x4(pack_bf16x2(output[16] * inverse, output[17] * inverse), pack_bf16x2(output[20] * inverse, output[21] * inverse), pack_bf16x2(output[24] * inverse, output[25] * inverse), pack_bf16x2(output[28] * inverse, output[29] * inverse));
-        uint64_t block_4 = (uint64_t)((head * 4 + 2) * 256 + group) * 512;
-        uint8_t* unit_3 = workspace + 134513664 + (block_4 + (uint64_t)(lane_2 % 4 * 128 + lane_2 / 4 * 16));
-        ((uint4*)(unit_3))[0] = make_u32x4(pack_bf16x2(output[32] * inverse, output[33] * inverse), pack_bf16x2(output[36] * inverse, output[37] * inverse), pack_bf16x2(output[40] * inverse, output[41] * inverse), pack_bf16x2(output[44] * inverse, output[45] * inverse));
-        uint64_t block_5 = (uint64_t)((head * 4 + 3) * 256 + group) * 512;
-        uint8_t* unit_4 = workspace + 134513664 + (block_5 + (uint64_t)(lane_2 % 4 * 128 + lane_2 / 4 * 16));
-        ((uint4*)(unit_4))[0] = make_u32x4(pack_bf16x2(output[48] * inverse, output[49] * inverse), pack_bf16x2(output[52] * inverse, output[53] * inverse), pack_bf16x2(output[56] * inverse, output[57] * inverse), pack_bf16x2(output[60] * inverse, output[61] * inverse));
-      }
-      float total_2 = sums[1];
-      total_2 += shuffle_xor_f32(total_2, 1);
-      total_2 += shuffle_xor_f32(total_2, 2);
-      float inverse_2 = divide_f32(1.0f, total_2);
-      uint32_t in_tile_2 = warp * 16 + 8;
-      uint32_t group_2 = (of_tile.x + in_tile_2) / 8;
-      if (in_tile_2 + lane_2 / 4 < of_tile.z) {
-        uint64_t block_2 = (uint64_t)(head * 1024 + group_2) * 512;
-        uint8_t* unit = workspace + 134513664 + (block_2 + (uint64_t)(lane_2 % 4 * 128 + lane_2 / 4 * 16));
-        ((uint4*)(unit))[0] = make_u32x4(pack_bf16x2(output[2] * inverse_2, output[3] * inverse_2), pack_bf16x2(output[6] * inverse_2, output[7] * inverse_2), pack_bf16x2(output[10] * inverse_2, output[11] * inverse_2), pack_bf16x2(output[14] * inverse_2, output[15] * inverse_2));
-        uint64_t block_3 = (uint64_t)((head * 4 + 1) * 256 + group_2) * 512;
-        uint8_t* unit_2 = workspace + 134513664 + (block_3 + (uint64_t)(lane_2 % 4 * 128 + lane_2 / 4 * 16));
-        ((uint4*)(unit_2))[0] = make_u32x4(pack_bf16x2(output[18] * inverse_2, output[19] * inverse_2), pack_bf16x2(output[22] * inverse_2, output[23] * inverse_2), pack_bf16x2(output[26] * inverse_2, output[27] * inverse_2), pack_bf16x2(output[30] * inverse_2, output[31] * inverse_2));
-        uint64_t block_4 = (uint64_t)((head * 4 + 2) * 256 + group_2) * 512;
-        uint8_t* unit_3 = workspace + 134513664 + (block_4 + (uint64_t)(lane_2 % 4 * 128 + lane_2 / 4 * 16));
-        ((uint4*)(unit_3))[0] = make_u32x4(pack_bf16x2(output[34] * inverse_2, output[35] * inverse_2), pack_bf16x2(output[38] * inverse_2, output[39] * inverse_2), pack_bf16x2(output[42] * inverse_2, output[43] * inverse_2), pack_bf16x2(output[46] * inverse_2, output[47] * inverse_2));
-        uint64_t block_5 = (uint64_t)((head * 4 + 3) * 256 + group_2) * 512;
-        uint8_t* unit_4 = workspace + 134513664 + (block_5 + (uint64_t)(lane_2 % 4 * 128 + lane_2 / 4 * 16));
-        ((uint4*)(unit_4))[0] = make_u32x4(pack_bf16x2(output[50] * inverse_2, output[51] * inverse_2), pack_bf16x2(output[54] * inverse_2, output[55] * inverse_2), pack_bf16x2(output[58] * inverse_2, output[59] * inverse_2), pack_bf16x2(output[62] * inverse_2, output[63] * inverse_2));
-      }
+      store(output, head, sums, of_tile);
     }
   }
 
@@ -1303,6 +1094,51 @@ struct PromptPass {
     named_barrier(1, 256);
   }
 
+  // Issue the products of a stage's K-tiles, then wait for those of the stage before and give that back. turn: 0
+  // for the stages 0, 2, 4 ... of an M-tile, 1 for the others.
+  __device__ __forceinline__ void multiply_stage(float (&sums)[128], uint4 (&fragments)[4], uint32_t& previous) {
+    uint32_t stage_2 = stage;
+    mbarrier_wait(full + stage, parity);
+    uint8_t* memory = ring + stage_2 * 49152;
+    fragments[0] = ((const uint4*)(memory + warp * 2048))[lane];
+    fragments[1] = ((const uint4*)(memory + warp * 2048))[32 + lane];
+    fragments[2] = ((const uint4*)(memory + warp * 2048))[64 + lane];
+    fragments[3] = ((const uint4*)(memory + warp * 2048))[96 + lane];
+    wgmma_fence();
+    uint64_t descriptor = matrix_descriptor(memory + 16384, 128, 512);
+    wgmma_bf16_n256(sums, fragments[0], descriptor, 0);
+    wgmma_bf16_n256(sums, fragments[1], descriptor + 16, 1);
+    wgmma_bf16_n256(sums, fragments[2], descriptor + 1024, 1);
+    wgmma_bf16_n256(sums, fragments[3], descriptor + 1040, 1);
+    wgmma_commit();
+    previous = stage_2;
+    advance(stage, parity);
+  }
+
+  // Issue the products of a stage's K-tiles, then wait for those of the stage before and give that back. turn: 0
+  // for the stages 0, 2, 4 ... of an M-tile, 1 for the others.
+  __device__ __forceinline__ void multiply_stage_2(float (&sums)[128], uint4 (&fragments)[4], uint32_t& previous) {
+    uint32_t stage_2 = stage;
+    mbarrier_wait(full + stage, parity);
+    uint8_t* memory = ring + stage_2 * 49152;
+    fragments[0] = ((const uint4*)(memory + warp * 2048))[lane];
+    fragments[1] = ((const uint4*)(memory + warp * 2048))[32 + lane];
+    fragments[2] = ((const uint4*)(memory + warp * 2048))[64 + lane];
+    fragments[3] = ((const uint4*)(memory + warp * 2048))[96 + lane];
+    wgmma_fence();
+    uint64_t descriptor = matrix_descriptor(memory + 16384, 128, 512);
+    wgmma_bf16_n256(sums, fragments[0], descriptor, 1);
+    wgmma_bf16_n256(sums, fragments[1], descriptor + 16, 1);
+    wgmma_bf16_n256(sums, fragments[2], descriptor + 1024, 1);
+    wgmma_bf16_n256(sums, fragments[3], descriptor + 1040, 1);
+    wgmma_commit();
+    wgmma_wait_but_one();
+    warp_barrier();
+    if (lane == 0) mbarrier_arrive(empty + previous);
+    previous = stage_2;
+    advance(stage, parity);
+  }
+
   __device__ __forceinline__ void store_query(uint32_t head, uint32_t column, uint32_t unit, uint32_t word) {
     uint32_t pair = lane / 8;
     uint64_t offset = (uint64_t)((head * 128 + column / 16) * 8 + unit / 2) * 512 + (uint64_t)((column % 8 * 4 + pair) * 16 + (column / 8 % 2 + unit % 2 * 2) * 4);
@@ -1323,6 +1159,273 @@ struct PromptPass {
     bf16* key = kv + (offset + (uint64_t)(kv_head * 2048 + position % 16 * 128));
     bf16* cached = (is_key ? key : key + 16384) + (unit * 8 + pair * 2);
     ((uint32_t*)(cached))[0] = word;
+  }
+
+  __device__ __forceinline__ void finish(uint32_t m_tile, uint32_t group, float (&sums)[128], float2 angle,
+      float2 angle_2, uint32_t token_tile, uint4 of_group, uint32_t layer) {
+    uint32_t head = m_tile / 8;
+    uint32_t m_tile_of_head = m_tile % 8;
+    float rows[4];
+    const float2* pairs = (const float2*)(scales + turn * 256);
+    float2 scale = pairs[group * 4 + lane % 4];
+    float first = sums[group * 4];
+    float second = sums[group * 4 + 1];
+    float third = sums[group * 4 + 2];
+    float fourth = sums[group * 4 + 3];
+    rows[0] = first * scale.x;
+    rows[1] = second * scale.y;
+    rows[2] = third * scale.x;
+    rows[3] = fourth * scale.y;
+    bool is_paired = head < 40;
+    if (is_paired) {
+      float first_2 = rows[0];
+      float second_2 = rows[2];
+      rows[0] = fma_f32(first_2, angle.x, -second_2 * angle.y);
+      rows[2] = fma_f32(second_2, angle.x, first_2 * angle.y);
+      float first_3 = rows[1];
+      float second_3 = rows[3];
+      rows[1] = fma_f32(first_3, angle_2.x, -second_3 * angle_2.y);
+      rows[3] = fma_f32(second_3, angle_2.x, first_3 * angle_2.y);
+    }
+    bool is_odd = lane / 4 % 2 != 0;
+    uint32_t mine = is_odd ? pack_bf16x2(rows[1], rows[3]) : pack_bf16x2(rows[0], rows[2]);
+    uint32_t other = shuffle_xor_u32(is_odd ? pack_bf16x2(rows[0], rows[2]) : pack_bf16x2(rows[1], rows[3]), 4);
+    uint32_t even = is_odd ? other : mine;
+    uint32_t odd = is_odd ? mine : other;
+    uint32_t low = byte_permute(even, odd, 21520);
+    uint32_t high = byte_permute(even, odd, 30258);
+    uint32_t first_unit = is_paired ? m_tile_of_head : m_tile_of_head * 2;
+    uint32_t second_unit = is_paired ? m_tile_of_head + 8 : m_tile_of_head * 2 + 1;
+    uint32_t in_group = lane % 4 * 2 + lane / 4 % 2;
+    if (head < 32) {
+      store_query(head, (token_tile * 32 + group) * 8 + in_group, first_unit, low);
+    } else if (in_group < of_group.y) {
+      store_kv(head, of_group.x + in_group, of_group.z, of_group.w, first_unit, low, layer);
+    }
+    uint32_t in_group_2 = lane % 4 * 2 + lane / 4 % 2;
+    if (head < 32) {
+      store_query(head, (token_tile * 32 + group) * 8 + in_group_2, second_unit, high);
+    } else if (in_group_2 < of_group.y) {
+      store_kv(head, of_group.x + in_group_2, of_group.z, of_group.w, second_unit, high, layer);
+    }
+  }
+
+  __device__ __forceinline__ void finish_2(uint32_t m_tile, uint32_t group, float (&sums)[128], float2 angle,
+      float2 angle_2, uint32_t token_tile, uint4 of_group, uint32_t layer) {
+    uint32_t head = m_tile / 8;
+    uint32_t m_tile_of_head = m_tile % 8;
+    float rows[4];
+    const float2* pairs = (const float2*)(scales + turn * 256);
+    float2 scale = pairs[(group + 1) * 4 + lane % 4];
+    float first = sums[(group + 1) * 4];
+    float second = sums[(group + 1) * 4 + 1];
+    float third = sums[(group + 1) * 4 + 2];
+    float fourth = sums[(group + 1) * 4 + 3];
+    rows[0] = first * scale.x;
+    rows[1] = second * scale.y;
+    rows[2] = third * scale.x;
+    rows[3] = fourth * scale.y;
+    bool is_paired = head < 40;
+    if (is_paired) {
+      float first_2 = rows[0];
+      float second_2 = rows[2];
+      rows[0] = fma_f32(first_2, angle.x, -second_2 * angle.y);
+      rows[2] = fma_f32(second_2, angle.x, first_2 * angle.y);
+      float first_3 = rows[1];
+      float second_3 = rows[3];
+      rows[1] = fma_f32(first_3, angle_2.x, -second_3 * angle_2.y);
+      rows[3] = fma_f32(second_3, angle_2.x, first_3 * angle_2.y);
+    }
+    bool is_odd = lane / 4 % 2 != 0;
+    uint32_t mine = is_odd ? pack_bf16x2(rows[1], rows[3]) : pack_bf16x2(rows[0], rows[2]);
+    uint32_t other = shuffle_xor_u32(is_odd ? pack_bf16x2(rows[0], rows[2]) : pack_bf16x2(rows[1], rows[3]), 4);
+    uint32_t even = is_odd ? other : mine;
+    uint32_t odd = is_odd ? mine : other;
+    uint32_t low = byte_permute(even, odd, 21520);
+    uint32_t high = byte_permute(even, odd, 30258);
+    uint32_t first_unit = is_paired ? m_tile_of_head : m_tile_of_head * 2;
+    uint32_t second_unit = is_paired ? m_tile_of_head + 8 : m_tile_of_head * 2 + 1;
+    uint32_t in_group = lane % 4 * 2 + lane / 4 % 2;
+    if (head < 32) {
+      store_query(head, (token_tile * 32 + group + 1) * 8 + in_group, first_unit, low);
+    } else if (in_group < of_group.y) {
+      store_kv(head, of_group.x + in_group, of_group.z, of_group.w, first_unit, low, layer);
+    }
+    uint32_t in_group_2 = lane % 4 * 2 + lane / 4 % 2;
+    if (head < 32) {
+      store_query(head, (token_tile * 32 + group + 1) * 8 + in_group_2, second_unit, high);
+    } else if (in_group_2 < of_group.y) {
+      store_kv(head, of_group.x + in_group_2, of_group.z, of_group.w, second_unit, high, layer);
+    }
+  }
+
+  __device__ __forceinline__ void finish_3(uint32_t m_tile, uint32_t group, float (&sums)[128], float2 angle,
+      float2 angle_2, uint32_t token_tile, uint4 of_group, uint32_t layer) {
+    uint32_t head = m_tile / 8;
+    uint32_t m_tile_of_head = m_tile % 8;
+    float rows[4];
+    const float2* pairs = (const float2*)(scales + turn * 256);
+    float2 scale = pairs[(group + 2) * 4 + lane % 4];
+    float first = sums[(group + 2) * 4];
+    float second = sums[(group + 2) * 4 + 1];
+    float third = sums[(group + 2) * 4 + 2];
+    float fourth = sums[(group + 2) * 4 + 3];
+    rows[0] = first * scale.x;
+    rows[1] = second * scale.y;
+    rows[2] = third * scale.x;
+    rows[3] = fourth * scale.y;
+    bool is_paired = head < 40;
+    if (is_paired) {
+      float first_2 = rows[0];
+      float second_2 = rows[2];
+      rows[0] = fma_f32(first_2, angle.x, -second_2 * angle.y);
+      rows[2] = fma_f32(second_2, angle.x, first_2 * angle.y);
+      float first_3 = rows[1];
+      float second_3 = rows[3];
+      rows[1] = fma_f32(first_3, angle_2.x, -second_3 * angle_2.y);
+      rows[3] = fma_f32(second_3, angle_2.x, first_3 * angle_2.y);
+    }
+    bool is_odd = lane / 4 % 2 != 0;
+    uint32_t mine = is_odd ? pack_bf16x2(rows[1], rows[3]) : pack_bf16x2(rows[0], rows[2]);
+    uint32_t other = shuffle_xor_u32(is_odd ? pack_bf16x2(rows[0], rows[2]) : pack_bf16x2(rows[1], rows[3]), 4);
+    uint32_t even = is_odd ? other : mine;
+    uint32_t odd = is_odd ? mine : other;
+    uint32_t low = byte_permute(even, odd, 21520);
+    uint32_t high = byte_permute(even, odd, 30258);
+    uint32_t first_unit = is_paired ? m_tile_of_head : m_tile_of_head * 2;
+    uint32_t second_unit = is_paired ? m_tile_of_head + 8 : m_tile_of_head * 2 + 1;
+    uint32_t in_group = lane % 4 * 2 + lane / 4 % 2;
+    if (head < 32) {
+      store_query(head, (token_tile * 32 + group + 2) * 8 + in_group, first_unit, low);
+    } else if (in_group < of_group.y) {
+      store_kv(head, of_group.x + in_group, of_group.z, of_group.w, first_unit, low, layer);
+    }
+    uint32_t in_group_2 = lane % 4 * 2 + lane / 4 % 2;
+    if (head < 32) {
+      store_query(head, (token_tile * 32 + group + 2) * 8 + in_group_2, second_unit, high);
+    } else if (in_group_2 < of_group.y) {
+      store_kv(head, of_group.x + in_group_2, of_group.z, of_group.w, second_unit, high, layer);
+    }
+  }
+
+  __device__ __forceinline__ void finish_4(uint32_t m_tile, uint32_t group, float (&sums)[128], float2 angle,
+      float2 angle_2, uint32_t token_tile, uint4 of_group, uint32_t layer) {
+    uint32_t head = m_tile / 8;
+    uint32_t m_tile_of_head = m_tile % 8;
+    float rows[4];
+    const float2* pairs = (const float2*)(scales + turn * 256);
+    float2 scale = pairs[(group + 3) * 4 + lane % 4];
+    float first = sums[(group + 3) * 4];
+    float second = sums[(group + 3) * 4 + 1];
+    float third = sums[(group + 3) * 4 + 2];
+    float fourth = sums[(group + 3) * 4 + 3];
+    rows[0] = first * scale.x;
+    rows[1] = second * scale.y;
+    rows[2] = third * scale.x;
+    rows[3] = fourth * scale.y;
+    bool is_paired = head < 40;
+    if (is_paired) {
+      float first_2 = rows[0];
+      float second_2 = rows[2];
+      rows[0] = fma_f32(first_2, angle.x, -second_2 * angle.y);
+      rows[2] = fma_f32(second_2, angle.x, first_2 * angle.y);
+      float first_3 = rows[1];
+      float second_3 = rows[3];
+      rows[1] = fma_f32(first_3, angle_2.x, -second_3 * angle_2.y);
+      rows[3] = fma_f32(second_3, angle_2.x, first_3 * angle_2.y);
+    }
+    bool is_odd = lane / 4 % 2 != 0;
+    uint32_t mine = is_odd ? pack_bf16x2(rows[1], rows[3]) : pack_bf16x2(rows[0], rows[2]);
+    uint32_t other = shuffle_xor_u32(is_odd ? pack_bf16x2(rows[0], rows[2]) : pack_bf16x2(rows[1], rows[3]), 4);
+    uint32_t even = is_odd ? other : mine;
+    uint32_t odd = is_odd ? mine : other;
+    uint32_t low = byte_permute(even, odd, 21520);
+    uint32_t high = byte_permute(even, odd, 30258);
+    uint32_t first_unit = is_paired ? m_tile_of_head : m_tile_of_head * 2;
+    uint32_t second_unit = is_paired ? m_tile_of_head + 8 : m_tile_of_head * 2 + 1;
+    uint32_t in_group = lane % 4 * 2 + lane / 4 % 2;
+    if (head < 32) {
+      store_query(head, (token_tile * 32 + group + 3) * 8 + in_group, first_unit, low);
+    } else if (in_group < of_group.y) {
+      store_kv(head, of_group.x + in_group, of_group.z, of_group.w, first_unit, low, layer);
+    }
+    uint32_t in_group_2 = lane % 4 * 2 + lane / 4 % 2;
+    if (head < 32) {
+      store_query(head, (token_tile * 32 + group + 3) * 8 + in_group_2, second_unit, high);
+    } else if (in_group_2 < of_group.y) {
+      store_kv(head, of_group.x + in_group_2, of_group.z, of_group.w, second_unit, high, layer);
+    }
+  }
+
+  __device__ __forceinline__ void finish_groups(float (&sums)[128], uint32_t token_tile, uint32_t m_tile,
+      uint32_t layer) {
+    #pragma unroll
+    for (uint32_t group = 0; group < 32; group += 4) {
+      uint32_t of_pass = token_tile * 32 + group;
+      uint32_t lane_2 = lane;
+      uint4 of_group = ((const uint4*)(groups))[of_pass];
+      uint32_t frequency = m_tile % 8 * 8 + lane_2 / 4;
+      uint32_t position = min(of_group.x + lane_2 % 4 * 2, 8191u);
+      const float2* angles = (const float2*)(rope);
+      float2 angle = angles[position * 64 + frequency];
+      uint32_t position_2 = min(of_group.x + lane_2 % 4 * 2 + 1, 8191u);
+      const float2* angles_2 = (const float2*)(rope);
+      float2 angle_2 = angles_2[position_2 * 64 + frequency];
+      uint32_t lane_3 = lane;
+      uint4 of_group_2 = ((const uint4*)(groups))[of_pass + 1];
+      uint32_t frequency_2 = m_tile % 8 * 8 + lane_3 / 4;
+      uint32_t position_3 = min(of_group_2.x + lane_3 % 4 * 2, 8191u);
+      const float2* angles_3 = (const float2*)(rope);
+      float2 angle_3 = angles_3[position_3 * 64 + frequency_2];
+      uint32_t position_4 = min(of_group_2.x + lane_3 % 4 * 2 + 1, 8191u);
+      const float2* angles_4 = (const float2*)(rope);
+      float2 angle_4 = angles_4[position_4 * 64 + frequency_2];
+      uint32_t lane_4 = lane;
+      uint4 of_group_3 = ((const uint4*)(groups))[of_pass + 2];
+      uint32_t frequency_3 = m_tile % 8 * 8 + lane_4 / 4;
+      uint32_t position_5 = min(of_group_3.x + lane_4 % 4 * 2, 8191u);
+      const float2* angles_5 = (const float2*)(rope);
+      float2 angle_5 = angles_5[position_5 * 64 + frequency_3];
+      uint32_t position_6 = min(of_group_3.x + lane_4 % 4 * 2 + 1, 8191u);
+      const float2* angles_6 = (const float2*)(rope);
+      float2 angle_6 = angles_6[position_6 * 64 + frequency_3];
+      uint32_t lane_5 = lane;
+      uint4 of_group_4 = ((const uint4*)(groups))[of_pass + 3];
+      uint32_t frequency_4 = m_tile % 8 * 8 + lane_5 / 4;
+      uint32_t position_7 = min(of_group_4.x + lane_5 % 4 * 2, 8191u);
+      const float2* angles_7 = (const float2*)(rope);
+      float2 angle_7 = angles_7[position_7 * 64 + frequency_4];
+      uint32_t position_8 = min(of_group_4.x + lane_5 % 4 * 2 + 1, 8191u);
+      const float2* angles_8 = (const float2*)(rope);
+      float2 angle_8 = angles_8[position_8 * 64 + frequency_4];
+      finish(m_tile, group, sums, angle, angle_2, token_tile, of_group, layer);
+      finish_2(m_tile, group, sums, angle_3, angle_4, token_tile, of_group_2, layer);
+      finish_3(m_tile, group, sums, angle_5, angle_6, token_tile, of_group_3, layer);
+      finish_4(m_tile, group, sums, angle_7, angle_8, token_tile, of_group_4, layer);
+    }
+  }
+
+  // Sums of the groups of tokens from `first` on, which the next stage has.
+  __device__ __forceinline__ void add_residual(float (&sums)[128]) {
+    uint32_t stage_2 = stage;
+    mbarrier_wait(full + stage, parity);
+    uint8_t* own = ring + stage_2 * 49152 + warp * 4096;
+    const float4* words = (const float4*)(own);
+    float last = 0.0f;
+    #pragma unroll
+    for (uint32_t group = 0; group < 8; ++group) {
+      float4 added = words[group * 32 + lane];
+      uint32_t place = group * 4;
+      sums[place] = sums[place] + added.x;
+      sums[place + 1] = sums[place + 1] + added.y;
+      sums[place + 2] = sums[place + 2] + added.z;
+      sums[place + 3] = sums[place + 3] + added.w;
+      last += added.x;
+    }
+    wait_for_u32(float_bits(last));
+    warp_barrier();
+    if (lane == 0) mbarrier_arrive(empty + stage_2);
+    advance(stage, parity);
   }
 
   // The 16 rows of an M-tile as 16 columns of a vector in token order, rounded to bf16.
@@ -1413,8 +1516,445 @@ struct PromptPass {
     ((uint2*)(address))[0] = words;
   }
 
+  __device__ __forceinline__ void finish_groups_2(float (&sums)[128], uint32_t m_tile, uint32_t layer, uint32_t phase,
+      uint32_t token_tile) {
+    uint32_t row = m_tile * 16 + lane / 4;
+    float weights[2];
+    weights[0] = bf16_to_f32((norms + (layer * 2 + (phase <= 3 ? 1u : 2u)) * 4096)[row]);
+    weights[1] = bf16_to_f32((norms + (layer * 2 + (phase <= 3 ? 1u : 2u)) * 4096)[row + 8]);
+    #pragma unroll
+    for (uint32_t group = 0; group < 8; group += 4) {
+      uint32_t of_pass = token_tile * 32 + group;
+      uint64_t index = ((uint64_t)(m_tile) * 256 + (uint64_t)(token_tile * 32 + group)) * 32;
+      float4 kept;
+      kept.x = sums[group * 4];
+      kept.y = sums[group * 4 + 1];
+      kept.z = sums[group * 4 + 2];
+      kept.w = sums[group * 4 + 3];
+      ((float4*)((float*)(workspace + 1024)))[index + (uint64_t)(lane)] = kept;
+      float* of_lane = (float*)(arena + SQUARES) + (warp * 256 + lane * 2);
+      float* kept_2 = of_lane;
+      float square = fma_f32(bf16_to_f32(f32_to_bf16(sums[group * 4])), bf16_to_f32(f32_to_bf16(sums[group * 4])), bf16_to_f32(f32_to_bf16(sums[group * 4 + 2])) * bf16_to_f32(f32_to_bf16(sums[group * 4 + 2])));
+      square += shuffle_xor_f32(square, 4);
+      square += shuffle_xor_f32(square, 8);
+      square += shuffle_xor_f32(square, 16);
+      if (lane < 4) kept_2[group * 8] = square;
+      float square_2 = fma_f32(bf16_to_f32(f32_to_bf16(sums[group * 4 + 1])), bf16_to_f32(f32_to_bf16(sums[group * 4 + 1])), bf16_to_f32(f32_to_bf16(sums[group * 4 + 3])) * bf16_to_f32(f32_to_bf16(sums[group * 4 + 3])));
+      square_2 += shuffle_xor_f32(square_2, 4);
+      square_2 += shuffle_xor_f32(square_2, 8);
+      square_2 += shuffle_xor_f32(square_2, 16);
+      if (lane < 4) kept_2[group * 8 + 1] = square_2;
+      store_rows_2(workspace + 33555456, sums, group, weights, m_tile, token_tile);
+      uint64_t index_2 = ((uint64_t)(m_tile) * 256 + (uint64_t)(token_tile * 32 + group + 1)) * 32;
+      float4 kept_3;
+      kept_3.x = sums[(group + 1) * 4];
+      kept_3.y = sums[(group + 1) * 4 + 1];
+      kept_3.z = sums[(group + 1) * 4 + 2];
+      kept_3.w = sums[(group + 1) * 4 + 3];
+      ((float4*)((float*)(workspace + 1024)))[index_2 + (uint64_t)(lane)] = kept_3;
+      float* of_lane_2 = (float*)(arena + SQUARES) + (warp * 256 + lane * 2);
+      float* kept_4 = of_lane_2;
+      float square_3 = fma_f32(bf16_to_f32(f32_to_bf16(sums[(group + 1) * 4])), bf16_to_f32(f32_to_bf16(sums[(group + 1) * 4])), bf16_to_f32(f32_to_bf16(sums[(group + 1) * 4 + 2])) * bf16_to_f32(f32_to_bf16(sums[(group + 1) * 4 + 2])));
+      square_3 += shuffle_xor_f32(square_3, 4);
+      square_3 += shuffle_xor_f32(square_3, 8);
+      square_3 += shuffle_xor_f32(square_3, 16);
+      if (lane < 4) kept_4[(group + 1) * 8] = square_3;
+      float square_4 = fma_f32(bf16_to_f32(f32_to_bf16(sums[(group + 1) * 4 + 1])), bf16_to_f32(f32_to_bf16(sums[(group + 1) * 4 + 1])), bf16_to_f32(f32_to_bf16(sums[(group + 1) * 4 + 3])) * bf16_to_f32(f32_to_bf16(sums[(group + 1) * 4 + 3])));
+      square_4 += shuffle_xor_f32(square_4, 4);
+      square_4 += shuffle_xor_f32(square_4, 8);
+      square_4 += shuffle_xor_f32(square_4, 16);
+      if (lane < 4) kept_4[(group + 1) * 8 + 1] = square_4;
+      store_rows_3(workspace + 33555456, sums, group, weights, m_tile, token_tile);
+      uint64_t index_3 = ((uint64_t)(m_tile) * 256 + (uint64_t)(token_tile * 32 + group + 2)) * 32;
+      float4 kept_5;
+      kept_5.x = sums[(group + 2) * 4];
+      kept_5.y = sums[(group + 2) * 4 + 1];
+      kept_5.z = sums[(group + 2) * 4 + 2];
+      kept_5.w = sums[(group + 2) * 4 + 3];
+      ((float4*)((float*)(workspace + 1024)))[index_3 + (uint64_t)(lane)] = kept_5;
+      float* of_lane_3 = (float*)(arena + SQUARES) + (warp * 256 + lane * 2);
+      float* kept_6 = of_lane_3;
+      float square_5 = fma_f32(bf16_to_f32(f32_to_bf16(sums[(group + 2) * 4])), bf16_to_f32(f32_to_bf16(sums[(group + 2) * 4])), bf16_to_f32(f32_to_bf16(sums[(group + 2) * 4 + 2])) * bf16_to_f32(f32_to_bf16(sums[(group + 2) * 4 + 2])));
+      square_5 += shuffle_xor_f32(square_5, 4);
+      square_5 += shuffle_xor_f32(square_5, 8);
+      square_5 += shuffle_xor_f32(square_5, 16);
+      if (lane < 4) kept_6[(group + 2) * 8] = square_5;
+      float square_6 = fma_f32(bf16_to_f32(f32_to_bf16(sums[(group + 2) * 4 + 1])), bf16_to_f32(f32_to_bf16(sums[(group + 2) * 4 + 1])), bf16_to_f32(f32_to_bf16(sums[(group + 2) * 4 + 3])) * bf16_to_f32(f32_to_bf16(sums[(group + 2) * 4 + 3])));
+      square_6 += shuffle_xor_f32(square_6, 4);
+      square_6 += shuffle_xor_f32(square_6, 8);
+      square_6 += shuffle_xor_f32(square_6, 16);
+      if (lane < 4) kept_6[(group + 2) * 8 + 1] = square_6;
+      store_rows_4(workspace + 33555456, sums, group, weights, m_tile, token_tile);
+      uint64_t index_4 = ((uint64_t)(m_tile) * 256 + (uint64_t)(token_tile * 32 + group + 3)) * 32;
+      float4 kept_7;
+      kept_7.x = sums[(group + 3) * 4];
+      kept_7.y = sums[(group + 3) * 4 + 1];
+      kept_7.z = sums[(group + 3) * 4 + 2];
+      kept_7.w = sums[(group + 3) * 4 + 3];
+      ((float4*)((float*)(workspace + 1024)))[index_4 + (uint64_t)(lane)] = kept_7;
+      float* of_lane_4 = (float*)(arena + SQUARES) + (warp * 256 + lane * 2);
+      float* kept_8 = of_lane_4;
+      float square_7 = fma_f32(bf16_to_f32(f32_to_bf16(sums[(group + 3) * 4])), bf16_to_f32(f32_to_bf16(sums[(group + 3) * 4])), bf16_to_f32(f32_to_bf16(sums[(group + 3) * 4 + 2])) * bf16_to_f32(f32_to_bf16(sums[(group + 3) * 4 + 2])));
+      square_7 += shuffle_xor_f32(square_7, 4);
+      square_7 += shuffle_xor_f32(square_7, 8);
+      square_7 += shuffle_xor_f32(square_7, 16);
+      if (lane < 4) kept_8[(group + 3) * 8] = square_7;
+      float square_8 = fma_f32(bf16_to_f32(f32_to_bf16(sums[(group + 3) * 4 + 1])), bf16_to_f32(f32_to_bf16(sums[(group + 3) * 4 + 1])), bf16_to_f32(f32_to_bf16(sums[(group + 3) * 4 + 3])) * bf16_to_f32(f32_to_bf16(sums[(group + 3) * 4 + 3])));
+      square_8 += shuffle_xor_f32(square_8, 4);
+      square_8 += shuffle_xor_f32(square_8, 8);
+      square_8 += shuffle_xor_f32(square_8, 16);
+      if (lane < 4) kept_8[(group + 3) * 8 + 1] = square_8;
+      store_rows_5(workspace + 33555456, sums, group, weights, m_tile, token_tile);
+    }
+  }
+
+  // Sums of the groups of tokens from `first` on, which the next stage has.
+  __device__ __forceinline__ void add_residual_2(float (&sums)[128]) {
+    uint32_t stage_2 = stage;
+    mbarrier_wait(full + stage, parity);
+    uint8_t* own = ring + stage_2 * 49152 + warp * 4096;
+    const float4* words = (const float4*)(own);
+    float last = 0.0f;
+    #pragma unroll
+    for (uint32_t group = 0; group < 8; ++group) {
+      float4 added = words[group * 32 + lane];
+      uint32_t place = (group + 8) * 4;
+      sums[place] = sums[place] + added.x;
+      sums[place + 1] = sums[place + 1] + added.y;
+      sums[place + 2] = sums[place + 2] + added.z;
+      sums[place + 3] = sums[place + 3] + added.w;
+      last += added.x;
+    }
+    wait_for_u32(float_bits(last));
+    warp_barrier();
+    if (lane == 0) mbarrier_arrive(empty + stage_2);
+    advance(stage, parity);
+  }
+
+  __device__ __forceinline__ void finish_groups_3(float (&sums)[128], uint32_t m_tile, uint32_t layer, uint32_t phase,
+      uint32_t token_tile) {
+    uint32_t row = m_tile * 16 + lane / 4;
+    float weights[2];
+    weights[0] = bf16_to_f32((norms + (layer * 2 + (phase <= 3 ? 1u : 2u)) * 4096)[row]);
+    weights[1] = bf16_to_f32((norms + (layer * 2 + (phase <= 3 ? 1u : 2u)) * 4096)[row + 8]);
+    #pragma unroll
+    for (uint32_t group = 8; group < 16; group += 4) {
+      uint32_t of_pass = token_tile * 32 + group;
+      uint64_t index = ((uint64_t)(m_tile) * 256 + (uint64_t)(token_tile * 32 + group)) * 32;
+      float4 kept;
+      kept.x = sums[group * 4];
+      kept.y = sums[group * 4 + 1];
+      kept.z = sums[group * 4 + 2];
+      kept.w = sums[group * 4 + 3];
+      ((float4*)((float*)(workspace + 1024)))[index + (uint64_t)(lane)] = kept;
+      float* of_lane = (float*)(arena + SQUARES) + (warp * 256 + lane * 2);
+      float* kept_2 = of_lane;
+      float square = fma_f32(bf16_to_f32(f32_to_bf16(sums[group * 4])), bf16_to_f32(f32_to_bf16(sums[group * 4])), bf16_to_f32(f32_to_bf16(sums[group * 4 + 2])) * bf16_to_f32(f32_to_bf16(sums[group * 4 + 2])));
+      square += shuffle_xor_f32(square, 4);
+      square += shuffle_xor_f32(square, 8);
+      square += shuffle_xor_f32(square, 16);
+      if (lane < 4) kept_2[group * 8] = square;
+      float square_2 = fma_f32(bf16_to_f32(f32_to_bf16(sums[group * 4 + 1])), bf16_to_f32(f32_to_bf16(sums[group * 4 + 1])), bf16_to_f32(f32_to_bf16(sums[group * 4 + 3])) * bf16_to_f32(f32_to_bf16(sums[group * 4 + 3])));
+      square_2 += shuffle_xor_f32(square_2, 4);
+      square_2 += shuffle_xor_f32(square_2, 8);
+      square_2 += shuffle_xor_f32(square_2, 16);
+      if (lane < 4) kept_2[group * 8 + 1] = square_2;
+      store_rows_2(workspace + 33555456, sums, group, weights, m_tile, token_tile);
+      uint64_t index_2 = ((uint64_t)(m_tile) * 256 + (uint64_t)(token_tile * 32 + group + 1)) * 32;
+      float4 kept_3;
+      kept_3.x = sums[(group + 1) * 4];
+      kept_3.y = sums[(group + 1) * 4 + 1];
+      kept_3.z = sums[(group + 1) * 4 + 2];
+      kept_3.w = sums[(group + 1) * 4 + 3];
+      ((float4*)((float*)(workspace + 1024)))[index_2 + (uint64_t)(lane)] = kept_3;
+      float* of_lane_2 = (float*)(arena + SQUARES) + (warp * 256 + lane * 2);
+      float* kept_4 = of_lane_2;
+      float square_3 = fma_f32(bf16_to_f32(f32_to_bf16(sums[(group + 1) * 4])), bf16_to_f32(f32_to_bf16(sums[(group + 1) * 4])), bf16_to_f32(f32_to_bf16(sums[(group + 1) * 4 + 2])) * bf16_to_f32(f32_to_bf16(sums[(group + 1) * 4 + 2])));
+      square_3 += shuffle_xor_f32(square_3, 4);
+      square_3 += shuffle_xor_f32(square_3, 8);
+      square_3 += shuffle_xor_f32(square_3, 16);
+      if (lane < 4) kept_4[(group + 1) * 8] = square_3;
+      float square_4 = fma_f32(bf16_to_f32(f32_to_bf16(sums[(group + 1) * 4 + 1])), bf16_to_f32(f32_to_bf16(sums[(group + 1) * 4 + 1])), bf16_to_f32(f32_to_bf16(sums[(group + 1) * 4 + 3])) * bf16_to_f32(f32_to_bf16(sums[(group + 1) * 4 + 3])));
+      square_4 += shuffle_xor_f32(square_4, 4);
+      square_4 += shuffle_xor_f32(square_4, 8);
+      square_4 += shuffle_xor_f32(square_4, 16);
+      if (lane < 4) kept_4[(group + 1) * 8 + 1] = square_4;
+      store_rows_3(workspace + 33555456, sums, group, weights, m_tile, token_tile);
+      uint64_t index_3 = ((uint64_t)(m_tile) * 256 + (uint64_t)(token_tile * 32 + group + 2)) * 32;
+      float4 kept_5;
+      kept_5.x = sums[(group + 2) * 4];
+      kept_5.y = sums[(group + 2) * 4 + 1];
+      kept_5.z = sums[(group + 2) * 4 + 2];
+      kept_5.w = sums[(group + 2) * 4 + 3];
+      ((float4*)((float*)(workspace + 1024)))[index_3 + (uint64_t)(lane)] = kept_5;
+      float* of_lane_3 = (float*)(arena + SQUARES) + (warp * 256 + lane * 2);
+      float* kept_6 = of_lane_3;
+      float square_5 = fma_f32(bf16_to_f32(f32_to_bf16(sums[(group + 2) * 4])), bf16_to_f32(f32_to_bf16(sums[(group + 2) * 4])), bf16_to_f32(f32_to_bf16(sums[(group + 2) * 4 + 2])) * bf16_to_f32(f32_to_bf16(sums[(group + 2) * 4 + 2])));
+      square_5 += shuffle_xor_f32(square_5, 4);
+      square_5 += shuffle_xor_f32(square_5, 8);
+      square_5 += shuffle_xor_f32(square_5, 16);
+      if (lane < 4) kept_6[(group + 2) * 8] = square_5;
+      float square_6 = fma_f32(bf16_to_f32(f32_to_bf16(sums[(group + 2) * 4 + 1])), bf16_to_f32(f32_to_bf16(sums[(group + 2) * 4 + 1])), bf16_to_f32(f32_to_bf16(sums[(group + 2) * 4 + 3])) * bf16_to_f32(f32_to_bf16(sums[(group + 2) * 4 + 3])));
+      square_6 += shuffle_xor_f32(square_6, 4);
+      square_6 += shuffle_xor_f32(square_6, 8);
+      square_6 += shuffle_xor_f32(square_6, 16);
+      if (lane < 4) kept_6[(group + 2) * 8 + 1] = square_6;
+      store_rows_4(workspace + 33555456, sums, group, weights, m_tile, token_tile);
+      uint64_t index_4 = ((uint64_t)(m_tile) * 256 + (uint64_t)(token_tile * 32 + group + 3)) * 32;
+      float4 kept_7;
+      kept_7.x = sums[(group + 3) * 4];
+      kept_7.y = sums[(group + 3) * 4 + 1];
+      kept_7.z = sums[(group + 3) * 4 + 2];
+      kept_7.w = sums[(group + 3) * 4 + 3];
+      ((float4*)((float*)(workspace + 1024)))[index_4 + (uint64_t)(lane)] = kept_7;
+      float* of_lane_4 = (float*)(arena + SQUARES) + (warp * 256 + lane * 2);
+      float* kept_8 = of_lane_4;
+      float square_7 = fma_f32(bf16_to_f32(f32_to_bf16(sums[(group + 3) * 4])), bf16_to_f32(f32_to_bf16(sums[(group + 3) * 4])), bf16_to_f32(f32_to_bf16(sums[(group + 3) * 4 + 2])) * bf16_to_f32(f32_to_bf16(sums[(group + 3) * 4 + 2])));
+      square_7 += shuffle_xor_f32(square_7, 4);
+      square_7 += shuffle_xor_f32(square_7, 8);
+      square_7 += shuffle_xor_f32(square_7, 16);
+      if (lane < 4) kept_8[(group + 3) * 8] = square_7;
+      float square_8 = fma_f32(bf16_to_f32(f32_to_bf16(sums[(group + 3) * 4 + 1])), bf16_to_f32(f32_to_bf16(sums[(group + 3) * 4 + 1])), bf16_to_f32(f32_to_bf16(sums[(group + 3) * 4 + 3])) * bf16_to_f32(f32_to_bf16(sums[(group + 3) * 4 + 3])));
+      square_8 += shuffle_xor_f32(square_8, 4);
+      square_8 += shuffle_xor_f32(square_8, 8);
+      square_8 += shuffle_xor_f32(square_8, 16);
+      if (lane < 4) kept_8[(group + 3) * 8 + 1] = square_8;
+      store_rows_5(workspace + 33555456, sums, group, weights, m_tile, token_tile);
+    }
+  }
+
+  // Sums of the groups of tokens from `first` on, which the next stage has.
+  __device__ __forceinline__ void add_residual_3(float (&sums)[128]) {
+    uint32_t stage_2 = stage;
+    mbarrier_wait(full + stage, parity);
+    uint8_t* own = ring + stage_2 * 49152 + warp * 4096;
+    const float4* words = (const float4*)(own);
+    float last = 0.0f;
+    #pragma unroll
+    for (uint32_t group = 0; group < 8; ++group) {
+      float4 added = words[group * 32 + lane];
+      uint32_t place = (group + 16) * 4;
+      sums[place] = sums[place] + added.x;
+      sums[place + 1] = sums[place + 1] + added.y;
+      sums[place + 2] = sums[place + 2] + added.z;
+      sums[place + 3] = sums[place + 3] + added.w;
+      last += added.x;
+    }
+    wait_for_u32(float_bits(last));
+    warp_barrier();
+    if (lane == 0) mbarrier_arrive(empty + stage_2);
+    advance(stage, parity);
+  }
+
+  __device__ __forceinline__ void finish_groups_4(float (&sums)[128], uint32_t m_tile, uint32_t layer, uint32_t phase,
+      uint32_t token_tile) {
+    uint32_t row = m_tile * 16 + lane / 4;
+    float weights[2];
+    weights[0] = bf16_to_f32((norms + (layer * 2 + (phase <= 3 ? 1u : 2u)) * 4096)[row]);
+    weights[1] = bf16_to_f32((norms + (layer * 2 + (phase <= 3 ? 1u : 2u)) * 4096)[row + 8]);
+    #pragma unroll
+    for (uint32_t group = 16; group < 24; group += 4) {
+      uint32_t of_pass = token_tile * 32 + group;
+      uint64_t index = ((uint64_t)(m_tile) * 256 + (uint64_t)(token_tile * 32 + group)) * 32;
+      float4 kept;
+      kept.x = sums[group * 4];
+      kept.y = sums[group * 4 + 1];
+      kept.z = sums[group * 4 + 2];
+      kept.w = sums[group * 4 + 3];
+      ((float4*)((float*)(workspace + 1024)))[index + (uint64_t)(lane)] = kept;
+      float* of_lane = (float*)(arena + SQUARES) + (warp * 256 + lane * 2);
+      float* kept_2 = of_lane;
+      float square = fma_f32(bf16_to_f32(f32_to_bf16(sums[group * 4])), bf16_to_f32(f32_to_bf16(sums[group * 4])), bf16_to_f32(f32_to_bf16(sums[group * 4 + 2])) * bf16_to_f32(f32_to_bf16(sums[group * 4 + 2])));
+      square += shuffle_xor_f32(square, 4);
+      square += shuffle_xor_f32(square, 8);
+      square += shuffle_xor_f32(square, 16);
+      if (lane < 4) kept_2[group * 8] = square;
+      float square_2 = fma_f32(bf16_to_f32(f32_to_bf16(sums[group * 4 + 1])), bf16_to_f32(f32_to_bf16(sums[group * 4 + 1])), bf16_to_f32(f32_to_bf16(sums[group * 4 + 3])) * bf16_to_f32(f32_to_bf16(sums[group * 4 + 3])));
+      square_2 += shuffle_xor_f32(square_2, 4);
+      square_2 += shuffle_xor_f32(square_2, 8);
+      square_2 += shuffle_xor_f32(square_2, 16);
+      if (lane < 4) kept_2[group * 8 + 1] = square_2;
+      store_rows_2(workspace + 33555456, sums, group, weights, m_tile, token_tile);
+      uint64_t index_2 = ((uint64_t)(m_tile) * 256 + (uint64_t)(token_tile * 32 + group + 1)) * 32;
+      float4 kept_3;
+      kept_3.x = sums[(group + 1) * 4];
+      kept_3.y = sums[(group + 1) * 4 + 1];
+      kept_3.z = sums[(group + 1) * 4 + 2];
+      kept_3.w = sums[(group + 1) * 4 + 3];
+      ((float4*)((float*)(workspace + 1024)))[index_2 + (uint64_t)(lane)] = kept_3;
+      float* of_lane_2 = (float*)(arena + SQUARES) + (warp * 256 + lane * 2);
+      float* kept_4 = of_lane_2;
+      float square_3 = fma_f32(bf16_to_f32(f32_to_bf16(sums[(group + 1) * 4])), bf16_to_f32(f32_to_bf16(sums[(group + 1) * 4])), bf16_to_f32(f32_to_bf16(sums[(group + 1) * 4 + 2])) * bf16_to_f32(f32_to_bf16(sums[(group + 1) * 4 + 2])));
+      square_3 += shuffle_xor_f32(square_3, 4);
+      square_3 += shuffle_xor_f32(square_3, 8);
+      square_3 += shuffle_xor_f32(square_3, 16);
+      if (lane < 4) kept_4[(group + 1) * 8] = square_3;
+      float square_4 = fma_f32(bf16_to_f32(f32_to_bf16(sums[(group + 1) * 4 + 1])), bf16_to_f32(f32_to_bf16(sums[(group + 1) * 4 + 1])), bf16_to_f32(f32_to_bf16(sums[(group + 1) * 4 + 3])) * bf16_to_f32(f32_to_bf16(sums[(group + 1) * 4 + 3])));
+      square_4 += shuffle_xor_f32(square_4, 4);
+      square_4 += shuffle_xor_f32(square_4, 8);
+      square_4 += shuffle_xor_f32(square_4, 16);
+      if (lane < 4) kept_4[(group + 1) * 8 + 1] = square_4;
+      store_rows_3(workspace + 33555456, sums, group, weights, m_tile, token_tile);
+      uint64_t index_3 = ((uint64_t)(m_tile) * 256 + (uint64_t)(token_tile * 32 + group + 2)) * 32;
+      float4 kept_5;
+      kept_5.x = sums[(group + 2) * 4];
+      kept_5.y = sums[(group + 2) * 4 + 1];
+      kept_5.z = sums[(group + 2) * 4 + 2];
+      kept_5.w = sums[(group + 2) * 4 + 3];
+      ((float4*)((float*)(workspace + 1024)))[index_3 + (uint64_t)(lane)] = kept_5;
+      float* of_lane_3 = (float*)(arena + SQUARES) + (warp * 256 + lane * 2);
+      float* kept_6 = of_lane_3;
+      float square_5 = fma_f32(bf16_to_f32(f32_to_bf16(sums[(group + 2) * 4])), bf16_to_f32(f32_to_bf16(sums[(group + 2) * 4])), bf16_to_f32(f32_to_bf16(sums[(group + 2) * 4 + 2])) * bf16_to_f32(f32_to_bf16(sums[(group + 2) * 4 + 2])));
+      square_5 += shuffle_xor_f32(square_5, 4);
+      square_5 += shuffle_xor_f32(square_5, 8);
+      square_5 += shuffle_xor_f32(square_5, 16);
+      if (lane < 4) kept_6[(group + 2) * 8] = square_5;
+      float square_6 = fma_f32(bf16_to_f32(f32_to_bf16(sums[(group + 2) * 4 + 1])), bf16_to_f32(f32_to_bf16(sums[(group + 2) * 4 + 1])), bf16_to_f32(f32_to_bf16(sums[(group + 2) * 4 + 3])) * bf16_to_f32(f32_to_bf16(sums[(group + 2) * 4 + 3])));
+      square_6 += shuffle_xor_f32(square_6, 4);
+      square_6 += shuffle_xor_f32(square_6, 8);
+      square_6 += shuffle_xor_f32(square_6, 16);
+      if (lane < 4) kept_6[(group + 2) * 8 + 1] = square_6;
+      store_rows_4(workspace + 33555456, sums, group, weights, m_tile, token_tile);
+      uint64_t index_4 = ((uint64_t)(m_tile) * 256 + (uint64_t)(token_tile * 32 + group + 3)) * 32;
+      float4 kept_7;
+      kept_7.x = sums[(group + 3) * 4];
+      kept_7.y = sums[(group + 3) * 4 + 1];
+      kept_7.z = sums[(group + 3) * 4 + 2];
+      kept_7.w = sums[(group + 3) * 4 + 3];
+      ((float4*)((float*)(workspace + 1024)))[index_4 + (uint64_t)(lane)] = kept_7;
+      float* of_lane_4 = (float*)(arena + SQUARES) + (warp * 256 + lane * 2);
+      float* kept_8 = of_lane_4;
+      float square_7 = fma_f32(bf16_to_f32(f32_to_bf16(sums[(group + 3) * 4])), bf16_to_f32(f32_to_bf16(sums[(group + 3) * 4])), bf16_to_f32(f32_to_bf16(sums[(group + 3) * 4 + 2])) * bf16_to_f32(f32_to_bf16(sums[(group + 3) * 4 + 2])));
+      square_7 += shuffle_xor_f32(square_7, 4);
+      square_7 += shuffle_xor_f32(square_7, 8);
+      square_7 += shuffle_xor_f32(square_7, 16);
+      if (lane < 4) kept_8[(group + 3) * 8] = square_7;
+      float square_8 = fma_f32(bf16_to_f32(f32_to_bf16(sums[(group + 3) * 4 + 1])), bf16_to_f32(f32_to_bf16(sums[(group + 3) * 4 + 1])), bf16_to_f32(f32_to_bf16(sums[(group + 3) * 4 + 3])) * bf16_to_f32(f32_to_bf16(sums[(group + 3) * 4 + 3])));
+      square_8 += shuffle_xor_f32(square_8, 4);
+      square_8 += shuffle_xor_f32(square_8, 8);
+      square_8 += shuffle_xor_f32(square_8, 16);
+      if (lane < 4) kept_8[(group + 3) * 8 + 1] = square_8;
+      store_rows_5(workspace + 33555456, sums, group, weights, m_tile, token_tile);
+    }
+  }
+
+  // Sums of the groups of tokens from `first` on, which the next stage has.
+  __device__ __forceinline__ void add_residual_4(float (&sums)[128]) {
+    uint32_t stage_2 = stage;
+    mbarrier_wait(full + stage, parity);
+    uint8_t* own = ring + stage_2 * 49152 + warp * 4096;
+    const float4* words = (const float4*)(own);
+    float last = 0.0f;
+    #pragma unroll
+    for (uint32_t group = 0; group < 8; ++group) {
+      float4 added = words[group * 32 + lane];
+      uint32_t place = (group + 24) * 4;
+      sums[place] = sums[place] + added.x;
+      sums[place + 1] = sums[place + 1] + added.y;
+      sums[place + 2] = sums[place + 2] + added.z;
+      sums[place + 3] = sums[place + 3] + added.w;
+      last += added.x;
+    }
+    wait_for_u32(float_bits(last));
+    warp_barrier();
+    if (lane == 0) mbarrier_arrive(empty + stage_2);
+    advance(stage, parity);
+  }
+
+  __device__ __forceinline__ void finish_groups_5(float (&sums)[128], uint32_t m_tile, uint32_t layer, uint32_t phase,
+      uint32_t token_tile) {
+    uint32_t row = m_tile * 16 + lane / 4;
+    float weights[2];
+    weights[0] = bf16_to_f32((norms + (layer * 2 + (phase <= 3 ? 1u : 2u)) * 4096)[row]);
+    weights[1] = bf16_to_f32((norms + (layer * 2 + (phase <= 3 ? 1u : 2u)) * 4096)[row + 8]);
+    #pragma unroll
+    for (uint32_t group = 24; group < 32; group += 4) {
+      uint32_t of_pass = token_tile * 32 + group;
+      uint64_t index = ((uint64_t)(m_tile) * 256 + (uint64_t)(token_tile * 32 + group)) * 32;
+      float4 kept;
+      kept.x = sums[group * 4];
+      kept.y = sums[group * 4 + 1];
+      kept.z = sums[group * 4 + 2];
+      kept.w = sums[group * 4 + 3];
+      ((float4*)((float*)(workspace + 1024)))[index + (uint64_t)(lane)] = kept;
+      float* of_lane = (float*)(arena + SQUARES) + (warp * 256 + lane * 2);
+      float* kept_2 = of_lane;
+      float square = fma_f32(bf16_to_f32(f32_to_bf16(sums[group * 4])), bf16_to_f32(f32_to_bf16(sums[group * 4])), bf16_to_f32(f32_to_bf16(sums[group * 4 + 2])) * bf16_to_f32(f32_to_bf16(sums[group * 4 + 2])));
+      square += shuffle_xor_f32(square, 4);
+      square += shuffle_xor_f32(square, 8);
+      square += shuffle_xor_f32(square, 16);
+      if (lane < 4) kept_2[group * 8] = square;
+      float square_2 = fma_f32(bf16_to_f32(f32_to_bf16(sums[group * 4 + 1])), bf16_to_f32(f32_to_bf16(sums[group * 4 + 1])), bf16_to_f32(f32_to_bf16(sums[group * 4 + 3])) * bf16_to_f32(f32_to_bf16(sums[group * 4 + 3])));
+      square_2 += shuffle_xor_f32(square_2, 4);
+      square_2 += shuffle_xor_f32(square_2, 8);
+      square_2 += shuffle_xor_f32(square_2, 16);
+      if (lane < 4) kept_2[group * 8 + 1] = square_2;
+      store_rows_2(workspace + 33555456, sums, group, weights, m_tile, token_tile);
+      uint64_t index_2 = ((uint64_t)(m_tile) * 256 + (uint64_t)(token_tile * 32 + group + 1)) * 32;
+      float4 kept_3;
+      kept_3.x = sums[(group + 1) * 4];
+      kept_3.y = sums[(group + 1) * 4 + 1];
+      kept_3.z = sums[(group + 1) * 4 + 2];
+      kept_3.w = sums[(group + 1) * 4 + 3];
+      ((float4*)((float*)(workspace + 1024)))[index_2 + (uint64_t)(lane)] = kept_3;
+      float* of_lane_2 = (float*)(arena + SQUARES) + (warp * 256 + lane * 2);
+      float* kept_4 = of_lane_2;
+      float square_3 = fma_f32(bf16_to_f32(f32_to_bf16(sums[(group + 1) * 4])), bf16_to_f32(f32_to_bf16(sums[(group + 1) * 4])), bf16_to_f32(f32_to_bf16(sums[(group + 1) * 4 + 2])) * bf16_to_f32(f32_to_bf16(sums[(group + 1) * 4 + 2])));
+      square_3 += shuffle_xor_f32(square_3, 4);
+      square_3 += shuffle_xor_f32(square_3, 8);
+      square_3 += shuffle_xor_f32(square_3, 16);
+      if (lane < 4) kept_4[(group + 1) * 8] = square_3;
+      float square_4 = fma_f32(bf16_to_f32(f32_to_bf16(sums[(group + 1) * 4 + 1])), bf16_to_f32(f32_to_bf16(sums[(group + 1) * 4 + 1])), bf16_to_f32(f32_to_bf16(sums[(group + 1) * 4 + 3])) * bf16_to_f32(f32_to_bf16(sums[(group + 1) * 4 + 3])));
+      square_4 += shuffle_xor_f32(square_4, 4);
+      square_4 += shuffle_xor_f32(square_4, 8);
+      square_4 += shuffle_xor_f32(square_4, 16);
+      if (lane < 4) kept_4[(group + 1) * 8 + 1] = square_4;
+      store_rows_3(workspace + 33555456, sums, group, weights, m_tile, token_tile);
+      uint64_t index_3 = ((uint64_t)(m_tile) * 256 + (uint64_t)(token_tile * 32 + group + 2)) * 32;
+      float4 kept_5;
+      kept_5.x = sums[(group + 2) * 4];
+      kept_5.y = sums[(group + 2) * 4 + 1];
+      kept_5.z = sums[(group + 2) * 4 + 2];
+      kept_5.w = sums[(group + 2) * 4 + 3];
+      ((float4*)((float*)(workspace + 1024)))[index_3 + (uint64_t)(lane)] = kept_5;
+      float* of_lane_3 = (float*)(arena + SQUARES) + (warp * 256 + lane * 2);
+      float* kept_6 = of_lane_3;
+      float square_5 = fma_f32(bf16_to_f32(f32_to_bf16(sums[(group + 2) * 4])), bf16_to_f32(f32_to_bf16(sums[(group + 2) * 4])), bf16_to_f32(f32_to_bf16(sums[(group + 2) * 4 + 2])) * bf16_to_f32(f32_to_bf16(sums[(group + 2) * 4 + 2])));
+      square_5 += shuffle_xor_f32(square_5, 4);
+      square_5 += shuffle_xor_f32(square_5, 8);
+      square_5 += shuffle_xor_f32(square_5, 16);
+      if (lane < 4) kept_6[(group + 2) * 8] = square_5;
+      float square_6 = fma_f32(bf16_to_f32(f32_to_bf16(sums[(group + 2) * 4 + 1])), bf16_to_f32(f32_to_bf16(sums[(group + 2) * 4 + 1])), bf16_to_f32(f32_to_bf16(sums[(group + 2) * 4 + 3])) * bf16_to_f32(f32_to_bf16(sums[(group + 2) * 4 + 3])));
+      square_6 += shuffle_xor_f32(square_6, 4);
+      square_6 += shuffle_xor_f32(square_6, 8);
+      square_6 += shuffle_xor_f32(square_6, 16);
+      if (lane < 4) kept_6[(group + 2) * 8 + 1] = square_6;
+      store_rows_4(workspace + 33555456, sums, group, weights, m_tile, token_tile);
+      uint64_t index_4 = ((uint64_t)(m_tile) * 256 + (uint64_t)(token_tile * 32 + group + 3)) * 32;
+      float4 kept_7;
+      kept_7.x = sums[(group + 3) * 4];
+      kept_7.y = sums[(group + 3) * 4 + 1];
+      kept_7.z = sums[(group + 3) * 4 + 2];
+      kept_7.w = sums[(group + 3) * 4 + 3];
+      ((float4*)((float*)(workspace + 1024)))[index_4 + (uint64_t)(lane)] = kept_7;
+      float* of_lane_4 = (float*)(arena + SQUARES) + (warp * 256 + lane * 2);
+      float* kept_8 = of_lane_4;
+      float square_7 = fma_f32(bf16_to_f32(f32_to_bf16(sums[(group + 3) * 4])), bf16_to_f32(f32_to_bf16(sums[(group + 3) * 4])), bf16_to_f32(f32_to_bf16(sums[(group + 3) * 4 + 2])) * bf16_to_f32(f32_to_bf16(sums[(group + 3) * 4 + 2])));
+      square_7 += shuffle_xor_f32(square_7, 4);
+      square_7 += shuffle_xor_f32(square_7, 8);
+      square_7 += shuffle_xor_f32(square_7, 16);
+      if (lane < 4) kept_8[(group + 3) * 8] = square_7;
+      float square_8 = fma_f32(bf16_to_f32(f32_to_bf16(sums[(group + 3) * 4 + 1])), bf16_to_f32(f32_to_bf16(sums[(group + 3) * 4 + 1])), bf16_to_f32(f32_to_bf16(sums[(group + 3) * 4 + 3])) * bf16_to_f32(f32_to_bf16(sums[(group + 3) * 4 + 3])));
+      square_8 += shuffle_xor_f32(square_8, 4);
+      square_8 += shuffle_xor_f32(square_8, 8);
+      square_8 += shuffle_xor_f32(square_8, 16);
+      if (lane < 4) kept_8[(group + 3) * 8 + 1] = square_8;
+      store_rows_5(workspace + 33555456, sums, group, weights, m_tile, token_tile);
+    }
+  }
+
   // Every token's sum over the row tile: its M-tiles in order.
-  __device__ __forceinline__ void end_2(uint32_t row_tile, uint32_t token_tile) {
+  __device__ __forceinline__ void end_3(uint32_t row_tile, uint32_t token_tile) {
     named_barrier(1, 256);
     if (thread < 256) {
       float* kept = (float*)(arena + SQUARES) + thread;
@@ -1516,6 +2056,41 @@ struct PromptPass {
     ((uint32_t*)(address))[0] = word;
   }
 
+  __device__ __forceinline__ void finish_groups_6(float (&sums)[128], uint32_t token_tile, uint32_t m_tile) {
+    #pragma unroll
+    for (uint32_t group = 0; group < 32; group += 4) {
+      uint32_t of_pass = token_tile * 32 + group;
+      const float2* pairs = (const float2*)(scales + turn * 256);
+      float2 scale = pairs[group * 4 + lane % 4];
+      float first = sums[group * 4];
+      float second = sums[group * 4 + 1];
+      float third = sums[group * 4 + 2];
+      float fourth = sums[group * 4 + 3];
+      store_gated(workspace + 151290880, first, scale, second, third, fourth, m_tile, token_tile, group);
+      const float2* pairs_2 = (const float2*)(scales + turn * 256);
+      float2 scale_2 = pairs_2[(group + 1) * 4 + lane % 4];
+      float first_2 = sums[(group + 1) * 4];
+      float second_2 = sums[(group + 1) * 4 + 1];
+      float third_2 = sums[(group + 1) * 4 + 2];
+      float fourth_2 = sums[(group + 1) * 4 + 3];
+      store_gated_2(workspace + 151290880, first_2, scale_2, second_2, third_2, fourth_2, m_tile, token_tile, group);
+      const float2* pairs_3 = (const float2*)(scales + turn * 256);
+      float2 scale_3 = pairs_3[(group + 2) * 4 + lane % 4];
+      float first_3 = sums[(group + 2) * 4];
+      float second_3 = sums[(group + 2) * 4 + 1];
+      float third_3 = sums[(group + 2) * 4 + 2];
+      float fourth_3 = sums[(group + 2) * 4 + 3];
+      store_gated_3(workspace + 151290880, first_3, scale_3, second_3, third_3, fourth_3, m_tile, token_tile, group);
+      const float2* pairs_4 = (const float2*)(scales + turn * 256);
+      float2 scale_4 = pairs_4[(group + 3) * 4 + lane % 4];
+      float first_4 = sums[(group + 3) * 4];
+      float second_4 = sums[(group + 3) * 4 + 1];
+      float third_4 = sums[(group + 3) * 4 + 2];
+      float fourth_4 = sums[(group + 3) * 4 + 3];
+      store_gated_4(workspace + 151290880, first_4, scale_4, second_4, third_4, fourth_4, m_tile, token_tile, group);
+    }
+  }
+
   // In the consumer role: the product of `phase`. All share one main loop: with one for each, a kernel took four
   // times as long to compile, and ptxas found no registers for its accumulators.
   __device__ __forceinline__ void multiply(uint32_t phase, uint32_t layer, uint32_t phase_2) {
@@ -1533,787 +2108,33 @@ struct PromptPass {
       uint4 even[4];
       uint4 odd[4];
       uint32_t previous = 0;
-      uint32_t stage_2 = stage;
-      mbarrier_wait(full + stage, parity);
-      uint8_t* memory = ring + stage_2 * 49152;
-      even[0] = ((const uint4*)(memory + warp * 2048))[lane];
-      even[1] = ((const uint4*)(memory + warp * 2048))[32 + lane];
-      even[2] = ((const uint4*)(memory + warp * 2048))[64 + lane];
-      even[3] = ((const uint4*)(memory + warp * 2048))[96 + lane];
-      wgmma_fence();
-      uint64_t descriptor = matrix_descriptor(memory + 16384, 128, 512);
-      wgmma_bf16_n256(sums, even[0], descriptor, 0);
-      wgmma_bf16_n256(sums, even[1], descriptor + 16, 1);
-      wgmma_bf16_n256(sums, even[2], descriptor + 1024, 1);
-      wgmma_bf16_n256(sums, even[3], descriptor + 1040, 1);
-      wgmma_commit();
-      previous = stage_2;
-      advance(stage, parity);
+      multiply_stage(sums, even, previous);
       uint32_t pairs = phase == 4 ? 111 : (phase == 3 ? 31 : (phase == 2 ? 31u : 31u));
       #pragma unroll 1
       for (uint32_t i = 0; i < pairs; ++i) {
-        uint32_t stage_3 = stage;
-        mbarrier_wait(full + stage, parity);
-        uint8_t* memory_2 = ring + stage_3 * 49152;
-        odd[0] = ((const uint4*)(memory_2 + warp * 2048))[lane];
-        odd[1] = ((const uint4*)(memory_2 + warp * 2048))[32 + lane];
-        odd[2] = ((const uint4*)(memory_2 + warp * 2048))[64 + lane];
-        odd[3] = ((const uint4*)(memory_2 + warp * 2048))[96 + lane];
-        wgmma_fence();
-        uint64_t descriptor_2 = matrix_descriptor(memory_2 + 16384, 128, 512);
-        wgmma_bf16_n256(sums, odd[0], descriptor_2, 1);
-        wgmma_bf16_n256(sums, odd[1], descriptor_2 + 16, 1);
-        wgmma_bf16_n256(sums, odd[2], descriptor_2 + 1024, 1);
-        wgmma_bf16_n256(sums, odd[3], descriptor_2 + 1040, 1);
-        wgmma_commit();
-        wgmma_wait_but_one();
-        warp_barrier();
-        if (lane == 0) mbarrier_arrive(empty + previous);
-        previous = stage_3;
-        advance(stage, parity);
-        uint32_t stage_4 = stage;
-        mbarrier_wait(full + stage, parity);
-        uint8_t* memory_3 = ring + stage_4 * 49152;
-        even[0] = ((const uint4*)(memory_3 + warp * 2048))[lane];
-        even[1] = ((const uint4*)(memory_3 + warp * 2048))[32 + lane];
-        even[2] = ((const uint4*)(memory_3 + warp * 2048))[64 + lane];
-        even[3] = ((const uint4*)(memory_3 + warp * 2048))[96 + lane];
-        wgmma_fence();
-        uint64_t descriptor_3 = matrix_descriptor(memory_3 + 16384, 128, 512);
-        wgmma_bf16_n256(sums, even[0], descriptor_3, 1);
-        wgmma_bf16_n256(sums, even[1], descriptor_3 + 16, 1);
-        wgmma_bf16_n256(sums, even[2], descriptor_3 + 1024, 1);
-        wgmma_bf16_n256(sums, even[3], descriptor_3 + 1040, 1);
-        wgmma_commit();
-        wgmma_wait_but_one();
-        warp_barrier();
-        if (lane == 0) mbarrier_arrive(empty + previous);
-        previous = stage_4;
-        advance(stage, parity);
+        multiply_stage_2(sums, odd, previous);
+        multiply_stage_2(sums, even, previous);
       }
-      uint32_t stage_3 = stage;
-      mbarrier_wait(full + stage, parity);
-      uint8_t* memory_2 = ring + stage_3 * 49152;
-      odd[0] = ((const uint4*)(memory_2 + warp * 2048))[lane];
-      odd[1] = ((const uint4*)(memory_2 + warp * 2048))[32 + lane];
-      odd[2] = ((const uint4*)(memory_2 + warp * 2048))[64 + lane];
-      odd[3] = ((const uint4*)(memory_2 + warp * 2048))[96 + lane];
-      wgmma_fence();
-      uint64_t descriptor_2 = matrix_descriptor(memory_2 + 16384, 128, 512);
-      wgmma_bf16_n256(sums, odd[0], descriptor_2, 1);
-      wgmma_bf16_n256(sums, odd[1], descriptor_2 + 16, 1);
-      wgmma_bf16_n256(sums, odd[2], descriptor_2 + 1024, 1);
-      wgmma_bf16_n256(sums, odd[3], descriptor_2 + 1040, 1);
-      wgmma_commit();
-      wgmma_wait_but_one();
-      warp_barrier();
-      if (lane == 0) mbarrier_arrive(empty + previous);
-      previous = stage_3;
-      advance(stage, parity);
+      multiply_stage_2(sums, odd, previous);
       wgmma_wait_all();
       warp_barrier();
       if (lane == 0) mbarrier_arrive(empty + previous);
       if (phase == 0) {
-        if (m_tile < 384) {
-          #pragma unroll
-          for (uint32_t group = 0; group < 32; group += 4) {
-            uint32_t of_pass = token_tile * 32 + group;
-            uint32_t lane_2 = lane;
-            uint4 of_group = ((const uint4*)(groups))[of_pass];
-            uint32_t frequency = m_tile % 8 * 8 + lane_2 / 4;
-            uint32_t position = min(of_group.x + lane_2 % 4 * 2, 8191u);
-            const float2* angles = (const float2*)(rope);
-            float2 angle = angles[position * 64 + frequency];
-            uint32_t position_2 = min(of_group.x + lane_2 % 4 * 2 + 1, 8191u);
-            const float2* angles_2 = (const float2*)(rope);
-            float2 angle_2 = angles_2[position_2 * 64 + frequency];
-            uint32_t lane_3 = lane;
-            uint4 of_group_2 = ((const uint4*)(groups))[of_pass + 1];
-            uint32_t frequency_2 = m_tile % 8 * 8 + lane_3 / 4;
-            uint32_t position_3 = min(of_group_2.x + lane_3 % 4 * 2, 8191u);
-            const float2* angles_3 = (const float2*)(rope);
-            float2 angle_3 = angles_3[position_3 * 64 + frequency_2];
-            uint32_t position_4 = min(of_group_2.x + lane_3 % 4 * 2 + 1, 8191u);
-            const float2* angles_4 = (const float2*)(rope);
-            float2 angle_4 = angles_4[position_4 * 64 + frequency_2];
-            uint32_t lane_4 = lane;
-            uint4 of_group_3 = ((const uint4*)(groups))[of_pass + 2];
-            uint32_t frequency_3 = m_tile % 8 * 8 + lane_4 / 4;
-            uint32_t position_5 = min(of_group_3.x + lane_4 % 4 * 2, 8191u);
-            const float2* angles_5 = (const float2*)(rope);
-            float2 angle_5 = angles_5[position_5 * 64 + frequency_3];
-            uint32_t position_6 = min(of_group_3.x + lane_4 % 4 * 2 + 1, 8191u);
-            const float2* angles_6 = (const float2*)(rope);
-            float2 angle_6 = angles_6[position_6 * 64 + frequency_3];
-            uint32_t lane_5 = lane;
-            uint4 of_group_4 = ((const uint4*)(groups))[of_pass + 3];
-            uint32_t frequency_4 = m_tile % 8 * 8 + lane_5 / 4;
-            uint32_t position_7 = min(of_group_4.x + lane_5 % 4 * 2, 8191u);
-            const float2* angles_7 = (const float2*)(rope);
-            float2 angle_7 = angles_7[position_7 * 64 + frequency_4];
-            uint32_t position_8 = min(of_group_4.x + lane_5 % 4 * 2 + 1, 8191u);
-            const float2* angles_8 = (const float2*)(rope);
-            float2 angle_8 = angles_8[position_8 * 64 + frequency_4];
-            uint32_t head = m_tile / 8;
-            uint32_t m_tile_of_head = m_tile % 8;
-            float rows[4];
-            const float2* pairs_2 = (const float2*)(scales + turn * 256);
-            float2 scale = pairs_2[group * 4 + lane % 4];
-            float first = sums[group * 4];
-            float second = sums[group * 4 + 1];
-            float third = sums[group * 4 + 2];
-            float fourth = sums[group * 4 + 3];
-            rows[0] = first * scale.x;
-            rows[1] = second * scale.y;
-            rows[2] = third * scale.x;
-            rows[3] = fourth * scale.y;
-            bool is_paired = head < 40;
-            if (is_paired) {
-              float first_2 = rows[0];
-              float second_2 = rows[2];
-              rows[0] = fma_f32(first_2, angle.x, -second_2 * angle.y);
-              rows[2] = fma_f32(second_2, angle.x, first_2 * angle.y);
-              float first_3 = rows[1];
-              float second_3 = rows[3];
-              rows[1] = fma_f32(first_3, angle_2.x, -second_3 * angle_2.y);
-              rows[3] = fma_f32(second_3, angle_2.x, first_3 * angle_2.y);
-            }
-            bool is_odd = lane / 4 % 2 != 0;
-            uint32_t mine = is_odd ? pack_bf16x2(rows[1], rows[3]) : pack_bf16x2(rows[0], rows[2]);
-            uint32_t other = shuffle_xor_u32(is_odd ? pack_bf16x2(rows[0], rows[2]) : pack_bf16x2(rows[1], rows[3]), 4);
-            uint32_t even_2 = is_odd ? other : mine;
-            uint32_t odd_2 = is_odd ? mine : other;
-            uint32_t low = byte_permute(even_2, odd_2, 21520);
-            uint32_t high = byte_permute(even_2, odd_2, 30258);
-            uint32_t first_unit = is_paired ? m_tile_of_head : m_tile_of_head * 2;
-            uint32_t second_unit = is_paired ? m_tile_of_head + 8 : m_tile_of_head * 2 + 1;
-            uint32_t in_group = lane % 4 * 2 + lane / 4 % 2;
-            if (head < 32) {
-              store_query(head, (token_tile * 32 + group) * 8 + in_group, first_unit, low);
-            } else if (in_group < of_group.y) {
-              store_kv(head, of_group.x + in_group, of_group.z, of_group.w, first_unit, low, layer);
-            }
-            uint32_t in_group_2 = lane % 4 * 2 + lane / 4 % 2;
-            if (head < 32) {
-              store_query(head, (token_tile * 32 + group) * 8 + in_group_2, second_unit, high);
-            } else if (in_group_2 < of_group.y) {
-              store_kv(head, of_group.x + in_group_2, of_group.z, of_group.w, second_unit, high, layer);
-            }
-            uint32_t head_2 = m_tile / 8;
-            uint32_t m_tile_of_head_2 = m_tile % 8;
-            float rows_2[4];
-            const float2* pairs_3 = (const float2*)(scales + turn * 256);
-            float2 scale_2 = pairs_3[(group + 1) * 4 + lane % 4];
-            float first_2 = sums[(group + 1) * 4];
-            float second_2 = sums[(group + 1) * 4 + 1];
-            float third_2 = sums[(group + 1) * 4 + 2];
-            float fourth_2 = sums[(group + 1) * 4 + 3];
-            rows_2[0] = first_2 * scale_2.x;
-            rows_2[1] = second_2 * scale_2.y;
-            rows_2[2] = third_2 * scale_2.x;
-            rows_2[3] = fourth_2 * scale_2.y;
-            bool is_paired_2 = head_2 < 40;
-            if (is_paired_2) {
-              float first_3 = rows_2[0];
-              float second_3 = rows_2[2];
-              rows_2[0] = fma_f32(first_3, angle_3.x, -second_3 * angle_3.y);
-              rows_2[2] = fma_f32(second_3, angle_3.x, first_3 * angle_3.y);
-              float first_4 = rows_2[1];
-              float second_4 = rows_2[3];
-              rows_2[1] = fma_f32(first_4, angle_4.x, -second_4 * angle_4.y);
-              rows_2[3] = fma_f32(second_4, angle_4.x, first_4 * angle_4.y);
-            }
-            bool is_odd_2 = lane / 4 % 2 != 0;
-            uint32_t mine_2 = is_odd_2 ? pack_bf16x2(rows_2[1], rows_2[3]) : pack_bf16x2(rows_2[0], rows_2[2]);
-            uint32_t other_2 = shuffle_xor_u32(is_odd_2 ? pack_bf16x2(rows_2[0], rows_2[2]) : pack_bf16x2(rows_2[1], rows_2[3]), 4);
-            uint32_t even_3 = is_odd_2 ? other_2 : mine_2;
-            uint32_t odd_3 = is_odd_2 ? mine_2 : other_2;
-            uint32_t low_2 = byte_permute(even_3, odd_3, 21520);
-            uint32_t high_2 = byte_permute(even_3, odd_3, 30258);
-            uint32_t first_unit_2 = is_paired_2 ? m_tile_of_head_2 : m_tile_of_head_2 * 2;
-            uint32_t second_unit_2 = is_paired_2 ? m_tile_of_head_2 + 8 : m_tile_of_head_2 * 2 + 1;
-            uint32_t in_group_3 = lane % 4 * 2 + lane / 4 % 2;
-            if (head_2 < 32) {
-              store_query(head_2, (token_tile * 32 + group + 1) * 8 + in_group_3, first_unit_2, low_2);
-            } else if (in_group_3 < of_group_2.y) {
-              store_kv(head_2, of_group_2.x + in_group_3, of_group_2.z, of_group_2.w, first_unit_2, low_2, layer);
-            }
-            uint32_t in_group_4 = lane % 4 * 2 + lane / 4 % 2;
-            if (head_2 < 32) {
-              store_query(head_2, (token_tile * 32 + group + 1) * 8 + in_group_4, second_unit_2, high_2);
-            } else if (in_group_4 < of_group_2.y) {
-              store_kv(head_2, of_group_2.x + in_group_4, of_group_2.z, of_group_2.w, second_unit_2, high_2, layer);
-            }
-            uint32_t head_3 = m_tile / 8;
-            uint32_t m_tile_of_head_3 = m_tile % 8;
-            float rows_3[4];
-            const float2* pairs_4 = (const float2*)(scales + turn * 256);
-            float2 scale_3 = pairs_4[(group + 2) * 4 + lane % 4];
-            float first_3 = sums[(group + 2) * 4];
-            float second_3 = sums[(group + 2) * 4 + 1];
-            float third_3 = sums[(group + 2) * 4 + 2];
-            float fourth_3 = sums[(group + 2) * 4 + 3];
-            rows_3[0] = first_3 * scale_3.x;
-            rows_3[1] = second_3 * scale_3.y;
-            rows_3[2] = third_3 * scale_3.x;
-            rows_3[3] = fourth_3 * scale_3.y;
-            bool is_paired_3 = head_3 < 40;
-            if (is_paired_3) {
-              float first_4 = rows_3[0];
-              float second_4 = rows_3[2];
-              rows_3[0] = fma_f32(first_4, angle_5.x, -second_4 * angle_5.y);
-              rows_3[2] = fma_f32(second_4, angle_5.x, first_4 * angle_5.y);
-              float first_5 = rows_3[1];
-              float second_5 = rows_3[3];
-              rows_3[1] = fma_f32(first_5, angle_6.x, -second_5 * angle_6.y);
-              rows_3[3] = fma_f32(second_5, angle_6.x, first_5 * angle_6.y);
-            }
-            bool is_odd_3 = lane / 4 % 2 != 0;
-            uint32_t mine_3 = is_odd_3 ? pack_bf16x2(rows_3[1], rows_3[3]) : pack_bf16x2(rows_3[0], rows_3[2]);
-            uint32_t other_3 = shuffle_xor_u32(is_odd_3 ? pack_bf16x2(rows_3[0], rows_3[2]) : pack_bf16x2(rows_3[1], rows_3[3]), 4);
-            uint32_t even_4 = is_odd_3 ? other_3 : mine_3;
-            uint32_t odd_4 = is_odd_3 ? mine_3 : other_3;
-            uint32_t low_3 = byte_permute(even_4, odd_4, 21520);
-            uint32_t high_3 = byte_permute(even_4, odd_4, 30258);
-            uint32_t first_unit_3 = is_paired_3 ? m_tile_of_head_3 : m_tile_of_head_3 * 2;
-            uint32_t second_unit_3 = is_paired_3 ? m_tile_of_head_3 + 8 : m_tile_of_head_3 * 2 + 1;
-            uint32_t in_group_5 = lane % 4 * 2 + lane / 4 % 2;
-            if (head_3 < 32) {
-              store_query(head_3, (token_tile * 32 + group + 2) * 8 + in_group_5, first_unit_3, low_3);
-            } else if (in_group_5 < of_group_3.y) {
-              store_kv(head_3, of_group_3.x + in_group_5, of_group_3.z, of_group_3.w, first_unit_3, low_3, layer);
-            }
-            uint32_t in_group_6 = lane % 4 * 2 + lane / 4 % 2;
-            if (head_3 < 32) {
-              store_query(head_3, (token_tile * 32 + group + 2) * 8 + in_group_6, second_unit_3, high_3);
-            } else if (in_group_6 < of_group_3.y) {
-              store_kv(head_3, of_group_3.x + in_group_6, of_group_3.z, of_group_3.w, second_unit_3, high_3, layer);
-            }
-            uint32_t head_4 = m_tile / 8;
-            uint32_t m_tile_of_head_4 = m_tile % 8;
-            float rows_4[4];
-            const float2* pairs_5 = (const float2*)(scales + turn * 256);
-            float2 scale_4 = pairs_5[(group + 3) * 4 + lane % 4];
-            float first_4 = sums[(group + 3) * 4];
-            float second_4 = sums[(group + 3) * 4 + 1];
-            float third_4 = sums[(group + 3) * 4 + 2];
-            float fourth_4 = sums[(group + 3) * 4 + 3];
-            rows_4[0] = first_4 * scale_4.x;
-            rows_4[1] = second_4 * scale_4.y;
-            rows_4[2] = third_4 * scale_4.x;
-            rows_4[3] = fourth_4 * scale_4.y;
-            bool is_paired_4 = head_4 < 40;
-            if (is_paired_4) {
-              float first_5 = rows_4[0];
-              float second_5 = rows_4[2];
-              rows_4[0] = fma_f32(first_5, angle_7.x, -second_5 * angle_7.y);
-              rows_4[2] = fma_f32(second_5, angle_7.x, first_5 * angle_7.y);
-              float first_6 = rows_4[1];
-              float second_6 = rows_4[3];
-              rows_4[1] = fma_f32(first_6, angle_8.x, -second_6 * angle_8.y);
-              rows_4[3] = fma_f32(second_6, angle_8.x, first_6 * angle_8.y);
-            }
-            bool is_odd_4 = lane / 4 % 2 != 0;
-            uint32_t mine_4 = is_odd_4 ? pack_bf16x2(rows_4[1], rows_4[3]) : pack_bf16x2(rows_4[0], rows_4[2]);
-            uint32_t other_4 = shuffle_xor_u32(is_odd_4 ? pack_bf16x2(rows_4[0], rows_4[2]) : pack_bf16x2(rows_4[1], rows_4[3]), 4);
-            uint32_t even_5 = is_odd_4 ? other_4 : mine_4;
-            uint32_t odd_5 = is_odd_4 ? mine_4 : other_4;
-            uint32_t low_4 = byte_permute(even_5, odd_5, 21520);
-            uint32_t high_4 = byte_permute(even_5, odd_5, 30258);
-            uint32_t first_unit_4 = is_paired_4 ? m_tile_of_head_4 : m_tile_of_head_4 * 2;
-            uint32_t second_unit_4 = is_paired_4 ? m_tile_of_head_4 + 8 : m_tile_of_head_4 * 2 + 1;
-            uint32_t in_group_7 = lane % 4 * 2 + lane / 4 % 2;
-            if (head_4 < 32) {
-              store_query(head_4, (token_tile * 32 + group + 3) * 8 + in_group_7, first_unit_4, low_4);
-            } else if (in_group_7 < of_group_4.y) {
-              store_kv(head_4, of_group_4.x + in_group_7, of_group_4.z, of_group_4.w, first_unit_4, low_4, layer);
-            }
-            uint32_t in_group_8 = lane % 4 * 2 + lane / 4 % 2;
-            if (head_4 < 32) {
-              store_query(head_4, (token_tile * 32 + group + 3) * 8 + in_group_8, second_unit_4, high_4);
-            } else if (in_group_8 < of_group_4.y) {
-              store_kv(head_4, of_group_4.x + in_group_8, of_group_4.z, of_group_4.w, second_unit_4, high_4, layer);
-            }
-          }
-        }
+        if (m_tile < 384) finish_groups(sums, token_tile, m_tile, layer);
       }
       if (phase == 2 || phase == 4) {
-        uint32_t stage_4 = stage;
-        mbarrier_wait(full + stage, parity);
-        uint8_t* own = ring + stage_4 * 49152 + warp * 4096;
-        const float4* words = (const float4*)(own);
-        float last = 0.0f;
-        #pragma unroll
-        for (uint32_t group = 0; group < 8; ++group) {
-          float4 added = words[group * 32 + lane];
-          uint32_t place = group * 4;
-          sums[place] = sums[place] + added.x;
-          sums[place + 1] = sums[place + 1] + added.y;
-          sums[place + 2] = sums[place + 2] + added.z;
-          sums[place + 3] = sums[place + 3] + added.w;
-          last += added.x;
-        }
-        wait_for_u32(float_bits(last));
-        warp_barrier();
-        if (lane == 0) mbarrier_arrive(empty + stage_4);
-        advance(stage, parity);
-        if (m_tile < 256) {
-          uint32_t row = m_tile * 16 + lane / 4;
-          float weights[2];
-          weights[0] = bf16_to_f32((norms + (layer * 2 + (phase_2 <= 3 ? 1u : 2u)) * 4096)[row]);
-          weights[1] = bf16_to_f32((norms + (layer * 2 + (phase_2 <= 3 ? 1u : 2u)) * 4096)[row + 8]);
-          #pragma unroll
-          for (uint32_t group = 0; group < 8; group += 4) {
-            uint32_t of_pass = token_tile * 32 + group;
-            uint64_t index = ((uint64_t)(m_tile) * 256 + (uint64_t)(token_tile * 32 + group)) * 32;
-            float4 kept;
-            kept.x = sums[group * 4];
-            kept.y = sums[group * 4 + 1];
-            kept.z = sums[group * 4 + 2];
-            kept.w = sums[group * 4 + 3];
-            ((float4*)((float*)(workspace + 1024)))[index + (uint64_t)(lane)] = kept;
-            float* of_lane = (float*)(arena + SQUARES) + (warp * 256 + lane * 2);
-            float* kept_2 = of_lane;
-            float square = fma_f32(bf16_to_f32(f32_to_bf16(sums[group * 4])), bf16_to_f32(f32_to_bf16(sums[group * 4])), bf16_to_f32(f32_to_bf16(sums[group * 4 + 2])) * bf16_to_f32(f32_to_bf16(sums[group * 4 + 2])));
-            square += shuffle_xor_f32(square, 4);
-            square += shuffle_xor_f32(square, 8);
-            square += shuffle_xor_f32(square, 16);
-            if (lane < 4) kept_2[group * 8] = square;
-            float square_2 = fma_f32(bf16_to_f32(f32_to_bf16(sums[group * 4 + 1])), bf16_to_f32(f32_to_bf16(sums[group * 4 + 1])), bf16_to_f32(f32_to_bf16(sums[group * 4 + 3])) * bf16_to_f32(f32_to_bf16(sums[group * 4 + 3])));
-            square_2 += shuffle_xor_f32(square_2, 4);
-            square_2 += shuffle_xor_f32(square_2, 8);
-            square_2 += shuffle_xor_f32(square_2, 16);
-            if (lane < 4) kept_2[group * 8 + 1] = square_2;
-            store_rows_2(workspace + 33555456, sums, group, weights, m_tile, token_tile);
-            uint64_t index_2 = ((uint64_t)(m_tile) * 256 + (uint64_t)(token_tile * 32 + group + 1)) * 32;
-            float4 kept_3;
-            kept_3.x = sums[(group + 1) * 4];
-            kept_3.y = sums[(group + 1) * 4 + 1];
-            kept_3.z = sums[(group + 1) * 4 + 2];
-            kept_3.w = sums[(group + 1) * 4 + 3];
-            ((float4*)((float*)(workspace + 1024)))[index_2 + (uint64_t)(lane)] = kept_3;
-            float* of_lane_2 = (float*)(arena + SQUARES) + (warp * 256 + lane * 2);
-            float* kept_4 = of_lane_2;
-            float square_3 = fma_f32(bf16_to_f32(f32_to_bf16(sums[(group + 1) * 4])), bf16_to_f32(f32_to_bf16(sums[(group + 1) * 4])), bf16_to_f32(f32_to_bf16(sums[(group + 1) * 4 + 2])) * bf16_to_f32(f32_to_bf16(sums[(group + 1) * 4 + 2])));
-            square_3 += shuffle_xor_f32(square_3, 4);
-            square_3 += shuffle_xor_f32(square_3, 8);
-            square_3 += shuffle_xor_f32(square_3, 16);
-            if (lane < 4) kept_4[(group + 1) * 8] = square_3;
-            float square_4 = fma_f32(bf16_to_f32(f32_to_bf16(sums[(group + 1) * 4 + 1])), bf16_to_f32(f32_to_bf16(sums[(group + 1) * 4 + 1])), bf16_to_f32(f32_to_bf16(sums[(group + 1) * 4 + 3])) * bf16_to_f32(f32_to_bf16(sums[(group + 1) * 4 + 3])));
-            square_4 += shuffle_xor_f32(square_4, 4);
-            square_4 += shuffle_xor_f32(square_4, 8);
-            square_4 += shuffle_xor_f32(square_4, 16);
-            if (lane < 4) kept_4[(group + 1) * 8 + 1] = square_4;
-            store_rows_3(workspace + 33555456, sums, group, weights, m_tile, token_tile);
-            uint64_t index_3 = ((uint64_t)(m_tile) * 256 + (uint64_t)(token_tile * 32 + group + 2)) * 32;
-            float4 kept_5;
-            kept_5.x = sums[(group + 2) * 4];
-            kept_5.y = sums[(group + 2) * 4 + 1];
-            kept_5.z = sums[(group + 2) * 4 + 2];
-            kept_5.w = sums[(group + 2) * 4 + 3];
-            ((float4*)((float*)(workspace + 1024)))[index_3 + (uint64_t)(lane)] = kept_5;
-            float* of_lane_3 = (float*)(arena + SQUARES) + (warp * 256 + lane * 2);
-            float* kept_6 = of_lane_3;
-            float square_5 = fma_f32(bf16_to_f32(f32_to_bf16(sums[(group + 2) * 4])), bf16_to_f32(f32_to_bf16(sums[(group + 2) * 4])), bf16_to_f32(f32_to_bf16(sums[(group + 2) * 4 + 2])) * bf16_to_f32(f32_to_bf16(sums[(group + 2) * 4 + 2])));
-            square_5 += shuffle_xor_f32(square_5, 4);
-            square_5 += shuffle_xor_f32(square_5, 8);
-            square_5 += shuffle_xor_f32(square_5, 16);
-            if (lane < 4) kept_6[(group + 2) * 8] = square_5;
-            float square_6 = fma_f32(bf16_to_f32(f32_to_bf16(sums[(group + 2) * 4 + 1])), bf16_to_f32(f32_to_bf16(sums[(group + 2) * 4 + 1])), bf16_to_f32(f32_to_bf16(sums[(group + 2) * 4 + 3])) * bf16_to_f32(f32_to_bf16(sums[(group + 2) * 4 + 3])));
-            square_6 += shuffle_xor_f32(square_6, 4);
-            square_6 += shuffle_xor_f32(square_6, 8);
-            square_6 += shuffle_xor_f32(square_6, 16);
-            if (lane < 4) kept_6[(group + 2) * 8 + 1] = square_6;
-            store_rows_4(workspace + 33555456, sums, group, weights, m_tile, token_tile);
-            uint64_t index_4 = ((uint64_t)(m_tile) * 256 + (uint64_t)(token_tile * 32 + group + 3)) * 32;
-            float4 kept_7;
-            kept_7.x = sums[(group + 3) * 4];
-            kept_7.y = sums[(group + 3) * 4 + 1];
-            kept_7.z = sums[(group + 3) * 4 + 2];
-            kept_7.w = sums[(group + 3) * 4 + 3];
-            ((float4*)((float*)(workspace + 1024)))[index_4 + (uint64_t)(lane)] = kept_7;
-            float* of_lane_4 = (float*)(arena + SQUARES) + (warp * 256 + lane * 2);
-            float* kept_8 = of_lane_4;
-            float square_7 = fma_f32(bf16_to_f32(f32_to_bf16(sums[(group + 3) * 4])), bf16_to_f32(f32_to_bf16(sums[(group + 3) * 4])), bf16_to_f32(f32_to_bf16(sums[(group + 3) * 4 + 2])) * bf16_to_f32(f32_to_bf16(sums[(group + 3) * 4 + 2])));
-            square_7 += shuffle_xor_f32(square_7, 4);
-            square_7 += shuffle_xor_f32(square_7, 8);
-            square_7 += shuffle_xor_f32(square_7, 16);
-            if (lane < 4) kept_8[(group + 3) * 8] = square_7;
-            float square_8 = fma_f32(bf16_to_f32(f32_to_bf16(sums[(group + 3) * 4 + 1])), bf16_to_f32(f32_to_bf16(sums[(group + 3) * 4 + 1])), bf16_to_f32(f32_to_bf16(sums[(group + 3) * 4 + 3])) * bf16_to_f32(f32_to_bf16(sums[(group + 3) * 4 + 3])));
-            square_8 += shuffle_xor_f32(square_8, 4);
-            square_8 += shuffle_xor_f32(square_8, 8);
-            square_8 += shuffle_xor_f32(square_8, 16);
-            if (lane < 4) kept_8[(group + 3) * 8 + 1] = square_8;
-            store_rows_5(workspace + 33555456, sums, group, weights, m_tile, token_tile);
-          }
-        }
-        uint32_t stage_5 = stage;
-        mbarrier_wait(full + stage, parity);
-        uint8_t* own_2 = ring + stage_5 * 49152 + warp * 4096;
-        const float4* words_2 = (const float4*)(own_2);
-        float last_2 = 0.0f;
-        #pragma unroll
-        for (uint32_t group = 0; group < 8; ++group) {
-          float4 added = words_2[group * 32 + lane];
-          uint32_t place = (group + 8) * 4;
-          sums[place] = sums[place] + added.x;
-          sums[place + 1] = sums[place + 1] + added.y;
-          sums[place + 2] = sums[place + 2] + added.z;
-          sums[place + 3] = sums[place + 3] + added.w;
-          last_2 += added.x;
-        }
-        wait_for_u32(float_bits(last_2));
-        warp_barrier();
-        if (lane == 0) mbarrier_arrive(empty + stage_5);
-        advance(stage, parity);
-        if (m_tile < 256) {
-          uint32_t row = m_tile * 16 + lane / 4;
-          float weights[2];
-          weights[0] = bf16_to_f32((norms + (layer * 2 + (phase_2 <= 3 ? 1u : 2u)) * 4096)[row]);
-          weights[1] = bf16_to_f32((norms + (layer * 2 + (phase_2 <= 3 ? 1u : 2u)) * 4096)[row + 8]);
-          #pragma unroll
-          for (uint32_t group = 8; group < 16; group += 4) {
-            uint32_t of_pass = token_tile * 32 + group;
-            uint64_t index = ((uint64_t)(m_tile) * 256 + (uint64_t)(token_tile * 32 + group)) * 32;
-            float4 kept;
-            kept.x = sums[group * 4];
-            kept.y = sums[group * 4 + 1];
-            kept.z = sums[group * 4 + 2];
-            kept.w = sums[group * 4 + 3];
-            ((float4*)((float*)(workspace + 1024)))[index + (uint64_t)(lane)] = kept;
-            float* of_lane = (float*)(arena + SQUARES) + (warp * 256 + lane * 2);
-            float* kept_2 = of_lane;
-            float square = fma_f32(bf16_to_f32(f32_to_bf16(sums[group * 4])), bf16_to_f32(f32_to_bf16(sums[group * 4])), bf16_to_f32(f32_to_bf16(sums[group * 4 + 2])) * bf16_to_f32(f32_to_bf16(sums[group * 4 + 2])));
-            square += shuffle_xor_f32(square, 4);
-            square += shuffle_xor_f32(square, 8);
-            square += shuffle_xor_f32(square, 16);
-            if (lane < 4) kept_2[group * 8] = square;
-            float square_2 = fma_f32(bf16_to_f32(f32_to_bf16(sums[group * 4 + 1])), bf16_to_f32(f32_to_bf16(sums[group * 4 + 1])), bf16_to_f32(f32_to_bf16(sums[group * 4 + 3])) * bf16_to_f32(f32_to_bf16(sums[group * 4 + 3])));
-            square_2 += shuffle_xor_f32(square_2, 4);
-            square_2 += shuffle_xor_f32(square_2, 8);
-            square_2 += shuffle_xor_f32(square_2, 16);
-            if (lane < 4) kept_2[group * 8 + 1] = square_2;
-            store_rows_2(workspace + 33555456, sums, group, weights, m_tile, token_tile);
-            uint64_t index_2 = ((uint64_t)(m_tile) * 256 + (uint64_t)(token_tile * 32 + group + 1)) * 32;
-            float4 kept_3;
-            kept_3.x = sums[(group + 1) * 4];
-            kept_3.y = sums[(group + 1) * 4 + 1];
-            kept_3.z = sums[(group + 1) * 4 + 2];
-            kept_3.w = sums[(group + 1) * 4 + 3];
-            ((float4*)((float*)(workspace + 1024)))[index_2 + (uint64_t)(lane)] = kept_3;
-            float* of_lane_2 = (float*)(arena + SQUARES) + (warp * 256 + lane * 2);
-            float* kept_4 = of_lane_2;
-            float square_3 = fma_f32(bf16_to_f32(f32_to_bf16(sums[(group + 1) * 4])), bf16_to_f32(f32_to_bf16(sums[(group + 1) * 4])), bf16_to_f32(f32_to_bf16(sums[(group + 1) * 4 + 2])) * bf16_to_f32(f32_to_bf16(sums[(group + 1) * 4 + 2])));
-            square_3 += shuffle_xor_f32(square_3, 4);
-            square_3 += shuffle_xor_f32(square_3, 8);
-            square_3 += shuffle_xor_f32(square_3, 16);
-            if (lane < 4) kept_4[(group + 1) * 8] = square_3;
-            float square_4 = fma_f32(bf16_to_f32(f32_to_bf16(sums[(group + 1) * 4 + 1])), bf16_to_f32(f32_to_bf16(sums[(group + 1) * 4 + 1])), bf16_to_f32(f32_to_bf16(sums[(group + 1) * 4 + 3])) * bf16_to_f32(f32_to_bf16(sums[(group + 1) * 4 + 3])));
-            square_4 += shuffle_xor_f32(square_4, 4);
-            square_4 += shuffle_xor_f32(square_4, 8);
-            square_4 += shuffle_xor_f32(square_4, 16);
-            if (lane < 4) kept_4[(group + 1) * 8 + 1] = square_4;
-            store_rows_3(workspace + 33555456, sums, group, weights, m_tile, token_tile);
-            uint64_t index_3 = ((uint64_t)(m_tile) * 256 + (uint64_t)(token_tile * 32 + group + 2)) * 32;
-            float4 kept_5;
-            kept_5.x = sums[(group + 2) * 4];
-            kept_5.y = sums[(group + 2) * 4 + 1];
-            kept_5.z = sums[(group + 2) * 4 + 2];
-            kept_5.w = sums[(group + 2) * 4 + 3];
-            ((float4*)((float*)(workspace + 1024)))[index_3 + (uint64_t)(lane)] = kept_5;
-            float* of_lane_3 = (float*)(arena + SQUARES) + (warp * 256 + lane * 2);
-            float* kept_6 = of_lane_3;
-            float square_5 = fma_f32(bf16_to_f32(f32_to_bf16(sums[(group + 2) * 4])), bf16_to_f32(f32_to_bf16(sums[(group + 2) * 4])), bf16_to_f32(f32_to_bf16(sums[(group + 2) * 4 + 2])) * bf16_to_f32(f32_to_bf16(sums[(group + 2) * 4 + 2])));
-            square_5 += shuffle_xor_f32(square_5, 4);
-            square_5 += shuffle_xor_f32(square_5, 8);
-            square_5 += shuffle_xor_f32(square_5, 16);
-            if (lane < 4) kept_6[(group + 2) * 8] = square_5;
-            float square_6 = fma_f32(bf16_to_f32(f32_to_bf16(sums[(group + 2) * 4 + 1])), bf16_to_f32(f32_to_bf16(sums[(group + 2) * 4 + 1])), bf16_to_f32(f32_to_bf16(sums[(group + 2) * 4 + 3])) * bf16_to_f32(f32_to_bf16(sums[(group + 2) * 4 + 3])));
-            square_6 += shuffle_xor_f32(square_6, 4);
-            square_6 += shuffle_xor_f32(square_6, 8);
-            square_6 += shuffle_xor_f32(square_6, 16);
-            if (lane < 4) kept_6[(group + 2) * 8 + 1] = square_6;
-            store_rows_4(workspace + 33555456, sums, group, weights, m_tile, token_tile);
-            uint64_t index_4 = ((uint64_t)(m_tile) * 256 + (uint64_t)(token_tile * 32 + group + 3)) * 32;
-            float4 kept_7;
-            kept_7.x = sums[(group + 3) * 4];
-            kept_7.y = sums[(group + 3) * 4 + 1];
-            kept_7.z = sums[(group + 3) * 4 + 2];
-            kept_7.w = sums[(group + 3) * 4 + 3];
-            ((float4*)((float*)(workspace + 1024)))[index_4 + (uint64_t)(lane)] = kept_7;
-            float* of_lane_4 = (float*)(arena + SQUARES) + (warp * 256 + lane * 2);
-            float* kept_8 = of_lane_4;
-            float square_7 = fma_f32(bf16_to_f32(f32_to_bf16(sums[(group + 3) * 4])), bf16_to_f32(f32_to_bf16(sums[(group + 3) * 4])), bf16_to_f32(f32_to_bf16(sums[(group + 3) * 4 + 2])) * bf16_to_f32(f32_to_bf16(sums[(group + 3) * 4 + 2])));
-            square_7 += shuffle_xor_f32(square_7, 4);
-            square_7 += shuffle_xor_f32(square_7, 8);
-            square_7 += shuffle_xor_f32(square_7, 16);
-            if (lane < 4) kept_8[(group + 3) * 8] = square_7;
-            float square_8 = fma_f32(bf16_to_f32(f32_to_bf16(sums[(group + 3) * 4 + 1])), bf16_to_f32(f32_to_bf16(sums[(group + 3) * 4 + 1])), bf16_to_f32(f32_to_bf16(sums[(group + 3) * 4 + 3])) * bf16_to_f32(f32_to_bf16(sums[(group + 3) * 4 + 3])));
-            square_8 += shuffle_xor_f32(square_8, 4);
-            square_8 += shuffle_xor_f32(square_8, 8);
-            square_8 += shuffle_xor_f32(square_8, 16);
-            if (lane < 4) kept_8[(group + 3) * 8 + 1] = square_8;
-            store_rows_5(workspace + 33555456, sums, group, weights, m_tile, token_tile);
-          }
-        }
-        uint32_t stage_6 = stage;
-        mbarrier_wait(full + stage, parity);
-        uint8_t* own_3 = ring + stage_6 * 49152 + warp * 4096;
-        const float4* words_3 = (const float4*)(own_3);
-        float last_3 = 0.0f;
-        #pragma unroll
-        for (uint32_t group = 0; group < 8; ++group) {
-          float4 added = words_3[group * 32 + lane];
-          uint32_t place = (group + 16) * 4;
-          sums[place] = sums[place] + added.x;
-          sums[place + 1] = sums[place + 1] + added.y;
-          sums[place + 2] = sums[place + 2] + added.z;
-          sums[place + 3] = sums[place + 3] + added.w;
-          last_3 += added.x;
-        }
-        wait_for_u32(float_bits(last_3));
-        warp_barrier();
-        if (lane == 0) mbarrier_arrive(empty + stage_6);
-        advance(stage, parity);
-        if (m_tile < 256) {
-          uint32_t row = m_tile * 16 + lane / 4;
-          float weights[2];
-          weights[0] = bf16_to_f32((norms + (layer * 2 + (phase_2 <= 3 ? 1u : 2u)) * 4096)[row]);
-          weights[1] = bf16_to_f32((norms + (layer * 2 + (phase_2 <= 3 ? 1u : 2u)) * 4096)[row + 8]);
-          #pragma unroll
-          for (uint32_t group = 16; group < 24; group += 4) {
-            uint32_t of_pass = token_tile * 32 + group;
-            uint64_t index = ((uint64_t)(m_tile) * 256 + (uint64_t)(token_tile * 32 + group)) * 32;
-            float4 kept;
-            kept.x = sums[group * 4];
-            kept.y = sums[group * 4 + 1];
-            kept.z = sums[group * 4 + 2];
-            kept.w = sums[group * 4 + 3];
-            ((float4*)((float*)(workspace + 1024)))[index + (uint64_t)(lane)] = kept;
-            float* of_lane = (float*)(arena + SQUARES) + (warp * 256 + lane * 2);
-            float* kept_2 = of_lane;
-            float square = fma_f32(bf16_to_f32(f32_to_bf16(sums[group * 4])), bf16_to_f32(f32_to_bf16(sums[group * 4])), bf16_to_f32(f32_to_bf16(sums[group * 4 + 2])) * bf16_to_f32(f32_to_bf16(sums[group * 4 + 2])));
-            square += shuffle_xor_f32(square, 4);
-            square += shuffle_xor_f32(square, 8);
-            square += shuffle_xor_f32(square, 16);
-            if (lane < 4) kept_2[group * 8] = square;
-            float square_2 = fma_f32(bf16_to_f32(f32_to_bf16(sums[group * 4 + 1])), bf16_to_f32(f32_to_bf16(sums[group * 4 + 1])), bf16_to_f32(f32_to_bf16(sums[group * 4 + 3])) * bf16_to_f32(f32_to_bf16(sums[group * 4 + 3])));
-            square_2 += shuffle_xor_f32(square_2, 4);
-            square_2 += shuffle_xor_f32(square_2, 8);
-            square_2 += shuffle_xor_f32(square_2, 16);
-            if (lane < 4) kept_2[group * 8 + 1] = square_2;
-            store_rows_2(workspace + 33555456, sums, group, weights, m_tile, token_tile);
-            uint64_t index_2 = ((uint64_t)(m_tile) * 256 + (uint64_t)(token_tile * 32 + group + 1)) * 32;
-            float4 kept_3;
-            kept_3.x = sums[(group + 1) * 4];
-            kept_3.y = sums[(group + 1) * 4 + 1];
-            kept_3.z = sums[(group + 1) * 4 + 2];
-            kept_3.w = sums[(group + 1) * 4 + 3];
-            ((float4*)((float*)(workspace + 1024)))[index_2 + (uint64_t)(lane)] = kept_3;
-            float* of_lane_2 = (float*)(arena + SQUARES) + (warp * 256 + lane * 2);
-            float* kept_4 = of_lane_2;
-            float square_3 = fma_f32(bf16_to_f32(f32_to_bf16(sums[(group + 1) * 4])), bf16_to_f32(f32_to_bf16(sums[(group + 1) * 4])), bf16_to_f32(f32_to_bf16(sums[(group + 1) * 4 + 2])) * bf16_to_f32(f32_to_bf16(sums[(group + 1) * 4 + 2])));
-            square_3 += shuffle_xor_f32(square_3, 4);
-            square_3 += shuffle_xor_f32(square_3, 8);
-            square_3 += shuffle_xor_f32(square_3, 16);
-            if (lane < 4) kept_4[(group + 1) * 8] = square_3;
-            float square_4 = fma_f32(bf16_to_f32(f32_to_bf16(sums[(group + 1) * 4 + 1])), bf16_to_f32(f32_to_bf16(sums[(group + 1) * 4 + 1])), bf16_to_f32(f32_to_bf16(sums[(group + 1) * 4 + 3])) * bf16_to_f32(f32_to_bf16(sums[(group + 1) * 4 + 3])));
-            square_4 += shuffle_xor_f32(square_4, 4);
-            square_4 += shuffle_xor_f32(square_4, 8);
-            square_4 += shuffle_xor_f32(square_4, 16);
-            if (lane < 4) kept_4[(group + 1) * 8 + 1] = square_4;
-            store_rows_3(workspace + 33555456, sums, group, weights, m_tile, token_tile);
-            uint64_t index_3 = ((uint64_t)(m_tile) * 256 + (uint64_t)(token_tile * 32 + group + 2)) * 32;
-            float4 kept_5;
-            kept_5.x = sums[(group + 2) * 4];
-            kept_5.y = sums[(group + 2) * 4 + 1];
-            kept_5.z = sums[(group + 2) * 4 + 2];
-            kept_5.w = sums[(group + 2) * 4 + 3];
-            ((float4*)((float*)(workspace + 1024)))[index_3 + (uint64_t)(lane)] = kept_5;
-            float* of_lane_3 = (float*)(arena + SQUARES) + (warp * 256 + lane * 2);
-            float* kept_6 = of_lane_3;
-            float square_5 = fma_f32(bf16_to_f32(f32_to_bf16(sums[(group + 2) * 4])), bf16_to_f32(f32_to_bf16(sums[(group + 2) * 4])), bf16_to_f32(f32_to_bf16(sums[(group + 2) * 4 + 2])) * bf16_to_f32(f32_to_bf16(sums[(group + 2) * 4 + 2])));
-            square_5 += shuffle_xor_f32(square_5, 4);
-            square_5 += shuffle_xor_f32(square_5, 8);
-            square_5 += shuffle_xor_f32(square_5, 16);
-            if (lane < 4) kept_6[(group + 2) * 8] = square_5;
-            float square_6 = fma_f32(bf16_to_f32(f32_to_bf16(sums[(group + 2) * 4 + 1])), bf16_to_f32(f32_to_bf16(sums[(group + 2) * 4 + 1])), bf16_to_f32(f32_to_bf16(sums[(group + 2) * 4 + 3])) * bf16_to_f32(f32_to_bf16(sums[(group + 2) * 4 + 3])));
-            square_6 += shuffle_xor_f32(square_6, 4);
-            square_6 += shuffle_xor_f32(square_6, 8);
-            square_6 += shuffle_xor_f32(square_6, 16);
-            if (lane < 4) kept_6[(group + 2) * 8 + 1] = square_6;
-            store_rows_4(workspace + 33555456, sums, group, weights, m_tile, token_tile);
-            uint64_t index_4 = ((uint64_t)(m_tile) * 256 + (uint64_t)(token_tile * 32 + group + 3)) * 32;
-            float4 kept_7;
-            kept_7.x = sums[(group + 3) * 4];
-            kept_7.y = sums[(group + 3) * 4 + 1];
-            kept_7.z = sums[(group + 3) * 4 + 2];
-            kept_7.w = sums[(group + 3) * 4 + 3];
-            ((float4*)((float*)(workspace + 1024)))[index_4 + (uint64_t)(lane)] = kept_7;
-            float* of_lane_4 = (float*)(arena + SQUARES) + (warp * 256 + lane * 2);
-            float* kept_8 = of_lane_4;
-            float square_7 = fma_f32(bf16_to_f32(f32_to_bf16(sums[(group + 3) * 4])), bf16_to_f32(f32_to_bf16(sums[(group + 3) * 4])), bf16_to_f32(f32_to_bf16(sums[(group + 3) * 4 + 2])) * bf16_to_f32(f32_to_bf16(sums[(group + 3) * 4 + 2])));
-            square_7 += shuffle_xor_f32(square_7, 4);
-            square_7 += shuffle_xor_f32(square_7, 8);
-            square_7 += shuffle_xor_f32(square_7, 16);
-            if (lane < 4) kept_8[(group + 3) * 8] = square_7;
-            float square_8 = fma_f32(bf16_to_f32(f32_to_bf16(sums[(group + 3) * 4 + 1])), bf16_to_f32(f32_to_bf16(sums[(group + 3) * 4 + 1])), bf16_to_f32(f32_to_bf16(sums[(group + 3) * 4 + 3])) * bf16_to_f32(f32_to_bf16(sums[(group + 3) * 4 + 3])));
-            square_8 += shuffle_xor_f32(square_8, 4);
-            square_8 += shuffle_xor_f32(square_8, 8);
-            square_8 += shuffle_xor_f32(square_8, 16);
-            if (lane < 4) kept_8[(group + 3) * 8 + 1] = square_8;
-            store_rows_5(workspace + 33555456, sums, group, weights, m_tile, token_tile);
-          }
-        }
-        uint32_t stage_7 = stage;
-        mbarrier_wait(full + stage, parity);
-        uint8_t* own_4 = ring + stage_7 * 49152 + warp * 4096;
-        const float4* words_4 = (const float4*)(own_4);
-        float last_4 = 0.0f;
-        #pragma unroll
-        for (uint32_t group = 0; group < 8; ++group) {
-          float4 added = words_4[group * 32 + lane];
-          uint32_t place = (group + 24) * 4;
-          sums[place] = sums[place] + added.x;
-          sums[place + 1] = sums[place + 1] + added.y;
-          sums[place + 2] = sums[place + 2] + added.z;
-          sums[place + 3] = sums[place + 3] + added.w;
-          last_4 += added.x;
-        }
-        wait_for_u32(float_bits(last_4));
-        warp_barrier();
-        if (lane == 0) mbarrier_arrive(empty + stage_7);
-        advance(stage, parity);
-        if (m_tile < 256) {
-          uint32_t row = m_tile * 16 + lane / 4;
-          float weights[2];
-          weights[0] = bf16_to_f32((norms + (layer * 2 + (phase_2 <= 3 ? 1u : 2u)) * 4096)[row]);
-          weights[1] = bf16_to_f32((norms + (layer * 2 + (phase_2 <= 3 ? 1u : 2u)) * 4096)[row + 8]);
-          #pragma unroll
-          for (uint32_t group = 24; group < 32; group += 4) {
-            uint32_t of_pass = token_tile * 32 + group;
-            uint64_t index = ((uint64_t)(m_tile) * 256 + (uint64_t)(token_tile * 32 + group)) * 32;
-            float4 kept;
-            kept.x = sums[group * 4];
-            kept.y = sums[group * 4 + 1];
-            kept.z = sums[group * 4 + 2];
-            kept.w = sums[group * 4 + 3];
-            ((float4*)((float*)(workspace + 1024)))[index + (uint64_t)(lane)] = kept;
-            float* of_lane = (float*)(arena + SQUARES) + (warp * 256 + lane * 2);
-            float* kept_2 = of_lane;
-            float square = fma_f32(bf16_to_f32(f32_to_bf16(sums[group * 4])), bf16_to_f32(f32_to_bf16(sums[group * 4])), bf16_to_f32(f32_to_bf16(sums[group * 4 + 2])) * bf16_to_f32(f32_to_bf16(sums[group * 4 + 2])));
-            square += shuffle_xor_f32(square, 4);
-            square += shuffle_xor_f32(square, 8);
-            square += shuffle_xor_f32(square, 16);
-            if (lane < 4) kept_2[group * 8] = square;
-            float square_2 = fma_f32(bf16_to_f32(f32_to_bf16(sums[group * 4 + 1])), bf16_to_f32(f32_to_bf16(sums[group * 4 + 1])), bf16_to_f32(f32_to_bf16(sums[group * 4 + 3])) * bf16_to_f32(f32_to_bf16(sums[group * 4 + 3])));
-            square_2 += shuffle_xor_f32(square_2, 4);
-            square_2 += shuffle_xor_f32(square_2, 8);
-            square_2 += shuffle_xor_f32(square_2, 16);
-            if (lane < 4) kept_2[group * 8 + 1] = square_2;
-            store_rows_2(workspace + 33555456, sums, group, weights, m_tile, token_tile);
-            uint64_t index_2 = ((uint64_t)(m_tile) * 256 + (uint64_t)(token_tile * 32 + group + 1)) * 32;
-            float4 kept_3;
-            kept_3.x = sums[(group + 1) * 4];
-            kept_3.y = sums[(group + 1) * 4 + 1];
-            kept_3.z = sums[(group + 1) * 4 + 2];
-            kept_3.w = sums[(group + 1) * 4 + 3];
-            ((float4*)((float*)(workspace + 1024)))[index_2 + (uint64_t)(lane)] = kept_3;
-            float* of_lane_2 = (float*)(arena + SQUARES) + (warp * 256 + lane * 2);
-            float* kept_4 = of_lane_2;
-            float square_3 = fma_f32(bf16_to_f32(f32_to_bf16(sums[(group + 1) * 4])), bf16_to_f32(f32_to_bf16(sums[(group + 1) * 4])), bf16_to_f32(f32_to_bf16(sums[(group + 1) * 4 + 2])) * bf16_to_f32(f32_to_bf16(sums[(group + 1) * 4 + 2])));
-            square_3 += shuffle_xor_f32(square_3, 4);
-            square_3 += shuffle_xor_f32(square_3, 8);
-            square_3 += shuffle_xor_f32(square_3, 16);
-            if (lane < 4) kept_4[(group + 1) * 8] = square_3;
-            float square_4 = fma_f32(bf16_to_f32(f32_to_bf16(sums[(group + 1) * 4 + 1])), bf16_to_f32(f32_to_bf16(sums[(group + 1) * 4 + 1])), bf16_to_f32(f32_to_bf16(sums[(group + 1) * 4 + 3])) * bf16_to_f32(f32_to_bf16(sums[(group + 1) * 4 + 3])));
-            square_4 += shuffle_xor_f32(square_4, 4);
-            square_4 += shuffle_xor_f32(square_4, 8);
-            square_4 += shuffle_xor_f32(square_4, 16);
-            if (lane < 4) kept_4[(group + 1) * 8 + 1] = square_4;
-            store_rows_3(workspace + 33555456, sums, group, weights, m_tile, token_tile);
-            uint64_t index_3 = ((uint64_t)(m_tile) * 256 + (uint64_t)(token_tile * 32 + group + 2)) * 32;
-            float4 kept_5;
-            kept_5.x = sums[(group + 2) * 4];
-            kept_5.y = sums[(group + 2) * 4 + 1];
-            kept_5.z = sums[(group + 2) * 4 + 2];
-            kept_5.w = sums[(group + 2) * 4 + 3];
-            ((float4*)((float*)(workspace + 1024)))[index_3 + (uint64_t)(lane)] = kept_5;
-            float* of_lane_3 = (float*)(arena + SQUARES) + (warp * 256 + lane * 2);
-            float* kept_6 = of_lane_3;
-            float square_5 = fma_f32(bf16_to_f32(f32_to_bf16(sums[(group + 2) * 4])), bf16_to_f32(f32_to_bf16(sums[(group + 2) * 4])), bf16_to_f32(f32_to_bf16(sums[(group + 2) * 4 + 2])) * bf16_to_f32(f32_to_bf16(sums[(group + 2) * 4 + 2])));
-            square_5 += shuffle_xor_f32(square_5, 4);
-            square_5 += shuffle_xor_f32(square_5, 8);
-            square_5 += shuffle_xor_f32(square_5, 16);
-            if (lane < 4) kept_6[(group + 2) * 8] = square_5;
-            float square_6 = fma_f32(bf16_to_f32(f32_to_bf16(sums[(group + 2) * 4 + 1])), bf16_to_f32(f32_to_bf16(sums[(group + 2) * 4 + 1])), bf16_to_f32(f32_to_bf16(sums[(group + 2) * 4 + 3])) * bf16_to_f32(f32_to_bf16(sums[(group + 2) * 4 + 3])));
-            square_6 += shuffle_xor_f32(square_6, 4);
-            square_6 += shuffle_xor_f32(square_6, 8);
-            square_6 += shuffle_xor_f32(square_6, 16);
-            if (lane < 4) kept_6[(group + 2) * 8 + 1] = square_6;
-            store_rows_4(workspace + 33555456, sums, group, weights, m_tile, token_tile);
-            uint64_t index_4 = ((uint64_t)(m_tile) * 256 + (uint64_t)(token_tile * 32 + group + 3)) * 32;
-            float4 kept_7;
-            kept_7.x = sums[(group + 3) * 4];
-            kept_7.y = sums[(group + 3) * 4 + 1];
-            kept_7.z = sums[(group + 3) * 4 + 2];
-            kept_7.w = sums[(group + 3) * 4 + 3];
-            ((float4*)((float*)(workspace + 1024)))[index_4 + (uint64_t)(lane)] = kept_7;
-            float* of_lane_4 = (float*)(arena + SQUARES) + (warp * 256 + lane * 2);
-            float* kept_8 = of_lane_4;
-            float square_7 = fma_f32(bf16_to_f32(f32_to_bf16(sums[(group + 3) * 4])), bf16_to_f32(f32_to_bf16(sums[(group + 3) * 4])), bf16_to_f32(f32_to_bf16(sums[(group + 3) * 4 + 2])) * bf16_to_f32(f32_to_bf16(sums[(group + 3) * 4 + 2])));
-            square_7 += shuffle_xor_f32(square_7, 4);
-            square_7 += shuffle_xor_f32(square_7, 8);
-            square_7 += shuffle_xor_f32(square_7, 16);
-            if (lane < 4) kept_8[(group + 3) * 8] = square_7;
-            float square_8 = fma_f32(bf16_to_f32(f32_to_bf16(sums[(group + 3) * 4 + 1])), bf16_to_f32(f32_to_bf16(sums[(group + 3) * 4 + 1])), bf16_to_f32(f32_to_bf16(sums[(group + 3) * 4 + 3])) * bf16_to_f32(f32_to_bf16(sums[(group + 3) * 4 + 3])));
-            square_8 += shuffle_xor_f32(square_8, 4);
-            square_8 += shuffle_xor_f32(square_8, 8);
-            square_8 += shuffle_xor_f32(square_8, 16);
-            if (lane < 4) kept_8[(group + 3) * 8 + 1] = square_8;
-            store_rows_5(workspace + 33555456, sums, group, weights, m_tile, token_tile);
-          }
-        }
-        end_2(row_tile, token_tile);
+        add_residual(sums);
+        if (m_tile < 256) finish_groups_2(sums, m_tile, layer, phase_2, token_tile);
+        add_residual_2(sums);
+        if (m_tile < 256) finish_groups_3(sums, m_tile, layer, phase_2, token_tile);
+        add_residual_3(sums);
+        if (m_tile < 256) finish_groups_4(sums, m_tile, layer, phase_2, token_tile);
+        add_residual_4(sums);
+        if (m_tile < 256) finish_groups_5(sums, m_tile, layer, phase_2, token_tile);
+        end_3(row_tile, token_tile);
       }
       if (phase == 3) {
-        if (m_tile < 1792) {
-          #pragma unroll
-          for (uint32_t group = 0; group < 32; group += 4) {
-            uint32_t of_pass = token_tile * 32 + group;
-            const float2* pairs_2 = (const float2*)(scales + turn * 256);
-            float2 scale = pairs_2[group * 4 + lane % 4];
-            float first = sums[group * 4];
-            float second = sums[group * 4 + 1];
-            float third = sums[group * 4 + 2];
-            float fourth = sums[group * 4 + 3];
-            store_gated(workspace + 151290880, first, scale, second, third, fourth, m_tile, token_tile, group);
-            const float2* pairs_3 = (const float2*)(scales + turn * 256);
-            float2 scale_2 = pairs_3[(group + 1) * 4 + lane % 4];
-            float first_2 = sums[(group + 1) * 4];
-            float second_2 = sums[(group + 1) * 4 + 1];
-            float third_2 = sums[(group + 1) * 4 + 2];
-            float fourth_2 = sums[(group + 1) * 4 + 3];
-            store_gated_2(workspace + 151290880, first_2, scale_2, second_2, third_2, fourth_2, m_tile, token_tile,
-                group);
-            const float2* pairs_4 = (const float2*)(scales + turn * 256);
-            float2 scale_3 = pairs_4[(group + 2) * 4 + lane % 4];
-            float first_3 = sums[(group + 2) * 4];
-            float second_3 = sums[(group + 2) * 4 + 1];
-            float third_3 = sums[(group + 2) * 4 + 2];
-            float fourth_3 = sums[(group + 2) * 4 + 3];
-            store_gated_3(workspace + 151290880, first_3, scale_3, second_3, third_3, fourth_3, m_tile, token_tile,
-                group);
-            const float2* pairs_5 = (const float2*)(scales + turn * 256);
-            float2 scale_4 = pairs_5[(group + 3) * 4 + lane % 4];
-            float first_4 = sums[(group + 3) * 4];
-            float second_4 = sums[(group + 3) * 4 + 1];
-            float third_4 = sums[(group + 3) * 4 + 2];
-            float fourth_4 = sums[(group + 3) * 4 + 3];
-            store_gated_4(workspace + 151290880, first_4, scale_4, second_4, third_4, fourth_4, m_tile, token_tile,
-                group);
-          }
-        }
+        if (m_tile < 1792) finish_groups_6(sums, token_tile, m_tile);
       }
     }
   }
@@ -2450,6 +2271,11 @@ struct PromptPass {
       if (thread == 0) add_release_u64((uint64_t*)(workspace), 1);
       for (uint32_t layer = 0; layer < 32; ++layer) {
         uint32_t phases = layer + 1 == 32 && wanted_count == 0 ? 1u : 5u;
+        // phase 0, qkv: reads hidden, squares; makes queries, keys, values
+        // phase 1, attention: reads queries, keys, values; makes attention
+        // phase 2, o: reads attention, residual; makes residual, hidden, squares
+        // phase 3, gate_up: reads hidden, squares; makes gated
+        // phase 4, down: reads gated, residual; makes residual, hidden, squares
         #pragma unroll 1
         for (uint32_t phase = 0; phase < phases; ++phase) {
           block = renewed_u32(block);

@@ -283,6 +283,8 @@ class Pass:
         machine, sizes = self.machine, self.sizes
         count, of_keys = len(sizes.phases), sizes.key_phase_count
         phases = ch.select(self._ends_with_keys(layer), ty.u32(of_keys), ty.u32(count))
+        for number, one in enumerate(sizes.phases):
+            ch.comment(f"phase {number}, {one.name}: reads {', '.join(one.waits)}; makes {', '.join(one.makes)}")
         with ch.for_(phases, unroll=1, name="phase") as phase:
             machine.renew()
             number = layer * count + phase + 1

@@ -35,8 +35,8 @@ BUGS = (
         "a block without a tile does not wait",
         UNEQUAL,
         (
-            rf"(\+ phase \+ 1;\s*)if \(thread == 0\) \{{{WAITS}",
-            r"\1if (thread == 0 && (block < 2 * token_tiles || phase % 2 != 0)) {\2",
+            rf"(\+ phase \+ 1;\s*)if \(thread == 0\) {WAITS}",
+            r"\1if (thread == 0 && (block < 2 * token_tiles || phase % 2 != 0)) \2",
         ),
     ),
     bug("the halves of k exchanged in operand B", FLOAT32, (r"(descriptor\w*) \+ (64|80)\b", r"\1 + (144 - \2)")),

@@ -159,7 +159,7 @@ class PassAttention:
                 self._end(output, even, previous)
             self._store(output, rows, head, place)
 
-    @ch.inline
+    @ch.function
     def _go_on(
         self,
         logits: Any,
@@ -182,7 +182,7 @@ class PassAttention:
         self._bring_to_origin(output, rows)
         previous.set(stage)
 
-    @ch.inline
+    @ch.function
     def _end(self, output: Any, weights: Any, previous: Any) -> None:
         """The last values."""
         self._multiply_values(output, weights, previous)
@@ -203,7 +203,7 @@ class PassAttention:
             return prim.divide_f32(1.0, total)
         return prim.divide_f32(self.heads.scale(head // self.heads.shape.group + self.heads.shape.kv_heads), total)
 
-    @ch.inline
+    @ch.function
     def _load_queries(self, queries: Any, head: ch.Expr, column: ch.Expr) -> None:
         first = self.heads.queries + self.heads.query(head, column, ty.u32(0))
         words = ch.reinterpret(ty.ptr(ty.u32x4), first)
@@ -213,7 +213,7 @@ class PassAttention:
     def _stage(self, stage: ch.Expr) -> Any:
         return self.ring.memory + stage * self.ring.stage_bytes
 
-    @ch.inline
+    @ch.function
     def _multiply_keys(self, logits: Any, queries: Any) -> None:
         """A group: logits = queries x keys of the next stage; two units of dims are the 16 of a step."""
         self.ring.wait()
@@ -226,7 +226,7 @@ class PassAttention:
         prim.wgmma_commit()
         self.ring.using.advance()
 
-    @ch.inline
+    @ch.function
     def _multiply_values(self, output: Any, weights: Any, stage: ch.Expr) -> None:
         """A group: output += weights x values of a stage; two groups of keys are the 16 of a step, dims the columns."""
         memory = self._stage(stage) + self.tile_bytes + self._part * (self._dims // UNIT * CORE_BYTES)
@@ -245,7 +245,7 @@ class PassAttention:
             capped = prim.tanh_f32(logits[element] * (rows.scale * (1.0 / self.soft_cap)))
             logits[element] = capped * (self.soft_cap * LOG2_E)
 
-    @ch.inline
+    @ch.function
     def _mask(self, logits: Any, rows: _Rows, first_key: ch.Expr) -> None:
         """Keys that a row does not see have no weight. Most tiles lie whole before the first row of the warp."""
         partial = first_key + (self.key_tile - 1) > rows.first
@@ -262,7 +262,7 @@ class PassAttention:
                     element = group * 4 + index
                     logits[element] = ch.select(seen, logits[element], ty.f32(-math.inf))
 
-    @ch.inline
+    @ch.function
     def _weigh(self, logits: Any, weights: Any, rows: _Rows, first_key: ch.Expr) -> None:
         """The weights of a tile of keys, from `first_key` on, as operand A; `rows` say what that makes of the sums."""
         if self.soft_cap is not None:
@@ -298,14 +298,14 @@ class PassAttention:
         rows.sums[index] *= rows.shrinks[index]
         return origin
 
-    @ch.inline
+    @ch.function
     def _bring_to_origin(self, output: Any, rows: _Rows) -> None:
         """What was summed of the values before, on the scale of the newest weights."""
         with ch.for_(self._dims // 8, unroll=True, name="group") as group:
             for index in range(4):
                 output[group * 4 + index] *= rows.shrinks[index // 2]
 
-    @ch.inline
+    @ch.function
     def _store(self, output: Any, rows: _Rows, head: ch.Expr, tile: TilePlace) -> None:
         """The rows' outputs in token order: four groups of 8 dims are a K-tile, a lane's unit of it."""
         lane, plan = self.machine.lane, self.machine.plan

@@ -253,7 +253,7 @@ class StoreHeads(Finish):
         else:
             self.norms.begin(row_tile, token_tile)
 
-    @ch.inline
+    @ch.function
     def finish(self, sums: Sums) -> None:
         shape, machine = self.heads.shape, self.heads.machine
         m_tiles_per_head = shape.head_dim // M_TILE_ROWS

@@ -300,7 +300,7 @@ class TileProduct:
         assert len(first) == 1, "the sizes of a pass were checked"
         return first.pop()
 
-    @ch.inline
+    @ch.function
     def _multiply_stage(
         self,
         operands: StageOperands,
@@ -337,7 +337,7 @@ class TileProduct:
 
     # -- finishing --------------------------------------------------------------------------------------------------
 
-    @ch.inline
+    @ch.function
     def _add_residual(self, sums: Any, first: int, multiplier: float) -> None:
         """Sums of the groups of tokens from `first` on, which the next stage has."""
         ring, groups = self.ring, self.residual_groups
@@ -374,13 +374,13 @@ class TileProduct:
             with ch.if_(place.m_tile < place.m_tiles):
                 self._finish_groups(finish, place, sums, first, count)
 
-    @ch.inline
+    @ch.function
     def _look(self, finish: Finish, place: TilePlace, sums: Any) -> None:
         of_rows = finish.load_rows(place.m_tile)
         with ch.for_(self.machine.plan.tile_groups, unroll=True, name="group") as group:
             finish.look(self._sums(place, sums, group, of_rows))
 
-    @ch.inline
+    @ch.function
     def _finish_groups(self, finish: Finish, place: TilePlace, sums: Any, first: int, count: int) -> None:
         of_rows = finish.load_rows(place.m_tile)
         at_once = next(size for size in range(LOADED_AT_ONCE, 0, -1) if count % size == 0)
