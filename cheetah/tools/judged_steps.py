@@ -392,8 +392,21 @@ class _Run:
             for part, length in zip(parts, begins, strict=True):
                 part.cache.length = length
             self._first_one_ends(parts, [result.token_ids for result in results], is_stopped)
+        for part, length in zip(parts, begins, strict=True):
+            part.cache.length = length
+        self._all_end(parts)
         for cache in caches:
             cache.clear()
+
+    def _all_end(self, parts: Sequence[Part]) -> None:
+        """All sequences end by the host's word: so does the launch, which looks in a step and says so in the next."""
+        launcher = self.session.launcher
+        launch = launcher.prepare(parts)
+        for number in range(len(parts)):
+            launcher.cancel(launch, number)
+        launcher.start(launch)
+        if (steps := launcher.finish(launch)[0].steps) != 2:
+            raise KernelFault(f"a launch whose sequences the host ended in the first step made {steps} steps, not 2")
 
     def _first_one_ends(self, parts: Sequence[Part], drawn: Sequence[tuple[int, ...]], is_stopped: bool) -> None:
         """The same again, in the opposite order, but that the first sequence ends, with its first token or by the host
