@@ -90,11 +90,12 @@ class Text:
 
 
 def joined(clean: Generated, others: Sequence[Generated]) -> Generated:
-    """`clean`, and each of the others where the variable has its number, from 1 on."""
+    """`clean`, and each of the others where the variable has its number, from 1 on; those that are the same as `clean`
+    have theirs too."""
     text = Text.of(clean)
     calls = {name: "" for name in text.functions}
     constants = functions = ""
-    for number, other in enumerate(map(Text.of, others), 1):
+    for number, other in ((number, Text.of(one)) for number, one in enumerate(others, 1) if one.text != clean.text):
         own = other.own(text)
         constants += "".join(item.text_in(number, own) for name, item in other.constants.items() if name in own)
         for name, item in other.functions.items():
@@ -114,16 +115,19 @@ def joined(clean: Generated, others: Sequence[Generated]) -> Generated:
 @contextmanager
 def chosen(rig: Rig, number: int) -> Iterator[Rig]:
     """That kernel of the joined ones runs; afterwards the first again, which is as it should be."""
-    places = [_place(kernel.program) for kernel in rig.kernels.values()]
     os.environ[VARIABLE] = str(number)  # for programs that are processes
     try:
-        for place in places:
-            place.value = number
+        choose(rig, number)
         yield rig
     finally:
         del os.environ[VARIABLE]
-        for place in places:
-            place.value = 0
+        choose(rig, 0)
+
+
+def choose(rig: Rig, number: int) -> None:
+    """From now on that kernel runs, of programs in this process."""
+    for kernel in rig.kernels.values():
+        _place(kernel.program).value = number
 
 
 def _place(program: Any) -> ctypes.c_uint32:
