@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from cheetah.errors import CheetahError
 from cheetah.models.logprobs import TokenLogprobs
-from cheetah.runtime.engine.drafting import Drafting
+from cheetah.runtime.engine.drafting import Drafting, Worth
 from cheetah.runtime.engine.kv_cache import CachedSequence
 from cheetah.runtime.engine.launcher import NOT_A_NUMBER, Part
 from cheetah.runtime.engine.requests import Event, Failed, Made, NothingAllowed, Request
@@ -36,6 +36,7 @@ class Completion:
         self.prompt_logprobs: list[TokenLogprobs] = [] if read is None else read
         self.cached_tokens = 0
         self.has_ended = self.has_failed = False
+        self.worth: Worth | None = None  # of drafts, once some could have been made
         self.preemptions = 0
         self._prefill_s = self._decode_s = 0.0
         self._launches = 0

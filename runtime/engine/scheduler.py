@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from cheetah.runtime.engine.completion import Completion
-from cheetah.runtime.engine.drafting import NOTHING_DRAFTED, Drafting, Speculation
+from cheetah.runtime.engine.drafting import NOTHING_DRAFTED, Drafting, Speculation, Worth
 from cheetah.runtime.engine.launch_order import LaunchOrder, LogitsBuffers, Purpose, steps_with
 from cheetah.runtime.engine.launcher import Launcher
 from cheetah.runtime.engine.launches import LaunchResult, Part
@@ -152,10 +152,19 @@ class Scheduler:
         )
 
     def _widths(self, completions: Sequence[Completion]) -> list[int]:
-        """Columns of each in a step."""
+        """Columns of each in a step: those whose drafts do not pay leave theirs to the others."""
         if self._speculation is None:
             return [1] * len(completions)
-        return self._speculation.widths([one.may_speculate for one in completions], self._launcher.tokens)
+        wanted = [one.may_speculate and (one.worth is None or one.worth.pays) for one in completions]
+        return self._speculation.widths(wanted, self._launcher.tokens)
+
+    def _note_worth(self, order: LaunchOrder, results: Sequence[LaunchResult]) -> None:
+        """What drafts were worth, or would have been."""
+        assert self._speculation is not None
+        for part, (one, *_), result in zip(order.parts, order.takers, results, strict=True):
+            if one.may_speculate:
+                one.worth = one.worth or Worth(self._speculation)
+                one.worth.note(one.ids, len(result.token_ids), None if part.drafting is None else result.steps)
 
     def _part(self, one: Completion, total: int, width: int, steps: int) -> Part:
         """The next tokens of a completion, in `steps` steps or fewer."""
@@ -170,6 +179,8 @@ class Scheduler:
         completions = [one for takers in order.takers for one in takers]
         self.latest = Decoded(steps, seconds, order.launcher.bytes_read(order.parts, steps), drafted)
         self.decoded += self.latest
+        if self._speculation is not None:
+            self._note_worth(order, results)
         for one in completions:
             one.go_on_from_last()
         self.prefill.note_decoding(steps, seconds)

@@ -9,7 +9,7 @@ import pytest
 
 from cheetah.errors import CheetahError
 from cheetah.runtime import LLM, SamplingParams
-from cheetah.runtime.engine.drafting import Drafted, Speculation
+from cheetah.runtime.engine.drafting import Drafted, Speculation, Worth
 from cheetah.runtime.speculation import speculation_of
 
 
@@ -71,6 +71,23 @@ def test_who_has_how_many_columns(wanted: list[bool], columns: int, widths: list
 def test_what_came_of_drafts_adds_up() -> None:
     assert Drafted(2, 9, (2, 1)) + Drafted(1, 4, (1, 1, 1)) == Drafted(3, 13, (3, 2, 1))
     assert Drafted(3, 13, (3, 2, 1)).accepted == 6
+
+
+def test_drafts_that_do_not_pay_are_left_until_they_would() -> None:
+    worth = Worth(Speculation(3, (2, 5)))
+    ids = list(range(40))
+    assert worth.pays
+    while worth.pays:
+        ids += [len(ids) + 1000, len(ids) + 2000]
+        worth.note(ids, 2, steps=2)
+        assert len(ids) < 80, "what never comes true is drafted for ever"
+    for _ in range(5):  # nothing repeats itself
+        ids += [len(ids) + 3000]
+        worth.note(ids, 1, steps=None)
+    assert not worth.pays
+    ids += [*range(10, 30)]  # in one launch without drafts: 10 and 11 are new, then 3 drafts of each step are right
+    worth.note(ids, 20, steps=None)
+    assert worth.pays and worth.length == pytest.approx(1.0 + 0.3 * (20 / 7 - 1.0), abs=0.1)
 
 
 TEXT = "the cat sat on the mat and the cat sat on the mat and the cat"
