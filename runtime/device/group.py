@@ -256,11 +256,7 @@ class StreamGroup(DeviceGroup[StreamDevice]):
             f"rank {rank} ({self.devices[rank].name}:{self._ordinals[rank]}): {report}"
             for rank, (_, report) in enumerate(reports)
         ]
-        furthest = [[-1 if word == NOT_STARTED else word for word in words or ()] for words, _ in reports]
-        known = [rank for rank, words in enumerate(furthest) if words]
-        if known:
-            behind = min(known, key=lambda rank: min(furthest[rank]))
-            lines.append(f"furthest behind is rank {behind}")
+        lines += _who_is_behind([words for words, _ in reports])
         self._give_up(f"{what} did not finish within {timeout_s:g} s and may still be running")
         words = reports[0][0]
         return LaunchTimeout("\n".join([f"{what} did not finish within {timeout_s:g} s", *lines]), words)
@@ -278,6 +274,15 @@ class StreamGroup(DeviceGroup[StreamDevice]):
     def _give_up(self, reason: str) -> None:
         for device in self.devices:
             device.give_up(reason)
+
+
+def _who_is_behind(progress: Sequence[Sequence[int] | None]) -> list[str]:
+    """The rank with the block that is furthest behind, where that is a single one; as a line of a report."""
+    lasts = {
+        rank: min(-1 if word == NOT_STARTED else word for word in words) for rank, words in enumerate(progress) if words
+    }
+    behind = [rank for rank, last in lasts.items() if last == min(lasts.values())]
+    return [f"furthest behind is rank {behind[0]}"] if len(behind) == 1 else []
 
 
 def _of_rank(

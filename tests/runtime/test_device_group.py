@@ -198,6 +198,17 @@ def test_a_hang_is_told_by_rank_with_the_one_that_is_furthest_behind() -> None:
         launches.launch()
 
 
+def test_where_ranks_are_as_far_behind_none_is_named() -> None:
+    launches = Launches()
+    for driver in launches.drivers:
+        driver.kernel = hanging([5, 3, 5, 5])
+    launches.launch()
+    assert not any(launches.group.is_done() for _ in range(9))
+    with pytest.raises(LaunchTimeout) as caught:
+        launches.group.synchronize(0.05)
+    assert "rank 1 (fake:1)" in str(caught.value) and "furthest" not in str(caught.value)
+
+
 def test_one_deadline_is_that_of_all_ranks() -> None:
     launches = Launches()
     launches.drivers[1].kernel = hanging([0, 0, 0, 0])
