@@ -213,9 +213,7 @@ def test_one_deadline_is_that_of_all_ranks() -> None:
     launches = Launches()
     launches.drivers[1].kernel = hanging([0, 0, 0, 0])
     launches.launch()
-    with pytest.raises(
-        LaunchTimeout, match=r"rank 1 \(fake:1\): blocks 0-3: step 0, phase qkv\nfurthest behind is rank"
-    ):
+    with pytest.raises(LaunchTimeout, match=r"rank 1 \(fake:1\): blocks 0-3: step 0, phase qkv"):
         launches.group.synchronize(0.05)
 
 
