@@ -124,7 +124,7 @@ TRIED = (
         "the thread that issues this copy has made no fence_proxy_async",
         without(FENCE, before=r"mbarrier_wait\(step_done, [^;]*;\s*"),
     ),
-    bug("the norm's epsilon left out", FLOAT32, (r", 1e-05f\)", ", 0.0f)")),
+    bug("the norm's epsilon left out", FLOAT32, (r", 1e-05f\);", ", 0.0f);")),
     bug("the highest id on ties", SAMPLED, (r"&& other_token < ", "&& other_token > ")),
     bug("the upper half of the seed ignored", SAMPLED, (r"(uint32_t k1) = [^;]*;", r"\1 = 0;")),
     bug("a chunk more requested than has landed", CHUNKS, (r"(i = most; i < under_way) \+ 1;", r"\1;")),
