@@ -217,3 +217,12 @@ def test_logits_are_those_that_judged() -> None:
     rows = [*session.launcher.logits_after(launch, 0, range(len(PROMPT) + 29))]
     scored = session.score([*PROMPT, *wanted[:29]])
     assert relative_error(np.stack(rows), scored) < SMALL_MARGIN
+
+
+@pytest.mark.parametrize(("kind", "every", "ngrams"), [("penalised", 0, (1, 3)), ("filtered", 3, (1, 2))])
+def test_no_race(kind: str, every: int, ngrams: tuple[int, int]) -> None:
+    sampling = SAMPLINGS[kind]
+    wanted = plain(60, sampling)[:20]
+    drafts = wrong(wanted, every)[:12] if every else []
+    session = rig(sanitize=True).session("random", 3)
+    assert made(session, 20, sampling, per_step=8, drafts=drafts, ngrams=ngrams)[0] == wanted

@@ -89,6 +89,8 @@ class WarpColumns:
         """The columns of this warp, shared or not."""
         with ch.for_(self.slot, self.columns.limit, self.finishers, unroll=1, name="column") as column:
             yield column
+            if self.columns.limit > self.finishers:
+                prim.warp_barrier()  # the next column's words lie where lanes may still read this one's
 
     @contextmanager
     def of_first_group(self) -> Iterator[Any]:
