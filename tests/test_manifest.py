@@ -179,8 +179,8 @@ def test_manifests_are_frozen() -> None:
         example().kernel = "other"  # type: ignore[misc]
 
 
-def test_a_kernel_of_several_gpus_is_refused() -> None:
+def test_a_kernel_of_three_gpus_is_refused() -> None:
     values = json.loads(example().to_json())
     assert values["world_size"] == 1
-    with pytest.raises(ManifestError, match="world_size is 2: kernels run on one GPU"):
-        Manifest.from_json(json.dumps({**values, "world_size": 2}))
+    with pytest.raises(ManifestError, match="world_size is 3: kernels run on 1, 2, 4, 8 GPUs"):
+        Manifest.from_json(json.dumps({**values, "world_size": 3}))

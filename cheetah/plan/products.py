@@ -10,14 +10,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from cheetah.plan.errors import PlanError
 from cheetah.plan.formats import BF16, M_TILE_ROWS, VECTOR_COLUMNS, TileFormat
 from cheetah.plan.index import ceil_div, round_up
-
-if TYPE_CHECKING:
-    from cheetah.plan.plan import Plan
 
 PAIR_ROWS = M_TILE_ROWS // 2
 """Rows of the first source of an M-tile in `RowOrder.PAIRS`; those of the second are its other half."""
@@ -40,6 +37,18 @@ class RowOrder(StrEnum):
     PLAIN = "plain"
     HEADS = "heads"
     PAIRS = "pairs"
+
+
+class Multiplied(Protocol):
+    """What of a `Plan` says how the vectors of a step are multiplied."""
+
+    @property
+    def tokens(self) -> int:
+        """Columns of a step."""
+
+    @property
+    def by_numbers(self) -> int:
+        """Whether few columns are multiplied as many are."""
 
 
 @dataclass(frozen=True)
@@ -188,19 +197,19 @@ class Product(Phase):
         """K-tiles of a row, of the format's columns."""
         return ceil_div(self.columns, self.format.columns)
 
-    def vector_kind(self, plan: Plan) -> str:
+    def vector_kind(self, plan: Multiplied) -> str:
         """As what the inputs of a step's tokens are multiplied; see `TileFormat.vector_kind`."""
         return self.format.vector_kind(*self._multiplied(plan))
 
-    def vector_bytes(self, plan: Plan) -> int:
+    def vector_bytes(self, plan: Multiplied) -> int:
         """Bytes of shared memory that they take beside a K-tile."""
         return self.format.vector_units(*self._multiplied(plan)) * 16
 
-    def sums_bytes(self, plan: Plan) -> int:
+    def sums_bytes(self, plan: Multiplied) -> int:
         """Bytes of what is kept of them for zero points, beside a K-tile."""
         return self.format.sums_bytes(*self._multiplied(plan))
 
-    def _multiplied(self, plan: Plan) -> tuple[int, int, bool, bool]:
+    def _multiplied(self, plan: Multiplied) -> tuple[int, int, bool, bool]:
         return self.columns, plan.tokens, self.is_brief, bool(plan.by_numbers)
 
 

@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from cheetah.models.dense.pass_sizes import PassSizes
 from cheetah.models.rounding import F32, Rounding, exact, round_to_bf16
 from cheetah.plan.prompt import PassPlan
 from cheetah.runtime.engine.kv_cache import CachedSequence
@@ -62,11 +61,10 @@ class JudgedPasses:
 
     def _rows_of_keys(self) -> list[slice]:
         """The bytes of the workspace that hold keys, and those that hold values."""
-        stated = self.rig.made[self.rig.family.prompt_program.KERNEL_NAME].manifest.plan
+        program = self.rig.family.prompt_program
+        stated = self.rig.made[program.KERNEL_NAME].manifest.plan
         plan = PassPlan.from_dict({name: value for name, value in stated.items() if name != "decoding"})
-        sections = PassSizes(self.rig.config, self.rig.gpu, self.rig.plan, plan).sections
-        begins = [(sections.offsets[name], sections.sizes[name]) for name in ("keys", "values")]
-        return [slice(begin, begin + size) for begin, size in begins]
+        return program.rows_of_keys(self.rig.config, self.rig.gpu, self.rig.plan, plan)
 
     def outputs(self, found: list[Bits]) -> dict[str, Bits]:
         """Everything that must not depend on the schedule."""

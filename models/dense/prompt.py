@@ -125,6 +125,13 @@ def phase_names(config: ModelConfig, gpu: Gpu, plan: Plan, pass_plan: PassPlan) 
     return PassSizes(config, gpu, plan, pass_plan).phase_names
 
 
+def rows_of_keys(config: ModelConfig, gpu: Gpu, plan: Plan, pass_plan: PassPlan) -> list[slice]:
+    """The bytes of the workspace that hold keys, and those that hold values."""
+    sections = PassSizes(config, gpu, plan, pass_plan).sections
+    begins = [(sections.offsets[name], sections.sizes[name]) for name in ("keys", "values")]
+    return [slice(begin, begin + size) for begin, size in begins]
+
+
 def cuts(config: ModelConfig, gpu: Gpu, plan: Plan, pass_plan: PassPlan) -> dict[str, tuple[int | None, int]]:
     """How each product of a layer is cut, by its name: M-tiles of its tiles, None where they are as many as there is
     room for, and parts of k."""

@@ -25,7 +25,8 @@ def signature_check(primitive: Primitive) -> str:
 
 def test_the_header_and_the_language_name_the_same_primitives() -> None:
     in_header = re.findall(r"^CHEETAH_PRIMITIVE \w+\*? (\w+)\(", emulator_header().read_text(), re.MULTILINE)
-    assert sorted(in_header) == sorted(PRIMITIVES)
+    wider = {f"{primitive.name}_sys" for primitive in PRIMITIVES.values() if primitive.has_scope}
+    assert sorted(set(in_header) - wider) == sorted(PRIMITIVES)
 
 
 def test_the_header_and_the_language_give_them_the_same_types() -> None:
