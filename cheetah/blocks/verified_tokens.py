@@ -20,7 +20,6 @@ from cheetah.blocks.columns import CANCELLED_TOKEN, NO_TOKEN, NUMBER, SEQUENCE, 
 from cheetah.blocks.lookup import Lookup
 from cheetah.blocks.tokens import LaunchTokens, Tokens
 from cheetah.lang import prim, ty
-from cheetah.plan.errors import PlanError
 from cheetah.plan.kv.tables import PENALISED, ROUND_WORDS
 
 
@@ -42,8 +41,6 @@ class VerifiedTokens(Tokens):
 
     def __init__(self, columns: Columns, launch: LaunchDrafts, rows: int | None, adjustments: Adjustments) -> None:
         super().__init__(columns, launch, rows)
-        if self.machine.world.size > 1:
-            raise PlanError(f"Plan: drafts with {self.machine.world.size} GPUs: drafts are verified by one alone")
         assert isinstance(columns.advance, ByAcceptance)
         self.advance, self.adjustments = columns.advance, adjustments
         self.lookup = Lookup(columns, self.advance, launch.history, self.rows)
