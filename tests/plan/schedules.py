@@ -42,7 +42,7 @@ class Case:
             tile_rows=max((tile.rows for tile in self.tiles), default=1),
             levels=self.levels,
             chunk=self.scheduling.chunk,
-            max_keys=max([1, *(tile.length for tile in rounded)]),
+            max_keys=max([1, *(tile.end for tile in rounded)]),
             level_rows=level_rows,
         )
 
