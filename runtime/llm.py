@@ -485,6 +485,7 @@ def _assembly_options(options: LoadOptions, config: ModelConfig, watch: Stopwatc
         "kv_dtype": options.kv_dtype,
         "kv_chunk": options.kv_chunk or (SPECULATIVE_CHUNK if drafts else None),
         "drafts": drafts or None,
+        "by_numbers": 1 if drafts else None,  # so that kernels of 1 to 8 columns have the same bits
         "tokens": next(size for size in STEP_TOKENS if size >= max(drafts + 1, batch)) if drafts else None,
         **(options.plan or {}),
     }

@@ -39,6 +39,10 @@ PASS_SHARE = 8
 PASSES = ("short passes", "medium passes", "passes")
 """Among the names of kernels, those of passes over prompts: over few tokens, and over as many as may be."""
 
+FAMILY_TOKENS, FAMILY_TOKENS_QUANTIZED = 16, 8
+"""Most columns of kernels whose columns have the same bits as those of one with a single column: see
+docs/internals/numbers.md."""
+
 DECODING, SOLO, PROMPTS = "decoding", "solo", "prompts"
 """Names of kernels of whole steps: the one that decodes, one for a sequence by itself, one that reads prompts."""
 
@@ -108,7 +112,7 @@ class KernelsAsked:
         plan = self.options.overrides
         decoding = self._of_steps(DECODING, plan)
         notes, made = self.config.notes_of_context(decoding.manifest.plan["max_context"]), [decoding]
-        wants_solo = not (self.machine.emulated or decoding.manifest.plan["kv_chunk"])
+        wants_solo = not self.machine.emulated and self._is_alike_alone(Plan.from_dict(decoding.manifest.plan))
         if wants_solo if self.options.solo is None else self.options.solo:
             made += self._solo(plan, decoding.manifest)
         passes = [*self._passes(decoding.manifest, notes)]
@@ -149,6 +153,14 @@ class KernelsAsked:
         generate = keeping(self.texts, self.options.generate_kernel or own_generator())
         write = partial(generate, self.config, self.machine.name, **overrides)
         return KernelSpec(name, describe_kernel(self.config, self.machine, plan), write)
+
+    def _is_alike_alone(self, plan: Plan) -> bool:
+        """Whether a kernel of one column may decode a sequence by itself: where its bits are promised in any company,
+        it must be of the same family."""
+        formats = [name for _, name in self.config.weight_formats]
+        has_one_arithmetic = plan.by_numbers or all(name.startswith("int8") for name in formats)
+        most = FAMILY_TOKENS_QUANTIZED if formats else FAMILY_TOKENS
+        return not plan.kv_chunk or (bool(has_one_arithmetic) and plan.tokens <= most)
 
     def _solo(self, plan: Mapping[str, Any], manifest: Manifest) -> list[KernelSpec]:
         """A kernel like the manifest's with room for one token a step, if its own has room for more."""

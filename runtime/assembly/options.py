@@ -25,7 +25,7 @@ class AssemblyOptions:
     prompt_tokens: tokens of a prompt that a step should take; if the plan's steps take fewer, another kernel over the
     same weights and caches does it. By default the first of PROMPT_TOKENS that fits on a GPU, and on the emulator no
     other kernel. solo: whether another kernel over the same shall decode a sequence that is by itself; by default on a
-    GPU, where `kv_chunk` does not promise the same bits in any company. prompt_passes: whether a kernel over the same
+    GPU, with a fixed `kv_chunk` where both kernels have the same bits. prompt_passes: whether a kernel over the same
     shall read prompts in passes, and others few tokens where `kv_chunk` does not promise the same bits however much is
     cached; by default on a GPU, where there can be one. A number: tokens of a pass; by default as many as memory
     allows. pool_pages: of the cache, of all sequences together; by default for all at full context.

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
+from math import exp
 
 
 @dataclass(frozen=True)
@@ -42,10 +43,14 @@ class Drafted:
 
 NOTHING_DRAFTED = Drafted()
 
-BREAK_EVEN = 1.05
-"""Tokens of a step from which on drafts pay: with 8 columns it takes 3 to 7 % longer than with one, in one kernel."""
+MEMORY_STEPS = 16
+"""Steps behind which the mean length has forgotten two thirds of what was before."""
 FORGETS = 0.3
-"""How much of the mean length a launch is."""
+"""How much of what is known of a step's time a launch is."""
+LEAST_STEPS = 4
+"""Shorter launches say nothing of a step's time."""
+USUAL_RATIO, LEAST_RATIO, MOST_RATIO = 1.1, 1.02, 1.6
+"""Time of a step with drafts over that of one without: where it was not measured, and within what it is believed."""
 
 
 @dataclass(frozen=True)
@@ -64,9 +69,39 @@ class Speculation:
         return [1 + min(self.drafts, share) if wants else 1 for wants in wanted]
 
 
+class Pace:
+    """How long steps take with drafts and without, by how many sequences share them; so how many tokens one must make
+    for drafts to pay. With one sequence that is 1.1 (8B) to 1.5 (4 bits), since a kernel of one column takes its steps
+    without drafts."""
+
+    def __init__(self) -> None:
+        self._step_s: dict[tuple[int, bool], float] = {}
+        self._measured: set[int] = set()
+
+    def note(self, sequences: int, has_drafts: bool, steps: int, seconds: float) -> None:
+        """A launch took so long."""
+        if not has_drafts:
+            self._measured.add(sequences)
+        if steps >= LEAST_STEPS:
+            known = self._step_s.get((sequences, has_drafts), seconds / steps)
+            self._step_s[sequences, has_drafts] = known + (seconds / steps - known) * FORGETS
+
+    def lacks_plain(self, sequences: int) -> bool:
+        """Whether a launch without drafts is to be made to know how long its steps take: once, behind one with them."""
+        return (sequences, True) in self._step_s and sequences not in self._measured
+
+    def break_even(self, sequences: int) -> float:
+        """Tokens that a step must make."""
+        plain = self._step_s.get((sequences, False))
+        drafted = self._step_s.get((sequences, True))
+        ratio = USUAL_RATIO if plain is None or drafted is None else drafted / plain
+        return min(max(ratio, LEAST_RATIO), MOST_RATIO)
+
+
 class Worth:
-    """Whether drafts of one completion pay. What a launch without drafts has made is replayed: what would have been
-    looked up, and how many tokens a step would have made. So nothing need be drafted to know when it pays again.
+    """How many tokens a step makes of one completion with drafts. What a launch without them has made is replayed: what
+    would have been looked up, and how many tokens a step would have made. So nothing need be drafted to know when it
+    pays again.
 
     It decides speed alone, so it may be wrong: of several lengths of n-grams only the shortest is replayed."""
 
@@ -74,17 +109,14 @@ class Worth:
         self._drafts, self._shortest = speculation.drafts, speculation.ngrams[0]
         self._ends: dict[tuple[int, ...], int] = {}  # of n-grams, the latest place behind one
         self._noted = 0
-        self.length = 2.0  # tokens of a step, a mean that forgets; before anything is known, drafts are tried
-
-    @property
-    def pays(self) -> bool:
-        return self.length > BREAK_EVEN
+        self.length = 2.0  # a mean that forgets; before anything is known, drafts are tried
 
     def note(self, ids: Sequence[int], made: int, steps: int | None) -> None:
         """The last `made` of these ids were made, with drafts in so many steps, or without: None."""
         replayed = self._replayed(ids, len(ids) - made)
         if made:
-            self.length += (made / (replayed if steps is None else steps) - self.length) * FORGETS
+            count = replayed if steps is None else steps
+            self.length += (made / count - self.length) * (1.0 - exp(-count / MEMORY_STEPS))
 
     def _replayed(self, ids: Sequence[int], first: int) -> int:
         """The steps that would have made the ids from `first` on; all n-grams are known afterwards."""

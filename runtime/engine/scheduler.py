@@ -8,13 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from cheetah.plan.kv.tables import FILTERED
 from cheetah.runtime.engine.completion import Completion
-from cheetah.runtime.engine.drafting import NOTHING_DRAFTED, Drafting, Speculation, Worth
+from cheetah.runtime.engine.drafting import NOTHING_DRAFTED, Drafting, Pace, Speculation, Worth
 from cheetah.runtime.engine.launch_order import LaunchOrder, LogitsBuffers, Purpose, steps_with
 from cheetah.runtime.engine.launcher import Launcher
 from cheetah.runtime.engine.launches import LaunchResult, Part
 from cheetah.runtime.engine.prefill import Prefill
 from cheetah.runtime.engine.queues import Queues
+from cheetah.runtime.engine.request_rows import options_of
 from cheetah.runtime.engine.requests import Decoded
 from cheetah.runtime.engine.step_time import LAUNCH_SECONDS, StepTime
 
@@ -43,7 +45,7 @@ class Scheduler:
     ):
         self.queues, self.prefill = queues, prefill
         self._launcher, self._solo, self._logits = launcher, solo, logits
-        self._speculation = speculation
+        self._speculation, self._pace = speculation, Pace()
         self.decode_time = decode_time
         self.decoded = self.latest = Decoded()  # by all launches in which completions were decoded, by the last one
         # Those who decode shall have a launch: of one step, the first one of some; or before more is read.
@@ -142,25 +144,39 @@ class Scheduler:
         together = [(one, width) for one, width in zip(completions, widths, strict=True) if one.cache is not None]
         if not together:
             return None
+        parts = [self._part(one, totals[one.id], width, steps) for one, width in together]
         return LaunchOrder(
             Purpose.DECODE,
-            self._solo if len(together) == 1 else self._launcher,
-            [self._part(one, totals[one.id], width, steps) for one, width in together],
+            self._launcher_of(parts),
+            parts,
             [(one,) for one, _ in together],
             logits,
             timer=self.decode_time,
         )
 
+    def _launcher_of(self, parts: Sequence[Part]) -> Launcher:
+        """The one for a sequence by itself, if it is and nothing is drafted. With a fixed `kv_chunk` not if it is
+        filtered: how many warps add up what top-p asks for follows from a kernel's columns."""
+        is_alone = len(parts) == 1 and parts[0].drafting is None
+        is_bound = bool(self._launcher.kv_chunk) and bool(options_of(parts[0].sampling) & FILTERED)
+        return self._solo if is_alone and not is_bound else self._launcher
+
     def _widths(self, completions: Sequence[Completion]) -> list[int]:
         """Columns of each in a step: those whose drafts do not pay leave theirs to the others."""
         if self._speculation is None:
             return [1] * len(completions)
-        wanted = [one.may_speculate and (one.worth is None or one.worth.pays) for one in completions]
+        count = len(completions)
+        least = self._pace.break_even(count)
+        wanted = [one.may_speculate and (one.worth is None or one.worth.length > least) for one in completions]
+        if self._pace.lacks_plain(count):
+            return [1] * count
         return self._speculation.widths(wanted, self._launcher.tokens)
 
     def _note_worth(self, order: LaunchOrder, results: Sequence[LaunchResult]) -> None:
-        """What drafts were worth, or would have been."""
+        """What drafts were worth, or would have been, and what they cost."""
         assert self._speculation is not None
+        has_drafts = any(part.drafting is not None for part in order.parts)
+        self._pace.note(len(order.parts), has_drafts, results[0].steps, results[0].seconds)
         for part, (one, *_), result in zip(order.parts, order.takers, results, strict=True):
             if one.may_speculate:
                 one.worth = one.worth or Worth(self._speculation)

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
+from math import exp
 from typing import Any
 
 import pytest
 
 from cheetah.errors import CheetahError
 from cheetah.runtime import LLM, SamplingParams
-from cheetah.runtime.engine.drafting import Drafted, Speculation, Worth
+from cheetah.runtime import llm as llm_module
+from cheetah.runtime.engine.drafting import Drafted, Pace, Speculation, Worth
+from cheetah.runtime.engine.step_launches import StepLaunches
 from cheetah.runtime.speculation import speculation_of
 
 
@@ -73,23 +77,40 @@ def test_what_came_of_drafts_adds_up() -> None:
     assert Drafted(3, 13, (3, 2, 1)).accepted == 6
 
 
-def test_drafts_that_do_not_pay_are_left_until_they_would() -> None:
+def test_a_mean_length_forgets_and_what_was_made_without_drafts_is_replayed() -> None:
     worth = Worth(Speculation(3, (2, 5)))
     ids = list(range(40))
-    assert worth.pays
-    while worth.pays:
+    assert worth.length == 2.0
+    for _ in range(30):  # what never comes true
         ids += [len(ids) + 1000, len(ids) + 2000]
         worth.note(ids, 2, steps=2)
-        assert len(ids) < 80, "what never comes true is drafted for ever"
+    assert worth.length == pytest.approx(1.0 + exp(-60 / 16))
     for _ in range(5):  # nothing repeats itself
         ids += [len(ids) + 3000]
         worth.note(ids, 1, steps=None)
-    assert not worth.pays
+    known = worth.length
     ids += [*range(10, 30)]  # in one launch without drafts: 10 and 11 are new, then 3 drafts of each step are right
     worth.note(ids, 20, steps=None)
-    assert worth.pays and worth.length == pytest.approx(1.0 + 0.3 * (20 / 7 - 1.0), abs=0.1)
+    assert worth.length == pytest.approx(20 / 7 + (known - 20 / 7) * exp(-7 / 16))
 
 
+def test_drafts_pay_from_what_their_steps_take_more() -> None:
+    pace = Pace()
+    assert pace.break_even(1) == 1.1 and not pace.lacks_plain(1), "before anything was measured"
+    pace.note(1, True, 3, 9.0)
+    assert not pace.lacks_plain(1), "three steps say nothing"
+    pace.note(1, True, 10, 1.3)
+    assert pace.lacks_plain(1) and not pace.lacks_plain(2)
+    pace.note(1, False, 10, 1.0)
+    assert pace.break_even(1) == pytest.approx(1.3) and not pace.lacks_plain(1)
+    pace.note(1, True, 10, 2.3)
+    assert pace.break_even(1) == pytest.approx(1.6), "1.3 + 0.3 * 1.0"
+    pace.note(2, True, 4, 1.0)
+    pace.note(2, False, 1, 1.0)
+    assert pace.break_even(2) == 1.1 and not pace.lacks_plain(2), "one launch without drafts is tried"
+
+
+asked_of = llm_module._assembly_options
 TEXT = "the cat sat on the mat and the cat sat on the mat and the cat"
 ASKED = [
     {"temperature": 0.0},
@@ -105,8 +126,14 @@ ASKED = [
 
 @pytest.fixture(scope="module")
 def llm() -> Iterator[LLM]:
+    """As on a GPU: who is alone, and has no drafts, is decoded by another kernel. Launches of a few steps: in one of
+    each engine nothing is drafted."""
     config = {"method": "ngram", "num_speculative_tokens": 7, "prompt_lookup_min": 1}
-    with LLM("demo", device="emulator", batch=4, speculative_config=config, max_context=192, quiet=True) as made:
+    options: dict[str, Any] = {"batch": 4, "speculative_config": config, "max_context": 192, "launch_steps": 8}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(llm_module, "_assembly_options", lambda *known: replace(asked_of(*known), solo=True))
+        made = LLM("demo", device="emulator", quiet=True, **options)
+    with made:
         yield made
 
 
@@ -123,6 +150,20 @@ def test_the_same_answer_with_and_without(llm: LLM, asked: dict[str, Any]) -> No
     after = llm.engine.engine.load().decoded
     may_draft = not {"bad_words", "structured_outputs"} & set(asked)
     assert (after.drafted.tokens > before.drafted.tokens) == may_draft
+
+
+@pytest.mark.slow
+@pytest.mark.compiler
+@pytest.mark.parametrize(("top_p", "columns"), [(1.0, 1), (0.5, 8)])
+def test_who_is_alone_without_drafts_has_a_kernel_of_one_column(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch, top_p: float, columns: int
+) -> None:
+    """But for who is filtered: sums of top-p follow from the kernel."""
+    used = []
+    prepare = StepLaunches.prepare
+    monkeypatch.setattr(StepLaunches, "prepare", lambda own, *more: (used.append(own.tokens), prepare(own, *more))[1])
+    llm.generate(TEXT, SamplingParams(max_tokens=3, temperature=1.0, top_p=top_p, speculation=False))
+    assert used[-1] == columns
 
 
 @pytest.mark.slow
