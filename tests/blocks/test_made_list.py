@@ -96,7 +96,7 @@ BUGS = {
     "nobody waits for the list": ("mbarrier_wait(made, experts_parity);", ";"),
     "replaced under its followers": ("mbarrier_wait(made + 1, experts_parity ^ 1);", ";"),
     "replaced when one has followed it": ("mbarrier_init(made + 1, 3);", "mbarrier_init(made + 1, 1);"),
-    "told before all warps have written": ("named_barrier(1, 64);\n      if (thread == 0)", "if (thread == 0)"),
+    "told before all warps have written": ("named_barrier(1, CONSUMERS);\n      if (thread == 0)", "if (thread == 0)"),
     "the last list's arrival is enough": ("mbarrier_wait(made, experts_parity);", "mbarrier_wait(made, 1);"),
     "an entry is an address as it is": (
         "min(((uint32_t*)(arena + EXPERTS))[index + 1], 49u)",
