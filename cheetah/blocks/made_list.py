@@ -20,15 +20,15 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from cheetah import lang as ch
-from cheetah.blocks.machine import Machine
 from cheetah.lang import prim, ty
 
 
 @dataclass(eq=False)
 class MadeList:
-    """Up to `room` numbers below `limit`, in the regions `name` and `name`_barriers."""
+    """Up to `room` numbers below `limit`, in the regions `name` and `name`_barriers. machine: of a step, or, with other
+    followers, of a pass."""
 
-    machine: Machine
+    machine: Any
     name: str
     room: int
     limit: int
@@ -47,7 +47,17 @@ class MadeList:
     def initialise(self) -> None:
         """Set the barriers up, as `Ring.initialise`."""
         prim.mbarrier_init(self.made, 1)
-        prim.mbarrier_init(self.followed, 1 + self.machine.plan.adding_warps)
+        prim.mbarrier_init(self.followed, self.followers)
+
+    @property
+    def followers(self) -> int:
+        """Arrivals that say that a list is followed no more."""
+        adding_warps: int = self.machine.plan.adding_warps
+        return 1 + adding_warps
+
+    def is_lane(self, role: ch.Role) -> bool:
+        """Whether a role that follows is a single lane; else it is whole warps."""
+        return role is self.machine.producer
 
     @property
     def words(self) -> Any:
@@ -87,8 +97,8 @@ class MadeList:
 
     @ch.inline
     def finish_following(self, role: ch.Role) -> None:
-        """This lane of the producer role, or this adding warp, reads the list no more."""
-        if role is self.machine.producer:
+        """This lane of a role of one lane, or this warp, reads the list no more."""
+        if self.is_lane(role):
             prim.mbarrier_arrive(self.followed)
         else:
             prim.warp_barrier()  # orders the lanes' reads before the arrival

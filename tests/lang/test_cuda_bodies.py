@@ -20,6 +20,7 @@ pytestmark = pytest.mark.compiler
 OF_WORDS = (
     *("multiply_bf16x2", "select_bits_u32", "maximum_u16x2", "pack_bf16x2", "pack_f16x2", "f16x2_low", "f16x2_high"),
     *("bf16x2_low", "bf16x2_high", "byte_permute", "multiply_high_u32", "e4m3x4_to_bf16", "float_bits", "bits_float"),
+    "population_u32",
 )
 """Those that make words of words alone."""
 MODELS = r"""
@@ -84,6 +85,11 @@ INTRINSICS = r"""
 float __uint_as_float(uint32_t word) { return ptx::number(word); }
 uint32_t __float_as_uint(float value) { return ptx::bits(value); }
 uint32_t __umulhi(uint32_t a, uint32_t b) { return uint64_t(a) * b >> 32; }
+uint32_t __popc(uint32_t word) {
+  uint32_t count = 0;
+  for (; word; word >>= 1) count += word & 1;
+  return count;
+}
 uint32_t __byte_perm(uint32_t a, uint32_t b, uint32_t selector) {
   const uint64_t bytes = uint64_t(b) << 32 | a;
   uint32_t result = 0;

@@ -56,13 +56,72 @@ class PublishedLogits(PublishedRows):
             store(prim.float_bits(logit))
 
 
-class Choice:
-    """The experts of all columns of a step. normalised: a column's weights are of the softmax of its own experts alone,
-    not of all."""
+class WarpChoice:
+    """How a warp chooses the experts of a token, each lane among `of_lane` neighbouring ones. machine: which has lanes.
+    normalised: a token's weights are of the softmax of its own experts alone, not of all."""
+
+    def __init__(self, machine: Any, experts: Experts, normalised: bool) -> None:
+        self.machine, self.experts, self.normalised = machine, experts, normalised
+
+    @property
+    def of_lane(self) -> int:
+        """Experts that a lane has of a token's, whole units of logits."""
+        return ceil_div(self.experts.count, LANES * WORDS) * WORDS
+
+    @ch.inline
+    def take(self, own: int, first: ch.Expr, word: Any, logits: Any, keys: Any) -> None:
+        """One of the lane's logits, and a key that is as large as it is."""
+        logit = ch.const(ty.f32, prim.bits_float(word), name="logit")
+        key = ordered(ch.select(logit == 0.0, 0.0, logit))  # there are two zeros
+        key = ch.select(logit == logit, key, ty.u32(NO_NUMBER))
+        keys[own] = ch.select(first + own < self.experts.count, key, ty.u32(0))
+        logits[own] = logit
+
+    @ch.inline
+    def pick(self, keys: Any, chosen: Any, highest: Any) -> None:
+        """The token's experts, as a bit of `chosen` for each of the lane's, and their highest logit."""
+        each, lane = self.of_lane, self.machine.lane
+        with ch.for_(self.experts.chosen, unroll=1, name="round") as round_:
+            best, place = ch.var(ty.u32, 0), ch.var(ty.u32, 0)
+            with ch.for_(each, unroll=True, name="own") as own, ch.if_(keys[own] > best):
+                best.set(keys[own])
+                place.set(own)
+            top = prim.warp_maximum_u32(best)
+            lowest = prim.warp_maximum_u32(ch.select(best == top, LANES - lane, ty.u32(0)))
+            with ch.if_(round_ == 0):
+                highest.set(number_of(top))
+            with ch.if_(lowest == LANES - lane):
+                chosen |= ty.u32(1) << place
+                with ch.for_(each, unroll=True, name="own") as own, ch.if_(own == place):
+                    keys[own] = 0
+
+    @ch.inline
+    def weigh(self, first: ch.Expr, chosen: Any, highest: ch.Expr, weights: Any, total: Any) -> None:
+        """Of logits become what they weigh, and of `total` what all that count weigh together."""
+        of_lane = ch.var(ty.f32, 0.0)
+        with ch.for_(self.of_lane, unroll=True, name="own") as own:
+            weight = ch.const(ty.f32, prim.exp_f32(weights[own] - highest), name="weight")
+            counts = has(chosen, own) if self.normalised else first + own < self.experts.count
+            with ch.if_(counts):
+                of_lane += weight
+            weights[own] = weight
+        total.set(prim.warp_sum_f32(of_lane))
+
+    @ch.function
+    def before(self, chosen: ch.Expr, bits: int) -> Any:
+        """How many experts the lanes before this one have chosen, a bit of `chosen` for each."""
+        own = ch.var(ty.u32, 0)
+        with ch.for_(bits, unroll=True, name="bit") as bit:
+            own += (chosen >> bit) & 1
+        return of_lanes_before(self.machine.lane, own)
+
+
+class Choice(WarpChoice):
+    """The experts of all columns of a step."""
 
     def __init__(self, columns: Columns, experts: Experts, normalised: bool, timeline: Timeline = NO_TIMELINE) -> None:
-        self.machine, self.columns, self.experts, self.normalised = columns.machine, columns, experts, normalised
-        self.timeline = timeline
+        super().__init__(columns.machine, experts, normalised)
+        self.columns, self.timeline = columns, timeline
         self.list = MadeList(self.machine, EXPERT_LIST, experts.most(columns.limit), experts.count)
 
     @property
@@ -96,15 +155,10 @@ class Choice:
                 self._list_union()
         self.list.finish_making()
 
-    @property
-    def _of_lane(self) -> int:
-        """Experts that a lane has of a column's, whole units of logits."""
-        return ceil_div(self.experts.count, LANES * WORDS) * WORDS
-
     @ch.function
     def _choose(self, column: ch.Expr, routes: Published) -> None:
         """A warp's column: its experts' ranks and weights; none of one that is not in use."""
-        each, lane = self._of_lane, self.machine.lane
+        each, lane = self.of_lane, self.machine.lane
         first = ch.const(ty.u32, lane * each, name="first")
         chosen = ch.var(ty.u32, 0)  # a bit for each of the lane's experts
         weights = ch.array(ty.f32, each)
@@ -112,26 +166,14 @@ class Choice:
         with self.columns.if_active(column):
             keys, highest = ch.array(ty.u32, each), ch.var(ty.f32, 0.0)
             self._load(column, first, routes, weights, keys)
-            with ch.for_(self.experts.chosen, unroll=1, name="round") as round_:
-                best, place = ch.var(ty.u32, 0), ch.var(ty.u32, 0)
-                with ch.for_(each, unroll=True, name="own") as own, ch.if_(keys[own] > best):
-                    best.set(keys[own])
-                    place.set(own)
-                top = prim.warp_maximum_u32(best)
-                lowest = prim.warp_maximum_u32(ch.select(best == top, LANES - lane, ty.u32(0)))
-                with ch.if_(round_ == 0):
-                    highest.set(number_of(top))
-                with ch.if_(lowest == LANES - lane):
-                    chosen |= ty.u32(1) << place
-                    with ch.for_(each, unroll=True, name="own") as own, ch.if_(own == place):
-                        keys[own] = 0
-            self._weigh(first, chosen, highest, weights, total)
+            self.pick(keys, chosen, highest)
+            self.weigh(first, chosen, highest, weights, total)
         self._number(column, first, chosen, weights, total)
 
     @ch.inline
     def _load(self, column: ch.Expr, first: ch.Expr, routes: Published, logits: Any, keys: Any) -> None:
         """The lane's logits, and keys that are as large as they are."""
-        units, padded = self._of_lane // WORDS, logit_words(self.experts)
+        units, padded = self.of_lane // WORDS, logit_words(self.experts)
         assert units <= UNITS, self.experts
         places, data = ch.array(ty.u32, UNITS), ch.array(ty.u32x4, UNITS)
         for unit in range(units):
@@ -141,23 +183,7 @@ class Choice:
         for unit in range(units):
             for number, word in enumerate("xyzw"):
                 own = unit * WORDS + number
-                logit = ch.const(ty.f32, prim.bits_float(getattr(data[unit], word)), name="logit")
-                key = ordered(ch.select(logit == 0.0, 0.0, logit))  # there are two zeros
-                key = ch.select(logit == logit, key, ty.u32(NO_NUMBER))
-                keys[own] = ch.select(first + own < self.experts.count, key, ty.u32(0))
-                logits[own] = logit
-
-    @ch.inline
-    def _weigh(self, first: ch.Expr, chosen: Any, highest: ch.Expr, weights: Any, total: Any) -> None:
-        """Of logits become what they weigh, and of `total` what all that count weigh together."""
-        of_lane = ch.var(ty.f32, 0.0)
-        with ch.for_(self._of_lane, unroll=True, name="own") as own:
-            weight = ch.const(ty.f32, prim.exp_f32(weights[own] - highest), name="weight")
-            counts = _has(chosen, own) if self.normalised else first + own < self.experts.count
-            with ch.if_(counts):
-                of_lane += weight
-            weights[own] = weight
-        total.set(prim.warp_sum_f32(of_lane))
+                self.take(own, first, getattr(data[unit], word), logits, keys)
 
     @ch.inline
     def _number(self, column: ch.Expr, first: ch.Expr, chosen: ch.Expr, weights: Any, total: ch.Expr) -> None:
@@ -167,9 +193,9 @@ class Choice:
         if words is not None:
             with ch.if_(self.machine.lane == 0):
                 words[0] = self.experts.chosen
-        rank = ch.var(ty.u32, self._before(chosen, self._of_lane))
-        with ch.for_(self._of_lane, unroll=True, name="own") as own, ch.if_(first + own < count):
-            with ch.if_(_has(chosen, own)):
+        rank = ch.var(ty.u32, self.before(chosen, self.of_lane))
+        with ch.for_(self.of_lane, unroll=True, name="own") as own, ch.if_(first + own < count):
+            with ch.if_(has(chosen, own)):
                 ranks[first + own] = ch.cast(ty.u8, rank)
                 self.weights[column * self.experts.chosen + rank] = prim.divide_f32(weights[own], total)
                 if words is not None:
@@ -189,26 +215,25 @@ class Choice:
             with ch.for_(each, unroll=True, name="own") as own, ch.if_(first + own < count):
                 with ch.if_(self.rank(column, first + own) != NO_RANK):
                     chosen |= ty.u32(1) << own
-        slot = ch.var(ty.u32, self._before(chosen, each))
-        with ch.for_(each, unroll=True, name="own") as own, ch.if_(_has(chosen, own)):
+        slot = ch.var(ty.u32, self.before(chosen, each))
+        with ch.for_(each, unroll=True, name="own") as own, ch.if_(has(chosen, own)):
             words[slot + 1] = first + own
             slot += 1
         with ch.if_(lane == LANES - 1):
             words[0] = slot
 
-    @ch.function
-    def _before(self, chosen: ch.Expr, bits: int) -> Any:
-        """How many experts the lanes before this one have chosen, a bit of `chosen` for each."""
-        lane, own = self.machine.lane, ch.var(ty.u32, 0)
-        with ch.for_(bits, unroll=True, name="bit") as bit:
-            own += (chosen >> bit) & 1
-        total = ch.var(ty.u32, own)
-        with ch.for_(5, unroll=1, name="level") as level:
-            distance = ch.const(ty.u32, ty.u32(1) << level, name="distance")
-            other = prim.shuffle_u32(total, (lane + LANES - distance) % LANES)
-            total += ch.select(lane >= distance, other, ty.u32(0))
-        return total - own
+
+@ch.inline
+def of_lanes_before(lane: ch.Expr, own: ch.Expr) -> Any:
+    """The sum of what the warp's lanes before this one have (u32)."""
+    total = ch.var(ty.u32, own)
+    with ch.for_(5, unroll=1, name="level") as level:
+        distance = ch.const(ty.u32, ty.u32(1) << level, name="distance")
+        other = prim.shuffle_u32(total, (lane + LANES - distance) % LANES)
+        total += ch.select(lane >= distance, other, ty.u32(0))
+    return total - own
 
 
-def _has(chosen: ch.Expr, own: ch.Expr) -> Any:
+def has(chosen: ch.Expr, own: ch.Expr) -> Any:
+    """Whether a bit is set."""
     return ((chosen >> own) & 1) != 0

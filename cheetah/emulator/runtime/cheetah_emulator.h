@@ -709,6 +709,8 @@ CHEETAH_PRIMITIVE uint32_t select_bits_u32(uint32_t mask, uint32_t word, uint32_
   return (word & mask) | (others & ~mask);
 }
 
+CHEETAH_PRIMITIVE uint32_t population_u32(uint32_t word) { return uint32_t(__builtin_popcount(word)); }
+
 CHEETAH_PRIMITIVE uint32_t multiply_high_u32(uint32_t a, uint32_t b) { return uint64_t(a) * b >> 32; }
 
 // Nanoseconds that only grow; counted from switches, so that a launch is a function of its inputs and seed.

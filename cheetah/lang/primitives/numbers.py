@@ -202,6 +202,9 @@ multiply_high_u32 = declare(
     a=ty.u32,
     b=ty.u32,
 )
+population_u32 = declare(
+    "population_u32", ty.u32, "return __popc(word);", "how many of its bits are set", pure=True, word=ty.u32
+)
 fma_f32 = declare(
     "fma_f32",
     ty.f32,
