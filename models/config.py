@@ -7,7 +7,7 @@ in `config_json`. Nothing here touches weights.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -32,7 +32,7 @@ from cheetah.models.plausible import implausible
 from cheetah.models.rope import GROUP_ELEMENTS, Rope, rope_table, rotary_order
 from cheetah.plan import ModelShape
 from cheetah.plan.formats import BF16
-from cheetah.plan.products import Experts, StepTable
+from cheetah.plan.products import ROUTER, Experts, Product, StepTable
 
 HEAD_DIMS = (64, 128, 256)
 HEAD_DIMS_IN_WORDS = f"{', '.join(map(str, HEAD_DIMS[:-1]))} and {HEAD_DIMS[-1]}"
@@ -122,8 +122,10 @@ class ModelConfig:
                 raise ConfigError(problem)
         if routing.chosen > routing.experts:
             raise ConfigError(f"num_experts_per_tok = {routing.chosen}: there are num_experts = {routing.experts}")
-        if self.weight_formats:
-            raise ConfigError(f"experts are supported in {BF16.name} alone, not in {self.weight_formats[0][1]}")
+        if ROUTER in (formats := dict(self.weight_formats)):
+            raise ConfigError(f"the {ROUTER} of experts is in {formats[ROUTER]}: supported is {BF16.name}")
+        if self.act_order:
+            raise ConfigError("columns in the order of their groups (act-order) are not supported with experts")
         if self.intermediate_size % COLUMN_ALIGN:
             raise ConfigError(
                 f"the width of an expert is {self.intermediate_size}: supported are multiples of {COLUMN_ALIGN}"
@@ -226,6 +228,18 @@ class ModelConfig:
         formats = dict(self.weight_formats)
         names = dict.fromkeys(formats.get(product.name, BF16.name) for product in self.table.products)
         return " and ".join(names) + (", act-order" if self.act_order else "")
+
+    @property
+    def quantisable(self) -> tuple[Product, ...]:
+        """The products of a layer whose matrices need not be bf16: all but the router of experts."""
+        return tuple(product for product in self.table.products if product.name != ROUTER)
+
+    def names_of(self, name: str, layers: Iterable[int] | None = None) -> Iterator[str]:
+        """What a name with `{layer}` or `{expert}` in it stands for: one of every layer (by default of all), and of
+        every expert."""
+        experts = 1 if self.routing is None or "{expert}" not in name else self.routing.experts
+        for layer in (range(self.layers) if layers is None else layers) if "{layer}" in name else (0,):
+            yield from (name.format(layer=layer, expert=expert) for expert in range(experts))
 
     def is_ordered(self, matrix: str) -> bool:
         """Whether the columns of a matrix lie in an order of their own."""

@@ -33,6 +33,7 @@ from cheetah.models.family import ModelFamily
 from cheetah.models.formats.quantized import QuantizationError, is_scheme_name, scheme_of_name
 from cheetah.models.quantization import Quantization, quantization_of_folder, read_quantization
 from cheetah.models.text_part import text_modules
+from cheetah.plan.products import ROUTER
 
 _FAMILIES = (
     *(llama.FAMILY, qwen3.FAMILY, qwen2.FAMILY, mistral.FAMILY, ministral3.FAMILY, smollm3.FAMILY, phi3.FAMILY),
@@ -112,21 +113,33 @@ def _read_text_part(source: Any, values: Mapping[str, Any], notes: list[str] | N
 def _quantized(family: ModelFamily, source: Any, values: Mapping[str, Any], notes: list[str] | None) -> ModelConfig:
     """The configuration of a family's values, with the formats of its weights."""
     config = family.config_type.from_json(values, notes, place_of(source))
-    quantization = stated_quantization(source, values)
+    quantization = stated_quantization(source, values, config)
     if quantization is None:
         return config
-    if config.routing is not None:
-        raise ConfigError(f"{place_of(source)}: {quantization.method}: experts are supported in bf16 alone")
-    formats = quantization.matrix_formats(family.matrix_modules(config), config.layers)
-    return replace(config, weight_formats=formats, act_order=quantization.act_order)
+    formats = quantization.matrix_formats(family.matrix_modules(config), config.names_of)
+    try:
+        return replace(config, weight_formats=formats, act_order=quantization.act_order)
+    except ConfigError as problem:
+        raise ConfigError(f"{place_of(source)}: {quantization.method}: {problem}") from problem
 
 
-def stated_quantization(source: str | Path | Mapping[str, Any], values: Mapping[str, Any]) -> Quantization | None:
-    """How the weights of a config.json's model are quantised, by the file and those beside it; None if they are not."""
-    if not isinstance(source, Mapping):
-        return quantization_of_folder(Path(source).parent, values)
-    stated = values.get("quantization_config")
-    return None if stated is None else read_quantization(stated, place_of(source))
+def stated_quantization(
+    source: str | Path | Mapping[str, Any], values: Mapping[str, Any], config: ModelConfig
+) -> Quantization | None:
+    """How the weights of a config.json's model are quantised, by the file and those beside it; None if they are not.
+    Routers of experts never are: tools leave them out, and few say so."""
+    if isinstance(source, Mapping):
+        stated = values.get("quantization_config")
+        found = None if stated is None else read_quantization(stated, place_of(source))
+    else:
+        found = quantization_of_folder(Path(source).parent, values)
+    return None if found is None else found.leaving(routers(config))
+
+
+def routers(config: ModelConfig) -> tuple[str, ...]:
+    """The linear layers that choose among experts, below a layer."""
+    names = family_of(config).matrix_modules(config).get(ROUTER, ())
+    return tuple(name.partition("{layer}.")[2] for name in names)
 
 
 def split_format(name: str) -> tuple[str, str | None]:
@@ -137,10 +150,10 @@ def split_format(name: str) -> tuple[str, str | None]:
 
 
 def in_format(config: ModelConfig, format: str | None) -> ModelConfig:
-    """The model with all matrices of its layers in a weight format; as it is for None."""
+    """The model with all matrices of its layers but routers in a weight format; as it is for None."""
     if format is None:
         return config
-    formats = tuple((product.name, format.removesuffix(ORDER)) for product in config.table.products)
+    formats = tuple((product.name, format.removesuffix(ORDER)) for product in config.quantisable)
     return replace(config, weight_formats=formats, act_order=format.endswith(ORDER))
 
 

@@ -128,5 +128,5 @@ def _layout(product: Product, shape: ModelShape, plan: Plan, gpu: Gpu, start: in
         is_brief=product.is_brief,
         is_once=product.is_once,
         ranks=1 if product.order is RowOrder.HEADS else gpu.ranks,
-        by_numbers=bool(plan.by_numbers),
+        by_numbers=product.by_numbers(plan),
     )

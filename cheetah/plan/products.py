@@ -13,7 +13,7 @@ from enum import StrEnum
 from typing import Any, Protocol
 
 from cheetah.plan.errors import PlanError
-from cheetah.plan.formats import BF16, M_TILE_ROWS, VECTOR_COLUMNS, TileFormat
+from cheetah.plan.formats import BF16, BF16_VECTOR, M_TILE_ROWS, VECTOR_COLUMNS, TileFormat
 from cheetah.plan.index import ceil_div, round_up
 
 PAIR_ROWS = M_TILE_ROWS // 2
@@ -23,6 +23,8 @@ STEP_EXCHANGES = ("candidates", "short_lists", "filters")
 """The vectors that blocks exchange once a step, to choose tokens; the last two where somebody filters them."""
 
 
+ROUTER = "router"
+"""The product whose rows are the logits of experts."""
 EXPERT_LIST = "experts"
 """The region with the list of a step's experts."""
 
@@ -209,8 +211,12 @@ class Product(Phase):
         """Bytes of what is kept of them for zero points, beside a K-tile."""
         return self.format.sums_bytes(*self._multiplied(plan))
 
+    def by_numbers(self, plan: Multiplied) -> bool:
+        """See `Plan`; also where a column has parts of its own, and neighbouring columns other ones."""
+        return bool(plan.by_numbers) or self.input.parts > 1 and plan.tokens > 1
+
     def _multiplied(self, plan: Multiplied) -> tuple[int, int, bool, bool]:
-        return self.columns, plan.tokens, self.is_brief, bool(plan.by_numbers)
+        return self.columns, plan.tokens, self.is_brief, self.by_numbers(plan)
 
 
 @dataclass(frozen=True)
@@ -246,6 +252,15 @@ class StepTable:
     def experts(self) -> Experts | None:
         """Those of a layer's products, if it has any."""
         return next((product.experts for product in self.products if product.experts is not None), None)
+
+    @property
+    def dealt(self) -> Product | None:
+        """The product of experts by whose input these are chosen, too, if there is one."""
+        return next((one for one in self.products if one.experts is not None and not one.adds), None)
+
+    def converts_dealt(self, plan: Multiplied) -> bool:
+        """Whether its matrices take that input otherwise than the router does."""
+        return self.dealt is not None and self.dealt.vector_kind(plan) != BF16_VECTOR
 
     @property
     def chosen(self) -> int:

@@ -9,7 +9,7 @@ from cheetah.plan.index import ceil_div, round_up
 from cheetah.plan.layout import slice_columns
 from cheetah.plan.narrow import residual_split, residual_tile_rows
 from cheetah.plan.plan import COLUMNS, VECTOR_PIECES, Plan
-from cheetah.plan.products import EXPERT_LIST, Experts, Product
+from cheetah.plan.products import EXPERT_LIST, ROUTER, Experts, Product
 from cheetah.plan.shape import ModelShape
 from cheetah.plan.shared_memory import BULK_ALIGNMENT, Region, SharedMap, ring_regions
 from cheetah.plan.world import world_of
@@ -40,6 +40,7 @@ def kernel_regions(shape: ModelShape, plan: Plan, gpu: Gpu) -> tuple[Region, ...
     vector_barriers: an mbarrier for each piece of a vector that is copied. residual: the block's rows (f32). made: rows
     that are to be added to it, behind a norm. rope: cos and sin of every token's position, by each table. head_scales:
     1/rms of every token's queries, and of its keys. warp_candidates: of every group of adding warps and column.
+    dealt: the router's input as experts take it, behind what the router has in the region vector, where that differs.
     columns: what the step's tokens are. experts, with others: see `expert_regions`. chosen: what was sampled.
     step_done: two mbarriers. next_token: of every column, then whether the launch ends.
     Where drafts are verified, done: how far sequences are, in two copies, and how many tokens were drafted for each;
@@ -59,6 +60,7 @@ def kernel_regions(shape: ModelShape, plan: Plan, gpu: Gpu) -> tuple[Region, ...
     return (
         Region("scratch", scratch, BULK_ALIGNMENT),
         Region("vector", vector_bytes, BULK_ALIGNMENT, over="scratch"),
+        *_dealt_region(shape, plan),
         Region("candidates", candidates, BULK_ALIGNMENT, over="scratch"),
         *filtering,
         *attention,
@@ -172,15 +174,30 @@ def kept_plan_bytes(plan: Plan) -> int:
     return 16 + (KEPT_ITEMS + 1) * KEPT_ITEM_BYTES + plan.consumer_warps // plan.merge_warps * KEPT_MERGE_BYTES
 
 
+def _dealt_region(shape: ModelShape, plan: Plan) -> Iterator[Region]:
+    dealt = shape.table.dealt
+    if dealt is not None and shape.table.converts_dealt(plan):
+        nbytes = dealt.tiles * dealt.vector_bytes(plan)
+        yield Region("dealt", nbytes, BULK_ALIGNMENT, over="scratch", skip=_router_bytes(shape, plan))
+
+
+def _router_bytes(shape: ModelShape, plan: Plan) -> int:
+    """Of the router's input, with the padding of narrow K-tiles."""
+    router = shape.table.named(ROUTER)
+    return round_up(router.tiles, 2) * router.vector_bytes(plan)
+
+
 def longest_vector_bytes(shape: ModelShape, plan: Plan, gpu: Gpu) -> int:
     """The most of the vectors that is in shared memory at once, as the format of its matrix has it."""
     sliced = shape.table.sliced
-    return max(longest_input_bytes(shape, plan), _tiles_at_once(shape, plan, gpu, sliced) * sliced.vector_bytes(plan))
+    dealt = sum(region.skip + region.nbytes for region in _dealt_region(shape, plan))
+    return max(longest_input_bytes(shape, plan), dealt, _tiles_at_once(shape, plan, gpu, sliced) * sliced.vector_bytes(plan))
 
 
 def vector_sums_bytes(shape: ModelShape, plan: Plan, gpu: Gpu) -> int:
-    """The same of what is kept of the vectors for zero points."""
-    return max(_tiles_at_once(shape, plan, gpu, product) * product.sums_bytes(plan) for product in shape.table)
+    """The same of what is kept of the vectors for zero points; of parts that are multiplied in turn, of one."""
+    tiles = (_tiles_at_once(shape, plan, gpu, one) // one.input.parts * one.sums_bytes(plan) for one in shape.table)
+    return max(tiles)
 
 
 def longest_input_bytes(shape: ModelShape, plan: Plan) -> int:

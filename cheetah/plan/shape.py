@@ -10,6 +10,7 @@ from cheetah.plan.errors import PlanError, require_positive
 from cheetah.plan.formats import BF16, M_TILE_ROWS, VECTOR_COLUMNS, TileFormat, tile_format
 from cheetah.plan.index import round_up
 from cheetah.plan.products import (
+    ROUTER,
     AttentionPhase,
     ChoicePhase,
     Experts,
@@ -70,9 +71,11 @@ class ModelShape:
     def _check_experts(self, experts: Experts) -> None:
         if not 0 < experts.chosen <= experts.count:
             raise PlanError(f"ModelShape: {experts.chosen} of {experts.count} experts: choose 1 to {experts.count}")
-        if self.ffn % VECTOR_COLUMNS:
+        down = self.format_of("down")
+        if self.ffn % down.columns:
             raise PlanError(
-                f"ModelShape: experts of width {self.ffn}: give a multiple of {VECTOR_COLUMNS} (whole K-tiles)"
+                f"ModelShape: experts of width {self.ffn} in {down.name}: give a multiple of {down.columns} (whole "
+                "K-tiles)"
             )
 
     def format_of(self, matrix: str) -> TileFormat:
@@ -184,7 +187,7 @@ def _choice(middle: Vector, experts: Experts | None) -> tuple[Phase, ...]:
     if experts is None:
         return ()
     routes = Vector("routes", experts.count, is_words=True)
-    router = Product("router", middle, routes, (Source("router", experts.count),), is_brief=True)
+    router = Product(ROUTER, middle, routes, (Source(ROUTER, experts.count),), is_brief=True)
     return router, ChoicePhase("choice", routes, None, experts)
 
 

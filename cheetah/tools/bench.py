@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager, closing
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
+from itertools import product
 from statistics import fmean, median
 from typing import TYPE_CHECKING, Any, cast
 
@@ -440,15 +441,16 @@ def _random_places(elements: int, row: int) -> NDArray[np.uint16]:
 
 
 def _fill_quantized(config: ModelConfig, matrices: StepMatrices, buffers: dict[str, Buffer]) -> None:
-    """Random codes and scales in quantised matrices. Every wave has the same rows, in all layers: few are packed."""
+    """Random codes and scales in quantised matrices. Every wave has the same rows, in all layers, of all experts: few
+    are packed."""
     tensors = random_tensors(config)
     for layout in matrices:
         if not isinstance(layout.format, QuantizedTiles):
             continue
         waves = [_packed_wave(tensors, layout, wave) for wave in sorted({0, layout.waves - 1})]
-        for layer in range(matrices.copies(layout)):
+        for layer, expert in product(range(matrices.copies(layout)), range(layout.experts)):
             for wave in range(layout.waves):
-                offset = matrices.offset(layout.name, layer) + wave * layout.blocks * layout.m_tile_bytes
+                offset = matrices.offset(layout.name, layer, expert) + wave * layout.blocks * layout.m_tile_bytes
                 buffers["weights"].upload(waves[-1] if wave == layout.waves - 1 else waves[0], offset)
 
 

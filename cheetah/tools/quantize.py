@@ -1,14 +1,16 @@
 """Writing a quantised copy of a checkpoint, as compressed-tensors lays it out: what `cheetah quantize` does.
 
 Every matrix of the layers is rounded to the nearest codes, in blocks of rows by several threads; embedding, norms,
-biases and lm_head are copied byte for byte. Files appear under the folder's name only when all are written and
-the copy has been opened. The host holds one tensor at a time.
+biases, routers of experts and lm_head are copied byte for byte. Experts that lie in one tensor are written one by one.
+Files appear under the folder's name only when all are written and the copy has been opened. The host holds one tensor
+at a time.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import struct
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -23,12 +25,13 @@ from cheetah.errors import CheetahError
 from cheetah.models.config import ModelConfig
 from cheetah.models.formats.nearest import nearest_rows
 from cheetah.models.formats.quantized import QuantizationError, QuantizationScheme, QuantizedRows
-from cheetah.models.registry import family_of
+from cheetah.models.registry import family_of, routers
 from cheetah.models.rounding import widen
 from cheetah.plan.formats import GROUP_COLUMNS, tile_format
 from cheetah.runtime.checkpoint.loading import RANDOM, open_checkpoint
 from cheetah.runtime.checkpoint.packed_words import transposed, words_of_codes
 from cheetah.runtime.checkpoint.safetensors_files import INDEX_FILE, StoredTensor, find_tensors
+from cheetah.runtime.checkpoint.tensor_checks import without_merged
 from cheetah.tools.copies import appearing_whole, copy_files
 from cheetah.untrusted import read_json
 
@@ -64,14 +67,12 @@ def quantization_job(model: str, scheme: QuantizationScheme, clip: bool, revisio
     if checkpoint.config.weight_formats:
         formats = ", ".join(f"{matrix} in {name}" for matrix, name in checkpoint.config.weight_formats)
         raise CheetahError(f"{checkpoint.folder}: is quantised already ({formats}): give the original")
-    if checkpoint.config.routing is not None:
-        raise CheetahError(f"{checkpoint.folder}: a model of experts: dense models alone are quantised")
     tile_format(scheme.name)  # PlanError if the kernel does not have it
     family, config = family_of(checkpoint.config), checkpoint.config
     modules = family.matrix_modules(config)
-    names = {name for product in config.table.products for name in modules[product.name]}
+    names = {name for product in config.quantisable for name in modules[product.name]}
     shapes = family.tensor_shapes(config)
-    wanted = {f"{name.format(layer=layer)}{WEIGHT}" for name in names for layer in range(config.layers)}
+    wanted = {f"{one}{WEIGHT}" for name in names for one in config.names_of(name)}
     matrices = {name: (shape[0], shape[1]) for name, shape in shapes.items() if name in wanted}
     for name, (_, columns) in matrices.items():
         _check_columns(name, columns, scheme)
@@ -113,7 +114,7 @@ def quantization_config(job: Job) -> dict[str, Any]:
         "format": "float-quantized" if is_float else "pack-quantized",
         "quantization_status": "compressed",
         "config_groups": {"group_0": group},
-        "ignore": ["lm_head"],
+        "ignore": ["lm_head", *(f"re:.*{re.escape(name)}$" for name in routers(job.config))],
         "kv_cache_scheme": None,
     }
 
@@ -132,7 +133,7 @@ def _check_columns(name: str, columns: int, scheme: QuantizationScheme) -> None:
 
 
 def _write_tensors(job: Job, folder: Path, progress: Progress, threads: int) -> None:
-    stored = find_tensors(job.source).tensors
+    stored = without_merged(job.config, find_tensors(job.source).tensors, str(job.source))
     files: dict[str, list[str]] = {}
     for name, tensor in stored.items():
         files.setdefault(tensor.file.name, []).append(name)

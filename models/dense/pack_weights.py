@@ -131,11 +131,11 @@ class _Staged:
 
     @staticmethod
     def of(config: ModelConfig, matrices: StepMatrices, rows: ReadRows, rank: Rank) -> _Staged:
-        """For all that are quantised; the others of a model are alike, and files opened for each."""
+        """For all that are quantised; the others of a model are alike, as experts are, and files opened for each."""
         found = [
             staged
             for layout, layer, expert in _layouts(config, matrices)
-            if (layer, expert) == (0, 0) or isinstance(layout.format, QuantizedTiles)
+            if expert == 0 and (layer == 0 or isinstance(layout.format, QuantizedTiles))
             if (staged := _Matrix.open(config, matrices, layout, layer, expert, rows, rank).staged) is not None
         ]
         return _Staged(*(max(sizes) for sizes in zip(*((one.nbytes, one.table_bytes) for one in found), strict=True)))

@@ -453,7 +453,9 @@ class StepParts(HeadParts):
         experts, routing = self.table.experts, self.config.routing
         if experts is None or routing is None:
             return None
-        return ExpertProducts(self.linear, Choice(self.columns, experts, routing.normalised, self.timeline))
+        choice = Choice(self.columns, experts, routing.normalised, self.timeline)
+        assert self.table.dealt is not None
+        return ExpertProducts(self.linear, choice, self.matrices[self.table.dealt])
 
     def _normalise_heads(self, weights: ch.Expr) -> None:
         """Queries and keys are finished by who reads them."""

@@ -121,8 +121,7 @@ def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 def names_of(config: ModelConfig, name: str, layer: int) -> tuple[str, ...]:
     """What a name of a layer stands for: itself, or of experts the name of each."""
-    experts = 1 if config.routing is None or "{expert}" not in name else config.routing.experts
-    return tuple(name.format(layer=layer, expert=expert) for expert in range(experts))
+    return tuple(config.names_of(name, (layer,)))
 
 
 def _modules_of(config: ModelConfig, product: Product) -> dict[str, int]:

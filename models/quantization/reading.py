@@ -15,7 +15,7 @@ from cheetah.models.formats.quantized import QuantizationScheme
 from cheetah.models.quantization.compressed_tensors import read_compressed_tensors
 from cheetah.models.quantization.fields import Fields
 from cheetah.models.quantization.refused import REFUSED_METHODS
-from cheetah.models.quantization.statement import LINEAR, Patterns, Quantization, Storage
+from cheetah.models.quantization.statement import EXPRESSION, LINEAR, Patterns, Quantization, Storage
 from cheetah.printable import shown
 from cheetah.untrusted import read_json
 
@@ -23,6 +23,7 @@ LEGACY_FILES = {"quantize_config.json": "gptq", "quant_config.json": "awq"}
 MODELOPT_FILE = "hf_quant_config.json"
 SUPPORTED = "supported are gptq, awq, compressed-tensors, fp8, fbgemm_fp8 and modelopt (FP8), and unquantised weights"
 HEAD = "lm_head"
+LEFT_OUT = "-:"
 NO_INPUT_SCALES = "activations are not quantised: scales of inputs are not used"
 
 
@@ -64,16 +65,26 @@ def _gptq(fields: Fields) -> Quantization:
             raise fields.error(f"{marlin} is true: weights in a kernel's own order: {SUPPORTED}")
     bits = fields.choice("bits", (4, 8))
     fields.choice("pack_dtype", ("int32",), "int32")
-    if fields.values.get("dynamic"):
-        raise fields.error("dynamic is not empty: modules that differ in their bits are not supported")
+    left_out = _gptq_left_out(fields)
     group = fields.group_size("group_size")
     symmetric = fields.flag("sym", True)
     scheme = QuantizationScheme(f"int{bits}", group, symmetric)
     act_order = fields.flag("desc_act", False) and not fields.flag("static_groups", False) and group is not None
     storage = Storage("gptq", scheme, zero_offset=1 if form == "gptq" else 0, act_order=act_order)
     targets = _gptq_targets(fields)
-    ignored = [] if fields.flag("lm_head", False) else [HEAD]
+    ignored = left_out if fields.flag("lm_head", False) else [HEAD, *left_out]
     return _statement(fields, f"{form}, {bits} bits", storage, ignored, targets=targets)
+
+
+def _gptq_left_out(fields: Fields) -> list[str]:
+    """The modules that are not quantised, as expressions: `dynamic` has them by keys with "-:" before."""
+    stated = fields.values.get("dynamic") or {}
+    if not isinstance(stated, Mapping) or any(not key.startswith(LEFT_OUT) for key in stated):
+        raise fields.error(
+            f"dynamic = {shown(stated)}: modules that differ in their bits are not supported, those that are left out "
+            f"({LEFT_OUT!r} before an expression) are"
+        )
+    return [f"{EXPRESSION}{key.removeprefix(LEFT_OUT)}" for key in stated]
 
 
 def _gptq_targets(fields: Fields) -> list[str]:

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import fnmatch
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from cheetah.models.config_json import ConfigError
 from cheetah.models.formats.quantized import QuantizationScheme
@@ -46,21 +46,30 @@ class Patterns:
     "model.layers.0"), a name with `*`, `re:` with a regular expression for the beginning, or the class `Linear`."""
 
     def __init__(self, patterns: Sequence[str], place: str) -> None:
-        self._patterns = tuple(patterns)
+        self._patterns, self._place = tuple(patterns), place
+        others = {one for one in patterns if one == LINEAR or "*" in one or one.startswith(EXPRESSION)}
+        self._others, self._names = others, frozenset(patterns) - others
         self._expressions = {
             pattern: _expression(pattern, place) for pattern in patterns if pattern.startswith(EXPRESSION)
         }
 
+    def with_names(self, names: Iterable[str]) -> Patterns:
+        """These and others."""
+        return Patterns((*self._patterns, *names), self._place)
+
     def match(self, module: str) -> bool:
         """Whether one of them means the module."""
-        return any(self._means(pattern, module) for pattern in self._patterns)
+        if any(self._means(pattern, module) for pattern in self._others):
+            return True
+        parts = module.split(".")  # of names there may be thousands, and of modules too
+        ends = range(1, len(parts) + 1)
+        return any(".".join(parts[first:end]) in self._names for end in ends for first in range(end))
 
     def _means(self, pattern: str, module: str) -> bool:
+        """Whether one that is no name does."""
         if pattern in self._expressions:
             return self._expressions[pattern].match(module) is not None
-        if "*" in pattern:
-            return fnmatch.fnmatchcase(module, pattern)
-        return pattern == LINEAR or f".{pattern}." in f".{module}."
+        return pattern == LINEAR or fnmatch.fnmatchcase(module, pattern)
 
 
 def _expression(pattern: str, place: str) -> re.Pattern[str]:
@@ -95,24 +104,31 @@ class Quantization:
             return None
         return next((storage for targets, storage in self.groups if targets.match(module)), None)
 
+    def leaving(self, names: Iterable[str]) -> Quantization:
+        """The same without the modules that these patterns mean."""
+        return replace(self, ignored=self.ignored.with_names(names))
+
     @property
     def act_order(self) -> bool:
         """Whether any group of modules is said to be in act-order."""
         return any(storage.act_order for _, storage in self.groups)
 
-    def matrix_formats(self, matrices: Mapping[str, Sequence[str]], layers: int) -> tuple[tuple[str, str], ...]:
-        """(matrix, format) of the quantised matrices, which are made of modules whose names have `{layer}` for the
-        layer's number. ConfigError unless all modules of a matrix, in all layers, are in one format."""
-        formats = ((matrix, self._format_of(matrix, modules, layers)) for matrix, modules in matrices.items())
+    def matrix_formats(
+        self, matrices: Mapping[str, Sequence[str]], names_of: Callable[[str], Iterable[str]]
+    ) -> tuple[tuple[str, str], ...]:
+        """(matrix, format) of the quantised matrices, which are made of modules. names_of: the modules that each of
+        those names stands for, of all layers and experts. ConfigError unless all modules of a matrix are in one
+        format."""
+        formats = ((matrix, self._format_of(matrix, modules, names_of)) for matrix, modules in matrices.items())
         return tuple((matrix, name) for matrix, name in formats if name is not None)
 
-    def _format_of(self, matrix: str, modules: Sequence[str], layers: int) -> str | None:
+    def _format_of(
+        self, matrix: str, modules: Sequence[str], names_of: Callable[[str], Iterable[str]]
+    ) -> str | None:
         found: dict[str | None, str] = {}
-        for name in modules:
-            for layer in range(layers if "{layer}" in name else 1):
-                module = name.format(layer=layer)
-                storage = self.storage_of(module)
-                found.setdefault(storage.scheme.name if storage else None, module)
+        for module in (one for name in modules for one in names_of(name)):
+            storage = self.storage_of(module)
+            found.setdefault(storage.scheme.name if storage else None, module)
         if len(found) > 1:
             parts = "; ".join(f"{module} is {name or 'not quantised'}" for name, module in found.items())
             raise ConfigError(

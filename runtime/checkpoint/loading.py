@@ -148,7 +148,7 @@ def _open_folder(name: str, folder: Path, tied: bool | None) -> Checkpoint:
     path, values = folder / "config.json", load_source(folder / "config.json")
     part = text_part(path, values)
     found = stored.tensors if part is None else _text_tensors(stored.tensors, notes)
-    quantization = stated_quantization(path, values if part is None else part)
+    quantization = stated_quantization(path, values if part is None else part, config)
     notes += quantization.notes if quantization else ()
     tensors = checked_tensors(config, found, str(folder), notes, quantization)
     _note_dtype(folder, tensors.plain, notes)

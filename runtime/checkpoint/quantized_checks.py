@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from itertools import product
 
 import numpy as np
 
@@ -212,13 +211,17 @@ def problems_of_dtypes(config: ModelConfig, matrices: Mapping[str, StoredQuantiz
 def _weights_of_several(config: ModelConfig) -> Iterator[tuple[str, ...]]:
     """The weights of every matrix that several modules make."""
     for names in family_of(config).matrix_modules(config).values():
-        experts = config.routing.experts if config.routing is not None and "{expert}" in "".join(names) else 1
-        for layer, expert in product(range(config.layers if len(names) > 1 else 0), range(experts)):
-            yield tuple(f"{name.format(layer=layer, expert=expert)}{WEIGHT_SUFFIX}" for name in names)
+        if len(names) > 1:
+            of_sources = (config.names_of(f"{name}{WEIGHT_SUFFIX}") for name in names)
+            yield from zip(*of_sources, strict=True)
 
 
 def problems_of_orders(config: ModelConfig, matrices: Mapping[str, StoredQuantized]) -> list[str]:
-    """Modules of one matrix, which have one input, whose columns are ordered differently: it comes in one order."""
+    """Modules of one matrix, which have one input, whose columns are ordered differently: it comes in one order.
+    With experts, which have one input too, all whose columns are."""
+    if config.routing is not None:
+        ordered = [name for name, matrix in matrices.items() if matrix.order is not None]
+        return [f"the columns of {name} are in act-order, which is not supported with experts" for name in ordered]
     lines = []
     for modules in _weights_of_several(config):
         orders = {name: matrices[name].order for name in modules if name in matrices}

@@ -185,7 +185,7 @@ def _schemes(config: ModelConfig) -> dict[str, QuantizationScheme]:
     for matrix, modules in family_of(config).matrix_modules(config).items():
         if matrix in formats:
             scheme = random_scheme(formats[matrix])
-            names = (module.format(layer=layer) for module in modules for layer in range(config.layers))
+            names = (name for module in modules for name in config.names_of(module))
             found |= {f"{name}{WEIGHT_SUFFIX}": scheme for name in names}
     return found
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -75,8 +76,9 @@ class QuantizedWeights(RandomWeights):
         for matrix, format in config.weight_formats:
             if format not in QUANTIZED_FORMATS:
                 continue
-            for layer in range(config.layers):
-                names = matrix_tensors(config, matrix, layer)
+            experts = config.shape.table.named(matrix).experts
+            for layer, expert in product(range(config.layers), range(1 if experts is None else experts.count)):
+                names = matrix_tensors(config, matrix, layer, expert)
                 order = draw.permutation(self.tensors[names[0]].shape[1]) if config.act_order else None
                 for name in names:
                     self._quantize(name, scheme_of_name(format, scales), draw, order)

@@ -73,7 +73,14 @@ def test_an_expert_that_is_missing_too_many_or_misshapen_is_refused(tmp_path: Pa
         ({"norm_topk_prob": "yes"}, "norm_topk_prob = 'yes': must be true or false"),
         ({"mlp_only_layers": [1]}, "mlp_only_layers = [1] is not supported; supported: []"),
         ({"decoder_sparse_step": 2}, "decoder_sparse_step = 2 is not supported; supported: 1"),
-        ({"quantization_config": {"quant_method": "fp8"}}, "experts are supported in bf16 alone"),
+        (
+            {"quantization_config": {"quant_method": "gptq", "bits": 4, "group_size": 16, "desc_act": True}},
+            "columns in the order of their groups (act-order) are not supported with experts",
+        ),
+        (
+            {"quantization_config": {"quant_method": "fp8", "modules_to_not_convert": ["experts.3.up_proj"]}},
+            "model.layers.0.mlp.experts.3.up_proj is not quantised",
+        ),
     ],
 )
 def test_configurations_that_lie_or_ask_for_more_are_refused(

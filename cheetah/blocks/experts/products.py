@@ -12,23 +12,26 @@ in which order, does not depend on the others. K-tile k of every expert is multi
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
 from cheetah import lang as ch
-from cheetah.blocks.columns import UNITS_PER_TILE
+from cheetah.blocks.columns import UNIT, UNITS_PER_TILE, Columns
 from cheetah.blocks.exchange import Published
 from cheetah.blocks.experts.choice import NO_RANK, Choice
 from cheetah.blocks.linear.epilogue import HALF, GatedRows, gated_of, publishing
 from cheetah.blocks.linear.formats import accumulators_of
+from cheetah.blocks.linear.formats.vectors import store_unit
 from cheetah.blocks.linear.fragments import Activations
 from cheetah.blocks.linear.interface import Epilogue, Prologue, Rows
 from cheetah.blocks.linear.matvec import Matvec
 from cheetah.blocks.linear.prologue import VectorPart, load_vector
 from cheetah.lang import prim, ty
 from cheetah.plan import MatrixLayout
+from cheetah.plan.formats import BF16_VECTOR
 from cheetah.plan.plan import COLUMNS
 
 
@@ -41,12 +44,16 @@ class AllParts(Prologue):
     width: int
 
     @property
+    def columns(self) -> Columns:
+        return self.choice.columns
+
+    @property
     def waits(self) -> tuple[str, ...]:
         return (self.source.name,)
 
     def load(self, matrix: MatrixLayout, index: int) -> None:
-        elements = self.width * self.choice.experts.chosen
-        load_vector(self.choice.columns, VectorPart(elements, elements), self.source)
+        elements, kind = self.width * self.choice.experts.chosen, matrix.vector_kind(self.columns.limit)
+        load_vector(self.columns, VectorPart(elements, elements, kind=kind), self.source)
 
 
 @dataclass(frozen=True, eq=False)
@@ -86,10 +93,11 @@ class RankedActivations(Activations):
 
 
 class ExpertProducts:
-    """Products of a kernel whose matrices are of experts, beside its others, `linear`."""
+    """Products of a kernel whose matrices are of experts, beside its others, `linear`. dealt: those that have the
+    router's input too, which is converted for them where they take it otherwise."""
 
-    def __init__(self, linear: Matvec, choice: Choice) -> None:
-        self.linear, self.choice, self.list = linear, choice, choice.list
+    def __init__(self, linear: Matvec, choice: Choice, dealt: MatrixLayout) -> None:
+        self.linear, self.choice, self.list, self.dealt = linear, choice, choice.list, dealt
         self.machine, self.columns, self.ring = linear.machine, linear.columns, linear.ring
 
     def route(self, matrix: MatrixLayout, prologue: Prologue, epilogue: Epilogue) -> None:
@@ -101,6 +109,8 @@ class ExpertProducts:
             prologue.prepare()
             self._bring(matrix, prologue)
             self._multiply_router(matrix)
+            if self._converts:
+                self._convert(matrix)
             self.linear.timeline.stamp_here("done")
         with self.machine.adding():
             self.linear.finish(matrix, epilogue, prologue.scale_of_products())
@@ -151,6 +161,51 @@ class ExpertProducts:
             with self.ring.fill(chunk_bytes) as (destination, barrier):
                 prim.bulk_copy(destination, source, chunk_bytes, barrier)
 
+    # -- the input of the router, and of those that are dealt --------------------------------------------------------
+
+    @property
+    def _converts(self) -> bool:
+        return self.dealt.vector_kind(self.columns.limit) != BF16_VECTOR
+
+    @ch.function
+    def _convert(self, router: MatrixLayout) -> None:
+        """What the router has multiplied, as experts take it, by all consumer threads; they meet before it is read,
+        behind the choice."""
+        machine, limit, kind = self.machine, self.columns.limit, self.dealt.vector_kind(self.columns.limit)
+        vector, dealt = machine.region("vector", ty.u32x4), machine.region("dealt", ty.u32x4)
+        there, units = (one.padded_columns // UNIT * limit for one in (router, self.dealt))
+        with ch.for_(machine.thread, there, machine.consumer_threads, unroll=1, name="unit") as unit:
+            words = ch.const(ty.u32x4, vector[unit], name="words")
+            store_unit(self.columns, dealt, unit, words, kind)
+        if there < units:
+            with ch.for_(machine.thread + there, units, machine.consumer_threads, unroll=1, name="padding") as unit:
+                dealt[unit] = prim.make_u32x4(0, 0, 0, 0)
+
+    def _beside_dealt(self, chunk: ch.Expr) -> Any:
+        """For `Matvec`: the vectors beside a tile of a chunk."""
+        matrix, limit = self.dealt, self.columns.limit
+        if not self._converts:
+            return chunk
+
+        def vectors(pair: ch.Expr) -> Activations:
+            tile = chunk * matrix.tiles_per_chunk + pair
+            units = self.machine.region("dealt", ty.u32x4) + tile * matrix.vector_units(limit)
+            return Activations(self.columns, units, matrix.halves, self._sums_beside(matrix, tile))
+
+        return vectors
+
+    def _sums_beside(self, matrix: MatrixLayout, tile: Any) -> Any:
+        """Where what zero points need of the vectors beside a K-tile is kept, if they need anything."""
+        sums_bytes = matrix.sums_bytes(self.columns.limit)
+        return self.machine.region("vector_sums", ty.f32) + tile * (sums_bytes // 4) if sums_bytes else None
+
+    @ch.inline
+    def _sum_vectors(self, matrix: MatrixLayout, beside: Callable[[ch.Expr], Any]) -> None:
+        """What zero points need of all vectors beside an M-tile."""
+        if matrix.sums_bytes(self.columns.limit):
+            with ch.for_(matrix.chunks, unroll=1) as chunk:
+                self.linear._sum_chunk(matrix, chunk, beside(chunk))
+
     # -- dealt -----------------------------------------------------------------------------------------------------
 
     @ch.inline
@@ -178,7 +233,7 @@ class ExpertProducts:
         with linear._if_any(matrix, position):
             self._tell_loaded()
             with ch.for_(position, matrix.m_tiles, matrix.blocks, unroll=1):
-                self._multiply_m_tile(matrix)
+                self._multiply_m_tile(matrix, lambda chunk: chunk)
             linear._wait_until_taken()
 
     @ch.inline
@@ -188,11 +243,11 @@ class ExpertProducts:
             prim.mbarrier_arrive(self.linear.loaded)
 
     @ch.inline
-    def _multiply_m_tile(self, matrix: MatrixLayout) -> None:
+    def _multiply_m_tile(self, matrix: MatrixLayout, beside: Callable[[ch.Expr], Any]) -> None:
         linear = self.linear
         sums = ch.array(ty.f32, accumulators_of(matrix, self.columns.limit), 4, zero=True)
         with ch.for_(matrix.chunks, unroll=2) as chunk:
-            linear._use_chunk(matrix, chunk, chunk, sums, False)
+            linear._use_chunk(matrix, chunk, beside(chunk), sums, False)
         linear.timeline.stamp_here("last_chunk")
         linear._hand_over(matrix, sums)
 
@@ -201,8 +256,9 @@ class ExpertProducts:
         linear = self.linear
         self.ring.uses(matrix.name)
         self._tell_loaded()
+        self._sum_vectors(matrix, self._beside_dealt)
         with self._dealt(matrix):
-            self._multiply_m_tile(matrix)
+            self._multiply_m_tile(matrix, self._beside_dealt)
         linear._wait_until_taken()
 
     @ch.inline
@@ -245,10 +301,12 @@ class ExpertProducts:
             count = ch.const(ty.u32, self.list.count, name="count")
             with ch.for_(count, unroll=1, name="slot") as slot:
                 offsets, is_chosen = self._ranked(matrix, slot)
+                beside = functools.partial(self._beside, matrix, offsets, is_chosen)
+                self._sum_vectors(matrix, beside)
                 for wave in range(matrix.waves):
-                    with linear._has_m_tile(matrix, position, wave), ch.for_(matrix.chunks, unroll=2) as chunk:
-                        place = self._beside(matrix, chunk, offsets, is_chosen)
-                        linear._use_chunk(matrix, chunk, place, sums[wave], False)
+                    with linear._has_m_tile(matrix, position, wave), self._added_to(matrix, sums[wave]) as own:
+                        with ch.for_(matrix.chunks, unroll=2) as chunk:
+                            linear._use_chunk(matrix, chunk, beside(chunk), own, False)
             linear._hand_over_waves(matrix, position, sums)
             linear._wait_until_taken()
 
@@ -270,14 +328,29 @@ class ExpertProducts:
         offsets = tuple(ch.const(ty.u32, ch.minimum(rank, most) * units, name="offset") for rank in ranks)
         return offsets, tuple(ch.const(ty.boolean, rank != NO_RANK, name="is_chosen") for rank in ranks)
 
-    def _beside(self, matrix: MatrixLayout, chunk: ch.Expr, offsets: Any, is_chosen: Any) -> Any:
+    @contextmanager
+    @ch.inline
+    def _added_to(self, matrix: MatrixLayout, sums: Any) -> Iterator[Any]:
+        """Sums of an expert, that are added to those of all: by themselves where its rows have factors of their own."""
+        if not matrix.format.factor_bytes:
+            yield sums
+            return
+        own = ch.array(ty.f32, accumulators_of(matrix, self.columns.limit), 4, zero=True, name="own")
+        yield own
+        for group in range(self.linear._groups(matrix)):
+            for index in range(4):
+                sums[group][index] = sums[group][index] + own[group][index]
+
+    def _beside(self, matrix: MatrixLayout, offsets: Any, is_chosen: Any, chunk: ch.Expr) -> Any:
         """For `Matvec`: the vectors beside a tile of a chunk."""
         each = matrix.vector_units(self.columns.limit)
 
         def vectors(pair: ch.Expr) -> Activations:
-            units = self.machine.region("vector", ty.u32x4) + (chunk * matrix.tiles_per_chunk + pair) * each
+            tile = chunk * matrix.tiles_per_chunk + pair
+            units = self.machine.region("vector", ty.u32x4) + tile * each
+            kept = self._sums_beside(matrix, tile)
             if not is_chosen:
-                return Activations(self.columns, units + offsets[0], matrix.halves)
-            return RankedActivations(self.columns, units, matrix.halves, None, offsets, is_chosen)
+                return Activations(self.columns, units + offsets[0], matrix.halves, kept)
+            return RankedActivations(self.columns, units, matrix.halves, kept, offsets, is_chosen)
 
         return vectors
