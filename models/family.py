@@ -20,6 +20,7 @@ from cheetah.models.repacking import Repacker
 from cheetah.models.rounding import F32, Bits, Bytes, Rounding, exact
 from cheetah.piece_ring import Lend, ordinary_memory
 from cheetah.plan import Gpu, Plan, StepMatrices
+from cheetah.plan.products import ROUTER
 from cheetah.plan.prompt import PassPlan
 from cheetah.stopwatch import Stopwatch
 
@@ -232,8 +233,13 @@ class ModelFamily(ABC):
 
     @abstractmethod
     def matrix_modules(self, config: ModelConfig) -> dict[str, tuple[str, ...]]:
-        """The linear layers that make each matrix, as checkpoints name them; `{layer}` stands for a layer's number. A
-        tied head is no linear layer."""
+        """The linear layers that make each matrix, as checkpoints name them; `{layer}` stands for a layer's number,
+        `{expert}` for an expert's. A tied head is no linear layer."""
+
+    def routers(self, config: ModelConfig) -> tuple[str, ...]:
+        """The linear layers that choose among experts, below a layer."""
+        names = self.matrix_modules(config).get(ROUTER, ())
+        return tuple(name.partition("{layer}.")[2] for name in names)
 
     @abstractmethod
     def matrices(self, config: ModelConfig, plan: Plan, gpu: Gpu) -> StepMatrices:

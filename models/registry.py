@@ -33,7 +33,6 @@ from cheetah.models.family import ModelFamily
 from cheetah.models.formats.quantized import QuantizationError, is_scheme_name, scheme_of_name
 from cheetah.models.quantization import Quantization, quantization_of_folder, read_quantization
 from cheetah.models.text_part import text_modules
-from cheetah.plan.products import ROUTER
 
 _FAMILIES = (
     *(llama.FAMILY, qwen3.FAMILY, qwen2.FAMILY, mistral.FAMILY, ministral3.FAMILY, smollm3.FAMILY, phi3.FAMILY),
@@ -133,13 +132,7 @@ def stated_quantization(
         found = None if stated is None else read_quantization(stated, place_of(source))
     else:
         found = quantization_of_folder(Path(source).parent, values)
-    return None if found is None else found.leaving(routers(config))
-
-
-def routers(config: ModelConfig) -> tuple[str, ...]:
-    """The linear layers that choose among experts, below a layer."""
-    names = family_of(config).matrix_modules(config).get(ROUTER, ())
-    return tuple(name.partition("{layer}.")[2] for name in names)
+    return None if found is None else found.leaving(family_of(config).routers(config))
 
 
 def split_format(name: str) -> tuple[str, str | None]:

@@ -191,7 +191,9 @@ def longest_vector_bytes(shape: ModelShape, plan: Plan, gpu: Gpu) -> int:
     """The most of the vectors that is in shared memory at once, as the format of its matrix has it."""
     sliced = shape.table.sliced
     dealt = sum(region.skip + region.nbytes for region in _dealt_region(shape, plan))
-    return max(longest_input_bytes(shape, plan), dealt, _tiles_at_once(shape, plan, gpu, sliced) * sliced.vector_bytes(plan))
+    return max(
+        longest_input_bytes(shape, plan), dealt, _tiles_at_once(shape, plan, gpu, sliced) * sliced.vector_bytes(plan)
+    )
 
 
 def vector_sums_bytes(shape: ModelShape, plan: Plan, gpu: Gpu) -> int:

@@ -25,7 +25,7 @@ from cheetah.errors import CheetahError
 from cheetah.models.config import ModelConfig
 from cheetah.models.formats.nearest import nearest_rows
 from cheetah.models.formats.quantized import QuantizationError, QuantizationScheme, QuantizedRows
-from cheetah.models.registry import family_of, routers
+from cheetah.models.registry import family_of
 from cheetah.models.rounding import widen
 from cheetah.plan.formats import GROUP_COLUMNS, tile_format
 from cheetah.runtime.checkpoint.loading import RANDOM, open_checkpoint
@@ -114,7 +114,7 @@ def quantization_config(job: Job) -> dict[str, Any]:
         "format": "float-quantized" if is_float else "pack-quantized",
         "quantization_status": "compressed",
         "config_groups": {"group_0": group},
-        "ignore": ["lm_head", *(f"re:.*{re.escape(name)}$" for name in routers(job.config))],
+        "ignore": ["lm_head", *(f"re:.*{re.escape(name)}$" for name in family_of(job.config).routers(job.config))],
         "kv_cache_scheme": None,
     }
 

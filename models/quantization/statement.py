@@ -122,9 +122,7 @@ class Quantization:
         formats = ((matrix, self._format_of(matrix, modules, names_of)) for matrix, modules in matrices.items())
         return tuple((matrix, name) for matrix, name in formats if name is not None)
 
-    def _format_of(
-        self, matrix: str, modules: Sequence[str], names_of: Callable[[str], Iterable[str]]
-    ) -> str | None:
+    def _format_of(self, matrix: str, modules: Sequence[str], names_of: Callable[[str], Iterable[str]]) -> str | None:
         found: dict[str | None, str] = {}
         for module in (one for name in modules for one in names_of(name)):
             storage = self.storage_of(module)

@@ -49,7 +49,10 @@ REFUSED_CONFIGS = {
     "gptq of 2 bits": (gptq_config(bits=2), "bits = 2 is not supported: supported: 4 or 8"),
     "gptq of 3 bits": (gptq_config(bits=3), "bits = 3 is not supported"),
     "gptq without bits": (gptq_config(bits=None), "bits is missing: write 4 or 8"),
-    "gptq, mixed": (gptq_config(dynamic={"+:.*down.*": {"bits": 8}}), "modules that differ in their bits are not supported"),
+    "gptq, mixed": (
+        gptq_config(dynamic={"+:.*down.*": {"bits": 8}}),
+        "modules that differ in their bits are not supported",
+    ),
     "gptq, groups of 0": (gptq_config(group_size=0), "group_size = 0: must be a positive integer"),
     "gptq, groups of true": (gptq_config(group_size=True), "group_size = True: must be a positive integer"),
     "gptq, sym in words": (gptq_config(sym="yes"), "sym = 'yes': must be true or false"),
