@@ -31,7 +31,8 @@ def quantize(
 ) -> None:
     """Write a copy of a checkpoint with its layers' matrices rounded to the nearest codes, without any data.
 
-    The embedding, the norms, routers of experts and lm_head stay as they are. The copy is a standard compressed-tensors checkpoint.
+    The embedding, the norms, routers of experts and lm_head stay as they are. The copy is a standard
+    compressed-tensors checkpoint.
     """
     from cheetah.models.formats.quantized import scheme_of_name
     from cheetah.runtime.assembly.memory import size_text

@@ -1,4 +1,4 @@
-"""Quantised checkpoints of models of experts: formats that differ between attention, router and experts, as the files of
+"""Quantised checkpoints of models of experts: attention, router and experts each in a format of its own, as files of
 the hub have them, and what `cheetah quantize` writes."""
 
 from __future__ import annotations
