@@ -1063,17 +1063,17 @@ struct PromptPass {
     ((uint32_t*)(cached))[0] = word;
   }
 
-  __device__ __forceinline__ void finish(uint32_t m_tile, uint32_t group, float (&sums)[16], float2 angle,
-      float2 angle_2, uint32_t token_tile, uint4 of_group, uint32_t layer) {
+  __device__ __forceinline__ void finish(uint32_t m_tile, float (&sums)[16], float2 angle, float2 angle_2,
+      uint32_t token_tile, uint4 of_group, uint32_t layer) {
     uint32_t head = m_tile / 8;
     uint32_t m_tile_of_head = m_tile % 8;
     float rows[4];
     const float2* pairs = (const float2*)(scales_2 + turn_2 * 32);
-    float2 scale = pairs[group * 4 + lane % 4];
-    float first = sums[group * 4];
-    float second = sums[group * 4 + 1];
-    float third = sums[group * 4 + 2];
-    float fourth = sums[group * 4 + 3];
+    float2 scale = pairs[lane % 4];
+    float first = sums[0];
+    float second = sums[1];
+    float third = sums[2];
+    float fourth = sums[3];
     rows[0] = first * scale.x;
     rows[1] = second * scale.y;
     rows[2] = third * scale.x;
@@ -1100,29 +1100,29 @@ struct PromptPass {
     uint32_t second_unit = is_paired ? m_tile_of_head + 8 : m_tile_of_head * 2 + 1;
     uint32_t in_group = lane % 4 * 2 + lane / 4 % 2;
     if (head < 32) {
-      store_query(head, (token_tile * 4 + group) * 8 + in_group, first_unit, low);
+      store_query(head, token_tile * 32 + in_group, first_unit, low);
     } else if (in_group < of_group.y) {
       store_kv(head, of_group.x + in_group, of_group.z, of_group.w, first_unit, low, layer);
     }
     uint32_t in_group_2 = lane % 4 * 2 + lane / 4 % 2;
     if (head < 32) {
-      store_query(head, (token_tile * 4 + group) * 8 + in_group_2, second_unit, high);
+      store_query(head, token_tile * 32 + in_group_2, second_unit, high);
     } else if (in_group_2 < of_group.y) {
       store_kv(head, of_group.x + in_group_2, of_group.z, of_group.w, second_unit, high, layer);
     }
   }
 
-  __device__ __forceinline__ void finish_2(uint32_t m_tile, uint32_t group, float (&sums)[16], float2 angle,
-      float2 angle_2, uint32_t token_tile, uint4 of_group, uint32_t layer) {
+  __device__ __forceinline__ void finish_2(uint32_t m_tile, float (&sums)[16], float2 angle, float2 angle_2,
+      uint32_t token_tile, uint4 of_group, uint32_t layer) {
     uint32_t head = m_tile / 8;
     uint32_t m_tile_of_head = m_tile % 8;
     float rows[4];
     const float2* pairs = (const float2*)(scales_2 + turn_2 * 32);
-    float2 scale = pairs[(group + 1) * 4 + lane % 4];
-    float first = sums[(group + 1) * 4];
-    float second = sums[(group + 1) * 4 + 1];
-    float third = sums[(group + 1) * 4 + 2];
-    float fourth = sums[(group + 1) * 4 + 3];
+    float2 scale = pairs[4 + lane % 4];
+    float first = sums[4];
+    float second = sums[5];
+    float third = sums[6];
+    float fourth = sums[7];
     rows[0] = first * scale.x;
     rows[1] = second * scale.y;
     rows[2] = third * scale.x;
@@ -1149,29 +1149,29 @@ struct PromptPass {
     uint32_t second_unit = is_paired ? m_tile_of_head + 8 : m_tile_of_head * 2 + 1;
     uint32_t in_group = lane % 4 * 2 + lane / 4 % 2;
     if (head < 32) {
-      store_query(head, (token_tile * 4 + group + 1) * 8 + in_group, first_unit, low);
+      store_query(head, (token_tile * 4 + 1) * 8 + in_group, first_unit, low);
     } else if (in_group < of_group.y) {
       store_kv(head, of_group.x + in_group, of_group.z, of_group.w, first_unit, low, layer);
     }
     uint32_t in_group_2 = lane % 4 * 2 + lane / 4 % 2;
     if (head < 32) {
-      store_query(head, (token_tile * 4 + group + 1) * 8 + in_group_2, second_unit, high);
+      store_query(head, (token_tile * 4 + 1) * 8 + in_group_2, second_unit, high);
     } else if (in_group_2 < of_group.y) {
       store_kv(head, of_group.x + in_group_2, of_group.z, of_group.w, second_unit, high, layer);
     }
   }
 
-  __device__ __forceinline__ void finish_3(uint32_t m_tile, uint32_t group, float (&sums)[16], float2 angle,
-      float2 angle_2, uint32_t token_tile, uint4 of_group, uint32_t layer) {
+  __device__ __forceinline__ void finish_3(uint32_t m_tile, float (&sums)[16], float2 angle, float2 angle_2,
+      uint32_t token_tile, uint4 of_group, uint32_t layer) {
     uint32_t head = m_tile / 8;
     uint32_t m_tile_of_head = m_tile % 8;
     float rows[4];
     const float2* pairs = (const float2*)(scales_2 + turn_2 * 32);
-    float2 scale = pairs[(group + 2) * 4 + lane % 4];
-    float first = sums[(group + 2) * 4];
-    float second = sums[(group + 2) * 4 + 1];
-    float third = sums[(group + 2) * 4 + 2];
-    float fourth = sums[(group + 2) * 4 + 3];
+    float2 scale = pairs[8 + lane % 4];
+    float first = sums[8];
+    float second = sums[9];
+    float third = sums[10];
+    float fourth = sums[11];
     rows[0] = first * scale.x;
     rows[1] = second * scale.y;
     rows[2] = third * scale.x;
@@ -1198,29 +1198,29 @@ struct PromptPass {
     uint32_t second_unit = is_paired ? m_tile_of_head + 8 : m_tile_of_head * 2 + 1;
     uint32_t in_group = lane % 4 * 2 + lane / 4 % 2;
     if (head < 32) {
-      store_query(head, (token_tile * 4 + group + 2) * 8 + in_group, first_unit, low);
+      store_query(head, (token_tile * 4 + 2) * 8 + in_group, first_unit, low);
     } else if (in_group < of_group.y) {
       store_kv(head, of_group.x + in_group, of_group.z, of_group.w, first_unit, low, layer);
     }
     uint32_t in_group_2 = lane % 4 * 2 + lane / 4 % 2;
     if (head < 32) {
-      store_query(head, (token_tile * 4 + group + 2) * 8 + in_group_2, second_unit, high);
+      store_query(head, (token_tile * 4 + 2) * 8 + in_group_2, second_unit, high);
     } else if (in_group_2 < of_group.y) {
       store_kv(head, of_group.x + in_group_2, of_group.z, of_group.w, second_unit, high, layer);
     }
   }
 
-  __device__ __forceinline__ void finish_4(uint32_t m_tile, uint32_t group, float (&sums)[16], float2 angle,
-      float2 angle_2, uint32_t token_tile, uint4 of_group, uint32_t layer) {
+  __device__ __forceinline__ void finish_4(uint32_t m_tile, float (&sums)[16], float2 angle, float2 angle_2,
+      uint32_t token_tile, uint4 of_group, uint32_t layer) {
     uint32_t head = m_tile / 8;
     uint32_t m_tile_of_head = m_tile % 8;
     float rows[4];
     const float2* pairs = (const float2*)(scales_2 + turn_2 * 32);
-    float2 scale = pairs[(group + 3) * 4 + lane % 4];
-    float first = sums[(group + 3) * 4];
-    float second = sums[(group + 3) * 4 + 1];
-    float third = sums[(group + 3) * 4 + 2];
-    float fourth = sums[(group + 3) * 4 + 3];
+    float2 scale = pairs[12 + lane % 4];
+    float first = sums[12];
+    float second = sums[13];
+    float third = sums[14];
+    float fourth = sums[15];
     rows[0] = first * scale.x;
     rows[1] = second * scale.y;
     rows[2] = third * scale.x;
@@ -1247,13 +1247,13 @@ struct PromptPass {
     uint32_t second_unit = is_paired ? m_tile_of_head + 8 : m_tile_of_head * 2 + 1;
     uint32_t in_group = lane % 4 * 2 + lane / 4 % 2;
     if (head < 32) {
-      store_query(head, (token_tile * 4 + group + 3) * 8 + in_group, first_unit, low);
+      store_query(head, (token_tile * 4 + 3) * 8 + in_group, first_unit, low);
     } else if (in_group < of_group.y) {
       store_kv(head, of_group.x + in_group, of_group.z, of_group.w, first_unit, low, layer);
     }
     uint32_t in_group_2 = lane % 4 * 2 + lane / 4 % 2;
     if (head < 32) {
-      store_query(head, (token_tile * 4 + group + 3) * 8 + in_group_2, second_unit, high);
+      store_query(head, (token_tile * 4 + 3) * 8 + in_group_2, second_unit, high);
     } else if (in_group_2 < of_group.y) {
       store_kv(head, of_group.x + in_group_2, of_group.z, of_group.w, second_unit, high, layer);
     }
@@ -1261,59 +1261,56 @@ struct PromptPass {
 
   __device__ __forceinline__ void finish_groups(float (&sums)[16], uint32_t token_tile, uint32_t m_tile,
       uint32_t layer) {
-    #pragma unroll
-    for (uint32_t group = 0; group < 4; group += 4) {
-      uint32_t of_pass = token_tile * 4 + group;
-      uint32_t lane_2 = lane;
-      uint4 of_group = ((const uint4*)(groups))[of_pass];
-      uint32_t frequency = m_tile % 8 * 8 + lane_2 / 4;
-      uint32_t position = min(of_group.x + lane_2 % 4 * 2, 8191u);
-      const float2* angles = (const float2*)(rope);
-      float2 angle = angles[position * 64 + frequency];
-      uint32_t position_2 = min(of_group.x + lane_2 % 4 * 2 + 1, 8191u);
-      const float2* angles_2 = (const float2*)(rope);
-      float2 angle_2 = angles_2[position_2 * 64 + frequency];
-      uint32_t lane_3 = lane;
-      uint4 of_group_2 = ((const uint4*)(groups))[of_pass + 1];
-      uint32_t frequency_2 = m_tile % 8 * 8 + lane_3 / 4;
-      uint32_t position_3 = min(of_group_2.x + lane_3 % 4 * 2, 8191u);
-      const float2* angles_3 = (const float2*)(rope);
-      float2 angle_3 = angles_3[position_3 * 64 + frequency_2];
-      uint32_t position_4 = min(of_group_2.x + lane_3 % 4 * 2 + 1, 8191u);
-      const float2* angles_4 = (const float2*)(rope);
-      float2 angle_4 = angles_4[position_4 * 64 + frequency_2];
-      uint32_t lane_4 = lane;
-      uint4 of_group_3 = ((const uint4*)(groups))[of_pass + 2];
-      uint32_t frequency_3 = m_tile % 8 * 8 + lane_4 / 4;
-      uint32_t position_5 = min(of_group_3.x + lane_4 % 4 * 2, 8191u);
-      const float2* angles_5 = (const float2*)(rope);
-      float2 angle_5 = angles_5[position_5 * 64 + frequency_3];
-      uint32_t position_6 = min(of_group_3.x + lane_4 % 4 * 2 + 1, 8191u);
-      const float2* angles_6 = (const float2*)(rope);
-      float2 angle_6 = angles_6[position_6 * 64 + frequency_3];
-      uint32_t lane_5 = lane;
-      uint4 of_group_4 = ((const uint4*)(groups))[of_pass + 3];
-      uint32_t frequency_4 = m_tile % 8 * 8 + lane_5 / 4;
-      uint32_t position_7 = min(of_group_4.x + lane_5 % 4 * 2, 8191u);
-      const float2* angles_7 = (const float2*)(rope);
-      float2 angle_7 = angles_7[position_7 * 64 + frequency_4];
-      uint32_t position_8 = min(of_group_4.x + lane_5 % 4 * 2 + 1, 8191u);
-      const float2* angles_8 = (const float2*)(rope);
-      float2 angle_8 = angles_8[position_8 * 64 + frequency_4];
-      finish(m_tile, group, sums, angle, angle_2, token_tile, of_group, layer);
-      finish_2(m_tile, group, sums, angle_3, angle_4, token_tile, of_group_2, layer);
-      finish_3(m_tile, group, sums, angle_5, angle_6, token_tile, of_group_3, layer);
-      finish_4(m_tile, group, sums, angle_7, angle_8, token_tile, of_group_4, layer);
-    }
+    uint32_t of_pass = token_tile * 4;
+    uint32_t lane_2 = lane;
+    uint4 of_group = ((const uint4*)(groups))[of_pass];
+    uint32_t frequency = m_tile % 8 * 8 + lane_2 / 4;
+    uint32_t position = min(of_group.x + lane_2 % 4 * 2, 8191u);
+    const float2* angles = (const float2*)(rope);
+    float2 angle = angles[position * 64 + frequency];
+    uint32_t position_2 = min(of_group.x + lane_2 % 4 * 2 + 1, 8191u);
+    const float2* angles_2 = (const float2*)(rope);
+    float2 angle_2 = angles_2[position_2 * 64 + frequency];
+    uint32_t lane_3 = lane;
+    uint4 of_group_2 = ((const uint4*)(groups))[of_pass + 1];
+    uint32_t frequency_2 = m_tile % 8 * 8 + lane_3 / 4;
+    uint32_t position_3 = min(of_group_2.x + lane_3 % 4 * 2, 8191u);
+    const float2* angles_3 = (const float2*)(rope);
+    float2 angle_3 = angles_3[position_3 * 64 + frequency_2];
+    uint32_t position_4 = min(of_group_2.x + lane_3 % 4 * 2 + 1, 8191u);
+    const float2* angles_4 = (const float2*)(rope);
+    float2 angle_4 = angles_4[position_4 * 64 + frequency_2];
+    uint32_t lane_4 = lane;
+    uint4 of_group_3 = ((const uint4*)(groups))[of_pass + 2];
+    uint32_t frequency_3 = m_tile % 8 * 8 + lane_4 / 4;
+    uint32_t position_5 = min(of_group_3.x + lane_4 % 4 * 2, 8191u);
+    const float2* angles_5 = (const float2*)(rope);
+    float2 angle_5 = angles_5[position_5 * 64 + frequency_3];
+    uint32_t position_6 = min(of_group_3.x + lane_4 % 4 * 2 + 1, 8191u);
+    const float2* angles_6 = (const float2*)(rope);
+    float2 angle_6 = angles_6[position_6 * 64 + frequency_3];
+    uint32_t lane_5 = lane;
+    uint4 of_group_4 = ((const uint4*)(groups))[of_pass + 3];
+    uint32_t frequency_4 = m_tile % 8 * 8 + lane_5 / 4;
+    uint32_t position_7 = min(of_group_4.x + lane_5 % 4 * 2, 8191u);
+    const float2* angles_7 = (const float2*)(rope);
+    float2 angle_7 = angles_7[position_7 * 64 + frequency_4];
+    uint32_t position_8 = min(of_group_4.x + lane_5 % 4 * 2 + 1, 8191u);
+    const float2* angles_8 = (const float2*)(rope);
+    float2 angle_8 = angles_8[position_8 * 64 + frequency_4];
+    finish(m_tile, sums, angle, angle_2, token_tile, of_group, layer);
+    finish_2(m_tile, sums, angle_3, angle_4, token_tile, of_group_2, layer);
+    finish_3(m_tile, sums, angle_5, angle_6, token_tile, of_group_3, layer);
+    finish_4(m_tile, sums, angle_7, angle_8, token_tile, of_group_4, layer);
   }
 
   // The 16 rows of an M-tile as 16 columns of a vector in token order, rounded to bf16.
-  __device__ __forceinline__ void store_rows_2(uint8_t* into, float (&sums)[16], uint32_t group, float (&weights)[2],
-      uint32_t m_tile, uint32_t token_tile) {
+  __device__ __forceinline__ void store_rows_2(uint8_t* into, float (&sums)[16], float (&weights)[2], uint32_t m_tile,
+      uint32_t token_tile) {
     uint2 words;
     bool is_odd = lane / 4 % 2 != 0;
-    uint32_t mine = is_odd ? pack_bf16x2(bf16_to_f32(f32_to_bf16(sums[group * 4 + 1])) * weights[0], bf16_to_f32(f32_to_bf16(sums[group * 4 + 3])) * weights[1]) : pack_bf16x2(bf16_to_f32(f32_to_bf16(sums[group * 4])) * weights[0], bf16_to_f32(f32_to_bf16(sums[group * 4 + 2])) * weights[1]);
-    uint32_t other = shuffle_xor_u32(is_odd ? pack_bf16x2(bf16_to_f32(f32_to_bf16(sums[group * 4])) * weights[0], bf16_to_f32(f32_to_bf16(sums[group * 4 + 2])) * weights[1]) : pack_bf16x2(bf16_to_f32(f32_to_bf16(sums[group * 4 + 1])) * weights[0], bf16_to_f32(f32_to_bf16(sums[group * 4 + 3])) * weights[1]), 4);
+    uint32_t mine = is_odd ? pack_bf16x2(bf16_to_f32(f32_to_bf16(sums[1])) * weights[0], bf16_to_f32(f32_to_bf16(sums[3])) * weights[1]) : pack_bf16x2(bf16_to_f32(f32_to_bf16(sums[0])) * weights[0], bf16_to_f32(f32_to_bf16(sums[2])) * weights[1]);
+    uint32_t other = shuffle_xor_u32(is_odd ? pack_bf16x2(bf16_to_f32(f32_to_bf16(sums[0])) * weights[0], bf16_to_f32(f32_to_bf16(sums[2])) * weights[1]) : pack_bf16x2(bf16_to_f32(f32_to_bf16(sums[1])) * weights[0], bf16_to_f32(f32_to_bf16(sums[3])) * weights[1]), 4);
     uint32_t even = is_odd ? other : mine;
     uint32_t odd = is_odd ? mine : other;
     uint32_t low = byte_permute(even, odd, 21520);
@@ -1324,18 +1321,18 @@ struct PromptPass {
     uint32_t half = m_tile % 2;
     uint32_t row = lane / 4;
     uint32_t token = lane % 4 * 2 + lane / 4 % 2;
-    uint64_t block = (uint64_t)(k_tile * 32 + (token_tile * 4 + group)) * 512;
+    uint64_t block = (uint64_t)(k_tile * 32 + token_tile * 4) * 512;
     uint8_t* address = into + block + (uint64_t)(row / 2 * 128 + token * 16) + half * 8;
     ((uint2*)(address))[0] = words;
   }
 
   // The 16 rows of an M-tile as 16 columns of a vector in token order, rounded to bf16.
-  __device__ __forceinline__ void store_rows_3(uint8_t* into, float (&sums)[16], uint32_t group, float (&weights)[2],
-      uint32_t m_tile, uint32_t token_tile) {
+  __device__ __forceinline__ void store_rows_3(uint8_t* into, float (&sums)[16], float (&weights)[2], uint32_t m_tile,
+      uint32_t token_tile) {
     uint2 words;
     bool is_odd = lane / 4 % 2 != 0;
-    uint32_t mine = is_odd ? pack_bf16x2(bf16_to_f32(f32_to_bf16(sums[(group + 1) * 4 + 1])) * weights[0], bf16_to_f32(f32_to_bf16(sums[(group + 1) * 4 + 3])) * weights[1]) : pack_bf16x2(bf16_to_f32(f32_to_bf16(sums[(group + 1) * 4])) * weights[0], bf16_to_f32(f32_to_bf16(sums[(group + 1) * 4 + 2])) * weights[1]);
-    uint32_t other = shuffle_xor_u32(is_odd ? pack_bf16x2(bf16_to_f32(f32_to_bf16(sums[(group + 1) * 4])) * weights[0], bf16_to_f32(f32_to_bf16(sums[(group + 1) * 4 + 2])) * weights[1]) : pack_bf16x2(bf16_to_f32(f32_to_bf16(sums[(group + 1) * 4 + 1])) * weights[0], bf16_to_f32(f32_to_bf16(sums[(group + 1) * 4 + 3])) * weights[1]), 4);
+    uint32_t mine = is_odd ? pack_bf16x2(bf16_to_f32(f32_to_bf16(sums[5])) * weights[0], bf16_to_f32(f32_to_bf16(sums[7])) * weights[1]) : pack_bf16x2(bf16_to_f32(f32_to_bf16(sums[4])) * weights[0], bf16_to_f32(f32_to_bf16(sums[6])) * weights[1]);
+    uint32_t other = shuffle_xor_u32(is_odd ? pack_bf16x2(bf16_to_f32(f32_to_bf16(sums[4])) * weights[0], bf16_to_f32(f32_to_bf16(sums[6])) * weights[1]) : pack_bf16x2(bf16_to_f32(f32_to_bf16(sums[5])) * weights[0], bf16_to_f32(f32_to_bf16(sums[7])) * weights[1]), 4);
     uint32_t even = is_odd ? other : mine;
     uint32_t odd = is_odd ? mine : other;
     uint32_t low = byte_permute(even, odd, 21520);
@@ -1346,18 +1343,18 @@ struct PromptPass {
     uint32_t half = m_tile % 2;
     uint32_t row = lane / 4;
     uint32_t token = lane % 4 * 2 + lane / 4 % 2;
-    uint64_t block = (uint64_t)(k_tile * 32 + (token_tile * 4 + group) + 1) * 512;
+    uint64_t block = (uint64_t)(k_tile * 32 + token_tile * 4 + 1) * 512;
     uint8_t* address = into + block + (uint64_t)(row / 2 * 128 + token * 16) + half * 8;
     ((uint2*)(address))[0] = words;
   }
 
   // The 16 rows of an M-tile as 16 columns of a vector in token order, rounded to bf16.
-  __device__ __forceinline__ void store_rows_4(uint8_t* into, float (&sums)[16], uint32_t group, float (&weights)[2],
-      uint32_t m_tile, uint32_t token_tile) {
+  __device__ __forceinline__ void store_rows_4(uint8_t* into, float (&sums)[16], float (&weights)[2], uint32_t m_tile,
+      uint32_t token_tile) {
     uint2 words;
     bool is_odd = lane / 4 % 2 != 0;
-    uint32_t mine = is_odd ? pack_bf16x2(bf16_to_f32(f32_to_bf16(sums[(group + 2) * 4 + 1])) * weights[0], bf16_to_f32(f32_to_bf16(sums[(group + 2) * 4 + 3])) * weights[1]) : pack_bf16x2(bf16_to_f32(f32_to_bf16(sums[(group + 2) * 4])) * weights[0], bf16_to_f32(f32_to_bf16(sums[(group + 2) * 4 + 2])) * weights[1]);
-    uint32_t other = shuffle_xor_u32(is_odd ? pack_bf16x2(bf16_to_f32(f32_to_bf16(sums[(group + 2) * 4])) * weights[0], bf16_to_f32(f32_to_bf16(sums[(group + 2) * 4 + 2])) * weights[1]) : pack_bf16x2(bf16_to_f32(f32_to_bf16(sums[(group + 2) * 4 + 1])) * weights[0], bf16_to_f32(f32_to_bf16(sums[(group + 2) * 4 + 3])) * weights[1]), 4);
+    uint32_t mine = is_odd ? pack_bf16x2(bf16_to_f32(f32_to_bf16(sums[9])) * weights[0], bf16_to_f32(f32_to_bf16(sums[11])) * weights[1]) : pack_bf16x2(bf16_to_f32(f32_to_bf16(sums[8])) * weights[0], bf16_to_f32(f32_to_bf16(sums[10])) * weights[1]);
+    uint32_t other = shuffle_xor_u32(is_odd ? pack_bf16x2(bf16_to_f32(f32_to_bf16(sums[8])) * weights[0], bf16_to_f32(f32_to_bf16(sums[10])) * weights[1]) : pack_bf16x2(bf16_to_f32(f32_to_bf16(sums[9])) * weights[0], bf16_to_f32(f32_to_bf16(sums[11])) * weights[1]), 4);
     uint32_t even = is_odd ? other : mine;
     uint32_t odd = is_odd ? mine : other;
     uint32_t low = byte_permute(even, odd, 21520);
@@ -1368,18 +1365,18 @@ struct PromptPass {
     uint32_t half = m_tile % 2;
     uint32_t row = lane / 4;
     uint32_t token = lane % 4 * 2 + lane / 4 % 2;
-    uint64_t block = (uint64_t)(k_tile * 32 + (token_tile * 4 + group) + 2) * 512;
+    uint64_t block = (uint64_t)(k_tile * 32 + token_tile * 4 + 2) * 512;
     uint8_t* address = into + block + (uint64_t)(row / 2 * 128 + token * 16) + half * 8;
     ((uint2*)(address))[0] = words;
   }
 
   // The 16 rows of an M-tile as 16 columns of a vector in token order, rounded to bf16.
-  __device__ __forceinline__ void store_rows_5(uint8_t* into, float (&sums)[16], uint32_t group, float (&weights)[2],
-      uint32_t m_tile, uint32_t token_tile) {
+  __device__ __forceinline__ void store_rows_5(uint8_t* into, float (&sums)[16], float (&weights)[2], uint32_t m_tile,
+      uint32_t token_tile) {
     uint2 words;
     bool is_odd = lane / 4 % 2 != 0;
-    uint32_t mine = is_odd ? pack_bf16x2(bf16_to_f32(f32_to_bf16(sums[(group + 3) * 4 + 1])) * weights[0], bf16_to_f32(f32_to_bf16(sums[(group + 3) * 4 + 3])) * weights[1]) : pack_bf16x2(bf16_to_f32(f32_to_bf16(sums[(group + 3) * 4])) * weights[0], bf16_to_f32(f32_to_bf16(sums[(group + 3) * 4 + 2])) * weights[1]);
-    uint32_t other = shuffle_xor_u32(is_odd ? pack_bf16x2(bf16_to_f32(f32_to_bf16(sums[(group + 3) * 4])) * weights[0], bf16_to_f32(f32_to_bf16(sums[(group + 3) * 4 + 2])) * weights[1]) : pack_bf16x2(bf16_to_f32(f32_to_bf16(sums[(group + 3) * 4 + 1])) * weights[0], bf16_to_f32(f32_to_bf16(sums[(group + 3) * 4 + 3])) * weights[1]), 4);
+    uint32_t mine = is_odd ? pack_bf16x2(bf16_to_f32(f32_to_bf16(sums[13])) * weights[0], bf16_to_f32(f32_to_bf16(sums[15])) * weights[1]) : pack_bf16x2(bf16_to_f32(f32_to_bf16(sums[12])) * weights[0], bf16_to_f32(f32_to_bf16(sums[14])) * weights[1]);
+    uint32_t other = shuffle_xor_u32(is_odd ? pack_bf16x2(bf16_to_f32(f32_to_bf16(sums[12])) * weights[0], bf16_to_f32(f32_to_bf16(sums[14])) * weights[1]) : pack_bf16x2(bf16_to_f32(f32_to_bf16(sums[13])) * weights[0], bf16_to_f32(f32_to_bf16(sums[15])) * weights[1]), 4);
     uint32_t even = is_odd ? other : mine;
     uint32_t odd = is_odd ? mine : other;
     uint32_t low = byte_permute(even, odd, 21520);
@@ -1390,7 +1387,7 @@ struct PromptPass {
     uint32_t half = m_tile % 2;
     uint32_t row = lane / 4;
     uint32_t token = lane % 4 * 2 + lane / 4 % 2;
-    uint64_t block = (uint64_t)(k_tile * 32 + (token_tile * 4 + group) + 3) * 512;
+    uint64_t block = (uint64_t)(k_tile * 32 + token_tile * 4 + 3) * 512;
     uint8_t* address = into + block + (uint64_t)(row / 2 * 128 + token * 16) + half * 8;
     ((uint2*)(address))[0] = words;
   }
@@ -1401,90 +1398,87 @@ struct PromptPass {
     float weights[2];
     weights[0] = bf16_to_f32((norms + (layer * 2 + (phase <= 5 ? 1u : 2u)) * 4096)[row]);
     weights[1] = bf16_to_f32((norms + (layer * 2 + (phase <= 5 ? 1u : 2u)) * 4096)[row + 8]);
-    #pragma unroll
-    for (uint32_t group = 0; group < 4; group += 4) {
-      uint32_t of_pass = token_tile * 4 + group;
-      uint64_t index = ((uint64_t)(m_tile) * 32 + (uint64_t)(token_tile * 4 + group)) * 32;
-      float4 kept;
-      kept.x = sums[group * 4];
-      kept.y = sums[group * 4 + 1];
-      kept.z = sums[group * 4 + 2];
-      kept.w = sums[group * 4 + 3];
-      ((float4*)((float*)(workspace + 1024)))[index + (uint64_t)(lane)] = kept;
-      float* of_lane = (float*)(arena + SQUARES) + (warp * 32 + lane * 2);
-      float* kept_2 = of_lane;
-      float square = fma_f32(bf16_to_f32(f32_to_bf16(sums[group * 4])), bf16_to_f32(f32_to_bf16(sums[group * 4])), bf16_to_f32(f32_to_bf16(sums[group * 4 + 2])) * bf16_to_f32(f32_to_bf16(sums[group * 4 + 2])));
-      square += shuffle_xor_f32(square, 4);
-      square += shuffle_xor_f32(square, 8);
-      square += shuffle_xor_f32(square, 16);
-      if (lane < 4) kept_2[group * 8] = square;
-      float square_2 = fma_f32(bf16_to_f32(f32_to_bf16(sums[group * 4 + 1])), bf16_to_f32(f32_to_bf16(sums[group * 4 + 1])), bf16_to_f32(f32_to_bf16(sums[group * 4 + 3])) * bf16_to_f32(f32_to_bf16(sums[group * 4 + 3])));
-      square_2 += shuffle_xor_f32(square_2, 4);
-      square_2 += shuffle_xor_f32(square_2, 8);
-      square_2 += shuffle_xor_f32(square_2, 16);
-      if (lane < 4) kept_2[group * 8 + 1] = square_2;
-      store_rows_2(workspace + 4195328, sums, group, weights, m_tile, token_tile);
-      uint64_t index_2 = ((uint64_t)(m_tile) * 32 + (uint64_t)(token_tile * 4 + group + 1)) * 32;
-      float4 kept_3;
-      kept_3.x = sums[(group + 1) * 4];
-      kept_3.y = sums[(group + 1) * 4 + 1];
-      kept_3.z = sums[(group + 1) * 4 + 2];
-      kept_3.w = sums[(group + 1) * 4 + 3];
-      ((float4*)((float*)(workspace + 1024)))[index_2 + (uint64_t)(lane)] = kept_3;
-      float* of_lane_2 = (float*)(arena + SQUARES) + (warp * 32 + lane * 2);
-      float* kept_4 = of_lane_2;
-      float square_3 = fma_f32(bf16_to_f32(f32_to_bf16(sums[(group + 1) * 4])), bf16_to_f32(f32_to_bf16(sums[(group + 1) * 4])), bf16_to_f32(f32_to_bf16(sums[(group + 1) * 4 + 2])) * bf16_to_f32(f32_to_bf16(sums[(group + 1) * 4 + 2])));
-      square_3 += shuffle_xor_f32(square_3, 4);
-      square_3 += shuffle_xor_f32(square_3, 8);
-      square_3 += shuffle_xor_f32(square_3, 16);
-      if (lane < 4) kept_4[(group + 1) * 8] = square_3;
-      float square_4 = fma_f32(bf16_to_f32(f32_to_bf16(sums[(group + 1) * 4 + 1])), bf16_to_f32(f32_to_bf16(sums[(group + 1) * 4 + 1])), bf16_to_f32(f32_to_bf16(sums[(group + 1) * 4 + 3])) * bf16_to_f32(f32_to_bf16(sums[(group + 1) * 4 + 3])));
-      square_4 += shuffle_xor_f32(square_4, 4);
-      square_4 += shuffle_xor_f32(square_4, 8);
-      square_4 += shuffle_xor_f32(square_4, 16);
-      if (lane < 4) kept_4[(group + 1) * 8 + 1] = square_4;
-      store_rows_3(workspace + 4195328, sums, group, weights, m_tile, token_tile);
-      uint64_t index_3 = ((uint64_t)(m_tile) * 32 + (uint64_t)(token_tile * 4 + group + 2)) * 32;
-      float4 kept_5;
-      kept_5.x = sums[(group + 2) * 4];
-      kept_5.y = sums[(group + 2) * 4 + 1];
-      kept_5.z = sums[(group + 2) * 4 + 2];
-      kept_5.w = sums[(group + 2) * 4 + 3];
-      ((float4*)((float*)(workspace + 1024)))[index_3 + (uint64_t)(lane)] = kept_5;
-      float* of_lane_3 = (float*)(arena + SQUARES) + (warp * 32 + lane * 2);
-      float* kept_6 = of_lane_3;
-      float square_5 = fma_f32(bf16_to_f32(f32_to_bf16(sums[(group + 2) * 4])), bf16_to_f32(f32_to_bf16(sums[(group + 2) * 4])), bf16_to_f32(f32_to_bf16(sums[(group + 2) * 4 + 2])) * bf16_to_f32(f32_to_bf16(sums[(group + 2) * 4 + 2])));
-      square_5 += shuffle_xor_f32(square_5, 4);
-      square_5 += shuffle_xor_f32(square_5, 8);
-      square_5 += shuffle_xor_f32(square_5, 16);
-      if (lane < 4) kept_6[(group + 2) * 8] = square_5;
-      float square_6 = fma_f32(bf16_to_f32(f32_to_bf16(sums[(group + 2) * 4 + 1])), bf16_to_f32(f32_to_bf16(sums[(group + 2) * 4 + 1])), bf16_to_f32(f32_to_bf16(sums[(group + 2) * 4 + 3])) * bf16_to_f32(f32_to_bf16(sums[(group + 2) * 4 + 3])));
-      square_6 += shuffle_xor_f32(square_6, 4);
-      square_6 += shuffle_xor_f32(square_6, 8);
-      square_6 += shuffle_xor_f32(square_6, 16);
-      if (lane < 4) kept_6[(group + 2) * 8 + 1] = square_6;
-      store_rows_4(workspace + 4195328, sums, group, weights, m_tile, token_tile);
-      uint64_t index_4 = ((uint64_t)(m_tile) * 32 + (uint64_t)(token_tile * 4 + group + 3)) * 32;
-      float4 kept_7;
-      kept_7.x = sums[(group + 3) * 4];
-      kept_7.y = sums[(group + 3) * 4 + 1];
-      kept_7.z = sums[(group + 3) * 4 + 2];
-      kept_7.w = sums[(group + 3) * 4 + 3];
-      ((float4*)((float*)(workspace + 1024)))[index_4 + (uint64_t)(lane)] = kept_7;
-      float* of_lane_4 = (float*)(arena + SQUARES) + (warp * 32 + lane * 2);
-      float* kept_8 = of_lane_4;
-      float square_7 = fma_f32(bf16_to_f32(f32_to_bf16(sums[(group + 3) * 4])), bf16_to_f32(f32_to_bf16(sums[(group + 3) * 4])), bf16_to_f32(f32_to_bf16(sums[(group + 3) * 4 + 2])) * bf16_to_f32(f32_to_bf16(sums[(group + 3) * 4 + 2])));
-      square_7 += shuffle_xor_f32(square_7, 4);
-      square_7 += shuffle_xor_f32(square_7, 8);
-      square_7 += shuffle_xor_f32(square_7, 16);
-      if (lane < 4) kept_8[(group + 3) * 8] = square_7;
-      float square_8 = fma_f32(bf16_to_f32(f32_to_bf16(sums[(group + 3) * 4 + 1])), bf16_to_f32(f32_to_bf16(sums[(group + 3) * 4 + 1])), bf16_to_f32(f32_to_bf16(sums[(group + 3) * 4 + 3])) * bf16_to_f32(f32_to_bf16(sums[(group + 3) * 4 + 3])));
-      square_8 += shuffle_xor_f32(square_8, 4);
-      square_8 += shuffle_xor_f32(square_8, 8);
-      square_8 += shuffle_xor_f32(square_8, 16);
-      if (lane < 4) kept_8[(group + 3) * 8 + 1] = square_8;
-      store_rows_5(workspace + 4195328, sums, group, weights, m_tile, token_tile);
-    }
+    uint32_t of_pass = token_tile * 4;
+    uint64_t index = ((uint64_t)(m_tile) * 32 + (uint64_t)(token_tile * 4)) * 32;
+    float4 kept;
+    kept.x = sums[0];
+    kept.y = sums[1];
+    kept.z = sums[2];
+    kept.w = sums[3];
+    ((float4*)((float*)(workspace + 1024)))[index + (uint64_t)(lane)] = kept;
+    float* of_lane = (float*)(arena + SQUARES) + (warp * 32 + lane * 2);
+    float* kept_2 = of_lane;
+    float square = fma_f32(bf16_to_f32(f32_to_bf16(sums[0])), bf16_to_f32(f32_to_bf16(sums[0])), bf16_to_f32(f32_to_bf16(sums[2])) * bf16_to_f32(f32_to_bf16(sums[2])));
+    square += shuffle_xor_f32(square, 4);
+    square += shuffle_xor_f32(square, 8);
+    square += shuffle_xor_f32(square, 16);
+    if (lane < 4) kept_2[0] = square;
+    float square_2 = fma_f32(bf16_to_f32(f32_to_bf16(sums[1])), bf16_to_f32(f32_to_bf16(sums[1])), bf16_to_f32(f32_to_bf16(sums[3])) * bf16_to_f32(f32_to_bf16(sums[3])));
+    square_2 += shuffle_xor_f32(square_2, 4);
+    square_2 += shuffle_xor_f32(square_2, 8);
+    square_2 += shuffle_xor_f32(square_2, 16);
+    if (lane < 4) kept_2[1] = square_2;
+    store_rows_2(workspace + 4195328, sums, weights, m_tile, token_tile);
+    uint64_t index_2 = ((uint64_t)(m_tile) * 32 + (uint64_t)(token_tile * 4 + 1)) * 32;
+    float4 kept_3;
+    kept_3.x = sums[4];
+    kept_3.y = sums[5];
+    kept_3.z = sums[6];
+    kept_3.w = sums[7];
+    ((float4*)((float*)(workspace + 1024)))[index_2 + (uint64_t)(lane)] = kept_3;
+    float* of_lane_2 = (float*)(arena + SQUARES) + (warp * 32 + lane * 2);
+    float* kept_4 = of_lane_2;
+    float square_3 = fma_f32(bf16_to_f32(f32_to_bf16(sums[4])), bf16_to_f32(f32_to_bf16(sums[4])), bf16_to_f32(f32_to_bf16(sums[6])) * bf16_to_f32(f32_to_bf16(sums[6])));
+    square_3 += shuffle_xor_f32(square_3, 4);
+    square_3 += shuffle_xor_f32(square_3, 8);
+    square_3 += shuffle_xor_f32(square_3, 16);
+    if (lane < 4) kept_4[8] = square_3;
+    float square_4 = fma_f32(bf16_to_f32(f32_to_bf16(sums[5])), bf16_to_f32(f32_to_bf16(sums[5])), bf16_to_f32(f32_to_bf16(sums[7])) * bf16_to_f32(f32_to_bf16(sums[7])));
+    square_4 += shuffle_xor_f32(square_4, 4);
+    square_4 += shuffle_xor_f32(square_4, 8);
+    square_4 += shuffle_xor_f32(square_4, 16);
+    if (lane < 4) kept_4[9] = square_4;
+    store_rows_3(workspace + 4195328, sums, weights, m_tile, token_tile);
+    uint64_t index_3 = ((uint64_t)(m_tile) * 32 + (uint64_t)(token_tile * 4 + 2)) * 32;
+    float4 kept_5;
+    kept_5.x = sums[8];
+    kept_5.y = sums[9];
+    kept_5.z = sums[10];
+    kept_5.w = sums[11];
+    ((float4*)((float*)(workspace + 1024)))[index_3 + (uint64_t)(lane)] = kept_5;
+    float* of_lane_3 = (float*)(arena + SQUARES) + (warp * 32 + lane * 2);
+    float* kept_6 = of_lane_3;
+    float square_5 = fma_f32(bf16_to_f32(f32_to_bf16(sums[8])), bf16_to_f32(f32_to_bf16(sums[8])), bf16_to_f32(f32_to_bf16(sums[10])) * bf16_to_f32(f32_to_bf16(sums[10])));
+    square_5 += shuffle_xor_f32(square_5, 4);
+    square_5 += shuffle_xor_f32(square_5, 8);
+    square_5 += shuffle_xor_f32(square_5, 16);
+    if (lane < 4) kept_6[16] = square_5;
+    float square_6 = fma_f32(bf16_to_f32(f32_to_bf16(sums[9])), bf16_to_f32(f32_to_bf16(sums[9])), bf16_to_f32(f32_to_bf16(sums[11])) * bf16_to_f32(f32_to_bf16(sums[11])));
+    square_6 += shuffle_xor_f32(square_6, 4);
+    square_6 += shuffle_xor_f32(square_6, 8);
+    square_6 += shuffle_xor_f32(square_6, 16);
+    if (lane < 4) kept_6[17] = square_6;
+    store_rows_4(workspace + 4195328, sums, weights, m_tile, token_tile);
+    uint64_t index_4 = ((uint64_t)(m_tile) * 32 + (uint64_t)(token_tile * 4 + 3)) * 32;
+    float4 kept_7;
+    kept_7.x = sums[12];
+    kept_7.y = sums[13];
+    kept_7.z = sums[14];
+    kept_7.w = sums[15];
+    ((float4*)((float*)(workspace + 1024)))[index_4 + (uint64_t)(lane)] = kept_7;
+    float* of_lane_4 = (float*)(arena + SQUARES) + (warp * 32 + lane * 2);
+    float* kept_8 = of_lane_4;
+    float square_7 = fma_f32(bf16_to_f32(f32_to_bf16(sums[12])), bf16_to_f32(f32_to_bf16(sums[12])), bf16_to_f32(f32_to_bf16(sums[14])) * bf16_to_f32(f32_to_bf16(sums[14])));
+    square_7 += shuffle_xor_f32(square_7, 4);
+    square_7 += shuffle_xor_f32(square_7, 8);
+    square_7 += shuffle_xor_f32(square_7, 16);
+    if (lane < 4) kept_8[24] = square_7;
+    float square_8 = fma_f32(bf16_to_f32(f32_to_bf16(sums[13])), bf16_to_f32(f32_to_bf16(sums[13])), bf16_to_f32(f32_to_bf16(sums[15])) * bf16_to_f32(f32_to_bf16(sums[15])));
+    square_8 += shuffle_xor_f32(square_8, 4);
+    square_8 += shuffle_xor_f32(square_8, 8);
+    square_8 += shuffle_xor_f32(square_8, 16);
+    if (lane < 4) kept_8[25] = square_8;
+    store_rows_5(workspace + 4195328, sums, weights, m_tile, token_tile);
   }
 
   // In the consumer role: the sums of the product of `phase`, finished as its case says.

@@ -1031,12 +1031,12 @@ struct PromptPass {
   }
 
   // The 16 rows of an M-tile as 16 columns of a vector in token order, rounded to bf16.
-  __device__ __forceinline__ void store_rows_2(uint8_t* into, float (&sums)[16], uint32_t group, float (&weights)[2],
-      uint32_t m_tile, uint32_t token_tile) {
+  __device__ __forceinline__ void store_rows_2(uint8_t* into, float (&sums)[16], float (&weights)[2], uint32_t m_tile,
+      uint32_t token_tile) {
     uint2 words;
     bool is_odd = lane / 4 % 2 != 0;
-    uint32_t mine = is_odd ? pack_bf16x2(bf16_to_f32(f32_to_bf16(sums[group * 4 + 1])) * weights[0], bf16_to_f32(f32_to_bf16(sums[group * 4 + 3])) * weights[1]) : pack_bf16x2(bf16_to_f32(f32_to_bf16(sums[group * 4])) * weights[0], bf16_to_f32(f32_to_bf16(sums[group * 4 + 2])) * weights[1]);
-    uint32_t other = shuffle_xor_u32(is_odd ? pack_bf16x2(bf16_to_f32(f32_to_bf16(sums[group * 4])) * weights[0], bf16_to_f32(f32_to_bf16(sums[group * 4 + 2])) * weights[1]) : pack_bf16x2(bf16_to_f32(f32_to_bf16(sums[group * 4 + 1])) * weights[0], bf16_to_f32(f32_to_bf16(sums[group * 4 + 3])) * weights[1]), 4);
+    uint32_t mine = is_odd ? pack_bf16x2(bf16_to_f32(f32_to_bf16(sums[1])) * weights[0], bf16_to_f32(f32_to_bf16(sums[3])) * weights[1]) : pack_bf16x2(bf16_to_f32(f32_to_bf16(sums[0])) * weights[0], bf16_to_f32(f32_to_bf16(sums[2])) * weights[1]);
+    uint32_t other = shuffle_xor_u32(is_odd ? pack_bf16x2(bf16_to_f32(f32_to_bf16(sums[0])) * weights[0], bf16_to_f32(f32_to_bf16(sums[2])) * weights[1]) : pack_bf16x2(bf16_to_f32(f32_to_bf16(sums[1])) * weights[0], bf16_to_f32(f32_to_bf16(sums[3])) * weights[1]), 4);
     uint32_t even = is_odd ? other : mine;
     uint32_t odd = is_odd ? mine : other;
     uint32_t low = byte_permute(even, odd, 21520);
@@ -1047,18 +1047,18 @@ struct PromptPass {
     uint32_t half = m_tile % 2;
     uint32_t row = lane / 4;
     uint32_t token = lane % 4 * 2 + lane / 4 % 2;
-    uint64_t block = (uint64_t)(k_tile * 64 + (token_tile * 4 + group)) * 512;
+    uint64_t block = (uint64_t)(k_tile * 64 + token_tile * 4) * 512;
     uint8_t* address = into + block + (uint64_t)(row / 2 * 128 + token * 16) + half * 8;
     ((uint2*)(address))[0] = words;
   }
 
   // The 16 rows of an M-tile as 16 columns of a vector in token order, rounded to bf16.
-  __device__ __forceinline__ void store_rows_3(uint8_t* into, float (&sums)[16], uint32_t group, float (&weights)[2],
-      uint32_t m_tile, uint32_t token_tile) {
+  __device__ __forceinline__ void store_rows_3(uint8_t* into, float (&sums)[16], float (&weights)[2], uint32_t m_tile,
+      uint32_t token_tile) {
     uint2 words;
     bool is_odd = lane / 4 % 2 != 0;
-    uint32_t mine = is_odd ? pack_bf16x2(bf16_to_f32(f32_to_bf16(sums[(group + 1) * 4 + 1])) * weights[0], bf16_to_f32(f32_to_bf16(sums[(group + 1) * 4 + 3])) * weights[1]) : pack_bf16x2(bf16_to_f32(f32_to_bf16(sums[(group + 1) * 4])) * weights[0], bf16_to_f32(f32_to_bf16(sums[(group + 1) * 4 + 2])) * weights[1]);
-    uint32_t other = shuffle_xor_u32(is_odd ? pack_bf16x2(bf16_to_f32(f32_to_bf16(sums[(group + 1) * 4])) * weights[0], bf16_to_f32(f32_to_bf16(sums[(group + 1) * 4 + 2])) * weights[1]) : pack_bf16x2(bf16_to_f32(f32_to_bf16(sums[(group + 1) * 4 + 1])) * weights[0], bf16_to_f32(f32_to_bf16(sums[(group + 1) * 4 + 3])) * weights[1]), 4);
+    uint32_t mine = is_odd ? pack_bf16x2(bf16_to_f32(f32_to_bf16(sums[5])) * weights[0], bf16_to_f32(f32_to_bf16(sums[7])) * weights[1]) : pack_bf16x2(bf16_to_f32(f32_to_bf16(sums[4])) * weights[0], bf16_to_f32(f32_to_bf16(sums[6])) * weights[1]);
+    uint32_t other = shuffle_xor_u32(is_odd ? pack_bf16x2(bf16_to_f32(f32_to_bf16(sums[4])) * weights[0], bf16_to_f32(f32_to_bf16(sums[6])) * weights[1]) : pack_bf16x2(bf16_to_f32(f32_to_bf16(sums[5])) * weights[0], bf16_to_f32(f32_to_bf16(sums[7])) * weights[1]), 4);
     uint32_t even = is_odd ? other : mine;
     uint32_t odd = is_odd ? mine : other;
     uint32_t low = byte_permute(even, odd, 21520);
@@ -1069,18 +1069,18 @@ struct PromptPass {
     uint32_t half = m_tile % 2;
     uint32_t row = lane / 4;
     uint32_t token = lane % 4 * 2 + lane / 4 % 2;
-    uint64_t block = (uint64_t)(k_tile * 64 + (token_tile * 4 + group) + 1) * 512;
+    uint64_t block = (uint64_t)(k_tile * 64 + token_tile * 4 + 1) * 512;
     uint8_t* address = into + block + (uint64_t)(row / 2 * 128 + token * 16) + half * 8;
     ((uint2*)(address))[0] = words;
   }
 
   // The 16 rows of an M-tile as 16 columns of a vector in token order, rounded to bf16.
-  __device__ __forceinline__ void store_rows_4(uint8_t* into, float (&sums)[16], uint32_t group, float (&weights)[2],
-      uint32_t m_tile, uint32_t token_tile) {
+  __device__ __forceinline__ void store_rows_4(uint8_t* into, float (&sums)[16], float (&weights)[2], uint32_t m_tile,
+      uint32_t token_tile) {
     uint2 words;
     bool is_odd = lane / 4 % 2 != 0;
-    uint32_t mine = is_odd ? pack_bf16x2(bf16_to_f32(f32_to_bf16(sums[(group + 2) * 4 + 1])) * weights[0], bf16_to_f32(f32_to_bf16(sums[(group + 2) * 4 + 3])) * weights[1]) : pack_bf16x2(bf16_to_f32(f32_to_bf16(sums[(group + 2) * 4])) * weights[0], bf16_to_f32(f32_to_bf16(sums[(group + 2) * 4 + 2])) * weights[1]);
-    uint32_t other = shuffle_xor_u32(is_odd ? pack_bf16x2(bf16_to_f32(f32_to_bf16(sums[(group + 2) * 4])) * weights[0], bf16_to_f32(f32_to_bf16(sums[(group + 2) * 4 + 2])) * weights[1]) : pack_bf16x2(bf16_to_f32(f32_to_bf16(sums[(group + 2) * 4 + 1])) * weights[0], bf16_to_f32(f32_to_bf16(sums[(group + 2) * 4 + 3])) * weights[1]), 4);
+    uint32_t mine = is_odd ? pack_bf16x2(bf16_to_f32(f32_to_bf16(sums[9])) * weights[0], bf16_to_f32(f32_to_bf16(sums[11])) * weights[1]) : pack_bf16x2(bf16_to_f32(f32_to_bf16(sums[8])) * weights[0], bf16_to_f32(f32_to_bf16(sums[10])) * weights[1]);
+    uint32_t other = shuffle_xor_u32(is_odd ? pack_bf16x2(bf16_to_f32(f32_to_bf16(sums[8])) * weights[0], bf16_to_f32(f32_to_bf16(sums[10])) * weights[1]) : pack_bf16x2(bf16_to_f32(f32_to_bf16(sums[9])) * weights[0], bf16_to_f32(f32_to_bf16(sums[11])) * weights[1]), 4);
     uint32_t even = is_odd ? other : mine;
     uint32_t odd = is_odd ? mine : other;
     uint32_t low = byte_permute(even, odd, 21520);
@@ -1091,18 +1091,18 @@ struct PromptPass {
     uint32_t half = m_tile % 2;
     uint32_t row = lane / 4;
     uint32_t token = lane % 4 * 2 + lane / 4 % 2;
-    uint64_t block = (uint64_t)(k_tile * 64 + (token_tile * 4 + group) + 2) * 512;
+    uint64_t block = (uint64_t)(k_tile * 64 + token_tile * 4 + 2) * 512;
     uint8_t* address = into + block + (uint64_t)(row / 2 * 128 + token * 16) + half * 8;
     ((uint2*)(address))[0] = words;
   }
 
   // The 16 rows of an M-tile as 16 columns of a vector in token order, rounded to bf16.
-  __device__ __forceinline__ void store_rows_5(uint8_t* into, float (&sums)[16], uint32_t group, float (&weights)[2],
-      uint32_t m_tile, uint32_t token_tile) {
+  __device__ __forceinline__ void store_rows_5(uint8_t* into, float (&sums)[16], float (&weights)[2], uint32_t m_tile,
+      uint32_t token_tile) {
     uint2 words;
     bool is_odd = lane / 4 % 2 != 0;
-    uint32_t mine = is_odd ? pack_bf16x2(bf16_to_f32(f32_to_bf16(sums[(group + 3) * 4 + 1])) * weights[0], bf16_to_f32(f32_to_bf16(sums[(group + 3) * 4 + 3])) * weights[1]) : pack_bf16x2(bf16_to_f32(f32_to_bf16(sums[(group + 3) * 4])) * weights[0], bf16_to_f32(f32_to_bf16(sums[(group + 3) * 4 + 2])) * weights[1]);
-    uint32_t other = shuffle_xor_u32(is_odd ? pack_bf16x2(bf16_to_f32(f32_to_bf16(sums[(group + 3) * 4])) * weights[0], bf16_to_f32(f32_to_bf16(sums[(group + 3) * 4 + 2])) * weights[1]) : pack_bf16x2(bf16_to_f32(f32_to_bf16(sums[(group + 3) * 4 + 1])) * weights[0], bf16_to_f32(f32_to_bf16(sums[(group + 3) * 4 + 3])) * weights[1]), 4);
+    uint32_t mine = is_odd ? pack_bf16x2(bf16_to_f32(f32_to_bf16(sums[13])) * weights[0], bf16_to_f32(f32_to_bf16(sums[15])) * weights[1]) : pack_bf16x2(bf16_to_f32(f32_to_bf16(sums[12])) * weights[0], bf16_to_f32(f32_to_bf16(sums[14])) * weights[1]);
+    uint32_t other = shuffle_xor_u32(is_odd ? pack_bf16x2(bf16_to_f32(f32_to_bf16(sums[12])) * weights[0], bf16_to_f32(f32_to_bf16(sums[14])) * weights[1]) : pack_bf16x2(bf16_to_f32(f32_to_bf16(sums[13])) * weights[0], bf16_to_f32(f32_to_bf16(sums[15])) * weights[1]), 4);
     uint32_t even = is_odd ? other : mine;
     uint32_t odd = is_odd ? mine : other;
     uint32_t low = byte_permute(even, odd, 21520);
@@ -1113,7 +1113,7 @@ struct PromptPass {
     uint32_t half = m_tile % 2;
     uint32_t row = lane / 4;
     uint32_t token = lane % 4 * 2 + lane / 4 % 2;
-    uint64_t block = (uint64_t)(k_tile * 64 + (token_tile * 4 + group) + 3) * 512;
+    uint64_t block = (uint64_t)(k_tile * 64 + token_tile * 4 + 3) * 512;
     uint8_t* address = into + block + (uint64_t)(row / 2 * 128 + token * 16) + half * 8;
     ((uint2*)(address))[0] = words;
   }
@@ -1124,90 +1124,87 @@ struct PromptPass {
     float weights[2];
     weights[0] = bf16_to_f32((norms + (layer * 2 + (phase <= 4 ? 1u : 2u)) * 4096)[row]);
     weights[1] = bf16_to_f32((norms + (layer * 2 + (phase <= 4 ? 1u : 2u)) * 4096)[row + 8]);
-    #pragma unroll
-    for (uint32_t group = 0; group < 4; group += 4) {
-      uint32_t of_pass = token_tile * 4 + group;
-      uint64_t index = ((uint64_t)(m_tile) * 64 + (uint64_t)(token_tile * 4 + group)) * 32;
-      float4 kept;
-      kept.x = sums[group * 4];
-      kept.y = sums[group * 4 + 1];
-      kept.z = sums[group * 4 + 2];
-      kept.w = sums[group * 4 + 3];
-      ((float4*)((float*)(workspace + 1024)))[index + (uint64_t)(lane)] = kept;
-      float* of_lane = (float*)(arena + SQUARES) + (warp * 32 + lane * 2);
-      float* kept_2 = of_lane;
-      float square = fma_f32(bf16_to_f32(f32_to_bf16(sums[group * 4])), bf16_to_f32(f32_to_bf16(sums[group * 4])), bf16_to_f32(f32_to_bf16(sums[group * 4 + 2])) * bf16_to_f32(f32_to_bf16(sums[group * 4 + 2])));
-      square += shuffle_xor_f32(square, 4);
-      square += shuffle_xor_f32(square, 8);
-      square += shuffle_xor_f32(square, 16);
-      if (lane < 4) kept_2[group * 8] = square;
-      float square_2 = fma_f32(bf16_to_f32(f32_to_bf16(sums[group * 4 + 1])), bf16_to_f32(f32_to_bf16(sums[group * 4 + 1])), bf16_to_f32(f32_to_bf16(sums[group * 4 + 3])) * bf16_to_f32(f32_to_bf16(sums[group * 4 + 3])));
-      square_2 += shuffle_xor_f32(square_2, 4);
-      square_2 += shuffle_xor_f32(square_2, 8);
-      square_2 += shuffle_xor_f32(square_2, 16);
-      if (lane < 4) kept_2[group * 8 + 1] = square_2;
-      store_rows_2(workspace + 8389632, sums, group, weights, m_tile, token_tile);
-      uint64_t index_2 = ((uint64_t)(m_tile) * 64 + (uint64_t)(token_tile * 4 + group + 1)) * 32;
-      float4 kept_3;
-      kept_3.x = sums[(group + 1) * 4];
-      kept_3.y = sums[(group + 1) * 4 + 1];
-      kept_3.z = sums[(group + 1) * 4 + 2];
-      kept_3.w = sums[(group + 1) * 4 + 3];
-      ((float4*)((float*)(workspace + 1024)))[index_2 + (uint64_t)(lane)] = kept_3;
-      float* of_lane_2 = (float*)(arena + SQUARES) + (warp * 32 + lane * 2);
-      float* kept_4 = of_lane_2;
-      float square_3 = fma_f32(bf16_to_f32(f32_to_bf16(sums[(group + 1) * 4])), bf16_to_f32(f32_to_bf16(sums[(group + 1) * 4])), bf16_to_f32(f32_to_bf16(sums[(group + 1) * 4 + 2])) * bf16_to_f32(f32_to_bf16(sums[(group + 1) * 4 + 2])));
-      square_3 += shuffle_xor_f32(square_3, 4);
-      square_3 += shuffle_xor_f32(square_3, 8);
-      square_3 += shuffle_xor_f32(square_3, 16);
-      if (lane < 4) kept_4[(group + 1) * 8] = square_3;
-      float square_4 = fma_f32(bf16_to_f32(f32_to_bf16(sums[(group + 1) * 4 + 1])), bf16_to_f32(f32_to_bf16(sums[(group + 1) * 4 + 1])), bf16_to_f32(f32_to_bf16(sums[(group + 1) * 4 + 3])) * bf16_to_f32(f32_to_bf16(sums[(group + 1) * 4 + 3])));
-      square_4 += shuffle_xor_f32(square_4, 4);
-      square_4 += shuffle_xor_f32(square_4, 8);
-      square_4 += shuffle_xor_f32(square_4, 16);
-      if (lane < 4) kept_4[(group + 1) * 8 + 1] = square_4;
-      store_rows_3(workspace + 8389632, sums, group, weights, m_tile, token_tile);
-      uint64_t index_3 = ((uint64_t)(m_tile) * 64 + (uint64_t)(token_tile * 4 + group + 2)) * 32;
-      float4 kept_5;
-      kept_5.x = sums[(group + 2) * 4];
-      kept_5.y = sums[(group + 2) * 4 + 1];
-      kept_5.z = sums[(group + 2) * 4 + 2];
-      kept_5.w = sums[(group + 2) * 4 + 3];
-      ((float4*)((float*)(workspace + 1024)))[index_3 + (uint64_t)(lane)] = kept_5;
-      float* of_lane_3 = (float*)(arena + SQUARES) + (warp * 32 + lane * 2);
-      float* kept_6 = of_lane_3;
-      float square_5 = fma_f32(bf16_to_f32(f32_to_bf16(sums[(group + 2) * 4])), bf16_to_f32(f32_to_bf16(sums[(group + 2) * 4])), bf16_to_f32(f32_to_bf16(sums[(group + 2) * 4 + 2])) * bf16_to_f32(f32_to_bf16(sums[(group + 2) * 4 + 2])));
-      square_5 += shuffle_xor_f32(square_5, 4);
-      square_5 += shuffle_xor_f32(square_5, 8);
-      square_5 += shuffle_xor_f32(square_5, 16);
-      if (lane < 4) kept_6[(group + 2) * 8] = square_5;
-      float square_6 = fma_f32(bf16_to_f32(f32_to_bf16(sums[(group + 2) * 4 + 1])), bf16_to_f32(f32_to_bf16(sums[(group + 2) * 4 + 1])), bf16_to_f32(f32_to_bf16(sums[(group + 2) * 4 + 3])) * bf16_to_f32(f32_to_bf16(sums[(group + 2) * 4 + 3])));
-      square_6 += shuffle_xor_f32(square_6, 4);
-      square_6 += shuffle_xor_f32(square_6, 8);
-      square_6 += shuffle_xor_f32(square_6, 16);
-      if (lane < 4) kept_6[(group + 2) * 8 + 1] = square_6;
-      store_rows_4(workspace + 8389632, sums, group, weights, m_tile, token_tile);
-      uint64_t index_4 = ((uint64_t)(m_tile) * 64 + (uint64_t)(token_tile * 4 + group + 3)) * 32;
-      float4 kept_7;
-      kept_7.x = sums[(group + 3) * 4];
-      kept_7.y = sums[(group + 3) * 4 + 1];
-      kept_7.z = sums[(group + 3) * 4 + 2];
-      kept_7.w = sums[(group + 3) * 4 + 3];
-      ((float4*)((float*)(workspace + 1024)))[index_4 + (uint64_t)(lane)] = kept_7;
-      float* of_lane_4 = (float*)(arena + SQUARES) + (warp * 32 + lane * 2);
-      float* kept_8 = of_lane_4;
-      float square_7 = fma_f32(bf16_to_f32(f32_to_bf16(sums[(group + 3) * 4])), bf16_to_f32(f32_to_bf16(sums[(group + 3) * 4])), bf16_to_f32(f32_to_bf16(sums[(group + 3) * 4 + 2])) * bf16_to_f32(f32_to_bf16(sums[(group + 3) * 4 + 2])));
-      square_7 += shuffle_xor_f32(square_7, 4);
-      square_7 += shuffle_xor_f32(square_7, 8);
-      square_7 += shuffle_xor_f32(square_7, 16);
-      if (lane < 4) kept_8[(group + 3) * 8] = square_7;
-      float square_8 = fma_f32(bf16_to_f32(f32_to_bf16(sums[(group + 3) * 4 + 1])), bf16_to_f32(f32_to_bf16(sums[(group + 3) * 4 + 1])), bf16_to_f32(f32_to_bf16(sums[(group + 3) * 4 + 3])) * bf16_to_f32(f32_to_bf16(sums[(group + 3) * 4 + 3])));
-      square_8 += shuffle_xor_f32(square_8, 4);
-      square_8 += shuffle_xor_f32(square_8, 8);
-      square_8 += shuffle_xor_f32(square_8, 16);
-      if (lane < 4) kept_8[(group + 3) * 8 + 1] = square_8;
-      store_rows_5(workspace + 8389632, sums, group, weights, m_tile, token_tile);
-    }
+    uint32_t of_pass = token_tile * 4;
+    uint64_t index = ((uint64_t)(m_tile) * 64 + (uint64_t)(token_tile * 4)) * 32;
+    float4 kept;
+    kept.x = sums[0];
+    kept.y = sums[1];
+    kept.z = sums[2];
+    kept.w = sums[3];
+    ((float4*)((float*)(workspace + 1024)))[index + (uint64_t)(lane)] = kept;
+    float* of_lane = (float*)(arena + SQUARES) + (warp * 32 + lane * 2);
+    float* kept_2 = of_lane;
+    float square = fma_f32(bf16_to_f32(f32_to_bf16(sums[0])), bf16_to_f32(f32_to_bf16(sums[0])), bf16_to_f32(f32_to_bf16(sums[2])) * bf16_to_f32(f32_to_bf16(sums[2])));
+    square += shuffle_xor_f32(square, 4);
+    square += shuffle_xor_f32(square, 8);
+    square += shuffle_xor_f32(square, 16);
+    if (lane < 4) kept_2[0] = square;
+    float square_2 = fma_f32(bf16_to_f32(f32_to_bf16(sums[1])), bf16_to_f32(f32_to_bf16(sums[1])), bf16_to_f32(f32_to_bf16(sums[3])) * bf16_to_f32(f32_to_bf16(sums[3])));
+    square_2 += shuffle_xor_f32(square_2, 4);
+    square_2 += shuffle_xor_f32(square_2, 8);
+    square_2 += shuffle_xor_f32(square_2, 16);
+    if (lane < 4) kept_2[1] = square_2;
+    store_rows_2(workspace + 8389632, sums, weights, m_tile, token_tile);
+    uint64_t index_2 = ((uint64_t)(m_tile) * 64 + (uint64_t)(token_tile * 4 + 1)) * 32;
+    float4 kept_3;
+    kept_3.x = sums[4];
+    kept_3.y = sums[5];
+    kept_3.z = sums[6];
+    kept_3.w = sums[7];
+    ((float4*)((float*)(workspace + 1024)))[index_2 + (uint64_t)(lane)] = kept_3;
+    float* of_lane_2 = (float*)(arena + SQUARES) + (warp * 32 + lane * 2);
+    float* kept_4 = of_lane_2;
+    float square_3 = fma_f32(bf16_to_f32(f32_to_bf16(sums[4])), bf16_to_f32(f32_to_bf16(sums[4])), bf16_to_f32(f32_to_bf16(sums[6])) * bf16_to_f32(f32_to_bf16(sums[6])));
+    square_3 += shuffle_xor_f32(square_3, 4);
+    square_3 += shuffle_xor_f32(square_3, 8);
+    square_3 += shuffle_xor_f32(square_3, 16);
+    if (lane < 4) kept_4[8] = square_3;
+    float square_4 = fma_f32(bf16_to_f32(f32_to_bf16(sums[5])), bf16_to_f32(f32_to_bf16(sums[5])), bf16_to_f32(f32_to_bf16(sums[7])) * bf16_to_f32(f32_to_bf16(sums[7])));
+    square_4 += shuffle_xor_f32(square_4, 4);
+    square_4 += shuffle_xor_f32(square_4, 8);
+    square_4 += shuffle_xor_f32(square_4, 16);
+    if (lane < 4) kept_4[9] = square_4;
+    store_rows_3(workspace + 8389632, sums, weights, m_tile, token_tile);
+    uint64_t index_3 = ((uint64_t)(m_tile) * 64 + (uint64_t)(token_tile * 4 + 2)) * 32;
+    float4 kept_5;
+    kept_5.x = sums[8];
+    kept_5.y = sums[9];
+    kept_5.z = sums[10];
+    kept_5.w = sums[11];
+    ((float4*)((float*)(workspace + 1024)))[index_3 + (uint64_t)(lane)] = kept_5;
+    float* of_lane_3 = (float*)(arena + SQUARES) + (warp * 32 + lane * 2);
+    float* kept_6 = of_lane_3;
+    float square_5 = fma_f32(bf16_to_f32(f32_to_bf16(sums[8])), bf16_to_f32(f32_to_bf16(sums[8])), bf16_to_f32(f32_to_bf16(sums[10])) * bf16_to_f32(f32_to_bf16(sums[10])));
+    square_5 += shuffle_xor_f32(square_5, 4);
+    square_5 += shuffle_xor_f32(square_5, 8);
+    square_5 += shuffle_xor_f32(square_5, 16);
+    if (lane < 4) kept_6[16] = square_5;
+    float square_6 = fma_f32(bf16_to_f32(f32_to_bf16(sums[9])), bf16_to_f32(f32_to_bf16(sums[9])), bf16_to_f32(f32_to_bf16(sums[11])) * bf16_to_f32(f32_to_bf16(sums[11])));
+    square_6 += shuffle_xor_f32(square_6, 4);
+    square_6 += shuffle_xor_f32(square_6, 8);
+    square_6 += shuffle_xor_f32(square_6, 16);
+    if (lane < 4) kept_6[17] = square_6;
+    store_rows_4(workspace + 8389632, sums, weights, m_tile, token_tile);
+    uint64_t index_4 = ((uint64_t)(m_tile) * 64 + (uint64_t)(token_tile * 4 + 3)) * 32;
+    float4 kept_7;
+    kept_7.x = sums[12];
+    kept_7.y = sums[13];
+    kept_7.z = sums[14];
+    kept_7.w = sums[15];
+    ((float4*)((float*)(workspace + 1024)))[index_4 + (uint64_t)(lane)] = kept_7;
+    float* of_lane_4 = (float*)(arena + SQUARES) + (warp * 32 + lane * 2);
+    float* kept_8 = of_lane_4;
+    float square_7 = fma_f32(bf16_to_f32(f32_to_bf16(sums[12])), bf16_to_f32(f32_to_bf16(sums[12])), bf16_to_f32(f32_to_bf16(sums[14])) * bf16_to_f32(f32_to_bf16(sums[14])));
+    square_7 += shuffle_xor_f32(square_7, 4);
+    square_7 += shuffle_xor_f32(square_7, 8);
+    square_7 += shuffle_xor_f32(square_7, 16);
+    if (lane < 4) kept_8[24] = square_7;
+    float square_8 = fma_f32(bf16_to_f32(f32_to_bf16(sums[13])), bf16_to_f32(f32_to_bf16(sums[13])), bf16_to_f32(f32_to_bf16(sums[15])) * bf16_to_f32(f32_to_bf16(sums[15])));
+    square_8 += shuffle_xor_f32(square_8, 4);
+    square_8 += shuffle_xor_f32(square_8, 8);
+    square_8 += shuffle_xor_f32(square_8, 16);
+    if (lane < 4) kept_8[25] = square_8;
+    store_rows_5(workspace + 8389632, sums, weights, m_tile, token_tile);
   }
 
   // In the consumer role: the sums of the product of `phase`, finished as its case says.

@@ -472,9 +472,9 @@ constexpr uint32_t PHASES = 82;
 constexpr uint32_t EXCHANGE_PARTIALS = 2080;
 constexpr uint32_t WRITE_THROUGH = 4294967295u;
 constexpr uint32_t EXCHANGE_ATTENTION = 147776;
+constexpr uint32_t NO_TOKEN = 4294967295u;
 constexpr uint32_t SIGN = 2147483648u;
 constexpr uint32_t ALL_BITS = 4294967295u;
-constexpr uint32_t NO_TOKEN = 4294967295u;
 constexpr uint32_t EXCHANGE_SHORT_LISTS = 78272;
 constexpr uint32_t EXCHANGE_CANDIDATES = 77216;
 constexpr uint32_t UNDECIDED = 4294967295u;
@@ -482,6 +482,54 @@ constexpr uint32_t AS_IT_IS = 4294967293u;
 constexpr uint32_t LEFT_OPEN = 4294967294u;
 constexpr uint32_t EXCHANGE_FILTERS = 86720;
 constexpr uint32_t CANCELLED_TOKEN = 4294967294u;
+
+struct Nearest {
+  float first;
+  float first_noisy;
+  uint32_t first_token;
+  float second;
+  float second_noisy;
+  uint32_t second_token;
+  float left_out;
+  float weight;
+  float best;
+  uint32_t best_token;
+  float best_scaled;
+};
+
+struct SequenceRecord {
+  uint32_t length;
+  uint32_t per_step;
+  uint32_t given;
+  uint32_t total;
+  uint32_t first_column;
+  uint32_t temperature;
+  uint32_t seed_low;
+  uint32_t seed_high;
+  uint32_t stop_first;
+  uint32_t stop_count;
+  uint32_t options;
+  uint32_t slot;
+  uint32_t top_k;
+  uint32_t top_p;
+  uint32_t reach;
+  uint32_t repetition;
+  uint32_t presence;
+  uint32_t frequency;
+  uint32_t drafted;
+  uint32_t ngram_min;
+  uint32_t ngram_max;
+  uint32_t unused_0;
+  uint32_t unused_1;
+  uint32_t unused_2;
+};
+
+struct ColumnRecord {
+  uint32_t sequence;
+  uint32_t number;
+  uint32_t unused_0;
+  uint32_t unused_1;
+};
 
 struct ColumnState {
   uint32_t position;
@@ -493,6 +541,20 @@ struct ColumnState {
   uint32_t sequence;
   uint32_t stopped;
   uint32_t cancelled;
+};
+
+struct FilterState {
+  uint32_t filtered;
+  uint32_t open;
+  uint32_t chosen;
+  uint32_t has_candidate;
+  float highest;
+  float limit;
+  float below;
+  float above;
+  float least;
+  float most;
+  float tested[6];
 };
 
 struct DecodeStep {
@@ -525,7 +587,12 @@ struct DecodeStep {
   uint32_t plan_count;
   uint32_t options;
   uint32_t epoch;
+  const SequenceRecord* sequence_records;
+  const ColumnRecord* column_records;
   uint8_t* arena;
+  uint32_t* chosen_tokens;
+  FilterState* filter_states;
+  ColumnState* column_states;
   uint32_t block;
   uint32_t thread;
   uint32_t warp;
@@ -559,7 +626,7 @@ struct DecodeStep {
   // An input of a sequence, or 0 where it has none left.
   __device__ __forceinline__ uint32_t given(uint32_t sequence, uint32_t index) {
     uint32_t token = 0;
-    if (index < load_constant_u32(sequences + (sequence * 24 + 2))) {
+    if (index < load_constant_u32(&sequence_records[sequence].given)) {
       uint32_t place = sequence * 65 + index;
       token = min((uint32_t)(tokens[place]), 128255u);
     }
@@ -569,11 +636,11 @@ struct DecodeStep {
   // The first token of every column. A block barrier must follow.
   __device__ __forceinline__ void take_first() {
     if (thread < column_count) {
-      uint32_t sequence = load_constant_u32(columns + thread * 4);
-      uint32_t index = load_constant_u32(columns + (thread * 4 + 1));
+      uint32_t sequence = load_constant_u32(&column_records[thread].sequence);
+      uint32_t index = load_constant_u32(&column_records[thread].number);
       next_token[thread] = given(sequence, index);
-      ((ColumnState*)(arena + COLUMNS))[thread].stopped = 0;
-      ((ColumnState*)(arena + COLUMNS))[thread].cancelled = 0;
+      column_states[thread].stopped = 0;
+      column_states[thread].cancelled = 0;
     }
   }
 
@@ -854,11 +921,11 @@ struct DecodeStep {
       uint64_t* place_2 = exchange_words + published;
       publish_flagged(place_2, pair, layer_epoch);
       if (head >= 32) {
-        if (((ColumnState*)(arena + COLUMNS))[column].number < ((ColumnState*)(arena + COLUMNS))[column].total) {
-          uint32_t table = ((ColumnState*)(arena + COLUMNS))[column].sequence * (MAX_CONTEXT / PAGE_SIZE);
-          uint32_t page = load_constant_u32(page_table + (table + ((ColumnState*)(arena + COLUMNS))[column].position / PAGE_SIZE));
+        if (column_states[column].number < column_states[column].total) {
+          uint32_t table = column_states[column].sequence * (MAX_CONTEXT / PAGE_SIZE);
+          uint32_t page = load_constant_u32(page_table + (table + column_states[column].position / PAGE_SIZE));
           uint64_t offset = (uint64_t)(layer * kv_pages + page) * 16384;
-          bf16* key = kv + (offset + (uint64_t)((head - 32) % 8 * (PAGE_SIZE * 64) + ((ColumnState*)(arena + COLUMNS))[column].position % PAGE_SIZE * 64));
+          bf16* key = kv + (offset + (uint64_t)((head - 32) % 8 * (PAGE_SIZE * 64) + column_states[column].position % PAGE_SIZE * 64));
           bf16* place_3 = head - 32 < 8 ? key : key + 8192;
           ((uint32_t*)(place_3 + dim))[0] = pair;
           fence_proxy_async();
@@ -1109,30 +1176,30 @@ struct DecodeStep {
   }
 
   __device__ __forceinline__ void penalise(uint32_t column, uint32_t token, float& adjusted) {
-    uint32_t value = load_constant_u32(sequences + (((ColumnState*)(arena + COLUMNS))[column].sequence * 24 + 11));
+    uint32_t value = load_constant_u32(&sequence_records[column_states[column].sequence].slot);
     uint32_t found = token_counts[value * VOCAB + token];
     uint32_t count = found & (PROMPT_TOKEN - 1);
     if (found != 0) {
-      float repetition = bits_float(load_constant_u32(sequences + (((ColumnState*)(arena + COLUMNS))[column].sequence * 24 + 15)));
+      float repetition = bits_float(load_constant_u32(&sequence_records[column_states[column].sequence].repetition));
       float quotient = divide_f32(adjusted, repetition);
       adjusted = adjusted > 0.0f ? quotient : adjusted * repetition;
     }
     if (count != 0) {
-      adjusted -= bits_float(load_constant_u32(sequences + (((ColumnState*)(arena + COLUMNS))[column].sequence * 24 + 17))) * (float)(count);
-      adjusted -= bits_float(load_constant_u32(sequences + (((ColumnState*)(arena + COLUMNS))[column].sequence * 24 + 16)));
+      adjusted -= bits_float(load_constant_u32(&sequence_records[column_states[column].sequence].frequency)) * (float)(count);
+      adjusted -= bits_float(load_constant_u32(&sequence_records[column_states[column].sequence].presence));
     }
   }
 
   // The logit of a token below the vocabulary's end, as its column's sequence wants it.
   __device__ __forceinline__ float adjust(uint32_t column, uint32_t token, float logit) {
-    uint32_t options = load_constant_u32(sequences + (((ColumnState*)(arena + COLUMNS))[column].sequence * 24 + 10));
+    uint32_t options = load_constant_u32(&sequence_records[column_states[column].sequence].options);
     float adjusted = logit;
     if ((options & 1) != 0) {
-      uint32_t place = load_constant_u32(sequences + (((ColumnState*)(arena + COLUMNS))[column].sequence * 24 + 11)) * MASK_WORDS + token / 32;
+      uint32_t place = load_constant_u32(&sequence_records[column_states[column].sequence].slot) * MASK_WORDS + token / 32;
       if (((load_constant_u32(masks + place) >> token % 32) & 1) == 0) adjusted = -bits_float(0x7f800000);
     }
     if ((options & 2) != 0) {
-      adjusted += bits_float(load_constant_u32(logit_bias + (load_constant_u32(sequences + (((ColumnState*)(arena + COLUMNS))[column].sequence * 24 + 11)) * VOCAB + token)));
+      adjusted += bits_float(load_constant_u32(logit_bias + (load_constant_u32(&sequence_records[column_states[column].sequence].slot) * VOCAB + token)));
     }
     if ((options & 4) != 0) penalise(column, token, adjusted);
     return adjusted;
@@ -1166,13 +1233,13 @@ struct DecodeStep {
 
   // Write a logit down, as it is compared without filters: one row a lane, in the adder role.
   __device__ __forceinline__ void keep_2(uint32_t token, float scaled, float noisy, uint32_t column) {
-    bool is_filtered = (load_constant_u32(sequences + (((ColumnState*)(arena + COLUMNS))[column].sequence * 24 + 10)) & 8) != 0;
+    bool is_filtered = (load_constant_u32(&sequence_records[column_states[column].sequence].options) & 8) != 0;
     if (is_filtered) {
-      uint32_t following = ((ColumnState*)(arena + COLUMNS))[column].number + 1;
-      uint32_t value = load_constant_u32(sequences + (((ColumnState*)(arena + COLUMNS))[column].sequence * 24 + 2));
-      bool wanted = following >= value && following <= ((ColumnState*)(arena + COLUMNS))[column].total;
-      if (wanted && ((ColumnState*)(arena + COLUMNS))[column].stopped == 0) {
-        uint32_t place = (load_constant_u32(sequences + (((ColumnState*)(arena + COLUMNS))[column].sequence * 24 + 11)) * VOCAB + token) * 2;
+      uint32_t following = column_states[column].number + 1;
+      uint32_t value = load_constant_u32(&sequence_records[column_states[column].sequence].given);
+      bool wanted = following >= value && following <= column_states[column].total;
+      if (wanted && column_states[column].stopped == 0) {
+        uint32_t place = (load_constant_u32(&sequence_records[column_states[column].sequence].slot) * VOCAB + token) * 2;
         weighed[place] = scaled;
         weighed[place + 1] = noisy;
       }
@@ -1186,10 +1253,10 @@ struct DecodeStep {
     uint32_t token = m_tile * 16 + row;
     float candidate = logit;
     if ((options & 7) != 0 && token < VOCAB) candidate = adjust(column, token, candidate);
-    float temperature = bits_float(((ColumnState*)(arena + COLUMNS))[column].temperature);
+    float temperature = bits_float(column_states[column].temperature);
     if (temperature > 0.0f) {
-      uint64_t seed = ((uint64_t)(((ColumnState*)(arena + COLUMNS))[column].seed_high) << 32) | (uint64_t)(((ColumnState*)(arena + COLUMNS))[column].seed_low);
-      uint32_t position = ((ColumnState*)(arena + COLUMNS))[column].position + 1;
+      uint64_t seed = ((uint64_t)(column_states[column].seed_high) << 32) | (uint64_t)(column_states[column].seed_low);
+      uint32_t position = column_states[column].position + 1;
       float scaled = divide_f32(candidate, temperature);
       candidate = scaled + gumbel(token, position, seed);
       if ((options & 8) != 0 && token < VOCAB) keep_2(token, scaled, candidate, column);
@@ -1259,11 +1326,11 @@ struct DecodeStep {
     loaded_parity ^= 1;
   }
 
-  // The best candidate of so many neighbouring lanes, on all of them; the lowest id on ties.
-  __device__ __forceinline__ void best_of_lanes(float& best, uint32_t& best_token) {
+  // The best candidate of 2^levels neighbouring lanes, on all of them; the lowest id on ties.
+  __device__ __forceinline__ void best_of_levels(float& best, uint32_t& best_token, uint32_t levels) {
     #pragma unroll 1
-    for (uint32_t level = 0; level < 4; ++level) {
-      uint32_t mask = 8u >> level;
+    for (uint32_t level = 0; level < levels; ++level) {
+      uint32_t mask = 1u << (levels - 1 - level);
       float other = shuffle_xor_f32(best, mask);
       uint32_t other_token = shuffle_xor_u32(best_token, mask);
       if (other > best || (other == best && other_token < best_token)) {
@@ -1275,7 +1342,7 @@ struct DecodeStep {
 
   __device__ __forceinline__ void lay_down_candidates(float& best, uint32_t& best_token) {
     uint32_t* words = (uint32_t*)(arena + WARP_CANDIDATES);
-    best_of_lanes(best, best_token);
+    best_of_levels(best, best_token, 4);
     if (lane == 0) {
       uint32_t column = 0;
       uint32_t place = (warp - 9 + column) * 2;
@@ -1289,17 +1356,17 @@ struct DecodeStep {
   // Write down every column's place in this step. A barrier of the consumer warps must follow.
   __device__ __forceinline__ void begin_step(uint32_t step) {
     if (thread < column_count) {
-      uint32_t sequence = load_constant_u32(columns + thread * 4);
-      uint32_t per_step = load_constant_u32(sequences + (sequence * 24 + 1));
-      uint32_t index = step * per_step + load_constant_u32(columns + (thread * 4 + 1));
-      uint32_t position = load_constant_u32(sequences + sequence * 24) + index;
-      ((ColumnState*)(arena + COLUMNS))[thread].position = min(position, MAX_CONTEXT - 1);
-      ((ColumnState*)(arena + COLUMNS))[thread].number = index;
-      ((ColumnState*)(arena + COLUMNS))[thread].total = load_constant_u32(sequences + (sequence * 24 + 3));
-      ((ColumnState*)(arena + COLUMNS))[thread].temperature = load_constant_u32(sequences + (sequence * 24 + 5));
-      ((ColumnState*)(arena + COLUMNS))[thread].seed_low = load_constant_u32(sequences + (sequence * 24 + 6));
-      ((ColumnState*)(arena + COLUMNS))[thread].seed_high = load_constant_u32(sequences + (sequence * 24 + 7));
-      ((ColumnState*)(arena + COLUMNS))[thread].sequence = sequence;
+      uint32_t sequence = load_constant_u32(&column_records[thread].sequence);
+      uint32_t per_step = load_constant_u32(&sequence_records[sequence].per_step);
+      uint32_t index = step * per_step + load_constant_u32(&column_records[thread].number);
+      uint32_t position = load_constant_u32(&sequence_records[sequence].length) + index;
+      column_states[thread].position = min(position, MAX_CONTEXT - 1);
+      column_states[thread].number = index;
+      column_states[thread].total = load_constant_u32(&sequence_records[sequence].total);
+      column_states[thread].temperature = load_constant_u32(&sequence_records[sequence].temperature);
+      column_states[thread].seed_low = load_constant_u32(&sequence_records[sequence].seed_low);
+      column_states[thread].seed_high = load_constant_u32(&sequence_records[sequence].seed_high);
+      column_states[thread].sequence = sequence;
     }
   }
 
@@ -1396,7 +1463,7 @@ struct DecodeStep {
     float* angles = (float*)(arena + ROPE);
     #pragma unroll 1
     for (uint32_t index = thread; index < column_count * HEAD_DIM; index += CONSUMERS) {
-      uint32_t position = ((ColumnState*)(arena + COLUMNS))[index / HEAD_DIM].position;
+      uint32_t position = column_states[index / HEAD_DIM].position;
       angles[index] = rope[(uint64_t)(position) * HEAD_DIM + (uint64_t)(index % HEAD_DIM)];
     }
   }
@@ -1409,11 +1476,8 @@ struct DecodeStep {
     warp_barrier();
     uint4 units[8];
     wait_tagged_units(units, input_words + (first_unit * 4 + EXCHANGE_HIDDEN), CONSUMERS * 4, 1, 32, layer_epoch - 1);
-    #pragma unroll
-    for (uint32_t index = 0; index < 1; ++index) {
-      uint4 words = units[index];
-      vector[first_unit + index * CONSUMERS] = words;
-    }
+    uint4 words = units[0];
+    vector[first_unit] = words;
     named_barrier(1, CONSUMERS);
   }
 
@@ -2064,14 +2128,14 @@ struct DecodeStep {
       uint32_t packed = lane % 4 * 2;
       uint32_t present = min(packed, record[1].z - 1);
       uint32_t end = min(record[1].x, record[3].x + record[3].y * step + record[3].z);
-      uint32_t position = ((ColumnState*)(arena + COLUMNS))[record[2].x + present / 4].position;
+      uint32_t position = column_states[record[2].x + present / 4].position;
       uint32_t following = position + 1;
       uint32_t visible = following > record[2].w ? following - record[2].w : 0;
       limits[0] = packed < record[1].z ? min(end, visible) : 0;
       uint32_t packed_2 = lane % 4 * 2 + 1;
       uint32_t present_2 = min(packed_2, record[1].z - 1);
       uint32_t end_2 = min(record[1].x, record[3].x + record[3].y * step + record[3].z);
-      uint32_t position_2 = ((ColumnState*)(arena + COLUMNS))[record[2].x + present_2 / 4].position;
+      uint32_t position_2 = column_states[record[2].x + present_2 / 4].position;
       uint32_t following_2 = position_2 + 1;
       uint32_t visible_2 = following_2 > record[2].w ? following_2 - record[2].w : 0;
       limits[1] = packed_2 < record[1].z ? min(end_2, visible_2) : 0;
@@ -2171,11 +2235,8 @@ struct DecodeStep {
     warp_barrier();
     uint4 units[8];
     wait_tagged_units(units, input_words + (first_unit * 4 + EXCHANGE_ATTENTION), CONSUMERS * 4, 1, 60, layer_epoch);
-    #pragma unroll
-    for (uint32_t index = 0; index < 1; ++index) {
-      uint4 words = units[index];
-      vector[first_unit + index * CONSUMERS] = words;
-    }
+    uint4 words = units[0];
+    vector[first_unit] = words;
     named_barrier(1, CONSUMERS);
   }
 
@@ -2241,11 +2302,8 @@ struct DecodeStep {
     warp_barrier();
     uint4 units[8];
     wait_tagged_units(units, input_words + (first_unit * 4 + EXCHANGE_MIDDLE), CONSUMERS * 4, 1, 32, layer_epoch);
-    #pragma unroll
-    for (uint32_t index = 0; index < 1; ++index) {
-      uint4 words = units[index];
-      vector[first_unit + index * CONSUMERS] = words;
-    }
+    uint4 words = units[0];
+    vector[first_unit] = words;
     named_barrier(1, CONSUMERS);
   }
 
@@ -2411,11 +2469,8 @@ struct DecodeStep {
     warp_barrier();
     uint4 units[8];
     wait_tagged_units(units, input_words + (first_unit * 4 + EXCHANGE_HIDDEN), CONSUMERS * 4, 1, 32, step_epoch + 16);
-    #pragma unroll
-    for (uint32_t index = 0; index < 1; ++index) {
-      uint4 words = units[index];
-      vector[first_unit + index * CONSUMERS] = words;
-    }
+    uint4 words = units[0];
+    vector[first_unit] = words;
     named_barrier(1, CONSUMERS);
   }
 
@@ -2476,101 +2531,142 @@ struct DecodeStep {
   }
 
   // Whether a column's token is sampled in this step, and filtered (0 or 1); it is written down.
-  __device__ __forceinline__ uint32_t begin(uint32_t column) {
+  __device__ __forceinline__ uint32_t begin() {
     uint32_t filtered = 0;
-    if (column < column_count) {
-      uint32_t options = load_constant_u32(sequences + (((ColumnState*)(arena + COLUMNS))[column].sequence * 24 + 10));
-      uint32_t following = ((ColumnState*)(arena + COLUMNS))[column].number + 1;
-      uint32_t value = load_constant_u32(sequences + (((ColumnState*)(arena + COLUMNS))[column].sequence * 24 + 2));
-      bool wanted = following >= value && following <= ((ColumnState*)(arena + COLUMNS))[column].total;
-      if ((options & 8) != 0 && (wanted && ((ColumnState*)(arena + COLUMNS))[column].stopped == 0)) filtered = 1;
+    if (0 < column_count) {
+      uint32_t options = load_constant_u32(&sequence_records[column_states[0].sequence].options);
+      uint32_t following = column_states[0].number + 1;
+      uint32_t value = load_constant_u32(&sequence_records[column_states[0].sequence].given);
+      bool wanted = following >= value && following <= column_states[0].total;
+      if ((options & 8) != 0 && (wanted && column_states[0].stopped == 0)) filtered = 1;
     }
     if (warp == 0 && lane == 0) {
-      ((uint32_t*)(arena + FILTERS) + column * 16)[0] = filtered;
-      ((uint32_t*)(arena + FILTERS) + column * 16)[1] = 0;
+      filter_states[0].filtered = filtered;
+      filter_states[0].open = 0;
     }
     return filtered;
   }
 
+  // No token yet.
+  __device__ __forceinline__ void clear(Nearest& nearest) {
+    nearest.first = -bits_float(0x7f800000);
+    nearest.first_noisy = -bits_float(0x7f800000);
+    nearest.first_token = NO_TOKEN;
+    nearest.second = -bits_float(0x7f800000);
+    nearest.second_noisy = -bits_float(0x7f800000);
+    nearest.second_token = NO_TOKEN;
+    nearest.left_out = -bits_float(0x7f800000);
+    nearest.weight = 0.0f;
+    nearest.best = -bits_float(0x7f800000);
+    nearest.best_token = NO_TOKEN;
+    nearest.best_scaled = -bits_float(0x7f800000);
+  }
+
+  // Before `take`: the token's weight, all relative to the lane's highest, and whether it is the most noisy.
+  __device__ __forceinline__ void weigh_2(float scaled, float noisy, uint32_t token, Nearest& nearest) {
+    float first = nearest.first;
+    if (scaled > -bits_float(0x7f800000)) {
+      float highest = first < scaled ? scaled : first;
+      float before = nearest.weight * exp_f32(first - highest);
+      nearest.weight = before + exp_f32(scaled - highest);
+      if (noisy > nearest.best) {
+        nearest.best = noisy;
+        nearest.best_token = token;
+        nearest.best_scaled = scaled;
+      }
+    }
+  }
+
+  // One more token; NaN is as if it were not there.
+  __device__ __forceinline__ void take(float scaled, float noisy, uint32_t token, Nearest& nearest) {
+    bool above_first = scaled > nearest.first;
+    bool above_second = scaled > nearest.second;
+    float dropped = above_second ? nearest.second : scaled;
+    nearest.left_out = nearest.left_out < dropped ? dropped : nearest.left_out;
+    nearest.second = above_first ? nearest.first : (above_second ? scaled : nearest.second);
+    nearest.first = above_first ? scaled : nearest.first;
+    nearest.second_noisy = above_first ? nearest.first_noisy : (above_second ? noisy : nearest.second_noisy);
+    nearest.first_noisy = above_first ? noisy : nearest.first_noisy;
+    nearest.second_token = above_first ? nearest.first_token : (above_second ? token : nearest.second_token);
+    nearest.first_token = above_first ? token : nearest.first_token;
+  }
+
+  // The f32 that `ordered` made `word` of.
+  __device__ __forceinline__ float number_of(uint32_t word) {
+    return bits_float((word & SIGN) != 0 ? word ^ SIGN : word ^ ALL_BITS);
+  }
+
+  // A u32 for an f32 that is not NaN: the larger the number, the larger the word.
+  __device__ __forceinline__ uint32_t ordered(float number) {
+    uint32_t bits = float_bits(number);
+    return (bits & SIGN) != 0 ? bits ^ ALL_BITS : bits | SIGN;
+  }
+
   // The highest of the lanes' numbers (f32, none NaN), on every lane.
   __device__ __forceinline__ float highest_of_warp(float number) {
-    uint32_t word = warp_maximum_u32((float_bits(number) & SIGN) != 0 ? float_bits(number) ^ ALL_BITS : float_bits(number) | SIGN);
-    float highest = bits_float((word & SIGN) != 0 ? word ^ SIGN : word ^ ALL_BITS);
-    return highest;
+    return number_of(warp_maximum_u32(ordered(number)));
   }
 
   // The best of the lanes' candidates, the lowest id on ties, and the number beside it, on every lane.
   __device__ __forceinline__ void best_of_warp(uint32_t lane, float& best, uint32_t& token, float& number) {
-    uint32_t key = (float_bits(best) & SIGN) != 0 ? float_bits(best) ^ ALL_BITS : float_bits(best) | SIGN;
+    uint32_t key = ordered(best);
     uint32_t top = warp_maximum_u32(key);
     uint32_t lowest = warp_maximum_u32(key == top ? token ^ NO_TOKEN : 0) ^ NO_TOKEN;
     uint32_t source = warp_maximum_u32(key == top && token == lowest ? lane : 0);
-    best = bits_float((top & SIGN) != 0 ? top ^ SIGN : top ^ ALL_BITS);
+    best = number_of(top);
     token = lowest;
     number = bits_float(shuffle_u32(float_bits(number), source));
   }
 
   // The nearest tokens of a warp's lanes and what all of theirs weigh, in shared memory. highest: that to which
   // a lane's weight is relative.
-  __device__ __forceinline__ void lay_down_3(float highest, uint32_t* words, float weight, float& best,
-      uint32_t& best_token, float& best_scaled, float& first, float& first_noisy, uint32_t& first_token, float& second,
-      float second_noisy, uint32_t& second_token, float left_out) {
+  __device__ __forceinline__ void lay_down_3(float highest, uint32_t* words, Nearest& nearest) {
     float above = highest_of_warp(highest);
     float part = 0.0f;
-    if (highest > -bits_float(0x7f800000)) part = weight * exp_f32(highest - above);
-    float weight_2 = warp_sum_f32(part);
-    best_of_warp(lane, best, best_token, best_scaled);
+    if (highest > -bits_float(0x7f800000)) part = nearest.weight * exp_f32(highest - above);
+    float weight = warp_sum_f32(part);
+    best_of_warp(lane, nearest.best, nearest.best_token, nearest.best_scaled);
     #pragma unroll 1
     for (uint32_t rank = 0; rank < 8; ++rank) {
-      uint32_t key = (float_bits(first) & SIGN) != 0 ? float_bits(first) ^ ALL_BITS : float_bits(first) | SIGN;
-      uint32_t own_key = key;
+      uint32_t own_key = ordered(nearest.first);
       uint32_t top_key = warp_maximum_u32(own_key);
       uint32_t turn = warp_maximum_u32(own_key == top_key ? 32 - lane : 0);
       if (turn + lane == 32) {
-        words[rank * 4] = float_bits(first);
-        words[rank * 4 + 1] = float_bits(first_noisy);
-        words[rank * 4 + 2] = first_token;
-        first = second;
-        first_noisy = second_noisy;
-        first_token = second_token;
-        second = -bits_float(0x7f800000);
-        second_token = NO_TOKEN;
+        words[rank * 4] = float_bits(nearest.first);
+        words[rank * 4 + 1] = float_bits(nearest.first_noisy);
+        words[rank * 4 + 2] = nearest.first_token;
+        nearest.first = nearest.second;
+        nearest.first_noisy = nearest.second_noisy;
+        nearest.first_token = nearest.second_token;
+        nearest.second = -bits_float(0x7f800000);
+        nearest.second_token = NO_TOKEN;
       }
     }
-    float left_out_2 = highest_of_warp(left_out < first ? first : left_out);
+    float left_out = highest_of_warp(nearest.left_out < nearest.first ? nearest.first : nearest.left_out);
     if (lane == 0) {
-      words[3] = float_bits(weight_2);
-      words[7] = float_bits(left_out_2);
-      words[11] = float_bits(best_scaled);
-      words[32] = float_bits(best);
-      words[33] = best_token;
+      words[3] = float_bits(weight);
+      words[7] = float_bits(left_out);
+      words[11] = float_bits(nearest.best_scaled);
+      words[32] = float_bits(nearest.best);
+      words[33] = nearest.best_token;
     }
   }
 
   // A list of this warp's rows of a column.
-  __device__ __forceinline__ void list_rows(uint32_t column) {
-    float first = -bits_float(0x7f800000);
-    float first_noisy = -bits_float(0x7f800000);
-    uint32_t first_token = NO_TOKEN;
-    float second = -bits_float(0x7f800000);
-    float second_noisy = -bits_float(0x7f800000);
-    uint32_t second_token = NO_TOKEN;
-    float left_out = -bits_float(0x7f800000);
-    float weight = 0.0f;
-    float best = -bits_float(0x7f800000);
-    uint32_t best_token = NO_TOKEN;
-    float best_scaled = -bits_float(0x7f800000);
-    const float2* pairs = (const float2*)(weighed) + load_constant_u32(sequences + (((ColumnState*)(arena + COLUMNS))[column].sequence * 24 + 11)) * VOCAB;
+  __device__ __forceinline__ void list_rows() {
+    Nearest nearest;
+    clear(nearest);
+    const float2* pairs = (const float2*)(weighed) + load_constant_u32(&sequence_records[column_states[0].sequence].slot) * VOCAB;
     uint32_t position = (block + 4) % BLOCKS;
     uint32_t own = warp * 32 + lane;
     #pragma unroll 1
-    for (uint32_t first_2 = own; first_2 < 976; first_2 += 1024) {
+    for (uint32_t first = own; first < 976; first += 1024) {
       float scaled[4];
       float noisy[4];
       uint32_t tokens[4];
       #pragma unroll
       for (uint32_t index = 0; index < 4; ++index) {
-        uint32_t row = first_2 + index * 256;
+        uint32_t row = first + index * 256;
         uint32_t token = (row / 16 * BLOCKS + position) * 16 + row % 16;
         tokens[index] = token;
         scaled[index] = -bits_float(0x7f800000);
@@ -2582,133 +2678,72 @@ struct DecodeStep {
       }
       #pragma unroll
       for (uint32_t index = 0; index < 4; ++index) {
-        if (scaled[index] > -bits_float(0x7f800000)) {
-          float highest = first < scaled[index] ? scaled[index] : first;
-          weight = weight * exp_f32(first - highest) + exp_f32(scaled[index] - highest);
-          if (noisy[index] > best) {
-            best = noisy[index];
-            best_token = tokens[index];
-            best_scaled = scaled[index];
-          }
-        }
-        bool is_first = scaled[index] > first;
-        bool is_second = scaled[index] > second;
-        bool above_first = is_first;
-        bool above_second = is_second;
-        float dropped = above_second ? second : scaled[index];
-        left_out = left_out < dropped ? dropped : left_out;
-        second = above_first ? first : (above_second ? scaled[index] : second);
-        first = above_first ? scaled[index] : first;
-        second_noisy = above_first ? first_noisy : (above_second ? noisy[index] : second_noisy);
-        first_noisy = above_first ? noisy[index] : first_noisy;
-        second_token = above_first ? first_token : (above_second ? tokens[index] : second_token);
-        first_token = above_first ? tokens[index] : first_token;
+        weigh_2(scaled[index], noisy[index], tokens[index], nearest);
+        take(scaled[index], noisy[index], tokens[index], nearest);
       }
     }
-    float highest = first;
-    lay_down_3(highest, (uint32_t*)(arena + LIST_ROWS) + warp * 36, weight, best, best_token, best_scaled, first,
-        first_noisy, first_token, second, second_noisy, second_token, left_out);
+    float highest = nearest.first;
+    lay_down_3(highest, (uint32_t*)(arena + LIST_ROWS) + warp * 36, nearest);
   }
 
   // The lists of a column's warps become one, in the place of the first.
   __device__ __forceinline__ void join_lists() {
-    float first = -bits_float(0x7f800000);
-    float first_noisy = -bits_float(0x7f800000);
-    uint32_t first_token = NO_TOKEN;
-    float second = -bits_float(0x7f800000);
-    float second_noisy = -bits_float(0x7f800000);
-    uint32_t second_token = NO_TOKEN;
-    float left_out = -bits_float(0x7f800000);
-    float weight = 0.0f;
-    float best = -bits_float(0x7f800000);
-    uint32_t best_token = NO_TOKEN;
-    float best_scaled = -bits_float(0x7f800000);
+    Nearest nearest;
+    clear(nearest);
     float highest = -bits_float(0x7f800000);
     if (lane < 8) {
       uint32_t* words = (uint32_t*)(arena + LIST_ROWS) + lane * 36;
       highest = bits_float(words[0]);
-      weight = bits_float(words[3]);
-      left_out = bits_float(words[7]);
-      best = bits_float(words[32]);
-      best_token = words[33];
-      best_scaled = bits_float(words[11]);
+      nearest.weight = bits_float(words[3]);
+      nearest.left_out = bits_float(words[7]);
+      nearest.best = bits_float(words[32]);
+      nearest.best_token = words[33];
+      nearest.best_scaled = bits_float(words[11]);
     }
     #pragma unroll 1
     for (uint32_t index = lane; index < 64; index += 32) {
       uint32_t* words = (uint32_t*)(arena + LIST_ROWS) + index / 8 * 36 + index % 8 * 4;
-      bool is_first = bits_float(words[0]) > first;
-      bool is_second = bits_float(words[0]) > second;
-      bool above_first = is_first;
-      bool above_second = is_second;
-      float dropped = above_second ? second : bits_float(words[0]);
-      left_out = left_out < dropped ? dropped : left_out;
-      second = above_first ? first : (above_second ? bits_float(words[0]) : second);
-      first = above_first ? bits_float(words[0]) : first;
-      second_noisy = above_first ? first_noisy : (above_second ? bits_float(words[1]) : second_noisy);
-      first_noisy = above_first ? bits_float(words[1]) : first_noisy;
-      second_token = above_first ? first_token : (above_second ? words[2] : second_token);
-      first_token = above_first ? words[2] : first_token;
+      take(bits_float(words[0]), bits_float(words[1]), words[2], nearest);
     }
     warp_barrier();
-    lay_down_3(highest, (uint32_t*)(arena + LIST_ROWS), weight, best, best_token, best_scaled, first, first_noisy,
-        first_token, second, second_noisy, second_token, left_out);
+    lay_down_3(highest, (uint32_t*)(arena + LIST_ROWS), nearest);
   }
 
   // The block's list, a word a lane.
-  __device__ __forceinline__ void publish_list(uint32_t column, uint32_t epoch, uint32_t step) {
+  __device__ __forceinline__ void publish_list(uint32_t epoch, uint32_t step) {
     warp_barrier();
     if (lane < 32) {
-      uint32_t index = ((step % 2 + column) * (BLOCKS * 8) + block * 8) * 4 + lane;
+      uint32_t index = (step % 2 * (BLOCKS * 8) + block * 8) * 4 + lane;
       publish_flagged(exchange_words + (index + EXCHANGE_SHORT_LISTS), ((uint32_t*)(arena + LIST_ROWS))[lane], epoch);
     }
     warp_barrier();
   }
 
   __device__ __forceinline__ void publish_lists(uint32_t step_epoch, uint32_t step) {
-    #pragma unroll 1
-    for (uint32_t column = 0; column < 1; ++column) {
-      if (begin(column) != 0) list_rows(column);
-    }
+    if (begin() != 0) list_rows();
     named_barrier(1, CONSUMERS);
     if (warp < 1) {
-      #pragma unroll 1
-      for (uint32_t column = 0; column < 1; ++column) {
-        if (((uint32_t*)(arena + FILTERS) + column * 16)[0] != 0) {
-          join_lists();
-          publish_list(column, step_epoch + 17, step);
-        }
+      if (filter_states[0].filtered != 0) {
+        join_lists();
+        publish_list(step_epoch + 17, step);
       }
     }
   }
 
-  // The best candidate of so many neighbouring lanes, on all of them; the lowest id on ties.
-  __device__ __forceinline__ void best_of_lanes_2(float& best, uint32_t& best_token) {
-    #pragma unroll 1
-    for (uint32_t level = 0; level < 5; ++level) {
-      uint32_t mask = 16u >> level;
-      float other = shuffle_xor_f32(best, mask);
-      uint32_t other_token = shuffle_xor_u32(best_token, mask);
-      if (other > best || (other == best && other_token < best_token)) {
-        best = other;
-        best_token = other_token;
-      }
-    }
-  }
-
-  // The best of a column's `count` candidates in a region, on every lane of the warp.
-  __device__ __forceinline__ void best_of(uint32_t column, float& best_out, uint32_t& best_token_out) {
-    uint2* candidates = (uint2*)(arena + WARP_CANDIDATES);
+  // The best of `count` candidates that lie `stride` apart, on every lane of the warp.
+  __device__ __forceinline__ void best_candidate(uint2* candidates, uint32_t stride, uint32_t count, float& best_out,
+      uint32_t& best_token_out) {
     float best = -bits_float(0x7f800000);
     uint32_t best_token = NO_TOKEN;
     #pragma unroll 1
-    for (uint32_t other = lane; other < 3; other += 32) {
-      uint2 candidate = candidates[other + column];
+    for (uint32_t other = lane; other < count; other += 32) {
+      uint2 candidate = candidates[other * stride];
       if (bits_float(candidate.x) > best || (bits_float(candidate.x) == best && candidate.y < best_token)) {
         best = bits_float(candidate.x);
         best_token = candidate.y;
       }
     }
-    best_of_lanes_2(best, best_token);
+    best_of_levels(best, best_token, 5);
     best_out = best;
     best_token_out = best_token;
   }
@@ -2722,32 +2757,14 @@ struct DecodeStep {
     }
   }
 
-  // The best of a column's `count` candidates in a region, on every lane of the warp.
-  __device__ __forceinline__ void best_of_2(uint32_t column, float& best_out, uint32_t& best_token_out) {
-    uint2* candidates = (uint2*)(arena + CANDIDATES);
-    float best = -bits_float(0x7f800000);
-    uint32_t best_token = NO_TOKEN;
-    #pragma unroll 1
-    for (uint32_t other = lane; other < BLOCKS; other += 32) {
-      uint2 candidate = candidates[other * 2 + column];
-      if (bits_float(candidate.x) > best || (bits_float(candidate.x) == best && candidate.y < best_token)) {
-        best = bits_float(candidate.x);
-        best_token = candidate.y;
-      }
-    }
-    best_of_lanes_2(best, best_token);
-    best_out = best;
-    best_token_out = best_token;
-  }
-
   // This warp's share of all blocks' lists of a column, into the region `listed`, and what they say besides.
-  __device__ __forceinline__ void read(uint32_t column, uint32_t epoch, uint32_t step) {
+  __device__ __forceinline__ void read(uint32_t epoch, uint32_t step) {
     float* listed = (float*)((float2*)(arena + LISTED));
     float highest = -bits_float(0x7f800000);
     float weight = 0.0f;
     uint32_t role = lane % 8;
-    uint32_t m_tile = ((uint32_t*)(arena + CHOSEN))[column] / 16;
-    uint32_t first_unit = (step % 2 + column) * (BLOCKS * 8);
+    uint32_t m_tile = chosen_tokens[0] / 16;
+    uint32_t first_unit = step % 2 * (BLOCKS * 8);
     uint4 data[8];
     uint32_t places[8];
     uint32_t own = warp * 32 + lane;
@@ -2793,8 +2810,8 @@ struct DecodeStep {
     }
   }
 
-  // What a column's warps have read: the highest number that blocks say of `what`, and the weight beside it.
-  __device__ __forceinline__ void said(float& above_out, float& weight_out) {
+  // What a column's warps have read: the highest number that blocks say, and what all their tokens weigh.
+  __device__ __forceinline__ void weight_said(float& above_out, float& value_out) {
     float highest = -bits_float(0x7f800000);
     float part = 0.0f;
     if (lane < 8) {
@@ -2803,37 +2820,16 @@ struct DecodeStep {
     }
     float above = highest_of_warp(highest);
     if (highest > -bits_float(0x7f800000)) part *= exp_f32(highest - above);
-    float weight = warp_sum_f32(part);
+    float value = warp_sum_f32(part);
     above_out = above;
-    weight_out = weight;
+    value_out = value;
   }
 
-  // What a column's warps have read: the highest number that blocks say of `what`, and the weight beside it.
-  __device__ __forceinline__ void said_2(float& above_out, float& weight_out) {
+  // The highest number that blocks say of `what`, of those that a column's warps have read.
+  __device__ __forceinline__ float highest_said(uint32_t what) {
     float highest = -bits_float(0x7f800000);
-    float part = 0.0f;
-    if (lane < 8) {
-      highest = bits_float(((uint32_t*)(arena + LIST_ROWS) + lane * 36)[2]);
-      part = bits_float(((uint32_t*)(arena + LIST_ROWS) + lane * 36)[3]);
-    }
-    float above = highest_of_warp(highest);
-    float weight = part;
-    above_out = above;
-    weight_out = weight;
-  }
-
-  // What a column's warps have read: the highest number that blocks say of `what`, and the weight beside it.
-  __device__ __forceinline__ void said_3(float& above_out, float& weight_out) {
-    float highest = -bits_float(0x7f800000);
-    float part = 0.0f;
-    if (lane < 8) {
-      highest = bits_float(((uint32_t*)(arena + LIST_ROWS) + lane * 36)[4]);
-      part = bits_float(((uint32_t*)(arena + LIST_ROWS) + lane * 36)[5]);
-    }
-    float above = highest_of_warp(highest);
-    float weight = part;
-    above_out = above;
-    weight_out = weight;
+    if (lane < 8) highest = bits_float(((uint32_t*)(arena + LIST_ROWS) + lane * 36)[what * 2]);
+    return highest_of_warp(highest);
   }
 
   // Of the listed tokens whose distance is below the limit: how many, what they weigh, the index of the most
@@ -2861,7 +2857,7 @@ struct DecodeStep {
         }
       }
     }
-    uint32_t own_key = (float_bits(best) & SIGN) != 0 ? float_bits(best) ^ ALL_BITS : float_bits(best) | SIGN;
+    uint32_t own_key = ordered(best);
     bool is_best = own_key == warp_maximum_u32(own_key);
     uint32_t total_count = warp_sum_u32(count);
     float total_weight = warp_sum_f32(weight);
@@ -2965,63 +2961,56 @@ struct DecodeStep {
   }
 
   // A candidate, if it lies below the limit: else there is none, and the next round looks for one below it.
-  __device__ __forceinline__ void propose(uint32_t column, uint32_t token, float distance, float limit) {
-    uint32_t* state = (uint32_t*)(arena + FILTERS) + column * 16;
+  __device__ __forceinline__ void propose(uint32_t token, float distance, float limit) {
     bool is_near = token != NO_TOKEN && distance < limit;
     if (lane == 0) {
-      state[3] = is_near ? 1u : 0u;
-      state[2] = token;
-      state[10] = float_bits(is_near ? distance : limit);
+      filter_states[0].has_candidate = is_near ? 1u : 0u;
+      filter_states[0].chosen = token;
+      filter_states[0].tested[0] = is_near ? distance : limit;
     }
   }
 
   // One warp: a column is left open. The first candidate is the token in the region `chosen`, so far from the
   // highest number of all. Where no token is found it stays without one.
-  __device__ __forceinline__ void begin_2(uint32_t column, float highest, float distance) {
-    uint32_t* state = (uint32_t*)(arena + FILTERS) + column * 16;
-    uint32_t* chosen = (uint32_t*)(arena + CHOSEN);
-    uint32_t token = chosen[column];
-    float limit = bits_float(load_constant_u32(sequences + (((ColumnState*)(arena + COLUMNS))[column].sequence * 24 + 14)));
+  __device__ __forceinline__ void begin_2(float highest, float distance) {
+    uint32_t token = chosen_tokens[0];
+    float limit = bits_float(load_constant_u32(&sequence_records[column_states[0].sequence].reach));
     warp_barrier();
-    propose(column, token, distance, limit);
+    propose(token, distance, limit);
     if (lane == 0) {
-      state[4] = float_bits(highest);
-      state[5] = float_bits(limit);
-      state[6] = float_bits(0.0f);
-      state[7] = float_bits(bits_float(0x7f800000));
-      state[8] = float_bits(1.0f);
-      state[9] = float_bits(bits_float(0x7f800000));
-      state[15] = float_bits(bits_float(0x7f800000));
-      state[11] = float_bits(2.0f);
-      state[12] = float_bits(4.0f);
-      state[13] = float_bits(8.0f);
-      state[14] = float_bits(16.0f);
-      state[1] = 1;
-      chosen[column] = NO_TOKEN;
+      filter_states[0].limit = limit;
+      filter_states[0].below = 0.0f;
+      filter_states[0].above = bits_float(0x7f800000);
+      filter_states[0].least = 1.0f;
+      filter_states[0].most = bits_float(0x7f800000);
+      filter_states[0].highest = highest;
+      filter_states[0].tested[1] = 2.0f;
+      filter_states[0].tested[2] = 4.0f;
+      filter_states[0].tested[3] = 8.0f;
+      filter_states[0].tested[4] = 16.0f;
+      filter_states[0].tested[5] = bits_float(0x7f800000);
+      filter_states[0].open = 1;
+      chosen_tokens[0] = NO_TOKEN;
     }
   }
 
   // One warp: judge candidates, from the most noisy one on.
-  __device__ __forceinline__ void decide(uint32_t column, uint32_t epoch, uint32_t step) {
-    float reach = bits_float(load_constant_u32(sequences + (((ColumnState*)(arena + COLUMNS))[column].sequence * 24 + 14)));
-    float top_p = bits_float(load_constant_u32(sequences + (((ColumnState*)(arena + COLUMNS))[column].sequence * 24 + 13)));
-    uint32_t top_k = load_constant_u32(sequences + (((ColumnState*)(arena + COLUMNS))[column].sequence * 24 + 12));
+  __device__ __forceinline__ void decide(uint32_t epoch, uint32_t step) {
+    float reach = bits_float(load_constant_u32(&sequence_records[column_states[0].sequence].reach));
+    float top_p = bits_float(load_constant_u32(&sequence_records[column_states[0].sequence].top_p));
+    uint32_t top_k = load_constant_u32(&sequence_records[column_states[0].sequence].top_k);
     float highest;
     float whole;
-    said(highest, whole);
-    float left_out;
-    float _;
-    said_2(left_out, _);
-    float best_scaled;
-    float __2;
-    said_3(best_scaled, __2);
+    weight_said(highest, whole);
+    float left_out = highest_said(1);
+    float best_scaled = highest_said(2);
     float known = left_out > -bits_float(0x7f800000) ? highest - left_out : bits_float(0x7f800000);
     uint32_t judged = judge(highest, whole, highest - best_scaled, known, top_k, reach, top_p);
-    if (judged == LEFT_OPEN) begin_2(column, highest, highest - best_scaled);
+    if (judged == LEFT_OPEN) begin_2(highest, highest - best_scaled);
     if (judged < BLOCKS * 8) {
-      uint4 unit = wait_flagged4(exchange_words + (((step % 2 + column) * (BLOCKS * 8) + judged) * 4 + EXCHANGE_SHORT_LISTS), epoch);
+      uint4 unit = wait_flagged4(exchange_words + ((step % 2 * (BLOCKS * 8) + judged) * 4 + EXCHANGE_SHORT_LISTS), epoch);
       warp_barrier();
-      if (lane == 0) ((uint32_t*)(arena + CHOSEN))[column] = unit.z;
+      if (lane == 0) chosen_tokens[0] = unit.z;
     }
   }
 
@@ -3029,86 +3018,38 @@ struct DecodeStep {
   __device__ __forceinline__ bool is_done() {
     uint32_t pending = 0;
     #pragma unroll 1
-    for (uint32_t column = lane; column < 1; column += 32) pending |= ((uint32_t*)(arena + FILTERS) + column * 16)[1];
+    for (uint32_t column = lane; column < 1; column += 32) pending |= filter_states[column].open;
     #pragma unroll 1
     for (uint32_t level = 0; level < 5; ++level) pending |= shuffle_xor_u32(pending, 16u >> level);
     return pending == 0;
   }
 
-  // Number l // 2 of the sums over all lanes, on lane l: lanes that meet share out what they add.
-  __device__ __forceinline__ float sum_of_lanes(float (&sums)[12]) {
-    float first = sums[0];
-    float second = sums[8];
-    bool is_upper = (lane & 16) != 0;
+  // One of two numbers, this lane's and that of the lane that it meets, which has the sum of the other: the
+  // second where the lane has this bit.
+  __device__ __forceinline__ float shared_out(float first, float second, uint32_t mask) {
+    bool is_upper = (lane & mask) != 0;
     float given = is_upper ? first : second;
     float own = is_upper ? second : first;
-    float both = own + shuffle_xor_f32(given, 16);
-    float first_2 = sums[1];
-    float second_2 = sums[9];
-    bool is_upper_2 = (lane & 16) != 0;
-    float given_2 = is_upper_2 ? first_2 : second_2;
-    float own_2 = is_upper_2 ? second_2 : first_2;
-    float both_2 = own_2 + shuffle_xor_f32(given_2, 16);
-    float first_3 = sums[2];
-    float second_3 = sums[10];
-    bool is_upper_3 = (lane & 16) != 0;
-    float given_3 = is_upper_3 ? first_3 : second_3;
-    float own_3 = is_upper_3 ? second_3 : first_3;
-    float both_3 = own_3 + shuffle_xor_f32(given_3, 16);
-    float first_4 = sums[3];
-    float second_4 = sums[11];
-    bool is_upper_4 = (lane & 16) != 0;
-    float given_4 = is_upper_4 ? first_4 : second_4;
-    float own_4 = is_upper_4 ? second_4 : first_4;
-    float both_4 = own_4 + shuffle_xor_f32(given_4, 16);
-    float first_5 = sums[4];
-    bool is_upper_5 = (lane & 16) != 0;
-    float given_5 = is_upper_5 ? first_5 : 0.0f;
-    float own_5 = is_upper_5 ? 0.0f : first_5;
-    float both_5 = own_5 + shuffle_xor_f32(given_5, 16);
-    float first_6 = sums[5];
-    bool is_upper_6 = (lane & 16) != 0;
-    float given_6 = is_upper_6 ? first_6 : 0.0f;
-    float own_6 = is_upper_6 ? 0.0f : first_6;
-    float both_6 = own_6 + shuffle_xor_f32(given_6, 16);
-    float first_7 = sums[6];
-    bool is_upper_7 = (lane & 16) != 0;
-    float given_7 = is_upper_7 ? first_7 : 0.0f;
-    float own_7 = is_upper_7 ? 0.0f : first_7;
-    float both_7 = own_7 + shuffle_xor_f32(given_7, 16);
-    float first_8 = sums[7];
-    bool is_upper_8 = (lane & 16) != 0;
-    float given_8 = is_upper_8 ? first_8 : 0.0f;
-    float own_8 = is_upper_8 ? 0.0f : first_8;
-    float both_8 = own_8 + shuffle_xor_f32(given_8, 16);
-    bool is_upper_9 = (lane & 8) != 0;
-    float given_9 = is_upper_9 ? both : both_5;
-    float own_9 = is_upper_9 ? both_5 : both;
-    float both_9 = own_9 + shuffle_xor_f32(given_9, 8);
-    bool is_upper_10 = (lane & 8) != 0;
-    float given_10 = is_upper_10 ? both_2 : both_6;
-    float own_10 = is_upper_10 ? both_6 : both_2;
-    float both_10 = own_10 + shuffle_xor_f32(given_10, 8);
-    bool is_upper_11 = (lane & 8) != 0;
-    float given_11 = is_upper_11 ? both_3 : both_7;
-    float own_11 = is_upper_11 ? both_7 : both_3;
-    float both_11 = own_11 + shuffle_xor_f32(given_11, 8);
-    bool is_upper_12 = (lane & 8) != 0;
-    float given_12 = is_upper_12 ? both_4 : both_8;
-    float own_12 = is_upper_12 ? both_8 : both_4;
-    float both_12 = own_12 + shuffle_xor_f32(given_12, 8);
-    bool is_upper_13 = (lane & 4) != 0;
-    float given_13 = is_upper_13 ? both_9 : both_11;
-    float own_13 = is_upper_13 ? both_11 : both_9;
-    float both_13 = own_13 + shuffle_xor_f32(given_13, 4);
-    bool is_upper_14 = (lane & 4) != 0;
-    float given_14 = is_upper_14 ? both_10 : both_12;
-    float own_14 = is_upper_14 ? both_12 : both_10;
-    float both_14 = own_14 + shuffle_xor_f32(given_14, 4);
-    bool is_upper_15 = (lane & 2) != 0;
-    float given_15 = is_upper_15 ? both_13 : both_14;
-    float own_15 = is_upper_15 ? both_14 : both_13;
-    float both_15 = own_15 + shuffle_xor_f32(given_15, 2);
+    return own + shuffle_xor_f32(given, mask);
+  }
+
+  // Number l // 2 of the sums over all lanes, on lane l: lanes that meet share out what they add.
+  __device__ __forceinline__ float sum_of_lanes(float (&sums)[12]) {
+    float both = shared_out(sums[0], sums[8], 16);
+    float both_2 = shared_out(sums[1], sums[9], 16);
+    float both_3 = shared_out(sums[2], sums[10], 16);
+    float both_4 = shared_out(sums[3], sums[11], 16);
+    float both_5 = shared_out(sums[4], 0.0f, 16);
+    float both_6 = shared_out(sums[5], 0.0f, 16);
+    float both_7 = shared_out(sums[6], 0.0f, 16);
+    float both_8 = shared_out(sums[7], 0.0f, 16);
+    float both_9 = shared_out(both, both_5, 8);
+    float both_10 = shared_out(both_2, both_6, 8);
+    float both_11 = shared_out(both_3, both_7, 8);
+    float both_12 = shared_out(both_4, both_8, 8);
+    float both_13 = shared_out(both_9, both_11, 4);
+    float both_14 = shared_out(both_10, both_12, 4);
+    float both_15 = shared_out(both_13, both_14, 2);
     float total = both_15 + shuffle_xor_f32(both_15, 1);
     return total;
   }
@@ -3122,28 +3063,27 @@ struct DecodeStep {
   }
 
   // The warp's sums and its best, a word each, in shared memory: [column, group, word].
-  __device__ __forceinline__ void lay_down_4(uint32_t column, float (&sums)[12], float& best, uint32_t& best_token,
+  __device__ __forceinline__ void lay_down_4(float (&sums)[12], float& best, uint32_t& best_token,
       float& best_distance) {
     best_of_warp(lane, best, best_token, best_distance);
-    uint32_t* words = (uint32_t*)(arena + FILTER_SUMS) + (column * 8 + warp) * 32;
+    uint32_t* words = (uint32_t*)(arena + FILTER_SUMS) + warp * 32;
     float total = sum_of_lanes(sums);
     if (lane % 2 == 0 && lane < 24) words[4 + lane / 2] = float_bits(total);
     lay_down_best(words, best, best_token, best_distance);
   }
 
   // This warp's rows of a column: what is nearer than each tested distance, into the region `filter_sums`.
-  __device__ __forceinline__ void weigh_2(uint32_t column) {
+  __device__ __forceinline__ void weigh_3() {
     float sums[12] = {};
     float best = -bits_float(0x7f800000);
     uint32_t best_token = NO_TOKEN;
     float best_distance = bits_float(0x7f800000);
-    float highest = bits_float(((uint32_t*)(arena + FILTERS) + column * 16)[4]);
-    float tested = bits_float(((uint32_t*)(arena + FILTERS) + column * 16)[10]);
-    float tested_2 = bits_float(((uint32_t*)(arena + FILTERS) + column * 16)[11]);
-    float tested_3 = bits_float(((uint32_t*)(arena + FILTERS) + column * 16)[12]);
-    float tested_4 = bits_float(((uint32_t*)(arena + FILTERS) + column * 16)[13]);
-    float tested_5 = bits_float(((uint32_t*)(arena + FILTERS) + column * 16)[14]);
-    const float2* pairs = (const float2*)(weighed) + load_constant_u32(sequences + (((ColumnState*)(arena + COLUMNS))[column].sequence * 24 + 11)) * VOCAB;
+    float highest = filter_states[0].highest;
+    float tested[6];
+    #pragma unroll
+    for (uint32_t index = 0; index < 5; ++index) tested[index] = filter_states[0].tested[index];
+    tested[5] = bits_float(0x7f800000);
+    const float2* pairs = (const float2*)(weighed) + load_constant_u32(&sequence_records[column_states[0].sequence].slot) * VOCAB;
     uint32_t first = warp * 32 + lane;
     uint32_t position = (block + 4) % BLOCKS;
     #pragma unroll 2
@@ -3153,74 +3093,51 @@ struct DecodeStep {
         float2 pair = pairs[token];
         float distance = highest - pair.x;
         float weight = exp_f32(-distance);
-        if (distance < tested) {
-          sums[0] = sums[0] + 1.0f;
-          sums[1] = sums[1] + weight;
+        #pragma unroll
+        for (uint32_t index = 0; index < 6; ++index) {
+          if (distance < tested[index]) {
+            sums[2 * index] = sums[2 * index] + 1.0f;
+            sums[2 * index + 1] = sums[2 * index + 1] + weight;
+          }
         }
-        if (distance < tested_2) {
-          sums[2] = sums[2] + 1.0f;
-          sums[3] = sums[3] + weight;
-        }
-        if (distance < tested_3) {
-          sums[4] = sums[4] + 1.0f;
-          sums[5] = sums[5] + weight;
-        }
-        if (distance < tested_4) {
-          sums[6] = sums[6] + 1.0f;
-          sums[7] = sums[7] + weight;
-        }
-        if (distance < tested_5) {
-          sums[8] = sums[8] + 1.0f;
-          sums[9] = sums[9] + weight;
-        }
-        if (distance < bits_float(0x7f800000)) {
-          sums[10] = sums[10] + 1.0f;
-          sums[11] = sums[11] + weight;
-        }
-        if (distance < tested && pair.y > best) {
+        if (distance < tested[0] && pair.y > best) {
           best = pair.y;
           best_token = token;
           best_distance = distance;
         }
       }
     }
-    lay_down_4(column, sums, best, best_token, best_distance);
+    lay_down_4(sums, best, best_token, best_distance);
   }
 
   // Word number `lane` of what a column's groups have laid down, together, in order.
-  __device__ __forceinline__ uint32_t add_groups(uint32_t column) {
+  __device__ __forceinline__ uint32_t add_groups(uint32_t whose) {
     uint32_t lane_2 = lane % 16;
     uint32_t chosen = 0;
     float total = 0.0f;
     #pragma unroll 1
     for (uint32_t group = 0; group < 8; ++group) {
-      uint32_t* words = (uint32_t*)(arena + FILTER_SUMS) + (column * 8 + group) * 32;
-      uint32_t* so_far = (uint32_t*)(arena + FILTER_SUMS) + (column * 8 + chosen) * 32;
+      uint32_t* words = (uint32_t*)(arena + FILTER_SUMS) + (group * 2 + whose) * 16;
+      uint32_t* so_far = (uint32_t*)(arena + FILTER_SUMS) + (chosen * 2 + whose) * 16;
       float other = bits_float(words[0]);
       float best = bits_float(so_far[0]);
       if (other > best || (other == best && words[1] < so_far[1])) chosen = group;
       if (lane_2 >= 4) total += bits_float(words[lane_2]);
     }
-    uint32_t word = lane_2 >= 4 ? float_bits(total) : ((uint32_t*)(arena + FILTER_SUMS) + (column * 8 + chosen) * 32)[lane_2];
+    uint32_t word = lane_2 >= 4 ? float_bits(total) : ((uint32_t*)(arena + FILTER_SUMS) + (chosen * 2 + whose) * 16)[lane_2];
     return word;
   }
 
   // A round up to the exchange: every warp weighs its rows, the first of a column's warps publishes.
   __device__ __forceinline__ void weigh_all(uint32_t epoch, uint32_t index) {
-    #pragma unroll 1
-    for (uint32_t column = 0; column < 1; ++column) {
-      if (((uint32_t*)(arena + FILTERS) + column * 16)[1] != 0) weigh_2(column);
-    }
+    if (filter_states[0].open != 0) weigh_3();
     named_barrier(1, CONSUMERS);
     if (warp < 1) {
-      #pragma unroll 1
-      for (uint32_t column = 0; column < 1; ++column) {
-        if (((uint32_t*)(arena + FILTERS) + column * 16)[1] != 0) {
-          uint32_t word = add_groups(column);
-          if (lane < 16) {
-            uint32_t word_index = ((index % 2 + column) * BLOCKS + block) * 16 + lane;
-            publish_flagged(exchange_words + (word_index + EXCHANGE_FILTERS), word, epoch);
-          }
+      if (filter_states[0].open != 0) {
+        uint32_t word = add_groups(0);
+        if (lane < 16) {
+          uint32_t word_index = (index % 2 * BLOCKS + block) * 16 + lane;
+          publish_flagged(exchange_words + (word_index + EXCHANGE_FILTERS), word, epoch);
         }
       }
     }
@@ -3242,12 +3159,12 @@ struct DecodeStep {
   }
 
   // This warp's share of all blocks' words of a column, together, into the region `filter_sums`.
-  __device__ __forceinline__ void read_2(uint32_t column, uint32_t epoch, uint32_t index) {
+  __device__ __forceinline__ void read_2(uint32_t epoch, uint32_t index) {
     float sums[4] = {};
     float best = -bits_float(0x7f800000);
     uint32_t token = NO_TOKEN;
     float distance = bits_float(0x7f800000);
-    uint32_t first_unit = (index % 2 + column) * BLOCKS * 4;
+    uint32_t first_unit = index % 2 * BLOCKS * 4;
     uint4 data[8];
     uint32_t places[8];
     uint32_t own = warp * 32 + lane;
@@ -3270,37 +3187,15 @@ struct DecodeStep {
     best_of_warp(lane, best, token, distance);
     #pragma unroll 1
     for (uint32_t level = 0; level < 3; ++level) {
-      sums[0] = sums[0] + shuffle_xor_f32(sums[0], 16u >> level);
-      sums[1] = sums[1] + shuffle_xor_f32(sums[1], 16u >> level);
-      sums[2] = sums[2] + shuffle_xor_f32(sums[2], 16u >> level);
-      sums[3] = sums[3] + shuffle_xor_f32(sums[3], 16u >> level);
+      #pragma unroll
+      for (uint32_t word = 0; word < 4; ++word) sums[word] = sums[word] + shuffle_xor_f32(sums[word], 16u >> level);
     }
-    uint32_t* words = (uint32_t*)(arena + FILTER_SUMS) + ((column * 8 + warp) * 2 + 1) * 16;
+    uint32_t* words = (uint32_t*)(arena + FILTER_SUMS) + (warp * 2 + 1) * 16;
     if (lane > 0 && lane < 4) {
-      words[lane * 4] = float_bits(sums[0]);
-      words[lane * 4 + 1] = float_bits(sums[1]);
-      words[lane * 4 + 2] = float_bits(sums[2]);
-      words[lane * 4 + 3] = float_bits(sums[3]);
+      #pragma unroll
+      for (uint32_t word = 0; word < 4; ++word) words[lane * 4 + word] = float_bits(sums[word]);
     }
     lay_down_best(words, best, token, distance);
-  }
-
-  // Word number `lane` of what a column's groups have laid down, together, in order.
-  __device__ __forceinline__ uint32_t add_groups_2(uint32_t column) {
-    uint32_t lane_2 = lane % 16;
-    uint32_t chosen = 0;
-    float total = 0.0f;
-    #pragma unroll 1
-    for (uint32_t group = 0; group < 8; ++group) {
-      uint32_t* words = (uint32_t*)(arena + FILTER_SUMS) + ((column * 8 + group) * 2 + 1) * 16;
-      uint32_t* so_far = (uint32_t*)(arena + FILTER_SUMS) + ((column * 8 + chosen) * 2 + 1) * 16;
-      float other = bits_float(words[0]);
-      float best = bits_float(so_far[0]);
-      if (other > best || (other == best && words[1] < so_far[1])) chosen = group;
-      if (lane_2 >= 4) total += bits_float(words[lane_2]);
-    }
-    uint32_t word = lane_2 >= 4 ? float_bits(total) : ((uint32_t*)(arena + FILTER_SUMS) + ((column * 8 + chosen) * 2 + 1) * 16)[lane_2];
-    return word;
   }
 
   // Narrow down where the top-k end, and what they weigh; then from where on nothing is kept, because too many
@@ -3321,30 +3216,27 @@ struct DecodeStep {
 
   // Write down what is known, and the next pivots: evenly where the answer lies, in the bracket while it is open,
   // then below the limit. Without an upper end, each twice as far as the one before.
-  __device__ __forceinline__ void keep_3(uint32_t column, float least, float most, float below, float above,
-      float limit) {
-    uint32_t* state = (uint32_t*)(arena + FILTERS) + column * 16;
+  __device__ __forceinline__ void keep_3(float least, float most, float below, float above, float limit) {
     bool is_open = least < most;
     float low = is_open ? below : 0.0f;
     float high = is_open ? above : limit;
     float evenly = low + (high - low) * ((float)(lane) * 0.2f);
     float doubling = (low + 1.0f) * (float)(1u << lane);
-    if (lane > 0 && lane <= 4) state[10 + lane] = float_bits(high < bits_float(0x7f800000) ? evenly : doubling);
+    if (lane > 0 && lane <= 4) filter_states[0].tested[lane] = high < bits_float(0x7f800000) ? evenly : doubling;
     if (lane == 0) {
-      state[5] = float_bits(limit);
-      state[6] = float_bits(below);
-      state[7] = float_bits(above);
-      state[8] = float_bits(least);
-      state[9] = float_bits(most);
+      filter_states[0].limit = limit;
+      filter_states[0].below = below;
+      filter_states[0].above = above;
+      filter_states[0].least = least;
+      filter_states[0].most = most;
     }
   }
 
   // One warp: what a round's sums say of the bracket, the limit, the candidate; then what the next round weighs.
   // Lane i < 6 has tested distance i. word: number `lane` of the sums.
-  __device__ __forceinline__ void judge_2(uint32_t column, uint32_t word) {
-    uint32_t* state = (uint32_t*)(arena + FILTERS) + column * 16;
-    float top_k = (float)(load_constant_u32(sequences + (((ColumnState*)(arena + COLUMNS))[column].sequence * 24 + 12)));
-    float top_p = bits_float(load_constant_u32(sequences + (((ColumnState*)(arena + COLUMNS))[column].sequence * 24 + 13)));
+  __device__ __forceinline__ void judge_2(uint32_t word) {
+    float top_k = (float)(load_constant_u32(&sequence_records[column_states[0].sequence].top_k));
+    float top_p = bits_float(load_constant_u32(&sequence_records[column_states[0].sequence].top_p));
     uint32_t value = shuffle_u32(word, 1);
     float distance = bits_float(shuffle_u32(word, 2));
     uint32_t index = min(lane, 5u);
@@ -3352,59 +3244,43 @@ struct DecodeStep {
     float weight = bits_float(shuffle_u32(word, index * 2 + 5));
     float of_candidate = bits_float(shuffle_u32(word, 5));
     float of_all = bits_float(shuffle_u32(word, 14));
-    float at = bits_float(((uint32_t*)(arena + FILTERS) + column * 16)[10 + index]);
+    float at = filter_states[0].tested[index];
     if (top_k == 0.0f || top_k > of_all) top_k = of_all;
-    float limit = bits_float(((uint32_t*)(arena + FILTERS) + column * 16)[5]);
-    float below = bits_float(((uint32_t*)(arena + FILTERS) + column * 16)[6]);
-    float above = bits_float(((uint32_t*)(arena + FILTERS) + column * 16)[7]);
-    float least = bits_float(((uint32_t*)(arena + FILTERS) + column * 16)[8]);
-    float most = bits_float(((uint32_t*)(arena + FILTERS) + column * 16)[9]);
-    float candidate = bits_float(((uint32_t*)(arena + FILTERS) + column * 16)[10]);
-    bool has_candidate = state[3] != 0;
+    float limit = filter_states[0].limit;
+    float below = filter_states[0].below;
+    float above = filter_states[0].above;
+    float least = filter_states[0].least;
+    float most = filter_states[0].most;
+    float candidate = filter_states[0].tested[0];
+    bool has_candidate = filter_states[0].has_candidate != 0;
     warp_barrier();
     narrow(top_k, top_p, count, above, at, most, weight, below, least, limit);
     if (!has_candidate || candidate >= limit) {
-      propose(column, value, distance, limit);
+      propose(value, distance, limit);
     } else if (lane == 0 && (top_p >= 1.0f || of_candidate < top_p * least)) {
-      state[1] = 0;
-      ((uint32_t*)(arena + CHOSEN))[column] = state[2];
+      filter_states[0].open = 0;
+      chosen_tokens[0] = filter_states[0].chosen;
     }
-    keep_3(column, least, most, below, above, limit);
+    keep_3(least, most, below, above, limit);
   }
 
   // The end of a round: a column's warps read what all blocks published, and the first of them decides.
   __device__ __forceinline__ void judge_all(uint32_t epoch, uint32_t index) {
-    #pragma unroll 1
-    for (uint32_t column = 0; column < 1; ++column) {
-      if (((uint32_t*)(arena + FILTERS) + column * 16)[1] != 0) read_2(column, epoch, index);
-    }
+    if (filter_states[0].open != 0) read_2(epoch, index);
     named_barrier(1, CONSUMERS);
     if (warp < 1) {
-      #pragma unroll 1
-      for (uint32_t column = 0; column < 1; ++column) {
-        if (((uint32_t*)(arena + FILTERS) + column * 16)[1] != 0) {
-          uint32_t word = add_groups_2(column);
-          judge_2(column, word);
-        }
+      if (filter_states[0].open != 0) {
+        uint32_t word = add_groups(1);
+        judge_2(word);
       }
     }
   }
 
   __device__ __forceinline__ void filter(uint32_t step_epoch, uint32_t step) {
-    #pragma unroll 1
-    for (uint32_t column = 0; column < 1; ++column) {
-      if (((uint32_t*)(arena + FILTERS) + column * 16)[0] != 0 && ((uint32_t*)(arena + CHOSEN))[column] < CANCELLED_TOKEN) {
-        read(column, step_epoch + 17, step);
-      }
-    }
+    if (filter_states[0].filtered != 0 && chosen_tokens[0] < CANCELLED_TOKEN) read(step_epoch + 17, step);
     named_barrier(1, CONSUMERS);
     if (warp < 1) {
-      #pragma unroll 1
-      for (uint32_t column = 0; column < 1; ++column) {
-        if (((uint32_t*)(arena + FILTERS) + column * 16)[0] != 0 && ((uint32_t*)(arena + CHOSEN))[column] < CANCELLED_TOKEN) {
-          decide(column, step_epoch + 17, step);
-        }
-      }
+      if (filter_states[0].filtered != 0 && chosen_tokens[0] < CANCELLED_TOKEN) decide(step_epoch + 17, step);
     }
     named_barrier(1, CONSUMERS);
     #pragma unroll 1
@@ -3419,12 +3295,12 @@ struct DecodeStep {
   // One thread of each block: count a token that was chosen, in the block that makes its logit.
   __device__ __forceinline__ void count(uint32_t column, uint32_t token) {
     bool is_ours = token / 16 % BLOCKS == (block + 4) % BLOCKS;
-    if ((load_constant_u32(sequences + (((ColumnState*)(arena + COLUMNS))[column].sequence * 24 + 10)) & 4) != 0 && is_ours && token < VOCAB) {
-      uint32_t following = ((ColumnState*)(arena + COLUMNS))[column].number + 1;
-      uint32_t value = load_constant_u32(sequences + (((ColumnState*)(arena + COLUMNS))[column].sequence * 24 + 2));
-      bool wanted = following >= value && following <= ((ColumnState*)(arena + COLUMNS))[column].total;
-      if (wanted && ((ColumnState*)(arena + COLUMNS))[column].stopped == 0) {
-        uint32_t value_2 = load_constant_u32(sequences + (((ColumnState*)(arena + COLUMNS))[column].sequence * 24 + 11));
+    if ((load_constant_u32(&sequence_records[column_states[column].sequence].options) & 4) != 0 && is_ours && token < VOCAB) {
+      uint32_t following = column_states[column].number + 1;
+      uint32_t value = load_constant_u32(&sequence_records[column_states[column].sequence].given);
+      bool wanted = following >= value && following <= column_states[column].total;
+      if (wanted && column_states[column].stopped == 0) {
+        uint32_t value_2 = load_constant_u32(&sequence_records[column_states[column].sequence].slot);
         token_counts[value_2 * VOCAB + token] = token_counts[value_2 * VOCAB + token] + 1;
       }
     }
@@ -3433,7 +3309,7 @@ struct DecodeStep {
   __device__ __forceinline__ void count_chosen() {
     #pragma unroll 1
     for (uint32_t column = lane; column < column_count; column += 32) {
-      uint32_t token = ((uint32_t*)(arena + CHOSEN))[column];
+      uint32_t token = chosen_tokens[column];
       count(column, token);
     }
   }
@@ -3454,10 +3330,10 @@ struct DecodeStep {
     if (warp < 1) {
       float best;
       uint32_t best_token;
-      best_of(warp, best, best_token);
+      best_candidate((uint2*)(arena + WARP_CANDIDATES) + warp, 1, 3, best, best_token);
       if (lane < 4) {
         uint32_t value = float_bits(best);
-        bool is_cancelled = block == 0 && ((ColumnState*)(arena + COLUMNS))[warp].cancelled != 0;
+        bool is_cancelled = block == 0 && column_states[warp].cancelled != 0;
         uint32_t value_2 = is_cancelled ? float_bits(bits_float(0x7f800000)) : float_bits(best);
         uint32_t best_token_2 = is_cancelled ? CANCELLED_TOKEN : best_token;
         uint32_t word = lane % 2 == 0 ? value_2 : best_token_2;
@@ -3467,18 +3343,17 @@ struct DecodeStep {
     }
     uint32_t answer = 0;
     if (block == 0 && thread < column_count) {
-      uint32_t sequence = ((ColumnState*)(arena + COLUMNS))[thread].sequence;
+      uint32_t sequence = column_states[thread].sequence;
       answer = load_relaxed_u32_sys(cancelled + sequence);
     }
     gather(first_word / 4, step_epoch + 17);
     named_barrier(1, CONSUMERS);
-    if (block == 0 && thread < column_count && answer == epoch) ((ColumnState*)(arena + COLUMNS))[thread].cancelled = 1;
-    uint32_t* chosen = (uint32_t*)(arena + CHOSEN);
+    if (block == 0 && thread < column_count && answer == epoch) column_states[thread].cancelled = 1;
     if (warp < 1) {
       float _;
       uint32_t best_token;
-      best_of_2(warp, _, best_token);
-      if (lane == 0) chosen[warp] = best_token;
+      best_candidate((uint2*)(arena + CANDIDATES) + warp, 2, BLOCKS, _, best_token);
+      if (lane == 0) chosen_tokens[warp] = best_token;
     }
     named_barrier(1, CONSUMERS);
     if ((options & 8) != 0) filter(step_epoch, step);
@@ -3486,22 +3361,22 @@ struct DecodeStep {
   }
 
   // One lane, one column: note what was sampled after its token, and the token that it has in the next step.
-  __device__ __forceinline__ void take(uint32_t column, uint32_t& going_on) {
-    uint32_t sequence = ((ColumnState*)(arena + COLUMNS))[column].sequence;
-    uint32_t index = ((ColumnState*)(arena + COLUMNS))[column].number;
-    uint32_t total = ((ColumnState*)(arena + COLUMNS))[column].total;
-    uint32_t given_2 = load_constant_u32(sequences + (sequence * 24 + 2));
-    uint32_t per_step = load_constant_u32(sequences + (sequence * 24 + 1));
-    uint32_t sampled = ((uint32_t*)(arena + CHOSEN))[column];
-    uint32_t stopped = ((ColumnState*)(arena + COLUMNS))[column].stopped;
+  __device__ __forceinline__ void take_2(uint32_t column, uint32_t& going_on) {
+    uint32_t sequence = column_states[column].sequence;
+    uint32_t index = column_states[column].number;
+    uint32_t total = column_states[column].total;
+    uint32_t given_2 = load_constant_u32(&sequence_records[sequence].given);
+    uint32_t per_step = load_constant_u32(&sequence_records[sequence].per_step);
+    uint32_t sampled = chosen_tokens[column];
+    uint32_t stopped = column_states[column].stopped;
     if (index + 1 >= given_2 && index < total) {
       if (block == 0) {
         uint32_t place = sequence * 65 + index + 1;
         tokens[place] = (int32_t)(sampled);
         store_relaxed_u32_sys(emitted + place, sampled);
       }
-      uint32_t first_stop = load_constant_u32(sequences + (sequence * 24 + 8));
-      uint32_t stop_count = load_constant_u32(sequences + (sequence * 24 + 9));
+      uint32_t first_stop = load_constant_u32(&sequence_records[sequence].stop_first);
+      uint32_t stop_count = load_constant_u32(&sequence_records[sequence].stop_count);
       #pragma unroll 1
       for (uint32_t stop = 0; stop < stop_count; ++stop) {
         if ((uint32_t)(stop_ids[first_stop + stop]) == sampled) stopped = 1;
@@ -3509,7 +3384,7 @@ struct DecodeStep {
     }
     uint32_t following = index + per_step;
     if (following >= total || sampled == CANCELLED_TOKEN) stopped = 1;
-    ((ColumnState*)(arena + COLUMNS))[column].stopped = stopped;
+    column_states[column].stopped = stopped;
     if (stopped == 0) going_on = 1;
     if (following >= given_2 && per_step == 1) {
       next_token[column] = min(sampled, 128255u);
@@ -3524,7 +3399,7 @@ struct DecodeStep {
     if (warp == 0) {
       uint32_t going_on = 0;
       #pragma unroll 1
-      for (uint32_t column = lane; column < column_count; column += 32) take(column, going_on);
+      for (uint32_t column = lane; column < column_count; column += 32) take_2(column, going_on);
       #pragma unroll 1
       for (uint32_t level = 0; level < 5; ++level) going_on |= shuffle_xor_u32(going_on, 16u >> level);
       warp_barrier();
@@ -3555,7 +3430,12 @@ struct DecodeStep {
   }
 
   __device__ __forceinline__ void run() {
+    sequence_records = (const SequenceRecord*)(sequences);
+    column_records = (const ColumnRecord*)(columns);
     arena = shared_arena();
+    chosen_tokens = (uint32_t*)(arena + CHOSEN);
+    filter_states = (FilterState*)(arena + FILTERS);
+    column_states = (ColumnState*)(arena + COLUMNS);
     block = blockIdx.x;
     thread = threadIdx.x;
     warp = thread / 32;

@@ -19,7 +19,7 @@ from cheetah.blocks.machine import Machine
 from cheetah.lang import prim, ty
 from cheetah.plan import VECTOR_COLUMNS
 from cheetah.plan.kv import tables
-from cheetah.plan.kv.tables import COLUMN_WORDS, SEQUENCE_WORDS, ColumnRecord, SequenceRecord, word
+from cheetah.plan.kv.tables import ColumnRecord, SequenceRecord, names_of
 from cheetah.plan.plan import COLUMNS
 
 UNIT = 8
@@ -30,6 +30,9 @@ SEED_LOW, SEED_HIGH, SEQUENCE, STOPPED, CANCELLED = "seed_low", "seed_high", "se
 OF_A_COLUMN = (POSITION, NUMBER, TOTAL, TEMPERATURE, SEED_LOW, SEED_HIGH, SEQUENCE, STOPPED, CANCELLED)
 """What the block knows of a column in this step, in the region `columns`."""
 COLUMN_STATE = ty.struct("ColumnState", **dict.fromkeys(OF_A_COLUMN, ty.u32))
+SEQUENCE_RECORD = ty.struct("SequenceRecord", **dict.fromkeys(names_of(SequenceRecord), ty.u32))
+COLUMN_RECORD = ty.struct("ColumnRecord", **dict.fromkeys(names_of(ColumnRecord), ty.u32))
+"""The records of the launch's tables, with what fills them up: see `cheetah.plan.kv.tables`."""
 NO_TOKEN, CANCELLED_TOKEN = ch.named("NO_TOKEN", tables.NO_TOKEN), ch.named("CANCELLED_TOKEN", tables.CANCELLED_TOKEN)
 PROMPT_TOKEN = ch.named("PROMPT_TOKEN", tables.PROMPT_TOKEN)
 """What stands for no token, and the bit of a prompt's, under their names in the text."""
@@ -83,15 +86,17 @@ class Columns:
     @property
     def states(self) -> Any:
         """What the block knows of its columns."""
-        return self.machine.region("columns", COLUMN_STATE)
+        return ch.whole("column_states", self.machine.region("columns", COLUMN_STATE))
 
     def record(self, column: ch.Expr, name: str) -> Any:
         """A field of a column's record (u32)."""
-        return prim.load_constant_u32(self.columns + (column * COLUMN_WORDS + word(ColumnRecord, name)))
+        records = ch.whole("column_records", ch.reinterpret(ty.ptr(COLUMN_RECORD), self.columns))
+        return prim.load_constant_u32(ch.address_of(getattr(records[column], name)))
 
     def sequence(self, sequence: ch.Expr, name: str) -> Any:
         """A field of a sequence's record (u32)."""
-        return prim.load_constant_u32(self.sequences + (sequence * SEQUENCE_WORDS + word(SequenceRecord, name)))
+        records = ch.whole("sequence_records", ch.reinterpret(ty.ptr(SEQUENCE_RECORD), self.sequences))
+        return prim.load_constant_u32(ch.address_of(getattr(records[sequence], name)))
 
     @ch.function
     def begin_step(self, step: ch.Expr) -> None:

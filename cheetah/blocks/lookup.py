@@ -124,7 +124,7 @@ class Lookup:
         with ch.if_(position <= search.written):
             token.set(search.row[position])
         with ch.else_():
-            token.set(self.columns.machine.region("chosen", ty.u32)[search.first + (position - search.last - 1)])
+            token.set(self.columns.machine.chosen[search.first + (position - search.last - 1)])
         return token
 
     @ch.inline

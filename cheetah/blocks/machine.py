@@ -76,6 +76,11 @@ class Machine:
         """A pointer to a region of shared memory."""
         return shared_region(self.shared, self.arena, name, element)
 
+    @property
+    def chosen(self) -> Any:
+        """The token that was chosen for each column (u32)."""
+        return ch.whole("chosen_tokens", self.region("chosen", ty.u32))
+
     @contextmanager
     @ch.inline
     def placed_anew(self) -> Iterator[None]:

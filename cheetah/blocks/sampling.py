@@ -162,7 +162,7 @@ class Sampler:
         for host, answer in zip(hosts, answers, strict=True):
             host.take(answer)  # all columns' candidates are published: it counts from the next step on
         self.timeline.stamp_here("ready")
-        chosen = machine.region("chosen", ty.u32)
+        chosen = machine.chosen
         for column in self._columns_of_warp():
             _, best_token = self._best_of("candidates", column, self.places, machine.world.blocks)
             with ch.if_(machine.lane == 0):
@@ -176,7 +176,7 @@ class Sampler:
         """One warp: a column a lane. Where drafts are verified, it is not known yet which tokens are right."""
         if self.adjustments is not None and not self.machine.plan.drafts:
             with ch.if_(self.adjustments.asked(PENALISED) & (self.machine.warp == 0)), ch.outline("count_chosen"):
-                chosen = self.machine.region("chosen", ty.u32)
+                chosen = self.machine.chosen
                 with ch.for_(self.machine.lane, self.columns.count, 32, unroll=1, name="column") as column:
                     self.adjustments.count(column, ch.const(ty.u32, chosen[column], name="token"))
 
@@ -212,24 +212,32 @@ class Sampler:
         with ch.for_(machine.thread, count, machine.consumer_threads, unroll=1) as other:
             units[other] = self.exchange.read4_acquire("candidates", first_unit + other, epoch)
 
-    @ch.function
     def _best_of(self, region: str, column: ch.Expr, stride: int, count: int) -> tuple[Any, Any]:
         """The best of a column's `count` candidates in a region, on every lane of the warp."""
-        machine = self.machine
-        candidates = machine.region(region, ty.u32x2)
+        candidates = self.machine.region(region, ty.u32x2) + column
+        best: tuple[Any, Any] = self._best_candidate(candidates, ch.argument(stride), ch.argument(count))
+        return best
+
+    @ch.function
+    def _best_candidate(self, candidates: ch.Expr, stride: ch.Expr, count: ch.Expr) -> tuple[Any, Any]:
+        """The best of `count` candidates that lie `stride` apart, on every lane of the warp."""
         best = ch.var(ty.f32, -math.inf)
         best_token = ch.var(ty.u32, NO_TOKEN)
-        with ch.for_(machine.lane, count, 32, unroll=1) as other:
-            candidate = candidates[other * stride + column]
+        with ch.for_(self.machine.lane, count, 32, unroll=1) as other:
+            candidate = candidates[other * stride]
             self._take(best, best_token, prim.bits_float(candidate.x), candidate.y)
         self._best_of_lanes(best, best_token, WARP_LANES)
         return best, best_token
 
-    @ch.function
     def _best_of_lanes(self, best: Any, best_token: Any, lanes: int) -> None:
-        """The best candidate of so many neighbouring lanes, on all of them; the lowest id on ties."""
-        with ch.for_(lanes.bit_length() - 1, unroll=1) as level:
-            mask = ty.u32(lanes // 2) >> level
+        """The best candidate of so many neighbouring lanes, on all of them."""
+        self._best_of_levels(best, best_token, ch.argument(lanes.bit_length() - 1))
+
+    @ch.function
+    def _best_of_levels(self, best: Any, best_token: Any, levels: ch.Expr) -> None:
+        """The best candidate of 2^levels neighbouring lanes, on all of them; the lowest id on ties."""
+        with ch.for_(levels, unroll=1) as level:
+            mask = ty.u32(1) << (levels - 1 - level)
             other = prim.shuffle_xor_f32(best, mask)
             other_token = prim.shuffle_xor_u32(best_token, mask)
             self._take(best, best_token, other, other_token)

@@ -134,7 +134,7 @@ class Tokens:
         total = ch.const(ty.u32, columns.state(column, TOTAL), name="total")
         given = ch.const(ty.u32, columns.sequence(sequence, "given"), name="given")
         per_step = ch.const(ty.u32, columns.sequence(sequence, "per_step"), name="per_step")
-        sampled = ch.const(ty.u32, machine.region("chosen", ty.u32)[column], name="sampled")
+        sampled = ch.const(ty.u32, machine.chosen[column], name="sampled")
         stopped = ch.var(ty.u32, columns.state(column, STOPPED))
         with ch.if_((index + 1 >= given) & (index < total)):
             with ch.if_(machine.block == 0):

@@ -102,7 +102,7 @@ class VerifiedTokens(Tokens):
         sequence = ch.const(ty.u32, columns.state(column, SEQUENCE), name="sequence")
         number = ch.const(ty.u32, columns.state(column, NUMBER), name="number")
         stopped = ch.const(ty.u32, columns.state(column, STOPPED), name="stopped")
-        sampled = ch.const(ty.u32, machine.region("chosen", ty.u32)[column], name="sampled")
+        sampled = ch.const(ty.u32, machine.chosen[column], name="sampled")
         given = ch.const(ty.u32, columns.sequence(sequence, "given"), name="given")
         total = ch.const(ty.u32, columns.sequence(sequence, "total"), name="total")
         first = ch.const(ty.u32, columns.sequence(sequence, "first_column"), name="first")
@@ -169,7 +169,7 @@ class VerifiedTokens(Tokens):
     def _count(self, right: Any) -> None:
         """What was made counts for penalties: by one lane, since a sequence may have made a token twice. right: a bit a
         column."""
-        chosen = self.machine.region("chosen", ty.u32)
+        chosen = self.machine.chosen
         with ch.if_(self.machine.lane == 0), ch.for_(self.columns.count, unroll=1, name="column") as column:
             with ch.if_(((right >> column) & 1) != 0):
                 self.adjustments.count(column, ch.const(ty.u32, chosen[column], name="token"))

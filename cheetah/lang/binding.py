@@ -7,9 +7,10 @@ from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
 from cheetah.lang import types as ty
-from cheetah.lang.errors import ConstStoreError, SignatureError, TypeMixError
+from cheetah.lang.errors import ConstStoreError, ScopeError, SignatureError, TypeMixError
 from cheetah.lang.meaning import meaning
 from cheetah.lang.nodes import (
+    Argument,
     Assign,
     Call,
     Constant,
@@ -23,9 +24,10 @@ from cheetah.lang.nodes import (
     Stmt,
     Subscript,
     Value,
+    walk,
 )
 from cheetah.lang.operators import cast, lift
-from cheetah.lang.scope import current, declare_name, emit, is_reserved, take_name
+from cheetah.lang.scope import Cursor, current, declare_name, emit, is_reserved, take_name
 
 
 @dataclass(frozen=True)
@@ -188,6 +190,45 @@ def constexpr(type_: ty.Scalar, name: str, value: int | float | bool) -> Constan
             f"ch.constexpr: `{name}` is {type_} {literal.value} here and {made.type} {made.value} at {made.location}."
         )
     return made
+
+
+def whole(name: str, value: Expr) -> Name:
+    """A constant of the whole kernel, which all roles and functions see, declared once and behind what it is made of,
+    wherever it is asked for first: `states = ch.whole("states", ch.reinterpret(...))`. value: made of the kernel's
+    parameters and outermost names. The name is numbered where it is taken."""
+    root, text = current().root, str(value)
+    scope = root.scopes[0]
+    if (name, text) in root.wholes:
+        return root.wholes[name, text]
+    used = [node for node in walk(value) if isinstance(node, Name)]
+    hidden = [node.name for node in used if scope not in node.scopes]
+    if hidden:
+        raise ScopeError(f"ch.whole: `{hidden[0]}` is not seen where the kernel begins.")
+    declared = [item.name.name if isinstance(item, Declare) else "" for item in scope.statements]
+    place = max((declared.index(node.name) + 1 for node in used if node.name in declared), default=0)
+    made = Name(value.type, _free_everywhere(name, root), (scope,), wanted=name)
+    scope.insert(place, Declare(made, value))
+    root.wholes[name, text] = made
+    return made
+
+
+def _free_everywhere(wanted: str, root: Cursor) -> str:
+    """A name that nothing of the program has, whatever has been closed since."""
+    name, count = wanted, 1
+    while is_reserved(name) or name in root.bound | root.function_names | root.constants.keys():
+        count += 1
+        name = f"{wanted}_{count}"
+    root.scopes[0].names.add(name)
+    root.bound.add(name)
+    return name
+
+
+def argument(value: int | float, type_: ty.Scalar | None = None) -> Argument:
+    """A static number as an argument of a `@ch.function`, which takes it as a parameter: calls that differ in it alone
+    are calls of one function. A u32 of an int, an f32 of a float, unless a type is given."""
+    literal = lift(value, type_ or (ty.f32 if isinstance(value, float) else ty.u32))
+    assert isinstance(literal, Literal)
+    return Argument(literal.type, literal.value)
 
 
 def _named(name: str | None, pending: Pending) -> Any:

@@ -6,12 +6,12 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import replace
 from types import TracebackType
-from typing import NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 from cheetah.lang import types as ty
 from cheetah.lang.binding import const, is_fresh
 from cheetah.lang.errors import ControlError, MissingWithError, RangeError, TypeMixError, here
-from cheetah.lang.nodes import Expr, For, If, Jump, Literal, Name, Value, While, walk
+from cheetah.lang.nodes import Expr, For, If, Jump, Literal, Name, Value, While, statements_in, walk
 from cheetah.lang.operators import lift
 from cheetah.lang.scope import Role, Scope, at, block, current, declare_name, emit, is_in_function, unique_in
 from cheetah.lang.types import Type
@@ -132,7 +132,8 @@ class for_(Block):
     """`with ch.for_(stop) as i:` or `(start, stop[, step])`; counts upwards.
 
     The counter has the type of the bounds (u32 where all are Python numbers). `unroll=True` asks the compiler to unroll
-    it whole, a number that many times.
+    it whole, a number that many times. Of a loop of one round, known while generating, the body stands there by itself
+    and the counter is a number, unless the body leaves it by a jump.
     """
 
     verb = "ch.for_(...)"
@@ -154,17 +155,34 @@ class for_(Block):
         self.unroll = unroll
         self.name = name
 
-    def __enter__(self) -> Name:
+    def __enter__(self) -> Any:
         for bound in (self.start, self.stop, self.step):
             current().require_visible(walk(bound), self.location)
         self.scope = self._open(f"the loop over {self.name}", is_loop=True)
         self.counter = declare_name(self.name, self.type)
-        return self.counter
+        return self.start if self._is_one_round else self.counter
+
+    @property
+    def _is_one_round(self) -> bool:
+        bounds = [bound.value for bound in (self.start, self.stop, self.step) if isinstance(bound, Literal)]
+        return len(bounds) == 3 and len(range(*map(int, bounds))) == 1
 
     def _finish(self) -> None:
-        parts = (self.counter, self.start, self.stop, self.step, tuple(self.scope.statements), self.unroll)
+        outer, body = current().top, tuple(self.scope.statements)
+        if self._is_one_round and not any(isinstance(statement, Jump) for statement in statements_in(body)):
+            outer.statements += body
+            outer.names |= self.scope.names - {self.counter.name}
+            outer.decide(None)  # an `else_` that follows belongs to nothing inside
+            return
+        parts = (self.counter, self.start, self.stop, self.step, body, self.unroll)
         # Appended, not emitted: the statement names its own counter, which nothing outside of it sees.
-        current().top.statements.append(For(*parts, location=self.location))
+        outer.statements.append(For(*parts, location=self.location))
+
+
+class _counted(for_):
+    """A loop that has a counter also where it has one round: roles share that."""
+
+    _is_one_round = False
 
 
 class while_(Block):
@@ -206,7 +224,7 @@ class roles_for(Block):
         counters: list[Name] = []
         for role in self.roles:
             with role:
-                self.loops.append(for_(*self.bounds, name=name))
+                self.loops.append(_counted(*self.bounds, name=name))
                 counters.append(self.loops[-1].__enter__())
         return replace(counters[0], scopes=tuple(scope for counter in counters for scope in counter.scopes))
 

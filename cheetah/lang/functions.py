@@ -24,6 +24,7 @@ from cheetah.lang.control import Block
 from cheetah.lang.errors import TypeMixError
 from cheetah.lang.names import keeping_names
 from cheetah.lang.nodes import (
+    Argument,
     Asm,
     Assign,
     Call,
@@ -62,8 +63,9 @@ def function(function: Callable[P, R]) -> Callable[P, R]:
     """A function whose statements become one device function of the text for all calls that emit the same.
 
     Device values among its arguments, also in tuples and lists, become parameters under their Python names: variables
-    and arrays by reference where the body stores to them. Literals and everything else are static. It may return
-    nothing, a device value, or a tuple or list of them; what it returns is a constant in the caller.
+    and arrays by reference where the body stores to them. Literals and everything else are static, but for what is
+    given as `ch.argument(number)`. It may return nothing, a device value, or a tuple or list of them; what it returns
+    is a constant in the caller.
     """
     keeping, signature = keeping_names(function), inspect.signature(function)
 
@@ -119,10 +121,10 @@ class outline(Block):
         return _mapped(value, name, self._parameter)
 
     def _parameter(self, value: Expr, name: str) -> Expr:
-        if isinstance(value, Literal):
+        if isinstance(value, Literal) and not isinstance(value, Argument):
             return value
         current().require_visible(walk(value))
-        mutable = is_mutable_place(value) and (isinstance(value, Name) or isinstance(value.type, ty.Array))
+        mutable = is_mutable_place(value) and (isinstance(value.type, ty.Array) or _is_variable(value))
         parameter = declare_name(name, value.type, mutable=mutable)
         self.given.append(_Given(parameter, value))
         return parameter
@@ -282,6 +284,13 @@ def _places_given(call: Call) -> Iterator[Expr]:
     for number, argument in enumerate(call.arguments):
         if number in by_reference or isinstance(argument.type, ty.Array):
             yield argument
+
+
+def _is_variable(place: Expr) -> bool:
+    """Whether a place is a variable, or a member of one: not an element, which a function could change by its index."""
+    while isinstance(place, Member):
+        place = place.base
+    return isinstance(place, Name)
 
 
 def _root_name(place: Expr) -> str | None:

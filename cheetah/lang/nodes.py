@@ -169,6 +169,11 @@ class Literal(Expr):
 
 
 @dataclass(frozen=True, eq=False)
+class Argument(Literal):
+    """A static number that a function of the program takes as a parameter, not as a part of its text."""
+
+
+@dataclass(frozen=True, eq=False)
 class Constant(Expr):
     """A static number that the text calls by its name, defined once at the head of the file."""
 
@@ -320,7 +325,7 @@ def _store_member(self: Expr, name: str, value: Value) -> None:
     Member(members[name], self, name).set(value)
 
 
-_NODES = (Literal, Constant, Name, Unary, Binary, Select, Cast, Call, Subscript, Member, Builtin)
+_NODES = (Literal, Argument, Constant, Name, Unary, Binary, Select, Cast, Call, Subscript, Member, Builtin)
 meaning.node_attributes = frozenset(item.name for node in _NODES for item in fields(node)) | {"set"}
 for _node in _NODES:
     _node.__setattr__ = _store_member  # type: ignore[method-assign, assignment]

@@ -69,6 +69,11 @@ class Scope:
         """A static condition was asked here and its body is complete."""
         self.decision, self._decided_at = decision, len(self.statements)
 
+    def insert(self, place: int, statement: Stmt) -> None:
+        """Put a statement before others that are here already."""
+        self.statements.insert(place, statement)
+        self._decided_at += place <= self._decided_at
+
     @property
     def is_decided(self) -> bool:
         """Whether what was said last here is a static condition, its body or its `else_`."""
@@ -92,6 +97,8 @@ class Cursor:
         """What functions use of the kernel's and its roles' outermost names."""
         self.constants: dict[str, Constant] = self.root.constants if parent else {}
         """The program's named constants, in the order in which they were first made."""
+        self.wholes: dict[tuple[str, str], Name] = self.root.wholes if parent else {}
+        """The constants of the whole kernel that were asked for where they were needed, by name and value."""
         self.unentered: list[Opening] = []
         self.at_end: list[Callable[[], None]] = []
 

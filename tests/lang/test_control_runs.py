@@ -18,6 +18,42 @@ def run(kernel: ch.Kernel, *arguments: np.ndarray | int) -> None:
     compile_program(ch.render_file(kernel), kernel.name, parameters).launch(1, COUNT, 0, arguments)
 
 
+def test_of_a_loop_of_one_round_the_body_stands_by_itself() -> None:
+    @ch.kernel(ch.Params(x=ty.ptr_mut(ty.u32)))
+    def kernel(x):
+        for _ in range(2):
+            with ch.for_(2, 5, 3) as i:
+                place = x[i] + i
+                x[place] = 1
+        with ch.for_(1) as j:
+            with ch.if_(x[0] == j):
+                ch.break_()
+            x[j] = 2
+        with ch.for_(2, 5, 2) as k:
+            x[k] = 3
+
+    body = [line.strip() for line in ch.render(kernel).splitlines()[1:-1]]
+    assert body[:4] == [
+        "uint32_t place = x[2] + 2;",
+        "x[place] = 1;",
+        "uint32_t place_2 = x[2] + 2;",
+        "x[place_2] = 1;",
+    ]
+    assert body[4:8] == ["for (uint32_t j = 0; j < 1; ++j) {", "if (x[0] == 0) break;", "x[0] = 2;", "}"]
+    assert body[8:] == ["for (uint32_t k = 2; k < 5; k += 2) x[k] = 3;"]
+
+
+def test_an_else_does_not_belong_to_what_a_loop_of_one_round_ends_with() -> None:
+    @ch.kernel(ch.Params(x=ty.ptr_mut(ty.u32)))
+    def kernel(x):
+        with ch.for_(1), ch.if_(x[0] == 1):
+            x[1] = 2
+        with pytest.raises(ch.ControlError, match="must directly follow"), ch.else_():
+            pass
+
+    assert "else" not in ch.render(kernel)
+
+
 @pytest.mark.compiler
 @pytest.mark.slow
 def test_loops_branches_and_jumps() -> None:

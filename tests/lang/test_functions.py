@@ -235,6 +235,40 @@ def test_functions_call_functions_and_stand_in_the_order_of_their_calls() -> Non
     assert second.startswith("__device__ __forceinline__ float outer(float* x)")
 
 
+def test_numbers_given_as_arguments_share_a_function() -> None:
+    @ch.function
+    def scaled(value, factor, first):
+        return value * factor + ty.f32(first)
+
+    @ch.kernel(ch.Params(x=ty.ptr_mut(ty.f32)))
+    def kernel(x):
+        x[0] = scaled(x[0], ch.argument(2.0), ch.argument(0))
+        x[1] = scaled(x[1], ch.argument(1.0), ch.argument(7))
+
+    (only,) = functions(kernel)
+    assert only.startswith("__device__ __forceinline__ float scaled(float value, float factor, uint32_t first) {")
+    assert "value * factor + (float)(first)" in only
+    assert lines_of_kernel(kernel) == ["x[0] = scaled(x[0], 2.0f, 0);", "x[1] = scaled(x[1], 1.0f, 7);"]
+
+
+def test_a_variables_member_goes_by_reference() -> None:
+    @ch.function
+    def raise_to(best, value):
+        with ch.if_(value > best):
+            best.set(value)
+
+    @ch.kernel(ch.Params(x=ty.ptr_mut(ty.f32)))
+    def kernel(x):
+        state = ch.var(STATE)
+        state.best = x[0]
+        raise_to(state.best, x[1])
+        x[2] = state.best
+
+    (only,) = functions(kernel)
+    assert only.startswith("__device__ __forceinline__ void raise_to(float& best, float value) {")
+    assert lines_of_kernel(kernel)[-2:] == ["raise_to(state.best, x[1]);", "x[2] = state.best;"]
+
+
 def test_an_outline_takes_what_it_uses() -> None:
     @ch.kernel(ch.Params(x=ty.ptr_mut(ty.f32), n=ty.u32))
     def kernel(x, n):
@@ -351,6 +385,32 @@ def test_a_function_grows_in_the_role_that_calls_it() -> None:
 
     assert functions(kernel) == ["__device__ __forceinline__ void advance(uint32_t& stage) {\n  stage += 1;\n}"]
     assert lines_of_kernel(kernel).count("advance(stage);") == 2
+
+
+def test_what_the_whole_kernel_knows_is_declared_once_and_seen_by_all_roles() -> None:
+    def total(x):
+        return ch.whole("pairs", ch.reinterpret(ty.ptr_mut(ty.f32x2), x + 4))[1].x
+
+    @ch.kernel(ch.Params(x=ty.ptr_mut(ty.f32)))
+    def kernel(x):
+        pairs = x[0] + 1.0
+        thread = ch.thread_idx_x()
+        early, late = ch.Role("early"), ch.Role("late")
+        with early:
+            x[0] = total(x) + pairs
+        with late, ch.outline("write"):
+            x[1] = total(x) + ch.whole("own", x + thread)[0]
+        with ch.if_(thread == 0):
+            early.emit_here()
+        with ch.else_():
+            late.emit_here()
+
+    # `own` behind `thread`, which it is made of; both before all that uses them, under names that nothing else has.
+    assert members(kernel)[:3] == ["float* x;", "float2* pairs_2;", "float* own;"]
+    lines = lines_of_kernel(kernel)
+    assert lines[0] == "pairs_2 = (float2*)(x + 4);"
+    assert lines.index("own = x + thread;") == lines.index("uint32_t thread = threadIdx.x;") + 1
+    assert lines.count("pairs_2 = (float2*)(x + 4);") == 1
 
 
 def test_what_a_function_says_to_another_role_goes_to_that_roles_program() -> None:
@@ -595,9 +655,18 @@ def stands_outside() -> None:
     alone()  # wrong
 
 
+def asks_the_whole_kernel_for_a_value_of_its_own() -> None:
+    @ch.kernel(ch.Params(x=ty.ptr_mut(ty.u32)))
+    def kernel(x):
+        with ch.if_(x[0] == 1):
+            own = x + x[1]
+            ch.whole("place", own + 1)  # wrong
+
+
 @pytest.mark.parametrize(
     ("program", "error", "message"),
     [
+        (asks_the_whole_kernel_for_a_value_of_its_own, ch.ScopeError, "ch.whole: `own` is not seen where the kernel"),
         (gives_an_array, ch.TypeMixError, "sums returns the array `made`: let its caller make the array and give it."),
         (
             keeps_a_name_of_the_body,

@@ -60,11 +60,13 @@ BUGS = (
     SamplingBug("counted by every block", r"token / 16 % BLOCKS == \(block \+ 2\) % BLOCKS", "true"),
     # -- short lists
     SamplingBug("noise is not written down", r"(?<=weighed\[place \+ 1\] = )noisy", "scaled"),
-    SamplingBug(
-        "a list that left nothing out", r"(?<=words\[7\] = float_bits\()left_out_\d", "-bits_float(0x7f800000)"
-    ),
+    SamplingBug("a list that left nothing out", r"(?<=words\[7\] = float_bits\()left_out", "-bits_float(0x7f800000)"),
     SamplingBug("a list weighs what one lane does", r"warp_sum_f32\(part\)(?=;\n +best_of_warp)", "part"),
-    SamplingBug("a lane's second was not left out", r"left_out < first \? first : left_out", "left_out"),
+    SamplingBug(
+        "a lane's second was not left out",
+        r"nearest.left_out < nearest.first \? nearest.first : nearest.left_out",
+        "nearest.left_out",
+    ),
     SamplingBug("the candidate of another block", r"m_tile % BLOCKS(?=;\n)", "(m_tile + 1) % BLOCKS"),
     SamplingBug("everything listed is all there is", r"highest - left_out(?= :)", "bits_float(0x7f800000)"),
     SamplingBug("one token more than top_k", r"(?<=else if \()count < most", "count <= most"),
@@ -72,7 +74,9 @@ BUGS = (
     SamplingBug("min_p beyond the lists", r"known < reach(?= &&)", "false"),
     SamplingBug("the same candidate again", r"highest - \(\(float2\*\)[^;]*\[following\]\.x", "limit"),
     # -- rounds
-    SamplingBug("a pivot counts itself", r"distance < tested_3(?=\))", "distance <= tested_3 + 0.5f"),
+    SamplingBug(
+        "a pivot counts itself", r"distance < tested\[index\](?=\))", "distance <= tested[index] + (index == 2) * 0.5f"
+    ),
     SamplingBug("the bracket's end is not brought nearer", r"holds_all(?= \? \(above)", "false"),
     SamplingBug("a candidate beyond the limit", r"candidate >= limit(?=\))", "false"),
     SamplingBug("top_p of the least that it may be", r"(?<=top_p \* )most(?=\);\n +limit)", "least"),

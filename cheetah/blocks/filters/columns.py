@@ -19,16 +19,28 @@ from cheetah.plan.kv.tables import FILTERED
 from cheetah.plan.regions import FILTER_WORDS
 
 SIGN, ALL_BITS = ch.named("SIGN", 1 << 31), ch.named("ALL_BITS", 0xFFFFFFFF)
-FILTERED_HERE, OPEN = range(2)
-"""Words of what a block knows of a column: whether it is filtered in this step; whether the lists leave it open."""
+TESTED = 6
+"""Distances at which a round weighs what is nearer: that of the candidate (or the limit), four pivots, infinity."""
+FILTER_STATE = ty.struct(
+    "FilterState",
+    **dict.fromkeys(("filtered", "open", "chosen", "has_candidate"), ty.u32),
+    **dict.fromkeys(("highest", "limit", "below", "above", "least", "most"), ty.f32),
+    tested=ty.array(ty.f32, TESTED),
+)
+"""What a block knows of a column: whether it is filtered in this step, and whether the lists leave it open. Of an open
+one: the candidate, and whether there is one; the highest number of all. The last token of the top-k lies in
+below <= d < above, or is the last of all; the top-k weigh `least` to `most`. From `limit` on nothing is kept."""
+assert FILTER_STATE.bytes == FILTER_WORDS * 4
 
 
+@ch.function
 def ordered(number: ch.Expr) -> Any:
     """A u32 for an f32 that is not NaN: the larger the number, the larger the word."""
-    bits = prim.float_bits(number)
+    bits = ch.const(ty.u32, prim.float_bits(number), name="bits")
     return ch.select((bits & SIGN) != 0, bits ^ ALL_BITS, bits | SIGN)
 
 
+@ch.function
 def number_of(word: ch.Expr) -> Any:
     """The f32 that `ordered` made `word` of."""
     return prim.bits_float(ch.select((word & SIGN) != 0, word ^ SIGN, word ^ ALL_BITS))
@@ -37,14 +49,13 @@ def number_of(word: ch.Expr) -> Any:
 @ch.function
 def highest_of_warp(number: ch.Expr) -> Any:
     """The highest of the lanes' numbers (f32, none NaN), on every lane."""
-    highest = number_of(ch.const(ty.u32, prim.warp_maximum_u32(ordered(number)), name="word"))
-    return highest
+    return number_of(prim.warp_maximum_u32(ordered(number)))
 
 
 @ch.function
 def best_of_warp(lane: ch.Expr, best: Any, token: Any, number: Any) -> None:
     """The best of the lanes' candidates, the lowest id on ties, and the number beside it, on every lane."""
-    key = ch.const(ty.u32, ordered(best), name="key")
+    key = ordered(best)
     top = prim.warp_maximum_u32(key)
     lowest = prim.warp_maximum_u32(ch.select(key == top, token ^ NO_TOKEN, ty.u32(0))) ^ NO_TOKEN
     source = prim.warp_maximum_u32(ch.select((key == top) & (token == lowest), lane, ty.u32(0)))
@@ -99,8 +110,8 @@ class WarpColumns:
             yield column
 
     def state(self, column: ch.Expr) -> Any:
-        """Words of what a block knows of a column (u32)."""
-        return self.machine.region("filters", ty.u32) + column * FILTER_WORDS
+        """What a block knows of a column (FILTER_STATE)."""
+        return ch.whole("filter_states", self.machine.region("filters", FILTER_STATE))[column]
 
     @ch.function
     def begin(self, column: ch.Expr) -> Any:
@@ -111,17 +122,17 @@ class WarpColumns:
             with ch.if_(((options & FILTERED) != 0) & self.adjustments.is_sampled(column)):
                 filtered.set(1)
         with ch.if_((self.group == 0) & (self.machine.lane == 0)):
-            self.state(column)[FILTERED_HERE] = filtered
-            self.state(column)[OPEN] = 0
+            self.state(column).filtered = filtered
+            self.state(column).open = 0
         return filtered
 
     def is_filtered(self, column: ch.Expr) -> Any:
         """What `begin` said of it."""
-        return self.state(column)[FILTERED_HERE] != 0
+        return self.state(column).filtered != 0
 
     def is_chosen(self, column: ch.Expr) -> Any:
         """Whether a filtered column's most noisy token has been chosen, to be judged."""
-        return self.is_filtered(column) & (self.machine.region("chosen", ty.u32)[column] < CANCELLED_TOKEN)
+        return self.is_filtered(column) & (self.machine.chosen[column] < CANCELLED_TOKEN)
 
     @contextmanager
     @ch.inline

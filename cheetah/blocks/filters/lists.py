@@ -51,44 +51,55 @@ class FiltersAsked:
     reach: ch.Expr
 
 
+NEAREST = ty.struct(
+    "Nearest",
+    **{"first": ty.f32, "first_noisy": ty.f32, "first_token": ty.u32},
+    **{"second": ty.f32, "second_noisy": ty.f32, "second_token": ty.u32},
+    **{"left_out": ty.f32, "weight": ty.f32},
+    **{"best": ty.f32, "best_token": ty.u32, "best_scaled": ty.f32},
+)
+"""The two nearest tokens that a lane has seen, without and with noise; the highest number that it left out; what all
+weigh; its most noisy token, with noise and without."""
+
+
 class NearestOfLane:
-    """The two nearest tokens that a lane has seen, the highest number that it left out, and its most noisy token."""
+    """A variable of that."""
 
     @ch.inline
     def __init__(self) -> None:
-        first = ch.var(ty.f32, -math.inf)
-        first_noisy = ch.var(ty.f32, -math.inf)
-        first_token = ch.var(ty.u32, NO_TOKEN)
-        second = ch.var(ty.f32, -math.inf)
-        second_noisy = ch.var(ty.f32, -math.inf)
-        second_token = ch.var(ty.u32, NO_TOKEN)
-        left_out = ch.var(ty.f32, -math.inf)
-        weight = ch.var(ty.f32, 0.0)
-        best = ch.var(ty.f32, -math.inf)
-        best_token = ch.var(ty.u32, NO_TOKEN)
-        best_scaled = ch.var(ty.f32, -math.inf)
-        self.first, self.second = (first, first_noisy, first_token), (second, second_noisy, second_token)
-        self.left_out, self.weight, self.best = left_out, weight, (best, best_token, best_scaled)
+        nearest = ch.var(NEAREST)
+        self.nearest, self.first = nearest, (nearest.first, nearest.first_noisy, nearest.first_token)
+        self.second = nearest.second, nearest.second_noisy, nearest.second_token
+        self.best = nearest.best, nearest.best_token, nearest.best_scaled
+        self._clear()
 
-    @ch.inline
+    @ch.function
+    def _clear(self) -> None:
+        """No token yet."""
+        for name, type_ in NEAREST.members:
+            nothing = 0.0 if name == "weight" else -math.inf if type_ == ty.f32 else NO_TOKEN
+            getattr(self.nearest, name).set(nothing)
+
+    @ch.function
     def take(self, scaled: ch.Expr, noisy: ch.Expr, token: ch.Expr) -> None:
         """One more token; NaN is as if it were not there."""
-        is_first, is_second = scaled > self.first[0], scaled > self.second[0]
-        above_first = ch.const(ty.boolean, is_first, name="above_first")
-        above_second = ch.const(ty.boolean, is_second, name="above_second")
-        dropped = ch.select(above_second, self.second[0], scaled)
-        self.left_out.set(ch.maximum(self.left_out, dropped))
+        above_first = ch.const(ty.boolean, scaled > self.nearest.first, name="above_first")
+        above_second = ch.const(ty.boolean, scaled > self.nearest.second, name="above_second")
+        dropped = ch.select(above_second, self.nearest.second, scaled)
+        self.nearest.left_out.set(ch.maximum(self.nearest.left_out, dropped))
         for first, second, new in zip(self.first, self.second, (scaled, noisy, token), strict=True):
             second.set(ch.select(above_first, first, ch.select(above_second, new, second)))
             first.set(ch.select(above_first, new, first))
 
-    @ch.inline
+    @ch.function
     def weigh(self, scaled: ch.Expr, noisy: ch.Expr, token: ch.Expr) -> None:
         """Before `take`: the token's weight, all relative to the lane's highest, and whether it is the most noisy."""
+        first = self.first[0]
         with ch.if_(scaled > -math.inf):
-            highest = ch.maximum(self.first[0], scaled)
-            self.weight.set(self.weight * prim.exp_f32(self.first[0] - highest) + prim.exp_f32(scaled - highest))
-            with ch.if_(noisy > self.best[0]):
+            highest = ch.maximum(first, scaled)
+            before = self.nearest.weight * prim.exp_f32(first - highest)
+            self.nearest.weight.set(before + prim.exp_f32(scaled - highest))
+            with ch.if_(noisy > self.nearest.best):
                 for variable, value in zip(self.best, (noisy, token, scaled), strict=True):
                     variable.set(value)
 
@@ -171,8 +182,8 @@ class ShortLists:
         with ch.if_(lane < self.warps.groups):
             words = self._row(lane)
             highest.set(prim.bits_float(words[SCALED]))
-            nearest.weight.set(prim.bits_float(words[WEIGHT * UNIT_WORDS + MORE]))
-            nearest.left_out.set(prim.bits_float(words[LEFT_OUT * UNIT_WORDS + MORE]))
+            nearest.nearest.weight.set(prim.bits_float(words[WEIGHT * UNIT_WORDS + MORE]))
+            nearest.nearest.left_out.set(prim.bits_float(words[LEFT_OUT * UNIT_WORDS + MORE]))
             nearest.best[0].set(prim.bits_float(words[self.length * UNIT_WORDS]))
             nearest.best[1].set(words[self.length * UNIT_WORDS + 1])
             nearest.best[2].set(prim.bits_float(words[BEST_SCALED * UNIT_WORDS + MORE]))
@@ -190,12 +201,11 @@ class ShortLists:
         above = highest_of_warp(highest)
         part = ch.var(ty.f32, 0.0)
         with ch.if_(highest > -math.inf):
-            part.set(nearest.weight * prim.exp_f32(highest - above))
+            part.set(nearest.nearest.weight * prim.exp_f32(highest - above))
         weight = prim.warp_sum_f32(part)
         best_of_warp(lane, *nearest.best)
         with ch.for_(self.length, unroll=1, name="rank") as rank:
-            key = ordered(nearest.first[0])
-            own_key = ch.const(ty.u32, key, name="own_key")
+            own_key = ordered(nearest.first[0])
             top_key = prim.warp_maximum_u32(own_key)
             turn = prim.warp_maximum_u32(ch.select(own_key == top_key, 32 - lane, ty.u32(0)))
             with ch.if_(turn + lane == 32):
@@ -203,7 +213,7 @@ class ShortLists:
                 words[rank * UNIT_WORDS + NOISY] = prim.float_bits(nearest.first[1])
                 words[rank * UNIT_WORDS + TOKEN] = nearest.first[2]
                 nearest.pop()
-        left_out = highest_of_warp(ch.maximum(nearest.left_out, nearest.first[0]))
+        left_out = highest_of_warp(ch.maximum(nearest.nearest.left_out, nearest.first[0]))
         with ch.if_(lane == 0):
             words[WEIGHT * UNIT_WORDS + MORE] = prim.float_bits(weight)
             words[LEFT_OUT * UNIT_WORDS + MORE] = prim.float_bits(left_out)
@@ -247,7 +257,7 @@ class ShortLists:
         highest = ch.var(ty.f32, -math.inf)
         weight = ch.var(ty.f32, 0.0)
         role = machine.lane % self.length
-        m_tile = ch.const(ty.u32, machine.region("chosen", ty.u32)[column] // M_TILE_ROWS, name="m_tile")
+        m_tile = ch.const(ty.u32, machine.chosen[column] // M_TILE_ROWS, name="m_tile")
         first_unit = self._vector(column, step)
         with self.warps.reading(self.exchange, "short_lists", first_unit, self.units, epoch) as (unit, words):
             listed[unit * 2] = prim.bits_float(words.x)
@@ -277,20 +287,27 @@ class ShortLists:
             highest.set(both)
 
     @ch.function
-    def _said(self, what: int) -> tuple[Any, Any]:
-        """What a column's warps have read: the highest number that blocks say of `what`, and the weight beside it."""
+    def _weight_said(self) -> tuple[Any, Any]:
+        """What a column's warps have read: the highest number that blocks say, and what all their tokens weigh."""
         lane = self.machine.lane
         highest = ch.var(ty.f32, -math.inf)
         part = ch.var(ty.f32, 0.0)
         with ch.if_(lane < self.warps.groups):
-            highest.set(prim.bits_float(self._row(lane)[what * 2]))
-            part.set(prim.bits_float(self._row(lane)[what * 2 + 1]))
+            highest.set(prim.bits_float(self._row(lane)[WEIGHT * 2]))
+            part.set(prim.bits_float(self._row(lane)[WEIGHT * 2 + 1]))
         above = highest_of_warp(highest)
-        if what == WEIGHT:
-            with ch.if_(highest > -math.inf):
-                part *= prim.exp_f32(highest - above)
-        weight = prim.warp_sum_f32(part) if what == WEIGHT else part
-        return above, weight
+        with ch.if_(highest > -math.inf):
+            part *= prim.exp_f32(highest - above)
+        return above, prim.warp_sum_f32(part)
+
+    @ch.function
+    def _highest_said(self, what: ch.Expr) -> Any:
+        """The highest number that blocks say of `what`, of those that a column's warps have read."""
+        lane = self.machine.lane
+        highest = ch.var(ty.f32, -math.inf)
+        with ch.if_(lane < self.warps.groups):
+            highest.set(prim.bits_float(self._row(lane)[what * 2]))
+        return highest_of_warp(highest)
 
     @ch.function
     def _nearer(self, highest: ch.Expr, limit: ch.Expr) -> tuple[Any, Any, Any, Any]:
@@ -314,7 +331,7 @@ class ShortLists:
                     best.set(noisy)
                     best_index.set(index)
                     ties.set(1)
-        own_key = ch.const(ty.u32, ordered(best), name="own_key")
+        own_key = ordered(best)
         is_best = own_key == prim.warp_maximum_u32(own_key)
         total_count = prim.warp_sum_u32(count)
         total_weight = prim.warp_sum_f32(weight)
@@ -360,9 +377,9 @@ class ShortLists:
         of = self.adjustments.of
         reach, top_p = (ch.const(ty.f32, prim.bits_float(of(column, name)), name=name) for name in ("reach", "top_p"))
         top_k = ch.const(ty.u32, of(column, "top_k"), name="top_k")
-        highest, whole = self._said(WEIGHT)
-        left_out, _ = self._said(LEFT_OUT)
-        best_scaled, _ = self._said(BEST_SCALED)
+        highest, whole = self._weight_said()
+        left_out = self._highest_said(ch.argument(LEFT_OUT))
+        best_scaled = self._highest_said(ch.argument(BEST_SCALED))
         known = ch.const(ty.f32, ch.select(left_out > -math.inf, highest - left_out, math.inf), name="known")
         judged = self._judge(highest, whole, highest - best_scaled, known, FiltersAsked(top_k, top_p, reach))
         with ch.if_(judged == LEFT_OPEN):
@@ -371,7 +388,7 @@ class ShortLists:
             unit = self.exchange.read4("short_lists", self._vector(column, step) + judged, epoch)
             prim.warp_barrier()  # every lane has looked at the token before lane 0 puts another in its place
             with ch.if_(self.machine.lane == 0):
-                self.machine.region("chosen", ty.u32)[column] = unit.z
+                self.machine.chosen[column] = unit.z
 
     @ch.function
     def _judge(

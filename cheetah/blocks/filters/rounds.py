@@ -17,24 +17,18 @@ from typing import Any
 from cheetah import lang as ch
 from cheetah.blocks.columns import NO_TOKEN
 from cheetah.blocks.exchange import Exchange
-from cheetah.blocks.filters.columns import OPEN, WarpColumns, best_of_warp, highest_of_warp
+from cheetah.blocks.filters.columns import TESTED, WarpColumns, best_of_warp, highest_of_warp
 from cheetah.lang import prim, ty
 from cheetah.plan import M_TILE_ROWS
 from cheetah.plan.kv.tables import FILTER_ROUNDS
 from cheetah.plan.regions import FILTER_WORDS
 
-PIVOTS = 4
-TESTED = PIVOTS + 2
-"""Distances at which a round weighs what is nearer: the candidate's (or the limit), the pivots, infinity."""
+PIVOTS = TESTED - 2
 BEST, TOKEN, DISTANCE = range(3)
 SUMS = 4
 """Words of what a block publishes: its most noisy token that is near enough and how far away that is, and of each
 tested distance how many are nearer, and weigh."""
 UNITS_OF_BLOCK = FILTER_WORDS // 4
-(CHOSEN, HAS_CANDIDATE, HIGHEST, LIMIT, BELOW, ABOVE, LEAST, MOST, PIVOT) = range(2, 11)
-"""Further words of what a block knows of a column. The last token of the top-k lies in BELOW <= d < ABOVE, or is the
-last of all; the top-k weigh LEAST to MOST. From LIMIT on nothing is kept. From PIVOT on: the candidate's distance,
-pivots, infinity."""
 FIRST_PIVOT = 1.0
 OF_BLOCK, OF_ALL = range(2)
 """Whose words a group of warps lays down: those of its block's rows, or what it read of all blocks."""
@@ -71,19 +65,18 @@ class Rounds:
     def begin(self, column: ch.Expr, highest: ch.Expr, distance: ch.Expr) -> None:
         """One warp: a column is left open. The first candidate is the token in the region `chosen`, so far from the
         highest number of all. Where no token is found it stays without one."""
-        state, lane = self._state(column), self.machine.lane
-        chosen = self.machine.region("chosen", ty.u32)
+        chosen = self.machine.chosen
         token = ch.const(ty.u32, chosen[column], name="token")
         limit = prim.bits_float(self.adjustments.of(column, "reach"))
         prim.warp_barrier()  # every lane knows the token before lane 0 takes it away
         self._propose(column, token, distance, limit)
-        with ch.if_(lane == 0):
-            known = {HIGHEST: highest, LIMIT: limit, BELOW: 0.0, ABOVE: math.inf, LEAST: 1.0, MOST: math.inf}
-            for word, value in {**known, PIVOT + TESTED - 1: math.inf}.items():
-                state[word] = prim.float_bits(value)
+        with ch.if_(self.machine.lane == 0):
+            self._store(column, Known(limit, ty.f32(0.0), ty.f32(math.inf), ty.f32(1.0), ty.f32(math.inf)))
+            self._state(column).highest = highest
             for index in range(1, PIVOTS + 1):
-                state[PIVOT + index] = prim.float_bits(FIRST_PIVOT * 2**index)
-            state[OPEN] = 1
+                self._state(column).tested[index] = FIRST_PIVOT * 2**index
+            self._state(column).tested[PIVOTS + 1] = math.inf
+            self._state(column).open = 1
             chosen[column] = NO_TOKEN
 
     @ch.inline
@@ -107,7 +100,7 @@ class Rounds:
         """Whether every column has its token; the same on every thread."""
         pending = ch.var(ty.u32, 0)
         with ch.for_(self.machine.lane, self.warps.columns.limit, 32, unroll=1) as column:
-            pending |= self._state(column)[OPEN]
+            pending |= self._state(column).open
         with ch.for_(5, unroll=1) as level:
             pending |= prim.shuffle_xor_u32(pending, ty.u32(16) >> level)
         return pending == 0
@@ -124,7 +117,7 @@ class Rounds:
         machine.meet()
         with self.warps.of_first_group() as column:
             with ch.if_(self._is_open(column)):
-                word = self._add_groups(column, OF_BLOCK)
+                word = self._add_groups(column, ch.argument(OF_BLOCK))
                 with ch.if_(machine.lane < FILTER_WORDS):
                     word_index = (self._vector(column, index) + machine.number) * FILTER_WORDS + machine.lane
                     self.exchange.publish("filters", word_index, word, epoch)
@@ -137,8 +130,11 @@ class Rounds:
         best = ch.var(ty.f32, -math.inf)
         best_token = ch.var(ty.u32, NO_TOKEN)
         best_distance = ch.var(ty.f32, math.inf)
-        highest = self._number(column, HIGHEST)
-        tested = [ch.const(ty.f32, self._number(column, PIVOT + i), name="tested") for i in range(PIVOTS + 1)]
+        highest = ch.const(ty.f32, self._state(column).highest, name="highest")
+        tested = ch.array(ty.f32, TESTED)
+        with ch.for_(PIVOTS + 1, unroll=True) as index:
+            tested[index] = self._state(column).tested[index]
+        tested[PIVOTS + 1] = math.inf
         pairs = ch.reinterpret(ty.ptr(ty.f32x2), self.weighed) + self.adjustments.weighed_row(column)
         first = self.warps.group * 32 + machine.lane
         position = head.position(machine.block)
@@ -148,10 +144,9 @@ class Rounds:
                 pair = pairs[token]
                 distance = highest - pair.x
                 weight = prim.exp_f32(-distance)
-                for index, limit in enumerate([*tested, math.inf]):
-                    with ch.if_(distance < limit):
-                        sums[2 * index] += 1.0
-                        sums[2 * index + 1] += weight
+                with ch.for_(TESTED, unroll=True) as index, ch.if_(distance < tested[index]):
+                    sums[2 * index] += 1.0
+                    sums[2 * index + 1] += weight
                 with ch.if_((distance < tested[0]) & (pair.y > best)):
                     best.set(pair.y)
                     best_token.set(token)
@@ -179,22 +174,28 @@ class Rounds:
     @ch.function
     def _sum_of_lanes(self, sums: Any) -> Any:
         """Number l // 2 of the sums over all lanes, on lane l: lanes that meet share out what they add."""
-        lane, kept = self.machine.lane, [sums[index] for index in range(2 * TESTED)]
+        kept = [sums[index] for index in range(2 * TESTED)]
         for mask in (16, 8, 4, 2):
-            half = mask // 2
-            others = [kept[index] if index < len(kept) else ty.f32(0.0) for index in range(2 * half)]
-            kept = []
-            for index in range(half):
-                first, second = others[index], others[index + half]
-                is_upper = (lane & mask) != 0
-                given = ch.const(ty.f32, ch.select(is_upper, first, second), name="given")
-                own = ch.const(ty.f32, ch.select(is_upper, second, first), name="own")
-                kept.append(ch.const(ty.f32, own + prim.shuffle_xor_f32(given, mask), name="both"))
+            half, missing = mask // 2, [ch.argument(0.0)] * (mask - len(kept))
+            others = [*kept, *missing]
+            kept = [
+                ch.const(ty.f32, self._shared_out(others[index], others[index + half], ch.argument(mask)), name="both")
+                for index in range(half)
+            ]
         total = kept[0] + prim.shuffle_xor_f32(kept[0], 1)
         return total
 
     @ch.function
-    def _add_groups(self, column: ch.Expr, whose: int) -> Any:
+    def _shared_out(self, first: ch.Expr, second: ch.Expr, mask: ch.Expr) -> Any:
+        """One of two numbers, this lane's and that of the lane that it meets, which has the sum of the other: the
+        second where the lane has this bit."""
+        is_upper = (self.machine.lane & mask) != 0
+        given = ch.const(ty.f32, ch.select(is_upper, first, second), name="given")
+        own = ch.const(ty.f32, ch.select(is_upper, second, first), name="own")
+        return own + prim.shuffle_xor_f32(given, mask)
+
+    @ch.function
+    def _add_groups(self, column: ch.Expr, whose: ch.Expr) -> Any:
         """Word number `lane` of what a column's groups have laid down, together, in order."""
         lane = self.machine.lane % FILTER_WORDS
         chosen = ch.var(ty.u32, 0)
@@ -230,11 +231,11 @@ class Rounds:
             token.set(NO_TOKEN)
         best_of_warp(machine.lane, best, token, distance)
         with ch.for_(3, unroll=1) as level:
-            for word in range(4):
+            with ch.for_(4, unroll=True) as word:
                 sums[word] += prim.shuffle_xor_f32(sums[word], ty.u32(16) >> level)
         words = self._sums(column, self.warps.group, OF_ALL)
         with ch.if_((machine.lane > 0) & (machine.lane < UNITS_OF_BLOCK)):
-            for word in range(4):
+            with ch.for_(4, unroll=True) as word:
                 words[machine.lane * 4 + word] = prim.float_bits(sums[word])
         self._lay_down_best(words, best, token, distance)
 
@@ -258,14 +259,14 @@ class Rounds:
         self.machine.meet()
         with self.warps.of_first_group() as column:
             with ch.if_(self._is_open(column)):
-                word = self._add_groups(column, OF_ALL)
+                word = self._add_groups(column, ch.argument(OF_ALL))
                 self._judge(column, word)
 
     @ch.function
     def _judge(self, column: ch.Expr, word: ch.Expr) -> None:
         """One warp: what a round's sums say of the bracket, the limit, the candidate; then what the next round weighs.
         Lane i < 6 has tested distance i. word: number `lane` of the sums."""
-        state, lane = self._state(column), self.machine.lane
+        lane = self.machine.lane
         top_k = ch.var(ty.f32, ty.f32(self.adjustments.of(column, "top_k")))
         top_p = ch.const(ty.f32, prim.bits_float(self.adjustments.of(column, "top_p")), name="top_p")
         token, distance = prim.shuffle_u32(word, TOKEN), prim.bits_float(prim.shuffle_u32(word, DISTANCE))
@@ -274,13 +275,13 @@ class Rounds:
         weight = prim.bits_float(prim.shuffle_u32(word, index * 2 + (SUMS + 1)))
         of_candidate = prim.bits_float(prim.shuffle_u32(word, SUMS + 1))
         of_all = prim.bits_float(prim.shuffle_u32(word, FILTER_WORDS - 2))
-        at = ch.const(ty.f32, self._number(column, PIVOT + index), name="at")
+        at = ch.const(ty.f32, self._state(column).tested[index], name="at")
         tested = Tested(at, count, weight)
         with ch.if_((top_k == 0.0) | (top_k > of_all)):
             top_k.set(of_all)
         known = self._known(column)
-        candidate = ch.const(ty.f32, self._number(column, PIVOT), name="candidate")
-        has_candidate = state[HAS_CANDIDATE] != 0
+        candidate = ch.const(ty.f32, self._state(column).tested[0], name="candidate")
+        has_candidate = self._state(column).has_candidate != 0
         prim.warp_barrier()  # every lane has read the state before lane 0 writes it
         self._narrow(known, top_k, top_p, tested)
         with ch.if_(~has_candidate | (candidate >= known.limit)):
@@ -288,19 +289,24 @@ class Rounds:
         with ch.else_():
             # Fewer than top_k are nearer. Whether they weigh less than top_p of the whole may be open still.
             with ch.if_((lane == 0) & ((top_p >= 1.0) | (of_candidate < top_p * known.least))):
-                state[OPEN] = 0
-                self.machine.region("chosen", ty.u32)[column] = state[CHOSEN]
+                self._state(column).open = 0
+                self.machine.chosen[column] = self._state(column).chosen
         self._keep(column, known)
 
     @ch.inline
     def _known(self, column: ch.Expr) -> Known:
         """What is known of a column so far."""
-        limit = ch.var(ty.f32, self._number(column, LIMIT))
-        below = ch.var(ty.f32, self._number(column, BELOW))
-        above = ch.var(ty.f32, self._number(column, ABOVE))
-        least = ch.var(ty.f32, self._number(column, LEAST))
-        most = ch.var(ty.f32, self._number(column, MOST))
+        limit = ch.var(ty.f32, self._state(column).limit)
+        below = ch.var(ty.f32, self._state(column).below)
+        above = ch.var(ty.f32, self._state(column).above)
+        least = ch.var(ty.f32, self._state(column).least)
+        most = ch.var(ty.f32, self._state(column).most)
         return Known(limit, below, above, least, most)
+
+    def _store(self, column: ch.Expr, known: Known) -> None:
+        """Write down what is known of a column."""
+        for name, value in vars(known).items():
+            getattr(self._state(column), name).set(value)
 
     @ch.function
     def _narrow(self, known: Known, top_k: ch.Expr, top_p: ch.Expr, tested: Tested) -> None:
@@ -320,43 +326,37 @@ class Rounds:
     @ch.function
     def _propose(self, column: ch.Expr, token: ch.Expr, distance: ch.Expr, limit: ch.Expr) -> None:
         """A candidate, if it lies below the limit: else there is none, and the next round looks for one below it."""
-        state = self._state(column)
         is_near = (token != NO_TOKEN) & (distance < limit)
         with ch.if_(self.machine.lane == 0):
-            state[HAS_CANDIDATE] = ch.select(is_near, ty.u32(1), ty.u32(0))
-            state[CHOSEN] = token
-            state[PIVOT] = prim.float_bits(ch.select(is_near, distance, limit))
+            self._state(column).has_candidate = ch.select(is_near, ty.u32(1), ty.u32(0))
+            self._state(column).chosen = token
+            self._state(column).tested[0] = ch.select(is_near, distance, limit)
 
     @ch.function
     def _keep(self, column: ch.Expr, known: Known) -> None:
         """Write down what is known, and the next pivots: evenly where the answer lies, in the bracket while it is open,
         then below the limit. Without an upper end, each twice as far as the one before."""
-        state, lane = self._state(column), self.machine.lane
+        lane = self.machine.lane
         is_open = known.least < known.most
         low = ch.var(ty.f32, ch.select(is_open, known.below, ty.f32(0.0)))
         high = ch.var(ty.f32, ch.select(is_open, known.above, known.limit))
         evenly = low + (high - low) * (ty.f32(lane) * (1 / (PIVOTS + 1)))
         doubling = (low + FIRST_PIVOT) * ty.f32(ty.u32(1) << lane)
         with ch.if_((lane > 0) & (lane <= PIVOTS)):
-            state[PIVOT + lane] = prim.float_bits(ch.select(high < math.inf, evenly, doubling))
+            self._state(column).tested[lane] = ch.select(high < math.inf, evenly, doubling)
         with ch.if_(lane == 0):
-            numbers = {LIMIT: known.limit, BELOW: known.below, ABOVE: known.above}
-            for word, value in {**numbers, LEAST: known.least, MOST: known.most}.items():
-                state[word] = prim.float_bits(value)
+            self._store(column, known)
 
     # Where things lie -------------------------------------------------------------------------------------------------
 
     def _state(self, column: ch.Expr) -> Any:
-        """Words of a column: u32, or the bits of f32."""
+        """What the block knows of a column."""
         return self.warps.state(column)
 
     def _is_open(self, column: ch.Expr) -> Any:
-        return self._state(column)[OPEN] != 0
+        return self._state(column).open != 0
 
-    def _number(self, column: ch.Expr, word: int) -> Any:
-        return prim.bits_float(self._state(column)[word])
-
-    def _sums(self, column: ch.Expr, group: ch.Value, whose: int) -> Any:
+    def _sums(self, column: ch.Expr, group: ch.Value, whose: ch.Value) -> Any:
         """Words of a column that a group of warps has laid down: of this block's rows, or of what it read."""
         row = (column * self.warps.groups + group) * 2 + whose
         return self.machine.region("filter_sums", ty.u32) + row * FILTER_WORDS

@@ -129,7 +129,13 @@ def epochs_of_step(layers: int) -> int:
 
 def word(kind: type[Record], name: str) -> int:
     """Which word of a record a field is."""
-    return [field.name for field in fields(kind)].index(name)
+    return names_of(kind).index(name)
+
+
+def names_of(kind: type[Record]) -> list[str]:
+    """What each word of a record is called; those that fill it up are `unused`, and numbered."""
+    names = [field.name for field in fields(kind)]
+    return [*names, *(f"unused_{number}" for number in range(RECORD_WORDS[kind] - len(names)))]
 
 
 def encode(records: Sequence[Record], kind: type[Record]) -> npt.NDArray[np.int32]:
