@@ -86,6 +86,19 @@ BF16 = TileFormat("bf16", 32, 1024)
 
 
 @dataclass(frozen=True)
+class SparseTiles(TileFormat):
+    """A K-tile of 16 rows x 64 columns of which two of every four neighbours are there: those as `TileFormat` has them,
+    then, from byte `places_at` on, where each is in its four: 4 bits for two."""
+
+    places_at: int = 0
+
+
+TWO_OF_FOUR = SparseTiles("2of4", 64, 1024 + 128, places_at=1024)
+"""bf16 weights: two 16 x 32 tiles of which the half is there, 512 bytes each. 9 bits a weight."""
+SPARSE_FORMATS: dict[str, SparseTiles] = {TWO_OF_FOUR.name: TWO_OF_FOUR}
+
+
+@dataclass(frozen=True)
 class QuantizedTiles(TileFormat):
     """A K-tile of 16 x 128 codes of `bits` bits, then scales, then zero points; behind an M-tile a factor a row.
 
@@ -194,7 +207,7 @@ def _quantized() -> Iterator[QuantizedTiles]:
 
 
 QUANTIZED_FORMATS: dict[str, QuantizedTiles] = {one.name: one for one in _quantized()}
-TILE_FORMATS: dict[str, TileFormat] = {BF16.name: BF16, **QUANTIZED_FORMATS}
+TILE_FORMATS: dict[str, TileFormat] = {BF16.name: BF16, **SPARSE_FORMATS, **QUANTIZED_FORMATS}
 
 
 def tile_format(name: str) -> TileFormat:

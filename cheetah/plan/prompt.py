@@ -45,10 +45,11 @@ ACCUMULATOR_BYTES = 512
 
 
 def stage_format(format: TileFormat) -> TileFormat:
-    """What a stage has of an M-tile, as a format: two K-tiles of bf16; of quantised weights half of a K-tile's codes,
-    with all its scales and zero points behind them."""
+    """What a stage has of an M-tile, as a format: two K-tiles of bf16, or one with two of four columns; of quantised
+    weights half of a K-tile's codes, with all its scales and zero points behind them."""
     if not isinstance(format, QuantizedTiles):
-        return replace(format, columns=STAGE_TILES * format.columns, tile_bytes=STAGE_TILES * format.tile_bytes)
+        count = STAGE_TILES * VECTOR_COLUMNS // format.columns
+        return replace(format, columns=count * format.columns, tile_bytes=count * format.tile_bytes)
     codes = format.scales_at * STAGE_TILES * VECTOR_COLUMNS // format.columns
     less = format.scales_at - codes
     return replace(

@@ -29,7 +29,7 @@ from cheetah.models.registry import family_of
 from cheetah.package import Generated
 from cheetah.plan import Gpu, MatrixLayout, Plan, StepMatrices, gpu_named
 from cheetah.plan.defaults import default_context
-from cheetah.plan.formats import QuantizedTiles
+from cheetah.plan.formats import BF16, QuantizedTiles
 from cheetah.plan.plan import DEFAULT_STEPS, STEP_TOKENS
 from cheetah.runtime.assembly.assemble import GPU_TIMEOUT_S, new_cache
 from cheetah.runtime.assembly.buffers import Weights, allocate_buffers, free_all, upload_weights
@@ -426,7 +426,7 @@ def fill_random(config: ModelConfig, manifest: Manifest, buffers: dict[str, Buff
     if "places" in buffers:
         row = manifest.buffer("places").shape[-1]
         fill_with(buffers["places"], _random_places(min(config.hidden_size, config.query_rows), row))
-    _fill_quantized(config, family_of(config).matrices(config, plan, gpu_named(manifest.gpu["name"])), buffers)
+    _fill_packed(config, family_of(config).matrices(config, plan, gpu_named(manifest.gpu["name"])), buffers)
     for name, table in family_of(config).tables(config, plan).items():
         buffers[name].upload(table)
     if "kv_scales" in buffers:
@@ -440,12 +440,12 @@ def _random_places(elements: int, row: int) -> NDArray[np.uint16]:
     return places
 
 
-def _fill_quantized(config: ModelConfig, matrices: StepMatrices, buffers: dict[str, Buffer]) -> None:
-    """Random codes and scales in quantised matrices. Every wave has the same rows, in all layers, of all experts: few
-    are packed."""
+def _fill_packed(config: ModelConfig, matrices: StepMatrices, buffers: dict[str, Buffer]) -> None:
+    """Random weights in matrices that are not bf16 numbers alone. Every wave has the same rows, in all layers, of all
+    experts: few are packed."""
     tensors = random_tensors(config)
     for layout in matrices:
-        if not isinstance(layout.format, QuantizedTiles):
+        if layout.format == BF16:
             continue
         waves = [_packed_wave(tensors, layout, wave) for wave in sorted({0, layout.waves - 1})]
         for layer, expert in product(range(matrices.copies(layout)), range(layout.experts)):
@@ -456,12 +456,19 @@ def _fill_quantized(config: ModelConfig, matrices: StepMatrices, buffers: dict[s
 
 def _packed_wave(tensors: RandomTensors, layout: MatrixLayout, wave: int) -> NDArray[np.uint8]:
     """The bytes of one wave of random rows."""
-    width = int(layout.wave_width(wave))
-    scheme, first = random_scheme(layout.format.name), wave * layout.blocks
-    rows = tensors.matrix_of(layout.name, scheme, (width * layout.tile_rows, layout.columns))[:]
+    width, first = int(layout.wave_width(wave)), wave * layout.blocks
+    rows = _random_rows(tensors, layout, width * layout.tile_rows)
     packed = np.empty(width * layout.m_tile_bytes, np.uint8)
     format_of(layout).pack_m_tiles(layout, range(first, first + width), rows, packed, wave)
     return packed
+
+
+def _random_rows(tensors: RandomTensors, layout: MatrixLayout, count: int) -> Any:
+    """So many as the format wants them."""
+    shape = count, layout.columns
+    if isinstance(layout.format, QuantizedTiles):
+        return tensors.matrix_of(layout.name, random_scheme(layout.format.name), shape)[:]
+    return np.pad(tensors.sparse_matrix_of(layout.name, shape)[:], ((0, 0), (0, layout.padded_columns - shape[1])))
 
 
 @lru_cache(maxsize=2)

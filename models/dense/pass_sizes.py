@@ -25,7 +25,7 @@ from cheetah.models.dense.page import (
 )
 from cheetah.models.family import PhaseRow
 from cheetah.plan import Gpu, ModelShape, Plan, PlanError, SharedMap, StepMatrices, step_matrices
-from cheetah.plan.formats import BF16, M_TILE_ROWS, QuantizedTiles, TileFormat
+from cheetah.plan.formats import BF16, M_TILE_ROWS, QuantizedTiles, SparseTiles, TileFormat
 from cheetah.plan.index import ceil_div
 from cheetah.plan.pass_tables import SEGMENT_COLUMNS, PassRoom, pass_room
 from cheetah.plan.products import Product, RowOrder, StepTable, Vector
@@ -127,9 +127,9 @@ class PassSizes:
         if self.gpu.ranks > 1:
             raise PlanError(f"a pass is made by one GPU so far, and {self.gpu.ranks} make the steps")
         for layout in self.matrices.of_layer:
-            if not (layout.format == BF16 or isinstance(layout.format, QuantizedTiles)):
+            if not (layout.format == BF16 or isinstance(layout.format, QuantizedTiles | SparseTiles)):
                 raise PlanError(
-                    f"a pass multiplies weights in bf16 or quantised ones, and not those of {layout.name} in "
+                    f"a pass multiplies weights in bf16, quantised and sparse ones, and not those of {layout.name} in "
                     f"{layout.format.name}"
                 )
             self.pass_plan.check(layout)

@@ -9,17 +9,33 @@ import numpy as np
 from cheetah.models.formats.bf16 import Bf16
 from cheetah.models.formats.quantized import QuantizedRows, rows_of_element
 from cheetah.models.formats.quantized_tiles import QuantizedFormat
+from cheetah.models.formats.two_of_four import TwoOfFour
 from cheetah.models.formats.weight_format import PackingError, WeightFormat
 from cheetah.models.rounding import Bytes
 from cheetah.plan import MatrixLayout
-from cheetah.plan.formats import QUANTIZED_FORMATS
+from cheetah.plan.formats import QUANTIZED_FORMATS, SPARSE_FORMATS
 
-__all__ = ["WEIGHT_FORMATS", "Bytes", "PackingError", "WeightFormat", "format_of", "pack_matrix", "unpack_matrix"]
+__all__ = [
+    "WEIGHT_FORMATS",
+    "Bytes",
+    "PackingError",
+    "WeightFormat",
+    "format_of",
+    "is_sparse_name",
+    "pack_matrix",
+    "unpack_matrix",
+]
 
 WEIGHT_FORMATS: dict[str, WeightFormat] = {
     "bf16": Bf16(),
+    "2of4": TwoOfFour(),
     **{name: QuantizedFormat(one) for name, one in QUANTIZED_FORMATS.items()},
 }
+
+
+def is_sparse_name(name: str) -> bool:
+    """Whether there is a format of that name that keeps some weights only."""
+    return name in SPARSE_FORMATS
 
 
 def format_of(layout: MatrixLayout) -> WeightFormat:

@@ -4,12 +4,15 @@ Every tensor is a window into one endless repetition of a block of normal number
 says, so its values depend on (configuration, seed, name) alone. Matrices are scaled by 1/sqrt(inputs), which keeps
 activations near 1 through any number of layers; norm weights lie near 1, biases around 0. Quantised matrices are such
 numbers rounded to codes, with scales that differ a little from group to group, and zero points from the middle code.
+In formats with two of four columns the other two are zero, which they are is drawn.
 """
 
 from __future__ import annotations
 
+from collections.abc import Container
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import combinations
 from typing import Any, TypeVar
 from zlib import crc32
 
@@ -29,8 +32,10 @@ from cheetah.models.formats.quantized import (
     in_natural_order,
     scheme_of_name,
 )
+from cheetah.models.formats.two_of_four import GROUP
 from cheetah.models.registry import family_of
 from cheetah.models.rounding import Bits, Bytes, round_to_e4m3
+from cheetah.plan.formats import QUANTIZED_FORMATS, SPARSE_FORMATS
 
 _Element = TypeVar("_Element", bound=np.generic)
 
@@ -65,16 +70,26 @@ class RandomTensors:
         self._scaled: dict[int, Bits] = {}
         self._codes: dict[str, Bytes] = {}
         self._schemes = _schemes(config)
+        self._sparse = set(_weights_in(config, SPARSE_FORMATS))
         self._inputs = _inputs(config) if config.act_order else {}
 
     @cached_property
     def _normal(self) -> npt.NDArray[np.float32]:
         return np.random.default_rng(self._seed).standard_normal(self._size, dtype=np.float32)
 
+    @cached_property
+    def _kept(self) -> npt.NDArray[np.uint64]:
+        """What leaves two of four bf16 numbers of a word."""
+        pairs = list(combinations(range(GROUP), 2))
+        masks = np.array([sum(0xFFFF << 16 * column for column in pair) for pair in pairs], np.uint64)
+        return masks[np.random.default_rng(self._seed + 1).integers(0, len(pairs), SMALL_BLOCK)]
+
     def __call__(self, name: str) -> npt.NDArray[Any]:
         if name in self._schemes:
             matrix = self.quantized(name)
             return in_natural_order(matrix[:].dequantized(), matrix.order)
+        if name in self._sparse:
+            return self.sparse_matrix_of(name, self._shapes[name])[:]
         shape, begin = self._shapes[name], self._begin(name)
         if len(shape) == 1:
             normal = _window(self._normal, begin, shape[0])
@@ -87,7 +102,16 @@ class RandomTensors:
         if name in self._schemes:
             return self.quantized(name)
         rows, columns = self._shapes[name]
+        if name in self._sparse:
+            return self.sparse_matrix_of(name, (rows, columns))
         return _RepeatedRows(self._block(columns), self._begin(name), (rows, columns))
+
+    def sparse_matrix_of(self, name: str, shape: tuple[int, ...]) -> MatrixRows:
+        """A matrix of any shape with two of four columns, the same for the same name."""
+        dense = _RepeatedRows(self._block(shape[1]), self._begin(name), (shape[0], shape[1]))
+        groups = -(-shape[1] // GROUP)
+        kept = _RepeatedRows(self._kept, self._begin(f"{name}.places") % len(self._kept), (shape[0], groups))
+        return _SparseRows(dense, kept)
 
     def quantized(self, name: str) -> QuantizedMatrix:
         """The quantised matrix `name`."""
@@ -141,6 +165,22 @@ class _RepeatedRows:
 
 
 @dataclass(frozen=True)
+class _SparseRows:
+    """Rows of `dense` of which each word of `kept` leaves two of four columns."""
+
+    dense: _RepeatedRows
+    kept: _RepeatedRows
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.dense.shape
+
+    def __getitem__(self, part: slice) -> Bits:
+        kept = self.kept[part]
+        return np.asarray(self.dense[part] & kept.view(np.uint16)[:, : self.shape[1]])
+
+
+@dataclass(frozen=True)
 class _RandomQuantized:
     """`QuantizedMatrix` of random codes; scales and zero points of a row come from its number and `seed`."""
 
@@ -180,14 +220,19 @@ def random_scheme(format: str) -> QuantizationScheme:
 
 def _schemes(config: ModelConfig) -> dict[str, QuantizationScheme]:
     """Of the quantised matrices, by the weight's name."""
+    return {name: random_scheme(format) for name, format in _weights_in(config, QUANTIZED_FORMATS).items()}
+
+
+def _weights_in(config: ModelConfig, wanted: Container[str]) -> dict[str, str]:
+    """The weights of matrices that are in some formats, each with its format."""
     formats = dict(config.weight_formats)
-    found: dict[str, QuantizationScheme] = {}
-    for matrix, modules in family_of(config).matrix_modules(config).items():
-        if matrix in formats:
-            scheme = random_scheme(formats[matrix])
-            names = (name for module in modules for name in config.names_of(module))
-            found |= {f"{name}{WEIGHT_SUFFIX}": scheme for name in names}
-    return found
+    return {
+        f"{name}{WEIGHT_SUFFIX}": formats[matrix]
+        for matrix, modules in family_of(config).matrix_modules(config).items()
+        if formats.get(matrix) in wanted
+        for module in modules
+        for name in config.names_of(module)
+    }
 
 
 def _inputs(config: ModelConfig) -> dict[str, str]:

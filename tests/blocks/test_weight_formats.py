@@ -120,7 +120,7 @@ def test_passes_refuse_a_format_that_they_do_not_know(toy: None) -> None:
     matrices = ("qkv", "o", "gate_up", "down")
     config = replace(model(), weight_formats=tuple((matrix, "toy") for matrix in matrices))
     plan = choose_plan(config, gpu_named("emulator-2"), consumer_warps=2, max_context=128)
-    with pytest.raises(PlanError, match="bf16 or quantised ones, and not those of qkv in toy"):
+    with pytest.raises(PlanError, match="bf16, quantised and sparse ones, and not those of qkv in toy"):
         generate_pass(config, "emulator-2", plan, PassPlan(tokens=64, tile_tokens=16, warpgroups=1, key_tile=16))
 
 

@@ -150,6 +150,46 @@ def test_mma_of_bytes_multiplies_fragments_laid_out_as_ptx_says(draw: np.random.
     np.testing.assert_array_equal(d, expected)
 
 
+@pytest.mark.parametrize("selector", [0, 1])
+def test_mma_of_two_of_four_takes_fragments_and_places_as_ptx_says(draw: np.random.Generator, selector: int) -> None:
+    body = """
+      const uint32_t g = threadIdx.x / 4, t = threadIdx.x % 4;
+      float c[4];
+      for (uint32_t i = 0; i < 4; i++) c[i] = d[(g + 8 * (i / 2)) * 8 + 2 * t + i % 2];
+      const uint4 fragment = {kept[g * 8 + t], kept[(g + 8) * 8 + t], kept[g * 8 + t + 4], kept[(g + 8) * 8 + t + 4]};
+      const uint4 operand = {b[g * 16 + t], b[g * 16 + t + 4], b[g * 16 + t + 8], b[g * 16 + t + 12]};
+      // Lanes 2 * selector and the next of four have the places of the first 16 columns and of the others.
+      const uint16_t* half = places + t % 2;
+      const uint32_t own = (uint32_t)half[(g + 8) * 2] << 16 | half[g * 2];
+      mma_2of4_bf16_SELECTOR(c, fragment, operand, t / 2 == SELECTOR ? own : 0xBADBAD);
+      for (uint32_t i = 0; i < 4; i++) d[(g + 8 * (i / 2)) * 8 + 2 * t + i % 2] = c[i];
+    """
+    pairs = np.sort(np.argsort(draw.random((16, 8, 4)), axis=2)[..., :2], axis=2)
+    kept = draw.standard_normal((16, 8, 2)).astype(ml_dtypes.bfloat16)
+    b, d = draw.standard_normal((8, 32)).astype(ml_dtypes.bfloat16), draw.standard_normal((16, 8)).astype(np.float32)
+    dense = np.zeros((16, 8, 4))
+    np.put_along_axis(dense, pairs, kept.astype(np.float64), 2)
+    nibbles = (pairs[..., 0] | pairs[..., 1] << 2).reshape(16, 2, 4)
+    places = (nibbles << np.arange(0, 16, 4)).sum(axis=2).astype(np.uint16)
+    expected = d + dense.reshape(16, 32) @ b.astype(np.float64).T
+    signature = "const uint32_t* kept, const uint32_t* b, const uint16_t* places, float* d"
+    program(body.replace("SELECTOR", str(selector)), signature).launch(1, 32, 0, [kept, b, places, d])
+    np.testing.assert_allclose(d, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_rows_of_matrices_are_dealt_out_in_words() -> None:
+    body = """
+      const uint4 words = load_rows_b16(rows + order[threadIdx.x] * 4);
+      for (uint32_t i = 0; i < 4; i++) found[threadIdx.x * 4 + i] = (&words.x)[i];
+    """
+    rows = np.arange(128, dtype=np.uint32)
+    order = np.random.default_rng(0).permutation(32).astype(np.uint32)
+    found = np.zeros((32, 4), np.uint32)
+    program(body, "const uint32_t* rows, const uint32_t* order, uint32_t* found").launch(1, 32, 0, [rows, order, found])
+    of_matrices = rows.reshape(32, 4)[order].reshape(4, 8, 4)  # matrix, row, word
+    np.testing.assert_array_equal(found.reshape(8, 4, 4), of_matrices.transpose(1, 2, 0))
+
+
 def test_matrix_transpose() -> None:
     body = "x[threadIdx.x] = matrix_transpose_b16(x[threadIdx.x]);"
     matrix = np.arange(64, dtype=np.uint16).reshape(8, 8)

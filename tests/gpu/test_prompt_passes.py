@@ -30,6 +30,7 @@ CASES: dict[str, tuple[str, dict[str, str]]] = {
     "int4-g128": (f"{MODEL}@int4-g128", {}),
     "int8": (f"{MODEL}@int8", {}),
     "fp8": (f"{MODEL}@fp8", {}),
+    "2of4": (f"{MODEL}@2of4", {}),
     "e4m3 cache": (MODEL, {"kv_dtype": "e4m3"}),
     "attention in bf16": (f"{MODEL}@int4-g128", {}),
 }

@@ -1,4 +1,4 @@
-"""Quantised weights on the GPU: whole steps of small models against float32, in every format and size of a step."""
+"""Quantised and sparse weights on the GPU: whole steps of small models against float32, in every format."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from cheetah.models.dense.reference import Reference
 from cheetah.models.registry import in_format
 from cheetah.models.rounding import round_to_bf16
-from cheetah.plan.formats import QUANTIZED_FORMATS
+from cheetah.plan.formats import QUANTIZED_FORMATS, SPARSE_FORMATS
 from cheetah.runtime.assembly.assemble import assemble
 from cheetah.runtime.device import open_device
 from tests.gpu.test_batches import scored, sequence
@@ -26,7 +26,7 @@ CONFIG = model(512, 1536, 2, 4, 1, 128, 500, max_position_embeddings=1024)
 
 
 @pytest.mark.parametrize("batch", [1, 2, 8])
-@pytest.mark.parametrize("name", [*QUANTIZED_FORMATS, "int4-g128-order", "int8-g64-order"])
+@pytest.mark.parametrize("name", [*SPARSE_FORMATS, *QUANTIZED_FORMATS, "int4-g128-order", "int8-g64-order"])
 def test_a_step_against_float32(name: str, batch: int) -> None:
     weights = QuantizedWeights(in_format(CONFIG, name))
     # A launch has room for the logits of 64 columns. Of longer prompts fewer positions are well-conditioned: there are

@@ -1,4 +1,6 @@
-"""Models with random quantised weights: codes, scales and zero points of every format, as a checkpoint gives them."""
+"""Models with random quantised weights: codes, scales and zero points of every format, as a checkpoint gives them; and
+with weights of which two of every four columns are there.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ from cheetah.models.formats.quantized import (
     in_natural_order,
     scheme_of_name,
 )
-from cheetah.plan.formats import QUANTIZED_FORMATS
+from cheetah.models.rounding import Bits
+from cheetah.plan.formats import QUANTIZED_FORMATS, SPARSE_FORMATS
+from cheetah.plan.index import round_up
 from tests.program.rig import RandomWeights
 
 LINEAR = ("qkv", "o", "gate_up", "down")
@@ -50,6 +54,14 @@ def drawn_rows(
     return QuantizedRows(scheme.kind, codes, scales.astype(SCALE_DTYPES[scheme.scales]), points, group_columns)
 
 
+def two_of_four(bits: Bits, draw: np.random.Generator) -> Bits:
+    """Of bf16 bits [rows, columns] two, one or none of each four neighbours; the others are zero."""
+    rows, columns = bits.shape
+    drawn = draw.random((rows, round_up(columns, 4) // 4, 4))
+    kept = np.argsort(drawn, axis=2) < draw.choice(3, (*drawn.shape[:2], 1), p=(0.1, 0.2, 0.7))
+    return np.where(kept.reshape(rows, -1)[:, :columns], bits, np.uint16(0))
+
+
 @dataclass(frozen=True)
 class Matrix:
     """`QuantizedMatrix` of rows in memory."""
@@ -74,11 +86,13 @@ class QuantizedWeights(RandomWeights):
         self.quantized: dict[str, Matrix] = {}
         draw = np.random.default_rng(seed + 1)
         for matrix, format in config.weight_formats:
-            if format not in QUANTIZED_FORMATS:
-                continue
             experts = config.shape.table.named(matrix).experts
             for layer, expert in product(range(config.layers), range(1 if experts is None else experts.count)):
                 names = matrix_tensors(config, matrix, layer, expert)
+                if format in SPARSE_FORMATS:
+                    self.tensors |= {name: two_of_four(self.tensors[name], draw) for name in names}
+                if format not in QUANTIZED_FORMATS:
+                    continue
                 order = draw.permutation(self.tensors[names[0]].shape[1]) if config.act_order else None
                 for name in names:
                     self._quantize(name, scheme_of_name(format, scales), draw, order)

@@ -307,16 +307,18 @@ def test_neither_cuts_nor_company_change_a_bit(config: ModelConfig) -> None:
     assert len(bits) == 1
 
 
-FORMATS = ("int4-g128", "int4", "int4-g32-asym", "int8-asym", "int8-g64", "fp8", "fp8-block128")
+FORMATS = ("int4-g128", "int4", "int4-g32-asym", "int8-asym", "int8-g64", "fp8", "fp8-block128", "2of4")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("format", tiered(FORMATS, [name for name in FORMATS if name not in ("int4-g128", "fp8")]))
-def test_quantised_weights(format: str) -> None:
+@pytest.mark.parametrize(
+    "format", tiered(FORMATS, [name for name in FORMATS if name not in ("int4-g128", "fp8", "2of4")])
+)
+def test_quantised_and_sparse_weights(format: str) -> None:
     """As many columns as leave half a K-tile, and most of one, over."""
     formats = tuple((name, format) for name in ("qkv", "o", "gate_up", "down"))
     rig = rig_of(model(hidden=144, ffn=200, weight_formats=formats), stage_bytes=8192)
-    has_groups = rig.sizes.format.group_columns is not None
+    has_groups = getattr(rig.sizes.format, "group_columns", None) is not None
     assert error(read(rig, (30, 11), "random", 1)) < (GROUPS_TOLERANCE if has_groups else TOLERANCE)
 
 
@@ -329,6 +331,7 @@ def test_columns_in_an_order_of_their_own() -> None:
 
 MIXED = {
     "attention in bf16": ({"gate_up": "int4-g128", "down": "int4-g128"}, {"hidden": 144, "ffn": 200}, PASS),
+    "two of four beside codes": ({"qkv": "2of4", "down": "2of4", "gate_up": "int8"}, {"hidden": 144, "ffn": 200}, PASS),
     "factors of rows in attention alone": ({"qkv": "fp8", "o": "fp8"}, {"hidden": 144, "ffn": 200}, PASS),
     "each another, cut along k": (
         {"qkv": "int8-asym", "o": "fp8-block128", "gate_up": "int4-g32-asym"},
@@ -452,7 +455,7 @@ def test_planted_bugs_are_found(bug: str) -> None:
 
 
 @pytest.mark.parametrize("quantised", ["all", "feed-forward", "attention"])
-@pytest.mark.parametrize("format", ["bf16", "int4-g128", "int8-asym", "fp8"])
+@pytest.mark.parametrize("format", ["bf16", "int4-g128", "int8-asym", "fp8", "2of4"])
 def test_there_are_passes_for_every_format(format: str, quantised: str) -> None:
     gpu = gpu_named("h200")
     config = in_format(preset("llama-3.1-8b"), None if format == "bf16" else format)

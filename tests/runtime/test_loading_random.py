@@ -5,8 +5,10 @@ import pytest
 from written_checkpoints import BF16, CONFIG, EMBEDDING, Q, write_config
 
 from cheetah.models.dense.weights import tensor_shapes
+from cheetah.models.formats.two_of_four import is_two_of_four
 from cheetah.models.llama import LlamaConfig
-from cheetah.models.registry import PRESETS
+from cheetah.models.registry import PRESETS, resolve_config
+from cheetah.models.rounding import widen
 from cheetah.runtime.checkpoint.loading import open_checkpoint
 from cheetah.runtime.checkpoint.random_weights import LARGE_BLOCK, SMALL_BLOCK, random_tensors
 from tests.tiers import tiered
@@ -82,3 +84,15 @@ def test_random_weights_of_a_folder_bring_its_tokenizer(tmp_path):
         checkpoint = open_checkpoint(f"random:{source}")
         assert checkpoint.config == CONFIG and set(checkpoint.files) == {"tokenizer.json"}
         assert checkpoint.tensor(Q).shape == (256, 48)
+
+
+def test_two_of_four_columns_are_there_in_a_format_that_keeps_two():
+    config = resolve_config("demo@2of4")
+    tensors = random_tensors(config, 3)
+    name = "model.layers.1.mlp.down_proj.weight"
+    whole = tensors(name)
+    assert is_two_of_four(whole) and np.count_nonzero(widen(whole)) == whole.size // 2
+    np.testing.assert_array_equal(tensors.rows(name)[5:9], whole[5:9])
+    dense = random_tensors(resolve_config("demo"), 3)(name)
+    np.testing.assert_array_equal(whole[whole != 0], dense[whole != 0])
+    assert not is_two_of_four(tensors("model.embed_tokens.weight"))

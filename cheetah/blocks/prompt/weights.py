@@ -19,7 +19,7 @@ from cheetah.blocks.linear.formats.quantized import sum_of
 from cheetah.blocks.linear.formats.sizes import raised
 from cheetah.blocks.prompt.ring import TileRing
 from cheetah.lang import prim, ty
-from cheetah.plan.formats import VECTOR_COLUMNS, QuantizedTiles, TileFormat
+from cheetah.plan.formats import VECTOR_COLUMNS, QuantizedTiles, SparseTiles, TileFormat
 from cheetah.plan.prompt import STAGE_TILES, stage_format
 
 STEPS_PER_TILE = 2
@@ -35,10 +35,16 @@ class StageWeights(ABC):
         self.format, self.lane = format, lane
         self.slot: Any = stage_format(format)
 
-    @abstractmethod
+    @ch.inline
     def copy(self, ring: TileRing, source: Any, tiles: Any, count: Any, halves: int = 1) -> None:
         """In the weights role: K-tiles that lie side by side from `source` on, in as many stages as they fill, for
-        `count` lanes. halves: of a K-tile, see `MatrixLayout`."""
+        `count` lanes. halves: of a K-tile, see `MatrixLayout`; of a narrow M-tile half as many lie in a stage, beside
+        those of its neighbour."""
+        tile_bytes, at_once = self.format.tile_bytes, self.slot.columns // (self.format.columns * halves)
+        with ch.for_(0, tiles, at_once, unroll=1, name="k_tile") as k_tile:
+            size = ch.minimum(tiles - k_tile, at_once) * tile_bytes
+            with ring.fill_weights(size * count, count) as (stage, barrier):
+                prim.bulk_copy(stage + self.lane * (at_once * tile_bytes), source + k_tile * tile_bytes, size, barrier)
 
     @abstractmethod
     def load(self, stage: Any, warp: Any, turn: int, steps: int, fragments: Any) -> None:
@@ -51,20 +57,42 @@ class StageWeights(ABC):
 
 
 class Bf16Weights(StageWeights):
-    """Two K-tiles a stage, which lie side by side; of a narrow M-tile one, beside that of its neighbour."""
-
-    @ch.inline
-    def copy(self, ring: TileRing, source: Any, tiles: Any, count: Any, halves: int = 1) -> None:
-        tile_bytes, at_once = self.format.tile_bytes, STAGE_TILES // halves
-        with ch.for_(0, tiles, at_once, unroll=1, name="k_tile") as k_tile:
-            size = ch.minimum(tiles - k_tile, at_once) * tile_bytes
-            with ring.fill_weights(size * count, count) as (stage, barrier):
-                prim.bulk_copy(stage + self.lane * (at_once * tile_bytes), source + k_tile * tile_bytes, size, barrier)
+    """Two K-tiles a stage, which lie side by side: operands as they are."""
 
     def load(self, stage: Any, warp: Any, turn: int, steps: int, fragments: Any) -> None:
         words = ch.reinterpret(ty.ptr(ty.u32x4), self.place(stage, warp))
         for step in range(steps):
             fragments[step] = words[step * 32 + self.lane]
+
+
+class SparseWeights(StageWeights):
+    """A K-tile a stage: of each four columns the two that are there go to their places, the others are zero."""
+
+    format: SparseTiles
+
+    @ch.inline
+    def load(self, stage: Any, warp: Any, turn: int, steps: int, fragments: Any) -> None:
+        slot, row, quarter = self.place(stage, warp), self.lane // 4, self.lane % 4
+        of_lanes = ch.reinterpret(ty.ptr(ty.u32), slot + self.format.places_at)
+        pairs = ch.reinterpret(ty.ptr(ty.u32x2), slot)
+        for half in range(steps // STEPS_PER_TILE):
+            places = ch.const(ty.u32, of_lanes[row * 4 + half * 2 + quarter // 2], name="places")
+            for step in range(STEPS_PER_TILE):
+                # This lane's columns of the product are four side by side, number 2t + step of the half's eight.
+                four = quarter % 2 * 2 + step
+                of_rows = ch.const(ty.u32x2, pairs[half * 64 + (row * 4 + four) * 2 + quarter // 2], name="of_rows")
+                low, low_behind = _spread(of_rows.x, places >> four * 4)
+                high, high_behind = _spread(of_rows.y, places >> four * 4 + 16)
+                fragments[half * STEPS_PER_TILE + step] = prim.make_u32x4(low, high, low_behind, high_behind)
+
+
+def _spread(word: Any, places: Any) -> tuple[Any, Any]:
+    """Two weights as four columns, two words; where they belong is the lowest nibble of `places`."""
+    first = ch.const(ty.u32, places & 3, name="first")
+    second = ch.const(ty.u32, places & 12, name="second")
+    alone = ch.select(first == 0, word & 0xFFFF, ch.select(first == 1, word << 16, ty.u32(0)))
+    behind = ch.select(second == 12, word & 0xFFFF0000, ch.select(second == 8, word >> 16, ty.u32(0)))
+    return ch.select(second == 4, word, alone), ch.select(first == 2, word, behind)
 
 
 class QuantizedWeights(StageWeights):
@@ -140,4 +168,6 @@ def pair_fragments(fragments: Any, paired: Any) -> None:
 
 def stage_weights(format: TileFormat, lane: ch.Expr) -> StageWeights:
     """How weights of a format come."""
+    if isinstance(format, SparseTiles):
+        return SparseWeights(format, lane)
     return (QuantizedWeights if isinstance(format, QuantizedTiles) else Bf16Weights)(format, lane)

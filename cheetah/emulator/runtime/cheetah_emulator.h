@@ -72,7 +72,10 @@ float warp_sum(float value, Place place);
 void mma(float* c, const uint32_t* a, uint32_t b0, uint32_t b1, Place place);
 void mma_halves(float* c, const uint32_t* a, uint32_t b0, uint32_t b1, Place place);
 void mma_bytes(int32_t* c, const uint32_t* a, uint32_t b0, uint32_t b1, Place place);
+void mma_2of4(float* c, const uint32_t* a, const uint32_t* b, uint32_t metadata, uint32_t selector, Place place,
+              const char* primitive);
 uint32_t matrix_transpose(uint32_t value, Place place);
+uint32_t* const* rows_of_lanes(const void* row, Place place, const char* primitive);
 uint64_t matrix_descriptor(const void* start, uint32_t leading, uint32_t stride, Place place);
 void wgmma_fence(Place place);
 void wgmma(float* sums, const uint32_t* a, uint64_t descriptor, bool accumulate, uint32_t columns, bool transposed,
@@ -188,34 +191,46 @@ CHEETAH_PRIMITIVE void mma_u8_s8(int32_t (&c)[4], uint4 a, uint32_t b0, uint32_t
   for (int i = 0; i < 4; i++) c[i] = sums[i];
 }
 
+inline void mma_2of4_bf16(float (&c)[4], uint4 a, uint4 b, uint32_t metadata, uint32_t selector,
+                          cheetah_emulator::Place place, const char* primitive) {
+  const uint32_t words[4] = {a.x, a.y, a.z, a.w}, values[4] = {b.x, b.y, b.z, b.w};
+  float sums[4] = {c[0], c[1], c[2], c[3]};
+  cheetah_emulator::mma_2of4(sums, words, values, metadata, selector, place, primitive);
+  for (int i = 0; i < 4; i++) c[i] = sums[i];
+}
+
+// D = A (16x32, of which two of four are there) * B (32x8) + C (16x8), as mma.sp.m16n8k32 bf16 with float sums.
+CHEETAH_PRIMITIVE void mma_2of4_bf16_0(float (&c)[4], uint4 a, uint4 b, uint32_t metadata, CHEETAH_PLACE) {
+  mma_2of4_bf16(c, a, b, metadata, 0, place, "mma_2of4_bf16_0");
+}
+
+CHEETAH_PRIMITIVE void mma_2of4_bf16_1(float (&c)[4], uint4 a, uint4 b, uint32_t metadata, CHEETAH_PLACE) {
+  mma_2of4_bf16(c, a, b, metadata, 1, place, "mma_2of4_bf16_1");
+}
+
 CHEETAH_PRIMITIVE uint32_t matrix_transpose_b16(uint32_t value, CHEETAH_PLACE) {
   return cheetah_emulator::matrix_transpose(value, place);
 }
 
-inline uint32_t* row_of_lane(const void* row, uint32_t lane, cheetah_emulator::Place place, const char* primitive) {
-  const uint64_t address = reinterpret_cast<uint64_t>(row);
-  const uint64_t low = cheetah_emulator::shuffle(static_cast<uint32_t>(address), lane, place, primitive);
-  const uint64_t high = cheetah_emulator::shuffle(static_cast<uint32_t>(address >> 32), lane, place, primitive);
-  return reinterpret_cast<uint32_t*>(high << 32 | low);
-}
-
 CHEETAH_PRIMITIVE void store_matrices_b16(void* row, uint4 words, CHEETAH_PLACE) {
-  const uint32_t lane = threadIdx.x % 32;
   const uint32_t parts[4] = {words.x, words.y, words.z, words.w};
-  for (uint32_t matrix = 0; matrix < 4; ++matrix) {
-    const uint32_t transposed = cheetah_emulator::matrix_transpose(parts[matrix], place);
-    row_of_lane(row, 8 * matrix + lane / 4, place, "store_matrices_b16")[lane % 4] = transposed;
-  }
+  uint32_t* const* rows = cheetah_emulator::rows_of_lanes(row, place, "store_matrices_b16");
+  for (uint32_t matrix = 0; matrix < 4; ++matrix)
+    rows[matrix][threadIdx.x % 4] = cheetah_emulator::matrix_transpose(parts[matrix], place);
 }
 
 CHEETAH_PRIMITIVE uint4 load_matrices_b16(const void* row, CHEETAH_PLACE) {
-  const uint32_t lane = threadIdx.x % 32;
   uint32_t parts[4];
-  for (uint32_t matrix = 0; matrix < 4; ++matrix) {
-    const uint32_t pair = row_of_lane(row, 8 * matrix + lane / 4, place, "load_matrices_b16")[lane % 4];
-    parts[matrix] = cheetah_emulator::matrix_transpose(pair, place);
-  }
+  uint32_t* const* rows = cheetah_emulator::rows_of_lanes(row, place, "load_matrices_b16");
+  for (uint32_t matrix = 0; matrix < 4; ++matrix)
+    parts[matrix] = cheetah_emulator::matrix_transpose(rows[matrix][threadIdx.x % 4], place);
   return {parts[0], parts[1], parts[2], parts[3]};
+}
+
+CHEETAH_PRIMITIVE uint4 load_rows_b16(const void* row, CHEETAH_PLACE) {
+  const uint32_t word = threadIdx.x % 4;
+  uint32_t* const* rows = cheetah_emulator::rows_of_lanes(row, place, "load_rows_b16");
+  return {rows[0][word], rows[1][word], rows[2][word], rows[3][word]};
 }
 
 // -- products of a warpgroup: operands are read, and sums written, at any time until they are waited for

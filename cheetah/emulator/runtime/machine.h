@@ -22,7 +22,8 @@ enum class Scheduler : uint32_t { round_robin, random, priority };
 enum class Outcome : uint32_t { done, deadlock, misuse, switch_limit, interrupted, poll };
 
 enum class Collective : uint8_t {
-  none, warp_barrier, shuffle_xor, shuffle, sum, mma, mma_halves, mma_bytes, transpose, wgmma_fence, wgmma, wgmma_commit, wgmma_wait
+  none, warp_barrier, shuffle_xor, shuffle, sum, mma, mma_halves, mma_bytes, mma_2of4, rows, transpose, wgmma_fence, wgmma, wgmma_commit,
+  wgmma_wait
 };
 
 enum class WaitKind : uint8_t { none, collective, barrier, mbarrier, flags, tags, at_least };
@@ -88,11 +89,13 @@ struct Wait {
 struct Slot {  // what a lane brings to a collective and takes from it
   union { uint32_t word; float number; };
   uint32_t argument;
-  uint32_t a[4], b[2];
+  uint32_t a[4], b[4], metadata;
   union { float c[4]; int32_t sums_of_bytes[4]; };
   const uint32_t* a_place;  // of a wgmma: where its registers are kept
   float* sums;
   uint64_t descriptor;
+  void* row;                // of an 8x8 matrix
+  uint32_t* rows[4];
 };
 
 struct Fibre {

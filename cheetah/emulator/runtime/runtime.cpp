@@ -1,6 +1,7 @@
 // The whole runtime as one translation unit, so that the compiler sees through a switch.
 #include "barriers.cpp"
 #include "collectives.cpp"
+#include "two_of_four.cpp"
 #include "context.cpp"
 #include "copies.cpp"
 #include "faults.cpp"

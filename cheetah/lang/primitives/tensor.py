@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from cheetah.lang import types as ty
-from cheetah.lang.primitive import ANY, ANY_MUT, declare
+from cheetah.lang.primitive import ANY, ANY_MUT, Primitive, declare
 
 _FRAGMENT = ty.array(ty.f32, 4)
 
@@ -49,6 +49,29 @@ mma_u8_s8 = declare(
     b0=ty.u32,
     b1=ty.u32,
 )
+
+
+def _product_of_2of4(selector: int) -> Primitive:
+    return declare(
+        f"mma_2of4_bf16_{selector}",
+        ty.void,
+        f"""
+        asm volatile("mma.sp::ordered_metadata.sync.aligned.m16n8k32.row.col.f32.bf16.bf16.f32 "
+          "{{%0, %1, %2, %3}}, {{%4, %5, %6, %7}}, {{%8, %9, %10, %11}}, {{%0, %1, %2, %3}}, %12, {selector};"
+          : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]) : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w),
+            "r"(b.x), "r"(b.y), "r"(b.z), "r"(b.w), "r"(metadata));
+        """,
+        "c += a (16 x 32, of whose columns two of four are there) * b (32 x 8), fragments as in the PTX manual; "
+        f"metadata: of lanes {2 * selector} and {2 * selector + 1} of each four",
+        c=_FRAGMENT,
+        a=ty.u32x4,
+        b=ty.u32x4,
+        metadata=ty.u32,
+    )
+
+
+mma_2of4_bf16_0 = _product_of_2of4(0)
+mma_2of4_bf16_1 = _product_of_2of4(1)
 matrix_transpose_b16 = declare(
     "matrix_transpose_b16",
     ty.u32,
@@ -86,6 +109,20 @@ load_matrices_b16 = declare(
     "the inverse of `store_matrices_b16`",
     row=ANY,
 )
+load_rows_b16 = declare(
+    "load_rows_b16",
+    ty.u32x4,
+    """
+    uint4 words;
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+      : "=r"(words.x), "=r"(words.y), "=r"(words.z), "=r"(words.w)
+      : "r"((uint32_t)__cvta_generic_to_shared(row)) : "memory");
+    return words;
+    """,
+    "four 8 x 8 matrices of 16-bit elements from shared memory: lane 8m + r says where row r of matrix m is, and lane "
+    "4r + t gets its word t of each",
+    row=ANY,
+)
 make_u32x2 = declare(
     "make_u32x2",
     ty.u32x2,
@@ -106,3 +143,10 @@ make_u32x4 = declare(
     z=ty.u32,
     w=ty.u32,
 )
+
+_PRODUCTS_OF_2OF4 = (mma_2of4_bf16_0, mma_2of4_bf16_1)
+
+
+def mma_2of4_bf16(selector: int) -> Primitive:
+    """The product that takes its metadata from lanes 2 * selector and the next of each four."""
+    return _PRODUCTS_OF_2OF4[selector]
