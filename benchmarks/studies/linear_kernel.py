@@ -17,7 +17,9 @@ from cheetah.blocks.exchange import make_exchange
 from cheetah.blocks.linear.epilogue import pair_of_rows
 from cheetah.blocks.linear.interface import Prologue, Rows
 from cheetah.blocks.linear.matvec import Matvec
+from cheetah.blocks.linear.parts import Arrival, LoadedParts, Parts
 from cheetah.blocks.linear.prologue import Slices, Units
+from cheetah.blocks.linear.share import Share
 from cheetah.blocks.machine import Machine, emit_roles, start_machine
 from cheetah.blocks.ring import Ring
 from cheetah.lang import prim, ty
@@ -98,12 +100,18 @@ def linear_kernel(size: int, gpu: Gpu, variant: Variant, **plan_fields: Any) -> 
 class Told(Prologue):
     """A prologue after which `who` arrives at a barrier."""
 
-    prologue: Prologue
+    slices: Slices
     who: ch.Expr
     barrier: ch.Expr
 
-    def load(self, matrix: MatrixLayout, number: int) -> None:
-        self.prologue.load(matrix, number)
+    def parts(self, matrix: MatrixLayout, arrival: Arrival) -> Parts:
+        def load(number: int) -> None:
+            self.slices.load(matrix, number)
+            self._tell()
+
+        return LoadedParts(load, matrix, arrival, is_scaled=False)
+
+    def _tell(self) -> None:
         with ch.if_(self.who):
             prim.mbarrier_arrive(self.barrier)
 
@@ -113,6 +121,7 @@ class DeepLinear:
 
     def __init__(self, machine: Machine, layout: MatrixLayout, variant: Variant, launch: SimpleNamespace) -> None:
         self.machine, self.layout, self.variant, self.launch = machine, layout, variant, launch
+        self.share = Share(machine, layout)
         self.ring = Ring(machine)
         # One column, of which no record is asked.
         self.columns = Columns(machine, ty.u32(1), launch.weights, launch.weights)
@@ -196,13 +205,13 @@ class DeepLinear:
     def _copy(self, layer: Any) -> None:
         with self.machine.producer:
             self.matvec.begin_layer(layer, self.layout.total_bytes)
-            self.matvec.copy(self.layout)
+            self.matvec.copy(self.share)
 
     @ch.inline
     def _multiply(self, read: Any, layer: Any = None) -> None:
         """One layer's product."""
         whole = Slices(self.columns, Units(read), self.layout.padded_columns)
-        self.matvec.multiply(self.layout, self._told(whole, layer))
+        self.matvec.multiply(self.share, self._told(whole, layer))
 
     @ch.inline
     def _finish(self, publish: Any) -> None:
@@ -213,13 +222,13 @@ class DeepLinear:
             with ch.if_(rows.is_own & (rows.row % 2 == 0)):
                 publish(rows, pair)
 
-        self.matvec.finish(self.layout, finish)
+        self.matvec.adding.finish(self.share, finish)
 
-    def _told(self, prologue: Prologue, layer: Any) -> Prologue:
+    def _told(self, slices: Slices, layer: Any) -> Prologue:
         """The same, but where copies do not overlap the producer lane is told that the input is there."""
         if layer is None or self.variant.overlap:
-            return prologue
-        return Told(prologue, (self.machine.thread == 0) & (layer > 0), self.input_there)
+            return slices
+        return Told(slices, (self.machine.thread == 0) & (layer > 0), self.input_there)
 
     def _owns_rows(self) -> Any:
         return self.layout.position(self.machine.block) < self.layout.m_tiles

@@ -1,6 +1,6 @@
 """Parts of the decode step as kernels of their own: the unfused step, and stacks of attention or of GLU blocks.
 
-The phases are written with the parts of `cheetah.models.dense.step`. Unfused, every phase is a kernel: vectors
+The phases are written with the parts of `cheetah.models.dense.step` and `head_parts`. Unfused, every phase is a kernel: vectors
 pass through plain memory (the launches' order is their order), and the residual, which the fused kernel keeps in shared
 memory, through a buffer. A stack repeats one block of the layer; its input is the embedding of tokens[0], its output
 the vector `hidden`.
@@ -23,7 +23,8 @@ from cheetah.lang import prim, ty
 from cheetah.models.config import ModelConfig
 from cheetah.models.dense.launch import Launch, kernel_parameters
 from cheetah.models.dense.page import Line, Multiply
-from cheetah.models.dense.step import StepParts, exchange_sizes
+from cheetah.models.dense.step import StepParts
+from cheetah.models.dense.step_sizes import exchange_sizes
 from cheetah.package import Generated
 from cheetah.plan import Gpu, Plan, shared_map, step_matrices
 from cheetah.plan.phases import PhaseText
@@ -186,7 +187,7 @@ class OnePhase(Piece):
         super().__init__(config, machine, launch, stack, KernelBoundary(machine, launch.exchange, sizes))
         self.name = phase
         self.tokens = FirstToken(self.columns, launch)
-        self.two_kernels = SamplerInTwoKernels(self.linear, self.exchange, self.shape.vocab)
+        self.two_kernels = SamplerInTwoKernels(self.linear.adding, self.exchange, self.shape.vocab)
         self.sampler = self.two_kernels
 
     @ch.inline
@@ -314,7 +315,7 @@ class SamplerInTwoKernels(Sampler):
     def publish_best(self, step: ch.Expr) -> None:
         """Publish the block's best candidates."""
         machine, groups = self.machine, self.machine.plan.finishing_groups
-        self.matvec.wait_for_step(step)
+        self.adding.reductions.wait_for_step(step)
         for column in self._columns_of_warp():
             best, best_token = self._best_of("warp_candidates", column, self.columns.limit, groups)
             with ch.if_(machine.lane < 2):

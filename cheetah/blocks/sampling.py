@@ -18,8 +18,8 @@ from cheetah.blocks.columns import NO_TOKEN, POSITION, SEED_HIGH, SEED_LOW, TEMP
 from cheetah.blocks.exchange import Exchange
 from cheetah.blocks.filters.filters import Filters
 from cheetah.blocks.host_words import HostWords
+from cheetah.blocks.linear.adding import Adding
 from cheetah.blocks.linear.interface import Rows
-from cheetah.blocks.linear.matvec import Matvec
 from cheetah.blocks.timeline import NO_TIMELINE, Timeline
 from cheetah.lang import prim, ty
 from cheetah.plan import M_TILE_ROWS
@@ -74,7 +74,7 @@ class Sampler:
 
     def __init__(
         self,
-        matvec: Matvec,
+        adding: Adding,
         exchange: Exchange,
         vocab: int,
         timeline: Timeline = NO_TIMELINE,
@@ -82,7 +82,7 @@ class Sampler:
         filters: Filters | None = None,
         host: HostWords | None = None,
     ) -> None:
-        self.machine, self.columns, self.matvec = matvec.machine, matvec.columns, matvec
+        self.machine, self.columns, self.adding = adding.machine, adding.columns, adding
         self.exchange, self.vocab, self.timeline = exchange, ch.named("VOCAB", vocab), timeline
         self.adjustments, self.filters, self.host = adjustments, filters, host
 
@@ -95,7 +95,7 @@ class Sampler:
     def start(self) -> None:
         """In the adder role: no candidate yet."""
         self.best, self.best_token = [], []
-        for _ in range(self.matvec.slots):
+        for _ in range(self.adding.slots):
             best = ch.var(ty.f32, -math.inf)
             best_token = ch.var(ty.u32, NO_TOKEN)
             self.best.append(best)
@@ -140,7 +140,8 @@ class Sampler:
         machine = self.machine
         groups = machine.plan.finishing_groups
         first_word = (step % 2 * machine.world.blocks) * (2 * self.places)
-        self.matvec.wait_for_step(step)  # what the adding warps have laid down, and stored of logits, keys and values
+        # What the adding warps have laid down, and stored of logits, keys and values.
+        self.adding.reductions.wait_for_step(step)
         machine.meet()  # the head's input is used no more: the blocks' candidates may lie over it
         if self.filters is not None:
             self.filters.publish(epoch, step)
@@ -194,14 +195,14 @@ class Sampler:
         column]."""
         with ch.outline("lay_down_candidates"):
             words = self.machine.region("warp_candidates", ty.u32)
-            for slot in range(self.matvec.slots):
+            for slot in range(self.adding.slots):
                 self._best_of_lanes(self.best[slot], self.best_token[slot], ROWS_LANES)
                 lane = self.machine.lane if self.columns.limit == 1 else self.machine.lane % ROWS_LANES
                 with ch.if_(lane == 0):
-                    place = (self.matvec.group * self.columns.limit + self.matvec.column_of(slot)) * 2
+                    place = (self.adding.group * self.columns.limit + self.adding.column_of(slot)) * 2
                     words[place] = prim.float_bits(self.best[slot])
                     words[place + 1] = self.best_token[slot]
-            self.matvec.end_step()
+            self.adding.end_step()
 
     @ch.function
     def _gather(self, first_unit: ch.Expr, epoch: ch.Expr) -> None:

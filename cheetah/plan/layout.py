@@ -240,9 +240,11 @@ class MatrixLayout:
         """
         return self.wave_address(wave) + self.chunk_address(chunk, position, width)
 
-    def wave_address(self, wave: Index) -> Index:
-        """Where a wave begins inside the matrix; 64 bits wide on a device where the matrix passes 2**32 bytes."""
-        return wave * (self.blocks * self.m_tile_bytes)
+    def wave_address(self, wave: Index, expert: Index = 0) -> Index:
+        """Where a wave begins inside the matrix, or that of an expert; 64 bits wide on a device where all of them pass
+        2**32 bytes."""
+        own = wave * (self.blocks * self.m_tile_bytes)
+        return own if self.experts == 1 else expert * self.expert_bytes + own
 
     def chunk_address(self, chunk: Index, position: Index, width: Index) -> Index:
         """Where a chunk begins inside its wave, which is far below 2**32 bytes."""

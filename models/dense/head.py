@@ -14,11 +14,12 @@ from cheetah.blocks.exchange import make_exchange
 from cheetah.blocks.machine import Machine, emit_roles, start_machine
 from cheetah.lang import ty
 from cheetah.models.config import ModelConfig
+from cheetah.models.dense.head_parts import HeadParts
 from cheetah.models.dense.launch import Launch, hidden_states_parameter
 from cheetah.models.dense.launch import kernel_parameters as parameters_of_step
 from cheetah.models.dense.page import page_of_head
-from cheetah.models.dense.step import HeadParts, head_exchange_sizes, published_kinds, workspace_bytes
-from cheetah.models.dense.step import sizes as sizes_of_step
+from cheetah.models.dense.step_sizes import head_exchange_sizes, published_kinds, workspace_bytes
+from cheetah.models.dense.step_sizes import sizes as sizes_of_step
 from cheetah.package import KernelParameter
 from cheetah.plan import Gpu, Plan, shared_map
 

@@ -14,7 +14,8 @@ from cheetah.blocks.machine import emit_roles, start_machine
 from cheetah.models.config import ModelConfig
 from cheetah.models.dense.launch import Launch, kernel_parameters
 from cheetah.models.dense.page import page_of
-from cheetah.models.dense.step import StepParts, phase_names, sizes
+from cheetah.models.dense.step import StepParts
+from cheetah.models.dense.step_sizes import phase_names, sizes
 from cheetah.models.family import PhaseRow
 from cheetah.plan import Gpu, Plan, shared_map
 

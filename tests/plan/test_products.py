@@ -2,7 +2,7 @@
 
 import pytest
 
-from cheetah.models.dense.step import exchange_sizes
+from cheetah.models.dense.step_sizes import exchange_sizes
 from cheetah.plan import GPUS, PlanError, default_plan
 from cheetah.plan.products import STEP_EXCHANGES
 

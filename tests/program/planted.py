@@ -22,7 +22,8 @@ from cheetah.blocks.attention.schedule import Schedule
 from cheetah.blocks.attention.sharing import Sharing
 from cheetah.blocks.exchange import BarrierExchange, Exchange, FlaggedExchange
 from cheetah.blocks.linear import prologue
-from cheetah.blocks.linear.matvec import Matvec
+from cheetah.blocks.linear.adding import Adding
+from cheetah.blocks.linear.reductions import Reductions
 from cheetah.blocks.tokens import Tokens
 from cheetah.emulator import SCHEDULERS
 from cheetah.errors import CheetahError
@@ -319,18 +320,18 @@ def tags_for_all_inputs(patch: Patch) -> None:
 
 def leave_out_half_of_the_columns(patch: Patch) -> None:
     """Of a narrow M-tile, its rows by the second half."""
-    patch.setattr(Matvec, "_fold", lambda _, row_sum: row_sum)
+    patch.setattr(Adding, "_fold", lambda _, row_sum: row_sum)
 
 
 def swap_halves_of_the_columns(patch: Patch) -> None:
     """The sums by one half are taken for those by the other."""
-    half_and_place = Matvec._half_and_place
+    half_and_place = Reductions._half_and_place
 
     def swapped(self: Any, group: int, index: int) -> tuple[Any, Any]:
         half, place = half_and_place(self, group, index)
         return 1 - half, place
 
-    patch.setattr(Matvec, "_half_and_place", swapped)
+    patch.setattr(Reductions, "_half_and_place", swapped)
 
 
 def payload(exchange: FlaggedExchange, name: str, unit: Any) -> Any:

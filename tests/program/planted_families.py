@@ -20,7 +20,7 @@ from cheetah.blocks.linear.rms import PublishedSquares
 from cheetah.blocks.machine import Machine
 from cheetah.lang import prim, ty
 from cheetah.models.config_json import FULL, SLIDING
-from cheetah.models.dense import step
+from cheetah.models.dense import head_parts, step
 from cheetah.models.layer_kind import PositionScale
 from cheetah.models.llama import LlamaConfig
 from cheetah.models.mistral import MistralConfig
@@ -138,16 +138,16 @@ def forget_the_scale_behind(patch: Patch) -> None:
     def of(self: Any, column: Any) -> Any:
         return ty.f32(1.0)
 
-    def finish(linear: Any, layout: Any, scale: Any, norm: Any, epilogue: Any) -> None:
+    def finish(adding: Any, layout: Any, scale: Any, norm: Any, epilogue: Any) -> None:
         with Patch.context() as inner:
             inner.setattr(type(scale), "of", of)
-            finish_kept_rows(linear, layout, scale, norm, epilogue)
+            finish_kept_rows(adding, layout, scale, norm, epilogue)
 
     patch.setattr(step, "finish_kept_rows", finish)
 
 
 def forget_the_multiplier(patch: Patch) -> None:
-    patch.setattr(step, "AddResidual", lambda *arguments: AddResidual(*arguments[:-1]))
+    patch.setattr(head_parts, "AddResidual", lambda *arguments: AddResidual(*arguments[:-1]))
 
 
 def weigh_by_the_other_norm(patch: Patch) -> None:

@@ -97,7 +97,7 @@ def plain_kernel(*arguments: Any, **named: Any) -> Generated:
     penalties and filters it takes g++ three quarters of the time, and the generator half."""
     with pytest.MonkeyPatch.context() as patch:
         for part in ("Adjustments", "Filters"):
-            patch.setattr(f"cheetah.models.dense.step.{part}", lambda *given: None)
+            patch.setattr(f"cheetah.models.dense.head_parts.{part}", lambda *given: None)
         return generate_kernel(*arguments, **named)
 
 

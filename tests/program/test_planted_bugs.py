@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager
 import pytest
 
 from cheetah.generate import choose_plan
-from cheetah.models.dense.step import product_inputs
+from cheetah.models.dense.step_sizes import product_inputs
 from cheetah.plan import GPUS, step_matrices
 from tests.program.joined import chosen
 from tests.program.planted import BUGS as COMMON_BUGS

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cheetah.blocks.experts.products import ExpertProducts
+from cheetah.blocks.linear.matvec import Matvec
 from cheetah.generate import generate_kernel
 from cheetah.models.config import ConfigError, ModelConfig
 from cheetah.plan import PlanError
@@ -81,7 +81,7 @@ def test_factors_of_the_last_expert_for_all_are_seen() -> None:
     config, formats, seed, plan = CASES["a token, digits"]
     weights, ids = QuantizedWeights(replace(config, weight_formats=formats), seed), token_ids(4, 50)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ExpertProducts, "_added_to", contextmanager(lambda self, matrix, sums: iter((sums,))))
+        patch.setattr(Matvec, "_added_to", contextmanager(lambda self, share, sums: iter((sums,))))
         session = Rig(weights, **plan).session("random", 1)
     assert not relative_error(session.score(ids), float32_logits(weights, ids)) < 2 * LOGITS
 

@@ -12,9 +12,7 @@ in which order, does not depend on the others. K-tile k of every expert is multi
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -23,37 +21,18 @@ from cheetah.blocks.columns import UNIT, UNITS_PER_TILE, Columns
 from cheetah.blocks.exchange import Published
 from cheetah.blocks.experts.choice import NO_RANK, Choice
 from cheetah.blocks.linear.epilogue import HALF, GatedRows, gated_of, publishing
-from cheetah.blocks.linear.formats import accumulators_of
 from cheetah.blocks.linear.formats.vectors import store_unit
-from cheetah.blocks.linear.fragments import Activations
-from cheetah.blocks.linear.interface import Epilogue, Prologue, Rows
+from cheetah.blocks.linear.fragments import Activations, groups_of
+from cheetah.blocks.linear.interface import ColumnScale, Epilogue, Prologue, Rows
 from cheetah.blocks.linear.matvec import Matvec
+from cheetah.blocks.linear.parts import Arrival, Part, Parts
 from cheetah.blocks.linear.prologue import VectorPart, load_vector
+from cheetah.blocks.linear.share import OwnTile, Run, Share
+from cheetah.blocks.made_list import MadeList
 from cheetah.lang import prim, ty
 from cheetah.plan import MatrixLayout
 from cheetah.plan.formats import BF16_VECTOR
 from cheetah.plan.plan import COLUMNS
-
-
-@dataclass(frozen=True, eq=False)
-class AllParts(Prologue):
-    """The input of `Added`, whole: of every column what its experts made, rank after rank, `width` elements each."""
-
-    choice: Choice
-    source: Published
-    width: int
-
-    @property
-    def columns(self) -> Columns:
-        return self.choice.columns
-
-    @property
-    def waits(self) -> tuple[str, ...]:
-        return (self.source.name,)
-
-    def load(self, matrix: MatrixLayout, index: int) -> None:
-        elements, kind = self.width * self.choice.experts.chosen, matrix.vector_kind(self.columns.limit)
-        load_vector(self.columns, VectorPart(elements, elements, kind=kind), self.source)
 
 
 @dataclass(frozen=True, eq=False)
@@ -92,265 +71,242 @@ class RankedActivations(Activations):
         return ch.const(ty.u32x4, prim.make_u32x4(*words), name="operand")
 
 
+@dataclass(frozen=True, eq=False)
+class RankedPart(Part):
+    """The input of an expert: of each group of 8 columns how many units from those of rank 0 a lane's column has what
+    it has of it, and whether it has anything."""
+
+    offsets: tuple[Any, ...] = ()
+    is_chosen: tuple[Any, ...] = ()
+
+    def vectors(self, columns: Columns, matrix: MatrixLayout, tile: ch.Expr) -> Activations:
+        of_first = Part.vectors(self, columns, matrix, tile)
+        if not self.is_chosen:
+            return replace(of_first, units=of_first.units + self.offsets[0])
+        kept = of_first.units, matrix.halves, of_first.sums
+        return RankedActivations(columns, *kept, self.offsets, self.is_chosen)
+
+
+@dataclass(frozen=True, eq=False)
+class AllParts(Prologue):
+    """The input of `Added`: of every column what its experts made, rank after rank, `width` elements each. It comes
+    whole, before the list's first entry; a part is what belongs to an entry."""
+
+    choice: Choice
+    source: Published
+    width: int
+
+    @property
+    def waits(self) -> tuple[str, ...]:
+        return (self.source.name,)
+
+    def load(self, kind: str) -> None:
+        """As what experts take it."""
+        elements = self.width * self.choice.experts.chosen
+        load_vector(self.choice.columns, VectorPart(elements, elements, kind=kind), self.source)
+
+    def parts(self, matrix: MatrixLayout, arrival: Arrival) -> Parts:
+        return PartsByList(self, matrix, arrival)
+
+
+@dataclass(frozen=True, eq=False)
+class PartsByList(Parts):
+    """A part for each entry of the list."""
+
+    whole: AllParts
+    matrix: MatrixLayout
+    arrival: Arrival
+
+    def begin(self) -> None:
+        with self.arrival.awaited():
+            self.whole.load(self.matrix.vector_kind(self.whole.choice.columns.limit))
+
+    @ch.inline
+    def __iter__(self) -> Iterator[Part]:
+        count = ch.const(ty.u32, self.whole.choice.list.count, name="count")
+        with ch.for_(count, unroll=1, name="slot") as slot:
+            offsets, is_chosen = self._ranked(slot)
+            yield RankedPart(0, self.matrix.chunks, is_last=False, offsets=offsets, is_chosen=is_chosen)
+
+    @ch.inline
+    def _ranked(self, slot: ch.Expr) -> tuple[tuple[ch.Expr, ...], tuple[ch.Expr, ...]]:
+        """Where this lane's columns have what they have of an entry; see `RankedPart`."""
+        choice, matrix = self.whole.choice, self.matrix
+        limit = choice.columns.limit
+        units = matrix.k_tiles * matrix.vector_units(limit)
+        if limit == 1:
+            return (ch.const(ty.u32, slot * units, name="offset"),), ()
+        expert = ch.const(ty.u32, choice.list.entry(slot), name="expert")
+        ranks = []
+        for group in range(groups_of(limit, matrix.halves)):
+            among = min(limit * matrix.halves, COLUMNS)
+            column = (choice.machine.lane // UNITS_PER_TILE % among + group * COLUMNS) % limit
+            ranks.append(ch.const(ty.u32, choice.rank(column, expert), name="rank"))
+        most = choice.experts.chosen - 1
+        offsets = tuple(ch.const(ty.u32, ch.minimum(rank, most) * units, name="offset") for rank in ranks)
+        return offsets, tuple(ch.const(ty.boolean, rank != NO_RANK, name="is_chosen") for rank in ranks)
+
+
+@dataclass(frozen=True, eq=False)
+class Brought(Prologue):
+    """An input that lies in shared memory already, in a region, with the scales of its columns."""
+
+    inner: Prologue
+    region: str
+
+    @property
+    def waits(self) -> tuple[str, ...]:
+        return self.inner.waits
+
+    def scale_of_products(self) -> ColumnScale | None:
+        return self.inner.scale_of_products()
+
+    def parts(self, matrix: MatrixLayout, arrival: Arrival) -> Parts:
+        assert self.scale_of_products() is not None, matrix.name
+        return BroughtParts(matrix, arrival, self.region)
+
+
+@dataclass(frozen=True, eq=False)
+class BroughtParts(Parts):
+    """All of it, at once."""
+
+    matrix: MatrixLayout
+    arrival: Arrival
+    region: str
+
+    def begin(self) -> None:
+        self.arrival.tell_loaded()
+
+    def __iter__(self) -> Iterator[Part]:
+        yield Part(0, self.matrix.chunks, region=self.region)
+
+
+# -- which M-tiles ----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class TakenByAll(Share):
+    """A matrix whose input every block brings, whether it owns M-tiles or not."""
+
+    def if_any(self, position: ch.Expr) -> ch.if_:
+        return ch.if_(True)
+
+
+@dataclass(frozen=True, eq=False)
+class Dealt(TakenByAll):
+    """The M-tiles of all matrices of the list, dealt to the blocks one after another. The plan sees to it that each has
+    one."""
+
+    list: MadeList
+
+    @property
+    def about_fetch(self) -> str:
+        return f"The block's M-tiles of the chosen experts' {self.matrix.name}, once they are chosen."
+
+    @property
+    def about_finish(self) -> str:
+        return f"The block's M-tiles of the chosen experts' {self.matrix.name}: sums added up, rows finished."
+
+    def begin(self, role: ch.Role) -> None:
+        self.list.begin_following(role)
+
+    def end(self, role: ch.Role) -> None:
+        """The producer lane follows the list on in `Added`."""
+        if role is self.machine.adder:
+            self.list.finish_following(role)
+
+    @ch.inline
+    def m_tiles(self, position: ch.Expr) -> Iterator[ch.Expr]:
+        """M-tile t of the list's entry s is number s * m_tiles + t."""
+        end = ch.const(ty.u32, self.list.count * self.matrix.m_tiles, name="end")
+        with ch.for_(position, end, self.matrix.blocks, unroll=1, name="number") as number:
+            yield number
+
+    @ch.inline
+    def runs(self, position: ch.Expr) -> Iterator[Run]:
+        matrix = self.matrix
+        for number in self.m_tiles(position):
+            expert = ch.const(ty.u32, self.list.entry(number // matrix.m_tiles), name="expert")
+            m_tile = ch.const(ty.u32, number % matrix.m_tiles, name="m_tile")
+            yield Run(m_tile, m_tile % matrix.blocks, 0, matrix.chunks, expert)
+
+    def strips(self, position: ch.Expr) -> Iterator[Sequence[OwnTile]]:
+        for number in self.m_tiles(position):
+            yield [OwnTile(True, number < self.matrix.blocks, False)]
+
+
+@dataclass(frozen=True, eq=False)
+class Added(Share):
+    """A block's rows of every matrix of the list, entry by entry; their sums stay in registers from the first to the
+    last."""
+
+    list: MadeList
+
+    @property
+    def about_fetch(self) -> str:
+        return f"The block's M-tiles of every chosen expert's {self.matrix.name}, expert by expert."
+
+    def end(self, role: ch.Role) -> None:
+        if role is self.machine.producer:
+            self.list.finish_following(role)
+
+    @ch.inline
+    def runs(self, position: ch.Expr) -> Iterator[Run]:
+        with ch.for_(self.list.count, unroll=1, name="slot") as slot:
+            expert = ch.const(ty.u32, self.list.entry(slot), name="expert")
+            for m_tile in self.m_tiles(position):
+                yield Run(m_tile, position, 0, self.matrix.chunks, expert)
+
+    @property
+    def sums_wait(self) -> bool:
+        return True
+
+    @property
+    def is_of_several(self) -> bool:
+        return True
+
+
 class ExpertProducts:
     """Products of a kernel whose matrices are of experts, beside its others, `linear`. dealt: those that have the
     router's input too, which is converted for them where they take it otherwise."""
 
     def __init__(self, linear: Matvec, choice: Choice, dealt: MatrixLayout) -> None:
         self.linear, self.choice, self.list, self.dealt = linear, choice, choice.list, dealt
-        self.machine, self.columns, self.ring = linear.machine, linear.columns, linear.ring
+        self.machine, self.columns = linear.machine, linear.columns
 
     def route(self, matrix: MatrixLayout, prologue: Prologue, epilogue: Epilogue) -> None:
         """The router times the input, which every block brings, whether it owns rows of the router or not: `deal` then
         finds it in shared memory, and waits for nothing behind the choice."""
-        with self.machine.producer:
-            self.linear.copy(matrix)
-        with self.machine.consumer:
-            prologue.prepare()
-            self._bring(matrix, prologue)
-            self._multiply_router(matrix)
-            if self._converts:
+        self.linear.of_share(TakenByAll(self.machine, matrix), prologue, epilogue)
+        if self._kind != BF16_VECTOR:
+            with self.machine.consumer:
                 self._convert(matrix)
-            self.linear.timeline.stamp_here("done")
-        with self.machine.adding():
-            self.linear.finish(matrix, epilogue, prologue.scale_of_products())
 
     def deal(self, matrix: MatrixLayout, prologue: Prologue, epilogue: Epilogue) -> None:
         """The matrices of the list's experts times the input, M-tile by M-tile. The input is there, see `route`."""
-        with self.machine.producer:
-            self._copy_dealt(matrix)
-        with self.machine.consumer:
-            self._multiply_dealt(matrix)
-            self.linear.timeline.stamp_here("done")
-        with self.machine.adding():
-            self._finish_dealt(matrix, epilogue, prologue)
+        brought = Brought(prologue, "vector" if self._kind == BF16_VECTOR else "dealt")
+        self.linear.of_share(Dealt(self.machine, matrix, self.list), brought, epilogue)
 
     def add(self, matrix: MatrixLayout, prologue: Prologue, epilogue: Epilogue) -> None:
         """The sum, over the list's experts, of their matrices times what each column has of them."""
         assert matrix.slices == 1 and matrix.padded_columns == matrix.columns, matrix
-        with self.machine.producer:
-            self._copy_added(matrix)
-        with self.machine.consumer:
-            prologue.prepare()
-            self._multiply_added(matrix, prologue)
-            self.linear.timeline.stamp_here("done")
-        with self.machine.adding():
-            self.linear.finish(matrix, epilogue)
-
-    # -- which M-tiles ---------------------------------------------------------------------------------------------
-
-    @contextmanager
-    @ch.inline
-    def _dealt(self, matrix: MatrixLayout) -> Iterator[Any]:
-        """The numbers of the M-tiles that are dealt to this block. The plan sees to it that there is one."""
-        position = matrix.position(self.machine.block)
-        end = ch.const(ty.u32, self.list.count * matrix.m_tiles, name="end")
-        with ch.for_(position, end, matrix.blocks, unroll=1, name="number") as number:
-            yield number
-
-    @ch.inline
-    def _copy_m_tile(self, matrix: MatrixLayout, expert: ch.Expr, m_tile: ch.Expr) -> None:
-        """All chunks of an expert's M-tile."""
-        linear, wave = self.linear, m_tile // matrix.blocks
-        own = ty.u64(expert) * matrix.expert_bytes + matrix.wave_address(ty.u64(wave))
-        begin = ch.const(ty.ptr(ty.u8), linear.weights + (linear.layer_offset + matrix.offset + own), name="begin")
-        width = ch.const(ty.u32, matrix.wave_width(wave), name="width")
-        with ch.for_(matrix.chunks, unroll=1, name="chunk") as chunk:
-            chunk_bytes = matrix.chunk_bytes(chunk)
-            source = begin + ty.u64(matrix.chunk_address(chunk, m_tile % matrix.blocks, width))
-            with self.ring.fill(chunk_bytes) as (destination, barrier):
-                prim.bulk_copy(destination, source, chunk_bytes, barrier)
-
-    # -- the input of the router, and of those that are dealt --------------------------------------------------------
+        self.linear.of_share(Added(self.machine, matrix, self.list), prologue, epilogue)
 
     @property
-    def _converts(self) -> bool:
-        return self.dealt.vector_kind(self.columns.limit) != BF16_VECTOR
+    def _kind(self) -> str:
+        """As what experts take the router's input."""
+        return self.dealt.vector_kind(self.columns.limit)
 
     @ch.function
     def _convert(self, router: MatrixLayout) -> None:
         """What the router has multiplied, as experts take it, by all consumer threads; they meet before it is read,
         behind the choice."""
-        machine, limit, kind = self.machine, self.columns.limit, self.dealt.vector_kind(self.columns.limit)
+        machine, limit = self.machine, self.columns.limit
         vector, dealt = machine.region("vector", ty.u32x4), machine.region("dealt", ty.u32x4)
         there, units = (one.padded_columns // UNIT * limit for one in (router, self.dealt))
         with ch.for_(machine.thread, there, machine.consumer_threads, unroll=1, name="unit") as unit:
             words = ch.const(ty.u32x4, vector[unit], name="words")
-            store_unit(self.columns, dealt, unit, words, kind)
+            store_unit(self.columns, dealt, unit, words, self._kind)
         if there < units:
             with ch.for_(machine.thread + there, units, machine.consumer_threads, unroll=1, name="padding") as unit:
                 dealt[unit] = prim.make_u32x4(0, 0, 0, 0)
-
-    def _beside_dealt(self, chunk: ch.Expr) -> Any:
-        """For `Matvec`: the vectors beside a tile of a chunk."""
-        matrix, limit = self.dealt, self.columns.limit
-        if not self._converts:
-            return chunk
-
-        def vectors(pair: ch.Expr) -> Activations:
-            tile = chunk * matrix.tiles_per_chunk + pair
-            units = self.machine.region("dealt", ty.u32x4) + tile * matrix.vector_units(limit)
-            return Activations(self.columns, units, matrix.halves, self._sums_beside(matrix, tile))
-
-        return vectors
-
-    def _sums_beside(self, matrix: MatrixLayout, tile: Any) -> Any:
-        """Where what zero points need of the vectors beside a K-tile is kept, if they need anything."""
-        sums_bytes = matrix.sums_bytes(self.columns.limit)
-        return self.machine.region("vector_sums", ty.f32) + tile * (sums_bytes // 4) if sums_bytes else None
-
-    @ch.inline
-    def _sum_vectors(self, matrix: MatrixLayout, beside: Callable[[ch.Expr], Any]) -> None:
-        """What zero points need of all vectors beside an M-tile."""
-        if matrix.sums_bytes(self.columns.limit):
-            with ch.for_(matrix.chunks, unroll=1) as chunk:
-                self.linear._sum_chunk(matrix, chunk, beside(chunk))
-
-    # -- dealt -----------------------------------------------------------------------------------------------------
-
-    @ch.inline
-    def _copy_dealt(self, matrix: MatrixLayout) -> None:
-        self.ring.fills(matrix.name)
-        about = f"The block's M-tiles of the chosen experts' {matrix.name}, once they are chosen."
-        with ch.outline(f"fetch_{matrix.name}", about):
-            self.list.begin_following(self.machine.producer)
-            with self._dealt(matrix) as number:
-                expert = ch.const(ty.u32, self.list.entry(number // matrix.m_tiles), name="expert")
-                m_tile = ch.const(ty.u32, number % matrix.m_tiles, name="m_tile")
-                self._copy_m_tile(matrix, expert, m_tile)
-
-    @ch.inline
-    def _bring(self, matrix: MatrixLayout, prologue: Prologue) -> None:
-        self.ring.begin_waiting()
-        prologue.load(matrix, 0)
-        self.ring.end_waiting()
-        self.linear.timeline.stamp_here("ready")
-
-    @ch.inline
-    def _multiply_router(self, matrix: MatrixLayout) -> None:
-        linear, position = self.linear, matrix.position(self.machine.block)
-        self.ring.uses(matrix.name)
-        with linear._if_any(matrix, position):
-            self._tell_loaded()
-            with ch.for_(position, matrix.m_tiles, matrix.blocks, unroll=1):
-                self._multiply_m_tile(matrix, lambda chunk: chunk)
-            linear._wait_until_taken()
-
-    @ch.inline
-    def _tell_loaded(self) -> None:
-        """The adding warps may look for the input's scale."""
-        with ch.if_(self.machine.thread == 0):
-            prim.mbarrier_arrive(self.linear.loaded)
-
-    @ch.inline
-    def _multiply_m_tile(self, matrix: MatrixLayout, beside: Callable[[ch.Expr], Any]) -> None:
-        linear = self.linear
-        sums = ch.array(ty.f32, accumulators_of(matrix, self.columns.limit), 4, zero=True)
-        with ch.for_(matrix.chunks, unroll=2) as chunk:
-            linear._use_chunk(matrix, chunk, beside(chunk), sums, False)
-        linear.timeline.stamp_here("last_chunk")
-        linear._hand_over(matrix, sums)
-
-    @ch.inline
-    def _multiply_dealt(self, matrix: MatrixLayout) -> None:
-        linear = self.linear
-        self.ring.uses(matrix.name)
-        self._tell_loaded()
-        self._sum_vectors(matrix, self._beside_dealt)
-        with self._dealt(matrix):
-            self._multiply_m_tile(matrix, self._beside_dealt)
-        linear._wait_until_taken()
-
-    @ch.inline
-    def _finish_dealt(self, matrix: MatrixLayout, epilogue: Epilogue, prologue: Prologue) -> None:
-        linear, scale = self.linear, prologue.scale_of_products()
-        assert scale is not None, matrix.name
-        about = f"The block's M-tiles of the chosen experts' {matrix.name}: sums added up, rows finished."
-        with ch.outline(f"finish_{matrix.name}", about):
-            self.list.begin_following(self.machine.adder)
-            scaling, turn = linear._begin_scaling(scale), linear.adding
-            with self._dealt(matrix) as number:
-                with linear._if_ours():
-                    linear._take(matrix, number, epilogue, scaling)
-                turn.advance()
-            linear._end_scaling()
-            self.list.finish_following(self.machine.adder)
-
-    # -- added -----------------------------------------------------------------------------------------------------
-
-    @ch.inline
-    def _copy_added(self, matrix: MatrixLayout) -> None:
-        self.ring.fills(matrix.name)
-        about = f"The block's M-tiles of every chosen expert's {matrix.name}, expert by expert."
-        with ch.outline(f"fetch_{matrix.name}", about):
-            position = matrix.position(self.machine.block)
-            with ch.for_(self.list.count, unroll=1, name="slot") as slot:
-                expert = ch.const(ty.u32, self.list.entry(slot), name="expert")
-                with ch.for_(position, matrix.m_tiles, matrix.blocks, unroll=1) as m_tile:
-                    self._copy_m_tile(matrix, expert, m_tile)
-            self.list.finish_following(self.machine.producer)
-
-    @ch.inline
-    def _multiply_added(self, matrix: MatrixLayout, prologue: Prologue) -> None:
-        linear = self.linear
-        self.ring.uses(matrix.name)
-        position = matrix.position(self.machine.block)
-        with linear._if_any(matrix, position):
-            self._bring(matrix, prologue)
-            sums = linear._sums_of_waves(matrix)
-            count = ch.const(ty.u32, self.list.count, name="count")
-            with ch.for_(count, unroll=1, name="slot") as slot:
-                offsets, is_chosen = self._ranked(matrix, slot)
-                beside = functools.partial(self._beside, matrix, offsets, is_chosen)
-                self._sum_vectors(matrix, beside)
-                for wave in range(matrix.waves):
-                    with linear._has_m_tile(matrix, position, wave), self._added_to(matrix, sums[wave]) as own:
-                        with ch.for_(matrix.chunks, unroll=2) as chunk:
-                            linear._use_chunk(matrix, chunk, beside(chunk), own, False)
-            linear._hand_over_waves(matrix, position, sums)
-            linear._wait_until_taken()
-
-    @ch.inline
-    def _ranked(self, matrix: MatrixLayout, slot: ch.Expr) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-        """How many units from those of rank 0 this lane's columns have what they have of an expert, and whether they
-        have anything; of each group of 8 columns."""
-        limit = self.columns.limit
-        units = matrix.k_tiles * matrix.vector_units(limit)
-        if limit == 1:
-            return (ch.const(ty.u32, slot * units, name="offset"),), ()
-        expert = ch.const(ty.u32, self.list.entry(slot), name="expert")
-        ranks = []
-        for group in range(self.linear._groups(matrix)):
-            among = min(limit * matrix.halves, COLUMNS)
-            column = (self.machine.lane // UNITS_PER_TILE % among + group * COLUMNS) % limit
-            ranks.append(ch.const(ty.u32, self.choice.rank(column, expert), name="rank"))
-        most = self.choice.experts.chosen - 1
-        offsets = tuple(ch.const(ty.u32, ch.minimum(rank, most) * units, name="offset") for rank in ranks)
-        return offsets, tuple(ch.const(ty.boolean, rank != NO_RANK, name="is_chosen") for rank in ranks)
-
-    @contextmanager
-    @ch.inline
-    def _added_to(self, matrix: MatrixLayout, sums: Any) -> Iterator[Any]:
-        """Sums of an expert, that are added to those of all: by themselves where its rows have factors of their own."""
-        if not matrix.format.factor_bytes:
-            yield sums
-            return
-        own = ch.array(ty.f32, accumulators_of(matrix, self.columns.limit), 4, zero=True, name="own")
-        yield own
-        for group in range(self.linear._groups(matrix)):
-            for index in range(4):
-                sums[group][index] = sums[group][index] + own[group][index]
-
-    def _beside(self, matrix: MatrixLayout, offsets: Any, is_chosen: Any, chunk: ch.Expr) -> Any:
-        """For `Matvec`: the vectors beside a tile of a chunk."""
-        each = matrix.vector_units(self.columns.limit)
-
-        def vectors(pair: ch.Expr) -> Activations:
-            tile = chunk * matrix.tiles_per_chunk + pair
-            units = self.machine.region("vector", ty.u32x4) + tile * each
-            kept = self._sums_beside(matrix, tile)
-            if not is_chosen:
-                return Activations(self.columns, units + offsets[0], matrix.halves, kept)
-            return RankedActivations(self.columns, units, matrix.halves, kept, offsets, is_chosen)
-
-        return vectors

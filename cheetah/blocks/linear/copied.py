@@ -15,6 +15,7 @@ from typing import Any
 from cheetah import lang as ch
 from cheetah.blocks.columns import UNIT, Columns
 from cheetah.blocks.linear.formats.vectors import store_unit
+from cheetah.blocks.linear.parts import Arrival, Part, Parts
 from cheetah.blocks.vector_copies import PIECES_OF_HALF, CopySource
 from cheetah.lang import prim, ty
 from cheetah.plan import MatrixLayout
@@ -100,7 +101,7 @@ def load_copied(columns: Columns, matrix: MatrixLayout, source: CopySource) -> N
 
 
 @dataclass(frozen=True, eq=False)
-class CopiedParts:
+class CopiedParts(Parts):
     """The parts of a vector as a matrix is sliced, two in shared memory: while one is multiplied the next comes.
 
     Part p lies in half p % 2 of the region. A part is requested when all warps have multiplied the one that it is
@@ -109,6 +110,7 @@ class CopiedParts:
     columns: Columns
     matrix: MatrixLayout
     source: CopySource
+    arrival: Arrival
 
     @property
     def own(self) -> OwnTiles:
@@ -127,7 +129,23 @@ class CopiedParts:
     def part_units(self) -> int:
         return self.part_tiles * self.own.tile_units
 
-    def begin(self) -> None:
+    @ch.inline
+    def __iter__(self) -> Iterator[Part]:
+        """One after another, in a loop of the device."""
+        slice_chunks = self.matrix.slice_chunks
+        self.arrival.ring.begin_waiting()
+        self._request_first()
+        with ch.for_(self.count, unroll=1, name="part") as part:
+            self.wait(part)
+            with ch.if_(part == 0):
+                self.arrival.end_waiting()
+            first = part * slice_chunks
+            end = ch.minimum(first + slice_chunks, self.matrix.chunks)
+            place = part % 2 * slice_chunks
+            yield Part(first, end, place, part == self.count - 1)
+            self.release(part)
+
+    def _request_first(self) -> None:
         """Request the first two; a barrier of the consumer warps lies behind whatever was in the region."""
         with self.source.copies.requesting():
             for part in range(min(2, self.count)):

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from cheetah import lang as ch
+from cheetah.blocks.linear.parts import Arrival, Parts
 from cheetah.plan import M_TILE_ROWS, MatrixLayout
 
 
@@ -61,43 +62,11 @@ class Prologue(ABC):
         """The vectors of an exchange that it waits for."""
         return ()
 
-    @abstractmethod
-    def load(self, matrix: MatrixLayout, index: int) -> None:
-        """Bring slice `index` of the input of `matrix`: then each warp has what it multiplies. What is said of columns
-        (`scales`) is seen behind the next barrier of the consumer warps, or at the end of an M-tile."""
-
     def scale_of_products(self) -> ColumnScale | None:
         """What the products are still to be multiplied by."""
         return None
 
-    def parts(self, matrix: MatrixLayout) -> Parts | None:
-        """Of a matrix in slices: what brings them ahead of their use; None where `load` brings each."""
-        return None
-
-
-class Parts(Protocol):
-    """The parts of a vector that come one after the other, part p to place p % 2 of the region `vector`."""
-
-    @property
-    def count(self) -> int: ...
-
-    def begin(self) -> None:
-        """Ask for the first of them."""
-
-    def wait(self, part: ch.Expr) -> None:
-        """Until this warp has what it multiplies of a part."""
-
-    def release(self, part: ch.Expr) -> None:
-        """This warp has multiplied a part: called by all consumer warps, which meet."""
-
-
-class Linear(ABC):
-    """Products of a kernel. All roles: what is fetched, what is done with it, and what becomes of it."""
-
     @abstractmethod
-    def __call__(self, matrix: MatrixLayout, prologue: Prologue, epilogue: Epilogue, when: ch.Value = True) -> None:
-        """The matrix of the present layer times the step's vectors; `when`: only if that holds."""
-
-    @abstractmethod
-    def skip(self, matrix: MatrixLayout) -> None:
-        """In the consumer role: use up what was fetched in vain of the matrix."""
+    def parts(self, matrix: MatrixLayout, arrival: Arrival) -> Parts:
+        """The parts of the input of `matrix`, in the order of its slices. What is said of columns (`scales`) is seen
+        behind the next barrier of the consumer warps, or at the end of an M-tile."""

@@ -9,9 +9,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from cheetah import lang as ch
+from cheetah.blocks.linear.adding import Adding
 from cheetah.blocks.linear.epilogue import NormWeights, PublishedRows, place_of
 from cheetah.blocks.linear.interface import ColumnScale, Epilogue, Rows
-from cheetah.blocks.linear.matvec import Matvec
 from cheetah.blocks.linear.rms import PublishedSquares
 from cheetah.blocks.machine import Machine
 from cheetah.lang import ty
@@ -39,17 +39,17 @@ class KeepRows(PublishedRows):
 
 
 def finish_kept_rows(
-    linear: Matvec, layout: MatrixLayout, scale: ColumnScale, norm: NormWeights, epilogue: Epilogue
+    adding: Adding, layout: MatrixLayout, scale: ColumnScale, norm: NormWeights, epilogue: Epilogue
 ) -> None:
     """In the consumer role, in the phase behind the product: a warp takes an M-tile's rows of two columns, times the
     scale, which waits for the squares of all blocks, and the norm's weights, to an epilogue."""
-    machine = linear.machine
+    machine = adding.machine
     position, pairs = layout.position(machine.block), machine.plan.column_pairs
     with ch.for_(machine.warp, layout.waves * pairs, machine.plan.consumer_warps, unroll=1, name="turn") as turn:
         m_tile = ch.const(ty.u32, position + turn // pairs * layout.blocks, name="m_tile")
         with ch.if_(m_tile < layout.m_tiles):
-            column = ch.const(ty.u32, linear.column_of_pair(turn % pairs), name="column")
-            rows = linear.rows(layout, m_tile, column, 0, lambda: 0.0)
+            column = ch.const(ty.u32, adding.column_of_pair(turn % pairs), name="column")
+            rows = adding.rows(layout, m_tile, column, 0, lambda: 0.0)
             made = ch.const(ty.f32, machine.region("made", ty.f32)[place_of(machine, rows)], name="made")
             weight = ch.const(ty.f32, norm.of(rows), name="weight_behind")
             epilogue(replace(rows, sum=lambda: made * scale.of(column) * weight))

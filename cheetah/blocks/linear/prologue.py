@@ -6,6 +6,7 @@ order (see `columns`), in shared memory as in the exchange, so a thread's units 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,8 +17,9 @@ from cheetah.blocks.columns import UNIT, UNITS_PER_TILE, Columns
 from cheetah.blocks.exchange import Published
 from cheetah.blocks.linear.copied import CopiedParts, load_copied
 from cheetah.blocks.linear.formats.vectors import store_unit
-from cheetah.blocks.linear.interface import ColumnScale, Parts, Prologue
+from cheetah.blocks.linear.interface import ColumnScale, Prologue
 from cheetah.blocks.linear.order import Order
+from cheetah.blocks.linear.parts import Arrival, LoadedParts, Parts
 from cheetah.blocks.machine import Machine
 from cheetah.blocks.vector_copies import CopySource
 from cheetah.lang import prim, ty
@@ -78,11 +80,14 @@ class Slices(Prologue):
     def scale_of_products(self) -> ColumnScale | None:
         return self.scale
 
-    def parts(self, matrix: MatrixLayout) -> CopiedParts | None:
+    def parts(self, matrix: MatrixLayout, arrival: Arrival) -> Parts:
         copied = _copied(self.source, VectorPart(0, 0, kind=matrix.vector_kind(self.columns.limit), places=self.places))
-        return None if copied is None else CopiedParts(self.columns, matrix, copied)
+        if copied is None or matrix.slices == 1:
+            return LoadedParts(functools.partial(self.load, matrix), matrix, arrival, self.scale is not None)
+        return CopiedParts(self.columns, matrix, copied, arrival)
 
     def load(self, matrix: MatrixLayout, index: int) -> None:
+        """Bring slice `index`: then each warp has what it multiplies."""
         chunk_elements = matrix.tiles_per_chunk * matrix.tile_columns
         first, end = (chunk * chunk_elements for chunk in matrix.slice_range(index))
         end = min(end, matrix.padded_columns)
@@ -115,16 +120,13 @@ class Prefetching(Prologue):
     def scale_of_products(self) -> ColumnScale | None:
         return self.inner.scale_of_products()
 
-    def parts(self, matrix: MatrixLayout) -> Parts | None:
-        return self.inner.parts(matrix)
+    def parts(self, matrix: MatrixLayout, arrival: Arrival) -> Parts:
+        return self.inner.parts(matrix, arrival)
 
     def prepare(self) -> None:
         self.inner.prepare()
         for address, size_bytes in self.vectors:
             prefetch(self.machine, address, size_bytes)
-
-    def load(self, matrix: MatrixLayout, index: int) -> None:
-        self.inner.load(matrix, index)
 
 
 @dataclass(frozen=True, eq=False)

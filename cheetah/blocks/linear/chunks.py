@@ -1,0 +1,133 @@
+"""A chunk of an M-tile in a full stage, times the vectors beside it: what a consumer warp does of it.
+
+Where a warp has registers for its tiles of a chunk, the stage is given back before they are multiplied.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from cheetah import lang as ch
+from cheetah.blocks.columns import Columns
+from cheetah.blocks.linear.formats import accumulators_of, fragments_class, fragments_of
+from cheetah.blocks.linear.fragments import Activations, Held, groups_of
+from cheetah.blocks.linear.parts import Part
+from cheetah.blocks.ring import Ring, Stage
+from cheetah.blocks.timeline import Timeline
+from cheetah.lang import prim, ty
+from cheetah.plan import MatrixLayout
+from cheetah.plan.formats import BF16
+
+
+class Chunks:
+    """How the chunks of all matrices are multiplied, in the consumer role. `place` is in what follows the number that
+    the vectors beside a chunk have in shared memory, where they lie one after another."""
+
+    def __init__(self, columns: Columns, ring: Ring, timeline: Timeline) -> None:
+        self.machine, self.columns, self.ring, self.timeline = columns.machine, columns, ring, timeline
+
+    def new_sums(self, layout: MatrixLayout, name: str = "sums") -> Any:
+        """Sums of an M-tile, zero: f32 [accumulators, 4]."""
+        return ch.array(ty.f32, accumulators_of(layout, self.columns.limit), 4, zero=True, name=name)
+
+    @ch.inline
+    def use(
+        self, layout: MatrixLayout, chunk: ch.Expr, place: ch.Expr, part: Part, sums: Any, is_first: ch.Value
+    ) -> None:
+        """The next stage, chunk `chunk` of an M-tile, by the vectors of a part of the input. is_first: whether this is
+        the block's first M-tile that is multiplied by them."""
+        if layout.sums_bytes(self.columns.limit) and is_first is not False:
+            with ch.if_(layout.waves == 1 or is_first):
+                self._sum_chunk(layout, chunk, place, part)
+        held = self._room_for_tiles(layout)
+        with self.ring.use() as stage:
+            self.timeline.stamp_first("first_chunk")
+            if held is None:
+                self._multiply_chunk(layout, chunk, place, part, stage, sums)
+            else:
+                self._hold_chunk(layout, chunk, place, part, stage, held)
+        if held is not None:
+            self._multiply_held(layout, chunk, held, sums)
+
+    def _room_for_tiles(self, layout: MatrixLayout) -> Held | None:
+        """Registers for a warp's tiles of a chunk. Not for bf16 tiles where other weights are quantised, and not beside
+        the sums of several M-tiles where a last chunk has fewer tiles: words spilled then (qwen3-4b)."""
+        is_mixed = layout.format is BF16 and bool(self.machine.model.formats)
+        is_crowded = layout.last_chunk_tiles < layout.tiles_per_chunk and self._sums_wait(layout)
+        if groups_of(self.columns.limit, layout.halves) > 1 or is_mixed or is_crowded:
+            return None
+        tiles = layout.tiles_per_chunk // self.machine.plan.consumer_warps
+        return fragments_class(layout, self.columns.limit).room(layout.format, tiles)
+
+    @staticmethod
+    def _sums_wait(layout: MatrixLayout) -> bool:
+        """Whether sums of several M-tiles are in registers from slice to slice."""
+        return layout.slices > 1 and layout.waves > 1
+
+    @contextmanager
+    @ch.inline
+    def _own_tiles(self, layout: MatrixLayout, chunk: ch.Expr) -> Iterator[tuple[ch.Expr, ch.Expr]]:
+        """This warp's tiles of a chunk: (its number among them, its number in the chunk)."""
+        machine = self.machine
+        with ch.for_(layout.tiles_per_chunk // machine.plan.consumer_warps, unroll=True) as turn:
+            pair = turn * machine.plan.consumer_warps + machine.warp
+            full = layout.last_chunk_tiles == layout.tiles_per_chunk
+            with ch.if_(full or self._is_tile(layout, chunk, turn, pair)):
+                yield turn, pair
+
+    def _is_tile(self, layout: MatrixLayout, chunk: ch.Expr, turn: ch.Expr, pair: ch.Expr) -> Any:
+        """Whether a chunk has this tile; not asked where the last one has as many and sums of several M-tiles wait:
+        tiles held behind that question spilled (qwen3-4b)."""
+        sure = layout.last_chunk_tiles // self.machine.plan.consumer_warps
+        has_tile = pair < layout.chunk_tiles(chunk)
+        return (turn < sure) | has_tile if sure and self._sums_wait(layout) else has_tile
+
+    def _beside(self, layout: MatrixLayout, place: ch.Expr, pair: ch.Expr, part: Part) -> Activations:
+        """The vectors beside tile `pair` of a chunk."""
+        return part.vectors(self.columns, layout, place * layout.tiles_per_chunk + pair)
+
+    @ch.function
+    def _hold_chunk(
+        self, layout: MatrixLayout, chunk: ch.Expr, place: ch.Expr, part: Part, stage: Stage, held: Held
+    ) -> None:
+        """This warp's tiles of a chunk, and what they are multiplied with, to registers."""
+        fragments = fragments_of(layout, self.columns.limit, stage, self.machine.lane)
+        fragments.begin_holding()
+        with self._own_tiles(layout, chunk) as (turn, pair):
+            fragments.hold(pair, self._beside(layout, place, pair, part), held, turn)
+        if layout.format.factor_bytes:
+            with ch.if_(chunk == layout.chunks - 1):
+                fragments.hold_factors(layout.last_chunk_tiles, held)
+        fragments.finish_chunk()
+
+    @ch.function
+    def _multiply_held(self, layout: MatrixLayout, chunk: ch.Expr, held: Held, sums: Any) -> None:
+        """The products of what `_hold_chunk` brought."""
+        with self._own_tiles(layout, chunk) as (turn, _):
+            held.multiply(turn, sums)
+        if layout.format.factor_bytes:
+            with ch.if_(chunk == layout.chunks - 1):
+                held.finish_rows(sums)
+
+    @ch.function
+    def _sum_chunk(self, layout: MatrixLayout, chunk: ch.Expr, place: ch.Expr, part: Part) -> None:
+        """What zero points need of this warp's vectors beside a chunk."""
+        fragments = fragments_class(layout, self.columns.limit)
+        with self._own_tiles(layout, chunk) as (_, pair):
+            fragments.sum_vectors(self._beside(layout, place, pair, part), self.machine.lane, layout.format)
+        prim.warp_barrier()  # all lanes read what the first four have stored
+
+    @ch.function
+    def _multiply_chunk(
+        self, layout: MatrixLayout, chunk: ch.Expr, place: ch.Expr, part: Part, stage: Stage, sums: Any
+    ) -> None:
+        """Chunk `chunk` of an M-tile by the vectors in shared memory, in which it is number `place`."""
+        fragments = fragments_of(layout, self.columns.limit, stage, self.machine.lane)
+        with self._own_tiles(layout, chunk) as (_, pair):
+            fragments.multiply(pair, self._beside(layout, place, pair, part), sums)
+        if layout.format.factor_bytes:
+            with ch.if_(chunk == layout.chunks - 1):
+                fragments.finish_rows(layout.last_chunk_tiles, self.columns, sums)
+        fragments.finish_chunk()

@@ -1,0 +1,111 @@
+"""The input of a product in shared memory, part by part: what the loop over a block's M-tiles asks of it."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from cheetah import lang as ch
+from cheetah.blocks.columns import Columns
+from cheetah.blocks.linear.fragments import Activations
+from cheetah.blocks.ring import Ring
+from cheetah.blocks.timeline import Timeline
+from cheetah.lang import prim, ty
+from cheetah.plan import MatrixLayout
+from cheetah.plan.index import ceil_div
+
+
+@dataclass(frozen=True, eq=False)
+class Part:
+    """A part of the input that is there: what chunks [first, end) of an M-tile are multiplied with. Beside the first
+    of them the vectors lie that are number `offset` in the region, counted in chunks. is_last: whether no other part
+    follows."""
+
+    first: ch.Value
+    end: ch.Value
+    offset: ch.Value = 0
+    is_last: ch.Value = True
+    region: str = "vector"
+
+    def place(self, chunk: ch.Expr) -> ch.Expr:
+        """The number that the vectors beside a chunk have there."""
+        return chunk - self.first + self.offset
+
+    def vectors(self, columns: Columns, matrix: MatrixLayout, tile: ch.Expr) -> Activations:
+        """Those beside the K-tile that is number `tile` there."""
+        machine, limit = columns.machine, columns.limit
+        units = machine.region(self.region, ty.u32x4) + tile * matrix.vector_units(limit)
+        sums_bytes = matrix.sums_bytes(limit)
+        sums = machine.region("vector_sums", ty.f32) + tile * (sums_bytes // 4) if sums_bytes else None
+        return Activations(columns, units, matrix.halves, sums)
+
+
+@dataclass(frozen=True, eq=False)
+class Arrival:
+    """Whom it concerns that the consumer warps wait for an input, and that it is there. loaded: see `Reductions`."""
+
+    ring: Ring
+    timeline: Timeline
+    loaded: ch.Expr
+
+    @contextmanager
+    def awaited(self, is_first: bool = True) -> Iterator[None]:
+        """The body waits for it, or for the `is_first` part of it."""
+        self.ring.begin_waiting()
+        yield
+        self.end_waiting(is_first)
+
+    def end_waiting(self, is_first: bool = True) -> None:
+        self.ring.end_waiting()
+        if is_first:
+            self.timeline.stamp_here("ready")
+
+    @ch.inline
+    def tell_loaded(self) -> None:
+        """The adding warps may look for the scales of its columns."""
+        with ch.if_(self.ring.machine.thread == 0):
+            prim.mbarrier_arrive(self.loaded)
+
+
+class Parts(ABC):
+    """The parts of an input, as one iterates over them: each is there for what is emitted in the loop's body. How many
+    there are may be known on the device alone."""
+
+    def begin(self) -> None:  # noqa: B027 - most begin with the first part
+        """Before the first M-tile: what is brought for all of them."""
+
+    @abstractmethod
+    def __iter__(self) -> Iterator[Part]: ...
+
+
+@dataclass(frozen=True, eq=False)
+class LoadedParts(Parts):
+    """Parts that threads bring, each when all have multiplied the one before: of a matrix that is not sliced one, for
+    all M-tiles. load: brings part `index`. is_scaled: whether its columns have scales."""
+
+    load: Callable[[int], None]
+    matrix: MatrixLayout
+    arrival: Arrival
+    is_scaled: bool
+
+    def begin(self) -> None:
+        if self.matrix.slices == 1:
+            self._bring(0)
+
+    def __iter__(self) -> Iterator[Part]:
+        count = ceil_div(self.matrix.chunks, self.matrix.slice_chunks)  # rounding may leave none for the last slices
+        for index in range(count):
+            if index > 0:
+                self.arrival.ring.machine.meet()  # everybody has read the last part before it is loaded over
+            if self.matrix.slices > 1:
+                self._bring(index)
+            yield Part(*self.matrix.slice_range(index), is_last=index == self.matrix.slices - 1)
+
+    def _bring(self, index: int) -> None:
+        with self.arrival.awaited(index == 0):
+            self.load(index)
+            if self.is_scaled:
+                assert self.matrix.slices == 1, self.matrix.name
+                self.arrival.tell_loaded()
