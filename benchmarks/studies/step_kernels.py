@@ -1,6 +1,6 @@
 """Parts of the decode step as kernels of their own: the unfused step, and stacks of attention or of GLU blocks.
 
-The phases are written with the parts of `cheetah.models.dense.step` and `head_parts`. Unfused, every phase is a kernel: vectors
+The phases are written with the parts of `models/dense/step.py`. Unfused, every phase is a kernel: vectors
 pass through plain memory (the launches' order is their order), and the residual, which the fused kernel keeps in shared
 memory, through a buffer. A stack repeats one block of the layer; its input is the embedding of tokens[0], its output
 the vector `hidden`.
