@@ -25,7 +25,7 @@ from cheetah.blocks.linear.formats.vectors import store_unit
 from cheetah.blocks.linear.fragments import Activations, groups_of
 from cheetah.blocks.linear.interface import ColumnScale, Epilogue, Prologue, Rows
 from cheetah.blocks.linear.matvec import Matvec
-from cheetah.blocks.linear.parts import Arrival, Part, Parts
+from cheetah.blocks.linear.parts import Arrival, LoadedParts, Part, Parts
 from cheetah.blocks.linear.prologue import VectorPart, load_vector
 from cheetah.blocks.linear.share import OwnTile, Run, Share
 from cheetah.blocks.made_list import MadeList
@@ -181,19 +181,27 @@ class BroughtParts(Parts):
         yield Part(0, self.matrix.chunks, region=self.region)
 
 
+@dataclass(frozen=True, eq=False)
+class BroughtByAll(Brought):
+    """An input that every block brings, whether it owns rows of the matrix or not, for the phases behind."""
+
+    matrix: MatrixLayout
+    arrival: Arrival
+
+    def prepare(self) -> None:
+        """The adding warps are told of it where the product begins, and those of a block that owns no rows never: there
+        nobody would wait for them, and the next input could be told of before they have come to this one."""
+        self.inner.prepare()
+        parts = self.inner.parts(self.matrix, self.arrival)
+        assert isinstance(parts, LoadedParts), self.matrix.name
+        replace(parts, is_scaled=False).begin()
+
+
 # -- which M-tiles ----------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, eq=False)
-class TakenByAll(Share):
-    """A matrix whose input every block brings, whether it owns M-tiles or not."""
-
-    def if_any(self, position: ch.Expr) -> ch.if_:
-        return ch.if_(True)
-
-
-@dataclass(frozen=True, eq=False)
-class Dealt(TakenByAll):
+class Dealt(Share):
     """The M-tiles of all matrices of the list, dealt to the blocks one after another. The plan sees to it that each has
     one."""
 
@@ -214,6 +222,9 @@ class Dealt(TakenByAll):
         """The producer lane follows the list on in `Added`."""
         if role is self.machine.adder:
             self.list.finish_following(role)
+
+    def if_any(self, position: ch.Expr) -> ch.if_:
+        return ch.if_(True)
 
     @ch.inline
     def m_tiles(self, position: ch.Expr) -> Iterator[ch.Expr]:
@@ -277,7 +288,7 @@ class ExpertProducts:
     def route(self, matrix: MatrixLayout, prologue: Prologue, epilogue: Epilogue) -> None:
         """The router times the input, which every block brings, whether it owns rows of the router or not: `deal` then
         finds it in shared memory, and waits for nothing behind the choice."""
-        self.linear.of_share(TakenByAll(self.machine, matrix), prologue, epilogue)
+        self.linear(matrix, BroughtByAll(prologue, "vector", matrix, self.linear.arrival), epilogue)
         if self._kind != BF16_VECTOR:
             with self.machine.consumer:
                 self._convert(matrix)
