@@ -52,9 +52,14 @@ MAY_IMPORT: dict[str, set[str]] = {
     **{family: {MODELS, f"{DENSE}.family"} for family in FAMILIES},
     f"{DENSE}.page": {MODELS, "cheetah.plan"},
     f"{DENSE}.launch": {MODELS, "cheetah.blocks", "cheetah.lang", "cheetah.package", "cheetah.plan"},
-    f"{DENSE}.step": {*KERNEL, f"{DENSE}.launch", f"{DENSE}.page"},
-    f"{DENSE}.program": {*KERNEL, f"{DENSE}.launch", f"{DENSE}.page", f"{DENSE}.step"},
-    f"{DENSE}.head": {*KERNEL, f"{DENSE}.launch", f"{DENSE}.page", f"{DENSE}.step", "cheetah.package"},
+    f"{DENSE}.step_sizes": {*KERNEL, f"{DENSE}.page"},
+    f"{DENSE}.head_parts": {*KERNEL, f"{DENSE}.launch", f"{DENSE}.page", f"{DENSE}.step_sizes"},
+    f"{DENSE}.step": {*KERNEL, *(f"{DENSE}.{one}" for one in ("launch", "page", "step_sizes", "head_parts"))},
+    f"{DENSE}.program": {*KERNEL, *(f"{DENSE}.{one}" for one in ("launch", "page", "step_sizes", "step"))},
+    f"{DENSE}.head": {
+        *(*KERNEL, "cheetah.package"),
+        *(f"{DENSE}.{one}" for one in ("launch", "page", "step_sizes", "head_parts")),
+    },
     f"{DENSE}.pass_sizes": {MODELS, f"{DENSE}.page", "cheetah.plan"},
     f"{DENSE}.prompt": {
         *(*KERNEL, f"{DENSE}.launch", f"{DENSE}.page", f"{DENSE}.pass_sizes", f"{DENSE}.program"),
