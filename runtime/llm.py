@@ -321,10 +321,17 @@ class LLM:
             logprobs=params.logprobs,
             prompt_logprobs=params.prompt_logprobs,
             speculates=params.speculation,
+            prediction=self._prediction(params),
             params=params,
         )
         self.engine.check(request)
         return request
+
+    def _prediction(self, params: SamplingParams) -> tuple[int, ...]:
+        """The ids of what a completion is thought to be, where that is of use. As many as a context has."""
+        if not params.prediction or not params.speculation or not self._assembly.launcher.verifies:
+            return ()
+        return self.prompts.encode(params.prediction, add_special_tokens=False)[: self.max_context]
 
     def _watchers(
         self, params: SamplingParams, end_ids: Sequence[int], banned: Sequence[Sequence[int]]

@@ -20,7 +20,8 @@ class Timings:
     part in, so several that share their launches share those seconds. What other requests did in between, tokenising,
     detokenising and what the caller does between two pieces are in neither. `launches` counts its kernel launches.
     `cached_tokens` of the prompt were not read again: their keys and values were still there from an earlier request,
-    or from an earlier completion of the same prompt.
+    or from an earlier completion of the same prompt. `drafted_tokens` were drafted, of which `accepted_tokens` turned
+    out right (see `speculative_config`); where a stop string ends the text, what was drafted behind it may count too.
     """
 
     prompt_tokens: int
@@ -29,6 +30,8 @@ class Timings:
     decode_s: float
     launches: int
     cached_tokens: int = 0
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
 
     @property
     def decode_tokens_per_s(self) -> float:

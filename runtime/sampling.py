@@ -119,7 +119,8 @@ class SamplingParams(metaclass=_FamiliarNames):
     the so many likeliest, up to 20, of the logits as the model makes them, before all of the above. For prompt_logprobs
     all of the prompt is read, also what is cached. structured_outputs: what the text shall be,
     `StructuredOutputsParams` or a mapping with its fields; its end ends the completion, whatever `ignore_eos` and
-    `min_tokens` say. speculation: False has no tokens drafted where the LLM does that; they are the same either way."""
+    `min_tokens` say. speculation: False has no tokens drafted where the LLM does that; they are the same either way.
+    prediction: what most of the completion is thought to be, text or ids: drafts are looked up there first."""
 
     temperature: float | None = None
     max_tokens: int | None = None
@@ -145,6 +146,7 @@ class SamplingParams(metaclass=_FamiliarNames):
     skip_special_tokens: bool = True
     structured_outputs: StructuredOutputsParams | Mapping[str, Any] | None = None
     speculation: bool = True
+    prediction: str | Sequence[int] = ()
 
     def __post_init__(self) -> None:
         stop = (self.stop,) if isinstance(self.stop, str) else _listed("stop", self.stop, "a text, or a list of texts")
@@ -163,6 +165,11 @@ class SamplingParams(metaclass=_FamiliarNames):
                 raise CheetahError(f"stop_token_ids: {token} is not a token id")
         self._check_numbers()
         self._check_tokens()
+        if not isinstance(self.prediction, str):
+            ids = _listed("prediction", self.prediction, "a text, or a list of token ids")
+            if not all(_is_int(token, 0, LARGEST_ID) for token in ids):
+                raise CheetahError(f"prediction={shown(ids)}: expected a text, or token ids")
+            object.__setattr__(self, "prediction", ids)
         if self.structured_outputs is not None:
             object.__setattr__(self, "structured_outputs", StructuredOutputsParams.of(self.structured_outputs))
 

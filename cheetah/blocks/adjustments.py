@@ -91,7 +91,7 @@ class Adjustments:
         options = ch.const(ty.u32, self.of(column, "options"), name="options")
         adjusted = ch.var(ty.f32, logit)
         with ch.if_((options & MASKED) != 0):
-            place = self.of(column, "slot") * ch.named("MASK_WORDS", mask_words(self.vocab)) + token // MASK_BITS
+            place = self._mask(column) * ch.named("MASK_WORDS", mask_words(self.vocab)) + token // MASK_BITS
             with ch.if_(((prim.load_constant_u32(self.launch.masks + place) >> (token % MASK_BITS)) & 1) == 0):
                 adjusted.set(-float("inf"))
         with ch.if_((options & BIASED) != 0):
@@ -99,6 +99,11 @@ class Adjustments:
         with ch.if_((options & PENALISED) != 0):
             self._penalise(column, token, adjusted)
         return adjusted
+
+    def _mask(self, column: ch.Expr) -> Any:
+        """A column's row of `masks`: its sequence's, but where what is drafted before it may decide."""
+        drafts = self.columns.machine.plan.drafts
+        return self.columns.record(column, "mask") if drafts else self.of(column, "slot")
 
     @ch.function
     def _penalise(self, column: ch.Expr, token: ch.Expr, adjusted: Any) -> None:

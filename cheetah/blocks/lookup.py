@@ -1,9 +1,10 @@
-"""Drafts by looking up: what stood behind the same tokens earlier in the sequence, its prompt included.
+"""Drafts by looking up: what stood behind the same tokens earlier in the sequence, its prompt included, or in a text
+that was given ahead of it, which is looked up first.
 
-`history` has every sequence's tokens by position. Block 0 appends what a step made, at its end; all blocks search it at
-the ends of later steps, up to what the step before the one that ends has made: that was stored before block 0 published
-its candidates of this step, with release, and they have read those, with acquire. What this step has made they know by
-themselves. So nobody reads a word that is being written, and all find the same.
+`history` has every sequence's tokens by position, behind that text. Block 0 appends what a step made, at its end; all
+blocks search it at the ends of later steps, up to what the step before the one that ends has made: that was stored
+before block 0 published its candidates of this step, with release, and they have read those, with acquire. What this
+step has made they know by themselves. So nobody reads a word that is being written, and all find the same.
 """
 
 from __future__ import annotations
@@ -23,21 +24,24 @@ WINDOW = 32768
 """Most tokens that are searched, the newest: every block reads them all from L2."""
 TOKENS_OF_LOAD = 4
 LENGTH_SHIFT = 24
-"""Matches are compared as words: how long they are, then how late."""
+PREFERRED = 1 << 23
+"""Matches are compared as words: how long they are, then whether they lie in the text ahead, then how late they are."""
 
 
 def history_room(plan: Plan) -> int:
-    """Words of a sequence's row of `history`: rows begin at whole loads."""
-    return round_up(plan.max_context + 1, TOKENS_OF_LOAD)
+    """Words of a sequence's row of `history`: rows begin at whole loads. A text ahead may be as long as a context."""
+    return round_up(2 * plan.max_context + 1, TOKENS_OF_LOAD)
 
 
 @dataclass(frozen=True, eq=False)
 class Search:
-    """One sequence's, at the end of a step. Positions: of its newest token, `end`, and of the last that its row of
-    `history` is sure to have, `written`; those behind were chosen in this step, by its columns from `first` on, the
-    first of them behind the token at position `last`. longest, shortest: n-grams that count."""
+    """One sequence's, at the end of a step. ahead: tokens before its own. Positions, behind those: of its newest token,
+    `end`, and of the last that its row of `history` is sure to have, `written`; those behind were chosen in this step,
+    by its columns from `first` on, the first of them behind the token at position `last`. longest, shortest: n-grams
+    that count."""
 
     row: Any
+    ahead: Any
     end: Any
     written: Any
     first: Any
@@ -58,7 +62,9 @@ class Lookup:
     @ch.inline
     def append(self, sequence: ch.Expr, number: ch.Expr, token: ch.Expr) -> None:
         """In block 0: token `number` of the launch was made."""
-        self._row(sequence)[self.columns.sequence(sequence, "length") + number] = token
+        columns = self.columns
+        place = columns.sequence(sequence, "ahead") + columns.sequence(sequence, "length") + number
+        self._row(sequence)[place] = token
 
     @ch.inline
     def _row(self, sequence: ch.Expr) -> Any:
@@ -108,14 +114,15 @@ class Lookup:
     @ch.inline
     def _search_of(self, sequence: Any, known: Any, given: Any) -> Search:
         columns = self.columns
-        length = ch.const(ty.u32, columns.sequence(sequence, "length"), name="length")
+        ahead = ch.const(ty.u32, columns.sequence(sequence, "ahead"), name="ahead")
+        length = ch.const(ty.u32, ahead + columns.sequence(sequence, "length"), name="length")
         first = ch.const(ty.u32, columns.sequence(sequence, "first_column"), name="first")
         last = ch.const(ty.u32, length + columns.state(first, NUMBER), name="last")
         end = ch.const(ty.u32, length + known - 1, name="end")
         written = ch.const(ty.u32, ch.maximum(last, length + given - 1), name="written")
         longest = ch.const(ty.u32, ch.minimum(columns.sequence(sequence, "ngram_max"), end), name="longest")
         shortest = ch.const(ty.u32, columns.sequence(sequence, "ngram_min"), name="shortest")
-        return Search(self._row(sequence), end, written, first, last, longest, shortest)
+        return Search(self._row(sequence), ahead, end, written, first, last, longest, shortest)
 
     @ch.function
     def _token(self, search: Search, position: Any) -> Any:
@@ -129,8 +136,9 @@ class Lookup:
 
     @ch.inline
     def _find(self, search: Search, ngram: Any) -> Any:
-        """The longest match before the newest token, the latest of equal ones: its length, then the position at which
-        it ends and 1; 0 if none counts. On every lane of the warp, of what its lanes have read."""
+        """The longest match before the newest token, the latest of equal ones, but one in the text ahead before others:
+        its length, whether it lies there, the position at which it ends and 1; 0 if none counts. On every lane of the
+        warp, of what its lanes have read."""
         machine = self.columns.machine
         newest = ch.const(ty.u32, ngram[0], name="newest")
         whole = ch.const(ty.u32, ch.minimum(search.written + 1, search.end) // TOKENS_OF_LOAD, name="whole")
@@ -159,7 +167,8 @@ class Lookup:
                 ch.break_()
             length += 1
         with ch.if_(length >= search.shortest):
-            best.set(ch.maximum(best, (length << LENGTH_SHIFT) | (position + 1)))
+            place = position + 1 + ch.select(position < search.ahead, ty.u32(PREFERRED), ty.u32(0))
+            best.set(ch.maximum(best, (length << LENGTH_SHIFT) | place))
 
     @ch.inline
     def _take(self, search: Search, sequence: Any, known: Any, done: Any, best: Any, next_token: Any) -> None:
@@ -168,7 +177,7 @@ class Lookup:
         number = done + lane
         is_open = number >= ch.maximum(known, columns.sequence(sequence, "drafted"))
         with ch.if_((lane < columns.sequence(sequence, "per_step")) & is_open):
-            position = ch.const(ty.u32, best & ((1 << LENGTH_SHIFT) - 1), name="position")
+            position = ch.const(ty.u32, best & (PREFERRED - 1), name="position")
             period = search.end + 1 - position
             token = self._token(search, position + (number - known) % period)
             next_token[search.first + lane] = ch.minimum(token, self.vocab - 1)

@@ -20,7 +20,8 @@ from cheetah.blocks.columns import CANCELLED_TOKEN, NO_TOKEN, NUMBER, SEQUENCE, 
 from cheetah.blocks.lookup import Lookup
 from cheetah.blocks.tokens import LaunchTokens, Tokens
 from cheetah.lang import prim, ty
-from cheetah.plan.kv.tables import PENALISED, ROUND_WORDS
+from cheetah.plan.kv.tables import EMITTED_COUNT_BITS, PENALISED, ROUND_WORDS
+from cheetah.plan.plan import EMITTED_BITS
 
 
 class LaunchDrafts(LaunchTokens, Protocol):
@@ -127,7 +128,7 @@ class VerifiedTokens(Tokens):
             place = ch.const(ty.u32, sequence * (machine.plan.launch_tokens + 1) + following, name="place")
             self.launch.judges[place] = ch.cast(ty.u32, step) * columns.limit + column
             with ch.if_(is_wanted):
-                self._note(sequence, place, following, sampled)
+                self._note(sequence, place, following, column - first, sampled)
             self._tally(sequence, column - first, number, ch.select(is_last, ty.u32(1), ty.u32(0)))
         going_on = ch.var(ty.u32, 0)
         plan_step = ch.var(ty.u32, 0)
@@ -175,10 +176,12 @@ class VerifiedTokens(Tokens):
                 self.adjustments.count(column, ch.const(ty.u32, chosen[column], name="token"))
 
     @ch.function
-    def _note(self, sequence: Any, place: Any, number: Any, sampled: Any) -> None:
-        """In block 0: what was chosen as token `number` of a sequence. place: in `tokens`."""
+    def _note(self, sequence: Any, place: Any, number: Any, index: Any, sampled: Any) -> None:
+        """In block 0: what was chosen as token `number` of a sequence, by its column `index`. place: in `tokens`."""
         self.launch.tokens[place] = ty.i32(sampled)
-        self._emit(place, sampled)
+        known = ch.const(ty.u32, ch.maximum(self.columns.sequence(sequence, "given"), number - index), name="known")
+        counts = self.drafted[sequence] | (number - known) << EMITTED_COUNT_BITS
+        self._emit(place, ch.select(sampled < CANCELLED_TOKEN, sampled | counts << EMITTED_BITS, sampled))
         with ch.if_((self.columns.sequence(sequence, "ngram_max") != 0) & (sampled < CANCELLED_TOKEN)):
             self.lookup.append(sequence, number, sampled)
 

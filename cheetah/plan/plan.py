@@ -39,6 +39,10 @@ TRANSACTION_LIMIT_BYTES = 2**20
 """An mbarrier counts fewer pending bytes than this (PTX ISA, mbarrier tx-count)."""
 VERIFIED_TOKENS = 32
 """Tokens of a step at most where some of them are drafted: a warp judges them, a lane each."""
+EMITTED_BITS = 22
+"""Of a word in which a kernel that verifies drafts tells the host of a token, those that are the token's."""
+MOST_SEARCHED = 2**21
+"""Tokens of a context at most in which drafts are looked up."""
 DEFAULT_CONTEXT, DEFAULT_STEPS = 8192, 64
 """Tokens of a sequence, and steps of a launch, unless told otherwise."""
 
@@ -161,6 +165,10 @@ class Plan:
             raise PlanError(
                 f"Plan: drafts is {self.drafts} with {self.tokens} tokens: a step verifies drafts behind a token, at "
                 f"most {VERIFIED_TOKENS} tokens together: give fewer drafts than tokens"
+            )
+        if self.max_context > MOST_SEARCHED:
+            raise PlanError(
+                f"Plan: drafts is {self.drafts} with max_context {self.max_context}: at most {MOST_SEARCHED} tokens"
             )
         if not self.kv_chunk:
             raise PlanError(
@@ -295,6 +303,8 @@ class Plan:
         require_shared(shape, gpu)
         if self.sync == "barrier" and gpu.ranks > 1:
             raise PlanError(f"Plan: sync is 'barrier' with {gpu.ranks} GPUs, and blocks of one meet: use 'flags'")
+        if self.drafts and shape.vocab > 1 << EMITTED_BITS:
+            raise PlanError(f"Plan: drafts is {self.drafts} with {shape.vocab} tokens: at most {1 << EMITTED_BITS}")
         if self.drafts and shape.windows_in(self.max_context) != (None,):
             raise PlanError(
                 f"Plan: drafts is {self.drafts} and the model has windows below max_context {self.max_context}: drafts "

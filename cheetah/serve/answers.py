@@ -39,12 +39,17 @@ class Usage:
     prompt_tokens: int = 0
     completion_tokens: int = 0
     cached_tokens: int = 0
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
     is_echo: bool = False
 
     def take(self, piece: StreamPiece) -> None:
         self.completion_tokens += 0 if self.is_echo else len(piece.token_ids)
-        if piece.timings is not None and piece.index == 0:
-            self.cached_tokens += piece.timings.cached_tokens
+        if piece.timings is None:
+            return
+        self.cached_tokens += piece.timings.cached_tokens if piece.index == 0 else 0
+        self.drafted_tokens += piece.timings.drafted_tokens
+        self.accepted_tokens += piece.timings.accepted_tokens
 
     def record(self) -> Record:
         return {
@@ -52,6 +57,10 @@ class Usage:
             "completion_tokens": self.completion_tokens,
             "total_tokens": self.prompt_tokens + self.completion_tokens,
             "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
+            "completion_tokens_details": {
+                "accepted_prediction_tokens": self.accepted_tokens,
+                "rejected_prediction_tokens": self.drafted_tokens - self.accepted_tokens,
+            },
         }
 
 

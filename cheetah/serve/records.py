@@ -173,6 +173,22 @@ class TemplateOptions(Body):
     chat_template: str | None = None
 
 
+class PredictedPart(Body):
+    type: Literal["text"]
+    text: str
+
+
+class Prediction(Body):
+    """What most of an answer is thought to be; it changes none."""
+
+    type: Literal["content"]
+    content: Annotated[str | list[PredictedPart], _said_as("text, or a list of parts with text")]
+
+    @property
+    def text(self) -> str:
+        return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
+
+
 class ChatBody(TemplateOptions, Streamed):
     """POST /v1/chat/completions."""
 
@@ -185,6 +201,7 @@ class ChatBody(TemplateOptions, Streamed):
     tool_choice: Literal["none", "auto", "required"] | dict[str, Any] | None = None
     parallel_tool_calls: bool = True
     reasoning_effort: str | None = None
+    prediction: Prediction | None = None
     modalities: Several[str] = Field(default_factory=lambda: ["text"])
 
 

@@ -6,7 +6,7 @@ import secrets
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from cheetah.errors import CheetahError
@@ -178,6 +178,8 @@ class Service:
         structure = self._calls_that_must_be(body) or structure_of(body)
         most = body.max_completion_tokens or body.max_tokens
         params = self._params(body, most, structure=structure, logprobs=_top_of(body))
+        if body.prediction is not None:
+            params = replace(params, prediction=self._encode(body.prediction.text, False, param="prediction"))
         ids = self._render(body.messages, body, variables, params)
         if body.stream and body.prompt_logprobs is not None:
             raise refused("prompt_logprobs", "is not told in streams: leave out stream")

@@ -147,6 +147,7 @@ def sizes(config: ModelConfig, gpu: Gpu, plan: Plan) -> dict[str, int]:
         "tiles": len(windows) * layout.tiles,
         "columns": plan.tokens,
         "mask_words": mask_words(shape.vocab),
+        "mask_rows": plan.batch + plan.tokens,
         "exchange_bytes": workspace_bytes(exchange_sizes(shape, gpu, plan), plan, product_inputs(shape, gpu, plan)),
         "token_room": plan.launch_tokens + 1,
         "history_room": history_room(plan),

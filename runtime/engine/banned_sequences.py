@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from cheetah.runtime.engine.watching import MASK_BITS, Mask
+from cheetah.runtime.engine.watching import MASK_BITS, Mask, allows
 
 
 class BannedSequences:
@@ -22,9 +22,23 @@ class BannedSequences:
 
     def after(self, token_id: int) -> None:
         self._last.append(token_id)
-        made = tuple(self._last)
+        self.mask = self._mask_behind(tuple(self._last))
+
+    def forced(self) -> Sequence[int]:
+        return ()
+
+    def ahead(self, token_ids: Sequence[int]) -> list[Mask | None]:
+        made, masks = tuple(self._last), [self.mask]
+        for token in token_ids:
+            if not allows(masks[-1], token):
+                break
+            made = (*made, token)
+            masks.append(self._mask_behind(made))
+        return masks[1:]
+
+    def _mask_behind(self, made: tuple[int, ...]) -> Mask | None:
         banned = [last for before, last in self._sequences if made[-len(before) :] == before]
-        self.mask = self._all_but(banned) if banned else None
+        return self._all_but(banned) if banned else None
 
     def _all_but(self, token_ids: Sequence[int]) -> Mask:
         mask = np.full(self._words, 0xFFFFFFFF, np.uint32)

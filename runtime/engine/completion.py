@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from cheetah.errors import CheetahError
 from cheetah.models.logprobs import TokenLogprobs
-from cheetah.runtime.engine.drafting import Drafting, Worth
+from cheetah.runtime.engine.drafting import NOTHING_DRAFTED, USUAL_RATIO, Drafted, Drafting, Worth
 from cheetah.runtime.engine.kv_cache import CachedSequence
 from cheetah.runtime.engine.launcher import NOT_A_NUMBER, Part
 from cheetah.runtime.engine.requests import Event, Failed, Made, NothingAllowed, Request
@@ -38,6 +38,7 @@ class Completion:
         self.has_ended = self.has_failed = False
         self.worth: Worth | None = None  # of drafts, once some could have been made
         self.preemptions = 0
+        self._drafted, self._drafted_now = NOTHING_DRAFTED, NOTHING_DRAFTED  # before the present launch, and in it
         self._prefill_s = self._decode_s = 0.0
         self._launches = 0
         self._is_prefill, self._passed_s = True, 0.0  # of the present launch
@@ -59,24 +60,49 @@ class Completion:
         return self.ids[self.cache.length : self.cache.length + most]
 
     @property
-    def may_speculate(self) -> bool:
-        """Whether its tokens may be drafted: watchers hear each before the next is sampled."""
-        return self.request.speculates and not self._watchers
+    def is_watched(self) -> bool:
+        """Whether watchers hear each token before the next is sampled, unless that was drafted."""
+        return bool(self._watchers)
 
-    def most_tokens(self) -> int:
-        """Tokens that the next decode launch takes in at most: stop ids are banned in all of it or in none, and
-        watchers hear a token before the next is sampled."""
+    @property
+    def may_speculate(self) -> bool:
+        """Whether its tokens may be drafted. Masks are those of one step, which then begins with the last token, and
+        none says yet that it may not end."""
+        if not self.request.speculates or not self._watchers:
+            return self.request.speculates
+        return not self._to_read_again and self.made >= self.request.min_tokens
+
+    def heard_drafts(self, most: int) -> Drafting | None:
+        """Of who is watched: what may be drafted for one step, with the masks behind each: what watchers leave no
+        choice of, then what is looked up, if that was worth it. None: nothing."""
+        most = min(most, self.request.max_tokens - self.made - 1)
+        tokens = next((found for one in self._watchers if (found := [*one.forced()])), [])[:most]
+        if self.worth is not None and self.worth.length > USUAL_RATIO:
+            tokens += self.worth.proposed([*self.ids, *tokens], most - len(tokens))
+        masks = [mask_of_all(found) for found in zip(*(one.ahead(tokens) for one in self._watchers), strict=False)]
+        tokens = tokens[: len(masks)]
+        is_bound = any(mask is not None for mask in (mask_of_all(one.mask for one in self._watchers), *masks))
+        return Drafting(1, tokens, masks=masks if is_bound else ()) if tokens else None
+
+    @property
+    def _to_read_again(self) -> int:
+        """Ids before the last one that are not cached, since it had to give its pages back."""
         assert self.cache is not None
-        again = len(self.ids) - 1 - self.cache.length
+        return len(self.ids) - 1 - self.cache.length
+
+    def most_tokens(self, heard: int = 0) -> int:
+        """Tokens that the next decode launch takes in at most: stop ids are banned in all of it or in none, and
+        watchers hear a token before the next is sampled, but for so many that they know of."""
+        again = self._to_read_again
         unstoppable = self.request.min_tokens - self.made
-        wanted = 1 if self._watchers else self.request.max_tokens - self.made
+        wanted = 1 + heard if self._watchers else self.request.max_tokens - self.made
         return again + (min(wanted, unstoppable) if unstoppable > 0 else wanted)
 
     def part(self, inputs: Sequence[int], total: int, per_step: int = 1, drafting: Drafting | None = None) -> Part:
         """Its part of a launch. Until there are `min_tokens`, stop ids are not sampled, unless its watchers allow
         nothing else."""
         assert self.cache is not None
-        sampling, mask = self.sampling, mask_of_all(self._watchers)
+        sampling, mask = self.sampling, mask_of_all(one.mask for one in self._watchers)
         if self.made < self.request.min_tokens and (mask is None or allows_one_beside(mask, sampling.stop_ids)):
             sampling = replace(sampling, banned=tuple(sorted({*sampling.banned, *sampling.stop_ids})))
         prompt, stepwise = len(self.request.prompt_ids), bool(self._watchers)
@@ -104,9 +130,19 @@ class Completion:
         """A launch with a part of it begins."""
         self._launches += 1
         self._is_prefill, self._passed_s = not self.made, 0.0
+        self._drafted, self._drafted_now = self._drafted + self._drafted_now, NOTHING_DRAFTED
 
-    def take(self, part: Part, token_ids: tuple[int, ...], seconds: float, has_failed: bool = False) -> list[Event]:
-        """Takes in what a launch of `part` has made since the last time, and says it. seconds: of the launch so far."""
+    def take(
+        self,
+        part: Part,
+        token_ids: tuple[int, ...],
+        seconds: float,
+        drafted: Drafted = NOTHING_DRAFTED,
+        has_failed: bool = False,
+    ) -> list[Event]:
+        """Takes in what a launch of `part` has made since the last time, and says it. seconds, drafted: of the launch
+        so far."""
+        self._drafted_now = drafted
         passed, self._passed_s = seconds - self._passed_s, seconds
         if self._is_prefill:
             self._prefill_s += passed
@@ -155,7 +191,16 @@ class Completion:
 
     def _timings(self) -> Timings:
         seconds = (self._prefill_s, self._decode_s)
-        return Timings(len(self.request.prompt_ids), self.made, *seconds, self._launches, self.cached_tokens)
+        drafted = self._drafted + self._drafted_now
+        return Timings(
+            len(self.request.prompt_ids),
+            self.made,
+            *seconds,
+            self._launches,
+            self.cached_tokens,
+            drafted.tokens,
+            drafted.accepted,
+        )
 
 
 def part_ways(group: Sequence[Completion]) -> None:

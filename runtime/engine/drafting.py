@@ -7,19 +7,25 @@ from dataclasses import dataclass
 from itertools import zip_longest
 from math import exp
 
+from cheetah.runtime.engine.watching import Mask
+
 
 @dataclass(frozen=True)
 class Drafting:
     """How a part's tokens are drafted, in a kernel that verifies drafts. rounds: steps of the launch at most; each
     takes `per_step` tokens, of which all that turn out right count.
 
-    drafts: what may follow the inputs. ngrams: fewest and most tokens behind which drafts are looked up in what is
-    known of the sequence, where there are no such; (0, 0): not at all.
+    drafts: what may follow the inputs. masks: in a launch of one round which tokens may be chosen behind each of these,
+    where something else may than behind the inputs. ngrams: fewest and most tokens behind which drafts are looked up in
+    what is known of the sequence, where there are no such; (0, 0): not at all. ahead: a text in which they are looked
+    up first.
     """
 
     rounds: int
     drafts: Sequence[int] = ()
     ngrams: tuple[int, int] = (0, 0)
+    ahead: Sequence[int] = ()
+    masks: Sequence[Mask | None] = ()
 
 
 @dataclass(frozen=True)
@@ -30,6 +36,14 @@ class Drafted:
     steps: int = 0
     tokens: int = 0
     right: tuple[int, ...] = ()
+
+    @classmethod
+    def of_token(cls, drafted: int, place: int) -> Drafted:
+        """What a token says that was chosen behind draft number `place`, from 1 on, of so many; 0: behind none, with
+        which a step begins."""
+        if not place:
+            return cls(int(drafted > 0), drafted)
+        return cls(right=(*[0] * (place - 1), 1)) if place <= drafted else cls()
 
     @property
     def accepted(self) -> int:
@@ -103,20 +117,29 @@ class Worth:
     would have been looked up, and how many tokens a step would have made. So nothing need be drafted to know when it
     pays again.
 
-    It decides speed alone, so it may be wrong: of several lengths of n-grams only the shortest is replayed."""
+    It decides speed alone, so it may be wrong: of several lengths of n-grams only the shortest is replayed. ahead: a
+    text in which they are looked up too."""
 
-    def __init__(self, speculation: Speculation) -> None:
-        self._drafts, self._shortest = speculation.drafts, speculation.ngrams[0]
+    def __init__(self, speculation: Speculation, ahead: Sequence[int] = ()) -> None:
+        self._drafts, self._shortest, self._ahead = speculation.drafts, speculation.ngrams[0], ahead
         self._ends: dict[tuple[int, ...], int] = {}  # of n-grams, the latest place behind one
         self._noted = 0
         self.length = 2.0  # a mean that forgets; before anything is known, drafts are tried
 
     def note(self, ids: Sequence[int], made: int, steps: int | None) -> None:
         """The last `made` of these ids were made, with drafts in so many steps, or without: None."""
+        ids = [*self._ahead, *ids]
         replayed = self._replayed(ids, len(ids) - made)
         if made:
             count = replayed if steps is None else steps
             self.length += (made / count - self.length) * (1.0 - exp(-count / MEMORY_STEPS))
+
+    def proposed(self, ids: Sequence[int], most: int) -> list[int]:
+        """What would be looked up behind these ids."""
+        ids = [*self._ahead, *ids]
+        self._know(ids, len(ids))
+        found = self._ends.get(tuple(ids[-self._shortest :]))
+        return [] if found is None else ids[found : found + most]
 
     def _replayed(self, ids: Sequence[int], first: int) -> int:
         """The steps that would have made the ids from `first` on; all n-grams are known afterwards."""

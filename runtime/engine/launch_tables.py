@@ -92,10 +92,11 @@ def sequence_record(
     sampling: Sampling,
     stops: tuple[int, int],
     asked: tuple[int, int] = (0, 0),
-    drafts: tuple[int, int, int] = (0, 0, 0),
+    drafts: tuple[int, int, int, int] = (0, 0, 0, 0),
 ) -> SequenceRecord:
     """The record of a sequence that has `placed` (see `Geometry`), its `stops`, (first, count) of the stop ids, what it
-    has `asked`, (options, slot), and its `drafts`, (how many, shortest and longest n-grams)."""
+    has `asked`, (options, slot), and its `drafts`, (how many, shortest and longest n-grams, tokens of the text
+    ahead)."""
     length, per_step, first_column = placed
     return SequenceRecord(
         length=length,
@@ -119,6 +120,7 @@ def sequence_record(
         drafted=given + drafts[0],
         ngram_min=drafts[1],
         ngram_max=drafts[2],
+        ahead=drafts[3],
     )
 
 
@@ -128,10 +130,11 @@ def _bits(number: float | np.float32) -> int:
     return int(np.float32(number).view(np.uint32))
 
 
-def column_records(geometry: Geometry) -> list[ColumnRecord]:
-    """The records of the columns, in order."""
+def column_records(geometry: Geometry, masks: Sequence[int] = ()) -> list[ColumnRecord]:
+    """The records of the columns, in order. masks: the row of `masks` of each, where a kernel asks for that."""
     counts = [per_step for _, per_step in geometry.sequences]
-    return [ColumnRecord(sequence, number) for sequence, count in enumerate(counts) for number in range(count)]
+    places = [(sequence, number) for sequence, count in enumerate(counts) for number in range(count)]
+    return [ColumnRecord(*place, mask) for place, mask in zip(places, masks or [0] * len(places), strict=True)]
 
 
 def stop_lists(wanted: Sequence[tuple[int, ...]], room: int) -> tuple[list[int], list[tuple[int, int]]]:

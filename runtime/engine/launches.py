@@ -97,7 +97,8 @@ class LaunchResult:
 
 class Launch:
     """A launch from its preparation to its end. placed: its parts in the order of its rows, order: their numbers.
-    given, has_ended: of each row, how many of its tokens `fresh` has given, and whether the last was among them."""
+    given, has_ended, drafted: of each row, how many of its tokens `fresh` has given, whether the last was among them,
+    and what they say of drafts."""
 
     def __init__(
         self,
@@ -109,6 +110,7 @@ class Launch:
         self.placed, self.order, self.geometry = placed, order, geometry
         self.arguments, self.epoch = arguments, int(cast(int, arguments.get("epoch", 0)))
         self.given, self.has_ended = [0] * len(placed), [False] * len(placed)
+        self.drafted = [NOTHING_DRAFTED] * len(placed)
         self.started = self._seen = time.perf_counter()
         self._ended: float | None = None
 
@@ -128,6 +130,10 @@ class Launch:
     def given_of(self, number: int) -> int:
         """How many tokens of part `number` have been given."""
         return self.given[self.order.index(number)]
+
+    def drafted_of(self, number: int) -> Drafted:
+        """What those tokens say of its drafts."""
+        return self.drafted[self.order.index(number)]
 
     def next_place(self, row: int) -> int:
         """Where in its row the next token will be."""

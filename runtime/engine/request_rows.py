@@ -106,6 +106,11 @@ class RequestRows:
             self._upload("token_counts", number, counts_of(ids[:prompt], ids[prompt:], self._vocab))
             slot.counted = (list(ids), prompt)
 
+    def fill_columns(self, first: int, sampling: Sampling, masks: Sequence[Mask | None]) -> None:
+        """Uploads what the columns of a step from `first` on may choose, behind the rows of all slots."""
+        rows = np.stack([self._masked(sampling, mask) for mask in masks])
+        self._buffers["masks"].upload(rows, (len(self._slots) + first) * rows[0].nbytes)
+
     def fill_history(self, number: int, ids: Sequence[int]) -> None:
         """Uploads what a slot's row of `history` does not have of a sequence's ids."""
         slot = self._slots[number]

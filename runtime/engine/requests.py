@@ -23,8 +23,8 @@ class Request:
 
     watchers: of each completion, which then has launches of one step. logprobs, prompt_logprobs: with each token that
     is made, or of the prompt, comes how likely it was, and so many of the likeliest; None for neither. speculates:
-    whether its tokens are drafted, where the engine does that. params: what its client wrote, at which the engine does
-    not look."""
+    whether its tokens are drafted, where the engine does that; prediction: ids in which they are looked up first.
+    params: what its client wrote, at which the engine does not look."""
 
     prompt_ids: tuple[int, ...]
     max_tokens: int
@@ -35,6 +35,7 @@ class Request:
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     speculates: bool = True
+    prediction: tuple[int, ...] = ()
     params: SamplingParams | None = None
 
     @property

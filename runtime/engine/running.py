@@ -77,10 +77,12 @@ class RunningLaunch:
         """What it has made since this was asked last, of who does not wait for logprobs."""
         seconds, events = self.launch.seconds, list[Event]()
         found = self.order.launcher.fresh(self.launch)
-        for part, takers, token_ids in zip(self.order.parts, self.order.takers, found, strict=True):
+        for number, (part, takers, token_ids) in enumerate(
+            zip(self.order.parts, self.order.takers, found, strict=True)
+        ):
             for one in takers if token_ids else ():
                 if one.request.logprobs is None:
-                    events += one.take(part, token_ids, seconds)
+                    events += one.take(part, token_ids, seconds, self.launch.drafted_of(number))
         return events
 
     def finish(self) -> list[LaunchResult]:
@@ -94,9 +96,9 @@ class RunningLaunch:
             others = result.token_ids[self.launch.given_of(number) :]
             for one in takers:
                 if (most := one.request.logprobs) is None or order.logits is None or not part.samples:
-                    events += one.take(part, others, result.seconds, result.has_failed)
+                    events += one.take(part, others, result.seconds, result.drafted, result.has_failed)
                 else:
-                    told = one.take(part, result.token_ids, result.seconds, result.has_failed)
+                    told = one.take(part, result.token_ids, result.seconds, result.drafted, result.has_failed)
                     last = len(part.inputs) - 1
                     tokens = range(last, last + len(result.token_ids))
                     untold.append(Untold(told, [*order.launcher.logits_after(self.launch, number, tokens)], most))

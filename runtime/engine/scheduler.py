@@ -137,19 +137,23 @@ class Scheduler:
         completions = [*self.queues.running]
         logits = self._logits.next(any(one.request.logprobs is not None for one in completions))
         steps = steps_with(logits, steps, self._launcher, self._solo)
-        widths = self._widths(completions)
-        totals = {one.id: min(one.most_tokens(), steps * width) for one, width in zip(completions, widths, strict=True)}
-        for one in sorted(completions, key=lambda one: one.id):
-            self.queues.make_room(one, totals[one.id])
-        together = [(one, width) for one, width in zip(completions, widths, strict=True) if one.cache is not None]
+        wanted = [
+            (one, width, drafting, min(one.most_tokens(width - 1), steps * width))
+            for one, (width, drafting) in zip(completions, self._shares(completions, steps), strict=True)
+        ]
+        for one, *_, total in sorted(wanted, key=lambda want: want[0].id):
+            self.queues.make_room(one, total)
+        together = [want for want in wanted if want[0].cache is not None]
         if not together:
             return None
-        parts = [self._part(one, totals[one.id], width, steps) for one, width in together]
+        parts = [
+            one.part(one.uncached_ids(total + 1), total, width, drafting) for one, width, drafting, total in together
+        ]
         return LaunchOrder(
             Purpose.DECODE,
             self._launcher_of(parts),
             parts,
-            [(one,) for one, _ in together],
+            [(one,) for one, *_ in together],
             logits,
             timer=self.decode_time,
         )
@@ -161,16 +165,28 @@ class Scheduler:
         is_bound = bool(self._launcher.kv_chunk) and bool(options_of(parts[0].sampling) & FILTERED)
         return self._solo if is_alone and not is_bound else self._launcher
 
-    def _widths(self, completions: Sequence[Completion]) -> list[int]:
-        """Columns of each in a step: those whose drafts do not pay leave theirs to the others."""
-        if self._speculation is None:
-            return [1] * len(completions)
-        count = len(completions)
+    def _shares(self, completions: Sequence[Completion], steps: int) -> list[tuple[int, Drafting | None]]:
+        """Columns of each in a step, and what is drafted in those behind the first. Those whose drafts do not pay leave
+        theirs to the others."""
+        speculation, count = self._speculation, len(completions)
+        if speculation is None or self._pace.lacks_plain(count):
+            return [(1, None)] * count
         least = self._pace.break_even(count)
-        wanted = [one.may_speculate and (one.worth is None or one.worth.length > least) for one in completions]
-        if self._pace.lacks_plain(count):
-            return [1] * count
-        return self._speculation.widths(wanted, self._launcher.tokens)
+        wanted = [
+            one.may_speculate and (one.is_watched or one.worth is None or one.worth.length > least)
+            for one in completions
+        ]
+        widths = speculation.widths(wanted, self._launcher.tokens)
+        return [self._share(one, width, steps) for one, width in zip(completions, widths, strict=True)]
+
+    def _share(self, one: Completion, width: int, steps: int) -> tuple[int, Drafting | None]:
+        assert self._speculation is not None
+        if width == 1:
+            return 1, None
+        if one.is_watched:
+            heard = one.heard_drafts(width - 1)
+            return (1, None) if heard is None else (1 + len(heard.drafts), heard)
+        return width, Drafting(steps, ngrams=self._speculation.ngrams, ahead=one.request.prediction)
 
     def _note_worth(self, order: LaunchOrder, results: Sequence[LaunchResult]) -> None:
         """What drafts were worth, or would have been, and what they cost."""
@@ -178,16 +194,11 @@ class Scheduler:
         has_drafts = any(part.drafting is not None for part in order.parts)
         self._pace.note(len(order.parts), has_drafts, results[0].steps, results[0].seconds)
         for part, (one, *_), result in zip(order.parts, order.takers, results, strict=True):
-            if one.may_speculate:
-                one.worth = one.worth or Worth(self._speculation)
-                one.worth.note(one.ids, len(result.token_ids), None if part.drafting is None else result.steps)
-
-    def _part(self, one: Completion, total: int, width: int, steps: int) -> Part:
-        """The next tokens of a completion, in `steps` steps or fewer."""
-        drafting = None
-        if self._speculation is not None and width > 1:
-            drafting = Drafting(steps, ngrams=self._speculation.ngrams)
-        return one.part(one.uncached_ids(total + 1), total, width, drafting)
+            if one.request.speculates:
+                one.worth = one.worth or Worth(self._speculation, one.request.prediction)
+                # What watchers force is drafted anyway: of theirs it matters what looking up alone would be worth.
+                steps = None if part.drafting is None or one.is_watched else result.steps
+                one.worth.note(one.ids, len(result.token_ids), steps)
 
     def _settle_decoding(self, order: LaunchOrder, results: Sequence[LaunchResult]) -> None:
         steps, seconds = results[0].steps, results[0].seconds

@@ -18,6 +18,8 @@ from cheetah.errors import CheetahError
 from cheetah.plan import Plan
 from cheetah.plan.kv.tables import (
     CANCELLED_TOKEN,
+    EMITTED_COUNT_BITS,
+    MASKED,
     NO_TOKEN,
     NOT_YET,
     ROUND_WORDS,
@@ -26,6 +28,7 @@ from cheetah.plan.kv.tables import (
     encode,
     epochs_of_step,
 )
+from cheetah.plan.plan import EMITTED_BITS
 from cheetah.runtime.engine.drafting import NOTHING_DRAFTED, Drafted
 from cheetah.runtime.engine.launch_tables import Geometry, column_records, sequence_record, stop_lists
 from cheetah.runtime.engine.launches import KernelLaunches, Launch, LaunchResult, LoadedKernel, Part
@@ -123,7 +126,7 @@ class StepLaunches(KernelLaunches):
         for row, number in enumerate(launch.order):
             ids: list[int] = []
             while self._is_fresh(launch, row):
-                token = int(self._emitted[row, launch.next_place(row)])
+                token = self._taken(launch, row, int(self._emitted[row, launch.next_place(row)]))
                 is_last = token >= CANCELLED_TOKEN or token in launch.placed[row].sampling.stop_ids
                 if token < CANCELLED_TOKEN:
                     ids.append(token)
@@ -131,6 +134,15 @@ class StepLaunches(KernelLaunches):
                 launch.has_ended[row] = is_last
             found[number] = tuple(ids)
         return found
+
+    def _taken(self, launch: Launch, row: int, word: int) -> int:
+        """The token of a word that the kernel emitted, which also says what came of drafts."""
+        if not self.verifies or word >= NOT_YET:
+            return word
+        counts = word >> EMITTED_BITS
+        of_token = Drafted.of_token(counts % (1 << EMITTED_COUNT_BITS), counts >> EMITTED_COUNT_BITS)
+        launch.drafted[row] += of_token
+        return word % (1 << EMITTED_BITS)
 
     def cancel(self, launch: Launch, number: int) -> None:
         """Ends part `number` within a few steps. By any thread, at any time: nothing once it has ended."""
@@ -188,6 +200,11 @@ class StepLaunches(KernelLaunches):
             inputs = len(part.inputs)
             assert 1 <= inputs <= part.total + 1 and part.steps == steps <= self.max_steps, (inputs, part.total, steps)
             assert part.total <= steps * part.per_step, (part.total, steps, part.per_step)
+            assert (
+                part.drafting is None
+                or not part.drafting.masks
+                or (steps == 1 and len(part.drafting.masks) == len(part.drafting.drafts) == part.per_step - 1)
+            ), "masks are those of one step"
             if part.drafting is None:
                 assert part.per_step == 1 or inputs >= part.total, "with several tokens a step all must be inputs"
             else:
@@ -196,18 +213,15 @@ class StepLaunches(KernelLaunches):
     def _prepare(self, parts: Sequence[Part], geometry: Geometry, logits: Buffer | None) -> dict[str, Argument]:
         """Uploads what changed; gives the arguments by parameter name."""
         steps = parts[0].steps
-        columns = column_records(geometry)
         stop_ids, stops = stop_lists([part.sampling.stop_ids for part in parts], self._stop_room)
         slots = self._rows.place([part.cache for part in parts])
-        asked = [
-            (options_of(part.sampling, part.mask) if part.samples else 0, slot)
-            for part, slot in zip(parts, slots, strict=True)
-        ]
+        asked = [(_options_of(part) if part.samples else 0, slot) for part, slot in zip(parts, slots, strict=True)]
+        masks: list[int] = []
         for part, slot in zip(parts, slots, strict=True):
             if part.samples:
                 self._rows.fill(slot, part.sampling, part.known, part.prompt, part.mask)
-            if part.drafting is not None and part.drafting.ngrams[1]:
-                self._rows.fill_history(slot, part.known)
+            masks += self._drafting_rows(part, slot, len(masks))
+        columns = column_records(geometry, masks)
         drafts = [_drafts_of(part) for part in parts]
         records = [
             sequence_record(place, len(part.inputs), part.total, part.sampling, stop, ask, draft)
@@ -232,6 +246,19 @@ class StepLaunches(KernelLaunches):
             "epoch": epoch,
         }
         return self._arguments({**scalars, "logits": logits})
+
+    def _drafting_rows(self, part: Part, slot: int, first: int) -> list[int]:
+        """Uploads what the drafts of a part are looked up in, and what each of its columns, from `first` on, may choose
+        where that differs; gives the columns' rows of `masks`."""
+        drafting = part.drafting
+        if not self.verifies or drafting is None:
+            return [slot if self.verifies else 0] * part.per_step
+        if drafting.ngrams[1]:
+            self._rows.fill_history(slot, [*drafting.ahead, *part.known])
+        if not drafting.masks:
+            return [slot] * part.per_step
+        self._rows.fill_columns(first, part.sampling, [part.mask, *drafting.masks])
+        return [self.batch + first + number for number in range(part.per_step)]
 
     def _upload_inputs(self, parts: Sequence[Part]) -> None:
         """All rows in one copy: to begin one takes longer than the copy."""
@@ -275,10 +302,16 @@ class StepLaunches(KernelLaunches):
         return [row[0] for row in words], [_drafted_of(row) for row in words]
 
 
-def _drafts_of(part: Part) -> tuple[int, int, int]:
-    """How many drafts a launch has of a part, and behind which n-grams others are looked up."""
+def _options_of(part: Part) -> int:
+    """What a part asks of its logits, in any of its columns."""
+    masks = () if part.drafting is None else part.drafting.masks
+    return options_of(part.sampling, part.mask) | (MASKED if any(mask is not None for mask in masks) else 0)
+
+
+def _drafts_of(part: Part) -> tuple[int, int, int, int]:
+    """How many drafts a launch has of a part, behind which n-grams others are looked up, and how much text ahead."""
     drafting = part.drafting
-    return (0, 0, 0) if drafting is None else (len(drafting.drafts), *drafting.ngrams)
+    return (0, 0, 0, 0) if drafting is None else (len(drafting.drafts), *drafting.ngrams, len(drafting.ahead))
 
 
 def _drafted_of(words: Sequence[int]) -> Drafted:

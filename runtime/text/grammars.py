@@ -18,6 +18,7 @@ import numpy.typing as npt
 
 from cheetah.errors import CheetahError
 from cheetah.extras import installing
+from cheetah.runtime.engine.watching import Mask, allows
 from cheetah.runtime.structured_outputs import GrammarError, StructuredOutputsParams
 from cheetah.runtime.text.guarded_process import GuardedProcess, GuardError, Limits
 from cheetah.runtime.text.tokenizer import Tokenizer
@@ -109,18 +110,40 @@ class GrammarWatcher:
 
     def __init__(self, matcher: llguidance.LLMatcher, end_ids: npt.NDArray[np.int64], vocab_size: int):
         self._matcher, self._end_ids, self._vocab_size = matcher, end_ids, vocab_size
+        self._known: list[tuple[int, Mask | None]] = []  # of tokens that may come next: what would be allowed behind
         self.mask = self._next_mask()
 
     def copy(self) -> GrammarWatcher:
         """Another one, at the same place."""
         other = copy(self)
+        other._known = []
         other._matcher = self._matcher.deep_copy()
         return other
 
     def after(self, token_id: int) -> None:
         """A token was made."""
         self._matcher.consume_token(token_id)
-        self.mask = self._next_mask()
+        (token, mask), *self._known = self._known or [(-1, None)]
+        if token != token_id:
+            self._known = []
+        self.mask = self._next_mask() if mask is None or token != token_id else mask
+
+    def forced(self) -> list[int]:
+        """What the grammar leaves no choice of, by the tokens that the model would expect."""
+        return [token for token in self._matcher.compute_ff_tokens() if token < self._vocab_size]
+
+    def ahead(self, token_ids: Sequence[int]) -> list[Mask | None]:
+        """See `TokenWatcher`. What is found is kept for when these are made."""
+        other, self._known = self.copy(), []
+        for token in token_ids:
+            if token in self._end_ids or not allows(other.mask, token):
+                break
+            try:
+                other.after(token)
+            except GrammarError:  # it is told where the token is made
+                break
+            self._known.append((token, other.mask))
+        return [mask for _, mask in self._known]
 
     def _next_mask(self) -> npt.NDArray[np.uint32]:
         from llguidance.numpy import fill_next_token_bitmask

@@ -41,10 +41,14 @@ BUGS = (
     SamplingBug("penalties count what was rejected", r"\(\(right >> column\) & 1\) != 0", "true"),
     SamplingBug("a column's filter reads the first one's row", r"(?<=\(weighed\) \+ )column(?= \* \w+;)", "0u"),
     SamplingBug("logits of the first column", r"(?<=judges\[place\] = )step \* 8 \+ column", "step * 8"),
+    SamplingBug("the mask of the first column for all",
+                r"(?<=constant_u32\(columns \+ \()column(?= \* 4 \+ 2\))", "(column * 0u)"),
     # -- looking up
-    SamplingBug("history one token late", r"(?<=row\[)value \+ number(?=\] = sampled)", "value + number + 1"),
+    SamplingBug("the text ahead comes last", r"position < ahead \? 8388608u : 0u", "0u"),
+    SamplingBug("what was made is appended at its position", r"(?<=place_2 = )value(?= \+ load_)", "0u"),
+    SamplingBug("history one token late", r"(?<=row\[)place_2(?=\] = sampled)", "place_2 + 1"),
     SamplingBug("the end finds itself", r"position < end(?=\))", "position <= end"),
-    SamplingBug("the earliest match", r"best = max\(best, \(length << 24\) \| \(position \+ 1\)\);"),
+    SamplingBug("the earliest match", r"best = max\(best, \(length << 24\) \| \w+\);"),
     SamplingBug("a shorter match than wanted", r"length >= shortest", "true"),
     SamplingBug("the same draft in all columns", r"\(number - known\) % period", "0u"),
     # -- counting
@@ -87,6 +91,26 @@ def found(session: Session) -> Iterator[str]:
             yield f"{kind}: {results[0]}"
     yield from stopped(session)
     yield from judged(session)
+    yield from behind_a_text(session)
+    wanted = masked()
+    if (found := verified.masked(session, 20, 4, wanted)) != wanted:
+        yield f"masked: {found}, not {wanted}"
+
+
+@cache
+def masked() -> list[int]:
+    return verified.masked(verified.rig().session(), 20, 1)
+
+
+def behind_a_text(session: Session) -> Iterator[str]:
+    """A text in which drafts are looked up first."""
+    wanted = verified.plain(60, verified.HOT)
+    for kind in verified.TEXTS:
+        text, ngrams = verified.text_ahead(kind, wanted), (1, 3)
+        made, (result,) = verified.made(session, 60, verified.HOT, per_step=8, ngrams=ngrams, text=text)
+        meant = verified.expected([*verified.PROMPT, *wanted], len(verified.PROMPT), 8, (), ngrams, text)
+        if made != wanted or (result.steps, result.drafted) != meant:
+            yield f"{kind}: {made}, {result}"
 
 
 def stopped(session: Session) -> Iterator[str]:

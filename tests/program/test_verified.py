@@ -15,6 +15,8 @@ from cheetah.models.sampling import Filters, Penalties
 from cheetah.runtime.engine.drafting import Drafted, Drafting
 from cheetah.runtime.engine.launcher import Part, Sampling
 from cheetah.runtime.engine.launches import LaunchResult
+from cheetah.runtime.engine.request_rows import mask_of
+from cheetah.runtime.engine.watching import Mask
 from tests.program.rig import Rig, Session, model, random_weights, relative_error, token_ids
 from tests.tiers import tiered
 from tests.tolerances import SMALL_MARGIN
@@ -44,15 +46,17 @@ def made(
     drafts: Sequence[int] = (),
     ngrams: tuple[int, int] = (0, 0),
     prompt: Sequence[int] = PROMPT,
+    text: Sequence[int] = (),
 ) -> tuple[list[int], list[LaunchResult]]:
-    """`count` tokens behind the prompt, in launches of `rounds` steps. drafts: what is proposed for all of it."""
+    """`count` tokens behind the prompt, in launches of `rounds` steps. drafts: what is proposed for all of it; text: in
+    which drafts are looked up first."""
     ids, results, cache = list(prompt), list[LaunchResult](), session.sequence()
     while len(ids) < len(prompt) + count:
         inputs = ids[cache.length :]
         total = min(len(inputs) - 1 + len(prompt) + count - len(ids), rounds * per_step)
         inputs = inputs[: total + 1]
         ahead = list(drafts[len(ids) - len(prompt) :])[: max(0, total - len(inputs))]
-        drafting = Drafting(min(rounds, total), ahead, ngrams)
+        drafting = Drafting(min(rounds, total), ahead, ngrams, text)
         part = Part(
             cache,
             inputs,
@@ -82,11 +86,14 @@ def wrong(tokens: Sequence[int], every: int) -> list[int]:
     return [(token + 1) % 50 if number % every == 0 else token for number, token in enumerate(tokens)]
 
 
-def looked_up(ids: Sequence[int], ngrams: tuple[int, int], count: int) -> list[int]:
-    """What a launch shall draft behind these ids: what follows the latest of the longest matches, on and on."""
+def looked_up(ids: Sequence[int], ngrams: tuple[int, int], count: int, text: Sequence[int] = ()) -> list[int]:
+    """What a launch shall draft behind these ids: what follows the latest of the longest matches, on and on, of which
+    those in `text` come first."""
     shortest, longest = ngrams
+    ids = [*text, *ids]
     for length in range(min(longest, len(ids) - 1), shortest - 1, -1):
-        for end in range(len(ids) - 1, length - 1, -1):
+        ends = range(len(ids) - 1, length - 1, -1)
+        for end in sorted(ends, key=lambda end: (end > len(text), -end)):
             if list(ids[end - length : end]) == list(ids[-length:]):
                 found = list(ids[end:])
                 return (found * count)[:count]
@@ -94,7 +101,12 @@ def looked_up(ids: Sequence[int], ngrams: tuple[int, int], count: int) -> list[i
 
 
 def expected(
-    truth: Sequence[int], given: int, per_step: int, drafts: Sequence[int], ngrams: tuple[int, int]
+    truth: Sequence[int],
+    given: int,
+    per_step: int,
+    drafts: Sequence[int],
+    ngrams: tuple[int, int],
+    text: Sequence[int] = (),
 ) -> tuple[int, Drafted]:
     """The steps of a launch and what comes of its drafts, by the meaning of a step. truth: all of its tokens, of which
     `given` are inputs."""
@@ -105,7 +117,7 @@ def expected(
         wanted = max(0, done + per_step - known)
         proposed = list(drafts[known - given :])[:wanted]
         if ngrams[1]:
-            proposed += looked_up(truth[:known], ngrams, wanted)[len(proposed) :]
+            proposed += looked_up(truth[:known], ngrams, wanted, text)[len(proposed) :]
         rounds, steps, tokens = rounds + 1, steps + bool(proposed), tokens + len(proposed)
         inputs = [*truth[done:known], *proposed, *[0] * wanted][:per_step]
         reached = 1
@@ -154,6 +166,52 @@ def test_the_same_tokens_by_fewer_steps(drafter: str, kind: str) -> None:
     found, (result,) = made(rig().session("random", every), 60, sampling, per_step=8, drafts=drafts, ngrams=ngrams)
     assert found == wanted
     assert (result.steps, result.drafted) == expected([*PROMPT, *wanted], len(PROMPT), 8, drafts, ngrams)
+
+
+TEXTS = ("true, with gaps", "the prompt again")
+
+
+def text_ahead(kind: str, wanted: Sequence[int]) -> list[int]:
+    """In which drafts are looked up first."""
+    return [token for place, token in enumerate(wanted) if place % 9] if kind == TEXTS[0] else [3, 4, *PROMPT, 5]
+
+
+@pytest.mark.parametrize("kind", TEXTS)
+def test_a_text_ahead_is_looked_up_first(kind: str) -> None:
+    wanted, ngrams = plain(60, HOT), (1, 3)
+    text = text_ahead(kind, wanted)
+    found, (result,) = made(rig().session("random", 5), 60, HOT, per_step=8, ngrams=ngrams, text=text)
+    assert found == wanted
+    meant = expected([*PROMPT, *wanted], len(PROMPT), 8, (), ngrams, text)
+    assert (result.steps, result.drafted) == meant and (kind != TEXTS[0] or result.steps < 30)
+
+
+def mask_behind(place: int) -> Mask:
+    """Another third of the tokens for each place."""
+    return mask_of(Sampling(allowed=tuple(range(place % 3, 50, 3))), 50)
+
+
+def masked(session: Session, count: int, width: int, drafts: Sequence[int] = ()) -> list[int]:
+    """Tokens each of which has a mask of its own, by launches of one step."""
+    ids, cache = list(PROMPT), session.sequence()
+    while len(ids) < len(PROMPT) + count:
+        made_ = len(ids) - len(PROMPT)
+        ahead = list(drafts[made_ : made_ + width - 1])[: count - made_ - 1] if cache.length else []
+        masks = [mask_behind(made_ + 1 + number) for number in range(len(ahead))]
+        inputs = ids[cache.length :]
+        part = Part(cache, inputs, len(inputs) + len(ahead), HOT, 1 + len(ahead), known=ids, prompt=len(PROMPT))
+        drafting = Drafting(1, ahead, masks=masks) if ahead else None
+        results = session.launcher.launch_together([replace(part, mask=mask_behind(made_), drafting=drafting)])
+        ids += results[0].token_ids
+    cache.clear()
+    return ids[len(PROMPT) :]
+
+
+def test_each_column_may_have_a_mask_of_its_own() -> None:
+    wanted = masked(rig().session(), 20, 1)
+    assert all(token % 3 == place % 3 for place, token in enumerate(wanted))
+    assert masked(rig().session("random", 2), 20, 4, wanted) == wanted
+    assert masked(rig().session(), 20, 8, wrong(wanted, 4)) == wanted
 
 
 @pytest.mark.parametrize("rounds", [1, 3])
@@ -213,7 +271,8 @@ def test_logits_are_those_that_judged() -> None:
     launch = session.launcher.prepare([part], logits)
     session.launcher.start(launch)
     (result,) = session.launcher.finish(launch)
-    assert list(result.token_ids) == wanted[:30]
+    assert list(result.token_ids) == wanted[:30] and session.launcher.fresh(launch) == [result.token_ids]
+    assert launch.drafted_of(0) == result.drafted, "each token says what came of the drafts before it"
     rows = [*session.launcher.logits_after(launch, 0, range(len(PROMPT) + 29))]
     scored = session.score([*PROMPT, *wanted[:29]])
     assert relative_error(np.stack(rows), scored) < SMALL_MARGIN

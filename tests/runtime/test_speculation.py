@@ -119,7 +119,7 @@ ASKED = [
     {"temperature": 1.3, "seed": 2, "top_k": 20, "top_p": 0.8},
     {"temperature": 0.0, "min_tokens": 12, "stop_token_ids": list(range(100, 500))},
     {"temperature": 0.7, "seed": 3, "bad_words": ["and the"], "logit_bias": {"5": 1.0}},
-    {"temperature": 0.5, "seed": 8, "structured_outputs": {"regex": "[a-z ]{40}"}},
+    {"temperature": 0.5, "seed": 8, "structured_outputs": {"regex": "the cat sat on the (mat|hat) and then [a-z ]{9}"}},
     {"temperature": 0.8, "seed": 6, "n": 3},
 ]
 
@@ -148,8 +148,25 @@ def test_the_same_answer_with_and_without(llm: LLM, asked: dict[str, Any]) -> No
     )
     assert [one.token_ids for one in found.outputs] == [one.token_ids for one in plain.outputs]
     after = llm.engine.engine.load().decoded
-    may_draft = not {"bad_words", "structured_outputs"} & set(asked)
-    assert (after.drafted.tokens > before.drafted.tokens) == may_draft
+    drafted = sum(one.timings.drafted_tokens for one in found.outputs)
+    accepted = sum(one.timings.accepted_tokens for one in found.outputs)
+    assert after.drafted.tokens - before.drafted.tokens == drafted > 0
+    assert after.drafted.accepted - before.drafted.accepted == accepted
+    assert accepted > 9 or "structured_outputs" not in asked
+    assert not any(one.timings.drafted_tokens for one in plain.outputs)
+
+
+@pytest.mark.slow
+@pytest.mark.compiler
+def test_a_prediction_is_looked_up_first_and_changes_nothing(llm: LLM) -> None:
+    asked: dict[str, Any] = {"temperature": 1.0, "seed": 5, "max_tokens": 40}
+    plain = llm.generate(TEXT, SamplingParams(speculation=False, **asked))
+    for prediction in (plain.text, plain.token_ids):
+        found = llm.generate(TEXT, SamplingParams(prediction=prediction, **asked))
+        assert found.token_ids == plain.token_ids
+        assert found.timings.accepted_tokens > 20
+    with pytest.raises(CheetahError, match="prediction: expected|expected a text, or token ids"):
+        SamplingParams(prediction=[0.5])  # type: ignore[list-item]
 
 
 @pytest.mark.slow

@@ -57,6 +57,8 @@ def test_a_completion(client: openai.OpenAI, alone: RequestOutput) -> None:
     assert found.object == "text_completion" and found.id.startswith("cmpl-")
     assert found.usage is not None
     assert (found.usage.prompt_tokens, found.usage.completion_tokens) == (len(alone.prompt_token_ids), TOKENS)
+    details = found.usage.completion_tokens_details
+    assert details is not None and (details.accepted_prediction_tokens, details.rejected_prediction_tokens) == (0, 0)
 
 
 def test_prompts_of_ids_lists_echo_and_n(client: openai.OpenAI, alone: RequestOutput) -> None:

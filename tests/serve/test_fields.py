@@ -16,7 +16,7 @@ from tests.serve.serving import quick_llm, served
 CHAT = [{"role": "user", "content": "Hello"}]
 COMPLETIONS, CHATS = "/v1/completions", "/v1/chat/completions"
 
-UNKNOWN = {"audio", "function_call", "functions", "moderation", "prediction", "prompt_cache_options"}
+UNKNOWN = {"audio", "function_call", "functions", "moderation", "prompt_cache_options"}
 UNKNOWN |= {"web_search_options"}
 """Of OpenAI's fields, those that ask for what a text model on one GPU cannot do: refused by name."""
 
@@ -54,6 +54,7 @@ TAKEN_BY = {
     CHATS: {
         "logprobs": True,
         "reasoning_effort": "low",
+        "prediction": {"type": "content", "content": [{"type": "text", "text": "Hello"}]},
         "chat_template_kwargs": {"x": 1},
         "max_completion_tokens": 2,
         "parallel_tool_calls": False,
@@ -67,6 +68,7 @@ REFUSED: list[tuple[str, str, Any, str]] = [
     (COMPLETIONS, "use_beam_search", True, "is not supported"),
     (CHATS, "top_logprobs", 2, "without logprobs: true"),
     (CHATS, "modalities", ["audio"], 'only ["text"]'),
+    (CHATS, "prediction", "x", "valid dictionary"),
     *((CHATS, name, {"x": 1}, "not a field that this server knows") for name in sorted(UNKNOWN)),
 ]
 

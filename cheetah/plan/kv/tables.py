@@ -48,6 +48,10 @@ equal."""
 ROUND_WORDS = 3
 """Words of a sequence in `rounds`: its tokens that are behind it, steps in which something was drafted for it, tokens
 that were drafted; then how often the first, the second, ... draft of a step was right."""
+EMITTED_COUNT_BITS = 5
+"""Behind the EMITTED_BITS of a token, a word of `emitted` of a kernel that verifies drafts has in so many bits how many
+were drafted in its step, then behind which draft it was chosen, the first being 1 (0: behind none). NO_TOKEN and
+CANCELLED_TOKEN stand as they are."""
 PROMPT_TOKEN = 1 << 31
 """In `token_counts`: the prompt has the token. The other bits count how often it was sampled."""
 
@@ -64,7 +68,8 @@ class SequenceRecord:
     `cheetah.models.sampling`). repetition, presence, frequency: penalties, float32 bits.
 
     Of a kernel that verifies drafts. drafted: its numbers below this have an input or a draft in its row of `tokens`.
-    ngram_min, ngram_max: drafts of the others are looked up behind n-grams of such lengths, if ngram_max is not 0."""
+    ngram_min, ngram_max: drafts of the others are looked up behind n-grams of such lengths, if ngram_max is not 0.
+    ahead: so many tokens of another text stand before its own in its row of `history`, and are looked up first."""
 
     length: int
     per_step: int
@@ -87,14 +92,17 @@ class SequenceRecord:
     drafted: int = 0
     ngram_min: int = 0
     ngram_max: int = 0
+    ahead: int = 0
 
 
 @dataclass(frozen=True)
 class ColumnRecord:
-    """One column of a launch: its sequence, and its number among the sequence's columns; [tokens, 4] int32."""
+    """One column of a launch: its sequence, and its number among the sequence's columns; [tokens, 4] int32. mask: in a
+    kernel that verifies drafts, its row of `masks`, if its sequence has one."""
 
     sequence: int
     number: int
+    mask: int = 0
 
 
 @dataclass(frozen=True)
