@@ -14,7 +14,7 @@ from cheetah.blocks.columns import NUMBER, PROMPT_TOKEN, SEQUENCE, STOPPED, TOTA
 from cheetah.lang import prim, ty
 from cheetah.plan import M_TILE_ROWS, MatrixLayout
 from cheetah.plan.index import ceil_div
-from cheetah.plan.kv.tables import BIASED, MASKED, PENALISED
+from cheetah.plan.kv.tables import BIASED, COLUMNS_MASKED, MASKED, PENALISED
 
 MASK_BITS = 32
 
@@ -101,9 +101,12 @@ class Adjustments:
         return adjusted
 
     def _mask(self, column: ch.Expr) -> Any:
-        """A column's row of `masks`: its sequence's, but where what is drafted before it may decide."""
-        drafts = self.columns.machine.plan.drafts
-        return self.columns.record(column, "mask") if drafts else self.of(column, "slot")
+        """A column's row of `masks`: its sequence's, or its own, where what is drafted before it decides."""
+        plan, slot = self.columns.machine.plan, self.of(column, "slot")
+        if not plan.drafts:
+            return slot
+        has_own = (self.of(column, "options") & COLUMNS_MASKED) != 0
+        return ch.select(has_own, plan.batch + column, slot)
 
     @ch.function
     def _penalise(self, column: ch.Expr, token: ch.Expr, adjusted: Any) -> None:

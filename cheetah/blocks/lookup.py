@@ -17,6 +17,7 @@ from cheetah.blocks.advance import ByAcceptance
 from cheetah.blocks.columns import NUMBER, SEQUENCE, STOPPED, Columns
 from cheetah.lang import prim, ty
 from cheetah.plan.index import round_up
+from cheetah.plan.kv.tables import AHEAD_SHIFT
 from cheetah.plan.plan import Plan
 from cheetah.plan.regions import NGRAM_TOKENS
 
@@ -63,13 +64,17 @@ class Lookup:
     def append(self, sequence: ch.Expr, number: ch.Expr, token: ch.Expr) -> None:
         """In block 0: token `number` of the launch was made."""
         columns = self.columns
-        place = columns.sequence(sequence, "ahead") + columns.sequence(sequence, "length") + number
+        place = self._ahead(sequence) + columns.sequence(sequence, "length") + number
         self._row(sequence)[place] = token
 
     @ch.inline
     def _row(self, sequence: ch.Expr) -> Any:
         row = self.history + self.columns.sequence(sequence, "slot") * history_room(self.columns.machine.plan)
         return row
+
+    def _ahead(self, sequence: ch.Expr) -> Any:
+        """Tokens of its row before its own."""
+        return self.columns.sequence(sequence, "ngram_min") >> AHEAD_SHIFT
 
     @ch.inline
     def draft(self, following: Any, next_token: Any, drafted: Any) -> None:
@@ -114,14 +119,14 @@ class Lookup:
     @ch.inline
     def _search_of(self, sequence: Any, known: Any, given: Any) -> Search:
         columns = self.columns
-        ahead = ch.const(ty.u32, columns.sequence(sequence, "ahead"), name="ahead")
+        ahead = ch.const(ty.u32, self._ahead(sequence), name="ahead")
         length = ch.const(ty.u32, ahead + columns.sequence(sequence, "length"), name="length")
         first = ch.const(ty.u32, columns.sequence(sequence, "first_column"), name="first")
         last = ch.const(ty.u32, length + columns.state(first, NUMBER), name="last")
         end = ch.const(ty.u32, length + known - 1, name="end")
         written = ch.const(ty.u32, ch.maximum(last, length + given - 1), name="written")
         longest = ch.const(ty.u32, ch.minimum(columns.sequence(sequence, "ngram_max"), end), name="longest")
-        shortest = ch.const(ty.u32, columns.sequence(sequence, "ngram_min"), name="shortest")
+        shortest = ch.const(ty.u32, columns.sequence(sequence, "ngram_min") & ((1 << AHEAD_SHIFT) - 1), name="shortest")
         return Search(self._row(sequence), ahead, end, written, first, last, longest, shortest)
 
     @ch.function

@@ -13,7 +13,7 @@ from itertools import accumulate, pairwise
 import numpy as np
 
 from cheetah.models.sampling import Filters, Penalties
-from cheetah.plan.kv.tables import ColumnRecord, SequenceRecord
+from cheetah.plan.kv.tables import AHEAD_SHIFT, ColumnRecord, SequenceRecord
 from cheetah.runtime.engine.kv_cache import CachedSequence, shared_prefix
 
 Shared = tuple[int, int, int]
@@ -118,9 +118,8 @@ def sequence_record(
         presence=_bits(sampling.penalties.presence),
         frequency=_bits(sampling.penalties.frequency),
         drafted=given + drafts[0],
-        ngram_min=drafts[1],
+        ngram_min=drafts[1] | drafts[3] << AHEAD_SHIFT,
         ngram_max=drafts[2],
-        ahead=drafts[3],
     )
 
 
@@ -130,11 +129,10 @@ def _bits(number: float | np.float32) -> int:
     return int(np.float32(number).view(np.uint32))
 
 
-def column_records(geometry: Geometry, masks: Sequence[int] = ()) -> list[ColumnRecord]:
-    """The records of the columns, in order. masks: the row of `masks` of each, where a kernel asks for that."""
+def column_records(geometry: Geometry) -> list[ColumnRecord]:
+    """The records of the columns, in order."""
     counts = [per_step for _, per_step in geometry.sequences]
-    places = [(sequence, number) for sequence, count in enumerate(counts) for number in range(count)]
-    return [ColumnRecord(*place, mask) for place, mask in zip(places, masks or [0] * len(places), strict=True)]
+    return [ColumnRecord(sequence, number) for sequence, count in enumerate(counts) for number in range(count)]
 
 
 def stop_lists(wanted: Sequence[tuple[int, ...]], room: int) -> tuple[list[int], list[tuple[int, int]]]:

@@ -18,6 +18,7 @@ from cheetah.errors import CheetahError
 from cheetah.plan import Plan
 from cheetah.plan.kv.tables import (
     CANCELLED_TOKEN,
+    COLUMNS_MASKED,
     EMITTED_COUNT_BITS,
     MASKED,
     NO_TOKEN,
@@ -216,12 +217,14 @@ class StepLaunches(KernelLaunches):
         stop_ids, stops = stop_lists([part.sampling.stop_ids for part in parts], self._stop_room)
         slots = self._rows.place([part.cache for part in parts])
         asked = [(_options_of(part) if part.samples else 0, slot) for part, slot in zip(parts, slots, strict=True)]
-        masks: list[int] = []
-        for part, slot in zip(parts, slots, strict=True):
+        for part, slot, (_, _, first) in zip(parts, slots, geometry.placed(), strict=True):
             if part.samples:
                 self._rows.fill(slot, part.sampling, part.known, part.prompt, part.mask)
-            masks += self._drafting_rows(part, slot, len(masks))
-        columns = column_records(geometry, masks)
+            if part.drafting is not None and part.drafting.ngrams[1]:
+                self._rows.fill_history(slot, [*part.drafting.ahead, *part.known])
+            if part.drafting is not None and part.drafting.masks:
+                self._rows.fill_columns(first, part.sampling, [part.mask, *part.drafting.masks])
+        columns = column_records(geometry)
         drafts = [_drafts_of(part) for part in parts]
         records = [
             sequence_record(place, len(part.inputs), part.total, part.sampling, stop, ask, draft)
@@ -246,19 +249,6 @@ class StepLaunches(KernelLaunches):
             "epoch": epoch,
         }
         return self._arguments({**scalars, "logits": logits})
-
-    def _drafting_rows(self, part: Part, slot: int, first: int) -> list[int]:
-        """Uploads what the drafts of a part are looked up in, and what each of its columns, from `first` on, may choose
-        where that differs; gives the columns' rows of `masks`."""
-        drafting = part.drafting
-        if not self.verifies or drafting is None:
-            return [slot if self.verifies else 0] * part.per_step
-        if drafting.ngrams[1]:
-            self._rows.fill_history(slot, [*drafting.ahead, *part.known])
-        if not drafting.masks:
-            return [slot] * part.per_step
-        self._rows.fill_columns(first, part.sampling, [part.mask, *drafting.masks])
-        return [self.batch + first + number for number in range(part.per_step)]
 
     def _upload_inputs(self, parts: Sequence[Part]) -> None:
         """All rows in one copy: to begin one takes longer than the copy."""
@@ -303,9 +293,9 @@ class StepLaunches(KernelLaunches):
 
 
 def _options_of(part: Part) -> int:
-    """What a part asks of its logits, in any of its columns."""
-    masks = () if part.drafting is None else part.drafting.masks
-    return options_of(part.sampling, part.mask) | (MASKED if any(mask is not None for mask in masks) else 0)
+    """What a part asks of its logits; all columns of one that masks them have masks of their own."""
+    has_own = part.drafting is not None and bool(part.drafting.masks)
+    return options_of(part.sampling, part.mask) | (MASKED | COLUMNS_MASKED if has_own else 0)
 
 
 def _drafts_of(part: Part) -> tuple[int, int, int, int]:

@@ -42,10 +42,10 @@ BUGS = (
     SamplingBug("a column's filter reads the first one's row", r"(?<=\(weighed\) \+ )column(?= \* \w+;)", "0u"),
     SamplingBug("logits of the first column", r"(?<=judges\[place\] = )step \* 8 \+ column", "step * 8"),
     SamplingBug("the mask of the first column for all",
-                r"(?<=constant_u32\(columns \+ \()column(?= \* 4 \+ 2\))", "(column * 0u)"),
+                r"(?<=\? )2 \+ column(?= : value)", "2u"),
     # -- looking up
     SamplingBug("the text ahead comes last", r"position < ahead \? 8388608u : 0u", "0u"),
-    SamplingBug("what was made is appended at its position", r"(?<=place_2 = )value(?= \+ load_)", "0u"),
+    SamplingBug("what was made is appended at its position", r"\(value >> 8\)(?= \+ load_)", "0u"),
     SamplingBug("history one token late", r"(?<=row\[)place_2(?=\] = sampled)", "place_2 + 1"),
     SamplingBug("the end finds itself", r"position < end(?=\))", "position <= end"),
     SamplingBug("the earliest match", r"best = max\(best, \(length << 24\) \| \w+\);"),

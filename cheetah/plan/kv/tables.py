@@ -40,6 +40,10 @@ NOT_YET = 0xFFFFFFFD
 """What the host writes to `emitted` before a launch; -3 in int32."""
 MASKED, BIASED, PENALISED, FILTERED = 1, 2, 4, 8
 """Bits of a sequence's `options`: which of its row in `masks`, `logit_bias`, `token_counts` and which filters count."""
+COLUMNS_MASKED = 16
+"""Beside MASKED, in a kernel that verifies drafts: each column has a row of `masks`, behind those of all slots."""
+AHEAD_SHIFT = 8
+"""Bits of `ngram_min` that are one."""
 EXCHANGE_TAGS = 3
 """Tags that tell one publication of a vector from those before: see `cheetah.blocks.exchange`."""
 FILTER_ROUNDS = 63
@@ -68,8 +72,9 @@ class SequenceRecord:
     `cheetah.models.sampling`). repetition, presence, frequency: penalties, float32 bits.
 
     Of a kernel that verifies drafts. drafted: its numbers below this have an input or a draft in its row of `tokens`.
-    ngram_min, ngram_max: drafts of the others are looked up behind n-grams of such lengths, if ngram_max is not 0.
-    ahead: so many tokens of another text stand before its own in its row of `history`, and are looked up first."""
+    ngram_min, ngram_max: drafts of the others are looked up behind n-grams of such lengths, if ngram_max is not 0. The
+    bits of ngram_min from AHEAD_SHIFT on: so many tokens of another text stand before its own in its row of `history`,
+    and are looked up first."""
 
     length: int
     per_step: int
@@ -92,17 +97,14 @@ class SequenceRecord:
     drafted: int = 0
     ngram_min: int = 0
     ngram_max: int = 0
-    ahead: int = 0
 
 
 @dataclass(frozen=True)
 class ColumnRecord:
-    """One column of a launch: its sequence, and its number among the sequence's columns; [tokens, 4] int32. mask: in a
-    kernel that verifies drafts, its row of `masks`, if its sequence has one."""
+    """One column of a launch: its sequence, and its number among the sequence's columns; [tokens, 4] int32."""
 
     sequence: int
     number: int
-    mask: int = 0
 
 
 @dataclass(frozen=True)
