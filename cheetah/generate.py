@@ -123,7 +123,7 @@ def describe_pass(
         program.KERNEL_NAME,
         gpu,
         Launch(gpu.blocks, pass_plan.threads, shared_bytes),
-        program.pass_parameters(config, plan, traced),
+        program.pass_parameters(config, plan, traced, gpu.ranks),
         program.sizes(config, gpu, plan, pass_plan),
         command=command,
         config=config.to_dict(),
@@ -151,7 +151,7 @@ def generate_head(
 def describe_head(config: ModelConfig, gpu: Gpu, plan: Plan, rows: int, command: str = "") -> Manifest:
     """The manifest of the kernel that `generate_head` makes for these, without its text."""
     program = family_of(config).head_program
-    parameters, sizes = program.kernel_parameters(config, plan), program.sizes(config, gpu, plan, rows)
+    parameters, sizes = program.kernel_parameters(config, plan, gpu.ranks), program.sizes(config, gpu, plan, rows)
     return _of_steps(program, parameters, sizes, config, gpu, plan, command)
 
 

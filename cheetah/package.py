@@ -17,6 +17,7 @@ from cheetah import lang as ch
 from cheetah.lang import ty
 from cheetah.manifest import RANK as RANK
 from cheetah.manifest import Buffer, Launch, Manifest, Parameter, sha256_of_text, write_atomically
+from cheetah.manifest import of_peer as of_peer
 from cheetah.manifest import peer_parameter as peer_parameter
 from cheetah.plan import Gpu, StepMatrices
 from cheetah.version import __version__

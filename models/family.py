@@ -114,7 +114,7 @@ class HeadProgram(Protocol):
     def build_kernel(self, config: ModelConfig, gpu: Gpu, plan: Plan, rows: int) -> Any:
         """The kernel, a `cheetah.lang.Kernel`."""
 
-    def kernel_parameters(self, config: ModelConfig, plan: Plan) -> Mapping[str, Any]:
+    def kernel_parameters(self, config: ModelConfig, plan: Plan, ranks: int = 1) -> Mapping[str, Any]:
         """Its parameters by name, each a `cheetah.package.KernelParameter`."""
 
     def sizes(self, config: ModelConfig, gpu: Gpu, plan: Plan, rows: int) -> dict[str, int]:
@@ -133,7 +133,9 @@ class PromptProgram(Protocol):
     def build_kernel(self, config: ModelConfig, gpu: Gpu, plan: Plan, pass_plan: PassPlan, traced: bool = False) -> Any:
         """The kernel, a `cheetah.lang.Kernel`. PlanError where there can be none, with the reason."""
 
-    def pass_parameters(self, config: ModelConfig, plan: Plan, traced: bool = False) -> Mapping[str, Any]:
+    def pass_parameters(
+        self, config: ModelConfig, plan: Plan, traced: bool = False, ranks: int = 1
+    ) -> Mapping[str, Any]:
         """Its parameters by name, each a `cheetah.package.KernelParameter`. traced: with a timeline."""
 
     def sizes(self, config: ModelConfig, gpu: Gpu, plan: Plan, pass_plan: PassPlan) -> dict[str, int]:

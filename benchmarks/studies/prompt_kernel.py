@@ -22,7 +22,7 @@ from cheetah.blocks.prompt.ring import TileRing
 from cheetah.lang import prim, ty
 from cheetah.package import Generated
 from cheetah.plan import Gpu, MatrixLayout
-from cheetah.plan.formats import VECTOR_COLUMNS
+from cheetah.plan.formats import M_TILE_ROWS, VECTOR_COLUMNS
 from cheetah.plan.prompt import GROUP_TOKENS, PassPlan
 
 EPSILON = 1e-5
@@ -90,9 +90,12 @@ def _emit(product: Product, machine: PassMachine, given: SimpleNamespace) -> Non
 def _finish(product: Product, machine: PassMachine, given: SimpleNamespace) -> Finish:
     if product.kind == "residual":
         m_tiles = product.layout.m_tiles
-        return StoreResidual(machine, given.residual, given.out, given.out_squares, given.norm, m_tiles)
-    scales = Scales(machine, given.squares, product.layout.columns, EPSILON) if product.normalised else None
-    return {"plain": Store, "swiglu": StoreGated}[product.kind](machine, given.out, scales)
+        return StoreResidual(machine, given.residual, [given.out], [given.out_squares], given.norm, m_tiles)
+    columns = product.layout.columns
+    parts = -(-columns // (M_TILE_ROWS * machine.plan.tile_m_tiles))
+    scales = Scales(machine, given.squares, parts, columns, EPSILON) if product.normalised else None
+    kind = {"plain": Store, "swiglu": StoreGated}[product.kind]
+    return kind(machine, [given.out], product.layout.full_m_tiles, scales)
 
 
 # -- arrays ---------------------------------------------------------------------------------------------------------

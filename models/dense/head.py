@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 from cheetah import lang as ch
-from cheetah.blocks.exchange import make_exchange
+from cheetah.blocks.exchange import Peers, make_exchange
 from cheetah.blocks.machine import Machine, emit_roles, start_machine
 from cheetah.lang import ty
 from cheetah.models.config import ModelConfig
@@ -31,9 +31,9 @@ OF_LAYERS = (
 """Parameters of a step that its layers alone need."""
 
 
-def kernel_parameters(config: ModelConfig, plan: Plan) -> dict[str, KernelParameter]:
-    """The parameters by name, in the order of the signature."""
-    of_step = parameters_of_step(config, plan)
+def kernel_parameters(config: ModelConfig, plan: Plan, ranks: int = 1) -> dict[str, KernelParameter]:
+    """The parameters by name, in the order of the signature. ranks: GPUs that make its steps together."""
+    of_step = parameters_of_step(config, plan, ranks=ranks)
     of_step["embedding"] = hidden_states_parameter(ty.ptr(ty.bf16))
     renamed = {"embedding": "hidden_states"}
     return {renamed.get(name, name): one for name, one in of_step.items() if name not in OF_LAYERS}
@@ -59,14 +59,15 @@ def phase_names(config: ModelConfig) -> tuple[str, ...]:
 
 def build_kernel(config: ModelConfig, gpu: Gpu, plan: Plan, rows: int) -> ch.Kernel:
     """The kernel of `plan.max_steps` or fewer steps over up to `plan.tokens` of `rows` hidden states each."""
-    types = {name: parameter.type for name, parameter in kernel_parameters(config, plan).items()}
+    types = {name: parameter.type for name, parameter in kernel_parameters(config, plan, gpu.ranks).items()}
 
     @ch.kernel(ch.Params(**types), name=KERNEL_NAME, max_threads=plan.threads)
     def lm_head(**arguments: Any) -> None:
-        machine = start_machine(config.shape, plan, gpu, shared_map(config.shape, plan, gpu))
         given = {**dict.fromkeys(OF_LAYERS), **arguments, "embedding": arguments["hidden_states"]}
         del given["hidden_states"]
-        Head(config, machine, Launch(**given), rows).emit()
+        launch = Launch.of(given)
+        machine = start_machine(config.shape, plan, gpu, shared_map(config.shape, plan, gpu), launch.rank)
+        Head(config, machine, launch, rows).emit()
 
     return lm_head
 
@@ -79,6 +80,7 @@ class Head(HeadParts):
             *(machine, launch.exchange, head_exchange_sizes(machine.model, machine.gpu, machine.plan)),
             inputs=_inputs(config),
             copied=published_kinds(config, machine.plan),
+            peers=Peers(launch.peers.get("exchange", ())),
         )
         super().__init__(config, machine, launch, exchange, page_of_head(config), rows)
 

@@ -6,15 +6,16 @@ its fields are the kernel's parameters.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
-from typing import Any
+from itertools import product
+from typing import Any, Self
 
 from cheetah.blocks.timeline import EVENTS
 from cheetah.lang import Expr, ty
 from cheetah.models.config import ModelConfig
-from cheetah.package import RANK, KernelParameter, peer_parameter
+from cheetah.package import RANK, KernelParameter, of_peer, peer_parameter
 from cheetah.plan import Plan
-from cheetah.plan.gpu import RANKS
 from cheetah.plan.kv.tables import COLUMN_WORDS, MAX_STOP_IDS, SEQUENCE_WORDS, TILE_WORDS
 
 
@@ -35,13 +36,12 @@ def optional_field(parameter: KernelParameter) -> Any:
     return field(default=None, metadata={"parameter": parameter})
 
 
-PEER_EXCHANGES = {further: peer_parameter("exchange", further) for further in range(1, max(RANKS))}
-"""By how many ranks further on, the parameter that points to the exchange of that rank."""
+RANK_NUMBER = KernelParameter(ty.u32, "which of the GPUs that make the steps together this is")
 
 
-def peer_field(further: int) -> Any:
-    """The exchange of the rank so many further on, where a kernel has so many."""
-    return optional_field(KernelParameter(ty.ptr_mut(ty.u8), f"`exchange` of the rank {further} further on"))
+def peers_field(*buffers: str) -> Any:
+    """Where these buffers of the other ranks lie, by their names, that of the next rank first; a parameter each."""
+    return field(default_factory=dict, metadata={"peers": buffers})
 
 
 KV_SCALES = KernelParameter(
@@ -97,6 +97,20 @@ class ModelLaunch:
     )
     page_table: Expr = buffer_field(ty.ptr(ty.i32), "every sequence's pages, in order", "batch", "pages_per_sequence")
     kv_pages: Expr = number_field("pages of the pool")
+
+    @classmethod
+    def of(cls, arguments: Mapping[str, Any]) -> Self:
+        """The launch of a kernel's arguments by name."""
+        own: dict[str, Any] = {}
+        peers: dict[str, tuple[Expr, ...]] = {}
+        for name, value in arguments.items():
+            if (peer := of_peer(name)) is None:
+                own[name] = value
+            else:
+                peers[peer[0]] = (*peers.get(peer[0], ()), value)
+        if peers:
+            own["peers"] = peers
+        return cls(**own)
 
 
 @dataclass(frozen=True, eq=False)
@@ -160,16 +174,8 @@ class Launch(ModelLaunch):
     history: Expr = optional_field(HISTORY)
     judges: Expr = optional_field(JUDGES)
     rounds: Expr = optional_field(ROUNDS)
-    rank: Expr | None = optional_field(
-        KernelParameter(ty.u32, "which of the GPUs that make the steps together this is")
-    )
-    peer_1_exchange: Expr | None = peer_field(1)
-    peer_2_exchange: Expr | None = peer_field(2)
-    peer_3_exchange: Expr | None = peer_field(3)
-    peer_4_exchange: Expr | None = peer_field(4)
-    peer_5_exchange: Expr | None = peer_field(5)
-    peer_6_exchange: Expr | None = peer_field(6)
-    peer_7_exchange: Expr | None = peer_field(7)
+    rank: Expr | None = optional_field(RANK_NUMBER)
+    peers: Mapping[str, tuple[Expr, ...]] = peers_field("exchange")
     timeline: Expr | None = optional_field(
         KernelParameter(
             ty.ptr_mut(ty.u64),
@@ -178,12 +184,6 @@ class Launch(ModelLaunch):
             "poison",
         )
     )
-
-
-def peers_of(launch: Launch) -> tuple[Expr, ...]:
-    """The exchanges of the other ranks, that of the next one first."""
-    peers = (getattr(launch, name) for name in PEER_EXCHANGES.values())
-    return tuple(peer for peer in peers if peer is not None)
 
 
 def kernel_parameters(
@@ -199,7 +199,13 @@ def parameters_of(
 ) -> dict[str, KernelParameter]:
     """The fields of a launch that its kernel has, by name in order. plan: of decoding; traced: with a timeline; ranks:
     GPUs that launch it together."""
-    parameters = {one.name: one.metadata["parameter"] for one in fields(launch)}
+    parameters: dict[str, Any] = {}
+    for one in fields(launch):
+        if "parameter" in one.metadata:
+            parameters[one.name] = one.metadata["parameter"]
+        for buffer, further in product(one.metadata.get("peers", ()), range(1, ranks)):
+            meaning = f"`{buffer}` of the rank {further} further on"
+            parameters[peer_parameter(buffer, further)] = KernelParameter(parameters[buffer].type, meaning)
     is_codes = plan.kv_dtype == "e4m3"
     if is_codes:
         parameters["kv"] = replace(parameters["kv"], type=ty.ptr_mut(ty.u8))
@@ -227,6 +233,5 @@ def parameters_of(
         "places": config.act_order,
         "timeline": traced,
         RANK: ranks > 1,
-        **{PEER_EXCHANGES[further]: further < ranks for further in PEER_EXCHANGES},
     }
     return {name: one for name, one in parameters.items() if wanted.get(name, True)}

@@ -124,14 +124,14 @@ class PassSizes:
     def _check_model(self) -> None:
         if self.shape.experts is not None:
             raise PlanError("there is no pass over prompts of a model of experts: they are read in steps")
-        if self.gpu.ranks > 1:
-            raise PlanError(f"a pass is made by one GPU so far, and {self.gpu.ranks} make the steps")
         for layout in self.matrices.of_layer:
             if not (layout.format == BF16 or isinstance(layout.format, QuantizedTiles | SparseTiles)):
                 raise PlanError(
                     f"a pass multiplies weights in bf16, quantised and sparse ones, and not those of {layout.name} in "
                     f"{layout.format.name}"
                 )
+            # Ranks share narrow M-tiles evenly, and two of them are one of a pass: none may have half of one.
+            assert self.gpu.ranks == 1 or layout.rows % M_TILE_ROWS == 0, layout
             self.pass_plan.check(layout)
         if len({min(STAGE_TILES, PassPlan.vector_tiles(layout)) for layout in self.matrices.of_layer}) > 1:
             narrow = min(self.matrices.of_layer, key=PassPlan.vector_tiles)
@@ -159,15 +159,16 @@ class PassSizes:
 
     @property
     def shape(self) -> ModelShape:
-        return self.config.shape
+        """What a rank has of the model: its heads and their cache."""
+        return self.config.shape.of_rank(self.gpu.ranks)
 
     @property
     def table(self) -> StepTable:
-        return self.shape.table
+        return self.config.shape.table
 
     @property
     def matrices(self) -> StepMatrices:
-        return step_matrices(self.shape, self.plan, self.gpu)
+        return step_matrices(self.config.shape, self.plan, self.gpu)
 
     def parts(self, product: Product) -> int:
         """Parts of k that it is cut into."""
@@ -271,7 +272,13 @@ class PassSizes:
 
     @property
     def hidden_m_tiles(self) -> int:
-        return ceil_div(self.shape.hidden, M_TILE_ROWS)
+        """Of the residual stream, a rank's."""
+        return ceil_div(ceil_div(self.shape.hidden, M_TILE_ROWS), self.gpu.ranks)
+
+    @property
+    def row_tiles(self) -> int:
+        """Tiles of the residual stream's rows, each with sums of squares: all ranks'."""
+        return self.gpu.ranks * ceil_div(self.hidden_m_tiles, self.pass_plan.tile_m_tiles)
 
     @property
     def sections(self) -> Sections[str]:
@@ -284,18 +291,17 @@ class PassSizes:
             name = section_of(product.input)
             columns[name] = max(columns.get(name, 0), matrices[product].padded_columns)
         query_columns = shape.heads * plan.tokens + self.room.tile_tokens
-        row_tiles = ceil_div(self.hidden_m_tiles, plan.tile_m_tiles)
         sizes = {
             "counter": 8,
             "residual": 4 * plan.residual_floats(self.hidden_m_tiles),
             HIDDEN: plan.activation_bytes(columns.pop(HIDDEN)),
-            "squares": 4 * plan.tokens * row_tiles,
+            "squares": 4 * plan.tokens * self.row_tiles,
             "queries": query_columns * shape.head_dim * 2,
             "keys": keys,
             "values": keys,
             **{name: plan.activation_bytes(count) for name, count in columns.items()},
             "parts": 4 * plan.residual_floats(max(self._part_m_tiles())),
-            **({KEPT[0]: 4 * plan.tokens * row_tiles} if shape.norms_behind else {}),
+            **({KEPT[0]: 4 * plan.tokens * self.row_tiles} if shape.norms_behind else {}),
             **({JOINT[0]: 4 * plan.tokens * self._spans} if self.has_joint_norms else {}),
         }
         return Sections(sizes, SECTION_ALIGNMENT)

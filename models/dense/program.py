@@ -33,7 +33,7 @@ def build_kernel(config: ModelConfig, gpu: Gpu, plan: Plan, traced: bool = False
 
     @ch.kernel(ch.Params(**types), name=KERNEL_NAME, max_threads=plan.threads)
     def decode_step(**arguments: Any) -> None:
-        launch = Launch(**arguments)
+        launch = Launch.of(arguments)
         machine = start_machine(shape, plan, gpu, shared_map(shape, plan, gpu), launch.rank)
         Step(config, machine, launch).emit()
 

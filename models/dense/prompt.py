@@ -7,6 +7,7 @@ as in the decode step: bf16 weights and activations, f32 accumulation, softmax a
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -15,7 +16,16 @@ from cheetah.blocks.attention.cache import KvCache
 from cheetah.blocks.by_layer import by_layer
 from cheetah.blocks.prompt.attention import PassAttention
 from cheetah.blocks.prompt.barrier import PassBarrier
-from cheetah.blocks.prompt.finish import HALF, AddKept, Scales, StoreGated, StoreKept, StoreResidual, Unscaled
+from cheetah.blocks.prompt.finish import (
+    HALF,
+    AddKept,
+    Scales,
+    StoreGated,
+    StoreKept,
+    StoreResidual,
+    Unscaled,
+    store_at,
+)
 from cheetah.blocks.prompt.joint_norms import JointHeadNorms, StoreSquares
 from cheetah.blocks.prompt.keys import PassHeadNorms, PassHeads, PassTokens, StoreHeads, bring_earlier_keys
 from cheetah.blocks.prompt.machine import PassMachine, emit_pass, start_pass
@@ -33,6 +43,7 @@ from cheetah.models.dense.launch import (
     KV_SCALES,
     NORMS_BEHIND,
     PLACES,
+    RANK_NUMBER,
     SINKS,
     ModelLaunch,
     buffer_field,
@@ -41,6 +52,7 @@ from cheetah.models.dense.launch import (
     optional_field,
     parameter_field,
     parameters_of,
+    peers_field,
 )
 from cheetah.models.dense.page import Gated, Heads, Kept, Line, Multiply, NormBehind, OntoResidual
 from cheetah.models.dense.pass_sizes import (
@@ -60,7 +72,7 @@ from cheetah.plan import Gpu, Plan
 from cheetah.plan.formats import M_TILE_ROWS
 from cheetah.plan.index import ceil_div
 from cheetah.plan.pass_tables import SEGMENT_COLUMNS, TABLE_WORDS
-from cheetah.plan.products import Product
+from cheetah.plan.products import Product, RowOrder
 from cheetah.plan.prompt import GROUP_TOKENS, PassPlan
 
 KERNEL_NAME = "prompt_pass"
@@ -94,6 +106,8 @@ class PassLaunch(ModelLaunch):
     sinks: Expr | None = optional_field(SINKS)
     norms_behind: Expr | None = optional_field(NORMS_BEHIND)
     places: Expr | None = optional_field(PLACES)
+    rank: Expr | None = optional_field(RANK_NUMBER)
+    peers: Mapping[str, tuple[Expr, ...]] = peers_field("workspace", "hidden_states")
     timeline: Expr | None = optional_field(
         KernelParameter(
             *(ty.ptr_mut(ty.u64), "nanoseconds of the events of every phase: see cheetah.blocks.timeline"),
@@ -102,9 +116,12 @@ class PassLaunch(ModelLaunch):
     )
 
 
-def pass_parameters(config: ModelConfig, plan: Plan, traced: bool = False) -> dict[str, KernelParameter]:
-    """The parameters of a kernel by name, in the order of its signature. plan: of decoding; traced: with a timeline."""
-    return parameters_of(PassLaunch, config, plan, traced)
+def pass_parameters(
+    config: ModelConfig, plan: Plan, traced: bool = False, ranks: int = 1
+) -> dict[str, KernelParameter]:
+    """The parameters of a kernel by name, in the order of its signature. plan: of decoding; traced: with a timeline;
+    ranks: GPUs that make its passes together."""
+    return parameters_of(PassLaunch, config, plan, traced, ranks)
 
 
 def sizes(config: ModelConfig, gpu: Gpu, plan: Plan, pass_plan: PassPlan) -> dict[str, int]:
@@ -150,12 +167,12 @@ def build_kernel(config: ModelConfig, gpu: Gpu, plan: Plan, pass_plan: PassPlan,
     """The kernel of passes beside the decode kernel of `plan`. PlanError where there can be none, with the reason.
     traced: with time stamps of every block and phase."""
     sizes = PassSizes(config, gpu, plan, pass_plan)
-    types = {name: parameter.type for name, parameter in pass_parameters(config, plan, traced).items()}
+    types = {name: parameter.type for name, parameter in pass_parameters(config, plan, traced, gpu.ranks).items()}
 
     @ch.kernel(ch.Params(**types), name=KERNEL_NAME, max_threads=pass_plan.threads)
     def prompt_pass(**arguments: Any) -> None:
-        machine = start_pass(pass_plan, gpu, sizes.shared)
-        Pass(sizes, machine, PassLaunch(**arguments)).emit()
+        launch = PassLaunch.of(arguments)
+        Pass(sizes, start_pass(pass_plan, gpu, sizes.shared, launch.rank), launch).emit()
 
     return prompt_pass
 
@@ -183,8 +200,13 @@ class Pass:
 
     def _section(self, name: str, element: ty.Type | None = None) -> Any:
         """A pointer to a section of the workspace (u8 unless said)."""
-        start = self.launch.workspace + ty.u64(self.sizes.sections.offsets[name])
-        return start if element is None else ch.reinterpret(ty.ptr_mut(element), start)
+        return self._sections(name, element)[0]
+
+    def _sections(self, name: str, element: ty.Type | None = None) -> list[Any]:
+        """The same for every rank that makes the pass, this one first."""
+        bases = (self.launch.workspace, *self.launch.peers.get("workspace", ()))
+        starts = [base + ty.u64(self.sizes.sections.offsets[name]) for base in bases]
+        return starts if element is None else [ch.reinterpret(ty.ptr_mut(element), start) for start in starts]
 
     @ch.inline
     def emit(self) -> None:
@@ -195,7 +217,7 @@ class Pass:
             prim.mbarrier_fence_init()
         prim.block_barrier()  # orders the barriers' initialisation before their first use by any role
         self.ring.start()
-        self.barrier = PassBarrier(machine, self._section("counter", ty.u64), self.launch.arrivals)
+        self.barrier = PassBarrier(machine, self._sections("counter", ty.u64), self.launch.arrivals)
         both = self.product, self.of_few
         self.scales = {product: self._scales(product.machine) for product in both}
         self.row_scales = {product: self._row_scales(product.machine) for product in both if self.shape.norms_behind}
@@ -279,10 +301,21 @@ class Pass:
             in_bounds = ch.minimum(row, self.shape.hidden - 1)
             lane = in_bounds % HALF * 4 + column % GROUP_TOKENS // 2
             member = in_bounds % M_TILE_ROWS // HALF * 2 + column % 2
-            sums = ty.u64(in_bounds // M_TILE_ROWS) * plan.groups + ty.u64(column // GROUP_TOKENS)
-            value = residual[sums * (ACCUMULATORS * 32) + ty.u64(lane * ACCUMULATORS + member)]
-            kept = ch.select(row < self.shape.hidden, value, ty.f32(0.0))
-            launch.hidden_states[ty.u64(place)] = prim.f32_to_bf16(kept)
+            sums = ty.u64(self._number_here(in_bounds // M_TILE_ROWS)) * plan.groups + ty.u64(column // GROUP_TOKENS)
+            with ch.if_(self._is_here(in_bounds // M_TILE_ROWS)):
+                value = residual[sums * (ACCUMULATORS * 32) + ty.u64(lane * ACCUMULATORS + member)]
+                kept = ch.select(row < self.shape.hidden, value, ty.f32(0.0))
+                for states in (launch.hidden_states, *launch.peers.get("hidden_states", ())):
+                    store_at(states, ty.u64(place), prim.f32_to_bf16(kept), states is not launch.hidden_states)
+
+    def _number_here(self, m_tile: Any) -> Any:
+        """The number on this rank of an M-tile of the residual stream; a large one where it is another's."""
+        count = self.sizes.hidden_m_tiles
+        return m_tile if self.machine.world.size == 1 else m_tile - self.machine.rank * count
+
+    def _is_here(self, m_tile: Any) -> Any:
+        """Whether this rank has an M-tile of the residual stream, whose rows it stores for all."""
+        return self.machine.world.size == 1 or self._number_here(m_tile) < self.sizes.hidden_m_tiles
 
     @ch.inline
     def _emit_phases(self, layer: Any) -> None:
@@ -358,7 +391,11 @@ class Pass:
             biases=self.launch.biases,
             norms=self._head_norms(machine),
         )
-        gated = StoreGated(machine, self._section("gated"), scales, self.sizes.config.layer.activation)
+        pairs = next(product for product in table.products if product.order is RowOrder.PAIRS)
+        gated = StoreGated(
+            *(machine, self._sections("gated"), self.matrices[pairs].full_m_tiles, scales),
+            activation=self.sizes.config.layer.activation,
+        )
         # After o comes the layer's second norm, after down the next layer's first.
         o, down = table.onto_residual
         behind_o = phase <= self.sizes.index_of(table.reader_of(table.norm_phase(o) or o))
@@ -375,7 +412,7 @@ class Pass:
         next one."""
         shared = {one.name: getattr(onto, one.name) for one in fields(onto)}
         behind = self.launch.norms_behind + number * self.shape.padded_hidden
-        kept = {"residual": self._section(PARTS[0], ty.f32), "squares": self._section(KEPT[0], ty.f32)}
+        kept = {"residual": self._section(PARTS[0], ty.f32), "squares": self._sections(KEPT[0], ty.f32)}
         scales = self.row_scales[product]
         return {Kept: StoreKept(**{**shared, **kept}), NormBehind: AddKept(**shared, scales=scales, behind=behind)}
 
@@ -390,12 +427,17 @@ class Pass:
     @ch.inline
     def _scales(self, machine: PassMachine) -> Scales:
         kind = Scales if self.sizes.config.norms.before else Unscaled
-        return kind(machine, self._section("squares", ty.f32), self.shape.hidden, self.sizes.config.rms_norm_eps)
+        return self._scales_of(kind, machine, "squares")
 
     @ch.inline
     def _row_scales(self, machine: PassMachine) -> Scales:
         """Of rows that go through a norm before they are added to the residual."""
-        return Scales(machine, self._section(KEPT[0], ty.f32), self.shape.hidden, self.sizes.config.rms_norm_eps)
+        return self._scales_of(Scales, machine, KEPT[0])
+
+    def _scales_of(self, kind: type[Scales], machine: PassMachine, squares: str) -> Scales:
+        sizes = self.sizes
+        elements, epsilon = self.shape.hidden, sizes.config.rms_norm_eps
+        return kind(machine, self._section(squares, ty.f32), sizes.row_tiles, elements, epsilon)
 
     def _head_norms(self, machine: PassMachine) -> PassHeadNorms | None:
         weights = self.launch.head_norms
@@ -420,7 +462,7 @@ class Pass:
 
     def _attention(self, layer: Any) -> PassAttention:
         attention, window = self.table.attention, self._window(layer)
-        into, heads, sizes = self._section(attention.output.name), self._heads(self.machine, layer), self.sizes
+        into, heads, sizes = self._sections(attention.output.name), self._heads(self.machine, layer), self.sizes
         places = self._places(self.table.places_row(self.table.reader_of(attention), layer))
         kind = sizes.layers.common
         return PassAttention(
@@ -444,8 +486,8 @@ class Pass:
         first, second = table.norms
         residual, hidden, squares = RESIDUAL_SECTIONS
         return StoreResidual(
-            *(machine, self._section(residual, ty.f32), self._section(hidden)),
-            *(self._section(squares, ty.f32), weight, self.sizes.hidden_m_tiles),
+            *(machine, self._section(residual, ty.f32), self._sections(hidden)),
+            *(self._sections(squares, ty.f32), weight, self.sizes.hidden_m_tiles),
             places=self._places(table.places_row(first, norm // 2) + norm % 2 * table.places_row(second, 0)),
             plus_one=self.sizes.config.norms.plus_one,
             multiplier=self.sizes.config.residual_multiplier,
@@ -470,7 +512,7 @@ class Pass:
                 weights = store.load_rows(m_tile)
                 with ch.for_(plan.tile_groups, unroll=True, name="group") as in_tile:
                     group = token_tile * plan.tile_groups + in_tile
-                    values = self._embedded(m_tile * M_TILE_ROWS + machine.lane // 4, group)
+                    values = self._embedded(store.row(m_tile), group)
                     store.finish(Sums(m_tile, group, in_tile, values, weights))
             store.end(row_tile, token_tile)
 

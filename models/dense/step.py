@@ -40,7 +40,7 @@ from cheetah.lang import ty
 from cheetah.models.attention_layers import EVERY_KEY
 from cheetah.models.config import ModelConfig
 from cheetah.models.dense.head_parts import HeadParts
-from cheetah.models.dense.launch import Launch, peers_of
+from cheetah.models.dense.launch import Launch
 from cheetah.models.dense.page import (
     ChooseExperts,
     Gated,
@@ -68,7 +68,7 @@ class StepParts(HeadParts):
             exchange_sizes(machine.model, machine.gpu, machine.plan),
             inputs=product_inputs(machine.model, machine.gpu, machine.plan),
             copied=published_kinds(config, machine.plan),
-            peers=Peers(peers_of(launch), own_vectors(machine.stack)),
+            peers=Peers(launch.peers.get("exchange", ()), own_vectors(machine.stack)),
         )
         super().__init__(config, machine, launch, made, page_of(config, machine.plan.max_context))
         self.layers = config.attention_layers(machine.plan.max_context)

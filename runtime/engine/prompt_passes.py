@@ -61,7 +61,7 @@ class PassLauncher(KernelLaunches):
         self._hidden, self._padded_hidden = config.hidden_size, config.padded_hidden
         self._epsilon, self._last_norm = config.rms_norm_eps, 2 * config.layers
         self._room = pass_room(decoding, plan, config.head_dim)
-        self._arrivals, self._blocks = 0, manifest.launch.blocks
+        self._arrivals, self._blocks = 0, manifest.launch.blocks * manifest.world_size
         behind_keys = manifest.phases.index(f"layer {config.layers - 1} attention")
         self._phases = {False: behind_keys, True: len(manifest.phases)}  # by whether hidden states are wanted
 

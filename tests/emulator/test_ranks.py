@@ -48,6 +48,22 @@ BODY = """
     case 12:  // and a word's own stores in their order
       if (rank) { for (uint32_t i = 1; i < 6; ++i) publish_tagged_sys(peer_1_words, 0, 32, i); }
       break;
+    case 13:  // a counter is added to behind what was stored before it
+      if (rank) for (uint32_t i = 0; i < 8; ++i) store_to_peer_u32(peer_1_words + i, i + 1);
+      if (rank) add_release_u64_sys(peer_1_exchange, 1);
+      break;
+    case 14:  // as long as it is the stores' own block that adds
+      if (rank) for (uint32_t i = 0; i < 8; ++i) store_to_peer_u32(peer_1_words + i, i + 1);
+      break;
+    case 15: if (rank) add_release_u64(peer_1_exchange, 1); break;
+    case 16: if (rank) add_release_u64_sys(peer_1_exchange, 1); else wait_at_least_u64(exchange, 1); break;
+    case 17: if (rank) store_to_peer_u32(words, 1); break;
+  }
+  if (which == 13 || which == 14) {
+    if (rank) return;
+    if (which == 13) wait_at_least_u64_sys(exchange, 1);
+    all[0] = 1;
+    for (uint32_t i = 0; i < 8; ++i) all[0] &= words[i] == i + 1;
   }
   if (which == 10 || which == 11) {
     if (rank) return;
@@ -65,6 +81,9 @@ MISUSES = {
     6: "load_constant_u32 at kernel.cu:{}: buffer words is rank 0's",
     7: "bulk_copy at kernel.cu:{}: buffer words is rank 0's",
     9: "lies in no buffer of this launch",
+    15: "add_release_u64 at kernel.cu:{}: buffer exchange is rank 0's",
+    16: "buffer exchange is stored by another rank, and its own waits for it in the scope of one GPU",
+    17: "is no other rank's memory",
 }
 
 
@@ -123,6 +142,14 @@ def test_stores_to_a_peer_land_in_any_order_but_behind_a_release_in_order(ranks:
     assert {int(launched(ranks, 11, *seed)[0][-1][0]) for seed in seeds} == {1}
     tags = {int(launched(ranks, 12, *seed)[0][2][0]) for seed in seeds}
     assert len(tags) == 1, "an older store of a word landed over a newer one"
+
+
+def test_data_stored_to_a_peer_is_there_behind_its_counter(ranks: Program) -> None:
+    seeds = [(scheduler, seed) for scheduler in ("random", "priority") for seed in range(12)]
+    assert {int(launched(ranks, 13, *seed)[0][-1][0]) for seed in seeds} == {1}
+    assert 0 in {int(launched(ranks, 14, *seed)[0][-1][0]) for seed in seeds}, "it never landed late"
+    memory, _ = launched(ranks, 14)
+    assert memory[2][:8].tolist() == [*range(1, 9)], "it has not landed when the launch ends"
 
 
 def test_equal_seeds_give_equal_launches(ranks: Program) -> None:

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from cheetah import lang as ch
-from cheetah.blocks.prompt.finish import scatter_pair
+from cheetah.blocks.prompt.finish import scatter_pair, store_at
 from cheetah.blocks.prompt.keys import CORE_BYTES, QUERY_TOKENS, UNIT, PassHeads, PassTokens, TilePlace
 from cheetah.blocks.prompt.machine import PassMachine
 from cheetah.blocks.prompt.ring import TileRing
@@ -31,16 +31,16 @@ LOG2_E = math.log2(math.e)
 
 @dataclass(frozen=True, eq=False)
 class PassAttention:
-    """Attention of one layer. into: the input of o in token order (u8). window: keys that a row sees, its own included
-    (an expression where layers differ), or None. places: where o has its columns (u16), if not in order. scale: of
-    products of queries and keys (None: 1 / sqrt(head_dim)); soft_cap: c of logits c * tanh(l / c). sinks: of
-    every query head (bf16) the logit of one more key, without a value."""
+    """Attention of one layer. into: the input of o in token order (u8), of every rank. window: keys that a row sees,
+    its own included (an expression where layers differ), or None. places: where o has its columns (u16), if not in
+    order. scale: of products of queries and keys (None: 1 / sqrt(head_dim)); soft_cap: c of logits c * tanh(l / c).
+    sinks: of every query head (bf16) the logit of one more key, without a value."""
 
     machine: PassMachine
     ring: TileRing
     heads: PassHeads
     tokens: PassTokens
-    into: ch.Expr
+    into: Sequence[ch.Expr]
     key_tile: int
     window: Any = None
     places: ch.Expr | None = None
@@ -331,12 +331,15 @@ class PassAttention:
                         self._scatter(words, (self._first_k_tile(head) + k_tile) * VECTOR_COLUMNS, group)
                         continue
                     block = ty.u64((self._first_k_tile(head) + k_tile) * plan.groups + group) * GROUP_BYTES
-                    unit = self.into + (block + ty.u64(lane % 4 * UNIT_BYTES + lane // 4 * 16))
-                    ch.reinterpret(ty.ptr_mut(ty.u32x4), unit)[0] = prim.make_u32x4(*words)
+                    for into in self.into:
+                        unit = into + (block + ty.u64(lane % 4 * UNIT_BYTES + lane // 4 * 16))
+                        is_peers = into is not self.into[0]
+                        store_at(ch.reinterpret(ty.ptr_mut(ty.u32x4), unit), 0, prim.make_u32x4(*words), is_peers)
 
     def _first_k_tile(self, head: ch.Expr) -> Any:
         """Of the output: where this warp's dims of a head begin."""
-        return (head * self._parts + self._part) * (self._dims // VECTOR_COLUMNS)
+        of_all = self.machine.of_all(head, self.heads.shape.heads)
+        return (of_all * self._parts + self._part) * (self._dims // VECTOR_COLUMNS)
 
     @ch.inline
     def _scatter(self, words: Sequence[Any], first: ch.Expr, group: ch.Expr) -> None:
@@ -344,7 +347,9 @@ class PassAttention:
         assert self.places is not None
         for dims, word in enumerate(words):
             column = first + dims * 8 + self.machine.lane % 4 * 2
-            scatter_pair(self.machine, self.into, self.places, column, group, self.machine.lane // 4, word)
+            scatter_pair(
+                *(self.machine, self.into[0], self.places, column, group, self.machine.lane // 4, word, self.into[1:])
+            )
 
 
 class _Rows:

@@ -4,20 +4,28 @@ A counter that only grows: every block adds one at the end of a phase, behind a 
 first thread waits for all blocks before the next phase begins; so nobody adds twice for one phase, also where a block
 has nothing to do in it. What a phase stores is read by others' bulk copies: each thread fences behind its stores, and
 the lane that copies behind its wait.
+
+Several GPUs have a counter each. A block adds to all of them, and waits for its own GPU's, which so counts all blocks:
+who has waited sees what any of them stored, wherever it did.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from cheetah import lang as ch
 from cheetah.blocks.prompt.machine import PassMachine
 from cheetah.lang import prim, ty
+from cheetah.lang.primitive import GPU_SCOPE, SYSTEM_SCOPE
 
 
 class PassBarrier:
-    """counter: u64 in global memory; before: what it stands at when the launch begins (u64), the same for all."""
+    """counters: u64 in global memory, this GPU's, then those of the others; before: what each stands at when the launch
+    begins (u64), the same for all."""
 
-    def __init__(self, machine: PassMachine, counter: ch.Expr, before: ch.Expr) -> None:
-        self.machine, self.counter = machine, counter
+    def __init__(self, machine: PassMachine, counters: Sequence[ch.Expr], before: ch.Expr) -> None:
+        self.machine, self.counters = machine, tuple(counters)
+        self.scope = GPU_SCOPE if len(self.counters) == 1 else SYSTEM_SCOPE
         self._declare(before)
 
     @ch.inline
@@ -38,13 +46,14 @@ class PassBarrier:
         machine.meet()
         self.dues[0] += machine.world.blocks
         with ch.if_(machine.thread == 0):
-            prim.add_release_u64(self.counter, 1)
+            for counter in self.counters:
+                prim.add_release_u64(counter, 1, scope=self.scope)
 
     @ch.inline
     def begin_phase(self) -> None:
         """In the consumer role: all blocks have ended the phase before."""
         with ch.if_(self.machine.thread == 0):
-            prim.wait_at_least_u64(self.counter, self.dues[0])
+            prim.wait_at_least_u64(self.counters[0], self.dues[0], scope=self.scope)
         self.machine.meet()
 
     @ch.inline
@@ -56,5 +65,5 @@ class PassBarrier:
     def begin_copies(self) -> None:
         """In the activations role: the same, for bulk copies."""
         self.dues[1] += self.machine.world.blocks
-        prim.wait_at_least_u64(self.counter, self.dues[1])
+        prim.wait_at_least_u64(self.counters[0], self.dues[1], scope=self.scope)
         prim.fence_proxy_async()

@@ -2,6 +2,10 @@
 
 A lane has two rows of two tokens; one exchange with the lane of the neighbouring row makes each the owner of one token
 and of pairs of neighbouring columns, which are words in token order.
+
+What the next product takes is stored to every GPU that makes the pass: `into` is where it lies on this one, `others` on
+those (of a `Finish`: this one's first), and its M-tiles are numbered over all ranks. What a GPU keeps for itself has
+the numbers of its own M-tiles.
 """
 
 from __future__ import annotations
@@ -16,21 +20,38 @@ from cheetah.blocks.prompt.machine import PassMachine
 from cheetah.blocks.prompt.product import ACCUMULATORS, Finish, Sums
 from cheetah.lang import prim, ty
 from cheetah.plan.formats import M_TILE_ROWS, VECTOR_COLUMNS
+from cheetah.plan.index import ceil_div
 from cheetah.plan.prompt import ACCUMULATOR_BYTES, GROUP_BYTES, GROUP_TOKENS, UNIT_BYTES
 
 HALF = M_TILE_ROWS // 2
+STORES_TO_PEERS = (
+    *(prim.store_to_peer_u16, prim.store_to_peer_u32, prim.store_to_peer_u32x2, prim.store_to_peer_u32x4),
+    *(prim.store_to_peer_f32, prim.store_to_peer_bf16),
+)
+"""By what they store."""
+
+
+def store_at(pointer: ch.Expr, index: Any, value: Any, is_peers: bool) -> None:
+    """`pointer[index] = value`, in this GPU's memory or another's."""
+    if not is_peers:
+        pointer[index] = value
+        return
+    for store in STORES_TO_PEERS:
+        if store.parameters["place"] == pointer.type:
+            store(pointer + index, value)
 
 
 class Scales:
     """1/rms of the tokens of a tile, from the sums of squares that whoever made the input left.
 
-    squares: f32 [row tiles][tokens of the pass], a partial sum of each row tile. They are added in order, when a tile
-    begins, into one of two buffers in turn; a barrier of the consumer warps lies between writing and reading, and so
-    between reading a buffer and writing it again.
+    squares: f32 [row tiles][tokens of the pass], a partial sum of each of `parts` row tiles. They are added in order,
+    when a tile begins, into one of two buffers in turn; a barrier of the consumer warps lies between writing and
+    reading, and so between reading a buffer and writing it again.
     """
 
-    def __init__(self, machine: PassMachine, squares: ch.Expr, elements: int, epsilon: float) -> None:
-        self.machine, self.squares, self.elements, self.epsilon = machine, squares, elements, epsilon
+    def __init__(self, machine: PassMachine, squares: ch.Expr, parts: int, elements: int, epsilon: float) -> None:
+        self.machine, self.squares, self.parts = machine, squares, parts
+        self.elements, self.epsilon = elements, epsilon
         self._declare()
 
     @ch.inline
@@ -45,11 +66,10 @@ class Scales:
         """By all consumer warps, once a tile."""
         machine, plan = self.machine, self.machine.plan
         self.turn ^= 1
-        parts = -(-self.elements // (M_TILE_ROWS * plan.tile_m_tiles))
         with ch.if_(machine.thread < plan.tile_tokens):
             token = token_tile * plan.tile_tokens + machine.thread
             total = ch.var(ty.f32, 0.0)
-            with ch.for_(parts, unroll=min(parts, 32)) as part:
+            with ch.for_(self.parts, unroll=min(self.parts, 32)) as part:
                 total += self.squares[part * plan.tokens + token]
             scale = prim.rsqrt_f32(total * (1.0 / self.elements) + self.epsilon)
             self._buffer()[machine.thread] = scale
@@ -106,24 +126,25 @@ def _address(machine: PassMachine, into: ch.Expr, k_tile: ch.Expr, group: ch.Exp
 
 
 @ch.function
-def store_rows(machine: PassMachine, into: ch.Expr, sums: Sums) -> None:
+def store_rows(machine: PassMachine, into: ch.Expr, sums: Sums, others: Sequence[ch.Expr]) -> None:
     """The 16 rows of an M-tile as 16 columns of a vector in token order, rounded to bf16."""
     words = ch.var(ty.u32x2)
     low, high = exchanged_rows(machine, *sums.values)
     words.x = low
     words.y = high
     k_tile, half = sums.m_tile // 2, sums.m_tile % 2
-    address = _address(machine, into, k_tile, sums.group) + half * 8
-    ch.reinterpret(ty.ptr_mut(ty.u32x2), address)[0] = words
+    for base in (into, *others):
+        address = _address(machine, base, k_tile, sums.group) + half * 8
+        store_at(ch.reinterpret(ty.ptr_mut(ty.u32x2), address), 0, words, base is not into)
 
 
 @ch.function
-def scatter_rows(machine: PassMachine, into: ch.Expr, sums: Sums, places: ch.Expr) -> None:
+def scatter_rows(machine: PassMachine, into: ch.Expr, sums: Sums, places: ch.Expr, others: Sequence[ch.Expr]) -> None:
     """The same, each row where `places` (u16) says."""
     token = machine.lane % 4 * 2 + machine.lane // 4 % 2
     first = sums.m_tile * M_TILE_ROWS + machine.lane // 8 * 2
     for word, row in zip(exchanged_rows(machine, *sums.values), (first, first + HALF), strict=True):
-        scatter_pair(machine, into, places, row, sums.group, token, word)
+        scatter_pair(machine, into, places, row, sums.group, token, word, others)
 
 
 @ch.function
@@ -135,17 +156,19 @@ def scatter_pair(
     group: ch.Expr,
     token: ch.Expr,
     word: ch.Expr,
+    others: Sequence[ch.Expr],
 ) -> None:
     """Columns `column` (even) and the next of a token of a group (two bf16) where `places` (u16) says."""
     pair = ch.const(ty.u32, ch.reinterpret(ty.ptr(ty.u32), places)[column // 2], name="pair")
     for place, element in ((pair & 0xFFFF, word & 0xFFFF), (pair >> 16, word >> 16)):
         block = ty.u64(place // VECTOR_COLUMNS * machine.plan.groups + group) * GROUP_BYTES
-        address = into + block + ty.u64(machine.plan.address_in_group(place % VECTOR_COLUMNS, token))
-        ch.reinterpret(ty.ptr_mut(ty.u16), address)[0] = ty.u16(element)
+        for base in (into, *others):
+            address = base + block + ty.u64(machine.plan.address_in_group(place % VECTOR_COLUMNS, token))
+            store_at(ch.reinterpret(ty.ptr_mut(ty.u16), address), 0, ty.u16(element), base is not into)
 
 
 @ch.function
-def store_gated(machine: PassMachine, into: ch.Expr, sums: Sums, activation: str) -> None:
+def store_gated(machine: PassMachine, into: ch.Expr, sums: Sums, activation: str, others: Sequence[ch.Expr]) -> None:
     """silu(gate) * up of an M-tile's 8 gate rows and their up rows, as 8 columns of a vector in token order."""
     first, second, third, fourth = sums.values
     pair = prim.pack_bf16x2(_gated(first, third, activation), _gated(second, fourth, activation))
@@ -153,8 +176,9 @@ def store_gated(machine: PassMachine, into: ch.Expr, sums: Sums, activation: str
     is_odd = machine.lane // 4 % 2 != 0
     word = ch.select(is_odd, prim.byte_permute(even, odd, 0x7632), prim.byte_permute(even, odd, 0x5410))
     tiles = VECTOR_COLUMNS // HALF
-    address = _address(machine, into, sums.m_tile // tiles, sums.group) + sums.m_tile % tiles * 4
-    ch.reinterpret(ty.ptr_mut(ty.u32), address)[0] = word
+    for base in (into, *others):
+        address = _address(machine, base, sums.m_tile // tiles, sums.group) + sums.m_tile % tiles * 4
+        store_at(ch.reinterpret(ty.ptr_mut(ty.u32), address), 0, word, base is not into)
 
 
 def _gated(gate: ch.Expr, up: ch.Expr, activation: str) -> Any:
@@ -163,10 +187,11 @@ def _gated(gate: ch.Expr, up: ch.Expr, activation: str) -> Any:
 
 @dataclass(frozen=True, eq=False)
 class Store(Finish):
-    """The rows, in token order; scaled, if the input was normalised."""
+    """The rows, in token order; scaled, if the input was normalised. m_tiles: of the matrix, a rank's."""
 
     machine: PassMachine
-    into: ch.Expr
+    into: Sequence[ch.Expr]
+    m_tiles: int
     scales: Scales | None = None
 
     def begin(self, row_tile: ch.Expr, token_tile: ch.Expr) -> None:
@@ -174,11 +199,11 @@ class Store(Finish):
             self.scales.load(token_tile)
 
     def finish(self, sums: Sums) -> None:
-        store_rows(self.machine, self.into, self._scaled(sums))
+        store_rows(self.machine, self.into[0], self._scaled(sums), self.into[1:])
 
     def _scaled(self, sums: Sums) -> Sums:
         values = sums.values if self.scales is None else self.scales.scaled(sums)
-        return replace(sums, values=values)
+        return replace(sums, values=values, m_tile=self.machine.of_all(sums.m_tile, self.m_tiles))
 
 
 @dataclass(frozen=True, eq=False)
@@ -188,19 +213,20 @@ class StoreGated(Store):
     activation: str = "silu"
 
     def finish(self, sums: Sums) -> None:
-        store_gated(self.machine, self.into, self._scaled(sums), self.activation)
+        store_gated(self.machine, self.into[0], self._scaled(sums), self.activation, self.into[1:])
 
 
 @dataclass(frozen=True, eq=False)
 class StoreResidual(Finish):
     """The residual stream in f32, in accumulator order, and what the next product takes: its bf16 rows times the
     weights of the next norm, in token order, with each row tile's sums of their squares, f32 [row tiles][tokens].
-    places: where the next product has them (u16), if not in order. plus_one: norms multiply by 1 + weight."""
+    m_tiles: of the stream, a rank's, which keeps those; the rest all ranks get. places: where the next product has them
+    (u16), if not in order. plus_one: norms multiply by 1 + weight."""
 
     machine: PassMachine
     residual: ch.Expr
-    into: ch.Expr
-    squares: ch.Expr
+    into: Sequence[ch.Expr]
+    squares: Sequence[ch.Expr]
     norm: ch.Expr
     m_tiles: int
     places: ch.Expr | None = None
@@ -210,11 +236,15 @@ class StoreResidual(Finish):
     @ch.inline
     def load_rows(self, m_tile: ch.Expr) -> Any:
         """The norm's weights of rows g and g + 8."""
-        row = m_tile * M_TILE_ROWS + self.machine.lane // 4
+        row = self.row(m_tile)
         weights = ch.array(ty.f32, 2)
         for index in range(2):
             weights[index] = self._weight(self.norm[row + index * HALF])
         return weights
+
+    def row(self, m_tile: ch.Expr) -> Any:
+        """Row g of an M-tile, of all ranks' rows."""
+        return self.machine.of_all(m_tile, self.m_tiles) * M_TILE_ROWS + self.machine.lane // 4
 
     def _weight(self, stored: Any) -> Any:
         weight = prim.bf16_to_f32(stored)
@@ -231,11 +261,11 @@ class StoreResidual(Finish):
         rounded = [_rounded(value) for value in sums.values]
         lay_down_squares(machine, sums, rounded)
         values = tuple(value * sums.of_rows[index // 2] for index, value in enumerate(rounded))
-        weighted = replace(sums, values=values)
+        weighted = replace(sums, values=values, m_tile=machine.of_all(sums.m_tile, self.m_tiles))
         if self.places is None:
-            store_rows(machine, self.into, weighted)
+            store_rows(machine, self.into[0], weighted, self.into[1:])
         else:
-            scatter_rows(machine, self.into, weighted, self.places)
+            scatter_rows(machine, self.into[0], weighted, self.places, self.into[1:])
 
     @ch.function
     def end(self, row_tile: ch.Expr, token_tile: ch.Expr) -> None:
@@ -249,7 +279,10 @@ class StoreResidual(Finish):
             with ch.for_(count, unroll=1, name="m_tile") as m_tile:
                 total += kept[m_tile * plan.tile_tokens]
             token = token_tile * plan.tile_tokens + machine.thread
-            self.squares[row_tile * plan.tokens + token] = total
+            row_tiles = ceil_div(self.m_tiles, plan.tile_m_tiles)
+            for squares in self.squares:
+                is_peers = squares is not self.squares[0]
+                store_at(squares, machine.of_all(row_tile, row_tiles) * plan.tokens + token, total, is_peers)
         machine.meet()  # everybody has read before the next tile's squares are laid down
 
 
@@ -285,7 +318,7 @@ class AddKept(StoreResidual):
     @ch.inline
     def load_rows(self, m_tile: ch.Expr) -> Any:
         """The weights of the next norm, then of that behind the rows, of rows g and g + 8."""
-        row = m_tile * M_TILE_ROWS + self.machine.lane // 4
+        row = self.row(m_tile)
         weights = ch.array(ty.f32, 4)
         for index in range(2):
             weights[index] = self._weight(self.norm[row + index * HALF])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from cheetah import lang as ch
 from cheetah.blocks.machine import CONSUMER_BARRIER, shared_region
@@ -16,6 +17,7 @@ from cheetah.plan.world import World, world_of
 class PassMachine:
     """The parts that every building block of a pass needs.
 
+    rank: which of the GPUs that make a pass together this is, a parameter of the launch where there are several.
     The consumer role is every thread of the warpgroups that multiply. Of the warpgroup behind them one warp has the
     weights role (a lane an M-tile of the tile), one lane of the next the activations role.
     """
@@ -31,11 +33,16 @@ class PassMachine:
     weights: ch.Role
     activations: ch.Role
     consumer: ch.Role
+    rank: ch.Expr | int = 0
 
     @property
     def world(self) -> World:
         """Who makes a pass together."""
         return world_of(self.gpu)
+
+    def of_all(self, number: Any, count: int) -> Any:
+        """The number over all ranks of a thing of which each has `count`."""
+        return number if self.world.size == 1 else self.rank * count + number
 
     @property
     def roles(self) -> tuple[ch.Role, ch.Role, ch.Role]:
@@ -57,7 +64,7 @@ class PassMachine:
 
 
 @ch.inline
-def start_pass(plan: PassPlan, gpu: Gpu, shared: SharedMap) -> PassMachine:
+def start_pass(plan: PassPlan, gpu: Gpu, shared: SharedMap, rank: ch.Expr | None = None) -> PassMachine:
     """Name the thread's place and the regions of shared memory, and open the roles."""
     arena = prim.shared_arena()
     block = ch.var(ty.u32, ch.block_idx_x())
@@ -65,7 +72,7 @@ def start_pass(plan: PassPlan, gpu: Gpu, shared: SharedMap) -> PassMachine:
     warp = ch.var(ty.u32, thread // 32)
     lane = ch.var(ty.u32, thread % 32)
     roles = ch.Role("weights"), ch.Role("activations"), ch.Role("consumer")
-    return PassMachine(plan, gpu, shared, arena, block, thread, warp, lane, *roles)
+    return PassMachine(plan, gpu, shared, arena, block, thread, warp, lane, *roles, 0 if rank is None else rank)
 
 
 @ch.inline

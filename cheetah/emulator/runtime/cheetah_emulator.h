@@ -52,6 +52,10 @@ void words_written(const void* address);
 // Whether the word is another rank's, which it then reaches later.
 bool store_to_peer(void* address, uint64_t word, uint32_t bytes, uint32_t epoch, bool is_release, Place place,
                    const char* primitive);
+// The same of a counter that it adds to, and of memory that nobody waits for.
+bool add_to_peer(uint64_t* counter, uint64_t value, Place place, const char* primitive);
+void data_to_peer(void* address, const void* data, uint32_t bytes, Place place, const char* primitive);
+void begin_counter_wait(const uint64_t* counter, Place place, const char* primitive);
 void enter_system_scope();
 void leave_system_scope();
 void tagged(const uint32_t* word, uint32_t epoch);
@@ -415,7 +419,7 @@ CHEETAH_PRIMITIVE uint64_t fetch_add_release_u64(uint64_t* p, uint64_t value, CH
 }
 
 CHEETAH_PRIMITIVE void wait_at_least_u64(const uint64_t* p, uint64_t value, CHEETAH_PLACE) {
-  cheetah_emulator::check_global(p, 8, 8, place, "wait_at_least_u64");
+  cheetah_emulator::begin_counter_wait(p, place, "wait_at_least_u64");
   while (__atomic_load_n(p, __ATOMIC_ACQUIRE) < value) cheetah_emulator::wait_for_at_least(p, value, place);
 }
 
@@ -493,9 +497,26 @@ CHEETAH_PRIMITIVE uint4 wait_flagged4_acquire_sys(const uint64_t* p, uint32_t ep
   CHEETAH_IN_SYSTEM_SCOPE(wait_flagged4_acquire(p, epoch, place));
 }
 
-#define add_release_u64_sys add_release_u64
+CHEETAH_PRIMITIVE void add_release_u64_sys(uint64_t* p, uint64_t value, CHEETAH_PLACE) {
+  if (!cheetah_emulator::add_to_peer(p, value, place, "add_release_u64_sys")) add_release_u64(p, value, place);
+}
+
+CHEETAH_PRIMITIVE void wait_at_least_u64_sys(const uint64_t* p, uint64_t value, CHEETAH_PLACE) {
+  CHEETAH_IN_SYSTEM_SCOPE(wait_at_least_u64(p, value, place));
+}
+
+#define CHEETAH_STORE_TO_PEER(name, type)                                                  \
+  CHEETAH_PRIMITIVE void store_to_peer_##name(type* p, type value, CHEETAH_PLACE) {        \
+    cheetah_emulator::data_to_peer(p, &value, sizeof value, place, "store_to_peer_" #name); \
+  }
+CHEETAH_STORE_TO_PEER(u16, uint16_t)
+CHEETAH_STORE_TO_PEER(u32, uint32_t)
+CHEETAH_STORE_TO_PEER(u32x2, uint2)
+CHEETAH_STORE_TO_PEER(u32x4, uint4)
+CHEETAH_STORE_TO_PEER(f32, float)
+CHEETAH_STORE_TO_PEER(bf16, bf16)
+
 #define fetch_add_release_u64_sys fetch_add_release_u64
-#define wait_at_least_u64_sys wait_at_least_u64
 #define store_relaxed_u32_sys store_relaxed_u32
 #define load_relaxed_u32_sys load_relaxed_u32
 

@@ -6,6 +6,7 @@
 #include "ranks.h"
 
 #include <cstdio>
+#include <cstring>
 #include <vector>
 
 namespace cheetah_emulator {
@@ -14,10 +15,13 @@ namespace {
 constexpr uint32_t most_late_stores = 4096;
 constexpr uint8_t stored_by_peer = 1, waited_for_here = 2;
 
+enum class Stored : uint8_t { flagged, tagged, data, addition };
+
 struct LateStore {
   uint8_t* to;
-  uint64_t word;
+  uint64_t word[2];
   uint32_t bytes, epoch, block;
+  Stored kind;
   bool is_release;
 };
 
@@ -25,6 +29,10 @@ std::vector<LateStore> late;
 std::vector<std::vector<uint8_t>> marks;  // of each buffer that peers store to, a byte for each 4 of its
 
 uint32_t rank_of_current() { return machine.current->block_state->rank_number; }
+
+bool is_peers(const Buffer& buffer) {
+  return buffer.rank != every_rank && machine.rank_count > 1 && buffer.rank != rank_of_current();
+}
 
 // What is known of the words of a buffer that peers store to; null of another.
 uint8_t* marks_of(const Buffer& buffer, const void* address) {
@@ -43,13 +51,32 @@ void land(uint32_t index) {
   const LateStore store = late[index];
   late.erase(late.begin() + index);
   machine.late_stores--;
-  if (store.bytes == 8) {
-    __atomic_store_n(reinterpret_cast<uint64_t*>(store.to), store.word, __ATOMIC_RELEASE);
-  } else {
-    __atomic_store_n(reinterpret_cast<uint32_t*>(store.to), uint32_t(store.word), __ATOMIC_RELAXED);
-    tagged(reinterpret_cast<uint32_t*>(store.to), store.epoch);
+  auto* word = reinterpret_cast<uint64_t*>(store.to);
+  switch (store.kind) {
+    case Stored::flagged: __atomic_store_n(word, store.word[0], __ATOMIC_RELEASE); break;
+    case Stored::addition: __atomic_fetch_add(word, store.word[0], __ATOMIC_RELEASE); break;
+    case Stored::data: std::memcpy(store.to, store.word, store.bytes); return;
+    case Stored::tagged:
+      __atomic_store_n(reinterpret_cast<uint32_t*>(store.to), uint32_t(store.word[0]), __ATOMIC_RELAXED);
+      tagged(reinterpret_cast<uint32_t*>(store.to), store.epoch);
   }
   words_written(store.to);
+}
+
+// Whether the buffer is a peer's, in which these bytes may be stored.
+bool is_stored_to_peer(const void* address, uint32_t bytes, Place place, const char* primitive) {
+  if (machine.rank_count == 1) return false;
+  const Buffer* buffer = buffer_of(address);
+  if (!buffer || !is_peers(*buffer)) return false;
+  preemption_point(place, primitive);
+  check_bounds(*buffer, address, bytes, bytes, place, primitive);
+  if (uint8_t* known = marks_of(*buffer, address)) {
+    for (uint32_t i = 0; i < bytes / 4; i++) {
+      known[i] |= stored_by_peer;
+      if (known[i] & waited_for_here) scopes_differ(*buffer, address, place, primitive);
+    }
+  }
+  return true;
 }
 
 // Which is to land so that one may: itself, an earlier one of its word, or what its block stored before it releases.
@@ -59,6 +86,15 @@ uint32_t before(uint32_t index) {
       return before(i);
   return index;
 }
+
+void store_late(LateStore store) {
+  store.block = machine.current->block_state->index;
+  if (late.size() == most_late_stores) land(before(0));
+  late.push_back(store);
+  machine.late_stores++;
+}
+
+uint8_t* to(void* address) { return static_cast<uint8_t*>(address); }
 
 }  // namespace
 
@@ -77,10 +113,6 @@ std::string block_name(const Block& block) {
   if (machine.rank_count == 1) std::snprintf(name, sizeof name, "block %u", block.index);
   else std::snprintf(name, sizeof name, "rank %u, block %u", block.rank_number, block.index % blocks);
   return name;
-}
-
-bool is_peers(const Buffer& buffer) {
-  return buffer.rank != every_rank && machine.rank_count > 1 && buffer.rank != rank_of_current();
 }
 
 void check_owner(const Buffer& buffer, Place place, const char* primitive) {
@@ -103,21 +135,23 @@ void leave_system_scope() { machine.current->system_scope--; }
 
 bool store_to_peer(void* address, uint64_t word, uint32_t bytes, uint32_t epoch, bool is_release, Place place,
                    const char* primitive) {
-  if (machine.rank_count == 1) return false;
-  const Buffer* buffer = buffer_of(address);
-  if (!buffer || !is_peers(*buffer)) return false;
-  preemption_point(place, primitive);
-  check_bounds(*buffer, address, bytes, bytes, place, primitive);
-  if (uint8_t* known = marks_of(*buffer, address)) {
-    for (uint32_t i = 0; i < bytes / 4; i++) {
-      known[i] |= stored_by_peer;
-      if (known[i] & waited_for_here) scopes_differ(*buffer, address, place, primitive);
-    }
-  }
-  if (late.size() == most_late_stores) land(before(0));
-  late.push_back({static_cast<uint8_t*>(address), word, bytes, epoch, machine.current->block_state->index, is_release});
-  machine.late_stores++;
+  if (!is_stored_to_peer(address, bytes, place, primitive)) return false;
+  store_late({to(address), {word}, bytes, epoch, 0, bytes == 8 ? Stored::flagged : Stored::tagged, is_release});
   return true;
+}
+
+bool add_to_peer(uint64_t* address, uint64_t value, Place place, const char* primitive) {
+  if (!is_stored_to_peer(address, 8, place, primitive)) return false;
+  store_late({to(address), {value}, 8, 0, 0, Stored::addition, true});
+  return true;
+}
+
+void data_to_peer(void* address, const void* data, uint32_t bytes, Place place, const char* primitive) {
+  if (!is_stored_to_peer(address, bytes, place, primitive))
+    misuse(place, primitive, "%p is no other rank's memory", address);
+  LateStore store{to(address), {}, bytes, 0, 0, Stored::data, false};
+  std::memcpy(store.word, data, bytes);
+  store_late(store);
 }
 
 void land_a_store() { land(before(machine.random.below(machine.late_stores))); }

@@ -136,6 +136,11 @@ void begin_word_wait(const void* words, uint32_t word_bytes, Place place, const 
   check_together(warp, bit, place, primitive);
 }
 
+void begin_counter_wait(const uint64_t* counter, Place place, const char* primitive) {
+  preemption_point(place, primitive);
+  note_wait(checked_buffer(counter, 8, 8, place, primitive), counter, 8, place, primitive);
+}
+
 void check_constant(const void* address, uint32_t bytes, Place place, const char* primitive) {
   const Buffer& buffer = checked_buffer(address, bytes, 1, place, primitive);
   if (!buffer.poison) return;

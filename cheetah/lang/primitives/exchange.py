@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from cheetah.lang import types as ty
-from cheetah.lang.primitive import ANY, declare
+from cheetah.lang.primitive import ANY, Primitive, declare
 
 _PUBLISH = """
 uint64_t word = (uint64_t)epoch << 32 | data;
@@ -307,3 +307,16 @@ load_constant_u32x4 = declare(
     "16 bytes of memory that nobody writes during the launch",
     place=ANY,
 )
+_TO_PEER = "memory of another GPU, where no thread waits for it; a release behind it tells those there"
+
+
+def _store_to_peer(name: str, type_: ty.Type) -> Primitive:
+    return declare(f"store_to_peer_{name}", ty.void, "*place = value;", _TO_PEER, place=ty.ptr_mut(type_), value=type_)
+
+
+store_to_peer_u16 = _store_to_peer("u16", ty.u16)
+store_to_peer_u32 = _store_to_peer("u32", ty.u32)
+store_to_peer_u32x2 = _store_to_peer("u32x2", ty.u32x2)
+store_to_peer_u32x4 = _store_to_peer("u32x4", ty.u32x4)
+store_to_peer_f32 = _store_to_peer("f32", ty.f32)
+store_to_peer_bf16 = _store_to_peer("bf16", ty.bf16)
