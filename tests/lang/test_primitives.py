@@ -39,7 +39,7 @@ def calling_text(primitive: Primitive) -> str:
 
     @ch.kernel(ch.Params(memory=ty.ptr_mut(ty.u8)), name=f"call_{primitive.name}", max_threads=32)
     def kernel(memory):
-        for element in (ty.u32, ty.u64):
+        for element in (ty.u16, ty.u32, ty.u64, ty.u32x2, ty.u32x4, ty.f32, ty.bf16):
             ch.raw_stmt(f"{element}* memory_{element} = ({element}*)memory;")
         ch.raw_stmt(declared)
         ch.raw_stmt(f"{primitive.name}({', '.join(map(str, arguments))});")

@@ -505,16 +505,29 @@ CHEETAH_PRIMITIVE void wait_at_least_u64_sys(const uint64_t* p, uint64_t value, 
   CHEETAH_IN_SYSTEM_SCOPE(wait_at_least_u64(p, value, place));
 }
 
-#define CHEETAH_STORE_TO_PEER(name, type)                                                  \
-  CHEETAH_PRIMITIVE void store_to_peer_##name(type* p, type value, CHEETAH_PLACE) {        \
-    cheetah_emulator::data_to_peer(p, &value, sizeof value, place, "store_to_peer_" #name); \
-  }
-CHEETAH_STORE_TO_PEER(u16, uint16_t)
-CHEETAH_STORE_TO_PEER(u32, uint32_t)
-CHEETAH_STORE_TO_PEER(u32x2, uint2)
-CHEETAH_STORE_TO_PEER(u32x4, uint4)
-CHEETAH_STORE_TO_PEER(f32, float)
-CHEETAH_STORE_TO_PEER(bf16, bf16)
+CHEETAH_PRIMITIVE void store_to_peer_u16(uint16_t* p, uint16_t value, CHEETAH_PLACE) {
+  cheetah_emulator::data_to_peer(p, &value, 2, place, "store_to_peer_u16");
+}
+
+CHEETAH_PRIMITIVE void store_to_peer_u32(uint32_t* p, uint32_t value, CHEETAH_PLACE) {
+  cheetah_emulator::data_to_peer(p, &value, 4, place, "store_to_peer_u32");
+}
+
+CHEETAH_PRIMITIVE void store_to_peer_u32x2(uint2* p, uint2 value, CHEETAH_PLACE) {
+  cheetah_emulator::data_to_peer(p, &value, 8, place, "store_to_peer_u32x2");
+}
+
+CHEETAH_PRIMITIVE void store_to_peer_u32x4(uint4* p, uint4 value, CHEETAH_PLACE) {
+  cheetah_emulator::data_to_peer(p, &value, 16, place, "store_to_peer_u32x4");
+}
+
+CHEETAH_PRIMITIVE void store_to_peer_f32(float* p, float value, CHEETAH_PLACE) {
+  cheetah_emulator::data_to_peer(p, &value, 4, place, "store_to_peer_f32");
+}
+
+CHEETAH_PRIMITIVE void store_to_peer_bf16(bf16* p, bf16 value, CHEETAH_PLACE) {
+  cheetah_emulator::data_to_peer(p, &value, 2, place, "store_to_peer_bf16");
+}
 
 #define fetch_add_release_u64_sys fetch_add_release_u64
 #define store_relaxed_u32_sys store_relaxed_u32
