@@ -281,16 +281,6 @@ class Builtin(Expr):
     text: str
 
 
-def children(expression: Expr) -> tuple[Expr, ...]:
-    """The direct operands of an expression."""
-    return expression.arguments if isinstance(expression, Call) else _held_expressions(expression)
-
-
-def _held_expressions(node: Any) -> tuple[Expr, ...]:
-    held = [getattr(node, name) for name in _fields_to_search(type(node))]  # type: ignore[arg-type]
-    return tuple([value for value in held if value is not None])
-
-
 @cache
 def _fields_to_search(node: type[Any]) -> tuple[str, ...]:
     """The fields of a kind of node that by their declaration hold an expression, or may hold one."""
@@ -298,13 +288,18 @@ def _fields_to_search(node: type[Any]) -> tuple[str, ...]:
     return tuple(item.name for item in fields(node) if item.type in kinds)
 
 
-def walk(expression: Expr) -> Iterator[Expr]:
-    """An expression and all that it is made of, each before its operands."""
-    pending = [expression]
+def walk(*expressions: Expr) -> list[Expr]:
+    """Expressions and all that they are made of, each before its operands."""
+    found: list[Expr] = []
+    pending = [*reversed(expressions)]
     while pending:
         node = pending.pop()
-        yield node
-        pending += reversed(children(node))
+        found.append(node)
+        if isinstance(node, Call):
+            pending += reversed(node.arguments)
+        elif names := _fields_to_search(type(node)):  # type: ignore[arg-type]
+            pending += [getattr(node, name) for name in reversed(names)]
+    return found
 
 
 def with_changes(node: N, **changes: Any) -> N:
@@ -340,12 +335,13 @@ class Stmt:
 
     def expressions(self) -> tuple[Expr, ...]:
         """The expressions written directly in this statement, not those of its bodies."""
-        return _held_expressions(self)
+        held = [getattr(self, name) for name in _fields_to_search(type(self))]  # type: ignore[arg-type]
+        return tuple([value for value in held if value is not None])
 
     @cached_property
     def nodes(self) -> tuple[Expr, ...]:
         """The expressions written directly in this statement, with all that they are made of."""
-        return tuple([node for expression in self.expressions() for node in walk(expression)])
+        return tuple(walk(*self.expressions()))
 
 
 @dataclass(frozen=True, eq=False)
@@ -426,12 +422,17 @@ class Return(Stmt):
     value: Expr
 
 
-def statements_in(statements: Iterable[Stmt]) -> Iterator[Stmt]:
+def statements_in(statements: Iterable[Stmt]) -> list[Stmt]:
     """All statements, outer before inner."""
+    found: list[Stmt] = []
     for statement in statements:
-        yield statement
-        for part in ("body", "otherwise"):
-            yield from statements_in(getattr(statement, part, ()))
+        found.append(statement)
+        if isinstance(statement, If):
+            found += statements_in(statement.body)
+            found += statements_in(statement.otherwise)
+        elif isinstance(statement, (For, While)):
+            found += statements_in(statement.body)
+    return found
 
 
 def expressions_in(statements: Iterable[Stmt]) -> Iterator[Expr]:

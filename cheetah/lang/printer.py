@@ -259,11 +259,11 @@ class Printer:
     def block(self, head: str, statements: Iterable[Stmt]) -> None:
         """A head and its body: in braces, or in the same line where it is one line that has room there."""
         listed = tuple(statements)
-        inner = Printer(self.line_marks)
-        inner.body(listed)
-        if len(listed) == 1 and isinstance(listed[0], _SHORT_BODIES) and len(inner.lines) == 1:
+        if len(listed) == 1 and isinstance(listed[0], _SHORT_BODIES):
+            inner = Printer(self.line_marks)
+            inner.body(listed)
             together = f"{head} {inner.lines[0].strip()}"
-            if len(INDENT * self.depth + together) <= WIDTH:
+            if len(inner.lines) == 1 and len(INDENT * self.depth + together) <= WIDTH:
                 self.line(together)
                 return
         self.line(f"{head} {{")

@@ -118,8 +118,9 @@ class Cursor:
 
     def require_visible(self, nodes: Iterable[Expr], location: Location | None = None) -> None:
         """ScopeError where one of the expressions is a name that is not bound in an open scope."""
+        seen = set(self.scopes)
         for node in nodes:
-            if isinstance(node, Name) and not any(scope in self.scopes for scope in node.scopes):
+            if isinstance(node, Name) and seen.isdisjoint(node.scopes):
                 raise ScopeError(self._invisible(node), location)
 
     def require_entered(self) -> None:
