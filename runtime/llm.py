@@ -110,6 +110,7 @@ class LLM:
                 options.revision,
                 options.local_files_only,
                 tie_word_embeddings=options.tie_word_embeddings,
+                sparse=options.sparse,
             )
         checkpoint.check_quantization(options.quantization)
         if options.lora is not None:

@@ -152,6 +152,12 @@ class LoadOptions:
         "How the checkpoint must be quantised, or it is refused: fp8, gptq, awq, compressed-tensors.",
         "A checkpoint says itself how it is quantised: the option is not needed.",
     )
+    sparse: str | None = option(
+        None,
+        str,
+        "Keep two of every four weights where the others are zero: auto, 2:4 (all matrices) or off.",
+        "By default as the checkpoint says; a note tells where it could. No number changes, fewer bytes are read.",
+    )
     lora: str | Path | None = option(
         None,
         str,

@@ -1,4 +1,5 @@
-"""The command `cheetah`: generate, run, chat, serve, batch, bench, trace, quantize, calibrate, inspect, check.
+"""The command `cheetah`: generate, run, chat, serve, batch, bench, trace, quantize, sparsify, calibrate, inspect and
+check.
 
 Each command is the function of its module's name, which loads what it needs when it runs, so that `cheetah --help` is
 quick. An error that is the user's to mend ends a command with one message on stderr and exit code 2.
@@ -13,7 +14,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from cheetah.cli import batch, bench, calibrate, chat, check, generate, inspect, quantize, run, serve, trace
+from cheetah.cli import batch, bench, calibrate, chat, check, generate, inspect, quantize, run, serve, sparsify, trace
 from cheetah.errors import NO_ROOM, CheetahError
 
 USER_ERROR = 2
@@ -74,7 +75,7 @@ def cheetah(
     """One CUDA kernel for the whole decode step of a Llama model: generate it, run it, measure it, check it."""
 
 
-for module in (generate, run, chat, serve, batch, bench, trace, quantize, calibrate, inspect, check):
+for module in (generate, run, chat, serve, batch, bench, trace, quantize, sparsify, calibrate, inspect, check):
     app.command(epilog=module.EPILOG)(getattr(module, module.__name__.rpartition(".")[2]))
 
 

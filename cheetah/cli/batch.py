@@ -26,7 +26,7 @@ ANY_NUMBER = 10**9
 @takes_load(
     "device tensor_parallel_size gpu batch max_context kv_dtype kv_chunk speculative_config prompt_tokens "
     "prompt_passes prefix_cache "
-    "max_num_batched_tokens chat_template lora quantization gpu_memory_utilization revision verbose"
+    "max_num_batched_tokens chat_template lora quantization sparse gpu_memory_utilization revision verbose"
 )
 def batch(
     requests: Annotated[Path, typer.Argument(help="Requests in OpenAI's batch format, a line each.")],

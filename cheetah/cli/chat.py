@@ -28,7 +28,7 @@ RESET = "/reset begins anew"
 
 @takes_load(
     "device tensor_parallel_size "
-    "gpu max_context kv_dtype speculative_config prompt_passes chat_template lora quantization "
+    "gpu max_context kv_dtype speculative_config prompt_passes chat_template lora quantization sparse "
     "gpu_memory_utilization revision verbose"
 )
 @takes_sampling

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from cheetah.cli.options import Revision
+from cheetah.cli.rewriting import write_with_progress
 from cheetah.errors import CheetahError
-
-if TYPE_CHECKING:
-    from cheetah.tools.quantize import Job
 
 EPILOG = "Example: cheetah quantize meta-llama/Llama-3.1-8B-Instruct -o llama-int4 --format int4-g128 --clip mse"
 CLIPS = ("none", "mse")
@@ -42,19 +40,6 @@ def quantize(
         raise CheetahError(f"--clip {clip}: there are {', '.join(CLIPS)}")
     job = quantization_job(model, scheme_of_name(format, SCALES), clip == "mse", revision)
     began = time.monotonic()
-    _write(job, out)
+    write_with_progress(job, out, "rounding weights")
     size = sum(path.stat().st_size for path in out.glob("*.safetensors"))
     typer.echo(f"wrote {out}: {size_text(size)} in {format}, {time.monotonic() - began:.1f} s")
-
-
-def _write(job: Job, out: Path) -> None:
-    from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
-
-    from cheetah.tools.quantize import source_bytes, write_quantized
-
-    console = Console(stderr=True)
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
-    with Progress(*columns, TimeRemainingColumn(), console=console, disable=not console.is_terminal) as bar:
-        task = bar.add_task("rounding weights", total=source_bytes(job))
-        write_quantized(job, out, lambda nbytes: bar.advance(task, nbytes))

@@ -28,7 +28,7 @@ MOST_TOGETHER = 8
 @takes_load(
     "device tensor_parallel_size gpu batch max_context sync kv_dtype kv_chunk speculative_config prompt_tokens "
     "prompt_passes chat_template "
-    "lora quantization gpu_memory_utilization revision verbose"
+    "lora quantization sparse gpu_memory_utilization revision verbose"
 )
 @takes_sampling
 def run(

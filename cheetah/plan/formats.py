@@ -93,7 +93,9 @@ class SparseTiles(TileFormat):
     places_at: int = 0
 
 
-TWO_OF_FOUR = SparseTiles("2of4", 64, 1024 + 128, places_at=1024)
+SPARSE = "2of4"
+"""What the names of formats begin with that keep two of every four columns."""
+TWO_OF_FOUR = SparseTiles(SPARSE, 64, 1024 + 128, places_at=1024)
 """bf16 weights: two 16 x 32 tiles of which the half is there, 512 bytes each. 9 bits a weight."""
 SPARSE_FORMATS: dict[str, SparseTiles] = {TWO_OF_FOUR.name: TWO_OF_FOUR}
 

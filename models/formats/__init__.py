@@ -13,16 +13,18 @@ from cheetah.models.formats.two_of_four import TwoOfFour
 from cheetah.models.formats.weight_format import PackingError, WeightFormat
 from cheetah.models.rounding import Bytes
 from cheetah.plan import MatrixLayout
-from cheetah.plan.formats import QUANTIZED_FORMATS, SPARSE_FORMATS
+from cheetah.plan.formats import QUANTIZED_FORMATS, SPARSE, SPARSE_FORMATS
 
 __all__ = [
     "WEIGHT_FORMATS",
     "Bytes",
     "PackingError",
     "WeightFormat",
+    "dense_name",
     "format_of",
     "is_sparse_name",
     "pack_matrix",
+    "sparse_name",
     "unpack_matrix",
 ]
 
@@ -36,6 +38,17 @@ WEIGHT_FORMATS: dict[str, WeightFormat] = {
 def is_sparse_name(name: str) -> bool:
     """Whether there is a format of that name that keeps some weights only."""
     return name in SPARSE_FORMATS
+
+
+def sparse_name(name: str | None) -> str | None:
+    """The format that keeps two of every four of what another has, None for bf16; the other, where there is none."""
+    wanted = SPARSE if name is None else f"{SPARSE}-{name}"
+    return wanted if wanted in SPARSE_FORMATS else name
+
+
+def dense_name(name: str) -> str | None:
+    """The inverse, for the name of a format that keeps some only: None is bf16."""
+    return name.removeprefix(SPARSE).removeprefix("-") or None
 
 
 def format_of(layout: MatrixLayout) -> WeightFormat:

@@ -11,7 +11,9 @@ from cheetah.printable import shown
 
 PACKED, FLOAT = "pack-quantized", "float-quantized"
 DENSE = "dense"
-"""No weight is quantised: the statement is of keys and values alone."""
+"""No weight is quantised, or none is sparse: the statement is of keys and values alone, or of the other."""
+TWO_OF_FOUR_MASK, ANY_MASK = "sparse-24-bitmask", "sparse-bitmask"
+"""Weights that are not zero, with a bit for each weight: see `cheetah.runtime.checkpoint.masked`."""
 ACT_ORDERS = {"group": True, "dynamic": True, "weight": False, "static": False}
 """Whether an `actorder` leaves groups of columns that are no neighbours (compressed_tensors, quant_args.py)."""
 _INT4 = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 128, "symmetric": True}
@@ -30,27 +32,41 @@ not among them: it means a scale a row in older versions, groups of 128 in newer
 def read_compressed_tensors(fields: Fields) -> Quantization:
     """Its object; `fields.place` names it in messages."""
     has_scheme = "kv_cache_scheme" in fields.values
-    stated = fields.values.get("config_groups", {} if has_scheme else None)
-    form = fields.choice("format", (DENSE, PACKED, FLOAT) if has_scheme and stated == {} else (PACKED, FLOAT))
+    sparse, layout = _sparse(fields)
+    is_bare = has_scheme or layout != DENSE
+    stated = fields.values.get("config_groups", {} if is_bare else None)
+    forms = (DENSE, PACKED, FLOAT) if is_bare and stated == {} else (PACKED, FLOAT)
+    form = fields.choice("format", forms, DENSE if layout != DENSE and stated == {} else None)
     fields.choice("quantization_status", ("compressed",), "compressed")
-    if fields.inner("sparsity_config", fields.values.get("sparsity_config", {})).text("format", "dense") != "dense":
-        raise fields.error("sparsity_config: sparse weights are not supported")
     if transforms := fields.values.get("transform_config"):
         raise fields.error(f"transform_config = {shown(transforms)}: transformed activations are not supported")
-    if not isinstance(stated, dict) or not (stated or has_scheme):
+    if not isinstance(stated, dict) or not (stated or is_bare):
         raise fields.error("config_groups is missing or empty: it must say how which modules are quantised")
     notes: list[str] = []
     groups = [_group(fields.inner("config_groups", stated), name, form, notes) for name in stated]
     groups.sort(key=lambda group: _vagueness(group[0]))
     if has_scheme:
         notes.append("it was made for keys and values in 8 bits; --kv-dtype says how they are kept")
+    if layout == ANY_MASK:
+        notes.append("its weights are sparse without a pattern: they are kept as dense ones")
     return Quantization(
         fields.place,
-        f"compressed-tensors, {form}",
+        f"compressed-tensors, {form if layout == DENSE else layout if form == DENSE else f'{form}, {layout}'}",
         tuple((Patterns(targets, fields.place), storage) for targets, storage in groups),
         Patterns(fields.names("ignore"), fields.place),
         tuple(f"{fields.place}: {note}" for note in dict.fromkeys(notes)),
+        sparse,
     )
+
+
+def _sparse(fields: Fields) -> tuple[tuple[Patterns, Patterns] | None, str]:
+    """The modules of whose weights two of four are stored, with those left out, and how sparse weights lie in files."""
+    inner = fields.inner("sparsity_config", fields.values.get("sparsity_config", {}))
+    layout = inner.choice("format", (DENSE, TWO_OF_FOUR_MASK, ANY_MASK), DENSE)
+    if layout != TWO_OF_FOUR_MASK:
+        return None, layout
+    targets = inner.names("targets") or [LINEAR]
+    return (Patterns(targets, fields.place), Patterns(inner.names("ignore"), fields.place)), layout
 
 
 def _vagueness(targets: list[str]) -> int:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from cheetah.models.config_json import ConfigError
+from cheetah.models.formats import sparse_name
 from cheetah.models.formats.quantized import QuantizationScheme
 from cheetah.printable import shown
 
@@ -90,13 +91,15 @@ def _expression(pattern: str, place: str) -> re.Pattern[str]:
 
 @dataclass(frozen=True)
 class Quantization:
-    """A checkpoint's statement. place: where it stands, for messages. method: its name, with its format."""
+    """A checkpoint's statement. place: where it stands, for messages. method: its name, with its format. sparse: the
+    modules of whose weights two of every four are kept, and those of them that are left out; none: of no module."""
 
     place: str
     method: str
     groups: tuple[tuple[Patterns, Storage], ...]
     ignored: Patterns
     notes: tuple[str, ...] = ()
+    sparse: tuple[Patterns, Patterns] | None = None
 
     def storage_of(self, module: str) -> Storage | None:
         """How a module is stored; None if it is not quantised."""
@@ -116,21 +119,31 @@ class Quantization:
     def matrix_formats(
         self, matrices: Mapping[str, Sequence[str]], names_of: Callable[[str], Iterable[str]]
     ) -> tuple[tuple[str, str], ...]:
-        """(matrix, format) of the quantised matrices, which are made of modules. names_of: the modules that each of
-        those names stands for, of all layers and experts. ConfigError unless all modules of a matrix are in one
-        format."""
+        """(matrix, format) of the quantised and sparse matrices, which are made of modules. names_of: the modules that
+        each of those names stands for, of all layers and experts. ConfigError unless all modules of a matrix are in
+        one format."""
         formats = ((matrix, self._format_of(matrix, modules, names_of)) for matrix, modules in matrices.items())
         return tuple((matrix, name) for matrix, name in formats if name is not None)
 
     def _format_of(self, matrix: str, modules: Sequence[str], names_of: Callable[[str], Iterable[str]]) -> str | None:
         found: dict[str | None, str] = {}
+        is_sparse = self.sparse is not None and bool(modules)
         for module in (one for name in modules for one in names_of(name)):
             storage = self.storage_of(module)
             found.setdefault(storage.scheme.name if storage else None, module)
+            is_sparse = is_sparse and self._is_sparse(module)
         if len(found) > 1:
             parts = "; ".join(f"{module} is {name or 'not quantised'}" for name, module in found.items())
             raise ConfigError(
                 f"{self.place}: the kernel keeps matrix {matrix!r} in one format in all layers, but {parts}: "
                 "quantise all of these modules alike, or none"
             )
-        return next(iter(found), None)
+        name = next(iter(found), None)
+        return sparse_name(name) if is_sparse else name
+
+    def _is_sparse(self, module: str) -> bool:
+        """Whether two of every four of a module's weights are kept."""
+        if self.sparse is None:
+            return False
+        targets, ignored = self.sparse
+        return targets.match(module) and not ignored.match(module)

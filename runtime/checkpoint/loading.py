@@ -43,6 +43,7 @@ from cheetah.runtime.checkpoint.safetensors_files import (
     find_tensors,
     refuse_other_formats,
 )
+from cheetah.runtime.checkpoint.sparse_formats import with_sparse_formats
 from cheetah.runtime.checkpoint.tensor_checks import CheckedTensors, checked_tensors
 from cheetah.untrusted import read_json
 
@@ -97,29 +98,32 @@ def open_checkpoint(
     local_files_only: bool | None = None,
     *,
     tie_word_embeddings: bool | None = None,
+    sparse: str | None = None,
     seed: int = 0,
 ) -> Checkpoint:
     """Open a model by name; weights are mapped or made only when their tensors are asked for.
 
     revision: a hub repository's branch, tag or commit. local_files_only: never use the network; None does what
     HF_HUB_OFFLINE and TRANSFORMERS_OFFLINE say. A local folder never uses it. tie_word_embeddings: overrides the file.
-    seed: of random weights.
+    sparse: "auto", "2:4" or "off", see `sparse_formats`. seed: of random weights.
     """
     text = str(name)
     if text.startswith(RANDOM):
+        if sparse is not None:
+            raise LoadingError(f"{text}: sparse={shown(sparse)}: random weights are in the format that @ names")
         return _random_checkpoint(text, seed, tie_word_embeddings)
     folder = DEMO_FOLDER if text == DEMO else Path(name).expanduser()
     if folder.is_dir():
         if revision is not None:
             raise LoadingError(f"{text}: is a local folder, revision {revision!r} is for hub ids only")
-        return _open_folder(text, folder, tie_word_embeddings)
+        return _open_folder(text, folder, tie_word_embeddings, sparse)
     if folder.exists() or not hub.is_hub_id(text) or (revision is None and folder.parent.is_dir()):
         refuse_other_formats([folder] if folder.is_file() else [])
         raise LoadingError(_not_a_model(text, folder))
     offline = hub.is_offline() if local_files_only is None else local_files_only
     folder = hub.cached_folder(text, revision) if offline else hub.fetched_folder(text, revision)
     try:
-        return _open_folder(text, folder, tie_word_embeddings)
+        return _open_folder(text, folder, tie_word_embeddings, sparse)
     except LoadingError as problem:
         state = "offline, from the cache" if offline else "fetched"
         raise LoadingError(f"{text}, revision {revision or 'main'} ({state}): {problem}") from problem
@@ -135,7 +139,7 @@ def _not_a_model(name: str, path: Path) -> str:
     return f"{name}: no such folder, and not a hub id (organisation/name); {RANDOM}PRESET gives random weights"
 
 
-def _open_folder(name: str, folder: Path, tied: bool | None) -> Checkpoint:
+def _open_folder(name: str, folder: Path, tied: bool | None, sparse: str | None) -> Checkpoint:
     if not (folder / "config.json").is_file():
         refuse_other_formats(folder.iterdir())
         raise LoadingError(f"{folder}: has no config.json")
@@ -152,6 +156,7 @@ def _open_folder(name: str, folder: Path, tied: bool | None) -> Checkpoint:
     notes += quantization.notes if quantization else ()
     tensors = checked_tensors(config, found, str(folder), notes, quantization)
     _note_dtype(folder, tensors.plain, notes)
+    config = with_sparse_formats(config, tensors, sparse, str(folder), notes)
     config = replace(config, act_order=any(matrix.order is not None for matrix in tensors.quantized.values()))
     scales = kv_scales(config, found, str(folder)) if quantization else None
     method = quantization.method.partition(",")[0].strip() if quantization else None

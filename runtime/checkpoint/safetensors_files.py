@@ -13,7 +13,7 @@ import struct
 import threading
 import weakref
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +42,7 @@ DTYPE_BITS = {"BF16": 16, "F16": 16, "F32": 32, "F64": 64, "BOOL": 8, "F8_E4M3":
 WEIGHT_DTYPES: dict[str, np.dtype[Any]] = {"BF16": np.dtype("<u2"), "F16": np.dtype("<f2"), "F32": np.dtype("<f4")}
 STORED_DTYPES: dict[str, np.dtype[Any]] = {
     **WEIGHT_DTYPES,
-    **{"F8_E4M3": np.dtype("u1"), "I32": np.dtype("<u4"), "I64": np.dtype("<u8")},
+    **{"F8_E4M3": np.dtype("u1"), "U8": np.dtype("u1"), "I32": np.dtype("<u4"), "I64": np.dtype("<u8")},
 }
 """What is read as it is stored; codes are bits, so that whole numbers have no sign."""
 
@@ -70,6 +70,11 @@ class StoredTensor:
     begin: int
     nbytes: int
 
+    def part(self, skip: int, shape: tuple[int, ...]) -> StoredTensor:
+        """What lies behind its first `skip` elements, as a tensor of that shape."""
+        itemsize = DTYPE_BITS[self.dtype] // 8
+        return replace(self, shape=shape, begin=self.begin + skip * itemsize, nbytes=math.prod(shape) * itemsize)
+
     def rows(self) -> MatrixRows:
         """The matrix, to be read in parts by several threads at once, and rounded to bf16 where it must be."""
         return _StoredRows(self)
@@ -81,7 +86,7 @@ class StoredTensor:
     def bf16_bits(self) -> Bits:
         """The tensor as bf16 bit patterns, uint16: mapped as it is, or rounded to nearest even from F16 and F32."""
         stored = self.mapped().view(WEIGHT_DTYPES[self.dtype])
-        return np.asarray(stored) if self.dtype == "BF16" else _converted(stored)
+        return np.asarray(as_bf16_bits(stored))
 
     def mapped(self) -> npt.NDArray[Any]:
         """The tensor as it is stored, mapped. Bytes of F8_E4M3 are uint8, whole numbers of 32 bits or more unsigned."""
@@ -130,7 +135,6 @@ class _StoredRows:
 
     def __init__(self, tensor: StoredTensor) -> None:
         self._stored = StoredRows(tensor)
-        self._is_bf16 = tensor.dtype == "BF16"
         self.shape = tensor.shape
 
     @property
@@ -151,8 +155,7 @@ class _StoredRows:
 
     def __getitem__(self, part: slice) -> Bits:
         """Bits in memory of this thread, overwritten when it reads again."""
-        stored = self._stored[part]
-        return stored if self._is_bf16 else _converted(stored)
+        return as_bf16_bits(self._stored[part])
 
 
 _of_thread = threading.local()
@@ -166,7 +169,10 @@ def _thread_memory(nbytes: int) -> npt.NDArray[np.uint8]:
     return memory[:nbytes]
 
 
-def _converted(stored: npt.NDArray[Any]) -> Bits:
+def as_bf16_bits(stored: npt.NDArray[Any]) -> Bits:
+    """Numbers as they are stored, as bf16 bits: those of F16 and F32 rounded to nearest even."""
+    if stored.dtype == WEIGHT_DTYPES["BF16"]:
+        return stored
     rounded = np.empty(stored.shape, np.uint16)
     _round_into(rounded.reshape(-1), stored.reshape(-1))
     return rounded

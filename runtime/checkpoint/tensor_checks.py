@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -16,6 +16,7 @@ from cheetah.models.family import ModelFamily
 from cheetah.models.quantization import Quantization, Storage
 from cheetah.models.registry import family_of
 from cheetah.printable import shown_name
+from cheetah.runtime.checkpoint.masked import with_masked
 from cheetah.runtime.checkpoint.quantized import StoredQuantized
 from cheetah.runtime.checkpoint.quantized_checks import (
     WEIGHT_SUFFIX,
@@ -59,7 +60,7 @@ def checked_tensors(
     """The tensors of `tensor_shapes(config)`, each present with its shape; LoadingError lists what is wrong."""
     family = family_of(config)
     shapes = family.tensor_shapes(config)
-    stored = without_merged(config, stored, place)
+    stored = without_merged(config, with_masked(stored, place), place)
     modules = quantized_modules(quantization, shapes) if quantization else {}
     if quantization is None:
         _refuse_quantised(stored, place)
@@ -99,11 +100,10 @@ def without_merged(config: ModelConfig, stored: Mapping[str, StoredTensor], plac
             raise LoadingError(f"{place}: misshapen: {name} is {list(whole.shape)}, expected {list(shape)}")
         if twice := next((part for part in parts if part in stored), None):
             raise LoadingError(f"{place}: {twice} stands by itself and in {name}")
-        begin = whole.begin
+        skip = 0
         for part in parts:
-            nbytes = whole.nbytes // math.prod(shape) * math.prod(shapes[part])
-            tensors[part] = replace(whole, shape=shapes[part], begin=begin, nbytes=nbytes)
-            begin += nbytes
+            tensors[part] = whole.part(skip, shapes[part])
+            skip += math.prod(shapes[part])
     return tensors
 
 

@@ -15,7 +15,7 @@ from cheetah.models.formats.quantized import scheme_of_name
 from cheetah.models.registry import family_of
 from cheetah.runtime import LLM
 from cheetah.runtime.checkpoint.loading import open_checkpoint
-from cheetah.tools.quantize import SCALES, quantization_job, write_quantized
+from cheetah.tools.quantize import SCALES, quantization_job
 from tests.models.goldens.families import LOGITS as GOLDEN_LOGITS
 from tests.models.goldens.families import tokens_of, weights_of
 from tests.models.test_against_transformers import CONTEXTS, GOLDENS, config_of
@@ -42,7 +42,7 @@ def test_a_family_agrees_with_transformers(family: tuple[str, Path], passes: boo
     if format != "bf16":
         job = quantization_job(str(folder), scheme_of_name(format, SCALES), clip=False)
         folder = folder.parent / format
-        write_quantized(job, folder, lambda nbytes: None)
+        job.write(folder, lambda nbytes: None)
     checkpoint = open_checkpoint(folder)
     ids = tokens_of(checkpoint.config.vocab_size)
     wanted = load_file(GOLDEN_LOGITS)[name]

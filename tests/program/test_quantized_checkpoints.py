@@ -17,7 +17,8 @@ from cheetah.models.registry import family_of
 from cheetah.models.rounding import F32, round_to_e4m3
 from cheetah.runtime.checkpoint.loading import open_checkpoint
 from cheetah.runtime.checkpoint.safetensors_files import read_header
-from cheetah.tools.quantize import SCALES, quantization_job, write_quantized
+from cheetah.tools.quantize import SCALES, quantization_job
+from cheetah.tools.sparsify import sparse_copy
 from tests.program.rig import relative_error
 from tests.tiers import tiered
 from tests.tolerances import LOGITS
@@ -30,14 +31,15 @@ IDS = [0, 17, 300, 45, 45, 511, 2, 9]
 
 
 def written(model: str, out: Path, format: str) -> Path:
-    write_quantized(quantization_job(model, scheme_of_name(format, SCALES), clip=False), out, lambda nbytes: None)
+    quantization_job(model, scheme_of_name(format, SCALES), clip=False).write(out, lambda nbytes: None)
     return out
 
 
-def check_logits(model: str, ids: list[int]) -> None:
-    checkpoint = open_checkpoint(model)
+def check_logits(model: str, ids: list[int], sparse: str | None = None) -> None:
+    checkpoint = open_checkpoint(model, sparse=sparse)
     reference = family_of(checkpoint.config).reference(checkpoint.config, checkpoint.tensor)
-    with LLM(model, device="emulator", gpu="emulator-2", quiet=True, tokenizer=False, prompt_tokens=0) as llm:
+    options = {"gpu": "emulator-2", "quiet": True, "tokenizer": False, "prompt_tokens": 0, "sparse": sparse}
+    with LLM(model, device="emulator", **options) as llm:
         found = llm.score(ids)
     assert relative_error(found, reference.forward(ids)) < LOGITS
 
@@ -48,6 +50,15 @@ def test_the_demo_model_quantised(tmp_path: Path, format: str) -> None:
     model = str(written("demo", tmp_path / "model", format))
     check_logits(model, IDS)
     check_shared_beginnings(model, [*IDS, *IDS, *IDS])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sparse", tiered(["auto", "off"], ["off"]))
+def test_the_demo_model_with_two_of_four_weights(tmp_path: Path, sparse: str) -> None:
+    """The kernel that keeps two of four, and the dense one, both against the reference of the same numbers."""
+    sparse_copy("demo", "2:4", "plain").write(tmp_path / "model", lambda nbytes: None)
+    assert bool(open_checkpoint(tmp_path / "model", sparse=sparse).config.weight_formats) == (sparse == "auto")
+    check_logits(str(tmp_path / "model"), IDS, sparse)
 
 
 def check_shared_beginnings(model: str, ids: list[int]) -> None:

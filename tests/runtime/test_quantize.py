@@ -13,7 +13,7 @@ from cheetah.models.formats.nearest import nearest_rows
 from cheetah.models.formats.quantized import scheme_of_name
 from cheetah.runtime.checkpoint.loading import open_checkpoint
 from cheetah.tools import quantize
-from cheetah.tools.quantize import quantization_job, write_quantized
+from cheetah.tools.quantize import quantization_job
 
 Q = "model.layers.1.self_attn.q_proj"
 SCHEME = scheme_of_name("int4-asym", "bf16")
@@ -21,7 +21,7 @@ SCHEME = scheme_of_name("int4-asym", "bf16")
 
 def written(source: Path, out: Path, scheme=SCHEME):
     done = []
-    write_quantized(quantization_job(str(source), scheme, clip=False), out, done.append, threads=2)
+    quantization_job(str(source), scheme, clip=False).write(out, done.append, threads=2)
     return sum(done)
 
 

@@ -127,7 +127,7 @@ def test_a_copy_has_all_experts_rounded_and_routers_as_they_were(tmp_path: Path,
         }
     for name, source in sources.items():
         out = tmp_path / f"{name} quantised"
-        quantize.write_quantized(quantize.quantization_job(str(source), scheme, clip=False), out, lambda done: None, 1)
+        quantize.quantization_job(str(source), scheme, clip=False).write(out, lambda done: None, 1)
         checkpoint = open_checkpoint(out)
         assert dict(checkpoint.config.weight_formats) == dict.fromkeys((*ATTENTION, *EXPERTS), "int4-g32")
         assert checkpoint.notes == ()

@@ -1,0 +1,252 @@
+"""Checkpoints of whose weights two of four, or any, are there: masked files, plain ones, what is said and refused."""
+
+import json
+from dataclasses import replace
+
+import ml_dtypes
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+from written_checkpoints import BF16, CONFIG, random_values, refusal, write_model
+
+from cheetah.errors import CheetahError
+from cheetah.generate import choose_plan
+from cheetah.models.family import Packing
+from cheetah.models.formats.two_of_four import is_two_of_four
+from cheetah.models.registry import family_of
+from cheetah.plan import gpu_named
+from cheetah.runtime.checkpoint.loading import open_checkpoint
+from cheetah.tools.sparsify import largest_of_four, sparse_copy
+
+Q = "model.layers.1.self_attn.q_proj"
+LAYERS = tuple((matrix, "2of4") for matrix in ("qkv", "o", "gate_up", "down"))
+STATED = {
+    "quant_method": "compressed-tensors",
+    "sparsity_config": {"format": "sparse-24-bitmask", "ignore": ["lm_head"]},
+}
+ANY = {"quant_method": "compressed-tensors", "sparsity_config": {"format": "sparse-bitmask", "ignore": ["lm_head"]}}
+
+
+def load_all(folder, **options):
+    """Opens a checkpoint and packs it, as loading does."""
+    checkpoint = open_checkpoint(folder, **options)
+    family, gpu = family_of(checkpoint.config), gpu_named("emulator-2")
+    matrices = family.matrices(checkpoint.config, choose_plan(checkpoint.config, gpu), gpu)
+    packing = Packing(checkpoint.tensor, lambda *written: None, rows=checkpoint.rows, threads=1)
+    family.pack_weights(checkpoint.config, matrices, packing)
+
+
+def is_layer_matrix(name, value):
+    return ".layers." in name and value.ndim == 2
+
+
+def two_of_four_values(dtype=BF16):
+    """With rows of zeros, and fours with fewer than two."""
+    values = random_values(dtype=dtype)
+    for name, value in values.items():
+        if is_layer_matrix(name, value):
+            value[~largest_of_four(value.astype(np.float32))] = 0
+            value[3], value[:, 5] = 0, 0
+    return values
+
+
+def masked(values, is_any=False):
+    """As compressed-tensors stores them, by its description: two of four with the largest magnitudes, or those that are
+    not zero."""
+    tensors = {}
+    for name, value in values.items():
+        if not is_layer_matrix(name, value):
+            tensors[name] = value
+            continue
+        module, numbers = name.removesuffix(".weight"), value.astype(np.float32)
+        kept = numbers != 0 if is_any else largest_of_four(numbers)
+        counts = kept.sum(axis=1)
+        tensors[f"{module}.compressed"] = value[kept] if is_any else value[kept].reshape(len(value), -1)
+        tensors[f"{module}.bitmask"] = np.packbits(kept, axis=1, bitorder="little")
+        tensors[f"{module}.shape"] = np.array(value.shape, np.int64).reshape(2, 1)
+        if is_any:
+            tensors[f"{module}.row_offsets"] = np.append(0, np.cumsum(counts)[:-1]).astype(np.int64)
+    return tensors
+
+
+def check_values(folder, values, **options):
+    checkpoint = open_checkpoint(folder, **options)
+    for name, value in values.items():
+        wanted = value.astype(BF16).view(np.uint16)
+        np.testing.assert_array_equal(checkpoint.tensor(name), wanted)
+        if value.ndim == 2:
+            np.testing.assert_array_equal(checkpoint.rows(name)[5:9], wanted[5:9])
+    return checkpoint
+
+
+@pytest.mark.parametrize("dtype", [BF16, np.float16, np.float32])
+def test_masked_weights_are_read_and_kept_as_two_of_four(tmp_path, dtype):
+    values = two_of_four_values(dtype)
+    folder = write_model(tmp_path / "model", masked(values), quantization_config=STATED)
+    checkpoint = check_values(folder, values)
+    assert checkpoint.config.weight_formats == LAYERS
+    load_all(folder)
+    assert check_values(folder, values, sparse="off").config.weight_formats == ()
+
+
+def test_any_mask_is_read_into_dense_weights(tmp_path):
+    values = random_values()
+    for name, value in values.items():
+        if is_layer_matrix(name, value):
+            value[np.random.default_rng(1).random(value.shape) < 0.6] = 0
+    folder = write_model(tmp_path / "model", masked(values, is_any=True), quantization_config=ANY)
+    checkpoint = check_values(folder, values)
+    assert checkpoint.config.weight_formats == () and "kept as dense ones" in checkpoint.notes[0]
+    load_all(folder)
+
+
+def test_the_bits_are_those_of_compressed_tensors(tmp_path):
+    """A row by hand."""
+    row = [0, 1, 2, 0, 3, 0, 0, 4]
+    values = random_values()
+    tensors = masked(two_of_four_values())
+    values[f"{Q}.weight"][:] = np.tile(np.array(row, BF16), 6)
+    stated = {
+        f"{Q}.compressed": np.tile(np.array([1, 2, 3, 4], BF16), (256, 6)),
+        f"{Q}.bitmask": np.full((256, 6), 0b10010110, np.uint8),
+    }
+    folder = write_model(tmp_path / "model", {**tensors, **stated}, quantization_config=STATED)
+    np.testing.assert_array_equal(open_checkpoint(folder).tensor(f"{Q}.weight").view(BF16), values[f"{Q}.weight"])
+
+
+def test_plain_weights_are_offered_and_taken(tmp_path):
+    values = two_of_four_values()
+    folder = write_model(tmp_path / "model", values)
+    plain = check_values(folder, values)
+    assert plain.config.weight_formats == () and "--sparse auto" in plain.notes[-1]
+    for wanted in ("auto", "2:4"):
+        checkpoint = check_values(folder, values, sparse=wanted)
+        assert checkpoint.config.weight_formats == LAYERS and not checkpoint.notes
+    assert open_checkpoint(folder, sparse="off").notes == ()
+    assert "there are auto, 2:4, off" in refusal(folder, sparse="yes")
+
+
+def test_matrices_that_have_more_stay_dense(tmp_path):
+    values = two_of_four_values()
+    values[f"{Q}.weight"][0, :3] = 1
+    folder = write_model(tmp_path / "model", values)
+    assert open_checkpoint(folder, sparse="auto").config.weight_formats == LAYERS[1:]
+    assert f"{Q}.weight has three weights of some four neighbours" in refusal(folder, sparse="2:4")
+
+
+@pytest.mark.parametrize(("sparse", "stated"), [("2:4", None), (None, STATED)])
+def test_a_row_that_was_not_looked_at_is_refused_when_it_is_packed(tmp_path, sparse, stated):
+    """Also where a label says what is not so."""
+    values = two_of_four_values()
+    values[f"{Q}.weight"][1, 8:12] = 1
+    folder = write_model(tmp_path / "model", values, **({"quantization_config": stated} if stated else {}))
+    with pytest.raises(CheetahError, match=rf"{Q}.weight.*columns 8 to 11 of row \d+ have 4 weights"):
+        load_all(folder, sparse=sparse)
+
+
+def set_bits(name, row, byte, value):
+    def change(tensors):
+        tensors[f"{Q}.{name}"][row, byte] = value
+
+    return change
+
+
+def replaced(name, made):
+    return lambda tensors: tensors.update({f"{Q}.{name}": made(tensors[f"{Q}.{name}"])})
+
+
+HOSTILE = {
+    "three of four": (False, set_bits("bitmask", 7, 2, 0x37), f"{Q}.bitmask: row 7, columns 16 to 23: keeps other"),
+    "one of four": (False, set_bits("bitmask", 7, 2, 0x31), "keeps other than two of every four: 0x31"),
+    "no kept values": (False, lambda tensors: tensors.pop(f"{Q}.compressed"), f"{Q}.compressed is missing"),
+    "no shape": (False, lambda tensors: tensors.pop(f"{Q}.shape"), f"{Q}.shape is missing"),
+    "a mask of other columns": (
+        *(False, replaced("bitmask", lambda mask: mask[:, :-1].copy())),
+        f"{Q}.bitmask: U8 [256, 5]: expected U8 [256, 6]",
+    ),
+    "too few values": (
+        *(False, replaced("compressed", lambda kept: kept[:, 1:].copy())),
+        f"{Q}.compressed: BF16 [256, 23]: expected",
+    ),
+    "another shape": (False, replaced("shape", lambda shape: shape * 2), f"{Q}.bitmask: U8 [256, 6]: expected U8 [512"),
+    "a shape of nothing": (False, replaced("shape", lambda shape: shape * 0), "says [0, 0], which are no rows"),
+    "a shape of floats": (False, replaced("shape", lambda shape: shape.astype(np.float64)), f"{Q}.shape: F64 [2, 1]"),
+    "twice": (
+        *(False, lambda tensors: tensors.update({f"{Q}.weight": np.zeros((256, 48), BF16)})),
+        f"{Q}.weight stands there twice",
+    ),
+    "offsets that fall": (
+        *(True, replaced("row_offsets", lambda offsets: np.where(np.arange(256) == 9, 0, offsets))),
+        f"{Q}.row_offsets: row 8 begins at",
+    ),
+    "offsets beyond the values": (
+        *(True, replaced("row_offsets", lambda offsets: np.where(np.arange(256) == 255, 2**40, offsets))),
+        f"{Q}.row_offsets: row 255 begins at 1099511627776",
+    ),
+    "offsets that do not begin at 0": (True, replaced("row_offsets", lambda offsets: offsets + 1), "row 0 begins at 1"),
+    "other counts than the mask": (
+        *(True, replaced("row_offsets", lambda offsets: np.where(np.arange(256) == 9, offsets + 1, offsets))),
+        f"{Q}.bitmask: row 8 keeps",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", HOSTILE)
+def test_hostile_files_are_refused_with_the_tensors_name(tmp_path, case):
+    is_any, change, message = HOSTILE[case]
+    tensors = masked(two_of_four_values(), is_any)
+    change(tensors)
+    folder = write_model(tmp_path / "model", tensors, quantization_config=ANY if is_any else STATED)
+    with pytest.raises(CheetahError) as raised:
+        load_all(folder)
+    assert message in str(raised.value)
+
+
+def test_columns_that_fill_no_byte_of_the_mask(tmp_path):
+    config = replace(CONFIG, intermediate_size=36)
+    values, name = random_values(config), "model.layers.0.mlp.down_proj"
+    values[f"{name}.weight"][~largest_of_four(values[f"{name}.weight"].astype(np.float32))] = 0
+    tensors = {**values, **masked({f"{name}.weight": values[f"{name}.weight"]})}
+    del tensors[f"{name}.weight"]
+    stated = {**STATED, "sparsity_config": {**STATED["sparsity_config"], "ignore": ["lm_head", "re:.*"]}}
+    check_values(write_model(tmp_path / "right", tensors, config, quantization_config=stated), values)
+    for row, bits, message in ((7, 0x10, "bits behind column 35"), (8, 0x0F, "row 8, columns 32 to 35: keeps other")):
+        wrong = {**tensors, f"{name}.bitmask": tensors[f"{name}.bitmask"].copy()}
+        wrong[f"{name}.bitmask"][row, -1] |= bits
+        folder = write_model(tmp_path / f"{row}", wrong, config, quantization_config=stated)
+        with pytest.raises(CheetahError, match=f"{name}.bitmask: row {row}.*{message[6:]}"):
+            open_checkpoint(folder).tensor(f"{name}.weight")
+
+
+@pytest.mark.parametrize("layout", ["plain", "bitmask"])
+def test_sparsify_keeps_the_largest_two_of_four(tmp_path, layout):
+    values = random_values()
+    source = write_model(tmp_path / "source", values)
+    sparse_copy(str(source), "2:4", layout).write(tmp_path / "out", lambda nbytes: None, threads=2)
+    for name, value in values.items():
+        if is_layer_matrix(name, value):
+            value[~largest_of_four(value.astype(np.float32))] = 0
+    checkpoint = check_values(tmp_path / "out", values, sparse="auto")
+    assert checkpoint.config.weight_formats == LAYERS
+    assert is_two_of_four(checkpoint.tensor(f"{Q}.weight"))
+    names = set(load_file(tmp_path / "out" / "model.safetensors"))
+    assert (f"{Q}.bitmask" in names) == (layout == "bitmask") == (f"{Q}.weight" not in names)
+    stated = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert ("quantization_config" in stated) == (layout == "bitmask")
+
+
+def test_of_equal_magnitudes_the_first_are_kept():
+    found = largest_of_four(np.array([[1, -1, 1, 1, 0, 0, 0, 0, -3, 2, 4, -3]], np.float32))
+    np.testing.assert_array_equal(found, [[1, 1, 0, 0, 1, 1, 0, 0, 1, 0, 1, 0]])
+
+
+def test_what_sparsify_does_not_do(tmp_path):
+    values = random_values()
+    values[f"{Q}.weight"][2, 3] = ml_dtypes.bfloat16(np.inf)
+    source = str(write_model(tmp_path / "source", values))
+    for pattern, layout, message in (("1:4", "plain", "--pattern 1:4: there are 2:4"), ("2:4", "x", "--layout x")):
+        with pytest.raises(CheetahError, match=message):
+            sparse_copy(source, pattern, layout)
+    with pytest.raises(CheetahError, match=f"tensor {Q}.weight, row 2: only numbers can be compared"):
+        sparse_copy(source, "2:4", "plain").write(tmp_path / "out", lambda nbytes: None)
+    assert not (tmp_path / "out").exists() and CONFIG.hidden_size % 4 == 0
