@@ -12,7 +12,7 @@ from cheetah.errors import CheetahError
 from cheetah.models.formats.nearest import nearest_rows
 from cheetah.models.formats.quantized import scheme_of_name
 from cheetah.runtime.checkpoint.loading import open_checkpoint
-from cheetah.tools import quantize
+from cheetah.tools import rewriting
 from cheetah.tools.quantize import quantization_job
 
 Q = "model.layers.1.self_attn.q_proj"
@@ -66,7 +66,7 @@ def test_an_interrupt_leaves_nothing(tmp_path, monkeypatch):
         raise KeyboardInterrupt
 
     write_model(tmp_path / "source")
-    monkeypatch.setattr(quantize, "copy_files", interrupted)
+    monkeypatch.setattr(rewriting, "copy_files", interrupted)
     with pytest.raises(KeyboardInterrupt):
         written(tmp_path / "source", tmp_path / "out")
     assert [path.name for path in tmp_path.iterdir()] == ["source"]
