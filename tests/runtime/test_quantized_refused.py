@@ -62,7 +62,11 @@ REFUSED_CONFIGS = {
     "llm-awq": (awq_config(backend="llm-awq"), "backend = 'llm-awq' is not supported"),
     "nvfp4": (compressed_config("nvfp4-pack-quantized"), "format = 'nvfp4-pack-quantized' is not supported"),
     "int-quantized": (compressed_config("int-quantized"), "format = 'int-quantized' is not supported"),
-    "sparse": (compressed_config(sparsity_config={"format": "sparse-24-bitmask"}), "sparse weights are not supported"),
+    "another sparsity": (
+        compressed_config(sparsity_config={"format": "sparse-24-words"}),
+        "sparsity_config.format = 'sparse-24-words' is not supported: supported: 'dense' or 'sparse-24-bitmask'",
+    ),
+    "marlin-24": (compressed_config("marlin-24"), "format = 'marlin-24' is not supported"),
     "rotated": (compressed_config(transform_config={"config_groups": {"u": {}}}), "transformed activations"),
     "not compressed": (compressed_config(quantization_status="frozen"), "quantization_status = 'frozen'"),
     "no groups": (compressed_config(config_groups={}), "config_groups is missing or empty"),
