@@ -6,6 +6,7 @@ Activations are bf16 between layers, sums f32. One kernel runs all layers and pa
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -17,7 +18,7 @@ from cheetah.blocks.exchange import make_exchange
 from cheetah.blocks.linear.epilogue import pair_of_rows
 from cheetah.blocks.linear.interface import Prologue, Rows
 from cheetah.blocks.linear.matvec import Matvec
-from cheetah.blocks.linear.parts import Arrival, LoadedParts, Parts
+from cheetah.blocks.linear.parts import Arrival, Part
 from cheetah.blocks.linear.prologue import Slices, Units
 from cheetah.blocks.linear.share import Share
 from cheetah.blocks.machine import Machine, emit_roles, start_machine
@@ -104,16 +105,13 @@ class Told(Prologue):
     who: ch.Expr
     barrier: ch.Expr
 
-    def parts(self, matrix: MatrixLayout, arrival: Arrival) -> Parts:
-        def load(number: int) -> None:
-            self.slices.load(matrix, number)
-            self._tell()
-
-        return LoadedParts(load, matrix, arrival, is_scaled=False)
-
-    def _tell(self) -> None:
+    def begin(self, matrix: MatrixLayout, arrival: Arrival) -> None:
+        self.slices.begin(matrix, arrival)
         with ch.if_(self.who):
             prim.mbarrier_arrive(self.barrier)
+
+    def parts(self, matrix: MatrixLayout, arrival: Arrival) -> Iterator[Part]:
+        return self.slices.parts(matrix, arrival)
 
 
 class DeepLinear:

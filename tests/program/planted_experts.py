@@ -9,7 +9,7 @@ from typing import Any
 from cheetah import lang as ch
 from cheetah.blocks.columns import Columns
 from cheetah.blocks.experts.choice import Choice
-from cheetah.blocks.experts.products import PartsByList, RankedActivations
+from cheetah.blocks.experts.products import AllParts, RankedActivations
 from cheetah.blocks.linear.fragments import Activations
 from cheetah.blocks.made_list import MadeList
 from cheetah.lang import ty
@@ -92,16 +92,15 @@ def add_what_was_not_chosen(patch: Patch) -> None:
 
 def take_places_of_the_list_for_ranks(patch: Patch) -> None:
     """Where a column's parts lie follows from the list, which others are on."""
-    ranked: Any = PartsByList._ranked
+    ranked: Any = AllParts._ranked
 
-    def by_slot(self: PartsByList, slot: Any) -> Any:
-        offsets, is_chosen = ranked(self, slot)
-        choice = self.whole.choice
-        place = ch.minimum(slot, choice.experts.chosen - 1)
-        units = self.matrix.k_tiles * self.matrix.vector_units(choice.columns.limit)
+    def by_slot(self: AllParts, matrix: Any, slot: Any) -> Any:
+        offsets, is_chosen = ranked(self, matrix, slot)
+        place = ch.minimum(slot, self.choice.experts.chosen - 1)
+        units = matrix.k_tiles * matrix.vector_units(self.choice.columns.limit)
         return tuple(place * units for _ in offsets), is_chosen
 
-    patch.setattr(PartsByList, "_ranked", by_slot)
+    patch.setattr(AllParts, "_ranked", by_slot)
 
 
 OF_SEVERAL: dict[str, Callable[[Patch], None]] = {

@@ -25,8 +25,8 @@ from cheetah.blocks.linear.formats.vectors import store_unit
 from cheetah.blocks.linear.fragments import Activations, groups_of
 from cheetah.blocks.linear.interface import ColumnScale, Epilogue, Prologue, Rows
 from cheetah.blocks.linear.matvec import Matvec
-from cheetah.blocks.linear.parts import Arrival, LoadedParts, Part, Parts
-from cheetah.blocks.linear.prologue import VectorPart, load_vector
+from cheetah.blocks.linear.parts import Arrival, Part
+from cheetah.blocks.linear.prologue import Slices, VectorPart, load_vector
 from cheetah.blocks.linear.share import OwnTile, Run, Share
 from cheetah.blocks.made_list import MadeList
 from cheetah.lang import prim, ty
@@ -90,7 +90,7 @@ class RankedPart(Part):
 @dataclass(frozen=True, eq=False)
 class AllParts(Prologue):
     """The input of `Added`: of every column what its experts made, rank after rank, `width` elements each. It comes
-    whole, before the list's first entry; a part is what belongs to an entry."""
+    whole, before the list's first entry; a part of it belongs to each entry."""
 
     choice: Choice
     source: Published
@@ -100,39 +100,22 @@ class AllParts(Prologue):
     def waits(self) -> tuple[str, ...]:
         return (self.source.name,)
 
-    def load(self, kind: str) -> None:
-        """As what experts take it."""
-        elements = self.width * self.choice.experts.chosen
-        load_vector(self.choice.columns, VectorPart(elements, elements, kind=kind), self.source)
-
-    def parts(self, matrix: MatrixLayout, arrival: Arrival) -> Parts:
-        return PartsByList(self, matrix, arrival)
-
-
-@dataclass(frozen=True, eq=False)
-class PartsByList(Parts):
-    """A part for each entry of the list."""
-
-    whole: AllParts
-    matrix: MatrixLayout
-    arrival: Arrival
-
-    def begin(self) -> None:
-        with self.arrival.awaited():
-            self.whole.load(self.matrix.vector_kind(self.whole.choice.columns.limit))
+    def begin(self, matrix: MatrixLayout, arrival: Arrival) -> None:
+        elements, kind = self.width * self.choice.experts.chosen, matrix.vector_kind(self.choice.columns.limit)
+        with arrival.awaited():
+            load_vector(self.choice.columns, VectorPart(elements, elements, kind=kind), self.source)
 
     @ch.inline
-    def __iter__(self) -> Iterator[Part]:
-        count = ch.const(ty.u32, self.whole.choice.list.count, name="count")
+    def parts(self, matrix: MatrixLayout, arrival: Arrival) -> Iterator[Part]:
+        count = ch.const(ty.u32, self.choice.list.count, name="count")
         with ch.for_(count, unroll=1, name="slot") as slot:
-            offsets, is_chosen = self._ranked(slot)
-            yield RankedPart(0, self.matrix.chunks, is_last=False, offsets=offsets, is_chosen=is_chosen)
+            offsets, is_chosen = self._ranked(matrix, slot)
+            yield RankedPart(0, matrix.chunks, is_last=False, offsets=offsets, is_chosen=is_chosen)
 
     @ch.inline
-    def _ranked(self, slot: ch.Expr) -> tuple[tuple[ch.Expr, ...], tuple[ch.Expr, ...]]:
-        """Where this lane's columns have what they have of an entry; see `RankedPart`."""
-        choice, matrix = self.whole.choice, self.matrix
-        limit = choice.columns.limit
+    def _ranked(self, matrix: MatrixLayout, slot: ch.Expr) -> tuple[tuple[ch.Expr, ...], tuple[ch.Expr, ...]]:
+        """Where this lane's columns have what they have of an entry of the list; see `RankedPart`."""
+        choice, limit = self.choice, self.choice.columns.limit
         units = matrix.k_tiles * matrix.vector_units(limit)
         if limit == 1:
             return (ch.const(ty.u32, slot * units, name="offset"),), ()
@@ -161,40 +144,12 @@ class Brought(Prologue):
     def scale_of_products(self) -> ColumnScale | None:
         return self.inner.scale_of_products()
 
-    def parts(self, matrix: MatrixLayout, arrival: Arrival) -> Parts:
+    def begin(self, matrix: MatrixLayout, arrival: Arrival) -> None:
         assert self.scale_of_products() is not None, matrix.name
-        return BroughtParts(matrix, arrival, self.region)
+        arrival.tell_loaded()
 
-
-@dataclass(frozen=True, eq=False)
-class BroughtParts(Parts):
-    """All of it, at once."""
-
-    matrix: MatrixLayout
-    arrival: Arrival
-    region: str
-
-    def begin(self) -> None:
-        self.arrival.tell_loaded()
-
-    def __iter__(self) -> Iterator[Part]:
-        yield Part(0, self.matrix.chunks, region=self.region)
-
-
-@dataclass(frozen=True, eq=False)
-class BroughtByAll(Brought):
-    """An input that every block brings, whether it owns rows of the matrix or not, for the phases behind."""
-
-    matrix: MatrixLayout
-    arrival: Arrival
-
-    def prepare(self) -> None:
-        """The adding warps are told of it where the product begins, and those of a block that owns no rows never: there
-        nobody would wait for them, and the next input could be told of before they have come to this one."""
-        self.inner.prepare()
-        parts = self.inner.parts(self.matrix, self.arrival)
-        assert isinstance(parts, LoadedParts), self.matrix.name
-        replace(parts, is_scaled=False).begin()
+    def parts(self, matrix: MatrixLayout, arrival: Arrival) -> Iterator[Part]:
+        yield Part(0, matrix.chunks, region=self.region)
 
 
 # -- which M-tiles ----------------------------------------------------------------------------------------------------
@@ -287,8 +242,14 @@ class ExpertProducts:
 
     def route(self, matrix: MatrixLayout, prologue: Prologue, epilogue: Epilogue) -> None:
         """The router times the input, which every block brings, whether it owns rows of the router or not: `deal` then
-        finds it in shared memory, and waits for nothing behind the choice."""
-        self.linear(matrix, BroughtByAll(prologue, "vector", matrix, self.linear.arrival), epilogue)
+        finds it in shared memory, and waits for nothing behind the choice.
+
+        The adding warps are told of it where the product begins, and those of a block that owns no rows never: there
+        nobody would wait for them, and the next input could be told of before they have come to this one."""
+        assert isinstance(prologue, Slices), matrix.name
+        with self.machine.consumer, self.linear.arrival.awaited():
+            prologue.load(matrix, 0)
+        self.linear(matrix, Brought(prologue, "vector"), epilogue)
         if self._kind != BF16_VECTOR:
             with self.machine.consumer:
                 self._convert(matrix)

@@ -15,7 +15,7 @@ from typing import Any
 from cheetah import lang as ch
 from cheetah.blocks.columns import UNIT, Columns
 from cheetah.blocks.linear.formats.vectors import store_unit
-from cheetah.blocks.linear.parts import Arrival, Part, Parts
+from cheetah.blocks.linear.parts import Arrival, Part
 from cheetah.blocks.vector_copies import PIECES_OF_HALF, CopySource
 from cheetah.lang import prim, ty
 from cheetah.plan import MatrixLayout
@@ -101,7 +101,7 @@ def load_copied(columns: Columns, matrix: MatrixLayout, source: CopySource) -> N
 
 
 @dataclass(frozen=True, eq=False)
-class CopiedParts(Parts):
+class CopiedParts:
     """The parts of a vector as a matrix is sliced, two in shared memory: while one is multiplied the next comes.
 
     Part p lies in half p % 2 of the region. A part is requested when all warps have multiplied the one that it is
@@ -110,7 +110,6 @@ class CopiedParts(Parts):
     columns: Columns
     matrix: MatrixLayout
     source: CopySource
-    arrival: Arrival
 
     @property
     def own(self) -> OwnTiles:
@@ -130,15 +129,15 @@ class CopiedParts(Parts):
         return self.part_tiles * self.own.tile_units
 
     @ch.inline
-    def __iter__(self) -> Iterator[Part]:
+    def each(self, arrival: Arrival) -> Iterator[Part]:
         """One after another, in a loop of the device."""
         slice_chunks = self.matrix.slice_chunks
-        self.arrival.ring.begin_waiting()
+        arrival.ring.begin_waiting()
         self._request_first()
         with ch.for_(self.count, unroll=1, name="part") as part:
             self.wait(part)
             with ch.if_(part == 0):
-                self.arrival.end_waiting()
+                arrival.end_waiting()
             first = part * slice_chunks
             end = ch.minimum(first + slice_chunks, self.matrix.chunks)
             place = part % 2 * slice_chunks

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from cheetah import lang as ch
-from cheetah.blocks.linear.parts import Arrival, Parts
+from cheetah.blocks.linear.parts import Arrival, Part
 from cheetah.plan import M_TILE_ROWS, MatrixLayout
 
 
@@ -66,7 +66,11 @@ class Prologue(ABC):
         """What the products are still to be multiplied by."""
         return None
 
+    def begin(self, matrix: MatrixLayout, arrival: Arrival) -> None:  # noqa: B027 - most begin with the first part
+        """Before the block's first M-tile of `matrix`: bring what is brought for all of them. What is said of columns
+        (`scales`) is seen behind the next barrier of the consumer warps, or at the end of an M-tile."""
+
     @abstractmethod
-    def parts(self, matrix: MatrixLayout, arrival: Arrival) -> Parts:
-        """The parts of the input of `matrix`, in the order of its slices. What is said of columns (`scales`) is seen
-        behind the next barrier of the consumer warps, or at the end of an M-tile."""
+    def parts(self, matrix: MatrixLayout, arrival: Arrival) -> Iterator[Part]:
+        """The parts of the input of `matrix`, in the order of its slices: each is there for what is emitted in the body
+        of a loop over them. How many there are may be known on the device alone."""

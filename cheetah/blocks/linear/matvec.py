@@ -116,11 +116,10 @@ class Matvec:
         self.ring.uses(layout.name)
         position = share.position
         with share.if_any(position):
-            parts = prologue.parts(layout, self.arrival)
-            parts.begin()
+            prologue.begin(layout, self.arrival)
             for strip in share.strips(position):
                 of_strip = [(tile, self.chunks.new_sums(layout)) for tile in strip]
-                for part in parts:
+                for part in prologue.parts(layout, self.arrival):
                     for tile, sums in of_strip:
                         with ch.if_(tile.exists):
                             with ch.if_(tile.is_last), ch.if_(part.is_last):

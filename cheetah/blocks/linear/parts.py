@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -14,7 +13,6 @@ from cheetah.blocks.ring import Ring
 from cheetah.blocks.timeline import Timeline
 from cheetah.lang import prim, ty
 from cheetah.plan import MatrixLayout
-from cheetah.plan.index import ceil_div
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,45 +65,3 @@ class Arrival:
         """The adding warps may look for the scales of its columns."""
         with ch.if_(self.ring.machine.thread == 0):
             prim.mbarrier_arrive(self.loaded)
-
-
-class Parts(ABC):
-    """The parts of an input, as one iterates over them: each is there for what is emitted in the loop's body. How many
-    there are may be known on the device alone."""
-
-    def begin(self) -> None:  # noqa: B027 - most begin with the first part
-        """Before the first M-tile: what is brought for all of them."""
-
-    @abstractmethod
-    def __iter__(self) -> Iterator[Part]: ...
-
-
-@dataclass(frozen=True, eq=False)
-class LoadedParts(Parts):
-    """Parts that threads bring, each when all have multiplied the one before: of a matrix that is not sliced one, for
-    all M-tiles. load: brings part `index`. is_scaled: whether its columns have scales."""
-
-    load: Callable[[int], None]
-    matrix: MatrixLayout
-    arrival: Arrival
-    is_scaled: bool
-
-    def begin(self) -> None:
-        if self.matrix.slices == 1:
-            self._bring(0)
-
-    def __iter__(self) -> Iterator[Part]:
-        count = ceil_div(self.matrix.chunks, self.matrix.slice_chunks)  # rounding may leave none for the last slices
-        for index in range(count):
-            if index > 0:
-                self.arrival.ring.machine.meet()  # everybody has read the last part before it is loaded over
-            if self.matrix.slices > 1:
-                self._bring(index)
-            yield Part(*self.matrix.slice_range(index), is_last=index == self.matrix.slices - 1)
-
-    def _bring(self, index: int) -> None:
-        with self.arrival.awaited(index == 0):
-            self.load(index)
-            if self.is_scaled:
-                assert self.matrix.slices == 1, self.matrix.name
-                self.arrival.tell_loaded()

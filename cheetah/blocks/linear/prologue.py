@@ -6,7 +6,6 @@ order (see `columns`), in shared memory as in the exchange, so a thread's units 
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,13 +18,14 @@ from cheetah.blocks.linear.copied import CopiedParts, load_copied
 from cheetah.blocks.linear.formats.vectors import store_unit
 from cheetah.blocks.linear.interface import ColumnScale, Prologue
 from cheetah.blocks.linear.order import Order
-from cheetah.blocks.linear.parts import Arrival, LoadedParts, Parts
+from cheetah.blocks.linear.parts import Arrival, Part
 from cheetah.blocks.machine import Machine
 from cheetah.blocks.vector_copies import CopySource
 from cheetah.lang import prim, ty
 from cheetah.lang.primitives.exchange import UNITS
 from cheetah.plan import VECTOR_COLUMNS, MatrixLayout
 from cheetah.plan.formats import BF16_VECTOR, DIGITS, HALVES
+from cheetah.plan.index import ceil_div
 from cheetah.plan.plan import COLUMNS
 
 LINE_BYTES = 128
@@ -80,11 +80,32 @@ class Slices(Prologue):
     def scale_of_products(self) -> ColumnScale | None:
         return self.scale
 
-    def parts(self, matrix: MatrixLayout, arrival: Arrival) -> Parts:
+    def begin(self, matrix: MatrixLayout, arrival: Arrival) -> None:
+        if matrix.slices > 1:
+            return
+        with arrival.awaited():
+            self.load(matrix, 0)
+            if self.scale is not None:
+                arrival.tell_loaded()
+
+    def parts(self, matrix: MatrixLayout, arrival: Arrival) -> Iterator[Part]:
         copied = _copied(self.source, VectorPart(0, 0, kind=matrix.vector_kind(self.columns.limit), places=self.places))
-        if copied is None or matrix.slices == 1:
-            return LoadedParts(functools.partial(self.load, matrix), matrix, arrival, self.scale is not None)
-        return CopiedParts(self.columns, matrix, copied, arrival)
+        if matrix.slices == 1:
+            yield Part(0, matrix.chunks)
+        elif copied is not None:
+            yield from CopiedParts(self.columns, matrix, copied).each(arrival)
+        else:
+            yield from self._loaded(matrix, arrival)
+
+    def _loaded(self, matrix: MatrixLayout, arrival: Arrival) -> Iterator[Part]:
+        """Parts that threads bring, each when all have multiplied the one before."""
+        assert self.scale is None, matrix.name
+        for index in range(ceil_div(matrix.chunks, matrix.slice_chunks)):  # rounding may leave none for the last ones
+            if index > 0:
+                self.columns.machine.meet()  # everybody has read the last part before it is loaded over
+            with arrival.awaited(index == 0):
+                self.load(matrix, index)
+            yield Part(*matrix.slice_range(index), is_last=index == matrix.slices - 1)
 
     def load(self, matrix: MatrixLayout, index: int) -> None:
         """Bring slice `index`: then each warp has what it multiplies."""
@@ -120,7 +141,10 @@ class Prefetching(Prologue):
     def scale_of_products(self) -> ColumnScale | None:
         return self.inner.scale_of_products()
 
-    def parts(self, matrix: MatrixLayout, arrival: Arrival) -> Parts:
+    def begin(self, matrix: MatrixLayout, arrival: Arrival) -> None:
+        self.inner.begin(matrix, arrival)
+
+    def parts(self, matrix: MatrixLayout, arrival: Arrival) -> Iterator[Part]:
         return self.inner.parts(matrix, arrival)
 
     def prepare(self) -> None:
