@@ -86,6 +86,10 @@ class MatrixLayout:
         """The number among all ranks' M-tiles of one of a rank's; also for device expressions."""
         return m_tile if self.ranks == 1 else rank * self.m_tiles + m_tile
 
+    def of_rank(self, number: Index, rank: Index) -> Index:
+        """The number on its rank, from that among all ranks' M-tiles; also for device expressions."""
+        return number if self.ranks == 1 else number - rank * self.m_tiles
+
     def position_of_all(self, number: Index) -> Index:
         """Where the block stands that is number `number` of all ranks', counted over the ranks; also for device
         expressions."""

@@ -8,7 +8,7 @@ from cheetah.plan.gpu import Gpu
 from cheetah.plan.layout import MatrixLayout
 from cheetah.plan.narrow import start_of_others, tile_rows
 from cheetah.plan.plan import Plan
-from cheetah.plan.products import Experts, Product, RowOrder
+from cheetah.plan.products import Experts, Product
 from cheetah.plan.sections import Sections
 from cheetah.plan.shape import ModelShape
 from cheetah.plan.shares import rows_of_rank
@@ -127,6 +127,6 @@ def _layout(product: Product, shape: ModelShape, plan: Plan, gpu: Gpu, start: in
         tile_rows=height,
         is_brief=product.is_brief,
         is_once=product.is_once,
-        ranks=1 if product.order is RowOrder.HEADS else gpu.ranks,
+        ranks=1 if product.is_own else gpu.ranks,
         by_numbers=product.by_numbers(plan),
     )

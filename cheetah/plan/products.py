@@ -188,6 +188,12 @@ class Product(Phase):
         return self.input.elements
 
     @property
+    def is_own(self) -> bool:
+        """Whether each of several GPUs makes what it needs of the output by itself: heads are its own, and the logits
+        of experts are all, since bringing them from others takes longer than reading so few rows."""
+        return self.order is RowOrder.HEADS or (self.output is not None and self.output.is_words)
+
+    @property
     def rows(self) -> int:
         """Of the matrix: of pairs, whole M-tiles."""
         if self.order is RowOrder.PAIRS:

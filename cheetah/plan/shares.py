@@ -25,8 +25,6 @@ def _why_not_shared(shape: ModelShape, gpu: Gpu, ranks: int) -> str | None:
         return None
     if shape.joint_norms:
         return "norms over all heads have heads of one GPU so far"
-    if shape.experts is not None:
-        return "experts are chosen by one GPU so far"
     try:
         shape.of_rank(ranks)
     except PlanError as problem:
@@ -34,7 +32,7 @@ def _why_not_shared(shape: ModelShape, gpu: Gpu, ranks: int) -> str | None:
     rows = residual_tile_rows(shape, replace(gpu, ranks=ranks))
     for product in shape.table.products:
         m_tiles = ceil_div(product.rows, rows if product.adds else M_TILE_ROWS)
-        if product.order is not RowOrder.HEADS and m_tiles % ranks:
+        if not product.is_own and m_tiles % ranks:
             return f"the {m_tiles} M-tiles of {product.name} cannot be dealt evenly to {ranks} GPUs"
     return None
 
@@ -45,4 +43,6 @@ def rows_of_rank(product: Product, shape: ModelShape, tile_rows: int, ranks: int
         return product.rows
     if product.order is RowOrder.HEADS:
         return shape.of_rank(ranks).qkv_rows
+    if product.is_own:
+        return product.rows
     return ceil_div(ceil_div(product.rows, tile_rows), ranks) * tile_rows

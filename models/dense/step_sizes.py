@@ -64,9 +64,9 @@ def _words_of(table: StepTable, vector: Vector, plan: Plan) -> int:
 
 
 def own_vectors(table: StepTable) -> tuple[str, ...]:
-    """Those that a rank makes for itself: attention is of its own heads."""
-    attention = table.attention
-    return *attention.input.names, attention.partials
+    """Those that a rank makes for itself, as those of its own heads."""
+    made = (product.output for product in table.products if product.is_own and product.output is not None)
+    return *(name for vector in made for name in vector.names), table.attention.partials
 
 
 def product_inputs(shape: ModelShape, gpu: Gpu, plan: Plan) -> dict[str, int]:

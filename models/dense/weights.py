@@ -442,8 +442,11 @@ def rank_groups(config: ModelConfig, layout: MatrixLayout, rank: Rank) -> RowGro
     whole = row_groups(config, layout.name)
     if rank.size == 1:
         return whole
-    if config.table.named(layout.name).order is RowOrder.HEADS:
+    product = config.table.named(layout.name)
+    if product.order is RowOrder.HEADS:
         return whole.chosen(_groups_of_heads(config, rank))
+    if product.is_own:
+        return whole
     count = layout.m_tiles * layout.tile_rows // GROUP_ROWS
     return whole.chosen(range(rank.number * count, (rank.number + 1) * count))
 

@@ -18,10 +18,12 @@ from cheetah.errors import CheetahError
 from cheetah.generate import generate_kernel
 from cheetah.models.config import ModelConfig
 from cheetah.models.gemma import Gemma2Config
+from cheetah.models.layer_kind import Routing
 from cheetah.models.llama import LlamaConfig
 from cheetah.models.olmo import Olmo2Config
 from cheetah.models.qwen2 import Qwen2Config
 from cheetah.models.qwen3 import Qwen3Config
+from cheetah.models.qwen3_moe import Qwen3MoeConfig
 from cheetah.package import Generated
 from cheetah.plan import PlanError
 from cheetah.runtime import LLM, SamplingParams
@@ -157,12 +159,12 @@ FAMILIES = {
     "norms behind, two windows, caps": (Gemma2Config(**SIZES, sliding_window=32), {}),
     "several columns": (family("llama"), {"tokens": 8, "batch": 2}),
     "narrow M-tiles": (family("llama", hidden_size=192, query_heads=8), {}),
+    "experts": (Qwen3MoeConfig(**SIZES, routing=Routing(9, 3)), {"tokens": 4, "batch": 2}),
 }
+ALWAYS_TRIED = ("norms behind, two windows, caps", "experts")
 
 
-@pytest.mark.parametrize(
-    "name", tiered(FAMILIES, [name for name in FAMILIES if name != "norms behind, two windows, caps"])
-)
+@pytest.mark.parametrize("name", tiered(FAMILIES, [name for name in FAMILIES if name not in ALWAYS_TRIED]))
 def test_so_are_those_of_families_and_plans(name: str) -> None:
     config, plan = FAMILIES[name]
     require_equal(found_by(config, 2, "random", 1, **plan), found_by(config, 1, **plan))

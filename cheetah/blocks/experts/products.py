@@ -44,10 +44,11 @@ class ChosenRows(GatedRows):
 
     @ch.inline
     def __call__(self, rows: Rows) -> None:
-        choice, m_tiles = self.choice, self.matrix.m_tiles
-        expert = choice.list.entry(rows.m_tile // m_tiles)
+        choice, matrix, gpu = self.choice, self.matrix, self.machine.rank
+        number = matrix.of_rank(rows.m_tile, gpu)
+        expert = choice.list.entry(number // matrix.m_tiles)
         rank = ch.const(ty.u32, choice.rank(rows.column, expert), name="rank")
-        first = rank * (m_tiles * HALF) + rows.m_tile % m_tiles * HALF
+        first = rank * (matrix.all_m_tiles * HALF) + matrix.of_all(number % matrix.m_tiles, gpu) * HALF
         chosen = replace(rows, is_own=rows.is_own & (rank != NO_RANK))
         publish = publishing(self.machine, self.into, chosen, first, HALF)
         weight = ch.const(ty.f32, choice.weight(rows.column, rank), name="weight")
