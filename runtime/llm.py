@@ -452,8 +452,6 @@ def _check(options: LoadOptions) -> None:
     _check_count("pool_pages", options.pool_pages)
     if not isinstance(options.prompt_passes, bool):
         _check_count("prompt_passes", options.prompt_passes)
-    if options.tensor_parallel_size != 1 and options.speculative_config is not None:
-        raise CheetahError("speculative_config: drafts are verified on one GPU: leave tensor_parallel_size out")
     if options.tensor_parallel_size not in WORLD_SIZES:
         sizes = ", ".join(map(str, WORLD_SIZES))
         raise CheetahError(f"tensor_parallel_size is {shown(options.tensor_parallel_size)}: give one of {sizes}")

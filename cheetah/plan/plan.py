@@ -305,15 +305,6 @@ class Plan:
             raise PlanError(f"Plan: sync is 'barrier' with {gpu.ranks} GPUs, and blocks of one meet: use 'flags'")
         if self.drafts and shape.vocab > 1 << EMITTED_BITS:
             raise PlanError(f"Plan: drafts is {self.drafts} with {shape.vocab} tokens: at most {1 << EMITTED_BITS}")
-        if self.drafts and shape.windows_in(self.max_context) != (None,):
-            raise PlanError(
-                f"Plan: drafts is {self.drafts} and the model has windows below max_context {self.max_context}: drafts "
-                "are verified where every layer sees all keys: give a smaller max_context, or no drafts"
-            )
-        if self.drafts and shape.experts is not None:
-            raise PlanError(
-                f"Plan: drafts is {self.drafts} with a mixture of experts, which verifies none: give no drafts"
-            )
         if shape.formats:
             self._check_stage_of_formats(shape)
         else:

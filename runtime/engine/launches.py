@@ -268,11 +268,13 @@ class KernelLaunches:
         """Pages for `tokens` more tokens of a sequence, which a launch would otherwise take. PagesExhausted, with none
         taken, if there are too few.
 
-        Before that, pages that the window has left behind are given back: the plan rounds what is read outward.
+        Before that, pages that the window has left behind are given back: the plan rounds what is read outward, to
+        whole items where tokens are drafted.
         """
         if self.window is not None:
             first = max(0, cache.length + 1 - self.window)
-            cache.drop_before(first // KV_TILE_TOKENS * KV_TILE_TOKENS)
+            unit = self._plan.kv_chunk or KV_TILE_TOKENS
+            cache.drop_before(first // unit * unit)
         cache.reserve(cache.length + tokens)
 
     def _make_room(self, parts: Sequence[Part]) -> None:

@@ -11,13 +11,17 @@ import numpy as np
 import pytest
 
 from cheetah.generate import generate_kernel
+from cheetah.models.config import ModelConfig
+from cheetah.models.mistral import MistralConfig
 from cheetah.models.sampling import Filters, Penalties
 from cheetah.runtime.engine.drafting import Drafted, Drafting
 from cheetah.runtime.engine.launcher import Part, Sampling
 from cheetah.runtime.engine.launches import LaunchResult
 from cheetah.runtime.engine.request_rows import mask_of
 from cheetah.runtime.engine.watching import Mask
+from tests.program.kinds import KINDS
 from tests.program.rig import Rig, Session, model, random_weights, relative_error, token_ids
+from tests.program.test_experts import qwen
 from tests.tiers import tiered
 from tests.tolerances import SMALL_MARGIN
 
@@ -184,6 +188,41 @@ def test_a_text_ahead_is_looked_up_first(kind: str) -> None:
     assert found == wanted
     meant = expected([*PROMPT, *wanted], len(PROMPT), 8, (), ngrams, text)
     assert (result.steps, result.drafted) == meant and (kind != TEXTS[0] or result.steps < 30)
+
+
+OTHERS: dict[str, tuple[ModelConfig, dict[str, Any]]] = {
+    "windows in some layers": (KINDS, {}),
+    "a window in all layers, which leaves pages behind": (
+        MistralConfig(48, 40, 2, 4, 2, 64, 50, max_position_embeddings=256, sliding_window=20),
+        {"kv_chunk": 32, "page_size": 16, "max_steps": 4},
+    ),
+    "experts": (qwen(144, 256, 4, 6), {"kv_chunk": 32}),
+}
+
+
+@cache
+def rig_of(kind: str, drafts: int, tokens: int) -> Rig:
+    config, more = OTHERS[kind]
+    plan = {"batch": min(2, tokens), "tokens": tokens, "kv_chunk": 32, "drafts": drafts, **more}
+    return Rig(random_weights(config), blocks=3, generate=generate_kernel, **plan)
+
+
+@pytest.mark.parametrize("kind", tiered(OTHERS, list(OTHERS)[1:]))
+def test_other_kinds_of_layers(kind: str) -> None:
+    """Beside a kernel without drafts, of one column."""
+    launcher = (session := rig_of(kind, 0, 1).session()).launcher
+    wanted, cache = list[int](), session.sequence()
+    while len(wanted) < 90:
+        inputs = [*PROMPT, *wanted][cache.length :]
+        total = min(launcher.max_steps, len(inputs) + 89 - len(wanted))
+        (result,) = launcher.launch_together([Part(cache, inputs[: total + 1], total, HOT)])
+        wanted += result.token_ids
+    for every, ngrams, rounds in ((3, (0, 0), 4), (0, (1, 3), 2), (100, (0, 0), 3)):
+        drafts = wrong(wanted, every)[:89] if every else ()
+        drafting = rig_of(kind, 7, 8).session("random", every)
+        found, results = made(drafting, 90, HOT, per_step=8, rounds=rounds, drafts=drafts, ngrams=ngrams)
+        assert found == wanted
+        assert not every or sum(result.steps for result in results) < 60
 
 
 def mask_behind(place: int) -> Mask:

@@ -220,6 +220,31 @@ def test_so_are_the_answers_of_an_llm_whatever_is_asked(folder: Path) -> None:
     assert answers(folder, 2) == answers(folder, 1)
 
 
+def drafted_answer(folder: Path, ranks: int) -> tuple[Any, ...]:
+    """Of an `LLM` that drafts, in launches of one step: else how many there are follows from the clock, and with them
+    where drafts are cut and whether they are worth their time."""
+    config = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1}
+    options: dict[str, Any] = {"max_context": 80, "kv_chunk": 64, "batch": 2, "tokenizer": False, "launch_steps": 1}
+    asked = SamplingParams(max_tokens=20, temperature=30.0, allowed_token_ids=[5, 9, 17, 250], seed=3)
+    with LLM(
+        folder,
+        device="emulator",
+        gpu="emulator-2",
+        tensor_parallel_size=ranks,
+        speculative_config=config,
+        quiet=True,
+        **options,
+    ) as llm:
+        found = llm.generate([5, 17, 250, 5, 17, 250, 5], asked)
+        return found.token_ids, llm.engine.engine.load().decoded.drafted
+
+
+@pytest.mark.exhaustive
+def test_so_are_those_of_an_llm_that_drafts(folder: Path) -> None:
+    tokens, drafted = drafted_answer(folder, 2)
+    assert (tokens, drafted) == drafted_answer(folder, 1) and drafted.accepted > 3
+
+
 def test_what_cannot_be_shared_is_refused_before_anything_is_loaded(folder: Path) -> None:
     with pytest.raises(PlanError, match="norms over all heads have heads of one GPU"):
         assembled(Olmo2Config(**SIZES), 2)

@@ -105,6 +105,8 @@ def test_drafts_pay_from_what_their_steps_take_more() -> None:
     assert pace.break_even(1) == pytest.approx(1.3) and not pace.lacks_plain(1)
     pace.note(1, True, 10, 2.3)
     assert pace.break_even(1) == pytest.approx(1.6), "1.3 + 0.3 * 1.0"
+    pace.note(1, False, 10, 9.0)
+    assert pace.break_even(1) == 1.02, "drafts are never for nothing"
     pace.note(2, True, 4, 1.0)
     pace.note(2, False, 1, 1.0)
     assert pace.break_even(2) == 1.1 and not pace.lacks_plain(2), "one launch without drafts is tried"
