@@ -22,7 +22,7 @@ _LANGUAGE = (
     "RoleError", "ScopeError", "SignatureError", "Streams", "TypeMixError", "UnusedStageError", "Value", "address_of",
     "argument", "array", "asm", "block_dim_x", "block_idx_x", "break_", "cast", "comment", "const", "constexpr",
     "continue_", "else_", "for_", "function", "grid_dim_x", "if_", "inline", "kernel", "maximum", "minimum", "named",
-    "out", "outline", "prim", "raw_stmt", "reinterpret", "render", "render_file", "return_", "roles_const",
+    "out", "outline", "pointee", "prim", "raw_stmt", "reinterpret", "render", "render_file", "return_", "roles_const",
     "roles_for", "select", "thread_idx_x", "ty", "var", "while_", "whole",
 )  # fmt: skip
 

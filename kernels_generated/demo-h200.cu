@@ -449,6 +449,8 @@ constexpr uint32_t PLAN_MERGE_INDPTR = 2432;
 constexpr uint32_t PLAN_MERGE_SRC = 2560;
 constexpr uint32_t CONSUMERS = 256;
 constexpr uint32_t PHASES = 17;
+constexpr uint32_t LOW_HALVES = 21520;
+constexpr uint32_t HIGH_HALVES = 30258;
 constexpr uint32_t EXCHANGE_PARTIALS = 320;
 constexpr uint32_t WRITE_THROUGH = 4294967295u;
 constexpr uint32_t EXCHANGE_ATTENTION = 72448;
@@ -462,6 +464,42 @@ constexpr uint32_t AS_IT_IS = 4294967293u;
 constexpr uint32_t LEFT_OPEN = 4294967294u;
 constexpr uint32_t EXCHANGE_FILTERS = 45984;
 constexpr uint32_t CANCELLED_TOKEN = 4294967294u;
+
+struct TileRecord {
+  uint32_t first_column;
+  uint32_t columns;
+  uint32_t table;
+  uint32_t offset;
+  uint32_t length;
+  uint32_t stride;
+  uint32_t newest;
+  uint32_t newest_column;
+};
+
+struct ItemRecord {
+  uint32_t level;
+  uint32_t tile;
+  uint32_t head;
+  uint32_t begin;
+  uint32_t end;
+  uint32_t partial;
+  uint32_t rows;
+  uint32_t unused;
+};
+
+struct KeptItem {
+  ItemRecord item;
+  TileRecord tile;
+};
+
+struct KeptMerge {
+  uint32_t head_and_chunk;
+  uint32_t row;
+  uint32_t begin;
+  uint32_t end;
+  TileRecord tile;
+  uint32_t sources[20];
+};
 
 struct Nearest {
   float first;
@@ -523,6 +561,15 @@ struct ColumnState {
   uint32_t cancelled;
 };
 
+struct KeptPlan {
+  uint32_t first_item;
+  uint32_t last_item;
+  uint32_t jobs;
+  uint32_t jobs_of_head;
+  KeptItem items[5];
+  KeptMerge merges[2];
+};
+
 struct FilterState {
   uint32_t filtered;
   uint32_t open;
@@ -572,6 +619,7 @@ struct DecodeStep {
   uint8_t* arena;
   uint32_t* chosen_tokens;
   FilterState* filter_states;
+  KeptPlan* kept_plans;
   ColumnState* column_states;
   uint32_t block;
   uint32_t thread;
@@ -1356,48 +1404,53 @@ struct DecodeStep {
   }
 
   // A tile's record, in two units of 16 bytes.
-  __device__ __forceinline__ void keep_tile(uint4* place, uint32_t index) {
+  __device__ __forceinline__ void keep_tile(TileRecord* place, uint32_t index) {
     const int32_t* record = tiles + index * 8;
-    place[0] = load_constant_u32x4(record);
-    place[1] = load_constant_u32x4(record + 4);
+    uint4* units = (uint4*)(place);
+    units[0] = load_constant_u32x4(record);
+    units[1] = load_constant_u32x4(record + 4);
   }
 
   // An item's record and its tile's, in four units of 16 bytes.
-  __device__ __forceinline__ void keep_item(uint4* place, uint32_t index) {
+  __device__ __forceinline__ void keep_item(KeptItem* place, uint32_t index) {
     const int32_t* record = kv_plans + (plan_index * PLAN_WORDS + (index * 8 + PLAN_ITEMS));
     uint4 what = load_constant_u32x4(record);
-    place[0] = what;
-    place[1] = load_constant_u32x4(record + 4);
-    keep_tile(place + 2, what.y);
+    uint4* units = (uint4*)(place);
+    units[0] = what;
+    units[1] = load_constant_u32x4(record + 4);
+    keep_tile(&place->tile, what.y);
   }
 
   // Called by a whole warp of the team.
   __device__ __forceinline__ void keep_merge(uint32_t job, uint32_t merge_rows) {
-    uint4* place = (uint4*)(arena + RECORDS) + (21 + warp / 4 * 8);
+    KeptMerge* merge = &kept_plans[0].merges[warp / 4];
     uint32_t index = load_constant_u32(kv_plans + (plan_index * PLAN_WORDS + (job / merge_rows * 2 + PLAN_MERGES)));
     uint32_t head = load_constant_u32(kv_plans + (plan_index * PLAN_WORDS + (job / merge_rows * 2 + 1 + PLAN_MERGES)));
     uint32_t begin = load_constant_u32(kv_plans + (plan_index * PLAN_WORDS + (job / merge_rows + PLAN_MERGE_INDPTR)));
     uint32_t end = load_constant_u32(kv_plans + (plan_index * PLAN_WORDS + (job / merge_rows + 1 + PLAN_MERGE_INDPTR)));
     if (lane == 0) {
-      place[0] = make_u32x4(head, job % merge_rows, begin, end);
-      keep_tile(place + 1, index);
+      ((uint4*)(merge))[0] = make_u32x4(head, job % merge_rows, begin, end);
+      keep_tile(&merge->tile, index);
     }
-    uint32_t* sources = (uint32_t*)(place + 3);
     if (lane < min(end - begin, 20u)) {
-      sources[lane] = load_constant_u32(kv_plans + (plan_index * PLAN_WORDS + (begin + lane + PLAN_MERGE_SRC)));
+      merge->sources[lane] = load_constant_u32(kv_plans + (plan_index * PLAN_WORDS + (begin + lane + PLAN_MERGE_SRC)));
     }
   }
 
   // In the consumer role: bring the records of the present plan to shared memory. A barrier of the consumer warps
   // must precede, if there were others, and follow.
   __device__ __forceinline__ void keep() {
-    uint4* kept = (uint4*)(arena + RECORDS);
     uint4 header = load_constant_u32x4(kv_plans + plan_index * PLAN_WORDS);
     if (thread < 4) {
       uint32_t first_item = load_constant_u32(kv_plans + (plan_index * PLAN_WORDS + (block + PLAN_WORK_INDPTR)));
       uint32_t last_item = load_constant_u32(kv_plans + (plan_index * PLAN_WORDS + (block + 1 + PLAN_WORK_INDPTR)));
-      if (thread == 0) kept[0] = make_u32x4(first_item, last_item, header.z * header.w, header.w);
-      if (first_item + thread < last_item) keep_item(kept + (1 + thread * 4), first_item + thread);
+      if (thread == 0) {
+        kept_plans[0].first_item = first_item;
+        kept_plans[0].last_item = last_item;
+        kept_plans[0].jobs = header.z * header.w;
+        kept_plans[0].jobs_of_head = header.w;
+      }
+      if (first_item + thread < last_item) keep_item(&kept_plans[0].items[thread], first_item + thread);
     }
     if (warp % 4 == 0 && warp / 4 * BLOCKS + block < header.z * header.w) {
       keep_merge(warp / 4 * BLOCKS + block, header.w);
@@ -1451,6 +1504,11 @@ struct DecodeStep {
       uint32_t position = column_states[index / HEAD_DIM].position;
       angles[index] = rope[(uint64_t)(position) * HEAD_DIM + (uint64_t)(index % HEAD_DIM)];
     }
+  }
+
+  // The phases of the launch that this block has begun before, for the host.
+  __device__ __forceinline__ void note_progress(uint32_t so_far) {
+    if (thread == 0) store_relaxed_u32(progress + block, so_far);
   }
 
   // Bring a part of a vector into shared memory; ends with a barrier of the consumer warps.
@@ -1534,10 +1592,7 @@ struct DecodeStep {
   // Waits for: hidden, hidden_squares.
   // Makes: qkv.
   __device__ __forceinline__ void qkv(uint32_t step, uint32_t layer, uint32_t layer_epoch) {
-    if (thread == 0) {
-      uint32_t so_far = step * PHASES + layer * 5;
-      store_relaxed_u32(progress + block, so_far);
-    }
+    note_progress(step * PHASES + layer * 5);
     uint32_t position = (block + 124) % BLOCKS;
     if (position < QKV_ROWS / 16) {
       if (thread == 0) store_shared_u32(block_waits, 1);
@@ -1562,10 +1617,21 @@ struct DecodeStep {
     }
   }
 
+  // The first key of the tile that a packed row does not see; 0 for a row beyond the item's.
+  __device__ __forceinline__ uint32_t limit(uint32_t packed, KeptItem* record, uint32_t step) {
+    uint32_t row = min(packed, record->item.rows - 1);
+    uint32_t end = min(record->item.end, record->tile.length + record->tile.stride * step + record->tile.newest);
+    uint32_t position = column_states[record->tile.first_column + row / 2].position;
+    uint32_t following = position + 1;
+    uint32_t visible = following > record->tile.offset ? following - record->tile.offset : 0;
+    uint32_t end_2 = min(end, visible);
+    return packed < record->item.rows ? end_2 : 0;
+  }
+
   // The queries that were asked for to shared memory.
-  __device__ __forceinline__ void settle_queries(uint32_t epoch, uint4* record, uint64_t (&asked)[4],
+  __device__ __forceinline__ void settle_queries(uint32_t epoch, KeptItem* record, uint64_t (&asked)[4],
       uint32_t query_column, uint32_t query_head, uint32_t index) {
-    uint32_t query_units = record[1].z * 8;
+    uint32_t query_units = record->item.rows * 8;
     if (warp * 32 < query_units) {
       uint4 words = settle_flagged4(asked, exchange_words + ((query_column * 64 + query_head * 8 + index % 8) * 4 + EXCHANGE_QKV), epoch);
       if (thread < query_units) ((uint4*)(arena + QUERIES))[thread] = words;
@@ -1575,10 +1641,10 @@ struct DecodeStep {
 
   // For how many warps this one gives back a stage with these tiles: those with a tile in it share out all. Where
   // stages are not shared out, for itself.
-  __device__ __forceinline__ uint32_t arrivals(uint32_t first_tile, uint32_t last_tile, uint4 what) {
+  __device__ __forceinline__ uint32_t arrivals(uint32_t first_tile, uint32_t last_tile, uint32_t begin) {
     uint32_t tiles = max(last_tile, first_tile + 1) - first_tile;
     uint32_t groups = min(tiles, 8u);
-    uint32_t index = ((warp + 8 - what.w / 16 % 8) % 8 + 8 - first_tile % 8) % 8;
+    uint32_t index = ((warp + 8 - begin / 16 % 8) % 8 + 8 - first_tile % 8) % 8;
     uint32_t each = (286335560u >> (groups - 1) * 4) & 15;
     return each + (index < 8 - each * groups ? 1u : 0u);
   }
@@ -1610,38 +1676,34 @@ struct DecodeStep {
     warp_barrier();
   }
 
+  // The words of two units that were read in this order, or in the opposite one.
+  __device__ __forceinline__ void cross(uint32_t (&early)[4], uint32_t (&late)[4], uint4 first, uint4 second,
+      bool is_crossed) {
+    early[0] = is_crossed ? second.x : first.x;
+    late[0] = is_crossed ? first.x : second.x;
+    early[1] = is_crossed ? second.y : first.y;
+    late[1] = is_crossed ? first.y : second.y;
+    early[2] = is_crossed ? second.z : first.z;
+    late[2] = is_crossed ? first.z : second.z;
+    early[3] = is_crossed ? second.w : first.w;
+    late[3] = is_crossed ? first.w : second.w;
+  }
+
   // Lanes of odd rows read the two units in the opposite order: no bank conflicts.
-  __device__ __forceinline__ void read_crossed(uint32_t row, uint32_t (&words)[2][4], uint8_t* keys) {
+  __device__ __forceinline__ void read_crossed(uint32_t row, uint32_t both, uint32_t (&words)[2][4], uint8_t* keys) {
     const uint4* keys_2 = (const uint4*)(keys) + row * 8;
     uint32_t is_odd = lane / 4 % 2;
-    uint4 first = keys_2[is_odd * 4 + lane % 4];
-    uint4 second = keys_2[(1 - is_odd) * 4 + lane % 4];
-    words[0][0] = is_odd == 0 ? first.x : second.x;
-    words[1][0] = is_odd == 0 ? second.x : first.x;
-    words[0][1] = is_odd == 0 ? first.y : second.y;
-    words[1][1] = is_odd == 0 ? second.y : first.y;
-    words[0][2] = is_odd == 0 ? first.z : second.z;
-    words[1][2] = is_odd == 0 ? second.z : first.z;
-    words[0][3] = is_odd == 0 ? first.w : second.w;
-    words[1][3] = is_odd == 0 ? second.w : first.w;
+    uint4 first = keys_2[(both * 2 + is_odd) * 4 + lane % 4];
+    uint4 second = keys_2[(both * 2 + (1 - is_odd)) * 4 + lane % 4];
+    cross(words[0], words[1], first, second, is_odd != 0);
   }
 
   // 32 dims of 16 keys by those of the queries: low and high are what the lane has of keys r and r + 8.
-  __device__ __forceinline__ void multiply_part(uint32_t (&low)[4], uint32_t (&high)[4], float (&sums_0)[2][4],
-      uint4* query) {
+  __device__ __forceinline__ void multiply_part(uint32_t (&low)[4], uint32_t (&high)[4], uint32_t part,
+      float (&sums_0)[2][4], uint4* query) {
     uint4 early = make_u32x4(low[0], high[0], low[1], high[1]);
     uint4 late = make_u32x4(low[2], high[2], low[3], high[3]);
-    uint4 query_2 = query[lane % 4];
-    mma_bf16(sums_0[0], early, query_2.x, query_2.y);
-    mma_bf16(sums_0[1], late, query_2.z, query_2.w);
-  }
-
-  // 32 dims of 16 keys by those of the queries: low and high are what the lane has of keys r and r + 8.
-  __device__ __forceinline__ void multiply_part_2(uint32_t (&low)[4], uint32_t (&high)[4], float (&sums_0)[2][4],
-      uint4* query) {
-    uint4 early = make_u32x4(low[0], high[0], low[1], high[1]);
-    uint4 late = make_u32x4(low[2], high[2], low[3], high[3]);
-    uint4 query_2 = query[4 + lane % 4];
+    uint4 query_2 = query[part * 4 + lane % 4];
     mma_bf16(sums_0[0], early, query_2.x, query_2.y);
     mma_bf16(sums_0[1], late, query_2.z, query_2.w);
   }
@@ -1653,20 +1715,11 @@ struct DecodeStep {
     uint32_t limits_2[2];
     limits_2[0] = min(limits[0], key + valid);
     limits_2[1] = min(limits[1], key + valid);
-    bool is_seen = key + index < limits_2[0];
-    float logit = logits[0] * 0.18033688f;
-    logits[0] = is_seen ? logit : -bits_float(0x7f800000);
-    bool is_seen_2 = key + index < limits_2[1];
-    float logit_2 = logits[1] * 0.18033688f;
-    logits[1] = is_seen_2 ? logit_2 : -bits_float(0x7f800000);
+    logits[0] = key + index < limits_2[0] ? logits[0] * 0.18033688f : -bits_float(0x7f800000);
+    logits[1] = key + index < limits_2[1] ? logits[1] * 0.18033688f : -bits_float(0x7f800000);
     uint32_t tile_key = index + 8;
-    bool is_seen_3 = key + tile_key < limits_2[0];
-    float logit_3 = logits[2] * 0.18033688f;
-    logits[2] = is_seen_3 ? logit_3 : -bits_float(0x7f800000);
-    uint32_t tile_key_2 = index + 8;
-    bool is_seen_4 = key + tile_key_2 < limits_2[1];
-    float logit_4 = logits[3] * 0.18033688f;
-    logits[3] = is_seen_4 ? logit_4 : -bits_float(0x7f800000);
+    logits[2] = key + tile_key < limits_2[0] ? logits[2] * 0.18033688f : -bits_float(0x7f800000);
+    logits[3] = key + tile_key < limits_2[1] ? logits[3] * 0.18033688f : -bits_float(0x7f800000);
   }
 
   // exp2(logit - highest) in place, and the state shrunk to the new highest logit.
@@ -1694,67 +1747,33 @@ struct DecodeStep {
   }
 
   // Units slices * r, slices * r + 1, ... of a value, as bf16 pairs into words[slice][number].
-  __device__ __forceinline__ void read_values(uint32_t row, uint32_t (&words)[1][4][4], uint8_t* values) {
+  __device__ __forceinline__ void read_values(uint32_t row, uint32_t (&words)[1][4][4], uint32_t index,
+      uint8_t* values) {
     const uint4* units = (const uint4*)(values) + (row * 8 + lane / 4);
     uint4 read = units[0];
-    words[0][0][0] = read.x;
-    words[0][0][1] = read.y;
-    words[0][0][2] = read.z;
-    words[0][0][3] = read.w;
-  }
-
-  // Units slices * r, slices * r + 1, ... of a value, as bf16 pairs into words[slice][number].
-  __device__ __forceinline__ void read_values_2(uint32_t row, uint32_t (&words)[1][4][4], uint8_t* values) {
-    const uint4* units = (const uint4*)(values) + (row * 8 + lane / 4);
-    uint4 read = units[0];
-    words[0][1][0] = read.x;
-    words[0][1][1] = read.y;
-    words[0][1][2] = read.z;
-    words[0][1][3] = read.w;
-  }
-
-  // Units slices * r, slices * r + 1, ... of a value, as bf16 pairs into words[slice][number].
-  __device__ __forceinline__ void read_values_3(uint32_t row, uint32_t (&words)[1][4][4], uint8_t* values) {
-    const uint4* units = (const uint4*)(values) + (row * 8 + lane / 4);
-    uint4 read = units[0];
-    words[0][2][0] = read.x;
-    words[0][2][1] = read.y;
-    words[0][2][2] = read.z;
-    words[0][2][3] = read.w;
-  }
-
-  // Units slices * r, slices * r + 1, ... of a value, as bf16 pairs into words[slice][number].
-  __device__ __forceinline__ void read_values_4(uint32_t row, uint32_t (&words)[1][4][4], uint8_t* values) {
-    const uint4* units = (const uint4*)(values) + (row * 8 + lane / 4);
-    uint4 read = units[0];
-    words[0][3][0] = read.x;
-    words[0][3][1] = read.y;
-    words[0][3][2] = read.z;
-    words[0][3][3] = read.w;
+    words[0][index][0] = read.x;
+    words[0][index][1] = read.y;
+    words[0][index][2] = read.z;
+    words[0][index][3] = read.w;
   }
 
   // output (dims x queries) += values^T * weights, of every column tile.
   __device__ __forceinline__ void add_values(uint32_t first_row, uint32_t valid, uint32_t key, uint32_t weights_0_0,
       uint32_t weights_0_1, uint8_t* values, float (&output)[4][4]) {
     uint32_t words[1][4][4];
-    uint32_t tile_key = min(lane % 4 * 2, valid - 1);
-    uint32_t row = first_row + tile_key;
-    read_values(row, words, values);
-    uint32_t tile_key_2 = min(lane % 4 * 2 + 1, valid - 1);
-    uint32_t row_2 = first_row + tile_key_2;
-    read_values_2(row_2, words, values);
-    uint32_t tile_key_3 = min(lane % 4 * 2 + 8, valid - 1);
-    uint32_t row_3 = first_row + tile_key_3;
-    read_values_3(row_3, words, values);
-    uint32_t tile_key_4 = min(lane % 4 * 2 + 9, valid - 1);
-    uint32_t row_4 = first_row + tile_key_4;
-    read_values_4(row_4, words, values);
+    #pragma unroll
+    for (uint32_t index = 0; index < 4; ++index) {
+      uint32_t tile_key = min(lane % 4 * 2 + index % 2 + index / 2 * 8, valid - 1);
+      read_values(first_row + tile_key, words, index, values);
+    }
     #pragma unroll
     for (uint32_t tile = 0; tile < 4; ++tile) {
-      uint32_t low_early = byte_permute(words[0][0][tile / 2], words[0][1][tile / 2], tile % 2 == 0 ? 21520u : 30258u);
-      uint32_t high_early = byte_permute(words[0][0][(tile + 4) / 2], words[0][1][(tile + 4) / 2], (tile + 4) % 2 == 0 ? 21520u : 30258u);
-      uint32_t low_late = byte_permute(words[0][2][tile / 2], words[0][3][tile / 2], tile % 2 == 0 ? 21520u : 30258u);
-      uint32_t high_late = byte_permute(words[0][2][(tile + 4) / 2], words[0][3][(tile + 4) / 2], (tile + 4) % 2 == 0 ? 21520u : 30258u);
+      uint32_t number = tile / 4;
+      uint32_t in_slice = tile % 4;
+      uint32_t low_early = byte_permute(words[number][0][in_slice / 2], words[number][1][in_slice / 2], in_slice % 2 == 0 ? LOW_HALVES : HIGH_HALVES);
+      uint32_t high_early = byte_permute(words[number][0][(in_slice + 4) / 2], words[number][1][(in_slice + 4) / 2], (in_slice + 4) % 2 == 0 ? LOW_HALVES : HIGH_HALVES);
+      uint32_t low_late = byte_permute(words[number][2][in_slice / 2], words[number][3][in_slice / 2], in_slice % 2 == 0 ? LOW_HALVES : HIGH_HALVES);
+      uint32_t high_late = byte_permute(words[number][2][(in_slice + 4) / 2], words[number][3][(in_slice + 4) / 2], (in_slice + 4) % 2 == 0 ? LOW_HALVES : HIGH_HALVES);
       uint4 operand = make_u32x4(low_early, high_early, low_late, high_late);
       mma_bf16(output[tile], operand, weights_0_0, weights_0_1);
     }
@@ -1767,11 +1786,11 @@ struct DecodeStep {
     float sums[2][4] = {};
     uint32_t row = first_row + lane / 4;
     uint32_t words[2][4];
-    read_crossed(row, words, keys);
+    read_crossed(row, 0, words, keys);
     uint32_t words_2[2][4];
-    read_crossed(row + 8, words_2, keys);
-    multiply_part(words[0], words_2[0], sums, query);
-    multiply_part_2(words[1], words_2[1], sums, query);
+    read_crossed(row + 8, 0, words_2, keys);
+    multiply_part(words[0], words_2[0], 0, sums, query);
+    multiply_part(words[1], words_2[1], 1, sums, query);
     float logits[4];
     #pragma unroll
     for (uint32_t element = 0; element < 4; ++element) logits[element] = sums[0][element] + sums[1][element];
@@ -1786,26 +1805,25 @@ struct DecodeStep {
   // newest keys of a tile that begins with cached ones are put behind those, into the stage; the other tiles of
   // newest keys are worked on as if they were in one more stage: so the code of a tile stands in the kernel once.
   __device__ __forceinline__ void attend_keys(uint32_t end, uint32_t newest_begin, uint32_t newest, uint32_t epoch,
-      uint4 what, uint4* record, uint32_t step, uint4* query, uint32_t (&limits)[2], float (&highest)[2],
-      float (&weight_sum)[2], float (&output)[4][4]) {
-    uint32_t begin = what.w;
+      uint32_t begin, KeptItem* record, uint32_t step, uint32_t kv_head, uint4* query, uint32_t (&limits)[2],
+      float (&highest)[2], float (&weight_sum)[2], float (&output)[4][4]) {
     uint32_t cached = begin < end ? end - begin : 0;
     uint32_t tiles = (cached + 15) / 16;
     uint32_t keys_end = begin + cached + newest;
     uint32_t all_tiles = (cached + newest + 15) / 16;
-    uint32_t tile = (warp + 8 - what.w / 16 % 8) % 8;
+    uint32_t tile = (warp + 8 - begin / 16 % 8) % 8;
     uint32_t first_newest = newest > 0 ? cached / 16 : 134217728;
     bool own = first_newest % 8 == tile;
     uint32_t newest_units = newest * 8;
     uint32_t index = min(lane, newest_units * 2 - 1);
     bool is_value = index >= newest_units;
     uint32_t newest_unit = index - (is_value ? newest_units : 0);
-    uint32_t newest_column = record[3].w + (newest_begin - (record[3].x + record[3].y * step)) + newest_unit / 8;
-    uint32_t kv_head = 4 + (is_value ? 2u : 0u) + what.z;
+    uint32_t newest_column = record->tile.newest_column + (newest_begin - (record->tile.length + record->tile.stride * step)) + newest_unit / 8;
+    uint32_t kv_head_2 = 4 + (is_value ? 2u : 0u) + kv_head;
     uint32_t place = index % 8;
     uint64_t asked[4];
     if (newest > 0 && own) {
-      ask_flagged4(asked, exchange_words + ((newest_column * 64 + kv_head * 8 + place) * 4 + EXCHANGE_QKV));
+      ask_flagged4(asked, exchange_words + ((newest_column * 64 + kv_head_2 * 8 + place) * 4 + EXCHANGE_QKV));
     }
     while (tile < all_tiles) {
       uint32_t stage = tile / 4;
@@ -1813,7 +1831,7 @@ struct DecodeStep {
       uint32_t first_tile = stage * 4;
       uint32_t last_tile = min(first_tile + 4, tiles);
       uint32_t first_key = begin + stage * 64;
-      uint32_t arrivals_2 = arrivals(first_tile, last_tile, what);
+      uint32_t arrivals_2 = arrivals(first_tile, last_tile, begin);
       uint32_t place_2 = use_stage + stage;
       uint32_t stage_2 = place_2 % 13;
       if (is_cached) mbarrier_wait(full + stage_2, (use_parity + place_2 / 13) % 2);
@@ -1833,7 +1851,7 @@ struct DecodeStep {
       while (tile < last_tile) {
         uint32_t row = (tile - first_tile) * 16;
         if (tile == first_newest) {
-          bring_newest(newest, epoch, asked, newest_column, kv_head, place, is_value, newest_unit);
+          bring_newest(newest, epoch, asked, newest_column, kv_head_2, place, is_value, newest_unit);
           if (is_cached) join_newest(row + cached % 16, newest, keys, values);
         }
         attend(row, keys_end - (first_key + row), first_key + row, keys, query, limits, highest, weight_sum, output,
@@ -1923,8 +1941,8 @@ struct DecodeStep {
 
   // Column tile `index` of every group: its column c was laid down by the warps column_group, column_group +
   // column_groups, ..., as their column c.
-  __device__ __forceinline__ void fold_slices(uint32_t epoch, uint4* record, uint4 what) {
-    uint32_t rows = record[1].z;
+  __device__ __forceinline__ void fold_slices(uint32_t epoch, KeptItem* record, uint32_t kv_head) {
+    uint32_t rows = record->item.rows;
     #pragma unroll 1
     for (uint32_t output = thread; output < rows * 32; output += CONSUMERS) {
       uint32_t place = output / 32;
@@ -1935,13 +1953,12 @@ struct DecodeStep {
       float weight_sum;
       fold_states(place, pair, low, high, highest, weight_sum);
       uint32_t dim_pair = (pair % 32 / 4 + pair / 32) * 4 + pair % 32 % 4;
-      if (record[1].y == WRITE_THROUGH) {
-        float lse = weight_sum == 0.0f ? -bits_float(0x7f800000) : fma_f32(highest, 0.6931472f, log_f32(weight_sum));
-        uint32_t column = record[2].x + place / 2;
-        publish_tagged(input_words + (((((what.z * 2 + place % 2) * 64 + dim_pair * 2) / 32 + column) * 4 + ((what.z * 2 + place % 2) * 64 + dim_pair * 2) / 8 % 4) * 4 + ((what.z * 2 + place % 2) * 64 + dim_pair * 2) % 8 / 2 + EXCHANGE_ATTENTION), pack_bf16x2(low, high), 60, epoch);
+      float lse = weight_sum == 0.0f ? -bits_float(0x7f800000) : fma_f32(highest, 0.6931472f, log_f32(weight_sum));
+      if (record->item.partial == WRITE_THROUGH) {
+        uint32_t column = record->tile.first_column + place / 2;
+        publish_tagged(input_words + (((((kv_head * 2 + place % 2) * 64 + dim_pair * 2) / 32 + column) * 4 + ((kv_head * 2 + place % 2) * 64 + dim_pair * 2) / 8 % 4) * 4 + ((kv_head * 2 + place % 2) * 64 + dim_pair * 2) % 8 / 2 + EXCHANGE_ATTENTION), pack_bf16x2(low, high), 60, epoch);
       } else {
-        float lse = weight_sum == 0.0f ? -bits_float(0x7f800000) : fma_f32(highest, 0.6931472f, log_f32(weight_sum));
-        publish_partial(record[1].y + place, dim_pair, low, high, lse, epoch);
+        publish_partial(record->item.partial + place, dim_pair, low, high, lse, epoch);
       }
     }
   }
@@ -1949,25 +1966,26 @@ struct DecodeStep {
   // Fold the key groups' states, in ascending order, as many dims at a time as there is room for, and publish the
   // result.
   __device__ __forceinline__ void fold(uint32_t epoch, float (&weight_sum)[2], float (&highest)[2],
-      float (&output)[4][4], uint4* record, uint4 what) {
+      float (&output)[4][4], KeptItem* record, uint32_t kv_head) {
     lay_down_statistics(weight_sum, highest);
     lay_down_2(output);
     named_barrier(1, CONSUMERS);
-    fold_slices(epoch, record, what);
+    fold_slices(epoch, record, kv_head);
     named_barrier(1, CONSUMERS);
   }
 
   // This warp's share of an item whose queries are there.
   __device__ __forceinline__ void attend_rows(uint32_t cached_end, uint32_t newest_begin, uint32_t newest,
-      uint32_t epoch, uint4 what, uint4* record, uint32_t step, uint4* query, uint32_t (&limits)[2]) {
+      uint32_t epoch, uint32_t begin, KeptItem* record, uint32_t step, uint32_t kv_head, uint4* query,
+      uint32_t (&limits)[2]) {
     float highest[2];
     float weight_sum[2] = {};
     float output[4][4] = {};
     highest[0] = -bits_float(0x7f800000);
     highest[1] = -bits_float(0x7f800000);
-    attend_keys(cached_end, newest_begin, newest, epoch, what, record, step, query, limits, highest, weight_sum,
-        output);
-    fold(epoch, weight_sum, highest, output, record, what);
+    attend_keys(cached_end, newest_begin, newest, epoch, begin, record, step, kv_head, query, limits, highest,
+        weight_sum, output);
+    fold(epoch, weight_sum, highest, output, record, kv_head);
   }
 
   // The record at hand becomes that of another merge of this team.
@@ -1979,54 +1997,19 @@ struct DecodeStep {
 
   // `count` sources of a merge, numbers `first`, `first + every`, ... Lane n: the n-th of them, or the last: the
   // partial row of the tile's first packed row.
-  __device__ __forceinline__ uint32_t sources(uint32_t first, uint32_t count, uint4* record) {
-    uint32_t index = first + min(lane, count - 1);
+  __device__ __forceinline__ uint32_t sources(uint32_t first, uint32_t every, uint32_t count, KeptMerge* record) {
+    uint32_t index = first + min(lane, count - 1) * every;
     uint32_t source;
     if (index < 20) {
-      source = ((const uint32_t*)((uint4*)(arena + RECORDS) + (21 + warp / 4 * 8) + 3))[index];
+      source = kept_plans[0].merges[warp / 4].sources[index];
     } else {
-      source = load_constant_u32(kv_plans + (plan_index * PLAN_WORDS + (record[0].z + index + PLAN_MERGE_SRC)));
+      source = load_constant_u32(kv_plans + (plan_index * PLAN_WORDS + (record->begin + index + PLAN_MERGE_SRC)));
     }
     return source;
   }
 
   // One more: `values` of a state with this LSE, or sums of several with the highest and the sum of weights.
   __device__ __forceinline__ void add(float values_0, float values_1, float values_2, float values_3, float lse,
-      float& highest, float& weight_sum, float (&sums)[4]) {
-    float new_highest = maximum_f32(highest, lse);
-    float base = new_highest == -bits_float(0x7f800000) ? 0.0f : new_highest;
-    float shrink = exp2_f32((highest - base) * 1.442695f);
-    float grow = exp2_f32((lse - base) * 1.442695f);
-    highest = new_highest;
-    weight_sum = fma_f32(weight_sum, shrink, grow);
-    sums[0] = fma_f32(sums[0], shrink, grow * values_0);
-    sums[1] = fma_f32(sums[1], shrink, grow * values_1);
-    sums[2] = fma_f32(sums[2], shrink, grow * values_2);
-    sums[3] = fma_f32(sums[3], shrink, grow * values_3);
-  }
-
-  // `count` sources of a merge, numbers `first`, `first + every`, ... Lane n: the n-th of them, or the last: the
-  // partial row of the tile's first packed row.
-  __device__ __forceinline__ uint32_t sources_2(uint32_t first, uint32_t count, uint4* record) {
-    uint32_t index = first + min(lane, count - 1) * 4;
-    uint32_t source;
-    if (index < 20) {
-      source = ((const uint32_t*)((uint4*)(arena + RECORDS) + (21 + warp / 4 * 8) + 3))[index];
-    } else {
-      source = load_constant_u32(kv_plans + (plan_index * PLAN_WORDS + (record[0].z + index + PLAN_MERGE_SRC)));
-    }
-    return source;
-  }
-
-  // This warp's folded state, for the first warp of its team.
-  __device__ __forceinline__ void lay_down_folded(float (&sums)[4], float highest, float weight_sum) {
-    uint4* address = (uint4*)(arena + ATTENTION) + warp * 33;
-    address[lane] = make_u32x4(float_bits(sums[0]), float_bits(sums[1]), float_bits(sums[2]), float_bits(sums[3]));
-    if (lane == 0) address[32] = make_u32x4(float_bits(highest), float_bits(weight_sum), 0, 0);
-  }
-
-  // One more: `values` of a state with this LSE, or sums of several with the highest and the sum of weights.
-  __device__ __forceinline__ void add_2(float values_0, float values_1, float values_2, float values_3, float lse,
       float weight, float& highest, float& weight_sum, float (&sums)[4]) {
     float new_highest = maximum_f32(highest, lse);
     float base = new_highest == -bits_float(0x7f800000) ? 0.0f : new_highest;
@@ -2040,6 +2023,41 @@ struct DecodeStep {
     sums[3] = fma_f32(sums[3], shrink, grow * values_3);
   }
 
+  // Sources `start`, `start + every`, ...: those that are waited for together, one after the other.
+  __device__ __forceinline__ void fold_sources(uint32_t start, uint32_t every, uint32_t epoch, KeptMerge* record,
+      float& highest, float& weight_sum, float (&sums)[4]) {
+    uint32_t own = (record->end - record->begin + every - 1 - start) / every;
+    #pragma unroll 1
+    for (uint32_t first = 0; first < own; first += 5) {
+      uint32_t count = min(own - first, 5u);
+      uint32_t value = sources(start + first * every, every, count, record);
+      uint4 states[8];
+      uint32_t indices[8];
+      indices[0] = ((value + record->row) * 17 + 16) * 4;
+      #pragma unroll
+      for (uint32_t index = 0; index < 5; ++index) {
+        uint32_t source = shuffle_u32(value, index);
+        indices[index + 1] = ((source + record->row) * 17 + lane % 16) * 4;
+      }
+      wait_flagged_places(states, exchange_words + EXCHANGE_PARTIALS, indices, 6, epoch);
+      #pragma unroll
+      for (uint32_t index = 0; index < 5; ++index) {
+        if (index < count) {
+          float lse = bits_float(shuffle_u32(states[0].x, index));
+          add(bits_float(states[index + 1].x), bits_float(states[index + 1].y), bits_float(states[index + 1].z),
+              bits_float(states[index + 1].w), lse, 1.0f, highest, weight_sum, sums);
+        }
+      }
+    }
+  }
+
+  // This warp's folded state, for the first warp of its team.
+  __device__ __forceinline__ void lay_down_folded(float (&sums)[4], float highest, float weight_sum) {
+    uint4* address = (uint4*)(arena + ATTENTION) + warp * 33;
+    address[lane] = make_u32x4(float_bits(sums[0]), float_bits(sums[1]), float_bits(sums[2]), float_bits(sums[3]));
+    if (lane == 0) address[32] = make_u32x4(float_bits(highest), float_bits(weight_sum), 0, 0);
+  }
+
   // What the other warps of the team laid down, into the first one's.
   __device__ __forceinline__ void fold_team(float& highest, float& weight_sum, float (&sums)[4]) {
     #pragma unroll
@@ -2047,27 +2065,25 @@ struct DecodeStep {
       uint4* address = (uint4*)(arena + ATTENTION) + (warp + index) * 33;
       uint4 part = address[lane];
       uint4 shared = address[32];
-      add_2(bits_float(part.x), bits_float(part.y), bits_float(part.z), bits_float(part.w), bits_float(shared.x),
+      add(bits_float(part.x), bits_float(part.y), bits_float(part.z), bits_float(part.w), bits_float(shared.x),
           bits_float(shared.y), highest, weight_sum, sums);
     }
   }
 
   // The row's output, from the state that all its sources were folded into: 4 dims a lane.
   __device__ __forceinline__ void finish_merge(uint32_t epoch, float weight_sum, float highest, float (&sums)[4],
-      uint4* record, uint32_t head) {
+      KeptMerge* record) {
     float inverse = weight_sum == 0.0f ? 0.0f : divide_f32(1.0f, weight_sum);
     float lse = weight_sum == 0.0f ? -bits_float(0x7f800000) : highest + log_f32(weight_sum);
     if (lane < 16) {
-      uint32_t dim_pair = lane % 16 * 2;
-      float low = sums[0] * inverse;
-      float high = sums[1] * inverse;
-      uint32_t column = record[1].x + record[0].y / 2;
-      publish_tagged(input_words + (((((head * 2 + record[0].y % 2) * 64 + dim_pair * 2) / 32 + column) * 4 + ((head * 2 + record[0].y % 2) * 64 + dim_pair * 2) / 8 % 4) * 4 + ((head * 2 + record[0].y % 2) * 64 + dim_pair * 2) % 8 / 2 + EXCHANGE_ATTENTION), pack_bf16x2(low, high), 60, epoch);
-      uint32_t dim_pair_2 = lane % 16 * 2 + 1;
-      float low_2 = sums[2] * inverse;
-      float high_2 = sums[3] * inverse;
-      uint32_t column_2 = record[1].x + record[0].y / 2;
-      publish_tagged(input_words + (((((head * 2 + record[0].y % 2) * 64 + dim_pair_2 * 2) / 32 + column_2) * 4 + ((head * 2 + record[0].y % 2) * 64 + dim_pair_2 * 2) / 8 % 4) * 4 + ((head * 2 + record[0].y % 2) * 64 + dim_pair_2 * 2) % 8 / 2 + EXCHANGE_ATTENTION), pack_bf16x2(low_2, high_2), 60, epoch);
+      #pragma unroll
+      for (uint32_t pair = 0; pair < 2; ++pair) {
+        uint32_t dim_pair = lane % 16 * 2 + pair;
+        float low = sums[pair * 2] * inverse;
+        float high = sums[pair * 2 + 1] * inverse;
+        uint32_t column = record->tile.first_column + record->row / 2;
+        publish_tagged(input_words + (((((record->head_and_chunk % 65536 * 2 + record->row % 2) * 64 + dim_pair * 2) / 32 + column) * 4 + ((record->head_and_chunk % 65536 * 2 + record->row % 2) * 64 + dim_pair * 2) / 8 % 4) * 4 + ((record->head_and_chunk % 65536 * 2 + record->row % 2) * 64 + dim_pair * 2) % 8 / 2 + EXCHANGE_ATTENTION), pack_bf16x2(low, high), 60, epoch);
+      }
     }
   }
 
@@ -2076,30 +2092,29 @@ struct DecodeStep {
   // Waits for: qkv, partials.
   // Makes: partials, attention.
   __device__ __forceinline__ void attention(uint32_t step, uint32_t layer, uint32_t layer_epoch) {
-    if (thread == 0) {
-      uint32_t so_far = step * PHASES + layer * 5 + 1;
-      store_relaxed_u32(progress + block, so_far);
-    }
-    uint4 numbers = ((uint4*)(arena + RECORDS))[0];
+    note_progress(step * PHASES + layer * 5 + 1);
+    uint32_t first_item = kept_plans[0].first_item;
+    uint32_t last_item = kept_plans[0].last_item;
     #pragma unroll 1
-    for (uint32_t number = numbers.x; number < numbers.y; ++number) {
-      uint32_t index = number - numbers.x;
-      uint4* record = (uint4*)(arena + RECORDS) + (1 + min(index, 4u) * 4);
+    for (uint32_t number = first_item; number < last_item; ++number) {
+      uint32_t index = number - first_item;
+      KeptItem* record = &kept_plans[0].items[min(index, 4u)];
       if (index >= 4) {
         named_barrier(1, CONSUMERS);
         if (thread == 0) keep_item(record, number);
         named_barrier(1, CONSUMERS);
       }
-      uint4 what = record[0];
-      uint32_t cached_end = min(record[1].x, record[3].x + record[3].y * step);
-      uint32_t newest_begin = max(what.w, record[3].x + record[3].y * step);
-      uint32_t newest_end = min(record[1].x, record[3].x + record[3].y * step + record[3].z);
+      uint32_t kv_head = record->item.head;
+      uint32_t begin = record->item.begin;
+      uint32_t cached_end = min(record->item.end, record->tile.length + record->tile.stride * step);
+      uint32_t newest_begin = max(begin, record->tile.length + record->tile.stride * step);
+      uint32_t newest_end = min(record->item.end, record->tile.length + record->tile.stride * step + record->tile.newest);
       uint32_t newest = newest_begin < newest_end ? newest_end - newest_begin : 0;
-      uint32_t query_units = record[1].z * 8;
+      uint32_t query_units = record->item.rows * 8;
       uint32_t index_2 = min(thread, query_units - 1);
       uint32_t row = index_2 / 8;
-      uint32_t query_column = record[2].x + row / 2;
-      uint32_t query_head = what.z * 2 + row % 2;
+      uint32_t query_column = record->tile.first_column + row / 2;
+      uint32_t query_head = kv_head * 2 + row % 2;
       uint64_t asked[4];
       if (warp * 32 < query_units) {
         ask_flagged4(asked, exchange_words + ((query_column * 64 + query_head * 8 + index_2 % 8) * 4 + EXCHANGE_QKV));
@@ -2109,96 +2124,41 @@ struct DecodeStep {
       uint4* query = shared + row_2 * 8;
       uint32_t limits[2];
       uint32_t packed = lane % 4 * 2;
-      uint32_t present = min(packed, record[1].z - 1);
-      uint32_t end = min(record[1].x, record[3].x + record[3].y * step + record[3].z);
-      uint32_t position = column_states[record[2].x + present / 2].position;
-      uint32_t following = position + 1;
-      uint32_t visible = following > record[2].w ? following - record[2].w : 0;
-      limits[0] = packed < record[1].z ? min(end, visible) : 0;
+      limits[0] = limit(packed, record, step);
+      uint32_t present = min(packed, record->item.rows - 1);
       uint32_t packed_2 = lane % 4 * 2 + 1;
-      uint32_t present_2 = min(packed_2, record[1].z - 1);
-      uint32_t end_2 = min(record[1].x, record[3].x + record[3].y * step + record[3].z);
-      uint32_t position_2 = column_states[record[2].x + present_2 / 2].position;
-      uint32_t following_2 = position_2 + 1;
-      uint32_t visible_2 = following_2 > record[2].w ? following_2 - record[2].w : 0;
-      limits[1] = packed_2 < record[1].z ? min(end_2, visible_2) : 0;
+      limits[1] = limit(packed_2, record, step);
+      uint32_t present_2 = min(packed_2, record->item.rows - 1);
       settle_queries(layer_epoch, record, asked, query_column, query_head, index_2);
-      attend_rows(cached_end, newest_begin, newest, layer_epoch, what, record, step, query, limits);
+      attend_rows(cached_end, newest_begin, newest, layer_epoch, begin, record, step, kv_head, query, limits);
     }
     // merge of partial states
-    uint4 numbers_2 = ((uint4*)(arena + RECORDS))[0];
-    uint4* record = (uint4*)(arena + RECORDS) + (21 + warp / 4 * 8);
+    uint32_t jobs = kept_plans[0].jobs;
+    uint32_t jobs_of_head = kept_plans[0].jobs_of_head;
+    KeptMerge* record = &kept_plans[0].merges[warp / 4];
     uint32_t first_job = warp / 4 * BLOCKS + block;
     #pragma unroll 1
-    for (uint32_t job = first_job; job < numbers_2.z; job += BLOCKS * 2) {
-      if (job != first_job) replace_merge(job, numbers_2.w);
-      if (record[0].y < record[1].y * 2) {
-        uint32_t head = record[0].x % 65536;
-        uint32_t first_chunk = record[0].x / 65536;
+    for (uint32_t job = first_job; job < jobs; job += BLOCKS * 2) {
+      if (job != first_job) replace_merge(job, jobs_of_head);
+      if (record->row < record->tile.columns * 2) {
         float highest = -bits_float(0x7f800000);
         float weight_sum = 0.0f;
         float sums[4] = {};
-        uint32_t sources_3 = record[0].w - record[0].z;
-        if (sources_3 <= 4) {
-          if (warp % 4 == 0) {
-            uint32_t own = record[0].w - record[0].z;
-            #pragma unroll 1
-            for (uint32_t first = 0; first < own; first += 5) {
-              uint32_t count = min(own - first, 5u);
-              uint32_t value = sources(first, count, record);
-              uint4 states[8];
-              uint32_t indices[8];
-              indices[0] = ((value + record[0].y) * 17 + 16) * 4;
-              #pragma unroll
-              for (uint32_t index = 0; index < 5; ++index) {
-                uint32_t source = shuffle_u32(value, index);
-                indices[index + 1] = ((source + record[0].y) * 17 + lane % 16) * 4;
-              }
-              wait_flagged_places(states, exchange_words + EXCHANGE_PARTIALS, indices, 6, layer_epoch);
-              #pragma unroll
-              for (uint32_t index = 0; index < 5; ++index) {
-                if (index < count) {
-                  float lse = bits_float(shuffle_u32(states[0].x, index));
-                  add(bits_float(states[index + 1].x), bits_float(states[index + 1].y), bits_float(states[index + 1].z),
-                      bits_float(states[index + 1].w), lse, highest, weight_sum, sums);
-                }
-              }
-            }
-          }
+        uint32_t sources = record->end - record->begin;
+        if (sources <= 4) {
+          if (warp % 4 == 0) fold_sources(0, 1, layer_epoch, record, highest, weight_sum, sums);
         } else {
           uint32_t start = warp % 4;
-          uint32_t own = (record[0].w - record[0].z + 3 - start) / 4;
-          #pragma unroll 1
-          for (uint32_t first = 0; first < own; first += 5) {
-            uint32_t count = min(own - first, 5u);
-            uint32_t value = sources_2(start + first * 4, count, record);
-            uint4 states[8];
-            uint32_t indices[8];
-            indices[0] = ((value + record[0].y) * 17 + 16) * 4;
-            #pragma unroll
-            for (uint32_t index = 0; index < 5; ++index) {
-              uint32_t source = shuffle_u32(value, index);
-              indices[index + 1] = ((source + record[0].y) * 17 + lane % 16) * 4;
-            }
-            wait_flagged_places(states, exchange_words + EXCHANGE_PARTIALS, indices, 6, layer_epoch);
-            #pragma unroll
-            for (uint32_t index = 0; index < 5; ++index) {
-              if (index < count) {
-                float lse = bits_float(shuffle_u32(states[0].x, index));
-                add(bits_float(states[index + 1].x), bits_float(states[index + 1].y), bits_float(states[index + 1].z),
-                    bits_float(states[index + 1].w), lse, highest, weight_sum, sums);
-              }
-            }
-          }
+          fold_sources(start, 4, layer_epoch, record, highest, weight_sum, sums);
           lay_down_folded(sums, highest, weight_sum);
           named_barrier(warp / 4 + 2, 128);
           if (warp % 4 == 0) fold_team(highest, weight_sum, sums);
         }
-        if (warp % 4 == 0) finish_merge(layer_epoch, weight_sum, highest, sums, record, head);
+        if (warp % 4 == 0) finish_merge(layer_epoch, weight_sum, highest, sums, record);
       }
     }
-    if (first_job + BLOCKS * 2 < numbers_2.z) replace_merge(first_job, numbers_2.w);
-    if (numbers_2.z > 0) named_barrier(1, CONSUMERS);
+    if (first_job + BLOCKS * 2 < jobs) replace_merge(first_job, jobs_of_head);
+    if (jobs > 0) named_barrier(1, CONSUMERS);
   }
 
   // Bring `size_bytes` of global memory into L2, a line a block: a cold line under full load takes microseconds.
@@ -2259,10 +2219,7 @@ struct DecodeStep {
   // Waits for: attention.
   // Makes: middle, middle_squares.
   __device__ __forceinline__ void o(uint32_t step, uint32_t layer, uint32_t layer_epoch) {
-    if (thread == 0) {
-      uint32_t so_far = step * PHASES + layer * 5 + 2;
-      store_relaxed_u32(progress + block, so_far);
-    }
+    note_progress(step * PHASES + layer * 5 + 2);
     prefetch(norms + (layer * 2 + 1) * HIDDEN);
     uint32_t position = block % BLOCKS;
     if (position < O_ROWS / 16) {
@@ -2305,10 +2262,7 @@ struct DecodeStep {
   // Waits for: middle, middle_squares.
   // Makes: gated.
   __device__ __forceinline__ void gate_up(uint32_t step, uint32_t layer, uint32_t layer_epoch) {
-    if (thread == 0) {
-      uint32_t so_far = step * PHASES + layer * 5 + 3;
-      store_relaxed_u32(progress + block, so_far);
-    }
+    note_progress(step * PHASES + layer * 5 + 3);
     uint32_t position = (block + 124) % BLOCKS;
     if (position < GATE_UP_ROWS / 16) {
       if (thread == 0) store_shared_u32(block_waits, 1);
@@ -2382,10 +2336,7 @@ struct DecodeStep {
   // Waits for: gated.
   // Makes: hidden, hidden_squares.
   __device__ __forceinline__ void down(uint32_t step, uint32_t layer, uint32_t layer_epoch) {
-    if (thread == 0) {
-      uint32_t so_far = step * PHASES + layer * 5 + 4;
-      store_relaxed_u32(progress + block, so_far);
-    }
+    note_progress(step * PHASES + layer * 5 + 4);
     prefetch(norms + (layer * 2 + 2) * HIDDEN);
     uint32_t position = block % BLOCKS;
     if (position < DOWN_ROWS / 16) {
@@ -2427,10 +2378,7 @@ struct DecodeStep {
   // Norm; lm_head; logits, where they are wanted; each lane's best candidates, in registers.
   // Waits for: hidden, hidden_squares.
   __device__ __forceinline__ void lm_head(uint32_t step, uint32_t step_epoch) {
-    if (thread == 0) {
-      uint32_t so_far = step * PHASES + 15;
-      store_relaxed_u32(progress + block, so_far);
-    }
+    note_progress(step * PHASES + 15);
     if (step >= head_from || logits != nullptr) {
       uint32_t position = (block + 124) % BLOCKS;
       if (position < LM_HEAD_ROWS / 16) {
@@ -3246,10 +3194,7 @@ struct DecodeStep {
   // Waits for: candidates, short_lists, filters.
   // Makes: candidates, short_lists, filters.
   __device__ __forceinline__ void sampling(uint32_t step, uint32_t step_epoch) {
-    if (thread == 0) {
-      uint32_t so_far = step * PHASES + 16;
-      store_relaxed_u32(progress + block, so_far);
-    }
+    note_progress(step * PHASES + 16);
     uint32_t first_word = step % 2 * BLOCKS * 4;
     mbarrier_wait(step_added, step % 2);
     named_barrier(1, CONSUMERS);
@@ -3359,6 +3304,7 @@ struct DecodeStep {
     arena = shared_arena();
     chosen_tokens = (uint32_t*)(arena + CHOSEN);
     filter_states = (FilterState*)(arena + FILTERS);
+    kept_plans = (KeptPlan*)(arena + RECORDS);
     column_states = (ColumnState*)(arena + COLUMNS);
     block = blockIdx.x;
     thread = threadIdx.x;

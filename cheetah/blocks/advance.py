@@ -26,8 +26,8 @@ class Advance(Protocol):
     def number(self, records: Records, column: ch.Expr, sequence: ch.Expr, step: ch.Expr) -> Any:
         """Which of its sequence's tokens a column has in a step."""
 
-    def cached(self, keys: ch.Expr, step: ch.Value) -> Any:
-        """How many keys of a tile are cached in a step; keys: the last four words of the tile's record."""
+    def cached(self, tile: Any, step: ch.Value) -> Any:
+        """How many keys of a tile are cached in a step; tile: what has the fields of its record."""
 
     def plan_step(self, step: ch.Expr) -> Any:
         """The step of a launch in which nothing is drafted whose KV plans hold in this one."""
@@ -42,8 +42,8 @@ class BySteps:
         per_step = ch.const(ty.u32, records.sequence(sequence, "per_step"), name="per_step")
         return step * per_step + records.record(column, "number")
 
-    def cached(self, keys: ch.Expr, step: ch.Value) -> Any:
-        return keys.x + keys.y * ch.cast(ty.u32, step)
+    def cached(self, tile: Any, step: ch.Value) -> Any:
+        return tile.length + tile.stride * ch.cast(ty.u32, step)
 
     def plan_step(self, step: ch.Expr) -> Any:
         return step
@@ -74,8 +74,8 @@ class ByAcceptance:
     def number(self, records: Records, column: ch.Expr, sequence: ch.Expr, step: ch.Expr) -> Any:
         return self.done(sequence, step) + records.record(column, "number")
 
-    def cached(self, keys: ch.Expr, step: ch.Value) -> Any:
-        return keys.x + self.done(keys.y, step)
+    def cached(self, tile: Any, step: ch.Value) -> Any:
+        return tile.length + self.done(tile.stride, step)
 
     def plan_step(self, step: ch.Expr) -> Any:
         """Nobody is further than after so many steps, so all keys that there are lie in the items; what lies behind

@@ -42,9 +42,12 @@ class Phases:
             if text.meets:
                 self.exchange.meet()
 
-    @ch.inline
     def _note(self, phase: ch.Value) -> None:
-        with ch.if_(self.machine.thread == 0):
-            so_far = self.step * ch.named("PHASES", self.names.count) + phase
-            prim.store_relaxed_u32(self.progress + self.machine.block, so_far)
+        self._note_progress(self.step * ch.named("PHASES", self.names.count) + phase)
         self.timeline.stamp(phase, "begin")
+
+    @ch.function
+    def _note_progress(self, so_far: ch.Expr) -> None:
+        """The phases of the launch that this block has begun before, for the host."""
+        with ch.if_(self.machine.thread == 0):
+            prim.store_relaxed_u32(self.progress + self.machine.block, so_far)

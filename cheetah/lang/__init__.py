@@ -28,7 +28,7 @@ from cheetah.lang.functions import function, inline, outline
 from cheetah.lang.kernel import Kernel, Params, kernel
 from cheetah.lang.named import named
 from cheetah.lang.nodes import Expr, Name, Value
-from cheetah.lang.operators import address_of, cast, maximum, minimum, reinterpret, select
+from cheetah.lang.operators import address_of, cast, maximum, minimum, pointee, reinterpret, select
 from cheetah.lang.primitive import Primitive
 from cheetah.lang.render import render, render_file
 from cheetah.lang.scope import Role
@@ -41,6 +41,6 @@ __all__ = [
     "RoleError", "ScopeError", "SignatureError", "Streams", "TypeMixError", "UnusedStageError", "Value", "address_of",
     "argument", "array", "asm", "block_dim_x", "block_idx_x", "break_", "cast", "comment", "const", "constexpr",
     "continue_", "else_", "for_", "function", "grid_dim_x", "if_", "inline", "kernel", "maximum", "minimum", "named",
-    "out", "outline", "prim", "raw_stmt", "reinterpret", "render", "render_file", "return_", "roles_const",
+    "out", "outline", "pointee", "prim", "raw_stmt", "reinterpret", "render", "render_file", "return_", "roles_const",
     "roles_for", "select", "thread_idx_x", "ty", "var", "while_", "whole",
 ]  # fmt: skip

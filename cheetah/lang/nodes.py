@@ -269,6 +269,11 @@ class Subscript(Expr):
 
 
 @dataclass(frozen=True, eq=False)
+class Pointee(Subscript):
+    """What a pointer points to, written `p->member`, where it is no array's first element."""
+
+
+@dataclass(frozen=True, eq=False)
 class Member(Expr):
     base: Expr
     member: str
@@ -320,7 +325,7 @@ def _store_member(self: Expr, name: str, value: Value) -> None:
     Member(members[name], self, name).set(value)
 
 
-_NODES = (Literal, Argument, Constant, Name, Unary, Binary, Select, Cast, Call, Subscript, Member, Builtin)
+_NODES = (Literal, Argument, Constant, Name, Unary, Binary, Select, Cast, Call, Subscript, Pointee, Member, Builtin)
 meaning.node_attributes = frozenset(item.name for node in _NODES for item in fields(node)) | {"set"}
 for _node in _NODES:
     _node.__setattr__ = _store_member  # type: ignore[method-assign, assignment]

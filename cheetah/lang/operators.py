@@ -26,6 +26,7 @@ from cheetah.lang.nodes import (
     Literal,
     Member,
     Name,
+    Pointee,
     Select,
     Subscript,
     Unary,
@@ -288,6 +289,13 @@ def subscript(base: Expr, index: Value) -> Expr:
         if not 0 <= position.value < base.type.length:
             raise RangeError(f"index {position.value} of `{base}`, which has {base.type.length} elements.")
     return Subscript(base.type.element, base, position)
+
+
+def pointee(pointer: Expr) -> Any:
+    """The one thing that a pointer points to: `pointee(p).member` is `p->member`, where `p[0]` is an array's first."""
+    if not isinstance(pointer.type, ty.Pointer):
+        raise TypeMixError(f"`{pointer}` of type {pointer.type} is no pointer.")
+    return Pointee(pointer.type.element, pointer, Literal(ty.u32, 0))
 
 
 def cast(type_: ty.Type, value: Value) -> Expr:

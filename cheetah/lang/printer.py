@@ -31,6 +31,7 @@ from cheetah.lang.nodes import (
     Literal,
     Member,
     Name,
+    Pointee,
     Raw,
     Return,
     Select,
@@ -229,7 +230,14 @@ def _(node: Subscript) -> tuple[str, int]:
 
 
 @_by_kind.register
+def _(node: Pointee) -> tuple[str, int]:
+    return f"*{_wrap(node.base, _UNARY)}", _UNARY
+
+
+@_by_kind.register
 def _(node: Member) -> tuple[str, int]:
+    if isinstance(node.base, Pointee):
+        return f"{_wrap(node.base.base, _POSTFIX)}->{node.member}", _POSTFIX
     return f"{_wrap(node.base, _POSTFIX)}.{node.member}", _POSTFIX
 
 

@@ -80,7 +80,7 @@ class Pointer:
 class Array:
     """A local array of `length` elements; the compiler keeps it in registers when every index is static."""
 
-    element: Scalar | Vector | Array
+    element: Scalar | Vector | Array | Struct
     length: int
 
     @property
@@ -152,11 +152,11 @@ def _pointer(element: Type, mutable: bool) -> Pointer:
     return Pointer(element, mutable)
 
 
-def array(element: Scalar | Vector, *lengths: int) -> Array:
+def array(element: Scalar | Vector | Struct, *lengths: int) -> Array:
     """An array type, outermost length first: `array(f32, 8, 4)` is `float[8][4]`."""
     if not lengths or min(lengths) < 1:
         raise RangeError(f"an array of {element} with lengths {lengths}: give at least one, each at least 1.")
-    inner: Scalar | Vector | Array = element
+    inner: Scalar | Vector | Array | Struct = element
     for length in reversed(lengths):
         inner = Array(inner, length)
     assert isinstance(inner, Array)

@@ -27,7 +27,9 @@ __attribute__((constructor, no_sanitize("thread"))) static void plant() {{
 }}
 """
 FUNCTION = re.compile(r"^  (__device__ [^{]*?\b(\w+)\(([^{}]*)\) \{\n)(.*?^  \}\n)", re.M | re.S)
-CONSTANT = re.compile(r"^(constexpr \w+ (\w+) .*;\n)", re.M)
+CONSTANT = re.compile(r"^((?:__device__ )?constexpr \w+ (\w+) .*;\n)", re.M)
+RECORD = re.compile(r"^__device__ constexpr .*\n", re.M)
+"""A constant of a structure, which stands behind that."""
 COMMENT = re.compile(r"^ *//.*\n|^\n", re.M)
 
 
@@ -49,8 +51,8 @@ class Item:
         return any(re.search(rf"\b{name}\b", self.body) for name in names)
 
     def text_in(self, number: int, names: Iterable[str]) -> str:
-        """As it stands in another kernel, with the names of what stands there as well."""
-        return re.sub(rf"\b({'|'.join(names)})\b", rf"\1_in_{number}", self.head + self.body)
+        """As it stands in another kernel, with the names of what stands there as well, but not those of members."""
+        return re.sub(rf"(?<!\.)(?<!->)\b({'|'.join(names)})\b", rf"\1_in_{number}", self.head + self.body)
 
 
 @dataclass(frozen=True)
@@ -108,8 +110,10 @@ def joined(clean: Generated, others: Sequence[Generated]) -> Generated:
     body = FUNCTION.sub(lambda match: f"  {match[1]}{calls[match[2]]}{match[4]}", text.body)
     first = FUNCTION.search(body)
     assert first, "a kernel without functions"
-    body = body[: first.start()] + functions + body[first.start() :]
-    return clean.with_text(text.opening + SELECTOR + constants + body)
+    kernel = body.rindex("struct ", 0, first.start())
+    records = "".join(RECORD.findall(constants))
+    body = body[:kernel] + records + body[kernel : first.start()] + functions + body[first.start() :]
+    return clean.with_text(text.opening + SELECTOR + RECORD.sub("", constants) + body)
 
 
 @contextmanager

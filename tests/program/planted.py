@@ -565,7 +565,7 @@ BUGS = (
     Bug(
         "the next vector over a team's states",
         ("schedules",),
-        without(r"named_barrier\(1, CONSUMERS\);", before=r"if \(numbers_2\.z > 0\) \{?\s*"),
+        without(r"named_barrier\(1, CONSUMERS\);", before=r"if \(jobs > 0\) \{?\s*"),
         setup=MANY,
     ),
     Bug("keys given back for one warp", BOTH, change=give_back_for_one),

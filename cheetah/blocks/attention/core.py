@@ -168,22 +168,23 @@ class Attention:
         contexts = []
         for index in range(2):
             packed = column_tile * COLUMNS + machine.lane % 4 * 2 + index
+            limits[index] = self._limit(item, packed)
             present = ch.minimum(packed, item.rows - 1)
-            limits[index] = ch.select(packed < item.rows, self._limit(item, present), ty.u32(0))
             contexts.append(self._row_context(item.tile, item.head, present, self.variant.needs_query_context))
         scale = self._codes_scale(item.head, value=False)
         return Queries(unit, limits, scale, tuple(contexts), self._token_context(item), item.tile.offset)
 
-    @ch.inline
-    def _limit(self, item: Item, row: ch.Expr) -> Any:
-        """The first key of the tile that a packed row does not see."""
+    @ch.function
+    def _limit(self, item: Item, packed: ch.Expr) -> Any:
+        """The first key of the tile that a packed row does not see; 0 for a row beyond the item's."""
+        row = ch.minimum(packed, item.rows - 1)
         end = ch.minimum(item.end, item.tile.cached + item.tile.new)
-        if not self.variant.causal:
-            return end
-        position = self.port.position(item.tile.first_column + row // self.sizes.group)
-        following = position + 1
-        visible = ch.select(following > item.tile.offset, following - item.tile.offset, ty.u32(0))
-        return ch.minimum(end, visible)
+        if self.variant.causal:
+            position = self.port.position(item.tile.first_column + row // self.sizes.group)
+            following = position + 1
+            visible = ch.select(following > item.tile.offset, following - item.tile.offset, ty.u32(0))
+            end = ch.minimum(end, visible)
+        return ch.select(packed < item.rows, end, ty.u32(0))
 
     @ch.inline
     def _codes_scale(self, kv_head: ch.Expr, value: bool) -> Any:

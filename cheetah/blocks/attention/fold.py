@@ -125,10 +125,10 @@ class Folder:
         slice_pairs = SLICE_DIMS // 2
         low, high, highest, weight_sum = self._fold_states(place, stride, pair, slice_pairs * len(slices))
         dim_pair = self.sizes.dim_pair(pair // slice_pairs + slices.start, pair % slice_pairs)
+        lse = self._lse(highest, weight_sum)
         with ch.if_(item.partial == WRITE_THROUGH):
-            self.finish(item.tile, item.head, row, dim_pair, low, high, self._lse(highest, weight_sum), epoch)
+            self.finish(item.tile, item.head, row, dim_pair, low, high, lse, epoch)
         with ch.else_():
-            lse = self._lse(highest, weight_sum)
             self._publish_partial(item.partial + row, dim_pair, low, high, lse, epoch)
 
     @ch.function

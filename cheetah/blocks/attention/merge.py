@@ -58,7 +58,7 @@ class Merger:
             else:
                 with ch.if_(sources <= self.machine.plan.merge_warps):  # of one state a warp the result is the same
                     with ch.if_(schedule.team_warp == 0):
-                        self._fold_sources(merge, ty.u32(0), ty.u32(1), folded, epoch)
+                        self._fold_sources(merge, ch.argument(0), ch.argument(1), folded, epoch)
                 with ch.else_():
                     self._fold_by_team(merge, folded, epoch)
             with ch.if_(schedule.team_warp == 0):
@@ -78,7 +78,7 @@ class Merger:
         start = schedule.team_warp
         if self.is_windowed:
             start = (schedule.team_warp + warps - merge.first_chunk % warps) % warps
-        self._fold_sources(merge, start, ty.u32(warps), folded, epoch)
+        self._fold_sources(merge, start, ch.argument(warps), folded, epoch)
         self._lay_down_folded(folded)
         schedule.meet_team()
         with ch.if_(schedule.team_warp == 0):
@@ -88,7 +88,7 @@ class Merger:
         """Which 4 dims of a row are this lane's; the lanes beyond them do the same again."""
         return merge.part * self.lanes + self.machine.lane % self.lanes
 
-    @ch.inline
+    @ch.function
     def _fold_sources(self, merge: Merge, start: ch.Expr, every: ch.Expr, folded: Folded, epoch: ch.Expr) -> None:
         """Sources `start`, `start + every`, ...: those that are waited for together, one after the other."""
         own = (merge.end - merge.begin + (every - 1) - start) // every
@@ -98,7 +98,8 @@ class Merger:
             with ch.for_(MERGED_TOGETHER, unroll=True) as index:
                 with ch.if_(index < count):
                     lse = prim.bits_float(prim.shuffle_u32(states[0].x, index)) if self.softmax else None
-                    folded.add([prim.bits_float(getattr(states[index + 1], member)) for member in "xyzw"], lse)
+                    values = [prim.bits_float(getattr(states[index + 1], member)) for member in "xyzw"]
+                    folded.add(values, lse, ch.argument(1.0))
 
     @ch.inline
     def _read_states(self, merge: Merge, sources: ch.Expr, epoch: ch.Expr) -> Any:
@@ -140,17 +141,16 @@ class Merger:
                 shared = address[FOLDED_UNITS - 1]
                 folded.add(values, prim.bits_float(shared.x), prim.bits_float(shared.y))
             else:
-                folded.add(values, None)
+                folded.add(values, None, None)
 
     @ch.function
     def _finish_merge(self, merge: Merge, folded: Folded, epoch: ch.Expr) -> None:
         """The row's output, from the state that all its sources were folded into: 4 dims a lane."""
-        sums, lse = folded.result()
-        with ch.if_(self.machine.lane < self.lanes):
-            for pair in range(2):
-                dim_pair = self._merge_lane(merge) * 2 + pair
-                low, high = sums[pair * 2], sums[pair * 2 + 1]
-                self.finish(merge.tile, merge.head, merge.row, dim_pair, low, high, lse, epoch)
+        inverse, lse = folded.result()
+        with ch.if_(self.machine.lane < self.lanes), ch.for_(2, unroll=True) as pair:
+            dim_pair = self._merge_lane(merge) * 2 + pair
+            low, high = (folded.sums[pair * 2 + word] * inverse for word in range(2))
+            self.finish(merge.tile, merge.head, merge.row, dim_pair, low, high, lse, epoch)
 
 
 class Folded:
@@ -169,7 +169,7 @@ class Folded:
         self.highest, self.weight_sum, self.sums = highest, weight_sum, sums
 
     @ch.function
-    def add(self, values: Sequence[ch.Expr], lse: Any, weight: Any = 1.0) -> None:
+    def add(self, values: Sequence[ch.Expr], lse: Any, weight: Any) -> None:
         """One more: `values` of a state with this LSE, or sums of several with the highest and the sum of weights."""
         if not self.softmax:
             for word in range(4):
@@ -185,10 +185,10 @@ class Folded:
             self.sums[word] = prim.fma_f32(self.sums[word], shrink, grow * values[word])
 
     @ch.inline
-    def result(self) -> tuple[list[Any], Any]:
-        """The 4 dims and the LSE."""
+    def result(self) -> tuple[Any, Any]:
+        """What the sums are to be multiplied by, and the LSE."""
         if not self.softmax:
-            return [self.sums[word] for word in range(4)], ty.f32(0.0)
+            return 1.0, ty.f32(0.0)
         inverse = ch.select(self.weight_sum == 0.0, ty.f32(0.0), prim.divide_f32(1.0, self.weight_sum))
         lse = ch.select(self.weight_sum == 0.0, -math.inf, self.highest + prim.log_f32(self.weight_sum))
-        return [self.sums[word] * inverse for word in range(4)], lse
+        return inverse, lse

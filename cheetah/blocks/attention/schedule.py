@@ -23,7 +23,7 @@ from cheetah.lang import prim, ty
 from cheetah.plan.index import ceil_div
 from cheetah.plan.kv import ITEM_WORDS, KvPlanLayout
 from cheetah.plan.kv.encoding import HEAD_LIMIT
-from cheetah.plan.kv.tables import TILE_WORDS
+from cheetah.plan.kv.tables import TILE_WORDS, TileRecord, names_of
 from cheetah.plan.regions import KEPT_ITEM_BYTES, KEPT_ITEMS, KEPT_MERGE_BYTES, KEPT_SOURCES, kept_plan_bytes
 
 WRITE_THROUGH = ch.named("WRITE_THROUGH", 0xFFFFFFFF)
@@ -32,7 +32,31 @@ TEAM_BARRIERS = 2
 """The named barrier of the first team; the next ones follow."""
 MERGED_DIMS = 128
 """Dims of a row that a team merges together: 4 a lane."""
-ITEM_UNITS, MERGE_UNITS = KEPT_ITEM_BYTES // 16, KEPT_MERGE_BYTES // 16
+_OF_A_TILE = [name.replace("new", "newest") for name in names_of(TileRecord)]  # C++ has a `new` of its own
+TILE_RECORD = ty.struct("TileRecord", **dict.fromkeys(_OF_A_TILE, ty.u32))
+_OF_AN_ITEM = ("level", "tile", "head", "begin", "end", "partial", "rows", "unused")
+ITEM_RECORD = ty.struct("ItemRecord", **dict.fromkeys(_OF_AN_ITEM, ty.u32))
+"""Records of the launch's tables and of a plan: see `TileRecord` and `ITEM_WORDS`."""
+KEPT_ITEM = ty.struct("KeptItem", item=ITEM_RECORD, tile=TILE_RECORD)
+KEPT_MERGE = ty.struct(
+    "KeptMerge",
+    **dict.fromkeys(("head_and_chunk", "row", "begin", "end"), ty.u32),
+    tile=TILE_RECORD,
+    sources=ty.array(ty.u32, KEPT_SOURCES),
+)
+assert (KEPT_ITEM.bytes, KEPT_MERGE.bytes) == (KEPT_ITEM_BYTES, KEPT_MERGE_BYTES)
+
+
+@dataclass(frozen=True, eq=False)
+class _TileWords:
+    """A tile's record in registers, under the names of TILE_RECORD: two units."""
+
+    place: ch.Expr
+    keys: ch.Expr
+
+    def __getattr__(self, name: str) -> Any:
+        index = _OF_A_TILE.index(name)
+        return getattr(self.place if index < 4 else self.keys, "xyzw"[index % 4])
 
 
 @dataclass(frozen=True, eq=False)
@@ -153,24 +177,33 @@ class Schedule:
         record = self.tile_records + index * TILE_WORDS
         place = prim.load_constant_u32x4(record)
         keys = prim.load_constant_u32x4(record + 4)
-        return self._tile_of(place, keys, step)
+        return self._tile_of(_TileWords(place, keys), step)
 
-    def _tile_of(self, place: ch.Expr, keys: ch.Expr, step: ch.Value) -> Tile:
-        cached = self.steps.cached(keys, step)
-        return Tile(place.x, place.y, place.z, place.w, cached, keys.z, keys.w)
+    def _tile_of(self, tile: Any, step: ch.Value) -> Tile:
+        """tile: what has the fields of TILE_RECORD."""
+        cached = self.steps.cached(tile, step)
+        return Tile(tile.first_column, tile.columns, tile.table, tile.offset, cached, tile.newest, tile.newest_column)
 
     # -- records at hand ----------------------------------------------------------------------------------------------
 
     @property
-    def _kept(self) -> ch.Expr:
-        """u32x4*: first and last item, jobs of merging and rows of a merge; 4 an item; those of each warp's merge."""
-        records = self.machine.region("records", ty.u32x4) + self.kind * (kept_plan_bytes(self.machine.plan) // 16)
-        return ch.reinterpret(ty.ptr_mut(ty.u32x4), records)
+    def _kept(self) -> Any:
+        """What is at hand of the plan of the layer's kind: how many items and merges there are, the records of the
+        block's first items and one more, that of the first merge of each team."""
+        plan = self.machine.plan
+        kept_plan = ty.struct(
+            "KeptPlan",
+            **dict.fromkeys(("first_item", "last_item", "jobs", "jobs_of_head"), ty.u32),
+            items=ty.array(KEPT_ITEM, KEPT_ITEMS + 1),
+            merges=ty.array(KEPT_MERGE, plan.consumer_warps // plan.merge_warps),
+        )
+        assert kept_plan.bytes == kept_plan_bytes(plan)
+        return ch.whole("kept_plans", self.machine.region("records", kept_plan))[self.kind]
 
     @property
-    def _kept_merge(self) -> ch.Expr:
-        """The record of the first merge of this warp's team: head, row, first and last source; the tile; sources."""
-        return self._kept + (1 + (KEPT_ITEMS + 1) * ITEM_UNITS + self.team * MERGE_UNITS)
+    def _kept_merge(self) -> Any:
+        """The record of the first merge of this warp's team."""
+        return self._kept.merges[self.team]
 
     def keep_all(self) -> None:
         """`keep` of the plans of all kinds."""
@@ -183,15 +216,16 @@ class Schedule:
         """In the consumer role: bring the records of the present plan to shared memory. A barrier of the consumer warps
         must precede, if there were others, and follow."""
         machine = self.machine
-        kept = ch.const(self._kept.type, self._kept, name="kept")
         header = prim.load_constant_u32x4(self._place(machine.consumer, "header", 0))
         with ch.if_(machine.thread < KEPT_ITEMS):
             first_item = self._word(machine.consumer, "work_indptr", machine.block)
             last_item = self._word(machine.consumer, "work_indptr", machine.block + 1)
             with ch.if_(machine.thread == 0):
-                kept[0] = prim.make_u32x4(first_item, last_item, self._jobs(header), self._jobs_of_head(header))
+                numbers = first_item, last_item, self._jobs(header), self._jobs_of_head(header)
+                for name, number in zip(("first_item", "last_item", "jobs", "jobs_of_head"), numbers, strict=True):
+                    getattr(self._kept, name).set(number)
             with ch.if_(first_item + machine.thread < last_item):
-                self._keep_item(kept + (1 + machine.thread * ITEM_UNITS), first_item + machine.thread)
+                self._keep_item(ch.address_of(self._kept.items[machine.thread]), first_item + machine.thread)
         with ch.if_((self.team_warp == 0) & (self._first_job() < self._jobs(header))):
             self._keep_merge(self._first_job(), self._jobs_of_head(header))
 
@@ -200,28 +234,29 @@ class Schedule:
         """An item's record and its tile's, in four units of 16 bytes."""
         record = self._place(self.machine.consumer, "items", index * ITEM_WORDS)
         what = prim.load_constant_u32x4(record)
-        place[0] = what
-        place[1] = prim.load_constant_u32x4(record + 4)
-        self._keep_tile(place + 2, what.y)
+        units = ch.reinterpret(ty.ptr_mut(ty.u32x4), place)
+        units[0] = what
+        units[1] = prim.load_constant_u32x4(record + 4)
+        self._keep_tile(ch.address_of(ch.pointee(place).tile), what.y)
 
     @ch.function
     def _keep_tile(self, place: ch.Expr, index: ch.Expr) -> None:
         """A tile's record, in two units of 16 bytes."""
         record = self.tile_records + index * TILE_WORDS
-        place[0] = prim.load_constant_u32x4(record)
-        place[1] = prim.load_constant_u32x4(record + 4)
+        units = ch.reinterpret(ty.ptr_mut(ty.u32x4), place)
+        units[0] = prim.load_constant_u32x4(record)
+        units[1] = prim.load_constant_u32x4(record + 4)
 
     @ch.function
     def _keep_merge(self, job: ch.Expr, merge_rows: ch.Expr) -> None:
         """Called by a whole warp of the team."""
-        machine, place = self.machine, self._kept_merge
+        machine, merge = self.machine, ch.address_of(self._kept_merge)
         index, head, begin, end = self._merge_words(job // merge_rows)
         with ch.if_(machine.lane == 0):
-            place[0] = prim.make_u32x4(head, job % merge_rows, begin, end)
-            self._keep_tile(place + 1, index)
-        sources = ch.reinterpret(ty.ptr_mut(ty.u32), place + 3)
+            ch.reinterpret(ty.ptr_mut(ty.u32x4), merge)[0] = prim.make_u32x4(head, job % merge_rows, begin, end)
+            self._keep_tile(ch.address_of(ch.pointee(merge).tile), index)
         with ch.if_(machine.lane < ch.minimum(end - begin, KEPT_SOURCES)):
-            sources[machine.lane] = self._source(begin + machine.lane)
+            ch.pointee(merge).sources[machine.lane] = self._source(begin + machine.lane)
 
     # -- items and merges ---------------------------------------------------------------------------------------------
 
@@ -246,18 +281,22 @@ class Schedule:
     def _kept_items(self, step: ch.Value) -> Iterator[Item]:
         """The same in the consumer role, where the records are at hand. Those of later items share a place."""
         machine = self.machine
-        numbers = self._kept[0]
-        with ch.for_(numbers.x, numbers.y, unroll=1) as number:
-            index = number - numbers.x
-            record = self._kept + (1 + ch.minimum(index, KEPT_ITEMS) * ITEM_UNITS)
+        first_item = ch.const(ty.u32, self._kept.first_item)
+        with ch.for_(first_item, ch.const(ty.u32, self._kept.last_item, name="last_item"), unroll=1) as number:
+            index = number - first_item
+            record = ch.address_of(self._kept.items[ch.minimum(index, KEPT_ITEMS)])
             with ch.if_(index >= KEPT_ITEMS):
                 machine.meet()  # all have used the last one
                 with ch.if_(machine.thread == 0):
                     self._keep_item(record, number)
                 machine.meet()
-            tile = self._tile_of(record[2], record[3], step)
-            what = record[0]
-            yield Item(tile, what.z, what.w, record[1].x, record[1].y, record[1].z)
+            yield self._item_of(ch.pointee(record), step)
+
+    def _item_of(self, kept: Any, step: ch.Value) -> Item:
+        """kept: a KEPT_ITEM, of which two numbers that are often needed are read once."""
+        kv_head = ch.const(ty.u32, kept.item.head, name="kv_head")
+        begin = ch.const(ty.u32, kept.item.begin, name="begin")
+        return Item(self._tile_of(kept.tile, step), kv_head, begin, kept.item.end, kept.item.partial, kept.item.rows)
 
     @property
     def team(self) -> ch.Expr:
@@ -288,14 +327,14 @@ class Schedule:
     @property
     def has_items(self) -> ch.Expr:
         """In the consumer role: whether this block has items in the present plan."""
-        numbers: ch.Expr = self._kept[0]
-        return numbers.x < numbers.y
+        any_item: ch.Expr = self._kept.first_item < self._kept.last_item
+        return any_item
 
     @property
     def has_merges(self) -> ch.Expr:
         """In the consumer role: whether any block has merges in the present plan."""
-        jobs: ch.Expr = self._kept[0].z
-        return jobs > 0
+        any_job: ch.Expr = self._kept.jobs > 0
+        return any_job
 
     @contextmanager
     @ch.inline
@@ -303,22 +342,27 @@ class Schedule:
         """In the consumer role, the merges of this warp's team: a row of a split head each, or a part of one, dealt
         round to the blocks, then to their teams. Then the block's warps meet, if there was any merge at all."""
         machine = self.machine
-        numbers = self._kept[0]
-        jobs = machine.gpu.blocks * (machine.plan.consumer_warps // machine.plan.merge_warps)
-        record = self._kept_merge
+        jobs = ch.const(ty.u32, self._kept.jobs)
+        jobs_of_head = ch.const(ty.u32, self._kept.jobs_of_head)
+        together = machine.gpu.blocks * (machine.plan.consumer_warps // machine.plan.merge_warps)
+        record = ch.address_of(self._kept_merge)
         first_job = self._first_job()
-        with ch.for_(first_job, numbers.z, jobs, unroll=1) as job:
+        with ch.for_(first_job, jobs, together, unroll=1) as job:
             with ch.if_(job != first_job):
-                self._replace_merge(job, numbers.w)
-            tile = self._tile_of(record[1], record[2], 0)
-            with ch.if_(record[0].y < tile.columns * (machine.shape.group * self.merge_parts)):
-                row_and_part = record[0].y // self.merge_parts, record[0].y % self.merge_parts
-                head, first_chunk = record[0].x % HEAD_LIMIT, record[0].x // HEAD_LIMIT
-                yield Merge(tile, head, *row_and_part, record[0].z, record[0].w, first_chunk)
-        with ch.if_(first_job + jobs < numbers.z):
-            self._replace_merge(first_job, numbers.w)
-        with ch.if_(numbers.z > 0):
+                self._replace_merge(job, jobs_of_head)
+            merge = self._merge_of(ch.pointee(record))
+            with ch.if_(ch.pointee(record).row < merge.tile.columns * (machine.shape.group * self.merge_parts)):
+                yield merge
+        with ch.if_(first_job + together < jobs):
+            self._replace_merge(first_job, jobs_of_head)
+        with ch.if_(jobs > 0):
             machine.meet()
+
+    def _merge_of(self, kept: Any) -> Merge:
+        """kept: a KEPT_MERGE."""
+        row_and_part = kept.row // self.merge_parts, kept.row % self.merge_parts
+        head, first_chunk = kept.head_and_chunk % HEAD_LIMIT, kept.head_and_chunk // HEAD_LIMIT
+        return Merge(self._tile_of(kept.tile, 0), head, *row_and_part, kept.begin, kept.end, first_chunk)
 
     @ch.function
     def _replace_merge(self, job: ch.Expr, merge_rows: ch.Expr) -> None:
@@ -348,7 +392,7 @@ class Schedule:
         index = first + ch.minimum(self.machine.lane, count - 1) * every
         source = ch.var(ty.u32)
         with ch.if_(index < KEPT_SOURCES):
-            source.set(ch.reinterpret(ty.ptr(ty.u32), self._kept_merge + 3)[index])
+            source.set(self._kept_merge.sources[index])
         with ch.else_():
             source.set(self._source(merge.begin + index))
         return source

@@ -24,6 +24,8 @@ SLICE_TILES = SLICE_DIMS // 16
 SLICES_AT_ONCE = 2
 """Slices of the values that a lane has in registers together: 32 registers, beside a state of 64 where heads have 256
 dims."""
+LOW_HALVES, HIGH_HALVES = ch.named("LOW_HALVES", 0x5410), ch.named("HIGH_HALVES", 0x7632)
+"""What `byte_permute` makes of two words: the pair of their low halves, or of their high ones."""
 LOG2_E = math.log2(math.e)
 LN_2 = math.log(2.0)
 
@@ -116,7 +118,7 @@ class Queries:
     keys and values. offset: absolute position of key 0.
     """
 
-    unit: Callable[[int], Any]
+    unit: Callable[[Any], Any]
     limits: Any
     scale: Any
     contexts: tuple[Mapping[str, Callable[[], Any]], ...]
@@ -194,7 +196,7 @@ class AttentionProduct:
             low = self._key_words(rows, row, both)
             high = self._key_words(rows, row + 8, both)
             for part in range(min(2, self.sizes.parts)):
-                self._multiply_part(low[part], high[part], both * 2 + part, queries, sums)
+                self._multiply_part(low[part], high[part], ch.argument(both * 2 + part), queries, sums)
         return [self._added(chains) for chains in sums]
 
     @ch.inline
@@ -220,10 +222,10 @@ class AttentionProduct:
             self._transform_keys(words, key + ch.minimum(index + 8 * half, valid - 1), queries[0])
             keys.append(words)
         for part in range(parts):
-            self._multiply_part(keys[0][part], keys[1][part], part, queries, sums)
+            self._multiply_part(keys[0][part], keys[1][part], ch.argument(part), queries, sums)
 
     @ch.function
-    def _multiply_part(self, low: Any, high: Any, part: int, queries: Sequence[Queries], sums: list[Any]) -> None:
+    def _multiply_part(self, low: Any, high: Any, part: ch.Expr, queries: Sequence[Queries], sums: list[Any]) -> None:
         """32 dims of 16 keys by those of the queries: low and high are what the lane has of keys r and r + 8."""
         early = prim.make_u32x4(low[0], high[0], low[1], high[1])
         late = prim.make_u32x4(low[2], high[2], low[3], high[3])
@@ -244,26 +246,31 @@ class AttentionProduct:
         """This lane's units 2*both and 2*both + 1 of a key: bf16 pairs, u32 [2][4]."""
         words = ch.array(ty.u32, min(2, self.sizes.parts), 4)
         if not rows.codes:
-            self._read_crossed(rows, row, both, words)
+            self._read_crossed(rows, row, ch.argument(both), words)
         elif self.sizes.is_wide:
-            self._read_wide_codes(rows, row, both, words)
+            self._read_wide_codes(rows, row, ch.argument(both), words)
         else:
             self._read_codes(rows, row, words)
         return words
 
     @ch.function
-    def _read_crossed(self, rows: KeyRows, row: ch.Expr, both: int, words: Any) -> None:
+    def _read_crossed(self, rows: KeyRows, row: ch.Expr, both: ch.Expr, words: Any) -> None:
         """Lanes of odd rows read the two units in the opposite order: no bank conflicts."""
         keys = ch.reinterpret(ty.ptr(ty.u32x4), rows.keys) + row * self.sizes.head_units
         is_odd = self.machine.lane // 4 % 2
         first = keys[(both * 2 + is_odd) * 4 + self.machine.lane % 4]
         second = keys[(both * 2 + (1 - is_odd)) * 4 + self.machine.lane % 4]
-        for word, member in enumerate("xyzw"):
-            words[0][word] = ch.select(is_odd == 0, getattr(first, member), getattr(second, member))
-            words[1][word] = ch.select(is_odd == 0, getattr(second, member), getattr(first, member))
+        self._cross(words[0], words[1], first, second, is_odd != 0)
 
     @ch.function
-    def _read_wide_codes(self, rows: KeyRows, row: ch.Expr, both: int, words: Any) -> None:
+    def _cross(self, early: Any, late: Any, first: ch.Expr, second: ch.Expr, is_crossed: ch.Expr) -> None:
+        """The words of two units that were read in this order, or in the opposite one."""
+        for word, member in enumerate("xyzw"):
+            early[word] = ch.select(is_crossed, getattr(second, member), getattr(first, member))
+            late[word] = ch.select(is_crossed, getattr(first, member), getattr(second, member))
+
+    @ch.function
+    def _read_wide_codes(self, rows: KeyRows, row: ch.Expr, both: ch.Expr, words: Any) -> None:
         """16 codes at a time."""
         keys = ch.reinterpret(ty.ptr(ty.u32x4), rows.keys) + row * (self.sizes.head_dim // 16)
         read = keys[both * 4 + self.machine.lane % 4]
@@ -324,14 +331,18 @@ class AttentionProduct:
         limits = ch.array(ty.u32, 2)
         for column in range(2):
             limits[column] = ch.minimum(queries.limits[column], key + valid)
-        for element in range(4):
-            tile_key = index + element // 2 * 8
-            context = self._logit_context(element % 2, key + ch.minimum(tile_key, valid - 1), queries)
-            is_seen = key + tile_key < limits[element % 2]
-            if self.variant.logits_mask is not None:
-                is_seen = is_seen & self.variant.logits_mask(self.at("logits_mask", context))
-            logit = self._logit(logits[element], context, queries)
-            logits[element] = ch.select(is_seen, logit, -math.inf if self.variant.softmax else ty.f32(0.0))
+        for half in range(2):
+            tile_key = index + 8 * half
+            for column in range(2):
+                context = self._logit_context(column, key + ch.minimum(tile_key, valid - 1), queries)
+                self._mask(logits[half * 2 + column], key + tile_key < limits[column], context, queries)
+
+    def _mask(self, place: Any, is_seen: Any, context: Mapping[str, Callable[[], Any]], queries: Queries) -> None:
+        """From a raw dot product in its place."""
+        if self.variant.logits_mask is not None:
+            is_seen = is_seen & self.variant.logits_mask(self.at("logits_mask", context))
+        logit = self._logit(place, context, queries)
+        place.set(ch.select(is_seen, logit, -math.inf if self.variant.softmax else ty.f32(0.0)))
 
     def _logit_context(self, column: int, key: Any, queries: Queries) -> Mapping[str, Callable[[], Any]]:
         if not self.variant.needs_query_context:
@@ -389,31 +400,30 @@ class AttentionProduct:
         for first in range(0, self.sizes.slices, SLICES_AT_ONCE):
             slices = range(first, min(first + SLICES_AT_ONCE, self.sizes.slices))
             words = ch.array(ty.u32, len(slices), 4, 4)
-            for index in range(4):
-                tile_key = ch.minimum(self.machine.lane % 4 * 2 + (index % 2 + index // 2 * 8), valid - 1)
-                row = first_row + tile_key
-                self._read_values(rows, row, slices, words, index)
+            with ch.for_(4, unroll=True) as index:
+                tile_key = ch.minimum(self.machine.lane % 4 * 2 + index % 2 + index // 2 * 8, valid - 1)
+                self._read_values(rows, first_row + tile_key, slices, words, index)
                 if self.variant.value_transform is not None:
                     self._transform_values(slices, words, index, key + tile_key, queries)
-            for number, slice_ in enumerate(slices):
-                with ch.for_(SLICE_TILES, unroll=True) as tile:
-                    low_early = self._pair(words[number], 0, tile)
-                    high_early = self._pair(words[number], 0, tile + SLICE_TILES)
-                    low_late = self._pair(words[number], 2, tile)
-                    high_late = self._pair(words[number], 2, tile + SLICE_TILES)
-                    operand = prim.make_u32x4(low_early, high_early, low_late, high_late)
-                    for state, (weights_low, weights_high) in zip(states, weights, strict=True):
-                        prim.mma_bf16(state.output[slice_ * SLICE_TILES + tile], operand, weights_low, weights_high)
+            with ch.for_(len(slices) * SLICE_TILES, unroll=True) as tile:
+                number, in_slice = tile // SLICE_TILES, tile % SLICE_TILES
+                low_early = self._pair(words[number], 0, in_slice)
+                high_early = self._pair(words[number], 0, in_slice + SLICE_TILES)
+                low_late = self._pair(words[number], 2, in_slice)
+                high_late = self._pair(words[number], 2, in_slice + SLICE_TILES)
+                operand = prim.make_u32x4(low_early, high_early, low_late, high_late)
+                for state, (weights_low, weights_high) in zip(states, weights, strict=True):
+                    prim.mma_bf16(state.output[first * SLICE_TILES + tile], operand, weights_low, weights_high)
 
     @staticmethod
     def _pair(words: Any, key: int, element: ch.Expr) -> ch.Expr:
         """One dim of two neighbouring keys, packed: even dims are low halves of a word, odd ones high halves."""
-        selector = ch.select(element % 2 == 0, ty.u32(0x5410), ty.u32(0x7632))
+        selector = ch.select(element % 2 == 0, LOW_HALVES, HIGH_HALVES)
         packed: ch.Expr = prim.byte_permute(words[key][element // 2], words[key + 1][element // 2], selector)
         return packed
 
     @ch.function
-    def _read_values(self, rows: KeyRows, row: ch.Expr, slices: range, words: Any, index: int) -> None:
+    def _read_values(self, rows: KeyRows, row: ch.Expr, slices: range, words: Any, index: ch.Expr) -> None:
         """Units slices * r, slices * r + 1, ... of a value, as bf16 pairs into words[slice][number]."""
         if rows.codes:
             self._read_value_codes(rows, row, slices, words, index)
@@ -428,16 +438,14 @@ class AttentionProduct:
         is_late = self.machine.lane % 4 // 2
         first = units[is_late]
         second = units[1 - is_late]
-        for word, member in enumerate("xyzw"):
-            words[0][index][word] = ch.select(is_late == 0, getattr(first, member), getattr(second, member))
-            words[1][index][word] = ch.select(is_late == 0, getattr(second, member), getattr(first, member))
+        self._cross(words[0][index], words[1][index], first, second, is_late != 0)
 
     def _first_value_unit(self, row: ch.Expr, slices: range) -> Any:
         """The first of the units of a value that a lane reads for some slices."""
         return row * self.sizes.head_units + self.machine.lane // 4 * self.sizes.slices + slices.start
 
     @ch.inline
-    def _read_value_codes(self, rows: KeyRows, row: ch.Expr, slices: range, words: Any, index: int) -> None:
+    def _read_value_codes(self, rows: KeyRows, row: ch.Expr, slices: range, words: Any, index: ch.Expr) -> None:
         element, count = {1: ty.u32x2, 2: ty.u32x4}[len(slices)], len(slices)
         of_row, of_lane = self.sizes.head_units // count, self.sizes.slices // count
         place = row * of_row + self.machine.lane // 4 * of_lane + slices.start // count
@@ -446,7 +454,7 @@ class AttentionProduct:
             self._widen(getattr(read, member), words[quarter // 2][index], quarter % 2 * 2)
 
     @ch.inline
-    def _transform_values(self, slices: range, words: Any, index: int, key: ch.Expr, queries: Queries) -> None:
+    def _transform_values(self, slices: range, words: Any, index: ch.Expr, key: ch.Expr, queries: Queries) -> None:
         function = self.variant.value_transform
         assert function is not None
         for number, slice_ in enumerate(slices):
