@@ -17,7 +17,7 @@ from cheetah.models.registry import family_of
 from cheetah.package import Generated, KernelParameter, described, no_collections, packaged
 from cheetah.plan import Gpu, Plan, default_plan, gpu_named, shared_map, step_matrices
 from cheetah.plan.defaults import default_context
-from cheetah.plan.prompt import PassPlan, widest_format
+from cheetah.plan.prompt import PassPlan
 
 
 def choose_plan(config: ModelConfig, gpu: Gpu, **overrides: Any) -> Plan:
@@ -97,7 +97,7 @@ def generate_pass(
 
 
 def _pass_header(config: ModelConfig, gpu: Gpu, plan: Plan, pass_plan: PassPlan, command: str) -> str:
-    format = widest_format(step_matrices(config.shape, plan, gpu).of_layer)
+    shared = family_of(config).prompt_program.shared(config, gpu, plan, pass_plan)
     lines = [
         f"A pass over a prompt of a {config.dialect.title} model in one persistent kernel. Generated; do not edit.",
         f"Regenerate with: {command}",
@@ -107,7 +107,7 @@ def _pass_header(config: ModelConfig, gpu: Gpu, plan: Plan, pass_plan: PassPlan,
         "pass: " + ", ".join(f"{name} {value}" for name, value in pass_plan.to_dict().items()),
         "beside a decode kernel of: " + ", ".join(f"{name} {value}" for name, value in plan.to_dict().items()),
         "shared memory:",
-        *(f"  {line}" for line in pass_plan.shared(format, gpu.shared_bytes).budget_table().splitlines()),
+        *(f"  {line}" for line in shared.budget_table().splitlines()),
     ]
     return "\n".join(lines)
 
@@ -118,7 +118,7 @@ def describe_pass(
     """The manifest of the kernel that `generate_pass` makes for these, without its text. Its `plan` is the pass', and
     in it as `decoding` that of the kernel that decodes."""
     program, matrices = family_of(config).prompt_program, step_matrices(config.shape, plan, gpu)
-    shared_bytes = pass_plan.shared(widest_format(matrices.of_layer), gpu.shared_bytes).total_bytes
+    shared_bytes = program.shared(config, gpu, plan, pass_plan).total_bytes
     return described(
         program.KERNEL_NAME,
         gpu,

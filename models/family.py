@@ -19,7 +19,7 @@ from cheetah.models.formats.quantized import Order, QuantizationScheme, Quantize
 from cheetah.models.repacking import Repacker
 from cheetah.models.rounding import F32, Bits, Bytes, Rounding, exact
 from cheetah.piece_ring import Lend, ordinary_memory
-from cheetah.plan import Gpu, Plan, StepMatrices
+from cheetah.plan import Gpu, Plan, SharedMap, StepMatrices
 from cheetah.plan.products import ROUTER
 from cheetah.plan.prompt import PassPlan
 from cheetah.stopwatch import Stopwatch
@@ -140,6 +140,9 @@ class PromptProgram(Protocol):
 
     def sizes(self, config: ModelConfig, gpu: Gpu, plan: Plan, pass_plan: PassPlan) -> dict[str, int]:
         """The sizes that the parameters' shapes name."""
+
+    def shared(self, config: ModelConfig, gpu: Gpu, plan: Plan, pass_plan: PassPlan) -> SharedMap:
+        """The arena of a block."""
 
     def phase_names(self, config: ModelConfig, gpu: Gpu, plan: Plan, pass_plan: PassPlan) -> tuple[str, ...]:
         """The phases of a launch: its blocks meet behind each."""

@@ -75,7 +75,7 @@ def _print_phases(config: ModelConfig, plan: Plan, gpu: Gpu) -> None:
 
     family = family_of(config)
     typer.echo("\n".join(["a step", *lines_of(family.program.phase_rows(config, plan))]))
-    pass_plan = default_pass_plan(gpu, PASS_TOKENS[0], config.head_dim)
+    pass_plan = default_pass_plan(gpu, PASS_TOKENS[0], config.shape)
     try:
         rows = family.prompt_program.phase_rows(config, gpu, plan, pass_plan)
     except PlanError:
@@ -95,9 +95,9 @@ def _passes(config: ModelConfig, plan: Plan, gpu: Gpu) -> Iterator[Table]:
     table = Table(title="passes over prompts", title_justify="left")
     for heading in ("tokens", "a tile", "shared memory", "workspace, MB"):
         table.add_column(heading, justify="right")
-    long = (default_pass_plan(gpu, tokens, config.head_dim) for tokens in PASS_TOKENS)
+    long = (default_pass_plan(gpu, tokens, config.shape) for tokens in PASS_TOKENS)
     try:
-        for one in (*long, *short_pass_plans(gpu, config.head_dim)):
+        for one in (*long, *short_pass_plans(gpu, config.shape)):
             manifest = describe_pass(config, gpu, plan, one)
             workspace = f"{manifest.buffer('workspace').bytes / 1e6:.0f}"
             table.add_row(str(one.tokens), str(one.tile_tokens), str(manifest.launch.shared_bytes), workspace)

@@ -24,8 +24,8 @@ def residual_tile_rows(shape: ModelShape, gpu: Gpu) -> int:
 
 
 def tile_rows(product: Product, shape: ModelShape, gpu: Gpu) -> int:
-    """Rows of an M-tile of a product. Beside those that are added to the residual, in models of experts, of which there
-    are no passes, those whose rows are published one by one: the router's, and heads that their readers finish."""
+    """Rows of an M-tile of a product. Beside those that are added to the residual, in models of experts those whose
+    rows are published one by one: the router's, and heads that their readers finish."""
     if product.adds:
         return residual_tile_rows(shape, gpu)
     is_by_rows = product.order is RowOrder.PLAIN or product.order is RowOrder.HEADS and shape.raw_heads

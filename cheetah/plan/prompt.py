@@ -20,6 +20,7 @@ from cheetah.plan.formats import BF16, M_TILE_ROWS, VECTOR_COLUMNS, QuantizedTil
 from cheetah.plan.gpu import Gpu
 from cheetah.plan.index import Index, ceil_div, round_up
 from cheetah.plan.layout import MatrixLayout
+from cheetah.plan.shape import ModelShape
 from cheetah.plan.shared_memory import Region, SharedMap, ring_regions
 
 GROUP_TOKENS = 8
@@ -38,6 +39,8 @@ WARPGROUP_TOKENS = 64
 """Rows of a product of a warpgroup: tokens of a sequence that it reads together in attention."""
 WARPGROUP_DIMS = 128
 """Most dims of a head that it sums values of: with more, sums and queries would not leave registers for weights."""
+STAGES_OF = {64: 8, 128: 6, 256: 4}
+"""By the tokens of a tile: as many as fill a block's shared memory with weights in bf16."""
 FINISH_TOKENS = 32
 """Of a tile where the parts of a product are added."""
 ACCUMULATOR_BYTES = 512
@@ -232,13 +235,15 @@ class PassPlan:
         """Of a residual stream of so many M-tiles: [M-tile][group of tokens][lane][4]."""
         return m_tiles * self.groups * (ACCUMULATOR_BYTES // 4)
 
-    def shared(self, format: TileFormat, budget_bytes: int | None = None) -> SharedMap:
-        """The arena of a block, for weights of that format, or of others that take no more of a stage."""
+    def shared(self, format: TileFormat, budget_bytes: int | None = None, others: tuple[Region, ...] = ()) -> SharedMap:
+        """The arena of a block, for weights of that format, or of others that take no more of a stage, with what else
+        the model wants."""
         return SharedMap(
             (
                 *ring_regions(self.stages, self.stage_bytes(format)),
                 Region("scales", 2 * 4 * self.tile_tokens),
                 Region("squares", 4 * self.consumer_warps * self.tile_tokens),
+                *others,
             ),
             budget_bytes,
         )
@@ -250,27 +255,31 @@ class PassPlan:
         return unit * UNIT_BYTES + token * 16 + column // 8 * 4 + column % 2 * 2
 
 
-def short_pass_plans(gpu: Gpu, head_dim: int) -> tuple[PassPlan, ...]:
+def short_pass_plans(gpu: Gpu, shape: ModelShape) -> tuple[PassPlan, ...]:
     """The choices of passes over few tokens, fewest first, whose products are cut so that all blocks have work. Where
     keys share a stage with little room for activations, stages of 8- and 4-bit weights have room for fewer of them."""
     if gpu.emulated:
-        return (PassPlan(64, cut_tokens=16, **_small(head_dim)),)
+        return (PassPlan(64, cut_tokens=16, **_small(shape.head_dim)),)
     return (
-        PassPlan(256, tile_tokens=128, stages=6, cut_tokens=128, key_tile=32),
-        PassPlan(512, cut_tokens=512, key_tile=_key_tile(head_dim)),
+        PassPlan(256, cut_tokens=128, **{**_tiles(shape, 128, 128), "key_tile": 32}),
+        PassPlan(512, cut_tokens=512, **_tiles(shape, 512)),
     )
 
 
-def default_pass_plan(gpu: Gpu, tokens: int, head_dim: int) -> PassPlan:
+def default_pass_plan(gpu: Gpu, tokens: int, shape: ModelShape) -> PassPlan:
     """The choices of a pass that has room for `tokens` tokens, or a few more. Small on the emulator, which is slow."""
     if gpu.emulated:
-        return PassPlan(round_up(tokens, 64), **_small(head_dim))
-    return PassPlan(round_up(tokens, 256), key_tile=_key_tile(head_dim))
+        return PassPlan(round_up(tokens, 64), **_small(shape.head_dim))
+    return PassPlan(round_up(tokens, 256), **_tiles(shape, tokens))
 
 
-def _key_tile(head_dim: int) -> int:
-    """Keys that have room in a stage, with their values."""
-    return 64 if head_dim <= 128 else 32
+def _tiles(shape: ModelShape, tokens: int, most: int = 256) -> dict[str, int]:
+    """Tiles of `most` tokens; of experts no larger than holds what one has of `tokens` tokens on average. The fewer
+    tokens a tile has, the more stages have room, and the fewer keys a stage."""
+    each = tokens if shape.experts is None else tokens * shape.experts.chosen // shape.experts.count
+    tile_tokens = next(size for size in (64, 128, most) if size >= min(each, most))
+    key_tile = 64 if tile_tokens > 64 and shape.head_dim <= WARPGROUP_DIMS else 32
+    return {"tile_tokens": tile_tokens, "stages": STAGES_OF[tile_tokens], "key_tile": key_tile}
 
 
 def _small(head_dim: int) -> dict[str, Any]:
@@ -278,8 +287,8 @@ def _small(head_dim: int) -> dict[str, Any]:
     return {"tile_tokens": 16, "warpgroups": warpgroups, "stages": 3, "key_tile": 16}
 
 
-def pass_plan_for(gpu: Gpu, tokens: int, head_dim: int, cuts: bool = True) -> PassPlan:
+def pass_plan_for(gpu: Gpu, tokens: int, shape: ModelShape, cuts: bool = True) -> PassPlan:
     """The choices of the kernel by which so many tokens are read, where there are no more. cuts: whether products may
     be cut, which changes bits."""
-    shorter = short_pass_plans(gpu, head_dim) if cuts else ()
-    return next((plan for plan in shorter if tokens <= plan.tokens), default_pass_plan(gpu, tokens, head_dim))
+    shorter = short_pass_plans(gpu, shape) if cuts else ()
+    return next((plan for plan in shorter if tokens <= plan.tokens), default_pass_plan(gpu, tokens, shape))

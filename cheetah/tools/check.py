@@ -22,7 +22,7 @@ from cheetah.emulator import SCHEDULERS, EmulatorError, ExploreReport, explore
 from cheetah.generate import choose_plan, generate_head, generate_kernel, generate_pass
 from cheetah.models.config import ModelConfig
 from cheetah.package import Generated
-from cheetah.plan import Gpu, Plan, PlanError, gpu_named
+from cheetah.plan import Gpu, ModelShape, Plan, PlanError, gpu_named
 from cheetah.plan.formats import KV_TILE_TOKENS
 from cheetah.plan.prompt import PassPlan, default_pass_plan, short_pass_plans
 from cheetah.tools.explained import kept_text
@@ -230,12 +230,12 @@ def _cut_passes(subject: Subject) -> Case:
     return max(cases, key=lambda case: len(case.features))
 
 
-def _of_few_tokens(machine: Gpu, tokens: int, head_dim: int) -> PassPlan:
-    return short_pass_plans(machine, head_dim)[0]
+def _of_few_tokens(machine: Gpu, tokens: int, shape: ModelShape) -> PassPlan:
+    return short_pass_plans(machine, shape)[0]
 
 
-def _of_several_warpgroups(machine: Gpu, tokens: int, head_dim: int) -> PassPlan:
-    return replace(default_pass_plan(machine, tokens, head_dim), warpgroups=2)
+def _of_several_warpgroups(machine: Gpu, tokens: int, shape: ModelShape) -> PassPlan:
+    return replace(default_pass_plan(machine, tokens, shape), warpgroups=2)
 
 
 def _steps(subject: Subject, gpu: str, judged: Callable[[Rig], Launches] = JudgedSteps) -> Case:
@@ -249,7 +249,7 @@ def _passes(subject: Subject, gpu: str, choose: Callable[..., PassPlan]) -> Case
         subject, kind=f"passes over prompts, {subject.kind}", plan={**subject.plan, "batch": 2, "tokens": 2}
     )
     plan = choose_plan(config, machine, **subject.plan)
-    made = _generate_passes(config, machine, plan, choose(machine, PASS_TOKENS, config.head_dim))
+    made = _generate_passes(config, machine, plan, choose(machine, PASS_TOKENS, config.shape))
     return Case(subject, (made, generate_head(config, machine, plan, PASS_TOKENS)), JudgedPasses, PASS_SHARE)
 
 

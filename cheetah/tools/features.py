@@ -72,7 +72,7 @@ def features_on(gpu: Gpu, config: ModelConfig, **options: Any) -> set[str]:
     all lengths, where it has passes. PlanError where there is no such plan."""
     plan = choose_plan(config, gpu, **options)
     found = features_of_steps(config, gpu, plan)
-    for pass_plan in (default_pass_plan(gpu, LONG_PASS, config.head_dim), *short_pass_plans(gpu, config.head_dim)):
+    for pass_plan in (default_pass_plan(gpu, LONG_PASS, config.shape), *short_pass_plans(gpu, config.shape)):
         with suppress(PlanError):
             found |= features_of_passes(config, gpu, plan, pass_plan)
     return found

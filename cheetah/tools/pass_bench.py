@@ -51,7 +51,7 @@ class PassBench(KernelBench):
         self.tokens, self.cached = tokens, cached
         machine = choose_gpu(device.describe(), gpu)
         self.plan = choose_plan(config, machine, **{"max_context": tokens + cached, **plan})
-        self.pass_plan = pass_plan_for(machine, tokens, config.head_dim, cuts=not self.plan.kv_chunk)
+        self.pass_plan = pass_plan_for(machine, tokens, config.shape, cuts=not self.plan.kv_chunk)
         generated = generate_pass(config, machine, self.plan, self.pass_plan, traced=traced)
         decoding = describe_kernel(config, machine, self.plan)
         super().__init__(config, weights, device, generated, decoding)

@@ -38,7 +38,7 @@ def generate_named_pass(
     chosen, machine = needed_options(config, gpu, plan), gpu_named(gpu)
     command = f"{canonical_command(name, gpu, chosen, **how)} --prompt-pass {tokens}"
     decoding = choose_plan(config, machine, **chosen)
-    pass_plan = pass_plan_for(machine, tokens, config.head_dim, cuts=not decoding.kv_chunk)
+    pass_plan = pass_plan_for(machine, tokens, config.shape, cuts=not decoding.kv_chunk)
     return generate_pass(config, machine, decoding, pass_plan, command=command, **how)
 
 

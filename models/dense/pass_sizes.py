@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from cheetah.models.attention_layers import AttentionLayers
 from cheetah.models.config import ModelConfig
 from cheetah.models.dense.page import (
+    ChooseExperts,
     Gated,
     Heads,
     Kept,
@@ -25,10 +26,11 @@ from cheetah.models.dense.page import (
 )
 from cheetah.models.family import PhaseRow
 from cheetah.plan import Gpu, ModelShape, Plan, PlanError, SharedMap, StepMatrices, step_matrices
+from cheetah.plan.expert_slots import ExpertSlots
 from cheetah.plan.formats import BF16, M_TILE_ROWS, QuantizedTiles, SparseTiles, TileFormat
 from cheetah.plan.index import ceil_div
 from cheetah.plan.pass_tables import SEGMENT_COLUMNS, PassRoom, pass_room
-from cheetah.plan.products import Product, RowOrder, StepTable, Vector
+from cheetah.plan.products import Product, RowOrder, StepTable, Vector, logit_words
 from cheetah.plan.prompt import STAGE_TILES, Cut, PassPlan, widest_format
 from cheetah.plan.sections import Sections
 
@@ -38,11 +40,23 @@ HIDDEN = "hidden"
 RESIDUAL_SECTIONS = ("residual", HIDDEN, "squares")
 HEAD_SECTIONS = ("queries", "keys", "values")
 PARTS, JOINT, KEPT = ("parts",), ("head_squares",), ("row_squares",)
+CHOICES = ("chosen", "experts", "expert_weights")
+"""What tokens chose: a bit for each token and expert; every token's experts, and their weights."""
+SLOTS = ("slots", "slot_factors")
+"""Every token's slots with its experts, and by what the sums of a slot are multiplied."""
+SORTED, EXPERT_ROWS = ("hidden_by_expert",), ("expert_rows",)
+"""The tokens' vectors in their slots, and what experts make of them."""
 
 
 def section_of(vector: Vector) -> str:
-    """The section of the workspace in which a product's input lies."""
+    """The section of the workspace in which a vector lies."""
     return HIDDEN if vector.is_normed else vector.name
+
+
+def input_section(product: Product) -> str:
+    """That in which a product's input lies."""
+    of_all = section_of(product.input)
+    return SORTED[0] if product.experts is not None and of_all == HIDDEN else of_all
 
 
 def sections_of_rows(then: Heads | OntoResidual | Kept | Gated | Routes | Logits, product: Product) -> tuple[str, ...]:
@@ -55,22 +69,26 @@ def sections_of_rows(then: Heads | OntoResidual | Kept | Gated | Routes | Logits
 
 @dataclass(frozen=True)
 class PassPhase:
-    """A phase of a layer: a line of the model's page. is_stored: it stores the sums of parts of the line's product;
-    adds: it adds them. is_joint: there is one part, which is stored since norms go over more than a tile; rows that go
+    """A phase of a layer: a line of the model's page. is_stored: it stores the sums of parts of the line's product, or
+    what each of a token's experts made; adds: it adds them. is_sort: tokens go to the experts that the line chose.
+    is_joint: there is one part, which is stored since norms go over more than a tile; rows that go
     through a norm before they are added to the residual are stored in one line's phase and added in another's."""
 
     line: Line
     is_stored: bool = False
     adds: bool = False
     is_joint: bool = False
+    is_sort: bool = False
 
     @property
     def name(self) -> str:
+        if self.is_sort:
+            return "sort"
         return f"{self.line.name}-sums" if self.adds and not isinstance(self.line, NormBehind) else self.line.name
 
     @property
     def product(self) -> Product | None:
-        """None of attention."""
+        """None of attention, and of what comes before experts."""
         return self.line.product if isinstance(self.line, Multiply | NormBehind) else None
 
     @property
@@ -78,11 +96,15 @@ class PassPhase:
         """The sections of the workspace that it reads."""
         if isinstance(self.line, NormBehind):
             return PARTS + KEPT + RESIDUAL_SECTIONS[:1]
+        if isinstance(self.line, ChooseExperts):
+            return CHOICES + RESIDUAL_SECTIONS[1:] if self.is_sort else self.line.waits
         if not isinstance(self.line, Multiply):
             return HEAD_SECTIONS
         product = self.line.product
         residual = RESIDUAL_SECTIONS[:1] if product.adds and not self.is_stored else ()
-        of_input = (section_of(product.input),)
+        of_input = (input_section(product),)
+        if product.experts is not None:
+            return (EXPERT_ROWS + SLOTS[:1] if self.adds else of_input + SLOTS[1:] * product.input.is_normed) + residual
         scales = self.is_joint if self.is_stored else not self.is_joint
         squares = RESIDUAL_SECTIONS[2:] if product.input.is_normed and scales else ()
         return (self._parts if self.adds else of_input) + squares + residual
@@ -99,8 +121,12 @@ class PassPhase:
         """Those that it writes."""
         if isinstance(self.line, NormBehind):
             return RESIDUAL_SECTIONS
+        if isinstance(self.line, ChooseExperts):
+            return SORTED + SLOTS if self.is_sort else CHOICES
         if not isinstance(self.line, Multiply):
             return self.line.makes[-1:]
+        if self.is_stored and self.line.product.experts is not None:
+            return EXPERT_ROWS
         return self._parts if self.is_stored else sections_of_rows(self.line.then, self.line.product)
 
 
@@ -123,7 +149,7 @@ class PassSizes:
 
     def _check_model(self) -> None:
         if self.shape.experts is not None:
-            raise PlanError("there is no pass over prompts of a model of experts: they are read in steps")
+            self._check_experts()
         for layout in self.matrices.of_layer:
             if not (layout.format == BF16 or isinstance(layout.format, QuantizedTiles | SparseTiles)):
                 raise PlanError(
@@ -137,6 +163,14 @@ class PassSizes:
             narrow = min(self.matrices.of_layer, key=PassPlan.vector_tiles)
             raise PlanError(f"products that share a main loop have two K-tiles or more each; {narrow.name} has one")
 
+    def _check_experts(self) -> None:
+        if self.shape.norms_behind:
+            raise PlanError("a pass adds what experts make to the residual, and knows no norm behind them")
+        if any(product.experts is not None and product.format != BF16 for product in self.table.products):
+            raise PlanError("a pass multiplies experts in bf16 so far: prompts of others are read in steps")
+        if self.gpu.ranks > 1:
+            raise PlanError(f"a pass of experts is made by one GPU so far, and {self.gpu.ranks} make the steps")
+
     @property
     def format(self) -> TileFormat:
         """Of the weights of a layer, that which takes most of a stage."""
@@ -145,7 +179,14 @@ class PassSizes:
     @property
     def shared(self) -> SharedMap:
         """The arena of a block."""
-        return self.pass_plan.shared(self.format, self.gpu.shared_bytes)
+        return self.pass_plan.shared(
+            self.format, self.gpu.shared_bytes, () if self.slots is None else self.slots.regions
+        )
+
+    @property
+    def slots(self) -> ExpertSlots | None:
+        """Those that tokens have with their experts, if there are any."""
+        return None if self.shape.experts is None else ExpertSlots(self.pass_plan, self.shape.experts)
 
     @property
     def key_tile(self) -> int:
@@ -196,13 +237,18 @@ class PassSizes:
     def _cut(self, product: Product) -> Cut:
         """Behind products onto the residual come sums of squares over a tile's rows, in heads with norms their own.
         Where those go over more than a tile it is not cut: parts have none."""
-        if self.is_joint(product):
+        if self.is_joint(product) or product.experts is not None:
             return Cut(self.pass_plan.tile_m_tiles)
         sums_over_tile = product.adds or (product.order is RowOrder.HEADS and self.config.head_norms is not None)
         return self.pass_plan.cut(self.matrices[product], self.gpu.blocks, sums_over_tile)
 
     def phases_of(self, line: Line) -> list[PassPhase]:
-        """A line's: two of a product that is cut, or behind which norms come that go over more than a tile."""
+        """A line's: two of a product that is cut, or behind which norms come that go over more than a tile; of experts
+        two of their choice, and two of what is added up."""
+        if isinstance(line, ChooseExperts):
+            return [PassPhase(line), PassPhase(line, is_sort=True)]
+        if isinstance(line, Multiply) and line.product.experts is not None and line.product.adds:
+            return [PassPhase(line, is_stored=True), PassPhase(line, adds=True)]
         if isinstance(line, NormBehind):
             return [PassPhase(line, adds=True, is_joint=True)]
         if isinstance(line, Multiply) and self.is_kept(line.product):
@@ -243,14 +289,22 @@ class PassSizes:
 
     def _row(self, phase: PassPhase, when: str) -> PhaseRow:
         about, matrix = phase.line.about, phase.line.matrix
-        if phase.product is None:
+        if phase.is_sort:
+            about = "Every token's vector to the slots that it has with its experts, and the list of their tiles."
+        elif isinstance(phase.line, ChooseExperts):
+            pass
+        elif phase.product is None:
             about = "Attention over the keys of the cache, which are those of the pass too."
         elif phase.is_stored and phase.is_joint:
             about = "Stored, beside sums of their squares: norms go over more rows than a tile has."
+        elif phase.is_stored and phase.product.experts is not None:
+            about = "What each expert makes of its slots."
         elif phase.is_stored:
             about = f"Parts of k, {self.parts(phase.product)} of them."
         if phase.adds:
             what = "What was stored" if phase.is_joint else "The parts added up"
+            if phase.product is not None and phase.product.experts is not None:
+                what = "What a token's experts made, ascending, added up"
             about, matrix = f"{what}: {phase.line.about}", ""
         return PhaseRow(when, phase.name, ", ".join(phase.waits), matrix, ", ".join(phase.makes), about)
 
@@ -288,8 +342,9 @@ class PassSizes:
         # A tile of attention reads as many queries as it may have, also where a segment has fewer.
         columns: dict[str, int] = {}
         for product in self.table.products:
-            name = section_of(product.input)
+            name = input_section(product)
             columns[name] = max(columns.get(name, 0), matrices[product].padded_columns)
+        of_slots = {input_section(product) for product in self.table.products if product.experts is not None}
         query_columns = shape.heads * plan.tokens + self.room.tile_tokens
         sizes = {
             "counter": 8,
@@ -299,18 +354,39 @@ class PassSizes:
             "queries": query_columns * shape.head_dim * 2,
             "keys": keys,
             "values": keys,
-            **{name: plan.activation_bytes(count) for name, count in columns.items()},
+            **{
+                name: (plan if self.slots is None or name not in of_slots else self.slots.of_slots).activation_bytes(
+                    count
+                )
+                for name, count in columns.items()
+            },
             "parts": 4 * plan.residual_floats(max(self._part_m_tiles())),
             **({KEPT[0]: 4 * plan.tokens * self.row_tiles} if shape.norms_behind else {}),
             **({JOINT[0]: 4 * plan.tokens * self._spans} if self.has_joint_norms else {}),
+            **({} if self.slots is None else self._sections_of_experts(self.slots)),
         }
         return Sections(sizes, SECTION_ALIGNMENT)
+
+    def _sections_of_experts(self, slots: ExpertSlots) -> dict[str, int]:
+        experts, tokens = slots.experts, self.pass_plan.tokens
+        of_ranks = 4 * tokens * experts.chosen
+        return {
+            "routes": 4 * tokens * logit_words(experts),
+            **dict(zip(CHOICES, (4 * experts.count * slots.words, of_ranks, of_ranks), strict=True)),
+            **dict(zip(SLOTS, (of_ranks, 8 * slots.slots), strict=True)),
+            EXPERT_ROWS[0]: 4 * slots.slots * self.expert_width,
+        }
+
+    @property
+    def expert_width(self) -> int:
+        """Rows that an expert makes, with those that fill its last M-tile."""
+        return self.hidden_m_tiles * M_TILE_ROWS
 
     def _part_m_tiles(self) -> Iterator[int]:
         """M-tiles of all parts of each product that is stored."""
         for product in self.table.products:
             parts = self.parts(product)
-            is_stored = parts > 1 or self.is_joint(product)
+            is_stored = parts > 1 or self.is_joint(product)  # what experts make has a section of its own
             yield parts * self.matrices[product].full_m_tiles if is_stored else 0
 
     @property

@@ -7,22 +7,29 @@ as in the decode step: bf16 weights and activations, f32 accumulation, softmax a
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from cheetah import lang as ch
 from cheetah.blocks.attention.cache import KvCache
 from cheetah.blocks.by_layer import by_layer
+from cheetah.blocks.experts.choice import WarpChoice
 from cheetah.blocks.prompt.attention import PassAttention
 from cheetah.blocks.prompt.barrier import PassBarrier
+from cheetah.blocks.prompt.choice import Choices, PassChoice
+from cheetah.blocks.prompt.expert_tiles import ExpertTiles
 from cheetah.blocks.prompt.finish import (
     HALF,
     AddKept,
     Scales,
+    SlotFactors,
+    StoreByToken,
     StoreGated,
     StoreKept,
     StoreResidual,
+    StoreWeighed,
     Unscaled,
     store_at,
 )
@@ -30,8 +37,9 @@ from cheetah.blocks.prompt.joint_norms import JointHeadNorms, StoreSquares
 from cheetah.blocks.prompt.keys import PassHeadNorms, PassHeads, PassTokens, StoreHeads, bring_earlier_keys
 from cheetah.blocks.prompt.machine import PassMachine, emit_pass, start_pass
 from cheetah.blocks.prompt.parts import AddParts, StoreParts
-from cheetah.blocks.prompt.product import ACCUMULATORS, Case, Finish, Given, Sums, TileProduct
+from cheetah.blocks.prompt.product import ACCUMULATORS, Case, Finish, Given, Ranked, Sums, TileProduct
 from cheetah.blocks.prompt.ring import TileRing
+from cheetah.blocks.prompt.sorting import PassSort
 from cheetah.blocks.timeline import EVENTS, Timeline
 from cheetah.lang import Expr, prim, ty
 from cheetah.models.act_order import places_shape
@@ -54,25 +62,40 @@ from cheetah.models.dense.launch import (
     parameters_of,
     peers_field,
 )
-from cheetah.models.dense.page import Gated, Heads, Kept, Line, Multiply, NormBehind, OntoResidual
+from cheetah.models.dense.page import (
+    ChooseExperts,
+    Gated,
+    Heads,
+    Kept,
+    Line,
+    Multiply,
+    NormBehind,
+    OntoResidual,
+    Routes,
+)
 from cheetah.models.dense.pass_sizes import (
+    CHOICES,
+    EXPERT_ROWS,
     HEAD_SECTIONS,
+    HIDDEN,
     JOINT,
     KEPT,
     PARTS,
     RESIDUAL_SECTIONS,
+    SLOTS,
+    SORTED,
     PassPhase,
     PassSizes,
-    section_of,
+    input_section,
 )
 from cheetah.models.dense.program import sizes as sizes_of_step
 from cheetah.models.family import PhaseRow
 from cheetah.package import KernelParameter
-from cheetah.plan import Gpu, Plan
+from cheetah.plan import Gpu, Plan, SharedMap
 from cheetah.plan.formats import M_TILE_ROWS
 from cheetah.plan.index import ceil_div
 from cheetah.plan.pass_tables import SEGMENT_COLUMNS, TABLE_WORDS
-from cheetah.plan.products import Product, RowOrder
+from cheetah.plan.products import Product, RowOrder, logit_words
 from cheetah.plan.prompt import GROUP_TOKENS, PassPlan
 
 KERNEL_NAME = "prompt_pass"
@@ -137,6 +160,11 @@ def sizes(config: ModelConfig, gpu: Gpu, plan: Plan, pass_plan: PassPlan) -> dic
     }
 
 
+def shared(config: ModelConfig, gpu: Gpu, plan: Plan, pass_plan: PassPlan) -> SharedMap:
+    """The arena of a block."""
+    return PassSizes(config, gpu, plan, pass_plan).shared
+
+
 def phase_names(config: ModelConfig, gpu: Gpu, plan: Plan, pass_plan: PassPlan) -> tuple[str, ...]:
     """The phases of a launch."""
     return PassSizes(config, gpu, plan, pass_plan).phase_names
@@ -195,6 +223,7 @@ class Pass:
         few = replace(machine, plan=machine.plan.of_finish())
         of_few = (launch.column_count + (few.plan.tile_tokens - 1)) // few.plan.tile_tokens
         self.of_few = TileProduct(few, self.ring, of_few)
+        self.tiles = None if sizes.slots is None else ExpertTiles(machine, sizes.slots)
         self.cache = KvCache(sizes, launch.kv, launch.page_table, launch.kv_pages)
         self.timeline = Timeline(machine, launch.timeline, sizes.phase_count)
 
@@ -214,12 +243,15 @@ class Pass:
         machine = self.machine
         with ch.if_(machine.thread == 0):
             self.ring.initialise()
+            if self.tiles is not None:
+                self.tiles.initialise()
             prim.mbarrier_fence_init()
         prim.block_barrier()  # orders the barriers' initialisation before their first use by any role
         self.ring.start()
         self.barrier = PassBarrier(machine, self._sections("counter", ty.u64), self.launch.arrivals)
         both = self.product, self.of_few
         self.scales = {product: self._scales(product.machine) for product in both}
+        self.factors = None if self.tiles is None else SlotFactors(machine, self._section(SLOTS[1], ty.f32))
         self.row_scales = {product: self._row_scales(product.machine) for product in both if self.shape.norms_behind}
         with machine.consumer:
             ch.comment("embedding")
@@ -246,6 +278,11 @@ class Pass:
             with self.machine.activations:
                 self.barrier.skip_phase()
             return
+        if isinstance(line, ChooseExperts):
+            with self.machine.activations:
+                for _ in self.sizes.phases_of(line):
+                    self.barrier.skip_phase()
+            return
         if not isinstance(line, Multiply):
             return self._emit_copies_of_keys(layer)
         machine, matrix = self.machine, self.matrices[line.product]
@@ -253,13 +290,26 @@ class Pass:
         given = self._given(first, line.product, layer)
         with machine.weights:
             machine.renew()
-            self.product.copy_weights(matrix, given)
+            with self._following(line.product, machine.weights):
+                self.product.copy_weights(matrix, given)
         with machine.activations:
             machine.renew()
             self.barrier.begin_copies()
-            self.product.copy_activations(matrix, given)
+            with self._following(line.product, machine.activations):
+                self.product.copy_activations(matrix, given)
             for _ in sums:
                 self.barrier.skip_phase()
+
+    @contextmanager
+    def _following(self, product: Product, role: ch.Role) -> Iterator[None]:
+        """While a role copies for a product: of experts it follows the list of their tiles, from the first of them to
+        the last."""
+        of_experts = [other for other in self.table.products if other.experts is not None]
+        if self.tiles is not None and product is of_experts[0]:
+            self.tiles.begin_following(role)
+        yield
+        if self.tiles is not None and product is of_experts[-1]:
+            self.tiles.finish_following(role)
 
     def _emit_copies_of_keys(self, layer: Any) -> None:
         machine, attention = self.machine, self._attention(layer)
@@ -334,12 +384,52 @@ class Pass:
             with ch.if_(phase == sizes.index_of(None)):
                 self._attention(layer).attend()
             with ch.else_():
-                with ch.if_(phase == 0):
-                    heads = self._heads(machine, layer)
-                    bring_earlier_keys(heads, self.tokens, self.cache, layer, sizes.key_tile, self._window(layer))
-                self._emit_products(layer, phase)
+                self._emit_choice(phase)
+                with self._else_products(phase):
+                    with ch.if_(phase == 0):
+                        heads = self._heads(machine, layer)
+                        bring_earlier_keys(heads, self.tokens, self.cache, layer, sizes.key_tile, self._window(layer))
+                    self._emit_products(layer, phase)
             self.timeline.stamp(number, "done")
             self.barrier.end_phase()
+
+    @property
+    def _choosing(self) -> list[int]:
+        """The numbers of the phases that choose experts, and sort tokens by them; none without."""
+        return [index for index, one in enumerate(self.sizes.phases) if isinstance(one.line, ChooseExperts)]
+
+    def _else_products(self, phase: Any) -> Any:
+        """In the other phases."""
+        return ch.else_() if self._choosing else nullcontext()
+
+    @ch.inline
+    def _emit_choice(self, phase: Any) -> None:
+        """What comes before experts."""
+        if self.tiles is None or self.factors is None:
+            return
+        choose, sort = self._choosing
+        line, room = self.sizes.phases[choose].line, self.tiles.slots
+        assert isinstance(line, ChooseExperts)
+        chosen, experts, weights = CHOICES
+        choices = Choices(self._section(chosen, ty.u32), self._section(experts, ty.u32), self._section(weights, ty.f32))
+        with ch.if_((phase == choose) | (phase == sort)):
+            with ch.if_(phase == choose):
+                of_warp = WarpChoice(self.machine, room.experts, line.routing.normalised)
+                logits = self._section("routes", ty.f32)
+                columns = self.launch.column_count
+                PassChoice(self.machine, room, self.tokens, columns, logits, choices, of_warp).choose()
+            with ch.else_():
+                self._sort(choices)
+
+    def _sort(self, choices: Choices) -> None:
+        assert self.tiles is not None
+        first = next(product for product in self.table.products if product.experts is not None)
+        PassSort(
+            *(self.machine, self.tokens, self.launch.column_count, choices, self.tiles, self.scales[self.product]),
+            *(self._section(HIDDEN), self._section(SORTED[0])),
+            *(self._section(SLOTS[0], ty.u32), self._section(SLOTS[1], ty.f32)),
+            PassPlan.vector_tiles(self.matrices[first]),
+        ).sort()
 
     @ch.inline
     def _emit_products(self, layer: Any, phase: Any) -> None:
@@ -359,17 +449,29 @@ class Pass:
     def _cases(self, layer: Any, phase: Any, adds: bool = False) -> list[Case]:
         """Of the phases that multiply, or of those that add parts."""
         finishes = self._finishes(layer, phase, self.of_few if adds else self.product)
+        by_expert = None if self.tiles is None else self._store_by_expert()
         parts = self._section("parts", ty.f32)
         to_be_added, cases = StoreParts(self.machine, parts), []
         for index, one in enumerate(self.sizes.phases):
             if isinstance(line := one.line, Multiply | NormBehind) and one.adds == adds:
                 kind = NormBehind if isinstance(line, NormBehind) else type(line.then)
                 finish = finishes[kind] if kind is Kept or not one.is_stored else to_be_added
+                if one.is_stored and line.product.experts is not None and by_expert is not None:
+                    finish = by_expert
                 if one.is_stored and one.is_joint and kind is Heads:
                     finish = self._store_squares(line.product, parts, finishes[Heads])
                 given = self._given(one, line.product, layer)
                 cases.append(Case(self.matrices[line.product], given, finish, index))
         return cases
+
+    def _store_by_expert(self) -> StoreByToken:
+        """What experts make of their slots, to be added in the next phase."""
+        return StoreByToken(self._of_slots(), self._section(EXPERT_ROWS[0], ty.f32), self.sizes.expert_width)
+
+    def _of_slots(self) -> PassMachine:
+        """The machine with slots in the place of tokens."""
+        assert self.tiles is not None
+        return replace(self.machine, plan=self.tiles.plan)
 
     def _store_squares(self, product: Product, parts: Any, heads: Finish) -> StoreSquares:
         """The rows of q, k and v, to be normalised in the next phase."""
@@ -392,16 +494,22 @@ class Pass:
             norms=self._head_norms(machine),
         )
         pairs = next(product for product in table.products if product.order is RowOrder.PAIRS)
-        gated = StoreGated(
+        gated: Finish = StoreGated(
             *(machine, self._sections("gated"), self.matrices[pairs].full_m_tiles, scales),
             activation=self.sizes.config.layer.activation,
         )
+        if self.factors is not None:
+            of_slots = self._of_slots(), self._section("gated"), self.factors
+            gated = StoreWeighed(*of_slots, self.sizes.config.layer.activation)
         # After o comes the layer's second norm, after down the next layer's first.
         o, down = table.onto_residual
         behind_o = phase <= self.sizes.index_of(table.reader_of(table.norm_phase(o) or o))
         behind = ch.select(behind_o, *(ty.u32(table.norm_behind(one, 0)) for one in (o, down)))
         onto_residual = self._onto_residual(machine, layer * len(table.norms) + behind)
         finishes: dict[type, Finish] = {Heads: heads, OntoResidual: onto_residual, Gated: gated}
+        if self.sizes.slots is not None:
+            width = logit_words(self.sizes.slots.experts)
+            finishes[Routes] = StoreByToken(machine, self._section("routes", ty.f32), width, scales)
         if self.row_scales:
             number = layer * len(table.onto_residual) + ch.select(behind_o, ty.u32(0), ty.u32(1))
             finishes |= self._norms_behind(onto_residual, product, number)
@@ -458,7 +566,13 @@ class Pass:
         adds = product.adds and not phase.is_joint and not phase.is_stored
         residual = self._section("residual", ty.f32) if adds else None
         parts, height, weights = self.sizes.parts(product), self.sizes.height(product), self._weights(product, layer)
-        return Given(weights, self._section(section_of(product.input)), residual, parts, height)
+        given = Given(weights, self._section(input_section(product)), residual, parts, height)
+        if product.experts is None:
+            return given
+        if not phase.adds:
+            return replace(given, tiles=self.tiles)
+        slots, rows = self._section(SLOTS[0], ty.u32), self._section(EXPERT_ROWS[0], ty.f32)
+        return replace(given, ranked=Ranked(slots, rows, self.sizes.expert_width, product.experts.chosen))
 
     def _attention(self, layer: Any) -> PassAttention:
         attention, window = self.table.attention, self._window(layer)

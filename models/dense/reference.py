@@ -258,6 +258,11 @@ class Reference:
         self.tables = self._new_tables(64)
         self.keys, self.values = self._new_cache(64), self._new_cache(64)
 
+    def forget_last(self) -> None:
+        """Forget the sequence's last token."""
+        self.length -= 1
+        self.nearness.pop()
+
     def step(self, token: int) -> F32:
         """Append `token` to the sequence; the logits [vocab] for the token after it."""
         logits = head(self.head, self.hidden_state(token)) / np.float32(self.config.logit_divisor)

@@ -225,10 +225,10 @@ class KernelsAsked:
             return describe_pass(self.config, self.machine, plan, one).buffer("workspace").bytes
 
         for tokens in PASS_TOKENS if has_choice else (int(self.options.prompt_passes or 0),):
-            long = default_pass_plan(self.machine, min(tokens, plan.max_context), self.config.head_dim)
+            long = default_pass_plan(self.machine, min(tokens, plan.max_context), self.config.shape)
             plans, nbytes = {PASSES[-1]: long}, workspace(long)
             # Cuts along k change bits: with them, those of a token would depend on how many others are read with it.
-            shorter = () if plan.kv_chunk else short_pass_plans(self.machine, self.config.head_dim)
+            shorter = () if plan.kv_chunk else short_pass_plans(self.machine, self.config.shape)
             for name, short in zip(PASSES, (one for one in shorter if one.tokens < long.tokens), strict=False):
                 with suppress(PlanError):  # a stage of quantised weights and few tokens: no room for a tile of keys
                     nbytes += workspace(short)

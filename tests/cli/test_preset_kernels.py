@@ -157,7 +157,7 @@ def test_registers_are_enough_for_prompts(tmp_path: Path, model: str) -> None:
 def test_registers_are_enough_for_passes(tmp_path: Path, model: str, tokens: int) -> None:
     """None spills, though a tile's sums take 128 of a thread's registers."""
     config, gpu = named_config(model).config, gpu_named(DEFAULT_GPU)
-    pass_plan = pass_plan_for(gpu, tokens, config.head_dim)
+    pass_plan = pass_plan_for(gpu, tokens, config.shape)
     generated = generate_pass(config, gpu, choose_plan(config, gpu, batch=8), pass_plan)
     cubin = compile_cubin(generated.text, generated.manifest.kernel, cache=tmp_path)
     assert cubin.resources.stack_bytes == 0, str(cubin.resources)

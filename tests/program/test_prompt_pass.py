@@ -27,6 +27,7 @@ from cheetah.runtime.device.emulator import EmulatorDevice
 from cheetah.runtime.engine.launches import Part
 from cheetah.tools.rig import GivenWeights, Rig, Session
 from tests.planted_text import planted
+from tests.program.joined import joined
 from tests.program.kinds import KINDS
 from tests.program.layer_kinds import behind, sandwich
 from tests.program.quantized_weights import QuantizedWeights
@@ -60,7 +61,8 @@ def weights_of(config: ModelConfig) -> Any:
 
 
 class PassRig(Rig):
-    """A pass' kernel compiled for the emulator, with a model's weights."""
+    """A pass' kernel compiled for the emulator, with a model's weights. bug: planted in its text; bugs: of several,
+    each the one that `tests.program.joined.chosen` chooses."""
 
     def __init__(
         self,
@@ -69,8 +71,10 @@ class PassRig(Rig):
         blocks: int = 2,
         pass_plan: PassPlan = PASS,
         bug: tuple[str, str] | None = None,
+        bugs: Sequence[tuple[str, str]] = (),
         sanitize: bool = False,
         watched: bool = False,
+        weights: Any = None,
         **plan: Any,
     ) -> None:
         fields = {"consumer_warps": 2, "max_context": 192, "stage_bytes": 4096, "page_size": 5, "batch": 3, **plan}
@@ -79,7 +83,9 @@ class PassRig(Rig):
         made = generate_pass(config, gpu, self.sizes.plan, pass_plan)
         if bug is not None:
             made = made.with_text(planted(made.text, *bug))
-        weights = weights_of(config)
+        if bugs:
+            made = joined(made, [made.with_text(planted(made.text, *one)) for one in bugs])
+        weights = weights or weights_of(config)
         powers = np.random.default_rng(4).integers(-2, 3, (config.layers, 2, config.kv_heads))
         scales = np.asarray(KV_SCALE * 2.0**powers, np.float32)
         given = GivenWeights(config, weights.tensor, getattr(weights, "rows", None), scales)
@@ -212,7 +218,7 @@ def test_products_of_few_tokens_are_cut(case: str) -> None:
 def test_cuts_of_presets(model: str, few: list[tuple[int, int]], more: list[tuple[int, int]]) -> None:
     """M-tiles and parts of each product: on 132 blocks, for 128 and for 512 tokens."""
     config, gpu = preset(model), gpu_named("h200")
-    for pass_plan, wanted in zip(short_pass_plans(gpu, config.head_dim), (few, more), strict=True):
+    for pass_plan, wanted in zip(short_pass_plans(gpu, config.shape), (few, more), strict=True):
         sizes = PassSizes(config, gpu, choose_plan(config, gpu), pass_plan)
         found = [(sizes.height(one) or 8, sizes.parts(one)) for one in sizes.table.products]
         assert found == wanted
@@ -462,7 +468,7 @@ def test_there_are_passes_for_every_format(format: str, quantised: str) -> None:
     names = {"feed-forward": ("gate_up", "down"), "attention": ("qkv", "o")}.get(quantised, ())
     config = replace(config, weight_formats=tuple(one for one in config.weight_formats if not names or one[0] in names))
     plan = choose_plan(config, gpu)
-    for pass_plan in (default_pass_plan(gpu, 2048, 128), *short_pass_plans(gpu, 128)):
+    for pass_plan in (default_pass_plan(gpu, 2048, config.shape), *short_pass_plans(gpu, config.shape)):
         assert PassSizes(config, gpu, plan, pass_plan).shared.total_bytes <= gpu.shared_bytes
 
 

@@ -68,12 +68,18 @@ class Scales:
         self.turn ^= 1
         with ch.if_(machine.thread < plan.tile_tokens):
             token = token_tile * plan.tile_tokens + machine.thread
-            total = ch.var(ty.f32, 0.0)
-            with ch.for_(self.parts, unroll=min(self.parts, 32)) as part:
-                total += self.squares[part * plan.tokens + token]
-            scale = prim.rsqrt_f32(total * (1.0 / self.elements) + self.epsilon)
+            scale = self.of_token(token)
             self._buffer()[machine.thread] = scale
         machine.meet()
+
+    @ch.inline
+    def of_token(self, token: ch.Expr) -> Any:
+        """1/rms of a token (f32)."""
+        total = ch.var(ty.f32, 0.0)
+        with ch.for_(self.parts, unroll=min(self.parts, 32)) as part:
+            total += self.squares[part * self.machine.plan.tokens + token]
+        scale = prim.rsqrt_f32(total * (1.0 / self.elements) + self.epsilon)
+        return scale
 
     def _buffer(self) -> Any:
         return self.memory + self.turn * self.machine.plan.tile_tokens
@@ -92,6 +98,9 @@ class Unscaled(Scales):
 
     def load(self, token_tile: ch.Expr) -> None:
         self.machine.meet()
+
+    def of_token(self, token: ch.Expr) -> Any:
+        return ty.f32(1.0)
 
     def scaled(self, sums: Sums) -> tuple[Any, Any, Any, Any]:
         first, second, third, fourth = sums.values
@@ -171,14 +180,21 @@ def scatter_pair(
 def store_gated(machine: PassMachine, into: ch.Expr, sums: Sums, activation: str, others: Sequence[ch.Expr]) -> None:
     """silu(gate) * up of an M-tile's 8 gate rows and their up rows, as 8 columns of a vector in token order."""
     first, second, third, fourth = sums.values
-    pair = prim.pack_bf16x2(_gated(first, third, activation), _gated(second, fourth, activation))
+    gated = _gated(first, third, activation), _gated(second, fourth, activation)
+    _store_pair(machine, (into, *others), sums, *gated)
+
+
+@ch.inline
+def _store_pair(machine: PassMachine, places: Sequence[ch.Expr], sums: Sums, first: ch.Expr, second: ch.Expr) -> None:
+    """A lane's row of an M-tile's 8, of its two tokens, to every rank's buffer, this one's first."""
+    pair = prim.pack_bf16x2(first, second)
     even, odd = _neighbours(machine, pair, pair)
     is_odd = machine.lane // 4 % 2 != 0
     word = ch.select(is_odd, prim.byte_permute(even, odd, 0x7632), prim.byte_permute(even, odd, 0x5410))
     tiles = VECTOR_COLUMNS // HALF
-    for base in (into, *others):
+    for base in places:
         address = _address(machine, base, sums.m_tile // tiles, sums.group) + sums.m_tile % tiles * 4
-        store_at(ch.reinterpret(ty.ptr_mut(ty.u32), address), 0, word, base is not into)
+        store_at(ch.reinterpret(ty.ptr_mut(ty.u32), address), 0, word, base is not places[0])
 
 
 def _gated(gate: ch.Expr, up: ch.Expr, activation: str) -> Any:
@@ -214,6 +230,88 @@ class StoreGated(Store):
 
     def finish(self, sums: Sums) -> None:
         store_gated(self.machine, self.into[0], self._scaled(sums), self.activation, self.into[1:])
+
+
+@ch.function
+def store_weighed(machine: PassMachine, into: ch.Expr, sums: Sums, factors: ch.Expr, activation: str) -> None:
+    """The same of slots, whose gate and up rows are scaled, and whose product is multiplied by a weight in f32.
+    factors: f32x4 of two slots, the scale of each before its weight."""
+    first, second, third, fourth = sums.values
+    gated = _gated(first * factors.x, third * factors.x, activation) * factors.y
+    other = _gated(second * factors.z, fourth * factors.z, activation) * factors.w
+    _store_pair(machine, (into,), sums, gated, other)
+
+
+class SlotFactors(Scales):
+    """Of the slots of a tile what their sums are multiplied with before and behind the activation: f32x2 [slot]. They
+    wait in shared memory as `Scales` do."""
+
+    def __init__(self, machine: PassMachine, factors: ch.Expr) -> None:
+        self.factors = factors
+        super().__init__(machine, factors, 0, 0, 0.0)
+
+    @ch.inline
+    def _declare(self) -> None:
+        with self.machine.consumer:
+            factor_turn = ch.var(ty.u32, 0)
+            slot_factors = self.machine.region("slot_factors", ty.f32x2)
+            self.turn, self.memory = factor_turn, slot_factors
+
+    @ch.function
+    def load(self, first_group: ch.Expr) -> None:
+        """By all consumer warps, once a tile, of the slots from that group on."""
+        machine = self.machine
+        self.turn ^= 1
+        with ch.if_(machine.thread < machine.plan.tile_tokens):
+            of_slots = ch.reinterpret(ty.ptr(ty.f32x2), self.factors)
+            self._buffer()[machine.thread] = of_slots[first_group * GROUP_TOKENS + machine.thread]
+        machine.meet()
+
+    def of_pair(self, sums: Sums) -> Any:
+        """Those of this lane's two slots (f32x4)."""
+        pairs = ch.reinterpret(ty.ptr(ty.f32x4), self._buffer())
+        return pairs[sums.in_tile * (GROUP_TOKENS // 2) + self.machine.lane % 4]
+
+
+@dataclass(frozen=True, eq=False)
+class StoreWeighed(Finish):
+    """activation(gate) * up of an expert's rows, times the weight that it has to the token of each slot."""
+
+    machine: PassMachine
+    into: ch.Expr
+    factors: SlotFactors
+    activation: str
+
+    def begin(self, row_tile: ch.Expr, first_group: ch.Expr) -> None:
+        self.factors.load(first_group)
+
+    def finish(self, sums: Sums) -> None:
+        factors = ch.const(ty.f32x4, self.factors.of_pair(sums), name="factors")
+        store_weighed(self.machine, self.into, sums, factors, self.activation)
+
+
+@dataclass(frozen=True, eq=False)
+class StoreByToken(Finish):
+    """The rows as they are, f32 [token or slot][width]; scaled, if the input was normalised."""
+
+    machine: PassMachine
+    into: ch.Expr
+    width: int
+    scales: Scales | None = None
+
+    def begin(self, row_tile: ch.Expr, token_tile: ch.Expr) -> None:
+        if self.scales is not None:
+            self.scales.load(token_tile)
+
+    @ch.function
+    def finish(self, sums: Sums) -> None:
+        # Eight lanes have neighbouring rows of a token: a whole sector of memory.
+        lane = self.machine.lane
+        first = ty.u64(sums.group * GROUP_TOKENS + lane % 4 * 2) * self.width
+        rows = self.into + (first + ty.u64(sums.m_tile * M_TILE_ROWS + lane // 4))
+        values = sums.values if self.scales is None else self.scales.scaled(sums)
+        for index, value in enumerate(values):
+            rows[index % 2 * self.width + index // 2 * HALF] = value
 
 
 @dataclass(frozen=True, eq=False)

@@ -25,7 +25,10 @@ from cheetah.blocks.prompt.product import (
     of_phase,
 )
 from cheetah.lang import ty
-from cheetah.plan.prompt import ACCUMULATOR_BYTES
+from cheetah.plan.formats import M_TILE_ROWS
+from cheetah.plan.prompt import ACCUMULATOR_BYTES, GROUP_TOKENS
+
+HALF = M_TILE_ROWS // 2
 
 
 def _place(machine: PassMachine, m_tile: Any, group: Any) -> Any:
@@ -52,8 +55,8 @@ class StoreParts(Finish):
 
 @dataclass(frozen=True, eq=False)
 class AddParts:
-    """The phase that adds. product: with fewer tokens a tile; parts: what StoreParts left; residual: what the sums of
-    cases that add are added to (f32 in accumulator order)."""
+    """The phase that adds: parts of k, or what a token's experts made, in order. product: with fewer tokens a tile;
+    parts: what StoreParts left; residual: what the sums of cases that add are added to (f32 in accumulator order)."""
 
     product: TileProduct
     parts: ch.Expr
@@ -85,13 +88,38 @@ class AddParts:
         multiplier = its[0].finish.multiplier
         if its[0].adds and multiplier == 1:
             self._add(self.residual, place.m_tile, place.token_tile, sums)
-        parts = of_phase(phase, {case.phase: case.given.parts for case in its})
-        with ch.for_(parts, unroll=2, name="part") as part:
-            self._add(self.parts, part * place.m_tiles + place.m_tile, place.token_tile, sums)
+        ranked = [case for case in its if case.given.ranked is not None]
+        of_parts = [case for case in its if case.given.ranked is None]
+        if of_parts:
+            with in_phases(phase, of_parts, its):
+                self._add_parts(place, of_parts, phase, sums)
+        for case in ranked:
+            with in_phases(phase, [case], its):
+                self._add_ranks(place, case.given.ranked, sums)
         if its[0].adds and multiplier != 1:
             with ch.for_(self.product.machine.plan.tile_groups * ACCUMULATORS, unroll=True, name="sum") as index:
                 sums[index] = sums[index] * multiplier
             self._add(self.residual, place.m_tile, place.token_tile, sums)
+
+    @ch.inline
+    def _add_parts(self, place: TilePlace, its: Sequence[Case], phase: ch.Expr, sums: Any) -> None:
+        parts = of_phase(phase, {case.phase: case.given.parts for case in its})
+        with ch.for_(parts, unroll=2, name="part") as part:
+            self._add(self.parts, part * place.m_tiles + place.m_tile, place.token_tile, sums)
+
+    @ch.inline
+    def _add_ranks(self, place: TilePlace, ranked: Any, sums: Any) -> None:
+        """What the experts of this lane's tokens made, by rank: ascending, whoever else is in the pass."""
+        lane, groups = self.product.machine.lane, self.product.machine.plan.tile_groups
+        row = place.m_tile * M_TILE_ROWS + lane // 4
+        with ch.for_(groups, unroll=True, name="group") as group:
+            for index in range(2):
+                token = (place.token_tile * groups + group) * GROUP_TOKENS + lane % 4 * 2 + index
+                slots = ch.const(ty.ptr(ty.u32), ranked.slots + token * ranked.chosen, name="slots")
+                with ch.for_(ranked.chosen, unroll=min(ranked.chosen, 4), name="rank") as rank:
+                    made = ranked.rows + (ty.u64(slots[rank]) * ranked.width + ty.u64(row))
+                    for half in range(2):
+                        sums[group * ACCUMULATORS + half * 2 + index] += made[half * HALF]
 
     @ch.inline
     def _add(self, source: ch.Expr, m_tile: Any, token_tile: Any, sums: Any) -> None:

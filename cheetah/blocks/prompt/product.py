@@ -5,7 +5,8 @@ lane for each 16 of k, and the activations of the tile, in token order (`cheetah
 of one stage are issued while those of the one before are under way; a stage is given back when they are over. So two
 sets of A registers take turns.
 
-Tiles are dealt to the blocks with the tokens inside: blocks that share a row of weights work on it side by side.
+Tiles are dealt to the blocks with the tokens inside: blocks that share a row of weights work on it side by side. Those
+of experts, whose weights are shared by few tokens, are dealt with the rows inside: blocks share the tokens.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from cheetah import lang as ch
+from cheetah.blocks.prompt.expert_tiles import ExpertTiles, SlotTile
 from cheetah.blocks.prompt.machine import PassMachine
 from cheetah.blocks.prompt.ring import TileRing
 from cheetah.blocks.prompt.weights import STEPS_PER_TILE, pair_fragments, stage_weights
@@ -82,13 +84,26 @@ class Finish:
 class Given:
     """Where the operands of a product lie: packed weights of the matrix (u8), its input in token order (u8), and what
     the sums are added to, in accumulator order (f32), if anything. parts: of k, each with tiles of its own. height:
-    M-tiles of a tile, where it has fewer than there is room for."""
+    M-tiles of a tile, where it has fewer than there is room for. tiles: of slots, where weights and input are those of
+    experts. ranked: what they made, where that is to be added."""
 
     weights: ch.Expr
     input: ch.Expr
     residual: ch.Expr | None = None
     parts: int = 1
     height: int | None = None
+    tiles: ExpertTiles | None = None
+    ranked: Ranked | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Ranked:
+    """What experts made: rows, f32 [slot][width], of the slots (u32 [token][rank]) of a token's `chosen` experts."""
+
+    slots: ch.Expr
+    rows: ch.Expr
+    width: int
+    chosen: int
 
 
 @dataclass(frozen=True, eq=False)
@@ -128,10 +143,10 @@ class TileProduct:
         with self.machine.consumer:
             self.multiply([Case(matrix, given, finish)])
 
-    def tiles(self, row_tiles: ch.Value) -> Any:
-        """A loop over this block's tiles of so many rows of tiles."""
-        machine = self.machine
-        return ch.for_(machine.block, self.token_tiles * row_tiles, machine.gpu.blocks, unroll=1, name="tile")
+    def tiles(self, row_tiles: ch.Value, token_tiles: Any = None) -> Any:
+        """A loop over this block's tiles of so many rows of tiles, of all tokens unless `token_tiles` says how many."""
+        machine, token_tiles = self.machine, self.token_tiles if token_tiles is None else token_tiles
+        return ch.for_(machine.block, token_tiles * row_tiles, machine.gpu.blocks, unroll=1, name="tile")
 
     # -- copies -----------------------------------------------------------------------------------------------------
 
@@ -141,8 +156,9 @@ class TileProduct:
         self.machine.plan.check(matrix)
         lane, plan = self.machine.lane, self.machine.plan
         pieces = matrix.pieces // given.parts
-        with self.tiles(plan.row_tiles(matrix, given.height) * given.parts) as tile:
-            row_tile, part = row_tile_and_part(tile // self.token_tiles, given.parts)
+        rows, slots = plan.row_tiles(matrix, given.height) * given.parts, given.tiles
+        with self.tiles(rows, self.token_tiles if slots is None else slots.count) as tile:
+            row_tile, part = row_tile_and_part(tile // self.token_tiles if slots is None else tile % rows, given.parts)
             # Narrow M-tiles are twice as many, and two of them fill the room of one.
             height = (given.height or plan.tile_m_tiles) * matrix.halves
             first = row_tile * height
@@ -152,6 +168,9 @@ class TileProduct:
             position = m_tile % matrix.blocks
             width = matrix.wave_width(wave)
             wave_bytes = matrix.wave_address(ty.u64(wave))
+            if slots is not None:
+                expert = slots.tile(tile // rows).expert
+                wave_bytes = ch.const(ty.u64, wave_bytes + ty.u64(expert) * matrix.expert_bytes, name="wave_bytes")
             name = "piece" if matrix.is_narrow else "chunk"
             with ch.for_(part * pieces, (part + 1) * pieces, unroll=1, name=name) as piece:
                 source = given.weights + (wave_bytes + ty.u64(matrix.piece_address(piece, position, width)))
@@ -167,6 +186,8 @@ class TileProduct:
     def copy_activations(self, matrix: MatrixLayout, given: Given) -> None:
         """In the activations role."""
         plan = self.machine.plan
+        if given.tiles is not None:
+            return self._copy_of_slots(matrix, given, given.tiles)
         tile_bytes = plan.activation_tile_bytes
         k_tiles = plan.vector_tiles(matrix) // given.parts
         with self.tiles(plan.row_tiles(matrix, given.height) * given.parts) as tile:
@@ -183,6 +204,24 @@ class TileProduct:
                         prim.bulk_copy(place, source + k_bytes, tile_bytes, barrier)
             if given.residual is not None:
                 self._copy_residual(matrix, given.residual, row_tile, token_tile)
+
+    @ch.inline
+    def _copy_of_slots(self, matrix: MatrixLayout, given: Given, slots: ExpertTiles) -> None:
+        """The same of the slots of a tile's expert, as many groups as it has: what a stage has behind them, of others,
+        makes sums that nobody finishes."""
+        plan, k_tiles = self.machine.plan, self.machine.plan.vector_tiles(matrix)
+        row_tiles = plan.row_tiles(matrix, given.height)
+        with self.tiles(row_tiles, slots.count) as tile:
+            of_slots = slots.tile(tile // row_tiles)
+            tile_bytes = ch.const(ty.u32, of_slots.groups * GROUP_BYTES, name="tile_bytes")
+            source = given.input + ty.u64(of_slots.first_group) * GROUP_BYTES
+            with ch.for_(0, k_tiles, STAGE_TILES, unroll=1, name="k_tile") as k_tile:
+                count = ch.minimum(k_tiles - k_tile, STAGE_TILES)
+                with self.ring.fill_activations(count * tile_bytes) as (stage, barrier):
+                    with ch.for_(count, unroll=1) as index:
+                        place = stage + (self.ring.weights_bytes + index * plan.activation_tile_bytes)
+                        k_bytes = ty.u64(k_tile + index) * (slots.plan.groups * GROUP_BYTES)
+                        prim.bulk_copy(place, source + k_bytes, tile_bytes, barrier)
 
     @ch.inline
     def _copy_residual(self, matrix: MatrixLayout, residual: ch.Expr, row_tile: ch.Expr, token_tile: ch.Expr) -> None:
@@ -210,15 +249,16 @@ class TileProduct:
         )
         height = of_phase(phase, {case.phase: case.given.height or plan.tile_m_tiles for case in cases})
         parts = of_phase(phase, {case.phase: case.given.parts for case in cases})
-        with self.tiles(row_tiles) as tile:
-            row_tile, part = row_tile_and_part(tile // self.token_tiles, parts)
+        with self.tiles(row_tiles, self._token_tiles(phase, cases)) as tile:
+            row_tile, part = row_tile_and_part(self._row(phase, cases, tile, row_tiles), parts)
             token_tile = tile % self.token_tiles
             m_tile = row_tile * height + self.machine.warp
             sums = ch.array(ty.f32, plan.tile_groups * ACCUMULATORS)
             for finish, its in by_finish(cases):
                 with in_phases(phase, its, cases):
-                    finish.begin(row_tile, token_tile)
-            factors = self._load_factors(phase, cases, m_tile)
+                    of_slots = self._slots(its, tile, row_tiles)
+                    finish.begin(row_tile, token_tile if of_slots is None else of_slots.first_group)
+            factors = self._load_factors(phase, cases, m_tile, tile, row_tiles)
             self._sum_tile(phase, cases, sums)
             self._scale_rows(sums, factors)
             for finish, its in by_finish(cases):
@@ -227,12 +267,36 @@ class TileProduct:
                     before = 0 if isinstance(part, int) else part * m_tiles
                     if any(case.given.height for case in its):
                         m_tiles = ch.minimum(ty.u32(0) + m_tiles, (row_tile + 1) * height)
-                    place = TilePlace(m_tile, m_tiles, token_tile, before)
+                    place = TilePlace(m_tile, m_tiles, token_tile, before, self._slots(its, tile, row_tiles))
                     self.finish_tile(finish, its[0].adds, place, sums)
                     finish.end(row_tile, token_tile)
 
+    def _token_tiles(self, phase: ch.Expr | None, cases: Sequence[Case]) -> Any:
+        """Tiles of tokens, or of slots, that the product of the phase has."""
+        count: Any = self.token_tiles
+        for case in cases:
+            if case.given.tiles is not None:
+                count = ch.select(_is_one_of(phase, [case.phase]), case.given.tiles.count, count)
+        return count
+
+    def _row(self, phase: ch.Expr | None, cases: Sequence[Case], tile: Any, row_tiles: Any) -> Any:
+        """The row of tiles of a tile: of tokens those come first, of slots the rows."""
+        row = tile // self.token_tiles
+        for case in cases:
+            if case.given.tiles is not None:
+                row = ch.select(_is_one_of(phase, [case.phase]), tile % row_tiles, row)
+        return row
+
+    @staticmethod
+    def _slots(its: Sequence[Case], tile: Any, row_tiles: Any) -> SlotTile | None:
+        """The slots of a tile of experts; None of tokens."""
+        tiles = its[0].given.tiles
+        return None if tiles is None else tiles.tile(tile // row_tiles)
+
     @ch.inline
-    def _load_factors(self, phase: ch.Expr | None, cases: Sequence[Case], m_tile: ch.Expr) -> Any:
+    def _load_factors(
+        self, phase: ch.Expr | None, cases: Sequence[Case], m_tile: ch.Expr, tile: Any, row_tiles: Any
+    ) -> Any:
         """What rows g and g + 8 are multiplied by in the end (f32 [2]), 1 in a matrix without factors; None where all
         are."""
         if not any(case.matrix.format.factor_bytes for case in cases):
@@ -245,6 +309,8 @@ class TileProduct:
                         factors[index] = ty.f32(1.0)
                     continue
                 place = case.given.weights + self._factors_at(case.matrix, ch.minimum(m_tile, case.matrix.m_tiles - 1))
+                if (slots := self._slots([case], tile, row_tiles)) is not None:
+                    place = place + ty.u64(slots.expert) * case.matrix.expert_bytes
                 of_rows = ch.reinterpret(ty.ptr(ty.f32), place)
                 for index in range(2):
                     factors[index] = of_rows[self.machine.lane // 4 + index * (M_TILE_ROWS // 2)]
@@ -383,6 +449,10 @@ class TileProduct:
     @ch.function
     def _finish_groups(self, finish: Finish, place: TilePlace, sums: Any, first: int, count: int) -> None:
         of_rows = finish.load_rows(place.m_tile)
+        if place.slots is not None:
+            with ch.for_(first, first + count, unroll=True, name="group") as group, ch.if_(group < place.slots.groups):
+                finish.finish(self._sums(place, sums, group, of_rows))
+            return
         at_once = next(size for size in range(LOADED_AT_ONCE, 0, -1) if count % size == 0)
         with ch.for_(first, first + count, at_once, unroll=True, name="group") as group:
             of_pass = place.token_tile * self.machine.plan.tile_groups + group
@@ -392,7 +462,8 @@ class TileProduct:
 
     def _sums(self, place: TilePlace, sums: Any, group: Any, of_rows: Any, of_group: Any = None) -> Sums:
         values = tuple(sums[group * ACCUMULATORS + index] for index in range(ACCUMULATORS))
-        of_pass = place.token_tile * self.machine.plan.tile_groups + group
+        of_tile = place.token_tile * self.machine.plan.tile_groups if place.slots is None else place.slots.first_group
+        of_pass = of_tile + group
         return Sums(place.m_tile + place.before, of_pass, group, values, of_rows, of_group)
 
 
@@ -428,13 +499,14 @@ class StageOperands:
 
 @dataclass(frozen=True, eq=False)
 class TilePlace:
-    """A warp's M-tile of a tile, how many there are, and the tile's tokens; how many M-tiles of earlier parts are
-    counted before."""
+    """A warp's M-tile of a tile, how many there are, and the tile's tokens, or the slots in their place; how many
+    M-tiles of earlier parts are counted before."""
 
     m_tile: Any
     m_tiles: Any
     token_tile: Any
     before: Any = 0
+    slots: SlotTile | None = None
 
 
 def row_tile_and_part(index: Any, parts: Any) -> tuple[Any, Any]:
@@ -473,7 +545,14 @@ def _if_one_of(phase: ch.Expr | None, numbers: Sequence[int], there_are: Sequenc
     """If the present phase is one of `numbers`; nothing to ask where they are all that there are."""
     if phase is None or len(numbers) == len(there_are):
         return ch.if_(True)
+    return ch.if_(_is_one_of(phase, numbers))
+
+
+def _is_one_of(phase: ch.Expr | None, numbers: Sequence[int]) -> Any:
+    """Whether the present phase is one of `numbers`; with none of them, or no phases, whether there are any."""
+    if phase is None or not numbers:
+        return bool(numbers)
     is_one = phase == numbers[0]
     for index in numbers[1:]:
         is_one = is_one | (phase == index)
-    return ch.if_(is_one)
+    return is_one
