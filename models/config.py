@@ -27,7 +27,7 @@ from cheetah.models.config_json import (
     load_source,
     place_of,
 )
-from cheetah.models.layer_kind import AttentionKind, LayerKind, Norms, PositionScale, Routing
+from cheetah.models.layer_kind import AttentionKind, ClampedGate, LayerKind, Norms, PositionScale, Routing
 from cheetah.models.plausible import implausible
 from cheetah.models.rope import GROUP_ELEMENTS, Rope, rope_table, rotary_order
 from cheetah.plan import ModelShape
@@ -54,13 +54,16 @@ class ModelConfig:
     of `rope` in layers of that type. attention_scale, attention_soft_cap, position_scale: of `AttentionKind`.
     residual_multiplier: of `LayerKind`. embedding_multiplier: of the rows of the embedding. logit_divisor: of the
     head's logits. logit_soft_cap: logits l become logit_soft_cap * tanh(l / logit_soft_cap). routing: of every layer's
-    feed-forward, whose experts have the width `intermediate_size`.
+    feed-forward, whose experts have the width `intermediate_size`. clamped_gate: its activation, in the place of the
+    family's.
     """
 
     dialect: ClassVar[Dialect]
     layer: ClassVar[LayerKind] = LayerKind()
     fused: ClassVar[tuple[str, ...]] = ()
     """Matrices of several sources that are one tensor of the checkpoint, its rows those of one source after another."""
+    interleaved: ClassVar[tuple[str, ...]] = ()
+    """Those of them whose rows are of the sources in turn."""
     modules: ClassVar[Mapping[str, str]] = {}
     """The linear layers, below a layer, of sources or fused matrices that have other names than Llama's."""
 
@@ -87,6 +90,7 @@ class ModelConfig:
     logit_divisor: float = 1.0
     logit_soft_cap: float | None = None
     routing: Routing | None = None
+    clamped_gate: ClampedGate | None = None
     weight_formats: tuple[tuple[str, str], ...] = ()
     """(matrix, format) of the matrices that are not bf16."""
     act_order: bool = False
@@ -144,6 +148,7 @@ class ModelConfig:
     def layer_kinds(self) -> tuple[LayerKind, ...]:
         """What each layer does, in order."""
         common = replace(self.layer, residual_multiplier=self.residual_multiplier, routing=self.routing)
+        common = replace(common, activation=self.clamped_gate or common.activation)
         return tuple(replace(common, attention=self.attention_of(layer)) for layer in range(self.layers))
 
     def attention_of(self, layer: int) -> AttentionKind:
@@ -184,6 +189,16 @@ class ModelConfig:
     def has_biases(self) -> bool:
         """Whether q, k and v have biases, in every layer."""
         return self.layer.attention.biases
+
+    @property
+    def has_out_biases(self) -> bool:
+        """Whether o has biases, in every layer."""
+        return self.layer.attention.out_biases
+
+    @property
+    def has_expert_biases(self) -> bool:
+        """Whether routers and experts have biases, in every layer."""
+        return self.routing is not None and self.routing.biases
 
     @property
     def has_sinks(self) -> bool:
@@ -281,6 +296,9 @@ class ModelConfig:
         h, f = self.hidden_size, self.intermediate_size
         layer = self.qkv_rows * h + h * self.query_rows
         layer += 3 * h * f if self.routing is None else self.routing.experts * (3 * h * f + h)
+        if self.routing is not None and self.routing.biases:
+            layer += self.routing.experts * (2 * f + h + 1)
+        layer += h if self.layer.attention.out_biases else 0
         layer += 2 * h * (self.norms.before + self.norms.after) + (self.qkv_rows if self.has_biases else 0)
         layer += self.query_heads if self.has_sinks else 0
         layer += {None: 0, "each": 2 * self.head_dim, "width": self.query_rows + self.kv_rows}[self.head_norms]

@@ -25,6 +25,16 @@ from cheetah.plan.prompt import PassPlan
 from cheetah.stopwatch import Stopwatch
 
 
+@dataclass(frozen=True)
+class Merged:
+    """A tensor of a file in which others lie one behind the other. shape: its own; parts: their names and shapes.
+    is_transposed: each lies there with rows and columns exchanged."""
+
+    shape: tuple[int, ...]
+    parts: Mapping[str, tuple[int, ...]]
+    is_transposed: bool = False
+
+
 class PhaseRow(NamedTuple):
     """A phase of a kernel as people read it. when: in which layers it comes, or "once"; waits, makes: vectors that all
     blocks make and all need; matrix: whose product it is, with its rows, columns and format."""
@@ -223,9 +233,8 @@ class ModelFamily(ABC):
     def tensor_shapes(self, config: ModelConfig) -> dict[str, tuple[int, ...]]:
         """Every tensor a checkpoint must hold, with its shape ([out, in], row-major). A tied head is not among them."""
 
-    def merged_tensors(self, config: ModelConfig) -> dict[str, tuple[tuple[int, ...], tuple[str, ...]]]:
-        """Tensors that a checkpoint may have in the place of others, by name: the shape, and those of `tensor_shapes`
-        that lie in it one behind the other."""
+    def merged_tensors(self, config: ModelConfig) -> dict[str, Merged]:
+        """Tensors that a checkpoint may have in the place of those of `tensor_shapes`, or of their quantised parts."""
         return {}
 
     @abstractmethod

@@ -50,8 +50,8 @@ class AttentionKind:
     None: they are not. scale: what q.k is multiplied by; None: head_dim ** -0.5. soft_cap: logits l become
     soft_cap * tanh(l / soft_cap). sinks: every query head has one more logit, whose key has no value. head_norms: an
     RMSNorm of queries and of keys before they are rotated, "each" over every head by itself with one weight [head_dim]
-    for all heads, "width" over all heads together with a weight for every row. biases: q, k and v have them.
-    position_scale: of the queries.
+    for all heads, "width" over all heads together with a weight for every row. biases: q, k and v have them; out_biases:
+    o has. position_scale: of the queries.
     """
 
     window: int | None = None
@@ -61,6 +61,7 @@ class AttentionKind:
     sinks: bool = False
     head_norms: Literal["each", "width"] | None = None
     biases: bool = False
+    out_biases: bool = False
     position_scale: PositionScale | None = None
 
     def window_of(self, max_context: int) -> int | None:
@@ -72,20 +73,33 @@ class AttentionKind:
 class Routing:
     """A feed-forward of `experts`, of which a token is given to the `chosen` with the highest logits, of equal ones to
     the lowest. What they make is added up, each times the token's weight: the softmax of the logits of all experts, or,
-    where it is `normalised`, of the chosen alone."""
+    where it is `normalised`, of the chosen alone. biases: the router and all matrices of the experts have them."""
 
     experts: int
     chosen: int
     normalised: bool = True
+    biases: bool = False
+
+
+@dataclass(frozen=True)
+class ClampedGate:
+    """In the place of activation(gate) * up: gate is at most `limit`, up at most as far from 0, and what they make is
+    (up + 1) * gate times the logistic function of alpha * gate."""
+
+    alpha: float
+    limit: float
+
+    def __str__(self) -> str:
+        return f"(up + 1) * gate * sigmoid({self.alpha:g} gate), both clamped at {self.limit:g}"
 
 
 @dataclass(frozen=True)
 class LayerKind:
-    """What a layer does. activation: of the gate, "silu" or the tanh form of "gelu". residual_multiplier: of what a
+    """What a layer does. activation: of the gate, "silu" or the tanh form of "gelu", or a clamped one. residual_multiplier: of what a
     sublayer adds to the residual stream. routing: of a feed-forward of experts; None: it is one for all tokens."""
 
     norms: Norms = Norms()
     attention: AttentionKind = AttentionKind()
-    activation: Literal["silu", "gelu"] = "silu"
+    activation: Literal["silu", "gelu"] | ClampedGate = "silu"
     residual_multiplier: float = 1.0
     routing: Routing | None = None

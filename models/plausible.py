@@ -44,6 +44,8 @@ RANGES = {
     "shared_intermediate_size": Range(1, 2**20, "published models have up to 16,384"),
     "no_rope_layer_interval": Range(1, 1024, "published models have 4"),
     "sliding_window_pattern": Range(1, 1024, "published models have 4 or 6"),
+    "swiglu_alpha": Range(1e-3, 1e3, "gates are multiplied by it; published models have 1.702"),
+    "swiglu_limit": Range(1e-3, 1e6, "gates are clamped at it; published models have 7"),
     "num_hidden_layers": Range(1, 1024, "published models have up to 126"),
     "num_attention_heads": Range(1, 1024, "published models have up to 128"),
     "num_key_value_heads": Range(1, 1024, "published models have up to 128"),

@@ -14,6 +14,7 @@ from cheetah.models import (
     cwm,
     exaone4,
     gemma,
+    gpt_oss,
     granite,
     llama,
     ministral3,
@@ -38,7 +39,7 @@ from cheetah.models.text_part import text_modules
 _FAMILIES = (
     *(llama.FAMILY, qwen3.FAMILY, qwen2.FAMILY, mistral.FAMILY, ministral3.FAMILY, smollm3.FAMILY, phi3.FAMILY),
     *(granite.FAMILY, granite.HYBRID_FAMILY, olmo.FAMILY, olmo.FAMILY_3, gemma.FAMILY_2, gemma.FAMILY_3),
-    *(exaone4.FAMILY, cwm.FAMILY, qwen3_moe.FAMILY, mixtral.FAMILY, olmoe.FAMILY),
+    *(exaone4.FAMILY, cwm.FAMILY, qwen3_moe.FAMILY, mixtral.FAMILY, olmoe.FAMILY, gpt_oss.FAMILY),
 )
 FAMILIES: dict[str, ModelFamily] = {family.name: family for family in _FAMILIES}
 """By model_type, as config.json has it."""
@@ -117,6 +118,10 @@ def _quantized(family: ModelFamily, source: Any, values: Mapping[str, Any], note
     if quantization is None:
         return config
     formats = quantization.matrix_formats(family.matrix_modules(config), config.names_of)
+    if quantization.method == "mxfp4" and not formats:
+        raise ConfigError(
+            f"{place_of(source)}: the weights are quantised by mxfp4, which is supported of experts alone"
+        )
     try:
         return replace(config, weight_formats=formats, act_order=quantization.act_order)
     except ConfigError as problem:
@@ -148,10 +153,13 @@ def _is_format(name: str) -> bool:
 
 
 def in_format(config: ModelConfig, format: str | None) -> ModelConfig:
-    """The model with all matrices of its layers but routers in a weight format; as it is for None."""
+    """The model with all matrices of its layers but routers in a weight format, in mxfp4 those of experts alone, if it
+    has some; as it is for None."""
     if format is None:
         return config
-    formats = tuple((product.name, format.removesuffix(ORDER)) for product in config.quantisable)
+    experts = [product for product in config.quantisable if product.experts is not None]
+    products = experts if experts and format == "mxfp4" else config.quantisable
+    formats = tuple((product.name, format.removesuffix(ORDER)) for product in products)
     return replace(config, weight_formats=formats, act_order=format.endswith(ORDER))
 
 

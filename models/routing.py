@@ -12,7 +12,7 @@ NOT_FOR_INFERENCE = frozenset({"output_router_logits", "router_aux_loss_coef", "
 """Fields that training alone reads."""
 
 
-def routing_of(file: ConfigFile, names: Sequence[str], normalised: bool) -> Routing:
+def routing_of(file: ConfigFile, names: Sequence[str], normalised: bool, biases: bool = False) -> Routing:
     """The routing that a file describes. names: the fields of which one says how many experts there are."""
     counts = {name: file.count(name) for name in names if name in file.values}
     if len(set(counts.values())) > 1:
@@ -21,7 +21,7 @@ def routing_of(file: ConfigFile, names: Sequence[str], normalised: bool) -> Rout
     chosen = file.count("num_experts_per_tok")
     if chosen > experts:
         raise file.error(f"num_experts_per_tok = {chosen}: there are {next(iter(counts), names[0])} = {experts}")
-    return Routing(experts, chosen, normalised)
+    return Routing(experts, chosen, normalised, biases)
 
 
 def written_routing(routing: Routing | None, name: str) -> dict[str, Any]:

@@ -104,7 +104,7 @@ SPARSE_FORMATS: dict[str, SparseTiles] = {TWO_OF_FOUR.name: TWO_OF_FOUR}
 class QuantizedTiles(TileFormat):
     """A K-tile of 16 x 128 codes of `bits` bits, then scales, then zero points; behind an M-tile a factor a row.
 
-    kind: "int4", "int8" or "fp8". group_columns: columns of a row that share a scale of the tile, which divide 128;
+    kind: "int4", "int8", "fp8" or "mxfp4". group_columns: columns of a row that share a scale of the tile, which divide 128;
     None: there is none beside the row's factor. is_asymmetric: each group of a row has a zero point.
     scales_at, zero_points_at: bytes from the beginning of the tile.
     """
@@ -127,7 +127,7 @@ class QuantizedTiles(TileFormat):
     def sums_bytes(self, columns: int, tokens: int, is_brief: bool = False, by_numbers: bool = False) -> int:
         """[groups][columns] f32, whole groups of 8 columns. Digits have none: few tokens wait for the vector, not for
         its products."""
-        if self.kind == "fp8" or self.vector_kind(columns, tokens, is_brief, by_numbers) == DIGITS:
+        if not self.kind.startswith("int") or self.vector_kind(columns, tokens, is_brief, by_numbers) == DIGITS:
             return 0
         return self.groups * ceil_div(tokens, 8) * 8 * 4
 
@@ -141,6 +141,8 @@ QUANTIZED_COLUMNS = 128
 """Columns of a quantised K-tile: the usual group."""
 GROUP_COLUMNS = (32, 64, 128)
 """Columns of the groups that there are formats for."""
+MX_COLUMNS = 32
+"""Of a group of MXFP4."""
 INTEGER_SCALE_BYTES = 2 * M_TILE_ROWS
 """The scales of a group, f16 [8 rows][row g, row g + 8]."""
 ZERO_POINT_BYTES = M_TILE_ROWS
@@ -163,7 +165,7 @@ them the unit of the power of two that the elements were divided by."""
 
 
 def quantized_name(kind: str, group_columns: int | None, is_asymmetric: bool) -> str:
-    """What a format is called: "int4-g128", "int8-asym", "fp8-block128"; see `QuantizationScheme.name`."""
+    """What formats are called: "int4-g128", "int8-asym", "fp8-block128"; see `QuantizationScheme.name`."""
     group = "" if group_columns is None else f"-{'block' if kind == 'fp8' else 'g'}{group_columns}"
     return f"{kind}{group}{'-asym' if is_asymmetric else ''}"
 
@@ -199,6 +201,21 @@ def _e4m3(block_columns: int | None) -> QuantizedTiles:
     )
 
 
+def _mxfp4() -> QuantizedTiles:
+    """The scales of a group are bytes, in the order of zero points."""
+    codes = M_TILE_ROWS * QUANTIZED_COLUMNS // 2
+    return QuantizedTiles(
+        "mxfp4",
+        QUANTIZED_COLUMNS,
+        codes + QUANTIZED_COLUMNS // MX_COLUMNS * M_TILE_ROWS,
+        ROW_FACTOR_BYTES,
+        kind="mxfp4",
+        bits=4,
+        group_columns=MX_COLUMNS,
+        scales_at=codes,
+    )
+
+
 def _quantized() -> Iterator[QuantizedTiles]:
     for kind, bits in (("int4", 4), ("int8", 8)):
         for group_columns in (None, *GROUP_COLUMNS):
@@ -206,6 +223,7 @@ def _quantized() -> Iterator[QuantizedTiles]:
                 yield _integers(kind, bits, group_columns, is_asymmetric)
     yield _e4m3(None)
     yield _e4m3(QUANTIZED_COLUMNS)
+    yield _mxfp4()
 
 
 QUANTIZED_FORMATS: dict[str, QuantizedTiles] = {one.name: one for one in _quantized()}

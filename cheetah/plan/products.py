@@ -201,6 +201,11 @@ class Product(Phase):
         return sum(source.rows for source in self.sources)
 
     @property
+    def sources_rows(self) -> int:
+        """Rows of all sources together."""
+        return sum(source.rows for source in self.sources)
+
+    @property
     def tiles(self) -> int:
         """K-tiles of a row, of the format's columns."""
         return ceil_div(self.columns, self.format.columns)

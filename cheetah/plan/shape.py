@@ -71,11 +71,9 @@ class ModelShape:
     def _check_experts(self, experts: Experts) -> None:
         if not 0 < experts.chosen <= experts.count:
             raise PlanError(f"ModelShape: {experts.chosen} of {experts.count} experts: choose 1 to {experts.count}")
-        down = self.format_of("down")
-        if self.ffn % down.columns:
+        if self.ffn % VECTOR_COLUMNS:
             raise PlanError(
-                f"ModelShape: experts of width {self.ffn} in {down.name}: give a multiple of {down.columns} (whole "
-                "K-tiles)"
+                f"ModelShape: experts of width {self.ffn}: give a multiple of {VECTOR_COLUMNS} (whole K-tiles)"
             )
 
     def format_of(self, matrix: str) -> TileFormat:

@@ -420,7 +420,9 @@ def fill_random(config: ModelConfig, manifest: Manifest, buffers: dict[str, Buff
     for name in ("weights", "embedding"):
         fill_with(buffers[name], tile)
     ones = np.ones(config.padded_hidden, ml_dtypes.bfloat16).view(np.uint16)
-    for name, values in {"norms": ones, "norms_behind": ones, "head_norms": ones, "biases": tile}.items():
+    fills = {"norms": ones, "norms_behind": ones, "head_norms": ones}
+    fills |= {name: tile for name in buffers if name.endswith("biases") or name == "sinks"}
+    for name, values in fills.items():
         if name in buffers:
             fill_with(buffers[name], values)
     if "places" in buffers:

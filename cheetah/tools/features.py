@@ -93,6 +93,8 @@ def _of_model(config: ModelConfig, plan: Plan) -> dict[str, bool]:
         "a soft cap": any(kind.attention.soft_cap is not None for kind in kinds),
         "attention sinks": any(kind.attention.sinks for kind in kinds),
         "experts": any(kind.routing is not None for kind in kinds),
+        "biases of experts": config.has_expert_biases,
+        "a clamped gate": config.clamped_gate is not None,
         "norms after sublayers": any(kind.norms.after for kind in kinds),
     }
 

@@ -86,6 +86,8 @@ class Job(Rewriting):
 def quantization_job(model: str, scheme: QuantizationScheme, clip: bool, revision: str | None = None) -> Job:
     """What is to be done for a model; CheetahError if its weights are quantised, or do not fit the scheme."""
     checkpoint = original(model, revision)
+    if scheme.kind == "mxfp4":
+        raise CheetahError("mxfp4 is read, not written: give another format")
     tile_format(scheme.name)  # PlanError if the kernel does not have it
     matrices = layer_matrices(checkpoint.config)
     for name, (_, columns) in matrices.items():

@@ -37,7 +37,7 @@ BEHIND_BARRIER = {"hidden_size": 136, "intermediate_size": 424, "vocab_size": 90
 ALIKE = 64
 """Rows of the head are equal at distances 1, 16 and this: M-tiles of 16 rows, dealt to 4 blocks."""
 FAINTNESS = np.float32(2.0**-10)
-ROUTERS = ("mlp.gate.weight", "block_sparse_moe.gate.weight")
+ROUTERS = ("mlp.gate.weight", "block_sparse_moe.gate.weight", "mlp.router.weight")
 WINDOW, LONG_CONTEXT = 70, 352
 """Tokens of a window, and of the context in which a row has more states of 16 keys than a merge keeps (20)."""
 

@@ -14,6 +14,7 @@ from cheetah.models.dense import weights
 from cheetah.models.dense.pack_weights import pack_all
 from cheetah.models.family import (
     HeadProgram,
+    Merged,
     ModelFamily,
     Packing,
     PromptProgram,
@@ -37,7 +38,7 @@ class DenseFamily(ModelFamily):
     def tensor_shapes(self, config: ModelConfig) -> dict[str, tuple[int, ...]]:
         return weights.tensor_shapes(config)
 
-    def merged_tensors(self, config: ModelConfig) -> dict[str, tuple[tuple[int, ...], tuple[str, ...]]]:
+    def merged_tensors(self, config: ModelConfig) -> dict[str, Merged]:
         return weights.merged_tensors(config)
 
     def shape_meaning(self, tensor: str) -> str:

@@ -16,7 +16,7 @@ from cheetah.blocks.exchange import (
 )
 from cheetah.blocks.filters.filters import Filters
 from cheetah.blocks.host_words import HostWords
-from cheetah.blocks.linear.epilogue import AddResidual, NormWeights, PublishedRows
+from cheetah.blocks.linear.epilogue import AddResidual, Biases, NormWeights, PublishedRows
 from cheetah.blocks.linear.interface import Epilogue, Prologue, Rows
 from cheetah.blocks.linear.matvec import Matvec
 from cheetah.blocks.linear.prologue import Slices
@@ -199,11 +199,13 @@ class HeadParts:
         multiplier: float = 1.0,
         *,
         is_first: bool = False,
+        biases: Biases | None = None,
     ) -> PublishedRows:
-        """Rows times the multiplier added to the residual, which is published as `vector`, times these weights."""
+        """Rows with their biases times the multiplier added to the residual, which is published as `vector`, times
+        these weights."""
         assert vector is not None
         into, squares = self.exchange.at(vector.name, epoch), self.squares_of(vector, epoch)
-        return AddResidual(self.machine, into, squares, norm, multiplier, is_first)
+        return AddResidual(self.machine, into, squares, norm, multiplier, is_first, biases)
 
     def places(self, product: Product, layer: Any = None) -> Any:
         """Where a matrix has the elements of its input; None where they are in order."""

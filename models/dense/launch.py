@@ -49,6 +49,13 @@ KV_SCALES = KernelParameter(
     ("layers", 2, "kv_heads"),
 )
 BIASES = KernelParameter(ty.ptr(ty.bf16), "of q, k and v, in the order of the matrix' rows", ("layers", "qkv_rows"))
+OF_ROWS = "biases, in the order of the matrix' rows"
+O_BIASES = KernelParameter(ty.ptr(ty.bf16), f"o's {OF_ROWS}", ("layers", "o_rows"))
+ROUTER_BIASES = KernelParameter(ty.ptr(ty.bf16), f"the router's {OF_ROWS}", ("layers", "router_rows"))
+GATE_UP_BIASES = KernelParameter(
+    ty.ptr(ty.bf16), f"of each expert's gate and up {OF_ROWS}", ("layers", "experts", "gate_up_rows")
+)
+DOWN_BIASES = KernelParameter(ty.ptr(ty.bf16), f"of each expert's down {OF_ROWS}", ("layers", "experts", "o_rows"))
 HEAD_NORMS = KernelParameter(
     ty.ptr(ty.bf16), "weights of the norms of each layer's queries, then keys", ("layers", 2, "head_dim")
 )
@@ -167,6 +174,10 @@ class Launch(ModelLaunch):
     epoch: Expr = number_field("first of the launch's exchange epochs: steps * epochs_of_step(layers) are used")
     kv_scales: Expr | None = optional_field(KV_SCALES)
     biases: Expr | None = optional_field(BIASES)
+    o_biases: Expr | None = optional_field(O_BIASES)
+    router_biases: Expr | None = optional_field(ROUTER_BIASES)
+    gate_up_biases: Expr | None = optional_field(GATE_UP_BIASES)
+    down_biases: Expr | None = optional_field(DOWN_BIASES)
     head_norms: Expr | None = optional_field(HEAD_NORMS)
     sinks: Expr | None = optional_field(SINKS)
     norms_behind: Expr | None = optional_field(NORMS_BEHIND)
@@ -227,6 +238,8 @@ def parameters_of(
         **dict.fromkeys(("history", "judges", "rounds"), plan.drafts > 0),
         "kv_scales": is_codes,
         "biases": config.has_biases,
+        "o_biases": config.has_out_biases,
+        **dict.fromkeys(("router_biases", "gate_up_biases", "down_biases"), config.has_expert_biases),
         "head_norms": config.head_norms is not None,
         "sinks": config.has_sinks,
         "norms_behind": config.norms.after,

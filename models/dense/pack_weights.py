@@ -34,11 +34,15 @@ from cheetah.models.dense.weights import (
     SINKS,
     RowGroups,
     bias_tensors,
+    biased_products,
+    biases_name,
+    biases_of,
     groups_of,
     matrix_tensors,
     norm_tensors,
     rank_groups,
     rotated_rows,
+    row_groups,
     vector_shapes,
 )
 from cheetah.models.family import MatrixRows, Packing, QuantizedMatrix, ReadRows, ReadTensor
@@ -50,6 +54,7 @@ from cheetah.models.scratch import scratch
 from cheetah.piece_ring import ALIGNMENT, PieceRing
 from cheetah.plan import MatrixLayout, StepMatrices
 from cheetah.plan.formats import QuantizedTiles
+from cheetah.plan.products import Product
 from cheetah.plan.world import Rank
 from cheetah.stopwatch import Stopwatch
 
@@ -171,6 +176,8 @@ class _Source:
         yield _norms_piece(config, tensor)
         if config.has_biases:
             yield _biases_piece(config, tensor, self.matrices.named(config.table.heads.name), self.rank)
+        for product in biased_products(config):
+            yield from _product_biases_pieces(config, tensor, product)
         if config.head_norms is not None:
             yield _head_norms_piece(config, tensor)
         if config.has_sinks:
@@ -208,6 +215,25 @@ def _biases_piece(config: ModelConfig, tensor: ReadTensor, layout: MatrixLayout,
             groups.gather(columns, row[:, None], range(len(groups)))
 
     return Piece("biases", 0, math.prod(shape) * 2, (make,))
+
+
+def _product_biases_pieces(config: ModelConfig, tensor: ReadTensor, product: Product) -> Iterator[Piece]:
+    """A product's biases, of each expert if it has some, in M-tile order, a piece a layer."""
+    name, groups = biases_name(product), row_groups(config, product.name)
+    shape = vector_shapes(config)[name][1:]
+    nbytes = math.prod(shape) * 2
+
+    def maker(layer: int) -> Job:
+        def make(memory: Bytes) -> None:
+            for expert, row in enumerate(memory.view(np.uint16).reshape(-1, shape[-1])):
+                row[:] = 0
+                columns = [tensor(one)[:, None] for one in biases_of(config, product, layer, expert)]
+                groups.gather(columns, row[:, None], range(len(groups)))
+
+        return make
+
+    for layer in range(config.layers):
+        yield Piece(name, layer * nbytes, nbytes, (maker(layer),))
 
 
 def _head_norms_piece(config: ModelConfig, tensor: ReadTensor) -> Piece:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from cheetah.models.config import ModelConfig
 from cheetah.models.family import PhaseRow, lines_of
-from cheetah.models.layer_kind import AttentionKind, LayerKind, Routing
+from cheetah.models.layer_kind import AttentionKind, ClampedGate, LayerKind, Routing
 from cheetah.plan.errors import PlanError
 from cheetah.plan.phases import PhaseNames, PhaseText
 from cheetah.plan.plan import DEFAULT_CONTEXT
@@ -128,11 +128,11 @@ class Kept:
 class Gated:
     """The activation of the gate's rows times the other rows."""
 
-    activation: str
+    activation: str | ClampedGate
 
     @property
     def about(self) -> str:
-        return f"{self.activation}(gate) * up"
+        return f"{self.activation}(gate) * up" if isinstance(self.activation, str) else str(self.activation)
 
 
 @dataclass(frozen=True)

@@ -148,6 +148,8 @@ class PassSizes:
             raise PlanError(f"a stage of {plan.stage_bytes(self.format)} bytes has no room for {self.key_tile} keys")
 
     def _check_model(self) -> None:
+        if self.config.has_out_biases or self.config.has_expert_biases:
+            raise PlanError("there is no pass over prompts where o or experts have biases: they are read in steps")
         if self.shape.experts is not None:
             self._check_experts()
         for layout in self.matrices.of_layer:

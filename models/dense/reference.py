@@ -22,6 +22,7 @@ from cheetah.models.dense.weights import (
     HEAD_NORMS,
     SINKS,
     bias_tensors,
+    biases_of,
     head_tensor,
     matrix_tensors,
     norms_before,
@@ -30,7 +31,7 @@ from cheetah.models.dense.weights import (
 )
 from cheetah.models.family import Tensors
 from cheetah.models.formats import WEIGHT_FORMATS
-from cheetah.models.layer_kind import LayerKind, PositionScale, Routing
+from cheetah.models.layer_kind import ClampedGate, LayerKind, PositionScale, Routing
 from cheetah.models.rope import Rope, rope_table
 from cheetah.models.rounding import F32, Rounding, exact, widen
 from cheetah.models.sampling import sample
@@ -154,6 +155,15 @@ def gelu(x: F32) -> F32:
 ACTIVATIONS = {"silu": silu, "gelu": gelu}
 
 
+def gated(activation: str | ClampedGate, gate: F32, up: F32) -> F32:
+    """What a feed-forward makes of its two products."""
+    if isinstance(activation, str):
+        return np.asarray(ACTIVATIONS[activation](gate) * up)
+    limit, alpha = np.float32(activation.limit), np.float32(activation.alpha)
+    gate, up = np.minimum(gate, limit), np.clip(up, -limit, limit)
+    return np.asarray((up + 1) * silu(gate * alpha) / alpha)
+
+
 def choice(logits: F32, routing: Routing) -> tuple[NDArray[np.int64], F32]:
     """The experts of a token by their logits [experts], ascending [chosen], and its weight of each [chosen]."""
     order = np.argsort(-logits, kind="stable")  # of equal ones the lowest comes first
@@ -192,7 +202,8 @@ class Layer:
     """One layer's weights in float32. biases: of q, k and v (0: none). head_norms: of queries and keys (None: none).
     before, behind: the norms before and behind attention, then feed-forward (None: none). sinks: a logit for every
     query head (None: none). Weights of norms are what is multiplied with; q and k have the rows of each head in the
-    kernel's order (`ModelConfig.rotary_order`). experts: gate, up and down of each; a single one without a router."""
+    kernel's order (`ModelConfig.rotary_order`). experts: gate, up and down of each; a single one without a router.
+    o_bias, router_bias, expert_biases: of o, of the router, of gate, up and down of each expert (0: none)."""
 
     kind: LayerKind
     biases: tuple[F32 | float, ...]
@@ -206,6 +217,9 @@ class Layer:
     experts: tuple[tuple[F32, ...], ...]
     router: F32 | None = None
     sinks: F32 | None = None
+    o_bias: F32 | float = 0.0
+    router_bias: F32 | float = 0.0
+    expert_biases: tuple[tuple[F32 | float, ...], ...] = ()
 
 
 class Reference:
@@ -319,7 +333,7 @@ class Reference:
         seen = slice(first, stop)
         cache = self.keys[index, :, seen], self.values[index, :, seen]
         output = attention(self.rounding(queries), *cache, kind.scale, kind.soft_cap, layer.sinks)
-        return matvec(layer.o, self.rounding(output.reshape(-1)))
+        return np.asarray(matvec(layer.o, self.rounding(output.reshape(-1))) + layer.o_bias, np.float32)
 
     def _heads(self, layer: Layer, normed: F32) -> tuple[F32, F32, F32]:
         """Queries, keys and values [heads, D] of one token: projected, with biases, normalised, rotated."""
@@ -348,7 +362,7 @@ class Reference:
     def _feed_forward(self, layer: Layer, normed: F32) -> F32:
         if layer.router is None or layer.kind.routing is None:
             return self._expert(layer, 0, 1.0, normed)
-        logits = (layer.router * normed).sum(axis=1, dtype=np.float32)  # of equal rows, equal ones
+        logits = (layer.router * normed).sum(axis=1, dtype=np.float32) + layer.router_bias  # of equal rows, equal ones
         chosen, weights = choice(logits, layer.kind.routing)
         self.nearness[-1] = min(self.nearness[-1], nearness(logits, chosen))
         made = [self._expert(layer, *pair, normed) for pair in zip(chosen, weights, strict=True)]
@@ -357,8 +371,10 @@ class Reference:
     def _expert(self, layer: Layer, number: int, weight: float, normed: F32) -> F32:
         """What an expert makes, times a weight: of what it multiplies with `down`, before that is rounded."""
         gate, up, down = layer.experts[number]
-        gated = ACTIVATIONS[layer.kind.activation](matvec(gate, normed)) * matvec(up, normed)
-        return matvec(down, self.rounding(gated * np.float32(weight)))
+        of_gate, of_up, of_down = layer.expert_biases[number] if layer.expert_biases else (0.0,) * 3
+        made = gated(layer.kind.activation, matvec(gate, normed) + of_gate, matvec(up, normed) + of_up)
+        weighted = self.rounding(np.asarray(made * np.float32(weight), np.float32))
+        return np.asarray(matvec(down, weighted) + of_down * np.float32(weight), np.float32)
 
     def _normed(self, x: F32, weight: F32 | None) -> F32:
         return x if weight is None else rms_norm(x, weight, self.config.rms_norm_eps)
@@ -394,6 +410,8 @@ def _layer(config: ModelConfig, layer: int, weight: Callable[[str], F32]) -> Lay
 
     def parts(product: Product, expert: int = 0) -> list[F32]:
         tensors, ends = of(product.name, expert), np.cumsum([source.rows for source in product.sources])[:-1]
+        if product.name in config.interleaved:
+            return [tensors[0][number :: len(product.sources)] for number in range(len(product.sources))]
         return np.split(tensors[0], ends) if product.name in config.fused else tensors
 
     def turned(rows: F32) -> F32:
@@ -413,13 +431,42 @@ def _layer(config: ModelConfig, layer: int, weight: Callable[[str], F32]) -> Lay
     if config.has_biases:
         bias_q, bias_k, bias_v = of_layer(bias_tensors(config))
         biases = turned(bias_q), turned(bias_k), bias_v
+    o_bias: F32 | float = 0.0
+    if config.has_out_biases:
+        (o_bias,) = map(weight, biases_of(config, onto, layer))
+    router_bias: F32 | float = 0.0
+    expert_biases: tuple[tuple[F32 | float, ...], ...] = ()
+    if config.has_expert_biases:
+        (router_bias,) = map(weight, biases_of(config, choosing[0], layer))
+        expert_biases = tuple(
+            (
+                *_biases_of_sources(config, gate_up, layer, expert, weight),
+                weight(biases_of(config, down, layer, expert)[0]),
+            )
+            for expert in range(count)
+        )
     head_norms: tuple[F32 | None, ...] = (None, None)
     if config.head_norms is not None:
         head_norms = tuple(turned(_multiplier(config, one)) for one in of_layer(HEAD_NORMS))
     before, behind = norms(norms_before(config), ("qkv", "gate_up")), norms(norms_behind(config), ("o", "down"))
     kind = config.layer_kinds[layer]
     sinks = of_layer([SINKS])[0] if config.has_sinks else None
-    return Layer(kind, biases, head_norms, before, behind, turned(q), turned(k), v, o, experts, router, sinks)
+    return Layer(
+        *(kind, biases, head_norms, before, behind, turned(q), turned(k), v, o, experts, router, sinks),
+        o_bias=o_bias,
+        router_bias=router_bias,
+        expert_biases=expert_biases,
+    )
+
+
+def _biases_of_sources(
+    config: ModelConfig, product: Product, layer: int, expert: int, weight: Callable[[str], F32]
+) -> tuple[F32, ...]:
+    """Of gate and up."""
+    found = [weight(name) for name in biases_of(config, product, layer, expert)]
+    if product.name in config.interleaved:
+        return tuple(found[0][number :: len(product.sources)] for number in range(len(product.sources)))
+    return tuple(found)
 
 
 def _multiplier(config: ModelConfig, weight: F32) -> F32:

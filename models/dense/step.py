@@ -28,8 +28,8 @@ from cheetah.blocks.exchange import (
     make_exchange,
 )
 from cheetah.blocks.experts.choice import Choice, PublishedLogits
-from cheetah.blocks.experts.products import AllParts, ChosenRows, ExpertProducts
-from cheetah.blocks.linear.epilogue import GatedRows, NormWeights, PublishedRows
+from cheetah.blocks.experts.products import AllParts, ChosenRows, ExpertProducts, WeighedBiases
+from cheetah.blocks.linear.epilogue import Biases, GatedRows, NormWeights, PublishedRows, RowBiases
 from cheetah.blocks.linear.interface import Epilogue, Prologue
 from cheetah.blocks.linear.norm_behind import KeepRows, finish_kept_rows
 from cheetah.blocks.linear.prologue import Prefetching, Slices
@@ -55,6 +55,7 @@ from cheetah.models.dense.page import (
 )
 from cheetah.models.dense.step_sizes import exchange_sizes, kv_layout, own_vectors, product_inputs, published_kinds
 from cheetah.plan import M_TILE_ROWS, MatrixLayout
+from cheetah.plan.index import round_up
 from cheetah.plan.products import Product, Vector
 
 
@@ -99,7 +100,7 @@ class StepParts(HeadParts):
             return None
         choice = Choice(self.columns, experts, routing.normalised, self.timeline)
         assert self.table.dealt is not None
-        return ExpertProducts(self.linear, choice, self.matrices[self.table.dealt])
+        return ExpertProducts(self.linear, choice, self.matrices[self.table.dealt], routing.biases)
 
     def _normalise_heads(self, weights: ch.Expr) -> None:
         """Queries and keys are finished by who reads them."""
@@ -291,17 +292,37 @@ class StepParts(HeadParts):
             assert product.output is not None
             return KeepRows(self.machine, self.squares_of(product.output, self.layer_epoch))
         if isinstance(line.then, OntoResidual):
-            norm = self.norm(self.table.norm_behind(product, layer))
-            return self.onto_residual(product.output, norm, self.layer_epoch, line.then.multiplier)
+            norm, biases = self.norm(self.table.norm_behind(product, layer)), self.biases_of(product, layer)
+            return self.onto_residual(product.output, norm, self.layer_epoch, line.then.multiplier, biases=biases)
         if isinstance(line.then, Routes):
             assert self.table.experts is not None
-            return PublishedLogits(self.vector(product.output), self.table.experts)
+            return PublishedLogits(self.vector(product.output), self.table.experts, self.biases_of(product, layer))
         assert isinstance(line.then, Gated), line
         gated = self.machine, self.vector(product.output), line.then.activation
         if product.experts is None:
             return GatedRows(*gated)
         assert self.experts is not None
-        return ChosenRows(*gated, self.experts.choice, self.matrices[product])
+        return ChosenRows(*gated, self.experts.choice, self.matrices[product], self._biases_of_layer(product, layer))
+
+    def biases_of(self, product: Product, layer: Any) -> Biases | None:
+        """What is added to the rows of a product, if it has biases."""
+        biases = self._biases_of_layer(product, layer)
+        if biases is None or product.experts is None:
+            return None if biases is None else RowBiases(biases)
+        assert self.experts is not None
+        return WeighedBiases(self.experts.choice, biases, self._bias_rows(product))
+
+    def _biases_of_layer(self, product: Product, layer: Any) -> Any:
+        """Where those of a layer begin, [row] or of each expert; None without."""
+        biases = getattr(self.launch, f"{product.name}_biases", None)
+        if biases is None:
+            return None
+        count = 1 if product.experts is None else product.experts.count
+        return biases + layer * (count * self._bias_rows(product))
+
+    @staticmethod
+    def _bias_rows(product: Product) -> int:
+        return round_up(product.rows, M_TILE_ROWS)
 
     def finish_kept_rows(self, line: NormBehind, layer: Any) -> None:
         """The norm behind a product: its rows added to the residual."""

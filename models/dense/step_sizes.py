@@ -154,6 +154,7 @@ def sizes(config: ModelConfig, gpu: Gpu, plan: Plan) -> dict[str, int]:
         "round_words": ROUND_WORDS + plan.tokens,
         "blocks": gpu.blocks,
         "phases": len(phase_names(config)),
+        **_bias_rows(shape),
         **dict(zip(("ordered_inputs", "longest_input"), places_shape(config), strict=True)),
     }
 
@@ -161,3 +162,13 @@ def sizes(config: ModelConfig, gpu: Gpu, plan: Plan) -> dict[str, int]:
 def phase_names(config: ModelConfig) -> tuple[str, ...]:
     """The phases of a step, as `progress` counts them."""
     return page_of(config).names.names
+
+
+def _bias_rows(shape: ModelShape) -> dict[str, int]:
+    """Rows of matrices, with those that fill the last M-tile."""
+    rows = {"o_rows": round_up(shape.hidden, M_TILE_ROWS)}
+    if shape.experts is None:
+        return rows
+    count = shape.experts.count
+    of_experts = {"router_rows": round_up(count, M_TILE_ROWS), "gate_up_rows": shape.table.named("gate_up").rows}
+    return {**rows, "experts": count, **of_experts}

@@ -8,8 +8,8 @@ has them those of `vector_shapes`; `pack_weights` fills them.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import Any
 
@@ -18,11 +18,12 @@ from numpy.typing import NDArray
 
 from cheetah.models.act_order import places_shape
 from cheetah.models.config import ModelConfig
-from cheetah.models.family import MatrixRows, QuantizedMatrix
+from cheetah.models.family import MatrixRows, Merged, QuantizedMatrix
 from cheetah.models.formats.quantized import RowPlanes, rows_of_element
 from cheetah.models.repacking import ScaleRows
 from cheetah.models.rounding import Bits
 from cheetah.plan import M_TILE_ROWS, MatrixLayout, StepMatrices
+from cheetah.plan.formats import MX_COLUMNS
 from cheetah.plan.products import Product, RowOrder
 from cheetah.plan.world import Rank
 
@@ -104,6 +105,8 @@ def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     if config.has_biases:
         rows_of = (source.rows for source in table.heads.sources)
         of_layer |= {name: (count,) for name, count in zip(bias_tensors(config), rows_of, strict=True)}
+    for product in biased_products(config):
+        of_layer |= {f"{module}.bias": (rows,) for module, rows in _modules_of(config, product).items()}
     if config.head_norms == "each":
         of_layer |= dict.fromkeys(HEAD_NORMS, (config.head_dim,))
     if config.head_norms == "width":
@@ -136,28 +139,78 @@ def bias_tensors(config: ModelConfig) -> tuple[str, ...]:
     return tuple(f"{module_of(config, source.name)}.bias" for source in config.table.heads.sources)
 
 
-def merged_tensors(config: ModelConfig) -> dict[str, tuple[tuple[int, ...], tuple[str, ...]]]:
-    """Names under which transformers 5 keeps the experts of a layer in one tensor, with its shape and the tensors that
-    lie in it one behind the other."""
+def biased_products(config: ModelConfig) -> tuple[Product, ...]:
+    """Those of a layer, beside q, k and v, that have biases."""
+    table = config.table
+    o = (table.onto_residual[0],) if config.has_out_biases else ()
+    return (*o, *(table.products[-3:] if config.has_expert_biases else ()))
+
+
+def biases_name(product: Product) -> str:
+    """The buffer with those of a product."""
+    return f"{product.name}_biases"
+
+
+def biases_of(config: ModelConfig, product: Product, layer: int, expert: int = 0) -> tuple[str, ...]:
+    """The biases of a product of a layer, or of one of its experts."""
+    return tuple(f"{module}.bias".format(layer=layer, expert=expert) for module in _modules_of(config, product))
+
+
+def merged_tensors(config: ModelConfig) -> dict[str, Merged]:
+    """Names under which files have the experts of a layer in one tensor."""
     if config.routing is None:
         return {}
+    merged = _merged_in_turn(config) if config.interleaved else _merged_behind(config)
+    return {
+        f"{_LAYER}{name}".format(layer=layer): replace(
+            one, parts={part.format(layer=layer): shape for part, shape in one.parts.items()}
+        )
+        for layer in range(config.layers)
+        for name, one in merged.items()
+    }
+
+
+def _merged_behind(config: ModelConfig) -> dict[str, Merged]:
+    """As transformers 5 has them in memory, gate before up."""
+    assert config.routing is not None
     count, width, hidden = config.routing.experts, config.intermediate_size, config.hidden_size
     of_layer = {
-        "mlp.gate.weight": ((count, hidden), ("router",)),
-        "mlp.experts.gate_up_proj": ((count, 2 * width, hidden), ("gate", "up")),
-        "mlp.experts.down_proj": ((count, hidden, width), ("down",)),
+        "mlp.gate.weight": ((count, hidden), ("router",), (count, hidden)),
+        "mlp.experts.gate_up_proj": ((count, 2 * width, hidden), ("gate", "up"), (width, hidden)),
+        "mlp.experts.down_proj": ((count, hidden, width), ("down",), (hidden, width)),
     }
-
-    def parts(layer: int, sources: tuple[str, ...]) -> tuple[str, ...]:
-        names = (f"{module_of(config, source)}.weight" for source in sources)
-        of_experts = (names_of(config, name, layer) for name in names)
-        return tuple(name for expert in zip(*of_experts, strict=True) for name in expert)
-
     return {
-        f"{_LAYER}{name}".format(layer=layer): (shape, parts(layer, sources))
-        for layer in range(config.layers)
-        for name, (shape, sources) in of_layer.items()
+        name: Merged(shape, dict.fromkeys(_parts_of_merged(config, sources, ".weight"), of_part))
+        for name, (shape, sources, of_part) in of_layer.items()
     }
+
+
+def _merged_in_turn(config: ModelConfig) -> dict[str, Merged]:
+    """As gpt-oss has them: biases; matrices with rows and columns exchanged, or in MXFP4, codes and scales."""
+    assert config.routing is not None
+    found: dict[str, Merged] = {}
+    for product in config.table.products[-2:]:
+        name, (rows, columns) = f"mlp.experts.{product.name}_proj", (product.sources_rows, product.columns)
+        groups = columns // MX_COLUMNS
+        kinds = {
+            "": (".weight", (columns, rows), (rows, columns)),
+            "_bias": (".bias", (rows,), (rows,)),
+            "_blocks": (".blocks", (rows, groups, MX_COLUMNS // 2), (rows, columns // 2)),
+            "_scales": (".scales", (rows, groups), (rows, groups)),
+        }
+        for behind, (suffix, stored, of_part) in kinds.items():
+            parts = dict.fromkeys(_parts_of_merged(config, (product.name,), suffix), of_part)
+            found[f"{name}{behind}"] = Merged((config.routing.experts, *stored), parts, is_transposed=not behind)
+    return found
+
+
+def _parts_of_merged(config: ModelConfig, sources: tuple[str, ...], suffix: str) -> Iterator[str]:
+    """The tensors of the sources, of one expert after another, with `{layer}`."""
+    assert config.routing is not None
+    names = [module_of(config, source) for source in sources]
+    count = config.routing.experts if "{expert}" in names[0] else 1
+    for expert in range(count):
+        yield from (f"{name.replace('{expert}', str(expert))}{suffix}" for name in names)
 
 
 def norm_tensors(config: ModelConfig) -> list[str | None]:
@@ -182,6 +235,7 @@ _SHAPE_MEANING = {
     "qkv_proj": "[(num_attention_heads + 2 * num_key_value_heads) * head_dim, hidden_size]",
     "gate_up_proj": "[2 * intermediate_size, hidden_size]",
     "gate": "[num_experts, hidden_size]",
+    "router": "[num_local_experts, hidden_size]",
     "w1": "[intermediate_size, hidden_size]",
     "w2": "[hidden_size, intermediate_size]",
     "w3": "[intermediate_size, hidden_size]",
@@ -237,14 +291,17 @@ def buffer_bytes(config: ModelConfig, matrices: StepMatrices) -> dict[str, int]:
 
 
 def vector_shapes(config: ModelConfig, ranks: int = 1) -> dict[str, tuple[int, ...]]:
-    """The buffers of vectors that only some models have, of 16 bits an element: biases (bf16) in the order of the
-    matrix' rows; the weights of the norms of queries, then keys (bf16), of a head or of all in the order of the matrix'
+    """The buffers of vectors that only some models have, of 16 bits an element: biases (bf16) of q, k and v, of other
+    products, of each expert, in the order of the matrix' rows; the weights of the norms of queries, then keys (bf16), of a head or of all in the order of the matrix'
     rows; the sinks of heads (bf16); the weights of the norms behind o, then behind down (bf16); where the columns of
     ordered matrices lie (u16), of the products whose inputs are placed (`StepTable.placed`). ranks: GPUs
     of which each has its heads' biases and sinks."""
     shapes: dict[str, tuple[int, ...]] = {}
     if config.has_biases:
         shapes["biases"] = (config.layers, config.shape.of_rank(ranks).qkv_rows)
+    for product in biased_products(config):
+        experts = () if product.experts is None else (product.experts.count,)
+        shapes[biases_name(product)] = (config.layers, *experts, len(row_groups(config, product.name)) * GROUP_ROWS)
     if config.head_norms == "each":
         shapes["head_norms"] = (config.layers, 2, config.head_dim)
     if config.head_norms == "width":
@@ -315,6 +372,7 @@ class RowGroups:
 
     A group with fewer than 8 rows (at a tensor's end) is filled up with zero rows. part: which groups are of rows that
     lie near one another in a tensor, a number for each, where a tensor has several such parts; by default the tensor's.
+    step: from one row of a group to the next; other than 1 only of a single tensor's whole groups.
     """
 
     def __init__(
@@ -323,7 +381,9 @@ class RowGroups:
         first: NDArray[np.int64],
         count: NDArray[np.int64],
         part: NDArray[np.int64] | None = None,
+        step: int = 1,
     ) -> None:
+        self.step = step
         self.source, self.first, self.count = source.tolist(), first.tolist(), count.tolist()
         self._part = self.source if part is None else part.tolist()
 
@@ -336,7 +396,7 @@ class RowGroups:
         some = slice(groups.start, groups.stop)
         source, part, first, count = (np.array(one[some]) for one in (self.source, self._part, self.first, self.count))
         of_group = np.arange(GROUP_ROWS)
-        row, is_there = first[:, None] + of_group, of_group < count[:, None]
+        row, is_there = first[:, None] + self.step * of_group, of_group < count[:, None]
         numbers, indices = np.unique(part, return_index=True)
         found = (
             (index, (is_there & (part == number)[:, None]).reshape(-1))
@@ -358,12 +418,14 @@ class RowGroups:
         numbers = np.asarray(groups)
         kept = np.minimum(numbers, len(self) - 1)
         source, first, count, part = (np.array(one)[kept] for one in (self.source, self.first, self.count, self._part))
-        return RowGroups(source, first, np.where(numbers < len(self), count, 0), part)
+        return RowGroups(source, first, np.where(numbers < len(self), count, 0), part, self.step)
 
     def gather(
         self, tensors: Sequence[MatrixRows | QuantizedMatrix | ScaleRows], rows: Bits | RowPlanes, groups: range
     ) -> None:
         """Copy some groups into `rows` [8 times as many, at least the tensors' columns]; padding columns stay."""
+        if self.step != 1:
+            return self._gather_apart(tensors, rows, groups)
         for source, first, stop, runs in self._reads(groups.start, groups.stop):
             values = tensors[source][first:stop]
             for target, plane in zip(_planes(rows), _planes(values), strict=True):
@@ -371,6 +433,14 @@ class RowGroups:
                 for run in runs:
                     of_group = places[run.index - groups.start :: run.step, :, : plane.shape[1]]
                     run.copy(plane, run.first - first, of_group[: run.count])
+
+    def _gather_apart(self, tensors: Sequence[Any], rows: Bits | RowPlanes, groups: range) -> None:
+        """The same of rows that are no neighbours: what lies among them is read too."""
+        (wanted,) = self.rows(groups)
+        first, stop = wanted.span
+        values = tensors[wanted.source][first:stop]
+        for target, plane in zip(_planes(rows), _planes(values), strict=True):
+            target[wanted.places, : plane.shape[1]] = plane[wanted.rows - first]
 
     @lru_cache(maxsize=4096)  # noqa: B019 - a matrix has few blocks, and the groups themselves are kept as long
     def _reads(self, begin: int, stop: int) -> tuple[tuple[int, int, int, tuple[_Run, ...]], ...]:
@@ -431,6 +501,8 @@ def row_groups(config: ModelConfig, matrix: str) -> RowGroups:
     if product.order is RowOrder.PAIRS:
         gate, up = (_plain_groups(part) for part in parts)
         source, first, count = (np.stack(pair, axis=1).reshape(-1) for pair in zip(gate, up, strict=True))
+        if matrix in config.interleaved:
+            return RowGroups(source, first, count, step=parts[0].step)
         return RowGroups(source, first, count, np.arange(len(source)) % 2)
     (part,) = parts
     return RowGroups(*_plain_groups(part, M_TILE_ROWS))
@@ -470,11 +542,13 @@ def rotated_rows(config: ModelConfig) -> NDArray[np.int64]:
 
 @dataclass(frozen=True)
 class _Part:
-    """Rows of a product that are of one source: `rows` of tensor `tensor`, from row `first` on."""
+    """Rows of a product that are of one source: `rows` of tensor `tensor`, from row `first` on, each `step` behind the
+    one before."""
 
     tensor: int
     first: int
     rows: int
+    step: int = 1
 
 
 def _parts(config: ModelConfig, product: Product) -> list[_Part]:
@@ -482,6 +556,8 @@ def _parts(config: ModelConfig, product: Product) -> list[_Part]:
     parts = [_Part(index, 0, source.rows) for index, source in enumerate(product.sources)]
     if product.name not in config.fused:
         return parts
+    if product.name in config.interleaved:
+        return [replace(part, tensor=0, first=index, step=len(parts)) for index, part in enumerate(parts)]
     firsts = np.cumsum([0, *(part.rows for part in parts)]).tolist()
     return [_Part(0, first, part.rows) for first, part in zip(firsts, parts, strict=False)]
 
@@ -493,7 +569,7 @@ _Groups = tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]
 def _plain_groups(part: _Part, multiple: int = GROUP_ROWS) -> _Groups:
     """The rows as they come, with groups of none up to a multiple of rows."""
     rows = np.arange(0, -(-part.rows // multiple) * multiple, GROUP_ROWS, dtype=np.int64)
-    return np.full_like(rows, part.tensor), part.first + rows, np.clip(part.rows - rows, 0, GROUP_ROWS)
+    return np.full_like(rows, part.tensor), part.first + part.step * rows, np.clip(part.rows - rows, 0, GROUP_ROWS)
 
 
 def _head_groups(part: _Part, head_dim: int, order: NDArray[np.int64] | None) -> _Groups:

@@ -3,14 +3,14 @@
 A K-tile is 16 rows x 128 columns, cut into four *parts* of 32 columns. Lane 4g + t (g 0..7, t 0..3) owns of each part
 the columns 8t .. 8t+7 of rows g and g + 8, which it reads as 32-bit words:
 
-* int4: a word is the 8 columns of a row; nibble j is column 2j, nibble j + 4 column 2j + 1, so that a mask of the
+* int4, mxfp4: a word is the 8 columns of a row; nibble j is column 2j, nibble j + 4 column 2j + 1, so that a mask of the
   lowest nibble of each half leaves two neighbours. A tile is [2 pairs of parts][lane][part of the pair][row g, row
   g + 8].
 * int8, fp8: a word is 4 columns of a row, whose bytes are columns 0, 2, 1, 3, so that a mask of the same byte of each
   half leaves two neighbours. A tile is [part][lane][half of the 8 columns][row g, row g + 8].
 
 Behind the codes lie the scales: for each group of columns f16 [g][row g, row g + 8]; of an fp8 block format two floats,
-of rows 0 to 7 and 8 to 15. Then zero points, u8 in the order of scales. Behind the last K-tile of an M-tile lies one
+of rows 0 to 7 and 8 to 15; of mxfp4 u8, the exponents of powers of two as f32 has them, in the order of f16. Then zero points, u8 in the order of scales. Behind the last K-tile of an M-tile lies one
 factor (f32) a row, which takes part in all its weights: the scale itself where the row has one only; a power of two
 where scales are bf16 or f32, which f16 holds exactly up to such a factor or not at all.
 """
@@ -38,6 +38,8 @@ from cheetah.models.rounding import F32, Bytes
 from cheetah.plan.formats import M_TILE_ROWS, QuantizedTiles
 
 LARGEST_F16_EXPONENT = 15
+EXPONENT_AT = 23
+"""The bit of a float at which its exponent begins."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +54,7 @@ class QuantizedFormat(WeightFormat):
         behind = self.behind_codes(rows.row_scales, k_tiles)
         codes = _widened(stored, k_tiles * self.tile.columns * stored.shape[1] // columns)
         tiles: NDArray[Any]
-        if self.tile.kind == "int4":
+        if self.tile.bits == 4:
             in_order = rows.has_words and not rows.even_first
             tiles = (int4_in_tiles if in_order else even_first_in_tiles)(int4_words(codes))
         else:
@@ -80,7 +82,7 @@ class QuantizedFormat(WeightFormat):
         behind = np.zeros((m_tiles, k_tiles, self.tile.tile_bytes - self.tile.scales_at), np.uint8)
         if self.tile.group_columns is not None:
             padded = _widened(rows.scales, groups)  # the padding's scales are zero
-            scales = self._block_scales(padded) if self.tile.kind == "fp8" else self._group_scales(padded)
+            scales = self._scales_of_kind(padded)
             behind[..., : scales.shape[-1]] = scales
         if rows.zero_points is not None:
             points = rows.zero_points
@@ -92,7 +94,7 @@ class QuantizedFormat(WeightFormat):
     def row_factors(self, rows: RowScales) -> Bytes:
         if self.tile.group_columns is None:
             factors = rows.scales[:, 0].astype(np.float32)
-        elif self.tile.kind == "fp8":
+        elif self.tile.kind in ("fp8", "mxfp4"):
             factors = np.ones(len(rows.scales), np.float32)
         else:
             factors = powers_of_two(rows.scales)
@@ -104,7 +106,7 @@ class QuantizedFormat(WeightFormat):
         """Scales are float32: those of the rows that were packed, times nothing that rounds."""
         count = tiles.shape[:2]
         words = np.ascontiguousarray(tiles[..., : self.tile.scales_at]).view(np.uint32)
-        codes = (int4_codes if self.tile.kind == "int4" else byte_codes)(words)
+        codes = (int4_codes if self.tile.bits == 4 else byte_codes)(words)
         of_rows = factors.view(np.float32)[:, :M_TILE_ROWS].reshape(-1, 1)
         groups, columns = count[1] * self.tile.groups, codes.shape[1]
         scales = np.ones((len(codes), groups), np.float32)
@@ -113,6 +115,8 @@ class QuantizedFormat(WeightFormat):
         elif self.tile.kind == "fp8":
             pairs = np.ascontiguousarray(tiles[..., self.tile.scales_at : self.tile.scales_at + 8]).view(np.float32)
             scales = np.repeat(pairs.transpose(0, 2, 1).reshape(-1, groups), HALF, axis=0)
+        elif self.tile.kind == "mxfp4":
+            scales = powers_of_exponents(self._of_rows(tiles[..., self.tile.scales_at :]))
         else:
             end = self.tile.zero_points_at if self.tile.is_asymmetric else self.tile.tile_bytes
             halves = np.ascontiguousarray(tiles[..., self.tile.scales_at : end]).view(np.float16)
@@ -142,6 +146,24 @@ class QuantizedFormat(WeightFormat):
             raise PackingError(f"weight format {self.tile.name}: give rows with {wanted_points}")
         if len(rows.scales) % M_TILE_ROWS:
             raise PackingError(f"weight format {self.tile.name}: {len(rows.scales)} rows are no whole M-tiles")
+
+    def _scales_of_kind(self, scales: NDArray[Any]) -> Bytes:
+        """[rows, groups] as tiles have them."""
+        if self.tile.kind == "fp8":
+            return self._block_scales(scales)
+        return self._exponents(scales) if self.tile.kind == "mxfp4" else self._group_scales(scales)
+
+    def _exponents(self, scales: NDArray[Any]) -> Bytes:
+        wide = scales.astype(np.float32)
+        exponents = (wide.view(np.uint32) >> EXPONENT_AT).astype(np.uint8)
+        is_power = (powers_of_exponents(exponents) == wide) | (wide == 0)
+        if not is_power.all():
+            row, group = np.argwhere(~is_power)[0]
+            raise PackingError(
+                f"weight format {self.tile.name}: scale {scales[row, group]} of row {row}, group {group}, is no power "
+                "of two"
+            )
+        return self._of_lanes(exponents)
 
     def _group_scales(self, scales: NDArray[Any]) -> Bytes:
         """f16 up to the factor of the row."""
@@ -180,6 +202,12 @@ class QuantizedFormat(WeightFormat):
         m_tiles, k_tiles = of_lanes.shape[:2]
         axes = of_lanes.reshape(m_tiles, k_tiles, self.tile.groups, HALF, 2)
         return np.ascontiguousarray(axes.transpose(0, 4, 3, 1, 2)).reshape(m_tiles * M_TILE_ROWS, -1)
+
+
+def powers_of_exponents(exponents: NDArray[np.uint8]) -> NDArray[np.float32]:
+    """2^(exponent - 127), float32, whose smallest is subnormal."""
+    bits = exponents.astype(np.uint32) << EXPONENT_AT
+    return np.where(exponents == 0, np.uint32(1 << EXPONENT_AT - 1), bits).astype(np.uint32).view(np.float32)
 
 
 def powers_of_two(scales: NDArray[Any]) -> NDArray[np.float32]:

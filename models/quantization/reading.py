@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from cheetah.models.config_json import ConfigError
-from cheetah.models.formats.quantized import QuantizationScheme
+from cheetah.models.formats.quantized import QuantizationScheme, scheme_of_name
 from cheetah.models.quantization.compressed_tensors import read_compressed_tensors
 from cheetah.models.quantization.fields import Fields
 from cheetah.models.quantization.refused import REFUSED_METHODS
@@ -21,7 +21,9 @@ from cheetah.untrusted import read_json
 
 LEGACY_FILES = {"quantize_config.json": "gptq", "quant_config.json": "awq"}
 MODELOPT_FILE = "hf_quant_config.json"
-SUPPORTED = "supported are gptq, awq, compressed-tensors, fp8, fbgemm_fp8 and modelopt (FP8), and unquantised weights"
+SUPPORTED = (
+    "supported are gptq, awq, compressed-tensors, fp8, fbgemm_fp8, modelopt (FP8) and mxfp4, and unquantised weights"
+)
 HEAD = "lm_head"
 LEFT_OUT = "-:"
 NO_INPUT_SCALES = "activations are not quantised: scales of inputs are not used"
@@ -141,6 +143,12 @@ def _modelopt(fields: Fields) -> Quantization:
     return _statement(of, "modelopt, FP8", float8_storage(None), ignored, [NO_INPUT_SCALES])
 
 
+def _mxfp4(fields: Fields) -> Quantization:
+    """Experts alone are in it, whatever modules the file says are not."""
+    storage = Storage("mxfp4", scheme_of_name("mxfp4"))
+    return _statement(fields, "mxfp4", storage, [HEAD], targets=["mlp.experts"])
+
+
 def float8_storage(block: tuple[int, int] | None) -> Storage:
     """e4m3 with a scale a tensor or row, or one for each block [rows, columns]."""
     if block is None:
@@ -169,4 +177,5 @@ _READERS: dict[str, Callable[[Fields], Quantization]] = {
     "fp8": _fp8,
     "fbgemm_fp8": _fbgemm,
     "modelopt": _modelopt,
+    "mxfp4": _mxfp4,
 }

@@ -23,7 +23,6 @@ REFUSED_METHODS = {
     "intel/auto-round": f"{_OWN}; export it as gptq or awq",
     "marlin": _KERNEL,
     "modelopt_fp4": _BLACKWELL,
-    "mxfp4": _BLACKWELL,
     "mxfp8": "scales that are powers of two, one for 32 numbers",
     "nvfp4": _BLACKWELL,
     "qqq": _KERNEL,

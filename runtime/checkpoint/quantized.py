@@ -24,6 +24,7 @@ from cheetah.models.formats.quantized import (
     QuantizedRows,
     RowScales,
 )
+from cheetah.models.formats.quantized_tiles import powers_of_exponents
 from cheetah.models.quantization import Storage
 from cheetah.models.repacking import StoredCodes, StoredMatrix
 from cheetah.models.scratch import scratch
@@ -40,12 +41,15 @@ from cheetah.runtime.checkpoint.safetensors_files import LoadingError, StoredTen
 
 ALIGNED_ROWS = 8
 """Outputs of a word in the formats that pack them together."""
-SCALE_DTYPES = {"F16": "f16", "BF16": "bf16", "F32": "f32"}
+SCALE_DTYPES = {"F16": "f16", "BF16": "bf16", "F32": "f32", "U8": "f32"}
+"""As which scales are read; those of one byte are exponents."""
 LARGEST_FINITE = {"F16": 0x7BFF, "BF16": 0x7F7F, "F32": 0x7F7FFFFF}
 """Bits of the largest number of a dtype; those of positive ones are 1 up to it."""
 NOT_A_NUMBER = 0x7F
 """e4m3 without its sign; it has no infinities."""
 SIGN = 0x80
+NO_EXPONENT = 0xFF
+"""Of a scale of one byte."""
 PIECE_BYTES = 2**20
 
 
@@ -354,6 +358,42 @@ class Float8Matrix(StoredQuantized):
         return stored.reshape(-1, 1)[first:stop]
 
 
+class Mxfp4Matrix(StoredQuantized):
+    """blocks u8 [rows, columns / 2], the even column of two in the lower four bits; scales u8 [rows, groups], the
+    exponents of powers of two as floats have them (openai/gpt-oss, gpt_oss/torch/weights.py)."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self._blocks = self._tensors["blocks"].stored_rows()
+        self._exponents = self._scale_tensor.mapped()
+
+    @property
+    def _scale_tensor(self) -> StoredTensor:
+        return self._tensors["scales"]
+
+    def _stored_codes(self) -> StoredCodes:
+        rows, columns = self.shape
+        read, offsets = self._blocks.read, (np.arange(rows) * columns, np.arange(columns))
+        return StoredCodes(4, rows * columns // 2, *offsets, columns // 2, lambda: read)
+
+    def _codes(self, first: int, stop: int) -> NDArray[Any]:
+        return self._blocks[first:stop].view(np.uint32)
+
+    def _scales(self, first: int, stop: int) -> NDArray[Any]:
+        return self._exponents[first:stop]
+
+    def _checked_scales(self, first: int, stop: int) -> NDArray[Any]:
+        exponents = np.ascontiguousarray(self._scales(first, stop))
+        if exponents.size and exponents.max() == NO_EXPONENT:
+            row, group = np.argwhere(exponents == NO_EXPONENT)[0]
+            raise self._error(
+                self._scale_tensor,
+                f"the scale of row {first + row}, group {group} is byte {NO_EXPONENT}, which is no number: the file is "
+                "damaged",
+            )
+        return powers_of_exponents(exponents)
+
+
 @dataclass(frozen=True)
 class _ScaleRows:
     """The rows of a matrix without their codes."""
@@ -399,5 +439,6 @@ MATRICES: dict[str, type[StoredQuantized]] = {
     "awq": AwqMatrix,
     "packed": PackedMatrix,
     "float8": Float8Matrix,
+    "mxfp4": Mxfp4Matrix,
 }
 """By `Storage.layout`."""

@@ -100,6 +100,9 @@ def _parts(storage: Storage, shape: tuple[int, int]) -> tuple[_Part, ...]:
     groups = storage.scheme.groups(columns)
     if storage.layout == "float8":
         return _float8_parts(storage, shape)
+    if storage.layout == "mxfp4":
+        halves, scales = ((rows, columns // 2),), ((rows, groups),)
+        return _Part("blocks", halves, ("U8",)), _Part("scales", scales, ("U8",))
     per_word = 32 // int(storage.scheme.kind.removeprefix("int"))
     if storage.layout == "packed":
         words = (rows, -(-columns // per_word))
@@ -245,7 +248,10 @@ def refuse_stated_otherwise(
     """LoadingError where a module that the configuration leaves out is quantised in the file."""
     for name in stored:
         module, _, suffix = name.rpartition(".")
-        if suffix in ("qweight", "weight_packed", "weight_scale", "weight_scale_inv") and module not in modules:
+        if (
+            suffix in ("qweight", "weight_packed", "weight_scale", "weight_scale_inv", "blocks")
+            and module not in modules
+        ):
             raise LoadingError(
                 f"{place}: tensor {name}: {module} is quantised, but {quantization.place} ({quantization.method}) says "
                 "that it is not: correct its list of ignored modules"

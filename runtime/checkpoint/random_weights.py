@@ -23,6 +23,7 @@ import numpy.typing as npt
 from cheetah.models.config import ModelConfig
 from cheetah.models.family import MatrixRows, QuantizedMatrix
 from cheetah.models.formats.quantized import (
+    E2M1,
     LARGEST_CODE,
     MIDDLE_CODE,
     SCALE_DTYPES,
@@ -47,9 +48,9 @@ BIAS_SPREAD = 0.5
 BIAS_SUFFIX = ".bias"
 WEIGHT_SUFFIX = ".weight"
 SCALE_SPREAD = 0.1
-CODE_RANGES = {"int4": 2.7, "int8": 4.5, "fp8": 7.0}
+CODE_RANGES = {"int4": 2.7, "int8": 4.5, "fp8": 7.0, "mxfp4": 2.7}
 """Standard deviations that the largest code stands for; what is farther out takes the largest code."""
-LARGEST_CODES = {"int4": 7.5, "int8": 127.5, "fp8": 448.0}
+LARGEST_CODES = {"int4": 7.5, "int8": 127.5, "fp8": 448.0, "mxfp4": 6.0}
 ZERO_POINT_SPREAD = 2
 BLOCK_ROWS = 128
 
@@ -199,6 +200,8 @@ class _RandomQuantized:
         numbers = _scattered(np.arange(first, stop) // self._scale_rows, self.scheme.groups(columns), self.seed)
         step = CODE_RANGES[self.scheme.kind] / LARGEST_CODES[self.scheme.kind] * columns**-0.5
         scales = (step * (1 + SCALE_SPREAD * (2 * numbers - 1))).astype(SCALE_DTYPES[self.scheme.scales])
+        if self.scheme.kind == "mxfp4":  # the step's power of two, or, rarely, the next one
+            scales = np.exp2(np.floor(np.log2(step)) + (numbers > 1 - SCALE_SPREAD)).astype(np.float32)
         points = None
         if not self.scheme.symmetric:
             middle = MIDDLE_CODE[self.scheme.kind] - ZERO_POINT_SPREAD
@@ -214,7 +217,7 @@ class _RandomQuantized:
 
 
 def random_scheme(format: str) -> QuantizationScheme:
-    """The scheme of that name; scales of e4m3 are float32, those of whole numbers float16."""
+    """The scheme of that name; scales of numbers with exponents are float32, those of whole numbers float16."""
     return scheme_of_name(format, "f32" if format.startswith("fp8") else "f16")
 
 
@@ -249,7 +252,10 @@ def _rounded(normal: npt.NDArray[np.float32], kind: str) -> Bytes:
     """Normal numbers as codes."""
     scaled = normal * np.float32(LARGEST_CODES[kind] / CODE_RANGES[kind])
     codes: Bytes
-    if kind == "fp8":
+    if kind == "mxfp4":
+        between = (E2M1[1:8] + E2M1[:7]) / 2
+        codes = np.searchsorted(between, np.abs(scaled)).astype(np.uint8) | (scaled < 0).astype(np.uint8) << np.uint8(3)
+    elif kind == "fp8":
         codes = round_to_e4m3(scaled).astype(ml_dtypes.float8_e4m3fn).view(np.uint8)
     else:
         codes = np.clip(np.rint(scaled) + MIDDLE_CODE[kind], 0, LARGEST_CODE[kind]).astype(np.uint8)

@@ -62,13 +62,15 @@ class LoadingError(CheetahError):
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """Where a tensor lies: `begin` is its first byte in `file`; dtype is safetensors' name, e.g. "BF16"."""
+    """Where a tensor lies: `begin` is its first byte in `file`; dtype is safetensors' name, e.g. "BF16". is_transposed:
+    whether its rows and columns lie there exchanged."""
 
     file: Path
     dtype: str
     shape: tuple[int, ...]
     begin: int
     nbytes: int
+    is_transposed: bool = False
 
     def part(self, skip: int, shape: tuple[int, ...]) -> StoredTensor:
         """What lies behind its first `skip` elements, as a tensor of that shape."""
@@ -77,7 +79,7 @@ class StoredTensor:
 
     def rows(self) -> MatrixRows:
         """The matrix, to be read in parts by several threads at once, and rounded to bf16 where it must be."""
-        return _StoredRows(self)
+        return _TransposedRows(self) if self.is_transposed else _StoredRows(self)
 
     def stored_rows(self) -> StoredRows:
         """The matrix as it is stored, to be read in parts by several threads at once."""
@@ -91,7 +93,8 @@ class StoredTensor:
     def mapped(self) -> npt.NDArray[Any]:
         """The tensor as it is stored, mapped. Bytes of F8_E4M3 are uint8, whole numbers of 32 bits or more unsigned."""
         dtype = STORED_DTYPES[self.dtype]
-        return self.mapped_bytes().view(dtype).reshape(self.shape)  # a view may lie at any byte, as tensors may
+        mapped = self.mapped_bytes().view(dtype)  # a view may lie at any byte, as tensors may
+        return mapped.reshape(self.shape[::-1]).T if self.is_transposed else mapped.reshape(self.shape)
 
     def mapped_bytes(self) -> npt.NDArray[np.uint8]:
         """The tensor's bytes, mapped."""
@@ -156,6 +159,30 @@ class _StoredRows:
     def __getitem__(self, part: slice) -> Bits:
         """Bits in memory of this thread, overwritten when it reads again."""
         return as_bf16_bits(self._stored[part])
+
+
+class _TransposedRows:
+    """`MatrixRows` of a matrix whose rows and columns lie exchanged in its file: rows are mapped, a few bytes of each
+    of its pages."""
+
+    def __init__(self, tensor: StoredTensor) -> None:
+        self._tensor, self.shape = tensor, tensor.shape
+        self._mapped = tensor.mapped().view(WEIGHT_DTYPES[tensor.dtype])
+
+    @property
+    def stored(self) -> StoredMatrix | None:
+        """See `cheetah.models.repacking`; None of F32, which would have to be rounded before."""
+        if self._tensor.dtype == "F32":
+            return None
+        rows, columns = self.shape
+        of_columns = (np.arange(columns)[:, None] * (2 * rows) + np.arange(2)).reshape(-1)
+        stored, is_f16 = self._tensor.stored_rows(), self._tensor.dtype == "F16"
+        codes = StoredCodes(8, self._tensor.nbytes, np.arange(rows) * 2, of_columns, None, lambda: stored.read, is_f16)
+        return StoredMatrix(codes, None)
+
+    def __getitem__(self, part: slice) -> Bits:
+        found = np.ascontiguousarray(self._mapped[part])
+        return found if self._tensor.dtype == "BF16" else _converted(found)
 
 
 _of_thread = threading.local()

@@ -36,7 +36,7 @@ IGNORED_SUFFIX = ".rotary_emb.inv_freq"  # a constant that old checkpoints store
 QUANTISED_SUFFIXES = (
     *(".qweight", ".qzeros", ".scales", ".g_idx", ".weight_packed", ".weight_scale", ".weight_scale_inv"),
     *(".weight_shape", ".weight_zero_point", ".weight_g_idx", ".input_scale", ".act_scale", ".k_scale", ".v_scale"),
-    *(".kv_scale", ".output_scale", ".absmax", ".quant_map", ".SCB"),
+    *(".kv_scale", ".output_scale", ".absmax", ".quant_map", ".SCB", ".blocks"),
 )
 SHOWN_LINES = 6
 COMPARED_ROWS = 4096
@@ -90,20 +90,19 @@ def checked_tensors(
 
 def without_merged(config: ModelConfig, stored: Mapping[str, StoredTensor], place: str) -> Mapping[str, StoredTensor]:
     """The tensors with those that lie one behind the other in a merged one in its place, each where it lies."""
-    family, tensors = family_of(config), dict(stored)
-    shapes, merged = family.tensor_shapes(config), family.merged_tensors(config)
-    for name, (shape, parts) in merged.items():
-        if name not in stored or (name,) == parts:
+    tensors = dict(stored)
+    for name, merged in family_of(config).merged_tensors(config).items():
+        if name not in stored or [name] == [*merged.parts]:
             continue
         whole = tensors.pop(name)
-        if whole.shape != shape:
-            raise LoadingError(f"{place}: misshapen: {name} is {list(whole.shape)}, expected {list(shape)}")
-        if twice := next((part for part in parts if part in stored), None):
+        if whole.shape != merged.shape:
+            raise LoadingError(f"{place}: misshapen: {name} is {list(whole.shape)}, expected {list(merged.shape)}")
+        if twice := next((part for part in merged.parts if part in stored), None):
             raise LoadingError(f"{place}: {twice} stands by itself and in {name}")
         skip = 0
-        for part in parts:
-            tensors[part] = whole.part(skip, shapes[part])
-            skip += math.prod(shapes[part])
+        for part, shape in merged.parts.items():
+            tensors[part] = replace(whole.part(skip, shape), is_transposed=merged.is_transposed)
+            skip += math.prod(shape)
     return tensors
 
 

@@ -15,8 +15,8 @@ from safetensors.numpy import load_file
 
 from cheetah.models.config import ModelConfig
 from cheetah.models.dense.reference import Reference
-from cheetah.models.registry import FAMILIES, PRESETS, family_of, read_config
-from tests.models.goldens.families import CONFIGS, LOGITS, tokens_of, weights_of
+from cheetah.models.registry import FAMILIES, PRESETS, read_config
+from tests.models.goldens.families import CONFIGS, LOGITS, stored_shapes, tokens_of, weights_of_model
 
 GOLDENS: dict[str, Any] = json.loads(CONFIGS.read_text())
 CONTEXTS = {"phi3, short factors": 32}
@@ -32,7 +32,7 @@ def config_of(name: str, notes: list[str] | None = None) -> ModelConfig:
 
 def logits_of(name: str, config: ModelConfig) -> Any:
     """Those of the reference."""
-    weights = weights_of(family_of(config).tensor_shapes(config))
+    weights = weights_of_model(config)
     reference = Reference(config, weights, max_context=CONTEXTS.get(name))
     return reference.forward(tokens_of(config.vocab_size))
 
@@ -52,7 +52,7 @@ def test_a_file_is_read_whole_and_its_tensors_are_expected(tmp_path: Path, name:
     (tmp_path / "config.json").write_text(json.dumps(GOLDENS[name]["config"]))
     assert read_config(tmp_path / "config.json") == config
     assert read_config(json.loads(json.dumps(config.to_dict()))) == config
-    expected = family_of(config).tensor_shapes(config)
+    expected = stored_shapes(config)
     firsts = {
         tensor: list(shape) for tensor, shape in expected.items() if "layers." not in tensor or "layers.0." in tensor
     }

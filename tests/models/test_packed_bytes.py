@@ -70,12 +70,17 @@ def byte_codes(codes: np.ndarray) -> bytes:
     return bytes(packed)
 
 
-CODES: dict[str, Callable[[np.ndarray], bytes]] = {"int4": int4_codes, "int8": byte_codes, "fp8": byte_codes}
+CODES: dict[str, Callable[[np.ndarray], bytes]] = {
+    **{"int4": int4_codes, "mxfp4": int4_codes},
+    **{"int8": byte_codes, "fp8": byte_codes},
+}
 
 
 def quantized_tile(tiles: QuantizedTiles, codes: np.ndarray, scales: np.ndarray, points: np.ndarray | None) -> bytes:
     """codes: [16, 128]. scales, points: [16, groups of the tile]."""
     packed = CODES[tiles.kind](codes)
+    if tiles.kind == "mxfp4":  # 2^(byte - 127)
+        scales = np.where(scales == 0, 0, np.log2(np.maximum(scales, 2.0**-127)) + 127).astype(np.uint8)
     if tiles.kind == "fp8" and tiles.group_columns:
         packed += struct.pack("<ff", scales[0, 0], scales[8:, 0].max()) + bytes(8)
     elif tiles.group_columns:

@@ -27,7 +27,7 @@ from tests.program.rig import RandomWeights
 
 LINEAR = ("qkv", "o", "gate_up", "down")
 BLOCK_ROWS = 128
-LARGEST = {"int4": 8, "int8": 128, "fp8": 448}
+LARGEST = {"int4": 8, "int8": 128, "fp8": 448, "mxfp4": 8}
 E4M3_NAN = 0x7F
 
 
@@ -39,7 +39,10 @@ def drawn_rows(
     scales = size / LARGEST[scheme.kind] * np.exp(0.7 * draw.standard_normal((rows, groups)))
     if scheme.kind == "fp8" and scheme.group_columns is not None:
         scales = np.repeat(scales[::BLOCK_ROWS], BLOCK_ROWS, axis=0)[:rows]
-    if scheme.kind == "fp8":
+    if scheme.kind == "mxfp4":
+        scales = np.exp2(np.rint(np.log2(scales)))
+        codes, points = draw.integers(0, 16, (rows, columns)).astype(np.uint8), None
+    elif scheme.kind == "fp8":
         # Of every exponent, and both zeros; no NaN.
         codes = draw.integers(0, 256, (rows, columns)).astype(np.uint8)
         codes[codes & E4M3_NAN == E4M3_NAN] = 0x80

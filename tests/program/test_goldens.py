@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from cheetah.models.registry import family_of, in_format
+from cheetah.models.registry import in_format
 from tests.models.goldens.families import LOGITS as GOLDEN_LOGITS
-from tests.models.goldens.families import tokens_of, weights_of
+from tests.models.goldens.families import tokens_of, weights_of_model
 from tests.models.test_against_transformers import CONTEXTS, GOLDENS, config_of
 from tests.program.quantized_weights import QuantizedWeights
 from tests.program.rig import RandomWeights, Rig, as_bf16, float32_logits, relative_error
@@ -29,7 +29,7 @@ class GoldenWeights(RandomWeights):
 
     def __init__(self, name: str) -> None:
         self.config = config_of(name)
-        drawn = weights_of(family_of(self.config).tensor_shapes(self.config))
+        drawn = weights_of_model(self.config)
         self.tensors = {tensor: as_bf16(values) for tensor, values in drawn.items()}
 
 

@@ -42,7 +42,7 @@ REFUSED_CONFIGS = {
     "bitsandbytes": ({"quant_method": "bitsandbytes"}, "quantised by bitsandbytes: codes in a form of its own"),
     "hqq": ({"quant_method": "hqq"}, "quantised by hqq"),
     "aqlm": ({"quant_method": "aqlm"}, "quantised by aqlm: codebooks"),
-    "mxfp4": ({"quant_method": "mxfp4"}, "quantised by mxfp4: a format of 4-bit floating point numbers"),
+    "mxfp4": ({"quant_method": "mxfp4"}, "quantised by mxfp4, which is supported of experts alone"),
     "gguf": ({"quant_method": "gguf"}, "quantised by gguf: the format of llama.cpp"),
     "marlin": (gptq_config(checkpoint_format="marlin"), "checkpoint_format = 'marlin' is not supported"),
     "marlin by flag": (gptq_config(is_marlin_format=True), "is_marlin_format is true"),

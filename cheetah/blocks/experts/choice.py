@@ -19,7 +19,7 @@ from cheetah import lang as ch
 from cheetah.blocks.columns import Columns
 from cheetah.blocks.exchange import Published
 from cheetah.blocks.filters.columns import number_of, ordered
-from cheetah.blocks.linear.epilogue import PublishedRows
+from cheetah.blocks.linear.epilogue import Biases, PublishedRows
 from cheetah.blocks.linear.interface import Rows
 from cheetah.blocks.made_list import MadeList
 from cheetah.blocks.timeline import NO_TIMELINE, Timeline
@@ -38,10 +38,10 @@ NO_NUMBER = 1
 
 
 class PublishedLogits(PublishedRows):
-    """The router's rows as they are, f32 [column][expert], with those that fill its last M-tile."""
+    """The router's rows, with their biases, f32 [column][expert], with those that fill its last M-tile."""
 
-    def __init__(self, into: Published, experts: Experts) -> None:
-        self.into, self.experts = into, experts
+    def __init__(self, into: Published, experts: Experts, biases: Biases | None = None) -> None:
+        self.into, self.experts, self.biases = into, experts, biases
 
     @property
     def makes(self) -> tuple[str, ...]:
@@ -51,7 +51,8 @@ class PublishedLogits(PublishedRows):
     def __call__(self, rows: Rows) -> None:
         place = rows.column * logit_words(self.experts) + rows.m_tile * rows.count + rows.row
         store = self.into.publish_later(place)
-        logit = ch.const(ty.f32, rows.sum(), name="logit")
+        bias = None if self.biases is None else ch.const(ty.f32, self.biases.of(rows), name="bias")
+        logit = ch.const(ty.f32, rows.sum() if bias is None else rows.sum() + bias, name="logit")
         with ch.if_(rows.is_own):
             store(prim.float_bits(logit))
 

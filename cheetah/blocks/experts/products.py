@@ -30,17 +30,19 @@ from cheetah.blocks.linear.prologue import Slices, VectorPart, load_vector
 from cheetah.blocks.linear.share import OwnTile, Run, Share
 from cheetah.blocks.made_list import MadeList
 from cheetah.lang import prim, ty
-from cheetah.plan import MatrixLayout
-from cheetah.plan.formats import BF16_VECTOR
+from cheetah.plan import M_TILE_ROWS, MatrixLayout
+from cheetah.plan.formats import BF16
 from cheetah.plan.plan import COLUMNS
 
 
 @dataclass(frozen=True, eq=False)
 class ChosenRows(GatedRows):
-    """activation(gate) * up times the column's weight, published at the rank that the expert has to the column."""
+    """activation(gate) * up times the column's weight, published at the rank that the expert has to the column.
+    biases: of gate and up, bf16 [expert][row of the matrix], if they have some."""
 
     choice: Choice
     matrix: MatrixLayout
+    biases: ch.Expr | None = None
 
     @ch.inline
     def __call__(self, rows: Rows) -> None:
@@ -52,10 +54,45 @@ class ChosenRows(GatedRows):
         chosen = replace(rows, is_own=rows.is_own & (rank != NO_RANK))
         publish = publishing(self.machine, self.into, chosen, first, HALF)
         weight = ch.const(ty.f32, choice.weight(rows.column, rank), name="weight")
-        value = ch.const(ty.f32, rows.sum(), name="value")
+        bias = self._bias(rows, expert)
+        value = ch.const(ty.f32, rows.sum() if bias is None else rows.sum() + bias, name="value")
         gated = gated_of(value, self.activation)
         weighted = ch.const(ty.f32, gated * weight, name="weighted")
         publish(weighted)
+
+    def _bias(self, rows: Rows, expert: ch.Expr) -> Any:
+        """Of the lane's row; known before that is waited for."""
+        if self.biases is None:
+            return None
+        m_tiles = self.matrix.m_tiles
+        place = (expert * m_tiles + rows.m_tile % m_tiles) * M_TILE_ROWS + rows.row
+        return ch.const(ty.f32, prim.bf16_to_f32(self.biases[place]), name="bias")
+
+
+@dataclass(frozen=True, eq=False)
+class WeighedBiases:
+    """Of the experts' last matrices: those of a column's experts, each times the column's weight, ascending. biases:
+    bf16 [expert][row], `rows` of each."""
+
+    choice: Choice
+    biases: ch.Expr
+    rows: int
+
+    @ch.inline
+    def of(self, rows: Rows) -> Any:
+        choice, row = self.choice, rows.m_tile * rows.count + rows.row
+        total = ch.var(ty.f32, 0.0)
+        if choice.columns.limit == 1:
+            for rank in range(choice.experts.chosen):
+                bias = prim.bf16_to_f32(self.biases[choice.list.entry(rank) * self.rows + row])
+                total.set(total + choice.weight(0, ty.u32(rank)) * bias)
+            return total
+        with ch.for_(choice.list.count, unroll=1, name="slot") as slot:
+            expert = ch.const(ty.u32, choice.list.entry(slot), name="expert")
+            rank = ch.const(ty.u32, choice.rank(rows.column, expert), name="rank")
+            with ch.if_(rank != NO_RANK):
+                total += choice.weight(rows.column, rank) * prim.bf16_to_f32(self.biases[expert * self.rows + row])
+        return total
 
 
 @dataclass(frozen=True, eq=False)
@@ -102,9 +139,22 @@ class AllParts(Prologue):
         return (self.source.name,)
 
     def begin(self, matrix: MatrixLayout, arrival: Arrival) -> None:
-        elements, kind = self.width * self.choice.experts.chosen, matrix.vector_kind(self.choice.columns.limit)
+        columns, elements = self.choice.columns, self.width * self.choice.experts.chosen
+        units, room = (width // UNIT * columns.limit for width in (self.width, matrix.padded_columns))
+        kind = matrix.vector_kind(columns.limit)
+        part = VectorPart(elements, elements, kind=kind, part_units=units, part_room=room)
         with arrival.awaited():
-            load_vector(self.choice.columns, VectorPart(elements, elements, kind=kind), self.source)
+            self._clear_behind(units, room)
+            load_vector(columns, part, self.source)
+
+    def _clear_behind(self, units: int, room: int) -> None:
+        """What lies behind the units of every rank, up to where the next one begins."""
+        machine, gap, count = self.choice.machine, room - units, self.choice.experts.chosen
+        if not gap:
+            return
+        vector = machine.region("vector", ty.u32x4)
+        with ch.for_(machine.thread, gap * count, machine.consumer_threads, unroll=1, name="padding") as number:
+            vector[number // gap * room + units + number % gap] = prim.make_u32x4(0, 0, 0, 0)
 
     @ch.inline
     def parts(self, matrix: MatrixLayout, arrival: Arrival) -> Iterator[Part]:
@@ -159,9 +209,10 @@ class Brought(Prologue):
 @dataclass(frozen=True, eq=False)
 class Dealt(Share):
     """The M-tiles of all matrices of the list, dealt to the blocks one after another. The plan sees to it that each has
-    one."""
+    one. goes_on: whether adding warps follow the list behind it."""
 
     list: MadeList
+    goes_on: bool = False
 
     @property
     def about_fetch(self) -> str:
@@ -175,8 +226,8 @@ class Dealt(Share):
         self.list.begin_following(role)
 
     def end(self, role: ch.Role) -> None:
-        """The producer lane follows the list on in `Added`."""
-        if role is self.machine.adder:
+        """The producer lane follows the list on in `Added`, and adding warps where that asks for it."""
+        if role is self.machine.adder and not self.goes_on:
             self.list.finish_following(role)
 
     def if_any(self, position: ch.Expr) -> ch.if_:
@@ -205,16 +256,17 @@ class Dealt(Share):
 @dataclass(frozen=True, eq=False)
 class Added(Share):
     """A block's rows of every matrix of the list, entry by entry; their sums stay in registers from the first to the
-    last."""
+    last. asks: whether adding warps ask for the list's experts."""
 
     list: MadeList
+    asks: bool = False
 
     @property
     def about_fetch(self) -> str:
         return f"The block's M-tiles of every chosen expert's {self.matrix.name}, expert by expert."
 
     def end(self, role: ch.Role) -> None:
-        if role is self.machine.producer:
+        if role is self.machine.producer or self.asks:
             self.list.finish_following(role)
 
     @ch.inline
@@ -235,10 +287,11 @@ class Added(Share):
 
 class ExpertProducts:
     """Products of a kernel whose matrices are of experts, beside its others, `linear`. dealt: those that have the
-    router's input too, which is converted for them where they take it otherwise."""
+    router's input too, which is converted for them where they take it otherwise. has_biases: all of them."""
 
-    def __init__(self, linear: Matvec, choice: Choice, dealt: MatrixLayout) -> None:
+    def __init__(self, linear: Matvec, choice: Choice, dealt: MatrixLayout, has_biases: bool = False) -> None:
         self.linear, self.choice, self.list, self.dealt = linear, choice, choice.list, dealt
+        self.has_biases = has_biases
         self.machine, self.columns = linear.machine, linear.columns
 
     def route(self, matrix: MatrixLayout, prologue: Prologue, epilogue: Epilogue) -> None:
@@ -251,35 +304,35 @@ class ExpertProducts:
         with self.machine.consumer, self.linear.arrival.awaited():
             prologue.load(matrix, 0)
         self.linear(matrix, Brought(prologue, "vector"), epilogue)
-        if self._kind != BF16_VECTOR:
+        if self._converts:
             with self.machine.consumer:
                 self._convert(matrix)
 
     def deal(self, matrix: MatrixLayout, prologue: Prologue, epilogue: Epilogue) -> None:
         """The matrices of the list's experts times the input, M-tile by M-tile. The input is there, see `route`."""
-        brought = Brought(prologue, "vector" if self._kind == BF16_VECTOR else "dealt")
-        self.linear.of_share(Dealt(self.machine, matrix, self.list), brought, epilogue)
+        brought = Brought(prologue, "dealt" if self._converts else "vector")
+        self.linear.of_share(Dealt(self.machine, matrix, self.list, self.has_biases), brought, epilogue)
 
     def add(self, matrix: MatrixLayout, prologue: Prologue, epilogue: Epilogue) -> None:
         """The sum, over the list's experts, of their matrices times what each column has of them."""
-        assert matrix.slices == 1 and matrix.padded_columns == matrix.columns, matrix
-        self.linear.of_share(Added(self.machine, matrix, self.list), prologue, epilogue)
+        assert matrix.slices == 1, matrix
+        self.linear.of_share(Added(self.machine, matrix, self.list, self.has_biases), prologue, epilogue)
 
     @property
-    def _kind(self) -> str:
-        """As what experts take the router's input."""
-        return self.dealt.vector_kind(self.columns.limit)
+    def _converts(self) -> bool:
+        """Whether experts take the router's input otherwise, or with more padding."""
+        return self.dealt.format != BF16
 
     @ch.function
     def _convert(self, router: MatrixLayout) -> None:
         """What the router has multiplied, as experts take it, by all consumer threads; they meet before it is read,
         behind the choice."""
-        machine, limit = self.machine, self.columns.limit
+        machine, limit, kind = self.machine, self.columns.limit, self.dealt.vector_kind(self.columns.limit)
         vector, dealt = machine.region("vector", ty.u32x4), machine.region("dealt", ty.u32x4)
         there, units = (one.padded_columns // UNIT * limit for one in (router, self.dealt))
         with ch.for_(machine.thread, there, machine.consumer_threads, unroll=1, name="unit") as unit:
             words = ch.const(ty.u32x4, vector[unit], name="words")
-            store_unit(self.columns, dealt, unit, words, self._kind)
+            store_unit(self.columns, dealt, unit, words, kind)
         if there < units:
             with ch.for_(machine.thread + there, units, machine.consumer_threads, unroll=1, name="padding") as unit:
                 dealt[unit] = prim.make_u32x4(0, 0, 0, 0)

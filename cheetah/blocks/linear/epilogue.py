@@ -7,7 +7,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from cheetah import lang as ch
 from cheetah.blocks.columns import fragment_word
@@ -47,9 +47,26 @@ class NormWeights:
         return weight + 1.0 if self.plus_one else weight
 
 
+class Biases(Protocol):
+    """What is added to rows."""
+
+    def of(self, rows: Rows) -> Any:
+        """To the lane's row (f32). Asked for before the row is waited for."""
+
+
+@dataclass(frozen=True, eq=False)
+class RowBiases:
+    """A number for each row, bf16, in the order of the matrix' rows."""
+
+    biases: ch.Expr
+
+    def of(self, rows: Rows) -> Any:
+        return prim.bf16_to_f32(self.biases[rows.m_tile * rows.count + rows.row])
+
+
 @dataclass(frozen=True, eq=False)
 class AddResidual(PublishedRows):
-    """residual += rows * multiplier, kept in f32 by the block that owns them, and published as the next norm wants it:
+    """residual += (rows + biases) * multiplier, kept in f32 by the block that owns them, and published as the next norm wants it:
     times its weights, rounded to bf16, and the squares beside it. is_first: the rows are the residual, which begins
     with them."""
 
@@ -59,6 +76,7 @@ class AddResidual(PublishedRows):
     norm: NormWeights
     multiplier: float = 1.0
     is_first: bool = False
+    biases: Biases | None = None
 
     @property
     def makes(self) -> tuple[str, ...]:
@@ -71,7 +89,9 @@ class AddResidual(PublishedRows):
         place = place_of(machine, rows)
         weight = ch.const(ty.f32, self.norm.of(rows), name="weight")
         publish = publishing(machine, self.into, rows, rows.m_tile * rows.count, rows.count)
-        value = ch.var(ty.f32, rows.sum() if self.multiplier == 1 else rows.sum() * self.multiplier)
+        bias = None if self.biases is None else ch.const(ty.f32, self.biases.of(rows), name="bias")
+        whole = rows.sum() if bias is None else rows.sum() + bias
+        value = ch.var(ty.f32, whole if self.multiplier == 1 else whole * self.multiplier)
         with ch.if_(rows.is_own):
             if not self.is_first:
                 value += residual[place]
@@ -98,11 +118,12 @@ SIGMOID_OF: dict[str, Callable[[Any], Any]] = {"silu": lambda value: value, "gel
 
 @dataclass(frozen=True, eq=False)
 class GatedRows(PublishedRows):
-    """activation(gate) * up: an M-tile holds 8 gate rows and, 8 lanes further, their up rows."""
+    """activation(gate) * up: an M-tile holds 8 gate rows and, 8 lanes further, their up rows. activation: a name, or
+    what has `alpha` and `limit`: see `clamped_of`."""
 
     machine: Machine
     into: Published
-    activation: str
+    activation: Any
 
     @property
     def makes(self) -> tuple[str, ...]:
@@ -117,11 +138,22 @@ class GatedRows(PublishedRows):
 
 
 @ch.inline
-def gated_of(value: ch.Expr, activation: str) -> Any:
+def gated_of(value: ch.Expr, activation: Any) -> Any:
     """activation(gate) * up, of the gate's row and, HALF lanes further, up's. Lanes of the up rows compute something
     too."""
     other = prim.shuffle_xor_f32(value, HALF)
+    if not isinstance(activation, str):
+        return clamped_of(value, other, activation.alpha, activation.limit)
     return prim.divide_f32(value, 1.0 + prim.exp_f32(-SIGMOID_OF[activation](value))) * other
+
+
+@ch.inline
+def clamped_of(gate: ch.Expr, up: ch.Expr, alpha: float, limit: float) -> Any:
+    """(up + 1) * gate times the logistic function of alpha * gate; gate is at most `limit`, up at most as far from 0.
+    What is no number stays so."""
+    low = ch.const(ty.f32, ch.select(gate > limit, ty.f32(limit), gate), name="low")
+    within = ch.select(up > limit, ty.f32(limit), ch.select(up < -limit, ty.f32(-limit), up))
+    return prim.divide_f32(low, 1.0 + prim.exp_f32(low * -alpha)) * (within + 1.0)
 
 
 def publishing(machine: Machine, into: Published, rows: Rows, first: ch.Value, count: int) -> Callable[[Any], None]:

@@ -158,6 +158,8 @@ class VectorPart:
     """A part of a vector: `elements` of every token, a multiple of 32, of which the first `available` exist (the rest
     is zero); in the exchange it begins at unit `first_unit`. kind: as what it is kept (`cheetah.plan.formats`). places:
     for every element the one that it is to the matrix (u16, padded like the vector), of a whole vector; None: itself.
+    part_units, part_room: units of parts of their own, which lie so far from one another in shared memory; else there
+    is one part.
     """
 
     elements: int
@@ -165,6 +167,13 @@ class VectorPart:
     first_unit: ch.Value = 0
     kind: str = BF16_VECTOR
     places: ch.Expr | None = None
+    part_units: int = 0
+    part_room: int = 0
+
+    def place(self, unit: ch.Expr) -> Any:
+        """Where a unit lies in shared memory."""
+        gap = self.part_room - self.part_units
+        return unit + unit // self.part_units * gap if gap else unit
 
 
 @contextmanager
@@ -200,7 +209,7 @@ def load_vector(columns: Columns, part: VectorPart, source: Source) -> None:
             with _each(machine, batch) as (index, unit):
                 words = data[index]
                 if order is None:
-                    store_unit(columns, vector, unit, words, part.kind)
+                    store_unit(columns, vector, part.place(unit), words, part.kind)
                 else:
                     order.put(words, places[index])
     machine.meet()

@@ -10,6 +10,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from cheetah.models.config import ModelConfig
+from cheetah.models.registry import family_of
 from cheetah.models.rounding import round_to_bf16
 
 FOLDER = Path(__file__).parent
@@ -28,6 +30,34 @@ def tokens_of(vocab: int) -> list[int]:
 def weights_of(shapes: Mapping[str, Any]) -> dict[str, NDArray[np.float32]]:
     """Random numbers of bf16: around one for norms whose weights are that, small for matrices."""
     return {name: _drawn(name, tuple(shape)) for name, shape in shapes.items()}
+
+
+def weights_of_model(config: ModelConfig) -> dict[str, NDArray[np.float32]]:
+    """The tensors of a model, which files of gpt-oss have merged: drawn as they lie there."""
+    family = family_of(config)
+    shapes = family.tensor_shapes(config)
+    if not config.interleaved:
+        return weights_of(shapes)
+    merged = {name: one for name, one in family.merged_tensors(config).items() if [*one.parts][0] in shapes}
+    parts = {part for one in merged.values() for part in one.parts}
+    drawn = weights_of({name: shape for name, shape in shapes.items() if name not in parts})
+    for name, one in merged.items():
+        of_parts = _drawn(name, one.shape)
+        drawn |= {
+            part: np.ascontiguousarray(values.T if one.is_transposed else values)
+            for part, values in zip(one.parts, of_parts, strict=True)
+        }
+    return drawn
+
+
+def stored_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Those of a file."""
+    family = family_of(config)
+    shapes = family.tensor_shapes(config)
+    for name, one in family.merged_tensors(config).items() if config.interleaved else ():
+        if [*one.parts][0] in shapes:
+            shapes = {part: shape for part, shape in shapes.items() if part not in one.parts} | {name: one.shape}
+    return shapes
 
 
 def _drawn(name: str, shape: tuple[int, ...]) -> NDArray[np.float32]:

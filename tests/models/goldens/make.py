@@ -78,6 +78,11 @@ ARGUMENTS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "mixtral": ("Mixtral", {"rope_parameters": THETA, "num_local_experts": 5, "num_experts_per_tok": 2}),
     "olmoe": ("Olmoe", {"rope_parameters": THETA, "num_experts": 40, "num_experts_per_tok": 3}),
+    "gpt_oss": (
+        "GptOss",
+        {"rope_parameters": YARN | {"truncate": False}, "head_dim": 64, "sliding_window": 5, "num_local_experts": 5}
+        | {"num_experts_per_tok": 2, "swiglu_limit": 1.25},
+    ),
     "cwm": ("Cwm", {"rope_parameters": THETA, "sliding_window": 5, "head_dim": 64}),
 }
 CLASSES = {"Gemma3Text": "Gemma3ForCausalLM"}

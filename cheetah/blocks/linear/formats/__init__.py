@@ -7,13 +7,17 @@ from cheetah.blocks.linear.formats.bf16 import Bf16Fragments
 from cheetah.blocks.linear.formats.digits import DigitFragments
 from cheetah.blocks.linear.formats.e4m3 import E4m3Fragments, HalfFragments
 from cheetah.blocks.linear.formats.integers import Int4Fragments, Int8Fragments
+from cheetah.blocks.linear.formats.mxfp4 import Mxfp4Fragments
 from cheetah.blocks.linear.formats.two_of_four import SparseFragments
 from cheetah.blocks.linear.fragments import Fragments, groups_of
 from cheetah.blocks.ring import Stage
 from cheetah.plan import MatrixLayout
 from cheetah.plan.formats import DIGITS, HALVES, QUANTIZED_FORMATS
 
-_OF_KIND: dict[str, type[Fragments]] = {"int4": Int4Fragments, "int8": Int8Fragments, "fp8": E4m3Fragments}
+_OF_KIND: dict[str, type[Fragments]] = {
+    **{"int4": Int4Fragments, "int8": Int8Fragments},
+    **{"fp8": E4m3Fragments, "mxfp4": Mxfp4Fragments},
+}
 FRAGMENTS: dict[str, type[Fragments]] = {
     "bf16": Bf16Fragments,
     "2of4": SparseFragments,

@@ -21,8 +21,6 @@ from cheetah.blocks.linear.fragments import Activations, Held
 from cheetah.lang import prim, ty
 from cheetah.plan.formats import RAISED_BY
 
-PART_LOADS = 32
-"""16-byte words of a part: one a lane, 4 codes for each of its rows and halves of its 8 columns."""
 SIGNS = 0x80808080
 """Of four codes. Those of two take the sign bits of bf16 numbers, the others what belongs to MAGNITUDES."""
 MAGNITUDES, CODES_SMALLER_BY = 0x07F007F0, 120
@@ -79,12 +77,6 @@ class E4m3Fragments(ChainedFragments):
         low, high = self.row_factors(tiles)
         held.factors[0] = low
         held.factors[1] = high
-
-    def load(self, first: Any) -> None:
-        codes = ch.reinterpret(ty.ptr(ty.u32x4), first)
-        self.words = [ch.const(ty.u32x4, codes[self.lane + part * PART_LOADS], name="words") for part in range(PARTS)]
-        for words in self.words:
-            self.read(words.x)
 
     def codes_of(self, part: int) -> tuple[Any, Any]:
         words = self.words[part]

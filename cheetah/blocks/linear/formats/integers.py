@@ -30,19 +30,10 @@ CODES_SMALLER_BY = 133
 class IntegerFragments(ChainedFragments):
     """The groups of a tile: their scales, their zero points, and what is too much."""
 
-    parts_of_load: int
-    """Parts whose codes come with one load of 16 bytes a lane."""
     middle: int
     """The zero point where there is none for each group."""
     codes_smaller_by = CODES_SMALLER_BY
     smaller_by = CODES_SMALLER_BY - RAISED_BY
-
-    def load(self, first: Any) -> None:
-        codes = ch.reinterpret(ty.ptr(ty.u32x4), first)
-        loads = range(PARTS // self.parts_of_load)
-        self.words = [ch.const(ty.u32x4, codes[self.lane + index * 32], name="words") for index in loads]
-        for words in self.words:
-            self.read(words.x)
 
     def scales(self, first: Any, index: int) -> tuple[Any, Any] | None:
         if self.format.group_columns is None:
@@ -100,15 +91,13 @@ class Int4Fragments(IntegerFragments):
     second_factor = 16
 
     def codes_of(self, part: int) -> tuple[Any, Any]:
-        words = self.words[part // 2]
-        rows = (words.x, words.y) if part % 2 == 0 else (words.z, words.w)
+        rows = words_of_part(self.words, part)
         return tuple(make_fragment(nibbles(*(row >> shift if shift else row for row in rows))) for shift in (0, 8))
 
 
 class Int8Fragments(IntegerFragments):
     """A word is 4 columns of a row: bytes 0 and 2 the first two, bytes 1 and 3 the others."""
 
-    parts_of_load = 1
     middle = MIDDLE_BYTE
 
     def codes_of(self, part: int) -> tuple[Any, Any]:
@@ -117,6 +106,12 @@ class Int8Fragments(IntegerFragments):
 
     def _fragment(self, *rows: Any) -> Any:
         return make_fragment([(row >> shift if shift else row) & LOW_BYTES for shift in (0, 8) for row in rows])
+
+
+def words_of_part(words: Sequence[Any], part: int) -> tuple[Any, Any]:
+    """The words of 4-bit codes that a part has of rows g and g + 8."""
+    of_pair = words[part // 2]
+    return (of_pair.x, of_pair.y) if part % 2 == 0 else (of_pair.z, of_pair.w)
 
 
 def group_scales(tiles: QuantizedFragments, first: Any, index: int) -> tuple[Any, Any]:

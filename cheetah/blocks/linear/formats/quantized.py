@@ -75,6 +75,9 @@ class QuantizedFragments(Fragments):
 class ChainedFragments(QuantizedFragments):
     """Codes that become bf16 numbers."""
 
+    parts_of_load = 1
+    """Parts whose codes come with one load of 16 bytes a lane."""
+
     @ch.inline
     def multiply(self, tile: ch.Expr, activations: Activations, sums: Any) -> None:
         first = self.tiles + tile * self.format.tile_bytes
@@ -92,9 +95,13 @@ class ChainedFragments(QuantizedFragments):
                     scaled = None if scales is None else scales[number // 2]
                     sums[group][number] = total + value if scaled is None else prim.fma_f32(scaled, value, total)
 
-    @abstractmethod
     def load(self, first: Any) -> None:
         """Load the codes of the tile that begins at `first`."""
+        codes = ch.reinterpret(ty.ptr(ty.u32x4), first)
+        loads = range(PARTS // self.parts_of_load)
+        self.words = [ch.const(ty.u32x4, codes[self.lane + index * 32], name="words") for index in loads]
+        for words in self.words:
+            self.read(words.x)
 
     @abstractmethod
     def codes_of(self, part: int) -> tuple[Any, Any]:

@@ -1,0 +1,53 @@
+"""MXFP4 weights: e2m1 codes in groups of 32 columns, whose scales are powers of two. Codes lie as those of int4 do.
+
+A code's bits are the sign, two of exponent and one of mantissa: in a bf16's sign, its two lowest bits of exponent and
+its highest of mantissa they are the code's number times 2^-126, also where that is subnormal. A product with two powers
+of two puts a nibble to both places at once.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from cheetah import lang as ch
+from cheetah.blocks.linear.formats.integers import HIGH_NIBBLES, LOW_NIBBLES, make_fragment, words_of_part
+from cheetah.blocks.linear.formats.quantized import ChainedFragments
+from cheetah.blocks.linear.formats.sizes import EXPONENT_AT
+from cheetah.lang import prim, ty
+from cheetah.plan.formats import M_TILE_ROWS, RAISED_BY
+
+NUMBERS = 0x81C081C0
+"""The bits of two bf16 numbers that codes give."""
+PLACES = {LOW_NIBBLES: 1 << 12 | 1 << 6, HIGH_NIBBLES: 1 << 8 | 1 << 2}
+"""What nibbles are multiplied by, so that their signs come to the upper place and the rest to the lower one."""
+CODES_SMALLER_BY = 126
+
+
+class Mxfp4Fragments(ChainedFragments):
+    """With a scale for each part of a tile, which is a group. The vector is bf16, raised."""
+
+    parts_of_load = 2
+    codes_smaller_by = CODES_SMALLER_BY
+    smaller_by = CODES_SMALLER_BY - RAISED_BY
+
+    def codes_of(self, part: int) -> tuple[Any, Any]:
+        rows = words_of_part(self.words, part)
+        return self._fragment(rows, 0), self._fragment(rows, 8)
+
+    @staticmethod
+    def _fragment(rows: tuple[Any, Any], shift: int) -> Any:
+        moved = [ch.const(ty.u32, row >> shift, name="moved") if shift else row for row in rows]
+        return make_fragment(
+            [
+                prim.multiplied_u32(row & nibbles, factor) & NUMBERS
+                for nibbles, factor in PLACES.items()
+                for row in moved
+            ]
+        )
+
+    def scales(self, first: Any, index: int) -> tuple[Any, Any]:
+        """The smallest scale, 2^-127, is taken as 0: a float has no normal number for it."""
+        pairs = ch.reinterpret(ty.ptr(ty.u16), first + (self.format.scales_at + index * M_TILE_ROWS))
+        pair = ch.const(ty.u32, ty.u32(pairs[self.lane // 4]), name="exponents")
+        self.read(pair)
+        return prim.bits_float((pair & 0xFF) << EXPONENT_AT), prim.bits_float((pair >> 8) << EXPONENT_AT)
