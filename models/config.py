@@ -54,8 +54,7 @@ class ModelConfig:
     of `rope` in layers of that type. attention_scale, attention_soft_cap, position_scale: of `AttentionKind`.
     residual_multiplier: of `LayerKind`. embedding_multiplier: of the rows of the embedding. logit_divisor: of the
     head's logits. logit_soft_cap: logits l become logit_soft_cap * tanh(l / logit_soft_cap). routing: of every layer's
-    feed-forward, whose experts have the width `intermediate_size`. clamped_gate: its activation, in the place of the
-    family's.
+    feed-forward, whose experts have the width `intermediate_size`. clamped_gate: of `LayerKind`.
     """
 
     dialect: ClassVar[Dialect]
@@ -147,8 +146,8 @@ class ModelConfig:
     @cached_property
     def layer_kinds(self) -> tuple[LayerKind, ...]:
         """What each layer does, in order."""
-        common = replace(self.layer, residual_multiplier=self.residual_multiplier, routing=self.routing)
-        common = replace(common, activation=self.clamped_gate or common.activation)
+        own = {"residual_multiplier": self.residual_multiplier, "clamped_gate": self.clamped_gate}
+        common = replace(self.layer, **own, routing=self.routing)
         return tuple(replace(common, attention=self.attention_of(layer)) for layer in range(self.layers))
 
     def attention_of(self, layer: int) -> AttentionKind:

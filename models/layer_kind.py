@@ -50,8 +50,8 @@ class AttentionKind:
     None: they are not. scale: what q.k is multiplied by; None: head_dim ** -0.5. soft_cap: logits l become
     soft_cap * tanh(l / soft_cap). sinks: every query head has one more logit, whose key has no value. head_norms: an
     RMSNorm of queries and of keys before they are rotated, "each" over every head by itself with one weight [head_dim]
-    for all heads, "width" over all heads together with a weight for every row. biases: q, k and v have them; out_biases:
-    o has. position_scale: of the queries.
+    for all heads, "width" over all heads together with a weight for every row. biases: q, k and v have them;
+    out_biases: o has. position_scale: of the queries.
     """
 
     window: int | None = None
@@ -95,11 +95,13 @@ class ClampedGate:
 
 @dataclass(frozen=True)
 class LayerKind:
-    """What a layer does. activation: of the gate, "silu" or the tanh form of "gelu", or a clamped one. residual_multiplier: of what a
-    sublayer adds to the residual stream. routing: of a feed-forward of experts; None: it is one for all tokens."""
+    """What a layer does. activation: of the gate, "silu" or the tanh form of "gelu"; clamped_gate: in its
+    place. residual_multiplier: of what a sublayer adds to the residual stream. routing: of a feed-forward of experts;
+    None: it is one for all tokens."""
 
     norms: Norms = Norms()
     attention: AttentionKind = AttentionKind()
-    activation: Literal["silu", "gelu"] | ClampedGate = "silu"
+    activation: Literal["silu", "gelu"] = "silu"
+    clamped_gate: ClampedGate | None = None
     residual_multiplier: float = 1.0
     routing: Routing | None = None

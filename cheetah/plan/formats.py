@@ -104,8 +104,8 @@ SPARSE_FORMATS: dict[str, SparseTiles] = {TWO_OF_FOUR.name: TWO_OF_FOUR}
 class QuantizedTiles(TileFormat):
     """A K-tile of 16 x 128 codes of `bits` bits, then scales, then zero points; behind an M-tile a factor a row.
 
-    kind: "int4", "int8", "fp8" or "mxfp4". group_columns: columns of a row that share a scale of the tile, which divide 128;
-    None: there is none beside the row's factor. is_asymmetric: each group of a row has a zero point.
+    kind: "int4", "int8", "fp8" or "mxfp4". group_columns: columns of a row that share a scale of the tile, which divide
+    128; None: there is none beside the row's factor. is_asymmetric: each group of a row has a zero point.
     scales_at, zero_points_at: bytes from the beginning of the tile.
     """
 

@@ -13,7 +13,7 @@ from enum import StrEnum
 from typing import Any, Protocol
 
 from cheetah.plan.errors import PlanError
-from cheetah.plan.formats import BF16, BF16_VECTOR, M_TILE_ROWS, VECTOR_COLUMNS, TileFormat
+from cheetah.plan.formats import BF16, M_TILE_ROWS, VECTOR_COLUMNS, TileFormat
 from cheetah.plan.index import ceil_div, round_up
 
 PAIR_ROWS = M_TILE_ROWS // 2
@@ -269,9 +269,10 @@ class StepTable:
         """The product of experts by whose input these are chosen, too, if there is one."""
         return next((one for one in self.products if one.experts is not None and not one.adds), None)
 
-    def converts_dealt(self, plan: Multiplied) -> bool:
-        """Whether its matrices take that input otherwise than the router does."""
-        return self.dealt is not None and self.dealt.vector_kind(plan) != BF16_VECTOR
+    @property
+    def converts_dealt(self) -> bool:
+        """Whether its matrices take that input otherwise than the router does, or with more padding."""
+        return self.dealt is not None and self.dealt.format != BF16
 
     @property
     def chosen(self) -> int:

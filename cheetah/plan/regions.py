@@ -176,7 +176,7 @@ def kept_plan_bytes(plan: Plan) -> int:
 
 def _dealt_region(shape: ModelShape, plan: Plan) -> Iterator[Region]:
     dealt = shape.table.dealt
-    if dealt is not None and shape.table.converts_dealt(plan):
+    if dealt is not None and shape.table.converts_dealt:
         nbytes = dealt.tiles * dealt.vector_bytes(plan)
         yield Region("dealt", nbytes, BULK_ALIGNMENT, over="scratch", skip=_router_bytes(shape, plan))
 

@@ -7,7 +7,7 @@ from functools import lru_cache
 from typing import TypeVar
 
 from cheetah.plan.errors import PlanError, require_positive
-from cheetah.plan.formats import BF16, M_TILE_ROWS, VECTOR_COLUMNS, TileFormat, tile_format
+from cheetah.plan.formats import BF16, M_TILE_ROWS, VECTOR_COLUMNS, QuantizedTiles, TileFormat, tile_format
 from cheetah.plan.index import round_up
 from cheetah.plan.products import (
     ROUTER,
@@ -75,6 +75,10 @@ class ModelShape:
             raise PlanError(
                 f"ModelShape: experts of width {self.ffn}: give a multiple of {VECTOR_COLUMNS} (whole K-tiles)"
             )
+        for matrix in ("gate_up", "down"):
+            one = self.format_of(matrix)
+            if one != BF16 and not isinstance(one, QuantizedTiles):
+                raise PlanError(f"ModelShape: experts in {one.name}: give {BF16.name} or a quantised format")
 
     def format_of(self, matrix: str) -> TileFormat:
         """The weight format of a matrix."""

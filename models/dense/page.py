@@ -36,7 +36,7 @@ def layer_of(table: StepTable, kind: LayerKind, max_context: int) -> tuple[Line,
         Attend(table.attention, kind.attention, max_context),
         *add(o),
         *_choosing(table, kind),
-        Multiply(gate_up, Gated(kind.activation), kind.norms.before),
+        Multiply(gate_up, Gated(kind.clamped_gate or kind.activation), kind.norms.before),
         *add(down),
     )
 

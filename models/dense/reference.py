@@ -372,7 +372,8 @@ class Reference:
         """What an expert makes, times a weight: of what it multiplies with `down`, before that is rounded."""
         gate, up, down = layer.experts[number]
         of_gate, of_up, of_down = layer.expert_biases[number] if layer.expert_biases else (0.0,) * 3
-        made = gated(layer.kind.activation, matvec(gate, normed) + of_gate, matvec(up, normed) + of_up)
+        activation = layer.kind.clamped_gate or layer.kind.activation
+        made = gated(activation, matvec(gate, normed) + of_gate, matvec(up, normed) + of_up)
         weighted = self.rounding(np.asarray(made * np.float32(weight), np.float32))
         return np.asarray(matvec(down, weighted) + of_down * np.float32(weight), np.float32)
 

@@ -292,10 +292,10 @@ def buffer_bytes(config: ModelConfig, matrices: StepMatrices) -> dict[str, int]:
 
 def vector_shapes(config: ModelConfig, ranks: int = 1) -> dict[str, tuple[int, ...]]:
     """The buffers of vectors that only some models have, of 16 bits an element: biases (bf16) of q, k and v, of other
-    products, of each expert, in the order of the matrix' rows; the weights of the norms of queries, then keys (bf16), of a head or of all in the order of the matrix'
-    rows; the sinks of heads (bf16); the weights of the norms behind o, then behind down (bf16); where the columns of
-    ordered matrices lie (u16), of the products whose inputs are placed (`StepTable.placed`). ranks: GPUs
-    of which each has its heads' biases and sinks."""
+    products, of each expert, in the order of the matrix' rows; the weights of the norms of queries, then keys (bf16),
+    of a head or of all in the order of the matrix' rows; the sinks of heads (bf16); the weights of the norms behind o,
+    then behind down (bf16); where the columns of ordered matrices lie (u16), of the products whose inputs are placed
+    (`StepTable.placed`). ranks: GPUs of which each has its heads' biases and sinks."""
     shapes: dict[str, tuple[int, ...]] = {}
     if config.has_biases:
         shapes["biases"] = (config.layers, config.shape.of_rank(ranks).qkv_rows)

@@ -1,8 +1,8 @@
 """Quantised weights on their way from a checkpoint to the kernel's tiles: codes, scales and zero points of whole rows.
 
 Every checkpoint format becomes this one record, and every device format is packed from it. A weight is
-`scale * (code - zero point)`, or `scale * number(code)` of e4m3 or e2m1; scales stay in the checkpoint's own dtype, so nothing is rounded
-on the way. Where codes come from is not known here, nor how a kernel keeps them.
+`scale * (code - zero point)`, or `scale * number(code)` of e4m3 or e2m1; scales stay in the checkpoint's own dtype, so
+nothing is rounded on the way. Where codes come from is not known here, nor how a kernel keeps them.
 """
 
 from __future__ import annotations
@@ -77,7 +77,8 @@ class QuantizationScheme:
 
     @property
     def name(self) -> str:
-        """The format's name: "int4-g128", "int4-g128-asym", "int4" (a scale a row), "int8", "fp8", "fp8-block128", "mxfp4"."""
+        """The format's name: "int4-g128", "int4-g128-asym", "int4" (a scale a row), "int8", "fp8", "fp8-block128",
+        "mxfp4"."""
         if self.kind == "mxfp4":
             return self.kind
         group = "" if self.group_columns is None else f"-{'block' if self.kind == 'fp8' else 'g'}{self.group_columns}"
@@ -98,7 +99,8 @@ def scheme_of_name(name: str, scales: str = "f16") -> QuantizationScheme:
     found = _NAME.fullmatch(name)
     if found is None:
         raise QuantizationError(
-            f"there is no quantisation {name!r}: write int4, int8, fp8 or mxfp4, and for groups -g128 or, with fp8, -block128"
+            f"there is no quantisation {name!r}: write int4, int8, fp8 or mxfp4, and for groups -g128 or, with fp8, "
+            "-block128"
         )
     integer, group, asymmetric, _, block, microscaled = found.groups()
     if microscaled:

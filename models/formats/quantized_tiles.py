@@ -3,16 +3,17 @@
 A K-tile is 16 rows x 128 columns, cut into four *parts* of 32 columns. Lane 4g + t (g 0..7, t 0..3) owns of each part
 the columns 8t .. 8t+7 of rows g and g + 8, which it reads as 32-bit words:
 
-* int4, mxfp4: a word is the 8 columns of a row; nibble j is column 2j, nibble j + 4 column 2j + 1, so that a mask of the
-  lowest nibble of each half leaves two neighbours. A tile is [2 pairs of parts][lane][part of the pair][row g, row
+* int4, mxfp4: a word is the 8 columns of a row; nibble j is column 2j, nibble j + 4 column 2j + 1, so that a mask of
+  the lowest nibble of each half leaves two neighbours. A tile is [2 pairs of parts][lane][part of the pair][row g, row
   g + 8].
 * int8, fp8: a word is 4 columns of a row, whose bytes are columns 0, 2, 1, 3, so that a mask of the same byte of each
   half leaves two neighbours. A tile is [part][lane][half of the 8 columns][row g, row g + 8].
 
 Behind the codes lie the scales: for each group of columns f16 [g][row g, row g + 8]; of an fp8 block format two floats,
-of rows 0 to 7 and 8 to 15; of mxfp4 u8, the exponents of powers of two as f32 has them, in the order of f16. Then zero points, u8 in the order of scales. Behind the last K-tile of an M-tile lies one
-factor (f32) a row, which takes part in all its weights: the scale itself where the row has one only; a power of two
-where scales are bf16 or f32, which f16 holds exactly up to such a factor or not at all.
+of rows 0 to 7 and 8 to 15; of mxfp4 the exponents of powers of two as f32 has them, u8 in the order of f16. Then zero
+points, u8 in that order. Behind the last K-tile of an M-tile lies one factor (f32) a row, which takes part in all its
+weights: the scale itself where the row has one only; a power of two where scales are bf16 or f32, which f16 holds
+exactly up to such a factor or not at all.
 """
 
 from __future__ import annotations

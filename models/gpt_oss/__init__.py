@@ -1,4 +1,4 @@
-"""gpt-oss: experts in MXFP4 in every layer, biases everywhere, sinks, a window in every second layer, a clamped gate."""
+"""gpt-oss: experts in every layer, in MXFP4, biases everywhere, sinks, a window in every second one, a clamped gate."""
 
 from __future__ import annotations
 

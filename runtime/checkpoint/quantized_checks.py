@@ -166,7 +166,7 @@ def _wrong_parts(
     if "weight" in found and len(scales) != 1:
         yield f"{module} has {' and '.join(scales) or 'no scale'}: expected weight_scale or weight_scale_inv"
     plainly = stored.get(f"{module}{WEIGHT_SUFFIX}")
-    if plainly is not None and ("weight_packed" in found or "qweight" in found):
+    if plainly is not None and any(suffix in found for suffix in ("weight_packed", "qweight", "blocks")):
         yield f"{module} is there twice, quantised and as {module}.weight ({plainly.dtype}): remove one"
 
 

@@ -12,12 +12,11 @@ from safetensors.numpy import load_file, save_file
 
 from cheetah.models.dense.reference import Reference
 from cheetah.models.formats.quantized import scheme_of_name
-from cheetah.models.registry import family_of
 from cheetah.runtime import LLM
 from cheetah.runtime.checkpoint.loading import open_checkpoint
 from cheetah.tools.quantize import SCALES, quantization_job
 from tests.models.goldens.families import LOGITS as GOLDEN_LOGITS
-from tests.models.goldens.families import tokens_of, weights_of
+from tests.models.goldens.families import tokens_of, weights_of_model
 from tests.models.test_against_transformers import CONTEXTS, GOLDENS, config_of
 from tests.tolerances import LOGITS
 
@@ -30,7 +29,7 @@ def family(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[str, Path]:
     name, folder = request.param, tmp_path / "model"
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(GOLDENS[name]["config"]))
-    weights = weights_of(family_of(config_of(name)).tensor_shapes(config_of(name)))
+    weights = weights_of_model(config_of(name))
     save_file({key: one.astype(ml_dtypes.bfloat16) for key, one in weights.items()}, folder / "model.safetensors")
     return name, folder
 

@@ -66,9 +66,9 @@ class RowBiases:
 
 @dataclass(frozen=True, eq=False)
 class AddResidual(PublishedRows):
-    """residual += (rows + biases) * multiplier, kept in f32 by the block that owns them, and published as the next norm wants it:
-    times its weights, rounded to bf16, and the squares beside it. is_first: the rows are the residual, which begins
-    with them."""
+    """residual += (rows + biases) * multiplier, kept in f32 by the block that owns them, and published as the next norm
+    wants it: times its weights, rounded to bf16, and the squares beside it. is_first: the rows are the residual, which
+    begins with them."""
 
     machine: Machine
     into: Published
@@ -90,8 +90,7 @@ class AddResidual(PublishedRows):
         weight = ch.const(ty.f32, self.norm.of(rows), name="weight")
         publish = publishing(machine, self.into, rows, rows.m_tile * rows.count, rows.count)
         bias = None if self.biases is None else ch.const(ty.f32, self.biases.of(rows), name="bias")
-        whole = rows.sum() if bias is None else rows.sum() + bias
-        value = ch.var(ty.f32, whole if self.multiplier == 1 else whole * self.multiplier)
+        value = ch.var(ty.f32, self._added(rows, bias))
         with ch.if_(rows.is_own):
             if not self.is_first:
                 value += residual[place]
@@ -99,6 +98,11 @@ class AddResidual(PublishedRows):
         weighted = ch.const(ty.f32, value * weight, name="weighted")
         publish(weighted)
         self.squares.publish(rows, value, weighted)
+
+    def _added(self, rows: Rows, bias: Any) -> Any:
+        """What is added to the residual."""
+        made = rows.sum() if bias is None else rows.sum() + bias
+        return made if self.multiplier == 1 else made * self.multiplier
 
 
 def place_of(machine: Machine, rows: Rows) -> Any:
