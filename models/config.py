@@ -146,8 +146,12 @@ class ModelConfig:
     @cached_property
     def layer_kinds(self) -> tuple[LayerKind, ...]:
         """What each layer does, in order."""
-        own = {"residual_multiplier": self.residual_multiplier, "clamped_gate": self.clamped_gate}
-        common = replace(self.layer, **own, routing=self.routing)
+        common = replace(
+            self.layer,
+            residual_multiplier=self.residual_multiplier,
+            clamped_gate=self.clamped_gate,
+            routing=self.routing,
+        )
         return tuple(replace(common, attention=self.attention_of(layer)) for layer in range(self.layers))
 
     def attention_of(self, layer: int) -> AttentionKind:
