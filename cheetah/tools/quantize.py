@@ -134,7 +134,7 @@ def _check_columns(name: str, columns: int, scheme: QuantizationScheme) -> None:
 
 def _quantized(job: Job, name: str, tensor: StoredTensor, pool: ThreadPoolExecutor) -> QuantizedRows:
     """A whole matrix, rounded by all threads."""
-    rows = tensor.mapped() if tensor.is_transposed else tensor.stored_rows()
+    rows = tensor.stored_rows()
 
     def round_block(first: int) -> QuantizedRows:
         values = widen(rows[first : first + BLOCK_ROWS])

@@ -115,7 +115,10 @@ class StoredRows:
         os.posix_fadvise(self._descriptor, tensor.begin, tensor.nbytes, os.POSIX_FADV_WILLNEED)  # begin to read it now
 
     def __getitem__(self, part: slice) -> npt.NDArray[Any]:
-        """Rows as they are stored, in memory of this thread, overwritten when it reads again."""
+        """Rows as they are stored, in memory of this thread, overwritten when it reads again; of a transposed matrix
+        copied from pages that are mapped."""
+        if self.tensor.is_transposed:
+            return np.ascontiguousarray(self.tensor.mapped()[part])
         first, stop, _ = part.indices(self.shape[0])
         dtype = STORED_DTYPES[self.tensor.dtype]
         row_bytes = self.shape[1] * dtype.itemsize
@@ -124,7 +127,7 @@ class StoredRows:
         return memory.view(dtype).reshape(stop - first, self.shape[1])
 
     def read(self, begin: int, memory: npt.NDArray[np.uint8]) -> None:
-        """Fill memory with the tensor's bytes from `begin` on."""
+        """Fill memory with the tensor's bytes from `begin` on, as they lie there."""
         offset, done = self.tensor.begin + begin, 0
         while done < memory.nbytes:
             count = os.preadv(self._descriptor, [memory[done:].data], offset + done)
@@ -162,12 +165,10 @@ class _StoredRows:
 
 
 class _TransposedRows:
-    """`MatrixRows` of a matrix whose rows and columns lie exchanged in its file: rows are mapped, a few bytes of each
-    of its pages."""
+    """`MatrixRows` of a matrix whose rows and columns lie exchanged in its file."""
 
     def __init__(self, tensor: StoredTensor) -> None:
-        self._tensor, self.shape = tensor, tensor.shape
-        self._mapped = tensor.mapped().view(WEIGHT_DTYPES[tensor.dtype])
+        self._tensor, self._stored, self.shape = tensor, tensor.stored_rows(), tensor.shape
 
     @property
     def stored(self) -> StoredMatrix | None:
@@ -176,13 +177,12 @@ class _TransposedRows:
             return None
         rows, columns = self.shape
         of_columns = (np.arange(columns)[:, None] * (2 * rows) + np.arange(2)).reshape(-1)
-        stored, is_f16 = self._tensor.stored_rows(), self._tensor.dtype == "F16"
-        codes = StoredCodes(8, self._tensor.nbytes, np.arange(rows) * 2, of_columns, None, lambda: stored.read, is_f16)
+        read, is_f16 = self._stored.read, self._tensor.dtype == "F16"
+        codes = StoredCodes(8, self._tensor.nbytes, np.arange(rows) * 2, of_columns, None, lambda: read, is_f16)
         return StoredMatrix(codes, None)
 
     def __getitem__(self, part: slice) -> Bits:
-        found = np.ascontiguousarray(self._mapped[part])
-        return found if self._tensor.dtype == "BF16" else _converted(found)
+        return as_bf16_bits(self._stored[part])
 
 
 _of_thread = threading.local()
