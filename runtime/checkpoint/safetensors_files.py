@@ -70,7 +70,7 @@ class StoredTensor:
     shape: tuple[int, ...]
     begin: int
     nbytes: int
-    is_transposed: bool = False
+    is_transposed: bool = field(default=False, kw_only=True)
 
     def part(self, skip: int, shape: tuple[int, ...]) -> StoredTensor:
         """What lies behind its first `skip` elements, as a tensor of that shape."""
