@@ -14,7 +14,7 @@ import pytest
 
 from cheetah.blocks.experts.products import WeighedBiases
 from cheetah.blocks.linear.epilogue import RowBiases
-from cheetah.generate import choose_plan, generate_pass
+from cheetah.generate import choose_plan, generate_kernel, generate_pass
 from cheetah.models.config_json import FULL, SLIDING
 from cheetah.models.gpt_oss import YARN, GptOssConfig
 from cheetah.models.layer_kind import ClampedGate, Routing
@@ -95,3 +95,8 @@ def test_there_is_no_pass_over_prompts() -> None:
     config, gpu = gpt_oss(), gpu_named("emulator")
     with pytest.raises(PlanError, match="where o or experts have biases: they are read in steps"):
         generate_pass(config, gpu, choose_plan(config, gpu), PassPlan(256))
+
+
+def test_several_gpus_are_refused() -> None:
+    with pytest.raises(PlanError, match="experts with biases are one GPU's so far, and 2 make the steps"):
+        generate_kernel(gpt_oss(), replace(gpu_named("emulator"), ranks=2))

@@ -87,8 +87,8 @@ def test_factors_of_the_last_expert_for_all_are_seen() -> None:
 
 
 def test_what_no_kernel_has_is_refused() -> None:
-    narrow = replace(qwen(256, 96), weight_formats=(("down", "int4-g32"),))
-    with pytest.raises(PlanError, match="experts of width 96 in int4-g32: give a multiple of 128"):
-        generate_kernel(narrow, emulated_gpu(3))
+    sparse = replace(qwen(256, 128), weight_formats=(("down", "2of4"),))
+    with pytest.raises(PlanError, match="experts in 2of4: give bf16 or a quantised format"):
+        generate_kernel(sparse, emulated_gpu(3))
     with pytest.raises(ConfigError, match="the router of experts is in int8: supported is bf16"):
         replace(qwen(), weight_formats=(("router", "int8"),))

@@ -146,8 +146,7 @@ def test_a_device_packs_experts_as_their_files_have_them(tmp_path: Path) -> None
 
 def test_a_copy_in_8_bits_has_experts_one_by_one(tmp_path: Path) -> None:
     source, scheme = write_model(tmp_path / "source", of_bf16(), CONFIG), scheme_of_name("int8-g32", "bf16")
-    job = quantize.quantization_job(str(source), scheme, clip=False)
-    quantize.write_quantized(job, tmp_path / "copy", lambda done: None, 1)
+    quantize.quantization_job(str(source), scheme, clip=False).write(tmp_path / "copy", lambda done: None, 1)
     checkpoint = open_checkpoint(tmp_path / "copy")
     assert dict(checkpoint.config.weight_formats) == dict.fromkeys(("qkv", "o", "gate_up", "down"), "int8-g32")
     name = "model.layers.1.mlp.experts.2.gate_up_proj.weight"
