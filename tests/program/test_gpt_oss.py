@@ -99,4 +99,4 @@ def test_there_is_no_pass_over_prompts() -> None:
 
 def test_several_gpus_are_refused() -> None:
     with pytest.raises(PlanError, match="experts with biases are one GPU's so far, and 2 make the steps"):
-        generate_kernel(gpt_oss(), replace(gpu_named("emulator"), ranks=2))
+        generate_kernel(gpt_oss(128, 128), replace(gpu_named("emulator"), ranks=2))
