@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, Generic, TypeVar
 
 import typer
@@ -57,6 +58,15 @@ def bench(
             show_default=False,
         ),
     ] = None,
+    text: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FILE",
+            help="With --speculative K: prompts between lines of ---, answered with drafts and without.",
+            show_default=False,
+        ),
+    ] = None,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Of an answer, with --text.")] = 256,
     steps: Annotated[int, typer.Option(min=1, help="Decode steps of a launch.")] = 64,
     repetitions: Annotated[int, typer.Option(min=1, help="Timed launches at each context.")] = 5,
     warmup: Annotated[int, typer.Option(min=0, help="Launches before those.")] = 2,
@@ -75,6 +85,9 @@ def bench(
     from cheetah.tools import prompt_bench as of_prompts
     from cheetah.tools import round_bench as of_rounds
 
+    if text is not None:
+        _bench_text(model, text, speculative, max_tokens, json_file, load, plan)
+        return
     repeated = Repeated(repetitions, warmup, rest)
     lengths = () if prompts is None else of_prompts.parsed_prompts(prompts)
     rounds = () if speculative is None else parsed_rounds(speculative, contexts)
@@ -113,6 +126,24 @@ def bench(
         way.measure(measured, lengths, json_file)
     else:
         _Way(open_steps, measure_steps, of_steps.record, _print_steps).measure(measured, works, json_file)
+
+
+def _bench_text(
+    model: str,
+    file: str,
+    speculative: str | None,
+    max_tokens: int,
+    json_file: str | None,
+    load: dict[str, Any],
+    plan: dict[str, Any],
+) -> None:
+    from cheetah.cli.bench_text import TextAsked, bench_text
+
+    if speculative is None or not speculative.isdecimal() or int(speculative) < 1:
+        raise CheetahError("--text: say how many drafts a step takes, and no made-up lengths: --speculative 7")
+    write = partial(_write_line, json_file) if json_file is not None else lambda record: None
+    asked = TextAsked(int(speculative), file, max_tokens, write, json_file != STDOUT)
+    bench_text(model, Measured.named(model, load, plan), asked, load)
 
 
 @dataclass(frozen=True)
