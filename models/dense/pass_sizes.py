@@ -168,8 +168,9 @@ class PassSizes:
     def _check_experts(self) -> None:
         if self.shape.norms_behind:
             raise PlanError("a pass adds what experts make to the residual, and knows no norm behind them")
-        if any(product.experts is not None and product.format != BF16 for product in self.table.products):
-            raise PlanError("a pass multiplies experts in bf16 so far: prompts of others are read in steps")
+        formats = [product.format for product in self.table.products if product.experts is not None]
+        if not all(format == BF16 or isinstance(format, QuantizedTiles) for format in formats):
+            raise PlanError("a pass multiplies experts in bf16 or quantised ones: prompts of others are read in steps")
         if self.gpu.ranks > 1:
             raise PlanError(f"a pass of experts is made by one GPU so far, and {self.gpu.ranks} make the steps")
 
@@ -344,8 +345,8 @@ class PassSizes:
         # A tile of attention reads as many queries as it may have, also where a segment has fewer.
         columns: dict[str, int] = {}
         for product in self.table.products:
-            name = input_section(product)
-            columns[name] = max(columns.get(name, 0), matrices[product].padded_columns)
+            for name in (section_of(product.input), input_section(product)):
+                columns[name] = max(columns.get(name, 0), matrices[product].padded_columns)
         of_slots = {input_section(product) for product in self.table.products if product.experts is not None}
         query_columns = shape.heads * plan.tokens + self.room.tile_tokens
         sizes = {

@@ -31,6 +31,7 @@ from cheetah.tools.judged_passes import decided_ids
 from tests.models.goldens.families import CONFIGS, LOGITS, tokens_of
 from tests.models.goldens.families import weights_of as golden_weights
 from tests.program.joined import chosen
+from tests.program.quantized_weights import QuantizedWeights
 from tests.program.rig import RandomWeights, random_weights, relative_error, token_ids
 from tests.program.test_experts import MIXTRAL, qwen
 from tests.program.test_prompt_pass import PASS, STATES_TOLERANCE, TOLERANCE, PassRig, PassSession, normalised
@@ -39,6 +40,15 @@ from tests.tiers import tiered
 pytestmark = [pytest.mark.compiler, pytest.mark.slow]
 
 OLMOE = OlmoeConfig(48, 64, 2, 2, 2, 64, 50, max_position_embeddings=256, routing=Routing(40, 2, normalised=False))
+FORMATS = {
+    "all in four bits, sizes that do not divide": {
+        "qkv": "int4-g32-asym",
+        "o": "int4",
+        "gate_up": "int4",
+        "down": "int4-g128",
+    },
+    "experts in eight bits beside bf16": {"gate_up": "fp8-block128", "down": "int8"},
+}
 FEW = PassPlan(tokens=64, tile_tokens=16, warpgroups=1, stages=3, cut_tokens=64, key_tile=16)
 ALL_CHOSEN = qwen(48, 64, experts=4, chosen=4)
 # name: (configuration, how it is run)
@@ -110,6 +120,14 @@ def test_a_prompt_in_passes(case: str) -> None:
         prompt.assert_read(session, states)
         bits.add(session.keys_and_values().tobytes() + states.tobytes())
     assert len(bits) == 1
+
+
+@pytest.mark.parametrize("case", tiered(FORMATS, [*FORMATS][1:]))
+def test_quantised_experts(case: str) -> None:
+    """Each with its own factors; the input of attention and router may be padded to fewer columns than theirs."""
+    config = replace(qwen(160, 128), weight_formats=tuple(FORMATS[case].items()))
+    prompt = Prompt(QuantizedWeights(config, scales="bf16"))
+    prompt.assert_read(*read(PassRig(config, blocks=3, weights=prompt.weights, stage_bytes=8192), prompt))
 
 
 @cache
