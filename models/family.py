@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, Protocol
 from numpy.typing import NDArray
 
 from cheetah.models.config import ModelConfig
+from cheetah.models.exchanged import ExchangedVector
 from cheetah.models.formats.quantized import Order, QuantizationScheme, QuantizedRows
 from cheetah.models.repacking import Repacker
 from cheetah.models.rounding import F32, Bits, Bytes, Rounding, exact
@@ -114,6 +115,9 @@ class StepProgram(Protocol):
     def phase_rows(self, config: ModelConfig, plan: Plan) -> tuple[PhaseRow, ...]:
         """The same, as people read them."""
 
+    def exchanged_vectors(self, config: ModelConfig, gpu: Gpu, plan: Plan) -> tuple[ExchangedVector, ...]:
+        """What the phases of a layer publish, in their order, and where that lies in the kernel's buffer `exchange`."""
+
 
 class HeadProgram(Protocol):
     """The module with a family's head by itself, over `rows` hidden states that passes over prompts leave: the steps of
@@ -176,6 +180,8 @@ class ReferenceModel(Protocol):
     length: int
     nearness: list[float]
     """Of every token of late, how near another choice of experts was, in standard deviations of logits."""
+    exchanged: list[dict[str, F32]]
+    """Of the last token, not rounded, the vectors that phases exchange by name: of the embedding, of every layer."""
 
     def reset(self) -> None: ...
 

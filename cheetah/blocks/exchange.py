@@ -173,11 +173,11 @@ class Exchange(ABC):
         self.machine, self.scope, self.peers = machine, scope, peers
         self.inputs, self.copied = inputs or {}, copied or {}
         self.workspace = workspace
-        self.vectors = {name: vector.with_name() for name, vector in self._lay_out(sizes, self.inputs).items()}
+        self.vectors = {name: vector.with_name() for name, vector in self.lay_out(sizes, self.inputs).items()}
         self._declare()
 
     @classmethod
-    def _lay_out(
+    def lay_out(
         cls, sizes: dict[str, int], inputs: Collection[str], offset_bytes: int = COUNTER_BYTES
     ) -> dict[str, Vector]:
         """Where vectors lie that follow one another from `offset_bytes` on."""
@@ -189,7 +189,7 @@ class Exchange(ABC):
     @classmethod
     def size_bytes(cls, sizes: dict[str, int], inputs: Collection[str] = ()) -> int:
         """Bytes of a workspace that holds vectors of these payload words."""
-        vectors = cls._lay_out(sizes, inputs).values()
+        vectors = cls.lay_out(sizes, inputs).values()
         used_bytes: int = max((vector.number(vector.words - 1) + 1) * vector.word.bytes for vector in vectors)
         return -(-used_bytes // VECTOR_ALIGNMENT) * VECTOR_ALIGNMENT
 
@@ -345,7 +345,7 @@ class FlaggedExchange(Exchange):
     word = ty.u64
 
     @classmethod
-    def _lay_out(
+    def lay_out(
         cls, sizes: dict[str, int], inputs: Collection[str], offset_bytes: int = COUNTER_BYTES
     ) -> dict[str, Vector]:
         part_words, in_half = PART_BYTES // cls.input_word.bytes, cls._parts_in_halves(sizes, inputs)
@@ -355,7 +355,7 @@ class FlaggedExchange(Exchange):
         }
         others = {name: words for name, words in sizes.items() if name not in placed}
         behind = max((parts[-1] + 1 for parts in in_half.values()), default=0) * PART_BYTES
-        return apart(placed | super()._lay_out(others, inputs, behind or offset_bytes))
+        return apart(placed | super().lay_out(others, inputs, behind or offset_bytes))
 
     @classmethod
     def _parts_in_halves(cls, sizes: dict[str, int], inputs: Collection[str]) -> dict[str, range]:
@@ -529,6 +529,11 @@ class BarrierExchange(Exchange):
                 data[index] = self.read4(name, places[index] // 4, epoch)
 
 
+def exchange_kind(sync: str) -> type[Exchange]:
+    """The kind that a plan names."""
+    return {"flags": FlaggedExchange, "barrier": BarrierExchange}[sync]
+
+
 def make_exchange(
     machine: Machine,
     workspace: ch.Expr,
@@ -539,5 +544,4 @@ def make_exchange(
     peers: Peers = ALONE,
 ) -> Exchange:
     """The kind that the plan names. inputs, copied, peers: see `Exchange`."""
-    kinds = {"flags": FlaggedExchange, "barrier": BarrierExchange}
-    return kinds[machine.plan.sync](machine, workspace, sizes, scope, inputs, copied, peers)
+    return exchange_kind(machine.plan.sync)(machine, workspace, sizes, scope, inputs, copied, peers)

@@ -10,7 +10,7 @@ import time
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -41,11 +41,17 @@ _SCALARS: "dict[str, type[ctypes._SimpleCData[Any]]]" = {
 }
 
 
+OVERWRITTEN = np.dtype([("buffer", np.uint32), ("word", np.uint32), ("before", np.uint32)])
+"""The number of an array, of a word in it, and the word."""
+
+
 @dataclass(frozen=True)
 class LaunchStats:
     """What a launch did: fibre switches, rendezvous of warps, bulk copies and their bytes, wall-clock seconds.
 
     most_chunks: the most chunks that one block had under way at once (what `bulk_copy` brings to an mbarrier).
+    overwritten: of each rank's array that was noted, the 4-byte words that were stored to, in their order, and what
+    they held before: records (OVERWRITTEN).
     """
 
     switches: int
@@ -54,6 +60,7 @@ class LaunchStats:
     copied_bytes: int
     most_chunks: int
     seconds: float
+    overwritten: Mapping[int, np.ndarray] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -84,6 +91,7 @@ class LaunchShape:
     switch_limit: int
     chunk_limit: int
     poisoned: Mapping[str, int]
+    noted: str = ""
 
 
 class Program(ABC):
@@ -106,6 +114,7 @@ class Program(ABC):
         switch_limit: int | None = None,
         chunk_limit: int | None = None,
         poisoned: Mapping[str, int] | None = None,
+        noted: str = "",
         timeout_s: float | None = None,
         watch: Callable[[], None] | None = None,
     ) -> LaunchStats:
@@ -115,7 +124,8 @@ class Program(ABC):
         C-contiguous; addresses are theirs, so `allocate` gives arrays aligned as a GPU allocation is.
         `scheduler` is one of SCHEDULERS; equal seeds give equal schedules. `switch_limit` bounds fibre switches,
         `chunk_limit` the chunks that a block has under way. `poisoned`: by parameter, the word (u32) that stands in
-        the array where nobody may read with `load_constant_u32`.
+        the array where nobody may read with `load_constant_u32`. `noted`: the parameter of an array of which each store
+        is noted (of watched programs), see `LaunchStats.overwritten`.
         Raises Deadlock, Misuse, Race, SwitchLimit or TimeLimit with a report, CheetahError for wrong arguments. `watch`
         is called every few milliseconds (not of a sanitized program); what it raises, and KeyboardInterrupt, ends the
         launch where it is. The next one starts afresh, whatever this one left in the arrays.
@@ -124,6 +134,7 @@ class Program(ABC):
             _shape(grid, block, shared_bytes, scheduler, seed, switch_limit),
             chunk_limit=chunk_limit or 0,
             poisoned=dict(poisoned or {}),
+            noted=noted,
         )
         return self._checked_run(shape, [arguments], timeout_s, watch)
 
@@ -138,6 +149,7 @@ class Program(ABC):
         watch: Callable[[], None] | None = None,
         chunk_limit: int | None = None,
         poisoned: Mapping[str, int] | None = None,
+        noted: str = "",
         scheduler: str = "round_robin",
         seed: int = 0,
         switch_limit: int | None = None,
@@ -151,6 +163,7 @@ class Program(ABC):
             _shape(grid, block, shared_bytes, scheduler, seed, switch_limit),
             chunk_limit=chunk_limit or 0,
             poisoned=dict(poisoned or {}),
+            noted=noted,
         )
         return self._checked_run(shape, arguments, timeout_s, watch)
 
@@ -212,11 +225,22 @@ class LoadedProgram(Program):
             started = time.perf_counter()
             self._library.cheetah_emulator_launch(ctypes.byref(launch))
             seconds = time.perf_counter() - started
+            overwritten = _overwritten(launch, shape, arrays)
         if poll.interruption is not None:
             raise poll.interruption
         raise_for_outcome(launch.outcome, report.value.decode(errors="replace"))
         counts = (launch.switches, launch.collectives, launch.copies, launch.copied_bytes, launch.most_chunks)
-        return LaunchStats(*counts, seconds)
+        return LaunchStats(*counts, seconds, overwritten)
+
+
+def _overwritten(launch: "_Launch", shape: LaunchShape, arrays: "Sequence[_Array]") -> dict[int, np.ndarray]:
+    """Of every rank, while nobody else launches."""
+    if not shape.noted:
+        return {}
+    nbytes = launch.overwritten_count * OVERWRITTEN.itemsize
+    records = np.frombuffer(ctypes.string_at(launch.overwritten, nbytes), OVERWRITTEN)
+    numbers = {one.rank: number for number, one in enumerate(arrays) if one.name == shape.noted}
+    return {rank: records[records["buffer"] == number] for rank, number in numbers.items()}
 
 
 def _release(library: ctypes.CDLL) -> None:
@@ -266,6 +290,7 @@ class _Buffer(ctypes.Structure):
         ("poison", ctypes.c_uint64),
         ("rank", ctypes.c_uint32),
         ("has_peers", ctypes.c_uint32),
+        ("is_noted", ctypes.c_uint64),
     ]
 
 
@@ -295,6 +320,8 @@ class _Launch(ctypes.Structure):
         ("report", ctypes.c_void_p),
         ("report_bytes", ctypes.c_uint64),
         ("parameters", ctypes.c_uint64),
+        ("overwritten", ctypes.c_void_p),
+        ("overwritten_count", ctypes.c_uint64),
     ]
 
 
@@ -331,7 +358,7 @@ def _launch_structure(
         *(
             _Buffer(
                 *(one.array.ctypes.data, one.array.nbytes, one.name.encode(), _poison(shape, one.name)),
-                *(one.rank, one.has_peers),
+                *(one.rank, one.has_peers, one.name == shape.noted),
             )
             for one in arrays
         )

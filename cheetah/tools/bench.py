@@ -428,7 +428,8 @@ def fill_random(config: ModelConfig, manifest: Manifest, buffers: dict[str, Buff
     if "places" in buffers:
         row = manifest.buffer("places").shape[-1]
         fill_with(buffers["places"], _random_places(min(config.hidden_size, config.query_rows), row))
-    _fill_packed(config, family_of(config).matrices(config, plan, gpu_named(manifest.gpu["name"])), buffers)
+    gpu = Gpu(**manifest.gpu, ranks=manifest.world_size)
+    _fill_packed(config, family_of(config).matrices(config, plan, gpu), buffers)
     for name, table in family_of(config).tables(config, plan).items():
         buffers[name].upload(table)
     if "kv_scales" in buffers:

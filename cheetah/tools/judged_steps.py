@@ -6,6 +6,7 @@ The device lays traps (see `JudgingDevice`): where a kernel may not look there i
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
@@ -13,6 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from cheetah.emulator import EmulatorError
 from cheetah.errors import CheetahError
 from cheetah.models.family import ReferenceModel
 from cheetah.models.rounding import F32, Rounding, as_bf16, exact, round_to_bf16, round_to_e4m3
@@ -22,6 +24,7 @@ from cheetah.runtime.engine.launcher import LaunchFault, Part, Sampling
 from cheetah.runtime.engine.request_rows import bias_of, mask_of
 from cheetah.runtime.engine.watching import MASK_BITS
 from cheetah.tools.judging_device import KernelFault, Pace, judging
+from cheetah.tools.published import Comparison, Filled, Launched, LaunchedSequence, Texts, Token
 from cheetah.tools.rig import Rig, Session
 
 PROMPT_TOKENS = 5
@@ -35,8 +38,6 @@ SAMPLING_MARGIN = 1e-3
 """How far below the best a drawn token's noisy logit may lie: logarithms differ in their last bits."""
 TOLERANCE_FACTOR, LEAST_TOLERANCE = 3.0, 0.01
 """Allowed: so many times the error that rounding activations to bf16 makes in the reference itself."""
-LEAST_CACHED = 0.03
-"""Allowed of a layer's keys or values of a token, which are rounded once more."""
 MOST_CACHED = 0.2
 """The same where the logits are right."""
 TOO_LARGE = 2.0**34
@@ -96,9 +97,10 @@ class Drawn:
 
 @dataclass(frozen=True)
 class Transcript:
-    """What one run gave. pool, exchange: the KV pool and the exchanged vectors at the end: f32 states show what bf16
-    and the choice of a token hide."""
+    """What one run gave. asked: its scheduler, its seed, whether it was short. pool, exchange: the KV pool and the
+    exchanged vectors at the end: f32 states show what bf16 and the choice of a token hide."""
 
+    asked: tuple[str, int, bool]
     scored: tuple[Scored, ...]
     drawn: tuple[Drawn, ...]
     pool: NDArray[Any]
@@ -127,6 +129,7 @@ class JudgedSteps:
     def __init__(self, rig: Rig, is_of_several: bool = False) -> None:
         self.rig, self.config, self.plan, self.pace = rig, rig.config, rig.plan, Pace(rig.plan.in_flight)
         self.is_of_several = is_of_several and rig.plan.batch > 1
+        self._has_explained = False
         config, plan = rig.config, rig.plan
         self.reference, self.rounded = reference_of(rig), reference_of(rig, round_to_bf16)
         self.context = min(plan.max_context, config.max_position_embeddings)
@@ -170,18 +173,32 @@ class JudgedSteps:
         lengths = [0, self.context - 2 * TOGETHER_STEPS + 1, several, self.split, 33, 1, 64, 17]
         return [min(length, self.context - 2 * TOGETHER_STEPS + 1) for length in lengths[: self.plan.batch]]
 
-    def run(self, scheduler: str, seed: int, is_short: bool = False) -> Transcript:
-        """One run. is_short: of launches 2 and 7 alone. EmulatorError where one fails or breaks its promises."""
-        session = Session(self.rig, judging(self.rig, scheduler, seed, self.pace), self.page_order)
+    def run(
+        self, scheduler: str, seed: int, is_short: bool = False, published: list[Launched | Filled] | None = None
+    ) -> Transcript:
+        """One run. is_short: of launches 2 and 7 alone. published: gets each launch, with what its blocks published,
+        and what was filled. EmulatorError where one fails or breaks its promises."""
+        device = judging(self.rig, scheduler, seed, self.pace, published)
+        session, asked = Session(self.rig, device, self.page_order), (scheduler, seed, is_short)
         try:
-            run = _Run(self, session)
+            run = _Run(self, session, published)
             run.short() if is_short else run.whole()
-            found = Transcript(tuple(run.scored), tuple(run.drawn), session.cached(), session.exchanged())
-            if seed == 0 and not is_short:
+            exchange = session.exchanged()
+            found = Transcript(asked, tuple(run.scored), tuple(run.drawn), session.cached(), exchange)
+            if seed == 0 and not is_short and published is None:
                 run.too_large()
-        except LaunchFault as error:  # without its advice on checkpoints: these weights were made here
-            raise KernelFault(str(error).partition(" Look for")[0]) from error
+        except (LaunchFault, KernelFault) as error:
+            text = str(error).partition(" Look for")[
+                0
+            ]  # without its advice on checkpoints: these weights were made here
+            raise KernelFault(text if published is not None else self._explained(text, asked)) from error
         return found
+
+    def _explained(self, fault: str, asked: tuple[str, int, bool]) -> str:
+        """What is wrong with a launch, the first time also with what is off first in those of the run."""
+        is_known, self._has_explained = self._has_explained, True
+        off = "" if is_known else self.first_off(asked, LEAST_TOLERANCE)
+        return f"{fault}\n{off}" if off else fault
 
     def outputs(self, found: Transcript) -> dict[str, NDArray[Any]]:
         """Everything that must not depend on the schedule."""
@@ -206,9 +223,10 @@ class JudgedSteps:
         for one, wrong, is_decided in zip(found.scored, errors, decided, strict=True):
             if not np.all(wrong <= allowed):  # a NaN is no agreement
                 first = int(np.argmax(~(wrong <= allowed)))
+                off = "" if problems else f"; {self._first_off(found, one, first, allowed)}"
                 problems.append(
                     f"{one.place}: the logits of position {one.cached + first} are {wrong[first]:.2e} from float32, "
-                    f"allowed is {allowed:.2e}; {self.first_wrong(one, first, allowed)}"
+                    f"allowed is {allowed:.2e}{off}"
                 )
             else:
                 problems += self._wrong_pages(one, max(MOST_CACHED, 2 * allowed), is_decided)
@@ -242,18 +260,53 @@ class JudgedSteps:
             what = f"layer {layer}'s {('keys', 'values')[kind]} of position {scored.cached + position}"
             yield f"{scored.place}: all logits are right, but what is cached as {what} is not"
 
-    def first_wrong(self, scored: Scored, number: int, allowed: float) -> str:
-        """Where a position's numbers are off first, by what each layer cached of it and of those before it."""
-        cached, wanted = self._numbers(scored.pages), self._wanted_pages(scored)
-        for layer, position, kind in product(range(self.config.layers), range(number + 1), range(2)):
-            pair = (one[layer, kind, :, position].reshape(1, -1) for one in (cached, wanted))
-            if not relative_errors(*pair)[0] <= max(allowed, LEAST_CACHED):
-                what = ("keys", "values")[kind]
-                where = f"layer {layer}'s {what} of position {scored.cached + position} are off first"
-                before = f"layer {layer - 1}'s attention, o, gate_up or down, or " if layer else "the embedding, or "
-                return f"{where}: look at {before}layer {layer}'s qkv"
-        last = self.config.layers - 1
-        return f"all keys and values are right: look at layer {last}'s attention, o, gate_up or down, or the head"
+    def _first_off(self, found: Transcript, scored: Scored, number: int, allowed: float) -> str:
+        """What is off first of the numbers that led to a position's logits."""
+        if off := self.first_off(found.asked, allowed):
+            return off
+        token, numbers = self._first_logit(scored, number)
+        head = self.config.table.head.name
+        return f"first off: phase {head}: what it was given is right, of token {token} the logit is {numbers}"
+
+    def first_off(self, asked: tuple[str, int, bool], allowed: float) -> str:
+        """What is off first in the launches of a run: they are made again, and what their blocks publish stands beside
+        the reference that rounds. "" where nothing is."""
+        noted, texts = list[Launched | Filled](), Texts()
+        with suppress(EmulatorError):
+            self.run(*asked, published=noted)
+        vectors = self.rig.family.program.exchanged_vectors(self.config, self.rig.gpu, self.plan)
+        comparison = Comparison(self.config, vectors, allowed)
+        for one in noted:
+            if isinstance(one, Launched):
+                tokens = (token for sequence in one.sequences for token in self._tokens(sequence, texts))
+                if off := comparison.first_off(one, [*tokens]):
+                    return f"first off: {off}"
+            for what in one.sequences if isinstance(one, Launched) else (one,):
+                texts.note(what)
+        return ""
+
+    def _tokens(self, sequence: LaunchedSequence, texts: Texts) -> Iterator[Token]:
+        """Those of a sequence in a launch, by the references."""
+        filled, before = texts.before(sequence)
+        both = [self._beginning(reference, filled) for reference in (self.reference, self.rounded)]
+        for reference, token in product(both, before):
+            reference.step(token)
+        cached = self._numbers(sequence.cached)
+        for number, token in enumerate(sequence.ids):
+            for reference in both:
+                reference.step(token)
+            rounded, place = both[1], sequence.record.length + number
+            wanted = np.stack([rounded.keys[:, :, place], rounded.values[:, :, place]], axis=1)
+            is_decided = min(reference.nearness[-1] for reference in both) > NEAR
+            where = *sequence.place_of(number), place
+            yield Token(*where, rounded.exchanged, cached[:, :, :, number], wanted, is_decided)
+
+    def _first_logit(self, scored: Scored, number: int) -> tuple[int, str]:
+        """Of a position's logits the one that is furthest off."""
+        found, wanted = scored.found[number], self.logits_by(self.rounded, scored)[number]
+        off = np.abs(found - wanted)
+        token = int(np.argmax(np.where(np.isnan(off), np.inf, off)))
+        return token, f"{found[token]:.6g}, float32 has {wanted[token]:.6g}"
 
     def _wanted_pages(self, scored: Scored) -> F32:
         """The keys and values of a launch's tokens by the reference that rounds."""
@@ -264,18 +317,24 @@ class JudgedSteps:
 
     def logits_by(self, reference: ReferenceModel, scored: Scored) -> F32:
         """What a reference has where a launch left logits."""
-        if scored.cached == 0:
-            return reference.forward(scored.ids)
+        begun = self._beginning(reference, scored.cached)
+        return np.stack([begun.step(token) for token in scored.ids])
+
+    def _beginning(self, reference: ReferenceModel, filled: int) -> ReferenceModel:
+        """The one of a kind that goes on behind the filling's first tokens."""
+        if filled == 0:
+            reference.reset()
+            return reference
         behind, keys, values = self._behind[id(reference)]
-        behind.keys[:], behind.values[:], behind.length = keys, values, scored.cached
-        return np.stack([behind.step(token) for token in scored.ids])
+        behind.keys[:], behind.values[:], behind.length = keys, values, filled
+        return behind
 
 
 class _Run:
     """One run of the launches, and what it gave so far."""
 
-    def __init__(self, judged: JudgedSteps, session: Session) -> None:
-        self.judged, self.session, self.plan = judged, session, judged.plan
+    def __init__(self, judged: JudgedSteps, session: Session, published: list[Launched | Filled] | None) -> None:
+        self.judged, self.session, self.plan, self.published = judged, session, judged.plan, published
         self.scored: list[Scored] = []
         self.drawn: list[Drawn] = []
 
@@ -504,6 +563,8 @@ class _Run:
             pool[:, page, :, :, : slots.shape[3]] = slots
         self.session.cache(pool)
         cache.length = length
+        if length and self.published is not None:
+            self.published.append(Filled(tuple(cache.pages), length))
         return length
 
     def _note(

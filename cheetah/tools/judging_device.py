@@ -29,9 +29,12 @@ from cheetah.plan.kv.tables import (
 from cheetah.runtime.device.emulator import EmulatorBuffer, EmulatorDevice, EmulatorKernel
 from cheetah.runtime.device.group import EmulatorGroup
 from cheetah.tools.explained import explained
+from cheetah.tools.published import Filled, History, Launched, LaunchedSequence
 from cheetah.tools.rig import Rig
 
 LAUNCH_TIMEOUT_S = 120.0
+EXCHANGE = "exchange"
+"""The buffer through which blocks exchange vectors."""
 MANY_CHUNKS = 2
 """Copies of a launch, for each block and chunk in flight, from which on they must come as far ahead as they may."""
 
@@ -67,13 +70,24 @@ class JudgingDevice(EmulatorDevice):
     """An emulated device with a limit of time, which notes the pace of launches, on which attention's tiles look their
     pages up in tables of their own, in which nothing stands behind the keys that are cached when a launch ends: the
     emulator tells who looks there. What a launch of steps tells the host, and counts, must be what it has sampled. Of
-    several ranks the first one's device judges all: see `judging`."""
+    several ranks the first one's device judges all: see `judging`. published: gets each launch of steps, with what its
+    blocks published."""
 
-    def __init__(self, rig: Rig, scheduler: str, seed: int, pace: Pace | None = None) -> None:
+    def __init__(
+        self,
+        rig: Rig,
+        scheduler: str,
+        seed: int,
+        pace: Pace | None = None,
+        published: list[Launched | Filled] | None = None,
+    ) -> None:
         super().__init__(scheduler=scheduler, seed=seed)
+        self._published = published
+        if published is not None:
+            self._schedule["noted"] = EXCHANGE
         self._schedule["timeout_s"] = LAUNCH_TIMEOUT_S
         self._plan, self._steps, self._pace = rig.plan, rig.family.program.KERNEL_NAME, pace
-        self._made = rig.made
+        self._made, self._kv = rig.made, rig.manifest.buffer("kv")
         self._head_rows = step_matrices(rig.config.shape, rig.plan, rig.gpu).head.rows
 
     def launch_together(self, kernel: EmulatorKernel, arguments: Sequence[Mapping[str, Any]]) -> None:
@@ -88,8 +102,36 @@ class JudgingDevice(EmulatorDevice):
             raise type(error)(explained(str(error), self._made[kernel.manifest.kernel], reached)) from error
         if self._pace is not None and self.stats is not None:
             self._pace.note(self.stats, kernel.manifest.launch.blocks * len(arguments))
+        if is_of_steps and self._published is not None:
+            self._published.append(self._launched(arguments))
         if counted is not None:
             self._require_told(arguments, counted)
+
+    def _launched(self, of_ranks: Sequence[Mapping[str, Any]]) -> Launched:
+        overwritten, arguments = self.stats.overwritten, of_ranks[0]
+        histories = (History(overwritten[rank], _words(own[EXCHANGE]).copy()) for rank, own in enumerate(of_ranks))
+        tokens = _words(arguments["tokens"]).reshape(-1, self._plan.launch_tokens + 1)
+        tables = _words(arguments["page_table"]).reshape(self._plan.batch, -1)
+        pool = np.concatenate([self._pool_of(own) for own in of_ranks], axis=3)
+        stop_ids, sequences = _words(arguments["stop_ids"]), list[LaunchedSequence]()
+        for row, record in enumerate(_sequences(arguments)):
+            reached = min(int(_words(arguments["status"])[0]) * record.per_step, record.total)
+            sampled = tokens[row, record.given : reached + 1]
+            made = [*_until_stop(sampled, stop_ids[record.stop_first :][: record.stop_count])]
+            count = min(reached, record.given + len(made))
+            positions = np.arange(record.length, record.length + count)
+            pages, places = tables[row][positions // self._plan.page_size], positions % self._plan.page_size
+            cached = pool[:, pages, :, :, places].transpose(1, 2, 3, 0, 4)
+            last_page = int(tables[row, (record.length - 1) // self._plan.page_size]) if record.length else None
+            own = tuple(int(page) for page in tables[row] if page < len(pool[0]))
+            ids = tuple(map(int, tokens[row, :count]))
+            sequences.append(LaunchedSequence(record, own, last_page, ids, cached))
+        return Launched(tuple(histories), tuple(sequences))
+
+    def _pool_of(self, arguments: Mapping[str, Any]) -> NDArray[Any]:
+        """A rank's cache [layers, pages, 2, kv_heads, page_size, head_dim], as it is stored."""
+        array: NDArray[Any] = arguments["kv"].array
+        return array.view(np.uint8 if self._kv.dtype == "u8" else np.uint16).reshape(self._kv.shape)
 
     def _require_told(self, of_ranks: Sequence[Mapping[str, Any]], counted: NDArray[np.uint32]) -> None:
         """KernelFault where the host was told other tokens than the launch has sampled, or other tokens were counted.
@@ -146,9 +188,11 @@ class JudgingDevice(EmulatorDevice):
         return buffer
 
 
-def judging(rig: Rig, scheduler: str, seed: int, pace: Pace | None = None) -> EmulatorDevice | EmulatorGroup:
+def judging(
+    rig: Rig, scheduler: str, seed: int, pace: Pace | None = None, published: list[Launched | Filled] | None = None
+) -> EmulatorDevice | EmulatorGroup:
     """Such a device, or one of as many ranks as the rig's machine has."""
-    devices = [JudgingDevice(rig, scheduler, seed, pace) for _ in range(rig.gpu.ranks)]
+    devices = [JudgingDevice(rig, scheduler, seed, pace, published) for _ in range(rig.gpu.ranks)]
     return devices[0] if len(devices) == 1 else EmulatorGroup(devices)
 
 

@@ -12,6 +12,7 @@ from typing import Any
 from cheetah import lang as ch
 from cheetah.blocks.machine import emit_roles, start_machine
 from cheetah.models.config import ModelConfig
+from cheetah.models.dense.exchanged import exchanged_vectors
 from cheetah.models.dense.launch import Launch, kernel_parameters
 from cheetah.models.dense.page import page_of
 from cheetah.models.dense.step import StepParts
@@ -19,7 +20,16 @@ from cheetah.models.dense.step_sizes import phase_names, sizes
 from cheetah.models.family import PhaseRow
 from cheetah.plan import Gpu, Plan, shared_map
 
-__all__ = ["KERNEL_NAME", "Step", "build_kernel", "kernel_parameters", "phase_names", "phase_rows", "sizes"]
+__all__ = [
+    "KERNEL_NAME",
+    "Step",
+    "build_kernel",
+    "exchanged_vectors",
+    "kernel_parameters",
+    "phase_names",
+    "phase_rows",
+    "sizes",
+]
 
 KERNEL_NAME = "decode_step"
 

@@ -233,6 +233,8 @@ class Reference:
     max_context: tokens that a sequence may have, by default those that the configuration says; chooses among factors of
     longrope.
     nearness: of every token since `reset`, how near another choice of experts was in some layer: see `nearness`.
+    exchanged: of the last token, as blocks exchange them and not rounded, the vectors that phases make, by their names
+    in the table of products: first those of the embedding, then those of each layer. Of sums of squares the total.
     """
 
     def __init__(
@@ -268,7 +270,7 @@ class Reference:
 
     def reset(self) -> None:
         """Forget the sequence."""
-        self.length, self.nearness = 0, list[float]()
+        self.length, self.nearness, self.exchanged = 0, list[float](), list[dict[str, F32]]()
         self.tables = self._new_tables(64)
         self.keys, self.values = self._new_cache(64), self._new_cache(64)
 
@@ -289,13 +291,21 @@ class Reference:
         self._make_room()
         self.nearness.append(math.inf)
         x = embedding(self.embedding, token) * np.float32(self.config.embedding_multiplier)
-        for index, layer in enumerate(self.layers):
+        self.exchanged = [{}]
+        following = [*(layer.before[0] for layer in self.layers[1:]), self.norm]
+        self._exchange("hidden", x, self.layers[0].before[0])
+        for index, (layer, next_norm) in enumerate(zip(self.layers, following, strict=True)):
             (before_attention, before_ffn), (behind_attention, behind_ffn) = layer.before, layer.behind
             part = np.float32(layer.kind.residual_multiplier)
+            self.exchanged.append({})
             made = self._attention(index, layer, self.rounding(self._normed(x, before_attention)))
+            self._exchange("o_rows", made)
             x = residual(x, part * self._normed(made, behind_attention))
+            self._exchange("middle", x, before_ffn)
             made = self._feed_forward(layer, self.rounding(self._normed(x, before_ffn)))
+            self._exchange("down_rows", made)
             x = residual(x, part * self._normed(made, behind_ffn))
+            self._exchange("hidden", x, next_norm)
         self.length += 1
         return self.rounding(self._normed(x, self.norm))
 
@@ -323,17 +333,24 @@ class Reference:
                 logits = self.step(made[-1])
         return made
 
+    def _exchange(self, name: str, x: F32, norm: F32 | None = None) -> None:
+        """What is exchanged of rows before a norm: times its weights, and the sum of their squares."""
+        self.exchanged[-1][name] = x if norm is None else x * norm
+        self.exchanged[-1][f"{name}_squares"] = (x * x).sum(keepdims=True)
+
     def _attention(self, index: int, layer: Layer, normed: F32) -> F32:
         kind, stop = layer.kind.attention, self.length + 1
         first = 0 if kind.window is None else max(0, stop - kind.window)
         queries, keys, values = self._heads(layer, normed)
         key_scales, value_scales = self.kv_scales[index][..., None]
-        self.keys[index, :, self.length] = self.cached(keys / key_scales) * key_scales
-        self.values[index, :, self.length] = self.cached(values / value_scales) * value_scales
+        keys, values = self.cached(keys / key_scales), self.cached(values / value_scales)
+        self.keys[index, :, self.length], self.values[index, :, self.length] = keys * key_scales, values * value_scales
+        self.exchanged[-1].setdefault("qkv", np.concatenate([part.ravel() for part in (queries, keys, values)]))
         seen = slice(first, stop)
         cache = self.keys[index, :, seen], self.values[index, :, seen]
-        output = attention(self.rounding(queries), *cache, kind.scale, kind.soft_cap, layer.sinks)
-        return np.asarray(matvec(layer.o, self.rounding(output.reshape(-1))) + layer.o_bias, np.float32)
+        output = attention(self.rounding(queries), *cache, kind.scale, kind.soft_cap, layer.sinks).reshape(-1)
+        self.exchanged[-1]["attention"] = output
+        return np.asarray(matvec(layer.o, self.rounding(output)) + layer.o_bias, np.float32)
 
     def _heads(self, layer: Layer, normed: F32) -> tuple[F32, F32, F32]:
         """Queries, keys and values [heads, D] of one token: projected, with biases, normalised, rotated."""
@@ -342,12 +359,22 @@ class Reference:
             for matrix, bias in zip((layer.q, layer.k, layer.v), layer.biases, strict=True)
         )
         kind, (query_norm, key_norm) = layer.kind.attention, layer.head_norms
+        if query_norm is not None and key_norm is not None:  # who reads heads normalises them
+            self._exchange_raw(queries, keys, values, (query_norm, key_norm))
         cos_sin = self.tables[kind.rope][self.length]
         return (
             rope(self._head_norm(queries, query_norm), cos_sin) * position_factor(kind.position_scale, self.length),
             rope(self._head_norm(keys, key_norm), cos_sin),
             values.reshape(-1, self.config.head_dim),
         )
+
+    def _exchange_raw(self, queries: F32, keys: F32, values: F32, norms: tuple[F32, F32]) -> None:
+        """Rows of heads before their norms; those of norms over all heads are exchanged as those of other norms are."""
+        rows = [queries, keys, values]
+        if self.config.head_norms == "width":
+            self._exchange("qkv", np.concatenate(rows[:2]))
+            rows[:2] = queries * norms[0], keys * norms[1]
+        self.exchanged[-1]["qkv"] = np.concatenate(rows)
 
     def _head_norm(self, rows: F32, weight: F32 | None) -> F32:
         """RMSNorm of each head, or of all together where there is a weight for each row; without a weight the heads
@@ -363,6 +390,7 @@ class Reference:
         if layer.router is None or layer.kind.routing is None:
             return self._expert(layer, 0, 1.0, normed)
         logits = (layer.router * normed).sum(axis=1, dtype=np.float32) + layer.router_bias  # of equal rows, equal ones
+        self.exchanged[-1]["routes"] = logits
         chosen, weights = choice(logits, layer.kind.routing)
         self.nearness[-1] = min(self.nearness[-1], nearness(logits, chosen))
         made = [self._expert(layer, *pair, normed) for pair in zip(chosen, weights, strict=True)]
@@ -374,8 +402,10 @@ class Reference:
         of_gate, of_up, of_down = layer.expert_biases[number] if layer.expert_biases else (0.0,) * 3
         activation = layer.kind.clamped_gate or layer.kind.activation
         made = gated(activation, matvec(gate, normed) + of_gate, matvec(up, normed) + of_up)
-        weighted = self.rounding(np.asarray(made * np.float32(weight), np.float32))
-        return np.asarray(matvec(down, weighted) + of_down * np.float32(weight), np.float32)
+        weighted = np.asarray(made * np.float32(weight), np.float32)
+        before = self.exchanged[-1].get("gated", np.empty(0, np.float32))
+        self.exchanged[-1]["gated"] = np.concatenate([before, weighted])
+        return np.asarray(matvec(down, self.rounding(weighted)) + of_down * np.float32(weight), np.float32)
 
     def _normed(self, x: F32, weight: F32 | None) -> F32:
         return x if weight is None else rms_norm(x, weight, self.config.rms_norm_eps)

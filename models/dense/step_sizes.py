@@ -8,10 +8,7 @@ from collections.abc import Collection, Sequence
 from cheetah.blocks.adjustments import mask_words
 from cheetah.blocks.attention.core import LSE_WORDS
 from cheetah.blocks.columns import vector_words
-from cheetah.blocks.exchange import (
-    BarrierExchange,
-    FlaggedExchange,
-)
+from cheetah.blocks.exchange import exchange_kind
 from cheetah.blocks.linear.formats.vectors import is_raised
 from cheetah.blocks.linear.rms import squares_words
 from cheetah.blocks.lookup import history_room
@@ -120,8 +117,7 @@ def _sampling_sizes(gpu: Gpu, plan: Plan) -> dict[str, int]:
 
 def workspace_bytes(exchanged: dict[str, int], plan: Plan, inputs: Collection[str] = ()) -> int:
     """Bytes of the `exchange` buffer for so many payload words of each vector."""
-    kind = {"flags": FlaggedExchange, "barrier": BarrierExchange}[plan.sync]
-    return kind.size_bytes(exchanged, inputs)
+    return exchange_kind(plan.sync).size_bytes(exchanged, inputs)
 
 
 def sizes(config: ModelConfig, gpu: Gpu, plan: Plan) -> dict[str, int]:

@@ -15,7 +15,7 @@ from cheetah.manifest import Manifest
 from cheetah.models.config import ModelConfig
 from cheetah.models.family import MatrixRows, Packing
 from cheetah.models.registry import family_of
-from cheetah.plan import Plan, gpu_named
+from cheetah.plan import Gpu, Plan
 from cheetah.plan.world import Rank
 from cheetah.runtime.assembly.repacking import Spare, new_repacker
 from cheetah.runtime.device.group import DeviceGroup, GroupBuffer
@@ -118,7 +118,7 @@ def _upload_rank(
     config, family = weights.config, family_of(weights.config)
     for name, table in family.tables(config, Plan.from_dict(manifest.plan)).items():
         buffers[name].upload(table)
-    plan, gpu = Plan.from_dict(manifest.plan), gpu_named(manifest.gpu["name"])
+    plan, gpu = Plan.from_dict(manifest.plan), Gpu(**manifest.gpu, ranks=manifest.world_size)
     matrices = family.matrices(config, plan, gpu)
     packing = Packing(weights.tensor, write, progress, rows, rank, watch=watch or Stopwatch())
     if device is not None:

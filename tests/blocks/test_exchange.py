@@ -194,7 +194,7 @@ def test_parts_of_an_input_are_read_where_they_were_published() -> None:
 def test_inputs_lie_in_halves_of_l2_and_nothing_lies_twice() -> None:
     sizes = {"hidden": 2048, "qkv": 3072, "attention": 2048, "gated": 7168, "long": 9000}
     inputs = {"hidden", "attention", "gated", "long"}
-    vectors = FlaggedExchange._lay_out(sizes, inputs)
+    vectors = FlaggedExchange.lay_out(sizes, inputs)
     places = {name: vector.number(np.arange(vector.words)) * vector.word.bytes // 4 for name, vector in vectors.items()}
     halves = {name: {half_of(int(part)) for part in place // (PART_BYTES // 4)} for name, place in places.items()}
     assert halves["hidden"] == {0}
@@ -207,7 +207,7 @@ def test_inputs_lie_in_halves_of_l2_and_nothing_lies_twice() -> None:
 
 def test_inputs_lie_as_they_come_beside_one_of_a_single_part() -> None:
     sizes = {"hidden": 1024, "attention": 2048}
-    assert [vector.apart for vector in FlaggedExchange._lay_out(sizes, sizes).values()] == [1, 1]
+    assert [vector.apart for vector in FlaggedExchange.lay_out(sizes, sizes).values()] == [1, 1]
     assert FlaggedExchange.size_bytes(sizes, sizes) == COUNTER_BYTES + 3 * PART_BYTES
 
 

@@ -344,14 +344,14 @@ def share_memory(first: str, second: str) -> Callable[[Patch], None]:
     """Two vectors lie in the same words."""
 
     def change(patch: Patch) -> None:
-        lay_out = Exchange._lay_out.__func__  # type: ignore[attr-defined]
+        lay_out = Exchange.lay_out.__func__  # type: ignore[attr-defined]
 
         def shared(cls: Any, sizes: dict[str, int], inputs: Any, *place: Any) -> Any:
             vectors = lay_out(cls, sizes, inputs, *place)
             vectors[first] = replace(vectors[first], offset=vectors[second].offset)
             return vectors
 
-        patch.setattr(Exchange, "_lay_out", classmethod(shared))
+        patch.setattr(Exchange, "lay_out", classmethod(shared))
         patch.setattr("cheetah.blocks.exchange.apart", lambda vectors: vectors)  # which would refuse it
 
     return change

@@ -169,6 +169,7 @@ void give_results(CheetahLaunch& launch) {
   launch.copies = machine.copies;
   launch.copied_bytes = machine.copied_bytes;
   launch.most_chunks = machine.most_chunks;
+  launch.overwritten = watch::overwritten(launch.overwritten_count);
   std::snprintf(launch.report, launch.report_bytes, "%s", report().c_str());
 }
 

@@ -4,6 +4,7 @@
 #include <cstdint>
 
 #include "machine.h"
+#include "watch.h"
 
 extern "C" {
 
@@ -24,6 +25,8 @@ struct CheetahLaunch {
   char* report;                      // zero-terminated, cut to report_bytes
   uint64_t report_bytes;
   uint64_t parameters;               // of a rank
+  const cheetah_emulator::watch::Overwritten* overwritten;  // stores to buffers that are noted, until the next launch
+  uint64_t overwritten_count;
 };
 
 // Runs the launch to its end; outcome and report say how it ended. One launch at a time in a process.

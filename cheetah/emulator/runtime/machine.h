@@ -161,6 +161,7 @@ struct Buffer {
   const char* name;
   uint64_t poison;          // not 0: a word of which the low half is this one's is read by nobody
   uint32_t rank, has_peers; // whose memory it is; whether other ranks have its address
+  uint64_t is_noted;        // whether stores to it are noted, in a watched run
 };
 
 constexpr uint32_t every_rank = ~0u;  // of memory that is the host's, or that several ranks were given

@@ -9,6 +9,8 @@
 #include <cstring>
 #include <vector>
 
+#include "watch.h"
+
 namespace cheetah_emulator {
 namespace {
 
@@ -51,6 +53,7 @@ void land(uint32_t index) {
   const LateStore store = late[index];
   late.erase(late.begin() + index);
   machine.late_stores--;
+  watch::note_store(store.to, store.bytes);
   auto* word = reinterpret_cast<uint64_t*>(store.to);
   switch (store.kind) {
     case Stored::flagged: __atomic_store_n(word, store.word[0], __ATOMIC_RELEASE); break;

@@ -2,6 +2,9 @@
 
 #include <sys/mman.h>
 
+#include <cstring>
+#include <vector>
+
 #include "memory.h"
 
 namespace cheetah_emulator::watch {
@@ -30,6 +33,8 @@ uint32_t* all_epochs;
 size_t all_bytes, epoch_bytes;
 uint64_t moments;
 uint32_t last_buffer;
+std::vector<Overwritten> noted;
+bool notes;  // whether a buffer of the launch is noted
 
 uint64_t units_of(uint64_t bytes) { return (bytes + unit_bytes - 1) / unit_bytes + 1; }
 
@@ -90,6 +95,7 @@ void store(const void* address, uint32_t bytes) {
   const uint32_t number = buffer_of(byte, bytes);
   Shadow& shadow = shadows[number];
   shadow.has_stores = true;
+  note_store(byte, bytes);
   const uint64_t first = uint64_t(byte - machine.buffers[number].start);
   for (uint64_t unit = first / unit_bytes; unit <= (first + bytes - 1) / unit_bytes; unit++)
     shadow.units[unit] = {uint32_t(&self - machine.fibres) + 1, self.fences, ++moments};
@@ -156,12 +162,35 @@ bool begin_launch() {
     next += units_of(machine.buffers[i].bytes);
   }
   moments = last_buffer = 0;
+  noted.clear();
+  notes = false;
+  for (uint32_t i = 0; i < machine.buffer_count; i++) notes |= machine.buffers[i].is_noted != 0;
   return true;
 }
 
 void end_launch() {
   munmap(all_units, all_bytes);
   munmap(all_epochs, epoch_bytes);
+}
+
+const Overwritten* overwritten(uint64_t& count) {
+  count = noted.size();
+  return noted.data();
+}
+
+void note_store(const void* address, uint32_t bytes) {
+  if (!notes) return;
+  const auto* byte = static_cast<const uint8_t*>(address);
+  for (uint32_t i = 0; i < machine.buffer_count; i++) {
+    const Buffer& buffer = machine.buffers[i];
+    if (!buffer.is_noted || !is_in(buffer, byte)) continue;
+    const uint64_t first = uint64_t(byte - buffer.start);
+    for (uint64_t word = first / 4; word <= (first + bytes - 1) / 4; word++) {
+      uint32_t before;
+      std::memcpy(&before, buffer.start + 4 * word, 4);
+      noted.push_back({i, uint32_t(word), before});
+    }
+  }
 }
 
 void loads_have_read(Fibre& fibre) { fibre.waits++; }
@@ -202,6 +231,11 @@ void check_copy(const uint8_t* destination, const uint8_t* source, uint32_t byte
 
 bool begin_launch() { return true; }
 void end_launch() {}
+const Overwritten* overwritten(uint64_t& count) {
+  count = 0;
+  return nullptr;
+}
+void note_store(const void*, uint32_t) {}
 void loads_have_read(Fibre&) {}
 void meets(Fibre&) {}
 void warp_meets(Warp&, bool) {}
@@ -245,6 +279,7 @@ void check_epochs(const uint32_t*, uint32_t, Place, const char*) {}
 #if defined(CHEETAH_EMULATOR_WATCH)
 
 using cheetah_emulator::watch::load;
+using cheetah_emulator::watch::note_store;
 using cheetah_emulator::watch::store;
 
 extern "C" {
@@ -272,8 +307,12 @@ void __tsan_write_range(void* address, unsigned long bytes) { store(address, uin
 // Atomics are the primitives' and order themselves; the emulator runs one thing after another.
 #define CHEETAH_WATCH_ATOMIC(bits)                                                                                  \
   uint##bits##_t __tsan_atomic##bits##_load(const uint##bits##_t* word, int) { return *word; }                      \
-  void __tsan_atomic##bits##_store(uint##bits##_t* word, uint##bits##_t value, int) { *word = value; }              \
+  void __tsan_atomic##bits##_store(uint##bits##_t* word, uint##bits##_t value, int) {                               \
+    note_store(word, bits / 8);                                                                                     \
+    *word = value;                                                                                                  \
+  }                                                                                                                 \
   uint##bits##_t __tsan_atomic##bits##_fetch_add(uint##bits##_t* word, uint##bits##_t value, int) {                 \
+    note_store(word, bits / 8);                                                                                     \
     const uint##bits##_t before = *word;                                                                            \
     *word = before + value;                                                                                         \
     return before;                                                                                                  \

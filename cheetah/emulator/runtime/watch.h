@@ -25,6 +25,16 @@ constexpr bool enabled = false;
 bool begin_launch();
 void end_launch();
 
+// A store to 4 bytes of a buffer that is noted: number `word` of buffer `buffer`, and what they held before.
+struct Overwritten {
+  uint32_t buffer, word, before;
+};
+
+// All of them, in their order, until the next launch begins; the count is in `count`.
+const Overwritten* overwritten(uint64_t& count);
+// Called before bytes are stored otherwise than by the kernel's text.
+void note_store(const void* address, uint32_t bytes);
+
 // The running thread's loads have read; its stores are seen by who meets it.
 void loads_have_read(Fibre& fibre);
 void meets(Fibre& fibre);

@@ -23,7 +23,7 @@ def store_unit(
     elif kind == HALVES:
         store_halves(vector, unit, words, columns.limit)
     elif kind != published:
-        first, second = (to - at for to, at in zip(_powers(kind), _powers(published), strict=True))
+        first, second = (to - at for to, at in zip(powers_of(kind), powers_of(published), strict=True))
         vector[unit] = raised(words, first, second)
     else:
         vector[unit] = words
@@ -36,9 +36,9 @@ def is_raised(kind: str) -> bool:
 
 def raised_word(word: Any, index: Any, kind: str) -> Any:
     """Payload word `index` of a vector in fragment order, raised."""
-    return raised_pair(word, index, *_powers(kind))
+    return raised_pair(word, index, *powers_of(kind))
 
 
-def _powers(kind: str) -> tuple[int, int]:
-    """Of the pairs of a unit in turn."""
+def powers_of(kind: str) -> tuple[int, int]:
+    """The powers of two that the pairs of a unit come times, in turn."""
     return {BF16_VECTOR: (0, 0), RAISED: (RAISED_BY, RAISED_BY), STAGGERED: (RAISED_BY, RAISED_BY - 4)}[kind]
