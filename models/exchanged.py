@@ -35,8 +35,8 @@ class ExchangedVector:
     def numbers(self, words: NDArray[np.uint32]) -> F32:
         """What a column's words stand for."""
         if self.powers is None:
-            numbers = words.view(np.float32)
-            return numbers.sum(keepdims=True) if self.is_sum else numbers
+            numbers: F32 = words.view(np.float32)
+            return np.asarray(numbers.sum(keepdims=True)) if self.is_sum else numbers
         pairs = widen((words & ~TAG_BITS if self.is_tagged else words).view(np.uint16)).reshape(-1, 2)
         powers = np.array(self.powers)[np.arange(len(pairs)) % 2]
-        return np.ldexp(pairs, -powers[:, None]).astype(np.float32).reshape(-1)
+        return np.asarray(np.ldexp(pairs, -powers[:, None]), np.float32).reshape(-1)

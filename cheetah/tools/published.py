@@ -89,7 +89,7 @@ class Token:
 
 
 class Texts:
-    """What each sequence's cache was made of, by its pages: how much of it is the filling's, and the ids behind that."""
+    """What each sequence's cache was made of, by its pages: how much of it is the filling's, and the ids behind."""
 
     def __init__(self) -> None:
         self._known: dict[int | None, tuple[int, tuple[int, ...]]] = {}
