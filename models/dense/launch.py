@@ -229,7 +229,7 @@ def parameters_of(
         parameters["rope"] = replace(rope, meaning=meaning, shape=("rotations", *rope.shape))
     if config.head_norms == "width":
         parameters["head_norms"] = replace(parameters["head_norms"], shape=("layers", "rotated_rows"))
-    if plan.drafts:  # a sequence has several columns that are filtered, each behind other drafts
+    if plan.drafts and "masks" in parameters:  # a sequence's columns are filtered, each behind other drafts
         parameters["masks"] = replace(parameters["masks"], shape=("mask_rows", "mask_words"))
         weighed = parameters["weighed"]
         parameters["weighed"] = replace(

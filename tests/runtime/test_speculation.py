@@ -128,10 +128,11 @@ ASKED = [
 
 @pytest.fixture(scope="module")
 def llm() -> Iterator[LLM]:
-    """As on a GPU: who is alone, and has no drafts, is decoded by another kernel. Launches of a few steps: in one of
-    each engine nothing is drafted."""
+    """As on a GPU: prompts are read in passes; who is alone, and has no drafts, is decoded by another kernel. Launches
+    of a few steps: in one of each engine nothing is drafted."""
     config = {"method": "ngram", "num_speculative_tokens": 7, "prompt_lookup_min": 1}
     options: dict[str, Any] = {"batch": 4, "speculative_config": config, "max_context": 192, "launch_steps": 8}
+    options["prompt_passes"] = True
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(llm_module, "_assembly_options", lambda *known: replace(asked_of(*known), solo=True))
         made = LLM("demo", device="emulator", quiet=True, **options)
