@@ -9,8 +9,10 @@ from functools import cached_property
 
 from cheetah.plan.errors import PlanError, require_positive
 from cheetah.plan.formats import BF16, M_TILE_ROWS, NARROW_ROWS, TILE_ALIGNMENT, TileFormat
-from cheetah.plan.index import Index, ceil_div
+from cheetah.plan.index import Index, ceil_div, round_up
 from cheetah.plan.split import Split
+
+LINE_BYTES = 128
 
 
 @dataclass(frozen=True)
@@ -19,7 +21,7 @@ class MatrixLayout:
 
     Memory order: for each wave of the split, for each chunk of an M-tile, for each position in the wave: that chunk. So
     the blocks read adjacent chunks side by side. All chunks of an M-tile but the last are `stage_bytes` of K-tiles; the
-    last one may be shorter, and ends in the format's `factor_bytes`. Rows are padded to 16 and columns to whole K-tiles
+    last one may be shorter, and ends in `factor_bytes`. Rows are padded to 16 and columns to whole K-tiles
     with zeros. `offset` is the byte of the weights where it (of layer 0) begins. `slices` says in how many parts (of
     whole chunks) the vector is brought that the matrix is multiplied with: the chunks of a part are read for all
     M-tiles of a block before those of the next part. Where they lie does not change.
@@ -183,7 +185,16 @@ class MatrixLayout:
 
     @property
     def m_tile_bytes(self) -> int:
-        return self.k_tiles * self.format.tile_bytes + self.format.factor_bytes
+        return self.k_tiles * self.format.tile_bytes + self.factor_bytes
+
+    @property
+    def factor_bytes(self) -> int:
+        """Behind an M-tile's last K-tile: the format's, and among experts zeros up to whole lines of memory, since copies
+        whose addresses are none take longer. Their M-tiles are small, and those of most models without are whole."""
+        if self.experts == 1 or not self.format.factor_bytes:
+            return self.format.factor_bytes
+        tiles = self.k_tiles * self.format.tile_bytes
+        return round_up(tiles + self.format.factor_bytes, LINE_BYTES) - tiles
 
     @property
     def total_bytes(self) -> int:
@@ -200,7 +211,7 @@ class MatrixLayout:
 
     @property
     def last_chunk_bytes(self) -> int:
-        return self.last_chunk_tiles * self.format.tile_bytes + self.format.factor_bytes
+        return self.last_chunk_tiles * self.format.tile_bytes + self.factor_bytes
 
     @property
     def last_wave_width(self) -> int:

@@ -167,7 +167,7 @@ class _Part:
     @property
     def _scale_bytes(self) -> int:
         """What an M-tile has beside codes."""
-        return self.matrix.layout.k_tiles * self._behind_bytes + self.matrix.layout.format.factor_bytes
+        return self.matrix.layout.k_tiles * self._behind_bytes + self.matrix.layout.factor_bytes
 
     @property
     def work(self) -> Repacking:
@@ -183,7 +183,7 @@ class _Part:
             tile_bytes=layout.format.tile_bytes,
             tiles_per_chunk=layout.tiles_per_chunk,
             behind_bytes=self._behind_bytes,
-            factor_bytes=layout.format.factor_bytes,
+            factor_bytes=layout.factor_bytes,
             is_f16=int(self.matrix.stored[0].codes.is_f16),
             **{f"{name}_at": offset for name, offset in self._sections.offsets.items()},
         )
@@ -266,7 +266,9 @@ class _Part:
         end = layout.k_tiles * self._behind_bytes
         try:
             room[:, :end] = wanted.behind_codes(rows, layout.k_tiles).reshape(len(room), end)
-            room[:, end:] = wanted.row_factors(rows)
+            factors = wanted.row_factors(rows)
+            room[:, end : end + factors.shape[1]] = factors
+            room[:, end + factors.shape[1] :] = 0
         except PackingError as problem:
             raise misplaced(self.matrix.names, problem) from problem
 

@@ -106,12 +106,13 @@ class WeightFormat(ABC):
                 of_part = places.tiles[..., part.begin : part.begin + part.nbytes].view(taken.dtype)
                 of_part.reshape(*split, *taken.shape[2:])[:] = taken.reshape(*split, *taken.shape[2:])
             if places.factors is not None and factors is not None:
-                places.factors[:] = factors[places.m_tiles]
+                places.factors[:, : factors.shape[1]] = factors[places.m_tiles]
+                places.factors[:, factors.shape[1] :] = 0
 
     def unpack(self, layout: MatrixLayout, packed: Bytes) -> Any:
         """Rows [padded rows, padded columns] of a whole packed matrix."""
         tiles = np.empty((layout.m_tiles, layout.k_tiles, layout.format.tile_bytes), np.uint8)
-        factors = np.empty((layout.m_tiles, layout.format.factor_bytes), np.uint8)
+        factors = np.empty((layout.m_tiles, layout.factor_bytes), np.uint8)
         for places in places_of_waves(layout, range(layout.m_tiles), packed):
             found = places.tiles.reshape(len(places.tiles), -1, layout.format.tile_bytes)
             tiles[places.m_tiles, places.k_tiles] = found
