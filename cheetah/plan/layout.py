@@ -189,7 +189,7 @@ class MatrixLayout:
 
     @property
     def factor_bytes(self) -> int:
-        """Behind an M-tile's last K-tile: the format's, and among experts zeros up to whole lines of memory, since copies
+        """Behind an M-tile's last K-tile: the format's, and among experts zeros up to whole lines of memory: copies
         whose addresses are none take longer. Their M-tiles are small, and those of most models without are whole."""
         if self.experts == 1 or not self.format.factor_bytes:
             return self.format.factor_bytes
