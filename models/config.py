@@ -36,7 +36,7 @@ from cheetah.plan.products import ROUTER, Experts, Product, StepTable
 
 HEAD_DIMS = (64, 128, 256)
 HEAD_DIMS_IN_WORDS = f"{', '.join(map(str, HEAD_DIMS[:-1]))} and {HEAD_DIMS[-1]}"
-MAX_GROUP = 8
+MAX_GROUP = 16
 Shape = tuple[int, int, int, int, int, int, int]
 """hidden_size, intermediate_size, layers, query_heads, kv_heads, head_dim, vocab_size"""
 COLUMN_ALIGN = 32  # columns of a packed matrix, and vectors that feed one, are padded to whole tile pairs

@@ -59,6 +59,7 @@ FAMILY = DenseFamily(
     Qwen3MoeConfig,
     {
         "qwen3-30b-a3b": _published(2048, 768, 48, 32, 1000000.0, 40960),
+        "qwen3-235b-a22b": _published(4096, 1536, 94, 64, 1000000.0, 40960),
         "qwen3-coder-30b-a3b": _published(2048, 768, 48, 32, 10000000.0, 262144),
     },
 )

@@ -54,6 +54,8 @@ SUBJECTS = {
     "a window of many items": Subject(replace(KINDS, sliding_window=90), {"kv_chunk": 16}),
     "norms of heads, heads of 128": Subject(qwen3(4, 2, 128), {"blocks": 3}),
     "biases, group of 7": Subject(qwen2(14, 2), {"sync": "barrier"}, (1, 2, 4, 8, 16)),
+    "group of 11": Subject(llama(heads=11), {"blocks": 3}, (1, 2, 8)),
+    "group of 16, heads of 256": Subject(llama(heads=16, head_dim=256), {"stages": 4, "in_flight": 3}),
     "more than 64 M-tiles of the residual, e4m3": Subject(llama(1104), {"kv_dtype": "e4m3"}, (1, 2, 8)),
     "heads of 256, a short ring": Subject(GEMMA, {"stages": 4, "in_flight": 3}),
     "a short ring, heads of 128": Subject(llama(head_dim=128), {"stages": 3, "in_flight": 2}, (1, 16)),

@@ -16,6 +16,7 @@ from cheetah.models.layer_kind import Routing
 from cheetah.models.mistral import MistralConfig
 from cheetah.models.qwen2 import Qwen2Config
 from cheetah.models.qwen3 import Qwen3Config
+from cheetah.models.seed_oss import SeedOssConfig
 from cheetah.runtime.assembly.assemble import Assembly, assemble
 from cheetah.runtime.device.emulator import EmulatorDevice
 from cheetah.runtime.engine.launcher import Sampling
@@ -43,6 +44,7 @@ FAMILIES: dict[str, tuple[ModelConfig, dict[str, Any]]] = {
     "norms of heads, pages of 16": (Qwen3Config(*SHAPE, max_position_embeddings=256), {}),
     "norms on both sides, multipliers, a soft-cap": (sandwich(), {}),
     "experts": (replace(MIXTRAL, routing=Routing(7, 2)), {}),
+    "biases, ten query heads": (SeedOssConfig(48, 40, 2, 10, 1, 64, 50, max_position_embeddings=256), {}),
     "biases, keys in 8 bits": (Qwen2Config(*SHAPE, max_position_embeddings=256), {"kv_dtype": "e4m3"}),
 }
 LENGTHS = (33, 1, 70, 16, 17)

@@ -63,8 +63,9 @@ class AttentionShape:
 
     @property
     def column_tiles(self) -> int:
-        """Column tiles of a warp in an item of several."""
-        return column_tiles(self.head_dim)
+        """Column tiles of a warp in an item of several. Of a token that has more rows than one takes, warps share the
+        rows out: in a step of one token two states of 128 dims were in part spilled (64 bytes of stack)."""
+        return 1 if self.group > COLUMNS else column_tiles(self.head_dim)
 
     def column_groups(self, width: int) -> list[int]:
         """In how many groups of `width` column tiles the warps may have an item's rows, ascending."""

@@ -30,6 +30,7 @@ SIZES: dict[str, Any] = {
     **{"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2},
 }
 THETA = {"rope_type": "default", "rope_theta": 1000.0}
+DYNAMIC = THETA | {"rope_type": "dynamic", "factor": 6.0}
 FACTORS = {"short_factor": [1.0 + 0.1 * k for k in range(16)], "long_factor": [1.5 + k for k in range(16)]}
 LONGROPE = THETA | FACTORS | {"rope_type": "longrope", "partial_rotary_factor": 0.5}
 YARN = THETA | {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8}
@@ -83,9 +84,13 @@ ARGUMENTS: dict[str, tuple[str, dict[str, Any]]] = {
         {"rope_parameters": YARN | {"truncate": False}, "head_dim": 64, "sliding_window": 5, "num_local_experts": 5}
         | {"num_experts_per_tok": 2, "swiglu_limit": 1.25},
     ),
+    "seed_oss": ("SeedOss", {"rope_parameters": THETA, "head_dim": 64, "num_attention_heads": 10}),
+    "internlm3": ("InternLM3", {"rope_parameters": DYNAMIC, "num_attention_heads": 16, "head_dim": 64}),
     "cwm": ("Cwm", {"rope_parameters": THETA, "sliding_window": 5, "head_dim": 64}),
 }
-CLASSES = {"Gemma3Text": "Gemma3ForCausalLM"}
+CLASSES = {"Gemma3Text": "Gemma3ForCausalLM", "InternLM3": "LlamaForCausalLM"}
+PUBLISHED = {"InternLM3": "InternLM3ForCausalLM"}
+"""Architectures as published files name them, where transformers writes the name of the class that it takes."""
 
 
 def made(family: str, arguments: Mapping[str, Any]) -> tuple[dict[str, Any], np.ndarray[Any, Any]]:
@@ -106,7 +111,7 @@ def made(family: str, arguments: Mapping[str, Any]) -> tuple[dict[str, Any], np.
         model.model.embed_tokens.embed_scale = scaled.to(torch.bfloat16).float()
     with torch.no_grad():
         logits = model(torch.tensor([tokens_of(config.vocab_size)])).logits[0].numpy()
-    architecture = {"architectures": [type(model).__name__]}
+    architecture = {"architectures": [PUBLISHED.get(family, type(model).__name__)]}
     of_one_layer = {name: shape for name, shape in shapes.items() if "layers." not in name or "layers.0." in name}
     return {"config": config.to_diff_dict() | architecture, "shapes": of_one_layer}, logits
 

@@ -129,7 +129,7 @@ REFUSED = [
     ({"hidden_size": 256.0}, "hidden_size = 256.0: must be a positive integer"),
     ({"num_hidden_layers": True}, "num_hidden_layers = True: must be a positive integer"),
     ({"num_key_value_heads": 3}, "num_attention_heads = 8 is not a multiple of num_key_value_heads = 3"),
-    ({"num_attention_heads": 32}, "32 / 2 = 16: at most 8 query heads"),
+    ({"num_attention_heads": 34}, "34 / 2 = 17: at most 16 query heads"),
     ({"head_dim": 96}, "head_dim = 96: kernels exist for head_dim 64, 128 and 256 only"),
     ({"head_dim": None, "hidden_size": 257}, "257 / 8 is no integer"),
     ({"rms_norm_eps": 0}, "rms_norm_eps = 0: must be from 1e-37 to 0.1 (a part of"),
