@@ -53,7 +53,7 @@ def test_the_busiest_block_reads_less_where_m_tiles_are_narrow_and_never_more(gp
     assert seen == {8, 16}
 
 
-@pytest.mark.parametrize("name", sorted(NARROW))
+@pytest.mark.parametrize("name", sorted(name for name in NARROW if preset(name).routing is None))
 def test_o_and_down_lie_with_the_same_blocks_and_say_so(name):
     shape = preset(name).shape
     plan = default_plan(H200, shape)
