@@ -23,9 +23,12 @@ KV_TILE_TOKENS = 16
 TILE_ALIGNMENT = 16
 """Bytes that a K-tile is a multiple of: what a bulk copy moves."""
 BF16_VECTOR, DIGITS, HALVES, RAISED, STAGGERED = "bf16", "digits", "halves", "raised", "staggered"
-"""What a vector is multiplied as: bf16 numbers; integers of 18 bits, as digits, with a power of two for each K-tile;
-f16 numbers with a power of two for each 32 columns; bf16 numbers times 2^RAISED_BY, STAGGERED every second pair of
-them times 2^(RAISED_BY - 4)."""
+PLAIN_DIGITS = "plain digits"
+"""What a vector is multiplied as: bf16 numbers; integers of 18 bits, as digits, with a power of two for each K-tile,
+or of 21 bits, in another order (plain); f16 numbers with a power of two for each 32 columns; bf16 numbers times
+2^RAISED_BY, STAGGERED every second pair of them times 2^(RAISED_BY - 4)."""
+BY_WARPS = (DIGITS, PLAIN_DIGITS, HALVES)
+"""Those that whole warps make of vectors, and that take another room than these."""
 RAISED_BY = 64
 """Codes of weights stand in a bf16's lowest bits as they are, which makes them very small numbers: so vectors are
 raised. Elements from 2^63 on are infinite then; those below 2^-43 lose bits."""
@@ -57,12 +60,13 @@ class TileFormat:
 
     def vector_kind(self, columns: int, tokens: int, is_brief: bool = False, by_numbers: bool = False) -> str:
         """As what a product with a matrix of so many columns takes the vectors of `tokens` tokens: BF16_VECTOR, DIGITS,
-        HALVES, RAISED or STAGGERED. is_brief: see `Product`; by_numbers: see `Plan`."""
+        PLAIN_DIGITS, HALVES, RAISED or STAGGERED. is_brief: see `Product`; by_numbers: see `Plan`."""
         return BF16_VECTOR
 
     def vector_units(self, columns: int, tokens: int, is_brief: bool = False, by_numbers: bool = False) -> int:
         """16-byte units of shared memory that the vectors of a K-tile of such a matrix take."""
-        extra = {DIGITS: DIGIT_UNITS - self.columns // 8, HALVES: 1}
+        digits = DIGIT_UNITS - self.columns // 8
+        extra = {DIGITS: digits, PLAIN_DIGITS: digits, HALVES: 1}
         return (self.columns // 8 + extra.get(self.vector_kind(columns, tokens, is_brief, by_numbers), 0)) * tokens
 
     def sums_bytes(self, columns: int, tokens: int, is_brief: bool = False, by_numbers: bool = False) -> int:
@@ -97,7 +101,6 @@ SPARSE = "2of4"
 """What the names of formats begin with that keep two of every four columns."""
 TWO_OF_FOUR = SparseTiles(SPARSE, 64, 1024 + 128, places_at=1024)
 """bf16 weights: two 16 x 32 tiles of which the half is there, 512 bytes each. 9 bits a weight."""
-SPARSE_FORMATS: dict[str, SparseTiles] = {TWO_OF_FOUR.name: TWO_OF_FOUR}
 
 
 @dataclass(frozen=True)
@@ -226,7 +229,63 @@ def _quantized() -> Iterator[QuantizedTiles]:
     yield _mxfp4()
 
 
+@dataclass(frozen=True)
+class SparseQuantizedTiles(QuantizedTiles):
+    """Symmetric codes of which two of every four neighbours are there, each row by row: those, the scales, and from
+    byte `places_at` on where each is in its four. int4: 128 columns, a byte has a code of the first 64 and one of the
+    others; fp8: 64 columns."""
+
+    places_at: int = 0
+
+    def vector_kind(self, columns: int, tokens: int, is_brief: bool = False, by_numbers: bool = False) -> str:
+        kind = super().vector_kind(columns, tokens, is_brief, by_numbers)
+        return PLAIN_DIGITS if kind == DIGITS else RAISED
+
+    def sums_bytes(self, columns: int, tokens: int, is_brief: bool = False, by_numbers: bool = False) -> int:
+        """None: what zero points take away differs from row to row, as the columns do that are there."""
+        return 0
+
+    def stage_bytes(self, least: int, warps: int) -> int:
+        """With a power of two tiles a warp, so that rows of usual lengths end with a full chunk."""
+        turns = 1
+        while turns * warps * self.tile_bytes < least:
+            turns *= 2
+        return turns * warps * self.tile_bytes + self.factor_bytes
+
+
+def _sparse_integers(group_columns: int | None) -> SparseQuantizedTiles:
+    codes = M_TILE_ROWS * QUANTIZED_COLUMNS // 4
+    groups = 0 if group_columns is None else QUANTIZED_COLUMNS // group_columns
+    places_at = codes + groups * INTEGER_SCALE_BYTES
+    return SparseQuantizedTiles(
+        f"{SPARSE}-{quantized_name('int4', group_columns, False)}",
+        QUANTIZED_COLUMNS,
+        places_at + M_TILE_ROWS * QUANTIZED_COLUMNS // 8,
+        ROW_FACTOR_BYTES,
+        kind="int4",
+        bits=4,
+        group_columns=group_columns,
+        scales_at=codes,
+        zero_points_at=places_at,
+        places_at=places_at,
+    )
+
+
+_SPARSE_E4M3 = SparseQuantizedTiles(
+    f"{SPARSE}-fp8",
+    TWO_OF_FOUR.columns,
+    512 + 128,
+    ROW_FACTOR_BYTES,
+    kind="fp8",
+    scales_at=512,
+    zero_points_at=512,
+    places_at=512,
+)
 QUANTIZED_FORMATS: dict[str, QuantizedTiles] = {one.name: one for one in _quantized()}
+SPARSE_QUANTIZED_FORMATS: dict[str, SparseQuantizedTiles] = {
+    one.name: one for one in (_sparse_integers(None), _sparse_integers(128), _sparse_integers(64), _SPARSE_E4M3)
+}
+SPARSE_FORMATS: dict[str, TileFormat] = {TWO_OF_FOUR.name: TWO_OF_FOUR, **SPARSE_QUANTIZED_FORMATS}
 TILE_FORMATS: dict[str, TileFormat] = {BF16.name: BF16, **SPARSE_FORMATS, **QUANTIZED_FORMATS}
 
 

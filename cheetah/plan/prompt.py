@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from cheetah.plan.errors import PlanError, require_positive
-from cheetah.plan.formats import BF16, M_TILE_ROWS, VECTOR_COLUMNS, QuantizedTiles, TileFormat
+from cheetah.plan.formats import BF16, M_TILE_ROWS, VECTOR_COLUMNS, QuantizedTiles, SparseQuantizedTiles, TileFormat
 from cheetah.plan.gpu import Gpu
 from cheetah.plan.index import Index, ceil_div, round_up
 from cheetah.plan.layout import MatrixLayout
@@ -50,6 +50,8 @@ ACCUMULATOR_BYTES = 512
 def stage_format(format: TileFormat) -> TileFormat:
     """What a stage has of an M-tile, as a format: two K-tiles of bf16, or one with two of four columns; of quantised
     weights half of a K-tile's codes, with all its scales and zero points behind them."""
+    if isinstance(format, SparseQuantizedTiles):
+        return _sparse_stage(format)
     if not isinstance(format, QuantizedTiles):
         count = STAGE_TILES * VECTOR_COLUMNS // format.columns
         return replace(format, columns=count * format.columns, tile_bytes=count * format.tile_bytes)
@@ -61,6 +63,13 @@ def stage_format(format: TileFormat) -> TileFormat:
         scales_at=codes,
         zero_points_at=max(format.zero_points_at - less, 0),
     )
+
+
+def _sparse_stage(format: SparseQuantizedTiles) -> TileFormat:
+    """Of 64 columns: a whole K-tile, or all codes and scales of one, with half of the places."""
+    halves = format.columns // (STAGE_TILES * VECTOR_COLUMNS)
+    places = (format.tile_bytes - format.places_at) // halves
+    return replace(format, tile_bytes=round_up(format.places_at + places, SLOT_ALIGNMENT))
 
 
 def widest_format(layouts: Iterable[MatrixLayout]) -> TileFormat:

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 
 from cheetah.plan.errors import PlanError
-from cheetah.plan.formats import DIGITS, HALVES, KV_TILE_TOKENS, M_TILE_ROWS
+from cheetah.plan.formats import BY_WARPS, KV_TILE_TOKENS, M_TILE_ROWS
 from cheetah.plan.gpu import Gpu
 from cheetah.plan.index import ceil_div, round_up
 from cheetah.plan.layout import slice_columns
@@ -222,7 +222,7 @@ def _tiles_at_once(shape: ModelShape, plan: Plan, gpu: Gpu, product: Product) ->
 def comes_ahead(shape: ModelShape, plan: Plan) -> bool:
     """Whether the parts of an input, if there are several, are copied while the one before is multiplied: where blocks
     meet at the grid barrier, and parts are converted where they lie."""
-    return plan.sync == "barrier" and shape.table.sliced.vector_kind(plan) not in (DIGITS, HALVES)
+    return plan.sync == "barrier" and shape.table.sliced.vector_kind(plan) not in BY_WARPS
 
 
 def shared_map(shape: ModelShape, plan: Plan, gpu: Gpu, reserve: Reserve = kernel_regions) -> SharedMap:

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from cheetah.errors import CheetahError
 from cheetah.manifest import Manifest
 from cheetah.models.config import ModelConfig
-from cheetah.models.formats import format_of
+from cheetah.models.formats import format_of, is_sparse_name
 from cheetah.models.registry import family_of
 from cheetah.package import Generated
 from cheetah.plan import Gpu, MatrixLayout, Plan, StepMatrices, gpu_named
@@ -470,7 +470,8 @@ def _random_rows(tensors: RandomTensors, layout: MatrixLayout, count: int) -> An
     """So many as the format wants them."""
     shape = count, layout.columns
     if isinstance(layout.format, QuantizedTiles):
-        return tensors.matrix_of(layout.name, random_scheme(layout.format.name), shape)[:]
+        name = layout.format.name
+        return tensors.matrix_of(layout.name, random_scheme(name), shape, is_sparse=is_sparse_name(name))[:]
     return np.pad(tensors.sparse_matrix_of(layout.name, shape)[:], ((0, 0), (0, layout.padded_columns - shape[1])))
 
 

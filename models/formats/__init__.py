@@ -10,10 +10,11 @@ from cheetah.models.formats.bf16 import Bf16
 from cheetah.models.formats.quantized import QuantizedRows, rows_of_element
 from cheetah.models.formats.quantized_tiles import QuantizedFormat
 from cheetah.models.formats.two_of_four import TwoOfFour
+from cheetah.models.formats.two_of_four_codes import SparseQuantized
 from cheetah.models.formats.weight_format import PackingError, WeightFormat
 from cheetah.models.rounding import Bytes
 from cheetah.plan import MatrixLayout
-from cheetah.plan.formats import QUANTIZED_FORMATS, SPARSE, SPARSE_FORMATS
+from cheetah.plan.formats import QUANTIZED_FORMATS, SPARSE, SPARSE_FORMATS, SPARSE_QUANTIZED_FORMATS
 
 __all__ = [
     "WEIGHT_FORMATS",
@@ -32,6 +33,7 @@ WEIGHT_FORMATS: dict[str, WeightFormat] = {
     "bf16": Bf16(),
     "2of4": TwoOfFour(),
     **{name: QuantizedFormat(one) for name, one in QUANTIZED_FORMATS.items()},
+    **{name: SparseQuantized(one) for name, one in SPARSE_QUANTIZED_FORMATS.items()},
 }
 
 

@@ -36,7 +36,7 @@ from cheetah.models.formats.tile_words import (
 )
 from cheetah.models.formats.weight_format import PackingError, TilePart, WeightFormat
 from cheetah.models.rounding import F32, Bytes
-from cheetah.plan.formats import M_TILE_ROWS, QuantizedTiles
+from cheetah.plan.formats import INTEGER_SCALE_BYTES, M_TILE_ROWS, QuantizedTiles
 
 LARGEST_F16_EXPONENT = 15
 EXPONENT_AT = 23
@@ -105,28 +105,29 @@ class QuantizedFormat(WeightFormat):
 
     def decode(self, tiles: Bytes, factors: Bytes) -> QuantizedRows:
         """Scales are float32: those of the rows that were packed, times nothing that rounds."""
-        count = tiles.shape[:2]
         words = np.ascontiguousarray(tiles[..., : self.tile.scales_at]).view(np.uint32)
         codes = (int4_codes if self.tile.bits == 4 else byte_codes)(words)
-        of_rows = factors.view(np.float32)[:, :M_TILE_ROWS].reshape(-1, 1)
-        groups, columns = count[1] * self.tile.groups, codes.shape[1]
-        scales = np.ones((len(codes), groups), np.float32)
-        if self.tile.group_columns is None:
-            scales = scales[:, :1]
-        elif self.tile.kind == "fp8":
-            pairs = np.ascontiguousarray(tiles[..., self.tile.scales_at : self.tile.scales_at + 8]).view(np.float32)
-            scales = np.repeat(pairs.transpose(0, 2, 1).reshape(-1, groups), HALF, axis=0)
-        elif self.tile.kind == "mxfp4":
-            scales = powers_of_exponents(self._of_rows(tiles[..., self.tile.scales_at :]))
-        else:
-            end = self.tile.zero_points_at if self.tile.is_asymmetric else self.tile.tile_bytes
-            halves = np.ascontiguousarray(tiles[..., self.tile.scales_at : end]).view(np.float16)
-            scales = self._of_rows(halves).astype(np.float32)
         points = None
         if self.tile.is_asymmetric:
             points = self._of_rows(tiles[..., self.tile.zero_points_at :])
             points = points[:, :1] if self.tile.group_columns is None else points
-        return QuantizedRows(self.tile.kind, codes, scales * of_rows, points, self.tile.group_columns or columns)
+        columns = self.tile.group_columns or codes.shape[1]
+        return QuantizedRows(self.tile.kind, codes, self.scales_of(tiles, factors), points, columns)
+
+    def scales_of(self, tiles: Bytes, factors: Bytes) -> F32:
+        """Of each group of the rows, with the factor of the row."""
+        groups, at = tiles.shape[1] * self.tile.groups, self.tile.scales_at
+        of_rows = factors.view(np.float32)[:, :M_TILE_ROWS].reshape(-1, 1)
+        if self.tile.group_columns is None:
+            return np.array(of_rows)
+        if self.tile.kind == "fp8":
+            pairs = np.ascontiguousarray(tiles[..., at : at + 8]).view(np.float32)
+            return np.asarray(np.repeat(pairs.transpose(0, 2, 1).reshape(-1, groups), HALF, axis=0) * of_rows)
+        if self.tile.kind == "mxfp4":
+            return np.asarray(powers_of_exponents(self._of_rows(tiles[..., at:])) * of_rows)
+        end = at + self.tile.groups * INTEGER_SCALE_BYTES
+        halves = np.ascontiguousarray(tiles[..., at:end]).view(np.float16)
+        return np.asarray(self._of_rows(halves).astype(np.float32) * of_rows)
 
     def meaning(self, weights: F32) -> F32:
         return weights

@@ -86,7 +86,7 @@ class TwoOfFour(WeightFormat):
         first = fours >> FIRST_SHIFTS[there] & np.uint64(0xFFFF)
         second = fours >> SECOND_SHIFTS[there] & np.uint64(0xFFFF0000)
         return TilePart(0, _lanes(first.astype(np.uint32) | second.astype(np.uint32))), TilePart(
-            TWO_OF_FOUR.places_at, _places(nibbles)
+            TWO_OF_FOUR.places_at, places_of_lanes(nibbles)
         )
 
     def decode(self, tiles: Bytes, factors: Bytes) -> Bits:
@@ -114,7 +114,7 @@ def _lanes(words: NDArray[np.uint32]) -> NDArray[np.uint32]:
     return np.ascontiguousarray(axes.transpose(0, 3, 4, 2, 6, 5, 1))
 
 
-def _places(nibbles: NDArray[np.uint8]) -> NDArray[Any]:
+def places_of_lanes(nibbles: NDArray[np.uint8]) -> NDArray[Any]:
     """Nibbles [M-tiles * 16, columns / 4] in the order of lanes."""
     pairs = nibbles[:, ::2] | nibbles[:, 1::2] << 4
     axes = pairs.reshape(-1, 2, HALF, nibbles.shape[1] // 16, 2, 2, 2)  # half of the rows, g; K-tile, h, i, pair

@@ -22,6 +22,7 @@ import numpy.typing as npt
 
 from cheetah.models.config import ModelConfig
 from cheetah.models.family import MatrixRows, QuantizedMatrix
+from cheetah.models.formats import dense_name, is_sparse_name
 from cheetah.models.formats.quantized import (
     E2M1,
     LARGEST_CODE,
@@ -34,9 +35,10 @@ from cheetah.models.formats.quantized import (
     scheme_of_name,
 )
 from cheetah.models.formats.two_of_four import GROUP
+from cheetah.models.formats.two_of_four_codes import zero_code
 from cheetah.models.registry import family_of
 from cheetah.models.rounding import Bits, Bytes, round_to_e4m3
-from cheetah.plan.formats import QUANTIZED_FORMATS, SPARSE_FORMATS
+from cheetah.plan.formats import QUANTIZED_FORMATS, SPARSE_FORMATS, SPARSE_QUANTIZED_FORMATS
 
 _Element = TypeVar("_Element", bound=np.generic)
 
@@ -110,21 +112,32 @@ class RandomTensors:
     def sparse_matrix_of(self, name: str, shape: tuple[int, ...]) -> MatrixRows:
         """A matrix of any shape with two of four columns, the same for the same name."""
         dense = _RepeatedRows(self._block(shape[1]), self._begin(name), (shape[0], shape[1]))
+        return _SparseRows(dense, self._kept_rows(name, shape))
+
+    def _kept_rows(self, name: str, shape: tuple[int, ...]) -> _RepeatedRows:
         groups = -(-shape[1] // GROUP)
-        kept = _RepeatedRows(self._kept, self._begin(f"{name}.places") % len(self._kept), (shape[0], groups))
-        return _SparseRows(dense, kept)
+        return _RepeatedRows(self._kept, self._begin(f"{name}.places") % len(self._kept), (shape[0], groups))
 
     def quantized(self, name: str) -> QuantizedMatrix:
         """The quantised matrix `name`."""
         rows, columns = self._shapes[name]
         order = self._order(name, columns) if self._inputs else None
-        return self.matrix_of(name, self._schemes[name], (rows, columns), order)
+        return self.matrix_of(name, self._schemes[name], (rows, columns), order, is_sparse=name in self._sparse)
 
     def matrix_of(
-        self, name: str, scheme: QuantizationScheme, shape: tuple[int, int], order: Order | None = None
+        self,
+        name: str,
+        scheme: QuantizationScheme,
+        shape: tuple[int, int],
+        order: Order | None = None,
+        *,
+        is_sparse: bool = False,
     ) -> QuantizedMatrix:
-        """A quantised matrix of any shape and scheme, the same for the same name."""
-        codes = _RepeatedRows(self._code_block(scheme.kind), self._begin(name), shape)
+        """A quantised matrix of any shape and scheme, with two of four columns if is_sparse, the same for the same
+        name."""
+        dense = _RepeatedRows(self._code_block(scheme.kind), self._begin(name), shape)
+        kept = self._kept_rows(name, shape)
+        codes = _SparseRows(dense, kept, zero_code(scheme.kind)) if is_sparse else dense
         return _RandomQuantized(codes, scheme, self._begin(f"{name}.scales"), order)
 
     def _order(self, name: str, columns: int) -> Order:
@@ -167,25 +180,27 @@ class _RepeatedRows:
 
 @dataclass(frozen=True)
 class _SparseRows:
-    """Rows of `dense` of which each word of `kept` leaves two of four columns."""
+    """Rows of `dense` of which each word of `kept` leaves two of four columns; the others are `zero`."""
 
     dense: _RepeatedRows
     kept: _RepeatedRows
+    zero: int = 0
 
     @property
     def shape(self) -> tuple[int, int]:
         return self.dense.shape
 
-    def __getitem__(self, part: slice) -> Bits:
-        kept = self.kept[part]
-        return np.asarray(self.dense[part] & kept.view(np.uint16)[:, : self.shape[1]])
+    def __getitem__(self, part: slice) -> npt.NDArray[Any]:
+        is_kept = np.ascontiguousarray(self.kept[part]).view(np.uint16)[:, : self.shape[1]] != 0
+        dense = self.dense[part]
+        return np.where(is_kept, dense, dense.dtype.type(self.zero))
 
 
 @dataclass(frozen=True)
 class _RandomQuantized:
     """`QuantizedMatrix` of random codes; scales and zero points of a row come from its number and `seed`."""
 
-    codes: _RepeatedRows
+    codes: _RepeatedRows | _SparseRows
     scheme: QuantizationScheme
     seed: int
     order: Order | None = None
@@ -217,13 +232,17 @@ class _RandomQuantized:
 
 
 def random_scheme(format: str) -> QuantizationScheme:
-    """The scheme of that name; scales of numbers with exponents are float32, those of whole numbers float16."""
-    return scheme_of_name(format, "f32" if format.startswith("fp8") else "f16")
+    """The scheme of a format of that name; scales of numbers with exponents are float32, those of whole
+    numbers float16."""
+    name = dense_name(format) if is_sparse_name(format) else format
+    assert name is not None, format
+    return scheme_of_name(name, "f32" if name.startswith("fp8") else "f16")
 
 
 def _schemes(config: ModelConfig) -> dict[str, QuantizationScheme]:
     """Of the quantised matrices, by the weight's name."""
-    return {name: random_scheme(format) for name, format in _weights_in(config, QUANTIZED_FORMATS).items()}
+    formats = {**QUANTIZED_FORMATS, **SPARSE_QUANTIZED_FORMATS}
+    return {name: random_scheme(format) for name, format in _weights_in(config, formats).items()}
 
 
 def _weights_in(config: ModelConfig, wanted: Container[str]) -> dict[str, str]:

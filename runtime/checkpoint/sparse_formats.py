@@ -15,11 +15,11 @@ import numpy as np
 from cheetah.models.config import ModelConfig
 from cheetah.models.formats import dense_name, is_sparse_name, sparse_name
 from cheetah.models.formats.two_of_four import GROUP, is_two_of_four
+from cheetah.models.formats.two_of_four_codes import is_two_of_four_codes
 from cheetah.models.registry import family_of
 from cheetah.printable import shown
-from cheetah.runtime.checkpoint.masked import MaskedTensor
 from cheetah.runtime.checkpoint.quantized_checks import WEIGHT_SUFFIX
-from cheetah.runtime.checkpoint.safetensors_files import LoadingError, StoredTensor
+from cheetah.runtime.checkpoint.safetensors_files import LoadingError
 from cheetah.runtime.checkpoint.tensor_checks import CheckedTensors
 
 AUTO, TWO_OF_FOUR, OFF = "auto", "2:4", "off"
@@ -66,18 +66,17 @@ def _weights(config: ModelConfig, matrix: str) -> Iterator[str]:
 
 
 def _looks_sparse(tensors: CheckedTensors, name: str) -> bool:
-    tensor = tensors.plain.get(name)
-    if tensor is None or tensor.shape[1] < GROUP:
+    matrix = tensors.quantized.get(name)
+    if matrix is not None:
+        is_plain = matrix.scheme.symmetric and matrix.order is None and matrix.shape[1] % GROUP == 0
+        return is_plain and all(is_two_of_four_codes(matrix[row : row + 1]) for row in _some_rows(matrix.shape[0]))
+    tensor = tensors.plain[name]
+    if tensor.shape[1] < GROUP:
         return False
-    if isinstance(tensor, MaskedTensor) and tensor.offsets is None:
-        return True
-    return is_two_of_four(_some_rows(tensor))
+    rows, padding = tensor.rows(), ((0, 0), (0, -tensor.shape[1] % GROUP))
+    return all(is_two_of_four(np.pad(rows[row : row + 1], padding)) for row in _some_rows(tensor.shape[0]))
 
 
-def _some_rows(tensor: StoredTensor) -> np.ndarray:
-    """Rows from all over it as bf16 bits, with whole groups of columns."""
-    rows, columns = tensor.shape
-    numbers = np.unique(np.linspace(0, rows - 1, LOOKED_AT).astype(int))
-    read = tensor.rows()
-    some = np.concatenate([read[number : number + 1].copy() for number in numbers])
-    return np.pad(some, ((0, 0), (0, -columns % GROUP)))
+def _some_rows(count: int) -> list[int]:
+    """Of so many rows some from all over the matrix."""
+    return sorted({row * (count - 1) // (LOOKED_AT - 1) for row in range(LOOKED_AT)})

@@ -177,6 +177,30 @@ def test_mma_of_two_of_four_takes_fragments_and_places_as_ptx_says(draw: np.rand
     np.testing.assert_allclose(d, expected, rtol=1e-5, atol=1e-5)
 
 
+def test_mma_of_two_of_four_bytes_takes_fragments_and_places_as_ptx_says(draw: np.random.Generator) -> None:
+    body = """
+      const uint32_t g = threadIdx.x / 4, t = threadIdx.x % 4;
+      int32_t c[4];
+      for (uint32_t i = 0; i < 4; i++) c[i] = d[(g + 8 * (i / 2)) * 8 + 2 * t + i % 2];
+      const uint4 fragment = {kept[g * 8 + t], kept[(g + 8) * 8 + t], kept[g * 8 + t + 4], kept[(g + 8) * 8 + t + 4]};
+      const uint4 operand = {b[g * 16 + t], b[g * 16 + t + 4], b[g * 16 + t + 8], b[g * 16 + t + 12]};
+      mma_2of4_s8(c, fragment, operand, places[(g + 8 * (t % 2)) * 2 + t / 2]);
+      for (uint32_t i = 0; i < 4; i++) d[(g + 8 * (i / 2)) * 8 + 2 * t + i % 2] = c[i];
+    """
+    pairs = np.sort(np.argsort(draw.random((16, 16, 4)), axis=2)[..., :2], axis=2)
+    kept = draw.integers(-128, 128, (16, 16, 2), dtype=np.int8)
+    b, d = draw.integers(-128, 128, (8, 64), dtype=np.int8), draw.integers(-(2**31), 2**31, (16, 8), dtype=np.int32)
+    dense = np.zeros((16, 16, 4), np.int32)
+    np.put_along_axis(dense, pairs, kept.astype(np.int32), 2)
+    nibbles = (pairs[..., 0] | pairs[..., 1] << 2).reshape(16, 2, 8)
+    places = (nibbles << np.arange(0, 32, 4)).sum(axis=2).astype(np.uint32)
+    with np.errstate(over="ignore"):
+        expected = d + dense.reshape(16, 64) @ b.astype(np.int32).T
+    signature = "const uint32_t* kept, const uint32_t* b, const uint32_t* places, int32_t* d"
+    program(body, signature).launch(1, 32, 0, [kept, b, places, d])
+    np.testing.assert_array_equal(d, expected)
+
+
 def test_rows_of_matrices_are_dealt_out_in_words() -> None:
     body = """
       const uint4 words = load_rows_b16(rows + order[threadIdx.x] * 4);

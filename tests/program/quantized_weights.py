@@ -4,7 +4,7 @@ with weights of which two of every four columns are there.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
 
@@ -12,6 +12,7 @@ import numpy as np
 
 from cheetah.models.config import ModelConfig
 from cheetah.models.dense.weights import matrix_tensors
+from cheetah.models.formats import dense_name, is_sparse_name
 from cheetah.models.formats.quantized import (
     SCALE_DTYPES,
     Order,
@@ -20,8 +21,9 @@ from cheetah.models.formats.quantized import (
     in_natural_order,
     scheme_of_name,
 )
+from cheetah.models.formats.two_of_four_codes import zero_code
 from cheetah.models.rounding import Bits
-from cheetah.plan.formats import QUANTIZED_FORMATS, SPARSE_FORMATS
+from cheetah.plan.formats import TWO_OF_FOUR
 from cheetah.plan.index import round_up
 from tests.program.rig import RandomWeights
 
@@ -59,10 +61,20 @@ def drawn_rows(
 
 def two_of_four(bits: Bits, draw: np.random.Generator) -> Bits:
     """Of bf16 bits [rows, columns] two, one or none of each four neighbours; the others are zero."""
-    rows, columns = bits.shape
+    return np.where(_kept(bits.shape, draw), bits, np.uint16(0))
+
+
+def two_of_four_codes(rows: QuantizedRows, draw: np.random.Generator) -> QuantizedRows:
+    """The same of symmetric codes."""
+    codes = np.where(_kept(rows.shape, draw), rows.codes, np.uint8(zero_code(rows.kind)))
+    return replace(rows, stored_codes=codes)
+
+
+def _kept(shape: tuple[int, ...], draw: np.random.Generator) -> np.ndarray:
+    rows, columns = shape
     drawn = draw.random((rows, round_up(columns, 4) // 4, 4))
     kept = np.argsort(drawn, axis=2) < draw.choice(3, (*drawn.shape[:2], 1), p=(0.1, 0.2, 0.7))
-    return np.where(kept.reshape(rows, -1)[:, :columns], bits, np.uint16(0))
+    return np.asarray(kept.reshape(rows, -1)[:, :columns])
 
 
 @dataclass(frozen=True)
@@ -92,17 +104,21 @@ class QuantizedWeights(RandomWeights):
             experts = config.shape.table.named(matrix).experts
             for layer, expert in product(range(config.layers), range(1 if experts is None else experts.count)):
                 names = matrix_tensors(config, matrix, layer, expert)
-                if format in SPARSE_FORMATS:
+                if format == TWO_OF_FOUR.name:
                     self.tensors |= {name: two_of_four(self.tensors[name], draw) for name in names}
-                if format not in QUANTIZED_FORMATS:
+                if format == TWO_OF_FOUR.name:
                     continue
+                scheme = scheme_of_name(dense_name(format) or format if is_sparse_name(format) else format, scales)
                 order = draw.permutation(self.tensors[names[0]].shape[1]) if config.act_order else None
                 for name in names:
-                    self._quantize(name, scheme_of_name(format, scales), draw, order)
+                    self._quantize(name, scheme, draw, order, is_sparse_name(format))
 
-    def _quantize(self, name: str, scheme: QuantizationScheme, draw: np.random.Generator, order: Order | None) -> None:
+    def _quantize(
+        self, name: str, scheme: QuantizationScheme, draw: np.random.Generator, order: Order | None, is_sparse: bool
+    ) -> None:
         rows, columns = self.tensors[name].shape
-        self.quantized[name] = Matrix(drawn_rows(scheme, rows, columns, draw, 2.0 * columns**-0.5), scheme, order)
+        drawn = drawn_rows(scheme, rows, columns, draw, 2.0 * columns**-0.5)
+        self.quantized[name] = Matrix(two_of_four_codes(drawn, draw) if is_sparse else drawn, scheme, order)
         self.tensors[name] = in_natural_order(self.quantized[name].values.dequantized(), order)
 
     def rows(self, name: str) -> Any:

@@ -313,12 +313,23 @@ def test_neither_cuts_nor_company_change_a_bit(config: ModelConfig) -> None:
     assert len(bits) == 1
 
 
-FORMATS = ("int4-g128", "int4", "int4-g32-asym", "int8-asym", "int8-g64", "fp8", "fp8-block128", "2of4")
+FORMATS = (
+    "int4-g128",
+    "int4",
+    "int4-g32-asym",
+    "int8-asym",
+    "int8-g64",
+    "fp8",
+    "fp8-block128",
+    "2of4",
+    "2of4-int4-g64",
+    "2of4-fp8",
+)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "format", tiered(FORMATS, [name for name in FORMATS if name not in ("int4-g128", "fp8", "2of4")])
+    "format", tiered(FORMATS, [name for name in FORMATS if name not in ("int4-g128", "fp8", "2of4", "2of4-int4-g64")])
 )
 def test_quantised_and_sparse_weights(format: str) -> None:
     """As many columns as leave half a K-tile, and most of one, over."""
@@ -461,7 +472,7 @@ def test_planted_bugs_are_found(bug: str) -> None:
 
 
 @pytest.mark.parametrize("quantised", ["all", "feed-forward", "attention"])
-@pytest.mark.parametrize("format", ["bf16", "int4-g128", "int8-asym", "fp8", "2of4"])
+@pytest.mark.parametrize("format", ["bf16", "int4-g128", "int8-asym", "fp8", "2of4", "2of4-int4"])
 def test_there_are_passes_for_every_format(format: str, quantised: str) -> None:
     gpu = gpu_named("h200")
     config = in_format(preset("llama-3.1-8b"), None if format == "bf16" else format)

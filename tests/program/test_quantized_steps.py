@@ -36,6 +36,13 @@ CASES: dict[str, tuple[ModelConfig, Formats, dict[str, Any]]] = {
         *(model(144, 1100), (("qkv", "2of4"), ("o", "int8"), ("gate_up", "2of4"), ("down", "2of4"))),
         {"tokens": 4, "sync": "barrier"},
     ),
+    "llama, two tokens, two of four codes": (
+        *(
+            model(256, 512, heads=4),
+            (("qkv", "2of4-int4-g128"), ("o", "2of4-fp8"), ("gate_up", "2of4-int4"), ("down", "2of4-int4-g64")),
+        ),
+        {"tokens": 2},
+    ),
     "llama, one token, digits": (
         *(model(256, 512, heads=4), (("qkv", "int4-g128-asym"), ("gate_up", "int4-g64"), ("down", "int4"))),
         {"down_slices": 2},

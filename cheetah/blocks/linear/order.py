@@ -16,7 +16,7 @@ from cheetah.blocks.columns import UNIT, Columns
 from cheetah.blocks.linear.formats.vectors import store_unit
 from cheetah.lang import prim, ty
 from cheetah.plan import VECTOR_COLUMNS
-from cheetah.plan.formats import DIGITS, HALVES
+from cheetah.plan.formats import BY_WARPS
 from cheetah.plan.plan import COLUMNS
 
 WARP = 32
@@ -62,7 +62,7 @@ class Order:
     def convert(self) -> None:
         """Elements that all lie in their places become what the weights' format wants; ends with a barrier of the
         consumer warps."""
-        if self.kind in (DIGITS, HALVES):
+        if self.kind in BY_WARPS:
             self._convert_elsewhere()
         else:
             self._convert_in_place()

@@ -24,7 +24,7 @@ from cheetah.blocks.vector_copies import CopySource
 from cheetah.lang import prim, ty
 from cheetah.lang.primitives.exchange import UNITS
 from cheetah.plan import VECTOR_COLUMNS, MatrixLayout
-from cheetah.plan.formats import BF16_VECTOR, DIGITS, HALVES
+from cheetah.plan.formats import BF16_VECTOR, BY_WARPS
 from cheetah.plan.index import ceil_div
 from cheetah.plan.plan import COLUMNS
 
@@ -181,7 +181,7 @@ def _read_batch(columns: Columns, part: VectorPart, batch: _Batch, source: Sourc
     """The batch's units, of threads whose column is in use. Where whole warps convert units together, also of others,
     which have zeros."""
     order = _order_of(columns, part)
-    if not (part.kind in (DIGITS, HALVES) or order is not None and order.by_warps):
+    if not (part.kind in BY_WARPS or order is not None and order.by_warps):
         with columns.if_active(columns.of_thread()):
             data = ch.array(ty.u32x4, UNITS, name="units")
             source.read(data, batch.first + part.first_unit, batch.count)
@@ -219,7 +219,7 @@ def load_vector(columns: Columns, part: VectorPart, source: Source) -> None:
 
 def _copied(source: Source, part: VectorPart) -> CopySource | None:
     """Units that become something of another size, or belong elsewhere, pass through registers anyway."""
-    is_in_place = part.places is None and part.kind not in (DIGITS, HALVES)
+    is_in_place = part.places is None and part.kind not in BY_WARPS
     return source.copied if is_in_place else None
 
 

@@ -15,11 +15,13 @@ from typing import Any
 
 from cheetah import lang as ch
 from cheetah.blocks.linear.formats import FRAGMENTS
+from cheetah.blocks.linear.formats.e4m3 import E4m3Fragments
+from cheetah.blocks.linear.formats.integers import MIDDLE_NIBBLE
 from cheetah.blocks.linear.formats.quantized import sum_of
 from cheetah.blocks.linear.formats.sizes import raised
 from cheetah.blocks.prompt.ring import TileRing
 from cheetah.lang import prim, ty
-from cheetah.plan.formats import VECTOR_COLUMNS, QuantizedTiles, SparseTiles, TileFormat
+from cheetah.plan.formats import VECTOR_COLUMNS, QuantizedTiles, SparseQuantizedTiles, SparseTiles, TileFormat
 from cheetah.plan.prompt import STAGE_TILES, stage_format
 
 STEPS_PER_TILE = 2
@@ -66,24 +68,102 @@ class Bf16Weights(StageWeights):
 
 
 class SparseWeights(StageWeights):
-    """A K-tile a stage: of each four columns the two that are there go to their places, the others are zero."""
+    """Of each four columns the two that are there go to their places, the others are zero. A stage has a K-tile.
 
-    format: SparseTiles
+    This lane's columns of a product are four side by side, number 2t + step of 32 columns' eight: of the first four
+    of these or of the `others`, number `four`. So packed ones lie with lane 4g + four."""
+
+    format: Any
 
     @ch.inline
     def load(self, stage: Any, warp: Any, turn: int, steps: int, fragments: Any) -> None:
         slot, row, quarter = self.place(stage, warp), self.lane // 4, self.lane % 4
-        of_lanes = ch.reinterpret(ty.ptr(ty.u32), slot + self.format.places_at)
-        pairs = ch.reinterpret(ty.ptr(ty.u32x2), slot)
-        for half in range(steps // STEPS_PER_TILE):
-            places = ch.const(ty.u32, of_lanes[row * 4 + half * 2 + quarter // 2], name="places")
+        others = ch.const(ty.u32, quarter // 2, name="others")
+        self.begin(slot, row)
+        for part in range(steps // STEPS_PER_TILE):
             for step in range(STEPS_PER_TILE):
-                # This lane's columns of the product are four side by side, number 2t + step of the half's eight.
-                four = quarter % 2 * 2 + step
-                of_rows = ch.const(ty.u32x2, pairs[half * 64 + (row * 4 + four) * 2 + quarter // 2], name="of_rows")
-                low, low_behind = _spread(of_rows.x, places >> four * 4)
-                high, high_behind = _spread(of_rows.y, places >> four * 4 + 16)
-                fragments[half * STEPS_PER_TILE + step] = prim.make_u32x4(low, high, low_behind, high_behind)
+                four = ch.const(ty.u32, quarter % 2 * 2 + step, name="four")
+                pairs = self.pairs(slot, row * 4 + four, part, others, turn)
+                places = self.places(slot, row, part, four, others)
+                (low, low_behind), (high, high_behind) = map(_spread, pairs, places)
+                operand = prim.make_u32x4(low, high, low_behind, high_behind)
+                fragments[part * STEPS_PER_TILE + step] = self.finished(operand)
+
+    def begin(self, slot: Any, row: Any) -> None:
+        """Before the first operand of rows g and g + 8, g being `row`."""
+
+    def pairs(self, slot: Any, lane: Any, part: int, others: Any, turn: int) -> tuple[Any, Any]:
+        """The two bf16 numbers of rows g and g + 8, of 32 columns `part`, that the lane of them has."""
+        words = ch.reinterpret(ty.ptr(ty.u32x2), slot)
+        of_rows = ch.const(ty.u32x2, words[part * 64 + lane * 2 + others], name="of_rows")
+        return of_rows.x, of_rows.y
+
+    def places(self, slot: Any, row: Any, part: int, four: Any, others: Any) -> tuple[Any, Any]:
+        """Where they belong: the lowest nibbles, of both rows."""
+        of_lanes = ch.reinterpret(ty.ptr(ty.u32), slot + self.slot.places_at)
+        places = ch.const(ty.u32, of_lanes[row * 4 + part * 2 + others], name="places")
+        return places >> four * 4, places >> four * 4 + 16
+
+    def finished(self, operand: Any) -> Any:
+        return operand
+
+
+class SparseE4m3Weights(SparseWeights):
+    """The same of e4m3, times a power of two."""
+
+    def pairs(self, slot: Any, lane: Any, part: int, others: Any, turn: int) -> tuple[Any, Any]:
+        words = ch.reinterpret(ty.ptr(ty.u32x2), slot)
+        of_rows = ch.const(ty.u32x2, words[lane * 2 + part], name="of_rows")
+        both = [E4m3Fragments.converted(word) for word in (of_rows.x, of_rows.y)]
+        low, high = (ch.select(others == 0, first, second) for first, second in both)
+        return ch.const(ty.u32, low, name="pair"), ch.const(ty.u32, high, name="pair")
+
+    def finished(self, operand: Any) -> Any:
+        return raised(operand, E4m3Fragments.codes_smaller_by, E4m3Fragments.codes_smaller_by)
+
+
+class SparseInt4Weights(SparseWeights):
+    """The same of 4-bit codes, which become numbers times their scales in f32. A stage has half a K-tile: all codes and
+    scales, and the half's places."""
+
+    @ch.inline
+    def copy(self, ring: TileRing, source: Any, tiles: Any, count: Any, halves: int = 1) -> None:
+        before, half_places = self.format.places_at, (self.format.tile_bytes - self.format.places_at) // 2
+        with ch.for_(tiles, unroll=1, name="k_tile") as k_tile:
+            tile = source + k_tile * self.format.tile_bytes
+            for half in range(2):
+                with ring.fill_weights((before + half_places) * count, count) as (stage, barrier):
+                    place = self.place(stage, self.lane)
+                    prim.bulk_copy(place, tile, before, barrier)
+                    prim.bulk_copy(place + before, tile + (before + half * half_places), half_places, barrier)
+
+    def pairs(self, slot: Any, lane: Any, part: int, others: Any, turn: int) -> tuple[Any, Any]:
+        words = ch.reinterpret(ty.ptr(ty.u32x2), slot)
+        of_rows = ch.const(ty.u32x2, words[lane * 2 + part], name="of_rows")
+        shift = others * 16 + (4 if turn == 0 else 0)
+        low, high = (self._numbers(word >> shift, row, turn) for row, word in enumerate((of_rows.x, of_rows.y)))
+        return low, high
+
+    def begin(self, slot: Any, row: Any) -> None:
+        self.scales: list[tuple[Any, Any]] = []
+        if self.format.group_columns is not None:
+            pairs = ch.reinterpret(ty.ptr(ty.u32), slot + self.slot.scales_at)
+            for group in range(self.format.groups):
+                pair = ch.const(ty.u32, pairs[group * 8 + row], name="scale_pair")
+                self.scales.append((prim.f16x2_low(pair), prim.f16x2_high(pair)))
+
+    def _numbers(self, codes: Any, row: int, turn: int) -> Any:
+        """Two codes, in the lowest nibbles of the lowest bytes, as a pair of bf16."""
+        values = [ty.f32(codes >> shift & 15 ^ MIDDLE_NIBBLE) - float(MIDDLE_NIBBLE) for shift in (0, 8)]
+        if self.scales:
+            scale = self.scales[turn * self.format.groups // 2][row]
+            values = [value * scale for value in values]
+        return ch.const(ty.u32, prim.pack_bf16x2(*values), name="pair")
+
+    def places(self, slot: Any, row: Any, part: int, four: Any, others: Any) -> tuple[Any, Any]:
+        of_rows = ch.reinterpret(ty.ptr(ty.u32x2), slot + self.slot.places_at)
+        places = ch.const(ty.u32x2, of_rows[row * 2 + part], name="places")
+        return places.x >> four * 8 + others * 4, places.y >> four * 8 + others * 4
 
 
 def _spread(word: Any, places: Any) -> tuple[Any, Any]:
@@ -170,4 +250,6 @@ def stage_weights(format: TileFormat, lane: ch.Expr) -> StageWeights:
     """How weights of a format come."""
     if isinstance(format, SparseTiles):
         return SparseWeights(format, lane)
+    if isinstance(format, SparseQuantizedTiles):
+        return (SparseInt4Weights if format.kind == "int4" else SparseE4m3Weights)(format, lane)
     return (QuantizedWeights if isinstance(format, QuantizedTiles) else Bf16Weights)(format, lane)

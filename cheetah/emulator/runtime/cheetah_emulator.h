@@ -78,6 +78,7 @@ void mma_halves(float* c, const uint32_t* a, uint32_t b0, uint32_t b1, Place pla
 void mma_bytes(int32_t* c, const uint32_t* a, uint32_t b0, uint32_t b1, Place place);
 void mma_2of4(float* c, const uint32_t* a, const uint32_t* b, uint32_t metadata, uint32_t selector, Place place,
               const char* primitive);
+void mma_2of4_bytes(int32_t* c, const uint32_t* a, const uint32_t* b, uint32_t metadata, Place place);
 uint32_t matrix_transpose(uint32_t value, Place place);
 uint32_t* const* rows_of_lanes(const void* row, Place place, const char* primitive);
 uint64_t matrix_descriptor(const void* start, uint32_t leading, uint32_t stride, Place place);
@@ -210,6 +211,14 @@ CHEETAH_PRIMITIVE void mma_2of4_bf16_0(float (&c)[4], uint4 a, uint4 b, uint32_t
 
 CHEETAH_PRIMITIVE void mma_2of4_bf16_1(float (&c)[4], uint4 a, uint4 b, uint32_t metadata, CHEETAH_PLACE) {
   mma_2of4_bf16(c, a, b, metadata, 1, place, "mma_2of4_bf16_1");
+}
+
+// D = A (16x64 signed bytes, of which two of four are there) * B (64x8) + C (16x8), as mma.sp.m16n8k64 s8, which wraps.
+CHEETAH_PRIMITIVE void mma_2of4_s8(int32_t (&c)[4], uint4 a, uint4 b, uint32_t metadata, CHEETAH_PLACE) {
+  const uint32_t words[4] = {a.x, a.y, a.z, a.w}, values[4] = {b.x, b.y, b.z, b.w};
+  int32_t sums[4] = {c[0], c[1], c[2], c[3]};
+  cheetah_emulator::mma_2of4_bytes(sums, words, values, metadata, place);
+  for (int i = 0; i < 4; i++) c[i] = sums[i];
 }
 
 CHEETAH_PRIMITIVE uint32_t matrix_transpose_b16(uint32_t value, CHEETAH_PLACE) {

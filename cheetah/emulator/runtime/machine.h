@@ -22,7 +22,7 @@ enum class Scheduler : uint32_t { round_robin, random, priority };
 enum class Outcome : uint32_t { done, deadlock, misuse, switch_limit, interrupted, poll };
 
 enum class Collective : uint8_t {
-  none, warp_barrier, shuffle_xor, shuffle, sum, mma, mma_halves, mma_bytes, mma_2of4, rows, transpose, wgmma_fence, wgmma, wgmma_commit,
+  none, warp_barrier, shuffle_xor, shuffle, sum, mma, mma_halves, mma_bytes, mma_2of4, mma_2of4_bytes, rows, transpose, wgmma_fence, wgmma, wgmma_commit,
   wgmma_wait
 };
 

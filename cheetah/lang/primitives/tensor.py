@@ -72,6 +72,22 @@ def _product_of_2of4(selector: int) -> Primitive:
 
 mma_2of4_bf16_0 = _product_of_2of4(0)
 mma_2of4_bf16_1 = _product_of_2of4(1)
+mma_2of4_s8 = declare(
+    "mma_2of4_s8",
+    ty.void,
+    """
+    asm volatile("mma.sp::ordered_metadata.sync.aligned.m16n8k64.row.col.s32.s8.s8.s32 "
+      "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9, %10, %11}, {%0, %1, %2, %3}, %12, 0;"
+      : "+r"(c[0]), "+r"(c[1]), "+r"(c[2]), "+r"(c[3]) : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w),
+        "r"(b.x), "r"(b.y), "r"(b.z), "r"(b.w), "r"(metadata));
+    """,
+    "c += a (16 x 64 signed bytes, of whose columns two of four are there) * b (64 x 8 signed bytes), fragments as in "
+    "the PTX manual; metadata: of all lanes",
+    c=ty.array(ty.i32, 4),
+    a=ty.u32x4,
+    b=ty.u32x4,
+    metadata=ty.u32,
+)
 matrix_transpose_b16 = declare(
     "matrix_transpose_b16",
     ty.u32,

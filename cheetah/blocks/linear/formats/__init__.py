@@ -9,19 +9,22 @@ from cheetah.blocks.linear.formats.e4m3 import E4m3Fragments, HalfFragments
 from cheetah.blocks.linear.formats.integers import Int4Fragments, Int8Fragments
 from cheetah.blocks.linear.formats.mxfp4 import Mxfp4Fragments
 from cheetah.blocks.linear.formats.two_of_four import SparseFragments
+from cheetah.blocks.linear.formats.two_of_four_codes import SparseDigits, SparseE4m3, SparseInt4
 from cheetah.blocks.linear.fragments import Fragments, groups_of
 from cheetah.blocks.ring import Stage
 from cheetah.plan import MatrixLayout
-from cheetah.plan.formats import DIGITS, HALVES, QUANTIZED_FORMATS
+from cheetah.plan.formats import DIGITS, HALVES, PLAIN_DIGITS, QUANTIZED_FORMATS, SPARSE_QUANTIZED_FORMATS
 
 _OF_KIND: dict[str, type[Fragments]] = {
     **{"int4": Int4Fragments, "int8": Int8Fragments},
     **{"fp8": E4m3Fragments, "mxfp4": Mxfp4Fragments},
 }
+_OF_SPARSE_KIND: dict[str, type[Fragments]] = {"int4": SparseInt4, "fp8": SparseE4m3}
 FRAGMENTS: dict[str, type[Fragments]] = {
     "bf16": Bf16Fragments,
     "2of4": SparseFragments,
     **{name: _OF_KIND[one.kind] for name, one in QUANTIZED_FORMATS.items()},
+    **{name: _OF_SPARSE_KIND[one.kind] for name, one in SPARSE_QUANTIZED_FORMATS.items()},
 }
 
 
@@ -32,7 +35,7 @@ def fragments_of(layout: MatrixLayout, tokens: int, stage: Stage, lane: ch.Expr)
 
 def fragments_class(layout: MatrixLayout, tokens: int) -> type[Fragments]:
     """How the tiles of a matrix are multiplied by the vectors of so many tokens."""
-    of_kind: dict[str, type[Fragments]] = {DIGITS: DigitFragments, HALVES: HalfFragments}
+    of_kind: dict[str, type[Fragments]] = {DIGITS: DigitFragments, PLAIN_DIGITS: SparseDigits, HALVES: HalfFragments}
     return of_kind.get(layout.vector_kind(tokens), FRAGMENTS[layout.format.name])
 
 

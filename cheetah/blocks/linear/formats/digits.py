@@ -40,7 +40,7 @@ TILE_LANES = QUANTIZED_COLUMNS // UNIT
 DIGIT_BYTES = DIGIT_UNITS * 16 // TILE_LANES
 """Of a tile's digits and power of two, for each unit that they are made of."""
 WARP = 32
-ELEMENT_BITS = 18
+ELEMENT_BITS, PLAIN_BITS = 18, 21
 BALANCE = 0x80808080
 """What flips bytes that are 128 too large into two's complement."""
 ROUND_HIGH, ROUND_LOW = float(2**23 + 0x408080), float(2**23 + 0x3C1010)
@@ -154,6 +154,30 @@ def store_digits(lane: ch.Expr, vector: ch.Expr, unit: ch.Expr, words: ch.Expr, 
     with ch.if_(within == token * 4):
         # and a 16th, of the formula
         tile[HALVES * HALF_UNITS * tokens * 4 + token] = stored_power(exponent, ELEMENT_BITS - 1 + 4)
+
+
+@ch.function
+def store_plain_digits(lane: ch.Expr, vector: ch.Expr, unit: ch.Expr, words: ch.Expr, tokens: int) -> None:
+    """The same for weights of which two of every four are there. A tile is eight rows of 16 columns for each digit and
+    token, two behind one another for each 32 columns: of these the first has their groups of four 0, 4, 1 and 5, the
+    second 2, 6, 3 and 7, as weights have them."""
+    pairs = [getattr(words, member) for member in "xyzw"]
+    within = lane % (TILE_LANES * tokens)
+    token = ch.const(ty.u32, within // 4 % tokens, name="token")
+    exponent = exponent_of_warp(pairs, token, tokens)
+    scale = ch.const(ty.f32, power_of_two(PLAIN_BITS - 1, exponent), name="scale")
+    elements = [element for pair in pairs for element in (prim.bf16x2_low(pair), prim.bf16x2_high(pair))]
+    numbers = [_integer(element, scale, ROUND_HIGH) for element in elements]
+    tiles = ch.reinterpret(ty.ptr_mut(ty.u8), vector)
+    tile = ch.reinterpret(ty.ptr_mut(ty.u32), tiles + ch.cast(ty.i32, unit - within) * DIGIT_BYTES)
+    row = within // (4 * tokens) * 2 + unit % 2
+    place = ch.const(ty.u32, (row * (DIGIT_COUNT * tokens) + token) * 4 + unit % 4 // 2, name="place")
+    for group in range(2):
+        for digit, word in enumerate(_digits(numbers[4 * group :][:4], TOP_OF_HIGH)):
+            tile[place + (digit * tokens * 4 + group * 2)] = word
+    with ch.if_(within == token * 4):
+        # and a 16th: codes are in the upper half of their bytes
+        tile[HALVES * HALF_UNITS * tokens * 4 + token] = stored_power(exponent, PLAIN_BITS - 1 + 4)
 
 
 def _integer(element: Any, scale: Any, base: float) -> Any:

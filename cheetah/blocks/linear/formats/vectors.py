@@ -6,10 +6,10 @@ from typing import Any
 
 from cheetah import lang as ch
 from cheetah.blocks.columns import Columns
-from cheetah.blocks.linear.formats.digits import store_digits
+from cheetah.blocks.linear.formats.digits import store_digits, store_plain_digits
 from cheetah.blocks.linear.formats.e4m3 import store_halves
 from cheetah.blocks.linear.formats.sizes import raised, raised_pair
-from cheetah.plan.formats import BF16_VECTOR, DIGITS, HALVES, RAISED, RAISED_BY, STAGGERED
+from cheetah.plan.formats import BF16_VECTOR, BY_WARPS, DIGITS, HALVES, PLAIN_DIGITS, RAISED, RAISED_BY, STAGGERED
 
 
 def store_unit(
@@ -17,9 +17,11 @@ def store_unit(
 ) -> None:
     """A unit to its place in shared memory, as the weights' format wants it. published: as what it comes, bf16 numbers
     or raised ones."""
-    assert published == BF16_VECTOR or kind not in (DIGITS, HALVES), f"{published} to {kind}"
+    assert published == BF16_VECTOR or kind not in BY_WARPS, f"{published} to {kind}"
     if kind == DIGITS:
         store_digits(columns.machine.lane, vector, unit, words, columns.limit)
+    elif kind == PLAIN_DIGITS:
+        store_plain_digits(columns.machine.lane, vector, unit, words, columns.limit)
     elif kind == HALVES:
         store_halves(vector, unit, words, columns.limit)
     elif kind != published:
