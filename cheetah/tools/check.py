@@ -28,7 +28,7 @@ from cheetah.plan.prompt import PassPlan, default_pass_plan, short_pass_plans
 from cheetah.tools.explained import kept_text
 from cheetah.tools.features import features_of
 from cheetah.tools.judged_passes import JudgedPasses
-from cheetah.tools.judged_steps import Agreement, JudgedSteps
+from cheetah.tools.judged_steps import Agreement, JudgedSteps, judged_context
 from cheetah.tools.judging_device import KernelFault
 from cheetah.tools.rig import Rig
 from cheetah.tools.subjects import (
@@ -239,7 +239,9 @@ def _of_several_warpgroups(machine: Gpu, tokens: int, shape: ModelShape) -> Pass
 
 
 def _steps(subject: Subject, gpu: str, judged: Callable[[Rig], Launches] = JudgedSteps) -> Case:
-    return Case(subject, (generate_kernel(subject.config, subject.machine(gpu), **subject.plan),), judged)
+    made = generate_kernel(subject.config, subject.machine(gpu), **subject.plan)
+    judged_context(subject.config, Plan.from_dict(made.manifest.plan))  # before it is compiled
+    return Case(subject, (made,), judged)
 
 
 def _passes(subject: Subject, gpu: str, choose: Callable[..., PassPlan]) -> Case:

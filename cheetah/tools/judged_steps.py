@@ -16,9 +16,11 @@ from numpy.typing import NDArray
 
 from cheetah.emulator import EmulatorError
 from cheetah.errors import CheetahError
+from cheetah.models.config import ModelConfig
 from cheetah.models.family import ReferenceModel
 from cheetah.models.rounding import F32, Rounding, as_bf16, exact, round_to_bf16, round_to_e4m3
 from cheetah.models.sampling import Filters, Penalties, adjusted, gumbel_noise, kept
+from cheetah.plan import Plan
 from cheetah.runtime.engine.kv_cache import CachedSequence
 from cheetah.runtime.engine.launcher import LaunchFault, Part, Sampling
 from cheetah.runtime.engine.request_rows import bias_of, mask_of
@@ -107,6 +109,17 @@ class Transcript:
     exchange: NDArray[np.uint8]
 
 
+def judged_context(config: ModelConfig, plan: Plan) -> int:
+    """How many tokens a sequence of the launches may have. CheetahError where they need more, in steps or in tokens."""
+    context = min(plan.max_context, config.max_position_embeddings)
+    needed = PROMPT_TOKENS + 3 + 3 + 3 + 2
+    if context < needed or plan.max_steps < needed:
+        raise CheetahError(
+            f"check needs max_context and max_steps of at least {needed}, not {context}, {plan.max_steps}"
+        )
+    return context
+
+
 class JudgedSteps:
     """The launches that every schedule goes through, over the pages of the pool in a shuffled order. Caches are filled
     by the reference with the beginnings of one text, the filling.
@@ -132,12 +145,7 @@ class JudgedSteps:
         self._has_explained = False
         config, plan = rig.config, rig.plan
         self.reference, self.rounded = reference_of(rig), reference_of(rig, round_to_bf16)
-        self.context = min(plan.max_context, config.max_position_embeddings)
-        needed = PROMPT_TOKENS + 3 + 3 + 3 + 2
-        if self.context < needed or plan.max_steps < needed:
-            raise CheetahError(
-                f"check needs max_context and max_steps of at least {needed}, not {self.context}, {plan.max_steps}"
-            )
+        self.context = judged_context(config, plan)
         draw = np.random.default_rng(0)
         self.prompt, self.filling, self.teacher, self.long = (
             tuple(int(token) for token in draw.integers(0, config.vocab_size, count))

@@ -41,6 +41,7 @@ from tests.program.rig import (
     Rig,
     Session,
     as_bf16,
+    fill_cache,
     float32_logits,
     model,
     plain_kernel,
@@ -260,10 +261,11 @@ def race_in(sanitized: Rig) -> Finding | None:
 def short_course(session: Session) -> None:
     """As much as shows every kind of access: keys split so that a block has several items, in a cache of earlier steps,
     logits, and sampling."""
-    ids = token_ids(40, session.config.vocab_size)
-    session.launcher.launch(ids[:38], 37, Sampling())
-    session.score(ids[37:39])
-    session.generate(ids[39:], 2)
+    ids = token_ids(5, session.config.vocab_size)
+    fill_cache(session, 35)
+    session.launcher.launch(ids[:3], 2, Sampling())
+    session.score(ids[2:4])
+    session.generate(ids[4:], 2)
 
 
 @cache

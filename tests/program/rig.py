@@ -120,6 +120,19 @@ class Rig(tools.Rig):
         super().__init__(weights, made, sanitize=sanitize)
 
 
+def fill_cache(session: Session, tokens: int, seed: int = 0) -> None:
+    """The session's sequence has so many tokens, with keys and values drawn at random: as behind other launches."""
+    launcher, buffer = session.launcher, session.buffers["kv"]
+    launcher.make_room(launcher.cache, tokens)
+    pool = buffer.download(np.uint16, session.rig.manifest.buffer("kv").shape)  # [layers, pages, 2, kv_heads, slots, D]
+    drawn, slots = as_bf16(np.random.default_rng(seed).standard_normal(pool.shape)), pool.shape[4]
+    for number, page in enumerate(launcher.cache.pages):
+        there = slice(0, max(0, tokens - number * slots))
+        pool[:, page, :, :, there] = drawn[:, page, :, :, there]
+    buffer.upload(pool)
+    launcher.cache.length = tokens
+
+
 def relative_error(got: NDArray[Any], wanted: NDArray[Any]) -> float:
     """The largest relative L2 error of a row; NaN if there is one."""
     difference = np.linalg.norm(got.astype(np.float64) - wanted, axis=-1)

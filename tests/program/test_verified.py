@@ -162,7 +162,7 @@ ALL = [(drafter, sampling) for drafter in DRAFTERS for sampling in SAMPLINGS]
 SOME = [*zip(list(DRAFTERS) * 2, SAMPLINGS, strict=False), ("looked up", "few"), ("every fifth", "penalised")]
 
 
-@pytest.mark.parametrize(("drafter", "kind"), tiered(ALL, SOME))
+@pytest.mark.parametrize(("drafter", "kind"), tiered(ALL, [case for case in ALL if case not in SOME]))
 def test_the_same_tokens_by_fewer_steps(drafter: str, kind: str) -> None:
     (every, ngrams), sampling = DRAFTERS[drafter], SAMPLINGS[kind]
     wanted = plain(60, sampling)
@@ -320,7 +320,7 @@ def test_logits_are_those_that_judged() -> None:
 @pytest.mark.parametrize(("kind", "every", "ngrams"), [("penalised", 0, (1, 3)), ("filtered", 3, (1, 2))])
 def test_no_race(kind: str, every: int, ngrams: tuple[int, int]) -> None:
     sampling = SAMPLINGS[kind]
-    wanted = plain(60, sampling)[:20]
-    drafts = wrong(wanted, every)[:12] if every else []
+    wanted = plain(60, sampling)[:12]
+    drafts = wrong(wanted, every)[:8] if every else []
     session = rig(sanitize=True).session("random", 3)
-    assert made(session, 20, sampling, per_step=8, drafts=drafts, ngrams=ngrams)[0] == wanted
+    assert made(session, 12, sampling, per_step=8, drafts=drafts, ngrams=ngrams)[0] == wanted

@@ -146,7 +146,7 @@ def llm() -> Iterator[LLM]:
 def test_the_same_answer_with_and_without(llm: LLM, asked: dict[str, Any]) -> None:
     before = llm.engine.engine.load().decoded
     found, plain = (
-        llm.generate(TEXT, SamplingParams(max_tokens=40, speculation=speculation, **asked))
+        llm.generate(TEXT, SamplingParams(max_tokens=24, speculation=speculation, **asked))
         for speculation in (True, False)
     )
     assert [one.token_ids for one in found.outputs] == [one.token_ids for one in plain.outputs]
@@ -155,7 +155,7 @@ def test_the_same_answer_with_and_without(llm: LLM, asked: dict[str, Any]) -> No
     accepted = sum(one.timings.accepted_tokens for one in found.outputs)
     assert after.drafted.tokens - before.drafted.tokens == drafted > 0
     assert after.drafted.accepted - before.drafted.accepted == accepted
-    assert accepted > 9 or "structured_outputs" not in asked
+    assert accepted > 4 or "structured_outputs" not in asked
     assert not any(one.timings.drafted_tokens for one in plain.outputs)
 
 
@@ -189,7 +189,7 @@ def test_who_is_alone_without_drafts_has_a_kernel_of_one_column(
 @pytest.mark.slow
 @pytest.mark.compiler
 def test_the_same_answers_in_company_and_metrics_by_vllm_s_names(llm: LLM) -> None:
-    params = [SamplingParams(max_tokens=30, temperature=0.6, seed=seed, logprobs=2) for seed in range(5)]
+    params = [SamplingParams(max_tokens=12, temperature=0.6, seed=seed, logprobs=2) for seed in range(5)]
     together = llm.generate([TEXT] * 5, params)
     for output, one in zip(together, params, strict=True):
         alone = llm.generate(TEXT, one)
