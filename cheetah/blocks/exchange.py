@@ -17,10 +17,11 @@ any rank. Who waits for a word that another rank stores has it by that rank's st
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 from cheetah import lang as ch
 from cheetah.blocks.linear.formats.vectors import is_raised, raised_word
@@ -79,6 +80,42 @@ class Vector:
         return [(number * self.word.bytes, (number + words) * self.word.bytes, self.name) for number, words in sizes]
 
 
+EXCHANGED = ty.struct("Exchanged", **dict.fromkeys(("offset", "apart", "exponent"), ty.u32))
+"""A vector as readers and writers of several may share their text: see `Vector` and `Exchange.inputs`."""
+
+
+@dataclass(frozen=True, eq=False)
+class RecordedVector:
+    """A `Vector` of words that lies where the device says: `where` is a record (EXCHANGED), or, of one that is no input
+    of a product and lies together, the number of its first word."""
+
+    vector: Vector
+    where: Any
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.vector, name)
+
+    @property
+    def is_input(self) -> bool:
+        return self.where.type == EXCHANGED
+
+    @property
+    def apart(self) -> int | None:
+        return None if self.is_input else 1
+
+    @property
+    def offset(self) -> Any:
+        return self.where.offset if self.is_input else self.where
+
+    def number(self, index: Any) -> Any:
+        part, place = index // self.vector.part_words, index % self.vector.part_words
+        return part * (self.where.apart * self.vector.part_words) + place + self.offset
+
+    def distance(self, words: int) -> Any:
+        same = self.vector.distance(words)
+        return same if same is None or not self.is_input else self.where.apart * words
+
+
 def apart(vectors: dict[str, Vector]) -> dict[str, Vector]:
     """The vectors; AssertionError where words of two of them coincide."""
     ranges = sorted(one for vector in vectors.values() for one in vector.byte_ranges)
@@ -104,6 +141,13 @@ ALONE = Peers()
 """One GPU by itself."""
 
 
+class Whereabouts(NamedTuple):
+    """Where a vector lies (see `RecordedVector`), and at which epoch it is published."""
+
+    vector: Any
+    epoch: Any
+
+
 @dataclass(frozen=True, eq=False)
 class Published:
     """A vector of an exchange at one epoch: what its writers publish and its readers wait for and read. one_waits:
@@ -113,6 +157,17 @@ class Published:
     name: str
     epoch: ch.Expr
     one_waits: bool = True
+
+    @property
+    def when_and_where(self) -> Whereabouts:
+        """What tells the vector from others, as arguments of functions that are one text for several."""
+        return Whereabouts(self.exchange.where(self.name), self.epoch)
+
+    @contextmanager
+    def known_by(self, arguments: Whereabouts) -> Iterator[Published]:
+        """Inside, the vector that such arguments tell of."""
+        with self.exchange.lying(self.name, arguments.vector):
+            yield replace(self, epoch=arguments.epoch)
 
     def publish(self, index: ch.Value, data: ch.Value) -> None:
         """Store payload word `index`."""
@@ -219,6 +274,25 @@ class Exchange(ABC):
             return [self.place(name, index)]
         number = ch.const(ty.u32, self._word(name, index), name="word")
         return [self._words_of(name) + number, *self._peer_places(name, number)]
+
+    def where(self, name: str) -> ch.Expr:
+        """Where a vector lies, as an argument of functions: see `RecordedVector`."""
+        vector = self.vectors[name]
+        if isinstance(vector, RecordedVector):
+            return vector.where
+        if name not in self.inputs:
+            return ch.argument(vector.offset)
+        numbers = {"offset": vector.offset, "apart": vector.apart, "exponent": self.inputs[name]}
+        return ch.record(EXCHANGED, f"EXCHANGED_{name.upper()}", **numbers)
+
+    @contextmanager
+    def lying(self, name: str, where: Any) -> Iterator[None]:
+        """Inside, a vector lies where the device says; so that what is emitted is the same for several."""
+        vector, inputs = self.vectors[name], self.inputs
+        self.vectors = {**self.vectors, name: RecordedVector(vector, where)}
+        self.inputs = {**inputs, name: where.exponent} if name in inputs else inputs
+        yield
+        self.vectors, self.inputs = {**self.vectors, name: vector}, inputs
 
     def at(self, name: str, epoch: ch.Expr) -> Published:
         """A vector as it is published at an epoch."""

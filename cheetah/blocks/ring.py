@@ -38,11 +38,11 @@ class RingCursor:
         self.stage, self.parity, self.stages = stage, parity, stages
 
     def advance(self) -> None:
-        _advance(self.stage, self.parity, self.stages)
+        _advance(self.stage, self.parity, ch.argument(self.stages))
 
 
 @ch.function
-def _advance(stage: Any, parity: Any, stages: int) -> None:
+def _advance(stage: Any, parity: Any, stages: ch.Expr) -> None:
     """The next stage of the ring; behind the last comes the first, in the next pass."""
     stage += 1
     with ch.if_(stage == stages):

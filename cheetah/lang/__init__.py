@@ -5,7 +5,7 @@ Plain Python runs while generating; the verbs here become device code. See docs/
 
 from cheetah.lang import primitives as prim
 from cheetah.lang import types as ty
-from cheetah.lang.binding import argument, array, const, constexpr, var, whole
+from cheetah.lang.binding import argument, array, const, constexpr, record, var, whole
 from cheetah.lang.control import break_, continue_, else_, for_, if_, return_, roles_const, roles_for, while_
 from cheetah.lang.errors import (
     AsmError,
@@ -41,6 +41,6 @@ __all__ = [
     "RoleError", "ScopeError", "SignatureError", "Streams", "TypeMixError", "UnusedStageError", "Value", "address_of",
     "argument", "array", "asm", "block_dim_x", "block_idx_x", "break_", "cast", "comment", "const", "constexpr",
     "continue_", "else_", "for_", "function", "grid_dim_x", "if_", "inline", "kernel", "maximum", "minimum", "named",
-    "out", "outline", "pointee", "prim", "raw_stmt", "reinterpret", "render", "render_file", "return_", "roles_const",
-    "roles_for", "select", "thread_idx_x", "ty", "var", "while_", "whole",
+    "out", "outline", "pointee", "prim", "raw_stmt", "record", "reinterpret", "render", "render_file", "return_",
+    "roles_const", "roles_for", "select", "thread_idx_x", "ty", "var", "while_", "whole",
 ]  # fmt: skip

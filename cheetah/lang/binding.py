@@ -192,6 +192,22 @@ def constexpr(type_: ty.Scalar, name: str, value: int | float | bool) -> Constan
     return made
 
 
+def record(type_: ty.Struct, name: str, **values: int) -> Constant:
+    """Static numbers as a structure with a name of its own, which the file defines once: an argument of functions that
+    are one text for several of them. values: of all members, which are unsigned."""
+    numbers = tuple(int(values.pop(member)) for member, _ in type_.members)
+    assert not values, f"{type_} has no members {sorted(values)}"
+    cursor = current()
+    made = cursor.constants.get(name)
+    if made is None:
+        if is_reserved(name) or name in cursor.bound:
+            raise SignatureError(f"ch.record: the name `{name}` is taken, by a value or by a word of C++.")
+        made = cursor.constants[name] = Constant(type_, name, numbers)
+    if (made.type, made.value) != (type_, numbers):
+        raise SignatureError(f"ch.record: `{name}` is {type_} {numbers} here and {made.value} at {made.location}.")
+    return made
+
+
 def whole(name: str, value: Expr) -> Name:
     """A constant of the whole kernel, which all roles and functions see, declared once and behind what it is made of,
     wherever it is asked for first: `states = ch.whole("states", ch.reinterpret(...))`. value: made of the kernel's

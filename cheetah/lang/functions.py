@@ -62,7 +62,8 @@ def inline(function: Callable[P, R]) -> Callable[P, R]:
 def function(function: Callable[P, R]) -> Callable[P, R]:
     """A function whose statements become one device function of the text for all calls that emit the same.
 
-    Device values among its arguments, also in tuples and lists, become parameters under their Python names: variables
+    Device values among its arguments, also in tuples and lists, become parameters under their Python names (those of a
+    named tuple's fields): variables
     and arrays by reference where the body stores to them. Literals and everything else are static, but for what is
     given as `ch.argument(number)`. It may return nothing, a device value, or a tuple or list of them; what it returns
     is a constant in the caller.
@@ -221,7 +222,8 @@ def _mapped(value: Any, name: str, change: Callable[[Expr, str], Any]) -> Any:
     if isinstance(value, Expr):
         return change(value, name)
     if isinstance(value, (tuple, list)):
-        items = [_mapped(item, f"{name}_{number}", change) for number, item in enumerate(value)]
+        names = getattr(value, "_fields", [f"{name}_{number}" for number in range(len(value))])
+        items = [_mapped(item, item_name, change) for item, item_name in zip(value, names, strict=True)]
         return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
     return value
 

@@ -175,10 +175,11 @@ class Argument(Literal):
 
 @dataclass(frozen=True, eq=False)
 class Constant(Expr):
-    """A static number that the text calls by its name, defined once at the head of the file."""
+    """A static number, or a structure of some, that the text calls by its name, defined once at the head of the
+    file."""
 
     name: str
-    value: int | float | bool
+    value: int | float | bool | tuple[int, ...]
 
 
 @dataclass(frozen=True, eq=False)

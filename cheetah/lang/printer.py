@@ -162,8 +162,11 @@ def _(node: Constant) -> tuple[str, int]:
 
 
 def constant_text(node: Constant) -> str:
-    """The definition of a named constant."""
-    assert isinstance(node.type, ty.Scalar)
+    """The definition of a named constant. A structure is passed on whole, so it is the device's."""
+    if isinstance(node.type, ty.Struct):
+        assert isinstance(node.value, tuple)
+        return f"__device__ constexpr {node.type} {node.name} = {{{', '.join(map(str, node.value))}}};"
+    assert isinstance(node.type, ty.Scalar) and not isinstance(node.value, tuple)
     return f"constexpr {node.type} {node.name} = {literal_text(Literal(node.type, node.value))};"
 
 

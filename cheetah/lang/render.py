@@ -6,6 +6,7 @@ import math
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from itertools import groupby
 from typing import TYPE_CHECKING, TypeGuard
 
 from cheetah.lang import types as ty
@@ -147,8 +148,7 @@ def _structure(program: _Program, line_marks: bool) -> str:
     printer = Printer(line_marks)
     printer.line(f"struct {_structure_name(kernel)} {{")
     printer.depth += 1
-    for name, type_ in {**dict(kernel.params.items()), **_members_of(kernel)}.items():
-        printer.line(f"{declaration(type_, name)};")
+    _print_members({**dict(kernel.params.items()), **_members_of(kernel)}.items(), printer)
     for function in program.functions:
         printer.lines.append("")
         print_function(function, printer)
@@ -198,15 +198,35 @@ def render_file(kernel: Kernel, *, header: str = "", line_marks: bool = False) -
     program = _Program.of(kernel)
     primitives = _primitives_of(program)
     parts.append(f'#ifdef CHEETAH_EMULATOR\n#include "cheetah_emulator.h"\n#else\n{_prelude(primitives)}#endif\n')
-    parts.append("".join(f"{constant_text(constant)}\n" for constant in _constants_of(program)))
+    constants = _constants_of(program)
+    numbers = [constant for constant in constants if not isinstance(constant.type, ty.Struct)]
+    records = [constant for constant in constants if isinstance(constant.type, ty.Struct)]
+    parts.append("".join(f"{constant_text(constant)}\n" for constant in numbers))
     parts += [_struct_text(struct) for struct in _structs_of(program)]
+    parts.append("".join(f"{constant_text(constant)}\n" for constant in records))
     parts.append(_rendered(program, line_marks))
     return "\n".join(part for part in parts if part)
 
 
 def _struct_text(struct: ty.Struct) -> str:
-    lines = [f"{INDENT}{declaration(type_, name)};" for name, type_ in struct.members]
-    return "\n".join([f"struct {struct.c_name} {{", *lines, "};"]) + "\n"
+    printer = Printer(line_marks=False)
+    printer.line(f"struct {struct.c_name} {{")
+    printer.depth += 1
+    _print_members(struct.members, printer)
+    printer.depth -= 1
+    printer.line("};")
+    return printer.text
+
+
+def _print_members(members: Iterable[tuple[str, ty.Type]], printer: Printer) -> None:
+    """Members one below the other, neighbouring numbers of a type side by side."""
+    for type_, group in groupby(members, lambda member: member[1]):
+        names = [name for name, _ in group]
+        if isinstance(type_, ty.Scalar):
+            printer.listing(f"{type_} ", names, ";")
+            continue
+        for name in names:
+            printer.line(f"{declaration(type_, name)};")
 
 
 _TYPEDEFS = """\

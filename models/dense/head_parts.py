@@ -43,16 +43,17 @@ from cheetah.plan.kv.tables import epochs_of_step
 from cheetah.plan.products import Product, Vector
 
 
-def with_names(matrices: StepMatrices) -> StepMatrices:
-    """The matrices with their sizes under names in the text."""
-    listed = [_with_names(layout) for layout in matrices]
+def with_names(matrices: StepMatrices, stage_bytes: int) -> StepMatrices:
+    """The matrices with their sizes under names in the text; stage_bytes: of most chunks."""
+    listed = [_with_names(layout, stage_bytes) for layout in matrices]
     return replace(matrices, of_layer=tuple(listed[:-1]), head=listed[-1])
 
 
-def _with_names(layout: MatrixLayout) -> MatrixLayout:
+def _with_names(layout: MatrixLayout, stage_bytes: int) -> MatrixLayout:
     name = layout.name.upper()
-    rows, chunk_bytes = ch.named(f"{name}_ROWS", layout.rows), ch.named(f"{name}_CHUNK_BYTES", layout.stage_bytes)
-    return replace(layout, rows=rows, stage_bytes=chunk_bytes)
+    is_usual = layout.stage_bytes == stage_bytes
+    chunk_bytes = stage_bytes if is_usual else ch.named(f"{name}_CHUNK_BYTES", layout.stage_bytes)
+    return replace(layout, rows=ch.named(f"{name}_ROWS", layout.rows), stage_bytes=chunk_bytes)
 
 
 class HeadParts:
@@ -70,7 +71,7 @@ class HeadParts:
     ) -> None:
         self.config, self.machine, self.launch = config, machine, launch
         self.shape, self.table, self.exchange = machine.model, machine.stack, exchange
-        self.matrices = with_names(step_matrices(self.shape, machine.plan, machine.gpu))
+        self.matrices = with_names(step_matrices(self.shape, machine.plan, machine.gpu), machine.plan.stage_bytes)
         self.residual = self.matrices[self.table.onto_residual[0]]
         """Its rows are those of the residual, and lie with the same blocks."""
         self.page = page

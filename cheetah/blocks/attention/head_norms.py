@@ -153,6 +153,10 @@ class JointNorms(HeadNorms):
         with ch.if_(rows.m_tile < m_tiles):
             self.squares(epoch, range(m_tiles)).publish(rows, value, weighted)
 
+    def _sum_of_lane(self, epoch: ch.Expr, m_tiles: range, column: ch.Expr) -> Any:
+        squares = self.squares(epoch, m_tiles)
+        return squares.sum_of_lane(column, self.machine.lane, 32, squares.published.when_and_where)
+
     @ch.function
     def work_out(self, epoch: ch.Expr) -> None:
         """By all consumer warps: 1/rms of every column's queries and keys, to shared memory: a warp one of either."""
@@ -163,9 +167,9 @@ class JointNorms(HeadNorms):
         with ch.for_(machine.warp, columns.count * 2, machine.plan.consumer_warps, unroll=1, name="place") as place:
             total, elements = ch.var(ty.f32, 0.0), ch.var(ty.f32, 1.0 / (queries * M_TILE_ROWS))
             with ch.if_(place % 2 == 0):
-                total.set(self.squares(epoch, range(queries)).sum_of_lane(place // 2, machine.lane, 32))
+                total.set(self._sum_of_lane(epoch, range(queries), place // 2))
             with ch.else_():
-                total.set(self.squares(epoch, range(queries, keys)).sum_of_lane(place // 2, machine.lane, 32))
+                total.set(self._sum_of_lane(epoch, range(queries, keys), place // 2))
                 elements.set(1.0 / ((keys - queries) * M_TILE_ROWS))
             for mask in (16, 8, 4, 2, 1):
                 total += prim.shuffle_xor_f32(total, mask)

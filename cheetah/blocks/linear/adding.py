@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from cheetah import lang as ch
-from cheetah.blocks.linear.interface import ColumnScale, Epilogue, Rows
+from cheetah.blocks.linear.interface import ColumnScale, Epilogue, Rows, SharedEpilogue
 from cheetah.blocks.linear.reductions import Reductions
 from cheetah.blocks.linear.share import Share
 from cheetah.blocks.ring import RingCursor
@@ -129,7 +129,8 @@ class Adding:
         """An M-tile that this warp finishes, or its columns of it."""
         machine, turn = self.machine, self.turn
         for slot in range(self.slots):
-            self._finish_rows(layout, m_tile, self.column_of(slot), slot, epilogue, scaling)
+            arguments = epilogue.arguments if isinstance(epilogue, SharedEpilogue) else ()
+            self._finish_rows(layout, m_tile, self.column_of(slot), slot, epilogue, scaling, arguments)
         prim.warp_barrier()  # orders the lanes' reads, and what they have stored, before the arrival
         with ch.if_(machine.lane == 0):
             prim.mbarrier_arrive(self.reductions.taken + turn.stage)
@@ -143,6 +144,7 @@ class Adding:
         slot: int,
         epilogue: Epilogue,
         scaling: Scaling | None,
+        arguments: tuple[Any, ...],
     ) -> None:
         """The rows of a slot, with what of it is worked out before the sums are there."""
 
@@ -154,7 +156,10 @@ class Adding:
                 total = self._fold(total)
             return total if scaling is None else total * scaling.factors[slot]
 
-        epilogue(self.rows(layout, m_tile, column, slot, row_sum))
+        if not isinstance(epilogue, SharedEpilogue):
+            return epilogue(self.rows(layout, m_tile, column, slot, row_sum))
+        with epilogue.known_by(arguments) as known:
+            known(self.rows(layout, m_tile, column, slot, row_sum))
 
     @ch.inline
     def rows(
@@ -179,7 +184,7 @@ class Adding:
         """Of a narrow M-tile: rows 8 to 15 are rows 0 to 7 by the other half of their columns."""
         return row_sum + prim.shuffle_xor_f32(row_sum, NARROW_ROWS)
 
-    @ch.inline
+    @ch.function
     def _sum_of_row(self, column: ch.Expr, first: bool) -> Any:
         """Add the warps' sums: of the first half of the warps and of the second half, each in order, then both. The
         `first` time for an M-tile, wait for them."""

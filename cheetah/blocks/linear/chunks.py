@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 from cheetah import lang as ch
@@ -31,6 +32,25 @@ class Chunks:
     def new_sums(self, layout: MatrixLayout, name: str = "sums") -> Any:
         """Sums of an M-tile, zero: f32 [accumulators, 4]."""
         return ch.array(ty.f32, accumulators_of(layout, self.columns.limit), 4, zero=True, name=name)
+
+    @ch.inline
+    def use_all(self, layout: MatrixLayout, part: Part, sums: Any, is_first: ch.Value) -> None:
+        """Chunks of an M-tile, as many as a part of the input lies beside. See `use`."""
+        if type(part) is Part and type(part.offset) is int:
+            first, end = (ch.argument(one) if isinstance(one, int) else one for one in (part.first, part.end))
+            self._use_chunks(layout, part, first, end, sums, is_first)
+            return
+        with ch.for_(part.first, part.end, unroll=2) as chunk:
+            self.use(layout, chunk, part.place(chunk), part, sums, is_first)
+
+    @ch.function
+    def _use_chunks(
+        self, layout: MatrixLayout, part: Part, first: ch.Expr, end: ch.Expr, sums: Any, is_first: ch.Value
+    ) -> None:
+        """Chunks [first, end) of an M-tile in the next stages, by the part of the input that lies beside them."""
+        part = replace(part, first=first, end=end)
+        with ch.for_(first, end, unroll=2) as chunk:
+            self.use(layout, chunk, part.place(chunk), part, sums, is_first)
 
     @ch.inline
     def use(

@@ -4,15 +4,16 @@ a token a lane."""
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, Protocol
+from abc import abstractmethod
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple, Protocol
 
 from cheetah import lang as ch
 from cheetah.blocks.columns import fragment_word
-from cheetah.blocks.exchange import Published
-from cheetah.blocks.linear.interface import Rows
+from cheetah.blocks.exchange import Published, Whereabouts
+from cheetah.blocks.linear.interface import Rows, SharedEpilogue
 from cheetah.blocks.linear.rms import PublishedSquares
 from cheetah.blocks.machine import Machine
 from cheetah.lang import prim, ty
@@ -21,17 +22,13 @@ from cheetah.plan import M_TILE_ROWS
 HALF = M_TILE_ROWS // 2
 
 
-class PublishedRows(ABC):
+class PublishedRows(SharedEpilogue):
     """An `Epilogue` that publishes what it makes of the rows."""
 
     @property
     @abstractmethod
     def makes(self) -> tuple[str, ...]:
         """The vectors that it publishes."""
-
-    @abstractmethod
-    def __call__(self, rows: Rows) -> None:
-        """As every epilogue."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,6 +61,15 @@ class RowBiases:
         return prim.bf16_to_f32(self.biases[rows.m_tile * rows.count + rows.row])
 
 
+class ResidualArguments(NamedTuple):
+    """What tells rows that are added to the residual from those of another product."""
+
+    weights: Any
+    vector: Any
+    squares: Any
+    epoch: Any
+
+
 @dataclass(frozen=True, eq=False)
 class AddResidual(PublishedRows):
     """residual += (rows + biases) * multiplier, kept in f32 by the block that owns them, and published as the next norm
@@ -81,6 +87,21 @@ class AddResidual(PublishedRows):
     @property
     def makes(self) -> tuple[str, ...]:
         return self.into.name, self.squares.published.name
+
+    @property
+    def arguments(self) -> ResidualArguments:
+        into, squares = self.into.when_and_where, self.squares.published.when_and_where
+        assert str(into.epoch) == str(squares.epoch), self.makes
+        return ResidualArguments(self.norm.weights, into.vector, squares.vector, into.epoch)
+
+    @contextmanager
+    def known_by(self, arguments: Any) -> Iterator[AddResidual]:
+        weights, vector, squares, epoch = arguments
+        published = self.squares.published
+        with self.into.known_by(Whereabouts(vector, epoch)) as into:
+            with published.known_by(Whereabouts(squares, epoch)) as known:
+                norm = replace(self.norm, weights=weights)
+                yield replace(self, into=into, squares=replace(self.squares, published=known), norm=norm)
 
     @ch.inline
     def __call__(self, rows: Rows) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -40,6 +41,24 @@ Epilogue = Callable[[Rows], None]
 """What becomes of the finished rows of an M-tile, of two columns: called by a whole adding warp."""
 
 
+class SharedEpilogue(ABC):
+    """An epilogue that may be one text for several products, which differ in its arguments."""
+
+    @property
+    def arguments(self) -> tuple[Any, ...]:
+        """What tells it from others: values of the device, a named tuple."""
+        return ()
+
+    @contextmanager
+    def known_by(self, arguments: Any) -> Iterator[Epilogue]:
+        """Inside, the epilogue that such arguments tell of."""
+        yield self
+
+    @abstractmethod
+    def __call__(self, rows: Rows) -> None:
+        """As every epilogue."""
+
+
 class ColumnScale(Protocol):
     """What all rows of a column are multiplied by, for who finishes them: in the adder role."""
 
@@ -69,6 +88,10 @@ class Prologue(ABC):
     def begin(self, matrix: MatrixLayout, arrival: Arrival) -> None:  # noqa: B027 - most begin with the first part
         """Before the block's first M-tile of `matrix`: bring what is brought for all of them. What is said of columns
         (`scales`) is seen behind the next barrier of the consumer warps, or at the end of an M-tile."""
+
+    def is_whole(self, matrix: MatrixLayout) -> bool:
+        """Whether `begin` brings all of it, to where a `Part` lies by default."""
+        return False
 
     @abstractmethod
     def parts(self, matrix: MatrixLayout, arrival: Arrival) -> Iterator[Part]:

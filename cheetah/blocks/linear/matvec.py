@@ -22,7 +22,8 @@ from cheetah.blocks.linear.adding import Adding
 from cheetah.blocks.linear.chunks import Chunks
 from cheetah.blocks.linear.fragments import groups_of
 from cheetah.blocks.linear.interface import Epilogue, Prologue
-from cheetah.blocks.linear.parts import Arrival
+from cheetah.blocks.linear.matrix import RecordedMatrix, RecordedShare, record_of
+from cheetah.blocks.linear.parts import Arrival, Part
 from cheetah.blocks.linear.reductions import Reductions
 from cheetah.blocks.linear.share import Run, Share
 from cheetah.blocks.ring import Ring
@@ -38,7 +39,7 @@ class Matvec:
     def __init__(self, columns: Columns, ring: Ring, weights: ch.Expr, timeline: Timeline = NO_TIMELINE) -> None:
         self.machine, self.columns, self.ring = columns.machine, columns, ring
         self.weights, self.timeline = weights, timeline
-        self.layer_offset: ch.Expr = ty.u64(0)
+        self.layer_offset: ch.Expr = ch.argument(0, ty.u64)
         self.reductions = Reductions(columns)
         self.adding = Adding(self.reductions)
         self.chunks = Chunks(columns, ring, timeline)
@@ -57,7 +58,7 @@ class Matvec:
 
     def end_layers(self) -> None:
         """The products that follow belong to no layer."""
-        self.layer_offset = ty.u64(0)
+        self.layer_offset = ch.argument(0, ty.u64)
 
     def __call__(self, matrix: MatrixLayout, prologue: Prologue, epilogue: Epilogue, when: ch.Value = True) -> None:
         """The matrix of the present layer times the step's vectors; `when`: only if that holds."""
@@ -79,6 +80,9 @@ class Matvec:
     def copy(self, share: Share) -> None:
         """In the producer role: fetch the block's M-tiles of a matrix of the present layer."""
         self.ring.fills(share.matrix.name)
+        if type(share) is Share:
+            self._fetch(share.matrix, record_of(share.matrix), self.layer_offset)
+            return
         with ch.outline(f"fetch_{share.matrix.name}", share.about_fetch):
             share.begin(self.machine.producer)
             position = share.position
@@ -86,6 +90,15 @@ class Matvec:
             for run in share.runs(position):
                 self._copy_run(share.matrix, matrix, run)
             share.end(self.machine.producer)
+
+    @ch.function
+    def _fetch(self, layout: MatrixLayout, matrix: ch.Expr, layer_offset: ch.Expr) -> None:
+        """The block's M-tiles of a matrix, chunk by chunk, into the stages of the ring."""
+        share = RecordedShare(self.machine, RecordedMatrix(layout, matrix))
+        position = share.position
+        first_byte = self.weights + (layer_offset + matrix.offset)
+        for run in share.runs(position):
+            self._copy_run(share.matrix, first_byte, run)
 
     @ch.inline
     def _copy_run(self, layout: MatrixLayout, matrix: ch.Expr, run: Run) -> None:
@@ -117,6 +130,9 @@ class Matvec:
         position = share.position
         with share.if_any(position):
             prologue.begin(layout, self.arrival)
+            if type(share) is Share and prologue.is_whole(layout):
+                self._multiply_m_tiles(layout, record_of(layout), position)
+                return self.reductions.wait_until_taken()
             for strip in share.strips(position):
                 of_strip = [(tile, self.chunks.new_sums(layout)) for tile in strip]
                 for part in prologue.parts(layout, self.arrival):
@@ -125,8 +141,7 @@ class Matvec:
                             with ch.if_(tile.is_last), ch.if_(part.is_last):
                                 self.ring.begin_waiting()  # the next wait is near
                             with self._added_to(share, sums) as own:
-                                with ch.for_(part.first, part.end, unroll=2) as chunk:
-                                    self.chunks.use(layout, chunk, part.place(chunk), part, own, tile.is_first)
+                                self.chunks.use_all(layout, part, own, tile.is_first)
                 self.timeline.stamp_here("last_chunk")
                 for tile, sums in of_strip:
                     with ch.if_(tile.exists):
@@ -134,6 +149,19 @@ class Matvec:
             # All rows are finished, for which every consumer warp has handed its sums over: everybody has read the
             # vectors, what the epilogues write is seen, and what they read may be replaced.
             self.reductions.wait_until_taken()
+
+    @ch.function
+    def _multiply_m_tiles(self, layout: MatrixLayout, matrix: ch.Expr, position: ch.Expr) -> None:
+        """The block's M-tiles of a matrix by vectors that are there whole."""
+        recorded = RecordedMatrix(layout, matrix, ("m_tiles", "chunks"))
+        for m_tile in RecordedShare(self.machine, recorded).m_tiles(position):
+            sums = self.chunks.new_sums(layout)
+            if layout.waves > 1:
+                with ch.if_(m_tile + layout.blocks >= matrix.m_tiles):
+                    self.ring.begin_waiting()  # the next wait is near
+            self.chunks.use_all(recorded, Part(0, matrix.chunks), sums, m_tile < layout.blocks)
+            self.timeline.stamp_here("last_chunk")
+            self.reductions.hand_over(layout, sums)
 
     @contextmanager
     @ch.inline

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from cheetah import lang as ch
 from cheetah.blocks.columns import UNIT, UNITS_PER_TILE, Columns
-from cheetah.blocks.exchange import Published
+from cheetah.blocks.exchange import Published, Whereabouts
 from cheetah.blocks.linear.copied import CopiedParts, load_copied
 from cheetah.blocks.linear.formats.vectors import store_unit
 from cheetah.blocks.linear.interface import ColumnScale, Prologue
@@ -88,6 +88,9 @@ class Slices(Prologue):
             if self.scale is not None:
                 arrival.tell_loaded()
 
+    def is_whole(self, matrix: MatrixLayout) -> bool:
+        return matrix.slices == 1
+
     def parts(self, matrix: MatrixLayout, arrival: Arrival) -> Iterator[Part]:
         copied = _copied(self.source, VectorPart(0, 0, kind=matrix.vector_kind(self.columns.limit), places=self.places))
         if matrix.slices == 1:
@@ -144,6 +147,9 @@ class Prefetching(Prologue):
     def begin(self, matrix: MatrixLayout, arrival: Arrival) -> None:
         self.inner.begin(matrix, arrival)
 
+    def is_whole(self, matrix: MatrixLayout) -> bool:
+        return self.inner.is_whole(matrix)
+
     def parts(self, matrix: MatrixLayout, arrival: Arrival) -> Iterator[Part]:
         return self.inner.parts(matrix, arrival)
 
@@ -197,9 +203,32 @@ def _read_batch(columns: Columns, part: VectorPart, batch: _Batch, source: Sourc
     yield data
 
 
-@ch.function
 def load_vector(columns: Columns, part: VectorPart, source: Source) -> None:
     """Bring a part of a vector into shared memory; ends with a barrier of the consumer warps."""
+    first_unit = ch.argument(part.first_unit) if isinstance(part.first_unit, int) else part.first_unit
+    if isinstance(source, Published):
+        _load_published(columns, part, source, first_unit, source.when_and_where)
+    else:
+        _load_vector(columns, part, source)
+
+
+@ch.function
+def _load_published(
+    columns: Columns, part: VectorPart, source: Published, first_unit: ch.Expr, published: Whereabouts
+) -> None:
+    """Bring a part of a vector into shared memory; ends with a barrier of the consumer warps."""
+    with source.known_by(published) as vector:
+        _bring_vector(columns, replace(part, first_unit=first_unit), vector)
+
+
+@ch.function
+def _load_vector(columns: Columns, part: VectorPart, source: Source) -> None:
+    """Bring a part of a vector into shared memory; ends with a barrier of the consumer warps."""
+    _bring_vector(columns, part, source)
+
+
+@ch.inline
+def _bring_vector(columns: Columns, part: VectorPart, source: Source) -> None:
     machine, order = columns.machine, _order_of(columns, part)
     vector = machine.region("vector", ty.u32x4)
     for batch in _batches(columns, part, UNITS):

@@ -11,7 +11,7 @@ from typing import Any
 
 from cheetah import lang as ch
 from cheetah.blocks.columns import Columns
-from cheetah.blocks.exchange import Published
+from cheetah.blocks.exchange import Published, Whereabouts
 from cheetah.blocks.linear.interface import ColumnScale, Rows
 from cheetah.lang import prim, ty
 from cheetah.lang.primitives.exchange import UNITS
@@ -49,26 +49,39 @@ class PublishedSquares:
     def waits(self) -> tuple[str, ...]:
         return (self.published.name,)
 
-    @ch.inline
     def publish(self, rows: Rows, value: ch.Expr, published: ch.Expr) -> None:
         """The squares of an M-tile's rows, in the adder role; value: of the lane's row, published: what was of it."""
+        place = self._first(rows.column) + rows.m_tile
+        self._publish(rows.count, value, published, rows.row, rows.is_own, place, self.published.when_and_where)
+        if self.m_tiles % WORDS:
+            with ch.if_(rows.is_own & (rows.row == 0) & (rows.m_tile == self.m_tiles - 1)):
+                for behind in range(1, WORDS - self.m_tiles % WORDS + 1):
+                    self.published.publish(place + behind, ty.u32(0))
+
+    @ch.function
+    def _publish(
+        self,
+        count: int,
+        value: ch.Expr,
+        published: ch.Expr,
+        row: ch.Expr,
+        is_own: ch.Expr,
+        place: ch.Expr,
+        squares: Whereabouts,
+    ) -> None:
+        """The sum of the squares of an M-tile's rows, or NaN where one was published as what it is not."""
         is_plausible = (published < TOO_LARGE_ELEMENT) & (published > -TOO_LARGE_ELEMENT)
         told = ch.const(ty.f32, ch.select(is_plausible, value, prim.bits_float(NAN)), name="told")
         total = ch.var(ty.f32, told * told)
-        mask = rows.count // 2
+        mask = count // 2
         while mask:
             total += prim.shuffle_xor_f32(total, mask)
             mask //= 2
-        place = self._first(rows.column) + rows.m_tile
-        with ch.if_(rows.is_own & (rows.row == 0)):
-            self.published.publish(place, prim.float_bits(total))
-            if self.m_tiles % WORDS:
-                with ch.if_(rows.m_tile == self.m_tiles - 1):
-                    for behind in range(1, WORDS - self.m_tiles % WORDS + 1):
-                        self.published.publish(place + behind, ty.u32(0))
+        with ch.if_(is_own & (row == 0)), self.published.known_by(squares) as vector:
+            vector.publish(place, prim.float_bits(total))
 
     @ch.function
-    def sum_of_lane(self, column: Any, lane: Any, lanes: int) -> Any:
+    def sum_of_lane(self, column: Any, lane: Any, lanes: int, squares: Whereabouts) -> Any:
         """A share of a column's sum of squares (f32), that of lane `lane` of so many."""
         part = self.part or range(self.m_tiles)
         units = ceil_div(len(part), WORDS)
@@ -79,7 +92,8 @@ class PublishedSquares:
             places, data = ch.array(ty.u32, UNITS), ch.array(ty.u32x4, UNITS)
             for index, unit in enumerate(own):
                 places[index] = self._first(column) + ch.minimum(unit, units - 1) * WORDS + part.start
-            self.published.read_places(data, places, count)
+            with self.published.known_by(squares) as vector:
+                vector.read_places(data, places, count)
             for index, unit in enumerate(own):
                 words = data[index]
                 low = prim.bits_float(words.x) + prim.bits_float(words.y)
@@ -106,12 +120,16 @@ class InverseRms(ColumnScale):
     def waits(self) -> tuple[str, ...]:
         return self.squares.waits
 
-    @ch.inline
     def of(self, column: Any) -> Any:
+        return self._inverse_rms(column, self.squares.published.when_and_where)
+
+    @ch.function
+    def _inverse_rms(self, column: Any, squares: Whereabouts) -> Any:
+        """1 / rms of a column's vector, of the squares that all blocks made of it; NaN where it was implausible."""
         lanes = 32 if self.columns.limit == 1 else M_TILE_ROWS
         total = ch.var(ty.f32, 0.0)
         with self.columns.if_active(column):
-            total.set(self._shares(column, lanes))
+            total.set(self._shares(column, lanes, squares))
         mask = lanes // 2
         while mask:
             total += prim.shuffle_xor_f32(total, mask)
@@ -121,9 +139,9 @@ class InverseRms(ColumnScale):
         return ch.select(total < TOO_LARGE, scale, prim.bits_float(NAN))
 
     @ch.inline
-    def _shares(self, column: Any, lanes: int) -> Any:
+    def _shares(self, column: Any, lanes: int, squares: Whereabouts) -> Any:
         """This lane's part of the sum. It has 32 shares, whatever lanes there are for a column: 16 lanes add two each,
         as 32 do first of all, so that the sum is the same in all kernels."""
         lane = self.columns.machine.lane % lanes
-        shares = [self.squares.sum_of_lane(column, lane + first, 32) for first in range(0, 32, lanes)]
+        shares = [self.squares.sum_of_lane(column, lane + first, 32, squares) for first in range(0, 32, lanes)]
         return shares[0] if len(shares) == 1 else shares[0] + shares[1]
