@@ -97,7 +97,7 @@ class RecordedVector:
 
     @property
     def is_input(self) -> bool:
-        return self.where.type == EXCHANGED
+        return bool(self.where.type == EXCHANGED)
 
     @property
     def apart(self) -> int | None:
@@ -275,9 +275,9 @@ class Exchange(ABC):
         number = ch.const(ty.u32, self._word(name, index), name="word")
         return [self._words_of(name) + number, *self._peer_places(name, number)]
 
-    def where(self, name: str) -> ch.Expr:
+    def where(self, name: str) -> Any:
         """Where a vector lies, as an argument of functions: see `RecordedVector`."""
-        vector = self.vectors[name]
+        vector: Any = self.vectors[name]
         if isinstance(vector, RecordedVector):
             return vector.where
         if name not in self.inputs:
@@ -289,7 +289,8 @@ class Exchange(ABC):
     def lying(self, name: str, where: Any) -> Iterator[None]:
         """Inside, a vector lies where the device says; so that what is emitted is the same for several."""
         vector, inputs = self.vectors[name], self.inputs
-        self.vectors = {**self.vectors, name: RecordedVector(vector, where)}
+        known: Any = RecordedVector(vector, where)
+        self.vectors = {**self.vectors, name: known}
         self.inputs = {**inputs, name: where.exponent} if name in inputs else inputs
         yield
         self.vectors, self.inputs = {**self.vectors, name: vector}, inputs

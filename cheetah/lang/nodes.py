@@ -179,7 +179,7 @@ class Constant(Expr):
     file."""
 
     name: str
-    value: int | float | bool | tuple[int, ...]
+    value: Any
 
 
 @dataclass(frozen=True, eq=False)

@@ -16,7 +16,7 @@ from cheetah.lang.binding import store_result
 from cheetah.lang.errors import LangError, TypeMixError
 from cheetah.lang.nodes import Call, Do, Expr
 from cheetah.lang.operators import lift
-from cheetah.lang.printer import parameter_text
+from cheetah.lang.printer import WIDTH, parameter_text
 from cheetah.lang.scope import emit, reserve
 
 GPU_SCOPE = "gpu"
@@ -96,7 +96,10 @@ class Primitive:
         """The definition for the GPU."""
         parameters = ", ".join(parameter_text(name, type_) for name, type_ in self.parameters.items())
         head = f"__device__ __forceinline__ {self.returns} {self.name}({parameters}) {{"
-        return f"{head}\n{textwrap.indent(textwrap.dedent(self.cuda).strip(), '  ')}\n}}\n"
+        body = textwrap.dedent(self.cuda).strip()
+        if len(f"{head} {body} }}") <= WIDTH and "\n" not in body:
+            return f"{head} {body} }}\n"
+        return f"{head}\n{textwrap.indent(body, '  ')}\n}}\n"
 
 
 @cache

@@ -27,7 +27,7 @@ from cheetah.lang.nodes import (
     with_changes,
 )
 from cheetah.lang.primitive import PRIMITIVES, Primitive, with_requirements
-from cheetah.lang.printer import INDENT, Printer, constant_text, declaration, function_text, print_function
+from cheetah.lang.printer import Printer, constant_text, declaration, function_text, print_function
 
 if TYPE_CHECKING:
     from cheetah.lang.kernel import Kernel
@@ -241,4 +241,10 @@ struct bf16 { uint16_t bits; };
 
 
 def _prelude(primitives: list[Primitive]) -> str:
-    return "\n".join([_TYPEDEFS, *(primitive.cuda_text() for primitive in primitives)])
+    """Definitions of one line stand one below the other, longer ones apart."""
+    text = _TYPEDEFS
+    for primitive in primitives:
+        more = primitive.cuda_text()
+        is_short = more.count("\n") == 1 and text.endswith(" }\n") and text is not _TYPEDEFS
+        text += more if is_short else f"\n{more}"
+    return text

@@ -6,7 +6,7 @@ import re
 import textwrap
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -249,6 +249,57 @@ def test_numbers_given_as_arguments_share_a_function() -> None:
     assert only.startswith("__device__ __forceinline__ float scaled(float value, float factor, uint32_t first) {")
     assert "value * factor + (float)(first)" in only
     assert lines_of_kernel(kernel) == ["x[0] = scaled(x[0], 2.0f, 0);", "x[1] = scaled(x[1], 1.0f, 7);"]
+
+
+class Place(NamedTuple):
+    first: Any
+    step: Any
+
+
+SPAN = ty.struct("Span", start=ty.u32, count=ty.u32, scale=ty.u64)
+
+
+def test_records_and_named_tuples_tell_a_functions_calls_apart() -> None:
+    @ch.function
+    def total(x, span, place):
+        sums = ch.var(ty.f32, 0)
+        with ch.for_(span.start, span.start + span.count) as i:
+            sums += x[place.first + i * place.step]
+        return sums
+
+    @ch.kernel(ch.Params(x=ty.ptr_mut(ty.f32), n=ty.u32))
+    def kernel(x, n):
+        early = ch.record(SPAN, "EARLY", start=0, count=3, scale=1)
+        late = ch.record(SPAN, "LATE", start=4, count=1, scale=1 << 40)
+        x[0] = total(x, early, Place(n, ch.argument(2)))
+        x[1] = total(x, late, Place(n + 1, ch.argument(1)))
+        assert ch.record(SPAN, "EARLY", start=0, count=3, scale=1) is early
+
+    (only,) = functions(kernel)
+    assert only.startswith(
+        "__device__ __forceinline__ float total(float* x, Span span, uint32_t first, uint32_t step) {"
+    )
+    assert "i < span.start + span.count" in only
+    assert lines_of_kernel(kernel) == ["x[0] = total(x, EARLY, n, 2);", "x[1] = total(x, LATE, n + 1, 1);"]
+    definitions = ch.render_file(kernel).split("#endif\n")[1]
+    assert definitions.startswith(
+        "\nstruct Span {\n  uint32_t start, count;\n  uint64_t scale;\n};\n\n"
+        "__device__ constexpr Span EARLY = {0, 3, 1};\n__device__ constexpr Span LATE = {4, 1, 1099511627776};\n"
+    )
+
+
+def test_what_a_pointer_points_to_is_read_by_an_arrow() -> None:
+    @ch.kernel(ch.Params(states=ty.ptr_mut(STATE)))
+    def kernel(states):
+        best = ch.address_of(states[3])
+        ch.pointee(best).token = ch.pointee(best + 1).token + 1
+        states[0].best = ch.pointee(best).best
+
+    assert lines_of_kernel(kernel) == [
+        "State* best = &states[3];",
+        "best->token = (best + 1)->token + 1;",
+        "states[0].best = best->best;",
+    ]
 
 
 def test_a_variables_member_goes_by_reference() -> None:
@@ -663,9 +714,17 @@ def asks_the_whole_kernel_for_a_value_of_its_own() -> None:
             ch.whole("place", own + 1)  # wrong
 
 
+def gives_a_record_twice() -> None:
+    @ch.kernel(ch.Params(x=ty.ptr_mut(ty.u32)))
+    def kernel(x):
+        ch.record(SPAN, "EARLY", start=0, count=3, scale=1)
+        ch.record(SPAN, "EARLY", start=0, count=4, scale=1)  # wrong
+
+
 @pytest.mark.parametrize(
     ("program", "error", "message"),
     [
+        (gives_a_record_twice, ch.SignatureError, "ch.record: `EARLY` is Span (0, 4, 1) here and (0, 3, 1) at "),
         (asks_the_whole_kernel_for_a_value_of_its_own, ch.ScopeError, "ch.whole: `own` is not seen where the kernel"),
         (gives_an_array, ch.TypeMixError, "sums returns the array `made`: let its caller make the array and give it."),
         (

@@ -8,6 +8,7 @@ from typing import Any
 
 from cheetah import lang as ch
 from cheetah.blocks.linear.interface import ColumnScale, Epilogue, Rows, SharedEpilogue
+from cheetah.blocks.linear.matrix import RecordedShare, record_of, recorded
 from cheetah.blocks.linear.reductions import Reductions
 from cheetah.blocks.linear.share import Share
 from cheetah.blocks.ring import RingCursor
@@ -29,12 +30,16 @@ class Scaling:
     loaded: ch.Expr
     parity: ch.Expr
 
-    @ch.inline
     def learn(self, slot: int, column: ch.Expr) -> None:
         """Before the products are waited for."""
-        with ch.if_(self.factors[slot] == 0.0):  # the same in all lanes
+        self._learn(self.factors[slot], column, self.scale.arguments)
+
+    @ch.function
+    def _learn(self, scale: Any, column: ch.Expr, arguments: tuple[Any, ...]) -> None:
+        """The scale of a column, once the block has its input, unless it is known."""
+        with ch.if_(scale == 0.0):  # the same in all lanes
             prim.mbarrier_wait(self.loaded, self.parity)
-            self.factors[slot].set(self.scale.of(column))
+            scale.set(self.scale.of(column, arguments))
 
 
 class Adding:
@@ -72,6 +77,8 @@ class Adding:
     def column_of(self, slot: int) -> Any:
         """This lane's column of a slot."""
         plan = self.machine.plan
+        if plan.tokens == 1:
+            return ty.u32(0)
         pair = self.machine.adder_number % plan.finishers + slot * plan.finishers
         return ch.const(ty.u32, self.column_of_pair(pair), name="column")
 
@@ -89,18 +96,34 @@ class Adding:
     def finish(self, share: Share, epilogue: Epilogue, scale: ColumnScale | None = None) -> None:
         """The rows of the block's M-tiles of a matrix, as the consumer warps hand them over, times the scale of their
         column."""
+        arguments = epilogue.arguments if isinstance(epilogue, SharedEpilogue) else ()
+        if arguments and type(share) is Share and scale is None:
+            self._finish_matrix(share.matrix, record_of(share.matrix), epilogue, arguments)
+            return
         with ch.outline(f"finish_{share.matrix.name}", share.about_finish):
-            share.begin(self.machine.adder)
-            position, turn = share.position, self.turn
-            with share.if_any(position):
-                scaling = None if scale is None else self._begin_scaling(scale)
-                for m_tile in share.m_tiles(position):
-                    with self._if_ours():
-                        self._take(share.matrix, m_tile, epilogue, scaling)
-                    turn.advance()
-                if scaling is not None:
-                    self._end_scaling()
-            share.end(self.machine.adder)
+            self._finish(share, epilogue, scale, arguments)
+
+    @ch.function
+    def _finish_matrix(
+        self, layout: MatrixLayout, matrix: ch.Expr, epilogue: Epilogue, arguments: tuple[Any, ...]
+    ) -> None:
+        """The block's M-tiles of a matrix: the warps' sums added up, the rows finished."""
+        share = RecordedShare(self.machine, recorded(layout, matrix, ("m_tiles", "start")), layout)
+        self._finish(share, epilogue, None, arguments)
+
+    @ch.inline
+    def _finish(self, share: Share, epilogue: Epilogue, scale: ColumnScale | None, arguments: tuple[Any, ...]) -> None:
+        share.begin(self.machine.adder)
+        position, turn = share.position, self.turn
+        with share.if_any(position):
+            scaling = None if scale is None else self._begin_scaling(scale)
+            for m_tile in share.m_tiles(position):
+                with self._if_ours():
+                    self._take(share.matrix, m_tile, epilogue, scaling, arguments)
+                turn.advance()
+            if scaling is not None:
+                self._end_scaling()
+        share.end(self.machine.adder)
 
     @ch.inline
     def end_step(self) -> None:
@@ -125,11 +148,17 @@ class Adding:
         self.loaded_parity.set(self.loaded_parity ^ 1)
 
     @ch.inline
-    def _take(self, layout: MatrixLayout, m_tile: ch.Expr, epilogue: Epilogue, scaling: Scaling | None) -> None:
+    def _take(
+        self,
+        layout: MatrixLayout,
+        m_tile: ch.Expr,
+        epilogue: Epilogue,
+        scaling: Scaling | None,
+        arguments: tuple[Any, ...],
+    ) -> None:
         """An M-tile that this warp finishes, or its columns of it."""
         machine, turn = self.machine, self.turn
         for slot in range(self.slots):
-            arguments = epilogue.arguments if isinstance(epilogue, SharedEpilogue) else ()
             self._finish_rows(layout, m_tile, self.column_of(slot), slot, epilogue, scaling, arguments)
         prim.warp_barrier()  # orders the lanes' reads, and what they have stored, before the arrival
         with ch.if_(machine.lane == 0):

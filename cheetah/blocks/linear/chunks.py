@@ -37,8 +37,7 @@ class Chunks:
     def use_all(self, layout: MatrixLayout, part: Part, sums: Any, is_first: ch.Value) -> None:
         """Chunks of an M-tile, as many as a part of the input lies beside. See `use`."""
         if type(part) is Part and type(part.offset) is int:
-            first, end = (ch.argument(one) if isinstance(one, int) else one for one in (part.first, part.end))
-            self._use_chunks(layout, part, first, end, sums, is_first)
+            self._use_chunks(layout, part, _argument(part.first), _argument(part.end), sums, is_first)
             return
         with ch.for_(part.first, part.end, unroll=2) as chunk:
             self.use(layout, chunk, part.place(chunk), part, sums, is_first)
@@ -151,3 +150,7 @@ class Chunks:
             with ch.if_(chunk == layout.chunks - 1):
                 fragments.finish_rows(layout.last_chunk_tiles, self.columns, sums)
         fragments.finish_chunk()
+
+
+def _argument(chunk: ch.Value) -> ch.Expr:
+    return chunk if isinstance(chunk, ch.Expr) else ch.argument(int(chunk))

@@ -66,8 +66,13 @@ class ColumnScale(Protocol):
     def waits(self) -> tuple[str, ...]:
         """The vectors of an exchange that it waits for."""
 
-    def of(self, column: Any) -> Any:
-        """Called by whole warps with each lane's column, once the block has the input: its scale (f32), not 0."""
+    @property
+    def arguments(self) -> tuple[Any, ...]:
+        """What tells it from those of other products: values of the device, a named tuple."""
+
+    def of(self, column: Any, arguments: Any) -> Any:
+        """Called by whole warps with each lane's column, once the block has the input: its scale (f32), not 0. By the
+        arguments of the scale that is wanted."""
 
 
 class Prologue(ABC):

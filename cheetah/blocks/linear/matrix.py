@@ -26,11 +26,18 @@ def record_of(layout: MatrixLayout) -> ch.Expr:
     return ch.record(
         MATRIX,
         layout.name.upper(),
-        **{name: getattr(layout, name) for name in ("offset", "m_tiles", "start", "waves", "last_wave_width", "chunks")},
+        **{
+            name: getattr(layout, name) for name in ("offset", "m_tiles", "start", "waves", "last_wave_width", "chunks")
+        },
         **{name: getattr(layout, name) for name in ("slices", "slice_chunks", "last_chunk_bytes")},
         wave_bytes=layout.wave_address(1),
         chunk_bytes=layout.stage_bytes,
     )
+
+
+def recorded(layout: MatrixLayout, record: Any, sizes: Collection[str] = tuple(MATRIX.fields)) -> Any:
+    """A `MatrixLayout` of which these sizes are read from a record."""
+    return RecordedMatrix(layout, record, sizes)
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,7 +46,7 @@ class RecordedMatrix:
 
     layout: MatrixLayout
     record: Any
-    sizes: Collection[str] = tuple(MATRIX.fields)
+    sizes: Collection[str]
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.record if name in self.sizes else self.layout, name)
@@ -62,7 +69,9 @@ class RecordedMatrix:
 
 @dataclass(frozen=True, eq=False)
 class RecordedShare(Share):
-    """The share of a block, of a matrix whose sizes are read from a record."""
+    """The share of a block, of a `recorded` matrix; layout: the matrix itself."""
+
+    layout: MatrixLayout
 
     @ch.inline
     def runs(self, position: ch.Expr) -> Iterator[Run]:
@@ -72,3 +81,6 @@ class RecordedShare(Share):
             end = ch.minimum(first + matrix.slice_chunks, matrix.chunks)
             for m_tile in self.m_tiles(position):
                 yield Run(m_tile, position, first, end)
+
+    def if_any(self, position: ch.Expr) -> ch.if_:
+        return ch.if_(self.layout.m_tiles >= self.layout.blocks or position < self.matrix.m_tiles)

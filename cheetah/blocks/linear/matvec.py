@@ -22,7 +22,7 @@ from cheetah.blocks.linear.adding import Adding
 from cheetah.blocks.linear.chunks import Chunks
 from cheetah.blocks.linear.fragments import groups_of
 from cheetah.blocks.linear.interface import Epilogue, Prologue
-from cheetah.blocks.linear.matrix import RecordedMatrix, RecordedShare, record_of
+from cheetah.blocks.linear.matrix import RecordedShare, record_of, recorded
 from cheetah.blocks.linear.parts import Arrival, Part
 from cheetah.blocks.linear.reductions import Reductions
 from cheetah.blocks.linear.share import Run, Share
@@ -94,7 +94,7 @@ class Matvec:
     @ch.function
     def _fetch(self, layout: MatrixLayout, matrix: ch.Expr, layer_offset: ch.Expr) -> None:
         """The block's M-tiles of a matrix, chunk by chunk, into the stages of the ring."""
-        share = RecordedShare(self.machine, RecordedMatrix(layout, matrix))
+        share = RecordedShare(self.machine, recorded(layout, matrix), layout)
         position = share.position
         first_byte = self.weights + (layer_offset + matrix.offset)
         for run in share.runs(position):
@@ -153,13 +153,13 @@ class Matvec:
     @ch.function
     def _multiply_m_tiles(self, layout: MatrixLayout, matrix: ch.Expr, position: ch.Expr) -> None:
         """The block's M-tiles of a matrix by vectors that are there whole."""
-        recorded = RecordedMatrix(layout, matrix, ("m_tiles", "chunks"))
-        for m_tile in RecordedShare(self.machine, recorded).m_tiles(position):
+        known = recorded(layout, matrix, ("m_tiles", "chunks"))
+        for m_tile in RecordedShare(self.machine, known, layout).m_tiles(position):
             sums = self.chunks.new_sums(layout)
             if layout.waves > 1:
                 with ch.if_(m_tile + layout.blocks >= matrix.m_tiles):
                     self.ring.begin_waiting()  # the next wait is near
-            self.chunks.use_all(recorded, Part(0, matrix.chunks), sums, m_tile < layout.blocks)
+            self.chunks.use_all(known, Part(0, matrix.chunks), sums, m_tile < layout.blocks)
             self.timeline.stamp_here("last_chunk")
             self.reductions.hand_over(layout, sums)
 

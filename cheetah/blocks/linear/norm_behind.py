@@ -52,4 +52,4 @@ def finish_kept_rows(
             rows = adding.rows(layout, m_tile, column, 0, lambda: 0.0)
             made = ch.const(ty.f32, machine.region("made", ty.f32)[place_of(machine, rows)], name="made")
             weight = ch.const(ty.f32, norm.of(rows), name="weight_behind")
-            epilogue(replace(rows, sum=lambda: made * scale.of(column) * weight))
+            epilogue(replace(rows, sum=lambda: made * scale.of(column, scale.arguments) * weight))

@@ -205,7 +205,7 @@ def _read_batch(columns: Columns, part: VectorPart, batch: _Batch, source: Sourc
 
 def load_vector(columns: Columns, part: VectorPart, source: Source) -> None:
     """Bring a part of a vector into shared memory; ends with a barrier of the consumer warps."""
-    first_unit = ch.argument(part.first_unit) if isinstance(part.first_unit, int) else part.first_unit
+    first_unit = part.first_unit if isinstance(part.first_unit, ch.Expr) else ch.argument(int(part.first_unit))
     if isinstance(source, Published):
         _load_published(columns, part, source, first_unit, source.when_and_where)
     else:

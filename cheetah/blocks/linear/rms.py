@@ -120,16 +120,20 @@ class InverseRms(ColumnScale):
     def waits(self) -> tuple[str, ...]:
         return self.squares.waits
 
-    def of(self, column: Any) -> Any:
-        return self._inverse_rms(column, self.squares.published.when_and_where)
+    @property
+    def arguments(self) -> Whereabouts:
+        return self.squares.published.when_and_where
+
+    def of(self, column: Any, arguments: Whereabouts) -> Any:
+        return self._inverse_rms(column, arguments)
 
     @ch.function
-    def _inverse_rms(self, column: Any, squares: Whereabouts) -> Any:
+    def _inverse_rms(self, column: Any, arguments: Whereabouts) -> Any:
         """1 / rms of a column's vector, of the squares that all blocks made of it; NaN where it was implausible."""
         lanes = 32 if self.columns.limit == 1 else M_TILE_ROWS
         total = ch.var(ty.f32, 0.0)
         with self.columns.if_active(column):
-            total.set(self._shares(column, lanes, squares))
+            total.set(self._shares(column, lanes, arguments))
         mask = lanes // 2
         while mask:
             total += prim.shuffle_xor_f32(total, mask)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import textwrap
+
 from cheetah.lang import types as ty
 from cheetah.lang.primitive import ANY, Primitive, declare
 
@@ -126,21 +128,25 @@ wait_flagged_places = declare(
     count=ty.u32,
     epoch=ty.u32,
 )
-_TAG = """
-const uint32_t number = epoch % 3 + 1, tag = (number & 1) << 14 | (number & 2) << 29;
-"""
+
+
+def _tagged(cuda: str) -> str:
+    """A body that knows the tag of its epoch."""
+    tag = "const uint32_t number = epoch % 3 + 1, tag = (number & 1) << 14 | (number & 2) << 29;"
+    return f"{tag}\n{textwrap.dedent(cuda).strip()}"
+
+
 publish_tagged = declare(
     "publish_tagged",
     ty.void,
-    _TAG
-    + """
+    _tagged("""
     const uint32_t factor = (127 - exponent << 7) * 0x00010001;
     uint32_t word;
     asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(word) : "r"(data), "r"(factor));
     uint32_t too_large = (word >> 14 & 0x00010001) * 0xFFFF;
     word = word & ~too_large | too_large & 0x3FFF3FFF | tag;
     asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" :: "l"(place), "r"(word) : "memory");
-    """,
+    """),
     "one 4-byte store of two bf16 numbers times 2^-exponent, with a tag, which follows from the epoch, in the highest "
     "bits of their exponents, which are free below 2; others, and what is no number, become the largest below 2",
     place=ty.ptr_mut(ty.u32),
@@ -151,8 +157,7 @@ publish_tagged = declare(
 wait_tagged4 = declare(
     "wait_tagged4",
     ty.u32x4,
-    _TAG
-    + """
+    _tagged("""
     const uint32_t factor = (127 + exponent << 7) * 0x00010001;
     uint32_t word[4];
     do {
@@ -163,7 +168,7 @@ wait_tagged4 = declare(
     for (uint32_t j = 0; j < 4; ++j)
       asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(word[j]) : "r"(word[j]), "r"(factor));
     return make_uint4(word[0], word[1], word[2], word[3]);
-    """,
+    """),
     "the pairs of four tagged words as they were before they were published, once all carry the tag of the epoch",
     words=ty.ptr(ty.u32),
     exponent=ty.u32,
@@ -172,8 +177,7 @@ wait_tagged4 = declare(
 wait_tagged_units = declare(
     "wait_tagged_units",
     ty.void,
-    _TAG
-    + """
+    _tagged("""
     const uint32_t factor = (127 + exponent << 7) * 0x00010001;
     uint32_t word[8][4];
     uint32_t missing;
@@ -204,7 +208,7 @@ wait_tagged_units = declare(
         data[i] = make_uint4(word[i][0], word[i][1], word[i][2], word[i][3]);
       }
     }
-    """,
+    """),
     "the same of `count` (at most 8) units of four words, `stride` words apart",
     data=ty.array(ty.u32x4, UNITS),
     words=ty.ptr(ty.u32),
