@@ -31,30 +31,21 @@ __device__ __forceinline__ uint8_t* shared_arena() {
   return cheetah_shared_memory;
 }
 
-__device__ __forceinline__ void block_barrier() {
-  __syncthreads();
-}
+__device__ __forceinline__ void block_barrier() { __syncthreads(); }
 
 __device__ __forceinline__ void named_barrier(uint32_t id, uint32_t threads) {
   asm volatile("bar.sync %0, %1;" :: "r"(id), "r"(threads) : "memory");
 }
 
-__device__ __forceinline__ void give_registers() {
-  asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
-}
-
-__device__ __forceinline__ void take_registers() {
-  asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
-}
+__device__ __forceinline__ void give_registers() { asm volatile("setmaxnreg.dec.sync.aligned.u32 40;"); }
+__device__ __forceinline__ void take_registers() { asm volatile("setmaxnreg.inc.sync.aligned.u32 232;"); }
 
 __device__ __forceinline__ uint32_t renewed_u32(uint32_t value) {
   asm volatile("" : "+r"(value));
   return value;
 }
 
-__device__ __forceinline__ void warp_barrier() {
-  __syncwarp();
-}
+__device__ __forceinline__ void warp_barrier() { __syncwarp(); }
 
 __device__ __forceinline__ float shuffle_xor_f32(float value, uint32_t mask) {
   return __shfl_xor_sync(0xffffffffu, value, mask);
@@ -104,9 +95,7 @@ __device__ __forceinline__ void bulk_copy(void* destination, const void* source,
     : "memory");
 }
 
-__device__ __forceinline__ void fence_proxy_async() {
-  asm volatile("fence.proxy.async;" ::: "memory");
-}
+__device__ __forceinline__ void fence_proxy_async() { asm volatile("fence.proxy.async;" ::: "memory"); }
 
 __device__ __forceinline__ void add_release_u64(uint64_t* place, uint64_t value) {
   asm volatile("red.release.gpu.global.add.u64 [%0], %1;" :: "l"(place), "l"(value) : "memory");
@@ -125,13 +114,8 @@ __device__ __forceinline__ uint32_t load_constant_u32(const void* place) {
   return result;
 }
 
-__device__ __forceinline__ float bits_float(uint32_t bits) {
-  return __uint_as_float(bits);
-}
-
-__device__ __forceinline__ float bf16_to_f32(bf16 value) {
-  return __uint_as_float((uint32_t)value.bits << 16);
-}
+__device__ __forceinline__ float bits_float(uint32_t bits) { return __uint_as_float(bits); }
+__device__ __forceinline__ float bf16_to_f32(bf16 value) { return __uint_as_float((uint32_t)value.bits << 16); }
 
 __device__ __forceinline__ bf16 f32_to_bf16(float value) {
   bf16 result;
@@ -149,9 +133,7 @@ __device__ __forceinline__ uint32_t byte_permute(uint32_t a, uint32_t b, uint32_
   return __byte_perm(a, b, selector);
 }
 
-__device__ __forceinline__ float fma_f32(float a, float b, float c) {
-  return __fmaf_rn(a, b, c);
-}
+__device__ __forceinline__ float fma_f32(float a, float b, float c) { return __fmaf_rn(a, b, c); }
 
 __device__ __forceinline__ float exp2_f32(float value) {
   float result;
@@ -159,21 +141,10 @@ __device__ __forceinline__ float exp2_f32(float value) {
   return result;
 }
 
-__device__ __forceinline__ float exp_f32(float value) {
-  return __expf(value);
-}
-
-__device__ __forceinline__ float rsqrt_f32(float value) {
-  return rsqrtf(value);
-}
-
-__device__ __forceinline__ float divide_f32(float a, float b) {
-  return __fdividef(a, b);
-}
-
-__device__ __forceinline__ float maximum_f32(float a, float b) {
-  return fmaxf(a, b);
-}
+__device__ __forceinline__ float exp_f32(float value) { return __expf(value); }
+__device__ __forceinline__ float rsqrt_f32(float value) { return rsqrtf(value); }
+__device__ __forceinline__ float divide_f32(float a, float b) { return __fdividef(a, b); }
+__device__ __forceinline__ float maximum_f32(float a, float b) { return fmaxf(a, b); }
 
 __device__ __forceinline__ uint4 make_u32x4(uint32_t x, uint32_t y, uint32_t z, uint32_t w) {
   return make_uint4(x, y, z, w);
@@ -184,21 +155,10 @@ __device__ __forceinline__ uint64_t matrix_descriptor(const void* start, uint32_
     | (uint64_t)(stride_bytes >> 4) << 32;
 }
 
-__device__ __forceinline__ void wgmma_fence() {
-  asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
-}
-
-__device__ __forceinline__ void wgmma_commit() {
-  asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
-}
-
-__device__ __forceinline__ void wgmma_wait_all() {
-  asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
-}
-
-__device__ __forceinline__ void wgmma_wait_but_one() {
-  asm volatile("wgmma.wait_group.sync.aligned 1;" ::: "memory");
-}
+__device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+__device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+__device__ __forceinline__ void wgmma_wait_all() { asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory"); }
+__device__ __forceinline__ void wgmma_wait_but_one() { asm volatile("wgmma.wait_group.sync.aligned 1;" ::: "memory"); }
 
 __device__ __forceinline__ void wgmma_bf16_n64(float (&sums)[32], uint4 a, uint64_t b, uint32_t accumulate) {
   asm volatile("{\n\t.reg .pred p;\n\t"
@@ -251,34 +211,20 @@ struct PromptPass {
   uint8_t* workspace;
   const int32_t* wanted;
   bf16* hidden_states;
-  uint32_t column_count;
-  uint32_t segment_count;
-  uint32_t tile_count;
-  uint32_t wanted_count;
+  uint32_t column_count, segment_count, tile_count, wanted_count;
   uint64_t arrivals;
   uint8_t* arena;
-  uint32_t block;
-  uint32_t thread;
-  uint32_t warp;
-  uint32_t lane;
-  uint32_t token_tiles;
+  uint32_t block, thread, warp, lane, token_tiles;
   uint64_t* full;
   uint64_t* empty;
   uint8_t* ring;
-  uint32_t of_few;
-  uint32_t weights_stage;
-  uint32_t weights_parity;
-  uint32_t activations_stage;
-  uint32_t activations_parity;
-  uint32_t stage;
-  uint32_t parity;
-  uint32_t turn;
+  uint32_t of_few, weights_stage, weights_parity, activations_stage, activations_parity, stage, parity, turn;
   float* scales;
 
   // The next stage of the ring; behind the last comes the first, in the next pass.
-  __device__ __forceinline__ void advance(uint32_t& stage, uint32_t& parity) {
+  __device__ __forceinline__ void advance(uint32_t& stage, uint32_t& parity, uint32_t stages) {
     stage += 1;
-    if (stage == 4) {
+    if (stage == stages) {
       stage = 0;
       parity ^= 1;
     }
@@ -309,7 +255,7 @@ struct PromptPass {
             if (lane == 0) mbarrier_arrive_expect_tx(barrier, size * count);
             bulk_copy(ring + weights_stage * 49152 + lane * 2048, source + k_tile * 1024, size, barrier);
           }
-          advance(weights_stage, weights_parity);
+          advance(weights_stage, weights_parity, 4);
         }
       }
       warp_barrier();
@@ -329,7 +275,7 @@ struct PromptPass {
           mbarrier_wait(empty + weights_stage, weights_parity);
           if (lane == 0) mbarrier_arrive_expect_tx(barrier, 0);
         }
-        advance(weights_stage, weights_parity);
+        advance(weights_stage, weights_parity, 4);
       }
       warp_barrier();
     }
@@ -361,7 +307,7 @@ struct PromptPass {
             if (lane == 0) mbarrier_arrive_expect_tx(barrier, size * count);
             bulk_copy(ring + weights_stage * 49152 + lane * 2048, source + k_tile * 1024, size, barrier);
           }
-          advance(weights_stage, weights_parity);
+          advance(weights_stage, weights_parity, 4);
         }
       }
       warp_barrier();
@@ -393,7 +339,7 @@ struct PromptPass {
             if (lane == 0) mbarrier_arrive_expect_tx(barrier, size * count);
             bulk_copy(ring + weights_stage * 49152 + lane * 2048, source + k_tile * 1024, size, barrier);
           }
-          advance(weights_stage, weights_parity);
+          advance(weights_stage, weights_parity, 4);
         }
       }
       warp_barrier();
@@ -426,7 +372,7 @@ struct PromptPass {
             if (lane == 0) mbarrier_arrive_expect_tx(barrier, size * count);
             bulk_copy(ring + weights_stage * 49152 + lane * 2048, source + k_tile * 1024, size, barrier);
           }
-          advance(weights_stage, weights_parity);
+          advance(weights_stage, weights_parity, 4);
         }
       }
       warp_barrier();
@@ -452,7 +398,7 @@ struct PromptPass {
           uint64_t k_bytes = (uint64_t)(k_tile + index) * 32768;
           bulk_copy(place, source + k_bytes, 16384, barrier);
         }
-        advance(activations_stage, activations_parity);
+        advance(activations_stage, activations_parity, 4);
       }
     }
   }
@@ -472,7 +418,7 @@ struct PromptPass {
         mbarrier_arrive_expect_tx(barrier, 32768);
         bulk_copy(ring + activations_stage * 49152, workspace + 16876544 + offset, 16384, barrier);
         bulk_copy(ring + activations_stage * 49152 + 16384, workspace + 37848064 + offset, 16384, barrier);
-        advance(activations_stage, activations_parity);
+        advance(activations_stage, activations_parity, 4);
       }
     }
   }
@@ -498,7 +444,7 @@ struct PromptPass {
           uint64_t k_bytes = (uint64_t)(k_tile + index) * 32768;
           bulk_copy(place, source + k_bytes, 16384, barrier);
         }
-        advance(activations_stage, activations_parity);
+        advance(activations_stage, activations_parity, 4);
       }
     }
   }
@@ -522,7 +468,7 @@ struct PromptPass {
           uint64_t k_bytes = (uint64_t)(k_tile + index) * 32768;
           bulk_copy(place, source + k_bytes, 16384, barrier);
         }
-        advance(activations_stage, activations_parity);
+        advance(activations_stage, activations_parity, 4);
       }
     }
   }
@@ -548,7 +494,7 @@ struct PromptPass {
           uint64_t k_bytes = (uint64_t)(k_tile + index) * 32768;
           bulk_copy(place, source + k_bytes, 16384, barrier);
         }
-        advance(activations_stage, activations_parity);
+        advance(activations_stage, activations_parity, 4);
       }
     }
   }
@@ -690,7 +636,7 @@ struct PromptPass {
     uint64_t descriptor_7 = keys + 112;
     wgmma_bf16_n64(logits, queries[7], descriptor_7, 1);
     wgmma_commit();
-    advance(stage, parity);
+    advance(stage, parity, 4);
   }
 
   // Keys that a row does not see have no weight. Most tiles lie whole before the first row of the warp.
@@ -1276,7 +1222,7 @@ struct PromptPass {
     wgmma_bf16_n256(sums, fragments[3], descriptor + 1040, 1);
     wgmma_commit();
     previous = stage_2;
-    advance(stage, parity);
+    advance(stage, parity, 4);
   }
 
   // Issue the products of a stage's K-tiles, then wait for those of the stage before and give that back. turn: 0
@@ -1300,7 +1246,7 @@ struct PromptPass {
     warp_barrier();
     if (lane == 0) mbarrier_arrive(empty + previous);
     previous = stage_2;
-    advance(stage, parity);
+    advance(stage, parity, 4);
   }
 
   __device__ __forceinline__ void store_query(uint32_t head, uint32_t column, uint32_t unit, uint32_t word) {

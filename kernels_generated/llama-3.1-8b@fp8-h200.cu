@@ -50,21 +50,14 @@ __device__ __forceinline__ uint8_t* shared_arena() {
   return cheetah_shared_memory;
 }
 
-__device__ __forceinline__ void block_barrier() {
-  __syncthreads();
-}
+__device__ __forceinline__ void block_barrier() { __syncthreads(); }
 
 __device__ __forceinline__ void named_barrier(uint32_t id, uint32_t threads) {
   asm volatile("bar.sync %0, %1;" :: "r"(id), "r"(threads) : "memory");
 }
 
-__device__ __forceinline__ void keep_104_registers() {
-  asm volatile("setmaxnreg.dec.sync.aligned.u32 104;");
-}
-
-__device__ __forceinline__ void take_200_registers() {
-  asm volatile("setmaxnreg.inc.sync.aligned.u32 200;");
-}
+__device__ __forceinline__ void keep_104_registers() { asm volatile("setmaxnreg.dec.sync.aligned.u32 104;"); }
+__device__ __forceinline__ void take_200_registers() { asm volatile("setmaxnreg.inc.sync.aligned.u32 200;"); }
 
 __device__ __forceinline__ void wait_for_u32(uint32_t value) {
   asm volatile("{.reg .pred p; setp.eq.u32 p, %0, 0x7fc0dead; @p nanosleep.u32 1;}" :: "r"(value) : "memory");
@@ -75,9 +68,7 @@ __device__ __forceinline__ uint32_t renewed_u32(uint32_t value) {
   return value;
 }
 
-__device__ __forceinline__ void warp_barrier() {
-  __syncwarp();
-}
+__device__ __forceinline__ void warp_barrier() { __syncwarp(); }
 
 __device__ __forceinline__ float shuffle_xor_f32(float value, uint32_t mask) {
   return __shfl_xor_sync(0xffffffffu, value, mask);
@@ -97,13 +88,8 @@ __device__ __forceinline__ float warp_sum_f32(float value) {
   return value;
 }
 
-__device__ __forceinline__ uint32_t warp_maximum_u32(uint32_t value) {
-  return __reduce_max_sync(0xffffffffu, value);
-}
-
-__device__ __forceinline__ uint32_t warp_sum_u32(uint32_t value) {
-  return __reduce_add_sync(0xffffffffu, value);
-}
+__device__ __forceinline__ uint32_t warp_maximum_u32(uint32_t value) { return __reduce_max_sync(0xffffffffu, value); }
+__device__ __forceinline__ uint32_t warp_sum_u32(uint32_t value) { return __reduce_add_sync(0xffffffffu, value); }
 
 __device__ __forceinline__ uint32_t shared_address(const void* pointer) {
   return (uint32_t)__cvta_generic_to_shared(pointer);
@@ -160,9 +146,7 @@ __device__ __forceinline__ void bulk_copy(void* destination, const void* source,
     : "memory");
 }
 
-__device__ __forceinline__ void fence_proxy_async() {
-  asm volatile("fence.proxy.async;" ::: "memory");
-}
+__device__ __forceinline__ void fence_proxy_async() { asm volatile("fence.proxy.async;" ::: "memory"); }
 
 __device__ __forceinline__ void fence_proxy_async_shared() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
@@ -238,63 +222,60 @@ __device__ __forceinline__ void wait_flagged_places(uint4 (&data)[8], const uint
 
 __device__ __forceinline__ void publish_tagged(uint32_t* place, uint32_t data, uint32_t exponent, uint32_t epoch) {
   const uint32_t number = epoch % 3 + 1, tag = (number & 1) << 14 | (number & 2) << 29;
-
-      const uint32_t factor = (127 - exponent << 7) * 0x00010001;
-      uint32_t word;
-      asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(word) : "r"(data), "r"(factor));
-      uint32_t too_large = (word >> 14 & 0x00010001) * 0xFFFF;
-      word = word & ~too_large | too_large & 0x3FFF3FFF | tag;
-      asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" :: "l"(place), "r"(word) : "memory");
+  const uint32_t factor = (127 - exponent << 7) * 0x00010001;
+  uint32_t word;
+  asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(word) : "r"(data), "r"(factor));
+  uint32_t too_large = (word >> 14 & 0x00010001) * 0xFFFF;
+  word = word & ~too_large | too_large & 0x3FFF3FFF | tag;
+  asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" :: "l"(place), "r"(word) : "memory");
 }
 
 __device__ __forceinline__ uint4 wait_tagged4(const uint32_t* words, uint32_t exponent, uint32_t epoch) {
   const uint32_t number = epoch % 3 + 1, tag = (number & 1) << 14 | (number & 2) << 29;
-
-      const uint32_t factor = (127 + exponent << 7) * 0x00010001;
-      uint32_t word[4];
-      do {
-        asm volatile("ld.relaxed.gpu.global.v4.u32 {%0, %1, %2, %3}, [%4];"
-          : "=r"(word[0]), "=r"(word[1]), "=r"(word[2]), "=r"(word[3]) : "l"(words) : "memory");
-        for (uint32_t j = 0; j < 4; ++j) word[j] ^= tag;
-      } while ((word[0] | word[1] | word[2] | word[3]) & 0x40004000);
-      for (uint32_t j = 0; j < 4; ++j)
-        asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(word[j]) : "r"(word[j]), "r"(factor));
-      return make_uint4(word[0], word[1], word[2], word[3]);
+  const uint32_t factor = (127 + exponent << 7) * 0x00010001;
+  uint32_t word[4];
+  do {
+    asm volatile("ld.relaxed.gpu.global.v4.u32 {%0, %1, %2, %3}, [%4];"
+      : "=r"(word[0]), "=r"(word[1]), "=r"(word[2]), "=r"(word[3]) : "l"(words) : "memory");
+    for (uint32_t j = 0; j < 4; ++j) word[j] ^= tag;
+  } while ((word[0] | word[1] | word[2] | word[3]) & 0x40004000);
+  for (uint32_t j = 0; j < 4; ++j)
+    asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(word[j]) : "r"(word[j]), "r"(factor));
+  return make_uint4(word[0], word[1], word[2], word[3]);
 }
 
 __device__ __forceinline__ void wait_tagged_units(uint4 (&data)[8], const uint32_t* words, uint32_t stride, uint32_t count, uint32_t exponent, uint32_t epoch) {
   const uint32_t number = epoch % 3 + 1, tag = (number & 1) << 14 | (number & 2) << 29;
-
-      const uint32_t factor = (127 + exponent << 7) * 0x00010001;
-      uint32_t word[8][4];
-      uint32_t missing;
-      do {
-        missing = 0;
-        #pragma unroll
-        for (uint32_t i = 0; i < 8; ++i) {
-          if (i < count) {
-            asm volatile("ld.relaxed.gpu.global.v4.u32 {%0, %1, %2, %3}, [%4];"
-              : "=r"(word[i][0]), "=r"(word[i][1]), "=r"(word[i][2]), "=r"(word[i][3])
-              : "l"(words + i * stride) : "memory");
-          }
-        }
-        #pragma unroll
-        for (uint32_t i = 0; i < 8; ++i) {
-          if (i < count) {
-            #pragma unroll
-            for (uint32_t j = 0; j < 4; ++j) missing |= word[i][j] ^= tag;
-          }
-        }
-      } while (missing & 0x40004000);
-      #pragma unroll
-      for (uint32_t i = 0; i < 8; ++i) {
-        if (i < count) {
-          #pragma unroll
-          for (uint32_t j = 0; j < 4; ++j)
-            asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(word[i][j]) : "r"(word[i][j]), "r"(factor));
-          data[i] = make_uint4(word[i][0], word[i][1], word[i][2], word[i][3]);
-        }
+  const uint32_t factor = (127 + exponent << 7) * 0x00010001;
+  uint32_t word[8][4];
+  uint32_t missing;
+  do {
+    missing = 0;
+    #pragma unroll
+    for (uint32_t i = 0; i < 8; ++i) {
+      if (i < count) {
+        asm volatile("ld.relaxed.gpu.global.v4.u32 {%0, %1, %2, %3}, [%4];"
+          : "=r"(word[i][0]), "=r"(word[i][1]), "=r"(word[i][2]), "=r"(word[i][3])
+          : "l"(words + i * stride) : "memory");
       }
+    }
+    #pragma unroll
+    for (uint32_t i = 0; i < 8; ++i) {
+      if (i < count) {
+        #pragma unroll
+        for (uint32_t j = 0; j < 4; ++j) missing |= word[i][j] ^= tag;
+      }
+    }
+  } while (missing & 0x40004000);
+  #pragma unroll
+  for (uint32_t i = 0; i < 8; ++i) {
+    if (i < count) {
+      #pragma unroll
+      for (uint32_t j = 0; j < 4; ++j)
+        asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(word[i][j]) : "r"(word[i][j]), "r"(factor));
+      data[i] = make_uint4(word[i][0], word[i][1], word[i][2], word[i][3]);
+    }
+  }
 }
 
 __device__ __forceinline__ uint4 wait_flagged4_acquire(const uint64_t* words, uint32_t epoch) {
@@ -324,17 +305,9 @@ __device__ __forceinline__ uint4 load_constant_u32x4(const void* place) {
   return result;
 }
 
-__device__ __forceinline__ uint32_t float_bits(float value) {
-  return __float_as_uint(value);
-}
-
-__device__ __forceinline__ float bits_float(uint32_t bits) {
-  return __uint_as_float(bits);
-}
-
-__device__ __forceinline__ float bf16_to_f32(bf16 value) {
-  return __uint_as_float((uint32_t)value.bits << 16);
-}
+__device__ __forceinline__ uint32_t float_bits(float value) { return __float_as_uint(value); }
+__device__ __forceinline__ float bits_float(uint32_t bits) { return __uint_as_float(bits); }
+__device__ __forceinline__ float bf16_to_f32(bf16 value) { return __uint_as_float((uint32_t)value.bits << 16); }
 
 __device__ __forceinline__ uint32_t pack_bf16x2(float low, float high) {
   uint32_t result;
@@ -342,13 +315,8 @@ __device__ __forceinline__ uint32_t pack_bf16x2(float low, float high) {
   return result;
 }
 
-__device__ __forceinline__ float bf16x2_low(uint32_t pair) {
-  return __uint_as_float(pair << 16);
-}
-
-__device__ __forceinline__ float bf16x2_high(uint32_t pair) {
-  return __uint_as_float(pair & 0xffff0000u);
-}
+__device__ __forceinline__ float bf16x2_low(uint32_t pair) { return __uint_as_float(pair << 16); }
+__device__ __forceinline__ float bf16x2_high(uint32_t pair) { return __uint_as_float(pair & 0xffff0000u); }
 
 __device__ __forceinline__ uint32_t pack_f16x2(float low, float high) {
   uint32_t result;
@@ -374,13 +342,8 @@ __device__ __forceinline__ uint32_t byte_permute(uint32_t a, uint32_t b, uint32_
   return __byte_perm(a, b, selector);
 }
 
-__device__ __forceinline__ uint32_t multiply_high_u32(uint32_t a, uint32_t b) {
-  return __umulhi(a, b);
-}
-
-__device__ __forceinline__ float fma_f32(float a, float b, float c) {
-  return __fmaf_rn(a, b, c);
-}
+__device__ __forceinline__ uint32_t multiply_high_u32(uint32_t a, uint32_t b) { return __umulhi(a, b); }
+__device__ __forceinline__ float fma_f32(float a, float b, float c) { return __fmaf_rn(a, b, c); }
 
 __device__ __forceinline__ float exp2_f32(float value) {
   float result;
@@ -388,25 +351,11 @@ __device__ __forceinline__ float exp2_f32(float value) {
   return result;
 }
 
-__device__ __forceinline__ float exp_f32(float value) {
-  return __expf(value);
-}
-
-__device__ __forceinline__ float log_f32(float value) {
-  return logf(value);
-}
-
-__device__ __forceinline__ float rsqrt_f32(float value) {
-  return rsqrtf(value);
-}
-
-__device__ __forceinline__ float divide_f32(float a, float b) {
-  return __fdividef(a, b);
-}
-
-__device__ __forceinline__ float maximum_f32(float a, float b) {
-  return fmaxf(a, b);
-}
+__device__ __forceinline__ float exp_f32(float value) { return __expf(value); }
+__device__ __forceinline__ float log_f32(float value) { return logf(value); }
+__device__ __forceinline__ float rsqrt_f32(float value) { return rsqrtf(value); }
+__device__ __forceinline__ float divide_f32(float a, float b) { return __fdividef(a, b); }
+__device__ __forceinline__ float maximum_f32(float a, float b) { return fmaxf(a, b); }
 
 __device__ __forceinline__ void mma_bf16(float (&c)[4], uint4 a, uint32_t b0, uint32_t b1) {
   asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
@@ -466,31 +415,20 @@ constexpr uint32_t STEP_DONE = 226928;
 constexpr uint32_t NEXT_TOKEN = 226944;
 constexpr uint32_t PLAN_WORDS = 2880;
 constexpr uint32_t BLOCKS = 132;
-constexpr uint32_t QKV_ROWS = 6144;
-constexpr uint32_t QKV_CHUNK_BYTES = 16384;
 constexpr uint32_t STAGE_BYTES = 16512;
 constexpr uint32_t PLAN_WORK_INDPTR = 64;
 constexpr uint32_t PLAN_ITEMS = 256;
 constexpr uint32_t PAGE_SIZE = 16;
-constexpr uint32_t O_ROWS = 4096;
-constexpr uint32_t O_CHUNK_BYTES = 16384;
-constexpr uint32_t GATE_UP_ROWS = 28672;
-constexpr uint32_t GATE_UP_CHUNK_BYTES = 16384;
-constexpr uint32_t DOWN_ROWS = 4096;
-constexpr uint32_t DOWN_CHUNK_BYTES = 16384;
-constexpr uint32_t LM_HEAD_ROWS = 128256;
-constexpr uint32_t LM_HEAD_CHUNK_BYTES = 16384;
-constexpr uint32_t EXCHANGE_HIDDEN_SQUARES = 179840;
-constexpr uint32_t PROJECTED_ROWS = 6144;
+constexpr uint32_t NAN_BITS = 2143289344;
 constexpr uint32_t HEAD_DIM = 128;
 constexpr uint32_t EXCHANGE_QKV = 37376;
-constexpr uint32_t NAN_BITS = 2143289344;
+constexpr uint32_t EXCHANGE_HIDDEN_SQUARES = 179840;
 constexpr uint32_t MAX_CONTEXT = 8192;
-constexpr uint32_t HIDDEN = 4096;
-constexpr uint32_t EXCHANGE_MIDDLE = 5120;
-constexpr uint32_t EXCHANGE_MIDDLE_SQUARES = 180096;
+constexpr uint32_t QKV_ROWS = 6144;
 constexpr uint32_t PART_WORDS = 1024;
 constexpr uint32_t EXCHANGE_GATED = 12288;
+constexpr uint32_t EXCHANGE_MIDDLE_SQUARES = 180096;
+constexpr uint32_t GATE_UP_ROWS = 28672;
 constexpr uint32_t VOCAB = 128256;
 constexpr uint32_t PROMPT_TOKEN = 2147483648u;
 constexpr uint32_t MASK_WORDS = 4008;
@@ -498,16 +436,25 @@ constexpr uint32_t PHILOX_MULTIPLIER_0 = 3528531795u;
 constexpr uint32_t PHILOX_MULTIPLIER_1 = 3449720151u;
 constexpr uint32_t PHILOX_WEYL_0 = 2654435769u;
 constexpr uint32_t PHILOX_WEYL_1 = 3144134277u;
+constexpr uint32_t LM_HEAD_ROWS = 128256;
 constexpr uint32_t PLAN_MERGES = 2496;
 constexpr uint32_t PLAN_MERGE_INDPTR = 2432;
 constexpr uint32_t PLAN_MERGE_SRC = 2560;
 constexpr uint32_t CONSUMERS = 256;
+constexpr uint32_t O_ROWS = 4096;
+constexpr uint32_t HIDDEN = 4096;
+constexpr uint32_t QKV_CHUNK_BYTES = 16384;
 constexpr uint32_t PHASES = 162;
 constexpr uint32_t LOW_HALVES = 21520;
 constexpr uint32_t HIGH_HALVES = 30258;
 constexpr uint32_t EXCHANGE_PARTIALS = 40448;
 constexpr uint32_t WRITE_THROUGH = 4294967295u;
 constexpr uint32_t EXCHANGE_ATTENTION = 1024;
+constexpr uint32_t O_CHUNK_BYTES = 16384;
+constexpr uint32_t GATE_UP_CHUNK_BYTES = 16384;
+constexpr uint32_t DOWN_CHUNK_BYTES = 16384;
+constexpr uint32_t DOWN_ROWS = 4096;
+constexpr uint32_t LM_HEAD_CHUNK_BYTES = 16384;
 constexpr uint32_t NO_TOKEN = 4294967295u;
 constexpr uint32_t SIGN = 2147483648u;
 constexpr uint32_t ALL_BITS = 4294967295u;
@@ -519,26 +466,22 @@ constexpr uint32_t LEFT_OPEN = 4294967294u;
 constexpr uint32_t EXCHANGE_FILTERS = 189856;
 constexpr uint32_t CANCELLED_TOKEN = 4294967294u;
 
+struct Matrix {
+  uint64_t offset;
+  uint32_t m_tiles, start, waves, last_wave_width, wave_bytes, chunks, slices, slice_chunks, chunk_bytes,
+      last_chunk_bytes;
+};
+
+struct Exchanged {
+  uint32_t offset, apart, exponent;
+};
+
 struct TileRecord {
-  uint32_t first_column;
-  uint32_t columns;
-  uint32_t table;
-  uint32_t offset;
-  uint32_t length;
-  uint32_t stride;
-  uint32_t newest;
-  uint32_t newest_column;
+  uint32_t first_column, columns, table, offset, length, stride, newest, newest_column;
 };
 
 struct ItemRecord {
-  uint32_t level;
-  uint32_t tile;
-  uint32_t head;
-  uint32_t begin;
-  uint32_t end;
-  uint32_t partial;
-  uint32_t rows;
-  uint32_t unused;
+  uint32_t level, tile, head, begin, end, partial, rows, unused;
 };
 
 struct KeptItem {
@@ -547,96 +490,56 @@ struct KeptItem {
 };
 
 struct KeptMerge {
-  uint32_t head_and_chunk;
-  uint32_t row;
-  uint32_t begin;
-  uint32_t end;
+  uint32_t head_and_chunk, row, begin, end;
   TileRecord tile;
   uint32_t sources[20];
 };
 
 struct Nearest {
-  float first;
-  float first_noisy;
+  float first, first_noisy;
   uint32_t first_token;
-  float second;
-  float second_noisy;
+  float second, second_noisy;
   uint32_t second_token;
-  float left_out;
-  float weight;
-  float best;
+  float left_out, weight, best;
   uint32_t best_token;
   float best_scaled;
 };
 
 struct SequenceRecord {
-  uint32_t length;
-  uint32_t per_step;
-  uint32_t given;
-  uint32_t total;
-  uint32_t first_column;
-  uint32_t temperature;
-  uint32_t seed_low;
-  uint32_t seed_high;
-  uint32_t stop_first;
-  uint32_t stop_count;
-  uint32_t options;
-  uint32_t slot;
-  uint32_t top_k;
-  uint32_t top_p;
-  uint32_t reach;
-  uint32_t repetition;
-  uint32_t presence;
-  uint32_t frequency;
-  uint32_t drafted;
-  uint32_t ngram_min;
-  uint32_t ngram_max;
-  uint32_t unused_0;
-  uint32_t unused_1;
-  uint32_t unused_2;
+  uint32_t length, per_step, given, total, first_column, temperature, seed_low, seed_high, stop_first, stop_count,
+      options, slot, top_k, top_p, reach, repetition, presence, frequency, drafted, ngram_min, ngram_max, unused_0,
+      unused_1, unused_2;
 };
 
 struct ColumnRecord {
-  uint32_t sequence;
-  uint32_t number;
-  uint32_t unused_0;
-  uint32_t unused_1;
+  uint32_t sequence, number, unused_0, unused_1;
 };
 
 struct ColumnState {
-  uint32_t position;
-  uint32_t number;
-  uint32_t total;
-  uint32_t temperature;
-  uint32_t seed_low;
-  uint32_t seed_high;
-  uint32_t sequence;
-  uint32_t stopped;
-  uint32_t cancelled;
+  uint32_t position, number, total, temperature, seed_low, seed_high, sequence, stopped, cancelled;
 };
 
 struct KeptPlan {
-  uint32_t first_item;
-  uint32_t last_item;
-  uint32_t jobs;
-  uint32_t jobs_of_head;
+  uint32_t first_item, last_item, jobs, jobs_of_head;
   KeptItem items[5];
   KeptMerge merges[2];
 };
 
 struct FilterState {
-  uint32_t filtered;
-  uint32_t open;
-  uint32_t chosen;
-  uint32_t has_candidate;
-  float highest;
-  float limit;
-  float below;
-  float above;
-  float least;
-  float most;
+  uint32_t filtered, open, chosen, has_candidate;
+  float highest, limit, below, above, least, most;
   float tested[6];
 };
+
+__device__ constexpr Matrix QKV = {0, 384, 8, 3, 120, 8667648, 4, 1, 4, 16384, 16512};
+__device__ constexpr Exchanged EXCHANGED_HIDDEN = {0, 3, 32};
+__device__ constexpr Matrix O = {25214976, 256, 0, 2, 124, 8667648, 4, 1, 4, 16384, 16512};
+__device__ constexpr Exchanged EXCHANGED_ATTENTION = {1024, 1, 60};
+__device__ constexpr Exchanged EXCHANGED_MIDDLE = {5120, 1, 32};
+__device__ constexpr Matrix GATE_UP = {42024960, 1792, 8, 14, 76, 8667648, 4, 1, 4, 16384, 16512};
+__device__ constexpr Matrix DOWN = {159694848, 256, 0, 2, 124, 30294528, 14, 2, 7, 16384, 16512};
+__device__ constexpr Exchanged EXCHANGED_GATED = {12288, 10, 60};
+__device__ constexpr Matrix LM_HEAD = {6990331904, 8016, 8, 61, 96, 17301504, 8, 1, 8, 16384, 16384};
 
 struct DecodeStep {
   const uint8_t* weights;
@@ -662,12 +565,7 @@ struct DecodeStep {
   float* logits;
   uint32_t* progress;
   int32_t* status;
-  uint32_t steps;
-  uint32_t head_from;
-  uint32_t column_count;
-  uint32_t plan_count;
-  uint32_t options;
-  uint32_t epoch;
+  uint32_t steps, head_from, column_count, plan_count, options, epoch;
   const SequenceRecord* sequence_records;
   const ColumnRecord* column_records;
   uint8_t* arena;
@@ -675,10 +573,7 @@ struct DecodeStep {
   FilterState* filter_states;
   KeptPlan* kept_plans;
   ColumnState* column_states;
-  uint32_t block;
-  uint32_t thread;
-  uint32_t warp;
-  uint32_t lane;
+  uint32_t block, thread, warp, lane;
   uint64_t* exchange_words;
   uint32_t* input_words;
   uint64_t* full;
@@ -691,19 +586,8 @@ struct DecodeStep {
   uint64_t* loaded;
   uint64_t* step_done;
   uint32_t* next_token;
-  uint32_t plan_index;
-  uint32_t fill_stage;
-  uint32_t fill_parity;
-  uint32_t landed_stage;
-  uint32_t landed_parity;
-  uint32_t under_way;
-  uint32_t adding;
-  uint32_t adding_parity;
-  uint32_t loaded_parity;
-  uint32_t turn;
-  uint32_t turn_parity;
-  uint32_t use_stage;
-  uint32_t use_parity;
+  uint32_t plan_index, fill_stage, fill_parity, landed_stage, landed_parity, under_way, adding, adding_parity,
+      loaded_parity, turn, turn_parity, use_stage, use_parity;
 
   // An input of a sequence, or 0 where it has none left.
   __device__ __forceinline__ uint32_t given(uint32_t sequence, uint32_t index) {
@@ -741,9 +625,9 @@ struct DecodeStep {
   }
 
   // The next stage of the ring; behind the last comes the first, in the next pass.
-  __device__ __forceinline__ void advance(uint32_t& stage, uint32_t& parity) {
+  __device__ __forceinline__ void advance(uint32_t& stage, uint32_t& parity, uint32_t stages) {
     stage += 1;
-    if (stage == 12) {
+    if (stage == stages) {
       stage = 0;
       parity ^= 1;
     }
@@ -756,31 +640,36 @@ struct DecodeStep {
     #pragma unroll 1
     for (uint32_t i = most; i < under_way + 1; ++i) {
       mbarrier_wait(full + landed_stage, landed_parity);
-      advance(landed_stage, landed_parity);
+      advance(landed_stage, landed_parity, 12);
     }
     under_way = min(under_way + 1, most);
   }
 
-  // The block's M-tiles of qkv, chunk by chunk, into the stages of the ring.
-  __device__ __forceinline__ void fetch_qkv(uint64_t layer_offset) {
-    uint32_t position = (block + 8) % BLOCKS;
-    const uint8_t* matrix = weights + layer_offset;
+  // The block's M-tiles of a matrix, chunk by chunk, into the stages of the ring.
+  __device__ __forceinline__ void fetch(Matrix matrix, uint64_t layer_offset) {
+    uint32_t position = (block + matrix.start) % BLOCKS;
+    const uint8_t* first_byte = weights + (layer_offset + matrix.offset);
     #pragma unroll 1
-    for (uint32_t m_tile = position; m_tile < QKV_ROWS / 16; m_tile += BLOCKS) {
-      uint32_t wave = m_tile / BLOCKS;
-      uint64_t wave_bytes = (uint64_t)(wave) * (BLOCKS * 65664);
-      uint32_t width = BLOCKS - wave / 2 * (BLOCKS - 120);
+    for (uint32_t slice = 0; slice < matrix.slices; ++slice) {
+      uint32_t first = slice * matrix.slice_chunks;
+      uint32_t end = min(first + matrix.slice_chunks, matrix.chunks);
       #pragma unroll 1
-      for (uint32_t chunk = 0; chunk < 4; ++chunk) {
-        uint32_t chunk_bytes = QKV_CHUNK_BYTES + chunk / 3 * 128;
-        const uint8_t* source = matrix + (wave_bytes + (uint64_t)(width * chunk * QKV_CHUNK_BYTES + position * (QKV_CHUNK_BYTES + chunk / 3 * 128)));
-        mbarrier_wait(empty + fill_stage, fill_parity);
-        bound_requests();
-        uint64_t* barrier = full + fill_stage;
-        uint8_t* destination = ring + fill_stage * STAGE_BYTES;
-        mbarrier_arrive_expect_tx(barrier, chunk_bytes);
-        bulk_copy(destination, source, chunk_bytes, barrier);
-        advance(fill_stage, fill_parity);
+      for (uint32_t m_tile = position; m_tile < matrix.m_tiles; m_tile += BLOCKS) {
+        uint32_t wave = m_tile / BLOCKS;
+        uint64_t wave_bytes = (uint64_t)(wave) * (uint64_t)(matrix.wave_bytes);
+        uint32_t width = wave + 1 == matrix.waves ? matrix.last_wave_width : BLOCKS;
+        #pragma unroll 1
+        for (uint32_t chunk = first; chunk < end; ++chunk) {
+          uint32_t chunk_bytes = chunk + 1 == matrix.chunks ? matrix.last_chunk_bytes : matrix.chunk_bytes;
+          const uint8_t* source = first_byte + (wave_bytes + (uint64_t)(width * chunk * matrix.chunk_bytes + position * (chunk + 1 == matrix.chunks ? matrix.last_chunk_bytes : matrix.chunk_bytes)));
+          mbarrier_wait(empty + fill_stage, fill_parity);
+          bound_requests();
+          uint64_t* barrier = full + fill_stage;
+          uint8_t* destination = ring + fill_stage * STAGE_BYTES;
+          mbarrier_arrive_expect_tx(barrier, chunk_bytes);
+          bulk_copy(destination, source, chunk_bytes, barrier);
+          advance(fill_stage, fill_parity, 12);
+        }
       }
     }
   }
@@ -832,113 +721,13 @@ struct DecodeStep {
             bulk_copy(keys_2 + 8192, key + 16384, run * 256, barrier);
           }
         }
-        advance(fill_stage, fill_parity);
-      }
-    }
-  }
-
-  // The block's M-tiles of o, chunk by chunk, into the stages of the ring.
-  __device__ __forceinline__ void fetch_o(uint64_t layer_offset) {
-    uint32_t position = block % BLOCKS;
-    const uint8_t* matrix = weights + (layer_offset + 25214976);
-    #pragma unroll 1
-    for (uint32_t m_tile = position; m_tile < O_ROWS / 16; m_tile += BLOCKS) {
-      uint32_t wave = m_tile / BLOCKS;
-      uint64_t wave_bytes = (uint64_t)(wave) * (BLOCKS * 65664);
-      uint32_t width = BLOCKS - wave * (BLOCKS - 124);
-      #pragma unroll 1
-      for (uint32_t chunk = 0; chunk < 4; ++chunk) {
-        uint32_t chunk_bytes = O_CHUNK_BYTES + chunk / 3 * 128;
-        const uint8_t* source = matrix + (wave_bytes + (uint64_t)(width * chunk * O_CHUNK_BYTES + position * (O_CHUNK_BYTES + chunk / 3 * 128)));
-        mbarrier_wait(empty + fill_stage, fill_parity);
-        bound_requests();
-        uint64_t* barrier = full + fill_stage;
-        uint8_t* destination = ring + fill_stage * STAGE_BYTES;
-        mbarrier_arrive_expect_tx(barrier, chunk_bytes);
-        bulk_copy(destination, source, chunk_bytes, barrier);
-        advance(fill_stage, fill_parity);
-      }
-    }
-  }
-
-  // The block's M-tiles of gate_up, chunk by chunk, into the stages of the ring.
-  __device__ __forceinline__ void fetch_gate_up(uint64_t layer_offset) {
-    uint32_t position = (block + 8) % BLOCKS;
-    const uint8_t* matrix = weights + (layer_offset + 42024960);
-    #pragma unroll 1
-    for (uint32_t m_tile = position; m_tile < GATE_UP_ROWS / 16; m_tile += BLOCKS) {
-      uint32_t wave = m_tile / BLOCKS;
-      uint64_t wave_bytes = (uint64_t)(wave) * (BLOCKS * 65664);
-      uint32_t width = BLOCKS - wave / 13 * (BLOCKS - 76);
-      #pragma unroll 1
-      for (uint32_t chunk = 0; chunk < 4; ++chunk) {
-        uint32_t chunk_bytes = GATE_UP_CHUNK_BYTES + chunk / 3 * 128;
-        const uint8_t* source = matrix + (wave_bytes + (uint64_t)(width * chunk * GATE_UP_CHUNK_BYTES + position * (GATE_UP_CHUNK_BYTES + chunk / 3 * 128)));
-        mbarrier_wait(empty + fill_stage, fill_parity);
-        bound_requests();
-        uint64_t* barrier = full + fill_stage;
-        uint8_t* destination = ring + fill_stage * STAGE_BYTES;
-        mbarrier_arrive_expect_tx(barrier, chunk_bytes);
-        bulk_copy(destination, source, chunk_bytes, barrier);
-        advance(fill_stage, fill_parity);
-      }
-    }
-  }
-
-  // The block's M-tiles of down, chunk by chunk, into the stages of the ring.
-  __device__ __forceinline__ void fetch_down(uint64_t layer_offset) {
-    uint32_t position = block % BLOCKS;
-    const uint8_t* matrix = weights + (layer_offset + 159694848);
-    #pragma unroll 1
-    for (uint32_t slice = 0; slice < 2; ++slice) {
-      uint32_t first = slice * 7;
-      uint32_t end = min(first + 7, 14u);
-      #pragma unroll 1
-      for (uint32_t m_tile = position; m_tile < DOWN_ROWS / 16; m_tile += BLOCKS) {
-        uint32_t wave = m_tile / BLOCKS;
-        uint64_t wave_bytes = (uint64_t)(wave) * (BLOCKS * 229504);
-        uint32_t width = BLOCKS - wave * (BLOCKS - 124);
-        #pragma unroll 1
-        for (uint32_t chunk = first; chunk < end; ++chunk) {
-          uint32_t chunk_bytes = DOWN_CHUNK_BYTES + chunk / 13 * 128;
-          const uint8_t* source = matrix + (wave_bytes + (uint64_t)(width * chunk * DOWN_CHUNK_BYTES + position * (DOWN_CHUNK_BYTES + chunk / 13 * 128)));
-          mbarrier_wait(empty + fill_stage, fill_parity);
-          bound_requests();
-          uint64_t* barrier = full + fill_stage;
-          uint8_t* destination = ring + fill_stage * STAGE_BYTES;
-          mbarrier_arrive_expect_tx(barrier, chunk_bytes);
-          bulk_copy(destination, source, chunk_bytes, barrier);
-          advance(fill_stage, fill_parity);
-        }
-      }
-    }
-  }
-
-  // The block's M-tiles of lm_head, chunk by chunk, into the stages of the ring.
-  __device__ __forceinline__ void fetch_lm_head() {
-    uint32_t position = (block + 8) % BLOCKS;
-    const uint8_t* matrix = weights + 6990331904ull;
-    #pragma unroll 1
-    for (uint32_t m_tile = position; m_tile < LM_HEAD_ROWS / 16; m_tile += BLOCKS) {
-      uint32_t wave = m_tile / BLOCKS;
-      uint64_t wave_bytes = (uint64_t)(wave) * (BLOCKS * 131072);
-      uint32_t width = BLOCKS - wave / 60 * (BLOCKS - 96);
-      #pragma unroll 1
-      for (uint32_t chunk = 0; chunk < 8; ++chunk) {
-        const uint8_t* source = matrix + (wave_bytes + (uint64_t)(width * chunk * LM_HEAD_CHUNK_BYTES + position * LM_HEAD_CHUNK_BYTES));
-        mbarrier_wait(empty + fill_stage, fill_parity);
-        bound_requests();
-        uint64_t* barrier = full + fill_stage;
-        uint8_t* destination = ring + fill_stage * STAGE_BYTES;
-        mbarrier_arrive_expect_tx(barrier, LM_HEAD_CHUNK_BYTES);
-        bulk_copy(destination, source, LM_HEAD_CHUNK_BYTES, barrier);
-        advance(fill_stage, fill_parity);
+        advance(fill_stage, fill_parity, 12);
       }
     }
   }
 
   // A share of a column's sum of squares (f32), that of lane `lane` of so many.
-  __device__ __forceinline__ float sum_of_lane(uint32_t column, uint32_t lane, uint32_t layer_epoch) {
+  __device__ __forceinline__ float sum_of_lane(uint32_t lane, uint32_t vector, uint32_t epoch) {
     float total = 0.0f;
     #pragma unroll 1
     for (uint32_t first = lane; first < 64 + lane; first += 64) {
@@ -946,9 +735,9 @@ struct DecodeStep {
       uint32_t unit_2 = first + 32;
       uint32_t places[8];
       uint4 data[8];
-      places[0] = column * 256 + min(unit, 63u) * 4;
-      places[1] = column * 256 + min(unit_2, 63u) * 4;
-      wait_flagged_places(data, exchange_words + EXCHANGE_HIDDEN_SQUARES, places, 2, layer_epoch - 1);
+      places[0] = min(unit, 63u) * 4;
+      places[1] = min(unit_2, 63u) * 4;
+      wait_flagged_places(data, exchange_words + vector, places, 2, epoch);
       uint4 words = data[0];
       float low = bits_float(words.x) + bits_float(words.y);
       float of_unit = low + (bits_float(words.z) + bits_float(words.w));
@@ -961,9 +750,45 @@ struct DecodeStep {
     return total;
   }
 
+  // 1 / rms of a column's vector, of the squares that all blocks made of it; NaN where it was implausible.
+  __device__ __forceinline__ float inverse_rms(uint32_t vector, uint32_t epoch) {
+    float total = 0.0f;
+    uint32_t lane_2 = lane % 32;
+    total = sum_of_lane(lane_2, vector, epoch);
+    total += shuffle_xor_f32(total, 16);
+    total += shuffle_xor_f32(total, 8);
+    total += shuffle_xor_f32(total, 4);
+    total += shuffle_xor_f32(total, 2);
+    total += shuffle_xor_f32(total, 1);
+    float mean = fma_f32(total, 0.000244140625f, 1e-05f);
+    float scale = rsqrt_f32(mean);
+    return total < 1.8446744e+19f ? scale : bits_float(NAN_BITS);
+  }
+
+  // The scale of a column, once the block has its input, unless it is known.
+  __device__ __forceinline__ void learn(float& scale, uint32_t vector, uint32_t epoch) {
+    if (scale == 0.0f) {
+      mbarrier_wait(loaded, loaded_parity);
+      scale = inverse_rms(vector, epoch);
+    }
+  }
+
+  // Add the warps' sums: of the first half of the warps and of the second half, each in order, then both. The
+  // `first` time for an M-tile, wait for them.
+  __device__ __forceinline__ float sum_of_row() {
+    float* reduction = (float*)(arena + REDUCTIONS) + adding * 160;
+    float* own = reduction + (lane / 16 * 80 + lane % 16);
+    mbarrier_wait(summed + adding, adding_parity);
+    float total = 0.0f;
+    #pragma unroll
+    for (uint32_t other = 0; other < 4; ++other) total += own[other * 20];
+    float low = total;
+    return low + shuffle_xor_f32(low, 16);
+  }
+
   // RoPE (rotate-half): the pair (k, k + D/2) lies 8 lanes apart. Returns the rotated value.
-  __device__ __forceinline__ float rotate(float value, uint32_t m_tile_of_head, uint32_t column, uint32_t row) {
-    float2* angles = (float2*)(arena + ROPE) + column * 64;
+  __device__ __forceinline__ float rotate(float value, uint32_t m_tile_of_head, uint32_t row) {
+    float2* angles = (float2*)(arena + ROPE);
     uint32_t frequency = m_tile_of_head * 8 + row % 8;
     float2 angle = angles[frequency];
     float partner = shuffle_xor_f32(value, 8);
@@ -973,8 +798,7 @@ struct DecodeStep {
   }
 
   // The rows of a slot, with what of it is worked out before the sums are there.
-  __device__ __forceinline__ void finish_rows(uint32_t m_tile, uint32_t column, float& scale, uint32_t layer_epoch,
-      uint32_t layer) {
+  __device__ __forceinline__ void finish_rows(uint32_t m_tile, float& scale, uint32_t layer_epoch, uint32_t layer) {
     uint32_t row = lane % 16;
     bool is_own = lane < 16;
     uint32_t head = m_tile / 8;
@@ -982,58 +806,29 @@ struct DecodeStep {
     uint32_t paired = m_tile_of_head * 8 + row % 8 + (row >= 8 ? 64u : 0u);
     bool is_paired = head < 40;
     uint32_t dim = is_paired ? paired : m_tile_of_head * 16 + row;
-    uint32_t place = (column * PROJECTED_ROWS + head * HEAD_DIM + dim) / 2;
+    uint32_t place = (head * HEAD_DIM + dim) / 2;
     uint32_t published = renewed_u32(place + EXCHANGE_QKV);
-    if (scale == 0.0f) {
-      mbarrier_wait(loaded, loaded_parity);
-      float total = 0.0f;
-      uint32_t lane_2 = lane % 32;
-      total = sum_of_lane(column, lane_2, layer_epoch);
-      total += shuffle_xor_f32(total, 16);
-      total += shuffle_xor_f32(total, 8);
-      total += shuffle_xor_f32(total, 4);
-      total += shuffle_xor_f32(total, 2);
-      total += shuffle_xor_f32(total, 1);
-      float mean = fma_f32(total, 0.000244140625f, 1e-05f);
-      float scale_2 = rsqrt_f32(mean);
-      scale = total < 1.8446744e+19f ? scale_2 : bits_float(NAN_BITS);
-    }
-    float* reduction = (float*)(arena + REDUCTIONS) + adding * 160;
-    float* own = reduction + (lane / 16 * 80 + lane % 16);
-    mbarrier_wait(summed + adding, adding_parity);
-    float total = 0.0f;
-    #pragma unroll
-    for (uint32_t other = 0; other < 4; ++other) total += own[other * 20];
-    float low = total;
-    float total_2 = low + shuffle_xor_f32(low, 16);
-    float value = total_2 * scale;
+    learn(scale, EXCHANGE_HIDDEN_SQUARES, layer_epoch - 1);
+    float total = sum_of_row();
+    float value = total * scale;
     float value_2 = value;
-    if (head < 40) value_2 = rotate(value_2, m_tile_of_head, column, row);
+    if (head < 40) value_2 = rotate(value_2, m_tile_of_head, row);
     float neighbour = shuffle_xor_f32(value_2, 1);
     uint32_t pair = pack_bf16x2(value_2, neighbour);
     if (is_own && row % 2 == 0) {
       uint64_t* place_2 = exchange_words + published;
       publish_flagged(place_2, pair, layer_epoch);
       if (head >= 32) {
-        if (column_states[column].number < column_states[column].total) {
-          uint32_t table = column_states[column].sequence * (MAX_CONTEXT / PAGE_SIZE);
-          uint32_t page = load_constant_u32(page_table + (table + column_states[column].position / PAGE_SIZE));
+        if (column_states[0].number < column_states[0].total) {
+          uint32_t table = column_states[0].sequence * (MAX_CONTEXT / PAGE_SIZE);
+          uint32_t page = load_constant_u32(page_table + (table + column_states[0].position / PAGE_SIZE));
           uint64_t offset = (uint64_t)(layer * kv_pages + page) * 32768;
-          bf16* key = kv + (offset + (uint64_t)((head - 32) % 8 * (PAGE_SIZE * 128) + column_states[column].position % PAGE_SIZE * 128));
+          bf16* key = kv + (offset + (uint64_t)((head - 32) % 8 * (PAGE_SIZE * 128) + column_states[0].position % PAGE_SIZE * 128));
           bf16* place_3 = head - 32 < 8 ? key : key + 16384;
           ((uint32_t*)(place_3 + dim))[0] = pair;
           fence_proxy_async();
         }
       }
-    }
-  }
-
-  // The next stage of the ring; behind the last comes the first, in the next pass.
-  __device__ __forceinline__ void advance_2(uint32_t& stage, uint32_t& parity) {
-    stage += 1;
-    if (stage == 3) {
-      stage = 0;
-      parity ^= 1;
     }
   }
 
@@ -1046,35 +841,42 @@ struct DecodeStep {
     #pragma unroll 1
     for (uint32_t m_tile = position; m_tile < QKV_ROWS / 16; m_tile += BLOCKS) {
       if (adding == warp - 9) {
-        uint32_t column = 0;
-        finish_rows(m_tile, column, scale, layer_epoch, layer);
+        finish_rows(m_tile, scale, layer_epoch, layer);
         warp_barrier();
         if (lane == 0) mbarrier_arrive(taken + adding);
       }
-      advance_2(adding, adding_parity);
+      advance(adding, adding_parity, 3);
     }
     mbarrier_wait(loaded, loaded_parity);
     loaded_parity ^= 1;
   }
 
+  // The sum of the squares of an M-tile's rows, or NaN where one was published as what it is not.
+  __device__ __forceinline__ void publish(float value, float published, uint32_t row, bool is_own, uint32_t place,
+      uint32_t vector, uint32_t epoch) {
+    bool is_plausible = published < 8589934592.0f && published > -8589934592.0f;
+    float told = is_plausible ? value : bits_float(NAN_BITS);
+    float total = told * told;
+    total += shuffle_xor_f32(total, 8);
+    total += shuffle_xor_f32(total, 4);
+    total += shuffle_xor_f32(total, 2);
+    total += shuffle_xor_f32(total, 1);
+    if (is_own && row == 0) publish_flagged(exchange_words + (place + vector), float_bits(total), epoch);
+  }
+
   // The rows of a slot, with what of it is worked out before the sums are there.
-  __device__ __forceinline__ void finish_rows_2(uint32_t m_tile, uint32_t column, uint32_t layer,
-      uint32_t layer_epoch) {
+  __device__ __forceinline__ void finish_rows_2(uint32_t m_tile, const bf16* weights, Exchanged vector,
+      uint32_t squares, uint32_t epoch) {
     uint32_t row = lane % 16;
     bool is_own = lane < 16;
     float* residual = (float*)(arena + RESIDUAL);
-    uint32_t place = renewed_u32(m_tile / BLOCKS * 16 + row + column);
-    float weight = bf16_to_f32((norms + (layer * 2 + 1) * HIDDEN)[m_tile * 16 + row]);
-    uint32_t published = renewed_u32((((m_tile * 16 + row) / 32 + column) * 4 + (m_tile * 16 + row) / 8 % 4) * 4 + (m_tile * 16 + row) % 8 / 2 + EXCHANGE_MIDDLE);
-    float* reduction = (float*)(arena + REDUCTIONS) + adding * 160;
-    float* own = reduction + (lane / 16 * 80 + lane % 16);
-    mbarrier_wait(summed + adding, adding_parity);
-    float total = 0.0f;
-    #pragma unroll
-    for (uint32_t other = 0; other < 4; ++other) total += own[other * 20];
-    float low = total;
-    float total_2 = low + shuffle_xor_f32(low, 16);
-    float value = total_2;
+    uint32_t place = renewed_u32(m_tile / BLOCKS * 16 + row);
+    float weight = bf16_to_f32(weights[m_tile * 16 + row]);
+    uint32_t word = ((m_tile * 16 + row) / 32 * 4 + (m_tile * 16 + row) / 8 % 4) * 4 + (m_tile * 16 + row) % 8 / 2;
+    uint32_t number = word / PART_WORDS * (vector.apart * PART_WORDS) + word % PART_WORDS + vector.offset;
+    uint32_t published = renewed_u32(number);
+    float total = sum_of_row();
+    float value = total;
     if (is_own) {
       value += residual[place];
       residual[place] = value;
@@ -1084,90 +886,36 @@ struct DecodeStep {
     uint32_t pair = pack_bf16x2(weighted, neighbour);
     if (is_own && row < 16 && row % 2 == 0) {
       uint32_t* place_2 = input_words + published;
-      publish_tagged(place_2, pair, 32, layer_epoch);
+      publish_tagged(place_2, pair, vector.exponent, epoch);
     }
-    bool is_plausible = weighted < 8589934592.0f && weighted > -8589934592.0f;
-    float told = is_plausible ? value : bits_float(NAN_BITS);
-    float total_3 = told * told;
-    total_3 += shuffle_xor_f32(total_3, 8);
-    total_3 += shuffle_xor_f32(total_3, 4);
-    total_3 += shuffle_xor_f32(total_3, 2);
-    total_3 += shuffle_xor_f32(total_3, 1);
-    uint32_t place_2 = column * 256 + m_tile;
-    if (is_own && row == 0) {
-      publish_flagged(exchange_words + (place_2 + EXCHANGE_MIDDLE_SQUARES), float_bits(total_3), layer_epoch);
-    }
+    publish(value, weighted, row, is_own, m_tile, squares, epoch);
   }
 
-  // The block's M-tiles of o: the warps' sums added up, the rows finished.
-  __device__ __forceinline__ void finish_o(uint32_t layer, uint32_t layer_epoch) {
-    uint32_t position = block % BLOCKS;
+  // The block's M-tiles of a matrix: the warps' sums added up, the rows finished.
+  __device__ __forceinline__ void finish_matrix(Matrix matrix, const bf16* weights, Exchanged vector, uint32_t squares,
+      uint32_t epoch) {
+    uint32_t position = (block + matrix.start) % BLOCKS;
     #pragma unroll 1
-    for (uint32_t m_tile = position; m_tile < O_ROWS / 16; m_tile += BLOCKS) {
+    for (uint32_t m_tile = position; m_tile < matrix.m_tiles; m_tile += BLOCKS) {
       if (adding == warp - 9) {
-        uint32_t column = 0;
-        finish_rows_2(m_tile, column, layer, layer_epoch);
+        finish_rows_2(m_tile, weights, vector, squares, epoch);
         warp_barrier();
         if (lane == 0) mbarrier_arrive(taken + adding);
       }
-      advance_2(adding, adding_parity);
+      advance(adding, adding_parity, 3);
     }
-  }
-
-  // A share of a column's sum of squares (f32), that of lane `lane` of so many.
-  __device__ __forceinline__ float sum_of_lane_2(uint32_t column, uint32_t lane, uint32_t layer_epoch) {
-    float total = 0.0f;
-    #pragma unroll 1
-    for (uint32_t first = lane; first < 64 + lane; first += 64) {
-      uint32_t unit = first;
-      uint32_t unit_2 = first + 32;
-      uint32_t places[8];
-      uint4 data[8];
-      places[0] = column * 256 + min(unit, 63u) * 4;
-      places[1] = column * 256 + min(unit_2, 63u) * 4;
-      wait_flagged_places(data, exchange_words + EXCHANGE_MIDDLE_SQUARES, places, 2, layer_epoch);
-      uint4 words = data[0];
-      float low = bits_float(words.x) + bits_float(words.y);
-      float of_unit = low + (bits_float(words.z) + bits_float(words.w));
-      total += unit < 64 ? of_unit : 0.0f;
-      uint4 words_2 = data[1];
-      float low_2 = bits_float(words_2.x) + bits_float(words_2.y);
-      float of_unit_2 = low_2 + (bits_float(words_2.z) + bits_float(words_2.w));
-      total += unit_2 < 64 ? of_unit_2 : 0.0f;
-    }
-    return total;
   }
 
   // The rows of a slot, with what of it is worked out before the sums are there.
-  __device__ __forceinline__ void finish_rows_3(uint32_t m_tile, uint32_t column, float& scale, uint32_t layer_epoch) {
+  __device__ __forceinline__ void finish_rows_3(uint32_t m_tile, float& scale, uint32_t layer_epoch) {
     uint32_t row = lane % 16;
     bool is_own = lane < 16;
-    uint32_t word = (((m_tile * 8 + row) / 32 + column) * 4 + (m_tile * 8 + row) / 8 % 4) * 4 + (m_tile * 8 + row) % 8 / 2;
+    uint32_t word = ((m_tile * 8 + row) / 32 * 4 + (m_tile * 8 + row) / 8 % 4) * 4 + (m_tile * 8 + row) % 8 / 2;
     uint32_t number = word / PART_WORDS * (10 * PART_WORDS) + word % PART_WORDS + EXCHANGE_GATED;
     uint32_t published = renewed_u32(number);
-    if (scale == 0.0f) {
-      mbarrier_wait(loaded, loaded_parity);
-      float total = 0.0f;
-      uint32_t lane_2 = lane % 32;
-      total = sum_of_lane_2(column, lane_2, layer_epoch);
-      total += shuffle_xor_f32(total, 16);
-      total += shuffle_xor_f32(total, 8);
-      total += shuffle_xor_f32(total, 4);
-      total += shuffle_xor_f32(total, 2);
-      total += shuffle_xor_f32(total, 1);
-      float mean = fma_f32(total, 0.000244140625f, 1e-05f);
-      float scale_2 = rsqrt_f32(mean);
-      scale = total < 1.8446744e+19f ? scale_2 : bits_float(NAN_BITS);
-    }
-    float* reduction = (float*)(arena + REDUCTIONS) + adding * 160;
-    float* own = reduction + (lane / 16 * 80 + lane % 16);
-    mbarrier_wait(summed + adding, adding_parity);
-    float total = 0.0f;
-    #pragma unroll
-    for (uint32_t other = 0; other < 4; ++other) total += own[other * 20];
-    float low = total;
-    float total_2 = low + shuffle_xor_f32(low, 16);
-    float value = total_2 * scale;
+    learn(scale, EXCHANGE_MIDDLE_SQUARES, layer_epoch);
+    float total = sum_of_row();
+    float value = total * scale;
     float other = shuffle_xor_f32(value, 8);
     float gated = divide_f32(value, 1.0f + exp_f32(-value)) * other;
     float neighbour = shuffle_xor_f32(gated, 1);
@@ -1187,127 +935,43 @@ struct DecodeStep {
     #pragma unroll 1
     for (uint32_t m_tile = position; m_tile < GATE_UP_ROWS / 16; m_tile += BLOCKS) {
       if (adding == warp - 9) {
-        uint32_t column = 0;
-        finish_rows_3(m_tile, column, scale, layer_epoch);
+        finish_rows_3(m_tile, scale, layer_epoch);
         warp_barrier();
         if (lane == 0) mbarrier_arrive(taken + adding);
       }
-      advance_2(adding, adding_parity);
+      advance(adding, adding_parity, 3);
     }
     mbarrier_wait(loaded, loaded_parity);
     loaded_parity ^= 1;
   }
 
-  // The rows of a slot, with what of it is worked out before the sums are there.
-  __device__ __forceinline__ void finish_rows_4(uint32_t m_tile, uint32_t column, uint32_t layer,
-      uint32_t layer_epoch) {
-    uint32_t row = lane % 16;
-    bool is_own = lane < 16;
-    float* residual = (float*)(arena + RESIDUAL);
-    uint32_t place = renewed_u32(m_tile / BLOCKS * 16 + row + column);
-    float weight = bf16_to_f32((norms + (layer * 2 + 2) * HIDDEN)[m_tile * 16 + row]);
-    uint32_t word = (((m_tile * 16 + row) / 32 + column) * 4 + (m_tile * 16 + row) / 8 % 4) * 4 + (m_tile * 16 + row) % 8 / 2;
-    uint32_t number = word / PART_WORDS * (3 * PART_WORDS) + word % PART_WORDS;
-    uint32_t published = renewed_u32(number);
-    float* reduction = (float*)(arena + REDUCTIONS) + adding * 160;
-    float* own = reduction + (lane / 16 * 80 + lane % 16);
-    mbarrier_wait(summed + adding, adding_parity);
-    float total = 0.0f;
-    #pragma unroll
-    for (uint32_t other = 0; other < 4; ++other) total += own[other * 20];
-    float low = total;
-    float total_2 = low + shuffle_xor_f32(low, 16);
-    float value = total_2;
-    if (is_own) {
-      value += residual[place];
-      residual[place] = value;
-    }
-    float weighted = value * weight;
-    float neighbour = shuffle_xor_f32(weighted, 1);
-    uint32_t pair = pack_bf16x2(weighted, neighbour);
-    if (is_own && row < 16 && row % 2 == 0) {
-      uint32_t* place_2 = input_words + published;
-      publish_tagged(place_2, pair, 32, layer_epoch);
-    }
-    bool is_plausible = weighted < 8589934592.0f && weighted > -8589934592.0f;
-    float told = is_plausible ? value : bits_float(NAN_BITS);
-    float total_3 = told * told;
-    total_3 += shuffle_xor_f32(total_3, 8);
-    total_3 += shuffle_xor_f32(total_3, 4);
-    total_3 += shuffle_xor_f32(total_3, 2);
-    total_3 += shuffle_xor_f32(total_3, 1);
-    uint32_t place_2 = column * 256 + m_tile;
-    if (is_own && row == 0) {
-      publish_flagged(exchange_words + (place_2 + EXCHANGE_HIDDEN_SQUARES), float_bits(total_3), layer_epoch);
-    }
-  }
-
-  // The block's M-tiles of down: the warps' sums added up, the rows finished.
-  __device__ __forceinline__ void finish_down(uint32_t layer, uint32_t layer_epoch) {
-    uint32_t position = block % BLOCKS;
-    #pragma unroll 1
-    for (uint32_t m_tile = position; m_tile < DOWN_ROWS / 16; m_tile += BLOCKS) {
-      if (adding == warp - 9) {
-        uint32_t column = 0;
-        finish_rows_4(m_tile, column, layer, layer_epoch);
-        warp_barrier();
-        if (lane == 0) mbarrier_arrive(taken + adding);
-      }
-      advance_2(adding, adding_parity);
-    }
-  }
-
-  // A share of a column's sum of squares (f32), that of lane `lane` of so many.
-  __device__ __forceinline__ float sum_of_lane_3(uint32_t column, uint32_t lane, uint32_t step_epoch) {
-    float total = 0.0f;
-    #pragma unroll 1
-    for (uint32_t first = lane; first < 64 + lane; first += 64) {
-      uint32_t unit = first;
-      uint32_t unit_2 = first + 32;
-      uint32_t places[8];
-      uint4 data[8];
-      places[0] = column * 256 + min(unit, 63u) * 4;
-      places[1] = column * 256 + min(unit_2, 63u) * 4;
-      wait_flagged_places(data, exchange_words + EXCHANGE_HIDDEN_SQUARES, places, 2, step_epoch + 32);
-      uint4 words = data[0];
-      float low = bits_float(words.x) + bits_float(words.y);
-      float of_unit = low + (bits_float(words.z) + bits_float(words.w));
-      total += unit < 64 ? of_unit : 0.0f;
-      uint4 words_2 = data[1];
-      float low_2 = bits_float(words_2.x) + bits_float(words_2.y);
-      float of_unit_2 = low_2 + (bits_float(words_2.z) + bits_float(words_2.w));
-      total += unit_2 < 64 ? of_unit_2 : 0.0f;
-    }
-    return total;
-  }
-
-  __device__ __forceinline__ void penalise(uint32_t column, uint32_t token, float& adjusted) {
-    uint32_t value = load_constant_u32(&sequence_records[column_states[column].sequence].slot);
+  __device__ __forceinline__ void penalise(uint32_t token, float& adjusted) {
+    uint32_t value = load_constant_u32(&sequence_records[column_states[0].sequence].slot);
     uint32_t found = token_counts[value * VOCAB + token];
     uint32_t count = found & (PROMPT_TOKEN - 1);
     if (found != 0) {
-      float repetition = bits_float(load_constant_u32(&sequence_records[column_states[column].sequence].repetition));
+      float repetition = bits_float(load_constant_u32(&sequence_records[column_states[0].sequence].repetition));
       float quotient = divide_f32(adjusted, repetition);
       adjusted = adjusted > 0.0f ? quotient : adjusted * repetition;
     }
     if (count != 0) {
-      adjusted -= bits_float(load_constant_u32(&sequence_records[column_states[column].sequence].frequency)) * (float)(count);
-      adjusted -= bits_float(load_constant_u32(&sequence_records[column_states[column].sequence].presence));
+      adjusted -= bits_float(load_constant_u32(&sequence_records[column_states[0].sequence].frequency)) * (float)(count);
+      adjusted -= bits_float(load_constant_u32(&sequence_records[column_states[0].sequence].presence));
     }
   }
 
   // The logit of a token below the vocabulary's end, as its column's sequence wants it.
-  __device__ __forceinline__ float adjust(uint32_t column, uint32_t token, float logit) {
-    uint32_t options = load_constant_u32(&sequence_records[column_states[column].sequence].options);
+  __device__ __forceinline__ float adjust(uint32_t token, float logit) {
+    uint32_t options = load_constant_u32(&sequence_records[column_states[0].sequence].options);
     float adjusted = logit;
     if ((options & 1) != 0) {
-      uint32_t place = load_constant_u32(&sequence_records[column_states[column].sequence].slot) * MASK_WORDS + token / 32;
+      uint32_t place = load_constant_u32(&sequence_records[column_states[0].sequence].slot) * MASK_WORDS + token / 32;
       if (((load_constant_u32(masks + place) >> token % 32) & 1) == 0) adjusted = -bits_float(0x7f800000);
     }
     if ((options & 2) != 0) {
-      adjusted += bits_float(load_constant_u32(logit_bias + (load_constant_u32(&sequence_records[column_states[column].sequence].slot) * VOCAB + token)));
+      adjusted += bits_float(load_constant_u32(logit_bias + (load_constant_u32(&sequence_records[column_states[0].sequence].slot) * VOCAB + token)));
     }
-    if ((options & 4) != 0) penalise(column, token, adjusted);
+    if ((options & 4) != 0) penalise(token, adjusted);
     return adjusted;
   }
 
@@ -1338,14 +1002,14 @@ struct DecodeStep {
   }
 
   // Write a logit down, as it is compared without filters: one row a lane, in the adder role.
-  __device__ __forceinline__ void keep_2(uint32_t token, float scaled, float noisy, uint32_t column) {
-    bool is_filtered = (load_constant_u32(&sequence_records[column_states[column].sequence].options) & 8) != 0;
+  __device__ __forceinline__ void keep_2(uint32_t token, float scaled, float noisy) {
+    bool is_filtered = (load_constant_u32(&sequence_records[column_states[0].sequence].options) & 8) != 0;
     if (is_filtered) {
-      uint32_t following = column_states[column].number + 1;
-      uint32_t value = load_constant_u32(&sequence_records[column_states[column].sequence].given);
-      bool wanted = following >= value && following <= column_states[column].total;
-      if (wanted && column_states[column].stopped == 0) {
-        uint32_t place = (load_constant_u32(&sequence_records[column_states[column].sequence].slot) * VOCAB + token) * 2;
+      uint32_t following = column_states[0].number + 1;
+      uint32_t value = load_constant_u32(&sequence_records[column_states[0].sequence].given);
+      bool wanted = following >= value && following <= column_states[0].total;
+      if (wanted && column_states[0].stopped == 0) {
+        uint32_t place = (load_constant_u32(&sequence_records[column_states[0].sequence].slot) * VOCAB + token) * 2;
         weighed[place] = scaled;
         weighed[place + 1] = noisy;
       }
@@ -1354,18 +1018,18 @@ struct DecodeStep {
 
   // In the adder role, by lanes that own a row: take an M-tile's logits in. A lane sees ascending ids, so `>`
   // keeps the lowest on ties.
-  __device__ __forceinline__ void consider(float logit, uint32_t m_tile, uint32_t row, uint32_t column, float& best,
+  __device__ __forceinline__ void consider(float logit, uint32_t m_tile, uint32_t row, float& best,
       uint32_t& best_token) {
     uint32_t token = m_tile * 16 + row;
     float candidate = logit;
-    if ((options & 7) != 0 && token < VOCAB) candidate = adjust(column, token, candidate);
-    float temperature = bits_float(column_states[column].temperature);
+    if ((options & 7) != 0 && token < VOCAB) candidate = adjust(token, candidate);
+    float temperature = bits_float(column_states[0].temperature);
     if (temperature > 0.0f) {
-      uint64_t seed = ((uint64_t)(column_states[column].seed_high) << 32) | (uint64_t)(column_states[column].seed_low);
-      uint32_t position = column_states[column].position + 1;
+      uint64_t seed = ((uint64_t)(column_states[0].seed_high) << 32) | (uint64_t)(column_states[0].seed_low);
+      uint32_t position = column_states[0].position + 1;
       float scaled = divide_f32(candidate, temperature);
       candidate = scaled + gumbel(token, position, seed);
-      if ((options & 8) != 0 && token < VOCAB) keep_2(token, scaled, candidate, column);
+      if ((options & 8) != 0 && token < VOCAB) keep_2(token, scaled, candidate);
     }
     if (token < VOCAB && candidate > best) {
       best = candidate;
@@ -1374,40 +1038,20 @@ struct DecodeStep {
   }
 
   // The rows of a slot, with what of it is worked out before the sums are there.
-  __device__ __forceinline__ void finish_rows_5(uint32_t m_tile, uint32_t column, float& scale, uint32_t step_epoch,
-      uint32_t step, float& best, uint32_t& best_token) {
+  __device__ __forceinline__ void finish_rows_4(uint32_t m_tile, float& scale, uint32_t step_epoch, uint32_t step,
+      float& best, uint32_t& best_token) {
     uint32_t row = lane % 16;
     bool is_own = lane < 16;
-    if (scale == 0.0f) {
-      mbarrier_wait(loaded, loaded_parity);
-      float total = 0.0f;
-      uint32_t lane_2 = lane % 32;
-      total = sum_of_lane_3(column, lane_2, step_epoch);
-      total += shuffle_xor_f32(total, 16);
-      total += shuffle_xor_f32(total, 8);
-      total += shuffle_xor_f32(total, 4);
-      total += shuffle_xor_f32(total, 2);
-      total += shuffle_xor_f32(total, 1);
-      float mean = fma_f32(total, 0.000244140625f, 1e-05f);
-      float scale_2 = rsqrt_f32(mean);
-      scale = total < 1.8446744e+19f ? scale_2 : bits_float(NAN_BITS);
-    }
-    float* reduction = (float*)(arena + REDUCTIONS) + adding * 160;
-    float* own = reduction + (lane / 16 * 80 + lane % 16);
-    mbarrier_wait(summed + adding, adding_parity);
-    float total = 0.0f;
-    #pragma unroll
-    for (uint32_t other = 0; other < 4; ++other) total += own[other * 20];
-    float low = total;
-    float total_2 = low + shuffle_xor_f32(low, 16);
-    float logit = total_2 * scale;
+    learn(scale, EXCHANGE_HIDDEN_SQUARES, step_epoch + 32);
+    float total = sum_of_row();
+    float logit = total * scale;
     uint32_t token = m_tile * 16 + row;
     if (is_own) {
       if (logits != nullptr && token < VOCAB) {
-        uint64_t row_2 = (uint64_t)(step + column);
+        uint64_t row_2 = (uint64_t)(step);
         logits[row_2 * VOCAB + (uint64_t)(token)] = logit;
       }
-      consider(logit, m_tile, row, column, best, best_token);
+      consider(logit, m_tile, row, best, best_token);
     }
   }
 
@@ -1421,12 +1065,11 @@ struct DecodeStep {
     #pragma unroll 1
     for (uint32_t m_tile = position; m_tile < LM_HEAD_ROWS / 16; m_tile += BLOCKS) {
       if (adding == warp - 9) {
-        uint32_t column = 0;
-        finish_rows_5(m_tile, column, scale, step_epoch, step, best, best_token);
+        finish_rows_4(m_tile, scale, step_epoch, step, best, best_token);
         warp_barrier();
         if (lane == 0) mbarrier_arrive(taken + adding);
       }
-      advance_2(adding, adding_parity);
+      advance(adding, adding_parity, 3);
     }
     mbarrier_wait(loaded, loaded_parity);
     loaded_parity ^= 1;
@@ -1450,8 +1093,7 @@ struct DecodeStep {
     uint32_t* words = (uint32_t*)(arena + WARP_CANDIDATES);
     best_of_levels(best, best_token, 4);
     if (lane == 0) {
-      uint32_t column = 0;
-      uint32_t place = (warp - 9 + column) * 2;
+      uint32_t place = (warp - 9) * 2;
       words[place] = float_bits(best);
       words[place + 1] = best_token;
     }
@@ -1558,16 +1200,7 @@ struct DecodeStep {
         uint32_t* place_3 = input_words + published;
         publish_tagged(place_3, pair, 32, step_epoch);
       }
-      bool is_plausible = weighted < 8589934592.0f && weighted > -8589934592.0f;
-      float told = is_plausible ? value : bits_float(NAN_BITS);
-      float total = told * told;
-      total += shuffle_xor_f32(total, 8);
-      total += shuffle_xor_f32(total, 4);
-      total += shuffle_xor_f32(total, 2);
-      total += shuffle_xor_f32(total, 1);
-      if (is_own && row == 0) {
-        publish_flagged(exchange_words + (there + EXCHANGE_HIDDEN_SQUARES), float_bits(total), step_epoch);
-      }
+      publish(value, weighted, row, is_own, there, EXCHANGE_HIDDEN_SQUARES, step_epoch);
     }
   }
 
@@ -1608,30 +1241,30 @@ struct DecodeStep {
   }
 
   // Bring a part of a vector into shared memory; ends with a barrier of the consumer warps.
-  __device__ __forceinline__ void load_vector(uint32_t layer_epoch) {
-    uint4* vector = (uint4*)(arena + VECTOR);
-    uint32_t first_unit = thread;
+  __device__ __forceinline__ void load_published(uint32_t first_unit, Exchanged vector, uint32_t epoch) {
+    uint4* vector_2 = (uint4*)(arena + VECTOR);
+    uint32_t first_unit_2 = thread;
     if (lane == 0) {
-      uint32_t word = first_unit * 4;
-      uint32_t number = word / PART_WORDS * (3 * PART_WORDS) + word % PART_WORDS;
-      wait_tagged4(input_words + number, 32, layer_epoch - 1);
+      uint32_t word = (first_unit_2 + first_unit) * 4;
+      uint32_t number = word / PART_WORDS * (vector.apart * PART_WORDS) + word % PART_WORDS + vector.offset;
+      wait_tagged4(input_words + number, vector.exponent, epoch);
     }
     warp_barrier();
     uint4 units[8];
-    uint32_t word = first_unit * 4;
-    uint32_t number = word / PART_WORDS * (3 * PART_WORDS) + word % PART_WORDS;
-    wait_tagged_units(units, input_words + number, 3072, 2, 32, layer_epoch - 1);
+    uint32_t word = (first_unit_2 + first_unit) * 4;
+    uint32_t number = word / PART_WORDS * (vector.apart * PART_WORDS) + word % PART_WORDS + vector.offset;
+    wait_tagged_units(units, input_words + number, vector.apart * (CONSUMERS * 4), 2, vector.exponent, epoch);
     #pragma unroll
     for (uint32_t index = 0; index < 2; ++index) {
       uint4 words = units[index];
-      store_halves(vector, first_unit + index * CONSUMERS, words);
+      store_halves(vector_2, first_unit_2 + index * CONSUMERS, words);
     }
     named_barrier(1, CONSUMERS);
   }
 
   // Chunk `chunk` of an M-tile by the vectors in shared memory, in which it is number `place`.
-  __device__ __forceinline__ void multiply_chunk(uint32_t chunk, uint32_t place, float (&sums)[1][4],
-      uint8_t* chunk_2) {
+  __device__ __forceinline__ void multiply_chunk(uint32_t chunk, uint32_t place, float (&sums)[1][4], uint8_t* chunk_2,
+      Matrix matrix) {
     uint32_t have_read = 0;
     uint8_t* first = chunk_2 + warp * 2048;
     uint4* units = (uint4*)(arena + VECTOR) + (place * (QKV_CHUNK_BYTES / 2048) + warp) * 17;
@@ -1716,7 +1349,7 @@ struct DecodeStep {
     sums[0][2] = fma_f32(power_15, products_4[2], sums[0][2]);
     float power_16 = powers.w;
     sums[0][3] = fma_f32(power_16, products_4[3], sums[0][3]);
-    if (chunk == 3) {
+    if (chunk == matrix.chunks - 1) {
       const float* factors = (const float*)(chunk_2 + 16384);
       uint32_t row = lane / 4;
       float low = factors[row];
@@ -1729,6 +1362,20 @@ struct DecodeStep {
       sums[0][3] = sums[0][3] * high;
     }
     wait_for_u32(have_read);
+  }
+
+  // Chunks [first, end) of an M-tile in the next stages, by the part of the input that lies beside them.
+  __device__ __forceinline__ void use_chunks(uint32_t first, uint32_t end, float (&sums)[1][4], bool is_first,
+      Matrix matrix) {
+    #pragma unroll 2
+    for (uint32_t chunk = first; chunk < end; ++chunk) {
+      mbarrier_wait(full + use_stage, use_parity);
+      uint8_t* chunk_2 = ring + use_stage * STAGE_BYTES;
+      multiply_chunk(chunk, chunk - first, sums, chunk_2, matrix);
+      warp_barrier();
+      if (lane == 0) mbarrier_arrive(empty + use_stage);
+      advance(use_stage, use_parity, 12);
+    }
   }
 
   // This warp's sums: [warp][pair of columns][column of the pair][row]. Lane 4g + t holds rows g and g + 8 of
@@ -1750,7 +1397,20 @@ struct DecodeStep {
     lay_down(reduction, sums);
     warp_barrier();
     if (lane == 0) mbarrier_arrive(summed + turn);
-    advance_2(turn, turn_parity);
+    advance(turn, turn_parity, 3);
+  }
+
+  // The block's M-tiles of a matrix by vectors that are there whole.
+  __device__ __forceinline__ void multiply_m_tiles(Matrix matrix, uint32_t position) {
+    #pragma unroll 1
+    for (uint32_t m_tile = position; m_tile < matrix.m_tiles; m_tile += BLOCKS) {
+      float sums[1][4] = {};
+      if (m_tile + BLOCKS >= matrix.m_tiles) {
+        if (thread == 0) store_shared_u32(block_waits, 1);
+      }
+      use_chunks(0, matrix.chunks, sums, m_tile < BLOCKS, matrix);
+      hand_over(sums);
+    }
   }
 
   // What was handed over so far is added up and finished: the last M-tile of every reduction, oldest first.
@@ -1758,7 +1418,7 @@ struct DecodeStep {
     #pragma unroll 1
     for (uint32_t i = 0; i < 3; ++i) {
       mbarrier_wait(taken + turn, turn_parity ^ 1);
-      advance_2(turn, turn_parity);
+      advance(turn, turn_parity, 3);
     }
     turn_parity ^= 1;
   }
@@ -1771,26 +1431,10 @@ struct DecodeStep {
     note_progress(step * PHASES + layer * 5);
     uint32_t position = (block + 8) % BLOCKS;
     if (thread == 0) store_shared_u32(block_waits, 1);
-    load_vector(layer_epoch);
+    load_published(0, EXCHANGED_HIDDEN, layer_epoch - 1);
     if (thread == 0) mbarrier_arrive(loaded);
     if (thread == 0) store_shared_u32(block_waits, 0);
-    #pragma unroll 1
-    for (uint32_t m_tile = position; m_tile < QKV_ROWS / 16; m_tile += BLOCKS) {
-      float sums[1][4] = {};
-      if (m_tile + BLOCKS >= QKV_ROWS / 16) {
-        if (thread == 0) store_shared_u32(block_waits, 1);
-      }
-      #pragma unroll 2
-      for (uint32_t chunk = 0; chunk < 4; ++chunk) {
-        mbarrier_wait(full + use_stage, use_parity);
-        uint8_t* chunk_2 = ring + use_stage * STAGE_BYTES;
-        multiply_chunk(chunk, chunk, sums, chunk_2);
-        warp_barrier();
-        if (lane == 0) mbarrier_arrive(empty + use_stage);
-        advance(use_stage, use_parity);
-      }
-      hand_over(sums);
-    }
+    multiply_m_tiles(QKV, position);
     wait_until_taken();
   }
 
@@ -2355,25 +1999,9 @@ struct DecodeStep {
     }
   }
 
-  // Bring a part of a vector into shared memory; ends with a barrier of the consumer warps.
-  __device__ __forceinline__ void load_vector_2(uint32_t layer_epoch) {
-    uint4* vector = (uint4*)(arena + VECTOR);
-    uint32_t first_unit = thread;
-    if (lane == 0) wait_tagged4(input_words + (first_unit * 4 + EXCHANGE_ATTENTION), 60, layer_epoch);
-    warp_barrier();
-    uint4 units[8];
-    wait_tagged_units(units, input_words + (first_unit * 4 + EXCHANGE_ATTENTION), CONSUMERS * 4, 2, 60, layer_epoch);
-    #pragma unroll
-    for (uint32_t index = 0; index < 2; ++index) {
-      uint4 words = units[index];
-      store_halves(vector, first_unit + index * CONSUMERS, words);
-    }
-    named_barrier(1, CONSUMERS);
-  }
-
   // Chunk `chunk` of an M-tile by the vectors in shared memory, in which it is number `place`.
   __device__ __forceinline__ void multiply_chunk_2(uint32_t chunk, uint32_t place, float (&sums)[1][4],
-      uint8_t* chunk_2) {
+      uint8_t* chunk_2, Matrix matrix) {
     uint32_t have_read = 0;
     uint8_t* first = chunk_2 + warp * 2048;
     uint4* units = (uint4*)(arena + VECTOR) + (place * (O_CHUNK_BYTES / 2048) + warp) * 17;
@@ -2458,7 +2086,7 @@ struct DecodeStep {
     sums[0][2] = fma_f32(power_15, products_4[2], sums[0][2]);
     float power_16 = powers.w;
     sums[0][3] = fma_f32(power_16, products_4[3], sums[0][3]);
-    if (chunk == 3) {
+    if (chunk == matrix.chunks - 1) {
       const float* factors = (const float*)(chunk_2 + 16384);
       uint32_t row = lane / 4;
       float low = factors[row];
@@ -2473,6 +2101,33 @@ struct DecodeStep {
     wait_for_u32(have_read);
   }
 
+  // Chunks [first, end) of an M-tile in the next stages, by the part of the input that lies beside them.
+  __device__ __forceinline__ void use_chunks_2(uint32_t first, uint32_t end, float (&sums)[1][4], bool is_first,
+      Matrix matrix) {
+    #pragma unroll 2
+    for (uint32_t chunk = first; chunk < end; ++chunk) {
+      mbarrier_wait(full + use_stage, use_parity);
+      uint8_t* chunk_2 = ring + use_stage * STAGE_BYTES;
+      multiply_chunk_2(chunk, chunk - first, sums, chunk_2, matrix);
+      warp_barrier();
+      if (lane == 0) mbarrier_arrive(empty + use_stage);
+      advance(use_stage, use_parity, 12);
+    }
+  }
+
+  // The block's M-tiles of a matrix by vectors that are there whole.
+  __device__ __forceinline__ void multiply_m_tiles_2(Matrix matrix, uint32_t position) {
+    #pragma unroll 1
+    for (uint32_t m_tile = position; m_tile < matrix.m_tiles; m_tile += BLOCKS) {
+      float sums[1][4] = {};
+      if (m_tile + BLOCKS >= matrix.m_tiles) {
+        if (thread == 0) store_shared_u32(block_waits, 1);
+      }
+      use_chunks_2(0, matrix.chunks, sums, m_tile < BLOCKS, matrix);
+      hand_over(sums);
+    }
+  }
+
   // ---- phase o ---------------------------------------------------------------------------------------
   // o; onto the residual.
   // Waits for: attention.
@@ -2482,47 +2137,15 @@ struct DecodeStep {
     prefetch(norms + (layer * 2 + 1) * HIDDEN);
     uint32_t position = block % BLOCKS;
     if (thread == 0) store_shared_u32(block_waits, 1);
-    load_vector_2(layer_epoch);
+    load_published(0, EXCHANGED_ATTENTION, layer_epoch);
     if (thread == 0) store_shared_u32(block_waits, 0);
-    #pragma unroll 1
-    for (uint32_t m_tile = position; m_tile < O_ROWS / 16; m_tile += BLOCKS) {
-      float sums[1][4] = {};
-      if (m_tile + BLOCKS >= O_ROWS / 16) {
-        if (thread == 0) store_shared_u32(block_waits, 1);
-      }
-      #pragma unroll 2
-      for (uint32_t chunk = 0; chunk < 4; ++chunk) {
-        mbarrier_wait(full + use_stage, use_parity);
-        uint8_t* chunk_2 = ring + use_stage * STAGE_BYTES;
-        multiply_chunk_2(chunk, chunk, sums, chunk_2);
-        warp_barrier();
-        if (lane == 0) mbarrier_arrive(empty + use_stage);
-        advance(use_stage, use_parity);
-      }
-      hand_over(sums);
-    }
+    multiply_m_tiles_2(O, position);
     wait_until_taken();
-  }
-
-  // Bring a part of a vector into shared memory; ends with a barrier of the consumer warps.
-  __device__ __forceinline__ void load_vector_3(uint32_t layer_epoch) {
-    uint4* vector = (uint4*)(arena + VECTOR);
-    uint32_t first_unit = thread;
-    if (lane == 0) wait_tagged4(input_words + (first_unit * 4 + EXCHANGE_MIDDLE), 32, layer_epoch);
-    warp_barrier();
-    uint4 units[8];
-    wait_tagged_units(units, input_words + (first_unit * 4 + EXCHANGE_MIDDLE), CONSUMERS * 4, 2, 32, layer_epoch);
-    #pragma unroll
-    for (uint32_t index = 0; index < 2; ++index) {
-      uint4 words = units[index];
-      store_halves(vector, first_unit + index * CONSUMERS, words);
-    }
-    named_barrier(1, CONSUMERS);
   }
 
   // Chunk `chunk` of an M-tile by the vectors in shared memory, in which it is number `place`.
   __device__ __forceinline__ void multiply_chunk_3(uint32_t chunk, uint32_t place, float (&sums)[1][4],
-      uint8_t* chunk_2) {
+      uint8_t* chunk_2, Matrix matrix) {
     uint32_t have_read = 0;
     uint8_t* first = chunk_2 + warp * 2048;
     uint4* units = (uint4*)(arena + VECTOR) + (place * (GATE_UP_CHUNK_BYTES / 2048) + warp) * 17;
@@ -2607,7 +2230,7 @@ struct DecodeStep {
     sums[0][2] = fma_f32(power_15, products_4[2], sums[0][2]);
     float power_16 = powers.w;
     sums[0][3] = fma_f32(power_16, products_4[3], sums[0][3]);
-    if (chunk == 3) {
+    if (chunk == matrix.chunks - 1) {
       const float* factors = (const float*)(chunk_2 + 16384);
       uint32_t row = lane / 4;
       float low = factors[row];
@@ -2622,6 +2245,33 @@ struct DecodeStep {
     wait_for_u32(have_read);
   }
 
+  // Chunks [first, end) of an M-tile in the next stages, by the part of the input that lies beside them.
+  __device__ __forceinline__ void use_chunks_3(uint32_t first, uint32_t end, float (&sums)[1][4], bool is_first,
+      Matrix matrix) {
+    #pragma unroll 2
+    for (uint32_t chunk = first; chunk < end; ++chunk) {
+      mbarrier_wait(full + use_stage, use_parity);
+      uint8_t* chunk_2 = ring + use_stage * STAGE_BYTES;
+      multiply_chunk_3(chunk, chunk - first, sums, chunk_2, matrix);
+      warp_barrier();
+      if (lane == 0) mbarrier_arrive(empty + use_stage);
+      advance(use_stage, use_parity, 12);
+    }
+  }
+
+  // The block's M-tiles of a matrix by vectors that are there whole.
+  __device__ __forceinline__ void multiply_m_tiles_3(Matrix matrix, uint32_t position) {
+    #pragma unroll 1
+    for (uint32_t m_tile = position; m_tile < matrix.m_tiles; m_tile += BLOCKS) {
+      float sums[1][4] = {};
+      if (m_tile + BLOCKS >= matrix.m_tiles) {
+        if (thread == 0) store_shared_u32(block_waits, 1);
+      }
+      use_chunks_3(0, matrix.chunks, sums, m_tile < BLOCKS, matrix);
+      hand_over(sums);
+    }
+  }
+
   // ---- phase gate_up ---------------------------------------------------------------------------------
   // Norm; gate, up; silu(gate) * up.
   // Waits for: middle, middle_squares.
@@ -2630,56 +2280,40 @@ struct DecodeStep {
     note_progress(step * PHASES + layer * 5 + 3);
     uint32_t position = (block + 8) % BLOCKS;
     if (thread == 0) store_shared_u32(block_waits, 1);
-    load_vector_3(layer_epoch);
+    load_published(0, EXCHANGED_MIDDLE, layer_epoch);
     if (thread == 0) mbarrier_arrive(loaded);
     if (thread == 0) store_shared_u32(block_waits, 0);
-    #pragma unroll 1
-    for (uint32_t m_tile = position; m_tile < GATE_UP_ROWS / 16; m_tile += BLOCKS) {
-      float sums[1][4] = {};
-      if (m_tile + BLOCKS >= GATE_UP_ROWS / 16) {
-        if (thread == 0) store_shared_u32(block_waits, 1);
-      }
-      #pragma unroll 2
-      for (uint32_t chunk = 0; chunk < 4; ++chunk) {
-        mbarrier_wait(full + use_stage, use_parity);
-        uint8_t* chunk_2 = ring + use_stage * STAGE_BYTES;
-        multiply_chunk_3(chunk, chunk, sums, chunk_2);
-        warp_barrier();
-        if (lane == 0) mbarrier_arrive(empty + use_stage);
-        advance(use_stage, use_parity);
-      }
-      hand_over(sums);
-    }
+    multiply_m_tiles_3(GATE_UP, position);
     wait_until_taken();
   }
 
   // Bring a part of a vector into shared memory; ends with a barrier of the consumer warps.
-  __device__ __forceinline__ void load_vector_4(uint32_t layer_epoch) {
-    uint4* vector = (uint4*)(arena + VECTOR);
-    uint32_t first_unit = thread;
+  __device__ __forceinline__ void load_published_2(uint32_t first_unit, Exchanged vector, uint32_t epoch) {
+    uint4* vector_2 = (uint4*)(arena + VECTOR);
+    uint32_t first_unit_2 = thread;
     if (lane == 0) {
-      uint32_t word = first_unit * 4;
-      uint32_t number = word / PART_WORDS * (10 * PART_WORDS) + word % PART_WORDS + EXCHANGE_GATED;
-      wait_tagged4(input_words + number, 60, layer_epoch);
+      uint32_t word = (first_unit_2 + first_unit) * 4;
+      uint32_t number = word / PART_WORDS * (vector.apart * PART_WORDS) + word % PART_WORDS + vector.offset;
+      wait_tagged4(input_words + number, vector.exponent, epoch);
     }
     warp_barrier();
     uint4 units[8];
-    uint32_t word = first_unit * 4;
-    uint32_t number = word / PART_WORDS * (10 * PART_WORDS) + word % PART_WORDS + EXCHANGE_GATED;
-    wait_tagged_units(units, input_words + number, 10240, 3, 60, layer_epoch);
+    uint32_t word = (first_unit_2 + first_unit) * 4;
+    uint32_t number = word / PART_WORDS * (vector.apart * PART_WORDS) + word % PART_WORDS + vector.offset;
+    wait_tagged_units(units, input_words + number, vector.apart * (CONSUMERS * 4), 3, vector.exponent, epoch);
     #pragma unroll
     for (uint32_t index = 0; index < 3; ++index) {
       uint4 words = units[index];
-      store_halves(vector, first_unit + index * CONSUMERS, words);
+      store_halves(vector_2, first_unit_2 + index * CONSUMERS, words);
     }
     if (thread + 3 * CONSUMERS < 896) {
-      uint32_t first_unit_2 = thread + 3 * CONSUMERS;
+      uint32_t first_unit_3 = thread + 3 * CONSUMERS;
       uint4 units_2[8];
-      uint32_t word_2 = first_unit_2 * 4;
-      uint32_t number_2 = word_2 / PART_WORDS * (10 * PART_WORDS) + word_2 % PART_WORDS + EXCHANGE_GATED;
-      wait_tagged_units(units_2, input_words + number_2, 10240, 1, 60, layer_epoch);
+      uint32_t word_2 = (first_unit_3 + first_unit) * 4;
+      uint32_t number_2 = word_2 / PART_WORDS * (vector.apart * PART_WORDS) + word_2 % PART_WORDS + vector.offset;
+      wait_tagged_units(units_2, input_words + number_2, vector.apart * (CONSUMERS * 4), 1, vector.exponent, epoch);
       uint4 words = units_2[0];
-      store_halves(vector, first_unit_2, words);
+      store_halves(vector_2, first_unit_3, words);
     }
     named_barrier(1, CONSUMERS);
   }
@@ -2786,35 +2420,17 @@ struct DecodeStep {
     wait_for_u32(have_read);
   }
 
-  // Bring a part of a vector into shared memory; ends with a barrier of the consumer warps.
-  __device__ __forceinline__ void load_vector_5(uint32_t layer_epoch) {
-    uint4* vector = (uint4*)(arena + VECTOR);
-    uint32_t first_unit = thread;
-    if (lane == 0) {
-      uint32_t word = (first_unit + 896) * 4;
-      uint32_t number = word / PART_WORDS * (10 * PART_WORDS) + word % PART_WORDS + EXCHANGE_GATED;
-      wait_tagged4(input_words + number, 60, layer_epoch);
+  // Chunks [first, end) of an M-tile in the next stages, by the part of the input that lies beside them.
+  __device__ __forceinline__ void use_chunks_4(uint32_t first, uint32_t end, float (&sums)[1][4]) {
+    #pragma unroll 2
+    for (uint32_t chunk = first; chunk < end; ++chunk) {
+      mbarrier_wait(full + use_stage, use_parity);
+      uint8_t* chunk_2 = ring + use_stage * STAGE_BYTES;
+      multiply_chunk_4(chunk, chunk - first, sums, chunk_2);
+      warp_barrier();
+      if (lane == 0) mbarrier_arrive(empty + use_stage);
+      advance(use_stage, use_parity, 12);
     }
-    warp_barrier();
-    uint4 units[8];
-    uint32_t word = (first_unit + 896) * 4;
-    uint32_t number = word / PART_WORDS * (10 * PART_WORDS) + word % PART_WORDS + EXCHANGE_GATED;
-    wait_tagged_units(units, input_words + number, 10240, 3, 60, layer_epoch);
-    #pragma unroll
-    for (uint32_t index = 0; index < 3; ++index) {
-      uint4 words = units[index];
-      store_halves(vector, first_unit + index * CONSUMERS, words);
-    }
-    if (thread + 3 * CONSUMERS < 896) {
-      uint32_t first_unit_2 = thread + 3 * CONSUMERS;
-      uint4 units_2[8];
-      uint32_t word_2 = (first_unit_2 + 896) * 4;
-      uint32_t number_2 = word_2 / PART_WORDS * (10 * PART_WORDS) + word_2 % PART_WORDS + EXCHANGE_GATED;
-      wait_tagged_units(units_2, input_words + number_2, 10240, 1, 60, layer_epoch);
-      uint4 words = units_2[0];
-      store_halves(vector, first_unit_2, words);
-    }
-    named_barrier(1, CONSUMERS);
   }
 
   // ---- phase down ------------------------------------------------------------------------------------
@@ -2828,52 +2444,18 @@ struct DecodeStep {
     float sums[1][4] = {};
     float sums_2[1][4] = {};
     if (thread == 0) store_shared_u32(block_waits, 1);
-    load_vector_4(layer_epoch);
+    load_published_2(0, EXCHANGED_GATED, layer_epoch);
     if (thread == 0) store_shared_u32(block_waits, 0);
-    #pragma unroll 2
-    for (uint32_t chunk = 0; chunk < 7; ++chunk) {
-      mbarrier_wait(full + use_stage, use_parity);
-      uint8_t* chunk_2 = ring + use_stage * STAGE_BYTES;
-      multiply_chunk_4(chunk, chunk, sums, chunk_2);
-      warp_barrier();
-      if (lane == 0) mbarrier_arrive(empty + use_stage);
-      advance(use_stage, use_parity);
-    }
-    if (position + BLOCKS < DOWN_ROWS / 16) {
-      #pragma unroll 2
-      for (uint32_t chunk = 0; chunk < 7; ++chunk) {
-        mbarrier_wait(full + use_stage, use_parity);
-        uint8_t* chunk_2 = ring + use_stage * STAGE_BYTES;
-        multiply_chunk_4(chunk, chunk, sums_2, chunk_2);
-        warp_barrier();
-        if (lane == 0) mbarrier_arrive(empty + use_stage);
-        advance(use_stage, use_parity);
-      }
-    }
+    use_chunks_4(0, 7, sums);
+    if (position + BLOCKS < DOWN_ROWS / 16) use_chunks_4(0, 7, sums_2);
     named_barrier(1, CONSUMERS);
     if (thread == 0) store_shared_u32(block_waits, 1);
-    load_vector_5(layer_epoch);
+    load_published_2(896, EXCHANGED_GATED, layer_epoch);
     if (thread == 0) store_shared_u32(block_waits, 0);
-    #pragma unroll 2
-    for (uint32_t chunk = 7; chunk < 14; ++chunk) {
-      mbarrier_wait(full + use_stage, use_parity);
-      uint8_t* chunk_2 = ring + use_stage * STAGE_BYTES;
-      multiply_chunk_4(chunk, chunk - 7, sums, chunk_2);
-      warp_barrier();
-      if (lane == 0) mbarrier_arrive(empty + use_stage);
-      advance(use_stage, use_parity);
-    }
+    use_chunks_4(7, 14, sums);
     if (position + BLOCKS < DOWN_ROWS / 16) {
       if (thread == 0) store_shared_u32(block_waits, 1);
-      #pragma unroll 2
-      for (uint32_t chunk = 7; chunk < 14; ++chunk) {
-        mbarrier_wait(full + use_stage, use_parity);
-        uint8_t* chunk_2 = ring + use_stage * STAGE_BYTES;
-        multiply_chunk_4(chunk, chunk - 7, sums_2, chunk_2);
-        warp_barrier();
-        if (lane == 0) mbarrier_arrive(empty + use_stage);
-        advance(use_stage, use_parity);
-      }
+      use_chunks_4(7, 14, sums_2);
     }
     hand_over(sums);
     if (position + BLOCKS < DOWN_ROWS / 16) hand_over(sums_2);
@@ -2881,23 +2463,23 @@ struct DecodeStep {
   }
 
   // Bring a part of a vector into shared memory; ends with a barrier of the consumer warps.
-  __device__ __forceinline__ void load_vector_6(uint32_t step_epoch) {
-    uint4* vector = (uint4*)(arena + VECTOR);
-    uint32_t first_unit = thread;
+  __device__ __forceinline__ void load_published_3(uint32_t first_unit, Exchanged vector, uint32_t epoch) {
+    uint4* vector_2 = (uint4*)(arena + VECTOR);
+    uint32_t first_unit_2 = thread;
     if (lane == 0) {
-      uint32_t word = first_unit * 4;
-      uint32_t number = word / PART_WORDS * (3 * PART_WORDS) + word % PART_WORDS;
-      wait_tagged4(input_words + number, 32, step_epoch + 32);
+      uint32_t word = (first_unit_2 + first_unit) * 4;
+      uint32_t number = word / PART_WORDS * (vector.apart * PART_WORDS) + word % PART_WORDS + vector.offset;
+      wait_tagged4(input_words + number, vector.exponent, epoch);
     }
     warp_barrier();
     uint4 units[8];
-    uint32_t word = first_unit * 4;
-    uint32_t number = word / PART_WORDS * (3 * PART_WORDS) + word % PART_WORDS;
-    wait_tagged_units(units, input_words + number, 3072, 2, 32, step_epoch + 32);
+    uint32_t word = (first_unit_2 + first_unit) * 4;
+    uint32_t number = word / PART_WORDS * (vector.apart * PART_WORDS) + word % PART_WORDS + vector.offset;
+    wait_tagged_units(units, input_words + number, vector.apart * (CONSUMERS * 4), 2, vector.exponent, epoch);
     #pragma unroll
     for (uint32_t index = 0; index < 2; ++index) {
       uint4 words = units[index];
-      vector[first_unit + index * CONSUMERS] = words;
+      vector_2[first_unit_2 + index * CONSUMERS] = words;
     }
     named_barrier(1, CONSUMERS);
   }
@@ -2919,6 +2501,32 @@ struct DecodeStep {
     }
   }
 
+  // Chunks [first, end) of an M-tile in the next stages, by the part of the input that lies beside them.
+  __device__ __forceinline__ void use_chunks_5(uint32_t first, uint32_t end, float (&sums)[1][4], bool is_first) {
+    #pragma unroll 2
+    for (uint32_t chunk = first; chunk < end; ++chunk) {
+      mbarrier_wait(full + use_stage, use_parity);
+      uint8_t* chunk_2 = ring + use_stage * STAGE_BYTES;
+      multiply_chunk_5(chunk, chunk - first, sums, chunk_2);
+      warp_barrier();
+      if (lane == 0) mbarrier_arrive(empty + use_stage);
+      advance(use_stage, use_parity, 12);
+    }
+  }
+
+  // The block's M-tiles of a matrix by vectors that are there whole.
+  __device__ __forceinline__ void multiply_m_tiles_4(Matrix matrix, uint32_t position) {
+    #pragma unroll 1
+    for (uint32_t m_tile = position; m_tile < matrix.m_tiles; m_tile += BLOCKS) {
+      float sums[1][4] = {};
+      if (m_tile + BLOCKS >= matrix.m_tiles) {
+        if (thread == 0) store_shared_u32(block_waits, 1);
+      }
+      use_chunks_5(0, matrix.chunks, sums, m_tile < BLOCKS);
+      hand_over(sums);
+    }
+  }
+
   // ---- phase lm_head ---------------------------------------------------------------------------------
   // Norm; lm_head; logits, where they are wanted; each lane's best candidates, in registers.
   // Waits for: hidden, hidden_squares.
@@ -2927,26 +2535,10 @@ struct DecodeStep {
     if (step >= head_from || logits != nullptr) {
       uint32_t position = (block + 8) % BLOCKS;
       if (thread == 0) store_shared_u32(block_waits, 1);
-      load_vector_6(step_epoch);
+      load_published_3(0, EXCHANGED_HIDDEN, step_epoch + 32);
       if (thread == 0) mbarrier_arrive(loaded);
       if (thread == 0) store_shared_u32(block_waits, 0);
-      #pragma unroll 1
-      for (uint32_t m_tile = position; m_tile < LM_HEAD_ROWS / 16; m_tile += BLOCKS) {
-        float sums[1][4] = {};
-        if (m_tile + BLOCKS >= LM_HEAD_ROWS / 16) {
-          if (thread == 0) store_shared_u32(block_waits, 1);
-        }
-        #pragma unroll 2
-        for (uint32_t chunk = 0; chunk < 8; ++chunk) {
-          mbarrier_wait(full + use_stage, use_parity);
-          uint8_t* chunk_2 = ring + use_stage * STAGE_BYTES;
-          multiply_chunk_5(chunk, chunk, sums, chunk_2);
-          warp_barrier();
-          if (lane == 0) mbarrier_arrive(empty + use_stage);
-          advance(use_stage, use_parity);
-        }
-        hand_over(sums);
-      }
+      multiply_m_tiles_4(LM_HEAD, position);
       wait_until_taken();
     }
   }
@@ -3842,7 +3434,7 @@ struct DecodeStep {
         uint8_t* chunk = ring + use_stage * STAGE_BYTES;
         warp_barrier();
         if (lane == 0) mbarrier_arrive(empty + use_stage);
-        advance(use_stage, use_parity);
+        advance(use_stage, use_parity, 12);
       }
     }
   }
@@ -3905,21 +3497,21 @@ struct DecodeStep {
           for (uint32_t layer = 0; layer < 32; ++layer) {
             uint64_t layer_offset = (uint64_t)(layer) * 218447872;
             // qkv
-            fetch_qkv(layer_offset);
+            fetch(QKV, layer_offset);
             // keys and values of earlier tokens
             if (layer == 0 && step > 0) {
               if (launch_is_over(step)) return;
             }
             copy_items(layer, step);
             // o
-            fetch_o(layer_offset);
+            fetch(O, layer_offset);
             // gate_up
-            fetch_gate_up(layer_offset);
+            fetch(GATE_UP, layer_offset);
             // down
-            fetch_down(layer_offset);
+            fetch(DOWN, layer_offset);
           }
           // lm_head
-          if (step >= head_from || logits != nullptr) fetch_lm_head();
+          if (step >= head_from || logits != nullptr) fetch(LM_HEAD, 0);
           // sampling
         }
       }
@@ -3933,9 +3525,10 @@ struct DecodeStep {
           for (uint32_t layer = 0; layer < 32; ++layer) {
             uint32_t layer_epoch = step_epoch + layer + 1;
             finish_qkv(layer_epoch, layer);
-            finish_o(layer, layer_epoch);
+            finish_matrix(O, norms + (layer * 2 + 1) * HIDDEN, EXCHANGED_MIDDLE, EXCHANGE_MIDDLE_SQUARES, layer_epoch);
             finish_gate_up(layer_epoch);
-            finish_down(layer, layer_epoch);
+            finish_matrix(DOWN, norms + (layer * 2 + 2) * HIDDEN, EXCHANGED_HIDDEN, EXCHANGE_HIDDEN_SQUARES,
+                layer_epoch);
           }
           float best = -bits_float(0x7f800000);
           uint32_t best_token = NO_TOKEN;

@@ -58,21 +58,14 @@ __device__ __forceinline__ uint32_t thread_index() {
   return result;
 }
 
-__device__ __forceinline__ void block_barrier() {
-  __syncthreads();
-}
+__device__ __forceinline__ void block_barrier() { __syncthreads(); }
 
 __device__ __forceinline__ void named_barrier(uint32_t id, uint32_t threads) {
   asm volatile("bar.sync %0, %1;" :: "r"(id), "r"(threads) : "memory");
 }
 
-__device__ __forceinline__ void keep_64_registers() {
-  asm volatile("setmaxnreg.dec.sync.aligned.u32 64;");
-}
-
-__device__ __forceinline__ void take_192_registers() {
-  asm volatile("setmaxnreg.inc.sync.aligned.u32 192;");
-}
+__device__ __forceinline__ void keep_64_registers() { asm volatile("setmaxnreg.dec.sync.aligned.u32 64;"); }
+__device__ __forceinline__ void take_192_registers() { asm volatile("setmaxnreg.inc.sync.aligned.u32 192;"); }
 
 __device__ __forceinline__ void wait_for_u32(uint32_t value) {
   asm volatile("{.reg .pred p; setp.eq.u32 p, %0, 0x7fc0dead; @p nanosleep.u32 1;}" :: "r"(value) : "memory");
@@ -83,9 +76,7 @@ __device__ __forceinline__ uint32_t renewed_u32(uint32_t value) {
   return value;
 }
 
-__device__ __forceinline__ void warp_barrier() {
-  __syncwarp();
-}
+__device__ __forceinline__ void warp_barrier() { __syncwarp(); }
 
 __device__ __forceinline__ float shuffle_xor_f32(float value, uint32_t mask) {
   return __shfl_xor_sync(0xffffffffu, value, mask);
@@ -105,13 +96,8 @@ __device__ __forceinline__ float warp_sum_f32(float value) {
   return value;
 }
 
-__device__ __forceinline__ uint32_t warp_maximum_u32(uint32_t value) {
-  return __reduce_max_sync(0xffffffffu, value);
-}
-
-__device__ __forceinline__ uint32_t warp_sum_u32(uint32_t value) {
-  return __reduce_add_sync(0xffffffffu, value);
-}
+__device__ __forceinline__ uint32_t warp_maximum_u32(uint32_t value) { return __reduce_max_sync(0xffffffffu, value); }
+__device__ __forceinline__ uint32_t warp_sum_u32(uint32_t value) { return __reduce_add_sync(0xffffffffu, value); }
 
 __device__ __forceinline__ uint32_t shared_address(const void* pointer) {
   return (uint32_t)__cvta_generic_to_shared(pointer);
@@ -173,13 +159,8 @@ __device__ __forceinline__ void bulk_copy_shared(void* destination, const void* 
     :: "r"(shared_address(destination)), "l"(source), "r"(bytes), "r"(shared_address(barrier)) : "memory");
 }
 
-__device__ __forceinline__ void fence_proxy_async() {
-  asm volatile("fence.proxy.async;" ::: "memory");
-}
-
-__device__ __forceinline__ void fence_proxy_async_global() {
-  asm volatile("fence.proxy.async.global;" ::: "memory");
-}
+__device__ __forceinline__ void fence_proxy_async() { asm volatile("fence.proxy.async;" ::: "memory"); }
+__device__ __forceinline__ void fence_proxy_async_global() { asm volatile("fence.proxy.async.global;" ::: "memory"); }
 
 __device__ __forceinline__ void fence_proxy_async_shared() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
@@ -223,17 +204,9 @@ __device__ __forceinline__ uint4 load_constant_u32x4(const void* place) {
   return result;
 }
 
-__device__ __forceinline__ uint32_t float_bits(float value) {
-  return __float_as_uint(value);
-}
-
-__device__ __forceinline__ float bits_float(uint32_t bits) {
-  return __uint_as_float(bits);
-}
-
-__device__ __forceinline__ float bf16_to_f32(bf16 value) {
-  return __uint_as_float((uint32_t)value.bits << 16);
-}
+__device__ __forceinline__ uint32_t float_bits(float value) { return __float_as_uint(value); }
+__device__ __forceinline__ float bits_float(uint32_t bits) { return __uint_as_float(bits); }
+__device__ __forceinline__ float bf16_to_f32(bf16 value) { return __uint_as_float((uint32_t)value.bits << 16); }
 
 __device__ __forceinline__ uint32_t pack_bf16x2(float low, float high) {
   uint32_t result;
@@ -263,13 +236,8 @@ __device__ __forceinline__ uint32_t byte_permute(uint32_t a, uint32_t b, uint32_
   return __byte_perm(a, b, selector);
 }
 
-__device__ __forceinline__ uint32_t multiply_high_u32(uint32_t a, uint32_t b) {
-  return __umulhi(a, b);
-}
-
-__device__ __forceinline__ float fma_f32(float a, float b, float c) {
-  return __fmaf_rn(a, b, c);
-}
+__device__ __forceinline__ uint32_t multiply_high_u32(uint32_t a, uint32_t b) { return __umulhi(a, b); }
+__device__ __forceinline__ float fma_f32(float a, float b, float c) { return __fmaf_rn(a, b, c); }
 
 __device__ __forceinline__ float exp2_f32(float value) {
   float result;
@@ -277,25 +245,11 @@ __device__ __forceinline__ float exp2_f32(float value) {
   return result;
 }
 
-__device__ __forceinline__ float exp_f32(float value) {
-  return __expf(value);
-}
-
-__device__ __forceinline__ float log_f32(float value) {
-  return logf(value);
-}
-
-__device__ __forceinline__ float rsqrt_f32(float value) {
-  return rsqrtf(value);
-}
-
-__device__ __forceinline__ float divide_f32(float a, float b) {
-  return __fdividef(a, b);
-}
-
-__device__ __forceinline__ float maximum_f32(float a, float b) {
-  return fmaxf(a, b);
-}
+__device__ __forceinline__ float exp_f32(float value) { return __expf(value); }
+__device__ __forceinline__ float log_f32(float value) { return logf(value); }
+__device__ __forceinline__ float rsqrt_f32(float value) { return rsqrtf(value); }
+__device__ __forceinline__ float divide_f32(float a, float b) { return __fdividef(a, b); }
+__device__ __forceinline__ float maximum_f32(float a, float b) { return fmaxf(a, b); }
 
 __device__ __forceinline__ void mma_bf16(float (&c)[4], uint4 a, uint32_t b0, uint32_t b1) {
   asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
@@ -351,31 +305,21 @@ constexpr uint32_t STEP_DONE = 219968;
 constexpr uint32_t NEXT_TOKEN = 219984;
 constexpr uint32_t PLAN_WORDS = 6208;
 constexpr uint32_t BLOCKS = 132;
-constexpr uint32_t QKV_ROWS = 6144;
-constexpr uint32_t QKV_CHUNK_BYTES = 16896;
 constexpr uint32_t STAGE_BYTES = 17024;
 constexpr uint32_t PLAN_WORK_INDPTR = 64;
 constexpr uint32_t PLAN_ITEMS = 256;
 constexpr uint32_t PAGE_SIZE = 16;
-constexpr uint32_t O_ROWS = 4096;
-constexpr uint32_t O_CHUNK_BYTES = 16896;
-constexpr uint32_t GATE_UP_ROWS = 28672;
-constexpr uint32_t GATE_UP_CHUNK_BYTES = 16896;
-constexpr uint32_t DOWN_ROWS = 4096;
-constexpr uint32_t DOWN_CHUNK_BYTES = 16896;
-constexpr uint32_t LM_HEAD_ROWS = 128256;
-constexpr uint32_t LM_HEAD_CHUNK_BYTES = 16384;
-constexpr uint32_t EXCHANGE_HIDDEN_SQUARES = 756288;
+constexpr uint32_t NAN_BITS = 2143289344;
 constexpr uint32_t PROJECTED_ROWS = 6144;
 constexpr uint32_t HEAD_DIM = 128;
 constexpr uint32_t EXCHANGE_QKV = 16448;
-constexpr uint32_t NAN_BITS = 2143289344;
+constexpr uint32_t EXCHANGE_HIDDEN_SQUARES = 756288;
 constexpr uint32_t MAX_CONTEXT = 8192;
-constexpr uint32_t HIDDEN = 4096;
-constexpr uint32_t EXCHANGE_MIDDLE = 682560;
-constexpr uint32_t EXCHANGE_MIDDLE_SQUARES = 758336;
+constexpr uint32_t QKV_ROWS = 6144;
+constexpr uint32_t PART_WORDS = 1024;
 constexpr uint32_t EXCHANGE_GATED = 698944;
-constexpr uint32_t EXCHANGE_HIDDEN = 64;
+constexpr uint32_t EXCHANGE_MIDDLE_SQUARES = 758336;
+constexpr uint32_t GATE_UP_ROWS = 28672;
 constexpr uint32_t VOCAB = 128256;
 constexpr uint32_t PROMPT_TOKEN = 2147483648u;
 constexpr uint32_t MASK_WORDS = 4008;
@@ -383,16 +327,27 @@ constexpr uint32_t PHILOX_MULTIPLIER_0 = 3528531795u;
 constexpr uint32_t PHILOX_MULTIPLIER_1 = 3449720151u;
 constexpr uint32_t PHILOX_WEYL_0 = 2654435769u;
 constexpr uint32_t PHILOX_WEYL_1 = 3144134277u;
+constexpr uint32_t LM_HEAD_ROWS = 128256;
 constexpr uint32_t PLAN_MERGES = 3584;
 constexpr uint32_t PLAN_MERGE_INDPTR = 3392;
 constexpr uint32_t PLAN_MERGE_SRC = 3840;
 constexpr uint32_t CONSUMERS = 256;
+constexpr uint32_t O_ROWS = 4096;
+constexpr uint32_t EXCHANGE_HIDDEN = 64;
+constexpr uint32_t HIDDEN = 4096;
+constexpr uint32_t QKV_CHUNK_BYTES = 16896;
 constexpr uint32_t PHASES = 162;
 constexpr uint32_t LOW_HALVES = 21520;
 constexpr uint32_t HIGH_HALVES = 30258;
 constexpr uint32_t EXCHANGE_PARTIALS = 41024;
 constexpr uint32_t WRITE_THROUGH = 4294967295u;
 constexpr uint32_t EXCHANGE_ATTENTION = 666176;
+constexpr uint32_t O_CHUNK_BYTES = 16896;
+constexpr uint32_t EXCHANGE_MIDDLE = 682560;
+constexpr uint32_t GATE_UP_CHUNK_BYTES = 16896;
+constexpr uint32_t DOWN_CHUNK_BYTES = 16896;
+constexpr uint32_t DOWN_ROWS = 4096;
+constexpr uint32_t LM_HEAD_CHUNK_BYTES = 16384;
 constexpr uint32_t NO_TOKEN = 4294967295u;
 constexpr uint32_t SIGN = 2147483648u;
 constexpr uint32_t ALL_BITS = 4294967295u;
@@ -404,26 +359,22 @@ constexpr uint32_t LEFT_OPEN = 4294967294u;
 constexpr uint32_t EXCHANGE_FILTERS = 798400;
 constexpr uint32_t CANCELLED_TOKEN = 4294967294u;
 
+struct Matrix {
+  uint64_t offset;
+  uint32_t m_tiles, start, waves, last_wave_width, wave_bytes, chunks, slices, slice_chunks, chunk_bytes,
+      last_chunk_bytes;
+};
+
+struct Exchanged {
+  uint32_t offset, apart, exponent;
+};
+
 struct TileRecord {
-  uint32_t first_column;
-  uint32_t columns;
-  uint32_t table;
-  uint32_t offset;
-  uint32_t length;
-  uint32_t stride;
-  uint32_t newest;
-  uint32_t newest_column;
+  uint32_t first_column, columns, table, offset, length, stride, newest, newest_column;
 };
 
 struct ItemRecord {
-  uint32_t level;
-  uint32_t tile;
-  uint32_t head;
-  uint32_t begin;
-  uint32_t end;
-  uint32_t partial;
-  uint32_t rows;
-  uint32_t unused;
+  uint32_t level, tile, head, begin, end, partial, rows, unused;
 };
 
 struct KeptItem {
@@ -432,96 +383,54 @@ struct KeptItem {
 };
 
 struct KeptMerge {
-  uint32_t head_and_chunk;
-  uint32_t row;
-  uint32_t begin;
-  uint32_t end;
+  uint32_t head_and_chunk, row, begin, end;
   TileRecord tile;
   uint32_t sources[20];
 };
 
 struct Nearest {
-  float first;
-  float first_noisy;
+  float first, first_noisy;
   uint32_t first_token;
-  float second;
-  float second_noisy;
+  float second, second_noisy;
   uint32_t second_token;
-  float left_out;
-  float weight;
-  float best;
+  float left_out, weight, best;
   uint32_t best_token;
   float best_scaled;
 };
 
 struct SequenceRecord {
-  uint32_t length;
-  uint32_t per_step;
-  uint32_t given;
-  uint32_t total;
-  uint32_t first_column;
-  uint32_t temperature;
-  uint32_t seed_low;
-  uint32_t seed_high;
-  uint32_t stop_first;
-  uint32_t stop_count;
-  uint32_t options;
-  uint32_t slot;
-  uint32_t top_k;
-  uint32_t top_p;
-  uint32_t reach;
-  uint32_t repetition;
-  uint32_t presence;
-  uint32_t frequency;
-  uint32_t drafted;
-  uint32_t ngram_min;
-  uint32_t ngram_max;
-  uint32_t unused_0;
-  uint32_t unused_1;
-  uint32_t unused_2;
+  uint32_t length, per_step, given, total, first_column, temperature, seed_low, seed_high, stop_first, stop_count,
+      options, slot, top_k, top_p, reach, repetition, presence, frequency, drafted, ngram_min, ngram_max, unused_0,
+      unused_1, unused_2;
 };
 
 struct ColumnRecord {
-  uint32_t sequence;
-  uint32_t number;
-  uint32_t unused_0;
-  uint32_t unused_1;
+  uint32_t sequence, number, unused_0, unused_1;
 };
 
 struct ColumnState {
-  uint32_t position;
-  uint32_t number;
-  uint32_t total;
-  uint32_t temperature;
-  uint32_t seed_low;
-  uint32_t seed_high;
-  uint32_t sequence;
-  uint32_t stopped;
-  uint32_t cancelled;
+  uint32_t position, number, total, temperature, seed_low, seed_high, sequence, stopped, cancelled;
 };
 
 struct KeptPlan {
-  uint32_t first_item;
-  uint32_t last_item;
-  uint32_t jobs;
-  uint32_t jobs_of_head;
+  uint32_t first_item, last_item, jobs, jobs_of_head;
   KeptItem items[5];
   KeptMerge merges[2];
 };
 
 struct FilterState {
-  uint32_t filtered;
-  uint32_t open;
-  uint32_t chosen;
-  uint32_t has_candidate;
-  float highest;
-  float limit;
-  float below;
-  float above;
-  float least;
-  float most;
+  uint32_t filtered, open, chosen, has_candidate;
+  float highest, limit, below, above, least, most;
   float tested[6];
 };
+
+__device__ constexpr Matrix QKV = {0, 384, 8, 3, 120, 4477440, 2, 1, 2, 16896, 17024};
+__device__ constexpr Matrix O = {13025280, 256, 0, 2, 124, 4477440, 2, 1, 2, 16896, 17024};
+__device__ constexpr Exchanged EXCHANGED_MIDDLE = {682560, 1, 32};
+__device__ constexpr Matrix GATE_UP = {21708800, 1792, 8, 14, 76, 4477440, 2, 1, 2, 16896, 17024};
+__device__ constexpr Matrix DOWN = {82493440, 256, 0, 2, 124, 15628800, 7, 7, 1, 16896, 17024};
+__device__ constexpr Exchanged EXCHANGED_HIDDEN = {64, 1, 32};
+__device__ constexpr Matrix LM_HEAD = {3609722880, 8016, 8, 61, 96, 17301504, 8, 1, 8, 16384, 16384};
 
 struct DecodeStep {
   const uint8_t* weights;
@@ -547,12 +456,7 @@ struct DecodeStep {
   float* logits;
   uint32_t* progress;
   int32_t* status;
-  uint32_t steps;
-  uint32_t head_from;
-  uint32_t column_count;
-  uint32_t plan_count;
-  uint32_t options;
-  uint32_t epoch;
+  uint32_t steps, head_from, column_count, plan_count, options, epoch;
   const SequenceRecord* sequence_records;
   const ColumnRecord* column_records;
   uint8_t* arena;
@@ -560,10 +464,7 @@ struct DecodeStep {
   FilterState* filter_states;
   KeptPlan* kept_plans;
   ColumnState* column_states;
-  uint32_t block;
-  uint32_t thread;
-  uint32_t warp;
-  uint32_t lane;
+  uint32_t block, thread, warp, lane;
   uint32_t* exchange_words;
   uint64_t* landed;
   uint64_t* full;
@@ -576,19 +477,8 @@ struct DecodeStep {
   uint64_t* loaded;
   uint64_t* step_done;
   uint32_t* next_token;
-  uint32_t plan_index;
-  uint32_t fill_stage;
-  uint32_t fill_parity;
-  uint32_t landed_stage;
-  uint32_t landed_parity;
-  uint32_t under_way;
-  uint32_t adding;
-  uint32_t adding_parity;
-  uint32_t loaded_parity;
-  uint32_t turn;
-  uint32_t turn_parity;
-  uint32_t use_stage;
-  uint32_t use_parity;
+  uint32_t plan_index, fill_stage, fill_parity, landed_stage, landed_parity, under_way, adding, adding_parity,
+      loaded_parity, turn, turn_parity, use_stage, use_parity;
   uint64_t* counter;
   uint64_t arrivals_due;
   uint32_t vector_parities;
@@ -629,9 +519,9 @@ struct DecodeStep {
   }
 
   // The next stage of the ring; behind the last comes the first, in the next pass.
-  __device__ __forceinline__ void advance(uint32_t& stage, uint32_t& parity) {
+  __device__ __forceinline__ void advance(uint32_t& stage, uint32_t& parity, uint32_t stages) {
     stage += 1;
-    if (stage == 8) {
+    if (stage == stages) {
       stage = 0;
       parity ^= 1;
     }
@@ -644,31 +534,36 @@ struct DecodeStep {
     #pragma unroll 1
     for (uint32_t i = most; i < under_way + 1; ++i) {
       mbarrier_wait(full + landed_stage, landed_parity);
-      advance(landed_stage, landed_parity);
+      advance(landed_stage, landed_parity, 8);
     }
     under_way = min(under_way + 1, most);
   }
 
-  // The block's M-tiles of qkv, chunk by chunk, into the stages of the ring.
-  __device__ __forceinline__ void fetch_qkv(uint64_t layer_offset) {
-    uint32_t position = (block + 8) % BLOCKS;
-    const uint8_t* matrix = weights + layer_offset;
+  // The block's M-tiles of a matrix, chunk by chunk, into the stages of the ring.
+  __device__ __forceinline__ void fetch(Matrix matrix, uint64_t layer_offset) {
+    uint32_t position = (block + matrix.start) % BLOCKS;
+    const uint8_t* first_byte = weights + (layer_offset + matrix.offset);
     #pragma unroll 1
-    for (uint32_t m_tile = position; m_tile < QKV_ROWS / 16; m_tile += BLOCKS) {
-      uint32_t wave = m_tile / BLOCKS;
-      uint64_t wave_bytes = (uint64_t)(wave) * (BLOCKS * 33920);
-      uint32_t width = BLOCKS - wave / 2 * (BLOCKS - 120);
+    for (uint32_t slice = 0; slice < matrix.slices; ++slice) {
+      uint32_t first = slice * matrix.slice_chunks;
+      uint32_t end = min(first + matrix.slice_chunks, matrix.chunks);
       #pragma unroll 1
-      for (uint32_t chunk = 0; chunk < 2; ++chunk) {
-        uint32_t chunk_bytes = QKV_CHUNK_BYTES + chunk * 128;
-        const uint8_t* source = matrix + (wave_bytes + (uint64_t)(width * chunk * QKV_CHUNK_BYTES + position * (QKV_CHUNK_BYTES + chunk * 128)));
-        mbarrier_wait(empty + fill_stage, fill_parity);
-        bound_requests();
-        uint64_t* barrier = full + fill_stage;
-        uint8_t* destination = ring + fill_stage * STAGE_BYTES;
-        mbarrier_arrive_expect_tx(barrier, chunk_bytes);
-        bulk_copy(destination, source, chunk_bytes, barrier);
-        advance(fill_stage, fill_parity);
+      for (uint32_t m_tile = position; m_tile < matrix.m_tiles; m_tile += BLOCKS) {
+        uint32_t wave = m_tile / BLOCKS;
+        uint64_t wave_bytes = (uint64_t)(wave) * (uint64_t)(matrix.wave_bytes);
+        uint32_t width = wave + 1 == matrix.waves ? matrix.last_wave_width : BLOCKS;
+        #pragma unroll 1
+        for (uint32_t chunk = first; chunk < end; ++chunk) {
+          uint32_t chunk_bytes = chunk + 1 == matrix.chunks ? matrix.last_chunk_bytes : matrix.chunk_bytes;
+          const uint8_t* source = first_byte + (wave_bytes + (uint64_t)(width * chunk * matrix.chunk_bytes + position * (chunk + 1 == matrix.chunks ? matrix.last_chunk_bytes : matrix.chunk_bytes)));
+          mbarrier_wait(empty + fill_stage, fill_parity);
+          bound_requests();
+          uint64_t* barrier = full + fill_stage;
+          uint8_t* destination = ring + fill_stage * STAGE_BYTES;
+          mbarrier_arrive_expect_tx(barrier, chunk_bytes);
+          bulk_copy(destination, source, chunk_bytes, barrier);
+          advance(fill_stage, fill_parity, 8);
+        }
       }
     }
   }
@@ -720,112 +615,13 @@ struct DecodeStep {
             bulk_copy(keys_2 + 8192, key + 16384, run * 256, barrier);
           }
         }
-        advance(fill_stage, fill_parity);
-      }
-    }
-  }
-
-  // The block's M-tiles of o, chunk by chunk, into the stages of the ring.
-  __device__ __forceinline__ void fetch_o(uint64_t layer_offset) {
-    uint32_t position = block % BLOCKS;
-    const uint8_t* matrix = weights + (layer_offset + 13025280);
-    #pragma unroll 1
-    for (uint32_t m_tile = position; m_tile < O_ROWS / 16; m_tile += BLOCKS) {
-      uint32_t wave = m_tile / BLOCKS;
-      uint64_t wave_bytes = (uint64_t)(wave) * (BLOCKS * 33920);
-      uint32_t width = BLOCKS - wave * (BLOCKS - 124);
-      #pragma unroll 1
-      for (uint32_t chunk = 0; chunk < 2; ++chunk) {
-        uint32_t chunk_bytes = O_CHUNK_BYTES + chunk * 128;
-        const uint8_t* source = matrix + (wave_bytes + (uint64_t)(width * chunk * O_CHUNK_BYTES + position * (O_CHUNK_BYTES + chunk * 128)));
-        mbarrier_wait(empty + fill_stage, fill_parity);
-        bound_requests();
-        uint64_t* barrier = full + fill_stage;
-        uint8_t* destination = ring + fill_stage * STAGE_BYTES;
-        mbarrier_arrive_expect_tx(barrier, chunk_bytes);
-        bulk_copy(destination, source, chunk_bytes, barrier);
-        advance(fill_stage, fill_parity);
-      }
-    }
-  }
-
-  // The block's M-tiles of gate_up, chunk by chunk, into the stages of the ring.
-  __device__ __forceinline__ void fetch_gate_up(uint64_t layer_offset) {
-    uint32_t position = (block + 8) % BLOCKS;
-    const uint8_t* matrix = weights + (layer_offset + 21708800);
-    #pragma unroll 1
-    for (uint32_t m_tile = position; m_tile < GATE_UP_ROWS / 16; m_tile += BLOCKS) {
-      uint32_t wave = m_tile / BLOCKS;
-      uint64_t wave_bytes = (uint64_t)(wave) * (BLOCKS * 33920);
-      uint32_t width = BLOCKS - wave / 13 * (BLOCKS - 76);
-      #pragma unroll 1
-      for (uint32_t chunk = 0; chunk < 2; ++chunk) {
-        uint32_t chunk_bytes = GATE_UP_CHUNK_BYTES + chunk * 128;
-        const uint8_t* source = matrix + (wave_bytes + (uint64_t)(width * chunk * GATE_UP_CHUNK_BYTES + position * (GATE_UP_CHUNK_BYTES + chunk * 128)));
-        mbarrier_wait(empty + fill_stage, fill_parity);
-        bound_requests();
-        uint64_t* barrier = full + fill_stage;
-        uint8_t* destination = ring + fill_stage * STAGE_BYTES;
-        mbarrier_arrive_expect_tx(barrier, chunk_bytes);
-        bulk_copy(destination, source, chunk_bytes, barrier);
-        advance(fill_stage, fill_parity);
-      }
-    }
-  }
-
-  // The block's M-tiles of down, chunk by chunk, into the stages of the ring.
-  __device__ __forceinline__ void fetch_down(uint64_t layer_offset) {
-    uint32_t position = block % BLOCKS;
-    const uint8_t* matrix = weights + (layer_offset + 82493440);
-    #pragma unroll 1
-    for (uint32_t slice = 0; slice < 7; ++slice) {
-      uint32_t end = min(slice + 1, 7u);
-      #pragma unroll 1
-      for (uint32_t m_tile = position; m_tile < DOWN_ROWS / 16; m_tile += BLOCKS) {
-        uint32_t wave = m_tile / BLOCKS;
-        uint64_t wave_bytes = (uint64_t)(wave) * (BLOCKS * 118400);
-        uint32_t width = BLOCKS - wave * (BLOCKS - 124);
-        #pragma unroll 1
-        for (uint32_t chunk = slice; chunk < end; ++chunk) {
-          uint32_t chunk_bytes = DOWN_CHUNK_BYTES + chunk / 6 * 128;
-          const uint8_t* source = matrix + (wave_bytes + (uint64_t)(width * chunk * DOWN_CHUNK_BYTES + position * (DOWN_CHUNK_BYTES + chunk / 6 * 128)));
-          mbarrier_wait(empty + fill_stage, fill_parity);
-          bound_requests();
-          uint64_t* barrier = full + fill_stage;
-          uint8_t* destination = ring + fill_stage * STAGE_BYTES;
-          mbarrier_arrive_expect_tx(barrier, chunk_bytes);
-          bulk_copy(destination, source, chunk_bytes, barrier);
-          advance(fill_stage, fill_parity);
-        }
-      }
-    }
-  }
-
-  // The block's M-tiles of lm_head, chunk by chunk, into the stages of the ring.
-  __device__ __forceinline__ void fetch_lm_head() {
-    uint32_t position = (block + 8) % BLOCKS;
-    const uint8_t* matrix = weights + 3609722880ull;
-    #pragma unroll 1
-    for (uint32_t m_tile = position; m_tile < LM_HEAD_ROWS / 16; m_tile += BLOCKS) {
-      uint32_t wave = m_tile / BLOCKS;
-      uint64_t wave_bytes = (uint64_t)(wave) * (BLOCKS * 131072);
-      uint32_t width = BLOCKS - wave / 60 * (BLOCKS - 96);
-      #pragma unroll 1
-      for (uint32_t chunk = 0; chunk < 8; ++chunk) {
-        const uint8_t* source = matrix + (wave_bytes + (uint64_t)(width * chunk * LM_HEAD_CHUNK_BYTES + position * LM_HEAD_CHUNK_BYTES));
-        mbarrier_wait(empty + fill_stage, fill_parity);
-        bound_requests();
-        uint64_t* barrier = full + fill_stage;
-        uint8_t* destination = ring + fill_stage * STAGE_BYTES;
-        mbarrier_arrive_expect_tx(barrier, LM_HEAD_CHUNK_BYTES);
-        bulk_copy(destination, source, LM_HEAD_CHUNK_BYTES, barrier);
-        advance(fill_stage, fill_parity);
+        advance(fill_stage, fill_parity, 8);
       }
     }
   }
 
   // A share of a column's sum of squares (f32), that of lane `lane` of so many.
-  __device__ __forceinline__ float sum_of_lane(uint32_t column, uint32_t lane) {
+  __device__ __forceinline__ float sum_of_lane(uint32_t column, uint32_t lane, uint32_t vector, uint32_t epoch) {
     float total = 0.0f;
     #pragma unroll 1
     for (uint32_t first = lane; first < 64 + lane; first += 64) {
@@ -838,7 +634,7 @@ struct DecodeStep {
       #pragma unroll
       for (uint32_t index = 0; index < 8; ++index) {
         if (index < 2) {
-          uint4 words = ((const uint4*)(exchange_words + (places[index] / 4 * 4 + EXCHANGE_HIDDEN_SQUARES)))[0];
+          uint4 words = ((const uint4*)(exchange_words + (places[index] / 4 * 4 + vector)))[0];
           data[index] = words;
         }
       }
@@ -854,6 +650,47 @@ struct DecodeStep {
     return total;
   }
 
+  // 1 / rms of a column's vector, of the squares that all blocks made of it; NaN where it was implausible.
+  __device__ __forceinline__ float inverse_rms(uint32_t column, uint32_t vector, uint32_t epoch) {
+    float total = 0.0f;
+    if (column < column_count) {
+      uint32_t lane_2 = lane % 16;
+      float value = sum_of_lane(column, lane_2, vector, epoch);
+      total = value + sum_of_lane(column, lane_2 + 16, vector, epoch);
+    }
+    total += shuffle_xor_f32(total, 8);
+    total += shuffle_xor_f32(total, 4);
+    total += shuffle_xor_f32(total, 2);
+    total += shuffle_xor_f32(total, 1);
+    float mean = fma_f32(total, 0.000244140625f, 1e-05f);
+    float scale = rsqrt_f32(mean);
+    return total < 1.8446744e+19f ? scale : bits_float(NAN_BITS);
+  }
+
+  // The scale of a column, once the block has its input, unless it is known.
+  __device__ __forceinline__ void learn(float& scale, uint32_t column, uint32_t vector, uint32_t epoch) {
+    if (scale == 0.0f) {
+      mbarrier_wait(loaded, loaded_parity);
+      scale = inverse_rms(column, vector, epoch);
+    }
+  }
+
+  // Add the warps' sums: of the first half of the warps and of the second half, each in order, then both. The
+  // `first` time for an M-tile, wait for them.
+  __device__ __forceinline__ float sum_of_row(uint32_t column) {
+    float* reduction = (float*)(arena + REDUCTIONS) + adding * 1280;
+    float* own = reduction + (column / 2 * 40 + lane);
+    mbarrier_wait(summed + adding, adding_parity);
+    float total = 0.0f;
+    #pragma unroll
+    for (uint32_t other = 0; other < 4; ++other) total += own[other * 160];
+    float low = total;
+    float total_2 = 0.0f;
+    #pragma unroll
+    for (uint32_t other = 0; other < 4; ++other) total_2 += (own + 640)[other * 160];
+    return low + total_2;
+  }
+
   // RoPE (rotate-half): the pair (k, k + D/2) lies 8 lanes apart. Returns the rotated value.
   __device__ __forceinline__ float rotate(float value, uint32_t m_tile_of_head, uint32_t column, uint32_t row) {
     float2* angles = (float2*)(arena + ROPE) + column * 64;
@@ -866,7 +703,8 @@ struct DecodeStep {
   }
 
   // The rows of a slot, with what of it is worked out before the sums are there.
-  __device__ __forceinline__ void finish_rows(uint32_t m_tile, uint32_t column, float& scale, uint32_t layer) {
+  __device__ __forceinline__ void finish_rows(uint32_t m_tile, uint32_t column, float& scale, uint32_t layer_epoch,
+      uint32_t layer) {
     uint32_t row = lane % 16;
     bool is_own = column < column_count;
     uint32_t head = m_tile / 8;
@@ -876,34 +714,9 @@ struct DecodeStep {
     uint32_t dim = is_paired ? paired : m_tile_of_head * 16 + row;
     uint32_t place = (column * PROJECTED_ROWS + head * HEAD_DIM + dim) / 2;
     uint32_t published = renewed_u32(place + EXCHANGE_QKV);
-    if (scale == 0.0f) {
-      mbarrier_wait(loaded, loaded_parity);
-      float total = 0.0f;
-      if (column < column_count) {
-        uint32_t lane_2 = lane % 16;
-        float value = sum_of_lane(column, lane_2);
-        total = value + sum_of_lane(column, lane_2 + 16);
-      }
-      total += shuffle_xor_f32(total, 8);
-      total += shuffle_xor_f32(total, 4);
-      total += shuffle_xor_f32(total, 2);
-      total += shuffle_xor_f32(total, 1);
-      float mean = fma_f32(total, 0.000244140625f, 1e-05f);
-      float scale_2 = rsqrt_f32(mean);
-      scale = total < 1.8446744e+19f ? scale_2 : bits_float(NAN_BITS);
-    }
-    float* reduction = (float*)(arena + REDUCTIONS) + adding * 1280;
-    float* own = reduction + (column / 2 * 40 + lane);
-    mbarrier_wait(summed + adding, adding_parity);
-    float total = 0.0f;
-    #pragma unroll
-    for (uint32_t other = 0; other < 4; ++other) total += own[other * 160];
-    float low = total;
-    float total_2 = 0.0f;
-    #pragma unroll
-    for (uint32_t other = 0; other < 4; ++other) total_2 += (own + 640)[other * 160];
-    float total_3 = low + total_2;
-    float value = total_3 * scale;
+    learn(scale, column, EXCHANGE_HIDDEN_SQUARES, layer_epoch - 1);
+    float total = sum_of_row(column);
+    float value = total * scale;
     float value_2 = value;
     if (head < 40) value_2 = rotate(value_2, m_tile_of_head, column, row);
     float neighbour = shuffle_xor_f32(value_2, 1);
@@ -925,17 +738,8 @@ struct DecodeStep {
     }
   }
 
-  // The next stage of the ring; behind the last comes the first, in the next pass.
-  __device__ __forceinline__ void advance_2(uint32_t& stage, uint32_t& parity) {
-    stage += 1;
-    if (stage == 2) {
-      stage = 0;
-      parity ^= 1;
-    }
-  }
-
   // The block's M-tiles of qkv: the warps' sums added up, the rows finished.
-  __device__ __forceinline__ void finish_qkv(uint32_t layer) {
+  __device__ __forceinline__ void finish_qkv(uint32_t layer_epoch, uint32_t layer) {
     uint32_t position = (block + 8) % BLOCKS;
     warp_barrier();
     if (lane == 0) mbarrier_arrive(loaded);
@@ -943,35 +747,41 @@ struct DecodeStep {
     #pragma unroll 1
     for (uint32_t m_tile = position; m_tile < QKV_ROWS / 16; m_tile += BLOCKS) {
       uint32_t column = (warp - 9) % 4 * 2 + lane / 16;
-      finish_rows(m_tile, column, scale, layer);
+      finish_rows(m_tile, column, scale, layer_epoch, layer);
       warp_barrier();
       if (lane == 0) mbarrier_arrive(taken + adding);
-      advance_2(adding, adding_parity);
+      advance(adding, adding_parity, 2);
     }
     mbarrier_wait(loaded, loaded_parity);
     loaded_parity ^= 1;
   }
 
+  // The sum of the squares of an M-tile's rows, or NaN where one was published as what it is not.
+  __device__ __forceinline__ void publish(float value, float published, uint32_t row, bool is_own, uint32_t place,
+      uint32_t vector, uint32_t epoch) {
+    bool is_plausible = published < 8589934592.0f && published > -8589934592.0f;
+    float told = is_plausible ? value : bits_float(NAN_BITS);
+    float total = told * told;
+    total += shuffle_xor_f32(total, 8);
+    total += shuffle_xor_f32(total, 4);
+    total += shuffle_xor_f32(total, 2);
+    total += shuffle_xor_f32(total, 1);
+    if (is_own && row == 0) (exchange_words + (place + vector))[0] = float_bits(total);
+  }
+
   // The rows of a slot, with what of it is worked out before the sums are there.
-  __device__ __forceinline__ void finish_rows_2(uint32_t m_tile, uint32_t column, uint32_t layer) {
+  __device__ __forceinline__ void finish_rows_2(uint32_t m_tile, uint32_t column, const bf16* weights, Exchanged vector,
+      uint32_t squares, uint32_t epoch) {
     uint32_t row = lane % 16;
     bool is_own = column < column_count;
     float* residual = (float*)(arena + RESIDUAL);
     uint32_t place = renewed_u32((m_tile / BLOCKS * 16 + row) * 8 + column);
-    float weight = bf16_to_f32((norms + (layer * 2 + 1) * HIDDEN)[m_tile * 16 + row]);
-    uint32_t published = renewed_u32((((m_tile * 16 + row) / 32 * 8 + column) * 4 + (m_tile * 16 + row) / 8 % 4) * 4 + (m_tile * 16 + row) % 8 / 2 + EXCHANGE_MIDDLE);
-    float* reduction = (float*)(arena + REDUCTIONS) + adding * 1280;
-    float* own = reduction + (column / 2 * 40 + lane);
-    mbarrier_wait(summed + adding, adding_parity);
-    float total = 0.0f;
-    #pragma unroll
-    for (uint32_t other = 0; other < 4; ++other) total += own[other * 160];
-    float low = total;
-    float total_2 = 0.0f;
-    #pragma unroll
-    for (uint32_t other = 0; other < 4; ++other) total_2 += (own + 640)[other * 160];
-    float total_3 = low + total_2;
-    float value = total_3;
+    float weight = bf16_to_f32(weights[m_tile * 16 + row]);
+    uint32_t word = (((m_tile * 16 + row) / 32 * 8 + column) * 4 + (m_tile * 16 + row) / 8 % 4) * 4 + (m_tile * 16 + row) % 8 / 2;
+    uint32_t number = word / PART_WORDS * (vector.apart * PART_WORDS) + word % PART_WORDS + vector.offset;
+    uint32_t published = renewed_u32(number);
+    float total = sum_of_row(column);
+    float value = total;
     if (is_own) {
       value += residual[place];
       residual[place] = value;
@@ -984,93 +794,31 @@ struct DecodeStep {
       place_2[0] = multiply_bf16x2(pair, ((((m_tile * 16 + row) / 32 * 8 + column) * 4 + (m_tile * 16 + row) / 8 % 4) * 4 + (m_tile * 16 + row) % 8 / 2) % 2 == 0 ? 1602248576u : 1568693632u);
       fence_proxy_async_global();
     }
-    bool is_plausible = weighted < 8589934592.0f && weighted > -8589934592.0f;
-    float told = is_plausible ? value : bits_float(NAN_BITS);
-    float total_4 = told * told;
-    total_4 += shuffle_xor_f32(total_4, 8);
-    total_4 += shuffle_xor_f32(total_4, 4);
-    total_4 += shuffle_xor_f32(total_4, 2);
-    total_4 += shuffle_xor_f32(total_4, 1);
-    uint32_t place_2 = column * 256 + m_tile;
-    if (is_own && row == 0) (exchange_words + (place_2 + EXCHANGE_MIDDLE_SQUARES))[0] = float_bits(total_4);
+    publish(value, weighted, row, is_own, column * 256 + m_tile, squares, epoch);
   }
 
-  // The block's M-tiles of o: the warps' sums added up, the rows finished.
-  __device__ __forceinline__ void finish_o(uint32_t layer) {
-    uint32_t position = block % BLOCKS;
+  // The block's M-tiles of a matrix: the warps' sums added up, the rows finished.
+  __device__ __forceinline__ void finish_matrix(Matrix matrix, const bf16* weights, Exchanged vector, uint32_t squares,
+      uint32_t epoch) {
+    uint32_t position = (block + matrix.start) % BLOCKS;
     #pragma unroll 1
-    for (uint32_t m_tile = position; m_tile < O_ROWS / 16; m_tile += BLOCKS) {
+    for (uint32_t m_tile = position; m_tile < matrix.m_tiles; m_tile += BLOCKS) {
       uint32_t column = (warp - 9) % 4 * 2 + lane / 16;
-      finish_rows_2(m_tile, column, layer);
+      finish_rows_2(m_tile, column, weights, vector, squares, epoch);
       warp_barrier();
       if (lane == 0) mbarrier_arrive(taken + adding);
-      advance_2(adding, adding_parity);
+      advance(adding, adding_parity, 2);
     }
-  }
-
-  // A share of a column's sum of squares (f32), that of lane `lane` of so many.
-  __device__ __forceinline__ float sum_of_lane_2(uint32_t column, uint32_t lane) {
-    float total = 0.0f;
-    #pragma unroll 1
-    for (uint32_t first = lane; first < 64 + lane; first += 64) {
-      uint32_t unit = first;
-      uint32_t unit_2 = first + 32;
-      uint32_t places[8];
-      uint4 data[8];
-      places[0] = column * 256 + min(unit, 63u) * 4;
-      places[1] = column * 256 + min(unit_2, 63u) * 4;
-      #pragma unroll
-      for (uint32_t index = 0; index < 8; ++index) {
-        if (index < 2) {
-          uint4 words = ((const uint4*)(exchange_words + (places[index] / 4 * 4 + EXCHANGE_MIDDLE_SQUARES)))[0];
-          data[index] = words;
-        }
-      }
-      uint4 words = data[0];
-      float low = bits_float(words.x) + bits_float(words.y);
-      float of_unit = low + (bits_float(words.z) + bits_float(words.w));
-      total += unit < 64 ? of_unit : 0.0f;
-      uint4 words_2 = data[1];
-      float low_2 = bits_float(words_2.x) + bits_float(words_2.y);
-      float of_unit_2 = low_2 + (bits_float(words_2.z) + bits_float(words_2.w));
-      total += unit_2 < 64 ? of_unit_2 : 0.0f;
-    }
-    return total;
   }
 
   // The rows of a slot, with what of it is worked out before the sums are there.
-  __device__ __forceinline__ void finish_rows_3(uint32_t m_tile, uint32_t column, float& scale) {
+  __device__ __forceinline__ void finish_rows_3(uint32_t m_tile, uint32_t column, float& scale, uint32_t layer_epoch) {
     uint32_t row = lane % 16;
     bool is_own = column < column_count;
     uint32_t published = renewed_u32((((m_tile * 8 + row) / 32 * 8 + column) * 4 + (m_tile * 8 + row) / 8 % 4) * 4 + (m_tile * 8 + row) % 8 / 2 + EXCHANGE_GATED);
-    if (scale == 0.0f) {
-      mbarrier_wait(loaded, loaded_parity);
-      float total = 0.0f;
-      if (column < column_count) {
-        uint32_t lane_2 = lane % 16;
-        float value = sum_of_lane_2(column, lane_2);
-        total = value + sum_of_lane_2(column, lane_2 + 16);
-      }
-      total += shuffle_xor_f32(total, 8);
-      total += shuffle_xor_f32(total, 4);
-      total += shuffle_xor_f32(total, 2);
-      total += shuffle_xor_f32(total, 1);
-      float mean = fma_f32(total, 0.000244140625f, 1e-05f);
-      float scale_2 = rsqrt_f32(mean);
-      scale = total < 1.8446744e+19f ? scale_2 : bits_float(NAN_BITS);
-    }
-    float* reduction = (float*)(arena + REDUCTIONS) + adding * 1280;
-    float* own = reduction + (column / 2 * 40 + lane);
-    mbarrier_wait(summed + adding, adding_parity);
-    float total = 0.0f;
-    #pragma unroll
-    for (uint32_t other = 0; other < 4; ++other) total += own[other * 160];
-    float low = total;
-    float total_2 = 0.0f;
-    #pragma unroll
-    for (uint32_t other = 0; other < 4; ++other) total_2 += (own + 640)[other * 160];
-    float total_3 = low + total_2;
-    float value = total_3 * scale;
+    learn(scale, column, EXCHANGE_MIDDLE_SQUARES, layer_epoch);
+    float total = sum_of_row(column);
+    float value = total * scale;
     float other = shuffle_xor_f32(value, 8);
     float gated = divide_f32(value, 1.0f + exp_f32(-value)) * other;
     float neighbour = shuffle_xor_f32(gated, 1);
@@ -1083,7 +831,7 @@ struct DecodeStep {
   }
 
   // The block's M-tiles of gate_up: the warps' sums added up, the rows finished.
-  __device__ __forceinline__ void finish_gate_up() {
+  __device__ __forceinline__ void finish_gate_up(uint32_t layer_epoch) {
     uint32_t position = (block + 8) % BLOCKS;
     warp_barrier();
     if (lane == 0) mbarrier_arrive(loaded);
@@ -1091,69 +839,13 @@ struct DecodeStep {
     #pragma unroll 1
     for (uint32_t m_tile = position; m_tile < GATE_UP_ROWS / 16; m_tile += BLOCKS) {
       uint32_t column = (warp - 9) % 4 * 2 + lane / 16;
-      finish_rows_3(m_tile, column, scale);
+      finish_rows_3(m_tile, column, scale, layer_epoch);
       warp_barrier();
       if (lane == 0) mbarrier_arrive(taken + adding);
-      advance_2(adding, adding_parity);
+      advance(adding, adding_parity, 2);
     }
     mbarrier_wait(loaded, loaded_parity);
     loaded_parity ^= 1;
-  }
-
-  // The rows of a slot, with what of it is worked out before the sums are there.
-  __device__ __forceinline__ void finish_rows_4(uint32_t m_tile, uint32_t column, uint32_t layer) {
-    uint32_t row = lane % 16;
-    bool is_own = column < column_count;
-    float* residual = (float*)(arena + RESIDUAL);
-    uint32_t place = renewed_u32((m_tile / BLOCKS * 16 + row) * 8 + column);
-    float weight = bf16_to_f32((norms + (layer * 2 + 2) * HIDDEN)[m_tile * 16 + row]);
-    uint32_t published = renewed_u32((((m_tile * 16 + row) / 32 * 8 + column) * 4 + (m_tile * 16 + row) / 8 % 4) * 4 + (m_tile * 16 + row) % 8 / 2 + EXCHANGE_HIDDEN);
-    float* reduction = (float*)(arena + REDUCTIONS) + adding * 1280;
-    float* own = reduction + (column / 2 * 40 + lane);
-    mbarrier_wait(summed + adding, adding_parity);
-    float total = 0.0f;
-    #pragma unroll
-    for (uint32_t other = 0; other < 4; ++other) total += own[other * 160];
-    float low = total;
-    float total_2 = 0.0f;
-    #pragma unroll
-    for (uint32_t other = 0; other < 4; ++other) total_2 += (own + 640)[other * 160];
-    float total_3 = low + total_2;
-    float value = total_3;
-    if (is_own) {
-      value += residual[place];
-      residual[place] = value;
-    }
-    float weighted = value * weight;
-    float neighbour = shuffle_xor_f32(weighted, 1);
-    uint32_t pair = pack_bf16x2(weighted, neighbour);
-    if (is_own && row < 16 && row % 2 == 0) {
-      uint32_t* place_2 = exchange_words + published;
-      place_2[0] = multiply_bf16x2(pair, ((((m_tile * 16 + row) / 32 * 8 + column) * 4 + (m_tile * 16 + row) / 8 % 4) * 4 + (m_tile * 16 + row) % 8 / 2) % 2 == 0 ? 1602248576u : 1568693632u);
-      fence_proxy_async_global();
-    }
-    bool is_plausible = weighted < 8589934592.0f && weighted > -8589934592.0f;
-    float told = is_plausible ? value : bits_float(NAN_BITS);
-    float total_4 = told * told;
-    total_4 += shuffle_xor_f32(total_4, 8);
-    total_4 += shuffle_xor_f32(total_4, 4);
-    total_4 += shuffle_xor_f32(total_4, 2);
-    total_4 += shuffle_xor_f32(total_4, 1);
-    uint32_t place_2 = column * 256 + m_tile;
-    if (is_own && row == 0) (exchange_words + (place_2 + EXCHANGE_HIDDEN_SQUARES))[0] = float_bits(total_4);
-  }
-
-  // The block's M-tiles of down: the warps' sums added up, the rows finished.
-  __device__ __forceinline__ void finish_down(uint32_t layer) {
-    uint32_t position = block % BLOCKS;
-    #pragma unroll 1
-    for (uint32_t m_tile = position; m_tile < DOWN_ROWS / 16; m_tile += BLOCKS) {
-      uint32_t column = (warp - 9) % 4 * 2 + lane / 16;
-      finish_rows_4(m_tile, column, layer);
-      warp_barrier();
-      if (lane == 0) mbarrier_arrive(taken + adding);
-      advance_2(adding, adding_parity);
-    }
   }
 
   __device__ __forceinline__ void penalise(uint32_t column, uint32_t token, float& adjusted) {
@@ -1249,38 +941,13 @@ struct DecodeStep {
   }
 
   // The rows of a slot, with what of it is worked out before the sums are there.
-  __device__ __forceinline__ void finish_rows_5(uint32_t m_tile, uint32_t column, float& scale, uint32_t step,
-      float& best, uint32_t& best_token) {
+  __device__ __forceinline__ void finish_rows_4(uint32_t m_tile, uint32_t column, float& scale, uint32_t step_epoch,
+      uint32_t step, float& best, uint32_t& best_token) {
     uint32_t row = lane % 16;
     bool is_own = column < column_count;
-    if (scale == 0.0f) {
-      mbarrier_wait(loaded, loaded_parity);
-      float total = 0.0f;
-      if (column < column_count) {
-        uint32_t lane_2 = lane % 16;
-        float value = sum_of_lane(column, lane_2);
-        total = value + sum_of_lane(column, lane_2 + 16);
-      }
-      total += shuffle_xor_f32(total, 8);
-      total += shuffle_xor_f32(total, 4);
-      total += shuffle_xor_f32(total, 2);
-      total += shuffle_xor_f32(total, 1);
-      float mean = fma_f32(total, 0.000244140625f, 1e-05f);
-      float scale_2 = rsqrt_f32(mean);
-      scale = total < 1.8446744e+19f ? scale_2 : bits_float(NAN_BITS);
-    }
-    float* reduction = (float*)(arena + REDUCTIONS) + adding * 1280;
-    float* own = reduction + (column / 2 * 40 + lane);
-    mbarrier_wait(summed + adding, adding_parity);
-    float total = 0.0f;
-    #pragma unroll
-    for (uint32_t other = 0; other < 4; ++other) total += own[other * 160];
-    float low = total;
-    float total_2 = 0.0f;
-    #pragma unroll
-    for (uint32_t other = 0; other < 4; ++other) total_2 += (own + 640)[other * 160];
-    float total_3 = low + total_2;
-    float logit = total_3 * scale;
+    learn(scale, column, EXCHANGE_HIDDEN_SQUARES, step_epoch + 32);
+    float total = sum_of_row(column);
+    float logit = total * scale;
     uint32_t token = m_tile * 16 + row;
     if (is_own) {
       if (logits != nullptr && token < VOCAB) {
@@ -1292,7 +959,8 @@ struct DecodeStep {
   }
 
   // The block's M-tiles of lm_head: the warps' sums added up, the rows finished.
-  __device__ __forceinline__ void finish_lm_head(uint32_t step, float& best, uint32_t& best_token) {
+  __device__ __forceinline__ void finish_lm_head(uint32_t step_epoch, uint32_t step, float& best,
+      uint32_t& best_token) {
     uint32_t position = (block + 8) % BLOCKS;
     warp_barrier();
     if (lane == 0) mbarrier_arrive(loaded);
@@ -1300,10 +968,10 @@ struct DecodeStep {
     #pragma unroll 1
     for (uint32_t m_tile = position; m_tile < LM_HEAD_ROWS / 16; m_tile += BLOCKS) {
       uint32_t column = (warp - 9) % 4 * 2 + lane / 16;
-      finish_rows_5(m_tile, column, scale, step, best, best_token);
+      finish_rows_4(m_tile, column, scale, step_epoch, step, best, best_token);
       warp_barrier();
       if (lane == 0) mbarrier_arrive(taken + adding);
-      advance_2(adding, adding_parity);
+      advance(adding, adding_parity, 2);
     }
     mbarrier_wait(loaded, loaded_parity);
     loaded_parity ^= 1;
@@ -1411,7 +1079,7 @@ struct DecodeStep {
   // In the consumer role: the embeddings of the step's tokens, times the multiplier, become the residual, and are
   // published as every hidden vector is. A lane has a row of a column, of the block's M-tiles in turn; whole warps
   // share M-tiles.
-  __device__ __forceinline__ void publish_embeddings() {
+  __device__ __forceinline__ void publish_embeddings(uint32_t step_epoch) {
     #pragma unroll 1
     for (uint32_t place = thread; place < 256; place += CONSUMERS) {
       uint32_t wave = place / 128;
@@ -1436,15 +1104,7 @@ struct DecodeStep {
         place_3[0] = multiply_bf16x2(pair, ((((there * 16 + row) / 32 * 8 + column) * 4 + (there * 16 + row) / 8 % 4) * 4 + (there * 16 + row) % 8 / 2) % 2 == 0 ? 1602248576u : 1568693632u);
         fence_proxy_async_global();
       }
-      bool is_plausible = weighted < 8589934592.0f && weighted > -8589934592.0f;
-      float told = is_plausible ? value : bits_float(NAN_BITS);
-      float total = told * told;
-      total += shuffle_xor_f32(total, 8);
-      total += shuffle_xor_f32(total, 4);
-      total += shuffle_xor_f32(total, 2);
-      total += shuffle_xor_f32(total, 1);
-      uint32_t place_3 = column * 256 + there;
-      if (is_own && row == 0) (exchange_words + (place_3 + EXCHANGE_HIDDEN_SQUARES))[0] = float_bits(total);
+      publish(value, weighted, row, is_own, column * 256 + there, EXCHANGE_HIDDEN_SQUARES, step_epoch);
     }
   }
 
@@ -1519,7 +1179,7 @@ struct DecodeStep {
 
   // Chunk `chunk` of an M-tile by the vectors in shared memory, in which it is number `place`.
   __device__ __forceinline__ void multiply_chunk(uint32_t chunk, uint32_t place, float (&sums)[1][4], uint32_t warp,
-      uint8_t* chunk_2, uint32_t lane) {
+      uint8_t* chunk_2, uint32_t lane, Matrix matrix) {
     uint32_t have_read = 0;
     #pragma unroll
     for (uint32_t turn = 0; turn < 2; ++turn) {
@@ -1566,7 +1226,7 @@ struct DecodeStep {
       float scaled_4 = f16x2_high(scale_pair);
       sums[0][3] = fma_f32(scaled_4, fma_f32(-8.0f, of_vector.y, products[3] + products_2[3] + products_3[3] + products_4[3]), total_4);
     }
-    if (chunk == 1) {
+    if (chunk == matrix.chunks - 1) {
       const float* factors = (const float*)(chunk_2 + 16896);
       uint32_t row = lane / 4;
       float low = factors[row];
@@ -1581,6 +1241,21 @@ struct DecodeStep {
       sums[0][3] = sums[0][3] * high_2;
     }
     wait_for_u32(have_read);
+  }
+
+  // Chunks [first, end) of an M-tile in the next stages, by the part of the input that lies beside them.
+  __device__ __forceinline__ void use_chunks(uint32_t first, uint32_t end, float (&sums)[1][4], bool is_first,
+      uint32_t warp, uint32_t lane, Matrix matrix) {
+    #pragma unroll 2
+    for (uint32_t chunk = first; chunk < end; ++chunk) {
+      if (is_first) sum_chunk(chunk, chunk - first, warp, lane);
+      mbarrier_wait(full + use_stage, use_parity);
+      uint8_t* chunk_2 = ring + use_stage * STAGE_BYTES;
+      multiply_chunk(chunk, chunk - first, sums, warp, chunk_2, lane, matrix);
+      warp_barrier();
+      if (lane == 0) mbarrier_arrive(empty + use_stage);
+      advance(use_stage, use_parity, 8);
+    }
   }
 
   // This warp's sums: [warp][pair of columns][column of the pair][row]. Lane 4g + t holds rows g and g + 8 of
@@ -1603,7 +1278,21 @@ struct DecodeStep {
     lay_down(reduction, sums, warp, lane);
     warp_barrier();
     if (lane == 0) mbarrier_arrive(summed + turn);
-    advance_2(turn, turn_parity);
+    advance(turn, turn_parity, 2);
+  }
+
+  // The block's M-tiles of a matrix by vectors that are there whole.
+  __device__ __forceinline__ void multiply_m_tiles(Matrix matrix, uint32_t position, uint32_t thread, uint32_t warp,
+      uint32_t lane) {
+    #pragma unroll 1
+    for (uint32_t m_tile = position; m_tile < matrix.m_tiles; m_tile += BLOCKS) {
+      float sums[1][4] = {};
+      if (m_tile + BLOCKS >= matrix.m_tiles) {
+        if (thread == 0) store_shared_u32(block_waits, 1);
+      }
+      use_chunks(0, matrix.chunks, sums, m_tile < BLOCKS, warp, lane, matrix);
+      hand_over(sums, warp, lane);
+    }
   }
 
   // What was handed over so far is added up and finished: the last M-tile of every reduction, oldest first.
@@ -1611,7 +1300,7 @@ struct DecodeStep {
     #pragma unroll 1
     for (uint32_t i = 0; i < 2; ++i) {
       mbarrier_wait(taken + turn, turn_parity ^ 1);
-      advance_2(turn, turn_parity);
+      advance(turn, turn_parity, 2);
     }
     turn_parity ^= 1;
   }
@@ -1630,24 +1319,7 @@ struct DecodeStep {
     load_copied(thread);
     if (thread == 0) mbarrier_arrive(loaded);
     if (thread == 0) store_shared_u32(block_waits, 0);
-    #pragma unroll 1
-    for (uint32_t m_tile = position; m_tile < QKV_ROWS / 16; m_tile += BLOCKS) {
-      float sums[1][4] = {};
-      if (m_tile + BLOCKS >= QKV_ROWS / 16) {
-        if (thread == 0) store_shared_u32(block_waits, 1);
-      }
-      #pragma unroll 2
-      for (uint32_t chunk = 0; chunk < 2; ++chunk) {
-        if (m_tile < BLOCKS) sum_chunk(chunk, chunk, warp, lane);
-        mbarrier_wait(full + use_stage, use_parity);
-        uint8_t* chunk_2 = ring + use_stage * STAGE_BYTES;
-        multiply_chunk(chunk, chunk, sums, warp, chunk_2, lane);
-        warp_barrier();
-        if (lane == 0) mbarrier_arrive(empty + use_stage);
-        advance(use_stage, use_parity);
-      }
-      hand_over(sums, warp, lane);
-    }
+    multiply_m_tiles(QKV, position, thread, warp, lane);
     wait_until_taken();
     // grid barrier
     fence_proxy_async_global();
@@ -2583,7 +2255,7 @@ struct DecodeStep {
 
   // Chunk `chunk` of an M-tile by the vectors in shared memory, in which it is number `place`.
   __device__ __forceinline__ void multiply_chunk_2(uint32_t chunk, uint32_t place, float (&sums)[1][4], uint32_t warp,
-      uint8_t* chunk_2, uint32_t lane) {
+      uint8_t* chunk_2, uint32_t lane, Matrix matrix) {
     uint32_t have_read = 0;
     #pragma unroll
     for (uint32_t turn = 0; turn < 2; ++turn) {
@@ -2630,7 +2302,7 @@ struct DecodeStep {
       float scaled_4 = f16x2_high(scale_pair);
       sums[0][3] = fma_f32(scaled_4, fma_f32(-8.0f, of_vector.y, products[3] + products_2[3] + products_3[3] + products_4[3]), total_4);
     }
-    if (chunk == 1) {
+    if (chunk == matrix.chunks - 1) {
       const float* factors = (const float*)(chunk_2 + 16896);
       uint32_t row = lane / 4;
       float low = factors[row];
@@ -2647,6 +2319,35 @@ struct DecodeStep {
     wait_for_u32(have_read);
   }
 
+  // Chunks [first, end) of an M-tile in the next stages, by the part of the input that lies beside them.
+  __device__ __forceinline__ void use_chunks_2(uint32_t first, uint32_t end, float (&sums)[1][4], bool is_first,
+      uint32_t warp, uint32_t lane, Matrix matrix) {
+    #pragma unroll 2
+    for (uint32_t chunk = first; chunk < end; ++chunk) {
+      if (is_first) sum_chunk_2(chunk, chunk - first, warp, lane);
+      mbarrier_wait(full + use_stage, use_parity);
+      uint8_t* chunk_2 = ring + use_stage * STAGE_BYTES;
+      multiply_chunk_2(chunk, chunk - first, sums, warp, chunk_2, lane, matrix);
+      warp_barrier();
+      if (lane == 0) mbarrier_arrive(empty + use_stage);
+      advance(use_stage, use_parity, 8);
+    }
+  }
+
+  // The block's M-tiles of a matrix by vectors that are there whole.
+  __device__ __forceinline__ void multiply_m_tiles_2(Matrix matrix, uint32_t position, uint32_t thread, uint32_t warp,
+      uint32_t lane) {
+    #pragma unroll 1
+    for (uint32_t m_tile = position; m_tile < matrix.m_tiles; m_tile += BLOCKS) {
+      float sums[1][4] = {};
+      if (m_tile + BLOCKS >= matrix.m_tiles) {
+        if (thread == 0) store_shared_u32(block_waits, 1);
+      }
+      use_chunks_2(0, matrix.chunks, sums, m_tile < BLOCKS, warp, lane, matrix);
+      hand_over(sums, warp, lane);
+    }
+  }
+
   // ---- phase o ---------------------------------------------------------------------------------------
   // o; onto the residual.
   // Waits for: attention.
@@ -2661,24 +2362,7 @@ struct DecodeStep {
     if (thread == 0) store_shared_u32(block_waits, 1);
     load_copied_2(thread);
     if (thread == 0) store_shared_u32(block_waits, 0);
-    #pragma unroll 1
-    for (uint32_t m_tile = position; m_tile < O_ROWS / 16; m_tile += BLOCKS) {
-      float sums[1][4] = {};
-      if (m_tile + BLOCKS >= O_ROWS / 16) {
-        if (thread == 0) store_shared_u32(block_waits, 1);
-      }
-      #pragma unroll 2
-      for (uint32_t chunk = 0; chunk < 2; ++chunk) {
-        if (m_tile < BLOCKS) sum_chunk_2(chunk, chunk, warp, lane);
-        mbarrier_wait(full + use_stage, use_parity);
-        uint8_t* chunk_2 = ring + use_stage * STAGE_BYTES;
-        multiply_chunk_2(chunk, chunk, sums, warp, chunk_2, lane);
-        warp_barrier();
-        if (lane == 0) mbarrier_arrive(empty + use_stage);
-        advance(use_stage, use_parity);
-      }
-      hand_over(sums, warp, lane);
-    }
+    multiply_m_tiles_2(O, position, thread, warp, lane);
     wait_until_taken();
     // grid barrier
     fence_proxy_async_global();
@@ -2747,7 +2431,7 @@ struct DecodeStep {
 
   // Chunk `chunk` of an M-tile by the vectors in shared memory, in which it is number `place`.
   __device__ __forceinline__ void multiply_chunk_3(uint32_t chunk, uint32_t place, float (&sums)[1][4], uint32_t warp,
-      uint8_t* chunk_2, uint32_t lane) {
+      uint8_t* chunk_2, uint32_t lane, Matrix matrix) {
     uint32_t have_read = 0;
     #pragma unroll
     for (uint32_t turn = 0; turn < 2; ++turn) {
@@ -2794,7 +2478,7 @@ struct DecodeStep {
       float scaled_4 = f16x2_high(scale_pair);
       sums[0][3] = fma_f32(scaled_4, fma_f32(-8.0f, of_vector.y, products[3] + products_2[3] + products_3[3] + products_4[3]), total_4);
     }
-    if (chunk == 1) {
+    if (chunk == matrix.chunks - 1) {
       const float* factors = (const float*)(chunk_2 + 16896);
       uint32_t row = lane / 4;
       float low = factors[row];
@@ -2811,6 +2495,35 @@ struct DecodeStep {
     wait_for_u32(have_read);
   }
 
+  // Chunks [first, end) of an M-tile in the next stages, by the part of the input that lies beside them.
+  __device__ __forceinline__ void use_chunks_3(uint32_t first, uint32_t end, float (&sums)[1][4], bool is_first,
+      uint32_t warp, uint32_t lane, Matrix matrix) {
+    #pragma unroll 2
+    for (uint32_t chunk = first; chunk < end; ++chunk) {
+      if (is_first) sum_chunk_3(chunk, chunk - first, warp, lane);
+      mbarrier_wait(full + use_stage, use_parity);
+      uint8_t* chunk_2 = ring + use_stage * STAGE_BYTES;
+      multiply_chunk_3(chunk, chunk - first, sums, warp, chunk_2, lane, matrix);
+      warp_barrier();
+      if (lane == 0) mbarrier_arrive(empty + use_stage);
+      advance(use_stage, use_parity, 8);
+    }
+  }
+
+  // The block's M-tiles of a matrix by vectors that are there whole.
+  __device__ __forceinline__ void multiply_m_tiles_3(Matrix matrix, uint32_t position, uint32_t thread, uint32_t warp,
+      uint32_t lane) {
+    #pragma unroll 1
+    for (uint32_t m_tile = position; m_tile < matrix.m_tiles; m_tile += BLOCKS) {
+      float sums[1][4] = {};
+      if (m_tile + BLOCKS >= matrix.m_tiles) {
+        if (thread == 0) store_shared_u32(block_waits, 1);
+      }
+      use_chunks_3(0, matrix.chunks, sums, m_tile < BLOCKS, warp, lane, matrix);
+      hand_over(sums, warp, lane);
+    }
+  }
+
   // ---- phase gate_up ---------------------------------------------------------------------------------
   // Norm; gate, up; silu(gate) * up.
   // Waits for: middle, middle_squares.
@@ -2825,24 +2538,7 @@ struct DecodeStep {
     load_copied_3(thread);
     if (thread == 0) mbarrier_arrive(loaded);
     if (thread == 0) store_shared_u32(block_waits, 0);
-    #pragma unroll 1
-    for (uint32_t m_tile = position; m_tile < GATE_UP_ROWS / 16; m_tile += BLOCKS) {
-      float sums[1][4] = {};
-      if (m_tile + BLOCKS >= GATE_UP_ROWS / 16) {
-        if (thread == 0) store_shared_u32(block_waits, 1);
-      }
-      #pragma unroll 2
-      for (uint32_t chunk = 0; chunk < 2; ++chunk) {
-        if (m_tile < BLOCKS) sum_chunk_3(chunk, chunk, warp, lane);
-        mbarrier_wait(full + use_stage, use_parity);
-        uint8_t* chunk_2 = ring + use_stage * STAGE_BYTES;
-        multiply_chunk_3(chunk, chunk, sums, warp, chunk_2, lane);
-        warp_barrier();
-        if (lane == 0) mbarrier_arrive(empty + use_stage);
-        advance(use_stage, use_parity);
-      }
-      hand_over(sums, warp, lane);
-    }
+    multiply_m_tiles_3(GATE_UP, position, thread, warp, lane);
     wait_until_taken();
     // grid barrier
     fence_proxy_async_global();
@@ -3019,7 +2715,7 @@ struct DecodeStep {
         multiply_chunk_4(chunk, chunk - part + place, sums, warp, chunk_2, lane);
         warp_barrier();
         if (lane == 0) mbarrier_arrive(empty + use_stage);
-        advance(use_stage, use_parity);
+        advance(use_stage, use_parity, 8);
       }
       if (position + BLOCKS < DOWN_ROWS / 16) {
         if (part == 6) {
@@ -3032,7 +2728,7 @@ struct DecodeStep {
           multiply_chunk_4(chunk, chunk - part + place, sums_2, warp, chunk_2, lane);
           warp_barrier();
           if (lane == 0) mbarrier_arrive(empty + use_stage);
-          advance(use_stage, use_parity);
+          advance(use_stage, use_parity, 8);
         }
       }
       release(part, thread);
@@ -3144,6 +2840,34 @@ struct DecodeStep {
     }
   }
 
+  // Chunks [first, end) of an M-tile in the next stages, by the part of the input that lies beside them.
+  __device__ __forceinline__ void use_chunks_4(uint32_t first, uint32_t end, float (&sums)[1][4], bool is_first,
+      uint32_t warp, uint32_t lane) {
+    #pragma unroll 2
+    for (uint32_t chunk = first; chunk < end; ++chunk) {
+      mbarrier_wait(full + use_stage, use_parity);
+      uint8_t* chunk_2 = ring + use_stage * STAGE_BYTES;
+      multiply_chunk_5(chunk, chunk - first, sums, chunk_2, warp, lane);
+      warp_barrier();
+      if (lane == 0) mbarrier_arrive(empty + use_stage);
+      advance(use_stage, use_parity, 8);
+    }
+  }
+
+  // The block's M-tiles of a matrix by vectors that are there whole.
+  __device__ __forceinline__ void multiply_m_tiles_4(Matrix matrix, uint32_t position, uint32_t thread, uint32_t warp,
+      uint32_t lane) {
+    #pragma unroll 1
+    for (uint32_t m_tile = position; m_tile < matrix.m_tiles; m_tile += BLOCKS) {
+      float sums[1][4] = {};
+      if (m_tile + BLOCKS >= matrix.m_tiles) {
+        if (thread == 0) store_shared_u32(block_waits, 1);
+      }
+      use_chunks_4(0, matrix.chunks, sums, m_tile < BLOCKS, warp, lane);
+      hand_over(sums, warp, lane);
+    }
+  }
+
   // ---- phase lm_head ---------------------------------------------------------------------------------
   // Norm; lm_head; logits, where they are wanted; each lane's best candidates, in registers.
   // Waits for: hidden, hidden_squares.
@@ -3158,23 +2882,7 @@ struct DecodeStep {
       load_copied_4(thread, warp, lane);
       if (thread == 0) mbarrier_arrive(loaded);
       if (thread == 0) store_shared_u32(block_waits, 0);
-      #pragma unroll 1
-      for (uint32_t m_tile = position; m_tile < LM_HEAD_ROWS / 16; m_tile += BLOCKS) {
-        float sums[1][4] = {};
-        if (m_tile + BLOCKS >= LM_HEAD_ROWS / 16) {
-          if (thread == 0) store_shared_u32(block_waits, 1);
-        }
-        #pragma unroll 2
-        for (uint32_t chunk = 0; chunk < 8; ++chunk) {
-          mbarrier_wait(full + use_stage, use_parity);
-          uint8_t* chunk_2 = ring + use_stage * STAGE_BYTES;
-          multiply_chunk_5(chunk, chunk, sums, chunk_2, warp, lane);
-          warp_barrier();
-          if (lane == 0) mbarrier_arrive(empty + use_stage);
-          advance(use_stage, use_parity);
-        }
-        hand_over(sums, warp, lane);
-      }
+      multiply_m_tiles_4(LM_HEAD, position, thread, warp, lane);
       wait_until_taken();
     }
   }
@@ -4093,7 +3801,7 @@ struct DecodeStep {
         uint8_t* chunk = ring + use_stage * STAGE_BYTES;
         warp_barrier();
         if (lane == 0) mbarrier_arrive(empty + use_stage);
-        advance(use_stage, use_parity);
+        advance(use_stage, use_parity, 8);
       }
     }
   }
@@ -4157,21 +3865,21 @@ struct DecodeStep {
           for (uint32_t layer = 0; layer < 32; ++layer) {
             uint64_t layer_offset = (uint64_t)(layer) * 112803840;
             // qkv
-            fetch_qkv(layer_offset);
+            fetch(QKV, layer_offset);
             // keys and values of earlier tokens
             if (layer == 0 && step > 0) {
               if (launch_is_over(step)) return;
             }
             copy_items(layer, step);
             // o
-            fetch_o(layer_offset);
+            fetch(O, layer_offset);
             // gate_up
-            fetch_gate_up(layer_offset);
+            fetch(GATE_UP, layer_offset);
             // down
-            fetch_down(layer_offset);
+            fetch(DOWN, layer_offset);
           }
           // lm_head
-          if (step >= head_from || logits != nullptr) fetch_lm_head();
+          if (step >= head_from || logits != nullptr) fetch(LM_HEAD, 0);
           // sampling
         }
       }
@@ -4184,14 +3892,15 @@ struct DecodeStep {
           uint32_t step_epoch = epoch + step * 99;
           for (uint32_t layer = 0; layer < 32; ++layer) {
             uint32_t layer_epoch = step_epoch + layer + 1;
-            finish_qkv(layer);
-            finish_o(layer);
-            finish_gate_up();
-            finish_down(layer);
+            finish_qkv(layer_epoch, layer);
+            finish_matrix(O, norms + (layer * 2 + 1) * HIDDEN, EXCHANGED_MIDDLE, EXCHANGE_MIDDLE_SQUARES, layer_epoch);
+            finish_gate_up(layer_epoch);
+            finish_matrix(DOWN, norms + (layer * 2 + 2) * HIDDEN, EXCHANGED_HIDDEN, EXCHANGE_HIDDEN_SQUARES,
+                layer_epoch);
           }
           float best = -bits_float(0x7f800000);
           uint32_t best_token = NO_TOKEN;
-          if (step >= head_from || logits != nullptr) finish_lm_head(step, best, best_token);
+          if (step >= head_from || logits != nullptr) finish_lm_head(step_epoch, step, best, best_token);
           lay_down_candidates(best, best_token);
           mbarrier_wait(step_done, step % 2);
           uint32_t stop = 0;
@@ -4225,7 +3934,7 @@ struct DecodeStep {
         begin_step(step);
         if (has_new_plan) keep();
         named_barrier(1, CONSUMERS);
-        publish_embeddings();
+        publish_embeddings(step_epoch);
         load_angles();
         named_barrier(1, CONSUMERS);
         // grid barrier

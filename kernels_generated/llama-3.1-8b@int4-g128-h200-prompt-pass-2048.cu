@@ -31,21 +31,14 @@ __device__ __forceinline__ uint8_t* shared_arena() {
   return cheetah_shared_memory;
 }
 
-__device__ __forceinline__ void block_barrier() {
-  __syncthreads();
-}
+__device__ __forceinline__ void block_barrier() { __syncthreads(); }
 
 __device__ __forceinline__ void named_barrier(uint32_t id, uint32_t threads) {
   asm volatile("bar.sync %0, %1;" :: "r"(id), "r"(threads) : "memory");
 }
 
-__device__ __forceinline__ void give_registers() {
-  asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
-}
-
-__device__ __forceinline__ void take_registers() {
-  asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
-}
+__device__ __forceinline__ void give_registers() { asm volatile("setmaxnreg.dec.sync.aligned.u32 40;"); }
+__device__ __forceinline__ void take_registers() { asm volatile("setmaxnreg.inc.sync.aligned.u32 232;"); }
 
 __device__ __forceinline__ void wait_for_u32(uint32_t value) {
   asm volatile("{.reg .pred p; setp.eq.u32 p, %0, 0x7fc0dead; @p nanosleep.u32 1;}" :: "r"(value) : "memory");
@@ -56,9 +49,7 @@ __device__ __forceinline__ uint32_t renewed_u32(uint32_t value) {
   return value;
 }
 
-__device__ __forceinline__ void warp_barrier() {
-  __syncwarp();
-}
+__device__ __forceinline__ void warp_barrier() { __syncwarp(); }
 
 __device__ __forceinline__ float shuffle_xor_f32(float value, uint32_t mask) {
   return __shfl_xor_sync(0xffffffffu, value, mask);
@@ -108,9 +99,7 @@ __device__ __forceinline__ void bulk_copy(void* destination, const void* source,
     : "memory");
 }
 
-__device__ __forceinline__ void fence_proxy_async() {
-  asm volatile("fence.proxy.async;" ::: "memory");
-}
+__device__ __forceinline__ void fence_proxy_async() { asm volatile("fence.proxy.async;" ::: "memory"); }
 
 __device__ __forceinline__ void add_release_u64(uint64_t* place, uint64_t value) {
   asm volatile("red.release.gpu.global.add.u64 [%0], %1;" :: "l"(place), "l"(value) : "memory");
@@ -129,17 +118,9 @@ __device__ __forceinline__ uint32_t load_constant_u32(const void* place) {
   return result;
 }
 
-__device__ __forceinline__ uint32_t float_bits(float value) {
-  return __float_as_uint(value);
-}
-
-__device__ __forceinline__ float bits_float(uint32_t bits) {
-  return __uint_as_float(bits);
-}
-
-__device__ __forceinline__ float bf16_to_f32(bf16 value) {
-  return __uint_as_float((uint32_t)value.bits << 16);
-}
+__device__ __forceinline__ uint32_t float_bits(float value) { return __float_as_uint(value); }
+__device__ __forceinline__ float bits_float(uint32_t bits) { return __uint_as_float(bits); }
+__device__ __forceinline__ float bf16_to_f32(bf16 value) { return __uint_as_float((uint32_t)value.bits << 16); }
 
 __device__ __forceinline__ bf16 f32_to_bf16(float value) {
   bf16 result;
@@ -153,13 +134,8 @@ __device__ __forceinline__ uint32_t pack_bf16x2(float low, float high) {
   return result;
 }
 
-__device__ __forceinline__ float bf16x2_low(uint32_t pair) {
-  return __uint_as_float(pair << 16);
-}
-
-__device__ __forceinline__ float bf16x2_high(uint32_t pair) {
-  return __uint_as_float(pair & 0xffff0000u);
-}
+__device__ __forceinline__ float bf16x2_low(uint32_t pair) { return __uint_as_float(pair << 16); }
+__device__ __forceinline__ float bf16x2_high(uint32_t pair) { return __uint_as_float(pair & 0xffff0000u); }
 
 __device__ __forceinline__ float f16x2_low(uint32_t pair) {
   float result;
@@ -177,9 +153,7 @@ __device__ __forceinline__ uint32_t byte_permute(uint32_t a, uint32_t b, uint32_
   return __byte_perm(a, b, selector);
 }
 
-__device__ __forceinline__ float fma_f32(float a, float b, float c) {
-  return __fmaf_rn(a, b, c);
-}
+__device__ __forceinline__ float fma_f32(float a, float b, float c) { return __fmaf_rn(a, b, c); }
 
 __device__ __forceinline__ float exp2_f32(float value) {
   float result;
@@ -187,21 +161,10 @@ __device__ __forceinline__ float exp2_f32(float value) {
   return result;
 }
 
-__device__ __forceinline__ float exp_f32(float value) {
-  return __expf(value);
-}
-
-__device__ __forceinline__ float rsqrt_f32(float value) {
-  return rsqrtf(value);
-}
-
-__device__ __forceinline__ float divide_f32(float a, float b) {
-  return __fdividef(a, b);
-}
-
-__device__ __forceinline__ float maximum_f32(float a, float b) {
-  return fmaxf(a, b);
-}
+__device__ __forceinline__ float exp_f32(float value) { return __expf(value); }
+__device__ __forceinline__ float rsqrt_f32(float value) { return rsqrtf(value); }
+__device__ __forceinline__ float divide_f32(float a, float b) { return __fdividef(a, b); }
+__device__ __forceinline__ float maximum_f32(float a, float b) { return fmaxf(a, b); }
 
 __device__ __forceinline__ uint4 make_u32x4(uint32_t x, uint32_t y, uint32_t z, uint32_t w) {
   return make_uint4(x, y, z, w);
@@ -212,21 +175,10 @@ __device__ __forceinline__ uint64_t matrix_descriptor(const void* start, uint32_
     | (uint64_t)(stride_bytes >> 4) << 32;
 }
 
-__device__ __forceinline__ void wgmma_fence() {
-  asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
-}
-
-__device__ __forceinline__ void wgmma_commit() {
-  asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
-}
-
-__device__ __forceinline__ void wgmma_wait_all() {
-  asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
-}
-
-__device__ __forceinline__ void wgmma_wait_but_one() {
-  asm volatile("wgmma.wait_group.sync.aligned 1;" ::: "memory");
-}
+__device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+__device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+__device__ __forceinline__ void wgmma_wait_all() { asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory"); }
+__device__ __forceinline__ void wgmma_wait_but_one() { asm volatile("wgmma.wait_group.sync.aligned 1;" ::: "memory"); }
 
 __device__ __forceinline__ void wgmma_bf16_n64(float (&sums)[32], uint4 a, uint64_t b, uint32_t accumulate) {
   asm volatile("{\n\t.reg .pred p;\n\t"
@@ -279,34 +231,20 @@ struct PromptPass {
   uint8_t* workspace;
   const int32_t* wanted;
   bf16* hidden_states;
-  uint32_t column_count;
-  uint32_t segment_count;
-  uint32_t tile_count;
-  uint32_t wanted_count;
+  uint32_t column_count, segment_count, tile_count, wanted_count;
   uint64_t arrivals;
   uint8_t* arena;
-  uint32_t block;
-  uint32_t thread;
-  uint32_t warp;
-  uint32_t lane;
-  uint32_t token_tiles;
+  uint32_t block, thread, warp, lane, token_tiles;
   uint64_t* full;
   uint64_t* empty;
   uint8_t* ring;
-  uint32_t of_few;
-  uint32_t weights_stage;
-  uint32_t weights_parity;
-  uint32_t activations_stage;
-  uint32_t activations_parity;
-  uint32_t stage;
-  uint32_t parity;
-  uint32_t turn;
+  uint32_t of_few, weights_stage, weights_parity, activations_stage, activations_parity, stage, parity, turn;
   float* scales;
 
   // The next stage of the ring; behind the last comes the first, in the next pass.
-  __device__ __forceinline__ void advance(uint32_t& stage, uint32_t& parity) {
+  __device__ __forceinline__ void advance(uint32_t& stage, uint32_t& parity, uint32_t stages) {
     stage += 1;
-    if (stage == 4) {
+    if (stage == stages) {
       stage = 0;
       parity ^= 1;
     }
@@ -339,7 +277,7 @@ struct PromptPass {
             bulk_copy(place, tile_2, 512, barrier);
             bulk_copy(place + 512, tile_2 + 1024, 32, barrier);
           }
-          advance(weights_stage, weights_parity);
+          advance(weights_stage, weights_parity, 4);
           uint64_t* barrier_2 = full + weights_stage;
           if (lane < count) {
             mbarrier_wait(empty + weights_stage, weights_parity);
@@ -348,7 +286,7 @@ struct PromptPass {
             bulk_copy(place, tile_2 + 512, 512, barrier_2);
             bulk_copy(place + 512, tile_2 + 1024, 32, barrier_2);
           }
-          advance(weights_stage, weights_parity);
+          advance(weights_stage, weights_parity, 4);
         }
       }
       warp_barrier();
@@ -368,7 +306,7 @@ struct PromptPass {
           mbarrier_wait(empty + weights_stage, weights_parity);
           if (lane == 0) mbarrier_arrive_expect_tx(barrier, 0);
         }
-        advance(weights_stage, weights_parity);
+        advance(weights_stage, weights_parity, 4);
       }
       warp_barrier();
     }
@@ -401,7 +339,7 @@ struct PromptPass {
             bulk_copy(place, tile_2, 512, barrier);
             bulk_copy(place + 512, tile_2 + 1024, 32, barrier);
           }
-          advance(weights_stage, weights_parity);
+          advance(weights_stage, weights_parity, 4);
           uint64_t* barrier_2 = full + weights_stage;
           if (lane < count) {
             mbarrier_wait(empty + weights_stage, weights_parity);
@@ -410,7 +348,7 @@ struct PromptPass {
             bulk_copy(place, tile_2 + 512, 512, barrier_2);
             bulk_copy(place + 512, tile_2 + 1024, 32, barrier_2);
           }
-          advance(weights_stage, weights_parity);
+          advance(weights_stage, weights_parity, 4);
         }
       }
       #pragma unroll 1
@@ -420,7 +358,7 @@ struct PromptPass {
           mbarrier_wait(empty + weights_stage, weights_parity);
           if (lane == 0) mbarrier_arrive_expect_tx(barrier, 0);
         }
-        advance(weights_stage, weights_parity);
+        advance(weights_stage, weights_parity, 4);
       }
       warp_barrier();
     }
@@ -453,7 +391,7 @@ struct PromptPass {
             bulk_copy(place, tile_2, 512, barrier);
             bulk_copy(place + 512, tile_2 + 1024, 32, barrier);
           }
-          advance(weights_stage, weights_parity);
+          advance(weights_stage, weights_parity, 4);
           uint64_t* barrier_2 = full + weights_stage;
           if (lane < count) {
             mbarrier_wait(empty + weights_stage, weights_parity);
@@ -462,7 +400,7 @@ struct PromptPass {
             bulk_copy(place, tile_2 + 512, 512, barrier_2);
             bulk_copy(place + 512, tile_2 + 1024, 32, barrier_2);
           }
-          advance(weights_stage, weights_parity);
+          advance(weights_stage, weights_parity, 4);
         }
       }
       warp_barrier();
@@ -496,7 +434,7 @@ struct PromptPass {
             bulk_copy(place, tile_2, 512, barrier);
             bulk_copy(place + 512, tile_2 + 1024, 32, barrier);
           }
-          advance(weights_stage, weights_parity);
+          advance(weights_stage, weights_parity, 4);
           uint64_t* barrier_2 = full + weights_stage;
           if (lane < count) {
             mbarrier_wait(empty + weights_stage, weights_parity);
@@ -505,7 +443,7 @@ struct PromptPass {
             bulk_copy(place, tile_2 + 512, 512, barrier_2);
             bulk_copy(place + 512, tile_2 + 1024, 32, barrier_2);
           }
-          advance(weights_stage, weights_parity);
+          advance(weights_stage, weights_parity, 4);
         }
       }
       #pragma unroll 1
@@ -515,7 +453,7 @@ struct PromptPass {
           mbarrier_wait(empty + weights_stage, weights_parity);
           if (lane == 0) mbarrier_arrive_expect_tx(barrier, 0);
         }
-        advance(weights_stage, weights_parity);
+        advance(weights_stage, weights_parity, 4);
       }
       warp_barrier();
     }
@@ -540,7 +478,7 @@ struct PromptPass {
           uint64_t k_bytes = (uint64_t)(k_tile + index) * 131072;
           bulk_copy(place, source + k_bytes, 16384, barrier);
         }
-        advance(activations_stage, activations_parity);
+        advance(activations_stage, activations_parity, 4);
       }
     }
   }
@@ -560,7 +498,7 @@ struct PromptPass {
         mbarrier_arrive_expect_tx(barrier, 32768);
         bulk_copy(ring + activations_stage * 37888, workspace + 67404800 + offset, 16384, barrier);
         bulk_copy(ring + activations_stage * 37888 + 16384, workspace + 100959232 + offset, 16384, barrier);
-        advance(activations_stage, activations_parity);
+        advance(activations_stage, activations_parity, 4);
       }
     }
   }
@@ -584,7 +522,7 @@ struct PromptPass {
           uint64_t k_bytes = (uint64_t)(k_tile + index) * 131072;
           bulk_copy(place, source + k_bytes, 16384, barrier);
         }
-        advance(activations_stage, activations_parity);
+        advance(activations_stage, activations_parity, 4);
       }
       uint32_t first = row_tile * 8;
       uint32_t m_tiles = min(256 - first, 8u);
@@ -599,7 +537,7 @@ struct PromptPass {
           const uint8_t* source_2 = (const uint8_t*)((float*)(workspace + 1024)) + place * 512;
           bulk_copy(ring + activations_stage * 37888 + m_tile * 4096, source_2, 4096, barrier);
         }
-        advance(activations_stage, activations_parity);
+        advance(activations_stage, activations_parity, 4);
       }
     }
   }
@@ -623,7 +561,7 @@ struct PromptPass {
           uint64_t k_bytes = (uint64_t)(k_tile + index) * 131072;
           bulk_copy(place, source + k_bytes, 16384, barrier);
         }
-        advance(activations_stage, activations_parity);
+        advance(activations_stage, activations_parity, 4);
       }
     }
   }
@@ -647,7 +585,7 @@ struct PromptPass {
           uint64_t k_bytes = (uint64_t)(k_tile + index) * 131072;
           bulk_copy(place, source + k_bytes, 16384, barrier);
         }
-        advance(activations_stage, activations_parity);
+        advance(activations_stage, activations_parity, 4);
       }
       uint32_t first = row_tile * 8;
       uint32_t m_tiles = min(256 - first, 8u);
@@ -662,7 +600,7 @@ struct PromptPass {
           const uint8_t* source_2 = (const uint8_t*)((float*)(workspace + 1024)) + place * 512;
           bulk_copy(ring + activations_stage * 37888 + m_tile * 4096, source_2, 4096, barrier);
         }
-        advance(activations_stage, activations_parity);
+        advance(activations_stage, activations_parity, 4);
       }
     }
   }
@@ -804,7 +742,7 @@ struct PromptPass {
     uint64_t descriptor_7 = keys + 112;
     wgmma_bf16_n64(logits, queries[7], descriptor_7, 1);
     wgmma_commit();
-    advance(stage, parity);
+    advance(stage, parity, 4);
   }
 
   // Keys that a row does not see have no weight. Most tiles lie whole before the first row of the warp.
@@ -1187,7 +1125,7 @@ struct PromptPass {
     wgmma_bf16_n256(sums, fragments[3], descriptor + 1040, 1);
     wgmma_commit();
     previous = stage_2;
-    advance(stage, parity);
+    advance(stage, parity, 4);
   }
 
   // Issue the products of a stage's K-tiles, then wait for those of the stage before and give that back. turn: 0
@@ -1222,7 +1160,7 @@ struct PromptPass {
     warp_barrier();
     if (lane == 0) mbarrier_arrive(empty + previous);
     previous = stage_2;
-    advance(stage, parity);
+    advance(stage, parity, 4);
   }
 
   __device__ __forceinline__ void store_query(uint32_t head, uint32_t column, uint32_t unit, uint32_t word) {
@@ -1511,7 +1449,7 @@ struct PromptPass {
     wait_for_u32(float_bits(last));
     warp_barrier();
     if (lane == 0) mbarrier_arrive(empty + stage_2);
-    advance(stage, parity);
+    advance(stage, parity, 4);
   }
 
   // The 16 rows of an M-tile as 16 columns of a vector in token order, rounded to bf16.
@@ -1714,7 +1652,7 @@ struct PromptPass {
     wait_for_u32(float_bits(last));
     warp_barrier();
     if (lane == 0) mbarrier_arrive(empty + stage_2);
-    advance(stage, parity);
+    advance(stage, parity, 4);
   }
 
   __device__ __forceinline__ void finish_groups_3(float (&sums)[128], uint32_t m_tile, uint32_t layer, uint32_t phase,
@@ -1829,7 +1767,7 @@ struct PromptPass {
     wait_for_u32(float_bits(last));
     warp_barrier();
     if (lane == 0) mbarrier_arrive(empty + stage_2);
-    advance(stage, parity);
+    advance(stage, parity, 4);
   }
 
   __device__ __forceinline__ void finish_groups_4(float (&sums)[128], uint32_t m_tile, uint32_t layer, uint32_t phase,
@@ -1944,7 +1882,7 @@ struct PromptPass {
     wait_for_u32(float_bits(last));
     warp_barrier();
     if (lane == 0) mbarrier_arrive(empty + stage_2);
-    advance(stage, parity);
+    advance(stage, parity, 4);
   }
 
   __device__ __forceinline__ void finish_groups_5(float (&sums)[128], uint32_t m_tile, uint32_t layer, uint32_t phase,
