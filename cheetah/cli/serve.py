@@ -58,11 +58,11 @@ def serve(
     drain: Annotated[int, typer.Option(min=0, help="Seconds that requests have to end after SIGTERM.")] = 120,
     tool_call_parser: Annotated[
         str | None,
-        typer.Option(help="hermes or llama3_json; by default what the template shows.", show_default=False),
+        typer.Option(help="hermes, llama3_json or openai; by default what the template shows.", show_default=False),
     ] = None,
     reasoning_parser: Annotated[
         str | None,
-        typer.Option(help="qwen3 or deepseek_r1: thoughts come beside the answer, not in it.", show_default=False),
+        typer.Option(help="qwen3, deepseek_r1, openai_gptoss: thoughts come beside the answer.", show_default=False),
     ] = None,
     seed: RequestSeed = None,
     log_level: Annotated[str, typer.Option(help="critical, error, warning, info or debug.")] = "info",

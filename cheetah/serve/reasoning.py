@@ -15,6 +15,9 @@ OPEN, CLOSE = "<think>", "</think>"
 REASONING_PARSERS: Mapping[str, bool] = {"qwen3": False, "deepseek_r1": True}
 """By vLLM's names: whether a text without <think> begins with a thought, as where the chat template has opened it."""
 
+HARMONY_REASONING = "openai_gptoss"
+"""vLLM's name for what tells answers of several channels apart: see `cheetah.serve.harmony`."""
+
 
 class _Place(Enum):
     BEFORE = auto()

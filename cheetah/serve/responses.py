@@ -10,6 +10,7 @@ from cheetah.runtime.outputs import StreamPiece
 from cheetah.serve.answers import Record, Usage, new_id
 from cheetah.serve.logprobs import ChatLogprobs
 from cheetah.serve.records import Messages, ResponseBody
+from cheetah.serve.tools import ToolParser
 
 
 def messages_of(body: ResponseBody) -> Messages:
@@ -24,10 +25,11 @@ def messages_of(body: ResponseBody) -> Messages:
 
 
 class ResponseAnswer:
-    """One response with one message of one text. logprobs: tells those that pieces have."""
+    """One response with one message of one text. logprobs: tells those that pieces have. parser: of whose parts the
+    texts are told."""
 
-    def __init__(self, model: str, usage: Usage, body: ResponseBody, logprobs: ChatLogprobs):
-        self.usage, self._logprobs = usage, logprobs
+    def __init__(self, model: str, usage: Usage, body: ResponseBody, logprobs: ChatLogprobs, parser: ToolParser):
+        self.usage, self._logprobs, self._parser = usage, logprobs, parser
         self._model, self._body = model, body
         self._id, self._item_id, self._created = new_id("resp"), new_id("msg"), int(time.time())
         self._text, self._entries = "", list[Record]()
@@ -39,7 +41,7 @@ class ResponseAnswer:
             yield self._event("response.in_progress", response=self._response("in_progress", []))
             yield self._event("response.output_item.added", item=self._item("in_progress", []), output_index=0)
             yield self._event("response.content_part.added", part=self._part("", []), **self._place)
-        text, entries = piece.text or "", self._logprobs.entries(piece.logprobs or ())
+        text, entries = self._shown(piece, piece.finished), self._logprobs.entries(piece.logprobs or ())
         if text or entries:
             self._text += text
             self._entries += entries
@@ -52,7 +54,12 @@ class ResponseAnswer:
 
     def whole(self, pieces: Sequence[StreamPiece]) -> Record:
         entries = self._logprobs.entries(pieces[0].logprobs or ())
-        return self._finished(self._part(pieces[0].text or "", entries), pieces[0].finish_reason)
+        return self._finished(self._part(self._shown(pieces[0], True), entries), pieces[0].finish_reason)
+
+    def _shown(self, piece: StreamPiece, is_last: bool) -> str:
+        """What of a piece is for the reader."""
+        parts = [*self._parser.feed(piece.text or ""), *(self._parser.finish() if is_last else ())]
+        return "".join(part for part in parts if isinstance(part, str))
 
     @property
     def _place(self) -> Record:

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, TypeVar
 
 from cheetah.errors import CheetahError
@@ -23,10 +24,11 @@ from cheetah.serve.answers import Answer, ChatAnswer, CompletionAnswer, Usage
 from cheetah.serve.driver import Answers, Driver, QueueFull
 from cheetah.serve.embeddings import EmbeddingBody, embeddings
 from cheetah.serve.errors import ApiError, of_mistake, refused
+from cheetah.serve.harmony import Harmony
 from cheetah.serve.logprobs import ChatLogprobs, CompletionLogprobs, TokenTexts
 from cheetah.serve.metrics import Metrics, RequestMetrics
 from cheetah.serve.reading import Reading
-from cheetah.serve.reasoning import REASONING_PARSERS, Reasoning
+from cheetah.serve.reasoning import HARMONY_REASONING, REASONING_PARSERS, Reasoning
 from cheetah.serve.records import (
     ChatBody,
     CompletionBody,
@@ -47,7 +49,7 @@ from cheetah.serve.structure import (
     structure_of_calls,
     structure_of_text,
 )
-from cheetah.serve.tools import PARSERS, NoTools, ToolParser, parser_of_template
+from cheetah.serve.tools import HARMONY, PARSERS, NoTools, ToolParser, parser_of_template
 
 TOO_LONG = "context_length_exceeded"
 """The code of what does not fit, which OpenAI's clients know."""
@@ -72,9 +74,9 @@ class Options:
     hosts: if any, requests must name one of them as their Host.
     most_waiting: completions that may wait in line before further ones are refused. body_bytes: of a request at most.
     stuck_after_s: a step of the engine that takes longer makes /health fail. tool_parser: a name of
-    `serve.tools.PARSERS`; None for what the chat template tells. reasoning_parser: a name of
-    `serve.reasoning.REASONING_PARSERS`; None leaves thoughts in the text. seed: of requests without one; None for a
-    new one each. read_ceiling: GB/s that the GPU reads at most, as it was measured.
+    `serve.tools.PARSERS` or HARMONY; None for what the chat template tells. reasoning_parser: a name of
+    `serve.reasoning.REASONING_PARSERS`; None leaves thoughts in the text, but those of HARMONY. seed: of requests
+    without one; None for a new one each. read_ceiling: GB/s that the GPU reads at most, as it was measured.
     """
 
     names: tuple[str, ...]
@@ -89,10 +91,10 @@ class Options:
     read_ceiling: float | None = None
 
     def __post_init__(self) -> None:
-        if self.tool_parser is not None and self.tool_parser not in PARSERS:
-            raise CheetahError(f"tool_parser={self.tool_parser!r}: choose one of {', '.join(PARSERS)}")
-        if self.reasoning_parser not in (None, *REASONING_PARSERS):
-            known = ", ".join(REASONING_PARSERS)
+        if self.tool_parser not in (None, *PARSERS, HARMONY):
+            raise CheetahError(f"tool_parser={self.tool_parser!r}: choose one of {', '.join((*PARSERS, HARMONY))}")
+        if self.reasoning_parser not in (None, *REASONING_PARSERS, HARMONY_REASONING):
+            known = ", ".join((*REASONING_PARSERS, HARMONY_REASONING))
             raise CheetahError(f"reasoning_parser={self.reasoning_parser!r}: choose one of {known}")
 
 
@@ -141,7 +143,8 @@ class Service:
         self.driver = Driver(llm.engine, llm.prompts, options.most_waiting, options.stuck_after_s, on_fault)
         self.reading = Reading(options.body_bytes, VALUES + 2 * self.context)
         name = options.tool_parser or parser_of_template(llm.prompts.default_template)
-        self._parser: Callable[[], ToolParser] | None = PARSERS[name] if name else None
+        self._has_channels = name == HARMONY or options.reasoning_parser == HARMONY_REASONING
+        self._parser: Callable[[], ToolParser] | None = Harmony if self._has_channels else PARSERS.get(name or "")
 
     def completion(self, body: CompletionBody) -> Prepared:
         self._check_model(body.model)
@@ -185,7 +188,9 @@ class Service:
             raise refused("prompt_logprobs", "is not told in streams: leave out stream")
         logprobs = ChatLogprobs(TokenTexts(self._prompts.tokenizer), params.logprobs or 0)
         if structure is None:  # else all of the text is the answer
-            new_parser = self._behind_thoughts(new_parser)
+            new_parser, params = self._behind_thoughts(new_parser), self._with_channels(params)
+        elif self._has_channels:
+            new_parser = NoTools
         answer = ChatAnswer(self._name, Usage(), new_parser, not body.parallel_tool_calls, body.told, logprobs)
         return self._prepared([ids], params, answer, body.stream, "messages", structure)
 
@@ -197,7 +202,10 @@ class Service:
         params = self._params(sampled, body.max_output_tokens, structure=structure, logprobs=_top_of_response(body))
         ids = self._render(messages_of(body), TemplateOptions(), {}, params, "input")
         logprobs = ChatLogprobs(TokenTexts(self._prompts.tokenizer), params.logprobs or 0)
-        answer = ResponseAnswer(self._name, Usage(), body, logprobs)
+        parser: ToolParser = NoTools()
+        if structure is None and self._has_channels:
+            parser, params = Harmony(has_tools=False), self._with_channels(params)
+        answer = ResponseAnswer(self._name, Usage(), body, logprobs, parser)
         return self._prepared([ids], params, answer, body.stream, "input", structure)
 
     def embeddings(self, body: EmbeddingBody) -> Callable[[], dict[str, Any]]:
@@ -295,7 +303,7 @@ class Service:
         if choice == "none" or not body.tools:
             if choice != "none" and body.tool_choice is not None:
                 raise refused("tool_choice", "there are no tools to choose from: give tools, or leave it out")
-            return NoTools
+            return partial(Harmony, has_tools=False) if self._has_channels else NoTools
         if self._parser is None:
             known = " or ".join(PARSERS)
             raise refused(
@@ -307,15 +315,21 @@ class Service:
 
     def _behind_thoughts(self, new_parser: Callable[[], ToolParser]) -> Callable[[], ToolParser]:
         """The parser for what follows the thoughts, if these are told apart."""
-        if (name := self.options.reasoning_parser) is None:
+        if (name := self.options.reasoning_parser) is None or self._has_channels:
             return new_parser
         return lambda: Reasoning(new_parser(), REASONING_PARSERS[name])
+
+    def _with_channels(self, params: SamplingParams) -> SamplingParams:
+        """Where answers have channels, these are told by special tokens."""
+        return replace(params, skip_special_tokens=False) if self._has_channels else params
 
     def _calls_that_must_be(self, body: ChatBody) -> Structure | None:
         """What the text is where the request does not leave it to the model whether it calls a tool."""
         choice, form = body.tool_choice, self._parser_for(body)().form
-        if form is None or choice in (None, "auto"):
+        if choice in (None, "auto", "none"):
             return None
+        if form is None:
+            raise refused("tool_choice", "answers of several channels cannot be held to calls: leave it out")
         name = None if choice == "required" else _chosen_function(choice)
         return structure_of_calls(form, body.tools, name, one=name is not None or not body.parallel_tool_calls)
 

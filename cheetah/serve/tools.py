@@ -137,12 +137,16 @@ class Llama3Json:
 
 PARSERS: Mapping[str, Callable[[], ToolParser]] = {"hermes": Hermes, "llama3_json": Llama3Json}
 """By vLLM's names."""
+HARMONY = "openai"
+"""The name of what finds calls in answers of several channels: see `cheetah.serve.harmony`."""
 
 
 def parser_of_template(template: str | None) -> str | None:
     """The name of the parser for models with this chat template; None if it tells nothing."""
     if template is None:
         return None
+    if "<|channel|>" in template:
+        return HARMONY
     if OPEN in template:
         return "hermes"
     return "llama3_json" if '"parameters"' in template and "<|start_header_id|>" in template else None

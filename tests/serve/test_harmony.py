@@ -1,0 +1,108 @@
+"""Answers of several channels, as gpt-oss writes them: however the text is cut, and as OpenAI's client gets them."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import openai
+import pytest
+
+from cheetah.runtime import SamplingParams
+from cheetah.runtime.text.pieces import Pieces
+from cheetah.serve.harmony import Harmony
+from cheetah.serve.tools import HARMONY, AnswerPart, Thought, ToolCall, parser_of_template
+from tests.serve.serving import quick_llm, served
+from tests.serve.test_tools import TOOLS, Scripted
+
+ANALYSIS = "<|channel|>analysis<|message|>Which city? <b>Köln</b>.<|end|>"
+FINAL = "<|start|>assistant<|channel|>final<|message|>It rains <|in Köln."
+CALL = (
+    '<|start|>assistant<|channel|>commentary to=functions.weather <|constrain|>json<|message|>{"city": "Köln"}<|call|>'
+)
+OTHER_CALL = '<|start|>assistant to=functions.time<|channel|>commentary json<|message|>{"zone": 1}'
+THOUGHT = Thought("Which city? <b>Köln</b>.")
+WEATHER = ToolCall("weather", '{"city": "Köln"}')
+
+
+def parsed(pieces: Sequence[str], has_tools: bool = True) -> list[AnswerPart]:
+    """What the parser gives, neighbours of a kind as one."""
+    parser = Harmony(has_tools)
+    found: list[AnswerPart] = []
+    for part in [part for piece in pieces for part in parser.feed(piece)] + parser.finish():
+        if found and isinstance(found[-1], str) and isinstance(part, str):
+            found[-1] += part
+        elif found and isinstance(found[-1], Thought) and isinstance(part, Thought):
+            found[-1] = Thought(found[-1].text + part.text)
+        else:
+            found.append(part)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("text", "wanted"),
+    [
+        (ANALYSIS + FINAL, [THOUGHT, "It rains <|in Köln."]),
+        (ANALYSIS + FINAL + "<|return|>", [THOUGHT, "It rains <|in Köln."]),
+        (ANALYSIS + CALL, [THOUGHT, WEATHER]),
+        (CALL.removesuffix("<|call|>"), [WEATHER]),
+        (CALL + OTHER_CALL, [WEATHER, ToolCall("time", '{"zone": 1}')]),
+        ("<|channel|>commentary<|message|>Let me see. <|end|>" + CALL, ["Let me see. ", WEATHER]),
+        (CALL.replace('"}<|call|>', ""), ['{"city": "Köln']),
+        (CALL.replace('{"city": "Köln"}', ""), [ToolCall("weather", "{}")]),
+        (ANALYSIS[:-20], [Thought(ANALYSIS[len("<|channel|>analysis<|message|>") : -20])]),
+        ("<|channel|>ana", []),
+        ("<|channel|>analysis to=python<|message|>1 + 1<|call|>", [Thought("1 + 1")]),
+        ("It rains.", ["It rains."]),
+        ("It rains. " * 200, ["It rains. " * 200]),
+    ],
+)
+def test_channels_however_the_text_is_cut(text: str, wanted: list[AnswerPart]) -> None:
+    assert parsed([text]) == wanted and parsed(list(text)) == wanted
+    for cut in range(1, min(len(text), 200)):
+        assert parsed([text[:cut], text[cut:]]) == wanted, cut
+
+
+def test_calls_of_what_nobody_gave_are_thoughts() -> None:
+    assert parsed([ANALYSIS + CALL + FINAL], has_tools=False) == [
+        Thought(THOUGHT.text + '{"city": "Köln"}'),
+        "It rains <|in Köln.",
+    ]
+
+
+def test_the_template_tells_it() -> None:
+    assert parser_of_template("{{ '<|channel|>' }} <tool_call>") == HARMONY
+
+
+@dataclasses.dataclass(frozen=True)
+class Unskipped(Scripted):
+    """As `Scripted`, where special tokens have to be shown."""
+
+    def pieces(self, prompt_ids: Sequence[int], params: SamplingParams, index: int) -> Pieces:
+        assert not params.skip_special_tokens
+        return super().pieces(prompt_ids, params, index)
+
+
+@pytest.mark.slow
+def test_a_client_gets_channels_apart() -> None:
+    template = "{% for message in messages %}{{ message.content }}{% endfor %}{# <|channel|> #}"
+    with quick_llm(chat_template=template) as llm:
+        llm.prompts = Unskipped(**vars(llm.prompts), script=ANALYSIS + CALL + FINAL + "<|end|>", characters=130)
+        with served(llm) as running:
+            client = openai.OpenAI(base_url=running.url, api_key="none", max_retries=0)
+            how: dict[str, Any] = {"model": "demo", "messages": [{"role": "user", "content": "x"}], "max_tokens": 40}
+            how |= {"temperature": 0, "extra_body": {"ignore_eos": True}}
+            message = client.chat.completions.create(tools=TOOLS, **how).choices[0].message
+            assert ((message.model_extra or {})["reasoning"], message.content) == (THOUGHT.text, "It rains <|in Köln.")
+            calls = [call.function for call in message.tool_calls or []]
+            assert [(call.name, json.loads(call.arguments)) for call in calls] == [("weather", {"city": "Köln"})]
+            deltas = [one.choices[0].delta for one in client.chat.completions.create(stream=True, **how)]
+            thoughts = "".join((delta.model_extra or {}).get("reasoning", "") for delta in deltas)
+            assert thoughts == THOUGHT.text + '{"city": "Köln"}'
+            assert "".join(delta.content or "" for delta in deltas) == "It rains <|in Köln."
+            response = client.responses.create(model="demo", input="x", max_output_tokens=40, temperature=0)
+            assert response.output_text == "It rains <|in Köln."
+            with pytest.raises(openai.BadRequestError, match="answers of several channels cannot be held to calls"):
+                client.chat.completions.create(tools=TOOLS, tool_choice="required", **how)
