@@ -214,6 +214,14 @@ class MatrixLayout:
         return self.last_chunk_tiles * self.format.tile_bytes + self.factor_bytes
 
     @property
+    def chunks_at_once(self) -> int:
+        """So many chunks are requested in the place of one: those of small M-tiles of quantised experts, of which as
+        many fill a stage."""
+        if self.experts == 1 or not self.format.factor_bytes or self.chunks > 1:
+            return 1
+        return max(1, round(self.stage_bytes / self.last_chunk_bytes))
+
+    @property
     def last_wave_width(self) -> int:
         """M-tiles of the last wave."""
         return self.m_tiles - (self.waves - 1) * self.blocks

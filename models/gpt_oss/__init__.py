@@ -16,6 +16,9 @@ EXPERTS = ("num_local_experts", "num_experts")
 ALPHA, LIMIT = "swiglu_alpha", "swiglu_limit"
 YARN = Rope(150000.0, "yarn", 32.0, original_max_position_embeddings=4096, truncate=False)
 _EXPERT = "mlp.experts.{expert}."
+MXFP4 = "mxfp4"
+IN_MXFP4 = (("gate_up", MXFP4), ("down", MXFP4))
+"""As the models were published."""
 
 
 def _alternating(file: ConfigFile, layer: int) -> str:
@@ -61,6 +64,7 @@ class GptOssConfig(ModelConfig):
             super().written()
             | {name: value for name, value in routing.items() if name != "norm_topk_prob"}
             | {"attention_bias": True, ALPHA: gate.alpha, LIMIT: gate.limit}
+            | ({"quantization_config": {"quant_method": MXFP4}} if self.weight_formats == IN_MXFP4 else {})
         )
 
 
@@ -73,6 +77,7 @@ def _published(layers: int, experts: int) -> GptOssConfig:
         layer_types=tuple(FULL if layer % 2 else SLIDING for layer in range(layers)),
         routing=Routing(experts, 4, biases=True),
         clamped_gate=ClampedGate(1.702, 7.0),
+        weight_formats=IN_MXFP4,
     )
 
 

@@ -89,7 +89,7 @@ class Unskipped(Scripted):
 def test_a_client_gets_channels_apart() -> None:
     template = "{% for message in messages %}{{ message.content }}{% endfor %}{# <|channel|> #}"
     with quick_llm(chat_template=template) as llm:
-        llm.prompts = Unskipped(**vars(llm.prompts), script=ANALYSIS + CALL + FINAL + "<|end|>", characters=130)
+        llm.prompts = Unskipped(**vars(llm.prompts), script=ANALYSIS + CALL + FINAL + "<|end|>", characters=400)
         with served(llm) as running:
             client = openai.OpenAI(base_url=running.url, api_key="none", max_retries=0)
             how: dict[str, Any] = {"model": "demo", "messages": [{"role": "user", "content": "x"}], "max_tokens": 40}

@@ -108,8 +108,10 @@ class Matvec:
         with ch.for_(run.first, run.end, unroll=1) as chunk:
             chunk_bytes = layout.chunk_bytes(chunk)
             source = matrix + (wave_bytes + ty.u64(layout.chunk_address(chunk, run.position, width)))
-            most = self.machine.plan.in_flight_of(layout.is_once)
-            with self.ring.fill(chunk_bytes, most=most) as (destination, barrier):
+            plan, several = self.machine.plan, layout.chunks_at_once
+            most = min(plan.in_flight_of(layout.is_once) * several, plan.stages - 1)
+            at_least = plan.in_flight_waiting * several if several > 1 else 1
+            with self.ring.fill(chunk_bytes, at_least, most) as (destination, barrier):
                 prim.bulk_copy(destination, source, chunk_bytes, barrier)
 
     @ch.function
