@@ -9,7 +9,7 @@ from cheetah.models.quantization.fields import Fields
 from cheetah.models.quantization.statement import EXPRESSION, LINEAR, Patterns, Quantization, Storage
 from cheetah.printable import shown
 
-PACKED, FLOAT = "pack-quantized", "float-quantized"
+PACKED, FLOAT, MARLIN24 = "pack-quantized", "float-quantized", "marlin-24"
 DENSE = "dense"
 """No weight is quantised, or none is sparse: the statement is of keys and values alone, or of the other."""
 TWO_OF_FOUR_MASK, ANY_MASK = "sparse-24-bitmask", "sparse-bitmask"
@@ -35,7 +35,7 @@ def read_compressed_tensors(fields: Fields) -> Quantization:
     sparse, layout = _sparse(fields)
     is_bare = has_scheme or layout != DENSE
     stated = fields.values.get("config_groups", {} if is_bare else None)
-    forms = (DENSE, PACKED, FLOAT) if is_bare and stated == {} else (PACKED, FLOAT)
+    forms = (DENSE, PACKED, FLOAT) if is_bare and stated == {} else (PACKED, FLOAT, MARLIN24)
     form = fields.choice("format", forms, DENSE if layout != DENSE and stated == {} else None)
     fields.choice("quantization_status", ("compressed",), "compressed")
     if transforms := fields.values.get("transform_config"):
@@ -47,13 +47,16 @@ def read_compressed_tensors(fields: Fields) -> Quantization:
     groups.sort(key=lambda group: _vagueness(group[0]))
     if has_scheme:
         notes.append("it was made for keys and values in 8 bits; --kv-dtype says how they are kept")
+    ignored = Patterns(fields.names("ignore"), fields.place)
+    if form == MARLIN24:
+        sparse = Patterns([LINEAR], fields.place), ignored
     if layout == ANY_MASK:
         notes.append("its weights are sparse without a pattern: they are kept as dense ones")
     return Quantization(
         fields.place,
         f"compressed-tensors, {form if layout == DENSE else layout if form == DENSE else f'{form}, {layout}'}",
         tuple((Patterns(targets, fields.place), storage) for targets, storage in groups),
-        Patterns(fields.names("ignore"), fields.place),
+        ignored,
         tuple(f"{fields.place}: {note}" for note in dict.fromkeys(notes)),
         sparse,
     )
@@ -103,6 +106,8 @@ def _check_inputs(group: Fields, notes: list[str]) -> None:
 def _storage(weights: Fields, form: str) -> Storage:
     if weights.flag("dynamic", False):
         raise weights.error("dynamic is true: the scales of weights must be stored")
+    if form == MARLIN24:
+        return _marlin24_storage(weights)
     return _float_storage(weights) if form == FLOAT else _integer_storage(weights)
 
 
@@ -113,6 +118,16 @@ def _integer_storage(weights: Fields) -> Storage:
     group = weights.group_size("group_size") if strategy == "group" else None
     scheme = QuantizationScheme(kind, group, weights.flag("symmetric", True))
     return Storage("packed", scheme, act_order=_is_ordered(weights) and group is not None)
+
+
+def _marlin24_storage(weights: Fields) -> Storage:
+    storage = _integer_storage(weights)
+    weights.choice("symmetric", (True,), True)
+    if storage.scheme.group_columns not in (None, 128):
+        raise weights.error(
+            f"group_size = {storage.scheme.group_columns} of {MARLIN24} is not supported: supported: 128"
+        )
+    return Storage("marlin24", storage.scheme)
 
 
 def _is_ordered(weights: Fields) -> bool:

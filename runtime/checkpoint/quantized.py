@@ -432,13 +432,3 @@ def _are_numbers(codes: Codes) -> bool:
     """Whether no byte of e4m3 is NaN: the largest byte of all with a sign, and without."""
     pieces = (codes[first : first + PIECE_BYTES] for first in range(0, codes.size, PIECE_BYTES))
     return all(piece.max() < NOT_A_NUMBER | SIGN and piece.view(np.int8).max() < NOT_A_NUMBER for piece in pieces)
-
-
-MATRICES: dict[str, type[StoredQuantized]] = {
-    "gptq": GptqMatrix,
-    "awq": AwqMatrix,
-    "packed": PackedMatrix,
-    "float8": Float8Matrix,
-    "mxfp4": Mxfp4Matrix,
-}
-"""By `Storage.layout`."""

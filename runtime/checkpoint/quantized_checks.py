@@ -15,15 +15,29 @@ from cheetah.models.config import ModelConfig
 from cheetah.models.formats.quantized import MIDDLE_CODE, Order
 from cheetah.models.quantization import Quantization, Storage
 from cheetah.models.registry import family_of
+from cheetah.runtime.checkpoint.marlin24 import TILE_KEPT, TILE_ROWS, Marlin24Matrix
 from cheetah.runtime.checkpoint.quantized import (
-    MATRICES,
     SCALE_DTYPES,
+    AwqMatrix,
+    Float8Matrix,
+    GptqMatrix,
+    Mxfp4Matrix,
+    PackedMatrix,
     StoredQuantized,
     groups_of_columns,
     neighbouring_groups,
 )
 from cheetah.runtime.checkpoint.safetensors_files import LoadingError, StoredTensor
 
+MATRICES: dict[str, type[StoredQuantized]] = {
+    "gptq": GptqMatrix,
+    "awq": AwqMatrix,
+    "packed": PackedMatrix,
+    "float8": Float8Matrix,
+    "mxfp4": Mxfp4Matrix,
+    "marlin24": Marlin24Matrix,
+}
+"""By `Storage.layout`."""
 WEIGHT_SUFFIX = ".weight"
 SCALES = tuple(SCALE_DTYPES)
 UNUSED_SUFFIXES = (".input_scale", ".act_scale", ".input_scale_ub", ".activation_scale_ub", ".output_scale")
@@ -104,6 +118,13 @@ def _parts(storage: Storage, shape: tuple[int, int]) -> tuple[_Part, ...]:
         halves, scales = ((rows, columns // 2),), ((rows, groups),)
         return _Part("blocks", halves, ("U8",)), _Part("scales", scales, ("U8",))
     per_word = 32 // int(storage.scheme.kind.removeprefix("int"))
+    if storage.layout == "marlin24":
+        tiles = columns // (2 * TILE_KEPT)
+        return (
+            _Part("weight_packed", ((tiles, rows * TILE_KEPT // per_word),), ("I32",)),
+            _Part("scale_packed", ((groups, rows),), SCALES),
+            _Part("meta", ((tiles, 2 * rows),), ("I16",)),
+        )
     if storage.layout == "packed":
         words = (rows, -(-columns // per_word))
         zeros = ((-(-rows // per_word), groups),)
@@ -137,6 +158,8 @@ def _float8_parts(storage: Storage, shape: tuple[int, int]) -> tuple[_Part, ...]
 
 
 def _indivisible(storage: Storage, shape: tuple[int, int]) -> str | None:
+    if storage.layout == "marlin24" and (shape[0] % TILE_ROWS or shape[1] % (2 * TILE_KEPT)):
+        return f"{shape[0]} outputs of {shape[1]} inputs are no whole tiles of {TILE_ROWS} by {2 * TILE_KEPT}"
     if storage.layout not in ("gptq", "awq"):
         return None
     per_word = 32 // int(storage.scheme.kind.removeprefix("int"))

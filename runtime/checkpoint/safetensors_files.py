@@ -42,7 +42,13 @@ DTYPE_BITS = {"BF16": 16, "F16": 16, "F32": 32, "F64": 64, "BOOL": 8, "F8_E4M3":
 WEIGHT_DTYPES: dict[str, np.dtype[Any]] = {"BF16": np.dtype("<u2"), "F16": np.dtype("<f2"), "F32": np.dtype("<f4")}
 STORED_DTYPES: dict[str, np.dtype[Any]] = {
     **WEIGHT_DTYPES,
-    **{"F8_E4M3": np.dtype("u1"), "U8": np.dtype("u1"), "I32": np.dtype("<u4"), "I64": np.dtype("<u8")},
+    **{
+        "F8_E4M3": np.dtype("u1"),
+        "U8": np.dtype("u1"),
+        "I16": np.dtype("<u2"),
+        "I32": np.dtype("<u4"),
+        "I64": np.dtype("<u8"),
+    },
 }
 """What is read as it is stored; codes are bits, so that whole numbers have no sign."""
 

@@ -35,7 +35,17 @@ from cheetah.runtime.checkpoint.safetensors_files import WEIGHT_DTYPES, LoadingE
 IGNORED_SUFFIX = ".rotary_emb.inv_freq"  # a constant that old checkpoints store
 QUANTISED_SUFFIXES = (
     *(".qweight", ".qzeros", ".scales", ".g_idx", ".weight_packed", ".weight_scale", ".weight_scale_inv"),
-    *(".weight_shape", ".weight_zero_point", ".weight_g_idx", ".input_scale", ".act_scale", ".k_scale", ".v_scale"),
+    *(
+        ".scale_packed",
+        ".meta",
+        ".weight_shape",
+        ".weight_zero_point",
+        ".weight_g_idx",
+        ".input_scale",
+        ".act_scale",
+        ".k_scale",
+        ".v_scale",
+    ),
     *(".kv_scale", ".output_scale", ".absmax", ".quant_map", ".SCB", ".blocks"),
 )
 SHOWN_LINES = 6

@@ -66,7 +66,10 @@ REFUSED_CONFIGS = {
         compressed_config(sparsity_config={"format": "sparse-24-words"}),
         "sparsity_config.format = 'sparse-24-words' is not supported: supported: 'dense' or 'sparse-24-bitmask'",
     ),
-    "marlin-24": (compressed_config("marlin-24"), "format = 'marlin-24' is not supported"),
+    "marlin-24 without zero points in the middle": (
+        compressed_config("marlin-24", weights={"symmetric": False}),
+        "symmetric = False is not supported",
+    ),
     "rotated": (compressed_config(transform_config={"config_groups": {"u": {}}}), "transformed activations"),
     "not compressed": (compressed_config(quantization_status="frozen"), "quantization_status = 'frozen'"),
     "no groups": (compressed_config(config_groups={}), "config_groups is missing or empty"),
