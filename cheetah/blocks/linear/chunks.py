@@ -71,19 +71,14 @@ class Chunks:
             self._multiply_held(layout, chunk, held, sums)
 
     def _room_for_tiles(self, layout: MatrixLayout) -> Held | None:
-        """Registers for a warp's tiles of a chunk. Not for bf16 tiles where other weights are quantised, and not beside
-        the sums of several M-tiles where a last chunk has fewer tiles: words spilled then (qwen3-4b)."""
+        """Registers for a warp's tiles of a chunk. Not for bf16 tiles where other weights are quantised, and not in
+        slices where a last chunk has fewer tiles: words spilled then (qwen3-4b; 100 of them, smollm3-3b, 8 tokens)."""
         is_mixed = layout.format is BF16 and bool(self.machine.model.formats)
-        is_crowded = layout.last_chunk_tiles < layout.tiles_per_chunk and self._sums_wait(layout)
+        is_crowded = layout.last_chunk_tiles < layout.tiles_per_chunk and layout.slices > 1
         if groups_of(self.columns.limit, layout.halves) > 1 or is_mixed or is_crowded:
             return None
         tiles = layout.tiles_per_chunk // self.machine.plan.consumer_warps
         return fragments_class(layout, self.columns.limit).room(layout.format, tiles)
-
-    @staticmethod
-    def _sums_wait(layout: MatrixLayout) -> bool:
-        """Whether sums of several M-tiles are in registers from slice to slice."""
-        return layout.slices > 1 and layout.waves > 1
 
     @contextmanager
     @ch.inline
@@ -97,11 +92,11 @@ class Chunks:
                 yield turn, pair
 
     def _is_tile(self, layout: MatrixLayout, chunk: ch.Expr, turn: ch.Expr, pair: ch.Expr) -> Any:
-        """Whether a chunk has this tile; not asked where the last one has as many and sums of several M-tiles wait:
-        tiles held behind that question spilled (qwen3-4b)."""
+        """Whether a chunk has this tile; not asked where the last one has as many and a matrix has slices: what is
+        in registers from one to the next spilled (qwen3-4b)."""
         sure = layout.last_chunk_tiles // self.machine.plan.consumer_warps
         has_tile = pair < layout.chunk_tiles(chunk)
-        return (turn < sure) | has_tile if sure and self._sums_wait(layout) else has_tile
+        return (turn < sure) | has_tile if sure and layout.slices > 1 else has_tile
 
     def _beside(self, layout: MatrixLayout, place: ch.Expr, pair: ch.Expr, part: Part) -> Activations:
         """The vectors beside tile `pair` of a chunk."""
