@@ -2298,35 +2298,21 @@ struct DecodeStep {
     named_barrier(1, CONSUMERS);
   }
 
-  // This warp's tiles of a chunk, and what they are multiplied with, to registers.
-  __device__ __forceinline__ void hold_chunk_3(uint32_t chunk, uint32_t place, uint8_t* chunk_2, uint32_t warp,
-      uint32_t lane, uint4 (&weights)[2][2], uint4 (&values)[2]) {
+  // Chunk `chunk` of an M-tile by the vectors in shared memory, in which it is number `place`.
+  __device__ __forceinline__ void multiply_chunk(uint32_t chunk, uint32_t place, float (&sums)[1][4], uint8_t* chunk_2,
+      uint32_t warp, uint32_t lane) {
     const uint4* fragments = (const uint4*)(chunk_2);
-    uint32_t read = 0;
     #pragma unroll
     for (uint32_t turn = 0; turn < 2; ++turn) {
       uint32_t pair = turn * 8 + warp;
-      if (pair < 10) {
+      if (turn < 1 || pair < 10) {
         uint4 first = fragments[pair * 64 + lane];
         uint4 second = fragments[pair * 64 + 32 + lane];
-        weights[turn][0] = first;
-        weights[turn][1] = second;
-        values[turn] = ((uint4*)(arena + VECTOR) + (place * (STAGE_BYTES / 1024) + pair) * 32)[lane % 32];
-        read ^= first.x ^ second.x;
-      }
-    }
-    wait_for_u32(read);
-  }
-
-  // The products of what `_hold_chunk` brought.
-  __device__ __forceinline__ void multiply_held_3(uint32_t chunk, float (&sums)[1][4], uint32_t warp,
-      uint4 (&weights)[2][2], uint4 (&values)[2]) {
-    #pragma unroll
-    for (uint32_t turn = 0; turn < 2; ++turn) {
-      uint32_t pair = turn * 8 + warp;
-      if (pair < 10) {
-        mma_bf16(sums[0], weights[turn][0], values[turn].x, values[turn].y);
-        mma_bf16(sums[0], weights[turn][1], values[turn].z, values[turn].w);
+        uint4* units = (uint4*)(arena + VECTOR) + (place * (STAGE_BYTES / 1024) + pair) * 32;
+        uint4 values = units[lane % 32];
+        mma_bf16(sums[0], first, values.x, values.y);
+        mma_bf16(sums[0], second, values.z, values.w);
+        wait_for_u32(first.x ^ second.x);
       }
     }
   }
@@ -2336,15 +2322,12 @@ struct DecodeStep {
       uint32_t lane) {
     #pragma unroll 2
     for (uint32_t chunk = first; chunk < end; ++chunk) {
-      uint4 weights[2][2];
-      uint4 values[2];
       mbarrier_wait(full + use_stage, use_parity);
       uint8_t* chunk_2 = ring + use_stage * STAGE_BYTES;
-      hold_chunk_3(chunk, chunk - first, chunk_2, warp, lane, weights, values);
+      multiply_chunk(chunk, chunk - first, sums, chunk_2, warp, lane);
       warp_barrier();
       if (lane == 0) mbarrier_arrive(empty + use_stage);
       advance(use_stage, use_parity, 11);
-      multiply_held_3(chunk, sums, warp, weights, values);
     }
   }
 
