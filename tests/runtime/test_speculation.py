@@ -126,17 +126,20 @@ ASKED = [
 ]
 
 
-@pytest.fixture(scope="module")
-def llm() -> Iterator[LLM]:
+def opened(**more: Any) -> LLM:
     """As on a GPU: prompts are read in passes; who is alone, and has no drafts, is decoded by another kernel. Launches
     of a few steps: in one of each engine nothing is drafted."""
     config = {"method": "ngram", "num_speculative_tokens": 7, "prompt_lookup_min": 1}
     options: dict[str, Any] = {"batch": 4, "speculative_config": config, "max_context": 192, "launch_steps": 8}
-    options["prompt_passes"] = True
+    options |= {"prompt_passes": True, **more}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(llm_module, "_assembly_options", lambda *known: replace(asked_of(*known), solo=True))
-        made = LLM("demo", device="emulator", quiet=True, **options)
-    with made:
+        return LLM("demo", device="emulator", quiet=True, **options)
+
+
+@pytest.fixture(scope="module")
+def llm() -> Iterator[LLM]:
+    with opened() as made:
         yield made
 
 
@@ -170,6 +173,32 @@ def test_a_prediction_is_looked_up_first_and_changes_nothing(llm: LLM) -> None:
         assert found.timings.accepted_tokens > 20
     with pytest.raises(CheetahError, match="prediction: expected|expected a text, or token ids"):
         SamplingParams(prediction=[0.5])  # type: ignore[list-item]
+
+
+@pytest.mark.slow
+@pytest.mark.compiler
+def test_pages_that_run_out_and_answers_that_are_given_up(llm: LLM) -> None:
+    """Who gives pages back reads again what it had, several tokens a step. Who leaves in the middle of a launch, by
+    itself or by a stop string, changes nothing for the others. All prompts begin alike, and are cached."""
+    kinds: list[dict[str, Any]] = [
+        {"temperature": 0.0, "repetition_penalty": 1.3},
+        {"temperature": 0.8, "seed": 3, "frequency_penalty": 0.4},
+        {"temperature": 0.7, "seed": 5, "top_p": 0.9},
+        {"temperature": 0.0, "stop": ["the mat"]},
+    ]
+    prompts = [TEXT + " " * (number > 1) + " and" * (number > 2) for number in range(4)]
+    plain = [SamplingParams(max_tokens=44, speculation=False, **kind) for kind in kinds]
+    wanted = [one.token_ids for one in llm.generate(prompts, plain, use_tqdm=False)]
+    with opened(pool_pages=12, launch_steps=2, plan={"page_size": 16}) as few:
+        found = few.generate(prompts, [replace(one, speculation=True) for one in plain], use_tqdm=False)
+        assert [one.token_ids for one in found] == wanted
+        assert few.engine.engine.load().preemptions > 0
+        assert sum(one.timings.drafted_tokens for one in found) > 0
+        left = few.stream(prompts[0], SamplingParams(max_tokens=60, temperature=1.0))
+        next(left)
+        left.close()
+        again = few.generate(prompts[1], replace(plain[1], speculation=True))
+        assert again.token_ids == wanted[1] and again.timings.cached_tokens > 0
 
 
 @pytest.mark.slow
