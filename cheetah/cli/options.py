@@ -56,6 +56,7 @@ PLAN_OPTIONS: Mapping[str, About] = {
     "batch": About("Most sequences that share a step, 1 to 8.", kind=int),
     "tokens": About("Most tokens that share a step: of several sequences, or of one prompt.", kind=int),
     "kv_chunk": LOAD_OPTIONS["kv_chunk"],
+    "drafts": About("Most drafts that a step verifies; with kv_chunk.", kind=int),
     "kv_dtype": LOAD_OPTIONS["kv_dtype"],
 }
 """By field of `cheetah.plan.Plan`. Without the option, a rule chooses."""

@@ -27,6 +27,7 @@ from cheetah.plan.formats import KV_TILE_TOKENS
 from cheetah.plan.prompt import PassPlan, default_pass_plan, short_pass_plans
 from cheetah.tools.explained import kept_text
 from cheetah.tools.features import features_of
+from cheetah.tools.judged_drafts import JudgedDrafts
 from cheetah.tools.judged_passes import JudgedPasses
 from cheetah.tools.judged_steps import Agreement, JudgedSteps, judged_context
 from cheetah.tools.judging_device import KernelFault
@@ -37,6 +38,7 @@ from cheetah.tools.subjects import (
     Subject,
     awkward_subject,
     barrier_subject,
+    drafting_subject,
     many_tokens_subject,
 )
 
@@ -161,7 +163,7 @@ def check_model(
         prepared = kernels if first else [*kernels]  # compiled before they are wanted, unless they may never be
         shares = 0 if first else sum(case.share for case, _ in prepared)
         clock = _Clock(seeds * len(schedulers) * shares, progress)
-        raced = [case for kind in kinds if sanitizer for case in _made(_raced_maker(kind, subject))]
+        raced = [case for kind in kinds if sanitizer for maker in _raced_makers(kind, subject) for case in _made(maker)]
         racing = [] if first else [beside.submit(_raced, case) for case in raced]
         for case, launches in prepared:
             kind = case.subject.kind
@@ -199,7 +201,8 @@ Maker = partial[Case]
 
 
 def _step_makers(subject: Subject, gpu: str) -> list[Maker]:
-    config, plan, ranks = subject.config, subject.plan, gpu_named(gpu).ranks
+    config, ranks = subject.config, gpu_named(gpu).ranks
+    plan = _without_drafts(subject.plan)
     makers = awkward_subject, many_tokens_subject, barrier_subject
     awkward, many, barrier = (make(config, plan, ranks=ranks) for make in makers)
     several = partial(JudgedSteps, is_of_several=True)
@@ -207,11 +210,24 @@ def _step_makers(subject: Subject, gpu: str) -> list[Maker]:
         partial(_steps, awkward, gpu),
         partial(_steps, many, gpu, several),
         partial(_steps, barrier, gpu, several),
-        partial(_steps, replace(subject, plan={**WARPS, **subject.plan}), gpu),
+        partial(_steps, replace(subject, plan={**WARPS, **plan}), gpu),
+        *_draft_makers(subject, gpu, ranks),
     ]
 
 
+def _draft_makers(subject: Subject, gpu: str, ranks: int = 1) -> list[Maker]:
+    """Of kernels that verify drafts, if the options name some."""
+    if not subject.plan.get("drafts"):
+        return []
+    return [partial(_steps, drafting_subject(subject.config, subject.plan, ranks), gpu, JudgedDrafts)]
+
+
+def _without_drafts(plan: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in plan.items() if name != "drafts"}
+
+
 def _pass_makers(subject: Subject, gpu: str) -> list[Maker]:
+    subject = replace(subject, plan=_without_drafts(subject.plan))
     config, plan = subject.config, subject.plan
     awkward = awkward_subject(config, {"kv_dtype": "e4m3", **plan}, MOST_LAYERS)
     return [
@@ -268,12 +284,13 @@ def _generate_passes(config: ModelConfig, machine: Gpu, plan: Plan, pass_plan: P
 _MAKERS = {"steps": _step_makers, "passes": _pass_makers}
 
 
-def _raced_maker(kind: str, subject: Subject) -> Maker:
+def _raced_makers(kind: str, subject: Subject) -> list[Maker]:
     """Of the kernels that run under the race detector: small ones, on few blocks, whose rows have many states."""
+    bare = _without_drafts(subject.plan)
     if kind == "passes":
-        return partial(_passes, awkward_subject(subject.config, subject.plan), RACE_GPU, default_pass_plan)
-    plan = {**WARPS, "kv_chunk": KV_TILE_TOKENS, **subject.plan}
-    return partial(_steps, awkward_subject(subject.config, plan), RACE_GPU)
+        return [partial(_passes, awkward_subject(subject.config, bare), RACE_GPU, default_pass_plan)]
+    plan = {**WARPS, "kv_chunk": KV_TILE_TOKENS, **bare}
+    return [partial(_steps, awkward_subject(subject.config, plan), RACE_GPU), *_draft_makers(subject, RACE_GPU)]
 
 
 def _made(maker: Maker) -> Iterator[Case]:

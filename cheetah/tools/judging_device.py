@@ -66,8 +66,16 @@ class Pace:
         )
 
 
-class JudgingDevice(EmulatorDevice):
-    """An emulated device with a limit of time, which notes the pace of launches, on which attention's tiles look their
+class TimedDevice(EmulatorDevice):
+    """An emulated device with a limit of time."""
+
+    def __init__(self, scheduler: str, seed: int) -> None:
+        super().__init__(scheduler=scheduler, seed=seed)
+        self._schedule["timeout_s"] = LAUNCH_TIMEOUT_S
+
+
+class JudgingDevice(TimedDevice):
+    """One which notes the pace of launches, on which attention's tiles look their
     pages up in tables of their own, in which nothing stands behind the keys that are cached when a launch ends: the
     emulator tells who looks there. What a launch of steps tells the host, and counts, must be what it has sampled. Of
     several ranks the first one's device judges all: see `judging`. published: gets each launch of steps, with what its
@@ -81,11 +89,10 @@ class JudgingDevice(EmulatorDevice):
         pace: Pace | None = None,
         published: list[Launched | Filled] | None = None,
     ) -> None:
-        super().__init__(scheduler=scheduler, seed=seed)
+        super().__init__(scheduler, seed)
         self._published = published
         if published is not None:
             self._schedule["noted"] = EXCHANGE
-        self._schedule["timeout_s"] = LAUNCH_TIMEOUT_S
         self._plan, self._steps, self._pace = rig.plan, rig.family.program.KERNEL_NAME, pace
         self._made, self._kv = rig.made, rig.manifest.buffer("kv")
         self._head_rows = step_matrices(rig.config.shape, rig.plan, rig.gpu).head.rows
@@ -192,7 +199,15 @@ def judging(
     rig: Rig, scheduler: str, seed: int, pace: Pace | None = None, published: list[Launched | Filled] | None = None
 ) -> EmulatorDevice | EmulatorGroup:
     """Such a device, or one of as many ranks as the rig's machine has."""
-    devices = [JudgingDevice(rig, scheduler, seed, pace, published) for _ in range(rig.gpu.ranks)]
+    return _of_ranks([JudgingDevice(rig, scheduler, seed, pace, published) for _ in range(rig.gpu.ranks)])
+
+
+def timed(rig: Rig, scheduler: str, seed: int) -> EmulatorDevice | EmulatorGroup:
+    """A device with a limit of time, or one of as many ranks."""
+    return _of_ranks([TimedDevice(scheduler, seed) for _ in range(rig.gpu.ranks)])
+
+
+def _of_ranks(devices: Sequence[EmulatorDevice]) -> EmulatorDevice | EmulatorGroup:
     return devices[0] if len(devices) == 1 else EmulatorGroup(devices)
 
 

@@ -26,6 +26,7 @@ from cheetah.plan import Gpu, gpu_named
 from cheetah.plan.formats import BF16, KV_TILE_TOKENS, M_TILE_ROWS, VECTOR_COLUMNS
 from cheetah.plan.index import round_up
 from cheetah.plan.narrow import LEAST_COLUMNS_EMULATED
+from cheetah.plan.plan import STEP_TOKENS
 from cheetah.plan.products import PAIR_ROWS
 from cheetah.runtime.checkpoint.random_weights import RandomTensors, random_tensors
 from cheetah.tools.rig import GivenWeights, weights_of
@@ -117,6 +118,14 @@ def barrier_subject(config: ModelConfig, plan: Mapping[str, Any], ranks: int = 1
         fields,
         True,
     )
+
+
+def drafting_subject(config: ModelConfig, plan: Mapping[str, Any], ranks: int = 1) -> Subject:
+    """One whose kernel verifies drafts, with items of a few tiles of keys."""
+    small = sized(config, dealt(MANY_TOKENS, ranks), max(ranks, min(config.kv_heads, MOST_KV_HEADS)))
+    tokens = next(size for size in STEP_TOKENS if size > plan["drafts"])
+    fields = {"batch": min(2, tokens), "tokens": tokens, "kv_chunk": 2 * KV_TILE_TOKENS, "stages": 5, **plan}
+    return Subject(_named("one that verifies drafts", small), small, random_tensors(small), fields, True)
 
 
 def sized(config: ModelConfig, sizes: Mapping[str, int], kv_heads: int, layers: int = MOST_LAYERS) -> ModelConfig:

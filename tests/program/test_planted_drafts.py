@@ -1,23 +1,24 @@
-"""Every bug that is planted in how drafts are found, verified and counted is found, and nothing is found without."""
+"""What `cheetah check` does with a kernel that verifies drafts finds every bug that is planted in how they are found,
+verified and counted, and nothing without."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import cache
 from typing import Any
 
-import numpy as np
 import pytest
 
 from cheetah.errors import CheetahError
 from cheetah.generate import generate_kernel
+from cheetah.models.registry import preset
 from cheetah.package import Generated
-from cheetah.runtime.engine.drafting import Drafting
-from cheetah.runtime.engine.launcher import Part
+from cheetah.tools.check import _step_makers
+from cheetah.tools.judged_drafts import JudgedDrafts
+from cheetah.tools.subjects import Subject
 from tests.program import test_verified as verified
 from tests.program.joined import SELECTOR, chosen
 from tests.program.planted_sampling import SamplingBug
-from tests.program.rig import Rig, Session, model, random_weights
+from tests.program.rig import Rig, model, random_weights
 from tests.tiers import tiered
 
 pytestmark = [pytest.mark.compiler, pytest.mark.slow]
@@ -71,83 +72,27 @@ def planted_rig() -> Rig:
     return Rig(random_weights(model(heads=4, kv_heads=2)), blocks=3, kv_chunk_min=16, generate=generate, **plan)
 
 
-def found(session: Session) -> Iterator[str]:
-    """What is not as without drafts, or comes by other steps."""
-    for kind, (every, ngrams) in (
-        ("few", (0, (2, 3))),
-        ("seeded", (3, (0, 0))),
-        ("penalised, seeded", (2, (1, 2))),
-        ("filtered", (4, (0, 0))),
-        ("penalised", (0, (1, 4))),
-    ):
-        sampling, wanted = verified.SAMPLINGS[kind], verified.plain(60, verified.SAMPLINGS[kind])[:40]
-        drafts = verified.wrong(wanted, every)[:39] if every else []
-        made, results = verified.made(session, 40, sampling, per_step=8, drafts=drafts, ngrams=ngrams)
-        truth = [*verified.PROMPT, *wanted]
-        if made != wanted:
-            yield f"{kind}: {made}, not {wanted}"
-        meant = verified.expected(truth, len(verified.PROMPT), 8, drafts, ngrams)
-        if (results[0].steps, results[0].drafted) != meant:
-            yield f"{kind}: {results[0]}"
-    yield from stopped(session)
-    yield from judged(session)
-    yield from behind_a_text(session)
-    wanted = masked()
-    if (found := verified.masked(session, 20, 4, wanted)) != wanted:
-        yield f"masked: {found}, not {wanted}"
-
-
 @cache
-def masked() -> list[int]:
-    return verified.masked(verified.rig().session(), 20, 1)
-
-
-def behind_a_text(session: Session) -> Iterator[str]:
-    """A text in which drafts are looked up first."""
-    wanted = verified.plain(60, verified.HOT)
-    for kind in verified.TEXTS:
-        text, ngrams = verified.text_ahead(kind, wanted), (1, 3)
-        made, (result,) = verified.made(session, 60, verified.HOT, per_step=8, ngrams=ngrams, text=text)
-        meant = verified.expected([*verified.PROMPT, *wanted], len(verified.PROMPT), 8, (), ngrams, text)
-        if made != wanted or (result.steps, result.drafted) != meant:
-            yield f"{kind}: {made}, {result}"
-
-
-def stopped(session: Session) -> Iterator[str]:
-    """A stop id inside of what was drafted."""
-    wanted = verified.plain(60)
-    for place in (21, 24, 26):
-        sampling = verified.replace(verified.GREEDY, stop_ids=(wanted[place],))
-        made, results = verified.made(session, 60, sampling, per_step=8, drafts=wanted[:59])
-        first = wanted.index(wanted[place])
-        if made != wanted[: first + 1] or results[-1].drafted.accepted > first:
-            yield f"stopped at {place}: {made}, {results[-1]}"
-
-
-def judged(session: Session) -> Iterator[str]:
-    """The rows of the logits that judged the tokens."""
-    wanted, prompt, cache_ = verified.plain(60, verified.HOT)[:20], verified.PROMPT, session.sequence()
-    drafting = Drafting(20, verified.wrong(wanted, 4)[:19])
-    part = Part(cache_, prompt, len(prompt) + 19, verified.HOT, 8, known=prompt, prompt=len(prompt), drafting=drafting)
-    launch = session.launcher.prepare([part], session.device.allocate_mapped(20 * 8 * 50 * 4))
-    session.launcher.start(launch)
-    session.launcher.finish(launch)
-    rows = np.stack([*session.launcher.logits_after(launch, 0, range(len(prompt) + 19))])
-    cache_.clear()
-    if not np.array_equal(rows, scored()):
-        yield "other logits than those that judged the tokens"
-
-
-@cache
-def scored() -> Any:
-    return verified.rig().session().score([*verified.PROMPT, *verified.plain(60, verified.HOT)[:19]])
+def judged() -> JudgedDrafts:
+    """As `cheetah check --drafts 7` judges a kernel; what is made without drafts is known."""
+    return JudgedDrafts(planted_rig(), JudgedDrafts(verified.rig()).without_drafts())
 
 
 def finding() -> str | None:
     try:
-        return next(found(planted_rig().session("random", 1)), None)
+        judged().run("random", 1)
     except (CheetahError, AssertionError) as error:  # a launch that the host cannot go on from
         return repr(error)
+    return None
+
+
+@pytest.mark.parametrize("drafts", [0, 7])
+def test_the_check_has_such_a_model_where_the_options_name_drafts(drafts: int) -> None:
+    plan = {"max_context": 128, **({"drafts": drafts} if drafts else {})}
+    makers = _step_makers(Subject("it", preset("demo"), dict[str, Any]().__getitem__, plan), "emulator")
+    kinds = [(maker.args[0].kind, maker.args[0].plan.get("drafts", 0)) for maker in makers]
+    assert [kind.partition(" of its")[0] for kind, has in kinds if has] == ["one that verifies drafts"][: drafts // 7]
+    assert len(kinds) == 4 + drafts // 7
 
 
 def test_nothing_is_found_in_the_kernel_as_it_is() -> None:

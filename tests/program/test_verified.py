@@ -14,11 +14,11 @@ from cheetah.generate import generate_kernel
 from cheetah.models.config import ModelConfig
 from cheetah.models.mistral import MistralConfig
 from cheetah.models.sampling import Filters, Penalties
-from cheetah.runtime.engine.drafting import Drafted, Drafting
+from cheetah.runtime.engine.drafting import Drafting
 from cheetah.runtime.engine.launcher import Part, Sampling
 from cheetah.runtime.engine.launches import LaunchResult
-from cheetah.runtime.engine.request_rows import mask_of
-from cheetah.runtime.engine.watching import Mask
+from cheetah.tools import judged_drafts
+from cheetah.tools.judged_drafts import expected
 from tests.program.kinds import KINDS
 from tests.program.rig import Rig, Session, model, random_weights, relative_error, token_ids
 from tests.program.test_experts import qwen
@@ -87,52 +87,7 @@ def plain(count: int, sampling: Sampling = GREEDY) -> list[int]:
 
 def wrong(tokens: Sequence[int], every: int) -> list[int]:
     """The tokens, of which each `every`-th is another."""
-    return [(token + 1) % 50 if number % every == 0 else token for number, token in enumerate(tokens)]
-
-
-def looked_up(ids: Sequence[int], ngrams: tuple[int, int], count: int, text: Sequence[int] = ()) -> list[int]:
-    """What a launch shall draft behind these ids: what follows the latest of the longest matches, on and on, of which
-    those in `text` come first."""
-    shortest, longest = ngrams
-    ids = [*text, *ids]
-    for length in range(min(longest, len(ids) - 1), shortest - 1, -1):
-        ends = range(len(ids) - 1, length - 1, -1)
-        for end in sorted(ends, key=lambda end: (end > len(text), -end)):
-            if list(ids[end - length : end]) == list(ids[-length:]):
-                found = list(ids[end:])
-                return (found * count)[:count]
-    return []
-
-
-def expected(
-    truth: Sequence[int],
-    given: int,
-    per_step: int,
-    drafts: Sequence[int],
-    ngrams: tuple[int, int],
-    text: Sequence[int] = (),
-) -> tuple[int, Drafted]:
-    """The steps of a launch and what comes of its drafts, by the meaning of a step. truth: all of its tokens, of which
-    `given` are inputs."""
-    rounds, steps, tokens, right = 0, 0, 0, [0] * per_step
-    done, total = 0, len(truth) - 1
-    while done < total:
-        known = max(given, done + 1)
-        wanted = max(0, done + per_step - known)
-        proposed = list(drafts[known - given :])[:wanted]
-        if ngrams[1]:
-            proposed += looked_up(truth[:known], ngrams, wanted, text)[len(proposed) :]
-        rounds, steps, tokens = rounds + 1, steps + bool(proposed), tokens + len(proposed)
-        inputs = [*truth[done:known], *proposed, *[0] * wanted][:per_step]
-        reached = 1
-        while reached < per_step and done + reached < total and inputs[reached] == truth[done + reached]:
-            if known <= done + reached < known + len(proposed):
-                right[done + reached - known] += 1
-            reached += 1
-        done += reached
-    while right and not right[-1]:
-        right.pop()
-    return rounds, Drafted(steps, tokens, tuple(right))
+    return judged_drafts.wrong(tokens, every, 50)
 
 
 FEW = tuple(range(4, 50, 15))
@@ -223,34 +178,6 @@ def test_other_kinds_of_layers(kind: str) -> None:
         found, results = made(drafting, 90, HOT, per_step=8, rounds=rounds, drafts=drafts, ngrams=ngrams)
         assert found == wanted
         assert not every or sum(result.steps for result in results) < 60
-
-
-def mask_behind(place: int) -> Mask:
-    """Another third of the tokens for each place."""
-    return mask_of(Sampling(allowed=tuple(range(place % 3, 50, 3))), 50)
-
-
-def masked(session: Session, count: int, width: int, drafts: Sequence[int] = ()) -> list[int]:
-    """Tokens each of which has a mask of its own, by launches of one step."""
-    ids, cache = list(PROMPT), session.sequence()
-    while len(ids) < len(PROMPT) + count:
-        made_ = len(ids) - len(PROMPT)
-        ahead = list(drafts[made_ : made_ + width - 1])[: count - made_ - 1] if cache.length else []
-        masks = [mask_behind(made_ + 1 + number) for number in range(len(ahead))]
-        inputs = ids[cache.length :]
-        part = Part(cache, inputs, len(inputs) + len(ahead), HOT, 1 + len(ahead), known=ids, prompt=len(PROMPT))
-        drafting = Drafting(1, ahead, masks=masks) if ahead else None
-        results = session.launcher.launch_together([replace(part, mask=mask_behind(made_), drafting=drafting)])
-        ids += results[0].token_ids
-    cache.clear()
-    return ids[len(PROMPT) :]
-
-
-def test_each_column_may_have_a_mask_of_its_own() -> None:
-    wanted = masked(rig().session(), 20, 1)
-    assert all(token % 3 == place % 3 for place, token in enumerate(wanted))
-    assert masked(rig().session("random", 2), 20, 4, wanted) == wanted
-    assert masked(rig().session(), 20, 8, wrong(wanted, 4)) == wanted
 
 
 @pytest.mark.parametrize("rounds", [1, 3])
