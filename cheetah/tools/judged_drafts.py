@@ -21,6 +21,7 @@ from cheetah.runtime.engine.request_rows import mask_of
 from cheetah.runtime.engine.watching import Mask
 from cheetah.tools.judged_steps import Drawn, JudgedSteps, Scored, Transcript
 from cheetah.tools.judging_device import KernelFault, timed
+from cheetah.tools.published import Filled, Launched
 from cheetah.tools.rig import Rig, Session
 
 PROMPT, COUNT, MASKED_COUNT = 9, 40, 16
@@ -137,8 +138,11 @@ class JudgedDrafts(JudgedSteps):
         self.width, self.kinds, self.truth = plan.drafts + 1, kinds_of(rig.config.vocab_size), truth or {}
         self.opening = [*self.filling[:PROMPT]]
 
-    def run(self, scheduler: str, seed: int, is_short: bool = False) -> Transcript:
-        """One run. is_short: of SHORT alone. EmulatorError where a launch fails, or drafts change anything."""
+    def run(
+        self, scheduler: str, seed: int, is_short: bool = False, published: list[Launched | Filled] | None = None
+    ) -> Transcript:
+        """One run. is_short: of SHORT alone. published: gets nothing. EmulatorError where a launch fails, or drafts
+        change anything."""
         session = Session(self.rig, timed(self.rig, scheduler, seed), self.page_order)
         try:
             run = _Run(self, session)
@@ -146,7 +150,12 @@ class JudgedDrafts(JudgedSteps):
                 raise KernelFault(problem)
         except LaunchFault as error:  # without its advice on checkpoints: these weights were made here
             raise KernelFault(str(error).partition(" Look for")[0]) from error
-        return Transcript(tuple(run.scored), tuple(run.drawn), session.cached(), session.exchanged())
+        asked = scheduler, seed, is_short
+        return Transcript(asked, tuple(run.scored), tuple(run.drawn), session.cached(), session.exchanged())
+
+    def first_off(self, asked: tuple[str, int, bool], allowed: float) -> str:
+        """Not looked for: what kernels make without drafts other subjects are judged by."""
+        return ""
 
     def without_drafts(self) -> dict[str, list[int]]:
         """The tokens of each kind."""
