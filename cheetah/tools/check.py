@@ -151,12 +151,12 @@ def check_model(
     """Check a model's kernels and those of the small models beside it: each subject with its verdict, as it is found,
     the small ones first.
 
-    gpu: of several ranks, steps alone are made by them. With `sanitizer` the awkward one's kernels also run once under
+    gpu: of one rank or several. With `sanitizer` the awkward one's kernels also run once under
     the race detector, on two blocks of one rank, meanwhile. only:
     "steps" or "passes". first: ends with the first wrong verdict, and a subject's exploration with the first schedule
     that shows it.
     """
-    kinds = [only] if only else ["steps", "passes"] if gpu_named(gpu).ranks == 1 else ["steps"]
+    kinds = [only] if only else ["steps", "passes"]
     cases = (case for kind in kinds for maker in _MAKERS[kind](subject, gpu) for case in _made(maker))
     with ThreadPoolExecutor(2) as beside:
         kernels = ((case, beside.submit(case.launches, watched=True)) for case in cases)
@@ -228,11 +228,12 @@ def _without_drafts(plan: Mapping[str, Any]) -> dict[str, Any]:
 
 def _pass_makers(subject: Subject, gpu: str) -> list[Maker]:
     subject = replace(subject, plan=_without_drafts(subject.plan))
-    config, plan = subject.config, subject.plan
-    awkward = awkward_subject(config, {"kv_dtype": "e4m3", **plan}, MOST_LAYERS)
+    config, plan, ranks = subject.config, subject.plan, gpu_named(gpu).ranks
+    awkward = awkward_subject(config, {"kv_dtype": "e4m3", **plan}, MOST_LAYERS, ranks)
+    cut = [partial(_cut_passes, subject)] if ranks == 1 else []
     return [
         partial(_passes, awkward, gpu, default_pass_plan),
-        partial(_cut_passes, subject),
+        *cut,
         partial(_passes, subject, gpu, _of_several_warpgroups),
     ]
 

@@ -23,7 +23,7 @@ from cheetah.tools.judged_steps import (
     relative_errors,
 )
 from cheetah.tools.judging_device import judging
-from cheetah.tools.rig import Rig, Session
+from cheetah.tools.rig import Rig, Session, parts_of
 
 FIRST, REST, SECOND = 13, 20, 17
 """Tokens of the first prompt's two passes, and of the second prompt. In the first some blocks multiply nothing; both
@@ -78,7 +78,8 @@ class JudgedPasses:
         EmulatorError where a launch fails."""
         session = Session(self.rig, judging(self.rig, scheduler, seed), self.page_order)
         for rows in self._rows_of_keys():  # those that a pass has not written are no numbers
-            session.buffers["workspace"].array[rows] = 0xFF
+            for workspace in parts_of(session.buffers["workspace"]):
+                workspace.array[rows] = 0xFF
         first, second = (session.sequence() for _ in self.prompts)
         session.passes.launch_together([self._part(first, 0, FIRST)])
         session.passes.launch_together([self._part(first, 0, REST), self._part(second, 1, SECOND)])

@@ -26,6 +26,8 @@ from cheetah.runtime.device.group import EmulatorGroup, GroupBuffer
 from cheetah.runtime.engine.kv_cache import CachedSequence
 from cheetah.runtime.engine.launches import Part
 from cheetah.runtime.sampling import Sampling
+from cheetah.tools.check import check_model
+from cheetah.tools.subjects import Subject, random_tensors
 from tests.tiers import tiered
 
 pytestmark = [pytest.mark.slow, pytest.mark.compiler]
@@ -150,3 +152,11 @@ def test_bugs_planted_in_passes_are_found(bug: Bug, monkeypatch: pytest.MonkeyPa
     (wanted,), wanted_pool, _ = by_one_gpu(AWKWARD)
     same = np.array_equal(pool[:, : wanted_pool.shape[1]], wanted_pool[:, : pool.shape[1]])
     assert not same or not all(np.array_equal(one, wanted) for one in states)
+
+
+@pytest.mark.exhaustive
+def test_a_check_of_several_ranks_takes_their_passes() -> None:
+    config = Qwen2Config(**SIZES)
+    subject = Subject("a small model", config, random_tensors(config), {})
+    found = [*check_model(subject, "emulator-2x2", 1, ("round_robin", "priority"), False, only="passes")]
+    assert len(found) == 2 and all(verdict.ok for _, verdict in found), found
