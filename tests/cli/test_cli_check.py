@@ -181,9 +181,7 @@ def test_the_command_ends_with_1_if_something_is_found(monkeypatch: pytest.Monke
     monkeypatch.setattr("cheetah.tools.check.generate_kernel", broken)
     result = cheetah("check", "demo", "--first", "--schedulers", "round_robin")
     assert result.exit_code == 1 and "from float32" in result.stdout and result.stdout.count("checking demo") == 1
-    assert (
-        "all keys and values are right: look at layer 0's attention, o, gate_up or down, or the head" in result.stdout
-    )
+    assert "first off: layer 0, phase gate_up: gated of position" in result.stdout
     (text,) = (line.removeprefix("the kernel: ") for line in result.stdout.splitlines() if "the kernel: " in line)
     assert "2.0f + exp_f32(-" in Path(text).read_text()
     assert result.stdout.endswith("verdict: WRONG\n")
