@@ -39,6 +39,8 @@ PASS_SHARE = 8
 PASSES = ("short passes", "medium passes", "passes")
 """Among the names of kernels, those of passes over prompts: over few tokens, and over as many as may be."""
 
+FAMILIES, FAMILIES_BY_NUMBERS = ("int8",), ("int8", "int4", "fp8")
+"""What names of formats begin with that are multiplied alike by kernels of few columns, as tests hold them to."""
 FAMILY_TOKENS, FAMILY_TOKENS_QUANTIZED = 16, 8
 """Most columns of kernels whose columns have the same bits as those of one with a single column: see
 docs/internals/numbers.md."""
@@ -158,9 +160,9 @@ class KernelsAsked:
         """Whether a kernel of one column may decode a sequence by itself: where its bits are promised in any company,
         it must be of the same family."""
         formats = [name for _, name in self.config.weight_formats]
-        has_one_arithmetic = plan.by_numbers or all(name.startswith("int8") for name in formats)
+        families = FAMILIES_BY_NUMBERS if plan.by_numbers else FAMILIES
         most = FAMILY_TOKENS_QUANTIZED if formats else FAMILY_TOKENS
-        return not plan.kv_chunk or (bool(has_one_arithmetic) and plan.tokens <= most)
+        return not plan.kv_chunk or (all(name.startswith(families) for name in formats) and plan.tokens <= most)
 
     def _solo(self, plan: Mapping[str, Any], manifest: Manifest) -> list[KernelSpec]:
         """A kernel like the manifest's with room for one token a step, if its own has room for more."""

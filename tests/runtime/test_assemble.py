@@ -16,9 +16,11 @@ from cheetah.errors import CheetahError
 from cheetah.generate import choose_plan
 from cheetah.manifest import Manifest
 from cheetah.models.llama import LlamaConfig
-from cheetah.plan import Plan, PlanError
+from cheetah.plan import Plan, PlanError, gpu_named
+from cheetah.plan.defaults import default_plan
 from cheetah.runtime.assembly.assemble import assemble
-from cheetah.runtime.assembly.kernels import choose_gpu, keeping, shared_buffers
+from cheetah.runtime.assembly.kernels import KernelsAsked, choose_gpu, keeping, shared_buffers
+from cheetah.runtime.assembly.options import AssemblyOptions
 from cheetah.runtime.assembly.texts import KeptText, KeptTexts
 from cheetah.runtime.background import Started, started
 from cheetah.runtime.device.interface import DeviceError, DeviceInfo
@@ -129,6 +131,30 @@ def test_a_gpu_s_kernels_are_written_once(tmp_path: Path, monkeypatch: pytest.Mo
     assert len(written) == 2 * count
     kernels(lambda *arguments, **plan: Counting()(*arguments, **plan))
     assert len(written) == 3 * count, "a generator without a name of its own is always asked"
+
+
+@pytest.mark.parametrize(
+    ("formats", "plan", "is_alike"),
+    [
+        ((), {"tokens": 8}, True),
+        ((), {"tokens": 8, "kv_chunk": 512}, True),
+        ((), {"tokens": 32, "kv_chunk": 512}, False),
+        (("int8",), {"tokens": 8, "kv_chunk": 512}, True),
+        (("int4-g128",), {"tokens": 8}, True),
+        (("int4-g128",), {"tokens": 8, "kv_chunk": 512}, False),
+        (("int4-g128", "fp8"), {"tokens": 8, "kv_chunk": 512, "by_numbers": 1}, True),
+        (("int8",), {"tokens": 16, "kv_chunk": 512, "by_numbers": 1}, False),
+        (("int4", "mxfp4"), {"tokens": 8, "kv_chunk": 512, "by_numbers": 1}, False),
+        (("2of4-fp8",), {"tokens": 8, "kv_chunk": 512, "by_numbers": 1}, False),
+    ],
+)
+def test_another_kernel_decodes_who_is_alone_if_it_has_the_same_bits(
+    formats: tuple[str, ...], plan: dict[str, Any], is_alike: bool
+) -> None:
+    """With items of a fixed length, which promise them."""
+    config = dataclasses.replace(tiny_config(), weight_formats=tuple(zip(("o", "down"), formats, strict=False)))
+    asked = KernelsAsked(config, gpu_named("h200"), 10**10, AssemblyOptions())
+    assert asked._is_alike_alone(default_plan(gpu_named("h200"), tiny_config().shape, batch=1, **plan)) == is_alike
 
 
 @pytest.mark.parametrize("changed", [{"weight_formats": (("o", "int8"),)}, {"rms_norm_eps": 1e-3}, {"layers": 3}])
