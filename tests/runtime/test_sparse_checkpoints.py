@@ -6,16 +6,19 @@ from dataclasses import replace
 import ml_dtypes
 import numpy as np
 import pytest
+from quantized_checkpoints import float8_config
 from safetensors.numpy import load_file
 from written_checkpoints import BF16, CONFIG, random_values, refusal, write_model
 
 from cheetah.errors import CheetahError
 from cheetah.generate import choose_plan
 from cheetah.models.family import Packing
+from cheetah.models.formats.quantized import scheme_of_name
 from cheetah.models.formats.two_of_four import is_two_of_four
 from cheetah.models.registry import family_of
 from cheetah.plan import gpu_named
 from cheetah.runtime.checkpoint.loading import open_checkpoint
+from cheetah.tools.quantize import quantization_job
 from cheetah.tools.sparsify import largest_of_four, sparse_copy
 
 Q = "model.layers.1.self_attn.q_proj"
@@ -250,3 +253,47 @@ def test_what_sparsify_does_not_do(tmp_path):
     with pytest.raises(CheetahError, match=f"tensor {Q}.weight, row 2: only numbers can be compared"):
         sparse_copy(source, "2:4", "plain").write(tmp_path / "out", lambda nbytes: None)
     assert not (tmp_path / "out").exists() and CONFIG.hidden_size % 4 == 0
+
+
+@pytest.mark.parametrize(
+    ("format", "kept"), [("int4", "2of4-int4"), ("fp8", "2of4-fp8"), ("int4-asym", None), ("int8", None)]
+)
+def test_codes_of_sparse_weights_are_kept_so_where_there_is_a_format(tmp_path, format, kept):
+    """Those of zero stay such codes when weights are rounded."""
+    source = write_model(tmp_path / "source", two_of_four_values())
+    quantization_job(str(source), scheme_of_name(format, "bf16"), clip=False).write(
+        tmp_path / "out", lambda nbytes: None
+    )
+    dense = open_checkpoint(tmp_path / "out")
+    assert ("--sparse auto" in " ".join(dense.notes)) == (kept is not None)
+    checkpoint = open_checkpoint(tmp_path / "out", sparse="auto")
+    assert dict(checkpoint.config.weight_formats)["down"] == kept or kept is None
+    assert kept is not None or checkpoint.config == dense.config
+    np.testing.assert_array_equal(checkpoint.tensor(f"{Q}.weight"), dense.tensor(f"{Q}.weight"))
+    load_all(tmp_path / "out", sparse="auto")
+
+
+def test_masked_codes_of_e4m3(tmp_path):
+    """As float-quantized beside sparse-24-bitmask has them."""
+    values, tensors, wanted = two_of_four_values(), {}, {}
+    for name, value in values.items():
+        if not is_layer_matrix(name, value):
+            tensors[name] = value
+            continue
+        codes = value.astype(np.float32).astype(ml_dtypes.float8_e4m3fn)
+        module, numbers = name.removesuffix(".weight"), codes.astype(np.float32)
+        kept = largest_of_four(numbers)
+        tensors[f"{module}.compressed"] = codes[kept].reshape(len(value), -1)
+        tensors[f"{module}.bitmask"] = np.packbits(kept, axis=1, bitorder="little")
+        tensors[f"{module}.shape"] = np.array(value.shape, np.int64).reshape(2, 1)
+        tensors[f"{module}.weight_scale"] = np.full((len(value), 1), 0.5, np.float32)
+        wanted[name] = numbers * 0.5
+    stated = float8_config(strategy="channel")
+    stated["sparsity_config"] = STATED["sparsity_config"]
+    folder = write_model(tmp_path / "model", tensors, quantization_config=stated)
+    checkpoint = open_checkpoint(folder)
+    assert dict(checkpoint.config.weight_formats) == dict.fromkeys(("qkv", "o", "gate_up", "down"), "2of4-fp8")
+    for name, numbers in wanted.items():
+        np.testing.assert_array_equal(checkpoint.tensor(name), numbers)
+    load_all(folder)
+    load_all(folder, sparse="off")
