@@ -43,7 +43,7 @@ void synchronise(uint32_t id, uint32_t threads, Place place, const char* primiti
     if (machine.scheduler != Scheduler::round_robin) yield();
   } else {
     append(barrier.waiting, self);
-    block_on({WaitKind::barrier, primitive, place, &barrier, id});
+    block_on(WaitKind::barrier, primitive, place, &barrier, id);
   }
   sanitizer::acquire(order);
 }

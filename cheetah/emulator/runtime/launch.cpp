@@ -67,6 +67,7 @@ void prepare_warps(Block& block) {
     warp.unordered = warp.passed_by = 0;
     begin_products(*warp.products);
     for (WordWaits& waits : warp.word_waits) waits = {};
+    warp.waits_are_noted = false;
     warp.first_fibre = block.first_fibre + w * warp_lanes;
     warp.block = block.index;
     draw_priority(warp);

@@ -134,6 +134,7 @@ struct Warp {
   uint32_t priority;
   uint32_t block;
   uint32_t generation;
+  bool waits_are_noted;     // in `word_waits`, since the warp last met
   WordWaits word_waits[warp_lanes];
   uint32_t unordered;       // watched: lanes with stores to shared memory that no barrier has ordered yet
   uint32_t passed_by;       // watched: those whose stores came before a collective that orders no memory
@@ -219,8 +220,9 @@ extern Machine machine;
 void wake(Fibre& fibre);
 void wake_all(FibreList& list);
 void wake_lanes(Warp& warp, uint32_t lanes);
-// Blocks the running fibre on `wait` and returns when somebody has woken it.
-void block_on(const Wait& wait);
+// Blocks the running fibre on a `Wait` of these fields and returns when somebody has woken it. They come in registers:
+// a structure that was just written field by field and is copied whole stalls the processor for as long as a switch takes.
+void block_on(WaitKind kind, const char* primitive, Place place, const void* object, uint64_t value);
 // New random priorities, for the priority scheduler.
 void draw_priority(Warp& warp);
 void draw_priorities(Block& block);

@@ -131,7 +131,7 @@ void complete_transaction(Block& block, MBarrier& barrier, uint32_t bytes) {
   if (parity > 1) misuse(place, primitive, "parity %u; a phase has parity 0 or 1", parity);
   while ((barrier.phase & 1) == parity) {
     append(barrier.waiting, *machine.current);
-    block_on({WaitKind::mbarrier, primitive, place, &barrier, parity});
+    block_on(WaitKind::mbarrier, primitive, place, &barrier, parity);
   }
   sanitizer::acquire(barrier.order[parity]);
 }

@@ -27,13 +27,16 @@ void rendezvous(Collective collective, Place place, const char* primitive, Compu
   const uint32_t bit = 1u << self.lane;
   warp.arrived |= bit;
   if (warp.arrived != warp.lanes) {
-    block_on({WaitKind::collective, primitive, place, &warp, 0});
+    block_on(WaitKind::collective, primitive, place, &warp, 0);
     return;
   }
   compute(warp);
   watch::warp_meets(warp, collective == Collective::warp_barrier);
   warp.arrived = 0;
-  for (WordWaits& waits : warp.word_waits) waits = {};
+  if (warp.waits_are_noted) {
+    for (WordWaits& waits : warp.word_waits) waits = {};
+    warp.waits_are_noted = false;
+  }
   machine.collectives++;
   wake_lanes(warp, warp.lanes & ~bit);
   note(place, primitive);

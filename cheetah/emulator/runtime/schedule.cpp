@@ -223,9 +223,13 @@ void wake_lanes(Warp& warp, uint32_t lanes) {
   warp.runnable |= lanes;
 }
 
-void block_on(const Wait& wait) {
+void block_on(WaitKind kind, const char* primitive, Place place, const void* object, uint64_t value) {
   Fibre& self = *machine.current;
-  self.wait = wait;
+  self.wait.kind = kind;
+  self.wait.primitive = primitive;
+  self.wait.place = place;
+  self.wait.object = object;
+  self.wait.value = value;
   sleep(self);
   reschedule();
   self.wait.kind = WaitKind::none;

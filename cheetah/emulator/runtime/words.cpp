@@ -54,7 +54,7 @@ void check_together(const Warp& warp, uint64_t bit, Place place, const char* pri
 
 void sleep_on(const Wait& wait) {
   append(bucket_of(wait.object), *machine.current);
-  block_on(wait);
+  block_on(wait.kind, wait.primitive, wait.place, wait.object, wait.value);
 }
 
 bool tags_are_there(const Wait& wait) {
@@ -133,6 +133,7 @@ void begin_word_wait(const void* words, uint32_t word_bytes, Place place, const 
   WordWaits& own = warp.word_waits[machine.current->lane];
   const uint64_t bit = bit_of(place);
   if (own.last != bit) own = {own.lines | bit, bit, own.last};
+  warp.waits_are_noted = true;
   check_together(warp, bit, place, primitive);
 }
 
