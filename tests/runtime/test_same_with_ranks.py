@@ -190,11 +190,11 @@ def test_so_are_tokens_that_were_drafted() -> None:
 
 
 ASKED = [
-    SamplingParams(max_tokens=9, temperature=0.0, logprobs=3),
-    SamplingParams(max_tokens=9, temperature=1.1, top_k=40, top_p=0.9, min_p=0.01, seed=5),
-    SamplingParams(max_tokens=9, temperature=3.0, top_p=0.95, seed=6, repetition_penalty=1.3, presence_penalty=0.5),
-    SamplingParams(max_tokens=9, temperature=0.9, seed=7, allowed_token_ids=list(range(140, 180))),
-    SamplingParams(max_tokens=9, temperature=0.0, logit_bias={299: 50.0}, stop_token_ids=[299]),
+    SamplingParams(max_tokens=6, temperature=0.0, logprobs=3),
+    SamplingParams(max_tokens=6, temperature=1.1, top_k=40, top_p=0.9, min_p=0.01, seed=5),
+    SamplingParams(max_tokens=6, temperature=3.0, top_p=0.95, seed=6, repetition_penalty=1.3, presence_penalty=0.5),
+    SamplingParams(max_tokens=6, temperature=0.9, seed=7, allowed_token_ids=list(range(140, 180))),
+    SamplingParams(max_tokens=6, temperature=0.0, logit_bias={299: 50.0}, stop_token_ids=[299]),
 ]
 PROMPTS = [[5, 17, 250, *range(30 + number, 50)] for number in range(2)]
 
