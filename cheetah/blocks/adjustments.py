@@ -49,7 +49,7 @@ class Adjustments:
     def vocab(self) -> int:
         return ch.named("VOCAB", self.columns.machine.model.vocab)
 
-    def asked(self, bits: int) -> Any:
+    def asked(self, bits: int) -> ch.Expr:
         """Whether any sequence of the launch has one of these options: the same in all threads of the grid."""
         return (self.launch.options & bits) != 0
 
@@ -61,7 +61,7 @@ class Adjustments:
         """The element of [batch, vocab] at which the row of a column's sequence begins."""
         return self.of(column, "slot") * self.vocab
 
-    def weighed_row(self, column: ch.Expr) -> Any:
+    def weighed_row(self, column: ch.Expr) -> ch.Expr:
         """The same of a column's row of `weighed`: [batch, vocab], or [tokens, vocab] where several columns of a
         sequence may be filtered."""
         return column * self.vocab if self.columns.machine.plan.drafts else self.row(column)
@@ -86,7 +86,7 @@ class Adjustments:
         return wanted & (self.columns.state(column, STOPPED) == 0)
 
     @ch.function
-    def adjust(self, column: ch.Expr, token: ch.Expr, logit: ch.Expr) -> Any:
+    def adjust(self, column: ch.Expr, token: ch.Expr, logit: ch.Expr) -> ch.Expr:
         """The logit of a token below the vocabulary's end, as its column's sequence wants it."""
         options = ch.const(ty.u32, self.of(column, "options"), name="options")
         adjusted = ch.var(ty.f32, logit)
@@ -120,13 +120,13 @@ class Adjustments:
             adjusted -= prim.bits_float(self.of(column, "frequency")) * ty.f32(count)
             adjusted -= prim.bits_float(self.of(column, "presence"))
 
-    def _found(self, column: ch.Expr, token: ch.Expr) -> Any:
+    def _found(self, column: ch.Expr, token: ch.Expr) -> ch.Expr:
         """How often a column's sequence has a token, as in `token_counts`."""
         counted = self.launch.token_counts[self.row(column) + token]
         return counted + self._drafted_before(column, token) if self.columns.machine.plan.drafts else counted
 
     @ch.function
-    def _drafted_before(self, column: ch.Expr, token: ch.Expr) -> Any:
+    def _drafted_before(self, column: ch.Expr, token: ch.Expr) -> ch.Expr:
         """How often a token was drafted in this step before it is judged by a column, if the column is to count."""
         times = ch.var(ty.u32, 0)
         next_token = self.columns.machine.region("next_token", ty.u32)

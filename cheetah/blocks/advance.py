@@ -23,13 +23,13 @@ class Advance(Protocol):
     is_counted: bool
     """Whether it is known at the end of a step only, by what was chosen in it."""
 
-    def number(self, records: Records, column: ch.Expr, sequence: ch.Expr, step: ch.Expr) -> Any:
+    def number(self, records: Records, column: ch.Expr, sequence: ch.Expr, step: ch.Expr) -> ch.Expr:
         """Which of its sequence's tokens a column has in a step."""
 
-    def cached(self, tile: Any, step: ch.Value) -> Any:
+    def cached(self, tile: Any, step: ch.Value) -> ch.Expr:
         """How many keys of a tile are cached in a step; tile: what has the fields of its record."""
 
-    def plan_step(self, step: ch.Expr) -> Any:
+    def plan_step(self, step: ch.Expr) -> ch.Expr:
         """The step of a launch in which nothing is drafted whose KV plans hold in this one."""
 
 
@@ -45,7 +45,7 @@ class BySteps:
     def cached(self, tile: Any, step: ch.Value) -> Any:
         return tile.length + tile.stride * ch.cast(ty.u32, step)
 
-    def plan_step(self, step: ch.Expr) -> Any:
+    def plan_step(self, step: ch.Expr) -> ch.Expr:
         return step
 
 
@@ -62,12 +62,12 @@ class ByAcceptance:
     machine: Machine
     is_counted = True
 
-    def copy(self, step: ch.Value) -> Any:
+    def copy(self, step: ch.Value) -> ch.Expr:
         """The words of a step (u32*)."""
         words = self.machine.region("done", ty.u32)
         return words + ch.cast(ty.u32, step) % 2 * (self.machine.plan.batch + 1)
 
-    def done(self, sequence: ch.Expr, step: ch.Value) -> Any:
+    def done(self, sequence: ch.Expr, step: ch.Value) -> ch.Expr:
         """How many tokens of the launch a sequence has behind it in a step."""
         return self.copy(step)[sequence]
 
@@ -77,7 +77,7 @@ class ByAcceptance:
     def cached(self, tile: Any, step: ch.Value) -> Any:
         return tile.length + self.done(tile.stride, step)
 
-    def plan_step(self, step: ch.Expr) -> Any:
+    def plan_step(self, step: ch.Expr) -> ch.Expr:
         """Nobody is further than after so many steps, so all keys that there are lie in the items; what lies behind
         them changes no bit."""
         return self.copy(step)[self.machine.plan.batch]

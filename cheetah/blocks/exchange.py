@@ -362,11 +362,11 @@ class Exchange(ABC):
         the same in all blocks."""
 
     @abstractmethod
-    def read4(self, name: str, unit: ch.Value, epoch: ch.Value) -> Any:
+    def read4(self, name: str, unit: ch.Value, epoch: ch.Value) -> ch.Expr:
         """Payload words 4*unit to 4*unit + 3 (u32x4)."""
 
     @abstractmethod
-    def asked4(self) -> Any:
+    def asked4(self) -> ch.Expr | None:
         """A place for a unit that is asked for before it is waited for."""
 
     @abstractmethod
@@ -374,11 +374,11 @@ class Exchange(ABC):
         """Begin to read a unit into such a place, whether it is there or not; what follows hides the trip."""
 
     @abstractmethod
-    def settle4(self, asked: Any, name: str, unit: ch.Value, epoch: ch.Value) -> Any:
+    def settle4(self, asked: Any, name: str, unit: ch.Value, epoch: ch.Value) -> ch.Expr:
         """The unit that was asked for (u32x4), waited for unless it was there."""
 
     @abstractmethod
-    def read4_acquire(self, name: str, unit: ch.Value, epoch: ch.Value) -> Any:
+    def read4_acquire(self, name: str, unit: ch.Value, epoch: ch.Value) -> ch.Expr:
         """The same, seeing all that happened before a `publish_release` of them."""
 
     @abstractmethod
@@ -470,21 +470,21 @@ class FlaggedExchange(Exchange):
     def meet(self, when: ch.Value = True) -> None:
         """Each word is waited for by itself."""
 
-    def read4(self, name: str, unit: ch.Value, epoch: ch.Value) -> Any:
+    def read4(self, name: str, unit: ch.Value, epoch: ch.Value) -> ch.Expr:
         words = self.place(name, ch.cast(ty.u32, unit) * 4)
         if name in self.inputs:
             return prim.wait_tagged4(words, self.inputs[name], epoch, scope=self.scope_of(name))
         return prim.wait_flagged4(words, epoch, scope=self.scope_of(name))
 
     @ch.inline
-    def asked4(self) -> Any:
+    def asked4(self) -> ch.Expr:
         asked = ch.array(ty.u64, 4)
         return asked
 
     def ask4(self, asked: Any, name: str, unit: ch.Value) -> None:
         prim.ask_flagged4(asked, self.place(name, ch.cast(ty.u32, unit) * 4), scope=self.scope_of(name))
 
-    def settle4(self, asked: Any, name: str, unit: ch.Value, epoch: ch.Value) -> Any:
+    def settle4(self, asked: Any, name: str, unit: ch.Value, epoch: ch.Value) -> ch.Expr:
         return prim.settle_flagged4(
             asked, self.place(name, ch.cast(ty.u32, unit) * 4), epoch, scope=self.scope_of(name)
         )
@@ -508,7 +508,7 @@ class FlaggedExchange(Exchange):
             self.read4(name, unit, epoch)
         prim.warp_barrier()
 
-    def read4_acquire(self, name: str, unit: ch.Value, epoch: ch.Value) -> Any:
+    def read4_acquire(self, name: str, unit: ch.Value, epoch: ch.Value) -> ch.Expr:
         return prim.wait_flagged4_acquire(self.place(name, ch.cast(ty.u32, unit) * 4), epoch, scope=self.scope_of(name))
 
 
@@ -574,19 +574,19 @@ class BarrierExchange(Exchange):
             self.machine.meet()
 
     @ch.inline
-    def read4(self, name: str, unit: ch.Value, epoch: ch.Value) -> Any:
+    def read4(self, name: str, unit: ch.Value, epoch: ch.Value) -> ch.Expr:
         words = ch.reinterpret(ty.ptr(ty.u32x4), self.place(name, ch.cast(ty.u32, unit) * 4))[0]
         return words
 
     read4_acquire = read4
 
-    def asked4(self) -> Any:
+    def asked4(self) -> None:
         """None: all of a vector is there after `meet`, so nothing has to be asked for."""
 
     def ask4(self, asked: Any, name: str, unit: ch.Value) -> None:
         """Nothing; see `asked4`."""
 
-    def settle4(self, asked: Any, name: str, unit: ch.Value, epoch: ch.Value) -> Any:
+    def settle4(self, asked: Any, name: str, unit: ch.Value, epoch: ch.Value) -> ch.Expr:
         return self.read4(name, unit, epoch)
 
     def wait_for_one(self, name: str, unit: ch.Value, epoch: ch.Value, when: ch.Value = True) -> None:

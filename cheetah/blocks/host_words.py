@@ -65,6 +65,6 @@ class HostWords:
         return value, ch.select(is_cancelled, ty.u32(CANCELLED_TOKEN), token)
 
     @property
-    def _asks(self) -> Any:
+    def _asks(self) -> ch.Expr:
         machine = self.columns.machine
         return (machine.number == 0) & (machine.thread < self.columns.count)

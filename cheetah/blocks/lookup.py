@@ -130,7 +130,7 @@ class Lookup:
         return Search(self._row(sequence), ahead, end, written, first, last, longest, shortest)
 
     @ch.function
-    def _token(self, search: Search, position: Any) -> Any:
+    def _token(self, search: Search, position: Any) -> ch.Expr:
         """The token at a position up to `end`."""
         token = ch.var(ty.u32)
         with ch.if_(position <= search.written):
@@ -140,7 +140,7 @@ class Lookup:
         return token
 
     @ch.inline
-    def _find(self, search: Search, ngram: Any) -> Any:
+    def _find(self, search: Search, ngram: Any) -> ch.Expr:
         """The longest match before the newest token, the latest of equal ones, but one in the text ahead before others:
         its length, whether it lies there, the position at which it ends and 1; 0 if none counts. On every lane of the
         warp, of what its lanes have read."""

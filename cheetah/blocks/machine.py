@@ -77,7 +77,7 @@ class Machine:
         return shared_region(self.shared, self.arena, name, element)
 
     @property
-    def chosen(self) -> Any:
+    def chosen(self) -> ch.Expr:
         """The token that was chosen for each column (u32)."""
         return ch.whole("chosen_tokens", self.region("chosen", ty.u32))
 

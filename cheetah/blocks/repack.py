@@ -80,5 +80,5 @@ def _emit(given: Any, teams: int, team_threads: int) -> None:
             words[given.tile_bytes // 4 + word] = scales[given.k_tiles * (given.behind_bytes // 4) + word]
 
 
-def _table(given: Any, offset: ch.Expr) -> Any:
+def _table(given: Any, offset: ch.Expr) -> ch.Expr:
     return ch.reinterpret(ty.ptr(ty.u32), given.staging + offset)

@@ -33,7 +33,7 @@ WARP_LANES, ROWS_LANES = 32, M_TILE_ROWS
 
 
 @ch.inline
-def philox_word(counter: ch.Expr, position: ch.Expr, seed: ch.Expr) -> Any:
+def philox_word(counter: ch.Expr, position: ch.Expr, seed: ch.Expr) -> ch.Expr:
     """The first output word of Philox4x32-10 (Salmon et al., SC 2011)."""
     c0 = ch.var(ty.u32, counter)
     c1 = ch.var(ty.u32, position)
@@ -56,7 +56,7 @@ def philox_word(counter: ch.Expr, position: ch.Expr, seed: ch.Expr) -> Any:
 
 
 @ch.function
-def gumbel(token: ch.Expr, position: ch.Expr, seed: ch.Expr) -> Any:
+def gumbel(token: ch.Expr, position: ch.Expr, seed: ch.Expr) -> ch.Expr:
     """-log(-log u), u = ((word >> 9) + 0.5) / 2^23: exact in f32, and never 0 or 1."""
     word = philox_word(token, position, seed)
     uniform = (ty.f32(word >> 9) + 0.5) * 2.0**-23

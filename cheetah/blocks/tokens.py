@@ -166,7 +166,7 @@ class Tokens:
             self.host.emit(place, token)
 
     @ch.function
-    def _given(self, sequence: ch.Expr, index: ch.Expr) -> Any:
+    def _given(self, sequence: ch.Expr, index: ch.Expr) -> ch.Expr:
         """An input of a sequence, or 0 where it has none left."""
         launch = self.launch
         token = ch.var(ty.u32, 0)
@@ -175,6 +175,6 @@ class Tokens:
             token.set(ch.minimum(ty.u32(launch.tokens[place]), self.rows - 1))
         return token
 
-    def embedding(self, column: Any) -> Any:
+    def embedding(self, column: Any) -> ch.Expr:
         """The embedding of a column's token."""
         return self.launch.embedding + ty.u64(self.next_token[column]) * self.columns.machine.hidden

@@ -204,7 +204,7 @@ class VerifiedTokens(Tokens):
     # -- drafting -----------------------------------------------------------------------------------------------------
 
     @property
-    def drafted(self) -> Any:
+    def drafted(self) -> ch.Expr:
         """How many tokens were drafted for each sequence in this step (u32*); the first consumer warp's."""
         return self.machine.region("done", ty.u32) + 2 * (self.machine.plan.batch + 1)
 
@@ -235,7 +235,7 @@ class VerifiedTokens(Tokens):
                 self.drafted[sequence] = ch.select(proposed > known, proposed - known, ty.u32(0))
 
     @ch.function
-    def _given(self, sequence: ch.Expr, index: ch.Expr) -> Any:
+    def _given(self, sequence: ch.Expr, index: ch.Expr) -> ch.Expr:
         """An input of a sequence or what the launch drafts, or 0 where it has neither left."""
         launch = self.launch
         token = ch.var(ty.u32, 0)

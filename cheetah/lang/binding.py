@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NoReturn
+from typing import cast as cast_type
 
 from cheetah.lang import types as ty
 from cheetah.lang.errors import ConstStoreError, ScopeError, SignatureError, TypeMixError
@@ -157,17 +158,17 @@ def store_results(call: Call, types: Sequence[ty.Type]) -> list[Name]:
     return targets
 
 
-def var(type_: ty.Type, value: Value | None = None, *, name: str | None = None) -> Any:
+def var(type_: ty.Type, value: Value | None = None, *, name: str | None = None) -> Expr:
     """A variable: `total = ch.var(ty.f32, 0.0)`, then `total += x` or `total.set(x)`."""
     return _named(name, Pending(type_, None if value is None else lift(value, type_)))
 
 
-def array(element: ty.Scalar | ty.Vector, *lengths: int, zero: bool = False, name: str | None = None) -> Any:
+def array(element: ty.Scalar | ty.Vector, *lengths: int, zero: bool = False, name: str | None = None) -> Expr:
     """A local array, outermost length first; kept in registers when every index is static after unrolling."""
     return _named(name, Pending(ty.array(element, *lengths), None, zero))
 
 
-def const(type_: ty.Type, value: Value, *, name: str | None = None) -> Any:
+def const(type_: ty.Type, value: Value, *, name: str | None = None) -> Expr:
     """A named constant of a stated type: `limit = ch.const(ty.u32, 7)` declares `uint32_t limit = 7;`."""
     return _named(name, Pending(type_, cast(type_, value), mutable=False))
 
@@ -247,8 +248,9 @@ def argument(value: int | float, type_: ty.Scalar | None = None) -> Argument:
     return Argument(literal.type, literal.value)
 
 
-def _named(name: str | None, pending: Pending) -> Any:
-    return pending if name is None else _declare(name, pending)
+def _named(name: str | None, pending: Pending) -> Expr:
+    """What is still to be declared is seen by nobody before it is assigned to a name."""
+    return cast_type(Expr, pending) if name is None else _declare(name, pending)
 
 
 def store(target: Expr, value: Value) -> None:

@@ -242,7 +242,9 @@ def roles_const(roles: tuple[Role, ...], type_: Type, value: Value, name: str) -
     bound: list[Name] = []
     for role in roles:
         with role:
-            bound.append(const(type_, value, name=free))
+            made = const(type_, value, name=free)
+            assert isinstance(made, Name)
+            bound.append(made)
     return replace(bound[0], scopes=tuple(scope for one in bound for scope in one.scopes))
 
 

@@ -58,8 +58,9 @@ class Primitive:
             )
         return self if scope == GPU_SCOPE else _in_scope(self, scope)
 
-    def __call__(self, *arguments: Any, scope: str | None = None) -> Any:
-        """A call; `scope`: as in `in_scope`."""
+    def __call__(self, *arguments: Any, scope: str | None = None) -> Expr:
+        """A call, or what a name stands for that has its result; None where there is none. `scope`: as in
+        `in_scope`."""
         if scope not in (None, GPU_SCOPE):
             return self.in_scope(scope)(*arguments)
         if len(arguments) != len(self.parameters):
@@ -74,7 +75,7 @@ class Primitive:
             return call
         if self.returns == ty.void:
             emit(Do(call))
-            return None
+            return None  # type: ignore[return-value]  # nobody takes the result of a call that has none
         return store_result(call)
 
     def _argument(self, name: str, type_: ty.Type, value: Any) -> Expr:

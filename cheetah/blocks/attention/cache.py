@@ -6,7 +6,7 @@ Pages are HND: [layers, pages, 2, kv_heads, page_size, head_dim].
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 from cheetah import lang as ch
 from cheetah.blocks.ring import Ring
@@ -70,13 +70,13 @@ class KvCache:
         return self._slot_elements * self.machine.plan.kv_element_bytes
 
     @ch.inline
-    def key(self, layer: ch.Value, head: ch.Expr, table: ch.Expr, token: ch.Expr) -> Any:
+    def key(self, layer: ch.Value, head: ch.Expr, table: ch.Expr, token: ch.Expr) -> ch.Expr:
         """The address of key `token` of one head (bf16* or u8*)."""
         page = prim.load_constant_u32(self.page_table + (table + token // self.machine.plan.page_size))
         return self._key_in_page(layer, head, page, token % self.machine.plan.page_size)
 
     @ch.inline
-    def _key_in_page(self, layer: ch.Value, head: ch.Expr, page: ch.Expr, slot: ch.Expr) -> Any:
+    def _key_in_page(self, layer: ch.Value, head: ch.Expr, page: ch.Expr, slot: ch.Expr) -> ch.Expr:
         offset = ty.u64(ch.cast(ty.u32, layer) * self.pages + page) * self._page_elements
         key = self.pool + (offset + ty.u64(head * self._head_elements + slot * self._slot_elements))
         return key

@@ -175,7 +175,7 @@ class Attention:
         return Queries(unit, limits, scale, tuple(contexts), self._token_context(item), item.tile.offset)
 
     @ch.function
-    def _limit(self, item: Item, packed: ch.Expr) -> Any:
+    def _limit(self, item: Item, packed: ch.Expr) -> ch.Expr:
         """The first key of the tile that a packed row does not see; 0 for a row beyond the item's."""
         row = ch.minimum(packed, item.rows - 1)
         end = ch.minimum(item.end, item.tile.cached + item.tile.new)

@@ -170,7 +170,7 @@ class Folder:
             yield first + state * stride
 
     @ch.inline
-    def _lse(self, highest: ch.Expr, weight_sum: ch.Expr) -> Any:
+    def _lse(self, highest: ch.Expr, weight_sum: ch.Expr) -> ch.Expr:
         """The natural logarithm of the sum of exponentials."""
         if not self.softmax:
             return ty.f32(0.0)

@@ -43,11 +43,11 @@ class RawHeads(ABC):
         raise NotImplementedError
 
     @abstractmethod
-    def weights(self, raw: RawHead) -> Any:
+    def weights(self, raw: RawHead) -> ch.Expr | None:
         """What `finish` needs of a unit besides its words, to be loaded before these are waited for."""
 
     @abstractmethod
-    def finish(self, raw: RawHead, words: Any, weights: Any) -> Any:
+    def finish(self, raw: RawHead, words: Any, weights: Any) -> ch.Expr:
         """The eight numbers that attention works with, f32[8], from a unit's words as they were published.
 
         Called by whole warps, in which the lanes of a head are neighbours.
@@ -75,7 +75,7 @@ class HeadNorms:
     plus_one: bool = field(default=False, kw_only=True)
 
     @ch.inline
-    def weights_of(self, layer: ch.Expr, raw: RawHead) -> Any:
+    def weights_of(self, layer: ch.Expr, raw: RawHead) -> ch.Expr | None:
         """A unit's weights (bf16); a value's lanes get those of a key, for nothing."""
         shape = self.machine.shape
         kind = ch.select(raw.head < shape.heads, ty.u32(0), ty.u32(1))
@@ -83,7 +83,7 @@ class HeadNorms:
         return words
 
     @ch.inline
-    def apply(self, words: ch.Expr, weights: ch.Expr, raw: RawHead) -> Any:
+    def apply(self, words: ch.Expr, weights: ch.Expr, raw: RawHead) -> ch.Expr:
         """f32[8] of a query or a key from its bf16 words and those of the weights; a value stays as it is."""
         shape = self.machine.shape
         values = widened(words)
@@ -102,7 +102,7 @@ class HeadNorms:
         return [number + 1.0 if self.plus_one else number for number in _numbers(weights)]
 
     @ch.inline
-    def _scale(self, values: Any, raw: RawHead) -> Any:
+    def _scale(self, values: Any, raw: RawHead) -> ch.Expr:
         """1/rms of the lanes' head."""
         head_dim = self.machine.shape.head_dim
         squares = ch.var(ty.f32, 0.0)
@@ -116,7 +116,7 @@ class HeadNorms:
         return scale
 
     @ch.inline
-    def _rotated(self, values: Any, raw: RawHead) -> Any:
+    def _rotated(self, values: Any, raw: RawHead) -> ch.Expr:
         """RoPE (rotate-half): the lane with the other elements of the unit's pairs is half a head away."""
         half = self.machine.shape.head_dim // 2
         angles = self.angles(raw.column, raw.head, raw.unit % (half // UNIT) * UNIT)
@@ -138,7 +138,7 @@ class JointNorms(HeadNorms):
 
     squares: Callable[[ch.Expr, range], PublishedSquares]
 
-    def weighted(self, value: ch.Expr, rows: Rows, layer: ch.Expr) -> Any:
+    def weighted(self, value: ch.Expr, rows: Rows, layer: ch.Expr) -> ch.Expr:
         """A row's number times its weight; of values the number itself."""
         shape = self.machine.shape
         row = rows.m_tile * M_TILE_ROWS + rows.row
@@ -153,7 +153,7 @@ class JointNorms(HeadNorms):
         with ch.if_(rows.m_tile < m_tiles):
             self.squares(epoch, range(m_tiles)).publish(rows, value, weighted)
 
-    def _sum_of_lane(self, epoch: ch.Expr, m_tiles: range, column: ch.Expr) -> Any:
+    def _sum_of_lane(self, epoch: ch.Expr, m_tiles: range, column: ch.Expr) -> ch.Expr:
         squares = self.squares(epoch, m_tiles)
         return squares.sum_of_lane(column, self.machine.lane, 32, squares.published.when_and_where)
 
@@ -177,14 +177,14 @@ class JointNorms(HeadNorms):
                 scales[place] = prim.rsqrt_f32(total * elements + self.epsilon)
         machine.meet()
 
-    def weights_of(self, layer: ch.Expr, raw: RawHead) -> Any:
+    def weights_of(self, layer: ch.Expr, raw: RawHead) -> None:
         """None: they have been multiplied with."""
 
     def _factors(self, weights: Any) -> list[Any]:
         return [1.0] * UNIT
 
     @ch.inline
-    def _scale(self, values: Any, raw: RawHead) -> Any:
+    def _scale(self, values: Any, raw: RawHead) -> ch.Expr:
         """1/rms of the head's kind, of its column."""
         is_key = ch.select(raw.head < self.machine.shape.heads, ty.u32(0), ty.u32(1))
         scale = self.machine.region("head_scales", ty.f32)[raw.column * 2 + is_key]
@@ -204,7 +204,7 @@ def codes_of(values: Any, scale: ch.Expr) -> list[Any]:
 
 
 @ch.inline
-def widened(words: ch.Expr) -> Any:
+def widened(words: ch.Expr) -> ch.Expr:
     """A unit of bf16 as f32[8]."""
     values = ch.array(ty.f32, UNIT)
     for index, value in enumerate(_numbers(words)):

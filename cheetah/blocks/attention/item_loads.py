@@ -294,7 +294,7 @@ class ItemLoads:
         place[1] = self._codes(words.z) | (self._codes(words.w) << 16)
 
     @staticmethod
-    def _codes(pair: ch.Expr) -> Any:
+    def _codes(pair: ch.Expr) -> ch.Expr:
         """Two e4m3 codes of a bf16 pair; exact, since the numbers come from codes."""
         return prim.e4m3x2_from_f32(prim.bf16x2_low(pair), prim.bf16x2_high(pair))
 

@@ -102,7 +102,7 @@ class Merger:
                     folded.add(values, lse, ch.argument(1.0))
 
     @ch.inline
-    def _read_states(self, merge: Merge, sources: ch.Expr, epoch: ch.Expr) -> Any:
+    def _read_states(self, merge: Merge, sources: ch.Expr, epoch: ch.Expr) -> ch.Expr:
         """Element 0: the LSE of the state that has the lane's number. Element n + 1: the lane's 4 dims of state n;
         where there are fewer, the last one stands for the missing: a number that is known keeps registers free."""
         states = ch.array(ty.u32x4, UNITS)

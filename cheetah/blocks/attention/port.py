@@ -26,7 +26,7 @@ class AttentionPort(ABC):
     asks = False
     """Whether units can be asked for before they are waited for: whether there are the four methods that follow."""
 
-    def asked(self) -> Any:
+    def asked(self) -> ch.Expr | None:
         """A place for a unit that is asked for."""
         raise self._missing("asked")
 
@@ -34,25 +34,25 @@ class AttentionPort(ABC):
         """Begin to read a unit as it is published into such a place."""
         raise self._missing("ask")
 
-    def settle(self, asked: Any, raw: RawHead, epoch: ch.Expr) -> Any:
+    def settle(self, asked: Any, raw: RawHead, epoch: ch.Expr) -> ch.Expr:
         """The unit that was asked for (u32x4), once it is there."""
         raise self._missing("settle")
 
-    def unit(self, raw: RawHead, epoch: ch.Expr) -> Any:
+    def unit(self, raw: RawHead, epoch: ch.Expr) -> ch.Expr:
         """A unit as it is published (u32x4), once it is there."""
         raise self._missing("unit")
 
     @abstractmethod
-    def query_unit(self, column: ch.Expr, head: ch.Expr, unit: ch.Expr, epoch: ch.Expr) -> Any:
+    def query_unit(self, column: ch.Expr, head: ch.Expr, unit: ch.Expr, epoch: ch.Expr) -> ch.Expr:
         """Elements 8*unit to 8*unit + 7 of a query."""
 
     @abstractmethod
-    def newest_unit(self, column: ch.Expr, kv_head: ch.Expr, value: Any, unit: ch.Expr, epoch: ch.Expr) -> Any:
+    def newest_unit(self, column: ch.Expr, kv_head: ch.Expr, value: Any, unit: ch.Expr, epoch: ch.Expr) -> ch.Expr:
         """The same of the key or (where the condition `value` holds) the value of a new token: as the cache will have
         it, e4m3 codes as the bf16 numbers that they stand for."""
 
     @abstractmethod
-    def position(self, column: ch.Expr) -> Any:
+    def position(self, column: ch.Expr) -> ch.Expr:
         """The absolute position of the column's query (u32)."""
 
     @abstractmethod
@@ -68,19 +68,19 @@ class AttentionPort(ABC):
     ) -> None:
         """The final output of dims 2*dim_pair and the next (f32), and the natural LSE of its row."""
 
-    def request(self, column: ch.Expr) -> Any:
+    def request(self, column: ch.Expr) -> ch.Expr:
         """The request that a column belongs to (u32); for variants only, like the next two."""
         raise self._missing("request")
 
-    def query(self, column: ch.Expr) -> Any:
+    def query(self, column: ch.Expr) -> ch.Expr:
         """The column's number among the queries of its request (u32)."""
         raise self._missing("query")
 
-    def keys(self, column: ch.Expr) -> Any:
+    def keys(self, column: ch.Expr) -> ch.Expr:
         """How many keys the column's request has, the new ones included (u32)."""
         raise self._missing("keys")
 
-    def scale(self, kv_head: ch.Expr, value: bool) -> Any:
+    def scale(self, kv_head: ch.Expr, value: bool) -> ch.Expr:
         """What codes of a KV head's keys or values are multiplied by (f32); for e4m3 only."""
         raise self._missing("scale")
 

@@ -141,7 +141,7 @@ class Schedule:
                     self.index.setdefault(role.name, []).append(plan_index)
 
     @ch.inline
-    def advance(self, role: ch.Role, step: ch.Expr) -> Any:
+    def advance(self, role: ch.Role, step: ch.Expr) -> ch.Expr:
         """In a role: move on to the plans of `step`; steps only grow. Whether one is not that of the step before."""
         followed = self.steps.plan_step(step)
         return reduce(or_, [self._follow_plan(index, followed) for index in self.index[role.name]])
@@ -151,7 +151,7 @@ class Schedule:
         return chosen(self.index[role.name], self.kind)
 
     @ch.function
-    def _follow_plan(self, plan_index: Any, step: ch.Expr) -> Any:
+    def _follow_plan(self, plan_index: Any, step: ch.Expr) -> ch.Expr:
         """Move on to the next plan if it begins in this step. Whether it is not the plan of the step before."""
         is_new = ch.var(ty.boolean, step == 0)
         following = plan_index + self.kinds
@@ -168,7 +168,7 @@ class Schedule:
         place: ch.Expr = self.plans + (self._index(role) * self.plan_words + offset)
         return place
 
-    def _word(self, role: ch.Role, section: str, index: ch.Value) -> Any:
+    def _word(self, role: ch.Role, section: str, index: ch.Value) -> ch.Expr:
         return prim.load_constant_u32(self._place(role, section, index))
 
     @ch.inline
@@ -187,7 +187,7 @@ class Schedule:
     # -- records at hand ----------------------------------------------------------------------------------------------
 
     @property
-    def _kept(self) -> Any:
+    def _kept(self) -> ch.Expr:
         """What is at hand of the plan of the layer's kind: how many items and merges there are, the records of the
         block's first items and one more, that of the first merge of each team."""
         plan = self.machine.plan
@@ -201,7 +201,7 @@ class Schedule:
         return ch.whole("kept_plans", self.machine.region("records", kept_plan))[self.kind]
 
     @property
-    def _kept_merge(self) -> Any:
+    def _kept_merge(self) -> ch.Expr:
         """The record of the first merge of this warp's team."""
         return self._kept.merges[self.team]
 
@@ -312,11 +312,11 @@ class Schedule:
         """The warps of the team meet."""
         prim.named_barrier(self.team + TEAM_BARRIERS, self.machine.plan.merge_warps * 32)
 
-    def _jobs(self, header: ch.Expr) -> Any:
+    def _jobs(self, header: ch.Expr) -> ch.Expr:
         """The merges of a plan, as many for each split head as the one with most has."""
         return header.z * self._jobs_of_head(header)
 
-    def _jobs_of_head(self, header: ch.Expr) -> Any:
+    def _jobs_of_head(self, header: ch.Expr) -> ch.Expr:
         return header.w * self.merge_parts
 
     @property
@@ -386,7 +386,7 @@ class Schedule:
         return index, head, begin, end
 
     @ch.function
-    def sources(self, merge: Merge, first: ch.Expr, every: ch.Expr, count: ch.Expr) -> Any:
+    def sources(self, merge: Merge, first: ch.Expr, every: ch.Expr, count: ch.Expr) -> ch.Expr:
         """`count` sources of a merge, numbers `first`, `first + every`, ... Lane n: the n-th of them, or the last: the
         partial row of the tile's first packed row."""
         index = first + ch.minimum(self.machine.lane, count - 1) * every
@@ -397,5 +397,5 @@ class Schedule:
             source.set(self._source(merge.begin + index))
         return source
 
-    def _source(self, index: ch.Value) -> Any:
+    def _source(self, index: ch.Value) -> ch.Expr:
         return self._word(self.machine.consumer, "merge_src", index)

@@ -74,7 +74,7 @@ class Sharing:
         return (key_group + key_groups - item.begin // TILE_KEYS % key_groups) % key_groups
 
     @ch.function
-    def arrivals(self, share: Share, first_tile: ch.Expr, last_tile: ch.Expr) -> Any:
+    def arrivals(self, share: Share, first_tile: ch.Expr, last_tile: ch.Expr) -> ch.Expr:
         """For how many warps this one gives back a stage with these tiles: those with a tile in it share out all. Where
         stages are not shared out, for itself."""
         if not self.shares_stages:
@@ -91,7 +91,7 @@ class Sharing:
         return each + ch.select(rank < warps - each * members, ty.u32(1), ty.u32(0))
 
     @staticmethod
-    def _quotient(number: int, divisor: ch.Expr) -> Any:
+    def _quotient(number: int, divisor: ch.Expr) -> ch.Expr:
         """number // divisor, which is from 1 to number: from a table, as division is a hundred cycles that a tile of
         keys waits for."""
         if number > 8:

@@ -50,7 +50,7 @@ def soft_cap(cap: float) -> Variant:
         raise ValueError(f"soft_cap: {cap}: give a positive number")
 
     @ch.inline
-    def capped(x: Any, at: Any) -> Any:
+    def capped(x: Any, at: Any) -> ch.Expr:
         return prim.tanh_f32(x * (at.scale / cap)) * cap
 
     return Variant("soft_cap", logits_transform=capped)
@@ -61,7 +61,7 @@ def sigmoid(scale: float | None = None, bias: float = 0.0) -> Variant:
     """FlashSigmoid: weights 1 / (1 + exp(-(scale * x + bias))), not normalised; scale is 1 / sqrt(D) by default."""
 
     @ch.inline
-    def weight(x: Any, at: Any) -> Any:
+    def weight(x: Any, at: Any) -> ch.Expr:
         used = at.scale if scale is None else scale
         return prim.divide_f32(1.0, prim.exp_f32(x * -used - bias) + 1.0)
 

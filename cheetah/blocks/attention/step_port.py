@@ -34,26 +34,26 @@ class StepPort(AttentionPort):
 
     asks = True
 
-    def asked(self) -> Any:
+    def asked(self) -> ch.Expr | None:
         return self.exchange.asked4()
 
     def ask(self, asked: Any, raw: RawHead) -> None:
         self.exchange.ask4(asked, self.reads, self._place(raw))
 
-    def settle(self, asked: Any, raw: RawHead, epoch: ch.Expr) -> Any:
+    def settle(self, asked: Any, raw: RawHead, epoch: ch.Expr) -> ch.Expr:
         return self.exchange.settle4(asked, self.reads, self._place(raw), epoch)
 
-    def unit(self, raw: RawHead, epoch: ch.Expr) -> Any:
+    def unit(self, raw: RawHead, epoch: ch.Expr) -> ch.Expr:
         return self.exchange.read4(self.reads, self._place(raw), epoch)
 
     def _place(self, raw: RawHead) -> Any:
         """The number of a unit in the vector."""
         return raw.column * (self.shape.qkv_rows // UNIT) + raw.head * self.head_units + raw.unit
 
-    def query_unit(self, column: ch.Expr, head: ch.Expr, unit: ch.Expr, epoch: ch.Expr) -> Any:
+    def query_unit(self, column: ch.Expr, head: ch.Expr, unit: ch.Expr, epoch: ch.Expr) -> ch.Expr:
         return self.unit(RawHead(column, head, unit), epoch)
 
-    def newest_unit(self, column: ch.Expr, kv_head: ch.Expr, value: Any, unit: ch.Expr, epoch: ch.Expr) -> Any:
+    def newest_unit(self, column: ch.Expr, kv_head: ch.Expr, value: Any, unit: ch.Expr, epoch: ch.Expr) -> ch.Expr:
         first = ch.select(value, ty.u32(self.shape.heads + self.shape.kv_heads), ty.u32(self.shape.heads))
         return self.unit(RawHead(column, first + kv_head, unit), epoch)
 
@@ -133,7 +133,7 @@ class Projection:
         else:
             self._publish_raw(_of_whole_m_tile(rows), layer, epoch)
 
-    def _value(self, rows: Rows, layer: ch.Expr) -> Any:
+    def _value(self, rows: Rows, layer: ch.Expr) -> ch.Expr:
         """The row's number, with its bias."""
         value = ch.const(ty.f32, rows.sum(), name="value")
         if self.biases is None:
@@ -141,7 +141,7 @@ class Projection:
         return value + prim.bf16_to_f32(self.biases[layer * self.shape.qkv_rows + rows.m_tile * M_TILE_ROWS + rows.row])
 
     @ch.inline
-    def _dim(self, rows: Rows, head: ch.Expr, m_tile_of_head: ch.Expr) -> Any:
+    def _dim(self, rows: Rows, head: ch.Expr, m_tile_of_head: ch.Expr) -> ch.Expr:
         """Which dim of its head a row is."""
         shape = self.shape
         paired = paired_dim(m_tile_of_head * HALF + rows.row % HALF, rows.row >= HALF, shape.head_dim)
@@ -228,10 +228,10 @@ class NormalisedHeads(RawHeads):
         assert isinstance(self.norms, JointNorms)
         self.norms.work_out(epoch)
 
-    def weights(self, raw: RawHead) -> Any:
+    def weights(self, raw: RawHead) -> ch.Expr | None:
         return self.norms.weights_of(self.port.layer, raw)
 
-    def finish(self, raw: RawHead, words: Any, weights: Any) -> Any:
+    def finish(self, raw: RawHead, words: Any, weights: Any) -> ch.Expr:
         return self.norms.apply(words, weights, raw)
 
     def stored(self, values: Any, raw: RawHead) -> list[Any]:
@@ -254,7 +254,7 @@ class LayerSinks:
     port: StepPort
     sinks: ch.Expr | None
 
-    def __getitem__(self, head: ch.Expr) -> Any:
+    def __getitem__(self, head: ch.Expr) -> ch.Expr:
         assert self.sinks is not None
         return prim.bf16_to_f32(self.sinks[self.port.layer * self.port.shape.heads + head])
 

@@ -236,7 +236,7 @@ class AttentionProduct:
             prim.mma_bf16(chains[1], late, query.z, query.w)
 
     @ch.inline
-    def _added(self, sums: Any) -> Any:
+    def _added(self, sums: Any) -> ch.Expr:
         logits = ch.array(ty.f32, 4)
         with ch.for_(4, unroll=True) as element:
             logits[element] = sums[0][element] + sums[1][element]
@@ -441,7 +441,7 @@ class AttentionProduct:
         second = units[1 - is_late]
         self._cross(words[0][index], words[1][index], first, second, is_late != 0)
 
-    def _first_value_unit(self, row: ch.Expr, slices: range) -> Any:
+    def _first_value_unit(self, row: ch.Expr, slices: range) -> ch.Expr:
         """The first of the units of a value that a lane reads for some slices."""
         return row * self.sizes.head_units + self.machine.lane // 4 * self.sizes.slices + slices.start
 

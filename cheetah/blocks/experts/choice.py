@@ -109,7 +109,7 @@ class WarpChoice:
         total.set(prim.warp_sum_f32(of_lane))
 
     @ch.function
-    def before(self, chosen: ch.Expr, bits: int) -> Any:
+    def before(self, chosen: ch.Expr, bits: int) -> ch.Expr:
         """How many experts the lanes before this one have chosen, a bit of `chosen` for each."""
         own = ch.var(ty.u32, 0)
         with ch.for_(bits, unroll=True, name="bit") as bit:
@@ -133,7 +133,7 @@ class Choice(WarpChoice):
     def weights(self) -> Any:
         return self.machine.region("expert_weights", ty.f32)
 
-    def rank(self, column: Any, expert: Any) -> Any:
+    def rank(self, column: Any, expert: Any) -> ch.Expr:
         """The rank (u32) that an expert has to a column, or NO_RANK."""
         return ch.cast(ty.u32, self.ranks[column * self.experts.count + expert])
 
@@ -225,7 +225,7 @@ class Choice(WarpChoice):
 
 
 @ch.inline
-def of_lanes_before(lane: ch.Expr, own: ch.Expr) -> Any:
+def of_lanes_before(lane: ch.Expr, own: ch.Expr) -> ch.Expr:
     """The sum of what the warp's lanes before this one have (u32)."""
     total = ch.var(ty.u32, own)
     with ch.for_(5, unroll=1, name="level") as level:
@@ -235,6 +235,6 @@ def of_lanes_before(lane: ch.Expr, own: ch.Expr) -> Any:
     return total - own
 
 
-def has(chosen: ch.Expr, own: ch.Expr) -> Any:
+def has(chosen: ch.Expr, own: ch.Expr) -> ch.Expr:
     """Whether a bit is set."""
     return ((chosen >> own) & 1) != 0

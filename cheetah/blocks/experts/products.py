@@ -83,9 +83,9 @@ class WeighedBiases:
         choice, row = self.choice, rows.m_tile * rows.count + rows.row
         total = ch.var(ty.f32, 0.0)
         if choice.columns.limit == 1:
-            for rank in range(choice.experts.chosen):
-                bias = prim.bf16_to_f32(self.biases[choice.list.entry(rank) * self.rows + row])
-                total.set(total + choice.weight(0, ty.u32(rank)) * bias)
+            for number in range(choice.experts.chosen):
+                bias = prim.bf16_to_f32(self.biases[choice.list.entry(number) * self.rows + row])
+                total.set(total + choice.weight(0, ty.u32(number)) * bias)
             return total
         with ch.for_(choice.list.count, unroll=1, name="slot") as slot:
             expert = ch.const(ty.u32, choice.list.entry(slot), name="expert")
@@ -103,7 +103,7 @@ class RankedActivations(Activations):
     offsets: tuple[Any, ...] = ()
     is_chosen: tuple[Any, ...] = ()
 
-    def operand(self, units: ch.Expr, group: int, part: int = 0) -> Any:
+    def operand(self, units: ch.Expr, group: int, part: int = 0) -> ch.Expr:
         values = ch.const(ty.u32x4, super().operand(units + self.offsets[group], group, part), name="values")
         words = (ch.select(self.is_chosen[group], getattr(values, word), ty.u32(0)) for word in "xyzw")
         return ch.const(ty.u32x4, prim.make_u32x4(*words), name="operand")

@@ -34,20 +34,20 @@ assert FILTER_STATE.bytes == FILTER_WORDS * 4
 
 
 @ch.function
-def ordered(number: ch.Expr) -> Any:
+def ordered(number: ch.Expr) -> ch.Expr:
     """A u32 for an f32 that is not NaN: the larger the number, the larger the word."""
     bits = ch.const(ty.u32, prim.float_bits(number), name="bits")
     return ch.select((bits & SIGN) != 0, bits ^ ALL_BITS, bits | SIGN)
 
 
 @ch.function
-def number_of(word: ch.Expr) -> Any:
+def number_of(word: ch.Expr) -> ch.Expr:
     """The f32 that `ordered` made `word` of."""
     return prim.bits_float(ch.select((word & SIGN) != 0, word ^ SIGN, word ^ ALL_BITS))
 
 
 @ch.function
-def highest_of_warp(number: ch.Expr) -> Any:
+def highest_of_warp(number: ch.Expr) -> ch.Expr:
     """The highest of the lanes' numbers (f32, none NaN), on every lane."""
     return number_of(prim.warp_maximum_u32(ordered(number)))
 
@@ -87,11 +87,11 @@ class WarpColumns:
         return self.machine.plan.consumer_warps // self.groups
 
     @property
-    def group(self) -> Any:
+    def group(self) -> ch.Expr:
         return self.machine.warp // self.finishers
 
     @property
-    def slot(self) -> Any:
+    def slot(self) -> ch.Expr:
         """The place of what a warp and those that share its column keep of the column that they work on."""
         return self.machine.warp % self.finishers
 

@@ -8,8 +8,6 @@ they keep is the token with the most noisy logit among it. Mostly the blocks' sh
 
 from __future__ import annotations
 
-from typing import Any
-
 from cheetah import lang as ch
 from cheetah.blocks.adjustments import Adjustments
 from cheetah.blocks.exchange import Exchange
@@ -31,7 +29,7 @@ class Filters:
         self.lists, self.rounds = ShortLists(warps, exchange, weighed), Rounds(warps, exchange, weighed)
 
     @property
-    def is_asked(self) -> Any:
+    def is_asked(self) -> ch.Expr:
         """Whether any sequence of the launch is filtered."""
         return self.adjustments.asked(FILTERED)
 

@@ -301,7 +301,7 @@ class ShortLists:
         return above, prim.warp_sum_f32(part)
 
     @ch.function
-    def _highest_said(self, what: ch.Expr) -> Any:
+    def _highest_said(self, what: ch.Expr) -> ch.Expr:
         """The highest number that blocks say of `what`, of those that a column's warps have read."""
         lane = self.machine.lane
         highest = ch.var(ty.f32, -math.inf)
@@ -393,7 +393,7 @@ class ShortLists:
     @ch.function
     def _judge(
         self, highest: ch.Expr, all_weigh: ch.Expr, distance: ch.Expr, known: ch.Expr, asked: FiltersAsked
-    ) -> Any:
+    ) -> ch.Expr:
         """The index of the token that is taken, or AS_IT_IS for the most noisy one of all, which has this `distance`,
         or LEFT_OPEN. All tokens that are nearer than `known` are listed.
 
@@ -439,16 +439,16 @@ class ShortLists:
 
     # Where things lie -------------------------------------------------------------------------------------------------
 
-    def _row(self, group: ch.Value) -> Any:
+    def _row(self, group: ch.Value) -> ch.Expr:
         """Words of the column that this warp works on: a group's list, then what it has read of all lists."""
         row = self.warps.slot * self.warps.groups + group
         return self.machine.region("list_rows", ty.u32) + row * LIST_ROW_WORDS
 
     @property
-    def _listed(self) -> Any:
+    def _listed(self) -> ch.Expr:
         """All listed tokens of the column that this warp works on: their numbers without and with noise."""
         return self.machine.region("listed", ty.f32x2) + self.warps.slot * self.units
 
-    def _vector(self, column: ch.Expr, step: ch.Expr) -> Any:
+    def _vector(self, column: ch.Expr, step: ch.Expr) -> ch.Expr:
         """The first of all blocks' units of a column."""
         return (step % 2 * self.warps.columns.limit + column) * self.units

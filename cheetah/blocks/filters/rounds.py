@@ -356,11 +356,11 @@ class Rounds:
     def _is_open(self, column: ch.Expr) -> Any:
         return self._state(column).open != 0
 
-    def _sums(self, column: ch.Expr, group: ch.Value, whose: ch.Value) -> Any:
+    def _sums(self, column: ch.Expr, group: ch.Value, whose: ch.Value) -> ch.Expr:
         """Words of a column that a group of warps has laid down: of this block's rows, or of what it read."""
         row = (column * self.warps.groups + group) * 2 + whose
         return self.machine.region("filter_sums", ty.u32) + row * FILTER_WORDS
 
-    def _vector(self, column: ch.Expr, index: ch.Value) -> Any:
+    def _vector(self, column: ch.Expr, index: ch.Value) -> ch.Expr:
         """The first of all blocks' words of a column in the vector of a round."""
         return (ch.cast(ty.u32, index) % 2 * self.warps.columns.limit + column) * self.machine.world.blocks

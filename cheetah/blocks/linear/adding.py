@@ -177,7 +177,7 @@ class Adding:
     ) -> None:
         """The rows of a slot, with what of it is worked out before the sums are there."""
 
-        def row_sum() -> Any:
+        def row_sum() -> ch.Expr:
             if scaling is not None:
                 scaling.learn(slot, column)
             total = self._sum_of_row(column, first=slot == 0)
@@ -209,12 +209,12 @@ class Adding:
     # -- adding up -------------------------------------------------------------------------------------------------
 
     @ch.inline
-    def _fold(self, row_sum: ch.Expr) -> Any:
+    def _fold(self, row_sum: ch.Expr) -> ch.Expr:
         """Of a narrow M-tile: rows 8 to 15 are rows 0 to 7 by the other half of their columns."""
         return row_sum + prim.shuffle_xor_f32(row_sum, NARROW_ROWS)
 
     @ch.function
-    def _sum_of_row(self, column: ch.Expr, first: bool) -> Any:
+    def _sum_of_row(self, column: ch.Expr, first: bool) -> ch.Expr:
         """Add the warps' sums: of the first half of the warps and of the second half, each in order, then both. The
         `first` time for an M-tile, wait for them."""
         plan, lane = self.machine.plan, self.machine.lane
@@ -232,7 +232,7 @@ class Adding:
         return low + self._sum_of_warps(own + half * plan.warp_sums, half)
 
     @ch.inline
-    def _sum_of_warps(self, own: ch.Expr, warps: int) -> Any:
+    def _sum_of_warps(self, own: ch.Expr, warps: int) -> ch.Expr:
         """What lies at `own` of so many neighbouring warps' sums."""
         total = ch.var(ty.f32, 0.0)
         with ch.for_(warps, unroll=True, name="other") as other:

@@ -29,7 +29,7 @@ class Chunks:
     def __init__(self, columns: Columns, ring: Ring, timeline: Timeline) -> None:
         self.machine, self.columns, self.ring, self.timeline = columns.machine, columns, ring, timeline
 
-    def new_sums(self, layout: MatrixLayout, name: str = "sums") -> Any:
+    def new_sums(self, layout: MatrixLayout, name: str = "sums") -> ch.Expr:
         """Sums of an M-tile, zero: f32 [accumulators, 4]."""
         return ch.array(ty.f32, accumulators_of(layout, self.columns.limit), 4, zero=True, name=name)
 

@@ -38,7 +38,7 @@ class NormWeights:
     weights: ch.Expr
     plus_one: bool = False
 
-    def of(self, rows: Rows) -> Any:
+    def of(self, rows: Rows) -> ch.Expr:
         """What the lane's row is multiplied by (f32)."""
         weight = prim.bf16_to_f32(self.weights[rows.m_tile * rows.count + rows.row])
         return weight + 1.0 if self.plus_one else weight
@@ -47,7 +47,7 @@ class NormWeights:
 class Biases(Protocol):
     """What is added to rows."""
 
-    def of(self, rows: Rows) -> Any:
+    def of(self, rows: Rows) -> ch.Expr:
         """To the lane's row (f32). Asked for before the row is waited for."""
 
 
@@ -57,7 +57,7 @@ class RowBiases:
 
     biases: ch.Expr
 
-    def of(self, rows: Rows) -> Any:
+    def of(self, rows: Rows) -> ch.Expr:
         return prim.bf16_to_f32(self.biases[rows.m_tile * rows.count + rows.row])
 
 
@@ -126,12 +126,12 @@ class AddResidual(PublishedRows):
         return made if self.multiplier == 1 else made * self.multiplier
 
 
-def place_of(machine: Machine, rows: Rows) -> Any:
+def place_of(machine: Machine, rows: Rows) -> ch.Expr:
     """Where the block keeps the lane's row of a column, of the residual or to be added to it."""
     return prim.renewed_u32((rows.wave * rows.count + rows.row) * machine.plan.tokens + rows.column)
 
 
-def gelu_argument(value: ch.Expr) -> Any:
+def gelu_argument(value: ch.Expr) -> ch.Expr:
     """gelu(x), in the form with a hyperbolic tangent, is x times the logistic function of this."""
     return (value * value * (GELU * 0.044715) + GELU) * value
 
@@ -163,7 +163,7 @@ class GatedRows(PublishedRows):
 
 
 @ch.inline
-def gated_of(value: ch.Expr, activation: Any) -> Any:
+def gated_of(value: ch.Expr, activation: Any) -> ch.Expr:
     """activation(gate) * up, of the gate's row and, HALF lanes further, up's. Lanes of the up rows compute something
     too."""
     other = prim.shuffle_xor_f32(value, HALF)
@@ -173,7 +173,7 @@ def gated_of(value: ch.Expr, activation: Any) -> Any:
 
 
 @ch.inline
-def clamped_of(gate: ch.Expr, up: ch.Expr, alpha: float, limit: float) -> Any:
+def clamped_of(gate: ch.Expr, up: ch.Expr, alpha: float, limit: float) -> ch.Expr:
     """(up + 1) * gate times the logistic function of alpha * gate; gate is at most `limit`, up at most as far from 0.
     What is no number stays so."""
     low = ch.const(ty.f32, ch.select(gate > limit, ty.f32(limit), gate), name="low")
@@ -195,7 +195,7 @@ def publishing(machine: Machine, into: Published, rows: Rows, first: ch.Value, c
 
 
 @ch.inline
-def pair_of_rows(value: ch.Expr) -> Any:
+def pair_of_rows(value: ch.Expr) -> ch.Expr:
     """On lanes of even rows, this row's value and the next one's, rounded to bf16."""
     neighbour = prim.shuffle_xor_f32(value, 1)
     pair = prim.pack_bf16x2(value, neighbour)
@@ -203,7 +203,7 @@ def pair_of_rows(value: ch.Expr) -> Any:
 
 
 @ch.function
-def rotate(rows: Rows, value: ch.Expr, m_tile_of_head: ch.Expr, angles_of: Callable[[], Any]) -> Any:
+def rotate(rows: Rows, value: ch.Expr, m_tile_of_head: ch.Expr, angles_of: Callable[[], Any]) -> ch.Expr:
     """RoPE (rotate-half): the pair (k, k + D/2) lies 8 lanes apart. Returns the rotated value.
 
     cos and sin of the token's position lie in the region `rope` as pairs.
@@ -217,6 +217,6 @@ def rotate(rows: Rows, value: ch.Expr, m_tile_of_head: ch.Expr, angles_of: Calla
     return rotated
 
 
-def paired_dim(frequency: ch.Expr, is_second: ch.Expr, head_dim: int) -> Any:
+def paired_dim(frequency: ch.Expr, is_second: ch.Expr, head_dim: int) -> ch.Expr:
     """The dim in its head of the first or the second element of a pair that is rotated."""
     return frequency + ch.select(is_second, head_dim // 2, ty.u32(0))

@@ -70,7 +70,7 @@ class ColumnScale(Protocol):
     def arguments(self) -> tuple[Any, ...]:
         """What tells it from those of other products: values of the device, a named tuple."""
 
-    def of(self, column: Any, arguments: Any) -> Any:
+    def of(self, column: Any, arguments: Any) -> ch.Expr:
         """Called by whole warps with each lane's column, once the block has the input: its scale (f32), not 0. By the
         arguments of the scale that is wanted."""
 

@@ -54,13 +54,13 @@ class RecordedMatrix:
     def position(self, block: ch.Expr) -> Any:
         return (block + self.record.start) % self.layout.blocks
 
-    def wave_address(self, wave: ch.Expr, expert: ch.Value = 0) -> Any:
+    def wave_address(self, wave: ch.Expr, expert: ch.Value = 0) -> ch.Expr:
         return wave * ty.u64(self.record.wave_bytes)
 
-    def wave_width(self, wave: ch.Expr) -> Any:
+    def wave_width(self, wave: ch.Expr) -> ch.Expr:
         return ch.select(wave + 1 == self.record.waves, self.record.last_wave_width, ty.u32(self.layout.blocks))
 
-    def chunk_bytes(self, chunk: ch.Expr) -> Any:
+    def chunk_bytes(self, chunk: ch.Expr) -> ch.Expr:
         return ch.select(chunk + 1 == self.record.chunks, self.record.last_chunk_bytes, self.record.chunk_bytes)
 
     def chunk_address(self, chunk: ch.Expr, position: ch.Expr, width: ch.Expr) -> Any:

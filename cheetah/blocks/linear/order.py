@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 from cheetah import lang as ch
 from cheetah.blocks.columns import UNIT, Columns
@@ -40,11 +39,11 @@ class Order:
         is_whole = self.available % VECTOR_COLUMNS == 0 and self.available // UNIT * tokens % WARP == 0
         return tokens % COLUMNS == 0 and is_whole
 
-    def places_array(self, count: int) -> Any:
+    def places_array(self, count: int) -> ch.Expr:
         """A local array for what `load_places` gives of so many units."""
         return ch.array(ty.u32 if self.by_warps else ty.u32x4, count, name="places")
 
-    def load_places(self, unit: ch.Expr, natural: ch.Expr) -> Any:
+    def load_places(self, unit: ch.Expr, natural: ch.Expr) -> ch.Expr:
         """For `put`: of a unit's elements (u32x4), or of the one that this lane has of a warp's (u32). natural: where
         those of the unit are."""
         if not self.by_warps:
@@ -126,14 +125,14 @@ def scatter_matrices(columns: Columns, vector: ch.Expr, words: ch.Expr, place: c
     prim.store_matrices_b16(rows + row, words)
 
 
-def _element_of_lane(columns: Columns) -> Any:
+def _element_of_lane(columns: Columns) -> ch.Expr:
     """Of a K-tile: row r of matrix m, lane 8m + r, holds elements 2m + r % 2 of unit r // 2."""
     lane = columns.machine.lane
     return lane % 8 // 2 * UNIT + lane // 8 * 2 + lane % 2
 
 
 @ch.inline
-def _turned_back(columns: Columns, vector: ch.Expr, unit: ch.Expr) -> Any:
+def _turned_back(columns: Columns, vector: ch.Expr, unit: ch.Expr) -> ch.Expr:
     """The words of a unit whose elements a warp has stored as rows of 8 columns."""
     element = _element_of_lane(columns)
     row = unit // WARP * VECTOR_COLUMNS + (element ^ (element // 4 & 6))

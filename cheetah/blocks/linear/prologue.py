@@ -176,7 +176,7 @@ class VectorPart:
     part_units: int = 0
     part_room: int = 0
 
-    def place(self, unit: ch.Expr) -> Any:
+    def place(self, unit: ch.Expr) -> ch.Expr:
         """Where a unit lies in shared memory."""
         gap = self.part_room - self.part_units
         return unit + unit // self.part_units * gap if gap else unit

@@ -81,7 +81,7 @@ class PublishedSquares:
             vector.publish(place, prim.float_bits(total))
 
     @ch.function
-    def sum_of_lane(self, column: Any, lane: Any, lanes: int, squares: Whereabouts) -> Any:
+    def sum_of_lane(self, column: Any, lane: Any, lanes: int, squares: Whereabouts) -> ch.Expr:
         """A share of a column's sum of squares (f32), that of lane `lane` of so many."""
         part = self.part or range(self.m_tiles)
         units = ceil_div(len(part), WORDS)
@@ -124,11 +124,11 @@ class InverseRms(ColumnScale):
     def arguments(self) -> Whereabouts:
         return self.squares.published.when_and_where
 
-    def of(self, column: Any, arguments: Whereabouts) -> Any:
+    def of(self, column: Any, arguments: Whereabouts) -> ch.Expr:
         return self._inverse_rms(column, arguments)
 
     @ch.function
-    def _inverse_rms(self, column: Any, arguments: Whereabouts) -> Any:
+    def _inverse_rms(self, column: Any, arguments: Whereabouts) -> ch.Expr:
         """1 / rms of a column's vector, of the squares that all blocks made of it; NaN where it was implausible."""
         lanes = 32 if self.columns.limit == 1 else M_TILE_ROWS
         total = ch.var(ty.f32, 0.0)
@@ -143,7 +143,7 @@ class InverseRms(ColumnScale):
         return ch.select(total < TOO_LARGE, scale, prim.bits_float(NAN))
 
     @ch.inline
-    def _shares(self, column: Any, lanes: int, squares: Whereabouts) -> Any:
+    def _shares(self, column: Any, lanes: int, squares: Whereabouts) -> ch.Expr:
         """This lane's part of the sum. It has 32 shares, whatever lanes there are for a column: 16 lanes add two each,
         as 32 do first of all, so that the sum is the same in all kernels."""
         lane = self.columns.machine.lane % lanes

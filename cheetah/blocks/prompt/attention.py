@@ -197,7 +197,7 @@ class PassAttention:
             return scale
         return ch.const(ty.f32, self.heads.scale(head // self.heads.shape.group) * scale, name="logit_scale")
 
-    def _inverse(self, total: ch.Expr, head: ch.Expr) -> Any:
+    def _inverse(self, total: ch.Expr, head: ch.Expr) -> ch.Expr:
         """What sums of values are multiplied by, for a sum of weights."""
         if self.heads.scales is None:
             return prim.divide_f32(1.0, total)
@@ -210,7 +210,7 @@ class PassAttention:
         for step in range(self.heads.shape.head_dim // 16):
             queries[step] = words[step * 32 + self.machine.lane]
 
-    def _stage(self, stage: ch.Expr) -> Any:
+    def _stage(self, stage: ch.Expr) -> ch.Expr:
         return self.ring.memory + stage * self.ring.stage_bytes
 
     @ch.function
@@ -280,7 +280,7 @@ class PassAttention:
             weights[step] = prim.make_u32x4(*words)
 
     @ch.inline
-    def _new_origin(self, logits: Any, rows: _Rows, index: int, scale: Any) -> Any:
+    def _new_origin(self, logits: Any, rows: _Rows, index: int, scale: Any) -> ch.Expr:
         """The largest logit of a row so far, scaled; the sum of its exponentials is brought to it."""
         largest = ch.var(ty.f32, rows.largest[index])
         with ch.for_(self.key_tile // 8, unroll=True, name="group") as group:

@@ -54,7 +54,7 @@ class PassChoice:
             machine.meet()  # everybody has read before the next word's tokens choose
 
     @property
-    def _masks(self) -> Any:
+    def _masks(self) -> ch.Expr:
         """Of a word, u32 [token][lane]: a bit for each of the lane's experts."""
         return self.machine.region("chosen", ty.u32)
 

@@ -73,7 +73,7 @@ class Scales:
         machine.meet()
 
     @ch.inline
-    def of_token(self, token: ch.Expr) -> Any:
+    def of_token(self, token: ch.Expr) -> ch.Expr:
         """1/rms of a token (f32)."""
         total = ch.var(ty.f32, 0.0)
         with ch.for_(self.parts, unroll=min(self.parts, 32)) as part:
@@ -81,7 +81,7 @@ class Scales:
         scale = prim.rsqrt_f32(total * (1.0 / self.elements) + self.epsilon)
         return scale
 
-    def _buffer(self) -> Any:
+    def _buffer(self) -> ch.Expr:
         return self.memory + self.turn * self.machine.plan.tile_tokens
 
     @ch.inline
@@ -99,7 +99,7 @@ class Unscaled(Scales):
     def load(self, token_tile: ch.Expr) -> None:
         self.machine.meet()
 
-    def of_token(self, token: ch.Expr) -> Any:
+    def of_token(self, token: ch.Expr) -> ch.Expr:
         return ty.f32(1.0)
 
     def scaled(self, sums: Sums) -> tuple[Any, Any, Any, Any]:
@@ -127,7 +127,7 @@ def exchanged_rows(
 
 
 @ch.inline
-def _address(machine: PassMachine, into: ch.Expr, k_tile: ch.Expr, group: ch.Expr) -> Any:
+def _address(machine: PassMachine, into: ch.Expr, k_tile: ch.Expr, group: ch.Expr) -> ch.Expr:
     """The address of this lane's unit and token in a group: its token is 2t, or 2t + 1 where its row is odd."""
     row, token = machine.lane // 4, machine.lane % 4 * 2 + machine.lane // 4 % 2
     block = ty.u64(k_tile * machine.plan.groups + group) * GROUP_BYTES
@@ -137,7 +137,7 @@ def _address(machine: PassMachine, into: ch.Expr, k_tile: ch.Expr, group: ch.Exp
 @ch.function
 def store_rows(machine: PassMachine, into: ch.Expr, sums: Sums, others: Sequence[ch.Expr]) -> None:
     """The 16 rows of an M-tile as 16 columns of a vector in token order, rounded to bf16."""
-    words = ch.var(ty.u32x2)
+    words: Any = ch.var(ty.u32x2)
     low, high = exchanged_rows(machine, *sums.values)
     words.x = low
     words.y = high
@@ -197,7 +197,7 @@ def _store_pair(machine: PassMachine, places: Sequence[ch.Expr], sums: Sums, fir
         store_at(ch.reinterpret(ty.ptr_mut(ty.u32), address), 0, word, base is not places[0])
 
 
-def _gated(gate: ch.Expr, up: ch.Expr, activation: str) -> Any:
+def _gated(gate: ch.Expr, up: ch.Expr, activation: str) -> ch.Expr:
     return prim.divide_f32(gate, 1.0 + prim.exp_f32(-SIGMOID_OF[activation](gate))) * up
 
 
@@ -267,7 +267,7 @@ class SlotFactors(Scales):
             self._buffer()[machine.thread] = of_slots[first_group * GROUP_TOKENS + machine.thread]
         machine.meet()
 
-    def of_pair(self, sums: Sums) -> Any:
+    def of_pair(self, sums: Sums) -> ch.Expr:
         """Those of this lane's two slots (f32x4)."""
         pairs = ch.reinterpret(ty.ptr(ty.f32x4), self._buffer())
         return pairs[sums.in_tile * (GROUP_TOKENS // 2) + self.machine.lane % 4]
@@ -332,7 +332,7 @@ class StoreResidual(Finish):
     multiplier: float = 1.0
 
     @ch.inline
-    def load_rows(self, m_tile: ch.Expr) -> Any:
+    def load_rows(self, m_tile: ch.Expr) -> ch.Expr:
         """The norm's weights of rows g and g + 8."""
         row = self.row(m_tile)
         weights = ch.array(ty.f32, 2)
@@ -344,7 +344,7 @@ class StoreResidual(Finish):
         """Row g of an M-tile, of all ranks' rows."""
         return self.machine.of_all(m_tile, self.m_tiles) * M_TILE_ROWS + self.machine.lane // 4
 
-    def _weight(self, stored: Any) -> Any:
+    def _weight(self, stored: Any) -> ch.Expr:
         weight = prim.bf16_to_f32(stored)
         return weight + 1.0 if self.plus_one else weight
 
@@ -414,7 +414,7 @@ class AddKept(StoreResidual):
         self.scales.load(token_tile)
 
     @ch.inline
-    def load_rows(self, m_tile: ch.Expr) -> Any:
+    def load_rows(self, m_tile: ch.Expr) -> ch.Expr:
         """The weights of the next norm, then of that behind the rows, of rows g and g + 8."""
         row = self.row(m_tile)
         weights = ch.array(ty.f32, 4)
@@ -429,7 +429,7 @@ class AddKept(StoreResidual):
         index = (ty.u64(sums.m_tile) * self.machine.plan.groups + ty.u64(sums.group)) * (ACCUMULATOR_BYTES // 16)
         stream = ch.reinterpret(ty.ptr(ty.f32x4), self.residual)
         before = ch.const(ty.f32x4, stream[index + ty.u64(self.machine.lane)], name="before")
-        values = []
+        values: list[Any] = []
         for number, (member, value) in enumerate(zip("xyzw", self.scales.scaled(sums), strict=True)):
             added = value * sums.of_rows[2 + number // 2] * self.multiplier
             values.append(ch.const(ty.f32, getattr(before, member) + added, name="value"))
@@ -453,7 +453,7 @@ def lay_down_squares(machine: PassMachine, sums: Sums, values: Sequence[Any]) ->
 
 
 @ch.inline
-def _rounded(value: ch.Expr) -> Any:
+def _rounded(value: ch.Expr) -> ch.Expr:
     return prim.bf16_to_f32(prim.f32_to_bf16(value))
 
 

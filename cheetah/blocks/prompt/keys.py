@@ -55,7 +55,7 @@ class PassTokens:
         return TilePlace(*_members(of_tile))
 
 
-def _row(table: ch.Expr, index: Any) -> Any:
+def _row(table: ch.Expr, index: Any) -> ch.Expr:
     return ch.reinterpret(ty.ptr(ty.u32x4), table)[index]
 
 
@@ -117,17 +117,17 @@ class PassHeads:
         """Of 8 tokens of a head, in core order."""
         return self.units * CORE_BYTES
 
-    def scale(self, kv_row: Any) -> Any:
+    def scale(self, kv_row: Any) -> ch.Expr:
         """Of a key head, or a value head behind those (f32); of e4m3 alone."""
         assert self.scales is not None
         return self.scales[kv_row]
 
-    def core(self, head: Any, row: Any, unit: Any) -> Any:
+    def core(self, head: Any, row: Any, unit: Any) -> ch.Expr:
         """Byte of a unit of a row of keys or values in core order (u64)."""
         group = head * (self.key_rows // GROUP_TOKENS) + row // GROUP_TOKENS
         return ty.u64(group) * self.group_bytes + ty.u64(unit * CORE_BYTES + row % GROUP_TOKENS * (UNIT * 2))
 
-    def query(self, head: Any, token: Any, step: Any) -> Any:
+    def query(self, head: Any, token: Any, step: Any) -> ch.Expr:
         """Byte where the operand of 16 tokens and 16 dims begins that `token` belongs to (u64)."""
         group = head * (self.machine.plan.tokens // QUERY_TOKENS) + token // QUERY_TOKENS
         return ty.u64(group * (self.shape.head_dim // 16) + step) * (32 * 16)
@@ -438,7 +438,7 @@ def _bring_cached(
 
 
 @ch.inline
-def _cached_unit(heads: PassHeads, address: ch.Expr) -> Any:
+def _cached_unit(heads: PassHeads, address: ch.Expr) -> ch.Expr:
     """A unit of the cache as bf16 numbers."""
     if heads.scales is None:
         return ch.reinterpret(ty.ptr(ty.u32x4), address)[0]

@@ -75,13 +75,13 @@ class PassSort:
             slot.set(ch.select(lane == rank, before, slot))
         slot.set(tiles.first_groups[own] * GROUP_TOKENS + slot)
         with ch.if_(lane < chosen):
-            factors = ch.var(ty.f32x2)
+            factors: Any = ch.var(ty.f32x2)
             factors.x = self.scales.of_token(token)
             factors.y = self.choices.weights[at]
             ch.reinterpret(ty.ptr_mut(ty.f32x2), self.factors)[slot] = factors
 
     @ch.inline
-    def _before(self, token: ch.Expr, expert: ch.Expr) -> Any:
+    def _before(self, token: ch.Expr, expert: ch.Expr) -> ch.Expr:
         """How many tokens before this one chose the expert: without a branch, so that the loads of several experts are
         under way together."""
         room, last = self.tiles.slots.words, token // WORD_TOKENS
@@ -107,7 +107,7 @@ class PassSort:
                 ch.reinterpret(ty.ptr_mut(ty.u32x4), destination)[0] = loaded
 
     @staticmethod
-    def _place(unit: ch.Expr, token: ch.Expr, groups: int) -> Any:
+    def _place(unit: ch.Expr, token: ch.Expr, groups: int) -> ch.Expr:
         """The byte of a unit of a token, or of a slot, in a buffer of so many groups (u64)."""
         group = ty.u64(unit // UNITS * groups + token // GROUP_TOKENS)
         return group * GROUP_BYTES + ty.u64(unit % UNITS * UNIT_BYTES + token % GROUP_TOKENS * 16)

@@ -118,7 +118,7 @@ class SparseE4m3Weights(SparseWeights):
         low, high = (ch.select(others == 0, first, second) for first, second in both)
         return ch.const(ty.u32, low, name="pair"), ch.const(ty.u32, high, name="pair")
 
-    def finished(self, operand: Any) -> Any:
+    def finished(self, operand: Any) -> ch.Expr:
         return raised(operand, E4m3Fragments.codes_smaller_by, E4m3Fragments.codes_smaller_by)
 
 
@@ -152,7 +152,7 @@ class SparseInt4Weights(SparseWeights):
                 pair = ch.const(ty.u32, pairs[group * 8 + row], name="scale_pair")
                 self.scales.append((prim.f16x2_low(pair), prim.f16x2_high(pair)))
 
-    def _numbers(self, codes: Any, row: int, turn: int) -> Any:
+    def _numbers(self, codes: Any, row: int, turn: int) -> ch.Expr:
         """Two codes, in the lowest nibbles of the lowest bytes, as a pair of bf16."""
         values = [ty.f32(codes >> shift & 15 ^ MIDDLE_NIBBLE) - float(MIDDLE_NIBBLE) for shift in (0, 8)]
         if self.scales:
@@ -212,7 +212,7 @@ class QuantizedWeights(StageWeights):
                 fragments[part * STEPS_PER_TILE + half] = _operand(tiles, terms, scales[group])
 
 
-def _operand(tiles: Any, terms: list[Any], scales: tuple[Any, Any] | None) -> Any:
+def _operand(tiles: Any, terms: list[Any], scales: tuple[Any, Any] | None) -> ch.Expr:
     """The sum of operands as the numbers that their codes stand for, times the scales of rows g and g + 8."""
     power = tiles.codes_smaller_by
     if scales is None and len(terms) == 1:

@@ -180,7 +180,7 @@ def store_plain_digits(lane: ch.Expr, vector: ch.Expr, unit: ch.Expr, words: ch.
         tile[HALVES * HALF_UNITS * tokens * 4 + token] = stored_power(exponent, PLAIN_BITS - 1 + 4)
 
 
-def _integer(element: Any, scale: Any, base: float) -> Any:
+def _integer(element: Any, scale: Any, base: float) -> ch.Expr:
     """The nearest integer and `base`, in the lower 24 bits."""
     return ch.const(ty.u32, prim.float_bits(prim.fma_f32(element, scale, base)), name="element")
 
@@ -201,5 +201,5 @@ def _members(values: Any) -> tuple[Any, ...]:
     return tuple(getattr(values, member) for member in "xyzw")
 
 
-def _all(word: int) -> Any:
+def _all(word: int) -> ch.Expr:
     return prim.make_u32x4(*(ty.u32(word),) * 4)

@@ -101,7 +101,7 @@ class E4m3Fragments(ChainedFragments):
         return first, prim.select_bits_u32(MAGNITUDES, codes >> 4, signs)
 
     @classmethod
-    def fragment(cls, row: Any, next_row: Any) -> Any:
+    def fragment(cls, row: Any, next_row: Any) -> ch.Expr:
         """The A operand of four columns: their pairs, of row g and of row g + 8."""
         (low, low_behind), (high, high_behind) = cls.converted(row), cls.converted(next_row)
         return ch.const(ty.u32x4, prim.make_u32x4(low, high, low_behind, high_behind), name="fragment")

@@ -62,7 +62,7 @@ class IntegerFragments(ChainedFragments):
         taken = [(-points[number // 2], of_columns[number % 2]) for number in range(len(totals))]
         return [prim.fma_f32(*factors, total) for factors, total in zip(taken, totals, strict=True)]
 
-    def excess(self, first: Any, index: int) -> Any:
+    def excess(self, first: Any, index: int) -> ch.Expr:
         return self._of_one_code(self._points(first, index), NEGATIVE, "excess")
 
     def _points(self, first: Any, index: int) -> tuple[Any, Any]:
@@ -77,7 +77,7 @@ class IntegerFragments(ChainedFragments):
         """A operands of the codes of a part: of this lane's first four columns, and of its others."""
 
     @classmethod
-    def _of_one_code(cls, of_rows: tuple[Any, Any], sign: int, name: str) -> Any:
+    def _of_one_code(cls, of_rows: tuple[Any, Any], sign: int, name: str) -> ch.Expr:
         """The A operand whose codes are all the same in rows g, and in rows g + 8."""
         words = [code * (BOTH_HALVES * factor) | sign for factor in (1, cls.second_factor) for code in of_rows]
         return make_fragment(words, name)
@@ -92,7 +92,8 @@ class Int4Fragments(IntegerFragments):
 
     def codes_of(self, part: int) -> tuple[Any, Any]:
         rows = words_of_part(self.words, part)
-        return tuple(make_fragment(nibbles(*(row >> shift if shift else row for row in rows))) for shift in (0, 8))
+        low, high = (make_fragment(nibbles(*(row >> shift if shift else row for row in rows))) for shift in (0, 8))
+        return low, high
 
 
 class Int8Fragments(IntegerFragments):
@@ -104,7 +105,7 @@ class Int8Fragments(IntegerFragments):
         words = self.words[part]
         return self._fragment(words.x, words.y), self._fragment(words.z, words.w)
 
-    def _fragment(self, *rows: Any) -> Any:
+    def _fragment(self, *rows: Any) -> ch.Expr:
         return make_fragment([(row >> shift if shift else row) & LOW_BYTES for shift in (0, 8) for row in rows])
 
 
@@ -122,7 +123,7 @@ def group_scales(tiles: QuantizedFragments, first: Any, index: int) -> tuple[Any
     return prim.f16x2_low(pair), prim.f16x2_high(pair)
 
 
-def group_zero_points(tiles: QuantizedFragments, first: Any, index: int) -> Any:
+def group_zero_points(tiles: QuantizedFragments, first: Any, index: int) -> ch.Expr:
     """Its zero points: that of row g in the lower byte, that of row g + 8 above (u32)."""
     pairs = ch.reinterpret(ty.ptr(ty.u16), first + (tiles.format.zero_points_at + index * ZERO_POINT_BYTES))
     pair = ch.const(ty.u32, ty.u32(pairs[tiles.lane // 4]), name="zero_points")
@@ -135,6 +136,6 @@ def nibbles(*rows: Any) -> list[Any]:
     return [row & mask for mask in (LOW_NIBBLES, HIGH_NIBBLES) for row in rows]
 
 
-def make_fragment(words: Sequence[Any], name: str = "fragment") -> Any:
+def make_fragment(words: Sequence[Any], name: str = "fragment") -> ch.Expr:
     """An A operand: two columns of row g and of row g + 8, then the two columns behind them."""
     return ch.const(ty.u32x4, prim.make_u32x4(*words), name=name)

@@ -35,7 +35,7 @@ class Mxfp4Fragments(ChainedFragments):
         return self._fragment(rows, 0), self._fragment(rows, 8)
 
     @staticmethod
-    def _fragment(rows: tuple[Any, Any], shift: int) -> Any:
+    def _fragment(rows: tuple[Any, Any], shift: int) -> ch.Expr:
         moved = [ch.const(ty.u32, row >> shift, name="moved") if shift else row for row in rows]
         return make_fragment(
             [

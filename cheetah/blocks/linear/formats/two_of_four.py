@@ -24,7 +24,7 @@ HALF_LOADS = 32
 """16-byte words of a half: one a lane."""
 
 
-def sparse_operand(activations: Activations, group: int, half: int) -> Any:
+def sparse_operand(activations: Activations, group: int, half: int) -> ch.Expr:
     """32 columns of the vectors of a group as operand B. Called by a whole warp."""
     lane, tokens = activations.columns.machine.lane, activations.columns.limit
     first = half * (UNITS_PER_TILE * tokens) + group * (COLUMNS * UNITS_PER_TILE)

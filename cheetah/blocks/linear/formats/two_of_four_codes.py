@@ -43,14 +43,14 @@ class SparseCodes(QuantizedFragments):
 
     format: SparseQuantizedTiles
 
-    def load_codes(self, first: Any) -> Any:
+    def load_codes(self, first: Any) -> ch.Expr:
         """16 bytes of this lane (u32x4)."""
         codes = ch.reinterpret(ty.ptr(ty.u32x4), first)
         words = ch.const(ty.u32x4, codes[self.lane], name="words")
         self.read(words.x)
         return words
 
-    def load_places(self, first: Any, half: int = 0) -> Any:
+    def load_places(self, first: Any, half: int = 0) -> ch.Expr:
         """A word of this lane (u32), of the 64 columns `half`."""
         of_lanes = ch.reinterpret(ty.ptr(ty.u32), first + (self.format.places_at + half * 128))
         places = ch.const(ty.u32, of_lanes[self.lane], name="places")
@@ -79,7 +79,7 @@ class SparseDigits(SparseCodes, DigitFragments):
                 prim.mma_2of4_s8(products, operands[half], values[half], places[half])
             self._add_products(first, group, powers, products, sums[0])
 
-    def _digits(self, digits: Any, half: int, tokens: int) -> Any:
+    def _digits(self, digits: Any, half: int, tokens: int) -> ch.Expr:
         """Operand B of 64 columns: column 2d + n has digit d of token n, or of one token both have it."""
         column = ch.minimum(self.lane % COLUMNS // (2 // tokens), DIGIT_COUNT * tokens - 1)
         row = self.lane // COLUMNS + half * 4
@@ -129,17 +129,17 @@ class SparseInt4(SparseCodes):
                     sums[group][number] = total + value if scaled is None else prim.fma_f32(scaled, value, total)
 
     @staticmethod
-    def _spread(word: Any, four: int) -> Any:
+    def _spread(word: Any, four: int) -> ch.Expr:
         return ch.const(ty.u32, prim.byte_permute(word, ty.u32(0), four), name="spread")
 
     @staticmethod
-    def _fragment(spread: list[list[Any]], half: int, part: int) -> Any:
+    def _fragment(spread: list[list[Any]], half: int, part: int) -> ch.Expr:
         """Operand A of 32 columns, codes from 0 to 15: of a four its rows g and g + 8, then of the other."""
         words = [of_four[2 * part + row] for of_four in spread for row in range(2)]
         shifted = [word >> 4 if half == 0 else word for word in words]
         return make_fragment([word & LOW_NIBBLES ^ MIDDLE_NIBBLE * BOTH_HALVES for word in shifted])
 
-    def _by_products(self, places: Any) -> Any:
+    def _by_products(self, places: Any) -> ch.Expr:
         """Places as products of 32 columns take them: a lane of two has those of rows g and g + 8 and of 16 columns."""
         differing = ch.const(ty.u32, (places ^ places >> 4) & 0x00F000F0, name="differing")
         apart = ch.const(ty.u32, places ^ differing ^ differing << 4, name="apart")

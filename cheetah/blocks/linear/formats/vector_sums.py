@@ -24,7 +24,7 @@ def keep_sums(activations: Activations, index: int, group: int, lane: ch.Expr, s
             kept[number] = value
 
 
-def kept_sums(activations: Activations, index: int, group: int, lane: ch.Expr) -> Any:
+def kept_sums(activations: Activations, index: int, group: int, lane: ch.Expr) -> ch.Expr:
     """What was kept of this lane's columns (f32x2)."""
     pairs = ch.reinterpret(ty.ptr(ty.f32x2), activations.sums + _place(activations, index, group))
     return ch.const(ty.f32x2, pairs[lane % (COLUMNS // 2)], name="of_vector")

@@ -36,7 +36,7 @@ def is_raised(kind: str) -> bool:
     return kind in (RAISED, STAGGERED)
 
 
-def raised_word(word: Any, index: Any, kind: str) -> Any:
+def raised_word(word: Any, index: Any, kind: str) -> ch.Expr:
     """Payload word `index` of a vector in fragment order, raised."""
     return raised_pair(word, index, *powers_of(kind))
 
