@@ -54,13 +54,22 @@ MORE_STACK_BYTES: dict[tuple[str, int], int] = {
     ("qwen3-32b", 8): 64,
     ("mistral-small-24b", 8): 80,
     ("mistral-small-3.2-24b", 8): 80,
-    ("smollm3-3b", 1): 8,
-    ("olmo-3-32b", 1): 8,
+    ("smollm3-3b", 8): 32,
     ("gemma-2-2b", 1): 8,
+    ("gemma-2-2b", 8): 40,
+    ("gemma-3-270m", 1): 16,
+    ("gemma-3-1b", 1): 48,
+    ("gemma-3-1b", 8): 64,
+    ("gemma-3-4b", 1): 8,
+    ("gemma-3-12b", 1): 16,
+    ("gemma-3-27b", 1): 8,
+    ("exaone-4.0-32b", 1): 8,
+    ("qwen3-30b-a3b", 1): 8,
+    ("qwen3-coder-30b-a3b", 1): 8,
 }
 """By model and batch: mostly of narrow M-tiles. What is laid aside are addresses, taken up again once a phase or an
 item of attention; none is touched in a loop over chunks or keys, but for three words of qwen3-0.6b. Of one token two
-words, where layers are of several kinds."""
+to four words where layers are of several kinds, twelve of Gemma 3 1B, and two where experts are many."""
 MORE_STACK_BYTES_OF_PROMPTS = {
     "llama-3.2-1b": 56,
     "qwen3-0.6b": 88,
@@ -81,12 +90,9 @@ LOOKED_AT = [
 ]
 """The presets that are held to this: those of the families that have been measured."""
 
-OF_ONE_TOKEN = (
-    *("ministral-3-3b", "ministral-3-8b", "ministral-3-14b", "smollm3-3b", "phi-4-mini", "phi-4", "granite-3.3-2b"),
-    *("granite-3.3-8b", "granite-4.0-micro", "olmo-2-1b", "olmo-2-7b", "olmo-2-32b", "olmo-3-7b", "olmo-3-32b"),
-    "gemma-2-2b",
-)
-"""Presets of other families, of which the step of one token has been measured alone."""
+OF_ONE_TOKEN = [name for name in PRESETS if name not in LOOKED_AT]
+OF_EIGHT_TOKENS = ("smollm3-3b", "gemma-2-2b", "gemma-3-1b", "olmo-3-7b", "granite-3.3-2b", "internlm3-8b")
+"""Presets of other families: of all the step of one token, of some that of 8."""
 
 
 def committed() -> list[tuple[str, str]]:
@@ -108,6 +114,7 @@ def kernels() -> list[Any]:
     """
     by_default = [(model, {"batch": batch}) for model in LOOKED_AT for batch in (1, 8)]
     by_default += [(model, {"batch": 1}) for model in OF_ONE_TOKEN]
+    by_default += [(model, {"batch": 8}) for model in OF_EIGHT_TOKENS]
     first = [(model, {"batch": int(batch)}) for model, batch in committed() if batch.isdigit()]
     all_kernels = [*first, *(kernel for kernel in (*by_default, *OTHERS) if kernel not in first)]
     return tiered(all_kernels, [kernel for kernel in all_kernels if kernel not in ALWAYS])
