@@ -73,7 +73,7 @@ class StepMatrices:
     def describe(self) -> tuple[dict[str, int | str], ...]:
         """One plain entry a matrix: name, rows, columns, format, offset, layer_stride, layers, start; tile_rows of
         narrow M-tiles; experts, and expert_stride from one to the next; ranks, where several share the M-tiles, of
-        which rows and bytes are one's."""
+        which rows and bytes are one's; chunks_at_once of small M-tiles, see `MatrixLayout`."""
         return tuple(self._describe(layout) for layout in self)
 
     def _describe(self, layout: MatrixLayout) -> dict[str, int | str]:
@@ -90,6 +90,7 @@ class StepMatrices:
             **({"tile_rows": layout.tile_rows} if layout.is_narrow else {}),
             **({"experts": layout.experts, "expert_stride": layout.expert_bytes} if layout.experts > 1 else {}),
             **({"ranks": layout.ranks} if layout.ranks > 1 else {}),
+            **({"chunks_at_once": layout.chunks_at_once} if layout.chunks_at_once > 1 else {}),
         }
 
 

@@ -186,6 +186,9 @@ def _promises(manifest: Manifest) -> dict[str, Any]:
     if chunks and manifest.plan.get("in_flight_waiting") == 1:
         # Of the lm_head, see `Plan.in_flight_of`, which is not to be known here.
         chunks = min(2 * chunks, manifest.plan["stages"] - 1)
+    if chunks:
+        several = max((one.get("chunks_at_once", 1) for one in manifest.matrices), default=1)
+        chunks = max(chunks, min(several * manifest.plan["in_flight"], manifest.plan["stages"] - 1))
     return {"chunk_limit": chunks, "poisoned": {"page_table": NO_PAGE}}
 
 
