@@ -20,12 +20,45 @@ from cheetah.serve.tools import AnswerPart, Thought, ToolCall, ToolParser
 Record = dict[str, Any]
 
 
+PIECE = 4096
+"""Values that become JSON at a time: some milliseconds."""
 _ENCODER = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))  # made once: streams are told token by token
 
 
 def as_json(record: Any) -> bytes:
     """JSON in UTF-8; a lone surrogate, which UTF-8 has not, becomes a question mark."""
-    return _ENCODER.encode(record).encode("utf-8", "replace")
+    return _encoded(record).encode("utf-8", "replace")
+
+
+def long_json(record: Any) -> bytes:
+    """The same of what may be long, for a thread beside the event loop: the encoder holds Python's lock as long as a
+    call takes, so it is given no more than PIECE values at a time."""
+    return "".join(_in_pieces(record)).encode("utf-8", "replace")
+
+
+def _encoded(value: Any) -> str:
+    return _ENCODER.encode(value)
+
+
+def _in_pieces(value: Any) -> Iterator[str]:
+    if isinstance(value, dict):
+        opening = "{"
+        for name, member in value.items():
+            yield f"{opening}{_encoded(name)}:"
+            yield from _in_pieces(member)
+            opening = ","
+        yield "}" if value else "{}"
+    elif isinstance(value, list) and any(isinstance(member, dict | list) for member in value):
+        for number, member in enumerate(value):
+            yield "," if number else "["
+            yield from _in_pieces(member)
+        yield "]"
+    elif isinstance(value, list) and len(value) > PIECE:
+        for first in range(0, len(value), PIECE):
+            yield ("," if first else "[") + _encoded(value[first : first + PIECE])[1:-1]
+        yield "]"
+    else:
+        yield _encoded(value)
 
 
 def new_id(kind: str) -> str:

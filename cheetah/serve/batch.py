@@ -124,7 +124,7 @@ async def _answer(service: Service, line: BatchLine) -> bytes:
     try:
         work = await _work(service, line)
         try:
-            body = await work.whole()
+            body = (await work.whole())()
         finally:
             work.close()
     except (ApiError, GrammarError) as problem:

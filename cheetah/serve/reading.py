@@ -62,6 +62,10 @@ class Reading:
                 if pool is self._long:
                     self._long.submit(_give_memory_back)
 
+    async def beside(self, work: Callable[[], Result]) -> Result:
+        """Work of some length, in the thread of a short body."""
+        return await asyncio.get_running_loop().run_in_executor(self._short, work)
+
     async def grammar(self, work: Callable[[], Result]) -> Result:
         """Work that waits for a grammar to be read: it takes nobody else's thread."""
         return await asyncio.get_running_loop().run_in_executor(self._grammars, work)

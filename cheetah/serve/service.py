@@ -107,13 +107,13 @@ class Answering:
     streams: bool
     metrics: RequestMetrics
 
-    async def whole(self) -> dict[str, Any]:
-        """The answer, once all of it is there."""
+    async def whole(self) -> Callable[[], dict[str, Any]]:
+        """What makes the answer, once all of it is there: long ones take a while."""
         pieces: dict[int, list[StreamPiece]] = {}
         async for number, piece in self.answers.pieces():
             self.answer.usage.take(piece)
             pieces.setdefault(number, []).append(piece)
-        return self.answer.whole([joined(pieces[number]) for number in sorted(pieces)])
+        return lambda: self.answer.whole([joined(pieces[number]) for number in sorted(pieces)])
 
     def close(self) -> None:
         self.answers.close()

@@ -1,0 +1,65 @@
+"""Long answers do not hold up the event loop: they are made beside it, and no call of the JSON encoder, which keeps
+Python's lock, has many values; threads that read or write give the lock away soon."""
+
+from __future__ import annotations
+
+import json
+import sys
+import threading
+from typing import Any
+
+import httpx
+import pytest
+
+from cheetah.serve import answers, replies
+from cheetah.serve.answers import PIECE, as_json, long_json
+from cheetah.serve.app import SWITCH_SECONDS
+from tests.serve.serving import quick_llm, served
+
+RECORDS: tuple[Any, ...] = (
+    {},
+    [],
+    {"a": [], "b": {}, "c": [[]], "d": [1, "x", None, True, 0.5]},
+    {"data": [{"index": n, "embedding": [n / 7] * 3} for n in range(3)], "lone": "\ud800", "ü": "ö"},
+    {"tokens": list(range(3 * PIECE + 1)), "texts": ["é"] * PIECE},
+    [[1], 2, [3, [4]]],
+)
+
+
+@pytest.mark.parametrize("record", RECORDS, ids=range(len(RECORDS)))
+def test_a_long_answer_is_written_as_any_other(record: Any) -> None:
+    assert long_json(record) == as_json(record)
+
+
+def test_no_call_of_the_encoder_has_many_values(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes: list[int] = []
+    encoded = answers._encoded
+
+    def noted(value: Any) -> str:
+        sizes.append(len(value) if isinstance(value, list) else 1)
+        return encoded(value)
+
+    monkeypatch.setattr(answers, "_encoded", noted)
+    vectors = [{"embedding": [0.5] * (2 * PIECE + 5)} for _ in range(3)]
+    assert json.loads(long_json({"data": vectors}))["data"] == vectors
+    assert max(sizes) == PIECE and sizes.count(PIECE) == 6
+
+
+@pytest.mark.slow
+def test_long_answers_are_made_beside_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And while a server runs threads give Python's lock away ten times as often as they usually do."""
+    threads: list[str] = []
+
+    def noted(record: Any) -> bytes:
+        threads.append(threading.current_thread().name)
+        return long_json(record)
+
+    monkeypatch.setattr(replies, "long_json", noted)
+    usual = sys.getswitchinterval()
+    with quick_llm() as llm, served(llm) as server:
+        assert sys.getswitchinterval() == SWITCH_SECONDS < usual / 5
+        answer = httpx.post(f"{server.address}/tokenize", json={"prompt": "One morning"}).json()
+        assert answer["count"] == len(answer["tokens"])
+        assert httpx.post(f"{server.url}/completions", json={"prompt": "One", "max_tokens": 2}).status_code == 200
+    assert sys.getswitchinterval() == usual
+    assert len(threads) == 2 and all(name.startswith("short bodies") for name in threads), threads
