@@ -40,6 +40,8 @@ SAMPLING_MARGIN = 1e-3
 """How far below the best a drawn token's noisy logit may lie: logarithms differ in their last bits."""
 TOLERANCE_FACTOR, LEAST_TOLERANCE = 3.0, 0.01
 """Allowed: so many times the error that rounding activations to bf16 makes in the reference itself."""
+OF_A_FAULT = 0.05
+"""Allowed of what is exchanged where a launch ended wrongly, so that no logits say what rounding does."""
 MOST_CACHED = 0.2
 """The same where the logits are right."""
 TOO_LARGE = 2.0**34
@@ -205,7 +207,7 @@ class JudgedSteps:
     def _explained(self, fault: str, asked: tuple[str, int, bool]) -> str:
         """What is wrong with a launch, the first time also with what is off first in those of the run."""
         is_known, self._has_explained = self._has_explained, True
-        off = "" if is_known else self.first_off(asked, LEAST_TOLERANCE)
+        off = "" if is_known else self.first_off(asked, OF_A_FAULT)
         return f"{fault}\n{off}" if off else fault
 
     def outputs(self, found: Transcript) -> dict[str, NDArray[Any]]:
