@@ -56,8 +56,8 @@ BUGS = (
     ),
     SamplingBug(
         "squares behind o",
-        r"(?<=EXCHANGE_MIDDLE_SQUARES\), )float_bits\(total_4\)",
-        "float_bits(total_4 * 2)",
+        r"(?<=float total = )told \* told",
+        "told * told * (vector == EXCHANGE_MIDDLE_SQUARES ? 2.0f : 1.0f)",
         "layer 0, phase o: middle_squares of position ",
     ),
     SamplingBug(
