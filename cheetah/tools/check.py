@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -32,6 +31,7 @@ from cheetah.tools.judged_passes import JudgedPasses
 from cheetah.tools.judged_steps import Agreement, JudgedSteps, judged_context
 from cheetah.tools.judging_device import KernelFault
 from cheetah.tools.rig import Rig
+from cheetah.tools.side_by_side import Work, in_order
 from cheetah.tools.subjects import (
     MANY_TOKENS,
     MOST_LAYERS,
@@ -43,6 +43,11 @@ from cheetah.tools.subjects import (
 )
 
 Progress = Callable[[str], None]
+
+TOGETHER = 2
+"""Processes: launches of one process go one after the other. One at a time where the next may never be wanted."""
+EARLY = 2
+"""So many subjects are begun before those of the race detector, whose run is the longest piece of work."""
 
 WARPS = {"consumer_warps": 8}
 """As on a GPU: fewer than the emulator's rule gives would move no registers."""
@@ -151,29 +156,43 @@ def check_model(
     """Check a model's kernels and those of the small models beside it: each subject with its verdict, as it is found,
     the small ones first.
 
-    gpu: of one rank or several. With `sanitizer` the awkward one's kernels also run once under
-    the race detector, on two blocks of one rank, meanwhile. only:
+    Each is looked at in a process of its own, two at a time. gpu: of one rank or several. With `sanitizer` the awkward one's kernels also run once under the race detector, on two blocks of one rank. only:
     "steps" or "passes". first: ends with the first wrong verdict, and a subject's exploration with the first schedule
     that shows it.
     """
     kinds = [only] if only else ["steps", "passes"]
-    cases = (case for kind in kinds for maker in _MAKERS[kind](subject, gpu) for case in _made(maker))
-    with ThreadPoolExecutor(2) as beside:
-        kernels = ((case, beside.submit(case.launches, watched=True)) for case in cases)
-        prepared = kernels if first else [*kernels]  # compiled before they are wanted, unless they may never be
-        shares = 0 if first else sum(case.share for case, _ in prepared)
-        clock = _Clock(seeds * len(schedulers) * shares, progress)
-        raced = [case for kind in kinds if sanitizer for maker in _raced_makers(kind, subject) for case in _made(maker)]
-        racing = [] if first else [beside.submit(_raced, case) for case in raced]
-        for case, launches in prepared:
-            kind = case.subject.kind
-            verdict = _explored(case, launches.result(), range(seeds * case.share), schedulers, first, clock.of(kind))
-            yield case.subject, verdict
-            if first and not verdict.ok:
-                return
-        clock.say("the race detector, which is slow")
-        racing = racing or [beside.submit(_raced, case) for case in raced]
-        yield from ((case.subject, verdict.result()) for case, verdict in zip(raced, racing, strict=True))
+    makers = {kind: _MAKERS[kind](subject, gpu) for kind in kinds}
+    shares = sum(len(every) * (PASS_SHARE if kind == "passes" else 1) for kind, every in makers.items())
+    clock = _Clock(0 if first else seeds * len(schedulers) * shares, progress)
+    begun: list[Subject] = []
+
+    def works() -> Iterator[tuple[Work[Verdict], Progress]]:
+        """The pieces of work, their kernels generated as they come."""
+        explored = [maker for kind in kinds for maker in makers[kind]]
+        raced = [maker for kind in kinds if sanitizer for maker in _raced_makers(kind, subject)]
+        for place, maker in enumerate([*explored[:EARLY], *raced, *explored[EARLY:]]):
+            is_raced = EARLY <= place < EARLY + len(raced)
+            for case in _made(maker):
+                begun.append(case.subject)
+                kind = case.subject.kind
+                if is_raced:
+                    yield partial(_raced_aloud, case), clock.say
+                else:
+                    yield partial(_explored_aloud, case, seeds, schedulers, first), clock.of(kind)
+
+    for number, verdict in enumerate(in_order(works(), 1 if first else TOGETHER)):
+        yield begun[number], verdict
+        if first and not verdict.ok:
+            return
+
+
+def _explored_aloud(case: Case, seeds: int, schedulers: Sequence[str], first: bool, say: Progress) -> Verdict:
+    return _explored(case, case.launches(watched=True), range(seeds * case.share), schedulers, first, say)
+
+
+def _raced_aloud(case: Case, say: Progress) -> Verdict:
+    say(f"{case.subject.kind}: the race detector, which is slow")
+    return _raced(case)
 
 
 def check_kernel(
