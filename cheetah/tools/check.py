@@ -156,9 +156,9 @@ def check_model(
     """Check a model's kernels and those of the small models beside it: each subject with its verdict, as it is found,
     the small ones first.
 
-    Each is looked at in a process of its own, two at a time. gpu: of one rank or several. With `sanitizer` the awkward one's kernels also run once under the race detector, on two blocks of one rank. only:
-    "steps" or "passes". first: ends with the first wrong verdict, and a subject's exploration with the first schedule
-    that shows it.
+    Each is looked at in a process of its own, two at a time. gpu: of one rank or several. With `sanitizer` the awkward
+    one's kernels also run once under the race detector, on two blocks of one rank. only: "steps" or "passes". first:
+    one at a time, up to the first wrong verdict, and a subject's exploration up to the first schedule that shows it.
     """
     kinds = [only] if only else ["steps", "passes"]
     makers = {kind: _MAKERS[kind](subject, gpu) for kind in kinds}
