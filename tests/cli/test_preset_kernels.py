@@ -54,6 +54,10 @@ MORE_STACK_BYTES: dict[tuple[str, int], int] = {
     ("qwen3-32b", 8): 64,
     ("mistral-small-24b", 8): 80,
     ("mistral-small-3.2-24b", 8): 80,
+    ("ministral-3-3b", 8): 56,
+    ("ministral-3-14b", 8): 32,
+    ("phi-4-mini", 8): 48,
+    ("phi-4", 8): 32,
     ("smollm3-3b", 8): 32,
     ("gemma-2-2b", 1): 8,
     ("gemma-2-2b", 8): 40,
@@ -66,6 +70,8 @@ MORE_STACK_BYTES: dict[tuple[str, int], int] = {
     ("exaone-4.0-32b", 1): 8,
     ("qwen3-30b-a3b", 1): 8,
     ("qwen3-coder-30b-a3b", 1): 8,
+    ("gpt-oss-20b", 1): 8,
+    ("gpt-oss-120b", 1): 8,
 }
 """By model and batch: mostly of narrow M-tiles. What is laid aside are addresses, taken up again once a phase or an
 item of attention; none is touched in a loop over chunks or keys, but for three words of qwen3-0.6b. Of one token two
@@ -91,7 +97,10 @@ LOOKED_AT = [
 """The presets that are held to this: those of the families that have been measured."""
 
 OF_ONE_TOKEN = [name for name in PRESETS if name not in LOOKED_AT]
-OF_EIGHT_TOKENS = ("smollm3-3b", "gemma-2-2b", "gemma-3-1b", "olmo-3-7b", "granite-3.3-2b", "internlm3-8b")
+OF_EIGHT_TOKENS = (
+    *("ministral-3-3b", "ministral-3-8b", "ministral-3-14b", "smollm3-3b", "phi-4-mini", "phi-4", "granite-3.3-2b"),
+    *("granite-3.3-8b", "granite-4.0-micro", "olmo-2-1b", "olmo-3-7b", "gemma-2-2b", "gemma-3-1b", "internlm3-8b"),
+)
 """Presets of other families: of all the step of one token, of some that of 8."""
 
 
