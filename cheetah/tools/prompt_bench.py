@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, closing
+from contextlib import AbstractContextManager, closing, suppress
 from dataclasses import dataclass
 from statistics import median
 from typing import Any
@@ -15,10 +15,13 @@ from typing import Any
 import numpy as np
 
 from cheetah.errors import CheetahError
+from cheetah.generate import choose_plan
 from cheetah.models.config import ModelConfig
+from cheetah.plan import Gpu, PlanError
 from cheetah.plan.defaults import default_context
 from cheetah.runtime.assembly.assemble import Assembly, assemble
 from cheetah.runtime.assembly.buffers import Weights, upload_weights
+from cheetah.runtime.assembly.kernels import choose_gpu
 from cheetah.runtime.device import Device
 from cheetah.runtime.engine.engine import Engine
 from cheetah.runtime.engine.launcher import Sampling
@@ -56,6 +59,15 @@ class _Unnamed:
         raise AssertionError(name)
 
 
+def _as_many_sequences(config: ModelConfig, machine: Gpu, plan: dict[str, Any]) -> dict[str, Any]:
+    """The overrides with as many sequences as a kernel takes, unless they say how many."""
+    for batch in (8, 4, 2):
+        with suppress(PlanError):
+            choose_plan(config, machine, **{"batch": batch, **plan})
+            return {"batch": batch, **plan}
+    return plan
+
+
 class PromptBench:
     """A model on a device, ready to read prompts of up to `longest` tokens.
 
@@ -80,11 +92,11 @@ class PromptBench:
             weights or _Unnamed(config),
             device=device,
             gpu=gpu,
-            overrides={
-                "batch": 8,
-                "max_context": max(longest, default_context(config.max_position_embeddings)),
-                **plan,
-            },
+            overrides=_as_many_sequences(
+                config,
+                choose_gpu(device.describe(), gpu),
+                {"max_context": max(longest, default_context(config.max_position_embeddings)), **plan},
+            ),
             prompt_passes=prompt_passes,
             prompt_tokens=prompt_tokens,
             pool_follows_memory=True,

@@ -148,8 +148,10 @@ class PassSizes:
             raise PlanError(f"a stage of {plan.stage_bytes(self.format)} bytes has no room for {self.key_tile} keys")
 
     def _check_model(self) -> None:
-        if self.config.has_out_biases or self.config.has_expert_biases:
-            raise PlanError("there is no pass over prompts where o or experts have biases: they are read in steps")
+        if self.config.has_out_biases and (self.shape.norms_behind or self.config.residual_multiplier != 1):
+            raise PlanError("a pass adds o's biases to the residual, and knows no norm or multiplier between")
+        if self.config.has_out_biases and self.gpu.ranks > 1:
+            raise PlanError(f"a pass of o with biases is made by one GPU so far, and {self.gpu.ranks} make the steps")
         if self.shape.experts is not None:
             self._check_experts()
         for layout in self.matrices.of_layer:

@@ -47,11 +47,15 @@ from cheetah.models.attention_layers import EVERY_KEY
 from cheetah.models.config import ModelConfig
 from cheetah.models.dense.launch import (
     BIASES,
+    DOWN_BIASES,
+    GATE_UP_BIASES,
     HEAD_NORMS,
     KV_SCALES,
     NORMS_BEHIND,
+    O_BIASES,
     PLACES,
     RANK_NUMBER,
+    ROUTER_BIASES,
     SINKS,
     ModelLaunch,
     buffer_field,
@@ -93,9 +97,9 @@ from cheetah.models.family import PhaseRow
 from cheetah.package import KernelParameter
 from cheetah.plan import Gpu, Plan, SharedMap
 from cheetah.plan.formats import M_TILE_ROWS
-from cheetah.plan.index import ceil_div
+from cheetah.plan.index import ceil_div, round_up
 from cheetah.plan.pass_tables import SEGMENT_COLUMNS, TABLE_WORDS
-from cheetah.plan.products import Product, RowOrder, logit_words
+from cheetah.plan.products import ROUTER, Product, RowOrder, logit_words
 from cheetah.plan.prompt import GROUP_TOKENS, PassPlan
 
 KERNEL_NAME = "prompt_pass"
@@ -125,6 +129,10 @@ class PassLaunch(ModelLaunch):
     arrivals: Expr = number_field("what the workspace's counter stands at: blocks x phases for each launch", ty.u64)
     kv_scales: Expr | None = optional_field(KV_SCALES)
     biases: Expr | None = optional_field(BIASES)
+    o_biases: Expr | None = optional_field(O_BIASES)
+    router_biases: Expr | None = optional_field(ROUTER_BIASES)
+    gate_up_biases: Expr | None = optional_field(GATE_UP_BIASES)
+    down_biases: Expr | None = optional_field(DOWN_BIASES)
     head_norms: Expr | None = optional_field(HEAD_NORMS)
     sinks: Expr | None = optional_field(SINKS)
     norms_behind: Expr | None = optional_field(NORMS_BEHIND)
@@ -410,8 +418,7 @@ class Pass:
         choose, sort = self._choosing
         line, room = self.sizes.phases[choose].line, self.tiles.slots
         assert isinstance(line, ChooseExperts)
-        chosen, experts, weights = CHOICES
-        choices = Choices(self._section(chosen, ty.u32), self._section(experts, ty.u32), self._section(weights, ty.f32))
+        choices = self._choices
         with ch.if_((phase == choose) | (phase == sort)):
             with ch.if_(phase == choose):
                 of_warp = WarpChoice(self.machine, room.experts, line.routing.normalised)
@@ -420,6 +427,17 @@ class Pass:
                 PassChoice(self.machine, room, self.tokens, columns, logits, choices, of_warp).choose()
             with ch.else_():
                 self._sort(choices)
+
+    @property
+    def _choices(self) -> Choices:
+        chosen, experts, weights = CHOICES
+        return Choices(self._section(chosen, ty.u32), self._section(experts, ty.u32), self._section(weights, ty.f32))
+
+    @property
+    def _activation(self) -> Any:
+        """Of the gate: see `LayerKind`."""
+        lines = (line.then for line in self.sizes.page.layer if isinstance(line, Multiply))
+        return next(then.activation for then in lines if isinstance(then, Gated))
 
     def _sort(self, choices: Choices) -> None:
         assert self.tiles is not None
@@ -496,20 +514,23 @@ class Pass:
         pairs = next(product for product in table.products if product.order is RowOrder.PAIRS)
         gated: Finish = StoreGated(
             *(machine, self._sections("gated"), self.matrices[pairs].full_m_tiles, scales),
-            activation=self.sizes.config.layer.activation,
+            activation=self._activation,
         )
         if self.factors is not None:
-            of_slots = self._of_slots(), self._section("gated"), self.factors
-            gated = StoreWeighed(*of_slots, self.sizes.config.layer.activation)
+            of_slots = self._of_slots(), self._section("gated"), self.factors, self._activation
+            gated = StoreWeighed(*of_slots, self._biases_of(pairs, layer), self._bias_rows(pairs))
         # After o comes the layer's second norm, after down the next layer's first.
         o, down = table.onto_residual
         behind_o = phase <= self.sizes.index_of(table.reader_of(table.norm_phase(o) or o))
         behind = ch.select(behind_o, *(ty.u32(table.norm_behind(one, 0)) for one in (o, down)))
         onto_residual = self._onto_residual(machine, layer * len(table.norms) + behind)
+        if (biases := self._biases_of(o, layer)) is not None:
+            onto_residual = replace(onto_residual, biases=biases, has_biases=behind_o)
         finishes: dict[type, Finish] = {Heads: heads, OntoResidual: onto_residual, Gated: gated}
         if self.sizes.slots is not None:
             width = logit_words(self.sizes.slots.experts)
-            finishes[Routes] = StoreByToken(machine, self._section("routes", ty.f32), width, scales)
+            biases = self._biases_of(table.named(ROUTER), layer)
+            finishes[Routes] = StoreByToken(machine, self._section("routes", ty.f32), width, scales, biases)
         if self.row_scales:
             number = layer * len(table.onto_residual) + ch.select(behind_o, ty.u32(0), ty.u32(1))
             finishes |= self._norms_behind(onto_residual, product, number)
@@ -572,7 +593,23 @@ class Pass:
         if not phase.adds:
             return replace(given, tiles=self.tiles)
         slots, rows = self._section(SLOTS[0], ty.u32), self._section(EXPERT_ROWS[0], ty.f32)
-        return replace(given, ranked=Ranked(slots, rows, self.sizes.expert_width, product.experts.chosen))
+        ranked = Ranked(slots, rows, self.sizes.expert_width, product.experts.chosen)
+        if (biases := self._biases_of(product, layer)) is not None:
+            assert self._bias_rows(product) == ranked.width, product
+            ranked = replace(ranked, experts=self._choices.experts, weights=self._choices.weights, biases=biases)
+        return replace(given, ranked=ranked)
+
+    def _biases_of(self, product: Product, layer: Any) -> Any:
+        """Where those of a layer begin, [row] or of each expert; None without."""
+        biases = getattr(self.launch, f"{product.name}_biases", None)
+        if biases is None:
+            return None
+        count = 1 if product.experts is None else product.experts.count
+        return biases + layer * (count * self._bias_rows(product))
+
+    @staticmethod
+    def _bias_rows(product: Product) -> int:
+        return round_up(product.rows, M_TILE_ROWS)
 
     def _attention(self, layer: Any) -> PassAttention:
         attention, window = self.table.attention, self._window(layer)

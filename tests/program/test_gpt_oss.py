@@ -14,12 +14,11 @@ import pytest
 
 from cheetah.blocks.experts.products import WeighedBiases
 from cheetah.blocks.linear.epilogue import RowBiases
-from cheetah.generate import choose_plan, generate_kernel, generate_pass
+from cheetah.generate import generate_kernel
 from cheetah.models.config_json import FULL, SLIDING
 from cheetah.models.gpt_oss import YARN, GptOssConfig
 from cheetah.models.layer_kind import ClampedGate, Routing
 from cheetah.plan import PlanError, gpu_named
-from cheetah.plan.prompt import PassPlan
 from tests.program.quantized_weights import QuantizedWeights
 from tests.program.rig import Rig, bits, float32_logits, relative_error, token_ids
 from tests.tiers import tiered
@@ -89,12 +88,6 @@ def test_biases_of_the_first_expert_for_all_are_seen() -> None:
         patch.setattr(WeighedBiases, "of", lambda self, rows: RowBiases(self.biases).of(rows))
         session = Rig(weights, **plan).session("random", 1)
     assert not relative_error(session.score(ids), float32_logits(weights, ids)) < LOGITS
-
-
-def test_there_is_no_pass_over_prompts() -> None:
-    config, gpu = gpt_oss(), gpu_named("emulator")
-    with pytest.raises(PlanError, match="where o or experts have biases: they are read in steps"):
-        generate_pass(config, gpu, choose_plan(config, gpu), PassPlan(256))
 
 
 def test_several_gpus_are_refused() -> None:

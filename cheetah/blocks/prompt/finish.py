@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from cheetah import lang as ch
-from cheetah.blocks.linear.epilogue import SIGMOID_OF
+from cheetah.blocks.linear.epilogue import SIGMOID_OF, clamped_of
 from cheetah.blocks.prompt.machine import PassMachine
 from cheetah.blocks.prompt.product import ACCUMULATORS, Finish, Sums
 from cheetah.lang import prim, ty
@@ -197,7 +197,10 @@ def _store_pair(machine: PassMachine, places: Sequence[ch.Expr], sums: Sums, fir
         store_at(ch.reinterpret(ty.ptr_mut(ty.u32), address), 0, word, base is not places[0])
 
 
-def _gated(gate: ch.Expr, up: ch.Expr, activation: str) -> ch.Expr:
+def _gated(gate: ch.Expr, up: ch.Expr, activation: Any) -> ch.Expr:
+    if not isinstance(activation, str):
+        gate, up = (ch.const(ty.f32, row, name="row") for row in (gate, up))
+        return clamped_of(gate, up, activation.alpha, activation.limit)
     return prim.divide_f32(gate, 1.0 + prim.exp_f32(-SIGMOID_OF[activation](gate))) * up
 
 
@@ -233,12 +236,15 @@ class StoreGated(Store):
 
 
 @ch.function
-def store_weighed(machine: PassMachine, into: ch.Expr, sums: Sums, factors: ch.Expr, activation: str) -> None:
+def store_weighed(machine: PassMachine, into: ch.Expr, sums: Sums, factors: ch.Expr, activation: Any) -> None:
     """The same of slots, whose gate and up rows are scaled, and whose product is multiplied by a weight in f32.
-    factors: f32x4 of two slots, the scale of each before its weight."""
+    factors: f32x4 of two slots, the scale of each before its weight. What `of_rows` has is added to the rows."""
     first, second, third, fourth = sums.values
-    gated = _gated(first * factors.x, third * factors.x, activation) * factors.y
-    other = _gated(second * factors.z, fourth * factors.z, activation) * factors.w
+    rows = [(first * factors.x, third * factors.x), (second * factors.z, fourth * factors.z)]
+    if sums.of_rows is not None:
+        rows = [(gate + sums.of_rows[0], up + sums.of_rows[1]) for gate, up in rows]
+    gated = _gated(*rows[0], activation) * factors.y
+    other = _gated(*rows[1], activation) * factors.w
     _store_pair(machine, (into,), sums, gated, other)
 
 
@@ -275,12 +281,21 @@ class SlotFactors(Scales):
 
 @dataclass(frozen=True, eq=False)
 class StoreWeighed(Finish):
-    """activation(gate) * up of an expert's rows, times the weight that it has to the token of each slot."""
+    """activation(gate) * up of an expert's rows, times the weight that it has to the token of each slot. biases: of
+    gate and up, bf16 [expert][bias_rows], if they have some."""
 
     machine: PassMachine
     into: ch.Expr
     factors: SlotFactors
-    activation: str
+    activation: Any
+    biases: ch.Expr | None = None
+    bias_rows: int = 0
+
+    @ch.inline
+    def load_rows_of(self, m_tile: ch.Expr, expert: ch.Expr) -> Any:
+        if self.biases is None:
+            return None
+        return _biases_of(self.machine, self.biases + expert * self.bias_rows, m_tile)
 
     def begin(self, row_tile: ch.Expr, first_group: ch.Expr) -> None:
         self.factors.load(first_group)
@@ -292,12 +307,17 @@ class StoreWeighed(Finish):
 
 @dataclass(frozen=True, eq=False)
 class StoreByToken(Finish):
-    """The rows as they are, f32 [token or slot][width]; scaled, if the input was normalised."""
+    """The rows, f32 [token or slot][width]; scaled, if the input was normalised; with biases (bf16), if any."""
 
     machine: PassMachine
     into: ch.Expr
     width: int
     scales: Scales | None = None
+    biases: ch.Expr | None = None
+
+    def load_rows(self, m_tile: ch.Expr) -> Any:
+        """The biases of rows g and g + 8."""
+        return None if self.biases is None else _biases_of(self.machine, self.biases, m_tile)
 
     def begin(self, row_tile: ch.Expr, token_tile: ch.Expr) -> None:
         if self.scales is not None:
@@ -311,7 +331,17 @@ class StoreByToken(Finish):
         rows = self.into + (first + ty.u64(sums.m_tile * M_TILE_ROWS + lane // 4))
         values = sums.values if self.scales is None else self.scales.scaled(sums)
         for index, value in enumerate(values):
-            rows[index % 2 * self.width + index // 2 * HALF] = value
+            added = value if sums.of_rows is None else value + sums.of_rows[index // 2]
+            rows[index % 2 * self.width + index // 2 * HALF] = added
+
+
+@ch.inline
+def _biases_of(machine: PassMachine, biases: ch.Expr, m_tile: ch.Expr) -> Any:
+    """Of rows g and g + 8 of an M-tile (f32 [2])."""
+    loaded = ch.array(ty.f32, 2)
+    for index in range(2):
+        loaded[index] = prim.bf16_to_f32(biases[m_tile * M_TILE_ROWS + machine.lane // 4 + index * HALF])
+    return loaded
 
 
 @dataclass(frozen=True, eq=False)
@@ -319,7 +349,8 @@ class StoreResidual(Finish):
     """The residual stream in f32, in accumulator order, and what the next product takes: its bf16 rows times the
     weights of the next norm, in token order, with each row tile's sums of their squares, f32 [row tiles][tokens].
     m_tiles: of the stream, a rank's, which keeps those; the rest all ranks get. places: where the next product has them
-    (u16), if not in order. plus_one: norms multiply by 1 + weight."""
+    (u16), if not in order. plus_one: norms multiply by 1 + weight. biases: what is added to the rows (bf16), where
+    `has_biases`."""
 
     machine: PassMachine
     residual: ch.Expr
@@ -330,14 +361,19 @@ class StoreResidual(Finish):
     places: ch.Expr | None = None
     plus_one: bool = False
     multiplier: float = 1.0
+    biases: ch.Expr | None = None
+    has_biases: Any = False
 
     @ch.inline
     def load_rows(self, m_tile: ch.Expr) -> ch.Expr:
-        """The norm's weights of rows g and g + 8."""
+        """The norm's weights of rows g and g + 8, then what is added to these rows, if anything is."""
         row = self.row(m_tile)
-        weights = ch.array(ty.f32, 2)
+        weights = ch.array(ty.f32, 2 if self.biases is None else 4)
         for index in range(2):
             weights[index] = self._weight(self.norm[row + index * HALF])
+            if self.biases is not None:
+                bias = prim.bf16_to_f32(self.biases[row + index * HALF])
+                weights[index + 2] = ch.select(self.has_biases, bias, ty.f32(0.0))
         return weights
 
     def row(self, m_tile: ch.Expr) -> Any:
@@ -351,6 +387,10 @@ class StoreResidual(Finish):
     @ch.inline
     def finish(self, sums: Sums) -> None:
         machine, plan = self.machine, self.machine.plan
+        if self.biases is not None:
+            added = [value + sums.of_rows[index // 2 + 2] for index, value in enumerate(sums.values)]
+            first, second, third, fourth = (ch.const(ty.f32, value, name="value") for value in added)
+            sums = replace(sums, values=(first, second, third, fourth))
         index = (ty.u64(sums.m_tile) * plan.groups + ty.u64(sums.group)) * (ACCUMULATOR_BYTES // 16)
         kept = ch.var(ty.f32x4)
         for member, value in zip("xyzw", sums.values, strict=True):

@@ -24,7 +24,7 @@ from cheetah.blocks.prompt.product import (
     in_phases,
     of_phase,
 )
-from cheetah.lang import ty
+from cheetah.lang import prim, ty
 from cheetah.plan.formats import M_TILE_ROWS
 from cheetah.plan.prompt import ACCUMULATOR_BYTES, GROUP_TOKENS
 
@@ -115,11 +115,20 @@ class AddParts:
         with ch.for_(groups, unroll=True, name="group") as group:
             for index in range(2):
                 token = (place.token_tile * groups + group) * GROUP_TOKENS + lane % 4 * 2 + index
-                slots = ch.const(ty.ptr(ty.u32), ranked.slots + token * ranked.chosen, name="slots")
+                first = ch.const(ty.u32, token * ranked.chosen, name="first")
                 with ch.for_(ranked.chosen, unroll=min(ranked.chosen, 4), name="rank") as rank:
-                    made = ranked.rows + (ty.u64(slots[rank]) * ranked.width + ty.u64(row))
+                    made = ranked.rows + (ty.u64(ranked.slots[first + rank]) * ranked.width + ty.u64(row))
                     for half in range(2):
-                        sums[group * ACCUMULATORS + half * 2 + index] += made[half * HALF]
+                        value = made[half * HALF] + self._bias(ranked, first + rank, row + half * HALF)
+                        sums[group * ACCUMULATORS + half * 2 + index] += value
+
+    @staticmethod
+    def _bias(ranked: Any, of_rank: Any, row: Any) -> Any:
+        """What a token's expert adds to a row, times its weight."""
+        if ranked.biases is None:
+            return 0
+        bias = prim.bf16_to_f32(ranked.biases[ranked.experts[of_rank] * ranked.width + row])
+        return ranked.weights[of_rank] * bias
 
     @ch.inline
     def _add(self, source: ch.Expr, m_tile: Any, token_tile: Any, sums: Any) -> None:

@@ -57,6 +57,10 @@ class Finish:
     def load_rows(self, m_tile: ch.Expr) -> Any:
         """Called for every M-tile that there is before its groups are: load what they share."""
 
+    def load_rows_of(self, m_tile: ch.Expr, expert: ch.Expr) -> Any:
+        """The same of an expert's M-tile."""
+        return self.load_rows(m_tile)
+
     def load_group(self, m_tile: ch.Expr, group: ch.Expr) -> Any:
         """Called for some groups of tokens before the first of them is finished, so that what is loaded for them is
         waited for once: no load passes a store that the compiler cannot tell from it."""
@@ -98,12 +102,17 @@ class Given:
 
 @dataclass(frozen=True, eq=False)
 class Ranked:
-    """What experts made: rows, f32 [slot][width], of the slots (u32 [token][rank]) of a token's `chosen` experts."""
+    """What experts made: rows, f32 [slot][width], of the slots (u32 [token][rank]) of a token's `chosen` experts.
+    biases: of the experts' rows, bf16 [expert][width], which count as the rows do: times the weight (f32 [token][rank])
+    of the expert (u32 [token][rank]); None without."""
 
     slots: ch.Expr
     rows: ch.Expr
     width: int
     chosen: int
+    experts: ch.Expr | None = None
+    weights: ch.Expr | None = None
+    biases: ch.Expr | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -448,11 +457,12 @@ class TileProduct:
 
     @ch.function
     def _finish_groups(self, finish: Finish, place: TilePlace, sums: Any, first: int, count: int) -> None:
-        of_rows = finish.load_rows(place.m_tile)
         if place.slots is not None:
+            of_rows = finish.load_rows_of(place.m_tile, place.slots.expert)
             with ch.for_(first, first + count, unroll=True, name="group") as group, ch.if_(group < place.slots.groups):
                 finish.finish(self._sums(place, sums, group, of_rows))
             return
+        of_rows = finish.load_rows(place.m_tile)
         at_once = next(size for size in range(LOADED_AT_ONCE, 0, -1) if count % size == 0)
         with ch.for_(first, first + count, at_once, unroll=True, name="group") as group:
             of_pass = place.token_tile * self.machine.plan.tile_groups + group
