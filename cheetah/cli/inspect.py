@@ -71,11 +71,11 @@ def _print_phases(config: ModelConfig, plan: Plan, gpu: Gpu) -> None:
     from cheetah.models.family import lines_of
     from cheetah.models.registry import family_of
     from cheetah.plan import PlanError
-    from cheetah.plan.prompt import PASS_TOKENS, default_pass_plan
+    from cheetah.plan.prompt import default_pass_plan, pass_tokens
 
     family = family_of(config)
     typer.echo("\n".join(["a step", *lines_of(family.program.phase_rows(config, plan))]))
-    pass_plan = default_pass_plan(gpu, PASS_TOKENS[0], config.shape)
+    pass_plan = default_pass_plan(gpu, pass_tokens(config.shape)[0], config.shape)
     try:
         rows = family.prompt_program.phase_rows(config, gpu, plan, pass_plan)
     except PlanError:
@@ -90,12 +90,12 @@ def _passes(config: ModelConfig, plan: Plan, gpu: Gpu) -> Iterator[Table]:
 
     from cheetah.generate import describe_pass
     from cheetah.plan import PlanError
-    from cheetah.plan.prompt import PASS_TOKENS, default_pass_plan, short_pass_plans
+    from cheetah.plan.prompt import default_pass_plan, pass_tokens, short_pass_plans
 
     table = Table(title="passes over prompts", title_justify="left")
     for heading in ("tokens", "a tile", "shared memory", "workspace, MB"):
         table.add_column(heading, justify="right")
-    long = (default_pass_plan(gpu, tokens, config.shape) for tokens in PASS_TOKENS)
+    long = (default_pass_plan(gpu, tokens, config.shape) for tokens in pass_tokens(config.shape))
     try:
         for one in (*long, *short_pass_plans(gpu, config.shape)):
             manifest = describe_pass(config, gpu, plan, one)

@@ -35,6 +35,8 @@ SLOT_ALIGNMENT = 128
 WARPGROUP_WARPS = 4
 PASS_TOKENS = (2048, 1024, 512, 256)
 """Tokens that a pass may have room for, of which the runtime takes the most that fit."""
+LONG_PASS_TOKENS = (8192, 4096)
+"""The same of models of experts, which a pass reads whole whatever its length."""
 WARPGROUP_TOKENS = 64
 """Rows of a product of a warpgroup: tokens of a sequence that it reads together in attention."""
 WARPGROUP_DIMS = 128
@@ -264,14 +266,23 @@ class PassPlan:
         return unit * UNIT_BYTES + token * 16 + column // 8 * 4 + column % 2 * 2
 
 
+def pass_tokens(shape: ModelShape, is_one_length: bool = False) -> tuple[int, ...]:
+    """Tokens that the longest passes of a model may have room for, most first. is_one_length: they are read by one
+    kernel, however few they are."""
+    return PASS_TOKENS if shape.experts is None or is_one_length else (*LONG_PASS_TOKENS, *PASS_TOKENS)
+
+
 def short_pass_plans(gpu: Gpu, shape: ModelShape) -> tuple[PassPlan, ...]:
-    """The choices of passes over few tokens, fewest first, whose products are cut so that all blocks have work. Where
-    keys share a stage with little room for activations, stages of 8- and 4-bit weights have room for fewer of them."""
+    """The choices of passes over few tokens, fewest first, whose products are cut so that all blocks have work; of
+    experts, whose tiles follow from how many tokens there are, also of those that are read whole. Where keys share a
+    stage with little room for activations, stages of 8- and 4-bit weights have room for fewer of them."""
     if gpu.emulated:
         return (PassPlan(64, cut_tokens=16, **_small(shape.head_dim)),)
+    medium = () if shape.experts is None else (PassPlan(PASS_TOKENS[0], **_tiles(shape, PASS_TOKENS[0])),)
     return (
         PassPlan(256, cut_tokens=128, **{**_tiles(shape, 128, 128), "key_tile": 32}),
         PassPlan(512, cut_tokens=512, **_tiles(shape, 512)),
+        *medium,
     )
 
 

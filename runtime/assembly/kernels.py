@@ -19,7 +19,7 @@ from cheetah.models.config import ModelConfig
 from cheetah.models.registry import family_of
 from cheetah.plan import GPUS, Gpu, Plan, PlanError, gpu_named
 from cheetah.plan.gpu import part_of, together
-from cheetah.plan.prompt import PASS_TOKENS, PassPlan, default_pass_plan, short_pass_plans
+from cheetah.plan.prompt import PassPlan, default_pass_plan, pass_tokens, short_pass_plans
 from cheetah.printable import shown_name
 from cheetah.records import first_difference
 from cheetah.runtime.assembly.memory import LABELS, MemoryEstimate, memory_of_buffers, size_text
@@ -36,7 +36,7 @@ time a step (8B on an H200: 5.1 against 3.9 ms)."""
 PASS_SHARE = 8
 """Of the memory that is left for the cache, passes over prompts may take one part in so many as their workspace."""
 
-PASSES = ("short passes", "medium passes", "passes")
+PASSES = ("short passes", "medium passes", "longer passes", "passes")
 """Among the names of kernels, those of passes over prompts: over few tokens, and over as many as may be."""
 
 FAMILIES, FAMILIES_BY_NUMBERS = ("int8",), ("int8", "int4", "fp8")
@@ -226,7 +226,8 @@ class KernelsAsked:
         def workspace(one: PassPlan) -> int:
             return describe_pass(self.config, self.machine, plan, one).buffer("workspace").bytes
 
-        for tokens in PASS_TOKENS if has_choice else (int(self.options.prompt_passes or 0),):
+        lengths = pass_tokens(self.config.shape, is_one_length=bool(plan.kv_chunk))
+        for tokens in lengths if has_choice else (int(self.options.prompt_passes or 0),):
             long = default_pass_plan(self.machine, min(tokens, plan.max_context), self.config.shape)
             plans, nbytes = {PASSES[-1]: long}, workspace(long)
             # Cuts along k change bits: with them, those of a token would depend on how many others are read with it.

@@ -25,7 +25,7 @@ from cheetah.models.olmoe import OlmoeConfig
 from cheetah.models.registry import family_of, preset
 from cheetah.models.rounding import as_bf16, exact, round_to_bf16, widen
 from cheetah.plan import PlanError, gpu_named
-from cheetah.plan.prompt import PassPlan, pass_plan_for
+from cheetah.plan.prompt import PassPlan, default_pass_plan, pass_plan_for, pass_tokens
 from cheetah.tools.judged_passes import decided_ids
 from tests.models.goldens.families import LOGITS, tokens_of
 from tests.program.joined import chosen
@@ -231,7 +231,7 @@ BUGS = {
     "the factors of the tile before": ("(slot_factors + factor_turn * 16)[thread]", "(slot_factors)[thread]"),
     "the second tile of an expert is the first": ("* 2;\nuint32_t first_group", "* 0;\nuint32_t first_group"),
     "groups of other experts are finished": (f"min({PLACES} - before, 2u)", "2u"),
-    "the rows of one expert for all": ("[first + rank]) * 80", "[first]) * 80"),
+    "the rows of one expert for all": ("[at]) * 80", "[at - rank]) * 80"),
     "the list is followed before it is made": ("mbarrier_wait(made, experts_parity);", ";"),
     "the list ends a tile early": (f"{OF_LIST}[0] = tile;", f"{OF_LIST}[0] = tile - 1;"),
     "words are stored before all tokens have chosen": (
@@ -287,9 +287,10 @@ def test_what_a_pass_of_experts_cannot_do_is_said() -> None:
 def test_presets_have_passes(model: str) -> None:
     """Of few tokens and of many; tiles have as many tokens as an expert has, about."""
     config, gpu = preset(model), gpu_named("h200")
-    for tokens in (128, 512, 2048):
+    for tokens in (128, 512, 8192, 2048):
         pass_plan = pass_plan_for(gpu, tokens, config.shape)
         sizes = PassSizes(config, gpu, choose_plan(config, gpu), pass_plan)
         assert sizes.shared.total_bytes <= gpu.shared_bytes
         assert {phase.name for phase in sizes.phases} >= {"router", "choice", "sort", "gate_up", "down", "down-sums"}
     assert pass_plan.tile_tokens == {"qwen3-30b-a3b": 128}.get(model, 256)
+    assert [default_pass_plan(gpu, tokens, config.shape).tokens for tokens in pass_tokens(config.shape)][0] == 8192

@@ -112,15 +112,15 @@ class AddParts:
         """What the experts of this lane's tokens made, by rank: ascending, whoever else is in the pass."""
         lane, groups = self.product.machine.lane, self.product.machine.plan.tile_groups
         row = place.m_tile * M_TILE_ROWS + lane // 4
-        with ch.for_(groups, unroll=True, name="group") as group:
+        # The ranks outside: so the rows of all of the lane's tokens are on their way together.
+        with ch.for_(ranked.chosen, unroll=2, name="rank") as rank, ch.for_(groups, unroll=True, name="group") as group:
             for index in range(2):
                 token = (place.token_tile * groups + group) * GROUP_TOKENS + lane % 4 * 2 + index
-                first = ch.const(ty.u32, token * ranked.chosen, name="first")
-                with ch.for_(ranked.chosen, unroll=min(ranked.chosen, 4), name="rank") as rank:
-                    made = ranked.rows + (ty.u64(ranked.slots[first + rank]) * ranked.width + ty.u64(row))
-                    for half in range(2):
-                        value = made[half * HALF] + self._bias(ranked, first + rank, row + half * HALF)
-                        sums[group * ACCUMULATORS + half * 2 + index] += value
+                at = ch.const(ty.u32, token * ranked.chosen + rank, name="at")
+                made = ranked.rows + (ty.u64(ranked.slots[at]) * ranked.width + ty.u64(row))
+                for half in range(2):
+                    value = made[half * HALF] + self._bias(ranked, at, row + half * HALF)
+                    sums[group * ACCUMULATORS + half * 2 + index] += value
 
     @staticmethod
     def _bias(ranked: Any, of_rank: Any, row: Any) -> Any:
