@@ -250,22 +250,24 @@ def course(session: Session, ids: list[int]) -> list[Any]:
 
 
 def race_in(sanitized: Rig) -> Finding | None:
-    """What the race detector says of a shorter course."""
-    try:
-        short_course(sanitized.session("random", 1))
-    except CheetahError as error:  # a wild address ends the process that runs it
-        return Finding("race", f"{type(error).__name__}: {error}", "random 1")
+    """What the race detector says of a few steps behind a cache that is filled, or else of many from an empty one."""
+    for steps, cached in ((2, 35), (37, 0)):
+        try:
+            short_course(sanitized.session("random", 1), steps, cached)
+        except CheetahError as error:  # a wild address ends the process that runs it
+            return Finding("race", f"{type(error).__name__}: {error}", "random 1")
     return None
 
 
-def short_course(session: Session) -> None:
+def short_course(session: Session, steps: int, cached: int) -> None:
     """As much as shows every kind of access: keys split so that a block has several items, in a cache of earlier steps,
-    logits, and sampling."""
-    ids = token_ids(5, session.config.vocab_size)
-    fill_cache(session, 35)
-    session.launcher.launch(ids[:3], 2, Sampling())
-    session.score(ids[2:4])
-    session.generate(ids[4:], 2)
+    logits, and sampling. steps: of the first launch, behind `cached` tokens."""
+    ids = token_ids(steps + 3, session.config.vocab_size)
+    if cached:
+        fill_cache(session, cached)
+    session.launcher.launch(ids[: steps + 1], steps, Sampling())
+    session.score(ids[steps : steps + 2])
+    session.generate(ids[steps + 2 :], 2)
 
 
 @cache
