@@ -107,13 +107,16 @@ class RecordedVector:
     def offset(self) -> Any:
         return self.where.offset if self.is_input else self.where
 
-    def number(self, index: Any) -> Any:
-        part, place = index // self.vector.part_words, index % self.vector.part_words
-        return part * (self.where.apart * self.vector.part_words) + place + self.offset
-
     def distance(self, words: int) -> Any:
         same = self.vector.distance(words)
         return same if same is None or not self.is_input else self.where.apart * words
+
+
+@ch.function
+def word_of_input(vector: ch.Expr, index: ch.Expr) -> Any:
+    """The number in the workspace of payload word `index` of a vector (EXCHANGED) whose parts lie apart."""
+    words = ch.named("PART_WORDS", PART_BYTES // 4)
+    return index // words * (vector.apart * words) + index % words + vector.offset
 
 
 def apart(vectors: dict[str, Vector]) -> dict[str, Vector]:
@@ -309,8 +312,7 @@ class Exchange(ABC):
         published = prim.renewed_u32(self._word(name, index))  # else it would be worked out where it is used
 
         def publish(data: ch.Value) -> None:
-            place = self._words_of(name) + published
-            places = [place, *self._peer_places(name, published)]
+            places = [self._words_of(name) + published, *self._peer_places(name, published)]
             self._publish_at(places, name, self._as_published(name, index, data), epoch)
             self._let_be_copied(name)
 
@@ -328,13 +330,10 @@ class Exchange(ABC):
 
     def _word(self, name: str, index: ch.Value) -> ch.Expr:
         vector, word = self.vectors[name], ch.cast(ty.u32, index)
-        return word + vector.offset if vector.apart == 1 else self._number_in_parts(vector, word)
+        return word + vector.offset if vector.apart == 1 else self._number_in_parts(name, word)
 
-    @ch.inline
-    def _number_in_parts(self, vector: Vector, index: ch.Value) -> ch.Expr:
-        """With the index in a variable: it is needed twice."""
-        word = ch.cast(ty.u32, index)
-        number: ch.Expr = vector.number(word)
+    def _number_in_parts(self, name: str, index: ch.Value) -> ch.Expr:
+        number: ch.Expr = word_of_input(self.where(name), ch.cast(ty.u32, index))
         return number
 
     def initialise(self) -> None:  # noqa: B027 - flagged words need nothing

@@ -179,7 +179,7 @@ class Sampler:
             with ch.if_(self.adjustments.asked(PENALISED) & (self.machine.warp == 0)), ch.outline("count_chosen"):
                 chosen = self.machine.chosen
                 with ch.for_(self.machine.lane, self.columns.count, 32, unroll=1, name="column") as column:
-                    self.adjustments.count(column, ch.const(ty.u32, chosen[column], name="token"))
+                    self.adjustments.count(column, chosen[column])
 
     def _columns_of_warp(self) -> Iterator[Any]:
         """The columns whose candidates this warp compares."""

@@ -36,7 +36,7 @@ class Tokens:
         self.machine, self.columns, self.launch = columns.machine, columns, launch
         self.host = HostWords(columns, launch)
         self.model = self.machine.model
-        self.rows = rows or self.model.vocab
+        self.rows = rows or ch.named("VOCAB", self.model.vocab)
 
     @ch.inline
     def declare(self) -> None:

@@ -43,7 +43,7 @@ from cheetah.lang.nodes import (
 
 INDENT = "  "
 WIDTH = 120
-_SHORT_BODIES = (Assign, Do, Jump, Return)
+_SHORT_BODIES = (Assign, Do, If, Jump, Return)
 """What may stand behind its condition or loop, in the same line."""
 _ATOM, _POSTFIX, _UNARY, _SELECT = 17, 16, 15, 4
 _PRECEDENCE = {
@@ -364,7 +364,17 @@ def _adds_to(target: Expr, value: Binary) -> bool:
 
 @_statement.register
 def _(node: If, printer: Printer) -> None:
-    _print_if(node, printer, "")
+    _print_if(_with_inner_conditions(node), printer, "")
+
+
+def _with_inner_conditions(node: If) -> If:
+    """`if (a) if (b)` as one question, where nothing else depends on either."""
+    body = node.body
+    while not node.otherwise and len(body) == 1 and isinstance(body[0], If) and not body[0].otherwise:
+        both = Binary(ty.boolean, "&", node.condition, body[0].condition, location=node.location)
+        node = If(both, body[0].body, location=node.location)
+        body = node.body
+    return node
 
 
 def _print_if(node: If, printer: Printer, prefix: str) -> None:

@@ -103,18 +103,20 @@ class HeadParts:
             made.declare()
         ch.comment("barriers, and every column's first token")
         with ch.if_(machine.thread == 0):
-            self.ring.initialise()
-            self.linear.initialise()
-            self.tokens.initialise()
-            self.exchange.initialise()
-            for made in self.lists:
-                made.initialise()
-            prim.mbarrier_fence_init()
+            self._initialise()
         self.tokens.take_first()
         prim.block_barrier()  # orders the barriers' initialisation before their first use by any role
         self.ring.start()
         with machine.consumer:
             self.exchange.start()
+
+    @ch.function
+    def _initialise(self) -> None:
+        """By one thread: set all barriers up. A block barrier must follow before anyone uses them."""
+        parts: tuple[Any, ...] = (self.ring, self.linear, self.tokens, self.exchange, *self.lists)
+        for part in parts:
+            part.initialise()
+        prim.mbarrier_fence_init()
 
     def begin_epochs(self, step: Any) -> None:
         """The first of the step's exchange epochs, in the roles that wait for them and that publish."""

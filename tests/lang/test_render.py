@@ -63,6 +63,28 @@ def test_else_if_chains() -> None:
     ]
 
 
+def test_conditions_that_hold_together_are_one_question() -> None:
+    @ch.kernel(ch.Params(n=ty.u32, x=ty.ptr_mut(ty.u32)))
+    def kernel(n, x):
+        with ch.if_((n == 1) | (n == 2)), ch.if_(x[0] == 3):
+            x[1] = 4
+        with ch.if_(n == 5):
+            with ch.if_(x[0] == 6):
+                x[1] = 7
+            with ch.else_():
+                x[1] = 8
+        with ch.if_(n == 9):
+            with ch.if_(x[0] == 10):
+                x[1] = 11
+        with ch.else_():
+            x[1] = 12
+
+    lines = [line.strip() for line in body(kernel)]
+    assert lines[0] == "if ((n == 1 || n == 2) && x[0] == 3) x[1] = 4;"
+    assert lines[1:6] == ["if (n == 5) {", "if (x[0] == 6) {", "x[1] = 7;", "} else {", "x[1] = 8;"]
+    assert lines[8:] == ["if (n == 9) {", "if (x[0] == 10) x[1] = 11;", "} else {", "x[1] = 12;", "}"]
+
+
 def test_conditions_known_while_generating() -> None:
     @ch.kernel(ch.Params(n=ty.u32, x=ty.ptr_mut(ty.u32)))
     def kernel(n, x):

@@ -49,7 +49,7 @@ class KvCache:
 
     @property
     def _slot_elements(self) -> int:
-        return self.machine.shape.head_dim
+        return ch.named("HEAD_DIM", self.machine.shape.head_dim)
 
     @property
     def _head_elements(self) -> int:
@@ -58,7 +58,7 @@ class KvCache:
     @property
     def _values_offset(self) -> int:
         """Elements from a token's keys to its values."""
-        return self.machine.shape.kv_heads * self._head_elements
+        return ch.named("TO_VALUES", int(self.machine.shape.kv_heads * self._head_elements))
 
     @property
     def _page_elements(self) -> int:

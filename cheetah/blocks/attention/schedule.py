@@ -28,6 +28,7 @@ from cheetah.plan.regions import KEPT_ITEM_BYTES, KEPT_ITEMS, KEPT_MERGE_BYTES, 
 
 WRITE_THROUGH = ch.named("WRITE_THROUGH", 0xFFFFFFFF)
 """The first partial row of an item that gives the final output itself."""
+_HEAD_LIMIT = ch.named("HEAD_LIMIT", HEAD_LIMIT)
 TEAM_BARRIERS = 2
 """The named barrier of the first team; the next ones follow."""
 MERGED_DIMS = 128
@@ -361,7 +362,7 @@ class Schedule:
     def _merge_of(self, kept: Any) -> Merge:
         """kept: a KEPT_MERGE."""
         row_and_part = kept.row // self.merge_parts, kept.row % self.merge_parts
-        head, first_chunk = kept.head_and_chunk % HEAD_LIMIT, kept.head_and_chunk // HEAD_LIMIT
+        head, first_chunk = kept.head_and_chunk % _HEAD_LIMIT, kept.head_and_chunk // _HEAD_LIMIT
         return Merge(self._tile_of(kept.tile, 0), head, *row_and_part, kept.begin, kept.end, first_chunk)
 
     @ch.function

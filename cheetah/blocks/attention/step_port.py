@@ -48,7 +48,8 @@ class StepPort(AttentionPort):
 
     def _place(self, raw: RawHead) -> Any:
         """The number of a unit in the vector."""
-        return raw.column * (self.shape.qkv_rows // UNIT) + raw.head * self.head_units + raw.unit
+        units = ch.named("PROJECTED_ROWS", self.shape.qkv_rows) // UNIT
+        return raw.column * units + raw.head * self.head_units + raw.unit
 
     def query_unit(self, column: ch.Expr, head: ch.Expr, unit: ch.Expr, epoch: ch.Expr) -> ch.Expr:
         return self.unit(RawHead(column, head, unit), epoch)
@@ -135,9 +136,9 @@ class Projection:
 
     def _value(self, rows: Rows, layer: ch.Expr) -> ch.Expr:
         """The row's number, with its bias."""
-        value = ch.const(ty.f32, rows.sum(), name="value")
         if self.biases is None:
-            return value
+            return rows.sum()
+        value = ch.const(ty.f32, rows.sum(), name="value")
         return value + prim.bf16_to_f32(self.biases[layer * self.shape.qkv_rows + rows.m_tile * M_TILE_ROWS + rows.row])
 
     @ch.inline

@@ -329,9 +329,7 @@ class AttentionProduct:
         Keys beyond the valid ones are stale memory, NaN perhaps: select, never multiply.
         """
         index = self.machine.lane // 4
-        limits = ch.array(ty.u32, 2)
-        for column in range(2):
-            limits[column] = ch.minimum(queries.limits[column], key + valid)
+        limits = [ch.minimum(queries.limits[column], key + valid) for column in range(2)]
         for half in range(2):
             tile_key = index + 8 * half
             for column in range(2):

@@ -174,16 +174,15 @@ class Rounds:
     @ch.function
     def _sum_of_lanes(self, sums: Any) -> Any:
         """Number l // 2 of the sums over all lanes, on lane l: lanes that meet share out what they add."""
-        kept = [sums[index] for index in range(2 * TESTED)]
-        for mask in (16, 8, 4, 2):
-            half, missing = mask // 2, [ch.argument(0.0)] * (mask - len(kept))
-            others = [*kept, *missing]
-            kept = [
-                ch.const(ty.f32, self._shared_out(others[index], others[index + half], ch.argument(mask)), name="both")
-                for index in range(half)
-            ]
-        total = kept[0] + prim.shuffle_xor_f32(kept[0], 1)
-        return total
+        kept = ch.array(ty.f32, 8)
+        with ch.for_(2 * TESTED - 8, unroll=True) as index:
+            kept[index] = self._shared_out(sums[index], sums[8 + index], ch.argument(16))
+        with ch.for_(2 * TESTED - 8, 8, unroll=True) as index:
+            kept[index] = self._shared_out(sums[index], ch.argument(0.0), ch.argument(16))
+        for half in (4, 2, 1):
+            with ch.for_(half, unroll=True) as index:
+                kept[index] = self._shared_out(kept[index], kept[index + half], ch.argument(2 * half))
+        return kept[0] + prim.shuffle_xor_f32(kept[0], 1)
 
     @ch.function
     def _shared_out(self, first: ch.Expr, second: ch.Expr, mask: ch.Expr) -> Any:
@@ -207,8 +206,7 @@ class Rounds:
                 chosen.set(group)
             with ch.if_(lane >= SUMS):
                 total += prim.bits_float(words[lane])
-        word = ch.select(lane >= SUMS, prim.float_bits(total), self._sums(column, chosen, whose)[lane])
-        return word
+        return ch.select(lane >= SUMS, prim.float_bits(total), self._sums(column, chosen, whose)[lane])
 
     # What all blocks decide -------------------------------------------------------------------------------------------
 

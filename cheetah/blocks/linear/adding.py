@@ -32,10 +32,10 @@ class Scaling:
 
     def learn(self, slot: int, column: ch.Expr) -> None:
         """Before the products are waited for."""
-        self._learn(self.factors[slot], column, self.scale.arguments)
+        self._learn_scale(self.factors[slot], column, self.scale.arguments)
 
     @ch.function
-    def _learn(self, scale: Any, column: ch.Expr, arguments: tuple[Any, ...]) -> None:
+    def _learn_scale(self, scale: Any, column: ch.Expr, arguments: tuple[Any, ...]) -> None:
         """The scale of a column, once the block has its input, unless it is known."""
         with ch.if_(scale == 0.0):  # the same in all lanes
             prim.mbarrier_wait(self.loaded, self.parity)
@@ -226,10 +226,10 @@ class Adding:
             own = reduction + (column // 2 * plan.pair_sums + lane)
         if first:
             prim.mbarrier_wait(self.reductions.summed + self.turn.stage, self.turn.parity)
-        low = self._sum_of_warps(own, half)
+        total = self._sum_of_warps(own, half)
         if plan.tokens == 1:
-            return low + prim.shuffle_xor_f32(low, M_TILE_ROWS)
-        return low + self._sum_of_warps(own + half * plan.warp_sums, half)
+            return total + prim.shuffle_xor_f32(total, M_TILE_ROWS)
+        return total + self._sum_of_warps(own + half * plan.warp_sums, half)
 
     @ch.inline
     def _sum_of_warps(self, own: ch.Expr, warps: int) -> ch.Expr:

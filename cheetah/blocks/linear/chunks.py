@@ -118,7 +118,7 @@ class Chunks:
 
     @ch.function
     def _multiply_held(self, layout: MatrixLayout, chunk: ch.Expr, held: Held, sums: Any) -> None:
-        """The products of what `_hold_chunk` brought."""
+        """The products of what `hold_chunk` brought."""
         with self._own_tiles(layout, chunk) as (turn, _):
             held.multiply(turn, sums)
         if layout.format.factor_bytes:

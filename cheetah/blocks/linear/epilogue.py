@@ -213,8 +213,7 @@ def rotate(rows: Rows, value: ch.Expr, m_tile_of_head: ch.Expr, angles_of: Calla
     angle = angles[frequency]
     partner = prim.shuffle_xor_f32(value, HALF)
     is_second = rows.row >= HALF
-    rotated = prim.fma_f32(value, angle.x, ch.select(is_second, partner, -partner) * angle.y)
-    return rotated
+    return prim.fma_f32(value, angle.x, ch.select(is_second, partner, -partner) * angle.y)
 
 
 def paired_dim(frequency: ch.Expr, is_second: ch.Expr, head_dim: int) -> ch.Expr:

@@ -207,13 +207,13 @@ def load_vector(columns: Columns, part: VectorPart, source: Source) -> None:
     """Bring a part of a vector into shared memory; ends with a barrier of the consumer warps."""
     first_unit = part.first_unit if isinstance(part.first_unit, ch.Expr) else ch.argument(int(part.first_unit))
     if isinstance(source, Published):
-        _load_published(columns, part, source, first_unit, source.when_and_where)
+        _load_vector(columns, part, source, first_unit, source.when_and_where)
     else:
-        _load_vector(columns, part, source)
+        _load_given(columns, part, source)
 
 
 @ch.function
-def _load_published(
+def _load_vector(
     columns: Columns, part: VectorPart, source: Published, first_unit: ch.Expr, published: Whereabouts
 ) -> None:
     """Bring a part of a vector into shared memory; ends with a barrier of the consumer warps."""
@@ -222,7 +222,7 @@ def _load_published(
 
 
 @ch.function
-def _load_vector(columns: Columns, part: VectorPart, source: Source) -> None:
+def _load_given(columns: Columns, part: VectorPart, source: Source) -> None:
     """Bring a part of a vector into shared memory; ends with a barrier of the consumer warps."""
     _bring_vector(columns, part, source)
 
@@ -236,11 +236,14 @@ def _bring_vector(columns: Columns, part: VectorPart, source: Source) -> None:
         batch.wait(source.wait)
         with _read_batch(columns, part, batch, source) as data:
             with _each(machine, batch) as (index, unit):
-                words = data[index]
-                if order is None:
-                    store_unit(columns, vector, part.place(unit), words, part.kind)
+                if order is None and part.kind == BF16_VECTOR:
+                    vector[part.place(unit)] = data[index]
+                elif order is None:
+                    store_unit(
+                        columns, vector, part.place(unit), ch.const(ty.u32x4, data[index], name="words"), part.kind
+                    )
                 else:
-                    order.put(words, places[index])
+                    order.put(ch.const(ty.u32x4, data[index], name="words"), places[index])
     machine.meet()
     if order is not None:
         order.convert()
@@ -307,7 +310,9 @@ def _batches(columns: Columns, part: VectorPart, most_units: int) -> Iterator[_B
         size = max(1, min(most_units, each - begin))
         full = (begin + size) * threads <= units
         with ch.if_(full or machine.thread + begin * threads < units):
-            first = ch.const(ty.u32, machine.thread + begin * threads, name="first_unit")
+            first = machine.thread
+            if begin:
+                first = ch.const(ty.u32, machine.thread + begin * threads, name="first_unit")
             yield _Batch(columns, part, first, size, begin == 0 and (full or units % 32 == 0))
         begin += size
     if part.available % VECTOR_COLUMNS:

@@ -52,14 +52,14 @@ class PublishedSquares:
     def publish(self, rows: Rows, value: ch.Expr, published: ch.Expr) -> None:
         """The squares of an M-tile's rows, in the adder role; value: of the lane's row, published: what was of it."""
         place = self._first(rows.column) + rows.m_tile
-        self._publish(rows.count, value, published, rows.row, rows.is_own, place, self.published.when_and_where)
+        self._publish_squares(rows.count, value, published, rows.row, rows.is_own, place, self.published.when_and_where)
         if self.m_tiles % WORDS:
             with ch.if_(rows.is_own & (rows.row == 0) & (rows.m_tile == self.m_tiles - 1)):
                 for behind in range(1, WORDS - self.m_tiles % WORDS + 1):
                     self.published.publish(place + behind, ty.u32(0))
 
     @ch.function
-    def _publish(
+    def _publish_squares(
         self,
         count: int,
         value: ch.Expr,
@@ -88,17 +88,17 @@ class PublishedSquares:
         total = ch.var(ty.f32, 0.0)
         with ch.for_(lane, round_up(units, lanes) + lane, UNITS_AT_ONCE * lanes, unroll=1) as first:
             count = min(UNITS_AT_ONCE, ceil_div(units, lanes))
-            own = [ch.const(ty.u32, first + index * lanes, name="unit") for index in range(count)]
             places, data = ch.array(ty.u32, UNITS), ch.array(ty.u32x4, UNITS)
-            for index, unit in enumerate(own):
-                places[index] = self._first(column) + ch.minimum(unit, units - 1) * WORDS + part.start
+            with ch.for_(count, unroll=True) as index:
+                unit = ch.minimum(first + index * lanes, units - 1)
+                places[index] = self._first(column) + unit * WORDS + part.start
             with self.published.known_by(squares) as vector:
                 vector.read_places(data, places, count)
-            for index, unit in enumerate(own):
+            with ch.for_(count, unroll=True) as index:
                 words = data[index]
                 low = prim.bits_float(words.x) + prim.bits_float(words.y)
                 of_unit = low + (prim.bits_float(words.z) + prim.bits_float(words.w))
-                total += ch.select(unit < units, of_unit, 0.0)
+                total += ch.select(first + index * lanes < units, of_unit, 0.0)
         return total
 
     def _first(self, column: Any) -> Any:
@@ -134,18 +134,23 @@ class InverseRms(ColumnScale):
         total = ch.var(ty.f32, 0.0)
         with self.columns.if_active(column):
             total.set(self._shares(column, lanes, arguments))
-        mask = lanes // 2
-        while mask:
-            total += prim.shuffle_xor_f32(total, mask)
-            mask //= 2
+        total.set(self._sum_of_lanes(total, lanes))
         mean = prim.fma_f32(total, 1.0 / self.elements, self.epsilon)
         scale = prim.rsqrt_f32(mean) if self.is_normed else ty.f32(1.0)
         return ch.select(total < TOO_LARGE, scale, prim.bits_float(NAN))
+
+    def _sum_of_lanes(self, total: Any, lanes: int) -> Any:
+        """The sum of neighbouring lanes' numbers, on all of them: of those furthest apart first."""
+        if lanes == 32:
+            return prim.warp_sum_f32(total)
+        for mask in (8, 4, 2, 1):
+            total += prim.shuffle_xor_f32(total, mask)
+        return total
 
     @ch.inline
     def _shares(self, column: Any, lanes: int, squares: Whereabouts) -> ch.Expr:
         """This lane's part of the sum. It has 32 shares, whatever lanes there are for a column: 16 lanes add two each,
         as 32 do first of all, so that the sum is the same in all kernels."""
-        lane = self.columns.machine.lane % lanes
+        lane = self.columns.machine.lane if lanes == 32 else self.columns.machine.lane % lanes
         shares = [self.squares.sum_of_lane(column, lane + first, 32, squares) for first in range(0, 32, lanes)]
         return shares[0] if len(shares) == 1 else shares[0] + shares[1]

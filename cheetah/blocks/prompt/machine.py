@@ -52,6 +52,7 @@ class PassMachine:
         """A pointer to a region of shared memory."""
         return shared_region(self.shared, self.arena, name, element)
 
+    @ch.function
     def renew(self) -> None:
         """In any role: what follows from a thread's place is worked out anew. Kept from phase to phase, it would take
         the registers that the sums of a tile need."""

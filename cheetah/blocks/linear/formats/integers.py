@@ -18,7 +18,8 @@ from cheetah.blocks.linear.fragments import Activations
 from cheetah.lang import prim, ty
 from cheetah.plan.formats import INTEGER_SCALE_BYTES, RAISED_BY, ZERO_POINT_BYTES
 
-LOW_NIBBLES, HIGH_NIBBLES, LOW_BYTES = 0x000F000F, 0x00F000F0, 0x00FF00FF
+LOW_NIBBLES, HIGH_NIBBLES = ch.named("LOW_NIBBLES", 0x000F000F), ch.named("HIGH_NIBBLES", 0x00F000F0)
+LOW_BYTES = ch.named("LOW_BYTES", 0x00FF00FF)
 """Of each half of a word."""
 NEGATIVE = 0x80008000
 BOTH_HALVES = 0x00010001
