@@ -262,7 +262,7 @@ FAMILY_BUGS = (
     Bug(
         "new keys kept by nobody",
         ("schedules",),
-        ((r"if \(newest_column - (\S+first_column) < \S+columns\)", r"if (newest_column < \1)"),),
+        ((r"newest_column - (\S+first_column) < \S+columns\b", r"newest_column < \1"),),
         setup=NORMED,
     ),
     Bug("raw heads read before they are there", BOTH, change=read_without_waiting("qkv"), setup=NORMED),
