@@ -411,14 +411,16 @@ constexpr uint32_t COLUMNS = 219184;
 constexpr uint32_t CHOSEN = 219232;
 constexpr uint32_t STEP_DONE = 219248;
 constexpr uint32_t NEXT_TOKEN = 219264;
+constexpr uint32_t VOCAB = 128256;
 constexpr uint32_t PLAN_WORDS = 2880;
 constexpr uint32_t BLOCKS = 132;
 constexpr uint32_t STAGE_BYTES = 17024;
 constexpr uint32_t PLAN_WORK_INDPTR = 64;
 constexpr uint32_t PLAN_ITEMS = 256;
 constexpr uint32_t PAGE_SIZE = 16;
-constexpr uint32_t NAN_BITS = 2143289344;
+constexpr uint32_t TO_VALUES = 16384;
 constexpr uint32_t HEAD_DIM = 128;
+constexpr uint32_t NAN_BITS = 2143289344;
 constexpr uint32_t EXCHANGE_QKV = 11264;
 constexpr uint32_t EXCHANGE_HIDDEN_SQUARES = 302336;
 constexpr uint32_t MAX_CONTEXT = 8192;
@@ -427,7 +429,6 @@ constexpr uint32_t PART_WORDS = 1024;
 constexpr uint32_t EXCHANGE_GATED = 590336;
 constexpr uint32_t EXCHANGE_MIDDLE_SQUARES = 302848;
 constexpr uint32_t GATE_UP_ROWS = 57344;
-constexpr uint32_t VOCAB = 128256;
 constexpr uint32_t PROMPT_TOKEN = 2147483648u;
 constexpr uint32_t MASK_WORDS = 4008;
 constexpr uint32_t PHILOX_MULTIPLIER_0 = 3528531795u;
@@ -440,15 +441,15 @@ constexpr uint32_t PLAN_MERGE_INDPTR = 2432;
 constexpr uint32_t PLAN_MERGE_SRC = 2560;
 constexpr uint32_t CONSUMERS = 256;
 constexpr uint32_t O_ROWS = 8192;
-constexpr uint32_t EXCHANGE_HIDDEN = 4096;
 constexpr uint32_t HIDDEN = 8192;
 constexpr uint32_t QKV_CHUNK_BYTES = 16896;
 constexpr uint32_t PHASES = 402;
+constexpr uint32_t PROJECTED_ROWS = 10240;
 constexpr uint32_t LOW_HALVES = 21520;
 constexpr uint32_t HIGH_HALVES = 30258;
 constexpr uint32_t EXCHANGE_PARTIALS = 16384;
 constexpr uint32_t WRITE_THROUGH = 4294967295u;
-constexpr uint32_t EXCHANGE_ATTENTION = 2048;
+constexpr uint32_t HEAD_LIMIT = 65536;
 constexpr uint32_t O_CHUNK_BYTES = 16896;
 constexpr uint32_t GATE_UP_CHUNK_BYTES = 16896;
 constexpr uint32_t DOWN_CHUNK_BYTES = 16896;
@@ -464,6 +465,7 @@ constexpr uint32_t AS_IT_IS = 4294967293u;
 constexpr uint32_t LEFT_OPEN = 4294967294u;
 constexpr uint32_t EXCHANGE_FILTERS = 312864;
 constexpr uint32_t CANCELLED_TOKEN = 4294967294u;
+constexpr uint32_t LAYER_BYTES = 441860096;
 
 struct Matrix {
   uint64_t offset;
@@ -530,10 +532,10 @@ struct FilterState {
   float tested[6];
 };
 
-__device__ constexpr Matrix QKV = {0, 640, 16, 5, 112, 8937984, 4, 1, 4, 16896, 17024};
 __device__ constexpr Exchanged EXCHANGED_HIDDEN = {4096, 3, 32};
-__device__ constexpr Matrix O = {43335680, 512, 0, 4, 116, 8937984, 4, 1, 4, 16896, 17024};
+__device__ constexpr Matrix QKV = {0, 640, 16, 5, 112, 8937984, 4, 1, 4, 16896, 17024};
 __device__ constexpr Exchanged EXCHANGED_ATTENTION = {2048, 3, 60};
+__device__ constexpr Matrix O = {43335680, 512, 0, 4, 116, 8937984, 4, 1, 4, 16896, 17024};
 __device__ constexpr Exchanged EXCHANGED_MIDDLE = {12288, 3, 32};
 __device__ constexpr Matrix GATE_UP = {78004224, 3584, 16, 28, 20, 8937984, 4, 1, 4, 16896, 17024};
 __device__ constexpr Matrix DOWN = {320684032, 512, 0, 4, 116, 31240704, 14, 2, 7, 16896, 17024};
@@ -588,12 +590,30 @@ struct DecodeStep {
   uint32_t plan_index, fill_stage, fill_parity, landed_stage, landed_parity, under_way, adding, adding_parity,
       loaded_parity, turn, turn_parity, use_stage, use_parity;
 
+  // By one thread: set all barriers up. A block barrier must follow before anyone uses them.
+  __device__ __forceinline__ void initialise() {
+    for (uint32_t stage = 0; stage < 10; ++stage) {
+      mbarrier_init(full + stage, 1);
+      mbarrier_init(empty + stage, 8);
+    }
+    store_shared_u32(block_waits, 0);
+    for (uint32_t reduction = 0; reduction < 3; ++reduction) {
+      mbarrier_init(summed + reduction, 8);
+      mbarrier_init(taken + reduction, 1);
+    }
+    mbarrier_init(step_added, 3);
+    mbarrier_init(loaded, 4);
+    mbarrier_init(step_done, 1);
+    mbarrier_init(step_done + 1, 4);
+    mbarrier_fence_init();
+  }
+
   // An input of a sequence, or 0 where it has none left.
   __device__ __forceinline__ uint32_t given(uint32_t sequence, uint32_t index) {
     uint32_t token = 0;
     if (index < load_constant_u32(&sequence_records[sequence].given)) {
       uint32_t place = sequence * 65 + index;
-      token = min((uint32_t)(tokens[place]), 128255u);
+      token = min((uint32_t)(tokens[place]), VOCAB - 1);
     }
     return token;
   }
@@ -713,11 +733,11 @@ struct DecodeStep {
         for (uint32_t index_2 = 0; index_2 < 2; ++index_2) {
           if (index_2 * PAGE_SIZE < count) {
             uint32_t run = min(count - index_2 * PAGE_SIZE, PAGE_SIZE);
-            uint64_t offset = (uint64_t)(layer * kv_pages + pages[index_2]) * 32768;
-            bf16* key = kv + (offset + (uint64_t)(what.z * (PAGE_SIZE * 128)));
-            uint8_t* keys_2 = destination + index_2 * PAGE_SIZE * 256;
-            bulk_copy(keys_2, key, run * 256, barrier);
-            bulk_copy(keys_2 + 8192, key + 16384, run * 256, barrier);
+            uint64_t offset = (uint64_t)(layer * kv_pages + pages[index_2]) * (2 * TO_VALUES);
+            bf16* key = kv + (offset + (uint64_t)(what.z * (PAGE_SIZE * HEAD_DIM)));
+            uint8_t* keys_2 = destination + index_2 * PAGE_SIZE * (HEAD_DIM * 2);
+            bulk_copy(keys_2, key, run * (HEAD_DIM * 2), barrier);
+            bulk_copy(keys_2 + 8192, key + TO_VALUES, run * (HEAD_DIM * 2), barrier);
           }
         }
         advance(fill_stage, fill_parity, 10);
@@ -730,21 +750,21 @@ struct DecodeStep {
     float total = 0.0f;
     #pragma unroll 1
     for (uint32_t first = lane; first < 128 + lane; first += 64) {
-      uint32_t unit = first;
-      uint32_t unit_2 = first + 32;
       uint32_t places[8];
       uint4 data[8];
-      places[0] = min(unit, 127u) * 4;
-      places[1] = min(unit_2, 127u) * 4;
+      #pragma unroll
+      for (uint32_t index = 0; index < 2; ++index) {
+        uint32_t unit = min(first + index * 32, 127u);
+        places[index] = unit * 4;
+      }
       wait_flagged_places(data, exchange_words + vector, places, 2, epoch);
-      uint4 words = data[0];
-      float low = bits_float(words.x) + bits_float(words.y);
-      float of_unit = low + (bits_float(words.z) + bits_float(words.w));
-      total += unit < 128 ? of_unit : 0.0f;
-      uint4 words_2 = data[1];
-      float low_2 = bits_float(words_2.x) + bits_float(words_2.y);
-      float of_unit_2 = low_2 + (bits_float(words_2.z) + bits_float(words_2.w));
-      total += unit_2 < 128 ? of_unit_2 : 0.0f;
+      #pragma unroll
+      for (uint32_t index = 0; index < 2; ++index) {
+        uint4 words = data[index];
+        float low = bits_float(words.x) + bits_float(words.y);
+        float of_unit = low + (bits_float(words.z) + bits_float(words.w));
+        total += first + index * 32 < 128 ? of_unit : 0.0f;
+      }
     }
     return total;
   }
@@ -752,20 +772,15 @@ struct DecodeStep {
   // 1 / rms of a column's vector, of the squares that all blocks made of it; NaN where it was implausible.
   __device__ __forceinline__ float inverse_rms(uint32_t vector, uint32_t epoch) {
     float total = 0.0f;
-    uint32_t lane_2 = lane % 32;
-    total = sum_of_lane(lane_2, vector, epoch);
-    total += shuffle_xor_f32(total, 16);
-    total += shuffle_xor_f32(total, 8);
-    total += shuffle_xor_f32(total, 4);
-    total += shuffle_xor_f32(total, 2);
-    total += shuffle_xor_f32(total, 1);
+    total = sum_of_lane(lane, vector, epoch);
+    total = warp_sum_f32(total);
     float mean = fma_f32(total, 0.00012207031f, 1e-05f);
     float scale = rsqrt_f32(mean);
     return total < 1.8446744e+19f ? scale : bits_float(NAN_BITS);
   }
 
   // The scale of a column, once the block has its input, unless it is known.
-  __device__ __forceinline__ void learn(float& scale, uint32_t vector, uint32_t epoch) {
+  __device__ __forceinline__ void learn_scale(float& scale, uint32_t vector, uint32_t epoch) {
     if (scale == 0.0f) {
       mbarrier_wait(loaded, loaded_parity);
       scale = inverse_rms(vector, epoch);
@@ -781,8 +796,8 @@ struct DecodeStep {
     float total = 0.0f;
     #pragma unroll
     for (uint32_t other = 0; other < 4; ++other) total += own[other * 20];
-    float low = total;
-    return low + shuffle_xor_f32(low, 16);
+    float total_2 = total;
+    return total_2 + shuffle_xor_f32(total_2, 16);
   }
 
   // RoPE (rotate-half): the pair (k, k + D/2) lies 8 lanes apart. Returns the rotated value.
@@ -792,8 +807,7 @@ struct DecodeStep {
     float2 angle = angles[frequency];
     float partner = shuffle_xor_f32(value, 8);
     bool is_second = row >= 8;
-    float rotated = fma_f32(value, angle.x, (is_second ? partner : -partner) * angle.y);
-    return rotated;
+    return fma_f32(value, angle.x, (is_second ? partner : -partner) * angle.y);
   }
 
   // The rows of a slot, with what of it is worked out before the sums are there.
@@ -807,26 +821,22 @@ struct DecodeStep {
     uint32_t dim = is_paired ? paired : m_tile_of_head * 16 + row;
     uint32_t place = (head * HEAD_DIM + dim) / 2;
     uint32_t published = renewed_u32(place + EXCHANGE_QKV);
-    learn(scale, EXCHANGE_HIDDEN_SQUARES, layer_epoch - 1);
+    learn_scale(scale, EXCHANGE_HIDDEN_SQUARES, layer_epoch - 1);
     float total = sum_of_row();
     float value = total * scale;
-    float value_2 = value;
-    if (head < 72) value_2 = rotate(value_2, m_tile_of_head, row);
-    float neighbour = shuffle_xor_f32(value_2, 1);
-    uint32_t pair = pack_bf16x2(value_2, neighbour);
+    if (head < 72) value = rotate(value, m_tile_of_head, row);
+    float neighbour = shuffle_xor_f32(value, 1);
+    uint32_t pair = pack_bf16x2(value, neighbour);
     if (is_own && row % 2 == 0) {
-      uint64_t* place_2 = exchange_words + published;
-      publish_flagged(place_2, pair, layer_epoch);
-      if (head >= 64) {
-        if (column_states[0].number < column_states[0].total) {
-          uint32_t table = column_states[0].sequence * (MAX_CONTEXT / PAGE_SIZE);
-          uint32_t page = load_constant_u32(page_table + (table + column_states[0].position / PAGE_SIZE));
-          uint64_t offset = (uint64_t)(layer * kv_pages + page) * 32768;
-          bf16* key = kv + (offset + (uint64_t)((head - 64) % 8 * (PAGE_SIZE * 128) + column_states[0].position % PAGE_SIZE * 128));
-          bf16* place_3 = head - 64 < 8 ? key : key + 16384;
-          ((uint32_t*)(place_3 + dim))[0] = pair;
-          fence_proxy_async();
-        }
+      publish_flagged(exchange_words + published, pair, layer_epoch);
+      if (head >= 64 && column_states[0].number < column_states[0].total) {
+        uint32_t table = column_states[0].sequence * (MAX_CONTEXT / PAGE_SIZE);
+        uint32_t page = load_constant_u32(page_table + (table + column_states[0].position / PAGE_SIZE));
+        uint64_t offset = (uint64_t)(layer * kv_pages + page) * (2 * TO_VALUES);
+        bf16* key = kv + (offset + (uint64_t)((head - 64) % 8 * (PAGE_SIZE * HEAD_DIM) + column_states[0].position % PAGE_SIZE * HEAD_DIM));
+        bf16* place_2 = head - 64 < 8 ? key : key + TO_VALUES;
+        ((uint32_t*)(place_2 + dim))[0] = pair;
+        fence_proxy_async();
       }
     }
   }
@@ -850,9 +860,14 @@ struct DecodeStep {
     loaded_parity ^= 1;
   }
 
+  // The number in the workspace of payload word `index` of a vector (EXCHANGED) whose parts lie apart.
+  __device__ __forceinline__ uint32_t word_of_input(Exchanged vector, uint32_t index) {
+    return index / PART_WORDS * (vector.apart * PART_WORDS) + index % PART_WORDS + vector.offset;
+  }
+
   // The sum of the squares of an M-tile's rows, or NaN where one was published as what it is not.
-  __device__ __forceinline__ void publish(float value, float published, uint32_t row, bool is_own, uint32_t place,
-      uint32_t vector, uint32_t epoch) {
+  __device__ __forceinline__ void publish_squares(float value, float published, uint32_t row, bool is_own,
+      uint32_t place, uint32_t vector, uint32_t epoch) {
     bool is_plausible = published < 8589934592.0f && published > -8589934592.0f;
     float told = is_plausible ? value : bits_float(NAN_BITS);
     float total = told * told;
@@ -871,9 +886,7 @@ struct DecodeStep {
     float* residual = (float*)(arena + RESIDUAL);
     uint32_t place = renewed_u32(m_tile / BLOCKS * 16 + row);
     float weight = bf16_to_f32(weights[m_tile * 16 + row]);
-    uint32_t word = ((m_tile * 16 + row) / 32 * 4 + (m_tile * 16 + row) / 8 % 4) * 4 + (m_tile * 16 + row) % 8 / 2;
-    uint32_t number = word / PART_WORDS * (vector.apart * PART_WORDS) + word % PART_WORDS + vector.offset;
-    uint32_t published = renewed_u32(number);
+    uint32_t published = renewed_u32(word_of_input(vector, ((m_tile * 16 + row) / 32 * 4 + (m_tile * 16 + row) / 8 % 4) * 4 + (m_tile * 16 + row) % 8 / 2));
     float total = sum_of_row();
     float value = total;
     if (is_own) {
@@ -883,11 +896,8 @@ struct DecodeStep {
     float weighted = value * weight;
     float neighbour = shuffle_xor_f32(weighted, 1);
     uint32_t pair = pack_bf16x2(weighted, neighbour);
-    if (is_own && row < 16 && row % 2 == 0) {
-      uint32_t* place_2 = input_words + published;
-      publish_tagged(place_2, pair, vector.exponent, epoch);
-    }
-    publish(value, weighted, row, is_own, m_tile, squares, epoch);
+    if (is_own && row < 16 && row % 2 == 0) publish_tagged(input_words + published, pair, vector.exponent, epoch);
+    publish_squares(value, weighted, row, is_own, m_tile, squares, epoch);
   }
 
   // The block's M-tiles of a matrix: the warps' sums added up, the rows finished.
@@ -910,17 +920,14 @@ struct DecodeStep {
     uint32_t row = lane % 16;
     bool is_own = lane < 16;
     uint32_t published = renewed_u32(((m_tile * 8 + row) / 32 * 4 + (m_tile * 8 + row) / 8 % 4) * 4 + (m_tile * 8 + row) % 8 / 2 + EXCHANGE_GATED);
-    learn(scale, EXCHANGE_MIDDLE_SQUARES, layer_epoch);
+    learn_scale(scale, EXCHANGE_MIDDLE_SQUARES, layer_epoch);
     float total = sum_of_row();
     float value = total * scale;
     float other = shuffle_xor_f32(value, 8);
     float gated = divide_f32(value, 1.0f + exp_f32(-value)) * other;
     float neighbour = shuffle_xor_f32(gated, 1);
     uint32_t pair = pack_bf16x2(gated, neighbour);
-    if (is_own && row < 8 && row % 2 == 0) {
-      uint32_t* place = input_words + published;
-      publish_tagged(place, pair, 60, layer_epoch);
-    }
+    if (is_own && row < 8 && row % 2 == 0) publish_tagged(input_words + published, pair, 60, layer_epoch);
   }
 
   // The block's M-tiles of gate_up: the warps' sums added up, the rows finished.
@@ -1039,7 +1046,7 @@ struct DecodeStep {
       float& best, uint32_t& best_token) {
     uint32_t row = lane % 16;
     bool is_own = lane < 16;
-    learn(scale, EXCHANGE_HIDDEN_SQUARES, step_epoch + 80);
+    learn_scale(scale, EXCHANGE_HIDDEN_SQUARES, step_epoch + 80);
     float total = sum_of_row();
     float logit = total * scale;
     uint32_t token = m_tile * 16 + row;
@@ -1183,9 +1190,7 @@ struct DecodeStep {
       float* residual = (float*)(arena + RESIDUAL);
       uint32_t place_2 = renewed_u32(wave * 16 + row);
       float weight = bf16_to_f32(norms[there * 16 + row]);
-      uint32_t word = ((there * 16 + row) / 32 * 4 + (there * 16 + row) / 8 % 4) * 4 + (there * 16 + row) % 8 / 2;
-      uint32_t number = word / PART_WORDS * (3 * PART_WORDS) + word % PART_WORDS + EXCHANGE_HIDDEN;
-      uint32_t published = renewed_u32(number);
+      uint32_t published = renewed_u32(word_of_input(EXCHANGED_HIDDEN, ((there * 16 + row) / 32 * 4 + (there * 16 + row) / 8 % 4) * 4 + (there * 16 + row) % 8 / 2));
       float embedded = 0.0f;
       if (is_own) embedded = bf16_to_f32((embedding + (uint64_t)(next_token[0]) * HIDDEN)[there * 16 + row]);
       float value = embedded;
@@ -1193,11 +1198,8 @@ struct DecodeStep {
       float weighted = value * weight;
       float neighbour = shuffle_xor_f32(weighted, 1);
       uint32_t pair = pack_bf16x2(weighted, neighbour);
-      if (is_own && row < 16 && row % 2 == 0) {
-        uint32_t* place_3 = input_words + published;
-        publish_tagged(place_3, pair, 32, step_epoch);
-      }
-      publish(value, weighted, row, is_own, there, EXCHANGE_HIDDEN_SQUARES, step_epoch);
+      if (is_own && row < 16 && row % 2 == 0) publish_tagged(input_words + published, pair, 32, step_epoch);
+      publish_squares(value, weighted, row, is_own, there, EXCHANGE_HIDDEN_SQUARES, step_epoch);
     }
   }
 
@@ -1263,23 +1265,16 @@ struct DecodeStep {
   }
 
   // Bring a part of a vector into shared memory; ends with a barrier of the consumer warps.
-  __device__ __forceinline__ void load_published(uint32_t first_unit, Exchanged vector, uint32_t epoch) {
+  __device__ __forceinline__ void load_vector(uint32_t first_unit, Exchanged vector, uint32_t epoch) {
     uint4* vector_2 = (uint4*)(arena + VECTOR);
-    uint32_t first_unit_2 = thread;
-    if (lane == 0) {
-      uint32_t word = (first_unit_2 + first_unit) * 4;
-      uint32_t number = word / PART_WORDS * (vector.apart * PART_WORDS) + word % PART_WORDS + vector.offset;
-      wait_tagged4(input_words + number, vector.exponent, epoch);
-    }
+    if (lane == 0) wait_tagged4(input_words + word_of_input(vector, (thread + first_unit) * 4), vector.exponent, epoch);
     warp_barrier();
     uint4 units[8];
-    uint32_t word = (first_unit_2 + first_unit) * 4;
-    uint32_t number = word / PART_WORDS * (vector.apart * PART_WORDS) + word % PART_WORDS + vector.offset;
-    wait_tagged_units(units, input_words + number, vector.apart * (CONSUMERS * 4), 4, vector.exponent, epoch);
+    wait_tagged_units(units, input_words + word_of_input(vector, (thread + first_unit) * 4), vector.apart * (CONSUMERS * 4), 4, vector.exponent, epoch);
     #pragma unroll
     for (uint32_t index = 0; index < 4; ++index) {
       uint4 words = units[index];
-      store_digits(lane, vector_2, first_unit_2 + index * CONSUMERS, words);
+      store_digits(lane, vector_2, thread + index * CONSUMERS, words);
     }
     named_barrier(1, CONSUMERS);
   }
@@ -1378,9 +1373,7 @@ struct DecodeStep {
     #pragma unroll 1
     for (uint32_t m_tile = position; m_tile < matrix.m_tiles; m_tile += BLOCKS) {
       float sums[1][4] = {};
-      if (m_tile + BLOCKS >= matrix.m_tiles) {
-        if (thread == 0) store_shared_u32(block_waits, 1);
-      }
+      if (m_tile + BLOCKS >= matrix.m_tiles && thread == 0) store_shared_u32(block_waits, 1);
       use_chunks(0, matrix.chunks, sums, m_tile < BLOCKS, matrix);
       hand_over(sums);
     }
@@ -1404,7 +1397,7 @@ struct DecodeStep {
     note_progress(step * PHASES + layer * 5);
     uint32_t position = (block + 16) % BLOCKS;
     if (thread == 0) store_shared_u32(block_waits, 1);
-    load_published(0, EXCHANGED_HIDDEN, layer_epoch - 1);
+    load_vector(0, EXCHANGED_HIDDEN, layer_epoch - 1);
     if (thread == 0) mbarrier_arrive(loaded);
     if (thread == 0) store_shared_u32(block_waits, 0);
     multiply_m_tiles(QKV, position);
@@ -1427,7 +1420,7 @@ struct DecodeStep {
       uint32_t query_column, uint32_t query_head, uint32_t index) {
     uint32_t query_units = record->item.rows * 16;
     if (warp * 32 < query_units) {
-      uint4 words = settle_flagged4(asked, exchange_words + ((query_column * 1280 + query_head * 16 + index % 16) * 4 + EXCHANGE_QKV), epoch);
+      uint4 words = settle_flagged4(asked, exchange_words + ((query_column * (PROJECTED_ROWS / 8) + query_head * 16 + index % 16) * 4 + EXCHANGE_QKV), epoch);
       if (thread < query_units) ((uint4*)(arena + QUERIES))[thread] = words;
     }
     named_barrier(1, CONSUMERS);
@@ -1446,7 +1439,7 @@ struct DecodeStep {
   // By the warp that attends them: the newest key and value, which were asked for, to shared memory.
   __device__ __forceinline__ void bring_newest(uint32_t newest, uint32_t epoch, uint64_t (&asked)[4],
       uint32_t newest_column, uint32_t kv_head, uint32_t place, bool is_value, uint32_t newest_unit) {
-    uint4 words = settle_flagged4(asked, exchange_words + ((newest_column * 1280 + kv_head * 16 + place) * 4 + EXCHANGE_QKV), epoch);
+    uint4 words = settle_flagged4(asked, exchange_words + ((newest_column * (PROJECTED_ROWS / 8) + kv_head * 16 + place) * 4 + EXCHANGE_QKV), epoch);
     if (lane < newest * 32) {
       uint4* place_2 = (is_value ? (uint4*)(arena + NEWEST) + 256 : (uint4*)(arena + NEWEST)) + newest_unit;
       place_2[0] = words;
@@ -1506,14 +1499,11 @@ struct DecodeStep {
   __device__ __forceinline__ void scale_and_mask(float (&logits)[4], uint32_t valid, uint32_t key,
       uint32_t (&limits)[2]) {
     uint32_t index = lane / 4;
-    uint32_t limits_2[2];
-    limits_2[0] = min(limits[0], key + valid);
-    limits_2[1] = min(limits[1], key + valid);
-    logits[0] = key + index < limits_2[0] ? logits[0] * 0.12751743f : -bits_float(0x7f800000);
-    logits[1] = key + index < limits_2[1] ? logits[1] * 0.12751743f : -bits_float(0x7f800000);
+    logits[0] = key + index < min(limits[0], key + valid) ? logits[0] * 0.12751743f : -bits_float(0x7f800000);
+    logits[1] = key + index < min(limits[1], key + valid) ? logits[1] * 0.12751743f : -bits_float(0x7f800000);
     uint32_t tile_key = index + 8;
-    logits[2] = key + tile_key < limits_2[0] ? logits[2] * 0.12751743f : -bits_float(0x7f800000);
-    logits[3] = key + tile_key < limits_2[1] ? logits[3] * 0.12751743f : -bits_float(0x7f800000);
+    logits[2] = key + tile_key < min(limits[0], key + valid) ? logits[2] * 0.12751743f : -bits_float(0x7f800000);
+    logits[3] = key + tile_key < min(limits[1], key + valid) ? logits[3] * 0.12751743f : -bits_float(0x7f800000);
   }
 
   // exp2(logit - highest) in place, and the state shrunk to the new highest logit.
@@ -1622,7 +1612,7 @@ struct DecodeStep {
     uint32_t place = index % 16;
     uint64_t asked[4];
     if (newest > 0 && own) {
-      ask_flagged4(asked, exchange_words + ((newest_column * 1280 + kv_head_2 * 16 + place) * 4 + EXCHANGE_QKV));
+      ask_flagged4(asked, exchange_words + ((newest_column * (PROJECTED_ROWS / 8) + kv_head_2 * 16 + place) * 4 + EXCHANGE_QKV));
     }
     while (tile < all_tiles) {
       uint32_t stage = tile / 2;
@@ -1756,9 +1746,7 @@ struct DecodeStep {
       float lse = weight_sum == 0.0f ? -bits_float(0x7f800000) : fma_f32(highest, 0.6931472f, log_f32(weight_sum));
       if (record->item.partial == WRITE_THROUGH) {
         uint32_t column = record->tile.first_column + place / 8;
-        uint32_t word = ((((kv_head * 8 + place % 8) * 128 + dim_pair * 2) / 32 + column) * 4 + ((kv_head * 8 + place % 8) * 128 + dim_pair * 2) / 8 % 4) * 4 + ((kv_head * 8 + place % 8) * 128 + dim_pair * 2) % 8 / 2;
-        uint32_t number = word / PART_WORDS * (3 * PART_WORDS) + word % PART_WORDS + EXCHANGE_ATTENTION;
-        publish_tagged(input_words + number, pack_bf16x2(low, high), 60, epoch);
+        publish_tagged(input_words + word_of_input(EXCHANGED_ATTENTION, ((((kv_head * 8 + place % 8) * 128 + dim_pair * 2) / 32 + column) * 4 + ((kv_head * 8 + place % 8) * 128 + dim_pair * 2) / 8 % 4) * 4 + ((kv_head * 8 + place % 8) * 128 + dim_pair * 2) % 8 / 2), pack_bf16x2(low, high), 60, epoch);
       } else {
         publish_partial(record->item.partial + place, dim_pair, low, high, lse, epoch);
       }
@@ -1884,9 +1872,7 @@ struct DecodeStep {
         float low = sums[pair * 2] * inverse;
         float high = sums[pair * 2 + 1] * inverse;
         uint32_t column = record->tile.first_column + record->row / 8;
-        uint32_t word = ((((record->head_and_chunk % 65536 * 8 + record->row % 8) * 128 + dim_pair * 2) / 32 + column) * 4 + ((record->head_and_chunk % 65536 * 8 + record->row % 8) * 128 + dim_pair * 2) / 8 % 4) * 4 + ((record->head_and_chunk % 65536 * 8 + record->row % 8) * 128 + dim_pair * 2) % 8 / 2;
-        uint32_t number = word / PART_WORDS * (3 * PART_WORDS) + word % PART_WORDS + EXCHANGE_ATTENTION;
-        publish_tagged(input_words + number, pack_bf16x2(low, high), 60, epoch);
+        publish_tagged(input_words + word_of_input(EXCHANGED_ATTENTION, ((((record->head_and_chunk % HEAD_LIMIT * 8 + record->row % 8) * 128 + dim_pair * 2) / 32 + column) * 4 + ((record->head_and_chunk % HEAD_LIMIT * 8 + record->row % 8) * 128 + dim_pair * 2) / 8 % 4) * 4 + ((record->head_and_chunk % HEAD_LIMIT * 8 + record->row % 8) * 128 + dim_pair * 2) % 8 / 2), pack_bf16x2(low, high), 60, epoch);
       }
     }
   }
@@ -1921,7 +1907,7 @@ struct DecodeStep {
       uint32_t query_head = kv_head * 8 + row % 8;
       uint64_t asked[4];
       if (warp * 32 < query_units) {
-        ask_flagged4(asked, exchange_words + ((query_column * 1280 + query_head * 16 + index_2 % 16) * 4 + EXCHANGE_QKV));
+        ask_flagged4(asked, exchange_words + ((query_column * (PROJECTED_ROWS / 8) + query_head * 16 + index_2 % 16) * 4 + EXCHANGE_QKV));
       }
       uint4* shared = (uint4*)(arena + QUERIES);
       uint32_t row_2 = min(lane / 4, 7u);
@@ -2046,9 +2032,7 @@ struct DecodeStep {
     #pragma unroll 1
     for (uint32_t m_tile = position; m_tile < matrix.m_tiles; m_tile += BLOCKS) {
       float sums[1][4] = {};
-      if (m_tile + BLOCKS >= matrix.m_tiles) {
-        if (thread == 0) store_shared_u32(block_waits, 1);
-      }
+      if (m_tile + BLOCKS >= matrix.m_tiles && thread == 0) store_shared_u32(block_waits, 1);
       use_chunks_2(0, matrix.chunks, sums, m_tile < BLOCKS, matrix);
       hand_over(sums);
     }
@@ -2063,7 +2047,7 @@ struct DecodeStep {
     prefetch(norms + (layer * 2 + 1) * HIDDEN);
     uint32_t position = block % BLOCKS;
     if (thread == 0) store_shared_u32(block_waits, 1);
-    load_published(0, EXCHANGED_ATTENTION, layer_epoch);
+    load_vector(0, EXCHANGED_ATTENTION, layer_epoch);
     if (thread == 0) store_shared_u32(block_waits, 0);
     multiply_m_tiles_2(O, position);
     wait_until_taken();
@@ -2141,9 +2125,7 @@ struct DecodeStep {
     #pragma unroll 1
     for (uint32_t m_tile = position; m_tile < matrix.m_tiles; m_tile += BLOCKS) {
       float sums[1][4] = {};
-      if (m_tile + BLOCKS >= matrix.m_tiles) {
-        if (thread == 0) store_shared_u32(block_waits, 1);
-      }
+      if (m_tile + BLOCKS >= matrix.m_tiles && thread == 0) store_shared_u32(block_waits, 1);
       use_chunks_3(0, matrix.chunks, sums, m_tile < BLOCKS, matrix);
       hand_over(sums);
     }
@@ -2157,7 +2139,7 @@ struct DecodeStep {
     note_progress(step * PHASES + layer * 5 + 3);
     uint32_t position = (block + 16) % BLOCKS;
     if (thread == 0) store_shared_u32(block_waits, 1);
-    load_published(0, EXCHANGED_MIDDLE, layer_epoch);
+    load_vector(0, EXCHANGED_MIDDLE, layer_epoch);
     if (thread == 0) mbarrier_arrive(loaded);
     if (thread == 0) store_shared_u32(block_waits, 0);
     multiply_m_tiles_3(GATE_UP, position);
@@ -2165,23 +2147,16 @@ struct DecodeStep {
   }
 
   // Bring a part of a vector into shared memory; ends with a barrier of the consumer warps.
-  __device__ __forceinline__ void load_published_2(uint32_t first_unit, Exchanged vector, uint32_t epoch) {
+  __device__ __forceinline__ void load_vector_2(uint32_t first_unit, Exchanged vector, uint32_t epoch) {
     uint4* vector_2 = (uint4*)(arena + VECTOR);
-    uint32_t first_unit_2 = thread;
-    if (lane == 0) {
-      uint32_t word = (first_unit_2 + first_unit) * 4;
-      uint32_t number = word / PART_WORDS * (vector.apart * PART_WORDS) + word % PART_WORDS + vector.offset;
-      wait_tagged4(input_words + number, vector.exponent, epoch);
-    }
+    if (lane == 0) wait_tagged4(input_words + word_of_input(vector, (thread + first_unit) * 4), vector.exponent, epoch);
     warp_barrier();
     uint4 units[8];
-    uint32_t word = (first_unit_2 + first_unit) * 4;
-    uint32_t number = word / PART_WORDS * (vector.apart * PART_WORDS) + word % PART_WORDS + vector.offset;
-    wait_tagged_units(units, input_words + number, vector.apart * (CONSUMERS * 4), 7, vector.exponent, epoch);
+    wait_tagged_units(units, input_words + word_of_input(vector, (thread + first_unit) * 4), vector.apart * (CONSUMERS * 4), 7, vector.exponent, epoch);
     #pragma unroll
     for (uint32_t index = 0; index < 7; ++index) {
       uint4 words = units[index];
-      store_digits(lane, vector_2, first_unit_2 + index * CONSUMERS, words);
+      store_digits(lane, vector_2, thread + index * CONSUMERS, words);
     }
     named_barrier(1, CONSUMERS);
   }
@@ -2265,7 +2240,7 @@ struct DecodeStep {
     float sums_3[1][4] = {};
     float sums_4[1][4] = {};
     if (thread == 0) store_shared_u32(block_waits, 1);
-    load_published_2(0, EXCHANGED_GATED, layer_epoch);
+    load_vector_2(0, EXCHANGED_GATED, layer_epoch);
     if (thread == 0) store_shared_u32(block_waits, 0);
     use_chunks_4(0, 7, sums);
     use_chunks_4(0, 7, sums_2);
@@ -2273,7 +2248,7 @@ struct DecodeStep {
     if (position + 3 * BLOCKS < DOWN_ROWS / 16) use_chunks_4(0, 7, sums_4);
     named_barrier(1, CONSUMERS);
     if (thread == 0) store_shared_u32(block_waits, 1);
-    load_published_2(1792, EXCHANGED_GATED, layer_epoch);
+    load_vector_2(1792, EXCHANGED_GATED, layer_epoch);
     if (thread == 0) store_shared_u32(block_waits, 0);
     use_chunks_4(7, 14, sums);
     use_chunks_4(7, 14, sums_2);
@@ -2290,24 +2265,14 @@ struct DecodeStep {
   }
 
   // Bring a part of a vector into shared memory; ends with a barrier of the consumer warps.
-  __device__ __forceinline__ void load_published_3(uint32_t first_unit, Exchanged vector, uint32_t epoch) {
+  __device__ __forceinline__ void load_vector_3(uint32_t first_unit, Exchanged vector, uint32_t epoch) {
     uint4* vector_2 = (uint4*)(arena + VECTOR);
-    uint32_t first_unit_2 = thread;
-    if (lane == 0) {
-      uint32_t word = (first_unit_2 + first_unit) * 4;
-      uint32_t number = word / PART_WORDS * (vector.apart * PART_WORDS) + word % PART_WORDS + vector.offset;
-      wait_tagged4(input_words + number, vector.exponent, epoch);
-    }
+    if (lane == 0) wait_tagged4(input_words + word_of_input(vector, (thread + first_unit) * 4), vector.exponent, epoch);
     warp_barrier();
     uint4 units[8];
-    uint32_t word = (first_unit_2 + first_unit) * 4;
-    uint32_t number = word / PART_WORDS * (vector.apart * PART_WORDS) + word % PART_WORDS + vector.offset;
-    wait_tagged_units(units, input_words + number, vector.apart * (CONSUMERS * 4), 4, vector.exponent, epoch);
+    wait_tagged_units(units, input_words + word_of_input(vector, (thread + first_unit) * 4), vector.apart * (CONSUMERS * 4), 4, vector.exponent, epoch);
     #pragma unroll
-    for (uint32_t index = 0; index < 4; ++index) {
-      uint4 words = units[index];
-      vector_2[first_unit_2 + index * CONSUMERS] = words;
-    }
+    for (uint32_t index = 0; index < 4; ++index) vector_2[thread + index * CONSUMERS] = units[index];
     named_barrier(1, CONSUMERS);
   }
 
@@ -2346,9 +2311,7 @@ struct DecodeStep {
     #pragma unroll 1
     for (uint32_t m_tile = position; m_tile < matrix.m_tiles; m_tile += BLOCKS) {
       float sums[1][4] = {};
-      if (m_tile + BLOCKS >= matrix.m_tiles) {
-        if (thread == 0) store_shared_u32(block_waits, 1);
-      }
+      if (m_tile + BLOCKS >= matrix.m_tiles && thread == 0) store_shared_u32(block_waits, 1);
       use_chunks_5(0, matrix.chunks, sums, m_tile < BLOCKS);
       hand_over(sums);
     }
@@ -2362,7 +2325,7 @@ struct DecodeStep {
     if (step >= head_from || logits != nullptr) {
       uint32_t position = (block + 16) % BLOCKS;
       if (thread == 0) store_shared_u32(block_waits, 1);
-      load_published_3(0, EXCHANGED_HIDDEN, step_epoch + 80);
+      load_vector_3(0, EXCHANGED_HIDDEN, step_epoch + 80);
       if (thread == 0) mbarrier_arrive(loaded);
       if (thread == 0) store_shared_u32(block_waits, 0);
       multiply_m_tiles_4(LM_HEAD, position);
@@ -2562,11 +2525,9 @@ struct DecodeStep {
   __device__ __forceinline__ void publish_lists(uint32_t step_epoch, uint32_t step) {
     if (begin() != 0) list_rows();
     named_barrier(1, CONSUMERS);
-    if (warp < 1) {
-      if (filter_states[0].filtered != 0) {
-        join_lists();
-        publish_list(step_epoch + 81, step);
-      }
+    if (warp < 1 && filter_states[0].filtered != 0) {
+      join_lists();
+      publish_list(step_epoch + 81, step);
     }
   }
 
@@ -2875,23 +2836,17 @@ struct DecodeStep {
 
   // Number l // 2 of the sums over all lanes, on lane l: lanes that meet share out what they add.
   __device__ __forceinline__ float sum_of_lanes(float (&sums)[12]) {
-    float both = shared_out(sums[0], sums[8], 16);
-    float both_2 = shared_out(sums[1], sums[9], 16);
-    float both_3 = shared_out(sums[2], sums[10], 16);
-    float both_4 = shared_out(sums[3], sums[11], 16);
-    float both_5 = shared_out(sums[4], 0.0f, 16);
-    float both_6 = shared_out(sums[5], 0.0f, 16);
-    float both_7 = shared_out(sums[6], 0.0f, 16);
-    float both_8 = shared_out(sums[7], 0.0f, 16);
-    float both_9 = shared_out(both, both_5, 8);
-    float both_10 = shared_out(both_2, both_6, 8);
-    float both_11 = shared_out(both_3, both_7, 8);
-    float both_12 = shared_out(both_4, both_8, 8);
-    float both_13 = shared_out(both_9, both_11, 4);
-    float both_14 = shared_out(both_10, both_12, 4);
-    float both_15 = shared_out(both_13, both_14, 2);
-    float total = both_15 + shuffle_xor_f32(both_15, 1);
-    return total;
+    float kept[8];
+    #pragma unroll
+    for (uint32_t index = 0; index < 4; ++index) kept[index] = shared_out(sums[index], sums[8 + index], 16);
+    #pragma unroll
+    for (uint32_t index = 4; index < 8; ++index) kept[index] = shared_out(sums[index], 0.0f, 16);
+    #pragma unroll
+    for (uint32_t index = 0; index < 4; ++index) kept[index] = shared_out(kept[index], kept[index + 4], 8);
+    #pragma unroll
+    for (uint32_t index = 0; index < 2; ++index) kept[index] = shared_out(kept[index], kept[index + 2], 4);
+    kept[0] = shared_out(kept[0], kept[1], 2);
+    return kept[0] + shuffle_xor_f32(kept[0], 1);
   }
 
   __device__ __forceinline__ void lay_down_best(uint32_t* words, float best, uint32_t token, float distance) {
@@ -2964,21 +2919,18 @@ struct DecodeStep {
       if (other > best || (other == best && words[1] < so_far[1])) chosen = group;
       if (lane_2 >= 4) total += bits_float(words[lane_2]);
     }
-    uint32_t word = lane_2 >= 4 ? float_bits(total) : ((uint32_t*)(arena + FILTER_SUMS) + (chosen * 2 + whose) * 16)[lane_2];
-    return word;
+    return lane_2 >= 4 ? float_bits(total) : ((uint32_t*)(arena + FILTER_SUMS) + (chosen * 2 + whose) * 16)[lane_2];
   }
 
   // A round up to the exchange: every warp weighs its rows, the first of a column's warps publishes.
   __device__ __forceinline__ void weigh_all(uint32_t epoch, uint32_t index) {
     if (filter_states[0].open != 0) weigh_3();
     named_barrier(1, CONSUMERS);
-    if (warp < 1) {
-      if (filter_states[0].open != 0) {
-        uint32_t word = add_groups(0);
-        if (lane < 16) {
-          uint32_t word_index = (index % 2 * BLOCKS + block) * 16 + lane;
-          publish_flagged(exchange_words + (word_index + EXCHANGE_FILTERS), word, epoch);
-        }
+    if (warp < 1 && filter_states[0].open != 0) {
+      uint32_t word = add_groups(0);
+      if (lane < 16) {
+        uint32_t word_index = (index % 2 * BLOCKS + block) * 16 + lane;
+        publish_flagged(exchange_words + (word_index + EXCHANGE_FILTERS), word, epoch);
       }
     }
   }
@@ -3108,19 +3060,17 @@ struct DecodeStep {
   __device__ __forceinline__ void judge_all(uint32_t epoch, uint32_t index) {
     if (filter_states[0].open != 0) read_2(epoch, index);
     named_barrier(1, CONSUMERS);
-    if (warp < 1) {
-      if (filter_states[0].open != 0) {
-        uint32_t word = add_groups(1);
-        judge_2(word);
-      }
+    if (warp < 1 && filter_states[0].open != 0) {
+      uint32_t word = add_groups(1);
+      judge_2(word);
     }
   }
 
   __device__ __forceinline__ void filter(uint32_t step_epoch, uint32_t step) {
     if (filter_states[0].filtered != 0 && chosen_tokens[0] < CANCELLED_TOKEN) read(step_epoch + 81, step);
     named_barrier(1, CONSUMERS);
-    if (warp < 1) {
-      if (filter_states[0].filtered != 0 && chosen_tokens[0] < CANCELLED_TOKEN) decide(step_epoch + 81, step);
+    if (warp < 1 && (filter_states[0].filtered != 0 && chosen_tokens[0] < CANCELLED_TOKEN)) {
+      decide(step_epoch + 81, step);
     }
     named_barrier(1, CONSUMERS);
     #pragma unroll 1
@@ -3148,10 +3098,7 @@ struct DecodeStep {
 
   __device__ __forceinline__ void count_chosen() {
     #pragma unroll 1
-    for (uint32_t column = lane; column < column_count; column += 32) {
-      uint32_t token = chosen_tokens[column];
-      count(column, token);
-    }
+    for (uint32_t column = lane; column < column_count; column += 32) count(column, chosen_tokens[column]);
   }
 
   // ---- phase sampling --------------------------------------------------------------------------------
@@ -3224,7 +3171,7 @@ struct DecodeStep {
     column_states[column].stopped = stopped;
     if (stopped == 0) going_on = 1;
     if (following >= given_2 && per_step == 1) {
-      next_token[column] = min(sampled, 128255u);
+      next_token[column] = min(sampled, VOCAB - 1);
     } else {
       next_token[column] = given(sequence, following);
     }
@@ -3291,22 +3238,7 @@ struct DecodeStep {
     step_done = (uint64_t*)(arena + STEP_DONE);
     next_token = (uint32_t*)(arena + NEXT_TOKEN);
     // barriers, and every column's first token
-    if (thread == 0) {
-      for (uint32_t stage = 0; stage < 10; ++stage) {
-        mbarrier_init(full + stage, 1);
-        mbarrier_init(empty + stage, 8);
-      }
-      store_shared_u32(block_waits, 0);
-      for (uint32_t reduction = 0; reduction < 3; ++reduction) {
-        mbarrier_init(summed + reduction, 8);
-        mbarrier_init(taken + reduction, 1);
-      }
-      mbarrier_init(step_added, 3);
-      mbarrier_init(loaded, 4);
-      mbarrier_init(step_done, 1);
-      mbarrier_init(step_done + 1, 4);
-      mbarrier_fence_init();
-    }
+    if (thread == 0) initialise();
     take_first();
     block_barrier();
     if (warp >= 8) {
@@ -3322,13 +3254,11 @@ struct DecodeStep {
         for (uint32_t step = 0; step < steps; ++step) {
           follow_plan(plan_index, step);
           for (uint32_t layer = 0; layer < 80; ++layer) {
-            uint64_t layer_offset = (uint64_t)(layer) * 441860096;
+            uint64_t layer_offset = (uint64_t)(layer) * LAYER_BYTES;
             // qkv
             fetch(QKV, layer_offset);
             // keys and values of earlier tokens
-            if (layer == 0 && step > 0) {
-              if (launch_is_over(step)) return;
-            }
+            if (layer == 0 && step > 0 && launch_is_over(step)) return;
             copy_items(layer, step);
             // o
             fetch(O, layer_offset);

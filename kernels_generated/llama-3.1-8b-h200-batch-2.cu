@@ -372,15 +372,17 @@ constexpr uint32_t COLUMNS = 225984;
 constexpr uint32_t CHOSEN = 226064;
 constexpr uint32_t STEP_DONE = 226080;
 constexpr uint32_t NEXT_TOKEN = 226096;
+constexpr uint32_t VOCAB = 128256;
 constexpr uint32_t PLAN_WORDS = 3392;
 constexpr uint32_t BLOCKS = 132;
 constexpr uint32_t STAGE_BYTES = 16384;
 constexpr uint32_t PLAN_WORK_INDPTR = 64;
 constexpr uint32_t PLAN_ITEMS = 256;
 constexpr uint32_t PAGE_SIZE = 16;
+constexpr uint32_t TO_VALUES = 16384;
+constexpr uint32_t HEAD_DIM = 128;
 constexpr uint32_t NAN_BITS = 2143289344;
 constexpr uint32_t PROJECTED_ROWS = 6144;
-constexpr uint32_t HEAD_DIM = 128;
 constexpr uint32_t EXCHANGE_QKV = 11264;
 constexpr uint32_t EXCHANGE_HIDDEN_SQUARES = 320256;
 constexpr uint32_t MAX_CONTEXT = 8192;
@@ -389,7 +391,6 @@ constexpr uint32_t PART_WORDS = 1024;
 constexpr uint32_t EXCHANGE_GATED = 626176;
 constexpr uint32_t EXCHANGE_MIDDLE_SQUARES = 320768;
 constexpr uint32_t GATE_UP_ROWS = 28672;
-constexpr uint32_t VOCAB = 128256;
 constexpr uint32_t PROMPT_TOKEN = 2147483648u;
 constexpr uint32_t MASK_WORDS = 4008;
 constexpr uint32_t PHILOX_MULTIPLIER_0 = 3528531795u;
@@ -402,14 +403,13 @@ constexpr uint32_t PLAN_MERGE_INDPTR = 2624;
 constexpr uint32_t PLAN_MERGE_SRC = 2752;
 constexpr uint32_t CONSUMERS = 256;
 constexpr uint32_t O_ROWS = 4096;
-constexpr uint32_t EXCHANGE_HIDDEN = 4096;
 constexpr uint32_t HIDDEN = 4096;
 constexpr uint32_t PHASES = 162;
 constexpr uint32_t LOW_HALVES = 21520;
 constexpr uint32_t HIGH_HALVES = 30258;
 constexpr uint32_t EXCHANGE_PARTIALS = 17408;
 constexpr uint32_t WRITE_THROUGH = 4294967295u;
-constexpr uint32_t EXCHANGE_ATTENTION = 2048;
+constexpr uint32_t HEAD_LIMIT = 65536;
 constexpr uint32_t DOWN_ROWS = 4096;
 constexpr uint32_t NO_TOKEN = 4294967295u;
 constexpr uint32_t SIGN = 2147483648u;
@@ -421,6 +421,7 @@ constexpr uint32_t AS_IT_IS = 4294967293u;
 constexpr uint32_t LEFT_OPEN = 4294967294u;
 constexpr uint32_t EXCHANGE_FILTERS = 330784;
 constexpr uint32_t CANCELLED_TOKEN = 4294967294u;
+constexpr uint32_t LAYER_BYTES = 436207616;
 
 struct Matrix {
   uint64_t offset;
@@ -487,10 +488,10 @@ struct FilterState {
   float tested[6];
 };
 
-__device__ constexpr Matrix QKV = {0, 384, 8, 3, 120, 17301504, 8, 1, 8, 16384, 16384};
 __device__ constexpr Exchanged EXCHANGED_HIDDEN = {4096, 3, 32};
-__device__ constexpr Matrix O = {50331648, 256, 0, 2, 124, 17301504, 8, 1, 8, 16384, 16384};
+__device__ constexpr Matrix QKV = {0, 384, 8, 3, 120, 17301504, 8, 1, 8, 16384, 16384};
 __device__ constexpr Exchanged EXCHANGED_ATTENTION = {2048, 3, 60};
+__device__ constexpr Matrix O = {50331648, 256, 0, 2, 124, 17301504, 8, 1, 8, 16384, 16384};
 __device__ constexpr Exchanged EXCHANGED_MIDDLE = {12288, 3, 32};
 __device__ constexpr Matrix GATE_UP = {83886080, 1792, 8, 14, 76, 17301504, 8, 1, 8, 16384, 16384};
 __device__ constexpr Matrix DOWN = {318767104, 256, 0, 2, 124, 60555264, 28, 4, 7, 16384, 16384};
@@ -545,12 +546,30 @@ struct DecodeStep {
   uint32_t plan_index, fill_stage, fill_parity, landed_stage, landed_parity, under_way, adding, adding_parity,
       loaded_parity, turn, turn_parity, use_stage, use_parity;
 
+  // By one thread: set all barriers up. A block barrier must follow before anyone uses them.
+  __device__ __forceinline__ void initialise() {
+    for (uint32_t stage = 0; stage < 12; ++stage) {
+      mbarrier_init(full + stage, 1);
+      mbarrier_init(empty + stage, 8);
+    }
+    store_shared_u32(block_waits, 0);
+    for (uint32_t reduction = 0; reduction < 3; ++reduction) {
+      mbarrier_init(summed + reduction, 8);
+      mbarrier_init(taken + reduction, 1);
+    }
+    mbarrier_init(step_added, 3);
+    mbarrier_init(loaded, 4);
+    mbarrier_init(step_done, 1);
+    mbarrier_init(step_done + 1, 4);
+    mbarrier_fence_init();
+  }
+
   // An input of a sequence, or 0 where it has none left.
   __device__ __forceinline__ uint32_t given(uint32_t sequence, uint32_t index) {
     uint32_t token = 0;
     if (index < load_constant_u32(&sequence_records[sequence].given)) {
       uint32_t place = sequence * 129 + index;
-      token = min((uint32_t)(tokens[place]), 128255u);
+      token = min((uint32_t)(tokens[place]), VOCAB - 1);
     }
     return token;
   }
@@ -670,11 +689,11 @@ struct DecodeStep {
         for (uint32_t index_2 = 0; index_2 < 2; ++index_2) {
           if (index_2 * PAGE_SIZE < count) {
             uint32_t run = min(count - index_2 * PAGE_SIZE, PAGE_SIZE);
-            uint64_t offset = (uint64_t)(layer * kv_pages + pages[index_2]) * 32768;
-            bf16* key = kv + (offset + (uint64_t)(what.z * (PAGE_SIZE * 128)));
-            uint8_t* keys_2 = destination + index_2 * PAGE_SIZE * 256;
-            bulk_copy(keys_2, key, run * 256, barrier);
-            bulk_copy(keys_2 + 8192, key + 16384, run * 256, barrier);
+            uint64_t offset = (uint64_t)(layer * kv_pages + pages[index_2]) * (2 * TO_VALUES);
+            bf16* key = kv + (offset + (uint64_t)(what.z * (PAGE_SIZE * HEAD_DIM)));
+            uint8_t* keys_2 = destination + index_2 * PAGE_SIZE * (HEAD_DIM * 2);
+            bulk_copy(keys_2, key, run * (HEAD_DIM * 2), barrier);
+            bulk_copy(keys_2 + 8192, key + TO_VALUES, run * (HEAD_DIM * 2), barrier);
           }
         }
         advance(fill_stage, fill_parity, 12);
@@ -687,21 +706,21 @@ struct DecodeStep {
     float total = 0.0f;
     #pragma unroll 1
     for (uint32_t first = lane; first < 64 + lane; first += 64) {
-      uint32_t unit = first;
-      uint32_t unit_2 = first + 32;
       uint32_t places[8];
       uint4 data[8];
-      places[0] = column * 256 + min(unit, 63u) * 4;
-      places[1] = column * 256 + min(unit_2, 63u) * 4;
+      #pragma unroll
+      for (uint32_t index = 0; index < 2; ++index) {
+        uint32_t unit = min(first + index * 32, 63u);
+        places[index] = column * 256 + unit * 4;
+      }
       wait_flagged_places(data, exchange_words + vector, places, 2, epoch);
-      uint4 words = data[0];
-      float low = bits_float(words.x) + bits_float(words.y);
-      float of_unit = low + (bits_float(words.z) + bits_float(words.w));
-      total += unit < 64 ? of_unit : 0.0f;
-      uint4 words_2 = data[1];
-      float low_2 = bits_float(words_2.x) + bits_float(words_2.y);
-      float of_unit_2 = low_2 + (bits_float(words_2.z) + bits_float(words_2.w));
-      total += unit_2 < 64 ? of_unit_2 : 0.0f;
+      #pragma unroll
+      for (uint32_t index = 0; index < 2; ++index) {
+        uint4 words = data[index];
+        float low = bits_float(words.x) + bits_float(words.y);
+        float of_unit = low + (bits_float(words.z) + bits_float(words.w));
+        total += first + index * 32 < 64 ? of_unit : 0.0f;
+      }
     }
     return total;
   }
@@ -718,13 +737,14 @@ struct DecodeStep {
     total += shuffle_xor_f32(total, 4);
     total += shuffle_xor_f32(total, 2);
     total += shuffle_xor_f32(total, 1);
+    total = total;
     float mean = fma_f32(total, 0.000244140625f, 1e-05f);
     float scale = rsqrt_f32(mean);
     return total < 1.8446744e+19f ? scale : bits_float(NAN_BITS);
   }
 
   // The scale of a column, once the block has its input, unless it is known.
-  __device__ __forceinline__ void learn(float& scale, uint32_t column, uint32_t vector, uint32_t epoch) {
+  __device__ __forceinline__ void learn_scale(float& scale, uint32_t column, uint32_t vector, uint32_t epoch) {
     if (scale == 0.0f) {
       mbarrier_wait(loaded, loaded_parity);
       scale = inverse_rms(column, vector, epoch);
@@ -740,11 +760,11 @@ struct DecodeStep {
     float total = 0.0f;
     #pragma unroll
     for (uint32_t other = 0; other < 4; ++other) total += own[other * 40];
-    float low = total;
-    float total_2 = 0.0f;
+    float total_2 = total;
+    float total_3 = 0.0f;
     #pragma unroll
-    for (uint32_t other = 0; other < 4; ++other) total_2 += (own + 160)[other * 40];
-    return low + total_2;
+    for (uint32_t other = 0; other < 4; ++other) total_3 += (own + 160)[other * 40];
+    return total_2 + total_3;
   }
 
   // RoPE (rotate-half): the pair (k, k + D/2) lies 8 lanes apart. Returns the rotated value.
@@ -754,8 +774,7 @@ struct DecodeStep {
     float2 angle = angles[frequency];
     float partner = shuffle_xor_f32(value, 8);
     bool is_second = row >= 8;
-    float rotated = fma_f32(value, angle.x, (is_second ? partner : -partner) * angle.y);
-    return rotated;
+    return fma_f32(value, angle.x, (is_second ? partner : -partner) * angle.y);
   }
 
   // The rows of a slot, with what of it is worked out before the sums are there.
@@ -770,26 +789,22 @@ struct DecodeStep {
     uint32_t dim = is_paired ? paired : m_tile_of_head * 16 + row;
     uint32_t place = (column * PROJECTED_ROWS + head * HEAD_DIM + dim) / 2;
     uint32_t published = renewed_u32(place + EXCHANGE_QKV);
-    learn(scale, column, EXCHANGE_HIDDEN_SQUARES, layer_epoch - 1);
+    learn_scale(scale, column, EXCHANGE_HIDDEN_SQUARES, layer_epoch - 1);
     float total = sum_of_row(column);
     float value = total * scale;
-    float value_2 = value;
-    if (head < 40) value_2 = rotate(value_2, m_tile_of_head, column, row);
-    float neighbour = shuffle_xor_f32(value_2, 1);
-    uint32_t pair = pack_bf16x2(value_2, neighbour);
+    if (head < 40) value = rotate(value, m_tile_of_head, column, row);
+    float neighbour = shuffle_xor_f32(value, 1);
+    uint32_t pair = pack_bf16x2(value, neighbour);
     if (is_own && row % 2 == 0) {
-      uint64_t* place_2 = exchange_words + published;
-      publish_flagged(place_2, pair, layer_epoch);
-      if (head >= 32) {
-        if (column_states[column].number < column_states[column].total) {
-          uint32_t table = column_states[column].sequence * (MAX_CONTEXT / PAGE_SIZE);
-          uint32_t page = load_constant_u32(page_table + (table + column_states[column].position / PAGE_SIZE));
-          uint64_t offset = (uint64_t)(layer * kv_pages + page) * 32768;
-          bf16* key = kv + (offset + (uint64_t)((head - 32) % 8 * (PAGE_SIZE * 128) + column_states[column].position % PAGE_SIZE * 128));
-          bf16* place_3 = head - 32 < 8 ? key : key + 16384;
-          ((uint32_t*)(place_3 + dim))[0] = pair;
-          fence_proxy_async();
-        }
+      publish_flagged(exchange_words + published, pair, layer_epoch);
+      if (head >= 32 && column_states[column].number < column_states[column].total) {
+        uint32_t table = column_states[column].sequence * (MAX_CONTEXT / PAGE_SIZE);
+        uint32_t page = load_constant_u32(page_table + (table + column_states[column].position / PAGE_SIZE));
+        uint64_t offset = (uint64_t)(layer * kv_pages + page) * (2 * TO_VALUES);
+        bf16* key = kv + (offset + (uint64_t)((head - 32) % 8 * (PAGE_SIZE * HEAD_DIM) + column_states[column].position % PAGE_SIZE * HEAD_DIM));
+        bf16* place_2 = head - 32 < 8 ? key : key + TO_VALUES;
+        ((uint32_t*)(place_2 + dim))[0] = pair;
+        fence_proxy_async();
       }
     }
   }
@@ -814,9 +829,14 @@ struct DecodeStep {
     loaded_parity ^= 1;
   }
 
+  // The number in the workspace of payload word `index` of a vector (EXCHANGED) whose parts lie apart.
+  __device__ __forceinline__ uint32_t word_of_input(Exchanged vector, uint32_t index) {
+    return index / PART_WORDS * (vector.apart * PART_WORDS) + index % PART_WORDS + vector.offset;
+  }
+
   // The sum of the squares of an M-tile's rows, or NaN where one was published as what it is not.
-  __device__ __forceinline__ void publish(float value, float published, uint32_t row, bool is_own, uint32_t place,
-      uint32_t vector, uint32_t epoch) {
+  __device__ __forceinline__ void publish_squares(float value, float published, uint32_t row, bool is_own,
+      uint32_t place, uint32_t vector, uint32_t epoch) {
     bool is_plausible = published < 8589934592.0f && published > -8589934592.0f;
     float told = is_plausible ? value : bits_float(NAN_BITS);
     float total = told * told;
@@ -835,9 +855,7 @@ struct DecodeStep {
     float* residual = (float*)(arena + RESIDUAL);
     uint32_t place = renewed_u32((m_tile / BLOCKS * 16 + row) * 2 + column);
     float weight = bf16_to_f32(weights[m_tile * 16 + row]);
-    uint32_t word = (((m_tile * 16 + row) / 32 * 2 + column) * 4 + (m_tile * 16 + row) / 8 % 4) * 4 + (m_tile * 16 + row) % 8 / 2;
-    uint32_t number = word / PART_WORDS * (vector.apart * PART_WORDS) + word % PART_WORDS + vector.offset;
-    uint32_t published = renewed_u32(number);
+    uint32_t published = renewed_u32(word_of_input(vector, (((m_tile * 16 + row) / 32 * 2 + column) * 4 + (m_tile * 16 + row) / 8 % 4) * 4 + (m_tile * 16 + row) % 8 / 2));
     float total = sum_of_row(column);
     float value = total;
     if (is_own) {
@@ -847,11 +865,8 @@ struct DecodeStep {
     float weighted = value * weight;
     float neighbour = shuffle_xor_f32(weighted, 1);
     uint32_t pair = pack_bf16x2(weighted, neighbour);
-    if (is_own && row < 16 && row % 2 == 0) {
-      uint32_t* place_2 = input_words + published;
-      publish_tagged(place_2, pair, vector.exponent, epoch);
-    }
-    publish(value, weighted, row, is_own, column * 256 + m_tile, squares, epoch);
+    if (is_own && row < 16 && row % 2 == 0) publish_tagged(input_words + published, pair, vector.exponent, epoch);
+    publish_squares(value, weighted, row, is_own, column * 256 + m_tile, squares, epoch);
   }
 
   // The block's M-tiles of a matrix: the warps' sums added up, the rows finished.
@@ -875,17 +890,14 @@ struct DecodeStep {
     uint32_t row = lane % 16;
     bool is_own = column < column_count;
     uint32_t published = renewed_u32((((m_tile * 8 + row) / 32 * 2 + column) * 4 + (m_tile * 8 + row) / 8 % 4) * 4 + (m_tile * 8 + row) % 8 / 2 + EXCHANGE_GATED);
-    learn(scale, column, EXCHANGE_MIDDLE_SQUARES, layer_epoch);
+    learn_scale(scale, column, EXCHANGE_MIDDLE_SQUARES, layer_epoch);
     float total = sum_of_row(column);
     float value = total * scale;
     float other = shuffle_xor_f32(value, 8);
     float gated = divide_f32(value, 1.0f + exp_f32(-value)) * other;
     float neighbour = shuffle_xor_f32(gated, 1);
     uint32_t pair = pack_bf16x2(gated, neighbour);
-    if (is_own && row < 8 && row % 2 == 0) {
-      uint32_t* place = input_words + published;
-      publish_tagged(place, pair, 60, layer_epoch);
-    }
+    if (is_own && row < 8 && row % 2 == 0) publish_tagged(input_words + published, pair, 60, layer_epoch);
   }
 
   // The block's M-tiles of gate_up: the warps' sums added up, the rows finished.
@@ -1005,7 +1017,7 @@ struct DecodeStep {
       uint32_t step, float& best, uint32_t& best_token) {
     uint32_t row = lane % 16;
     bool is_own = column < column_count;
-    learn(scale, column, EXCHANGE_HIDDEN_SQUARES, step_epoch + 32);
+    learn_scale(scale, column, EXCHANGE_HIDDEN_SQUARES, step_epoch + 32);
     float total = sum_of_row(column);
     float logit = total * scale;
     uint32_t token = m_tile * 16 + row;
@@ -1153,9 +1165,7 @@ struct DecodeStep {
       float* residual = (float*)(arena + RESIDUAL);
       uint32_t place_2 = renewed_u32((wave * 16 + row) * 2 + column);
       float weight = bf16_to_f32(norms[there * 16 + row]);
-      uint32_t word = (((there * 16 + row) / 32 * 2 + column) * 4 + (there * 16 + row) / 8 % 4) * 4 + (there * 16 + row) % 8 / 2;
-      uint32_t number = word / PART_WORDS * (3 * PART_WORDS) + word % PART_WORDS + EXCHANGE_HIDDEN;
-      uint32_t published = renewed_u32(number);
+      uint32_t published = renewed_u32(word_of_input(EXCHANGED_HIDDEN, (((there * 16 + row) / 32 * 2 + column) * 4 + (there * 16 + row) / 8 % 4) * 4 + (there * 16 + row) % 8 / 2));
       float embedded = 0.0f;
       if (is_own) embedded = bf16_to_f32((embedding + (uint64_t)(next_token[column]) * HIDDEN)[there * 16 + row]);
       float value = embedded;
@@ -1163,11 +1173,8 @@ struct DecodeStep {
       float weighted = value * weight;
       float neighbour = shuffle_xor_f32(weighted, 1);
       uint32_t pair = pack_bf16x2(weighted, neighbour);
-      if (is_own && row < 16 && row % 2 == 0) {
-        uint32_t* place_3 = input_words + published;
-        publish_tagged(place_3, pair, 32, step_epoch);
-      }
-      publish(value, weighted, row, is_own, column * 256 + there, EXCHANGE_HIDDEN_SQUARES, step_epoch);
+      if (is_own && row < 16 && row % 2 == 0) publish_tagged(input_words + published, pair, 32, step_epoch);
+      publish_squares(value, weighted, row, is_own, column * 256 + there, EXCHANGE_HIDDEN_SQUARES, step_epoch);
     }
   }
 
@@ -1187,26 +1194,16 @@ struct DecodeStep {
   }
 
   // Bring a part of a vector into shared memory; ends with a barrier of the consumer warps.
-  __device__ __forceinline__ void load_published(uint32_t first_unit, Exchanged vector, uint32_t epoch, uint32_t thread,
-      uint32_t lane) {
+  __device__ __forceinline__ void load_vector(uint32_t first_unit, Exchanged vector, uint32_t epoch, uint32_t lane,
+      uint32_t thread) {
     uint4* vector_2 = (uint4*)(arena + VECTOR);
-    uint32_t first_unit_2 = thread;
-    if (lane == 0) {
-      uint32_t word = (first_unit_2 + first_unit) * 4;
-      uint32_t number = word / PART_WORDS * (vector.apart * PART_WORDS) + word % PART_WORDS + vector.offset;
-      wait_tagged4(input_words + number, vector.exponent, epoch);
-    }
+    if (lane == 0) wait_tagged4(input_words + word_of_input(vector, (thread + first_unit) * 4), vector.exponent, epoch);
     warp_barrier();
     if (thread / 4 % 2 < column_count) {
       uint4 units[8];
-      uint32_t word = (first_unit_2 + first_unit) * 4;
-      uint32_t number = word / PART_WORDS * (vector.apart * PART_WORDS) + word % PART_WORDS + vector.offset;
-      wait_tagged_units(units, input_words + number, vector.apart * (CONSUMERS * 4), 4, vector.exponent, epoch);
+      wait_tagged_units(units, input_words + word_of_input(vector, (thread + first_unit) * 4), vector.apart * (CONSUMERS * 4), 4, vector.exponent, epoch);
       #pragma unroll
-      for (uint32_t index = 0; index < 4; ++index) {
-        uint4 words = units[index];
-        vector_2[first_unit_2 + index * CONSUMERS] = words;
-      }
+      for (uint32_t index = 0; index < 4; ++index) vector_2[thread + index * CONSUMERS] = units[index];
     }
     named_barrier(1, CONSUMERS);
   }
@@ -1229,7 +1226,7 @@ struct DecodeStep {
     wait_for_u32(read);
   }
 
-  // The products of what `_hold_chunk` brought.
+  // The products of what `hold_chunk` brought.
   __device__ __forceinline__ void multiply_held(uint32_t chunk, float (&sums)[1][4], uint32_t warp,
       uint4 (&weights)[2][2], uint4 (&values)[2]) {
     #pragma unroll
@@ -1288,9 +1285,7 @@ struct DecodeStep {
     #pragma unroll 1
     for (uint32_t m_tile = position; m_tile < matrix.m_tiles; m_tile += BLOCKS) {
       float sums[1][4] = {};
-      if (m_tile + BLOCKS >= matrix.m_tiles) {
-        if (thread == 0) store_shared_u32(block_waits, 1);
-      }
+      if (m_tile + BLOCKS >= matrix.m_tiles && thread == 0) store_shared_u32(block_waits, 1);
       use_chunks(0, matrix.chunks, sums, m_tile < BLOCKS, warp, lane);
       hand_over(sums, warp, lane);
     }
@@ -1317,7 +1312,7 @@ struct DecodeStep {
     note_progress(step * PHASES + layer * 5, thread);
     uint32_t position = (block + 8) % BLOCKS;
     if (thread == 0) store_shared_u32(block_waits, 1);
-    load_published(0, EXCHANGED_HIDDEN, layer_epoch - 1, thread, lane);
+    load_vector(0, EXCHANGED_HIDDEN, layer_epoch - 1, lane, thread);
     if (thread == 0) mbarrier_arrive(loaded);
     if (thread == 0) store_shared_u32(block_waits, 0);
     multiply_m_tiles(QKV, position, thread, warp, lane);
@@ -1341,7 +1336,7 @@ struct DecodeStep {
     bool is_value = index >= newest_units;
     uint32_t newest_unit = index - (is_value ? newest_units : 0);
     uint32_t column = record->tile.newest_column + (newest_begin - (record->tile.length + record->tile.stride * step)) + newest_unit / 16;
-    uint4 words = wait_flagged4(exchange_words + ((column * 768 + ((is_value ? 40u : 32u) + kv_head) * 16 + newest_unit % 16) * 4 + EXCHANGE_QKV), epoch);
+    uint4 words = wait_flagged4(exchange_words + ((column * (PROJECTED_ROWS / 8) + ((is_value ? 40u : 32u) + kv_head) * 16 + newest_unit % 16) * 4 + EXCHANGE_QKV), epoch);
     uint4* place = (is_value ? (uint4*)(arena + NEWEST) + 256 : (uint4*)(arena + NEWEST)) + newest_unit;
     place[0] = words;
   }
@@ -1357,7 +1352,7 @@ struct DecodeStep {
       if (index < query_units) {
         uint32_t row = index / 16;
         uint32_t column = record->tile.first_column + row / 4;
-        queries[index] = wait_flagged4(exchange_words + ((column * 768 + (kv_head * 4 + row % 4) * 16 + index % 16) * 4 + EXCHANGE_QKV), epoch);
+        queries[index] = wait_flagged4(exchange_words + ((column * (PROJECTED_ROWS / 8) + (kv_head * 4 + row % 4) * 16 + index % 16) * 4 + EXCHANGE_QKV), epoch);
       } else {
         load_newest_unit(newest_begin, index - query_units, newest_units, epoch, record, step, kv_head);
       }
@@ -1429,14 +1424,11 @@ struct DecodeStep {
   __device__ __forceinline__ void scale_and_mask(float (&logits)[4], uint32_t valid, uint32_t key, uint32_t lane,
       uint32_t (&limits)[2]) {
     uint32_t index = lane / 4;
-    uint32_t limits_2[2];
-    limits_2[0] = min(limits[0], key + valid);
-    limits_2[1] = min(limits[1], key + valid);
-    logits[0] = key + index < limits_2[0] ? logits[0] * 0.12751743f : -bits_float(0x7f800000);
-    logits[1] = key + index < limits_2[1] ? logits[1] * 0.12751743f : -bits_float(0x7f800000);
+    logits[0] = key + index < min(limits[0], key + valid) ? logits[0] * 0.12751743f : -bits_float(0x7f800000);
+    logits[1] = key + index < min(limits[1], key + valid) ? logits[1] * 0.12751743f : -bits_float(0x7f800000);
     uint32_t tile_key = index + 8;
-    logits[2] = key + tile_key < limits_2[0] ? logits[2] * 0.12751743f : -bits_float(0x7f800000);
-    logits[3] = key + tile_key < limits_2[1] ? logits[3] * 0.12751743f : -bits_float(0x7f800000);
+    logits[2] = key + tile_key < min(limits[0], key + valid) ? logits[2] * 0.12751743f : -bits_float(0x7f800000);
+    logits[3] = key + tile_key < min(limits[1], key + valid) ? logits[3] * 0.12751743f : -bits_float(0x7f800000);
   }
 
   // exp2(logit - highest) in place, and the state shrunk to the new highest logit.
@@ -1561,9 +1553,7 @@ struct DecodeStep {
       }
       while (tile < last_tile) {
         uint32_t row = (tile - first_tile) * 16;
-        if (tile == first_newest) {
-          if (is_cached) join_newest(row + cached % 16, newest, lane, keys, values);
-        }
+        if (tile == first_newest && is_cached) join_newest(row + cached % 16, newest, lane, keys, values);
         attend(row, keys_end - (first_key + row), first_key + row, lane, keys, query, limits, highest, weight_sum,
             output, values);
         tile += 8;
@@ -1665,9 +1655,7 @@ struct DecodeStep {
       float lse = weight_sum == 0.0f ? -bits_float(0x7f800000) : fma_f32(highest, 0.6931472f, log_f32(weight_sum));
       if (record->item.partial == WRITE_THROUGH) {
         uint32_t column = record->tile.first_column + place / 4;
-        uint32_t word = ((((kv_head * 4 + place % 4) * 128 + dim_pair * 2) / 32 * 2 + column) * 4 + ((kv_head * 4 + place % 4) * 128 + dim_pair * 2) / 8 % 4) * 4 + ((kv_head * 4 + place % 4) * 128 + dim_pair * 2) % 8 / 2;
-        uint32_t number = word / PART_WORDS * (3 * PART_WORDS) + word % PART_WORDS + EXCHANGE_ATTENTION;
-        publish_tagged(input_words + number, pack_bf16x2(low, high), 60, epoch);
+        publish_tagged(input_words + word_of_input(EXCHANGED_ATTENTION, ((((kv_head * 4 + place % 4) * 128 + dim_pair * 2) / 32 * 2 + column) * 4 + ((kv_head * 4 + place % 4) * 128 + dim_pair * 2) / 8 % 4) * 4 + ((kv_head * 4 + place % 4) * 128 + dim_pair * 2) % 8 / 2), pack_bf16x2(low, high), 60, epoch);
       } else {
         publish_partial(record->item.partial + place, dim_pair, low, high, lse, epoch);
       }
@@ -1704,9 +1692,7 @@ struct DecodeStep {
       float lse = weight_sum == 0.0f ? -bits_float(0x7f800000) : fma_f32(highest, 0.6931472f, log_f32(weight_sum));
       if (record->item.partial == WRITE_THROUGH) {
         uint32_t column = record->tile.first_column + place / 4;
-        uint32_t word = ((((kv_head * 4 + place % 4) * 128 + dim_pair * 2) / 32 * 2 + column) * 4 + ((kv_head * 4 + place % 4) * 128 + dim_pair * 2) / 8 % 4) * 4 + ((kv_head * 4 + place % 4) * 128 + dim_pair * 2) % 8 / 2;
-        uint32_t number = word / PART_WORDS * (3 * PART_WORDS) + word % PART_WORDS + EXCHANGE_ATTENTION;
-        publish_tagged(input_words + number, pack_bf16x2(low, high), 60, epoch);
+        publish_tagged(input_words + word_of_input(EXCHANGED_ATTENTION, ((((kv_head * 4 + place % 4) * 128 + dim_pair * 2) / 32 * 2 + column) * 4 + ((kv_head * 4 + place % 4) * 128 + dim_pair * 2) / 8 % 4) * 4 + ((kv_head * 4 + place % 4) * 128 + dim_pair * 2) % 8 / 2), pack_bf16x2(low, high), 60, epoch);
       } else {
         publish_partial(record->item.partial + place, dim_pair, low, high, lse, epoch);
       }
@@ -1854,9 +1840,7 @@ struct DecodeStep {
         float low = sums[pair * 2] * inverse;
         float high = sums[pair * 2 + 1] * inverse;
         uint32_t column = record->tile.first_column + record->row / 4;
-        uint32_t word = ((((record->head_and_chunk % 65536 * 4 + record->row % 4) * 128 + dim_pair * 2) / 32 * 2 + column) * 4 + ((record->head_and_chunk % 65536 * 4 + record->row % 4) * 128 + dim_pair * 2) / 8 % 4) * 4 + ((record->head_and_chunk % 65536 * 4 + record->row % 4) * 128 + dim_pair * 2) % 8 / 2;
-        uint32_t number = word / PART_WORDS * (3 * PART_WORDS) + word % PART_WORDS + EXCHANGE_ATTENTION;
-        publish_tagged(input_words + number, pack_bf16x2(low, high), 60, epoch);
+        publish_tagged(input_words + word_of_input(EXCHANGED_ATTENTION, ((((record->head_and_chunk % HEAD_LIMIT * 4 + record->row % 4) * 128 + dim_pair * 2) / 32 * 2 + column) * 4 + ((record->head_and_chunk % HEAD_LIMIT * 4 + record->row % 4) * 128 + dim_pair * 2) / 8 % 4) * 4 + ((record->head_and_chunk % HEAD_LIMIT * 4 + record->row % 4) * 128 + dim_pair * 2) % 8 / 2), pack_bf16x2(low, high), 60, epoch);
       }
     }
   }
@@ -1951,7 +1935,7 @@ struct DecodeStep {
     prefetch(norms + (layer * 2 + 1) * HIDDEN, thread);
     uint32_t position = block % BLOCKS;
     if (thread == 0) store_shared_u32(block_waits, 1);
-    load_published(0, EXCHANGED_ATTENTION, layer_epoch, thread, lane);
+    load_vector(0, EXCHANGED_ATTENTION, layer_epoch, lane, thread);
     if (thread == 0) store_shared_u32(block_waits, 0);
     multiply_m_tiles(O, position, thread, warp, lane);
     wait_until_taken();
@@ -1968,7 +1952,7 @@ struct DecodeStep {
     note_progress(step * PHASES + layer * 5 + 3, thread);
     uint32_t position = (block + 8) % BLOCKS;
     if (thread == 0) store_shared_u32(block_waits, 1);
-    load_published(0, EXCHANGED_MIDDLE, layer_epoch, thread, lane);
+    load_vector(0, EXCHANGED_MIDDLE, layer_epoch, lane, thread);
     if (thread == 0) mbarrier_arrive(loaded);
     if (thread == 0) store_shared_u32(block_waits, 0);
     multiply_m_tiles(GATE_UP, position, thread, warp, lane);
@@ -1976,36 +1960,23 @@ struct DecodeStep {
   }
 
   // Bring a part of a vector into shared memory; ends with a barrier of the consumer warps.
-  __device__ __forceinline__ void load_published_2(uint32_t first_unit, Exchanged vector, uint32_t epoch,
-      uint32_t thread, uint32_t lane) {
+  __device__ __forceinline__ void load_vector_2(uint32_t first_unit, Exchanged vector, uint32_t epoch, uint32_t lane,
+      uint32_t thread) {
     uint4* vector_2 = (uint4*)(arena + VECTOR);
-    uint32_t first_unit_2 = thread;
-    if (lane == 0) {
-      uint32_t word = (first_unit_2 + first_unit) * 4;
-      uint32_t number = word / PART_WORDS * (vector.apart * PART_WORDS) + word % PART_WORDS + vector.offset;
-      wait_tagged4(input_words + number, vector.exponent, epoch);
-    }
+    if (lane == 0) wait_tagged4(input_words + word_of_input(vector, (thread + first_unit) * 4), vector.exponent, epoch);
     warp_barrier();
     if (thread / 4 % 2 < column_count) {
       uint4 units[8];
-      uint32_t word = (first_unit_2 + first_unit) * 4;
-      uint32_t number = word / PART_WORDS * (vector.apart * PART_WORDS) + word % PART_WORDS + vector.offset;
-      wait_tagged_units(units, input_words + number, vector.apart * (CONSUMERS * 4), 3, vector.exponent, epoch);
+      wait_tagged_units(units, input_words + word_of_input(vector, (thread + first_unit) * 4), vector.apart * (CONSUMERS * 4), 3, vector.exponent, epoch);
       #pragma unroll
-      for (uint32_t index = 0; index < 3; ++index) {
-        uint4 words = units[index];
-        vector_2[first_unit_2 + index * CONSUMERS] = words;
-      }
+      for (uint32_t index = 0; index < 3; ++index) vector_2[thread + index * CONSUMERS] = units[index];
     }
     if (thread + 3 * CONSUMERS < 896) {
-      uint32_t first_unit_3 = thread + 3 * CONSUMERS;
+      uint32_t first_unit_2 = thread + 3 * CONSUMERS;
       if (thread / 4 % 2 < column_count) {
         uint4 units[8];
-        uint32_t word = (first_unit_3 + first_unit) * 4;
-        uint32_t number = word / PART_WORDS * (vector.apart * PART_WORDS) + word % PART_WORDS + vector.offset;
-        wait_tagged_units(units, input_words + number, vector.apart * (CONSUMERS * 4), 1, vector.exponent, epoch);
-        uint4 words = units[0];
-        vector_2[first_unit_3] = words;
+        wait_tagged_units(units, input_words + word_of_input(vector, (first_unit_2 + first_unit) * 4), vector.apart * (CONSUMERS * 4), 1, vector.exponent, epoch);
+        vector_2[first_unit_2] = units[0];
       }
     }
     named_barrier(1, CONSUMERS);
@@ -2042,25 +2013,25 @@ struct DecodeStep {
     float sums[1][4] = {};
     float sums_2[1][4] = {};
     if (thread == 0) store_shared_u32(block_waits, 1);
-    load_published_2(0, EXCHANGED_GATED, layer_epoch, thread, lane);
+    load_vector_2(0, EXCHANGED_GATED, layer_epoch, lane, thread);
     if (thread == 0) store_shared_u32(block_waits, 0);
     use_chunks_2(0, 7, sums, warp, lane);
     if (position + BLOCKS < DOWN_ROWS / 16) use_chunks_2(0, 7, sums_2, warp, lane);
     named_barrier(1, CONSUMERS);
     if (thread == 0) store_shared_u32(block_waits, 1);
-    load_published_2(896, EXCHANGED_GATED, layer_epoch, thread, lane);
+    load_vector_2(896, EXCHANGED_GATED, layer_epoch, lane, thread);
     if (thread == 0) store_shared_u32(block_waits, 0);
     use_chunks_2(7, 14, sums, warp, lane);
     if (position + BLOCKS < DOWN_ROWS / 16) use_chunks_2(7, 14, sums_2, warp, lane);
     named_barrier(1, CONSUMERS);
     if (thread == 0) store_shared_u32(block_waits, 1);
-    load_published_2(1792, EXCHANGED_GATED, layer_epoch, thread, lane);
+    load_vector_2(1792, EXCHANGED_GATED, layer_epoch, lane, thread);
     if (thread == 0) store_shared_u32(block_waits, 0);
     use_chunks_2(14, 21, sums, warp, lane);
     if (position + BLOCKS < DOWN_ROWS / 16) use_chunks_2(14, 21, sums_2, warp, lane);
     named_barrier(1, CONSUMERS);
     if (thread == 0) store_shared_u32(block_waits, 1);
-    load_published_2(2688, EXCHANGED_GATED, layer_epoch, thread, lane);
+    load_vector_2(2688, EXCHANGED_GATED, layer_epoch, lane, thread);
     if (thread == 0) store_shared_u32(block_waits, 0);
     use_chunks_2(21, 28, sums, warp, lane);
     if (position + BLOCKS < DOWN_ROWS / 16) {
@@ -2083,7 +2054,7 @@ struct DecodeStep {
     if (step >= head_from || logits != nullptr) {
       uint32_t position = (block + 8) % BLOCKS;
       if (thread == 0) store_shared_u32(block_waits, 1);
-      load_published(0, EXCHANGED_HIDDEN, step_epoch + 32, thread, lane);
+      load_vector(0, EXCHANGED_HIDDEN, step_epoch + 32, lane, thread);
       if (thread == 0) mbarrier_arrive(loaded);
       if (thread == 0) store_shared_u32(block_waits, 0);
       multiply_m_tiles(LM_HEAD, position, thread, warp, lane);
@@ -2603,23 +2574,17 @@ struct DecodeStep {
 
   // Number l // 2 of the sums over all lanes, on lane l: lanes that meet share out what they add.
   __device__ __forceinline__ float sum_of_lanes(float (&sums)[12], uint32_t lane) {
-    float both = shared_out(sums[0], sums[8], 16, lane);
-    float both_2 = shared_out(sums[1], sums[9], 16, lane);
-    float both_3 = shared_out(sums[2], sums[10], 16, lane);
-    float both_4 = shared_out(sums[3], sums[11], 16, lane);
-    float both_5 = shared_out(sums[4], 0.0f, 16, lane);
-    float both_6 = shared_out(sums[5], 0.0f, 16, lane);
-    float both_7 = shared_out(sums[6], 0.0f, 16, lane);
-    float both_8 = shared_out(sums[7], 0.0f, 16, lane);
-    float both_9 = shared_out(both, both_5, 8, lane);
-    float both_10 = shared_out(both_2, both_6, 8, lane);
-    float both_11 = shared_out(both_3, both_7, 8, lane);
-    float both_12 = shared_out(both_4, both_8, 8, lane);
-    float both_13 = shared_out(both_9, both_11, 4, lane);
-    float both_14 = shared_out(both_10, both_12, 4, lane);
-    float both_15 = shared_out(both_13, both_14, 2, lane);
-    float total = both_15 + shuffle_xor_f32(both_15, 1);
-    return total;
+    float kept[8];
+    #pragma unroll
+    for (uint32_t index = 0; index < 4; ++index) kept[index] = shared_out(sums[index], sums[8 + index], 16, lane);
+    #pragma unroll
+    for (uint32_t index = 4; index < 8; ++index) kept[index] = shared_out(sums[index], 0.0f, 16, lane);
+    #pragma unroll
+    for (uint32_t index = 0; index < 4; ++index) kept[index] = shared_out(kept[index], kept[index + 4], 8, lane);
+    #pragma unroll
+    for (uint32_t index = 0; index < 2; ++index) kept[index] = shared_out(kept[index], kept[index + 2], 4, lane);
+    kept[0] = shared_out(kept[0], kept[1], 2, lane);
+    return kept[0] + shuffle_xor_f32(kept[0], 1);
   }
 
   __device__ __forceinline__ void lay_down_best(uint32_t* words, float best, uint32_t token, float distance,
@@ -2693,8 +2658,7 @@ struct DecodeStep {
       if (other > best || (other == best && words[1] < so_far[1])) chosen = group;
       if (lane_2 >= 4) total += bits_float(words[lane_2]);
     }
-    uint32_t word = lane_2 >= 4 ? float_bits(total) : ((uint32_t*)(arena + FILTER_SUMS) + ((column * 4 + chosen) * 2 + whose) * 16)[lane_2];
-    return word;
+    return lane_2 >= 4 ? float_bits(total) : ((uint32_t*)(arena + FILTER_SUMS) + ((column * 4 + chosen) * 2 + whose) * 16)[lane_2];
   }
 
   // A round up to the exchange: every warp weighs its rows, the first of a column's warps publishes.
@@ -2901,10 +2865,7 @@ struct DecodeStep {
 
   __device__ __forceinline__ void count_chosen(uint32_t lane) {
     #pragma unroll 1
-    for (uint32_t column = lane; column < column_count; column += 32) {
-      uint32_t token = chosen_tokens[column];
-      count(column, token);
-    }
+    for (uint32_t column = lane; column < column_count; column += 32) count(column, chosen_tokens[column]);
   }
 
   // ---- phase sampling --------------------------------------------------------------------------------
@@ -2980,7 +2941,7 @@ struct DecodeStep {
     column_states[column].stopped = stopped;
     if (stopped == 0) going_on = 1;
     if (following >= given_2 && per_step == 1) {
-      next_token[column] = min(sampled, 128255u);
+      next_token[column] = min(sampled, VOCAB - 1);
     } else {
       next_token[column] = given(sequence, following);
     }
@@ -3047,22 +3008,7 @@ struct DecodeStep {
     step_done = (uint64_t*)(arena + STEP_DONE);
     next_token = (uint32_t*)(arena + NEXT_TOKEN);
     // barriers, and every column's first token
-    if (thread == 0) {
-      for (uint32_t stage = 0; stage < 12; ++stage) {
-        mbarrier_init(full + stage, 1);
-        mbarrier_init(empty + stage, 8);
-      }
-      store_shared_u32(block_waits, 0);
-      for (uint32_t reduction = 0; reduction < 3; ++reduction) {
-        mbarrier_init(summed + reduction, 8);
-        mbarrier_init(taken + reduction, 1);
-      }
-      mbarrier_init(step_added, 3);
-      mbarrier_init(loaded, 4);
-      mbarrier_init(step_done, 1);
-      mbarrier_init(step_done + 1, 4);
-      mbarrier_fence_init();
-    }
+    if (thread == 0) initialise();
     take_first();
     block_barrier();
     if (warp >= 8) {
@@ -3078,13 +3024,11 @@ struct DecodeStep {
         for (uint32_t step = 0; step < steps; ++step) {
           follow_plan(plan_index, step);
           for (uint32_t layer = 0; layer < 32; ++layer) {
-            uint64_t layer_offset = (uint64_t)(layer) * 436207616;
+            uint64_t layer_offset = (uint64_t)(layer) * LAYER_BYTES;
             // qkv
             fetch(QKV, layer_offset);
             // keys and values of earlier tokens
-            if (layer == 0 && step > 0) {
-              if (launch_is_over(step)) return;
-            }
+            if (layer == 0 && step > 0 && launch_is_over(step)) return;
             copy_items(layer, step);
             // o
             fetch(O, layer_offset);

@@ -200,6 +200,8 @@ constexpr uint32_t RING_BARRIERS = 196608;
 constexpr uint32_t RING = 0;
 constexpr uint32_t SCALES = 196688;
 constexpr uint32_t SQUARES = 198736;
+constexpr uint32_t TO_VALUES = 16384;
+constexpr uint32_t HEAD_DIM = 128;
 
 struct PromptPass {
   const uint8_t* weights;
@@ -225,6 +227,15 @@ struct PromptPass {
   uint8_t* ring;
   uint32_t of_few, weights_stage, weights_parity, activations_stage, activations_parity, stage, parity, turn;
   float* scales;
+
+  // In any role: what follows from a thread's place is worked out anew. Kept from phase to phase, it would take
+  // the registers that the sums of a tile need.
+  __device__ __forceinline__ void renew() {
+    block = renewed_u32(block);
+    thread = renewed_u32(thread);
+    warp = renewed_u32(warp);
+    lane = renewed_u32(lane);
+  }
 
   // The next stage of the ring; behind the last comes the first, in the next pass.
   __device__ __forceinline__ void advance(uint32_t& stage, uint32_t& parity, uint32_t stages) {
@@ -1003,11 +1014,11 @@ struct PromptPass {
         uint64_t core = (uint64_t)(kv_head * 2048 + (of_segment.w + key) / 8) * 2048 + (uint64_t)(unit * 128 + (of_segment.w + key) % 8 * 16);
         if (key < of_segment.x) {
           uint32_t page = load_constant_u32(page_table + (of_segment.z + key / 16));
-          uint64_t offset = (uint64_t)(layer * kv_pages + page) * 32768;
-          bf16* key_2 = kv + (offset + (uint64_t)(kv_head * 2048 + key % 16 * 128));
+          uint64_t offset = (uint64_t)(layer * kv_pages + page) * (2 * TO_VALUES);
+          bf16* key_2 = kv + (offset + (uint64_t)(kv_head * (16 * HEAD_DIM) + key % 16 * HEAD_DIM));
           bf16* source = key_2 + unit * 8;
           ((uint4*)(workspace + 67404800 + core))[0] = ((const uint4*)(source))[0];
-          ((uint4*)(workspace + 100959232 + core))[0] = ((const uint4*)(source + 16384))[0];
+          ((uint4*)(workspace + 100959232 + core))[0] = ((const uint4*)(source + TO_VALUES))[0];
         }
       }
       uint32_t thread_3 = block * 256 + thread;
@@ -1098,9 +1109,9 @@ struct PromptPass {
     uint8_t* into = (is_key ? workspace + 67404800 : workspace + 100959232) + core;
     ((uint32_t*)(into))[0] = word;
     uint32_t page = load_constant_u32(page_table + (table + position / 16));
-    uint64_t offset = (uint64_t)(layer * kv_pages + page) * 32768;
-    bf16* key = kv + (offset + (uint64_t)(kv_head * 2048 + position % 16 * 128));
-    bf16* cached = (is_key ? key : key + 16384) + (unit * 8 + pair * 2);
+    uint64_t offset = (uint64_t)(layer * kv_pages + page) * (2 * TO_VALUES);
+    bf16* key = kv + (offset + (uint64_t)(kv_head * (16 * HEAD_DIM) + position % 16 * HEAD_DIM));
+    bf16* cached = (is_key ? key : key + TO_VALUES) + (unit * 8 + pair * 2);
     ((uint32_t*)(cached))[0] = word;
   }
 
@@ -2062,9 +2073,7 @@ struct PromptPass {
       wgmma_wait_all();
       warp_barrier();
       if (lane == 0) mbarrier_arrive(empty + previous);
-      if (phase == 0) {
-        if (m_tile < 384) finish_groups(sums, token_tile, m_tile, layer);
-      }
+      if (phase == 0 && m_tile < 384) finish_groups(sums, token_tile, m_tile, layer);
       if (phase == 2 || phase == 4) {
         add_residual(sums);
         if (m_tile < 256) finish_groups_2(sums, m_tile, layer, phase_2, token_tile);
@@ -2076,9 +2085,7 @@ struct PromptPass {
         if (m_tile < 256) finish_groups_5(sums, m_tile, layer, phase_2, token_tile);
         end_3(row_tile, token_tile);
       }
-      if (phase == 3) {
-        if (m_tile < 1792) finish_groups_6(sums, token_tile, m_tile);
-      }
+      if (phase == 3 && m_tile < 1792) finish_groups_6(sums, token_tile, m_tile);
     }
   }
 
@@ -2126,27 +2133,15 @@ struct PromptPass {
         weights_stage = 0;
         weights_parity = 1;
         for (uint32_t layer = 0; layer < 32; ++layer) {
-          block = renewed_u32(block);
-          thread = renewed_u32(thread);
-          warp = renewed_u32(warp);
-          lane = renewed_u32(lane);
+          renew();
           copy_weights(layer);
           if (layer + 1 == 32 && wanted_count == 0) break;
           copy_nothing();
-          block = renewed_u32(block);
-          thread = renewed_u32(thread);
-          warp = renewed_u32(warp);
-          lane = renewed_u32(lane);
+          renew();
           copy_weights_2(layer);
-          block = renewed_u32(block);
-          thread = renewed_u32(thread);
-          warp = renewed_u32(warp);
-          lane = renewed_u32(lane);
+          renew();
           copy_weights_3(layer);
-          block = renewed_u32(block);
-          thread = renewed_u32(thread);
-          warp = renewed_u32(warp);
-          lane = renewed_u32(lane);
+          renew();
           copy_weights_4(layer);
         }
       }
@@ -2156,10 +2151,7 @@ struct PromptPass {
         activations_parity = 1;
         uint64_t copies_due = arrivals;
         for (uint32_t layer = 0; layer < 32; ++layer) {
-          block = renewed_u32(block);
-          thread = renewed_u32(thread);
-          warp = renewed_u32(warp);
-          lane = renewed_u32(lane);
+          renew();
           copies_due += 132;
           wait_at_least_u64((uint64_t*)(workspace), copies_due);
           fence_proxy_async();
@@ -2169,26 +2161,17 @@ struct PromptPass {
           wait_at_least_u64((uint64_t*)(workspace), copies_due);
           fence_proxy_async();
           copy_keys();
-          block = renewed_u32(block);
-          thread = renewed_u32(thread);
-          warp = renewed_u32(warp);
-          lane = renewed_u32(lane);
+          renew();
           copies_due += 132;
           wait_at_least_u64((uint64_t*)(workspace), copies_due);
           fence_proxy_async();
           copy_activations_2();
-          block = renewed_u32(block);
-          thread = renewed_u32(thread);
-          warp = renewed_u32(warp);
-          lane = renewed_u32(lane);
+          renew();
           copies_due += 132;
           wait_at_least_u64((uint64_t*)(workspace), copies_due);
           fence_proxy_async();
           copy_activations_3();
-          block = renewed_u32(block);
-          thread = renewed_u32(thread);
-          warp = renewed_u32(warp);
-          lane = renewed_u32(lane);
+          renew();
           copies_due += 132;
           wait_at_least_u64((uint64_t*)(workspace), copies_due);
           fence_proxy_async();
@@ -2221,10 +2204,7 @@ struct PromptPass {
         // phase 4, down: reads gated, residual; makes residual, hidden, squares
         #pragma unroll 1
         for (uint32_t phase = 0; phase < phases; ++phase) {
-          block = renewed_u32(block);
-          thread = renewed_u32(thread);
-          warp = renewed_u32(warp);
-          lane = renewed_u32(lane);
+          renew();
           uint32_t number = layer * 5 + phase + 1;
           if (thread == 0) wait_at_least_u64((uint64_t*)(workspace), arrivals_due);
           named_barrier(1, 256);
@@ -2242,10 +2222,7 @@ struct PromptPass {
         }
       }
       if (wanted_count != 0) {
-        block = renewed_u32(block);
-        thread = renewed_u32(thread);
-        warp = renewed_u32(warp);
-        lane = renewed_u32(lane);
+        renew();
         if (thread == 0) wait_at_least_u64((uint64_t*)(workspace), arrivals_due);
         named_barrier(1, 256);
         store_hidden_states();

@@ -195,6 +195,8 @@ constexpr uint32_t RING_BARRIERS = 196608;
 constexpr uint32_t RING = 0;
 constexpr uint32_t SCALES = 196688;
 constexpr uint32_t SQUARES = 198736;
+constexpr uint32_t TO_VALUES = 16384;
+constexpr uint32_t HEAD_DIM = 128;
 
 struct PromptPass {
   const uint8_t* weights;
@@ -220,6 +222,15 @@ struct PromptPass {
   uint8_t* ring;
   uint32_t of_few, weights_stage, weights_parity, activations_stage, activations_parity, stage, parity, turn;
   float* scales;
+
+  // In any role: what follows from a thread's place is worked out anew. Kept from phase to phase, it would take
+  // the registers that the sums of a tile need.
+  __device__ __forceinline__ void renew() {
+    block = renewed_u32(block);
+    thread = renewed_u32(thread);
+    warp = renewed_u32(warp);
+    lane = renewed_u32(lane);
+  }
 
   // The next stage of the ring; behind the last comes the first, in the next pass.
   __device__ __forceinline__ void advance(uint32_t& stage, uint32_t& parity, uint32_t stages) {
@@ -956,11 +967,11 @@ struct PromptPass {
         uint64_t core = (uint64_t)(kv_head * 1280 + (of_segment.w + key) / 8) * 2048 + (uint64_t)(unit * 128 + (of_segment.w + key) % 8 * 16);
         if (key < of_segment.x) {
           uint32_t page = load_constant_u32(page_table + (of_segment.z + key / 16));
-          uint64_t offset = (uint64_t)(layer * kv_pages + page) * 32768;
-          bf16* key_2 = kv + (offset + (uint64_t)(kv_head * 2048 + key % 16 * 128));
+          uint64_t offset = (uint64_t)(layer * kv_pages + page) * (2 * TO_VALUES);
+          bf16* key_2 = kv + (offset + (uint64_t)(kv_head * (16 * HEAD_DIM) + key % 16 * HEAD_DIM));
           bf16* source = key_2 + unit * 8;
           ((uint4*)(workspace + 16876544 + core))[0] = ((const uint4*)(source))[0];
-          ((uint4*)(workspace + 37848064 + core))[0] = ((const uint4*)(source + 16384))[0];
+          ((uint4*)(workspace + 37848064 + core))[0] = ((const uint4*)(source + TO_VALUES))[0];
         }
       }
       uint32_t thread_3 = block * 256 + thread;
@@ -1265,9 +1276,9 @@ struct PromptPass {
     uint8_t* into = (is_key ? workspace + 16876544 : workspace + 37848064) + core;
     ((uint32_t*)(into))[0] = word;
     uint32_t page = load_constant_u32(page_table + (table + position / 16));
-    uint64_t offset = (uint64_t)(layer * kv_pages + page) * 32768;
-    bf16* key = kv + (offset + (uint64_t)(kv_head * 2048 + position % 16 * 128));
-    bf16* cached = (is_key ? key : key + 16384) + (unit * 8 + pair * 2);
+    uint64_t offset = (uint64_t)(layer * kv_pages + page) * (2 * TO_VALUES);
+    bf16* key = kv + (offset + (uint64_t)(kv_head * (16 * HEAD_DIM) + position % 16 * HEAD_DIM));
+    bf16* cached = (is_key ? key : key + TO_VALUES) + (unit * 8 + pair * 2);
     ((uint32_t*)(cached))[0] = word;
   }
 
@@ -1767,27 +1778,15 @@ struct PromptPass {
         weights_stage = 0;
         weights_parity = 1;
         for (uint32_t layer = 0; layer < 32; ++layer) {
-          block = renewed_u32(block);
-          thread = renewed_u32(thread);
-          warp = renewed_u32(warp);
-          lane = renewed_u32(lane);
+          renew();
           copy_weights(layer);
           if (layer + 1 == 32 && wanted_count == 0) break;
           copy_nothing();
-          block = renewed_u32(block);
-          thread = renewed_u32(thread);
-          warp = renewed_u32(warp);
-          lane = renewed_u32(lane);
+          renew();
           copy_weights_2(layer);
-          block = renewed_u32(block);
-          thread = renewed_u32(thread);
-          warp = renewed_u32(warp);
-          lane = renewed_u32(lane);
+          renew();
           copy_weights_3(layer);
-          block = renewed_u32(block);
-          thread = renewed_u32(thread);
-          warp = renewed_u32(warp);
-          lane = renewed_u32(lane);
+          renew();
           copy_weights_4(layer);
         }
       }
@@ -1797,10 +1796,7 @@ struct PromptPass {
         activations_parity = 1;
         uint64_t copies_due = arrivals;
         for (uint32_t layer = 0; layer < 32; ++layer) {
-          block = renewed_u32(block);
-          thread = renewed_u32(thread);
-          warp = renewed_u32(warp);
-          lane = renewed_u32(lane);
+          renew();
           copies_due += 132;
           wait_at_least_u64((uint64_t*)(workspace), copies_due);
           fence_proxy_async();
@@ -1810,27 +1806,18 @@ struct PromptPass {
           wait_at_least_u64((uint64_t*)(workspace), copies_due);
           fence_proxy_async();
           copy_keys();
-          block = renewed_u32(block);
-          thread = renewed_u32(thread);
-          warp = renewed_u32(warp);
-          lane = renewed_u32(lane);
+          renew();
           copies_due += 132;
           wait_at_least_u64((uint64_t*)(workspace), copies_due);
           fence_proxy_async();
           copy_activations_2();
           copies_due += 132;
-          block = renewed_u32(block);
-          thread = renewed_u32(thread);
-          warp = renewed_u32(warp);
-          lane = renewed_u32(lane);
+          renew();
           copies_due += 132;
           wait_at_least_u64((uint64_t*)(workspace), copies_due);
           fence_proxy_async();
           copy_activations_3();
-          block = renewed_u32(block);
-          thread = renewed_u32(thread);
-          warp = renewed_u32(warp);
-          lane = renewed_u32(lane);
+          renew();
           copies_due += 132;
           wait_at_least_u64((uint64_t*)(workspace), copies_due);
           fence_proxy_async();
@@ -1866,10 +1853,7 @@ struct PromptPass {
         // phase 6, down-sums: reads parts, residual; makes residual, hidden, squares
         #pragma unroll 1
         for (uint32_t phase = 0; phase < phases; ++phase) {
-          block = renewed_u32(block);
-          thread = renewed_u32(thread);
-          warp = renewed_u32(warp);
-          lane = renewed_u32(lane);
+          renew();
           uint32_t number = layer * 7 + phase + 1;
           if (thread == 0) wait_at_least_u64((uint64_t*)(workspace), arrivals_due);
           named_barrier(1, 256);
@@ -1895,10 +1879,7 @@ struct PromptPass {
         }
       }
       if (wanted_count != 0) {
-        block = renewed_u32(block);
-        thread = renewed_u32(thread);
-        warp = renewed_u32(warp);
-        lane = renewed_u32(lane);
+        renew();
         if (thread == 0) wait_at_least_u64((uint64_t*)(workspace), arrivals_due);
         named_barrier(1, 256);
         store_hidden_states();

@@ -215,6 +215,10 @@ constexpr uint32_t RING_BARRIERS = 151552;
 constexpr uint32_t RING = 0;
 constexpr uint32_t SCALES = 151632;
 constexpr uint32_t SQUARES = 153680;
+constexpr uint32_t TO_VALUES = 16384;
+constexpr uint32_t HEAD_DIM = 128;
+constexpr uint32_t LOW_NIBBLES = 983055;
+constexpr uint32_t HIGH_NIBBLES = 15728880;
 
 struct PromptPass {
   const uint8_t* weights;
@@ -240,6 +244,15 @@ struct PromptPass {
   uint8_t* ring;
   uint32_t of_few, weights_stage, weights_parity, activations_stage, activations_parity, stage, parity, turn;
   float* scales;
+
+  // In any role: what follows from a thread's place is worked out anew. Kept from phase to phase, it would take
+  // the registers that the sums of a tile need.
+  __device__ __forceinline__ void renew() {
+    block = renewed_u32(block);
+    thread = renewed_u32(thread);
+    warp = renewed_u32(warp);
+    lane = renewed_u32(lane);
+  }
 
   // The next stage of the ring; behind the last comes the first, in the next pass.
   __device__ __forceinline__ void advance(uint32_t& stage, uint32_t& parity, uint32_t stages) {
@@ -1062,11 +1075,11 @@ struct PromptPass {
         uint64_t core = (uint64_t)(kv_head * 2048 + (of_segment.w + key) / 8) * 2048 + (uint64_t)(unit * 128 + (of_segment.w + key) % 8 * 16);
         if (key < of_segment.x) {
           uint32_t page = load_constant_u32(page_table + (of_segment.z + key / 16));
-          uint64_t offset = (uint64_t)(layer * kv_pages + page) * 32768;
-          bf16* key_2 = kv + (offset + (uint64_t)(kv_head * 2048 + key % 16 * 128));
+          uint64_t offset = (uint64_t)(layer * kv_pages + page) * (2 * TO_VALUES);
+          bf16* key_2 = kv + (offset + (uint64_t)(kv_head * (16 * HEAD_DIM) + key % 16 * HEAD_DIM));
           bf16* source = key_2 + unit * 8;
           ((uint4*)(workspace + 67404800 + core))[0] = ((const uint4*)(source))[0];
-          ((uint4*)(workspace + 100959232 + core))[0] = ((const uint4*)(source + 16384))[0];
+          ((uint4*)(workspace + 100959232 + core))[0] = ((const uint4*)(source + TO_VALUES))[0];
         }
       }
       uint32_t thread_3 = block * 256 + thread;
@@ -1109,12 +1122,12 @@ struct PromptPass {
     uint4 excess = make_u32x4(2148040712u, 2148040712u, 2155905152u, 2155905152u);
     uint32_t scale_pair = ((const uint32_t*)(slot + 512))[lane / 4];
     have_read ^= scale_pair;
-    uint4 fragment = make_u32x4(words.x & 983055, words.y & 983055, words.x & 15728880, words.y & 15728880);
-    uint4 fragment_2 = make_u32x4((words.x >> 8) & 983055, (words.y >> 8) & 983055, (words.x >> 8) & 15728880, (words.y >> 8) & 15728880);
+    uint4 fragment = make_u32x4(words.x & LOW_NIBBLES, words.y & LOW_NIBBLES, words.x & HIGH_NIBBLES, words.y & HIGH_NIBBLES);
+    uint4 fragment_2 = make_u32x4((words.x >> 8) & LOW_NIBBLES, (words.y >> 8) & LOW_NIBBLES, (words.x >> 8) & HIGH_NIBBLES, (words.y >> 8) & HIGH_NIBBLES);
     fragments[0] = make_u32x4(pack_bf16x2((bf16x2_low(fragment.x) * 7.378698e+19f + bf16x2_low(excess.x) * 7.378698e+19f) * (f16x2_low(scale_pair) * 1.4757395e+20f), (bf16x2_high(fragment.x) * 7.378698e+19f + bf16x2_high(excess.x) * 7.378698e+19f) * (f16x2_low(scale_pair) * 1.4757395e+20f)), pack_bf16x2((bf16x2_low(fragment.y) * 7.378698e+19f + bf16x2_low(excess.y) * 7.378698e+19f) * (f16x2_high(scale_pair) * 1.4757395e+20f), (bf16x2_high(fragment.y) * 7.378698e+19f + bf16x2_high(excess.y) * 7.378698e+19f) * (f16x2_high(scale_pair) * 1.4757395e+20f)), pack_bf16x2((bf16x2_low(fragment.z) * 7.378698e+19f + bf16x2_low(excess.z) * 7.378698e+19f) * (f16x2_low(scale_pair) * 9.223372e+18f), (bf16x2_high(fragment.z) * 7.378698e+19f + bf16x2_high(excess.z) * 7.378698e+19f) * (f16x2_low(scale_pair) * 9.223372e+18f)), pack_bf16x2((bf16x2_low(fragment.w) * 7.378698e+19f + bf16x2_low(excess.w) * 7.378698e+19f) * (f16x2_high(scale_pair) * 9.223372e+18f), (bf16x2_high(fragment.w) * 7.378698e+19f + bf16x2_high(excess.w) * 7.378698e+19f) * (f16x2_high(scale_pair) * 9.223372e+18f)));
     fragments[1] = make_u32x4(pack_bf16x2((bf16x2_low(fragment_2.x) * 7.378698e+19f + bf16x2_low(excess.x) * 7.378698e+19f) * (f16x2_low(scale_pair) * 1.4757395e+20f), (bf16x2_high(fragment_2.x) * 7.378698e+19f + bf16x2_high(excess.x) * 7.378698e+19f) * (f16x2_low(scale_pair) * 1.4757395e+20f)), pack_bf16x2((bf16x2_low(fragment_2.y) * 7.378698e+19f + bf16x2_low(excess.y) * 7.378698e+19f) * (f16x2_high(scale_pair) * 1.4757395e+20f), (bf16x2_high(fragment_2.y) * 7.378698e+19f + bf16x2_high(excess.y) * 7.378698e+19f) * (f16x2_high(scale_pair) * 1.4757395e+20f)), pack_bf16x2((bf16x2_low(fragment_2.z) * 7.378698e+19f + bf16x2_low(excess.z) * 7.378698e+19f) * (f16x2_low(scale_pair) * 9.223372e+18f), (bf16x2_high(fragment_2.z) * 7.378698e+19f + bf16x2_high(excess.z) * 7.378698e+19f) * (f16x2_low(scale_pair) * 9.223372e+18f)), pack_bf16x2((bf16x2_low(fragment_2.w) * 7.378698e+19f + bf16x2_low(excess.w) * 7.378698e+19f) * (f16x2_high(scale_pair) * 9.223372e+18f), (bf16x2_high(fragment_2.w) * 7.378698e+19f + bf16x2_high(excess.w) * 7.378698e+19f) * (f16x2_high(scale_pair) * 9.223372e+18f)));
-    uint4 fragment_3 = make_u32x4(words.z & 983055, words.w & 983055, words.z & 15728880, words.w & 15728880);
-    uint4 fragment_4 = make_u32x4((words.z >> 8) & 983055, (words.w >> 8) & 983055, (words.z >> 8) & 15728880, (words.w >> 8) & 15728880);
+    uint4 fragment_3 = make_u32x4(words.z & LOW_NIBBLES, words.w & LOW_NIBBLES, words.z & HIGH_NIBBLES, words.w & HIGH_NIBBLES);
+    uint4 fragment_4 = make_u32x4((words.z >> 8) & LOW_NIBBLES, (words.w >> 8) & LOW_NIBBLES, (words.z >> 8) & HIGH_NIBBLES, (words.w >> 8) & HIGH_NIBBLES);
     fragments[2] = make_u32x4(pack_bf16x2((bf16x2_low(fragment_3.x) * 7.378698e+19f + bf16x2_low(excess.x) * 7.378698e+19f) * (f16x2_low(scale_pair) * 1.4757395e+20f), (bf16x2_high(fragment_3.x) * 7.378698e+19f + bf16x2_high(excess.x) * 7.378698e+19f) * (f16x2_low(scale_pair) * 1.4757395e+20f)), pack_bf16x2((bf16x2_low(fragment_3.y) * 7.378698e+19f + bf16x2_low(excess.y) * 7.378698e+19f) * (f16x2_high(scale_pair) * 1.4757395e+20f), (bf16x2_high(fragment_3.y) * 7.378698e+19f + bf16x2_high(excess.y) * 7.378698e+19f) * (f16x2_high(scale_pair) * 1.4757395e+20f)), pack_bf16x2((bf16x2_low(fragment_3.z) * 7.378698e+19f + bf16x2_low(excess.z) * 7.378698e+19f) * (f16x2_low(scale_pair) * 9.223372e+18f), (bf16x2_high(fragment_3.z) * 7.378698e+19f + bf16x2_high(excess.z) * 7.378698e+19f) * (f16x2_low(scale_pair) * 9.223372e+18f)), pack_bf16x2((bf16x2_low(fragment_3.w) * 7.378698e+19f + bf16x2_low(excess.w) * 7.378698e+19f) * (f16x2_high(scale_pair) * 9.223372e+18f), (bf16x2_high(fragment_3.w) * 7.378698e+19f + bf16x2_high(excess.w) * 7.378698e+19f) * (f16x2_high(scale_pair) * 9.223372e+18f)));
     fragments[3] = make_u32x4(pack_bf16x2((bf16x2_low(fragment_4.x) * 7.378698e+19f + bf16x2_low(excess.x) * 7.378698e+19f) * (f16x2_low(scale_pair) * 1.4757395e+20f), (bf16x2_high(fragment_4.x) * 7.378698e+19f + bf16x2_high(excess.x) * 7.378698e+19f) * (f16x2_low(scale_pair) * 1.4757395e+20f)), pack_bf16x2((bf16x2_low(fragment_4.y) * 7.378698e+19f + bf16x2_low(excess.y) * 7.378698e+19f) * (f16x2_high(scale_pair) * 1.4757395e+20f), (bf16x2_high(fragment_4.y) * 7.378698e+19f + bf16x2_high(excess.y) * 7.378698e+19f) * (f16x2_high(scale_pair) * 1.4757395e+20f)), pack_bf16x2((bf16x2_low(fragment_4.z) * 7.378698e+19f + bf16x2_low(excess.z) * 7.378698e+19f) * (f16x2_low(scale_pair) * 9.223372e+18f), (bf16x2_high(fragment_4.z) * 7.378698e+19f + bf16x2_high(excess.z) * 7.378698e+19f) * (f16x2_low(scale_pair) * 9.223372e+18f)), pack_bf16x2((bf16x2_low(fragment_4.w) * 7.378698e+19f + bf16x2_low(excess.w) * 7.378698e+19f) * (f16x2_high(scale_pair) * 9.223372e+18f), (bf16x2_high(fragment_4.w) * 7.378698e+19f + bf16x2_high(excess.w) * 7.378698e+19f) * (f16x2_high(scale_pair) * 9.223372e+18f)));
     wgmma_fence();
@@ -1141,12 +1154,12 @@ struct PromptPass {
     uint4 excess = make_u32x4(2148040712u, 2148040712u, 2155905152u, 2155905152u);
     uint32_t scale_pair = ((const uint32_t*)(slot + 512))[lane / 4];
     have_read ^= scale_pair;
-    uint4 fragment = make_u32x4(words.x & 983055, words.y & 983055, words.x & 15728880, words.y & 15728880);
-    uint4 fragment_2 = make_u32x4((words.x >> 8) & 983055, (words.y >> 8) & 983055, (words.x >> 8) & 15728880, (words.y >> 8) & 15728880);
+    uint4 fragment = make_u32x4(words.x & LOW_NIBBLES, words.y & LOW_NIBBLES, words.x & HIGH_NIBBLES, words.y & HIGH_NIBBLES);
+    uint4 fragment_2 = make_u32x4((words.x >> 8) & LOW_NIBBLES, (words.y >> 8) & LOW_NIBBLES, (words.x >> 8) & HIGH_NIBBLES, (words.y >> 8) & HIGH_NIBBLES);
     fragments[0] = make_u32x4(pack_bf16x2((bf16x2_low(fragment.x) * 7.378698e+19f + bf16x2_low(excess.x) * 7.378698e+19f) * (f16x2_low(scale_pair) * 1.4757395e+20f), (bf16x2_high(fragment.x) * 7.378698e+19f + bf16x2_high(excess.x) * 7.378698e+19f) * (f16x2_low(scale_pair) * 1.4757395e+20f)), pack_bf16x2((bf16x2_low(fragment.y) * 7.378698e+19f + bf16x2_low(excess.y) * 7.378698e+19f) * (f16x2_high(scale_pair) * 1.4757395e+20f), (bf16x2_high(fragment.y) * 7.378698e+19f + bf16x2_high(excess.y) * 7.378698e+19f) * (f16x2_high(scale_pair) * 1.4757395e+20f)), pack_bf16x2((bf16x2_low(fragment.z) * 7.378698e+19f + bf16x2_low(excess.z) * 7.378698e+19f) * (f16x2_low(scale_pair) * 9.223372e+18f), (bf16x2_high(fragment.z) * 7.378698e+19f + bf16x2_high(excess.z) * 7.378698e+19f) * (f16x2_low(scale_pair) * 9.223372e+18f)), pack_bf16x2((bf16x2_low(fragment.w) * 7.378698e+19f + bf16x2_low(excess.w) * 7.378698e+19f) * (f16x2_high(scale_pair) * 9.223372e+18f), (bf16x2_high(fragment.w) * 7.378698e+19f + bf16x2_high(excess.w) * 7.378698e+19f) * (f16x2_high(scale_pair) * 9.223372e+18f)));
     fragments[1] = make_u32x4(pack_bf16x2((bf16x2_low(fragment_2.x) * 7.378698e+19f + bf16x2_low(excess.x) * 7.378698e+19f) * (f16x2_low(scale_pair) * 1.4757395e+20f), (bf16x2_high(fragment_2.x) * 7.378698e+19f + bf16x2_high(excess.x) * 7.378698e+19f) * (f16x2_low(scale_pair) * 1.4757395e+20f)), pack_bf16x2((bf16x2_low(fragment_2.y) * 7.378698e+19f + bf16x2_low(excess.y) * 7.378698e+19f) * (f16x2_high(scale_pair) * 1.4757395e+20f), (bf16x2_high(fragment_2.y) * 7.378698e+19f + bf16x2_high(excess.y) * 7.378698e+19f) * (f16x2_high(scale_pair) * 1.4757395e+20f)), pack_bf16x2((bf16x2_low(fragment_2.z) * 7.378698e+19f + bf16x2_low(excess.z) * 7.378698e+19f) * (f16x2_low(scale_pair) * 9.223372e+18f), (bf16x2_high(fragment_2.z) * 7.378698e+19f + bf16x2_high(excess.z) * 7.378698e+19f) * (f16x2_low(scale_pair) * 9.223372e+18f)), pack_bf16x2((bf16x2_low(fragment_2.w) * 7.378698e+19f + bf16x2_low(excess.w) * 7.378698e+19f) * (f16x2_high(scale_pair) * 9.223372e+18f), (bf16x2_high(fragment_2.w) * 7.378698e+19f + bf16x2_high(excess.w) * 7.378698e+19f) * (f16x2_high(scale_pair) * 9.223372e+18f)));
-    uint4 fragment_3 = make_u32x4(words.z & 983055, words.w & 983055, words.z & 15728880, words.w & 15728880);
-    uint4 fragment_4 = make_u32x4((words.z >> 8) & 983055, (words.w >> 8) & 983055, (words.z >> 8) & 15728880, (words.w >> 8) & 15728880);
+    uint4 fragment_3 = make_u32x4(words.z & LOW_NIBBLES, words.w & LOW_NIBBLES, words.z & HIGH_NIBBLES, words.w & HIGH_NIBBLES);
+    uint4 fragment_4 = make_u32x4((words.z >> 8) & LOW_NIBBLES, (words.w >> 8) & LOW_NIBBLES, (words.z >> 8) & HIGH_NIBBLES, (words.w >> 8) & HIGH_NIBBLES);
     fragments[2] = make_u32x4(pack_bf16x2((bf16x2_low(fragment_3.x) * 7.378698e+19f + bf16x2_low(excess.x) * 7.378698e+19f) * (f16x2_low(scale_pair) * 1.4757395e+20f), (bf16x2_high(fragment_3.x) * 7.378698e+19f + bf16x2_high(excess.x) * 7.378698e+19f) * (f16x2_low(scale_pair) * 1.4757395e+20f)), pack_bf16x2((bf16x2_low(fragment_3.y) * 7.378698e+19f + bf16x2_low(excess.y) * 7.378698e+19f) * (f16x2_high(scale_pair) * 1.4757395e+20f), (bf16x2_high(fragment_3.y) * 7.378698e+19f + bf16x2_high(excess.y) * 7.378698e+19f) * (f16x2_high(scale_pair) * 1.4757395e+20f)), pack_bf16x2((bf16x2_low(fragment_3.z) * 7.378698e+19f + bf16x2_low(excess.z) * 7.378698e+19f) * (f16x2_low(scale_pair) * 9.223372e+18f), (bf16x2_high(fragment_3.z) * 7.378698e+19f + bf16x2_high(excess.z) * 7.378698e+19f) * (f16x2_low(scale_pair) * 9.223372e+18f)), pack_bf16x2((bf16x2_low(fragment_3.w) * 7.378698e+19f + bf16x2_low(excess.w) * 7.378698e+19f) * (f16x2_high(scale_pair) * 9.223372e+18f), (bf16x2_high(fragment_3.w) * 7.378698e+19f + bf16x2_high(excess.w) * 7.378698e+19f) * (f16x2_high(scale_pair) * 9.223372e+18f)));
     fragments[3] = make_u32x4(pack_bf16x2((bf16x2_low(fragment_4.x) * 7.378698e+19f + bf16x2_low(excess.x) * 7.378698e+19f) * (f16x2_low(scale_pair) * 1.4757395e+20f), (bf16x2_high(fragment_4.x) * 7.378698e+19f + bf16x2_high(excess.x) * 7.378698e+19f) * (f16x2_low(scale_pair) * 1.4757395e+20f)), pack_bf16x2((bf16x2_low(fragment_4.y) * 7.378698e+19f + bf16x2_low(excess.y) * 7.378698e+19f) * (f16x2_high(scale_pair) * 1.4757395e+20f), (bf16x2_high(fragment_4.y) * 7.378698e+19f + bf16x2_high(excess.y) * 7.378698e+19f) * (f16x2_high(scale_pair) * 1.4757395e+20f)), pack_bf16x2((bf16x2_low(fragment_4.z) * 7.378698e+19f + bf16x2_low(excess.z) * 7.378698e+19f) * (f16x2_low(scale_pair) * 9.223372e+18f), (bf16x2_high(fragment_4.z) * 7.378698e+19f + bf16x2_high(excess.z) * 7.378698e+19f) * (f16x2_low(scale_pair) * 9.223372e+18f)), pack_bf16x2((bf16x2_low(fragment_4.w) * 7.378698e+19f + bf16x2_low(excess.w) * 7.378698e+19f) * (f16x2_high(scale_pair) * 9.223372e+18f), (bf16x2_high(fragment_4.w) * 7.378698e+19f + bf16x2_high(excess.w) * 7.378698e+19f) * (f16x2_high(scale_pair) * 9.223372e+18f)));
     wgmma_fence();
@@ -1179,9 +1192,9 @@ struct PromptPass {
     uint8_t* into = (is_key ? workspace + 67404800 : workspace + 100959232) + core;
     ((uint32_t*)(into))[0] = word;
     uint32_t page = load_constant_u32(page_table + (table + position / 16));
-    uint64_t offset = (uint64_t)(layer * kv_pages + page) * 32768;
-    bf16* key = kv + (offset + (uint64_t)(kv_head * 2048 + position % 16 * 128));
-    bf16* cached = (is_key ? key : key + 16384) + (unit * 8 + pair * 2);
+    uint64_t offset = (uint64_t)(layer * kv_pages + page) * (2 * TO_VALUES);
+    bf16* key = kv + (offset + (uint64_t)(kv_head * (16 * HEAD_DIM) + position % 16 * HEAD_DIM));
+    bf16* cached = (is_key ? key : key + TO_VALUES) + (unit * 8 + pair * 2);
     ((uint32_t*)(cached))[0] = word;
   }
 
@@ -2175,9 +2188,7 @@ struct PromptPass {
         sums[group * 4 + 2] = sums[group * 4 + 2] * factors[1];
         sums[group * 4 + 3] = sums[group * 4 + 3] * factors[1];
       }
-      if (phase == 0) {
-        if (m_tile < 384) finish_groups(sums, token_tile, m_tile, layer);
-      }
+      if (phase == 0 && m_tile < 384) finish_groups(sums, token_tile, m_tile, layer);
       if (phase == 2 || phase == 4) {
         add_residual(sums);
         if (m_tile < 256) finish_groups_2(sums, m_tile, layer, phase_2, token_tile);
@@ -2189,9 +2200,7 @@ struct PromptPass {
         if (m_tile < 256) finish_groups_5(sums, m_tile, layer, phase_2, token_tile);
         end_3(row_tile, token_tile);
       }
-      if (phase == 3) {
-        if (m_tile < 1792) finish_groups_6(sums, token_tile, m_tile);
-      }
+      if (phase == 3 && m_tile < 1792) finish_groups_6(sums, token_tile, m_tile);
     }
   }
 
@@ -2239,27 +2248,15 @@ struct PromptPass {
         weights_stage = 0;
         weights_parity = 1;
         for (uint32_t layer = 0; layer < 32; ++layer) {
-          block = renewed_u32(block);
-          thread = renewed_u32(thread);
-          warp = renewed_u32(warp);
-          lane = renewed_u32(lane);
+          renew();
           copy_weights(layer);
           if (layer + 1 == 32 && wanted_count == 0) break;
           copy_nothing();
-          block = renewed_u32(block);
-          thread = renewed_u32(thread);
-          warp = renewed_u32(warp);
-          lane = renewed_u32(lane);
+          renew();
           copy_weights_2(layer);
-          block = renewed_u32(block);
-          thread = renewed_u32(thread);
-          warp = renewed_u32(warp);
-          lane = renewed_u32(lane);
+          renew();
           copy_weights_3(layer);
-          block = renewed_u32(block);
-          thread = renewed_u32(thread);
-          warp = renewed_u32(warp);
-          lane = renewed_u32(lane);
+          renew();
           copy_weights_4(layer);
         }
       }
@@ -2269,10 +2266,7 @@ struct PromptPass {
         activations_parity = 1;
         uint64_t copies_due = arrivals;
         for (uint32_t layer = 0; layer < 32; ++layer) {
-          block = renewed_u32(block);
-          thread = renewed_u32(thread);
-          warp = renewed_u32(warp);
-          lane = renewed_u32(lane);
+          renew();
           copies_due += 132;
           wait_at_least_u64((uint64_t*)(workspace), copies_due);
           fence_proxy_async();
@@ -2282,26 +2276,17 @@ struct PromptPass {
           wait_at_least_u64((uint64_t*)(workspace), copies_due);
           fence_proxy_async();
           copy_keys();
-          block = renewed_u32(block);
-          thread = renewed_u32(thread);
-          warp = renewed_u32(warp);
-          lane = renewed_u32(lane);
+          renew();
           copies_due += 132;
           wait_at_least_u64((uint64_t*)(workspace), copies_due);
           fence_proxy_async();
           copy_activations_2();
-          block = renewed_u32(block);
-          thread = renewed_u32(thread);
-          warp = renewed_u32(warp);
-          lane = renewed_u32(lane);
+          renew();
           copies_due += 132;
           wait_at_least_u64((uint64_t*)(workspace), copies_due);
           fence_proxy_async();
           copy_activations_3();
-          block = renewed_u32(block);
-          thread = renewed_u32(thread);
-          warp = renewed_u32(warp);
-          lane = renewed_u32(lane);
+          renew();
           copies_due += 132;
           wait_at_least_u64((uint64_t*)(workspace), copies_due);
           fence_proxy_async();
@@ -2334,10 +2319,7 @@ struct PromptPass {
         // phase 4, down: reads gated, residual; makes residual, hidden, squares
         #pragma unroll 1
         for (uint32_t phase = 0; phase < phases; ++phase) {
-          block = renewed_u32(block);
-          thread = renewed_u32(thread);
-          warp = renewed_u32(warp);
-          lane = renewed_u32(lane);
+          renew();
           uint32_t number = layer * 5 + phase + 1;
           if (thread == 0) wait_at_least_u64((uint64_t*)(workspace), arrivals_due);
           named_barrier(1, 256);
@@ -2355,10 +2337,7 @@ struct PromptPass {
         }
       }
       if (wanted_count != 0) {
-        block = renewed_u32(block);
-        thread = renewed_u32(thread);
-        warp = renewed_u32(warp);
-        lane = renewed_u32(lane);
+        renew();
         if (thread == 0) wait_at_least_u64((uint64_t*)(workspace), arrivals_due);
         named_barrier(1, 256);
         store_hidden_states();

@@ -384,14 +384,16 @@ constexpr uint32_t COLUMNS = 228080;
 constexpr uint32_t CHOSEN = 228128;
 constexpr uint32_t STEP_DONE = 228144;
 constexpr uint32_t NEXT_TOKEN = 228160;
+constexpr uint32_t VOCAB = 128256;
 constexpr uint32_t PLAN_WORDS = 2880;
 constexpr uint32_t BLOCKS = 132;
 constexpr uint32_t STAGE_BYTES = 16384;
 constexpr uint32_t PLAN_WORK_INDPTR = 64;
 constexpr uint32_t PLAN_ITEMS = 256;
 constexpr uint32_t PAGE_SIZE = 16;
-constexpr uint32_t NAN_BITS = 2143289344;
+constexpr uint32_t TO_VALUES = 8192;
 constexpr uint32_t HEAD_DIM = 64;
+constexpr uint32_t NAN_BITS = 2143289344;
 constexpr uint32_t EXCHANGE_QKV = 544;
 constexpr uint32_t EXCHANGE_HIDDEN_SQUARES = 76960;
 constexpr uint32_t MAX_CONTEXT = 8192;
@@ -400,7 +402,6 @@ constexpr uint32_t PART_WORDS = 1024;
 constexpr uint32_t EXCHANGE_GATED = 149824;
 constexpr uint32_t EXCHANGE_MIDDLE_SQUARES = 77088;
 constexpr uint32_t GATE_UP_ROWS = 16384;
-constexpr uint32_t VOCAB = 128256;
 constexpr uint32_t PROMPT_TOKEN = 2147483648u;
 constexpr uint32_t MASK_WORDS = 4008;
 constexpr uint32_t PHILOX_MULTIPLIER_0 = 3528531795u;
@@ -416,11 +417,13 @@ constexpr uint32_t O_ROWS = 2048;
 constexpr uint32_t EXCHANGE_HIDDEN = 64;
 constexpr uint32_t HIDDEN = 2048;
 constexpr uint32_t PHASES = 82;
+constexpr uint32_t PROJECTED_ROWS = 3072;
 constexpr uint32_t LOW_HALVES = 21520;
 constexpr uint32_t HIGH_HALVES = 30258;
 constexpr uint32_t EXCHANGE_PARTIALS = 2080;
 constexpr uint32_t WRITE_THROUGH = 4294967295u;
 constexpr uint32_t EXCHANGE_ATTENTION = 147776;
+constexpr uint32_t HEAD_LIMIT = 65536;
 constexpr uint32_t DOWN_ROWS = 2048;
 constexpr uint32_t NO_TOKEN = 4294967295u;
 constexpr uint32_t SIGN = 2147483648u;
@@ -432,6 +435,7 @@ constexpr uint32_t AS_IT_IS = 4294967293u;
 constexpr uint32_t LEFT_OPEN = 4294967294u;
 constexpr uint32_t EXCHANGE_FILTERS = 86720;
 constexpr uint32_t CANCELLED_TOKEN = 4294967294u;
+constexpr uint32_t LAYER_BYTES = 121634816;
 
 struct Matrix {
   uint64_t offset;
@@ -556,12 +560,30 @@ struct DecodeStep {
   uint32_t plan_index, fill_stage, fill_parity, landed_stage, landed_parity, under_way, adding, adding_parity,
       loaded_parity, turn, turn_parity, use_stage, use_parity;
 
+  // By one thread: set all barriers up. A block barrier must follow before anyone uses them.
+  __device__ __forceinline__ void initialise() {
+    for (uint32_t stage = 0; stage < 13; ++stage) {
+      mbarrier_init(full + stage, 1);
+      mbarrier_init(empty + stage, 8);
+    }
+    store_shared_u32(block_waits, 0);
+    for (uint32_t reduction = 0; reduction < 3; ++reduction) {
+      mbarrier_init(summed + reduction, 8);
+      mbarrier_init(taken + reduction, 1);
+    }
+    mbarrier_init(step_added, 3);
+    mbarrier_init(loaded, 4);
+    mbarrier_init(step_done, 1);
+    mbarrier_init(step_done + 1, 4);
+    mbarrier_fence_init();
+  }
+
   // An input of a sequence, or 0 where it has none left.
   __device__ __forceinline__ uint32_t given(uint32_t sequence, uint32_t index) {
     uint32_t token = 0;
     if (index < load_constant_u32(&sequence_records[sequence].given)) {
       uint32_t place = sequence * 65 + index;
-      token = min((uint32_t)(tokens[place]), 128255u);
+      token = min((uint32_t)(tokens[place]), VOCAB - 1);
     }
     return token;
   }
@@ -681,11 +703,11 @@ struct DecodeStep {
         for (uint32_t index_2 = 0; index_2 < 4; ++index_2) {
           if (index_2 * PAGE_SIZE < count) {
             uint32_t run = min(count - index_2 * PAGE_SIZE, PAGE_SIZE);
-            uint64_t offset = (uint64_t)(layer * kv_pages + pages[index_2]) * 16384;
-            bf16* key = kv + (offset + (uint64_t)(what.z * (PAGE_SIZE * 64)));
-            uint8_t* keys_2 = destination + index_2 * PAGE_SIZE * 128;
-            bulk_copy(keys_2, key, run * 128, barrier);
-            bulk_copy(keys_2 + 8192, key + 8192, run * 128, barrier);
+            uint64_t offset = (uint64_t)(layer * kv_pages + pages[index_2]) * (2 * TO_VALUES);
+            bf16* key = kv + (offset + (uint64_t)(what.z * (PAGE_SIZE * HEAD_DIM)));
+            uint8_t* keys_2 = destination + index_2 * PAGE_SIZE * (HEAD_DIM * 2);
+            bulk_copy(keys_2, key, run * (HEAD_DIM * 2), barrier);
+            bulk_copy(keys_2 + 8192, key + TO_VALUES, run * (HEAD_DIM * 2), barrier);
           }
         }
         advance(fill_stage, fill_parity, 13);
@@ -698,15 +720,15 @@ struct DecodeStep {
     float total = 0.0f;
     #pragma unroll 1
     for (uint32_t first = lane; first < 32 + lane; first += 64) {
-      uint32_t unit = first;
       uint32_t places[8];
       uint4 data[8];
-      places[0] = min(unit, 31u) * 4;
+      uint32_t unit = min(first, 31u);
+      places[0] = unit * 4;
       wait_flagged_places(data, exchange_words + vector, places, 1, epoch);
       uint4 words = data[0];
       float low = bits_float(words.x) + bits_float(words.y);
       float of_unit = low + (bits_float(words.z) + bits_float(words.w));
-      total += unit < 32 ? of_unit : 0.0f;
+      total += first < 32 ? of_unit : 0.0f;
     }
     return total;
   }
@@ -714,20 +736,15 @@ struct DecodeStep {
   // 1 / rms of a column's vector, of the squares that all blocks made of it; NaN where it was implausible.
   __device__ __forceinline__ float inverse_rms(uint32_t vector, uint32_t epoch) {
     float total = 0.0f;
-    uint32_t lane_2 = lane % 32;
-    total = sum_of_lane(lane_2, vector, epoch);
-    total += shuffle_xor_f32(total, 16);
-    total += shuffle_xor_f32(total, 8);
-    total += shuffle_xor_f32(total, 4);
-    total += shuffle_xor_f32(total, 2);
-    total += shuffle_xor_f32(total, 1);
+    total = sum_of_lane(lane, vector, epoch);
+    total = warp_sum_f32(total);
     float mean = fma_f32(total, 0.00048828125f, 1e-05f);
     float scale = rsqrt_f32(mean);
     return total < 1.8446744e+19f ? scale : bits_float(NAN_BITS);
   }
 
   // The scale of a column, once the block has its input, unless it is known.
-  __device__ __forceinline__ void learn(float& scale, uint32_t vector, uint32_t epoch) {
+  __device__ __forceinline__ void learn_scale(float& scale, uint32_t vector, uint32_t epoch) {
     if (scale == 0.0f) {
       mbarrier_wait(loaded, loaded_parity);
       scale = inverse_rms(vector, epoch);
@@ -743,8 +760,8 @@ struct DecodeStep {
     float total = 0.0f;
     #pragma unroll
     for (uint32_t other = 0; other < 4; ++other) total += own[other * 20];
-    float low = total;
-    return low + shuffle_xor_f32(low, 16);
+    float total_2 = total;
+    return total_2 + shuffle_xor_f32(total_2, 16);
   }
 
   // RoPE (rotate-half): the pair (k, k + D/2) lies 8 lanes apart. Returns the rotated value.
@@ -754,8 +771,7 @@ struct DecodeStep {
     float2 angle = angles[frequency];
     float partner = shuffle_xor_f32(value, 8);
     bool is_second = row >= 8;
-    float rotated = fma_f32(value, angle.x, (is_second ? partner : -partner) * angle.y);
-    return rotated;
+    return fma_f32(value, angle.x, (is_second ? partner : -partner) * angle.y);
   }
 
   // The rows of a slot, with what of it is worked out before the sums are there.
@@ -769,26 +785,22 @@ struct DecodeStep {
     uint32_t dim = is_paired ? paired : m_tile_of_head * 16 + row;
     uint32_t place = (head * HEAD_DIM + dim) / 2;
     uint32_t published = renewed_u32(place + EXCHANGE_QKV);
-    learn(scale, EXCHANGE_HIDDEN_SQUARES, layer_epoch - 1);
+    learn_scale(scale, EXCHANGE_HIDDEN_SQUARES, layer_epoch - 1);
     float total = sum_of_row();
     float value = total * scale;
-    float value_2 = value;
-    if (head < 40) value_2 = rotate(value_2, m_tile_of_head, row);
-    float neighbour = shuffle_xor_f32(value_2, 1);
-    uint32_t pair = pack_bf16x2(value_2, neighbour);
+    if (head < 40) value = rotate(value, m_tile_of_head, row);
+    float neighbour = shuffle_xor_f32(value, 1);
+    uint32_t pair = pack_bf16x2(value, neighbour);
     if (is_own && row % 2 == 0) {
-      uint64_t* place_2 = exchange_words + published;
-      publish_flagged(place_2, pair, layer_epoch);
-      if (head >= 32) {
-        if (column_states[0].number < column_states[0].total) {
-          uint32_t table = column_states[0].sequence * (MAX_CONTEXT / PAGE_SIZE);
-          uint32_t page = load_constant_u32(page_table + (table + column_states[0].position / PAGE_SIZE));
-          uint64_t offset = (uint64_t)(layer * kv_pages + page) * 16384;
-          bf16* key = kv + (offset + (uint64_t)((head - 32) % 8 * (PAGE_SIZE * 64) + column_states[0].position % PAGE_SIZE * 64));
-          bf16* place_3 = head - 32 < 8 ? key : key + 8192;
-          ((uint32_t*)(place_3 + dim))[0] = pair;
-          fence_proxy_async();
-        }
+      publish_flagged(exchange_words + published, pair, layer_epoch);
+      if (head >= 32 && column_states[0].number < column_states[0].total) {
+        uint32_t table = column_states[0].sequence * (MAX_CONTEXT / PAGE_SIZE);
+        uint32_t page = load_constant_u32(page_table + (table + column_states[0].position / PAGE_SIZE));
+        uint64_t offset = (uint64_t)(layer * kv_pages + page) * (2 * TO_VALUES);
+        bf16* key = kv + (offset + (uint64_t)((head - 32) % 8 * (PAGE_SIZE * HEAD_DIM) + column_states[0].position % PAGE_SIZE * HEAD_DIM));
+        bf16* place_2 = head - 32 < 8 ? key : key + TO_VALUES;
+        ((uint32_t*)(place_2 + dim))[0] = pair;
+        fence_proxy_async();
       }
     }
   }
@@ -812,9 +824,14 @@ struct DecodeStep {
     loaded_parity ^= 1;
   }
 
+  // The number in the workspace of payload word `index` of a vector (EXCHANGED) whose parts lie apart.
+  __device__ __forceinline__ uint32_t word_of_input(Exchanged vector, uint32_t index) {
+    return index / PART_WORDS * (vector.apart * PART_WORDS) + index % PART_WORDS + vector.offset;
+  }
+
   // The sum of the squares of an M-tile's rows, or NaN where one was published as what it is not.
-  __device__ __forceinline__ void publish(float value, float published, uint32_t row, bool is_own, uint32_t place,
-      uint32_t vector, uint32_t epoch) {
+  __device__ __forceinline__ void publish_squares(float value, float published, uint32_t row, bool is_own,
+      uint32_t place, uint32_t vector, uint32_t epoch) {
     bool is_plausible = published < 8589934592.0f && published > -8589934592.0f;
     float told = is_plausible ? value : bits_float(NAN_BITS);
     float total = told * told;
@@ -833,9 +850,7 @@ struct DecodeStep {
     float* residual = (float*)(arena + RESIDUAL);
     uint32_t place = renewed_u32(m_tile / BLOCKS * 16 + row);
     float weight = bf16_to_f32(weights[m_tile * 16 + row]);
-    uint32_t word = ((m_tile * 16 + row) / 32 * 4 + (m_tile * 16 + row) / 8 % 4) * 4 + (m_tile * 16 + row) % 8 / 2;
-    uint32_t number = word / PART_WORDS * (vector.apart * PART_WORDS) + word % PART_WORDS + vector.offset;
-    uint32_t published = renewed_u32(number);
+    uint32_t published = renewed_u32(word_of_input(vector, ((m_tile * 16 + row) / 32 * 4 + (m_tile * 16 + row) / 8 % 4) * 4 + (m_tile * 16 + row) % 8 / 2));
     float total = sum_of_row();
     float value = total;
     if (is_own) {
@@ -845,11 +860,8 @@ struct DecodeStep {
     float weighted = value * weight;
     float neighbour = shuffle_xor_f32(weighted, 1);
     uint32_t pair = pack_bf16x2(weighted, neighbour);
-    if (is_own && row < 16 && row % 2 == 0) {
-      uint32_t* place_2 = input_words + published;
-      publish_tagged(place_2, pair, vector.exponent, epoch);
-    }
-    publish(value, weighted, row, is_own, m_tile, squares, epoch);
+    if (is_own && row < 16 && row % 2 == 0) publish_tagged(input_words + published, pair, vector.exponent, epoch);
+    publish_squares(value, weighted, row, is_own, m_tile, squares, epoch);
   }
 
   // The block's M-tiles of a matrix: the warps' sums added up, the rows finished.
@@ -874,17 +886,14 @@ struct DecodeStep {
     uint32_t row = lane % 16;
     bool is_own = lane < 16;
     uint32_t published = renewed_u32(((m_tile * 8 + row) / 32 * 4 + (m_tile * 8 + row) / 8 % 4) * 4 + (m_tile * 8 + row) % 8 / 2 + EXCHANGE_GATED);
-    learn(scale, EXCHANGE_MIDDLE_SQUARES, layer_epoch);
+    learn_scale(scale, EXCHANGE_MIDDLE_SQUARES, layer_epoch);
     float total = sum_of_row();
     float value = total * scale;
     float other = shuffle_xor_f32(value, 8);
     float gated = divide_f32(value, 1.0f + exp_f32(-value)) * other;
     float neighbour = shuffle_xor_f32(gated, 1);
     uint32_t pair = pack_bf16x2(gated, neighbour);
-    if (is_own && row < 8 && row % 2 == 0) {
-      uint32_t* place = input_words + published;
-      publish_tagged(place, pair, 60, layer_epoch);
-    }
+    if (is_own && row < 8 && row % 2 == 0) publish_tagged(input_words + published, pair, 60, layer_epoch);
   }
 
   // The block's M-tiles of gate_up: the warps' sums added up, the rows finished.
@@ -1003,7 +1012,7 @@ struct DecodeStep {
       float& best, uint32_t& best_token) {
     uint32_t row = lane % 16;
     bool is_own = lane < 16;
-    learn(scale, EXCHANGE_HIDDEN_SQUARES, step_epoch + 16);
+    learn_scale(scale, EXCHANGE_HIDDEN_SQUARES, step_epoch + 16);
     float total = sum_of_row();
     float logit = total * scale;
     uint32_t token = m_tile * 16 + row;
@@ -1155,11 +1164,8 @@ struct DecodeStep {
       float weighted = value * weight;
       float neighbour = shuffle_xor_f32(weighted, 1);
       uint32_t pair = pack_bf16x2(weighted, neighbour);
-      if (is_own && row < 16 && row % 2 == 0) {
-        uint32_t* place_3 = input_words + published;
-        publish_tagged(place_3, pair, 32, step_epoch);
-      }
-      publish(value, weighted, row, is_own, there, EXCHANGE_HIDDEN_SQUARES, step_epoch);
+      if (is_own && row < 16 && row % 2 == 0) publish_tagged(input_words + published, pair, 32, step_epoch);
+      publish_squares(value, weighted, row, is_own, there, EXCHANGE_HIDDEN_SQUARES, step_epoch);
     }
   }
 
@@ -1179,21 +1185,13 @@ struct DecodeStep {
   }
 
   // Bring a part of a vector into shared memory; ends with a barrier of the consumer warps.
-  __device__ __forceinline__ void load_published(uint32_t first_unit, Exchanged vector, uint32_t epoch) {
+  __device__ __forceinline__ void load_vector(uint32_t first_unit, Exchanged vector, uint32_t epoch) {
     uint4* vector_2 = (uint4*)(arena + VECTOR);
-    uint32_t first_unit_2 = thread;
-    if (lane == 0) {
-      uint32_t word = (first_unit_2 + first_unit) * 4;
-      uint32_t number = word / PART_WORDS * (vector.apart * PART_WORDS) + word % PART_WORDS + vector.offset;
-      wait_tagged4(input_words + number, vector.exponent, epoch);
-    }
+    if (lane == 0) wait_tagged4(input_words + word_of_input(vector, (thread + first_unit) * 4), vector.exponent, epoch);
     warp_barrier();
     uint4 units[8];
-    uint32_t word = (first_unit_2 + first_unit) * 4;
-    uint32_t number = word / PART_WORDS * (vector.apart * PART_WORDS) + word % PART_WORDS + vector.offset;
-    wait_tagged_units(units, input_words + number, vector.apart * (CONSUMERS * 4), 1, vector.exponent, epoch);
-    uint4 words = units[0];
-    vector_2[first_unit_2] = words;
+    wait_tagged_units(units, input_words + word_of_input(vector, (thread + first_unit) * 4), vector.apart * (CONSUMERS * 4), 1, vector.exponent, epoch);
+    vector_2[thread] = units[0];
     named_barrier(1, CONSUMERS);
   }
 
@@ -1215,7 +1213,7 @@ struct DecodeStep {
     wait_for_u32(read);
   }
 
-  // The products of what `_hold_chunk` brought.
+  // The products of what `hold_chunk` brought.
   __device__ __forceinline__ void multiply_held(uint32_t chunk, float (&sums)[1][4], uint4 (&weights)[2][2],
       uint4 (&values)[2]) {
     #pragma unroll
@@ -1269,9 +1267,7 @@ struct DecodeStep {
     #pragma unroll 1
     for (uint32_t m_tile = position; m_tile < matrix.m_tiles; m_tile += BLOCKS) {
       float sums[1][4] = {};
-      if (m_tile + BLOCKS >= matrix.m_tiles) {
-        if (thread == 0) store_shared_u32(block_waits, 1);
-      }
+      if (m_tile + BLOCKS >= matrix.m_tiles && thread == 0) store_shared_u32(block_waits, 1);
       use_chunks(0, matrix.chunks, sums, m_tile < BLOCKS);
       hand_over(sums);
     }
@@ -1295,7 +1291,7 @@ struct DecodeStep {
     note_progress(step * PHASES + layer * 5);
     uint32_t position = (block + 4) % BLOCKS;
     if (thread == 0) store_shared_u32(block_waits, 1);
-    load_published(0, EXCHANGED_HIDDEN, layer_epoch - 1);
+    load_vector(0, EXCHANGED_HIDDEN, layer_epoch - 1);
     if (thread == 0) mbarrier_arrive(loaded);
     if (thread == 0) store_shared_u32(block_waits, 0);
     multiply_m_tiles(QKV, position);
@@ -1318,7 +1314,7 @@ struct DecodeStep {
       uint32_t query_column, uint32_t query_head, uint32_t index) {
     uint32_t query_units = record->item.rows * 8;
     if (warp * 32 < query_units) {
-      uint4 words = settle_flagged4(asked, exchange_words + ((query_column * 384 + query_head * 8 + index % 8) * 4 + EXCHANGE_QKV), epoch);
+      uint4 words = settle_flagged4(asked, exchange_words + ((query_column * (PROJECTED_ROWS / 8) + query_head * 8 + index % 8) * 4 + EXCHANGE_QKV), epoch);
       if (thread < query_units) ((uint4*)(arena + QUERIES))[thread] = words;
     }
     named_barrier(1, CONSUMERS);
@@ -1337,7 +1333,7 @@ struct DecodeStep {
   // By the warp that attends them: the newest key and value, which were asked for, to shared memory.
   __device__ __forceinline__ void bring_newest(uint32_t newest, uint32_t epoch, uint64_t (&asked)[4],
       uint32_t newest_column, uint32_t kv_head, uint32_t place, bool is_value, uint32_t newest_unit) {
-    uint4 words = settle_flagged4(asked, exchange_words + ((newest_column * 384 + kv_head * 8 + place) * 4 + EXCHANGE_QKV), epoch);
+    uint4 words = settle_flagged4(asked, exchange_words + ((newest_column * (PROJECTED_ROWS / 8) + kv_head * 8 + place) * 4 + EXCHANGE_QKV), epoch);
     if (lane < newest * 16) {
       uint4* place_2 = (is_value ? (uint4*)(arena + NEWEST) + 128 : (uint4*)(arena + NEWEST)) + newest_unit;
       place_2[0] = words;
@@ -1397,14 +1393,11 @@ struct DecodeStep {
   __device__ __forceinline__ void scale_and_mask(float (&logits)[4], uint32_t valid, uint32_t key,
       uint32_t (&limits)[2]) {
     uint32_t index = lane / 4;
-    uint32_t limits_2[2];
-    limits_2[0] = min(limits[0], key + valid);
-    limits_2[1] = min(limits[1], key + valid);
-    logits[0] = key + index < limits_2[0] ? logits[0] * 0.18033688f : -bits_float(0x7f800000);
-    logits[1] = key + index < limits_2[1] ? logits[1] * 0.18033688f : -bits_float(0x7f800000);
+    logits[0] = key + index < min(limits[0], key + valid) ? logits[0] * 0.18033688f : -bits_float(0x7f800000);
+    logits[1] = key + index < min(limits[1], key + valid) ? logits[1] * 0.18033688f : -bits_float(0x7f800000);
     uint32_t tile_key = index + 8;
-    logits[2] = key + tile_key < limits_2[0] ? logits[2] * 0.18033688f : -bits_float(0x7f800000);
-    logits[3] = key + tile_key < limits_2[1] ? logits[3] * 0.18033688f : -bits_float(0x7f800000);
+    logits[2] = key + tile_key < min(limits[0], key + valid) ? logits[2] * 0.18033688f : -bits_float(0x7f800000);
+    logits[3] = key + tile_key < min(limits[1], key + valid) ? logits[3] * 0.18033688f : -bits_float(0x7f800000);
   }
 
   // exp2(logit - highest) in place, and the state shrunk to the new highest logit.
@@ -1508,7 +1501,7 @@ struct DecodeStep {
     uint32_t place = index % 8;
     uint64_t asked[4];
     if (newest > 0 && own) {
-      ask_flagged4(asked, exchange_words + ((newest_column * 384 + kv_head_2 * 8 + place) * 4 + EXCHANGE_QKV));
+      ask_flagged4(asked, exchange_words + ((newest_column * (PROJECTED_ROWS / 8) + kv_head_2 * 8 + place) * 4 + EXCHANGE_QKV));
     }
     while (tile < all_tiles) {
       uint32_t stage = tile / 4;
@@ -1767,7 +1760,7 @@ struct DecodeStep {
         float low = sums[pair * 2] * inverse;
         float high = sums[pair * 2 + 1] * inverse;
         uint32_t column = record->tile.first_column + record->row / 4;
-        publish_tagged(input_words + (((((record->head_and_chunk % 65536 * 4 + record->row % 4) * 64 + dim_pair * 2) / 32 + column) * 4 + ((record->head_and_chunk % 65536 * 4 + record->row % 4) * 64 + dim_pair * 2) / 8 % 4) * 4 + ((record->head_and_chunk % 65536 * 4 + record->row % 4) * 64 + dim_pair * 2) % 8 / 2 + EXCHANGE_ATTENTION), pack_bf16x2(low, high), 60, epoch);
+        publish_tagged(input_words + (((((record->head_and_chunk % HEAD_LIMIT * 4 + record->row % 4) * 64 + dim_pair * 2) / 32 + column) * 4 + ((record->head_and_chunk % HEAD_LIMIT * 4 + record->row % 4) * 64 + dim_pair * 2) / 8 % 4) * 4 + ((record->head_and_chunk % HEAD_LIMIT * 4 + record->row % 4) * 64 + dim_pair * 2) % 8 / 2 + EXCHANGE_ATTENTION), pack_bf16x2(low, high), 60, epoch);
       }
     }
   }
@@ -1802,7 +1795,7 @@ struct DecodeStep {
       uint32_t query_head = kv_head * 4 + row % 4;
       uint64_t asked[4];
       if (warp * 32 < query_units) {
-        ask_flagged4(asked, exchange_words + ((query_column * 384 + query_head * 8 + index_2 % 8) * 4 + EXCHANGE_QKV));
+        ask_flagged4(asked, exchange_words + ((query_column * (PROJECTED_ROWS / 8) + query_head * 8 + index_2 % 8) * 4 + EXCHANGE_QKV));
       }
       uint4* shared = (uint4*)(arena + QUERIES);
       uint32_t row_2 = min(lane / 4, 3u);
@@ -1875,7 +1868,7 @@ struct DecodeStep {
     uint32_t position = block % BLOCKS;
     if (position < O_ROWS / 16) {
       if (thread == 0) store_shared_u32(block_waits, 1);
-      load_published(0, EXCHANGED_ATTENTION, layer_epoch);
+      load_vector(0, EXCHANGED_ATTENTION, layer_epoch);
       if (thread == 0) store_shared_u32(block_waits, 0);
       multiply_m_tiles_2(O, position);
       wait_until_taken();
@@ -1890,7 +1883,7 @@ struct DecodeStep {
     note_progress(step * PHASES + layer * 5 + 3);
     uint32_t position = (block + 4) % BLOCKS;
     if (thread == 0) store_shared_u32(block_waits, 1);
-    load_published(0, EXCHANGED_MIDDLE, layer_epoch);
+    load_vector(0, EXCHANGED_MIDDLE, layer_epoch);
     if (thread == 0) mbarrier_arrive(loaded);
     if (thread == 0) store_shared_u32(block_waits, 0);
     multiply_m_tiles(GATE_UP, position);
@@ -1898,24 +1891,14 @@ struct DecodeStep {
   }
 
   // Bring a part of a vector into shared memory; ends with a barrier of the consumer warps.
-  __device__ __forceinline__ void load_published_2(uint32_t first_unit, Exchanged vector, uint32_t epoch) {
+  __device__ __forceinline__ void load_vector_2(uint32_t first_unit, Exchanged vector, uint32_t epoch) {
     uint4* vector_2 = (uint4*)(arena + VECTOR);
-    uint32_t first_unit_2 = thread;
-    if (lane == 0) {
-      uint32_t word = (first_unit_2 + first_unit) * 4;
-      uint32_t number = word / PART_WORDS * (vector.apart * PART_WORDS) + word % PART_WORDS + vector.offset;
-      wait_tagged4(input_words + number, vector.exponent, epoch);
-    }
+    if (lane == 0) wait_tagged4(input_words + word_of_input(vector, (thread + first_unit) * 4), vector.exponent, epoch);
     warp_barrier();
     uint4 units[8];
-    uint32_t word = (first_unit_2 + first_unit) * 4;
-    uint32_t number = word / PART_WORDS * (vector.apart * PART_WORDS) + word % PART_WORDS + vector.offset;
-    wait_tagged_units(units, input_words + number, vector.apart * (CONSUMERS * 4), 2, vector.exponent, epoch);
+    wait_tagged_units(units, input_words + word_of_input(vector, (thread + first_unit) * 4), vector.apart * (CONSUMERS * 4), 2, vector.exponent, epoch);
     #pragma unroll
-    for (uint32_t index = 0; index < 2; ++index) {
-      uint4 words = units[index];
-      vector_2[first_unit_2 + index * CONSUMERS] = words;
-    }
+    for (uint32_t index = 0; index < 2; ++index) vector_2[thread + index * CONSUMERS] = units[index];
     named_barrier(1, CONSUMERS);
   }
 
@@ -1946,12 +1929,12 @@ struct DecodeStep {
     if (position < DOWN_ROWS / 16) {
       float sums[1][4] = {};
       if (thread == 0) store_shared_u32(block_waits, 1);
-      load_published_2(0, EXCHANGED_GATED, layer_epoch);
+      load_vector_2(0, EXCHANGED_GATED, layer_epoch);
       if (thread == 0) store_shared_u32(block_waits, 0);
       use_chunks_2(0, 8, sums);
       named_barrier(1, CONSUMERS);
       if (thread == 0) store_shared_u32(block_waits, 1);
-      load_published_2(512, EXCHANGED_GATED, layer_epoch);
+      load_vector_2(512, EXCHANGED_GATED, layer_epoch);
       if (thread == 0) store_shared_u32(block_waits, 0);
       use_chunks_2(8, 16, sums);
       hand_over(sums);
@@ -1967,7 +1950,7 @@ struct DecodeStep {
     if (step >= head_from || logits != nullptr) {
       uint32_t position = (block + 4) % BLOCKS;
       if (thread == 0) store_shared_u32(block_waits, 1);
-      load_published(0, EXCHANGED_HIDDEN, step_epoch + 16);
+      load_vector(0, EXCHANGED_HIDDEN, step_epoch + 16);
       if (thread == 0) mbarrier_arrive(loaded);
       if (thread == 0) store_shared_u32(block_waits, 0);
       multiply_m_tiles(LM_HEAD, position);
@@ -2167,11 +2150,9 @@ struct DecodeStep {
   __device__ __forceinline__ void publish_lists(uint32_t step_epoch, uint32_t step) {
     if (begin() != 0) list_rows();
     named_barrier(1, CONSUMERS);
-    if (warp < 1) {
-      if (filter_states[0].filtered != 0) {
-        join_lists();
-        publish_list(step_epoch + 17, step);
-      }
+    if (warp < 1 && filter_states[0].filtered != 0) {
+      join_lists();
+      publish_list(step_epoch + 17, step);
     }
   }
 
@@ -2480,23 +2461,17 @@ struct DecodeStep {
 
   // Number l // 2 of the sums over all lanes, on lane l: lanes that meet share out what they add.
   __device__ __forceinline__ float sum_of_lanes(float (&sums)[12]) {
-    float both = shared_out(sums[0], sums[8], 16);
-    float both_2 = shared_out(sums[1], sums[9], 16);
-    float both_3 = shared_out(sums[2], sums[10], 16);
-    float both_4 = shared_out(sums[3], sums[11], 16);
-    float both_5 = shared_out(sums[4], 0.0f, 16);
-    float both_6 = shared_out(sums[5], 0.0f, 16);
-    float both_7 = shared_out(sums[6], 0.0f, 16);
-    float both_8 = shared_out(sums[7], 0.0f, 16);
-    float both_9 = shared_out(both, both_5, 8);
-    float both_10 = shared_out(both_2, both_6, 8);
-    float both_11 = shared_out(both_3, both_7, 8);
-    float both_12 = shared_out(both_4, both_8, 8);
-    float both_13 = shared_out(both_9, both_11, 4);
-    float both_14 = shared_out(both_10, both_12, 4);
-    float both_15 = shared_out(both_13, both_14, 2);
-    float total = both_15 + shuffle_xor_f32(both_15, 1);
-    return total;
+    float kept[8];
+    #pragma unroll
+    for (uint32_t index = 0; index < 4; ++index) kept[index] = shared_out(sums[index], sums[8 + index], 16);
+    #pragma unroll
+    for (uint32_t index = 4; index < 8; ++index) kept[index] = shared_out(sums[index], 0.0f, 16);
+    #pragma unroll
+    for (uint32_t index = 0; index < 4; ++index) kept[index] = shared_out(kept[index], kept[index + 4], 8);
+    #pragma unroll
+    for (uint32_t index = 0; index < 2; ++index) kept[index] = shared_out(kept[index], kept[index + 2], 4);
+    kept[0] = shared_out(kept[0], kept[1], 2);
+    return kept[0] + shuffle_xor_f32(kept[0], 1);
   }
 
   __device__ __forceinline__ void lay_down_best(uint32_t* words, float best, uint32_t token, float distance) {
@@ -2569,21 +2544,18 @@ struct DecodeStep {
       if (other > best || (other == best && words[1] < so_far[1])) chosen = group;
       if (lane_2 >= 4) total += bits_float(words[lane_2]);
     }
-    uint32_t word = lane_2 >= 4 ? float_bits(total) : ((uint32_t*)(arena + FILTER_SUMS) + (chosen * 2 + whose) * 16)[lane_2];
-    return word;
+    return lane_2 >= 4 ? float_bits(total) : ((uint32_t*)(arena + FILTER_SUMS) + (chosen * 2 + whose) * 16)[lane_2];
   }
 
   // A round up to the exchange: every warp weighs its rows, the first of a column's warps publishes.
   __device__ __forceinline__ void weigh_all(uint32_t epoch, uint32_t index) {
     if (filter_states[0].open != 0) weigh_3();
     named_barrier(1, CONSUMERS);
-    if (warp < 1) {
-      if (filter_states[0].open != 0) {
-        uint32_t word = add_groups(0);
-        if (lane < 16) {
-          uint32_t word_index = (index % 2 * BLOCKS + block) * 16 + lane;
-          publish_flagged(exchange_words + (word_index + EXCHANGE_FILTERS), word, epoch);
-        }
+    if (warp < 1 && filter_states[0].open != 0) {
+      uint32_t word = add_groups(0);
+      if (lane < 16) {
+        uint32_t word_index = (index % 2 * BLOCKS + block) * 16 + lane;
+        publish_flagged(exchange_words + (word_index + EXCHANGE_FILTERS), word, epoch);
       }
     }
   }
@@ -2713,19 +2685,17 @@ struct DecodeStep {
   __device__ __forceinline__ void judge_all(uint32_t epoch, uint32_t index) {
     if (filter_states[0].open != 0) read_2(epoch, index);
     named_barrier(1, CONSUMERS);
-    if (warp < 1) {
-      if (filter_states[0].open != 0) {
-        uint32_t word = add_groups(1);
-        judge_2(word);
-      }
+    if (warp < 1 && filter_states[0].open != 0) {
+      uint32_t word = add_groups(1);
+      judge_2(word);
     }
   }
 
   __device__ __forceinline__ void filter(uint32_t step_epoch, uint32_t step) {
     if (filter_states[0].filtered != 0 && chosen_tokens[0] < CANCELLED_TOKEN) read(step_epoch + 17, step);
     named_barrier(1, CONSUMERS);
-    if (warp < 1) {
-      if (filter_states[0].filtered != 0 && chosen_tokens[0] < CANCELLED_TOKEN) decide(step_epoch + 17, step);
+    if (warp < 1 && (filter_states[0].filtered != 0 && chosen_tokens[0] < CANCELLED_TOKEN)) {
+      decide(step_epoch + 17, step);
     }
     named_barrier(1, CONSUMERS);
     #pragma unroll 1
@@ -2753,10 +2723,7 @@ struct DecodeStep {
 
   __device__ __forceinline__ void count_chosen() {
     #pragma unroll 1
-    for (uint32_t column = lane; column < column_count; column += 32) {
-      uint32_t token = chosen_tokens[column];
-      count(column, token);
-    }
+    for (uint32_t column = lane; column < column_count; column += 32) count(column, chosen_tokens[column]);
   }
 
   // ---- phase sampling --------------------------------------------------------------------------------
@@ -2829,7 +2796,7 @@ struct DecodeStep {
     column_states[column].stopped = stopped;
     if (stopped == 0) going_on = 1;
     if (following >= given_2 && per_step == 1) {
-      next_token[column] = min(sampled, 128255u);
+      next_token[column] = min(sampled, VOCAB - 1);
     } else {
       next_token[column] = given(sequence, following);
     }
@@ -2896,22 +2863,7 @@ struct DecodeStep {
     step_done = (uint64_t*)(arena + STEP_DONE);
     next_token = (uint32_t*)(arena + NEXT_TOKEN);
     // barriers, and every column's first token
-    if (thread == 0) {
-      for (uint32_t stage = 0; stage < 13; ++stage) {
-        mbarrier_init(full + stage, 1);
-        mbarrier_init(empty + stage, 8);
-      }
-      store_shared_u32(block_waits, 0);
-      for (uint32_t reduction = 0; reduction < 3; ++reduction) {
-        mbarrier_init(summed + reduction, 8);
-        mbarrier_init(taken + reduction, 1);
-      }
-      mbarrier_init(step_added, 3);
-      mbarrier_init(loaded, 4);
-      mbarrier_init(step_done, 1);
-      mbarrier_init(step_done + 1, 4);
-      mbarrier_fence_init();
-    }
+    if (thread == 0) initialise();
     take_first();
     block_barrier();
     if (warp >= 8) {
@@ -2927,13 +2879,11 @@ struct DecodeStep {
         for (uint32_t step = 0; step < steps; ++step) {
           follow_plan(plan_index, step);
           for (uint32_t layer = 0; layer < 16; ++layer) {
-            uint64_t layer_offset = (uint64_t)(layer) * 121634816;
+            uint64_t layer_offset = (uint64_t)(layer) * LAYER_BYTES;
             // qkv
             fetch(QKV, layer_offset);
             // keys and values of earlier tokens
-            if (layer == 0 && step > 0) {
-              if (launch_is_over(step)) return;
-            }
+            if (layer == 0 && step > 0 && launch_is_over(step)) return;
             copy_items(layer, step);
             // o
             fetch(O, layer_offset);

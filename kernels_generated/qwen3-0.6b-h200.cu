@@ -387,14 +387,16 @@ constexpr uint32_t COLUMNS = 217040;
 constexpr uint32_t CHOSEN = 217088;
 constexpr uint32_t STEP_DONE = 217104;
 constexpr uint32_t NEXT_TOKEN = 217120;
+constexpr uint32_t VOCAB = 151936;
 constexpr uint32_t PLAN_WORDS = 2880;
 constexpr uint32_t BLOCKS = 132;
 constexpr uint32_t STAGE_BYTES = 16384;
 constexpr uint32_t PLAN_WORK_INDPTR = 64;
 constexpr uint32_t PLAN_ITEMS = 256;
 constexpr uint32_t PAGE_SIZE = 16;
-constexpr uint32_t NAN_BITS = 2143289344;
+constexpr uint32_t TO_VALUES = 16384;
 constexpr uint32_t HEAD_DIM = 128;
+constexpr uint32_t NAN_BITS = 2143289344;
 constexpr uint32_t EXCHANGE_QKV = 288;
 constexpr uint32_t EXCHANGE_HIDDEN_SQUARES = 73568;
 constexpr uint32_t QKV_ROWS = 4096;
@@ -402,7 +404,6 @@ constexpr uint32_t PART_WORDS = 1024;
 constexpr uint32_t EXCHANGE_GATED = 145600;
 constexpr uint32_t EXCHANGE_MIDDLE_SQUARES = 73696;
 constexpr uint32_t GATE_UP_ROWS = 6144;
-constexpr uint32_t VOCAB = 151936;
 constexpr uint32_t PROMPT_TOKEN = 2147483648u;
 constexpr uint32_t MASK_WORDS = 4748;
 constexpr uint32_t PHILOX_MULTIPLIER_0 = 3528531795u;
@@ -419,11 +420,13 @@ constexpr uint32_t O_ROWS = 1024;
 constexpr uint32_t EXCHANGE_HIDDEN = 64;
 constexpr uint32_t HIDDEN = 1024;
 constexpr uint32_t PHASES = 142;
+constexpr uint32_t PROJECTED_ROWS = 4096;
 constexpr uint32_t LOW_HALVES = 21520;
 constexpr uint32_t HIGH_HALVES = 30258;
 constexpr uint32_t EXCHANGE_PARTIALS = 2336;
 constexpr uint32_t WRITE_THROUGH = 4294967295u;
 constexpr uint32_t EXCHANGE_ATTENTION = 144064;
+constexpr uint32_t HEAD_LIMIT = 65536;
 constexpr uint32_t DOWN_ROWS = 1024;
 constexpr uint32_t NO_TOKEN = 4294967295u;
 constexpr uint32_t SIGN = 2147483648u;
@@ -435,6 +438,7 @@ constexpr uint32_t AS_IT_IS = 4294967293u;
 constexpr uint32_t LEFT_OPEN = 4294967294u;
 constexpr uint32_t EXCHANGE_FILTERS = 83328;
 constexpr uint32_t CANCELLED_TOKEN = 4294967294u;
+constexpr uint32_t LAYER_BYTES = 31457280;
 
 struct Matrix {
   uint64_t offset;
@@ -560,12 +564,30 @@ struct DecodeStep {
   uint32_t plan_index, fill_stage, fill_parity, landed_stage, landed_parity, under_way, adding, adding_parity,
       loaded_parity, turn, turn_parity, use_stage, use_parity;
 
+  // By one thread: set all barriers up. A block barrier must follow before anyone uses them.
+  __device__ __forceinline__ void initialise() {
+    for (uint32_t stage = 0; stage < 12; ++stage) {
+      mbarrier_init(full + stage, 1);
+      mbarrier_init(empty + stage, 8);
+    }
+    store_shared_u32(block_waits, 0);
+    for (uint32_t reduction = 0; reduction < 3; ++reduction) {
+      mbarrier_init(summed + reduction, 8);
+      mbarrier_init(taken + reduction, 1);
+    }
+    mbarrier_init(step_added, 3);
+    mbarrier_init(loaded, 4);
+    mbarrier_init(step_done, 1);
+    mbarrier_init(step_done + 1, 4);
+    mbarrier_fence_init();
+  }
+
   // An input of a sequence, or 0 where it has none left.
   __device__ __forceinline__ uint32_t given(uint32_t sequence, uint32_t index) {
     uint32_t token = 0;
     if (index < load_constant_u32(&sequence_records[sequence].given)) {
       uint32_t place = sequence * 65 + index;
-      token = min((uint32_t)(tokens[place]), 151935u);
+      token = min((uint32_t)(tokens[place]), VOCAB - 1);
     }
     return token;
   }
@@ -695,11 +717,11 @@ struct DecodeStep {
         for (uint32_t index_2 = 0; index_2 < 2; ++index_2) {
           if (index_2 * PAGE_SIZE < count) {
             uint32_t run = min(count - index_2 * PAGE_SIZE, PAGE_SIZE);
-            uint64_t offset = (uint64_t)(layer * kv_pages + pages[index_2]) * 32768;
-            bf16* key = kv + (offset + (uint64_t)(what.z * (PAGE_SIZE * 128)));
-            uint8_t* keys_2 = destination + index_2 * PAGE_SIZE * 256;
-            bulk_copy(keys_2, key, run * 256, barrier);
-            bulk_copy(keys_2 + 8192, key + 16384, run * 256, barrier);
+            uint64_t offset = (uint64_t)(layer * kv_pages + pages[index_2]) * (2 * TO_VALUES);
+            bf16* key = kv + (offset + (uint64_t)(what.z * (PAGE_SIZE * HEAD_DIM)));
+            uint8_t* keys_2 = destination + index_2 * PAGE_SIZE * (HEAD_DIM * 2);
+            bulk_copy(keys_2, key, run * (HEAD_DIM * 2), barrier);
+            bulk_copy(keys_2 + 8192, key + TO_VALUES, run * (HEAD_DIM * 2), barrier);
           }
         }
         advance(fill_stage, fill_parity, 12);
@@ -753,15 +775,15 @@ struct DecodeStep {
     float total = 0.0f;
     #pragma unroll 1
     for (uint32_t first = lane; first < 32 + lane; first += 64) {
-      uint32_t unit = first;
       uint32_t places[8];
       uint4 data[8];
-      places[0] = min(unit, 31u) * 4;
+      uint32_t unit = min(first, 31u);
+      places[0] = unit * 4;
       wait_flagged_places(data, exchange_words + vector, places, 1, epoch);
       uint4 words = data[0];
       float low = bits_float(words.x) + bits_float(words.y);
       float of_unit = low + (bits_float(words.z) + bits_float(words.w));
-      total += unit < 32 ? of_unit : 0.0f;
+      total += first < 32 ? of_unit : 0.0f;
     }
     return total;
   }
@@ -769,20 +791,15 @@ struct DecodeStep {
   // 1 / rms of a column's vector, of the squares that all blocks made of it; NaN where it was implausible.
   __device__ __forceinline__ float inverse_rms(uint32_t vector, uint32_t epoch) {
     float total = 0.0f;
-    uint32_t lane_2 = lane % 32;
-    total = sum_of_lane(lane_2, vector, epoch);
-    total += shuffle_xor_f32(total, 16);
-    total += shuffle_xor_f32(total, 8);
-    total += shuffle_xor_f32(total, 4);
-    total += shuffle_xor_f32(total, 2);
-    total += shuffle_xor_f32(total, 1);
+    total = sum_of_lane(lane, vector, epoch);
+    total = warp_sum_f32(total);
     float mean = fma_f32(total, 0.0009765625f, 1e-06f);
     float scale = rsqrt_f32(mean);
     return total < 1.8446744e+19f ? scale : bits_float(NAN_BITS);
   }
 
   // The scale of a column, once the block has its input, unless it is known.
-  __device__ __forceinline__ void learn(float& scale, uint32_t vector, uint32_t epoch) {
+  __device__ __forceinline__ void learn_scale(float& scale, uint32_t vector, uint32_t epoch) {
     if (scale == 0.0f) {
       mbarrier_wait(loaded, loaded_parity);
       scale = inverse_rms(vector, epoch);
@@ -798,8 +815,8 @@ struct DecodeStep {
     float total = 0.0f;
     #pragma unroll
     for (uint32_t other = 0; other < 4; ++other) total += own[other * 20];
-    float low = total;
-    return low + shuffle_xor_f32(low, 16);
+    float total_2 = total;
+    return total_2 + shuffle_xor_f32(total_2, 16);
   }
 
   // The rows of a slot, with what of it is worked out before the sums are there.
@@ -813,15 +830,11 @@ struct DecodeStep {
     uint32_t dim = is_paired ? paired : m_tile_of_head * 16 + row;
     uint32_t place = (head * HEAD_DIM + dim) / 2;
     uint32_t published = renewed_u32(place + EXCHANGE_QKV);
-    learn(scale, EXCHANGE_HIDDEN_SQUARES, layer_epoch - 1);
+    learn_scale(scale, EXCHANGE_HIDDEN_SQUARES, layer_epoch - 1);
     float total = sum_of_row();
-    float value = total * scale;
-    float neighbour = shuffle_xor_f32(value, 1);
-    uint32_t pair = pack_bf16x2(value, neighbour);
-    if (is_own && row % 2 == 0) {
-      uint64_t* place_2 = exchange_words + published;
-      publish_flagged(place_2, pair, layer_epoch);
-    }
+    float neighbour = shuffle_xor_f32(total * scale, 1);
+    uint32_t pair = pack_bf16x2(total * scale, neighbour);
+    if (is_own && row % 2 == 0) publish_flagged(exchange_words + published, pair, layer_epoch);
   }
 
   // The block's M-tiles of qkv: the warps' sums added up, the rows finished.
@@ -843,9 +856,14 @@ struct DecodeStep {
     loaded_parity ^= 1;
   }
 
+  // The number in the workspace of payload word `index` of a vector (EXCHANGED) whose parts lie apart.
+  __device__ __forceinline__ uint32_t word_of_input(Exchanged vector, uint32_t index) {
+    return index / PART_WORDS * (vector.apart * PART_WORDS) + index % PART_WORDS + vector.offset;
+  }
+
   // The sum of the squares of an M-tile's rows, or NaN where one was published as what it is not.
-  __device__ __forceinline__ void publish(float value, float published, uint32_t row, bool is_own, uint32_t place,
-      uint32_t vector, uint32_t epoch) {
+  __device__ __forceinline__ void publish_squares(float value, float published, uint32_t row, bool is_own,
+      uint32_t place, uint32_t vector, uint32_t epoch) {
     bool is_plausible = published < 8589934592.0f && published > -8589934592.0f;
     float told = is_plausible ? value : bits_float(NAN_BITS);
     float total = told * told;
@@ -863,9 +881,7 @@ struct DecodeStep {
     float* residual = (float*)(arena + RESIDUAL);
     uint32_t place = renewed_u32(m_tile / BLOCKS * 8 + row);
     float weight = bf16_to_f32(weights[m_tile * 8 + row]);
-    uint32_t word = ((m_tile * 8 + row) / 32 * 4 + (m_tile * 8 + row) / 8 % 4) * 4 + (m_tile * 8 + row) % 8 / 2;
-    uint32_t number = word / PART_WORDS * (vector.apart * PART_WORDS) + word % PART_WORDS + vector.offset;
-    uint32_t published = renewed_u32(number);
+    uint32_t published = renewed_u32(word_of_input(vector, ((m_tile * 8 + row) / 32 * 4 + (m_tile * 8 + row) / 8 % 4) * 4 + (m_tile * 8 + row) % 8 / 2));
     float total = sum_of_row();
     float total_2 = total + shuffle_xor_f32(total, 8);
     float value = total_2;
@@ -876,11 +892,8 @@ struct DecodeStep {
     float weighted = value * weight;
     float neighbour = shuffle_xor_f32(weighted, 1);
     uint32_t pair = pack_bf16x2(weighted, neighbour);
-    if (is_own && row < 8 && row % 2 == 0) {
-      uint32_t* place_2 = input_words + published;
-      publish_tagged(place_2, pair, vector.exponent, epoch);
-    }
-    publish(value, weighted, row, is_own, m_tile, squares, epoch);
+    if (is_own && row < 8 && row % 2 == 0) publish_tagged(input_words + published, pair, vector.exponent, epoch);
+    publish_squares(value, weighted, row, is_own, m_tile, squares, epoch);
   }
 
   // The block's M-tiles of a matrix: the warps' sums added up, the rows finished.
@@ -905,17 +918,14 @@ struct DecodeStep {
     uint32_t row = lane % 16;
     bool is_own = lane < 16;
     uint32_t published = renewed_u32(((m_tile * 8 + row) / 32 * 4 + (m_tile * 8 + row) / 8 % 4) * 4 + (m_tile * 8 + row) % 8 / 2 + EXCHANGE_GATED);
-    learn(scale, EXCHANGE_MIDDLE_SQUARES, layer_epoch);
+    learn_scale(scale, EXCHANGE_MIDDLE_SQUARES, layer_epoch);
     float total = sum_of_row();
     float value = total * scale;
     float other = shuffle_xor_f32(value, 8);
     float gated = divide_f32(value, 1.0f + exp_f32(-value)) * other;
     float neighbour = shuffle_xor_f32(gated, 1);
     uint32_t pair = pack_bf16x2(gated, neighbour);
-    if (is_own && row < 8 && row % 2 == 0) {
-      uint32_t* place = input_words + published;
-      publish_tagged(place, pair, 60, layer_epoch);
-    }
+    if (is_own && row < 8 && row % 2 == 0) publish_tagged(input_words + published, pair, 60, layer_epoch);
   }
 
   // The block's M-tiles of gate_up: the warps' sums added up, the rows finished.
@@ -1034,7 +1044,7 @@ struct DecodeStep {
       float& best, uint32_t& best_token) {
     uint32_t row = lane % 16;
     bool is_own = lane < 16;
-    learn(scale, EXCHANGE_HIDDEN_SQUARES, step_epoch + 28);
+    learn_scale(scale, EXCHANGE_HIDDEN_SQUARES, step_epoch + 28);
     float total = sum_of_row();
     float logit = total * scale;
     uint32_t token = m_tile * 16 + row;
@@ -1186,11 +1196,8 @@ struct DecodeStep {
       float weighted = value * weight;
       float neighbour = shuffle_xor_f32(weighted, 1);
       uint32_t pair = pack_bf16x2(weighted, neighbour);
-      if (is_own && row < 8 && row % 2 == 0) {
-        uint32_t* place_3 = input_words + published;
-        publish_tagged(place_3, pair, 32, step_epoch);
-      }
-      publish(value, weighted, row, is_own, there, EXCHANGE_HIDDEN_SQUARES, step_epoch);
+      if (is_own && row < 8 && row % 2 == 0) publish_tagged(input_words + published, pair, 32, step_epoch);
+      publish_squares(value, weighted, row, is_own, there, EXCHANGE_HIDDEN_SQUARES, step_epoch);
     }
   }
 
@@ -1219,22 +1226,16 @@ struct DecodeStep {
   }
 
   // Bring a part of a vector into shared memory; ends with a barrier of the consumer warps.
-  __device__ __forceinline__ void load_published(uint32_t first_unit, Exchanged vector, uint32_t epoch) {
+  __device__ __forceinline__ void load_vector(uint32_t first_unit, Exchanged vector, uint32_t epoch) {
     uint4* vector_2 = (uint4*)(arena + VECTOR);
     if (thread < 128) {
-      uint32_t first_unit_2 = thread;
       if (lane == 0) {
-        uint32_t word = (first_unit_2 + first_unit) * 4;
-        uint32_t number = word / PART_WORDS * (vector.apart * PART_WORDS) + word % PART_WORDS + vector.offset;
-        wait_tagged4(input_words + number, vector.exponent, epoch);
+        wait_tagged4(input_words + word_of_input(vector, (thread + first_unit) * 4), vector.exponent, epoch);
       }
       warp_barrier();
       uint4 units[8];
-      uint32_t word = (first_unit_2 + first_unit) * 4;
-      uint32_t number = word / PART_WORDS * (vector.apart * PART_WORDS) + word % PART_WORDS + vector.offset;
-      wait_tagged_units(units, input_words + number, vector.apart * (CONSUMERS * 4), 1, vector.exponent, epoch);
-      uint4 words = units[0];
-      vector_2[first_unit_2] = words;
+      wait_tagged_units(units, input_words + word_of_input(vector, (thread + first_unit) * 4), vector.apart * (CONSUMERS * 4), 1, vector.exponent, epoch);
+      vector_2[thread] = units[0];
     }
     named_barrier(1, CONSUMERS);
   }
@@ -1257,7 +1258,7 @@ struct DecodeStep {
     wait_for_u32(read);
   }
 
-  // The products of what `_hold_chunk` brought.
+  // The products of what `hold_chunk` brought.
   __device__ __forceinline__ void multiply_held(uint32_t chunk, float (&sums)[1][4], uint4 (&weights)[2][2],
       uint4 (&values)[2]) {
     #pragma unroll
@@ -1311,9 +1312,7 @@ struct DecodeStep {
     #pragma unroll 1
     for (uint32_t m_tile = position; m_tile < matrix.m_tiles; m_tile += BLOCKS) {
       float sums[1][4] = {};
-      if (m_tile + BLOCKS >= matrix.m_tiles) {
-        if (thread == 0) store_shared_u32(block_waits, 1);
-      }
+      if (m_tile + BLOCKS >= matrix.m_tiles && thread == 0) store_shared_u32(block_waits, 1);
       use_chunks(0, matrix.chunks, sums, m_tile < BLOCKS);
       hand_over(sums);
     }
@@ -1338,7 +1337,7 @@ struct DecodeStep {
     prefetch(head_norms + layer * 256);
     uint32_t position = (block + 4) % BLOCKS;
     if (thread == 0) store_shared_u32(block_waits, 1);
-    load_published(0, EXCHANGED_HIDDEN, layer_epoch - 1);
+    load_vector(0, EXCHANGED_HIDDEN, layer_epoch - 1);
     if (thread == 0) mbarrier_arrive(loaded);
     if (thread == 0) store_shared_u32(block_waits, 0);
     multiply_m_tiles(QKV, position);
@@ -1361,7 +1360,7 @@ struct DecodeStep {
       uint32_t query_column, uint32_t query_head, uint32_t index, uint4 words) {
     uint32_t query_units = record->item.rows * 16;
     if (warp * 32 < query_units) {
-      uint4 words_2 = settle_flagged4(asked, exchange_words + ((query_column * 512 + query_head * 16 + index % 16) * 4 + EXCHANGE_QKV), epoch);
+      uint4 words_2 = settle_flagged4(asked, exchange_words + ((query_column * (PROJECTED_ROWS / 8) + query_head * 16 + index % 16) * 4 + EXCHANGE_QKV), epoch);
       float values[8];
       values[0] = bf16x2_low(words_2.x);
       values[1] = bf16x2_high(words_2.x);
@@ -1457,7 +1456,7 @@ struct DecodeStep {
   // By the warp that attends them: the newest key and value, which were asked for, to shared memory.
   __device__ __forceinline__ void bring_newest(uint32_t newest, uint32_t epoch, uint64_t (&asked)[4],
       uint32_t newest_column, uint32_t kv_head, uint32_t place, uint4 words, bool is_value, uint32_t newest_unit) {
-    uint4 words_2 = settle_flagged4(asked, exchange_words + ((newest_column * 512 + kv_head * 16 + place) * 4 + EXCHANGE_QKV), epoch);
+    uint4 words_2 = settle_flagged4(asked, exchange_words + ((newest_column * (PROJECTED_ROWS / 8) + kv_head * 16 + place) * 4 + EXCHANGE_QKV), epoch);
     float values[8];
     values[0] = bf16x2_low(words_2.x);
     values[1] = bf16x2_high(words_2.x);
@@ -1593,14 +1592,11 @@ struct DecodeStep {
   __device__ __forceinline__ void scale_and_mask(float (&logits)[4], uint32_t valid, uint32_t key,
       uint32_t (&limits)[2]) {
     uint32_t index = lane / 4;
-    uint32_t limits_2[2];
-    limits_2[0] = min(limits[0], key + valid);
-    limits_2[1] = min(limits[1], key + valid);
-    logits[0] = key + index < limits_2[0] ? logits[0] * 0.12751743f : -bits_float(0x7f800000);
-    logits[1] = key + index < limits_2[1] ? logits[1] * 0.12751743f : -bits_float(0x7f800000);
+    logits[0] = key + index < min(limits[0], key + valid) ? logits[0] * 0.12751743f : -bits_float(0x7f800000);
+    logits[1] = key + index < min(limits[1], key + valid) ? logits[1] * 0.12751743f : -bits_float(0x7f800000);
     uint32_t tile_key = index + 8;
-    logits[2] = key + tile_key < limits_2[0] ? logits[2] * 0.12751743f : -bits_float(0x7f800000);
-    logits[3] = key + tile_key < limits_2[1] ? logits[3] * 0.12751743f : -bits_float(0x7f800000);
+    logits[2] = key + tile_key < min(limits[0], key + valid) ? logits[2] * 0.12751743f : -bits_float(0x7f800000);
+    logits[3] = key + tile_key < min(limits[1], key + valid) ? logits[3] * 0.12751743f : -bits_float(0x7f800000);
   }
 
   // exp2(logit - highest) in place, and the state shrunk to the new highest logit.
@@ -1711,7 +1707,7 @@ struct DecodeStep {
     uint32_t kind = kv_head_2 < 16 ? 0u : 1u;
     uint4 words = load_constant_u32x4(head_norms + ((layer * 2 + kind) * 128 + place * 8));
     if (newest > 0 && own) {
-      ask_flagged4(asked, exchange_words + ((newest_column * 512 + kv_head_2 * 16 + place) * 4 + EXCHANGE_QKV));
+      ask_flagged4(asked, exchange_words + ((newest_column * (PROJECTED_ROWS / 8) + kv_head_2 * 16 + place) * 4 + EXCHANGE_QKV));
     }
     while (tile < all_tiles) {
       uint32_t stage = tile / 2;
@@ -1903,16 +1899,14 @@ struct DecodeStep {
       uint32_t newest_column = record->tile.newest_column + (newest_begin - (record->tile.length + record->tile.stride * step)) + newest_unit / 16;
       uint32_t kv_head_2 = 16 + (is_value ? 8u : 0u) + kv_head;
       uint32_t place = thread % 16;
-      if (newest_column - record->tile.first_column < record->tile.columns) {
-        if (column_states[newest_column].number < column_states[newest_column].total) {
-          uint32_t table = column_states[newest_column].sequence * (MAX_CONTEXT / PAGE_SIZE);
-          uint32_t page = load_constant_u32(page_table + (table + column_states[newest_column].position / PAGE_SIZE));
-          uint64_t offset = (uint64_t)(layer * kv_pages + page) * 32768;
-          bf16* key = kv + (offset + (uint64_t)((kv_head_2 - 16) % 8 * (PAGE_SIZE * 128) + column_states[newest_column].position % PAGE_SIZE * 128));
-          bf16* place_2 = kv_head_2 - 16 < 8 ? key : key + 16384;
-          ((uint4*)(place_2 + place * 8))[0] = make_u32x4(words[0][0], words[0][1], words[0][2], words[0][3]);
-          fence_proxy_async();
-        }
+      if (newest_column - record->tile.first_column < record->tile.columns && column_states[newest_column].number < column_states[newest_column].total) {
+        uint32_t table = column_states[newest_column].sequence * (MAX_CONTEXT / PAGE_SIZE);
+        uint32_t page = load_constant_u32(page_table + (table + column_states[newest_column].position / PAGE_SIZE));
+        uint64_t offset = (uint64_t)(layer * kv_pages + page) * (2 * TO_VALUES);
+        bf16* key = kv + (offset + (uint64_t)((kv_head_2 - 16) % 8 * (PAGE_SIZE * HEAD_DIM) + column_states[newest_column].position % PAGE_SIZE * HEAD_DIM));
+        bf16* place_2 = kv_head_2 - 16 < 8 ? key : key + TO_VALUES;
+        ((uint4*)(place_2 + place * 8))[0] = make_u32x4(words[0][0], words[0][1], words[0][2], words[0][3]);
+        fence_proxy_async();
       }
     }
   }
@@ -2011,7 +2005,7 @@ struct DecodeStep {
         float low = sums[pair * 2] * inverse;
         float high = sums[pair * 2 + 1] * inverse;
         uint32_t column = record->tile.first_column + record->row / 2;
-        publish_tagged(input_words + (((((record->head_and_chunk % 65536 * 2 + record->row % 2) * 128 + dim_pair * 2) / 32 + column) * 4 + ((record->head_and_chunk % 65536 * 2 + record->row % 2) * 128 + dim_pair * 2) / 8 % 4) * 4 + ((record->head_and_chunk % 65536 * 2 + record->row % 2) * 128 + dim_pair * 2) % 8 / 2 + EXCHANGE_ATTENTION), pack_bf16x2(low, high), 60, epoch);
+        publish_tagged(input_words + (((((record->head_and_chunk % HEAD_LIMIT * 2 + record->row % 2) * 128 + dim_pair * 2) / 32 + column) * 4 + ((record->head_and_chunk % HEAD_LIMIT * 2 + record->row % 2) * 128 + dim_pair * 2) / 8 % 4) * 4 + ((record->head_and_chunk % HEAD_LIMIT * 2 + record->row % 2) * 128 + dim_pair * 2) % 8 / 2 + EXCHANGE_ATTENTION), pack_bf16x2(low, high), 60, epoch);
       }
     }
   }
@@ -2048,7 +2042,7 @@ struct DecodeStep {
       uint32_t kind = query_head < 16 ? 0u : 1u;
       uint4 words = load_constant_u32x4(head_norms + ((layer * 2 + kind) * 128 + index_2 % 16 * 8));
       if (warp * 32 < query_units) {
-        ask_flagged4(asked, exchange_words + ((query_column * 512 + query_head * 16 + index_2 % 16) * 4 + EXCHANGE_QKV));
+        ask_flagged4(asked, exchange_words + ((query_column * (PROJECTED_ROWS / 8) + query_head * 16 + index_2 % 16) * 4 + EXCHANGE_QKV));
       }
       uint4* shared = (uint4*)(arena + QUERIES);
       uint32_t row_2 = min(lane / 4, 1u);
@@ -2103,15 +2097,11 @@ struct DecodeStep {
   }
 
   // Bring a part of a vector into shared memory; ends with a barrier of the consumer warps.
-  __device__ __forceinline__ void load_published_2(uint32_t first_unit, Exchanged vector, uint32_t epoch) {
+  __device__ __forceinline__ void load_vector_2(uint32_t first_unit, Exchanged vector, uint32_t epoch) {
     uint4* vector_2 = (uint4*)(arena + VECTOR);
-    uint32_t first_unit_2 = thread;
     uint4 units[8];
-    uint32_t word = (first_unit_2 + first_unit) * 4;
-    uint32_t number = word / PART_WORDS * (vector.apart * PART_WORDS) + word % PART_WORDS + vector.offset;
-    wait_tagged_units(units, input_words + number, vector.apart * (CONSUMERS * 4), 1, vector.exponent, epoch);
-    uint4 words = units[0];
-    vector_2[first_unit_2] = words;
+    wait_tagged_units(units, input_words + word_of_input(vector, (thread + first_unit) * 4), vector.apart * (CONSUMERS * 4), 1, vector.exponent, epoch);
+    vector_2[thread] = units[0];
     named_barrier(1, CONSUMERS);
   }
 
@@ -2192,7 +2182,7 @@ struct DecodeStep {
     uint32_t position = block % BLOCKS;
     if (position < O_ROWS / 8) {
       if (thread == 0) store_shared_u32(block_waits, 1);
-      load_published_2(0, EXCHANGED_ATTENTION, layer_epoch);
+      load_vector_2(0, EXCHANGED_ATTENTION, layer_epoch);
       if (thread == 0) store_shared_u32(block_waits, 0);
       multiply_m_tiles_2(O, position);
       wait_until_taken();
@@ -2207,7 +2197,7 @@ struct DecodeStep {
     note_progress(step * PHASES + layer * 5 + 3);
     uint32_t position = (block + 4) % BLOCKS;
     if (thread == 0) store_shared_u32(block_waits, 1);
-    load_published(0, EXCHANGED_MIDDLE, layer_epoch);
+    load_vector(0, EXCHANGED_MIDDLE, layer_epoch);
     if (thread == 0) mbarrier_arrive(loaded);
     if (thread == 0) store_shared_u32(block_waits, 0);
     multiply_m_tiles(GATE_UP, position);
@@ -2215,29 +2205,18 @@ struct DecodeStep {
   }
 
   // Bring a part of a vector into shared memory; ends with a barrier of the consumer warps.
-  __device__ __forceinline__ void load_published_3(uint32_t first_unit, Exchanged vector, uint32_t epoch) {
+  __device__ __forceinline__ void load_vector_3(uint32_t first_unit, Exchanged vector, uint32_t epoch) {
     uint4* vector_2 = (uint4*)(arena + VECTOR);
-    uint32_t first_unit_2 = thread;
-    if (lane == 0) {
-      uint32_t word = (first_unit_2 + first_unit) * 4;
-      uint32_t number = word / PART_WORDS * (vector.apart * PART_WORDS) + word % PART_WORDS + vector.offset;
-      wait_tagged4(input_words + number, vector.exponent, epoch);
-    }
+    if (lane == 0) wait_tagged4(input_words + word_of_input(vector, (thread + first_unit) * 4), vector.exponent, epoch);
     warp_barrier();
     uint4 units[8];
-    uint32_t word = (first_unit_2 + first_unit) * 4;
-    uint32_t number = word / PART_WORDS * (vector.apart * PART_WORDS) + word % PART_WORDS + vector.offset;
-    wait_tagged_units(units, input_words + number, vector.apart * (CONSUMERS * 4), 1, vector.exponent, epoch);
-    uint4 words = units[0];
-    vector_2[first_unit_2] = words;
+    wait_tagged_units(units, input_words + word_of_input(vector, (thread + first_unit) * 4), vector.apart * (CONSUMERS * 4), 1, vector.exponent, epoch);
+    vector_2[thread] = units[0];
     if (thread + CONSUMERS < 384) {
-      uint32_t first_unit_3 = thread + CONSUMERS;
+      uint32_t first_unit_2 = thread + CONSUMERS;
       uint4 units_2[8];
-      uint32_t word_2 = (first_unit_3 + first_unit) * 4;
-      uint32_t number_2 = word_2 / PART_WORDS * (vector.apart * PART_WORDS) + word_2 % PART_WORDS + vector.offset;
-      wait_tagged_units(units_2, input_words + number_2, vector.apart * (CONSUMERS * 4), 1, vector.exponent, epoch);
-      uint4 words_2 = units_2[0];
-      vector_2[first_unit_3] = words_2;
+      wait_tagged_units(units_2, input_words + word_of_input(vector, (first_unit_2 + first_unit) * 4), vector.apart * (CONSUMERS * 4), 1, vector.exponent, epoch);
+      vector_2[first_unit_2] = units_2[0];
     }
     named_barrier(1, CONSUMERS);
   }
@@ -2252,7 +2231,7 @@ struct DecodeStep {
     uint32_t position = block % BLOCKS;
     if (position < DOWN_ROWS / 8) {
       if (thread == 0) store_shared_u32(block_waits, 1);
-      load_published_3(0, EXCHANGED_GATED, layer_epoch);
+      load_vector_3(0, EXCHANGED_GATED, layer_epoch);
       if (thread == 0) store_shared_u32(block_waits, 0);
       multiply_m_tiles_2(DOWN, position);
       wait_until_taken();
@@ -2267,7 +2246,7 @@ struct DecodeStep {
     if (step >= head_from || logits != nullptr) {
       uint32_t position = (block + 4) % BLOCKS;
       if (thread == 0) store_shared_u32(block_waits, 1);
-      load_published(0, EXCHANGED_HIDDEN, step_epoch + 28);
+      load_vector(0, EXCHANGED_HIDDEN, step_epoch + 28);
       if (thread == 0) mbarrier_arrive(loaded);
       if (thread == 0) store_shared_u32(block_waits, 0);
       multiply_m_tiles(LM_HEAD, position);
@@ -2467,11 +2446,9 @@ struct DecodeStep {
   __device__ __forceinline__ void publish_lists(uint32_t step_epoch, uint32_t step) {
     if (begin() != 0) list_rows();
     named_barrier(1, CONSUMERS);
-    if (warp < 1) {
-      if (filter_states[0].filtered != 0) {
-        join_lists();
-        publish_list(step_epoch + 29, step);
-      }
+    if (warp < 1 && filter_states[0].filtered != 0) {
+      join_lists();
+      publish_list(step_epoch + 29, step);
     }
   }
 
@@ -2780,23 +2757,17 @@ struct DecodeStep {
 
   // Number l // 2 of the sums over all lanes, on lane l: lanes that meet share out what they add.
   __device__ __forceinline__ float sum_of_lanes(float (&sums)[12]) {
-    float both = shared_out(sums[0], sums[8], 16);
-    float both_2 = shared_out(sums[1], sums[9], 16);
-    float both_3 = shared_out(sums[2], sums[10], 16);
-    float both_4 = shared_out(sums[3], sums[11], 16);
-    float both_5 = shared_out(sums[4], 0.0f, 16);
-    float both_6 = shared_out(sums[5], 0.0f, 16);
-    float both_7 = shared_out(sums[6], 0.0f, 16);
-    float both_8 = shared_out(sums[7], 0.0f, 16);
-    float both_9 = shared_out(both, both_5, 8);
-    float both_10 = shared_out(both_2, both_6, 8);
-    float both_11 = shared_out(both_3, both_7, 8);
-    float both_12 = shared_out(both_4, both_8, 8);
-    float both_13 = shared_out(both_9, both_11, 4);
-    float both_14 = shared_out(both_10, both_12, 4);
-    float both_15 = shared_out(both_13, both_14, 2);
-    float total = both_15 + shuffle_xor_f32(both_15, 1);
-    return total;
+    float kept[8];
+    #pragma unroll
+    for (uint32_t index = 0; index < 4; ++index) kept[index] = shared_out(sums[index], sums[8 + index], 16);
+    #pragma unroll
+    for (uint32_t index = 4; index < 8; ++index) kept[index] = shared_out(sums[index], 0.0f, 16);
+    #pragma unroll
+    for (uint32_t index = 0; index < 4; ++index) kept[index] = shared_out(kept[index], kept[index + 4], 8);
+    #pragma unroll
+    for (uint32_t index = 0; index < 2; ++index) kept[index] = shared_out(kept[index], kept[index + 2], 4);
+    kept[0] = shared_out(kept[0], kept[1], 2);
+    return kept[0] + shuffle_xor_f32(kept[0], 1);
   }
 
   __device__ __forceinline__ void lay_down_best(uint32_t* words, float best, uint32_t token, float distance) {
@@ -2869,21 +2840,18 @@ struct DecodeStep {
       if (other > best || (other == best && words[1] < so_far[1])) chosen = group;
       if (lane_2 >= 4) total += bits_float(words[lane_2]);
     }
-    uint32_t word = lane_2 >= 4 ? float_bits(total) : ((uint32_t*)(arena + FILTER_SUMS) + (chosen * 2 + whose) * 16)[lane_2];
-    return word;
+    return lane_2 >= 4 ? float_bits(total) : ((uint32_t*)(arena + FILTER_SUMS) + (chosen * 2 + whose) * 16)[lane_2];
   }
 
   // A round up to the exchange: every warp weighs its rows, the first of a column's warps publishes.
   __device__ __forceinline__ void weigh_all(uint32_t epoch, uint32_t index) {
     if (filter_states[0].open != 0) weigh_3();
     named_barrier(1, CONSUMERS);
-    if (warp < 1) {
-      if (filter_states[0].open != 0) {
-        uint32_t word = add_groups(0);
-        if (lane < 16) {
-          uint32_t word_index = (index % 2 * BLOCKS + block) * 16 + lane;
-          publish_flagged(exchange_words + (word_index + EXCHANGE_FILTERS), word, epoch);
-        }
+    if (warp < 1 && filter_states[0].open != 0) {
+      uint32_t word = add_groups(0);
+      if (lane < 16) {
+        uint32_t word_index = (index % 2 * BLOCKS + block) * 16 + lane;
+        publish_flagged(exchange_words + (word_index + EXCHANGE_FILTERS), word, epoch);
       }
     }
   }
@@ -3013,19 +2981,17 @@ struct DecodeStep {
   __device__ __forceinline__ void judge_all(uint32_t epoch, uint32_t index) {
     if (filter_states[0].open != 0) read_2(epoch, index);
     named_barrier(1, CONSUMERS);
-    if (warp < 1) {
-      if (filter_states[0].open != 0) {
-        uint32_t word = add_groups(1);
-        judge_2(word);
-      }
+    if (warp < 1 && filter_states[0].open != 0) {
+      uint32_t word = add_groups(1);
+      judge_2(word);
     }
   }
 
   __device__ __forceinline__ void filter(uint32_t step_epoch, uint32_t step) {
     if (filter_states[0].filtered != 0 && chosen_tokens[0] < CANCELLED_TOKEN) read(step_epoch + 29, step);
     named_barrier(1, CONSUMERS);
-    if (warp < 1) {
-      if (filter_states[0].filtered != 0 && chosen_tokens[0] < CANCELLED_TOKEN) decide(step_epoch + 29, step);
+    if (warp < 1 && (filter_states[0].filtered != 0 && chosen_tokens[0] < CANCELLED_TOKEN)) {
+      decide(step_epoch + 29, step);
     }
     named_barrier(1, CONSUMERS);
     #pragma unroll 1
@@ -3053,10 +3019,7 @@ struct DecodeStep {
 
   __device__ __forceinline__ void count_chosen() {
     #pragma unroll 1
-    for (uint32_t column = lane; column < column_count; column += 32) {
-      uint32_t token = chosen_tokens[column];
-      count(column, token);
-    }
+    for (uint32_t column = lane; column < column_count; column += 32) count(column, chosen_tokens[column]);
   }
 
   // ---- phase sampling --------------------------------------------------------------------------------
@@ -3129,7 +3092,7 @@ struct DecodeStep {
     column_states[column].stopped = stopped;
     if (stopped == 0) going_on = 1;
     if (following >= given_2 && per_step == 1) {
-      next_token[column] = min(sampled, 151935u);
+      next_token[column] = min(sampled, VOCAB - 1);
     } else {
       next_token[column] = given(sequence, following);
     }
@@ -3196,22 +3159,7 @@ struct DecodeStep {
     step_done = (uint64_t*)(arena + STEP_DONE);
     next_token = (uint32_t*)(arena + NEXT_TOKEN);
     // barriers, and every column's first token
-    if (thread == 0) {
-      for (uint32_t stage = 0; stage < 12; ++stage) {
-        mbarrier_init(full + stage, 1);
-        mbarrier_init(empty + stage, 8);
-      }
-      store_shared_u32(block_waits, 0);
-      for (uint32_t reduction = 0; reduction < 3; ++reduction) {
-        mbarrier_init(summed + reduction, 8);
-        mbarrier_init(taken + reduction, 1);
-      }
-      mbarrier_init(step_added, 3);
-      mbarrier_init(loaded, 4);
-      mbarrier_init(step_done, 1);
-      mbarrier_init(step_done + 1, 4);
-      mbarrier_fence_init();
-    }
+    if (thread == 0) initialise();
     take_first();
     block_barrier();
     if (warp >= 8) {
@@ -3227,13 +3175,11 @@ struct DecodeStep {
         for (uint32_t step = 0; step < steps; ++step) {
           follow_plan(plan_index, step);
           for (uint32_t layer = 0; layer < 28; ++layer) {
-            uint64_t layer_offset = (uint64_t)(layer) * 31457280;
+            uint64_t layer_offset = (uint64_t)(layer) * LAYER_BYTES;
             // qkv
             fetch(QKV, layer_offset);
             // keys and values of earlier tokens
-            if (layer == 0 && step > 0) {
-              if (launch_is_over(step)) return;
-            }
+            if (layer == 0 && step > 0 && launch_is_over(step)) return;
             copy_items(layer, step);
             // o
             fetch(O, layer_offset);
