@@ -43,7 +43,7 @@ from cheetah.lang.nodes import (
 
 INDENT = "  "
 WIDTH = 120
-_SHORT_BODIES = (Assign, Do, If, Jump, Return)
+_SHORT_BODIES = (Assign, Do, Jump, Return)
 """What may stand behind its condition or loop, in the same line."""
 _ATOM, _POSTFIX, _UNARY, _SELECT = 17, 16, 15, 4
 _PRECEDENCE = {
