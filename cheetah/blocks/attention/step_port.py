@@ -137,7 +137,8 @@ class Projection:
     def _value(self, rows: Rows, layer: ch.Expr) -> ch.Expr:
         """The row's number, with its bias."""
         if self.biases is None:
-            return rows.sum()
+            total: ch.Expr = rows.sum()
+            return total
         value = ch.const(ty.f32, rows.sum(), name="value")
         return value + prim.bf16_to_f32(self.biases[layer * self.shape.qkv_rows + rows.m_tile * M_TILE_ROWS + rows.row])
 
