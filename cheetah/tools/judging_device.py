@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
+from itertools import takewhile
 from typing import Any
 
 import numpy as np
@@ -94,6 +95,7 @@ class JudgingDevice(TimedDevice):
         if published is not None:
             self._schedule["noted"] = EXCHANGE
         self._plan, self._steps, self._pace = rig.plan, rig.family.program.KERNEL_NAME, pace
+        self._vocab = rig.config.vocab_size
         self._made, self._kv = rig.made, rig.manifest.buffer("kv")
         self._head_rows = step_matrices(rig.config.shape, rig.plan, rig.gpu).head.rows
 
@@ -124,8 +126,9 @@ class JudgingDevice(TimedDevice):
         for row, record in enumerate(_sequences(arguments)):
             reached = min(int(_words(arguments["status"])[0]) * record.per_step, record.total)
             sampled = tokens[row, record.given : reached + 1]
-            made = [*_until_stop(sampled, stop_ids[record.stop_first :][: record.stop_count])]
-            count = min(reached, record.given + len(made))
+            made = _until_stop(sampled, stop_ids[record.stop_first :][: record.stop_count])
+            known = [*takewhile(lambda token: token < self._vocab, made)]
+            count = min(reached, record.given + len(known))
             positions = np.arange(record.length, record.length + count)
             pages, places = tables[row][positions // self._plan.page_size], positions % self._plan.page_size
             cached = pool[:, pages, :, :, places].transpose(1, 2, 3, 0, 4)
@@ -152,9 +155,11 @@ class JudgingDevice(TimedDevice):
             expected[sequence.given : ended + 1] = sampled
             if not np.array_equal(told[number], expected):
                 raise KernelFault(f"the host was not told of the tokens of sequence {number} as they were sampled")
-            if sequence.options & PENALISED:
-                stop_ids = _words(arguments["stop_ids"])[sequence.stop_first :][: sequence.stop_count]
-                for token in _until_stop(sampled, stop_ids):
+            stop_ids = _words(arguments["stop_ids"])[sequence.stop_first :][: sequence.stop_count]
+            for token in _until_stop(sampled, stop_ids):
+                if token >= self._vocab:
+                    raise KernelFault(f"sequence {number} sampled token {token}: there are {self._vocab}")
+                if sequence.options & PENALISED:
                     counted[sequence.slot, token] += 1
         if not np.array_equal(self._counted(of_ranks), counted):
             raise KernelFault("what is counted of the tokens that sequences have is not what they have sampled")

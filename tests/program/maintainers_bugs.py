@@ -75,7 +75,7 @@ def begin_epochs_again(patch: Patch) -> None:
 
 FENCE = r"fence_proxy_async\(\);"
 LANDED = r"mbarrier_wait\(full \+ landed_stage, landed_parity\);"
-COLUMN = r"\(\(ColumnState\*\)\(arena \+ COLUMNS\)\)\[column\]\."
+COLUMN = r"column_states\[column\]\."
 STORE_KEY = r"\(\(uint32_t\*\)\(place\w* \+ dim\)\)\[0\] = pair;"
 UNREAD, UNFENCED = "has loaded without waiting", "that thread has made no fence_proxy_async"
 SAMPLED, FLOAT32, CHUNKS = "was sampled at position", "from float32", "chunks of this block are under way"
@@ -109,7 +109,7 @@ TRIED = (
     bug(
         "no warp barrier where one lane waits for all",
         "alone has waited for words before",
-        without(r"warp_barrier\(\);", before=r"[{)]\s*wait_tagged4\([^;]*;[\s}]*"),
+        without(r"warp_barrier\(\);", before=r"[{);]\s*wait_tagged4\([^;]*;\s*\}\s*"),
     ),
     bug(
         "no warp barrier before the step's end is told",

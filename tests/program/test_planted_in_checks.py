@@ -26,7 +26,7 @@ from tests.tiers import tiered
 
 pytestmark = [pytest.mark.compiler, pytest.mark.slow]
 
-COLUMN = r"\(\(ColumnState\*\)\(arena \+ COLUMNS\)\)\[column\]\."
+COLUMN = r"column_states\[column\]\."
 BUGS = (
     # -- keys that are brought
     SamplingBug("a run over a page's end", r"PAGE_SIZE - token % PAGE_SIZE(?=, count - done)", "PAGE_SIZE"),
