@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 FIRST_TOKEN = 1
 NGRAMS = (2, 5)
 CHUNK = 512
-"""Keys of an item of attention, as an `LLM` has them that drafts."""
+"""Keys of an item of attention, as an `LLM` of long contexts has them that drafts."""
 
 
 @dataclass(frozen=True)

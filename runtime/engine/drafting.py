@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 from math import exp
@@ -57,8 +57,9 @@ class Drafted:
 
 NOTHING_DRAFTED = Drafted()
 
-MEMORY_STEPS = 16
-"""Steps behind which the mean length has forgotten two thirds of what was before."""
+MEMORY_STEPS, TRIAL_STEPS = 8, 16
+"""Steps behind which the mean length has forgotten two thirds of what was before; and of the first launch in which
+something is drafted, which may be in vain."""
 FORGETS = 0.3
 """How much of what is known of a step's time a launch is."""
 LEAST_STEPS = 4
@@ -110,6 +111,11 @@ class Pace:
         drafted = self._step_s.get((sequences, True))
         ratio = USUAL_RATIO if plain is None or drafted is None else drafted / plain
         return max(ratio, LEAST_RATIO)
+
+
+def first_steps(steps: int, worths: Iterable[Worth | None]) -> int:
+    """Steps of a launch of completions that may have something drafted: fewer where of one nothing is known yet."""
+    return min(steps, TRIAL_STEPS) if any(worth is None for worth in worths) else steps
 
 
 class Worth:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from cheetah.plan.kv.tables import FILTERED
 from cheetah.runtime.engine.completion import Completion
-from cheetah.runtime.engine.drafting import NOTHING_DRAFTED, Drafting, Pace, Speculation, Worth
+from cheetah.runtime.engine.drafting import NOTHING_DRAFTED, Drafting, Pace, Speculation, Worth, first_steps
 from cheetah.runtime.engine.launch_order import LaunchOrder, LogitsBuffers, Purpose, steps_with
 from cheetah.runtime.engine.launcher import Launcher
 from cheetah.runtime.engine.launches import LaunchResult, Part
@@ -136,6 +136,8 @@ class Scheduler:
         """One launch of all who decode, from the ids of each that are not cached: the last, or more if it came back."""
         completions = [*self.queues.running]
         logits = self._logits.next(any(one.request.logprobs is not None for one in completions))
+        if self._speculation is not None:
+            steps = first_steps(steps, (one.worth for one in completions if one.may_speculate))
         steps = steps_with(logits, steps, self._launcher, self._solo)
         wanted = [
             (one, width, drafting, min(one.most_tokens(width - 1), steps * width))

@@ -12,7 +12,7 @@ import pytest
 from cheetah.errors import CheetahError
 from cheetah.runtime import LLM, SamplingParams
 from cheetah.runtime import llm as llm_module
-from cheetah.runtime.engine.drafting import Drafted, Pace, Speculation, Worth
+from cheetah.runtime.engine.drafting import Drafted, Pace, Speculation, Worth, first_steps
 from cheetah.runtime.engine.step_launches import StepLaunches
 from cheetah.runtime.speculation import speculation_of
 
@@ -84,14 +84,15 @@ def test_a_mean_length_forgets_and_what_was_made_without_drafts_is_replayed() ->
     for _ in range(30):  # what never comes true
         ids += [len(ids) + 1000, len(ids) + 2000]
         worth.note(ids, 2, steps=2)
-    assert worth.length == pytest.approx(1.0 + exp(-60 / 16))
+    assert worth.length == pytest.approx(1.0 + exp(-60 / 8))
     for _ in range(5):  # nothing repeats itself
         ids += [len(ids) + 3000]
         worth.note(ids, 1, steps=None)
     known = worth.length
     ids += [*range(10, 30)]  # in one launch without drafts: 10 and 11 are new, then 3 drafts of each step are right
     worth.note(ids, 20, steps=None)
-    assert worth.length == pytest.approx(20 / 7 + (known - 20 / 7) * exp(-7 / 16))
+    assert worth.length == pytest.approx(20 / 7 + (known - 20 / 7) * exp(-7 / 8))
+    assert first_steps(51, [worth, None]) == 16 and first_steps(7, [None]) == 7 and first_steps(51, [worth]) == 51
 
 
 def test_drafts_pay_from_what_their_steps_take_more() -> None:
