@@ -30,7 +30,8 @@ BUGS = (
     SamplingBug("right behind a wrong one", r"\(leading & before\) == before", "true"),
     SamplingBug("one token too many behind a stop", r"ends == 0(?= && \()", "true"),
     SamplingBug("more tokens than are wanted", r"following < total(?=;)", "true"),
-    SamplingBug("goes on from its own input", r"(?<=next_token\[first\] = )min\(sampled, 49u\)", "next_token[first]"),
+    SamplingBug("goes on from its own input", r"(?<=next_token\[first\] = )min\(sampled, VOCAB - 1\)",
+                "next_token[first]"),
     # -- how far a sequence is
     SamplingBug("a rejected key is read", r"(?<=keys\.x \+ )\(\(uint32_t\*\)\(arena \+ DONE\)[^;)]*\)\[keys\.y\]",
                 r"\g<0> + 1"),
@@ -48,7 +49,7 @@ BUGS = (
     SamplingBug("the text ahead comes last", r"position < ahead \? 8388608u : 0u", "0u"),
     SamplingBug("what was made is appended at its position", r"\(value >> 8\)(?= \+ load_)", "0u"),
     SamplingBug("history one token late", r"(?<=row\[)place_2(?=\] = sampled)", "place_2 + 1"),
-    SamplingBug("the end finds itself", r"position < end(?=\))", "position <= end"),
+    SamplingBug("the end finds itself", r"position < end(?= &&)", "position <= end"),
     SamplingBug("the earliest match", r"best = max\(best, \(length << 24\) \| \w+\);"),
     SamplingBug("a shorter match than wanted", r"length >= shortest", "true"),
     SamplingBug("the same draft in all columns", r"\(number - known\) % period", "0u"),
