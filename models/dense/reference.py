@@ -270,7 +270,7 @@ class Reference:
 
     def reset(self) -> None:
         """Forget the sequence."""
-        self.length, self.nearness, self.exchanged = 0, list[float](), list[dict[str, F32]]()
+        self.length, self.nearness, self.exchanged = 0, list[float](), [dict[str, F32]()]
         self.tables = self._new_tables(64)
         self.keys, self.values = self._new_cache(64), self._new_cache(64)
 

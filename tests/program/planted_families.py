@@ -135,7 +135,7 @@ def forget_the_scale_behind(patch: Patch) -> None:
     """Rows are multiplied by the weights of the norm behind them, and not divided by their root mean square."""
 
     @ch.inline
-    def of(self: Any, column: Any) -> Any:
+    def of(self: Any, column: Any, arguments: Any) -> Any:
         return ty.f32(1.0)
 
     def finish(adding: Any, layout: Any, scale: Any, norm: Any, epilogue: Any) -> None:

@@ -44,7 +44,7 @@ BUGS = (
     bug(
         "lanes that bring weights do not meet",
         "still in flight|deadlock",
-        without(r"warp_barrier\(\);", before=r"advance\(weights_stage, weights_parity\);(?:\s*\})+\s*"),
+        without(r"warp_barrier\(\);", before=r"advance\(weights_stage, weights_parity[^;]*\);(?:\s*\})+\s*"),
     ),
     bug(
         "copies that do not count the phase that adds parts",

@@ -26,8 +26,9 @@ from cheetah.generate import choose_plan
 from cheetah.models.config_json import ConfigError
 from cheetah.models.family import Packing
 from cheetah.models.formats import PackingError
+from cheetah.models.llama import LlamaConfig
 from cheetah.models.quantization import read_quantization
-from cheetah.models.registry import family_of
+from cheetah.models.registry import family_of, read_config
 from cheetah.plan import gpu_named
 from cheetah.runtime.checkpoint.loading import LoadingError, open_checkpoint
 
@@ -42,7 +43,6 @@ REFUSED_CONFIGS = {
     "bitsandbytes": ({"quant_method": "bitsandbytes"}, "quantised by bitsandbytes: codes in a form of its own"),
     "hqq": ({"quant_method": "hqq"}, "quantised by hqq"),
     "aqlm": ({"quant_method": "aqlm"}, "quantised by aqlm: codebooks"),
-    "mxfp4": ({"quant_method": "mxfp4"}, "quantised by mxfp4, which is supported of experts alone"),
     "gguf": ({"quant_method": "gguf"}, "quantised by gguf: the format of llama.cpp"),
     "marlin": (gptq_config(checkpoint_format="marlin"), "checkpoint_format = 'marlin' is not supported"),
     "marlin by flag": (gptq_config(is_marlin_format=True), "is_marlin_format is true"),
@@ -99,6 +99,12 @@ def test_configurations(name):
     with pytest.raises(ConfigError) as raised:
         read_quantization(stated, "config.json")
     assert message in str(raised.value) and str(raised.value).startswith("config.json: ")
+
+
+def test_mxfp4_of_a_model_without_experts() -> None:
+    values = {**LlamaConfig(64, 64, 1, 1, 1, 64, 100).to_dict(), "quantization_config": {"quant_method": "mxfp4"}}
+    with pytest.raises(ConfigError, match="quantised by mxfp4, which is supported of experts alone"):
+        read_config(values)
 
 
 # -- what tensors hold
