@@ -134,8 +134,8 @@ class JudgedSteps:
     step, that ends where the context does and leaves columns of its last step empty; where items have a fixed length,
     the same with a token less a step, to the bit. 7. If it takes several sequences:
     as many as it takes, from an empty cache to one that they fill, with logits; then tokens of each, which asks for
-    what the others do not (masks, biases, penalties, filters), with logits again; the same in another order where one
-    of them ends, by itself or by the host's word; and if it takes more tokens than sequences, shares of the columns
+    what the others do not (masks, biases, penalties, filters), with logits again; the same where one of them ends, by
+    itself, in another order, or by the host's word; and if it takes more tokens than sequences, shares of the columns
     that differ. 8. With the first seed: embeddings with a number that is too large, with which nothing can be drawn.
 
     is_of_several: without 1 to 5, where a step takes several sequences; they are the dearest.
@@ -478,21 +478,20 @@ class _Run:
             raise KernelFault(f"a launch whose sequences the host ended in the first step made {steps} steps, not 2")
 
     def _first_one_ends(self, parts: Sequence[Part], drawn: Sequence[tuple[int, ...]], is_stopped: bool) -> None:
-        """The same again, in the opposite order, but that the first sequence ends, with its first token or by the host
-        from the first step on: the others go on as they did."""
+        """The same again, but that the first sequence ends: with its first token, in the opposite order, so that it has
+        the last column, or by the host from the first step on. The others go on as they did."""
         launcher = self.session.launcher
         ending = replace(parts[0], sampling=replace(parts[0].sampling, stop_ids=drawn[0][:1] if is_stopped else ()))
-        launch = launcher.prepare([*reversed(parts[1:]), ending])
+        order = -1 if is_stopped else 1
+        launch = launcher.prepare([ending, *parts[1:]][::order])
         if not is_stopped:
-            launcher.cancel(launch, len(parts) - 1)
+            launcher.cancel(launch, 0)
         launcher.start(launch)
-        *others, first = (result.token_ids for result in launcher.finish(launch))
+        found = [result.token_ids for result in launcher.finish(launch)][::order]
         ended = drawn[0][:1]  # who looks for the host's word in a step says so in the next
-        if [first, *reversed(others)] != [ended, *drawn[1:]]:
+        if found != [ended, *drawn[1:]]:
             how = "with its first token" if is_stopped else "by the host's word"
-            raise KernelFault(
-                f"sequences drew {[first, *reversed(others)]} where the first was to end {how}, else {[*drawn]}"
-            )
+            raise KernelFault(f"sequences drew {found} where the first was to end {how}, else {[*drawn]}")
 
     def _shares_of_columns(self) -> None:
         """Sequences that have more and fewer of a step's columns."""

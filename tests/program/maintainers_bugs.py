@@ -138,11 +138,11 @@ MORE = (
     bug("the fence before the store", UNFENCED, (rf"({STORE_KEY})\s*({FENCE})", r"\2 \1")),
     bug("one lane waits for the loads of all", UNREAD, (r"(wait_for_u32\((?:first|read)\b)", r"if (lane == 0) \1")),
     bug("a whole stage announced for the last keys", "Deadlock", (r"(expect_tx\(barrier), count \* ", r"\1, 16 * ")),
-    bug("values cached over their keys", "", (r"\? key : key \+ \d+;", "? key : key;")),
+    bug("values cached over their keys", "", (r"\? key : key \+ TO_VALUES;", "? key : key;")),
     bug("keys cached in the first sequence's pages", "", (rf"(uint32_t table) = {COLUMN}sequence[^;]*;", r"\1 = 0;")),
     bug("the first column's angles for all", FLOAT32, (r"(\+ ROPE\)) \+ column \* \d+;", r"\1;")),
     bug("the first column's norm for all", FLOAT32, (r"(places\w*\[\d\] =) column \*", r"\1 0 *")),
-    bug("keys copied into the place of values", "", (r"(bulk_copy\(keys\w* \+ \d+, key) \+ \d+,", r"\1,")),
+    bug("keys copied into the place of values", "", (r"(bulk_copy\(keys\w* \+ \d+, key) \+ TO_VALUES,", r"\1,")),
     bug("a query that sees a key too many", "", (r"(visible\w* = \w+ > [^?;]*\? \w+) - ", r"\1 + 1 - ")),
     bug("rows of padding among the candidates", "", (r"if \(\w+ < VOCAB && (candidate > best\))", r"if (\1")),
 )
