@@ -79,6 +79,8 @@ COLUMN = r"column_states\[column\]\."
 STORE_KEY = r"\(\(uint32_t\*\)\(place\w* \+ dim\)\)\[0\] = pair;"
 UNREAD, UNFENCED = "has loaded without waiting", "that thread has made no fence_proxy_async"
 SAMPLED, FLOAT32, CHUNKS = "was sampled at position", "from float32", "chunks of this block are under way"
+OF_QKV = "first off: layer 0, phase qkv"
+"""Where columns that change their order change what is drawn, which is told before logits are compared."""
 
 
 def bug(name: str, words: str, *edits: Edit) -> MaintainersBug:
@@ -134,14 +136,14 @@ TRIED = (
 
 MORE = (
     bug("a chunk counted that nobody requested", "never had more than", (r"(under_way) = 0;", r"\1 = 1;")),
-    bug("a block that waits for ever", "never had more than", (r"store_shared_u32\(block_waits, 0\);", "")),
+    bug("a block that waits for ever", "never had more than", (r"store_shared_u32\(block_waits, 0\);", ";")),
     bug("the fence before the store", UNFENCED, (rf"({STORE_KEY})\s*({FENCE})", r"\2 \1")),
     bug("one lane waits for the loads of all", UNREAD, (r"(wait_for_u32\((?:first|read)\b)", r"if (lane == 0) \1")),
     bug("a whole stage announced for the last keys", "Deadlock", (r"(expect_tx\(barrier), count \* ", r"\1, 16 * ")),
     bug("values cached over their keys", "", (r"\? key : key \+ TO_VALUES;", "? key : key;")),
     bug("keys cached in the first sequence's pages", "", (rf"(uint32_t table) = {COLUMN}sequence[^;]*;", r"\1 = 0;")),
-    bug("the first column's angles for all", FLOAT32, (r"(\+ ROPE\)) \+ column \* \d+;", r"\1;")),
-    bug("the first column's norm for all", FLOAT32, (r"(places\w*\[\d\] =) column \*", r"\1 0 *")),
+    bug("the first column's angles for all", OF_QKV, (r"(\+ ROPE\)) \+ column \* \d+;", r"\1;")),
+    bug("the first column's norm for all", OF_QKV, (r"(places\w*\[\d\] =) column \*", r"\1 0 *")),
     bug("keys copied into the place of values", "", (r"(bulk_copy\(keys\w* \+ \d+, key) \+ TO_VALUES,", r"\1,")),
     bug("a query that sees a key too many", "", (r"(visible\w* = \w+ > [^?;]*\? \w+) - ", r"\1 + 1 - ")),
     bug("rows of padding among the candidates", "", (r"if \(\w+ < VOCAB && (candidate > best\))", r"if (\1")),
