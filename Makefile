@@ -1,5 +1,5 @@
 # make demo      write text with the demo model in the emulator (sets up .venv first; needs Python 3.11+, g++, make)
-# make test      the tests that need no GPU: every property, in five to eight minutes on two cores
+# make test      the tests that need no GPU: every property, in five to nine minutes on two cores
 # make test-all  those, and the same properties over many more points (marked `exhaustive`); before a release
 # make check     lint, types, and kernels_generated/ as the generator writes it today
 # make kernels   write kernels_generated/ again
