@@ -160,12 +160,25 @@ class PassSizes:
                     f"a pass multiplies weights in bf16, quantised and sparse ones, and not those of {layout.name} in "
                     f"{layout.format.name}"
                 )
-            # Ranks share narrow M-tiles evenly, and two of them are one of a pass: none may have half of one.
-            assert self.gpu.ranks == 1 or layout.rows % M_TILE_ROWS == 0, layout
             self.pass_plan.check(layout)
+        self._check_ranks()
         if len({min(STAGE_TILES, PassPlan.vector_tiles(layout)) for layout in self.matrices.of_layer}) > 1:
             narrow = min(self.matrices.of_layer, key=PassPlan.vector_tiles)
             raise PlanError(f"products that share a main loop have two K-tiles or more each; {narrow.name} has one")
+
+    def _check_ranks(self) -> None:
+        """Squares are summed over a tile's rows first: in the order of one GPU where each has whole tiles."""
+        ranks, tile_rows, rows = self.gpu.ranks, self.pass_plan.tile_m_tiles * M_TILE_ROWS, self.shape.hidden
+        if ranks > 1 and self.plan.kv_chunk and rows % (ranks * tile_rows):
+            raise PlanError(
+                f"with a fixed kv_chunk a pass by {ranks} GPUs has the bits of one where the {rows} rows of the "
+                f"residual are whole tiles of {tile_rows} on each: prompts are read in steps"
+            )
+        for layout in self.matrices.of_layer:
+            if ranks > 1 and layout.rows % M_TILE_ROWS:  # of two narrow M-tiles a pass makes one
+                raise PlanError(
+                    f"a pass by {ranks} GPUs takes whole M-tiles, and {layout.name} has {layout.rows} rows on each"
+                )
 
     def _check_experts(self) -> None:
         if self.shape.norms_behind:

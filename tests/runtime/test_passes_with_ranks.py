@@ -13,12 +13,14 @@ from numpy.typing import NDArray
 from tiny_models import TinyWeights
 
 from cheetah.errors import CheetahError
-from cheetah.generate import generate_pass
+from cheetah.generate import choose_plan, describe_pass, generate_pass
 from cheetah.models.config import ModelConfig
 from cheetah.models.gemma import Gemma2Config
 from cheetah.models.qwen2 import Qwen2Config
 from cheetah.models.qwen3 import Qwen3Config
 from cheetah.package import Generated
+from cheetah.plan import PlanError, gpu_named
+from cheetah.plan.prompt import default_pass_plan
 from cheetah.runtime.assembly.assemble import Assembly, assemble
 from cheetah.runtime.assembly.texts import KeptTexts
 from cheetah.runtime.device.emulator import EmulatorDevice
@@ -152,6 +154,15 @@ def test_bugs_planted_in_passes_are_found(bug: Bug, monkeypatch: pytest.MonkeyPa
     (wanted,), wanted_pool, _ = by_one_gpu(AWKWARD)
     same = np.array_equal(pool[:, : wanted_pool.shape[1]], wanted_pool[:, : pool.shape[1]])
     assert not same or not all(np.array_equal(one, wanted) for one in states)
+
+
+def test_passes_that_would_have_other_bits_are_refused_where_bits_are_fixed() -> None:
+    """A rank has six M-tiles of the residual, one and a half tiles."""
+    gpu, config = gpu_named("emulator-2x2"), Qwen2Config(**{**SIZES, "hidden_size": 192})
+    passes = default_pass_plan(gpu, 64, config.shape)
+    describe_pass(config, gpu, choose_plan(config, gpu), passes)
+    with pytest.raises(PlanError, match="the 192 rows of the residual are whole tiles of 64 on each: prompts"):
+        describe_pass(config, gpu, choose_plan(config, gpu, kv_chunk=64), passes)
 
 
 @pytest.mark.exhaustive
