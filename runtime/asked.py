@@ -22,6 +22,11 @@ class Asked:
             id: (number, prompts.pieces(one.prompt_ids, one.params or SamplingParams(), index))
             for number, (id, (one, index)) in enumerate(zip(ids, completions, strict=True))
         }
+        self._channels = {
+            id: one.new_channels()
+            for id, (one, _) in zip(ids, completions, strict=True)
+            if one.new_channels is not None
+        }
 
     @property
     def unfinished(self) -> Collection[int]:
@@ -42,4 +47,5 @@ class Asked:
         piece = pieces.take(event.token_ids, event.timings, event.finish_reason, *logprobs)
         if piece.finished:
             del self._pieces[event.id]
-        return number, piece
+        channels = self._channels.get(event.id)
+        return number, piece if channels is None else channels.take(piece)

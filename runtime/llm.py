@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import closing
+from dataclasses import replace
 from functools import partial
 from inspect import cleandoc
 from itertools import count, islice
@@ -51,6 +52,7 @@ from cheetah.runtime.speculation import speculation_of
 from cheetah.runtime.startup import process_seconds, stage_lines
 from cheetah.runtime.text.chat import Message
 from cheetah.runtime.text.grammars import Grammars
+from cheetah.runtime.text.harmony import CHANNEL, Channels, NewChannels
 from cheetah.runtime.text.pieces import collect
 from cheetah.runtime.text.prompts import Prompt, Prompts
 from cheetah.runtime.text.tokenizer import Tokenizer
@@ -218,17 +220,20 @@ class LLM:
         `template`: tools, documents, add_generation_prompt (True), continue_final_message, and what else the chat
         template knows, such as enable_thinking, also as chat_template_kwargs={...}; chat_template to use another one.
         The rendered conversation is the output's `prompt`.
+
+        Of a model that writes channels (gpt-oss) `text` is what is for the reader, `reasoning` what it thought, and
+        `tool_calls` are its calls; with skip_special_tokens=False, or structured outputs, all stays text.
         """
         conversations, is_one = conversations_of(messages)
         given = [self._render(conversation, template) for conversation in conversations]
-        outputs = self._collect(given, sampling_params, use_tqdm)
+        outputs = self._collect(given, sampling_params, use_tqdm, self._channels_of(template))
         return outputs[0] if is_one else outputs
 
     def stream_chat(
         self, messages: Sequence[Message], sampling_params: SamplingParams | None = None, **template: Any
     ) -> Iterator[StreamPiece]:
         """Like `chat` of one conversation, piece by piece as `stream`."""
-        return self._stream(self._render(messages, template)[1], sampling_params)
+        return self._stream(self._render(messages, template)[1], sampling_params, self._channels_of(template))
 
     def get_tokenizer(self) -> FamiliarTokenizer:
         """The checkpoint's tokenizer, by the names that transformers' have. CheetahError if there is none."""
@@ -379,19 +384,29 @@ class LLM:
 
     def _render(self, messages: Sequence[Message], template: Mapping[str, Any]) -> tuple[str, tuple[int, ...]]:
         """A conversation as text and as ids."""
-        variables = {**template, **(template.get("chat_template_kwargs") or {})}
+        variables = _variables(template)
         known_elsewhere = {name: variables.pop(name) for name in CHAT_NAMES if name in variables}
-        variables.pop("chat_template_kwargs", None)
         refuse_others("chat", known_elsewhere)
         self.prompts.check_shown(variables)
         return self.prompts.render(messages, **variables)
 
+    def _channels_of(self, template: Mapping[str, Any]) -> NewChannels | None:
+        """What tells the channels of an answer apart, where a conversation's template says that there are some."""
+        variables = _variables(template)
+        chosen = variables.get("chat_template") or self.prompts.chat_template
+        is_so = self.prompts.templates.mentions(CHANNEL, chosen)
+        return partial(Channels, bool(variables.get("tools"))) if is_so else None
+
     def _collect(
-        self, given: Sequence[tuple[str | None, tuple[int, ...]]], sampling_params: Any, use_tqdm: bool
+        self,
+        given: Sequence[tuple[str | None, tuple[int, ...]]],
+        sampling_params: Any,
+        use_tqdm: bool,
+        new_channels: NewChannels | None = None,
     ) -> list[RequestOutput]:
         """All completions of all prompts, each text (if it was one) and ids, decoded together."""
         arrived, every = time.time(), params_for(sampling_params, len(given))
-        requests = [self.ask(ids, params) for (_, ids), params in zip(given, every, strict=True)]
+        requests = [self._asked(ids, params, new_channels) for (_, ids), params in zip(given, every, strict=True)]
         found: list[list[StreamPiece]] = [[] for params in every for _ in range(params.n)]
         moments: list[list[float]] = [[] for _ in found]
         with progress_of(len(found), use_tqdm and len(given) > 1 and not self._quiet) as advance:
@@ -411,9 +426,18 @@ class LLM:
             outputs.append(RequestOutput(text, ids, made, own[0][0].prompt_logprobs, name, metrics))
         return outputs
 
-    def _stream(self, ids: tuple[int, ...], sampling_params: SamplingParams | None) -> Iterator[StreamPiece]:
+    def _stream(
+        self, ids: tuple[int, ...], sampling_params: SamplingParams | None, new_channels: NewChannels | None = None
+    ) -> Iterator[StreamPiece]:
         (params,) = params_for(sampling_params, 1)
-        return self._pieces_of_one(self.ask(ids, params))
+        return self._pieces_of_one(self._asked(ids, params, new_channels))
+
+    def _asked(self, ids: tuple[int, ...], params: SamplingParams, new_channels: NewChannels | None) -> Request:
+        """What `ask` gives, of whose answers channels are told apart: by special tokens, so that who asks for these
+        gets the text as it is."""
+        if new_channels is None or not params.skip_special_tokens or params.structured_outputs is not None:
+            return self.ask(ids, params)
+        return replace(self.ask(ids, replace(params, skip_special_tokens=False)), new_channels=new_channels)
 
     def _pieces_of_one(self, request: Request) -> Iterator[StreamPiece]:
         # Closed here: a generator that only holds another one may not let go of it before it is collected.
@@ -438,6 +462,13 @@ class LLM:
 
 
 LLM.__doc__ = cleandoc(LLM.__doc__ or "").format(options=described(LoadOptions))
+
+
+def _variables(template: Mapping[str, Any]) -> dict[str, Any]:
+    """What a call gives to its chat template."""
+    variables = {**template, **(template.get("chat_template_kwargs") or {})}
+    variables.pop("chat_template_kwargs", None)
+    return variables
 
 
 def _unit(vector: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:

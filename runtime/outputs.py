@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from cheetah.errors import CheetahError
+from cheetah.runtime.text.answer_parts import ToolCall
 
 
 @dataclass(frozen=True)
@@ -69,7 +70,8 @@ class CompletionOutput:
     `include_stop_str_in_output`).
     token_ids: all ids made, the end token included. finish_reason: "stop" (an end token or a stop string; stop_reason
     says which) or "length" (max_tokens, or the context is full). logprobs: of each id, None unless they were asked for;
-    cumulative_logprob: the sum of those of the ids.
+    cumulative_logprob: the sum of those of the ids. reasoning, tool_calls: of a chat with a model that writes channels
+    (gpt-oss), what it thought and which tools it calls, neither of which is in text.
     """
 
     index: int
@@ -80,6 +82,8 @@ class CompletionOutput:
     timings: Timings
     logprobs: tuple[Logprobs, ...] | None = None
     cumulative_logprob: float | None = None
+    reasoning: str = ""
+    tool_calls: tuple[ToolCall, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -134,6 +138,14 @@ class RequestOutput:
         return self.outputs[0].text
 
     @property
+    def reasoning(self) -> str:
+        return self.outputs[0].reasoning
+
+    @property
+    def tool_calls(self) -> tuple[ToolCall, ...]:
+        return self.outputs[0].tool_calls
+
+    @property
     def token_ids(self) -> tuple[int, ...]:
         return self.outputs[0].token_ids
 
@@ -183,7 +195,7 @@ class StreamPiece:
     The last piece alone has `finished`, and with it finish_reason, stop_reason and timings.
     `index` is the completion's number: with `SamplingParams.n` above 1 their pieces come in turns.
     logprobs: of each id of the piece; prompt_logprobs: see `RequestOutput`, with a completion's first piece. None
-    unless they were asked for.
+    unless they were asked for. reasoning, tool_calls: as those of `CompletionOutput`, as far as they have come.
     """
 
     text: str | None
@@ -195,3 +207,5 @@ class StreamPiece:
     index: int = 0
     logprobs: tuple[Logprobs, ...] | None = None
     prompt_logprobs: tuple[Logprobs | None, ...] | None = None
+    reasoning: str = ""
+    tool_calls: tuple[ToolCall, ...] = ()

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from cheetah.cli.answers import AnswerText
 from cheetah.cli.options import Seed, takes_load, takes_sampling
 from cheetah.cli.run import kernel_generator
 from cheetah.errors import CheetahError
@@ -85,23 +86,25 @@ class Conversation:
     def _answer(self, line: str) -> None:
         """Writes the model's answer as it comes. Where there can be none, the line was not said."""
         self.messages.append({"role": "user", "content": line})
-        said: list[str] = []
+        said, answer = "", AnswerText()
         timings = None
         try:
             for piece in self._llm.stream_chat(self.messages, self._params):
-                said.append(piece.text or "")
-                sys.stdout.write(said[-1])
-                sys.stdout.flush()
+                said += answer.write(piece)
                 timings = piece.timings
         except CheetahError as problem:
+            answer.end_thought()
             self.messages.pop()
             hint = f"/system alone takes the system message back, {RESET}" if self._system else RESET
             typer.echo(f"{problem}\n{hint}", err=True)
             return
         except KeyboardInterrupt:
-            said.append("")
+            answer.end_thought()
         sys.stdout.write("\n")
-        self.messages.append({"role": "assistant", "content": "".join(said)})
+        if timings or said:
+            self.messages.append({"role": "assistant", "content": said})
+        else:
+            self.messages.pop()  # nobody answered
         typer.echo(_speed(timings) if timings else "stopped", err=True)
 
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from cheetah.cli.answers import AnswerText
 from cheetah.cli.options import Model, Seed, takes_load, takes_sampling
 from cheetah.errors import CheetahError
 
@@ -128,14 +129,12 @@ def _one_after_another(pieces: Iterator[StreamPiece]) -> Iterator[StreamPiece]:
 def _write(llm: LLM, pieces: Iterator[StreamPiece], completions: int) -> None:
     """Text as it comes, or ids where there is no tokenizer; a line end, then the timings on stderr. Of several, each
     has a heading."""
-    is_new = completions > 1
+    is_new, answer = completions > 1, AnswerText()
     for piece in pieces:
         if is_new:
             sys.stdout.write(f"--- completion {piece.index + 1} of {completions}\n")
         is_new = completions > 1 and piece.finished
-        shown = piece.text if piece.text is not None else "".join(f"{token} " for token in piece.token_ids)
-        sys.stdout.write(shown)
-        sys.stdout.flush()
+        answer.write(piece)
         if piece.finished:
             sys.stdout.write("\n")
             sys.stdout.flush()

@@ -13,9 +13,10 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from cheetah.runtime.outputs import StreamPiece
+from cheetah.runtime.text.answer_parts import AnswerPart, Thought, ToolCall
 from cheetah.serve.logprobs import ChatLogprobs, CompletionLogprobs, of_prompt
 from cheetah.serve.records import StreamOptions
-from cheetah.serve.tools import AnswerPart, Thought, ToolCall, ToolParser
+from cheetah.serve.tools import ToolParser
 
 Record = dict[str, Any]
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from enum import Enum, auto
 
-from cheetah.serve.tools import AnswerPart, CallForm, Thought, ToolParser
+from cheetah.runtime.text.answer_parts import AnswerPart, Thought
+from cheetah.serve.tools import CallForm, ToolParser
 
 OPEN, CLOSE = "<think>", "</think>"
 
@@ -16,7 +17,7 @@ REASONING_PARSERS: Mapping[str, bool] = {"qwen3": False, "deepseek_r1": True}
 """By vLLM's names: whether a text without <think> begins with a thought, as where the chat template has opened it."""
 
 HARMONY_REASONING = "openai_gptoss"
-"""vLLM's name for what tells answers of several channels apart: see `cheetah.serve.harmony`."""
+"""vLLM's name for what tells answers of several channels apart: see `runtime.text.harmony`."""
 
 
 class _Place(Enum):

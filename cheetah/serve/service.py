@@ -17,6 +17,7 @@ from cheetah.runtime.engine.requests import Request
 from cheetah.runtime.outputs import StreamPiece
 from cheetah.runtime.sampling import MOST_LOGPROBS, as_token_ids
 from cheetah.runtime.structured_outputs import GrammarError
+from cheetah.runtime.text.harmony import Harmony
 from cheetah.runtime.text.long_texts import TooLongError
 from cheetah.runtime.text.pieces import joined
 from cheetah.runtime.text.prompts import Prompt
@@ -24,7 +25,6 @@ from cheetah.serve.answers import Answer, ChatAnswer, CompletionAnswer, Usage
 from cheetah.serve.driver import Answers, Driver, QueueFull
 from cheetah.serve.embeddings import EmbeddingBody, embeddings
 from cheetah.serve.errors import ApiError, of_mistake, refused
-from cheetah.serve.harmony import Harmony
 from cheetah.serve.logprobs import ChatLogprobs, CompletionLogprobs, TokenTexts
 from cheetah.serve.metrics import Metrics, RequestMetrics
 from cheetah.serve.reading import Reading

@@ -11,26 +11,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from cheetah.runtime.text.answer_parts import AnswerPart, ToolCall
+from cheetah.runtime.text.harmony import CHANNEL
+
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 PYTHON_TAG = "<|python_tag|>"
-
-
-@dataclass(frozen=True)
-class ToolCall:
-    """A function's name, and its arguments as JSON."""
-
-    name: str
-    arguments: str
-
-
-@dataclass(frozen=True)
-class Thought:
-    """Text that is no part of the answer."""
-
-    text: str
-
-
-AnswerPart = str | ToolCall | Thought
 
 
 @dataclass(frozen=True)
@@ -138,14 +123,14 @@ class Llama3Json:
 PARSERS: Mapping[str, Callable[[], ToolParser]] = {"hermes": Hermes, "llama3_json": Llama3Json}
 """By vLLM's names."""
 HARMONY = "openai"
-"""The name of what finds calls in answers of several channels: see `cheetah.serve.harmony`."""
+"""The name of what finds calls in answers of several channels: see `runtime.text.harmony`."""
 
 
 def parser_of_template(template: str | None) -> str | None:
     """The name of the parser for models with this chat template; None if it tells nothing."""
     if template is None:
         return None
-    if "<|channel|>" in template:
+    if CHANNEL in template:
         return HARMONY
     if OPEN in template:
         return "hermes"

@@ -14,6 +14,7 @@ from cheetah.runtime.outputs import Timings
 
 if TYPE_CHECKING:
     from cheetah.runtime.sampling import SamplingParams
+    from cheetah.runtime.text.harmony import NewChannels
 
 
 @dataclass(frozen=True)
@@ -24,7 +25,8 @@ class Request:
     watchers: of each completion, which then has launches of one step. logprobs, prompt_logprobs: with each token that
     is made, or of the prompt, comes how likely it was, and so many of the likeliest; None for neither. speculates:
     whether its tokens are drafted, where the engine does that; prediction: ids in which they are looked up first.
-    params: what its client wrote, at which the engine does not look."""
+    params: what its client wrote, and new_channels: what tells its answers' channels apart, at which the engine does not
+    look."""
 
     prompt_ids: tuple[int, ...]
     max_tokens: int
@@ -37,6 +39,7 @@ class Request:
     speculates: bool = True
     prediction: tuple[int, ...] = ()
     params: SamplingParams | None = None
+    new_channels: NewChannels | None = None
 
     @property
     def wants_logits(self) -> bool:

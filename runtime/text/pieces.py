@@ -81,6 +81,8 @@ def joined(pieces: Iterable[StreamPiece]) -> StreamPiece:
         if every[-1].logprobs is None
         else tuple(place for piece in every for place in piece.logprobs or ()),
         prompt_logprobs=every[0].prompt_logprobs,
+        reasoning="".join(piece.reasoning for piece in every),
+        tool_calls=tuple(call for piece in every for call in piece.tool_calls),
     )
 
 
@@ -98,6 +100,8 @@ def collect(pieces: Iterable[StreamPiece]) -> CompletionOutput:
         timings=last.timings,
         logprobs=last.logprobs,
         cumulative_logprob=None if of_ids is None else sum(place[token].logprob for place, token in of_ids),
+        reasoning=last.reasoning,
+        tool_calls=last.tool_calls,
     )
 
 

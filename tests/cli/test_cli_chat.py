@@ -20,10 +20,14 @@ class Talker:
     def __init__(self) -> None:
         self.heard: list[list[dict[str, str]]] = []
         self.fault: BaseException | None = None
+        self.thoughts: list[str] = []
+        self.said: str | None = None
 
     def stream_chat(self, messages: list[dict[str, str]], params: SamplingParams) -> Iterator[StreamPiece]:
         self.heard.append([*messages])
-        yield StreamPiece(f"{len(messages)} ", (1,))
+        for thought in self.thoughts:
+            yield StreamPiece("", (1,), reasoning=thought)
+        yield StreamPiece(f"{len(messages)} " if self.said is None else self.said, (1,))
         if self.fault is not None:
             raise self.fault
         yield StreamPiece("messages", (2, 3), True, "stop", 3, Timings(5, 3, 0.5, 0.25, 2))
@@ -69,6 +73,19 @@ def test_an_answer_that_is_stopped_stays_and_one_that_fails_was_not_asked_for(
     talker.fault = CheetahError("the context is full")
     assert talk.take("More")
     assert len(talk.messages) == 2 and "/reset" in capsys.readouterr().err
+
+
+def test_thoughts_are_shown_beside_the_answer_and_are_not_said(capsys: pytest.CaptureFixture[str]) -> None:
+    talk, talker = conversation()
+    talker.thoughts = ["Two", " words."]
+    assert talk.take("Hello")
+    assert talk.messages[-1] == {"role": "assistant", "content": "1 messages"}
+    out, err = capsys.readouterr()
+    assert out == "1 messages\n" and err.startswith("Two words.\n[5 tokens read")
+    talker.fault = KeyboardInterrupt()
+    talker.said = ""
+    assert talk.take("More") and len(talk.messages) == 2, "who is stopped before the answer has not answered"
+    assert capsys.readouterr().err == "Two words.\nstopped\n"
 
 
 def test_who_is_refused_hears_how_to_take_the_system_message_back(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,4 +1,5 @@
-"""Answers of several channels, as gpt-oss writes them: however the text is cut, and as OpenAI's client gets them."""
+"""Answers of several channels, as gpt-oss writes them: however the text is cut, as `LLM.chat` gives them, and as OpenAI's
+client gets them."""
 
 from __future__ import annotations
 
@@ -11,9 +12,10 @@ import openai
 import pytest
 
 from cheetah.runtime import SamplingParams
+from cheetah.runtime.text.answer_parts import AnswerPart, Thought, ToolCall
+from cheetah.runtime.text.harmony import Harmony
 from cheetah.runtime.text.pieces import Pieces
-from cheetah.serve.harmony import Harmony
-from cheetah.serve.tools import HARMONY, AnswerPart, Thought, ToolCall, parser_of_template
+from cheetah.serve.tools import HARMONY, parser_of_template
 from tests.serve.serving import quick_llm, served
 from tests.serve.test_tools import TOOLS, Scripted
 
@@ -76,6 +78,10 @@ def test_the_template_tells_it() -> None:
     assert parser_of_template("{{ '<|channel|>' }} <tool_call>") == HARMONY
 
 
+TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}{# <|channel|> #}"
+CHAT = [{"role": "user", "content": "x"}]
+
+
 @dataclasses.dataclass(frozen=True)
 class Unskipped(Scripted):
     """As `Scripted`, where special tokens have to be shown."""
@@ -86,13 +92,28 @@ class Unskipped(Scripted):
 
 
 @pytest.mark.slow
+def test_a_chat_in_python_has_channels_apart() -> None:
+    how: dict[str, Any] = {"max_tokens": 40, "temperature": 0, "ignore_eos": True, "n": 2}
+    with quick_llm(chat_template=TEMPLATE) as llm:
+        llm.prompts = Unskipped(**vars(llm.prompts), script=ANALYSIS + CALL + FINAL + "<|end|>", characters=7)
+        output = llm.chat(CHAT, SamplingParams(**how), tools=TOOLS, use_tqdm=False, chat_template=TEMPLATE + "{# tools #}")
+        for one in (output, output.outputs[1]):
+            assert (one.reasoning, one.text, one.tool_calls) == (THOUGHT.text, "It rains <|in Köln.", (WEATHER,))
+        pieces = [piece for piece in llm.stream_chat(CHAT, SamplingParams(**how)) if piece.index == 1]
+        thoughts = THOUGHT.text + '{"city": "Köln"}'
+        for name, wanted in (("reasoning", thoughts), ("text", "It rains <|in Köln.")):
+            assert "".join(getattr(piece, name) for piece in pieces) == wanted
+        raw = llm.chat(CHAT, SamplingParams(skip_special_tokens=False, **how))
+        assert (raw.text or "").startswith(ANALYSIS) and not raw.reasoning, "who asks for special tokens gets them"
+
+
+@pytest.mark.slow
 def test_a_client_gets_channels_apart() -> None:
-    template = "{% for message in messages %}{{ message.content }}{% endfor %}{# <|channel|> #}"
-    with quick_llm(chat_template=template) as llm:
+    with quick_llm(chat_template=TEMPLATE) as llm:
         llm.prompts = Unskipped(**vars(llm.prompts), script=ANALYSIS + CALL + FINAL + "<|end|>", characters=400)
         with served(llm) as running:
             client = openai.OpenAI(base_url=running.url, api_key="none", max_retries=0)
-            how: dict[str, Any] = {"model": "demo", "messages": [{"role": "user", "content": "x"}], "max_tokens": 40}
+            how: dict[str, Any] = {"model": "demo", "messages": CHAT, "max_tokens": 40}
             how |= {"temperature": 0, "extra_body": {"ignore_eos": True}}
             message = client.chat.completions.create(tools=TOOLS, **how).choices[0].message
             assert ((message.model_extra or {})["reasoning"], message.content) == (THOUGHT.text, "It rains <|in Köln.")

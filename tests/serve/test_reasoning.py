@@ -11,7 +11,8 @@ import pytest
 from cheetah.errors import CheetahError
 from cheetah.serve.reasoning import REASONING_PARSERS, Reasoning
 from cheetah.serve.service import Options
-from cheetah.serve.tools import AnswerPart, Hermes, NoTools, Thought, ToolCall
+from cheetah.runtime.text.answer_parts import AnswerPart, Thought, ToolCall
+from cheetah.serve.tools import Hermes, NoTools
 from tests.serve.serving import quick_llm, served
 from tests.serve.test_tools import CALL, TEMPLATE, TOOLS, WEATHER, Scripted
 

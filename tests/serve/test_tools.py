@@ -14,7 +14,8 @@ from cheetah.runtime import SamplingParams
 from cheetah.runtime.text.pieces import Pieces
 from cheetah.runtime.text.prompts import Prompts
 from cheetah.runtime.text.stream import TextStream
-from cheetah.serve.tools import PARSERS, AnswerPart, ToolCall, parser_of_template
+from cheetah.runtime.text.answer_parts import AnswerPart, ToolCall
+from cheetah.serve.tools import PARSERS, parser_of_template
 from tests.serve.serving import quick_llm, served
 
 WEATHER = ToolCall("weather", '{"city": "Köln"}')

@@ -3,18 +3,22 @@
 
 A message is a header, <|message|>, its text and an end. A header names a channel behind <|channel|> and, for a call,
 its recipient as `to=functions.NAME`; that of the first message of an answer begins behind the prompt. The tokens that
-end answers have no text of their own, so the last message may lack its end. Knows nothing of HTTP.
+end answers have no text of their own, so the last message may lack its end.
 """
 
 from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable
+from dataclasses import replace
 from enum import Enum, auto
 
-from cheetah.serve.tools import AnswerPart, CallForm, Thought, ToolCall
+from cheetah.runtime.outputs import StreamPiece
+from cheetah.runtime.text.answer_parts import AnswerPart, Thought, ToolCall
 
 CHANNEL, MESSAGE = "<|channel|>", "<|message|>"
+"""The first one is in the chat templates of models that write so."""
 ENDS = ("<|end|>", "<|call|>", "<|return|>", "<|start|>")
 FUNCTIONS = "functions."
 ANALYSIS = "analysis"
@@ -33,7 +37,7 @@ class _Kind(Enum):
 class Harmony:
     """A parser of text with special tokens in it. has_tools: else what is sent to functions is thought, too."""
 
-    form: CallForm | None = None
+    form: None = None
     """Calls stand among other messages: no text can be held to be one."""
 
     def __init__(self, has_tools: bool = True) -> None:
@@ -109,6 +113,28 @@ class Harmony:
             return []
         self._kind = _Kind.TEXT
         return self._certain()
+
+
+class Channels:
+    """Of the pieces of a completion with special tokens in them: what is for the reader as text, the rest beside it.
+    has_tools: see `Harmony`."""
+
+    def __init__(self, has_tools: bool):
+        self._parser = Harmony(has_tools)
+
+    def take(self, piece: StreamPiece) -> StreamPiece:
+        """The piece, told apart. What may belong to a header, or to a call, comes with a later one."""
+        parts = [*self._parser.feed(piece.text or ""), *(self._parser.finish() if piece.finished else ())]
+        return replace(
+            piece,
+            text="".join(part for part in parts if isinstance(part, str)),
+            reasoning="".join(part.text for part in parts if isinstance(part, Thought)),
+            tool_calls=tuple(part for part in parts if isinstance(part, ToolCall)),
+        )
+
+
+NewChannels = Callable[[], Channels]
+"""Of a completion that begins."""
 
 
 def _is_json(text: str) -> bool:
