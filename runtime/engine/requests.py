@@ -25,8 +25,8 @@ class Request:
     watchers: of each completion, which then has launches of one step. logprobs, prompt_logprobs: with each token that
     is made, or of the prompt, comes how likely it was, and so many of the likeliest; None for neither. speculates:
     whether its tokens are drafted, where the engine does that; prediction: ids in which they are looked up first.
-    params: what its client wrote, and new_channels: what tells its answers' channels apart, at which the engine does not
-    look."""
+    params, new_channels: what its client wrote, and what tells its answers' channels apart; the engine looks at
+    neither."""
 
     prompt_ids: tuple[int, ...]
     max_tokens: int

@@ -1,5 +1,5 @@
-"""Answers of several channels, as gpt-oss writes them: however the text is cut, as `LLM.chat` gives them, and as OpenAI's
-client gets them."""
+"""Answers of several channels, as gpt-oss writes them: however the text is cut, and as `LLM.chat` and OpenAI's client
+give them."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def test_a_chat_in_python_has_channels_apart() -> None:
     how: dict[str, Any] = {"max_tokens": 40, "temperature": 0, "ignore_eos": True, "n": 2}
     with quick_llm(chat_template=TEMPLATE) as llm:
         llm.prompts = Unskipped(**vars(llm.prompts), script=ANALYSIS + CALL + FINAL + "<|end|>", characters=7)
-        output = llm.chat(CHAT, SamplingParams(**how), tools=TOOLS, use_tqdm=False, chat_template=TEMPLATE + "{# tools #}")
+        output = llm.chat(CHAT, SamplingParams(**how), tools=TOOLS, chat_template=TEMPLATE + "{# tools #}")
         for one in (output, output.outputs[1]):
             assert (one.reasoning, one.text, one.tool_calls) == (THOUGHT.text, "It rains <|in Köln.", (WEATHER,))
         pieces = [piece for piece in llm.stream_chat(CHAT, SamplingParams(**how)) if piece.index == 1]

@@ -9,9 +9,9 @@ import openai
 import pytest
 
 from cheetah.errors import CheetahError
+from cheetah.runtime.text.answer_parts import AnswerPart, Thought, ToolCall
 from cheetah.serve.reasoning import REASONING_PARSERS, Reasoning
 from cheetah.serve.service import Options
-from cheetah.runtime.text.answer_parts import AnswerPart, Thought, ToolCall
 from cheetah.serve.tools import Hermes, NoTools
 from tests.serve.serving import quick_llm, served
 from tests.serve.test_tools import CALL, TEMPLATE, TOOLS, WEATHER, Scripted

@@ -11,10 +11,10 @@ import openai
 import pytest
 
 from cheetah.runtime import SamplingParams
+from cheetah.runtime.text.answer_parts import AnswerPart, ToolCall
 from cheetah.runtime.text.pieces import Pieces
 from cheetah.runtime.text.prompts import Prompts
 from cheetah.runtime.text.stream import TextStream
-from cheetah.runtime.text.answer_parts import AnswerPart, ToolCall
 from cheetah.serve.tools import PARSERS, parser_of_template
 from tests.serve.serving import quick_llm, served
 
