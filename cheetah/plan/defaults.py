@@ -13,13 +13,15 @@ from cheetah.plan.gpu import Gpu
 from cheetah.plan.index import ceil_div, round_up
 from cheetah.plan.narrow import residual_tile_rows
 from cheetah.plan.plan import DEFAULT_CONTEXT, MAX_BATCH, STEP_TOKENS, Plan
-from cheetah.plan.regions import Reserve, comes_ahead, kernel_regions, longest_input_bytes, shared_map
+from cheetah.plan.regions import Reserve, comes_ahead, kernel_regions, longest_input_bytes, shared_map, sliced_bytes
 from cheetah.plan.shape import ModelShape
 from cheetah.plan.shared_memory import BULK_ALIGNMENT, stages_that_fit
 from cheetah.plan.world import world_of
 
 BARRIER_TOKENS, QUANTIZED_BARRIER_TOKENS = 16, 8
 """From so many tokens on, blocks exchange vectors by the grid barrier unless told otherwise."""
+MOST_SLICES = 8
+"""Of what an expert makes of several tokens."""
 SMALL_LAYER_BYTES = 1_200_000
 """Weights of a layer that each block reads: below this, waiting weighs more than reading."""
 TINY_LAYER_BYTES = 500_000
@@ -120,7 +122,7 @@ def default_down_slices(shape: ModelShape, draft: Plan, gpu: Gpu) -> int:
     where layers are tiny and the second half is there before the first is multiplied; several: as many as let the
     vectors fit where the others do."""
     if shape.experts is not None:
-        return 1
+        return _parts_of_experts(shape, draft, gpu)
     product, tokens = shape.table.sliced, draft.tokens
     down = product.format
     if comes_ahead(shape, draft):
@@ -135,6 +137,16 @@ def default_down_slices(shape: ModelShape, draft: Plan, gpu: Gpu) -> int:
     if tokens > 1:
         return ceil_div(product.input.padded, max(one.input.padded for one in shape.table.whole))
     return 1 if gpu.emulated else 2
+
+
+def _parts_of_experts(shape: ModelShape, draft: Plan, gpu: Gpu) -> int:
+    """As many as it takes to let what experts make of several tokens fit into half of the memory."""
+    chosen, parts = shape.table.chosen, 1
+    while draft.tokens > 1 and sliced_bytes(shape, replace(draft, down_slices=parts), gpu) > gpu.shared_bytes // 2:
+        parts += 1 if parts < chosen else chosen
+        if parts > chosen * MOST_SLICES:
+            break
+    return parts
 
 
 def _parts_that_come_ahead(shape: ModelShape, draft: Plan, gpu: Gpu) -> int:

@@ -122,7 +122,7 @@ def _layout(product: Product, shape: ModelShape, plan: Plan, gpu: Gpu, start: in
         gpu.blocks,
         chunk_bytes,
         0 if product.adds else start,
-        slices=plan.down_slices if product.is_sliced else 1,
+        slices=product.in_turn(plan.down_slices)[1] if product.is_sliced else 1,
         experts=1 if product.experts is None else product.experts.count,
         format=product.format,
         tile_rows=height,

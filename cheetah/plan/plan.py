@@ -321,8 +321,8 @@ class Plan:
                 f"Plan: the {shape.table.chosen} experts of a token have {m_tiles} M-tiles of {gate_up.name} together, "
                 f"and {gpu.name} has {gpu.blocks} blocks: each has to have one"
             )
-        if self.down_slices != 1:
-            raise PlanError(f"Plan: down_slices is {self.down_slices}: the input of experts comes whole: give 1")
+        if self.down_slices != 1 and self.tokens == 1:
+            raise PlanError(f"Plan: down_slices is {self.down_slices}: what experts make of a token comes whole: give 1")
 
     def _check_whole_stage(self, shape: ModelShape) -> None:
         """With one format nothing of a stage is left over."""

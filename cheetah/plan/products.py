@@ -193,6 +193,11 @@ class Product(Phase):
         of experts are all, since bringing them from others takes longer than reading so few rows."""
         return self.order is RowOrder.HEADS or (self.output is not None and self.output.is_words)
 
+    def in_turn(self, parts: int) -> tuple[int, int]:
+        """Where the input comes in so many parts: of those that its vector has how many are in shared memory at once,
+        and in how many slices one of them is cut. None is cut as long as two would be there."""
+        return ceil_div(self.input.parts, parts), ceil_div(parts, self.input.parts)
+
     @property
     def rows(self) -> int:
         """Of the matrix: of pairs, whole M-tiles."""

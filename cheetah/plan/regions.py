@@ -40,7 +40,7 @@ def kernel_regions(shape: ModelShape, plan: Plan, gpu: Gpu) -> tuple[Region, ...
     vector_barriers: an mbarrier for each piece of a vector that is copied. residual: the block's rows (f32). made: rows
     that are to be added to it, behind a norm. rope: cos and sin of every token's position, by each table. head_scales:
     1/rms of every token's queries, and of its keys. warp_candidates: of every group of adding warps and column.
-    dealt: the router's input as experts take it, behind what the router has in the region vector, where that differs.
+    dealt: the router's input as experts take it, where that differs from what the router has in the region vector.
     columns: what the step's tokens are. experts, with others: see `expert_regions`. chosen: what was sampled.
     step_done: two mbarriers. next_token: of every column, then whether the launch ends.
     Where drafts are verified, done: how far sequences are, in two copies, and how many tokens were drafted for each;
@@ -175,10 +175,12 @@ def kept_plan_bytes(plan: Plan) -> int:
 
 
 def _dealt_region(shape: ModelShape, plan: Plan) -> Iterator[Region]:
+    """Numbers keep their size and place, and are converted where they lie; what warps make of them lies behind."""
     dealt = shape.table.dealt
     if dealt is not None and shape.table.converts_dealt:
-        nbytes = dealt.tiles * dealt.vector_bytes(plan)
-        yield Region("dealt", nbytes, BULK_ALIGNMENT, over="scratch", skip=_router_bytes(shape, plan))
+        nbytes, router = dealt.tiles * dealt.vector_bytes(plan), _router_bytes(shape, plan)
+        behind = router if dealt.vector_kind(plan) in BY_WARPS else 0
+        yield Region("dealt", nbytes, BULK_ALIGNMENT, over="scratch", skip=behind)
 
 
 def _router_bytes(shape: ModelShape, plan: Plan) -> int:
@@ -189,17 +191,24 @@ def _router_bytes(shape: ModelShape, plan: Plan) -> int:
 
 def longest_vector_bytes(shape: ModelShape, plan: Plan, gpu: Gpu) -> int:
     """The most of the vectors that is in shared memory at once, as the format of its matrix has it."""
-    sliced = shape.table.sliced
     dealt = sum(region.skip + region.nbytes for region in _dealt_region(shape, plan))
-    return max(
-        longest_input_bytes(shape, plan), dealt, _tiles_at_once(shape, plan, gpu, sliced) * sliced.vector_bytes(plan)
-    )
+    return max(longest_input_bytes(shape, plan), dealt, sliced_bytes(shape, plan, gpu))
+
+
+def sliced_bytes(shape: ModelShape, plan: Plan, gpu: Gpu) -> int:
+    """Of the input that comes in parts, what is there at once."""
+    sliced = shape.table.sliced
+    return _tiles_at_once(shape, plan, gpu, sliced) * sliced.vector_bytes(plan)
 
 
 def vector_sums_bytes(shape: ModelShape, plan: Plan, gpu: Gpu) -> int:
     """The same of what is kept of the vectors for zero points; of parts that are multiplied in turn, of one."""
-    tiles = (_tiles_at_once(shape, plan, gpu, one) // one.input.parts * one.sums_bytes(plan) for one in shape.table)
-    return max(tiles)
+
+    def tiles(product: Product) -> int:
+        kept, _ = product.in_turn(plan.down_slices if product.is_sliced else 1)
+        return _tiles_at_once(shape, plan, gpu, product) // kept
+
+    return max(tiles(one) * one.sums_bytes(plan) for one in shape.table)
 
 
 def longest_input_bytes(shape: ModelShape, plan: Plan) -> int:
@@ -209,13 +218,15 @@ def longest_input_bytes(shape: ModelShape, plan: Plan) -> int:
 
 def _tiles_at_once(shape: ModelShape, plan: Plan, gpu: Gpu, product: Product) -> int:
     """K-tiles of the input of a product that are in shared memory at once."""
-    if not product.is_sliced or product.input.parts > 1:
+    if not product.is_sliced:
         return product.tiles * product.input.parts
-    format = product.format
+    format, (kept, slices) = product.format, product.in_turn(plan.down_slices)
+    if slices == 1:
+        return product.tiles * kept
     chunk_bytes = format.chunk_bytes(plan.stage_bytes, plan.consumer_warps)
     halves = M_TILE_ROWS // (residual_tile_rows(shape, gpu) if product.adds else M_TILE_ROWS)
-    part = slice_columns(product.tiles * format.columns, chunk_bytes, plan.down_slices, format, halves)
-    parts = 2 if plan.down_slices > 1 and comes_ahead(shape, plan) else 1
+    part = slice_columns(product.tiles * format.columns, chunk_bytes, slices, format, halves)
+    parts = 2 if product.input.parts == 1 and comes_ahead(shape, plan) else 1
     return parts * ceil_div(part, format.columns)
 
 

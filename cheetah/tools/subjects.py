@@ -107,7 +107,7 @@ def barrier_subject(config: ModelConfig, plan: Mapping[str, Any], ranks: int = 1
         "kv_dtype": "e4m3",
         "page_size": 48,
         "kv_chunk": KV_TILE_TOKENS,
-        **({} if config.routing else {"down_slices": 4}),
+        **({} if config.routing and plan.get("tokens") == 1 else {"down_slices": 4}),
     }
     fields = {**fields, "in_flight": 3, "in_flight_waiting": 1, **_several(plan, 8), **plan}
     fields["max_context"] = max(LONG_CONTEXT, plan.get("max_context", 0))

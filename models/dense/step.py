@@ -28,7 +28,7 @@ from cheetah.blocks.exchange import (
     make_exchange,
 )
 from cheetah.blocks.experts.choice import Choice, PublishedLogits
-from cheetah.blocks.experts.products import AllParts, ChosenRows, ExpertProducts, WeighedBiases
+from cheetah.blocks.experts.products import AllParts, ChosenRows, ExpertProducts, PartsInTurn, WeighedBiases
 from cheetah.blocks.linear.epilogue import Biases, GatedRows, NormWeights, PublishedRows, RowBiases
 from cheetah.blocks.linear.interface import Epilogue, Prologue
 from cheetah.blocks.linear.norm_behind import KeepRows, finish_kept_rows
@@ -278,7 +278,9 @@ class StepParts(HeadParts):
             return self._input(vector, self.layer_epoch, places)
         if vector.parts > 1:
             assert self.experts is not None
-            return AllParts(self.experts.choice, self.vector(vector), vector.elements)
+            parts = self.experts.choice, self.vector(vector), vector.elements
+            in_parts = self.machine.plan.down_slices
+            return AllParts(*parts) if in_parts == 1 else PartsInTurn(*parts, product.in_turn(in_parts)[0])
         polled_by_all = self.table.is_attended(vector) and self.machine.plan.waits_most
         published = replace(self.vector(vector), one_waits=not polled_by_all)
         return Slices(self.columns, published, vector.published, places)

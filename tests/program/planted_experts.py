@@ -9,7 +9,7 @@ from typing import Any
 from cheetah import lang as ch
 from cheetah.blocks.columns import Columns
 from cheetah.blocks.experts.choice import Choice
-from cheetah.blocks.experts.products import AllParts, RankedActivations
+from cheetah.blocks.experts.products import AllParts, PartsInTurn, RankedActivations
 from cheetah.blocks.linear.fragments import Activations
 from cheetah.blocks.made_list import MadeList
 from cheetah.lang import ty
@@ -103,9 +103,14 @@ def take_places_of_the_list_for_ranks(patch: Patch) -> None:
     patch.setattr(AllParts, "_ranked", by_slot)
 
 
+def bring_no_other_ranks(patch: Patch) -> None:
+    patch.setattr(PartsInTurn, "_lacks", lambda self, ranks, is_chosen, there: ch.argument(0) != 0)
+
+
 OF_SEVERAL: dict[str, Callable[[Patch], None]] = {
     "an expert is not on the list": list_the_first_token_s,
     "ranks of another token": take_the_first_token_s_ranks,
     "an expert that was not chosen is added": add_what_was_not_chosen,
     "parts by the list, not by rank": take_places_of_the_list_for_ranks,
+    "parts in turn, of which the first stay": bring_no_other_ranks,
 }

@@ -22,7 +22,8 @@ from cheetah.models.olmoe import OlmoeConfig
 from cheetah.models.qwen3_moe import Qwen3MoeConfig
 from cheetah.models.rounding import as_bf16
 from cheetah.package import Generated
-from cheetah.plan import PlanError
+from cheetah.models.registry import preset
+from cheetah.plan import PlanError, default_plan, gpu_named
 from tests.program.planted_experts import OF_SEVERAL
 from tests.program.rig import (
     RandomWeights,
@@ -47,13 +48,13 @@ def qwen(hidden: int = 80, width: int = 32, heads: int = 2, experts: int = 9, ch
 
 
 OLMOE = OlmoeConfig(48, 32, 2, 2, 2, 64, 50, max_position_embeddings=256, routing=Routing(40, 2, normalised=False))
-MIXTRAL = MixtralConfig(48, 96, 2, 2, 1, 64, 50, max_position_embeddings=256, routing=Routing(5, 2))
+MIXTRAL = MixtralConfig(48, 288, 2, 2, 1, 64, 50, max_position_embeddings=256, routing=Routing(5, 2))
 
 # name: (configuration, seed of its weights, how it is run, tokens, of them a step)
 CASES: dict[str, tuple[ModelConfig, int, dict[str, Any], int, int]] = {
     "one token a step": (qwen(), 12, {"blocks": 3}, 24, 1),
     "more experts than lanes, weights of all, barrier": (OLMOE, 5, {"blocks": 4, "sync": "barrier"}, 16, 1),
-    "two tokens a step": (MIXTRAL, 2, {"blocks": 3, "tokens": 2}, 24, 2),
+    "four tokens, an expert's part in slices": (MIXTRAL, 2, {"blocks": 3, "tokens": 4, "down_slices": 4}, 24, 4),
     "narrow rows, four tokens": (qwen(144, 256, 4, 6), 2, {"blocks": 2, "tokens": 4}, 24, 4),
     "narrow q, k, v and router": (qwen(256, 64, 2, 16), 2, {"blocks": 5}, 16, 1),
     "narrow q, k, v and router, two tokens, barrier": (
@@ -64,7 +65,7 @@ CASES: dict[str, tuple[ModelConfig, int, dict[str, Any], int, int]] = {
         2,
     ),
     "eight tokens, eight warps": (qwen(), 12, {"blocks": 5, "tokens": 8, "consumer_warps": 8}, 24, 8),
-    "sixteen tokens": (qwen(), 12, {"blocks": 3, "tokens": 16}, 24, 16),
+    "sixteen tokens": (qwen(), 12, {"blocks": 3, "tokens": 16, "down_slices": 2}, 24, 16),
     "every expert chosen, an M-tile a block": (qwen(48, 32, 2, 4, 4), 0, {"blocks": 16}, 12, 1),
 }
 
@@ -85,8 +86,9 @@ def test_logits_of_every_position(case: str) -> None:
 
 @cache
 def of_four(sync: str = "flags") -> Rig:
-    """Four sequences a step, whose attention does not depend on their company."""
-    return Rig(random_weights(qwen(), 12), blocks=3, batch=4, kv_chunk=16, sync=sync)
+    """Four sequences a step, whose attention does not depend on their company, nor what their experts make on how much
+    of it is in shared memory at once."""
+    return Rig(random_weights(qwen(), 12), blocks=3, batch=4, kv_chunk=16, sync=sync, down_slices=2)
 
 
 @pytest.mark.parametrize("sync", tiered(["flags", "barrier"], ["barrier"]))
@@ -137,8 +139,17 @@ def test_of_equal_logits_the_lowest_experts_count() -> None:
 def test_a_block_that_would_make_no_part_of_gated_is_refused() -> None:
     with pytest.raises(PlanError, match="3 experts of a token have 12 M-tiles of gate_up together, and .* 13 blocks"):
         generate_kernel(qwen(), emulated_gpu(13))
-    with pytest.raises(PlanError, match="down_slices is 2: the input of experts comes whole"):
+    with pytest.raises(PlanError, match="down_slices is 2: what experts make of a token comes whole"):
         generate_kernel(qwen(), emulated_gpu(3), down_slices=2)
+
+
+def test_what_does_not_fit_whole_comes_in_turn() -> None:
+    """Ranks as long as two fit, then slices of one."""
+    mixtral, gpt_oss, gpu = preset("mixtral-8x7b").shape, preset("gpt-oss-20b").shape, gpu_named("h200")
+    parts = [default_plan(gpu, mixtral, batch=tokens).down_slices for tokens in (1, 2, 4, 8)]
+    assert parts == [1, 1, 2, 4]
+    assert [default_plan(gpu, gpt_oss, tokens=tokens).down_slices for tokens in (4, 8, 16)] == [1, 2, 4]
+    assert [mixtral.table.named("down").in_turn(count) for count in (1, 2, 4)] == [(2, 1), (1, 1), (1, 2)]
 
 
 @pytest.mark.parametrize("bug", tiered(OF_SEVERAL, [*OF_SEVERAL][1:]))
@@ -149,7 +160,8 @@ def test_a_planted_bug_is_found(bug: str) -> None:
             return generate_kernel(*arguments, **named)
 
     weights, ids = random_weights(qwen(), 12), token_ids(24, 50)
-    session = Rig(weights, blocks=3, tokens=4, generate=planted).session("random", 1)
+    parts = 2 if "in turn" in bug else 1
+    session = Rig(weights, blocks=3, tokens=4, down_slices=parts, generate=planted).session("random", 1)
     try:
         assert not relative_error(session.score(ids, 4), float32_logits(weights, ids)) < 2 * LOGITS
     except CheetahError:

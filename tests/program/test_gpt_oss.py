@@ -51,7 +51,7 @@ CASES: dict[str, tuple[GptOssConfig, tuple[tuple[str, str], ...], int, dict[str,
     ),
     "eight tokens behind the barrier, every expert chosen": (
         *(gpt_oss(96, 160, 5, 5), MXFP4, 0),
-        {"blocks": 4, "tokens": 8, "sync": "barrier"},
+        {"blocks": 4, "tokens": 8, "sync": "barrier", "down_slices": 3},
     ),
 }
 

@@ -40,8 +40,8 @@ CASES: dict[str, tuple[ModelConfig, Formats, int, dict[str, Any]]] = {
         *(0, {"blocks": 4, "batch": 2, "kv_chunk": 16}),
     ),
     "eight tokens, sizes that do not divide, barrier": (
-        *(qwen(144, 128), (("gate_up", "int8-asym"), ("down", "int4-g32-asym"))),
-        *(1, {"blocks": 4, "tokens": 8, "sync": "barrier"}),
+        *(qwen(144, 416), (("gate_up", "int8-asym"), ("down", "int4-g32-asym"))),
+        *(0, {"blocks": 4, "tokens": 8, "sync": "barrier", "down_slices": 6, "stage_bytes": 4608}),
     ),
     "eight tokens, four and eight bits": (
         *(qwen(144, 128), (("qkv", "int8"), ("gate_up", "int4-g64"), ("down", "fp8"))),
@@ -81,7 +81,7 @@ def test_factors_of_the_last_expert_for_all_are_seen() -> None:
     config, formats, seed, plan = CASES["a token, digits"]
     weights, ids = QuantizedWeights(replace(config, weight_formats=formats), seed), token_ids(4, 50)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Matvec, "_added_to", contextmanager(lambda self, share, sums: iter((sums,))))
+        patch.setattr(Matvec, "_added_to", contextmanager(lambda self, share, sums, *more: iter((sums,))))
         session = Rig(weights, **plan).session("random", 1)
     assert not relative_error(session.score(ids), float32_logits(weights, ids)) < 2 * LOGITS
 

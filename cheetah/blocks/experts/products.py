@@ -26,12 +26,13 @@ from cheetah.blocks.linear.fragments import Activations, groups_of
 from cheetah.blocks.linear.interface import ColumnScale, Epilogue, Prologue, Rows
 from cheetah.blocks.linear.matvec import Matvec
 from cheetah.blocks.linear.parts import Arrival, Part
-from cheetah.blocks.linear.prologue import Slices, VectorPart, load_vector
+from cheetah.blocks.linear.prologue import Slices, VectorPart, bring_units, clear_behind, load_vector
 from cheetah.blocks.linear.share import OwnTile, Run, Share
 from cheetah.blocks.made_list import MadeList
 from cheetah.lang import prim, ty
 from cheetah.plan import M_TILE_ROWS, MatrixLayout
-from cheetah.plan.formats import BF16
+from cheetah.plan.formats import BF16, BY_WARPS
+from cheetah.plan.index import ceil_div
 from cheetah.plan.plan import COLUMNS
 
 
@@ -138,6 +139,11 @@ class AllParts(Prologue):
     def waits(self) -> tuple[str, ...]:
         return (self.source.name,)
 
+    @property
+    def most(self) -> int:
+        """The highest rank."""
+        return self.choice.experts.chosen - 1
+
     def begin(self, matrix: MatrixLayout, arrival: Arrival) -> None:
         columns, elements = self.choice.columns, self.width * self.choice.experts.chosen
         units, room = (width // UNIT * columns.limit for width in (self.width, matrix.padded_columns))
@@ -170,15 +176,126 @@ class AllParts(Prologue):
         units = matrix.k_tiles * matrix.vector_units(limit)
         if limit == 1:
             return (ch.const(ty.u32, slot * units, name="offset"),), ()
+        ranks = self._ranks(slot, groups_of(limit, matrix.halves), min(limit * matrix.halves, COLUMNS))
+        offsets = tuple(ch.const(ty.u32, ch.minimum(rank, self.most) * units, name="offset") for rank in ranks)
+        return offsets, tuple(ch.const(ty.boolean, rank != NO_RANK, name="is_chosen") for rank in ranks)
+
+    @ch.inline
+    def _ranks(self, slot: ch.Expr, groups: int, among: int) -> list[ch.Expr]:
+        """The ranks that an entry of the list has to this lane's columns, one of each group, of `among` in a warp."""
+        choice, limit = self.choice, self.choice.columns.limit
         expert = ch.const(ty.u32, choice.list.entry(slot), name="expert")
         ranks = []
-        for group in range(groups_of(limit, matrix.halves)):
-            among = min(limit * matrix.halves, COLUMNS)
+        for group in range(groups):
             column = (choice.machine.lane // UNITS_PER_TILE % among + group * COLUMNS) % limit
             ranks.append(ch.const(ty.u32, choice.rank(column, expert), name="rank"))
-        most = choice.experts.chosen - 1
-        offsets = tuple(ch.const(ty.u32, ch.minimum(rank, most) * units, name="offset") for rank in ranks)
-        return offsets, tuple(ch.const(ty.boolean, rank != NO_RANK, name="is_chosen") for rank in ranks)
+        return ranks
+
+
+@dataclass(frozen=True, eq=False)
+class PartsInTurn(AllParts):
+    """The same of several columns where it does not fit into shared memory whole. Of every column `kept` ranks are
+    there, those that come next; where some column is through with its own, the next ones of all columns are brought. Or,
+    with `kept` 1, a slice of a rank at a time, of the columns that chose the entry's expert.
+
+    A thread reads the same words of every rank each time, whenever that is, as a vector of tagged words wants it."""
+
+    kept: int = 1
+
+    def begin(self, matrix: MatrixLayout, arrival: Arrival) -> None:
+        """Nothing: what is brought, is brought for an entry of the list."""
+
+    @ch.inline
+    def parts(self, matrix: MatrixLayout, arrival: Arrival) -> Iterator[Part]:
+        choice, tiles = self.choice, self.choice.columns.tiles
+        assert matrix.vector_kind(choice.columns.limit) not in BY_WARPS, matrix
+        count = ch.const(ty.u32, choice.list.count, name="count")
+        of_slice = [matrix.slice_range(index) for index in range(ceil_div(matrix.chunks, matrix.slice_chunks))]
+        units = matrix.k_tiles * matrix.vector_units(choice.columns.limit)
+        passed = [ch.var(ty.u32, 0, name="passed") for _ in range(tiles)]  # ranks of the lane's columns
+        there = [ch.var(ty.u32, 0, name="there") for _ in range(tiles)]  # of those in shared memory the first
+        with ch.for_(count, unroll=1, name="slot") as slot:
+            ranks = self._ranks(slot, tiles, min(choice.columns.limit, COLUMNS))
+            is_chosen = [ch.const(ty.boolean, rank != NO_RANK, name="is_chosen") for rank in ranks]
+            if matrix.slices == 1:
+                with ch.if_((slot == 0) | self._lacks(ranks, is_chosen, there)):
+                    for first, rank in zip(there, passed, strict=True):
+                        first.set(rank)
+                    self._bring(matrix, slot, there, of_slice[0], arrival)
+            for index, (first_chunk, end) in enumerate(of_slice):
+                if matrix.slices > 1:
+                    self._bring(matrix, slot, ranks, (first_chunk, end), arrival, is_first=index == 0)
+                offsets = [
+                    ch.const(ty.u32, ch.minimum(rank - first, self.kept - 1) * units, name="offset")
+                    if self.kept > 1 else ch.argument(0)
+                    for rank, first in zip(ranks, there, strict=True)
+                ]
+                halves = groups_of(choice.columns.limit, matrix.halves)
+                yield RankedPart(
+                    *(first_chunk, end),
+                    is_last=False,
+                    begins=index == 0,
+                    ends=index == len(of_slice) - 1,
+                    offsets=tuple(offsets[group % tiles] for group in range(halves)),
+                    is_chosen=tuple(is_chosen[group % tiles] for group in range(halves)),
+                )
+            for rank, own, chosen in zip(passed, ranks, is_chosen, strict=True):
+                with ch.if_(chosen):
+                    rank.set(own + 1)
+
+    @ch.inline
+    def _lacks(self, ranks: list[ch.Expr], is_chosen: list[ch.Expr], there: list[Any]) -> ch.Expr:
+        """Whether some column's part is not there. All warps find the same: each has all columns among its lanes."""
+        lacks = ch.var(ty.u32, 0)
+        for rank, chosen, first in zip(ranks, is_chosen, there, strict=True):
+            with ch.if_(chosen & (rank - first >= self.kept)):
+                lacks.set(1)
+        return prim.warp_maximum_u32(lacks) != 0
+
+    @ch.inline
+    def _bring(
+        self,
+        matrix: MatrixLayout,
+        slot: ch.Expr,
+        ranks: Sequence[Any],
+        chunks: tuple[int, int],
+        arrival: Arrival,
+        is_first: bool = True,
+    ) -> None:
+        """Chunks [first, end) of `kept` ranks from the first of each column on, of ranks that there are; when all have
+        multiplied what was there before."""
+        columns, machine = self.choice.columns, self.choice.machine
+        elements = matrix.tiles_per_chunk * matrix.tile_columns
+        first, end = chunks[0] * elements, min(chunks[1] * elements, matrix.padded_columns)
+        kind = matrix.vector_kind(columns.limit)
+        part = VectorPart(end - first, min(end, self.width) - first, kind=kind)
+        machine.meet()
+        with arrival.awaited(False):
+            if is_first:
+                self._wait_for_first(slot)
+            own, source = ranks[0], replace(self.source, one_waits=False)
+            for tile in range(1, columns.tiles):
+                own = ch.select(machine.warp % columns.tiles == tile, ranks[tile], own)
+            own = ch.const(ty.u32, own, name="own_rank")
+            with ch.for_(self.kept, unroll=1, name="turn") as turn:
+                rank = ch.const(ty.u32, own + turn, name="rank")
+                at = turn * (part.elements // UNIT * columns.limit)
+                with ch.if_(rank <= self.most):
+                    begin = (rank * (self.width // UNIT) + first // UNIT) * columns.limit
+                    bring_units(columns, replace(part, first_unit=begin, at=at), source)
+                clear_behind(columns, replace(part, at=at))
+        machine.meet()
+        if is_first:
+            with ch.if_(slot == 0):
+                arrival.timeline.stamp_here("ready")
+
+    @ch.inline
+    def _wait_for_first(self, slot: ch.Expr) -> None:
+        """A lane for its warp, for a word that it reads of its column's first rank, before all lanes poll."""
+        columns = self.choice.columns
+        assert self.source.wait is not None
+        with ch.if_(slot == 0):
+            self.source.wait(columns.machine.thread, True if columns.limit <= COLUMNS else columns.of_thread() < columns.count)
 
 
 @dataclass(frozen=True, eq=False)
@@ -273,8 +390,8 @@ class Added(Share):
     def runs(self, position: ch.Expr) -> Iterator[Run]:
         with ch.for_(self.list.count, unroll=1, name="slot") as slot:
             expert = ch.const(ty.u32, self.list.entry(slot), name="expert")
-            for m_tile in self.m_tiles(position):
-                yield Run(m_tile, position, 0, self.matrix.chunks, expert)
+            for run in super().runs(position):
+                yield replace(run, expert=expert)
 
     @property
     def sums_wait(self) -> bool:
@@ -315,7 +432,6 @@ class ExpertProducts:
 
     def add(self, matrix: MatrixLayout, prologue: Prologue, epilogue: Epilogue) -> None:
         """The sum, over the list's experts, of their matrices times what each column has of them."""
-        assert matrix.slices == 1, matrix
         self.linear.of_share(Added(self.machine, matrix, self.list, self.has_biases), prologue, epilogue)
 
     @property
@@ -326,7 +442,7 @@ class ExpertProducts:
     @ch.function
     def _convert(self, router: MatrixLayout) -> None:
         """What the router has multiplied, as experts take it, by all consumer threads; they meet before it is read,
-        behind the choice."""
+        behind the choice. Where units keep their places, each stays with its thread."""
         machine, limit, kind = self.machine, self.columns.limit, self.dealt.vector_kind(self.columns.limit)
         vector, dealt = machine.region("vector", ty.u32x4), machine.region("dealt", ty.u32x4)
         there, units = (one.padded_columns // UNIT * limit for one in (router, self.dealt))

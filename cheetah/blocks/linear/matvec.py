@@ -137,12 +137,15 @@ class Matvec:
                 return self.reductions.wait_until_taken()
             for strip in share.strips(position):
                 of_strip = [(tile, self.chunks.new_sums(layout)) for tile in strip]
+                of_parts: list[Any] = [None for _ in of_strip]
                 for part in prologue.parts(layout, self.arrival):
-                    for tile, sums in of_strip:
+                    if part.begins and not part.ends and self._finishes_parts(share):
+                        of_parts = [self.chunks.new_sums(layout, "own") for _ in of_strip]
+                    for (tile, sums), of_part in zip(of_strip, of_parts, strict=True):
                         with ch.if_(tile.exists):
                             with ch.if_(tile.is_last), ch.if_(part.is_last):
                                 self.ring.begin_waiting()  # the next wait is near
-                            with self._added_to(share, sums) as own:
+                            with self._added_to(share, sums, of_part, part.ends) as own:
                                 self.chunks.use_all(layout, part, own, tile.is_first)
                 self.timeline.stamp_here("last_chunk")
                 for tile, sums in of_strip:
@@ -167,14 +170,22 @@ class Matvec:
 
     @contextmanager
     @ch.inline
-    def _added_to(self, share: Share, sums: Any) -> Iterator[Any]:
+    def _added_to(self, share: Share, sums: Any, of_part: Any, ends: bool) -> Iterator[Any]:
         """Sums by a part of the input, which are added to those of all parts: other ones where the rows of its matrix
-        have factors of their own."""
-        if not (share.is_of_several and share.matrix.format.factor_bytes):
+        have factors of their own. of_part: these, where a matrix is multiplied by several parts, of which the last
+        `ends` it."""
+        if not self._finishes_parts(share):
             yield sums
             return
-        own = self.chunks.new_sums(share.matrix, "own")
+        own = self.chunks.new_sums(share.matrix, "own") if of_part is None else of_part
         yield own
+        if not ends:
+            return
         for group in range(groups_of(self.columns.limit, share.matrix.halves)):
             for index in range(4):
                 sums[group][index] = sums[group][index] + own[group][index]
+
+    @staticmethod
+    def _finishes_parts(share: Share) -> bool:
+        """Whether what a part of the input makes is finished before it is added to what others make."""
+        return share.is_of_several and bool(share.matrix.format.factor_bytes)

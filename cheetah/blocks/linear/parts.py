@@ -19,13 +19,15 @@ from cheetah.plan import MatrixLayout
 class Part:
     """A part of the input that is there: what chunks [first, end) of an M-tile are multiplied with. Beside the first
     of them the vectors lie that are number `offset` in the region, counted in chunks. is_last: whether no other part
-    follows."""
+    follows. begins, ends: whether it is the first, the last that a matrix is multiplied with."""
 
     first: ch.Value
     end: ch.Value
     offset: ch.Value = 0
     is_last: ch.Value = True
     region: str = "vector"
+    begins: bool = True
+    ends: bool = True
 
     def place(self, chunk: ch.Expr) -> ch.Expr:
         """The number that the vectors beside a chunk have there."""

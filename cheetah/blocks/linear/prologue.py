@@ -165,7 +165,7 @@ class VectorPart:
     is zero); in the exchange it begins at unit `first_unit`. kind: as what it is kept (`cheetah.plan.formats`). places:
     for every element the one that it is to the matrix (u16, padded like the vector), of a whole vector; None: itself.
     part_units, part_room: units of parts of their own, which lie so far from one another in shared memory; else there
-    is one part.
+    is one part. at: the unit of shared memory where it begins.
     """
 
     elements: int
@@ -175,11 +175,14 @@ class VectorPart:
     places: ch.Expr | None = None
     part_units: int = 0
     part_room: int = 0
+    at: ch.Expr | None = None
 
     def place(self, unit: ch.Expr) -> ch.Expr:
         """Where a unit lies in shared memory."""
         gap = self.part_room - self.part_units
-        return unit + unit // self.part_units * gap if gap else unit
+        if gap:
+            return unit + unit // self.part_units * gap
+        return unit if self.at is None else unit + self.at
 
 
 @contextmanager
@@ -229,6 +232,17 @@ def _load_given(columns: Columns, part: VectorPart, source: Source) -> None:
 
 @ch.inline
 def _bring_vector(columns: Columns, part: VectorPart, source: Source) -> None:
+    bring_units(columns, part, source)
+    clear_behind(columns, part)
+    columns.machine.meet()
+    order = _order_of(columns, part)
+    if order is not None:
+        order.convert()
+
+
+@ch.inline
+def bring_units(columns: Columns, part: VectorPart, source: Source) -> None:
+    """The units of a part that this thread brings, and zeros behind them in their K-tile of 32 columns."""
     machine, order = columns.machine, _order_of(columns, part)
     vector = machine.region("vector", ty.u32x4)
     for batch in _batches(columns, part, UNITS):
@@ -244,9 +258,6 @@ def _bring_vector(columns: Columns, part: VectorPart, source: Source) -> None:
                     )
                 else:
                     order.put(ch.const(ty.u32x4, data[index], name="words"), places[index])
-    machine.meet()
-    if order is not None:
-        order.convert()
 
 
 def _copied(source: Source, part: VectorPart) -> CopySource | None:
@@ -317,7 +328,6 @@ def _batches(columns: Columns, part: VectorPart, most_units: int) -> Iterator[_B
         begin += size
     if part.available % VECTOR_COLUMNS:
         yield from _last_pair(columns, part, units)
-    _clear_behind(columns, part)
 
 
 def _last_pair(columns: Columns, part: VectorPart, first_unit: int) -> Iterator[_Batch]:
@@ -333,14 +343,14 @@ def _last_pair(columns: Columns, part: VectorPart, first_unit: int) -> Iterator[
             vector[first] = prim.make_u32x4(0, 0, 0, 0)
 
 
-def _clear_behind(columns: Columns, part: VectorPart) -> None:
+def clear_behind(columns: Columns, part: VectorPart) -> None:
     """What follows the last 32 elements that have some, of which a wider K-tile has more."""
     machine, units_each = columns.machine, UNITS_PER_TILE * columns.limit
     first, end = -(-part.available // VECTOR_COLUMNS) * units_each, part.elements // VECTOR_COLUMNS * units_each
     if first < end:
         vector = machine.region("vector", ty.u32x4)
         with ch.for_(machine.thread + first, end, machine.consumer_threads, unroll=1, name="padding") as unit:
-            vector[unit] = prim.make_u32x4(0, 0, 0, 0)
+            vector[part.place(unit)] = prim.make_u32x4(0, 0, 0, 0)
 
 
 @contextmanager
