@@ -322,7 +322,9 @@ class Plan:
                 f"and {gpu.name} has {gpu.blocks} blocks: each has to have one"
             )
         if self.down_slices != 1 and self.tokens == 1:
-            raise PlanError(f"Plan: down_slices is {self.down_slices}: what experts make of a token comes whole: give 1")
+            raise PlanError(
+                f"Plan: down_slices is {self.down_slices}: what experts make of a token comes whole: give 1"
+            )
 
     def _check_whole_stage(self, shape: ModelShape) -> None:
         """With one format nothing of a stage is left over."""

@@ -20,9 +20,9 @@ from cheetah.models.layer_kind import Routing
 from cheetah.models.mixtral import MixtralConfig
 from cheetah.models.olmoe import OlmoeConfig
 from cheetah.models.qwen3_moe import Qwen3MoeConfig
+from cheetah.models.registry import preset
 from cheetah.models.rounding import as_bf16
 from cheetah.package import Generated
-from cheetah.models.registry import preset
 from cheetah.plan import PlanError, default_plan, gpu_named
 from tests.program.planted_experts import OF_SEVERAL
 from tests.program.rig import (

@@ -172,7 +172,7 @@ class AllParts(Prologue):
     @ch.inline
     def _ranked(self, matrix: MatrixLayout, slot: ch.Expr) -> tuple[tuple[ch.Expr, ...], tuple[ch.Expr, ...]]:
         """Where this lane's columns have what they have of an entry of the list; see `RankedPart`."""
-        choice, limit = self.choice, self.choice.columns.limit
+        limit = self.choice.columns.limit
         units = matrix.k_tiles * matrix.vector_units(limit)
         if limit == 1:
             return (ch.const(ty.u32, slot * units, name="offset"),), ()
@@ -195,8 +195,8 @@ class AllParts(Prologue):
 @dataclass(frozen=True, eq=False)
 class PartsInTurn(AllParts):
     """The same of several columns where it does not fit into shared memory whole. Of every column `kept` ranks are
-    there, those that come next; where some column is through with its own, the next ones of all columns are brought. Or,
-    with `kept` 1, a slice of a rank at a time, of the columns that chose the entry's expert.
+    there, those that come next; where some column is through with its own, the next ones of all are brought. Or, with
+    `kept` 1, a slice of a rank at a time, of the columns that chose the entry's expert.
 
     A thread reads the same words of every rank each time, whenever that is, as a vector of tagged words wants it."""
 
@@ -227,7 +227,8 @@ class PartsInTurn(AllParts):
                     self._bring(matrix, slot, ranks, (first_chunk, end), arrival, is_first=index == 0)
                 offsets = [
                     ch.const(ty.u32, ch.minimum(rank - first, self.kept - 1) * units, name="offset")
-                    if self.kept > 1 else ch.argument(0)
+                    if self.kept > 1
+                    else ch.argument(0)
                     for rank, first in zip(ranks, there, strict=True)
                 ]
                 halves = groups_of(choice.columns.limit, matrix.halves)
@@ -294,8 +295,9 @@ class PartsInTurn(AllParts):
         """A lane for its warp, for a word that it reads of its column's first rank, before all lanes poll."""
         columns = self.choice.columns
         assert self.source.wait is not None
+        is_used = True if columns.limit <= COLUMNS else columns.of_thread() < columns.count
         with ch.if_(slot == 0):
-            self.source.wait(columns.machine.thread, True if columns.limit <= COLUMNS else columns.of_thread() < columns.count)
+            self.source.wait(columns.machine.thread, is_used)
 
 
 @dataclass(frozen=True, eq=False)
