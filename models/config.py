@@ -34,7 +34,7 @@ from cheetah.plan import ModelShape
 from cheetah.plan.formats import BF16
 from cheetah.plan.products import ROUTER, Experts, Product, StepTable
 
-HEAD_DIMS = (64, 128, 256)
+HEAD_DIMS = (64, 96, 128, 256)
 HEAD_DIMS_IN_WORDS = f"{', '.join(map(str, HEAD_DIMS[:-1]))} and {HEAD_DIMS[-1]}"
 MAX_GROUP = 16
 Shape = tuple[int, int, int, int, int, int, int]
@@ -54,7 +54,8 @@ class ModelConfig:
     of `rope` in layers of that type. attention_scale, attention_soft_cap, position_scale: of `AttentionKind`.
     residual_multiplier: of `LayerKind`. embedding_multiplier: of the rows of the embedding. logit_divisor: of the
     head's logits. logit_soft_cap: logits l become logit_soft_cap * tanh(l / logit_soft_cap). routing: of every layer's
-    feed-forward, whose experts have the width `intermediate_size`. clamped_gate: of `LayerKind`.
+    feed-forward, whose experts have the width `intermediate_size`. clamped_gate: of `LayerKind`. attention_biases: q,
+    k, v and o have biases, whatever `layer` says.
     """
 
     dialect: ClassVar[Dialect]
@@ -90,6 +91,7 @@ class ModelConfig:
     logit_soft_cap: float | None = None
     routing: Routing | None = None
     clamped_gate: ClampedGate | None = None
+    attention_biases: bool = False
     weight_formats: tuple[tuple[str, str], ...] = ()
     """(matrix, format) of the matrices that are not bf16."""
     act_order: bool = False
@@ -101,6 +103,8 @@ class ModelConfig:
                 raise ConfigError(problem)
         if self.head_dim not in HEAD_DIMS:
             raise ConfigError(f"head_dim = {self.head_dim}: kernels exist for head_dim {HEAD_DIMS_IN_WORDS} only")
+        if self.head_norms is not None and self.head_dim % 64:
+            raise ConfigError(f"head_dim = {self.head_dim}: not supported with norms of queries and keys")
         if self.query_heads % self.kv_heads:
             raise ConfigError(
                 f"num_attention_heads = {self.query_heads} is not a multiple of num_key_value_heads = {self.kv_heads}"
@@ -165,6 +169,8 @@ class ModelConfig:
             scale=self.attention_scale,
             soft_cap=self.attention_soft_cap,
             position_scale=self.position_scale,
+            biases=self.has_biases,
+            out_biases=self.has_out_biases,
         )
 
     @cached_property
@@ -191,12 +197,12 @@ class ModelConfig:
     @property
     def has_biases(self) -> bool:
         """Whether q, k and v have biases, in every layer."""
-        return self.layer.attention.biases
+        return self.layer.attention.biases or self.attention_biases
 
     @property
     def has_out_biases(self) -> bool:
         """Whether o has biases, in every layer."""
-        return self.layer.attention.out_biases
+        return self.layer.attention.out_biases or self.attention_biases
 
     @property
     def has_expert_biases(self) -> bool:
@@ -238,6 +244,7 @@ class ModelConfig:
             joint_norms=self.head_norms == "width",
             raw_heads=self.head_norms == "each",
             experts=None if self.routing is None else Experts(self.routing.experts, self.routing.chosen),
+            is_gated=self.layer.is_gated,
         )
 
     @property
@@ -298,10 +305,10 @@ class ModelConfig:
         """Weights of the model; a tied head is counted once."""
         h, f = self.hidden_size, self.intermediate_size
         layer = self.qkv_rows * h + h * self.query_rows
-        layer += 3 * h * f if self.routing is None else self.routing.experts * (3 * h * f + h)
+        layer += (2 + self.layer.is_gated) * h * f if self.routing is None else self.routing.experts * (3 * h * f + h)
         if self.routing is not None and self.routing.biases:
             layer += self.routing.experts * (2 * f + h + 1)
-        layer += h if self.layer.attention.out_biases else 0
+        layer += h if self.has_out_biases else 0
         layer += 2 * h * (self.norms.before + self.norms.after) + (self.qkv_rows if self.has_biases else 0)
         layer += self.query_heads if self.has_sinks else 0
         layer += {None: 0, "each": 2 * self.head_dim, "width": self.query_rows + self.kv_rows}[self.head_norms]
@@ -344,6 +351,8 @@ class ModelConfig:
             numbers["sliding_window"] = self.sliding_window
         if self.dialect.layer_types is not None:
             numbers["layer_types"] = list(self.layer_types or self._one_type)
+        if self.attention_biases:
+            numbers["attention_bias"] = True
         return {"rope_parameters": self.rope.to_dict(), **numbers}
 
     @property

@@ -147,6 +147,7 @@ class ConfigFile:
             "tied_embeddings": self.flag("tie_word_embeddings"),
             "rope": self.rope(self.rope_values(None if self.dialect.layer_types is None else FULL)),
             **{field: self.number(name) for name, field in self.dialect.numbers.items() if self.is_given(name)},
+            **({"attention_biases": self.flag("attention_bias")} if "attention_bias" in self.dialect.reads else {}),
             **self._windows(),
         }
 

@@ -95,13 +95,18 @@ class ClampedGate:
 
 @dataclass(frozen=True)
 class LayerKind:
-    """What a layer does. activation: of the gate, "silu" or the tanh form of "gelu"; clamped_gate: in its
-    place. residual_multiplier: of what a sublayer adds to the residual stream. routing: of a feed-forward of experts;
-    None: it is one for all tokens."""
+    """What a layer does. activation: of the gate, "silu" or the tanh form of "gelu"; or "relu2", which is no gate's:
+    the square of what of an only product is above 0. clamped_gate: in its place. residual_multiplier: of what a
+    sublayer adds to the residual stream. routing: of a feed-forward of experts; None: it is one for all tokens."""
 
     norms: Norms = Norms()
     attention: AttentionKind = AttentionKind()
-    activation: Literal["silu", "gelu"] = "silu"
+    activation: Literal["silu", "gelu", "relu2"] = "silu"
     clamped_gate: ClampedGate | None = None
     residual_multiplier: float = 1.0
     routing: Routing | None = None
+
+    @property
+    def is_gated(self) -> bool:
+        """Whether the feed-forward has a gate beside the product that it is multiplied with."""
+        return self.activation != "relu2"

@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from cheetah.models import (
+    arcee,
     cwm,
     exaone4,
     gemma,
     gpt_oss,
     granite,
-    internlm3,
     llama,
     ministral3,
     mistral,
@@ -27,6 +27,7 @@ from cheetah.models import (
     qwen2,
     qwen3,
     qwen3_moe,
+    renamed,
     seed_oss,
     smollm3,
 )
@@ -41,7 +42,7 @@ from cheetah.models.text_part import text_modules
 _FAMILIES = (
     *(llama.FAMILY, qwen3.FAMILY, qwen2.FAMILY, mistral.FAMILY, ministral3.FAMILY, smollm3.FAMILY, phi3.FAMILY),
     *(granite.FAMILY, granite.HYBRID_FAMILY, olmo.FAMILY, olmo.FAMILY_3, gemma.FAMILY_2, gemma.FAMILY_3),
-    *(exaone4.FAMILY, cwm.FAMILY, seed_oss.FAMILY, internlm3.FAMILY),
+    *(exaone4.FAMILY, cwm.FAMILY, seed_oss.FAMILY, arcee.FAMILY, *renamed.FAMILIES),
     *(qwen3_moe.FAMILY, mixtral.FAMILY, olmoe.FAMILY, gpt_oss.FAMILY),
 )
 FAMILIES: dict[str, ModelFamily] = {family.name: family for family in _FAMILIES}

@@ -152,7 +152,7 @@ def attention_regions(
     queries = round_up(rows, COLUMNS) * shape.head_dim * 2
     newest_bytes = 2 * round_up(plan.tokens, KV_TILE_TOKENS) * shape.head_dim * 2 if newest else 0
     room = max(room - queries - newest_bytes, plan.consumer_warps * COLUMNS * ATTENTION_SLICE_DIMS * 4)
-    slices = min(shape.head_dim // ATTENTION_SLICE_DIMS, room // slice_bytes)
+    slices = min(ceil_div(shape.head_dim, ATTENTION_SLICE_DIMS), room // slice_bytes)
     sizes = {"attention": slices * slice_bytes, "queries": queries, "newest": newest_bytes}
     regions, skip = [], 0
     for name, nbytes in sizes.items():

@@ -35,7 +35,7 @@ class ModelShape:
     tables of angles the layers have. norms_behind: norms lie behind attention and feed-forward, before both are added
     to the residual. joint_norms: queries are normalised over all heads together, and so are keys. raw_heads: queries
     and keys are published as they are made, and finished by who reads them. experts: of the
-    feed-forward, each of width `ffn`.
+    feed-forward, each of width `ffn`. is_gated: the feed-forward has a gate.
     """
 
     hidden: int
@@ -52,6 +52,7 @@ class ModelShape:
     joint_norms: bool = False
     raw_heads: bool = False
     experts: Experts | None = None
+    is_gated: bool = True
 
     def __post_init__(self) -> None:
         require_positive("ModelShape", **self.sizes)
@@ -158,17 +159,16 @@ def _table(shape: ModelShape) -> StepTable:
     of_o, of_down = middle, hidden
     if shape.norms_behind:
         of_o, of_down = (Vector(f"{name}_rows", shape.hidden, is_normed=True, is_kept=True) for name in ("o", "down"))
-    kv_rows = shape.kv_heads * shape.head_dim
+    kv_rows, up = shape.kv_heads * shape.head_dim, Source("up", shape.ffn)
+    of_ffn = (Source("gate", shape.ffn), up) if shape.is_gated else (up,)
+    ffn_order = RowOrder.PAIRS if shape.is_gated else RowOrder.PLAIN
     of_heads = Source("q", shape.query_rows), Source("k", kv_rows), Source("v", kv_rows)
     layer: list[Phase] = [
         Product("qkv", hidden, heads, of_heads, RowOrder.HEADS, is_brief=True),
         AttentionPhase("attention", heads, attended, partials="partials"),
         Product("o", attended, of_o, (Source("o", shape.hidden),), adds=True, is_brief=True),
         *_choice(middle, experts),
-        Product(
-            *("gate_up", middle, gated, (Source("gate", shape.ffn), Source("up", shape.ffn)), RowOrder.PAIRS),
-            experts=experts,
-        ),
+        Product("gate_up", middle, gated, of_ffn, ffn_order, experts=experts),
         Product(
             *("down", gated, of_down, (Source("down", shape.hidden),)),
             adds=True,

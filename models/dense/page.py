@@ -132,6 +132,8 @@ class Gated:
 
     @property
     def about(self) -> str:
+        if self.activation == "relu2":
+            return "max(up, 0)^2"
         return f"{self.activation}(gate) * up" if isinstance(self.activation, str) else str(self.activation)
 
 

@@ -99,7 +99,7 @@ from cheetah.plan import Gpu, Plan, SharedMap
 from cheetah.plan.formats import M_TILE_ROWS
 from cheetah.plan.index import ceil_div, round_up
 from cheetah.plan.pass_tables import SEGMENT_COLUMNS, TABLE_WORDS
-from cheetah.plan.products import ROUTER, Product, RowOrder, logit_words
+from cheetah.plan.products import ROUTER, Product, logit_words
 from cheetah.plan.prompt import GROUP_TOKENS, PassPlan
 
 KERNEL_NAME = "prompt_pass"
@@ -511,7 +511,7 @@ class Pass:
             biases=self.launch.biases,
             norms=self._head_norms(machine),
         )
-        pairs = next(product for product in table.products if product.order is RowOrder.PAIRS)
+        pairs = table.named("gate_up")
         gated: Finish = StoreGated(
             *(machine, self._sections("gated"), self.matrices[pairs].full_m_tiles, scales),
             activation=self._activation,

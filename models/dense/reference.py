@@ -152,6 +152,11 @@ def gelu(x: F32) -> F32:
     return np.asarray(np.float32(0.5) * x * (1 + np.tanh(inner)))
 
 
+def relu2(x: F32) -> F32:
+    """The square of what is above 0."""
+    return np.asarray(np.maximum(x, 0) ** 2)
+
+
 ACTIVATIONS = {"silu": silu, "gelu": gelu}
 
 
@@ -398,10 +403,11 @@ class Reference:
 
     def _expert(self, layer: Layer, number: int, weight: float, normed: F32) -> F32:
         """What an expert makes, times a weight: of what it multiplies with `down`, before that is rounded."""
-        gate, up, down = layer.experts[number]
+        *gates, up, down = layer.experts[number]
         of_gate, of_up, of_down = layer.expert_biases[number] if layer.expert_biases else (0.0,) * 3
         activation = layer.kind.clamped_gate or layer.kind.activation
-        made = gated(activation, matvec(gate, normed) + of_gate, matvec(up, normed) + of_up)
+        made = np.asarray(matvec(up, normed) + of_up)
+        made = gated(activation, matvec(gates[0], normed) + of_gate, made) if gates else relu2(made)
         weighted = np.asarray(made * np.float32(weight), np.float32)
         before = self.exchanged[-1].get("gated", np.empty(0, np.float32))
         self.exchanged[-1]["gated"] = np.concatenate([before, weighted])

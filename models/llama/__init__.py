@@ -15,7 +15,7 @@ LLAMA3_VOCABULARY, LLAMA3_THETA, LLAMA3_CONTEXT = 128256, 500000.0, 8192
 class LlamaConfig(ModelConfig):
     """A Llama model."""
 
-    dialect = Dialect("llama", "LlamaForCausalLM")
+    dialect = Dialect("llama", "LlamaForCausalLM", reads=frozenset({"attention_bias"}))
 
     def suspicions(self) -> list[str]:
         """What looks like a file that lost something, in words."""

@@ -43,6 +43,9 @@ _PHI_4_MINI_ROPE = Rope(
 FAMILY = DenseFamily(
     Phi3Config,
     {
+        "phi-3-mini-4k": Phi3Config(
+            *(3072, 8192, 32, 32, 32, 96, 32064), max_position_embeddings=4096, sliding_window=2047
+        ),
         "phi-4-mini": Phi3Config(
             *(3072, 8192, 32, 24, 8, 128, 200064),
             max_position_embeddings=131072,

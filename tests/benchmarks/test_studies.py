@@ -112,8 +112,8 @@ def test_a_chain_with_a_wrong_result_is_not_timed(monkeypatch: pytest.MonkeyPatc
 @pytest.mark.compiler
 @pytest.mark.parametrize("kind", tiered([Piece, OnePhase], [Piece]))
 def test_a_stack_that_skips_its_residual_is_found(kind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    def start_with_nothing(self: Any, vector: Any, norm: Any) -> None:
-        right(self, vector, norm)
+    def start_with_nothing(self: Any, *arguments: Any) -> None:
+        right(self, *arguments)
         with ch.if_(self.machine.thread < M_TILE_ROWS):
             self.machine.region("residual", ty.f32)[self.machine.thread] = 0.0
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from cheetah.models.config_json import ConfigError
-from cheetah.models.registry import PRESETS, read_config
+from cheetah.models.registry import FAMILIES, PRESETS, read_config
 from tests.models.spellings import spelled_for
 
 QWEN3_8B: dict[str, Any] = {
@@ -103,6 +103,40 @@ def test_a_published_file_is_its_preset(name: str, version: int) -> None:
     assert notes == []
 
 
+INTERNLM_20B: dict[str, Any] = {
+    "architectures": ["InternLMForCausalLM"],
+    "bias": False,
+    "hidden_act": "silu",
+    "hidden_size": 5120,
+    "initializer_range": 0.02,
+    "intermediate_size": 13824,
+    "max_position_embeddings": 4096,
+    "model_type": "internlm",
+    "num_attention_heads": 40,
+    "num_hidden_layers": 60,
+    "num_key_value_heads": 40,
+    "rms_norm_eps": 1e-06,
+    "tie_word_embeddings": False,
+    "vocab_size": 103168,
+    "rotary": {"base": 10000, "type": "dynamic"},
+}
+
+
+def test_llama_under_another_name() -> None:
+    notes: list[str] = []
+    larger = read_config(INTERNLM_20B, notes)
+    assert larger.parameter_count == 20088714240 and not larger.has_biases and notes == []
+    smaller = read_config(without(INTERNLM_20B, "bias"))
+    assert smaller.has_biases and smaller.has_out_biases
+    assert read_config(smaller.to_dict()) == smaller and read_config(larger.to_dict()) == larger
+    same = {**without(INTERNLM_20B, "bias", "rotary"), "rope_theta": 10000.0, "attention_bias": False}
+    for family in ("internlm", "aquila", "xverse"):
+        named = {"model_type": family, "architectures": [FAMILIES[family].config_type.dialect.architecture]}
+        llama = read_config({**same, "model_type": "llama", "architectures": ["LlamaForCausalLM"]})
+        found = read_config({**same, **named, **({"bias": False} if family == "internlm" else {})})
+        assert vars(found) == vars(llama) and found.layer_kinds == llama.layer_kinds
+
+
 def test_a_head_size_need_not_be_hidden_by_heads() -> None:
     small = PRESETS["mistral-small-24b"]
     assert small.head_dim * small.query_heads == 4096 != small.hidden_size
@@ -136,6 +170,8 @@ def test_a_window_is_read_where_the_family_has_one() -> None:
         ({**QWEN3_8B, "use_sliding_window": True}, "use_sliding_window = True is not supported; supported: False or"),
         ({**QWEN25_7B, "use_sliding_window": True}, "use_sliding_window = True is not supported"),
         ({**QWEN3_8B, "attention_bias": True}, "attention_bias = True is not supported"),
+        ({**INTERNLM_20B, "rotary": {"base": 10000, "type": "ntk"}}, "rotary = .* is not supported; supported: a base"),
+        ({**QWEN3_8B, "head_dim": 96}, "head_dim = 96: not supported with norms of queries and keys"),
         ({**QWEN3_8B, "layer_types": ["full_attention", "sliding_attention"]}, "layer_types = .* every layer 'full_"),
         ({**MISTRAL_SMALL, "sliding_window": 512, "layer_types": ["full_attention"] * 40}, "every layer 'sliding_att"),
         ({**MISTRAL_SMALL, "sliding_window": 0}, "sliding_window = 0: must be"),

@@ -13,8 +13,9 @@ from .shapes import LLAMA_3B
 H200 = GPUS["h200"]
 NARROW = {
     *("llama-3.2-3b", "qwen3-0.6b", "qwen3-4b", "qwen3-14b", "qwen3-32b", "mistral-small-24b", "mistral-small-3.2-24b"),
-    *("ministral-3-3b", "ministral-3-14b", "phi-4-mini", "phi-4", "granite-4.0-micro", "olmo-2-32b", "olmo-3-32b"),
-    *("gemma-2-2b", "gemma-2-27b", "gemma-3-270m", "gemma-3-4b", "exaone-4.0-32b", "seed-oss-36b"),
+    *("ministral-3-3b", "ministral-3-14b", "phi-3-mini-4k", "phi-4-mini", "phi-4", "olmo-2-32b", "olmo-3-32b"),
+    *("granite-4.0-micro", "afm-4.5b", "gemma-2-2b", "gemma-2-27b", "gemma-3-270m", "gemma-3-4b"),
+    *("exaone-4.0-32b", "seed-oss-36b"),
 }
 
 

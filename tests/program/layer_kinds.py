@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from cheetah.models.arcee import ArceeConfig
 from cheetah.models.config import ModelConfig
 from cheetah.models.layer_kind import LayerKind, Norms
 from cheetah.models.llama import LlamaConfig
@@ -40,6 +41,12 @@ def behind(hidden: int = 80, ffn: int = 40, heads: int = 2, **more: Any) -> Mode
 
 
 def fused(hidden: int = 256, ffn: int = 512, heads: int = 4, **more: Any) -> ModelConfig:
-    """Fused tensors, and heads of which a part is rotated."""
+    """Fused tensors, and heads of 96 dims of which a part is rotated."""
     rope = Rope(1000.0, partial_rotary_factor=0.5)
-    return Phi3Config(hidden, ffn, 2, heads, 1, 64, 50, max_position_embeddings=256, rope=rope, **more)
+    return Phi3Config(hidden, ffn, 2, heads, 1, 96, 50, max_position_embeddings=256, rope=rope, **more)
+
+
+def ungated(hidden: int = 48, ffn: int = 72, heads: int = 2, head_dim: int = 96, **more: Any) -> ModelConfig:
+    """No gate, and biases of q, k, v and o."""
+    sizes = (hidden, ffn, 2, heads, 1, head_dim, 50)
+    return ArceeConfig(*sizes, max_position_embeddings=256, attention_biases=True, **more)

@@ -19,7 +19,7 @@ from cheetah.models.qwen2 import Qwen2Config
 from cheetah.models.qwen3 import Qwen3Config
 from cheetah.models.rope import Rope
 from tests.program.kinds import KINDS, JointlyNormed
-from tests.program.layer_kinds import behind, fused, sandwich
+from tests.program.layer_kinds import behind, fused, sandwich, ungated
 from tests.program.rig import Rig, bits, float32_logits, random_weights, relative_error, token_ids
 from tests.tiers import tiered
 from tests.tolerances import EIGHT_BIT_LOGITS, LOGITS
@@ -71,13 +71,18 @@ CASES: dict[str, tuple[ModelConfig, dict[str, Any], int]] = {
     "norms on both sides": (sandwich(), {"blocks": 3, "tokens": 2}, 24),
     "norms behind alone, barrier": (behind(), {"blocks": 8, "sync": "barrier"}, 24),
     "fused tensors, heads rotated in part": (fused(80, 40, 2), {"blocks": 3, **SPLIT}, 24),
+    "no gate, biases": (ungated(80, 40, head_dim=64), {"blocks": 3, "tokens": 2}, 24),
+    "heads of 96, barrier, pages of 5": (
+        *(ungated(), {"blocks": 5, "sync": "barrier", "tokens": 2, "page_size": 5, **SPLIT}),
+        40,
+    ),
     "mistral": (MistralConfig(80, 40, 2, 2, 1, 128, 50, max_position_embeddings=256), {"blocks": 3, **SPLIT}, 40),
 }
 
 
 EXHAUSTIVE = (
     *("qwen3", "qwen3, more blocks than items", "qwen3, tied, large epsilon", "qwen3, pages of 5", "qwen2"),
-    *("fused tensors, heads rotated in part", "norms behind alone, barrier"),
+    *("fused tensors, heads rotated in part", "norms behind alone, barrier", "heads of 96, barrier, pages of 5"),
     *("qwen3, group of 8, eight warps", "qwen3, group of 5, barrier", "mistral", "kinds, barrier"),
     *("qwen3, heads of 256", "norms over all heads, barrier"),
 )
@@ -107,7 +112,11 @@ def test_many_tokens_of_a_step_are_the_same_as_one(config: ModelConfig) -> None:
     assert (difference <= 1).mean() > 0.95, "up to the last bit of bf16, where sums were made in another order"
 
 
-@pytest.mark.parametrize("config", tiered([qwen3(4, 2, 128), qwen2(4, 2)], [qwen2(4, 2)]), ids=["qwen3", "qwen2"])
+@pytest.mark.parametrize(
+    "config",
+    tiered([qwen3(4, 2, 128), qwen2(4, 2), fused(48)], [qwen2(4, 2), fused(48)]),
+    ids=["qwen3", "qwen2", "phi3"],
+)
 def test_several_sequences_with_keys_of_eight_bits(config: ModelConfig) -> None:
     weights = random_weights(config)
     ids = [token_ids(count, config.vocab_size, seed=count) for count in (20, 20, 20)]

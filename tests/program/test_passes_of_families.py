@@ -24,7 +24,7 @@ from cheetah.runtime.engine.requests import Request
 from cheetah.tools.judged_passes import decided_ids
 from tests.program.answers import Record, Service
 from tests.program.kinds import KINDS
-from tests.program.layer_kinds import sandwich
+from tests.program.layer_kinds import sandwich, ungated
 from tests.program.rig import emulated_gpu, random_weights, relative_error, token_ids
 from tests.program.test_experts import MIXTRAL
 from tests.tiers import tiered
@@ -45,6 +45,7 @@ FAMILIES: dict[str, tuple[ModelConfig, dict[str, Any]]] = {
     "norms on both sides, multipliers, a soft-cap": (sandwich(), {}),
     "experts": (replace(MIXTRAL, routing=Routing(7, 2)), {}),
     "biases, ten query heads": (SeedOssConfig(48, 40, 2, 10, 1, 64, 50, max_position_embeddings=256), {}),
+    "no gate, biases of all, heads of 96": (ungated(), {}),
     "biases, keys in 8 bits": (Qwen2Config(*SHAPE, max_position_embeddings=256), {"kv_dtype": "e4m3"}),
 }
 LENGTHS = (33, 1, 70, 16, 17)

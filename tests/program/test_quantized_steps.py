@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from cheetah.models.config import ModelConfig
-from tests.program.layer_kinds import fused, sandwich
+from tests.program.layer_kinds import fused, sandwich, ungated
 from tests.program.quantized_weights import QuantizedWeights
 from tests.program.rig import Rig, bits, float32_logits, model, relative_error, token_ids
 from tests.program.test_families import qwen2, qwen3
@@ -67,6 +67,10 @@ CASES: dict[str, tuple[ModelConfig, Formats, dict[str, Any]]] = {
         *(fused(act_order=True), (("qkv", "int4-g64"), ("gate_up", "int8-g32"), ("down", "int4-g32-asym"))),
         {},
     ),
+    "act-order, no gate, biases": (
+        *(ungated(256, 512, act_order=True), (("qkv", "int4-g64"), ("gate_up", "int4-g64"), ("down", "int4-g32"))),
+        {"tokens": 2},
+    ),
     "act-order, two tokens, biases": (
         *(replace(qwen2(4, 2), hidden_size=256, act_order=True), (("qkv", "int4-g64"), ("o", "int8-g32"))),
         {"tokens": 2},
@@ -77,6 +81,7 @@ CASES: dict[str, tuple[ModelConfig, Formats, dict[str, Any]]] = {
 EXHAUSTIVE = (
     *("qwen2, barrier", "qwen3, keys of eight bits", "act-order, two tokens, biases"),
     *("act-order, three sequences, sizes that do not divide", "act-order, eight tokens"),
+    "act-order, no gate, biases",
 )
 
 

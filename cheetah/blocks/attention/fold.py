@@ -126,6 +126,13 @@ class Folder:
         low, high, highest, weight_sum = self._fold_states(place, stride, pair, slice_pairs * len(slices))
         dim_pair = self.sizes.dim_pair(pair // slice_pairs + slices.start, pair % slice_pairs)
         lse = self._lse(highest, weight_sum)
+        with ch.if_(True if self.sizes.head_dim % SLICE_DIMS == 0 else dim_pair < self.sizes.head_dim // 2):
+            self._publish(item, row, dim_pair, low, high, lse, epoch)
+
+    @ch.inline
+    def _publish(
+        self, item: Item, row: ch.Expr, dim_pair: Any, low: ch.Expr, high: ch.Expr, lse: ch.Expr, epoch: ch.Expr
+    ) -> None:
         with ch.if_(item.partial == WRITE_THROUGH):
             self.finish(item.tile, item.head, row, dim_pair, low, high, lse, epoch)
         with ch.else_():

@@ -17,6 +17,7 @@ from cheetah import lang as ch
 from cheetah.blocks.attention.variants import At, Pair, Variant
 from cheetah.blocks.machine import Machine
 from cheetah.lang import prim, ty
+from cheetah.plan.index import ceil_div
 from cheetah.plan.plan import COLUMNS, column_tiles
 from cheetah.plan.regions import ATTENTION_SLICE_DIMS as SLICE_DIMS
 
@@ -54,12 +55,12 @@ class AttentionShape:
     @property
     def slices(self) -> int:
         """Units of a value that a lane reads, and rounds in which a block folds its warps' states."""
-        return self.head_dim // SLICE_DIMS
+        return ceil_div(self.head_dim, SLICE_DIMS)
 
     @property
     def output_tiles(self) -> int:
-        """16-row tiles of the transposed output."""
-        return self.head_dim // 16
+        """16-row tiles of the transposed output; in heads of 96 dims a quarter of their rows is no dim's."""
+        return self.slices * SLICE_TILES
 
     @property
     def column_tiles(self) -> int:
@@ -77,7 +78,17 @@ class AttentionShape:
     @property
     def is_wide(self) -> bool:
         """A lane reads 16 codes of a cached key at once: parts 2n and 2n + 1 are neighbouring units."""
-        return self.codes and self.parts > 2
+        return self.codes and self.parts > 2 and self.parts % 2 == 0
+
+    def parts_read(self, both: int) -> int:
+        """Units of a key that a lane reads together as number `both`: two, or the last one."""
+        return min(2, self.parts - 2 * both)
+
+    def value_lane(self, lane: Any) -> Any:
+        """The number r of a lane among those that read different dims of a value; of lanes for which there are none the
+        last one that has some: what becomes of theirs is read by nobody."""
+        lanes = self.head_units // self.slices
+        return lane // 4 if lanes == COLUMNS else ch.minimum(lane // 4, lanes - 1)
 
     def key_unit(self, part: Any, lane: Any) -> Any:
         """The unit of a key, or of a query, that lane t = `lane` has as number `part`."""
@@ -193,10 +204,10 @@ class AttentionProduct:
             self._transformed_products(rows, first_row, valid, key, queries, sums)
             return [self._added(chains) for chains in sums]
         row = first_row + self.machine.lane // 4
-        for both in range(max(1, self.sizes.parts // 2)):
+        for both in range(ceil_div(self.sizes.parts, 2)):
             low = self._key_words(rows, row, both)
             high = self._key_words(rows, row + 8, both)
-            for part in range(min(2, self.sizes.parts)):
+            for part in range(self.sizes.parts_read(both)):
                 self._multiply_part(low[part], high[part], ch.argument(both * 2 + part), queries, sums)
         return [self._added(chains) for chains in sums]
 
@@ -215,9 +226,9 @@ class AttentionProduct:
         keys = []
         for half in range(2):
             words = ch.array(ty.u32, parts, 4)
-            for both in range(max(1, parts // 2)):
+            for both in range(parts // 2):
                 read = self._key_words(rows, first_row + index + 8 * half, both)
-                for part in range(min(2, parts)):
+                for part in range(2):
                     for word in range(4):
                         words[both * 2 + part][word] = read[part][word]
             self._transform_keys(words, key + ch.minimum(index + 8 * half, valid - 1), queries[0])
@@ -245,14 +256,26 @@ class AttentionProduct:
     @ch.inline
     def _key_words(self, rows: KeyRows, row: ch.Expr, both: int) -> Any:
         """This lane's units 2*both and 2*both + 1 of a key: bf16 pairs, u32 [2][4]."""
-        words = ch.array(ty.u32, min(2, self.sizes.parts), 4)
-        if not rows.codes:
-            self._read_crossed(rows, row, ch.argument(both), words)
-        elif self.sizes.is_wide:
+        count = self.sizes.parts_read(both)
+        words = ch.array(ty.u32, count, 4)
+        if self.sizes.is_wide:
             self._read_wide_codes(rows, row, ch.argument(both), words)
+        elif rows.codes:
+            self._read_codes(rows, row, range(both * 2, both * 2 + count), words)
+        elif self.sizes.parts % 2:
+            self._read_in_order(rows, row, range(both * 2, both * 2 + count), words)
         else:
-            self._read_codes(rows, row, words)
+            self._read_crossed(rows, row, ch.argument(both), words)
         return words
+
+    @ch.function
+    def _read_in_order(self, rows: KeyRows, row: ch.Expr, parts: range, words: Any) -> None:
+        """Rows that are an odd multiple of 64 bytes apart lie in other banks than their neighbours."""
+        keys = ch.reinterpret(ty.ptr(ty.u32x4), rows.keys) + row * self.sizes.head_units
+        for index, part in enumerate(parts):
+            read = keys[part * 4 + self.machine.lane % 4]
+            for word, member in enumerate("xyzw"):
+                words[index][word] = getattr(read, member)
 
     @ch.function
     def _read_crossed(self, rows: KeyRows, row: ch.Expr, both: ch.Expr, words: Any) -> None:
@@ -279,13 +302,13 @@ class AttentionProduct:
             self._widen(getattr(read, member), words[quarter // 2], quarter % 2 * 2)
 
     @ch.function
-    def _read_codes(self, rows: KeyRows, row: ch.Expr, words: Any) -> None:
+    def _read_codes(self, rows: KeyRows, row: ch.Expr, parts: range, words: Any) -> None:
         """8 codes at a time."""
         keys = ch.reinterpret(ty.ptr(ty.u32x2), rows.keys) + row * self.sizes.head_units
-        for part in range(self.sizes.parts):
+        for index, part in enumerate(parts):
             read = keys[part * 4 + self.machine.lane % 4]
-            self._widen(read.x, words[part], 0)
-            self._widen(read.y, words[part], 2)
+            self._widen(read.x, words[index], 0)
+            self._widen(read.y, words[index], 2)
 
     @ch.inline
     def _widen(self, codes: ch.Expr, words: Any, word: int) -> None:
@@ -441,13 +464,15 @@ class AttentionProduct:
 
     def _first_value_unit(self, row: ch.Expr, slices: range) -> ch.Expr:
         """The first of the units of a value that a lane reads for some slices."""
-        return row * self.sizes.head_units + self.machine.lane // 4 * self.sizes.slices + slices.start
+        lane = self.sizes.value_lane(self.machine.lane)
+        first: ch.Expr = row * self.sizes.head_units + lane * self.sizes.slices + slices.start
+        return first
 
     @ch.inline
     def _read_value_codes(self, rows: KeyRows, row: ch.Expr, slices: range, words: Any, index: ch.Expr) -> None:
         element, count = {1: ty.u32x2, 2: ty.u32x4}[len(slices)], len(slices)
         of_row, of_lane = self.sizes.head_units // count, self.sizes.slices // count
-        place = row * of_row + self.machine.lane // 4 * of_lane + slices.start // count
+        place = row * of_row + self.sizes.value_lane(self.machine.lane) * of_lane + slices.start // count
         read = ch.reinterpret(ty.ptr(element), rows.values)[place]
         for quarter, member in enumerate("xyzw"[: 2 * len(slices)]):
             self._widen(getattr(read, member), words[quarter // 2][index], quarter % 2 * 2)
@@ -457,7 +482,7 @@ class AttentionProduct:
         function = self.variant.value_transform
         assert function is not None
         for number, slice_ in enumerate(slices):
-            first_dim = (self.machine.lane // 4 * self.sizes.slices + slice_) * 8
+            first_dim = (self.sizes.value_lane(self.machine.lane) * self.sizes.slices + slice_) * 8
             for word in range(4):
                 pair = words[number][index][word]
 

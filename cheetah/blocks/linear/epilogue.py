@@ -143,8 +143,8 @@ SIGMOID_OF: dict[str, Callable[[Any], Any]] = {"silu": lambda value: value, "gel
 
 @dataclass(frozen=True, eq=False)
 class GatedRows(PublishedRows):
-    """activation(gate) * up: an M-tile holds 8 gate rows and, 8 lanes further, their up rows. activation: a name, or
-    what has `alpha` and `limit`: see `clamped_of`."""
+    """activation(gate) * up: an M-tile holds 8 gate rows and, 8 lanes further, their up rows; of "relu2" every row by
+    itself. activation: a name, or what has `alpha` and `limit`: see `clamped_of`."""
 
     machine: Machine
     into: Published
@@ -156,10 +156,16 @@ class GatedRows(PublishedRows):
 
     @ch.inline
     def __call__(self, rows: Rows) -> None:
-        publish = publishing(self.machine, self.into, rows, rows.m_tile * HALF, HALF)
+        count = rows.count if self.activation == "relu2" else HALF
+        publish = publishing(self.machine, self.into, rows, rows.m_tile * count, count)
         value = ch.const(ty.f32, rows.sum(), name="value")
-        gated = gated_of(value, self.activation)
+        gated = relu2_of(value) if self.activation == "relu2" else gated_of(value, self.activation)
         publish(gated)
+
+
+def relu2_of(value: ch.Expr) -> ch.Expr:
+    """The square of what is above 0. What is no number stays so."""
+    return value * ch.select(value < 0.0, ty.f32(0.0), value)
 
 
 @ch.inline

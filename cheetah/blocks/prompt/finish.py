@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from cheetah import lang as ch
-from cheetah.blocks.linear.epilogue import SIGMOID_OF, clamped_of
+from cheetah.blocks.linear.epilogue import SIGMOID_OF, clamped_of, relu2_of
 from cheetah.blocks.prompt.machine import PassMachine
 from cheetah.blocks.prompt.product import ACCUMULATORS, Finish, Sums
 from cheetah.lang import prim, ty
@@ -227,12 +227,18 @@ class Store(Finish):
 
 @dataclass(frozen=True, eq=False)
 class StoreGated(Store):
-    """activation(gate) * up of gate and up rows."""
+    """activation(gate) * up of gate and up rows; "relu2" of every row."""
 
     activation: str = "silu"
 
     def finish(self, sums: Sums) -> None:
-        store_gated(self.machine, self.into[0], self._scaled(sums), self.activation, self.into[1:])
+        scaled = self._scaled(sums)
+        if self.activation == "relu2":
+            first, second, third, fourth = (relu2_of(ch.const(ty.f32, row, name="row")) for row in scaled.values)
+            made = replace(scaled, values=(first, second, third, fourth))
+            store_rows(self.machine, self.into[0], made, self.into[1:])
+        else:
+            store_gated(self.machine, self.into[0], scaled, self.activation, self.into[1:])
 
 
 @ch.function

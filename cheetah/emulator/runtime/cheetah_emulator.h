@@ -291,6 +291,11 @@ CHEETAH_PRIMITIVE void wgmma_bf16_n64_transposed(float (&sums)[32], const uint4&
   cheetah_emulator::wgmma(sums, &a.x, b, accumulate, 64, true, place, "wgmma_bf16_n64_transposed");
 }
 
+CHEETAH_PRIMITIVE void wgmma_bf16_n96_transposed(float (&sums)[48], const uint4& a, uint64_t b, uint32_t accumulate,
+                                                 CHEETAH_PLACE) {
+  cheetah_emulator::wgmma(sums, &a.x, b, accumulate, 96, true, place, "wgmma_bf16_n96_transposed");
+}
+
 CHEETAH_PRIMITIVE void wgmma_bf16_n128_transposed(float (&sums)[64], const uint4& a, uint64_t b, uint32_t accumulate,
                                                   CHEETAH_PLACE) {
   cheetah_emulator::wgmma(sums, &a.x, b, accumulate, 128, true, place, "wgmma_bf16_n128_transposed");

@@ -42,8 +42,11 @@ MULTIPLIERS = {
 }
 GEMMA = {"head_dim": 64, "query_pre_attn_scalar": 96, "sliding_window": 5, "tie_word_embeddings": True}
 ARGUMENTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama, biases": ("Llama", {"rope_parameters": THETA, "attention_bias": True}),
+    "arcee": ("Arcee", {"rope_parameters": YARN, "head_dim": 64}),
+    "arcee, biases": ("Arcee", {"rope_parameters": THETA, "attention_bias": True, "tie_word_embeddings": True}),
     "smollm3": ("SmolLM3", {"rope_parameters": THETA, "tie_word_embeddings": True}),
-    "phi3": ("Phi3", {"rope_parameters": THETA, "sliding_window": 6}),
+    "phi3": ("Phi3", {"rope_parameters": THETA, "sliding_window": 6, "hidden_size": 192}),  # heads of 96 dims
     "phi3, short factors": ("Phi3", {"rope_parameters": LONGROPE, "original_max_position_embeddings": 32}),
     "phi3, long factors": ("Phi3", {"rope_parameters": LONGROPE, "original_max_position_embeddings": 8}),
     "granite": ("Granite", {"rope_parameters": THETA, **MULTIPLIERS}),
