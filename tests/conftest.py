@@ -12,7 +12,13 @@ from pathlib import Path
 
 import pytest
 
+from tests.prices import Prices
+
 KEPT_SECONDS = 7 * 24 * 3600
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--prices", type=int, default=0, metavar="FILES", help="seconds of a processor, of so many files")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -23,6 +29,8 @@ def pytest_configure(config: pytest.Config) -> None:
     """
     # A shell ignores SIGINT for what it starts in the background, and so would all that is started from here.
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    if config.getoption("--prices"):
+        config.pluginmanager.register(Prices())
     if "PYTEST_XDIST_WORKER" in os.environ:
         return  # the first process has set it
     if hasattr(config, "cache"):
