@@ -7,7 +7,7 @@ worker of xdist tells its tests' with their reports.
 from __future__ import annotations
 
 import os
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Generator
 
 import pytest
@@ -25,7 +25,7 @@ class Prices:
     def __init__(self) -> None:
         self.told = 0.0
         self.news: list[tuple[str, float]] = []
-        self.by_file: Counter[str] = Counter()
+        self.by_file: defaultdict[str, float] = defaultdict(float)
         self.tests: Counter[str] = Counter()
 
     def since(self) -> float:
@@ -48,11 +48,11 @@ class Prices:
         file = report.nodeid.partition("::")[0]
         self.tests[file] += report.when == "setup"
         for name, value in report.user_properties:
-            if name in (PRICE, COLLECTION):
+            if name in (PRICE, COLLECTION) and isinstance(value, float):
                 self.by_file[file if name == PRICE else COLLECTION] += value
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
         terminalreporter.section("seconds of a processor")
-        for file, took in self.by_file.most_common(config.getoption("--prices")):
+        for file, took in sorted(self.by_file.items(), key=lambda one: -one[1])[: config.getoption("--prices")]:
             terminalreporter.write_line(f"{took:8.1f}  {file}, {self.tests[file]} tests")
         terminalreporter.write_line(f"{sum(self.by_file.values()):8.1f}  in all")

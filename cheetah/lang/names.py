@@ -133,7 +133,8 @@ def _definitions(file: str, text: str) -> dict[int, int]:
     while waiting:
         node = waiting.pop()
         if isinstance(node, ast.FunctionDef):
-            found[min(one.lineno for one in (node, *node.decorator_list))] = node.end_lineno or node.lineno
+            first_line = min([node.lineno, *(one.lineno for one in node.decorator_list)])
+            found[first_line] = node.end_lineno or first_line
         for name in _STATEMENTS:
             waiting += getattr(node, name, ())
     return found
