@@ -147,7 +147,7 @@ def _chosen_kernels(config: ModelConfig, device: Device, options: AssemblyOption
     """The kernels, described, and what they need, which fits into the device's memory: else that is refused."""
     info = device.describe()
     machine = choose_gpu(info, options.gpu)
-    texts = KeptTexts(None if machine.emulated else cache_folder() / "texts")
+    texts = KeptTexts(cache_folder() / "texts")
     free_bytes = min(info.free_bytes, int(options.memory_share * info.total_bytes))
     asked = KernelsAsked(config, machine, free_bytes, options, texts)
     with options.watch("choose the kernels"):

@@ -208,7 +208,7 @@ class KernelsAsked:
             return
         for name in sorted(plans, key=PASSES.index):
             pass_plan = plans[name]
-            asked = ["pass", *_told(self.config), self.machine.name, plan.to_dict(), pass_plan.to_dict()]
+            asked = ["pass", *_told(self.config), asdict(self.machine), plan.to_dict(), pass_plan.to_dict()]
             write = partial(generate_pass, self.config, self.machine, plan, pass_plan)
             described = describe_pass(self.config, self.machine, plan, pass_plan)
             yield KernelSpec(name, described, partial(self.texts.get, asked, write))
@@ -247,7 +247,7 @@ class KernelsAsked:
         """The head behind passes, over up to `rows` hidden states, with as many columns and steps as `most`."""
         from cheetah.generate import describe_head, generate_head
 
-        asked = [HEAD, *_told(self.config), self.machine.name, most.to_dict(), rows]
+        asked = [HEAD, *_told(self.config), asdict(self.machine), most.to_dict(), rows]
         write = partial(generate_head, self.config, self.machine, most, rows)
         described = describe_head(self.config, self.machine, most, rows)
         return KernelSpec(HEAD, described, partial(self.texts.get, asked, write))
@@ -370,7 +370,8 @@ def keeping(texts: KeptTexts, generate: GenerateKernel) -> GenerateKernel:
         return generate
 
     def kept(config: ModelConfig, gpu: str, **plan: Any) -> Generated:
-        return texts.get([identity, *_told(config), gpu, plan], lambda: generate(config, gpu, **plan))
+        asked = [identity, *_told(config), asdict(gpu_named(gpu)), plan]
+        return texts.get(asked, lambda: generate(config, gpu, **plan))
 
     return kept
 
