@@ -34,7 +34,7 @@ CONTEXT = 128
 def check(
     *,
     config: Config,
-    seeds: Annotated[int, typer.Option(min=1, help="Schedules of each scheduler.")] = 2,
+    seeds: Annotated[int, typer.Option(min=1, help="Schedules of each scheduler; twice, of awkward models.")] = 1,
     schedulers: Annotated[str, typer.Option(metavar="A,B,...", help="Of the emulator.")] = SCHEDULERS,
     gpu: Annotated[str, typer.Option(help="The emulated machine: emulator, emulator-2, emulator-8.")] = "emulator",
     tensor_parallel_size: Annotated[int, typer.Option(help="So many of them make each step together.")] = 1,

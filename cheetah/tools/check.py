@@ -28,10 +28,11 @@ from cheetah.tools.explained import kept_text
 from cheetah.tools.features import features_of
 from cheetah.tools.judged_drafts import JudgedDrafts
 from cheetah.tools.judged_passes import JudgedPasses
-from cheetah.tools.judged_steps import Agreement, JudgedSteps, judged_context
+from cheetah.tools.judged_steps import Agreement, JudgedSteps
 from cheetah.tools.judging_device import KernelFault
 from cheetah.tools.rig import Rig
 from cheetah.tools.side_by_side import Work, in_order
+from cheetah.tools.step_launches import judged_context
 from cheetah.tools.subjects import (
     MANY_TOKENS,
     MOST_LAYERS,
@@ -51,8 +52,8 @@ EARLY = 2
 
 WARPS = {"consumer_warps": 8}
 """As on a GPU: fewer than the emulator's rule gives would move no registers."""
-PASS_SHARE = 2
-"""So many times as many schedules are spent on passes, which are short."""
+AWKWARD_SHARE = 2
+"""So many times as many schedules are spent on awkward models, which are small and are found to be wrong first."""
 PASS_TOKENS, LARGE_TILE = 64, 64
 CUT_SIZES: tuple[dict[str, int], ...] = (
     {},
@@ -145,7 +146,7 @@ class Case:
 def check_model(
     subject: Subject,
     gpu: str = "emulator",
-    seeds: int = 2,
+    seeds: int = 1,
     schedulers: Sequence[str] = SCHEDULERS,
     sanitizer: bool = True,
     *,
@@ -162,7 +163,7 @@ def check_model(
     """
     kinds = [only] if only else ["steps", "passes"]
     makers = {kind: _MAKERS[kind](subject, gpu) for kind in kinds}
-    shares = sum(len(every) * (PASS_SHARE if kind == "passes" else 1) for kind, every in makers.items())
+    shares = sum(maker.keywords.get("share", 1) for every in makers.values() for maker in every)
     clock = _Clock(0 if first else seeds * len(schedulers) * shares, progress)
     begun: list[Subject] = []
 
@@ -226,7 +227,7 @@ def _step_makers(subject: Subject, gpu: str) -> list[Maker]:
     awkward, many, barrier = (make(config, plan, ranks=ranks) for make in makers)
     several = partial(JudgedSteps, is_of_several=True)
     return [
-        partial(_steps, awkward, gpu),
+        partial(_steps, awkward, gpu, share=AWKWARD_SHARE),
         partial(_steps, many, gpu, several),
         partial(_steps, barrier, gpu, several),
         partial(_steps, replace(subject, plan={**WARPS, **plan}), gpu),
@@ -251,7 +252,7 @@ def _pass_makers(subject: Subject, gpu: str) -> list[Maker]:
     awkward = awkward_subject(config, {"kv_dtype": "e4m3", **plan}, MOST_LAYERS, ranks)
     cut = [partial(_cut_passes, subject)] if ranks == 1 else []
     return [
-        partial(_passes, awkward, gpu, default_pass_plan),
+        partial(_passes, awkward, gpu, default_pass_plan, share=AWKWARD_SHARE),
         *cut,
         partial(_passes, subject, gpu, _of_several_warpgroups),
     ]
@@ -274,13 +275,13 @@ def _of_several_warpgroups(machine: Gpu, tokens: int, shape: ModelShape) -> Pass
     return replace(default_pass_plan(machine, tokens, shape), warpgroups=2)
 
 
-def _steps(subject: Subject, gpu: str, judged: Callable[[Rig], Launches] = JudgedSteps) -> Case:
+def _steps(subject: Subject, gpu: str, judged: Callable[[Rig], Launches] = JudgedSteps, share: int = 1) -> Case:
     made = generate_kernel(subject.config, subject.machine(gpu), **subject.plan)
     judged_context(subject.config, Plan.from_dict(made.manifest.plan))  # before it is compiled
-    return Case(subject, (made,), judged)
+    return Case(subject, (made,), judged, share)
 
 
-def _passes(subject: Subject, gpu: str, choose: Callable[..., PassPlan]) -> Case:
+def _passes(subject: Subject, gpu: str, choose: Callable[..., PassPlan], share: int = 1) -> Case:
     """PlanError where the model has no passes."""
     config, machine = subject.config, subject.machine(gpu)
     subject = replace(
@@ -288,7 +289,7 @@ def _passes(subject: Subject, gpu: str, choose: Callable[..., PassPlan]) -> Case
     )
     plan = choose_plan(config, machine, **subject.plan)
     made = _generate_passes(config, machine, plan, choose(machine, PASS_TOKENS, config.shape))
-    return Case(subject, (made, generate_head(config, machine, plan, PASS_TOKENS)), JudgedPasses, PASS_SHARE)
+    return Case(subject, (made, generate_head(config, machine, plan, PASS_TOKENS)), JudgedPasses, share)
 
 
 def _generate_passes(config: ModelConfig, machine: Gpu, plan: Plan, pass_plan: PassPlan) -> Generated:

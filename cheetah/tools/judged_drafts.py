@@ -19,10 +19,11 @@ from cheetah.runtime.engine.launcher import LaunchFault, Part, Sampling
 from cheetah.runtime.engine.launches import Launch, LaunchResult
 from cheetah.runtime.engine.request_rows import mask_of
 from cheetah.runtime.engine.watching import Mask
-from cheetah.tools.judged_steps import Drawn, JudgedSteps, Scored, Transcript
+from cheetah.tools.judged_steps import JudgedSteps, Transcript, without_advice
 from cheetah.tools.judging_device import KernelFault, timed
 from cheetah.tools.published import Filled, Launched
 from cheetah.tools.rig import Rig, Session
+from cheetah.tools.step_launches import Drawn, Scored
 
 PROMPT, COUNT, MASKED_COUNT = 9, 40, 16
 """Tokens of the prompt, and that are made behind it; with masks of their own."""
@@ -132,24 +133,24 @@ class JudgedDrafts(JudgedSteps):
     def __init__(self, rig: Rig, truth: dict[str, list[int]] | None = None) -> None:
         super().__init__(rig)
         plan = rig.plan
-        if not plan.drafts or self.context < PROMPT + COUNT + plan.tokens or plan.max_steps < PROMPT + COUNT:
+        if not plan.drafts or self.course.context < PROMPT + COUNT + plan.tokens or plan.max_steps < PROMPT + COUNT:
             needed = PROMPT + COUNT + plan.tokens
             raise CheetahError(f"check of drafts needs drafts, and max_context and max_steps of at least {needed}")
         self.width, self.kinds, self.truth = plan.drafts + 1, kinds_of(rig.config.vocab_size), truth or {}
-        self.opening = [*self.filling[:PROMPT]]
+        self.opening = [*self.course.filling[:PROMPT]]
 
     def run(
         self, scheduler: str, seed: int, is_short: bool = False, published: list[Launched | Filled] | None = None
     ) -> Transcript:
         """One run. is_short: of SHORT alone. published: gets nothing. EmulatorError where a launch fails, or drafts
         change anything."""
-        session = Session(self.rig, timed(self.rig, scheduler, seed), self.page_order)
+        session = Session(self.rig, timed(self.rig, scheduler, seed), self.course.page_order)
         try:
             run = _Run(self, session)
             for problem in run.problems(SHORT if is_short else WORKS, is_short):
                 raise KernelFault(problem)
-        except LaunchFault as error:  # without its advice on checkpoints: these weights were made here
-            raise KernelFault(str(error).partition(" Look for")[0]) from error
+        except LaunchFault as error:
+            raise KernelFault(without_advice(error)) from error
         asked = scheduler, seed, is_short
         return Transcript(asked, tuple(run.scored), tuple(run.drawn), session.cached(), session.exchanged())
 

@@ -17,7 +17,7 @@ from cheetah.models.llama import LlamaConfig
 from cheetah.models.registry import preset
 from cheetah.package import Generated
 from cheetah.runtime.checkpoint.random_weights import random_tensors
-from cheetah.tools import check, judged_steps
+from cheetah.tools import check, step_launches
 from cheetah.tools.check import Verdict, _step_makers, check_kernel, find_races
 from cheetah.tools.judged_steps import JudgedSteps
 from cheetah.tools.rig import Rig
@@ -208,7 +208,7 @@ def test_an_error_of_the_checker_is_not_the_kernels(monkeypatch: pytest.MonkeyPa
     def fail(*arguments: object) -> None:
         raise CheetahError("the checker is wrong")
 
-    monkeypatch.setattr(judged_steps._Run, "_fill", fail)
+    monkeypatch.setattr(step_launches.StepLaunches, "_fill", fail)
     with pytest.raises(CheetahError, match="the checker is wrong"):
         checked(right_and_wrong(), seeds=1)
 

@@ -102,10 +102,10 @@ def judged_kernel() -> JudgedSteps:
 
 
 def said_of(judged: JudgedSteps) -> str:
-    """What a short run shows."""
+    """What a run shows."""
     judged._has_explained = False
     try:
-        return str(judged.agreement(judged.run("random", 1, is_short=True)))
+        return str(judged.agreement(judged.run("random", 1)))
     except EmulatorError as error:
         return str(error)
 
