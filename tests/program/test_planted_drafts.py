@@ -50,7 +50,8 @@ BUGS = (
     SamplingBug("what was made is appended at its position", r"\(value >> 8\)(?= \+ load_)", "0u"),
     SamplingBug("history one token late", r"(?<=row\[)place_2(?=\] = sampled)", "place_2 + 1"),
     SamplingBug("the end finds itself", r"position < end(?= &&)", "position <= end"),
-    SamplingBug("the earliest match", r"best = max\(best, \(length << 24\) \| \w+\);"),
+    SamplingBug("no match ever", r"best = max\(best, \(length << 24\) \| \w+\);"),
+    SamplingBug("the earliest match", r"\(length << 24\) \| \w+|\bbest\w* & 8388607", r"(\g<0>) ^ 8388607"),
     SamplingBug("a shorter match than wanted", r"length >= shortest", "true"),
     SamplingBug("the same draft in all columns", r"\(number - known\) % period", "0u"),
     # -- counting
