@@ -27,16 +27,18 @@ from cheetah.models.config_json import (
     load_source,
     place_of,
 )
-from cheetah.models.layer_kind import AttentionKind, ClampedGate, LayerKind, Norms, PositionScale, Routing
+from cheetah.models.layer_kind import AttentionKind, ClampedGate, DeltaNet, LayerKind, Norms, PositionScale, Routing
 from cheetah.models.plausible import implausible
 from cheetah.models.rope import GROUP_ELEMENTS, Rope, rope_table, rotary_order
-from cheetah.plan import ModelShape
+from cheetah.plan import ModelShape, PlanError
 from cheetah.plan.formats import BF16
 from cheetah.plan.products import ROUTER, Experts, Product, StepTable
 
 HEAD_DIMS = (64, 96, 128, 256)
 HEAD_DIMS_IN_WORDS = f"{', '.join(map(str, HEAD_DIMS[:-1]))} and {HEAD_DIMS[-1]}"
 MAX_GROUP = 16
+ATTENTION = "{layer}.self_attn."
+"""In the names of what layers with attention have."""
 Shape = tuple[int, int, int, int, int, int, int]
 """hidden_size, intermediate_size, layers, query_heads, kv_heads, head_dim, vocab_size"""
 COLUMN_ALIGN = 32  # columns of a packed matrix, and vectors that feed one, are padded to whole tile pairs
@@ -55,7 +57,7 @@ class ModelConfig:
     residual_multiplier: of `LayerKind`. embedding_multiplier: of the rows of the embedding. logit_divisor: of the
     head's logits. logit_soft_cap: logits l become logit_soft_cap * tanh(l / logit_soft_cap). routing: of every layer's
     feed-forward, whose experts have the width `intermediate_size`. clamped_gate: of `LayerKind`. attention_biases: q,
-    k, v and o have biases, whatever `layer` says.
+    k, v and o have biases, whatever `layer` says. delta: of `LayerKind`, in the `delta_layers`.
     """
 
     dialect: ClassVar[Dialect]
@@ -92,6 +94,8 @@ class ModelConfig:
     routing: Routing | None = None
     clamped_gate: ClampedGate | None = None
     attention_biases: bool = False
+    delta: DeltaNet | None = None
+    delta_layers: tuple[int, ...] = ()
     weight_formats: tuple[tuple[str, str], ...] = ()
     """(matrix, format) of the matrices that are not bf16."""
     act_order: bool = False
@@ -156,7 +160,10 @@ class ModelConfig:
             clamped_gate=self.clamped_gate,
             routing=self.routing,
         )
-        return tuple(replace(common, attention=self.attention_of(layer)) for layer in range(self.layers))
+        deltas = {layer: self.delta for layer in self.delta_layers}
+        return tuple(
+            replace(common, attention=self.attention_of(layer), delta=deltas.get(layer)) for layer in range(self.layers)
+        )
 
     def attention_of(self, layer: int) -> AttentionKind:
         """What attention does in a layer."""
@@ -220,7 +227,9 @@ class ModelConfig:
 
     @property
     def shape(self) -> ModelShape:
-        """The numbers that the plan works with. PlanError for a weight format that no kernel has."""
+        """The numbers that the plan works with. PlanError for a weight format or a kind of layer that no kernel has."""
+        if self.delta is not None or self.layer.attention.gated:
+            raise PlanError(f"{self.dialect.title}: there is no kernel yet for Gated DeltaNet and gated heads")
         return replace(self._shape_in_bf16, formats=self.weight_formats)
 
     @property
@@ -260,11 +269,15 @@ class ModelConfig:
         return tuple(product for product in self.table.products if product.name != ROUTER)
 
     def names_of(self, name: str, layers: Iterable[int] | None = None) -> Iterator[str]:
-        """What a name with `{layer}` or `{expert}` in it stands for: one of every layer (by default of all), and of
-        every expert."""
+        """What a name with `{layer}` or `{expert}` in it stands for: one of every layer (by default of all that have
+        such a thing), and of every expert."""
         experts = 1 if self.routing is None or "{expert}" not in name else self.routing.experts
-        for layer in (range(self.layers) if layers is None else layers) if "{layer}" in name else (0,):
+        for layer in (self._layers_with(name) if layers is None else layers) if "{layer}" in name else (0,):
             yield from (name.format(layer=layer, expert=expert) for expert in range(experts))
+
+    def _layers_with(self, name: str) -> Iterator[int]:
+        has_none = self.delta_layers if ATTENTION in name else ()
+        return (layer for layer in range(self.layers) if layer not in has_none)
 
     def is_ordered(self, matrix: str) -> bool:
         """Whether the columns of a matrix lie in an order of their own."""
@@ -298,22 +311,35 @@ class ModelConfig:
     @property
     def kv_bytes_per_token(self) -> int:
         """Bytes of bf16 keys and values that one token keeps in the cache, over all layers."""
-        return self.layers * 2 * self.kv_rows * 2
+        return (self.layers - len(self.delta_layers)) * 2 * self.kv_rows * 2
 
     @property
     def parameter_count(self) -> int:
         """Weights of the model; a tied head is counted once."""
         h, f = self.hidden_size, self.intermediate_size
-        layer = self.qkv_rows * h + h * self.query_rows
-        layer += (2 + self.layer.is_gated) * h * f if self.routing is None else self.routing.experts * (3 * h * f + h)
+        layer = (2 + self.layer.is_gated) * h * f if self.routing is None else self.routing.experts * (3 * h * f + h)
         if self.routing is not None and self.routing.biases:
             layer += self.routing.experts * (2 * f + h + 1)
-        layer += h if self.has_out_biases else 0
-        layer += 2 * h * (self.norms.before + self.norms.after) + (self.qkv_rows if self.has_biases else 0)
-        layer += self.query_heads if self.has_sinks else 0
-        layer += {None: 0, "each": 2 * self.head_dim, "width": self.query_rows + self.kv_rows}[self.head_norms]
+        layer += 2 * h * (self.norms.before + self.norms.after)
         heads = 1 if self.tied_embeddings else 2
-        return self.layers * layer + heads * self.vocab_size * h + h
+        mixers = sum(
+            self._attention_parameters if kind.delta is None else self._delta_parameters(kind.delta)
+            for kind in self.layer_kinds
+        )
+        return self.layers * layer + mixers + heads * self.vocab_size * h + h
+
+    @property
+    def _attention_parameters(self) -> int:
+        h, kind = self.hidden_size, self.layer.attention
+        count = self.qkv_rows * h + h * self.query_rows + (self.query_rows * h if kind.gated else 0)
+        count += h if self.has_out_biases else 0
+        count += self.qkv_rows if self.has_biases else 0
+        count += self.query_heads if self.has_sinks else 0
+        return count + {None: 0, "each": 2 * self.head_dim, "width": self.query_rows + self.kv_rows}[self.head_norms]
+
+    def _delta_parameters(self, delta: DeltaNet) -> int:
+        rows = delta.channels + 2 * delta.value_rows + 2 * delta.value_heads
+        return rows * self.hidden_size + delta.taps * delta.channels + 2 * delta.value_heads + delta.value_dim
 
     def window(self, max_context: int) -> int | None:
         """How many keys a query sees in the layers where it sees most, its own included; None where it sees all that a

@@ -318,7 +318,8 @@ class ConfigFile:
             if values.get(name) not in (None, 1):
                 raise self.error(f"rope {name} = {shown(values[name])}: only 1 is supported")
             return 1.0
-        return self._number(values if name in values else {name: self.values.get(name, 1.0)}, name)
+        given = self.values.get(name, self.dialect.absent.get(name, 1.0))
+        return self._number(values if name in values else {name: given}, name)
 
     def _numbers(self, values: Mapping[str, Any], name: str) -> tuple[float, ...]:
         found = values[name]

@@ -229,6 +229,10 @@ class ModelFamily(ABC):
     presets: Mapping[str, ModelConfig]
     embedding_tensor: str
     head_tensor: str
+    unread: tuple[str, ...] = ()
+    """What names begin with of tensors that a file may have and nobody reads."""
+    kept_exact: tuple[str, ...] = ()
+    """What names end with of tensors whose numbers are taken as they are stored, while others are rounded to bf16."""
 
     @property
     def name(self) -> str:

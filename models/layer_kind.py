@@ -51,7 +51,8 @@ class AttentionKind:
     soft_cap * tanh(l / soft_cap). sinks: every query head has one more logit, whose key has no value. head_norms: an
     RMSNorm of queries and of keys before they are rotated, "each" over every head by itself with one weight [head_dim]
     for all heads, "width" over all heads together with a weight for every row. biases: q, k and v have them;
-    out_biases: o has. position_scale: of the queries.
+    out_biases: o has. position_scale: of the queries. gated: what a head makes is multiplied by the logistic function
+    of a gate, an element each, whose rows lie behind those of the head's query.
     """
 
     window: int | None = None
@@ -63,10 +64,42 @@ class AttentionKind:
     biases: bool = False
     out_biases: bool = False
     position_scale: PositionScale | None = None
+    gated: bool = False
 
     def window_of(self, max_context: int) -> int | None:
         """`window`, but None where a context of so many tokens never has more keys."""
         return self.window if self.window is not None and self.window < max_context else None
+
+
+@dataclass(frozen=True)
+class DeltaNet:
+    """Gated DeltaNet (Yang, Kautz and Hatamizadeh, 2025): attention whose memory of all tokens before is one matrix
+    [key_dim, value_dim] a value head.
+
+    key_heads: of queries and of keys; value_heads, a multiple: consecutive ones share a key head. taps: so many tokens,
+    the last its own, are what a token's query, key and value are made of, channel by channel.
+    """
+
+    key_heads: int
+    value_heads: int
+    key_dim: int = 128
+    value_dim: int = 128
+    taps: int = 4
+
+    @property
+    def key_rows(self) -> int:
+        """Rows of the queries, and of the keys."""
+        return self.key_heads * self.key_dim
+
+    @property
+    def value_rows(self) -> int:
+        """Rows of the values, of their gates, and of what all heads make."""
+        return self.value_heads * self.value_dim
+
+    @property
+    def channels(self) -> int:
+        """Rows of queries, keys and values."""
+        return 2 * self.key_rows + self.value_rows
 
 
 @dataclass(frozen=True)
@@ -97,7 +130,8 @@ class ClampedGate:
 class LayerKind:
     """What a layer does. activation: of the gate, "silu" or the tanh form of "gelu"; or "relu2", which is no gate's:
     the square of what of an only product is above 0. clamped_gate: in its place. residual_multiplier: of what a
-    sublayer adds to the residual stream. routing: of a feed-forward of experts; None: it is one for all tokens."""
+    sublayer adds to the residual stream. routing: of a feed-forward of experts; None: it is one for all tokens. delta:
+    in the place of attention."""
 
     norms: Norms = Norms()
     attention: AttentionKind = AttentionKind()
@@ -105,6 +139,7 @@ class LayerKind:
     clamped_gate: ClampedGate | None = None
     residual_multiplier: float = 1.0
     routing: Routing | None = None
+    delta: DeltaNet | None = None
 
     @property
     def is_gated(self) -> bool:

@@ -12,7 +12,7 @@ from typing import Any
 
 PREFIXES = {"language_model.": "", "model.language_model.": "model."}
 """What names of the text part begin with, and what that is in a model of text alone."""
-SEEING = ("vision_tower.", "multi_modal_projector.", "vision_encoder.", "patch_merger.")
+SEEING = ("vision_tower.", "multi_modal_projector.", "vision_encoder.", "patch_merger.", "visual.")
 """What names of the other part begin with, perhaps behind "model."."""
 
 

@@ -71,7 +71,7 @@ class StackReference(Reference):
         x = embedding(self.embedding, FIRST_TOKEN)
         for index, layer in enumerate(self.layers):
             normed = self.rounding(self._normed(x, layer.before[stack == "glu"]))
-            block = self._attention(index, layer, normed) if stack == "attention" else self._feed_forward(layer, normed)
+            block = self._mixed(index, layer, normed) if stack == "attention" else self._feed_forward(layer, normed)
             x = residual(x, block)
         return x
 

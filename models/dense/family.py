@@ -34,6 +34,8 @@ class DenseFamily(ModelFamily):
     presets: Mapping[str, ModelConfig]
     embedding_tensor = weights.EMBEDDING
     head_tensor = weights.HEAD
+    unread: tuple[str, ...] = ()
+    kept_exact: tuple[str, ...] = ()
 
     def tensor_shapes(self, config: ModelConfig) -> dict[str, tuple[int, ...]]:
         return weights.tensor_shapes(config)

@@ -16,6 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cheetah.models.config import ModelConfig
+from cheetah.models.dense.activations import ACTIVATIONS, logistic, relu2, silu
+from cheetah.models.dense.delta import DeltaState, DeltaWeights, delta_step
 from cheetah.models.dense.weights import (
     EMBEDDING,
     FINAL_NORM,
@@ -31,10 +33,11 @@ from cheetah.models.dense.weights import (
 )
 from cheetah.models.family import Tensors
 from cheetah.models.formats import WEIGHT_FORMATS
-from cheetah.models.layer_kind import ClampedGate, LayerKind, PositionScale, Routing
+from cheetah.models.layer_kind import AttentionKind, ClampedGate, LayerKind, PositionScale, Routing
 from cheetah.models.rope import Rope, rope_table
 from cheetah.models.rounding import F32, Rounding, exact, widen
 from cheetah.models.sampling import sample
+from cheetah.plan.formats import BF16
 from cheetah.plan.products import Product
 
 
@@ -140,26 +143,6 @@ def attention(
     return state.output if sinks is None else with_sinks(state, sinks).output
 
 
-def silu(x: F32) -> F32:
-    """x times the logistic function of x."""
-    with np.errstate(over="ignore"):  # exp overflows to inf for a very negative x, and silu is then -0
-        return np.asarray(x / (1 + np.exp(-x)))
-
-
-def gelu(x: F32) -> F32:
-    """The form with a hyperbolic tangent."""
-    inner = np.float32(math.sqrt(2 / math.pi)) * (x + np.float32(0.044715) * x * x * x)
-    return np.asarray(np.float32(0.5) * x * (1 + np.tanh(inner)))
-
-
-def relu2(x: F32) -> F32:
-    """The square of what is above 0."""
-    return np.asarray(np.maximum(x, 0) ** 2)
-
-
-ACTIVATIONS = {"silu": silu, "gelu": gelu}
-
-
 def gated(activation: str | ClampedGate, gate: F32, up: F32) -> F32:
     """What a feed-forward makes of its two products."""
     if isinstance(activation, str):
@@ -203,26 +186,34 @@ def head(weight: F32, x: F32) -> F32:
 
 
 @dataclass(frozen=True)
-class Layer:
-    """One layer's weights in float32. biases: of q, k and v (0: none). head_norms: of queries and keys (None: none).
-    before, behind: the norms before and behind attention, then feed-forward (None: none). sinks: a logit for every
-    query head (None: none). Weights of norms are what is multiplied with; q and k have the rows of each head in the
-    kernel's order (`ModelConfig.rotary_order`). experts: gate, up and down of each; a single one without a router.
-    o_bias, router_bias, expert_biases: of o, of the router, of gate, up and down of each expert (0: none)."""
+class AttentionWeights:
+    """Those of a layer's attention. biases: of q, k and v (0: none). head_norms: of queries and keys (None: none).
+    sinks: a logit for every query head (None: none). o_bias: of o (0: none). gate: rows as q's (None: none). q and k
+    have the rows of each head in the kernel's order (`ModelConfig.rotary_order`)."""
 
-    kind: LayerKind
     biases: tuple[F32 | float, ...]
     head_norms: tuple[F32 | None, ...]
-    before: tuple[F32 | None, ...]
-    behind: tuple[F32 | None, ...]
     q: F32
     k: F32
     v: F32
     o: F32
-    experts: tuple[tuple[F32, ...], ...]
-    router: F32 | None = None
     sinks: F32 | None = None
     o_bias: F32 | float = 0.0
+    gate: F32 | None = None
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One layer's weights in float32. before, behind: the norms before and behind attention, then feed-forward (None:
+    none). Weights of norms are what is multiplied with. experts: gate, up and down of each; a single one without a
+    router. router_bias, expert_biases: of the router, of gate, up and down of each expert (0: none)."""
+
+    kind: LayerKind
+    mixer: AttentionWeights | DeltaWeights
+    before: tuple[F32 | None, ...]
+    behind: tuple[F32 | None, ...]
+    experts: tuple[tuple[F32, ...], ...]
+    router: F32 | None = None
     router_bias: F32 | float = 0.0
     expert_biases: tuple[tuple[F32 | float, ...], ...] = ()
 
@@ -278,10 +269,13 @@ class Reference:
         self.length, self.nearness, self.exchanged = 0, list[float](), [dict[str, F32]()]
         self.tables = self._new_tables(64)
         self.keys, self.values = self._new_cache(64), self._new_cache(64)
+        kinds = enumerate(self.config.layer_kinds)
+        self.states = {layer: DeltaState.empty(kind.delta) for layer, kind in kinds if kind.delta is not None}
+        self._states_before = self.states
 
     def forget_last(self) -> None:
-        """Forget the sequence's last token."""
-        self.length -= 1
+        """Forget the sequence's last token, once: states before that are not kept."""
+        self.length, self.states = self.length - 1, self._states_before
         self.nearness.pop()
 
     def step(self, token: int) -> F32:
@@ -296,14 +290,14 @@ class Reference:
         self._make_room()
         self.nearness.append(math.inf)
         x = embedding(self.embedding, token) * np.float32(self.config.embedding_multiplier)
-        self.exchanged = [{}]
+        self.exchanged, self._states_before = [{}], self.states
         following = [*(layer.before[0] for layer in self.layers[1:]), self.norm]
         self._exchange("hidden", x, self.layers[0].before[0])
         for index, (layer, next_norm) in enumerate(zip(self.layers, following, strict=True)):
             (before_attention, before_ffn), (behind_attention, behind_ffn) = layer.before, layer.behind
             part = np.float32(layer.kind.residual_multiplier)
             self.exchanged.append({})
-            made = self._attention(index, layer, self.rounding(self._normed(x, before_attention)))
+            made = self._mixed(index, layer, self.rounding(self._normed(x, before_attention)))
             self._exchange("o_rows", made)
             x = residual(x, part * self._normed(made, behind_attention))
             self._exchange("middle", x, before_ffn)
@@ -343,27 +337,38 @@ class Reference:
         self.exchanged[-1][name] = x if norm is None else x * norm
         self.exchanged[-1][f"{name}_squares"] = (x * x).sum(keepdims=True)
 
-    def _attention(self, index: int, layer: Layer, normed: F32) -> F32:
-        kind, stop = layer.kind.attention, self.length + 1
+    def _mixed(self, index: int, layer: Layer, normed: F32) -> F32:
+        """What a layer's attention makes, or what it has in its place."""
+        if isinstance(layer.mixer, AttentionWeights):
+            return self._attention(index, layer.kind.attention, layer.mixer, normed)
+        made = delta_step(layer.mixer, self.states[index], normed, self.config.rms_norm_eps, self.rounding)
+        output, self.states = made[0], self.states | {index: made[1]}
+        self.exchanged[-1]["attention"] = output
+        return matvec(layer.mixer.out, self.rounding(output))
+
+    def _attention(self, index: int, kind: AttentionKind, weights: AttentionWeights, normed: F32) -> F32:
+        stop = self.length + 1
         first = 0 if kind.window is None else max(0, stop - kind.window)
-        queries, keys, values = self._heads(layer, normed)
+        queries, keys, values = self._heads(kind, weights, normed)
         key_scales, value_scales = self.kv_scales[index][..., None]
         keys, values = self.cached(keys / key_scales), self.cached(values / value_scales)
         self.keys[index, :, self.length], self.values[index, :, self.length] = keys * key_scales, values * value_scales
         self.exchanged[-1].setdefault("qkv", np.concatenate([part.ravel() for part in (queries, keys, values)]))
         seen = slice(first, stop)
         cache = self.keys[index, :, seen], self.values[index, :, seen]
-        output = attention(self.rounding(queries), *cache, kind.scale, kind.soft_cap, layer.sinks).reshape(-1)
+        output = attention(self.rounding(queries), *cache, kind.scale, kind.soft_cap, weights.sinks).reshape(-1)
+        if weights.gate is not None:
+            output = output * logistic(matvec(weights.gate, normed))
         self.exchanged[-1]["attention"] = output
-        return np.asarray(matvec(layer.o, self.rounding(output)) + layer.o_bias, np.float32)
+        return np.asarray(matvec(weights.o, self.rounding(output)) + weights.o_bias, np.float32)
 
-    def _heads(self, layer: Layer, normed: F32) -> tuple[F32, F32, F32]:
+    def _heads(self, kind: AttentionKind, weights: AttentionWeights, normed: F32) -> tuple[F32, F32, F32]:
         """Queries, keys and values [heads, D] of one token: projected, with biases, normalised, rotated."""
         queries, keys, values = (
             (matvec(matrix, normed) + bias).astype(np.float32)
-            for matrix, bias in zip((layer.q, layer.k, layer.v), layer.biases, strict=True)
+            for matrix, bias in zip((weights.q, weights.k, weights.v), weights.biases, strict=True)
         )
-        kind, (query_norm, key_norm) = layer.kind.attention, layer.head_norms
+        query_norm, key_norm = weights.head_norms
         if query_norm is not None and key_norm is not None:  # who reads heads normalises them
             self._exchange_raw(queries, keys, values, (query_norm, key_norm))
         cos_sin = self.tables[kind.rope][self.length]
@@ -460,17 +465,9 @@ def _layer(config: ModelConfig, layer: int, weight: Callable[[str], F32]) -> Lay
         return tuple(None if name is None else _multiplier(config, weight(name.format(layer=layer))) for name in found)
 
     heads, onto, *choosing, gate_up, down = table.products
-    (q, k, v), (o,) = parts(heads), parts(onto)
     count = 1 if table.experts is None else table.experts.count
     experts = tuple((*parts(gate_up, expert), *parts(down, expert)) for expert in range(count))
     router = parts(choosing[0])[0] if choosing else None
-    biases: tuple[F32 | float, ...] = (0.0,) * 3
-    if config.has_biases:
-        bias_q, bias_k, bias_v = of_layer(bias_tensors(config))
-        biases = turned(bias_q), turned(bias_k), bias_v
-    o_bias: F32 | float = 0.0
-    if config.has_out_biases:
-        (o_bias,) = map(weight, biases_of(config, onto, layer))
     router_bias: F32 | float = 0.0
     expert_biases: tuple[tuple[F32 | float, ...], ...] = ()
     if config.has_expert_biases:
@@ -482,18 +479,32 @@ def _layer(config: ModelConfig, layer: int, weight: Callable[[str], F32]) -> Lay
             )
             for expert in range(count)
         )
-    head_norms: tuple[F32 | None, ...] = (None, None)
-    if config.head_norms is not None:
-        head_norms = tuple(turned(_multiplier(config, one)) for one in of_layer(HEAD_NORMS))
+
+    def attention() -> AttentionWeights:
+        (q, k, v), (o,) = parts(heads), parts(onto)
+        gate: F32 | None = None
+        if config.layer.attention.gated:  # behind each head's query
+            q, gate = (
+                np.ascontiguousarray(part).reshape(config.query_rows, -1)
+                for part in np.split(q.reshape(config.query_heads, 2 * config.head_dim, -1), 2, axis=1)
+            )
+        biases: tuple[F32 | float, ...] = (0.0,) * 3
+        if config.has_biases:
+            bias_q, bias_k, bias_v = of_layer(bias_tensors(config))
+            biases = turned(bias_q), turned(bias_k), bias_v
+        o_bias: F32 | float = 0.0
+        if config.has_out_biases:
+            (o_bias,) = map(weight, biases_of(config, onto, layer))
+        head_norms: tuple[F32 | None, ...] = (None, None)
+        if config.head_norms is not None:
+            head_norms = tuple(turned(_multiplier(config, one)) for one in of_layer(HEAD_NORMS))
+        sinks = of_layer([SINKS])[0] if config.has_sinks else None
+        return AttentionWeights(biases, head_norms, turned(q), turned(k), v, o, sinks, o_bias, gate)
+
     before, behind = norms(norms_before(config), ("qkv", "gate_up")), norms(norms_behind(config), ("o", "down"))
     kind = config.layer_kinds[layer]
-    sinks = of_layer([SINKS])[0] if config.has_sinks else None
-    return Layer(
-        *(kind, biases, head_norms, before, behind, turned(q), turned(k), v, o, experts, router, sinks),
-        o_bias=o_bias,
-        router_bias=router_bias,
-        expert_biases=expert_biases,
-    )
+    mixer = attention() if kind.delta is None else DeltaWeights.of_layer(kind.delta, layer, weight)
+    return Layer(kind, mixer, before, behind, experts, router, router_bias, expert_biases)
 
 
 def _biases_of_sources(
@@ -513,4 +524,4 @@ def _multiplier(config: ModelConfig, weight: F32) -> F32:
 
 def as_multiplied(config: ModelConfig, matrix: str, weight: F32) -> F32:
     """A tensor of a matrix as its weight format keeps it."""
-    return WEIGHT_FORMATS[config.shape.format_of(matrix).name].meaning(weight)
+    return WEIGHT_FORMATS[dict(config.weight_formats).get(matrix, BF16.name)].meaning(weight)

@@ -18,8 +18,10 @@ from numpy.typing import NDArray
 
 from cheetah.models.act_order import places_shape
 from cheetah.models.config import ModelConfig
+from cheetah.models.dense.delta import MEANING_OF_DELTA, delta_shapes
 from cheetah.models.family import MatrixRows, Merged, QuantizedMatrix
 from cheetah.models.formats.quantized import RowPlanes, rows_of_element
+from cheetah.models.layer_kind import LayerKind
 from cheetah.models.repacking import ScaleRows
 from cheetah.models.rounding import Bits
 from cheetah.plan import M_TILE_ROWS, MatrixLayout, StepMatrices
@@ -92,33 +94,52 @@ def norms_behind(config: ModelConfig) -> dict[str, str]:
 
 def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Every tensor a checkpoint must hold, with its shape ([out, in], row-major). A tied head is not among them."""
-    hidden, table = config.hidden_size, config.table
-    before, behind = norms_before(config), norms_behind(config)
+    shapes: dict[str, tuple[int, ...]] = {EMBEDDING: (config.vocab_size, config.hidden_size)}
+    of_kind = {kind: _layer_shapes(config, kind) for kind in config.kinds}
+    for layer, kind in enumerate(config.layer_kinds):
+        shapes |= {one: shape for name, shape in of_kind[kind].items() for one in names_of(config, name, layer)}
+    shapes[FINAL_NORM] = (config.hidden_size,)
+    if not config.tied_embeddings:
+        shapes[HEAD] = (config.vocab_size, config.hidden_size)
+    return shapes
+
+
+def _layer_shapes(config: ModelConfig, kind: LayerKind) -> dict[str, tuple[int, ...]]:
+    """Those of a layer of a kind, with `{layer}`."""
+    (heads, o, *others), before, behind = config.table.products, norms_before(config), norms_behind(config)
     of_layer: dict[str, tuple[int, ...]] = {}
-    for product in table.products:
+    for product in config.table.products:
         if product.name in before:
             of_layer[before[product.name]] = (product.columns,)
-        for module, rows in _modules_of(config, product).items():
-            of_layer[f"{module}.weight"] = (rows, product.columns)
         if product.name in behind:
-            of_layer[behind[product.name]] = (hidden,)
-    if config.has_biases:
-        rows_of = (source.rows for source in table.heads.sources)
-        of_layer |= {name: (count,) for name, count in zip(bias_tensors(config), rows_of, strict=True)}
+            of_layer[behind[product.name]] = (config.hidden_size,)
+    if kind.delta is not None:
+        of_layer |= delta_shapes(config.hidden_size, kind.delta)
+    else:
+        of_layer |= _matrix_shapes(config, heads) | _matrix_shapes(config, o) | _attention_shapes(config)
+    for product in others:
+        of_layer |= _matrix_shapes(config, product)
     for product in biased_products(config):
         of_layer |= {f"{module}.bias": (rows,) for module, rows in _modules_of(config, product).items()}
+    return of_layer
+
+
+def _matrix_shapes(config: ModelConfig, product: Product) -> dict[str, tuple[int, ...]]:
+    return {f"{module}.weight": (rows, product.columns) for module, rows in _modules_of(config, product).items()}
+
+
+def _attention_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """What attention has beside its matrices."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    if config.has_biases:
+        rows_of = (source.rows for source in config.table.heads.sources)
+        shapes |= {name: (count,) for name, count in zip(bias_tensors(config), rows_of, strict=True)}
     if config.head_norms == "each":
-        of_layer |= dict.fromkeys(HEAD_NORMS, (config.head_dim,))
+        shapes |= dict.fromkeys(HEAD_NORMS, (config.head_dim,))
     if config.head_norms == "width":
-        of_layer |= dict(zip(HEAD_NORMS, ((config.query_rows,), (config.kv_rows,)), strict=True))
+        shapes |= dict(zip(HEAD_NORMS, ((config.query_rows,), (config.kv_rows,)), strict=True))
     if config.has_sinks:
-        of_layer[SINKS] = (config.query_heads,)
-    shapes: dict[str, tuple[int, ...]] = {EMBEDDING: (config.vocab_size, hidden)}
-    for layer in range(config.layers):
-        shapes |= {one: shape for name, shape in of_layer.items() for one in names_of(config, name, layer)}
-    shapes[FINAL_NORM] = (hidden,)
-    if not config.tied_embeddings:
-        shapes[HEAD] = (config.vocab_size, hidden)
+        shapes[SINKS] = (config.query_heads,)
     return shapes
 
 
@@ -131,7 +152,10 @@ def _modules_of(config: ModelConfig, product: Product) -> dict[str, int]:
     """The linear layers that make a matrix, with their rows."""
     if product.name in config.fused:
         return {module_of(config, product.name): sum(source.rows for source in product.sources)}
-    return {module_of(config, source.name): source.rows for source in product.sources}
+    rows = {module_of(config, source.name): source.rows for source in product.sources}
+    if product.order is RowOrder.HEADS and config.layer.attention.gated:
+        rows[module_of(config, "q")] *= 2  # a head's query, then its gate
+    return rows
 
 
 def bias_tensors(config: ModelConfig) -> tuple[str, ...]:
@@ -247,6 +271,7 @@ _SHAPE_MEANING = {
     "post_attention_layernorm": "[hidden_size]",
     "pre_feedforward_layernorm": "[hidden_size]",
     "post_feedforward_layernorm": "[hidden_size]",
+    **MEANING_OF_DELTA,
     "q_norm": "[head_dim], or of all heads",
     "k_norm": "[head_dim], or of all heads",
 }

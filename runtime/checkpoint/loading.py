@@ -24,6 +24,7 @@ from cheetah.models.registry import (
     DEMO,
     DEMO_FOLDER,
     PRESET_NAMES,
+    family_of,
     in_format,
     is_preset,
     read_config,
@@ -61,7 +62,7 @@ class Checkpoint:
     bos_token_id: as config.json has them (an id, a list of ids, or None). files: the tokenizer's and the chat
     template's files that are there, by name relative to the folder. notes: lines worth printing once.
     tensor: a tensor's name -> its bf16 bits, uint16, read-only; names and shapes are `tensor_shapes(config)`; of a
-    quantised matrix the float32 values that it stands for.
+    quantised matrix the float32 values that it stands for, and of what the family keeps exact those that are stored.
     rows: a matrix's name -> the same bits, or codes with their scales, to be read in parts: what is not asked for is
     neither read nor made. kv_scales: what codes of keys, then values, of a cache in 8 bits are multiplied by, float32
     [layers, 2, kv_heads]; None: nothing. quantization: the method that config.json names, if the weights are quantised.
@@ -155,12 +156,13 @@ def _open_folder(name: str, folder: Path, tied: bool | None, sparse: str | None)
     quantization = stated_quantization(path, values if part is None else part, config)
     notes += quantization.notes if quantization else ()
     tensors = checked_tensors(config, found, str(folder), notes, quantization)
-    _note_dtype(folder, tensors.plain, notes)
+    _note_dtype(folder, tensors.plain, family_of(config).kept_exact, notes)
     config = with_sparse_formats(config, tensors, sparse, str(folder), notes)
     config = replace(config, act_order=any(matrix.order is not None for matrix in tensors.quantized.values()))
     scales = kv_scales(config, found, str(folder)) if quantization else None
     method = quantization.method.partition(",")[0].strip() if quantization else None
-    return replace(_checkpoint(name, config, folder, _readers(tensors), notes), kv_scales=scales, quantization=method)
+    readers = _readers(tensors, family_of(config).kept_exact)
+    return replace(_checkpoint(name, config, folder, readers, notes), kv_scales=scales, quantization=method)
 
 
 def _text_tensors(stored: Mapping[str, StoredTensor], notes: list[str]) -> dict[str, StoredTensor]:
@@ -172,12 +174,13 @@ def _text_tensors(stored: Mapping[str, StoredTensor], notes: list[str]) -> dict[
     return {text_name(name): tensor for name, tensor in stored.items() if not is_seeing(name)}
 
 
-def _readers(tensors: CheckedTensors) -> Readers:
+def _readers(tensors: CheckedTensors, kept_exact: tuple[str, ...]) -> Readers:
     def tensor(name: str) -> NDArray[Any]:
         if name in tensors.quantized:
             matrix = tensors.quantized[name]
             return in_natural_order(matrix[:].dequantized(), matrix.order)
-        return tensors.plain[name].bf16_bits()
+        stored = tensors.plain[name]
+        return stored.mapped() if stored.dtype == "F32" and name.endswith(kept_exact) else stored.bf16_bits()
 
     def rows(name: str) -> MatrixRows | QuantizedMatrix:
         return tensors.quantized[name] if name in tensors.quantized else tensors.plain[name].rows()
@@ -230,8 +233,11 @@ def _text_files(folder: Path | None) -> dict[str, Path]:
     return {path.relative_to(folder).as_posix(): path for path in paths if path.is_file()}
 
 
-def _note_dtype(folder: Path, stored: Mapping[str, StoredTensor], notes: list[str]) -> None:
+def _note_dtype(
+    folder: Path, stored: Mapping[str, StoredTensor], kept_exact: tuple[str, ...], notes: list[str]
+) -> None:
     """One line if weights have to be rounded."""
-    dtypes = sorted({tensor.dtype for tensor in stored.values()} & {"F16", "F32"})
+    rounded = {name: tensor.dtype for name, tensor in stored.items() if not name.endswith(kept_exact)}
+    dtypes = sorted({*rounded.values()} & {"F16", "F32"})
     if dtypes:
         notes.append(f"{folder}: weights stored as {' and '.join(dtypes)} are rounded to the nearest bf16")

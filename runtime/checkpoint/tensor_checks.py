@@ -213,6 +213,10 @@ def _unknown(
 ) -> list[str]:
     """Tensors that the configuration does not have. Biases of zeros change nothing and are dropped with a note."""
     extra = [name for name in stored if name not in expected and not name.endswith(IGNORED_SUFFIX)]
+    unread = [name for name in extra if name.startswith(family_of(config).unread)]
+    if unread:
+        notes.append(f"{len(unread)} tensors of {unread[0].partition('.')[0]} are not read")
+        extra = [name for name in extra if name not in unread]
     if config.tied_embeddings and family_of(config).head_tensor in extra:
         extra.remove(family_of(config).head_tensor)
     biases = [name for name in extra if name.endswith(".bias") and stored[name].dtype in WEIGHT_DTYPES]

@@ -87,11 +87,17 @@ ARGUMENTS: dict[str, tuple[str, dict[str, Any]]] = {
         {"rope_parameters": YARN | {"truncate": False}, "head_dim": 64, "sliding_window": 5, "num_local_experts": 5}
         | {"num_experts_per_tok": 2, "swiglu_limit": 1.25},
     ),
+    "qwen3_5_text": (
+        "Qwen3_5Text",
+        {"rope_parameters": THETA | {"partial_rotary_factor": 0.25}, "head_dim": 64, "num_attention_heads": 4}
+        | {"linear_num_key_heads": 2, "linear_num_value_heads": 6, "linear_key_head_dim": 32}
+        | {"linear_value_head_dim": 16, "num_key_value_heads": 2},
+    ),
     "seed_oss": ("SeedOss", {"rope_parameters": THETA, "head_dim": 64, "num_attention_heads": 10}),
     "internlm3": ("InternLM3", {"rope_parameters": DYNAMIC, "num_attention_heads": 16, "head_dim": 64}),
     "cwm": ("Cwm", {"rope_parameters": THETA, "sliding_window": 5, "head_dim": 64}),
 }
-CLASSES = {"Gemma3Text": "Gemma3ForCausalLM", "InternLM3": "LlamaForCausalLM"}
+CLASSES = {"Gemma3Text": "Gemma3ForCausalLM", "Qwen3_5Text": "Qwen3_5ForCausalLM", "InternLM3": "LlamaForCausalLM"}
 PUBLISHED = {"InternLM3": "InternLM3ForCausalLM"}
 """Architectures as published files name them, where transformers writes the name of the class that it takes."""
 
