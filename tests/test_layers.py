@@ -13,7 +13,7 @@ FAMILIES = tuple(
     f"{MODELS}.{name}"
     for name in (
         *("llama", "qwen3", "qwen2", "mistral", "ministral3", "smollm3", "phi3", "granite", "olmo", "gemma"),
-        *("exaone4", "cwm", "seed_oss", "renamed", "arcee", "qwen3_moe", "mixtral", "olmoe", "gpt_oss"),
+        *("exaone4", "cwm", "seed_oss", "renamed", "arcee", "qwen3_5", "qwen3_moe", "mixtral", "olmoe", "gpt_oss"),
     )
 )
 # What the generator, the runtime, tools and commands know of models: numbers, arrays, and a family to ask.
