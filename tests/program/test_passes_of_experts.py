@@ -223,8 +223,8 @@ PLACES = "((uint32_t*)(arena + EXPERT_PLACES))[expert]"
 OF_LIST = "((uint32_t*)(arena + EXPERTS))"
 BUGS = {
     "a count off by one": ("[expert] = (count + 7) / 8", "[expert] = (count + 6) / 8"),
-    "tokens of an earlier word are not counted": ("place < last ? 4294967295u", "place < last ? 0u"),
-    "tokens of the same word are not counted": ("place == last ? of_last : 0", "0u"),
+    "tokens of an earlier word are not counted": ("before = total - count;", "before = 0u;"),
+    "the first token of a word for all": ("left &= left - 1;", ";"),
     "weights of the neighbour's expert": ("+ (uint64_t)(expert) * 24576", "+ (uint64_t)(min(expert + 1, 8u)) * 24576"),
     "down's weights of the first expert": ("+ (uint64_t)(expert) * 10240", "+ 0"),
     "a weight of the other slot": ("of_slots[first_group * 8 + thread]", "of_slots[first_group * 8 + (thread ^ 1)]"),

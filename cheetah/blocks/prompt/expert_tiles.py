@@ -60,6 +60,22 @@ class ExpertTiles(MadeList):
         groups = ch.const(ty.u32, ch.minimum(self._groups[expert] - before, self.plan.tile_groups), name="groups")
         return SlotTile(expert, first, groups)
 
+    @property
+    def group_count(self) -> ch.Expr:
+        """Groups of all experts' slots."""
+        return self.first_groups[self.limit - 1] + self._groups[self.limit - 1]
+
+    @ch.inline
+    def expert_of(self, group: ch.Expr) -> ch.Expr:
+        """Whose slots a group is of; by a whole warp."""
+        lane, each = self.machine.lane, ceil_div(self.limit, LANES)
+        found = ch.var(ty.u32, 0)
+        with ch.for_(each, unroll=True, name="own") as own:
+            expert = ch.const(ty.u32, ch.minimum(lane * each + own, self.limit - 1), name="expert")
+            with ch.if_(group - self.first_groups[expert] < self._groups[expert]):  # also not before them
+                found.set(expert)
+        return prim.warp_maximum_u32(found)
+
     # -- making it --------------------------------------------------------------------------------------------------
 
     @property
