@@ -63,7 +63,8 @@ class ExpertTiles(MadeList):
     @property
     def group_count(self) -> ch.Expr:
         """Groups of all experts' slots."""
-        return self.first_groups[self.limit - 1] + self._groups[self.limit - 1]
+        count: ch.Expr = self.first_groups[self.limit - 1] + self._groups[self.limit - 1]
+        return count
 
     @ch.inline
     def expert_of(self, group: ch.Expr) -> ch.Expr:

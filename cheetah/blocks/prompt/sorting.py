@@ -1,7 +1,7 @@
 """Tokens of a pass by expert: each is put into the slots that it has with its experts, behind the choice of all.
 
-A warp has a group of 8 slots. Which tokens are in it follows from how many tokens before them chose the expert, so neither
-blocks nor their order matter. A group is 512 bytes side by side for every 32 columns, a lane a unit of a slot.
+A warp has a group of 8 slots. Which tokens are in it follows from how many tokens before them chose the expert, so
+neither blocks nor their order matter. A group is 512 bytes side by side for every 32 columns, a lane a unit of a slot.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from cheetah.plan.index import ceil_div
 from cheetah.plan.prompt import GROUP_BYTES, GROUP_TOKENS, UNIT_BYTES
 
 AT_ONCE = 10
-"""K-tiles of a slot, at most, of which a lane loads its unit before it stores one: no load passes a store that the compiler
-cannot tell from it."""
+"""K-tiles of a slot, at most, of which a lane loads its unit before it stores one: no load passes a store that the
+compiler cannot tell from it."""
 
 
 @dataclass(frozen=True, eq=False)
