@@ -5,6 +5,7 @@ Which ones there are is in `primitives/`.
 
 from __future__ import annotations
 
+import re
 import textwrap
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
@@ -126,22 +127,23 @@ def with_requirements(found: Iterable[Primitive | str]) -> list[Primitive]:
 
 
 def declare(
-    name: str,
-    returns: ty.Type,
-    cuda: str,
-    meaning: str,
-    *,
-    pure: bool = False,
-    requires: tuple[str, ...] = (),
-    **parameters: ty.Type,
+    prototype: str, cuda: str, meaning: str, *, pure: bool = False, requires: tuple[str, ...] = ()
 ) -> Primitive:
-    """Make a primitive and keep it in the list that the emulator's header must match."""
+    """Make a primitive and keep it in the list that the emulator's header must match. prototype: as the text has it,
+    "uint32_t shuffle_u32(uint32_t value, uint32_t lane)"; `void*` takes any pointer, an array is "float (&sums)[4]"."""
+    declared, _, given = prototype.removesuffix(")").partition("(")
+    (name, returns), parameters = _declared(declared), dict(map(_declared, given.split(", ") if given else ()))
     primitive = Primitive(name, returns, parameters, cuda, meaning, pure, requires)
     PRIMITIVES[name] = primitive
     return primitive
 
 
-ANY = ty.ptr(ty.void)
-"""A parameter that takes any pointer, to read through."""
-ANY_MUT = ty.ptr_mut(ty.void)
-"""A parameter that takes any mutable pointer."""
+def _declared(text: str) -> tuple[str, ty.Type]:
+    """A name and its type: "const uint32_t* place"."""
+    found = re.fullmatch(r"(const )?(\w+)(\*?) (?:\(&)?(\w+)(?:\)\[(\d+)\])?", text)
+    assert found, text
+    is_read, type_name, is_pointer, name, count = found.groups()
+    type_ = ty.NAMED[type_name]
+    if is_pointer:
+        return name, ty.ptr(type_) if is_read else ty.ptr_mut(type_)
+    return name, type_ if count is None else ty.array(type_, int(count))

@@ -134,6 +134,10 @@ u32x2 = Vector("uint2", u32, 2)
 u32x4 = Vector("uint4", u32, 4)
 f32x2 = Vector("float2", f32, 2)
 f32x4 = Vector("float4", f32, 4)
+NAMED: dict[str, Scalar | Vector] = {
+    str(one): one for one in (void, boolean, u8, u16, u32, u64, i32, i64, f32, f64, bf16, u32x2, u32x4, f32x2, f32x4)
+}
+"""By the names that they have in the text."""
 
 
 def ptr(element: Type) -> Pointer:

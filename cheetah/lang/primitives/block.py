@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from cheetah.lang import types as ty
 from cheetah.lang.primitive import declare
 
 shared_arena = declare(
-    "shared_arena",
-    ty.ptr_mut(ty.u8),
+    "uint8_t* shared_arena()",
     """
     extern __shared__ __align__(1024) uint8_t cheetah_shared_memory[];
     return cheetah_shared_memory;
@@ -15,8 +13,7 @@ shared_arena = declare(
     "start of the block's dynamic shared memory",
 )
 thread_index = declare(
-    "thread_index",
-    ty.u32,
+    "uint32_t thread_index()",
     """
     uint32_t result;
     asm volatile("mov.u32 %0, %%tid.x;" : "=r"(result));
@@ -24,114 +21,86 @@ thread_index = declare(
     """,
     "threadIdx.x, read again: the compiler does not keep what it has worked out from it before",
 )
-block_barrier = declare("block_barrier", ty.void, "__syncthreads();", "all threads of the block meet")
+block_barrier = declare("void block_barrier()", "__syncthreads();", "all threads of the block meet")
 named_barrier = declare(
-    "named_barrier",
-    ty.void,
+    "void named_barrier(uint32_t id, uint32_t threads)",
     'asm volatile("bar.sync %0, %1;" :: "r"(id), "r"(threads) : "memory");',
     "`threads` threads of the block meet at barrier `id` (1 to 15)",
-    id=ty.u32,
-    threads=ty.u32,
 )
 give_registers = declare(
-    "give_registers",
-    ty.void,
+    "void give_registers()",
     'asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");',
     "all four warps of a warpgroup keep 40 registers a thread and leave the others to `take_registers`",
 )
 take_registers = declare(
-    "take_registers",
-    ty.void,
+    "void take_registers()",
     'asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");',
     "all four warps of a warpgroup wait until they have 232 registers a thread",
 )
 keep_64_registers = declare(
-    "keep_64_registers",
-    ty.void,
+    "void keep_64_registers()",
     'asm volatile("setmaxnreg.dec.sync.aligned.u32 64;");',
     "all four warps of a warpgroup keep 64 registers a thread and leave the others to those that take them",
 )
 keep_104_registers = declare(
-    "keep_104_registers",
-    ty.void,
+    "void keep_104_registers()",
     'asm volatile("setmaxnreg.dec.sync.aligned.u32 104;");',
     "all four warps of a warpgroup keep 104 registers a thread and leave the others to those that take them",
 )
 take_192_registers = declare(
-    "take_192_registers",
-    ty.void,
+    "void take_192_registers()",
     'asm volatile("setmaxnreg.inc.sync.aligned.u32 192;");',
     "all four warps of a warpgroup wait until they have 192 registers a thread",
 )
 take_200_registers = declare(
-    "take_200_registers",
-    ty.void,
+    "void take_200_registers()",
     'asm volatile("setmaxnreg.inc.sync.aligned.u32 200;");',
     "all four warps of a warpgroup wait until they have 200 registers a thread",
 )
 wait_for_u32 = declare(
-    "wait_for_u32",
-    ty.void,
+    "void wait_for_u32(uint32_t value)",
     """
     asm volatile("{.reg .pred p; setp.eq.u32 p, %0, 0x7fc0dead; @p nanosleep.u32 1;}" :: "r"(value) : "memory");
     """,
     "go on once `value` is there: a load that it comes from has then read its memory",
-    value=ty.u32,
 )
 renewed_u32 = declare(
-    "renewed_u32",
-    ty.u32,
+    "uint32_t renewed_u32(uint32_t value)",
     'asm volatile("" : "+r"(value));\nreturn value;',
     "the same value; what is worked out from it is worked out behind this, not kept in registers from before",
-    value=ty.u32,
 )
-warp_barrier = declare("warp_barrier", ty.void, "__syncwarp();", "the warp's lanes meet; orders their memory accesses")
+warp_barrier = declare("void warp_barrier()", "__syncwarp();", "the warp's lanes meet; orders their memory accesses")
 shuffle_xor_f32 = declare(
-    "shuffle_xor_f32",
-    ty.f32,
+    "float shuffle_xor_f32(float value, uint32_t mask)",
     "return __shfl_xor_sync(0xffffffffu, value, mask);",
     "the value of lane ^ mask",
-    value=ty.f32,
-    mask=ty.u32,
 )
 shuffle_xor_u32 = declare(
-    "shuffle_xor_u32",
-    ty.u32,
+    "uint32_t shuffle_xor_u32(uint32_t value, uint32_t mask)",
     "return __shfl_xor_sync(0xffffffffu, value, mask);",
     "the value of lane ^ mask",
-    value=ty.u32,
-    mask=ty.u32,
 )
 shuffle_u32 = declare(
-    "shuffle_u32",
-    ty.u32,
+    "uint32_t shuffle_u32(uint32_t value, uint32_t lane)",
     "return __shfl_sync(0xffffffffu, value, lane);",
     "the value of a lane",
-    value=ty.u32,
-    lane=ty.u32,
 )
 warp_sum_f32 = declare(
-    "warp_sum_f32",
-    ty.f32,
+    "float warp_sum_f32(float value)",
     """
     #pragma unroll
     for (int mask = 16; mask > 0; mask >>= 1) value = value + __shfl_xor_sync(0xffffffffu, value, mask);
     return value;
     """,
     "sum over the warp on every lane (butterfly 16, 8, 4, 2, 1)",
-    value=ty.f32,
 )
 warp_maximum_u32 = declare(
-    "warp_maximum_u32",
-    ty.u32,
+    "uint32_t warp_maximum_u32(uint32_t value)",
     "return __reduce_max_sync(0xffffffffu, value);",
     "the largest of the warp's values, on every lane",
-    value=ty.u32,
 )
 warp_sum_u32 = declare(
-    "warp_sum_u32",
-    ty.u32,
+    "uint32_t warp_sum_u32(uint32_t value)",
     "return __reduce_add_sync(0xffffffffu, value);",
     "sum over the warp on every lane",
-    value=ty.u32,
 )

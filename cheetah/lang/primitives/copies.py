@@ -5,30 +5,22 @@ from __future__ import annotations
 from cheetah.lang import types as ty
 from cheetah.lang.errors import CopySizeError
 from cheetah.lang.nodes import Binary, Cast, Constant, Expr, Literal, Subscript, Unary, Value
-from cheetah.lang.primitive import ANY, ANY_MUT, declare
-
-_BARRIER = ty.ptr_mut(ty.u64)
+from cheetah.lang.primitive import declare
 
 shared_address = declare(
-    "shared_address",
-    ty.u32,
+    "uint32_t shared_address(const void* pointer)",
     "return (uint32_t)__cvta_generic_to_shared(pointer);",
     "an address within shared memory, for `ch.asm`",
     pure=True,
-    pointer=ANY,
 )
 store_shared_u32 = declare(
-    "store_shared_u32",
-    ty.void,
+    "void store_shared_u32(uint32_t* place, uint32_t value)",
     'asm volatile("st.relaxed.cta.shared::cta.u32 [%0], %1;" :: "r"(shared_address(place)), "r"(value) : "memory");',
     "a store to shared memory that other threads of the block may look at any time: it orders nothing",
     requires=("shared_address",),
-    place=ty.ptr_mut(ty.u32),
-    value=ty.u32,
 )
 load_shared_u32 = declare(
-    "load_shared_u32",
-    ty.u32,
+    "uint32_t load_shared_u32(const uint32_t* place)",
     """
     uint32_t result;
     asm volatile("ld.relaxed.cta.shared::cta.u32 %0, [%1];" : "=r"(result) : "r"(shared_address(place)) : "memory");
@@ -36,61 +28,47 @@ load_shared_u32 = declare(
     """,
     "what was last seen stored there by `store_shared_u32`; it orders nothing",
     requires=("shared_address",),
-    place=ty.ptr(ty.u32),
 )
 mbarrier_init = declare(
-    "mbarrier_init",
-    ty.void,
+    "void mbarrier_init(uint64_t* barrier, uint32_t arrivals)",
     """
     asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;"
       :: "r"(shared_address(barrier)), "r"(arrivals) : "memory");
     """,
     "a barrier whose phases complete after `arrivals` arrivals and all announced bytes",
     requires=("shared_address",),
-    barrier=_BARRIER,
-    arrivals=ty.u32,
 )
 mbarrier_fence_init = declare(
-    "mbarrier_fence_init",
-    ty.void,
+    "void mbarrier_fence_init()",
     'asm volatile("fence.mbarrier_init.release.cluster; fence.proxy.async;" ::: "memory");',
     "makes initialised barriers visible to the copy engine",
 )
 mbarrier_arrive = declare(
-    "mbarrier_arrive",
-    ty.void,
+    "void mbarrier_arrive(uint64_t* barrier)",
     'asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" :: "r"(shared_address(barrier)) : "memory");',
     "one arrival (release)",
     requires=("shared_address",),
-    barrier=_BARRIER,
 )
 mbarrier_arrive_many = declare(
-    "mbarrier_arrive_many",
-    ty.void,
+    "void mbarrier_arrive_many(uint64_t* barrier, uint32_t arrivals)",
     """
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0], %1;"
       :: "r"(shared_address(barrier)), "r"(arrivals) : "memory");
     """,
     "`arrivals` arrivals at once (release)",
     requires=("shared_address",),
-    barrier=_BARRIER,
-    arrivals=ty.u32,
 )
 mbarrier_arrive_expect_tx = declare(
-    "mbarrier_arrive_expect_tx",
-    ty.void,
+    "void mbarrier_arrive_expect_tx(uint64_t* barrier, uint32_t bytes)",
     """
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;"
       :: "r"(shared_address(barrier)), "r"(bytes) : "memory");
     """,
     "one arrival that announces bytes to come",
     requires=("shared_address",),
-    barrier=_BARRIER,
-    bytes=ty.u32,
 )
 mbarrier_wait = declare(
-    "mbarrier_wait",
-    ty.void,
+    "void mbarrier_wait(uint64_t* barrier, uint32_t parity)",
     """
     asm volatile(
       "{\\n\\t.reg .pred done;\\n\\t"
@@ -101,12 +79,9 @@ mbarrier_wait = declare(
     """,
     "waits until the phase of this parity has completed (acquire)",
     requires=("shared_address",),
-    barrier=_BARRIER,
-    parity=ty.u32,
 )
 bulk_copy_unchecked = declare(
-    "bulk_copy",
-    ty.void,
+    "void bulk_copy(void* destination, const void* source, uint32_t bytes, uint64_t* barrier)",
     """
     uint64_t policy;
     asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
@@ -117,40 +92,28 @@ bulk_copy_unchecked = declare(
     """,
     "asynchronous copy of what is read once from global to shared memory; its bytes count on the barrier",
     requires=("shared_address",),
-    destination=ANY_MUT,
-    source=ANY,
-    bytes=ty.u32,
-    barrier=_BARRIER,
 )
 bulk_copy_shared_unchecked = declare(
-    "bulk_copy_shared",
-    ty.void,
+    "void bulk_copy_shared(void* destination, const void* source, uint32_t bytes, uint64_t* barrier)",
     """
     asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
       :: "r"(shared_address(destination)), "l"(source), "r"(bytes), "r"(shared_address(barrier)) : "memory");
     """,
     "the same of what other blocks read too, and L2 shall keep",
     requires=("shared_address",),
-    destination=ANY_MUT,
-    source=ANY,
-    bytes=ty.u32,
-    barrier=_BARRIER,
 )
 fence_proxy_async = declare(
-    "fence_proxy_async",
-    ty.void,
+    "void fence_proxy_async()",
     'asm volatile("fence.proxy.async;" ::: "memory");',
     "orders ordinary accesses before later accesses of the copy engine",
 )
 fence_proxy_async_global = declare(
-    "fence_proxy_async_global",
-    ty.void,
+    "void fence_proxy_async_global()",
     'asm volatile("fence.proxy.async.global;" ::: "memory");',
     "the same of global memory alone, which waits for nothing (H200: 1 ns against 400 to 800)",
 )
 fence_proxy_async_shared = declare(
-    "fence_proxy_async_shared",
-    ty.void,
+    "void fence_proxy_async_shared()",
     'asm volatile("fence.proxy.async.shared::cta;" ::: "memory");',
     "the same of the block's shared memory alone",
 )
@@ -220,9 +183,7 @@ def _moved(base: Expr, index: Expr, sign: int) -> int | None:
 
 
 prefetch_l2 = declare(
-    "prefetch_l2",
-    ty.void,
+    "void prefetch_l2(const void* place)",
     'asm volatile("prefetch.global.L2 [%0];" :: "l"(place) : "memory");',
     "asks for the cache line of an address; nothing waits for it",
-    place=ANY,
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import textwrap
 
 from cheetah.lang import types as ty
-from cheetah.lang.primitive import ANY, Primitive, declare
+from cheetah.lang.primitive import Primitive, declare
 
 _PUBLISH = """
 uint64_t word = (uint64_t)epoch << 32 | data;
@@ -47,37 +47,23 @@ do {
 """
 UNITS = 8
 """Most units of four words that one thread waits for together."""
-_WORDS = ty.ptr(ty.u64)
 publish_flagged = declare(
-    "publish_flagged",
-    ty.void,
+    "void publish_flagged(uint64_t* place, uint32_t data, uint32_t epoch)",
     _PUBLISH.format("relaxed"),
     "one 8-byte store of data and epoch: the epoch vouches for the data",
-    place=ty.ptr_mut(ty.u64),
-    data=ty.u32,
-    epoch=ty.u32,
 )
 publish_flagged_release = declare(
-    "publish_flagged_release",
-    ty.void,
+    "void publish_flagged_release(uint64_t* place, uint32_t data, uint32_t epoch)",
     _PUBLISH.format("release"),
     "the same, after all that this thread has seen done",
-    place=ty.ptr_mut(ty.u64),
-    data=ty.u32,
-    epoch=ty.u32,
 )
 wait_flagged4 = declare(
-    "wait_flagged4",
-    ty.u32x4,
+    "uint4 wait_flagged4(const uint64_t* words, uint32_t epoch)",
     _WAIT4.format("relaxed"),
     "the data of four words, once all carry the epoch",
-    words=_WORDS,
-    epoch=ty.u32,
 )
-_ASKED = ty.array(ty.u64, 4)
 ask_flagged4 = declare(
-    "ask_flagged4",
-    ty.void,
+    "void ask_flagged4(uint64_t (&asked)[4], const uint64_t* words)",
     """
     asm volatile("ld.relaxed.gpu.global.v2.u64 {%0, %1}, [%2];"
       : "=l"(asked[0]), "=l"(asked[1]) : "l"(words) : "memory");
@@ -85,12 +71,9 @@ ask_flagged4 = declare(
       : "=l"(asked[2]), "=l"(asked[3]) : "l"(words + 2) : "memory");
     """,
     "begins to load four words, there or not, for `settle_flagged4`: what comes between hides the trip",
-    asked=_ASKED,
-    words=_WORDS,
 )
 settle_flagged4 = declare(
-    "settle_flagged4",
-    ty.u32x4,
+    "uint4 settle_flagged4(uint64_t (&asked)[4], const uint64_t* words, uint32_t epoch)",
     """
     while ((uint32_t)(asked[0] >> 32) != epoch || (uint32_t)(asked[1] >> 32) != epoch ||
            (uint32_t)(asked[2] >> 32) != epoch || (uint32_t)(asked[3] >> 32) != epoch) {
@@ -102,31 +85,17 @@ settle_flagged4 = declare(
     return make_uint4((uint32_t)asked[0], (uint32_t)asked[1], (uint32_t)asked[2], (uint32_t)asked[3]);
     """,
     "the data of four words that were asked for, once all carry the epoch",
-    asked=_ASKED,
-    words=_WORDS,
-    epoch=ty.u32,
 )
 wait_flagged_units = declare(
-    "wait_flagged_units",
-    ty.void,
+    "void wait_flagged_units(uint4 (&data)[8], const uint64_t* words, uint32_t stride, uint32_t count, uint32_t epoch)",
     _WAIT_UNITS.replace("OFFSET", "i * stride"),
     "the data of `count` (at most 8) units of four words, `stride` words apart, once all carry the epoch",
-    data=ty.array(ty.u32x4, UNITS),
-    words=_WORDS,
-    stride=ty.u32,
-    count=ty.u32,
-    epoch=ty.u32,
 )
 wait_flagged_places = declare(
-    "wait_flagged_places",
-    ty.void,
+    "void wait_flagged_places(uint4 (&data)[8], const uint64_t* words, uint32_t (&offsets)[8], "
+    "uint32_t count, uint32_t epoch)",
     _WAIT_UNITS.replace("OFFSET", "offsets[i]"),
     "the data of `count` (at most 8) units of four words, at word offsets of their own, once all carry the epoch",
-    data=ty.array(ty.u32x4, UNITS),
-    words=_WORDS,
-    offsets=ty.array(ty.u32, UNITS),
-    count=ty.u32,
-    epoch=ty.u32,
 )
 
 
@@ -137,8 +106,7 @@ def _tagged(cuda: str) -> str:
 
 
 publish_tagged = declare(
-    "publish_tagged",
-    ty.void,
+    "void publish_tagged(uint32_t* place, uint32_t data, uint32_t exponent, uint32_t epoch)",
     _tagged("""
     const uint32_t factor = (127 - exponent << 7) * 0x00010001;
     uint32_t word;
@@ -149,14 +117,9 @@ publish_tagged = declare(
     """),
     "one 4-byte store of two bf16 numbers times 2^-exponent, with a tag, which follows from the epoch, in the highest "
     "bits of their exponents, which are free below 2; others, and what is no number, become the largest below 2",
-    place=ty.ptr_mut(ty.u32),
-    data=ty.u32,
-    exponent=ty.u32,
-    epoch=ty.u32,
 )
 wait_tagged4 = declare(
-    "wait_tagged4",
-    ty.u32x4,
+    "uint4 wait_tagged4(const uint32_t* words, uint32_t exponent, uint32_t epoch)",
     _tagged("""
     const uint32_t factor = (127 + exponent << 7) * 0x00010001;
     uint32_t word[4];
@@ -170,13 +133,10 @@ wait_tagged4 = declare(
     return make_uint4(word[0], word[1], word[2], word[3]);
     """),
     "the pairs of four tagged words as they were before they were published, once all carry the tag of the epoch",
-    words=ty.ptr(ty.u32),
-    exponent=ty.u32,
-    epoch=ty.u32,
 )
 wait_tagged_units = declare(
-    "wait_tagged_units",
-    ty.void,
+    "void wait_tagged_units(uint4 (&data)[8], const uint32_t* words, uint32_t stride, uint32_t count, "
+    "uint32_t exponent, uint32_t epoch)",
     _tagged("""
     const uint32_t factor = (127 + exponent << 7) * 0x00010001;
     uint32_t word[8][4];
@@ -210,44 +170,28 @@ wait_tagged_units = declare(
     }
     """),
     "the same of `count` (at most 8) units of four words, `stride` words apart",
-    data=ty.array(ty.u32x4, UNITS),
-    words=ty.ptr(ty.u32),
-    stride=ty.u32,
-    count=ty.u32,
-    exponent=ty.u32,
-    epoch=ty.u32,
 )
 wait_flagged4_acquire = declare(
-    "wait_flagged4_acquire",
-    ty.u32x4,
+    "uint4 wait_flagged4_acquire(const uint64_t* words, uint32_t epoch)",
     _WAIT4.format("acquire"),
     "the same; what the publishers had done is visible after it",
-    words=_WORDS,
-    epoch=ty.u32,
 )
 add_release_u64 = declare(
-    "add_release_u64",
-    ty.void,
+    "void add_release_u64(uint64_t* place, uint64_t value)",
     'asm volatile("red.release.gpu.global.add.u64 [%0], %1;" :: "l"(place), "l"(value) : "memory");',
     "atomic addition after all that this thread has seen done",
-    place=ty.ptr_mut(ty.u64),
-    value=ty.u64,
 )
 fetch_add_release_u64 = declare(
-    "fetch_add_release_u64",
-    ty.u64,
+    "uint64_t fetch_add_release_u64(uint64_t* place, uint64_t value)",
     """
     uint64_t before;
     asm volatile("atom.release.gpu.global.add.u64 %0, [%1], %2;" : "=l"(before) : "l"(place), "l"(value) : "memory");
     return before;
     """,
     "the same, giving the value before the addition",
-    place=ty.ptr_mut(ty.u64),
-    value=ty.u64,
 )
 wait_at_least_u64 = declare(
-    "wait_at_least_u64",
-    ty.void,
+    "void wait_at_least_u64(const uint64_t* place, uint64_t value)",
     """
     uint64_t seen;
     do {
@@ -255,53 +199,41 @@ wait_at_least_u64 = declare(
     } while (seen < value);
     """,
     "polls until the counter reaches a value (acquire)",
-    place=_WORDS,
-    value=ty.u64,
 )
 store_relaxed_u32 = declare(
-    "store_relaxed_u32",
-    ty.void,
+    "void store_relaxed_u32(uint32_t* place, uint32_t value)",
     'asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" :: "l"(place), "r"(value) : "memory");',
     "a store that others may read at any time",
-    place=ty.ptr_mut(ty.u32),
-    value=ty.u32,
 )
 load_relaxed_u32 = declare(
-    "load_relaxed_u32",
-    ty.u32,
+    "uint32_t load_relaxed_u32(const uint32_t* place)",
     """
     uint32_t result;
     asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(result) : "l"(place) : "memory");
     return result;
     """,
     "a load of what others may write at any time",
-    place=ty.ptr(ty.u32),
 )
 load_constant_u32 = declare(
-    "load_constant_u32",
-    ty.u32,
+    "uint32_t load_constant_u32(const void* place)",
     """
     uint32_t result;
     asm volatile("ld.global.nc.u32 %0, [%1];" : "=r"(result) : "l"(place));
     return result;
     """,
     "a load of memory that nobody writes during the launch",
-    place=ANY,
 )
 load_constant_u32x2 = declare(
-    "load_constant_u32x2",
-    ty.u32x2,
+    "uint2 load_constant_u32x2(const void* place)",
     """
     uint2 result;
     asm volatile("ld.global.nc.v2.u32 {%0, %1}, [%2];" : "=r"(result.x), "=r"(result.y) : "l"(place));
     return result;
     """,
     "8 bytes of memory that nobody writes during the launch",
-    place=ANY,
 )
 load_constant_u32x4 = declare(
-    "load_constant_u32x4",
-    ty.u32x4,
+    "uint4 load_constant_u32x4(const void* place)",
     """
     uint4 result;
     asm volatile("ld.global.nc.v4.u32 {%0, %1, %2, %3}, [%4];"
@@ -309,13 +241,12 @@ load_constant_u32x4 = declare(
     return result;
     """,
     "16 bytes of memory that nobody writes during the launch",
-    place=ANY,
 )
 _TO_PEER = "memory of another GPU, where no thread waits for it; a release behind it tells those there"
 
 
 def _store_to_peer(name: str, type_: ty.Type) -> Primitive:
-    return declare(f"store_to_peer_{name}", ty.void, "*place = value;", _TO_PEER, place=ty.ptr_mut(type_), value=type_)
+    return declare(f"void store_to_peer_{name}({type_}* place, {type_} value)", "*place = value;", _TO_PEER)
 
 
 store_to_peer_u16 = _store_to_peer("u16", ty.u16)

@@ -7,13 +7,11 @@ then the operands in shared memory may be read, and registers of A and the sums 
 
 from __future__ import annotations
 
-from cheetah.lang import types as ty
 from cheetah.lang.errors import RangeError
-from cheetah.lang.primitive import ANY, Primitive, declare
+from cheetah.lang.primitive import Primitive, declare
 
 matrix_descriptor = declare(
-    "matrix_descriptor",
-    ty.u64,
+    "uint64_t matrix_descriptor(const void* start, uint32_t leading_bytes, uint32_t stride_bytes)",
     """
     return (uint64_t)((shared_address(start) & 0x3ffff) >> 4) | (uint64_t)(leading_bytes >> 4) << 16
       | (uint64_t)(stride_bytes >> 4) << 32;
@@ -22,31 +20,24 @@ matrix_descriptor = declare(
     "of k for each column in turn; transposed: 16 bytes of columns for each k): leading_bytes apart along k, "
     "stride_bytes along the columns; all multiples of 16. Adding n moves the start by 16 n bytes",
     requires=("shared_address",),
-    start=ANY,
-    leading_bytes=ty.u32,
-    stride_bytes=ty.u32,
 )
 wgmma_fence = declare(
-    "wgmma_fence",
-    ty.void,
+    "void wgmma_fence()",
     'asm volatile("wgmma.fence.sync.aligned;" ::: "memory");',
     "orders accesses of registers (and of this proxy's memory) before the products that follow",
 )
 wgmma_commit = declare(
-    "wgmma_commit",
-    ty.void,
+    "void wgmma_commit()",
     'asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");',
     "the products since the last one are a group",
 )
 wgmma_wait_all = declare(
-    "wgmma_wait_all",
-    ty.void,
+    "void wgmma_wait_all()",
     'asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");',
     "waits until all groups are done",
 )
 wgmma_wait_but_one = declare(
-    "wgmma_wait_but_one",
-    ty.void,
+    "void wgmma_wait_but_one()",
     'asm volatile("wgmma.wait_group.sync.aligned 1;" ::: "memory");',
     "waits until all groups but the last are done",
 )
@@ -67,15 +58,11 @@ def _product(columns: int, transposed: bool = False) -> Primitive:
         '  : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "l"(b), "r"(accumulate));'
     )
     return declare(
-        f"wgmma_bf16_n{columns}{'_transposed' if transposed else ''}",
-        ty.void,
+        f"void wgmma_bf16_n{columns}{'_transposed' if transposed else ''}"
+        f"(float (&sums)[{count}], uint4 a, uint64_t b, uint32_t accumulate)",
         cuda,
         f"sums (64 x {columns}; of 16 rows a warp) = a (64 x 16, a warp's rows as in mma_bf16) * b, plus themselves if "
         "`accumulate`; lane 4g + t has in sums[4j..] rows g, g, g + 8, g + 8 of columns 8j + 2t, + 1, + 0, + 1",
-        sums=ty.array(ty.f32, count),
-        a=ty.u32x4,
-        b=ty.u64,
-        accumulate=ty.u32,
     )
 
 
