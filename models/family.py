@@ -12,10 +12,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
+import numpy as np
 from numpy.typing import NDArray
 
 from cheetah.models.config import ModelConfig
 from cheetah.models.exchanged import ExchangedVector
+from cheetah.models.formats.lists import ListedRows
 from cheetah.models.formats.quantized import Order, QuantizationScheme, QuantizedRows
 from cheetah.models.repacking import Repacker
 from cheetah.models.rounding import F32, Bits, Bytes, Rounding, exact
@@ -82,7 +84,7 @@ class QuantizedMatrix(Protocol):
     @property
     def order(self) -> Order | None: ...
 
-    def __getitem__(self, part: slice) -> QuantizedRows: ...
+    def __getitem__(self, part: slice) -> QuantizedRows | ListedRows: ...
 
 
 ReadTensor = Callable[[str], NDArray[Any]]
@@ -259,6 +261,13 @@ class ModelFamily(ABC):
     def matrix_modules(self, config: ModelConfig) -> dict[str, tuple[str, ...]]:
         """The linear layers that make each matrix, as checkpoints name them; `{layer}` stands for a layer's number,
         `{expert}` for an expert's. A tied head is no linear layer."""
+
+    @abstractmethod
+    def in_m_tile_order(
+        self, config: ModelConfig, matrix: str, layer: int, read: Callable[[str], NDArray[np.uint16]]
+    ) -> NDArray[np.uint16]:
+        """Rows of a matrix that is no expert's as they are packed, up to whole M-tiles, with zeros behind the last; of
+        what `read` gives of its weights: uint16 [rows, any columns]."""
 
     def routers(self, config: ModelConfig) -> tuple[str, ...]:
         """The linear layers that choose among experts, below a layer."""

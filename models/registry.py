@@ -35,7 +35,7 @@ from cheetah.models import (
 from cheetah.models.config import ModelConfig
 from cheetah.models.config_json import ConfigError, load_source, place_of, stated
 from cheetah.models.family import ModelFamily
-from cheetah.models.formats import is_sparse_name
+from cheetah.models.formats import is_sparse_name, without_list
 from cheetah.models.formats.quantized import QuantizationError, is_scheme_name, scheme_of_name
 from cheetah.models.quantization import Quantization, quantization_of_folder, read_quantization
 from cheetah.models.text_part import text_modules
@@ -150,13 +150,14 @@ def stated_quantization(
 
 def split_format(name: str) -> tuple[str, str | None]:
     """A model's name without the weight format behind its last "@", and that format: "demo@int4-g64"; with "-order"
-    behind it the columns are in an order of their own."""
+    behind it the columns are in an order of their own, with "+list5" a list of so many units lies beside each chunk."""
     source, _, format = name.rpartition("@")
     return (source, format) if source and _is_format(format) else (name, None)
 
 
 def _is_format(name: str) -> bool:
-    return is_sparse_name(name) or is_scheme_name(name.removesuffix(ORDER))
+    tiles = without_list(name)
+    return is_sparse_name(tiles) or is_scheme_name(tiles.removesuffix(ORDER))
 
 
 def in_format(config: ModelConfig, format: str | None) -> ModelConfig:

@@ -25,12 +25,15 @@ def quantize(
     clip: Annotated[
         str, typer.Option(help="none, or mse: the range of a group with the least squared error.")
     ] = "none",
+    outliers: Annotated[
+        str, typer.Option(help="Weights to keep as they are, beside int4 or int8: 0.5% of them, or 0.005.")
+    ] = "0",
     revision: Revision = None,
 ) -> None:
     """Write a copy of a checkpoint with its layers' matrices rounded to the nearest codes, without any data.
 
     The embedding, the norms, routers of experts and lm_head stay as they are. The copy is a standard
-    compressed-tensors checkpoint.
+    compressed-tensors checkpoint; with outliers, the weights of largest magnitude, it is in a layout of cheetah's own.
     """
     from cheetah.models.formats.quantized import scheme_of_name
     from cheetah.runtime.assembly.memory import size_text
@@ -38,8 +41,18 @@ def quantize(
 
     if clip not in CLIPS:
         raise CheetahError(f"--clip {clip}: there are {', '.join(CLIPS)}")
-    job = quantization_job(model, scheme_of_name(format, SCALES), clip == "mse", revision)
+    part = _part(outliers)
+    job = quantization_job(model, scheme_of_name(format, SCALES), clip == "mse", revision, part)
     began = time.monotonic()
     write_with_progress(job, out, "rounding weights")
     size = sum(path.stat().st_size for path in out.glob("*.safetensors"))
-    typer.echo(f"wrote {out}: {size_text(size)} in {format}, {time.monotonic() - began:.1f} s")
+    beside = f" and {part:.3%} outliers" if part else ""
+    typer.echo(f"wrote {out}: {size_text(size)} in {format}{beside}, {time.monotonic() - began:.1f} s")
+
+
+def _part(text: str) -> float:
+    """A part of a whole, as "0.5%" or "0.005"."""
+    try:
+        return float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
+    except ValueError as problem:
+        raise CheetahError(f"--outliers {text}: write 0.5%, or 0.005") from problem

@@ -1,4 +1,4 @@
-"""`cheetah sparsify`: a checkpoint in which two of every four weights are zero."""
+"""`cheetah sparsify`: a checkpoint in which two of every four weights are zero, or any of each row."""
 
 from __future__ import annotations
 
@@ -17,13 +17,15 @@ EPILOG = "Example: cheetah sparsify Qwen/Qwen3-8B -o qwen3-2of4"
 def sparsify(
     model: Annotated[str, typer.Argument(help="A folder, a hub id, or demo: weights in 16 or 32 bits.")],
     out: Annotated[Path, typer.Option("--out", "-o", metavar="FOLDER", help="Where to write; must not exist.")],
-    pattern: Annotated[str, typer.Option(help="Which weights are left: 2:4, two of every four neighbours.")] = "2:4",
+    pattern: Annotated[
+        str, typer.Option(help="Which weights are left: 2:4, two of every four neighbours; 0.5, half of each row.")
+    ] = "2:4",
     layout: Annotated[
         str, typer.Option(help="plain, zeros and all, which everything reads; or bitmask, of compressed-tensors.")
     ] = "plain",
     revision: Revision = None,
 ) -> None:
-    """Write a copy of a checkpoint whose layers' matrices have two of every four weights, those of largest magnitude.
+    """Write a copy of a checkpoint whose layers' matrices have some of their weights, those of largest magnitude.
 
     No data is used, and nothing is trained: models that were not made for it lose much. The embedding, the norms,
     routers of experts and lm_head stay as they are. A plain copy is then opened with --sparse auto.

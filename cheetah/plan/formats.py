@@ -7,7 +7,7 @@ inverse, meaning) and its fragments on the device (`blocks/linear/formats`).
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from cheetah.plan.errors import PlanError, require_positive
 from cheetah.plan.index import ceil_div
@@ -41,13 +41,15 @@ multiple of 128 bytes takes a quarter longer (H200)."""
 class TileFormat:
     """The K-tile of a format: 16 rows x `columns` weights in `tile_bytes`, with all that they need (scales too).
 
-    factor_bytes: bytes behind an M-tile's last K-tile.
+    factor_bytes: bytes behind an M-tile's last K-tile. list_units: of the list behind each chunk's K-tiles, whose
+    products are added to theirs; 0: there is none. See `listed`.
     """
 
     name: str
     columns: int
     tile_bytes: int
     factor_bytes: int = 0
+    list_units: int = 0
 
     def __post_init__(self) -> None:
         place = f"weight format {self.name!r}"
@@ -74,17 +76,48 @@ class TileFormat:
         any."""
         return 0
 
+    @property
+    def parts(self) -> tuple[str, ...]:
+        """The names of the formats whose products are added up, in this order: of most weights one."""
+        return tuple(self.name.split(PLUS))
+
+    @property
+    def list_bytes(self) -> int:
+        """Behind the K-tiles of every chunk, and what ends an M-tile."""
+        return self.list_units * LIST_UNIT_BYTES
+
     def chunk_bytes(self, stage_bytes: int, warps: int) -> int:
-        """Bytes of the K-tiles of a full chunk: as many for each warp as a stage holds, with what ends an M-tile."""
+        """Bytes of the K-tiles of a full chunk: as many for each warp as a stage holds, with what ends an M-tile; with
+        a list LISTED_TILES."""
         share = warps * self.tile_bytes
+        if self.list_units:
+            whole = LISTED_TILES * self.tile_bytes
+            return whole if whole % share == 0 and stage_bytes >= self._listed_stage_bytes else 0
         return (stage_bytes - self.factor_bytes) // share * share
 
     def stage_bytes(self, least: int, warps: int) -> int:
         """The smallest stage that holds a full chunk of at least so many bytes of K-tiles."""
         share = warps * self.tile_bytes
+        if self.list_units:
+            if LISTED_TILES % warps:
+                raise PlanError(
+                    f"{self.name}: a chunk beside a list has {LISTED_TILES} K-tiles: give consumer warps that divide it"
+                )
+            return self._listed_stage_bytes
         return -(-least // share) * share + self.factor_bytes
 
+    @property
+    def _listed_stage_bytes(self) -> int:
+        return LISTED_TILES * self.tile_bytes + self.factor_bytes + self.list_bytes
 
+
+PLUS, LIST = "+", "list"
+"""Between the formats of a sum of parts; what the name of a list begins with, its units follow."""
+LIST_UNIT_BYTES = 128
+"""A word a lane of a warp: bf16 number, row of two, column of the chunk."""
+LISTED_TILES = 16
+"""K-tiles of every full chunk beside a list, so that what a list has room for follows from the matrix alone."""
+MOST_LIST_UNITS = 2048
 BF16 = TileFormat("bf16", 32, 1024)
 """Two 16 x 16 tiles, so that one 16-byte load feeds both with activations."""
 
@@ -290,7 +323,28 @@ TILE_FORMATS: dict[str, TileFormat] = {BF16.name: BF16, **SPARSE_FORMATS, **QUAN
 
 
 def tile_format(name: str) -> TileFormat:
-    """The format of that name; PlanError lists the names there are."""
-    if name not in TILE_FORMATS:
-        raise PlanError(f"there is no weight format {name!r}: there are {', '.join(TILE_FORMATS)}")
-    return TILE_FORMATS[name]
+    """The format of that name, or of its parts; PlanError lists the names there are."""
+    tiles, plus, units = name.partition(f"{PLUS}{LIST}")
+    if tiles not in TILE_FORMATS or plus and not units.isdecimal():
+        known = ", ".join(TILE_FORMATS)
+        raise PlanError(f"there is no weight format {name!r}: there are {known}; behind some {PLUS}{LIST} and a number")
+    return listed(TILE_FORMATS[tiles], int(units)) if plus else TILE_FORMATS[tiles]
+
+
+def can_be_listed(tiles: TileFormat) -> bool:
+    """Whether a list may lie beside K-tiles of this format."""
+    is_integer = tiles.name in QUANTIZED_FORMATS and QUANTIZED_FORMATS[tiles.name].kind.startswith("int")
+    return tiles == TWO_OF_FOUR or is_integer
+
+
+def listed(tiles: TileFormat, units: int) -> TileFormat:
+    """These K-tiles and a list of bf16 numbers behind the tiles of every chunk, whose products are added to theirs.
+
+    units: of the list, LIST_UNIT_BYTES each: four numbers of each pair of an M-tile's rows r and r + 8. PlanError where
+    a list cannot lie beside such tiles.
+    """
+    if not can_be_listed(tiles):
+        raise PlanError(f"weight format {tiles.name!r}: lists lie beside {TWO_OF_FOUR.name}, int4 and int8 alone")
+    if not 0 < units <= MOST_LIST_UNITS:
+        raise PlanError(f"weight format {tiles.name!r}: a list of {units} units: give 1 to {MOST_LIST_UNITS}")
+    return replace(tiles, name=f"{tiles.name}{PLUS}{LIST}{units}", list_units=units)

@@ -21,10 +21,10 @@ class MatrixLayout:
 
     Memory order: for each wave of the split, for each chunk of an M-tile, for each position in the wave: that chunk. So
     the blocks read adjacent chunks side by side. All chunks of an M-tile but the last are `stage_bytes` of K-tiles; the
-    last one may be shorter, and ends in `factor_bytes`. Rows are padded to 16 and columns to whole K-tiles
-    with zeros. `offset` is the byte of the weights where it (of layer 0) begins. `slices` says in how many parts (of
-    whole chunks) the vector is brought that the matrix is multiplied with: the chunks of a part are read for all
-    M-tiles of a block before those of the next part. Where they lie does not change.
+    last one may be shorter, and ends in `factor_bytes`. Behind each is its list, if the format has one. Rows are padded
+    to 16 and columns to whole K-tiles with zeros. `offset` is the byte of the weights where it (of layer 0) begins.
+    `slices` says in how many parts (of whole chunks) the vector is brought that the matrix is multiplied with: the
+    chunks of a part are read for all M-tiles of a block before those of the next part. Where they lie does not change.
 
     tile_rows: of an M-tile, 16, or 8 of a *narrow* one. A K-tile of that holds twice as many columns of half as many
     rows: its rows 0 to 7 are the weights in its first half of columns, its rows 8 to 15 those of the same rows in the
@@ -185,7 +185,7 @@ class MatrixLayout:
 
     @property
     def m_tile_bytes(self) -> int:
-        return self.k_tiles * self.format.tile_bytes + self.factor_bytes
+        return self.k_tiles * self.format.tile_bytes + self.factor_bytes + self.chunks * self.format.list_bytes
 
     @property
     def factor_bytes(self) -> int:
@@ -210,8 +210,13 @@ class MatrixLayout:
         return self.k_tiles - (self.chunks - 1) * self.tiles_per_chunk
 
     @property
+    def full_chunk_bytes(self) -> int:
+        """Of every chunk but the last of an M-tile."""
+        return self.stage_bytes + self.format.list_bytes
+
+    @property
     def last_chunk_bytes(self) -> int:
-        return self.last_chunk_tiles * self.format.tile_bytes + self.factor_bytes
+        return self.last_chunk_tiles * self.format.tile_bytes + self.factor_bytes + self.format.list_bytes
 
     @property
     def chunks_at_once(self) -> int:
@@ -237,7 +242,7 @@ class MatrixLayout:
 
     def chunk_bytes(self, chunk: Index) -> Index:
         """Bytes of chunk `chunk` (0 <= chunk < chunks); also for device expressions."""
-        return _last_differs(chunk, self.chunks, self.stage_bytes, self.last_chunk_bytes)
+        return _last_differs(chunk, self.chunks, self.full_chunk_bytes, self.last_chunk_bytes)
 
     def wave_width(self, wave: Index) -> Index:
         """M-tiles of wave `wave` (0 <= wave < waves); also for device expressions."""
@@ -271,7 +276,7 @@ class MatrixLayout:
 
     def chunk_address(self, chunk: Index, position: Index, width: Index) -> Index:
         """Where a chunk begins inside its wave, which is far below 2**32 bytes."""
-        return width * chunk * self.stage_bytes + position * self.chunk_bytes(chunk)
+        return width * chunk * self.full_chunk_bytes + position * self.chunk_bytes(chunk)
 
     def piece_address(self, piece: Index, position: Index, width: Index) -> Index:
         """Where a piece begins inside its wave, as `chunk_address`."""

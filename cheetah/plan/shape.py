@@ -78,7 +78,7 @@ class ModelShape:
             )
         for matrix in ("gate_up", "down"):
             one = self.format_of(matrix)
-            if one != BF16 and not isinstance(one, QuantizedTiles):
+            if one != BF16 and not isinstance(one, QuantizedTiles) or one.list_units:
                 raise PlanError(f"ModelShape: experts in {one.name}: give {BF16.name} or a quantised format")
 
     def format_of(self, matrix: str) -> TileFormat:

@@ -19,10 +19,13 @@ from numpy.typing import NDArray
 from cheetah.errors import CheetahError
 from cheetah.models.config import ModelConfig
 from cheetah.models.formats.nearest import nearest_rows
+from cheetah.models.formats.outliers import outlier_count, outliers_of
 from cheetah.models.formats.quantized import QuantizationError, QuantizationScheme, QuantizedRows
+from cheetah.models.quantization.compressed_tensors import FLOAT, OUTLIERS, PACKED
 from cheetah.models.registry import family_of
-from cheetah.models.rounding import widen
-from cheetah.plan.formats import GROUP_COLUMNS, tile_format
+from cheetah.models.rounding import Bits, as_bf16, widen
+from cheetah.plan.formats import GROUP_COLUMNS, can_be_listed, tile_format
+from cheetah.runtime.checkpoint.outliers import COLUMNS, OFFSETS, VALUES
 from cheetah.runtime.checkpoint.packed_words import transposed, words_of_codes
 from cheetah.runtime.checkpoint.safetensors_files import StoredTensor
 from cheetah.tools.rewriting import WEIGHT, Entry, Rewriting, layer_matrices, original
@@ -30,17 +33,21 @@ from cheetah.tools.rewriting import WEIGHT, Entry, Rewriting, layer_matrices, or
 BLOCK_ROWS = 256
 """Rows that a thread rounds at a time: a multiple of the rows of an fp8 block."""
 SCALES = "bf16"
+MOST_OUTLIERS = 0.05
+"""Of all weights: with more the codes are not what is read."""
 
 
 @dataclass(frozen=True)
 class Job(Rewriting):
-    """A checkpoint to write. matrices: the weights that are quantised, each with its shape."""
+    """A checkpoint to write. matrices: the weights that are quantised, each with its shape. outliers: the part of them
+    that is kept as it is, beside the codes, in a layout of our own."""
 
     source: Path
     config: ModelConfig
     scheme: QuantizationScheme
     clip: bool
     matrices: Mapping[str, tuple[int, int]]
+    outliers: float = 0.0
 
     @property
     def block_rows(self) -> int | None:
@@ -65,9 +72,14 @@ class Job(Rewriting):
         if not self.scheme.symmetric:
             yield Entry(f"{module}.weight_zero_point", "I32", (packed_rows, groups), packed_rows * groups * 4)
         yield Entry(f"{module}.weight_shape", "I64", (2,), 16)
+        if self.outliers:
+            count = outlier_count(rows, columns, self.outliers)
+            yield Entry(f"{module}.{VALUES}", "BF16", (count,), 2 * count)
+            yield Entry(f"{module}.{COLUMNS}", "I32", (count,), 4 * count)
+            yield Entry(f"{module}.{OFFSETS}", "I64", (rows + 1,), 8 * (rows + 1))
 
     def values(self, name: str, tensor: StoredTensor, pool: ThreadPoolExecutor) -> Iterator[NDArray[Any]]:
-        quantized = _quantized(self, name, tensor, pool)
+        quantized, outliers = _quantized(self, name, tensor, pool)
         if self.scheme.kind == "fp8":
             yield quantized.codes
             yield quantized.scales[:: self.block_rows or 1].view(np.uint16)
@@ -78,14 +90,28 @@ class Job(Rewriting):
         if quantized.zero_points is not None:
             yield transposed(words_of_codes(np.ascontiguousarray(quantized.zero_points.T), bits))
         yield np.array(self.matrices[name], np.int64)
+        if outliers is not None:
+            yield outliers.numbers
+            yield np.nonzero(outliers.chosen)[1].astype(np.int32)
+            yield np.append(0, np.cumsum(outliers.chosen.sum(axis=1, dtype=np.int64)))
 
     def fields(self) -> dict[str, Any]:
         return {"quantization_config": quantization_config(self)}
 
 
-def quantization_job(model: str, scheme: QuantizationScheme, clip: bool, revision: str | None = None) -> Job:
-    """What is to be done for a model; CheetahError if its weights are quantised, or do not fit the scheme."""
+def quantization_job(
+    model: str, scheme: QuantizationScheme, clip: bool, revision: str | None = None, outliers: float = 0.0
+) -> Job:
+    """What is to be done for a model; CheetahError if its weights are quantised, or do not fit the scheme.
+
+    outliers: the part of the weights that is kept as it is."""
     checkpoint = original(model, revision)
+    if not 0 <= outliers <= MOST_OUTLIERS:
+        raise CheetahError(f"outliers: {outliers:.3%} of the weights: give at most {MOST_OUTLIERS:.0%}")
+    if outliers and not can_be_listed(tile_format(scheme.name)):
+        raise CheetahError(f"outliers lie beside int4 and int8, not beside {scheme.name}")
+    if outliers and checkpoint.config.routing is not None:
+        raise CheetahError(f"{model}: outliers of experts are not supported")
     if scheme.kind == "mxfp4":
         raise CheetahError("mxfp4 is read, not written: give another format")
     tile_format(scheme.name)  # PlanError if the kernel does not have it
@@ -93,11 +119,12 @@ def quantization_job(model: str, scheme: QuantizationScheme, clip: bool, revisio
     for name, (_, columns) in matrices.items():
         _check_columns(name, columns, scheme)
     assert checkpoint.folder is not None
-    return Job(checkpoint.folder, checkpoint.config, scheme, clip, matrices)
+    return Job(checkpoint.folder, checkpoint.config, scheme, clip, matrices, outliers)
 
 
 def quantization_config(job: Job) -> dict[str, Any]:
-    """The `quantization_config` of compressed-tensors."""
+    """The `quantization_config` of compressed-tensors; of outliers the format is our own, which others refuse by name
+    and do not read without them."""
     scheme, is_float = job.scheme, job.scheme.kind == "fp8"
     strategy = "channel" if scheme.group_columns is None else "block" if is_float else "group"
     weights = {
@@ -114,7 +141,7 @@ def quantization_config(job: Job) -> dict[str, Any]:
     group = {"targets": ["Linear"], "weights": weights, "input_activations": None, "output_activations": None}
     return {
         "quant_method": "compressed-tensors",
-        "format": "float-quantized" if is_float else "pack-quantized",
+        "format": FLOAT if is_float else OUTLIERS if job.outliers else PACKED,
         "quantization_status": "compressed",
         "config_groups": {"group_0": group},
         "ignore": ["lm_head", *(f"re:.*{re.escape(name)}$" for name in family_of(job.config).routers(job.config))],
@@ -132,21 +159,40 @@ def _check_columns(name: str, columns: int, scheme: QuantizationScheme) -> None:
         )
 
 
-def _quantized(job: Job, name: str, tensor: StoredTensor, pool: ThreadPoolExecutor) -> QuantizedRows:
+@dataclass(frozen=True)
+class _Outliers:
+    """Weights that are kept as they are: bool [rows, columns], and their bf16 bits, row by row."""
+
+    chosen: NDArray[np.bool_]
+    numbers: Bits
+
+
+def _quantized(
+    job: Job, name: str, tensor: StoredTensor, pool: ThreadPoolExecutor
+) -> tuple[QuantizedRows, _Outliers | None]:
     """A whole matrix, rounded by all threads."""
     rows = tensor.stored_rows()
 
-    def round_block(first: int) -> QuantizedRows:
-        values = widen(rows[first : first + BLOCK_ROWS])
+    def round_block(first: int) -> tuple[QuantizedRows, _Outliers | None]:
+        values, outliers = widen(rows[first : first + BLOCK_ROWS]), None
+        if job.outliers:
+            chosen = outliers_of(values, job.outliers, first)
+            outliers = _Outliers(chosen, as_bf16(values[chosen]))
+            values = np.where(chosen, np.float32(0), values)
         try:
-            return nearest_rows(values, job.scheme, clip=job.clip, block_rows=job.block_rows)
+            return nearest_rows(values, job.scheme, clip=job.clip, block_rows=job.block_rows), outliers
         except QuantizationError as problem:
             raise CheetahError(f"{tensor.file}: tensor {name}, rows from {first} on: {problem}") from problem
 
-    blocks = list(pool.map(round_block, range(0, tensor.shape[0], BLOCK_ROWS)))
+    blocks, of_blocks = zip(*pool.map(round_block, range(0, tensor.shape[0], BLOCK_ROWS)), strict=True)
     planes = zip(*((block.codes, block.scales, block.zero_points) for block in blocks), strict=True)
     codes, scales, points = planes
     zero_points = None if job.scheme.symmetric else np.concatenate([one for one in points if one is not None])
-    return QuantizedRows(
-        job.scheme.kind, np.concatenate(codes), np.concatenate(scales), zero_points, blocks[0].group_columns
+    group_columns = blocks[0].group_columns
+    made = QuantizedRows(job.scheme.kind, np.concatenate(codes), np.concatenate(scales), zero_points, group_columns)
+    found = [one for one in of_blocks if one is not None]
+    if not found:
+        return made, None
+    return made, _Outliers(
+        *(np.concatenate(parts) for parts in zip(*((one.chosen, one.numbers) for one in found), strict=True))
     )

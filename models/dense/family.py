@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 from numpy.typing import NDArray
 
 from cheetah.models.config import ModelConfig
@@ -52,6 +53,11 @@ class DenseFamily(ModelFamily):
 
     def matrix_modules(self, config: ModelConfig) -> dict[str, tuple[str, ...]]:
         return weights.matrix_modules(config)
+
+    def in_m_tile_order(
+        self, config: ModelConfig, matrix: str, layer: int, read: Callable[[str], NDArray[np.uint16]]
+    ) -> NDArray[np.uint16]:
+        return weights.in_m_tile_order(config, matrix, layer, read)
 
     def matrices(self, config: ModelConfig, plan: Plan, gpu: Gpu) -> StepMatrices:
         return step_matrices(config.shape, plan, gpu)

@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, cast
 
 import numpy as np
@@ -47,6 +47,7 @@ from cheetah.models.dense.weights import (
 )
 from cheetah.models.family import MatrixRows, Packing, QuantizedMatrix, ReadRows, ReadTensor
 from cheetah.models.formats import Bytes, PackingError, format_of
+from cheetah.models.formats.lists import ListedRows
 from cheetah.models.formats.quantized import Order, QuantizedRows
 from cheetah.models.repacking import stored_matrix
 from cheetah.models.rounding import Bits, round_f16
@@ -389,12 +390,12 @@ class _Block:
         except PackingError as problem:
             raise misplaced(self.matrix.names, problem) from problem
 
-    def _quantized_rows(self) -> QuantizedRows:
+    def _quantized_rows(self) -> QuantizedRows | ListedRows:
         """The M-tiles' rows, with rows of zeros up to the last; as they are read where they are in order."""
         begin, stop = self._row_range
         if self.matrix.groups.is_in_order and stop <= self.matrix.layout.rows:
             rows = cast(QuantizedMatrix, self.matrix.tensors[0])[begin:stop]
-            return replace(rows, stored_codes=_aligned(rows.stored_codes))
+            return rows.with_planes(_aligned)
         rows = cast(QuantizedMatrix, self.matrix.tensors[0])[:0].room(stop - begin)
         self.matrix.groups.gather(self.matrix.tensors, rows, groups_of(self.matrix.layout, self.m_tiles))
         return rows

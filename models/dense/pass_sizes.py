@@ -160,6 +160,8 @@ class PassSizes:
                     f"a pass multiplies weights in bf16, quantised and sparse ones, and not those of {layout.name} in "
                     f"{layout.format.name}"
                 )
+            if layout.format.list_units:
+                raise PlanError(f"a pass has no lists, and {layout.name} is in {layout.format.name}: read in steps")
             self.pass_plan.check(layout)
         self._check_ranks()
         if len({min(STAGE_TILES, PassPlan.vector_tiles(layout)) for layout in self.matrices.of_layer}) > 1:

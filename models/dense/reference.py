@@ -32,7 +32,7 @@ from cheetah.models.dense.weights import (
     tensor_shapes,
 )
 from cheetah.models.family import Tensors
-from cheetah.models.formats import WEIGHT_FORMATS
+from cheetah.models.formats import format_named
 from cheetah.models.layer_kind import AttentionKind, ClampedGate, LayerKind, PositionScale, Routing
 from cheetah.models.rope import Rope, rope_table
 from cheetah.models.rounding import F32, Rounding, exact, widen
@@ -524,4 +524,4 @@ def _multiplier(config: ModelConfig, weight: F32) -> F32:
 
 def as_multiplied(config: ModelConfig, matrix: str, weight: F32) -> F32:
     """A tensor of a matrix as its weight format keeps it."""
-    return WEIGHT_FORMATS[dict(config.weight_formats).get(matrix, BF16.name)].meaning(weight)
+    return format_named(dict(config.weight_formats).get(matrix, BF16.name)).meaning(weight)

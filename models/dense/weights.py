@@ -8,7 +8,7 @@ has them those of `vector_shapes`; `pack_weights` fills them.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import Any
@@ -531,6 +531,17 @@ def row_groups(config: ModelConfig, matrix: str) -> RowGroups:
         return RowGroups(source, first, count, np.arange(len(source)) % 2)
     (part,) = parts
     return RowGroups(*_plain_groups(part, M_TILE_ROWS))
+
+
+def in_m_tile_order(
+    config: ModelConfig, matrix: str, layer: int, read: Callable[[str], NDArray[np.uint16]]
+) -> NDArray[np.uint16]:
+    """See `ModelFamily.in_m_tile_order`."""
+    groups, tensors = row_groups(config, matrix), [read(name) for name in matrix_tensors(config, matrix, layer)]
+    count = len(groups) + len(groups) % 2
+    rows = np.zeros((count * GROUP_ROWS, tensors[0].shape[1]), np.uint16)
+    groups.gather(tensors, rows[: len(groups) * GROUP_ROWS], range(len(groups)))
+    return rows
 
 
 @lru_cache(maxsize=64)

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from cheetah.models.formats.bf16 import Bf16
+from cheetah.models.formats.lists import Listed, ListedRows
 from cheetah.models.formats.quantized import QuantizedRows, rows_of_element
 from cheetah.models.formats.quantized_tiles import QuantizedFormat
 from cheetah.models.formats.two_of_four import TwoOfFour
@@ -14,7 +15,15 @@ from cheetah.models.formats.two_of_four_codes import SparseQuantized
 from cheetah.models.formats.weight_format import PackingError, WeightFormat
 from cheetah.models.rounding import Bytes
 from cheetah.plan import MatrixLayout
-from cheetah.plan.formats import QUANTIZED_FORMATS, SPARSE, SPARSE_FORMATS, SPARSE_QUANTIZED_FORMATS
+from cheetah.plan.formats import (
+    LIST,
+    PLUS,
+    QUANTIZED_FORMATS,
+    SPARSE,
+    SPARSE_FORMATS,
+    SPARSE_QUANTIZED_FORMATS,
+    tile_format,
+)
 
 __all__ = [
     "WEIGHT_FORMATS",
@@ -22,11 +31,13 @@ __all__ = [
     "PackingError",
     "WeightFormat",
     "dense_name",
+    "format_named",
     "format_of",
     "is_sparse_name",
     "pack_matrix",
     "sparse_name",
     "unpack_matrix",
+    "without_list",
 ]
 
 WEIGHT_FORMATS: dict[str, WeightFormat] = {
@@ -39,7 +50,7 @@ WEIGHT_FORMATS: dict[str, WeightFormat] = {
 
 def is_sparse_name(name: str) -> bool:
     """Whether there is a format of that name that keeps some weights only."""
-    return name in SPARSE_FORMATS
+    return without_list(name) in SPARSE_FORMATS
 
 
 def sparse_name(name: str | None) -> str | None:
@@ -50,12 +61,24 @@ def sparse_name(name: str | None) -> str | None:
 
 def dense_name(name: str) -> str | None:
     """The inverse, for the name of a format that keeps some only: None is bf16."""
-    return name.removeprefix(SPARSE).removeprefix("-") or None
+    return without_list(name).removeprefix(SPARSE).removeprefix("-") or None
+
+
+def without_list(name: str) -> str:
+    """The name of the K-tiles of a format's name, which may end in a list's; any other name as it is."""
+    tiles, plus, units = name.partition(f"{PLUS}{LIST}")
+    return tiles if plus and units.isdecimal() else name
+
+
+def format_named(name: str) -> WeightFormat:
+    """The format of that name, or of its parts."""
+    tiles, *lists = tile_format(name).parts
+    return Listed(WEIGHT_FORMATS[tiles]) if lists else WEIGHT_FORMATS[tiles]
 
 
 def format_of(layout: MatrixLayout) -> WeightFormat:
     """The format of a matrix."""
-    return WEIGHT_FORMATS[layout.format.name]
+    return format_named(layout.format.name)
 
 
 def pack_matrix(layout: MatrixLayout, matrix: Any) -> Bytes:
@@ -79,7 +102,7 @@ def unpack_matrix(layout: MatrixLayout, packed: Bytes) -> Any:
 
 
 def _padded(layout: MatrixLayout, matrix: Any) -> Any:
-    if isinstance(matrix, QuantizedRows):
+    if isinstance(matrix, QuantizedRows | ListedRows):
         return matrix.with_planes(
             lambda plane: _with_zeros(plane, layout.padded_rows // rows_of_element(plane), plane.shape[1])
         )
@@ -93,6 +116,8 @@ def _with_zeros(plane: Any, rows: int, columns: int) -> Any:
 
 
 def _cut(layout: MatrixLayout, rows: Any) -> Any:
+    if isinstance(rows, ListedRows):
+        return ListedRows(_cut(layout, rows.rows), _cut(layout, rows.listed))
     if not isinstance(rows, QuantizedRows):
         return np.ascontiguousarray(rows[: layout.rows, : layout.columns])
     group_columns = min(rows.group_columns, layout.columns) if rows.scales.shape[1] == 1 else rows.group_columns

@@ -92,11 +92,19 @@ class WeightFormat(ABC):
         rows, columns = np.divmod(order, np.uint32(self.code_columns))
         return rows << np.uint32(16) | columns
 
-    def pack_m_tiles(self, layout: MatrixLayout, m_tiles: range, rows: Any, out: Bytes, first_wave: int = 0) -> None:
+    def pack_m_tiles(
+        self,
+        layout: MatrixLayout,
+        m_tiles: range,
+        rows: Any,
+        out: Bytes,
+        first_wave: int = 0,
+        lists: Bytes | None = None,
+    ) -> None:
         """Pack some M-tiles to their places in `out`, the bytes of some waves from `first_wave` on.
 
-        rows: [M-tiles * 16 (8 of narrow ones), columns], C-contiguous; of bits the padding is included. Other threads
-        may pack other M-tiles."""
+        rows: [M-tiles * 16 (8 of narrow ones), columns], C-contiguous; of bits the padding is included. lists: uint8
+        [M-tiles, chunks, bytes], what lies behind each chunk. Other threads may pack other M-tiles."""
         # Few and large copies: numpy lets go of Python's lock for each, and many threads wait for it behind each.
         parts = self.encode_narrow(rows) if layout.is_narrow else self.encode(rows)
         factors = self.row_factors(rows) if layout.format.factor_bytes else None
@@ -108,17 +116,25 @@ class WeightFormat(ABC):
             if places.factors is not None and factors is not None:
                 places.factors[:, : factors.shape[1]] = factors[places.m_tiles]
                 places.factors[:, factors.shape[1] :] = 0
+            if lists is not None:
+                places.lists[:] = lists[places.m_tiles, places.chunks]
 
     def unpack(self, layout: MatrixLayout, packed: Bytes) -> Any:
         """Rows [padded rows, padded columns] of a whole packed matrix."""
+        return self.unpack_parts(layout, packed)[0]
+
+    def unpack_parts(self, layout: MatrixLayout, packed: Bytes) -> tuple[Any, Bytes]:
+        """The same, and what lies behind the chunks: uint8 [M-tiles, chunks, bytes]."""
         tiles = np.empty((layout.m_tiles, layout.k_tiles, layout.format.tile_bytes), np.uint8)
         factors = np.empty((layout.m_tiles, layout.factor_bytes), np.uint8)
+        lists = np.empty((layout.m_tiles, layout.chunks, layout.format.list_bytes), np.uint8)
         for places in places_of_waves(layout, range(layout.m_tiles), packed):
             found = places.tiles.reshape(len(places.tiles), -1, layout.format.tile_bytes)
             tiles[places.m_tiles, places.k_tiles] = found
             if places.factors is not None:
                 factors[places.m_tiles] = places.factors
-        return self.decode_narrow(tiles) if layout.is_narrow else self.decode(tiles, factors)
+            lists[places.m_tiles, places.chunks] = places.lists
+        return self.decode_narrow(tiles) if layout.is_narrow else self.decode(tiles, factors), lists
 
 
 @dataclass(frozen=True)
@@ -154,14 +170,16 @@ def units_of_halves(halves: NDArray[np.uint32]) -> NDArray[np.complex128]:
 class Places:
     """Where some chunks of some M-tiles lie: a view, uint8 [M-tiles, chunks, K-tiles of a chunk, tile bytes].
 
-    m_tiles, k_tiles: which they are, counted from the first of those asked for. factors: uint8 [M-tiles, bytes], with
-    the last chunk.
+    m_tiles, k_tiles, chunks: which they are, counted from the first of those asked for. factors: uint8 [M-tiles,
+    bytes], with the last chunk. lists: uint8 [M-tiles, chunks, bytes].
     """
 
     tiles: Bytes
     factors: Bytes | None
+    lists: Bytes
     m_tiles: slice
     k_tiles: slice
+    chunks: slice
 
 
 def places_of_waves(layout: MatrixLayout, m_tiles: range, memory: Bytes, first_wave: int = 0) -> Iterator[Places]:
@@ -176,10 +194,16 @@ def places_of_waves(layout: MatrixLayout, m_tiles: range, memory: Bytes, first_w
         if first < 0 or of_wave.size != width * layout.m_tile_bytes:
             raise PackingError(f"matrix {layout.name!r}: wave {wave} is not in a buffer of {memory.nbytes} bytes")
         own, taken = slice(begin - start, stop - start), slice(begin - m_tiles.start, stop - m_tiles.start)
-        full, last = np.split(of_wave, [width * of_full * layout.format.tile_bytes])
-        if of_full:
-            chunks = full.reshape(layout.chunks - 1, width, layout.tiles_per_chunk, -1)[:, own]
-            yield Places(chunks.transpose(1, 0, 2, 3), None, taken, slice(0, of_full))
-        ends, size = last.reshape(width, -1)[own], layout.last_chunk_tiles * layout.format.tile_bytes
+        before, tile_bytes = layout.chunks - 1, layout.format.tile_bytes
+        full, last = np.split(of_wave, [width * before * layout.full_chunk_bytes])
+        if before:
+            chunks = full.reshape(before, width, -1)[:, own].transpose(1, 0, 2)
+            tiles, lists = chunks[..., : layout.stage_bytes], chunks[..., layout.stage_bytes :]
+            tiles = tiles.reshape(*tiles.shape[:2], layout.tiles_per_chunk, tile_bytes)
+            yield Places(tiles, None, lists, taken, slice(0, of_full), slice(0, before))
+        ends, size = last.reshape(width, -1)[own], layout.last_chunk_tiles * tile_bytes
         tiles = ends[:, :size].reshape(len(ends), 1, layout.last_chunk_tiles, -1)
-        yield Places(tiles, ends[:, size:], taken, slice(of_full, layout.k_tiles))
+        factors, lists = np.split(ends[:, size:], [layout.factor_bytes], axis=1)
+        yield Places(
+            tiles, factors, lists[:, None], taken, slice(of_full, layout.k_tiles), slice(before, layout.chunks)
+        )

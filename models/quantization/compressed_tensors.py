@@ -10,6 +10,8 @@ from cheetah.models.quantization.statement import EXPRESSION, LINEAR, Patterns, 
 from cheetah.printable import shown
 
 PACKED, FLOAT, MARLIN24 = "pack-quantized", "float-quantized", "marlin-24"
+OUTLIERS = f"{PACKED}+outliers"
+"""Our own: beside packed codes single weights as they are, see `cheetah.runtime.checkpoint.outliers`."""
 DENSE = "dense"
 """No weight is quantised, or none is sparse: the statement is of keys and values alone, or of the other."""
 TWO_OF_FOUR_MASK, ANY_MASK = "sparse-24-bitmask", "sparse-bitmask"
@@ -35,7 +37,7 @@ def read_compressed_tensors(fields: Fields) -> Quantization:
     sparse, layout = _sparse(fields)
     is_bare = has_scheme or layout != DENSE
     stated = fields.values.get("config_groups", {} if is_bare else None)
-    forms = (DENSE, PACKED, FLOAT) if is_bare and stated == {} else (PACKED, FLOAT, MARLIN24)
+    forms = (DENSE, PACKED, FLOAT) if is_bare and stated == {} else (PACKED, FLOAT, MARLIN24, OUTLIERS)
     form = fields.choice("format", forms, DENSE if layout != DENSE and stated == {} else None)
     fields.choice("quantization_status", ("compressed",), "compressed")
     if transforms := fields.values.get("transform_config"):
@@ -50,8 +52,6 @@ def read_compressed_tensors(fields: Fields) -> Quantization:
     ignored = Patterns(fields.names("ignore"), fields.place)
     if form == MARLIN24:
         sparse = Patterns([LINEAR], fields.place), ignored
-    if layout == ANY_MASK:
-        notes.append("its weights are sparse without a pattern: they are kept as dense ones")
     return Quantization(
         fields.place,
         f"compressed-tensors, {form if layout == DENSE else layout if form == DENSE else f'{form}, {layout}'}",
@@ -108,6 +108,8 @@ def _storage(weights: Fields, form: str) -> Storage:
         raise weights.error("dynamic is true: the scales of weights must be stored")
     if form == MARLIN24:
         return _marlin24_storage(weights)
+    if form == OUTLIERS:
+        return _outlier_storage(weights)
     return _float_storage(weights) if form == FLOAT else _integer_storage(weights)
 
 
@@ -128,6 +130,13 @@ def _marlin24_storage(weights: Fields) -> Storage:
             f"group_size = {storage.scheme.group_columns} of {MARLIN24} is not supported: supported: 128"
         )
     return Storage("marlin24", storage.scheme)
+
+
+def _outlier_storage(weights: Fields) -> Storage:
+    storage = _integer_storage(weights)
+    if storage.act_order:
+        raise weights.error(f"actorder of {OUTLIERS} is not supported: leave it out")
+    return Storage("outliers", storage.scheme)
 
 
 def _is_ordered(weights: Fields) -> bool:

@@ -16,6 +16,7 @@ from cheetah.models.formats.quantized import MIDDLE_CODE, Order
 from cheetah.models.quantization import Quantization, Storage
 from cheetah.models.registry import family_of
 from cheetah.runtime.checkpoint.marlin24 import TILE_KEPT, TILE_ROWS, Marlin24Matrix
+from cheetah.runtime.checkpoint.outliers import COLUMNS, OFFSETS, VALUES, OutlierMatrix
 from cheetah.runtime.checkpoint.quantized import (
     SCALE_DTYPES,
     AwqMatrix,
@@ -36,6 +37,7 @@ MATRICES: dict[str, type[StoredQuantized]] = {
     "float8": Float8Matrix,
     "mxfp4": Mxfp4Matrix,
     "marlin24": Marlin24Matrix,
+    "outliers": OutlierMatrix,
 }
 """By `Storage.layout`."""
 WEIGHT_SUFFIX = ".weight"
@@ -48,10 +50,10 @@ CACHE_SUFFIXES = (".k_scale", ".v_scale", ".kv_scale", ".q_scale", ".prob_output
 
 @dataclass(frozen=True)
 class _Part:
-    """A tensor of a module. shapes: any of them; an empty one is a scalar."""
+    """A tensor of a module. shapes: any of them; an empty one is a scalar. None: it is of any length."""
 
     suffix: str
-    shapes: tuple[tuple[int, ...], ...]
+    shapes: tuple[tuple[int, ...], ...] | None
     dtypes: tuple[str, ...]
     optional: bool = False
 
@@ -125,7 +127,7 @@ def _parts(storage: Storage, shape: tuple[int, int]) -> tuple[_Part, ...]:
             _Part("scale_packed", ((groups, rows),), SCALES),
             _Part("meta", ((tiles, 2 * rows),), ("I16",)),
         )
-    if storage.layout == "packed":
+    if storage.layout in ("packed", "outliers"):
         words = (rows, -(-columns // per_word))
         zeros = ((-(-rows // per_word), groups),)
         return (
@@ -133,7 +135,8 @@ def _parts(storage: Storage, shape: tuple[int, int]) -> tuple[_Part, ...]:
             _Part("weight_scale", ((rows, groups), *(((rows,),) if groups == 1 else ())), SCALES),
             _Part("weight_zero_point", zeros, ("I32",), optional=storage.scheme.symmetric),
             _Part("weight_shape", ((2,),), ("I64", "I32"), optional=True),
-            _Part("weight_g_idx", ((columns,),), ("I32",), optional=True),
+            *(_outlier_parts(rows) if storage.layout == "outliers" else ()),
+            *((_Part("weight_g_idx", ((columns,),), ("I32",), optional=True),) if storage.layout == "packed" else ()),
         )
     along_inputs = storage.layout == "gptq"
     words = (columns // per_word, rows) if along_inputs else (columns, rows // per_word)
@@ -143,6 +146,10 @@ def _parts(storage: Storage, shape: tuple[int, int]) -> tuple[_Part, ...]:
         _Part("scales", ((groups, rows),), SCALES),
         *((_Part("g_idx", ((columns,),), ("I32",), optional=True),) if along_inputs else ()),
     )
+
+
+def _outlier_parts(rows: int) -> tuple[_Part, ...]:
+    return _Part(VALUES, None, ("BF16",)), _Part(COLUMNS, None, ("I32",)), _Part(OFFSETS, ((rows + 1,),), ("I64",))
 
 
 def _float8_parts(storage: Storage, shape: tuple[int, int]) -> tuple[_Part, ...]:
@@ -174,7 +181,7 @@ def _wrong_parts(
 ) -> Iterator[str]:
     for part in parts:
         name = f"{module}.{part.suffix}"
-        wanted = " or ".join(str(list(shape)) for shape in part.shapes)
+        wanted = "one dimension" if part.shapes is None else " or ".join(str(list(shape)) for shape in part.shapes)
         if part.suffix not in found:
             if not part.optional:
                 plain = f"{module}{WEIGHT_SUFFIX}" in stored
@@ -183,7 +190,7 @@ def _wrong_parts(
         tensor = found[part.suffix]
         if tensor.dtype not in part.dtypes:
             yield f"{name} is {tensor.dtype}, expected {' or '.join(part.dtypes)}"
-        if tensor.shape not in part.shapes:
+        if len(tensor.shape) != 1 if part.shapes is None else tensor.shape not in part.shapes:
             yield f"misshapen: {name} is {list(tensor.shape)}, expected {wanted}"
     scales = [suffix for suffix in ("weight_scale", "weight_scale_inv") if suffix in found]
     if "weight" in found and len(scales) != 1:
@@ -201,6 +208,8 @@ def _wrong_contents(
         stated = [int(value) for value in found["weight_shape"].mapped()]
         if stated != list(shape):
             yield "weight_shape", f"says {stated}, the matrix is {list(shape)}"
+    if VALUES in found and found[VALUES].shape != found[COLUMNS].shape:
+        yield VALUES, f"has {found[VALUES].shape[0]} numbers for {found[COLUMNS].shape[0]} columns"
     for suffix in ("g_idx", "weight_g_idx"):
         if suffix in found and (problem := _wrong_order(storage, shape[1], found[suffix])):
             yield suffix, problem

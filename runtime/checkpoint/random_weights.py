@@ -4,7 +4,8 @@ Every tensor is a window into one endless repetition of a block of normal number
 says, so its values depend on (configuration, seed, name) alone. Matrices are scaled by 1/sqrt(inputs), which keeps
 activations near 1 through any number of layers; norm weights lie near 1, biases around 0. Quantised matrices are such
 numbers rounded to codes, with scales that differ a little from group to group, and zero points from the middle code.
-In formats with two of four columns the other two are zero, which they are is drawn.
+In formats with two of four columns the other two are zero, which they are is drawn. Lists are full: beside two of four
+some fours have all their columns, beside codes every row has as many numbers as any other.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from collections.abc import Container
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import combinations
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 from zlib import crc32
 
 import ml_dtypes
@@ -23,6 +24,7 @@ import numpy.typing as npt
 from cheetah.models.config import ModelConfig
 from cheetah.models.family import MatrixRows, QuantizedMatrix
 from cheetah.models.formats import dense_name, is_sparse_name
+from cheetah.models.formats.lists import NUMBERS_OF_UNIT, ListedRows
 from cheetah.models.formats.quantized import (
     E2M1,
     LARGEST_CODE,
@@ -38,7 +40,17 @@ from cheetah.models.formats.two_of_four import GROUP
 from cheetah.models.formats.two_of_four_codes import zero_code
 from cheetah.models.registry import family_of
 from cheetah.models.rounding import Bits, Bytes, round_to_e4m3
-from cheetah.plan.formats import QUANTIZED_FORMATS, SPARSE_FORMATS, SPARSE_QUANTIZED_FORMATS
+from cheetah.plan.formats import (
+    LISTED_TILES,
+    PLUS,
+    QUANTIZED_FORMATS,
+    SPARSE_FORMATS,
+    SPARSE_QUANTIZED_FORMATS,
+    TILE_FORMATS,
+    TWO_OF_FOUR,
+    TileFormat,
+    tile_format,
+)
 
 _Element = TypeVar("_Element", bound=np.generic)
 
@@ -74,6 +86,9 @@ class RandomTensors:
         self._codes: dict[str, Bytes] = {}
         self._schemes = _schemes(config)
         self._sparse = set(_weights_in(config, SPARSE_FORMATS))
+        self._listed = {
+            name: tile_format(format) for name, format in _weights_in(config, TILE_FORMATS).items() if PLUS in format
+        }
         self._inputs = _inputs(config) if config.act_order else {}
 
     @cached_property
@@ -92,7 +107,7 @@ class RandomTensors:
             matrix = self.quantized(name)
             return in_natural_order(matrix[:].dequantized(), matrix.order)
         if name in self._sparse:
-            return self.sparse_matrix_of(name, self._shapes[name])[:]
+            return cast(Bits, self.rows(name)[:])
         shape, begin = self._shapes[name], self._begin(name)
         if len(shape) == 1:
             normal = _window(self._normal, begin, shape[0])
@@ -106,13 +121,13 @@ class RandomTensors:
             return self.quantized(name)
         rows, columns = self._shapes[name]
         if name in self._sparse:
-            return self.sparse_matrix_of(name, (rows, columns))
+            return self.sparse_matrix_of(name, (rows, columns), self._listed.get(name, TWO_OF_FOUR))
         return _RepeatedRows(self._block(columns), self._begin(name), (rows, columns))
 
-    def sparse_matrix_of(self, name: str, shape: tuple[int, ...]) -> MatrixRows:
-        """A matrix of any shape with two of four columns, the same for the same name."""
+    def sparse_matrix_of(self, name: str, shape: tuple[int, ...], tiles: TileFormat = TWO_OF_FOUR) -> MatrixRows:
+        """A matrix of any shape with two of four columns, and more in lists, the same for the same name."""
         dense = _RepeatedRows(self._block(shape[1]), self._begin(name), (shape[0], shape[1]))
-        return _SparseRows(dense, self._kept_rows(name, shape))
+        return _SparseRows(dense, self._kept_rows(name, shape), whole=tiles.list_units)
 
     def _kept_rows(self, name: str, shape: tuple[int, ...]) -> _RepeatedRows:
         groups = -(-shape[1] // GROUP)
@@ -122,7 +137,11 @@ class RandomTensors:
         """The quantised matrix `name`."""
         rows, columns = self._shapes[name]
         order = self._order(name, columns) if self._inputs else None
-        return self.matrix_of(name, self._schemes[name], (rows, columns), order, is_sparse=name in self._sparse)
+        codes = self.matrix_of(name, self._schemes[name], (rows, columns), order, is_sparse=name in self._sparse)
+        if name not in self._listed:
+            return codes
+        numbers = _RepeatedRows(self._block(columns), self._begin(f"{name}.listed"), (rows, columns))
+        return _RandomListed(codes, numbers, self._listed[name])
 
     def matrix_of(
         self,
@@ -180,11 +199,13 @@ class _RepeatedRows:
 
 @dataclass(frozen=True)
 class _SparseRows:
-    """Rows of `dense` of which each word of `kept` leaves two of four columns; the others are `zero`."""
+    """Rows of `dense` of which each word of `kept` leaves two of four columns; the others are `zero`. whole: so many
+    fours of a chunk beside a list have all their columns."""
 
     dense: _RepeatedRows
     kept: _RepeatedRows
     zero: int = 0
+    whole: int = 0
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -193,6 +214,10 @@ class _SparseRows:
     def __getitem__(self, part: slice) -> npt.NDArray[Any]:
         is_kept = np.ascontiguousarray(self.kept[part]).view(np.uint16)[:, : self.shape[1]] != 0
         dense = self.dense[part]
+        if self.whole:
+            fours = -(-self.shape[1] // GROUP)
+            are_whole = _spread(part, self.shape[0], fours, LISTED_TILES * TWO_OF_FOUR.columns // GROUP, self.whole)
+            is_kept = is_kept | np.repeat(are_whole, GROUP, axis=1)[:, : self.shape[1]]
         return np.where(is_kept, dense, dense.dtype.type(self.zero))
 
 
@@ -231,10 +256,47 @@ class _RandomQuantized:
         return BLOCK_ROWS if self.scheme.kind == "fp8" and self.scheme.group_columns is not None else 1
 
 
+@dataclass(frozen=True)
+class _RandomListed:
+    """Codes, and numbers of which each row has as many in every chunk as a list has room for."""
+
+    codes: QuantizedMatrix
+    numbers: _RepeatedRows
+    tiles: TileFormat
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.codes.shape
+
+    @property
+    def scheme(self) -> QuantizationScheme:
+        return self.codes.scheme
+
+    @property
+    def order(self) -> Order | None:
+        return self.codes.order
+
+    def __getitem__(self, part: slice) -> ListedRows:
+        columns, count = LISTED_TILES * self.tiles.columns, self.tiles.list_units * NUMBERS_OF_UNIT // 2
+        are_listed = _spread(part, self.shape[0], self.shape[1], columns, count)
+        return ListedRows(cast(QuantizedRows, self.codes[part]), np.where(are_listed, self.numbers[part], np.uint16(0)))
+
+
+def _spread(part: slice, rows: int, columns: int, window: int, count: int) -> npt.NDArray[np.bool_]:
+    """Some of `rows` rows in which `count` of every `window` columns are marked, evenly, from row to row others."""
+    first, stop, _ = part.indices(rows)
+    begins = np.arange(first, stop)[:, None] * 0.618033988749895 % 1
+    marked = (np.arange(count) + begins) * (window / count)
+    of_window = np.zeros((stop - first, window), np.bool_)
+    np.put_along_axis(of_window, marked.astype(np.int64), True, axis=1)
+    return np.tile(of_window, -(-columns // window))[:, :columns]
+
+
 def random_scheme(format: str) -> QuantizationScheme:
     """The scheme of a format of that name; scales of numbers with exponents are float32, those of whole
     numbers float16."""
-    name = dense_name(format) if is_sparse_name(format) else format
+    tiles = tile_format(format).parts[0] if PLUS in format else format
+    name = dense_name(tiles) if is_sparse_name(tiles) else tiles
     assert name is not None, format
     return scheme_of_name(name, "f32" if name.startswith("fp8") else "f16")
 
@@ -251,7 +313,7 @@ def _weights_in(config: ModelConfig, wanted: Container[str]) -> dict[str, str]:
     return {
         f"{name}{WEIGHT_SUFFIX}": formats[matrix]
         for matrix, modules in family_of(config).matrix_modules(config).items()
-        if formats.get(matrix) in wanted
+        if matrix in formats and tile_format(formats[matrix]).parts[0] in wanted
         for module in modules
         for name in config.names_of(module)
     }

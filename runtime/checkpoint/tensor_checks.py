@@ -17,6 +17,7 @@ from cheetah.models.quantization import Quantization, Storage
 from cheetah.models.registry import family_of
 from cheetah.printable import shown_name
 from cheetah.runtime.checkpoint.masked import with_masked
+from cheetah.runtime.checkpoint.outliers import COLUMNS, OFFSETS, VALUES
 from cheetah.runtime.checkpoint.quantized import StoredQuantized
 from cheetah.runtime.checkpoint.quantized_checks import (
     WEIGHT_SUFFIX,
@@ -41,6 +42,7 @@ QUANTISED_SUFFIXES = (
         ".weight_shape",
         ".weight_zero_point",
         ".weight_g_idx",
+        *(f".{suffix}" for suffix in (VALUES, COLUMNS, OFFSETS)),
         ".input_scale",
         ".act_scale",
         ".k_scale",

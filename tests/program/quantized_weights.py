@@ -13,6 +13,7 @@ import numpy as np
 from cheetah.models.config import ModelConfig
 from cheetah.models.dense.weights import matrix_tensors
 from cheetah.models.formats import dense_name, is_sparse_name
+from cheetah.models.formats.lists import NUMBERS_OF_UNIT, ListedRows
 from cheetah.models.formats.quantized import (
     SCALE_DTYPES,
     Order,
@@ -23,9 +24,9 @@ from cheetah.models.formats.quantized import (
 )
 from cheetah.models.formats.two_of_four_codes import zero_code
 from cheetah.models.rounding import Bits
-from cheetah.plan.formats import TWO_OF_FOUR
+from cheetah.plan.formats import PLUS, TWO_OF_FOUR, tile_format
 from cheetah.plan.index import round_up
-from tests.program.rig import RandomWeights
+from tests.program.rig import RandomWeights, as_bf16
 
 LINEAR = ("qkv", "o", "gate_up", "down")
 BLOCK_ROWS = 128
@@ -70,6 +71,12 @@ def two_of_four_codes(rows: QuantizedRows, draw: np.random.Generator) -> Quantiz
     return replace(rows, stored_codes=codes)
 
 
+def listed_columns(shape: tuple[int, ...], units: int, draw: np.random.Generator) -> np.ndarray:
+    """As many columns of each row as fill a list of so many units, at most all."""
+    count = units * NUMBERS_OF_UNIT // 2
+    return np.asarray(np.argsort(np.argsort(draw.random(shape), axis=1), axis=1) < count)
+
+
 def _kept(shape: tuple[int, ...], draw: np.random.Generator) -> np.ndarray:
     rows, columns = shape
     drawn = draw.random((rows, round_up(columns, 4) // 4, 4))
@@ -81,7 +88,7 @@ def _kept(shape: tuple[int, ...], draw: np.random.Generator) -> np.ndarray:
 class Matrix:
     """`QuantizedMatrix` of rows in memory."""
 
-    values: QuantizedRows
+    values: QuantizedRows | ListedRows
     scheme: QuantizationScheme
     order: Order | None = None
 
@@ -89,7 +96,7 @@ class Matrix:
     def shape(self) -> tuple[int, int]:
         return self.values.shape
 
-    def __getitem__(self, part: slice) -> QuantizedRows:
+    def __getitem__(self, part: slice) -> QuantizedRows | ListedRows:
         return self.values.with_planes(lambda plane: plane[part])
 
 
@@ -104,21 +111,37 @@ class QuantizedWeights(RandomWeights):
             experts = config.shape.table.named(matrix).experts
             for layer, expert in product(range(config.layers), range(1 if experts is None else experts.count)):
                 names = matrix_tensors(config, matrix, layer, expert)
-                if format == TWO_OF_FOUR.name:
-                    self.tensors |= {name: two_of_four(self.tensors[name], draw) for name in names}
-                if format == TWO_OF_FOUR.name:
+                tiles, units = format.partition(PLUS)[0], tile_format(format).list_units
+                if tiles == TWO_OF_FOUR.name:
+                    self.tensors |= {name: self._thinned(name, units, draw) for name in names}
                     continue
-                scheme = scheme_of_name(dense_name(format) or format if is_sparse_name(format) else format, scales)
+                scheme = scheme_of_name(dense_name(tiles) or tiles if is_sparse_name(tiles) else tiles, scales)
                 order = draw.permutation(self.tensors[names[0]].shape[1]) if config.act_order else None
                 for name in names:
-                    self._quantize(name, scheme, draw, order, is_sparse_name(format))
+                    self._quantize(name, scheme, draw, order, is_sparse_name(tiles), units)
+
+    def _thinned(self, name: str, units: int, draw: np.random.Generator) -> Bits:
+        """Two of four, and some of the others."""
+        dense = self.tensors[name]
+        listed = listed_columns(dense.shape, units, draw) if units else np.zeros(dense.shape, np.bool_)
+        return np.where(listed, dense, two_of_four(dense, draw))
 
     def _quantize(
-        self, name: str, scheme: QuantizationScheme, draw: np.random.Generator, order: Order | None, is_sparse: bool
+        self,
+        name: str,
+        scheme: QuantizationScheme,
+        draw: np.random.Generator,
+        order: Order | None,
+        is_sparse: bool,
+        units: int = 0,
     ) -> None:
         rows, columns = self.tensors[name].shape
         drawn = drawn_rows(scheme, rows, columns, draw, 2.0 * columns**-0.5)
-        self.quantized[name] = Matrix(two_of_four_codes(drawn, draw) if is_sparse else drawn, scheme, order)
+        values: QuantizedRows | ListedRows = two_of_four_codes(drawn, draw) if is_sparse else drawn
+        if units:
+            numbers = as_bf16(4.0 * columns**-0.5 * draw.standard_normal((rows, columns)))
+            values = ListedRows(drawn, np.where(listed_columns((rows, columns), units, draw), numbers, np.uint16(0)))
+        self.quantized[name] = Matrix(values, scheme, order)
         self.tensors[name] = in_natural_order(self.quantized[name].values.dequantized(), order)
 
     def rows(self, name: str) -> Any:

@@ -32,8 +32,8 @@ ORDERED: Formats = (
 CASES: dict[str, tuple[ModelConfig, Formats, dict[str, Any]]] = {
     "llama, three sequences, slices": (model(144, 280), MIXED, {"batch": 3, "tokens": 4, "down_slices": 2}),
     "llama, one token, everything": (model(), OTHERS, {}),
-    "llama, four tokens, two of four, parts that come ahead": (
-        *(model(144, 1100), (("qkv", "2of4"), ("o", "int8"), ("gate_up", "2of4"), ("down", "2of4"))),
+    "llama, four tokens, two of four, lists, parts that come ahead": (
+        *(model(144, 1100), (("qkv", "2of4+list9"), ("o", "int8+list2"), ("gate_up", "2of4"), ("down", "2of4+list7"))),
         {"tokens": 4, "sync": "barrier"},
     ),
     "llama, two tokens, two of four codes": (
@@ -43,8 +43,8 @@ CASES: dict[str, tuple[ModelConfig, Formats, dict[str, Any]]] = {
         ),
         {"tokens": 2},
     ),
-    "llama, one token, digits": (
-        *(model(256, 512, heads=4), (("qkv", "int4-g128-asym"), ("gate_up", "int4-g64"), ("down", "int4"))),
+    "llama, one token, digits, a list": (
+        *(model(256, 512, heads=4), (("qkv", "int4-g128-asym"), ("gate_up", "int4-g64+list3"), ("down", "int4"))),
         {"down_slices": 2},
     ),
     "qwen3, keys of eight bits": (qwen3(), OTHERS[:4], {"kv_dtype": "e4m3"}),

@@ -1,6 +1,7 @@
 """Checkpoints of whose weights two of four, or any, are there: masked files, plain ones, what is said and refused."""
 
 import json
+import re
 from dataclasses import replace
 
 import ml_dtypes
@@ -92,15 +93,53 @@ def test_masked_weights_are_read_and_kept_as_two_of_four(tmp_path, dtype):
     assert check_values(folder, values, sparse="off").config.weight_formats == ()
 
 
-def test_any_mask_is_read_into_dense_weights(tmp_path):
+def thinned(part):
+    """Values of which this part is there."""
     values = random_values()
     for name, value in values.items():
         if is_layer_matrix(name, value):
-            value[np.random.default_rng(1).random(value.shape) < 0.6] = 0
+            value[np.random.default_rng(1).random(value.shape) >= part] = 0
+    return values
+
+
+def test_any_mask_is_kept_as_two_of_four_and_lists(tmp_path):
+    values = thinned(0.4)
     folder = write_model(tmp_path / "model", masked(values, is_any=True), quantization_config=ANY)
     checkpoint = check_values(folder, values)
-    assert checkpoint.config.weight_formats == () and "kept as dense ones" in checkpoint.notes[0]
+    assert all(re.fullmatch(r"2of4\+list\d", name) for _, name in checkpoint.config.weight_formats)
+    assert len(checkpoint.config.weight_formats) == 4 and not checkpoint.notes
     load_all(folder)
+    assert check_values(folder, values, sparse="off").config.weight_formats == ()
+
+
+def test_lists_as_long_as_the_longest_of_all_layers(tmp_path):
+    """Counted as the rows are packed: those of q are rotated, gate's and up's lie by eights in turn."""
+    values = thinned(0.4)
+    name = "model.layers.1.mlp.up_proj.weight"
+    values[name][17, :44] = 1  # 22 in lists, and some of gate's row 17
+    folder = write_model(tmp_path / "model", masked(values, is_any=True), quantization_config=ANY)
+    checkpoint = check_values(folder, values)
+    gate = values["model.layers.1.mlp.gate_proj.weight"][17].reshape(-1, 4)
+    count = 22 + np.maximum(np.count_nonzero(gate, axis=1) - 2, 0).sum()
+    count += max(0, np.count_nonzero(values[name][17, 44:]) - 2)
+    assert dict(checkpoint.config.weight_formats)["gate_up"] == f"2of4+list{-(-count // 4)}"
+    load_all(folder)
+
+
+def test_dense_rows_that_would_take_more_bytes_in_lists(tmp_path, monkeypatch):
+    values = thinned(1.0)
+    monkeypatch.setattr("cheetah.runtime.checkpoint.listed_formats.LIST_UNIT_BYTES", 2048)
+    folder = write_model(tmp_path / "model", masked(values, is_any=True), quantization_config=ANY)
+    checkpoint = check_values(folder, values)
+    assert checkpoint.config.weight_formats == () and "kept as dense matrices" in checkpoint.notes[0]
+
+
+def test_plain_weights_that_are_thin_are_offered_and_taken(tmp_path):
+    values = thinned(0.4)
+    folder = write_model(tmp_path / "model", values)
+    assert "--sparse auto keeps the others in lists" in open_checkpoint(folder).notes[-1]
+    checkpoint = check_values(folder, values, sparse="auto")
+    assert len(checkpoint.config.weight_formats) == 4 and not checkpoint.notes
 
 
 def test_the_bits_are_those_of_compressed_tensors(tmp_path):
@@ -133,7 +172,8 @@ def test_matrices_that_have_more_stay_dense(tmp_path):
     values = two_of_four_values()
     values[f"{Q}.weight"][0, :3] = 1
     folder = write_model(tmp_path / "model", values)
-    assert open_checkpoint(folder, sparse="auto").config.weight_formats == LAYERS[1:]
+    formats = (("qkv", "2of4+list1"), *LAYERS[1:])
+    assert sorted(open_checkpoint(folder, sparse="auto").config.weight_formats) == sorted(formats)
     assert f"{Q}.weight has three weights of some four neighbours" in refusal(folder, sparse="2:4")
 
 
@@ -238,6 +278,22 @@ def test_sparsify_keeps_the_largest_two_of_four(tmp_path, layout):
     assert ("quantization_config" in stated) == (layout == "bitmask")
 
 
+@pytest.mark.parametrize("layout", ["plain", "bitmask"])
+def test_sparsify_keeps_a_part_of_every_row(tmp_path, layout):
+    values = random_values()
+    source = write_model(tmp_path / "source", values)
+    sparse_copy(str(source), "0.4", layout).write(tmp_path / "out", lambda nbytes: None, threads=2)
+    for name, value in values.items():
+        if is_layer_matrix(name, value):
+            kept = round(0.4 * value.shape[1])
+            sizes = np.abs(value.astype(np.float64)) - 1e-9 * np.arange(value.shape[1])  # of equal ones the first
+            value[sizes < np.sort(sizes, axis=1)[:, -kept, None]] = 0
+    checkpoint = check_values(tmp_path / "out", values, sparse="auto")
+    assert all(name.startswith("2of4+list") for _, name in checkpoint.config.weight_formats)
+    stated = json.loads((tmp_path / "out" / "config.json").read_text()).get("quantization_config", {})
+    assert stated.get("sparsity_config", {}).get("format") == ("sparse-bitmask" if layout == "bitmask" else None)
+
+
 def test_of_equal_magnitudes_the_first_are_kept():
     found = largest_of_four(np.array([[1, -1, 1, 1, 0, 0, 0, 0, -3, 2, 4, -3]], np.float32))
     np.testing.assert_array_equal(found, [[1, 1, 0, 0, 1, 1, 0, 0, 1, 0, 1, 0]])
@@ -247,7 +303,11 @@ def test_what_sparsify_does_not_do(tmp_path):
     values = random_values()
     values[f"{Q}.weight"][2, 3] = ml_dtypes.bfloat16(np.inf)
     source = str(write_model(tmp_path / "source", values))
-    for pattern, layout, message in (("1:4", "plain", "--pattern 1:4: there are 2:4"), ("2:4", "x", "--layout x")):
+    for pattern, layout, message in (
+        ("1:4", "plain", "--pattern 1:4: there are 2:4, and parts"),
+        ("1.5", "plain", "--pattern 1.5"),
+        ("2:4", "x", "--layout x"),
+    ):
         with pytest.raises(CheetahError, match=message):
             sparse_copy(source, pattern, layout)
     with pytest.raises(CheetahError, match=f"tensor {Q}.weight, row 2: only numbers can be compared"):

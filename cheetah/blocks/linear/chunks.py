@@ -14,12 +14,16 @@ from cheetah import lang as ch
 from cheetah.blocks.columns import Columns
 from cheetah.blocks.linear.formats import accumulators_of, fragments_class, fragments_of
 from cheetah.blocks.linear.fragments import Activations, Held, groups_of
+from cheetah.blocks.linear.lists import List, list_accumulators
 from cheetah.blocks.linear.parts import Part
 from cheetah.blocks.ring import Ring, Stage
 from cheetah.blocks.timeline import Timeline
 from cheetah.lang import prim, ty
 from cheetah.plan import MatrixLayout
 from cheetah.plan.formats import BF16
+
+MOST_HELD_WITH_LISTS = 4
+"""Columns up to which tiles are held beside the sums of lists."""
 
 
 class Chunks:
@@ -31,7 +35,9 @@ class Chunks:
 
     def new_sums(self, layout: MatrixLayout, name: str = "sums") -> ch.Expr:
         """Sums of an M-tile, zero: f32 [accumulators, 4]."""
-        return ch.array(ty.f32, accumulators_of(layout, self.columns.limit), 4, zero=True, name=name)
+        tokens = self.columns.limit
+        count = accumulators_of(layout, tokens) + list_accumulators(layout, tokens)
+        return ch.array(ty.f32, count, 4, zero=True, name=name)
 
     @ch.inline
     def use_all(self, layout: MatrixLayout, part: Part, sums: Any, is_first: ch.Value) -> None:
@@ -67,14 +73,18 @@ class Chunks:
                 self._multiply_chunk(layout, chunk, place, part, stage, sums)
             else:
                 self._hold_chunk(layout, chunk, place, part, stage, held)
+            if layout.format.list_units:
+                self._add_list(layout, chunk, place, part, stage, sums)
         if held is not None:
             self._multiply_held(layout, chunk, held, sums)
 
     def _room_for_tiles(self, layout: MatrixLayout) -> Held | None:
-        """Registers for a warp's tiles of a chunk. Not for bf16 tiles where other weights are quantised, and not in
-        slices where a last chunk has fewer tiles: words spilled then (qwen3-4b; 100 of them, smollm3-3b, 8 tokens)."""
+        """Registers for a warp's tiles of a chunk. Not for bf16 tiles where other weights are quantised, not in slices
+        where a last chunk has fewer tiles, and not beside sums of lists of many columns: words spilled then (qwen3-4b;
+        100 of them, smollm3-3b, 8 tokens; 28, 8B in 2of4+list65, 8 tokens)."""
         is_mixed = layout.format is BF16 and bool(self.machine.model.formats)
         is_crowded = layout.last_chunk_tiles < layout.tiles_per_chunk and layout.slices > 1
+        is_crowded |= bool(layout.format.list_units) and self.columns.limit > MOST_HELD_WITH_LISTS
         if groups_of(self.columns.limit, layout.halves) > 1 or is_mixed or is_crowded:
             return None
         tiles = layout.tiles_per_chunk // self.machine.plan.consumer_warps
@@ -145,6 +155,17 @@ class Chunks:
             with ch.if_(chunk == layout.chunks - 1):
                 fragments.finish_rows(layout.last_chunk_tiles, self.columns, sums)
         fragments.finish_chunk()
+
+    @ch.function
+    def _add_list(
+        self, layout: MatrixLayout, chunk: ch.Expr, place: ch.Expr, part: Part, stage: Stage, sums: Any
+    ) -> None:
+        """The products of what is listed beside a chunk; behind the last, their sums to those of the M-tile."""
+        units = self._beside(layout, place, ch.argument(0), part).units
+        listed = List(layout, self.columns, units, sums, accumulators_of(layout, self.columns.limit))
+        listed.multiply(chunk, stage)
+        with ch.if_(chunk == layout.chunks - 1):
+            listed.finish()
 
 
 def _argument(chunk: ch.Value) -> ch.Expr:

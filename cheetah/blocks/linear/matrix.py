@@ -31,7 +31,7 @@ def record_of(layout: MatrixLayout) -> ch.Expr:
         },
         **{name: getattr(layout, name) for name in ("slices", "slice_chunks", "last_chunk_bytes")},
         wave_bytes=layout.wave_address(1),
-        chunk_bytes=layout.stage_bytes,
+        chunk_bytes=layout.full_chunk_bytes,
     )
 
 

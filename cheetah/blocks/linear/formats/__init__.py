@@ -36,7 +36,7 @@ def fragments_of(layout: MatrixLayout, tokens: int, stage: Stage, lane: ch.Expr)
 def fragments_class(layout: MatrixLayout, tokens: int) -> type[Fragments]:
     """How the tiles of a matrix are multiplied by the vectors of so many tokens."""
     of_kind: dict[str, type[Fragments]] = {DIGITS: DigitFragments, PLAIN_DIGITS: SparseDigits, HALVES: HalfFragments}
-    return of_kind.get(layout.vector_kind(tokens), FRAGMENTS[layout.format.name])
+    return of_kind.get(layout.vector_kind(tokens), FRAGMENTS[layout.format.parts[0]])
 
 
 def accumulators_of(layout: MatrixLayout, tokens: int) -> int:

@@ -23,7 +23,7 @@ from cheetah.blocks.linear.formats.quantized import QuantizedFragments
 from cheetah.blocks.linear.formats.sizes import BIAS, EXPONENT_AT, exponent_of_warp, power_of_two, stored_power
 from cheetah.blocks.linear.fragments import Activations
 from cheetah.lang import prim, ty
-from cheetah.plan.formats import DIGIT_COUNT, DIGIT_UNITS, QUANTIZED_COLUMNS
+from cheetah.plan.formats import DIGIT_COUNT, DIGIT_UNITS, QUANTIZED_COLUMNS, VECTOR_COLUMNS
 
 LOWER_NIBBLES = 0x0F0F0F0F
 BYTES_OF_ONES, LOWER_ONES = 0x11111111, 0x01010101
@@ -43,6 +43,8 @@ WARP = 32
 ELEMENT_BITS, PLAIN_BITS = 18, 21
 BALANCE = 0x80808080
 """What flips bytes that are 128 too large into two's complement."""
+BALANCED = BALANCE & 0xFFFFFF
+"""The same of three digits."""
 ROUND_HIGH, ROUND_LOW = float(2**23 + 0x408080), float(2**23 + 0x3C1010)
 """A float to which 2^23 and more is added ends in the nearest integer, here with what balances digits already added:
 the lower two bytes of Xh + 0x408080 are digits 0 and 1, 128 too large each, the third is 64 more than digit 2. 16 times
@@ -178,6 +180,29 @@ def store_plain_digits(lane: ch.Expr, vector: ch.Expr, unit: ch.Expr, words: ch.
     with ch.if_(within == token * 4):
         # and a 16th: codes are in the upper half of their bytes
         tile[HALVES * HALF_UNITS * tokens * 4 + token] = stored_power(exponent, PLAIN_BITS - 1 + 4)
+
+
+@ch.inline
+def element_of_digits(vector: ch.Expr, element: Any, token: int, tokens: int) -> ch.Expr:
+    """Element `element` of a token's vector (f32), of the digits that `store_digits` has stored: of Xh its own, of Xl
+    those of 16 Xl - Xh and of Xh."""
+    of_tile, within = element // QUANTIZED_COLUMNS, element % QUANTIZED_COLUMNS
+    tile = ch.const(ty.u32, of_tile * (DIGIT_UNITS * 16 * tokens), name="tile")
+    part, unit, of_unit = within // VECTOR_COLUMNS, within // UNIT % 4, within % UNIT
+    word = part // HALVES * (HALF_UNITS * tokens * 4) + token * 16 + unit * 4 + part % HALVES
+    place = ch.const(ty.u32, tile + word * 4 + (of_unit % 2 * 2 + of_unit // 4), name="place")
+    digits = ch.reinterpret(ty.ptr(ty.u8), vector) + place
+    high = ch.const(ty.i32, _number_of_digits(digits, tokens), name="high")
+    both = ch.const(ty.i32, _number_of_digits(digits + 2 * 4, tokens), name="both")
+    powers = ch.reinterpret(ty.ptr(ty.f32), vector) + (tile // 4 + (HALVES * HALF_UNITS * tokens * 4 + token))
+    # The stored power lacks 16.
+    return ty.f32(ch.select(of_unit // 2 % 2 == 0, both + high, high * 16)) * powers[0]
+
+
+def _number_of_digits(digits: Any, tokens: int) -> ch.Expr:
+    """What balanced digits are of, of which the lowest lies at `digits` (i32)."""
+    bytes_ = [ty.u32(digits[digit * tokens * 16 * 4]) << 8 * digit for digit in range(DIGIT_COUNT)]
+    return ch.cast(ty.i32, (bytes_[0] | bytes_[1] | bytes_[2]) ^ BALANCED) - BALANCED
 
 
 def _integer(element: Any, scale: Any, base: float) -> ch.Expr:

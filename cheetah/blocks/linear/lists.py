@@ -1,0 +1,105 @@
+"""Lists beside the K-tiles of a chunk: single weights whose products are added to those of the tiles.
+
+Packed by `cheetah.models.formats.lists`. The consumer warps multiply them, each the units u with u % warps == warp, in
+the stage that brings the tiles: so nobody waits for anybody else, and a stage goes back as it always does. Lane 4g + t
+has its own numbers of rows g and g + 8, by every column of the step. It adds their products up beside the M-tile's
+sums, in f32 and in the order in which they lie; at the end of the M-tile the four lanes of a row add theirs, by pairs,
+and the result is added to the sums of the tiles, behind the factors of their rows. Nothing of this depends on how many
+columns are used, nor on the order in which warps or blocks run.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from cheetah import lang as ch
+from cheetah.blocks.columns import Columns
+from cheetah.blocks.linear.formats.digits import element_of_digits
+from cheetah.blocks.linear.formats.sizes import BIAS, EXPONENT_AT
+from cheetah.blocks.linear.formats.vectors import powers_of
+from cheetah.blocks.linear.fragments import groups_of
+from cheetah.blocks.ring import Stage
+from cheetah.lang import prim, ty
+from cheetah.plan import MatrixLayout
+from cheetah.plan.formats import BF16_VECTOR, DIGITS, LIST_UNIT_BYTES, VECTOR_COLUMNS
+from cheetah.plan.plan import COLUMNS
+
+ROWS = 2
+"""That a lane has numbers of."""
+NUMBER, SECOND_ROW, COLUMN = ch.named("NUMBER", 0xFFFF0000), ch.named("SECOND_ROW", 0x8000), 0x7FFF
+LANES_OF_ROW = (1, 2)
+
+
+def list_accumulators(layout: MatrixLayout, tokens: int) -> int:
+    """Registers in fours that what lanes have of lists takes, behind an M-tile's sums."""
+    return groups_of(ROWS * tokens, 1) * 2 if layout.format.list_units else 0
+
+
+class List:
+    """The list of a chunk in a full stage, and the vectors beside the chunk (u32x4 units). sums: of the M-tile, f32
+    [accumulators, 4], of which those of lists begin at `first`: of each column rows g and g + 8."""
+
+    def __init__(self, layout: MatrixLayout, columns: Columns, units: ch.Expr, sums: Any, first: int) -> None:
+        self.layout, self.columns, self.units, self.sums, self.first = layout, columns, units, sums, first
+        self.machine, self.kind = columns.machine, layout.vector_kind(columns.limit)
+
+    @ch.inline
+    def multiply(self, chunk: ch.Expr, stage: Stage) -> None:
+        """Add this warp's products with chunk `chunk` of an M-tile."""
+        machine, layout = self.machine, self.layout
+        begin = layout.chunk_bytes(chunk) - layout.format.list_bytes
+        words = ch.reinterpret(ty.ptr(ty.u32), stage.address + begin)
+        have_read = ch.var(ty.u32, 0)
+        with ch.for_(
+            machine.warp, layout.format.list_units, machine.plan.consumer_warps, unroll=2, name="unit"
+        ) as unit:
+            word = ch.const(ty.u32, words[unit * (LIST_UNIT_BYTES // 4) + machine.lane], name="word")
+            have_read ^= word
+            self._add(word)
+        stage.has_read(have_read)
+
+    def _add(self, word: ch.Expr) -> None:
+        """The products of a number with the vectors of all columns."""
+        number = ch.const(ty.f32, prim.bits_float(word & NUMBER), name="number")
+        is_second = ch.const(ty.boolean, (word & SECOND_ROW) != 0, name="is_second")
+        of_rows = [ch.select(is_second, 0.0, number), ch.select(is_second, number, 0.0)]
+        of_rows = [ch.const(ty.f32, one, name="of_row") for one in of_rows]
+        element = ch.const(ty.u32, word & COLUMN, name="element")
+        for column in range(self.columns.limit):
+            value = ch.const(ty.f32, self._value(element, column), name="value")
+            for row, of_row in enumerate(of_rows):
+                place, index = self._place(column, row)
+                self.sums[place][index] = prim.fma_f32(of_row, value, self.sums[place][index])
+
+    def _place(self, column: int, row: int) -> tuple[int, int]:
+        number = ROWS * column + row
+        return self.first + number // 4, number % 4
+
+    def _value(self, element: ch.Expr, column: int) -> ch.Expr:
+        """Element `element` of the chunk of a column's vector (f32)."""
+        tokens = self.columns.limit
+        if self.kind == DIGITS:
+            return element_of_digits(self.units, element, column, tokens)
+        halves = ch.reinterpret(ty.ptr(ty.u16), self.units)
+        others = element // VECTOR_COLUMNS * (VECTOR_COLUMNS * (tokens - 1)) if tokens > 1 else 0
+        bits = ty.u32(halves[element + others + column * VECTOR_COLUMNS])
+        value: ch.Expr = prim.bits_float(bits << 16)
+        if self.kind == BF16_VECTOR:
+            return value
+        first, second = powers_of(self.kind)
+        power = ty.u32(BIAS - first) + (element // 2 % 2) * (first - second)
+        return value * prim.bits_float(power << EXPONENT_AT)
+
+    @ch.inline
+    def finish(self) -> None:
+        """At the end of an M-tile: the sums of the lists to those of the tiles."""
+        lane = self.machine.lane
+        for column in range(self.columns.limit):
+            for row in range(ROWS):
+                place, index = self._place(column, row)
+                total: Any = self.sums[place][index]
+                for mask in LANES_OF_ROW:
+                    total = ch.const(ty.f32, total + prim.shuffle_xor_f32(total, mask), name="of_row")
+                own = ch.select(lane % 4 == column % COLUMNS // 2, total, 0.0)
+                group, number = column // COLUMNS, column % 2 + 2 * row
+                self.sums[group][number] = self.sums[group][number] + own

@@ -1,0 +1,106 @@
+"""Which matrices of a checkpoint have lists beside their K-tiles, and how long ones: as their numbers lie.
+
+A kernel has room for lists of one length in all layers of a matrix, so all are counted before there is a kernel: of
+outliers by their columns, of masked weights by their masks, of plain ones by their values.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from functools import partial
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cheetah.models.config import ModelConfig
+from cheetah.models.formats.lists import SIZE, counts_of, parts_of, units_for
+from cheetah.models.formats.two_of_four import GROUP
+from cheetah.models.registry import family_of
+from cheetah.plan.formats import BF16, LIST_UNIT_BYTES, LISTED_TILES, TWO_OF_FOUR, listed, tile_format
+from cheetah.runtime.checkpoint.masked import MaskedTensor
+from cheetah.runtime.checkpoint.outliers import OutlierMatrix
+from cheetah.runtime.checkpoint.quantized_checks import WEIGHT_SUFFIX
+from cheetah.runtime.checkpoint.safetensors_files import LoadingError, StoredTensor
+from cheetah.runtime.checkpoint.tensor_checks import CheckedTensors
+
+LOOKED_AT = 8
+"""Rows of each weight that say what the others are likely to be."""
+LIKELY_DENSITY = 0.7
+BLOCK_ROWS, MOST_THREADS = 256, 8
+Counts = NDArray[np.uint16]
+
+
+def with_outliers(config: ModelConfig, tensors: CheckedTensors, place: str) -> ModelConfig:
+    """The configuration with lists for the matrices that have outliers."""
+    formats = dict(config.weight_formats)
+    for matrix in formats:
+        stored = {name: tensors.quantized.get(name) for name in weights_of(config, matrix)}
+        found = {name: one for name, one in stored.items() if isinstance(one, OutlierMatrix)}
+        if not found:
+            continue
+        if len(found) < len(stored):
+            other = next(name for name in stored if name not in found)
+            raise LoadingError(f"{place}: {next(iter(found))} has outliers, {other} of the same matrix has none")
+        if config.routing is not None:
+            raise LoadingError(f"{place}: {next(iter(found))} has outliers, which experts cannot have")
+        tiles = tile_format(formats[matrix])
+        counted = partial(_counted_outliers, found, LISTED_TILES * tiles.columns)
+        formats[matrix] = listed(tiles, max(1, _units(config, matrix, counted))).name
+    return replace(config, weight_formats=tuple(formats.items()))
+
+
+def listed_name(config: ModelConfig, tensors: CheckedTensors, matrix: str, has_plain: bool) -> str | None:
+    """The format of 2:4 and lists for a bf16 matrix, if its weights take fewer bytes so. has_plain: plain weights are
+    counted too, if they look thin."""
+    stored = {name: tensors.plain.get(name) for name in weights_of(config, matrix)}
+    found = {name: one for name, one in stored.items() if one is not None}
+    if len(found) < len(stored) or config.routing is not None:
+        return None
+    if not all(isinstance(one, MaskedTensor) or has_plain and looks_thin(one) for one in found.values()):
+        return None
+    columns = LISTED_TILES * TWO_OF_FOUR.columns
+    units = _units(config, matrix, lambda name: _counted_rows(found[name], columns))
+    if not units:
+        return TWO_OF_FOUR.name
+    if LISTED_TILES * TWO_OF_FOUR.tile_bytes + units * LIST_UNIT_BYTES >= columns // BF16.columns * BF16.tile_bytes:
+        return None
+    return listed(TWO_OF_FOUR, units).name
+
+
+def weights_of(config: ModelConfig, matrix: str) -> tuple[str, ...]:
+    """The weights that a matrix is made of, of all layers and experts."""
+    modules = family_of(config).matrix_modules(config)[matrix]
+    return tuple(f"{name}{WEIGHT_SUFFIX}" for module in modules for name in config.names_of(module))
+
+
+def looks_thin(tensor: StoredTensor) -> bool:
+    """Whether so many weights of some rows are zero that 2:4 and lists may take fewer bytes."""
+    rows, count = tensor.rows(), tensor.shape[0]
+    there = [np.count_nonzero(rows[row : row + 1] & SIZE) for row in some_rows(count)]
+    return bool(sum(there) <= LIKELY_DENSITY * len(there) * tensor.shape[1])
+
+
+def some_rows(count: int) -> list[int]:
+    """Of so many rows some from all over the matrix."""
+    return sorted({row * (count - 1) // (LOOKED_AT - 1) for row in range(LOOKED_AT)})
+
+
+def _units(config: ModelConfig, matrix: str, counted: Callable[[str], Counts]) -> int:
+    """Units of the longest list of any layer. counted: of a weight [rows, chunks]."""
+    family = family_of(config)
+    with ThreadPoolExecutor(min(MOST_THREADS, os.cpu_count() or 1), "count") as pool:
+        layers = range(config.layers)
+        return max(pool.map(lambda layer: units_for(family.in_m_tile_order(config, matrix, layer, counted)), layers))
+
+
+def _counted_outliers(found: Mapping[str, OutlierMatrix], chunk_columns: int, name: str) -> Counts:
+    return found[name].listed_counts(chunk_columns)
+
+
+def _counted_rows(tensor: StoredTensor, chunk_columns: int) -> Counts:
+    rows, padding = tensor.rows(), ((0, 0), (0, -tensor.shape[1] % GROUP))
+    blocks = (rows[first : first + BLOCK_ROWS] for first in range(0, tensor.shape[0], BLOCK_ROWS))
+    return np.concatenate([counts_of(parts_of(np.pad(block, padding))[1], chunk_columns) for block in blocks])
