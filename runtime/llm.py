@@ -36,6 +36,7 @@ from cheetah.runtime.calls import (
     refuse_others,
 )
 from cheetah.runtime.device import say_to_stderr
+from cheetah.runtime.draft_models import drafting_model, opened_draft_model
 from cheetah.runtime.engine.banned_sequences import BannedSequences
 from cheetah.runtime.engine.drafting import Speculation
 from cheetah.runtime.engine.engine import Engine
@@ -134,7 +135,9 @@ class LLM:
         )
         if not options.quiet:
             _print_notes(checkpoint, notes, self.tokenizer)
-        self._assembly = assemble_with(checkpoint, _assembly_options(options, self.config, watch))
+        with watch("open the draft model"):
+            drafts = opened_draft_model(options, checkpoint)
+        self._assembly = assemble_with(checkpoint, _assembly_options(options, self.config, watch), drafts)
         self.manifest = self._assembly.manifest
         self.memory = self._assembly.memory
         self.max_context = self._assembly.launcher.cache.context
@@ -159,6 +162,7 @@ class LLM:
             made.hosts_logits_buffer,
             made.passes,
             _speculation(options),
+            None if made.drafts is None else drafting_model(made.drafts),
         )
 
     @overload

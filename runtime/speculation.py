@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from cheetah.errors import CheetahError
@@ -12,27 +13,57 @@ from cheetah.plan.regions import NGRAM_TOKENS
 from cheetah.printable import shown
 from cheetah.runtime.engine.drafting import Speculation
 
-METHODS = ("ngram", "ngram_gpu")
-"""The same here: drafts are looked up inside the kernel."""
-OTHER_METHODS = (
-    *("suffix", "draft_model", "eagle", "eagle3", "mtp", "medusa", "mlp_speculator", "dflash", "dspark"),
-    "custom_class",
-)
+NGRAM, DRAFT_MODEL = "ngram", "draft_model"
+METHODS = (NGRAM, "ngram_gpu", DRAFT_MODEL)
+"""The first two are the same here: drafts are looked up inside the kernel."""
+OTHER_METHODS = ("suffix", "eagle", "eagle3", "mtp", "medusa", "mlp_speculator", "dflash", "dspark", "custom_class")
 """vLLM's, which are not there."""
+OF_LOOKUP = ("ngram", "[ngram]")
+"""What `model` is where there is none."""
 DEFAULT_DRAFTS, DEFAULT_NGRAMS = 7, (2, 5)
 """Eight tokens share a step for a tenth more than one. vLLM looks up behind 5 and 5 tokens where neither is given."""
+DEFAULT_DRAFTS_OF_MODEL = 4
+"""Each costs a step of the other model."""
 WITHOUT_MEANING = ("disable_padded_drafter_batch", "enforce_eager", "prompt_lookup_device")
 """Keys that change nothing here."""
-KNOWN = ("method", "num_speculative_tokens", "prompt_lookup_min", "prompt_lookup_max", "model", *WITHOUT_MEANING)
+OF_MODEL, OF_NGRAMS = ("model", "revision", "quantization"), ("prompt_lookup_min", "prompt_lookup_max")
+KNOWN = ("method", "num_speculative_tokens", *OF_MODEL, *OF_NGRAMS, *WITHOUT_MEANING)
+ALONE = {
+    "rejection_sample_method": (
+        "standard",
+        "the tokens are those that are made without drafts, so nothing is rejected by chance",
+    ),
+    "draft_sample_method": ("probabilistic", "drafts are drawn with the request's own noise, so that more are right"),
+    "draft_tensor_parallel_size": (1, "a draft model runs on one GPU"),
+}
+"""Keys with the one value that there is here, and why."""
+
+
+@dataclass(frozen=True)
+class DraftModelAsked:
+    """Which checkpoint drafts: as `LLM`'s own options say which one answers."""
+
+    model: str
+    revision: str | None = None
+    quantization: str | None = None
+
+
+def draft_model_of(config: Mapping[str, Any] | str) -> DraftModelAsked | None:
+    """The other model that a `speculative_config` names; None where drafts are looked up."""
+    given = _given(config)
+    if _method(given) != DRAFT_MODEL:
+        return None
+    model = given.get("model")
+    if model is None or not str(model):
+        raise CheetahError("speculative_config: method draft_model needs `model`: the checkpoint that drafts")
+    return DraftModelAsked(str(model), _text(given, "revision"), _text(given, "quantization"))
 
 
 def speculation_of(config: Mapping[str, Any] | str) -> Speculation:
     """What a `speculative_config` asks for: a dict, or JSON text of one. CheetahError names what is wrong in it."""
-    given = _parsed(config) if isinstance(config, str) else config
-    if not isinstance(given, Mapping):
-        raise CheetahError(f"speculative_config={shown(config)}: expected a dict, e.g. {{'method': 'ngram'}}")
-    _check_keys(given)
-    _check_method(given)
+    given = _given(config)
+    if _method(given) == DRAFT_MODEL:
+        return Speculation(_number(given, "num_speculative_tokens", DEFAULT_DRAFTS_OF_MODEL, VERIFIED_TOKENS - 1))
     drafts = _number(given, "num_speculative_tokens", DEFAULT_DRAFTS, VERIFIED_TOKENS - 1)
     fewest, most = given.get("prompt_lookup_min"), given.get("prompt_lookup_max")
     if fewest is None and most is None:
@@ -44,6 +75,14 @@ def speculation_of(config: Mapping[str, Any] | str) -> Speculation:
     return Speculation(drafts, (shortest, longest))
 
 
+def _given(config: Mapping[str, Any] | str) -> Mapping[str, Any]:
+    given = _parsed(config) if isinstance(config, str) else config
+    if not isinstance(given, Mapping):
+        raise CheetahError(f"speculative_config={shown(config)}: expected a dict, e.g. {{'method': 'ngram'}}")
+    _check_keys(given)
+    return given
+
+
 def _parsed(text: str) -> Any:
     try:
         return json.loads(text)
@@ -53,26 +92,40 @@ def _parsed(text: str) -> Any:
 
 def _check_keys(given: Mapping[str, Any]) -> None:
     for key, value in given.items():
-        if key == "rejection_sample_method" and value in (None, "standard"):
-            continue
-        if key == "rejection_sample_method":
-            raise CheetahError(
-                f"speculative_config: rejection_sample_method {shown(value)}: the tokens are those that are made "
-                "without drafts, so nothing is rejected by chance: leave it out"
-            )
-        if key not in KNOWN:
+        if key in ALONE:
+            allowed, reason = ALONE[key]
+            if value is not None and value != allowed:
+                raise CheetahError(f"speculative_config: {key} {shown(value)}: {reason}: leave it out")
+        elif key not in KNOWN:
             raise CheetahError(f"speculative_config: {shown(key)} is not supported: known are {', '.join(KNOWN)}")
 
 
-def _check_method(given: Mapping[str, Any]) -> None:
+def _method(given: Mapping[str, Any]) -> str:
+    """NGRAM or DRAFT_MODEL: where it is not said, a model says so."""
     method, model = given.get("method"), given.get("model")
-    if method in OTHER_METHODS or (method is None and model not in (None, "ngram", "[ngram]")):
-        asked = shown(method) if method is not None else f"that of model {shown(model)}"
-        raise CheetahError(f"speculative_config: method {asked} is not there: use one of {', '.join(METHODS)}")
+    if method in OTHER_METHODS:
+        raise CheetahError(f"speculative_config: method {shown(method)} is not there: use one of {', '.join(METHODS)}")
     if method not in (None, *METHODS):
         raise CheetahError(f"speculative_config: method {shown(method)} is not known: use one of {', '.join(METHODS)}")
-    if model not in (None, "ngram", "[ngram]"):
-        raise CheetahError(f"speculative_config: model {shown(model)} with method {shown(method)}, which has none")
+    if method == DRAFT_MODEL or (method is None and model not in (None, *OF_LOOKUP)):
+        _refuse(given, OF_NGRAMS, "of method draft_model, which looks nothing up")
+        return DRAFT_MODEL
+    others = OF_MODEL[1:] if model in OF_LOOKUP else OF_MODEL
+    _refuse(given, others, f"with method {shown(method or NGRAM)}, which has no model")
+    return NGRAM
+
+
+def _refuse(given: Mapping[str, Any], keys: Sequence[str], reason: str) -> None:
+    for key in keys:
+        if given.get(key) is not None:
+            raise CheetahError(f"speculative_config: {key} {shown(given[key])} {reason}: leave it out")
+
+
+def _text(given: Mapping[str, Any], key: str) -> str | None:
+    value = given.get(key)
+    if value is not None and not isinstance(value, str):
+        raise CheetahError(f"speculative_config: {key} is {shown(value)}: expected a text")
+    return value
 
 
 def _number(given: Mapping[str, Any], key: str, default: int | None, most: int) -> int:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, cast
 
 from cheetah.caches import cache_folder
@@ -72,7 +72,7 @@ others are waited for when they are launched first."""
 class Assembly:
     """What `assemble` made. `prompts` launches a kernel that takes more tokens a step, `solo` one that is faster for a
     sequence by itself, if there are such; `passes` those that read many tokens of a prompt at once,
-    with room for fewest first."""
+    with room for fewest first. drafts: that of another model over pages of the same numbers."""
 
     manifest: Manifest
     launcher: Launcher
@@ -83,6 +83,7 @@ class Assembly:
     buffers: dict[str, Buffer]
     device: Device
     owns_device: bool
+    drafts: Assembly | None = None
 
     def logits_buffer(self) -> Buffer:
         """Room for the logits of about max_steps tokens, f32 [steps, tokens, vocab], with each of the launchers;
@@ -106,19 +107,47 @@ class Assembly:
 
     def close(self) -> None:
         """Frees the buffers, and closes the device if it was opened here. A second call does nothing."""
+        if self.drafts is not None:
+            self.drafts.close()
         free_all(self.buffers)
         if self.owns_device:
             self.device.close()
 
 
-def assemble_with(weights: Weights, options: AssemblyOptions) -> Assembly:
-    """Everything that is needed to launch. What was taken is given back on failure."""
+def assemble_with(weights: Weights, options: AssemblyOptions, drafts: Weights | None = None) -> Assembly:
+    """Everything that is needed to launch, and that a second model drafts. What was taken is given back on failure."""
     with options.watch("open the device"):
         device = _open_device(options, weights.config)
     owns_device = device is not options.device
+    try:
+        of_drafts = None if drafts is None else drafts.config
+        kernels, drafting, memory = _chosen_kernels(weights.config, of_drafts, device, options)
+        second = None
+        if drafts is not None and drafting is not None:
+            second = _built(drafts, drafting, drafting.memory(), device, _options_of_drafts(options, kernels))
+        try:
+            made = _built(weights, kernels, memory, device, options)
+        except BaseException:
+            if second is not None:
+                second.close()
+            raise
+    except BaseException:
+        if owns_device:
+            device.close()
+        raise
+    return replace(made, drafts=second, owns_device=owns_device)
+
+
+assemble = takes(AssemblyOptions)(assemble_with)
+"""The same, with the fields of the options by their names."""
+
+
+def _built(
+    weights: Weights, kernels: Kernels, memory: MemoryEstimate, device: Device, options: AssemblyOptions
+) -> Assembly:
+    """What was chosen, and fits, on an open device. What was taken is given back on failure."""
     buffers: dict[str, Buffer] = {}
     try:
-        kernels, memory = _chosen_kernels(weights.config, device, options)
         with options.watch("write the kernels"):
             made = {spec.name: _Made.of(device, spec) for spec in kernels.specs}
         with options.watch("allocate"):
@@ -130,33 +159,53 @@ def assemble_with(weights: Weights, options: AssemblyOptions) -> Assembly:
             codes = {name: one.kernel(name == awaited) for name, one in made.items()}
     except BaseException:
         free_all(buffers)
-        if owns_device:
-            device.close()
         raise
     is_emulated = gpu_named(manifest.gpu["name"]).emulated
     timeout_s = GPU_TIMEOUT_S if options.timeout_s is None and not is_emulated else options.timeout_s
     launchers = _launchers(device, weights.config, made, codes, timeout_s)
-    return Assembly(manifest, *launchers, memory, buffers, device, owns_device)
+    return Assembly(manifest, *launchers, memory, buffers, device, owns_device=False)
 
 
-assemble = takes(AssemblyOptions)(assemble_with)
-"""The same, with the fields of the options by their names."""
-
-
-def _chosen_kernels(config: ModelConfig, device: Device, options: AssemblyOptions) -> tuple[Kernels, MemoryEstimate]:
-    """The kernels, described, and what they need, which fits into the device's memory: else that is refused."""
+def _chosen_kernels(
+    config: ModelConfig, of_drafts: ModelConfig | None, device: Device, options: AssemblyOptions
+) -> tuple[Kernels, Kernels | None, MemoryEstimate]:
+    """The kernels, described, those of a model that drafts, and what all of them need, which fits into the device's
+    memory: else that is refused."""
     info = device.describe()
     machine = choose_gpu(info, options.gpu)
     texts = KeptTexts(cache_folder() / "texts")
     free_bytes = min(info.free_bytes, int(options.memory_share * info.total_bytes))
-    asked = KernelsAsked(config, machine, free_bytes, options, texts)
+    drafts = None
     with options.watch("choose the kernels"):
-        kernels = asked.described_to_fit() if options.pool_follows_memory else asked.described()
+        kernels = KernelsAsked(config, machine, free_bytes, options, texts).described()
         memory = kernels.memory()
+        if of_drafts is not None:
+            left = free_bytes - memory.total_bytes + memory.bytes_of(LABELS["kv"])
+            asked = _options_of_drafts(options, kernels)
+            drafts = KernelsAsked(of_drafts, machine, left, asked, texts).described()
+            memory = memory.beside(drafts.memory())
+        pages = kernels.pages_that_fit(memory, free_bytes)
+        if options.pool_follows_memory and options.pool_pages is None and pages < kernels.pages:
+            options.say(f"the cache has {pages} pages, not {kernels.pages}: there is no room for more")
+            kernels, drafts = kernels.with_pages(pages), None if drafts is None else drafts.with_pages(pages)
+            memory = kernels.memory() if drafts is None else kernels.memory().beside(drafts.memory())
     for line in (*kernels.notes, _memory_line(memory, info)):
         options.say(line)
     memory.check(free_bytes, info.name)
-    return kernels, memory
+    return kernels, drafts, memory
+
+
+def _options_of_drafts(options: AssemblyOptions, kernels: Kernels) -> AssemblyOptions:
+    """What a model is assembled by that drafts for one of these kernels: as many sequences, in pages of the same
+    numbers. No bit of it is promised, so its kernels are those that are fastest."""
+    plan = kernels.specs[0].manifest.plan
+    return replace(
+        options,
+        overrides={name: plan[name] for name in ("max_context", "page_size", "batch")},
+        generate_kernel=None,
+        prompt_tokens=1,
+        pool_pages=kernels.pages,
+    )
 
 
 @dataclass(frozen=True)

@@ -94,6 +94,14 @@ class Kernels:
         """What all of them need."""
         return memory_needed(self.config, *(spec.manifest for spec in self.specs))
 
+    def pages_that_fit(self, memory: MemoryEstimate, free_bytes: int) -> int:
+        """How many pages of the cache there is room for, of all that is needed; all where that is more, or where one
+        sequence may need more."""
+        least = Plan.from_dict(self.specs[0].manifest.plan).pages_per_sequence
+        page_bytes = memory.bytes_of(LABELS["kv"]) // self.pages
+        pages = (free_bytes - memory.total_bytes) // page_bytes + self.pages
+        return pages if least <= pages < self.pages else self.pages
+
     def named(self, name: str) -> KernelSpec | None:
         """The kernel of that name, if there is one."""
         return next((spec for spec in self.specs if spec.name == name), None)
@@ -134,18 +142,6 @@ class KernelsAsked:
         if wanted is not None and wanted < least:
             raise PlanError(f"pool_pages is {wanted}: one sequence of max_context tokens needs {least}: give as many")
         return pool_pages(manifest) if wanted is None else wanted
-
-    def described_to_fit(self) -> Kernels:
-        """The same, and where there is no room for all pages of their cache with fewer, but as many as one sequence may
-        need."""
-        kernels = self.described()
-        memory, least = kernels.memory(), Plan.from_dict(kernels.specs[0].manifest.plan).pages_per_sequence
-        page_bytes = memory.bytes_of(LABELS["kv"]) // kernels.pages
-        pages = (self.free_bytes - memory.total_bytes) // page_bytes + kernels.pages
-        if self.options.pool_pages is not None or not least <= pages < kernels.pages:
-            return kernels
-        note = f"the cache has {pages} pages, not {kernels.pages}: there is no room for more"
-        return replace(kernels.with_pages(pages), notes=(note, *kernels.notes))
 
     def _of_steps(self, name: str, overrides: Mapping[str, Any]) -> KernelSpec:
         """A kernel of whole decode steps, whose text says by what options it is made."""

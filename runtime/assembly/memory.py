@@ -6,7 +6,7 @@ The sizes are those of a manifest's buffers. Knows nothing of devices.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from cheetah.errors import CheetahError
 from cheetah.manifest import Buffer
@@ -24,6 +24,7 @@ LABELS = {
     "logits": "logits",
 }
 WORKSPACE = "workspace"
+DRAFT_MODEL = "draft model"
 
 
 class MemoryShortage(CheetahError):
@@ -43,6 +44,17 @@ class MemoryEstimate:
     @property
     def total_bytes(self) -> int:
         return sum(size for _, size in self.parts)
+
+    def beside(self, drafts: MemoryEstimate) -> MemoryEstimate:
+        """With a model that drafts, whose pages are those of the same tokens."""
+        pool = LABELS["kv"]
+        cached = drafts.bytes_of(pool)
+        parts = [(label, size + cached if label == pool else size) for label, size in self.parts]
+        return replace(
+            self,
+            parts=(*parts, (DRAFT_MODEL, drafts.total_bytes - cached)),
+            kv_bytes_per_token=self.kv_bytes_per_token + drafts.kv_bytes_per_token,
+        )
 
     def bytes_of(self, label: str) -> int:
         """Bytes of one part, 0 if there is none of that label."""

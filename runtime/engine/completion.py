@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import takewhile
+from operator import eq
 
 from cheetah.errors import CheetahError
 from cheetah.models.logprobs import TokenLogprobs
@@ -37,6 +39,7 @@ class Completion:
         self.cached_tokens = 0
         self.has_ended = self.has_failed = False
         self.worth: Worth | None = None  # of drafts, once some could have been made
+        self._proposed: tuple[int, tuple[int, ...]] | None = None  # behind how many ids, and which
         self.preemptions = 0
         self._drafted, self._drafted_now = NOTHING_DRAFTED, NOTHING_DRAFTED  # before the present launch, and in it
         self._prefill_s = self._decode_s = 0.0
@@ -77,12 +80,46 @@ class Completion:
         choice of, then what is looked up, if that was worth it. None: nothing."""
         most = min(most, self.request.max_tokens - self.made - 1)
         tokens = next((found for one in self._watchers if (found := [*one.forced()])), [])[:most]
-        if self.worth is not None and self.worth.length > USUAL_RATIO:
+        if not tokens and self.proposed is not None:
+            tokens += self.proposed[:most]
+        elif self.worth is not None and self.worth.length > USUAL_RATIO:
             tokens += self.worth.proposed([*self.ids, *tokens], most - len(tokens))
         masks = [mask_of_all(found) for found in zip(*(one.ahead(tokens) for one in self._watchers), strict=False)]
         tokens = tokens[: len(masks)]
         is_bound = any(mask is not None for mask in (mask_of_all(one.mask for one in self._watchers), *masks))
         return Drafting(1, tokens, masks=masks if is_bound else ()) if tokens else None
+
+    @property
+    def proposed(self) -> tuple[int, ...] | None:
+        """What another model has drafted behind its ids; None if it was not asked behind these."""
+        known, tokens = self._proposed or (0, ())
+        return tokens if known == len(self.ids) else None
+
+    def propose(self, tokens: Sequence[int]) -> None:
+        """Another model has drafted these."""
+        self._proposed = len(self.ids), tuple(tokens)
+
+    def take_verified(self) -> int | None:
+        """How many ids before the last one that model has read rightly, once more is known than its drafts were made
+        behind."""
+        if self._proposed is None or self.proposed is not None:
+            return None
+        (known, tokens), self._proposed = self._proposed, None
+        return known + sum(1 for _ in takewhile(bool, map(eq, tokens, self.ids[known:-1])))
+
+    @property
+    def reads_again(self) -> bool:
+        """Whether it had to give its pages back, and ids before the last one are to be read."""
+        return self._to_read_again > 0
+
+    @property
+    def is_forced(self) -> bool:
+        """Whether its watchers leave no choice of what comes next."""
+        return any(one.forced() for one in self._watchers)
+
+    def most_drafts(self, width: int) -> int:
+        """Of a step of `width` columns of it."""
+        return min(self.most_tokens(width - 1), self.request.max_tokens - self.made, width) - 1
 
     @property
     def _to_read_again(self) -> int:
@@ -131,6 +168,10 @@ class Completion:
         self._launches += 1
         self._is_prefill, self._passed_s = not self.made, 0.0
         self._drafted, self._drafted_now = self._drafted + self._drafted_now, NOTHING_DRAFTED
+
+    def wait(self, seconds: float) -> None:
+        """A launch has made drafts for it, or read for that."""
+        self._decode_s += seconds
 
     def take(
         self,

@@ -64,6 +64,8 @@ FORGETS = 0.3
 """How much of what is known of a step's time a launch is."""
 LEAST_STEPS = 4
 """Shorter launches say nothing of a step's time."""
+RETRIED_BEHIND = 16
+"""Launches without drafts of another model behind which they are tried again."""
 USUAL_RATIO, LEAST_RATIO = 1.1, 1.02
 """Time of a step with drafts over that of one without: where it was not measured, and what it is at least."""
 
@@ -71,10 +73,18 @@ USUAL_RATIO, LEAST_RATIO = 1.1, 1.02
 @dataclass(frozen=True)
 class Speculation:
     """How an engine has tokens drafted: up to `drafts` of a sequence in a step, looked up behind the same `ngrams`
-    (fewest, most tokens) earlier in it."""
+    (fewest, most tokens) earlier in it; or, where those are (0, 0), by another model."""
 
     drafts: int
-    ngrams: tuple[int, int]
+    ngrams: tuple[int, int] = (0, 0)
+
+    @property
+    def by_model(self) -> bool:
+        return not self.ngrams[1]
+
+    def new_worth(self, ahead: Sequence[int]) -> Worth:
+        """Of a completion of which nothing is known. ahead: a text in which drafts are looked up too."""
+        return SeenWorth(self.drafts) if self.by_model else ReplayedWorth(self, ahead)
 
     def widths(self, wanted: Sequence[bool], columns: int) -> list[int]:
         """How many columns each of these sequences has in a step of so many: one, and of those that are left over those
@@ -87,9 +97,11 @@ class Speculation:
 class Pace:
     """How long steps take with drafts and without, by how many sequences share them; so how many tokens one must make
     for drafts to pay. With one sequence that is 1.1 (8B) to 1.4 (4 bits), since a kernel of one column takes its steps
-    without drafts, and several with experts, which are others for each column."""
+    without drafts, and several with experts, which are others for each column. least_steps: shorter launches say
+    nothing."""
 
-    def __init__(self) -> None:
+    def __init__(self, least_steps: int = LEAST_STEPS) -> None:
+        self._least_steps = least_steps
         self._step_s: dict[tuple[int, bool], float] = {}
         self._measured: set[int] = set()
 
@@ -97,7 +109,7 @@ class Pace:
         """A launch took so long."""
         if not has_drafts:
             self._measured.add(sequences)
-        if steps >= LEAST_STEPS:
+        if steps >= self._least_steps:
             known = self._step_s.get((sequences, has_drafts), seconds / steps)
             self._step_s[sequences, has_drafts] = known + (seconds / steps - known) * FORGETS
 
@@ -119,29 +131,60 @@ def first_steps(steps: int, worths: Iterable[Worth | None]) -> int:
 
 
 class Worth:
-    """How many tokens a step makes of one completion with drafts. What a launch without them has made is replayed: what
-    would have been looked up, and how many tokens a step would have made. So nothing need be drafted to know when it
-    pays again.
+    """How many tokens a step makes of one completion with drafts: `length`, a mean that forgets. It decides speed
+    alone, so it may be wrong."""
 
-    It decides speed alone, so it may be wrong: of several lengths of n-grams only the shortest is replayed. ahead: a
-    text in which they are looked up too."""
-
-    def __init__(self, speculation: Speculation, ahead: Sequence[int] = ()) -> None:
-        self._drafts, self._shortest, self._ahead = speculation.drafts, speculation.ngrams[0], ahead
-        self._ends: dict[tuple[int, ...], int] = {}  # of n-grams, the latest place behind one
-        self._noted = 0
-        self.length = 2.0  # a mean that forgets; before anything is known, drafts are tried
+    def __init__(self, length: float) -> None:
+        self.length = length  # before anything is known, so that drafts are tried
 
     def note(self, ids: Sequence[int], made: int, steps: int | None) -> None:
         """The last `made` of these ids were made, with drafts in so many steps, or without: None."""
-        ids = [*self._ahead, *ids]
-        replayed = self._replayed(ids, len(ids) - made)
-        if made:
-            count = replayed if steps is None else steps
-            self.length += (made / count - self.length) * (1.0 - exp(-count / MEMORY_STEPS))
+        raise NotImplementedError
 
     def proposed(self, ids: Sequence[int], most: int) -> list[int]:
         """What would be looked up behind these ids."""
+        return []
+
+    def _see(self, made: int, steps: int) -> None:
+        self.length += (made / steps - self.length) * (1.0 - exp(-steps / MEMORY_STEPS))
+
+
+class SeenWorth(Worth):
+    """By what came of drafts of another model. Where they did not pay they are tried again now and then."""
+
+    def __init__(self, drafts: int) -> None:
+        super().__init__(1.0 + drafts / 2)
+        self._first, self._launches = self.length, 0
+
+    def note(self, ids: Sequence[int], made: int, steps: int | None) -> None:
+        if steps is not None:
+            self._launches = 0
+            self._see(made, steps)
+        else:
+            self._launches += 1
+            if self._launches % RETRIED_BEHIND == 0:
+                self.length = max(self.length, self._first)
+
+
+class ReplayedWorth(Worth):
+    """What a launch without drafts has made is replayed: what would have been looked up, and how many tokens a step
+    would have made. So nothing need be drafted to know when it pays again.
+
+    Of several lengths of n-grams only the shortest is replayed. ahead: a text in which they are looked up too."""
+
+    def __init__(self, speculation: Speculation, ahead: Sequence[int] = ()) -> None:
+        super().__init__(2.0)
+        self._drafts, self._shortest, self._ahead = speculation.drafts, speculation.ngrams[0], ahead
+        self._ends: dict[tuple[int, ...], int] = {}  # of n-grams, the latest place behind one
+        self._noted = 0
+
+    def note(self, ids: Sequence[int], made: int, steps: int | None) -> None:
+        ids = [*self._ahead, *ids]
+        replayed = self._replayed(ids, len(ids) - made)
+        if made:
+            self._see(made, replayed if steps is None else steps)
+
+    def proposed(self, ids: Sequence[int], most: int) -> list[int]:
         ids = [*self._ahead, *ids]
         self._know(ids, len(ids))
         found = self._ends.get(tuple(ids[-self._shortest :]))

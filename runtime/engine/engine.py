@@ -27,6 +27,7 @@ from cheetah.models.logprobs import TokenLogprobs
 from cheetah.runtime import interrupts
 from cheetah.runtime.device.interface import LaunchCancelled
 from cheetah.runtime.engine.completion import Completion
+from cheetah.runtime.engine.draft_model import DraftModel
 from cheetah.runtime.engine.drafting import Speculation
 from cheetah.runtime.engine.embedding import pooled_states
 from cheetah.runtime.engine.kv_cache import pages_for
@@ -80,6 +81,7 @@ class Engine:
         logits: Callable[[int], Buffer] | None = None,
         passes: Sequence[PassLauncher] = (),
         speculation: Speculation | None = None,
+        draft_model: DraftModel | None = None,
     ):
         prompts = prompts or launcher
         self.launcher, self.prefixes, self._passes = launcher, prefixes, passes
@@ -101,6 +103,7 @@ class Engine:
             self._logits,
             StepTime(self.launch_steps),
             speculation,
+            draft_model,
         )
         self._is_closed = False
         self._running: RunningLaunch | None = None

@@ -68,6 +68,7 @@ class PagePool:
             raise ValueError(f"order must name each page 0..{pages - 1} once")
         self._counts = [0] * pages
         self._copies: list[PageCopy] = []
+        self._drafted: set[int] = set()
 
     @property
     def free_pages(self) -> int:
@@ -92,6 +93,7 @@ class PagePool:
         taken, self._free = self._free[:count], self._free[count:]
         for page in taken:
             self._counts[page] = 1
+        self._drafted.difference_update(taken)
         return taken
 
     def share(self, pages: Iterable[int]) -> None:
@@ -121,6 +123,14 @@ class PagePool:
             if not self._counts[page]:
                 freed.append(page)
         self._free = [*freed, *self._free]
+
+    def note_drafted(self, pages: Iterable[int]) -> None:
+        """A draft model has read all tokens of these pages too; it holds until a page is taken anew."""
+        self._drafted.update(pages)
+
+    def is_drafted(self, page: int) -> bool:
+        """Whether a draft model's keys of a page's tokens are there."""
+        return page in self._drafted
 
     def note_copy(self, source: int, target: int) -> None:
         """Notes that `target` must become a copy of `source` before the next launch."""
@@ -223,6 +233,10 @@ class CachedSequence:
         gone = min(token // self.page_size, len(self.pages))
         self._give_back(self.pages[:gone])
         self.pages[:gone] = [NO_PAGE] * gone
+
+    def take_copies(self) -> list[PageCopy]:
+        """The pool's copies that are due before a launch of this sequence; see there."""
+        return self.pool.take_copies()
 
     def truncate(self, tokens: int) -> None:
         """Drops the tokens from number `tokens` on, such as rejected drafts, and gives back pages that have none left,

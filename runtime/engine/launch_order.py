@@ -28,6 +28,8 @@ class Purpose(Enum):
     """Tokens of prompts come into the cache, by steps, the last of which may sample, or by a pass."""
     JUDGE = auto()
     """The ids of a prompt that a pass has read are judged by the logits before each."""
+    DRAFT = auto()
+    """Another model drafts what those who run make next, or reads what they have: see `draft_model`."""
     CHOOSE_FIRST = auto()
     """The first tokens behind prompts that a pass has read to their ends."""
 

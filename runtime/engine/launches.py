@@ -282,7 +282,7 @@ class KernelLaunches:
         for part in parts:
             self.make_room(part.cache, part.total)
         for part in parts:
-            copies = part.cache.pool.take_copies()
+            copies = part.cache.take_copies()
             copy_pages(self._buffers["kv"], self._pool_shape, self._plan.kv_element_bytes, copies)
 
     def _upload(self, name: str, words: npt.NDArray[np.int32]) -> None:

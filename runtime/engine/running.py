@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from cheetah.models.logprobs import TokenLogprobs, token_logprobs
-from cheetah.runtime.engine.launch_order import LaunchOrder
+from cheetah.runtime.engine.launch_order import LaunchOrder, Purpose
 from cheetah.runtime.engine.launches import LaunchResult
 from cheetah.runtime.engine.requests import Event, Made
 
@@ -77,6 +77,8 @@ class RunningLaunch:
         """What it has made since this was asked last, of who does not wait for logprobs."""
         seconds, events = self.launch.seconds, list[Event]()
         found = self.order.launcher.fresh(self.launch)
+        if self.order.purpose is Purpose.DRAFT:
+            return []
         for number, (part, takers, token_ids) in enumerate(
             zip(self.order.parts, self.order.takers, found, strict=True)
         ):
@@ -92,6 +94,10 @@ class RunningLaunch:
     def rest(self, results: Sequence[LaunchResult]) -> tuple[list[Event], list[Untold]]:
         """What was made and not given yet, at its end; all of it where logprobs are wanted, which it is told with."""
         order, events, untold = self.order, list[Event](), list[Untold]()
+        if order.purpose is Purpose.DRAFT:
+            for one in chain(*order.takers):
+                one.wait(self.launch.seconds)
+            return [], []
         for number, (part, takers, result) in enumerate(zip(order.parts, order.takers, results, strict=True)):
             others = result.token_ids[self.launch.given_of(number) :]
             for one in takers:

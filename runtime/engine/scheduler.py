@@ -10,7 +10,8 @@ from collections.abc import Sequence
 
 from cheetah.plan.kv.tables import FILTERED
 from cheetah.runtime.engine.completion import Completion
-from cheetah.runtime.engine.drafting import NOTHING_DRAFTED, Drafting, Pace, Speculation, Worth, first_steps
+from cheetah.runtime.engine.draft_model import DraftModel
+from cheetah.runtime.engine.drafting import LEAST_STEPS, NOTHING_DRAFTED, Drafting, Pace, Speculation, first_steps
 from cheetah.runtime.engine.launch_order import LaunchOrder, LogitsBuffers, Purpose, steps_with
 from cheetah.runtime.engine.launcher import Launcher
 from cheetah.runtime.engine.launches import LaunchResult, Part
@@ -42,10 +43,13 @@ class Scheduler:
         logits: LogitsBuffers,
         decode_time: StepTime,
         speculation: Speculation | None = None,
+        draft_model: DraftModel | None = None,
     ):
         self.queues, self.prefill = queues, prefill
         self._launcher, self._solo, self._logits = launcher, solo, logits
-        self._speculation, self._pace = speculation, Pace()
+        self._speculation, self._model = speculation, draft_model
+        self._pace = Pace(LEAST_STEPS if draft_model is None else 1)
+        self._for_drafts = Decoded()  # what the other model took since something was decoded
         self.decode_time = decode_time
         self.decoded = self.latest = Decoded()  # by all launches in which completions were decoded, by the last one
         # Those who decode shall have a launch: of one step, the first one of some; or before more is read.
@@ -89,6 +93,11 @@ class Scheduler:
             order.timer.note(steps, seconds)
         if order.purpose is Purpose.DECODE:
             self._settle_decoding(order, results)
+            return
+        if order.purpose is Purpose.DRAFT:
+            assert self._model is not None
+            self._model.settle(order, results)
+            self._for_drafts += Decoded(0, seconds, order.launcher.bytes_read(order.parts, steps))
             return
         if order.timer is not None:
             self.decode_time.guess(steps, seconds)
@@ -134,14 +143,20 @@ class Scheduler:
 
     def _decode(self, steps: int) -> LaunchOrder | None:
         """One launch of all who decode, from the ids of each that are not cached: the last, or more if it came back."""
+        if (order := self._drafts_due()) is not None:
+            self._others_are_due = True  # who wait for them
+            return order
         completions = [*self.queues.running]
         logits = self._logits.next(any(one.request.logprobs is not None for one in completions))
         if self._speculation is not None:
             steps = first_steps(steps, (one.worth for one in completions if one.may_speculate))
         steps = steps_with(logits, steps, self._launcher, self._solo)
+        shares = self._shares(completions, steps)
+        if any(drafting is not None and drafting.rounds == 1 for _, drafting in shares):
+            steps = 1
         wanted = [
             (one, width, drafting, min(one.most_tokens(width - 1), steps * width))
-            for one, (width, drafting) in zip(completions, self._shares(completions, steps), strict=True)
+            for one, (width, drafting) in zip(completions, shares, strict=True)
         ]
         for one, *_, total in sorted(wanted, key=lambda want: want[0].id):
             self.queues.make_room(one, total)
@@ -157,8 +172,26 @@ class Scheduler:
             parts,
             [(one,) for one, *_ in together],
             logits,
-            timer=self.decode_time,
+            timer=None if self._model is not None and steps == 1 else self.decode_time,
         )
+
+    def _drafts_due(self) -> LaunchOrder | None:
+        """What another model is to do before those who decode have a launch with its drafts."""
+        if self._model is None:
+            return None
+        completions = sorted(self.queues.running, key=lambda one: one.id)
+        widths = self._widths(completions)
+        wanted = [
+            (one, most)
+            for one, width in zip(completions, widths, strict=True)
+            if width > 1 and not (one.reads_again or one.is_forced) and (most := one.most_drafts(width)) > 0
+            if self._pays(one, len(completions))
+        ]
+        for one, most in wanted:
+            if one.cache is not None:
+                self.queues.make_room(one, most + 1)
+        asked = [(one, most) for one, most in wanted if one.cache is not None]
+        return self._model.next_launch([one for one, _ in asked], min(most for _, most in asked)) if asked else None
 
     def _launcher_of(self, parts: Sequence[Part]) -> Launcher:
         """The one for a sequence by itself, if it is and nothing is drafted. With a fixed `kv_chunk` not if it is
@@ -168,18 +201,24 @@ class Scheduler:
         return self._solo if is_alone and not is_bound else self._launcher
 
     def _shares(self, completions: Sequence[Completion], steps: int) -> list[tuple[int, Drafting | None]]:
-        """Columns of each in a step, and what is drafted in those behind the first. Those whose drafts do not pay leave
-        theirs to the others."""
+        """Columns of each in a step, and what is drafted in those behind the first."""
+        widths = self._widths(completions)
+        return [self._share(one, width, steps) for one, width in zip(completions, widths, strict=True)]
+
+    def _widths(self, completions: Sequence[Completion]) -> list[int]:
+        """Columns of each in a step. Those whose drafts do not pay leave theirs to the others; while some read again
+        what they had, several tokens a step, another model drafts for nobody."""
         speculation, count = self._speculation, len(completions)
         if speculation is None or self._pace.lacks_plain(count):
-            return [(1, None)] * count
-        least = self._pace.break_even(count)
-        wanted = [
-            one.may_speculate and (one.is_watched or one.worth is None or one.worth.length > least)
-            for one in completions
-        ]
-        widths = speculation.widths(wanted, self._launcher.tokens)
-        return [self._share(one, width, steps) for one, width in zip(completions, widths, strict=True)]
+            return [1] * count
+        if speculation.by_model and any(one.reads_again for one in completions):
+            return speculation.widths([one.reads_again for one in completions], self._launcher.tokens)
+        wanted = [one.may_speculate and (one.is_watched or self._pays(one, count)) for one in completions]
+        return speculation.widths(wanted, self._launcher.tokens)
+
+    def _pays(self, one: Completion, count: int) -> bool:
+        """Whether its drafts, beside those of so many sequences, are worth what they cost, or not known yet."""
+        return one.worth is None or one.worth.length > self._pace.break_even(count)
 
     def _share(self, one: Completion, width: int, steps: int) -> tuple[int, Drafting | None]:
         assert self._speculation is not None
@@ -188,28 +227,35 @@ class Scheduler:
         if one.is_watched:
             heard = one.heard_drafts(width - 1)
             return (1, None) if heard is None else (1 + len(heard.drafts), heard)
+        if self._speculation.by_model and not one.reads_again:
+            drafts = (one.proposed or ())[: one.most_drafts(width)]
+            return (1 + len(drafts), Drafting(1, drafts)) if drafts else (1, None)
         return width, Drafting(steps, ngrams=self._speculation.ngrams, ahead=one.request.prediction)
 
     def _note_worth(self, order: LaunchOrder, results: Sequence[LaunchResult]) -> None:
         """What drafts were worth, or would have been, and what they cost."""
         assert self._speculation is not None
         has_drafts = any(part.drafting is not None for part in order.parts)
-        self._pace.note(len(order.parts), has_drafts, results[0].steps, results[0].seconds)
+        seconds = results[0].seconds + self._for_drafts.seconds
+        self._pace.note(len(order.parts), has_drafts, results[0].steps, seconds)
         for part, (one, *_), result in zip(order.parts, order.takers, results, strict=True):
             if one.request.speculates:
-                one.worth = one.worth or Worth(self._speculation, one.request.prediction)
+                one.worth = one.worth or self._speculation.new_worth(one.request.prediction)
                 # What watchers force is drafted anyway: of theirs it matters what looking up alone would be worth.
-                steps = None if part.drafting is None or one.is_watched else result.steps
+                is_forced = one.is_watched and self._model is None
+                steps = None if part.drafting is None or is_forced else result.steps
                 one.worth.note(one.ids, len(result.token_ids), steps)
 
     def _settle_decoding(self, order: LaunchOrder, results: Sequence[LaunchResult]) -> None:
         steps, seconds = results[0].steps, results[0].seconds
         drafted = sum((result.drafted for result in results), NOTHING_DRAFTED)
         completions = [one for takers in order.takers for one in takers]
-        self.latest = Decoded(steps, seconds, order.launcher.bytes_read(order.parts, steps), drafted)
+        own = Decoded(steps, seconds, order.launcher.bytes_read(order.parts, steps), drafted)
+        self.latest = own + self._for_drafts
         self.decoded += self.latest
         if self._speculation is not None:
             self._note_worth(order, results)
+        self._for_drafts = Decoded()
         for one in completions:
             one.go_on_from_last()
         self.prefill.note_decoding(steps, seconds)

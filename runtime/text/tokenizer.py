@@ -8,7 +8,7 @@ models, devices or chat templates. Everything else in the runtime works on ids a
 from __future__ import annotations
 
 import codecs
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -94,6 +94,10 @@ class Tokenizer:
         _refuse_surrogates(text, "the text")
         parts = self._bounded([*marks.parts(text)], most, last)
         return [token for part, is_plain in parts for token in self._encoder.encode(part, False, is_plain)]
+
+    def tokens(self) -> Iterator[str | None]:
+        """Every token by its id, as the vocabulary writes it; None for an id without one."""
+        return map(self._encoder.token_of, range(self.size))
 
     def id_of(self, token: str) -> int | None:
         """The id of a token as the vocabulary writes it; None if there is none."""

@@ -12,9 +12,9 @@ import pytest
 from cheetah.errors import CheetahError
 from cheetah.runtime import LLM, SamplingParams
 from cheetah.runtime import llm as llm_module
-from cheetah.runtime.engine.drafting import LEAST_RATIO, Drafted, Pace, Speculation, Worth, first_steps
+from cheetah.runtime.engine.drafting import LEAST_RATIO, Drafted, Pace, ReplayedWorth, Speculation, first_steps
 from cheetah.runtime.engine.step_launches import StepLaunches
-from cheetah.runtime.speculation import speculation_of
+from cheetah.runtime.speculation import draft_model_of, speculation_of
 
 
 @pytest.mark.parametrize(
@@ -26,17 +26,25 @@ from cheetah.runtime.speculation import speculation_of
         ({"prompt_lookup_min": 3}, Speculation(7, (3, 3))),
         ({"prompt_lookup_min": 1, "prompt_lookup_max": 3, "enforce_eager": True}, Speculation(7, (1, 3))),
         ({"method": "ngram", "rejection_sample_method": "standard"}, Speculation(7, (2, 5))),
+        ({"model": "meta-llama/Llama-3.2-1B"}, Speculation(4)),
+        ({"method": "draft_model", "model": "some/model", "num_speculative_tokens": 5}, Speculation(5)),
     ],
 )
 def test_what_a_config_says(config: Any, wanted: Speculation) -> None:
     assert speculation_of(config) == wanted
+    assert (draft_model_of(config) is not None) == wanted.by_model
 
 
 @pytest.mark.parametrize(
     ("config", "named"),
     [
         ({"method": "eagle3", "model": "some/head"}, "eagle3"),
-        ({"model": "meta-llama/Llama-3.2-1B"}, "Llama-3.2-1B"),
+        ({"method": "draft_model"}, "needs `model`"),
+        ({"model": "some/model", "prompt_lookup_max": 3}, "prompt_lookup_max"),
+        ({"model": "some/model", "draft_sample_method": "greedy"}, "greedy"),
+        ({"model": "some/model", "draft_tensor_parallel_size": 2}, "one GPU"),
+        ({"model": "some/model", "revision": 3}, "expected a text"),
+        ({"method": "ngram", "quantization": "gptq"}, "quantization"),
         ({"method": "n-gram"}, "n-gram"),
         ({"method": "ngram", "model": "some/model"}, "some/model"),
         ({"method": "ngram", "draft_tensor_parallel": 1}, "draft_tensor_parallel"),
@@ -52,6 +60,7 @@ def test_what_a_config_says(config: Any, wanted: Speculation) -> None:
 )
 def test_what_is_refused_by_name(config: Any, named: str) -> None:
     with pytest.raises(CheetahError, match="speculative_config") as refused:
+        draft_model_of(config)
         speculation_of(config)
     assert named in str(refused.value)
 
@@ -78,7 +87,7 @@ def test_what_came_of_drafts_adds_up() -> None:
 
 
 def test_a_mean_length_forgets_and_what_was_made_without_drafts_is_replayed() -> None:
-    worth = Worth(Speculation(3, (2, 5)))
+    worth = ReplayedWorth(Speculation(3, (2, 5)))
     ids = list(range(40))
     assert worth.length == 2.0
     for _ in range(30):  # what never comes true

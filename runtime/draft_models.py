@@ -1,0 +1,75 @@
+"""A checkpoint that drafts for another one: opened, and refused by name where it cannot."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import zip_longest
+from typing import TYPE_CHECKING
+
+from cheetah.errors import CheetahError
+from cheetah.plan.defaults import default_context
+from cheetah.printable import shown
+from cheetah.runtime.engine.draft_model import DraftModel
+from cheetah.runtime.options import LoadOptions
+from cheetah.runtime.speculation import draft_model_of
+from cheetah.runtime.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from cheetah.runtime.assembly.assemble import Assembly
+    from cheetah.runtime.checkpoint.loading import Checkpoint
+
+TOKENIZER = "tokenizer.json"
+
+
+def opened_draft_model(options: LoadOptions, target: Checkpoint) -> Checkpoint | None:
+    """The checkpoint that drafts for `target`, if one shall. CheetahError where it cannot: another tokenizer, a shorter
+    context."""
+    from cheetah.runtime.checkpoint.loading import open_checkpoint
+
+    asked = None if options.speculative_config is None else draft_model_of(options.speculative_config)
+    if asked is None:
+        return None
+    if options.tensor_parallel_size > 1:
+        raise CheetahError("speculative_config: a draft model runs on one GPU: leave tensor_parallel_size out")
+    found = open_checkpoint(asked.model, asked.revision, options.local_files_only)
+    found.check_quantization(asked.quantization)
+    context = options.max_context or default_context(target.config.max_position_embeddings)
+    if target.config.window(context) is not None:
+        raise CheetahError(
+            f"speculative_config: model {asked.model}: {target.name}'s window leaves keys behind that a draft model "
+            f"reads: give a max_context within the window"
+        )
+    if (most := found.config.max_position_embeddings) < context:
+        raise CheetahError(
+            f"speculative_config: model {asked.model} has room for {most} tokens, {target.name} for {context}: give "
+            f"max_context={most} or less"
+        )
+    if options.tokenizer:
+        _check_tokenizer(found, target)
+    return found
+
+
+def drafting_model(made: Assembly) -> DraftModel:
+    """Launches of what was assembled."""
+    return DraftModel(made.launcher, made.solo or made.launcher, made.passes)
+
+
+def _check_tokenizer(drafts: Checkpoint, target: Checkpoint) -> None:
+    """CheetahError names the first token that differs. Where one has no tokenizer, or both have the same file, there is
+    nothing to compare."""
+    files = [one.files.get(TOKENIZER) for one in (drafts, target)]
+    if files[0] is None or files[1] is None or files[0].read_bytes() == files[1].read_bytes():
+        return
+    tokens = map(_tokens_of, (drafts, target))
+    for number, (one, other) in enumerate(zip_longest(*tokens)):
+        if one != other:
+            raise CheetahError(
+                f"speculative_config: model {drafts.name} has another tokenizer than {target.name}: token {number} is "
+                f"{shown(one)} there and {shown(other)} here: give a model with the same tokenizer"
+            )
+
+
+def _tokens_of(checkpoint: Checkpoint) -> Iterator[str | None]:
+    """Every token as the vocabulary writes it."""
+    tokenizer = Tokenizer.from_files(checkpoint.files)
+    return iter(()) if tokenizer is None else tokenizer.tokens()

@@ -1,0 +1,136 @@
+"""Tokens that another model drafts: what it has read of each sequence, and the launches that it needs for that.
+
+Its keys and values lie in a pool of its own, those of a token in the page of the same number as the model's that is
+asked. So pages are given out, shared and taken back once for both, and only how far it has read is known here. Of pages
+that are shared it counts those alone whose tokens it has read all, and nobody writes to: so it needs no copies.
+What it reads and drafts decides speed alone: each draft is verified.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import takewhile
+from weakref import WeakKeyDictionary
+
+from cheetah.runtime.engine.completion import Completion
+from cheetah.runtime.engine.kv_cache import CachedSequence, PageCopy
+from cheetah.runtime.engine.launch_order import LaunchOrder, Purpose
+from cheetah.runtime.engine.launch_tables import Sampling
+from cheetah.runtime.engine.launcher import Launcher
+from cheetah.runtime.engine.launches import LaunchResult, Part
+from cheetah.runtime.engine.prompt_passes import PassLauncher
+
+
+class ReadSequence(CachedSequence):
+    """What a draft model has read of a sequence, in the sequence's pages: it takes none, and gives none back."""
+
+    def reserve(self, tokens: int) -> bool:
+        assert tokens <= len(self.pages) * self.page_size, "a draft model reads what has pages"
+        return False
+
+    def take_copies(self) -> list[PageCopy]:
+        """None: those that are due are of the other model's keys."""
+        return []
+
+    def drop_before(self, token: int) -> None:
+        """Nothing: whose pages they are says when they are given back."""
+
+
+class DraftModel:
+    """Launches of a model that drafts for another one, by kernels over its own pool: launcher, of several sequences;
+    solo, of one; passes, over many tokens, with room for fewest first.
+
+    A completion that shall have drafts has pages for them, and for one token more."""
+
+    def __init__(self, launcher: Launcher, solo: Launcher, passes: Sequence[PassLauncher]):
+        self._vocab = launcher.vocab_size
+        self._launcher, self._solo, self._passes = launcher, solo, passes
+        self._read: WeakKeyDictionary[CachedSequence, ReadSequence] = WeakKeyDictionary()
+
+    def next_launch(self, completions: Sequence[Completion], most: int) -> LaunchOrder | None:
+        """The launch that is due before each of these has up to `most` drafts; None if they all have."""
+        due = [one for one in completions if one.proposed is None]
+        if not due:
+            return None
+        behind = [one for one in due if self._unread(one) > 1]
+        return self._reading(behind) if behind else self._drafting(due, most)
+
+    def settle(self, order: LaunchOrder, results: Sequence[LaunchResult]) -> None:
+        """A launch that was decided here was made."""
+        for part, (one, *_), result in zip(order.parts, order.takers, results, strict=True):
+            if part.samples:
+                one.propose(result.token_ids)
+            else:
+                part.cache.pool.note_drafted(part.cache.pages[: part.cache.length // part.cache.page_size])
+
+    def _reading(self, behind: Sequence[Completion]) -> LaunchOrder:
+        """Brings ids that were made or read without it into its cache, but for the last one."""
+        apart = self._apart(behind)
+        left = [self._unread(one) for one in apart]
+        if self._passes and sum(left) > self._launcher.tokens:
+            fitting = (one for one in self._passes if one.has_columns_for(left))
+            passes = next(fitting, self._passes[-1])
+            counts = passes.fitting([self._sequence(one).length for one in apart], left, passes.tokens)
+            parts = [self._part_of_pass(one, count, passes) for one, count in zip(apart, counts, strict=False)]
+            return LaunchOrder(Purpose.DRAFT, passes, parts, [(one,) for one in apart[: len(parts)]])
+        per_step = min(self._launcher.tokens, left[0])
+        sequence, total = self._sequence(apart[0]), min(left[0], self._launcher.max_steps * per_step)
+        inputs = apart[0].ids[sequence.length :][: total + 1]  # one more than is read: nothing is sampled
+        part = Part(sequence, inputs, total, per_step=per_step)
+        return LaunchOrder(Purpose.DRAFT, self._launcher, [part], [(apart[0],)])
+
+    def _part_of_pass(self, one: Completion, count: int, passes: PassLauncher) -> Part:
+        sequence = self._sequence(one)
+        return Part(sequence, one.ids[sequence.length :][:count], count, per_step=passes.tile_tokens)
+
+    def _drafting(self, due: Sequence[Completion], most: int) -> LaunchOrder:
+        """One token a step of each: whose last draft was right, too, has a token more to read, which costs a step."""
+        unread = max(map(self._unread, due))
+        parts = [self._part(one, most + unread) for one in due]
+        launcher = self._solo if len(parts) == 1 else self._launcher
+        return LaunchOrder(Purpose.DRAFT, launcher, parts, [(one,) for one in due])
+
+    def _part(self, one: Completion, total: int) -> Part:
+        """Drafts with the request's own noise, at the same positions: so they are right more often."""
+        sequence = self._sequence(one)
+        part = one.part(one.ids[sequence.length :], total)
+        return replace(part, cache=sequence, sampling=self._known_of(part.sampling), mask=None, stepwise=False)
+
+    def _known_of(self, sampling: Sampling) -> Sampling:
+        """What is asked of the tokens that it has: its vocabulary may be filled up by fewer."""
+        bias = tuple(one for one in sampling.bias if one[0] < self._vocab)
+        allowed = sampling.allowed
+        if allowed is not None:
+            allowed = tuple(token for token in allowed if token < self._vocab)
+        return replace(sampling, bias=bias, allowed=allowed)
+
+    # What it has read -------------------------------------------------------------------------------------------------
+
+    def _unread(self, one: Completion) -> int:
+        """Ids before the last one that it has not read."""
+        return len(one.ids) - 1 - self._sequence(one).length
+
+    def _sequence(self, one: Completion) -> ReadSequence:
+        """What it has read of a completion. Drafts that turned out wrong count as unread."""
+        cache = one.cache
+        assert cache is not None
+        sequence = self._read.get(cache)
+        if sequence is None:
+            sequence = self._read[cache] = ReadSequence(cache.pool, cache.page_size, cache.context)
+        sequence.pages = cache.pages
+        if (right := one.take_verified()) is not None:
+            sequence.length = min(sequence.length, right)
+        if len(one.ids) - 1 - sequence.length > 1:
+            full = cache.pages[: (len(one.ids) - 1) // cache.page_size]
+            known = sum(1 for _ in takewhile(cache.pool.is_drafted, full)) * cache.page_size
+            sequence.length = max(sequence.length, known)
+        return sequence
+
+    def _apart(self, behind: Sequence[Completion]) -> list[Completion]:
+        """Those whose next page no other one of them reads: who shares it waits, and need not read it."""
+        apart = dict[int, Completion]()
+        for one in behind:
+            sequence = self._sequence(one)
+            apart.setdefault(sequence.pages[sequence.length // sequence.page_size], one)
+        return [*apart.values()]
