@@ -221,9 +221,9 @@ class Scheduler:
         return one.worth is None or one.worth.length > self._pace.break_even(count)
 
     def _share(self, one: Completion, width: int, steps: int) -> tuple[int, Drafting | None]:
-        assert self._speculation is not None
         if width == 1:
             return 1, None
+        assert self._speculation is not None
         if one.is_watched:
             heard = one.heard_drafts(width - 1)
             return (1, None) if heard is None else (1 + len(heard.drafts), heard)
