@@ -12,6 +12,7 @@ from dataclasses import fields
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import (
+    AfterValidator,
     BaseModel,
     ConfigDict,
     Field,
@@ -29,8 +30,16 @@ from cheetah.serve.errors import ApiError, refused
 Entry = TypeVar("Entry")
 Several = Annotated[list[Entry], Field(fail_fast=True)]
 """A list, of which only the first wrong entry is told: there may be a hundred thousand."""
-MOST_WORDS = 1000
-Words = Annotated[list[str], Field(fail_fast=True, max_length=MOST_WORDS)]
+MOST_WORDS, MOST_CHARACTERS = 1000, 50_000
+
+
+def _of_few_characters(words: list[str]) -> list[str]:
+    if sum(map(len, words)) > MOST_CHARACTERS:
+        raise PydanticCustomError("characters", f"expected at most {MOST_CHARACTERS} characters in all")
+    return words
+
+
+Words = Annotated[list[str], Field(fail_fast=True, max_length=MOST_WORDS), AfterValidator(_of_few_characters)]
 """Texts that are looked for behind each token."""
 Messages = Several[dict[str, Any]]
 
@@ -51,7 +60,7 @@ Prompts = Annotated[
     str | Several[int] | Several[str] | Several[Several[int]],
     _said_as("text, token ids, a list of texts, or a list of lists of token ids"),
 ]
-Stops = Annotated[str | Words, _said_as(f"a string, or a list of at most {MOST_WORDS} strings")]
+Stops = Annotated[str | Words, _said_as(f"a string, or a list of at most {MOST_WORDS} strings, of {MOST_CHARACTERS} characters in all")]
 
 
 class Body(BaseModel):

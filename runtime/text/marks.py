@@ -16,6 +16,9 @@ from typing import Any
 from cheetah.errors import CheetahError
 
 NUMBER_DIGITS = 6
+MOST = 200_000
+"""Marks of a conversation, more than a context has tokens: each takes some microseconds, and a message of 8 MB has room
+for a million."""
 SEARCHED = 1 << 16
 """Characters that are searched at a time: no other thread runs meanwhile, and a search may take 1 us a character."""
 
@@ -23,7 +26,7 @@ SEARCHED = 1 << 16
 class Marks:
     """The marks of one conversation: digits alone, which templates leave as they are, and which nobody can guess.
 
-    special: the texts of the tokenizer's special tokens.
+    special: the texts of the tokenizer's special tokens. CheetahError from `hide` where more than MOST would be needed.
     """
 
     def __init__(self, special: Collection[str]) -> None:
@@ -31,6 +34,7 @@ class Marks:
         self._numbers = {text: number for number, text in enumerate(self._special)}
         self._any_special = re.compile("|".join(map(re.escape, self._special)) or r"(?!)")
         self._longest = max(map(len, self._special), default=0)
+        self._left = MOST
         self._secret = f"{secrets.randbelow(10**20):020}"
         self._any_mark = re.compile(rf"{self._secret}(\d{{{NUMBER_DIGITS}}})")
 
@@ -88,5 +92,7 @@ class Marks:
         parts, begun = list[str](), 0
         for found in self._special_tokens(text):
             parts += text[begun : found.start()], f"{self._secret}{self._numbers[found[0]]:0{NUMBER_DIGITS}}"
-            begun = found.end()
+            begun, self._left = found.end(), self._left - 1
+            if self._left < 0:
+                raise CheetahError(f"a conversation has more than {MOST} texts that read like special tokens")
         return "".join([*parts, text[begun:]])

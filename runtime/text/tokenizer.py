@@ -122,6 +122,8 @@ class Tokenizer:
         """A decoder for one text that follows the ids `after`, for `TextStream`."""
         decoder = TokenDecoder(self, skip_special_tokens)
         for token in after:
+            if not decoder.is_at_start:  # a prompt has many more
+                break
             decoder.feed(token)
         return decoder
 
@@ -188,6 +190,11 @@ class TokenDecoder:
         self._tokenizer, self._skip_special_tokens = tokenizer, skip_special_tokens
         self._first = True
         self._stripped, self._to_strip = tokenizer.stripped_at_start
+
+    @property
+    def is_at_start(self) -> bool:
+        """Whether the bytes of the next token depend on those before it."""
+        return self._first or self._to_strip > 0
 
     def feed(self, token_id: int) -> bytes:
         """The bytes that this token adds to the text."""

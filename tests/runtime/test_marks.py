@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_tokenizers import byte_fallback, byte_level
 
+from cheetah.errors import CheetahError
 from cheetah.runtime.text.chat import ChatTemplates
 from cheetah.runtime.text.marks import Marks
 from cheetah.runtime.text.prompts import Prompts
@@ -94,3 +95,10 @@ def test_without_special_tokens_nothing_is_marked() -> None:
     marks = Marks(())
     assert marks.hide({"a": ["", 1, None]}) == {"a": ["", 1, None]} and [*marks.parts("abc")] == [("abc", False)]
     assert [*marks.parts("")] == []
+
+
+def test_a_message_of_nothing_but_special_tokens_is_refused() -> None:
+    """A million of them took 6 s of a processor, 30 MB of text for the template, and held up who streams."""
+    PROMPTS.render([{"role": "user", "content": SPECIAL[0] * 100}], mood="")
+    with pytest.raises(CheetahError, match="more than 200000 texts that read like special tokens"):
+        PROMPTS.render([{"role": "user", "content": SPECIAL[1] * 120_000}] * 2, mood="")

@@ -85,6 +85,20 @@ def test_a_continuation_keeps_its_leading_space() -> None:
     assert tokenizer.decode(rest, after=[1]) == "the", "a special token is no text before it"
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_of_what_stands_before_a_text_no_more_is_read_than_changes_it(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A server's event loop makes a decoder for each completion, whatever the length of its prompt."""
+    read: list[int] = []
+    token_bytes = Tokenizer.token_bytes
+    monkeypatch.setattr(
+        Tokenizer, "token_bytes", lambda self, id, *more: (read.append(id), token_bytes(self, id, *more))[1]
+    )
+    ours(kind).text_decoder(ours(kind).encode("the", False) * 9000)
+    assert len(read) < 9
+
+
 @pytest.mark.parametrize("text", ["he", "", "<|begin|>he", "<|begin|><|begin|>he"])
 def test_post_processor_gives_exactly_one_bos(text: str) -> None:
     tokenizer = Tokenizer(byte_level(), {"bos_token": "<|begin|>"})

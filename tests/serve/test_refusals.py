@@ -23,7 +23,7 @@ FUZZED = int(os.environ.get("CHEETAH_FUZZ", "250"))
 
 @pytest.fixture(scope="module")
 def running() -> Iterator[Served]:
-    with quick_llm() as llm, served(llm, body_bytes=20_000) as server:
+    with quick_llm() as llm, served(llm, body_bytes=60_000) as server:
         yield server
 
 
@@ -61,6 +61,8 @@ def chat(**more: Any) -> tuple[str, dict[str, Any]]:
         (completion(prompt=[1.5] * 3_000), 400, "prompt", "expected text, token ids"),
         (completion(stop=["x"] * 1001), 400, "stop", "at most 1000 strings"),
         (completion(bad_words=["x"] * 1001), 400, "bad_words", "at most 1000 items"),
+        (completion(bad_words=["x" * 100] * 501), 400, "bad_words", "at most 50000 characters in all"),
+        (completion(stop=["x" * 100] * 501), 400, "stop", "of 50000 characters in all"),
         (completion(n=2**31, echo=True), 400, "n", "2147483648 completions"),
         (completion(n=0), 400, "n", "expected an integer >= 1"),
         (completion(stop=""), 400, "stop", "at least one character"),
@@ -90,7 +92,7 @@ def chat(**more: Any) -> tuple[str, dict[str, Any]]:
         (("/v1/responses", {"input": "x", "previous_response_id": "r"}), 400, "previous_response_id", "stores nothing"),
         (("/tokenize", {}), 400, "prompt", "either a prompt or messages"),
         (("/detokenize", {"tokens": [-1]}), 400, "tokens", "outside the vocabulary"),
-        (("/v1/completions", {"prompt": "x" * 20_000}), 413, None, "more than 20000 bytes"),
+        (("/v1/completions", {"prompt": "x" * 60_000}), 413, None, "more than 60000 bytes"),
         (("/v1/embeddings", {"input": "x"}), 400, "input", "passes over prompts, of which there are none"),
         (("/v1/moderations", {"input": "x"}), 404, None, "Not Found"),
     ],
