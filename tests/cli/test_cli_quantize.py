@@ -1,6 +1,5 @@
 """`cheetah quantize`: what it writes is read back exactly, and nothing is left of what fails."""
 
-import errno
 import json
 import os
 from pathlib import Path
@@ -8,13 +7,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from cheetah.errors import CheetahError
 from cheetah.models.formats.nearest import nearest_rows
 from cheetah.models.formats.quantized import scheme_of_name
 from cheetah.models.registry import DEMO_FOLDER
 from cheetah.models.rounding import widen
 from cheetah.runtime.checkpoint.loading import open_checkpoint
-from cheetah.tools.copies import appearing_whole
 from tests.cli.commands import cheetah, refused
 from tests.tiers import tiered
 
@@ -97,11 +94,3 @@ def test_commands_take_the_copy(command: str, quantised: Path, tmp_path: Path, m
     options, told = COMMANDS[command]
     result = cheetah(command, quantised, *map(str, options))
     assert result.exit_code == 0 and told in result.output, result.output
-
-
-def test_a_full_disk_is_one_message_and_leaves_nothing(tmp_path: Path) -> None:
-    with pytest.raises(CheetahError, match="copy: cannot be written: No space left on device"):
-        with appearing_whole(tmp_path / "copy") as folder:
-            (folder / "half").write_text("x")
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-    assert not [*tmp_path.iterdir()]
