@@ -60,7 +60,10 @@ Prompts = Annotated[
     str | Several[int] | Several[str] | Several[Several[int]],
     _said_as("text, token ids, a list of texts, or a list of lists of token ids"),
 ]
-Stops = Annotated[str | Words, _said_as(f"a string, or a list of at most {MOST_WORDS} strings, of {MOST_CHARACTERS} characters in all")]
+Stops = Annotated[
+    str | Words,
+    _said_as(f"a string, or a list of at most {MOST_WORDS} strings, of {MOST_CHARACTERS} characters in all"),
+]
 
 
 class Body(BaseModel):
