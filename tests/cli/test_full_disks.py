@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import resource
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,8 +16,9 @@ from tests.cli.commands import refused
 
 
 @pytest.fixture
-def full_disk() -> Iterator[None]:
+def full_disk(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """No file has room for more than some kB: the system refuses a write as it does on a full disk."""
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)  # Python does not look whether all of it was written
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (4000, before[1]))
     try:

@@ -404,7 +404,7 @@ function showModel(metrics = new Map()) {
   const told = [
     model && `context ${count(model.max_model_len)}`,
     memory > 0 && size(memory),
-    share > 0 && `${(100 * share).toFixed(0)} % of the read ceiling`,
+    share > 0 && `${(100 * share).toFixed(0)}\u00a0% of the read ceiling`,
   ].filter(Boolean);
   const name = isAway ? "no server" : (model?.id ?? "…");
   byId("model").replaceChildren(

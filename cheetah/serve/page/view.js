@@ -231,6 +231,6 @@ function statsText(stats) {
     `${count(stats.tokens)} token${stats.tokens === 1 ? "" : "s"}`,
   ];
   if (stats.rate) told.push(`${stats.rate.toFixed(1)} tokens/s`);
-  if (stats.share) told.push(`${(100 * stats.share).toFixed(0)} % of the read ceiling`);
+  if (stats.share) told.push(`${(100 * stats.share).toFixed(0)}\u00a0% of the read ceiling`);
   return told.join(" · ");
 }
