@@ -320,6 +320,8 @@ class ModelConfig:
         layer = (2 + self.layer.is_gated) * h * f if self.routing is None else self.routing.experts * (3 * h * f + h)
         if self.routing is not None and self.routing.biases:
             layer += self.routing.experts * (2 * f + h + 1)
+        if self.routing is not None and self.routing.shared:
+            layer += 3 * h * self.routing.shared + h
         layer += 2 * h * (self.norms.before + self.norms.after)
         heads = 1 if self.tied_embeddings else 2
         mixers = sum(

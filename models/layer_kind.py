@@ -77,7 +77,8 @@ class DeltaNet:
     [key_dim, value_dim] a value head.
 
     key_heads: of queries and of keys; value_heads, a multiple: consecutive ones share a key head. taps: so many tokens,
-    the last its own, are what a token's query, key and value are made of, channel by channel.
+    the last its own, are what a token's query, key and value are made of, channel by channel. by_key_heads: files have
+    the rows of all matrices but the last in two, those of one key head with its value heads after another's.
     """
 
     key_heads: int
@@ -85,6 +86,7 @@ class DeltaNet:
     key_dim: int = 128
     value_dim: int = 128
     taps: int = 4
+    by_key_heads: bool = False
 
     @property
     def key_rows(self) -> int:
@@ -106,12 +108,15 @@ class DeltaNet:
 class Routing:
     """A feed-forward of `experts`, of which a token is given to the `chosen` with the highest logits, of equal ones to
     the lowest. What they make is added up, each times the token's weight: the softmax of the logits of all experts, or,
-    where it is `normalised`, of the chosen alone. biases: the router and all matrices of the experts have them."""
+    where it is `normalised`, of the chosen alone. biases: the router and all matrices of the experts have them. shared:
+    the width of one more expert, which every token has, times the logistic function of a product of its own; 0: none.
+    """
 
     experts: int
     chosen: int
     normalised: bool = True
     biases: bool = False
+    shared: int = 0
 
 
 @dataclass(frozen=True)

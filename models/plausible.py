@@ -41,6 +41,7 @@ RANGES = {
     "num_experts": Range(1, 1024, "a warp chooses among them, 32 a lane; published models have up to 512"),
     "num_local_experts": Range(1, 1024, "a warp chooses among them, 32 a lane; published models have up to 512"),
     "num_experts_per_tok": Range(1, 32, "published models have up to 10"),
+    "shared_expert_intermediate_size": Range(1, 2**20, "published models have 512"),
     "shared_intermediate_size": Range(1, 2**20, "published models have up to 16,384"),
     "no_rope_layer_interval": Range(1, 1024, "published models have 4"),
     "sliding_window_pattern": Range(1, 1024, "published models have 4 or 6"),

@@ -44,7 +44,7 @@ _FAMILIES = (
     *(llama.FAMILY, qwen3.FAMILY, qwen2.FAMILY, mistral.FAMILY, ministral3.FAMILY, smollm3.FAMILY, phi3.FAMILY),
     *(granite.FAMILY, granite.HYBRID_FAMILY, olmo.FAMILY, olmo.FAMILY_3, gemma.FAMILY_2, gemma.FAMILY_3),
     *(exaone4.FAMILY, cwm.FAMILY, seed_oss.FAMILY, arcee.FAMILY, *renamed.FAMILIES),
-    qwen3_5.FAMILY,
+    *qwen3_5.FAMILIES,
     *(qwen3_moe.FAMILY, mixtral.FAMILY, olmoe.FAMILY, gpt_oss.FAMILY),
 )
 FAMILIES: dict[str, ModelFamily] = {family.name: family for family in _FAMILIES}
@@ -54,6 +54,7 @@ SEEING: dict[str, tuple[str, str]] = {
     "mistral3": ("Mistral3ForConditionalGeneration", "mistral"),
     "gemma3": ("Gemma3ForConditionalGeneration", "gemma3_text"),
     "qwen3_5": ("Qwen3_5ForConditionalGeneration", "qwen3_5_text"),
+    "qwen3_5_moe": ("Qwen3_5MoeForConditionalGeneration", "qwen3_5_moe_text"),
 }
 """Models that see, of whose files the text part is read: model_type -> (architecture, the model_type of the text part
 where the file does not say)."""

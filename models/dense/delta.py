@@ -20,6 +20,8 @@ LENGTH_EPSILON = 1e-6
 MEANING_OF_DELTA = {
     "in_proj_qkv": "[2 * linear_num_key_heads * linear_key_head_dim + values, hidden_size]",
     "in_proj_z": "[linear_num_value_heads * linear_value_head_dim, hidden_size]",
+    "in_proj_qkvz": "[2 * linear_num_key_heads * linear_key_head_dim + 2 * values, hidden_size]",
+    "in_proj_ba": "[2 * linear_num_value_heads, hidden_size]",
     "in_proj_b": "[linear_num_value_heads, hidden_size]",
     "in_proj_a": "[linear_num_value_heads, hidden_size]",
     "conv1d": "[rows of in_proj_qkv, 1, linear_conv_kernel_dim]",
@@ -32,6 +34,8 @@ MEANING_OF_DELTA = {
 def delta_shapes(hidden: int, delta: DeltaNet) -> dict[str, tuple[int, ...]]:
     """The tensors of a layer, with `{layer}`, and their shapes."""
     rows = {"qkv": delta.channels, "z": delta.value_rows, "b": delta.value_heads, "a": delta.value_heads}
+    if delta.by_key_heads:
+        rows = {"qkvz": delta.channels + delta.value_rows, "ba": 2 * delta.value_heads}
     return {
         **{f"{_MODULE}in_proj_{name}.weight": (count, hidden) for name, count in rows.items()},
         f"{_MODULE}conv1d.weight": (delta.channels, 1, delta.taps),
@@ -68,12 +72,22 @@ class DeltaWeights:
         def of(name: str) -> F32:
             return weight(f"{_MODULE}{name}".format(layer=layer))
 
-        return cls(
-            kind,
-            *(of("in_proj_qkv.weight"), of("in_proj_z.weight"), of("in_proj_b.weight"), of("in_proj_a.weight")),
-            *(of("conv1d.weight")[:, 0], np.exp(of("A_log")), of("dt_bias"), of("norm.weight")),
-            of("out_proj.weight"),
-        )
+        if kind.by_key_heads:
+            qkv, z, b, a = parted(kind, of("in_proj_qkvz.weight"), of("in_proj_ba.weight"))
+        else:
+            qkv, z, b, a = (of(f"in_proj_{name}.weight") for name in ("qkv", "z", "b", "a"))
+        taps, rate = of("conv1d.weight")[:, 0], np.exp(of("A_log"))
+        return cls(kind, qkv, z, b, a, taps, rate, of("dt_bias"), of("norm.weight"), of("out_proj.weight"))
+
+
+def parted(kind: DeltaNet, qkvz: F32, ba: F32) -> tuple[F32, F32, F32, F32]:
+    """qkv, z, b and a of matrices that have the rows of one key head after another's."""
+    share = kind.value_heads // kind.key_heads
+    rows = [kind.key_dim, kind.key_dim, share * kind.value_dim]
+    by_head = (one.reshape(kind.key_heads, -1, one.shape[1]) for one in (qkvz, ba))
+    parts = [np.split(one, np.cumsum(ends), axis=1) for one, ends in zip(by_head, (rows, [share]), strict=True)]
+    q, k, v, z, b, a = (part.reshape(-1, part.shape[2]) for part in (*parts[0], *parts[1]))
+    return np.concatenate([q, k, v]), z, b, a
 
 
 @dataclass(frozen=True)

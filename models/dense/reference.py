@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -22,6 +22,7 @@ from cheetah.models.dense.weights import (
     EMBEDDING,
     FINAL_NORM,
     HEAD_NORMS,
+    SHARED_EXPERT,
     SINKS,
     bias_tensors,
     biases_of,
@@ -206,7 +207,8 @@ class AttentionWeights:
 class Layer:
     """One layer's weights in float32. before, behind: the norms before and behind attention, then feed-forward (None:
     none). Weights of norms are what is multiplied with. experts: gate, up and down of each; a single one without a
-    router. router_bias, expert_biases: of the router, of gate, up and down of each expert (0: none)."""
+    router. router_bias, expert_biases: of the router, of gate, up and down of each expert (0: none). shared: gate, up
+    and down of the expert that every token has, and the row [1, h] by which it is weighed (none: ())."""
 
     kind: LayerKind
     mixer: AttentionWeights | DeltaWeights
@@ -216,6 +218,7 @@ class Layer:
     router: F32 | None = None
     router_bias: F32 | float = 0.0
     expert_biases: tuple[tuple[F32 | float, ...], ...] = ()
+    shared: tuple[F32, ...] = ()
 
 
 class Reference:
@@ -404,7 +407,14 @@ class Reference:
         chosen, weights = choice(logits, layer.kind.routing)
         self.nearness[-1] = min(self.nearness[-1], nearness(logits, chosen))
         made = [self._expert(layer, *pair, normed) for pair in zip(chosen, weights, strict=True)]
-        return functools.reduce(residual, made)
+        return functools.reduce(residual, [*made, *self._shared_expert(layer, normed)])
+
+    def _shared_expert(self, layer: Layer, normed: F32) -> Iterator[F32]:
+        """What the expert that every token has makes, if there is one."""
+        if layer.shared:
+            gate, up, down, weight = layer.shared
+            made = gated(layer.kind.activation, matvec(gate, normed), matvec(up, normed))
+            yield matvec(down, self.rounding(made)) * logistic(matvec(weight, normed))
 
     def _expert(self, layer: Layer, number: int, weight: float, normed: F32) -> F32:
         """What an expert makes, times a weight: of what it multiplies with `down`, before that is rounded."""
@@ -504,7 +514,8 @@ def _layer(config: ModelConfig, layer: int, weight: Callable[[str], F32]) -> Lay
     before, behind = norms(norms_before(config), ("qkv", "gate_up")), norms(norms_behind(config), ("o", "down"))
     kind = config.layer_kinds[layer]
     mixer = attention() if kind.delta is None else DeltaWeights.of_layer(kind.delta, layer, weight)
-    return Layer(kind, mixer, before, behind, experts, router, router_bias, expert_biases)
+    shared = tuple(of_layer(SHARED_EXPERT)) if config.routing is not None and config.routing.shared else ()
+    return Layer(kind, mixer, before, behind, experts, router, router_bias, expert_biases, shared)
 
 
 def _biases_of_sources(

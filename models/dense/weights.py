@@ -69,6 +69,11 @@ BEHIND = {"o": POST_ATTENTION_NORM, "down": _LAYER + "post_feedforward_layernorm
 """The norms behind products of a layer, where there are any."""
 HEAD_NORMS = tuple(_LAYER + f"self_attn.{part}_norm.weight" for part in "qk")
 SINKS = _LAYER + "self_attn.sinks"
+SHARED_EXPERT = (
+    *(_LAYER + f"mlp.shared_expert.{part}_proj.weight" for part in ("gate", "up", "down")),
+    _LAYER + "mlp.shared_expert_gate.weight",
+)
+"""Of the expert that every token has, and the row by which it is weighed."""
 
 GROUP_ROWS = 8  # an M-tile is two groups of 8 consecutive rows of one tensor: the rows g and g + 8 of an mma fragment
 
@@ -119,6 +124,10 @@ def _layer_shapes(config: ModelConfig, kind: LayerKind) -> dict[str, tuple[int, 
         of_layer |= _matrix_shapes(config, heads) | _matrix_shapes(config, o) | _attention_shapes(config)
     for product in others:
         of_layer |= _matrix_shapes(config, product)
+    if config.routing is not None and config.routing.shared:
+        rows, columns = config.routing.shared, config.hidden_size
+        shapes = ((rows, columns), (rows, columns), (columns, rows), (1, columns))
+        of_layer |= dict(zip(SHARED_EXPERT, shapes, strict=True))
     for product in biased_products(config):
         of_layer |= {f"{module}.bias": (rows,) for module, rows in _modules_of(config, product).items()}
     return of_layer
@@ -265,6 +274,7 @@ _SHAPE_MEANING = {
     "w3": "[intermediate_size, hidden_size]",
     "input_linear": "[2 * shared_intermediate_size, hidden_size]",
     "output_linear": "[hidden_size, shared_intermediate_size]",
+    "shared_expert_gate": "[1, hidden_size]",
     "norm": "[hidden_size]",
     "self_attn": "[num_attention_heads]",
     "input_layernorm": "[hidden_size]",

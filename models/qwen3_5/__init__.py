@@ -1,5 +1,5 @@
-"""Qwen3.5, and 3.6 and 3.8, which are of the same architecture: Gated DeltaNet in three layers of four, attention with
-gated heads in the fourth. Of models that see, the text part; the layer that drafts (`mtp`) is not read.
+"""Qwen3-Next, and Qwen3.5, 3.6 and 3.8, which are of one architecture: Gated DeltaNet in three layers of four, and in
+the fourth attention with gated heads. Of models that see, the text part; the layer that drafts (`mtp`) is not read.
 
 There is no kernel for Gated DeltaNet yet: configurations and checkpoints are read, and what they mean is computed in
 float32; plans, and with them everything that runs, refuse such layers by name. So there are no presets.
@@ -7,12 +7,14 @@ float32; plans, and with them everything that runs, refuse such layers by name. 
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import replace
+from typing import Any, ClassVar
 
 from cheetah.models.config import ModelConfig
 from cheetah.models.config_json import FULL, ConfigFile, Dialect
 from cheetah.models.dense.family import DenseFamily
 from cheetah.models.layer_kind import AttentionKind, DeltaNet, LayerKind, Norms
+from cheetah.models.routing import NOT_FOR_INFERENCE, routing_of, written_routing
 from cheetah.printable import shown
 
 LINEAR = "linear_attention"
@@ -24,44 +26,108 @@ SIZES = {
 """Fields of `DeltaNet` -> fields of config.json."""
 
 
-class Qwen35Config(ModelConfig):
-    """A dense Qwen3.5 model, or the text part of one that sees."""
+_ABSENT = {
+    **{"vocab_size": 248320, "num_attention_heads": 16, "head_dim": 256, "rms_norm_eps": 1e-6},
+    **{"max_position_embeddings": 32768, "partial_rotary_factor": 0.25, INTERVAL: 4},
+    **{"linear_num_key_heads": 16, "linear_num_value_heads": 32, "linear_conv_kernel_dim": 4},
+    **{"linear_key_head_dim": 128, "linear_value_head_dim": 128},
+}
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    **{"attn_output_gate": (True,), "mamba_ssm_dtype": ("float32",), "mlp_only_layers": ([],)},
+    **{"output_gate_type": ("silu", "swish"), "decoder_sparse_step": (1,), "norm_topk_prob": (True,)},
+}
+_DRAFTER = frozenset({"mtp_num_hidden_layers", "mtp_use_dedicated_embeddings"})
+_READS = frozenset(
+    {"partial_rotary_factor", "mrope_section", "mrope_interleaved", "layer_types", INTERVAL, *SIZES.values()}
+)
+_READS_OF_EXPERTS = frozenset(
+    {"num_experts", "num_experts_per_tok", "moe_intermediate_size", "shared_expert_intermediate_size"}
+)
+_EXPERTS = {"num_experts_per_tok": 8, "moe_intermediate_size": 512, "shared_expert_intermediate_size": 512}
 
-    dialect = Dialect(
-        "qwen3_5_text",
-        "Qwen3_5ForCausalLM",
-        absent={
-            **{"vocab_size": 248320, "hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 32},
-            **{"num_attention_heads": 16, "num_key_value_heads": 4, "head_dim": 256, "rms_norm_eps": 1e-6},
-            **{"max_position_embeddings": 32768, "partial_rotary_factor": 0.25, INTERVAL: 4},
-            **{"linear_num_key_heads": 16, "linear_num_value_heads": 32, "linear_conv_kernel_dim": 4},
-            **{"linear_key_head_dim": 128, "linear_value_head_dim": 128},
-        },
-        neutral={
-            **{"attn_output_gate": (True,), "mamba_ssm_dtype": ("float32",), "mlp_only_layers": ([],)},
-            "output_gate_type": ("silu", "swish"),
-        },
-        ignored=frozenset({"mtp_num_hidden_layers", "mtp_use_dedicated_embeddings"}),
-        reads=frozenset(
-            {"partial_rotary_factor", "mrope_section", "mrope_interleaved", "layer_types", INTERVAL, *SIZES.values()}
-        ),
-    )
+
+class HybridConfig(ModelConfig):
+    """What all have in common."""
+
     layer = LayerKind(Norms(plus_one=True), AttentionKind(head_norms="each", gated=True))
+    by_key_heads: ClassVar[bool] = False
+    """How files have the matrices of Gated DeltaNet: see `DeltaNet`."""
 
     @classmethod
     def read(cls, file: ConfigFile) -> dict[str, Any]:
-        delta = DeltaNet(**{field: file.count(name) for field, name in SIZES.items()})
+        sizes = {field: file.count(name) for field, name in SIZES.items()}
+        delta = DeltaNet(**sizes, by_key_heads=cls.by_key_heads)
         if delta.value_heads % delta.key_heads:
             raise file.error(
                 f"linear_num_value_heads = {delta.value_heads} is not a multiple of linear_num_key_heads = "
                 f"{delta.key_heads}"
             )
-        return file.fields() | {"delta": delta, "delta_layers": _delta_layers(file)}
+        fields = file.fields() | {"delta": delta, "delta_layers": _delta_layers(file)}
+        if "num_experts" not in cls.dialect.reads:
+            return fields
+        routing = replace(
+            routing_of(file, ("num_experts",), normalised=True), shared=file.count("shared_expert_intermediate_size")
+        )
+        return fields | {"intermediate_size": file.count("moe_intermediate_size"), "routing": routing}
 
     def written(self) -> dict[str, Any]:
         types = [LINEAR if layer in self.delta_layers else FULL for layer in range(self.layers)]
         sizes = {name: getattr(self.delta, field) for field, name in SIZES.items()}
-        return super().written() | {"layer_types": types} | sizes
+        return super().written() | {"layer_types": types} | sizes | self._written_experts
+
+    @property
+    def _written_experts(self) -> dict[str, Any]:
+        if self.routing is None:
+            return {}
+        return written_routing(self.routing, "num_experts") | {
+            "moe_intermediate_size": self.intermediate_size,
+            "shared_expert_intermediate_size": self.routing.shared,
+        }
+
+
+class Qwen35Config(HybridConfig):
+    """A dense Qwen3.5 model, or the text part of one that sees."""
+
+    dialect = Dialect(
+        "qwen3_5_text",
+        "Qwen3_5ForCausalLM",
+        absent=_ABSENT
+        | {"hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 32, "num_key_value_heads": 4},
+        neutral=_NEUTRAL,
+        ignored=_DRAFTER,
+        reads=_READS,
+    )
+
+
+class Qwen35MoeConfig(HybridConfig):
+    """A Qwen3.5 model of experts, of which one is every token's, or the text part of one that sees."""
+
+    dialect = Dialect(
+        "qwen3_5_moe_text",
+        "Qwen3_5MoeForCausalLM",
+        absent=_ABSENT
+        | {"hidden_size": 2048, "intermediate_size": 512, "num_hidden_layers": 40, "num_key_value_heads": 2}
+        | {"num_experts": 256, **_EXPERTS},
+        neutral=_NEUTRAL,
+        ignored=_DRAFTER | NOT_FOR_INFERENCE,
+        reads=_READS | _READS_OF_EXPERTS,
+    )
+
+
+class Qwen3NextConfig(HybridConfig):
+    """A Qwen3-Next model, of experts; its matrices of Gated DeltaNet are fused by key heads."""
+
+    dialect = Dialect(
+        "qwen3_next",
+        "Qwen3NextForCausalLM",
+        absent=_ABSENT
+        | {"vocab_size": 151936, "hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 48}
+        | {"num_key_value_heads": 2, "num_experts": 512, **_EXPERTS, "num_experts_per_tok": 10},
+        neutral=_NEUTRAL,
+        ignored=_DRAFTER | NOT_FOR_INFERENCE,
+        reads=_READS | _READS_OF_EXPERTS,
+    )
+    by_key_heads = True
 
 
 def _delta_layers(file: ConfigFile) -> tuple[int, ...]:
@@ -76,4 +142,9 @@ def _delta_layers(file: ConfigFile) -> tuple[int, ...]:
     return tuple(layer for layer, one in enumerate(types) if one == LINEAR)
 
 
-FAMILY = DenseFamily(Qwen35Config, {}, unread=("mtp.",), kept_exact=(".A_log", ".dt_bias", ".linear_attn.norm.weight"))
+def _family(config_type: type[ModelConfig]) -> DenseFamily:
+    exact = (".A_log", ".dt_bias", ".linear_attn.norm.weight")
+    return DenseFamily(config_type, {}, unread=("mtp.",), kept_exact=exact)
+
+
+FAMILIES = tuple(map(_family, (Qwen35Config, Qwen35MoeConfig, Qwen3NextConfig)))

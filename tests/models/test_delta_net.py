@@ -14,7 +14,7 @@ from safetensors.numpy import save_file
 from cheetah.models.config_json import ConfigError
 from cheetah.models.dense.delta import DeltaState, DeltaWeights, delta_step
 from cheetah.models.dense.reference import Reference
-from cheetah.models.layer_kind import DeltaNet
+from cheetah.models.layer_kind import DeltaNet, Routing
 from cheetah.models.registry import read_config
 from cheetah.models.rounding import exact
 from cheetah.plan import PlanError
@@ -137,3 +137,14 @@ def test_layers_without_types_have_attention_in_each_fourth() -> None:
     without = {name: value for name, value in GOLDEN.items() if name != "layer_types"} | {"num_hidden_layers": 9}
     assert read_config(without).delta_layers == (0, 1, 2, 4, 5, 6, 8)
     assert read_config(without | {"full_attention_interval": 2}).delta_layers == (0, 2, 4, 6, 8)
+
+
+def test_experts_of_a_hybrid_have_one_that_every_token_has() -> None:
+    golden = GOLDENS["qwen3_5_moe_text"]["config"]
+    outer = {"architectures": ["Qwen3_5MoeForConditionalGeneration"], "model_type": "qwen3_5_moe"}
+    config = read_config(outer | {"text_config": golden})
+    assert config.routing == Routing(5, 2, shared=48) and config.intermediate_size == 32
+    with pytest.raises(ConfigError, match="norm_topk_prob = False is not supported"):
+        read_config(GOLDENS["qwen3_next"]["config"] | {"norm_topk_prob": False})
+    with pytest.raises(ConfigError, match="decoder_sparse_step = 2 is not supported"):
+        read_config(golden | {"decoder_sparse_step": 2})

@@ -41,6 +41,11 @@ MULTIPLIERS = {
     **{"residual_multiplier": 0.22, "logits_scaling": 8.0},
 }
 GEMMA = {"head_dim": 64, "query_pre_attn_scalar": 96, "sliding_window": 5, "tie_word_embeddings": True}
+HYBRID = {
+    **{"linear_num_key_heads": 2, "linear_num_value_heads": 6, "linear_key_head_dim": 32},
+    "linear_value_head_dim": 16,
+}
+SHARED = {"moe_intermediate_size": 32, "shared_expert_intermediate_size": 48}
 ARGUMENTS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama, biases": ("Llama", {"rope_parameters": THETA, "attention_bias": True}),
     "arcee": ("Arcee", {"rope_parameters": YARN, "head_dim": 64}),
@@ -90,14 +95,28 @@ ARGUMENTS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_5_text": (
         "Qwen3_5Text",
         {"rope_parameters": THETA | {"partial_rotary_factor": 0.25}, "head_dim": 64, "num_attention_heads": 4}
-        | {"linear_num_key_heads": 2, "linear_num_value_heads": 6, "linear_key_head_dim": 32}
-        | {"linear_value_head_dim": 16, "num_key_value_heads": 2},
+        | {**HYBRID, "num_key_value_heads": 2},
+    ),
+    "qwen3_5_moe_text": (
+        "Qwen3_5MoeText",
+        {"rope_parameters": THETA | {"partial_rotary_factor": 0.25}, "head_dim": 64, **HYBRID, **SHARED}
+        | {"layer_types": ["linear_attention", "full_attention"] * 2, "num_experts": 5, "num_experts_per_tok": 2},
+    ),
+    "qwen3_next": (
+        "Qwen3Next",
+        {"rope_parameters": THETA | {"partial_rotary_factor": 0.5}, "head_dim": 64, **HYBRID, **SHARED}
+        | {"num_experts": 7, "num_experts_per_tok": 3, "tie_word_embeddings": True},
     ),
     "seed_oss": ("SeedOss", {"rope_parameters": THETA, "head_dim": 64, "num_attention_heads": 10}),
     "internlm3": ("InternLM3", {"rope_parameters": DYNAMIC, "num_attention_heads": 16, "head_dim": 64}),
     "cwm": ("Cwm", {"rope_parameters": THETA, "sliding_window": 5, "head_dim": 64}),
 }
-CLASSES = {"Gemma3Text": "Gemma3ForCausalLM", "Qwen3_5Text": "Qwen3_5ForCausalLM", "InternLM3": "LlamaForCausalLM"}
+CLASSES = {
+    "Gemma3Text": "Gemma3ForCausalLM",
+    "Qwen3_5Text": "Qwen3_5ForCausalLM",
+    "Qwen3_5MoeText": "Qwen3_5MoeForCausalLM",
+    "InternLM3": "LlamaForCausalLM",
+}
 PUBLISHED = {"InternLM3": "InternLM3ForCausalLM"}
 """Architectures as published files name them, where transformers writes the name of the class that it takes."""
 
