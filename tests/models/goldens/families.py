@@ -16,7 +16,8 @@ from cheetah.models.rounding import round_to_bf16
 
 FOLDER = Path(__file__).parent
 CONFIGS = FOLDER / "families.json"
-"""By name the config.json that transformers wrote, and the shapes of the first layer's tensors and of no layer's."""
+"""By name the config.json that transformers wrote, and the shapes of the first layer's tensors and of no layer's; of
+experts also how far each token's logits are in bf16 (`divergence`), where all have the experts that float32 chose."""
 LOGITS = FOLDER / "families.safetensors"
 """By name the logits of all tokens, float32 [tokens, vocab]."""
 TOKENS = 14
@@ -25,6 +26,12 @@ TOKENS = 14
 def tokens_of(vocab: int) -> list[int]:
     """The prompt."""
     return [(7 * index * index + 3) % vocab for index in range(TOKENS)]
+
+
+def divergence(wanted: NDArray[np.float32], found: NDArray[np.float32]) -> NDArray[np.float32]:
+    """Kullback and Leibler's, of the distributions that logits [tokens, vocab] stand for: [tokens], in nats."""
+    first, second = (logits - np.log(np.exp(logits).sum(-1, keepdims=True)) for logits in (wanted, found))
+    return np.asarray((np.exp(first) * (first - second)).sum(-1), np.float32)
 
 
 def weights_of(shapes: Mapping[str, Any]) -> dict[str, NDArray[np.float32]]:

@@ -5,7 +5,8 @@
 needs torch and transformers 5; the tests that read the goldens need neither. Each model is made from the arguments of
 its configuration below, its weights are those of `weights_of`, by the names and shapes of the file that transformers
 writes of it, and what is kept is the config.json that transformers writes, the names and shapes of the tensors of the
-first layer and of those that are no layer's, and the logits.
+first layer and of those that are no layer's, and the logits. Of experts also how far transformers itself is from them
+in bf16, with the experts that float32 chose.
 """
 
 from __future__ import annotations
@@ -14,15 +15,17 @@ import json
 import tempfile
 import warnings
 from collections.abc import Mapping
+from itertools import count
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
 import transformers
 from safetensors.numpy import load_file, save_file
 
-from tests.models.goldens.families import CONFIGS, LOGITS, tokens_of, weights_of
+from tests.models.goldens.families import CONFIGS, LOGITS, divergence, tokens_of, weights_of
 
 SIZES: dict[str, Any] = {
     **{"hidden_size": 128, "intermediate_size": 96, "num_hidden_layers": 4, "num_attention_heads": 2},
@@ -134,14 +137,39 @@ def made(family: str, arguments: Mapping[str, Any]) -> tuple[dict[str, Any], np.
         shapes = {name: tensor.shape for name, tensor in sorted(load_file(file).items())}
         save_file(weights_of(shapes), file, {"format": "pt"})
         model = kind.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+        in_bf16 = kind.from_pretrained(folder, dtype=torch.bfloat16, attn_implementation="eager").eval()
     scaled = getattr(model.model.embed_tokens, "embed_scale", None)
     if scaled is not None:  # as models in bf16 have it
         model.model.embed_tokens.embed_scale = scaled.to(torch.bfloat16).float()
-    with torch.no_grad():
-        logits = model(torch.tensor([tokens_of(config.vocab_size)])).logits[0].numpy()
+    choices = Choices()
+    logits, apart = choices.of(model, config.vocab_size), {}
+    if choices.made:
+        apart = {"kl_of_bf16": divergence(logits, choices.of(in_bf16, config.vocab_size)).tolist()}
     architecture = {"architectures": [PUBLISHED.get(family, type(model).__name__)]}
     of_one_layer = {name: shape for name, shape in shapes.items() if "layers." not in name or "layers.0." in name}
-    return {"config": config.to_diff_dict() | architecture, "shapes": of_one_layer}, logits
+    return {"config": config.to_diff_dict() | architecture, "shapes": of_one_layer, **apart}, logits
+
+
+class Choices:
+    """The experts that the first model chose of each layer's tokens, which others are given, too."""
+
+    def __init__(self) -> None:
+        self.made: list[torch.Tensor] = []
+
+    def of(self, model: Any, vocab: int) -> np.ndarray[Any, Any]:
+        """The logits [tokens, vocab] of a model."""
+        chosen, highest, layers = list(self.made), torch.topk, count()
+
+        def topk(values: torch.Tensor, number: int, **named: Any) -> tuple[torch.Tensor, torch.Tensor]:
+            layer = next(layers)
+            if not chosen:
+                self.made.append(highest(values, number, **named)[1])
+            indices = (chosen or self.made)[layer]
+            return torch.gather(values, -1, indices), indices
+
+        with mock.patch.object(torch, "topk", topk), torch.no_grad():
+            logits: torch.Tensor = model(torch.tensor([tokens_of(vocab)])).logits[0]
+        return logits.float().numpy()
 
 
 def main() -> None:
