@@ -10,6 +10,7 @@ import gc
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -19,15 +20,15 @@ from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from cheetah.errors import CheetahError
-from cheetah.runtime import LLM
-from cheetah.serve.answers import as_json
+from cheetah.runtime import LLM, StreamPiece
+from cheetah.serve.answers import as_json, long_json
 from cheetah.serve.driver import EngineStopped
 from cheetah.serve.embeddings import EmbeddingBody
 from cheetah.serve.errors import ApiError, of_failure
 from cheetah.serve.gates import Hosts, Keys
 from cheetah.serve.metrics import CONTENT_TYPE
 from cheetah.serve.page import add_page
-from cheetah.serve.reading import AnyBody, unless_gone
+from cheetah.serve.reading import AnyBody, Reading, unless_gone
 from cheetah.serve.records import ChatBody, CompletionBody, DetokenizeBody, ResponseBody, TokenizeBody
 from cheetah.serve.replies import error_response, json_response, long_response
 from cheetah.serve.service import Answering, Options, Prepared, Service
@@ -126,9 +127,9 @@ def _add_other_routes(app: FastAPI, service: Service) -> None:
 class EventStream(StreamingResponse):
     """Server-sent events of a piece of work, which ends with its client."""
 
-    def __init__(self, work: Answering, named_events: bool):
+    def __init__(self, work: Answering, reading: Reading, named_events: bool):
         headers = {"cache-control": "no-cache", "x-accel-buffering": "no"}
-        super().__init__(_events(work, named_events), media_type="text/event-stream", headers=headers)
+        super().__init__(_events(work, reading, named_events), media_type="text/event-stream", headers=headers)
         self._work = work
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -150,17 +151,20 @@ async def _answered(
     """The answer to what a body of this kind asks for, as events or whole."""
     work = await service.begin(await service.reading.read(request, kind, read))
     if work.streams:
-        return EventStream(work, named_events)
+        return EventStream(work, service.reading, named_events)
     try:
         return await long_response(service.reading, await unless_gone(request.receive, work.whole()))
     finally:
         work.close()
 
 
-async def _events(work: Answering, named: bool) -> AsyncIterator[bytes]:
+async def _events(work: Answering, reading: Reading, named: bool) -> AsyncIterator[bytes]:
     try:
         async for number, piece in work.answers.pieces():
             work.answer.usage.take(piece)
+            if piece.prompt_logprobs is not None:  # of a long prompt these take a while
+                yield await reading.beside(partial(_long_events, work, number, piece, named))
+                continue
             for record in work.answer.chunks(number, piece):
                 yield _event(record, named)
         for record in work.answer.ending():
@@ -171,9 +175,13 @@ async def _events(work: Answering, named: bool) -> AsyncIterator[bytes]:
         yield b"data: [DONE]\n\n"
 
 
-def _event(record: dict[str, Any], named: bool) -> bytes:
+def _long_events(work: Answering, number: int, piece: StreamPiece, named: bool) -> bytes:
+    return b"".join(_event(record, named, long_json) for record in work.answer.chunks(number, piece))
+
+
+def _event(record: dict[str, Any], named: bool, write: Callable[[Any], bytes] = as_json) -> bytes:
     name = f"event: {record['type']}\n".encode() if named else b""
-    return name + b"data: " + as_json(record) + b"\n\n"
+    return name + b"data: " + write(record) + b"\n\n"
 
 
 async def _of_api_error(request: Request, problem: Exception) -> Response:

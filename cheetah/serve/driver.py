@@ -15,7 +15,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 
 from cheetah.errors import CheetahError
 from cheetah.runtime.asked import Asked
-from cheetah.runtime.engine.requests import Event, Failed, Request
+from cheetah.runtime.engine.requests import Event, Failed, Made, Request
 from cheetah.runtime.engine.shared import SharedEngine
 from cheetah.runtime.outputs import StreamPiece
 from cheetah.runtime.text.prompts import Prompts
@@ -164,7 +164,7 @@ class Answers:
         while self.asked.unfinished:
             event = await self.events.get()
             try:
-                found = self.asked.take(event)
+                found = await self._taken(event)
             except CheetahError:
                 self._driver.check()  # whose fault is it?
                 raise
@@ -178,3 +178,9 @@ class Answers:
     def close(self) -> None:
         """Ends what is unfinished."""
         self._driver.release(self, list(self.asked.unfinished))
+
+    async def _taken(self, event: Event) -> tuple[int, StreamPiece] | None:
+        """What `Asked.take` gives; beside the loop where it comes with the logprobs of a prompt, which may be long."""
+        if isinstance(event, Made) and event.prompt_logprobs is not None:
+            return await asyncio.to_thread(self.asked.take, event)
+        return self.asked.take(event)

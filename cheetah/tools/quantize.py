@@ -154,8 +154,9 @@ def _check_columns(name: str, columns: int, scheme: QuantizationScheme) -> None:
     if scheme.kind != "fp8" and scheme.group_columns is not None and columns % scheme.group_columns:
         fitting = [str(size) for size in GROUP_COLUMNS if columns % size == 0]
         other = f"groups of {' or '.join(fitting)}, or " if fitting else ""
+        whole = scheme.kind if scheme.symmetric else f"{scheme.kind}-asym"
         raise CheetahError(
-            f"{name}: {columns} columns are no whole groups of {scheme.group_columns}: use {other}{scheme.kind}"
+            f"{name}: {columns} columns are no whole groups of {scheme.group_columns}: use {other}{whole}"
         )
 
 

@@ -52,9 +52,10 @@ def test_what_is_written_beside_the_weights(tmp_path: Path) -> None:
 
 def test_refused(tmp_path: Path) -> None:
     out = tmp_path / "out"
-    assert "320 columns are no whole groups of 128: use groups of 32 or 64, or int4" in refused(
-        "quantize", "demo", "-o", out, "--format", "int4-g128"
-    )
+    for format, other in (("int4-g128", "int4"), ("int4-g128-asym", "int4-asym")):
+        assert refused("quantize", "demo", "-o", out, "--format", format).endswith(
+            f"320 columns are no whole groups of 128: use groups of 32 or 64, or {other}\n"
+        )
     assert "there is no quantisation 'int3'" in refused("quantize", "demo", "-o", out, "--format", "int3")
     assert "no weight format 'int4-g320'" in refused("quantize", "demo", "-o", out, "--format", "int4-g320")
     assert "--clip best: there are none, mse" in refused("quantize", "demo", "-o", out, "--clip", "best")

@@ -3,6 +3,8 @@
 import inspect
 import re
 from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import typer.main
@@ -10,10 +12,11 @@ from commands import cheetah, refused
 
 from cheetah.cli import app
 from cheetah.cli.options import SAMPLING_OPTIONS
-from cheetah.cli.run import MOST_TOGETHER, _one_after_another
+from cheetah.cli.run import MOST_TOGETHER, _one_after_another, _reading
 from cheetah.options import about, options_of
 from cheetah.plan.plan import DEFAULT_CONTEXT, MAX_BATCH
 from cheetah.runtime import LLM, SamplingParams, StreamPiece
+from cheetah.runtime.engine.requests import Decoded
 from cheetah.runtime.llm import DEFAULT_BATCH
 from cheetah.runtime.options import LoadOptions
 
@@ -95,8 +98,11 @@ def test_a_seed_gives_the_same_text_again() -> None:
 @pytest.mark.slow
 def test_random_weights_take_and_give_ids() -> None:
     """A preset has no tokenizer; a model this small has the same shape of output."""
-    result = cheetah("run", "random:demo", "--ids", "1,2,3", "--max-tokens", "5", "--sync", "barrier", *EMULATOR)
+    options = ("--sync", "barrier", "--verbose", *EMULATOR)
+    result = cheetah("run", "random:demo", "--ids", "1,2,3", "--max-tokens", "5", *options)
     assert result.exit_code == 0 and "3 prompt tokens" in result.stderr
+    read = re.search(r"^decode read 1\.\d MB a step, in (\d+) steps; the emulator has no speed", result.stderr, re.M)
+    assert read and int(read[1]) >= 4
     assert "random numbers" in result.stderr
 
 
@@ -156,3 +162,13 @@ def test_pieces_of_several_completions_are_sorted_and_the_first_is_not_held_back
 
 def test_help_says_what_is_by_default() -> None:
     assert re.search(r"default: 128", cheetah("run", "--help").stdout)
+
+
+def test_verbose_tells_the_share_of_the_read_ceiling(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cheetah.tools.kept_ceiling.read_ceiling", lambda llm: 4400.0)
+    load = SimpleNamespace(decoded=Decoded(steps=100, seconds=0.4, nbytes=1_600_000_000_000))
+    llm: Any = SimpleNamespace(engine=SimpleNamespace(engine=SimpleNamespace(load=lambda: load)))
+    assert _reading(llm) == (
+        "decode read 16000.0 MB a step, in 100 steps: 4000 GB/s by the host's clock, 90.9% of the read ceiling, "
+        "4400 GB/s (measured once a machine)"
+    )

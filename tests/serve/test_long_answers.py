@@ -6,14 +6,17 @@ from __future__ import annotations
 import json
 import sys
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import httpx
 import pytest
 
+from cheetah.runtime.text.pieces import Pieces
 from cheetah.serve import answers, replies
 from cheetah.serve.answers import PIECE, as_json, long_json
 from cheetah.serve.app import SWITCH_SECONDS
+from cheetah.serve.logprobs import CompletionLogprobs
 from tests.serve.serving import quick_llm, served
 
 RECORDS: tuple[Any, ...] = (
@@ -63,3 +66,23 @@ def test_long_answers_are_made_beside_the_event_loop(monkeypatch: pytest.MonkeyP
         assert httpx.post(f"{server.url}/completions", json={"prompt": "One", "max_tokens": 2}).status_code == 200
     assert sys.getswitchinterval() == usual
     assert len(threads) == 2 and all(name.startswith("short bodies") for name in threads), threads
+
+
+@pytest.mark.slow
+def test_logprobs_of_a_prompt_are_told_beside_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whole and streamed: of 8192 tokens with the 20 likeliest of each they take half a second."""
+    threads: dict[str, list[str]] = {"named": [], "told": []}
+
+    def noted(kind: str, plain: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *given: (threads[kind].append(threading.current_thread().name), plain(*given))[1]
+
+    monkeypatch.setattr(Pieces, "_named", noted("named", Pieces._named))
+    monkeypatch.setattr(CompletionLogprobs, "record", noted("told", CompletionLogprobs.record))
+    body = {"prompt": [5, 6, 7, 8], "max_tokens": 1, "echo": True, "logprobs": 2}
+    with quick_llm() as llm, served(llm) as server:
+        whole = httpx.post(f"{server.url}/completions", json=body).json()["choices"][0]["logprobs"]
+        lines = httpx.post(f"{server.url}/completions", json={**body, "stream": True}).text.split("\n\n")
+        loop = next(thread.name for thread in threading.enumerate() if thread.name.endswith("(run)"))
+    assert json.loads(lines[0].removeprefix("data: "))["choices"][0]["logprobs"] == whole and len(whole["tokens"]) == 5
+    assert len(threads["named"]) == 8 and len(threads["told"]) == 2
+    assert loop not in threads["named"] + threads["told"], threads
