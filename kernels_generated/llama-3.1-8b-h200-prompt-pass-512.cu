@@ -114,7 +114,7 @@ __device__ __forceinline__ uint32_t load_constant_u32(const void* place) {
   return result;
 }
 
-__device__ __forceinline__ float bits_float(uint32_t bits) { return __uint_as_float(bits); }
+__device__ __forceinline__ float infinity() { return __uint_as_float(0x7f800000); }
 __device__ __forceinline__ float bf16_to_f32(bf16 value) { return __uint_as_float((uint32_t)value.bits << 16); }
 
 __device__ __forceinline__ bf16 f32_to_bf16(float value) {
@@ -293,7 +293,7 @@ struct PromptPass {
   }
 
   // In the weights role: a lane an M-tile, 64 columns a stage.
-  __device__ __forceinline__ void copy_weights_2(uint32_t layer) {
+  __device__ __forceinline__ void copy_weights_of_o(uint32_t layer) {
     uint32_t lane_2 = lane;
     #pragma unroll 1
     for (uint32_t tile = block; tile < token_tiles * 64; tile += 132) {
@@ -326,7 +326,7 @@ struct PromptPass {
   }
 
   // In the weights role: a lane an M-tile, 64 columns a stage.
-  __device__ __forceinline__ void copy_weights_3(uint32_t layer) {
+  __device__ __forceinline__ void copy_weights_of_gate_up(uint32_t layer) {
     uint32_t lane_2 = lane;
     #pragma unroll 1
     for (uint32_t tile = block; tile < token_tiles * 224; tile += 132) {
@@ -358,7 +358,7 @@ struct PromptPass {
   }
 
   // In the weights role: a lane an M-tile, 64 columns a stage.
-  __device__ __forceinline__ void copy_weights_4(uint32_t layer) {
+  __device__ __forceinline__ void copy_weights_of_down(uint32_t layer) {
     uint32_t lane_2 = lane;
     #pragma unroll 1
     for (uint32_t tile = block; tile < token_tiles * 64; tile += 132) {
@@ -435,7 +435,7 @@ struct PromptPass {
   }
 
   // In the activations role.
-  __device__ __forceinline__ void copy_activations_2() {
+  __device__ __forceinline__ void copy_activations_of_o() {
     #pragma unroll 1
     for (uint32_t tile = block; tile < token_tiles * 64; tile += 132) {
       uint32_t token_tile = tile % token_tiles;
@@ -461,7 +461,7 @@ struct PromptPass {
   }
 
   // In the activations role.
-  __device__ __forceinline__ void copy_activations_3() {
+  __device__ __forceinline__ void copy_activations_of_gate_up() {
     #pragma unroll 1
     for (uint32_t tile = block; tile < token_tiles * 224; tile += 132) {
       uint32_t token_tile = tile % token_tiles;
@@ -485,7 +485,7 @@ struct PromptPass {
   }
 
   // In the activations role.
-  __device__ __forceinline__ void copy_activations_4() {
+  __device__ __forceinline__ void copy_activations_of_down() {
     #pragma unroll 1
     for (uint32_t tile = block; tile < token_tiles * 64; tile += 132) {
       uint32_t token_tile = tile % token_tiles;
@@ -659,21 +659,21 @@ struct PromptPass {
         uint32_t key = group * 8 + lane % 4 * 2;
         bool seen = key <= position;
         uint32_t element = group * 4;
-        logits[element] = seen ? logits[element] : -bits_float(0x7f800000);
+        logits[element] = seen ? logits[element] : -infinity();
         uint32_t key_2 = group * 8 + lane % 4 * 2 + 1;
         bool seen_2 = key_2 <= position;
         uint32_t element_2 = group * 4 + 1;
-        logits[element_2] = seen_2 ? logits[element_2] : -bits_float(0x7f800000);
+        logits[element_2] = seen_2 ? logits[element_2] : -infinity();
         uint32_t key_3 = group * 8 + lane % 4 * 2;
         uint32_t position_2 = position + 8;
         bool seen_3 = key_3 <= position_2;
         uint32_t element_3 = group * 4 + 2;
-        logits[element_3] = seen_3 ? logits[element_3] : -bits_float(0x7f800000);
+        logits[element_3] = seen_3 ? logits[element_3] : -infinity();
         uint32_t key_4 = group * 8 + lane % 4 * 2 + 1;
         uint32_t position_3 = position + 8;
         bool seen_4 = key_4 <= position_3;
         uint32_t element_4 = group * 4 + 3;
-        logits[element_4] = seen_4 ? logits[element_4] : -bits_float(0x7f800000);
+        logits[element_4] = seen_4 ? logits[element_4] : -infinity();
       }
     }
   }
@@ -690,7 +690,7 @@ struct PromptPass {
     }
     largest_2 = maximum_f32(largest_2, shuffle_xor_f32(largest_2, 1));
     largest_2 = maximum_f32(largest_2, shuffle_xor_f32(largest_2, 2));
-    bool seen = largest_2 > -bits_float(0x7f800000);
+    bool seen = largest_2 > -infinity();
     float origin = seen ? largest_2 * 0.12751743f : 0.0f;
     shrinks[0] = exp2_f32(largest[0] * 0.12751743f - origin);
     largest[0] = largest_2;
@@ -703,7 +703,7 @@ struct PromptPass {
     }
     largest_3 = maximum_f32(largest_3, shuffle_xor_f32(largest_3, 1));
     largest_3 = maximum_f32(largest_3, shuffle_xor_f32(largest_3, 2));
-    bool seen_2 = largest_3 > -bits_float(0x7f800000);
+    bool seen_2 = largest_3 > -infinity();
     float origin_2 = seen_2 ? largest_3 * 0.12751743f : 0.0f;
     shrinks[1] = exp2_f32(largest[1] * 0.12751743f - origin_2);
     largest[1] = largest_3;
@@ -754,21 +754,21 @@ struct PromptPass {
         uint32_t key = first_key + group * 8 + lane % 4 * 2;
         bool seen = key <= position;
         uint32_t element = group * 4;
-        logits[element] = seen ? logits[element] : -bits_float(0x7f800000);
+        logits[element] = seen ? logits[element] : -infinity();
         uint32_t key_2 = first_key + group * 8 + lane % 4 * 2 + 1;
         bool seen_2 = key_2 <= position;
         uint32_t element_2 = group * 4 + 1;
-        logits[element_2] = seen_2 ? logits[element_2] : -bits_float(0x7f800000);
+        logits[element_2] = seen_2 ? logits[element_2] : -infinity();
         uint32_t key_3 = first_key + group * 8 + lane % 4 * 2;
         uint32_t position_2 = position + 8;
         bool seen_3 = key_3 <= position_2;
         uint32_t element_3 = group * 4 + 2;
-        logits[element_3] = seen_3 ? logits[element_3] : -bits_float(0x7f800000);
+        logits[element_3] = seen_3 ? logits[element_3] : -infinity();
         uint32_t key_4 = first_key + group * 8 + lane % 4 * 2 + 1;
         uint32_t position_3 = position + 8;
         bool seen_4 = key_4 <= position_3;
         uint32_t element_4 = group * 4 + 3;
-        logits[element_4] = seen_4 ? logits[element_4] : -bits_float(0x7f800000);
+        logits[element_4] = seen_4 ? logits[element_4] : -infinity();
       }
     }
   }
@@ -785,7 +785,7 @@ struct PromptPass {
     }
     largest_2 = maximum_f32(largest_2, shuffle_xor_f32(largest_2, 1));
     largest_2 = maximum_f32(largest_2, shuffle_xor_f32(largest_2, 2));
-    bool seen = largest_2 > -bits_float(0x7f800000);
+    bool seen = largest_2 > -infinity();
     float origin = seen ? largest_2 * 0.12751743f : 0.0f;
     shrinks[0] = exp2_f32(largest[0] * 0.12751743f - origin);
     largest[0] = largest_2;
@@ -798,7 +798,7 @@ struct PromptPass {
     }
     largest_3 = maximum_f32(largest_3, shuffle_xor_f32(largest_3, 1));
     largest_3 = maximum_f32(largest_3, shuffle_xor_f32(largest_3, 2));
-    bool seen_2 = largest_3 > -bits_float(0x7f800000);
+    bool seen_2 = largest_3 > -infinity();
     float origin_2 = seen_2 ? largest_3 * 0.12751743f : 0.0f;
     shrinks[1] = exp2_f32(largest[1] * 0.12751743f - origin_2);
     largest[1] = largest_3;
@@ -919,8 +919,8 @@ struct PromptPass {
       float largest[2];
       float shrinks[2];
       float sums[2] = {};
-      largest[0] = -bits_float(0x7f800000);
-      largest[1] = -bits_float(0x7f800000);
+      largest[0] = -infinity();
+      largest[1] = -infinity();
       float output[64] = {};
       float logits[32];
       uint4 even[4];
@@ -988,8 +988,8 @@ struct PromptPass {
   }
 
   // The 16 rows of an M-tile as 16 columns of a vector in token order, rounded to bf16.
-  __device__ __forceinline__ void store_rows_2(uint8_t* into, float (&sums)[16], float (&weights)[2], uint32_t m_tile,
-      uint32_t token_tile) {
+  __device__ __forceinline__ void store_rows_of_no_others(uint8_t* into, float (&sums)[16], float (&weights)[2],
+      uint32_t m_tile, uint32_t token_tile) {
     uint2 words;
     bool is_odd = lane / 4 % 2 != 0;
     uint32_t mine = is_odd ? pack_bf16x2(bf16_to_f32(f32_to_bf16(sums[1])) * weights[0], bf16_to_f32(f32_to_bf16(sums[3])) * weights[1]) : pack_bf16x2(bf16_to_f32(f32_to_bf16(sums[0])) * weights[0], bf16_to_f32(f32_to_bf16(sums[2])) * weights[1]);
@@ -1010,8 +1010,8 @@ struct PromptPass {
   }
 
   // The 16 rows of an M-tile as 16 columns of a vector in token order, rounded to bf16.
-  __device__ __forceinline__ void store_rows_3(uint8_t* into, float (&sums)[16], float (&weights)[2], uint32_t m_tile,
-      uint32_t token_tile) {
+  __device__ __forceinline__ void store_rows_of_no_others_2(uint8_t* into, float (&sums)[16], float (&weights)[2],
+      uint32_t m_tile, uint32_t token_tile) {
     uint2 words;
     bool is_odd = lane / 4 % 2 != 0;
     uint32_t mine = is_odd ? pack_bf16x2(bf16_to_f32(f32_to_bf16(sums[5])) * weights[0], bf16_to_f32(f32_to_bf16(sums[7])) * weights[1]) : pack_bf16x2(bf16_to_f32(f32_to_bf16(sums[4])) * weights[0], bf16_to_f32(f32_to_bf16(sums[6])) * weights[1]);
@@ -1032,8 +1032,8 @@ struct PromptPass {
   }
 
   // The 16 rows of an M-tile as 16 columns of a vector in token order, rounded to bf16.
-  __device__ __forceinline__ void store_rows_4(uint8_t* into, float (&sums)[16], float (&weights)[2], uint32_t m_tile,
-      uint32_t token_tile) {
+  __device__ __forceinline__ void store_rows_of_no_others_3(uint8_t* into, float (&sums)[16], float (&weights)[2],
+      uint32_t m_tile, uint32_t token_tile) {
     uint2 words;
     bool is_odd = lane / 4 % 2 != 0;
     uint32_t mine = is_odd ? pack_bf16x2(bf16_to_f32(f32_to_bf16(sums[9])) * weights[0], bf16_to_f32(f32_to_bf16(sums[11])) * weights[1]) : pack_bf16x2(bf16_to_f32(f32_to_bf16(sums[8])) * weights[0], bf16_to_f32(f32_to_bf16(sums[10])) * weights[1]);
@@ -1054,8 +1054,8 @@ struct PromptPass {
   }
 
   // The 16 rows of an M-tile as 16 columns of a vector in token order, rounded to bf16.
-  __device__ __forceinline__ void store_rows_5(uint8_t* into, float (&sums)[16], float (&weights)[2], uint32_t m_tile,
-      uint32_t token_tile) {
+  __device__ __forceinline__ void store_rows_of_no_others_4(uint8_t* into, float (&sums)[16], float (&weights)[2],
+      uint32_t m_tile, uint32_t token_tile) {
     uint2 words;
     bool is_odd = lane / 4 % 2 != 0;
     uint32_t mine = is_odd ? pack_bf16x2(bf16_to_f32(f32_to_bf16(sums[13])) * weights[0], bf16_to_f32(f32_to_bf16(sums[15])) * weights[1]) : pack_bf16x2(bf16_to_f32(f32_to_bf16(sums[12])) * weights[0], bf16_to_f32(f32_to_bf16(sums[14])) * weights[1]);
@@ -1101,7 +1101,7 @@ struct PromptPass {
     square_2 += shuffle_xor_f32(square_2, 8);
     square_2 += shuffle_xor_f32(square_2, 16);
     if (lane < 4) kept_2[1] = square_2;
-    store_rows_2(workspace + 8389632, sums, weights, m_tile, token_tile);
+    store_rows_of_no_others(workspace + 8389632, sums, weights, m_tile, token_tile);
     uint64_t index_2 = ((uint64_t)(m_tile) * 64 + (uint64_t)(token_tile * 4 + 1)) * 32;
     float4 kept_3;
     kept_3.x = sums[4];
@@ -1121,7 +1121,7 @@ struct PromptPass {
     square_4 += shuffle_xor_f32(square_4, 8);
     square_4 += shuffle_xor_f32(square_4, 16);
     if (lane < 4) kept_4[9] = square_4;
-    store_rows_3(workspace + 8389632, sums, weights, m_tile, token_tile);
+    store_rows_of_no_others_2(workspace + 8389632, sums, weights, m_tile, token_tile);
     uint64_t index_3 = ((uint64_t)(m_tile) * 64 + (uint64_t)(token_tile * 4 + 2)) * 32;
     float4 kept_5;
     kept_5.x = sums[8];
@@ -1141,7 +1141,7 @@ struct PromptPass {
     square_6 += shuffle_xor_f32(square_6, 8);
     square_6 += shuffle_xor_f32(square_6, 16);
     if (lane < 4) kept_6[17] = square_6;
-    store_rows_4(workspace + 8389632, sums, weights, m_tile, token_tile);
+    store_rows_of_no_others_3(workspace + 8389632, sums, weights, m_tile, token_tile);
     uint64_t index_4 = ((uint64_t)(m_tile) * 64 + (uint64_t)(token_tile * 4 + 3)) * 32;
     float4 kept_7;
     kept_7.x = sums[12];
@@ -1161,7 +1161,7 @@ struct PromptPass {
     square_8 += shuffle_xor_f32(square_8, 8);
     square_8 += shuffle_xor_f32(square_8, 16);
     if (lane < 4) kept_8[25] = square_8;
-    store_rows_5(workspace + 8389632, sums, weights, m_tile, token_tile);
+    store_rows_of_no_others_4(workspace + 8389632, sums, weights, m_tile, token_tile);
   }
 
   // In the consumer role: the sums of the product of `phase`, finished as its case says.
@@ -1585,8 +1585,8 @@ struct PromptPass {
   }
 
   // silu(gate) * up of an M-tile's 8 gate rows and their up rows, as 8 columns of a vector in token order.
-  __device__ __forceinline__ void store_gated_2(uint8_t* into, float first, float2 scale, float second, float third,
-      float fourth, uint32_t m_tile, uint32_t before, uint32_t token_tile, uint32_t group) {
+  __device__ __forceinline__ void store_gated_of_no_others(uint8_t* into, float first, float2 scale, float second,
+      float third, float fourth, uint32_t m_tile, uint32_t before, uint32_t token_tile, uint32_t group) {
     float first_2 = first * scale.x;
     float second_2 = second * scale.y;
     float third_2 = third * scale.x;
@@ -1607,8 +1607,8 @@ struct PromptPass {
   }
 
   // silu(gate) * up of an M-tile's 8 gate rows and their up rows, as 8 columns of a vector in token order.
-  __device__ __forceinline__ void store_gated_3(uint8_t* into, float first, float2 scale, float second, float third,
-      float fourth, uint32_t m_tile, uint32_t before, uint32_t token_tile, uint32_t group) {
+  __device__ __forceinline__ void store_gated_of_no_others_2(uint8_t* into, float first, float2 scale, float second,
+      float third, float fourth, uint32_t m_tile, uint32_t before, uint32_t token_tile, uint32_t group) {
     float first_2 = first * scale.x;
     float second_2 = second * scale.y;
     float third_2 = third * scale.x;
@@ -1629,8 +1629,8 @@ struct PromptPass {
   }
 
   // silu(gate) * up of an M-tile's 8 gate rows and their up rows, as 8 columns of a vector in token order.
-  __device__ __forceinline__ void store_gated_4(uint8_t* into, float first, float2 scale, float second, float third,
-      float fourth, uint32_t m_tile, uint32_t before, uint32_t token_tile, uint32_t group) {
+  __device__ __forceinline__ void store_gated_of_no_others_3(uint8_t* into, float first, float2 scale, float second,
+      float third, float fourth, uint32_t m_tile, uint32_t before, uint32_t token_tile, uint32_t group) {
     float first_2 = first * scale.x;
     float second_2 = second * scale.y;
     float third_2 = third * scale.x;
@@ -1668,24 +1668,24 @@ struct PromptPass {
       float second_2 = sums[(group + 1) * 4 + 1];
       float third_2 = sums[(group + 1) * 4 + 2];
       float fourth_2 = sums[(group + 1) * 4 + 3];
-      store_gated_2(workspace + 63013888, first_2, scale_2, second_2, third_2, fourth_2, m_tile, before, token_tile,
-          group);
+      store_gated_of_no_others(workspace + 63013888, first_2, scale_2, second_2, third_2, fourth_2, m_tile, before,
+          token_tile, group);
       const float2* pairs_3 = (const float2*)(scales + turn * 256);
       float2 scale_3 = pairs_3[(group + 2) * 4 + lane % 4];
       float first_3 = sums[(group + 2) * 4];
       float second_3 = sums[(group + 2) * 4 + 1];
       float third_3 = sums[(group + 2) * 4 + 2];
       float fourth_3 = sums[(group + 2) * 4 + 3];
-      store_gated_3(workspace + 63013888, first_3, scale_3, second_3, third_3, fourth_3, m_tile, before, token_tile,
-          group);
+      store_gated_of_no_others_2(workspace + 63013888, first_3, scale_3, second_3, third_3, fourth_3, m_tile, before,
+          token_tile, group);
       const float2* pairs_4 = (const float2*)(scales + turn * 256);
       float2 scale_4 = pairs_4[(group + 3) * 4 + lane % 4];
       float first_4 = sums[(group + 3) * 4];
       float second_4 = sums[(group + 3) * 4 + 1];
       float third_4 = sums[(group + 3) * 4 + 2];
       float fourth_4 = sums[(group + 3) * 4 + 3];
-      store_gated_4(workspace + 63013888, first_4, scale_4, second_4, third_4, fourth_4, m_tile, before, token_tile,
-          group);
+      store_gated_of_no_others_3(workspace + 63013888, first_4, scale_4, second_4, third_4, fourth_4, m_tile, before,
+          token_tile, group);
     }
   }
 
@@ -1783,11 +1783,11 @@ struct PromptPass {
           if (layer + 1 == 32 && wanted_count == 0) break;
           copy_nothing();
           renew();
-          copy_weights_2(layer);
+          copy_weights_of_o(layer);
           renew();
-          copy_weights_3(layer);
+          copy_weights_of_gate_up(layer);
           renew();
-          copy_weights_4(layer);
+          copy_weights_of_down(layer);
         }
       }
       if (thread == 288) {
@@ -1810,18 +1810,18 @@ struct PromptPass {
           copies_due += 132;
           wait_at_least_u64((uint64_t*)(workspace), copies_due);
           fence_proxy_async();
-          copy_activations_2();
+          copy_activations_of_o();
           copies_due += 132;
           renew();
           copies_due += 132;
           wait_at_least_u64((uint64_t*)(workspace), copies_due);
           fence_proxy_async();
-          copy_activations_3();
+          copy_activations_of_gate_up();
           renew();
           copies_due += 132;
           wait_at_least_u64((uint64_t*)(workspace), copies_due);
           fence_proxy_async();
-          copy_activations_4();
+          copy_activations_of_down();
           copies_due += 132;
         }
       }

@@ -307,6 +307,7 @@ __device__ __forceinline__ uint4 load_constant_u32x4(const void* place) {
 
 __device__ __forceinline__ uint32_t float_bits(float value) { return __float_as_uint(value); }
 __device__ __forceinline__ float bits_float(uint32_t bits) { return __uint_as_float(bits); }
+__device__ __forceinline__ float infinity() { return __uint_as_float(0x7f800000); }
 __device__ __forceinline__ float bf16_to_f32(bf16 value) { return __uint_as_float((uint32_t)value.bits << 16); }
 
 __device__ __forceinline__ uint32_t pack_bf16x2(float low, float high) {
@@ -387,58 +388,81 @@ constexpr uint32_t COLUMNS = 217040;
 constexpr uint32_t CHOSEN = 217088;
 constexpr uint32_t STEP_DONE = 217104;
 constexpr uint32_t NEXT_TOKEN = 217120;
+constexpr uint32_t LAUNCH_TOKENS = 64;
 constexpr uint32_t VOCAB = 151936;
 constexpr uint32_t PLAN_WORDS = 2880;
 constexpr uint32_t BLOCKS = 132;
 constexpr uint32_t STAGE_BYTES = 16384;
 constexpr uint32_t PLAN_WORK_INDPTR = 64;
 constexpr uint32_t PLAN_ITEMS = 256;
+constexpr uint32_t STAGE_KEYS = 32;
 constexpr uint32_t PAGE_SIZE = 16;
-constexpr uint32_t TO_VALUES = 16384;
 constexpr uint32_t HEAD_DIM = 128;
-constexpr uint32_t NAN_BITS = 2143289344;
+constexpr uint32_t TO_VALUES = 16384;
+constexpr uint32_t VALUES_AT = 8192;
+constexpr uint32_t O_ROWS = 1024;
+constexpr uint32_t NAN_BITS = 0x7fc00000;
+constexpr uint32_t WARP_SUMS = 20;
 constexpr uint32_t EXCHANGE_QKV = 288;
 constexpr uint32_t EXCHANGE_HIDDEN_SQUARES = 73568;
+constexpr uint32_t QKV_START = 4;
 constexpr uint32_t QKV_ROWS = 4096;
 constexpr uint32_t PART_WORDS = 1024;
 constexpr uint32_t EXCHANGE_GATED = 145600;
 constexpr uint32_t EXCHANGE_MIDDLE_SQUARES = 73696;
+constexpr uint32_t GATE_UP_START = 4;
 constexpr uint32_t GATE_UP_ROWS = 6144;
-constexpr uint32_t PROMPT_TOKEN = 2147483648u;
+constexpr uint32_t PROMPT_TOKEN = 0x80000000u;
 constexpr uint32_t MASK_WORDS = 4748;
-constexpr uint32_t PHILOX_MULTIPLIER_0 = 3528531795u;
-constexpr uint32_t PHILOX_MULTIPLIER_1 = 3449720151u;
-constexpr uint32_t PHILOX_WEYL_0 = 2654435769u;
-constexpr uint32_t PHILOX_WEYL_1 = 3144134277u;
+constexpr uint32_t PHILOX_MULTIPLIER_0 = 0xd2511f53u;
+constexpr uint32_t PHILOX_MULTIPLIER_1 = 0xcd9e8d57u;
+constexpr uint32_t PHILOX_WEYL_0 = 0x9e3779b9u;
+constexpr uint32_t PHILOX_WEYL_1 = 0xbb67ae85u;
+constexpr uint32_t LM_HEAD_START = 4;
 constexpr uint32_t LM_HEAD_ROWS = 151936;
 constexpr uint32_t MAX_CONTEXT = 8192;
 constexpr uint32_t PLAN_MERGES = 2496;
 constexpr uint32_t PLAN_MERGE_INDPTR = 2432;
 constexpr uint32_t PLAN_MERGE_SRC = 2560;
 constexpr uint32_t CONSUMERS = 256;
-constexpr uint32_t O_ROWS = 1024;
+constexpr uint32_t WAVE_VALUES = 8;
 constexpr uint32_t EXCHANGE_HIDDEN = 64;
 constexpr uint32_t HIDDEN = 1024;
+constexpr uint32_t LINE_BYTES = 128;
+constexpr uint32_t BF16_TILE_BYTES = 1024;
+constexpr uint32_t UNITS_OF_32_COLUMNS = 4;
 constexpr uint32_t PHASES = 142;
 constexpr uint32_t PROJECTED_ROWS = 4096;
-constexpr uint32_t LOW_HALVES = 21520;
-constexpr uint32_t HIGH_HALVES = 30258;
+constexpr uint32_t QUOTIENTS_OF_8 = 0x11112248;
+constexpr uint32_t LOW_HALVES = 0x5410;
+constexpr uint32_t HIGH_HALVES = 0x7632;
+constexpr uint32_t NEVER = 0x08000000;
+constexpr uint32_t SLICE_PAIRS = 32;
 constexpr uint32_t EXCHANGE_PARTIALS = 2336;
-constexpr uint32_t WRITE_THROUGH = 4294967295u;
+constexpr uint32_t WRITE_THROUGH = 0xffffffffu;
 constexpr uint32_t EXCHANGE_ATTENTION = 144064;
+constexpr uint32_t TEAM_THREADS = 128;
 constexpr uint32_t HEAD_LIMIT = 65536;
+constexpr uint32_t UNITS_OF_64_COLUMNS = 8;
+constexpr uint32_t DOWN_UNITS = 384;
 constexpr uint32_t DOWN_ROWS = 1024;
-constexpr uint32_t NO_TOKEN = 4294967295u;
-constexpr uint32_t SIGN = 2147483648u;
-constexpr uint32_t ALL_BITS = 4294967295u;
+constexpr uint32_t PHASE_LM_HEAD = 140;
+constexpr uint32_t NO_TOKEN = 0xffffffffu;
+constexpr uint32_t SIGN = 0x80000000u;
+constexpr uint32_t ALL_BITS = 0xffffffffu;
+constexpr uint32_t OWN_ROWS = 1152;
+constexpr uint32_t COLUMN_LANES = 256;
+constexpr uint32_t LIST_ROW_WORDS = 36;
 constexpr uint32_t EXCHANGE_SHORT_LISTS = 74880;
 constexpr uint32_t EXCHANGE_CANDIDATES = 73824;
-constexpr uint32_t UNDECIDED = 4294967295u;
-constexpr uint32_t AS_IT_IS = 4294967293u;
-constexpr uint32_t LEFT_OPEN = 4294967294u;
+constexpr uint32_t UNDECIDED = 0xffffffffu;
+constexpr uint32_t AS_IT_IS = 0xfffffffdu;
+constexpr uint32_t LEFT_OPEN = 0xfffffffeu;
 constexpr uint32_t EXCHANGE_FILTERS = 83328;
-constexpr uint32_t CANCELLED_TOKEN = 4294967294u;
+constexpr uint32_t CANCELLED_TOKEN = 0xfffffffeu;
+constexpr uint32_t PHASE_SAMPLING = 141;
 constexpr uint32_t LAYER_BYTES = 31457280;
+constexpr uint32_t STEP_EPOCHS = 95;
 
 struct Matrix {
   uint64_t offset;
@@ -586,7 +610,7 @@ struct DecodeStep {
   __device__ __forceinline__ uint32_t given(uint32_t sequence, uint32_t index) {
     uint32_t token = 0;
     if (index < load_constant_u32(&sequence_records[sequence].given)) {
-      uint32_t place = sequence * 65 + index;
+      uint32_t place = sequence * (LAUNCH_TOKENS + 1) + index;
       token = min((uint32_t)(tokens[place]), VOCAB - 1);
     }
     return token;
@@ -627,15 +651,19 @@ struct DecodeStep {
   }
 
   // In the producer role: let chunks land until one more may be requested.
-  __device__ __forceinline__ void bound_requests() {
-    uint32_t waits = load_shared_u32(block_waits);
-    uint32_t most = waits != 0 ? 1u : 2u;
+  __device__ __forceinline__ void bound_all_requests(uint32_t most) {
     #pragma unroll 1
     for (uint32_t i = most; i < under_way + 1; ++i) {
       mbarrier_wait(full + landed_stage, landed_parity);
       advance(landed_stage, landed_parity, 12);
     }
     under_way = min(under_way + 1, most);
+  }
+
+  // The same where fewer are allowed while the block waits.
+  __device__ __forceinline__ void bound_requests(uint32_t while_waiting, uint32_t allowed) {
+    uint32_t waits = load_shared_u32(block_waits);
+    bound_all_requests(waits != 0 ? while_waiting : allowed);
   }
 
   // The block's M-tiles of a matrix, chunk by chunk, into the stages of the ring.
@@ -656,7 +684,7 @@ struct DecodeStep {
           uint32_t chunk_bytes = chunk + 1 == matrix.chunks ? matrix.last_chunk_bytes : matrix.chunk_bytes;
           const uint8_t* source = first_byte + (wave_bytes + (uint64_t)(width * chunk * matrix.chunk_bytes + position * (chunk + 1 == matrix.chunks ? matrix.last_chunk_bytes : matrix.chunk_bytes)));
           mbarrier_wait(empty + fill_stage, fill_parity);
-          bound_requests();
+          bound_requests(1, 2);
           uint64_t* barrier = full + fill_stage;
           uint8_t* destination = ring + fill_stage * STAGE_BYTES;
           mbarrier_arrive_expect_tx(barrier, chunk_bytes);
@@ -676,16 +704,6 @@ struct DecodeStep {
     return stop != 0;
   }
 
-  // In the producer role: let chunks land until one more may be requested.
-  __device__ __forceinline__ void bound_requests_2() {
-    #pragma unroll 1
-    for (uint32_t i = 2; i < under_way + 1; ++i) {
-      mbarrier_wait(full + landed_stage, landed_parity);
-      advance(landed_stage, landed_parity, 12);
-    }
-    under_way = min(under_way + 1, 2u);
-  }
-
   // The cached keys and values of this block's items, one item after the other.
   __device__ __forceinline__ void copy_items(uint32_t layer, uint32_t step) {
     uint32_t first_item = load_constant_u32(kv_plans + (plan_index * PLAN_WORDS + (block + PLAN_WORK_INDPTR)));
@@ -700,28 +718,28 @@ struct DecodeStep {
       uint4 keys = load_constant_u32x4(record_2 + 4);
       uint32_t end = min(rest.x, keys.x + keys.y * step);
       #pragma unroll 1
-      for (uint32_t first = what.w; first < end; first += 32) {
-        uint32_t count = min(end - first, 32u);
+      for (uint32_t first = what.w; first < end; first += STAGE_KEYS) {
+        uint32_t count = min(end - first, STAGE_KEYS);
         uint32_t pages[2];
         #pragma unroll
-        for (uint32_t index_2 = 0; index_2 < 2; ++index_2) {
+        for (uint32_t index_2 = 0; index_2 < STAGE_KEYS / PAGE_SIZE; ++index_2) {
           uint32_t token = min(first + index_2 * PAGE_SIZE, end - 1);
           pages[index_2] = load_constant_u32(page_table + (place.z + token / PAGE_SIZE));
         }
         mbarrier_wait(empty + fill_stage, fill_parity);
-        bound_requests_2();
+        bound_all_requests(2);
         uint64_t* barrier = full + fill_stage;
         uint8_t* destination = ring + fill_stage * STAGE_BYTES;
-        mbarrier_arrive_expect_tx(barrier, count * 512);
+        mbarrier_arrive_expect_tx(barrier, count * (2 * HEAD_DIM * 2));
         #pragma unroll
-        for (uint32_t index_2 = 0; index_2 < 2; ++index_2) {
+        for (uint32_t index_2 = 0; index_2 < STAGE_KEYS / PAGE_SIZE; ++index_2) {
           if (index_2 * PAGE_SIZE < count) {
             uint32_t run = min(count - index_2 * PAGE_SIZE, PAGE_SIZE);
             uint64_t offset = (uint64_t)(layer * kv_pages + pages[index_2]) * (2 * TO_VALUES);
             bf16* key = kv + (offset + (uint64_t)(what.z * (PAGE_SIZE * HEAD_DIM)));
             uint8_t* keys_2 = destination + index_2 * PAGE_SIZE * (HEAD_DIM * 2);
             bulk_copy(keys_2, key, run * (HEAD_DIM * 2), barrier);
-            bulk_copy(keys_2 + 8192, key + TO_VALUES, run * (HEAD_DIM * 2), barrier);
+            bulk_copy(keys_2 + VALUES_AT, key + TO_VALUES, run * (HEAD_DIM * 2), barrier);
           }
         }
         advance(fill_stage, fill_parity, 12);
@@ -729,20 +747,8 @@ struct DecodeStep {
     }
   }
 
-  // In the producer role: let chunks land until one more may be requested.
-  __device__ __forceinline__ void bound_requests_3() {
-    uint32_t waits = load_shared_u32(block_waits);
-    uint32_t most = waits != 0 ? 1u : 4u;
-    #pragma unroll 1
-    for (uint32_t i = most; i < under_way + 1; ++i) {
-      mbarrier_wait(full + landed_stage, landed_parity);
-      advance(landed_stage, landed_parity, 12);
-    }
-    under_way = min(under_way + 1, most);
-  }
-
   // The block's M-tiles of a matrix, chunk by chunk, into the stages of the ring.
-  __device__ __forceinline__ void fetch_2(Matrix matrix, uint64_t layer_offset) {
+  __device__ __forceinline__ void fetch_of_lm_head(Matrix matrix, uint64_t layer_offset) {
     uint32_t position = (block + matrix.start) % BLOCKS;
     const uint8_t* first_byte = weights + (layer_offset + matrix.offset);
     #pragma unroll 1
@@ -759,7 +765,7 @@ struct DecodeStep {
           uint32_t chunk_bytes = chunk + 1 == matrix.chunks ? matrix.last_chunk_bytes : matrix.chunk_bytes;
           const uint8_t* source = first_byte + (wave_bytes + (uint64_t)(width * chunk * matrix.chunk_bytes + position * (chunk + 1 == matrix.chunks ? matrix.last_chunk_bytes : matrix.chunk_bytes)));
           mbarrier_wait(empty + fill_stage, fill_parity);
-          bound_requests_3();
+          bound_requests(1, 4);
           uint64_t* barrier = full + fill_stage;
           uint8_t* destination = ring + fill_stage * STAGE_BYTES;
           mbarrier_arrive_expect_tx(barrier, chunk_bytes);
@@ -774,16 +780,16 @@ struct DecodeStep {
   __device__ __forceinline__ float sum_of_lane(uint32_t lane, uint32_t vector, uint32_t epoch) {
     float total = 0.0f;
     #pragma unroll 1
-    for (uint32_t first = lane; first < 32 + lane; first += 64) {
+    for (uint32_t first = lane; first < O_ROWS / 8 / 4 + lane; first += 64) {
       uint32_t places[8];
       uint4 data[8];
-      uint32_t unit = min(first, 31u);
+      uint32_t unit = min(first, O_ROWS / 8 / 4 - 1);
       places[0] = unit * 4;
-      wait_flagged_places(data, exchange_words + vector, places, 1, epoch);
+      wait_flagged_places(data, exchange_words + vector, places, O_ROWS / 8 / 4 / 32, epoch);
       uint4 words = data[0];
       float low = bits_float(words.x) + bits_float(words.y);
       float of_unit = low + (bits_float(words.z) + bits_float(words.w));
-      total += first < 32 ? of_unit : 0.0f;
+      total += first < O_ROWS / 8 / 4 ? of_unit : 0.0f;
     }
     return total;
   }
@@ -809,12 +815,12 @@ struct DecodeStep {
   // Add the warps' sums: of the first half of the warps and of the second half, each in order, then both. The
   // `first` time for an M-tile, wait for them.
   __device__ __forceinline__ float sum_of_row() {
-    float* reduction = (float*)(arena + REDUCTIONS) + adding * 160;
-    float* own = reduction + (lane / 16 * 80 + lane % 16);
+    float* reduction = (float*)(arena + REDUCTIONS) + adding * (WARP_SUMS * 8);
+    float* own = reduction + (lane / 16 * (WARP_SUMS * 4) + lane % 16);
     mbarrier_wait(summed + adding, adding_parity);
     float total = 0.0f;
     #pragma unroll
-    for (uint32_t other = 0; other < 4; ++other) total += own[other * 20];
+    for (uint32_t other = 0; other < 4; ++other) total += own[other * WARP_SUMS];
     float total_2 = total;
     return total_2 + shuffle_xor_f32(total_2, 16);
   }
@@ -839,7 +845,7 @@ struct DecodeStep {
 
   // The block's M-tiles of qkv: the warps' sums added up, the rows finished.
   __device__ __forceinline__ void finish_qkv(uint32_t layer_epoch) {
-    uint32_t position = (block + 4) % BLOCKS;
+    uint32_t position = (block + QKV_START) % BLOCKS;
     warp_barrier();
     if (lane == 0) mbarrier_arrive(loaded);
     float scale = 0.0f;
@@ -874,7 +880,7 @@ struct DecodeStep {
   }
 
   // The rows of a slot, with what of it is worked out before the sums are there.
-  __device__ __forceinline__ void finish_rows_2(uint32_t m_tile, const bf16* weights, Exchanged vector,
+  __device__ __forceinline__ void finish_rows_of_o(uint32_t m_tile, const bf16* weights, Exchanged vector,
       uint32_t squares, uint32_t epoch) {
     uint32_t row = lane % 8;
     bool is_own = lane < 8;
@@ -904,7 +910,7 @@ struct DecodeStep {
       #pragma unroll 1
       for (uint32_t m_tile = position; m_tile < matrix.m_tiles; m_tile += BLOCKS) {
         if (adding == warp - 9) {
-          finish_rows_2(m_tile, weights, vector, squares, epoch);
+          finish_rows_of_o(m_tile, weights, vector, squares, epoch);
           warp_barrier();
           if (lane == 0) mbarrier_arrive(taken + adding);
         }
@@ -914,7 +920,7 @@ struct DecodeStep {
   }
 
   // The rows of a slot, with what of it is worked out before the sums are there.
-  __device__ __forceinline__ void finish_rows_3(uint32_t m_tile, float& scale, uint32_t layer_epoch) {
+  __device__ __forceinline__ void finish_rows_of_gate_up(uint32_t m_tile, float& scale, uint32_t layer_epoch) {
     uint32_t row = lane % 16;
     bool is_own = lane < 16;
     uint32_t published = renewed_u32(((m_tile * 8 + row) / 32 * 4 + (m_tile * 8 + row) / 8 % 4) * 4 + (m_tile * 8 + row) % 8 / 2 + EXCHANGE_GATED);
@@ -930,14 +936,14 @@ struct DecodeStep {
 
   // The block's M-tiles of gate_up: the warps' sums added up, the rows finished.
   __device__ __forceinline__ void finish_gate_up(uint32_t layer_epoch) {
-    uint32_t position = (block + 4) % BLOCKS;
+    uint32_t position = (block + GATE_UP_START) % BLOCKS;
     warp_barrier();
     if (lane == 0) mbarrier_arrive(loaded);
     float scale = 0.0f;
     #pragma unroll 1
     for (uint32_t m_tile = position; m_tile < GATE_UP_ROWS / 16; m_tile += BLOCKS) {
       if (adding == warp - 9) {
-        finish_rows_3(m_tile, scale, layer_epoch);
+        finish_rows_of_gate_up(m_tile, scale, layer_epoch);
         warp_barrier();
         if (lane == 0) mbarrier_arrive(taken + adding);
       }
@@ -968,7 +974,7 @@ struct DecodeStep {
     float adjusted = logit;
     if ((options & 1) != 0) {
       uint32_t place = load_constant_u32(&sequence_records[column_states[0].sequence].slot) * MASK_WORDS + token / 32;
-      if (((load_constant_u32(masks + place) >> token % 32) & 1) == 0) adjusted = -bits_float(0x7f800000);
+      if (((load_constant_u32(masks + place) >> token % 32) & 1) == 0) adjusted = -infinity();
     }
     if ((options & 2) != 0) {
       adjusted += bits_float(load_constant_u32(logit_bias + (load_constant_u32(&sequence_records[column_states[0].sequence].slot) * VOCAB + token)));
@@ -1004,7 +1010,7 @@ struct DecodeStep {
   }
 
   // Write a logit down, as it is compared without filters: one row a lane, in the adder role.
-  __device__ __forceinline__ void keep_2(uint32_t token, float scaled, float noisy) {
+  __device__ __forceinline__ void keep_weighed(uint32_t token, float scaled, float noisy) {
     bool is_filtered = (load_constant_u32(&sequence_records[column_states[0].sequence].options) & 8) != 0;
     if (is_filtered) {
       uint32_t following = column_states[0].number + 1;
@@ -1031,7 +1037,7 @@ struct DecodeStep {
       uint32_t position = column_states[0].position + 1;
       float scaled = divide_f32(candidate, temperature);
       candidate = scaled + gumbel(token, position, seed);
-      if ((options & 8) != 0 && token < VOCAB) keep_2(token, scaled, candidate);
+      if ((options & 8) != 0 && token < VOCAB) keep_weighed(token, scaled, candidate);
     }
     if (token < VOCAB && candidate > best) {
       best = candidate;
@@ -1040,8 +1046,8 @@ struct DecodeStep {
   }
 
   // The rows of a slot, with what of it is worked out before the sums are there.
-  __device__ __forceinline__ void finish_rows_4(uint32_t m_tile, float& scale, uint32_t step_epoch, uint32_t step,
-      float& best, uint32_t& best_token) {
+  __device__ __forceinline__ void finish_rows_of_lm_head(uint32_t m_tile, float& scale, uint32_t step_epoch,
+      uint32_t step, float& best, uint32_t& best_token) {
     uint32_t row = lane % 16;
     bool is_own = lane < 16;
     learn_scale(scale, EXCHANGE_HIDDEN_SQUARES, step_epoch + 28);
@@ -1060,14 +1066,14 @@ struct DecodeStep {
   // The block's M-tiles of lm_head: the warps' sums added up, the rows finished.
   __device__ __forceinline__ void finish_lm_head(uint32_t step_epoch, uint32_t step, float& best,
       uint32_t& best_token) {
-    uint32_t position = (block + 4) % BLOCKS;
+    uint32_t position = (block + LM_HEAD_START) % BLOCKS;
     warp_barrier();
     if (lane == 0) mbarrier_arrive(loaded);
     float scale = 0.0f;
     #pragma unroll 1
     for (uint32_t m_tile = position; m_tile < LM_HEAD_ROWS / 16; m_tile += BLOCKS) {
       if (adding == warp - 9) {
-        finish_rows_4(m_tile, scale, step_epoch, step, best, best_token);
+        finish_rows_of_lm_head(m_tile, scale, step_epoch, step, best, best_token);
         warp_barrier();
         if (lane == 0) mbarrier_arrive(taken + adding);
       }
@@ -1139,7 +1145,7 @@ struct DecodeStep {
   }
 
   // Called by a whole warp of the team.
-  __device__ __forceinline__ void keep_merge(uint32_t job, uint32_t merge_rows) {
+  __device__ __forceinline__ void keep_merge(uint32_t job, uint32_t merge_rows, uint32_t warp, uint32_t lane) {
     KeptMerge* merge = &kept_plans[0].merges[warp / 4];
     uint32_t index = load_constant_u32(kv_plans + (plan_index * PLAN_WORDS + (job / merge_rows * 2 + PLAN_MERGES)));
     uint32_t head = load_constant_u32(kv_plans + (plan_index * PLAN_WORDS + (job / merge_rows * 2 + 1 + PLAN_MERGES)));
@@ -1156,7 +1162,7 @@ struct DecodeStep {
 
   // In the consumer role: bring the records of the present plan to shared memory. A barrier of the consumer warps
   // must precede, if there were others, and follow.
-  __device__ __forceinline__ void keep() {
+  __device__ __forceinline__ void keep_plan() {
     uint4 header = load_constant_u32x4(kv_plans + plan_index * PLAN_WORDS);
     if (thread < 4) {
       uint32_t first_item = load_constant_u32(kv_plans + (plan_index * PLAN_WORDS + (block + PLAN_WORK_INDPTR)));
@@ -1170,7 +1176,7 @@ struct DecodeStep {
       if (first_item + thread < last_item) keep_item(&kept_plans[0].items[thread], first_item + thread);
     }
     if (warp % 4 == 0 && warp / 4 * BLOCKS + block < header.z * header.w) {
-      keep_merge(warp / 4 * BLOCKS + block, header.w);
+      keep_merge(warp / 4 * BLOCKS + block, header.w, warp, lane);
     }
   }
 
@@ -1180,11 +1186,11 @@ struct DecodeStep {
   __device__ __forceinline__ void publish_embeddings(uint32_t step_epoch) {
     #pragma unroll 1
     for (uint32_t place = thread; place < 32; place += CONSUMERS) {
-      uint32_t wave = place / 8;
+      uint32_t wave = place / WAVE_VALUES;
       uint32_t row = place % 8;
       uint32_t m_tile = wave * BLOCKS + block % BLOCKS;
-      bool is_own = place < 8 && m_tile < O_ROWS / 8 && 0 < column_count;
-      uint32_t there = min(m_tile, 127u);
+      bool is_own = place < WAVE_VALUES && m_tile < O_ROWS / 8 && 0 < column_count;
+      uint32_t there = min(m_tile, O_ROWS / 8 - 1);
       float* residual = (float*)(arena + RESIDUAL);
       uint32_t place_2 = renewed_u32(wave * 8 + row);
       float weight = bf16_to_f32(norms[there * 8 + row]);
@@ -1217,18 +1223,20 @@ struct DecodeStep {
   }
 
   // Bring `size_bytes` of global memory into L2, a line a block: a cold line under full load takes microseconds.
-  __device__ __forceinline__ void prefetch(const bf16* source) {
+  __device__ __forceinline__ void prefetch(const bf16* source, uint32_t size_bytes) {
     const uint8_t* lines = (const uint8_t*)(source);
     if (thread == 0) {
       #pragma unroll 1
-      for (uint32_t offset = block * 128; offset < 512; offset += BLOCKS * 128) prefetch_l2(lines + offset);
+      for (uint32_t offset = block * LINE_BYTES; offset < size_bytes; offset += BLOCKS * LINE_BYTES) {
+        prefetch_l2(lines + offset);
+      }
     }
   }
 
   // Bring a part of a vector into shared memory; ends with a barrier of the consumer warps.
   __device__ __forceinline__ void load_vector(uint32_t first_unit, Exchanged vector, uint32_t epoch) {
     uint4* vector_2 = (uint4*)(arena + VECTOR);
-    if (thread < 128) {
+    if (thread < HIDDEN / 8) {
       if (lane == 0) {
         wait_tagged4(input_words + word_of_input(vector, (thread + first_unit) * 4), vector.exponent, epoch);
       }
@@ -1246,13 +1254,13 @@ struct DecodeStep {
     const uint4* fragments = (const uint4*)(chunk_2);
     uint32_t read = 0;
     #pragma unroll
-    for (uint32_t turn = 0; turn < 2; ++turn) {
+    for (uint32_t turn = 0; turn < STAGE_BYTES / BF16_TILE_BYTES / 8; ++turn) {
       uint32_t pair = turn * 8 + warp;
       uint4 first = fragments[pair * 64 + lane];
       uint4 second = fragments[pair * 64 + 32 + lane];
       weights[turn][0] = first;
       weights[turn][1] = second;
-      values[turn] = ((uint4*)(arena + VECTOR) + (place * (STAGE_BYTES / 1024) + pair) * 4)[lane % 4];
+      values[turn] = ((uint4*)(arena + VECTOR) + (place * (STAGE_BYTES / BF16_TILE_BYTES) + pair) * UNITS_OF_32_COLUMNS)[lane % 4];
       read ^= first.x ^ second.x;
     }
     wait_for_u32(read);
@@ -1262,7 +1270,7 @@ struct DecodeStep {
   __device__ __forceinline__ void multiply_held(uint32_t chunk, float (&sums)[1][4], uint4 (&weights)[2][2],
       uint4 (&values)[2]) {
     #pragma unroll
-    for (uint32_t turn = 0; turn < 2; ++turn) {
+    for (uint32_t turn = 0; turn < STAGE_BYTES / BF16_TILE_BYTES / 8; ++turn) {
       uint32_t pair = turn * 8 + warp;
       mma_bf16(sums[0], weights[turn][0], values[turn].x, values[turn].y);
       mma_bf16(sums[0], weights[turn][1], values[turn].z, values[turn].w);
@@ -1287,8 +1295,8 @@ struct DecodeStep {
 
   // This warp's sums: [warp][pair of columns][column of the pair][row]. Lane 4g + t holds rows g and g + 8 of
   // columns 2t and 2t + 1.
-  __device__ __forceinline__ void lay_down(float* reduction, float (&sums)[1][4]) {
-    uint32_t own = warp * 20 + lane / 4;
+  __device__ __forceinline__ void lay_sums_down(float* reduction, float (&sums)[1][4]) {
+    uint32_t own = warp * WARP_SUMS + lane / 4;
     uint32_t pair = lane % 4;
     if (pair < 1) {
       uint32_t place = own + pair * 40;
@@ -1300,8 +1308,8 @@ struct DecodeStep {
   // The end of an M-tile: this warp's sums to the adding warps.
   __device__ __forceinline__ void hand_over(float (&sums)[1][4]) {
     mbarrier_wait(taken + turn, turn_parity ^ 1);
-    float* reduction = (float*)(arena + REDUCTIONS) + turn * 160;
-    lay_down(reduction, sums);
+    float* reduction = (float*)(arena + REDUCTIONS) + turn * (WARP_SUMS * 8);
+    lay_sums_down(reduction, sums);
     warp_barrier();
     if (lane == 0) mbarrier_arrive(summed + turn);
     advance(turn, turn_parity, 3);
@@ -1334,8 +1342,8 @@ struct DecodeStep {
   // Makes: qkv.
   __device__ __forceinline__ void qkv(uint32_t step, uint32_t layer, uint32_t layer_epoch) {
     note_progress(step * PHASES + layer * 5);
-    prefetch(head_norms + layer * 256);
-    uint32_t position = (block + 4) % BLOCKS;
+    prefetch(head_norms + layer * (2 * HEAD_DIM), 2 * HEAD_DIM * 2);
+    uint32_t position = (block + QKV_START) % BLOCKS;
     if (thread == 0) store_shared_u32(block_waits, 1);
     load_vector(0, EXCHANGED_HIDDEN, layer_epoch - 1);
     if (thread == 0) mbarrier_arrive(loaded);
@@ -1358,9 +1366,9 @@ struct DecodeStep {
   // The queries that were asked for to shared memory.
   __device__ __forceinline__ void settle_queries(uint32_t epoch, KeptItem* record, uint64_t (&asked)[4],
       uint32_t query_column, uint32_t query_head, uint32_t index, uint4 words) {
-    uint32_t query_units = record->item.rows * 16;
+    uint32_t query_units = record->item.rows * (HEAD_DIM / 8);
     if (warp * 32 < query_units) {
-      uint4 words_2 = settle_flagged4(asked, exchange_words + ((query_column * (PROJECTED_ROWS / 8) + query_head * 16 + index % 16) * 4 + EXCHANGE_QKV), epoch);
+      uint4 words_2 = settle_flagged4(asked, exchange_words + ((query_column * (PROJECTED_ROWS / 8) + query_head * 16 + index % (HEAD_DIM / 8)) * 4 + EXCHANGE_QKV), epoch);
       float values[8];
       values[0] = bf16x2_low(words_2.x);
       values[1] = bf16x2_high(words_2.x);
@@ -1393,8 +1401,8 @@ struct DecodeStep {
       scaled[5] = values[5] * scale * bf16x2_high(words.z);
       scaled[6] = values[6] * scale * bf16x2_low(words.w);
       scaled[7] = values[7] * scale * bf16x2_high(words.w);
-      float2* angles = (float2*)(arena + ROPE) + (query_column * 64 + index % 16 % 8 * 8);
-      bool is_second = index % 16 >= 8;
+      float2* angles = (float2*)(arena + ROPE) + (query_column * 64 + index % (HEAD_DIM / 8) % 8 * 8);
+      bool is_second = index % (HEAD_DIM / 8) >= 8;
       float rotated[8];
       float2 angle = angles[0];
       float partner = shuffle_xor_f32(scaled[0], 8);
@@ -1449,7 +1457,7 @@ struct DecodeStep {
     uint32_t tiles = max(last_tile, first_tile + 1) - first_tile;
     uint32_t groups = min(tiles, 8u);
     uint32_t index = ((warp + 8 - begin / 16 % 8) % 8 + 8 - first_tile % 8) % 8;
-    uint32_t each = (286335560u >> (groups - 1) * 4) & 15;
+    uint32_t each = (QUOTIENTS_OF_8 >> (groups - 1) * 4) & 15;
     return each + (index < 8 - each * groups ? 1u : 0u);
   }
 
@@ -1533,8 +1541,8 @@ struct DecodeStep {
     values[5] = is_value_2 ? values[5] : rotated[5];
     values[6] = is_value_2 ? values[6] : rotated[6];
     values[7] = is_value_2 ? values[7] : rotated[7];
-    if (lane < newest * 32) {
-      uint4* place_2 = (is_value ? (uint4*)(arena + NEWEST) + 256 : (uint4*)(arena + NEWEST)) + newest_unit;
+    if (lane < newest * (HEAD_DIM / 8 * 2)) {
+      uint4* place_2 = (is_value ? (uint4*)(arena + NEWEST) + 16 * HEAD_DIM * 2 / 16 : (uint4*)(arena + NEWEST)) + newest_unit;
       place_2[0] = make_u32x4(pack_bf16x2(values[0], values[1]), pack_bf16x2(values[2], values[3]), pack_bf16x2(values[4], values[5]), pack_bf16x2(values[6], values[7]));
     }
     warp_barrier();
@@ -1543,14 +1551,14 @@ struct DecodeStep {
   // By the warp that attends the tile: the newest keys and values that belong to a tile which begins with cached
   // ones, behind those, to rows `row` and following of its stage.
   __device__ __forceinline__ void join_newest(uint32_t row, uint32_t newest, uint8_t* keys, uint8_t* values) {
-    uint32_t count = min(newest, 16 - row % 16) * 16;
+    uint32_t count = min(newest, 16 - row % 16) * (HEAD_DIM * 2 / 16);
     #pragma unroll 1
     for (uint32_t unit = lane; unit < count; unit += 32) {
-      ((uint4*)(keys) + row * 16)[unit] = ((uint4*)(arena + NEWEST))[unit];
+      ((uint4*)(keys) + row * (HEAD_DIM * 2 / 16))[unit] = ((uint4*)(arena + NEWEST))[unit];
     }
     #pragma unroll 1
     for (uint32_t unit = lane; unit < count; unit += 32) {
-      ((uint4*)(values) + row * 16)[unit] = ((uint4*)(arena + NEWEST) + 256)[unit];
+      ((uint4*)(values) + row * (HEAD_DIM * 2 / 16))[unit] = ((uint4*)(arena + NEWEST) + 16 * HEAD_DIM * 2 / 16)[unit];
     }
     fence_proxy_async_shared();
     warp_barrier();
@@ -1571,7 +1579,7 @@ struct DecodeStep {
 
   // Lanes of odd rows read the two units in the opposite order: no bank conflicts.
   __device__ __forceinline__ void read_crossed(uint32_t row, uint32_t both, uint32_t (&words)[2][4], uint8_t* keys) {
-    const uint4* keys_2 = (const uint4*)(keys) + row * 16;
+    const uint4* keys_2 = (const uint4*)(keys) + row * (HEAD_DIM / 8);
     uint32_t is_odd = lane / 4 % 2;
     uint4 first = keys_2[(both * 2 + is_odd) * 4 + lane % 4];
     uint4 second = keys_2[(both * 2 + (1 - is_odd)) * 4 + lane % 4];
@@ -1592,11 +1600,11 @@ struct DecodeStep {
   __device__ __forceinline__ void scale_and_mask(float (&logits)[4], uint32_t valid, uint32_t key,
       uint32_t (&limits)[2]) {
     uint32_t index = lane / 4;
-    logits[0] = key + index < min(limits[0], key + valid) ? logits[0] * 0.12751743f : -bits_float(0x7f800000);
-    logits[1] = key + index < min(limits[1], key + valid) ? logits[1] * 0.12751743f : -bits_float(0x7f800000);
+    logits[0] = key + index < min(limits[0], key + valid) ? logits[0] * 0.12751743f : -infinity();
+    logits[1] = key + index < min(limits[1], key + valid) ? logits[1] * 0.12751743f : -infinity();
     uint32_t tile_key = index + 8;
-    logits[2] = key + tile_key < min(limits[0], key + valid) ? logits[2] * 0.12751743f : -bits_float(0x7f800000);
-    logits[3] = key + tile_key < min(limits[1], key + valid) ? logits[3] * 0.12751743f : -bits_float(0x7f800000);
+    logits[2] = key + tile_key < min(limits[0], key + valid) ? logits[2] * 0.12751743f : -infinity();
+    logits[3] = key + tile_key < min(limits[1], key + valid) ? logits[3] * 0.12751743f : -infinity();
   }
 
   // exp2(logit - highest) in place, and the state shrunk to the new highest logit.
@@ -1609,14 +1617,14 @@ struct DecodeStep {
       peak = maximum_f32(peak, shuffle_xor_f32(peak, 8));
       peak = maximum_f32(peak, shuffle_xor_f32(peak, 16));
       float new_highest = maximum_f32(highest[column], peak);
-      float base = new_highest == -bits_float(0x7f800000) ? 0.0f : new_highest;
+      float base = new_highest == -infinity() ? 0.0f : new_highest;
       float shrink = exp2_f32(highest[column] - base);
       highest[column] = new_highest;
       logits[column] = exp2_f32(logits[column] - base);
       logits[column + 2] = exp2_f32(logits[column + 2] - base);
       weight_sum[column] = fma_f32(weight_sum[column], shrink, logits[column] + logits[column + 2]);
       #pragma unroll
-      for (uint32_t tile = 0; tile < 8; ++tile) {
+      for (uint32_t tile = 0; tile < HEAD_DIM / 64 * 4; ++tile) {
         output[tile][column] = output[tile][column] * shrink;
         output[tile][column + 2] = output[tile][column + 2] * shrink;
       }
@@ -1626,7 +1634,7 @@ struct DecodeStep {
   // Units slices * r, slices * r + 1, ... of a value, as bf16 pairs into words[slice][number].
   __device__ __forceinline__ void read_values(uint32_t row, uint32_t (&words)[2][4][4], uint32_t index,
       uint8_t* values) {
-    const uint4* units = (const uint4*)(values) + (row * 16 + lane / 4 * 2);
+    const uint4* units = (const uint4*)(values) + (row * (HEAD_DIM / 8) + lane / 4 * (HEAD_DIM / 64));
     uint32_t is_late = lane % 4 / 2;
     uint4 first = units[is_late];
     uint4 second = units[1 - is_late];
@@ -1694,41 +1702,41 @@ struct DecodeStep {
     uint32_t keys_end = begin + cached + newest;
     uint32_t all_tiles = (cached + newest + 15) / 16;
     uint32_t tile = (warp + 8 - begin / 16 % 8) % 8;
-    uint32_t first_newest = newest > 0 ? cached / 16 : 134217728;
+    uint32_t first_newest = newest > 0 ? cached / 16 : NEVER;
     bool own = first_newest % 8 == tile;
-    uint32_t newest_units = newest * 16;
+    uint32_t newest_units = newest * (HEAD_DIM / 8);
     uint32_t index = min(lane, newest_units * 2 - 1);
     bool is_value = index >= newest_units;
     uint32_t newest_unit = index - (is_value ? newest_units : 0);
-    uint32_t newest_column = record->tile.newest_column + (newest_begin - (record->tile.length + record->tile.stride * step)) + newest_unit / 16;
+    uint32_t newest_column = record->tile.newest_column + (newest_begin - (record->tile.length + record->tile.stride * step)) + newest_unit / (HEAD_DIM / 8);
     uint32_t kv_head_2 = 16 + (is_value ? 8u : 0u) + kv_head;
-    uint32_t place = index % 16;
+    uint32_t place = index % (HEAD_DIM / 8);
     uint64_t asked[4];
     uint32_t kind = kv_head_2 < 16 ? 0u : 1u;
-    uint4 words = load_constant_u32x4(head_norms + ((layer * 2 + kind) * 128 + place * 8));
+    uint4 words = load_constant_u32x4(head_norms + ((layer * 2 + kind) * HEAD_DIM + place * 8));
     if (newest > 0 && own) {
       ask_flagged4(asked, exchange_words + ((newest_column * (PROJECTED_ROWS / 8) + kv_head_2 * 16 + place) * 4 + EXCHANGE_QKV));
     }
     while (tile < all_tiles) {
-      uint32_t stage = tile / 2;
+      uint32_t stage = tile / (STAGE_KEYS / 16);
       bool is_cached = tile < tiles;
-      uint32_t first_tile = stage * 2;
-      uint32_t last_tile = min(first_tile + 2, tiles);
-      uint32_t first_key = begin + stage * 32;
+      uint32_t first_tile = stage * (STAGE_KEYS / 16);
+      uint32_t last_tile = min(first_tile + STAGE_KEYS / 16, tiles);
+      uint32_t first_key = begin + stage * STAGE_KEYS;
       uint32_t arrivals_2 = arrivals(first_tile, last_tile, begin);
       uint32_t place_2 = use_stage + stage;
       uint32_t stage_2 = place_2 % 12;
       if (is_cached) mbarrier_wait(full + stage_2, (use_parity + place_2 / 12) % 2);
       uint8_t* chunk = ring + stage_2 * STAGE_BYTES;
       uint8_t* keys = chunk;
-      uint8_t* values = chunk + 8192;
+      uint8_t* values = chunk + VALUES_AT;
       if (!is_cached) {
         uint8_t* newest_keys = arena + NEWEST;
-        uint8_t* newest_values = arena + NEWEST + 4096;
+        uint8_t* newest_values = arena + NEWEST + 16 * HEAD_DIM * 2;
         first_tile = tiles;
         last_tile = all_tiles;
         first_key = begin + tiles * 16;
-        uint32_t joined = (first_key - newest_begin) * 256;
+        uint32_t joined = (first_key - newest_begin) * (HEAD_DIM * 2);
         keys = newest_keys + joined;
         values = newest_values + joined;
       }
@@ -1746,7 +1754,7 @@ struct DecodeStep {
       warp_barrier();
       if (lane == 0 && is_cached) mbarrier_arrive_many(empty + stage_2, arrivals_2);
     }
-    uint32_t place_2 = use_stage + (cached + 31) / 32;
+    uint32_t place_2 = use_stage + (cached + (STAGE_KEYS - 1)) / STAGE_KEYS;
     use_parity = (use_parity + place_2 / 12) % 2;
     use_stage = place_2 % 12;
   }
@@ -1770,7 +1778,7 @@ struct DecodeStep {
   }
 
   // This warp's unnormalised output of some slices: attention[warp][column][slice][number].
-  __device__ __forceinline__ void lay_down_2(float (&output)[8][4]) {
+  __device__ __forceinline__ void lay_output_down(float (&output)[8][4]) {
     uint4* scratch = (uint4*)(arena + ATTENTION);
     #pragma unroll
     for (uint32_t column = 0; column < 2; ++column) {
@@ -1795,16 +1803,16 @@ struct DecodeStep {
     float2* statistics = (float2*)(arena + STATISTICS);
     float low = 0.0f;
     float high = 0.0f;
-    float highest = -bits_float(0x7f800000);
+    float highest = -infinity();
     #pragma unroll
     for (uint32_t state = 0; state < 8; ++state) highest = maximum_f32(highest, statistics[first + state * 2].x);
-    float base = highest == -bits_float(0x7f800000) ? 0.0f : highest;
+    float base = highest == -infinity() ? 0.0f : highest;
     float weight_sum = 0.0f;
     #pragma unroll
     for (uint32_t state = 0; state < 8; ++state) {
       float2 numbers = statistics[first + state * 2];
       float weight = exp2_f32(numbers.x - base);
-      float2 part = scratch[(first + state * 2) * 64 + pair];
+      float2 part = scratch[(first + state * 2) * (SLICE_PAIRS * 2) + pair];
       weight_sum = fma_f32(weight, numbers.y, weight_sum);
       low = fma_f32(weight, part.x, low);
       high = fma_f32(weight, part.y, high);
@@ -1818,32 +1826,33 @@ struct DecodeStep {
 
   __device__ __forceinline__ void publish_partial(uint32_t row, uint32_t dim_pair, float low, float high, float lse,
       uint32_t epoch) {
-    uint32_t partial = row * 132;
+    uint32_t partial = row * (HEAD_DIM + 4);
     publish_flagged(exchange_words + (partial + dim_pair * 2 + EXCHANGE_PARTIALS), float_bits(low), epoch);
     publish_flagged(exchange_words + (partial + dim_pair * 2 + 1 + EXCHANGE_PARTIALS), float_bits(high), epoch);
     if (dim_pair < 4) {
-      publish_flagged(exchange_words + (partial + 128 + dim_pair + EXCHANGE_PARTIALS), float_bits(lse), epoch);
+      publish_flagged(exchange_words + (partial + HEAD_DIM + dim_pair + EXCHANGE_PARTIALS), float_bits(lse), epoch);
     }
   }
 
-  // Column tile `index` of every group: its column c was laid down by the warps column_group, column_group +
-  // column_groups, ..., as their column c.
-  __device__ __forceinline__ void fold_slices(uint32_t epoch, KeptItem* record, uint32_t kv_head) {
+  // `count` slices of column tile `index` of every group: its column c was laid down by the warps column_group,
+  // column_group + column_groups, ..., as their column c.
+  __device__ __forceinline__ void fold_slices(uint32_t first_slice, uint32_t index, uint32_t epoch, KeptItem* record,
+      uint32_t kv_head) {
     uint32_t rows = record->item.rows;
     #pragma unroll 1
-    for (uint32_t output = thread; output < rows * 64; output += CONSUMERS) {
-      uint32_t place = output / 64;
-      uint32_t pair = output % 64;
+    for (uint32_t output = thread; output < rows * (SLICE_PAIRS * 2); output += CONSUMERS) {
+      uint32_t place = output / (SLICE_PAIRS * 2);
+      uint32_t pair = output % (SLICE_PAIRS * 2);
       float low;
       float high;
       float highest;
       float weight_sum;
       fold_states(place, pair, low, high, highest, weight_sum);
-      uint32_t dim_pair = (pair % 32 / 4 * 2 + pair / 32) * 4 + pair % 32 % 4;
-      float lse = weight_sum == 0.0f ? -bits_float(0x7f800000) : fma_f32(highest, 0.6931472f, log_f32(weight_sum));
+      uint32_t dim_pair = (pair % SLICE_PAIRS / 4 * (HEAD_DIM / 64) + (pair / SLICE_PAIRS + first_slice)) * 4 + pair % SLICE_PAIRS % 4;
+      float lse = weight_sum == 0.0f ? -infinity() : fma_f32(highest, 0.6931472f, log_f32(weight_sum));
       if (record->item.partial == WRITE_THROUGH) {
         uint32_t column = record->tile.first_column + place / 2;
-        publish_tagged(input_words + (((((kv_head * 2 + place % 2) * 128 + dim_pair * 2) / 32 + column) * 4 + ((kv_head * 2 + place % 2) * 128 + dim_pair * 2) / 8 % 4) * 4 + ((kv_head * 2 + place % 2) * 128 + dim_pair * 2) % 8 / 2 + EXCHANGE_ATTENTION), pack_bf16x2(low, high), 60, epoch);
+        publish_tagged(input_words + (((((kv_head * 2 + place % 2) * HEAD_DIM + dim_pair * 2) / 32 + column) * 4 + ((kv_head * 2 + place % 2) * HEAD_DIM + dim_pair * 2) / 8 % 4) * 4 + ((kv_head * 2 + place % 2) * HEAD_DIM + dim_pair * 2) % 8 / 2 + EXCHANGE_ATTENTION), pack_bf16x2(low, high), 60, epoch);
       } else {
         publish_partial(record->item.partial + place, dim_pair, low, high, lse, epoch);
       }
@@ -1855,9 +1864,9 @@ struct DecodeStep {
   __device__ __forceinline__ void fold(uint32_t epoch, float (&weight_sum)[2], float (&highest)[2],
       float (&output)[8][4], KeptItem* record, uint32_t kv_head) {
     lay_down_statistics(weight_sum, highest);
-    lay_down_2(output);
+    lay_output_down(output);
     named_barrier(1, CONSUMERS);
-    fold_slices(epoch, record, kv_head);
+    fold_slices(0, 0, epoch, record, kv_head);
     named_barrier(1, CONSUMERS);
   }
 
@@ -1868,8 +1877,8 @@ struct DecodeStep {
     float highest[2];
     float weight_sum[2] = {};
     float output[8][4] = {};
-    highest[0] = -bits_float(0x7f800000);
-    highest[1] = -bits_float(0x7f800000);
+    highest[0] = -infinity();
+    highest[1] = -infinity();
     attend_keys(cached_end, newest_begin, newest, epoch, begin, record, step, kv_head, layer, query, limits, highest,
         weight_sum, output);
     fold(epoch, weight_sum, highest, output, record, kv_head);
@@ -1880,12 +1889,12 @@ struct DecodeStep {
   // no warp for another's stores to it.
   __device__ __forceinline__ void append_newest(uint32_t newest_begin, uint32_t newest, KeptItem* record, uint32_t step,
       uint32_t kv_head, uint32_t layer) {
-    uint32_t newest_units = newest * 16;
+    uint32_t newest_units = newest * (HEAD_DIM / 8);
     uint32_t words[1][4];
     if (thread < newest_units * 2) {
       bool is_value = thread >= newest_units;
       uint32_t newest_unit = thread - (is_value ? newest_units : 0);
-      uint4* place = (is_value ? (uint4*)(arena + NEWEST) + 256 : (uint4*)(arena + NEWEST)) + newest_unit;
+      uint4* place = (is_value ? (uint4*)(arena + NEWEST) + 16 * HEAD_DIM * 2 / 16 : (uint4*)(arena + NEWEST)) + newest_unit;
       uint4 read = place[0];
       words[0][0] = read.x;
       words[0][1] = read.y;
@@ -1896,9 +1905,9 @@ struct DecodeStep {
     if (thread < newest_units * 2) {
       bool is_value = thread >= newest_units;
       uint32_t newest_unit = thread - (is_value ? newest_units : 0);
-      uint32_t newest_column = record->tile.newest_column + (newest_begin - (record->tile.length + record->tile.stride * step)) + newest_unit / 16;
+      uint32_t newest_column = record->tile.newest_column + (newest_begin - (record->tile.length + record->tile.stride * step)) + newest_unit / (HEAD_DIM / 8);
       uint32_t kv_head_2 = 16 + (is_value ? 8u : 0u) + kv_head;
-      uint32_t place = thread % 16;
+      uint32_t place = thread % (HEAD_DIM / 8);
       if (newest_column - record->tile.first_column < record->tile.columns && column_states[newest_column].number < column_states[newest_column].total) {
         uint32_t table = column_states[newest_column].sequence * (MAX_CONTEXT / PAGE_SIZE);
         uint32_t page = load_constant_u32(page_table + (table + column_states[newest_column].position / PAGE_SIZE));
@@ -1913,9 +1922,9 @@ struct DecodeStep {
 
   // The record at hand becomes that of another merge of this team.
   __device__ __forceinline__ void replace_merge(uint32_t job, uint32_t merge_rows) {
-    named_barrier(warp / 4 + 2, 128);
-    if (warp % 4 == 0) keep_merge(job, merge_rows);
-    named_barrier(warp / 4 + 2, 128);
+    named_barrier(warp / 4 + 2, TEAM_THREADS);
+    if (warp % 4 == 0) keep_merge(job, merge_rows, warp, lane);
+    named_barrier(warp / 4 + 2, TEAM_THREADS);
   }
 
   // `count` sources of a merge, numbers `first`, `first + every`, ... Lane n: the n-th of them, or the last: the
@@ -1935,7 +1944,7 @@ struct DecodeStep {
   __device__ __forceinline__ void add(float values_0, float values_1, float values_2, float values_3, float lse,
       float weight, float& highest, float& weight_sum, float (&sums)[4]) {
     float new_highest = maximum_f32(highest, lse);
-    float base = new_highest == -bits_float(0x7f800000) ? 0.0f : new_highest;
+    float base = new_highest == -infinity() ? 0.0f : new_highest;
     float shrink = exp2_f32((highest - base) * 1.442695f);
     float grow = exp2_f32((lse - base) * 1.442695f);
     highest = new_highest;
@@ -1956,11 +1965,11 @@ struct DecodeStep {
       uint32_t value = sources(start + first * every, every, count, record);
       uint4 states[8];
       uint32_t indices[8];
-      indices[0] = ((value + record->row) * 33 + 32) * 4;
+      indices[0] = ((value + record->row) * ((HEAD_DIM + 4) / 4) + HEAD_DIM / 4) * 4;
       #pragma unroll
       for (uint32_t index = 0; index < 5; ++index) {
         uint32_t source = shuffle_u32(value, index);
-        indices[index + 1] = ((source + record->row) * 33 + lane % 32) * 4;
+        indices[index + 1] = ((source + record->row) * ((HEAD_DIM + 4) / 4) + lane % (HEAD_DIM / 4)) * 4;
       }
       wait_flagged_places(states, exchange_words + EXCHANGE_PARTIALS, indices, 6, epoch);
       #pragma unroll
@@ -1997,15 +2006,15 @@ struct DecodeStep {
   __device__ __forceinline__ void finish_merge(uint32_t epoch, float weight_sum, float highest, float (&sums)[4],
       KeptMerge* record) {
     float inverse = weight_sum == 0.0f ? 0.0f : divide_f32(1.0f, weight_sum);
-    float lse = weight_sum == 0.0f ? -bits_float(0x7f800000) : highest + log_f32(weight_sum);
-    if (lane < 32) {
+    float lse = weight_sum == 0.0f ? -infinity() : highest + log_f32(weight_sum);
+    if (lane < HEAD_DIM / 4) {
       #pragma unroll
       for (uint32_t pair = 0; pair < 2; ++pair) {
-        uint32_t dim_pair = lane % 32 * 2 + pair;
+        uint32_t dim_pair = lane % (HEAD_DIM / 4) * 2 + pair;
         float low = sums[pair * 2] * inverse;
         float high = sums[pair * 2 + 1] * inverse;
         uint32_t column = record->tile.first_column + record->row / 2;
-        publish_tagged(input_words + (((((record->head_and_chunk % HEAD_LIMIT * 2 + record->row % 2) * 128 + dim_pair * 2) / 32 + column) * 4 + ((record->head_and_chunk % HEAD_LIMIT * 2 + record->row % 2) * 128 + dim_pair * 2) / 8 % 4) * 4 + ((record->head_and_chunk % HEAD_LIMIT * 2 + record->row % 2) * 128 + dim_pair * 2) % 8 / 2 + EXCHANGE_ATTENTION), pack_bf16x2(low, high), 60, epoch);
+        publish_tagged(input_words + (((((record->head_and_chunk % HEAD_LIMIT * 2 + record->row % 2) * HEAD_DIM + dim_pair * 2) / 32 + column) * 4 + ((record->head_and_chunk % HEAD_LIMIT * 2 + record->row % 2) * HEAD_DIM + dim_pair * 2) / 8 % 4) * 4 + ((record->head_and_chunk % HEAD_LIMIT * 2 + record->row % 2) * HEAD_DIM + dim_pair * 2) % 8 / 2 + EXCHANGE_ATTENTION), pack_bf16x2(low, high), 60, epoch);
       }
     }
   }
@@ -2033,20 +2042,20 @@ struct DecodeStep {
       uint32_t newest_begin = max(begin, record->tile.length + record->tile.stride * step);
       uint32_t newest_end = min(record->item.end, record->tile.length + record->tile.stride * step + record->tile.newest);
       uint32_t newest = newest_begin < newest_end ? newest_end - newest_begin : 0;
-      uint32_t query_units = record->item.rows * 16;
+      uint32_t query_units = record->item.rows * (HEAD_DIM / 8);
       uint32_t index_2 = min(thread, query_units - 1);
-      uint32_t row = index_2 / 16;
+      uint32_t row = index_2 / (HEAD_DIM / 8);
       uint32_t query_column = record->tile.first_column + row / 2;
       uint32_t query_head = kv_head * 2 + row % 2;
       uint64_t asked[4];
       uint32_t kind = query_head < 16 ? 0u : 1u;
-      uint4 words = load_constant_u32x4(head_norms + ((layer * 2 + kind) * 128 + index_2 % 16 * 8));
+      uint4 words = load_constant_u32x4(head_norms + ((layer * 2 + kind) * HEAD_DIM + index_2 % (HEAD_DIM / 8) * 8));
       if (warp * 32 < query_units) {
-        ask_flagged4(asked, exchange_words + ((query_column * (PROJECTED_ROWS / 8) + query_head * 16 + index_2 % 16) * 4 + EXCHANGE_QKV));
+        ask_flagged4(asked, exchange_words + ((query_column * (PROJECTED_ROWS / 8) + query_head * 16 + index_2 % (HEAD_DIM / 8)) * 4 + EXCHANGE_QKV));
       }
       uint4* shared = (uint4*)(arena + QUERIES);
       uint32_t row_2 = min(lane / 4, 1u);
-      uint4* query = shared + row_2 * 16;
+      uint4* query = shared + row_2 * (HEAD_DIM / 8);
       uint32_t limits[2];
       uint32_t packed = lane % 4 * 2;
       limits[0] = limit(packed, record, step);
@@ -2067,7 +2076,7 @@ struct DecodeStep {
     for (uint32_t job = first_job; job < jobs; job += BLOCKS * 2) {
       if (job != first_job) replace_merge(job, jobs_of_head);
       if (record->row < record->tile.columns * 2) {
-        float highest = -bits_float(0x7f800000);
+        float highest = -infinity();
         float weight_sum = 0.0f;
         float sums[4] = {};
         uint32_t sources = record->end - record->begin;
@@ -2077,7 +2086,7 @@ struct DecodeStep {
           uint32_t start = warp % 4;
           fold_sources(start, 4, layer_epoch, record, highest, weight_sum, sums);
           lay_down_folded(sums, highest, weight_sum);
-          named_barrier(warp / 4 + 2, 128);
+          named_barrier(warp / 4 + 2, TEAM_THREADS);
           if (warp % 4 == 0) fold_team(highest, weight_sum, sums);
         }
         if (warp % 4 == 0) finish_merge(layer_epoch, weight_sum, highest, sums, record);
@@ -2087,17 +2096,8 @@ struct DecodeStep {
     if (jobs > 0) named_barrier(1, CONSUMERS);
   }
 
-  // Bring `size_bytes` of global memory into L2, a line a block: a cold line under full load takes microseconds.
-  __device__ __forceinline__ void prefetch_2(const bf16* source) {
-    const uint8_t* lines = (const uint8_t*)(source);
-    if (thread == 0) {
-      #pragma unroll 1
-      for (uint32_t offset = block * 128; offset < 2048; offset += BLOCKS * 128) prefetch_l2(lines + offset);
-    }
-  }
-
   // Bring a part of a vector into shared memory; ends with a barrier of the consumer warps.
-  __device__ __forceinline__ void load_vector_2(uint32_t first_unit, Exchanged vector, uint32_t epoch) {
+  __device__ __forceinline__ void load_vector_of_o(uint32_t first_unit, Exchanged vector, uint32_t epoch) {
     uint4* vector_2 = (uint4*)(arena + VECTOR);
     uint4 units[8];
     wait_tagged_units(units, input_words + word_of_input(vector, (thread + first_unit) * 4), vector.apart * (CONSUMERS * 4), 1, vector.exponent, epoch);
@@ -2106,32 +2106,32 @@ struct DecodeStep {
   }
 
   // This warp's tiles of a chunk, and what they are multiplied with, to registers.
-  __device__ __forceinline__ void hold_chunk_2(uint32_t chunk, uint32_t place, uint8_t* chunk_2, uint4 (&weights)[2][2],
-      uint4 (&values)[2]) {
+  __device__ __forceinline__ void hold_chunk_of_o(uint32_t chunk, uint32_t place, uint8_t* chunk_2,
+      uint4 (&weights)[2][2], uint4 (&values)[2]) {
     const uint4* fragments = (const uint4*)(chunk_2);
     uint32_t read = 0;
     #pragma unroll
-    for (uint32_t turn = 0; turn < 2; ++turn) {
+    for (uint32_t turn = 0; turn < STAGE_BYTES / BF16_TILE_BYTES / 8; ++turn) {
       uint32_t pair = turn * 8 + warp;
       uint4 first = fragments[pair * 64 + lane];
       uint4 second = fragments[pair * 64 + 32 + lane];
       weights[turn][0] = first;
       weights[turn][1] = second;
-      values[turn] = ((uint4*)(arena + VECTOR) + (place * (STAGE_BYTES / 1024) + pair) * 8)[lane % 8];
+      values[turn] = ((uint4*)(arena + VECTOR) + (place * (STAGE_BYTES / BF16_TILE_BYTES) + pair) * UNITS_OF_64_COLUMNS)[lane % 8];
       read ^= first.x ^ second.x;
     }
     wait_for_u32(read);
   }
 
   // Chunks [first, end) of an M-tile in the next stages, by the part of the input that lies beside them.
-  __device__ __forceinline__ void use_chunks_2(uint32_t first, uint32_t end, float (&sums)[1][4], bool is_first) {
+  __device__ __forceinline__ void use_chunks_of_o(uint32_t first, uint32_t end, float (&sums)[1][4], bool is_first) {
     #pragma unroll 2
     for (uint32_t chunk = first; chunk < end; ++chunk) {
       uint4 weights[2][2];
       uint4 values[2];
       mbarrier_wait(full + use_stage, use_parity);
       uint8_t* chunk_2 = ring + use_stage * STAGE_BYTES;
-      hold_chunk_2(chunk, chunk - first, chunk_2, weights, values);
+      hold_chunk_of_o(chunk, chunk - first, chunk_2, weights, values);
       warp_barrier();
       if (lane == 0) mbarrier_arrive(empty + use_stage);
       advance(use_stage, use_parity, 12);
@@ -2141,8 +2141,8 @@ struct DecodeStep {
 
   // This warp's sums: [warp][pair of columns][column of the pair][row]. Lane 4g + t holds rows g and g + 8 of
   // columns 2t and 2t + 1.
-  __device__ __forceinline__ void lay_down_3(float* reduction, float (&sums)[1][4]) {
-    uint32_t own = warp * 20 + lane / 4;
+  __device__ __forceinline__ void lay_sums_down_of_o(float* reduction, float (&sums)[1][4]) {
+    uint32_t own = warp * WARP_SUMS + lane / 4;
     uint32_t first = lane % 4 * 2;
     if (first < 2) {
       float value = sums[0][0];
@@ -2153,22 +2153,22 @@ struct DecodeStep {
   }
 
   // The end of an M-tile: this warp's sums to the adding warps.
-  __device__ __forceinline__ void hand_over_2(float (&sums)[1][4]) {
+  __device__ __forceinline__ void hand_over_of_o(float (&sums)[1][4]) {
     mbarrier_wait(taken + turn, turn_parity ^ 1);
-    float* reduction = (float*)(arena + REDUCTIONS) + turn * 160;
-    lay_down_3(reduction, sums);
+    float* reduction = (float*)(arena + REDUCTIONS) + turn * (WARP_SUMS * 8);
+    lay_sums_down_of_o(reduction, sums);
     warp_barrier();
     if (lane == 0) mbarrier_arrive(summed + turn);
     advance(turn, turn_parity, 3);
   }
 
   // The block's M-tiles of a matrix by vectors that are there whole.
-  __device__ __forceinline__ void multiply_m_tiles_2(Matrix matrix, uint32_t position) {
+  __device__ __forceinline__ void multiply_m_tiles_of_o(Matrix matrix, uint32_t position) {
     #pragma unroll 1
     for (uint32_t m_tile = position; m_tile < matrix.m_tiles; m_tile += BLOCKS) {
       float sums[1][4] = {};
-      use_chunks_2(0, matrix.chunks, sums, m_tile < BLOCKS);
-      hand_over_2(sums);
+      use_chunks_of_o(0, matrix.chunks, sums, m_tile < BLOCKS);
+      hand_over_of_o(sums);
     }
   }
 
@@ -2178,13 +2178,13 @@ struct DecodeStep {
   // Makes: middle, middle_squares.
   __device__ __forceinline__ void o(uint32_t step, uint32_t layer, uint32_t layer_epoch) {
     note_progress(step * PHASES + layer * 5 + 2);
-    prefetch_2(norms + (layer * 2 + 1) * HIDDEN);
+    prefetch(norms + (layer * 2 + 1) * HIDDEN, HIDDEN * 2);
     uint32_t position = block % BLOCKS;
     if (position < O_ROWS / 8) {
       if (thread == 0) store_shared_u32(block_waits, 1);
-      load_vector_2(0, EXCHANGED_ATTENTION, layer_epoch);
+      load_vector_of_o(0, EXCHANGED_ATTENTION, layer_epoch);
       if (thread == 0) store_shared_u32(block_waits, 0);
-      multiply_m_tiles_2(O, position);
+      multiply_m_tiles_of_o(O, position);
       wait_until_taken();
     }
   }
@@ -2195,7 +2195,7 @@ struct DecodeStep {
   // Makes: gated.
   __device__ __forceinline__ void gate_up(uint32_t step, uint32_t layer, uint32_t layer_epoch) {
     note_progress(step * PHASES + layer * 5 + 3);
-    uint32_t position = (block + 4) % BLOCKS;
+    uint32_t position = (block + GATE_UP_START) % BLOCKS;
     if (thread == 0) store_shared_u32(block_waits, 1);
     load_vector(0, EXCHANGED_MIDDLE, layer_epoch);
     if (thread == 0) mbarrier_arrive(loaded);
@@ -2205,14 +2205,14 @@ struct DecodeStep {
   }
 
   // Bring a part of a vector into shared memory; ends with a barrier of the consumer warps.
-  __device__ __forceinline__ void load_vector_3(uint32_t first_unit, Exchanged vector, uint32_t epoch) {
+  __device__ __forceinline__ void load_vector_of_down(uint32_t first_unit, Exchanged vector, uint32_t epoch) {
     uint4* vector_2 = (uint4*)(arena + VECTOR);
     if (lane == 0) wait_tagged4(input_words + word_of_input(vector, (thread + first_unit) * 4), vector.exponent, epoch);
     warp_barrier();
     uint4 units[8];
     wait_tagged_units(units, input_words + word_of_input(vector, (thread + first_unit) * 4), vector.apart * (CONSUMERS * 4), 1, vector.exponent, epoch);
     vector_2[thread] = units[0];
-    if (thread + CONSUMERS < 384) {
+    if (thread + CONSUMERS < DOWN_UNITS) {
       uint32_t first_unit_2 = thread + CONSUMERS;
       uint4 units_2[8];
       wait_tagged_units(units_2, input_words + word_of_input(vector, (first_unit_2 + first_unit) * 4), vector.apart * (CONSUMERS * 4), 1, vector.exponent, epoch);
@@ -2227,13 +2227,13 @@ struct DecodeStep {
   // Makes: hidden, hidden_squares.
   __device__ __forceinline__ void down(uint32_t step, uint32_t layer, uint32_t layer_epoch) {
     note_progress(step * PHASES + layer * 5 + 4);
-    prefetch_2(norms + (layer * 2 + 2) * HIDDEN);
+    prefetch(norms + (layer * 2 + 2) * HIDDEN, HIDDEN * 2);
     uint32_t position = block % BLOCKS;
     if (position < DOWN_ROWS / 8) {
       if (thread == 0) store_shared_u32(block_waits, 1);
-      load_vector_3(0, EXCHANGED_GATED, layer_epoch);
+      load_vector_of_down(0, EXCHANGED_GATED, layer_epoch);
       if (thread == 0) store_shared_u32(block_waits, 0);
-      multiply_m_tiles_2(DOWN, position);
+      multiply_m_tiles_of_o(DOWN, position);
       wait_until_taken();
     }
   }
@@ -2242,9 +2242,9 @@ struct DecodeStep {
   // Norm; lm_head; logits, where they are wanted; each lane's best candidates, in registers.
   // Waits for: hidden, hidden_squares.
   __device__ __forceinline__ void lm_head(uint32_t step, uint32_t step_epoch) {
-    note_progress(step * PHASES + 140);
+    note_progress(step * PHASES + PHASE_LM_HEAD);
     if (step >= head_from || logits != nullptr) {
-      uint32_t position = (block + 4) % BLOCKS;
+      uint32_t position = (block + LM_HEAD_START) % BLOCKS;
       if (thread == 0) store_shared_u32(block_waits, 1);
       load_vector(0, EXCHANGED_HIDDEN, step_epoch + 28);
       if (thread == 0) mbarrier_arrive(loaded);
@@ -2273,23 +2273,23 @@ struct DecodeStep {
 
   // No token yet.
   __device__ __forceinline__ void clear(Nearest& nearest) {
-    nearest.first = -bits_float(0x7f800000);
-    nearest.first_noisy = -bits_float(0x7f800000);
+    nearest.first = -infinity();
+    nearest.first_noisy = -infinity();
     nearest.first_token = NO_TOKEN;
-    nearest.second = -bits_float(0x7f800000);
-    nearest.second_noisy = -bits_float(0x7f800000);
+    nearest.second = -infinity();
+    nearest.second_noisy = -infinity();
     nearest.second_token = NO_TOKEN;
-    nearest.left_out = -bits_float(0x7f800000);
+    nearest.left_out = -infinity();
     nearest.weight = 0.0f;
-    nearest.best = -bits_float(0x7f800000);
+    nearest.best = -infinity();
     nearest.best_token = NO_TOKEN;
-    nearest.best_scaled = -bits_float(0x7f800000);
+    nearest.best_scaled = -infinity();
   }
 
   // Before `take`: the token's weight, all relative to the lane's highest, and whether it is the most noisy.
-  __device__ __forceinline__ void weigh_2(float scaled, float noisy, uint32_t token, Nearest& nearest) {
+  __device__ __forceinline__ void weigh_token(float scaled, float noisy, uint32_t token, Nearest& nearest) {
     float first = nearest.first;
-    if (scaled > -bits_float(0x7f800000)) {
+    if (scaled > -infinity()) {
       float highest = first < scaled ? scaled : first;
       float before = nearest.weight * exp_f32(first - highest);
       nearest.weight = before + exp_f32(scaled - highest);
@@ -2344,10 +2344,10 @@ struct DecodeStep {
 
   // The nearest tokens of a warp's lanes and what all of theirs weigh, in shared memory. highest: that to which
   // a lane's weight is relative.
-  __device__ __forceinline__ void lay_down_4(float highest, uint32_t* words, Nearest& nearest) {
+  __device__ __forceinline__ void lay_list_down(float highest, uint32_t* words, Nearest& nearest) {
     float above = highest_of_warp(highest);
     float part = 0.0f;
-    if (highest > -bits_float(0x7f800000)) part = nearest.weight * exp_f32(highest - above);
+    if (highest > -infinity()) part = nearest.weight * exp_f32(highest - above);
     float weight = warp_sum_f32(part);
     best_of_warp(lane, nearest.best, nearest.best_token, nearest.best_scaled);
     #pragma unroll 1
@@ -2362,7 +2362,7 @@ struct DecodeStep {
         nearest.first = nearest.second;
         nearest.first_noisy = nearest.second_noisy;
         nearest.first_token = nearest.second_token;
-        nearest.second = -bits_float(0x7f800000);
+        nearest.second = -infinity();
         nearest.second_token = NO_TOKEN;
       }
     }
@@ -2381,20 +2381,20 @@ struct DecodeStep {
     Nearest nearest;
     clear(nearest);
     const float2* pairs = (const float2*)(weighed) + load_constant_u32(&sequence_records[column_states[0].sequence].slot) * VOCAB;
-    uint32_t position = (block + 4) % BLOCKS;
+    uint32_t position = (block + LM_HEAD_START) % BLOCKS;
     uint32_t own = warp * 32 + lane;
     #pragma unroll 1
-    for (uint32_t first = own; first < 1152; first += 1024) {
+    for (uint32_t first = own; first < OWN_ROWS; first += COLUMN_LANES * 4) {
       float scaled[4];
       float noisy[4];
       uint32_t tokens[4];
       #pragma unroll
       for (uint32_t index = 0; index < 4; ++index) {
-        uint32_t row = first + index * 256;
+        uint32_t row = first + index * COLUMN_LANES;
         uint32_t token = (row / 16 * BLOCKS + position) * 16 + row % 16;
         tokens[index] = token;
-        scaled[index] = -bits_float(0x7f800000);
-        noisy[index] = -bits_float(0x7f800000);
+        scaled[index] = -infinity();
+        noisy[index] = -infinity();
         if (token < VOCAB) {
           scaled[index] = pairs[token].x;
           noisy[index] = pairs[token].y;
@@ -2402,21 +2402,21 @@ struct DecodeStep {
       }
       #pragma unroll
       for (uint32_t index = 0; index < 4; ++index) {
-        weigh_2(scaled[index], noisy[index], tokens[index], nearest);
+        weigh_token(scaled[index], noisy[index], tokens[index], nearest);
         take(scaled[index], noisy[index], tokens[index], nearest);
       }
     }
     float highest = nearest.first;
-    lay_down_4(highest, (uint32_t*)(arena + LIST_ROWS) + warp * 36, nearest);
+    lay_list_down(highest, (uint32_t*)(arena + LIST_ROWS) + warp * LIST_ROW_WORDS, nearest);
   }
 
   // The lists of a column's warps become one, in the place of the first.
   __device__ __forceinline__ void join_lists() {
     Nearest nearest;
     clear(nearest);
-    float highest = -bits_float(0x7f800000);
+    float highest = -infinity();
     if (lane < 8) {
-      uint32_t* words = (uint32_t*)(arena + LIST_ROWS) + lane * 36;
+      uint32_t* words = (uint32_t*)(arena + LIST_ROWS) + lane * LIST_ROW_WORDS;
       highest = bits_float(words[0]);
       nearest.weight = bits_float(words[3]);
       nearest.left_out = bits_float(words[7]);
@@ -2426,11 +2426,11 @@ struct DecodeStep {
     }
     #pragma unroll 1
     for (uint32_t index = lane; index < 64; index += 32) {
-      uint32_t* words = (uint32_t*)(arena + LIST_ROWS) + index / 8 * 36 + index % 8 * 4;
+      uint32_t* words = (uint32_t*)(arena + LIST_ROWS) + index / 8 * LIST_ROW_WORDS + index % 8 * 4;
       take(bits_float(words[0]), bits_float(words[1]), words[2], nearest);
     }
     warp_barrier();
-    lay_down_4(highest, (uint32_t*)(arena + LIST_ROWS), nearest);
+    lay_list_down(highest, (uint32_t*)(arena + LIST_ROWS), nearest);
   }
 
   // The block's list, a word a lane.
@@ -2455,7 +2455,7 @@ struct DecodeStep {
   // The best of `count` candidates that lie `stride` apart, on every lane of the warp.
   __device__ __forceinline__ void best_candidate(uint2* candidates, uint32_t stride, uint32_t count, float& best_out,
       uint32_t& best_token_out) {
-    float best = -bits_float(0x7f800000);
+    float best = -infinity();
     uint32_t best_token = NO_TOKEN;
     #pragma unroll 1
     for (uint32_t other = lane; other < count; other += 32) {
@@ -2474,15 +2474,15 @@ struct DecodeStep {
   __device__ __forceinline__ void gather(uint32_t first_unit, uint32_t epoch) {
     uint4* units = (uint4*)(arena + CANDIDATES);
     #pragma unroll 1
-    for (uint32_t other = thread; other < 132; other += CONSUMERS) {
+    for (uint32_t other = thread; other < BLOCKS * 2 / 2; other += CONSUMERS) {
       units[other] = wait_flagged4_acquire(exchange_words + ((first_unit + other) * 4 + EXCHANGE_CANDIDATES), epoch);
     }
   }
 
   // This warp's share of all blocks' lists of a column, into the region `listed`, and what they say besides.
-  __device__ __forceinline__ void read(uint32_t epoch, uint32_t step) {
+  __device__ __forceinline__ void read_lists(uint32_t epoch, uint32_t step) {
     float* listed = (float*)((float2*)(arena + LISTED));
-    float highest = -bits_float(0x7f800000);
+    float highest = -infinity();
     float weight = 0.0f;
     uint32_t role = lane % 8;
     uint32_t m_tile = chosen_tokens[0] / 16;
@@ -2491,20 +2491,22 @@ struct DecodeStep {
     uint32_t places[8];
     uint32_t own = warp * 32 + lane;
     #pragma unroll 1
-    for (uint32_t first = own; first < own + 1280; first += 1280) {
+    for (uint32_t first = own; first < own + 5 * COLUMN_LANES; first += 5 * COLUMN_LANES) {
       #pragma unroll
-      for (uint32_t index = 0; index < 5; ++index) places[index] = (first_unit + min(first + index * 256, 1055u)) * 4;
+      for (uint32_t index = 0; index < 5; ++index) {
+        places[index] = (first_unit + min(first + index * COLUMN_LANES, BLOCKS * 8 - 1)) * 4;
+      }
       wait_flagged_places(data, exchange_words + EXCHANGE_SHORT_LISTS, places, 5, epoch);
       #pragma unroll
       for (uint32_t index = 0; index < 5; ++index) {
-        if (first + index * 256 < BLOCKS * 8) {
-          listed[(first + index * 256) * 2] = bits_float(data[index].x);
-          listed[(first + index * 256) * 2 + 1] = bits_float(data[index].y);
-          bool is_owner = ((first + index * 256) / 8 + 4) % BLOCKS == m_tile % BLOCKS;
+        if (first + index * COLUMN_LANES < BLOCKS * 8) {
+          listed[(first + index * COLUMN_LANES) * 2] = bits_float(data[index].x);
+          listed[(first + index * COLUMN_LANES) * 2 + 1] = bits_float(data[index].y);
+          bool is_owner = ((first + index * COLUMN_LANES) / 8 + LM_HEAD_START) % BLOCKS == m_tile % BLOCKS;
           if (role < 2 || (role == 2 && is_owner)) {
             float more = bits_float(data[index].w);
             float both = highest < (role == 0 ? bits_float(data[index].x) : more) ? (role == 0 ? bits_float(data[index].x) : more) : highest;
-            if (both > -bits_float(0x7f800000)) {
+            if (both > -infinity()) {
               weight = weight * exp_f32(highest - both) + more * exp_f32((role == 0 ? bits_float(data[index].x) : more) - both);
               highest = both;
             }
@@ -2519,14 +2521,14 @@ struct DecodeStep {
         float value = shuffle_xor_f32(highest, mask);
         float other_weight = shuffle_xor_f32(weight, mask);
         float both = highest < value ? value : highest;
-        if (both > -bits_float(0x7f800000)) {
+        if (both > -infinity()) {
           weight = weight * exp_f32(highest - both) + other_weight * exp_f32(value - both);
           highest = both;
         }
       }
     }
     if (lane <= 2) {
-      uint32_t* words = (uint32_t*)(arena + LIST_ROWS) + warp * 36;
+      uint32_t* words = (uint32_t*)(arena + LIST_ROWS) + warp * LIST_ROW_WORDS;
       words[lane * 2] = float_bits(highest);
       words[lane * 2 + 1] = float_bits(weight);
     }
@@ -2534,14 +2536,14 @@ struct DecodeStep {
 
   // What a column's warps have read: the highest number that blocks say, and what all their tokens weigh.
   __device__ __forceinline__ void weight_said(float& above_out, float& value_out) {
-    float highest = -bits_float(0x7f800000);
+    float highest = -infinity();
     float part = 0.0f;
     if (lane < 8) {
-      highest = bits_float(((uint32_t*)(arena + LIST_ROWS) + lane * 36)[0]);
-      part = bits_float(((uint32_t*)(arena + LIST_ROWS) + lane * 36)[1]);
+      highest = bits_float(((uint32_t*)(arena + LIST_ROWS) + lane * LIST_ROW_WORDS)[0]);
+      part = bits_float(((uint32_t*)(arena + LIST_ROWS) + lane * LIST_ROW_WORDS)[1]);
     }
     float above = highest_of_warp(highest);
-    if (highest > -bits_float(0x7f800000)) part *= exp_f32(highest - above);
+    if (highest > -infinity()) part *= exp_f32(highest - above);
     float value = warp_sum_f32(part);
     above_out = above;
     value_out = value;
@@ -2549,8 +2551,8 @@ struct DecodeStep {
 
   // The highest number that blocks say of `what`, of those that a column's warps have read.
   __device__ __forceinline__ float highest_said(uint32_t what) {
-    float highest = -bits_float(0x7f800000);
-    if (lane < 8) highest = bits_float(((uint32_t*)(arena + LIST_ROWS) + lane * 36)[what * 2]);
+    float highest = -infinity();
+    if (lane < 8) highest = bits_float(((uint32_t*)(arena + LIST_ROWS) + lane * LIST_ROW_WORDS)[what * 2]);
     return highest_of_warp(highest);
   }
 
@@ -2561,7 +2563,7 @@ struct DecodeStep {
     float2* listed = (float2*)(arena + LISTED);
     uint32_t count = 0;
     float weight = 0.0f;
-    float best = -bits_float(0x7f800000);
+    float best = -infinity();
     uint32_t best_index = BLOCKS * 8;
     uint32_t ties = 0;
     #pragma unroll 4
@@ -2622,7 +2624,7 @@ struct DecodeStep {
         high = at;
         found = 1;
       }
-      at = high < bits_float(0x7f800000) ? (low + high) * 0.5f : low * 2.0f + 1.0f;
+      at = high < infinity() ? (low + high) * 0.5f : low * 2.0f + 1.0f;
       if (found == 0 || total == top_k || at <= low || at >= high) break;
     }
     least_out = least;
@@ -2631,8 +2633,8 @@ struct DecodeStep {
 
   // The index of the token that is taken, or AS_IT_IS for the most noisy one of all, which has this `distance`,
   // or LEFT_OPEN. All tokens that are nearer than `known` are listed.
-  __device__ __forceinline__ uint32_t judge(float highest, float all_weigh, float distance, float known, uint32_t top_k,
-      float reach, float top_p) {
+  __device__ __forceinline__ uint32_t judge_lists(float highest, float all_weigh, float distance, float known,
+      uint32_t top_k, float reach, float top_p) {
     uint32_t most = top_k == 0 ? NO_TOKEN : top_k;
     uint32_t judged = UNDECIDED;
     uint32_t candidate = UNDECIDED;
@@ -2660,7 +2662,7 @@ struct DecodeStep {
             uint32_t found;
             weigh_top(highest, known, top_k, top, found);
             least = top;
-            if (found != 0 || known == bits_float(0x7f800000)) whole = top;
+            if (found != 0 || known == infinity()) whole = top;
           }
           if (weight < top_p * least) {
             judged = candidate;
@@ -2694,7 +2696,7 @@ struct DecodeStep {
 
   // One warp: a column is left open. The first candidate is the token in the region `chosen`, so far from the
   // highest number of all. Where no token is found it stays without one.
-  __device__ __forceinline__ void begin_2(float highest, float distance) {
+  __device__ __forceinline__ void begin_rounds(float highest, float distance) {
     uint32_t token = chosen_tokens[0];
     float limit = bits_float(load_constant_u32(&sequence_records[column_states[0].sequence].reach));
     warp_barrier();
@@ -2702,15 +2704,15 @@ struct DecodeStep {
     if (lane == 0) {
       filter_states[0].limit = limit;
       filter_states[0].below = 0.0f;
-      filter_states[0].above = bits_float(0x7f800000);
+      filter_states[0].above = infinity();
       filter_states[0].least = 1.0f;
-      filter_states[0].most = bits_float(0x7f800000);
+      filter_states[0].most = infinity();
       filter_states[0].highest = highest;
       filter_states[0].tested[1] = 2.0f;
       filter_states[0].tested[2] = 4.0f;
       filter_states[0].tested[3] = 8.0f;
       filter_states[0].tested[4] = 16.0f;
-      filter_states[0].tested[5] = bits_float(0x7f800000);
+      filter_states[0].tested[5] = infinity();
       filter_states[0].open = 1;
       chosen_tokens[0] = NO_TOKEN;
     }
@@ -2726,9 +2728,9 @@ struct DecodeStep {
     weight_said(highest, whole);
     float left_out = highest_said(1);
     float best_scaled = highest_said(2);
-    float known = left_out > -bits_float(0x7f800000) ? highest - left_out : bits_float(0x7f800000);
-    uint32_t judged = judge(highest, whole, highest - best_scaled, known, top_k, reach, top_p);
-    if (judged == LEFT_OPEN) begin_2(highest, highest - best_scaled);
+    float known = left_out > -infinity() ? highest - left_out : infinity();
+    uint32_t judged = judge_lists(highest, whole, highest - best_scaled, known, top_k, reach, top_p);
+    if (judged == LEFT_OPEN) begin_rounds(highest, highest - best_scaled);
     if (judged < BLOCKS * 8) {
       uint4 unit = wait_flagged4(exchange_words + ((step % 2 * (BLOCKS * 8) + judged) * 4 + EXCHANGE_SHORT_LISTS), epoch);
       warp_barrier();
@@ -2779,7 +2781,7 @@ struct DecodeStep {
   }
 
   // The warp's sums and its best, a word each, in shared memory: [column, group, word].
-  __device__ __forceinline__ void lay_down_5(float (&sums)[12], float& best, uint32_t& best_token,
+  __device__ __forceinline__ void lay_weights_down(float (&sums)[12], float& best, uint32_t& best_token,
       float& best_distance) {
     best_of_warp(lane, best, best_token, best_distance);
     uint32_t* words = (uint32_t*)(arena + FILTER_SUMS) + warp * 32;
@@ -2789,21 +2791,21 @@ struct DecodeStep {
   }
 
   // This warp's rows of a column: what is nearer than each tested distance, into the region `filter_sums`.
-  __device__ __forceinline__ void weigh_3() {
+  __device__ __forceinline__ void weigh_rows() {
     float sums[12] = {};
-    float best = -bits_float(0x7f800000);
+    float best = -infinity();
     uint32_t best_token = NO_TOKEN;
-    float best_distance = bits_float(0x7f800000);
+    float best_distance = infinity();
     float highest = filter_states[0].highest;
     float tested[6];
     #pragma unroll
     for (uint32_t index = 0; index < 5; ++index) tested[index] = filter_states[0].tested[index];
-    tested[5] = bits_float(0x7f800000);
+    tested[5] = infinity();
     const float2* pairs = (const float2*)(weighed) + load_constant_u32(&sequence_records[column_states[0].sequence].slot) * VOCAB;
     uint32_t first = warp * 32 + lane;
-    uint32_t position = (block + 4) % BLOCKS;
+    uint32_t position = (block + LM_HEAD_START) % BLOCKS;
     #pragma unroll 2
-    for (uint32_t row = first; row < 1152; row += 256) {
+    for (uint32_t row = first; row < OWN_ROWS; row += COLUMN_LANES) {
       uint32_t token = (row / 16 * BLOCKS + position) * 16 + row % 16;
       if (token < VOCAB) {
         float2 pair = pairs[token];
@@ -2823,7 +2825,7 @@ struct DecodeStep {
         }
       }
     }
-    lay_down_5(sums, best, best_token, best_distance);
+    lay_weights_down(sums, best, best_token, best_distance);
   }
 
   // Word number `lane` of what a column's groups have laid down, together, in order.
@@ -2845,7 +2847,7 @@ struct DecodeStep {
 
   // A round up to the exchange: every warp weighs its rows, the first of a column's warps publishes.
   __device__ __forceinline__ void weigh_all(uint32_t epoch, uint32_t index) {
-    if (filter_states[0].open != 0) weigh_3();
+    if (filter_states[0].open != 0) weigh_rows();
     named_barrier(1, CONSUMERS);
     if (warp < 1 && filter_states[0].open != 0) {
       uint32_t word = add_groups(0);
@@ -2872,29 +2874,29 @@ struct DecodeStep {
   }
 
   // This warp's share of all blocks' words of a column, together, into the region `filter_sums`.
-  __device__ __forceinline__ void read_2(uint32_t epoch, uint32_t index) {
+  __device__ __forceinline__ void read_sums(uint32_t epoch, uint32_t index) {
     float sums[4] = {};
-    float best = -bits_float(0x7f800000);
+    float best = -infinity();
     uint32_t token = NO_TOKEN;
-    float distance = bits_float(0x7f800000);
+    float distance = infinity();
     uint32_t first_unit = index % 2 * BLOCKS * 4;
     uint4 data[8];
     uint32_t places[8];
     uint32_t own = warp * 32 + lane;
     #pragma unroll 1
-    for (uint32_t first = own; first < own + 768; first += 768) {
+    for (uint32_t first = own; first < own + 3 * COLUMN_LANES; first += 3 * COLUMN_LANES) {
       #pragma unroll
       for (uint32_t index_2 = 0; index_2 < 3; ++index_2) {
-        places[index_2] = (first_unit + min(first + index_2 * 256, 527u)) * 4;
+        places[index_2] = (first_unit + min(first + index_2 * COLUMN_LANES, BLOCKS * 4 - 1)) * 4;
       }
       wait_flagged_places(data, exchange_words + EXCHANGE_FILTERS, places, 3, epoch);
       #pragma unroll
       for (uint32_t index_2 = 0; index_2 < 3; ++index_2) {
-        if (first + index_2 * 256 < BLOCKS * 4) take_unit(data[index_2], sums, best, token, distance);
+        if (first + index_2 * COLUMN_LANES < BLOCKS * 4) take_unit(data[index_2], sums, best, token, distance);
       }
     }
     if (lane % 4 != 0) {
-      best = -bits_float(0x7f800000);
+      best = -infinity();
       token = NO_TOKEN;
     }
     best_of_warp(lane, best, token, distance);
@@ -2922,20 +2924,20 @@ struct DecodeStep {
     below = highest_of_warp(holds_no_more ? (below < at ? at : below) : below);
     least = highest_of_warp(holds_no_more ? (least < weight ? weight : least) : least);
     float middle = (below + above) * 0.5f;
-    if (above < bits_float(0x7f800000) && (middle <= below || middle >= above)) least = most;
+    if (above < infinity() && (middle <= below || middle >= above)) least = most;
     bool is_out = holds_all || (top_p < 1.0f && weight >= top_p * most);
     limit = -highest_of_warp(-(is_out ? (limit < at ? limit : at) : limit));
   }
 
   // Write down what is known, and the next pivots: evenly where the answer lies, in the bracket while it is open,
   // then below the limit. Without an upper end, each twice as far as the one before.
-  __device__ __forceinline__ void keep_3(float least, float most, float below, float above, float limit) {
+  __device__ __forceinline__ void keep_known(float least, float most, float below, float above, float limit) {
     bool is_open = least < most;
     float low = is_open ? below : 0.0f;
     float high = is_open ? above : limit;
     float evenly = low + (high - low) * ((float)(lane) * 0.2f);
     float doubling = (low + 1.0f) * (float)(1u << lane);
-    if (lane > 0 && lane <= 4) filter_states[0].tested[lane] = high < bits_float(0x7f800000) ? evenly : doubling;
+    if (lane > 0 && lane <= 4) filter_states[0].tested[lane] = high < infinity() ? evenly : doubling;
     if (lane == 0) {
       filter_states[0].limit = limit;
       filter_states[0].below = below;
@@ -2947,7 +2949,7 @@ struct DecodeStep {
 
   // One warp: what a round's sums say of the bracket, the limit, the candidate; then what the next round weighs.
   // Lane i < 6 has tested distance i. word: number `lane` of the sums.
-  __device__ __forceinline__ void judge_2(uint32_t word) {
+  __device__ __forceinline__ void judge_sums(uint32_t word) {
     float top_k = (float)(load_constant_u32(&sequence_records[column_states[0].sequence].top_k));
     float top_p = bits_float(load_constant_u32(&sequence_records[column_states[0].sequence].top_p));
     uint32_t value = shuffle_u32(word, 1);
@@ -2974,21 +2976,21 @@ struct DecodeStep {
       filter_states[0].open = 0;
       chosen_tokens[0] = filter_states[0].chosen;
     }
-    keep_3(least, most, below, above, limit);
+    keep_known(least, most, below, above, limit);
   }
 
   // The end of a round: a column's warps read what all blocks published, and the first of them decides.
   __device__ __forceinline__ void judge_all(uint32_t epoch, uint32_t index) {
-    if (filter_states[0].open != 0) read_2(epoch, index);
+    if (filter_states[0].open != 0) read_sums(epoch, index);
     named_barrier(1, CONSUMERS);
     if (warp < 1 && filter_states[0].open != 0) {
       uint32_t word = add_groups(1);
-      judge_2(word);
+      judge_sums(word);
     }
   }
 
   __device__ __forceinline__ void filter(uint32_t step_epoch, uint32_t step) {
-    if (filter_states[0].filtered != 0 && chosen_tokens[0] < CANCELLED_TOKEN) read(step_epoch + 29, step);
+    if (filter_states[0].filtered != 0 && chosen_tokens[0] < CANCELLED_TOKEN) read_lists(step_epoch + 29, step);
     named_barrier(1, CONSUMERS);
     if (warp < 1 && (filter_states[0].filtered != 0 && chosen_tokens[0] < CANCELLED_TOKEN)) {
       decide(step_epoch + 29, step);
@@ -3005,7 +3007,7 @@ struct DecodeStep {
 
   // One thread of each block: count a token that was chosen, in the block that makes its logit.
   __device__ __forceinline__ void count(uint32_t column, uint32_t token) {
-    bool is_ours = token / 16 % BLOCKS == (block + 4) % BLOCKS;
+    bool is_ours = token / 16 % BLOCKS == (block + LM_HEAD_START) % BLOCKS;
     if ((load_constant_u32(&sequence_records[column_states[column].sequence].options) & 4) != 0 && is_ours && token < VOCAB) {
       uint32_t following = column_states[column].number + 1;
       uint32_t value = load_constant_u32(&sequence_records[column_states[column].sequence].given);
@@ -3027,7 +3029,7 @@ struct DecodeStep {
   // Waits for: candidates, short_lists, filters.
   // Makes: candidates, short_lists, filters.
   __device__ __forceinline__ void sampling(uint32_t step, uint32_t step_epoch) {
-    note_progress(step * PHASES + 141);
+    note_progress(step * PHASES + PHASE_SAMPLING);
     uint32_t first_word = step % 2 * BLOCKS * 4;
     mbarrier_wait(step_added, step % 2);
     named_barrier(1, CONSUMERS);
@@ -3039,7 +3041,7 @@ struct DecodeStep {
       if (lane < 4) {
         uint32_t value = float_bits(best);
         bool is_cancelled = block == 0 && column_states[warp].cancelled != 0;
-        uint32_t value_2 = is_cancelled ? float_bits(bits_float(0x7f800000)) : float_bits(best);
+        uint32_t value_2 = is_cancelled ? float_bits(infinity()) : float_bits(best);
         uint32_t best_token_2 = is_cancelled ? CANCELLED_TOKEN : best_token;
         uint32_t word = lane % 2 == 0 ? value_2 : best_token_2;
         uint32_t place = first_word + (block * 2 + warp) * 2 + lane;
@@ -3066,7 +3068,7 @@ struct DecodeStep {
   }
 
   // One lane, one column: note what was sampled after its token, and the token that it has in the next step.
-  __device__ __forceinline__ void take_2(uint32_t column, uint32_t& going_on) {
+  __device__ __forceinline__ void take_token(uint32_t column, uint32_t& going_on) {
     uint32_t sequence = column_states[column].sequence;
     uint32_t index = column_states[column].number;
     uint32_t total = column_states[column].total;
@@ -3076,7 +3078,7 @@ struct DecodeStep {
     uint32_t stopped = column_states[column].stopped;
     if (index + 1 >= given_2 && index < total) {
       if (block == 0) {
-        uint32_t place = sequence * 65 + index + 1;
+        uint32_t place = sequence * (LAUNCH_TOKENS + 1) + index + 1;
         tokens[place] = (int32_t)(sampled);
         store_relaxed_u32_sys(emitted + place, sampled);
       }
@@ -3104,7 +3106,7 @@ struct DecodeStep {
     if (warp == 0) {
       uint32_t going_on = 0;
       #pragma unroll 1
-      for (uint32_t column = lane; column < column_count; column += 32) take_2(column, going_on);
+      for (uint32_t column = lane; column < column_count; column += 32) take_token(column, going_on);
       #pragma unroll 1
       for (uint32_t level = 0; level < 5; ++level) going_on |= shuffle_xor_u32(going_on, 16u >> level);
       warp_barrier();
@@ -3122,7 +3124,7 @@ struct DecodeStep {
   // In the consumer role: use up the block's chunks of a matrix that were fetched in vain.
   __device__ __forceinline__ void skip() {
     #pragma unroll 1
-    for (uint32_t i = (block + 4) % BLOCKS; i < QKV_ROWS / 16; i += BLOCKS) {
+    for (uint32_t i = (block + QKV_START) % BLOCKS; i < QKV_ROWS / 16; i += BLOCKS) {
       #pragma unroll 1
       for (uint32_t i_2 = 0; i_2 < 2; ++i_2) {
         mbarrier_wait(full + use_stage, use_parity);
@@ -3189,7 +3191,7 @@ struct DecodeStep {
             fetch(DOWN, layer_offset);
           }
           // lm_head
-          if (step >= head_from || logits != nullptr) fetch_2(LM_HEAD, 0);
+          if (step >= head_from || logits != nullptr) fetch_of_lm_head(LM_HEAD, 0);
           // sampling
         }
       }
@@ -3199,7 +3201,7 @@ struct DecodeStep {
         adding_parity = 0;
         loaded_parity = 0;
         for (uint32_t step = 0; step < steps; ++step) {
-          uint32_t step_epoch = epoch + step * 95;
+          uint32_t step_epoch = epoch + step * STEP_EPOCHS;
           for (uint32_t layer = 0; layer < 28; ++layer) {
             uint32_t layer_epoch = step_epoch + layer + 1;
             finish_qkv(layer_epoch);
@@ -3208,7 +3210,7 @@ struct DecodeStep {
             finish_matrix(DOWN, norms + (layer * 2 + 2) * HIDDEN, EXCHANGED_HIDDEN, EXCHANGE_HIDDEN_SQUARES,
                 layer_epoch);
           }
-          float best = -bits_float(0x7f800000);
+          float best = -infinity();
           uint32_t best_token = NO_TOKEN;
           if (step >= head_from || logits != nullptr) finish_lm_head(step_epoch, step, best, best_token);
           lay_down_candidates(best, best_token);
@@ -3230,10 +3232,10 @@ struct DecodeStep {
       use_stage = 0;
       use_parity = 0;
       for (uint32_t step = 0; step < steps; ++step) {
-        uint32_t step_epoch = epoch + step * 95;
+        uint32_t step_epoch = epoch + step * STEP_EPOCHS;
         bool has_new_plan = follow_plan(plan_index, step);
         begin_step(step);
-        if (has_new_plan) keep();
+        if (has_new_plan) keep_plan();
         named_barrier(1, CONSUMERS);
         publish_embeddings(step_epoch);
         load_angles();

@@ -231,7 +231,7 @@ class OnePhase(Piece):
             if self.name in NEED_POSITIONS:
                 self.columns.begin_step(self.step)
             if self.name in NEED_RECORDS:
-                self.schedule.keep()
+                self.schedule.keep_plan()
             if self.name in NEED_POSITIONS + NEED_RECORDS:
                 machine.meet()
             if self.name == "qkv":

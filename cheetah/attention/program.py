@@ -287,7 +287,7 @@ def _emit(spec: AttentionSpec, machine: Machine, given: SimpleNamespace) -> None
     with machine.consumer:
         exchange.start()
         _take_ticket(machine, given.workspace + spec.sections.offsets["launches"])
-        schedule.keep()
+        schedule.keep_plan()
         machine.meet()
         epoch = machine.region("epoch", ty.u32)[0]
         ch.comment("attention")

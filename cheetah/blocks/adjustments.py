@@ -66,6 +66,11 @@ class Adjustments:
         sequence may be filtered."""
         return column * self.vocab if self.columns.machine.plan.drafts else self.row(column)
 
+    @property
+    def own_rows(self) -> int:
+        """Rows of the head that a block has, at the most."""
+        return ch.named("OWN_ROWS", self.head.waves * M_TILE_ROWS)
+
     def token_of_row(self, row: ch.Expr, position: ch.Expr) -> Any:
         """The token of a row of those that the block at a position has of the head."""
         m_tile = self.head.m_tile(row // M_TILE_ROWS, position)

@@ -33,8 +33,8 @@ COLUMN_STATE = ty.struct("ColumnState", **dict.fromkeys(OF_A_COLUMN, ty.u32))
 SEQUENCE_RECORD = ty.struct("SequenceRecord", **dict.fromkeys(names_of(SequenceRecord), ty.u32))
 COLUMN_RECORD = ty.struct("ColumnRecord", **dict.fromkeys(names_of(ColumnRecord), ty.u32))
 """The records of the launch's tables, with what fills them up: see `cheetah.plan.kv.tables`."""
-NO_TOKEN, CANCELLED_TOKEN = ch.named("NO_TOKEN", tables.NO_TOKEN), ch.named("CANCELLED_TOKEN", tables.CANCELLED_TOKEN)
-PROMPT_TOKEN = ch.named("PROMPT_TOKEN", tables.PROMPT_TOKEN)
+NO_TOKEN, CANCELLED_TOKEN = ch.bits("NO_TOKEN", tables.NO_TOKEN), ch.bits("CANCELLED_TOKEN", tables.CANCELLED_TOKEN)
+PROMPT_TOKEN = ch.bits("PROMPT_TOKEN", tables.PROMPT_TOKEN)
 """What stands for no token, and the bit of a prompt's, under their names in the text."""
 
 

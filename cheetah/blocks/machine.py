@@ -48,9 +48,17 @@ class Machine:
         self.consumer_threads = ch.named("CONSUMERS", self.plan.consumer_warps * 32)
         self.hidden = ch.named("HIDDEN", self.model.padded_hidden)
         self.head_dim = ch.named("HEAD_DIM", self.model.head_dim)
+        self.warp_sums = ch.named("WARP_SUMS", self.plan.warp_sums)
+        self.sequence_tokens = ch.named("LAUNCH_TOKENS", self.plan.launch_tokens) + 1
+        """Places of a sequence in the launch's tokens."""
         self.world = world_of(self.gpu)
         self.shape = self.model.of_rank(self.world.size)
         """What this rank has of the model: its heads and their cache."""
+
+    @property
+    def projected_rows(self) -> int:
+        """Queries, keys and values of a column."""
+        return ch.named("PROJECTED_ROWS", self.shape.qkv_rows)
 
     @property
     def stack(self) -> StepTable:

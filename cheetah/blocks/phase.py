@@ -37,7 +37,8 @@ class Phases:
         with machine.producer:
             ch.comment(text.fetched or text.name)
         with machine.consumer, ch.outline(text.name, text.banner), machine.placed_anew():
-            self._note(self.names.index(text.name, self.layer))
+            number = self.names.index(text.name, self.layer)
+            self._note(ch.named(f"PHASE_{text.name.upper()}", number) if isinstance(number, int) else number)
             yield
             if text.meets:
                 self.exchange.meet()

@@ -133,7 +133,12 @@ class Ring:
         """In the producer role: the next stage, empty and with `chunk_bytes` announced; the body issues the copies.
         at_least: so many may be requested also while the block waits. most: so many else, by rule those of the plan."""
         prim.mbarrier_wait(self.empty + self.filling.stage, self.filling.parity)
-        self._bound_requests(at_least, most or self.machine.plan.in_flight)
+        allowed, waiting = most or self.machine.plan.in_flight, self.machine.plan.in_flight_waiting
+        while_waiting = min(max(waiting, at_least) if waiting else allowed, allowed)
+        if while_waiting < allowed:
+            self._bound_requests(ch.argument(while_waiting), ch.argument(allowed))
+        else:
+            self._bound_all_requests(ch.argument(allowed))
         barrier = self.full + self.filling.stage
         destination = self.memory + self.filling.stage * self.stage_bytes
         prim.mbarrier_arrive_expect_tx(barrier, chunk_bytes)
@@ -141,14 +146,14 @@ class Ring:
         self.filling.advance()
 
     @ch.function
-    def _bound_requests(self, at_least: int, allowed: int) -> None:
+    def _bound_requests(self, while_waiting: ch.Expr, allowed: ch.Expr) -> None:
+        """The same where fewer are allowed while the block waits."""
+        waits = prim.load_shared_u32(self.block_waits)
+        self._bound_all_requests(ch.select(waits != 0, while_waiting, allowed))
+
+    @ch.function
+    def _bound_all_requests(self, most: ch.Expr) -> None:
         """In the producer role: let chunks land until one more may be requested."""
-        plan = self.machine.plan
-        most: ch.Expr = ty.u32(allowed)
-        while_waiting = max(plan.in_flight_waiting, at_least) if plan.in_flight_waiting else allowed
-        if while_waiting < allowed:
-            waits = prim.load_shared_u32(self.block_waits)
-            most = ch.const(ty.u32, ch.select(waits != 0, ty.u32(while_waiting), most), name="most")
         with ch.for_(most, self.under_way + 1, unroll=1):
             prim.mbarrier_wait(self.full + self.landed.stage, self.landed.parity)
             self.landed.advance()

@@ -25,8 +25,8 @@ from cheetah.lang import prim, ty
 from cheetah.plan import M_TILE_ROWS
 from cheetah.plan.kv.tables import BIASED, MASKED, PENALISED
 
-PHILOX_MULTIPLIERS = ch.named("PHILOX_MULTIPLIER_0", 0xD2511F53), ch.named("PHILOX_MULTIPLIER_1", 0xCD9E8D57)
-PHILOX_WEYL = ch.named("PHILOX_WEYL_0", 0x9E3779B9), ch.named("PHILOX_WEYL_1", 0xBB67AE85)
+PHILOX_MULTIPLIERS = ch.bits("PHILOX_MULTIPLIER_0", 0xD2511F53), ch.bits("PHILOX_MULTIPLIER_1", 0xCD9E8D57)
+PHILOX_WEYL = ch.bits("PHILOX_WEYL_0", 0x9E3779B9), ch.bits("PHILOX_WEYL_1", 0xBB67AE85)
 PHILOX_ROUNDS = 10
 WARP_LANES, ROWS_LANES = 32, M_TILE_ROWS
 """Lanes of a warp, and of those that have the rows of one column of an M-tile."""
@@ -119,7 +119,7 @@ class Sampler:
             candidate.set(scaled + gumbel(token, position, seed))
             if self.filters is not None:
                 with ch.if_(self.filters.is_asked & (token < self.vocab)):
-                    self.filters.keep(rows, token, scaled, candidate)
+                    self.filters.keep_weighed(rows, token, scaled, candidate)
         with ch.if_((token < self.vocab) & (candidate > self.best[rows.slot])):
             self.best[rows.slot].set(candidate)
             self.best_token[rows.slot].set(token)

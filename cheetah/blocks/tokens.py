@@ -109,7 +109,7 @@ class Tokens:
         with ch.if_(machine.warp == 0):
             going_on = ch.var(ty.u32, 0)
             with ch.for_(machine.lane, self.columns.count, 32, unroll=1, name="column") as column:
-                self._take(column, going_on)
+                self._take_token(column, going_on)
             with ch.for_(5, unroll=1) as level:
                 going_on |= prim.shuffle_xor_u32(going_on, ty.u32(16) >> level)
             prim.warp_barrier()  # every lane's tokens are written before lane 0 lets them be read
@@ -126,7 +126,7 @@ class Tokens:
         machine.meet()
 
     @ch.function
-    def _take(self, column: ch.Expr, going_on: Any) -> None:
+    def _take_token(self, column: ch.Expr, going_on: Any) -> None:
         """One lane, one column: note what was sampled after its token, and the token that it has in the next step."""
         machine, launch, columns = self.machine, self.launch, self.columns
         sequence = ch.const(ty.u32, columns.state(column, SEQUENCE), name="sequence")
@@ -138,7 +138,7 @@ class Tokens:
         stopped = ch.var(ty.u32, columns.state(column, STOPPED))
         with ch.if_((index + 1 >= given) & (index < total)):
             with ch.if_(machine.block == 0):
-                place = sequence * (machine.plan.launch_tokens + 1) + index + 1
+                place = sequence * machine.sequence_tokens + index + 1
                 launch.tokens[place] = ty.i32(sampled)
                 self._emit(place, sampled)
             first_stop = ch.const(ty.u32, columns.sequence(sequence, "stop_first"), name="first_stop")
@@ -171,7 +171,7 @@ class Tokens:
         launch = self.launch
         token = ch.var(ty.u32, 0)
         with ch.if_(index < self.columns.sequence(sequence, "given")):
-            place = sequence * (self.machine.plan.launch_tokens + 1) + index
+            place = sequence * self.machine.sequence_tokens + index
             token.set(ch.minimum(ty.u32(launch.tokens[place]), self.rows - 1))
         return token
 

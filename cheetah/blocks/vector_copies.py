@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 from cheetah import lang as ch
 from cheetah.blocks.machine import Machine
@@ -91,7 +92,16 @@ class VectorCopies:
         """The first `pieces` of a half are waited for no more: they may be requested anew, behind a barrier of the
         consumer warps."""
         if pieces:
-            self.parities ^= ty.u32((1 << pieces) - 1) << half * PIECES_OF_HALF
+            self.parities ^= self._bits_of(half, pieces)
+
+    @staticmethod
+    def _bits_of(half: ch.Value, pieces: int) -> Any:
+        """Those of the parities."""
+        bits = (1 << pieces) - 1
+        if not isinstance(half, int):
+            return ty.u32(bits) << half * PIECES_OF_HALF
+        first = half * PIECES_OF_HALF
+        return ch.bits(f"PIECES_{first}_TO_{first + pieces - 1}", bits << first)
 
 
 @dataclass(frozen=True, eq=False)

@@ -125,7 +125,7 @@ class VerifiedTokens(Tokens):
             self._count(prim.warp_sum_u32(ch.select(is_right & (stopped == 0), bit, ty.u32(0))))
             prim.warp_barrier()  # it asks whether columns had stopped, which is written below
         with ch.if_((machine.block == 0) & is_right & (stopped == 0)):
-            place = ch.const(ty.u32, sequence * (machine.plan.launch_tokens + 1) + following, name="place")
+            place = ch.const(ty.u32, sequence * machine.sequence_tokens + following, name="place")
             self.launch.judges[place] = ch.cast(ty.u32, step) * columns.limit + column
             with ch.if_(is_wanted):
                 self._note(sequence, place, following, column - first, sampled)
@@ -240,6 +240,6 @@ class VerifiedTokens(Tokens):
         launch = self.launch
         token = ch.var(ty.u32, 0)
         with ch.if_(index < self.columns.sequence(sequence, "drafted")):
-            place = sequence * (self.machine.plan.launch_tokens + 1) + index
+            place = sequence * self.machine.sequence_tokens + index
             token.set(ch.minimum(ty.u32(launch.tokens[place]), self.rows - 1))
         return token

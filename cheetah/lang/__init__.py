@@ -26,7 +26,7 @@ from cheetah.lang.errors import (
 )
 from cheetah.lang.functions import function, inline, outline
 from cheetah.lang.kernel import Kernel, Params, kernel
-from cheetah.lang.named import named
+from cheetah.lang.named import bits, named
 from cheetah.lang.nodes import Expr, Name, Value
 from cheetah.lang.operators import address_of, cast, maximum, minimum, pointee, reinterpret, select
 from cheetah.lang.primitive import Primitive
@@ -39,7 +39,7 @@ __all__ = [
     "AsmError", "ConstStoreError", "ControlError", "CopySizeError", "DeviceBoolError", "Expr", "Kernel", "LangError",
     "MissingWithError", "Name", "NoKernelError", "NoMemberError", "Params", "Primitive", "RangeError", "Role",
     "RoleError", "ScopeError", "SignatureError", "Streams", "TypeMixError", "UnusedStageError", "Value", "address_of",
-    "argument", "array", "asm", "block_dim_x", "block_idx_x", "break_", "cast", "comment", "const", "constexpr",
+    "argument", "array", "asm", "bits", "block_dim_x", "block_idx_x", "break_", "cast", "comment", "const", "constexpr",
     "continue_", "else_", "for_", "function", "grid_dim_x", "if_", "inline", "kernel", "maximum", "minimum", "named",
     "out", "outline", "pointee", "prim", "raw_stmt", "record", "reinterpret", "render", "render_file", "return_",
     "roles_const", "roles_for", "select", "thread_idx_x", "ty", "var", "while_", "whole",

@@ -67,14 +67,18 @@ def function(function: Callable[P, R]) -> Callable[P, R]:
     and arrays by reference where the body stores to them. Literals and everything else are static, but for what is
     given as `ch.argument(number)`. It may return nothing, a device value, or a tuple or list of them; what it returns
     is a constant in the caller.
+
+    It is called as in Python. Another text of that name is called by what it is specialised on: the `name` of the first
+    static argument that has one, `multiply_of_qkv`; else how many there are of one, `attend_of_two_states`, or that a
+    range does not begin with 0, `lay_down_of_later_slices`.
     """
     keeping, signature = keeping_names(function), inspect.signature(function)
 
     @wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
-        body = outline(function.__name__, comment=_summary(function))
+        given = signature.bind(*args, **kwargs)
+        body = outline(function.__name__, comment=_summary(function), of=_told_by(given.arguments))
         with body:
-            given = signature.bind(*args, **kwargs)
             for name, value in given.arguments.items():
                 given.arguments[name] = body.parameters(name, value)
             result = keeping(*given.args, **given.kwargs)
@@ -83,6 +87,22 @@ def function(function: Callable[P, R]) -> Callable[P, R]:
         return returned
 
     return call
+
+
+_COUNTS = ("no", "one", "two", "three", "four", "five", "six", "seven", "eight")
+
+
+def _told_by(arguments: Mapping[str, Any]) -> str:
+    """What the static arguments tell of a call; empty where they say nothing that has a name."""
+    static = {name: argument for name, argument in arguments.items() if not isinstance(argument, Expr)}
+    names = (getattr(argument, "name", None) for argument in static.values())
+    found = [name for name in names if isinstance(name, str) and name.isidentifier()]
+    for name, argument in static.items():
+        if isinstance(argument, range) and argument.start:
+            found.append(f"later_{name}")
+        elif isinstance(argument, (list, tuple)) and not hasattr(argument, "_fields") and len(argument) < len(_COUNTS):
+            found.append(f"{_COUNTS[len(argument)]}_{name}")
+    return next(iter(found), "")
 
 
 def _summary(function: Callable[..., Any]) -> str:
@@ -101,14 +121,16 @@ class _Given:
 class outline(Block):
     """`with ch.outline("qkv"):` makes what is emitted inside one device function, and calls it here.
 
-    What the body uses of the caller's names becomes parameters; names bound inside are not seen after it.
+    What the body uses of the caller's names becomes parameters; names bound inside are not seen after it. of: what
+    tells it from another function of that name.
     """
 
     verb = "ch.outline(...)"
 
-    def __init__(self, name: str, comment: str = "") -> None:
+    def __init__(self, name: str, comment: str = "", of: str = "") -> None:
         super().__init__()
         self.name, self.comment = name.lstrip("_"), comment
+        self.qualified = f"{self.name}_of_{of}" if of else self.name
         self.given: list[_Given] = []
         self.outputs: list[Name] = []
         self.returns: ty.Type = ty.void
@@ -198,7 +220,8 @@ class outline(Block):
         parameters = [Parameter(names[name.name], name.type, _is_place(name, stored)) for name in inputs]
         parameters += [Parameter(names[name.name], name.type, True) for name in self.outputs]
         renamed = tuple(_renamed(statement, names) for statement in body)
-        return _shared(Function(self.name, tuple(parameters), self.returns, renamed, self.comment, changes))
+        made = Function(self.name, tuple(parameters), self.returns, renamed, self.comment, changes)
+        return _shared(made, self.qualified)
 
     def _require_alone(self, name: str, changed: Expr | str, others: list[_Given]) -> None:
         """A place that the body stores to, as `name`, comes in by one way only: by two, one would or would not see the
@@ -351,12 +374,14 @@ def _fields_with_names(node: type[Any]) -> tuple[str, ...]:
     return tuple(item.name for item in fields(node) if kinds.search(str(item.type)))
 
 
-def _shared(made: Function) -> Function:
-    """The function of that text, where the program has it; else `made` under a free name, from now on one of them."""
+def _shared(made: Function, qualified: str) -> Function:
+    """The function of that text, where the program has it; else `made` under a free name, from now on one of them.
+    qualified: its name where its own is taken."""
     program = current()
     text = function_text(replace(made, name=""))
     if text not in program.functions:
-        name = _free(made.name, program.bound | program.function_names)
+        taken = program.bound | program.function_names
+        name = made.name if _free(made.name, taken) == made.name else _free(qualified, taken)
         program.functions[text] = replace(made, name=name)
         program.function_names.add(name)
     return program.functions[text]

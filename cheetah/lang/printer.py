@@ -11,7 +11,7 @@ from functools import cache, singledispatch
 
 from cheetah.lang import types as ty
 from cheetah.lang.meaning import meaning
-from cheetah.lang.named import Named
+from cheetah.lang.named import Bits, Named
 from cheetah.lang.nodes import (
     Asm,
     Assign,
@@ -107,6 +107,8 @@ def literal_text(node: Literal) -> str:
         return "true" if value else "false"
     if type_.kind == "float":
         return _float_text(float(value), type_)
+    if isinstance(value, Bits):
+        return f"0x{int(value):0{4 if value < 2**16 else 8}x}" + ("u" if value >= 2**31 else "")
     if -(2**31) < value < 2**31:
         return str(value)
     return _integer_text(int(value), type_)
@@ -132,7 +134,7 @@ def _exact(node: Expr, minimum: int) -> str:
 def _float_text(value: float, type_: ty.Scalar) -> str:
     if math.isnan(value) or math.isinf(value):
         sign = "-" if value < 0 else ""
-        return f"{sign}bits_float(0x7f800000)" if math.isinf(value) else "bits_float(0x7fffffff)"
+        return f"{sign}infinity()" if math.isinf(value) else "not_a_number()"
     return repr(value) if type_.bits == 64 else _f32_text(value) + "f"
 
 

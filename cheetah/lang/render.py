@@ -66,7 +66,7 @@ def _primitives_of(program: _Program) -> list[Primitive]:
             if isinstance(node, Call) and isinstance(node.callee, Primitive):
                 found.add(node.callee)
             if isinstance(node, Literal) and isinstance(node.value, float) and not math.isfinite(node.value):
-                found.add("bits_float")
+                found.add("infinity" if math.isinf(node.value) else "not_a_number")
     return with_requirements(found)
 
 

@@ -18,4 +18,4 @@ def ceil_div(count: int, size: int) -> int:
 
 def round_up(count: int, size: int) -> int:
     """The smallest multiple of `size` that is not below `count`."""
-    return ceil_div(count, size) * size
+    return count if count % size == 0 else ceil_div(count, size) * size

@@ -4,6 +4,7 @@ layers, which the decode step and the head alone have in common."""
 from __future__ import annotations
 
 import functools
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -38,6 +39,7 @@ from cheetah.models.dense.page import (
     Page,
 )
 from cheetah.plan import M_TILE_ROWS, MatrixLayout, StepMatrices, step_matrices
+from cheetah.plan.formats import SPARSE, TileFormat
 from cheetah.plan.index import round_up
 from cheetah.plan.kv.tables import epochs_of_step
 from cheetah.plan.products import Product, Vector
@@ -49,11 +51,23 @@ def with_names(matrices: StepMatrices, stage_bytes: int) -> StepMatrices:
     return replace(matrices, of_layer=tuple(listed[:-1]), head=listed[-1])
 
 
+_SIZES_OF_FORMAT = ("tile_bytes", "scales_at", "zero_points_at", "places_at")
+
+
+def format_with_names(format: TileFormat) -> TileFormat:
+    """The format with its sizes under names in the text."""
+    prefix = re.sub(r"\W+", "_", format.name.replace(SPARSE, "two_of_four")).upper()
+    sizes = {name: getattr(format, name, 0) for name in _SIZES_OF_FORMAT}
+    named: dict[str, Any] = {name: ch.named(f"{prefix}_{name.upper()}", size) for name, size in sizes.items() if size}
+    return replace(format, **named)
+
+
 def _with_names(layout: MatrixLayout, stage_bytes: int) -> MatrixLayout:
     name = layout.name.upper()
     is_usual = layout.stage_bytes == stage_bytes
     chunk_bytes = stage_bytes if is_usual else ch.named(f"{name}_CHUNK_BYTES", layout.stage_bytes)
-    return replace(layout, rows=ch.named(f"{name}_ROWS", layout.rows), stage_bytes=chunk_bytes)
+    rows, start = ch.named(f"{name}_ROWS", layout.rows), ch.named(f"{name}_START", layout.start)
+    return replace(layout, rows=rows, start=start, stage_bytes=chunk_bytes, format=format_with_names(layout.format))
 
 
 class HeadParts:
@@ -120,7 +134,7 @@ class HeadParts:
 
     def begin_epochs(self, step: Any) -> None:
         """The first of the step's exchange epochs, in the roles that wait for them and that publish."""
-        first = self.launch.epoch + step * epochs_of_step(self.page.names.layers)
+        first = self.launch.epoch + step * ch.named("STEP_EPOCHS", epochs_of_step(self.page.names.layers))
         self.step_epoch = self._epoch("step_epoch", first)
 
     def _epoch(self, name: str, value: ch.Expr) -> ch.Expr:
@@ -160,10 +174,11 @@ class HeadParts:
         share M-tiles."""
         machine, matrix, tokens = self.machine, self.residual, self.columns.limit
         height = matrix.tile_rows
-        count = matrix.waves * tokens * height
+        of_wave = ch.named("WAVE_VALUES", height * tokens)
+        count = matrix.waves * of_wave
         begin = self.onto_residual(vector, norm, self.step_epoch, multiplier, is_first=True)
         with ch.for_(machine.thread, round_up(count, 32), machine.consumer_threads, unroll=1, name="place") as place:
-            wave = place // (height * tokens)
+            wave = place // of_wave
             column = place // height % tokens
             row = place % height
             m_tile = matrix.m_tile(wave, matrix.position(machine.block))

@@ -267,7 +267,7 @@ class StepParts(HeadParts):
             norms = [self.norm(self.table.norm_behind(product, layer))]
             if self.table.norm_phase(product) is not None:
                 norms.append(self._norm_behind(product, layer))
-            needed += [(norm.weights, self.shape.padded_hidden * 2) for norm in norms]
+            needed += [(norm.weights, self.machine.hidden * 2) for norm in norms]
         return Prefetching(prologue, self.machine, needed) if needed else prologue
 
     def made_before(self, product: Product, places: Any) -> Prologue:
@@ -348,11 +348,14 @@ class StepParts(HeadParts):
     @property
     def _head_norm_row(self) -> int:
         """Weights of the norms of a layer's queries and keys."""
-        return self.shape.rotated_rows if self.shape.joint_norms else 2 * self.shape.head_dim
+        if self.shape.joint_norms:
+            return ch.named("ROTATED_ROWS", self.shape.rotated_rows)
+        weights: int = 2 * self.machine.head_dim
+        return weights
 
     def _needed_by_heads(self, layer: Any) -> list[tuple[ch.Expr, int]]:
         """(address, bytes) of what the layer's projection and attention need beside its matrices."""
-        vectors = {self.launch.biases: self.machine.shape.qkv_rows, self.launch.head_norms: self._head_norm_row}
+        vectors = {self.launch.biases: self.machine.projected_rows, self.launch.head_norms: self._head_norm_row}
         found = [(vector + layer * size, size * 2) for vector, size in vectors.items() if vector is not None]
         if self.launch.places is not None:  # of the products behind, and of the next layer's first or the head
             behind = self.table.places_row(self.table.placed[0], layer) + 1

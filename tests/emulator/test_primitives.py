@@ -366,6 +366,7 @@ def test_arithmetic(draw: np.random.Generator) -> None:
       row[256] = divide_f32(v, 3.0f); row[320] = bits_float(multiply_high_u32(float_bits(v), 0x80000000u));
       row[384] = maximum_f32(maximum_f32(v, bits_float(0x7FC00000u)), 2.0f);
       row[448] = bits_float(make_u32x4(1, 2, float_bits(v), 4).z); row[512] = tanh_f32(v);
+      if (!(infinity() > 3.4028234e38f) || not_a_number() == not_a_number()) row[448] = 0;
       const float square = v * v; row[576] = fma_f32(v, v, -square); row[640] = v * v - square;
     """
     x = draw.uniform(0.1, 5, 64).astype(np.float32)

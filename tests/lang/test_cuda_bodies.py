@@ -305,6 +305,8 @@ def test_all_pure_bodies_of_words_are_looked_at() -> None:
     """Those that take and give words alone, but for what the hardware approximates or a host's float does by itself."""
     by_itself = {"fma_f32", "exp2_f32", "exp_f32", "log_f32", "rsqrt_f32", "tanh_f32", "divide_f32", "maximum_f32"}
     others = {
+        "infinity",
+        "not_a_number",
         "f32_to_bf16",
         "bf16_to_f32",
         "e4m3x4_to_f16",

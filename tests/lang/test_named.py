@@ -24,14 +24,42 @@ def body(*values: object) -> list[str]:
     return [line.strip()[11:-1] for line in ch.render(kernel).splitlines()[1:-1]]
 
 
-def test_a_name_stands_for_the_number_and_for_one_operation_on_it() -> None:
+def test_a_name_stands_for_the_number_and_for_what_is_made_of_it() -> None:
     assert body(BLOCKS, BLOCKS * 4, 4 + BLOCKS, BLOCKS - 1, BLOCKS // 2, BLOCKS * WORDS) == [
         *("BLOCKS", "BLOCKS * 4", "(4 + BLOCKS)", "(BLOCKS - 1)", "BLOCKS / 2", "BLOCKS * WORDS")
     ]
 
 
+def test_formulas_have_the_parentheses_that_they_need() -> None:
+    formulas = {
+        "(BLOCKS * 4 + 1)": BLOCKS * 4 + 1,
+        "(BLOCKS + 1) * WORDS": (BLOCKS + 1) * WORDS,
+        "BLOCKS / (WORDS / 4)": BLOCKS // (WORDS // 4),
+        "BLOCKS / 2 / 3": BLOCKS // 2 // 3,
+        "(BLOCKS - (WORDS - 8))": BLOCKS - (WORDS - 8),
+        "BLOCKS * WORDS * 2": BLOCKS * (WORDS * 2),
+        "BLOCKS * (WORDS / 2)": BLOCKS * (WORDS // 2),
+        "BLOCKS % WORDS": BLOCKS % WORDS,
+        "(200 - BLOCKS)": 200 - BLOCKS,
+    }
+    assert body(*formulas.values()) == list(formulas)
+    values = {"BLOCKS": 132, "WORDS": 96}
+    assert [eval(text.replace("/", "//"), values) for text in formulas] == [int(made) for made in formulas.values()]
+
+
 def test_longer_formulas_are_their_value() -> None:
-    assert body(BLOCKS * 4 + 1, -BLOCKS + 140, BLOCKS % 100, max(BLOCKS, 7) * 1) == ["529", "8", "32", "BLOCKS"]
+    assert body(BLOCKS * 4 + 1 + WORDS * 2, BLOCKS * 4 + 1 + WORDS * 2 - 8) == ["(BLOCKS * 4 + 1 + WORDS * 2)", "713"]
+    assert body(-BLOCKS + 140, max(BLOCKS, 7) * 1, 0 * BLOCKS + 9) == ["8", "BLOCKS", "9"]
+
+
+def test_patterns_of_bits_are_defined_in_hexadecimal() -> None:
+    @ch.kernel(ch.Params(x=ty.ptr_mut(ty.u32), n=ty.u32))
+    def kernel(x, n):
+        x[0] = n & ch.bits("EVEN", 0x5555) | ch.bits("SIGN", 1 << 31)
+
+    text = ch.render_file(kernel)
+    assert "constexpr uint32_t EVEN = 0x5555;\nconstexpr uint32_t SIGN = 0x80000000u;\n" in text
+    assert "x[0] = (n & EVEN) | SIGN;" in text
 
 
 def test_python_computes_with_ints() -> None:

@@ -491,14 +491,18 @@ BUGS = (
         sync="barrier",
     ),
     # -- from the consumer warps to the adding warps and back
-    Bug("one reduction buffer", BOTH, ((r"(float\* reduction = [^;]*) \+ (?:turn|adding) \* 40;", r"\1;"),)),
+    Bug(
+        "one reduction buffer",
+        BOTH,
+        ((r"(float\* reduction = [^;]*) \+ (?:turn|adding) \* \(WARP_SUMS \* 2\);", r"\1;"),),
+    ),
     Bug("rows finished before all warps have summed", BOTH, without(r"mbarrier_wait\(summed \+ adding, \w+\);")),
     Bug("the parity of the sums", BOTH, ((r"(summed \+ adding, adding_parity)\);", r"\1 ^ 1);"),)),
     Bug("one warp's sums are enough", BOTH, ((r"(mbarrier_init\(summed \+ reduction), 2\)", r"\1, 1)"),)),
     Bug(
         "the sums of the next M-tile",
         BOTH,
-        ((r"(float\* reduction = [^;]*) \+ adding \* 40;", r"\1 + (adding ^ 1) * 40;"),),
+        ((r"(float\* reduction = [^;]*) \+ adding \* \(WARP_SUMS \* 2\);", r"\1 + (adding ^ 1) * (WARP_SUMS * 2);"),),
     ),
     Bug("sums laid over others that nobody has added", BOTH, without(TAKEN, after=r"\s*float\* reduction")),
     Bug("the parity of what was taken", BOTH, ((r"(taken \+ turn, turn_parity) \^ 1\);", r"\1);"),)),
@@ -532,11 +536,15 @@ BUGS = (
     Bug(
         "embeddings with the tag of the last layer before",
         ("schedules",),
-        ((r"step_epoch = epoch \+ step \* (\d+);", r"step_epoch = epoch + step * (\1 + 2);"),),
+        ((r"step_epoch = epoch \+ step \* (STEP_EPOCHS);", r"step_epoch = epoch + step * (\1 + 2);"),),
     ),
     Bug("half of the embedding", ("reference",), ((r"float value = embedded;", "float value = embedded * 0.5f;"),)),
     Bug("no grid barrier behind the embeddings", BOTH, change=leave_out_meeting(0), sync="barrier"),
-    Bug("epoch not advanced between steps", BOTH, ((r"step_epoch = epoch \+ step \* \d+;", "step_epoch = epoch;"),)),
+    Bug(
+        "epoch not advanced between steps",
+        BOTH,
+        ((r"step_epoch = epoch \+ step \* STEP_EPOCHS;", "step_epoch = epoch;"),),
+    ),
     Bug("barrier without release", ("race",), ((r"\badd_release_u64\(counter, 1\);", RELAXED_ADD),), sync="barrier"),
     Bug("no grid barrier before the merge", BOTH, change=leave_out_meeting(2), sync="barrier"),
     Bug("no grid barrier after gate_up", BOTH, change=leave_out_meeting(5), sync="barrier"),
@@ -568,7 +576,7 @@ BUGS = (
     Bug(
         "a team's states folded before they are there",
         ("reference",),
-        without(r"named_barrier\(warp / 4 \+ 2, 128\);", before=r"\slay_down_folded\([^;{]*;\s*"),
+        without(r"named_barrier\(warp / 4 \+ 2, TEAM_THREADS\);", before=r"\slay_down_folded\([^;{]*;\s*"),
         setup=MANY,
     ),
     Bug(

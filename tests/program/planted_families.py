@@ -147,7 +147,10 @@ def forget_the_scale_behind(patch: Patch) -> None:
 
 
 def forget_the_multiplier(patch: Patch) -> None:
-    patch.setattr(head_parts, "AddResidual", lambda *arguments: AddResidual(*arguments[:-1]))
+    def made(*arguments: Any, **named: Any) -> AddResidual:
+        return replace(AddResidual(*arguments, **named), multiplier=1.0)
+
+    patch.setattr(head_parts, "AddResidual", made)
 
 
 def weigh_by_the_other_norm(patch: Patch) -> None:

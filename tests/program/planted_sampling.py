@@ -57,10 +57,10 @@ BUGS = (
     SamplingBug("a token of the prompt counts as made", r"found & \(PROMPT_TOKEN - 1\)(?=;)", "found != 0"),
     SamplingBug("frequency is taken off once", r"\(float\)\(count\)(?=;)", "1.0f"),
     SamplingBug("presence is taken off from the second time on", r"(?<=if \()count != 0", "count > 1"),
-    SamplingBug("counted by every block", r"token / 16 % BLOCKS == \(block \+ 2\) % BLOCKS", "true"),
+    SamplingBug("counted by every block", r"token / 16 % BLOCKS == \(block \+ LM_HEAD_START\) % BLOCKS", "true"),
     # -- short lists
     SamplingBug("noise is not written down", r"(?<=weighed\[place \+ 1\] = )noisy", "scaled"),
-    SamplingBug("a list that left nothing out", r"(?<=words\[7\] = float_bits\()left_out", "-bits_float(0x7f800000)"),
+    SamplingBug("a list that left nothing out", r"(?<=words\[7\] = float_bits\()left_out", "-infinity()"),
     SamplingBug("a list weighs what one lane does", r"warp_sum_f32\(part\)(?=;\n +best_of_warp)", "part"),
     SamplingBug(
         "a lane's second was not left out",
@@ -68,7 +68,7 @@ BUGS = (
         "nearest.left_out",
     ),
     SamplingBug("the candidate of another block", r"m_tile % BLOCKS(?=;\n)", "(m_tile + 1) % BLOCKS"),
-    SamplingBug("everything listed is all there is", r"highest - left_out(?= :)", "bits_float(0x7f800000)"),
+    SamplingBug("everything listed is all there is", r"highest - left_out(?= :)", "infinity()"),
     SamplingBug("one token more than top_k", r"(?<=else if \()count < most", "count <= most"),
     SamplingBug("top_p of all, not of the top_k", r"(?<=    least = )top(?=;)", "whole"),
     SamplingBug("min_p beyond the lists", r"known < reach(?= &&)", "false"),

@@ -34,6 +34,16 @@ class Sizes(Protocol):
     def plan(self) -> Plan: ...
 
 
+def values_at(machine: Sizes) -> int:
+    """The byte of a stage at which the values begin, behind the keys."""
+    return ch.named("VALUES_AT", machine.plan.kv_values_at(machine.shape.head_dim))
+
+
+def stage_keys(machine: Sizes) -> int:
+    """Keys of a stage, with as many values."""
+    return ch.named("STAGE_KEYS", machine.plan.kv_stage_tokens(machine.shape.head_dim))
+
+
 @dataclass(frozen=True, eq=False)
 class KvCache:
     """The pool of one model (bf16*, or u8* of e4m3 codes), and the page tables of its sequences, one after the other.
@@ -107,7 +117,7 @@ class KvCache:
 
     @property
     def _stage_tokens(self) -> int:
-        return self.machine.plan.kv_stage_tokens(self.machine.shape.head_dim)
+        return stage_keys(self.machine)
 
     @ch.inline
     def _copy_whole_pages(
@@ -154,5 +164,4 @@ class KvCache:
         """`run` neighbouring tokens, the keys and then the values, to place `done` of the stage's halves."""
         keys = stage + done * self.token_bytes
         prim.bulk_copy(keys, key, run * self.token_bytes, barrier)
-        values_at = self.machine.plan.kv_values_at(self.machine.shape.head_dim)
-        prim.bulk_copy(keys + values_at, self.value(key), run * self.token_bytes, barrier)
+        prim.bulk_copy(keys + values_at(self.machine), self.value(key), run * self.token_bytes, barrier)

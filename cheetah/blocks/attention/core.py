@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from cheetah import lang as ch
-from cheetah.blocks.attention.cache import CACHED_KEYS, KvCache
+from cheetah.blocks.attention.cache import CACHED_KEYS, KvCache, stage_keys, values_at
 from cheetah.blocks.attention.fold import Folder
 from cheetah.blocks.attention.item_loads import ItemLoads
 from cheetah.blocks.attention.merge import LSE_WORDS, Merger, partial_words
@@ -70,9 +70,9 @@ class Attention:
         plan, shape = machine.plan, machine.shape
         self.sizes = AttentionShape(
             shape.group,
-            shape.head_dim,
+            machine.head_dim,
             plan.consumer_warps,
-            plan.kv_stage_tokens(shape.head_dim),
+            stage_keys(machine),
             (tile_columns or plan.tile_columns(shape)) * shape.group,
             plan.kv_dtype == "e4m3",
         )
@@ -261,7 +261,7 @@ class Attention:
             arrivals = self.sharing.arrivals(share, first_tile, last_tile)
             with self.ring.use_ahead(stage, arrivals, is_cached) as taken:
                 keys = ch.var(ty.ptr_mut(ty.u8), taken.address)
-                values = ch.var(ty.ptr_mut(ty.u8), taken.address + machine.plan.kv_values_at(machine.shape.head_dim))
+                values = ch.var(ty.ptr_mut(ty.u8), taken.address + values_at(machine))
                 self.timeline.stamp_first("first_chunk")
                 if port.has_newest:
                     with ch.if_(~is_cached):

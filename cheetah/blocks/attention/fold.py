@@ -46,9 +46,10 @@ class Folder:
                 self._lay_down_statistics(state)
             for first in range(0, self.sizes.slices, every):
                 slices = range(first, min(first + every, self.sizes.slices))
-                self._lay_down(slices, state)
+                self._lay_output_down(slices, state)
                 machine.meet()
-                self._fold_slices(slices, item, share, index, epoch)
+                first_slice = ch.argument(slices.start)
+                self._fold_slices(len(slices), first_slice, item, share, ch.argument(index), epoch)
                 machine.meet()
 
     @property
@@ -78,7 +79,7 @@ class Folder:
                 words[place + 1] = total
 
     @ch.function
-    def _lay_down(self, slices: range, state: WarpState) -> None:
+    def _lay_output_down(self, slices: range, state: WarpState) -> None:
         """This warp's unnormalised output of some slices: attention[warp][column][slice][number]."""
         machine = self.machine
         scratch = machine.region("attention", ty.u32x4)
@@ -95,18 +96,20 @@ class Folder:
                         place[half] = prim.make_u32x4(*(prim.float_bits(value) for value in tiles))
 
     @ch.function
-    def _fold_slices(self, slices: range, item: Item, share: Share, index: int, epoch: ch.Expr) -> None:
-        """Column tile `index` of every group: its column c was laid down by the warps column_group, column_group +
-        column_groups, ..., as their column c."""
+    def _fold_slices(
+        self, count: int, first_slice: ch.Expr, item: Item, share: Share, index: ch.Expr, epoch: ch.Expr
+    ) -> None:
+        """`count` slices of column tile `index` of every group: its column c was laid down by the warps column_group,
+        column_group + column_groups, ..., as their column c."""
         machine = self.machine
-        slice_pairs = SLICE_DIMS // 2
-        pairs = slice_pairs * len(slices)
+        slice_pairs = ch.named("SLICE_PAIRS", SLICE_DIMS // 2)
+        pairs = slice_pairs * count
         if share.is_few:
             rows = item.rows
             with ch.for_(machine.thread, rows * pairs, machine.consumer_threads, unroll=1) as output:
                 place = output // pairs
                 pair = output % pairs
-                self._fold_pair(slices, item, place, place, pair, self.columns, epoch)
+                self._fold_pair(count, first_slice, item, place, place, pair, self.columns, epoch)
             return
         for column_groups in self.sizes.column_groups(share.width):
             laid_down = column_groups * COLUMNS
@@ -116,15 +119,23 @@ class Folder:
                     pair = output % pairs
                     row = (place // COLUMNS * share.width + index) * COLUMNS + place % COLUMNS
                     with ch.if_(row < item.rows):
-                        self._fold_pair(slices, item, row, place, pair, laid_down, epoch)
+                        self._fold_pair(count, first_slice, item, row, place, pair, laid_down, epoch)
 
     @ch.inline
     def _fold_pair(
-        self, slices: range, item: Item, row: ch.Expr, place: ch.Expr, pair: ch.Expr, stride: int, epoch: ch.Expr
+        self,
+        count: int,
+        first_slice: ch.Expr,
+        item: Item,
+        row: ch.Expr,
+        place: ch.Expr,
+        pair: ch.Expr,
+        stride: int,
+        epoch: ch.Expr,
     ) -> None:
-        slice_pairs = SLICE_DIMS // 2
-        low, high, highest, weight_sum = self._fold_states(place, stride, pair, slice_pairs * len(slices))
-        dim_pair = self.sizes.dim_pair(pair // slice_pairs + slices.start, pair % slice_pairs)
+        slice_pairs = ch.named("SLICE_PAIRS", SLICE_DIMS // 2)
+        low, high, highest, weight_sum = self._fold_states(place, stride, pair, slice_pairs * count)
+        dim_pair = self.sizes.dim_pair(pair // slice_pairs + first_slice, pair % slice_pairs)
         lse = self._lse(highest, weight_sum)
         with ch.if_(True if self.sizes.head_dim % SLICE_DIMS == 0 else dim_pair < self.sizes.head_dim // 2):
             self._publish(item, row, dim_pair, low, high, lse, epoch)

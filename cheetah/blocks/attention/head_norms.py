@@ -79,7 +79,7 @@ class HeadNorms:
         """A unit's weights (bf16); a value's lanes get those of a key, for nothing."""
         shape = self.machine.shape
         kind = ch.select(raw.head < shape.heads, ty.u32(0), ty.u32(1))
-        words = prim.load_constant_u32x4(self.weights + ((layer * 2 + kind) * shape.head_dim + raw.unit * UNIT))
+        words = prim.load_constant_u32x4(self.weights + ((layer * 2 + kind) * self.machine.head_dim + raw.unit * UNIT))
         return words
 
     @ch.inline

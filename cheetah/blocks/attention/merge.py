@@ -40,7 +40,7 @@ class Merger:
         self, machine: Machine, exchange: Exchange, schedule: Schedule, softmax: bool, finish: Callable[..., None]
     ) -> None:
         self.machine, self.exchange, self.schedule, self.softmax = machine, exchange, schedule, softmax
-        self.head_dim = machine.shape.head_dim
+        self.head_dim = machine.head_dim
         self.lanes = self.head_dim // schedule.merge_parts // 4
         self.finish = finish
 

@@ -26,7 +26,7 @@ from cheetah.plan.kv.encoding import HEAD_LIMIT
 from cheetah.plan.kv.tables import TILE_WORDS, TileRecord, names_of
 from cheetah.plan.regions import KEPT_ITEM_BYTES, KEPT_ITEMS, KEPT_MERGE_BYTES, KEPT_SOURCES, kept_plan_bytes
 
-WRITE_THROUGH = ch.named("WRITE_THROUGH", 0xFFFFFFFF)
+WRITE_THROUGH = ch.bits("WRITE_THROUGH", 0xFFFFFFFF)
 """The first partial row of an item that gives the final output itself."""
 _HEAD_LIMIT = ch.named("HEAD_LIMIT", HEAD_LIMIT)
 TEAM_BARRIERS = 2
@@ -204,16 +204,19 @@ class Schedule:
     @property
     def _kept_merge(self) -> ch.Expr:
         """The record of the first merge of this warp's team."""
-        return self._kept.merges[self.team]
+        return self._kept_merge_of(self.machine.warp)
+
+    def _kept_merge_of(self, warp: ch.Expr) -> ch.Expr:
+        return self._kept.merges[warp // self.machine.plan.merge_warps]
 
     def keep_all(self) -> None:
-        """`keep` of the plans of all kinds."""
+        """`keep_plan` of the plans of all kinds."""
         for kind in range(self.kinds):
             self.kind = kind
-            self.keep()
+            self.keep_plan()
 
     @ch.function
-    def keep(self) -> None:
+    def keep_plan(self) -> None:
         """In the consumer role: bring the records of the present plan to shared memory. A barrier of the consumer warps
         must precede, if there were others, and follow."""
         machine = self.machine
@@ -228,7 +231,7 @@ class Schedule:
             with ch.if_(first_item + machine.thread < last_item):
                 self._keep_item(ch.address_of(self._kept.items[machine.thread]), first_item + machine.thread)
         with ch.if_((self.team_warp == 0) & (self._first_job() < self._jobs(header))):
-            self._keep_merge(self._first_job(), self._jobs_of_head(header))
+            self._keep_merge(self._first_job(), self._jobs_of_head(header), machine.warp, machine.lane)
 
     @ch.function
     def _keep_item(self, place: ch.Expr, index: ch.Expr) -> None:
@@ -249,15 +252,15 @@ class Schedule:
         units[1] = prim.load_constant_u32x4(record + 4)
 
     @ch.function
-    def _keep_merge(self, job: ch.Expr, merge_rows: ch.Expr) -> None:
+    def _keep_merge(self, job: ch.Expr, merge_rows: ch.Expr, warp: ch.Expr, lane: ch.Expr) -> None:
         """Called by a whole warp of the team."""
-        machine, merge = self.machine, ch.address_of(self._kept_merge)
+        merge = ch.address_of(self._kept_merge_of(warp))
         index, head, begin, end = self._merge_words(job // merge_rows)
-        with ch.if_(machine.lane == 0):
+        with ch.if_(lane == 0):
             ch.reinterpret(ty.ptr_mut(ty.u32x4), merge)[0] = prim.make_u32x4(head, job % merge_rows, begin, end)
             self._keep_tile(ch.address_of(ch.pointee(merge).tile), index)
-        with ch.if_(machine.lane < ch.minimum(end - begin, KEPT_SOURCES)):
-            ch.pointee(merge).sources[machine.lane] = self._source(begin + machine.lane)
+        with ch.if_(lane < ch.minimum(end - begin, KEPT_SOURCES)):
+            ch.pointee(merge).sources[lane] = self._source(begin + lane)
 
     # -- items and merges ---------------------------------------------------------------------------------------------
 
@@ -311,7 +314,7 @@ class Schedule:
 
     def meet_team(self) -> None:
         """The warps of the team meet."""
-        prim.named_barrier(self.team + TEAM_BARRIERS, self.machine.plan.merge_warps * 32)
+        prim.named_barrier(self.team + TEAM_BARRIERS, ch.named("TEAM_THREADS", self.machine.plan.merge_warps * 32))
 
     def _jobs(self, header: ch.Expr) -> ch.Expr:
         """The merges of a plan, as many for each split head as the one with most has."""
@@ -370,7 +373,7 @@ class Schedule:
         """The record at hand becomes that of another merge of this team."""
         self.meet_team()  # all have used the last one
         with ch.if_(self.team_warp == 0):
-            self._keep_merge(job, merge_rows)
+            self._keep_merge(job, merge_rows, self.machine.warp, self.machine.lane)
         self.meet_team()
 
     def _first_job(self) -> ch.Expr:

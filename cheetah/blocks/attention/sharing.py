@@ -14,7 +14,7 @@ from cheetah.lang import ty
 from cheetah.plan.formats import KV_TILE_TOKENS as TILE_KEYS
 from cheetah.plan.plan import COLUMNS
 
-NEVER = 1 << 27
+NEVER = ch.bits("NEVER", 1 << 27)
 """A tile number that no range of keys has."""
 
 
@@ -30,6 +30,11 @@ class Share:
     column_group: Any
     first_tile: Any
     is_few: bool = False
+
+    @property
+    def name(self) -> str:
+        """What the text tells functions of it by."""
+        return "few" if self.is_few else "many"
 
 
 class Sharing:
@@ -97,4 +102,4 @@ class Sharing:
         if number > 8:
             return number // divisor
         table = sum(number // value << 4 * (value - 1) for value in range(1, number + 1))
-        return (ty.u32(table) >> ((divisor - 1) * 4)) & 15
+        return (ty.u32(ch.bits(f"QUOTIENTS_OF_{number}", table)) >> ((divisor - 1) * 4)) & 15

@@ -48,7 +48,7 @@ class StepPort(AttentionPort):
 
     def _place(self, raw: RawHead) -> Any:
         """The number of a unit in the vector."""
-        units = ch.named("PROJECTED_ROWS", self.shape.qkv_rows) // UNIT
+        units = self.machine.projected_rows // UNIT
         return raw.column * units + raw.head * self.head_units + raw.unit
 
     def query_unit(self, column: ch.Expr, head: ch.Expr, unit: ch.Expr, epoch: ch.Expr) -> ch.Expr:
@@ -92,7 +92,7 @@ class StepPort(AttentionPort):
         lse: ch.Expr,
         epoch: ch.Expr,
     ) -> None:
-        element = head * self.shape.head_dim + dim_pair * 2
+        element = head * self.machine.head_dim + dim_pair * 2
         if self.machine.world.size > 1:
             element = element + self.machine.rank * self.shape.query_rows  # of the ranks before
         place = fragment_word(element, column, self.columns.limit)
@@ -158,7 +158,7 @@ class Projection:
         head = rows.m_tile // m_tiles_per_head
         m_tile_of_head = rows.m_tile % m_tiles_per_head
         dim = self._dim(rows, head, m_tile_of_head)
-        place = (rows.column * ch.named("PROJECTED_ROWS", shape.qkv_rows) + head * self.machine.head_dim + dim) // 2
+        place = (rows.column * self.machine.projected_rows + head * self.machine.head_dim + dim) // 2
         return head, m_tile_of_head, dim, self.port.exchange.publish_later(self.port.reads, place, epoch)
 
     @ch.inline

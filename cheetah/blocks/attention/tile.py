@@ -16,6 +16,7 @@ from typing import Any
 from cheetah import lang as ch
 from cheetah.blocks.attention.variants import At, Pair, Variant
 from cheetah.blocks.machine import Machine
+from cheetah.blocks.patterns import HIGH_HALVES, LOW_HALVES
 from cheetah.lang import prim, ty
 from cheetah.plan.index import ceil_div
 from cheetah.plan.plan import COLUMNS, column_tiles
@@ -25,8 +26,6 @@ SLICE_TILES = SLICE_DIMS // 16
 SLICES_AT_ONCE = 2
 """Slices of the values that a lane has in registers together: 32 registers, beside a state of 64 where heads have 256
 dims."""
-LOW_HALVES, HIGH_HALVES = ch.named("LOW_HALVES", 0x5410), ch.named("HIGH_HALVES", 0x7632)
-"""What `byte_permute` makes of two words: the pair of their low halves, or of their high ones."""
 LOG2_E = math.log2(math.e)
 LN_2 = math.log(2.0)
 

@@ -148,7 +148,7 @@ class AllParts(Prologue):
         columns, elements = self.choice.columns, self.width * self.choice.experts.chosen
         units, room = (width // UNIT * columns.limit for width in (self.width, matrix.padded_columns))
         kind = matrix.vector_kind(columns.limit)
-        part = VectorPart(elements, elements, kind=kind, part_units=units, part_room=room)
+        part = VectorPart(elements, elements, kind=kind, part_units=units, part_room=room, name="all_parts")
         with arrival.awaited():
             self._clear_behind(units, room)
             load_vector(columns, part, self.source)

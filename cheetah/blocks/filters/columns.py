@@ -18,7 +18,7 @@ from cheetah.plan.index import ceil_div
 from cheetah.plan.kv.tables import FILTERED
 from cheetah.plan.regions import FILTER_WORDS
 
-SIGN, ALL_BITS = ch.named("SIGN", 1 << 31), ch.named("ALL_BITS", 0xFFFFFFFF)
+SIGN, ALL_BITS = ch.bits("SIGN", 1 << 31), ch.bits("ALL_BITS", 0xFFFFFFFF)
 TESTED = 6
 """Distances at which a round weighs what is nearer: that of the candidate (or the limit), four pivots, infinity."""
 FILTER_STATE = ty.struct(
@@ -87,6 +87,11 @@ class WarpColumns:
         return self.machine.plan.consumer_warps // self.groups
 
     @property
+    def lanes(self) -> int:
+        """Lanes that share a column."""
+        return ch.named("COLUMN_LANES", 32 * self.groups)
+
+    @property
     def group(self) -> ch.Expr:
         return self.machine.warp // self.finishers
 
@@ -144,7 +149,7 @@ class WarpColumns:
         Lane l of the first group has units l, l + 32 * groups, ...; where there is no more, it reads the last one
         again. If it read nothing then, what it has read before would be kept for it, in registers, through all phases:
         8B with 4 tokens would spill 80 bytes."""
-        stride = 32 * self.groups
+        stride = self.lanes
         rounds = ceil_div(ceil_div(units, stride), UNITS)
         count = ceil_div(units, stride * rounds)
         data = ch.array(ty.u32x4, UNITS)

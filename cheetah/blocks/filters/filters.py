@@ -34,7 +34,7 @@ class Filters:
         return self.adjustments.asked(FILTERED)
 
     @ch.function
-    def keep(self, rows: Rows, token: ch.Expr, scaled: ch.Expr, noisy: ch.Expr) -> None:
+    def keep_weighed(self, rows: Rows, token: ch.Expr, scaled: ch.Expr, noisy: ch.Expr) -> None:
         """Write a logit down, as it is compared without filters: one row a lane, in the adder role."""
         is_filtered = (self.adjustments.of(rows.column, "options") & FILTERED) != 0
         with ch.if_(is_filtered):
@@ -53,6 +53,6 @@ class Filters:
         """In the region `chosen` the most noisy token of all becomes, for a filtered column, the most noisy one of what
         is kept. Begins and ends behind a barrier of the consumer warps."""
         with ch.if_(self.is_asked), ch.outline("filter"):
-            self.lists.choose(epoch, step, self.rounds.begin)
+            self.lists.choose(epoch, step, self.rounds.begin_rounds)
             self.machine.meet()
             self.rounds.run(epoch)

@@ -33,9 +33,9 @@ WEIGHT, LEFT_OUT, BEST_SCALED = range(3)
 noisy token of all."""
 ROWS_AT_ONCE = 4
 SEARCH_STEPS = 64
-UNDECIDED = ch.named("UNDECIDED", 0xFFFFFFFF)
-LEFT_OPEN = ch.named("LEFT_OPEN", 0xFFFFFFFE)
-AS_IT_IS = ch.named("AS_IT_IS", 0xFFFFFFFD)
+UNDECIDED = ch.bits("UNDECIDED", 0xFFFFFFFF)
+LEFT_OPEN = ch.bits("LEFT_OPEN", 0xFFFFFFFE)
+AS_IT_IS = ch.bits("AS_IT_IS", 0xFFFFFFFD)
 """Instead of the index of a listed token."""
 Leave = Callable[[Any, Any, Any], None]
 """What a warp does with a column that the lists leave open; given the column, the highest number of all, and how far
@@ -92,7 +92,7 @@ class NearestOfLane:
             first.set(ch.select(above_first, new, first))
 
     @ch.function
-    def weigh(self, scaled: ch.Expr, noisy: ch.Expr, token: ch.Expr) -> None:
+    def weigh_token(self, scaled: ch.Expr, noisy: ch.Expr, token: ch.Expr) -> None:
         """Before `take`: the token's weight, all relative to the lane's highest, and whether it is the most noisy."""
         first = self.first[0]
         with ch.if_(scaled > -math.inf):
@@ -153,9 +153,9 @@ class ShortLists:
         nearest = NearestOfLane()
         pairs = ch.reinterpret(ty.ptr(ty.f32x2), self.weighed) + self.adjustments.weighed_row(column)
         position = head.position(machine.block)
-        stride = self.warps.groups * 32
+        stride = self.warps.lanes
         own = self.warps.group * 32 + machine.lane
-        with ch.for_(own, head.waves * M_TILE_ROWS, stride * ROWS_AT_ONCE, unroll=1) as first:
+        with ch.for_(own, self.adjustments.own_rows, stride * ROWS_AT_ONCE, unroll=1) as first:
             scaled, noisy = (ch.array(ty.f32, ROWS_AT_ONCE, name=name) for name in ("scaled", "noisy"))
             tokens = ch.array(ty.u32, ROWS_AT_ONCE)
             with ch.for_(ROWS_AT_ONCE, unroll=True) as index:
@@ -168,10 +168,10 @@ class ShortLists:
                     scaled[index] = pairs[token].x
                     noisy[index] = pairs[token].y
             with ch.for_(ROWS_AT_ONCE, unroll=True) as index:
-                nearest.weigh(scaled[index], noisy[index], tokens[index])
+                nearest.weigh_token(scaled[index], noisy[index], tokens[index])
                 nearest.take(scaled[index], noisy[index], tokens[index])
         highest = ch.var(ty.f32, nearest.first[0])
-        self._lay_down(nearest, highest, self._row(self.warps.group))
+        self._lay_list_down(nearest, highest, self._row(self.warps.group))
 
     @ch.function
     def _join_lists(self) -> None:
@@ -191,10 +191,10 @@ class ShortLists:
             words = self._row(index // self.length) + index % self.length * UNIT_WORDS
             nearest.take(prim.bits_float(words[SCALED]), prim.bits_float(words[NOISY]), words[TOKEN])
         prim.warp_barrier()  # every lane has read its part before the first list is written over
-        self._lay_down(nearest, highest, self._row(0))
+        self._lay_list_down(nearest, highest, self._row(0))
 
     @ch.function
-    def _lay_down(self, nearest: NearestOfLane, highest: ch.Expr, words: ch.Expr) -> None:
+    def _lay_list_down(self, nearest: NearestOfLane, highest: ch.Expr, words: ch.Expr) -> None:
         """The nearest tokens of a warp's lanes and what all of theirs weigh, in shared memory. highest: that to which
         a lane's weight is relative."""
         lane = self.machine.lane
@@ -239,7 +239,7 @@ class ShortLists:
         A barrier of the consumer warps must follow."""
         warps = self.warps
         with warps.of_warp() as column, ch.if_(warps.is_chosen(column)):
-            self._read(column, epoch, step)
+            self._read_lists(column, epoch, step)
             if warps.groups == 1:
                 self._decide(column, epoch, step, leave)
         if warps.groups > 1:
@@ -248,7 +248,7 @@ class ShortLists:
                 self._decide(column, epoch, step, leave)
 
     @ch.function
-    def _read(self, column: ch.Expr, epoch: ch.Expr, step: ch.Expr) -> None:
+    def _read_lists(self, column: ch.Expr, epoch: ch.Expr, step: ch.Expr) -> None:
         """This warp's share of all blocks' lists of a column, into the region `listed`, and what they say besides.
 
         The lists' lengths divide a warp, so each lane reads the same rank of every list that it reads."""
@@ -381,7 +381,7 @@ class ShortLists:
         left_out = self._highest_said(ch.argument(LEFT_OUT))
         best_scaled = self._highest_said(ch.argument(BEST_SCALED))
         known = ch.const(ty.f32, ch.select(left_out > -math.inf, highest - left_out, math.inf), name="known")
-        judged = self._judge(highest, whole, highest - best_scaled, known, FiltersAsked(top_k, top_p, reach))
+        judged = self._judge_lists(highest, whole, highest - best_scaled, known, FiltersAsked(top_k, top_p, reach))
         with ch.if_(judged == LEFT_OPEN):
             leave(column, highest, highest - best_scaled)
         with ch.if_(judged < self.units):
@@ -391,7 +391,7 @@ class ShortLists:
                 self.machine.chosen[column] = unit.z
 
     @ch.function
-    def _judge(
+    def _judge_lists(
         self, highest: ch.Expr, all_weigh: ch.Expr, distance: ch.Expr, known: ch.Expr, asked: FiltersAsked
     ) -> ch.Expr:
         """The index of the token that is taken, or AS_IT_IS for the most noisy one of all, which has this `distance`,
@@ -442,7 +442,7 @@ class ShortLists:
     def _row(self, group: ch.Value) -> ch.Expr:
         """Words of the column that this warp works on: a group's list, then what it has read of all lists."""
         row = self.warps.slot * self.warps.groups + group
-        return self.machine.region("list_rows", ty.u32) + row * LIST_ROW_WORDS
+        return self.machine.region("list_rows", ty.u32) + row * ch.named("LIST_ROW_WORDS", LIST_ROW_WORDS)
 
     @property
     def _listed(self) -> ch.Expr:

@@ -19,7 +19,6 @@ from cheetah.blocks.columns import NO_TOKEN
 from cheetah.blocks.exchange import Exchange
 from cheetah.blocks.filters.columns import TESTED, WarpColumns, best_of_warp, highest_of_warp
 from cheetah.lang import prim, ty
-from cheetah.plan import M_TILE_ROWS
 from cheetah.plan.kv.tables import FILTER_ROUNDS
 from cheetah.plan.regions import FILTER_WORDS
 
@@ -62,7 +61,7 @@ class Rounds:
         self.machine, self.adjustments = warps.machine, warps.adjustments
 
     @ch.function
-    def begin(self, column: ch.Expr, highest: ch.Expr, distance: ch.Expr) -> None:
+    def begin_rounds(self, column: ch.Expr, highest: ch.Expr, distance: ch.Expr) -> None:
         """One warp: a column is left open. The first candidate is the token in the region `chosen`, so far from the
         highest number of all. Where no token is found it stays without one."""
         chosen = self.machine.chosen
@@ -113,7 +112,7 @@ class Rounds:
         machine = self.machine
         with self.warps.of_warp() as column:
             with ch.if_(self._is_open(column)):
-                self._weigh(column)
+                self._weigh_rows(column)
         machine.meet()
         with self.warps.of_first_group() as column:
             with ch.if_(self._is_open(column)):
@@ -123,7 +122,7 @@ class Rounds:
                     self.exchange.publish("filters", word_index, word, epoch)
 
     @ch.function
-    def _weigh(self, column: ch.Expr) -> None:
+    def _weigh_rows(self, column: ch.Expr) -> None:
         """This warp's rows of a column: what is nearer than each tested distance, into the region `filter_sums`."""
         machine, head = self.machine, self.adjustments.head
         sums = ch.array(ty.f32, 2 * TESTED, zero=True)
@@ -138,7 +137,7 @@ class Rounds:
         pairs = ch.reinterpret(ty.ptr(ty.f32x2), self.weighed) + self.adjustments.weighed_row(column)
         first = self.warps.group * 32 + machine.lane
         position = head.position(machine.block)
-        with ch.for_(first, head.waves * M_TILE_ROWS, self.warps.groups * 32, unroll=2) as row:
+        with ch.for_(first, self.adjustments.own_rows, self.warps.lanes, unroll=2) as row:
             token = self.adjustments.token_of_row(row, position)
             with ch.if_(self.adjustments.has_row(row, position, token)):
                 pair = pairs[token]
@@ -151,10 +150,10 @@ class Rounds:
                     best.set(pair.y)
                     best_token.set(token)
                     best_distance.set(distance)
-        self._lay_down(column, sums, best, best_token, best_distance)
+        self._lay_weights_down(column, sums, best, best_token, best_distance)
 
     @ch.function
-    def _lay_down(self, column: ch.Expr, sums: Any, best: Any, best_token: Any, best_distance: Any) -> None:
+    def _lay_weights_down(self, column: ch.Expr, sums: Any, best: Any, best_token: Any, best_distance: Any) -> None:
         """The warp's sums and its best, a word each, in shared memory: [column, group, word]."""
         machine = self.machine
         best_of_warp(machine.lane, best, best_token, best_distance)
@@ -211,7 +210,7 @@ class Rounds:
     # What all blocks decide -------------------------------------------------------------------------------------------
 
     @ch.function
-    def _read(self, column: ch.Expr, epoch: ch.Expr, index: ch.Value) -> None:
+    def _read_sums(self, column: ch.Expr, epoch: ch.Expr, index: ch.Value) -> None:
         """This warp's share of all blocks' words of a column, together, into the region `filter_sums`.
 
         Lane l reads units l, l + 32, ... of the groups in turn: the same unit of different blocks, of which there are
@@ -253,15 +252,15 @@ class Rounds:
         """The end of a round: a column's warps read what all blocks published, and the first of them decides."""
         with self.warps.of_warp() as column:
             with ch.if_(self._is_open(column)):
-                self._read(column, epoch, index)
+                self._read_sums(column, epoch, index)
         self.machine.meet()
         with self.warps.of_first_group() as column:
             with ch.if_(self._is_open(column)):
                 word = self._add_groups(column, ch.argument(OF_ALL))
-                self._judge(column, word)
+                self._judge_sums(column, word)
 
     @ch.function
-    def _judge(self, column: ch.Expr, word: ch.Expr) -> None:
+    def _judge_sums(self, column: ch.Expr, word: ch.Expr) -> None:
         """One warp: what a round's sums say of the bracket, the limit, the candidate; then what the next round weighs.
         Lane i < 6 has tested distance i. word: number `lane` of the sums."""
         lane = self.machine.lane
@@ -289,7 +288,7 @@ class Rounds:
             with ch.if_((lane == 0) & ((top_p >= 1.0) | (of_candidate < top_p * known.least))):
                 self._state(column).open = 0
                 self.machine.chosen[column] = self._state(column).chosen
-        self._keep(column, known)
+        self._keep_known(column, known)
 
     @ch.inline
     def _known(self, column: ch.Expr) -> Known:
@@ -331,7 +330,7 @@ class Rounds:
             self._state(column).tested[0] = ch.select(is_near, distance, limit)
 
     @ch.function
-    def _keep(self, column: ch.Expr, known: Known) -> None:
+    def _keep_known(self, column: ch.Expr, known: Known) -> None:
         """Write down what is known, and the next pivots: evenly where the answer lies, in the bracket while it is open,
         then below the limit. Without an upper end, each twice as far as the one before."""
         lane = self.machine.lane

@@ -221,7 +221,7 @@ class Adding:
         half = plan.consumer_warps // 2
         reduction = self.reductions.at(self.turn)
         if plan.tokens == 1:
-            own = reduction + (lane // M_TILE_ROWS * (half * plan.warp_sums) + lane % M_TILE_ROWS)
+            own = reduction + (lane // M_TILE_ROWS * (self.machine.warp_sums * half) + lane % M_TILE_ROWS)
         else:
             own = reduction + (column // 2 * plan.pair_sums + lane)
         if first:
@@ -229,12 +229,12 @@ class Adding:
         total = self._sum_of_warps(own, half)
         if plan.tokens == 1:
             return total + prim.shuffle_xor_f32(total, M_TILE_ROWS)
-        return total + self._sum_of_warps(own + half * plan.warp_sums, half)
+        return total + self._sum_of_warps(own + self.machine.warp_sums * half, half)
 
     @ch.inline
     def _sum_of_warps(self, own: ch.Expr, warps: int) -> ch.Expr:
         """What lies at `own` of so many neighbouring warps' sums."""
         total = ch.var(ty.f32, 0.0)
         with ch.for_(warps, unroll=True, name="other") as other:
-            total += own[other * self.machine.plan.warp_sums]
+            total += own[other * self.machine.warp_sums]
         return total

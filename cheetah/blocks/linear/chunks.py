@@ -82,7 +82,7 @@ class Chunks:
         """Registers for a warp's tiles of a chunk. Not for bf16 tiles where other weights are quantised, not in slices
         where a last chunk has fewer tiles, and not beside sums of lists of many columns: words spilled then (qwen3-4b;
         100 of them, smollm3-3b, 8 tokens; 28, 8B in 2of4+list65, 8 tokens)."""
-        is_mixed = layout.format is BF16 and bool(self.machine.model.formats)
+        is_mixed = layout.format == BF16 and bool(self.machine.model.formats)
         is_crowded = layout.last_chunk_tiles < layout.tiles_per_chunk and layout.slices > 1
         is_crowded |= bool(layout.format.list_units) and self.columns.limit > MOST_HELD_WITH_LISTS
         if groups_of(self.columns.limit, layout.halves) > 1 or is_mixed or is_crowded:

@@ -15,6 +15,7 @@ from typing import Any
 from cheetah import lang as ch
 from cheetah.blocks.columns import UNIT, Columns
 from cheetah.blocks.linear.formats.vectors import store_unit
+from cheetah.blocks.linear.fragments import tile_units
 from cheetah.blocks.linear.parts import Arrival, Part
 from cheetah.blocks.vector_copies import PIECES_OF_HALF, CopySource
 from cheetah.lang import prim, ty
@@ -37,21 +38,24 @@ class CopiedPiece:
 
 @dataclass(frozen=True, eq=False)
 class CopiedVector:
-    """A whole vector, in rows of `row_units` units of 8 elements that the consumer threads work on together."""
+    """A whole vector, in rows of units of 8 elements that the consumer threads work on together."""
 
     columns: Columns
     matrix: MatrixLayout
     source: CopySource
-    row_units: int
+
+    @property
+    def own(self) -> OwnTiles:
+        return OwnTiles(self.columns, self.matrix, self.source.kind)
 
     @property
     def units(self) -> int:
-        return self.matrix.padded_columns // UNIT * self.columns.limit
+        return int(self.matrix.padded_columns) // UNIT * self.columns.limit
 
     @property
     def pieces(self) -> list[CopiedPiece]:
         """As they land."""
-        rows, each = -(-self.units // self.row_units), self._rows_each
+        rows, each = -(-self.units // self.own.row_units), self._rows_each
         return [
             CopiedPiece(*divmod(number, PIECES_OF_HALF), first, min(each, rows - first))
             for number, first in enumerate(range(0, rows, each))
@@ -60,8 +64,8 @@ class CopiedVector:
     def request(self) -> None:
         """Behind the grid barrier; a barrier of the consumer warps lies between it and this."""
         vector = self.columns.machine.region("vector", ty.u8)
-        piece_bytes = self._rows_each * self.row_units * UNIT_BYTES
-        half_bytes = piece_bytes * PIECES_OF_HALF
+        piece_bytes = self._rows_each * self.own.row_bytes
+        half_bytes = (self._rows_each * PIECES_OF_HALF) * self.own.row_bytes
         with self.source.copies.requesting():
             for half in range(2):
                 first = half * half_bytes
@@ -82,15 +86,15 @@ class CopiedVector:
 
     @property
     def _rows_each(self) -> int:
-        rows = -(-self.units // self.row_units)
+        rows = -(-self.units // self.own.row_units)
         return -(-rows // VECTOR_PIECES)
 
 
 @ch.function
 def load_copied(columns: Columns, matrix: MatrixLayout, source: CopySource) -> None:
     """A whole vector; then each warp has what it multiplies."""
-    own = OwnTiles(columns, matrix, source.kind)
-    whole = CopiedVector(columns, matrix, source, own.row_units)
+    whole = CopiedVector(columns, matrix, source)
+    own = whole.own
     whole.request()
     vector = columns.machine.region("vector", ty.u32x4)
     for piece in whole.pieces:
@@ -176,7 +180,7 @@ class CopiedParts:
         size = self._tiles_of(part) * (self.own.tile_units * UNIT_BYTES)
         if not isinstance(size, int):
             size = ch.const(ty.u32, size, name="size")
-        piece_bytes = self._rows_each * self.own.row_units * UNIT_BYTES
+        piece_bytes = self._rows_each * self.own.row_bytes
         source = self.source.place(part * self.part_units)
         self.source.copies.request(half, destination, source, size, piece_bytes, self._pieces)
 
@@ -211,15 +215,20 @@ class OwnTiles:
 
     @property
     def row_tiles(self) -> int:
-        return self.columns.machine.plan.consumer_warps
+        return ch.named("CONSUMER_WARPS", self.columns.machine.plan.consumer_warps)
 
     @property
     def tile_units(self) -> int:
-        return self.matrix.tile_columns // UNIT * self.columns.limit
+        return tile_units(self.matrix, self.columns.limit)
 
     @property
     def row_units(self) -> int:
-        return self.row_tiles * self.tile_units
+        return self.row_bytes // UNIT_BYTES
+
+    @property
+    def row_bytes(self) -> int:
+        size = self.row_tiles * self.tile_units * UNIT_BYTES
+        return ch.named(f"ROW_BYTES_OF_{self.matrix.tile_columns}_COLUMNS", int(size))
 
     @property
     def kind(self) -> str:

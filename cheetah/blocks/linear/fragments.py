@@ -9,7 +9,8 @@ from typing import Any
 from cheetah import lang as ch
 from cheetah.blocks.columns import UNITS_PER_TILE, Columns
 from cheetah.blocks.ring import Stage
-from cheetah.plan.formats import TileFormat
+from cheetah.plan import MatrixLayout
+from cheetah.plan.formats import BY_WARPS, TileFormat
 from cheetah.plan.index import ceil_div
 from cheetah.plan.plan import COLUMNS
 
@@ -39,6 +40,13 @@ class Activations:
             return units[lane % UNITS_PER_TILE + first]
         unit = lane % (UNITS_PER_TILE * min(tokens, COLUMNS)) + group * (COLUMNS * UNITS_PER_TILE)
         return units[unit + first]
+
+
+def tile_units(matrix: MatrixLayout, tokens: int) -> int:
+    """16-byte units that the vectors of so many tokens beside a K-tile take, under a name in the text."""
+    kind = matrix.vector_kind(tokens)
+    of_kind = f"{kind.replace(' ', '_').upper()}_" if kind in BY_WARPS else ""
+    return ch.named(f"{of_kind}UNITS_OF_{matrix.tile_columns}_COLUMNS", matrix.vector_units(tokens))
 
 
 def groups_of(tokens: int, halves: int = 1) -> int:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from cheetah import lang as ch
 from cheetah.blocks.columns import Columns
-from cheetah.blocks.linear.fragments import Activations
+from cheetah.blocks.linear.fragments import Activations, tile_units
 from cheetah.blocks.ring import Ring
 from cheetah.blocks.timeline import Timeline
 from cheetah.lang import prim, ty
@@ -36,7 +36,7 @@ class Part:
     def vectors(self, columns: Columns, matrix: MatrixLayout, tile: ch.Expr) -> Activations:
         """Those beside the K-tile that is number `tile` there."""
         machine, limit = columns.machine, columns.limit
-        units = machine.region(self.region, ty.u32x4) + tile * matrix.vector_units(limit)
+        units = machine.region(self.region, ty.u32x4) + tile * tile_units(matrix, limit)
         sums_bytes = matrix.sums_bytes(limit)
         sums = machine.region("vector_sums", ty.f32) + tile * (sums_bytes // 4) if sums_bytes else None
         return Activations(columns, units, matrix.halves, sums)

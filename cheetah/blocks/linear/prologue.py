@@ -28,7 +28,7 @@ from cheetah.plan.formats import BF16_VECTOR, BY_WARPS
 from cheetah.plan.index import ceil_div
 from cheetah.plan.plan import COLUMNS
 
-LINE_BYTES = 128
+LINE_BYTES = ch.named("LINE_BYTES", 128)
 Read = Callable[[Any, ch.Expr, int], None]
 """Puts units (u32x4) `unit`, `unit + consumer_threads`, ... into an array: (array of UNITS, unit, how many)."""
 Wait = Callable[[ch.Expr, ch.Value], None]
@@ -113,13 +113,16 @@ class Slices(Prologue):
     def load(self, matrix: MatrixLayout, index: int) -> None:
         """Bring slice `index`: then each warp has what it multiplies."""
         chunk_elements = matrix.tiles_per_chunk * matrix.tile_columns
-        first, end = (chunk * chunk_elements for chunk in matrix.slice_range(index))
-        end = min(end, matrix.padded_columns)
-        first_unit = first // UNIT * self.columns.limit
+        first, end = (int(chunk * chunk_elements) for chunk in matrix.slice_range(index))
+        end = min(end, int(matrix.padded_columns))
+        slice_elements = int(matrix.slice_chunks * chunk_elements)
+        slice_units = ch.named(f"{matrix.name.upper()}_SLICE_UNITS", slice_elements // UNIT * self.columns.limit)
+        is_usual = end - first == min(end, self.available) - first == slice_elements
         part = VectorPart(
-            *(end - first, min(end, self.available) - first, first_unit),
+            *(end - first, min(end, self.available) - first, index * slice_units),
             kind=matrix.vector_kind(self.columns.limit),
             places=self.places,
+            name=matrix.name if matrix.slices == 1 else f"{matrix.name}_{'slice' if is_usual else 'last_slice'}",
         )
         assert self.places is None or matrix.slices == 1, matrix.name
         copied = _copied(self.source, part)
@@ -156,7 +159,7 @@ class Prefetching(Prologue):
     def prepare(self) -> None:
         self.inner.prepare()
         for address, size_bytes in self.vectors:
-            prefetch(self.machine, address, size_bytes)
+            prefetch(self.machine, address, ch.argument(size_bytes))
 
 
 @dataclass(frozen=True, eq=False)
@@ -165,7 +168,8 @@ class VectorPart:
     is zero); in the exchange it begins at unit `first_unit`. kind: as what it is kept (`cheetah.plan.formats`). places:
     for every element the one that it is to the matrix (u16, padded like the vector), of a whole vector; None: itself.
     part_units, part_room: units of parts of their own, which lie so far from one another in shared memory; else there
-    is one part. at: the unit of shared memory where it begins.
+    is one part. at: the unit of shared memory where it begins. name: by which the text calls its sizes, where they are
+    not those of hidden vectors.
     """
 
     elements: int
@@ -176,6 +180,15 @@ class VectorPart:
     part_units: int = 0
     part_room: int = 0
     at: ch.Expr | None = None
+    name: str = "vector"
+
+    def units(self, machine: Machine) -> int:
+        """Those of whole K-tiles that exist, of all tokens, under a name in the text."""
+        units: int = self.available // VECTOR_COLUMNS * UNITS_PER_TILE * machine.plan.tokens
+        if self.available == machine.model.hidden == machine.hidden:
+            units = machine.hidden // UNIT * machine.plan.tokens
+            return units
+        return ch.named(f"{self.name.upper()}_UNITS", units)
 
     def place(self, unit: ch.Expr) -> ch.Expr:
         """Where a unit lies in shared memory."""
@@ -208,7 +221,7 @@ def _read_batch(columns: Columns, part: VectorPart, batch: _Batch, source: Sourc
 
 def load_vector(columns: Columns, part: VectorPart, source: Source) -> None:
     """Bring a part of a vector into shared memory; ends with a barrier of the consumer warps."""
-    first_unit = part.first_unit if isinstance(part.first_unit, ch.Expr) else ch.argument(int(part.first_unit))
+    first_unit = part.first_unit if isinstance(part.first_unit, ch.Expr) else ch.argument(part.first_unit)
     if isinstance(source, Published):
         _load_vector(columns, part, source, first_unit, source.when_and_where)
     else:
@@ -267,7 +280,7 @@ def _copied(source: Source, part: VectorPart) -> CopySource | None:
 
 
 @ch.function
-def prefetch(machine: Machine, source: ch.Expr, size_bytes: int) -> None:
+def prefetch(machine: Machine, source: ch.Expr, size_bytes: ch.Expr) -> None:
     """Bring `size_bytes` of global memory into L2, a line a block: a cold line under full load takes microseconds."""
     lines = ch.reinterpret(ty.ptr(ty.u8), source)
     with ch.if_(machine.thread == 0):
@@ -312,9 +325,8 @@ class _Batch:
 
 def _batches(columns: Columns, part: VectorPart, most_units: int) -> Iterator[_Batch]:
     """The thread's units that exist, at most `most_units` of them at a time; then the padding is cleared."""
-    machine, tokens = columns.machine, columns.limit
-    whole_pairs = part.available // VECTOR_COLUMNS
-    units, threads = whole_pairs * UNITS_PER_TILE * tokens, machine.consumer_threads
+    machine = columns.machine
+    units, threads = part.units(machine), machine.consumer_threads
     each = units // threads  # of every thread; some have one more
     begin = 0
     while begin * threads < units:

@@ -62,7 +62,7 @@ class Reductions:
     def at(self, turn: RingCursor) -> ch.Expr:
         """Where the sums of a reduction lie (f32)."""
         plan = self.machine.plan
-        first: ch.Expr = turn.stage * (plan.consumer_warps * plan.warp_sums)
+        first: ch.Expr = turn.stage * (self.machine.warp_sums * plan.consumer_warps)
         return self.machine.region("reductions", ty.f32) + first
 
     @ch.function
@@ -71,7 +71,7 @@ class Reductions:
         machine, turn = self.machine, self.turn
         prim.mbarrier_wait(self.taken + turn.stage, turn.parity ^ 1)
         reduction = ch.const(ty.ptr_mut(ty.f32), self.at(turn), name="reduction")
-        self._lay_down(layout, reduction, sums)
+        self._lay_sums_down(layout, reduction, sums)
         prim.warp_barrier()  # orders the lanes' sums before the arrival
         with ch.if_(machine.lane == 0):
             prim.mbarrier_arrive(self.summed + turn.stage)
@@ -91,11 +91,11 @@ class Reductions:
         prim.mbarrier_wait(self.step_added, step % 2)
 
     @ch.function
-    def _lay_down(self, layout: MatrixLayout, reduction: ch.Expr, sums: Any) -> None:
+    def _lay_sums_down(self, layout: MatrixLayout, reduction: ch.Expr, sums: Any) -> None:
         """This warp's sums: [warp][pair of columns][column of the pair][row]. Lane 4g + t holds rows g and g + 8 of
         columns 2t and 2t + 1."""
         machine, plan = self.machine, self.machine.plan
-        own = machine.warp * plan.warp_sums + machine.lane // 4
+        own = machine.warp * machine.warp_sums + machine.lane // 4
         if layout.is_narrow:
             return self._lay_down_halves(reduction, own, sums)
         for tile in range(self.columns.tiles):

@@ -27,7 +27,7 @@ TOO_LARGE = 2.0**64
 is told, whatever the exchange made of it."""
 TOO_LARGE_ELEMENT = 2.0**33
 """From here on an exchange of hidden vectors may make a plausible number of an element: then its squares are NaN."""
-NAN = ch.named("NAN_BITS", 0x7FC00000)
+NAN = ch.bits("NAN_BITS", 0x7FC00000)
 
 
 def squares_words(m_tiles: int, tokens: int) -> int:
@@ -84,7 +84,7 @@ class PublishedSquares:
     def sum_of_lane(self, column: Any, lane: Any, lanes: int, squares: Whereabouts) -> ch.Expr:
         """A share of a column's sum of squares (f32), that of lane `lane` of so many."""
         part = self.part or range(self.m_tiles)
-        units = ceil_div(len(part), WORDS)
+        units = ceil_div(len(part), WORDS) if self.part else self._of_column // WORDS
         total = ch.var(ty.f32, 0.0)
         with ch.for_(lane, round_up(units, lanes) + lane, UNITS_AT_ONCE * lanes, unroll=1) as first:
             count = min(UNITS_AT_ONCE, ceil_div(units, lanes))
@@ -101,8 +101,13 @@ class PublishedSquares:
                 total += ch.select(first + index * lanes < units, of_unit, 0.0)
         return total
 
+    @property
+    def _of_column(self) -> int:
+        """Words of a column."""
+        return round_up(self.m_tiles, WORDS)
+
     def _first(self, column: Any) -> Any:
-        return column * round_up(self.m_tiles, WORDS)
+        return column * self._of_column
 
 
 @dataclass(frozen=True, eq=False)

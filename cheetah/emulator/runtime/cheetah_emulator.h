@@ -141,6 +141,9 @@ CHEETAH_PRIMITIVE float bits_float(uint32_t bits) {
   return value;
 }
 
+CHEETAH_PRIMITIVE float infinity() { return bits_float(0x7F800000u); }
+CHEETAH_PRIMITIVE float not_a_number() { return bits_float(0x7FFFFFFFu); }
+
 CHEETAH_PRIMITIVE uint32_t shuffle_xor_u32(uint32_t value, uint32_t mask, CHEETAH_PLACE) {
   return cheetah_emulator::shuffle_xor(value, mask, place, "shuffle_xor_u32");
 }

@@ -10,6 +10,8 @@ float_bits = declare(
 bits_float = declare(
     "float bits_float(uint32_t bits)", "return __uint_as_float(bits);", "the float with these 32 bits", pure=True
 )
+infinity = declare("float infinity()", "return __uint_as_float(0x7f800000);", "the float above all numbers", pure=True)
+not_a_number = declare("float not_a_number()", "return __uint_as_float(0x7fffffff);", "a NaN", pure=True)
 bf16_to_f32 = declare(
     "float bf16_to_f32(bf16 value)", "return __uint_as_float((uint32_t)value.bits << 16);", "exact", pure=True
 )

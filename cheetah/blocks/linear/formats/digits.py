@@ -22,11 +22,12 @@ from cheetah.blocks.linear.formats.integers import MIDDLE_NIBBLE, group_scales, 
 from cheetah.blocks.linear.formats.quantized import QuantizedFragments
 from cheetah.blocks.linear.formats.sizes import BIAS, EXPONENT_AT, exponent_of_warp, power_of_two, stored_power
 from cheetah.blocks.linear.fragments import Activations
+from cheetah.blocks.patterns import HIGH_HALVES, LOW_HALVES
 from cheetah.lang import prim, ty
 from cheetah.plan.formats import DIGIT_COUNT, DIGIT_UNITS, QUANTIZED_COLUMNS, VECTOR_COLUMNS
 
-LOWER_NIBBLES = 0x0F0F0F0F
-BYTES_OF_ONES, LOWER_ONES = 0x11111111, 0x01010101
+LOWER_NIBBLES = ch.bits("LOWER_NIBBLES", 0x0F0F0F0F)
+BYTES_OF_ONES, LOWER_ONES = ch.bits("BYTES_OF_ONES", 0x11111111), ch.bits("LOWER_ONES", 0x01010101)
 """Two weights of 1 in each byte, and their lower nibbles."""
 HIGH_COLUMNS, LOW_COLUMNS = (2, 6, 3, 7), (0, 4, 1, 5)
 """Which of a word's 8 columns is in the upper and in the lower nibble of each of its bytes."""
@@ -41,7 +42,7 @@ DIGIT_BYTES = DIGIT_UNITS * 16 // TILE_LANES
 """Of a tile's digits and power of two, for each unit that they are made of."""
 WARP = 32
 ELEMENT_BITS, PLAIN_BITS = 18, 21
-BALANCE = 0x80808080
+BALANCE = ch.bits("BALANCE", 0x80808080)
 """What flips bytes that are 128 too large into two's complement."""
 BALANCED = BALANCE & 0xFFFFFF
 """The same of three digits."""
@@ -49,8 +50,11 @@ ROUND_HIGH, ROUND_LOW = float(2**23 + 0x408080), float(2**23 + 0x3C1010)
 """A float to which 2^23 and more is added ends in the nearest integer, here with what balances digits already added:
 the lower two bytes of Xh + 0x408080 are digits 0 and 1, 128 too large each, the third is 64 more than digit 2. 16 times
 0x3C1010 less 0x408080 is 0x3808080: so the bytes of 16 Xl - Xh are all 128 too large."""
-TOP_OF_HIGH = 0x40404040
+TOP_OF_HIGH = ch.bits("TOP_OF_HIGH", 0x40404040)
 """What digit 2 of Xh still lacks of 128."""
+
+LOW_BYTES_OF_PAIR, TOP_BYTES_OF_PAIR = ch.bits("LOW_BYTES_OF_PAIR", 0x5140), ch.bits("TOP_BYTES_OF_PAIR", 0x6262)
+"""Of two words: their bytes 0 side by side and their bytes 1, and their bytes 2 twice."""
 
 
 class DigitFragments(QuantizedFragments):
@@ -214,9 +218,10 @@ def _digits(numbers: list[Any], lacks: int) -> list[Any]:
     """The words of digits 0, 1 and 2 of four numbers, a byte each. Their bytes are 128 too large, or, the upper ones,
     `lacks` less."""
     pairs = [numbers[:2], numbers[2:]]
-    low = [ch.const(ty.u32, prim.byte_permute(*pair, 0x5140), name="low") for pair in pairs]
-    top = [ch.const(ty.u32, prim.byte_permute(*pair, 0x6262), name="top") for pair in pairs]
-    words = [prim.byte_permute(*low, 0x5410), prim.byte_permute(*low, 0x7632), prim.byte_permute(*top, 0x5410)]
+    low = [ch.const(ty.u32, prim.byte_permute(*pair, LOW_BYTES_OF_PAIR), name="low") for pair in pairs]
+    top = [ch.const(ty.u32, prim.byte_permute(*pair, TOP_BYTES_OF_PAIR), name="top") for pair in pairs]
+    of_digits = ((low, LOW_HALVES), (low, HIGH_HALVES), (top, LOW_HALVES))
+    words = [prim.byte_permute(*both, halves) for both, halves in of_digits]
     if lacks:
         words[2] = words[2] + lacks
     return [word ^ BALANCE for word in words]

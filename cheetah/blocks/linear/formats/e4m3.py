@@ -21,9 +21,9 @@ from cheetah.blocks.linear.fragments import Activations, Held
 from cheetah.lang import prim, ty
 from cheetah.plan.formats import RAISED_BY
 
-SIGNS = 0x80808080
+SIGNS = ch.bits("SIGNS", 0x80808080)
 """Of four codes. Those of two take the sign bits of bf16 numbers, the others what belongs to MAGNITUDES."""
-MAGNITUDES, CODES_SMALLER_BY = 0x07F007F0, 120
+MAGNITUDES, CODES_SMALLER_BY = ch.bits("MAGNITUDES", 0x07F007F0), 120
 """Of small bf16 numbers."""
 LARGEST_POWER = 14
 """An element is below 2^15: f16 ends at 65504."""

@@ -18,11 +18,10 @@ from cheetah.blocks.linear.fragments import Activations
 from cheetah.lang import prim, ty
 from cheetah.plan.formats import INTEGER_SCALE_BYTES, RAISED_BY, ZERO_POINT_BYTES
 
-LOW_NIBBLES, HIGH_NIBBLES = ch.named("LOW_NIBBLES", 0x000F000F), ch.named("HIGH_NIBBLES", 0x00F000F0)
-LOW_BYTES = ch.named("LOW_BYTES", 0x00FF00FF)
+LOW_NIBBLES, HIGH_NIBBLES = ch.bits("LOW_NIBBLES", 0x000F000F), ch.bits("HIGH_NIBBLES", 0x00F000F0)
+LOW_BYTES = ch.bits("LOW_BYTES", 0x00FF00FF)
 """Of each half of a word."""
-NEGATIVE = 0x80008000
-BOTH_HALVES = 0x00010001
+NEGATIVE, BOTH_HALVES = ch.bits("NEGATIVE", 0x80008000), ch.bits("BOTH_HALVES", 0x00010001)
 MIDDLE_NIBBLE, MIDDLE_BYTE = 8, 128
 CODES_SMALLER_BY = 133
 """The last bit of a bf16 stands for 2^-133."""
@@ -80,8 +79,14 @@ class IntegerFragments(ChainedFragments):
     @classmethod
     def _of_one_code(cls, of_rows: tuple[Any, Any], sign: int, name: str) -> ch.Expr:
         """The A operand whose codes are all the same in rows g, and in rows g + 8."""
-        words = [code * (BOTH_HALVES * factor) | sign for factor in (1, cls.second_factor) for code in of_rows]
-        return make_fragment(words, name)
+        pairs = [(code, factor) for factor in (1, cls.second_factor) for code in of_rows]
+        return make_fragment([cls._twice(code, factor, sign, name) for code, factor in pairs], name)
+
+    @staticmethod
+    def _twice(code: Any, factor: int, sign: int, name: str) -> Any:
+        """A code, so many times as large, in both halves of a word."""
+        word = code * (BOTH_HALVES * factor) | sign
+        return ch.bits(f"{name}_of_{code * factor}".upper(), word) if isinstance(word, int) else word
 
 
 class Int4Fragments(IntegerFragments):

@@ -59,7 +59,7 @@ class QuantizedFragments(Fragments):
     @ch.inline
     def row_factors(self, tiles: int) -> tuple[Any, Any]:
         """Of rows g and g + 8, behind the last of so many tiles of the stage."""
-        factors = ch.reinterpret(ty.ptr(ty.f32), self.tiles + tiles * self.format.tile_bytes)
+        factors = ch.reinterpret(ty.ptr(ty.f32), self.tiles + int(tiles) * self.format.tile_bytes)
         row = self.lane // 4
         low = factors[row]
         high = factors[row + M_TILE_ROWS // 2]

@@ -7,9 +7,9 @@ from typing import Any
 from cheetah import lang as ch
 from cheetah.lang import prim, ty
 
-BIAS, EXPONENT_AT = 127, 23
-SIZES_OF_PAIR, NAN = 0x7FFF7FFF, 0x7FC00000
-LEAST_EXPONENT, NO_NUMBER = 32, 255
+BIAS, EXPONENT_AT = ch.named("EXPONENT_BIAS", 127), 23
+SIZES_OF_PAIR, NAN = ch.bits("SIZES_OF_PAIR", 0x7FFF7FFF), ch.bits("NAN_BITS", 0x7FC00000)
+LEAST_EXPONENT, NO_NUMBER = 32, ch.named("NO_NUMBER", 255)
 """Biased exponents: below the first all elements are as good as zero, the other is that of infinity and NaN."""
 
 
@@ -40,7 +40,7 @@ def exponent_of_warp(pairs: list[Any], token: Any, tokens: int) -> ch.Expr:
 def _largest(pairs: list[Any]) -> ch.Expr:
     """The largest bf16 element of some words, without its sign, or one of LEAST_EXPONENT, in the upper half of a word;
     what lies below changes no exponent. Halves are compared in pairs, which takes half as many instructions."""
-    largest: Any = LEAST_EXPONENT << EXPONENT_AT - 16
+    largest: Any = ch.bits("LEAST_SIZE", LEAST_EXPONENT << EXPONENT_AT - 16)
     for pair in pairs:
         larger = ch.const(ty.u32, prim.maximum_u16x2(pair & SIZES_OF_PAIR, largest), name="larger")
         largest = larger
@@ -68,7 +68,7 @@ def raised_pair(pair: Any, number: Any, power: int, of_second: int) -> ch.Expr:
 
 def _factors(exponent: int) -> int:
     """2^exponent twice, as bf16."""
-    return (BIAS + exponent << 7) * 0x00010001
+    return ch.bits(f"PAIR_OF_TWO_TO_{exponent}".replace("-", "MINUS_"), (int(BIAS) + exponent << 7) * 0x00010001)
 
 
 def stored_power(exponent: Any, largest: int) -> ch.Expr:
