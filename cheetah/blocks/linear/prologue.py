@@ -180,7 +180,7 @@ class VectorPart:
     part_units: int = 0
     part_room: int = 0
     at: ch.Expr | None = None
-    name: str = "vector"
+    name: str = ""
 
     def units(self, machine: Machine) -> int:
         """Those of whole K-tiles that exist, of all tokens, under a name in the text."""
@@ -188,7 +188,7 @@ class VectorPart:
         if self.available == machine.model.hidden == machine.hidden:
             units = machine.hidden // UNIT * machine.plan.tokens
             return units
-        return ch.named(f"{self.name.upper()}_UNITS", units)
+        return ch.named(f"{self.name.upper()}_UNITS", units) if self.name else units
 
     def place(self, unit: ch.Expr) -> ch.Expr:
         """Where a unit lies in shared memory."""
