@@ -61,12 +61,12 @@ class Named(int):
 
 
 def named(name: str, value: int) -> Named:
-    """A static number, below 2^32, that Python computes with as an int and that the text calls by its name, which it
+    """A static number, below 2^64, that Python computes with as an int and that the text calls by its name, which it
     defines once: `blocks = ch.named("BLOCKS", 132)`. Of a formula with it, `blocks * 4 + 1`, the text makes
     `BLOCKS * 4 + 1`. SignatureError where the name is not in capitals (device values are not) or the number does not
     fit."""
-    if not (name.isidentifier() and name.isupper() and 0 <= value < 2**32):
-        raise SignatureError(f"ch.named: {name!r} for {value}: give a name in capitals, a number from 0 to 2^32 - 1.")
+    if not (name.isidentifier() and name.isupper() and 0 <= value < 2**64):
+        raise SignatureError(f"ch.named: {name!r} for {value}: give a name in capitals, a number from 0 to 2^64 - 1.")
     return Named(value, name, ((name, value if isinstance(value, Bits) else int(value)),))
 
 

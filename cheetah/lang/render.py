@@ -96,7 +96,11 @@ def _constants_of(program: _Program) -> list[Constant]:
     taken = sorted({constant.name for constant in made} & numbers.keys())
     if taken:
         raise SignatureError(f"ch.named: the name `{taken[0]}` is taken by a constant.")
-    return [*made, *(Constant(ty.u32, name, value) for name, value in numbers.items())]
+    return [*made, *(Constant(_type_of(value), name, value) for name, value in numbers.items())]
+
+
+def _type_of(value: int) -> ty.Scalar:
+    return ty.u32 if value < 2**32 else ty.u64
 
 
 def _collect_structs(type_: ty.Type, found: dict[ty.Struct, None]) -> None:

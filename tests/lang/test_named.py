@@ -91,10 +91,19 @@ def test_sums_keep_the_name_and_fold_what_has_none() -> None:
     assert lines[1:3] == ["x[n + 3 + WORDS + 3] = 0;", "x[n * 2 * WORDS] = 0;"]
 
 
-@pytest.mark.parametrize(("name", "value"), [("blocks", 1), ("A B", 1), ("BLOCKS", -1), ("BLOCKS", 2**32)])
+@pytest.mark.parametrize(("name", "value"), [("blocks", 1), ("A B", 1), ("BLOCKS", -1), ("BLOCKS", 2**64)])
 def test_refused_names_and_numbers(name: str, value: int) -> None:
     with pytest.raises(ch.SignatureError, match=re.escape(f"ch.named: {name!r} for {value}: give a name in capitals")):
         ch.named(name, value)
+
+
+def test_a_number_beyond_32_bits_is_a_wide_one() -> None:
+    @ch.kernel(ch.Params(x=ty.ptr_mut(ty.u64), n=ty.u64))
+    def kernel(x, n):
+        x[0] = n * ch.named("LAYER", 5 * 2**30)
+
+    text = ch.render_file(kernel)
+    assert "constexpr uint64_t LAYER = 5368709120ull;\n" in text and "x[0] = n * LAYER;" in text
 
 
 def test_a_name_for_two_numbers_is_refused() -> None:

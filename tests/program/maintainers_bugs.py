@@ -144,7 +144,7 @@ MORE = (
     bug("keys cached in the first sequence's pages", "", (rf"(uint32_t table) = {COLUMN}sequence[^;]*;", r"\1 = 0;")),
     bug("the first column's angles for all", OF_QKV, (r"(\+ ROPE\)) \+ column \* \d+;", r"\1;")),
     bug("the first column's norm for all", OF_QKV, (r"(places\w*\[\d\] =) column \*", r"\1 0 *")),
-    bug("keys copied into the place of values", "", (r"(bulk_copy\(keys\w* \+ \d+, key) \+ TO_VALUES,", r"\1,")),
+    bug("keys copied into the place of values", "", (r"(bulk_copy\(keys\w* \+ VALUES_AT, key) \+ TO_VALUES,", r"\1,")),
     bug("a query that sees a key too many", "", (r"(visible\w* = \w+ > [^?;]*\? \w+) - ", r"\1 + 1 - ")),
     bug("rows of padding among the candidates", "", (r"if \(\w+ < VOCAB && (candidate > best\))", r"if (\1")),
 )
