@@ -33,7 +33,7 @@ FAMILY = DenseFamily(
         "afm-4.5b": ArceeConfig(
             *(2560, 18432, 36, 20, 4, 128, 128004),
             max_position_embeddings=65536,
-            rope=Rope(10000.0, "yarn", 20.0, original_max_position_embeddings=4096, mscale=1.0),
+            rope=Rope(10000.0, "yarn", 20.0, original_max_position_embeddings=4096),
         ),
     },
 )

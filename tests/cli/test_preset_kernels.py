@@ -47,7 +47,7 @@ OTHERS: list[tuple[str, dict[str, Any]]] = [
 
 MORE_STACK_BYTES: dict[tuple[str, int], int] = {
     ("llama-3.2-3b", 8): 64,
-    ("qwen3-0.6b", 8): 64,
+    ("qwen3-0.6b", 8): 72,
     ("qwen3-4b", 8): 72,
     ("qwen3-4b", 4): 56,
     ("qwen3-14b", 8): 80,
@@ -72,18 +72,25 @@ MORE_STACK_BYTES: dict[tuple[str, int], int] = {
     ("qwen3-coder-30b-a3b", 1): 8,
     ("gpt-oss-20b", 1): 8,
     ("gpt-oss-120b", 1): 8,
+    ("afm-4.5b", 1): 8,
 }
 """By model and batch: mostly of narrow M-tiles. What is laid aside are addresses, taken up again once a phase or an
 item of attention; none is touched in a loop over chunks or keys, but for three words of qwen3-0.6b. Of one token two
 to four words where layers are of several kinds, twelve of Gemma 3 1B, and two where experts are many."""
 MORE_STACK_BYTES_OF_PROMPTS = {
     "llama-3.2-1b": 56,
+    "llama-3.2-3b": 32,
+    "llama-3.1-8b": 72,
     "qwen3-0.6b": 88,
     "qwen3-1.7b": 72,
-    "qwen3-4b": 48,
-    "qwen3-8b": 40,
+    "qwen3-4b": 64,
+    "qwen3-8b": 88,
     "qwen3-14b": 40,
     "qwen3-32b": 64,
+    "qwen2.5-7b": 80,
+    "mistral-7b-v0.3": 72,
+    "mistral-small-24b": 32,
+    "mistral-small-3.2-24b": 32,
 }
 """Of steps that read 16 tokens (or 8) of a prompt, which a pass does where there is one."""
 

@@ -49,7 +49,7 @@ BUGS = (
     bug(
         "copies that do not count the phase that adds parts",
         UNEQUAL,
-        without(r"copies_due \+= 4;", after=r"\s*renew\(\);"),
+        without(r"copies_due \+= 8;", after=r"\s*renew\(\);"),
     ),
 )
 
