@@ -17,7 +17,10 @@ from cheetah.models.config import ModelConfig
 from cheetah.package import RANK, KernelParameter, of_peer, peer_parameter
 from cheetah.plan import Plan
 from cheetah.plan.errors import PlanError
+from cheetah.plan.formats import M_TILE_ROWS
+from cheetah.plan.index import round_up
 from cheetah.plan.kv.tables import COLUMN_WORDS, MAX_STOP_IDS, SEQUENCE_WORDS, TILE_WORDS
+from cheetah.plan.products import Product
 
 
 def parameter_field(parameter: KernelParameter) -> Any:
@@ -251,3 +254,17 @@ def parameters_of(
         RANK: ranks > 1,
     }
     return {name: one for name, one in parameters.items() if wanted.get(name, True)}
+
+
+def biases_of_layer(launch: ModelLaunch, product: Product, layer: Any) -> Any:
+    """Where the biases of a product in a layer begin, [row] or of each expert; None without."""
+    biases = getattr(launch, f"{product.name}_biases", None)
+    if biases is None:
+        return None
+    count = 1 if product.experts is None else product.experts.count
+    return biases + layer * (count * bias_rows(product))
+
+
+def bias_rows(product: Product) -> int:
+    """Biases of a product, or of one of its experts, with those that fill the last M-tile."""
+    return round_up(product.rows, M_TILE_ROWS)

@@ -40,7 +40,7 @@ from cheetah.lang import ty
 from cheetah.models.attention_layers import EVERY_KEY
 from cheetah.models.config import ModelConfig
 from cheetah.models.dense.head_parts import HeadParts
-from cheetah.models.dense.launch import Launch
+from cheetah.models.dense.launch import Launch, bias_rows, biases_of_layer
 from cheetah.models.dense.page import (
     ChooseExperts,
     Gated,
@@ -55,7 +55,6 @@ from cheetah.models.dense.page import (
 )
 from cheetah.models.dense.step_sizes import exchange_sizes, kv_layout, own_vectors, product_inputs, published_kinds
 from cheetah.plan import M_TILE_ROWS, MatrixLayout
-from cheetah.plan.index import round_up
 from cheetah.plan.products import Product, Vector
 
 
@@ -304,27 +303,16 @@ class StepParts(HeadParts):
         if product.experts is None:
             return GatedRows(*gated)
         assert self.experts is not None
-        return ChosenRows(*gated, self.experts.choice, self.matrices[product], self._biases_of_layer(product, layer))
+        biases = biases_of_layer(self.launch, product, layer)
+        return ChosenRows(*gated, self.experts.choice, self.matrices[product], biases)
 
     def biases_of(self, product: Product, layer: Any) -> Biases | None:
         """What is added to the rows of a product, if it has biases."""
-        biases = self._biases_of_layer(product, layer)
+        biases = biases_of_layer(self.launch, product, layer)
         if biases is None or product.experts is None:
             return None if biases is None else RowBiases(biases)
         assert self.experts is not None
-        return WeighedBiases(self.experts.choice, biases, self._bias_rows(product))
-
-    def _biases_of_layer(self, product: Product, layer: Any) -> Any:
-        """Where those of a layer begin, [row] or of each expert; None without."""
-        biases = getattr(self.launch, f"{product.name}_biases", None)
-        if biases is None:
-            return None
-        count = 1 if product.experts is None else product.experts.count
-        return biases + layer * (count * self._bias_rows(product))
-
-    @staticmethod
-    def _bias_rows(product: Product) -> int:
-        return round_up(product.rows, M_TILE_ROWS)
+        return WeighedBiases(self.experts.choice, biases, bias_rows(product))
 
     def finish_kept_rows(self, line: NormBehind, layer: Any) -> None:
         """The norm behind a product: its rows added to the residual."""
