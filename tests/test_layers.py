@@ -62,7 +62,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         *(f"{DENSE}.{one}" for one in ("launch", "page", "step_sizes", "head_parts")),
     },
     f"{DENSE}.pass_sizes": {MODELS, f"{DENSE}.page", "cheetah.plan"},
-    f"{DENSE}.pass_launch": {MODELS, f"{DENSE}.launch", "cheetah.blocks", "cheetah.lang", "cheetah.package", "cheetah.plan"},
+    f"{DENSE}.pass_launch": {*KERNEL, f"{DENSE}.launch", "cheetah.package"},
     f"{DENSE}.pass_parts": {*KERNEL, *(f"{DENSE}.{one}" for one in ("page", "pass_launch", "pass_sizes"))},
     f"{DENSE}.pass_experts": {*KERNEL, *(f"{DENSE}.{one}" for one in ("launch", "page", "pass_parts", "pass_sizes"))},
     f"{DENSE}.prompt": {
