@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -160,9 +160,9 @@ class LoadOptions:
         "Keep two of every four weights where the others are zero: auto, 2:4 (all matrices) or off.",
         "By default as the checkpoint says; a note tells where it could. No number changes, fewer bytes are read.",
     )
-    lora: str | Path | None = option(
+    lora: str | Path | Sequence[str | Path] | None = option(
         None,
-        str,
+        list[str],  # so that a second one is refused, and does not take the first one's place
         "Folder of a LoRA adapter (PEFT's), merged into 16-bit weights as they are loaded.",
         "For all requests; several at a time are not supported.",
     )

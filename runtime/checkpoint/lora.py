@@ -67,6 +67,8 @@ def with_adapter(checkpoint: Checkpoint, adapter: object) -> Checkpoint:
     """The checkpoint with an adapter merged in. adapter: its folder. LoadingError where that cannot be, with the place.
 
     Matrices that it does not touch are read as before; the others are packed by the host."""
+    if isinstance(adapter, list | tuple) and len(adapter) == 1:
+        (adapter,) = adapter
     if not isinstance(adapter, str | Path):
         raise LoadingError(
             f"lora={shown(adapter)}: give the folder of one adapter; several at a time are not supported"

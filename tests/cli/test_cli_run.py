@@ -116,6 +116,7 @@ def test_random_weights_take_and_give_ids() -> None:
         (("llama-3.1-8b", "text"), "a preset has no weights: use random:llama-3.1-8b"),
         (("demo", "text", "--device", "tpu"), "unknown device 'tpu'"),
         (("demo", "text", "--temperature", "-1"), "temperature"),
+        (("demo", "text", "--lora", "one", "--lora", "two"), "several at a time are not supported"),
     ],
 )
 def test_what_cannot_be_run_is_refused(arguments: tuple[str, ...], words: str) -> None:

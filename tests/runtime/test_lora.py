@@ -75,7 +75,8 @@ def test_matrices_are_those_with_b_times_a_added(tmp_path: Path, dtype: Any, roo
     for name, value in wanted.items():
         found = checkpoint.tensor(name)
         if name in (f"{Q}.weight", f"{DOWN}.weight"):
-            assert np.allclose(widen(found), value.astype(np.float32), rtol=2**-8, atol=1e-5), name
+            # The other neighbour of a tie is up to 2^-7 away: libraries sum float32 in orders of their own.
+            assert np.allclose(widen(found), value.astype(np.float32), rtol=2**-7, atol=1e-5), name
         else:
             assert np.array_equal(found, value.view(np.uint16)), name
     rows = checkpoint.rows(f"{Q}.weight")
@@ -166,6 +167,7 @@ def test_numbers_that_are_none_and_folders_that_are_no_adapter(tmp_path: Path) -
     assert "infinite or NaN" in refusal(tmp_path, write_adapter(tmp_path / "adapter", tensors))
     assert "adapter_config.json and adapter_model.safetensors" in refusal(tmp_path, tmp_path / "nothing")
     assert "several at a time are not supported" in refusal(tmp_path, [tmp_path, tmp_path])
+    assert refusal(tmp_path, [tmp_path / "none"]) == refusal(tmp_path, tmp_path / "none")
     with pytest.raises(CheetahError, match="merged into 16-bit weights alone"):
         with_adapter(open_checkpoint("random:demo@int8"), write_adapter(tmp_path / "adapter"))
 
