@@ -111,19 +111,19 @@ def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 def _layer_shapes(config: ModelConfig, kind: LayerKind) -> dict[str, tuple[int, ...]]:
     """Those of a layer of a kind, with `{layer}`."""
-    (heads, o, *others), before, behind = config.table.products, norms_before(config), norms_behind(config)
+    before, behind = norms_before(config), norms_behind(config)
     of_layer: dict[str, tuple[int, ...]] = {}
-    for product in config.table.products:
+    for number, product in enumerate(config.table.products):
         if product.name in before:
             of_layer[before[product.name]] = (product.columns,)
+        if kind.delta is None or number > 1:  # else it has neither heads nor o
+            of_layer |= _matrix_shapes(config, product)
         if product.name in behind:
             of_layer[behind[product.name]] = (config.hidden_size,)
     if kind.delta is not None:
         of_layer |= delta_shapes(config.hidden_size, kind.delta)
     else:
-        of_layer |= _matrix_shapes(config, heads) | _matrix_shapes(config, o) | _attention_shapes(config)
-    for product in others:
-        of_layer |= _matrix_shapes(config, product)
+        of_layer |= _attention_shapes(config)
     if config.routing is not None and config.routing.shared:
         rows, columns = config.routing.shared, config.hidden_size
         shapes = ((rows, columns), (rows, columns), (columns, rows), (1, columns))
