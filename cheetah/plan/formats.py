@@ -140,8 +140,8 @@ TWO_OF_FOUR = SparseTiles(SPARSE, 64, 1024 + 128, places_at=1024)
 class QuantizedTiles(TileFormat):
     """A K-tile of 16 x 128 codes of `bits` bits, then scales, then zero points; behind an M-tile a factor a row.
 
-    kind: "int4", "int8", "fp8" or "mxfp4". group_columns: columns of a row that share a scale of the tile, which divide
-    128; None: there is none beside the row's factor. is_asymmetric: each group of a row has a zero point.
+    kind: "int4", "int8", "fp8", "mxfp4" or "nvfp4". group_columns: columns of a row that share a scale of the tile,
+    which divide 128; None: there is none beside the row's factor. is_asymmetric: each group of a row has a zero point.
     scales_at, zero_points_at: bytes from the beginning of the tile.
     """
 
@@ -154,6 +154,8 @@ class QuantizedTiles(TileFormat):
 
     def vector_kind(self, columns: int, tokens: int, is_brief: bool = False, by_numbers: bool = False) -> str:
         """Elements are converted by whole warps, of units of 8, and tiles."""
+        if self.kind == "nvfp4":  # a scale and a code become one number, which is not small
+            return BF16_VECTOR
         is_whole = columns % QUANTIZED_COLUMNS == 0 and columns * tokens % (8 * 32) == 0 and not by_numbers
         if self.kind == "int4":
             is_digits = tokens <= (BRIEF_DIGIT_TOKENS if is_brief else DIGIT_TOKENS)
@@ -177,8 +179,10 @@ QUANTIZED_COLUMNS = 128
 """Columns of a quantised K-tile: the usual group."""
 GROUP_COLUMNS = (32, 64, 128)
 """Columns of the groups that there are formats for."""
-MX_COLUMNS = 32
-"""Of a group of MXFP4."""
+MX_COLUMNS, NV_COLUMNS = 32, 16
+"""Of a group of MXFP4, of NVFP4."""
+SCALE_BIAS = 10
+"""Of the 5 bits of exponent of a scale of NVFP4: e4m3's lowest exponent, of its subnormal numbers, is -9."""
 INTEGER_SCALE_BYTES = 2 * M_TILE_ROWS
 """The scales of a group, f16 [8 rows][row g, row g + 8]."""
 ZERO_POINT_BYTES = M_TILE_ROWS
@@ -237,17 +241,17 @@ def _e4m3(block_columns: int | None) -> QuantizedTiles:
     )
 
 
-def _mxfp4() -> QuantizedTiles:
+def _e2m1(kind: str, group_columns: int) -> QuantizedTiles:
     """The scales of a group are bytes, in the order of zero points."""
     codes = M_TILE_ROWS * QUANTIZED_COLUMNS // 2
     return QuantizedTiles(
-        "mxfp4",
+        kind,
         QUANTIZED_COLUMNS,
-        codes + QUANTIZED_COLUMNS // MX_COLUMNS * M_TILE_ROWS,
+        codes + QUANTIZED_COLUMNS // group_columns * M_TILE_ROWS,
         ROW_FACTOR_BYTES,
-        kind="mxfp4",
+        kind=kind,
         bits=4,
-        group_columns=MX_COLUMNS,
+        group_columns=group_columns,
         scales_at=codes,
     )
 
@@ -259,7 +263,8 @@ def _quantized() -> Iterator[QuantizedTiles]:
                 yield _integers(kind, bits, group_columns, is_asymmetric)
     yield _e4m3(None)
     yield _e4m3(QUANTIZED_COLUMNS)
-    yield _mxfp4()
+    yield _e2m1("mxfp4", MX_COLUMNS)
+    yield _e2m1("nvfp4", NV_COLUMNS)
 
 
 @dataclass(frozen=True)

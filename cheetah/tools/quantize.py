@@ -20,7 +20,7 @@ from cheetah.errors import CheetahError
 from cheetah.models.config import ModelConfig
 from cheetah.models.formats.nearest import nearest_rows
 from cheetah.models.formats.outliers import outlier_count, outliers_of
-from cheetah.models.formats.quantized import QuantizationError, QuantizationScheme, QuantizedRows
+from cheetah.models.formats.quantized import OF_E2M1, QuantizationError, QuantizationScheme, QuantizedRows
 from cheetah.models.quantization.compressed_tensors import FLOAT, OUTLIERS, PACKED
 from cheetah.models.registry import family_of
 from cheetah.models.rounding import Bits, as_bf16, widen
@@ -112,8 +112,8 @@ def quantization_job(
         raise CheetahError(f"outliers lie beside int4 and int8, not beside {scheme.name}")
     if outliers and checkpoint.config.routing is not None:
         raise CheetahError(f"{model}: outliers of experts are not supported")
-    if scheme.kind == "mxfp4":
-        raise CheetahError("mxfp4 is read, not written: give another format")
+    if scheme.kind in OF_E2M1:
+        raise CheetahError(f"{scheme.kind} is read, not written: give another format")
     tile_format(scheme.name)  # PlanError if the kernel does not have it
     matrices = layer_matrices(checkpoint.config)
     for name, (_, columns) in matrices.items():

@@ -124,4 +124,5 @@ def _cut(layout: MatrixLayout, rows: Any) -> Any:
     groups = -(-layout.columns // group_columns)
     points = None if rows.zero_points is None else rows.zero_points[: layout.rows, :groups]
     codes, scales = rows.codes[: layout.rows, : layout.columns], rows.scales[: layout.rows, :groups]
-    return QuantizedRows(rows.kind, codes, scales, points, group_columns)
+    factors = None if rows.factors is None else rows.factors[: layout.rows]
+    return QuantizedRows(rows.kind, codes, scales, points, group_columns, factors=factors)

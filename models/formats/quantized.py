@@ -1,8 +1,9 @@
 """Quantised weights on their way from a checkpoint to the kernel's tiles: codes, scales and zero points of whole rows.
 
 Every checkpoint format becomes this one record, and every device format is packed from it. A weight is
-`scale * (code - zero point)`, or `scale * number(code)` of e4m3 or e2m1; scales stay in the checkpoint's own dtype, so
-nothing is rounded on the way. Where codes come from is not known here, nor how a kernel keeps them.
+`scale * (code - zero point)`, or `scale * number(code)` of e4m3 or e2m1, of nvfp4 times a factor of the row; scales
+stay in the checkpoint's own dtype, so nothing is rounded on the way. Where codes come from is not known here, nor how a
+kernel keeps them.
 """
 
 from __future__ import annotations
@@ -20,18 +21,20 @@ from numpy.typing import NDArray
 from cheetah.errors import CheetahError
 from cheetah.models.rounding import F32
 from cheetah.models.scratch import scratch
-from cheetah.plan.formats import MX_COLUMNS
+from cheetah.plan.formats import MX_COLUMNS, NV_COLUMNS
 
-KINDS = ("int4", "int8", "fp8", "mxfp4")
+KINDS = ("int4", "int8", "fp8", "mxfp4", "nvfp4")
 MIDDLE_CODE = {"int4": 8, "int8": 128}
 """The code of zero where the scheme is symmetric."""
 EVEN_FIRST = (0, 2, 4, 6, 1, 3, 5, 7)
 """Nibble i of a word of int4 codes is column EVEN_FIRST[i] of its eight, as tiles have it."""
 EIGHT_ROWS = np.dtype("V32")
 """Eight words, the same of eight neighbouring rows: numpy copies them whole."""
-LARGEST_CODE = {"int4": 15, "int8": 255, "fp8": 255, "mxfp4": 15}
+LARGEST_CODE = {"int4": 15, "int8": 255, "fp8": 255, "mxfp4": 15, "nvfp4": 15}
 E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
-"""The number of each code of mxfp4: sign, two bits of exponent, one of mantissa."""
+"""The number of each code of mxfp4 and nvfp4: sign, two bits of exponent, one of mantissa."""
+OF_E2M1 = {"mxfp4": MX_COLUMNS, "nvfp4": NV_COLUMNS}
+"""The kinds whose codes these are, with the columns of a group."""
 SCALE_DTYPES: dict[str, np.dtype[Any]] = {
     "f16": np.dtype(np.float16),
     "bf16": np.dtype(ml_dtypes.bfloat16),
@@ -41,7 +44,7 @@ SCALE_DTYPES: dict[str, np.dtype[Any]] = {
 Order = NDArray[np.int64]
 """Column i of a matrix is column `order[i]` of the module that it is made of."""
 
-_NAME = re.compile(r"(int4|int8)(?:-g([1-9][0-9]{0,4}))?(-asym)?|(fp8)(?:-block([1-9][0-9]{0,4}))?|(mxfp4)")
+_NAME = re.compile(r"(int4|int8)(?:-g([1-9][0-9]{0,4}))?(-asym)?|(fp8)(?:-block([1-9][0-9]{0,4}))?|(mxfp4|nvfp4)")
 
 
 class QuantizationError(CheetahError):
@@ -52,10 +55,11 @@ class QuantizationError(CheetahError):
 class QuantizationScheme:
     """What the numbers of a quantised matrix are.
 
-    kind: "int4", "int8", "fp8" (e4m3) or "mxfp4" (e2m1 in groups of 32, whose scales are powers of two). group_columns:
-    so many neighbouring columns of a row share a scale; None: the whole row does. symmetric: zero points are the middle
-    code; numbers with exponents have none and are symmetric. scales: "f16", "bf16" or "f32", the dtype that the
-    checkpoint keeps scales in, or of those of mxfp4 that they are read in.
+    kind: "int4", "int8", "fp8" (e4m3), "mxfp4" (e2m1 in groups of 32, whose scales are powers of two) or "nvfp4" (e2m1
+    in groups of 16, whose scales are of e4m3, times a factor of the row). group_columns: so many neighbouring columns
+    of a row share a scale; None: the whole row does. symmetric: zero points are the middle code; numbers with exponents
+    have none and are symmetric. scales: "f16", "bf16" or "f32", the dtype that the checkpoint keeps scales in, or of
+    those of mxfp4 and nvfp4 that they are read in.
     """
 
     kind: str
@@ -72,14 +76,15 @@ class QuantizationScheme:
             raise QuantizationError(f"scales of dtype {self.scales!r}: there are {', '.join(SCALE_DTYPES)}")
         if not self.kind.startswith("int") and not self.symmetric:
             raise QuantizationError(f"{self.kind} weights have no zero points")
-        if self.kind == "mxfp4" and (self.group_columns, self.scales) != (MX_COLUMNS, "f32"):
-            raise QuantizationError(f"mxfp4 has groups of {MX_COLUMNS} columns, whose scales are read in f32")
+        wanted = OF_E2M1.get(self.kind)
+        if wanted is not None and (self.group_columns, self.scales) != (wanted, "f32"):
+            raise QuantizationError(f"{self.kind} has groups of {wanted} columns, whose scales are read in f32")
 
     @property
     def name(self) -> str:
         """The format's name: "int4-g128", "int4-g128-asym", "int4" (a scale a row), "int8", "fp8", "fp8-block128",
-        "mxfp4"."""
-        if self.kind == "mxfp4":
+        "mxfp4", "nvfp4"."""
+        if self.kind in OF_E2M1:
             return self.kind
         group = "" if self.group_columns is None else f"-{'block' if self.kind == 'fp8' else 'g'}{self.group_columns}"
         return f"{self.kind}{group}{'' if self.symmetric else '-asym'}"
@@ -99,12 +104,12 @@ def scheme_of_name(name: str, scales: str = "f16") -> QuantizationScheme:
     found = _NAME.fullmatch(name)
     if found is None:
         raise QuantizationError(
-            f"there is no quantisation {name!r}: write int4, int8, fp8 or mxfp4, and for groups -g128 or, with fp8, "
-            "-block128"
+            f"there is no quantisation {name!r}: write int4, int8, fp8, mxfp4 or nvfp4, and for groups -g128 or, with "
+            "fp8, -block128"
         )
     integer, group, asymmetric, _, block, microscaled = found.groups()
     if microscaled:
-        return QuantizationScheme("mxfp4", MX_COLUMNS, scales="f32")
+        return QuantizationScheme(microscaled, OF_E2M1[microscaled], scales="f32")
     columns = group or block
     return QuantizationScheme(integer or "fp8", int(columns) if columns else None, asymmetric is None, scales)
 
@@ -163,29 +168,32 @@ class RowScales(RowPlanes):
     scales: NDArray[Any]
     zero_points: NDArray[np.uint8] | None
     group_columns: int
+    factors: F32 | None = None
 
     @property
     def planes(self) -> tuple[NDArray[Any], ...]:
-        """Scales, and zero points if there are some."""
-        return (self.scales,) if self.zero_points is None else (self.scales, self.zero_points)
+        """Scales, and zero points and factors if there are some."""
+        return tuple(plane for plane in (self.scales, self.zero_points, self.factors) if plane is not None)
 
     def with_planes(self, made: Callable[[NDArray[Any]], NDArray[Any]]) -> RowScales:
-        scales, *points = (made(plane) for plane in self.planes)
-        return replace(self, scales=scales, zero_points=points[0] if points else None)
+        planes = self.scales, self.zero_points, self.factors
+        scales, points, factors = (None if plane is None else made(plane) for plane in planes)
+        assert scales is not None
+        return replace(self, scales=scales, zero_points=points, factors=factors)
 
 
 @dataclass(frozen=True)
 class QuantizedRows(RowPlanes):
     """Some whole rows of one matrix.
 
-    stored_codes: uint8 [rows, columns]; int4: 0 .. 15, int8: the value + 128, fp8: the byte of e4m3, mxfp4: the
-        bits of e2m1. Or, of 4 bits, words
-        of eight neighbouring columns: uint32 [rows, columns / 8], or those of eight rows side by side, EIGHT_ROWS
-        [rows / 8, columns / 8]. In any order in memory.
+    stored_codes: uint8 [rows, columns]; int4: 0 .. 15, int8: the value + 128, fp8: the byte of e4m3, mxfp4,
+        nvfp4: the bits of e2m1. Or, of 4 bits, words of eight neighbouring columns: uint32 [rows, columns / 8], or
+        those of eight rows side by side, EIGHT_ROWS [rows / 8, columns / 8]. In any order in memory.
     scales: [rows, groups], float16, bfloat16 or float32 as the checkpoint has them.
-    zero_points: uint8 [rows, groups], in codes; None: all of them `MIDDLE_CODE[kind]` (fp8, mxfp4: none).
+    zero_points: uint8 [rows, groups], in codes; None: all of them `MIDDLE_CODE[kind]` (with exponents: none).
     group_columns: columns of a group, `columns` where a row has one scale; the last group may be shorter.
     even_first: whether words have their columns in the order EVEN_FIRST; else nibble j is column j.
+    factors: nvfp4: float32 [rows, 1], what all scales of a row are multiplied by.
     """
 
     kind: str
@@ -194,6 +202,7 @@ class QuantizedRows(RowPlanes):
     zero_points: NDArray[np.uint8] | None
     group_columns: int
     even_first: bool = False
+    factors: F32 | None = None
 
     def __post_init__(self) -> None:
         rows, columns = self.shape
@@ -207,6 +216,8 @@ class QuantizedRows(RowPlanes):
             raise QuantizationError(
                 f"zero points are {list(self.zero_points.shape)} of {self.kind}, not {list(wanted)}"
             )
+        if (self.kind == "nvfp4") != (self.factors is not None):
+            raise QuantizationError(f"rows of {self.kind} have {'no ' if self.factors is None else ''}factors")
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -237,26 +248,30 @@ class QuantizedRows(RowPlanes):
     @property
     def row_scales(self) -> RowScales:
         """All but the codes."""
-        return RowScales(self.kind, self.scales, self.zero_points, self.group_columns)
+        return RowScales(self.kind, self.scales, self.zero_points, self.group_columns, self.factors)
 
     @property
     def planes(self) -> tuple[NDArray[Any], ...]:
-        """Codes as they are stored, scales, and zero points if there are some."""
+        """Codes as they are stored, then those of `row_scales`."""
         return (self.stored_codes, *self.row_scales.planes)
 
     def with_planes(self, made: Callable[[NDArray[Any]], NDArray[Any]]) -> QuantizedRows:
-        codes, scales, *points = (made(plane) for plane in self.planes)
-        return replace(self, stored_codes=codes, scales=scales, zero_points=points[0] if points else None)
+        codes, rows = made(self.stored_codes), self.row_scales.with_planes(made)
+        return replace(
+            self, stored_codes=codes, scales=rows.scales, zero_points=rows.zero_points, factors=rows.factors
+        )
 
     def dequantized(self) -> F32:
-        """float32 [rows, columns]: what the checkpoint says that the weights are. Exact for scales of 16 bits."""
+        """float32 [rows, columns]: what the checkpoint says that the weights are. Exact for scales of 16 bits, and of
+        nvfp4 up to the factor."""
         if self.kind == "fp8":
             values = self.codes.view(ml_dtypes.float8_e4m3fn).astype(np.float32)
-        elif self.kind == "mxfp4":
+        elif self.kind in OF_E2M1:
             values = E2M1[self.codes]
         else:
             values = self.codes.astype(np.float32) - self._of_columns(self._zero_points())
-        return np.asarray(values * self._of_columns(self.scales.astype(np.float32)), np.float32)
+        scaled = np.asarray(values * self._of_columns(self.scales.astype(np.float32)), np.float32)
+        return scaled if self.factors is None else scaled * self.factors
 
     def _zero_points(self) -> F32:
         if self.zero_points is None:

@@ -3,17 +3,18 @@
 A K-tile is 16 rows x 128 columns, cut into four *parts* of 32 columns. Lane 4g + t (g 0..7, t 0..3) owns of each part
 the columns 8t .. 8t+7 of rows g and g + 8, which it reads as 32-bit words:
 
-* int4, mxfp4: a word is the 8 columns of a row; nibble j is column 2j, nibble j + 4 column 2j + 1, so that a mask of
-  the lowest nibble of each half leaves two neighbours. A tile is [2 pairs of parts][lane][part of the pair][row g, row
-  g + 8].
+* int4, mxfp4, nvfp4: a word is the 8 columns of a row; nibble j is column 2j, nibble j + 4 column 2j + 1, so that a
+  mask of the lowest nibble of each half leaves two neighbours. A tile is [2 pairs of parts][lane][part of the pair][row
+  g, row g + 8].
 * int8, fp8: a word is 4 columns of a row, whose bytes are columns 0, 2, 1, 3, so that a mask of the same byte of each
   half leaves two neighbours. A tile is [part][lane][half of the 8 columns][row g, row g + 8].
 
 Behind the codes lie the scales: for each group of columns f16 [g][row g, row g + 8]; of an fp8 block format two floats,
-of rows 0 to 7 and 8 to 15; of mxfp4 the exponents of powers of two as f32 has them, u8 in the order of f16. Then zero
-points, u8 in that order. Behind the last K-tile of an M-tile lies one factor (f32) a row, which takes part in all its
-weights: the scale itself where the row has one only; a power of two where scales are bf16 or f32, which f16 holds
-exactly up to such a factor or not at all.
+of rows 0 to 7 and 8 to 15; of mxfp4 the exponents of powers of two as f32 has them, u8 in the order of f16; of nvfp4
+the numbers of e4m3 so, without a sign and with an exponent of 5 bits, so that none is subnormal. Then zero points, u8
+in that order. Behind the last K-tile of an M-tile lies one factor (f32) a row, which takes part in all its weights: the
+scale itself where the row has one only; the factor of nvfp4; a power of two where scales are bf16 or f32, which f16
+holds exactly up to such a factor or not at all.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from cheetah.models.formats.tile_words import (
 )
 from cheetah.models.formats.weight_format import PackingError, TilePart, WeightFormat
 from cheetah.models.rounding import F32, Bytes
-from cheetah.plan.formats import INTEGER_SCALE_BYTES, M_TILE_ROWS, QuantizedTiles
+from cheetah.plan.formats import INTEGER_SCALE_BYTES, M_TILE_ROWS, SCALE_BIAS, QuantizedTiles
 
 LARGEST_F16_EXPONENT = 15
 EXPONENT_AT = 23
@@ -73,7 +74,9 @@ class QuantizedFormat(WeightFormat):
     def rows_of_codes(self, codes: Bytes) -> QuantizedRows:
         scales = np.ones((len(codes), self.tile.groups), np.float16)
         points = np.zeros(scales.shape, np.uint8) if self.tile.is_asymmetric else None
-        return QuantizedRows(self.tile.kind, codes, scales, points, codes.shape[1] // self.tile.groups)
+        factors = np.ones((len(codes), 1), np.float32) if self.tile.kind == "nvfp4" else None
+        group_columns = codes.shape[1] // self.tile.groups
+        return QuantizedRows(self.tile.kind, codes, scales, points, group_columns, factors=factors)
 
     def behind_codes(self, rows: RowScales, k_tiles: int) -> Bytes:
         """What follows the codes of each K-tile of rows [M-tiles * 16, groups]: uint8 [M-tiles, k_tiles, bytes].
@@ -95,6 +98,8 @@ class QuantizedFormat(WeightFormat):
     def row_factors(self, rows: RowScales) -> Bytes:
         if self.tile.group_columns is None:
             factors = rows.scales[:, 0].astype(np.float32)
+        elif rows.factors is not None:
+            factors = rows.factors[:, 0]
         elif self.tile.kind in ("fp8", "mxfp4"):
             factors = np.ones(len(rows.scales), np.float32)
         else:
@@ -112,10 +117,13 @@ class QuantizedFormat(WeightFormat):
             points = self._of_rows(tiles[..., self.tile.zero_points_at :])
             points = points[:, :1] if self.tile.group_columns is None else points
         columns = self.tile.group_columns or codes.shape[1]
-        return QuantizedRows(self.tile.kind, codes, self.scales_of(tiles, factors), points, columns)
+        of_rows = None
+        if self.tile.kind == "nvfp4":
+            of_rows = factors.view(np.float32)[:, :M_TILE_ROWS].reshape(-1, 1)
+        return QuantizedRows(self.tile.kind, codes, self.scales_of(tiles, factors), points, columns, factors=of_rows)
 
     def scales_of(self, tiles: Bytes, factors: Bytes) -> F32:
-        """Of each group of the rows, with the factor of the row."""
+        """Of each group of the rows, with the factor of the row (of nvfp4 without)."""
         groups, at = tiles.shape[1] * self.tile.groups, self.tile.scales_at
         of_rows = factors.view(np.float32)[:, :M_TILE_ROWS].reshape(-1, 1)
         if self.tile.group_columns is None:
@@ -125,6 +133,8 @@ class QuantizedFormat(WeightFormat):
             return np.asarray(np.repeat(pairs.transpose(0, 2, 1).reshape(-1, groups), HALF, axis=0) * of_rows)
         if self.tile.kind == "mxfp4":
             return np.asarray(powers_of_exponents(self._of_rows(tiles[..., at:])) * of_rows)
+        if self.tile.kind == "nvfp4":
+            return numbers_of_scale_bytes(self._of_rows(tiles[..., at:]))
         end = at + self.tile.groups * INTEGER_SCALE_BYTES
         halves = np.ascontiguousarray(tiles[..., at:end]).view(np.float16)
         return np.asarray(self._of_rows(halves).astype(np.float32) * of_rows)
@@ -153,7 +163,22 @@ class QuantizedFormat(WeightFormat):
         """[rows, groups] as tiles have them."""
         if self.tile.kind == "fp8":
             return self._block_scales(scales)
+        if self.tile.kind == "nvfp4":
+            return self._scale_bytes(scales)
         return self._exponents(scales) if self.tile.kind == "mxfp4" else self._group_scales(scales)
+
+    def _scale_bytes(self, scales: NDArray[Any]) -> Bytes:
+        wide = scales.astype(np.float32)
+        mantissas, exponents = np.frexp(wide)
+        bits = (exponents + (SCALE_BIAS - 1) << 3) + (mantissas * 16 - 8).astype(np.int64)
+        found: Bytes = np.where(wide == 0, 0, bits).clip(0, 255).astype(np.uint8)
+        if not np.array_equal(numbers_of_scale_bytes(found), wide):
+            row, group = np.argwhere(numbers_of_scale_bytes(found) != wide)[0]
+            raise PackingError(
+                f"weight format {self.tile.name}: scale {scales[row, group]} of row {row}, group {group}, is no "
+                "positive number of e4m3"
+            )
+        return self._of_lanes(found)
 
     def _exponents(self, scales: NDArray[Any]) -> Bytes:
         wide = scales.astype(np.float32)
@@ -210,6 +235,12 @@ def powers_of_exponents(exponents: NDArray[np.uint8]) -> NDArray[np.float32]:
     """2^(exponent - 127), float32, whose smallest is subnormal."""
     bits = exponents.astype(np.uint32) << EXPONENT_AT
     return np.where(exponents == 0, np.uint32(1 << EXPONENT_AT - 1), bits).astype(np.uint32).view(np.float32)
+
+
+def numbers_of_scale_bytes(found: NDArray[np.uint8]) -> NDArray[np.float32]:
+    """5 bits of exponent over 3 of mantissa, float32; the byte 0 is zero."""
+    numbers = np.ldexp(np.float32(1) + (found & 7).astype(np.float32) / 8, (found >> 3).astype(np.int32) - SCALE_BIAS)
+    return np.where(found == 0, np.float32(0), numbers).astype(np.float32)
 
 
 def powers_of_two(scales: NDArray[Any]) -> NDArray[np.float32]:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from cheetah.models.formats.quantized import QuantizationScheme
+from cheetah.models.formats.quantized import QuantizationScheme, scheme_of_name
 from cheetah.models.quantization.fields import Fields
 from cheetah.models.quantization.statement import EXPRESSION, LINEAR, Patterns, Quantization, Storage
+from cheetah.plan.formats import NV_COLUMNS
 from cheetah.printable import shown
 
 PACKED, FLOAT, MARLIN24 = "pack-quantized", "float-quantized", "marlin-24"
+NVFP4 = "nvfp4-pack-quantized"
 OUTLIERS = f"{PACKED}+outliers"
 """Our own: beside packed codes single weights as they are, see `cheetah.runtime.checkpoint.outliers`."""
 DENSE = "dense"
@@ -23,6 +25,7 @@ _FP8 = {"num_bits": 8, "type": "float", "symmetric": True}
 PRESETS: dict[str, dict[str, Any]] = {
     "W4A16": _INT4,
     "W4A16_ASYM": {**_INT4, "symmetric": False},
+    **dict.fromkeys(("NVFP4", "NVFP4A16"), {"num_bits": 4, "type": "float", "symmetric": True}),
     "FP8": {**_FP8, "strategy": "tensor"},
     "FP8_DYNAMIC": {**_FP8, "strategy": "channel"},
     "FP8_BLOCK": {**_FP8, "strategy": "block", "block_structure": [128, 128]},
@@ -37,7 +40,7 @@ def read_compressed_tensors(fields: Fields) -> Quantization:
     sparse, layout = _sparse(fields)
     is_bare = has_scheme or layout != DENSE
     stated = fields.values.get("config_groups", {} if is_bare else None)
-    forms = (DENSE, PACKED, FLOAT) if is_bare and stated == {} else (PACKED, FLOAT, MARLIN24, OUTLIERS)
+    forms = (DENSE, PACKED, FLOAT) if is_bare and stated == {} else (PACKED, FLOAT, MARLIN24, OUTLIERS, NVFP4)
     form = fields.choice("format", forms, DENSE if layout != DENSE and stated == {} else None)
     fields.choice("quantization_status", ("compressed",), "compressed")
     if transforms := fields.values.get("transform_config"):
@@ -95,10 +98,11 @@ def _group(groups: Fields, name: str, form: str, notes: list[str]) -> tuple[list
 
 
 def _check_inputs(group: Fields, notes: list[str]) -> None:
-    """Inputs that were to be rounded to 8-bit floating point are left as they are, which is nearer to the original."""
+    """Inputs that were to be rounded to floating point of 8 or 4 bits are left as they are, which is nearer to the
+    original."""
     if "input_activations" in group.values:
         inputs = group.inner("input_activations", group.values["input_activations"])
-        if inputs.text("type", "int") != "float" or inputs.values.get("num_bits") != 8:
+        if inputs.text("type", "int") != "float" or inputs.values.get("num_bits") not in (4, 8):
             raise group.error("input_activations: integer activations (W8A8, W4A8) are not supported; W8A16 is")
         notes.append("activations are not quantised: scales of inputs are not used")
 
@@ -110,7 +114,18 @@ def _storage(weights: Fields, form: str) -> Storage:
         return _marlin24_storage(weights)
     if form == OUTLIERS:
         return _outlier_storage(weights)
+    if form == NVFP4:
+        return _nvfp4_storage(weights)
     return _float_storage(weights) if form == FLOAT else _integer_storage(weights)
+
+
+def _nvfp4_storage(weights: Fields) -> Storage:
+    weights.choice("type", ("float",))
+    weights.choice("num_bits", (4,))
+    weights.choice("symmetric", (True,), True)
+    weights.choice("strategy", ("tensor_group",), "tensor_group")
+    weights.choice("group_size", (NV_COLUMNS,), NV_COLUMNS)
+    return Storage("nvfp4-packed", scheme_of_name("nvfp4"))
 
 
 def _integer_storage(weights: Fields) -> Storage:

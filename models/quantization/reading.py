@@ -16,13 +16,15 @@ from cheetah.models.quantization.compressed_tensors import read_compressed_tenso
 from cheetah.models.quantization.fields import Fields
 from cheetah.models.quantization.refused import REFUSED_METHODS
 from cheetah.models.quantization.statement import EXPRESSION, LINEAR, Patterns, Quantization, Storage
+from cheetah.plan.formats import NV_COLUMNS
 from cheetah.printable import shown
 from cheetah.untrusted import read_json
 
 LEGACY_FILES = {"quantize_config.json": "gptq", "quant_config.json": "awq"}
 MODELOPT_FILE = "hf_quant_config.json"
 SUPPORTED = (
-    "supported are gptq, awq, compressed-tensors, fp8, fbgemm_fp8, modelopt (FP8) and mxfp4, and unquantised weights"
+    "supported are gptq, awq, compressed-tensors, fp8, fbgemm_fp8, modelopt (FP8, NVFP4) and mxfp4, and unquantised "
+    "weights"
 )
 HEAD = "lm_head"
 LEFT_OUT = "-:"
@@ -137,10 +139,13 @@ def _modelopt(fields: Fields) -> Quantization:
     inner = fields.values.get("quantization")
     of = Fields(inner, fields.place) if isinstance(inner, Mapping) else fields
     algorithm = of.text("quant_algo", "none").upper()
-    if algorithm != "FP8":
-        raise fields.error(f"quant_algo = {shown(algorithm)} of modelopt is not supported: supported is 'FP8'")
-    ignored = [*of.names("exclude_modules"), *of.names("ignore")]
-    return _statement(of, "modelopt, FP8", float8_storage(None), ignored, [NO_INPUT_SCALES])
+    if algorithm not in ("FP8", "NVFP4"):
+        raise fields.error(f"quant_algo = {shown(algorithm)} of modelopt is not supported: supported are FP8 and NVFP4")
+    ignored, storage = [*of.names("exclude_modules"), *of.names("ignore")], float8_storage(None)
+    if algorithm == "NVFP4":
+        of.choice("group_size", (NV_COLUMNS,), NV_COLUMNS)
+        storage = Storage("nvfp4", scheme_of_name("nvfp4"))
+    return _statement(of, f"modelopt, {algorithm}", storage, ignored, [NO_INPUT_SCALES])
 
 
 def _mxfp4(fields: Fields) -> Quantization:
@@ -177,5 +182,6 @@ _READERS: dict[str, Callable[[Fields], Quantization]] = {
     "fp8": _fp8,
     "fbgemm_fp8": _fbgemm,
     "modelopt": _modelopt,
+    "modelopt_fp4": _modelopt,
     "mxfp4": _mxfp4,
 }

@@ -30,7 +30,8 @@ class Storage:
 
     layout: "gptq" (words along the inputs, matrix transposed), "awq" (words along the outputs, transposed), "packed"
     (compressed-tensors' words along the inputs), "outliers" (those, and single weights beside them), "marlin24" (its
-    two of four in a kernel's order), "float8" (bytes of e4m3) or "mxfp4" (two codes a byte). scheme: kind, groups and
+    two of four in a kernel's order), "float8" (bytes of e4m3), "mxfp4", "nvfp4" (ModelOpt's) or "nvfp4-packed"
+    (compressed-tensors': two codes a byte). scheme: kind, groups and
     symmetry; the scales' dtype is the tensor's, whatever stands here. zero_offset: what is added to a stored zero
     point (1 in files of the first GPTQ format). block_rows: rows that share their scales, where blocks do.
     act_order: groups are said to be of columns that do not lie side by side; the indices of groups beside the weights

@@ -27,6 +27,7 @@ from cheetah.models.formats.quantized import (
 from cheetah.models.formats.quantized_tiles import powers_of_exponents
 from cheetah.models.quantization import Storage
 from cheetah.models.repacking import StoredCodes, StoredMatrix
+from cheetah.models.rounding import F32
 from cheetah.models.scratch import scratch
 from cheetah.plan.index import round_up
 from cheetah.runtime.checkpoint.packed_words import (
@@ -41,13 +42,17 @@ from cheetah.runtime.checkpoint.safetensors_files import LoadingError, StoredTen
 
 ALIGNED_ROWS = 8
 """Outputs of a word in the formats that pack them together."""
-SCALE_DTYPES = {"F16": "f16", "BF16": "bf16", "F32": "f32", "U8": "f32"}
-"""As which scales are read; those of one byte are exponents."""
+SCALE_DTYPES = {"F16": "f16", "BF16": "bf16", "F32": "f32", "U8": "f32", "F8_E4M3": "f32"}
+"""As which scales are read; those of one byte are exponents, or numbers of e4m3."""
 LARGEST_FINITE = {"F16": 0x7BFF, "BF16": 0x7F7F, "F32": 0x7F7FFFFF}
 """Bits of the largest number of a dtype; those of positive ones are 1 up to it."""
 NOT_A_NUMBER = 0x7F
 """e4m3 without its sign; it has no infinities."""
 SIGN = 0x80
+DIVISOR = "weight_global_scale"
+NV_CODES = {"nvfp4": "weight", "nvfp4-packed": "weight_packed"}
+NV_FACTOR = {"nvfp4": "weight_scale_2", "nvfp4-packed": DIVISOR}
+"""By the layout what the tensors of NVFP4 are called."""
 NO_EXPONENT = 0xFF
 """Of a scale of one byte."""
 PIECE_BYTES = 2**20
@@ -75,6 +80,7 @@ class StoredQuantized(ABC):
             self._zero_points(begin, end),
             self.group_columns,
             self._even_first,
+            self._factors(begin, end),
         )
         if (begin, end) == (first, stop):
             return rows
@@ -91,7 +97,7 @@ class StoredQuantized(ABC):
         """Of some rows all but their codes."""
         begin, end = self._whole_words(first, stop)
         scales, points = self._checked_scales(begin, end), self._zero_points(begin, end)
-        rows = RowScales(self.scheme.kind, scales, points, self.group_columns)
+        rows = RowScales(self.scheme.kind, scales, points, self.group_columns, self._factors(begin, end))
         return rows.with_planes(lambda plane: plane[first - begin : max(first, stop) - begin])
 
     def _whole_words(self, first: int, stop: int) -> tuple[int, int]:
@@ -123,6 +129,10 @@ class StoredQuantized(ABC):
 
     def _zero_points(self, first: int, stop: int) -> Codes | None:
         """uint8 [rows, groups]; None where they are all the middle code."""
+        return None
+
+    def _factors(self, first: int, stop: int) -> F32 | None:
+        """float32 [rows, 1], what all scales of a row are multiplied by; None: nothing."""
         return None
 
     def _checked_scales(self, first: int, stop: int) -> NDArray[Any]:
@@ -392,6 +402,57 @@ class Mxfp4Matrix(StoredQuantized):
                 "damaged",
             )
         return powers_of_exponents(exponents)
+
+
+class Nvfp4Matrix(StoredQuantized):
+    """weight u8 [rows, columns / 2], the even column of two in the lower four bits; weight_scale e4m3 [rows, groups]; a
+    factor of the tensor: weight_scale_2, which scales are multiplied by (ModelOpt, qtensor/nvfp4_tensor.py), or
+    weight_global_scale, which they are divided by, beside weight_packed (compressed_tensors, nvfp4_quantized.py)."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self._stored = self._tensors[NV_CODES[self._storage.layout]].stored_rows()
+        self._all_scales = self._scale_tensor.mapped()
+        self._factor = self._checked_factor()
+
+    @property
+    def _scale_tensor(self) -> StoredTensor:
+        return self._tensors["weight_scale"]
+
+    def _stored_codes(self) -> StoredCodes:
+        rows, columns = self.shape
+        read, offsets = self._stored.read, (np.arange(rows) * columns, np.arange(columns))
+        return StoredCodes(4, rows * columns // 2, *offsets, columns // 2, lambda: read)
+
+    def _codes(self, first: int, stop: int) -> NDArray[Any]:
+        return self._stored[first:stop].view(np.uint32)
+
+    def _scales(self, first: int, stop: int) -> NDArray[Any]:
+        return self._all_scales[first:stop]
+
+    def _checked_scales(self, first: int, stop: int) -> NDArray[Any]:
+        stored = np.ascontiguousarray(self._scales(first, stop))
+        numbers = stored.view(ml_dtypes.float8_e4m3fn)
+        if stored.size and (stored - np.uint8(1)).max() >= NOT_A_NUMBER - 1:  # of zero it is the largest byte of all
+            row, group = np.argwhere(stored - np.uint8(1) >= NOT_A_NUMBER - 1)[0]
+            raise self._error(
+                self._scale_tensor,
+                f"the scale of row {first + row}, group {group} is {numbers[row, group]}: scales must be positive and "
+                "finite: the file is damaged, or was not written by the tool it names",
+            )
+        return np.asarray(numbers, np.float32)
+
+    def _factors(self, first: int, stop: int) -> F32:
+        return np.full((stop - first, 1), self._factor, np.float32)
+
+    def _checked_factor(self) -> np.float32:
+        suffix = NV_FACTOR[self._storage.layout]
+        stored = self._tensors[suffix].mapped().reshape(-1)[0]
+        with np.errstate(all="ignore"):
+            factor = np.float32(1) / stored if suffix == DIVISOR else stored
+        if not (np.isfinite(stored) and np.isfinite(factor) and factor > 0):
+            raise self._error(self._tensors[suffix], f"it is {stored}: it must be positive and finite")
+        return np.float32(factor)
 
 
 @dataclass(frozen=True)

@@ -15,14 +15,17 @@ from cheetah.models.config import ModelConfig
 from cheetah.models.formats.quantized import MIDDLE_CODE, Order
 from cheetah.models.quantization import Quantization, Storage
 from cheetah.models.registry import family_of
+from cheetah.plan.formats import NV_COLUMNS
 from cheetah.runtime.checkpoint.marlin24 import TILE_KEPT, TILE_ROWS, Marlin24Matrix
 from cheetah.runtime.checkpoint.outliers import COLUMNS, OFFSETS, VALUES, OutlierMatrix
 from cheetah.runtime.checkpoint.quantized import (
-    SCALE_DTYPES,
+    NV_CODES,
+    NV_FACTOR,
     AwqMatrix,
     Float8Matrix,
     GptqMatrix,
     Mxfp4Matrix,
+    Nvfp4Matrix,
     PackedMatrix,
     StoredQuantized,
     groups_of_columns,
@@ -36,13 +39,17 @@ MATRICES: dict[str, type[StoredQuantized]] = {
     "packed": PackedMatrix,
     "float8": Float8Matrix,
     "mxfp4": Mxfp4Matrix,
+    "nvfp4": Nvfp4Matrix,
+    "nvfp4-packed": Nvfp4Matrix,
     "marlin24": Marlin24Matrix,
     "outliers": OutlierMatrix,
 }
 """By `Storage.layout`."""
 WEIGHT_SUFFIX = ".weight"
-SCALES = tuple(SCALE_DTYPES)
-UNUSED_SUFFIXES = (".input_scale", ".act_scale", ".input_scale_ub", ".activation_scale_ub", ".output_scale")
+SCALES = ("F16", "BF16", "F32")
+UNUSED_SUFFIXES = (
+    *(".input_scale", ".input_global_scale", ".act_scale", ".input_scale_ub", ".activation_scale_ub", ".output_scale"),
+)
 """Scales of activations, which are not quantised here."""
 CACHE_SUFFIXES = (".k_scale", ".v_scale", ".kv_scale", ".q_scale", ".prob_output_scale")
 """Scales for a cache in 8 bits."""
@@ -119,6 +126,12 @@ def _parts(storage: Storage, shape: tuple[int, int]) -> tuple[_Part, ...]:
     if storage.layout == "mxfp4":
         halves, scales = ((rows, columns // 2),), ((rows, groups),)
         return _Part("blocks", halves, ("U8",)), _Part("scales", scales, ("U8",))
+    if storage.layout in NV_CODES:
+        return (
+            _Part(NV_CODES[storage.layout], ((rows, columns // 2),), ("U8",)),
+            _Part("weight_scale", ((rows, groups),), ("F8_E4M3",)),
+            _Part(NV_FACTOR[storage.layout], ((), (1,)), ("F32",)),
+        )
     per_word = 32 // int(storage.scheme.kind.removeprefix("int"))
     if storage.layout == "marlin24":
         tiles = columns // (2 * TILE_KEPT)
@@ -167,6 +180,8 @@ def _float8_parts(storage: Storage, shape: tuple[int, int]) -> tuple[_Part, ...]
 def _indivisible(storage: Storage, shape: tuple[int, int]) -> str | None:
     if storage.layout == "marlin24" and (shape[0] % TILE_ROWS or shape[1] % (2 * TILE_KEPT)):
         return f"{shape[0]} outputs of {shape[1]} inputs are no whole tiles of {TILE_ROWS} by {2 * TILE_KEPT}"
+    if storage.layout in NV_CODES and shape[1] % NV_COLUMNS:
+        return f"{shape[1]} inputs are no whole groups of {NV_COLUMNS}"
     if storage.layout not in ("gptq", "awq"):
         return None
     per_word = 32 // int(storage.scheme.kind.removeprefix("int"))
@@ -193,7 +208,7 @@ def _wrong_parts(
         if len(tensor.shape) != 1 if part.shapes is None else tensor.shape not in part.shapes:
             yield f"misshapen: {name} is {list(tensor.shape)}, expected {wanted}"
     scales = [suffix for suffix in ("weight_scale", "weight_scale_inv") if suffix in found]
-    if "weight" in found and len(scales) != 1:
+    if "weight" in found and len(scales) != 1 and "weight_scale_2" not in found:
         yield f"{module} has {' and '.join(scales) or 'no scale'}: expected weight_scale or weight_scale_inv"
     plainly = stored.get(f"{module}{WEIGHT_SUFFIX}")
     if plainly is not None and any(suffix in found for suffix in ("weight_packed", "qweight", "blocks")):

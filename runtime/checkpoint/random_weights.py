@@ -29,6 +29,7 @@ from cheetah.models.formats.quantized import (
     E2M1,
     LARGEST_CODE,
     MIDDLE_CODE,
+    OF_E2M1,
     SCALE_DTYPES,
     Order,
     QuantizationScheme,
@@ -62,9 +63,9 @@ BIAS_SPREAD = 0.5
 BIAS_SUFFIX = ".bias"
 WEIGHT_SUFFIX = ".weight"
 SCALE_SPREAD = 0.1
-CODE_RANGES = {"int4": 2.7, "int8": 4.5, "fp8": 7.0, "mxfp4": 2.7}
+CODE_RANGES = {"int4": 2.7, "int8": 4.5, "fp8": 7.0, "mxfp4": 2.7, "nvfp4": 2.7}
 """Standard deviations that the largest code stands for; what is farther out takes the largest code."""
-LARGEST_CODES = {"int4": 7.5, "int8": 127.5, "fp8": 448.0, "mxfp4": 6.0}
+LARGEST_CODES = {"int4": 7.5, "int8": 127.5, "fp8": 448.0, "mxfp4": 6.0, "nvfp4": 6.0}
 ZERO_POINT_SPREAD = 2
 BLOCK_ROWS = 128
 
@@ -242,12 +243,17 @@ class _RandomQuantized:
         scales = (step * (1 + SCALE_SPREAD * (2 * numbers - 1))).astype(SCALE_DTYPES[self.scheme.scales])
         if self.scheme.kind == "mxfp4":  # the step's power of two, or, rarely, the next one
             scales = np.exp2(np.floor(np.log2(step)) + (numbers > 1 - SCALE_SPREAD)).astype(np.float32)
+        factors = None
+        if self.scheme.kind == "nvfp4":
+            factors = np.full((len(scales), 1), step, np.float32)
+            scales = round_to_e4m3(scales / factors)
         points = None
         if not self.scheme.symmetric:
             middle = MIDDLE_CODE[self.scheme.kind] - ZERO_POINT_SPREAD
             points = (middle + numbers * (2 * ZERO_POINT_SPREAD + 1)).astype(np.uint8)
         return QuantizedRows(
-            self.scheme.kind, self.codes[first:stop], scales, points, self.scheme.group_columns or columns
+            *(self.scheme.kind, self.codes[first:stop], scales, points, self.scheme.group_columns or columns),
+            factors=factors,
         )
 
     @property
@@ -333,7 +339,7 @@ def _rounded(normal: npt.NDArray[np.float32], kind: str) -> Bytes:
     """Normal numbers as codes."""
     scaled = normal * np.float32(LARGEST_CODES[kind] / CODE_RANGES[kind])
     codes: Bytes
-    if kind == "mxfp4":
+    if kind in OF_E2M1:
         between = (E2M1[1:8] + E2M1[:7]) / 2
         codes = np.searchsorted(between, np.abs(scaled)).astype(np.uint8) | (scaled < 0).astype(np.uint8) << np.uint8(3)
     elif kind == "fp8":

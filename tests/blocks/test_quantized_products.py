@@ -22,7 +22,7 @@ from tests.program.rig import as_bf16, model, relative_error
 from tests.tiers import tiered
 from tests.tolerances import MATVEC, MATVEC_WITH_OUTLIERS
 
-ALWAYS = ("int4", "int4-g128-asym", "int4-g32-asym", "int8", "int8-g64-asym", "fp8", "fp8-block128", "mxfp4")
+ALWAYS = ("int4", "int4-g128-asym", "int4-g32-asym", "int8", "int8-g64-asym", "fp8", "fp8-block128", "mxfp4", "nvfp4")
 """Of each kind of format there is one that `make test` looks at."""
 
 # rows, columns, blocks, then fields of the plan: the odd sizes are those that no K-tile and no group divides
@@ -154,7 +154,7 @@ def test_digits_of_elements_of_every_size() -> None:
         assert np.isnan(launched(kernel, layout, packed, as_bf16(values))).all()
 
 
-UNEVEN = [(name, case) for name in ("fp8", "int4-g128-asym", "mxfp4") for case in OTHERS]
+UNEVEN = [(name, case) for name in ("fp8", "int4-g128-asym", "mxfp4", "nvfp4") for case in OTHERS]
 
 
 @pytest.mark.slow

@@ -71,7 +71,7 @@ def byte_codes(codes: np.ndarray) -> bytes:
 
 
 CODES: dict[str, Callable[[np.ndarray], bytes]] = {
-    **{"int4": int4_codes, "mxfp4": int4_codes},
+    **{"int4": int4_codes, "mxfp4": int4_codes, "nvfp4": int4_codes},
     **{"int8": byte_codes, "fp8": byte_codes},
 }
 
@@ -81,6 +81,10 @@ def quantized_tile(tiles: QuantizedTiles, codes: np.ndarray, scales: np.ndarray,
     packed = CODES[tiles.kind](codes)
     if tiles.kind == "mxfp4":  # 2^(byte - 127)
         scales = np.where(scales == 0, 0, np.log2(np.maximum(scales, 2.0**-127)) + 127).astype(np.uint8)
+    if tiles.kind == "nvfp4":  # 1.m * 2^(e - 10), of the byte e m
+        numbers = {byte: (1 + byte % 8 / 8) * 2.0 ** (byte // 8 - 10) for byte in range(1, 256)}
+        of_numbers = {0.0: 0} | {number: byte for byte, number in numbers.items()}
+        scales = np.vectorize(of_numbers.__getitem__)(scales.astype(float)).astype(np.uint8)
     if tiles.kind == "fp8" and tiles.group_columns:
         packed += struct.pack("<ff", scales[0, 0], scales[8:, 0].max()) + bytes(8)
     elif tiles.group_columns:
@@ -109,6 +113,9 @@ def quantized_by_definition(layout: MatrixLayout, rows: QuantizedRows) -> bytes:
 
     def factors(m_tile: int) -> bytes:
         own = scales[16 * m_tile : 16 * m_tile + 16, 0].astype("<f4")
+        if rows.factors is not None:
+            own = padded(rows.factors, count, 1)[16 * m_tile : 16 * m_tile + 16, 0].astype("<f4")
+            return own.tobytes() + bytes(tiles.factor_bytes - 64)
         return (np.ones(16, "<f4") if tiles.group_columns else own).tobytes() + bytes(tiles.factor_bytes - 64)
 
     return laid_out(layout, tile, factors)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 
 from cheetah.models.config import ModelConfig
@@ -15,6 +16,7 @@ from cheetah.models.dense.weights import matrix_tensors
 from cheetah.models.formats import dense_name, is_sparse_name
 from cheetah.models.formats.lists import NUMBERS_OF_UNIT, ListedRows
 from cheetah.models.formats.quantized import (
+    OF_E2M1,
     SCALE_DTYPES,
     Order,
     QuantizationScheme,
@@ -30,7 +32,7 @@ from tests.program.rig import RandomWeights, as_bf16
 
 LINEAR = ("qkv", "o", "gate_up", "down")
 BLOCK_ROWS = 128
-LARGEST = {"int4": 8, "int8": 128, "fp8": 448, "mxfp4": 8}
+LARGEST = {"int4": 8, "int8": 128, "fp8": 448, "mxfp4": 8, "nvfp4": 8}
 E4M3_NAN = 0x7F
 
 
@@ -42,8 +44,14 @@ def drawn_rows(
     scales = size / LARGEST[scheme.kind] * np.exp(0.7 * draw.standard_normal((rows, groups)))
     if scheme.kind == "fp8" and scheme.group_columns is not None:
         scales = np.repeat(scales[::BLOCK_ROWS], BLOCK_ROWS, axis=0)[:rows]
-    if scheme.kind == "mxfp4":
+    factors = None
+    if scheme.kind in OF_E2M1:
         scales = np.exp2(np.rint(np.log2(scales)))
+        if scheme.kind == "nvfp4":  # about one, and some smaller ones of all exponents, subnormal ones too
+            factors = (size / 8 * (1 + draw.random((rows, 1)))).astype(np.float32)
+            of_most = draw.random((rows, groups)) < 0.8
+            scales = np.where(of_most, draw.integers(0x30, 0x40, scales.shape), draw.integers(1, 0x30, scales.shape))
+            scales = scales.astype(np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float32)
         codes, points = draw.integers(0, 16, (rows, columns)).astype(np.uint8), None
     elif scheme.kind == "fp8":
         # Of every exponent, and both zeros; no NaN.
@@ -57,7 +65,8 @@ def drawn_rows(
         points = draw.integers(middle - spread, middle + spread, scales.shape).astype(np.uint8)
         points = None if scheme.symmetric else points
     group_columns = scheme.group_columns or columns
-    return QuantizedRows(scheme.kind, codes, scales.astype(SCALE_DTYPES[scheme.scales]), points, group_columns)
+    stored = scales.astype(SCALE_DTYPES[scheme.scales])
+    return QuantizedRows(scheme.kind, codes, stored, points, group_columns, factors=factors)
 
 
 def two_of_four(bits: Bits, draw: np.random.Generator) -> Bits:

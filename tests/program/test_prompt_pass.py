@@ -321,6 +321,7 @@ FORMATS = (
     "int8-g64",
     "fp8",
     "fp8-block128",
+    "nvfp4",
     "2of4",
     "2of4-int4-g64",
     "2of4-fp8",
@@ -329,7 +330,7 @@ FORMATS = (
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "format", tiered(FORMATS, [name for name in FORMATS if name not in ("int4-g128", "fp8", "2of4", "2of4-int4-g64")])
+    "format", tiered(FORMATS, [name for name in FORMATS if name not in ("int4-g128", "nvfp4", "2of4", "2of4-int4-g64")])
 )
 def test_quantised_and_sparse_weights(format: str) -> None:
     """As many columns as leave half a K-tile, and most of one, over."""

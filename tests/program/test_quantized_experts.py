@@ -43,12 +43,12 @@ CASES: dict[str, tuple[ModelConfig, Formats, int, dict[str, Any]]] = {
         *(qwen(144, 416), (("gate_up", "int8-asym"), ("down", "int4-g32-asym"))),
         *(0, {"blocks": 4, "tokens": 8, "sync": "barrier", "down_slices": 6, "stage_bytes": 4608}),
     ),
-    "eight tokens, four and eight bits": (
-        *(qwen(144, 128), (("qkv", "int8"), ("gate_up", "int4-g64"), ("down", "fp8"))),
+    "eight tokens, nvfp4": (
+        *(qwen(144, 128), (("qkv", "nvfp4"), ("gate_up", "nvfp4"), ("down", "nvfp4"))),
         *(2, {"blocks": 4, "tokens": 8}),
     ),
 }
-EXHAUSTIVE = ("a token, f16 numbers, every expert chosen", "eight tokens, four and eight bits")
+EXHAUSTIVE = ("a token, f16 numbers, every expert chosen", "eight tokens, sizes that do not divide, barrier")
 
 
 @cache

@@ -2,8 +2,8 @@
 the loader.
 
 The rules: GPTQ, AutoGPTQ's and GPTQModel's qlinear modules; AWQ, AutoAWQ's WQLinear_GEMM and packing_utils;
-compressed-tensors, its compressors pack_quantized and naive_quantized; FP8, transformers' integrations finegrained_fp8
-and fbgemm_fp8 and the exporter of ModelOpt.
+compressed-tensors, its compressors pack_quantized, naive_quantized and nvfp4_quantized; FP8, transformers' integrations
+finegrained_fp8 and fbgemm_fp8 and the exporter of ModelOpt, of which NVFP4 is, too.
 """
 
 import json
@@ -174,3 +174,25 @@ def drawn_float8(shape, scale_shape, dtype=np.float32, seed=0):
     codes = rng.integers(0, 127, shape).astype(np.uint8) | (rng.integers(0, 2, shape) << 7).astype(np.uint8)
     scales = np.asarray(rng.uniform(0.001, 0.02, scale_shape)).astype(dtype)
     return codes.view(E4M3), scales
+
+
+def drawn_nvfp4(shape, seed=0, packed_by_nvidia=True):
+    """Parts of NVFP4 as ModelOpt stores them, or compressed-tensors, and the values [rows, columns]."""
+    rng = np.random.default_rng(seed)
+    rows, columns = shape
+    codes = rng.integers(0, 16, shape).astype(np.uint8)
+    scales = rng.integers(1, 0x7F, (rows, -(-columns // 16))).astype(np.uint8).view(E4M3)
+    factor = np.float32(rng.uniform(0.001, 0.02))
+    magnitudes = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
+    numbers = np.where(codes & 8, -1, 1).astype(np.float32) * magnitudes[codes & 7]
+    values = numbers * scales.astype(np.float32).repeat(16, 1)[:, :columns]
+    both = codes[:, 0::2] | codes[:, 1::2] << np.uint8(4)
+    if packed_by_nvidia:
+        parts = {"weight": both, "weight_scale": scales, "weight_scale_2": np.asarray(factor)}
+        return parts | {"input_scale": np.ones((), np.float32)}, values * factor
+    divisor = np.array([1 / factor], np.float32)
+    parts = {"weight_packed": both, "weight_scale": scales, "weight_global_scale": divisor}
+    return parts | {"input_global_scale": np.ones(1, np.float32)}, values * (np.float32(1) / divisor[0])
+
+
+NVFP4 = {"quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": 16, "exclude_modules": ["lm_head"]}

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from quantized_checkpoints import awq, compressed, drawn, gptq, quantized_tensors, write_quantized
+from quantized_checkpoints import NVFP4, awq, compressed, drawn, drawn_nvfp4, gptq, quantized_tensors, write_quantized
 from written_checkpoints import BF16, random_values, refusal, write_model
 from written_experts import CONFIGS, merged
 
@@ -72,6 +72,9 @@ FILES: dict[str, tuple[dict[str, Any], Any, tuple[str, ...], str]] = {
     ),
     "awq, all": (AWQ, awq4, (*ATTENTION, *EXPERTS), "int4-g32-asym"),
     "fp8 in blocks": (FP8, float8, EXPERTS, "fp8-block128"),
+    "nvfp4, experts alone": (
+        *({**NVFP4, "exclude_modules": ["lm_head", "*self_attn*", "*mlp.gate"]}, drawn_nvfp4, EXPERTS, "nvfp4"),
+    ),
 }
 
 

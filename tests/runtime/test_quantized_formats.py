@@ -1,6 +1,8 @@
 """Quantised checkpoints of every format that is read: golden words, one matrix stored all ways, a tool's own file."""
 
 import json
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import ml_dtypes
@@ -10,6 +12,7 @@ from quantized_checkpoints import (
     CONFIG,
     DOWN,
     GROUP,
+    NVFP4,
     act_order_tensors,
     awq,
     awq_config,
@@ -17,6 +20,7 @@ from quantized_checkpoints import (
     compressed_config,
     drawn,
     drawn_float8,
+    drawn_nvfp4,
     float8_config,
     gptq,
     gptq_config,
@@ -35,7 +39,7 @@ from cheetah.models.registry import read_config
 from cheetah.runtime.checkpoint.loading import open_checkpoint
 from cheetah.runtime.checkpoint.packed_words import codes_of_awq_words, codes_of_words, words_of_codes
 from cheetah.runtime.checkpoint.quantized_checks import open_matrix, problems_of_module
-from cheetah.runtime.checkpoint.safetensors_files import read_header
+from cheetah.runtime.checkpoint.safetensors_files import LoadingError, read_header
 from tests.program.rig import relative_error
 from tests.tolerances import LOGITS
 
@@ -214,6 +218,45 @@ def test_what_older_tools_write_beside_the_configuration(tmp_path, file, stated)
     stated = {name: value for name, value in stated.items() if value is not None}
     (tmp_path / file).write_text(json.dumps(stated))
     check_read(tmp_path, values, f"int4-g{GROUP}{'-asym' if is_awq else ''}", np.float16)
+
+
+@pytest.mark.parametrize("form", ["modelopt", "nvfp4-pack-quantized"])
+def test_nvfp4(tmp_path, form):
+    config = replace(CONFIG, intermediate_size=80)
+    make = partial(drawn_nvfp4, packed_by_nvidia=form == "modelopt")
+    tensors, values = quantized_tensors(make, config)
+    weights = {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16}
+    inputs = {"input_activations": {"num_bits": 4, "type": "float", "dynamic": "local"}}
+    stated = compressed_config(form, weights)
+    stated["config_groups"]["group_0"] |= inputs
+    folder = write_quantized(tmp_path, tensors, NVFP4 if form == "modelopt" else stated, config)
+    checkpoint = open_checkpoint(folder)
+    assert dict(checkpoint.config.weight_formats) == dict.fromkeys(("qkv", "o", "gate_up", "down"), "nvfp4")
+    for name, wanted in values.items():
+        np.testing.assert_array_equal(checkpoint.tensor(name), wanted)
+
+
+WRONG_IN_NVFP4 = {
+    "weight_scale": (np.nan, "the scale of row 0, group 0 is nan: scales must be positive and finite"),
+    "weight_scale_2": (0, "it is 0.0: it must be positive and finite"),
+}
+
+
+@pytest.mark.parametrize("suffix", WRONG_IN_NVFP4)
+def test_numbers_of_nvfp4_that_are_none(tmp_path, suffix):
+    config, (number, message) = replace(CONFIG, intermediate_size=80), WRONG_IN_NVFP4[suffix]
+    tensors, _ = quantized_tensors(drawn_nvfp4, config)
+    tensors[f"{DOWN}.{suffix}"] = tensors[f"{DOWN}.{suffix}"].copy()
+    tensors[f"{DOWN}.{suffix}"][(0, 0) if suffix == "weight_scale" else ()] = number
+    folder = write_quantized(tmp_path, tensors, NVFP4, config)
+    with pytest.raises(LoadingError, match=message):
+        open_checkpoint(folder).tensor(f"{DOWN}.weight")
+
+
+def test_nvfp4_wants_whole_groups(tmp_path):
+    tensors, _ = quantized_tensors(drawn_nvfp4)
+    with pytest.raises(LoadingError, match="40 inputs are no whole groups of 16"):
+        open_checkpoint(write_quantized(tmp_path, tensors, NVFP4))
 
 
 def test_the_file_of_modelopt(tmp_path):

@@ -202,6 +202,7 @@ class QuantizedWeights(StageWeights):
         codes = ch.reinterpret(ty.ptr(ty.u32x4), slot)
         loads = range(self.slot.scales_at // LOAD_BYTES)
         tiles.words = [ch.const(ty.u32x4, codes[self.lane + index * 32], name="words") for index in loads]
+        tiles.begin_parts(slot, turn * STAGE_TILES)
         groups, scales, excess = self.format.groups, {}, {}
         for part in range(steps // STEPS_PER_TILE):
             group = (turn * STAGE_TILES + part) * groups // (self.format.columns // VECTOR_COLUMNS)

@@ -7,7 +7,7 @@ from cheetah.blocks.linear.formats.bf16 import Bf16Fragments
 from cheetah.blocks.linear.formats.digits import DigitFragments
 from cheetah.blocks.linear.formats.e4m3 import E4m3Fragments, HalfFragments
 from cheetah.blocks.linear.formats.integers import Int4Fragments, Int8Fragments
-from cheetah.blocks.linear.formats.mxfp4 import Mxfp4Fragments
+from cheetah.blocks.linear.formats.mxfp4 import Mxfp4Fragments, Nvfp4Fragments
 from cheetah.blocks.linear.formats.two_of_four import SparseFragments
 from cheetah.blocks.linear.formats.two_of_four_codes import SparseDigits, SparseE4m3, SparseInt4
 from cheetah.blocks.linear.fragments import Fragments, groups_of
@@ -17,7 +17,7 @@ from cheetah.plan.formats import DIGITS, HALVES, PLAIN_DIGITS, QUANTIZED_FORMATS
 
 _OF_KIND: dict[str, type[Fragments]] = {
     **{"int4": Int4Fragments, "int8": Int8Fragments},
-    **{"fp8": E4m3Fragments, "mxfp4": Mxfp4Fragments},
+    **{"fp8": E4m3Fragments, "mxfp4": Mxfp4Fragments, "nvfp4": Nvfp4Fragments},
 }
 _OF_SPARSE_KIND: dict[str, type[Fragments]] = {"int4": SparseInt4, "fp8": SparseE4m3}
 FRAGMENTS: dict[str, type[Fragments]] = {

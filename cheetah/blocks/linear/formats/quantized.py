@@ -78,13 +78,19 @@ class ChainedFragments(QuantizedFragments):
     parts_of_load = 1
     """Parts whose codes come with one load of 16 bytes a lane."""
 
+    @property
+    def scaled_groups(self) -> int:
+        """Groups of a tile's columns whose products are scaled."""
+        return self.format.groups
+
     @ch.inline
     def multiply(self, tile: ch.Expr, activations: Activations, sums: Any) -> None:
         first = self.tiles + tile * self.format.tile_bytes
         units = activations.units
         self.load(first)
-        parts = PARTS // self.format.groups
-        for index in range(self.format.groups):
+        groups = self.scaled_groups
+        parts = PARTS // groups
+        for index in range(groups):
             of_group = range(index * parts, (index + 1) * parts)
             scales = self.scales(first, index)
             for group, chains in enumerate(self._multiply_parts(of_group, activations, units)):
@@ -102,6 +108,10 @@ class ChainedFragments(QuantizedFragments):
         self.words = [ch.const(ty.u32x4, codes[self.lane + index * 32], name="words") for index in loads]
         for words in self.words:
             self.read(words.x)
+        self.begin_parts(first, 0)
+
+    def begin_parts(self, first: Any, part: int) -> None:  # noqa: B027 - most codes say all
+        """The parts whose codes are loaded are those from number `part` on of the tile whose others lie by `first`."""
 
     @abstractmethod
     def codes_of(self, part: int) -> tuple[Any, Any]:
