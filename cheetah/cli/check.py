@@ -15,6 +15,7 @@ from cheetah.cli.tables import console
 if TYPE_CHECKING:
     from cheetah.models.config import ModelConfig
     from cheetah.models.family import Tensors
+    from cheetah.tools.subjects import Subject
 
 EPILOG = "Example: cheetah check llama-3.1-8b --seeds 10 --sync barrier"
 SCHEDULERS = "round_robin,random,priority"
@@ -54,17 +55,12 @@ def check(
     """
     from cheetah.plan.gpu import gpu_named, together
     from cheetah.tools.check import check_model
-    from cheetah.tools.subjects import Subject
 
     named = named_config(config, revision)
     print_notes(named.notes)
-    checked, tensors, kind = _model_of(named)
-    shown = console()
-    options = {"max_context": min(CONTEXT, checked.max_position_embeddings), **plan}
+    subject, shown = subject_of(named, plan), console()
     _require(gpu, chosen := tuple(schedulers.split(",")))
     gpu = together(gpu_named(gpu), tensor_parallel_size).name
-    blocks = NARROW_BLOCKS if _is_narrow(named.config) and checked is not named.config else None
-    subject = Subject(kind, checked, tensors, options, blocks=blocks)
     is_right, features = True, set[str]()
     with _progress() as progress:
         for part, verdict in check_model(subject, gpu, seeds, chosen, sanitizer, first=first, progress=progress):
@@ -75,6 +71,16 @@ def check(
     shown.print("verdict: WRONG" if not is_right else "verdict: INCOMPLETE" if missing else "verdict: nothing found")
     if missing or not is_right:
         raise typer.Exit(FOUND)
+
+
+def subject_of(named: NamedConfig, plan: dict[str, Any]) -> Subject:
+    """What is checked of a model, by these options of the plan."""
+    from cheetah.tools.subjects import Subject
+
+    checked, tensors, kind = _model_of(named)
+    options = {"max_context": min(CONTEXT, checked.max_position_embeddings), **plan}
+    blocks = NARROW_BLOCKS if _is_narrow(named.config) and checked is not named.config else None
+    return Subject(kind, checked, tensors, options, blocks=blocks)
 
 
 def _missing(config: ModelConfig, ranks: int, plan: dict[str, Any], features: set[str]) -> set[str]:

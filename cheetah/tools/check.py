@@ -161,25 +161,20 @@ def check_model(
     one's kernels also run once under the race detector, on two blocks of one rank. only: "steps" or "passes". first:
     one at a time, up to the first wrong verdict, and a subject's exploration up to the first schedule that shows it.
     """
-    kinds = [only] if only else ["steps", "passes"]
-    makers = {kind: _MAKERS[kind](subject, gpu) for kind in kinds}
-    shares = sum(maker.keywords.get("share", 1) for every in makers.values() for maker in every)
+    every = pieces(subject, gpu, sanitizer, only)
+    shares = sum(one.keywords.get("share", 1) for one, is_raced in every if not is_raced)
     clock = _Clock(0 if first else seeds * len(schedulers) * shares, progress)
     begun: list[Subject] = []
 
     def works() -> Iterator[tuple[Work[Verdict], Progress]]:
         """The pieces of work, their kernels generated as they come."""
-        explored = [maker for kind in kinds for maker in makers[kind]]
-        raced = [maker for kind in kinds if sanitizer for maker in _raced_makers(kind, subject)]
-        for place, maker in enumerate([*explored[:EARLY], *raced, *explored[EARLY:]]):
-            is_raced = EARLY <= place < EARLY + len(raced)
-            for case in _made(maker):
+        for maker, is_raced in every:
+            for case in made_by(maker):
                 begun.append(case.subject)
-                kind = case.subject.kind
                 if is_raced:
                     yield partial(_raced_aloud, case), clock.say
                 else:
-                    yield partial(_explored_aloud, case, seeds, schedulers, first), clock.of(kind)
+                    yield partial(_explored_aloud, case, seeds, schedulers, first), clock.of(case.subject.kind)
 
     for number, verdict in enumerate(in_order(works(), 1 if first else TOGETHER)):
         yield begun[number], verdict
@@ -187,13 +182,24 @@ def check_model(
             return
 
 
+Maker = partial[Case]
+
+
+def pieces(subject: Subject, gpu: str, sanitizer: bool = True, only: str = "") -> list[tuple[Maker, bool]]:
+    """Who makes each case that is looked at, in this order, and whether the race detector gets it."""
+    kinds = [only] if only else ["steps", "passes"]
+    explored = [(maker, False) for kind in kinds for maker in _MAKERS[kind](subject, gpu)]
+    raced = [(maker, True) for kind in kinds if sanitizer for maker in _raced_makers(kind, subject)]
+    return [*explored[:EARLY], *raced, *explored[EARLY:]]
+
+
 def _explored_aloud(case: Case, seeds: int, schedulers: Sequence[str], first: bool, say: Progress) -> Verdict:
-    return _explored(case, case.launches(watched=True), range(seeds * case.share), schedulers, first, say)
+    return explored(case, case.launches(watched=True), seeds, schedulers, first, say)
 
 
 def _raced_aloud(case: Case, say: Progress) -> Verdict:
     say(f"{case.subject.kind}: the race detector, which is slow")
-    return _raced(case)
+    return raced(case, case.launches(sanitize=True))
 
 
 def check_kernel(
@@ -214,10 +220,7 @@ def check_kernel(
     """
     case = Case(subject, (made,), JudgedSteps)
     verdict = _explored(case, case.launches(watched=True), seeds, schedulers, first, progress)
-    return replace(verdict, race=_raced(case).race) if sanitizer else verdict
-
-
-Maker = partial[Case]
+    return replace(verdict, race=raced(case, case.launches(sanitize=True)).race) if sanitizer else verdict
 
 
 def _step_makers(subject: Subject, gpu: str) -> list[Maker]:
@@ -250,18 +253,23 @@ def _pass_makers(subject: Subject, gpu: str) -> list[Maker]:
     subject = replace(subject, plan=_without_drafts(subject.plan))
     config, plan, ranks = subject.config, subject.plan, gpu_named(gpu).ranks
     awkward = awkward_subject(config, {"kv_dtype": "e4m3", **plan}, MOST_LAYERS, ranks)
-    cut = [partial(_cut_passes, subject)] if ranks == 1 else []
     return [
         partial(_passes, awkward, gpu, default_pass_plan, share=AWKWARD_SHARE),
-        *cut,
+        partial(_cut_passes, subject, gpu),
         partial(_passes, subject, gpu, _of_several_warpgroups),
     ]
 
 
-def _cut_passes(subject: Subject) -> Case:
-    """Passes over few tokens, of sizes of which most is cut. PlanError where the model has no passes."""
+def _cut_passes(subject: Subject, gpu: str) -> Case:
+    """Passes over few tokens, of sizes of which most is cut. PlanError where the model has no passes. Several ranks
+    make none with items of a fixed length."""
+    config, plan, ranks = subject.config, subject.plan, gpu_named(gpu).ranks
+    if ranks == 1:
+        gpu = CUT_GPU
+    else:
+        plan = {"kv_chunk": 0, **plan}
     cases = [
-        _passes(many_tokens_subject(subject.config, subject.plan, {**MANY_TOKENS, **sizes}), CUT_GPU, _of_few_tokens)
+        _passes(many_tokens_subject(config, plan, {**MANY_TOKENS, **sizes}, ranks), gpu, _of_few_tokens)
         for sizes in CUT_SIZES
     ]
     return max(cases, key=lambda case: len(case.features))
@@ -314,13 +322,25 @@ def _raced_makers(kind: str, subject: Subject) -> list[Maker]:
     return [partial(_steps, awkward_subject(subject.config, plan), RACE_GPU), *_draft_makers(subject, RACE_GPU)]
 
 
-def _made(maker: Maker) -> Iterator[Case]:
+def made_by(maker: Maker) -> Iterator[Case]:
     """The case, if there are such kernels for the model."""
     try:
         yield maker()
     except PlanError:
         if maker.func is _steps:
             raise
+
+
+def explored(
+    case: Case,
+    launches: Launches,
+    seeds: int = 1,
+    schedulers: Sequence[str] = SCHEDULERS,
+    first: bool = False,
+    progress: Progress = lambda line: None,
+) -> Verdict:
+    """What so many schedules of each scheduler show, times the case's share. first: up to the first that shows it."""
+    return _explored(case, launches, range(seeds * case.share), schedulers, first, progress)
 
 
 def _explored(
@@ -348,9 +368,9 @@ def _explored(
     return _with_texts(verdict, case)
 
 
-def _raced(case: Case) -> Verdict:
+def raced(case: Case, launches: Launches) -> Verdict:
     """What the race detector says of a short run."""
-    return _with_texts(Verdict(race=find_races(case.launches(sanitize=True))), case)
+    return _with_texts(Verdict(race=find_races(launches)), case)
 
 
 def _with_texts(verdict: Verdict, case: Case) -> Verdict:
