@@ -18,9 +18,10 @@ class ExchangedVector:
     """A vector that phase `phase` makes. is_own: whether each rank has its own part of it. begins: whether it is
     published once more in a step, before the first layer, of the tokens' embeddings.
 
-    places: int64 [columns, words], the numbers of the 4-byte words of the exchange with a column's payload, in the
-    order of its elements. powers: what pairs of bf16 come times, as powers of two, in turn; None where each word is a
-    number in f32. is_sum: whether these are parts of one number.
+    stores, before: how often a layer stores to its words, and how many stores of others come before its own of the
+    first layer. places: int64 [columns, words], the numbers of the 4-byte words of the buffer with a column's payload,
+    in the order of its elements. powers: what pairs of bf16 come times, as powers of two, in turn; None where each word
+    is a number in f32. is_sum: whether these are parts of one number.
     """
 
     name: str
@@ -31,6 +32,13 @@ class ExchangedVector:
     powers: tuple[int, int] | None = None
     is_tagged: bool = False
     is_sum: bool = False
+    stores: int = 1
+    before: int = 0
+
+    def turn(self, step: int, layers: int, layer: int) -> int:
+        """Which store to its words, from 0, leaves it there: of a layer, or (-1) of the embedding."""
+        first = self.before + self.begins
+        return step * (layers * self.stores + self.begins) + first + layer * self.stores
 
     def numbers(self, words: NDArray[np.uint32]) -> F32:
         """What a column's words stand for."""

@@ -166,6 +166,11 @@ class PromptProgram(Protocol):
     def rows_of_keys(self, config: ModelConfig, gpu: Gpu, plan: Plan, pass_plan: PassPlan) -> list[slice]:
         """The bytes of the workspace that hold keys, and those that hold values."""
 
+    def exchanged_vectors(
+        self, config: ModelConfig, gpu: Gpu, plan: Plan, pass_plan: PassPlan
+    ) -> tuple[ExchangedVector, ...]:
+        """Where the vectors that phases hand on lie in the workspace, in the order of phases; of some phases none."""
+
     def cuts(self, config: ModelConfig, gpu: Gpu, plan: Plan, pass_plan: PassPlan) -> dict[str, tuple[int | None, int]]:
         """How each product of a layer is cut, by its name: M-tiles of its tiles, None where they are as many as there
         is room for, and parts of k. PlanError where there can be no pass, with the reason."""

@@ -20,7 +20,7 @@ from cheetah.runtime.engine.launches import Launch, LaunchResult
 from cheetah.runtime.engine.request_rows import mask_of
 from cheetah.runtime.engine.watching import Mask
 from cheetah.tools.judged_steps import JudgedSteps, Transcript, without_advice
-from cheetah.tools.judging_device import KernelFault, timed
+from cheetah.tools.judging_device import KernelFault, noting
 from cheetah.tools.published import Filled, Launched
 from cheetah.tools.rig import Rig, Session
 from cheetah.tools.step_launches import Drawn, Scored
@@ -142,21 +142,20 @@ class JudgedDrafts(JudgedSteps):
     def run(
         self, scheduler: str, seed: int, is_short: bool = False, published: list[Launched | Filled] | None = None
     ) -> Transcript:
-        """One run. is_short: of SHORT alone. published: gets nothing. EmulatorError where a launch fails, or drafts
-        change anything."""
-        session = Session(self.rig, timed(self.rig, scheduler, seed), self.course.page_order)
+        """One run. is_short: of SHORT alone. published: gets the launches without drafts, and there are no others then.
+        EmulatorError where a launch fails, or drafts change anything."""
+        session = Session(self.rig, noting(self.rig, scheduler, seed, published), self.course.page_order)
         try:
             run = _Run(self, session)
-            for problem in run.problems(SHORT if is_short else WORKS, is_short):
-                raise KernelFault(problem)
+            if published is not None:
+                run.all_plain()
+            else:
+                for problem in run.problems(SHORT if is_short else WORKS, is_short):
+                    raise KernelFault(problem)
         except LaunchFault as error:
             raise KernelFault(without_advice(error)) from error
         asked = scheduler, seed, is_short
         return Transcript(asked, tuple(run.scored), tuple(run.drawn), session.cached(), session.exchanged())
-
-    def first_off(self, asked: tuple[str, int, bool], allowed: float) -> str:
-        """Not looked for: what kernels make without drafts other subjects are judged by."""
-        return ""
 
     def without_drafts(self) -> dict[str, list[int]]:
         """The tokens of each kind."""
@@ -181,6 +180,12 @@ class _Run:
             self._plain[kind] = [*result.token_ids]
             self._note(kind, sampling, self._plain[kind])
         return self._plain[kind]
+
+    def all_plain(self) -> None:
+        """The tokens of all kinds, made without drafts whatever is known of them."""
+        self._plain = {}
+        for kind in self.judged.kinds:
+            self.plain(kind)
 
     def problems(self, works: Sequence[tuple[str, Drafter]], is_short: bool) -> Iterator[str]:
         """What is not as without drafts, or comes by other steps."""

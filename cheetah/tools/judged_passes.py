@@ -5,24 +5,30 @@ A prompt in two passes, with a second one beside its end, then the head over the
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from cheetah.emulator import EmulatorError
 from cheetah.models.rounding import F32, Rounding, exact, round_to_bf16
 from cheetah.plan.prompt import PassPlan
 from cheetah.runtime.engine.kv_cache import CachedSequence
 from cheetah.runtime.engine.launches import Part
+from cheetah.runtime.engine.prompt_passes import columns_of
 from cheetah.tools.judged_steps import (
     LEAST_TOLERANCE,
+    NEAR,
     TOLERANCE_FACTOR,
     Agreement,
     reference_of,
     relative_errors,
 )
 from cheetah.tools.judging_device import judging
+from cheetah.tools.published import Comparison, Filled, Launched, Token
 from cheetah.tools.rig import Rig, Session, parts_of
 
 FIRST, REST, SECOND = 13, 20, 17
@@ -66,6 +72,16 @@ def _nearness_behind(reference: Any, id_: int) -> float:
     return nearness
 
 
+@dataclass(frozen=True)
+class PassTranscript:
+    """What one run gave. asked: its scheduler and its seed. cached: the keys and values of both prompts, as they are
+    stored; logits: after their last tokens."""
+
+    asked: tuple[str, int]
+    cached: tuple[Bits, Bits]
+    logits: F32
+
+
 class JudgedPasses:
     """Two passes over two prompts, in the pages of a shuffled pool: the first of one prompt alone, the second of its
     rest and of the other one."""
@@ -82,10 +98,12 @@ class JudgedPasses:
             return list(map(int, draw.integers(0, self.rig.config.vocab_size, length)))
         return decided_ids([reference_of(self.rig, rounding) for rounding in (exact, round_to_bf16)], draw, length)
 
-    def run(self, scheduler: str, seed: int, is_short: bool = False) -> list[Bits]:
-        """The cached keys and values of both prompts, as they are stored, and the logits after their last tokens.
-        EmulatorError where a launch fails."""
-        session = Session(self.rig, judging(self.rig, scheduler, seed), self.page_order)
+    def run(
+        self, scheduler: str, seed: int, is_short: bool = False, published: list[Launched | Filled] | None = None
+    ) -> PassTranscript:
+        """One run. published: gets both passes, with what their blocks handed on. EmulatorError where a launch
+        fails."""
+        session = Session(self.rig, judging(self.rig, scheduler, seed, published=published), self.page_order)
         for rows in self._rows_of_keys():  # those that a pass has not written are no numbers
             for workspace in parts_of(session.buffers["workspace"]):
                 workspace.array[rows] = 0xFF
@@ -95,19 +113,27 @@ class JudgedPasses:
         head = session.passes.head
         room = session.device.allocate(4 * head.max_steps * head.tokens * head.vocab_size, 0xFF)
         logits = np.concatenate([*head.score(first, range(len(self.prompts) * JUDGED), room)])
-        return [*(session.cached_of(cache) for cache in (first, second)), logits]
+        cached = session.cached_of(first), session.cached_of(second)
+        return PassTranscript((scheduler, seed), cached, logits)
 
     def _rows_of_keys(self) -> list[slice]:
         """The bytes of the workspace that hold keys, and those that hold values."""
         program = self.rig.family.prompt_program
-        stated = self.rig.made[program.KERNEL_NAME].manifest.plan
-        plan = PassPlan.from_dict({name: value for name, value in stated.items() if name != "decoding"})
-        return program.rows_of_keys(self.rig.config, self.rig.gpu, self.rig.plan, plan)
+        return program.rows_of_keys(self.rig.config, self.rig.gpu, self.rig.plan, self._pass_plan)
 
-    def outputs(self, found: list[Bits]) -> dict[str, Bits]:
+    @property
+    def _pass_plan(self) -> PassPlan:
+        stated = self.rig.made[self.rig.family.prompt_program.KERNEL_NAME].manifest.plan
+        return PassPlan.from_dict({name: value for name, value in stated.items() if name != "decoding"})
+
+    def outputs(self, found: PassTranscript) -> dict[str, Bits]:
         """Everything that must not depend on the schedule."""
-        names = ("keys and values of the first prompt", "keys and values of the second prompt", "the logits")
-        return dict(zip(names, found, strict=True))
+        first, second = found.cached
+        return {
+            "keys and values of the first prompt": first,
+            "keys and values of the second prompt": second,
+            "the logits": found.logits,
+        }
 
     def pace_problem(self) -> str:
         """Nothing: how far passes copy ahead is not said by a plan."""
@@ -117,9 +143,9 @@ class JudgedPasses:
         ids = self.prompts[prompt][cache.length : cache.length + tokens + 1]
         return Part(cache, ids, tokens, wanted=JUDGED if len(ids) == tokens else 0)
 
-    def agreement(self, found: Sequence[Bits]) -> Agreement:
+    def agreement(self, found: PassTranscript) -> Agreement:
         """The cached keys and values, and the logits, against the reference's."""
-        numbers = [*map(self._numbers, found[:-1]), found[-1]]
+        numbers = [*map(self._numbers, found.cached), found.logits]
         wanted, rounded = (self._wanted(rounding) for rounding in (exact, round_to_bf16))
         errors, own = (
             np.concatenate([relative_errors(_rows(one), _rows(other)) for one, other in zip(part, wanted, strict=True)])
@@ -127,9 +153,46 @@ class JudgedPasses:
         )
         tolerance = max(LEAST_TOLERANCE, TOLERANCE_FACTOR * float(own.max()))
         worst = float(np.where(np.isnan(errors), np.inf, errors).max())
-        problem = f"a cached key or value, or logits, are {worst:.2e} from float32, allowed is {tolerance:.2e}"
-        problems = () if worst <= tolerance else (problem,)
+        problems = () if worst <= tolerance else (self._problem(found, worst, tolerance),)
         return Agreement(len(errors), worst, tolerance, problems, "cached heads of keys and values, and logits")
+
+    def _problem(self, found: PassTranscript, worst: float, allowed: float) -> str:
+        off = self.first_off(found, allowed)
+        problem = f"a cached key or value, or logits, are {worst:.2e} from float32, allowed is {allowed:.2e}"
+        return f"{problem}; first off: {off}" if off else problem
+
+    def first_off(self, found: PassTranscript, allowed: float) -> str:
+        """What is off first in the passes of a run: they are made again, and what their blocks hand on stands beside
+        the reference that rounds. Behind the last phase come the hidden states, and the head."""
+        rig, published = self.rig, list[Launched | Filled]()
+        with suppress(EmulatorError):
+            self.run(*found.asked, published=published)
+        vectors = rig.family.prompt_program.exchanged_vectors(rig.config, rig.gpu, rig.plan, self._pass_plan)
+        comparison = Comparison(rig.config, vectors, allowed)
+        references = [reference_of(rig, rounding) for rounding in (exact, round_to_bf16)]
+        tokens = [
+            [*self._tokens(references, prompt, self._numbers(cached))] for prompt, cached in enumerate(found.cached)
+        ]
+        read = (tokens[0][:FIRST], [*tokens[0][FIRST:], *tokens[1]])
+        for number, (launch, of_launch) in enumerate(zip(published, read, strict=False), 1):
+            assert isinstance(launch, Launched)
+            if off := comparison.first_off(launch, of_launch):
+                return f"pass {number}, {off}"
+        return f"phase {rig.config.table.head.name}, or the hidden states before it: what passes hand on is right"
+
+    def _tokens(self, references: Sequence[Any], prompt: int, cached: F32) -> Iterator[Token]:
+        """Those of a prompt, by references that do not round and that do."""
+        for reference in references:
+            reference.reset()
+        for position, token in enumerate(self.prompts[prompt]):
+            for reference in references:
+                reference.hidden_state(token)
+            rounded = references[1]
+            wanted = np.stack([rounded.keys[:, :, position], rounded.values[:, :, position]], axis=1)
+            is_decided = min(reference.nearness[-1] for reference in references) > NEAR
+            column = position if prompt == 0 and position < FIRST else position - FIRST
+            column = columns_of(REST) + position if prompt else column
+            yield Token(0, column, position, rounded.exchanged, cached[:, :, :, position], wanted, is_decided)
 
     def _wanted(self, rounding: Rounding) -> list[F32]:
         reference = reference_of(self.rig, rounding)

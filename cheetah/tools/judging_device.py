@@ -34,8 +34,8 @@ from cheetah.tools.published import Filled, History, Launched, LaunchedSequence
 from cheetah.tools.rig import Rig
 
 LAUNCH_TIMEOUT_S = 120.0
-EXCHANGE = "exchange"
-"""The buffer through which blocks exchange vectors."""
+EXCHANGE, WORKSPACE = "exchange", "workspace"
+"""The buffers through which blocks exchange vectors, in steps and in passes."""
 MANY_CHUNKS = 2
 """Copies of a launch, for each block and chunk in flight, from which on they must come as far ahead as they may."""
 
@@ -67,58 +67,35 @@ class Pace:
         )
 
 
-class TimedDevice(EmulatorDevice):
-    """An emulated device with a limit of time."""
+class NotingDevice(EmulatorDevice):
+    """An emulated device with a limit of time. published: gets each launch of steps or of a pass, with what its blocks
+    published. Of several ranks the first one's device notes all."""
 
-    def __init__(self, scheduler: str, seed: int) -> None:
+    def __init__(self, rig: Rig, scheduler: str, seed: int, published: list[Launched | Filled] | None = None) -> None:
         super().__init__(scheduler=scheduler, seed=seed)
         self._schedule["timeout_s"] = LAUNCH_TIMEOUT_S
-
-
-class JudgingDevice(TimedDevice):
-    """One which notes the pace of launches, on which attention's tiles look their
-    pages up in tables of their own, in which nothing stands behind the keys that are cached when a launch ends: the
-    emulator tells who looks there. What a launch of steps tells the host, and counts, must be what it has sampled. Of
-    several ranks the first one's device judges all: see `judging`. published: gets each launch of steps, with what its
-    blocks published."""
-
-    def __init__(
-        self,
-        rig: Rig,
-        scheduler: str,
-        seed: int,
-        pace: Pace | None = None,
-        published: list[Launched | Filled] | None = None,
-    ) -> None:
-        super().__init__(scheduler, seed)
-        self._published = published
+        self._published, self._plan, self._vocab = published, rig.plan, rig.config.vocab_size
+        self._kv = rig.manifest.buffer("kv")
+        self._steps, self._pass = rig.family.program.KERNEL_NAME, rig.family.prompt_program.KERNEL_NAME
         if published is not None:
-            self._schedule["noted"] = EXCHANGE
-        self._plan, self._steps, self._pace = rig.plan, rig.family.program.KERNEL_NAME, pace
-        self._vocab = rig.config.vocab_size
-        self._made, self._kv = rig.made, rig.manifest.buffer("kv")
-        self._head_rows = step_matrices(rig.config.shape, rig.plan, rig.gpu).head.rows
+            self._schedule["noted"] = EXCHANGE if self._steps in rig.made else WORKSPACE
 
     def launch_together(self, kernel: EmulatorKernel, arguments: Sequence[Mapping[str, Any]]) -> None:
         """A launch, with the arguments of each rank."""
-        is_of_steps, first = kernel.manifest.kernel == self._steps, arguments[0]
-        trapped = [{**own, **self._traps(own)} if is_of_steps else own for own in arguments]
-        counted = self._counted(arguments) if is_of_steps else None
-        try:
-            super().launch_together(kernel, trapped)
-        except EmulatorError as error:
-            reached = first["progress"].array.view(np.uint32) if "progress" in first else None
-            raise type(error)(explained(str(error), self._made[kernel.manifest.kernel], reached)) from error
-        if self._pace is not None and self.stats is not None:
-            self._pace.note(self.stats, kernel.manifest.launch.blocks * len(arguments))
-        if is_of_steps and self._published is not None:
+        super().launch_together(kernel, arguments)
+        self._note(kernel, arguments)
+
+    def _note(self, kernel: EmulatorKernel, arguments: Sequence[Mapping[str, Any]]) -> None:
+        if self._published is None:
+            return
+        if kernel.manifest.kernel == self._steps:
             self._published.append(self._launched(arguments))
-        if counted is not None:
-            self._require_told(arguments, counted)
+        elif kernel.manifest.kernel == self._pass:
+            is_whole = arguments[0]["wanted_count"] > 0
+            self._published.append(Launched(self._histories(arguments, WORKSPACE), is_whole=is_whole))
 
     def _launched(self, of_ranks: Sequence[Mapping[str, Any]]) -> Launched:
-        overwritten, arguments = self.stats.overwritten, of_ranks[0]
-        histories = (History(overwritten[rank], _words(own[EXCHANGE]).copy()) for rank, own in enumerate(of_ranks))
+        arguments = of_ranks[0]
         tokens = _words(arguments["tokens"]).reshape(-1, self._plan.launch_tokens + 1)
         tables = _words(arguments["page_table"]).reshape(self._plan.batch, -1)
         pool = np.concatenate([self._pool_of(own) for own in of_ranks], axis=3)
@@ -136,12 +113,51 @@ class JudgingDevice(TimedDevice):
             own = tuple(int(page) for page in tables[row] if page < len(pool[0]))
             ids = tuple(map(int, tokens[row, :count]))
             sequences.append(LaunchedSequence(record, own, last_page, ids, cached))
-        return Launched(tuple(histories), tuple(sequences))
+        return Launched(self._histories(of_ranks, EXCHANGE), tuple(sequences))
+
+    def _histories(self, of_ranks: Sequence[Mapping[str, Any]], name: str) -> tuple[History, ...]:
+        overwritten = self.stats.overwritten
+        return tuple(History(overwritten[rank], _words(own[name]).copy()) for rank, own in enumerate(of_ranks))
 
     def _pool_of(self, arguments: Mapping[str, Any]) -> NDArray[Any]:
         """A rank's cache [layers, pages, 2, kv_heads, page_size, head_dim], as it is stored."""
         array: NDArray[Any] = arguments["kv"].array
         return array.view(np.uint8 if self._kv.dtype == "u8" else np.uint16).reshape(self._kv.shape)
+
+
+class JudgingDevice(NotingDevice):
+    """One which notes the pace of launches, on which attention's tiles look their
+    pages up in tables of their own, in which nothing stands behind the keys that are cached when a launch ends: the
+    emulator tells who looks there. What a launch of steps tells the host, and counts, must be what it has sampled. Of
+    several ranks the first one's device judges all: see `judging`."""
+
+    def __init__(
+        self,
+        rig: Rig,
+        scheduler: str,
+        seed: int,
+        pace: Pace | None = None,
+        published: list[Launched | Filled] | None = None,
+    ) -> None:
+        super().__init__(rig, scheduler, seed, published)
+        self._pace, self._made = pace, rig.made
+        self._head_rows = step_matrices(rig.config.shape, rig.plan, rig.gpu).head.rows
+
+    def launch_together(self, kernel: EmulatorKernel, arguments: Sequence[Mapping[str, Any]]) -> None:
+        """A launch, with the arguments of each rank."""
+        is_of_steps, first = kernel.manifest.kernel == self._steps, arguments[0]
+        trapped = [{**own, **self._traps(own)} if is_of_steps else own for own in arguments]
+        counted = self._counted(arguments) if is_of_steps else None
+        try:
+            EmulatorDevice.launch_together(self, kernel, trapped)
+        except EmulatorError as error:
+            reached = first["progress"].array.view(np.uint32) if "progress" in first else None
+            raise type(error)(explained(str(error), self._made[kernel.manifest.kernel], reached)) from error
+        if self._pace is not None and self.stats is not None:
+            self._pace.note(self.stats, kernel.manifest.launch.blocks * len(arguments))
+        self._note(kernel, arguments)
+        if counted is not None:
+            self._require_told(arguments, counted)
 
     def _require_told(self, of_ranks: Sequence[Mapping[str, Any]], counted: NDArray[np.uint32]) -> None:
         """KernelFault where the host was told other tokens than the launch has sampled, or other tokens were counted.
@@ -207,9 +223,11 @@ def judging(
     return _of_ranks([JudgingDevice(rig, scheduler, seed, pace, published) for _ in range(rig.gpu.ranks)])
 
 
-def timed(rig: Rig, scheduler: str, seed: int) -> EmulatorDevice | EmulatorGroup:
-    """A device with a limit of time, or one of as many ranks."""
-    return _of_ranks([TimedDevice(scheduler, seed) for _ in range(rig.gpu.ranks)])
+def noting(
+    rig: Rig, scheduler: str, seed: int, published: list[Launched | Filled] | None = None
+) -> EmulatorDevice | EmulatorGroup:
+    """A device that lays no traps, or one of as many ranks."""
+    return _of_ranks([NotingDevice(rig, scheduler, seed, published) for _ in range(rig.gpu.ranks)])
 
 
 def _of_ranks(devices: Sequence[EmulatorDevice]) -> EmulatorDevice | EmulatorGroup:

@@ -60,10 +60,12 @@ class LaunchedSequence:
 
 @dataclass(frozen=True)
 class Launched:
-    """A launch of steps that is over. ranks: each one's exchange."""
+    """A launch that is over. ranks: each one's exchange, or workspace. sequences: of steps. is_whole: it does all of
+    the last layer, not up to its keys and values alone."""
 
     ranks: tuple[History, ...]
-    sequences: tuple[LaunchedSequence, ...]
+    sequences: tuple[LaunchedSequence, ...] = ()
+    is_whole: bool = True
 
 
 @dataclass(frozen=True)
@@ -129,17 +131,18 @@ class Comparison:
         begin = [vector for vector in self.vectors if vector.begins]
         for vector, token in product(begin, tokens):
             yield from self._vector(launch, token, vector, -1)
-        attention = self.config.table.attention.name
+        attention, last = self.config.table.attention.name, self.config.layers - 1
         for layer in range(self.config.layers):
             for vector, token in product(self.vectors, tokens):
                 if vector.phase == attention:
                     yield from self._cached(token, layer)
-                yield from self._vector(launch, token, vector, layer)
+                if launch.is_whole or layer < last:
+                    yield from self._vector(launch, token, vector, layer)
 
     def _vector(self, launch: Launched, token: Token, vector: ExchangedVector, layer: int) -> Iterator[str]:
         """What is wrong with a token's vector, of a layer or (-1) of the embedding."""
         wanted, ranks = token.exchanged[layer + 1][vector.name], launch.ranks
-        turn = token.step * (self.config.layers + vector.begins) + layer + vector.begins
+        turn = vector.turn(token.step, self.config.layers, layer)
         phase = vector.phase if layer >= 0 else "embedding"
         where = f"layer {layer}, phase {phase}" if layer >= 0 else f"phase {phase}"
         for rank, history in enumerate(ranks):

@@ -33,6 +33,8 @@ TOO_LARGE = 2.0**34
 """An element that no embedding has."""
 LARGE = 2.0**32.5
 """One that might be, but not of so many."""
+LARGE_TOKENS = (1, 2, 3, 4, 5)
+"""Tokens that get such embeddings."""
 
 
 @dataclass(frozen=True)
@@ -363,7 +365,8 @@ class StepLaunches:
     def _drawing_without_numbers(self, tokens: list[int]) -> None:
         """Such a sequence has no token to go on with, and the launch goes on for the other."""
         caches = [self.session.sequence() for _ in tokens]
-        parts = [Part(cache, (token,), 2, Sampling()) for token, cache in zip(tokens, caches, strict=True)]
+        sampling = Sampling(banned=LARGE_TOKENS)  # or the other might go on with one of these
+        parts = [Part(cache, (token,), 2, sampling) for token, cache in zip(tokens, caches, strict=True)]
         for token, result in zip(tokens, self.session.launcher.launch_together(parts), strict=True):
             if result.has_failed != bool(token):
                 what = "none of whose logits is a number" if token else "beside one without logits that are numbers"

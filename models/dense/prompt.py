@@ -33,12 +33,14 @@ from cheetah.models.dense.page import (
     OntoResidual,
     Routes,
 )
+from cheetah.models.dense.pass_exchanged import vectors_of_passes
 from cheetah.models.dense.pass_experts import PassExperts
 from cheetah.models.dense.pass_launch import PassLaunch
 from cheetah.models.dense.pass_launch import pass_parameters as pass_parameters
 from cheetah.models.dense.pass_parts import PassParts
 from cheetah.models.dense.pass_sizes import PassPhase, PassSizes, input_section
 from cheetah.models.dense.program import sizes as sizes_of_step
+from cheetah.models.exchanged import ExchangedVector
 from cheetah.models.family import PhaseRow
 from cheetah.plan import Gpu, Plan, SharedMap
 from cheetah.plan.pass_tables import SEGMENT_COLUMNS
@@ -76,6 +78,11 @@ def rows_of_keys(config: ModelConfig, gpu: Gpu, plan: Plan, pass_plan: PassPlan)
     sections = PassSizes(config, gpu, plan, pass_plan).sections
     begins = [(sections.offsets[name], sections.sizes[name]) for name in ("keys", "values")]
     return [slice(begin, begin + size) for begin, size in begins]
+
+
+def exchanged_vectors(config: ModelConfig, gpu: Gpu, plan: Plan, pass_plan: PassPlan) -> tuple[ExchangedVector, ...]:
+    """Where the vectors that phases hand on lie in the workspace."""
+    return vectors_of_passes(PassSizes(config, gpu, plan, pass_plan))
 
 
 def cuts(config: ModelConfig, gpu: Gpu, plan: Plan, pass_plan: PassPlan) -> dict[str, tuple[int | None, int]]:

@@ -113,11 +113,12 @@ class Rig(tools.Rig):
         kv_chunk_min: int = 64,
         generate: Callable[..., Generated] = plain_kernel,
         sanitize: bool = False,
+        watched: bool = False,
         **plan: Any,
     ) -> None:
         chosen = {"consumer_warps": 2, "max_context": 192, **plan}
         made = generate(weights.config, emulated_gpu(blocks, kv_chunk_min), **chosen)
-        super().__init__(weights, made, sanitize=sanitize)
+        super().__init__(weights, made, sanitize=sanitize, watched=watched)
 
 
 def fill_cache(session: Session, tokens: int, seed: int = 0) -> None:

@@ -1,8 +1,9 @@
 """Of wrong numbers `cheetah check` names the first vector of the first phase that is off: here in the awkward model's
-kernel with two layers and all the bugs, of which a variable says which there is."""
+kernels with two layers, of steps and of passes, and all the bugs, of which a variable says which there is."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
 
@@ -13,11 +14,14 @@ from cheetah.generate import generate_kernel
 from cheetah.manifest import sha256_of_text
 from cheetah.models.registry import DEMO
 from cheetah.package import Generated
+from cheetah.plan.prompt import default_pass_plan
 from cheetah.runtime.checkpoint.loading import open_checkpoint
+from cheetah.tools.check import _passes
+from cheetah.tools.judged_passes import JudgedPasses
 from cheetah.tools.judged_steps import JudgedSteps
 from cheetah.tools.rig import Rig
 from cheetah.tools.subjects import awkward_subject
-from tests.program.joined import SELECTOR, chosen
+from tests.program.joined import SELECTOR, chosen, joined
 from tests.program.planted_sampling import SamplingBug
 from tests.tiers import tiered
 
@@ -80,15 +84,67 @@ BUGS = (
     ),
 )
 """`found_by`: what the check says of each."""
-NUMBERS = {bug.name: number for number, bug in enumerate(BUGS, 1)}
-BY_NAME = {bug.name: bug for bug in BUGS}
-EXHAUSTIVE = ("a larger embedding", "the activation of the other sign", "squares behind o", "rotated the other way")
+OF_PASSES = (
+    SamplingBug(
+        "a larger embedding of a prompt",
+        r"bf16_to_f32\(embedding\[place\w*\]\)",
+        r"\g<0> * 1.5f",
+        "pass 1, phase embedding: hidden of position 0",
+    ),
+    SamplingBug(
+        "squares of a prompt's embeddings",
+        r"total \+= kept\[m_tile \* 16\];",
+        found_by="pass 1, phase embedding: hidden_squares of position 0",
+    ),
+    SamplingBug(
+        "a prompt's keys rotated otherwise",
+        r"-second_2 \* angle\.y",
+        "second_2 * angle.y",
+        "pass 1, layer 0, phase qkv: what is cached as keys of position ",
+    ),
+    SamplingBug(
+        "a dim for its neighbour in a pass",
+        r"output\[0\] \* inverse(?=,)",
+        "output[1] * inverse",
+        "pass 1, layer 0, phase attention: attention of position 0, head 0, dim 0",
+    ),
+    SamplingBug(
+        "the norm behind down behind o in a pass",
+        r"\(phase <= 3 \? 1u : 2u\)",
+        "2u",
+        "pass 1, layer 0, phase o: middle of position 0",
+    ),
+    SamplingBug(
+        "the activation of the other sign in a pass",
+        r"exp_f32\(-first_2\)",
+        "exp_f32(first_2)",
+        "pass 1, layer 0, phase gate_up: gated of position 0",
+    ),
+    SamplingBug(
+        "the norm behind o behind down in a pass",
+        r"\(phase <= 3 \? 1u : 2u\)",
+        "1u",
+        "pass 1, layer 0, phase down: hidden of position 0",
+    ),
+    SamplingBug(
+        "hidden states of the row beside",
+        r"(?<=uint32_t row = )place % 96",
+        "(place + 1) % 96",
+        "phase lm_head, or the hidden states before it: what passes hand on is right",
+    ),
+)
+BY_NAME = {bug.name: bug for bug in (*BUGS, *OF_PASSES)}
+EXHAUSTIVE = (
+    *("a larger embedding", "the activation of the other sign", "squares behind o", "rotated the other way"),
+    *("a larger embedding of a prompt", "the norm behind down behind o in a pass"),
+    "the activation of the other sign in a pass",
+)
 
 
-def with_all_bugs(made: Generated) -> Generated:
+def with_all_bugs(made: Generated, bugs: Sequence[SamplingBug]) -> Generated:
     """None of them on."""
     head, end, body = made.text.partition("#endif\n")
-    for number, bug in enumerate(BUGS, 1):
+    for number, bug in enumerate(bugs, 1):
         body = bug.planted(body, number)
     text = head + end + SELECTOR + body
     return replace(made, text=text, manifest=replace(made.manifest, text_sha256=sha256_of_text(text)))
@@ -97,13 +153,23 @@ def with_all_bugs(made: Generated) -> Generated:
 @cache
 def judged_kernel() -> JudgedSteps:
     subject = awkward_subject(open_checkpoint(DEMO).config, {"max_context": 64, "max_steps": 16, "batch": 2}, layers=2)
-    made = with_all_bugs(generate_kernel(subject.config, subject.machine("emulator"), **subject.plan))
+    made = with_all_bugs(generate_kernel(subject.config, subject.machine("emulator"), **subject.plan), BUGS)
     return JudgedSteps(Rig(subject.weights, made, watched=True))
 
 
-def said_of(judged: JudgedSteps) -> str:
+@cache
+def judged_passes() -> JudgedPasses:
+    config = open_checkpoint(DEMO).config
+    subject = awkward_subject(config, {"max_context": 64}, layers=2)
+    case = _passes(subject, "emulator", default_pass_plan)
+    passes, head = case.made
+    return JudgedPasses(Rig(case.subject.weights, with_all_bugs(passes, OF_PASSES), joined(head, []), watched=True))
+
+
+def said_of(judged: JudgedSteps | JudgedPasses) -> str:
     """What a run shows."""
-    judged._has_explained = False
+    if isinstance(judged, JudgedSteps):
+        judged._has_explained = False
     try:
         return str(judged.agreement(judged.run("random", 1)))
     except EmulatorError as error:
@@ -112,7 +178,15 @@ def said_of(judged: JudgedSteps) -> str:
 
 @pytest.mark.parametrize("name", tiered(BY_NAME, EXHAUSTIVE))
 def test_the_first_vector_that_is_off_is_named(name: str) -> None:
-    judged = judged_kernel()
-    with chosen(judged.rig, NUMBERS[name]):
+    bug = BY_NAME[name]
+    judged, bugs = (judged_kernel(), BUGS) if bug in BUGS else (judged_passes(), OF_PASSES)
+    with chosen(judged.rig, bugs.index(bug) + 1):
         said = said_of(judged)
-    assert f"first off: {BY_NAME[name].found_by}" in said, said
+    assert f"first off: {bug.found_by}" in said, said
+
+
+def test_in_passes_as_they_are_nothing_is_off() -> None:
+    judged = judged_passes()
+    found = judged.run("random", 1)
+    assert judged.agreement(found).ok
+    assert judged.first_off(found, 0.0).startswith("phase lm_head, or")

@@ -54,13 +54,15 @@ BUGS = (
     SamplingBug("the earliest match", r"\(length << 24\) \| \w+|\bbest\w* & 8388607", r"(\g<0>) ^ 8388607"),
     SamplingBug("a shorter match than wanted", r"length >= shortest", "true"),
     SamplingBug("the same draft in all columns", r"\(number - known\) % period", "0u"),
+    # -- numbers
+    SamplingBug("rotated the other way", r"is_second \? partner : -partner", "is_second ? -partner : partner"),
     # -- counting
     SamplingBug("drafts are counted where there are none", r"(?<=if \()drafted != 0", "true"),
 )  # fmt: skip
 
 
 @cache
-def planted_rig() -> Rig:
+def planted_rig(is_watched: bool = False) -> Rig:
     """A kernel with all bugs in it, none of them on."""
 
     def generate(*arguments: Any, **named: Any) -> Generated:
@@ -71,7 +73,14 @@ def planted_rig() -> Rig:
         return generated.with_text(head + end + SELECTOR + body)
 
     plan = {"batch": 2, "tokens": 8, "kv_chunk": 32, "drafts": 7, "stages": 5}
-    return Rig(random_weights(model(heads=4, kv_heads=2)), blocks=3, kv_chunk_min=16, generate=generate, **plan)
+    return Rig(
+        random_weights(model(heads=4, kv_heads=2)),
+        blocks=3,
+        kv_chunk_min=16,
+        generate=generate,
+        **plan,
+        watched=is_watched,
+    )
 
 
 @cache
@@ -99,6 +108,16 @@ def test_the_check_has_such_a_model_where_the_options_name_drafts(drafts: int) -
 
 def test_nothing_is_found_in_the_kernel_as_it_is() -> None:
     assert finding() is None
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("bug", ["", "rotated the other way"])
+def test_of_wrong_numbers_without_drafts_the_first_is_named(bug: str) -> None:
+    """In what the kernel makes without drafts, which float32 judges."""
+    watched = JudgedDrafts(planted_rig(is_watched=True))
+    with chosen(watched.rig, [one.name for one in BUGS].index(bug) + 1 if bug else 0):
+        off = watched.first_off(("random", 1, False), 0.05)
+    assert off.startswith("first off: layer 0, phase qkv: ") if bug else not off, off
 
 
 @pytest.mark.parametrize("bug", tiered(BUGS, BUGS[::3]), ids=lambda bug: bug.name.replace(" ", "-"))
