@@ -18,21 +18,20 @@ from typing import Any, Protocol
 from numpy.typing import NDArray
 
 from cheetah.emulator import SCHEDULERS, EmulatorError, ExploreReport, explore
-from cheetah.generate import choose_plan, generate_head, generate_kernel, generate_pass
-from cheetah.models.config import ModelConfig
+from cheetah.generate import choose_plan, describe_pass, generate_head, generate_kernel, generate_pass
 from cheetah.package import Generated
 from cheetah.plan import Gpu, ModelShape, Plan, PlanError, gpu_named
 from cheetah.plan.formats import KV_TILE_TOKENS
 from cheetah.plan.prompt import PassPlan, default_pass_plan, short_pass_plans
 from cheetah.tools.explained import kept_text
-from cheetah.tools.features import features_of
+from cheetah.tools.features import features_of, features_of_passes
 from cheetah.tools.judged_drafts import JudgedDrafts
 from cheetah.tools.judged_passes import JudgedPasses
 from cheetah.tools.judged_steps import Agreement, JudgedSteps
 from cheetah.tools.judging_device import KernelFault
 from cheetah.tools.rig import Rig
 from cheetah.tools.side_by_side import Work, in_order
-from cheetah.tools.step_launches import judged_context
+from cheetah.tools.step_course import judged_context
 from cheetah.tools.subjects import (
     MANY_TOKENS,
     MOST_LAYERS,
@@ -47,14 +46,16 @@ Progress = Callable[[str], None]
 
 TOGETHER = 2
 """Processes: launches of one process go one after the other. One at a time where the next may never be wanted."""
-EARLY = 2
-"""So many subjects are begun before those of the race detector, whose run is the longest piece of work."""
+EARLY = 1
+"""So many subjects are begun before those of the race detector, whose runs are the longest pieces of work."""
 
 WARPS = {"consumer_warps": 8}
 """As on a GPU: fewer than the emulator's rule gives would move no registers."""
 AWKWARD_SHARE = 2
 """So many times as many schedules are spent on awkward models, which are small and are found to be wrong first."""
 PASS_TOKENS, LARGE_TILE = 64, 64
+FEW_SEQUENCES = {"batch": 2, "tokens": 2}
+"""Of the kernels of steps beside passes."""
 CUT_SIZES: tuple[dict[str, int], ...] = (
     {},
     {"intermediate_size": 512},
@@ -268,11 +269,9 @@ def _cut_passes(subject: Subject, gpu: str) -> Case:
         gpu = CUT_GPU
     else:
         plan = {"kv_chunk": 0, **plan}
-    cases = [
-        _passes(many_tokens_subject(config, plan, {**MANY_TOKENS, **sizes}, ranks), gpu, _of_few_tokens)
-        for sizes in CUT_SIZES
-    ]
-    return max(cases, key=lambda case: len(case.features))
+    subjects = [many_tokens_subject(config, plan, {**MANY_TOKENS, **sizes}, ranks) for sizes in CUT_SIZES]
+    most = max(subjects, key=lambda one: len(_features_of_passes(one, gpu, _of_few_tokens)))
+    return _passes(most, gpu, _of_few_tokens)
 
 
 def _of_few_tokens(machine: Gpu, tokens: int, shape: ModelShape) -> PassPlan:
@@ -292,22 +291,29 @@ def _steps(subject: Subject, gpu: str, judged: Callable[[Rig], Launches] = Judge
 def _passes(subject: Subject, gpu: str, choose: Callable[..., PassPlan], share: int = 1) -> Case:
     """PlanError where the model has no passes."""
     config, machine = subject.config, subject.machine(gpu)
-    subject = replace(
-        subject, kind=f"passes over prompts, {subject.kind}", plan={**subject.plan, "batch": 2, "tokens": 2}
-    )
-    plan = choose_plan(config, machine, **subject.plan)
-    made = _generate_passes(config, machine, plan, choose(machine, PASS_TOKENS, config.shape))
-    return Case(subject, (made, generate_head(config, machine, plan, PASS_TOKENS)), JudgedPasses, share)
+    subject = replace(subject, kind=f"passes over prompts, {subject.kind}", plan={**subject.plan, **FEW_SEQUENCES})
+    plan, pass_plan = _plans_of_passes(subject, machine, choose)
+    made = generate_pass(config, machine, plan, pass_plan), generate_head(config, machine, plan, PASS_TOKENS)
+    return Case(subject, made, JudgedPasses, share)
 
 
-def _generate_passes(config: ModelConfig, machine: Gpu, plan: Plan, pass_plan: PassPlan) -> Generated:
-    """With as large tiles as heads and a stage's keys want: the emulator's are small by rule."""
-    larger = replace(pass_plan, warpgroups=2)
-    for one in (pass_plan, larger):
+def _features_of_passes(subject: Subject, gpu: str, choose: Callable[..., PassPlan]) -> set[str]:
+    machine = subject.machine(gpu)
+    return features_of_passes(subject.config, machine, *_plans_of_passes(subject, machine, choose))
+
+
+def _plans_of_passes(subject: Subject, machine: Gpu, choose: Callable[..., PassPlan]) -> tuple[Plan, PassPlan]:
+    """With as large tiles as heads and a stage's keys want: the emulator's are small by rule. PlanError where there are
+    no passes."""
+    config = subject.config
+    plan = choose_plan(config, machine, **{**subject.plan, **FEW_SEQUENCES})
+    chosen = choose(machine, PASS_TOKENS, config.shape)
+    larger = replace(chosen, warpgroups=2)
+    for one in (chosen, larger):
         with suppress(PlanError):
-            return generate_pass(config, machine, plan, one)
-    cut_tokens = LARGE_TILE if pass_plan.cut_tokens else 0
-    return generate_pass(config, machine, plan, replace(larger, tile_tokens=LARGE_TILE, cut_tokens=cut_tokens))
+            describe_pass(config, machine, plan, one)
+            return plan, one
+    return plan, replace(larger, tile_tokens=LARGE_TILE, cut_tokens=LARGE_TILE if chosen.cut_tokens else 0)
 
 
 _MAKERS = {"steps": _step_makers, "passes": _pass_makers}

@@ -23,7 +23,7 @@ from cheetah.tools.judged_steps import JudgedSteps, Transcript, without_advice
 from cheetah.tools.judging_device import KernelFault, noting
 from cheetah.tools.published import Filled, Launched
 from cheetah.tools.rig import Rig, Session
-from cheetah.tools.step_launches import Drawn, Scored
+from cheetah.tools.step_course import Drawn, Scored
 
 PROMPT, COUNT, MASKED_COUNT = 9, 40, 16
 """Tokens of the prompt, and that are made behind it; with masks of their own."""

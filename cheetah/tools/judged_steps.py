@@ -1,4 +1,4 @@
-"""What float32 says of what a kernel of decode steps gave in its launches (`step_launches`).
+"""What float32 says of what a kernel of decode steps gave in its launches (`step_course`).
 
 The device lays traps (see `JudgingDevice`): where a kernel may not look there is something that tells.
 """
@@ -24,7 +24,7 @@ from cheetah.runtime.engine.watching import MASK_BITS
 from cheetah.tools.judging_device import KernelFault, Pace, judging
 from cheetah.tools.published import Comparison, Filled, Launched, LaunchedSequence, Texts, Token
 from cheetah.tools.rig import Rig, Session
-from cheetah.tools.step_launches import Course, Drawn, Scored, StepLaunches
+from cheetah.tools.step_course import Course, CourseRun, Drawn, Scored
 
 SAMPLING_MARGIN = 1e-3
 """How far below the best a drawn token's noisy logit may lie: logarithms differ in their last bits."""
@@ -72,7 +72,7 @@ class Transcript:
 
 
 class JudgedSteps:
-    """Judges a kernel by the launches of a course (`StepLaunches`). is_of_several: see there."""
+    """Judges a kernel by the launches of a course (`CourseRun`). is_of_several: see there."""
 
     def __init__(self, rig: Rig, is_of_several: bool = False) -> None:
         self.rig, self.config, self.plan, self.pace = rig, rig.config, rig.plan, Pace(rig.plan.in_flight)
@@ -98,7 +98,7 @@ class JudgedSteps:
         device = judging(self.rig, scheduler, seed, self.pace, published)
         session, asked = Session(self.rig, device, self.course.page_order), (scheduler, seed, is_short)
         try:
-            run = StepLaunches(self.course, session, published)
+            run = CourseRun(self.course, session, published)
             run.short() if is_short else run.whole()
             exchange = session.exchanged()
             found = Transcript(asked, tuple(run.scored), tuple(run.drawn), session.cached(), exchange)

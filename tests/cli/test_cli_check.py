@@ -17,7 +17,7 @@ from cheetah.models.llama import LlamaConfig
 from cheetah.models.registry import preset
 from cheetah.package import Generated
 from cheetah.runtime.checkpoint.random_weights import random_tensors
-from cheetah.tools import check, step_launches
+from cheetah.tools import check, step_course
 from cheetah.tools.check import Verdict, _step_makers, check_kernel, find_races
 from cheetah.tools.judged_steps import JudgedSteps
 from cheetah.tools.rig import Rig
@@ -128,7 +128,7 @@ def test_the_command_checks_the_demo_model_as_it_is() -> None:
     assert result.exit_code == 0, result.output
     assert "checking demo: an awkward small model of its kind (hidden 72, ffn 296, vocab 148" in result.stdout
     assert "checking demo: the whole model\nschedules: 2 launches, no error, the same bits in all" in result.stdout
-    assert "kernels looked at have: a cache in 8 bits, a window, copied vectors, " in result.stdout
+    assert "kernels looked at have: a cache in 8 bits, a cache in 8 bits, in passes, a single" in result.stdout
     assert result.stdout.endswith("verdict: nothing found\n")
 
 
@@ -138,7 +138,8 @@ def test_the_command_checks_steps_that_two_gpus_make_together() -> None:
     result = cheetah("check", "demo", "--gpu", "emulator-2", "--tensor-parallel-size", "2", *which)
     assert result.exit_code == 0, result.output
     assert "checking demo: an awkward small model of its kind (hidden 88, ffn 304, vocab 148" in result.stdout
-    assert "checking demo: one with a cache in 8 bits of its kind" in result.stdout and "passes" not in result.stdout
+    assert "checking demo: one with a cache in 8 bits of its kind" in result.stdout
+    assert "checking demo: passes over prompts, one of many tokens" in result.stdout
     assert result.stdout.endswith("verdict: nothing found\n")
 
 
@@ -208,7 +209,7 @@ def test_an_error_of_the_checker_is_not_the_kernels(monkeypatch: pytest.MonkeyPa
     def fail(*arguments: object) -> None:
         raise CheetahError("the checker is wrong")
 
-    monkeypatch.setattr(step_launches.StepLaunches, "_fill", fail)
+    monkeypatch.setattr(step_course.CourseRun, "_fill", fail)
     with pytest.raises(CheetahError, match="the checker is wrong"):
         checked(right_and_wrong(), seeds=1)
 

@@ -100,7 +100,7 @@ def alone(bug: SourceBug, say: Callable[[str], None]) -> Finding:
     from cheetah.tools import check
 
     try:
-        for maker, is_raced in check.pieces(of_model(bug.model), GPU):
+        for maker, is_raced in sorted(check.pieces(of_model(bug.model), GPU), key=lambda piece: piece[1]):
             for case in check.made_by(maker):
                 launches = case.launches(**{"sanitize" if is_raced else "watched": True})
                 looked = partial(check.raced, case) if is_raced else partial(check.explored, case, first=True)
@@ -132,7 +132,7 @@ class Looking:
 
     def findings(self) -> Iterator[Finding]:
         """As they come."""
-        for place, (maker, is_raced) in enumerate(self.pieces):
+        for place, (maker, is_raced) in sorted(enumerate(self.pieces), key=lambda piece: piece[1][1]):  # races last
             for case in made_by(maker):
                 for finding in self._at(place, case, is_raced):
                     self.left = [bug for bug in self.left if bug.name != finding.name]

@@ -73,8 +73,8 @@ BUGS = (
         "folds",
         "states laid down over those that are folded",
         "blocks/attention/fold.py",
-        "                self._fold_slices(slices, item, share, index, epoch)\n                machine.meet()\n",
-        "                self._fold_slices(slices, item, share, index, epoch)\n",
+        "ch.argument(index), epoch)\n                machine.meet()\n",
+        "ch.argument(index), epoch)\n",
     ),
     SourceBug(
         "folds",

@@ -161,8 +161,8 @@ BUGS = (
         "slices",
         "parities of a half turned for one piece alone",
         "blocks/vector_copies.py",
-        "ty.u32((1 << pieces) - 1) << half",
-        "ty.u32(1) << half",
+        "bits = (1 << pieces) - 1",
+        "bits = 1",
     ),
     SourceBug(
         "slices",

@@ -77,7 +77,7 @@ def judged_context(config: ModelConfig, plan: Plan) -> int:
 class Course:
     """What the launches are given. Of a text, the filling, the reference writes the beginnings to caches.
 
-    is_of_several: see `StepLaunches`. filled: the filling's keys and values [layers, 2, kv_heads, context, head_dim].
+    is_of_several: see `CourseRun`. filled: the filling's keys and values [layers, 2, kv_heads, context, head_dim].
     """
 
     def __init__(self, rig: Rig, is_of_several: bool = False) -> None:
@@ -111,7 +111,7 @@ class Course:
         return [min(length, self.context - 2 * TOGETHER_STEPS + 1) for length in lengths[: self.plan.batch]]
 
 
-class StepLaunches:
+class CourseRun:
     """One run of the launches, over the pages of the pool in a shuffled order, and what they gave so far.
 
     1. Some given tokens with logits, across the length at which a head's keys are split over blocks, the cached ones
