@@ -188,6 +188,19 @@ def test_the_command_ends_with_1_if_something_is_found(monkeypatch: pytest.Monke
     assert result.stdout.endswith("verdict: WRONG\n")
 
 
+def test_each_run_is_told_as_it_begins_and_how_long_all_will_take(monkeypatch: pytest.MonkeyPatch) -> None:
+    moments = iter((0.0, 2.0))
+    monkeypatch.setattr(check.time, "monotonic", lambda: next(moments))
+    said = list[str]()
+    clock = check._Clock(4, said.append)
+    for seed in range(2):
+        clock.of("an awkward small model")(f"random, seed {seed}")
+    assert said == [
+        "an awkward small model: random, seed 0",
+        "an awkward small model: random, seed 1; about 6 s left",
+    ]
+
+
 OPTIONS = (
     "--kv-chunk 16 --batch 2 --kv-dtype e4m3",
     "--sync barrier --batch 4",
