@@ -23,8 +23,8 @@ def require_shared(shape: ModelShape, gpu: Gpu) -> None:
 def _why_not_shared(shape: ModelShape, gpu: Gpu, ranks: int) -> str | None:
     if ranks == 1:
         return None
-    if shape.joint_norms:
-        return "norms over all heads have heads of one GPU so far"
+    if shape.joint_norms and shape.kv_heads % ranks:
+        return f"norms over all heads add up each key head once, and {shape.kv_heads} are on {ranks} GPUs"
     try:
         shape.of_rank(ranks)
     except PlanError as problem:

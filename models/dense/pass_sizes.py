@@ -171,6 +171,8 @@ class PassSizes:
     def _check_ranks(self) -> None:
         """Squares are summed over a tile's rows first: in the order of one GPU where each has whole tiles."""
         ranks, tile_rows, rows = self.gpu.ranks, self.pass_plan.tile_m_tiles * M_TILE_ROWS, self.shape.hidden
+        if ranks > 1 and self.shape.joint_norms:
+            raise PlanError(f"a pass with norms over all heads is made by one GPU so far, and {ranks} make the steps")
         if ranks > 1 and self.plan.kv_chunk and rows % (ranks * tile_rows):
             raise PlanError(
                 f"with a fixed kv_chunk a pass by {ranks} GPUs has the bits of one where the {rows} rows of the "

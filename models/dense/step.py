@@ -106,7 +106,7 @@ class StepParts(HeadParts):
         what = self.machine, weights, self.config.rms_norm_eps, self.port.angles
         norms = HeadNorms(*what, plus_one=self.config.norms.plus_one)
         if self.shape.joint_norms:
-            vector, m_tiles = self.table.attention.input.squares, self.shape.rotated_rows // M_TILE_ROWS
+            vector, m_tiles = self.table.attention.input.squares, self.machine.model.rotated_rows // M_TILE_ROWS
 
             def squares(epoch: ch.Expr, part: range) -> PublishedSquares:
                 return PublishedSquares(self.columns, self.exchange.at(vector, epoch), m_tiles, part)
@@ -337,7 +337,7 @@ class StepParts(HeadParts):
     def _head_norm_row(self) -> int:
         """Weights of the norms of a layer's queries and keys."""
         if self.shape.joint_norms:
-            return ch.named("ROTATED_ROWS", self.shape.rotated_rows)
+            return ch.named("ROTATED_ROWS", self.machine.model.rotated_rows)
         weights: int = 2 * self.machine.head_dim
         return weights
 

@@ -61,9 +61,9 @@ def _words_of(table: StepTable, vector: Vector, plan: Plan) -> int:
 
 
 def own_vectors(table: StepTable) -> tuple[str, ...]:
-    """Those that a rank makes for itself, as those of its own heads."""
+    """Those that a rank makes for itself, as those of its own heads; the squares of these are of all ranks' heads."""
     made = (product.output for product in table.products if product.is_own and product.output is not None)
-    return *(name for vector in made for name in vector.names), table.attention.partials
+    return *(vector.name for vector in made), table.attention.partials
 
 
 def product_inputs(shape: ModelShape, gpu: Gpu, plan: Plan) -> dict[str, int]:
@@ -127,7 +127,7 @@ def sizes(config: ModelConfig, gpu: Gpu, plan: Plan) -> dict[str, int]:
     return {
         **rank.sizes,
         "qkv_rows": rank.qkv_rows,
-        "rotated_rows": rank.rotated_rows,
+        "rotated_rows": shape.rotated_rows,
         "weight_bytes": step_matrices(shape, plan, gpu).weight_bytes,
         "norms": shape.table.norm_count,
         "padded_hidden": shape.padded_hidden,

@@ -20,7 +20,7 @@ from cheetah.models.config import ModelConfig
 from cheetah.models.gemma import Gemma2Config
 from cheetah.models.layer_kind import Routing
 from cheetah.models.llama import LlamaConfig
-from cheetah.models.olmo import Olmo2Config
+from cheetah.models.olmo import Olmo3Config
 from cheetah.models.qwen2 import Qwen2Config
 from cheetah.models.qwen3 import Qwen3Config
 from cheetah.models.qwen3_moe import Qwen3MoeConfig
@@ -157,11 +157,15 @@ FAMILIES = {
     "biases": (family("qwen2"), {}),
     "norms of heads, a cache in 8 bits": (family("qwen3"), {"kv_dtype": "e4m3"}),
     "norms behind, two windows, caps": (Gemma2Config(**SIZES, sliding_window=32), {}),
+    "norms behind and over all heads, two windows": (
+        Olmo3Config(**SIZES, sliding_window=32, layer_types=("sliding_attention", "full_attention")),
+        {"tokens": 4, "batch": 2},
+    ),
     "several columns": (family("llama"), {"tokens": 8, "batch": 2}),
     "narrow M-tiles": (family("llama", hidden_size=192, query_heads=8), {}),
     "experts": (Qwen3MoeConfig(**SIZES, routing=Routing(9, 3)), {"tokens": 4, "batch": 2}),
 }
-ALWAYS_TRIED = ("norms behind, two windows, caps", "experts")
+ALWAYS_TRIED = ("norms behind and over all heads, two windows", "experts")
 
 
 @pytest.mark.parametrize("name", tiered(FAMILIES, [name for name in FAMILIES if name not in ALWAYS_TRIED]))
@@ -246,8 +250,8 @@ def test_so_are_those_of_an_llm_that_drafts(folder: Path) -> None:
 
 
 def test_what_cannot_be_shared_is_refused_before_anything_is_loaded(folder: Path) -> None:
-    with pytest.raises(PlanError, match="norms over all heads have heads of one GPU"):
-        assembled(Olmo2Config(**SIZES), 2)
+    with pytest.raises(PlanError, match="norms over all heads add up each key head once, and 4 are on 8 GPUs"):
+        assembled(Olmo3Config(**SIZES), 8)
     with pytest.raises(PlanError, match="4 M-tiles of o cannot be dealt evenly to 8 GPUs: use one of 1, 2, 4"):
         assembled(LlamaConfig(**SIZES), 8)
     with pytest.raises(PlanError, match="sync is 'barrier' with 2 GPUs"):

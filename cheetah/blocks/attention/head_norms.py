@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from cheetah import lang as ch
@@ -133,25 +133,37 @@ class HeadNorms:
 @dataclass(frozen=True, eq=False)
 class JointNorms(HeadNorms):
     """RMSNorm of all of a token's queries together, and of all its keys, then RoPE. weights: bf16 [layers][rows of q,
-    then of k, in the order of the matrix]. Who makes a row multiplies it by its weight, and publishes its M-tile's sum
-    of squares; who reads a head multiplies it by 1/rms. squares: those of an epoch, over some M-tiles."""
+    then of k, in the order of the matrix], those of all ranks. Who makes a row multiplies it by its weight, and
+    publishes its M-tile's sum of squares to all ranks; who reads a head multiplies it by 1/rms. squares: those of an
+    epoch, over some M-tiles of all ranks' queries, then keys."""
 
     squares: Callable[[ch.Expr, range], PublishedSquares]
 
+    def _of_all(self, number: ch.Expr, of_head: int) -> ch.Expr:
+        """A row or an M-tile of the rank's queries or keys, of which a head has so many, as one of all ranks'."""
+        machine, others = self.machine, self.machine.world.size - 1
+        if not others:
+            return number
+        queries, keys = machine.shape.heads * of_head, machine.shape.kv_heads * of_head
+        behind = machine.rank * keys + others * queries
+        return number + ch.select(number < queries, machine.rank * queries, behind)
+
     def weighted(self, value: ch.Expr, rows: Rows, layer: ch.Expr) -> ch.Expr:
         """A row's number times its weight; of values the number itself."""
-        shape = self.machine.shape
+        machine, shape = self.machine, self.machine.shape
         row = rows.m_tile * M_TILE_ROWS + rows.row
-        known = ch.minimum(row, shape.rotated_rows - 1)
-        weight = prim.bf16_to_f32(self.weights[layer * shape.rotated_rows + known]) + float(self.plus_one)
+        known = self._of_all(ch.minimum(row, shape.rotated_rows - 1), shape.head_dim)
+        weight = prim.bf16_to_f32(self.weights[layer * machine.model.rotated_rows + known]) + float(self.plus_one)
         return value * ch.select(row < shape.rotated_rows, weight, ty.f32(1.0))
 
     @ch.inline
     def publish_squares(self, value: ch.Expr, weighted: ch.Expr, rows: Rows, epoch: ch.Expr) -> None:
         """The squares of an M-tile's rows, but of values."""
-        m_tiles = self.machine.shape.rotated_rows // M_TILE_ROWS
-        with ch.if_(rows.m_tile < m_tiles):
-            self.squares(epoch, range(m_tiles)).publish(rows, value, weighted)
+        machine, shape = self.machine, self.machine.shape
+        of_all = range(machine.model.rotated_rows // M_TILE_ROWS)
+        with ch.if_(rows.m_tile < shape.rotated_rows // M_TILE_ROWS):
+            m_tile = self._of_all(rows.m_tile, shape.head_dim // M_TILE_ROWS)
+            self.squares(epoch, of_all).publish(replace(rows, m_tile=m_tile), value, weighted)
 
     def _sum_of_lane(self, epoch: ch.Expr, m_tiles: range, column: ch.Expr) -> ch.Expr:
         squares = self.squares(epoch, m_tiles)
@@ -160,7 +172,7 @@ class JointNorms(HeadNorms):
     @ch.function
     def work_out(self, epoch: ch.Expr) -> None:
         """By all consumer warps: 1/rms of every column's queries and keys, to shared memory: a warp one of either."""
-        machine, shape = self.machine, self.machine.shape
+        machine, shape = self.machine, self.machine.model
         queries, keys = shape.query_rows // M_TILE_ROWS, shape.rotated_rows // M_TILE_ROWS
         columns = self.squares(epoch, range(queries)).columns
         scales = machine.region("head_scales", ty.f32)
