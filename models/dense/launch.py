@@ -16,7 +16,6 @@ from cheetah.lang import Expr, ty
 from cheetah.models.config import ModelConfig
 from cheetah.package import RANK, KernelParameter, of_peer, peer_parameter
 from cheetah.plan import Plan
-from cheetah.plan.errors import PlanError
 from cheetah.plan.formats import M_TILE_ROWS
 from cheetah.plan.index import round_up
 from cheetah.plan.kv.tables import COLUMN_WORDS, MAX_STOP_IDS, SEQUENCE_WORDS, TILE_WORDS
@@ -213,9 +212,7 @@ def parameters_of(
     launch: type[ModelLaunch], config: ModelConfig, plan: Plan, traced: bool, ranks: int = 1
 ) -> dict[str, KernelParameter]:
     """The fields of a launch that its kernel has, by name in order. plan: of decoding; traced: with a timeline; ranks:
-    GPUs that launch it together. PlanError for several where experts have biases."""
-    if ranks > 1 and config.has_expert_biases:
-        raise PlanError(f"experts with biases are one GPU's so far, and {ranks} make the steps")
+    GPUs that launch it together."""
     parameters: dict[str, Any] = {}
     for one in fields(launch):
         if "parameter" in one.metadata:

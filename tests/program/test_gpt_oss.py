@@ -14,11 +14,9 @@ import pytest
 
 from cheetah.blocks.experts.products import WeighedBiases
 from cheetah.blocks.linear.epilogue import RowBiases
-from cheetah.generate import generate_kernel
 from cheetah.models.config_json import FULL, SLIDING
 from cheetah.models.gpt_oss import YARN, GptOssConfig
 from cheetah.models.layer_kind import ClampedGate, Routing
-from cheetah.plan import PlanError, gpu_named
 from tests.program.quantized_weights import QuantizedWeights
 from tests.program.rig import Rig, bits, float32_logits, relative_error, token_ids
 from tests.tiers import tiered
@@ -88,8 +86,3 @@ def test_biases_of_the_first_expert_for_all_are_seen() -> None:
         patch.setattr(WeighedBiases, "of", lambda self, rows: RowBiases(self.biases).of(rows))
         session = Rig(weights, **plan).session("random", 1)
     assert not relative_error(session.score(ids), float32_logits(weights, ids)) < LOGITS
-
-
-def test_several_gpus_are_refused() -> None:
-    with pytest.raises(PlanError, match="experts with biases are one GPU's so far, and 2 make the steps"):
-        generate_kernel(gpt_oss(128, 128), replace(gpu_named("emulator"), ranks=2))

@@ -18,7 +18,8 @@ from cheetah.errors import CheetahError
 from cheetah.generate import generate_kernel
 from cheetah.models.config import ModelConfig
 from cheetah.models.gemma import Gemma2Config
-from cheetah.models.layer_kind import Routing
+from cheetah.models.gpt_oss import GptOssConfig
+from cheetah.models.layer_kind import ClampedGate, Routing
 from cheetah.models.llama import LlamaConfig
 from cheetah.models.olmo import Olmo3Config
 from cheetah.models.qwen2 import Qwen2Config
@@ -164,8 +165,18 @@ FAMILIES = {
     "several columns": (family("llama"), {"tokens": 8, "batch": 2}),
     "narrow M-tiles": (family("llama", hidden_size=192, query_heads=8), {}),
     "experts": (Qwen3MoeConfig(**SIZES, routing=Routing(9, 3)), {"tokens": 4, "batch": 2}),
+    "experts with biases, sinks": (
+        GptOssConfig(
+            **SIZES,
+            sliding_window=32,
+            layer_types=("sliding_attention", "full_attention"),
+            routing=Routing(9, 3, biases=True),
+            clamped_gate=ClampedGate(1.702, 1.25),
+        ),
+        {"tokens": 4, "batch": 2},
+    ),
 }
-ALWAYS_TRIED = ("norms behind and over all heads, two windows", "experts")
+ALWAYS_TRIED = ("norms behind and over all heads, two windows", "experts with biases, sinks")
 
 
 @pytest.mark.parametrize("name", tiered(FAMILIES, [name for name in FAMILIES if name not in ALWAYS_TRIED]))

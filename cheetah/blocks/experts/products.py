@@ -55,18 +55,18 @@ class ChosenRows(GatedRows):
         chosen = replace(rows, is_own=rows.is_own & (rank != NO_RANK))
         publish = publishing(self.machine, self.into, chosen, first, HALF)
         weight = ch.const(ty.f32, choice.weight(rows.column, rank), name="weight")
-        bias = self._bias(rows, expert)
+        bias = self._bias(expert, number, rows.row)
         value = ch.const(ty.f32, rows.sum() if bias is None else rows.sum() + bias, name="value")
         gated = gated_of(value, self.activation)
         weighted = ch.const(ty.f32, gated * weight, name="weighted")
         publish(weighted)
 
-    def _bias(self, rows: Rows, expert: ch.Expr) -> Any:
-        """Of the lane's row; known before that is waited for."""
+    def _bias(self, expert: ch.Expr, number: ch.Expr, row: ch.Expr) -> Any:
+        """Of the lane's row, in the M-tile of that number on its rank; known before that is waited for."""
         if self.biases is None:
             return None
-        m_tiles = self.matrix.m_tiles
-        place = (expert * m_tiles + rows.m_tile % m_tiles) * M_TILE_ROWS + rows.row
+        m_tile = self.matrix.of_all(number % self.matrix.m_tiles, self.machine.rank)
+        place = (expert * self.matrix.all_m_tiles + m_tile) * M_TILE_ROWS + row
         return ch.const(ty.f32, prim.bf16_to_f32(self.biases[place]), name="bias")
 
 
