@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from cheetah.blocks import repack
+from cheetah.blocks import handoff, repack
 from cheetah.manifest import Launch, Manifest
 from cheetah.models.config import ModelConfig
 from cheetah.models.family import HeadProgram, StepProgram
@@ -168,6 +168,24 @@ def generate_repacking(gpu: Gpu) -> Generated:
     )
     about = "Packs weights from the bytes of a checkpoint's file. Generated; do not edit."
     return packaged(repack.build_repack(threads, team_threads), manifest, about)
+
+
+def generate_handoff(gpu: Gpu, plan: Plan) -> Generated:
+    """The kernel between launches of two models, of which the one of this plan verifies what the other drafts."""
+    parameters = {name: KernelParameter(type_, meaning) for name, (type_, meaning) in handoff.BUFFERS.items()}
+    parameters |= {name: KernelParameter(*one) for name, one in handoff.OWN.items()}
+    parameters |= {name: KernelParameter(type_, f"Handoff.{name}") for name, type_ in handoff.NUMBERS.items()}
+    manifest = described(
+        handoff.KERNEL_NAME,
+        gpu,
+        Launch(1, handoff.THREADS, 0, cooperative=False),
+        parameters,
+        {"batch": plan.batch, "told_room": plan.launch_tokens + 1},
+        command="cheetah.generate.generate_handoff",
+        plan=plan.to_dict(),
+    )
+    about = "Hands over between a model that drafts and one that verifies. Generated; do not edit."
+    return packaged(handoff.build_handoff(), manifest, about)
 
 
 def describe_kernel(config: ModelConfig, gpu: Gpu, plan: Plan, command: str = "", traced: bool = False) -> Manifest:

@@ -10,6 +10,7 @@ from cheetah.errors import CheetahError
 from cheetah.plan.defaults import default_context
 from cheetah.printable import shown
 from cheetah.runtime.engine.draft_model import DraftModel
+from cheetah.runtime.engine.draft_rounds import RoundLauncher
 from cheetah.runtime.options import LoadOptions
 from cheetah.runtime.speculation import draft_model_of
 from cheetah.runtime.text.tokenizer import Tokenizer
@@ -50,8 +51,12 @@ def opened_draft_model(options: LoadOptions, target: Checkpoint) -> Checkpoint |
 
 
 def drafting_model(made: Assembly) -> DraftModel:
-    """Launches of what was assembled."""
-    return DraftModel(made.launcher, made.solo or made.launcher, made.passes)
+    """Launches of the second model of what was assembled, and of rounds of both."""
+    drafts, handoff = made.drafts, made.handoff
+    assert drafts is not None and handoff is not None
+    alone = drafts.solo or drafts.launcher
+    rounds = RoundLauncher(handoff, made.launcher, alone, drafts.launcher)
+    return DraftModel(drafts.launcher, alone, drafts.passes, rounds)
 
 
 def _check_tokenizer(drafts: Checkpoint, target: Checkpoint) -> None:

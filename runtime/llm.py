@@ -162,7 +162,7 @@ class LLM:
             made.hosts_logits_buffer,
             made.passes,
             _speculation(options),
-            None if made.drafts is None else drafting_model(made.drafts),
+            None if made.drafts is None else drafting_model(made),
         )
 
     @overload

@@ -37,6 +37,7 @@ from cheetah.runtime.assembly.kernels import (
     KernelsAsked,
     KernelSpec,
     choose_gpu,
+    handoff_kernel,
     import_program,
     logits_rows,
     pool_pages,
@@ -72,7 +73,8 @@ others are waited for when they are launched first."""
 class Assembly:
     """What `assemble` made. `prompts` launches a kernel that takes more tokens a step, `solo` one that is faster for a
     sequence by itself, if there are such; `passes` those that read many tokens of a prompt at once,
-    with room for fewest first. drafts: that of another model over pages of the same numbers."""
+    with room for fewest first. drafts: that of another model over pages of the same
+    numbers; handoff: the kernel between launches of the two."""
 
     manifest: Manifest
     launcher: Launcher
@@ -84,6 +86,7 @@ class Assembly:
     device: Device
     owns_device: bool
     drafts: Assembly | None = None
+    handoff: LoadedKernel | None = None
 
     def logits_buffer(self) -> Buffer:
         """Room for the logits of about max_steps tokens, f32 [steps, tokens, vocab], with each of the launchers;
@@ -120,22 +123,22 @@ def assemble_with(weights: Weights, options: AssemblyOptions, drafts: Weights | 
         device = _open_device(options, weights.config)
     owns_device = device is not options.device
     try:
-        of_drafts = None if drafts is None else drafts.config
-        kernels, drafting, memory = _chosen_kernels(weights.config, of_drafts, device, options)
-        second = None
+        config = None if drafts is None else drafts.config
+        kernels, drafting, memory = _chosen_kernels(weights.config, config, device, options)
+        made = _built(weights, kernels, memory, device, options)
         if drafts is not None and drafting is not None:
-            second = _built(drafts, drafting, drafting.memory(), device, _options_of_drafts(options, kernels))
-        try:
-            made = _built(weights, kernels, memory, device, options)
-        except BaseException:
-            if second is not None:
-                second.close()
-            raise
+            try:
+                of_drafts = _options_of_drafts(options, kernels)
+                made.drafts = _built(drafts, drafting, drafting.memory(), device, of_drafts)
+                made.handoff = _handoff(device, weights.config, made)
+            except BaseException:
+                made.close()
+                raise
     except BaseException:
         if owns_device:
             device.close()
         raise
-    return replace(made, drafts=second, owns_device=owns_device)
+    return replace(made, owns_device=owns_device)
 
 
 assemble = takes(AssemblyOptions)(assemble_with)
@@ -164,6 +167,14 @@ def _built(
     timeout_s = GPU_TIMEOUT_S if options.timeout_s is None and not is_emulated else options.timeout_s
     launchers = _launchers(device, weights.config, made, codes, timeout_s)
     return Assembly(manifest, *launchers, memory, buffers, device, owns_device=False)
+
+
+def _handoff(device: Device, config: ModelConfig, made: Assembly) -> LoadedKernel:
+    """The kernel between launches of two models, the first of which is the one that verifies."""
+    generated = handoff_kernel(made.manifest)
+    buffers = {one.name: new_buffer(device, one) for one in generated.manifest.buffers}
+    made.buffers.update({f"handoff.{name}": buffer for name, buffer in buffers.items()})
+    return LoadedKernel(device, device.prepare(generated.text, generated.manifest), generated.manifest, config, buffers)
 
 
 def _chosen_kernels(

@@ -390,6 +390,13 @@ def repacking_kernel(gpu: Gpu) -> Generated:
     return generate_repacking(gpu)
 
 
+def handoff_kernel(manifest: Manifest) -> Generated:
+    """The kernel between launches of a manifest's kernel, which verifies, and of one that drafts."""
+    from cheetah.generate import generate_handoff
+
+    return generate_handoff(Gpu(**manifest.gpu), Plan.from_dict(manifest.plan))
+
+
 def import_program(config: ModelConfig) -> None:
     """Import what `generate_kernel` writes a model's kernel with, which it would do itself."""
     own_generator()

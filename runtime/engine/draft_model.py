@@ -14,6 +14,7 @@ from itertools import takewhile
 from weakref import WeakKeyDictionary
 
 from cheetah.runtime.engine.completion import Completion
+from cheetah.runtime.engine.draft_rounds import RoundLauncher
 from cheetah.runtime.engine.kv_cache import CachedSequence, PageCopy
 from cheetah.runtime.engine.launch_order import LaunchOrder, Purpose
 from cheetah.runtime.engine.launch_tables import Sampling
@@ -41,20 +42,32 @@ class DraftModel:
     """Launches of a model that drafts for another one, by kernels over its own pool: launcher, of several sequences;
     solo, of one; passes, over many tokens, with room for fewest first.
 
+    rounds: launches of many rounds of both models, where nobody needs the host between two.
+
     A completion that shall have drafts has pages for them, and for one token more."""
 
-    def __init__(self, launcher: Launcher, solo: Launcher, passes: Sequence[PassLauncher]):
+    def __init__(
+        self, launcher: Launcher, solo: Launcher, passes: Sequence[PassLauncher], rounds: RoundLauncher | None = None
+    ):
+        self.rounds = rounds if launcher.may_follow else None
         self._vocab = launcher.vocab_size
         self._launcher, self._solo, self._passes = launcher, solo, passes
         self._read: WeakKeyDictionary[CachedSequence, ReadSequence] = WeakKeyDictionary()
 
-    def next_launch(self, completions: Sequence[Completion], most: int) -> LaunchOrder | None:
-        """The launch that is due before each of these has up to `most` drafts; None if they all have."""
+    def reading(self, completions: Sequence[Completion]) -> LaunchOrder | None:
+        """The launch that is due before something is drafted for these; None if all is read."""
+        behind = [one for one in completions if self._unread(one) > 1]
+        return self._reading(behind) if behind else None
+
+    def drafting(self, completions: Sequence[Completion], most: int) -> LaunchOrder | None:
+        """The launch that is due before each of these has up to `most` drafts; None if they all have. All is read."""
         due = [one for one in completions if one.proposed is None]
-        if not due:
-            return None
-        behind = [one for one in due if self._unread(one) > 1]
-        return self._reading(behind) if behind else self._drafting(due, most)
+        return self._drafting(due, most) if due else None
+
+    def first_parts(self, completions: Sequence[Completion], most: int) -> list[Part]:
+        """Parts of a launch that drafts up to `most` tokens for each of these, all of which is read."""
+        unread = max(map(self._unread, completions))
+        return [self._part(one, most + unread) for one in completions]
 
     def settle(self, order: LaunchOrder, results: Sequence[LaunchResult]) -> None:
         """A launch that was decided here was made."""
@@ -86,8 +99,7 @@ class DraftModel:
 
     def _drafting(self, due: Sequence[Completion], most: int) -> LaunchOrder:
         """One token a step of each: whose last draft was right, too, has a token more to read, which costs a step."""
-        unread = max(map(self._unread, due))
-        parts = [self._part(one, most + unread) for one in due]
+        parts = self.first_parts(due, most)
         launcher = self._solo if len(parts) == 1 else self._launcher
         return LaunchOrder(Purpose.DRAFT, launcher, parts, [(one,) for one in due])
 

@@ -54,8 +54,14 @@ class Launcher(StepLaunches):
         super().__init__(loaded)
         manifest = loaded.manifest
         self.cache, self.kv_chunk = cache, self._plan.kv_chunk
+        self.tile_count = 0  # of the launch that was prepared last
         self._gpu = Gpu(**manifest.gpu, ranks=manifest.world_size)
         self._plans = _Plans(manifest, loaded.config, self._plan, self._gpu)
+
+    @property
+    def may_follow(self) -> bool:
+        """Whether launches may follow by the same tables: windows leave keys behind that plans for later steps lack."""
+        return self.verifies or not self._plans.has_windows
 
     def restart(self) -> None:
         """Begins another sequence in `cache`: forgets what is cached."""
@@ -109,7 +115,8 @@ class Launcher(StepLaunches):
 
     def _place(self, parts: Sequence[Part], geometry: Geometry, steps: int) -> dict[str, int]:
         """Pages, tiles and KV plans."""
-        tiles, plans = self._plans.encode(geometry, steps)
+        tiles, plans = self._plans.encode(geometry, steps, max(part.followed for part in parts))
+        self.tile_count = len(tiles)
         pages = self._plan.pages_per_sequence
         self._upload("page_table", np.stack([part.cache.table(pages) for part in parts]))
         self._upload("tiles", tiles)
@@ -146,6 +153,7 @@ class _Plans:
         rank = config.shape.of_rank(gpu.ranks)
         self._layout = KvPlanLayout.for_step(plan, rank, manifest.launch.blocks)
         self._windows = config.shape.windows_in(plan.max_context)
+        self.has_windows = self._windows != (None,)
         self._placing: dict[str, Any] = {
             "group": rank.group,
             "tile_columns": plan.tile_columns(rank),
@@ -168,15 +176,24 @@ class _Plans:
             "light_blocks": projected.light_blocks,
         }
         self._geometry: Geometry | None = None
-        moving, kinds = self._windows != (None,), len(self._windows)
+        moving, kinds = self.has_windows, len(self._windows)
         most = kinds * max_plans(plan.max_steps, KV_TILE_TOKENS, self._layout.tiles, plan.tokens, windows=moving)
         room = manifest.buffer("kv_plans").shape
         if len(room) != 2 or room[0] < most or room[1] != self._layout.plan_words:
             needed = [most, self._layout.plan_words]
             raise CheetahError(f"manifest: buffer kv_plans is {list(room)}, a launch needs {needed}: generate it again")
 
-    def encode(self, geometry: Geometry, steps: int) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]:
-        """int32 [tiles, 8] and [plans, plan_words] for `steps` steps."""
+    def encode(
+        self, geometry: Geometry, steps: int, followed: int = 0
+    ) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]:
+        """int32 [tiles, 8] and [plans, plan_words] for `steps` steps. Where others follow by the same tables, for all
+        that may be there by then: what lies behind what is cached changes no bit."""
+        if followed:
+            self.prepare(geometry, steps + followed)
+            furthest = [words[-1:].copy() for words in self._words]
+            for words in furthest:
+                words[0, 0] = 0
+            return self._tiles, by_turns(furthest)
         if self._geometry != geometry or self._steps < steps:
             self.prepare(geometry, steps)
         # The first word of a plan is its first step, ascending.

@@ -47,6 +47,7 @@ class Part:
     One input more than `total` samples nothing. per_step: how many tokens a step takes; above 1 all must be inputs, or
     `drafting` says how it comes by the others. known, prompt: all ids up to the last input, and how many of them are
     the prompt's; penalties ask for them, and drafts that are looked up.
+    followed: so many steps more are made by the same tables, in launches behind this one.
     mask: which tokens may be sampled, of those that `sampling` allows; see `watching`. stepwise: the launch after this
     one will have one step. wanted: of a pass over prompts, how many of the last tokens' hidden states it shall leave.
     """
@@ -62,6 +63,7 @@ class Part:
     stepwise: bool = False
     wanted: int = 0
     drafting: Drafting | None = None
+    followed: int = 0
 
     @property
     def steps(self) -> int:
@@ -169,6 +171,11 @@ class KernelLaunches:
         self._uploaded: dict[str, npt.NDArray[np.int32]] = {}
         self._pool_shape = next((buffer.shape for buffer in manifest.buffers if buffer.name == "kv"), ())
         self._broken: str | None = None
+
+    @property
+    def plan(self) -> Plan:
+        """Of the kernel that decodes."""
+        return self._plan
 
     def launch_together(self, parts: Sequence[Part], logits: Buffer | None = None) -> list[LaunchResult]:
         """One launch over several sequences, each of which has a token in every step. Results in the order of `parts`.

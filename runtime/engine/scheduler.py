@@ -6,11 +6,12 @@ between. Starts nothing, and tells nobody: `engine` does.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from cheetah.plan.kv.tables import FILTERED
 from cheetah.runtime.engine.completion import Completion
 from cheetah.runtime.engine.draft_model import DraftModel
+from cheetah.runtime.engine.draft_rounds import RoundLauncher, RoundPart
 from cheetah.runtime.engine.drafting import LEAST_STEPS, NOTHING_DRAFTED, Drafting, Pace, Speculation, first_steps
 from cheetah.runtime.engine.launch_order import LaunchOrder, LogitsBuffers, Purpose, steps_with
 from cheetah.runtime.engine.launcher import Launcher
@@ -50,7 +51,7 @@ class Scheduler:
         self._speculation, self._model = speculation, draft_model
         self._pace = Pace(LEAST_STEPS if draft_model is None else 1)
         self._for_drafts = Decoded()  # what the other model took since something was decoded
-        self.decode_time = decode_time
+        self.decode_time, self.round_time = decode_time, StepTime(decode_time.max_steps)
         self.decoded = self.latest = Decoded()  # by all launches in which completions were decoded, by the last one
         # Those who decode shall have a launch: of one step, the first one of some; or before more is read.
         self._first_tokens_are_due = self._others_are_due = False
@@ -143,8 +144,8 @@ class Scheduler:
 
     def _decode(self, steps: int) -> LaunchOrder | None:
         """One launch of all who decode, from the ids of each that are not cached: the last, or more if it came back."""
-        if (order := self._drafts_due()) is not None:
-            self._others_are_due = True  # who wait for them
+        if self._model is not None and (order := self._by_model(self._model)) is not None:
+            self._others_are_due = order.purpose is Purpose.DRAFT  # who wait for that
             return order
         completions = [*self.queues.running]
         logits = self._logits.next(any(one.request.logprobs is not None for one in completions))
@@ -175,10 +176,8 @@ class Scheduler:
             timer=None if self._model is not None and steps == 1 else self.decode_time,
         )
 
-    def _drafts_due(self) -> LaunchOrder | None:
-        """What another model is to do before those who decode have a launch with its drafts."""
-        if self._model is None:
-            return None
+    def _by_model(self, model: DraftModel) -> LaunchOrder | None:
+        """Rounds of another model and this one; or what that is to do before; None where all is drafted, or nothing."""
         completions = sorted(self.queues.running, key=lambda one: one.id)
         widths = self._widths(completions)
         wanted = [
@@ -190,8 +189,34 @@ class Scheduler:
         for one, most in wanted:
             if one.cache is not None:
                 self.queues.make_room(one, most + 1)
-        asked = [(one, most) for one, most in wanted if one.cache is not None]
-        return self._model.next_launch([one for one, _ in asked], min(most for _, most in asked)) if asked else None
+        asked = [one for one, _ in wanted if one.cache is not None]
+        if not asked or (order := model.reading(asked)) is not None:
+            return order if asked else None
+        most = min(most for one, most in wanted if one in asked)
+        completions = [one for one in completions if one.cache is not None]
+        needs_host = any(one.is_watched or one.request.logprobs is not None for one in completions)
+        if model.rounds is None or needs_host or min(one.most_tokens() for one in completions) < 2:
+            return model.drafting(asked, most)
+        return self._rounds(model.rounds, completions, dict(zip(asked, model.first_parts(asked, most), strict=True)))
+
+    def _rounds(
+        self, launcher: RoundLauncher, completions: Sequence[Completion], drafted_for: Mapping[Completion, Part]
+    ) -> LaunchOrder | None:
+        """Many rounds of those who decode, some of whom are drafted for."""
+        assert self._speculation is not None
+        widths = self._speculation.widths([one in drafted_for for one in completions], self._launcher.tokens)
+        rounds = self.round_time.steps(min(one.most_tokens() for one in completions))
+        totals = [min(one.most_tokens(), rounds * width) for one, width in zip(completions, widths, strict=True)]
+        if not all([self.queues.make_room(one, total) for one, total in zip(completions, totals, strict=True)]):
+            return None
+        parts = []
+        for one, width, total in zip(completions, widths, totals, strict=True):
+            by = drafted_for.get(one)
+            drafting = None if by is None else Drafting(rounds)
+            part = one.part(one.uncached_ids(1), total, width, drafting)
+            parts.append(RoundPart(**{**vars(part), "by": by}))
+        takers = [(one,) for one in completions]
+        return LaunchOrder(Purpose.DECODE, launcher, parts, takers, timer=self.round_time)
 
     def _launcher_of(self, parts: Sequence[Part]) -> Launcher:
         """The one for a sequence by itself, if it is and nothing is drafted. With a fixed `kv_chunk` not if it is

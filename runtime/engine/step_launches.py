@@ -30,7 +30,9 @@ from cheetah.plan.kv.tables import (
     epochs_of_step,
 )
 from cheetah.plan.plan import EMITTED_BITS
+from cheetah.runtime.background import Started
 from cheetah.runtime.engine.drafting import NOTHING_DRAFTED, Drafted
+from cheetah.runtime.engine.kv_cache import CachedSequence
 from cheetah.runtime.engine.launch_tables import Geometry, column_records, sequence_record, stop_lists
 from cheetah.runtime.engine.launches import KernelLaunches, Launch, LaunchResult, LoadedKernel, Part
 from cheetah.runtime.engine.request_rows import RequestRows, options_of
@@ -39,6 +41,8 @@ if TYPE_CHECKING:
     from cheetah.runtime.device.interface import Argument, Buffer, MappedBuffer
 
 EPOCH_LIMIT = 2**32 - 1
+REWRITTEN = ("sequences", "tiles")
+"""Tables that another kernel brings up to date between launches that are made `again`."""
 
 
 class LaunchFault(CheetahError):
@@ -84,8 +88,8 @@ class StepLaunches(KernelLaunches):
         self.columns: list[tuple[int, int]] = []
         self._epochs = Epochs(epochs_of_step(config.layers))
         self._stop_room = self._buffers["stop_ids"].nbytes // 4
-        self._emitted = _words(self._buffers["emitted"]).reshape(plan.batch, -1)
-        self._cancelled = _words(self._buffers["cancelled"])
+        self._emitted = words_of(self._buffers["emitted"]).reshape(plan.batch, -1)
+        self._cancelled = words_of(self._buffers["cancelled"])
         self._rows = RequestRows(self._buffers, config.vocab_size, plan.batch)
 
     def score_steps(self, logits: Buffer) -> int:
@@ -140,10 +144,8 @@ class StepLaunches(KernelLaunches):
         """The token of a word that the kernel emitted, which also says what came of drafts."""
         if not self.verifies or word >= NOT_YET:
             return word
-        counts = word >> EMITTED_BITS
-        of_token = Drafted.of_token(counts % (1 << EMITTED_COUNT_BITS), counts >> EMITTED_COUNT_BITS)
-        launch.drafted[row] += of_token
-        return word % (1 << EMITTED_BITS)
+        launch.drafted[row] += drafted_of_word(word)
+        return token_of_word(word)
 
     def cancel(self, launch: Launch, number: int) -> None:
         """Ends part `number` within a few steps. By any thread, at any time: nothing once it has ended."""
@@ -168,6 +170,27 @@ class StepLaunches(KernelLaunches):
                 self._rows.note(part.cache, made)
             results[number] = LaunchResult(made, steps, seconds, token_ids[-1:] == (NO_TOKEN,), of_part)
         return [results[number] for number in range(len(launch.placed))]
+
+    def again(self, launch: Launch) -> None:
+        """Starts a prepared launch, of one that was made before too, by what its tables say by then."""
+        assert not isinstance(self._kernel, Started), "a launch is prepared before it is started"
+        for name in REWRITTEN:
+            self._uploaded.pop(name, None)  # whoever goes on from it on the device changes them
+        epoch, restarted = self._epochs.take(cast(int, launch.arguments["steps"]))
+        if restarted or self._plan.sync == "flags":
+            self._buffers["exchange"].fill(0)
+        if self.verifies:
+            self._buffers["rounds"].fill(0)
+        with self._noting_failures():
+            self._device.launch(self._kernel, {**launch.arguments, "epoch": epoch})
+
+    def note(self, owner: CachedSequence, token_ids: Sequence[int] | None) -> None:
+        """Launches that were made `again` have sampled these of a sequence; None: what they have counted is not
+        known."""
+        if token_ids is None:
+            self._rows.forget(owner)
+        else:
+            self._rows.note(owner, token_ids)
 
     def _arrange(self, parts: Sequence[Part]) -> tuple[Geometry, list[int]]:
         """The launch's geometry and the order of its parts."""
@@ -312,7 +335,27 @@ def _drafted_of(words: Sequence[int]) -> Drafted:
     return Drafted(steps, tokens, tuple(right))
 
 
-def _words(buffer: Buffer) -> npt.NDArray[np.uint32]:
+def token_of_word(word: int) -> int:
+    """The token of a word that a kernel that verifies has emitted."""
+    return word % (1 << EMITTED_BITS)
+
+
+def drafts_of_word(word: int) -> int:
+    """How many tokens were drafted in its step."""
+    return (word >> EMITTED_BITS) % (1 << EMITTED_COUNT_BITS)
+
+
+def place_of_word(word: int) -> int:
+    """Behind which draft it was chosen, from 1 on; 0: behind none."""
+    return word >> (EMITTED_BITS + EMITTED_COUNT_BITS)
+
+
+def drafted_of_word(word: int) -> Drafted:
+    """What it says of drafts."""
+    return Drafted.of_token(drafts_of_word(word), place_of_word(word))
+
+
+def words_of(buffer: Buffer) -> npt.NDArray[np.uint32]:
     """The words of a mapped buffer, as launches see them."""
     return cast("MappedBuffer", buffer).array.view(np.uint32)
 

@@ -10,7 +10,7 @@ class StepTime:
     takes about LAUNCH_SECONDS."""
 
     def __init__(self, max_steps: int, target_s: float = LAUNCH_SECONDS):
-        self._max_steps = max_steps
+        self.max_steps = max_steps
         self._target_s = target_s
         self._step_s = target_s
         self._is_known = False
@@ -31,5 +31,5 @@ class StepTime:
 
     def steps(self, wanted: int) -> int:
         """Steps of the next launch, at most `wanted`."""
-        fitting = int(self._target_s / self._step_s) if self._step_s > 0 else self._max_steps
-        return max(1, min(wanted, self._max_steps, fitting))
+        fitting = int(self._target_s / self._step_s) if self._step_s > 0 else self.max_steps
+        return max(1, min(wanted, self.max_steps, fitting))

@@ -12,15 +12,18 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from cheetah.errors import CheetahError
+from cheetah.generate import generate_handoff
+from cheetah.plan import Gpu
 from cheetah.runtime import LLM, SamplingParams
 from cheetah.runtime.assembly.memory import MemoryShortage
 from cheetah.runtime.checkpoint.loading import DEMO_FOLDER
 from cheetah.runtime.engine.drafting import Drafted, SeenWorth, Speculation
-from cheetah.runtime.engine.kv_cache import PagePool
 from cheetah.runtime.outputs import RequestOutput
+from tests.planted_text import planted
 from tests.runtime.test_speculation import ASKED, TEXT, opened
+from tests.tiers import tiered
 
-DRAFTS = 4
+DRAFTS, ROUNDS = 4, 3
 
 
 def edited(folder: Path, name: str, change: Callable[[dict[str, Any]], object]) -> Path:
@@ -42,7 +45,9 @@ def first_layers(folder: Path, count: int) -> Path:
 
 
 def drafted_by(model: str | Path, **more: Any) -> LLM:
-    return opened(speculative_config={"model": str(model), "num_speculative_tokens": DRAFTS}, **more)
+    made = opened(speculative_config={"model": str(model), "num_speculative_tokens": DRAFTS}, **more)
+    made.engine.engine._scheduler.round_time.steps = lambda wanted: min(ROUNDS, wanted)  # type: ignore[method-assign]
+    return made
 
 
 @pytest.fixture(scope="module")
@@ -125,32 +130,35 @@ def test_a_smaller_model_drafts_and_pages_run_out(own: LLM, few: LLM) -> None:
     assert [tuple(again.token_ids)] == wanted[1] and again.timings.cached_tokens > 0
 
 
-def taken_as_read(self: PagePool, count: int, take: Any = PagePool.take) -> list[int]:
-    """Planted: pages that another sequence had."""
-    drafted = set(self._drafted)
-    taken: list[int] = take(self, count)
-    self._drafted = drafted
-    return taken
+PLANTED = {
+    "tiles grow by a token a round": ("record[4] = record[4] + reached;", "record[4] = record[4] + 1;"),
+    "the last draft counts as read": ("known_length + min(drafted, reached);", "known_length + reached;"),
+}
 
 
 @pytest.mark.slow
 @pytest.mark.compiler
-def test_a_bug_in_what_was_read_is_seen_in_what_drafts_are_worth(few: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And in no answer."""
+@pytest.mark.parametrize("bug", tiered(PLANTED, list(PLANTED)[1:]))
+def test_bugs_between_two_launches_are_seen(few: LLM, monkeypatch: pytest.MonkeyPatch, bug: str) -> None:
+    """In the answers, or in how many drafts are right."""
     kinds: list[dict[str, Any]] = [{"temperature": 0.0}, {"temperature": 0.7, "seed": 2}]
     texts = [TEXT + " sat on the hat", "a dog ran to the house and the cat sat on the mat"]
 
-    def worth(some: Sequence[str]) -> tuple[float, list[list[tuple[int, ...]]]]:
+    def worth() -> tuple[float, list[list[tuple[int, ...]]]]:
         found: list[RequestOutput] = []
-        few.reset_prefix_cache()
-        drafted = drafted_in(few, lambda: found.extend(few.generate(some, asked(kinds, True, 24), use_tqdm=False)))
+        drafted = drafted_in(few, lambda: found.extend(few.generate(texts, params, use_tqdm=False)))
         return drafted.accepted / drafted.tokens, ids_of(found)
 
-    known, wanted = worth(texts)
-    worth(texts[::-1])  # each has the other's pages
-    monkeypatch.setattr(PagePool, "take", taken_as_read)
-    found = worth(texts)
-    assert found[1] == wanted and found[0] < 0.95 * known
+    few.generate(texts[1], asked(kinds, True, 40)[1])  # its pages have other keys by now
+    params = asked(kinds, True, 24)
+    rounds = few.engine.engine._scheduler._model.rounds
+    right = generate_handoff(Gpu(**few.manifest.gpu), rounds.plan)
+    wrong = right.with_text(planted(right.text, *PLANTED[bug]))
+    with monkeypatch.context() as patch:
+        patch.setattr(rounds, "_kernel", few.assembly.device.load(wrong.text, wrong.manifest))
+        found, made = worth()
+    known, wanted = worth()
+    assert made != wanted or found < 0.9 * known
 
 
 def test_what_was_seen_of_drafts_says_whether_they_pay() -> None:

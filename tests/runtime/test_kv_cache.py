@@ -74,6 +74,15 @@ def test_a_page_is_free_when_all_who_hold_it_gave_it_back() -> None:
     assert pool.free_pages == 3 and pool.take(3) == [1, 0, 2]
 
 
+def test_what_a_draft_model_has_read_of_a_page_is_forgotten_when_it_is_taken_anew() -> None:
+    pool = PagePool(3)
+    pages = pool.take(2)
+    pool.note_drafted(pages[:1])
+    pool.give_back(pages)
+    assert [pool.is_drafted(page) for page in pages] == [True, False], "as long as a prefix cache may give it again"
+    assert not any(map(pool.is_drafted, pool.take(3)))
+
+
 def test_what_would_spoil_the_counts_is_refused_by_page_with_nothing_changed() -> None:
     pool = PagePool(4)
     pool.take(2)

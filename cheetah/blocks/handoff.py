@@ -1,0 +1,219 @@
+"""Between the launches of a round: drafts go to the launch that verifies, and what that made to the next ones.
+
+A round is a launch of a model that drafts, and one of a kernel that verifies a step. Many rounds are started at once,
+by the same tables: so these must say of each round where its sequences stand, which is known on the device alone. One
+block does that, a thread a sequence, in a launch behind each of the two. It judges nothing: what was right the kernel
+that verifies has said, in `rounds`.
+
+A sequence that is over stays as it is: what later rounds make of it they make again, and nobody hears of it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from types import SimpleNamespace
+from typing import Any
+
+from cheetah import lang as ch
+from cheetah.lang import prim, ty
+from cheetah.plan.handoff import NO_ROW, Handoff
+from cheetah.plan.kv.tables import (
+    CANCELLED_TOKEN,
+    EMITTED_COUNT_BITS,
+    PENALISED,
+    SEQUENCE_WORDS,
+    TILE_WORDS,
+    SequenceRecord,
+    TileRecord,
+    word,
+)
+from cheetah.plan.plan import EMITTED_BITS, MAX_BATCH
+
+KERNEL_NAME = "handoff"
+THREADS = 32
+SYSTEM = "sys"
+NUMBERS = {field.name: ty.u32 for field in fields(Handoff)}
+BUFFERS: dict[str, tuple[ty.Type, str]] = {
+    "sequences": (ty.ptr_mut(ty.u32), "of the kernel that verifies"),
+    "tiles": (ty.ptr_mut(ty.u32), "of the kernel that verifies"),
+    "tokens": (ty.ptr_mut(ty.u32), "of the kernel that verifies"),
+    "stop_ids": (ty.ptr(ty.u32), "of the kernel that verifies"),
+    "rounds": (ty.ptr(ty.u32), "of the kernel that verifies: how far its launch has brought each sequence"),
+    "draft_sequences": (ty.ptr_mut(ty.u32), "of the kernel that drafts"),
+    "draft_tiles": (ty.ptr_mut(ty.u32), "of the kernel that drafts"),
+    "draft_tokens": (ty.ptr_mut(ty.u32), "of the kernel that drafts"),
+    "draft_stop_ids": (ty.ptr(ty.u32), "of the kernel that drafts"),
+    "draft_counts": (ty.ptr_mut(ty.u32), "its token_counts"),
+}
+OWN: dict[str, tuple[ty.Type, str, tuple[int | str, ...], str]] = {
+    "rows": (ty.ptr(ty.u32), "of each sequence, which one it is of the kernel that drafts", (MAX_BATCH,), "host"),
+    "left": (ty.ptr_mut(ty.u32), "tokens that are still to be made of each; 0: it is over", (MAX_BATCH,), "host"),
+    "made": (ty.ptr_mut(ty.u32), "tokens that were made of each", (MAX_BATCH,), "host"),
+    "told": (
+        *(ty.ptr_mut(ty.u32), "the same in the host's memory, as words of `emitted`", ("batch", "told_room")),
+        "mapped",
+    ),
+    "done": (
+        *(ty.ptr_mut(ty.u32), "in the host's memory: rounds that were made, then what is left of each"),
+        *((1 + MAX_BATCH,), "mapped"),
+    ),
+}
+"""Buffers of this kernel alone: type, meaning, shape, fill."""
+
+
+def build_handoff() -> ch.Kernel:
+    """The kernel: one block of THREADS threads."""
+    parameters: dict[str, ty.Type] = {name: one[0] for name, one in BUFFERS.items()}
+    parameters |= {name: one[0] for name, one in OWN.items()}
+    parameters |= NUMBERS
+
+    @ch.kernel(ch.Params(**parameters), name=KERNEL_NAME, max_threads=THREADS)
+    def handoff(**given: Any) -> None:
+        _emit(SimpleNamespace(**given))
+
+    return handoff
+
+
+@ch.inline
+def _emit(given: Any) -> None:
+    sequence = ch.const(ty.u32, ch.thread_idx_x(), name="sequence")
+    with ch.if_(sequence < given.count):
+        row = ch.const(ty.u32, given.rows[sequence], name="row")
+        drafted = ch.var(ty.u32, 0)
+        with ch.if_(row != NO_ROW):
+            _count_drafts(given, row, drafted)
+        with ch.if_(given.is_verified == 0):
+            with ch.if_(row != NO_ROW):
+                _propose(given, sequence, row, drafted)
+        with ch.else_():
+            _go_on(given, sequence, row, drafted)
+    with ch.if_((given.is_verified != 0) & (sequence == 0)):
+        prim.store_relaxed_u32(given.done, given.number + 1, scope=SYSTEM)
+
+
+@ch.inline
+def _count_drafts(given: Any, row: Any, drafted: Any) -> None:
+    """How many tokens the launch that drafts has made of its sequence: up to a stop id, or to where there was none."""
+    own = _sequence(given.draft_sequences, row)
+    inputs = ch.const(ty.u32, own[_word("given")], name="inputs")
+    most = ch.const(ty.u32, own[_word("total")] + 1 - inputs, name="most")
+    going_on = ch.var(ty.u32, 1)
+    with ch.for_(most, unroll=1, name="number") as number:
+        with ch.if_(going_on != 0):
+            token = ch.const(ty.u32, given.draft_tokens[row * given.draft_room + inputs + number], name="token")
+            with ch.if_(token < CANCELLED_TOKEN):
+                drafted += 1
+            going_on.set(ch.select(token < CANCELLED_TOKEN, ty.u32(1), ty.u32(0)))
+            _look_for_end(own, given.draft_stop_ids, token, going_on)
+
+
+@ch.inline
+def _propose(given: Any, sequence: Any, row: Any, drafted: Any) -> None:
+    """The drafts behind the newest token, as many as the launch has room for."""
+    own, draft = _sequence(given.sequences, sequence), _sequence(given.draft_sequences, row)
+    first = ch.const(ty.u32, row * given.draft_room + draft[_word("given")], name="first_draft")
+    count = ch.const(ty.u32, ch.minimum(drafted, own[_word("total")] - 1), name="drafts")
+    with ch.for_(count, unroll=1, name="draft") as number:
+        given.tokens[sequence * given.room + 1 + number] = given.draft_tokens[first + number]
+    own[_word("drafted")] = count + 1
+
+
+@ch.inline
+def _go_on(given: Any, sequence: Any, row: Any, drafted: Any) -> None:
+    """What a launch has made of a sequence: the host hears of it, and the next round begins behind it."""
+    left = ch.const(ty.u32, given.left[sequence], name="left")
+    with ch.if_(left != 0):
+        own = _sequence(given.sequences, sequence)
+        first = ch.const(ty.u32, sequence * given.room, name="first")
+        reached = ch.const(ty.u32, given.rounds[sequence * given.round_words], name="reached")
+        last = ch.const(ty.u32, given.tokens[first + reached], name="last")
+        _tell(given, sequence, first, reached, own[_word("drafted")] - 1)
+        going_on = ch.var(ty.u32, ch.select((last < CANCELLED_TOKEN) & (reached < left), ty.u32(1), ty.u32(0)))
+        _look_for_end(own, given.stop_ids, last, going_on)
+        with ch.if_(going_on == 0):
+            given.left[sequence] = 0
+        with ch.else_():
+            with ch.if_(row != NO_ROW):
+                _count_again(given, row, drafted, first, reached)
+                _read_on(given, row, own, drafted, first, reached, left - reached)
+            _verify_on(given, sequence, own, first, reached, left - reached)
+        prim.store_relaxed_u32(given.done + 1 + sequence, given.left[sequence], scope=SYSTEM)
+
+
+@ch.inline
+def _tell(given: Any, sequence: Any, first: Any, reached: Any, drafts: Any) -> None:
+    """Each token says how many were drafted in its step, and behind which of them it was chosen."""
+    known = ch.const(ty.u32, given.made[sequence], name="known")
+    drafts = ch.const(ty.u32, drafts, name="drafted_now")
+    with ch.for_(reached, unroll=1, name="number") as number:
+        token = ch.const(ty.u32, given.tokens[first + 1 + number], name="made_token")
+        counts = (drafts | number << EMITTED_COUNT_BITS) << EMITTED_BITS
+        place = given.told + sequence * given.told_room + (known + number)
+        prim.store_relaxed_u32(place, ch.select(token < CANCELLED_TOKEN, token | counts, token), scope=SYSTEM)
+    given.made[sequence] = known + reached
+
+
+@ch.inline
+def _verify_on(given: Any, sequence: Any, own: Any, first: Any, reached: Any, left: Any) -> None:
+    """The next launch that verifies begins with the last token that was made, and nothing drafted yet."""
+    own[_word("length")] = own[_word("length")] + reached
+    own[_word("total")] = ch.minimum(own[_word("per_step")], left)
+    own[_word("drafted")] = 1
+    given.tokens[first] = given.tokens[first + reached]
+    given.left[sequence] = left
+    with ch.for_(given.tile_count, unroll=1, name="tile") as tile:
+        record = given.tiles + tile * TILE_WORDS
+        with ch.if_(record[word(TileRecord, "stride")] == sequence):
+            record[word(TileRecord, "length")] = record[word(TileRecord, "length")] + reached
+
+
+@ch.inline
+def _read_on(given: Any, row: Any, own: Any, drafted: Any, first: Any, reached: Any, left: Any) -> None:
+    """The next launch that drafts begins behind what is right of all that was read: with the last token that was made,
+    or, where all drafts were right, with the last of those, which was never read."""
+    draft = _sequence(given.draft_sequences, row)
+    known = ch.const(ty.u32, own[_word("length")], name="known_length")
+    read = ch.const(ty.u32, known + ch.minimum(drafted, reached), name="read")
+    inputs = ch.const(ty.u32, known + reached + 1 - read, name="inputs_now")
+    with ch.for_(inputs, unroll=1, name="input") as number:
+        given.draft_tokens[row * given.draft_room + number] = given.tokens[first + reached + 1 - inputs + number]
+    draft[_word("length")] = read
+    draft[_word("given")] = inputs
+    draft[_word("total")] = inputs - 1 + ch.maximum(ch.minimum(given.drafts, left - 1), ty.u32(1))
+    with ch.for_(given.draft_tile_count, unroll=1, name="tile") as tile:
+        record = given.draft_tiles + tile * TILE_WORDS
+        is_own = record[word(TileRecord, "table")] // given.pages_per_sequence == row
+        with ch.if_(is_own & (record[word(TileRecord, "stride")] != 0)):  # what several share stays as it is
+            record[word(TileRecord, "length")] = read
+
+
+@ch.inline
+def _count_again(given: Any, row: Any, drafted: Any, first: Any, reached: Any) -> None:
+    """Penalties: the model that drafts has counted its drafts; what was made counts."""
+    draft = _sequence(given.draft_sequences, row)
+    with ch.if_((draft[_word("options")] & PENALISED) != 0):
+        counts = given.draft_counts + ty.u64(draft[_word("slot")]) * ty.u64(given.draft_vocab)
+        start = ch.const(ty.u32, row * given.draft_room + draft[_word("given")], name="start")
+        with ch.for_(drafted, unroll=1, name="number") as number:
+            token = ch.const(ty.u32, given.draft_tokens[start + number], name="counted")
+            counts[token] = counts[token] - 1
+        with ch.for_(reached, unroll=1, name="number") as number:
+            token = ch.const(ty.u32, given.tokens[first + 1 + number], name="true")
+            with ch.if_(token < given.draft_vocab):
+                counts[token] = counts[token] + 1
+
+
+@ch.inline
+def _look_for_end(own: Any, stop_ids: Any, token: Any, going_on: Any) -> None:
+    begin = ch.const(ty.u32, own[_word("stop_first")], name="begin")
+    with ch.for_(own[_word("stop_count")], unroll=1, name="stop") as stop:
+        with ch.if_(stop_ids[begin + stop] == token):
+            going_on.set(0)
+
+
+def _sequence(records: Any, number: Any) -> Any:
+    return records + number * SEQUENCE_WORDS
+
+
+def _word(name: str) -> int:
+    return word(SequenceRecord, name)
