@@ -158,7 +158,7 @@ def test_bugs_between_two_launches_are_seen(few: LLM, monkeypatch: pytest.Monkey
         patch.setattr(rounds, "_kernel", few.assembly.device.load(wrong.text, wrong.manifest))
         found, made = worth()
     known, wanted = worth()
-    assert made != wanted or found < 0.9 * known
+    assert made != wanted or found < 0.95 * known
 
 
 def test_what_was_seen_of_drafts_says_whether_they_pay() -> None:
