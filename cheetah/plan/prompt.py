@@ -43,6 +43,10 @@ WARPGROUP_DIMS = 128
 """Most dims of a head that it sums values of: with more, sums and queries would not leave registers for weights."""
 STAGES_OF = {64: 8, 128: 6, 256: 4}
 """By the tokens of a tile: as many as fill a block's shared memory with weights in bf16."""
+LISTED_OPERANDS = 4
+"""Of a stage's columns, 16 each: those among which numbers of lists are put."""
+LIST_SCRATCH_BYTES = LISTED_OPERANDS * 32 * 16
+"""Of a warp, for its operands of a stage."""
 FINISH_TOKENS = 32
 """Of a tile where the parts of a product are added."""
 ACCUMULATOR_BYTES = 512

@@ -471,8 +471,10 @@ def _random_rows(tensors: RandomTensors, layout: MatrixLayout, count: int) -> An
     shape = count, layout.columns
     if isinstance(layout.format, QuantizedTiles):
         name = layout.format.name
-        return tensors.matrix_of(layout.name, random_scheme(name), shape, is_sparse=is_sparse_name(name))[:]
-    return np.pad(tensors.sparse_matrix_of(layout.name, shape)[:], ((0, 0), (0, layout.padded_columns - shape[1])))
+        how = {"is_sparse": is_sparse_name(name), "tiles": layout.format}
+        return tensors.matrix_of(layout.name, random_scheme(name), shape, **how)[:]
+    rows = tensors.sparse_matrix_of(layout.name, shape, layout.format)[:]
+    return np.pad(rows, ((0, 0), (0, layout.padded_columns - shape[1])))
 
 
 @lru_cache(maxsize=2)

@@ -31,8 +31,9 @@ from cheetah.plan.formats import BF16, M_TILE_ROWS, QuantizedTiles, SparseTiles,
 from cheetah.plan.index import ceil_div
 from cheetah.plan.pass_tables import SEGMENT_COLUMNS, PassRoom, pass_room
 from cheetah.plan.products import Product, RowOrder, StepTable, Vector, logit_words
-from cheetah.plan.prompt import STAGE_TILES, Cut, PassPlan, widest_format
+from cheetah.plan.prompt import LIST_SCRATCH_BYTES, STAGE_TILES, Cut, PassPlan, widest_format
 from cheetah.plan.sections import Sections
+from cheetah.plan.shared_memory import Region
 
 SECTION_ALIGNMENT = 1024
 HIDDEN = "hidden"
@@ -160,8 +161,6 @@ class PassSizes:
                     f"a pass multiplies weights in bf16, quantised and sparse ones, and not those of {layout.name} in "
                     f"{layout.format.name}"
                 )
-            if layout.format.list_units:
-                raise PlanError(f"a pass has no lists, and {layout.name} is in {layout.format.name}: read in steps")
             self.pass_plan.check(layout)
         self._check_ranks()
         if len({min(STAGE_TILES, PassPlan.vector_tiles(layout)) for layout in self.matrices.of_layer}) > 1:
@@ -201,9 +200,10 @@ class PassSizes:
     @property
     def shared(self) -> SharedMap:
         """The arena of a block."""
-        return self.pass_plan.shared(
-            self.format, self.gpu.shared_bytes, () if self.slots is None else self.slots.regions
-        )
+        others = () if self.slots is None else self.slots.regions
+        if any(layout.format.list_units for layout in self.matrices.of_layer):
+            others += (Region("list_operands", self.pass_plan.consumer_warps * LIST_SCRATCH_BYTES),)
+        return self.pass_plan.shared(self.format, self.gpu.shared_bytes, others)
 
     @property
     def slots(self) -> ExpertSlots | None:

@@ -246,6 +246,11 @@ class QuantizedRows(RowPlanes):
         return nibbles.astype(np.uint8).reshape(self.shape)
 
     @property
+    def zero_codes(self) -> NDArray[np.uint8]:
+        """Of whole numbers the code of each weight that stands for zero: uint8 [rows, columns]."""
+        return self._of_columns(self._zero_points()).astype(np.uint8)
+
+    @property
     def row_scales(self) -> RowScales:
         """All but the codes."""
         return RowScales(self.kind, self.scales, self.zero_points, self.group_columns, self.factors)

@@ -2,8 +2,8 @@
 
 Beside the tensors of `PackedMatrix` a module has in CSR, as SparseTIR calls sparse_variable: `weight_outlier_values`,
 bf16 [count], row by row, `weight_outlier_columns`, int32 [count], ascending in a row, and `weight_outlier_offsets`,
-int64 [rows + 1], where each row begins among them. A weight is the sum of what its code says and of its number, if it
-has one. No layout of compressed-tensors has such numbers.
+int64 [rows + 1], where each row begins among them. The code of a weight that has a number is that of zero. No layout
+of compressed-tensors has such numbers.
 """
 
 from __future__ import annotations
@@ -37,6 +37,11 @@ class OutlierMatrix(PackedMatrix):
         listed = np.zeros(rows.shape, np.uint16)
         row, column, numbers = self._outliers(first, max(first, stop))
         listed[row, column] = numbers
+        if (both := rows.codes[row, column] != rows.zero_codes[row, column]).any():
+            at = int(np.argmax(both))
+            raise self._wrong(
+                COLUMNS, f"row {first + row[at]}, column {column[at]} has a code too, which is not zero's"
+            )
         return ListedRows(rows, listed)
 
     def listed_counts(self, chunk_columns: int) -> NDArray[np.uint16]:

@@ -11,7 +11,7 @@ some fours have all their columns, beside codes every row has as many numbers as
 from __future__ import annotations
 
 from collections.abc import Container
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import combinations
 from typing import Any, TypeVar, cast
@@ -138,11 +138,8 @@ class RandomTensors:
         """The quantised matrix `name`."""
         rows, columns = self._shapes[name]
         order = self._order(name, columns) if self._inputs else None
-        codes = self.matrix_of(name, self._schemes[name], (rows, columns), order, is_sparse=name in self._sparse)
-        if name not in self._listed:
-            return codes
-        numbers = _RepeatedRows(self._block(columns), self._begin(f"{name}.listed"), (rows, columns))
-        return _RandomListed(codes, numbers, self._listed[name])
+        tiles, is_sparse = self._listed.get(name), name in self._sparse
+        return self.matrix_of(name, self._schemes[name], (rows, columns), order, is_sparse=is_sparse, tiles=tiles)
 
     def matrix_of(
         self,
@@ -152,13 +149,18 @@ class RandomTensors:
         order: Order | None = None,
         *,
         is_sparse: bool = False,
+        tiles: TileFormat | None = None,
     ) -> QuantizedMatrix:
         """A quantised matrix of any shape and scheme, with two of four columns if is_sparse, the same for the same
-        name."""
+        name. tiles: with the lists of this format, if it has some."""
         dense = _RepeatedRows(self._code_block(scheme.kind), self._begin(name), shape)
         kept = self._kept_rows(name, shape)
         codes = _SparseRows(dense, kept, zero_code(scheme.kind)) if is_sparse else dense
-        return _RandomQuantized(codes, scheme, self._begin(f"{name}.scales"), order)
+        quantized = _RandomQuantized(codes, scheme, self._begin(f"{name}.scales"), order)
+        if tiles is None or not tiles.list_units:
+            return quantized
+        numbers = _RepeatedRows(self._block(shape[1]), self._begin(f"{name}.listed"), shape)
+        return _RandomListed(quantized, numbers, tiles)
 
     def _order(self, name: str, columns: int) -> Order:
         """Of the columns of a module: the same for all that have the same input."""
@@ -266,12 +268,12 @@ class _RandomQuantized:
 class _RandomListed:
     """Codes, and numbers of which each row has as many in every chunk as a list has room for."""
 
-    codes: QuantizedMatrix
+    codes: _RandomQuantized
     numbers: _RepeatedRows
     tiles: TileFormat
 
     @property
-    def shape(self) -> tuple[int, ...]:
+    def shape(self) -> tuple[int, int]:
         return self.codes.shape
 
     @property
@@ -285,7 +287,10 @@ class _RandomListed:
     def __getitem__(self, part: slice) -> ListedRows:
         columns, count = LISTED_TILES * self.tiles.columns, self.tiles.list_units * NUMBERS_OF_UNIT // 2
         are_listed = _spread(part, self.shape[0], self.shape[1], columns, count)
-        return ListedRows(cast(QuantizedRows, self.codes[part]), np.where(are_listed, self.numbers[part], np.uint16(0)))
+        rows = self.codes[part]
+        zeros = rows.zero_codes
+        codes = np.where(are_listed, zeros, rows.stored_codes)
+        return ListedRows(replace(rows, stored_codes=codes), np.where(are_listed, self.numbers[part], np.uint16(0)))
 
 
 def _spread(part: slice, rows: int, columns: int, window: int, count: int) -> npt.NDArray[np.bool_]:

@@ -31,6 +31,8 @@ CASES: dict[str, tuple[str, dict[str, str]]] = {
     "int8": (f"{MODEL}@int8", {}),
     "fp8": (f"{MODEL}@fp8", {}),
     "2of4": (f"{MODEL}@2of4", {}),
+    "2of4 and lists": (f"{MODEL}@2of4+list65", {}),
+    "int4 and lists": (f"{MODEL}@int4-g128+list5", {}),
     "e4m3 cache": (MODEL, {"kv_dtype": "e4m3"}),
     "attention in bf16": (f"{MODEL}@int4-g128", {}),
 }

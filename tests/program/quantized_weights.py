@@ -149,7 +149,9 @@ class QuantizedWeights(RandomWeights):
         values: QuantizedRows | ListedRows = two_of_four_codes(drawn, draw) if is_sparse else drawn
         if units:
             numbers = as_bf16(4.0 * columns**-0.5 * draw.standard_normal((rows, columns)))
-            values = ListedRows(drawn, np.where(listed_columns((rows, columns), units, draw), numbers, np.uint16(0)))
+            listed = listed_columns((rows, columns), units, draw)
+            without = replace(drawn, stored_codes=np.where(listed, drawn.zero_codes, drawn.codes))
+            values = ListedRows(without, np.where(listed, numbers, np.uint16(0)))
         self.quantized[name] = Matrix(values, scheme, order)
         self.tensors[name] = in_natural_order(self.quantized[name].values.dequantized(), order)
 

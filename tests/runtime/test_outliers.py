@@ -83,6 +83,10 @@ HOSTILE = {
     "offsets that do not begin at 0": (changed("weight_outlier_offsets", at(0, 1)), "row 0 is 1 to"),
     "offsets of other rows": (changed("weight_outlier_offsets", lambda ends: ends[:-1]), "is [256], expected [257]"),
     "fewer numbers": (changed("weight_outlier_values", lambda numbers: numbers[:-1]), "weight_outlier_values has"),
+    "a code beside a number": (
+        changed("weight_packed", lambda words: words ^ 0x33333333),
+        "weight_outlier_columns: row 0, column",
+    ),
     "no columns": (lambda tensors: tensors.pop(f"{Q}.weight_outlier_columns"), f"missing: {Q}.weight_outlier_columns"),
 }
 

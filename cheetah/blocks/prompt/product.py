@@ -17,6 +17,7 @@ from typing import Any
 
 from cheetah import lang as ch
 from cheetah.blocks.prompt.expert_tiles import ExpertTiles, SlotTile
+from cheetah.blocks.prompt.lists import StageLists
 from cheetah.blocks.prompt.machine import PassMachine
 from cheetah.blocks.prompt.ring import TileRing
 from cheetah.blocks.prompt.weights import STEPS_PER_TILE, pair_fragments, stage_weights
@@ -268,7 +269,7 @@ class TileProduct:
                     of_slots = self._slots(its, tile, row_tiles)
                     finish.begin(row_tile, token_tile if of_slots is None else of_slots.first_group)
             factors = self._load_factors(phase, cases, m_tile, tile, row_tiles)
-            self._sum_tile(phase, cases, sums)
+            self._sum_tile(phase, cases, sums, self._lists(phase, cases, m_tile, part, factors))
             self._scale_rows(sums, factors)
             for finish, its in by_finish(cases):
                 with in_phases(phase, its, cases):
@@ -340,8 +341,19 @@ class TileProduct:
             for index in range(ACCUMULATORS):
                 sums[group * ACCUMULATORS + index] *= factors[index // 2]
 
+    def _lists(
+        self, phase: ch.Expr | None, cases: Sequence[Case], m_tile: ch.Expr, part: Any, factors: Any
+    ) -> TileLists | None:
+        """Those of this warp's M-tile; None where no matrix has some."""
+        if not any(case.matrix.format.list_units for case in cases):
+            return None
+        stages = of_phase(phase, {case.phase: case.k_tiles // STAGE_TILES for case in cases})
+        return TileLists(StageLists.of(self.machine, part * stages), m_tile, factors)
+
     @ch.inline
-    def _sum_tile(self, phase: ch.Expr | None, cases: Sequence[Case], sums: Any) -> None:
+    def _sum_tile(
+        self, phase: ch.Expr | None, cases: Sequence[Case], sums: Any, lists: TileLists | None = None
+    ) -> None:
         """All of k, a stage at a time.
 
         The first stage stands apart, because its first product surely does not read the sums. With one that may, they
@@ -350,7 +362,7 @@ class TileProduct:
         odd = ch.array(ty.u32x4, STAGE_TILES * STEPS_PER_TILE)
         previous = ch.var(ty.u32, 0)
         paired = of_phase(phase, {case.phase: int(case.matrix.is_narrow) for case in cases})
-        operands = StageOperands(self.machine, phase, cases, paired)
+        operands = StageOperands(self.machine, phase, cases, paired, lists)
         first = self._first_tiles(cases)
         left = {case.phase: case.k_tiles - first for case in cases}
         rests = {index: tiles % (2 * STAGE_TILES) for index, tiles in left.items()}
@@ -480,12 +492,13 @@ class TileProduct:
 @dataclass(frozen=True, eq=False)
 class StageOperands:
     """The weights of full stages as operands A, in the consumer role: each format's in its own way. paired: whether the
-    phase's M-tiles are pairs of narrow ones."""
+    phase's M-tiles are pairs of narrow ones. lists: of matrices that have some."""
 
     machine: PassMachine
     phase: ch.Expr | None
     cases: Sequence[Case]
     paired: Any
+    lists: TileLists | None = None
 
     @ch.inline
     def load(self, stage: Any, turn: int, steps: int, fragments: Any) -> None:
@@ -493,6 +506,11 @@ class StageOperands:
         self._load_as_one_of(by_format(self.cases), stage, turn, steps, fragments)
         if steps == STAGE_TILES * STEPS_PER_TILE:  # narrow M-tiles have no less
             pair_fragments(fragments, self.paired)
+        if self.lists is not None:
+            for case in self.cases:
+                if case.matrix.format.list_units:
+                    with in_phases(self.phase, [case], self.cases):
+                        self.lists.put(case, steps, fragments)
 
     def _load_as_one_of(self, formats: Sequence[tuple[TileFormat, list[Case]]], stage: Any, *how: Any) -> None:
         """The present phase's format is one of these. The last is not asked for: a way around all of them would keep
@@ -505,6 +523,20 @@ class StageOperands:
             self._load_as_one_of([(format, its)], stage, *how)
         with ch.else_():
             self._load_as_one_of(others, stage, *how)
+
+
+@dataclass(frozen=True, eq=False)
+class TileLists:
+    """The lists of a warp's M-tile; factors: as `_load_factors` gives them."""
+
+    lists: StageLists
+    m_tile: ch.Expr
+    factors: Any
+
+    def put(self, case: Case, steps: int, fragments: Any) -> None:
+        """Among a stage's operands of a case."""
+        factors = self.factors if case.matrix.format.factor_bytes else None
+        self.lists.put(case.matrix, case.given.weights, self.m_tile, steps, fragments, factors)
 
 
 @dataclass(frozen=True, eq=False)

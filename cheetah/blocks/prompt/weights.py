@@ -198,7 +198,7 @@ class QuantizedWeights(StageWeights):
         slot = self.place(stage, warp)
         # What was read need not be told: the stage is given back when the products of these registers are over.
         of_stage: Any = SimpleNamespace(address=slot)
-        tiles: Any = FRAGMENTS[self.format.name](of_stage, self.lane, self.slot)
+        tiles: Any = FRAGMENTS[self.format.parts[0]](of_stage, self.lane, self.slot)
         codes = ch.reinterpret(ty.ptr(ty.u32x4), slot)
         loads = range(self.slot.scales_at // LOAD_BYTES)
         tiles.words = [ch.const(ty.u32x4, codes[self.lane + index * 32], name="words") for index in loads]
