@@ -471,8 +471,8 @@ def _random_rows(tensors: RandomTensors, layout: MatrixLayout, count: int) -> An
     shape = count, layout.columns
     if isinstance(layout.format, QuantizedTiles):
         name = layout.format.name
-        how = {"is_sparse": is_sparse_name(name), "tiles": layout.format}
-        return tensors.matrix_of(layout.name, random_scheme(name), shape, **how)[:]
+        scheme, is_sparse = random_scheme(name), is_sparse_name(name)
+        return tensors.matrix_of(layout.name, scheme, shape, is_sparse=is_sparse, tiles=layout.format)[:]
     rows = tensors.sparse_matrix_of(layout.name, shape, layout.format)[:]
     return np.pad(rows, ((0, 0), (0, layout.padded_columns - shape[1])))
 

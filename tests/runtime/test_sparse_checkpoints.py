@@ -3,12 +3,13 @@
 import json
 import re
 from dataclasses import replace
+from pathlib import Path
 
 import ml_dtypes
 import numpy as np
 import pytest
 from quantized_checkpoints import float8_config
-from safetensors.numpy import load_file
+from safetensors.numpy import load_file, save_file
 from written_checkpoints import BF16, CONFIG, random_values, refusal, write_model
 
 from cheetah.errors import CheetahError
@@ -19,6 +20,8 @@ from cheetah.models.formats.two_of_four import is_two_of_four
 from cheetah.models.registry import family_of
 from cheetah.plan import gpu_named
 from cheetah.runtime.checkpoint.loading import open_checkpoint
+from cheetah.runtime.checkpoint.masked import with_masked
+from cheetah.runtime.checkpoint.safetensors_files import find_tensors
 from cheetah.tools.quantize import quantization_job
 from cheetah.tools.sparsify import largest_of_four, sparse_copy
 
@@ -154,6 +157,30 @@ def test_the_bits_are_those_of_compressed_tensors(tmp_path):
     }
     folder = write_model(tmp_path / "model", {**tensors, **stated}, quantization_config=STATED)
     np.testing.assert_array_equal(open_checkpoint(folder).tensor(f"{Q}.weight").view(BF16), values[f"{Q}.weight"])
+
+
+@pytest.mark.parametrize("layout", ["sparse-bitmask", "sparse-24-bitmask"])
+def test_what_the_formats_own_compressor_wrote(tmp_path, layout):
+    golden = json.loads((Path(__file__).parent / "goldens" / "sparse_masks.json").read_text())[layout]
+    dtypes = {"compressed": np.uint16, "bitmask": np.uint8, "shape": np.int64, "row_offsets": np.int64}
+    tensors = {name: np.array(values, dtypes[name]) for name, values in golden.items()}
+    rows, columns = tensors["shape"]
+    place = np.arange(rows * columns).reshape(rows, columns)
+    wanted = np.where(place * 13 % 7 < 3, 0, (place * 37 % 29 - 14) / 8)
+    wanted[2], wanted[3] = 0, np.where(wanted[3] == 0, 1, wanted[3])
+    tensors["compressed"] = tensors["compressed"].view(BF16)
+    tensors["bitmask"] = tensors["bitmask"].reshape(rows, -1)
+    if layout == "sparse-24-bitmask":
+        tensors["compressed"] = tensors["compressed"].reshape(rows, -1)
+    save_file({f"P.{name}": one for name, one in tensors.items()}, tmp_path / "model.safetensors")
+    found = with_masked(find_tensors(tmp_path).tensors, "")["P.weight"].rows()[:]
+    found = found.view(BF16).astype(np.float32)
+    if layout == "sparse-24-bitmask":  # of equal magnitudes it keeps whichever it likes
+        largest = np.where(largest_of_four(wanted.astype(np.float32)), wanted, 0)
+        sizes = [np.sort(np.abs(values).reshape(-1, 4), axis=1) for values in (found, largest)]
+        np.testing.assert_array_equal(*sizes)
+        wanted = np.where(found, wanted, 0)
+    np.testing.assert_array_equal(found, wanted)
 
 
 def test_plain_weights_are_offered_and_taken(tmp_path):
