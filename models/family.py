@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
-import numpy as np
 from numpy.typing import NDArray
 
 from cheetah.models.config import ModelConfig
@@ -269,10 +268,10 @@ class ModelFamily(ABC):
 
     @abstractmethod
     def in_m_tile_order(
-        self, config: ModelConfig, matrix: str, layer: int, read: Callable[[str], NDArray[np.uint16]]
-    ) -> NDArray[np.uint16]:
+        self, config: ModelConfig, matrix: str, layer: int, read: Callable[[str], NDArray[Any]]
+    ) -> NDArray[Any]:
         """Rows of a matrix that is no expert's as they are packed, up to whole M-tiles, with zeros behind the last; of
-        what `read` gives of its weights: uint16 [rows, any columns]."""
+        what `read` gives of its weights: [rows, any columns]."""
 
     def routers(self, config: ModelConfig) -> tuple[str, ...]:
         """The linear layers that choose among experts, below a layer."""

@@ -18,7 +18,8 @@ def sparsify(
     model: Annotated[str, typer.Argument(help="A folder, a hub id, or demo: weights in 16 or 32 bits.")],
     out: Annotated[Path, typer.Option("--out", "-o", metavar="FOLDER", help="Where to write; must not exist.")],
     pattern: Annotated[
-        str, typer.Option(help="Which weights are left: 2:4, two of every four neighbours; 0.5, half of each row.")
+        str,
+        typer.Option(help="Which are left: 2:4, two of every four; 0.5, half of each row; blocks:0.5, half of blocks."),
     ] = "2:4",
     layout: Annotated[
         str, typer.Option(help="plain, zeros and all, which everything reads; or bitmask, of compressed-tensors.")

@@ -137,6 +137,29 @@ TWO_OF_FOUR = SparseTiles(SPARSE, 64, 1024 + 128, places_at=1024)
 
 
 @dataclass(frozen=True)
+class BlockTiles(TileFormat):
+    """A K-tile of 16 rows x 128 columns of whose four blocks of 32 columns `kept` are there, in bf16; then, from byte
+    `numbers_at` on, which these are, a byte each."""
+
+    kept: int = 0
+    numbers_at: int = 0
+
+
+BLOCKS_OF_TILE = 4
+NUMBERS_BYTES = 16
+
+
+def _blocks(kept: int) -> BlockTiles:
+    numbers_at = kept * BF16.tile_bytes
+    columns = BLOCKS_OF_TILE * BF16.columns
+    return BlockTiles(f"{kept}of4blocks", columns, numbers_at + NUMBERS_BYTES, kept=kept, numbers_at=numbers_at)
+
+
+BLOCK_FORMATS: dict[str, BlockTiles] = {one.name: one for one in map(_blocks, range(1, BLOCKS_OF_TILE))}
+"""2of4blocks: 8.06 bits a weight, 1of4blocks 4.06."""
+
+
+@dataclass(frozen=True)
 class QuantizedTiles(TileFormat):
     """A K-tile of 16 x 128 codes of `bits` bits, then scales, then zero points; behind an M-tile a factor a row.
 
@@ -324,7 +347,7 @@ SPARSE_QUANTIZED_FORMATS: dict[str, SparseQuantizedTiles] = {
     one.name: one for one in (_sparse_integers(None), _sparse_integers(128), _sparse_integers(64), _SPARSE_E4M3)
 }
 SPARSE_FORMATS: dict[str, TileFormat] = {TWO_OF_FOUR.name: TWO_OF_FOUR, **SPARSE_QUANTIZED_FORMATS}
-TILE_FORMATS: dict[str, TileFormat] = {BF16.name: BF16, **SPARSE_FORMATS, **QUANTIZED_FORMATS}
+TILE_FORMATS: dict[str, TileFormat] = {BF16.name: BF16, **SPARSE_FORMATS, **BLOCK_FORMATS, **QUANTIZED_FORMATS}
 
 
 def tile_format(name: str) -> TileFormat:

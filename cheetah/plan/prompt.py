@@ -16,7 +16,15 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from cheetah.plan.errors import PlanError, require_positive
-from cheetah.plan.formats import BF16, M_TILE_ROWS, VECTOR_COLUMNS, QuantizedTiles, SparseQuantizedTiles, TileFormat
+from cheetah.plan.formats import (
+    BF16,
+    M_TILE_ROWS,
+    VECTOR_COLUMNS,
+    BlockTiles,
+    QuantizedTiles,
+    SparseQuantizedTiles,
+    TileFormat,
+)
 from cheetah.plan.gpu import Gpu
 from cheetah.plan.index import Index, ceil_div, round_up
 from cheetah.plan.layout import MatrixLayout
@@ -54,10 +62,13 @@ ACCUMULATOR_BYTES = 512
 
 
 def stage_format(format: TileFormat) -> TileFormat:
-    """What a stage has of an M-tile, as a format: two K-tiles of bf16, or one with two of four columns; of quantised
-    weights half of a K-tile's codes, with all its scales and zero points behind them."""
+    """What a stage has of an M-tile, as a format: two K-tiles of bf16, or one with two of four columns; of blocks a
+    whole K-tile, twice; of quantised weights half of a K-tile's codes, with all its scales and zero points behind
+    them."""
     if isinstance(format, SparseQuantizedTiles):
         return _sparse_stage(format)
+    if isinstance(format, BlockTiles):
+        return replace(format, tile_bytes=round_up(format.tile_bytes, SLOT_ALIGNMENT))
     if not isinstance(format, QuantizedTiles):
         count = STAGE_TILES * VECTOR_COLUMNS // format.columns
         return replace(format, columns=count * format.columns, tile_bytes=count * format.tile_bytes)

@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 from numpy.typing import NDArray
 
 from cheetah.models.config import ModelConfig
@@ -55,8 +54,8 @@ class DenseFamily(ModelFamily):
         return weights.matrix_modules(config)
 
     def in_m_tile_order(
-        self, config: ModelConfig, matrix: str, layer: int, read: Callable[[str], NDArray[np.uint16]]
-    ) -> NDArray[np.uint16]:
+        self, config: ModelConfig, matrix: str, layer: int, read: Callable[[str], NDArray[Any]]
+    ) -> NDArray[Any]:
         return weights.in_m_tile_order(config, matrix, layer, read)
 
     def matrices(self, config: ModelConfig, plan: Plan, gpu: Gpu) -> StepMatrices:

@@ -27,7 +27,7 @@ from cheetah.models.dense.page import (
 from cheetah.models.family import PhaseRow
 from cheetah.plan import Gpu, ModelShape, Plan, PlanError, SharedMap, StepMatrices, step_matrices
 from cheetah.plan.expert_slots import ExpertSlots
-from cheetah.plan.formats import BF16, M_TILE_ROWS, QuantizedTiles, SparseTiles, TileFormat
+from cheetah.plan.formats import BF16, M_TILE_ROWS, BlockTiles, QuantizedTiles, SparseTiles, TileFormat
 from cheetah.plan.index import ceil_div
 from cheetah.plan.pass_tables import SEGMENT_COLUMNS, PassRoom, pass_room
 from cheetah.plan.products import Product, RowOrder, StepTable, Vector, logit_words
@@ -156,7 +156,7 @@ class PassSizes:
         if self.shape.experts is not None:
             self._check_experts()
         for layout in self.matrices.of_layer:
-            if not (layout.format == BF16 or isinstance(layout.format, QuantizedTiles | SparseTiles)):
+            if not (layout.format == BF16 or isinstance(layout.format, QuantizedTiles | SparseTiles | BlockTiles)):
                 raise PlanError(
                     f"a pass multiplies weights in bf16, quantised and sparse ones, and not those of {layout.name} in "
                     f"{layout.format.name}"

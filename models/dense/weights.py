@@ -543,13 +543,11 @@ def row_groups(config: ModelConfig, matrix: str) -> RowGroups:
     return RowGroups(*_plain_groups(part, M_TILE_ROWS))
 
 
-def in_m_tile_order(
-    config: ModelConfig, matrix: str, layer: int, read: Callable[[str], NDArray[np.uint16]]
-) -> NDArray[np.uint16]:
+def in_m_tile_order(config: ModelConfig, matrix: str, layer: int, read: Callable[[str], NDArray[Any]]) -> NDArray[Any]:
     """See `ModelFamily.in_m_tile_order`."""
     groups, tensors = row_groups(config, matrix), [read(name) for name in matrix_tensors(config, matrix, layer)]
     count = len(groups) + len(groups) % 2
-    rows = np.zeros((count * GROUP_ROWS, tensors[0].shape[1]), np.uint16)
+    rows = np.zeros((count * GROUP_ROWS, tensors[0].shape[1]), tensors[0].dtype)
     groups.gather(tensors, rows[: len(groups) * GROUP_ROWS], range(len(groups)))
     return rows
 

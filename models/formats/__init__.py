@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from cheetah.models.formats.bf16 import Bf16
+from cheetah.models.formats.blocks import Blocks
 from cheetah.models.formats.lists import Listed, ListedRows
 from cheetah.models.formats.quantized import QuantizedRows, rows_of_element
 from cheetah.models.formats.quantized_tiles import QuantizedFormat
@@ -16,6 +17,7 @@ from cheetah.models.formats.weight_format import PackingError, WeightFormat
 from cheetah.models.rounding import Bytes
 from cheetah.plan import MatrixLayout
 from cheetah.plan.formats import (
+    BLOCK_FORMATS,
     LIST,
     PLUS,
     QUANTIZED_FORMATS,
@@ -43,6 +45,7 @@ __all__ = [
 WEIGHT_FORMATS: dict[str, WeightFormat] = {
     "bf16": Bf16(),
     "2of4": TwoOfFour(),
+    **{name: Blocks(one, Bf16()) for name, one in BLOCK_FORMATS.items()},
     **{name: QuantizedFormat(one) for name, one in QUANTIZED_FORMATS.items()},
     **{name: SparseQuantized(one) for name, one in SPARSE_QUANTIZED_FORMATS.items()},
 }
@@ -50,7 +53,7 @@ WEIGHT_FORMATS: dict[str, WeightFormat] = {
 
 def is_sparse_name(name: str) -> bool:
     """Whether there is a format of that name that keeps some weights only."""
-    return without_list(name) in SPARSE_FORMATS
+    return without_list(name) in SPARSE_FORMATS or name in BLOCK_FORMATS
 
 
 def sparse_name(name: str | None) -> str | None:
@@ -61,7 +64,7 @@ def sparse_name(name: str | None) -> str | None:
 
 def dense_name(name: str) -> str | None:
     """The inverse, for the name of a format that keeps some only: None is bf16."""
-    return without_list(name).removeprefix(SPARSE).removeprefix("-") or None
+    return None if name in BLOCK_FORMATS else without_list(name).removeprefix(SPARSE).removeprefix("-") or None
 
 
 def without_list(name: str) -> str:

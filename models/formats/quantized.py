@@ -262,9 +262,7 @@ class QuantizedRows(RowPlanes):
 
     def with_planes(self, made: Callable[[NDArray[Any]], NDArray[Any]]) -> QuantizedRows:
         codes, rows = made(self.stored_codes), self.row_scales.with_planes(made)
-        return replace(
-            self, stored_codes=codes, scales=rows.scales, zero_points=rows.zero_points, factors=rows.factors
-        )
+        return replace(self, stored_codes=codes, scales=rows.scales, zero_points=rows.zero_points, factors=rows.factors)
 
     def dequantized(self) -> F32:
         """float32 [rows, columns]: what the checkpoint says that the weights are. Exact for scales of 16 bits, and of

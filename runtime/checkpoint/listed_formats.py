@@ -1,4 +1,4 @@
-"""Which matrices of a checkpoint have lists beside their K-tiles, and how long ones: as their numbers lie.
+"""Which matrices of a checkpoint have lists beside their K-tiles, and how long ones, or blocks of zeros.
 
 A kernel has room for lists of one length in all layers of a matrix, so all are counted before there is a kernel: of
 outliers by their columns, of masked weights by their masks, of plain ones by their values.
@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,7 +20,18 @@ from cheetah.models.config import ModelConfig
 from cheetah.models.formats.lists import SIZE, counts_of, parts_of, units_for
 from cheetah.models.formats.two_of_four import GROUP
 from cheetah.models.registry import family_of
-from cheetah.plan.formats import BF16, LIST_UNIT_BYTES, LISTED_TILES, TWO_OF_FOUR, listed, tile_format
+from cheetah.plan.formats import (
+    BF16,
+    BLOCK_FORMATS,
+    BLOCKS_OF_TILE,
+    LISTED_TILES,
+    M_TILE_ROWS,
+    MOST_LIST_UNITS,
+    TWO_OF_FOUR,
+    TileFormat,
+    listed,
+    tile_format,
+)
 from cheetah.runtime.checkpoint.masked import MaskedTensor
 from cheetah.runtime.checkpoint.outliers import OutlierMatrix
 from cheetah.runtime.checkpoint.quantized_checks import WEIGHT_SUFFIX
@@ -48,26 +60,49 @@ def with_outliers(config: ModelConfig, tensors: CheckedTensors, place: str) -> M
             raise LoadingError(f"{place}: {next(iter(found))} has outliers, which experts cannot have")
         tiles = tile_format(formats[matrix])
         counted = partial(_counted_outliers, found, LISTED_TILES * tiles.columns)
-        formats[matrix] = listed(tiles, max(1, _units(config, matrix, counted))).name
+        formats[matrix] = listed(tiles, max(1, _of_layers(config, matrix, counted, units_for))).name
     return replace(config, weight_formats=tuple(formats.items()))
 
 
-def listed_name(config: ModelConfig, tensors: CheckedTensors, matrix: str, has_plain: bool) -> str | None:
-    """The format of 2:4 and lists for a bf16 matrix, if its weights take fewer bytes so. has_plain: plain weights are
-    counted too, if they look thin."""
+def thin_name(config: ModelConfig, tensors: CheckedTensors, matrix: str, has_plain: bool) -> str | None:
+    """The format in which a bf16 matrix with many zeros takes fewest bytes, if that is another: blocks, or 2:4 and
+    lists. has_plain: plain weights are counted too, if they look thin."""
     stored = {name: tensors.plain.get(name) for name in weights_of(config, matrix)}
     found = {name: one for name, one in stored.items() if one is not None}
     if len(found) < len(stored) or config.routing is not None:
         return None
     if not all(isinstance(one, MaskedTensor) or has_plain and looks_thin(one) for one in found.values()):
         return None
-    columns = LISTED_TILES * TWO_OF_FOUR.columns
-    units = _units(config, matrix, lambda name: _counted_rows(found[name], columns))
-    if not units:
-        return TWO_OF_FOUR.name
-    if LISTED_TILES * TWO_OF_FOUR.tile_bytes + units * LIST_UNIT_BYTES >= columns // BF16.columns * BF16.tile_bytes:
-        return None
-    return listed(TWO_OF_FOUR, units).name
+    columns, of_chunk = config.table.named(matrix).columns, LISTED_TILES * TWO_OF_FOUR.columns
+    kept = _of_layers(config, matrix, lambda name: _blocks_of_rows(found[name]), _most_blocks)
+    units = _of_layers(config, matrix, lambda name: _counted_rows(found[name], of_chunk), units_for)
+    possible = [BF16, *(one for one in BLOCK_FORMATS.values() if one.kept >= kept)]
+    if units <= MOST_LIST_UNITS:
+        possible.append(listed(TWO_OF_FOUR, units) if units else TWO_OF_FOUR)
+    least = min(possible, key=lambda tiles: _m_tile_bytes(tiles, columns))
+    return None if least is BF16 else least.name
+
+
+def _m_tile_bytes(tiles: TileFormat, columns: int) -> int:
+    k_tiles = -(-columns // tiles.columns)
+    return k_tiles * tiles.tile_bytes + -(-k_tiles // LISTED_TILES) * tiles.list_bytes
+
+
+def _most_blocks(are_there: NDArray[Any]) -> int:
+    """Blocks that are not zero of any four of an M-tile, of [M-tiles * 16, blocks]."""
+    of_tiles = are_there.reshape(-1, M_TILE_ROWS, are_there.shape[1]).any(axis=1)
+    padded = np.pad(of_tiles, ((0, 0), (0, -of_tiles.shape[1] % BLOCKS_OF_TILE)))
+    return int(padded.reshape(len(padded), -1, BLOCKS_OF_TILE).sum(axis=2).max(initial=0))
+
+
+def _blocks_of_rows(tensor: StoredTensor) -> NDArray[np.bool_]:
+    """Of every row whether it has a weight in each block of columns."""
+    rows, padding = tensor.rows(), ((0, 0), (0, -tensor.shape[1] % BF16.columns))
+    found = []
+    for first in range(0, tensor.shape[0], BLOCK_ROWS):
+        block = np.pad(rows[first : first + BLOCK_ROWS] & SIZE, padding)
+        found.append(block.reshape(len(block), -1, BF16.columns).any(axis=2))
+    return np.concatenate(found)
 
 
 def weights_of(config: ModelConfig, matrix: str) -> tuple[str, ...]:
@@ -88,12 +123,14 @@ def some_rows(count: int) -> list[int]:
     return sorted({row * (count - 1) // (LOOKED_AT - 1) for row in range(LOOKED_AT)})
 
 
-def _units(config: ModelConfig, matrix: str, counted: Callable[[str], Counts]) -> int:
-    """Units of the longest list of any layer. counted: of a weight [rows, chunks]."""
+def _of_layers(
+    config: ModelConfig, matrix: str, read: Callable[[str], NDArray[Any]], most: Callable[[NDArray[Any]], int]
+) -> int:
+    """The most of any layer: `most` of what `read` gives of its weights' rows, in the order of M-tiles."""
     family = family_of(config)
     with ThreadPoolExecutor(min(MOST_THREADS, os.cpu_count() or 1), "count") as pool:
         layers = range(config.layers)
-        return max(pool.map(lambda layer: units_for(family.in_m_tile_order(config, matrix, layer, counted)), layers))
+        return max(pool.map(lambda layer: most(family.in_m_tile_order(config, matrix, layer, read)), layers))
 
 
 def _counted_outliers(found: Mapping[str, OutlierMatrix], chunk_columns: int, name: str) -> Counts:

@@ -4,8 +4,9 @@ Every tensor is a window into one endless repetition of a block of normal number
 says, so its values depend on (configuration, seed, name) alone. Matrices are scaled by 1/sqrt(inputs), which keeps
 activations near 1 through any number of layers; norm weights lie near 1, biases around 0. Quantised matrices are such
 numbers rounded to codes, with scales that differ a little from group to group, and zero points from the middle code.
-In formats with two of four columns the other two are zero, which they are is drawn. Lists are full: beside two of four
-some fours have all their columns, beside codes every row has as many numbers as any other.
+In formats with two of four columns the other two are zero, which they are is drawn; of blocks the same are there in all
+rows. Lists are full: beside two of four some fours have all their columns, beside codes every row has as many numbers
+as any other.
 """
 
 from __future__ import annotations
@@ -42,6 +43,9 @@ from cheetah.models.formats.two_of_four_codes import zero_code
 from cheetah.models.registry import family_of
 from cheetah.models.rounding import Bits, Bytes, round_to_e4m3
 from cheetah.plan.formats import (
+    BF16,
+    BLOCK_FORMATS,
+    BLOCKS_OF_TILE,
     LISTED_TILES,
     PLUS,
     QUANTIZED_FORMATS,
@@ -49,6 +53,7 @@ from cheetah.plan.formats import (
     SPARSE_QUANTIZED_FORMATS,
     TILE_FORMATS,
     TWO_OF_FOUR,
+    BlockTiles,
     TileFormat,
     tile_format,
 )
@@ -86,10 +91,8 @@ class RandomTensors:
         self._scaled: dict[int, Bits] = {}
         self._codes: dict[str, Bytes] = {}
         self._schemes = _schemes(config)
-        self._sparse = set(_weights_in(config, SPARSE_FORMATS))
-        self._listed = {
-            name: tile_format(format) for name, format in _weights_in(config, TILE_FORMATS).items() if PLUS in format
-        }
+        self._sparse = set(_weights_in(config, {**SPARSE_FORMATS, **BLOCK_FORMATS}))
+        self._tiles = {name: tile_format(format) for name, format in _weights_in(config, TILE_FORMATS).items()}
         self._inputs = _inputs(config) if config.act_order else {}
 
     @cached_property
@@ -122,12 +125,15 @@ class RandomTensors:
             return self.quantized(name)
         rows, columns = self._shapes[name]
         if name in self._sparse:
-            return self.sparse_matrix_of(name, (rows, columns), self._listed.get(name, TWO_OF_FOUR))
+            return self.sparse_matrix_of(name, (rows, columns), self._tiles[name])
         return _RepeatedRows(self._block(columns), self._begin(name), (rows, columns))
 
     def sparse_matrix_of(self, name: str, shape: tuple[int, ...], tiles: TileFormat = TWO_OF_FOUR) -> MatrixRows:
-        """A matrix of any shape with two of four columns, and more in lists, the same for the same name."""
+        """A matrix of any shape with two of four columns, and more in lists, or with some of four blocks, the same for
+        the same name."""
         dense = _RepeatedRows(self._block(shape[1]), self._begin(name), (shape[0], shape[1]))
+        if isinstance(tiles, BlockTiles):
+            return _BlockRows(dense, tiles.kept)
         return _SparseRows(dense, self._kept_rows(name, shape), whole=tiles.list_units)
 
     def _kept_rows(self, name: str, shape: tuple[int, ...]) -> _RepeatedRows:
@@ -138,7 +144,7 @@ class RandomTensors:
         """The quantised matrix `name`."""
         rows, columns = self._shapes[name]
         order = self._order(name, columns) if self._inputs else None
-        tiles, is_sparse = self._listed.get(name), name in self._sparse
+        tiles, is_sparse = self._tiles[name], name in self._sparse
         return self.matrix_of(name, self._schemes[name], (rows, columns), order, is_sparse=is_sparse, tiles=tiles)
 
     def matrix_of(
@@ -222,6 +228,24 @@ class _SparseRows:
             are_whole = _spread(part, self.shape[0], fours, LISTED_TILES * TWO_OF_FOUR.columns // GROUP, self.whole)
             is_kept = is_kept | np.repeat(are_whole, GROUP, axis=1)[:, : self.shape[1]]
         return np.where(is_kept, dense, dense.dtype.type(self.zero))
+
+
+@dataclass(frozen=True)
+class _BlockRows:
+    """Rows of `dense` of which `kept` of every four blocks of 32 columns are there, the same ones in all rows."""
+
+    dense: _RepeatedRows
+    kept: int
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.dense.shape
+
+    def __getitem__(self, part: slice) -> npt.NDArray[Any]:
+        block = np.arange(self.shape[1]) // BF16.columns
+        window, number = np.divmod(block, BLOCKS_OF_TILE)
+        dense = self.dense[part]
+        return np.where((number + window) % BLOCKS_OF_TILE < self.kept, dense, dense.dtype.type(0))
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from cheetah.models.formats import dense_name, is_sparse_name, sparse_name
 from cheetah.models.formats.two_of_four import GROUP, is_two_of_four
 from cheetah.models.formats.two_of_four_codes import is_two_of_four_codes
 from cheetah.printable import shown
-from cheetah.runtime.checkpoint.listed_formats import listed_name, looks_thin, some_rows, weights_of, with_outliers
+from cheetah.runtime.checkpoint.listed_formats import looks_thin, some_rows, thin_name, weights_of, with_outliers
 from cheetah.runtime.checkpoint.masked import MaskedTensor
 from cheetah.runtime.checkpoint.outliers import OutlierMatrix
 from cheetah.runtime.checkpoint.safetensors_files import LoadingError
@@ -54,8 +54,8 @@ def with_sparse_formats(
                 f"{place}: sparse={TWO_OF_FOUR}: {denied} has three weights of some four neighbours, or more, that "
                 f"are not zero: use {AUTO}, which keeps such matrices otherwise, or {OFF}"
             )
-        elif name is None and (lists := listed_name(config, tensors, product.name, has_plain=wanted == AUTO)):
-            formats[product.name] = lists
+        elif name is None and (thin := thin_name(config, tensors, product.name, has_plain=wanted == AUTO)):
+            formats[product.name] = thin
     notes += _notes(config, tensors, formats, possible, wanted is None, place)
     return replace(config, weight_formats=tuple({**formats, **(possible if wanted else {})}.items()))
 
@@ -86,8 +86,8 @@ def _notes(
         notes.append(f"{place}: {', '.join(dense)} are sparse without a pattern, and kept as dense matrices")
     if thin:
         notes.append(
-            f"{place}: many weights of {', '.join(thin)} seem to be zero: --sparse {AUTO} keeps the others in lists, "
-            "where that reads fewer bytes"
+            f"{place}: many weights of {', '.join(thin)} seem to be zero: --sparse {AUTO} keeps the others in lists or "
+            "blocks, where that reads fewer bytes"
         )
     return notes
 

@@ -22,12 +22,12 @@ from tests.tolerances import LOGITS
 pytestmark = pytest.mark.gpu
 
 NUDGES = 4
-LISTED = ("int4-g128+list5", "int4+list3", "int8-g64-asym+list2", "2of4+list65")
+PARTS = ("2of4blocks", "1of4blocks", "int4-g128+list5", "int4+list3", "int8-g64-asym+list2", "2of4+list65")
 CONFIG = model(512, 1536, 2, 4, 1, 128, 500, max_position_embeddings=1024)
 
 
 @pytest.mark.parametrize("batch", [1, 2, 8])
-@pytest.mark.parametrize("name", [*SPARSE_FORMATS, *QUANTIZED_FORMATS, *LISTED, "int4-g128-order", "int8-g64-order"])
+@pytest.mark.parametrize("name", [*SPARSE_FORMATS, *QUANTIZED_FORMATS, *PARTS, "int4-g128-order", "int8-g64-order"])
 def test_a_step_against_float32(name: str, batch: int) -> None:
     weights = QuantizedWeights(in_format(CONFIG, name))
     # A launch has room for the logits of 64 columns. Of longer prompts fewer positions are well-conditioned: there are

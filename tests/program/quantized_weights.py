@@ -26,7 +26,7 @@ from cheetah.models.formats.quantized import (
 )
 from cheetah.models.formats.two_of_four_codes import zero_code
 from cheetah.models.rounding import Bits
-from cheetah.plan.formats import PLUS, TWO_OF_FOUR, tile_format
+from cheetah.plan.formats import BLOCK_FORMATS, PLUS, TWO_OF_FOUR, tile_format
 from cheetah.plan.index import round_up
 from tests.program.rig import RandomWeights, as_bf16
 
@@ -72,6 +72,15 @@ def drawn_rows(
 def two_of_four(bits: Bits, draw: np.random.Generator) -> Bits:
     """Of bf16 bits [rows, columns] two, one or none of each four neighbours; the others are zero."""
     return np.where(_kept(bits.shape, draw), bits, np.uint16(0))
+
+
+def some_blocks(bits: Bits, kept: int, draw: np.random.Generator) -> Bits:
+    """Of bf16 bits [rows, columns] at most so many of four neighbouring blocks of 16 x 32; the others are zero."""
+    rows, columns = bits.shape
+    drawn = draw.random((round_up(rows, 16) // 16, round_up(columns, 128) // 128, 4))
+    there = np.argsort(np.argsort(drawn, axis=2), axis=2) < kept
+    whole = np.repeat(np.repeat(there.reshape(len(there), -1), 16, axis=0), 32, axis=1)
+    return np.where(whole[:rows, :columns], bits, np.uint16(0))
 
 
 def two_of_four_codes(rows: QuantizedRows, draw: np.random.Generator) -> QuantizedRows:
@@ -121,6 +130,11 @@ class QuantizedWeights(RandomWeights):
             for layer, expert in product(range(config.layers), range(1 if experts is None else experts.count)):
                 names = matrix_tensors(config, matrix, layer, expert)
                 tiles, units = format.partition(PLUS)[0], tile_format(format).list_units
+                if tiles in BLOCK_FORMATS:  # the same in all rows, wherever these lie in M-tiles
+                    kept = BLOCK_FORMATS[tiles].kept
+                    first = some_blocks(np.ones((1, self.tensors[names[0]].shape[1]), np.uint16), kept, draw)
+                    self.tensors |= {name: self.tensors[name] * first for name in names}
+                    continue
                 if tiles == TWO_OF_FOUR.name:
                     self.tensors |= {name: self._thinned(name, units, draw) for name in names}
                     continue

@@ -326,11 +326,13 @@ FORMATS = (
     "2of4-int4-g64",
     "2of4-fp8",
     "2of4+list12",
+    "2of4blocks",
+    "1of4blocks",
     "int4-g64+list5",
 )
 
 
-IN_MAKE_TEST = ("int4-g128", "nvfp4", "2of4-int4-g64", "2of4+list12")
+IN_MAKE_TEST = ("int4-g128", "nvfp4", "2of4-int4-g64", "2of4+list12", "2of4blocks")
 
 
 @pytest.mark.slow
@@ -338,7 +340,7 @@ IN_MAKE_TEST = ("int4-g128", "nvfp4", "2of4-int4-g64", "2of4+list12")
 def test_quantised_and_sparse_weights(format: str) -> None:
     """As many columns as leave half a K-tile, and most of one, over."""
     formats = tuple((name, format) for name in ("qkv", "o", "gate_up", "down"))
-    stage_bytes = 32768 if "list" in format else 8192
+    stage_bytes = 32768 if "list" in format or "blocks" in format else 8192
     rig = rig_of(model(hidden=144, ffn=200, weight_formats=formats), stage_bytes=stage_bytes)
     has_groups = getattr(rig.sizes.format, "group_columns", None) is not None
     assert error(read(rig, (30, 11), "random", 1)) < (GROUPS_TOLERANCE if has_groups else TOLERANCE)

@@ -33,7 +33,10 @@ CASES: dict[str, tuple[ModelConfig, Formats, dict[str, Any]]] = {
     "llama, three sequences, slices": (model(144, 280), MIXED, {"batch": 3, "tokens": 4, "down_slices": 2}),
     "llama, one token, everything": (model(), OTHERS, {}),
     "llama, four tokens, two of four, lists, parts that come ahead": (
-        *(model(144, 1100), (("qkv", "2of4+list9"), ("o", "int8+list2"), ("gate_up", "2of4"), ("down", "2of4+list7"))),
+        *(
+            model(144, 1100),
+            (("qkv", "2of4+list9"), ("o", "int8+list2"), ("gate_up", "2of4blocks"), ("down", "2of4+list7")),
+        ),
         {"tokens": 4, "sync": "barrier"},
     ),
     "llama, two tokens, two of four codes": (

@@ -23,7 +23,8 @@ from cheetah.runtime.checkpoint.loading import open_checkpoint
 from cheetah.runtime.checkpoint.masked import with_masked
 from cheetah.runtime.checkpoint.safetensors_files import find_tensors
 from cheetah.tools.quantize import quantization_job
-from cheetah.tools.sparsify import largest_of_four, sparse_copy
+from cheetah.tools.sparse_patterns import largest_of_four
+from cheetah.tools.sparsify import sparse_copy
 
 Q = "model.layers.1.self_attn.q_proj"
 LAYERS = tuple((matrix, "2of4") for matrix in ("qkv", "o", "gate_up", "down"))
@@ -119,19 +120,18 @@ def test_lists_as_long_as_the_longest_of_all_layers(tmp_path):
     """Counted as the rows are packed: those of q are rotated, gate's and up's lie by eights in turn."""
     values = thinned(0.4)
     name = "model.layers.1.mlp.up_proj.weight"
-    values[name][17, :44] = 1  # 22 in lists, and some of gate's row 17
+    values[name][17, :24] = 1  # 12 in lists, and some of gate's row 17
     folder = write_model(tmp_path / "model", masked(values, is_any=True), quantization_config=ANY)
     checkpoint = check_values(folder, values)
     gate = values["model.layers.1.mlp.gate_proj.weight"][17].reshape(-1, 4)
-    count = 22 + np.maximum(np.count_nonzero(gate, axis=1) - 2, 0).sum()
-    count += max(0, np.count_nonzero(values[name][17, 44:]) - 2)
+    rest = values[name][17, 24:].reshape(-1, 4)
+    count = 12 + sum(np.maximum(np.count_nonzero(one, axis=1) - 2, 0).sum() for one in (gate, rest))
     assert dict(checkpoint.config.weight_formats)["gate_up"] == f"2of4+list{-(-count // 4)}"
     load_all(folder)
 
 
-def test_dense_rows_that_would_take_more_bytes_in_lists(tmp_path, monkeypatch):
+def test_dense_rows_that_would_take_more_bytes_in_lists(tmp_path):
     values = thinned(1.0)
-    monkeypatch.setattr("cheetah.runtime.checkpoint.listed_formats.LIST_UNIT_BYTES", 2048)
     folder = write_model(tmp_path / "model", masked(values, is_any=True), quantization_config=ANY)
     checkpoint = check_values(folder, values)
     assert checkpoint.config.weight_formats == () and "kept as dense matrices" in checkpoint.notes[0]
@@ -321,6 +321,26 @@ def test_sparsify_keeps_a_part_of_every_row(tmp_path, layout):
     assert stated.get("sparsity_config", {}).get("format") == ("sparse-bitmask" if layout == "bitmask" else None)
 
 
+@pytest.mark.parametrize("layout", ["plain", "bitmask"])
+def test_sparsify_keeps_whole_blocks_of_m_tiles(tmp_path, layout):
+    """Gate and up lie by eight rows in turn in M-tiles, and rows of heads as they are rotated."""
+    config = replace(CONFIG, hidden_size=160, intermediate_size=120)
+    source = write_model(tmp_path / "source", random_values(config), config)
+    sparse_copy(str(source), "blocks:0.5", layout).write(tmp_path / "out", lambda nbytes: None, threads=2)
+    before, after = open_checkpoint(source), open_checkpoint(tmp_path / "out", sparse="auto")
+    assert dict(after.config.weight_formats) == dict.fromkeys(("qkv", "o", "gate_up", "down"), "2of4blocks")
+    load_all(tmp_path / "out", sparse="auto")
+    gate, up = (f"model.layers.1.mlp.{one}_proj.weight" for one in ("gate", "up"))
+    kept = {name: after.tensor(name) & 0x7FFF != 0 for name in (gate, up)}
+    for name, there in kept.items():
+        np.testing.assert_array_equal(after.tensor(name)[there], before.tensor(name)[there])
+    blocks = {name: there[8:16, :128].reshape(8, 4, 32).any(axis=(0, 2)) for name, there in kept.items()}
+    np.testing.assert_array_equal(blocks[gate], blocks[up])
+    both = np.concatenate([before.tensor(name)[8:16, :128].view(BF16) for name in (gate, up)]).astype(np.float32)
+    sizes = np.square(both).reshape(16, 4, 32).sum(axis=(0, 2))
+    assert set(np.flatnonzero(blocks[gate])) == set(np.argsort(-sizes)[:2])
+
+
 def test_of_equal_magnitudes_the_first_are_kept():
     found = largest_of_four(np.array([[1, -1, 1, 1, 0, 0, 0, 0, -3, 2, 4, -3]], np.float32))
     np.testing.assert_array_equal(found, [[1, 1, 0, 0, 1, 1, 0, 0, 1, 0, 1, 0]])
@@ -331,7 +351,7 @@ def test_what_sparsify_does_not_do(tmp_path):
     values[f"{Q}.weight"][2, 3] = ml_dtypes.bfloat16(np.inf)
     source = str(write_model(tmp_path / "source", values))
     for pattern, layout, message in (
-        ("1:4", "plain", "--pattern 1:4: there are 2:4, and parts"),
+        ("1:4", "plain", "--pattern 1:4: there are 2:4, parts"),
         ("1.5", "plain", "--pattern 1.5"),
         ("2:4", "x", "--layout x"),
     ):

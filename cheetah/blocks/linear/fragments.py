@@ -31,7 +31,7 @@ class Activations:
         """Groups of 8 columns."""
         return groups_of(self.columns.limit, self.halves)
 
-    def operand(self, units: ch.Expr, group: int, part: int = 0) -> ch.Expr:
+    def operand(self, units: ch.Expr, group: int, part: Any = 0) -> ch.Expr:
         """This lane's 8 elements of the tile's 32 columns number `part`, of a column of `group` (8 columns each): that
         of lane / 4, or one that stands for it where there are fewer. `units` is this, named."""
         lane, tokens = self.columns.machine.lane, self.columns.limit * self.halves

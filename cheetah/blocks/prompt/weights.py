@@ -21,7 +21,15 @@ from cheetah.blocks.linear.formats.quantized import sum_of
 from cheetah.blocks.linear.formats.sizes import raised
 from cheetah.blocks.prompt.ring import TileRing
 from cheetah.lang import prim, ty
-from cheetah.plan.formats import VECTOR_COLUMNS, QuantizedTiles, SparseQuantizedTiles, SparseTiles, TileFormat
+from cheetah.plan.formats import (
+    BLOCKS_OF_TILE,
+    VECTOR_COLUMNS,
+    BlockTiles,
+    QuantizedTiles,
+    SparseQuantizedTiles,
+    SparseTiles,
+    TileFormat,
+)
 from cheetah.plan.prompt import STAGE_TILES, stage_format
 
 STEPS_PER_TILE = 2
@@ -175,6 +183,44 @@ def _spread(word: Any, places: Any) -> tuple[Any, Any]:
     return ch.select(second == 4, word, alone), ch.select(first == 2, word, behind)
 
 
+class BlockWeights(StageWeights):
+    """A K-tile of 128 columns in each of the two stages that it fills: of the blocks of a stage's columns those that
+    are there, as they are, and zeros."""
+
+    format: BlockTiles
+
+    @ch.inline
+    def copy(self, ring: TileRing, source: Any, tiles: Any, count: Any, halves: int = 1) -> None:
+        tile_bytes = self.format.tile_bytes
+        with ch.for_(tiles, unroll=1, name="k_tile") as k_tile:
+            with ch.for_(BLOCKS_OF_TILE // STAGE_TILES, unroll=1, name="half"):
+                with ring.fill_weights(tile_bytes * count, count) as (stage, barrier):
+                    source_tile = source + k_tile * tile_bytes
+                    prim.bulk_copy(self.place(stage, self.lane), source_tile, tile_bytes, barrier)
+
+    @ch.inline
+    def load(self, stage: Any, warp: Any, turn: int, steps: int, fragments: Any) -> None:
+        slot = self.place(stage, warp)
+        words = ch.reinterpret(ty.ptr(ty.u32x4), slot)
+        of_tile = ch.reinterpret(ty.ptr(ty.u32), slot + self.format.numbers_at)
+        numbers = ch.const(ty.u32, of_tile[0], name="numbers")
+        for part in range(steps // STEPS_PER_TILE):
+            wanted = turn * STAGE_TILES + part
+            found = ch.const(ty.u32, self._place_of(numbers, wanted), name="found")
+            for step in range(STEPS_PER_TILE):
+                fragments[part * STEPS_PER_TILE + step] = prim.make_u32x4(*(ty.u32(0),) * 4)
+            with ch.if_(found < self.format.kept):
+                for step in range(STEPS_PER_TILE):
+                    fragments[part * STEPS_PER_TILE + step] = words[(found * STEPS_PER_TILE + step) * 32 + self.lane]
+
+    def _place_of(self, numbers: Any, wanted: int) -> Any:
+        """Which of a K-tile's blocks has this number; `kept` if none has."""
+        found: Any = ty.u32(self.format.kept)
+        for block in range(self.format.kept):
+            found = ch.select((numbers >> 8 * block & 0xFF) == wanted, ty.u32(block), found)
+        return found
+
+
 class QuantizedWeights(StageWeights):
     """Half a K-tile a stage: its codes, then all scales and zero points of the K-tile."""
 
@@ -249,6 +295,8 @@ def pair_fragments(fragments: Any, paired: Any) -> None:
 
 def stage_weights(format: TileFormat, lane: ch.Expr) -> StageWeights:
     """How weights of a format come."""
+    if isinstance(format, BlockTiles):
+        return BlockWeights(format, lane)
     if isinstance(format, SparseTiles):
         return SparseWeights(format, lane)
     if isinstance(format, SparseQuantizedTiles):

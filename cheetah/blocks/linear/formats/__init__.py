@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from cheetah import lang as ch
 from cheetah.blocks.linear.formats.bf16 import Bf16Fragments
+from cheetah.blocks.linear.formats.block_tiles import BlockFragments
 from cheetah.blocks.linear.formats.digits import DigitFragments
 from cheetah.blocks.linear.formats.e4m3 import E4m3Fragments, HalfFragments
 from cheetah.blocks.linear.formats.integers import Int4Fragments, Int8Fragments
@@ -13,7 +14,14 @@ from cheetah.blocks.linear.formats.two_of_four_codes import SparseDigits, Sparse
 from cheetah.blocks.linear.fragments import Fragments, groups_of
 from cheetah.blocks.ring import Stage
 from cheetah.plan import MatrixLayout
-from cheetah.plan.formats import DIGITS, HALVES, PLAIN_DIGITS, QUANTIZED_FORMATS, SPARSE_QUANTIZED_FORMATS
+from cheetah.plan.formats import (
+    BLOCK_FORMATS,
+    DIGITS,
+    HALVES,
+    PLAIN_DIGITS,
+    QUANTIZED_FORMATS,
+    SPARSE_QUANTIZED_FORMATS,
+)
 
 _OF_KIND: dict[str, type[Fragments]] = {
     **{"int4": Int4Fragments, "int8": Int8Fragments},
@@ -23,6 +31,7 @@ _OF_SPARSE_KIND: dict[str, type[Fragments]] = {"int4": SparseInt4, "fp8": Sparse
 FRAGMENTS: dict[str, type[Fragments]] = {
     "bf16": Bf16Fragments,
     "2of4": SparseFragments,
+    **dict.fromkeys(BLOCK_FORMATS, BlockFragments),
     **{name: _OF_KIND[one.kind] for name, one in QUANTIZED_FORMATS.items()},
     **{name: _OF_SPARSE_KIND[one.kind] for name, one in SPARSE_QUANTIZED_FORMATS.items()},
 }
