@@ -152,11 +152,11 @@ NUMBERS_BYTES = 16
 def _blocks(kept: int) -> BlockTiles:
     numbers_at = kept * BF16.tile_bytes
     columns = BLOCKS_OF_TILE * BF16.columns
-    return BlockTiles(f"{kept}of4blocks", columns, numbers_at + NUMBERS_BYTES, kept=kept, numbers_at=numbers_at)
+    return BlockTiles(f"blocks-{kept}of4", columns, numbers_at + NUMBERS_BYTES, kept=kept, numbers_at=numbers_at)
 
 
 BLOCK_FORMATS: dict[str, BlockTiles] = {one.name: one for one in map(_blocks, range(1, BLOCKS_OF_TILE))}
-"""2of4blocks: 8.06 bits a weight, 1of4blocks 4.06."""
+"""blocks-2of4: 8.06 bits a weight, blocks-1of4 4.06."""
 
 
 @dataclass(frozen=True)

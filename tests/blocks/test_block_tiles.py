@@ -28,7 +28,7 @@ CASES: dict[str, tuple[int, int, int, dict[str, Any]]] = {
     "sixteen tokens": (33, 260, 2, {"tokens": 16}),
 }
 ALL = [(name, case) for name in BLOCK_FORMATS for case in CASES]
-IN_MAKE_TEST = [("2of4blocks", "one token"), ("1of4blocks", "eight tokens")]
+IN_MAKE_TEST = [("blocks-2of4", "one token"), ("blocks-1of4", "eight tokens")]
 
 
 def matrix_of(name: str, rows: int, columns: int) -> Bits:
@@ -51,7 +51,7 @@ def test_unpacking_gives_what_was_packed(name: str) -> None:
 
 
 def test_one_block_more_is_refused_with_its_place() -> None:
-    tiles = BLOCK_FORMATS["2of4blocks"]
+    tiles = BLOCK_FORMATS["blocks-2of4"]
     matrix = np.zeros((32, 256), np.uint16)
     matrix[20, [130, 170, 255]] = 0x3F80
     message = "columns 128 and the 127 behind of rows 16 to 31 have 3 blocks that are not zero: 2 at most"
@@ -114,4 +114,4 @@ def _one_fewer(fragments: BlockFragments) -> BlockFragments:
 @pytest.mark.parametrize("bug", [pytest.param(name, id=name or "nothing") for name in BUGS])
 def test_a_planted_bug_is_found(bug: str, monkeypatch: pytest.MonkeyPatch) -> None:
     BUGS[bug](monkeypatch)
-    assert (error_of("2of4blocks", (16, 384, 1, {"tokens": 2})) < MATVEC) == (bug == "")
+    assert (error_of("blocks-2of4", (16, 384, 1, {"tokens": 2})) < MATVEC) == (bug == "")

@@ -326,13 +326,13 @@ FORMATS = (
     "2of4-int4-g64",
     "2of4-fp8",
     "2of4+list12",
-    "2of4blocks",
-    "1of4blocks",
+    "blocks-2of4",
+    "blocks-1of4",
     "int4-g64+list5",
 )
 
 
-IN_MAKE_TEST = ("int4-g128", "nvfp4", "2of4-int4-g64", "2of4+list12", "2of4blocks")
+IN_MAKE_TEST = ("int4-g128", "nvfp4", "2of4-int4-g64", "2of4+list12", "blocks-2of4")
 
 
 @pytest.mark.slow

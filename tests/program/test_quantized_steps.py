@@ -35,7 +35,7 @@ CASES: dict[str, tuple[ModelConfig, Formats, dict[str, Any]]] = {
     "llama, four tokens, two of four, lists, parts that come ahead": (
         *(
             model(144, 1100),
-            (("qkv", "2of4+list9"), ("o", "int8+list2"), ("gate_up", "2of4blocks"), ("down", "2of4+list7")),
+            (("qkv", "2of4+list9"), ("o", "int8+list2"), ("gate_up", "blocks-2of4"), ("down", "2of4+list7")),
         ),
         {"tokens": 4, "sync": "barrier"},
     ),

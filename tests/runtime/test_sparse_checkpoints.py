@@ -328,7 +328,7 @@ def test_sparsify_keeps_whole_blocks_of_m_tiles(tmp_path, layout):
     source = write_model(tmp_path / "source", random_values(config), config)
     sparse_copy(str(source), "blocks:0.5", layout).write(tmp_path / "out", lambda nbytes: None, threads=2)
     before, after = open_checkpoint(source), open_checkpoint(tmp_path / "out", sparse="auto")
-    assert dict(after.config.weight_formats) == dict.fromkeys(("qkv", "o", "gate_up", "down"), "2of4blocks")
+    assert dict(after.config.weight_formats) == dict.fromkeys(("qkv", "o", "gate_up", "down"), "blocks-2of4")
     load_all(tmp_path / "out", sparse="auto")
     gate, up = (f"model.layers.1.mlp.{one}_proj.weight" for one in ("gate", "up"))
     kept = {name: after.tensor(name) & 0x7FFF != 0 for name in (gate, up)}

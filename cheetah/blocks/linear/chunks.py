@@ -22,9 +22,6 @@ from cheetah.lang import prim, ty
 from cheetah.plan import MatrixLayout
 from cheetah.plan.formats import BF16
 
-MOST_HELD_WITH_LISTS = 4
-"""Columns up to which tiles are held beside the sums of lists."""
-
 
 class Chunks:
     """How the chunks of all matrices are multiplied, in the consumer role. `place` is in what follows the number that
@@ -79,12 +76,10 @@ class Chunks:
             self._multiply_held(layout, chunk, held, sums)
 
     def _room_for_tiles(self, layout: MatrixLayout) -> Held | None:
-        """Registers for a warp's tiles of a chunk. Not for bf16 tiles where other weights are quantised, not in slices
-        where a last chunk has fewer tiles, and not beside sums of lists of many columns: words spilled then (qwen3-4b;
-        100 of them, smollm3-3b, 8 tokens; 28, 8B in 2of4+list65, 8 tokens)."""
+        """Registers for a warp's tiles of a chunk. Not for bf16 tiles where other weights are quantised, and not in
+        slices where a last chunk has fewer tiles: words spilled then (qwen3-4b; 100 of them, smollm3-3b, 8 tokens)."""
         is_mixed = layout.format == BF16 and bool(self.machine.model.formats)
         is_crowded = layout.last_chunk_tiles < layout.tiles_per_chunk and layout.slices > 1
-        is_crowded |= bool(layout.format.list_units) and self.columns.limit > MOST_HELD_WITH_LISTS
         if groups_of(self.columns.limit, layout.halves) > 1 or is_mixed or is_crowded:
             return None
         tiles = layout.tiles_per_chunk // self.machine.plan.consumer_warps
