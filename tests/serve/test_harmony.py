@@ -11,7 +11,7 @@ from typing import Any
 import openai
 import pytest
 
-from cheetah.runtime import SamplingParams
+from cheetah.runtime import LLM, SamplingParams
 from cheetah.runtime.text.answer_parts import AnswerPart, Thought, ToolCall
 from cheetah.runtime.text.harmony import Harmony
 from cheetah.runtime.text.pieces import Pieces
@@ -92,28 +92,15 @@ class Unskipped(Scripted):
 
 
 @pytest.mark.slow
-def test_a_chat_in_python_has_channels_apart() -> None:
-    how: dict[str, Any] = {"max_tokens": 40, "temperature": 0, "ignore_eos": True, "n": 2}
+def test_channels_come_apart_in_python_and_to_a_client() -> None:
     with quick_llm(chat_template=TEMPLATE) as llm:
-        llm.prompts = Unskipped(**vars(llm.prompts), script=ANALYSIS + CALL + FINAL + "<|end|>", characters=7)
-        output = llm.chat(CHAT, SamplingParams(**how), tools=TOOLS, chat_template=TEMPLATE + "{# tools #}")
-        for one in (output, output.outputs[1]):
-            assert (one.reasoning, one.text, one.tool_calls) == (THOUGHT.text, "It rains <|in Köln.", (WEATHER,))
-        pieces = [piece for piece in llm.stream_chat(CHAT, SamplingParams(**how)) if piece.index == 1]
-        thoughts = THOUGHT.text + '{"city": "Köln"}'
-        for name, wanted in (("reasoning", thoughts), ("text", "It rains <|in Köln.")):
-            assert "".join(getattr(piece, name) for piece in pieces) == wanted
-        raw = llm.chat(CHAT, SamplingParams(skip_special_tokens=False, **how))
-        assert (raw.text or "").startswith(ANALYSIS) and not raw.reasoning, "who asks for special tokens gets them"
-
-
-@pytest.mark.slow
-def test_a_client_gets_channels_apart() -> None:
-    with quick_llm(chat_template=TEMPLATE) as llm:
-        llm.prompts = Unskipped(**vars(llm.prompts), script=ANALYSIS + CALL + FINAL + "<|end|>", characters=400)
+        plain, script = vars(llm.prompts), ANALYSIS + CALL + FINAL + "<|end|>"
+        llm.prompts = Unskipped(**plain, script=script, characters=40)
+        chats_have_channels_apart(llm)
+        llm.prompts = Unskipped(**plain, script=script, characters=400)  # one token, which may be the last
         with served(llm) as running:
             client = openai.OpenAI(base_url=running.url, api_key="none", max_retries=0)
-            how: dict[str, Any] = {"model": "demo", "messages": CHAT, "max_tokens": 40}
+            how: dict[str, Any] = {"model": "demo", "messages": CHAT, "max_tokens": 9}
             how |= {"temperature": 0, "extra_body": {"ignore_eos": True}}
             message = client.chat.completions.create(tools=TOOLS, **how).choices[0].message
             assert ((message.model_extra or {})["reasoning"], message.content) == (THOUGHT.text, "It rains <|in Köln.")
@@ -123,7 +110,20 @@ def test_a_client_gets_channels_apart() -> None:
             thoughts = "".join((delta.model_extra or {}).get("reasoning", "") for delta in deltas)
             assert thoughts == THOUGHT.text + '{"city": "Köln"}'
             assert "".join(delta.content or "" for delta in deltas) == "It rains <|in Köln."
-            response = client.responses.create(model="demo", input="x", max_output_tokens=40, temperature=0)
+            response = client.responses.create(model="demo", input="x", max_output_tokens=9, temperature=0)
             assert response.output_text == "It rains <|in Köln."
             with pytest.raises(openai.BadRequestError, match="answers of several channels cannot be held to calls"):
                 client.chat.completions.create(tools=TOOLS, tool_choice="required", **how)
+
+
+def chats_have_channels_apart(llm: LLM) -> None:
+    how: dict[str, Any] = {"max_tokens": 9, "temperature": 0, "ignore_eos": True, "n": 2}
+    output = llm.chat(CHAT, SamplingParams(**how), tools=TOOLS, chat_template=TEMPLATE + "{# tools #}")
+    for one in (output, output.outputs[1]):
+        assert (one.reasoning, one.text, one.tool_calls) == (THOUGHT.text, "It rains <|in Köln.", (WEATHER,))
+    pieces = [piece for piece in llm.stream_chat(CHAT, SamplingParams(**how)) if piece.index == 1]
+    thoughts = THOUGHT.text + '{"city": "Köln"}'
+    for name, wanted in (("reasoning", thoughts), ("text", "It rains <|in Köln.")):
+        assert "".join(getattr(piece, name) for piece in pieces) == wanted
+    raw = llm.chat(CHAT, SamplingParams(skip_special_tokens=False, **how))
+    assert (raw.text or "").startswith(ANALYSIS) and not raw.reasoning, "who asks for special tokens gets them"
