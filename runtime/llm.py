@@ -245,6 +245,10 @@ class LLM:
             raise CheetahError(f"{self.name} has no tokenizer (no tokenizer.json, or tokenizer=False)")
         return FamiliarTokenizer(self.prompts, self.tokenizer)
 
+    def prepare_structured_outputs(self) -> None:
+        """Makes what the first request with structured outputs would wait for, where there can be such requests."""
+        self._grammars.prepare()
+
     def reset_prefix_cache(self) -> bool:
         """Forgets the pages that are kept for later prompts; they are read again. True: whose completions run keep
         their pages."""

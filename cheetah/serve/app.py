@@ -52,6 +52,7 @@ def asgi(llm: LLM, options: Options | None = None, on_fault: Callable[[], None] 
         usual = sys.getswitchinterval()
         sys.setswitchinterval(SWITCH_SECONDS)
         service.driver.start()
+        service.reading.begin(llm.prepare_structured_outputs)  # while nobody streams yet, who would be held up
         yield
         await service.driver.stop()
         service.reading.close()

@@ -70,6 +70,10 @@ class Reading:
         """Work that waits for a grammar to be read: it takes nobody else's thread."""
         return await asyncio.get_running_loop().run_in_executor(self._grammars, work)
 
+    def begin(self, work: Callable[[], object]) -> None:
+        """Work for which nobody waits, in the thread of a grammar."""
+        self._grammars.submit(work)
+
     def close(self) -> None:
         """What has not begun is dropped."""
         for pool in (self._short, self._long, self._grammars):

@@ -48,8 +48,7 @@ WHITESPACE = r"\x20?"
 class Grammars:
     """The grammars over one tokenizer's tokens. May be used by any thread.
 
-    What llguidance needs of the tokenizer is made when the first grammar is asked for, about a second for 128,000
-    tokens.
+    What llguidance needs of the tokenizer is made when the first grammar is asked for, or by `prepare` before.
     """
 
     def __init__(self, tokenizer: Tokenizer | None, vocab_size: int):
@@ -58,6 +57,13 @@ class Grammars:
         self._library: llguidance.LLTokenizer | None = None
         self._reader: GuardedProcess | None = None
         self._read: OrderedDict[tuple[str, str, str | None], str] = OrderedDict()
+
+    def prepare(self) -> None:
+        """Makes what the first grammar would wait for, where there can be grammars: of 128,000 tokens it takes nearly a
+        second. For 0.6 of it the library holds Python's lock, so that nobody's stream goes on."""
+        if self._tokenizer is not None and _is_installed():
+            with self._lock:
+                self._library = self._library or _library_tokenizer(self._tokenizer, self._vocab_size)
 
     def watcher(
         self, wanted: StructuredOutputsParams | Mapping[str, Any], end_ids: Sequence[int]
@@ -69,12 +75,15 @@ class Grammars:
             raise GrammarError("structured_outputs: a grammar is one of text, and there is no tokenizer")
         if not end_ids:
             raise GrammarError("structured_outputs: the checkpoint names no end-of-text token: give stop_token_ids")
-        _check_installed()
+        if not _is_installed():
+            raise CheetahError(
+                f"structured_outputs needs llguidance, which is not installed: {installing('structured')}"
+            )
         import llguidance
 
         grammar = self._checked(StructuredOutputsParams.of(wanted))
-        with self._lock:
-            self._library = self._library or _library_tokenizer(self._tokenizer, self._vocab_size)
+        self.prepare()
+        assert self._library is not None
         limits = llguidance.LLParserLimits(**PARSER_LIMITS)
         matcher = llguidance.LLMatcher(self._library, grammar, log_level=0, limits=limits)
         known = np.unique([token for token in end_ids if token < self._vocab_size])
@@ -206,6 +215,5 @@ def _library_tokenizer(tokenizer: Tokenizer, vocab_size: int) -> llguidance.LLTo
     return llguidance.LLTokenizer(llguidance.TokenizerWrapper(_Tokens(tokenizer, vocab_size)))
 
 
-def _check_installed() -> None:
-    if importlib.util.find_spec("llguidance") is None:
-        raise CheetahError(f"structured_outputs needs llguidance, which is not installed: {installing('structured')}")
+def _is_installed() -> bool:
+    return importlib.util.find_spec("llguidance") is not None

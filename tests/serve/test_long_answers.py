@@ -17,7 +17,7 @@ from cheetah.serve import answers, replies
 from cheetah.serve.answers import PIECE, as_json, long_json
 from cheetah.serve.app import SWITCH_SECONDS
 from cheetah.serve.logprobs import CompletionLogprobs
-from tests.serve.serving import quick_llm, served
+from tests.serve.serving import quick_llm, served, wait_until
 
 RECORDS: tuple[Any, ...] = (
     {},
@@ -61,6 +61,7 @@ def test_long_answers_are_made_beside_the_event_loop(monkeypatch: pytest.MonkeyP
     usual = sys.getswitchinterval()
     with quick_llm() as llm, served(llm) as server:
         assert sys.getswitchinterval() == SWITCH_SECONDS < usual / 5
+        wait_until(lambda: llm._grammars._library is not None)  # before anybody asks for structured output
         answer = httpx.post(f"{server.address}/tokenize", json={"prompt": "One morning"}).json()
         assert answer["count"] == len(answer["tokens"])
         assert httpx.post(f"{server.url}/completions", json={"prompt": "One", "max_tokens": 2}).status_code == 200
