@@ -33,10 +33,11 @@ EXHAUSTIVE = (
     *("the first column's norm for all", "a query that sees a key too many"),
     *("the wrong parity of a stage ahead", "keys cached in the first sequence's pages"),
     *("draws keyed by the position before", "a whole stage announced for the last keys"),
-    *("products that do not wait for their loads", "no warp barrier before the step's end is told"),
+    *("products that do not wait for their loads", "no warp barrier where one lane waits for all"),
     *("the norm's epsilon left out", "the highest id on ties"),
 )
-"""Of each there is one of its kind that `make test` looks for."""
+"""Of each there is one of its kind that `make test` looks for; a lane that waits for all is one of
+`tests/emulator/test_watch.py`, here the last kernel shows it, behind all schedules of the others."""
 
 
 def demo() -> Subject:
@@ -116,13 +117,16 @@ def test_every_text_that_a_bug_replaces_is_there(monkeypatch: pytest.MonkeyPatch
     """Also of those that `make test-all` alone looks for. No kernel is compiled."""
     for name in ("Case.launches", "_explored"):
         monkeypatch.setattr(f"cheetah.tools.check.{name}", lambda *arguments, **options: None)
-    subject, gone = demo(), []
-    for bug in (one for one in (*TRIED, *MORE) if one.edits):
-        with monkeypatch.context() as patch:
-            changed = planted(bug, patch)
-            assert len([*check_model(subject, sanitizer=False, only="steps")]) == len(changed) == 4
-        gone += [] if any(changed) else [bug.name]
-    assert not gone
+    made: list[Generated] = []
+
+    def generate(*arguments: Any, **options: Any) -> Generated:
+        made.append(whole_kernel(*arguments, **options))
+        return made[-1]
+
+    monkeypatch.setattr("cheetah.tools.check.generate_kernel", generate)
+    assert len([*check_model(demo(), sanitizer=False, only="steps")]) == len(made) == 4
+    bugs = [bug for bug in (*TRIED, *MORE) if bug.edits]
+    assert not [bug.name for bug in bugs if all(bug.planted(one).text == one.text for one in made)]
 
 
 @pytest.mark.exhaustive
