@@ -161,7 +161,7 @@ def test_twice_the_values_twice_the_output(core: Core) -> None:
     np.testing.assert_array_equal(attend(core, doubled), 2 * attend(core, inputs))
 
 
-PAGES = [("bf16", (5, 64)), ("bf16", (1, 16, 256)), ("e4m3", (1, 5, 16, 64, 256))]
+PAGES = [("bf16", (5,)), ("bf16", (1, 16, 64, 256)), ("e4m3", (1, 5, 16, 64, 256))]
 
 
 @pytest.mark.parametrize(("kv_dtype", "sizes"), tiered(PAGES, PAGES[1:]))
@@ -189,7 +189,7 @@ def test_split_in_any_way(sync: str) -> None:
 
 def test_a_cut_between_the_newest_keys() -> None:
     """Chunk edges among the keys of the step: some blocks have a part of them, or nothing else."""
-    core = Core(tokens=8, blocks=8, group=4)
+    core = SEVERAL["8 columns in tiles of 5"]
     for length in range(12, 24):
         inputs = random_inputs(core, length, columns=8)
         assert error(core, inputs, chunk=16) < ATTENTION_WEIGHTS, length
@@ -211,11 +211,11 @@ def dealt(plan: KvPlan, seed: int) -> KvPlan:
 
 
 def test_a_block_with_all_the_items() -> None:
-    core = Core(kv_heads=3, blocks=4)
+    core = Core(group=3, kv_heads=2, blocks=5)
     inputs = random_inputs(core, 60)
     plan = plan_for(core, [60], [1], 32)
-    for owner in range(4):
-        alone = replace(plan, work_indptr=np.array([0] * (owner + 1) + [plan.item_count] * (4 - owner), np.int32))
+    for owner in range(5):
+        alone = replace(plan, work_indptr=np.array([0] * (owner + 1) + [plan.item_count] * (5 - owner), np.int32))
         np.testing.assert_array_equal(attend(core, inputs, alone), attend(core, inputs, plan))
 
 
@@ -245,7 +245,7 @@ def test_grouped_heads_are_repeated_keys() -> None:
 
 def test_a_column_alone_or_among_others() -> None:
     """The newest keys from the cache or from the exchange, one column at a time or all: close."""
-    core = Core(tokens=8, group=2, blocks=2)
+    core = Core(tokens=8)
     inputs = random_inputs(core, 60, columns=8)
     together = attend(core, inputs)
     assert relative_error(attend(replace(core, has_newest=False), inputs), together) < ATTENTION_WEIGHTS
@@ -257,11 +257,11 @@ def test_a_column_alone_or_among_others() -> None:
             keys=inputs.keys[:, :end],
             values=inputs.values[:, :end],
         )
-        assert relative_error(attend(Core(blocks=2), alone)[0], together[number]) < ATTENTION_WEIGHTS
+        assert relative_error(attend(Core(), alone)[0], together[number]) < ATTENTION_WEIGHTS
 
 
 def test_large_logits_stay_finite() -> None:
-    core = Core(blocks=4)
+    core = Core(blocks=8)
     for scale in (30.0, 1000.0):
         inputs = random_inputs(core, 80, scale=scale)
         found = attend(core, inputs)
@@ -269,7 +269,7 @@ def test_large_logits_stay_finite() -> None:
         assert relative_error(found, inputs.output()) < ATTENTION_WEIGHTS
 
 
-@pytest.mark.parametrize("sync", ["flags", "barrier"])
+@pytest.mark.parametrize("sync", tiered(["flags", "barrier"], ["barrier"]))
 def test_the_same_bits_under_every_schedule(sync: str) -> None:
     core = Core(group=3, kv_heads=2, blocks=5, sync=sync)
     inputs = random_inputs(core, 150)
@@ -301,14 +301,22 @@ FUNCTORS = {
     "value_transform": Variant("own values", value_transform=lambda value, at: value),
     "output_transform": Variant("own output", output_transform=lambda output, lse, at: (output, lse)),
 }
+FUNCTORS["all"] = Variant(
+    "own everything",
+    logits_transform=FUNCTORS["logits_transform"].logits_transform,
+    logits_mask=FUNCTORS["logits_mask"].logits_mask,
+    causal=False,
+    value_transform=FUNCTORS["value_transform"].value_transform,
+    output_transform=FUNCTORS["output_transform"].output_transform,
+)
 
 
-@pytest.mark.parametrize("variant", FUNCTORS.values(), ids=FUNCTORS.keys())
+@pytest.mark.parametrize("name", tiered(FUNCTORS, [name for name in FUNCTORS if name != "all"]))
 @pytest.mark.parametrize("kv_dtype", tiered(["bf16", "e4m3"], ["e4m3"]))
-def test_functions_that_change_nothing(kv_dtype: str, variant: Variant) -> None:
+def test_functions_that_change_nothing(kv_dtype: str, name: str) -> None:
     core = Core(tokens=4, group=2, kv_dtype=kv_dtype, head_dim=128, blocks=5)
     inputs = random_inputs(core, 90, columns=4)
-    assert relative_error(attend(core.with_variant(variant), inputs), inputs.output()) < ATTENTION_WEIGHTS
+    assert relative_error(attend(core.with_variant(FUNCTORS[name]), inputs), inputs.output()) < ATTENTION_WEIGHTS
 
 
 @pytest.mark.parametrize(("kv_dtype", "head_dim"), tiered(TRANSFORMED, TRANSFORMED[1:-1]))

@@ -21,6 +21,7 @@ from cheetah.plan.index import round_up
 from cheetah.plan.narrow import residual_tile_rows
 from tests.blocks.small_kernel import SmallKernel, filled, gpu_of, initialise, plan_of
 from tests.program.rig import as_bf16, emulated_gpu, model, relative_error
+from tests.tiers import tiered
 from tests.tolerances import MATVEC
 
 pytestmark = pytest.mark.compiler
@@ -119,8 +120,16 @@ def in_fragment_order(x: np.ndarray) -> np.ndarray:
     return words
 
 
+EXHAUSTIVE = (
+    *("one K-tile", "one over", "one M-tile over a wave", "a chunk and a pair", "many chunks", "eight warps"),
+    *("large stages", "two tokens", "one adding warp", "four tokens, four warps", "eight tokens, eight warps"),
+    *("sixteen tokens", "two slices", "narrow, two tokens", "narrow, eight tokens"),
+)
+"""Others have the same together with something else."""
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", tiered(CASES, EXHAUSTIVE))
 def test_product_against_float64(case: str) -> None:
     kernel, layout = product(*CASES[case])
     assert layout.is_narrow == case.startswith("narrow")

@@ -112,13 +112,22 @@ BUGS: dict[str, tuple[str, dict[str, Any], Callable[[Patch], None]]] = {
         changed(QuantizedFragments, "row_factors", lambda right, self, tiles: right(self, tiles - 1)),
     ),
 }
-QUICK = ("", "the scale of the neighbouring group", "two digits change places", "a zero point that is one too small")
+QUICK = ("", "the scale of the neighbouring group", "a zero point that is one too small")
+EXHAUSTIVE = (
+    *("rows g and g + 8 change scales", "the same with digits, of rows", "two digits change places"),
+    *("the powers of two tokens change places", "what balances the upper nibble's third digit"),
+    *("the powers of the neighbouring tokens", "an upper nibble as large as a lower one"),
+)
+"""Of each there is one of its kind that `make test` looks for: scales, zero points, digits, powers of tokens."""
+
+
+def cases() -> list[Any]:
+    marks = {**{name: pytest.mark.exhaustive for name in EXHAUSTIVE}, **{name: () for name in QUICK}}
+    return [pytest.param(name, marks=marks.get(name, pytest.mark.slow), id=name or "nothing") for name in BUGS]
 
 
 @pytest.mark.compiler
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow, id=name or "nothing") for name in BUGS]
-)
+@pytest.mark.parametrize("name", cases())
 def test_a_planted_bug_is_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     format, fields, plant = BUGS[name]
     plant(monkeypatch)
