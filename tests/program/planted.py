@@ -43,6 +43,7 @@ from tests.program.rig import (
     as_bf16,
     fill_cache,
     float32_logits,
+    kept_kernel,
     model,
     plain_kernel,
     random_weights,
@@ -165,7 +166,7 @@ def joined_rig(bugs: tuple[Bug, ...], **mode: bool) -> Rig:
 @cache
 def clean_kernel(*arguments: Any, **named: Any) -> Generated:
     """The kernel as it is, made once for all that is planted in it."""
-    return plain_kernel(*arguments, **named)
+    return kept_kernel(*arguments, **named)
 
 
 def edited(generated: Generated, edits: tuple[tuple[str, str], ...]) -> Generated:

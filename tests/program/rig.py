@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from cheetah.caches import cache_folder
 from cheetah.generate import generate_kernel
 from cheetah.models.config import ModelConfig
 from cheetah.models.dense.reference import Reference
@@ -18,7 +21,8 @@ from cheetah.models.dense.weights import tensor_shapes
 from cheetah.models.llama import LlamaConfig
 from cheetah.models.rounding import as_bf16
 from cheetah.package import Generated
-from cheetah.plan import GPUS
+from cheetah.plan import GPUS, gpu_named
+from cheetah.runtime.assembly.texts import KeptTexts
 from cheetah.tools import rig as tools
 from cheetah.tools.rig import Session
 
@@ -99,6 +103,22 @@ def plain_kernel(*arguments: Any, **named: Any) -> Generated:
         for part in ("Adjustments", "Filters"):
             patch.setattr(f"cheetah.models.dense.head_parts.{part}", lambda *given: None)
         return generate_kernel(*arguments, **named)
+
+
+def kept(generate: Callable[..., Generated]) -> Callable[..., Generated]:
+    """The generator, asked once for all workers and runs, as long as neither the package nor the file of the
+    configuration's class changes; not for kernels with something planted in them."""
+
+    def made(config: ModelConfig, gpu: str, **plan: Any) -> Generated:
+        source = Path(inspect.getfile(type(config))).read_text()
+        asked = [generate.__name__, source, repr(config), repr(gpu_named(gpu)), plan]
+        found = KeptTexts(cache_folder() / "texts").get(asked, lambda: generate(config, gpu, **plan))
+        return Generated(found.text, found.manifest)
+
+    return made
+
+
+kept_kernel = kept(plain_kernel)
 
 
 class Rig(tools.Rig):

@@ -16,7 +16,7 @@ from cheetah.models.llama import LlamaConfig
 from cheetah.plan import ModelShape, Plan
 from tests.program.kinds import KINDS
 from tests.program.quantized_weights import LINEAR, QuantizedWeights
-from tests.program.rig import F32, Rig, bits, random_weights, token_ids
+from tests.program.rig import F32, Rig, bits, kept_kernel, random_weights, token_ids
 from tests.program.test_experts import qwen as qwen3_moe
 from tests.program.test_families import qwen2, qwen3
 from tests.tiers import tiered
@@ -77,7 +77,7 @@ def rig(name: str, tokens: int) -> Rig:
         config = replace(config, weight_formats=tuple((matrix, subject.format) for matrix in LINEAR))
         weights = QuantizedWeights
     plan = {"tokens": tokens, "kv_chunk": 32, "consumer_warps": WARPS, "max_context": 128, **subject.plan}
-    return Rig(weights(config), **plan)
+    return Rig(weights(config), generate=kept_kernel, **plan)
 
 
 def scored(name: str, tokens: int, per_step: int) -> F32:

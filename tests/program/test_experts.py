@@ -31,6 +31,7 @@ from tests.program.rig import (
     bits,
     emulated_gpu,
     float32_logits,
+    kept_kernel,
     random_weights,
     relative_error,
     token_ids,
@@ -91,6 +92,10 @@ def of_four(sync: str = "flags") -> Rig:
     return Rig(random_weights(qwen(), 12), blocks=3, batch=4, kv_chunk=16, sync=sync, down_slices=2)
 
 
+WHOLE: dict[str, Any] = {"blocks": 3, "batch": 4, "kv_chunk": 16}
+"""What experts make is in shared memory at once."""
+
+
 @pytest.mark.parametrize("sync", tiered(["flags", "barrier"], ["barrier"]))
 def test_the_bits_of_a_sequence_do_not_depend_on_its_company(sync: str) -> None:
     """Some tokens are those of another sequence, so their experts are the same; others are not."""
@@ -113,7 +118,7 @@ def test_a_token_that_is_no_number_changes_no_other() -> None:
     weights = RandomWeights(qwen(), 12)
     broken = RandomWeights(qwen(), 12)
     broken.tensors["model.embed_tokens.weight"][49] = as_bf16(np.full(80, np.nan))
-    rig = Rig(broken, blocks=3, batch=4, kv_chunk=16)
+    rig = Rig(broken, generate=kept_kernel, **WHOLE)
     ids, nothing = token_ids(6, 49), [49] * 6
     session = rig.session("random", 1)
     found, lost = session.score_together([ids, nothing], [session.sequence(), session.sequence()])
@@ -129,7 +134,8 @@ def test_of_equal_logits_the_lowest_experts_count() -> None:
     for name, tensor in weights.tensors.items():
         if name.endswith("mlp.gate.weight"):
             weights.tensors[name] = np.zeros_like(tensor)
-    found, wanted = Rig(weights, blocks=3).session("random", 3).score(ids), float32_logits(weights, ids)
+    session = Rig(weights, generate=kept_kernel, **WHOLE).session("random", 3)
+    found, wanted = session.score(ids), float32_logits(weights, ids)
     assert relative_error(found, wanted) < LOGITS
     name = "model.layers.1.mlp.experts.{}.down_proj.weight"
     weights.tensors[name.format(2)] = weights.tensors[name.format(8)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cache
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,7 +21,7 @@ from cheetah.models.qwen3 import Qwen3Config
 from cheetah.models.rope import Rope
 from tests.program.kinds import KINDS, JointlyNormed
 from tests.program.layer_kinds import behind, fused, sandwich, ungated
-from tests.program.rig import Rig, bits, float32_logits, random_weights, relative_error, token_ids
+from tests.program.rig import Rig, bits, float32_logits, kept_kernel, random_weights, relative_error, token_ids
 from tests.tiers import tiered
 from tests.tolerances import EIGHT_BIT_LOGITS, LOGITS
 
@@ -96,13 +97,20 @@ def test_logits_of_every_position(case: str) -> None:
     assert relative_error(found, float32_logits(weights, ids)) < LOGITS
 
 
+@cache
+def rig_of(config: ModelConfig) -> Rig:
+    """Of so many tokens a step, and of several sequences."""
+    plan = {"blocks": 3, "tokens": 16, "batch": 4, "consumer_warps": 2}
+    return Rig(random_weights(config), generate=kept_kernel, **plan, **SPLIT)
+
+
 @pytest.mark.parametrize(
     "config", tiered([qwen3(4, 2), qwen2(4, 2), KINDS], [qwen2(4, 2)]), ids=lambda config: type(config).__name__
 )
 def test_many_tokens_of_a_step_are_the_same_as_one(config: ModelConfig) -> None:
     """Several tiles then load a new key: each is in the cache once, as the first of them made it."""
     weights, ids = random_weights(config), token_ids(40, config.vocab_size)
-    rig = Rig(weights, blocks=3, tokens=16, consumer_warps=2, **SPLIT)
+    rig = rig_of(config)
     session = rig.session("random", 2)
     assert relative_error(session.score(ids, per_step=16), float32_logits(weights, ids)) < LOGITS
     several = session.cached()
@@ -131,8 +139,8 @@ SCHEDULED = [qwen3(4, 2), qwen2(4, 2), KINDS, behind()]
 
 @pytest.mark.parametrize("config", tiered(SCHEDULED, SCHEDULED[1::2]), ids=lambda config: type(config).__name__)
 def test_schedules_change_no_bit(config: ModelConfig) -> None:
-    weights, ids = random_weights(config), token_ids(24, config.vocab_size)
-    rig = Rig(weights, blocks=4, tokens=2, **SPLIT)
+    ids = token_ids(24, config.vocab_size)
+    rig = rig_of(config)
     runs = []
     for scheduler in ("round_robin", "random", "priority"):
         session = rig.session(scheduler, 5)
@@ -206,7 +214,7 @@ def test_a_context_within_the_window_has_the_kernel_of_a_model_without() -> None
 def test_windows_in_some_layers_over_several_sequences_that_share_a_prefix() -> None:
     """Layers that see all keys read the prefix once for all, those with a window read their own."""
     weights, prefix = random_weights(KINDS), token_ids(64, 50)
-    session = Rig(weights, blocks=3, batch=4, **SPLIT).session("random", 4, launch_steps=20)
+    session = rig_of(KINDS).session("random", 4, launch_steps=20)
     first = session.sequence()
     session.score_together([prefix], [first])
     caches = [first.fork() for _ in range(3)]

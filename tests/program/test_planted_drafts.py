@@ -61,6 +61,15 @@ BUGS = (
 )  # fmt: skip
 
 
+ALWAYS = (
+    *("a draft is accepted that differs", "one token too many behind a stop", "a rejected key is read"),
+    *("the first plan for ever", "penalties miss a draft", "a column's filter reads the first one's row"),
+    *("what was made is appended at its position", "the earliest match"),
+    "drafts are counted where there are none",
+)
+"""Of each kind one or two that `make test` looks for."""
+
+
 @cache
 def planted_rig(is_watched: bool = False) -> Rig:
     """A kernel with all bugs in it, none of them on."""
@@ -120,7 +129,9 @@ def test_of_wrong_numbers_without_drafts_the_first_is_named(bug: str) -> None:
     assert off.startswith("first off: layer 0, phase qkv: ") if bug else not off, off
 
 
-@pytest.mark.parametrize("bug", tiered(BUGS, BUGS[::3]), ids=lambda bug: bug.name.replace(" ", "-"))
+@pytest.mark.parametrize(
+    "bug", tiered(BUGS, [bug for bug in BUGS if bug.name not in ALWAYS]), ids=lambda bug: bug.name.replace(" ", "-")
+)
 def test_a_bug_is_found(bug: SamplingBug) -> None:
     with chosen(planted_rig(), BUGS.index(bug) + 1):
         assert finding() is not None

@@ -20,7 +20,7 @@ from cheetah.runtime.engine.launches import LaunchResult
 from cheetah.tools import judged_drafts
 from cheetah.tools.judged_drafts import expected
 from tests.program.kinds import KINDS
-from tests.program.rig import Rig, Session, model, random_weights, relative_error, token_ids
+from tests.program.rig import Rig, Session, kept, model, random_weights, relative_error, token_ids
 from tests.program.test_experts import qwen
 from tests.tiers import tiered
 from tests.tolerances import SMALL_MARGIN
@@ -37,7 +37,7 @@ def rig(**more: Any) -> Rig:
     """Items of 32 keys, of which a launch crosses several; one block more than there are KV heads."""
     weights = random_weights(model(heads=4, kv_heads=2))
     plan = {"batch": 2, "tokens": 8, "kv_chunk": 32, "drafts": 7, "stages": 5, **more}
-    return Rig(weights, blocks=3, kv_chunk_min=16, generate=generate_kernel, **plan)
+    return Rig(weights, blocks=3, kv_chunk_min=16, generate=kept(generate_kernel), **plan)
 
 
 def made(
