@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pytest
@@ -23,9 +24,8 @@ TOLERANCE = 0.05
 
 @pytest.fixture(scope="module")
 def llm() -> Iterator[LLM]:
-    with LLM(
-        "demo", device="emulator", gpu="emulator-2", batch=4, max_context=256, prompt_passes=True, quiet=True
-    ) as llm:
+    options: dict[str, Any] = {"batch": 4, "max_context": 256, "plan": {"consumer_warps": 2}}
+    with LLM("demo", device="emulator", gpu="emulator-2", prompt_passes=True, quiet=True, **options) as llm:
         yield llm
 
 

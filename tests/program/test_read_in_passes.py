@@ -41,7 +41,7 @@ def assembled(passes: bool) -> Assembly:
         open_checkpoint("demo"),
         device=EmulatorDevice(),
         gpu=emulated_gpu(2),
-        overrides={"batch": 4, "max_context": 256},
+        overrides={"batch": 4, "max_context": 256, "consumer_warps": 2},
         prompt_passes=passes,
         quiet=True,
     )

@@ -142,7 +142,8 @@ def opened(**more: Any) -> LLM:
     measured: how long steps take on a busy host must decide nothing here."""
     config = {"method": "ngram", "num_speculative_tokens": 7, "prompt_lookup_min": 1}
     options: dict[str, Any] = {"batch": 4, "speculative_config": config, "max_context": 192, "launch_steps": 8}
-    options |= {"prompt_passes": True, **more}
+    plan = {"consumer_warps": 2, **more.pop("plan", {})}  # two blocks of two warps: half of the emulator's time
+    options |= {"prompt_passes": True, "gpu": "emulator-2", "plan": plan, **more}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(llm_module, "_assembly_options", lambda *known: replace(asked_of(*known), solo=True))
         made = LLM("demo", device="emulator", quiet=True, **options)
