@@ -76,7 +76,8 @@ class JudgedSteps:
 
     def __init__(self, rig: Rig, is_of_several: bool = False) -> None:
         self.rig, self.config, self.plan, self.pace = rig, rig.config, rig.plan, Pace(rig.plan.in_flight)
-        self._has_explained = self._has_been_large = False
+        self._has_explained = False
+        self._large_under: tuple[str, int] | None = None  # the schedule of launches with numbers that are too large
         self.reference, self.rounded = reference_of(rig), reference_of(rig, round_to_bf16)
         exact_one, rounded = reference_of(rig), reference_of(rig, round_to_bf16)
         self.course = Course(rig, is_of_several)
@@ -102,8 +103,8 @@ class JudgedSteps:
             run.short() if is_short else run.whole()
             exchange = session.exchanged()
             found = Transcript(asked, tuple(run.scored), tuple(run.drawn), session.cached(), exchange)
-            if not (self._has_been_large or is_short or published is not None):
-                self._has_been_large = True  # under one schedule: no other has shown more
+            self._large_under = self._large_under or (scheduler, seed)  # the first alone: no other has shown more
+            if self._large_under == (scheduler, seed) and not is_short and published is None:
                 run.too_large()
         except (LaunchFault, KernelFault) as error:
             text = without_advice(error)
