@@ -701,7 +701,7 @@ struct DecodeStep {
       #pragma unroll 1
       for (uint32_t first = what.w; first < end; first += STAGE_KEYS) {
         uint32_t count = min(end - first, STAGE_KEYS);
-        uint32_t pages[2];
+        uint32_t pages[STAGE_KEYS / PAGE_SIZE];
         #pragma unroll
         for (uint32_t index_2 = 0; index_2 < STAGE_KEYS / PAGE_SIZE; ++index_2) {
           uint32_t token = min(first + index_2 * PAGE_SIZE, end - 1);
@@ -1231,7 +1231,8 @@ struct DecodeStep {
 
   // This warp's tiles of a chunk, and what they are multiplied with, to registers.
   __device__ __forceinline__ void hold_chunk(uint32_t chunk, uint32_t place, uint8_t* chunk_2, uint32_t warp,
-      uint32_t lane, uint4 (&weights)[2][2], uint4 (&values)[2]) {
+      uint32_t lane, uint4 (&weights)[STAGE_BYTES / BF16_TILE_BYTES / 8][2],
+      uint4 (&values)[STAGE_BYTES / BF16_TILE_BYTES / 8]) {
     const uint4* fragments = (const uint4*)(chunk_2);
     uint32_t read = 0;
     #pragma unroll
@@ -1249,7 +1250,7 @@ struct DecodeStep {
 
   // The products of what `hold_chunk` brought.
   __device__ __forceinline__ void multiply_held(uint32_t chunk, float (&sums)[1][4], uint32_t warp,
-      uint4 (&weights)[2][2], uint4 (&values)[2]) {
+      uint4 (&weights)[STAGE_BYTES / BF16_TILE_BYTES / 8][2], uint4 (&values)[STAGE_BYTES / BF16_TILE_BYTES / 8]) {
     #pragma unroll
     for (uint32_t turn = 0; turn < STAGE_BYTES / BF16_TILE_BYTES / 8; ++turn) {
       uint32_t pair = turn * 8 + warp;
@@ -1263,8 +1264,8 @@ struct DecodeStep {
       uint32_t warp, uint32_t lane) {
     #pragma unroll 2
     for (uint32_t chunk = first; chunk < end; ++chunk) {
-      uint4 weights[2][2];
-      uint4 values[2];
+      uint4 weights[STAGE_BYTES / BF16_TILE_BYTES / 8][2];
+      uint4 values[STAGE_BYTES / BF16_TILE_BYTES / 8];
       mbarrier_wait(full + use_stage, use_parity);
       uint8_t* chunk_2 = ring + use_stage * STAGE_BYTES;
       hold_chunk(chunk, chunk - first, chunk_2, warp, lane, weights, values);
@@ -1454,7 +1455,7 @@ struct DecodeStep {
 
   // exp2(logit - highest) in place, and the state shrunk to the new highest logit.
   __device__ __forceinline__ void weigh(float (&logits)[4], float (&highest)[2], float (&weight_sum)[2],
-      float (&output)[8][4]) {
+      float (&output)[HEAD_DIM / 64 * 4][4]) {
     #pragma unroll
     for (uint32_t column = 0; column < 2; ++column) {
       float peak = maximum_f32(logits[column], logits[column + 2]);
@@ -1488,7 +1489,7 @@ struct DecodeStep {
 
   // output (dims x queries) += values^T * weights, of every column tile.
   __device__ __forceinline__ void add_values(uint32_t first_row, uint32_t valid, uint32_t key, uint32_t weights_0_0,
-      uint32_t weights_0_1, uint32_t lane, uint8_t* values, float (&output)[8][4]) {
+      uint32_t weights_0_1, uint32_t lane, uint8_t* values, float (&output)[HEAD_DIM / 64 * 4][4]) {
     uint32_t words[2][4][4];
     #pragma unroll
     for (uint32_t index = 0; index < 4; ++index) {
@@ -1511,8 +1512,8 @@ struct DecodeStep {
   // Fold 16 keys into the states of some column tiles, which share what is read of keys and values. The first
   // `valid` keys (one at least) exist; the first is key `key`.
   __device__ __forceinline__ void attend(uint32_t first_row, uint32_t valid, uint32_t key, uint32_t lane, uint8_t* keys,
-      uint4* query, uint32_t (&limits)[2], float (&highest)[2], float (&weight_sum)[2], float (&output)[8][4],
-      uint8_t* values) {
+      uint4* query, uint32_t (&limits)[2], float (&highest)[2], float (&weight_sum)[2],
+      float (&output)[HEAD_DIM / 64 * 4][4], uint8_t* values) {
     float sums[2][4] = {};
     uint32_t row = first_row + lane / 4;
     uint32_t words[2][4];
@@ -1542,7 +1543,7 @@ struct DecodeStep {
   // newest keys are worked on as if they were in one more stage: so the code of a tile stands in the kernel once.
   __device__ __forceinline__ void attend_keys(uint32_t end, uint32_t newest_begin, uint32_t newest, uint32_t epoch,
       uint32_t begin, uint32_t warp, uint32_t lane, uint4* query, uint32_t (&limits)[2], float (&highest)[2],
-      float (&weight_sum)[2], float (&output)[8][4]) {
+      float (&weight_sum)[2], float (&output)[HEAD_DIM / 64 * 4][4]) {
     uint32_t cached = begin < end ? end - begin : 0;
     uint32_t tiles = (cached + 15) / 16;
     uint32_t keys_end = begin + cached + newest;
@@ -1608,7 +1609,7 @@ struct DecodeStep {
   }
 
   // This warp's unnormalised output of some slices: attention[warp][column][slice][number].
-  __device__ __forceinline__ void lay_output_down(uint32_t lane, uint32_t warp, float (&output)[8][4]) {
+  __device__ __forceinline__ void lay_output_down(uint32_t lane, uint32_t warp, float (&output)[HEAD_DIM / 64 * 4][4]) {
     uint4* scratch = (uint4*)(arena + ATTENTION);
     #pragma unroll
     for (uint32_t column = 0; column < 2; ++column) {
@@ -1685,7 +1686,8 @@ struct DecodeStep {
   }
 
   // This warp's unnormalised output of some slices: attention[warp][column][slice][number].
-  __device__ __forceinline__ void lay_output_down_of_later_slices(uint32_t lane, uint32_t warp, float (&output)[8][4]) {
+  __device__ __forceinline__ void lay_output_down_of_later_slices(uint32_t lane, uint32_t warp,
+      float (&output)[HEAD_DIM / 64 * 4][4]) {
     uint4* scratch = (uint4*)(arena + ATTENTION);
     #pragma unroll
     for (uint32_t column = 0; column < 2; ++column) {
@@ -1700,7 +1702,7 @@ struct DecodeStep {
   // Fold the key groups' states, in ascending order, as many dims at a time as there is room for, and publish the
   // result.
   __device__ __forceinline__ void fold(uint32_t epoch, float (&weight_sum)[2], uint32_t lane, uint32_t warp,
-      float (&highest)[2], float (&output)[8][4], KeptItem* record, uint32_t thread, uint32_t kv_head) {
+      float (&highest)[2], float (&output)[HEAD_DIM / 64 * 4][4], KeptItem* record, uint32_t thread, uint32_t kv_head) {
     lay_down_statistics(weight_sum, lane, warp, highest);
     lay_output_down(lane, warp, output);
     named_barrier(1, CONSUMERS);
@@ -1718,7 +1720,7 @@ struct DecodeStep {
       KeptItem* record, uint32_t thread, uint32_t kv_head) {
     float highest[2];
     float weight_sum[2] = {};
-    float output[8][4] = {};
+    float output[HEAD_DIM / 64 * 4][4] = {};
     highest[0] = -infinity();
     highest[1] = -infinity();
     attend_keys(cached_end, newest_begin, newest, epoch, begin, warp, lane, query, limits, highest, weight_sum, output);
@@ -1754,7 +1756,7 @@ struct DecodeStep {
   // output (dims x queries) += values^T * weights, of every column tile.
   __device__ __forceinline__ void add_values_of_two_weights(uint32_t first_row, uint32_t valid, uint32_t key,
       uint32_t weights_0_0, uint32_t weights_0_1, uint32_t weights_1_0, uint32_t weights_1_1, uint32_t lane,
-      uint8_t* values, float (&output)[8][4], float (&output_2)[8][4]) {
+      uint8_t* values, float (&output)[HEAD_DIM / 64 * 4][4], float (&output_2)[HEAD_DIM / 64 * 4][4]) {
     uint32_t words[2][4][4];
     #pragma unroll
     for (uint32_t index = 0; index < 4; ++index) {
@@ -1779,8 +1781,8 @@ struct DecodeStep {
   // `valid` keys (one at least) exist; the first is key `key`.
   __device__ __forceinline__ void attend_of_two_queries(uint32_t first_row, uint32_t valid, uint32_t key, uint32_t lane,
       uint8_t* keys, uint4* query, uint4* query_2, uint32_t (&limits)[2], float (&highest)[2], float (&weight_sum)[2],
-      float (&output)[8][4], uint32_t (&limits_2)[2], float (&highest_2)[2], float (&weight_sum_2)[2],
-      float (&output_2)[8][4], uint8_t* values) {
+      float (&output)[HEAD_DIM / 64 * 4][4], uint32_t (&limits_2)[2], float (&highest_2)[2], float (&weight_sum_2)[2],
+      float (&output_2)[HEAD_DIM / 64 * 4][4], uint8_t* values) {
     float sums[2][4] = {};
     float sums_2[2][4] = {};
     uint32_t row = first_row + lane / 4;
@@ -1820,8 +1822,8 @@ struct DecodeStep {
   __device__ __forceinline__ void attend_keys_of_many(uint32_t end, uint32_t newest_begin, uint32_t newest,
       uint32_t epoch, uint32_t begin, uint32_t first_tile, uint32_t key_groups, uint32_t column_groups,
       uint32_t column_group, uint32_t lane, uint4* query, uint4* query_2, uint32_t (&limits)[2], float (&highest)[2],
-      float (&weight_sum)[2], float (&output)[8][4], uint32_t (&limits_2)[2], float (&highest_2)[2],
-      float (&weight_sum_2)[2], float (&output_2)[8][4]) {
+      float (&weight_sum)[2], float (&output)[HEAD_DIM / 64 * 4][4], uint32_t (&limits_2)[2], float (&highest_2)[2],
+      float (&weight_sum_2)[2], float (&output_2)[HEAD_DIM / 64 * 4][4]) {
     uint32_t cached = begin < end ? end - begin : 0;
     uint32_t tiles = (cached + 15) / 16;
     uint32_t keys_end = begin + cached + newest;
@@ -1901,8 +1903,9 @@ struct DecodeStep {
   // Fold the key groups' states, in ascending order, as many dims at a time as there is room for, and publish the
   // result.
   __device__ __forceinline__ void fold_of_many(uint32_t epoch, float (&weight_sum)[2], uint32_t lane, uint32_t warp,
-      float (&highest)[2], float (&output)[8][4], uint32_t column_groups, uint32_t thread, KeptItem* record,
-      uint32_t kv_head, float (&weight_sum_2)[2], float (&highest_2)[2], float (&output_2)[8][4]) {
+      float (&highest)[2], float (&output)[HEAD_DIM / 64 * 4][4], uint32_t column_groups, uint32_t thread,
+      KeptItem* record, uint32_t kv_head, float (&weight_sum_2)[2], float (&highest_2)[2],
+      float (&output_2)[HEAD_DIM / 64 * 4][4]) {
     lay_down_statistics(weight_sum, lane, warp, highest);
     lay_output_down(lane, warp, output);
     named_barrier(1, CONSUMERS);
@@ -1930,12 +1933,12 @@ struct DecodeStep {
       uint32_t (&limits_2)[2], uint32_t warp, uint32_t thread, KeptItem* record, uint32_t kv_head) {
     float highest[2];
     float weight_sum[2] = {};
-    float output[8][4] = {};
+    float output[HEAD_DIM / 64 * 4][4] = {};
     highest[0] = -infinity();
     highest[1] = -infinity();
     float highest_2[2];
     float weight_sum_2[2] = {};
-    float output_2[8][4] = {};
+    float output_2[HEAD_DIM / 64 * 4][4] = {};
     highest_2[0] = -infinity();
     highest_2[1] = -infinity();
     attend_keys_of_many(cached_end, newest_begin, newest, epoch, begin, first_tile, key_groups, column_groups,
@@ -2215,8 +2218,8 @@ struct DecodeStep {
       uint32_t lane) {
     #pragma unroll 2
     for (uint32_t chunk = first; chunk < end; ++chunk) {
-      uint4 weights[2][2];
-      uint4 values[2];
+      uint4 weights[STAGE_BYTES / BF16_TILE_BYTES / 8][2];
+      uint4 values[STAGE_BYTES / BF16_TILE_BYTES / 8];
       mbarrier_wait(full + use_stage, use_parity);
       uint8_t* chunk_2 = ring + use_stage * STAGE_BYTES;
       hold_chunk(chunk, chunk - first, chunk_2, warp, lane, weights, values);

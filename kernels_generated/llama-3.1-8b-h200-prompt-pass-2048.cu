@@ -200,8 +200,64 @@ constexpr uint32_t RING_BARRIERS = 196608;
 constexpr uint32_t RING = 0;
 constexpr uint32_t SCALES = 196688;
 constexpr uint32_t SQUARES = 198736;
-constexpr uint32_t TO_VALUES = 16384;
+constexpr uint32_t QKV_ROWS = 6144;
+constexpr uint32_t BLOCKS = 132;
+constexpr uint32_t QKV_LAST_WAVE_WIDTH = 120;
+constexpr uint32_t QKV_M_TILE_BYTES = 131072;
+constexpr uint32_t QKV_K_TILES = 128;
+constexpr uint32_t CHUNK_BYTES = 16384;
+constexpr uint32_t BF16_TILE_BYTES = 1024;
+constexpr uint32_t LAYER_BYTES = 436207616;
+constexpr uint32_t STAGE_BYTES = 49152;
+constexpr uint32_t O_ROWS = 4096;
+constexpr uint32_t O_LAST_WAVE_WIDTH = 124;
+constexpr uint32_t O_M_TILE_BYTES = 131072;
+constexpr uint32_t O_K_TILES = 128;
+constexpr uint32_t O_OFFSET = 50331648;
+constexpr uint32_t GATE_UP_ROWS = 28672;
+constexpr uint32_t GATE_UP_LAST_WAVE_WIDTH = 76;
+constexpr uint32_t GATE_UP_M_TILE_BYTES = 131072;
+constexpr uint32_t GATE_UP_K_TILES = 128;
+constexpr uint32_t GATE_UP_OFFSET = 83886080;
+constexpr uint32_t DOWN_ROWS = 4096;
+constexpr uint32_t DOWN_LAST_WAVE_WIDTH = 124;
+constexpr uint32_t DOWN_M_TILE_BYTES = 458752;
+constexpr uint32_t DOWN_K_TILES = 448;
+constexpr uint32_t DOWN_OFFSET = 318767104;
+constexpr uint32_t HIDDEN_AT = 33555456;
+constexpr uint32_t ACTIVATION_TILE_BYTES = 16384;
+constexpr uint32_t QKV_COLUMNS = 4096;
+constexpr uint32_t STAGE_WEIGHTS_BYTES = 16384;
+constexpr uint32_t PASS_TOKENS = 2048;
+constexpr uint32_t GROUP_BYTES = 512;
+constexpr uint32_t KEY_ROWS = 16384;
+constexpr uint32_t HEAD_GROUP_BYTES = 2048;
+constexpr uint32_t KEY_TILE_BYTES = 16384;
+constexpr uint32_t KEYS_AT = 67404800;
+constexpr uint32_t VALUES_AT = 100959232;
+constexpr uint32_t ATTENTION_AT = 134513664;
+constexpr uint32_t O_COLUMNS = 4096;
+constexpr uint32_t TILE_TOKENS = 256;
+constexpr uint32_t ACCUMULATOR_BYTES = 512;
+constexpr uint32_t RESIDUAL_AT = 1024;
+constexpr uint32_t GATE_UP_COLUMNS = 4096;
+constexpr uint32_t GATED_AT = 151290880;
+constexpr uint32_t DOWN_COLUMNS = 14336;
+constexpr uint32_t LOW_HALVES = 0x5410;
+constexpr uint32_t HIGH_HALVES = 0x7632;
+constexpr uint32_t UNIT_BYTES = 128;
+constexpr uint32_t CONSUMERS = 256;
+constexpr uint32_t HIDDEN_M_TILES = 256;
+constexpr uint32_t SQUARES_AT = 50332672;
+constexpr uint32_t HIDDEN = 4096;
+constexpr uint32_t QUERIES_AT = 50594816;
+constexpr uint32_t STEP_BYTES = 512;
+constexpr uint32_t LANES = 32;
+constexpr uint32_t CORE_BYTES = 128;
 constexpr uint32_t HEAD_DIM = 128;
+constexpr uint32_t TO_VALUES = 16384;
+constexpr uint32_t BF16_SLOT_TILE_BYTES = 2048;
+constexpr uint32_t MAX_CONTEXT = 8192;
 
 struct PromptPass {
   const uint8_t* weights;
@@ -250,26 +306,26 @@ struct PromptPass {
   __device__ __forceinline__ void copy_weights(uint32_t layer) {
     uint32_t lane_2 = lane;
     #pragma unroll 1
-    for (uint32_t tile = block; tile < token_tiles * 48; tile += 132) {
+    for (uint32_t tile = block; tile < token_tiles * (QKV_ROWS / 16 / 8); tile += BLOCKS) {
       uint32_t row_tile = tile / token_tiles;
       uint32_t first = row_tile * 8;
-      uint32_t count = min(384 - first, 8u);
-      uint32_t m_tile = min(first + lane_2, 383u);
-      uint32_t wave = m_tile / 132;
-      uint32_t position = m_tile % 132;
-      uint32_t width = 132 - wave / 2 * 12;
-      uint64_t wave_bytes = (uint64_t)(wave) * 17301504;
+      uint32_t count = min(QKV_ROWS / 16 - first, 8u);
+      uint32_t m_tile = min(first + lane_2, QKV_ROWS / 16 - 1);
+      uint32_t wave = m_tile / BLOCKS;
+      uint32_t position = m_tile % BLOCKS;
+      uint32_t width = BLOCKS - wave / 2 * (BLOCKS - QKV_LAST_WAVE_WIDTH);
+      uint64_t wave_bytes = (uint64_t)(wave) * (BLOCKS * QKV_M_TILE_BYTES);
       #pragma unroll 1
-      for (uint32_t chunk = 0; chunk < 8; ++chunk) {
-        const uint8_t* source = weights + (uint64_t)(layer) * 436207616 + (wave_bytes + (uint64_t)(width * chunk * 16384 + position * 16384));
+      for (uint32_t chunk = 0; chunk < QKV_K_TILES / (CHUNK_BYTES / BF16_TILE_BYTES); ++chunk) {
+        const uint8_t* source = weights + (uint64_t)(layer) * LAYER_BYTES + (wave_bytes + (uint64_t)(width * chunk * CHUNK_BYTES + position * CHUNK_BYTES));
         #pragma unroll 1
-        for (uint32_t k_tile = 0; k_tile < 16; k_tile += 2) {
-          uint32_t size = min(16 - k_tile, 2u) * 1024;
+        for (uint32_t k_tile = 0; k_tile < CHUNK_BYTES / BF16_TILE_BYTES; k_tile += 2) {
+          uint32_t size = min(CHUNK_BYTES / BF16_TILE_BYTES - k_tile, 2u) * BF16_TILE_BYTES;
           uint64_t* barrier = full + weights_stage;
           if (lane < count) {
             mbarrier_wait(empty + weights_stage, weights_parity);
             if (lane == 0) mbarrier_arrive_expect_tx(barrier, size * count);
-            bulk_copy(ring + weights_stage * 49152 + lane * 2048, source + k_tile * 1024, size, barrier);
+            bulk_copy(ring + weights_stage * STAGE_BYTES + lane * (2 * BF16_TILE_BYTES), source + k_tile * BF16_TILE_BYTES, size, barrier);
           }
           advance(weights_stage, weights_parity, 4);
         }
@@ -281,7 +337,7 @@ struct PromptPass {
   // In the weights role, which brings nothing here, but whose arrival is needed.
   __device__ __forceinline__ void copy_nothing() {
     #pragma unroll 1
-    for (uint32_t tile = block; tile < tile_count * 32; tile += 132) {
+    for (uint32_t tile = block; tile < tile_count * 32; tile += BLOCKS) {
       uint4 of_tile = ((const uint4*)(tiles))[tile / 32];
       uint32_t end = (of_tile.y + of_tile.z + 63) / 64;
       #pragma unroll 1
@@ -301,26 +357,26 @@ struct PromptPass {
   __device__ __forceinline__ void copy_weights_of_o(uint32_t layer) {
     uint32_t lane_2 = lane;
     #pragma unroll 1
-    for (uint32_t tile = block; tile < token_tiles * 32; tile += 132) {
+    for (uint32_t tile = block; tile < token_tiles * (O_ROWS / 16 / 8); tile += BLOCKS) {
       uint32_t row_tile = tile / token_tiles;
       uint32_t first = row_tile * 8;
-      uint32_t count = min(256 - first, 8u);
-      uint32_t m_tile = min(first + lane_2, 255u);
-      uint32_t wave = m_tile / 132;
-      uint32_t position = m_tile % 132;
-      uint32_t width = 132 - wave * 8;
-      uint64_t wave_bytes = (uint64_t)(wave) * 17301504;
+      uint32_t count = min(O_ROWS / 16 - first, 8u);
+      uint32_t m_tile = min(first + lane_2, O_ROWS / 16 - 1);
+      uint32_t wave = m_tile / BLOCKS;
+      uint32_t position = m_tile % BLOCKS;
+      uint32_t width = BLOCKS - wave * (BLOCKS - O_LAST_WAVE_WIDTH);
+      uint64_t wave_bytes = (uint64_t)(wave) * (BLOCKS * O_M_TILE_BYTES);
       #pragma unroll 1
-      for (uint32_t chunk = 0; chunk < 8; ++chunk) {
-        const uint8_t* source = weights + ((uint64_t)(layer) * 436207616 + 50331648) + (wave_bytes + (uint64_t)(width * chunk * 16384 + position * 16384));
+      for (uint32_t chunk = 0; chunk < O_K_TILES / (CHUNK_BYTES / BF16_TILE_BYTES); ++chunk) {
+        const uint8_t* source = weights + ((uint64_t)(layer) * LAYER_BYTES + O_OFFSET) + (wave_bytes + (uint64_t)(width * chunk * CHUNK_BYTES + position * CHUNK_BYTES));
         #pragma unroll 1
-        for (uint32_t k_tile = 0; k_tile < 16; k_tile += 2) {
-          uint32_t size = min(16 - k_tile, 2u) * 1024;
+        for (uint32_t k_tile = 0; k_tile < CHUNK_BYTES / BF16_TILE_BYTES; k_tile += 2) {
+          uint32_t size = min(CHUNK_BYTES / BF16_TILE_BYTES - k_tile, 2u) * BF16_TILE_BYTES;
           uint64_t* barrier = full + weights_stage;
           if (lane < count) {
             mbarrier_wait(empty + weights_stage, weights_parity);
             if (lane == 0) mbarrier_arrive_expect_tx(barrier, size * count);
-            bulk_copy(ring + weights_stage * 49152 + lane * 2048, source + k_tile * 1024, size, barrier);
+            bulk_copy(ring + weights_stage * STAGE_BYTES + lane * (2 * BF16_TILE_BYTES), source + k_tile * BF16_TILE_BYTES, size, barrier);
           }
           advance(weights_stage, weights_parity, 4);
         }
@@ -342,26 +398,26 @@ struct PromptPass {
   __device__ __forceinline__ void copy_weights_of_gate_up(uint32_t layer) {
     uint32_t lane_2 = lane;
     #pragma unroll 1
-    for (uint32_t tile = block; tile < token_tiles * 224; tile += 132) {
+    for (uint32_t tile = block; tile < token_tiles * (GATE_UP_ROWS / 16 / 8); tile += BLOCKS) {
       uint32_t row_tile = tile / token_tiles;
       uint32_t first = row_tile * 8;
-      uint32_t count = min(1792 - first, 8u);
-      uint32_t m_tile = min(first + lane_2, 1791u);
-      uint32_t wave = m_tile / 132;
-      uint32_t position = m_tile % 132;
-      uint32_t width = 132 - wave / 13 * 56;
-      uint64_t wave_bytes = (uint64_t)(wave) * 17301504;
+      uint32_t count = min(GATE_UP_ROWS / 16 - first, 8u);
+      uint32_t m_tile = min(first + lane_2, GATE_UP_ROWS / 16 - 1);
+      uint32_t wave = m_tile / BLOCKS;
+      uint32_t position = m_tile % BLOCKS;
+      uint32_t width = BLOCKS - wave / 13 * (BLOCKS - GATE_UP_LAST_WAVE_WIDTH);
+      uint64_t wave_bytes = (uint64_t)(wave) * (BLOCKS * GATE_UP_M_TILE_BYTES);
       #pragma unroll 1
-      for (uint32_t chunk = 0; chunk < 8; ++chunk) {
-        const uint8_t* source = weights + ((uint64_t)(layer) * 436207616 + 83886080) + (wave_bytes + (uint64_t)(width * chunk * 16384 + position * 16384));
+      for (uint32_t chunk = 0; chunk < GATE_UP_K_TILES / (CHUNK_BYTES / BF16_TILE_BYTES); ++chunk) {
+        const uint8_t* source = weights + ((uint64_t)(layer) * LAYER_BYTES + GATE_UP_OFFSET) + (wave_bytes + (uint64_t)(width * chunk * CHUNK_BYTES + position * CHUNK_BYTES));
         #pragma unroll 1
-        for (uint32_t k_tile = 0; k_tile < 16; k_tile += 2) {
-          uint32_t size = min(16 - k_tile, 2u) * 1024;
+        for (uint32_t k_tile = 0; k_tile < CHUNK_BYTES / BF16_TILE_BYTES; k_tile += 2) {
+          uint32_t size = min(CHUNK_BYTES / BF16_TILE_BYTES - k_tile, 2u) * BF16_TILE_BYTES;
           uint64_t* barrier = full + weights_stage;
           if (lane < count) {
             mbarrier_wait(empty + weights_stage, weights_parity);
             if (lane == 0) mbarrier_arrive_expect_tx(barrier, size * count);
-            bulk_copy(ring + weights_stage * 49152 + lane * 2048, source + k_tile * 1024, size, barrier);
+            bulk_copy(ring + weights_stage * STAGE_BYTES + lane * (2 * BF16_TILE_BYTES), source + k_tile * BF16_TILE_BYTES, size, barrier);
           }
           advance(weights_stage, weights_parity, 4);
         }
@@ -374,26 +430,26 @@ struct PromptPass {
   __device__ __forceinline__ void copy_weights_of_down(uint32_t layer) {
     uint32_t lane_2 = lane;
     #pragma unroll 1
-    for (uint32_t tile = block; tile < token_tiles * 32; tile += 132) {
+    for (uint32_t tile = block; tile < token_tiles * (DOWN_ROWS / 16 / 8); tile += BLOCKS) {
       uint32_t row_tile = tile / token_tiles;
       uint32_t first = row_tile * 8;
-      uint32_t count = min(256 - first, 8u);
-      uint32_t m_tile = min(first + lane_2, 255u);
-      uint32_t wave = m_tile / 132;
-      uint32_t position = m_tile % 132;
-      uint32_t width = 132 - wave * 8;
-      uint64_t wave_bytes = (uint64_t)(wave) * 60555264;
+      uint32_t count = min(DOWN_ROWS / 16 - first, 8u);
+      uint32_t m_tile = min(first + lane_2, DOWN_ROWS / 16 - 1);
+      uint32_t wave = m_tile / BLOCKS;
+      uint32_t position = m_tile % BLOCKS;
+      uint32_t width = BLOCKS - wave * (BLOCKS - DOWN_LAST_WAVE_WIDTH);
+      uint64_t wave_bytes = (uint64_t)(wave) * (BLOCKS * DOWN_M_TILE_BYTES);
       #pragma unroll 1
-      for (uint32_t chunk = 0; chunk < 28; ++chunk) {
-        const uint8_t* source = weights + ((uint64_t)(layer) * 436207616 + 318767104) + (wave_bytes + (uint64_t)(width * chunk * 16384 + position * 16384));
+      for (uint32_t chunk = 0; chunk < DOWN_K_TILES / (CHUNK_BYTES / BF16_TILE_BYTES); ++chunk) {
+        const uint8_t* source = weights + ((uint64_t)(layer) * LAYER_BYTES + DOWN_OFFSET) + (wave_bytes + (uint64_t)(width * chunk * CHUNK_BYTES + position * CHUNK_BYTES));
         #pragma unroll 1
-        for (uint32_t k_tile = 0; k_tile < 16; k_tile += 2) {
-          uint32_t size = min(16 - k_tile, 2u) * 1024;
+        for (uint32_t k_tile = 0; k_tile < CHUNK_BYTES / BF16_TILE_BYTES; k_tile += 2) {
+          uint32_t size = min(CHUNK_BYTES / BF16_TILE_BYTES - k_tile, 2u) * BF16_TILE_BYTES;
           uint64_t* barrier = full + weights_stage;
           if (lane < count) {
             mbarrier_wait(empty + weights_stage, weights_parity);
             if (lane == 0) mbarrier_arrive_expect_tx(barrier, size * count);
-            bulk_copy(ring + weights_stage * 49152 + lane * 2048, source + k_tile * 1024, size, barrier);
+            bulk_copy(ring + weights_stage * STAGE_BYTES + lane * (2 * BF16_TILE_BYTES), source + k_tile * BF16_TILE_BYTES, size, barrier);
           }
           advance(weights_stage, weights_parity, 4);
         }
@@ -414,21 +470,21 @@ struct PromptPass {
   // In the activations role.
   __device__ __forceinline__ void copy_activations() {
     #pragma unroll 1
-    for (uint32_t tile = block; tile < token_tiles * 48; tile += 132) {
+    for (uint32_t tile = block; tile < token_tiles * (QKV_ROWS / 16 / 8); tile += BLOCKS) {
       uint32_t token_tile = tile % token_tiles;
       uint32_t row_tile = tile / token_tiles;
-      uint8_t* source = workspace + 33555456 + token_tile * 16384;
+      uint8_t* source = workspace + HIDDEN_AT + token_tile * ACTIVATION_TILE_BYTES;
       #pragma unroll 1
-      for (uint32_t k_tile = 0; k_tile < 128; k_tile += 2) {
-        uint32_t count = min(128 - k_tile, 2u);
+      for (uint32_t k_tile = 0; k_tile < QKV_COLUMNS / 32; k_tile += 2) {
+        uint32_t count = min(QKV_COLUMNS / 32 - k_tile, 2u);
         uint64_t* barrier = full + activations_stage;
         mbarrier_wait(empty + activations_stage, activations_parity);
-        mbarrier_arrive_expect_tx(barrier, count * 16384);
+        mbarrier_arrive_expect_tx(barrier, count * ACTIVATION_TILE_BYTES);
         #pragma unroll 1
         for (uint32_t index = 0; index < count; ++index) {
-          uint8_t* place = ring + activations_stage * 49152 + (16384 + index * 16384);
-          uint64_t k_bytes = (uint64_t)(k_tile + index) * 131072;
-          bulk_copy(place, source + k_bytes, 16384, barrier);
+          uint8_t* place = ring + activations_stage * STAGE_BYTES + (STAGE_WEIGHTS_BYTES + index * ACTIVATION_TILE_BYTES);
+          uint64_t k_bytes = (uint64_t)(k_tile + index) * (PASS_TOKENS / 8 * GROUP_BYTES);
+          bulk_copy(place, source + k_bytes, ACTIVATION_TILE_BYTES, barrier);
         }
         advance(activations_stage, activations_parity, 4);
       }
@@ -438,18 +494,18 @@ struct PromptPass {
   // In the activations role: keys and values, a stage for each tile of them.
   __device__ __forceinline__ void copy_keys() {
     #pragma unroll 1
-    for (uint32_t tile = block; tile < tile_count * 32; tile += 132) {
+    for (uint32_t tile = block; tile < tile_count * 32; tile += BLOCKS) {
       uint4 of_tile = ((const uint4*)(tiles))[tile / 32];
       uint32_t end = (of_tile.y + of_tile.z + 63) / 64;
       uint32_t kv_head = tile % 32 / 4;
       #pragma unroll 1
       for (uint32_t key_tile = 0; key_tile < end; ++key_tile) {
-        uint64_t offset = (uint64_t)(kv_head * 2048 + (of_tile.w + key_tile * 64) / 8) * 2048 + (uint64_t)((of_tile.w + key_tile * 64) % 8 * 16);
+        uint64_t offset = (uint64_t)(kv_head * (KEY_ROWS / 8) + (of_tile.w + key_tile * 64) / 8) * HEAD_GROUP_BYTES + (uint64_t)((of_tile.w + key_tile * 64) % 8 * 16);
         uint64_t* barrier = full + activations_stage;
         mbarrier_wait(empty + activations_stage, activations_parity);
-        mbarrier_arrive_expect_tx(barrier, 32768);
-        bulk_copy(ring + activations_stage * 49152, workspace + 67404800 + offset, 16384, barrier);
-        bulk_copy(ring + activations_stage * 49152 + 16384, workspace + 100959232 + offset, 16384, barrier);
+        mbarrier_arrive_expect_tx(barrier, 2 * KEY_TILE_BYTES);
+        bulk_copy(ring + activations_stage * STAGE_BYTES, workspace + KEYS_AT + offset, KEY_TILE_BYTES, barrier);
+        bulk_copy(ring + activations_stage * STAGE_BYTES + KEY_TILE_BYTES, workspace + VALUES_AT + offset, KEY_TILE_BYTES, barrier);
         advance(activations_stage, activations_parity, 4);
       }
     }
@@ -458,36 +514,36 @@ struct PromptPass {
   // In the activations role.
   __device__ __forceinline__ void copy_activations_of_o() {
     #pragma unroll 1
-    for (uint32_t tile = block; tile < token_tiles * 32; tile += 132) {
+    for (uint32_t tile = block; tile < token_tiles * (O_ROWS / 16 / 8); tile += BLOCKS) {
       uint32_t token_tile = tile % token_tiles;
       uint32_t row_tile = tile / token_tiles;
-      uint8_t* source = workspace + 134513664 + token_tile * 16384;
+      uint8_t* source = workspace + ATTENTION_AT + token_tile * ACTIVATION_TILE_BYTES;
       #pragma unroll 1
-      for (uint32_t k_tile = 0; k_tile < 128; k_tile += 2) {
-        uint32_t count = min(128 - k_tile, 2u);
+      for (uint32_t k_tile = 0; k_tile < O_COLUMNS / 32; k_tile += 2) {
+        uint32_t count = min(O_COLUMNS / 32 - k_tile, 2u);
         uint64_t* barrier = full + activations_stage;
         mbarrier_wait(empty + activations_stage, activations_parity);
-        mbarrier_arrive_expect_tx(barrier, count * 16384);
+        mbarrier_arrive_expect_tx(barrier, count * ACTIVATION_TILE_BYTES);
         #pragma unroll 1
         for (uint32_t index = 0; index < count; ++index) {
-          uint8_t* place = ring + activations_stage * 49152 + (16384 + index * 16384);
-          uint64_t k_bytes = (uint64_t)(k_tile + index) * 131072;
-          bulk_copy(place, source + k_bytes, 16384, barrier);
+          uint8_t* place = ring + activations_stage * STAGE_BYTES + (STAGE_WEIGHTS_BYTES + index * ACTIVATION_TILE_BYTES);
+          uint64_t k_bytes = (uint64_t)(k_tile + index) * (PASS_TOKENS / 8 * GROUP_BYTES);
+          bulk_copy(place, source + k_bytes, ACTIVATION_TILE_BYTES, barrier);
         }
         advance(activations_stage, activations_parity, 4);
       }
       uint32_t first = row_tile * 8;
-      uint32_t m_tiles = min(256 - first, 8u);
+      uint32_t m_tiles = min(O_ROWS / 16 - first, 8u);
       #pragma unroll 1
-      for (uint32_t group = 0; group < 32; group += 8) {
+      for (uint32_t group = 0; group < TILE_TOKENS / 8; group += TILE_TOKENS / 8 / 2 / 2) {
         uint64_t* barrier = full + activations_stage;
         mbarrier_wait(empty + activations_stage, activations_parity);
-        mbarrier_arrive_expect_tx(barrier, m_tiles * 4096);
+        mbarrier_arrive_expect_tx(barrier, m_tiles * (TILE_TOKENS / 8 / 2 / 2 * ACCUMULATOR_BYTES));
         #pragma unroll 1
         for (uint32_t m_tile = 0; m_tile < m_tiles; ++m_tile) {
-          uint64_t place = (uint64_t)(first + m_tile) * 256 + (uint64_t)(token_tile * 32 + group);
-          const uint8_t* source_2 = (const uint8_t*)((float*)(workspace + 1024)) + place * 512;
-          bulk_copy(ring + activations_stage * 49152 + m_tile * 4096, source_2, 4096, barrier);
+          uint64_t place = (uint64_t)(first + m_tile) * (PASS_TOKENS / 8) + (uint64_t)(token_tile * (TILE_TOKENS / 8) + group);
+          const uint8_t* source_2 = (const uint8_t*)((float*)(workspace + RESIDUAL_AT)) + place * ACCUMULATOR_BYTES;
+          bulk_copy(ring + activations_stage * STAGE_BYTES + m_tile * (TILE_TOKENS / 8 / 2 / 2 * ACCUMULATOR_BYTES), source_2, TILE_TOKENS / 8 / 2 / 2 * ACCUMULATOR_BYTES, barrier);
         }
         advance(activations_stage, activations_parity, 4);
       }
@@ -497,21 +553,21 @@ struct PromptPass {
   // In the activations role.
   __device__ __forceinline__ void copy_activations_of_gate_up() {
     #pragma unroll 1
-    for (uint32_t tile = block; tile < token_tiles * 224; tile += 132) {
+    for (uint32_t tile = block; tile < token_tiles * (GATE_UP_ROWS / 16 / 8); tile += BLOCKS) {
       uint32_t token_tile = tile % token_tiles;
       uint32_t row_tile = tile / token_tiles;
-      uint8_t* source = workspace + 33555456 + token_tile * 16384;
+      uint8_t* source = workspace + HIDDEN_AT + token_tile * ACTIVATION_TILE_BYTES;
       #pragma unroll 1
-      for (uint32_t k_tile = 0; k_tile < 128; k_tile += 2) {
-        uint32_t count = min(128 - k_tile, 2u);
+      for (uint32_t k_tile = 0; k_tile < GATE_UP_COLUMNS / 32; k_tile += 2) {
+        uint32_t count = min(GATE_UP_COLUMNS / 32 - k_tile, 2u);
         uint64_t* barrier = full + activations_stage;
         mbarrier_wait(empty + activations_stage, activations_parity);
-        mbarrier_arrive_expect_tx(barrier, count * 16384);
+        mbarrier_arrive_expect_tx(barrier, count * ACTIVATION_TILE_BYTES);
         #pragma unroll 1
         for (uint32_t index = 0; index < count; ++index) {
-          uint8_t* place = ring + activations_stage * 49152 + (16384 + index * 16384);
-          uint64_t k_bytes = (uint64_t)(k_tile + index) * 131072;
-          bulk_copy(place, source + k_bytes, 16384, barrier);
+          uint8_t* place = ring + activations_stage * STAGE_BYTES + (STAGE_WEIGHTS_BYTES + index * ACTIVATION_TILE_BYTES);
+          uint64_t k_bytes = (uint64_t)(k_tile + index) * (PASS_TOKENS / 8 * GROUP_BYTES);
+          bulk_copy(place, source + k_bytes, ACTIVATION_TILE_BYTES, barrier);
         }
         advance(activations_stage, activations_parity, 4);
       }
@@ -521,36 +577,36 @@ struct PromptPass {
   // In the activations role.
   __device__ __forceinline__ void copy_activations_of_down() {
     #pragma unroll 1
-    for (uint32_t tile = block; tile < token_tiles * 32; tile += 132) {
+    for (uint32_t tile = block; tile < token_tiles * (DOWN_ROWS / 16 / 8); tile += BLOCKS) {
       uint32_t token_tile = tile % token_tiles;
       uint32_t row_tile = tile / token_tiles;
-      uint8_t* source = workspace + 151290880 + token_tile * 16384;
+      uint8_t* source = workspace + GATED_AT + token_tile * ACTIVATION_TILE_BYTES;
       #pragma unroll 1
-      for (uint32_t k_tile = 0; k_tile < 448; k_tile += 2) {
-        uint32_t count = min(448 - k_tile, 2u);
+      for (uint32_t k_tile = 0; k_tile < DOWN_COLUMNS / 32; k_tile += 2) {
+        uint32_t count = min(DOWN_COLUMNS / 32 - k_tile, 2u);
         uint64_t* barrier = full + activations_stage;
         mbarrier_wait(empty + activations_stage, activations_parity);
-        mbarrier_arrive_expect_tx(barrier, count * 16384);
+        mbarrier_arrive_expect_tx(barrier, count * ACTIVATION_TILE_BYTES);
         #pragma unroll 1
         for (uint32_t index = 0; index < count; ++index) {
-          uint8_t* place = ring + activations_stage * 49152 + (16384 + index * 16384);
-          uint64_t k_bytes = (uint64_t)(k_tile + index) * 131072;
-          bulk_copy(place, source + k_bytes, 16384, barrier);
+          uint8_t* place = ring + activations_stage * STAGE_BYTES + (STAGE_WEIGHTS_BYTES + index * ACTIVATION_TILE_BYTES);
+          uint64_t k_bytes = (uint64_t)(k_tile + index) * (PASS_TOKENS / 8 * GROUP_BYTES);
+          bulk_copy(place, source + k_bytes, ACTIVATION_TILE_BYTES, barrier);
         }
         advance(activations_stage, activations_parity, 4);
       }
       uint32_t first = row_tile * 8;
-      uint32_t m_tiles = min(256 - first, 8u);
+      uint32_t m_tiles = min(DOWN_ROWS / 16 - first, 8u);
       #pragma unroll 1
-      for (uint32_t group = 0; group < 32; group += 8) {
+      for (uint32_t group = 0; group < TILE_TOKENS / 8; group += TILE_TOKENS / 8 / 2 / 2) {
         uint64_t* barrier = full + activations_stage;
         mbarrier_wait(empty + activations_stage, activations_parity);
-        mbarrier_arrive_expect_tx(barrier, m_tiles * 4096);
+        mbarrier_arrive_expect_tx(barrier, m_tiles * (TILE_TOKENS / 8 / 2 / 2 * ACCUMULATOR_BYTES));
         #pragma unroll 1
         for (uint32_t m_tile = 0; m_tile < m_tiles; ++m_tile) {
-          uint64_t place = (uint64_t)(first + m_tile) * 256 + (uint64_t)(token_tile * 32 + group);
-          const uint8_t* source_2 = (const uint8_t*)((float*)(workspace + 1024)) + place * 512;
-          bulk_copy(ring + activations_stage * 49152 + m_tile * 4096, source_2, 4096, barrier);
+          uint64_t place = (uint64_t)(first + m_tile) * (PASS_TOKENS / 8) + (uint64_t)(token_tile * (TILE_TOKENS / 8) + group);
+          const uint8_t* source_2 = (const uint8_t*)((float*)(workspace + RESIDUAL_AT)) + place * ACCUMULATOR_BYTES;
+          bulk_copy(ring + activations_stage * STAGE_BYTES + m_tile * (TILE_TOKENS / 8 / 2 / 2 * ACCUMULATOR_BYTES), source_2, TILE_TOKENS / 8 / 2 / 2 * ACCUMULATOR_BYTES, barrier);
         }
         advance(activations_stage, activations_parity, 4);
       }
@@ -566,42 +622,42 @@ struct PromptPass {
     uint32_t other = shuffle_xor_u32(is_odd ? pack_bf16x2(bf16_to_f32(f32_to_bf16(value_3)) * weights[0], bf16_to_f32(f32_to_bf16(value_4)) * weights[1]) : pack_bf16x2(bf16_to_f32(f32_to_bf16(value)) * weights[0], bf16_to_f32(f32_to_bf16(value_2)) * weights[1]), 4);
     uint32_t even = is_odd ? other : mine;
     uint32_t odd = is_odd ? mine : other;
-    uint32_t low = byte_permute(even, odd, 21520);
-    uint32_t high = byte_permute(even, odd, 30258);
+    uint32_t low = byte_permute(even, odd, LOW_HALVES);
+    uint32_t high = byte_permute(even, odd, HIGH_HALVES);
     words.x = low;
     words.y = high;
     uint32_t k_tile = m_tile / 2;
     uint32_t half = m_tile % 2;
     uint32_t row = lane / 4;
     uint32_t token = lane % 4 * 2 + lane / 4 % 2;
-    uint64_t block = (uint64_t)(k_tile * 256 + group) * 512;
-    uint8_t* address = into + block + (uint64_t)(row / 2 * 128 + token * 16) + half * 8;
+    uint64_t block = (uint64_t)(k_tile * (PASS_TOKENS / 8) + group) * GROUP_BYTES;
+    uint8_t* address = into + block + (uint64_t)(row / 2 * UNIT_BYTES + token * 16) + half * 8;
     ((uint2*)(address))[0] = words;
   }
 
   // Every token's sum over the row tile: its M-tiles in order.
   __device__ __forceinline__ void end(uint32_t row_tile, uint32_t token_tile) {
-    named_barrier(1, 256);
+    named_barrier(1, CONSUMERS);
     if (thread < 32) {
       float* kept = (float*)(arena + SQUARES) + thread;
-      uint32_t count = min(256 - row_tile * 8, 8u);
+      uint32_t count = min(HIDDEN_M_TILES - row_tile * 8, 8u);
       float total = 0.0f;
       #pragma unroll 1
       for (uint32_t m_tile = 0; m_tile < count; ++m_tile) total += kept[m_tile * 32];
       uint32_t token = token_tile * 32 + thread;
-      ((float*)(workspace + 50332672))[row_tile * 2048 + token] = total;
+      ((float*)(workspace + SQUARES_AT))[row_tile * PASS_TOKENS + token] = total;
     }
-    named_barrier(1, 256);
+    named_barrier(1, CONSUMERS);
   }
 
   // The tokens' embeddings as the first residual stream.
   __device__ __forceinline__ void embed() {
     #pragma unroll 1
-    for (uint32_t tile = block; tile < of_few * 32; tile += 132) {
+    for (uint32_t tile = block; tile < of_few * (HIDDEN_M_TILES / 8); tile += BLOCKS) {
       uint32_t row_tile = tile / of_few;
       uint32_t token_tile = tile % of_few;
       uint32_t m_tile = row_tile * 8 + warp;
-      if (m_tile < 256) {
+      if (m_tile < HIDDEN_M_TILES) {
         uint32_t row = m_tile * 16 + lane / 4;
         float weights[2];
         weights[0] = bf16_to_f32(norms[row]);
@@ -612,34 +668,34 @@ struct PromptPass {
           uint32_t token = group_2 * 8 + lane % 4 * 2;
           uint32_t token_id = load_constant_u32(ids + token);
           uint32_t of_row = m_tile * 16 + lane / 4;
-          uint64_t place = (uint64_t)(token_id) * 4096 + (uint64_t)(min(of_row, 4095u));
-          float value = of_row < 4096 ? bf16_to_f32(embedding[place]) : 0.0f;
+          uint64_t place = (uint64_t)(token_id) * HIDDEN + (uint64_t)(min(of_row, HIDDEN - 1));
+          float value = of_row < HIDDEN ? bf16_to_f32(embedding[place]) : 0.0f;
           float value_2 = value;
           uint32_t token_2 = group_2 * 8 + lane % 4 * 2 + 1;
           uint32_t token_id_2 = load_constant_u32(ids + token_2);
           uint32_t of_row_2 = m_tile * 16 + lane / 4;
-          uint64_t place_2 = (uint64_t)(token_id_2) * 4096 + (uint64_t)(min(of_row_2, 4095u));
-          float value_3 = of_row_2 < 4096 ? bf16_to_f32(embedding[place_2]) : 0.0f;
+          uint64_t place_2 = (uint64_t)(token_id_2) * HIDDEN + (uint64_t)(min(of_row_2, HIDDEN - 1));
+          float value_3 = of_row_2 < HIDDEN ? bf16_to_f32(embedding[place_2]) : 0.0f;
           float value_4 = value_3;
           uint32_t token_3 = group_2 * 8 + lane % 4 * 2;
           uint32_t token_id_3 = load_constant_u32(ids + token_3);
           uint32_t of_row_3 = m_tile * 16 + lane / 4 + 8;
-          uint64_t place_3 = (uint64_t)(token_id_3) * 4096 + (uint64_t)(min(of_row_3, 4095u));
-          float value_5 = of_row_3 < 4096 ? bf16_to_f32(embedding[place_3]) : 0.0f;
+          uint64_t place_3 = (uint64_t)(token_id_3) * HIDDEN + (uint64_t)(min(of_row_3, HIDDEN - 1));
+          float value_5 = of_row_3 < HIDDEN ? bf16_to_f32(embedding[place_3]) : 0.0f;
           float value_6 = value_5;
           uint32_t token_4 = group_2 * 8 + lane % 4 * 2 + 1;
           uint32_t token_id_4 = load_constant_u32(ids + token_4);
           uint32_t of_row_4 = m_tile * 16 + lane / 4 + 8;
-          uint64_t place_4 = (uint64_t)(token_id_4) * 4096 + (uint64_t)(min(of_row_4, 4095u));
-          float value_7 = of_row_4 < 4096 ? bf16_to_f32(embedding[place_4]) : 0.0f;
+          uint64_t place_4 = (uint64_t)(token_id_4) * HIDDEN + (uint64_t)(min(of_row_4, HIDDEN - 1));
+          float value_7 = of_row_4 < HIDDEN ? bf16_to_f32(embedding[place_4]) : 0.0f;
           float value_8 = value_7;
-          uint64_t index = ((uint64_t)(m_tile) * 256 + (uint64_t)(group_2)) * 32;
+          uint64_t index = ((uint64_t)(m_tile) * (PASS_TOKENS / 8) + (uint64_t)(group_2)) * (ACCUMULATOR_BYTES / 16);
           float4 kept;
           kept.x = value_2;
           kept.y = value_4;
           kept.z = value_6;
           kept.w = value_8;
-          ((float4*)((float*)(workspace + 1024)))[index + (uint64_t)(lane)] = kept;
+          ((float4*)((float*)(workspace + RESIDUAL_AT)))[index + (uint64_t)(lane)] = kept;
           float* of_lane = (float*)(arena + SQUARES) + (warp * 32 + lane * 2);
           float* kept_2 = of_lane;
           float square = fma_f32(bf16_to_f32(f32_to_bf16(value_2)), bf16_to_f32(f32_to_bf16(value_2)), bf16_to_f32(f32_to_bf16(value_6)) * bf16_to_f32(f32_to_bf16(value_6)));
@@ -652,7 +708,7 @@ struct PromptPass {
           square_2 += shuffle_xor_f32(square_2, 8);
           square_2 += shuffle_xor_f32(square_2, 16);
           if (lane < 4) kept_2[group * 8 + 1] = square_2;
-          store_rows(workspace + 33555456, value_4, weights, value_8, value_2, value_6, m_tile, group_2);
+          store_rows(workspace + HIDDEN_AT, value_4, weights, value_8, value_2, value_6, m_tile, group_2);
         }
       }
       end(row_tile, token_tile);
@@ -660,38 +716,38 @@ struct PromptPass {
   }
 
   __device__ __forceinline__ void load_queries(uint4 (&queries)[8], uint32_t head, uint32_t column) {
-    uint8_t* first = workspace + 50594816 + (uint64_t)((head * 128 + column / 16) * 8) * 512;
+    uint8_t* first = workspace + QUERIES_AT + (uint64_t)((head * (PASS_TOKENS / 16) + column / 16) * 8) * STEP_BYTES;
     const uint4* words = (const uint4*)(first);
     queries[0] = words[lane];
-    queries[1] = words[32 + lane];
-    queries[2] = words[64 + lane];
-    queries[3] = words[96 + lane];
-    queries[4] = words[128 + lane];
-    queries[5] = words[160 + lane];
-    queries[6] = words[192 + lane];
-    queries[7] = words[224 + lane];
+    queries[1] = words[LANES + lane];
+    queries[2] = words[2 * LANES + lane];
+    queries[3] = words[3 * LANES + lane];
+    queries[4] = words[4 * LANES + lane];
+    queries[5] = words[5 * LANES + lane];
+    queries[6] = words[6 * LANES + lane];
+    queries[7] = words[7 * LANES + lane];
   }
 
   // A group: logits = queries x keys of the next stage; two units of dims are the 16 of a step.
   __device__ __forceinline__ void multiply_keys(float (&logits)[32], uint4 (&queries)[8]) {
     mbarrier_wait(full + stage, parity);
-    uint8_t* memory = ring + stage * 49152;
-    uint64_t keys = matrix_descriptor(memory, 128, 2048);
+    uint8_t* memory = ring + stage * STAGE_BYTES;
+    uint64_t keys = matrix_descriptor(memory, CORE_BYTES, HEAD_GROUP_BYTES);
     wgmma_fence();
     wgmma_bf16_n64(logits, queries[0], keys, 0);
-    uint64_t descriptor = keys + 16;
+    uint64_t descriptor = keys + 2 * CORE_BYTES / 16;
     wgmma_bf16_n64(logits, queries[1], descriptor, 1);
-    uint64_t descriptor_2 = keys + 32;
+    uint64_t descriptor_2 = keys + 2 * (2 * CORE_BYTES / 16);
     wgmma_bf16_n64(logits, queries[2], descriptor_2, 1);
-    uint64_t descriptor_3 = keys + 48;
+    uint64_t descriptor_3 = keys + 3 * (2 * CORE_BYTES / 16);
     wgmma_bf16_n64(logits, queries[3], descriptor_3, 1);
-    uint64_t descriptor_4 = keys + 64;
+    uint64_t descriptor_4 = keys + 4 * (2 * CORE_BYTES / 16);
     wgmma_bf16_n64(logits, queries[4], descriptor_4, 1);
-    uint64_t descriptor_5 = keys + 80;
+    uint64_t descriptor_5 = keys + 5 * (2 * CORE_BYTES / 16);
     wgmma_bf16_n64(logits, queries[5], descriptor_5, 1);
-    uint64_t descriptor_6 = keys + 96;
+    uint64_t descriptor_6 = keys + 6 * (2 * CORE_BYTES / 16);
     wgmma_bf16_n64(logits, queries[6], descriptor_6, 1);
-    uint64_t descriptor_7 = keys + 112;
+    uint64_t descriptor_7 = keys + 7 * (2 * CORE_BYTES / 16);
     wgmma_bf16_n64(logits, queries[7], descriptor_7, 1);
     wgmma_commit();
     advance(stage, parity, 4);
@@ -778,15 +834,15 @@ struct PromptPass {
 
   // A group: output += weights x values of a stage; two groups of keys are the 16 of a step, dims the columns.
   __device__ __forceinline__ void multiply_values(float (&output)[64], uint4 (&weights)[4], uint32_t stage) {
-    uint8_t* memory = ring + stage * 49152 + 16384;
-    uint64_t values = matrix_descriptor(memory, 2048, 128);
+    uint8_t* memory = ring + stage * STAGE_BYTES + KEY_TILE_BYTES;
+    uint64_t values = matrix_descriptor(memory, HEAD_GROUP_BYTES, CORE_BYTES);
     wgmma_fence();
     wgmma_bf16_n128_transposed(output, weights[0], values, 1);
-    uint64_t descriptor = values + 256;
+    uint64_t descriptor = values + 2 * HEAD_GROUP_BYTES / 16;
     wgmma_bf16_n128_transposed(output, weights[1], descriptor, 1);
-    uint64_t descriptor_2 = values + 512;
+    uint64_t descriptor_2 = values + 2 * (2 * HEAD_GROUP_BYTES / 16);
     wgmma_bf16_n128_transposed(output, weights[2], descriptor_2, 1);
-    uint64_t descriptor_3 = values + 768;
+    uint64_t descriptor_3 = values + 3 * (2 * HEAD_GROUP_BYTES / 16);
     wgmma_bf16_n128_transposed(output, weights[3], descriptor_3, 1);
     wgmma_commit();
   }
@@ -916,17 +972,17 @@ struct PromptPass {
     uint32_t in_tile = warp * 16;
     uint32_t group = (of_tile.x + in_tile) / 8;
     if (in_tile + lane_2 / 4 < of_tile.z) {
-      uint64_t block = (uint64_t)(head * 1024 + group) * 512;
-      uint8_t* unit = workspace + 134513664 + (block + (uint64_t)(lane_2 % 4 * 128 + lane_2 / 4 * 16));
+      uint64_t block = (uint64_t)(head * 4 * (PASS_TOKENS / 8) + group) * GROUP_BYTES;
+      uint8_t* unit = workspace + ATTENTION_AT + (block + (uint64_t)(lane_2 % 4 * UNIT_BYTES + lane_2 / 4 * 16));
       ((uint4*)(unit))[0] = make_u32x4(pack_bf16x2(output[0] * inverse, output[1] * inverse), pack_bf16x2(output[4] * inverse, output[5] * inverse), pack_bf16x2(output[8] * inverse, output[9] * inverse), pack_bf16x2(output[12] * inverse, output[13] * inverse));
-      uint64_t block_2 = (uint64_t)((head * 4 + 1) * 256 + group) * 512;
-      uint8_t* unit_2 = workspace + 134513664 + (block_2 + (uint64_t)(lane_2 % 4 * 128 + lane_2 / 4 * 16));
+      uint64_t block_2 = (uint64_t)((head * 4 + 1) * (PASS_TOKENS / 8) + group) * GROUP_BYTES;
+      uint8_t* unit_2 = workspace + ATTENTION_AT + (block_2 + (uint64_t)(lane_2 % 4 * UNIT_BYTES + lane_2 / 4 * 16));
       ((uint4*)(unit_2))[0] = make_u32x4(pack_bf16x2(output[16] * inverse, output[17] * inverse), pack_bf16x2(output[20] * inverse, output[21] * inverse), pack_bf16x2(output[24] * inverse, output[25] * inverse), pack_bf16x2(output[28] * inverse, output[29] * inverse));
-      uint64_t block_3 = (uint64_t)((head * 4 + 2) * 256 + group) * 512;
-      uint8_t* unit_3 = workspace + 134513664 + (block_3 + (uint64_t)(lane_2 % 4 * 128 + lane_2 / 4 * 16));
+      uint64_t block_3 = (uint64_t)((head * 4 + 2) * (PASS_TOKENS / 8) + group) * GROUP_BYTES;
+      uint8_t* unit_3 = workspace + ATTENTION_AT + (block_3 + (uint64_t)(lane_2 % 4 * UNIT_BYTES + lane_2 / 4 * 16));
       ((uint4*)(unit_3))[0] = make_u32x4(pack_bf16x2(output[32] * inverse, output[33] * inverse), pack_bf16x2(output[36] * inverse, output[37] * inverse), pack_bf16x2(output[40] * inverse, output[41] * inverse), pack_bf16x2(output[44] * inverse, output[45] * inverse));
-      uint64_t block_4 = (uint64_t)((head * 4 + 3) * 256 + group) * 512;
-      uint8_t* unit_4 = workspace + 134513664 + (block_4 + (uint64_t)(lane_2 % 4 * 128 + lane_2 / 4 * 16));
+      uint64_t block_4 = (uint64_t)((head * 4 + 3) * (PASS_TOKENS / 8) + group) * GROUP_BYTES;
+      uint8_t* unit_4 = workspace + ATTENTION_AT + (block_4 + (uint64_t)(lane_2 % 4 * UNIT_BYTES + lane_2 / 4 * 16));
       ((uint4*)(unit_4))[0] = make_u32x4(pack_bf16x2(output[48] * inverse, output[49] * inverse), pack_bf16x2(output[52] * inverse, output[53] * inverse), pack_bf16x2(output[56] * inverse, output[57] * inverse), pack_bf16x2(output[60] * inverse, output[61] * inverse));
     }
     float total_2 = sums[1];
@@ -936,17 +992,17 @@ struct PromptPass {
     uint32_t in_tile_2 = warp * 16 + 8;
     uint32_t group_2 = (of_tile.x + in_tile_2) / 8;
     if (in_tile_2 + lane_2 / 4 < of_tile.z) {
-      uint64_t block = (uint64_t)(head * 1024 + group_2) * 512;
-      uint8_t* unit = workspace + 134513664 + (block + (uint64_t)(lane_2 % 4 * 128 + lane_2 / 4 * 16));
+      uint64_t block = (uint64_t)(head * 4 * (PASS_TOKENS / 8) + group_2) * GROUP_BYTES;
+      uint8_t* unit = workspace + ATTENTION_AT + (block + (uint64_t)(lane_2 % 4 * UNIT_BYTES + lane_2 / 4 * 16));
       ((uint4*)(unit))[0] = make_u32x4(pack_bf16x2(output[2] * inverse_2, output[3] * inverse_2), pack_bf16x2(output[6] * inverse_2, output[7] * inverse_2), pack_bf16x2(output[10] * inverse_2, output[11] * inverse_2), pack_bf16x2(output[14] * inverse_2, output[15] * inverse_2));
-      uint64_t block_2 = (uint64_t)((head * 4 + 1) * 256 + group_2) * 512;
-      uint8_t* unit_2 = workspace + 134513664 + (block_2 + (uint64_t)(lane_2 % 4 * 128 + lane_2 / 4 * 16));
+      uint64_t block_2 = (uint64_t)((head * 4 + 1) * (PASS_TOKENS / 8) + group_2) * GROUP_BYTES;
+      uint8_t* unit_2 = workspace + ATTENTION_AT + (block_2 + (uint64_t)(lane_2 % 4 * UNIT_BYTES + lane_2 / 4 * 16));
       ((uint4*)(unit_2))[0] = make_u32x4(pack_bf16x2(output[18] * inverse_2, output[19] * inverse_2), pack_bf16x2(output[22] * inverse_2, output[23] * inverse_2), pack_bf16x2(output[26] * inverse_2, output[27] * inverse_2), pack_bf16x2(output[30] * inverse_2, output[31] * inverse_2));
-      uint64_t block_3 = (uint64_t)((head * 4 + 2) * 256 + group_2) * 512;
-      uint8_t* unit_3 = workspace + 134513664 + (block_3 + (uint64_t)(lane_2 % 4 * 128 + lane_2 / 4 * 16));
+      uint64_t block_3 = (uint64_t)((head * 4 + 2) * (PASS_TOKENS / 8) + group_2) * GROUP_BYTES;
+      uint8_t* unit_3 = workspace + ATTENTION_AT + (block_3 + (uint64_t)(lane_2 % 4 * UNIT_BYTES + lane_2 / 4 * 16));
       ((uint4*)(unit_3))[0] = make_u32x4(pack_bf16x2(output[34] * inverse_2, output[35] * inverse_2), pack_bf16x2(output[38] * inverse_2, output[39] * inverse_2), pack_bf16x2(output[42] * inverse_2, output[43] * inverse_2), pack_bf16x2(output[46] * inverse_2, output[47] * inverse_2));
-      uint64_t block_4 = (uint64_t)((head * 4 + 3) * 256 + group_2) * 512;
-      uint8_t* unit_4 = workspace + 134513664 + (block_4 + (uint64_t)(lane_2 % 4 * 128 + lane_2 / 4 * 16));
+      uint64_t block_4 = (uint64_t)((head * 4 + 3) * (PASS_TOKENS / 8) + group_2) * GROUP_BYTES;
+      uint8_t* unit_4 = workspace + ATTENTION_AT + (block_4 + (uint64_t)(lane_2 % 4 * UNIT_BYTES + lane_2 / 4 * 16));
       ((uint4*)(unit_4))[0] = make_u32x4(pack_bf16x2(output[50] * inverse_2, output[51] * inverse_2), pack_bf16x2(output[54] * inverse_2, output[55] * inverse_2), pack_bf16x2(output[58] * inverse_2, output[59] * inverse_2), pack_bf16x2(output[62] * inverse_2, output[63] * inverse_2));
     }
   }
@@ -954,7 +1010,7 @@ struct PromptPass {
   // In the consumer role: all tiles of this block.
   __device__ __forceinline__ void attend() {
     #pragma unroll 1
-    for (uint32_t tile = block; tile < tile_count * 32; tile += 132) {
+    for (uint32_t tile = block; tile < tile_count * 32; tile += BLOCKS) {
       uint4 of_tile = ((const uint4*)(tiles))[tile / 32];
       uint32_t end = (of_tile.y + of_tile.z + 63) / 64;
       uint32_t head = tile % 32;
@@ -1002,34 +1058,34 @@ struct PromptPass {
     #pragma unroll 1
     for (uint32_t segment = 0; segment < segment_count; ++segment) {
       uint4 of_segment = ((const uint4*)(segments))[segment];
-      uint32_t thread_2 = block * 256 + thread;
+      uint32_t thread_2 = block * CONSUMERS + thread;
       uint32_t of_head = (of_segment.x + 7) / 8;
-      uint32_t head_units = of_head * 128;
+      uint32_t head_units = of_head * (HEAD_DIM / 8 * 8);
       #pragma unroll 1
-      for (uint32_t index = thread_2; index < head_units * 8; index += 33792) {
+      for (uint32_t index = thread_2; index < head_units * 8; index += BLOCKS * CONSUMERS) {
         uint32_t kv_head = index / head_units;
         uint32_t rest = index % head_units;
-        uint32_t key = rest / 128 * 8 + rest % 8;
-        uint32_t unit = rest / 8 % 16;
-        uint64_t core = (uint64_t)(kv_head * 2048 + (of_segment.w + key) / 8) * 2048 + (uint64_t)(unit * 128 + (of_segment.w + key) % 8 * 16);
+        uint32_t key = rest / (HEAD_DIM / 8 * 8) * 8 + rest % 8;
+        uint32_t unit = rest / 8 % (HEAD_DIM / 8);
+        uint64_t core = (uint64_t)(kv_head * (KEY_ROWS / 8) + (of_segment.w + key) / 8) * HEAD_GROUP_BYTES + (uint64_t)(unit * CORE_BYTES + (of_segment.w + key) % 8 * 16);
         if (key < of_segment.x) {
           uint32_t page = load_constant_u32(page_table + (of_segment.z + key / 16));
           uint64_t offset = (uint64_t)(layer * kv_pages + page) * (2 * TO_VALUES);
           bf16* key_2 = kv + (offset + (uint64_t)(kv_head * (16 * HEAD_DIM) + key % 16 * HEAD_DIM));
           bf16* source = key_2 + unit * 8;
-          ((uint4*)(workspace + 67404800 + core))[0] = ((const uint4*)(source))[0];
-          ((uint4*)(workspace + 100959232 + core))[0] = ((const uint4*)(source + TO_VALUES))[0];
+          ((uint4*)(workspace + KEYS_AT + core))[0] = ((const uint4*)(source))[0];
+          ((uint4*)(workspace + VALUES_AT + core))[0] = ((const uint4*)(source + TO_VALUES))[0];
         }
       }
-      uint32_t thread_3 = block * 256 + thread;
+      uint32_t thread_3 = block * CONSUMERS + thread;
       uint32_t total = of_segment.x + of_segment.y;
       uint32_t behind = (total + 63) / 64 * 64 - total;
       #pragma unroll 1
-      for (uint32_t index = thread_3; index < behind * 128; index += 33792) {
-        uint32_t unit = index % 16;
-        uint32_t kv_head = index / 16 % 8;
-        uint64_t core = (uint64_t)(kv_head * 2048 + (of_segment.w + total + index / 128) / 8) * 2048 + (uint64_t)(unit * 128 + (of_segment.w + total + index / 128) % 8 * 16);
-        ((uint4*)(workspace + 100959232 + core))[0] = make_u32x4(0, 0, 0, 0);
+      for (uint32_t index = thread_3; index < behind * (HEAD_DIM / 8 * 8); index += BLOCKS * CONSUMERS) {
+        uint32_t unit = index % (HEAD_DIM / 8);
+        uint32_t kv_head = index / (HEAD_DIM / 8) % 8;
+        uint64_t core = (uint64_t)(kv_head * (KEY_ROWS / 8) + (of_segment.w + total + index / (HEAD_DIM / 8 * 8)) / 8) * HEAD_GROUP_BYTES + (uint64_t)(unit * CORE_BYTES + (of_segment.w + total + index / (HEAD_DIM / 8 * 8)) % 8 * 16);
+        ((uint4*)(workspace + VALUES_AT + core))[0] = make_u32x4(0, 0, 0, 0);
       }
     }
   }
@@ -1037,33 +1093,36 @@ struct PromptPass {
   // By all consumer warps, once a tile.
   __device__ __forceinline__ void load(uint32_t token_tile) {
     turn ^= 1;
-    if (thread < 256) {
-      uint32_t token = token_tile * 256 + thread;
+    if (thread < TILE_TOKENS) {
+      uint32_t token = token_tile * TILE_TOKENS + thread;
       float total = 0.0f;
       #pragma unroll 32
-      for (uint32_t part = 0; part < 32; ++part) total += ((float*)(workspace + 50332672))[part * 2048 + token];
+      for (uint32_t part = 0; part < 32; ++part) {
+        total += ((float*)(workspace + SQUARES_AT))[part * PASS_TOKENS + token];
+      }
       float scale = rsqrt_f32(total * 0.000244140625f + 1e-05f);
-      (scales + turn * 256)[thread] = scale;
+      (scales + turn * TILE_TOKENS)[thread] = scale;
     }
-    named_barrier(1, 256);
+    named_barrier(1, CONSUMERS);
   }
 
   // Issue the products of a stage's K-tiles, then wait for those of the stage before and give that back. turn: 0
   // for the stages 0, 2, 4 ... of an M-tile, 1 for the others.
-  __device__ __forceinline__ void multiply_stage(float (&sums)[128], uint4 (&fragments)[4], uint32_t& previous) {
+  __device__ __forceinline__ void multiply_stage(float (&sums)[TILE_TOKENS / 8 * 4], uint4 (&fragments)[4],
+      uint32_t& previous) {
     uint32_t stage_2 = stage;
     mbarrier_wait(full + stage, parity);
-    uint8_t* memory = ring + stage_2 * 49152;
-    fragments[0] = ((const uint4*)(memory + warp * 2048))[lane];
-    fragments[1] = ((const uint4*)(memory + warp * 2048))[32 + lane];
-    fragments[2] = ((const uint4*)(memory + warp * 2048))[64 + lane];
-    fragments[3] = ((const uint4*)(memory + warp * 2048))[96 + lane];
+    uint8_t* memory = ring + stage_2 * STAGE_BYTES;
+    fragments[0] = ((const uint4*)(memory + warp * BF16_SLOT_TILE_BYTES))[lane];
+    fragments[1] = ((const uint4*)(memory + warp * BF16_SLOT_TILE_BYTES))[32 + lane];
+    fragments[2] = ((const uint4*)(memory + warp * BF16_SLOT_TILE_BYTES))[64 + lane];
+    fragments[3] = ((const uint4*)(memory + warp * BF16_SLOT_TILE_BYTES))[96 + lane];
     wgmma_fence();
-    uint64_t descriptor = matrix_descriptor(memory + 16384, 128, 512);
+    uint64_t descriptor = matrix_descriptor(memory + STAGE_WEIGHTS_BYTES, UNIT_BYTES, GROUP_BYTES);
     wgmma_bf16_n256(sums, fragments[0], descriptor, 0);
-    wgmma_bf16_n256(sums, fragments[1], descriptor + 16, 1);
-    wgmma_bf16_n256(sums, fragments[2], descriptor + 1024, 1);
-    wgmma_bf16_n256(sums, fragments[3], descriptor + 1040, 1);
+    wgmma_bf16_n256(sums, fragments[1], descriptor + 2 * UNIT_BYTES / 16, 1);
+    wgmma_bf16_n256(sums, fragments[2], descriptor + ACTIVATION_TILE_BYTES / 16, 1);
+    wgmma_bf16_n256(sums, fragments[3], descriptor + (ACTIVATION_TILE_BYTES + 2 * UNIT_BYTES) / 16, 1);
     wgmma_commit();
     previous = stage_2;
     advance(stage, parity, 4);
@@ -1071,20 +1130,21 @@ struct PromptPass {
 
   // Issue the products of a stage's K-tiles, then wait for those of the stage before and give that back. turn: 0
   // for the stages 0, 2, 4 ... of an M-tile, 1 for the others.
-  __device__ __forceinline__ void multiply_stage_2(float (&sums)[128], uint4 (&fragments)[4], uint32_t& previous) {
+  __device__ __forceinline__ void multiply_stage_2(float (&sums)[TILE_TOKENS / 8 * 4], uint4 (&fragments)[4],
+      uint32_t& previous) {
     uint32_t stage_2 = stage;
     mbarrier_wait(full + stage, parity);
-    uint8_t* memory = ring + stage_2 * 49152;
-    fragments[0] = ((const uint4*)(memory + warp * 2048))[lane];
-    fragments[1] = ((const uint4*)(memory + warp * 2048))[32 + lane];
-    fragments[2] = ((const uint4*)(memory + warp * 2048))[64 + lane];
-    fragments[3] = ((const uint4*)(memory + warp * 2048))[96 + lane];
+    uint8_t* memory = ring + stage_2 * STAGE_BYTES;
+    fragments[0] = ((const uint4*)(memory + warp * BF16_SLOT_TILE_BYTES))[lane];
+    fragments[1] = ((const uint4*)(memory + warp * BF16_SLOT_TILE_BYTES))[32 + lane];
+    fragments[2] = ((const uint4*)(memory + warp * BF16_SLOT_TILE_BYTES))[64 + lane];
+    fragments[3] = ((const uint4*)(memory + warp * BF16_SLOT_TILE_BYTES))[96 + lane];
     wgmma_fence();
-    uint64_t descriptor = matrix_descriptor(memory + 16384, 128, 512);
+    uint64_t descriptor = matrix_descriptor(memory + STAGE_WEIGHTS_BYTES, UNIT_BYTES, GROUP_BYTES);
     wgmma_bf16_n256(sums, fragments[0], descriptor, 1);
-    wgmma_bf16_n256(sums, fragments[1], descriptor + 16, 1);
-    wgmma_bf16_n256(sums, fragments[2], descriptor + 1024, 1);
-    wgmma_bf16_n256(sums, fragments[3], descriptor + 1040, 1);
+    wgmma_bf16_n256(sums, fragments[1], descriptor + 2 * UNIT_BYTES / 16, 1);
+    wgmma_bf16_n256(sums, fragments[2], descriptor + ACTIVATION_TILE_BYTES / 16, 1);
+    wgmma_bf16_n256(sums, fragments[3], descriptor + (ACTIVATION_TILE_BYTES + 2 * UNIT_BYTES) / 16, 1);
     wgmma_commit();
     wgmma_wait_but_one();
     warp_barrier();
@@ -1095,8 +1155,8 @@ struct PromptPass {
 
   __device__ __forceinline__ void store_query(uint32_t head, uint32_t column, uint32_t unit, uint32_t word) {
     uint32_t pair = lane / 8;
-    uint64_t offset = (uint64_t)((head * 128 + column / 16) * 8 + unit / 2) * 512 + (uint64_t)((column % 8 * 4 + pair) * 16 + (column / 8 % 2 + unit % 2 * 2) * 4);
-    ((uint32_t*)(workspace + 50594816 + offset))[0] = word;
+    uint64_t offset = (uint64_t)((head * (PASS_TOKENS / 16) + column / 16) * 8 + unit / 2) * STEP_BYTES + (uint64_t)((column % 8 * 4 + pair) * 16 + (column / 8 % 2 + unit % 2 * 2) * 4);
+    ((uint32_t*)(workspace + QUERIES_AT + offset))[0] = word;
   }
 
   __device__ __forceinline__ void store_kv(uint32_t head, uint32_t position, uint32_t table, uint32_t first_row,
@@ -1105,8 +1165,8 @@ struct PromptPass {
     uint32_t kv_row = head - 32;
     uint32_t kv_head = kv_row % 8;
     bool is_key = kv_row < 8;
-    uint64_t core = (uint64_t)(kv_head * 2048 + (first_row + position) / 8) * 2048 + (uint64_t)(unit * 128 + (first_row + position) % 8 * 16) + (uint64_t)(pair * 4);
-    uint8_t* into = (is_key ? workspace + 67404800 : workspace + 100959232) + core;
+    uint64_t core = (uint64_t)(kv_head * (KEY_ROWS / 8) + (first_row + position) / 8) * HEAD_GROUP_BYTES + (uint64_t)(unit * CORE_BYTES + (first_row + position) % 8 * 16) + (uint64_t)(pair * 4);
+    uint8_t* into = (is_key ? workspace + KEYS_AT : workspace + VALUES_AT) + core;
     ((uint32_t*)(into))[0] = word;
     uint32_t page = load_constant_u32(page_table + (table + position / 16));
     uint64_t offset = (uint64_t)(layer * kv_pages + page) * (2 * TO_VALUES);
@@ -1115,12 +1175,12 @@ struct PromptPass {
     ((uint32_t*)(cached))[0] = word;
   }
 
-  __device__ __forceinline__ void finish(uint32_t m_tile, uint32_t group, float (&sums)[128], float2 angle,
-      float2 angle_2, uint32_t token_tile, uint4 of_group, uint32_t layer) {
+  __device__ __forceinline__ void finish(uint32_t m_tile, uint32_t group, float (&sums)[TILE_TOKENS / 8 * 4],
+      float2 angle, float2 angle_2, uint32_t token_tile, uint4 of_group, uint32_t layer) {
     uint32_t head = m_tile / 8;
     uint32_t m_tile_of_head = m_tile % 8;
     float rows[4];
-    const float2* pairs = (const float2*)(scales + turn * 256);
+    const float2* pairs = (const float2*)(scales + turn * TILE_TOKENS);
     float2 scale = pairs[group * 4 + lane % 4];
     float first = sums[group * 4];
     float second = sums[group * 4 + 1];
@@ -1146,30 +1206,30 @@ struct PromptPass {
     uint32_t other = shuffle_xor_u32(is_odd ? pack_bf16x2(rows[0], rows[2]) : pack_bf16x2(rows[1], rows[3]), 4);
     uint32_t even = is_odd ? other : mine;
     uint32_t odd = is_odd ? mine : other;
-    uint32_t low = byte_permute(even, odd, 21520);
-    uint32_t high = byte_permute(even, odd, 30258);
+    uint32_t low = byte_permute(even, odd, LOW_HALVES);
+    uint32_t high = byte_permute(even, odd, HIGH_HALVES);
     uint32_t first_unit = is_paired ? m_tile_of_head : m_tile_of_head * 2;
     uint32_t second_unit = is_paired ? m_tile_of_head + 8 : m_tile_of_head * 2 + 1;
     uint32_t in_group = lane % 4 * 2 + lane / 4 % 2;
     if (head < 32) {
-      store_query(head, (token_tile * 32 + group) * 8 + in_group, first_unit, low);
+      store_query(head, (token_tile * (TILE_TOKENS / 8) + group) * 8 + in_group, first_unit, low);
     } else if (in_group < of_group.y) {
       store_kv(head, of_group.x + in_group, of_group.z, of_group.w, first_unit, low, layer);
     }
     uint32_t in_group_2 = lane % 4 * 2 + lane / 4 % 2;
     if (head < 32) {
-      store_query(head, (token_tile * 32 + group) * 8 + in_group_2, second_unit, high);
+      store_query(head, (token_tile * (TILE_TOKENS / 8) + group) * 8 + in_group_2, second_unit, high);
     } else if (in_group_2 < of_group.y) {
       store_kv(head, of_group.x + in_group_2, of_group.z, of_group.w, second_unit, high, layer);
     }
   }
 
-  __device__ __forceinline__ void finish_2(uint32_t m_tile, uint32_t group, float (&sums)[128], float2 angle,
-      float2 angle_2, uint32_t token_tile, uint4 of_group, uint32_t layer) {
+  __device__ __forceinline__ void finish_2(uint32_t m_tile, uint32_t group, float (&sums)[TILE_TOKENS / 8 * 4],
+      float2 angle, float2 angle_2, uint32_t token_tile, uint4 of_group, uint32_t layer) {
     uint32_t head = m_tile / 8;
     uint32_t m_tile_of_head = m_tile % 8;
     float rows[4];
-    const float2* pairs = (const float2*)(scales + turn * 256);
+    const float2* pairs = (const float2*)(scales + turn * TILE_TOKENS);
     float2 scale = pairs[(group + 1) * 4 + lane % 4];
     float first = sums[(group + 1) * 4];
     float second = sums[(group + 1) * 4 + 1];
@@ -1195,30 +1255,30 @@ struct PromptPass {
     uint32_t other = shuffle_xor_u32(is_odd ? pack_bf16x2(rows[0], rows[2]) : pack_bf16x2(rows[1], rows[3]), 4);
     uint32_t even = is_odd ? other : mine;
     uint32_t odd = is_odd ? mine : other;
-    uint32_t low = byte_permute(even, odd, 21520);
-    uint32_t high = byte_permute(even, odd, 30258);
+    uint32_t low = byte_permute(even, odd, LOW_HALVES);
+    uint32_t high = byte_permute(even, odd, HIGH_HALVES);
     uint32_t first_unit = is_paired ? m_tile_of_head : m_tile_of_head * 2;
     uint32_t second_unit = is_paired ? m_tile_of_head + 8 : m_tile_of_head * 2 + 1;
     uint32_t in_group = lane % 4 * 2 + lane / 4 % 2;
     if (head < 32) {
-      store_query(head, (token_tile * 32 + group + 1) * 8 + in_group, first_unit, low);
+      store_query(head, (token_tile * (TILE_TOKENS / 8) + group + 1) * 8 + in_group, first_unit, low);
     } else if (in_group < of_group.y) {
       store_kv(head, of_group.x + in_group, of_group.z, of_group.w, first_unit, low, layer);
     }
     uint32_t in_group_2 = lane % 4 * 2 + lane / 4 % 2;
     if (head < 32) {
-      store_query(head, (token_tile * 32 + group + 1) * 8 + in_group_2, second_unit, high);
+      store_query(head, (token_tile * (TILE_TOKENS / 8) + group + 1) * 8 + in_group_2, second_unit, high);
     } else if (in_group_2 < of_group.y) {
       store_kv(head, of_group.x + in_group_2, of_group.z, of_group.w, second_unit, high, layer);
     }
   }
 
-  __device__ __forceinline__ void finish_3(uint32_t m_tile, uint32_t group, float (&sums)[128], float2 angle,
-      float2 angle_2, uint32_t token_tile, uint4 of_group, uint32_t layer) {
+  __device__ __forceinline__ void finish_3(uint32_t m_tile, uint32_t group, float (&sums)[TILE_TOKENS / 8 * 4],
+      float2 angle, float2 angle_2, uint32_t token_tile, uint4 of_group, uint32_t layer) {
     uint32_t head = m_tile / 8;
     uint32_t m_tile_of_head = m_tile % 8;
     float rows[4];
-    const float2* pairs = (const float2*)(scales + turn * 256);
+    const float2* pairs = (const float2*)(scales + turn * TILE_TOKENS);
     float2 scale = pairs[(group + 2) * 4 + lane % 4];
     float first = sums[(group + 2) * 4];
     float second = sums[(group + 2) * 4 + 1];
@@ -1244,30 +1304,30 @@ struct PromptPass {
     uint32_t other = shuffle_xor_u32(is_odd ? pack_bf16x2(rows[0], rows[2]) : pack_bf16x2(rows[1], rows[3]), 4);
     uint32_t even = is_odd ? other : mine;
     uint32_t odd = is_odd ? mine : other;
-    uint32_t low = byte_permute(even, odd, 21520);
-    uint32_t high = byte_permute(even, odd, 30258);
+    uint32_t low = byte_permute(even, odd, LOW_HALVES);
+    uint32_t high = byte_permute(even, odd, HIGH_HALVES);
     uint32_t first_unit = is_paired ? m_tile_of_head : m_tile_of_head * 2;
     uint32_t second_unit = is_paired ? m_tile_of_head + 8 : m_tile_of_head * 2 + 1;
     uint32_t in_group = lane % 4 * 2 + lane / 4 % 2;
     if (head < 32) {
-      store_query(head, (token_tile * 32 + group + 2) * 8 + in_group, first_unit, low);
+      store_query(head, (token_tile * (TILE_TOKENS / 8) + group + 2) * 8 + in_group, first_unit, low);
     } else if (in_group < of_group.y) {
       store_kv(head, of_group.x + in_group, of_group.z, of_group.w, first_unit, low, layer);
     }
     uint32_t in_group_2 = lane % 4 * 2 + lane / 4 % 2;
     if (head < 32) {
-      store_query(head, (token_tile * 32 + group + 2) * 8 + in_group_2, second_unit, high);
+      store_query(head, (token_tile * (TILE_TOKENS / 8) + group + 2) * 8 + in_group_2, second_unit, high);
     } else if (in_group_2 < of_group.y) {
       store_kv(head, of_group.x + in_group_2, of_group.z, of_group.w, second_unit, high, layer);
     }
   }
 
-  __device__ __forceinline__ void finish_4(uint32_t m_tile, uint32_t group, float (&sums)[128], float2 angle,
-      float2 angle_2, uint32_t token_tile, uint4 of_group, uint32_t layer) {
+  __device__ __forceinline__ void finish_4(uint32_t m_tile, uint32_t group, float (&sums)[TILE_TOKENS / 8 * 4],
+      float2 angle, float2 angle_2, uint32_t token_tile, uint4 of_group, uint32_t layer) {
     uint32_t head = m_tile / 8;
     uint32_t m_tile_of_head = m_tile % 8;
     float rows[4];
-    const float2* pairs = (const float2*)(scales + turn * 256);
+    const float2* pairs = (const float2*)(scales + turn * TILE_TOKENS);
     float2 scale = pairs[(group + 3) * 4 + lane % 4];
     float first = sums[(group + 3) * 4];
     float second = sums[(group + 3) * 4 + 1];
@@ -1293,63 +1353,63 @@ struct PromptPass {
     uint32_t other = shuffle_xor_u32(is_odd ? pack_bf16x2(rows[0], rows[2]) : pack_bf16x2(rows[1], rows[3]), 4);
     uint32_t even = is_odd ? other : mine;
     uint32_t odd = is_odd ? mine : other;
-    uint32_t low = byte_permute(even, odd, 21520);
-    uint32_t high = byte_permute(even, odd, 30258);
+    uint32_t low = byte_permute(even, odd, LOW_HALVES);
+    uint32_t high = byte_permute(even, odd, HIGH_HALVES);
     uint32_t first_unit = is_paired ? m_tile_of_head : m_tile_of_head * 2;
     uint32_t second_unit = is_paired ? m_tile_of_head + 8 : m_tile_of_head * 2 + 1;
     uint32_t in_group = lane % 4 * 2 + lane / 4 % 2;
     if (head < 32) {
-      store_query(head, (token_tile * 32 + group + 3) * 8 + in_group, first_unit, low);
+      store_query(head, (token_tile * (TILE_TOKENS / 8) + group + 3) * 8 + in_group, first_unit, low);
     } else if (in_group < of_group.y) {
       store_kv(head, of_group.x + in_group, of_group.z, of_group.w, first_unit, low, layer);
     }
     uint32_t in_group_2 = lane % 4 * 2 + lane / 4 % 2;
     if (head < 32) {
-      store_query(head, (token_tile * 32 + group + 3) * 8 + in_group_2, second_unit, high);
+      store_query(head, (token_tile * (TILE_TOKENS / 8) + group + 3) * 8 + in_group_2, second_unit, high);
     } else if (in_group_2 < of_group.y) {
       store_kv(head, of_group.x + in_group_2, of_group.z, of_group.w, second_unit, high, layer);
     }
   }
 
-  __device__ __forceinline__ void finish_groups(float (&sums)[128], uint32_t token_tile, uint32_t m_tile,
-      uint32_t layer) {
+  __device__ __forceinline__ void finish_groups(float (&sums)[TILE_TOKENS / 8 * 4], uint32_t token_tile,
+      uint32_t m_tile, uint32_t layer) {
     #pragma unroll
-    for (uint32_t group = 0; group < 32; group += 4) {
-      uint32_t of_pass = token_tile * 32 + group;
+    for (uint32_t group = 0; group < TILE_TOKENS / 8; group += 4) {
+      uint32_t of_pass = token_tile * (TILE_TOKENS / 8) + group;
       uint32_t lane_2 = lane;
       uint4 of_group = ((const uint4*)(groups))[of_pass];
       uint32_t frequency = m_tile % 8 * 8 + lane_2 / 4;
-      uint32_t position = min(of_group.x + lane_2 % 4 * 2, 8191u);
+      uint32_t position = min(of_group.x + lane_2 % 4 * 2, MAX_CONTEXT - 1);
       const float2* angles = (const float2*)(rope);
       float2 angle = angles[position * 64 + frequency];
-      uint32_t position_2 = min(of_group.x + lane_2 % 4 * 2 + 1, 8191u);
+      uint32_t position_2 = min(of_group.x + lane_2 % 4 * 2 + 1, MAX_CONTEXT - 1);
       const float2* angles_2 = (const float2*)(rope);
       float2 angle_2 = angles_2[position_2 * 64 + frequency];
       uint32_t lane_3 = lane;
       uint4 of_group_2 = ((const uint4*)(groups))[of_pass + 1];
       uint32_t frequency_2 = m_tile % 8 * 8 + lane_3 / 4;
-      uint32_t position_3 = min(of_group_2.x + lane_3 % 4 * 2, 8191u);
+      uint32_t position_3 = min(of_group_2.x + lane_3 % 4 * 2, MAX_CONTEXT - 1);
       const float2* angles_3 = (const float2*)(rope);
       float2 angle_3 = angles_3[position_3 * 64 + frequency_2];
-      uint32_t position_4 = min(of_group_2.x + lane_3 % 4 * 2 + 1, 8191u);
+      uint32_t position_4 = min(of_group_2.x + lane_3 % 4 * 2 + 1, MAX_CONTEXT - 1);
       const float2* angles_4 = (const float2*)(rope);
       float2 angle_4 = angles_4[position_4 * 64 + frequency_2];
       uint32_t lane_4 = lane;
       uint4 of_group_3 = ((const uint4*)(groups))[of_pass + 2];
       uint32_t frequency_3 = m_tile % 8 * 8 + lane_4 / 4;
-      uint32_t position_5 = min(of_group_3.x + lane_4 % 4 * 2, 8191u);
+      uint32_t position_5 = min(of_group_3.x + lane_4 % 4 * 2, MAX_CONTEXT - 1);
       const float2* angles_5 = (const float2*)(rope);
       float2 angle_5 = angles_5[position_5 * 64 + frequency_3];
-      uint32_t position_6 = min(of_group_3.x + lane_4 % 4 * 2 + 1, 8191u);
+      uint32_t position_6 = min(of_group_3.x + lane_4 % 4 * 2 + 1, MAX_CONTEXT - 1);
       const float2* angles_6 = (const float2*)(rope);
       float2 angle_6 = angles_6[position_6 * 64 + frequency_3];
       uint32_t lane_5 = lane;
       uint4 of_group_4 = ((const uint4*)(groups))[of_pass + 3];
       uint32_t frequency_4 = m_tile % 8 * 8 + lane_5 / 4;
-      uint32_t position_7 = min(of_group_4.x + lane_5 % 4 * 2, 8191u);
+      uint32_t position_7 = min(of_group_4.x + lane_5 % 4 * 2, MAX_CONTEXT - 1);
       const float2* angles_7 = (const float2*)(rope);
       float2 angle_7 = angles_7[position_7 * 64 + frequency_4];
-      uint32_t position_8 = min(of_group_4.x + lane_5 % 4 * 2 + 1, 8191u);
+      uint32_t position_8 = min(of_group_4.x + lane_5 % 4 * 2 + 1, MAX_CONTEXT - 1);
       const float2* angles_8 = (const float2*)(rope);
       float2 angle_8 = angles_8[position_8 * 64 + frequency_4];
       finish(m_tile, group, sums, angle, angle_2, token_tile, of_group, layer);
@@ -1360,14 +1420,14 @@ struct PromptPass {
   }
 
   // Sums of the groups of tokens from `first` on, which the next stage has.
-  __device__ __forceinline__ void add_residual(float (&sums)[128]) {
+  __device__ __forceinline__ void add_residual(float (&sums)[TILE_TOKENS / 8 * 4]) {
     uint32_t stage_2 = stage;
     mbarrier_wait(full + stage, parity);
-    uint8_t* own = ring + stage_2 * 49152 + warp * 4096;
+    uint8_t* own = ring + stage_2 * STAGE_BYTES + warp * (TILE_TOKENS / 8 / 2 / 2 * ACCUMULATOR_BYTES);
     const float4* words = (const float4*)(own);
     float last = 0.0f;
     #pragma unroll
-    for (uint32_t group = 0; group < 8; ++group) {
+    for (uint32_t group = 0; group < TILE_TOKENS / 8 / 2 / 2; ++group) {
       float4 added = words[group * 32 + lane];
       uint32_t place = group * 4;
       sums[place] = sums[place] + added.x;
@@ -1383,110 +1443,110 @@ struct PromptPass {
   }
 
   // The 16 rows of an M-tile as 16 columns of a vector in token order, rounded to bf16.
-  __device__ __forceinline__ void store_rows_of_no_others(uint8_t* into, float (&sums)[128], uint32_t group,
-      float (&weights)[2], uint32_t m_tile, uint32_t token_tile) {
+  __device__ __forceinline__ void store_rows_of_no_others(uint8_t* into, float (&sums)[TILE_TOKENS / 8 * 4],
+      uint32_t group, float (&weights)[2], uint32_t m_tile, uint32_t token_tile) {
     uint2 words;
     bool is_odd = lane / 4 % 2 != 0;
     uint32_t mine = is_odd ? pack_bf16x2(bf16_to_f32(f32_to_bf16(sums[group * 4 + 1])) * weights[0], bf16_to_f32(f32_to_bf16(sums[group * 4 + 3])) * weights[1]) : pack_bf16x2(bf16_to_f32(f32_to_bf16(sums[group * 4])) * weights[0], bf16_to_f32(f32_to_bf16(sums[group * 4 + 2])) * weights[1]);
     uint32_t other = shuffle_xor_u32(is_odd ? pack_bf16x2(bf16_to_f32(f32_to_bf16(sums[group * 4])) * weights[0], bf16_to_f32(f32_to_bf16(sums[group * 4 + 2])) * weights[1]) : pack_bf16x2(bf16_to_f32(f32_to_bf16(sums[group * 4 + 1])) * weights[0], bf16_to_f32(f32_to_bf16(sums[group * 4 + 3])) * weights[1]), 4);
     uint32_t even = is_odd ? other : mine;
     uint32_t odd = is_odd ? mine : other;
-    uint32_t low = byte_permute(even, odd, 21520);
-    uint32_t high = byte_permute(even, odd, 30258);
+    uint32_t low = byte_permute(even, odd, LOW_HALVES);
+    uint32_t high = byte_permute(even, odd, HIGH_HALVES);
     words.x = low;
     words.y = high;
     uint32_t k_tile = m_tile / 2;
     uint32_t half = m_tile % 2;
     uint32_t row = lane / 4;
     uint32_t token = lane % 4 * 2 + lane / 4 % 2;
-    uint64_t block = (uint64_t)(k_tile * 256 + (token_tile * 32 + group)) * 512;
-    uint8_t* address = into + block + (uint64_t)(row / 2 * 128 + token * 16) + half * 8;
+    uint64_t block = (uint64_t)(k_tile * (PASS_TOKENS / 8) + (token_tile * (TILE_TOKENS / 8) + group)) * GROUP_BYTES;
+    uint8_t* address = into + block + (uint64_t)(row / 2 * UNIT_BYTES + token * 16) + half * 8;
     ((uint2*)(address))[0] = words;
   }
 
   // The 16 rows of an M-tile as 16 columns of a vector in token order, rounded to bf16.
-  __device__ __forceinline__ void store_rows_of_no_others_2(uint8_t* into, float (&sums)[128], uint32_t group,
-      float (&weights)[2], uint32_t m_tile, uint32_t token_tile) {
+  __device__ __forceinline__ void store_rows_of_no_others_2(uint8_t* into, float (&sums)[TILE_TOKENS / 8 * 4],
+      uint32_t group, float (&weights)[2], uint32_t m_tile, uint32_t token_tile) {
     uint2 words;
     bool is_odd = lane / 4 % 2 != 0;
     uint32_t mine = is_odd ? pack_bf16x2(bf16_to_f32(f32_to_bf16(sums[(group + 1) * 4 + 1])) * weights[0], bf16_to_f32(f32_to_bf16(sums[(group + 1) * 4 + 3])) * weights[1]) : pack_bf16x2(bf16_to_f32(f32_to_bf16(sums[(group + 1) * 4])) * weights[0], bf16_to_f32(f32_to_bf16(sums[(group + 1) * 4 + 2])) * weights[1]);
     uint32_t other = shuffle_xor_u32(is_odd ? pack_bf16x2(bf16_to_f32(f32_to_bf16(sums[(group + 1) * 4])) * weights[0], bf16_to_f32(f32_to_bf16(sums[(group + 1) * 4 + 2])) * weights[1]) : pack_bf16x2(bf16_to_f32(f32_to_bf16(sums[(group + 1) * 4 + 1])) * weights[0], bf16_to_f32(f32_to_bf16(sums[(group + 1) * 4 + 3])) * weights[1]), 4);
     uint32_t even = is_odd ? other : mine;
     uint32_t odd = is_odd ? mine : other;
-    uint32_t low = byte_permute(even, odd, 21520);
-    uint32_t high = byte_permute(even, odd, 30258);
+    uint32_t low = byte_permute(even, odd, LOW_HALVES);
+    uint32_t high = byte_permute(even, odd, HIGH_HALVES);
     words.x = low;
     words.y = high;
     uint32_t k_tile = m_tile / 2;
     uint32_t half = m_tile % 2;
     uint32_t row = lane / 4;
     uint32_t token = lane % 4 * 2 + lane / 4 % 2;
-    uint64_t block = (uint64_t)(k_tile * 256 + (token_tile * 32 + group) + 1) * 512;
-    uint8_t* address = into + block + (uint64_t)(row / 2 * 128 + token * 16) + half * 8;
+    uint64_t block = (uint64_t)(k_tile * (PASS_TOKENS / 8) + (token_tile * (TILE_TOKENS / 8) + group) + 1) * GROUP_BYTES;
+    uint8_t* address = into + block + (uint64_t)(row / 2 * UNIT_BYTES + token * 16) + half * 8;
     ((uint2*)(address))[0] = words;
   }
 
   // The 16 rows of an M-tile as 16 columns of a vector in token order, rounded to bf16.
-  __device__ __forceinline__ void store_rows_of_no_others_3(uint8_t* into, float (&sums)[128], uint32_t group,
-      float (&weights)[2], uint32_t m_tile, uint32_t token_tile) {
+  __device__ __forceinline__ void store_rows_of_no_others_3(uint8_t* into, float (&sums)[TILE_TOKENS / 8 * 4],
+      uint32_t group, float (&weights)[2], uint32_t m_tile, uint32_t token_tile) {
     uint2 words;
     bool is_odd = lane / 4 % 2 != 0;
     uint32_t mine = is_odd ? pack_bf16x2(bf16_to_f32(f32_to_bf16(sums[(group + 2) * 4 + 1])) * weights[0], bf16_to_f32(f32_to_bf16(sums[(group + 2) * 4 + 3])) * weights[1]) : pack_bf16x2(bf16_to_f32(f32_to_bf16(sums[(group + 2) * 4])) * weights[0], bf16_to_f32(f32_to_bf16(sums[(group + 2) * 4 + 2])) * weights[1]);
     uint32_t other = shuffle_xor_u32(is_odd ? pack_bf16x2(bf16_to_f32(f32_to_bf16(sums[(group + 2) * 4])) * weights[0], bf16_to_f32(f32_to_bf16(sums[(group + 2) * 4 + 2])) * weights[1]) : pack_bf16x2(bf16_to_f32(f32_to_bf16(sums[(group + 2) * 4 + 1])) * weights[0], bf16_to_f32(f32_to_bf16(sums[(group + 2) * 4 + 3])) * weights[1]), 4);
     uint32_t even = is_odd ? other : mine;
     uint32_t odd = is_odd ? mine : other;
-    uint32_t low = byte_permute(even, odd, 21520);
-    uint32_t high = byte_permute(even, odd, 30258);
+    uint32_t low = byte_permute(even, odd, LOW_HALVES);
+    uint32_t high = byte_permute(even, odd, HIGH_HALVES);
     words.x = low;
     words.y = high;
     uint32_t k_tile = m_tile / 2;
     uint32_t half = m_tile % 2;
     uint32_t row = lane / 4;
     uint32_t token = lane % 4 * 2 + lane / 4 % 2;
-    uint64_t block = (uint64_t)(k_tile * 256 + (token_tile * 32 + group) + 2) * 512;
-    uint8_t* address = into + block + (uint64_t)(row / 2 * 128 + token * 16) + half * 8;
+    uint64_t block = (uint64_t)(k_tile * (PASS_TOKENS / 8) + (token_tile * (TILE_TOKENS / 8) + group) + 2) * GROUP_BYTES;
+    uint8_t* address = into + block + (uint64_t)(row / 2 * UNIT_BYTES + token * 16) + half * 8;
     ((uint2*)(address))[0] = words;
   }
 
   // The 16 rows of an M-tile as 16 columns of a vector in token order, rounded to bf16.
-  __device__ __forceinline__ void store_rows_of_no_others_4(uint8_t* into, float (&sums)[128], uint32_t group,
-      float (&weights)[2], uint32_t m_tile, uint32_t token_tile) {
+  __device__ __forceinline__ void store_rows_of_no_others_4(uint8_t* into, float (&sums)[TILE_TOKENS / 8 * 4],
+      uint32_t group, float (&weights)[2], uint32_t m_tile, uint32_t token_tile) {
     uint2 words;
     bool is_odd = lane / 4 % 2 != 0;
     uint32_t mine = is_odd ? pack_bf16x2(bf16_to_f32(f32_to_bf16(sums[(group + 3) * 4 + 1])) * weights[0], bf16_to_f32(f32_to_bf16(sums[(group + 3) * 4 + 3])) * weights[1]) : pack_bf16x2(bf16_to_f32(f32_to_bf16(sums[(group + 3) * 4])) * weights[0], bf16_to_f32(f32_to_bf16(sums[(group + 3) * 4 + 2])) * weights[1]);
     uint32_t other = shuffle_xor_u32(is_odd ? pack_bf16x2(bf16_to_f32(f32_to_bf16(sums[(group + 3) * 4])) * weights[0], bf16_to_f32(f32_to_bf16(sums[(group + 3) * 4 + 2])) * weights[1]) : pack_bf16x2(bf16_to_f32(f32_to_bf16(sums[(group + 3) * 4 + 1])) * weights[0], bf16_to_f32(f32_to_bf16(sums[(group + 3) * 4 + 3])) * weights[1]), 4);
     uint32_t even = is_odd ? other : mine;
     uint32_t odd = is_odd ? mine : other;
-    uint32_t low = byte_permute(even, odd, 21520);
-    uint32_t high = byte_permute(even, odd, 30258);
+    uint32_t low = byte_permute(even, odd, LOW_HALVES);
+    uint32_t high = byte_permute(even, odd, HIGH_HALVES);
     words.x = low;
     words.y = high;
     uint32_t k_tile = m_tile / 2;
     uint32_t half = m_tile % 2;
     uint32_t row = lane / 4;
     uint32_t token = lane % 4 * 2 + lane / 4 % 2;
-    uint64_t block = (uint64_t)(k_tile * 256 + (token_tile * 32 + group) + 3) * 512;
-    uint8_t* address = into + block + (uint64_t)(row / 2 * 128 + token * 16) + half * 8;
+    uint64_t block = (uint64_t)(k_tile * (PASS_TOKENS / 8) + (token_tile * (TILE_TOKENS / 8) + group) + 3) * GROUP_BYTES;
+    uint8_t* address = into + block + (uint64_t)(row / 2 * UNIT_BYTES + token * 16) + half * 8;
     ((uint2*)(address))[0] = words;
   }
 
-  __device__ __forceinline__ void finish_groups_2(float (&sums)[128], uint32_t m_tile, uint32_t layer, uint32_t phase,
-      uint32_t token_tile) {
+  __device__ __forceinline__ void finish_groups_2(float (&sums)[TILE_TOKENS / 8 * 4], uint32_t m_tile, uint32_t layer,
+      uint32_t phase, uint32_t token_tile) {
     uint32_t row = m_tile * 16 + lane / 4;
     float weights[2];
-    weights[0] = bf16_to_f32((norms + (layer * 2 + (phase <= 3 ? 1u : 2u)) * 4096)[row]);
-    weights[1] = bf16_to_f32((norms + (layer * 2 + (phase <= 3 ? 1u : 2u)) * 4096)[row + 8]);
+    weights[0] = bf16_to_f32((norms + (layer * 2 + (phase <= 3 ? 1u : 2u)) * HIDDEN)[row]);
+    weights[1] = bf16_to_f32((norms + (layer * 2 + (phase <= 3 ? 1u : 2u)) * HIDDEN)[row + 8]);
     #pragma unroll
-    for (uint32_t group = 0; group < 8; group += 4) {
-      uint32_t of_pass = token_tile * 32 + group;
-      uint64_t index = ((uint64_t)(m_tile) * 256 + (uint64_t)(token_tile * 32 + group)) * 32;
+    for (uint32_t group = 0; group < TILE_TOKENS / 8 / 2 / 2; group += 4) {
+      uint32_t of_pass = token_tile * (TILE_TOKENS / 8) + group;
+      uint64_t index = ((uint64_t)(m_tile) * (PASS_TOKENS / 8) + (uint64_t)(token_tile * (TILE_TOKENS / 8) + group)) * (ACCUMULATOR_BYTES / 16);
       float4 kept;
       kept.x = sums[group * 4];
       kept.y = sums[group * 4 + 1];
       kept.z = sums[group * 4 + 2];
       kept.w = sums[group * 4 + 3];
-      ((float4*)((float*)(workspace + 1024)))[index + (uint64_t)(lane)] = kept;
-      float* of_lane = (float*)(arena + SQUARES) + (warp * 256 + lane * 2);
+      ((float4*)((float*)(workspace + RESIDUAL_AT)))[index + (uint64_t)(lane)] = kept;
+      float* of_lane = (float*)(arena + SQUARES) + (warp * TILE_TOKENS + lane * 2);
       float* kept_2 = of_lane;
       float square = fma_f32(bf16_to_f32(f32_to_bf16(sums[group * 4])), bf16_to_f32(f32_to_bf16(sums[group * 4])), bf16_to_f32(f32_to_bf16(sums[group * 4 + 2])) * bf16_to_f32(f32_to_bf16(sums[group * 4 + 2])));
       square += shuffle_xor_f32(square, 4);
@@ -1498,15 +1558,15 @@ struct PromptPass {
       square_2 += shuffle_xor_f32(square_2, 8);
       square_2 += shuffle_xor_f32(square_2, 16);
       if (lane < 4) kept_2[group * 8 + 1] = square_2;
-      store_rows_of_no_others(workspace + 33555456, sums, group, weights, m_tile, token_tile);
-      uint64_t index_2 = ((uint64_t)(m_tile) * 256 + (uint64_t)(token_tile * 32 + group + 1)) * 32;
+      store_rows_of_no_others(workspace + HIDDEN_AT, sums, group, weights, m_tile, token_tile);
+      uint64_t index_2 = ((uint64_t)(m_tile) * (PASS_TOKENS / 8) + (uint64_t)(token_tile * (TILE_TOKENS / 8) + group + 1)) * (ACCUMULATOR_BYTES / 16);
       float4 kept_3;
       kept_3.x = sums[(group + 1) * 4];
       kept_3.y = sums[(group + 1) * 4 + 1];
       kept_3.z = sums[(group + 1) * 4 + 2];
       kept_3.w = sums[(group + 1) * 4 + 3];
-      ((float4*)((float*)(workspace + 1024)))[index_2 + (uint64_t)(lane)] = kept_3;
-      float* of_lane_2 = (float*)(arena + SQUARES) + (warp * 256 + lane * 2);
+      ((float4*)((float*)(workspace + RESIDUAL_AT)))[index_2 + (uint64_t)(lane)] = kept_3;
+      float* of_lane_2 = (float*)(arena + SQUARES) + (warp * TILE_TOKENS + lane * 2);
       float* kept_4 = of_lane_2;
       float square_3 = fma_f32(bf16_to_f32(f32_to_bf16(sums[(group + 1) * 4])), bf16_to_f32(f32_to_bf16(sums[(group + 1) * 4])), bf16_to_f32(f32_to_bf16(sums[(group + 1) * 4 + 2])) * bf16_to_f32(f32_to_bf16(sums[(group + 1) * 4 + 2])));
       square_3 += shuffle_xor_f32(square_3, 4);
@@ -1518,15 +1578,15 @@ struct PromptPass {
       square_4 += shuffle_xor_f32(square_4, 8);
       square_4 += shuffle_xor_f32(square_4, 16);
       if (lane < 4) kept_4[(group + 1) * 8 + 1] = square_4;
-      store_rows_of_no_others_2(workspace + 33555456, sums, group, weights, m_tile, token_tile);
-      uint64_t index_3 = ((uint64_t)(m_tile) * 256 + (uint64_t)(token_tile * 32 + group + 2)) * 32;
+      store_rows_of_no_others_2(workspace + HIDDEN_AT, sums, group, weights, m_tile, token_tile);
+      uint64_t index_3 = ((uint64_t)(m_tile) * (PASS_TOKENS / 8) + (uint64_t)(token_tile * (TILE_TOKENS / 8) + group + 2)) * (ACCUMULATOR_BYTES / 16);
       float4 kept_5;
       kept_5.x = sums[(group + 2) * 4];
       kept_5.y = sums[(group + 2) * 4 + 1];
       kept_5.z = sums[(group + 2) * 4 + 2];
       kept_5.w = sums[(group + 2) * 4 + 3];
-      ((float4*)((float*)(workspace + 1024)))[index_3 + (uint64_t)(lane)] = kept_5;
-      float* of_lane_3 = (float*)(arena + SQUARES) + (warp * 256 + lane * 2);
+      ((float4*)((float*)(workspace + RESIDUAL_AT)))[index_3 + (uint64_t)(lane)] = kept_5;
+      float* of_lane_3 = (float*)(arena + SQUARES) + (warp * TILE_TOKENS + lane * 2);
       float* kept_6 = of_lane_3;
       float square_5 = fma_f32(bf16_to_f32(f32_to_bf16(sums[(group + 2) * 4])), bf16_to_f32(f32_to_bf16(sums[(group + 2) * 4])), bf16_to_f32(f32_to_bf16(sums[(group + 2) * 4 + 2])) * bf16_to_f32(f32_to_bf16(sums[(group + 2) * 4 + 2])));
       square_5 += shuffle_xor_f32(square_5, 4);
@@ -1538,15 +1598,15 @@ struct PromptPass {
       square_6 += shuffle_xor_f32(square_6, 8);
       square_6 += shuffle_xor_f32(square_6, 16);
       if (lane < 4) kept_6[(group + 2) * 8 + 1] = square_6;
-      store_rows_of_no_others_3(workspace + 33555456, sums, group, weights, m_tile, token_tile);
-      uint64_t index_4 = ((uint64_t)(m_tile) * 256 + (uint64_t)(token_tile * 32 + group + 3)) * 32;
+      store_rows_of_no_others_3(workspace + HIDDEN_AT, sums, group, weights, m_tile, token_tile);
+      uint64_t index_4 = ((uint64_t)(m_tile) * (PASS_TOKENS / 8) + (uint64_t)(token_tile * (TILE_TOKENS / 8) + group + 3)) * (ACCUMULATOR_BYTES / 16);
       float4 kept_7;
       kept_7.x = sums[(group + 3) * 4];
       kept_7.y = sums[(group + 3) * 4 + 1];
       kept_7.z = sums[(group + 3) * 4 + 2];
       kept_7.w = sums[(group + 3) * 4 + 3];
-      ((float4*)((float*)(workspace + 1024)))[index_4 + (uint64_t)(lane)] = kept_7;
-      float* of_lane_4 = (float*)(arena + SQUARES) + (warp * 256 + lane * 2);
+      ((float4*)((float*)(workspace + RESIDUAL_AT)))[index_4 + (uint64_t)(lane)] = kept_7;
+      float* of_lane_4 = (float*)(arena + SQUARES) + (warp * TILE_TOKENS + lane * 2);
       float* kept_8 = of_lane_4;
       float square_7 = fma_f32(bf16_to_f32(f32_to_bf16(sums[(group + 3) * 4])), bf16_to_f32(f32_to_bf16(sums[(group + 3) * 4])), bf16_to_f32(f32_to_bf16(sums[(group + 3) * 4 + 2])) * bf16_to_f32(f32_to_bf16(sums[(group + 3) * 4 + 2])));
       square_7 += shuffle_xor_f32(square_7, 4);
@@ -1558,19 +1618,19 @@ struct PromptPass {
       square_8 += shuffle_xor_f32(square_8, 8);
       square_8 += shuffle_xor_f32(square_8, 16);
       if (lane < 4) kept_8[(group + 3) * 8 + 1] = square_8;
-      store_rows_of_no_others_4(workspace + 33555456, sums, group, weights, m_tile, token_tile);
+      store_rows_of_no_others_4(workspace + HIDDEN_AT, sums, group, weights, m_tile, token_tile);
     }
   }
 
   // Sums of the groups of tokens from `first` on, which the next stage has.
-  __device__ __forceinline__ void add_residual_2(float (&sums)[128]) {
+  __device__ __forceinline__ void add_residual_2(float (&sums)[TILE_TOKENS / 8 * 4]) {
     uint32_t stage_2 = stage;
     mbarrier_wait(full + stage, parity);
-    uint8_t* own = ring + stage_2 * 49152 + warp * 4096;
+    uint8_t* own = ring + stage_2 * STAGE_BYTES + warp * (TILE_TOKENS / 8 / 2 / 2 * ACCUMULATOR_BYTES);
     const float4* words = (const float4*)(own);
     float last = 0.0f;
     #pragma unroll
-    for (uint32_t group = 0; group < 8; ++group) {
+    for (uint32_t group = 0; group < TILE_TOKENS / 8 / 2 / 2; ++group) {
       float4 added = words[group * 32 + lane];
       uint32_t place = (group + 8) * 4;
       sums[place] = sums[place] + added.x;
@@ -1585,23 +1645,23 @@ struct PromptPass {
     advance(stage, parity, 4);
   }
 
-  __device__ __forceinline__ void finish_groups_3(float (&sums)[128], uint32_t m_tile, uint32_t layer, uint32_t phase,
-      uint32_t token_tile) {
+  __device__ __forceinline__ void finish_groups_3(float (&sums)[TILE_TOKENS / 8 * 4], uint32_t m_tile, uint32_t layer,
+      uint32_t phase, uint32_t token_tile) {
     uint32_t row = m_tile * 16 + lane / 4;
     float weights[2];
-    weights[0] = bf16_to_f32((norms + (layer * 2 + (phase <= 3 ? 1u : 2u)) * 4096)[row]);
-    weights[1] = bf16_to_f32((norms + (layer * 2 + (phase <= 3 ? 1u : 2u)) * 4096)[row + 8]);
+    weights[0] = bf16_to_f32((norms + (layer * 2 + (phase <= 3 ? 1u : 2u)) * HIDDEN)[row]);
+    weights[1] = bf16_to_f32((norms + (layer * 2 + (phase <= 3 ? 1u : 2u)) * HIDDEN)[row + 8]);
     #pragma unroll
-    for (uint32_t group = 8; group < 16; group += 4) {
-      uint32_t of_pass = token_tile * 32 + group;
-      uint64_t index = ((uint64_t)(m_tile) * 256 + (uint64_t)(token_tile * 32 + group)) * 32;
+    for (uint32_t group = 8; group < 8 + TILE_TOKENS / 8 / 2 / 2; group += 4) {
+      uint32_t of_pass = token_tile * (TILE_TOKENS / 8) + group;
+      uint64_t index = ((uint64_t)(m_tile) * (PASS_TOKENS / 8) + (uint64_t)(token_tile * (TILE_TOKENS / 8) + group)) * (ACCUMULATOR_BYTES / 16);
       float4 kept;
       kept.x = sums[group * 4];
       kept.y = sums[group * 4 + 1];
       kept.z = sums[group * 4 + 2];
       kept.w = sums[group * 4 + 3];
-      ((float4*)((float*)(workspace + 1024)))[index + (uint64_t)(lane)] = kept;
-      float* of_lane = (float*)(arena + SQUARES) + (warp * 256 + lane * 2);
+      ((float4*)((float*)(workspace + RESIDUAL_AT)))[index + (uint64_t)(lane)] = kept;
+      float* of_lane = (float*)(arena + SQUARES) + (warp * TILE_TOKENS + lane * 2);
       float* kept_2 = of_lane;
       float square = fma_f32(bf16_to_f32(f32_to_bf16(sums[group * 4])), bf16_to_f32(f32_to_bf16(sums[group * 4])), bf16_to_f32(f32_to_bf16(sums[group * 4 + 2])) * bf16_to_f32(f32_to_bf16(sums[group * 4 + 2])));
       square += shuffle_xor_f32(square, 4);
@@ -1613,15 +1673,15 @@ struct PromptPass {
       square_2 += shuffle_xor_f32(square_2, 8);
       square_2 += shuffle_xor_f32(square_2, 16);
       if (lane < 4) kept_2[group * 8 + 1] = square_2;
-      store_rows_of_no_others(workspace + 33555456, sums, group, weights, m_tile, token_tile);
-      uint64_t index_2 = ((uint64_t)(m_tile) * 256 + (uint64_t)(token_tile * 32 + group + 1)) * 32;
+      store_rows_of_no_others(workspace + HIDDEN_AT, sums, group, weights, m_tile, token_tile);
+      uint64_t index_2 = ((uint64_t)(m_tile) * (PASS_TOKENS / 8) + (uint64_t)(token_tile * (TILE_TOKENS / 8) + group + 1)) * (ACCUMULATOR_BYTES / 16);
       float4 kept_3;
       kept_3.x = sums[(group + 1) * 4];
       kept_3.y = sums[(group + 1) * 4 + 1];
       kept_3.z = sums[(group + 1) * 4 + 2];
       kept_3.w = sums[(group + 1) * 4 + 3];
-      ((float4*)((float*)(workspace + 1024)))[index_2 + (uint64_t)(lane)] = kept_3;
-      float* of_lane_2 = (float*)(arena + SQUARES) + (warp * 256 + lane * 2);
+      ((float4*)((float*)(workspace + RESIDUAL_AT)))[index_2 + (uint64_t)(lane)] = kept_3;
+      float* of_lane_2 = (float*)(arena + SQUARES) + (warp * TILE_TOKENS + lane * 2);
       float* kept_4 = of_lane_2;
       float square_3 = fma_f32(bf16_to_f32(f32_to_bf16(sums[(group + 1) * 4])), bf16_to_f32(f32_to_bf16(sums[(group + 1) * 4])), bf16_to_f32(f32_to_bf16(sums[(group + 1) * 4 + 2])) * bf16_to_f32(f32_to_bf16(sums[(group + 1) * 4 + 2])));
       square_3 += shuffle_xor_f32(square_3, 4);
@@ -1633,15 +1693,15 @@ struct PromptPass {
       square_4 += shuffle_xor_f32(square_4, 8);
       square_4 += shuffle_xor_f32(square_4, 16);
       if (lane < 4) kept_4[(group + 1) * 8 + 1] = square_4;
-      store_rows_of_no_others_2(workspace + 33555456, sums, group, weights, m_tile, token_tile);
-      uint64_t index_3 = ((uint64_t)(m_tile) * 256 + (uint64_t)(token_tile * 32 + group + 2)) * 32;
+      store_rows_of_no_others_2(workspace + HIDDEN_AT, sums, group, weights, m_tile, token_tile);
+      uint64_t index_3 = ((uint64_t)(m_tile) * (PASS_TOKENS / 8) + (uint64_t)(token_tile * (TILE_TOKENS / 8) + group + 2)) * (ACCUMULATOR_BYTES / 16);
       float4 kept_5;
       kept_5.x = sums[(group + 2) * 4];
       kept_5.y = sums[(group + 2) * 4 + 1];
       kept_5.z = sums[(group + 2) * 4 + 2];
       kept_5.w = sums[(group + 2) * 4 + 3];
-      ((float4*)((float*)(workspace + 1024)))[index_3 + (uint64_t)(lane)] = kept_5;
-      float* of_lane_3 = (float*)(arena + SQUARES) + (warp * 256 + lane * 2);
+      ((float4*)((float*)(workspace + RESIDUAL_AT)))[index_3 + (uint64_t)(lane)] = kept_5;
+      float* of_lane_3 = (float*)(arena + SQUARES) + (warp * TILE_TOKENS + lane * 2);
       float* kept_6 = of_lane_3;
       float square_5 = fma_f32(bf16_to_f32(f32_to_bf16(sums[(group + 2) * 4])), bf16_to_f32(f32_to_bf16(sums[(group + 2) * 4])), bf16_to_f32(f32_to_bf16(sums[(group + 2) * 4 + 2])) * bf16_to_f32(f32_to_bf16(sums[(group + 2) * 4 + 2])));
       square_5 += shuffle_xor_f32(square_5, 4);
@@ -1653,15 +1713,15 @@ struct PromptPass {
       square_6 += shuffle_xor_f32(square_6, 8);
       square_6 += shuffle_xor_f32(square_6, 16);
       if (lane < 4) kept_6[(group + 2) * 8 + 1] = square_6;
-      store_rows_of_no_others_3(workspace + 33555456, sums, group, weights, m_tile, token_tile);
-      uint64_t index_4 = ((uint64_t)(m_tile) * 256 + (uint64_t)(token_tile * 32 + group + 3)) * 32;
+      store_rows_of_no_others_3(workspace + HIDDEN_AT, sums, group, weights, m_tile, token_tile);
+      uint64_t index_4 = ((uint64_t)(m_tile) * (PASS_TOKENS / 8) + (uint64_t)(token_tile * (TILE_TOKENS / 8) + group + 3)) * (ACCUMULATOR_BYTES / 16);
       float4 kept_7;
       kept_7.x = sums[(group + 3) * 4];
       kept_7.y = sums[(group + 3) * 4 + 1];
       kept_7.z = sums[(group + 3) * 4 + 2];
       kept_7.w = sums[(group + 3) * 4 + 3];
-      ((float4*)((float*)(workspace + 1024)))[index_4 + (uint64_t)(lane)] = kept_7;
-      float* of_lane_4 = (float*)(arena + SQUARES) + (warp * 256 + lane * 2);
+      ((float4*)((float*)(workspace + RESIDUAL_AT)))[index_4 + (uint64_t)(lane)] = kept_7;
+      float* of_lane_4 = (float*)(arena + SQUARES) + (warp * TILE_TOKENS + lane * 2);
       float* kept_8 = of_lane_4;
       float square_7 = fma_f32(bf16_to_f32(f32_to_bf16(sums[(group + 3) * 4])), bf16_to_f32(f32_to_bf16(sums[(group + 3) * 4])), bf16_to_f32(f32_to_bf16(sums[(group + 3) * 4 + 2])) * bf16_to_f32(f32_to_bf16(sums[(group + 3) * 4 + 2])));
       square_7 += shuffle_xor_f32(square_7, 4);
@@ -1673,19 +1733,19 @@ struct PromptPass {
       square_8 += shuffle_xor_f32(square_8, 8);
       square_8 += shuffle_xor_f32(square_8, 16);
       if (lane < 4) kept_8[(group + 3) * 8 + 1] = square_8;
-      store_rows_of_no_others_4(workspace + 33555456, sums, group, weights, m_tile, token_tile);
+      store_rows_of_no_others_4(workspace + HIDDEN_AT, sums, group, weights, m_tile, token_tile);
     }
   }
 
   // Sums of the groups of tokens from `first` on, which the next stage has.
-  __device__ __forceinline__ void add_residual_3(float (&sums)[128]) {
+  __device__ __forceinline__ void add_residual_3(float (&sums)[TILE_TOKENS / 8 * 4]) {
     uint32_t stage_2 = stage;
     mbarrier_wait(full + stage, parity);
-    uint8_t* own = ring + stage_2 * 49152 + warp * 4096;
+    uint8_t* own = ring + stage_2 * STAGE_BYTES + warp * (TILE_TOKENS / 8 / 2 / 2 * ACCUMULATOR_BYTES);
     const float4* words = (const float4*)(own);
     float last = 0.0f;
     #pragma unroll
-    for (uint32_t group = 0; group < 8; ++group) {
+    for (uint32_t group = 0; group < TILE_TOKENS / 8 / 2 / 2; ++group) {
       float4 added = words[group * 32 + lane];
       uint32_t place = (group + 16) * 4;
       sums[place] = sums[place] + added.x;
@@ -1700,23 +1760,23 @@ struct PromptPass {
     advance(stage, parity, 4);
   }
 
-  __device__ __forceinline__ void finish_groups_4(float (&sums)[128], uint32_t m_tile, uint32_t layer, uint32_t phase,
-      uint32_t token_tile) {
+  __device__ __forceinline__ void finish_groups_4(float (&sums)[TILE_TOKENS / 8 * 4], uint32_t m_tile, uint32_t layer,
+      uint32_t phase, uint32_t token_tile) {
     uint32_t row = m_tile * 16 + lane / 4;
     float weights[2];
-    weights[0] = bf16_to_f32((norms + (layer * 2 + (phase <= 3 ? 1u : 2u)) * 4096)[row]);
-    weights[1] = bf16_to_f32((norms + (layer * 2 + (phase <= 3 ? 1u : 2u)) * 4096)[row + 8]);
+    weights[0] = bf16_to_f32((norms + (layer * 2 + (phase <= 3 ? 1u : 2u)) * HIDDEN)[row]);
+    weights[1] = bf16_to_f32((norms + (layer * 2 + (phase <= 3 ? 1u : 2u)) * HIDDEN)[row + 8]);
     #pragma unroll
-    for (uint32_t group = 16; group < 24; group += 4) {
-      uint32_t of_pass = token_tile * 32 + group;
-      uint64_t index = ((uint64_t)(m_tile) * 256 + (uint64_t)(token_tile * 32 + group)) * 32;
+    for (uint32_t group = 16; group < 16 + TILE_TOKENS / 8 / 2 / 2; group += 4) {
+      uint32_t of_pass = token_tile * (TILE_TOKENS / 8) + group;
+      uint64_t index = ((uint64_t)(m_tile) * (PASS_TOKENS / 8) + (uint64_t)(token_tile * (TILE_TOKENS / 8) + group)) * (ACCUMULATOR_BYTES / 16);
       float4 kept;
       kept.x = sums[group * 4];
       kept.y = sums[group * 4 + 1];
       kept.z = sums[group * 4 + 2];
       kept.w = sums[group * 4 + 3];
-      ((float4*)((float*)(workspace + 1024)))[index + (uint64_t)(lane)] = kept;
-      float* of_lane = (float*)(arena + SQUARES) + (warp * 256 + lane * 2);
+      ((float4*)((float*)(workspace + RESIDUAL_AT)))[index + (uint64_t)(lane)] = kept;
+      float* of_lane = (float*)(arena + SQUARES) + (warp * TILE_TOKENS + lane * 2);
       float* kept_2 = of_lane;
       float square = fma_f32(bf16_to_f32(f32_to_bf16(sums[group * 4])), bf16_to_f32(f32_to_bf16(sums[group * 4])), bf16_to_f32(f32_to_bf16(sums[group * 4 + 2])) * bf16_to_f32(f32_to_bf16(sums[group * 4 + 2])));
       square += shuffle_xor_f32(square, 4);
@@ -1728,15 +1788,15 @@ struct PromptPass {
       square_2 += shuffle_xor_f32(square_2, 8);
       square_2 += shuffle_xor_f32(square_2, 16);
       if (lane < 4) kept_2[group * 8 + 1] = square_2;
-      store_rows_of_no_others(workspace + 33555456, sums, group, weights, m_tile, token_tile);
-      uint64_t index_2 = ((uint64_t)(m_tile) * 256 + (uint64_t)(token_tile * 32 + group + 1)) * 32;
+      store_rows_of_no_others(workspace + HIDDEN_AT, sums, group, weights, m_tile, token_tile);
+      uint64_t index_2 = ((uint64_t)(m_tile) * (PASS_TOKENS / 8) + (uint64_t)(token_tile * (TILE_TOKENS / 8) + group + 1)) * (ACCUMULATOR_BYTES / 16);
       float4 kept_3;
       kept_3.x = sums[(group + 1) * 4];
       kept_3.y = sums[(group + 1) * 4 + 1];
       kept_3.z = sums[(group + 1) * 4 + 2];
       kept_3.w = sums[(group + 1) * 4 + 3];
-      ((float4*)((float*)(workspace + 1024)))[index_2 + (uint64_t)(lane)] = kept_3;
-      float* of_lane_2 = (float*)(arena + SQUARES) + (warp * 256 + lane * 2);
+      ((float4*)((float*)(workspace + RESIDUAL_AT)))[index_2 + (uint64_t)(lane)] = kept_3;
+      float* of_lane_2 = (float*)(arena + SQUARES) + (warp * TILE_TOKENS + lane * 2);
       float* kept_4 = of_lane_2;
       float square_3 = fma_f32(bf16_to_f32(f32_to_bf16(sums[(group + 1) * 4])), bf16_to_f32(f32_to_bf16(sums[(group + 1) * 4])), bf16_to_f32(f32_to_bf16(sums[(group + 1) * 4 + 2])) * bf16_to_f32(f32_to_bf16(sums[(group + 1) * 4 + 2])));
       square_3 += shuffle_xor_f32(square_3, 4);
@@ -1748,15 +1808,15 @@ struct PromptPass {
       square_4 += shuffle_xor_f32(square_4, 8);
       square_4 += shuffle_xor_f32(square_4, 16);
       if (lane < 4) kept_4[(group + 1) * 8 + 1] = square_4;
-      store_rows_of_no_others_2(workspace + 33555456, sums, group, weights, m_tile, token_tile);
-      uint64_t index_3 = ((uint64_t)(m_tile) * 256 + (uint64_t)(token_tile * 32 + group + 2)) * 32;
+      store_rows_of_no_others_2(workspace + HIDDEN_AT, sums, group, weights, m_tile, token_tile);
+      uint64_t index_3 = ((uint64_t)(m_tile) * (PASS_TOKENS / 8) + (uint64_t)(token_tile * (TILE_TOKENS / 8) + group + 2)) * (ACCUMULATOR_BYTES / 16);
       float4 kept_5;
       kept_5.x = sums[(group + 2) * 4];
       kept_5.y = sums[(group + 2) * 4 + 1];
       kept_5.z = sums[(group + 2) * 4 + 2];
       kept_5.w = sums[(group + 2) * 4 + 3];
-      ((float4*)((float*)(workspace + 1024)))[index_3 + (uint64_t)(lane)] = kept_5;
-      float* of_lane_3 = (float*)(arena + SQUARES) + (warp * 256 + lane * 2);
+      ((float4*)((float*)(workspace + RESIDUAL_AT)))[index_3 + (uint64_t)(lane)] = kept_5;
+      float* of_lane_3 = (float*)(arena + SQUARES) + (warp * TILE_TOKENS + lane * 2);
       float* kept_6 = of_lane_3;
       float square_5 = fma_f32(bf16_to_f32(f32_to_bf16(sums[(group + 2) * 4])), bf16_to_f32(f32_to_bf16(sums[(group + 2) * 4])), bf16_to_f32(f32_to_bf16(sums[(group + 2) * 4 + 2])) * bf16_to_f32(f32_to_bf16(sums[(group + 2) * 4 + 2])));
       square_5 += shuffle_xor_f32(square_5, 4);
@@ -1768,15 +1828,15 @@ struct PromptPass {
       square_6 += shuffle_xor_f32(square_6, 8);
       square_6 += shuffle_xor_f32(square_6, 16);
       if (lane < 4) kept_6[(group + 2) * 8 + 1] = square_6;
-      store_rows_of_no_others_3(workspace + 33555456, sums, group, weights, m_tile, token_tile);
-      uint64_t index_4 = ((uint64_t)(m_tile) * 256 + (uint64_t)(token_tile * 32 + group + 3)) * 32;
+      store_rows_of_no_others_3(workspace + HIDDEN_AT, sums, group, weights, m_tile, token_tile);
+      uint64_t index_4 = ((uint64_t)(m_tile) * (PASS_TOKENS / 8) + (uint64_t)(token_tile * (TILE_TOKENS / 8) + group + 3)) * (ACCUMULATOR_BYTES / 16);
       float4 kept_7;
       kept_7.x = sums[(group + 3) * 4];
       kept_7.y = sums[(group + 3) * 4 + 1];
       kept_7.z = sums[(group + 3) * 4 + 2];
       kept_7.w = sums[(group + 3) * 4 + 3];
-      ((float4*)((float*)(workspace + 1024)))[index_4 + (uint64_t)(lane)] = kept_7;
-      float* of_lane_4 = (float*)(arena + SQUARES) + (warp * 256 + lane * 2);
+      ((float4*)((float*)(workspace + RESIDUAL_AT)))[index_4 + (uint64_t)(lane)] = kept_7;
+      float* of_lane_4 = (float*)(arena + SQUARES) + (warp * TILE_TOKENS + lane * 2);
       float* kept_8 = of_lane_4;
       float square_7 = fma_f32(bf16_to_f32(f32_to_bf16(sums[(group + 3) * 4])), bf16_to_f32(f32_to_bf16(sums[(group + 3) * 4])), bf16_to_f32(f32_to_bf16(sums[(group + 3) * 4 + 2])) * bf16_to_f32(f32_to_bf16(sums[(group + 3) * 4 + 2])));
       square_7 += shuffle_xor_f32(square_7, 4);
@@ -1788,19 +1848,19 @@ struct PromptPass {
       square_8 += shuffle_xor_f32(square_8, 8);
       square_8 += shuffle_xor_f32(square_8, 16);
       if (lane < 4) kept_8[(group + 3) * 8 + 1] = square_8;
-      store_rows_of_no_others_4(workspace + 33555456, sums, group, weights, m_tile, token_tile);
+      store_rows_of_no_others_4(workspace + HIDDEN_AT, sums, group, weights, m_tile, token_tile);
     }
   }
 
   // Sums of the groups of tokens from `first` on, which the next stage has.
-  __device__ __forceinline__ void add_residual_4(float (&sums)[128]) {
+  __device__ __forceinline__ void add_residual_4(float (&sums)[TILE_TOKENS / 8 * 4]) {
     uint32_t stage_2 = stage;
     mbarrier_wait(full + stage, parity);
-    uint8_t* own = ring + stage_2 * 49152 + warp * 4096;
+    uint8_t* own = ring + stage_2 * STAGE_BYTES + warp * (TILE_TOKENS / 8 / 2 / 2 * ACCUMULATOR_BYTES);
     const float4* words = (const float4*)(own);
     float last = 0.0f;
     #pragma unroll
-    for (uint32_t group = 0; group < 8; ++group) {
+    for (uint32_t group = 0; group < TILE_TOKENS / 8 / 2 / 2; ++group) {
       float4 added = words[group * 32 + lane];
       uint32_t place = (group + 24) * 4;
       sums[place] = sums[place] + added.x;
@@ -1815,23 +1875,23 @@ struct PromptPass {
     advance(stage, parity, 4);
   }
 
-  __device__ __forceinline__ void finish_groups_5(float (&sums)[128], uint32_t m_tile, uint32_t layer, uint32_t phase,
-      uint32_t token_tile) {
+  __device__ __forceinline__ void finish_groups_5(float (&sums)[TILE_TOKENS / 8 * 4], uint32_t m_tile, uint32_t layer,
+      uint32_t phase, uint32_t token_tile) {
     uint32_t row = m_tile * 16 + lane / 4;
     float weights[2];
-    weights[0] = bf16_to_f32((norms + (layer * 2 + (phase <= 3 ? 1u : 2u)) * 4096)[row]);
-    weights[1] = bf16_to_f32((norms + (layer * 2 + (phase <= 3 ? 1u : 2u)) * 4096)[row + 8]);
+    weights[0] = bf16_to_f32((norms + (layer * 2 + (phase <= 3 ? 1u : 2u)) * HIDDEN)[row]);
+    weights[1] = bf16_to_f32((norms + (layer * 2 + (phase <= 3 ? 1u : 2u)) * HIDDEN)[row + 8]);
     #pragma unroll
-    for (uint32_t group = 24; group < 32; group += 4) {
-      uint32_t of_pass = token_tile * 32 + group;
-      uint64_t index = ((uint64_t)(m_tile) * 256 + (uint64_t)(token_tile * 32 + group)) * 32;
+    for (uint32_t group = 24; group < 24 + TILE_TOKENS / 8 / 2 / 2; group += 4) {
+      uint32_t of_pass = token_tile * (TILE_TOKENS / 8) + group;
+      uint64_t index = ((uint64_t)(m_tile) * (PASS_TOKENS / 8) + (uint64_t)(token_tile * (TILE_TOKENS / 8) + group)) * (ACCUMULATOR_BYTES / 16);
       float4 kept;
       kept.x = sums[group * 4];
       kept.y = sums[group * 4 + 1];
       kept.z = sums[group * 4 + 2];
       kept.w = sums[group * 4 + 3];
-      ((float4*)((float*)(workspace + 1024)))[index + (uint64_t)(lane)] = kept;
-      float* of_lane = (float*)(arena + SQUARES) + (warp * 256 + lane * 2);
+      ((float4*)((float*)(workspace + RESIDUAL_AT)))[index + (uint64_t)(lane)] = kept;
+      float* of_lane = (float*)(arena + SQUARES) + (warp * TILE_TOKENS + lane * 2);
       float* kept_2 = of_lane;
       float square = fma_f32(bf16_to_f32(f32_to_bf16(sums[group * 4])), bf16_to_f32(f32_to_bf16(sums[group * 4])), bf16_to_f32(f32_to_bf16(sums[group * 4 + 2])) * bf16_to_f32(f32_to_bf16(sums[group * 4 + 2])));
       square += shuffle_xor_f32(square, 4);
@@ -1843,15 +1903,15 @@ struct PromptPass {
       square_2 += shuffle_xor_f32(square_2, 8);
       square_2 += shuffle_xor_f32(square_2, 16);
       if (lane < 4) kept_2[group * 8 + 1] = square_2;
-      store_rows_of_no_others(workspace + 33555456, sums, group, weights, m_tile, token_tile);
-      uint64_t index_2 = ((uint64_t)(m_tile) * 256 + (uint64_t)(token_tile * 32 + group + 1)) * 32;
+      store_rows_of_no_others(workspace + HIDDEN_AT, sums, group, weights, m_tile, token_tile);
+      uint64_t index_2 = ((uint64_t)(m_tile) * (PASS_TOKENS / 8) + (uint64_t)(token_tile * (TILE_TOKENS / 8) + group + 1)) * (ACCUMULATOR_BYTES / 16);
       float4 kept_3;
       kept_3.x = sums[(group + 1) * 4];
       kept_3.y = sums[(group + 1) * 4 + 1];
       kept_3.z = sums[(group + 1) * 4 + 2];
       kept_3.w = sums[(group + 1) * 4 + 3];
-      ((float4*)((float*)(workspace + 1024)))[index_2 + (uint64_t)(lane)] = kept_3;
-      float* of_lane_2 = (float*)(arena + SQUARES) + (warp * 256 + lane * 2);
+      ((float4*)((float*)(workspace + RESIDUAL_AT)))[index_2 + (uint64_t)(lane)] = kept_3;
+      float* of_lane_2 = (float*)(arena + SQUARES) + (warp * TILE_TOKENS + lane * 2);
       float* kept_4 = of_lane_2;
       float square_3 = fma_f32(bf16_to_f32(f32_to_bf16(sums[(group + 1) * 4])), bf16_to_f32(f32_to_bf16(sums[(group + 1) * 4])), bf16_to_f32(f32_to_bf16(sums[(group + 1) * 4 + 2])) * bf16_to_f32(f32_to_bf16(sums[(group + 1) * 4 + 2])));
       square_3 += shuffle_xor_f32(square_3, 4);
@@ -1863,15 +1923,15 @@ struct PromptPass {
       square_4 += shuffle_xor_f32(square_4, 8);
       square_4 += shuffle_xor_f32(square_4, 16);
       if (lane < 4) kept_4[(group + 1) * 8 + 1] = square_4;
-      store_rows_of_no_others_2(workspace + 33555456, sums, group, weights, m_tile, token_tile);
-      uint64_t index_3 = ((uint64_t)(m_tile) * 256 + (uint64_t)(token_tile * 32 + group + 2)) * 32;
+      store_rows_of_no_others_2(workspace + HIDDEN_AT, sums, group, weights, m_tile, token_tile);
+      uint64_t index_3 = ((uint64_t)(m_tile) * (PASS_TOKENS / 8) + (uint64_t)(token_tile * (TILE_TOKENS / 8) + group + 2)) * (ACCUMULATOR_BYTES / 16);
       float4 kept_5;
       kept_5.x = sums[(group + 2) * 4];
       kept_5.y = sums[(group + 2) * 4 + 1];
       kept_5.z = sums[(group + 2) * 4 + 2];
       kept_5.w = sums[(group + 2) * 4 + 3];
-      ((float4*)((float*)(workspace + 1024)))[index_3 + (uint64_t)(lane)] = kept_5;
-      float* of_lane_3 = (float*)(arena + SQUARES) + (warp * 256 + lane * 2);
+      ((float4*)((float*)(workspace + RESIDUAL_AT)))[index_3 + (uint64_t)(lane)] = kept_5;
+      float* of_lane_3 = (float*)(arena + SQUARES) + (warp * TILE_TOKENS + lane * 2);
       float* kept_6 = of_lane_3;
       float square_5 = fma_f32(bf16_to_f32(f32_to_bf16(sums[(group + 2) * 4])), bf16_to_f32(f32_to_bf16(sums[(group + 2) * 4])), bf16_to_f32(f32_to_bf16(sums[(group + 2) * 4 + 2])) * bf16_to_f32(f32_to_bf16(sums[(group + 2) * 4 + 2])));
       square_5 += shuffle_xor_f32(square_5, 4);
@@ -1883,15 +1943,15 @@ struct PromptPass {
       square_6 += shuffle_xor_f32(square_6, 8);
       square_6 += shuffle_xor_f32(square_6, 16);
       if (lane < 4) kept_6[(group + 2) * 8 + 1] = square_6;
-      store_rows_of_no_others_3(workspace + 33555456, sums, group, weights, m_tile, token_tile);
-      uint64_t index_4 = ((uint64_t)(m_tile) * 256 + (uint64_t)(token_tile * 32 + group + 3)) * 32;
+      store_rows_of_no_others_3(workspace + HIDDEN_AT, sums, group, weights, m_tile, token_tile);
+      uint64_t index_4 = ((uint64_t)(m_tile) * (PASS_TOKENS / 8) + (uint64_t)(token_tile * (TILE_TOKENS / 8) + group + 3)) * (ACCUMULATOR_BYTES / 16);
       float4 kept_7;
       kept_7.x = sums[(group + 3) * 4];
       kept_7.y = sums[(group + 3) * 4 + 1];
       kept_7.z = sums[(group + 3) * 4 + 2];
       kept_7.w = sums[(group + 3) * 4 + 3];
-      ((float4*)((float*)(workspace + 1024)))[index_4 + (uint64_t)(lane)] = kept_7;
-      float* of_lane_4 = (float*)(arena + SQUARES) + (warp * 256 + lane * 2);
+      ((float4*)((float*)(workspace + RESIDUAL_AT)))[index_4 + (uint64_t)(lane)] = kept_7;
+      float* of_lane_4 = (float*)(arena + SQUARES) + (warp * TILE_TOKENS + lane * 2);
       float* kept_8 = of_lane_4;
       float square_7 = fma_f32(bf16_to_f32(f32_to_bf16(sums[(group + 3) * 4])), bf16_to_f32(f32_to_bf16(sums[(group + 3) * 4])), bf16_to_f32(f32_to_bf16(sums[(group + 3) * 4 + 2])) * bf16_to_f32(f32_to_bf16(sums[(group + 3) * 4 + 2])));
       square_7 += shuffle_xor_f32(square_7, 4);
@@ -1903,23 +1963,23 @@ struct PromptPass {
       square_8 += shuffle_xor_f32(square_8, 8);
       square_8 += shuffle_xor_f32(square_8, 16);
       if (lane < 4) kept_8[(group + 3) * 8 + 1] = square_8;
-      store_rows_of_no_others_4(workspace + 33555456, sums, group, weights, m_tile, token_tile);
+      store_rows_of_no_others_4(workspace + HIDDEN_AT, sums, group, weights, m_tile, token_tile);
     }
   }
 
   // Every token's sum over the row tile: its M-tiles in order.
   __device__ __forceinline__ void end_3(uint32_t row_tile, uint32_t token_tile) {
-    named_barrier(1, 256);
-    if (thread < 256) {
+    named_barrier(1, CONSUMERS);
+    if (thread < TILE_TOKENS) {
       float* kept = (float*)(arena + SQUARES) + thread;
-      uint32_t count = min(256 - row_tile * 8, 8u);
+      uint32_t count = min(HIDDEN_M_TILES - row_tile * 8, 8u);
       float total = 0.0f;
       #pragma unroll 1
-      for (uint32_t m_tile = 0; m_tile < count; ++m_tile) total += kept[m_tile * 256];
-      uint32_t token = token_tile * 256 + thread;
-      ((float*)(workspace + 50332672))[row_tile * 2048 + token] = total;
+      for (uint32_t m_tile = 0; m_tile < count; ++m_tile) total += kept[m_tile * TILE_TOKENS];
+      uint32_t token = token_tile * TILE_TOKENS + thread;
+      ((float*)(workspace + SQUARES_AT))[row_tile * PASS_TOKENS + token] = total;
     }
-    named_barrier(1, 256);
+    named_barrier(1, CONSUMERS);
   }
 
   // silu(gate) * up of an M-tile's 8 gate rows and their up rows, as 8 columns of a vector in token order.
@@ -1936,11 +1996,11 @@ struct PromptPass {
     uint32_t even = is_odd ? other : mine;
     uint32_t odd = is_odd ? mine : other;
     bool is_odd_2 = lane / 4 % 2 != 0;
-    uint32_t word = is_odd_2 ? byte_permute(even, odd, 30258) : byte_permute(even, odd, 21520);
+    uint32_t word = is_odd_2 ? byte_permute(even, odd, HIGH_HALVES) : byte_permute(even, odd, LOW_HALVES);
     uint32_t row = lane / 4;
     uint32_t token = lane % 4 * 2 + lane / 4 % 2;
-    uint64_t block = (uint64_t)(m_tile / 4 * 256 + (token_tile * 32 + group)) * 512;
-    uint8_t* address = into + block + (uint64_t)(row / 2 * 128 + token * 16) + m_tile % 4 * 4;
+    uint64_t block = (uint64_t)(m_tile / 4 * (PASS_TOKENS / 8) + (token_tile * (TILE_TOKENS / 8) + group)) * GROUP_BYTES;
+    uint8_t* address = into + block + (uint64_t)(row / 2 * UNIT_BYTES + token * 16) + m_tile % 4 * 4;
     ((uint32_t*)(address))[0] = word;
   }
 
@@ -1958,11 +2018,11 @@ struct PromptPass {
     uint32_t even = is_odd ? other : mine;
     uint32_t odd = is_odd ? mine : other;
     bool is_odd_2 = lane / 4 % 2 != 0;
-    uint32_t word = is_odd_2 ? byte_permute(even, odd, 30258) : byte_permute(even, odd, 21520);
+    uint32_t word = is_odd_2 ? byte_permute(even, odd, HIGH_HALVES) : byte_permute(even, odd, LOW_HALVES);
     uint32_t row = lane / 4;
     uint32_t token = lane % 4 * 2 + lane / 4 % 2;
-    uint64_t block = (uint64_t)(m_tile / 4 * 256 + (token_tile * 32 + group) + 1) * 512;
-    uint8_t* address = into + block + (uint64_t)(row / 2 * 128 + token * 16) + m_tile % 4 * 4;
+    uint64_t block = (uint64_t)(m_tile / 4 * (PASS_TOKENS / 8) + (token_tile * (TILE_TOKENS / 8) + group) + 1) * GROUP_BYTES;
+    uint8_t* address = into + block + (uint64_t)(row / 2 * UNIT_BYTES + token * 16) + m_tile % 4 * 4;
     ((uint32_t*)(address))[0] = word;
   }
 
@@ -1980,11 +2040,11 @@ struct PromptPass {
     uint32_t even = is_odd ? other : mine;
     uint32_t odd = is_odd ? mine : other;
     bool is_odd_2 = lane / 4 % 2 != 0;
-    uint32_t word = is_odd_2 ? byte_permute(even, odd, 30258) : byte_permute(even, odd, 21520);
+    uint32_t word = is_odd_2 ? byte_permute(even, odd, HIGH_HALVES) : byte_permute(even, odd, LOW_HALVES);
     uint32_t row = lane / 4;
     uint32_t token = lane % 4 * 2 + lane / 4 % 2;
-    uint64_t block = (uint64_t)(m_tile / 4 * 256 + (token_tile * 32 + group) + 2) * 512;
-    uint8_t* address = into + block + (uint64_t)(row / 2 * 128 + token * 16) + m_tile % 4 * 4;
+    uint64_t block = (uint64_t)(m_tile / 4 * (PASS_TOKENS / 8) + (token_tile * (TILE_TOKENS / 8) + group) + 2) * GROUP_BYTES;
+    uint8_t* address = into + block + (uint64_t)(row / 2 * UNIT_BYTES + token * 16) + m_tile % 4 * 4;
     ((uint32_t*)(address))[0] = word;
   }
 
@@ -2002,48 +2062,49 @@ struct PromptPass {
     uint32_t even = is_odd ? other : mine;
     uint32_t odd = is_odd ? mine : other;
     bool is_odd_2 = lane / 4 % 2 != 0;
-    uint32_t word = is_odd_2 ? byte_permute(even, odd, 30258) : byte_permute(even, odd, 21520);
+    uint32_t word = is_odd_2 ? byte_permute(even, odd, HIGH_HALVES) : byte_permute(even, odd, LOW_HALVES);
     uint32_t row = lane / 4;
     uint32_t token = lane % 4 * 2 + lane / 4 % 2;
-    uint64_t block = (uint64_t)(m_tile / 4 * 256 + (token_tile * 32 + group) + 3) * 512;
-    uint8_t* address = into + block + (uint64_t)(row / 2 * 128 + token * 16) + m_tile % 4 * 4;
+    uint64_t block = (uint64_t)(m_tile / 4 * (PASS_TOKENS / 8) + (token_tile * (TILE_TOKENS / 8) + group) + 3) * GROUP_BYTES;
+    uint8_t* address = into + block + (uint64_t)(row / 2 * UNIT_BYTES + token * 16) + m_tile % 4 * 4;
     ((uint32_t*)(address))[0] = word;
   }
 
-  __device__ __forceinline__ void finish_groups_6(float (&sums)[128], uint32_t token_tile, uint32_t m_tile) {
+  __device__ __forceinline__ void finish_groups_6(float (&sums)[TILE_TOKENS / 8 * 4], uint32_t token_tile,
+      uint32_t m_tile) {
     #pragma unroll
-    for (uint32_t group = 0; group < 32; group += 4) {
-      uint32_t of_pass = token_tile * 32 + group;
-      const float2* pairs = (const float2*)(scales + turn * 256);
+    for (uint32_t group = 0; group < TILE_TOKENS / 8; group += 4) {
+      uint32_t of_pass = token_tile * (TILE_TOKENS / 8) + group;
+      const float2* pairs = (const float2*)(scales + turn * TILE_TOKENS);
       float2 scale = pairs[group * 4 + lane % 4];
       float first = sums[group * 4];
       float second = sums[group * 4 + 1];
       float third = sums[group * 4 + 2];
       float fourth = sums[group * 4 + 3];
-      store_gated(workspace + 151290880, first, scale, second, third, fourth, m_tile, token_tile, group);
-      const float2* pairs_2 = (const float2*)(scales + turn * 256);
+      store_gated(workspace + GATED_AT, first, scale, second, third, fourth, m_tile, token_tile, group);
+      const float2* pairs_2 = (const float2*)(scales + turn * TILE_TOKENS);
       float2 scale_2 = pairs_2[(group + 1) * 4 + lane % 4];
       float first_2 = sums[(group + 1) * 4];
       float second_2 = sums[(group + 1) * 4 + 1];
       float third_2 = sums[(group + 1) * 4 + 2];
       float fourth_2 = sums[(group + 1) * 4 + 3];
-      store_gated_of_no_others(workspace + 151290880, first_2, scale_2, second_2, third_2, fourth_2, m_tile, token_tile,
+      store_gated_of_no_others(workspace + GATED_AT, first_2, scale_2, second_2, third_2, fourth_2, m_tile, token_tile,
           group);
-      const float2* pairs_3 = (const float2*)(scales + turn * 256);
+      const float2* pairs_3 = (const float2*)(scales + turn * TILE_TOKENS);
       float2 scale_3 = pairs_3[(group + 2) * 4 + lane % 4];
       float first_3 = sums[(group + 2) * 4];
       float second_3 = sums[(group + 2) * 4 + 1];
       float third_3 = sums[(group + 2) * 4 + 2];
       float fourth_3 = sums[(group + 2) * 4 + 3];
-      store_gated_of_no_others_2(workspace + 151290880, first_3, scale_3, second_3, third_3, fourth_3, m_tile,
+      store_gated_of_no_others_2(workspace + GATED_AT, first_3, scale_3, second_3, third_3, fourth_3, m_tile,
           token_tile, group);
-      const float2* pairs_4 = (const float2*)(scales + turn * 256);
+      const float2* pairs_4 = (const float2*)(scales + turn * TILE_TOKENS);
       float2 scale_4 = pairs_4[(group + 3) * 4 + lane % 4];
       float first_4 = sums[(group + 3) * 4];
       float second_4 = sums[(group + 3) * 4 + 1];
       float third_4 = sums[(group + 3) * 4 + 2];
       float fourth_4 = sums[(group + 3) * 4 + 3];
-      store_gated_of_no_others_3(workspace + 151290880, first_4, scale_4, second_4, third_4, fourth_4, m_tile,
+      store_gated_of_no_others_3(workspace + GATED_AT, first_4, scale_4, second_4, third_4, fourth_4, m_tile,
           token_tile, group);
     }
   }
@@ -2051,13 +2112,13 @@ struct PromptPass {
   // In the consumer role: the product of `phase`. All share one main loop: with one for each, a kernel took four
   // times as long to compile, and ptxas found no registers for its accumulators.
   __device__ __forceinline__ void multiply(uint32_t phase, uint32_t layer, uint32_t phase_2) {
-    uint32_t row_tiles = phase == 4 ? 32 : (phase == 3 ? 224 : (phase == 2 ? 32u : 48u));
+    uint32_t row_tiles = phase == 4 ? DOWN_ROWS / 16 / 8 : (phase == 3 ? GATE_UP_ROWS / 16 / 8 : (phase == 2 ? O_ROWS / 16 / 8 : QKV_ROWS / 16 / 8));
     #pragma unroll 1
-    for (uint32_t tile = block; tile < token_tiles * row_tiles; tile += 132) {
+    for (uint32_t tile = block; tile < token_tiles * row_tiles; tile += BLOCKS) {
       uint32_t row_tile = tile / token_tiles;
       uint32_t token_tile = tile % token_tiles;
       uint32_t m_tile = row_tile * 8 + warp;
-      float sums[128];
+      float sums[TILE_TOKENS / 8 * 4];
       if (phase == 0) load(token_tile);
       if (phase == 2 || phase == 4) {
       }
@@ -2066,7 +2127,7 @@ struct PromptPass {
       uint4 odd[4];
       uint32_t previous = 0;
       multiply_stage(sums, even, previous);
-      uint32_t pairs = phase == 4 ? 111 : (phase == 3 ? 31 : (phase == 2 ? 31u : 31u));
+      uint32_t pairs = phase == 4 ? (DOWN_COLUMNS / 32 - 2) / 4 : (phase == 3 ? (GATE_UP_COLUMNS / 32 - 2) / 4 : (phase == 2 ? (O_COLUMNS / 32 - 2) / 4 : (QKV_COLUMNS / 32 - 2) / 4));
       #pragma unroll 1
       for (uint32_t i = 0; i < pairs; ++i) {
         multiply_stage_2(sums, odd, previous);
@@ -2076,36 +2137,36 @@ struct PromptPass {
       wgmma_wait_all();
       warp_barrier();
       if (lane == 0) mbarrier_arrive(empty + previous);
-      if (phase == 0 && m_tile < 384) finish_groups(sums, token_tile, m_tile, layer);
+      if (phase == 0 && m_tile < QKV_ROWS / 16) finish_groups(sums, token_tile, m_tile, layer);
       if (phase == 2 || phase == 4) {
         add_residual(sums);
-        if (m_tile < 256) finish_groups_2(sums, m_tile, layer, phase_2, token_tile);
+        if (m_tile < O_ROWS / 16) finish_groups_2(sums, m_tile, layer, phase_2, token_tile);
         add_residual_2(sums);
-        if (m_tile < 256) finish_groups_3(sums, m_tile, layer, phase_2, token_tile);
+        if (m_tile < O_ROWS / 16) finish_groups_3(sums, m_tile, layer, phase_2, token_tile);
         add_residual_3(sums);
-        if (m_tile < 256) finish_groups_4(sums, m_tile, layer, phase_2, token_tile);
+        if (m_tile < O_ROWS / 16) finish_groups_4(sums, m_tile, layer, phase_2, token_tile);
         add_residual_4(sums);
-        if (m_tile < 256) finish_groups_5(sums, m_tile, layer, phase_2, token_tile);
+        if (m_tile < O_ROWS / 16) finish_groups_5(sums, m_tile, layer, phase_2, token_tile);
         end_3(row_tile, token_tile);
       }
-      if (phase == 3 && m_tile < 1792) finish_groups_6(sums, token_tile, m_tile);
+      if (phase == 3 && m_tile < GATE_UP_ROWS / 16) finish_groups_6(sums, token_tile, m_tile);
     }
   }
 
   // Of every wanted column the residual stream, rounded to bf16, in natural order; a thread an element.
   __device__ __forceinline__ void store_hidden_states() {
-    float* residual = (float*)(workspace + 1024);
-    uint32_t first = block * 256 + thread;
+    float* residual = (float*)(workspace + RESIDUAL_AT);
+    uint32_t first = block * CONSUMERS + thread;
     #pragma unroll 1
-    for (uint32_t place = first; place < wanted_count * 4096; place += 33792) {
-      uint32_t row = place % 4096;
-      uint32_t column = (uint32_t)(wanted[place / 4096]);
-      uint32_t in_bounds = min(row, 4095u);
+    for (uint32_t place = first; place < wanted_count * HIDDEN; place += BLOCKS * CONSUMERS) {
+      uint32_t row = place % HIDDEN;
+      uint32_t column = (uint32_t)(wanted[place / HIDDEN]);
+      uint32_t in_bounds = min(row, HIDDEN - 1);
       uint32_t lane = in_bounds % 8 * 4 + column % 8 / 2;
       uint32_t member = in_bounds % 16 / 8 * 2 + column % 2;
-      uint64_t sums = (uint64_t)(in_bounds / 16) * 256 + (uint64_t)(column / 8);
-      float value = residual[sums * 128 + (uint64_t)(lane * 4 + member)];
-      float kept = row < 4096 ? value : 0.0f;
+      uint64_t sums = (uint64_t)(in_bounds / 16) * (PASS_TOKENS / 8) + (uint64_t)(column / 8);
+      float value = residual[sums * (ACCUMULATOR_BYTES / 4) + (uint64_t)(lane * 4 + member)];
+      float kept = row < HIDDEN ? value : 0.0f;
       hidden_states[(uint64_t)(place)] = f32_to_bf16(kept);
     }
   }
@@ -2116,7 +2177,7 @@ struct PromptPass {
     thread = threadIdx.x;
     warp = thread / 32;
     lane = thread % 32;
-    token_tiles = (column_count + 255) / 256;
+    token_tiles = (column_count + (TILE_TOKENS - 1)) / TILE_TOKENS;
     full = (uint64_t*)(arena + RING_BARRIERS);
     empty = full + 4;
     ring = arena + RING;
@@ -2148,34 +2209,34 @@ struct PromptPass {
           copy_weights_of_down(layer);
         }
       }
-      if (thread == 288) {
+      if (thread == CONSUMERS + 32) {
         // the activations: one lane
         activations_stage = 0;
         activations_parity = 1;
         uint64_t copies_due = arrivals;
         for (uint32_t layer = 0; layer < 32; ++layer) {
           renew();
-          copies_due += 132;
+          copies_due += BLOCKS;
           wait_at_least_u64((uint64_t*)(workspace), copies_due);
           fence_proxy_async();
           copy_activations();
           if (layer + 1 == 32 && wanted_count == 0) break;
-          copies_due += 132;
+          copies_due += BLOCKS;
           wait_at_least_u64((uint64_t*)(workspace), copies_due);
           fence_proxy_async();
           copy_keys();
           renew();
-          copies_due += 132;
+          copies_due += BLOCKS;
           wait_at_least_u64((uint64_t*)(workspace), copies_due);
           fence_proxy_async();
           copy_activations_of_o();
           renew();
-          copies_due += 132;
+          copies_due += BLOCKS;
           wait_at_least_u64((uint64_t*)(workspace), copies_due);
           fence_proxy_async();
           copy_activations_of_gate_up();
           renew();
-          copies_due += 132;
+          copies_due += BLOCKS;
           wait_at_least_u64((uint64_t*)(workspace), copies_due);
           fence_proxy_async();
           copy_activations_of_down();
@@ -2195,8 +2256,8 @@ struct PromptPass {
       embed();
       // grid barrier
       fence_proxy_async();
-      named_barrier(1, 256);
-      arrivals_due += 132;
+      named_barrier(1, CONSUMERS);
+      arrivals_due += BLOCKS;
       if (thread == 0) add_release_u64((uint64_t*)(workspace), 1);
       for (uint32_t layer = 0; layer < 32; ++layer) {
         uint32_t phases = layer + 1 == 32 && wanted_count == 0 ? 1u : 5u;
@@ -2210,7 +2271,7 @@ struct PromptPass {
           renew();
           uint32_t number = layer * 5 + phase + 1;
           if (thread == 0) wait_at_least_u64((uint64_t*)(workspace), arrivals_due);
-          named_barrier(1, 256);
+          named_barrier(1, CONSUMERS);
           if (phase == 1) {
             attend();
           } else {
@@ -2219,20 +2280,20 @@ struct PromptPass {
           }
           // grid barrier
           fence_proxy_async();
-          named_barrier(1, 256);
-          arrivals_due += 132;
+          named_barrier(1, CONSUMERS);
+          arrivals_due += BLOCKS;
           if (thread == 0) add_release_u64((uint64_t*)(workspace), 1);
         }
       }
       if (wanted_count != 0) {
         renew();
         if (thread == 0) wait_at_least_u64((uint64_t*)(workspace), arrivals_due);
-        named_barrier(1, 256);
+        named_barrier(1, CONSUMERS);
         store_hidden_states();
         // grid barrier
         fence_proxy_async();
-        named_barrier(1, 256);
-        arrivals_due += 132;
+        named_barrier(1, CONSUMERS);
+        arrivals_due += BLOCKS;
         if (thread == 0) add_release_u64((uint64_t*)(workspace), 1);
       }
     }

@@ -657,7 +657,7 @@ struct DecodeStep {
       #pragma unroll 1
       for (uint32_t first = what.w; first < end; first += STAGE_KEYS) {
         uint32_t count = min(end - first, STAGE_KEYS);
-        uint32_t pages[2];
+        uint32_t pages[STAGE_KEYS / PAGE_SIZE];
         #pragma unroll
         for (uint32_t index_2 = 0; index_2 < STAGE_KEYS / PAGE_SIZE; ++index_2) {
           uint32_t token = min(first + index_2 * PAGE_SIZE, end - 1);
@@ -1507,7 +1507,7 @@ struct DecodeStep {
 
   // exp2(logit - highest) in place, and the state shrunk to the new highest logit.
   __device__ __forceinline__ void weigh(float (&logits)[4], float (&highest)[2], float (&weight_sum)[2],
-      float (&output)[8][4]) {
+      float (&output)[HEAD_DIM / 64 * 4][4]) {
     #pragma unroll
     for (uint32_t column = 0; column < 2; ++column) {
       float peak = maximum_f32(logits[column], logits[column + 2]);
@@ -1541,7 +1541,7 @@ struct DecodeStep {
 
   // output (dims x queries) += values^T * weights, of every column tile.
   __device__ __forceinline__ void add_values(uint32_t first_row, uint32_t valid, uint32_t key, uint32_t weights_0_0,
-      uint32_t weights_0_1, uint32_t lane, uint8_t* values, float (&output)[8][4]) {
+      uint32_t weights_0_1, uint32_t lane, uint8_t* values, float (&output)[HEAD_DIM / 64 * 4][4]) {
     uint32_t words[2][4][4];
     #pragma unroll
     for (uint32_t index = 0; index < 4; ++index) {
@@ -1564,8 +1564,8 @@ struct DecodeStep {
   // Fold 16 keys into the states of some column tiles, which share what is read of keys and values. The first
   // `valid` keys (one at least) exist; the first is key `key`.
   __device__ __forceinline__ void attend(uint32_t first_row, uint32_t valid, uint32_t key, uint32_t lane, uint8_t* keys,
-      uint4* query, uint32_t (&limits)[2], float (&highest)[2], float (&weight_sum)[2], float (&output)[8][4],
-      uint8_t* values) {
+      uint4* query, uint32_t (&limits)[2], float (&highest)[2], float (&weight_sum)[2],
+      float (&output)[HEAD_DIM / 64 * 4][4], uint8_t* values) {
     float sums[2][4] = {};
     uint32_t row = first_row + lane / 4;
     uint32_t words[2][4];
@@ -1595,7 +1595,7 @@ struct DecodeStep {
   // newest keys are worked on as if they were in one more stage: so the code of a tile stands in the kernel once.
   __device__ __forceinline__ void attend_keys(uint32_t end, uint32_t newest_begin, uint32_t newest, uint32_t epoch,
       uint32_t begin, uint32_t warp, uint32_t lane, uint4* query, uint32_t (&limits)[2], float (&highest)[2],
-      float (&weight_sum)[2], float (&output)[8][4]) {
+      float (&weight_sum)[2], float (&output)[HEAD_DIM / 64 * 4][4]) {
     uint32_t cached = begin < end ? end - begin : 0;
     uint32_t tiles = (cached + 15) / 16;
     uint32_t keys_end = begin + cached + newest;
@@ -1661,7 +1661,7 @@ struct DecodeStep {
   }
 
   // This warp's unnormalised output of some slices: attention[warp][column][slice][number].
-  __device__ __forceinline__ void lay_output_down(uint32_t lane, uint32_t warp, float (&output)[8][4]) {
+  __device__ __forceinline__ void lay_output_down(uint32_t lane, uint32_t warp, float (&output)[HEAD_DIM / 64 * 4][4]) {
     uint4* scratch = (uint4*)(arena + ATTENTION);
     #pragma unroll
     for (uint32_t column = 0; column < 2; ++column) {
@@ -1741,7 +1741,7 @@ struct DecodeStep {
   // Fold the key groups' states, in ascending order, as many dims at a time as there is room for, and publish the
   // result.
   __device__ __forceinline__ void fold(uint32_t epoch, float (&weight_sum)[2], uint32_t lane, uint32_t warp,
-      float (&highest)[2], float (&output)[8][4], KeptItem* record, uint32_t thread, uint32_t kv_head) {
+      float (&highest)[2], float (&output)[HEAD_DIM / 64 * 4][4], KeptItem* record, uint32_t thread, uint32_t kv_head) {
     lay_down_statistics(weight_sum, lane, warp, highest);
     lay_output_down(lane, warp, output);
     named_barrier(1, CONSUMERS);
@@ -1755,7 +1755,7 @@ struct DecodeStep {
       KeptItem* record, uint32_t thread, uint32_t kv_head) {
     float highest[2];
     float weight_sum[2] = {};
-    float output[8][4] = {};
+    float output[HEAD_DIM / 64 * 4][4] = {};
     highest[0] = -infinity();
     highest[1] = -infinity();
     attend_keys(cached_end, newest_begin, newest, epoch, begin, warp, lane, query, limits, highest, weight_sum, output);
@@ -1791,7 +1791,7 @@ struct DecodeStep {
   // output (dims x queries) += values^T * weights, of every column tile.
   __device__ __forceinline__ void add_values_of_two_weights(uint32_t first_row, uint32_t valid, uint32_t key,
       uint32_t weights_0_0, uint32_t weights_0_1, uint32_t weights_1_0, uint32_t weights_1_1, uint32_t lane,
-      uint8_t* values, float (&output)[8][4], float (&output_2)[8][4]) {
+      uint8_t* values, float (&output)[HEAD_DIM / 64 * 4][4], float (&output_2)[HEAD_DIM / 64 * 4][4]) {
     uint32_t words[2][4][4];
     #pragma unroll
     for (uint32_t index = 0; index < 4; ++index) {
@@ -1816,8 +1816,8 @@ struct DecodeStep {
   // `valid` keys (one at least) exist; the first is key `key`.
   __device__ __forceinline__ void attend_of_two_queries(uint32_t first_row, uint32_t valid, uint32_t key, uint32_t lane,
       uint8_t* keys, uint4* query, uint4* query_2, uint32_t (&limits)[2], float (&highest)[2], float (&weight_sum)[2],
-      float (&output)[8][4], uint32_t (&limits_2)[2], float (&highest_2)[2], float (&weight_sum_2)[2],
-      float (&output_2)[8][4], uint8_t* values) {
+      float (&output)[HEAD_DIM / 64 * 4][4], uint32_t (&limits_2)[2], float (&highest_2)[2], float (&weight_sum_2)[2],
+      float (&output_2)[HEAD_DIM / 64 * 4][4], uint8_t* values) {
     float sums[2][4] = {};
     float sums_2[2][4] = {};
     uint32_t row = first_row + lane / 4;
@@ -1857,8 +1857,8 @@ struct DecodeStep {
   __device__ __forceinline__ void attend_keys_of_many(uint32_t end, uint32_t newest_begin, uint32_t newest,
       uint32_t epoch, uint32_t begin, uint32_t first_tile, uint32_t key_groups, uint32_t column_groups,
       uint32_t column_group, uint32_t lane, uint4* query, uint4* query_2, uint32_t (&limits)[2], float (&highest)[2],
-      float (&weight_sum)[2], float (&output)[8][4], uint32_t (&limits_2)[2], float (&highest_2)[2],
-      float (&weight_sum_2)[2], float (&output_2)[8][4]) {
+      float (&weight_sum)[2], float (&output)[HEAD_DIM / 64 * 4][4], uint32_t (&limits_2)[2], float (&highest_2)[2],
+      float (&weight_sum_2)[2], float (&output_2)[HEAD_DIM / 64 * 4][4]) {
     uint32_t cached = begin < end ? end - begin : 0;
     uint32_t tiles = (cached + 15) / 16;
     uint32_t keys_end = begin + cached + newest;
@@ -1938,8 +1938,9 @@ struct DecodeStep {
   // Fold the key groups' states, in ascending order, as many dims at a time as there is room for, and publish the
   // result.
   __device__ __forceinline__ void fold_of_many(uint32_t epoch, float (&weight_sum)[2], uint32_t lane, uint32_t warp,
-      float (&highest)[2], float (&output)[8][4], uint32_t column_groups, uint32_t thread, KeptItem* record,
-      uint32_t kv_head, float (&weight_sum_2)[2], float (&highest_2)[2], float (&output_2)[8][4]) {
+      float (&highest)[2], float (&output)[HEAD_DIM / 64 * 4][4], uint32_t column_groups, uint32_t thread,
+      KeptItem* record, uint32_t kv_head, float (&weight_sum_2)[2], float (&highest_2)[2],
+      float (&output_2)[HEAD_DIM / 64 * 4][4]) {
     lay_down_statistics(weight_sum, lane, warp, highest);
     lay_output_down(lane, warp, output);
     named_barrier(1, CONSUMERS);
@@ -1959,12 +1960,12 @@ struct DecodeStep {
       uint32_t (&limits_2)[2], uint32_t warp, uint32_t thread, KeptItem* record, uint32_t kv_head) {
     float highest[2];
     float weight_sum[2] = {};
-    float output[8][4] = {};
+    float output[HEAD_DIM / 64 * 4][4] = {};
     highest[0] = -infinity();
     highest[1] = -infinity();
     float highest_2[2];
     float weight_sum_2[2] = {};
-    float output_2[8][4] = {};
+    float output_2[HEAD_DIM / 64 * 4][4] = {};
     highest_2[0] = -infinity();
     highest_2[1] = -infinity();
     attend_keys_of_many(cached_end, newest_begin, newest, epoch, begin, first_tile, key_groups, column_groups,

@@ -715,7 +715,7 @@ struct DecodeStep {
       #pragma unroll 1
       for (uint32_t first = what.w; first < end; first += STAGE_KEYS) {
         uint32_t count = min(end - first, STAGE_KEYS);
-        uint32_t pages[4];
+        uint32_t pages[STAGE_KEYS / PAGE_SIZE];
         #pragma unroll
         for (uint32_t index_2 = 0; index_2 < STAGE_KEYS / PAGE_SIZE; ++index_2) {
           uint32_t token = min(first + index_2 * PAGE_SIZE, end - 1);
@@ -1223,8 +1223,8 @@ struct DecodeStep {
   }
 
   // This warp's tiles of a chunk, and what they are multiplied with, to registers.
-  __device__ __forceinline__ void hold_chunk(uint32_t chunk, uint32_t place, uint8_t* chunk_2, uint4 (&weights)[2][2],
-      uint4 (&values)[2]) {
+  __device__ __forceinline__ void hold_chunk(uint32_t chunk, uint32_t place, uint8_t* chunk_2,
+      uint4 (&weights)[STAGE_BYTES / BF16_TILE_BYTES / 8][2], uint4 (&values)[STAGE_BYTES / BF16_TILE_BYTES / 8]) {
     const uint4* fragments = (const uint4*)(chunk_2);
     uint32_t read = 0;
     #pragma unroll
@@ -1241,8 +1241,8 @@ struct DecodeStep {
   }
 
   // The products of what `hold_chunk` brought.
-  __device__ __forceinline__ void multiply_held(uint32_t chunk, float (&sums)[1][4], uint4 (&weights)[2][2],
-      uint4 (&values)[2]) {
+  __device__ __forceinline__ void multiply_held(uint32_t chunk, float (&sums)[1][4],
+      uint4 (&weights)[STAGE_BYTES / BF16_TILE_BYTES / 8][2], uint4 (&values)[STAGE_BYTES / BF16_TILE_BYTES / 8]) {
     #pragma unroll
     for (uint32_t turn = 0; turn < STAGE_BYTES / BF16_TILE_BYTES / 8; ++turn) {
       uint32_t pair = turn * 8 + warp;
@@ -1255,8 +1255,8 @@ struct DecodeStep {
   __device__ __forceinline__ void use_chunks(uint32_t first, uint32_t end, float (&sums)[1][4], bool is_first) {
     #pragma unroll 2
     for (uint32_t chunk = first; chunk < end; ++chunk) {
-      uint4 weights[2][2];
-      uint4 values[2];
+      uint4 weights[STAGE_BYTES / BF16_TILE_BYTES / 8][2];
+      uint4 values[STAGE_BYTES / BF16_TILE_BYTES / 8];
       mbarrier_wait(full + use_stage, use_parity);
       uint8_t* chunk_2 = ring + use_stage * STAGE_BYTES;
       hold_chunk(chunk, chunk - first, chunk_2, weights, values);
@@ -1429,7 +1429,7 @@ struct DecodeStep {
 
   // exp2(logit - highest) in place, and the state shrunk to the new highest logit.
   __device__ __forceinline__ void weigh(float (&logits)[4], float (&highest)[2], float (&weight_sum)[2],
-      float (&output)[4][4]) {
+      float (&output)[HEAD_DIM / 64 * 4][4]) {
     #pragma unroll
     for (uint32_t column = 0; column < 2; ++column) {
       float peak = maximum_f32(logits[column], logits[column + 2]);
@@ -1464,7 +1464,7 @@ struct DecodeStep {
 
   // output (dims x queries) += values^T * weights, of every column tile.
   __device__ __forceinline__ void add_values(uint32_t first_row, uint32_t valid, uint32_t key, uint32_t weights_0_0,
-      uint32_t weights_0_1, uint8_t* values, float (&output)[4][4]) {
+      uint32_t weights_0_1, uint8_t* values, float (&output)[HEAD_DIM / 64 * 4][4]) {
     uint32_t words[1][4][4];
     #pragma unroll
     for (uint32_t index = 0; index < 4; ++index) {
@@ -1487,7 +1487,8 @@ struct DecodeStep {
   // Fold 16 keys into the states of some column tiles, which share what is read of keys and values. The first
   // `valid` keys (one at least) exist; the first is key `key`.
   __device__ __forceinline__ void attend(uint32_t first_row, uint32_t valid, uint32_t key, uint8_t* keys, uint4* query,
-      uint32_t (&limits)[2], float (&highest)[2], float (&weight_sum)[2], float (&output)[4][4], uint8_t* values) {
+      uint32_t (&limits)[2], float (&highest)[2], float (&weight_sum)[2], float (&output)[HEAD_DIM / 64 * 4][4],
+      uint8_t* values) {
     float sums[2][4] = {};
     uint32_t row = first_row + lane / 4;
     uint32_t words[2][4];
@@ -1511,7 +1512,7 @@ struct DecodeStep {
   // newest keys are worked on as if they were in one more stage: so the code of a tile stands in the kernel once.
   __device__ __forceinline__ void attend_keys(uint32_t end, uint32_t newest_begin, uint32_t newest, uint32_t epoch,
       uint32_t begin, KeptItem* record, uint32_t step, uint32_t kv_head, uint4* query, uint32_t (&limits)[2],
-      float (&highest)[2], float (&weight_sum)[2], float (&output)[4][4]) {
+      float (&highest)[2], float (&weight_sum)[2], float (&output)[HEAD_DIM / 64 * 4][4]) {
     uint32_t cached = begin < end ? end - begin : 0;
     uint32_t tiles = (cached + 15) / 16;
     uint32_t keys_end = begin + cached + newest;
@@ -1591,7 +1592,7 @@ struct DecodeStep {
   }
 
   // This warp's unnormalised output of some slices: attention[warp][column][slice][number].
-  __device__ __forceinline__ void lay_output_down(float (&output)[4][4]) {
+  __device__ __forceinline__ void lay_output_down(float (&output)[HEAD_DIM / 64 * 4][4]) {
     uint4* scratch = (uint4*)(arena + ATTENTION);
     #pragma unroll
     for (uint32_t column = 0; column < 2; ++column) {
@@ -1672,7 +1673,7 @@ struct DecodeStep {
   // Fold the key groups' states, in ascending order, as many dims at a time as there is room for, and publish the
   // result.
   __device__ __forceinline__ void fold(uint32_t epoch, float (&weight_sum)[2], float (&highest)[2],
-      float (&output)[4][4], KeptItem* record, uint32_t kv_head) {
+      float (&output)[HEAD_DIM / 64 * 4][4], KeptItem* record, uint32_t kv_head) {
     lay_down_statistics(weight_sum, highest);
     lay_output_down(output);
     named_barrier(1, CONSUMERS);
@@ -1686,7 +1687,7 @@ struct DecodeStep {
       uint32_t (&limits)[2]) {
     float highest[2];
     float weight_sum[2] = {};
-    float output[4][4] = {};
+    float output[HEAD_DIM / 64 * 4][4] = {};
     highest[0] = -infinity();
     highest[1] = -infinity();
     attend_keys(cached_end, newest_begin, newest, epoch, begin, record, step, kv_head, query, limits, highest,
@@ -1938,8 +1939,8 @@ struct DecodeStep {
   __device__ __forceinline__ void use_chunks_of_down(uint32_t first, uint32_t end, float (&sums)[1][4]) {
     #pragma unroll 2
     for (uint32_t chunk = first; chunk < end; ++chunk) {
-      uint4 weights[2][2];
-      uint4 values[2];
+      uint4 weights[STAGE_BYTES / BF16_TILE_BYTES / 8][2];
+      uint4 values[STAGE_BYTES / BF16_TILE_BYTES / 8];
       mbarrier_wait(full + use_stage, use_parity);
       uint8_t* chunk_2 = ring + use_stage * STAGE_BYTES;
       hold_chunk(chunk, chunk - first, chunk_2, weights, values);

@@ -336,7 +336,8 @@ def _(node: Declare, printer: Printer) -> None:
 
 def declaration(type_: ty.Type, name: str) -> str:
     if isinstance(type_, ty.Array):
-        return declaration(type_.element, f"{name}[{type_.length}]")
+        length = type_.length.text if isinstance(type_.length, Named) else type_.length
+        return declaration(type_.element, f"{name}[{length}]")
     return f"{type_} {name}"
 
 

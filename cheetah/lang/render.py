@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import groupby
 from typing import TYPE_CHECKING, TypeGuard
@@ -17,6 +17,7 @@ from cheetah.lang.nodes import (
     Call,
     Constant,
     Declare,
+    Expr,
     Function,
     If,
     Literal,
@@ -88,8 +89,8 @@ def _constants_of(program: _Program) -> list[Constant]:
     for node in (node for statement in program.statements for node in statement.nodes):
         if isinstance(node, Constant):
             used.add(node.name)
-        elif isinstance(node, Literal) and isinstance(node.value, Named) and node.type in (ty.u32, ty.u64):
-            for name, value in node.value.defines:
+        for number in _named_in(node):
+            for name, value in number.defines:
                 if numbers.setdefault(name, value) != value:
                     raise SignatureError(f"ch.named: `{name}` is {numbers[name]} here and {value} there.")
     made = [constant for constant in program.kernel.constants if constant.name in used]
@@ -97,6 +98,17 @@ def _constants_of(program: _Program) -> list[Constant]:
     if taken:
         raise SignatureError(f"ch.named: the name `{taken[0]}` is taken by a constant.")
     return [*made, *(Constant(_type_of(value), name, value) for name, value in numbers.items())]
+
+
+def _named_in(node: Expr) -> Iterator[Named]:
+    """The named numbers that a node is written with: its value, or the lengths of its array."""
+    if isinstance(node, Literal) and isinstance(node.value, Named) and node.type in (ty.u32, ty.u64):
+        yield node.value
+    type_ = node.type
+    while isinstance(type_, ty.Array):
+        if isinstance(type_.length, Named):
+            yield type_.length
+        type_ = type_.element
 
 
 def _type_of(value: int) -> ty.Scalar:

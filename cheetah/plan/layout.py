@@ -139,7 +139,7 @@ class MatrixLayout:
 
     @property
     def padded_columns(self) -> int:
-        return self.k_tiles * self.tile_columns
+        return round_up(self.columns, self.tile_columns)
 
     def vector_kind(self, tokens: int) -> str:
         """As what the vectors of so many tokens come; see `TileFormat.vector_kind`."""

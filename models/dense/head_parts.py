@@ -4,7 +4,6 @@ layers, which the decode step and the head alone have in common."""
 from __future__ import annotations
 
 import functools
-import re
 from dataclasses import replace
 from typing import Any
 
@@ -34,40 +33,15 @@ from cheetah.lang import prim, ty
 from cheetah.models.act_order import places_shape
 from cheetah.models.config import ModelConfig
 from cheetah.models.dense.launch import Launch
+from cheetah.models.dense.names import with_names
 from cheetah.models.dense.page import (
     Multiply,
     Page,
 )
-from cheetah.plan import M_TILE_ROWS, MatrixLayout, StepMatrices, step_matrices
-from cheetah.plan.formats import SPARSE, TileFormat
+from cheetah.plan import M_TILE_ROWS, step_matrices
 from cheetah.plan.index import round_up
 from cheetah.plan.kv.tables import epochs_of_step
 from cheetah.plan.products import Product, Vector
-
-
-def with_names(matrices: StepMatrices, stage_bytes: int) -> StepMatrices:
-    """The matrices with their sizes under names in the text; stage_bytes: of most chunks."""
-    listed = [_with_names(layout, stage_bytes) for layout in matrices]
-    return replace(matrices, of_layer=tuple(listed[:-1]), head=listed[-1])
-
-
-_SIZES_OF_FORMAT = ("tile_bytes", "scales_at", "zero_points_at", "places_at")
-
-
-def format_with_names(format: TileFormat) -> TileFormat:
-    """The format with its sizes under names in the text."""
-    prefix = re.sub(r"\W+", "_", format.name.replace(SPARSE, "two_of_four")).upper()
-    sizes = {name: getattr(format, name, 0) for name in _SIZES_OF_FORMAT}
-    named: dict[str, Any] = {name: ch.named(f"{prefix}_{name.upper()}", size) for name, size in sizes.items() if size}
-    return replace(format, **named)
-
-
-def _with_names(layout: MatrixLayout, stage_bytes: int) -> MatrixLayout:
-    name = layout.name.upper()
-    is_usual = layout.stage_bytes == stage_bytes
-    chunk_bytes = stage_bytes if is_usual else ch.named(f"{name}_CHUNK_BYTES", layout.stage_bytes)
-    rows, start = ch.named(f"{name}_ROWS", layout.rows), ch.named(f"{name}_START", layout.start)
-    return replace(layout, rows=rows, start=start, stage_bytes=chunk_bytes, format=format_with_names(layout.format))
 
 
 class HeadParts:

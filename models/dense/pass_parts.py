@@ -22,13 +22,14 @@ from cheetah.blocks.prompt.finish import (
 )
 from cheetah.blocks.prompt.joint_norms import JointHeadNorms, StoreSquares
 from cheetah.blocks.prompt.keys import PassHeadNorms, PassHeads, PassTokens, StoreHeads
-from cheetah.blocks.prompt.machine import PassMachine
+from cheetah.blocks.prompt.machine import ACCUMULATOR_BYTES, PassMachine
 from cheetah.blocks.prompt.product import ACCUMULATORS, Finish, Sums, TileProduct
 from cheetah.blocks.prompt.ring import TileRing
 from cheetah.blocks.timeline import Timeline
 from cheetah.lang import prim, ty
 from cheetah.models.act_order import places_shape
 from cheetah.models.attention_layers import EVERY_KEY
+from cheetah.models.dense.names import with_all_names
 from cheetah.models.dense.page import Kept, NormBehind
 from cheetah.models.dense.pass_launch import PassLaunch
 from cheetah.models.dense.pass_sizes import HEAD_SECTIONS, JOINT, KEPT, PARTS, RESIDUAL_SECTIONS, SLOTS, PassSizes
@@ -43,7 +44,12 @@ class PassParts:
 
     def __init__(self, sizes: PassSizes, machine: PassMachine, launch: PassLaunch) -> None:
         self.sizes, self.machine, self.launch = sizes, machine, launch
-        self.shape, self.table, self.matrices = sizes.shape, sizes.table, sizes.matrices
+        self.shape, self.table = sizes.shape, sizes.table
+        self.matrices = with_all_names(sizes.matrices, sizes.plan.stage_bytes)
+        self.hidden = ch.named("HIDDEN", self.shape.padded_hidden)
+        own_hidden = self.shape.hidden
+        self.own_hidden = self.hidden if own_hidden == self.hidden else ch.named("UNPADDED_HIDDEN", own_hidden)
+        self.hidden_m_tiles = ch.named("HIDDEN_M_TILES", sizes.hidden_m_tiles)
         self._declare()
 
     @ch.inline
@@ -74,7 +80,7 @@ class PassParts:
     def sections(self, name: str, element: ty.Type | None = None) -> list[Any]:
         """The same for every rank that makes the pass, this one first."""
         bases = (self.launch.workspace, *self.launch.peers.get("workspace", ()))
-        starts = [base + ty.u64(self.sizes.sections.offsets[name]) for base in bases]
+        starts = [base + ty.u64(ch.named(f"{name.upper()}_AT", self.sizes.sections.offsets[name])) for base in bases]
         return starts if element is None else [ch.reinterpret(ty.ptr_mut(element), start) for start in starts]
 
     def heads(self, machine: PassMachine, layer: Any) -> PassHeads:
@@ -112,7 +118,8 @@ class PassParts:
         return JointHeadNorms(*norms, squares, self.shape.joint_norms, plus_one=plus_one)
 
     def weights(self, product: Product, layer: Any) -> Any:
-        return self.launch.weights + (ty.u64(layer) * self.matrices.layer_stride + self.matrices[product].offset)
+        layout, stride = self.matrices[product], ch.named("LAYER_BYTES", self.matrices.layer_stride)
+        return self.launch.weights + (ty.u64(layer) * stride + ch.named(f"{layout.name.upper()}_OFFSET", layout.offset))
 
     def window(self, layer: Any) -> Any:
         """How many keys a token sees in a layer, its own included; None where they are all in every layer."""
@@ -136,12 +143,12 @@ class PassParts:
 
     def onto_residual(self, machine: PassMachine, norm: Any) -> StoreResidual:
         """norm: number of the one that follows."""
-        weight, table = self.launch.norms + norm * self.shape.padded_hidden, self.table
+        weight, table = self.launch.norms + norm * self.hidden, self.table
         first, second = table.norms
         residual, hidden, squares = RESIDUAL_SECTIONS
         return StoreResidual(
             *(machine, self.section(residual, ty.f32), self.sections(hidden)),
-            *(self.sections(squares, ty.f32), weight, self.sizes.hidden_m_tiles),
+            *(self.sections(squares, ty.f32), weight, self.hidden_m_tiles),
             places=self.places(table.places_row(first, norm // 2) + norm % 2 * table.places_row(second, 0)),
             plus_one=self.sizes.config.norms.plus_one,
             multiplier=self.sizes.config.residual_multiplier,
@@ -151,7 +158,7 @@ class PassParts:
         """What becomes of rows that go through norm `number` of those behind products: in their own phase, and in the
         next one."""
         shared = {one.name: getattr(onto, one.name) for one in fields(onto)}
-        behind = self.launch.norms_behind + number * self.shape.padded_hidden
+        behind = self.launch.norms_behind + number * self.hidden
         kept = {"residual": self.section(PARTS[0], ty.f32), "squares": self.sections(KEPT[0], ty.f32)}
         scales = self.row_scales[product]
         return {Kept: StoreKept(**{**shared, **kept}), NormBehind: AddKept(**shared, scales=scales, behind=behind)}
@@ -174,11 +181,11 @@ class PassParts:
         """The tokens' embeddings as the first residual stream."""
         product, machine = self.of_few, self.of_few.machine
         plan, store = machine.plan, self.onto_residual(machine, ty.u32(0))
-        with product.tiles(ceil_div(self.sizes.hidden_m_tiles, plan.tile_m_tiles)) as tile:
+        with product.tiles(ceil_div(self.hidden_m_tiles, plan.tile_m_tiles)) as tile:
             row_tile = tile // product.token_tiles
             token_tile = tile % product.token_tiles
             m_tile = row_tile * plan.tile_m_tiles + machine.warp
-            with ch.if_(m_tile < self.sizes.hidden_m_tiles):
+            with ch.if_(m_tile < self.hidden_m_tiles):
                 weights = store.load_rows(m_tile)
                 with ch.for_(plan.tile_groups, unroll=True, name="group") as in_tile:
                     group = token_tile * plan.tile_groups + in_tile
@@ -199,9 +206,9 @@ class PassParts:
             token = group * GROUP_TOKENS + self.machine.lane % 4 * 2 + index % 2
             token_id = prim.load_constant_u32(launch.ids + token)
             of_row = row + index // 2 * (M_TILE_ROWS // 2)
-            place = ty.u64(token_id) * self.shape.padded_hidden + ty.u64(ch.minimum(of_row, self.shape.hidden - 1))
+            place = ty.u64(token_id) * self.hidden + ty.u64(ch.minimum(of_row, self.own_hidden - 1))
             value = ch.select(
-                of_row < self.shape.hidden,
+                of_row < self.own_hidden,
                 self._multiplied(prim.bf16_to_f32(launch.embedding[place])),
                 ty.f32(0.0),
             )
@@ -212,27 +219,27 @@ class PassParts:
     def store_hidden_states(self) -> None:
         """Of every wanted column the residual stream, rounded to bf16, in natural order; a thread an element."""
         machine, plan, launch = self.machine, self.machine.plan, self.launch
-        residual, padded = self.section("residual", ty.f32), self.shape.padded_hidden
-        first = machine.block * plan.consumer_threads + machine.thread
-        threads = machine.gpu.blocks * plan.consumer_threads
+        residual, padded = self.section("residual", ty.f32), self.hidden
+        first = machine.block * machine.consumer_threads + machine.thread
+        threads = machine.gpu.blocks * machine.consumer_threads
         with ch.for_(first, launch.wanted_count * padded, threads, unroll=1, name="place") as place:
             row = ch.const(ty.u32, place % padded, name="row")
             column = ch.const(ty.u32, ty.u32(launch.wanted[place // padded]), name="column")
-            in_bounds = ch.minimum(row, self.shape.hidden - 1)
+            in_bounds = ch.minimum(row, self.own_hidden - 1)
             lane = in_bounds % HALF * 4 + column % GROUP_TOKENS // 2
             member = in_bounds % M_TILE_ROWS // HALF * 2 + column % 2
             sums = ty.u64(self._number_here(in_bounds // M_TILE_ROWS)) * plan.groups + ty.u64(column // GROUP_TOKENS)
             with ch.if_(self._is_here(in_bounds // M_TILE_ROWS)):
-                value = residual[sums * (ACCUMULATORS * 32) + ty.u64(lane * ACCUMULATORS + member)]
-                kept = ch.select(row < self.shape.hidden, value, ty.f32(0.0))
+                value = residual[sums * (ACCUMULATOR_BYTES // 4) + ty.u64(lane * ACCUMULATORS + member)]
+                kept = ch.select(row < self.own_hidden, value, ty.f32(0.0))
                 for states in (launch.hidden_states, *launch.peers.get("hidden_states", ())):
                     store_at(states, ty.u64(place), prim.f32_to_bf16(kept), states is not launch.hidden_states)
 
     def _number_here(self, m_tile: Any) -> Any:
         """The number on this rank of an M-tile of the residual stream; a large one where it is another's."""
-        count = self.sizes.hidden_m_tiles
+        count = self.hidden_m_tiles
         return m_tile if self.machine.world.size == 1 else m_tile - self.machine.rank * count
 
     def _is_here(self, m_tile: Any) -> Any:
         """Whether this rank has an M-tile of the residual stream, whose rows it stores for all."""
-        return self.machine.world.size == 1 or self._number_here(m_tile) < self.sizes.hidden_m_tiles
+        return self.machine.world.size == 1 or self._number_here(m_tile) < self.hidden_m_tiles

@@ -280,7 +280,7 @@ class Pass(PassParts):
         query_angles = by_layer(layers.query_rotations, layer)
         heads = StoreHeads(
             *(self.heads(machine, layer), self.tokens, self.cache, scales),
-            *(self.launch.rope, self.sizes.plan.max_context, layer),
+            *(self.launch.rope, ch.named("MAX_CONTEXT", self.sizes.plan.max_context), layer),
             query_angles=query_angles,
             key_angles=query_angles if layers.rotates_alike else by_layer(layers.key_rotations, layer),
             biases=self.launch.biases,

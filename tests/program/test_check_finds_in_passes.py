@@ -19,6 +19,9 @@ RELEASE = r"\s*warp_barrier\(\);\s*if \(lane == 0\) mbarrier_arrive\(empty \+ pr
 WAITS = r"(\s*wait_at_least_u64\(\(uint64_t\*\)\(workspace\), arrivals_due\);)"
 UNEQUAL = "different bits|deadlock|has made no fence_proxy_async since|" + FLOAT32
 
+OF_NEXT_TILE = r"(\(ACTIVATION_TILE_BYTES \+ 2 \* UNIT_BYTES\)|ACTIVATION_TILE_BYTES)"
+EXCHANGED = r"\1 + (2 * ACTIVATION_TILE_BYTES + 2 * UNIT_BYTES - \2) / 16"
+
 BUGS = (
     bug(
         "no fence between operands and products",
@@ -40,8 +43,12 @@ BUGS = (
             r"\1if (thread == 0 && (block < 2 * token_tiles || phase % 2 != 0)) \2",
         ),
     ),
-    bug("the halves of k exchanged in operand B", FLOAT32, (r"(descriptor\w*) \+ (64|80)\b", r"\1 + (144 - \2)")),
-    bug("the units of operand B read across", FLOAT32, (r"(memory\w* \+ 8192), 128, 512\)", r"\1, 512, 128)")),
+    bug("the halves of k exchanged in operand B", FLOAT32, (rf"(descriptor\w*) \+ {OF_NEXT_TILE} / 16", EXCHANGED)),
+    bug(
+        "the units of operand B read across",
+        FLOAT32,
+        (r"(\+ STAGE_WEIGHTS_BYTES), UNIT_BYTES, GROUP_BYTES\)", r"\1, GROUP_BYTES, UNIT_BYTES)"),
+    ),
     bug(
         "lanes that bring weights do not meet",
         "still in flight|deadlock",
@@ -50,7 +57,7 @@ BUGS = (
     bug(
         "copies that do not count the phase that adds parts",
         UNEQUAL,
-        without(r"copies_due \+= 8;", after=r"\s*renew\(\);"),
+        without(r"copies_due \+= BLOCKS;", after=r"\s*renew\(\);"),
     ),
 )
 

@@ -225,28 +225,31 @@ BUGS = {
     "a count off by one": ("[expert] = (count + 7) / 8", "[expert] = (count + 6) / 8"),
     "tokens of an earlier word are not counted": ("before = total - count;", "before = 0u;"),
     "the first token of a word for all": ("left &= left - 1;", ";"),
-    "weights of the neighbour's expert": ("+ (uint64_t)(expert) * 24576", "+ (uint64_t)(min(expert + 1, 8u)) * 24576"),
-    "down's weights of the first expert": ("+ (uint64_t)(expert) * 10240", "+ 0"),
+    "weights of the neighbour's expert": (
+        "(uint64_t)(expert) * (GATE_UP_ROWS / 16",
+        "(uint64_t)(min(expert + 1, 8u)) * (GATE_UP_ROWS / 16",
+    ),
+    "down's weights of the first expert": ("(uint64_t)(expert) * (DOWN_ROWS / 16", "0 * (DOWN_ROWS / 16"),
     "a weight of the other slot": ("of_slots[first_group * 8 + thread]", "of_slots[first_group * 8 + (thread ^ 1)]"),
-    "the factors of the tile before": ("(slot_factors + factor_turn * 16)[thread]", "(slot_factors)[thread]"),
+    "the factors of the tile before": ("(slot_factors + factor_turn * TILE_TOKENS)[thread]", "(slot_factors)[thread]"),
     "the second tile of an expert is the first": ("* 2;\nuint32_t first_group", "* 0;\nuint32_t first_group"),
     "groups of other experts are finished": (f"min({PLACES} - before, 2u)", "2u"),
     "the rows of one expert for all": ("[at]) * 80", "[at - rank]) * 80"),
     "the list is followed before it is made": ("mbarrier_wait(made, experts_parity);", ";"),
     "the list ends a tile early": (f"{OF_LIST}[0] = tile;", f"{OF_LIST}[0] = tile - 1;"),
     "words are stored before all tokens have chosen": (
-        "[in_word * 32 + lane_2] = chosen;\n}\nnamed_barrier(1, 128);",
+        "[in_word * 32 + lane_2] = chosen;\n}\nnamed_barrier(1, CONSUMERS);",
         "[in_word * 32 + lane_2] = chosen;\n}",
     ),
     "tokens choose while words are stored": (
-        "* 8 + word] = chose;\n}\nnamed_barrier(1, 128);",
+        "* 8 + word] = chose;\n}\nnamed_barrier(1, CONSUMERS);",
         "* 8 + word] = chose;\n}",
     ),
     "ranks from the highest lane down": ("lane_2 >= distance ? other : 0", "lane_2 > distance ? other : 0"),
 }
 OF_MANY_EXPERTS = {
     "experts are counted by some warps alone": (
-        "[expert] = (count + 7) / 8;\n}\nnamed_barrier(1, 128);",
+        "[expert] = (count + 7) / 8;\n}\nnamed_barrier(1, CONSUMERS);",
         "[expert] = (count + 7) / 8;\n}",
     ),
 }

@@ -433,7 +433,7 @@ BUGS = {
     "a tile reads the keys of another sequence": ("of_tile.w + key_tile * 16", "key_tile * 16"),
     "the last key tile is left out": ("of_tile.y + of_tile.z + 15) / 16", "of_tile.y + of_tile.z) / 16"),
     "what was summed is not brought to the new origin": ("output[group * 4] * shrinks[0]", "output[group * 4]"),
-    "values are read as keys are": (", 1024, 128);", ", 128, 1024);"),
+    "values are read as keys are": (", HEAD_GROUP_BYTES, CORE_BYTES);", ", CORE_BYTES, HEAD_GROUP_BYTES);"),
     "earlier keys are not all brought": ("if (key < of_segment.x)", "if (key + 3 < of_segment.x)"),
     "a hidden state is half of a neighbour's": ("column % 8 / 2", "(column % 8 + 1) / 2"),
     "hidden states are stored before all blocks are done": (

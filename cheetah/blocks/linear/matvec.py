@@ -53,8 +53,7 @@ class Matvec:
     def begin_layer(self, layer: ch.Expr, layer_stride: int) -> None:
         """In the producer role: the products that follow are of this layer, `layer_stride` bytes after the one
         before."""
-        is_named = layer_stride < 1 << 32  # a layer of large experts in bf16 has more
-        layer_offset = ty.u64(layer) * (ch.named("LAYER_BYTES", layer_stride) if is_named else layer_stride)
+        layer_offset = ty.u64(layer) * ch.named("LAYER_BYTES", layer_stride)
         self.layer_offset = layer_offset
 
     def end_layers(self) -> None:

@@ -20,11 +20,11 @@ from typing import Any
 from cheetah import lang as ch
 from cheetah.blocks.prompt.finish import scatter_pair, store_at
 from cheetah.blocks.prompt.keys import CORE_BYTES, QUERY_TOKENS, UNIT, PassHeads, PassTokens, TilePlace
-from cheetah.blocks.prompt.machine import PassMachine
+from cheetah.blocks.prompt.machine import GROUP_BYTES, UNIT_BYTES, PassMachine
 from cheetah.blocks.prompt.ring import TileRing
 from cheetah.lang import prim, ty
 from cheetah.plan.formats import VECTOR_COLUMNS
-from cheetah.plan.prompt import GROUP_BYTES, GROUP_TOKENS, UNIT_BYTES
+from cheetah.plan.prompt import GROUP_TOKENS
 
 LOG2_E = math.log2(math.e)
 
@@ -51,7 +51,7 @@ class PassAttention:
     @property
     def tile_bytes(self) -> int:
         """Of the keys of a stage, and of its values."""
-        return self.key_tile // GROUP_TOKENS * self.heads.group_bytes
+        return ch.named("KEY_TILE_BYTES", self.key_tile // GROUP_TOKENS * self.heads.group_bytes)
 
     @property
     def _parts(self) -> int:
@@ -208,7 +208,7 @@ class PassAttention:
         first = self.heads.queries + self.heads.query(head, column, ty.u32(0))
         words = ch.reinterpret(ty.ptr(ty.u32x4), first)
         for step in range(self.heads.shape.head_dim // 16):
-            queries[step] = words[step * 32 + self.machine.lane]
+            queries[step] = words[step * ch.named("LANES", 32) + self.machine.lane]
 
     def _stage(self, stage: ch.Expr) -> ch.Expr:
         return self.ring.memory + stage * self.ring.stage_bytes

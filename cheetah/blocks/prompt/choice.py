@@ -101,7 +101,7 @@ class PassChoice:
     def _store_word(self, word: ch.Expr) -> None:
         """A thread an expert: which tokens of the word chose it."""
         machine, each, count = self.machine, self.of_warp.of_lane, self.room.experts.count
-        threads = machine.plan.consumer_threads
+        threads = machine.consumer_threads
         with ch.for_(machine.thread, count, threads, unroll=1, name="expert") as expert:
             chose = ch.var(ty.u32, 0)
             with ch.for_(WORD_TOKENS, unroll=8, name="in_word") as in_word:

@@ -100,7 +100,7 @@ class ExpertTiles(MadeList):
         machine = self.machine
         self.begin_making()
         words = ch.const(ty.u32, self.slots.words_of(columns), name="words")
-        with ch.for_(machine.thread, self.limit, machine.plan.consumer_threads, unroll=1, name="expert") as expert:
+        with ch.for_(machine.thread, self.limit, machine.consumer_threads, unroll=1, name="expert") as expert:
             of_expert = ch.reinterpret(ty.ptr(ty.u32x4), chosen + expert * self.slots.words)
             count = ch.var(ty.u32, 0)
             with ch.for_(words // LOADED_WORDS, unroll=4, name="index") as index:

@@ -16,12 +16,13 @@ from typing import Any
 
 from cheetah import lang as ch
 from cheetah.blocks.linear.epilogue import SIGMOID_OF, clamped_of, relu2_of
-from cheetah.blocks.prompt.machine import PassMachine
+from cheetah.blocks.patterns import HIGH_HALVES, LOW_HALVES
+from cheetah.blocks.prompt.machine import ACCUMULATOR_BYTES, GROUP_BYTES, UNIT_BYTES, PassMachine
 from cheetah.blocks.prompt.product import ACCUMULATORS, Finish, Sums
 from cheetah.lang import prim, ty
 from cheetah.plan.formats import M_TILE_ROWS, VECTOR_COLUMNS
 from cheetah.plan.index import ceil_div
-from cheetah.plan.prompt import ACCUMULATOR_BYTES, GROUP_BYTES, GROUP_TOKENS, UNIT_BYTES
+from cheetah.plan.prompt import GROUP_TOKENS
 
 HALF = M_TILE_ROWS // 2
 STORES_TO_PEERS = (
@@ -123,7 +124,7 @@ def exchanged_rows(
 ) -> tuple[Any, Any]:
     """Of the sums of an M-tile: two words of this lane's token, rows g and g + 1 (g even), and those 8 below."""
     even, odd = _neighbours(machine, prim.pack_bf16x2(first, third), prim.pack_bf16x2(second, fourth))
-    return prim.byte_permute(even, odd, 0x5410), prim.byte_permute(even, odd, 0x7632)
+    return prim.byte_permute(even, odd, LOW_HALVES), prim.byte_permute(even, odd, HIGH_HALVES)
 
 
 @ch.inline
@@ -190,7 +191,7 @@ def _store_pair(machine: PassMachine, places: Sequence[ch.Expr], sums: Sums, fir
     pair = prim.pack_bf16x2(first, second)
     even, odd = _neighbours(machine, pair, pair)
     is_odd = machine.lane // 4 % 2 != 0
-    word = ch.select(is_odd, prim.byte_permute(even, odd, 0x7632), prim.byte_permute(even, odd, 0x5410))
+    word = ch.select(is_odd, prim.byte_permute(even, odd, HIGH_HALVES), prim.byte_permute(even, odd, LOW_HALVES))
     tiles = VECTOR_COLUMNS // HALF
     for base in places:
         address = _address(machine, base, sums.m_tile // tiles, sums.group) + sums.m_tile % tiles * 4

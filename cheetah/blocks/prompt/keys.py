@@ -23,7 +23,9 @@ from cheetah.plan.formats import M_TILE_ROWS
 from cheetah.plan.prompt import GROUP_TOKENS
 
 UNIT = 8
-CORE_BYTES = GROUP_TOKENS * UNIT * 2
+CORE_BYTES = ch.named("CORE_BYTES", GROUP_TOKENS * UNIT * 2)
+STEP_BYTES = ch.named("STEP_BYTES", 32 * 16)
+"""Of a unit of 8 tokens, and of operand A, 16 tokens and 16 dims."""
 QUERY_TOKENS = 16
 """Of a warp's part of operand A."""
 
@@ -110,12 +112,13 @@ class PassHeads:
     @property
     def units(self) -> int:
         """Of a head."""
-        return self.shape.head_dim // UNIT
+        units: int = ch.named("HEAD_DIM", self.shape.head_dim) // UNIT
+        return units
 
     @property
     def group_bytes(self) -> int:
         """Of 8 tokens of a head, in core order."""
-        return self.units * CORE_BYTES
+        return ch.named("HEAD_GROUP_BYTES", self.units * CORE_BYTES)
 
     def scale(self, kv_row: Any) -> ch.Expr:
         """Of a key head, or a value head behind those (f32); of e4m3 alone."""
@@ -124,13 +127,13 @@ class PassHeads:
 
     def core(self, head: Any, row: Any, unit: Any) -> ch.Expr:
         """Byte of a unit of a row of keys or values in core order (u64)."""
-        group = head * (self.key_rows // GROUP_TOKENS) + row // GROUP_TOKENS
+        group = head * (ch.named("KEY_ROWS", self.key_rows) // GROUP_TOKENS) + row // GROUP_TOKENS
         return ty.u64(group) * self.group_bytes + ty.u64(unit * CORE_BYTES + row % GROUP_TOKENS * (UNIT * 2))
 
     def query(self, head: Any, token: Any, step: Any) -> ch.Expr:
         """Byte where the operand of 16 tokens and 16 dims begins that `token` belongs to (u64)."""
         group = head * (self.machine.plan.tokens // QUERY_TOKENS) + token // QUERY_TOKENS
-        return ty.u64(group * (self.shape.head_dim // 16) + step) * (32 * 16)
+        return ty.u64(group * (self.shape.head_dim // 16) + step) * STEP_BYTES
 
 
 @dataclass(frozen=True, eq=False)
@@ -406,7 +409,7 @@ def bring_earlier_keys(
 
 def _threads(machine: PassMachine) -> tuple[Any, Any]:
     """The number of this consumer thread among those of all blocks, and how many those are."""
-    threads = machine.plan.consumer_threads
+    threads = machine.consumer_threads
     return machine.block * threads + machine.thread, machine.gpu.blocks * threads
 
 

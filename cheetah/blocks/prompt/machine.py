@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from cheetah import lang as ch
-from cheetah.blocks.machine import CONSUMER_BARRIER, shared_region
+from cheetah.blocks.machine import CONSUMER_BARRIER, shared_region, with_names
 from cheetah.lang import prim, ty
-from cheetah.plan import Gpu, SharedMap
+from cheetah.plan import Gpu, SharedMap, prompt
 from cheetah.plan.prompt import PassPlan
 from cheetah.plan.world import World, world_of
+
+GROUP_BYTES = ch.named("GROUP_BYTES", prompt.GROUP_BYTES)
+UNIT_BYTES = ch.named("UNIT_BYTES", prompt.UNIT_BYTES)
+ACCUMULATOR_BYTES = ch.named("ACCUMULATOR_BYTES", prompt.ACCUMULATOR_BYTES)
+"""Of 8 tokens: 32 columns, a pair of each 8 of them, and what a warp has of an M-tile's sums."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,6 +39,15 @@ class PassMachine:
     activations: ch.Role
     consumer: ch.Role
     rank: ch.Expr | int = 0
+
+    @property
+    def consumer_threads(self) -> int:
+        return ch.named("CONSUMERS", self.plan.consumer_threads)
+
+    @property
+    def activation_tile_bytes(self) -> int:
+        """Activations of a tile's tokens and one K-tile."""
+        return ch.named("ACTIVATION_TILE_BYTES", self.plan.activation_tile_bytes)
 
     @property
     def world(self) -> World:
@@ -61,7 +75,7 @@ class PassMachine:
 
     def meet(self) -> None:
         """All consumer warps meet: what each wrote to shared memory before is seen by all after."""
-        prim.named_barrier(CONSUMER_BARRIER, self.plan.consumer_threads)
+        prim.named_barrier(CONSUMER_BARRIER, self.consumer_threads)
 
 
 @ch.inline
@@ -73,6 +87,8 @@ def start_pass(plan: PassPlan, gpu: Gpu, shared: SharedMap, rank: ch.Expr | None
     warp = ch.var(ty.u32, thread // 32)
     lane = ch.var(ty.u32, thread % 32)
     roles = ch.Role("weights"), ch.Role("activations"), ch.Role("consumer")
+    tokens, tile_tokens = ch.named("PASS_TOKENS", plan.tokens), ch.named("TILE_TOKENS", plan.tile_tokens)
+    plan, gpu = replace(plan, tokens=tokens, tile_tokens=tile_tokens), with_names(gpu, ("blocks",))
     return PassMachine(plan, gpu, shared, arena, block, thread, warp, lane, *roles, 0 if rank is None else rank)
 
 
@@ -85,7 +101,7 @@ def emit_pass(machine: PassMachine) -> None:
         with ch.if_(machine.warp == plan.consumer_warps):
             ch.comment("the weights: a lane an M-tile of the tile")
             machine.weights.emit_here()
-        with ch.if_(machine.thread == plan.consumer_threads + 32):
+        with ch.if_(machine.thread == machine.consumer_threads + 32):
             ch.comment("the activations: one lane")
             machine.activations.emit_here()
     with ch.else_():

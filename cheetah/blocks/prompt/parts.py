@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from cheetah import lang as ch
-from cheetah.blocks.prompt.machine import PassMachine
+from cheetah.blocks.prompt.machine import ACCUMULATOR_BYTES, PassMachine
 from cheetah.blocks.prompt.product import (
     ACCUMULATORS,
     Case,
@@ -26,7 +26,7 @@ from cheetah.blocks.prompt.product import (
 )
 from cheetah.lang import prim, ty
 from cheetah.plan.formats import M_TILE_ROWS
-from cheetah.plan.prompt import ACCUMULATOR_BYTES, GROUP_TOKENS
+from cheetah.plan.prompt import GROUP_TOKENS
 
 HALF = M_TILE_ROWS // 2
 

@@ -18,13 +18,13 @@ from typing import Any
 from cheetah import lang as ch
 from cheetah.blocks.prompt.expert_tiles import ExpertTiles, SlotTile
 from cheetah.blocks.prompt.lists import StageLists
-from cheetah.blocks.prompt.machine import PassMachine
+from cheetah.blocks.prompt.machine import ACCUMULATOR_BYTES, GROUP_BYTES, UNIT_BYTES, PassMachine
 from cheetah.blocks.prompt.ring import TileRing
 from cheetah.blocks.prompt.weights import STEPS_PER_TILE, pair_fragments, stage_weights
 from cheetah.lang import prim, ty
 from cheetah.plan import MatrixLayout
 from cheetah.plan.formats import M_TILE_ROWS, TileFormat
-from cheetah.plan.prompt import ACCUMULATOR_BYTES, GROUP_BYTES, STAGE_TILES, UNIT_BYTES, PassPlan
+from cheetah.plan.prompt import STAGE_TILES, PassPlan
 
 ACCUMULATORS = 4
 """Of a lane, for its M-tile and a group of 8 tokens."""
@@ -198,7 +198,7 @@ class TileProduct:
         plan = self.machine.plan
         if given.tiles is not None:
             return self._copy_of_slots(matrix, given, given.tiles)
-        tile_bytes = plan.activation_tile_bytes
+        tile_bytes = self.machine.activation_tile_bytes
         k_tiles = plan.vector_tiles(matrix) // given.parts
         with self.tiles(plan.row_tiles(matrix, given.height) * given.parts) as tile:
             token_tile = tile % self.token_tiles
@@ -229,7 +229,7 @@ class TileProduct:
                 count = ch.minimum(k_tiles - k_tile, STAGE_TILES)
                 with self.ring.fill_activations(count * tile_bytes) as (stage, barrier):
                     with ch.for_(count, unroll=1) as index:
-                        place = stage + (self.ring.weights_bytes + index * plan.activation_tile_bytes)
+                        place = stage + (self.ring.weights_bytes + index * self.machine.activation_tile_bytes)
                         k_bytes = ty.u64(k_tile + index) * (slots.plan.groups * GROUP_BYTES)
                         prim.bulk_copy(place, source + k_bytes, tile_bytes, barrier)
 
@@ -412,7 +412,7 @@ class TileProduct:
         descriptor = prim.matrix_descriptor(memory + ring.weights_bytes, UNIT_BYTES, GROUP_BYTES)
         for step in range(steps):
             tile, half = divmod(step, STEPS_PER_TILE)
-            first_byte = tile * plan.activation_tile_bytes + half * 2 * UNIT_BYTES
+            first_byte = tile * self.machine.activation_tile_bytes + half * 2 * UNIT_BYTES
             accumulate = 0 if is_first and step == 0 else 1
             prim.wgmma_bf16(plan.tile_tokens)(sums, fragments[step], descriptor + first_byte // 16, accumulate)
         prim.wgmma_commit()

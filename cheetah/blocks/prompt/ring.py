@@ -28,8 +28,8 @@ class TileRing:
     def __init__(self, machine: PassMachine, format: TileFormat = BF16) -> None:
         self.machine, self.format = machine, format
         self.stages = machine.plan.stages
-        self.weights_bytes = machine.plan.weights_bytes(format)
-        self.stage_bytes = machine.plan.stage_bytes(format)
+        self.weights_bytes = ch.named("STAGE_WEIGHTS_BYTES", machine.plan.weights_bytes(format))
+        self.stage_bytes = ch.named("STAGE_BYTES", machine.plan.stage_bytes(format))
         self._declare()
 
     @ch.inline

@@ -15,11 +15,11 @@ from cheetah.blocks.prompt.choice import Choices
 from cheetah.blocks.prompt.expert_tiles import ExpertTiles
 from cheetah.blocks.prompt.finish import Scales
 from cheetah.blocks.prompt.keys import PassTokens
-from cheetah.blocks.prompt.machine import PassMachine
+from cheetah.blocks.prompt.machine import GROUP_BYTES, UNIT_BYTES, PassMachine
 from cheetah.lang import prim, ty
 from cheetah.plan.expert_slots import WORD_TOKENS
 from cheetah.plan.index import ceil_div
-from cheetah.plan.prompt import GROUP_BYTES, GROUP_TOKENS, UNIT_BYTES
+from cheetah.plan.prompt import GROUP_TOKENS
 
 AT_ONCE = 10
 """K-tiles of a slot, at most, of which a lane loads its unit before it stores one: no load passes a store that the
@@ -66,7 +66,7 @@ class PassSort:
     @ch.inline
     def _number_others(self) -> None:
         """Slots of columns that are no tokens: who adds a tile's rows reads those of all its columns."""
-        machine, threads = self.machine, self.machine.plan.consumer_threads
+        machine, threads = self.machine, self.machine.consumer_threads
         first = machine.block * threads + machine.thread
         with ch.for_(first, self.columns, machine.gpu.blocks * threads, unroll=1, name="column") as column:
             with ch.if_(column % GROUP_TOKENS >= self.tokens.group(column // GROUP_TOKENS).count):

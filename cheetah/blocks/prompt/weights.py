@@ -17,6 +17,7 @@ from cheetah import lang as ch
 from cheetah.blocks.linear.formats import FRAGMENTS
 from cheetah.blocks.linear.formats.e4m3 import E4m3Fragments
 from cheetah.blocks.linear.formats.integers import MIDDLE_NIBBLE
+from cheetah.blocks.linear.formats.names import format_with_names
 from cheetah.blocks.linear.formats.quantized import sum_of
 from cheetah.blocks.linear.formats.sizes import raised
 from cheetah.blocks.prompt.ring import TileRing
@@ -43,7 +44,7 @@ class StageWeights(ABC):
 
     def __init__(self, format: Any, lane: ch.Expr) -> None:
         self.format, self.lane = format, lane
-        self.slot: Any = stage_format(format)
+        self.slot: Any = format_with_names(stage_format(format), " slot")
 
     @ch.inline
     def copy(self, ring: TileRing, source: Any, tiles: Any, count: Any, halves: int = 1) -> None:
