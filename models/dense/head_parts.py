@@ -19,6 +19,7 @@ from cheetah.blocks.host_words import HostWords
 from cheetah.blocks.linear.epilogue import AddResidual, Biases, NormWeights, PublishedRows
 from cheetah.blocks.linear.interface import Epilogue, Prologue, Rows
 from cheetah.blocks.linear.matvec import Matvec
+from cheetah.blocks.linear.names import with_names
 from cheetah.blocks.linear.prologue import Slices
 from cheetah.blocks.linear.rms import InverseRms, PublishedSquares
 from cheetah.blocks.machine import Machine
@@ -33,7 +34,6 @@ from cheetah.lang import prim, ty
 from cheetah.models.act_order import places_shape
 from cheetah.models.config import ModelConfig
 from cheetah.models.dense.launch import Launch
-from cheetah.models.dense.names import with_names
 from cheetah.models.dense.page import (
     Multiply,
     Page,

@@ -8,6 +8,7 @@ from typing import Any
 from cheetah import lang as ch
 from cheetah.blocks.attention.cache import KvCache
 from cheetah.blocks.by_layer import by_layer
+from cheetah.blocks.linear.names import with_all_names
 from cheetah.blocks.prompt.attention import PassAttention
 from cheetah.blocks.prompt.expert_tiles import ExpertTiles
 from cheetah.blocks.prompt.finish import (
@@ -29,7 +30,6 @@ from cheetah.blocks.timeline import Timeline
 from cheetah.lang import prim, ty
 from cheetah.models.act_order import places_shape
 from cheetah.models.attention_layers import EVERY_KEY
-from cheetah.models.dense.names import with_all_names
 from cheetah.models.dense.page import Kept, NormBehind
 from cheetah.models.dense.pass_launch import PassLaunch
 from cheetah.models.dense.pass_sizes import HEAD_SECTIONS, JOINT, KEPT, PARTS, RESIDUAL_SECTIONS, SLOTS, PassSizes
