@@ -12,7 +12,7 @@ from cheetah import lang as ch
 from cheetah.blocks.experts.choice import WarpChoice
 from cheetah.blocks.prompt.choice import Choices, PassChoice
 from cheetah.blocks.prompt.expert_tiles import ExpertTiles
-from cheetah.blocks.prompt.finish import Scales, StoreByToken, StoreWeighed
+from cheetah.blocks.prompt.finish import Scales, StoreBySlot, StoreByToken, StoreWeighed
 from cheetah.blocks.prompt.machine import PassMachine
 from cheetah.blocks.prompt.product import Given, Ranked
 from cheetah.blocks.prompt.sorting import PassSort
@@ -80,9 +80,9 @@ class PassExperts:
         """The machine with slots in the place of tokens."""
         return replace(self.machine, plan=self.tiles.plan)
 
-    def store_by_expert(self) -> StoreByToken:
+    def store_by_expert(self) -> StoreBySlot:
         """What experts make of their slots, to be added in the next phase."""
-        return StoreByToken(self._of_slots, self.parts.section(EXPERT_ROWS[0], ty.f32), self.parts.sizes.expert_width)
+        return StoreBySlot(self._of_slots, self.parts.section(EXPERT_ROWS[0], ty.u32), self.parts.sizes.expert_width)
 
     def store_weighed(self, product: Product, layer: Any, activation: Any) -> StoreWeighed:
         """What becomes of the rows of gate and up."""
@@ -100,7 +100,7 @@ class PassExperts:
         assert product.experts is not None
         if not phase.adds:
             return replace(given, tiles=self.tiles)
-        slots, rows = self.parts.section(SLOTS[0], ty.u32), self.parts.section(EXPERT_ROWS[0], ty.f32)
+        slots, rows = self.parts.section(SLOTS[0], ty.u32), self.parts.section(EXPERT_ROWS[0], ty.u32)
         ranked = Ranked(slots, rows, self.parts.sizes.expert_width, product.experts.chosen)
         if (biases := biases_of_layer(self.parts.launch, product, layer)) is not None:
             assert bias_rows(product) == ranked.width, product

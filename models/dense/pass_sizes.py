@@ -396,7 +396,7 @@ class PassSizes:
             "routes": 4 * tokens * logit_words(experts),
             **dict(zip(CHOICES, (4 * experts.count * slots.words, of_ranks, of_ranks), strict=True)),
             **dict(zip(SLOTS, (of_ranks, 8 * slots.slots), strict=True)),
-            EXPERT_ROWS[0]: 4 * slots.slots * self.expert_width,
+            EXPERT_ROWS[0]: 2 * slots.slots * self.expert_width,
         }
 
     @property

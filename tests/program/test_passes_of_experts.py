@@ -234,7 +234,7 @@ BUGS = {
     "the factors of the tile before": ("(slot_factors + factor_turn * TILE_TOKENS)[thread]", "(slot_factors)[thread]"),
     "the second tile of an expert is the first": ("* 2;\nuint32_t first_group", "* 0;\nuint32_t first_group"),
     "groups of other experts are finished": (f"min({PLACES} - before, 2u)", "2u"),
-    "the rows of one expert for all": ("[at]) * 80", "[at - rank]) * 80"),
+    "the rows of one expert for all": ("[at]) * 40", "[at - rank]) * 40"),
     "the list is followed before it is made": ("mbarrier_wait(made, experts_parity);", ";"),
     "the list ends a tile early": (f"{OF_LIST}[0] = tile;", f"{OF_LIST}[0] = tile - 1;"),
     "words are stored before all tokens have chosen": (

@@ -313,8 +313,26 @@ class StoreWeighed(Finish):
 
 
 @dataclass(frozen=True, eq=False)
+class StoreBySlot(Finish):
+    """The rows, rounded to bf16: words [slot][M-tile][g], of rows g and g + 8. width: rows of a slot."""
+
+    machine: PassMachine
+    into: ch.Expr
+    width: int
+
+    @ch.function
+    def finish(self, sums: Sums) -> None:
+        # Eight lanes have an M-tile of a slot: a whole sector of memory.
+        lane, words = self.machine.lane, self.width // 2
+        place = ty.u64(sums.group * GROUP_TOKENS + lane % 4 * 2) * words + ty.u64(sums.m_tile * HALF + lane // 4)
+        of_slot = self.into + place
+        for index in range(2):
+            of_slot[index * words] = prim.pack_bf16x2(sums.values[index], sums.values[index + 2])
+
+
+@dataclass(frozen=True, eq=False)
 class StoreByToken(Finish):
-    """The rows, f32 [token or slot][width]; scaled, if the input was normalised; with biases (bf16), if any."""
+    """The rows, f32 [token][width]; scaled, if the input was normalised; with biases (bf16), if any."""
 
     machine: PassMachine
     into: ch.Expr

@@ -111,16 +111,17 @@ class AddParts:
     def _add_ranks(self, place: TilePlace, ranked: Any, sums: Any) -> None:
         """What the experts of this lane's tokens made, by rank: ascending, whoever else is in the pass."""
         lane, groups = self.product.machine.lane, self.product.machine.plan.tile_groups
-        row = place.m_tile * M_TILE_ROWS + lane // 4
+        row, words = place.m_tile * M_TILE_ROWS + lane // 4, ranked.width // 2
         # The ranks outside: so the rows of all of the lane's tokens are on their way together.
-        with ch.for_(ranked.chosen, unroll=2, name="rank") as rank, ch.for_(groups, unroll=True, name="group") as group:
+        with ch.for_(ranked.chosen, unroll=4, name="rank") as rank, ch.for_(groups, unroll=True, name="group") as group:
             for index in range(2):
                 token = (place.token_tile * groups + group) * GROUP_TOKENS + lane % 4 * 2 + index
                 at = ch.const(ty.u32, token * ranked.chosen + rank, name="at")
-                made = ranked.rows + (ty.u64(ranked.slots[at]) * ranked.width + ty.u64(row))
-                for half in range(2):
-                    value = made[half * HALF] + self._bias(ranked, at, row + half * HALF)
-                    sums[group * ACCUMULATORS + half * 2 + index] += value
+                made = ty.u64(ranked.slots[at]) * words + ty.u64(place.m_tile * HALF + lane // 4)
+                pair = ch.const(ty.u32, ranked.rows[made], name="pair")
+                for half, value in enumerate((prim.bf16x2_low(pair), prim.bf16x2_high(pair))):
+                    added = value + self._bias(ranked, at, row + half * HALF)
+                    sums[group * ACCUMULATORS + half * 2 + index] += added
 
     @staticmethod
     def _bias(ranked: Any, of_rank: Any, row: Any) -> Any:
