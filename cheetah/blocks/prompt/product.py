@@ -103,9 +103,9 @@ class Given:
 
 @dataclass(frozen=True, eq=False)
 class Ranked:
-    """What experts made: rows, as `StoreBySlot` has them, of `width`, of the slots (u32 [token][rank]) of a token's `chosen` experts.
-    biases: of the experts' rows, bf16 [expert][width], which count as the rows do: times the weight (f32 [token][rank])
-    of the expert (u32 [token][rank]); None without."""
+    """What experts made: rows, as `StoreBySlot` has them, of `width`, of the slots (u32 [token][rank]) of a token's
+    `chosen` experts. biases: of the experts' rows, bf16 [expert][width], which count as the rows do: times the weight
+    (f32 [token][rank]) of the expert (u32 [token][rank]); None without."""
 
     slots: ch.Expr
     rows: ch.Expr
