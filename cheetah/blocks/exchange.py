@@ -180,7 +180,7 @@ class Published:
         """Works out now where payload word `index` lies; what it gives stores data there."""
         return self.exchange.publish_later(self.name, index, self.epoch)
 
-    def read(self, data: Any, unit: ch.Expr, count: int) -> None:
+    def read(self, data: ch.Expr, unit: ch.Expr, count: int) -> None:
         """Units `unit`, `unit + consumer_threads`, ... (`count` of them) into the array `data`."""
         self.exchange.read_units(self.name, data, unit, self.exchange.machine.consumer_threads, count, self.epoch)
 
@@ -193,7 +193,7 @@ class Published:
         kind = exchange.copied[self.name]
         return CopySource(exchange.copies, lambda unit: exchange.place(self.name, unit * 4), kind)
 
-    def read_places(self, data: Any, places: Any, count: int) -> None:
+    def read_places(self, data: ch.Expr, places: ch.Expr, count: int) -> None:
         """The units that begin at payload words `places[0]`, `places[1]`, ... (`count` of them) into `data`."""
         self.exchange.read_places(self.name, data, places, count, self.epoch)
 
@@ -480,15 +480,15 @@ class FlaggedExchange(Exchange):
         asked = ch.array(ty.u64, 4)
         return asked
 
-    def ask4(self, asked: Any, name: str, unit: ch.Value) -> None:
+    def ask4(self, asked: ch.Expr, name: str, unit: ch.Value) -> None:
         prim.ask_flagged4(asked, self.place(name, ch.cast(ty.u32, unit) * 4), scope=self.scope_of(name))
 
-    def settle4(self, asked: Any, name: str, unit: ch.Value, epoch: ch.Value) -> ch.Expr:
+    def settle4(self, asked: ch.Expr, name: str, unit: ch.Value, epoch: ch.Value) -> ch.Expr:
         return prim.settle_flagged4(
             asked, self.place(name, ch.cast(ty.u32, unit) * 4), epoch, scope=self.scope_of(name)
         )
 
-    def read_units(self, name: str, data: Any, unit: ch.Value, stride: int, count: int, epoch: ch.Value) -> None:
+    def read_units(self, name: str, data: ch.Expr, unit: ch.Value, stride: int, count: int, epoch: ch.Value) -> None:
         words, distance = self.place(name, ch.cast(ty.u32, unit) * 4), self.vectors[name].distance(stride * 4)
         if distance is None:
             with ch.for_(count, unroll=True) as index:
@@ -498,7 +498,7 @@ class FlaggedExchange(Exchange):
         else:
             prim.wait_flagged_units(data, words, distance, count, epoch, scope=self.scope_of(name))
 
-    def read_places(self, name: str, data: Any, places: Any, count: ch.Value, epoch: ch.Value) -> None:
+    def read_places(self, name: str, data: ch.Expr, places: ch.Expr, count: ch.Value, epoch: ch.Value) -> None:
         prim.wait_flagged_places(data, self.place(name, 0), places, count, epoch, scope=self.scope_of(name))
 
     def wait_for_one(self, name: str, unit: ch.Value, epoch: ch.Value, when: ch.Value = True) -> None:

@@ -34,7 +34,7 @@ from cheetah.lang import UnusedStageError, prim, ty
 class RingCursor:
     """A place in the ring: a stage and the parity of the present pass over it."""
 
-    def __init__(self, stage: Any, parity: Any, stages: int) -> None:
+    def __init__(self, stage: ch.Expr, parity: ch.Expr, stages: int) -> None:
         self.stage, self.parity, self.stages = stage, parity, stages
 
     def advance(self) -> None:

@@ -230,7 +230,7 @@ class Sampler:
         self._best_of_lanes(best, best_token, WARP_LANES)
         return best, best_token
 
-    def _best_of_lanes(self, best: Any, best_token: Any, lanes: int) -> None:
+    def _best_of_lanes(self, best: ch.Expr, best_token: ch.Expr, lanes: int) -> None:
         """The best candidate of so many neighbouring lanes, on all of them."""
         self._best_of_levels(best, best_token, ch.argument(lanes.bit_length() - 1))
 

@@ -175,6 +175,6 @@ class Tokens:
             token.set(ch.minimum(ty.u32(launch.tokens[place]), self.rows - 1))
         return token
 
-    def embedding(self, column: Any) -> ch.Expr:
+    def embedding(self, column: ch.Expr) -> ch.Expr:
         """The embedding of a column's token."""
         return self.launch.embedding + ty.u64(self.next_token[column]) * self.columns.machine.hidden

@@ -203,7 +203,7 @@ class JointNorms(HeadNorms):
         return scale
 
 
-def packed(values: Any) -> list[Any]:
+def packed(values: ch.Expr) -> list[Any]:
     """Eight numbers as the words of a unit: bf16."""
     return [prim.pack_bf16x2(values[index], values[index + 1]) for index in range(0, UNIT, 2)]
 

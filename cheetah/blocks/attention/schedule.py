@@ -296,7 +296,7 @@ class Schedule:
                 machine.meet()
             yield self._item_of(ch.pointee(record), step)
 
-    def _item_of(self, kept: Any, step: ch.Value) -> Item:
+    def _item_of(self, kept: ch.Expr, step: ch.Value) -> Item:
         """kept: a KEPT_ITEM, of which two numbers that are often needed are read once."""
         kv_head = ch.const(ty.u32, kept.item.head, name="kv_head")
         begin = ch.const(ty.u32, kept.item.begin, name="begin")
@@ -362,7 +362,7 @@ class Schedule:
         with ch.if_(jobs > 0):
             machine.meet()
 
-    def _merge_of(self, kept: Any) -> Merge:
+    def _merge_of(self, kept: ch.Expr) -> Merge:
         """kept: a KEPT_MERGE."""
         row_and_part = kept.row // self.merge_parts, kept.row % self.merge_parts
         head, first_chunk = kept.head_and_chunk % _HEAD_LIMIT, kept.head_and_chunk // _HEAD_LIMIT

@@ -37,10 +37,10 @@ class StepPort(AttentionPort):
     def asked(self) -> ch.Expr | None:
         return self.exchange.asked4()
 
-    def ask(self, asked: Any, raw: RawHead) -> None:
+    def ask(self, asked: ch.Expr, raw: RawHead) -> None:
         self.exchange.ask4(asked, self.reads, self._place(raw))
 
-    def settle(self, asked: Any, raw: RawHead, epoch: ch.Expr) -> ch.Expr:
+    def settle(self, asked: ch.Expr, raw: RawHead, epoch: ch.Expr) -> ch.Expr:
         return self.exchange.settle4(asked, self.reads, self._place(raw), epoch)
 
     def unit(self, raw: RawHead, epoch: ch.Expr) -> ch.Expr:
@@ -54,7 +54,7 @@ class StepPort(AttentionPort):
     def query_unit(self, column: ch.Expr, head: ch.Expr, unit: ch.Expr, epoch: ch.Expr) -> ch.Expr:
         return self.unit(RawHead(column, head, unit), epoch)
 
-    def newest_unit(self, column: ch.Expr, kv_head: ch.Expr, value: Any, unit: ch.Expr, epoch: ch.Expr) -> ch.Expr:
+    def newest_unit(self, column: ch.Expr, kv_head: ch.Expr, value: ch.Expr, unit: ch.Expr, epoch: ch.Expr) -> ch.Expr:
         first = ch.select(value, ty.u32(self.shape.heads + self.shape.kv_heads), ty.u32(self.shape.heads))
         return self.unit(RawHead(column, first + kv_head, unit), epoch)
 
@@ -233,10 +233,10 @@ class NormalisedHeads(RawHeads):
     def weights(self, raw: RawHead) -> ch.Expr | None:
         return self.norms.weights_of(self.port.layer, raw)
 
-    def finish(self, raw: RawHead, words: Any, weights: Any) -> ch.Expr:
+    def finish(self, raw: RawHead, words: ch.Expr, weights: Any) -> ch.Expr:
         return self.norms.apply(words, weights, raw)
 
-    def stored(self, values: Any, raw: RawHead) -> list[Any]:
+    def stored(self, values: ch.Expr, raw: RawHead) -> list[Any]:
         if self.machine.plan.kv_dtype != "e4m3":
             return packed(values)
         return codes_of(values, self.port.scale_of(self.port.layer, raw.head - self.shape.heads))

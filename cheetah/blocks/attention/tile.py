@@ -83,7 +83,7 @@ class AttentionShape:
         """Units of a key that a lane reads together as number `both`: two, or the last one."""
         return min(2, self.parts - 2 * both)
 
-    def value_lane(self, lane: Any) -> Any:
+    def value_lane(self, lane: ch.Expr) -> Any:
         """The number r of a lane among those that read different dims of a value; of lanes for which there are none the
         last one that has some: what becomes of theirs is read by nobody."""
         lanes = self.head_units // self.slices
@@ -95,7 +95,7 @@ class AttentionShape:
             return part // 2 * 8 + lane * 2 + part % 2
         return part * 4 + lane
 
-    def dim_pair(self, slice_: Any, pair: Any) -> Any:
+    def dim_pair(self, slice_: ch.Expr, pair: ch.Expr) -> Any:
         """Which pair of dims is number `pair` of a slice of the output."""
         return (pair // 4 * self.slices + slice_) * 4 + pair % 4
 
@@ -358,19 +358,19 @@ class AttentionProduct:
                 context = self._logit_context(column, key + ch.minimum(tile_key, valid - 1), queries)
                 self._mask(logits[half * 2 + column], key + tile_key < limits[column], context, queries)
 
-    def _mask(self, place: Any, is_seen: Any, context: Mapping[str, Callable[[], Any]], queries: Queries) -> None:
+    def _mask(self, place: ch.Expr, is_seen: ch.Expr, context: Mapping[str, Callable[[], Any]], queries: Queries) -> None:
         """From a raw dot product in its place."""
         if self.variant.logits_mask is not None:
             is_seen = is_seen & self.variant.logits_mask(self.at("logits_mask", context))
         logit = self._logit(place, context, queries)
         place.set(ch.select(is_seen, logit, -math.inf if self.variant.softmax else ty.f32(0.0)))
 
-    def _logit_context(self, column: int, key: Any, queries: Queries) -> Mapping[str, Callable[[], Any]]:
+    def _logit_context(self, column: int, key: ch.Expr, queries: Queries) -> Mapping[str, Callable[[], Any]]:
         if not self.variant.needs_query_context:
             return {}
         return {**queries.contexts[column], "key": lambda: queries.offset + key}
 
-    def _logit(self, product: Any, context: Mapping[str, Callable[[], Any]], queries: Queries) -> Any:
+    def _logit(self, product: ch.Expr, context: Mapping[str, Callable[[], Any]], queries: Queries) -> Any:
         """From a raw dot product; in base 2 where it is to be exponentiated."""
         base = LOG2_E if self.variant.softmax else 1.0
         if self.variant.logits_transform is not None:
@@ -437,7 +437,7 @@ class AttentionProduct:
                     prim.mma_bf16(state.output[first * SLICE_TILES + tile], operand, weights_low, weights_high)
 
     @staticmethod
-    def _pair(words: Any, key: int, element: ch.Expr) -> ch.Expr:
+    def _pair(words: ch.Expr, key: int, element: ch.Expr) -> ch.Expr:
         """One dim of two neighbouring keys, packed: even dims are low halves of a word, odd ones high halves."""
         selector = ch.select(element % 2 == 0, LOW_HALVES, HIGH_HALVES)
         packed: ch.Expr = prim.byte_permute(words[key][element // 2], words[key + 1][element // 2], selector)

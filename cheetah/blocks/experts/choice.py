@@ -133,7 +133,7 @@ class Choice(WarpChoice):
     def weights(self) -> Any:
         return self.machine.region("expert_weights", ty.f32)
 
-    def rank(self, column: Any, expert: Any) -> ch.Expr:
+    def rank(self, column: ch.Expr, expert: ch.Expr) -> ch.Expr:
         """The rank (u32) that an expert has to a column, or NO_RANK."""
         return ch.cast(ty.u32, self.ranks[column * self.experts.count + expert])
 

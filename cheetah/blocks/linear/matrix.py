@@ -35,7 +35,7 @@ def record_of(layout: MatrixLayout) -> ch.Expr:
     )
 
 
-def recorded(layout: MatrixLayout, record: Any, sizes: Collection[str] = tuple(MATRIX.fields)) -> Any:
+def recorded(layout: MatrixLayout, record: ch.Expr, sizes: Collection[str] = tuple(MATRIX.fields)) -> Any:
     """A `MatrixLayout` of which these sizes are read from a record."""
     return RecordedMatrix(layout, record, sizes)
 

@@ -106,7 +106,7 @@ class PublishedSquares:
         """Words of a column."""
         return round_up(self.m_tiles, WORDS)
 
-    def _first(self, column: Any) -> Any:
+    def _first(self, column: ch.Expr) -> Any:
         return column * self._of_column
 
 
@@ -129,7 +129,7 @@ class InverseRms(ColumnScale):
     def arguments(self) -> Whereabouts:
         return self.squares.published.when_and_where
 
-    def of(self, column: Any, arguments: Whereabouts) -> ch.Expr:
+    def of(self, column: ch.Expr, arguments: Whereabouts) -> ch.Expr:
         return self._inverse_rms(column, arguments)
 
     @ch.function
@@ -144,7 +144,7 @@ class InverseRms(ColumnScale):
         scale = prim.rsqrt_f32(mean) if self.is_normed else ty.f32(1.0)
         return ch.select(total < TOO_LARGE, scale, prim.bits_float(NAN))
 
-    def _sum_of_lanes(self, total: Any, lanes: int) -> Any:
+    def _sum_of_lanes(self, total: ch.Expr, lanes: int) -> Any:
         """The sum of neighbouring lanes' numbers, on all of them: of those furthest apart first."""
         if lanes == 32:
             return prim.warp_sum_f32(total)

@@ -52,7 +52,7 @@ class ExpertTiles(MadeList):
         """Of slots in the place of tokens."""
         return self.slots.of_slots
 
-    def tile(self, index: Any) -> SlotTile:
+    def tile(self, index: ch.Expr) -> SlotTile:
         """The tile that is entry `index` of the list."""
         expert = ch.const(ty.u32, self.entry(index), name="expert")
         before = ch.const(ty.u32, (index - self._first_tiles[expert]) * self.plan.tile_groups, name="before")
@@ -113,7 +113,7 @@ class ExpertTiles(MadeList):
             self._deal()
         self.finish_making()
 
-    def _tiles_of(self, expert: Any) -> Any:
+    def _tiles_of(self, expert: ch.Expr) -> Any:
         return (self._groups[expert] + (self.plan.tile_groups - 1)) // self.plan.tile_groups
 
     @ch.inline

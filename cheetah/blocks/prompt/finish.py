@@ -32,7 +32,7 @@ STORES_TO_PEERS = (
 """By what they store."""
 
 
-def store_at(pointer: ch.Expr, index: Any, value: Any, is_peers: bool) -> None:
+def store_at(pointer: ch.Expr, index: Any, value: ch.Expr, is_peers: bool) -> None:
     """`pointer[index] = value`, in this GPU's memory or another's."""
     if not is_peers:
         pointer[index] = value
@@ -405,7 +405,7 @@ class StoreResidual(Finish):
         """Row g of an M-tile, of all ranks' rows."""
         return self.machine.of_all(m_tile, self.m_tiles) * M_TILE_ROWS + self.machine.lane // 4
 
-    def _weight(self, stored: Any) -> ch.Expr:
+    def _weight(self, stored: ch.Expr) -> ch.Expr:
         weight = prim.bf16_to_f32(stored)
         return weight + 1.0 if self.plus_one else weight
 

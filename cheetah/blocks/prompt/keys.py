@@ -57,11 +57,11 @@ class PassTokens:
         return TilePlace(*_members(of_tile))
 
 
-def _row(table: ch.Expr, index: Any) -> ch.Expr:
+def _row(table: ch.Expr, index: ch.Expr) -> ch.Expr:
     return ch.reinterpret(ty.ptr(ty.u32x4), table)[index]
 
 
-def _members(row: Any) -> tuple[Any, ...]:
+def _members(row: ch.Expr) -> tuple[Any, ...]:
     return row.x, row.y, row.z, row.w
 
 
@@ -120,17 +120,17 @@ class PassHeads:
         """Of 8 tokens of a head, in core order."""
         return ch.named("HEAD_GROUP_BYTES", self.units * CORE_BYTES)
 
-    def scale(self, kv_row: Any) -> ch.Expr:
+    def scale(self, kv_row: ch.Expr) -> ch.Expr:
         """Of a key head, or a value head behind those (f32); of e4m3 alone."""
         assert self.scales is not None
         return self.scales[kv_row]
 
-    def core(self, head: Any, row: Any, unit: Any) -> ch.Expr:
+    def core(self, head: ch.Expr, row: ch.Expr, unit: Any) -> ch.Expr:
         """Byte of a unit of a row of keys or values in core order (u64)."""
         group = head * (ch.named("KEY_ROWS", self.key_rows) // GROUP_TOKENS) + row // GROUP_TOKENS
         return ty.u64(group) * self.group_bytes + ty.u64(unit * CORE_BYTES + row % GROUP_TOKENS * (UNIT * 2))
 
-    def query(self, head: Any, token: Any, step: Any) -> ch.Expr:
+    def query(self, head: ch.Expr, token: ch.Expr, step: ch.Expr) -> ch.Expr:
         """Byte where the operand of 16 tokens and 16 dims begins that `token` belongs to (u64)."""
         group = head * (self.machine.plan.tokens // QUERY_TOKENS) + token // QUERY_TOKENS
         return ty.u64(group * (self.shape.head_dim // 16) + step) * STEP_BYTES

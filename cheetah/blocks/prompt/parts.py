@@ -31,7 +31,7 @@ from cheetah.plan.prompt import GROUP_TOKENS
 HALF = M_TILE_ROWS // 2
 
 
-def _place(machine: PassMachine, m_tile: Any, group: Any) -> Any:
+def _place(machine: PassMachine, m_tile: ch.Expr, group: ch.Expr) -> Any:
     """Where a lane's sums of an M-tile and a group of tokens lie in accumulator order, in units of 16 bytes."""
     first = (ty.u64(m_tile) * machine.plan.groups + ty.u64(group)) * (ACCUMULATOR_BYTES // 16)
     return first + ty.u64(machine.lane)
@@ -124,7 +124,7 @@ class AddParts:
                     sums[group * ACCUMULATORS + half * 2 + index] += added
 
     @staticmethod
-    def _bias(ranked: Any, of_rank: Any, row: Any) -> Any:
+    def _bias(ranked: Any, of_rank: ch.Expr, row: ch.Expr) -> Any:
         """What a token's expert adds to a row, times its weight."""
         if ranked.biases is None:
             return 0

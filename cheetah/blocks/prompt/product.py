@@ -289,7 +289,7 @@ class TileProduct:
                 count = ch.select(_is_one_of(phase, [case.phase]), case.given.tiles.count, count)
         return count
 
-    def _row(self, phase: ch.Expr | None, cases: Sequence[Case], tile: Any, row_tiles: Any) -> Any:
+    def _row(self, phase: ch.Expr | None, cases: Sequence[Case], tile: ch.Expr, row_tiles: ch.Expr) -> Any:
         """The row of tiles of a tile: of tokens those come first, of slots the rows."""
         row = tile // self.token_tiles
         for case in cases:
@@ -298,7 +298,7 @@ class TileProduct:
         return row
 
     @staticmethod
-    def _slots(its: Sequence[Case], tile: Any, row_tiles: Any) -> SlotTile | None:
+    def _slots(its: Sequence[Case], tile: ch.Expr, row_tiles: ch.Expr) -> SlotTile | None:
         """The slots of a tile of experts; None of tokens."""
         tiles = its[0].given.tiles
         return None if tiles is None else tiles.tile(tile // row_tiles)
@@ -327,7 +327,7 @@ class TileProduct:
         return factors
 
     @staticmethod
-    def _factors_at(matrix: MatrixLayout, m_tile: Any) -> Any:
+    def _factors_at(matrix: MatrixLayout, m_tile: ch.Expr) -> Any:
         """Byte of an M-tile's factors, behind its last K-tile (u64)."""
         wave, position = m_tile // matrix.blocks, m_tile % matrix.blocks
         chunk = matrix.chunk_address(matrix.chunks - 1, position, matrix.wave_width(wave))
@@ -512,7 +512,7 @@ class StageOperands:
                     with in_phases(self.phase, [case], self.cases):
                         self.lists.put(case, steps, fragments)
 
-    def _load_as_one_of(self, formats: Sequence[tuple[TileFormat, list[Case]]], stage: Any, *how: Any) -> None:
+    def _load_as_one_of(self, formats: Sequence[tuple[TileFormat, list[Case]]], stage: ch.Expr, *how: Any) -> None:
         """The present phase's format is one of these. The last is not asked for: a way around all of them would keep
         the registers of the stage before alive."""
         (format, its), *others = formats
@@ -551,7 +551,7 @@ class TilePlace:
     slots: SlotTile | None = None
 
 
-def row_tile_and_part(index: Any, parts: Any) -> tuple[Any, Any]:
+def row_tile_and_part(index: ch.Expr, parts: Any) -> tuple[Any, Any]:
     """The parts of a row of tiles lie side by side."""
     return (index, 0) if isinstance(parts, int) and parts == 1 else (index // parts, index % parts)
 

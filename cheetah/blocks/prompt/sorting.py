@@ -134,7 +134,7 @@ class PassSort:
                 tile = ty.u64(k_tile + index) * (self.tiles.plan.groups * GROUP_BYTES)
                 ch.reinterpret(ty.ptr_mut(ty.u32x4), into + tile)[0] = data[index]
 
-    def _place(self, group: Any, in_group: Any) -> ch.Expr:
+    def _place(self, group: ch.Expr, in_group: ch.Expr) -> ch.Expr:
         """The byte of the lane's unit, in the first K-tile, of a token or slot of a group (u64)."""
         unit = self.machine.lane // GROUP_TOKENS
         return ty.u64(group) * GROUP_BYTES + ty.u64(unit * UNIT_BYTES + in_group * 16)

@@ -62,7 +62,7 @@ class StageWeights(ABC):
         """In the consumer role: `steps` operands A of a warp's M-tile of a full stage, the M-tile's stages taking turns
         0 and 1."""
 
-    def place(self, stage: Any, index: Any) -> Any:
+    def place(self, stage: ch.Expr, index: ch.Expr) -> Any:
         """Where the weights of the stage's M-tile `index` begin."""
         return stage + index * self.slot.tile_bytes
 
@@ -70,7 +70,7 @@ class StageWeights(ABC):
 class Bf16Weights(StageWeights):
     """Two K-tiles a stage, which lie side by side: operands as they are."""
 
-    def load(self, stage: Any, warp: Any, turn: int, steps: int, fragments: Any) -> None:
+    def load(self, stage: ch.Expr, warp: ch.Expr, turn: int, steps: int, fragments: ch.Expr) -> None:
         words = ch.reinterpret(ty.ptr(ty.u32x4), self.place(stage, warp))
         for step in range(steps):
             fragments[step] = words[step * 32 + self.lane]
@@ -98,22 +98,22 @@ class SparseWeights(StageWeights):
                 operand = prim.make_u32x4(low, high, low_behind, high_behind)
                 fragments[part * STEPS_PER_TILE + step] = self.finished(operand)
 
-    def begin(self, slot: Any, row: Any) -> None:
+    def begin(self, slot: ch.Expr, row: ch.Expr) -> None:
         """Before the first operand of rows g and g + 8, g being `row`."""
 
-    def pairs(self, slot: Any, lane: Any, part: int, others: Any, turn: int) -> tuple[Any, Any]:
+    def pairs(self, slot: ch.Expr, lane: ch.Expr, part: int, others: ch.Expr, turn: int) -> tuple[Any, Any]:
         """The two bf16 numbers of rows g and g + 8, of 32 columns `part`, that the lane of them has."""
         words = ch.reinterpret(ty.ptr(ty.u32x2), slot)
         of_rows = ch.const(ty.u32x2, words[part * 64 + lane * 2 + others], name="of_rows")
         return of_rows.x, of_rows.y
 
-    def places(self, slot: Any, row: Any, part: int, four: Any, others: Any) -> tuple[Any, Any]:
+    def places(self, slot: ch.Expr, row: ch.Expr, part: int, four: ch.Expr, others: ch.Expr) -> tuple[Any, Any]:
         """Where they belong: the lowest nibbles, of both rows."""
         of_lanes = ch.reinterpret(ty.ptr(ty.u32), slot + self.slot.places_at)
         places = ch.const(ty.u32, of_lanes[row * 4 + part * 2 + others], name="places")
         return places >> four * 4, places >> four * 4 + 16
 
-    def finished(self, operand: Any) -> Any:
+    def finished(self, operand: ch.Expr) -> Any:
         return operand
 
 
@@ -175,7 +175,7 @@ class SparseInt4Weights(SparseWeights):
         return places.x >> four * 8 + others * 4, places.y >> four * 8 + others * 4
 
 
-def _spread(word: Any, places: Any) -> tuple[Any, Any]:
+def _spread(word: ch.Expr, places: ch.Expr) -> tuple[Any, Any]:
     """Two weights as four columns, two words; where they belong is the lowest nibble of `places`."""
     first = ch.const(ty.u32, places & 3, name="first")
     second = ch.const(ty.u32, places & 12, name="second")
@@ -277,7 +277,7 @@ def _operand(tiles: Any, terms: list[Any], scales: tuple[Any, Any] | None) -> ch
     return prim.make_u32x4(*words)
 
 
-def pair_fragments(fragments: Any, paired: Any) -> None:
+def pair_fragments(fragments: ch.Expr, paired: Any) -> None:
     """If `paired`: operands A of 64 columns of two narrow M-tiles, as they were loaded, become those of their 16 rows.
 
     Loaded are the first's for each 16 of k, then the second's; x and z are rows g by the first 32 columns, y and w

@@ -29,7 +29,7 @@ class HeldTiles(Held):
         values = ch.array(ty.u32x4, tiles)
         return cls(weights, values)
 
-    def multiply(self, index: ch.Expr, sums: Any) -> None:
+    def multiply(self, index: ch.Expr, sums: ch.Expr) -> None:
         weights, values = self.weights[index], self.values[index]
         prim.mma_bf16(sums[0], weights[0], values.x, values.y)
         prim.mma_bf16(sums[0], weights[1], values.z, values.w)
@@ -60,7 +60,7 @@ class Bf16Fragments(Fragments):
         held.values[index] = activations.operand(activations.units, 0)
         self._read(first.x ^ second.x)
 
-    def _read(self, word: Any) -> None:
+    def _read(self, word: ch.Expr) -> None:
         self.have_read ^= word
 
     def finish_chunk(self) -> None:

@@ -77,12 +77,12 @@ class DigitFragments(QuantizedFragments):
                 prim.mma_u8_s8(ones, _all(LOWER_ONES), values[2], values[3])
             self._add(first, group, powers, products, ones, sums[0])
 
-    def _powers(self, digits: Any, tokens: int) -> list[Any]:
+    def _powers(self, digits: ch.Expr, tokens: int) -> list[Any]:
         """Of every token, the power of two behind its digits."""
         behind = ch.reinterpret(ty.ptr(ty.f32), digits) + HALVES * HALF_UNITS * tokens * 4
         return [ch.const(ty.f32, behind[token], name="power") for token in range(tokens)]
 
-    def _load(self, codes: Any, digits: Any, tokens: int) -> list[tuple[Any, Any, Any]]:
+    def _load(self, codes: ch.Expr, digits: ch.Expr, tokens: int) -> list[tuple[Any, Any, Any]]:
         """Of each half of the tile: the codes, their lower nibbles, and the digits of this lane's column."""
         loads = []
         for half in range(HALVES):
@@ -108,7 +108,7 @@ class DigitFragments(QuantizedFragments):
         zero = ty.u32(0)
         return [(words, lower, (x, zero, z, zero) if group % 2 == 0 else (zero, y, zero, w))]
 
-    def _add(self, first: Any, group: int, powers: list[Any], products: Any, ones: Any, sums: Any) -> None:
+    def _add(self, first: ch.Expr, group: int, powers: list[Any], products: ch.Expr, ones: ch.Expr, sums: ch.Expr) -> None:
         """Rows g and g + 8 of every token, of the digit that this lane's columns are of."""
         points: tuple[Any, Any] = (ty.i32(MIDDLE_NIBBLE), ty.i32(MIDDLE_NIBBLE))
         if self.format.is_asymmetric:
@@ -209,7 +209,7 @@ def _number_of_digits(digits: Any, tokens: int) -> ch.Expr:
     return ch.cast(ty.i32, (bytes_[0] | bytes_[1] | bytes_[2]) ^ BALANCED) - BALANCED
 
 
-def _integer(element: Any, scale: Any, base: float) -> ch.Expr:
+def _integer(element: ch.Expr, scale: ch.Expr, base: float) -> ch.Expr:
     """The nearest integer and `base`, in the lower 24 bits."""
     return ch.const(ty.u32, prim.float_bits(prim.fma_f32(element, scale, base)), name="element")
 
@@ -227,7 +227,7 @@ def _digits(numbers: list[Any], lacks: int) -> list[Any]:
     return [word ^ BALANCE for word in words]
 
 
-def _members(values: Any) -> tuple[Any, ...]:
+def _members(values: ch.Expr) -> tuple[Any, ...]:
     return tuple(getattr(values, member) for member in "xyzw")
 
 

@@ -82,7 +82,7 @@ class E4m3Fragments(ChainedFragments):
         words = self.words[part]
         return self.fragment(words.x, words.y), self.fragment(words.z, words.w)
 
-    def scales(self, first: Any, index: int) -> tuple[Any, Any] | None:
+    def scales(self, first: ch.Expr, index: int) -> tuple[Any, Any] | None:
         if self.format.group_columns is None:
             return None
         of_halves = ch.reinterpret(ty.ptr(ty.f32x2), first + self.format.scales_at)
@@ -91,7 +91,7 @@ class E4m3Fragments(ChainedFragments):
         return pair.x, pair.y
 
     @staticmethod
-    def converted(codes: Any) -> tuple[Any, Any]:
+    def converted(codes: ch.Expr) -> tuple[Any, Any]:
         """The first two of four codes, and the others, as bf16 numbers times 2^-120."""
         # Once for both pairs: of a mask the compiler makes two, one behind the shift. And shifts to the left are
         # products, since those to the right and masks keep their pipe busy.
@@ -101,7 +101,7 @@ class E4m3Fragments(ChainedFragments):
         return first, prim.select_bits_u32(MAGNITUDES, codes >> 4, signs)
 
     @classmethod
-    def fragment(cls, row: Any, next_row: Any) -> ch.Expr:
+    def fragment(cls, row: ch.Expr, next_row: ch.Expr) -> ch.Expr:
         """The A operand of four columns: their pairs, of row g and of row g + 8."""
         (low, low_behind), (high, high_behind) = cls.converted(row), cls.converted(next_row)
         return ch.const(ty.u32x4, prim.make_u32x4(low, high, low_behind, high_behind), name="fragment")
@@ -113,7 +113,7 @@ def multiply_part(products: Any, words: Any, values: Any) -> None:
     prim.mma_bf16(products, E4m3Fragments.fragment(words.z, words.w), values.z, values.w)
 
 
-def add_chains(sums: Any, groups: int, chains: int) -> None:
+def add_chains(sums: ch.Expr, groups: int, chains: int) -> None:
     """sums [groups] += those of the other chains behind them."""
     for index in range(groups, groups * chains):
         for number in range(4):
@@ -176,7 +176,7 @@ class HalfFragments(E4m3Fragments):
         return None
 
     @staticmethod
-    def converted(codes: Any) -> tuple[Any, Any]:
+    def converted(codes: ch.Expr) -> tuple[Any, Any]:
         """Columns 0 and 2 of four, and 1 and 3: as `store_halves` pairs the vector's."""
         pairs = ch.const(ty.u32x2, prim.e4m3x4_to_f16(codes), name="pairs")
         return pairs.x, pairs.y
@@ -205,7 +205,7 @@ class HalfFragments(E4m3Fragments):
 class _Powers:
     """The powers of two of a tile's elements, [part][token] behind them; of a single token read at once."""
 
-    def __init__(self, activations: Activations, units: Any) -> None:
+    def __init__(self, activations: Activations, units: ch.Expr) -> None:
         columns = activations.columns
         self.address = units + PARTS * UNITS_PER_TILE * columns.limit
         self.all: Any = None

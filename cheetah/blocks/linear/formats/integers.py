@@ -35,7 +35,7 @@ class IntegerFragments(ChainedFragments):
     codes_smaller_by = CODES_SMALLER_BY
     smaller_by = CODES_SMALLER_BY - RAISED_BY
 
-    def scales(self, first: Any, index: int) -> tuple[Any, Any] | None:
+    def scales(self, first: ch.Expr, index: int) -> tuple[Any, Any] | None:
         if self.format.group_columns is None:
             return None
         return group_scales(self, first, index)
@@ -55,17 +55,17 @@ class IntegerFragments(ChainedFragments):
                 of_columns = [sum_of([products[column] for products in chains]) for column in range(2)]
                 keep_sums(activations, index, group, lane, of_columns)
 
-    def beyond_zero(self, activations: Activations, first: Any, index: int, group: int, totals: list[Any]) -> list[Any]:
+    def beyond_zero(self, activations: Activations, first: ch.Expr, index: int, group: int, totals: list[Any]) -> list[Any]:
         points = [float(one) if isinstance(one, int) else ty.f32(one) for one in self._points(first, index)]
         kept = kept_sums(activations, index, group, self.lane)
         of_columns = kept.x, kept.y
         taken = [(-points[number // 2], of_columns[number % 2]) for number in range(len(totals))]
         return [prim.fma_f32(*factors, total) for factors, total in zip(taken, totals, strict=True)]
 
-    def excess(self, first: Any, index: int) -> ch.Expr:
+    def excess(self, first: ch.Expr, index: int) -> ch.Expr:
         return self._of_one_code(self._points(first, index), NEGATIVE, "excess")
 
-    def _points(self, first: Any, index: int) -> tuple[Any, Any]:
+    def _points(self, first: ch.Expr, index: int) -> tuple[Any, Any]:
         """The zero points of group `index`, of rows g and g + 8 (u32): the middle where groups have none."""
         if not self.format.is_asymmetric:
             return self.middle, self.middle
@@ -121,7 +121,7 @@ def words_of_part(words: Sequence[Any], part: int) -> tuple[Any, Any]:
     return (of_pair.x, of_pair.y) if part % 2 == 0 else (of_pair.z, of_pair.w)
 
 
-def group_scales(tiles: QuantizedFragments, first: Any, index: int) -> tuple[Any, Any]:
+def group_scales(tiles: QuantizedFragments, first: ch.Expr, index: int) -> tuple[Any, Any]:
     """The scales of group `index` of the tile at `first`, of rows g and g + 8."""
     pairs = ch.reinterpret(ty.ptr(ty.u32), first + (tiles.format.scales_at + index * INTEGER_SCALE_BYTES))
     pair = ch.const(ty.u32, pairs[tiles.lane // 4], name="scale_pair")

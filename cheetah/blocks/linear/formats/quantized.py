@@ -67,7 +67,7 @@ class QuantizedFragments(Fragments):
         self.read(prim.float_bits(high))
         return (low * 2.0**self.smaller_by, high * 2.0**self.smaller_by) if self.smaller_by else (low, high)
 
-    def read(self, word: Any) -> None:
+    def read(self, word: ch.Expr) -> None:
         """A load from the stage gave this word (u32)."""
         self.have_read ^= word
 
@@ -101,7 +101,7 @@ class ChainedFragments(QuantizedFragments):
                     scaled = None if scales is None else scales[number // 2]
                     sums[group][number] = total + value if scaled is None else prim.fma_f32(scaled, value, total)
 
-    def load(self, first: Any) -> None:
+    def load(self, first: ch.Expr) -> None:
         """Load the codes of the tile that begins at `first`."""
         codes = ch.reinterpret(ty.ptr(ty.u32x4), first)
         loads = range(PARTS // self.parts_of_load)
@@ -121,15 +121,15 @@ class ChainedFragments(QuantizedFragments):
     def scales(self, first: Any, index: int) -> tuple[Any, Any] | None:
         """The scales of group `index` of the tile, of rows g and g + 8; None: the rows' factors say all."""
 
-    def excess(self, first: Any, index: int) -> Any:
+    def excess(self, first: ch.Expr, index: int) -> Any:
         """The A operand of the zero points of group `index` with the opposite sign; None: codes say all."""
         return None
 
-    def beyond_zero(self, activations: Activations, first: Any, index: int, group: int, totals: list[Any]) -> list[Any]:
+    def beyond_zero(self, activations: Activations, first: ch.Expr, index: int, group: int, totals: list[Any]) -> list[Any]:
         """The sums of this lane's four products of group `index`, with what zero points take away."""
         return totals
 
-    def _multiply_parts(self, parts: range, activations: Activations, units: Any) -> list[list[Any]]:
+    def _multiply_parts(self, parts: range, activations: Activations, units: ch.Expr) -> list[list[Any]]:
         """[groups of columns][chains] sums of the parts."""
         groups = activations.columns.tiles
         count = max(1, min(len(parts), CHAINS // groups))

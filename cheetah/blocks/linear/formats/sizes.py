@@ -22,7 +22,7 @@ def biased_exponent(pairs: list[Any], masks: tuple[int, ...]) -> ch.Expr:
     return ch.const(ty.u32, most >> EXPONENT_AT, name="exponent")
 
 
-def exponent_of_warp(pairs: list[Any], token: Any, tokens: int) -> ch.Expr:
+def exponent_of_warp(pairs: list[Any], token: ch.Expr, tokens: int) -> ch.Expr:
     """The biased exponent of the largest bf16 element that the warp's lanes have in the words `pairs`, of a lane's
     token, or LEAST_EXPONENT."""
     of_lane = ch.const(ty.u32, _largest(pairs), name="of_lane")
@@ -47,19 +47,19 @@ def _largest(pairs: list[Any]) -> ch.Expr:
     return prim.maximum_u16x2(largest << 16, largest)
 
 
-def power_of_two(largest: int, exponent: Any) -> ch.Expr:
+def power_of_two(largest: int, exponent: ch.Expr) -> ch.Expr:
     """What elements are multiplied by so that the one of that biased exponent has the exponent `largest` (f32)."""
     return prim.bits_float((ty.u32(2 * BIAS + largest) - exponent) << EXPONENT_AT)
 
 
-def raised(words: Any, power: int, of_second: int) -> ch.Expr:
+def raised(words: ch.Expr, power: int, of_second: int) -> ch.Expr:
     """The bf16 pairs of a unit (u32x4) times 2^power, every second one times 2^of_second instead."""
     factors = [_factors(power), _factors(of_second)]
     pairs = zip("xyzw", factors * 2, strict=True)
     return prim.make_u32x4(*(prim.multiply_bf16x2(getattr(words, member), factor) for member, factor in pairs))
 
 
-def raised_pair(pair: Any, number: Any, power: int, of_second: int) -> ch.Expr:
+def raised_pair(pair: ch.Expr, number: ch.Expr, power: int, of_second: int) -> ch.Expr:
     """The same of a bf16 pair by itself, number `number` of a unit."""
     if power == of_second:
         return prim.multiply_bf16x2(pair, _factors(power))
@@ -71,6 +71,6 @@ def _factors(exponent: int) -> int:
     return ch.bits(f"PAIR_OF_TWO_TO_{exponent}".replace("-", "MINUS_"), (int(BIAS) + exponent << 7) * 0x00010001)
 
 
-def stored_power(exponent: Any, largest: int) -> ch.Expr:
+def stored_power(exponent: ch.Expr, largest: int) -> ch.Expr:
     """The bits of the inverse; NaN where an element was no number."""
     return ch.select(exponent == NO_NUMBER, ty.u32(NAN), (exponent - largest) << EXPONENT_AT)

@@ -50,7 +50,7 @@ class HeldSparseTiles(Held):
         values = ch.array(ty.u32x4, tiles, HALVES)
         return cls(weights, places, values)
 
-    def multiply(self, index: ch.Expr, sums: Any) -> None:
+    def multiply(self, index: ch.Expr, sums: ch.Expr) -> None:
         for half in range(HALVES):
             prim.mma_2of4_bf16(half)(sums[0], self.weights[index][half], self.values[index][half], self.places[index])
 

@@ -43,14 +43,14 @@ class SparseCodes(QuantizedFragments):
 
     format: SparseQuantizedTiles
 
-    def load_codes(self, first: Any) -> ch.Expr:
+    def load_codes(self, first: ch.Expr) -> ch.Expr:
         """16 bytes of this lane (u32x4)."""
         codes = ch.reinterpret(ty.ptr(ty.u32x4), first)
         words = ch.const(ty.u32x4, codes[self.lane], name="words")
         self.read(words.x)
         return words
 
-    def load_places(self, first: Any, half: int = 0) -> ch.Expr:
+    def load_places(self, first: ch.Expr, half: int = 0) -> ch.Expr:
         """A word of this lane (u32), of the 64 columns `half`."""
         of_lanes = ch.reinterpret(ty.ptr(ty.u32), first + (self.format.places_at + half * 128))
         places = ch.const(ty.u32, of_lanes[self.lane], name="places")
@@ -129,7 +129,7 @@ class SparseInt4(SparseCodes):
                     sums[group][number] = total + value if scaled is None else prim.fma_f32(scaled, value, total)
 
     @staticmethod
-    def _spread(word: Any, four: int) -> ch.Expr:
+    def _spread(word: ch.Expr, four: int) -> ch.Expr:
         return ch.const(ty.u32, prim.byte_permute(word, ty.u32(0), four), name="spread")
 
     @staticmethod
@@ -139,7 +139,7 @@ class SparseInt4(SparseCodes):
         shifted = [word >> 4 if half == 0 else word for word in words]
         return make_fragment([word & LOW_NIBBLES ^ MIDDLE_NIBBLE * BOTH_HALVES for word in shifted])
 
-    def _by_products(self, places: Any) -> ch.Expr:
+    def _by_products(self, places: ch.Expr) -> ch.Expr:
         """Places as products of 32 columns take them: a lane of two has those of rows g and g + 8 and of 16 columns."""
         differing = ch.const(ty.u32, (places ^ places >> 4) & 0x00F000F0, name="differing")
         apart = ch.const(ty.u32, places ^ differing ^ differing << 4, name="apart")

@@ -13,7 +13,7 @@ from cheetah.plan.formats import BF16_VECTOR, BY_WARPS, DIGITS, HALVES, PLAIN_DI
 
 
 def store_unit(
-    columns: Columns, vector: ch.Expr, unit: ch.Expr, words: Any, kind: str, published: str = BF16_VECTOR
+    columns: Columns, vector: ch.Expr, unit: ch.Expr, words: ch.Expr, kind: str, published: str = BF16_VECTOR
 ) -> None:
     """A unit to its place in shared memory, as the weights' format wants it. published: as what it comes, bf16 numbers
     or raised ones."""
