@@ -358,7 +358,9 @@ class AttentionProduct:
                 context = self._logit_context(column, key + ch.minimum(tile_key, valid - 1), queries)
                 self._mask(logits[half * 2 + column], key + tile_key < limits[column], context, queries)
 
-    def _mask(self, place: ch.Expr, is_seen: ch.Expr, context: Mapping[str, Callable[[], Any]], queries: Queries) -> None:
+    def _mask(
+        self, place: ch.Expr, is_seen: ch.Expr, context: Mapping[str, Callable[[], Any]], queries: Queries
+    ) -> None:
         """From a raw dot product in its place."""
         if self.variant.logits_mask is not None:
             is_seen = is_seen & self.variant.logits_mask(self.at("logits_mask", context))

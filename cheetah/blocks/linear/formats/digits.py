@@ -108,7 +108,9 @@ class DigitFragments(QuantizedFragments):
         zero = ty.u32(0)
         return [(words, lower, (x, zero, z, zero) if group % 2 == 0 else (zero, y, zero, w))]
 
-    def _add(self, first: ch.Expr, group: int, powers: list[Any], products: ch.Expr, ones: ch.Expr, sums: ch.Expr) -> None:
+    def _add(
+        self, first: ch.Expr, group: int, powers: list[Any], products: ch.Expr, ones: ch.Expr, sums: ch.Expr
+    ) -> None:
         """Rows g and g + 8 of every token, of the digit that this lane's columns are of."""
         points: tuple[Any, Any] = (ty.i32(MIDDLE_NIBBLE), ty.i32(MIDDLE_NIBBLE))
         if self.format.is_asymmetric:

@@ -55,7 +55,9 @@ class IntegerFragments(ChainedFragments):
                 of_columns = [sum_of([products[column] for products in chains]) for column in range(2)]
                 keep_sums(activations, index, group, lane, of_columns)
 
-    def beyond_zero(self, activations: Activations, first: ch.Expr, index: int, group: int, totals: list[Any]) -> list[Any]:
+    def beyond_zero(
+        self, activations: Activations, first: ch.Expr, index: int, group: int, totals: list[Any]
+    ) -> list[Any]:
         points = [float(one) if isinstance(one, int) else ty.f32(one) for one in self._points(first, index)]
         kept = kept_sums(activations, index, group, self.lane)
         of_columns = kept.x, kept.y

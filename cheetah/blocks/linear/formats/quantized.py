@@ -125,7 +125,9 @@ class ChainedFragments(QuantizedFragments):
         """The A operand of the zero points of group `index` with the opposite sign; None: codes say all."""
         return None
 
-    def beyond_zero(self, activations: Activations, first: ch.Expr, index: int, group: int, totals: list[Any]) -> list[Any]:
+    def beyond_zero(
+        self, activations: Activations, first: ch.Expr, index: int, group: int, totals: list[Any]
+    ) -> list[Any]:
         """The sums of this lane's four products of group `index`, with what zero points take away."""
         return totals
 
