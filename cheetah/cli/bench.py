@@ -66,6 +66,9 @@ def bench(
             show_default=False,
         ),
     ] = None,
+    draft_model: Annotated[
+        str | None, typer.Option(metavar="MODEL", help="With --text: drafts them, instead of what is looked up.")
+    ] = None,
     max_tokens: Annotated[int, typer.Option(min=1, help="Of an answer, with --text.")] = 256,
     steps: Annotated[int, typer.Option(min=1, help="Decode steps of a launch.")] = 64,
     repetitions: Annotated[int, typer.Option(min=1, help="Timed launches at each context.")] = 5,
@@ -86,8 +89,10 @@ def bench(
     from cheetah.tools import round_bench as of_rounds
 
     if text is not None:
-        _bench_text(model, text, speculative, max_tokens, json_file, load, plan)
+        _bench_text(model, text, speculative, draft_model, max_tokens, json_file, load, plan)
         return
+    if draft_model is not None:
+        raise CheetahError(f"--draft-model {draft_model}: drafts of a model are measured on text: give --text FILE")
     repeated = Repeated(repetitions, warmup, rest)
     lengths = () if prompts is None else of_prompts.parsed_prompts(prompts)
     rounds = () if speculative is None else parsed_rounds(speculative, contexts)
@@ -132,6 +137,7 @@ def _bench_text(
     model: str,
     file: str,
     speculative: str | None,
+    draft_model: str | None,
     max_tokens: int,
     json_file: str | None,
     load: dict[str, Any],
@@ -142,7 +148,7 @@ def _bench_text(
     if speculative is None or not speculative.isdecimal() or int(speculative) < 1:
         raise CheetahError("--text: say how many drafts a step takes, and no made-up lengths: --speculative 7")
     write = partial(_write_line, json_file) if json_file is not None else lambda record: None
-    asked = TextAsked(int(speculative), file, max_tokens, write, json_file != STDOUT)
+    asked = TextAsked(int(speculative), draft_model, file, max_tokens, write, json_file != STDOUT)
     bench_text(model, Measured.named(model, load, plan), asked, load)
 
 

@@ -20,10 +20,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class TextAsked:
-    """drafts: of a step, at most. file: has the prompts. max_tokens: of an answer. write: takes a record of each
-    prompt."""
+    """drafts: of a step, at most. model: drafts them; None: they are looked up. file: has the prompts. max_tokens: of
+    an answer. write: takes a record of each prompt."""
 
     drafts: int
+    model: str | None
     file: str
     max_tokens: int
     write: Callable[[dict[str, Any]], None]
@@ -39,12 +40,13 @@ def bench_text(model: str, measured: Measured, asked: TextAsked, load: dict[str,
     from cheetah.tools.text_bench import measured_text, prompts_of, text_record
 
     prompts = prompts_of(_text_of(asked.file))
-    config = {"method": "ngram", "num_speculative_tokens": asked.drafts}
+    config: dict[str, Any] = {"num_speculative_tokens": asked.drafts}
+    config |= {"method": "ngram"} if asked.model is None else {"model": asked.model}
     with LLM(model, **load, plan=measured.plan, speculative_config=config, quiet=True) as llm:
         circumstances = circumstances_of(measured.name, measured.config, measured.weights, llm.assembly.device)
         found = measured_text(llm, prompts, asked.max_tokens)
     for number, one in enumerate(found):
-        asked.write(text_record(one, number, circumstances | {"drafts": asked.drafts}))
+        asked.write(text_record(one, number, circumstances | {"drafts": asked.drafts, "draft_model": asked.model}))
     if asked.shows:
         _print(circumstances, asked, found)
 
@@ -58,7 +60,8 @@ def _text_of(file: str) -> str:
 
 def _print(circumstances: dict[str, Any], asked: TextAsked, found: Sequence[Answered]) -> None:
     title = (
-        f"{circumstances['model']}, weights {circumstances['weights']}, up to {asked.drafts} drafts a step",
+        f"{circumstances['model']}, weights {circumstances['weights']}, up to {asked.drafts} drafts a step"
+        f"{f' by {asked.model}' if asked.model is not None else ''}",
         f"commit {circumstances['commit']}",
         f"{circumstances['gpu']}, {circumstances['driver']}",
     )

@@ -22,7 +22,7 @@ WARMUP_TOKENS = 8
 
 @dataclass(frozen=True)
 class Answered:
-    """One prompt's answer of `tokens` tokens. steps: decode steps with drafts; drafted: what came of those. seconds,
+    """One prompt's answer of `tokens` tokens. steps: that made them; drafted: what came of drafts. seconds,
     plain_seconds: behind the first token by the host's clock, with drafts and without."""
 
     prompt_tokens: int
@@ -79,20 +79,17 @@ def answered(llm: LLM, prompt: str, max_tokens: int) -> Answered:
         asked = SamplingParams(max_tokens=max_tokens, temperature=0.0, speculation=speculation)
         return llm.generate(prompt, asked)
 
-    plain = made(False)
-    before = llm.engine.engine.load().decoded
-    found = made(True)
-    after = llm.engine.engine.load().decoded
+    plain, found = made(False), made(True)
     if found.token_ids != plain.token_ids:
         pairs = zip_longest(found.token_ids, plain.token_ids)
         place = next(number for number, (one, other) in enumerate(pairs) if one != other)
         raise CheetahError(f"drafts changed token {place} of an answer: such a kernel's speed is worth nothing")
-    accepted, drafted = after.drafted.accepted - before.drafted.accepted, after.drafted.tokens - before.drafted.tokens
+    drafted, accepted = found.timings.drafted_tokens, found.timings.accepted_tokens
     return Answered(
         len(found.prompt_token_ids),
         len(found.token_ids),
-        after.steps - before.steps,
-        Drafted(after.drafted.steps - before.drafted.steps, drafted, (accepted,)),
+        len(found.token_ids) - accepted,  # a step makes one token beside those that were drafted rightly
+        Drafted(tokens=drafted, right=(accepted,)),
         found.timings.decode_s,
         plain.timings.decode_s,
     )

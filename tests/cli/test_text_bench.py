@@ -36,6 +36,7 @@ def test_made_up_lengths_and_weights_are_refused(tmp_path: Path, asked: list[str
     named = ("--text", str(tmp_path / "text"), "--speculative", "7")
     assert "made-up weights" in refused("bench", "random:demo", *named)
     assert "cannot be read" in refused("bench", "demo", "--text", str(tmp_path / "nothing"), *named[2:])
+    assert "give --text" in refused("bench", "demo", "--draft-model", "demo")
 
 
 @pytest.mark.slow
@@ -61,9 +62,6 @@ def test_other_tokens_are_no_speed() -> None:
     class Changed:
         def generate(self, prompt: str, asked: Any) -> Output:
             return Output(1, 2, 4 if asked.speculation else 3)
-
-        def __getattr__(self, name: str) -> Any:
-            return self if name == "engine" else lambda: type("Load", (), {"decoded": None})
 
     with pytest.raises(CheetahError, match="drafts changed token 2 of an answer"):
         answered(Changed(), "x", 3)  # type: ignore[arg-type]
