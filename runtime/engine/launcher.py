@@ -189,12 +189,8 @@ class _Plans:
         """int32 [tiles, 8] and [plans, plan_words] for `steps` steps. Where others follow by the same tables, for all
         that may be there by then: what lies behind what is cached changes no bit."""
         if followed:
-            self.prepare(geometry, steps + followed)
-            furthest = [words[-1:].copy() for words in self._words]
-            for words in furthest:
-                words[0, 0] = 0
-            return self._tiles, by_turns(furthest)
-        if self._geometry != geometry or self._steps < steps:
+            self.prepare(geometry, steps + followed, furthest=True)
+        elif self._geometry != geometry or self._steps < steps:
             self.prepare(geometry, steps)
         # The first word of a plan is its first step, ascending.
         used = [words[: np.searchsorted(words[:, 0], steps)] for words in self._words]
@@ -204,8 +200,8 @@ class _Plans:
         """A tile's record where the kernel counts how far its sequence has come."""
         return replace(record, stride=record.table // self._placing["pages_per_sequence"])
 
-    def prepare(self, geometry: Geometry, steps: int) -> None:
-        """Makes the plans of a launch to come, of at most `steps` steps, ready for `encode`."""
+    def prepare(self, geometry: Geometry, steps: int, furthest: bool = False) -> None:
+        """Makes the plans of a launch to come, of at most `steps` steps, ready for `encode`; or the last one alone."""
         records: list[TileRecord] = []
         self._words = list[npt.NDArray[np.int32]]()
         for window in self._windows:
@@ -213,8 +209,8 @@ class _Plans:
             of_kind, tiles = launch_tiles(geometry.placed(), shared=shared, window=window, **self._placing)
             if self._verifies:  # who knows how fast keys are left behind? A window that begins early changes no bit
                 tiles = [replace(tile, begin_stride=0) for tile in tiles]
-            plans = kv_plans_for_launch(tiles, steps, **self._scheduling)
+            plans = kv_plans_for_launch(tiles, steps, furthest=furthest, **self._scheduling)
             self._words.append(self._layout.encode_launch(plans, first_tile=len(records)))
             records += [self._counted(record) for record in of_kind] if self._verifies else of_kind
         self._tiles = encode(records, TileRecord)
-        self._geometry, self._steps = geometry, steps
+        self._geometry, self._steps = None if furthest else geometry, steps

@@ -94,6 +94,7 @@ def test_a_plan_changes_exactly_where_a_rounded_length_does():
     assert current(several, 11) is kv_plan([42, 12, 19], 2, 4, 4), "decode is the plan of the lengths"
     window = [LaunchTile(0, 4, 0, length=100, stride=1, new=1, begin=93, begin_stride=1)]
     assert [first for first, _ in kv_plans_for_launch(window, 20, **sizes)] == [0, 3, 12, 19]
+    assert kv_plans_for_launch(decoding(30), 20, furthest=True, **sizes) == [(0, plans[-1][1])]
 
 
 def test_a_launch_of_no_steps_or_from_a_negative_length_is_refused():

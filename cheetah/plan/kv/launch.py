@@ -68,10 +68,12 @@ def kv_plans_for_launch(
     item_cost: int = 0,
     first_light: int = 0,
     light_blocks: int = 0,
+    furthest: bool = False,
 ) -> list[tuple[int, KvPlan]]:
     """(first step, plan) for a launch of `steps` steps; tile i of the plans is `tiles[i]`, which ascend by level.
 
-    A plan is valid until a rounded begin or end changes. The other arguments are those of `kv_plan` and `Scheduling`.
+    A plan is valid until a rounded begin or end changes. furthest: the last one alone, for all steps. The other
+    arguments are those of `kv_plan` and `Scheduling`.
     """
     require_positive("KV plans of a launch", steps=steps)
     scheduling = Scheduling(
@@ -84,14 +86,15 @@ def kv_plans_for_launch(
         first_light=first_light,
         light_blocks=light_blocks,
     )
+    changes = _changes(tiles, steps, align)
     return [
         (
-            step,
+            0 if furthest else step,
             cached_schedule(
                 tuple(tile.at(number, step).rounded(align) for number, tile in enumerate(tiles)), scheduling
             ),
         )
-        for step in _changes(tiles, steps, align)
+        for step in (changes[-1:] if furthest else changes)
     ]
 
 
