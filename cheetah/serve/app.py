@@ -38,6 +38,7 @@ SWITCH_SECONDS = 0.0005
 """So long a thread that reads a body keeps Python's lock from who waits for it. The event loop and the engine's thread
 wait some ten times a token: at Python's 5 ms three busy threads held a stream up for 89 ms in the middle, 617 at most,
 where 0.5 ms gives 14 and 169 (both on a host of two processors with a load of 11)."""
+IDLE_SECONDS = 1.0
 
 
 def asgi(llm: LLM, options: Options | None = None, on_fault: Callable[[], None] = lambda: None) -> FastAPI:
@@ -52,8 +53,9 @@ def asgi(llm: LLM, options: Options | None = None, on_fault: Callable[[], None] 
         usual = sys.getswitchinterval()
         sys.setswitchinterval(SWITCH_SECONDS)
         service.driver.start()
-        service.reading.begin(llm.prepare_structured_outputs)  # while nobody streams yet, who would be held up
+        preparing = asyncio.create_task(_prepare_when_idle(service, llm))
         yield
+        preparing.cancel()
         await service.driver.stop()
         service.reading.close()
         sys.setswitchinterval(usual)
@@ -68,6 +70,15 @@ def asgi(llm: LLM, options: Options | None = None, on_fault: Callable[[], None] 
     _add_other_routes(app, service)
     add_page(app)
     return app
+
+
+async def _prepare_when_idle(service: Service, llm: LLM) -> None:
+    """Has llguidance read the vocabulary while nobody streams, who would be held up, and behind the first requests of a
+    server that was just started."""
+    await asyncio.sleep(IDLE_SECONDS)
+    while not service.driver.is_idle:
+        await asyncio.sleep(IDLE_SECONDS)
+    service.reading.begin(llm.prepare_structured_outputs)
 
 
 def _add_engine_routes(app: FastAPI, service: Service) -> None:

@@ -86,6 +86,11 @@ class Driver:
         if not self._thread.is_alive():
             raise EngineStopped("the engine does not run")
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether no client waits for a completion."""
+        return not self._live
+
     def submit(self, requests: Sequence[Request], observe: Observe = lambda number, piece: None) -> Answers:
         """Puts all completions of these requests in line, to be closed when they are done with. QueueFull, with none in
         line, if there are too many; EngineStopped if none would be made."""

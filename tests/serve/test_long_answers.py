@@ -13,7 +13,7 @@ import httpx
 import pytest
 
 from cheetah.runtime.text.pieces import Pieces
-from cheetah.serve import answers, replies
+from cheetah.serve import answers, app, replies
 from cheetah.serve.answers import PIECE, as_json, long_json
 from cheetah.serve.app import SWITCH_SECONDS
 from cheetah.serve.logprobs import CompletionLogprobs
@@ -58,6 +58,7 @@ def test_long_answers_are_made_beside_the_event_loop(monkeypatch: pytest.MonkeyP
         return long_json(record)
 
     monkeypatch.setattr(replies, "long_json", noted)
+    monkeypatch.setattr(app, "IDLE_SECONDS", 0.01)
     usual = sys.getswitchinterval()
     with quick_llm() as llm, served(llm) as server:
         assert sys.getswitchinterval() == SWITCH_SECONDS < usual / 5
