@@ -133,8 +133,11 @@ def test_greedy_ids_are_the_reference_s_up_to_a_small_margin() -> None:
     assert compared >= 8, "hardly a test"
 
 
-@SYNCS
-@pytest.mark.parametrize(("temperature", "seed"), [(0.0, 0), (0.7, 1), (1.3, 2**64 - 1), (50.0, 2**33 + 5)])
+DRAWN = [(0.0, 0), (0.7, 1), (1.3, 2**64 - 1), (50.0, 2**33 + 5)]
+DRAWN_BY = [(sync, *drawn) for drawn in DRAWN for sync in ("flags", "barrier")]
+
+
+@pytest.mark.parametrize(("sync", "temperature", "seed"), tiered(DRAWN_BY, [*DRAWN_BY[1::4], *DRAWN_BY[6:7]]))
 def test_sampled_ids_follow_from_the_kernel_s_own_logits(sync: str, temperature: float, seed: int) -> None:
     session = rig(sync).session("random", 4)
     made = session.generate(IDS[:9], 30, temperature, seed)
