@@ -21,7 +21,7 @@ from cheetah.models.dense.weights import tensor_shapes
 from cheetah.models.llama import LlamaConfig
 from cheetah.models.rounding import as_bf16
 from cheetah.package import Generated
-from cheetah.plan import GPUS, gpu_named
+from cheetah.plan import GPUS, Gpu, gpu_named
 from cheetah.runtime.assembly.texts import KeptTexts
 from cheetah.tools import rig as tools
 from cheetah.tools.rig import Session
@@ -109,10 +109,11 @@ def kept(generate: Callable[..., Generated]) -> Callable[..., Generated]:
     """The generator, asked once for all workers and runs, as long as neither the package nor the file of the
     configuration's class changes; not for kernels with something planted in them."""
 
-    def made(config: ModelConfig, gpu: str, **plan: Any) -> Generated:
+    def made(config: ModelConfig, gpu: str | Gpu, *given: Any, **plan: Any) -> Generated:
         source = Path(inspect.getfile(type(config))).read_text()
-        asked = [generate.__name__, source, repr(config), repr(gpu_named(gpu)), plan]
-        found = KeptTexts(cache_folder() / "texts").get(asked, lambda: generate(config, gpu, **plan))
+        machine = gpu_named(gpu) if isinstance(gpu, str) else gpu
+        asked = [generate.__name__, source, *map(repr, (config, machine, *given)), plan]
+        found = KeptTexts(cache_folder() / "texts").get(asked, lambda: generate(config, gpu, *given, **plan))
         return Generated(found.text, found.manifest)
 
     return made

@@ -10,6 +10,7 @@ import pytest
 from cheetah.generate import Generated, generate_head, generate_pass
 from cheetah.tools.check import check_model
 from tests.program.maintainers_bugs import FLOAT32, UNFENCED, MaintainersBug, bug, without
+from tests.program.rig import kept
 from tests.program.test_check_finds import demo
 
 pytestmark = pytest.mark.compiler
@@ -82,12 +83,12 @@ def cases() -> list[Any]:
 @cache
 def whole_pass(*arguments: Any) -> Generated:
     """The kernel as it is, made once for all that is planted in it."""
-    return generate_pass(*arguments)
+    return kept(generate_pass)(*arguments)
 
 
 @cache
 def whole_head(*arguments: Any) -> Generated:
-    return generate_head(*arguments)
+    return kept(generate_head)(*arguments)
 
 
 @pytest.mark.slow

@@ -31,7 +31,7 @@ from tests.program.joined import chosen, joined
 from tests.program.kinds import KINDS
 from tests.program.layer_kinds import behind, sandwich
 from tests.program.quantized_weights import QuantizedWeights
-from tests.program.rig import emulated_gpu, model, random_weights, relative_error, token_ids
+from tests.program.rig import emulated_gpu, kept, model, random_weights, relative_error, token_ids
 from tests.tiers import tiered
 
 pytestmark = pytest.mark.compiler
@@ -80,7 +80,7 @@ class PassRig(Rig):
         fields = {"consumer_warps": 2, "max_context": 192, "stage_bytes": 4096, "page_size": 5, "batch": 3, **plan}
         gpu = gpu_named(emulated_gpu(blocks))
         self.sizes = PassSizes(config, gpu, choose_plan(config, gpu, **fields), pass_plan)
-        made = generate_pass(config, gpu, self.sizes.plan, pass_plan)
+        made = kept(generate_pass)(config, gpu, self.sizes.plan, pass_plan)
         if bug is not None:
             made = made.with_text(planted(made.text, *bug))
         if bugs:
