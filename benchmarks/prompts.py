@@ -204,7 +204,7 @@ def attention_records(config: ModelConfig, device: Any, options: argparse.Namesp
         room = {"traced": True, "max_context": tokens}
         with open_pass_bench(config, None, device, min(most, tokens - cached), cached, **room) as ready:
             traced = ready.trace(options.repetitions, options.warmup, options.rest)
-            summary = summarise(spans_of(traced.stamps, ready.phases))
+            summary = summarise(spans_of(traced.stamps[0], ready.phases))
         a_layer = {kind.kind: kind.advance / kind.runs for kind in summary.kinds}
         attention_us.append(a_layer[kind_of("layer 0 attention")])
         product_us.append(a_layer[kind_of("layer 0 qkv")])

@@ -146,7 +146,7 @@ def slices(path: Path) -> dict[tuple[int, int], list[dict[str, Any]]]:
 
 def test_a_row_tells_phases_and_in_them_waiting_and_work(tmp_path: Path, spans: Spans) -> None:
     target = tmp_path / "t.json"
-    count = write_trace(target, spans, 0, LayerRange(), "made up", {"commit": "abc"})
+    count = write_trace(target, [spans], 0, LayerRange(), "made up", {"commit": "abc"})
     rows = slices(target)
     assert count == sum(len(row) for row in rows.values()) and set(rows) == {(0, 0), (1, 0), (1, 1)}
     assert [(one["name"], one["ts"], one["dur"]) for one in rows[1, 0][:5]] == [
@@ -165,12 +165,22 @@ def test_a_row_tells_phases_and_in_them_waiting_and_work(tmp_path: Path, spans: 
     assert {"block 0", "block 1", "whole grid", "made up: blocks"} <= names
 
 
+def test_each_rank_has_rows_of_its_own(tmp_path: Path, spans: Spans) -> None:
+    write_trace(tmp_path / "t.json", [spans, spans], 0, LayerRange(), "made up", {})
+    rows = slices(tmp_path / "t.json")
+    assert set(rows) == {(0, 0), (1, 0), (1, 1), (2, 0), (3, 0), (3, 1)}
+    assert [one["name"] for one in rows[3, 1]] == [one["name"] for one in rows[1, 1]]
+    document = json.loads((tmp_path / "t.json").read_text())
+    names = {event["args"]["name"] for event in document["traceEvents"] if event["ph"] == "M"}
+    assert {"made up, rank 0: blocks", "made up, rank 1: blocks"} <= names
+
+
 @pytest.mark.parametrize(
     ("text", "kept"),
     [(":", {"0", "1", "lm_head"}), ("0:1", {"0"}), ("1:", {"1", "lm_head"}), (":2", {"0", "1"}), ("1:2", {"1"})],
 )
 def test_only_some_layers(tmp_path: Path, spans: Spans, text: str, kept: set[str]) -> None:
-    write_trace(tmp_path / "t.json", spans, 0, LayerRange.parse(text), "made up", {})
+    write_trace(tmp_path / "t.json", [spans], 0, LayerRange.parse(text), "made up", {})
     names = [one["name"].split() for one in slices(tmp_path / "t.json")[0, 0]]
     assert {words[1] if words[0] == "layer" else words[0] for words in names} == kept
 
@@ -194,10 +204,10 @@ def test_the_demos_stamps(sync: str) -> None:
         traced = bench.trace(100, 2, repetitions=2, warmup=0)
         phases = bench.manifest.phases
         bench.close()
-    assert traced.stamps.shape == (2, 4, len(phases), len(EVENTS)) and len(traced.step_ms) == 2
+    assert traced.stamps.shape == (1, 2, 4, len(phases), len(EVENTS)) and len(traced.step_ms) == 2
     assert " --trace" in bench.manifest.command and "True" not in bench.manifest.command
-    spans = spans_of(traced.stamps, phases)
-    begin, ready, done, first, last, attended = np.moveaxis(traced.stamps.astype(np.int64), 3, 0)
+    spans = spans_of(traced.stamps[0], phases)
+    begin, ready, done, first, last, attended = np.moveaxis(traced.stamps[0].astype(np.int64), 3, 0)
     assert (begin[..., 1:] >= done[..., :-1]).all()
     products = [kind_of(name) not in ("attention", "sampling") for name in phases]
     for earlier, later in ((begin, ready), (ready, first), (first, last), (last, done)):

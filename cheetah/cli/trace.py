@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
@@ -115,13 +115,14 @@ def _trace(
     shown = console(WIDTH)
     with measured.open_device() as device, open_bench(device) as ready:
         traced = launch(ready)
-        spans = spans_of(traced.stamps, ready.phases)
+        ranks = [spans_of(stamps, ready.phases) for stamps in traced.stamps]
         about = {**measured.circumstances(device), **about, **_kernel_of(ready)}
-        shown.print(_table(about, summarise(spans)))
-        for line in (*EXPLANATION, *_remarks(traced, spans, about)):
+        for rank, spans in enumerate(ranks):
+            shown.print(_table(about, summarise(spans), "" if len(ranks) == 1 else f", rank {rank} of {len(ranks)}"))
+        for line in (*EXPLANATION, *_remarks(traced, ranks[0], about)):
             shown.print(line)
     if output is not None:
-        shown.print(_write(output, spans, layers, about))
+        shown.print(_write(output, ranks, layers, about))
 
 
 def _require_writable(path: Path) -> None:
@@ -136,13 +137,14 @@ def _kernel_of(bench: KernelBench) -> dict[str, Any]:
     return {"kernel": bench.manifest.text_sha256[:16], "plan": bench.manifest.plan, **note}
 
 
-def _write(path: Path, spans: Spans, layers: Any, about: dict[str, Any]) -> str:
-    """Of the launch whose step took the median time."""
+def _write(path: Path, ranks: Sequence[Spans], layers: Any, about: dict[str, Any]) -> str:
+    """Of the launch whose step took the first rank the median time."""
     from cheetah.tools.trace_events import write_trace
 
-    launch = int(spans.step.argsort()[len(spans.step) // 2])
+    steps = ranks[0].step
+    launch = int(steps.argsort()[len(steps) // 2])
     title = f"{about['model']}, {_work_of(about)}, context {about['context']}, {about['gpu']}"
-    slices = write_trace(path, spans, launch, layers, title, about)
+    slices = write_trace(path, ranks, launch, layers, title, about)
     return f"wrote {path} ({slices} slices): open it at ui.perfetto.dev or in chrome://tracing"
 
 
@@ -150,11 +152,12 @@ def _work_of(about: dict[str, Any]) -> str:
     return f"a pass over {about['prompt']} tokens" if "prompt" in about else f"batch {about['batch']}"
 
 
-def _table(about: dict[str, Any], summary: Summary) -> Table:
+def _table(about: dict[str, Any], summary: Summary, rank: str) -> Table:
+    """rank: which it is of several, in words."""
     title = (
         f"{about['model']}, {_work_of(about)}, weights {about['weights']}, context {about['context']}",
         f"traced kernel {about['kernel']}, commit {about['commit']}",
-        f"{about['gpu']}, {about['driver']}",
+        f"{about['gpu']}, {about['driver']}{rank}",
     )
     table = table_of(title, FIGURES, (_row(kind, summary) for kind in summary.kinds), ("phase",))
     table.add_section()

@@ -36,7 +36,7 @@ from cheetah.runtime.assembly.buffers import Weights, allocate_buffers, free_all
 from cheetah.runtime.assembly.kernels import choose_gpu
 from cheetah.runtime.assembly.memory import memory_of_buffers
 from cheetah.runtime.checkpoint.random_weights import RandomTensors, random_scheme, random_tensors
-from cheetah.runtime.device.group import first_of, part_of_first
+from cheetah.runtime.device.group import buffers_of_ranks, first_of, part_of_first
 from cheetah.runtime.engine.kv_cache import CachedSequence
 from cheetah.runtime.engine.launcher import Launcher, Part, Sampling
 from cheetah.runtime.engine.launches import LoadedKernel
@@ -134,8 +134,8 @@ class Measurement:
 
 @dataclass(frozen=True)
 class Traced:
-    """stamps: nanoseconds, u64 [launches, blocks, phases, events], of each launch's last step. step_ms: of each
-    launch, by device events, over its steps."""
+    """stamps: nanoseconds, u64 [ranks, launches, blocks, phases, events], of each launch's last step, by the clock of
+    each rank. step_ms: of each launch, by device events, over its steps."""
 
     stamps: NDArray[np.uint64]
     step_ms: tuple[float, ...]
@@ -174,8 +174,9 @@ class KernelBench:
         return self.manifest.phases
 
     def _stamps(self) -> NDArray[np.uint64]:
-        """Of the last launch of a traced kernel: [blocks, phases, events]."""
-        return self._buffers["timeline"].download(np.uint64, self.manifest.buffer("timeline").shape)
+        """Of the last launch of a traced kernel: [ranks, blocks, phases, events]."""
+        shape = self.manifest.buffer("timeline").shape
+        return np.stack([one.download(np.uint64, shape) for one in buffers_of_ranks(self._buffers["timeline"])])
 
     def close(self) -> None:
         """Gives the device's memory back."""
@@ -263,7 +264,7 @@ class DecodeBench(KernelBench):
             stamps.append(self._stamps())
         _check_same(as_work(work), launches)
         milliseconds = tuple(milliseconds / steps for milliseconds, _, _ in launches[warmup:])
-        return Traced(np.stack(stamps[warmup:]), milliseconds)
+        return Traced(np.stack(stamps[warmup:], axis=1), milliseconds)
 
     def _launch(self, work: Work, steps: int) -> Launched:
         """One launch of the work."""

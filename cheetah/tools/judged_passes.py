@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from cheetah.emulator import EmulatorError
 from cheetah.models.rounding import F32, Rounding, exact, round_to_bf16
 from cheetah.plan.prompt import PassPlan
+from cheetah.runtime.device.group import buffers_of_ranks
 from cheetah.runtime.engine.kv_cache import CachedSequence
 from cheetah.runtime.engine.launches import Part
 from cheetah.runtime.engine.prompt_passes import columns_of
@@ -29,7 +30,7 @@ from cheetah.tools.judged_steps import (
 )
 from cheetah.tools.judging_device import judging
 from cheetah.tools.published import Comparison, Filled, Launched, Token
-from cheetah.tools.rig import Rig, Session, parts_of
+from cheetah.tools.rig import Rig, Session
 
 FIRST, REST, SECOND = 13, 20, 17
 """Tokens of the first prompt's two passes, and of the second prompt. In the first some blocks multiply nothing; both
@@ -105,7 +106,7 @@ class JudgedPasses:
         fails."""
         session = Session(self.rig, judging(self.rig, scheduler, seed, published=published), self.page_order)
         for rows in self._rows_of_keys():  # those that a pass has not written are no numbers
-            for workspace in parts_of(session.buffers["workspace"]):
+            for workspace in buffers_of_ranks(session.buffers["workspace"]):
                 workspace.array[rows] = 0xFF
         first, second = (session.sequence() for _ in self.prompts)
         session.passes.launch_together([self._part(first, 0, FIRST)])

@@ -81,8 +81,8 @@ class PassBench(KernelBench):
         for _ in range(warmup + repetitions):
             self._buffers["timeline"].fill(0)
             milliseconds += self.measure(1, 0, rest_s)
-            stamps.append(self._stamps()[:, : len(self.phases)])
-        return Traced(np.stack(stamps[warmup:]), tuple(milliseconds[warmup:]))
+            stamps.append(self._stamps()[:, :, : len(self.phases)])
+        return Traced(np.stack(stamps[warmup:], axis=1), tuple(milliseconds[warmup:]))
 
     def _launch(self) -> float:
         self._launcher.launch_together([Part(self._as_cached(), self._inputs, self.tokens)])

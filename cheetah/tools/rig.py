@@ -27,7 +27,7 @@ from cheetah.plan import Gpu, Plan
 from cheetah.plan.kv.tables import epochs_of_step
 from cheetah.runtime.assembly.buffers import Weights, allocate_buffers, upload_weights
 from cheetah.runtime.device.emulator import EmulatorDevice, EmulatorKernel
-from cheetah.runtime.device.group import EmulatorGroup, GroupBuffer
+from cheetah.runtime.device.group import EmulatorGroup, buffers_of_ranks
 from cheetah.runtime.engine.heads import HeadLauncher
 from cheetah.runtime.engine.kv_cache import CachedSequence, PagePool
 from cheetah.runtime.engine.launcher import Epochs, Launcher, Part, Sampling
@@ -60,11 +60,6 @@ def compiled(made: Generated, *, sanitize: bool = False, watched: bool = False) 
     parameters = [(parameter.name, parameter.ctype) for parameter in made.manifest.parameters]
     program = compile_program(made.text, made.manifest.kernel, parameters, sanitize=sanitize, watched=watched)
     return EmulatorKernel(made.manifest, program)
-
-
-def parts_of(buffer: Any) -> tuple[Any, ...]:
-    """What each rank has of a buffer."""
-    return buffer.ranks if isinstance(buffer, GroupBuffer) else (buffer,)
 
 
 class Rig:
@@ -197,17 +192,19 @@ class Session:
         several ranks the heads of all, one behind the other."""
         buffer = self.rig.manifest.buffer("kv")
         kind = np.uint8 if buffer.dtype == "u8" else np.uint16
-        return np.concatenate([part.download(kind, buffer.shape) for part in parts_of(self.buffers["kv"])], axis=3)
+        return np.concatenate(
+            [part.download(kind, buffer.shape) for part in buffers_of_ranks(self.buffers["kv"])], axis=3
+        )
 
     def cache(self, pool: NDArray[Any]) -> None:
         """Makes this the KV pool."""
-        parts = parts_of(self.buffers["kv"])
+        parts = buffers_of_ranks(self.buffers["kv"])
         for part, heads in zip(parts, np.split(pool, len(parts), axis=3), strict=True):
             part.upload(heads)
 
     def words_of(self, name: str) -> list[NDArray[np.uint16]]:
         """A buffer's words of 16 bits, as every rank has them."""
-        return [part.array.view(np.uint16) for part in parts_of(self.buffers[name])]
+        return [part.array.view(np.uint16) for part in buffers_of_ranks(self.buffers[name])]
 
     def cached_of(self, cache: CachedSequence) -> NDArray[Any]:
         """The bits of a sequence's keys and values [layers, 2, kv_heads, tokens, head_dim]."""
@@ -231,9 +228,11 @@ class Session:
     def _kv_scales(self) -> F32:
         """f32 [layers, 2, kv_heads, 1, 1]."""
         shape = self.rig.manifest.buffer("kv_scales").shape
-        parts = (part.download(np.float32, (*shape, 1, 1)) for part in parts_of(self.rig.constants["kv_scales"]))
+        parts = (
+            part.download(np.float32, (*shape, 1, 1)) for part in buffers_of_ranks(self.rig.constants["kv_scales"])
+        )
         return np.concatenate([*parts], axis=2)
 
     def exchanged(self) -> NDArray[np.uint8]:
         """The bytes of the exchange: what the blocks published last, before later roundings hide differences."""
-        return np.concatenate([part.array for part in parts_of(self.buffers["exchange"])])
+        return np.concatenate([part.array for part in buffers_of_ranks(self.buffers["exchange"])])

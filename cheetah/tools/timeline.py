@@ -68,7 +68,7 @@ class Spans:
 def spans_of(stamps: NDArray[np.uint64], phases: Sequence[str]) -> Spans:
     """`stamps`: nanoseconds, u64 [launches, blocks, phases, events], the events being the first of EVENTS.
 
-    CheetahError where a block never began or ended a phase.
+    Of one rank: its first block's begin is zero. CheetahError where a block never began or ended a phase.
     """
     times = stamps.astype(np.int64)
     begin, done = times[..., EVENTS.index("begin")], times[..., EVENTS.index("done")]

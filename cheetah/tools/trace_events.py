@@ -1,4 +1,5 @@
-"""A step as a file for Perfetto (ui.perfetto.dev) or chrome://tracing: JSON trace events, one row a block.
+"""A step as a file for Perfetto (ui.perfetto.dev) or chrome://tracing: JSON trace events, one row a block; of several
+GPUs processes of each, by its own clock.
 
 The format: Chrome's "Trace Event Format", complete events ("X"), times in microseconds.
 """
@@ -6,7 +7,7 @@ The format: Chrome's "Trace Event Format", complete events ("X"), times in micro
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from cheetah.manifest import write_atomically
 from cheetah.tools.timeline import Spans, kind_of, layer_of
 
 GRID, BLOCKS = 0, 1
-"""Process ids: the whole grid's row, and the blocks' rows."""
+"""Process ids: the whole grid's row, and the blocks' rows; those of each further rank behind them."""
 
 
 @dataclass(frozen=True)
@@ -56,10 +57,14 @@ class LayerRange:
 
 
 def write_trace(
-    path: Path, spans: Spans, launch: int, layers: LayerRange, title: str, circumstances: dict[str, Any]
+    path: Path, ranks: Sequence[Spans], launch: int, layers: LayerRange, title: str, circumstances: dict[str, Any]
 ) -> int:
     """Write one launch's step; the file appears whole or not at all. Returns the number of slices."""
-    events = list(trace_events(spans, launch, layers, title))
+    events = [
+        event | {"pid": event["pid"] + 2 * rank}
+        for rank, spans in enumerate(ranks)
+        for event in trace_events(spans, launch, layers, title if len(ranks) == 1 else f"{title}, rank {rank}")
+    ]
     document = {"traceEvents": events, "displayTimeUnit": "ns", "otherData": circumstances}
     text = json.dumps(document, separators=(",", ":"))
     with writing(path):

@@ -83,6 +83,11 @@ class GroupBuffer:
             buffer.free()
 
 
+def buffers_of_ranks(buffer: Buffer) -> tuple[Buffer, ...]:
+    """Each rank's, or that of a single device."""
+    return buffer.ranks if isinstance(buffer, GroupBuffer) else (buffer,)
+
+
 class DeviceGroup(ABC, Generic[One]):
     """A `Device` (see there) of several, one a rank. All are given up when one is."""
 

@@ -49,12 +49,14 @@ def test_without_a_file_and_of_a_plan(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.compiler
 @pytest.mark.exhaustive
-def test_a_batch_has_that_many_sequences(tmp_path: Path) -> None:
+def test_a_batch_has_that_many_sequences_and_each_rank_a_timeline(tmp_path: Path) -> None:
     target = tmp_path / "trace.json"
-    result = cheetah("trace", "random:demo", "--batch", "2", "-o", target, *QUICK)
+    result = cheetah("trace", "random:demo", "--batch", "2", "-o", target, "--tensor-parallel-size", "2", *QUICK)
     assert result.exit_code == 0, result.output
     assert result.stdout.startswith("demo, batch 2, weights bf16 random, context 40")
-    assert json.loads(target.read_text())["otherData"]["batch"] == 2
+    assert "rank 0 of 2" in result.stdout and "rank 1 of 2" in result.stdout
+    document = json.loads(target.read_text())
+    assert document["otherData"]["batch"] == 2 and {event["pid"] for event in document["traceEvents"]} == {0, 1, 2, 3}
 
 
 @pytest.mark.parametrize(
