@@ -83,7 +83,7 @@ class GroupBuffer:
             buffer.free()
 
 
-def buffers_of_ranks(buffer: Buffer) -> tuple[Buffer, ...]:
+def buffers_of_ranks(buffer: Any) -> tuple[Any, ...]:
     """Each rank's, or that of a single device."""
     return buffer.ranks if isinstance(buffer, GroupBuffer) else (buffer,)
 
