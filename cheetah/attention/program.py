@@ -306,7 +306,7 @@ def _take_ticket(machine: Machine, launches: ch.Expr) -> None:
         machine.region("epoch", ty.u32)[0] = ty.u32(ticket // machine.gpu.blocks % 0xFFFFFFFF) + 1
 
 
-def generate_attention(spec: AttentionSpec, *, command: str = "cheetah.attention") -> Generated:
+def generate_attention(spec: AttentionSpec) -> Generated:
     """Text and manifest of the kernel. PlanError where the machine has no room for it."""
     kernel = build_kernel(spec)
     manifest = described(
@@ -314,7 +314,7 @@ def generate_attention(spec: AttentionSpec, *, command: str = "cheetah.attention
         spec.machine,
         Launch(spec.machine.blocks, spec.plan.threads, spec.shared.total_bytes),
         {name: _parameter(spec, name, type_) for name, type_ in spec.parameters.items()},
-        command=command,
+        command="cheetah.attention",
         config=_config(spec),
         plan=spec.plan.to_dict(),
         phases=("attention",),

@@ -19,7 +19,7 @@ from cheetah.plan.layout import MatrixLayout
 from cheetah.plan.matrices import StepMatrices, read_of, step_matrices
 from cheetah.plan.plan import Plan
 from cheetah.plan.products import STEP_EXCHANGES, ChoicePhase, NormPhase, Phase, Product
-from cheetah.plan.regions import Reserve, kernel_regions, shared_map
+from cheetah.plan.regions import shared_map
 from cheetah.plan.shape import ModelShape
 from cheetah.plan.shared_memory import SharedMap
 from cheetah.plan.split import Split
@@ -229,14 +229,12 @@ def step_bytes(
     )
 
 
-def inspect_plan(
-    shape: ModelShape, plan: Plan, gpu: Gpu, context: int = 1024, reserve: Reserve = kernel_regions
-) -> Report:
+def inspect_plan(shape: ModelShape, plan: Plan, gpu: Gpu, context: int = 1024) -> Report:
     """The report for `cheetah inspect`. PlanError if the context passes the plan's or the plan does not fit."""
     if not 1 <= context <= plan.max_context:
         raise PlanError(f"inspect: context is {context}: the plan holds 1 to {plan.max_context} tokens (max_context)")
     plan.check(shape, gpu)
-    return Report(shape, plan, gpu, context, shared_map(shape, plan, gpu, reserve))
+    return Report(shape, plan, gpu, context, shared_map(shape, plan, gpu))
 
 
 def plot_shares(report: Report, path: str | Path) -> None:

@@ -20,29 +20,29 @@ THREADS = 32
 PARAMETERS = ch.Params(data=ty.ptr(ty.u8), sink=ty.ptr_mut(ty.u32), rounds=ty.u32)
 
 
-def build_ceiling(blocks: int, stage_bytes: int = STAGE_BYTES, stages: int = STAGES) -> ch.Kernel:
+def build_ceiling(blocks: int) -> ch.Kernel:
     """Read `rounds` chunks a block; the blocks read adjacent chunks side by side."""
 
     @ch.kernel(PARAMETERS, name=KERNEL_NAME, max_threads=THREADS)
     def read_ceiling(data: Any, sink: Any, rounds: Any) -> None:
         arena = prim.shared_arena()
-        landed = ch.reinterpret(ty.ptr_mut(ty.u64), arena + stages * stage_bytes)
+        landed = ch.reinterpret(ty.ptr_mut(ty.u64), arena + STAGES * STAGE_BYTES)
         with ch.if_(ch.thread_idx_x() == 0):
-            with ch.for_(stages) as stage:
+            with ch.for_(STAGES) as stage:
                 prim.mbarrier_init(landed + stage, 1)
             prim.mbarrier_fence_init()
             total = ch.var(ty.u32, 0)
-            with ch.for_(rounds + stages) as turn:
-                slot = turn % stages
-                with ch.if_(turn >= stages):
-                    prim.mbarrier_wait(landed + slot, (turn // stages + 1) % 2)
+            with ch.for_(rounds + STAGES) as turn:
+                slot = turn % STAGES
+                with ch.if_(turn >= STAGES):
+                    prim.mbarrier_wait(landed + slot, (turn // STAGES + 1) % 2)
                     # One word of each chunk is used, so that no copy could be called useless.
-                    total += ch.reinterpret(ty.ptr(ty.u32), arena + slot * stage_bytes)[0]
+                    total += ch.reinterpret(ty.ptr(ty.u32), arena + slot * STAGE_BYTES)[0]
                 with ch.if_(turn < rounds):
                     chunk = turn * blocks + ch.block_idx_x()
-                    prim.mbarrier_arrive_expect_tx(landed + slot, stage_bytes)
+                    prim.mbarrier_arrive_expect_tx(landed + slot, STAGE_BYTES)
                     prim.bulk_copy(
-                        arena + slot * stage_bytes, data + ty.u64(chunk) * stage_bytes, stage_bytes, landed + slot
+                        arena + slot * STAGE_BYTES, data + ty.u64(chunk) * STAGE_BYTES, STAGE_BYTES, landed + slot
                     )
             sink[ch.block_idx_x()] = total
 

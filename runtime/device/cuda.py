@@ -81,11 +81,11 @@ def _require_peers(api: Any, ordinals: Sequence[int]) -> None:
             )
 
 
-def why_not_cuda(ordinal: int = 0) -> str | None:
+def why_not_cuda() -> str | None:
     """Why cuda cannot run our kernels here, in a few words, or None if it can."""
     try:
         api = load_api()
-        device = checked(api, "cuDeviceGet", ordinal)
+        device = checked(api, "cuDeviceGet", 0)
         arch, name = _arch(api, device), _name(api, device)
     except DeviceError as error:
         return str(error)
