@@ -2,9 +2,10 @@
 
     python -m benchmarks.draft_model random:llama-3.1-8b random:llama-3.2-1b --drafts 4 --context 1024
 
-The steps are measured in launches of many, so that starting them costs next to nothing: one of the model that drafts,
-and one of the model that verifies so many drafts and the token before them. Rounds are those that an `LLM` makes, many
-a launch. Weights may be random ones: then no draft is right, a round makes one token, and its cost is all that is said.
+The steps are measured in launches of 64, so that starting them costs next to nothing: those of the model that drafts,
+and those of the model that verifies so many drafts and the token before them. Rounds are those that an `LLM` makes,
+many a launch, with all that the host does for one. Weights may be random ones: then no draft is right, a round makes
+one token, and its cost is all that is said.
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ from cheetah.runtime.engine.drafting import Drafting
 from cheetah.runtime.engine.kv_cache import CachedSequence
 from cheetah.runtime.engine.launcher import Launcher, Part
 
+STEPS = 64
+"""Of a launch without rounds."""
 FIRST = 1
 """The token that stands behind the context."""
 
@@ -38,7 +41,8 @@ class RoundsBench:
         made, model = llm.assembly, llm.engine.engine._scheduler._model
         assert made.drafts is not None and model is not None and model.rounds is not None
         self.verifier, self.drafter, self.rounds = made.launcher, made.drafts.solo or made.drafts.launcher, model.rounds
-        prompt = np.random.default_rng(0).integers(0, llm.config.vocab_size, context + steps * (drafts + 1)).tolist()
+        length = context + room_for(drafts, steps)
+        prompt = np.random.default_rng(0).integers(0, llm.config.vocab_size, length).tolist()
         pace = llm.engine.engine._scheduler._pace
         pace.break_even = lambda sequences: 0.0  # type: ignore[method-assign]
         pace.lacks_plain = lambda sequences: False  # type: ignore[method-assign]
@@ -48,16 +52,16 @@ class RoundsBench:
         """Milliseconds of a step that drafts."""
         cache = self._at(self.drafter)
         known = [FIRST] * (self.context + 1)
-        part = Part(cache, [FIRST], self.steps, known=known, prompt=self.context)
-        return self._timed(lambda: self.drafter.launch_together([part])[0].steps)
+        return self._steps(self.drafter, Part(cache, [FIRST], STEPS, known=known, prompt=self.context))
 
     def verified_step(self) -> float:
         """Milliseconds of a step that verifies, no draft of which is right."""
         cache, width = self._at(self.verifier), self.drafts + 1
-        drafting = Drafting(self.steps, [0] * (self.steps * width - 1))
+        drafting = Drafting(STEPS, [0] * (STEPS * width - 1))
         known = [FIRST] * (self.context + 1)
-        part = Part(cache, [FIRST], self.steps * width, per_step=width, known=known, drafting=drafting)
-        return self._timed(lambda: self.verifier.launch_together([part])[0].steps)
+        return self._steps(
+            self.verifier, Part(cache, [FIRST], STEPS * width, per_step=width, known=known, drafting=drafting)
+        )
 
     def round(self) -> tuple[float, float]:
         """Milliseconds of a round, and how many tokens it made."""
@@ -87,9 +91,19 @@ class RoundsBench:
         """The launcher's own sequence behind the context, in the pages that the prompt had."""
         cache = launcher.cache
         cache.clear()
-        cache.reserve(self.context + self.steps * (self.drafts + 1))
+        cache.reserve(self.context + room_for(self.drafts, self.steps))
         cache.length = self.context
         return cache
+
+    def _steps(self, launcher: Launcher, part: Part) -> float:
+        """Milliseconds of a step of one launch, which is prepared before."""
+        launch = launcher.prepare([part])
+
+        def work() -> int:
+            launcher.start(launch)
+            return launcher.finish(launch)[0].steps
+
+        return self._timed(work)
 
     def _timed(self, work: Callable[[], int]) -> float:
         """By device events."""
@@ -97,6 +111,11 @@ class RoundsBench:
         start = device.record()
         steps = work()
         return device.elapsed_ms(start, device.record()) / steps
+
+
+def room_for(drafts: int, rounds: int) -> int:
+    """Tokens behind the context of launches of steps and of rounds."""
+    return max(STEPS, rounds) * (drafts + 1)
 
 
 def measured(bench: RoundsBench, repetitions: int) -> dict[str, float]:
@@ -118,7 +137,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, print a line, append a record."""
     options = parser().parse_args(arguments)
     config: dict[str, Any] = {"model": options.drafter, "num_speculative_tokens": options.drafts}
-    room = options.context + 2 * options.rounds * (options.drafts + 1)
+    room = options.context + room_for(options.drafts, options.rounds)
     with LLM(
         options.model,
         device=options.device,

@@ -89,13 +89,14 @@ class DraftModel:
             return LaunchOrder(Purpose.DRAFT, passes, parts, [(one,) for one in apart[: len(parts)]])
         per_step = min(self._launcher.tokens, left[0])
         sequence, total = self._sequence(apart[0]), min(left[0], self._launcher.max_steps * per_step)
-        inputs = apart[0].ids[sequence.length :][: total + 1]  # one more than is read: nothing is sampled
+        inputs = apart[0].ids[sequence.length :][: total + 1]
         part = Part(sequence, inputs, total, per_step=per_step)
         return LaunchOrder(Purpose.DRAFT, self._launcher, [part], [(apart[0],)])
 
     def _part_of_pass(self, one: Completion, count: int, passes: PassLauncher) -> Part:
         sequence = self._sequence(one)
-        return Part(sequence, one.ids[sequence.length :][:count], count, per_step=passes.tile_tokens)
+        inputs = one.ids[sequence.length :][: count + 1]  # one more than is read: nothing is sampled
+        return Part(sequence, inputs, count, per_step=passes.tile_tokens)
 
     def _drafting(self, due: Sequence[Completion], most: int) -> LaunchOrder:
         """One token a step of each: whose last draft was right, too, has a token more to read, which costs a step."""

@@ -17,6 +17,7 @@ from cheetah.plan import Gpu
 from cheetah.runtime import LLM, SamplingParams
 from cheetah.runtime.assembly.memory import MemoryShortage
 from cheetah.runtime.checkpoint.loading import DEMO_FOLDER
+from cheetah.runtime.engine.completion import Completion
 from cheetah.runtime.engine.drafting import Drafted, SeenWorth, Speculation
 from cheetah.runtime.outputs import RequestOutput
 from tests.planted_text import planted
@@ -98,13 +99,16 @@ def test_the_same_answers_in_company_and_all_drafts_right_of_a_model_that_is_the
 @pytest.mark.slow
 @pytest.mark.compiler
 @pytest.mark.parametrize("kind", [ASKED[1], ASKED[6], {"temperature": 0.9, "seed": 5, "logprobs": 2}])
-def test_the_same_answer_alone(own: LLM, kind: dict[str, Any]) -> None:
+def test_the_same_answer_alone(own: LLM, monkeypatch: pytest.MonkeyPatch, kind: dict[str, Any]) -> None:
+    proposed, propose = list[Sequence[int]](), Completion.propose
+    monkeypatch.setattr(Completion, "propose", lambda one, ids: (proposed.append(ids), propose(one, ids))[1])
     (wanted,) = own.generate([TEXT], asked([kind], False, 21), use_tqdm=False)
     found: list[RequestOutput] = []
     drafted = drafted_in(own, lambda: found.extend(own.generate([TEXT], asked([kind], True, 21), use_tqdm=False)))
     assert ids_of(found) == ids_of([wanted])
     assert found[0].outputs[0].logprobs == wanted.outputs[0].logprobs
     assert drafted.accepted > 4 and (drafted.accepted == drafted.tokens or "structured_outputs" in kind)
+    assert all(proposed), "what is read by a pass is no draft, of no token"
 
 
 @pytest.mark.slow
