@@ -754,25 +754,25 @@ struct PromptPass {
   }
 
   // Keys that a row does not see have no weight. Most tiles lie whole before the first row of the warp.
-  __device__ __forceinline__ void mask(float (&logits)[32], uint32_t first_row, uint32_t position) {
-    bool partial = 63 > first_row;
+  __device__ __forceinline__ void mask(float (&logits)[32], uint32_t first_key, uint32_t first_row, uint32_t position) {
+    bool partial = first_key + 63 > first_row;
     if (partial) {
       #pragma unroll
       for (uint32_t group = 0; group < 8; ++group) {
-        uint32_t key = group * 8 + lane % 4 * 2;
+        uint32_t key = first_key + group * 8 + lane % 4 * 2;
         bool seen = key <= position;
         uint32_t element = group * 4;
         logits[element] = seen ? logits[element] : -infinity();
-        uint32_t key_2 = group * 8 + lane % 4 * 2 + 1;
+        uint32_t key_2 = first_key + group * 8 + lane % 4 * 2 + 1;
         bool seen_2 = key_2 <= position;
         uint32_t element_2 = group * 4 + 1;
         logits[element_2] = seen_2 ? logits[element_2] : -infinity();
-        uint32_t key_3 = group * 8 + lane % 4 * 2;
+        uint32_t key_3 = first_key + group * 8 + lane % 4 * 2;
         uint32_t position_2 = position + 8;
         bool seen_3 = key_3 <= position_2;
         uint32_t element_3 = group * 4 + 2;
         logits[element_3] = seen_3 ? logits[element_3] : -infinity();
-        uint32_t key_4 = group * 8 + lane % 4 * 2 + 1;
+        uint32_t key_4 = first_key + group * 8 + lane % 4 * 2 + 1;
         uint32_t position_3 = position + 8;
         bool seen_4 = key_4 <= position_3;
         uint32_t element_4 = group * 4 + 3;
@@ -782,9 +782,9 @@ struct PromptPass {
   }
 
   // The weights of a tile of keys, from `first_key` on, as operand A; `rows` say what that makes of the sums.
-  __device__ __forceinline__ void weigh(float (&logits)[32], uint4 (&weights)[4], uint32_t first_row, uint32_t position,
-      float (&largest)[2], float (&shrinks)[2], float (&sums)[2]) {
-    mask(logits, first_row, position);
+  __device__ __forceinline__ void weigh(float (&logits)[32], uint4 (&weights)[4], uint32_t first_key,
+      uint32_t first_row, uint32_t position, float (&largest)[2], float (&shrinks)[2], float (&sums)[2]) {
+    mask(logits, first_key, first_row, position);
     float largest_2 = largest[0];
     #pragma unroll
     for (uint32_t group = 0; group < 8; ++group) {
@@ -847,86 +847,6 @@ struct PromptPass {
     wgmma_commit();
   }
 
-  // Keys that a row does not see have no weight. Most tiles lie whole before the first row of the warp.
-  __device__ __forceinline__ void mask_2(float (&logits)[32], uint32_t first_key, uint32_t first_row,
-      uint32_t position) {
-    bool partial = first_key + 63 > first_row;
-    if (partial) {
-      #pragma unroll
-      for (uint32_t group = 0; group < 8; ++group) {
-        uint32_t key = first_key + group * 8 + lane % 4 * 2;
-        bool seen = key <= position;
-        uint32_t element = group * 4;
-        logits[element] = seen ? logits[element] : -infinity();
-        uint32_t key_2 = first_key + group * 8 + lane % 4 * 2 + 1;
-        bool seen_2 = key_2 <= position;
-        uint32_t element_2 = group * 4 + 1;
-        logits[element_2] = seen_2 ? logits[element_2] : -infinity();
-        uint32_t key_3 = first_key + group * 8 + lane % 4 * 2;
-        uint32_t position_2 = position + 8;
-        bool seen_3 = key_3 <= position_2;
-        uint32_t element_3 = group * 4 + 2;
-        logits[element_3] = seen_3 ? logits[element_3] : -infinity();
-        uint32_t key_4 = first_key + group * 8 + lane % 4 * 2 + 1;
-        uint32_t position_3 = position + 8;
-        bool seen_4 = key_4 <= position_3;
-        uint32_t element_4 = group * 4 + 3;
-        logits[element_4] = seen_4 ? logits[element_4] : -infinity();
-      }
-    }
-  }
-
-  // The weights of a tile of keys, from `first_key` on, as operand A; `rows` say what that makes of the sums.
-  __device__ __forceinline__ void weigh_2(float (&logits)[32], uint4 (&weights)[4], uint32_t first_key,
-      uint32_t first_row, uint32_t position, float (&largest)[2], float (&shrinks)[2], float (&sums)[2]) {
-    mask_2(logits, first_key, first_row, position);
-    float largest_2 = largest[0];
-    #pragma unroll
-    for (uint32_t group = 0; group < 8; ++group) {
-      largest_2 = maximum_f32(largest_2, logits[group * 4]);
-      largest_2 = maximum_f32(largest_2, logits[group * 4 + 1]);
-    }
-    largest_2 = maximum_f32(largest_2, shuffle_xor_f32(largest_2, 1));
-    largest_2 = maximum_f32(largest_2, shuffle_xor_f32(largest_2, 2));
-    bool seen = largest_2 > -infinity();
-    float origin = seen ? largest_2 * 0.12751743f : 0.0f;
-    shrinks[0] = exp2_f32(largest[0] * 0.12751743f - origin);
-    largest[0] = largest_2;
-    sums[0] = sums[0] * shrinks[0];
-    float largest_3 = largest[1];
-    #pragma unroll
-    for (uint32_t group = 0; group < 8; ++group) {
-      largest_3 = maximum_f32(largest_3, logits[group * 4 + 2]);
-      largest_3 = maximum_f32(largest_3, logits[group * 4 + 3]);
-    }
-    largest_3 = maximum_f32(largest_3, shuffle_xor_f32(largest_3, 1));
-    largest_3 = maximum_f32(largest_3, shuffle_xor_f32(largest_3, 2));
-    bool seen_2 = largest_3 > -infinity();
-    float origin_2 = seen_2 ? largest_3 * 0.12751743f : 0.0f;
-    shrinks[1] = exp2_f32(largest[1] * 0.12751743f - origin_2);
-    largest[1] = largest_3;
-    sums[1] = sums[1] * shrinks[1];
-    #pragma unroll
-    for (uint32_t group = 0; group < 8; ++group) {
-      uint32_t element = group * 4;
-      logits[element] = exp2_f32(fma_f32(logits[element], 0.12751743f, -origin));
-      sums[0] = sums[0] + logits[element];
-      uint32_t element_2 = group * 4 + 1;
-      logits[element_2] = exp2_f32(fma_f32(logits[element_2], 0.12751743f, -origin));
-      sums[0] = sums[0] + logits[element_2];
-      uint32_t element_3 = group * 4 + 2;
-      logits[element_3] = exp2_f32(fma_f32(logits[element_3], 0.12751743f, -origin_2));
-      sums[1] = sums[1] + logits[element_3];
-      uint32_t element_4 = group * 4 + 3;
-      logits[element_4] = exp2_f32(fma_f32(logits[element_4], 0.12751743f, -origin_2));
-      sums[1] = sums[1] + logits[element_4];
-    }
-    weights[0] = make_u32x4(pack_bf16x2(logits[0], logits[1]), pack_bf16x2(logits[2], logits[3]), pack_bf16x2(logits[4], logits[5]), pack_bf16x2(logits[6], logits[7]));
-    weights[1] = make_u32x4(pack_bf16x2(logits[8], logits[9]), pack_bf16x2(logits[10], logits[11]), pack_bf16x2(logits[12], logits[13]), pack_bf16x2(logits[14], logits[15]));
-    weights[2] = make_u32x4(pack_bf16x2(logits[16], logits[17]), pack_bf16x2(logits[18], logits[19]), pack_bf16x2(logits[20], logits[21]), pack_bf16x2(logits[22], logits[23]));
-    weights[3] = make_u32x4(pack_bf16x2(logits[24], logits[25]), pack_bf16x2(logits[26], logits[27]), pack_bf16x2(logits[28], logits[29]), pack_bf16x2(logits[30], logits[31]));
-  }
-
   // What was summed of the values before, on the scale of the newest weights.
   __device__ __forceinline__ void bring_to_origin(float (&output)[64], float (&shrinks)[2]) {
     #pragma unroll
@@ -946,7 +866,7 @@ struct PromptPass {
     multiply_keys(logits, queries);
     multiply_values(output, weights, previous);
     wgmma_wait_but_one();
-    weigh_2(logits, following, first_key, first_row, position, largest, shrinks, sums);
+    weigh(logits, following, first_key, first_row, position, largest, shrinks, sums);
     wgmma_wait_all();
     warp_barrier();
     if (lane == 0) mbarrier_arrive(empty + previous);
@@ -955,7 +875,7 @@ struct PromptPass {
   }
 
   // The last values.
-  __device__ __forceinline__ void end_2(float (&output)[64], uint4 (&weights)[4], uint32_t previous) {
+  __device__ __forceinline__ void finish_values(float (&output)[64], uint4 (&weights)[4], uint32_t previous) {
     multiply_values(output, weights, previous);
     wgmma_wait_all();
     warp_barrier();
@@ -1031,7 +951,7 @@ struct PromptPass {
       uint32_t previous = stage;
       multiply_keys(logits, queries);
       wgmma_wait_all();
-      weigh(logits, even, first_row, position, largest, shrinks, sums);
+      weigh(logits, even, 0, first_row, position, largest, shrinks, sums);
       uint32_t others = end - 1;
       #pragma unroll 1
       for (uint32_t other = 0; other < others / 2 * 2; other += 2) {
@@ -1042,9 +962,9 @@ struct PromptPass {
       if (others % 2 != 0) {
         go_on(logits, queries, output, even, odd, previous, (end - 1) * 64, first_row, position, largest, shrinks,
             sums);
-        end_2(output, odd, previous);
+        finish_values(output, odd, previous);
       } else {
-        end_2(output, even, previous);
+        finish_values(output, even, previous);
       }
       store(output, head, sums, of_tile);
     }
@@ -1106,9 +1026,8 @@ struct PromptPass {
     named_barrier(1, CONSUMERS);
   }
 
-  // Issue the products of a stage's K-tiles, then wait for those of the stage before and give that back. turn: 0
-  // for the stages 0, 2, 4 ... of an M-tile, 1 for the others.
-  __device__ __forceinline__ void multiply_stage(float (&sums)[TILE_TOKENS / 8 * 4], uint4 (&fragments)[4],
+  // The same of the first stage, before which there is none to wait for.
+  __device__ __forceinline__ void multiply_first_stage(float (&sums)[TILE_TOKENS / 8 * 4], uint4 (&fragments)[4],
       uint32_t& previous) {
     uint32_t stage_2 = stage;
     mbarrier_wait(full + stage, parity);
@@ -1128,9 +1047,8 @@ struct PromptPass {
     advance(stage, parity, 4);
   }
 
-  // Issue the products of a stage's K-tiles, then wait for those of the stage before and give that back. turn: 0
-  // for the stages 0, 2, 4 ... of an M-tile, 1 for the others.
-  __device__ __forceinline__ void multiply_stage_2(float (&sums)[TILE_TOKENS / 8 * 4], uint4 (&fragments)[4],
+  // Issue the products of a stage's K-tiles, then wait for those of the stage before and give that back.
+  __device__ __forceinline__ void multiply_stage(float (&sums)[TILE_TOKENS / 8 * 4], uint4 (&fragments)[4],
       uint32_t& previous) {
     uint32_t stage_2 = stage;
     mbarrier_wait(full + stage, parity);
@@ -1175,31 +1093,27 @@ struct PromptPass {
     ((uint32_t*)(cached))[0] = word;
   }
 
-  __device__ __forceinline__ void finish(uint32_t m_tile, uint32_t group, float (&sums)[TILE_TOKENS / 8 * 4],
-      float2 angle, float2 angle_2, uint32_t token_tile, uint4 of_group, uint32_t layer) {
+  __device__ __forceinline__ void finish(uint32_t m_tile, uint32_t in_tile, float sum, float sum_2, float sum_3,
+      float sum_4, float2 angle, float2 angle_2, uint32_t of_pass, uint4 of_group, uint32_t layer) {
     uint32_t head = m_tile / 8;
     uint32_t m_tile_of_head = m_tile % 8;
     float rows[4];
     const float2* pairs = (const float2*)(scales + turn * TILE_TOKENS);
-    float2 scale = pairs[group * 4 + lane % 4];
-    float first = sums[group * 4];
-    float second = sums[group * 4 + 1];
-    float third = sums[group * 4 + 2];
-    float fourth = sums[group * 4 + 3];
-    rows[0] = first * scale.x;
-    rows[1] = second * scale.y;
-    rows[2] = third * scale.x;
-    rows[3] = fourth * scale.y;
+    float2 scale = pairs[in_tile * 4 + lane % 4];
+    rows[0] = sum * scale.x;
+    rows[1] = sum_2 * scale.y;
+    rows[2] = sum_3 * scale.x;
+    rows[3] = sum_4 * scale.y;
     bool is_paired = head < 40;
     if (is_paired) {
-      float first_2 = rows[0];
-      float second_2 = rows[2];
-      rows[0] = fma_f32(first_2, angle.x, -second_2 * angle.y);
-      rows[2] = fma_f32(second_2, angle.x, first_2 * angle.y);
-      float first_3 = rows[1];
-      float second_3 = rows[3];
-      rows[1] = fma_f32(first_3, angle_2.x, -second_3 * angle_2.y);
-      rows[3] = fma_f32(second_3, angle_2.x, first_3 * angle_2.y);
+      float first = rows[0];
+      float second = rows[2];
+      rows[0] = fma_f32(first, angle.x, -second * angle.y);
+      rows[2] = fma_f32(second, angle.x, first * angle.y);
+      float first_2 = rows[1];
+      float second_2 = rows[3];
+      rows[1] = fma_f32(first_2, angle_2.x, -second_2 * angle_2.y);
+      rows[3] = fma_f32(second_2, angle_2.x, first_2 * angle_2.y);
     }
     bool is_odd = lane / 4 % 2 != 0;
     uint32_t mine = is_odd ? pack_bf16x2(rows[1], rows[3]) : pack_bf16x2(rows[0], rows[2]);
@@ -1212,169 +1126,22 @@ struct PromptPass {
     uint32_t second_unit = is_paired ? m_tile_of_head + 8 : m_tile_of_head * 2 + 1;
     uint32_t in_group = lane % 4 * 2 + lane / 4 % 2;
     if (head < 32) {
-      store_query(head, (token_tile * (TILE_TOKENS / 8) + group) * 8 + in_group, first_unit, low);
+      store_query(head, of_pass * 8 + in_group, first_unit, low);
     } else if (in_group < of_group.y) {
       store_kv(head, of_group.x + in_group, of_group.z, of_group.w, first_unit, low, layer);
     }
     uint32_t in_group_2 = lane % 4 * 2 + lane / 4 % 2;
     if (head < 32) {
-      store_query(head, (token_tile * (TILE_TOKENS / 8) + group) * 8 + in_group_2, second_unit, high);
+      store_query(head, of_pass * 8 + in_group_2, second_unit, high);
     } else if (in_group_2 < of_group.y) {
       store_kv(head, of_group.x + in_group_2, of_group.z, of_group.w, second_unit, high, layer);
     }
   }
 
-  __device__ __forceinline__ void finish_2(uint32_t m_tile, uint32_t group, float (&sums)[TILE_TOKENS / 8 * 4],
-      float2 angle, float2 angle_2, uint32_t token_tile, uint4 of_group, uint32_t layer) {
-    uint32_t head = m_tile / 8;
-    uint32_t m_tile_of_head = m_tile % 8;
-    float rows[4];
-    const float2* pairs = (const float2*)(scales + turn * TILE_TOKENS);
-    float2 scale = pairs[(group + 1) * 4 + lane % 4];
-    float first = sums[(group + 1) * 4];
-    float second = sums[(group + 1) * 4 + 1];
-    float third = sums[(group + 1) * 4 + 2];
-    float fourth = sums[(group + 1) * 4 + 3];
-    rows[0] = first * scale.x;
-    rows[1] = second * scale.y;
-    rows[2] = third * scale.x;
-    rows[3] = fourth * scale.y;
-    bool is_paired = head < 40;
-    if (is_paired) {
-      float first_2 = rows[0];
-      float second_2 = rows[2];
-      rows[0] = fma_f32(first_2, angle.x, -second_2 * angle.y);
-      rows[2] = fma_f32(second_2, angle.x, first_2 * angle.y);
-      float first_3 = rows[1];
-      float second_3 = rows[3];
-      rows[1] = fma_f32(first_3, angle_2.x, -second_3 * angle_2.y);
-      rows[3] = fma_f32(second_3, angle_2.x, first_3 * angle_2.y);
-    }
-    bool is_odd = lane / 4 % 2 != 0;
-    uint32_t mine = is_odd ? pack_bf16x2(rows[1], rows[3]) : pack_bf16x2(rows[0], rows[2]);
-    uint32_t other = shuffle_xor_u32(is_odd ? pack_bf16x2(rows[0], rows[2]) : pack_bf16x2(rows[1], rows[3]), 4);
-    uint32_t even = is_odd ? other : mine;
-    uint32_t odd = is_odd ? mine : other;
-    uint32_t low = byte_permute(even, odd, LOW_HALVES);
-    uint32_t high = byte_permute(even, odd, HIGH_HALVES);
-    uint32_t first_unit = is_paired ? m_tile_of_head : m_tile_of_head * 2;
-    uint32_t second_unit = is_paired ? m_tile_of_head + 8 : m_tile_of_head * 2 + 1;
-    uint32_t in_group = lane % 4 * 2 + lane / 4 % 2;
-    if (head < 32) {
-      store_query(head, (token_tile * (TILE_TOKENS / 8) + group + 1) * 8 + in_group, first_unit, low);
-    } else if (in_group < of_group.y) {
-      store_kv(head, of_group.x + in_group, of_group.z, of_group.w, first_unit, low, layer);
-    }
-    uint32_t in_group_2 = lane % 4 * 2 + lane / 4 % 2;
-    if (head < 32) {
-      store_query(head, (token_tile * (TILE_TOKENS / 8) + group + 1) * 8 + in_group_2, second_unit, high);
-    } else if (in_group_2 < of_group.y) {
-      store_kv(head, of_group.x + in_group_2, of_group.z, of_group.w, second_unit, high, layer);
-    }
-  }
-
-  __device__ __forceinline__ void finish_3(uint32_t m_tile, uint32_t group, float (&sums)[TILE_TOKENS / 8 * 4],
-      float2 angle, float2 angle_2, uint32_t token_tile, uint4 of_group, uint32_t layer) {
-    uint32_t head = m_tile / 8;
-    uint32_t m_tile_of_head = m_tile % 8;
-    float rows[4];
-    const float2* pairs = (const float2*)(scales + turn * TILE_TOKENS);
-    float2 scale = pairs[(group + 2) * 4 + lane % 4];
-    float first = sums[(group + 2) * 4];
-    float second = sums[(group + 2) * 4 + 1];
-    float third = sums[(group + 2) * 4 + 2];
-    float fourth = sums[(group + 2) * 4 + 3];
-    rows[0] = first * scale.x;
-    rows[1] = second * scale.y;
-    rows[2] = third * scale.x;
-    rows[3] = fourth * scale.y;
-    bool is_paired = head < 40;
-    if (is_paired) {
-      float first_2 = rows[0];
-      float second_2 = rows[2];
-      rows[0] = fma_f32(first_2, angle.x, -second_2 * angle.y);
-      rows[2] = fma_f32(second_2, angle.x, first_2 * angle.y);
-      float first_3 = rows[1];
-      float second_3 = rows[3];
-      rows[1] = fma_f32(first_3, angle_2.x, -second_3 * angle_2.y);
-      rows[3] = fma_f32(second_3, angle_2.x, first_3 * angle_2.y);
-    }
-    bool is_odd = lane / 4 % 2 != 0;
-    uint32_t mine = is_odd ? pack_bf16x2(rows[1], rows[3]) : pack_bf16x2(rows[0], rows[2]);
-    uint32_t other = shuffle_xor_u32(is_odd ? pack_bf16x2(rows[0], rows[2]) : pack_bf16x2(rows[1], rows[3]), 4);
-    uint32_t even = is_odd ? other : mine;
-    uint32_t odd = is_odd ? mine : other;
-    uint32_t low = byte_permute(even, odd, LOW_HALVES);
-    uint32_t high = byte_permute(even, odd, HIGH_HALVES);
-    uint32_t first_unit = is_paired ? m_tile_of_head : m_tile_of_head * 2;
-    uint32_t second_unit = is_paired ? m_tile_of_head + 8 : m_tile_of_head * 2 + 1;
-    uint32_t in_group = lane % 4 * 2 + lane / 4 % 2;
-    if (head < 32) {
-      store_query(head, (token_tile * (TILE_TOKENS / 8) + group + 2) * 8 + in_group, first_unit, low);
-    } else if (in_group < of_group.y) {
-      store_kv(head, of_group.x + in_group, of_group.z, of_group.w, first_unit, low, layer);
-    }
-    uint32_t in_group_2 = lane % 4 * 2 + lane / 4 % 2;
-    if (head < 32) {
-      store_query(head, (token_tile * (TILE_TOKENS / 8) + group + 2) * 8 + in_group_2, second_unit, high);
-    } else if (in_group_2 < of_group.y) {
-      store_kv(head, of_group.x + in_group_2, of_group.z, of_group.w, second_unit, high, layer);
-    }
-  }
-
-  __device__ __forceinline__ void finish_4(uint32_t m_tile, uint32_t group, float (&sums)[TILE_TOKENS / 8 * 4],
-      float2 angle, float2 angle_2, uint32_t token_tile, uint4 of_group, uint32_t layer) {
-    uint32_t head = m_tile / 8;
-    uint32_t m_tile_of_head = m_tile % 8;
-    float rows[4];
-    const float2* pairs = (const float2*)(scales + turn * TILE_TOKENS);
-    float2 scale = pairs[(group + 3) * 4 + lane % 4];
-    float first = sums[(group + 3) * 4];
-    float second = sums[(group + 3) * 4 + 1];
-    float third = sums[(group + 3) * 4 + 2];
-    float fourth = sums[(group + 3) * 4 + 3];
-    rows[0] = first * scale.x;
-    rows[1] = second * scale.y;
-    rows[2] = third * scale.x;
-    rows[3] = fourth * scale.y;
-    bool is_paired = head < 40;
-    if (is_paired) {
-      float first_2 = rows[0];
-      float second_2 = rows[2];
-      rows[0] = fma_f32(first_2, angle.x, -second_2 * angle.y);
-      rows[2] = fma_f32(second_2, angle.x, first_2 * angle.y);
-      float first_3 = rows[1];
-      float second_3 = rows[3];
-      rows[1] = fma_f32(first_3, angle_2.x, -second_3 * angle_2.y);
-      rows[3] = fma_f32(second_3, angle_2.x, first_3 * angle_2.y);
-    }
-    bool is_odd = lane / 4 % 2 != 0;
-    uint32_t mine = is_odd ? pack_bf16x2(rows[1], rows[3]) : pack_bf16x2(rows[0], rows[2]);
-    uint32_t other = shuffle_xor_u32(is_odd ? pack_bf16x2(rows[0], rows[2]) : pack_bf16x2(rows[1], rows[3]), 4);
-    uint32_t even = is_odd ? other : mine;
-    uint32_t odd = is_odd ? mine : other;
-    uint32_t low = byte_permute(even, odd, LOW_HALVES);
-    uint32_t high = byte_permute(even, odd, HIGH_HALVES);
-    uint32_t first_unit = is_paired ? m_tile_of_head : m_tile_of_head * 2;
-    uint32_t second_unit = is_paired ? m_tile_of_head + 8 : m_tile_of_head * 2 + 1;
-    uint32_t in_group = lane % 4 * 2 + lane / 4 % 2;
-    if (head < 32) {
-      store_query(head, (token_tile * (TILE_TOKENS / 8) + group + 3) * 8 + in_group, first_unit, low);
-    } else if (in_group < of_group.y) {
-      store_kv(head, of_group.x + in_group, of_group.z, of_group.w, first_unit, low, layer);
-    }
-    uint32_t in_group_2 = lane % 4 * 2 + lane / 4 % 2;
-    if (head < 32) {
-      store_query(head, (token_tile * (TILE_TOKENS / 8) + group + 3) * 8 + in_group_2, second_unit, high);
-    } else if (in_group_2 < of_group.y) {
-      store_kv(head, of_group.x + in_group_2, of_group.z, of_group.w, second_unit, high, layer);
-    }
-  }
-
-  __device__ __forceinline__ void finish_groups(float (&sums)[TILE_TOKENS / 8 * 4], uint32_t token_tile,
+  __device__ __forceinline__ void finish_groups(float (&sums)[TILE_TOKENS / 8 * 4], uint32_t first, uint32_t token_tile,
       uint32_t m_tile, uint32_t layer) {
     #pragma unroll
-    for (uint32_t group = 0; group < TILE_TOKENS / 8; group += 4) {
+    for (uint32_t group = first; group < first + TILE_TOKENS / 8; group += 4) {
       uint32_t of_pass = token_tile * (TILE_TOKENS / 8) + group;
       uint32_t lane_2 = lane;
       uint4 of_group = ((const uint4*)(groups))[of_pass];
@@ -1412,15 +1179,39 @@ struct PromptPass {
       uint32_t position_8 = min(of_group_4.x + lane_5 % 4 * 2 + 1, MAX_CONTEXT - 1);
       const float2* angles_8 = (const float2*)(rope);
       float2 angle_8 = angles_8[position_8 * 64 + frequency_4];
-      finish(m_tile, group, sums, angle, angle_2, token_tile, of_group, layer);
-      finish_2(m_tile, group, sums, angle_3, angle_4, token_tile, of_group_2, layer);
-      finish_3(m_tile, group, sums, angle_5, angle_6, token_tile, of_group_3, layer);
-      finish_4(m_tile, group, sums, angle_7, angle_8, token_tile, of_group_4, layer);
+      float sum = sums[group * 4];
+      float sum_2 = sums[group * 4 + 1];
+      float sum_3 = sums[group * 4 + 2];
+      float sum_4 = sums[group * 4 + 3];
+      uint32_t in_tile = group;
+      uint32_t of_pass_2 = token_tile * (TILE_TOKENS / 8) + in_tile;
+      finish(m_tile, in_tile, sum, sum_2, sum_3, sum_4, angle, angle_2, of_pass_2, of_group, layer);
+      float sum_5 = sums[(group + 1) * 4];
+      float sum_6 = sums[(group + 1) * 4 + 1];
+      float sum_7 = sums[(group + 1) * 4 + 2];
+      float sum_8 = sums[(group + 1) * 4 + 3];
+      uint32_t in_tile_2 = group + 1;
+      uint32_t of_pass_3 = token_tile * (TILE_TOKENS / 8) + in_tile_2;
+      finish(m_tile, in_tile_2, sum_5, sum_6, sum_7, sum_8, angle_3, angle_4, of_pass_3, of_group_2, layer);
+      float sum_9 = sums[(group + 2) * 4];
+      float sum_10 = sums[(group + 2) * 4 + 1];
+      float sum_11 = sums[(group + 2) * 4 + 2];
+      float sum_12 = sums[(group + 2) * 4 + 3];
+      uint32_t in_tile_3 = group + 2;
+      uint32_t of_pass_4 = token_tile * (TILE_TOKENS / 8) + in_tile_3;
+      finish(m_tile, in_tile_3, sum_9, sum_10, sum_11, sum_12, angle_5, angle_6, of_pass_4, of_group_3, layer);
+      float sum_13 = sums[(group + 3) * 4];
+      float sum_14 = sums[(group + 3) * 4 + 1];
+      float sum_15 = sums[(group + 3) * 4 + 2];
+      float sum_16 = sums[(group + 3) * 4 + 3];
+      uint32_t in_tile_4 = group + 3;
+      uint32_t of_pass_5 = token_tile * (TILE_TOKENS / 8) + in_tile_4;
+      finish(m_tile, in_tile_4, sum_13, sum_14, sum_15, sum_16, angle_7, angle_8, of_pass_5, of_group_4, layer);
     }
   }
 
   // Sums of the groups of tokens from `first` on, which the next stage has.
-  __device__ __forceinline__ void add_residual(float (&sums)[TILE_TOKENS / 8 * 4]) {
+  __device__ __forceinline__ void add_residual(float (&sums)[TILE_TOKENS / 8 * 4], uint32_t first) {
     uint32_t stage_2 = stage;
     mbarrier_wait(full + stage, parity);
     uint8_t* own = ring + stage_2 * STAGE_BYTES + warp * (TILE_TOKENS / 8 / 2 / 2 * ACCUMULATOR_BYTES);
@@ -1429,7 +1220,7 @@ struct PromptPass {
     #pragma unroll
     for (uint32_t group = 0; group < TILE_TOKENS / 8 / 2 / 2; ++group) {
       float4 added = words[group * 32 + lane];
-      uint32_t place = group * 4;
+      uint32_t place = (group + first) * 4;
       sums[place] = sums[place] + added.x;
       sums[place + 1] = sums[place + 1] + added.y;
       sums[place + 2] = sums[place + 2] + added.z;
@@ -1443,12 +1234,12 @@ struct PromptPass {
   }
 
   // The 16 rows of an M-tile as 16 columns of a vector in token order, rounded to bf16.
-  __device__ __forceinline__ void store_rows_of_no_others(uint8_t* into, float (&sums)[TILE_TOKENS / 8 * 4],
-      uint32_t group, float (&weights)[2], uint32_t m_tile, uint32_t token_tile) {
+  __device__ __forceinline__ void store_rows_of_tiles(uint8_t* into, float sum, float (&weights)[2], float sum_2,
+      float sum_3, float sum_4, uint32_t m_tile, uint32_t of_pass) {
     uint2 words;
     bool is_odd = lane / 4 % 2 != 0;
-    uint32_t mine = is_odd ? pack_bf16x2(bf16_to_f32(f32_to_bf16(sums[group * 4 + 1])) * weights[0], bf16_to_f32(f32_to_bf16(sums[group * 4 + 3])) * weights[1]) : pack_bf16x2(bf16_to_f32(f32_to_bf16(sums[group * 4])) * weights[0], bf16_to_f32(f32_to_bf16(sums[group * 4 + 2])) * weights[1]);
-    uint32_t other = shuffle_xor_u32(is_odd ? pack_bf16x2(bf16_to_f32(f32_to_bf16(sums[group * 4])) * weights[0], bf16_to_f32(f32_to_bf16(sums[group * 4 + 2])) * weights[1]) : pack_bf16x2(bf16_to_f32(f32_to_bf16(sums[group * 4 + 1])) * weights[0], bf16_to_f32(f32_to_bf16(sums[group * 4 + 3])) * weights[1]), 4);
+    uint32_t mine = is_odd ? pack_bf16x2(bf16_to_f32(f32_to_bf16(sum)) * weights[0], bf16_to_f32(f32_to_bf16(sum_2)) * weights[1]) : pack_bf16x2(bf16_to_f32(f32_to_bf16(sum_3)) * weights[0], bf16_to_f32(f32_to_bf16(sum_4)) * weights[1]);
+    uint32_t other = shuffle_xor_u32(is_odd ? pack_bf16x2(bf16_to_f32(f32_to_bf16(sum_3)) * weights[0], bf16_to_f32(f32_to_bf16(sum_4)) * weights[1]) : pack_bf16x2(bf16_to_f32(f32_to_bf16(sum)) * weights[0], bf16_to_f32(f32_to_bf16(sum_2)) * weights[1]), 4);
     uint32_t even = is_odd ? other : mine;
     uint32_t odd = is_odd ? mine : other;
     uint32_t low = byte_permute(even, odd, LOW_HALVES);
@@ -1459,516 +1250,129 @@ struct PromptPass {
     uint32_t half = m_tile % 2;
     uint32_t row = lane / 4;
     uint32_t token = lane % 4 * 2 + lane / 4 % 2;
-    uint64_t block = (uint64_t)(k_tile * (PASS_TOKENS / 8) + (token_tile * (TILE_TOKENS / 8) + group)) * GROUP_BYTES;
+    uint64_t block = (uint64_t)(k_tile * (PASS_TOKENS / 8) + of_pass) * GROUP_BYTES;
     uint8_t* address = into + block + (uint64_t)(row / 2 * UNIT_BYTES + token * 16) + half * 8;
     ((uint2*)(address))[0] = words;
   }
 
-  // The 16 rows of an M-tile as 16 columns of a vector in token order, rounded to bf16.
-  __device__ __forceinline__ void store_rows_of_no_others_2(uint8_t* into, float (&sums)[TILE_TOKENS / 8 * 4],
-      uint32_t group, float (&weights)[2], uint32_t m_tile, uint32_t token_tile) {
-    uint2 words;
-    bool is_odd = lane / 4 % 2 != 0;
-    uint32_t mine = is_odd ? pack_bf16x2(bf16_to_f32(f32_to_bf16(sums[(group + 1) * 4 + 1])) * weights[0], bf16_to_f32(f32_to_bf16(sums[(group + 1) * 4 + 3])) * weights[1]) : pack_bf16x2(bf16_to_f32(f32_to_bf16(sums[(group + 1) * 4])) * weights[0], bf16_to_f32(f32_to_bf16(sums[(group + 1) * 4 + 2])) * weights[1]);
-    uint32_t other = shuffle_xor_u32(is_odd ? pack_bf16x2(bf16_to_f32(f32_to_bf16(sums[(group + 1) * 4])) * weights[0], bf16_to_f32(f32_to_bf16(sums[(group + 1) * 4 + 2])) * weights[1]) : pack_bf16x2(bf16_to_f32(f32_to_bf16(sums[(group + 1) * 4 + 1])) * weights[0], bf16_to_f32(f32_to_bf16(sums[(group + 1) * 4 + 3])) * weights[1]), 4);
-    uint32_t even = is_odd ? other : mine;
-    uint32_t odd = is_odd ? mine : other;
-    uint32_t low = byte_permute(even, odd, LOW_HALVES);
-    uint32_t high = byte_permute(even, odd, HIGH_HALVES);
-    words.x = low;
-    words.y = high;
-    uint32_t k_tile = m_tile / 2;
-    uint32_t half = m_tile % 2;
-    uint32_t row = lane / 4;
-    uint32_t token = lane % 4 * 2 + lane / 4 % 2;
-    uint64_t block = (uint64_t)(k_tile * (PASS_TOKENS / 8) + (token_tile * (TILE_TOKENS / 8) + group) + 1) * GROUP_BYTES;
-    uint8_t* address = into + block + (uint64_t)(row / 2 * UNIT_BYTES + token * 16) + half * 8;
-    ((uint2*)(address))[0] = words;
-  }
-
-  // The 16 rows of an M-tile as 16 columns of a vector in token order, rounded to bf16.
-  __device__ __forceinline__ void store_rows_of_no_others_3(uint8_t* into, float (&sums)[TILE_TOKENS / 8 * 4],
-      uint32_t group, float (&weights)[2], uint32_t m_tile, uint32_t token_tile) {
-    uint2 words;
-    bool is_odd = lane / 4 % 2 != 0;
-    uint32_t mine = is_odd ? pack_bf16x2(bf16_to_f32(f32_to_bf16(sums[(group + 2) * 4 + 1])) * weights[0], bf16_to_f32(f32_to_bf16(sums[(group + 2) * 4 + 3])) * weights[1]) : pack_bf16x2(bf16_to_f32(f32_to_bf16(sums[(group + 2) * 4])) * weights[0], bf16_to_f32(f32_to_bf16(sums[(group + 2) * 4 + 2])) * weights[1]);
-    uint32_t other = shuffle_xor_u32(is_odd ? pack_bf16x2(bf16_to_f32(f32_to_bf16(sums[(group + 2) * 4])) * weights[0], bf16_to_f32(f32_to_bf16(sums[(group + 2) * 4 + 2])) * weights[1]) : pack_bf16x2(bf16_to_f32(f32_to_bf16(sums[(group + 2) * 4 + 1])) * weights[0], bf16_to_f32(f32_to_bf16(sums[(group + 2) * 4 + 3])) * weights[1]), 4);
-    uint32_t even = is_odd ? other : mine;
-    uint32_t odd = is_odd ? mine : other;
-    uint32_t low = byte_permute(even, odd, LOW_HALVES);
-    uint32_t high = byte_permute(even, odd, HIGH_HALVES);
-    words.x = low;
-    words.y = high;
-    uint32_t k_tile = m_tile / 2;
-    uint32_t half = m_tile % 2;
-    uint32_t row = lane / 4;
-    uint32_t token = lane % 4 * 2 + lane / 4 % 2;
-    uint64_t block = (uint64_t)(k_tile * (PASS_TOKENS / 8) + (token_tile * (TILE_TOKENS / 8) + group) + 2) * GROUP_BYTES;
-    uint8_t* address = into + block + (uint64_t)(row / 2 * UNIT_BYTES + token * 16) + half * 8;
-    ((uint2*)(address))[0] = words;
-  }
-
-  // The 16 rows of an M-tile as 16 columns of a vector in token order, rounded to bf16.
-  __device__ __forceinline__ void store_rows_of_no_others_4(uint8_t* into, float (&sums)[TILE_TOKENS / 8 * 4],
-      uint32_t group, float (&weights)[2], uint32_t m_tile, uint32_t token_tile) {
-    uint2 words;
-    bool is_odd = lane / 4 % 2 != 0;
-    uint32_t mine = is_odd ? pack_bf16x2(bf16_to_f32(f32_to_bf16(sums[(group + 3) * 4 + 1])) * weights[0], bf16_to_f32(f32_to_bf16(sums[(group + 3) * 4 + 3])) * weights[1]) : pack_bf16x2(bf16_to_f32(f32_to_bf16(sums[(group + 3) * 4])) * weights[0], bf16_to_f32(f32_to_bf16(sums[(group + 3) * 4 + 2])) * weights[1]);
-    uint32_t other = shuffle_xor_u32(is_odd ? pack_bf16x2(bf16_to_f32(f32_to_bf16(sums[(group + 3) * 4])) * weights[0], bf16_to_f32(f32_to_bf16(sums[(group + 3) * 4 + 2])) * weights[1]) : pack_bf16x2(bf16_to_f32(f32_to_bf16(sums[(group + 3) * 4 + 1])) * weights[0], bf16_to_f32(f32_to_bf16(sums[(group + 3) * 4 + 3])) * weights[1]), 4);
-    uint32_t even = is_odd ? other : mine;
-    uint32_t odd = is_odd ? mine : other;
-    uint32_t low = byte_permute(even, odd, LOW_HALVES);
-    uint32_t high = byte_permute(even, odd, HIGH_HALVES);
-    words.x = low;
-    words.y = high;
-    uint32_t k_tile = m_tile / 2;
-    uint32_t half = m_tile % 2;
-    uint32_t row = lane / 4;
-    uint32_t token = lane % 4 * 2 + lane / 4 % 2;
-    uint64_t block = (uint64_t)(k_tile * (PASS_TOKENS / 8) + (token_tile * (TILE_TOKENS / 8) + group) + 3) * GROUP_BYTES;
-    uint8_t* address = into + block + (uint64_t)(row / 2 * UNIT_BYTES + token * 16) + half * 8;
-    ((uint2*)(address))[0] = words;
-  }
-
-  __device__ __forceinline__ void finish_groups_2(float (&sums)[TILE_TOKENS / 8 * 4], uint32_t m_tile, uint32_t layer,
-      uint32_t phase, uint32_t token_tile) {
+  __device__ __forceinline__ void finish_groups_of_residual(float (&sums)[TILE_TOKENS / 8 * 4], uint32_t first,
+      uint32_t m_tile, uint32_t layer, uint32_t phase, uint32_t token_tile) {
     uint32_t row = m_tile * 16 + lane / 4;
     float weights[2];
     weights[0] = bf16_to_f32((norms + (layer * 2 + (phase <= 3 ? 1u : 2u)) * HIDDEN)[row]);
     weights[1] = bf16_to_f32((norms + (layer * 2 + (phase <= 3 ? 1u : 2u)) * HIDDEN)[row + 8]);
     #pragma unroll
-    for (uint32_t group = 0; group < TILE_TOKENS / 8 / 2 / 2; group += 4) {
+    for (uint32_t group = first; group < first + TILE_TOKENS / 8 / 2 / 2; group += 4) {
       uint32_t of_pass = token_tile * (TILE_TOKENS / 8) + group;
-      uint64_t index = ((uint64_t)(m_tile) * (PASS_TOKENS / 8) + (uint64_t)(token_tile * (TILE_TOKENS / 8) + group)) * (ACCUMULATOR_BYTES / 16);
+      float sum = sums[group * 4];
+      float sum_2 = sums[group * 4 + 1];
+      float sum_3 = sums[group * 4 + 2];
+      float sum_4 = sums[group * 4 + 3];
+      uint32_t in_tile = group;
+      uint32_t of_pass_2 = token_tile * (TILE_TOKENS / 8) + in_tile;
+      uint64_t index = ((uint64_t)(m_tile) * (PASS_TOKENS / 8) + (uint64_t)(of_pass_2)) * (ACCUMULATOR_BYTES / 16);
       float4 kept;
-      kept.x = sums[group * 4];
-      kept.y = sums[group * 4 + 1];
-      kept.z = sums[group * 4 + 2];
-      kept.w = sums[group * 4 + 3];
+      kept.x = sum;
+      kept.y = sum_2;
+      kept.z = sum_3;
+      kept.w = sum_4;
       ((float4*)((float*)(workspace + RESIDUAL_AT)))[index + (uint64_t)(lane)] = kept;
       float* of_lane = (float*)(arena + SQUARES) + (warp * TILE_TOKENS + lane * 2);
       float* kept_2 = of_lane;
-      float square = fma_f32(bf16_to_f32(f32_to_bf16(sums[group * 4])), bf16_to_f32(f32_to_bf16(sums[group * 4])), bf16_to_f32(f32_to_bf16(sums[group * 4 + 2])) * bf16_to_f32(f32_to_bf16(sums[group * 4 + 2])));
+      float square = fma_f32(bf16_to_f32(f32_to_bf16(sum)), bf16_to_f32(f32_to_bf16(sum)), bf16_to_f32(f32_to_bf16(sum_3)) * bf16_to_f32(f32_to_bf16(sum_3)));
       square += shuffle_xor_f32(square, 4);
       square += shuffle_xor_f32(square, 8);
       square += shuffle_xor_f32(square, 16);
-      if (lane < 4) kept_2[group * 8] = square;
-      float square_2 = fma_f32(bf16_to_f32(f32_to_bf16(sums[group * 4 + 1])), bf16_to_f32(f32_to_bf16(sums[group * 4 + 1])), bf16_to_f32(f32_to_bf16(sums[group * 4 + 3])) * bf16_to_f32(f32_to_bf16(sums[group * 4 + 3])));
+      if (lane < 4) kept_2[in_tile * 8] = square;
+      float square_2 = fma_f32(bf16_to_f32(f32_to_bf16(sum_2)), bf16_to_f32(f32_to_bf16(sum_2)), bf16_to_f32(f32_to_bf16(sum_4)) * bf16_to_f32(f32_to_bf16(sum_4)));
       square_2 += shuffle_xor_f32(square_2, 4);
       square_2 += shuffle_xor_f32(square_2, 8);
       square_2 += shuffle_xor_f32(square_2, 16);
-      if (lane < 4) kept_2[group * 8 + 1] = square_2;
-      store_rows_of_no_others(workspace + HIDDEN_AT, sums, group, weights, m_tile, token_tile);
-      uint64_t index_2 = ((uint64_t)(m_tile) * (PASS_TOKENS / 8) + (uint64_t)(token_tile * (TILE_TOKENS / 8) + group + 1)) * (ACCUMULATOR_BYTES / 16);
+      if (lane < 4) kept_2[in_tile * 8 + 1] = square_2;
+      store_rows_of_tiles(workspace + HIDDEN_AT, sum_2, weights, sum_4, sum, sum_3, m_tile, of_pass_2);
+      float sum_5 = sums[(group + 1) * 4];
+      float sum_6 = sums[(group + 1) * 4 + 1];
+      float sum_7 = sums[(group + 1) * 4 + 2];
+      float sum_8 = sums[(group + 1) * 4 + 3];
+      uint32_t in_tile_2 = group + 1;
+      uint32_t of_pass_3 = token_tile * (TILE_TOKENS / 8) + in_tile_2;
+      uint64_t index_2 = ((uint64_t)(m_tile) * (PASS_TOKENS / 8) + (uint64_t)(of_pass_3)) * (ACCUMULATOR_BYTES / 16);
       float4 kept_3;
-      kept_3.x = sums[(group + 1) * 4];
-      kept_3.y = sums[(group + 1) * 4 + 1];
-      kept_3.z = sums[(group + 1) * 4 + 2];
-      kept_3.w = sums[(group + 1) * 4 + 3];
+      kept_3.x = sum_5;
+      kept_3.y = sum_6;
+      kept_3.z = sum_7;
+      kept_3.w = sum_8;
       ((float4*)((float*)(workspace + RESIDUAL_AT)))[index_2 + (uint64_t)(lane)] = kept_3;
       float* of_lane_2 = (float*)(arena + SQUARES) + (warp * TILE_TOKENS + lane * 2);
       float* kept_4 = of_lane_2;
-      float square_3 = fma_f32(bf16_to_f32(f32_to_bf16(sums[(group + 1) * 4])), bf16_to_f32(f32_to_bf16(sums[(group + 1) * 4])), bf16_to_f32(f32_to_bf16(sums[(group + 1) * 4 + 2])) * bf16_to_f32(f32_to_bf16(sums[(group + 1) * 4 + 2])));
+      float square_3 = fma_f32(bf16_to_f32(f32_to_bf16(sum_5)), bf16_to_f32(f32_to_bf16(sum_5)), bf16_to_f32(f32_to_bf16(sum_7)) * bf16_to_f32(f32_to_bf16(sum_7)));
       square_3 += shuffle_xor_f32(square_3, 4);
       square_3 += shuffle_xor_f32(square_3, 8);
       square_3 += shuffle_xor_f32(square_3, 16);
-      if (lane < 4) kept_4[(group + 1) * 8] = square_3;
-      float square_4 = fma_f32(bf16_to_f32(f32_to_bf16(sums[(group + 1) * 4 + 1])), bf16_to_f32(f32_to_bf16(sums[(group + 1) * 4 + 1])), bf16_to_f32(f32_to_bf16(sums[(group + 1) * 4 + 3])) * bf16_to_f32(f32_to_bf16(sums[(group + 1) * 4 + 3])));
+      if (lane < 4) kept_4[in_tile_2 * 8] = square_3;
+      float square_4 = fma_f32(bf16_to_f32(f32_to_bf16(sum_6)), bf16_to_f32(f32_to_bf16(sum_6)), bf16_to_f32(f32_to_bf16(sum_8)) * bf16_to_f32(f32_to_bf16(sum_8)));
       square_4 += shuffle_xor_f32(square_4, 4);
       square_4 += shuffle_xor_f32(square_4, 8);
       square_4 += shuffle_xor_f32(square_4, 16);
-      if (lane < 4) kept_4[(group + 1) * 8 + 1] = square_4;
-      store_rows_of_no_others_2(workspace + HIDDEN_AT, sums, group, weights, m_tile, token_tile);
-      uint64_t index_3 = ((uint64_t)(m_tile) * (PASS_TOKENS / 8) + (uint64_t)(token_tile * (TILE_TOKENS / 8) + group + 2)) * (ACCUMULATOR_BYTES / 16);
+      if (lane < 4) kept_4[in_tile_2 * 8 + 1] = square_4;
+      store_rows_of_tiles(workspace + HIDDEN_AT, sum_6, weights, sum_8, sum_5, sum_7, m_tile, of_pass_3);
+      float sum_9 = sums[(group + 2) * 4];
+      float sum_10 = sums[(group + 2) * 4 + 1];
+      float sum_11 = sums[(group + 2) * 4 + 2];
+      float sum_12 = sums[(group + 2) * 4 + 3];
+      uint32_t in_tile_3 = group + 2;
+      uint32_t of_pass_4 = token_tile * (TILE_TOKENS / 8) + in_tile_3;
+      uint64_t index_3 = ((uint64_t)(m_tile) * (PASS_TOKENS / 8) + (uint64_t)(of_pass_4)) * (ACCUMULATOR_BYTES / 16);
       float4 kept_5;
-      kept_5.x = sums[(group + 2) * 4];
-      kept_5.y = sums[(group + 2) * 4 + 1];
-      kept_5.z = sums[(group + 2) * 4 + 2];
-      kept_5.w = sums[(group + 2) * 4 + 3];
+      kept_5.x = sum_9;
+      kept_5.y = sum_10;
+      kept_5.z = sum_11;
+      kept_5.w = sum_12;
       ((float4*)((float*)(workspace + RESIDUAL_AT)))[index_3 + (uint64_t)(lane)] = kept_5;
       float* of_lane_3 = (float*)(arena + SQUARES) + (warp * TILE_TOKENS + lane * 2);
       float* kept_6 = of_lane_3;
-      float square_5 = fma_f32(bf16_to_f32(f32_to_bf16(sums[(group + 2) * 4])), bf16_to_f32(f32_to_bf16(sums[(group + 2) * 4])), bf16_to_f32(f32_to_bf16(sums[(group + 2) * 4 + 2])) * bf16_to_f32(f32_to_bf16(sums[(group + 2) * 4 + 2])));
+      float square_5 = fma_f32(bf16_to_f32(f32_to_bf16(sum_9)), bf16_to_f32(f32_to_bf16(sum_9)), bf16_to_f32(f32_to_bf16(sum_11)) * bf16_to_f32(f32_to_bf16(sum_11)));
       square_5 += shuffle_xor_f32(square_5, 4);
       square_5 += shuffle_xor_f32(square_5, 8);
       square_5 += shuffle_xor_f32(square_5, 16);
-      if (lane < 4) kept_6[(group + 2) * 8] = square_5;
-      float square_6 = fma_f32(bf16_to_f32(f32_to_bf16(sums[(group + 2) * 4 + 1])), bf16_to_f32(f32_to_bf16(sums[(group + 2) * 4 + 1])), bf16_to_f32(f32_to_bf16(sums[(group + 2) * 4 + 3])) * bf16_to_f32(f32_to_bf16(sums[(group + 2) * 4 + 3])));
+      if (lane < 4) kept_6[in_tile_3 * 8] = square_5;
+      float square_6 = fma_f32(bf16_to_f32(f32_to_bf16(sum_10)), bf16_to_f32(f32_to_bf16(sum_10)), bf16_to_f32(f32_to_bf16(sum_12)) * bf16_to_f32(f32_to_bf16(sum_12)));
       square_6 += shuffle_xor_f32(square_6, 4);
       square_6 += shuffle_xor_f32(square_6, 8);
       square_6 += shuffle_xor_f32(square_6, 16);
-      if (lane < 4) kept_6[(group + 2) * 8 + 1] = square_6;
-      store_rows_of_no_others_3(workspace + HIDDEN_AT, sums, group, weights, m_tile, token_tile);
-      uint64_t index_4 = ((uint64_t)(m_tile) * (PASS_TOKENS / 8) + (uint64_t)(token_tile * (TILE_TOKENS / 8) + group + 3)) * (ACCUMULATOR_BYTES / 16);
+      if (lane < 4) kept_6[in_tile_3 * 8 + 1] = square_6;
+      store_rows_of_tiles(workspace + HIDDEN_AT, sum_10, weights, sum_12, sum_9, sum_11, m_tile, of_pass_4);
+      float sum_13 = sums[(group + 3) * 4];
+      float sum_14 = sums[(group + 3) * 4 + 1];
+      float sum_15 = sums[(group + 3) * 4 + 2];
+      float sum_16 = sums[(group + 3) * 4 + 3];
+      uint32_t in_tile_4 = group + 3;
+      uint32_t of_pass_5 = token_tile * (TILE_TOKENS / 8) + in_tile_4;
+      uint64_t index_4 = ((uint64_t)(m_tile) * (PASS_TOKENS / 8) + (uint64_t)(of_pass_5)) * (ACCUMULATOR_BYTES / 16);
       float4 kept_7;
-      kept_7.x = sums[(group + 3) * 4];
-      kept_7.y = sums[(group + 3) * 4 + 1];
-      kept_7.z = sums[(group + 3) * 4 + 2];
-      kept_7.w = sums[(group + 3) * 4 + 3];
+      kept_7.x = sum_13;
+      kept_7.y = sum_14;
+      kept_7.z = sum_15;
+      kept_7.w = sum_16;
       ((float4*)((float*)(workspace + RESIDUAL_AT)))[index_4 + (uint64_t)(lane)] = kept_7;
       float* of_lane_4 = (float*)(arena + SQUARES) + (warp * TILE_TOKENS + lane * 2);
       float* kept_8 = of_lane_4;
-      float square_7 = fma_f32(bf16_to_f32(f32_to_bf16(sums[(group + 3) * 4])), bf16_to_f32(f32_to_bf16(sums[(group + 3) * 4])), bf16_to_f32(f32_to_bf16(sums[(group + 3) * 4 + 2])) * bf16_to_f32(f32_to_bf16(sums[(group + 3) * 4 + 2])));
+      float square_7 = fma_f32(bf16_to_f32(f32_to_bf16(sum_13)), bf16_to_f32(f32_to_bf16(sum_13)), bf16_to_f32(f32_to_bf16(sum_15)) * bf16_to_f32(f32_to_bf16(sum_15)));
       square_7 += shuffle_xor_f32(square_7, 4);
       square_7 += shuffle_xor_f32(square_7, 8);
       square_7 += shuffle_xor_f32(square_7, 16);
-      if (lane < 4) kept_8[(group + 3) * 8] = square_7;
-      float square_8 = fma_f32(bf16_to_f32(f32_to_bf16(sums[(group + 3) * 4 + 1])), bf16_to_f32(f32_to_bf16(sums[(group + 3) * 4 + 1])), bf16_to_f32(f32_to_bf16(sums[(group + 3) * 4 + 3])) * bf16_to_f32(f32_to_bf16(sums[(group + 3) * 4 + 3])));
+      if (lane < 4) kept_8[in_tile_4 * 8] = square_7;
+      float square_8 = fma_f32(bf16_to_f32(f32_to_bf16(sum_14)), bf16_to_f32(f32_to_bf16(sum_14)), bf16_to_f32(f32_to_bf16(sum_16)) * bf16_to_f32(f32_to_bf16(sum_16)));
       square_8 += shuffle_xor_f32(square_8, 4);
       square_8 += shuffle_xor_f32(square_8, 8);
       square_8 += shuffle_xor_f32(square_8, 16);
-      if (lane < 4) kept_8[(group + 3) * 8 + 1] = square_8;
-      store_rows_of_no_others_4(workspace + HIDDEN_AT, sums, group, weights, m_tile, token_tile);
-    }
-  }
-
-  // Sums of the groups of tokens from `first` on, which the next stage has.
-  __device__ __forceinline__ void add_residual_2(float (&sums)[TILE_TOKENS / 8 * 4]) {
-    uint32_t stage_2 = stage;
-    mbarrier_wait(full + stage, parity);
-    uint8_t* own = ring + stage_2 * STAGE_BYTES + warp * (TILE_TOKENS / 8 / 2 / 2 * ACCUMULATOR_BYTES);
-    const float4* words = (const float4*)(own);
-    float last = 0.0f;
-    #pragma unroll
-    for (uint32_t group = 0; group < TILE_TOKENS / 8 / 2 / 2; ++group) {
-      float4 added = words[group * 32 + lane];
-      uint32_t place = (group + 8) * 4;
-      sums[place] = sums[place] + added.x;
-      sums[place + 1] = sums[place + 1] + added.y;
-      sums[place + 2] = sums[place + 2] + added.z;
-      sums[place + 3] = sums[place + 3] + added.w;
-      last += added.x;
-    }
-    wait_for_u32(float_bits(last));
-    warp_barrier();
-    if (lane == 0) mbarrier_arrive(empty + stage_2);
-    advance(stage, parity, 4);
-  }
-
-  __device__ __forceinline__ void finish_groups_3(float (&sums)[TILE_TOKENS / 8 * 4], uint32_t m_tile, uint32_t layer,
-      uint32_t phase, uint32_t token_tile) {
-    uint32_t row = m_tile * 16 + lane / 4;
-    float weights[2];
-    weights[0] = bf16_to_f32((norms + (layer * 2 + (phase <= 3 ? 1u : 2u)) * HIDDEN)[row]);
-    weights[1] = bf16_to_f32((norms + (layer * 2 + (phase <= 3 ? 1u : 2u)) * HIDDEN)[row + 8]);
-    #pragma unroll
-    for (uint32_t group = 8; group < 8 + TILE_TOKENS / 8 / 2 / 2; group += 4) {
-      uint32_t of_pass = token_tile * (TILE_TOKENS / 8) + group;
-      uint64_t index = ((uint64_t)(m_tile) * (PASS_TOKENS / 8) + (uint64_t)(token_tile * (TILE_TOKENS / 8) + group)) * (ACCUMULATOR_BYTES / 16);
-      float4 kept;
-      kept.x = sums[group * 4];
-      kept.y = sums[group * 4 + 1];
-      kept.z = sums[group * 4 + 2];
-      kept.w = sums[group * 4 + 3];
-      ((float4*)((float*)(workspace + RESIDUAL_AT)))[index + (uint64_t)(lane)] = kept;
-      float* of_lane = (float*)(arena + SQUARES) + (warp * TILE_TOKENS + lane * 2);
-      float* kept_2 = of_lane;
-      float square = fma_f32(bf16_to_f32(f32_to_bf16(sums[group * 4])), bf16_to_f32(f32_to_bf16(sums[group * 4])), bf16_to_f32(f32_to_bf16(sums[group * 4 + 2])) * bf16_to_f32(f32_to_bf16(sums[group * 4 + 2])));
-      square += shuffle_xor_f32(square, 4);
-      square += shuffle_xor_f32(square, 8);
-      square += shuffle_xor_f32(square, 16);
-      if (lane < 4) kept_2[group * 8] = square;
-      float square_2 = fma_f32(bf16_to_f32(f32_to_bf16(sums[group * 4 + 1])), bf16_to_f32(f32_to_bf16(sums[group * 4 + 1])), bf16_to_f32(f32_to_bf16(sums[group * 4 + 3])) * bf16_to_f32(f32_to_bf16(sums[group * 4 + 3])));
-      square_2 += shuffle_xor_f32(square_2, 4);
-      square_2 += shuffle_xor_f32(square_2, 8);
-      square_2 += shuffle_xor_f32(square_2, 16);
-      if (lane < 4) kept_2[group * 8 + 1] = square_2;
-      store_rows_of_no_others(workspace + HIDDEN_AT, sums, group, weights, m_tile, token_tile);
-      uint64_t index_2 = ((uint64_t)(m_tile) * (PASS_TOKENS / 8) + (uint64_t)(token_tile * (TILE_TOKENS / 8) + group + 1)) * (ACCUMULATOR_BYTES / 16);
-      float4 kept_3;
-      kept_3.x = sums[(group + 1) * 4];
-      kept_3.y = sums[(group + 1) * 4 + 1];
-      kept_3.z = sums[(group + 1) * 4 + 2];
-      kept_3.w = sums[(group + 1) * 4 + 3];
-      ((float4*)((float*)(workspace + RESIDUAL_AT)))[index_2 + (uint64_t)(lane)] = kept_3;
-      float* of_lane_2 = (float*)(arena + SQUARES) + (warp * TILE_TOKENS + lane * 2);
-      float* kept_4 = of_lane_2;
-      float square_3 = fma_f32(bf16_to_f32(f32_to_bf16(sums[(group + 1) * 4])), bf16_to_f32(f32_to_bf16(sums[(group + 1) * 4])), bf16_to_f32(f32_to_bf16(sums[(group + 1) * 4 + 2])) * bf16_to_f32(f32_to_bf16(sums[(group + 1) * 4 + 2])));
-      square_3 += shuffle_xor_f32(square_3, 4);
-      square_3 += shuffle_xor_f32(square_3, 8);
-      square_3 += shuffle_xor_f32(square_3, 16);
-      if (lane < 4) kept_4[(group + 1) * 8] = square_3;
-      float square_4 = fma_f32(bf16_to_f32(f32_to_bf16(sums[(group + 1) * 4 + 1])), bf16_to_f32(f32_to_bf16(sums[(group + 1) * 4 + 1])), bf16_to_f32(f32_to_bf16(sums[(group + 1) * 4 + 3])) * bf16_to_f32(f32_to_bf16(sums[(group + 1) * 4 + 3])));
-      square_4 += shuffle_xor_f32(square_4, 4);
-      square_4 += shuffle_xor_f32(square_4, 8);
-      square_4 += shuffle_xor_f32(square_4, 16);
-      if (lane < 4) kept_4[(group + 1) * 8 + 1] = square_4;
-      store_rows_of_no_others_2(workspace + HIDDEN_AT, sums, group, weights, m_tile, token_tile);
-      uint64_t index_3 = ((uint64_t)(m_tile) * (PASS_TOKENS / 8) + (uint64_t)(token_tile * (TILE_TOKENS / 8) + group + 2)) * (ACCUMULATOR_BYTES / 16);
-      float4 kept_5;
-      kept_5.x = sums[(group + 2) * 4];
-      kept_5.y = sums[(group + 2) * 4 + 1];
-      kept_5.z = sums[(group + 2) * 4 + 2];
-      kept_5.w = sums[(group + 2) * 4 + 3];
-      ((float4*)((float*)(workspace + RESIDUAL_AT)))[index_3 + (uint64_t)(lane)] = kept_5;
-      float* of_lane_3 = (float*)(arena + SQUARES) + (warp * TILE_TOKENS + lane * 2);
-      float* kept_6 = of_lane_3;
-      float square_5 = fma_f32(bf16_to_f32(f32_to_bf16(sums[(group + 2) * 4])), bf16_to_f32(f32_to_bf16(sums[(group + 2) * 4])), bf16_to_f32(f32_to_bf16(sums[(group + 2) * 4 + 2])) * bf16_to_f32(f32_to_bf16(sums[(group + 2) * 4 + 2])));
-      square_5 += shuffle_xor_f32(square_5, 4);
-      square_5 += shuffle_xor_f32(square_5, 8);
-      square_5 += shuffle_xor_f32(square_5, 16);
-      if (lane < 4) kept_6[(group + 2) * 8] = square_5;
-      float square_6 = fma_f32(bf16_to_f32(f32_to_bf16(sums[(group + 2) * 4 + 1])), bf16_to_f32(f32_to_bf16(sums[(group + 2) * 4 + 1])), bf16_to_f32(f32_to_bf16(sums[(group + 2) * 4 + 3])) * bf16_to_f32(f32_to_bf16(sums[(group + 2) * 4 + 3])));
-      square_6 += shuffle_xor_f32(square_6, 4);
-      square_6 += shuffle_xor_f32(square_6, 8);
-      square_6 += shuffle_xor_f32(square_6, 16);
-      if (lane < 4) kept_6[(group + 2) * 8 + 1] = square_6;
-      store_rows_of_no_others_3(workspace + HIDDEN_AT, sums, group, weights, m_tile, token_tile);
-      uint64_t index_4 = ((uint64_t)(m_tile) * (PASS_TOKENS / 8) + (uint64_t)(token_tile * (TILE_TOKENS / 8) + group + 3)) * (ACCUMULATOR_BYTES / 16);
-      float4 kept_7;
-      kept_7.x = sums[(group + 3) * 4];
-      kept_7.y = sums[(group + 3) * 4 + 1];
-      kept_7.z = sums[(group + 3) * 4 + 2];
-      kept_7.w = sums[(group + 3) * 4 + 3];
-      ((float4*)((float*)(workspace + RESIDUAL_AT)))[index_4 + (uint64_t)(lane)] = kept_7;
-      float* of_lane_4 = (float*)(arena + SQUARES) + (warp * TILE_TOKENS + lane * 2);
-      float* kept_8 = of_lane_4;
-      float square_7 = fma_f32(bf16_to_f32(f32_to_bf16(sums[(group + 3) * 4])), bf16_to_f32(f32_to_bf16(sums[(group + 3) * 4])), bf16_to_f32(f32_to_bf16(sums[(group + 3) * 4 + 2])) * bf16_to_f32(f32_to_bf16(sums[(group + 3) * 4 + 2])));
-      square_7 += shuffle_xor_f32(square_7, 4);
-      square_7 += shuffle_xor_f32(square_7, 8);
-      square_7 += shuffle_xor_f32(square_7, 16);
-      if (lane < 4) kept_8[(group + 3) * 8] = square_7;
-      float square_8 = fma_f32(bf16_to_f32(f32_to_bf16(sums[(group + 3) * 4 + 1])), bf16_to_f32(f32_to_bf16(sums[(group + 3) * 4 + 1])), bf16_to_f32(f32_to_bf16(sums[(group + 3) * 4 + 3])) * bf16_to_f32(f32_to_bf16(sums[(group + 3) * 4 + 3])));
-      square_8 += shuffle_xor_f32(square_8, 4);
-      square_8 += shuffle_xor_f32(square_8, 8);
-      square_8 += shuffle_xor_f32(square_8, 16);
-      if (lane < 4) kept_8[(group + 3) * 8 + 1] = square_8;
-      store_rows_of_no_others_4(workspace + HIDDEN_AT, sums, group, weights, m_tile, token_tile);
-    }
-  }
-
-  // Sums of the groups of tokens from `first` on, which the next stage has.
-  __device__ __forceinline__ void add_residual_3(float (&sums)[TILE_TOKENS / 8 * 4]) {
-    uint32_t stage_2 = stage;
-    mbarrier_wait(full + stage, parity);
-    uint8_t* own = ring + stage_2 * STAGE_BYTES + warp * (TILE_TOKENS / 8 / 2 / 2 * ACCUMULATOR_BYTES);
-    const float4* words = (const float4*)(own);
-    float last = 0.0f;
-    #pragma unroll
-    for (uint32_t group = 0; group < TILE_TOKENS / 8 / 2 / 2; ++group) {
-      float4 added = words[group * 32 + lane];
-      uint32_t place = (group + 16) * 4;
-      sums[place] = sums[place] + added.x;
-      sums[place + 1] = sums[place + 1] + added.y;
-      sums[place + 2] = sums[place + 2] + added.z;
-      sums[place + 3] = sums[place + 3] + added.w;
-      last += added.x;
-    }
-    wait_for_u32(float_bits(last));
-    warp_barrier();
-    if (lane == 0) mbarrier_arrive(empty + stage_2);
-    advance(stage, parity, 4);
-  }
-
-  __device__ __forceinline__ void finish_groups_4(float (&sums)[TILE_TOKENS / 8 * 4], uint32_t m_tile, uint32_t layer,
-      uint32_t phase, uint32_t token_tile) {
-    uint32_t row = m_tile * 16 + lane / 4;
-    float weights[2];
-    weights[0] = bf16_to_f32((norms + (layer * 2 + (phase <= 3 ? 1u : 2u)) * HIDDEN)[row]);
-    weights[1] = bf16_to_f32((norms + (layer * 2 + (phase <= 3 ? 1u : 2u)) * HIDDEN)[row + 8]);
-    #pragma unroll
-    for (uint32_t group = 16; group < 16 + TILE_TOKENS / 8 / 2 / 2; group += 4) {
-      uint32_t of_pass = token_tile * (TILE_TOKENS / 8) + group;
-      uint64_t index = ((uint64_t)(m_tile) * (PASS_TOKENS / 8) + (uint64_t)(token_tile * (TILE_TOKENS / 8) + group)) * (ACCUMULATOR_BYTES / 16);
-      float4 kept;
-      kept.x = sums[group * 4];
-      kept.y = sums[group * 4 + 1];
-      kept.z = sums[group * 4 + 2];
-      kept.w = sums[group * 4 + 3];
-      ((float4*)((float*)(workspace + RESIDUAL_AT)))[index + (uint64_t)(lane)] = kept;
-      float* of_lane = (float*)(arena + SQUARES) + (warp * TILE_TOKENS + lane * 2);
-      float* kept_2 = of_lane;
-      float square = fma_f32(bf16_to_f32(f32_to_bf16(sums[group * 4])), bf16_to_f32(f32_to_bf16(sums[group * 4])), bf16_to_f32(f32_to_bf16(sums[group * 4 + 2])) * bf16_to_f32(f32_to_bf16(sums[group * 4 + 2])));
-      square += shuffle_xor_f32(square, 4);
-      square += shuffle_xor_f32(square, 8);
-      square += shuffle_xor_f32(square, 16);
-      if (lane < 4) kept_2[group * 8] = square;
-      float square_2 = fma_f32(bf16_to_f32(f32_to_bf16(sums[group * 4 + 1])), bf16_to_f32(f32_to_bf16(sums[group * 4 + 1])), bf16_to_f32(f32_to_bf16(sums[group * 4 + 3])) * bf16_to_f32(f32_to_bf16(sums[group * 4 + 3])));
-      square_2 += shuffle_xor_f32(square_2, 4);
-      square_2 += shuffle_xor_f32(square_2, 8);
-      square_2 += shuffle_xor_f32(square_2, 16);
-      if (lane < 4) kept_2[group * 8 + 1] = square_2;
-      store_rows_of_no_others(workspace + HIDDEN_AT, sums, group, weights, m_tile, token_tile);
-      uint64_t index_2 = ((uint64_t)(m_tile) * (PASS_TOKENS / 8) + (uint64_t)(token_tile * (TILE_TOKENS / 8) + group + 1)) * (ACCUMULATOR_BYTES / 16);
-      float4 kept_3;
-      kept_3.x = sums[(group + 1) * 4];
-      kept_3.y = sums[(group + 1) * 4 + 1];
-      kept_3.z = sums[(group + 1) * 4 + 2];
-      kept_3.w = sums[(group + 1) * 4 + 3];
-      ((float4*)((float*)(workspace + RESIDUAL_AT)))[index_2 + (uint64_t)(lane)] = kept_3;
-      float* of_lane_2 = (float*)(arena + SQUARES) + (warp * TILE_TOKENS + lane * 2);
-      float* kept_4 = of_lane_2;
-      float square_3 = fma_f32(bf16_to_f32(f32_to_bf16(sums[(group + 1) * 4])), bf16_to_f32(f32_to_bf16(sums[(group + 1) * 4])), bf16_to_f32(f32_to_bf16(sums[(group + 1) * 4 + 2])) * bf16_to_f32(f32_to_bf16(sums[(group + 1) * 4 + 2])));
-      square_3 += shuffle_xor_f32(square_3, 4);
-      square_3 += shuffle_xor_f32(square_3, 8);
-      square_3 += shuffle_xor_f32(square_3, 16);
-      if (lane < 4) kept_4[(group + 1) * 8] = square_3;
-      float square_4 = fma_f32(bf16_to_f32(f32_to_bf16(sums[(group + 1) * 4 + 1])), bf16_to_f32(f32_to_bf16(sums[(group + 1) * 4 + 1])), bf16_to_f32(f32_to_bf16(sums[(group + 1) * 4 + 3])) * bf16_to_f32(f32_to_bf16(sums[(group + 1) * 4 + 3])));
-      square_4 += shuffle_xor_f32(square_4, 4);
-      square_4 += shuffle_xor_f32(square_4, 8);
-      square_4 += shuffle_xor_f32(square_4, 16);
-      if (lane < 4) kept_4[(group + 1) * 8 + 1] = square_4;
-      store_rows_of_no_others_2(workspace + HIDDEN_AT, sums, group, weights, m_tile, token_tile);
-      uint64_t index_3 = ((uint64_t)(m_tile) * (PASS_TOKENS / 8) + (uint64_t)(token_tile * (TILE_TOKENS / 8) + group + 2)) * (ACCUMULATOR_BYTES / 16);
-      float4 kept_5;
-      kept_5.x = sums[(group + 2) * 4];
-      kept_5.y = sums[(group + 2) * 4 + 1];
-      kept_5.z = sums[(group + 2) * 4 + 2];
-      kept_5.w = sums[(group + 2) * 4 + 3];
-      ((float4*)((float*)(workspace + RESIDUAL_AT)))[index_3 + (uint64_t)(lane)] = kept_5;
-      float* of_lane_3 = (float*)(arena + SQUARES) + (warp * TILE_TOKENS + lane * 2);
-      float* kept_6 = of_lane_3;
-      float square_5 = fma_f32(bf16_to_f32(f32_to_bf16(sums[(group + 2) * 4])), bf16_to_f32(f32_to_bf16(sums[(group + 2) * 4])), bf16_to_f32(f32_to_bf16(sums[(group + 2) * 4 + 2])) * bf16_to_f32(f32_to_bf16(sums[(group + 2) * 4 + 2])));
-      square_5 += shuffle_xor_f32(square_5, 4);
-      square_5 += shuffle_xor_f32(square_5, 8);
-      square_5 += shuffle_xor_f32(square_5, 16);
-      if (lane < 4) kept_6[(group + 2) * 8] = square_5;
-      float square_6 = fma_f32(bf16_to_f32(f32_to_bf16(sums[(group + 2) * 4 + 1])), bf16_to_f32(f32_to_bf16(sums[(group + 2) * 4 + 1])), bf16_to_f32(f32_to_bf16(sums[(group + 2) * 4 + 3])) * bf16_to_f32(f32_to_bf16(sums[(group + 2) * 4 + 3])));
-      square_6 += shuffle_xor_f32(square_6, 4);
-      square_6 += shuffle_xor_f32(square_6, 8);
-      square_6 += shuffle_xor_f32(square_6, 16);
-      if (lane < 4) kept_6[(group + 2) * 8 + 1] = square_6;
-      store_rows_of_no_others_3(workspace + HIDDEN_AT, sums, group, weights, m_tile, token_tile);
-      uint64_t index_4 = ((uint64_t)(m_tile) * (PASS_TOKENS / 8) + (uint64_t)(token_tile * (TILE_TOKENS / 8) + group + 3)) * (ACCUMULATOR_BYTES / 16);
-      float4 kept_7;
-      kept_7.x = sums[(group + 3) * 4];
-      kept_7.y = sums[(group + 3) * 4 + 1];
-      kept_7.z = sums[(group + 3) * 4 + 2];
-      kept_7.w = sums[(group + 3) * 4 + 3];
-      ((float4*)((float*)(workspace + RESIDUAL_AT)))[index_4 + (uint64_t)(lane)] = kept_7;
-      float* of_lane_4 = (float*)(arena + SQUARES) + (warp * TILE_TOKENS + lane * 2);
-      float* kept_8 = of_lane_4;
-      float square_7 = fma_f32(bf16_to_f32(f32_to_bf16(sums[(group + 3) * 4])), bf16_to_f32(f32_to_bf16(sums[(group + 3) * 4])), bf16_to_f32(f32_to_bf16(sums[(group + 3) * 4 + 2])) * bf16_to_f32(f32_to_bf16(sums[(group + 3) * 4 + 2])));
-      square_7 += shuffle_xor_f32(square_7, 4);
-      square_7 += shuffle_xor_f32(square_7, 8);
-      square_7 += shuffle_xor_f32(square_7, 16);
-      if (lane < 4) kept_8[(group + 3) * 8] = square_7;
-      float square_8 = fma_f32(bf16_to_f32(f32_to_bf16(sums[(group + 3) * 4 + 1])), bf16_to_f32(f32_to_bf16(sums[(group + 3) * 4 + 1])), bf16_to_f32(f32_to_bf16(sums[(group + 3) * 4 + 3])) * bf16_to_f32(f32_to_bf16(sums[(group + 3) * 4 + 3])));
-      square_8 += shuffle_xor_f32(square_8, 4);
-      square_8 += shuffle_xor_f32(square_8, 8);
-      square_8 += shuffle_xor_f32(square_8, 16);
-      if (lane < 4) kept_8[(group + 3) * 8 + 1] = square_8;
-      store_rows_of_no_others_4(workspace + HIDDEN_AT, sums, group, weights, m_tile, token_tile);
-    }
-  }
-
-  // Sums of the groups of tokens from `first` on, which the next stage has.
-  __device__ __forceinline__ void add_residual_4(float (&sums)[TILE_TOKENS / 8 * 4]) {
-    uint32_t stage_2 = stage;
-    mbarrier_wait(full + stage, parity);
-    uint8_t* own = ring + stage_2 * STAGE_BYTES + warp * (TILE_TOKENS / 8 / 2 / 2 * ACCUMULATOR_BYTES);
-    const float4* words = (const float4*)(own);
-    float last = 0.0f;
-    #pragma unroll
-    for (uint32_t group = 0; group < TILE_TOKENS / 8 / 2 / 2; ++group) {
-      float4 added = words[group * 32 + lane];
-      uint32_t place = (group + 24) * 4;
-      sums[place] = sums[place] + added.x;
-      sums[place + 1] = sums[place + 1] + added.y;
-      sums[place + 2] = sums[place + 2] + added.z;
-      sums[place + 3] = sums[place + 3] + added.w;
-      last += added.x;
-    }
-    wait_for_u32(float_bits(last));
-    warp_barrier();
-    if (lane == 0) mbarrier_arrive(empty + stage_2);
-    advance(stage, parity, 4);
-  }
-
-  __device__ __forceinline__ void finish_groups_5(float (&sums)[TILE_TOKENS / 8 * 4], uint32_t m_tile, uint32_t layer,
-      uint32_t phase, uint32_t token_tile) {
-    uint32_t row = m_tile * 16 + lane / 4;
-    float weights[2];
-    weights[0] = bf16_to_f32((norms + (layer * 2 + (phase <= 3 ? 1u : 2u)) * HIDDEN)[row]);
-    weights[1] = bf16_to_f32((norms + (layer * 2 + (phase <= 3 ? 1u : 2u)) * HIDDEN)[row + 8]);
-    #pragma unroll
-    for (uint32_t group = 24; group < 24 + TILE_TOKENS / 8 / 2 / 2; group += 4) {
-      uint32_t of_pass = token_tile * (TILE_TOKENS / 8) + group;
-      uint64_t index = ((uint64_t)(m_tile) * (PASS_TOKENS / 8) + (uint64_t)(token_tile * (TILE_TOKENS / 8) + group)) * (ACCUMULATOR_BYTES / 16);
-      float4 kept;
-      kept.x = sums[group * 4];
-      kept.y = sums[group * 4 + 1];
-      kept.z = sums[group * 4 + 2];
-      kept.w = sums[group * 4 + 3];
-      ((float4*)((float*)(workspace + RESIDUAL_AT)))[index + (uint64_t)(lane)] = kept;
-      float* of_lane = (float*)(arena + SQUARES) + (warp * TILE_TOKENS + lane * 2);
-      float* kept_2 = of_lane;
-      float square = fma_f32(bf16_to_f32(f32_to_bf16(sums[group * 4])), bf16_to_f32(f32_to_bf16(sums[group * 4])), bf16_to_f32(f32_to_bf16(sums[group * 4 + 2])) * bf16_to_f32(f32_to_bf16(sums[group * 4 + 2])));
-      square += shuffle_xor_f32(square, 4);
-      square += shuffle_xor_f32(square, 8);
-      square += shuffle_xor_f32(square, 16);
-      if (lane < 4) kept_2[group * 8] = square;
-      float square_2 = fma_f32(bf16_to_f32(f32_to_bf16(sums[group * 4 + 1])), bf16_to_f32(f32_to_bf16(sums[group * 4 + 1])), bf16_to_f32(f32_to_bf16(sums[group * 4 + 3])) * bf16_to_f32(f32_to_bf16(sums[group * 4 + 3])));
-      square_2 += shuffle_xor_f32(square_2, 4);
-      square_2 += shuffle_xor_f32(square_2, 8);
-      square_2 += shuffle_xor_f32(square_2, 16);
-      if (lane < 4) kept_2[group * 8 + 1] = square_2;
-      store_rows_of_no_others(workspace + HIDDEN_AT, sums, group, weights, m_tile, token_tile);
-      uint64_t index_2 = ((uint64_t)(m_tile) * (PASS_TOKENS / 8) + (uint64_t)(token_tile * (TILE_TOKENS / 8) + group + 1)) * (ACCUMULATOR_BYTES / 16);
-      float4 kept_3;
-      kept_3.x = sums[(group + 1) * 4];
-      kept_3.y = sums[(group + 1) * 4 + 1];
-      kept_3.z = sums[(group + 1) * 4 + 2];
-      kept_3.w = sums[(group + 1) * 4 + 3];
-      ((float4*)((float*)(workspace + RESIDUAL_AT)))[index_2 + (uint64_t)(lane)] = kept_3;
-      float* of_lane_2 = (float*)(arena + SQUARES) + (warp * TILE_TOKENS + lane * 2);
-      float* kept_4 = of_lane_2;
-      float square_3 = fma_f32(bf16_to_f32(f32_to_bf16(sums[(group + 1) * 4])), bf16_to_f32(f32_to_bf16(sums[(group + 1) * 4])), bf16_to_f32(f32_to_bf16(sums[(group + 1) * 4 + 2])) * bf16_to_f32(f32_to_bf16(sums[(group + 1) * 4 + 2])));
-      square_3 += shuffle_xor_f32(square_3, 4);
-      square_3 += shuffle_xor_f32(square_3, 8);
-      square_3 += shuffle_xor_f32(square_3, 16);
-      if (lane < 4) kept_4[(group + 1) * 8] = square_3;
-      float square_4 = fma_f32(bf16_to_f32(f32_to_bf16(sums[(group + 1) * 4 + 1])), bf16_to_f32(f32_to_bf16(sums[(group + 1) * 4 + 1])), bf16_to_f32(f32_to_bf16(sums[(group + 1) * 4 + 3])) * bf16_to_f32(f32_to_bf16(sums[(group + 1) * 4 + 3])));
-      square_4 += shuffle_xor_f32(square_4, 4);
-      square_4 += shuffle_xor_f32(square_4, 8);
-      square_4 += shuffle_xor_f32(square_4, 16);
-      if (lane < 4) kept_4[(group + 1) * 8 + 1] = square_4;
-      store_rows_of_no_others_2(workspace + HIDDEN_AT, sums, group, weights, m_tile, token_tile);
-      uint64_t index_3 = ((uint64_t)(m_tile) * (PASS_TOKENS / 8) + (uint64_t)(token_tile * (TILE_TOKENS / 8) + group + 2)) * (ACCUMULATOR_BYTES / 16);
-      float4 kept_5;
-      kept_5.x = sums[(group + 2) * 4];
-      kept_5.y = sums[(group + 2) * 4 + 1];
-      kept_5.z = sums[(group + 2) * 4 + 2];
-      kept_5.w = sums[(group + 2) * 4 + 3];
-      ((float4*)((float*)(workspace + RESIDUAL_AT)))[index_3 + (uint64_t)(lane)] = kept_5;
-      float* of_lane_3 = (float*)(arena + SQUARES) + (warp * TILE_TOKENS + lane * 2);
-      float* kept_6 = of_lane_3;
-      float square_5 = fma_f32(bf16_to_f32(f32_to_bf16(sums[(group + 2) * 4])), bf16_to_f32(f32_to_bf16(sums[(group + 2) * 4])), bf16_to_f32(f32_to_bf16(sums[(group + 2) * 4 + 2])) * bf16_to_f32(f32_to_bf16(sums[(group + 2) * 4 + 2])));
-      square_5 += shuffle_xor_f32(square_5, 4);
-      square_5 += shuffle_xor_f32(square_5, 8);
-      square_5 += shuffle_xor_f32(square_5, 16);
-      if (lane < 4) kept_6[(group + 2) * 8] = square_5;
-      float square_6 = fma_f32(bf16_to_f32(f32_to_bf16(sums[(group + 2) * 4 + 1])), bf16_to_f32(f32_to_bf16(sums[(group + 2) * 4 + 1])), bf16_to_f32(f32_to_bf16(sums[(group + 2) * 4 + 3])) * bf16_to_f32(f32_to_bf16(sums[(group + 2) * 4 + 3])));
-      square_6 += shuffle_xor_f32(square_6, 4);
-      square_6 += shuffle_xor_f32(square_6, 8);
-      square_6 += shuffle_xor_f32(square_6, 16);
-      if (lane < 4) kept_6[(group + 2) * 8 + 1] = square_6;
-      store_rows_of_no_others_3(workspace + HIDDEN_AT, sums, group, weights, m_tile, token_tile);
-      uint64_t index_4 = ((uint64_t)(m_tile) * (PASS_TOKENS / 8) + (uint64_t)(token_tile * (TILE_TOKENS / 8) + group + 3)) * (ACCUMULATOR_BYTES / 16);
-      float4 kept_7;
-      kept_7.x = sums[(group + 3) * 4];
-      kept_7.y = sums[(group + 3) * 4 + 1];
-      kept_7.z = sums[(group + 3) * 4 + 2];
-      kept_7.w = sums[(group + 3) * 4 + 3];
-      ((float4*)((float*)(workspace + RESIDUAL_AT)))[index_4 + (uint64_t)(lane)] = kept_7;
-      float* of_lane_4 = (float*)(arena + SQUARES) + (warp * TILE_TOKENS + lane * 2);
-      float* kept_8 = of_lane_4;
-      float square_7 = fma_f32(bf16_to_f32(f32_to_bf16(sums[(group + 3) * 4])), bf16_to_f32(f32_to_bf16(sums[(group + 3) * 4])), bf16_to_f32(f32_to_bf16(sums[(group + 3) * 4 + 2])) * bf16_to_f32(f32_to_bf16(sums[(group + 3) * 4 + 2])));
-      square_7 += shuffle_xor_f32(square_7, 4);
-      square_7 += shuffle_xor_f32(square_7, 8);
-      square_7 += shuffle_xor_f32(square_7, 16);
-      if (lane < 4) kept_8[(group + 3) * 8] = square_7;
-      float square_8 = fma_f32(bf16_to_f32(f32_to_bf16(sums[(group + 3) * 4 + 1])), bf16_to_f32(f32_to_bf16(sums[(group + 3) * 4 + 1])), bf16_to_f32(f32_to_bf16(sums[(group + 3) * 4 + 3])) * bf16_to_f32(f32_to_bf16(sums[(group + 3) * 4 + 3])));
-      square_8 += shuffle_xor_f32(square_8, 4);
-      square_8 += shuffle_xor_f32(square_8, 8);
-      square_8 += shuffle_xor_f32(square_8, 16);
-      if (lane < 4) kept_8[(group + 3) * 8 + 1] = square_8;
-      store_rows_of_no_others_4(workspace + HIDDEN_AT, sums, group, weights, m_tile, token_tile);
+      if (lane < 4) kept_8[in_tile_4 * 8 + 1] = square_8;
+      store_rows_of_tiles(workspace + HIDDEN_AT, sum_14, weights, sum_16, sum_13, sum_15, m_tile, of_pass_5);
     }
   }
 
   // Every token's sum over the row tile: its M-tiles in order.
-  __device__ __forceinline__ void end_3(uint32_t row_tile, uint32_t token_tile) {
+  __device__ __forceinline__ void end_of_residual(uint32_t row_tile, uint32_t token_tile) {
     named_barrier(1, CONSUMERS);
     if (thread < TILE_TOKENS) {
       float* kept = (float*)(arena + SQUARES) + thread;
@@ -1983,13 +1387,13 @@ struct PromptPass {
   }
 
   // silu(gate) * up of an M-tile's 8 gate rows and their up rows, as 8 columns of a vector in token order.
-  __device__ __forceinline__ void store_gated(uint8_t* into, float first, float2 scale, float second, float third,
-      float fourth, uint32_t m_tile, uint32_t token_tile, uint32_t group) {
-    float first_2 = first * scale.x;
-    float second_2 = second * scale.y;
-    float third_2 = third * scale.x;
-    float fourth_2 = fourth * scale.y;
-    uint32_t pair = pack_bf16x2(divide_f32(first_2, 1.0f + exp_f32(-first_2)) * third_2, divide_f32(second_2, 1.0f + exp_f32(-second_2)) * fourth_2);
+  __device__ __forceinline__ void store_gated(uint8_t* into, float sum, float2 scale, float sum_2, float sum_3,
+      float sum_4, uint32_t m_tile, uint32_t of_pass) {
+    float first = sum * scale.x;
+    float second = sum_2 * scale.y;
+    float third = sum_3 * scale.x;
+    float fourth = sum_4 * scale.y;
+    uint32_t pair = pack_bf16x2(divide_f32(first, 1.0f + exp_f32(-first)) * third, divide_f32(second, 1.0f + exp_f32(-second)) * fourth);
     bool is_odd = lane / 4 % 2 != 0;
     uint32_t mine = is_odd ? pair : pair;
     uint32_t other = shuffle_xor_u32(is_odd ? pair : pair, 4);
@@ -1999,113 +1403,52 @@ struct PromptPass {
     uint32_t word = is_odd_2 ? byte_permute(even, odd, HIGH_HALVES) : byte_permute(even, odd, LOW_HALVES);
     uint32_t row = lane / 4;
     uint32_t token = lane % 4 * 2 + lane / 4 % 2;
-    uint64_t block = (uint64_t)(m_tile / 4 * (PASS_TOKENS / 8) + (token_tile * (TILE_TOKENS / 8) + group)) * GROUP_BYTES;
+    uint64_t block = (uint64_t)(m_tile / 4 * (PASS_TOKENS / 8) + of_pass) * GROUP_BYTES;
     uint8_t* address = into + block + (uint64_t)(row / 2 * UNIT_BYTES + token * 16) + m_tile % 4 * 4;
     ((uint32_t*)(address))[0] = word;
   }
 
-  // silu(gate) * up of an M-tile's 8 gate rows and their up rows, as 8 columns of a vector in token order.
-  __device__ __forceinline__ void store_gated_of_no_others(uint8_t* into, float first, float2 scale, float second,
-      float third, float fourth, uint32_t m_tile, uint32_t token_tile, uint32_t group) {
-    float first_2 = first * scale.x;
-    float second_2 = second * scale.y;
-    float third_2 = third * scale.x;
-    float fourth_2 = fourth * scale.y;
-    uint32_t pair = pack_bf16x2(divide_f32(first_2, 1.0f + exp_f32(-first_2)) * third_2, divide_f32(second_2, 1.0f + exp_f32(-second_2)) * fourth_2);
-    bool is_odd = lane / 4 % 2 != 0;
-    uint32_t mine = is_odd ? pair : pair;
-    uint32_t other = shuffle_xor_u32(is_odd ? pair : pair, 4);
-    uint32_t even = is_odd ? other : mine;
-    uint32_t odd = is_odd ? mine : other;
-    bool is_odd_2 = lane / 4 % 2 != 0;
-    uint32_t word = is_odd_2 ? byte_permute(even, odd, HIGH_HALVES) : byte_permute(even, odd, LOW_HALVES);
-    uint32_t row = lane / 4;
-    uint32_t token = lane % 4 * 2 + lane / 4 % 2;
-    uint64_t block = (uint64_t)(m_tile / 4 * (PASS_TOKENS / 8) + (token_tile * (TILE_TOKENS / 8) + group) + 1) * GROUP_BYTES;
-    uint8_t* address = into + block + (uint64_t)(row / 2 * UNIT_BYTES + token * 16) + m_tile % 4 * 4;
-    ((uint32_t*)(address))[0] = word;
-  }
-
-  // silu(gate) * up of an M-tile's 8 gate rows and their up rows, as 8 columns of a vector in token order.
-  __device__ __forceinline__ void store_gated_of_no_others_2(uint8_t* into, float first, float2 scale, float second,
-      float third, float fourth, uint32_t m_tile, uint32_t token_tile, uint32_t group) {
-    float first_2 = first * scale.x;
-    float second_2 = second * scale.y;
-    float third_2 = third * scale.x;
-    float fourth_2 = fourth * scale.y;
-    uint32_t pair = pack_bf16x2(divide_f32(first_2, 1.0f + exp_f32(-first_2)) * third_2, divide_f32(second_2, 1.0f + exp_f32(-second_2)) * fourth_2);
-    bool is_odd = lane / 4 % 2 != 0;
-    uint32_t mine = is_odd ? pair : pair;
-    uint32_t other = shuffle_xor_u32(is_odd ? pair : pair, 4);
-    uint32_t even = is_odd ? other : mine;
-    uint32_t odd = is_odd ? mine : other;
-    bool is_odd_2 = lane / 4 % 2 != 0;
-    uint32_t word = is_odd_2 ? byte_permute(even, odd, HIGH_HALVES) : byte_permute(even, odd, LOW_HALVES);
-    uint32_t row = lane / 4;
-    uint32_t token = lane % 4 * 2 + lane / 4 % 2;
-    uint64_t block = (uint64_t)(m_tile / 4 * (PASS_TOKENS / 8) + (token_tile * (TILE_TOKENS / 8) + group) + 2) * GROUP_BYTES;
-    uint8_t* address = into + block + (uint64_t)(row / 2 * UNIT_BYTES + token * 16) + m_tile % 4 * 4;
-    ((uint32_t*)(address))[0] = word;
-  }
-
-  // silu(gate) * up of an M-tile's 8 gate rows and their up rows, as 8 columns of a vector in token order.
-  __device__ __forceinline__ void store_gated_of_no_others_3(uint8_t* into, float first, float2 scale, float second,
-      float third, float fourth, uint32_t m_tile, uint32_t token_tile, uint32_t group) {
-    float first_2 = first * scale.x;
-    float second_2 = second * scale.y;
-    float third_2 = third * scale.x;
-    float fourth_2 = fourth * scale.y;
-    uint32_t pair = pack_bf16x2(divide_f32(first_2, 1.0f + exp_f32(-first_2)) * third_2, divide_f32(second_2, 1.0f + exp_f32(-second_2)) * fourth_2);
-    bool is_odd = lane / 4 % 2 != 0;
-    uint32_t mine = is_odd ? pair : pair;
-    uint32_t other = shuffle_xor_u32(is_odd ? pair : pair, 4);
-    uint32_t even = is_odd ? other : mine;
-    uint32_t odd = is_odd ? mine : other;
-    bool is_odd_2 = lane / 4 % 2 != 0;
-    uint32_t word = is_odd_2 ? byte_permute(even, odd, HIGH_HALVES) : byte_permute(even, odd, LOW_HALVES);
-    uint32_t row = lane / 4;
-    uint32_t token = lane % 4 * 2 + lane / 4 % 2;
-    uint64_t block = (uint64_t)(m_tile / 4 * (PASS_TOKENS / 8) + (token_tile * (TILE_TOKENS / 8) + group) + 3) * GROUP_BYTES;
-    uint8_t* address = into + block + (uint64_t)(row / 2 * UNIT_BYTES + token * 16) + m_tile % 4 * 4;
-    ((uint32_t*)(address))[0] = word;
-  }
-
-  __device__ __forceinline__ void finish_groups_6(float (&sums)[TILE_TOKENS / 8 * 4], uint32_t token_tile,
-      uint32_t m_tile) {
+  __device__ __forceinline__ void finish_groups_of_gated(float (&sums)[TILE_TOKENS / 8 * 4], uint32_t first,
+      uint32_t token_tile, uint32_t m_tile) {
     #pragma unroll
-    for (uint32_t group = 0; group < TILE_TOKENS / 8; group += 4) {
+    for (uint32_t group = first; group < first + TILE_TOKENS / 8; group += 4) {
       uint32_t of_pass = token_tile * (TILE_TOKENS / 8) + group;
+      float sum = sums[group * 4];
+      float sum_2 = sums[group * 4 + 1];
+      float sum_3 = sums[group * 4 + 2];
+      float sum_4 = sums[group * 4 + 3];
+      uint32_t in_tile = group;
+      uint32_t of_pass_2 = token_tile * (TILE_TOKENS / 8) + in_tile;
       const float2* pairs = (const float2*)(scales + turn * TILE_TOKENS);
-      float2 scale = pairs[group * 4 + lane % 4];
-      float first = sums[group * 4];
-      float second = sums[group * 4 + 1];
-      float third = sums[group * 4 + 2];
-      float fourth = sums[group * 4 + 3];
-      store_gated(workspace + GATED_AT, first, scale, second, third, fourth, m_tile, token_tile, group);
+      float2 scale = pairs[in_tile * 4 + lane % 4];
+      store_gated(workspace + GATED_AT, sum, scale, sum_2, sum_3, sum_4, m_tile, of_pass_2);
+      float sum_5 = sums[(group + 1) * 4];
+      float sum_6 = sums[(group + 1) * 4 + 1];
+      float sum_7 = sums[(group + 1) * 4 + 2];
+      float sum_8 = sums[(group + 1) * 4 + 3];
+      uint32_t in_tile_2 = group + 1;
+      uint32_t of_pass_3 = token_tile * (TILE_TOKENS / 8) + in_tile_2;
       const float2* pairs_2 = (const float2*)(scales + turn * TILE_TOKENS);
-      float2 scale_2 = pairs_2[(group + 1) * 4 + lane % 4];
-      float first_2 = sums[(group + 1) * 4];
-      float second_2 = sums[(group + 1) * 4 + 1];
-      float third_2 = sums[(group + 1) * 4 + 2];
-      float fourth_2 = sums[(group + 1) * 4 + 3];
-      store_gated_of_no_others(workspace + GATED_AT, first_2, scale_2, second_2, third_2, fourth_2, m_tile, token_tile,
-          group);
+      float2 scale_2 = pairs_2[in_tile_2 * 4 + lane % 4];
+      store_gated(workspace + GATED_AT, sum_5, scale_2, sum_6, sum_7, sum_8, m_tile, of_pass_3);
+      float sum_9 = sums[(group + 2) * 4];
+      float sum_10 = sums[(group + 2) * 4 + 1];
+      float sum_11 = sums[(group + 2) * 4 + 2];
+      float sum_12 = sums[(group + 2) * 4 + 3];
+      uint32_t in_tile_3 = group + 2;
+      uint32_t of_pass_4 = token_tile * (TILE_TOKENS / 8) + in_tile_3;
       const float2* pairs_3 = (const float2*)(scales + turn * TILE_TOKENS);
-      float2 scale_3 = pairs_3[(group + 2) * 4 + lane % 4];
-      float first_3 = sums[(group + 2) * 4];
-      float second_3 = sums[(group + 2) * 4 + 1];
-      float third_3 = sums[(group + 2) * 4 + 2];
-      float fourth_3 = sums[(group + 2) * 4 + 3];
-      store_gated_of_no_others_2(workspace + GATED_AT, first_3, scale_3, second_3, third_3, fourth_3, m_tile,
-          token_tile, group);
+      float2 scale_3 = pairs_3[in_tile_3 * 4 + lane % 4];
+      store_gated(workspace + GATED_AT, sum_9, scale_3, sum_10, sum_11, sum_12, m_tile, of_pass_4);
+      float sum_13 = sums[(group + 3) * 4];
+      float sum_14 = sums[(group + 3) * 4 + 1];
+      float sum_15 = sums[(group + 3) * 4 + 2];
+      float sum_16 = sums[(group + 3) * 4 + 3];
+      uint32_t in_tile_4 = group + 3;
+      uint32_t of_pass_5 = token_tile * (TILE_TOKENS / 8) + in_tile_4;
       const float2* pairs_4 = (const float2*)(scales + turn * TILE_TOKENS);
-      float2 scale_4 = pairs_4[(group + 3) * 4 + lane % 4];
-      float first_4 = sums[(group + 3) * 4];
-      float second_4 = sums[(group + 3) * 4 + 1];
-      float third_4 = sums[(group + 3) * 4 + 2];
-      float fourth_4 = sums[(group + 3) * 4 + 3];
-      store_gated_of_no_others_3(workspace + GATED_AT, first_4, scale_4, second_4, third_4, fourth_4, m_tile,
-          token_tile, group);
+      float2 scale_4 = pairs_4[in_tile_4 * 4 + lane % 4];
+      store_gated(workspace + GATED_AT, sum_13, scale_4, sum_14, sum_15, sum_16, m_tile, of_pass_5);
     }
   }
 
@@ -2126,30 +1469,30 @@ struct PromptPass {
       uint4 even[4];
       uint4 odd[4];
       uint32_t previous = 0;
-      multiply_stage(sums, even, previous);
+      multiply_first_stage(sums, even, previous);
       uint32_t pairs = phase == 4 ? (DOWN_COLUMNS / 32 - 2) / 4 : (phase == 3 ? (GATE_UP_COLUMNS / 32 - 2) / 4 : (phase == 2 ? (O_COLUMNS / 32 - 2) / 4 : (QKV_COLUMNS / 32 - 2) / 4));
       #pragma unroll 1
       for (uint32_t i = 0; i < pairs; ++i) {
-        multiply_stage_2(sums, odd, previous);
-        multiply_stage_2(sums, even, previous);
+        multiply_stage(sums, odd, previous);
+        multiply_stage(sums, even, previous);
       }
-      multiply_stage_2(sums, odd, previous);
+      multiply_stage(sums, odd, previous);
       wgmma_wait_all();
       warp_barrier();
       if (lane == 0) mbarrier_arrive(empty + previous);
-      if (phase == 0 && m_tile < QKV_ROWS / 16) finish_groups(sums, token_tile, m_tile, layer);
+      if (phase == 0 && m_tile < QKV_ROWS / 16) finish_groups(sums, 0, token_tile, m_tile, layer);
       if (phase == 2 || phase == 4) {
-        add_residual(sums);
-        if (m_tile < O_ROWS / 16) finish_groups_2(sums, m_tile, layer, phase_2, token_tile);
-        add_residual_2(sums);
-        if (m_tile < O_ROWS / 16) finish_groups_3(sums, m_tile, layer, phase_2, token_tile);
-        add_residual_3(sums);
-        if (m_tile < O_ROWS / 16) finish_groups_4(sums, m_tile, layer, phase_2, token_tile);
-        add_residual_4(sums);
-        if (m_tile < O_ROWS / 16) finish_groups_5(sums, m_tile, layer, phase_2, token_tile);
-        end_3(row_tile, token_tile);
+        add_residual(sums, 0);
+        if (m_tile < O_ROWS / 16) finish_groups_of_residual(sums, 0, m_tile, layer, phase_2, token_tile);
+        add_residual(sums, 8);
+        if (m_tile < O_ROWS / 16) finish_groups_of_residual(sums, 8, m_tile, layer, phase_2, token_tile);
+        add_residual(sums, 16);
+        if (m_tile < O_ROWS / 16) finish_groups_of_residual(sums, 16, m_tile, layer, phase_2, token_tile);
+        add_residual(sums, 24);
+        if (m_tile < O_ROWS / 16) finish_groups_of_residual(sums, 24, m_tile, layer, phase_2, token_tile);
+        end_of_residual(row_tile, token_tile);
       }
-      if (phase == 3 && m_tile < GATE_UP_ROWS / 16) finish_groups_6(sums, token_tile, m_tile);
+      if (phase == 3 && m_tile < GATE_UP_ROWS / 16) finish_groups_of_gated(sums, 0, token_tile, m_tile);
     }
   }
 

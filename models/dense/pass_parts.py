@@ -59,7 +59,7 @@ class PassParts:
         self.tokens = PassTokens(launch.groups, launch.segments, launch.segment_count, launch.tiles, launch.tile_count)
         self.ring = TileRing(machine, sizes.format)
         self.product = TileProduct(machine, self.ring, token_tiles)
-        few = replace(machine, plan=machine.plan.of_finish())
+        few = replace(machine, plan=machine.plan.of_finish(), name="few_tokens")
         of_few = (launch.column_count + (few.plan.tile_tokens - 1)) // few.plan.tile_tokens
         self.of_few = TileProduct(few, self.ring, of_few)
         self.tiles = None if sizes.slots is None else ExpertTiles(machine, sizes.slots)

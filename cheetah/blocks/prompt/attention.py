@@ -145,7 +145,7 @@ class PassAttention:
             previous = ch.var(ty.u32, self.ring.using.stage)
             self._multiply_keys(logits, queries)
             prim.wgmma_wait_all()
-            self._weigh(logits, even, rows, begin * self.key_tile)
+            self._weigh(logits, even, rows, ch.argument(0) if self.window is None else begin * self.key_tile)
             # Two sets of weights take turns: one is multiplied while the other is made.
             others = end - begin - 1
             with ch.for_(0, others // 2 * 2, 2, unroll=1, name="other") as other:
@@ -154,9 +154,9 @@ class PassAttention:
                 self._go_on(logits, queries, output, odd, even, rows, previous, key + self.key_tile)
             with ch.if_(others % 2 != 0):
                 self._go_on(logits, queries, output, even, odd, rows, previous, (end - 1) * self.key_tile)
-                self._end(output, odd, previous)
+                self._finish_values(output, odd, previous)
             with ch.else_():
-                self._end(output, even, previous)
+                self._finish_values(output, even, previous)
             self._store(output, rows, head, place)
 
     @ch.function
@@ -183,7 +183,7 @@ class PassAttention:
         previous.set(stage)
 
     @ch.function
-    def _end(self, output: Any, weights: Any, previous: Any) -> None:
+    def _finish_values(self, output: Any, weights: Any, previous: Any) -> None:
         """The last values."""
         self._multiply_values(output, weights, previous)
         prim.wgmma_wait_all()

@@ -62,6 +62,10 @@ class Scales:
             scales = self.machine.region("scales", ty.f32)
             self.turn, self.memory = turn, scales
 
+    @property
+    def name(self) -> str:
+        return self.machine.name
+
     @ch.function
     def load(self, token_tile: ch.Expr) -> None:
         """By all consumer warps, once a tile."""

@@ -39,6 +39,8 @@ class PassMachine:
     activations: ch.Role
     consumer: ch.Role
     rank: ch.Expr | int = 0
+    name: str = "tiles"
+    """What the text tells functions of its tiles by, from those of other tiles."""
 
     @property
     def consumer_threads(self) -> int:

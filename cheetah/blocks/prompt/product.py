@@ -11,6 +11,7 @@ of experts, whose weights are shared by few tokens, are dealt with the rows insi
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -26,6 +27,16 @@ from cheetah.plan import MatrixLayout
 from cheetah.plan.formats import M_TILE_ROWS, TileFormat
 from cheetah.plan.prompt import STAGE_TILES, PassPlan
 
+
+@dataclass(frozen=True)
+class Turn:
+    """Of the stages of an M-tile the second, fourth ... or the others: number 0 for the first one."""
+
+    number: int
+    name: str
+
+
+EVEN, ODD = Turn(0, "even_stages"), Turn(1, "odd_stages")
 ACCUMULATORS = 4
 """Of a lane, for its M-tile and a group of 8 tokens."""
 LOADED_AT_ONCE = 4
@@ -51,6 +62,12 @@ class Finish:
     are added to something."""
 
     multiplier: float = 1.0
+
+    @property
+    def name(self) -> str:
+        """What the text tells functions of it by: those of StoreHeads are `..._of_heads`."""
+        words = re.findall(r"[A-Z][a-z]*", type(self).__name__)
+        return "_".join(words[words[0] == "Store" and len(words) > 1 :]).lower()
 
     def begin(self, row_tile: ch.Expr, token_tile: ch.Expr) -> None:
         """Called by all consumer warps when a tile begins."""
@@ -366,17 +383,17 @@ class TileProduct:
         first = self._first_tiles(cases)
         left = {case.phase: case.k_tiles - first for case in cases}
         rests = {index: tiles % (2 * STAGE_TILES) for index, tiles in left.items()}
-        self._multiply_stage(operands, sums, even, previous, first, 0, is_first=True)
+        self._multiply_first_stage(operands, sums, even, previous, first)
         pairs = of_phase(phase, {index: tiles // (2 * STAGE_TILES) for index, tiles in left.items()})
         with ch.for_(pairs, unroll=1):
-            self._multiply_stage(operands, sums, odd, previous, STAGE_TILES, 1)
-            self._multiply_stage(operands, sums, even, previous, STAGE_TILES, 0)
+            self._multiply_stage(operands, sums, odd, previous, STAGE_TILES, ODD)
+            self._multiply_stage(operands, sums, even, previous, STAGE_TILES, EVEN)
         for rest in sorted({rest for rest in rests.values() if rest}):
             with _if_one_of(phase, [index for index in rests if rests[index] == rest], list(rests)):
                 for index, done in enumerate(range(0, rest, STAGE_TILES)):
                     fragments = (odd, even)[index]
                     tiles = min(STAGE_TILES, rest - done)
-                    self._multiply_stage(operands, sums, fragments, previous, tiles, 1 - index)
+                    self._multiply_stage(operands, sums, fragments, previous, tiles, (ODD, EVEN)[index])
         prim.wgmma_wait_all()
         self.ring.release(previous)
 
@@ -388,25 +405,37 @@ class TileProduct:
         return first.pop()
 
     @ch.function
+    def _multiply_first_stage(
+        self, operands: StageOperands, sums: Any, fragments: Any, previous: Any, tiles: int
+    ) -> None:
+        """The same of the first stage, before which there is none to wait for."""
+        self._issue_stage(operands, sums, fragments, previous, tiles, EVEN, is_first=True)
+
+    @ch.function
     def _multiply_stage(
+        self, operands: StageOperands, sums: Any, fragments: Any, previous: Any, tiles: int, turn: Turn
+    ) -> None:
+        """Issue the products of a stage's K-tiles, then wait for those of the stage before and give that back."""
+        self._issue_stage(operands, sums, fragments, previous, tiles, turn, is_first=False)
+
+    @ch.inline
+    def _issue_stage(
         self,
         operands: StageOperands,
         sums: Any,
         fragments: Any,
         previous: Any,
         tiles: int,
-        turn: int,
+        turn: Turn,
         *,
-        is_first: bool = False,
+        is_first: bool,
     ) -> None:
-        """Issue the products of a stage's K-tiles, then wait for those of the stage before and give that back. turn: 0
-        for the stages 0, 2, 4 ... of an M-tile, 1 for the others."""
         ring, plan = self.ring, self.machine.plan
         steps = tiles * STEPS_PER_TILE
         stage = ch.const(ty.u32, ring.using.stage, name="stage")
         ring.wait()
         memory = ring.memory + stage * ring.stage_bytes
-        operands.load(memory, turn, steps, fragments)
+        operands.load(memory, turn.number, steps, fragments)
         # The registers were loaded before the products read them.
         prim.wgmma_fence()
         descriptor = prim.matrix_descriptor(memory + ring.weights_bytes, UNIT_BYTES, GROUP_BYTES)
@@ -425,7 +454,7 @@ class TileProduct:
     # -- finishing --------------------------------------------------------------------------------------------------
 
     @ch.function
-    def _add_residual(self, sums: Any, first: int, multiplier: float) -> None:
+    def _add_residual(self, sums: Any, first: ch.Expr, multiplier: float) -> None:
         """Sums of the groups of tokens from `first` on, which the next stage has."""
         ring, groups = self.ring, self.residual_groups
         stage = ch.const(ty.u32, ring.using.stage, name="stage")
@@ -457,9 +486,9 @@ class TileProduct:
             finish.has_looked()
         for first in range(0, groups, count):
             if adds:
-                self._add_residual(sums, first, finish.multiplier)
+                self._add_residual(sums, ch.argument(first), finish.multiplier)
             with ch.if_(place.m_tile < place.m_tiles):
-                self._finish_groups(finish, place, sums, first, count)
+                self._finish_groups(finish, place, sums, ch.argument(first), count)
 
     @ch.function
     def _look(self, finish: Finish, place: TilePlace, sums: Any) -> None:
@@ -468,7 +497,7 @@ class TileProduct:
             finish.look(self._sums(place, sums, group, of_rows))
 
     @ch.function
-    def _finish_groups(self, finish: Finish, place: TilePlace, sums: Any, first: int, count: int) -> None:
+    def _finish_groups(self, finish: Finish, place: TilePlace, sums: Any, first: ch.Expr, count: int) -> None:
         if place.slots is not None:
             of_rows = finish.load_rows_of(place.m_tile, place.slots.expert)
             with ch.for_(first, first + count, unroll=True, name="group") as group, ch.if_(group < place.slots.groups):
@@ -483,10 +512,14 @@ class TileProduct:
                 finish.finish(self._sums(place, sums, group + index, of_rows, of_group))
 
     def _sums(self, place: TilePlace, sums: Any, group: Any, of_rows: Any, of_group: Any = None) -> Sums:
-        values = tuple(sums[group * ACCUMULATORS + index] for index in range(ACCUMULATORS))
+        first, second, third, fourth = (
+            ch.const(ty.f32, sums[group * ACCUMULATORS + index], name="sum") for index in range(ACCUMULATORS)
+        )
         of_tile = place.token_tile * self.machine.plan.tile_groups if place.slots is None else place.slots.first_group
-        of_pass = of_tile + group
-        return Sums(place.m_tile + place.before, of_pass, group, values, of_rows, of_group)
+        in_tile = ch.const(ty.u32, group, name="in_tile")
+        of_pass = ch.const(ty.u32, of_tile + in_tile, name="of_pass")
+        values = first, second, third, fourth
+        return Sums(place.m_tile + place.before, of_pass, in_tile, values, of_rows, of_group)
 
 
 @dataclass(frozen=True, eq=False)
