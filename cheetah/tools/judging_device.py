@@ -103,8 +103,8 @@ class NotingDevice(EmulatorDevice):
         for row, record in enumerate(_sequences(arguments)):
             reached = min(int(_words(arguments["status"])[0]) * record.per_step, record.total)
             sampled = tokens[row, record.given : reached + 1]
-            made = _until_stop(sampled, stop_ids[record.stop_first :][: record.stop_count])
-            known = [*takewhile(lambda token: token < self._vocab, made)]
+            tokens_made = sampled[: len([*takewhile(lambda token: token < self._vocab, sampled)])]
+            known = [*_until_stop(tokens_made, stop_ids[record.stop_first :][: record.stop_count])]
             count = min(reached, record.given + len(known))
             positions = np.arange(record.length, record.length + count)
             pages, places = tables[row][positions // self._plan.page_size], positions % self._plan.page_size

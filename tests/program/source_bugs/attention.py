@@ -60,7 +60,7 @@ BUGS = (
         "merges with more states than are kept read the last kept one",
         "blocks/attention/schedule.py",
         "source.set(self._source(merge.begin + index))",
-        "source.set(ch.reinterpret(ty.ptr(ty.u32), self._kept_merge + 3)[KEPT_SOURCES - 1])",
+        "source.set(self._kept_merge.sources[KEPT_SOURCES - 1])",
     ),
     SourceBug(
         "folds",
