@@ -87,7 +87,7 @@ def packed_wrongly(patch: pytest.MonkeyPatch, change: Any) -> None:
 
 
 BUGS: dict[str, Any] = {
-    "": lambda patch: None,
+    "nothing": lambda patch: None,
     "the numbers of the neighbouring K-tile": lambda patch: packed_wrongly(
         patch, lambda tiles, of: (tiles, type(of)(of.begin, np.roll(of.tiles, 1, axis=1)))
     ),
@@ -109,9 +109,12 @@ def _one_fewer(fragments: BlockFragments) -> BlockFragments:
     return fragments
 
 
+BUGS_IN_MAKE_TEST = ("nothing", "the numbers of the neighbouring K-tile")
+
+
 @pytest.mark.slow
 @pytest.mark.compiler
-@pytest.mark.parametrize("bug", [pytest.param(name, id=name or "nothing") for name in BUGS])
+@pytest.mark.parametrize("bug", tiered(BUGS, [name for name in BUGS if name not in BUGS_IN_MAKE_TEST]))
 def test_a_planted_bug_is_found(bug: str, monkeypatch: pytest.MonkeyPatch) -> None:
     BUGS[bug](monkeypatch)
-    assert (error_of("blocks-2of4", (16, 384, 1, {"tokens": 2})) < MATVEC) == (bug == "")
+    assert (error_of("blocks-2of4", (16, 384, 1, {"tokens": 2})) < MATVEC) == (bug == "nothing")

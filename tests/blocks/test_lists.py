@@ -144,7 +144,7 @@ def packed_wrongly(change: Any) -> Any:
 
 
 BUGS: dict[str, tuple[str, Any]] = {
-    "": ("int4-g128", lambda patch: None),
+    "nothing": ("int4-g128", lambda patch: None),
     "the end of the list": (
         "2of4",
         packed_wrongly(lambda words: np.concatenate([words[..., :-32], 0 * words[..., -32:]], -1)),
@@ -169,12 +169,14 @@ BUGS: dict[str, tuple[str, Any]] = {
     ),
 }
 
+BUGS_IN_MAKE_TEST = ("nothing", "the list of the neighbouring chunk", "the row of the other half")
+
 
 @pytest.mark.slow
 @pytest.mark.compiler
-@pytest.mark.parametrize("bug", [pytest.param(name, id=name or "nothing") for name in BUGS])
+@pytest.mark.parametrize("bug", tiered(BUGS, [name for name in BUGS if name not in BUGS_IN_MAKE_TEST]))
 def test_a_planted_bug_is_found(bug: str, monkeypatch: pytest.MonkeyPatch) -> None:
     name, plant = BUGS[bug]
     plant(monkeypatch)
     columns = 2 * LISTED_TILES * tile_format(name).columns if "chunk" in bug else 256
-    assert (error_of(name, (16, columns, 1, {"tokens": 2})) < MATVEC) == (bug == "")
+    assert (error_of(name, (16, columns, 1, {"tokens": 2})) < MATVEC) == (bug == "nothing")

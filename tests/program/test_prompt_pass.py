@@ -332,7 +332,7 @@ FORMATS = (
 )
 
 
-IN_MAKE_TEST = ("nvfp4", "2of4-int4-g64", "2of4+list12", "blocks-2of4")
+IN_MAKE_TEST = ("nvfp4", "2of4-int4-g64")
 
 
 @pytest.mark.slow
@@ -362,6 +362,11 @@ MIXED = {
         {"hidden": 256, "ffn": 512},
         PassPlan(tokens=64, tile_tokens=64, warpgroups=1, stages=3, cut_tokens=64, key_tile=32),
     ),
+    "sums of parts and blocks of zeros": (
+        {"qkv": "2of4+list12", "o": "blocks-2of4", "gate_up": "blocks-1of4", "down": "int4-g64+list5"},
+        {"hidden": 144, "ffn": 200},
+        PASS,
+    ),
     "columns of some in an order": (
         {"qkv": "int4-g32-asym", "down": "int4-g32-asym"},
         {"hidden": 144, "ffn": 200, "act_order": True},
@@ -370,7 +375,7 @@ MIXED = {
     "narrow M-tiles beside whole ones": ({"qkv": "int8"}, {"hidden": 112, "ffn": 320, "heads": 4}, PASS),
 }
 """Formats of matrices, where it is not bf16; the model's sizes; the pass."""
-MIXED_OF_BOTH_TIERS = ("attention in bf16", "each another, cut along k")
+MIXED_OF_BOTH_TIERS = ("attention in bf16", "each another, cut along k", "sums of parts and blocks of zeros")
 
 
 @pytest.mark.slow
@@ -380,7 +385,8 @@ def test_matrices_of_a_layer_in_different_formats(case: str) -> None:
     formats, sizes, pass_plan = MIXED[case]
     blocks = 13 if pass_plan.cut_tokens else 2
     config = model(weight_formats=tuple(formats.items()), **sizes)
-    rig = rig_of(config, blocks=blocks, pass_plan=pass_plan, stage_bytes=8192)
+    stage_bytes = 32768 if "parts" in case else 8192
+    rig = rig_of(config, blocks=blocks, pass_plan=pass_plan, stage_bytes=stage_bytes)
     assert (rig.sizes.parts(rig.sizes.table.sliced) > 1) == bool(pass_plan.cut_tokens)
     assert error(read(rig, (30, 11), "random", 1)) < GROUPS_TOLERANCE
 
