@@ -363,8 +363,8 @@ MIXED = {
         PassPlan(tokens=64, tile_tokens=64, warpgroups=1, stages=3, cut_tokens=64, key_tile=32),
     ),
     "sums of parts and blocks of zeros": (
-        {"qkv": "2of4+list12", "o": "blocks-2of4", "gate_up": "blocks-1of4", "down": "int4-g64+list5"},
-        {"hidden": 144, "ffn": 200},
+        {"qkv": "int4-g64+list5", "o": "blocks-2of4", "gate_up": "blocks-1of4", "down": "2of4+list36"},
+        {"hidden": 144, "ffn": 1100},  # lists beside two chunks
         PASS,
     ),
     "columns of some in an order": (
