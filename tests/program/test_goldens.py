@@ -26,6 +26,8 @@ OF_BOTH_TIERS = ("gemma3_text", "olmo3", "mixtral")
 """Which have between them what the others have, but for fused tensors and multipliers."""
 LEAST_NEARNESS = 0.03
 """Of the tokens whose experts are surely those of float32: see `Reference`."""
+SEEDS = {"mixtral": 7}
+"""Of quantised weights by which no token's experts are nearly others, after which its successors see other keys."""
 RARE = [name for name in GOLDENS if name not in OF_BOTH_TIERS]
 
 
@@ -63,7 +65,7 @@ def decided_tokens(weights: GoldenWeights) -> NDArray[np.bool_]:
 @pytest.mark.parametrize("name", GOLDENS)
 def test_a_kernel_of_quantised_weights_computes_what_they_stand_for(name: str) -> None:
     config = replace(in_format(config_of(name), "int4-g32"), max_position_embeddings=CONTEXTS.get(name, 64))
-    weights, ids = QuantizedWeights(config, scales="bf16"), tokens_of(config.vocab_size)
+    weights, ids = QuantizedWeights(config, SEEDS.get(name, 0), scales="bf16"), tokens_of(config.vocab_size)
     found = Rig(weights, blocks=2, max_context=config.max_position_embeddings).session().score(ids)
     assert relative_error(found, float32_logits(weights, ids)) < LOGITS
     assert np.isfinite(found).all()
