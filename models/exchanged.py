@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from cheetah.models.rounding import F32, widen
 
 TAG_BITS = np.uint32(0x40004000)
-"""Of a tagged word, in the highest bit of either exponent; see `cheetah.blocks.exchange`."""
+"""Of a tagged word, in the highest bit of either exponent; see `cheetah.blocks.exchange_kinds`."""
 
 
 @dataclass(frozen=True, eq=False)

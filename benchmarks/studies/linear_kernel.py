@@ -14,7 +14,7 @@ from typing import Any
 from benchmarks.studies.kernels import finish_kernel
 from cheetah import lang as ch
 from cheetah.blocks.columns import UNIT, Columns
-from cheetah.blocks.exchange import make_exchange
+from cheetah.blocks.exchange_kinds import make_exchange
 from cheetah.blocks.linear.epilogue import pair_of_rows
 from cheetah.blocks.linear.interface import Prologue, Rows
 from cheetah.blocks.linear.matvec import Matvec

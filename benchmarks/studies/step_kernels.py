@@ -15,7 +15,8 @@ from typing import Any
 
 from benchmarks.studies.kernels import finish_kernel
 from cheetah import lang as ch
-from cheetah.blocks.exchange import BarrierExchange, Exchange, FlaggedExchange
+from cheetah.blocks.exchange import Exchange
+from cheetah.blocks.exchange_kinds import BarrierExchange, FlaggedExchange
 from cheetah.blocks.machine import Machine, emit_roles, start_machine
 from cheetah.blocks.sampling import Sampler
 from cheetah.blocks.tokens import Tokens

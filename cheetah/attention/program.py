@@ -17,7 +17,7 @@ from cheetah.blocks.attention.cache import KvCache
 from cheetah.blocks.attention.core import Attention, AttentionPort, partial_words
 from cheetah.blocks.attention.schedule import Schedule
 from cheetah.blocks.attention.variants import CAUSAL, Variant
-from cheetah.blocks.exchange import BarrierExchange, FlaggedExchange, make_exchange
+from cheetah.blocks.exchange_kinds import BarrierExchange, FlaggedExchange, make_exchange
 from cheetah.blocks.machine import Machine, emit_roles, start_machine
 from cheetah.blocks.ring import Ring
 from cheetah.lang import prim, ty

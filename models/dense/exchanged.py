@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cheetah.blocks.columns import fragment_word
-from cheetah.blocks.exchange import exchange_kind
+from cheetah.blocks.exchange_kinds import exchange_kind
 from cheetah.blocks.linear.formats.vectors import powers_of
 from cheetah.blocks.linear.rms import squares_words
 from cheetah.models.config import ModelConfig

@@ -10,7 +10,8 @@ from __future__ import annotations
 from typing import Any
 
 from cheetah import lang as ch
-from cheetah.blocks.exchange import Peers, make_exchange
+from cheetah.blocks.exchange import Peers
+from cheetah.blocks.exchange_kinds import make_exchange
 from cheetah.blocks.machine import Machine, emit_roles, start_machine
 from cheetah.lang import ty
 from cheetah.models.config import ModelConfig

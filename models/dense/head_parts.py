@@ -11,9 +11,7 @@ from cheetah import lang as ch
 from cheetah.blocks.adjustments import Adjustments
 from cheetah.blocks.advance import advance_of
 from cheetah.blocks.columns import Columns
-from cheetah.blocks.exchange import (
-    Exchange,
-)
+from cheetah.blocks.exchange import Exchange
 from cheetah.blocks.filters.filters import Filters
 from cheetah.blocks.host_words import HostWords
 from cheetah.blocks.linear.epilogue import AddResidual, Biases, NormWeights, PublishedRows

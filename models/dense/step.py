@@ -21,12 +21,8 @@ from cheetah.blocks.attention.step_port import LayerSinks, NormalisedHeads, Proj
 from cheetah.blocks.attention.variants import CAUSAL, Variant
 from cheetah.blocks.by_layer import by_layer, chosen
 from cheetah.blocks.columns import POSITION
-from cheetah.blocks.exchange import (
-    Exchange,
-    Peers,
-    Published,
-    make_exchange,
-)
+from cheetah.blocks.exchange import Exchange, Peers, Published
+from cheetah.blocks.exchange_kinds import make_exchange
 from cheetah.blocks.experts.choice import Choice, PublishedLogits
 from cheetah.blocks.experts.products import AllParts, ChosenRows, ExpertProducts, PartsInTurn, WeighedBiases
 from cheetah.blocks.linear.epilogue import Biases, GatedRows, NormWeights, PublishedRows, RowBiases

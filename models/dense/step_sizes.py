@@ -8,7 +8,7 @@ from collections.abc import Collection, Sequence
 from cheetah.blocks.adjustments import mask_words
 from cheetah.blocks.attention.core import LSE_WORDS
 from cheetah.blocks.columns import vector_words
-from cheetah.blocks.exchange import exchange_kind
+from cheetah.blocks.exchange_kinds import exchange_kind
 from cheetah.blocks.linear.formats.vectors import is_raised
 from cheetah.blocks.linear.rms import squares_words
 from cheetah.blocks.lookup import history_room

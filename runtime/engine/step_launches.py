@@ -262,7 +262,7 @@ class StepLaunches(KernelLaunches):
             self._buffers["rounds"].fill(0)
         self._buffers["progress"].fill(0xFF)  # what a block has not written yet says "not started"
         epoch, restarted = self._epochs.take(steps)
-        if restarted or self._plan.sync == "flags":  # whose tags repeat: see cheetah.blocks.exchange
+        if restarted or self._plan.sync == "flags":  # whose tags repeat: see cheetah.blocks.exchange_kinds
             self._buffers["exchange"].fill(0)
         scalars |= {
             "steps": steps,

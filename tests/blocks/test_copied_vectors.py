@@ -12,7 +12,7 @@ import pytest
 
 from cheetah import lang as ch
 from cheetah.blocks.columns import Columns
-from cheetah.blocks.exchange import make_exchange
+from cheetah.blocks.exchange_kinds import make_exchange
 from cheetah.blocks.linear.matvec import Matvec
 from cheetah.blocks.linear.prologue import Slices
 from cheetah.emulator import SCHEDULERS, EmulatorError, allocate, explore

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from cheetah import lang as ch
-from cheetah.blocks.exchange import COUNTER_BYTES, BarrierExchange, FlaggedExchange, make_exchange
+from cheetah.blocks.exchange_kinds import BarrierExchange, FlaggedExchange, make_exchange
+from cheetah.blocks.exchange_vectors import COUNTER_BYTES
 from cheetah.emulator import allocate, explore
 from cheetah.lang import prim, ty
 from cheetah.lang.primitives.exchange import UNITS

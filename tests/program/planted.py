@@ -20,7 +20,8 @@ from cheetah import lang as ch
 from cheetah.blocks.attention.merge import Merger
 from cheetah.blocks.attention.schedule import Schedule
 from cheetah.blocks.attention.sharing import Sharing
-from cheetah.blocks.exchange import BarrierExchange, Exchange, FlaggedExchange
+from cheetah.blocks.exchange import Exchange
+from cheetah.blocks.exchange_kinds import BarrierExchange, FlaggedExchange
 from cheetah.blocks.linear import prologue
 from cheetah.blocks.linear.adding import Adding
 from cheetah.blocks.linear.reductions import Reductions
@@ -357,7 +358,7 @@ def share_memory(first: str, second: str) -> Callable[[Patch], None]:
             return vectors
 
         patch.setattr(Exchange, "lay_out", classmethod(shared))
-        patch.setattr("cheetah.blocks.exchange.apart", lambda vectors: vectors)  # which would refuse it
+        patch.setattr("cheetah.blocks.exchange_kinds.apart", lambda vectors: vectors)  # which would refuse it
 
     return change
 

@@ -45,7 +45,7 @@ COLUMNS_MASKED = 16
 AHEAD_SHIFT = 8
 """Bits of `ngram_min` that are one."""
 EXCHANGE_TAGS = 3
-"""Tags that tell one publication of a vector from those before: see `cheetah.blocks.exchange`."""
+"""Tags that tell one publication of a vector from those before: see `cheetah.blocks.exchange_kinds`."""
 FILTER_ROUNDS = 63
 """Most exchanges in which a step's filtered tokens are found: three on average, twenty where nearly all logits are
 equal."""
