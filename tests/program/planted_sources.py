@@ -144,8 +144,10 @@ class Looking:
     def _at(self, place: int, case: Case, is_raced: bool) -> Iterator[Finding]:
         texts = list[tuple[SourceBug, tuple[Generated, ...]]]()
         for bug, made in zip(self.left, results(partial(wrongly_made, bug, place) for bug in self.left), strict=True):
-            if isinstance(made, Exception):
+            if isinstance(made, AssertionError):
                 yield Finding(bug.name, "when it is generated", "", repr(made))
+            elif isinstance(made, Exception):  # of a text that is none, or of sources that change meanwhile
+                yield Finding(bug.name, "", "an error", repr(made))
             elif [one.text for one in made] != [one.text for one in case.made]:
                 self.planted.add(bug.name)
                 texts += [(bug, made)] if self._may_stand_beside(bug, made, case) else []
@@ -184,7 +186,7 @@ class Looking:
             bugs, results(partial(look, number) for number in range(1, len(bugs) + 1)), strict=True
         ):
             if isinstance(verdict, Exception):
-                yield Finding(bug.name, case.subject.kind, "an error", repr(verdict))
+                yield Finding(bug.name, "", "an error", repr(verdict))
             elif not verdict.ok:
                 yield Finding.of(bug, case.subject.kind, verdict)
 

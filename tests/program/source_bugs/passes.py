@@ -87,8 +87,8 @@ BUGS = (
         "passes",
         "even registers where odd ones are multiplied",
         "blocks/prompt/product.py",
-        "            self._multiply_stage(operands, sums, odd, previous, STAGE_TILES, 1)\n            self",
-        "            self._multiply_stage(operands, sums, even, previous, STAGE_TILES, 1)\n            self",
+        "            self._multiply_stage(operands, sums, odd, previous, STAGE_TILES, ODD)",
+        "            self._multiply_stage(operands, sums, even, previous, STAGE_TILES, ODD)",
     ),
     SourceBug(
         "passes",
@@ -151,14 +151,14 @@ BUGS = (
         "weights of the odd and the even tile swapped at the end",
         "blocks/prompt/attention.py",
         (
-            "                self._end(output, odd, previous)\n"
+            "                self._finish_values(output, odd, previous)\n"
             "            with ch.else_():\n"
-            "                self._end(output, even, previous)"
+            "                self._finish_values(output, even, previous)"
         ),
         (
-            "                self._end(output, even, previous)\n"
+            "                self._finish_values(output, even, previous)\n"
             "            with ch.else_():\n"
-            "                self._end(output, odd, previous)"
+            "                self._finish_values(output, odd, previous)"
         ),
     ),
     SourceBug(
