@@ -28,6 +28,8 @@ static void show(float value) {
   memcpy(&bits, &value, 4);
   if (value != value) puts("nan"); else printf("%08x\\n", bits);
 }
+static float infinity() { return __builtin_inff(); }
+static float not_a_number() { return __builtin_nanf(""); }
 static void show(uint32_t value) { printf("%u\\n", value); }
 static void show(uint64_t value) { printf("%lu\\n", value); }
 static void show(int32_t value) { printf("%d\\n", value); }

@@ -213,7 +213,8 @@ def test_resolve_takes_presets_folders_and_files(tmp_path):
         resolve_config(tmp_path / "absent")
     for format in ("int3", "marlin", "int3-order"):
         with pytest.raises(
-            ConfigError, match=f"llama-3.1-8b@{format}: there is no .*'{format[:4]}.*write int4, int8, fp8 or mxfp4"
+            ConfigError,
+            match=f"llama-3.1-8b@{format}: there is no .*'{format[:4]}.*write int4, int8, fp8, mxfp4 or nvfp4",
         ):
             resolve_config(f"llama-3.1-8b@{format}")
 
