@@ -301,7 +301,7 @@ BUGS = (
     SourceBug(
         "exchange",
         "grid barrier: no block barrier before the arrival",
-        "blocks/exchange.py",
+        "blocks/exchange_kinds.py",
         (
             "            self.machine.meet()\n"
             "            with ch.if_(self.machine.thread == 0):\n"
@@ -312,7 +312,7 @@ BUGS = (
     SourceBug(
         "exchange",
         "grid barrier: no block barrier behind the wait",
-        "blocks/exchange.py",
+        "blocks/exchange_kinds.py",
         (
             "                prim.wait_at_least_u64(self.counter, self.arrivals_due, "
             "scope=self.scope)\n"
@@ -323,14 +323,14 @@ BUGS = (
     SourceBug(
         "exchange",
         "grid barrier: a round begins where the ticket stands",
-        "blocks/exchange.py",
+        "blocks/exchange_kinds.py",
         "arrivals_due.set((ticket // self.machine.world.blocks + 1) * self.machine.world.blocks)",
         "arrivals_due.set(ticket + 1)",
     ),
     SourceBug(
         "exchange",
         "a part of an input in the other half",
-        "blocks/exchange.py",
+        "blocks/exchange_vectors.py",
         "return part * (self.apart * self.part_words) + place + self.offset",
         "return part * self.part_words + place + self.offset",
     ),
