@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
+from math import lcm
 from typing import Any
 
 from cheetah.plan.errors import PlanError, require_positive
@@ -49,7 +50,9 @@ WARPGROUP_TOKENS = 64
 """Rows of a product of a warpgroup: tokens of a sequence that it reads together in attention."""
 WARPGROUP_DIMS = 128
 """Most dims of a head that it sums values of: with more, sums and queries would not leave registers for weights."""
-STAGES_OF = {64: 8, 128: 6, 256: 4}
+EXPERTS_TILE = 160
+"""Tokens of a tile where an expert has about 128: of tiles of 128 many experts would need two."""
+STAGES_OF = {64: 8, 128: 6, 160: 5, 256: 4}
 """By the tokens of a tile: as many as fill a block's shared memory with weights in bf16."""
 LISTED_OPERANDS = 4
 """Of a stage's columns, 16 each: those among which numbers of lists are put."""
@@ -202,7 +205,8 @@ class PassPlan:
             groups % 2 == 0 and groups * self.tile_m_tiles * ACCUMULATOR_BYTES > self.stage_bytes(format)
         ):
             groups //= 2
-        return groups
+        fits = groups * self.tile_m_tiles * ACCUMULATOR_BYTES <= self.stage_bytes(format)
+        return groups if fits else 1  # an odd number of groups, too many for a stage
 
     def row_tiles(self, layout: MatrixLayout, height: int | None = None) -> int:
         """Tiles that cover the M-tiles of a matrix, `height` of them each, or as many as there is room for."""
@@ -293,7 +297,7 @@ def short_pass_plans(gpu: Gpu, shape: ModelShape) -> tuple[PassPlan, ...]:
     stage with little room for activations, stages of 8- and 4-bit weights have room for fewer of them."""
     if gpu.emulated:
         return (PassPlan(64, cut_tokens=16, **_small(shape.head_dim)),)
-    medium = () if shape.experts is None else (PassPlan(PASS_TOKENS[0], **_tiles(shape, PASS_TOKENS[0])),)
+    medium = () if shape.experts is None else (_uncut(PASS_TOKENS[0], shape),)
     return (
         PassPlan(256, cut_tokens=128, **{**_tiles(shape, 128, 128), "key_tile": 32}),
         PassPlan(512, cut_tokens=512, **_tiles(shape, 512)),
@@ -305,14 +309,20 @@ def default_pass_plan(gpu: Gpu, tokens: int, shape: ModelShape) -> PassPlan:
     """The choices of a pass that has room for `tokens` tokens, or a few more. Small on the emulator, which is slow."""
     if gpu.emulated:
         return PassPlan(round_up(tokens, 64), **_small(shape.head_dim))
-    return PassPlan(round_up(tokens, 256), **_tiles(shape, tokens))
+    return _uncut(tokens, shape)
 
 
-def _tiles(shape: ModelShape, tokens: int, most: int = 256) -> dict[str, int]:
+def _uncut(tokens: int, shape: ModelShape) -> PassPlan:
+    """Room for so many tokens, or for a few more, so that there are whole tiles of either kind."""
+    tiles = _tiles(shape, tokens, usual=128 if shape.experts is None else EXPERTS_TILE)
+    return PassPlan(round_up(round_up(tokens, 256), lcm(tiles["tile_tokens"], FINISH_TOKENS)), **tiles)
+
+
+def _tiles(shape: ModelShape, tokens: int, most: int = 256, usual: int = 128) -> dict[str, int]:
     """Tiles of `most` tokens; of experts no larger than holds what one has of `tokens` tokens on average. The fewer
     tokens a tile has, the more stages have room, and the fewer keys a stage."""
     each = tokens if shape.experts is None else tokens * shape.experts.chosen // shape.experts.count
-    tile_tokens = next(size for size in (64, 128, most) if size >= min(each, most))
+    tile_tokens = next(size for size in (64, usual, most) if size >= min(each, most))
     key_tile = 64 if tile_tokens > 64 and shape.head_dim <= WARPGROUP_DIMS else 32
     return {"tile_tokens": tile_tokens, "stages": STAGES_OF[tile_tokens], "key_tile": key_tile}
 

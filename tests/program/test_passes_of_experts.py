@@ -57,9 +57,9 @@ CASES: dict[str, tuple[ModelConfig, dict[str, Any]]] = {
     "more experts than lanes, weights of all, norms over all heads": (OLMOE, {"blocks": 3}),
     "an odd number of K-tiles": (MIXTRAL, {"blocks": 2}),
     "all experts chosen": (ALL_CHOSEN, {"blocks": 5}),
-    "narrow q, k, v and router, two warpgroups": (
+    "narrow q, k, v and router, two warpgroups, tiles of 20 groups": (
         qwen(256, 64, 2, 16),
-        {"blocks": 5, "pass_plan": replace(PASS, warpgroups=2)},
+        {"blocks": 5, "pass_plan": replace(PASS, tokens=320, tile_tokens=160, warpgroups=2)},
     ),
 }
 COUNTS = (30, 23)
@@ -295,5 +295,5 @@ def test_presets_have_passes(model: str) -> None:
         sizes = PassSizes(config, gpu, choose_plan(config, gpu), pass_plan)
         assert sizes.shared.total_bytes <= gpu.shared_bytes
         assert {phase.name for phase in sizes.phases} >= {"router", "choice", "sort", "gate_up", "down", "down-sums"}
-    assert pass_plan.tile_tokens == {"qwen3-30b-a3b": 128}.get(model, 256)
+    assert pass_plan.tile_tokens == {"qwen3-30b-a3b": 160}.get(model, 256)
     assert [default_pass_plan(gpu, tokens, config.shape).tokens for tokens in pass_tokens(config.shape)][0] == 8192

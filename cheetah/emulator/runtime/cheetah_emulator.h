@@ -284,6 +284,11 @@ CHEETAH_PRIMITIVE void wgmma_bf16_n128(float (&sums)[64], const uint4& a, uint64
   cheetah_emulator::wgmma(sums, &a.x, b, accumulate, 128, false, place, "wgmma_bf16_n128");
 }
 
+CHEETAH_PRIMITIVE void wgmma_bf16_n160(float (&sums)[80], const uint4& a, uint64_t b, uint32_t accumulate,
+                                       CHEETAH_PLACE) {
+  cheetah_emulator::wgmma(sums, &a.x, b, accumulate, 160, false, place, "wgmma_bf16_n160");
+}
+
 CHEETAH_PRIMITIVE void wgmma_bf16_n256(float (&sums)[128], const uint4& a, uint64_t b, uint32_t accumulate,
                                        CHEETAH_PLACE) {
   cheetah_emulator::wgmma(sums, &a.x, b, accumulate, 256, false, place, "wgmma_bf16_n256");

@@ -70,11 +70,15 @@ wgmma_bf16_n16 = _product(16)
 wgmma_bf16_n32 = _product(32)
 wgmma_bf16_n64 = _product(64)
 wgmma_bf16_n128 = _product(128)
+wgmma_bf16_n160 = _product(160)
 wgmma_bf16_n256 = _product(256)
 wgmma_bf16_n64_transposed = _product(64, transposed=True)
 wgmma_bf16_n96_transposed = _product(96, transposed=True)
 wgmma_bf16_n128_transposed = _product(128, transposed=True)
-_PRODUCTS = {16: wgmma_bf16_n16, 32: wgmma_bf16_n32, 64: wgmma_bf16_n64, 128: wgmma_bf16_n128, 256: wgmma_bf16_n256}
+_PRODUCTS = {
+    **{16: wgmma_bf16_n16, 32: wgmma_bf16_n32, 64: wgmma_bf16_n64, 128: wgmma_bf16_n128},
+    **{160: wgmma_bf16_n160, 256: wgmma_bf16_n256},
+}
 _TRANSPOSED = {64: wgmma_bf16_n64_transposed, 96: wgmma_bf16_n96_transposed, 128: wgmma_bf16_n128_transposed}
 WGMMA_COLUMNS = tuple(_PRODUCTS)
 """Columns of B and of the sums that there are products for."""
