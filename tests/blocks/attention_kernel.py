@@ -164,7 +164,7 @@ def core_kernel(core: Core) -> SmallKernel:
             attention.copy(ty.u32(0), ty.u32(0))
         with machine.consumer:
             exchange.start()
-            schedule.keep()
+            schedule.keep_plan()
             mine = machine.block * machine.consumer_threads + machine.thread
             with ch.for_(mine, core.sizes["qkv"], everyone) as word:
                 exchange.publish("qkv", word, given["qkv"][word], epoch)
