@@ -120,6 +120,11 @@ def _layer_shapes(config: ModelConfig, kind: LayerKind) -> dict[str, tuple[int, 
             of_layer |= _matrix_shapes(config, product)
         if product.name in behind:
             of_layer[behind[product.name]] = (config.hidden_size,)
+    if config.has_biases:
+        rows_of = (source.rows for source in config.table.heads.sources)
+        of_layer |= {name: (count,) for name, count in zip(bias_tensors(config), rows_of, strict=True)}
+    for product in biased_products(config):
+        of_layer |= {f"{module}.bias": (rows,) for module, rows in _modules_of(config, product).items()}
     if kind.delta is not None:
         of_layer |= delta_shapes(config.hidden_size, kind.delta)
     else:
@@ -128,8 +133,6 @@ def _layer_shapes(config: ModelConfig, kind: LayerKind) -> dict[str, tuple[int, 
         rows, columns = config.routing.shared, config.hidden_size
         shapes = ((rows, columns), (rows, columns), (columns, rows), (1, columns))
         of_layer |= dict(zip(SHARED_EXPERT, shapes, strict=True))
-    for product in biased_products(config):
-        of_layer |= {f"{module}.bias": (rows,) for module, rows in _modules_of(config, product).items()}
     return of_layer
 
 
@@ -138,11 +141,8 @@ def _matrix_shapes(config: ModelConfig, product: Product) -> dict[str, tuple[int
 
 
 def _attention_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """What attention has beside its matrices."""
+    """What attention has beside its matrices and their biases."""
     shapes: dict[str, tuple[int, ...]] = {}
-    if config.has_biases:
-        rows_of = (source.rows for source in config.table.heads.sources)
-        shapes |= {name: (count,) for name, count in zip(bias_tensors(config), rows_of, strict=True)}
     if config.head_norms == "each":
         shapes |= dict.fromkeys(HEAD_NORMS, (config.head_dim,))
     if config.head_norms == "width":

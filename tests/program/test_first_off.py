@@ -93,13 +93,13 @@ OF_PASSES = (
     ),
     SamplingBug(
         "squares of a prompt's embeddings",
-        r"total \+= kept\[m_tile \* 16\];",
+        r"total \+= kept\[m_tile \* \w+\];",
         found_by="pass 1, phase embedding: hidden_squares of position 0",
     ),
     SamplingBug(
         "a prompt's keys rotated otherwise",
-        r"-second_2 \* angle\.y",
-        "second_2 * angle.y",
+        r"-second_2 \* angle_2\.y",
+        "second_2 * angle_2.y",
         "pass 1, layer 0, phase qkv: what is cached as keys of position ",
     ),
     SamplingBug(
@@ -116,8 +116,8 @@ OF_PASSES = (
     ),
     SamplingBug(
         "the activation of the other sign in a pass",
-        r"exp_f32\(-first_2\)",
-        "exp_f32(first_2)",
+        r"exp_f32\(-first\)",
+        "exp_f32(first)",
         "pass 1, layer 0, phase gate_up: gated of position 0",
     ),
     SamplingBug(
@@ -128,8 +128,8 @@ OF_PASSES = (
     ),
     SamplingBug(
         "hidden states of the row beside",
-        r"(?<=uint32_t row = )place % 96",
-        "(place + 1) % 96",
+        r"(?<=uint32_t row = )place % HIDDEN",
+        "(place + 1) % HIDDEN",
         "phase lm_head, or the hidden states before it: what passes hand on is right",
     ),
 )

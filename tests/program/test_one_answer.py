@@ -73,7 +73,7 @@ def uneven_launches(monkeypatch: pytest.MonkeyPatch) -> None:
             yield from (3, 1, 7, 2, 5, 8, 1, 1, 4)
 
     launches = sizes()
-    monkeypatch.setattr(StepTime, "steps", lambda time, wanted: min(wanted, time._max_steps, next(launches)))
+    monkeypatch.setattr(StepTime, "steps", lambda time, wanted: min(wanted, time.max_steps, next(launches)))
 
 
 def prompt_of(common: int, own: Sequence[int] = ()) -> tuple[int, ...]:

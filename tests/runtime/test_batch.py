@@ -98,7 +98,7 @@ def tokens_of(completion: Asked) -> tuple[int, ...]:
 @pytest.fixture
 def uneven_launches(monkeypatch: pytest.MonkeyPatch) -> None:
     sizes = iter([3, 1, 9, 2, 5, 8, 1, 1] * 99)
-    monkeypatch.setattr(StepTime, "steps", lambda time, wanted: min(wanted, time._max_steps, next(sizes)))
+    monkeypatch.setattr(StepTime, "steps", lambda time, wanted: min(wanted, time.max_steps, next(sizes)))
 
 
 @pytest.mark.slow
@@ -448,7 +448,7 @@ def test_soak_of_joins_and_leaves(seed: int, monkeypatch: pytest.MonkeyPatch) ->
     """Random requests of a few common beginnings come, go on, stop, fork, are given up, in a pool that is too small."""
     draw, draw_steps = np.random.default_rng(seed), np.random.default_rng(seed)
     monkeypatch.setattr(
-        StepTime, "steps", lambda time, wanted: min(wanted, time._max_steps, int(draw_steps.integers(1, 9)))
+        StepTime, "steps", lambda time, wanted: min(wanted, time.max_steps, int(draw_steps.integers(1, 9)))
     )
     batch = [3, 8, 2, 4][seed]
     rig = Rig(

@@ -62,7 +62,7 @@ def llm(folder: Path, place: dict[str, Any], request: pytest.FixtureRequest) -> 
 @pytest.fixture
 def whole_launches(monkeypatch: pytest.MonkeyPatch) -> None:
     """Decode launches as long as they may be, however slow the emulator is."""
-    monkeypatch.setattr(StepTime, "steps", lambda time, wanted: min(wanted, time._max_steps))
+    monkeypatch.setattr(StepTime, "steps", lambda time, wanted: min(wanted, time.max_steps))
 
 
 @cache

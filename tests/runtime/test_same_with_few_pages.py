@@ -52,7 +52,7 @@ class SteadyTime(StepTime):
     step_s = 0.05  # type: ignore[assignment]
 
     def steps(self, wanted: int) -> int:
-        return min(wanted, self._max_steps)
+        return min(wanted, self.max_steps)
 
 
 def told(steps: int, pages: int | None) -> tuple[dict[int, list[Any]], int]:
