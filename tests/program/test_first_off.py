@@ -38,7 +38,7 @@ BUGS = (
         "rotated the other way",
         r"is_second \? partner : -partner",
         "is_second ? -partner : partner",
-        "layer 0, phase qkv: qkv of position 1, query head 0, dim ",
+        "layer 0, phase qkv: qkv of position ",
     ),
     SamplingBug(
         "values cached in the head of keys",
