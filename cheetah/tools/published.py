@@ -120,7 +120,8 @@ class Comparison:
         self.config, self.vectors, self.allowed = config, vectors, max(2 * allowed, LEAST_OFF)
 
     def first_off(self, launch: Launched, tokens: Sequence[Token]) -> str:
-        """The first vector of a launch that is off, in words, by step, layer, phase and token; "" where none is."""
+        """The first vector of a launch that is off, in words, by step, layer, phase and token; "" where none is. What a
+        token's last vector does not show is not looked at: among many keys rounding may decide what attention takes."""
         in_order = sorted(tokens, key=lambda token: (token.step, token.column))
         for _, together in groupby(in_order, lambda token: token.step):
             for problem in self._of_step(launch, [token for token in together if token.is_decided]):
@@ -128,16 +129,30 @@ class Comparison:
         return ""
 
     def _of_step(self, launch: Launched, tokens: Sequence[Token]) -> Iterator[str]:
-        begin = [vector for vector in self.vectors if vector.begins]
-        for vector, token in product(begin, tokens):
+        off = [token for token in tokens if self._ends_off(launch, token)]
+        for vector, token in product(self._of_hidden, off):
             yield from self._vector(launch, token, vector, -1)
-        attention, last = self.config.table.attention.name, self.config.layers - 1
+        attention = self.config.table.attention.name
         for layer in range(self.config.layers):
-            for vector, token in product(self.vectors, tokens):
-                if vector.phase == attention:
+            for vector in self.vectors:
+                for token in tokens if vector.phase == attention else ():
                     yield from self._cached(token, layer)
-                if launch.is_whole or layer < last:
+                for token in off if layer in self._layers(launch) else ():
                     yield from self._vector(launch, token, vector, layer)
+
+    def _layers(self, launch: Launched) -> range:
+        """Those of which a launch publishes all vectors."""
+        return range(self.config.layers - (not launch.is_whole))
+
+    def _ends_off(self, launch: Launched, token: Token) -> bool:
+        """Whether the hidden vector that a token has at the end is off."""
+        last = len(self._layers(launch)) - 1
+        return any(True for vector in self._of_hidden for _ in self._vector(launch, token, vector, last))
+
+    @property
+    def _of_hidden(self) -> list[ExchangedVector]:
+        """With which layers begin, and which they leave."""
+        return [vector for vector in self.vectors if vector.begins]
 
     def _vector(self, launch: Launched, token: Token, vector: ExchangedVector, layer: int) -> Iterator[str]:
         """What is wrong with a token's vector, of a layer or (-1) of the embedding."""

@@ -37,7 +37,7 @@ class _Listing:
 
     @staticmethod
     def _is_hidden(vector: Vector) -> bool:
-        return section_of(vector) == HIDDEN
+        return section_of(vector) == HIDDEN and not vector.is_kept
 
     def made_by(self, phase: Phase) -> Iterator[ExchangedVector]:
         vector, table = phase.output, self.sizes.table

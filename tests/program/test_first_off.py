@@ -12,8 +12,11 @@ import pytest
 from cheetah.emulator import EmulatorError
 from cheetah.generate import generate_kernel
 from cheetah.manifest import sha256_of_text
-from cheetah.models.registry import DEMO
+from cheetah.models.dense.pass_exchanged import vectors_of_passes
+from cheetah.models.dense.pass_sizes import PassSizes
+from cheetah.models.registry import DEMO, preset
 from cheetah.package import Generated
+from cheetah.plan import default_plan, gpu_named
 from cheetah.plan.prompt import default_pass_plan
 from cheetah.runtime.checkpoint.loading import open_checkpoint
 from cheetah.tools.check import _passes
@@ -89,7 +92,7 @@ OF_PASSES = (
         "a larger embedding of a prompt",
         r"bf16_to_f32\(embedding\[place\w*\]\)",
         r"\g<0> * 1.5f",
-        "pass 1, phase embedding: hidden of position 0",
+        "pass 1, phase embedding: hidden of position ",
     ),
     SamplingBug(
         "squares of a prompt's embeddings",
@@ -190,3 +193,11 @@ def test_in_passes_as_they_are_nothing_is_off() -> None:
     found = judged.run("random", 1)
     assert judged.agreement(found).ok
     assert judged.first_off(found, 0.0).startswith("phase lm_head, or")
+
+
+def test_rows_that_are_kept_for_a_norm_are_no_store_to_the_residual() -> None:
+    config, gpu = preset("gemma-3-1b"), gpu_named("h200")
+    plan = default_plan(gpu, config.shape)
+    vectors = vectors_of_passes(PassSizes(config, gpu, plan, default_pass_plan(gpu, 512, config.shape)))
+    onto_residual = [(one.name, one.stores, one.before) for one in vectors if one.name in ("middle", "hidden")]
+    assert onto_residual == [("middle", 2, 1), ("hidden", 2, 1)]
