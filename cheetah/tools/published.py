@@ -120,8 +120,10 @@ class Comparison:
         self.config, self.vectors, self.allowed = config, vectors, max(2 * allowed, LEAST_OFF)
 
     def first_off(self, launch: Launched, tokens: Sequence[Token]) -> str:
-        """The first vector of a launch that is off, in words, by step, layer, phase and token; "" where none is. What a
-        token's last vector does not show is not looked at: among many keys rounding may decide what attention takes."""
+        """The first vector of a launch that is off, in words, by step, layer, phase and token; "" where none is.
+
+        Of layers, what a token's last vector does not show is not looked at: among many keys rounding may decide what
+        attention takes."""
         in_order = sorted(tokens, key=lambda token: (token.step, token.column))
         for _, together in groupby(in_order, lambda token: token.step):
             for problem in self._of_step(launch, [token for token in together if token.is_decided]):
@@ -129,9 +131,9 @@ class Comparison:
         return ""
 
     def _of_step(self, launch: Launched, tokens: Sequence[Token]) -> Iterator[str]:
-        off = [token for token in tokens if self._ends_off(launch, token)]
-        for vector, token in product(self._of_hidden, off):
+        for vector, token in product(self._of_hidden, tokens):
             yield from self._vector(launch, token, vector, -1)
+        off = [token for token in tokens if self._ends_off(launch, token)]
         attention = self.config.table.attention.name
         for layer in range(self.config.layers):
             for vector in self.vectors:

@@ -41,7 +41,7 @@ BUGS = (
         "rotated the other way",
         r"is_second \? partner : -partner",
         "is_second ? -partner : partner",
-        "layer 0, phase qkv: qkv of position ",
+        "layer 0, phase qkv: qkv of position 16, query head 0, dim ",
     ),
     SamplingBug(
         "values cached in the head of keys",
@@ -92,7 +92,7 @@ OF_PASSES = (
         "a larger embedding of a prompt",
         r"bf16_to_f32\(embedding\[place\w*\]\)",
         r"\g<0> * 1.5f",
-        "pass 1, phase embedding: hidden of position ",
+        "pass 1, phase embedding: hidden of position 0",
     ),
     SamplingBug(
         "squares of a prompt's embeddings",
