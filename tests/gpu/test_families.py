@@ -18,12 +18,16 @@ from cheetah.tools.quantize import SCALES, quantization_job
 from tests.models.goldens.families import LOGITS as GOLDEN_LOGITS
 from tests.models.goldens.families import tokens_of, weights_of_model
 from tests.models.test_against_transformers import CONTEXTS, GOLDENS, config_of
+from tests.program.test_goldens import WITH_KERNELS, decided_tokens
 from tests.tolerances import LOGITS
 
 pytestmark = pytest.mark.gpu
 
+TOO_SMALL_FOR_PASSES = ("qwen3_moe", "bf16")
+"""Whose experts' down has one K-tile."""
 
-@pytest.fixture(params=GOLDENS)
+
+@pytest.fixture(params=WITH_KERNELS)
 def family(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[str, Path]:
     """The name of a golden, and its checkpoint as a folder."""
     name, folder = request.param, tmp_path / "model"
@@ -38,6 +42,8 @@ def family(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[str, Path]:
 @pytest.mark.parametrize("format", ["bf16", "int8"])
 def test_a_family_agrees_with_transformers(family: tuple[str, Path], passes: bool, format: str) -> None:
     name, folder = family
+    if passes and (name, format) == TOO_SMALL_FOR_PASSES:
+        pytest.skip("products of a pass have two K-tiles or more")
     if format != "bf16":
         job = quantization_job(str(folder), scheme_of_name(format, SCALES), clip=False)
         folder = folder.parent / format
@@ -52,4 +58,5 @@ def test_a_family_agrees_with_transformers(family: tuple[str, Path], passes: boo
     with LLM(folder, device="cuda", tokenizer=False, quiet=True, prompt_passes=passes, max_context=context) as llm:
         found = llm.score(ids)
     errors = np.linalg.norm(found - wanted, axis=1) / np.linalg.norm(wanted, axis=1)
-    assert errors.max() < LOGITS, errors
+    decided = decided_tokens(checkpoint)
+    assert errors[decided].max() < LOGITS, errors

@@ -16,6 +16,7 @@ from safetensors.numpy import load_file
 from cheetah.models.config import ModelConfig
 from cheetah.models.dense.reference import Reference
 from cheetah.models.registry import FAMILIES, PRESETS, read_config
+from cheetah.plan.errors import PlanError
 from tests.models.goldens.families import CONFIGS, LOGITS, stored_shapes, tokens_of, weights_of_model
 
 GOLDENS: dict[str, Any] = json.loads(CONFIGS.read_text())
@@ -28,6 +29,14 @@ ROUNDING = 1e-5
 def config_of(name: str, notes: list[str] | None = None) -> ModelConfig:
     """As Cheetah reads what transformers wrote."""
     return read_config(GOLDENS[name]["config"], notes)
+
+
+def has_kernel(name: str) -> bool:
+    """Whether there are kernels of the family, not its meaning alone so far."""
+    try:
+        return bool(config_of(name).shape)
+    except PlanError:
+        return False
 
 
 def logits_of(name: str, config: ModelConfig) -> Any:

@@ -12,9 +12,10 @@ from safetensors.numpy import load_file
 
 from cheetah.models.dense.reference import Reference
 from cheetah.models.registry import in_format
+from cheetah.runtime.checkpoint.loading import Checkpoint
 from tests.models.goldens.families import LOGITS as GOLDEN_LOGITS
 from tests.models.goldens.families import divergence, tokens_of, weights_of_model
-from tests.models.test_against_transformers import CONTEXTS, GOLDENS, config_of
+from tests.models.test_against_transformers import CONTEXTS, GOLDENS, config_of, has_kernel
 from tests.program.quantized_weights import QuantizedWeights
 from tests.program.rig import RandomWeights, Rig, as_bf16, float32_logits, relative_error
 from tests.tiers import tiered
@@ -28,7 +29,8 @@ LEAST_NEARNESS = 0.03
 """Of the tokens whose experts are surely those of float32: see `Reference`."""
 SEEDS = {"mixtral": 7}
 """Of quantised weights by which no token's experts are nearly others, after which its successors see other keys."""
-RARE = [name for name in GOLDENS if name not in OF_BOTH_TIERS]
+WITH_KERNELS = [name for name in GOLDENS if has_kernel(name)]
+RARE = [name for name in WITH_KERNELS if name not in OF_BOTH_TIERS]
 
 
 class GoldenWeights(RandomWeights):
@@ -40,7 +42,7 @@ class GoldenWeights(RandomWeights):
         self.tensors = {tensor: as_bf16(values) for tensor, values in drawn.items()}
 
 
-@pytest.mark.parametrize("name", tiered(GOLDENS, RARE))
+@pytest.mark.parametrize("name", tiered(WITH_KERNELS, RARE))
 def test_a_kernel_computes_what_transformers_does(name: str) -> None:
     weights = GoldenWeights(name)
     rig = Rig(weights, blocks=2, max_context=CONTEXTS.get(name, 64))
@@ -52,17 +54,17 @@ def test_a_kernel_computes_what_transformers_does(name: str) -> None:
         assert divergence(wanted, found)[decided].mean() < of_bf16[decided].mean(), "transformers in bf16 is nearer"
 
 
-def decided_tokens(weights: GoldenWeights) -> NDArray[np.bool_]:
+def decided_tokens(weights: GoldenWeights | Checkpoint) -> NDArray[np.bool_]:
     """Those whose experts are surely the ones that float32 chooses: most."""
     reference, ids = Reference(weights.config, weights.tensor), tokens_of(weights.config.vocab_size)
     reference.forward(ids)
     decided = np.array(reference.nearness) > LEAST_NEARNESS
-    assert decided.mean() > 0.7
+    assert decided.mean() > 0.5
     return decided
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("name", GOLDENS)
+@pytest.mark.parametrize("name", WITH_KERNELS)
 def test_a_kernel_of_quantised_weights_computes_what_they_stand_for(name: str) -> None:
     config = replace(in_format(config_of(name), "int4-g32"), max_position_embeddings=CONTEXTS.get(name, 64))
     weights, ids = QuantizedWeights(config, SEEDS.get(name, 0), scales="bf16"), tokens_of(config.vocab_size)
