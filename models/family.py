@@ -188,6 +188,8 @@ class ReferenceModel(Protocol):
     """Of every token of late, how near another choice of experts was, in standard deviations of logits."""
     exchanged: list[dict[str, F32]]
     """Of the last token, not rounded, the vectors that phases exchange by name: of the embedding, of every layer."""
+    left: list[F32]
+    """Of the last token, not rounded, what each layer leaves of the residual stream [hidden]."""
 
     def reset(self) -> None: ...
 

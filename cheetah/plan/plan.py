@@ -1,5 +1,6 @@
 """Our choices: one frozen `Plan`, and what no plan may be. `defaults.py` derives one by rule."""
 
+import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any
@@ -43,12 +44,14 @@ EMITTED_BITS = 22
 """Of a word in which a kernel that verifies drafts tells the host of a token, those that are the token's."""
 MOST_SEARCHED = 2**21
 """Tokens of a context at most in which drafts are looked up."""
+LAYERS_PATTERN = r"\d{1,4}(,\d{1,4})*"
+"""How layers are named."""
 DEFAULT_CONTEXT, DEFAULT_STEPS = 8192, 64
 """Tokens of a sequence, and steps of a launch, unless told otherwise."""
 
 
 NOT_POSITIVE = frozenset({
-    "sync", "kv_dtype", "in_flight_waiting", "adding_warps", "kv_chunk", "drafts", "by_numbers",
+    "sync", "kv_dtype", "in_flight_waiting", "adding_warps", "kv_chunk", "drafts", "by_numbers", "taps",
 })  # fmt: skip
 """Fields that are no number, or may be 0; those that may not be just anything are checked by themselves."""
 
@@ -76,6 +79,8 @@ class Plan:
     bf16 numbers and not by digits or halves, which is faster. Kernels of 1 to 8 tokens then have one arithmetic.
     `drafts` is how many tokens at most are drafted for a sequence in a step, and verified in it (0: none, and nothing
     of that is in the kernel).
+    `taps` names layers, "1,9,17": what they leave of the residual stream is kept of every column of a step and every
+    token of a pass, for a model that drafts by it ("": none, and nothing of that is in the kernels).
     """
 
     consumer_warps: int
@@ -95,6 +100,7 @@ class Plan:
     kv_dtype: str = "bf16"
     drafts: int = 0
     by_numbers: int = 0
+    taps: str = ""
 
     def __post_init__(self) -> None:
         self._check_types()
@@ -127,6 +133,7 @@ class Plan:
         if self.by_numbers not in (0, 1):
             raise PlanError(f"Plan: by_numbers is {self.by_numbers}: give 0 or 1")
         self._check_drafts()
+        self._check_taps()
         if self.threads > MAX_WARPS * 32:
             raise PlanError(
                 f"Plan: consumer_warps is {self.consumer_warps} and adding_warps {self.adding_warps}, and one copies: "
@@ -175,6 +182,13 @@ class Plan:
                 f"Plan: drafts is {self.drafts} and kv_chunk 0: give a kv_chunk, so that bits stay the same"
             )
 
+    def _check_taps(self) -> None:
+        if self.taps and not re.fullmatch(LAYERS_PATTERN, self.taps):
+            raise PlanError(f"Plan: taps is {shown(self.taps)}: give numbers of layers with commas between, as 1,9,17")
+        layers = self.tapped_layers
+        if list(layers) != sorted(set(layers)):
+            raise PlanError(f"Plan: taps is {shown(self.taps)}: give each layer once, ascending")
+
     def _check_ring(self) -> None:
         if self.stage_bytes >= TRANSACTION_LIMIT_BYTES:
             raise PlanError(
@@ -189,6 +203,11 @@ class Plan:
                 f"Plan: in_flight_waiting is {self.in_flight_waiting} with in_flight {self.in_flight}: give at most as "
                 f"many, or 0 for as many"
             )
+
+    @property
+    def tapped_layers(self) -> tuple[int, ...]:
+        """The layers that `taps` names."""
+        return tuple(map(int, self.taps.split(","))) if self.taps else ()
 
     @property
     def threads(self) -> int:
@@ -305,12 +324,23 @@ class Plan:
             raise PlanError(f"Plan: sync is 'barrier' with {gpu.ranks} GPUs, and blocks of one meet: use 'flags'")
         if self.drafts and shape.vocab > 1 << EMITTED_BITS:
             raise PlanError(f"Plan: drafts is {self.drafts} with {shape.vocab} tokens: at most {1 << EMITTED_BITS}")
+        self._check_tapped(shape, gpu)
         if shape.formats:
             self._check_stage_of_formats(shape)
         else:
             self._check_whole_stage(shape)
         if shape.experts is not None:
             self._check_experts(shape, gpu)
+
+    def _check_tapped(self, shape: ModelShape, gpu: Gpu) -> None:
+        """Of the last layer a pass makes keys and values alone."""
+        if self.tapped_layers and self.tapped_layers[-1] >= shape.layers - 1:
+            raise PlanError(
+                f"Plan: taps is {self.taps!r} with {shape.layers} layers: passes over prompts leave out what the last "
+                f"one makes: give layers below {shape.layers - 1}"
+            )
+        if self.taps and gpu.ranks > 1:
+            raise PlanError(f"Plan: taps is {self.taps!r} with {gpu.ranks} GPUs: rows are kept where they are made")
 
     def _check_experts(self, shape: ModelShape, gpu: Gpu) -> None:
         """Every block makes a part of `gated`, behind its reads of the logits: so nobody replaces them under it."""
@@ -355,8 +385,8 @@ class Plan:
             raise PlanError(f"Plan: stage_bytes is {self.stage_bytes}: {what} are {needed} bytes: use {needed} or more")
 
     def to_dict(self) -> dict[str, int | str]:
-        """Field names and values, ready for JSON."""
-        return asdict(self)
+        """Field names and values, ready for JSON; `taps` where there are some."""
+        return {name: value for name, value in asdict(self).items() if name != "taps" or value}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "Plan":

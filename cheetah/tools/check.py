@@ -28,6 +28,7 @@ from cheetah.tools.features import features_of, features_of_passes
 from cheetah.tools.judged_drafts import JudgedDrafts
 from cheetah.tools.judged_passes import JudgedPasses
 from cheetah.tools.judged_steps import Agreement, JudgedSteps
+from cheetah.tools.judged_taps import JudgedTaps, JudgedTapsOfPasses
 from cheetah.tools.judging_device import KernelFault
 from cheetah.tools.rig import Rig
 from cheetah.tools.side_by_side import Work, in_order
@@ -40,6 +41,7 @@ from cheetah.tools.subjects import (
     barrier_subject,
     drafting_subject,
     many_tokens_subject,
+    tapped_subject,
 )
 
 Progress = Callable[[str], None]
@@ -226,7 +228,7 @@ def check_kernel(
 
 def _step_makers(subject: Subject, gpu: str) -> list[Maker]:
     config, ranks = subject.config, gpu_named(gpu).ranks
-    plan = _without_drafts(subject.plan)
+    plan = _bare(subject.plan)
     makers = awkward_subject, many_tokens_subject, barrier_subject
     awkward, many, barrier = (make(config, plan, ranks=ranks) for make in makers)
     several = partial(JudgedSteps, is_of_several=True)
@@ -236,6 +238,7 @@ def _step_makers(subject: Subject, gpu: str) -> list[Maker]:
         partial(_steps, barrier, gpu, several),
         partial(_steps, replace(subject, plan={**WARPS, **plan}), gpu),
         *_draft_makers(subject, gpu, ranks),
+        *_tap_makers(subject, gpu),
     ]
 
 
@@ -246,18 +249,28 @@ def _draft_makers(subject: Subject, gpu: str, ranks: int = 1) -> list[Maker]:
     return [partial(_steps, drafting_subject(subject.config, subject.plan, ranks), gpu, JudgedDrafts)]
 
 
-def _without_drafts(plan: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in plan.items() if name != "drafts"}
+def _tap_makers(subject: Subject, gpu: str) -> list[Maker]:
+    """Of kernels that keep hidden states, if the options name layers."""
+    if not subject.plan.get("taps"):
+        return []
+    return [partial(_steps, tapped_subject(subject.config, _bare(subject.plan)), gpu, JudgedTaps)]
+
+
+def _bare(plan: Mapping[str, Any]) -> dict[str, Any]:
+    """Without what has subjects of its own."""
+    return {name: value for name, value in plan.items() if name not in ("drafts", "taps")}
 
 
 def _pass_makers(subject: Subject, gpu: str) -> list[Maker]:
-    subject = replace(subject, plan=_without_drafts(subject.plan))
+    has_taps, subject = bool(subject.plan.get("taps")), replace(subject, plan=_bare(subject.plan))
     config, plan, ranks = subject.config, subject.plan, gpu_named(gpu).ranks
     awkward = awkward_subject(config, {"kv_dtype": "e4m3", **plan}, MOST_LAYERS, ranks)
+    tapped = tapped_subject(config, plan)
     return [
         partial(_passes, awkward, gpu, default_pass_plan, share=AWKWARD_SHARE),
         partial(_cut_passes, subject, gpu),
         partial(_passes, subject, gpu, _of_several_warpgroups),
+        *([partial(_passes, tapped, gpu, default_pass_plan, JudgedTapsOfPasses)] if has_taps else []),
     ]
 
 
@@ -288,13 +301,19 @@ def _steps(subject: Subject, gpu: str, judged: Callable[[Rig], Launches] = Judge
     return Case(subject, (made,), judged, share)
 
 
-def _passes(subject: Subject, gpu: str, choose: Callable[..., PassPlan], share: int = 1) -> Case:
+def _passes(
+    subject: Subject,
+    gpu: str,
+    choose: Callable[..., PassPlan],
+    judged: Callable[[Rig], Launches] = JudgedPasses,
+    share: int = 1,
+) -> Case:
     """PlanError where the model has no passes."""
     config, machine = subject.config, subject.machine(gpu)
     subject = replace(subject, kind=f"passes over prompts, {subject.kind}", plan={**subject.plan, **FEW_SEQUENCES})
     plan, pass_plan = _plans_of_passes(subject, machine, choose)
     made = generate_pass(config, machine, plan, pass_plan), generate_head(config, machine, plan, PASS_TOKENS)
-    return Case(subject, made, JudgedPasses, share)
+    return Case(subject, made, judged, share)
 
 
 def _features_of_passes(subject: Subject, gpu: str, choose: Callable[..., PassPlan]) -> set[str]:
@@ -321,7 +340,7 @@ _MAKERS = {"steps": _step_makers, "passes": _pass_makers}
 
 def _raced_makers(kind: str, subject: Subject) -> list[Maker]:
     """Of the kernels that run under the race detector: small ones, on few blocks, whose rows have many states."""
-    bare = _without_drafts(subject.plan)
+    bare = _bare(subject.plan)
     if kind == "passes":
         return [partial(_passes, awkward_subject(subject.config, bare), RACE_GPU, default_pass_plan)]
     plan = {**WARPS, "kv_chunk": KV_TILE_TOKENS, **bare}

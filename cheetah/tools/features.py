@@ -17,6 +17,7 @@ from cheetah.plan.halves import PAGE_BYTES
 from cheetah.plan.prompt import PassPlan, default_pass_plan, short_pass_plans
 
 PASSES, LONG_PASS = "passes over prompts", 2048
+TAPPED = "hidden states of layers kept"
 FEW_STATES = 4
 """States of a row of attention that one warp folds by itself."""
 
@@ -32,6 +33,7 @@ def features_of_steps(config: ModelConfig, gpu: Gpu, plan: Plan) -> set[str]:
         "vectors in halves of L2": plan.sync == "flags" and exchange.bytes >= PAGE_BYTES,
         f"narrow M-tiles, {tokens}": any(one.is_narrow for one in matrices),
         "parts of a product's input": plan.down_slices > 1,
+        TAPPED: bool(plan.taps),
         "several sequences": plan.batch > 1,
         tokens: True,
         "fewer chunks under way while waiting": plan.in_flight_waiting < plan.in_flight,
@@ -52,6 +54,7 @@ def features_of_passes(config: ModelConfig, gpu: Gpu, plan: Plan, pass_plan: Pas
     has = _of_model(config, plan) | {
         "narrow M-tiles": any(one.is_narrow for one in matrices.of_layer),
         "parts of products that are added": any(parts > 1 for _, parts in cuts),
+        TAPPED: bool(plan.taps),
         "lower tiles": any(height is not None for height, _ in cuts),
         "several warpgroups": pass_plan.warpgroups > 1,
     }

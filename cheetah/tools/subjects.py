@@ -31,7 +31,7 @@ from cheetah.plan.products import PAIR_ROWS
 from cheetah.runtime.checkpoint.random_weights import RandomTensors, random_tensors
 from cheetah.tools.rig import GivenWeights, weights_of
 
-MOST_LAYERS, MOST_KV_HEADS = 2, 2
+MOST_LAYERS, MOST_KV_HEADS, TAPPED_LAYERS = 2, 2, 3
 AWKWARD = {"hidden_size": 72, "intermediate_size": 296, "vocab_size": 148}
 MANY_TOKENS = {"hidden_size": 144, "intermediate_size": 320, "vocab_size": 100}
 BEHIND_BARRIER = {"hidden_size": 136, "intermediate_size": 424, "vocab_size": 90}
@@ -126,6 +126,15 @@ def drafting_subject(config: ModelConfig, plan: Mapping[str, Any], ranks: int = 
     tokens = next(size for size in STEP_TOKENS if size > plan["drafts"])
     fields = {"batch": min(2, tokens), "tokens": tokens, "kv_chunk": 2 * KV_TILE_TOKENS, "stages": 5, **plan}
     return Subject(_named("one that verifies drafts", small), small, random_tensors(small), fields, True)
+
+
+def tapped_subject(config: ModelConfig, plan: Mapping[str, Any]) -> Subject:
+    """One whose kernels keep what all layers but the last leave, with rows that are padded."""
+    small = sized(config, AWKWARD, min(config.kv_heads, MOST_KV_HEADS), TAPPED_LAYERS)
+    taps = ",".join(map(str, range(small.layers - 1)))
+    fields = {"page_size": 5, "stages": 4, "batch": 2, "tokens": 4, **plan, "taps": taps}
+    named = _named("one that keeps hidden states", small)
+    return Subject(named, small, random_tensors(small), fields, True)
 
 
 def sized(config: ModelConfig, sizes: Mapping[str, int], kv_heads: int, layers: int = MOST_LAYERS) -> ModelConfig:

@@ -27,7 +27,7 @@ from cheetah.plan import Gpu, Plan, shared_map
 KERNEL_NAME = "lm_head"
 OF_LAYERS = (
     *("rope", "kv", "page_table", "kv_pages", "kv_plans", "tiles", "plan_count", "kv_scales"),
-    *("biases", "head_norms", "sinks", "norms_behind"),
+    *("biases", "head_norms", "sinks", "norms_behind", "taps"),
 )
 """Parameters of a step that its layers alone need."""
 

@@ -20,6 +20,7 @@ from cheetah.blocks.linear.matvec import Matvec
 from cheetah.blocks.linear.names import with_names
 from cheetah.blocks.linear.prologue import Slices
 from cheetah.blocks.linear.rms import InverseRms, PublishedSquares
+from cheetah.blocks.linear.taps import Tap
 from cheetah.blocks.machine import Machine
 from cheetah.blocks.made_list import MadeList
 from cheetah.blocks.phase import Phases
@@ -190,12 +191,13 @@ class HeadParts:
         *,
         is_first: bool = False,
         biases: Biases | None = None,
+        tap: Tap | None = None,
     ) -> PublishedRows:
         """Rows with their biases times the multiplier added to the residual, which is published as `vector`, times
-        these weights."""
+        these weights, and kept where there is a tap."""
         assert vector is not None
         into, squares = self.exchange.at(vector.name, epoch), self.squares_of(vector, epoch)
-        return AddResidual(self.machine, into, squares, norm, multiplier, is_first, biases)
+        return AddResidual(self.machine, into, squares, norm, multiplier, is_first, biases, tap)
 
     def places(self, product: Product, layer: Any = None) -> Any:
         """Where a matrix has the elements of its input; None where they are in order."""

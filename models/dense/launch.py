@@ -85,6 +85,11 @@ ROUNDS = KernelParameter(
     ("batch", "round_words"),
 )
 
+TAPS = KernelParameter(
+    *(ty.ptr_mut(ty.bf16), "what tapped layers leave of every token, not normalised, side by side"),
+    *(("tap_rows", "taps", "padded_hidden"), "poison"),
+)
+
 
 def hidden_states_parameter(type_: ty.Type, given: bool = False) -> KernelParameter:
     """What passes over prompts leave, and the head begins with; `given`: the buffer is another kernel's."""
@@ -188,6 +193,7 @@ class Launch(ModelLaunch):
     history: Expr = optional_field(HISTORY)
     judges: Expr = optional_field(JUDGES)
     rounds: Expr = optional_field(ROUNDS)
+    taps: Expr = optional_field(TAPS)
     rank: Expr | None = optional_field(RANK_NUMBER)
     peers: Mapping[str, tuple[Expr, ...]] = peers_field("exchange")
     timeline: Expr | None = optional_field(
@@ -247,6 +253,7 @@ def parameters_of(
         "sinks": config.has_sinks,
         "norms_behind": config.norms.after,
         "places": config.act_order,
+        "taps": bool(plan.taps),
         "timeline": traced,
         RANK: ranks > 1,
     }

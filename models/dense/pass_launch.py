@@ -20,6 +20,7 @@ from cheetah.models.dense.launch import (
     RANK_NUMBER,
     ROUTER_BIASES,
     SINKS,
+    TAPS,
     ModelLaunch,
     buffer_field,
     hidden_states_parameter,
@@ -66,6 +67,7 @@ class PassLaunch(ModelLaunch):
     sinks: Expr | None = optional_field(SINKS)
     norms_behind: Expr | None = optional_field(NORMS_BEHIND)
     places: Expr | None = optional_field(PLACES)
+    taps: Expr = optional_field(TAPS)
     rank: Expr | None = optional_field(RANK_NUMBER)
     peers: Mapping[str, tuple[Expr, ...]] = peers_field("workspace", "hidden_states")
     timeline: Expr | None = optional_field(

@@ -13,6 +13,7 @@ from typing import Any
 
 from cheetah import lang as ch
 from cheetah.blocks.by_layer import by_layer
+from cheetah.blocks.linear.taps import NO_TAP, Tap, place_of_layer
 from cheetah.blocks.prompt.barrier import PassBarrier
 from cheetah.blocks.prompt.finish import StoreGated
 from cheetah.blocks.prompt.keys import StoreHeads, bring_earlier_keys
@@ -56,6 +57,7 @@ def sizes(config: ModelConfig, gpu: Gpu, plan: Plan, pass_plan: PassPlan) -> dic
         **sizes_of_step(config, gpu, plan),
         "tokens": pass_plan.tokens,
         "hidden_rows": pass_plan.tokens,
+        "tap_rows": pass_plan.tokens,
         "token_groups": pass_plan.groups,
         "token_segments": pass_plan.tokens // SEGMENT_COLUMNS,
         "workspace_bytes": PassSizes(config, gpu, plan, pass_plan).sections.total,
@@ -298,6 +300,10 @@ class Pass(PassParts):
         behind_o = phase <= self.sizes.index_of(table.reader_of(table.norm_phase(o) or o))
         behind = ch.select(behind_o, *(ty.u32(table.norm_behind(one, 0)) for one in (o, down)))
         onto_residual = self.onto_residual(machine, layer * len(table.norms) + behind)
+        if tapped := self.sizes.plan.tapped_layers:
+            of_layer = place_of_layer(tapped, self.shape.layers, layer, ty.u32(0))
+            place = ch.select(behind_o, ty.u32(NO_TAP), of_layer)
+            onto_residual = replace(onto_residual, tap=Tap(self.launch.taps, len(tapped), self.hidden, place))
         if (biases := biases_of_layer(self.launch, o, layer)) is not None:
             onto_residual = replace(onto_residual, biases=biases, has_biases=behind_o)
         finishes: dict[type, Finish] = {Heads: heads, OntoResidual: onto_residual, Gated: gated}

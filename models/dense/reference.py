@@ -232,6 +232,7 @@ class Reference:
     max_context: tokens that a sequence may have, by default those that the configuration says; chooses among factors of
     longrope.
     nearness: of every token since `reset`, how near another choice of experts was in some layer: see `nearness`.
+    left: of the last token, what each layer leaves of the residual stream: taps keep that of some.
     exchanged: of the last token, as blocks exchange them and not rounded, the vectors that phases make, by their names
     in the table of products: first those of the embedding, then those of each layer. Of sums of squares the total.
     """
@@ -270,6 +271,7 @@ class Reference:
     def reset(self) -> None:
         """Forget the sequence."""
         self.length, self.nearness, self.exchanged = 0, list[float](), [dict[str, F32]()]
+        self.left = list[F32]()
         self.tables = self._new_tables(64)
         self.keys, self.values = self._new_cache(64), self._new_cache(64)
         kinds = enumerate(self.config.layer_kinds)
@@ -293,7 +295,7 @@ class Reference:
         self._make_room()
         self.nearness.append(math.inf)
         x = embedding(self.embedding, token) * np.float32(self.config.embedding_multiplier)
-        self.exchanged, self._states_before = [{}], self.states
+        self.exchanged, self.left, self._states_before = [{}], [], self.states
         following = [*(layer.before[0] for layer in self.layers[1:]), self.norm]
         self._exchange("hidden", x, self.layers[0].before[0])
         for index, (layer, next_norm) in enumerate(zip(self.layers, following, strict=True)):
@@ -308,6 +310,7 @@ class Reference:
             self._exchange("down_rows", made)
             x = residual(x, part * self._normed(made, behind_ffn))
             self._exchange("hidden", x, next_norm)
+            self.left.append(x)
         self.length += 1
         return self.rounding(self._normed(x, self.norm))
 

@@ -30,6 +30,7 @@ from cheetah.blocks.linear.interface import Epilogue, Prologue
 from cheetah.blocks.linear.norm_behind import KeepRows, finish_kept_rows
 from cheetah.blocks.linear.prologue import Prefetching, Slices
 from cheetah.blocks.linear.rms import PublishedSquares
+from cheetah.blocks.linear.taps import Tap, place_of_layer
 from cheetah.blocks.machine import Machine
 from cheetah.blocks.verified_tokens import VerifiedTokens
 from cheetah.lang import ty
@@ -180,6 +181,15 @@ class StepParts(HeadParts):
         if not layers.rotates_alike:
             self.port.key_angles = by_layer(layers.key_rotations, layer)
         self.layer_epoch = self._epoch("layer_epoch", self.step_epoch + (layer + 1))
+        if machine.plan.taps:
+            finishing = machine.consumer if self.config.norms.after else machine.adder
+            self.tap_place = ch.roles_const((finishing,), ty.u32, self._place_of_taps(layer), "tap_place")
+
+    def _place_of_taps(self, layer: Any) -> Any:
+        """Of the step's first column, in this layer."""
+        tapped = self.machine.plan.tapped_layers
+        before = ch.cast(ty.u32, self.phase.step) * (self.machine.plan.tokens * len(tapped))
+        return place_of_layer(tapped, self.shape.layers, layer, before)
 
     def end_layers(self) -> None:
         """What follows belongs to no layer; its input is the last one's output."""
@@ -290,7 +300,8 @@ class StepParts(HeadParts):
             return KeepRows(self.machine, self.squares_of(product.output, self.layer_epoch))
         if isinstance(line.then, OntoResidual):
             norm, biases = self.norm(self.table.norm_behind(product, layer)), self.biases_of(product, layer)
-            return self.onto_residual(product.output, norm, self.layer_epoch, line.then.multiplier, biases=biases)
+            multiplier, tap = line.then.multiplier, self.tap_of(product)
+            return self.onto_residual(product.output, norm, self.layer_epoch, multiplier, biases=biases, tap=tap)
         if isinstance(line.then, Routes):
             assert self.table.experts is not None
             return PublishedLogits(self.vector(product.output), self.table.experts, self.biases_of(product, layer))
@@ -310,12 +321,20 @@ class StepParts(HeadParts):
         assert self.experts is not None
         return WeighedBiases(self.experts.choice, biases, bias_rows(product))
 
+    def tap_of(self, product: Product) -> Tap | None:
+        """Where the residual behind a product is kept: what the layer leaves, if it is tapped."""
+        tapped = self.machine.plan.tapped_layers
+        if not tapped or product is not self.table.onto_residual[-1]:
+            return None
+        return Tap(self.launch.taps, len(tapped), self.machine.hidden, self.tap_place)
+
     def finish_kept_rows(self, line: NormBehind, layer: Any) -> None:
         """The norm behind a product: its rows added to the residual."""
         product = line.product
         scale = self.inverse_rms(line.phase.input, self.layer_epoch)
         norm = self.norm(self.table.norm_behind(product, layer))
-        onto = self.onto_residual(line.phase.output, norm, self.layer_epoch, line.then.multiplier)
+        multiplier, tap = line.then.multiplier, self.tap_of(product)
+        onto = self.onto_residual(line.phase.output, norm, self.layer_epoch, multiplier, tap=tap)
         with self.machine.consumer:
             finish_kept_rows(self.linear.adding, self.residual, scale, self._norm_behind(product, layer), onto)
             self.timeline.stamp_here("done")

@@ -148,6 +148,8 @@ def sizes(config: ModelConfig, gpu: Gpu, plan: Plan) -> dict[str, int]:
         "token_room": plan.launch_tokens + 1,
         "history_room": history_room(plan),
         "round_words": ROUND_WORDS + plan.tokens,
+        "tap_rows": plan.launch_tokens,
+        "taps": len(plan.tapped_layers),
         "blocks": gpu.blocks,
         "phases": len(phase_names(config)),
         **_bias_rows(shape),

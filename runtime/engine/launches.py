@@ -18,6 +18,7 @@ import numpy.typing as npt
 from cheetah.errors import CheetahError
 from cheetah.manifest import Manifest
 from cheetah.models.config import ModelConfig
+from cheetah.models.rounding import widen
 from cheetah.plan import Plan
 from cheetah.plan.formats import KV_TILE_TOKENS
 from cheetah.runtime import interrupts
@@ -170,6 +171,8 @@ class KernelLaunches:
         self._parameters = [parameter.name for parameter in manifest.parameters]
         self._uploaded: dict[str, npt.NDArray[np.int32]] = {}
         self._pool_shape = next((buffer.shape for buffer in manifest.buffers if buffer.name == "kv"), ())
+        self._tap_shape = next((buffer.shape for buffer in manifest.buffers if buffer.name == "taps"), ())
+        self._hidden_size = loaded.config.hidden_size
         self._broken: str | None = None
 
     @property
@@ -198,6 +201,18 @@ class KernelLaunches:
         """Of a launch that has ended, and had a buffer for logits in the host's memory: float32 [vocab] after each of
         these tokens of part `number`, of which 0 is the first input. They lie in that buffer."""
         raise NotImplementedError
+
+    def rows_of(self, launch: Launch, number: int, tokens: range) -> list[int]:
+        """Of a launch that has ended, the rows of what it keeps of these tokens of part `number` (0: the first input),
+        in `logits` and `taps`."""
+        raise NotImplementedError
+
+    def tapped(self, launch: Launch, number: int, tokens: range) -> npt.NDArray[np.float32]:
+        """float32 [len(tokens), taps, hidden]: what tapped layers left of these tokens, of the last launch, which has
+        ended."""
+        rows, (_, *row) = self.rows_of(launch, number, tokens), self._tap_shape
+        bits = self._buffers["taps"].download(np.uint16, (max(rows) + 1, *row))
+        return widen(bits[rows][:, :, : self._hidden_size])
 
     def start(self, launch: Launch) -> None:
         """Starts it; returns at once on a GPU. No other may be started before it is finished."""

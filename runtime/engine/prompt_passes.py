@@ -78,12 +78,17 @@ class PassLauncher(KernelLaunches):
             self._upload(name, getattr(tables, name))
         wanted = _wanted_columns(segments, parts)
         self._upload("wanted", np.array(wanted, np.int32))
+        self._firsts = [*accumulate((segment.columns for segment in segments[:-1]), initial=0)]
         counts = {name: getattr(tables, name) for name in ("column_count", "segment_count", "tile_count")}
         counts["wanted_count"] = len(wanted)
         geometry = Geometry(tuple((segment.start, segment.count) for segment in segments))
         states = self._buffers.get("hidden_states")
         arguments = self._arguments({**counts, "hidden_states": states, "arrivals": self._arrivals})
         return Launch(parts, range(len(parts)), geometry, arguments)
+
+    def rows_of(self, launch: Launch, number: int, tokens: range) -> list[int]:
+        """Their columns."""
+        return [self._firsts[number] + token for token in tokens]
 
     @property
     def head(self) -> HeadLauncher:

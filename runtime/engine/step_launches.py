@@ -97,13 +97,12 @@ class StepLaunches(KernelLaunches):
         return min(self.max_steps, logits.nbytes // (4 * self.tokens * self.vocab_size))
 
     def logits_after(self, launch: Launch, number: int, tokens: range) -> Iterator[npt.NDArray[np.float32]]:
-        row = launch.order.index(number)
         logits = cast("MappedBuffer", launch.arguments["logits"]).array.view(np.float32).reshape(-1, self.vocab_size)
-        for judge in self._judges(launch, row, tokens):
+        for judge in self.rows_of(launch, number, tokens):
             yield logits[judge]
 
-    def _judges(self, launch: Launch, row: int, tokens: range) -> list[int]:
-        """The rows of the logits after these tokens of a launch's row."""
+    def rows_of(self, launch: Launch, number: int, tokens: range) -> list[int]:
+        row = launch.order.index(number)
         if self.verifies:
             return [int(judge) for judge in self._row_of("judges", row, tokens.stop + 1)[tokens.start + 1 :]]
         _, per_step, first_column = launch.geometry.placed()[row]

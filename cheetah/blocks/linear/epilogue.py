@@ -15,6 +15,7 @@ from cheetah.blocks.columns import fragment_word
 from cheetah.blocks.exchange import Published, Whereabouts
 from cheetah.blocks.linear.interface import Rows, SharedEpilogue
 from cheetah.blocks.linear.rms import PublishedSquares
+from cheetah.blocks.linear.taps import NO_TAP, Tap
 from cheetah.blocks.machine import Machine
 from cheetah.lang import prim, ty
 from cheetah.plan import M_TILE_ROWS
@@ -70,11 +71,21 @@ class ResidualArguments(NamedTuple):
     epoch: Any
 
 
+class TappedArguments(NamedTuple):
+    """The same, and where they are kept."""
+
+    weights: Any
+    vector: Any
+    squares: Any
+    epoch: Any
+    place: Any
+
+
 @dataclass(frozen=True, eq=False)
 class AddResidual(PublishedRows):
     """residual += (rows + biases) * multiplier, kept in f32 by the block that owns them, and published as the next norm
     wants it: times its weights, rounded to bf16, and the squares beside it. is_first: the rows are the residual, which
-    begins with them."""
+    begins with them. tap: where it is kept besides, of layers that are tapped."""
 
     machine: Machine
     into: Published
@@ -83,25 +94,28 @@ class AddResidual(PublishedRows):
     multiplier: float = 1.0
     is_first: bool = False
     biases: Biases | None = None
+    tap: Tap | None = None
 
     @property
     def makes(self) -> tuple[str, ...]:
         return self.into.name, self.squares.published.name
 
     @property
-    def arguments(self) -> ResidualArguments:
+    def arguments(self) -> ResidualArguments | TappedArguments:
         into, squares = self.into.when_and_where, self.squares.published.when_and_where
         assert str(into.epoch) == str(squares.epoch), self.makes
-        return ResidualArguments(self.norm.weights, into.vector, squares.vector, into.epoch)
+        told = self.norm.weights, into.vector, squares.vector, into.epoch
+        return ResidualArguments(*told) if self.tap is None else TappedArguments(*told, self.tap.place)
 
     @contextmanager
     def known_by(self, arguments: Any) -> Iterator[AddResidual]:
-        weights, vector, squares, epoch = arguments
+        weights, vector, squares, epoch, *place = arguments
         published = self.squares.published
         with self.into.known_by(Whereabouts(vector, epoch)) as into:
             with published.known_by(Whereabouts(squares, epoch)) as known:
                 norm = replace(self.norm, weights=weights)
-                yield replace(self, into=into, squares=replace(self.squares, published=known), norm=norm)
+                tap = None if self.tap is None else replace(self.tap, place=place[0])
+                yield replace(self, into=into, squares=replace(self.squares, published=known), norm=norm, tap=tap)
 
     @ch.inline
     def __call__(self, rows: Rows) -> None:
@@ -116,6 +130,10 @@ class AddResidual(PublishedRows):
             if not self.is_first:
                 value += residual[place]
             residual[place] = value
+            if self.tap is not None:
+                with ch.if_(self.tap.place != NO_TAP):
+                    kept = self.tap.of_token(self.tap.place, rows.column)
+                    kept[rows.m_tile * rows.count + rows.row] = prim.f32_to_bf16(value)
         weighted = ch.const(ty.f32, value * weight, name="weighted")
         publish(weighted)
         self.squares.publish(rows, value, weighted)

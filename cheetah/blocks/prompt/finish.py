@@ -16,6 +16,7 @@ from typing import Any
 
 from cheetah import lang as ch
 from cheetah.blocks.linear.epilogue import SIGMOID_OF, clamped_of, relu2_of
+from cheetah.blocks.linear.taps import NO_TAP, Tap
 from cheetah.blocks.patterns import HIGH_HALVES, LOW_HALVES
 from cheetah.blocks.prompt.machine import ACCUMULATOR_BYTES, GROUP_BYTES, UNIT_BYTES, PassMachine
 from cheetah.blocks.prompt.product import ACCUMULATORS, Finish, Sums
@@ -379,7 +380,7 @@ class StoreResidual(Finish):
     weights of the next norm, in token order, with each row tile's sums of their squares, f32 [row tiles][tokens].
     m_tiles: of the stream, a rank's, which keeps those; the rest all ranks get. places: where the next product has them
     (u16), if not in order. plus_one: norms multiply by 1 + weight. biases: what is added to the rows (bf16), where
-    `has_biases`."""
+    `has_biases`. tap: where the stream is kept besides, of layers that are tapped."""
 
     machine: PassMachine
     residual: ch.Expr
@@ -392,6 +393,7 @@ class StoreResidual(Finish):
     multiplier: float = 1.0
     biases: ch.Expr | None = None
     has_biases: Any = False
+    tap: Tap | None = None
 
     @ch.inline
     def load_rows(self, m_tile: ch.Expr) -> ch.Expr:
@@ -425,6 +427,8 @@ class StoreResidual(Finish):
         for member, value in zip("xyzw", sums.values, strict=True):
             setattr(kept, member, value)
         ch.reinterpret(ty.ptr_mut(ty.f32x4), self.residual)[index + ty.u64(machine.lane)] = kept
+        if self.tap is not None:
+            self._keep(self.tap, sums)
         rounded = [_rounded(value) for value in sums.values]
         lay_down_squares(machine, sums, rounded)
         values = tuple(value * sums.of_rows[index // 2] for index, value in enumerate(rounded))
@@ -433,6 +437,17 @@ class StoreResidual(Finish):
             store_rows(machine, self.into[0], weighted, self.into[1:])
         else:
             scatter_rows(machine, self.into[0], weighted, self.places, self.into[1:])
+
+    @ch.inline
+    def _keep(self, tap: Tap, sums: Sums) -> None:
+        """The stream, in natural order: a lane's two rows of two tokens."""
+        tap_place = ch.const(ty.u32, tap.place, name="tap_place")
+        with ch.if_(tap_place != NO_TAP):
+            for index in range(2):
+                token = sums.group * GROUP_TOKENS + self.machine.lane % 4 * 2 + index
+                kept = tap.of_token(tap_place, token) + ty.u64(self.row(sums.m_tile))
+                kept[0] = prim.f32_to_bf16(sums.values[index])
+                kept[HALF] = prim.f32_to_bf16(sums.values[index + 2])
 
     @ch.function
     def end(self, row_tile: ch.Expr, token_tile: ch.Expr) -> None:
