@@ -234,16 +234,8 @@ BUGS = (
         "epilogues",
         "the last row of an M-tile published without its residual",
         "blocks/linear/epilogue.py",
+        '        weighted = ch.const(ty.f32, value * weight, name="weighted")\n',
         (
-            "            if not self.is_first:\n"
-            "                value += residual[place]\n"
-            "            residual[place] = value\n"
-            '        weighted = ch.const(ty.f32, value * weight, name="weighted")\n'
-        ),
-        (
-            "            if not self.is_first:\n"
-            "                value += residual[place]\n"
-            "            residual[place] = value\n"
             "        weighted = ch.const(ty.f32, value * ch.select(rows.wave == 0, weight, "
             'ty.f32(1.0)), name="weighted")\n'
         ),
