@@ -23,11 +23,11 @@ KV_TILE_TOKENS = 16
 TILE_ALIGNMENT = 16
 """Bytes that a K-tile is a multiple of: what a bulk copy moves."""
 BF16_VECTOR, DIGITS, HALVES, RAISED, STAGGERED = "bf16", "digits", "halves", "raised", "staggered"
-PLAIN_DIGITS = "plain digits"
+PLAIN_DIGITS, DIGITS_AND_NUMBERS = "plain digits", "digits and numbers"
 """What a vector is multiplied as: bf16 numbers; integers of 18 bits, as digits, with a power of two for each K-tile,
-or of 21 bits, in another order (plain); f16 numbers with a power of two for each 32 columns; bf16 numbers times
+or of 21 bits, in another order (plain), or as the first with the bf16 numbers behind a K-tile's digits; f16 numbers with a power of two for each 32 columns; bf16 numbers times
 2^RAISED_BY, STAGGERED every second pair of them times 2^(RAISED_BY - 4)."""
-BY_WARPS = (DIGITS, PLAIN_DIGITS, HALVES)
+BY_WARPS = (DIGITS, PLAIN_DIGITS, DIGITS_AND_NUMBERS, HALVES)
 """Those that whole warps make of vectors, and that take another room than these."""
 RAISED_BY = 64
 """Codes of weights stand in a bf16's lowest bits as they are, which makes them very small numbers: so vectors are
@@ -68,7 +68,7 @@ class TileFormat:
     def vector_units(self, columns: int, tokens: int, is_brief: bool = False, by_numbers: bool = False) -> int:
         """16-byte units of shared memory that the vectors of a K-tile of such a matrix take."""
         digits = DIGIT_UNITS - self.columns // 8
-        extra = {DIGITS: digits, PLAIN_DIGITS: digits, HALVES: 1}
+        extra = {DIGITS: digits, PLAIN_DIGITS: digits, DIGITS_AND_NUMBERS: DIGIT_UNITS, HALVES: 1}
         return (self.columns // 8 + extra.get(self.vector_kind(columns, tokens, is_brief, by_numbers), 0)) * tokens
 
     def sums_bytes(self, columns: int, tokens: int, is_brief: bool = False, by_numbers: bool = False) -> int:
@@ -182,13 +182,15 @@ class QuantizedTiles(TileFormat):
         is_whole = columns % QUANTIZED_COLUMNS == 0 and columns * tokens % (8 * 32) == 0 and not by_numbers
         if self.kind == "int4":
             is_digits = tokens <= (BRIEF_DIGIT_TOKENS if is_brief else DIGIT_TOKENS)
-            return DIGITS if is_whole and is_digits else STAGGERED
+            if is_whole and is_digits:
+                return DIGITS_AND_NUMBERS if self.list_units else DIGITS
+            return STAGGERED
         return HALVES if self.kind == "fp8" and is_whole and tokens <= HALF_TOKENS else RAISED
 
     def sums_bytes(self, columns: int, tokens: int, is_brief: bool = False, by_numbers: bool = False) -> int:
         """[groups][columns] f32, whole groups of 8 columns. Digits have none: few tokens wait for the vector, not for
         its products."""
-        if not self.kind.startswith("int") or self.vector_kind(columns, tokens, is_brief, by_numbers) == DIGITS:
+        if not self.kind.startswith("int") or self.vector_kind(columns, tokens, is_brief, by_numbers) in BY_WARPS:
             return 0
         return self.groups * ceil_div(tokens, 8) * 8 * 4
 

@@ -14,7 +14,7 @@ from cheetah.models.formats.lists import ListedRows, counts_of, parts_of, units_
 from cheetah.models.formats.quantized import MIDDLE_CODE, scheme_of_name
 from cheetah.models.rounding import widen
 from cheetah.plan import M_TILE_ROWS, MatrixLayout, PlanError
-from cheetah.plan.formats import DIGITS, LISTED_TILES, RAISED, STAGGERED, tile_format
+from cheetah.plan.formats import DIGITS_AND_NUMBERS, LISTED_TILES, RAISED, STAGGERED, tile_format
 from cheetah.plan.index import round_up
 from tests.blocks.small_kernel import filled
 from tests.blocks.test_matvec import product
@@ -107,7 +107,7 @@ def test_lists_that_there_are_not(name: str) -> None:
 
 def test_which_vectors_numbers_are_multiplied_with() -> None:
     int4, int8 = (layout_of(name, 16, 1280, 1)[0] for name in ("int4-g128", "int8-g64-asym"))
-    assert [int4.vector_kind(tokens) for tokens in (1, 2, 4)] == [DIGITS, DIGITS, STAGGERED]
+    assert [int4.vector_kind(tokens) for tokens in (1, 2, 4)] == [DIGITS_AND_NUMBERS, DIGITS_AND_NUMBERS, STAGGERED]
     assert int8.vector_kind(1) == RAISED
 
 
@@ -163,8 +163,16 @@ BUGS: dict[str, tuple[str, Any]] = {
         "2of4",
         patched("_value", lambda right, self, element, column: right(self, element, 1 - column)),
     ),
-    "the four lanes of a row not added up": (
+    "the sums of the other row of a lane": (
         "int4-g128",
+        patched("part", lambda right, self, column, row: right(self, column, 1 - row)),
+    ),
+    "the elements of the K-tile before, behind its digits": (
+        "int4-g128",
+        lambda patch: patch.setattr("cheetah.blocks.linear.lists.QUANTIZED_COLUMNS", 256),
+    ),
+    "the four lanes of a row not added up": (
+        "2of4",
         lambda patch: patch.setattr("cheetah.blocks.linear.lists.LANES_OF_ROW", (1,)),
     ),
 }

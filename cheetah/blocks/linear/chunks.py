@@ -70,8 +70,8 @@ class Chunks:
                 self._multiply_chunk(layout, chunk, place, part, stage, sums)
             else:
                 self._hold_chunk(layout, chunk, place, part, stage, held)
-            if layout.format.list_units:
-                self._add_list(layout, chunk, place, part, stage, sums)
+                if layout.format.list_units:
+                    self._add_list(layout, chunk, place, part, stage, sums)
         if held is not None:
             self._multiply_held(layout, chunk, held, sums)
 
@@ -143,24 +143,44 @@ class Chunks:
         self, layout: MatrixLayout, chunk: ch.Expr, place: ch.Expr, part: Part, stage: Stage, sums: Any
     ) -> None:
         """Chunk `chunk` of an M-tile by the vectors in shared memory, in which it is number `place`."""
+        numbers = self._list_of(layout, chunk, place, part, stage, sums)
         fragments = fragments_of(layout, self.columns.limit, stage, self.machine.lane)
         with self._own_tiles(layout, chunk) as (_, pair):
             fragments.multiply(pair, self._beside(layout, place, pair, part), sums)
+        if numbers is not None:
+            numbers.multiply()
         if layout.format.factor_bytes:
             with ch.if_(chunk == layout.chunks - 1):
-                fragments.finish_rows(layout.last_chunk_tiles, self.columns, sums)
+                fragments.finish_rows(layout.last_chunk_tiles, self.columns, sums, numbers)
+        elif numbers is not None:
+            with ch.if_(chunk == layout.chunks - 1):
+                numbers.finish()
         fragments.finish_chunk()
+        if numbers is not None:
+            numbers.finish_chunk(stage)
+
+    def _list_of(
+        self, layout: MatrixLayout, chunk: ch.Expr, place: ch.Expr, part: Part, stage: Stage, sums: Any
+    ) -> List | None:
+        """What is listed beside a chunk, if anything is, to be multiplied behind its tiles."""
+        if not layout.format.list_units:
+            return None
+        units = self._beside(layout, place, ch.argument(0), part).units
+        listed = List(layout, self.columns, units, sums, accumulators_of(layout, self.columns.limit))
+        listed.load(chunk, stage)
+        return listed
 
     @ch.function
     def _add_list(
         self, layout: MatrixLayout, chunk: ch.Expr, place: ch.Expr, part: Part, stage: Stage, sums: Any
     ) -> None:
         """The products of what is listed beside a chunk; behind the last, their sums to those of the M-tile."""
-        units = self._beside(layout, place, ch.argument(0), part).units
-        listed = List(layout, self.columns, units, sums, accumulators_of(layout, self.columns.limit))
-        listed.multiply(chunk, stage)
+        numbers = self._list_of(layout, chunk, place, part, stage, sums)
+        assert numbers is not None
+        numbers.multiply()
         with ch.if_(chunk == layout.chunks - 1):
-            listed.finish()
+            numbers.finish()
+        numbers.finish_chunk(stage)
 
 
 def _argument(chunk: ch.Value) -> ch.Expr:

@@ -54,6 +54,18 @@ def groups_of(tokens: int, halves: int = 1) -> int:
     return ceil_div(tokens * halves, COLUMNS)
 
 
+class Beside(ABC):
+    """What is added to the sums of an M-tile's K-tiles: of each row a part in each of the four lanes of the row."""
+
+    @abstractmethod
+    def part(self, column: int, row: int) -> ch.Expr:
+        """This lane's, of a column of the step and row g (0) or g + 8 (1)."""
+
+    @abstractmethod
+    def finish(self) -> None:
+        """The four lanes' parts together, to the sums."""
+
+
 class Held(ABC):
     """A warp's tiles of a chunk in registers, and the operands of 8 columns that they are multiplied with."""
 
@@ -111,8 +123,8 @@ class Fragments(ABC):
     def finish_chunk(self) -> None:  # noqa: B027 - most tell it tile by tile
         """Behind the last tile of a chunk: tell the stage what has been read, if nobody has."""
 
-    def finish_rows(self, tiles: int, columns: Columns, sums: Any) -> None:
+    def finish_rows(self, tiles: int, columns: Columns, sums: Any, numbers: Beside | None = None) -> None:
         """sums [groups of columns, 4] *= the factors of their rows, which lie behind the last `tiles` K-tiles of an
-        M-tile; of several chains the first becomes the sum of all. Tells the stage what it has read. Only for formats
-        with `factor_bytes`."""
+        M-tile; of several chains the first becomes the sum of all. Tells the stage what it has read. Then the sums of
+        `numbers` are added. Only for formats with `factor_bytes`."""
         raise NotImplementedError(f"weight format {self.format.name} says nothing of rows")

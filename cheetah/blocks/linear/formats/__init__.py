@@ -17,6 +17,7 @@ from cheetah.plan import MatrixLayout
 from cheetah.plan.formats import (
     BLOCK_FORMATS,
     DIGITS,
+    DIGITS_AND_NUMBERS,
     HALVES,
     PLAIN_DIGITS,
     QUANTIZED_FORMATS,
@@ -44,7 +45,10 @@ def fragments_of(layout: MatrixLayout, tokens: int, stage: Stage, lane: ch.Expr)
 
 def fragments_class(layout: MatrixLayout, tokens: int) -> type[Fragments]:
     """How the tiles of a matrix are multiplied by the vectors of so many tokens."""
-    of_kind: dict[str, type[Fragments]] = {DIGITS: DigitFragments, PLAIN_DIGITS: SparseDigits, HALVES: HalfFragments}
+    of_kind: dict[str, type[Fragments]] = {
+        **dict.fromkeys((DIGITS, DIGITS_AND_NUMBERS), DigitFragments),
+        **{PLAIN_DIGITS: SparseDigits, HALVES: HalfFragments},
+    }
     return of_kind.get(layout.vector_kind(tokens), FRAGMENTS[layout.format.parts[0]])
 
 

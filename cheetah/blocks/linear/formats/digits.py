@@ -21,7 +21,7 @@ from cheetah.blocks.columns import UNIT, Columns
 from cheetah.blocks.linear.formats.integers import MIDDLE_NIBBLE, group_scales, group_zero_points
 from cheetah.blocks.linear.formats.quantized import QuantizedFragments
 from cheetah.blocks.linear.formats.sizes import BIAS, EXPONENT_AT, exponent_of_warp, power_of_two, stored_power
-from cheetah.blocks.linear.fragments import Activations
+from cheetah.blocks.linear.fragments import Activations, Beside
 from cheetah.blocks.patterns import HIGH_HALVES, LOW_HALVES
 from cheetah.lang import prim, ty
 from cheetah.plan.formats import DIGIT_COUNT, DIGIT_UNITS, QUANTIZED_COLUMNS, VECTOR_COLUMNS
@@ -38,8 +38,8 @@ HALF_UNITS = DIGIT_COUNT * 4
 """16-byte units of the digits of half a tile and one token: for each digit and lane of four one."""
 TILE_LANES = QUANTIZED_COLUMNS // UNIT
 """Neighbouring lanes that convert the elements of a tile and token, 8 each."""
-DIGIT_BYTES = DIGIT_UNITS * 16 // TILE_LANES
-"""Of a tile's digits and power of two, for each unit that they are made of."""
+DIGIT_BYTES, NUMBER_BYTES = DIGIT_UNITS * 16 // TILE_LANES, 16
+"""Of a tile's digits and power of two, for each unit that they are made of; of the unit itself."""
 WARP = 32
 ELEMENT_BITS, PLAIN_BITS = 18, 21
 BALANCE = ch.bits("BALANCE", 0x80808080)
@@ -125,22 +125,31 @@ class DigitFragments(QuantizedFragments):
                 sums[index] = prim.fma_f32(factor, value, sums[index])
 
     @ch.inline
-    def finish_rows(self, tiles: int, columns: Columns, sums: Any) -> None:
-        """The digits' sums become a number, which all four lanes of a row have then."""
+    def finish_rows(self, tiles: int, columns: Columns, sums: Any, numbers: Beside | None = None) -> None:
+        """The digits' sums become a number, which all four lanes of a row have then. Where each lane has a part of
+        something else, that goes with its digit."""
         factors = self.row_factors(tiles)
         digit = self.lane % 4
         weight = ch.select(digit < DIGIT_COUNT, prim.bits_float((ty.u32(BIAS) + digit * 8) << EXPONENT_AT), 0.0)
         for row, factor in enumerate(factors):
             for index in range(2 * row, 2 * row + columns.limit):
                 of_digit = ch.const(ty.f32, sums[0][index] * weight, name="of_digit")
+                if numbers is not None:
+                    part = prim.fma_f32(of_digit, factor, numbers.part(index % 2, row))
+                    of_pair = ch.const(ty.f32, part + prim.shuffle_xor_f32(part, 1), name="of_pair")
+                    sums[0][index] = of_pair + prim.shuffle_xor_f32(of_pair, 2)
+                    continue
                 of_pair = ch.const(ty.f32, of_digit + prim.shuffle_xor_f32(of_digit, 1), name="of_pair")
                 sums[0][index] = (of_pair + prim.shuffle_xor_f32(of_pair, 2)) * factor
 
 
 @ch.function
-def store_digits(lane: ch.Expr, vector: ch.Expr, unit: ch.Expr, words: ch.Expr, tokens: int) -> None:
+def store_digits(
+    lane: ch.Expr, vector: ch.Expr, unit: ch.Expr, words: ch.Expr, tokens: int, with_numbers: bool = False
+) -> None:
     """Unit `unit` of the vectors of so many tokens (8 bf16 elements) as digits. All lanes of a warp call it, with
-    neighbouring units, lane 0 with the first of a tile; elements of one token that they have share a power of two."""
+    neighbouring units, lane 0 with the first of a tile; elements of one token that they have share a power of two.
+    with_numbers: the units themselves, in their order, follow behind a tile's digits."""
     pairs = [getattr(words, member) for member in "xyzw"]
     within = lane % (TILE_LANES * tokens)
     token = ch.const(ty.u32, within // 4 % tokens, name="token")
@@ -152,7 +161,8 @@ def store_digits(lane: ch.Expr, vector: ch.Expr, unit: ch.Expr, words: ch.Expr, 
     of_nibbles = [ch.const(ty.u32, left * 16 - right, name="both") for left, right in zip(low, high, strict=True)]
     # No division, and a product that does not wrap, since it is signed: what units share is worked out once.
     tiles = ch.reinterpret(ty.ptr_mut(ty.u8), vector)
-    tile = ch.reinterpret(ty.ptr_mut(ty.u32), tiles + ch.cast(ty.i32, unit - within) * DIGIT_BYTES)
+    unit_bytes = DIGIT_BYTES + NUMBER_BYTES if with_numbers else DIGIT_BYTES
+    tile = ch.reinterpret(ty.ptr_mut(ty.u32), tiles + ch.cast(ty.i32, unit - within) * unit_bytes)
     part = within // (4 * tokens)
     half = part // HALVES * (HALF_UNITS * tokens * 4)
     place = ch.const(ty.u32, half + token * 16 + unit % 4 * 4 + part % HALVES, name="place")
@@ -162,6 +172,8 @@ def store_digits(lane: ch.Expr, vector: ch.Expr, unit: ch.Expr, words: ch.Expr, 
     with ch.if_(within == token * 4):
         # and a 16th, of the formula
         tile[HALVES * HALF_UNITS * tokens * 4 + token] = stored_power(exponent, ELEMENT_BITS - 1 + 4)
+    if with_numbers:
+        ch.reinterpret(ty.ptr_mut(ty.u32x4), tile)[DIGIT_UNITS * tokens + within] = words
 
 
 @ch.function
@@ -186,29 +198,6 @@ def store_plain_digits(lane: ch.Expr, vector: ch.Expr, unit: ch.Expr, words: ch.
     with ch.if_(within == token * 4):
         # and a 16th: codes are in the upper half of their bytes
         tile[HALVES * HALF_UNITS * tokens * 4 + token] = stored_power(exponent, PLAIN_BITS - 1 + 4)
-
-
-@ch.inline
-def element_of_digits(vector: ch.Expr, element: Any, token: int, tokens: int) -> ch.Expr:
-    """Element `element` of a token's vector (f32), of the digits that `store_digits` has stored: of Xh its own, of Xl
-    those of 16 Xl - Xh and of Xh."""
-    of_tile, within = element // QUANTIZED_COLUMNS, element % QUANTIZED_COLUMNS
-    tile = ch.const(ty.u32, of_tile * (DIGIT_UNITS * 16 * tokens), name="tile")
-    part, unit, of_unit = within // VECTOR_COLUMNS, within // UNIT % 4, within % UNIT
-    word = part // HALVES * (HALF_UNITS * tokens * 4) + token * 16 + unit * 4 + part % HALVES
-    place = ch.const(ty.u32, tile + word * 4 + (of_unit % 2 * 2 + of_unit // 4), name="place")
-    digits = ch.reinterpret(ty.ptr(ty.u8), vector) + place
-    high = ch.const(ty.i32, _number_of_digits(digits, tokens), name="high")
-    both = ch.const(ty.i32, _number_of_digits(digits + 2 * 4, tokens), name="both")
-    powers = ch.reinterpret(ty.ptr(ty.f32), vector) + (tile // 4 + (HALVES * HALF_UNITS * tokens * 4 + token))
-    # The stored power lacks 16.
-    return ty.f32(ch.select(of_unit // 2 % 2 == 0, both + high, high * 16)) * powers[0]
-
-
-def _number_of_digits(digits: Any, tokens: int) -> ch.Expr:
-    """What balanced digits are of, of which the lowest lies at `digits` (i32)."""
-    bytes_ = [ty.u32(digits[digit * tokens * 16 * 4]) << 8 * digit for digit in range(DIGIT_COUNT)]
-    return ch.cast(ty.i32, (bytes_[0] | bytes_[1] | bytes_[2]) ^ BALANCED) - BALANCED
 
 
 def _integer(element: ch.Expr, scale: ch.Expr, base: float) -> ch.Expr:

@@ -19,7 +19,7 @@ from typing import Any
 
 from cheetah import lang as ch
 from cheetah.blocks.columns import Columns
-from cheetah.blocks.linear.fragments import Activations, Fragments
+from cheetah.blocks.linear.fragments import Activations, Beside, Fragments
 from cheetah.lang import prim, ty
 from cheetah.plan.formats import M_TILE_ROWS, QUANTIZED_COLUMNS, VECTOR_COLUMNS, QuantizedTiles
 
@@ -50,11 +50,13 @@ class QuantizedFragments(Fragments):
         self.stage.has_read(self.have_read)
 
     @ch.inline
-    def finish_rows(self, tiles: int, columns: Columns, sums: Any) -> None:
+    def finish_rows(self, tiles: int, columns: Columns, sums: Any, numbers: Beside | None = None) -> None:
         low, high = self.row_factors(tiles)
         for group in range(columns.tiles):
             for index in range(4):
                 sums[group][index] = sums[group][index] * (low if index < 2 else high)
+        if numbers is not None:
+            numbers.finish()
 
     @ch.inline
     def row_factors(self, tiles: int) -> tuple[Any, Any]:

@@ -9,7 +9,17 @@ from cheetah.blocks.columns import Columns
 from cheetah.blocks.linear.formats.digits import store_digits, store_plain_digits
 from cheetah.blocks.linear.formats.e4m3 import store_halves
 from cheetah.blocks.linear.formats.sizes import raised, raised_pair
-from cheetah.plan.formats import BF16_VECTOR, BY_WARPS, DIGITS, HALVES, PLAIN_DIGITS, RAISED, RAISED_BY, STAGGERED
+from cheetah.plan.formats import (
+    BF16_VECTOR,
+    BY_WARPS,
+    DIGITS,
+    DIGITS_AND_NUMBERS,
+    HALVES,
+    PLAIN_DIGITS,
+    RAISED,
+    RAISED_BY,
+    STAGGERED,
+)
 
 
 def store_unit(
@@ -20,6 +30,8 @@ def store_unit(
     assert published == BF16_VECTOR or kind not in BY_WARPS, f"{published} to {kind}"
     if kind == DIGITS:
         store_digits(columns.machine.lane, vector, unit, words, columns.limit)
+    elif kind == DIGITS_AND_NUMBERS:
+        store_digits(columns.machine.lane, vector, unit, words, columns.limit, with_numbers=True)
     elif kind == PLAIN_DIGITS:
         store_plain_digits(columns.machine.lane, vector, unit, words, columns.limit)
     elif kind == HALVES:
