@@ -25,8 +25,9 @@ TILE_ALIGNMENT = 16
 BF16_VECTOR, DIGITS, HALVES, RAISED, STAGGERED = "bf16", "digits", "halves", "raised", "staggered"
 PLAIN_DIGITS, DIGITS_AND_NUMBERS = "plain digits", "digits and numbers"
 """What a vector is multiplied as: bf16 numbers; integers of 18 bits, as digits, with a power of two for each K-tile,
-or of 21 bits, in another order (plain), or as the first with the bf16 numbers behind a K-tile's digits; f16 numbers with a power of two for each 32 columns; bf16 numbers times
-2^RAISED_BY, STAGGERED every second pair of them times 2^(RAISED_BY - 4)."""
+or of 21 bits, in another order (plain), or of 18 with the bf16 numbers behind a K-tile's digits; f16 numbers with a
+power of two for each 32 columns; bf16 numbers times 2^RAISED_BY, STAGGERED every second pair of them times
+2^(RAISED_BY - 4)."""
 BY_WARPS = (DIGITS, PLAIN_DIGITS, DIGITS_AND_NUMBERS, HALVES)
 """Those that whole warps make of vectors, and that take another room than these."""
 RAISED_BY = 64

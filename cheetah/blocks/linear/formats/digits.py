@@ -24,7 +24,7 @@ from cheetah.blocks.linear.formats.sizes import BIAS, EXPONENT_AT, exponent_of_w
 from cheetah.blocks.linear.fragments import Activations, Beside
 from cheetah.blocks.patterns import HIGH_HALVES, LOW_HALVES
 from cheetah.lang import prim, ty
-from cheetah.plan.formats import DIGIT_COUNT, DIGIT_UNITS, QUANTIZED_COLUMNS, VECTOR_COLUMNS
+from cheetah.plan.formats import DIGIT_COUNT, DIGIT_UNITS, QUANTIZED_COLUMNS
 
 LOWER_NIBBLES = ch.bits("LOWER_NIBBLES", 0x0F0F0F0F)
 BYTES_OF_ONES, LOWER_ONES = ch.bits("BYTES_OF_ONES", 0x11111111), ch.bits("LOWER_ONES", 0x01010101)
@@ -149,6 +149,7 @@ def store_digits(
 ) -> None:
     """Unit `unit` of the vectors of so many tokens (8 bf16 elements) as digits. All lanes of a warp call it, with
     neighbouring units, lane 0 with the first of a tile; elements of one token that they have share a power of two.
+
     with_numbers: the units themselves, in their order, follow behind a tile's digits."""
     pairs = [getattr(words, member) for member in "xyzw"]
     within = lane % (TILE_LANES * tokens)

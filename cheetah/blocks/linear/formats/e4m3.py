@@ -17,7 +17,7 @@ from cheetah import lang as ch
 from cheetah.blocks.columns import UNITS_PER_TILE, Columns
 from cheetah.blocks.linear.formats.quantized import CHAINS, PARTS, ChainedFragments
 from cheetah.blocks.linear.formats.sizes import biased_exponent, power_of_two, stored_power
-from cheetah.blocks.linear.fragments import Activations, Held
+from cheetah.blocks.linear.fragments import Activations, Beside, Held
 from cheetah.lang import prim, ty
 from cheetah.plan.formats import RAISED_BY
 
@@ -53,9 +53,9 @@ class E4m3Fragments(ChainedFragments):
                 multiply_part(sums[of_chain + group], self.words[part], values)
 
     @ch.inline
-    def finish_rows(self, tiles: int, columns: Columns, sums: Any) -> None:
+    def finish_rows(self, tiles: int, columns: Columns, sums: Any, numbers: Beside | None = None) -> None:
         add_chains(sums, columns.tiles, self.chains(self.format, columns.tiles))
-        super().finish_rows(tiles, columns, sums)
+        super().finish_rows(tiles, columns, sums, numbers)
 
     @classmethod
     def room(cls, format: Any, tiles: int) -> Held | None:
