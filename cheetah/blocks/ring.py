@@ -197,7 +197,7 @@ class Ring:
 
     @contextmanager
     @ch.inline
-    def use_ahead(self, ahead: ch.Expr, arrivals: ch.Expr, when: ch.Expr) -> Iterator[Stage]:
+    def use_ahead(self, ahead: ch.Expr, arrivals: ch.Expr, when: ch.Value = True) -> Iterator[Stage]:
         """In the consumer role, where the warps share stages out: the stage `ahead` of the cursor, full. After the
         body, which says what it has read, this warp arrives for `arrivals` warps; those that work on a stage make up
         for all others, which do not touch it. A parity tells two neighbouring passes apart only: a warp must not look
@@ -214,7 +214,7 @@ class Ring:
         yield taken
         taken.require_read()
         prim.warp_barrier()  # orders every lane's reads of the stage before the arrival
-        with ch.if_((self.machine.lane == 0) & when):
+        with ch.if_(self.machine.lane == 0 if when is True else (self.machine.lane == 0) & when):
             prim.mbarrier_arrive_many(self.empty + stage, arrivals)
 
     @ch.inline

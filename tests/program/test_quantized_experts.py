@@ -31,6 +31,10 @@ CASES: dict[str, tuple[ModelConfig, Formats, int, dict[str, Any]]] = {
         *(qwen(256, 256, 4), (("qkv", "fp8"), ("o", "int4-g64"), ("gate_up", "int4-g128-asym"), ("down", "int4"))),
         *(1, {"blocks": 3}),
     ),
+    "a token, an expert a warp, more experts than warps": (
+        *(qwen(80, 256, 2, 9, 5), (("gate_up", "int4-g128"), ("down", "int4"))),
+        *(2, {"blocks": 5}),
+    ),
     "a token, f16 numbers, every expert chosen": (
         *(qwen(256, 256, 4, 4, 4), (("gate_up", "fp8"), ("down", "fp8-block128"))),
         *(0, {"blocks": 3}),

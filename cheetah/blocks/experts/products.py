@@ -54,9 +54,9 @@ class ChosenRows(GatedRows):
         first = rank * (matrix.all_m_tiles * HALF) + matrix.of_all(number % matrix.m_tiles, gpu) * HALF
         chosen = replace(rows, is_own=rows.is_own & (rank != NO_RANK))
         publish = publishing(self.machine, self.into, chosen, first, HALF)
-        weight = ch.const(ty.f32, choice.weight(rows.column, rank), name="weight")
         bias = self._bias(expert, number, rows.row)
         value = ch.const(ty.f32, rows.sum() if bias is None else rows.sum() + bias, name="value")
+        weight = ch.const(ty.f32, choice.weight(rows.column, rank), name="weight")  # known behind the sums
         gated = gated_of(value, self.activation)
         weighted = ch.const(ty.f32, gated * weight, name="weighted")
         publish(weighted)
@@ -136,6 +136,10 @@ class AllParts(Prologue):
     width: int
 
     @property
+    def machine(self) -> Any:
+        return self.choice.machine
+
+    @property
     def waits(self) -> tuple[str, ...]:
         return (self.source.name,)
 
@@ -165,9 +169,23 @@ class AllParts(Prologue):
     @ch.inline
     def parts(self, matrix: MatrixLayout, arrival: Arrival) -> Iterator[Part]:
         count = ch.const(ty.u32, self.choice.list.count, name="count")
-        with ch.for_(count, unroll=1, name="slot") as slot:
+        first, step = (self.machine.warp, self.machine.plan.consumer_warps) if self._is_by_warps(matrix) else (0, 1)
+        with ch.for_(first, count, step, unroll=1, name="slot") as slot:
             offsets, is_chosen = self._ranked(matrix, slot)
-            yield RankedPart(0, matrix.chunks, is_last=False, offsets=offsets, is_chosen=is_chosen)
+            part = RankedPart(0, matrix.chunks, is_last=False, offsets=offsets, is_chosen=is_chosen)
+            yield replace(part, ahead=slot) if self._is_by_warps(matrix) else part
+        if self._is_by_warps(matrix):
+            arrival.ring.skip(count)
+
+    def _is_by_warps(self, matrix: MatrixLayout) -> bool:
+        """Whether warps have entries of the list, each all of an expert's columns, and not each warp columns of every
+        expert: of a single token, where that would be a K-tile at most, and all of a block's M-tiles are in the ring
+        together. Not where kernels of more tokens are to make the same bits."""
+        plan = self.machine.plan
+        is_short = matrix.chunks == matrix.waves == 1 and matrix.k_tiles <= plan.consumer_warps
+        fits = self.choice.columns.limit == 1 and self.choice.experts.chosen <= plan.stages
+        is_free = bool(matrix.format.factor_bytes) and not matrix.by_numbers and not matrix.sums_bytes(1)
+        return is_short and fits and is_free
 
     @ch.inline
     def _ranked(self, matrix: MatrixLayout, slot: ch.Expr) -> tuple[tuple[ch.Expr, ...], tuple[ch.Expr, ...]]:

@@ -42,6 +42,11 @@ class Chunks:
         if type(part) is Part and type(part.offset) is int:
             self._use_chunks(layout, part, _argument(part.first), _argument(part.end), sums, is_first)
             return
+        if part.ahead is not None:
+            with self.ring.use_ahead(part.ahead, ch.argument(self.machine.plan.consumer_warps)) as stage:
+                self.timeline.stamp_first("first_chunk")
+                self._multiply_alone(layout, part, stage, sums)
+            return
         with ch.for_(part.first, part.end, unroll=2) as chunk:
             self.use(layout, chunk, part.place(chunk), part, sums, is_first)
 
@@ -169,6 +174,15 @@ class Chunks:
         listed = List(layout, self.columns, units, sums, accumulators_of(layout, self.columns.limit))
         listed.load(chunk, stage)
         return listed
+
+    @ch.function
+    def _multiply_alone(self, layout: MatrixLayout, part: Part, stage: Stage, sums: Any) -> None:
+        """An M-tile of one chunk by the vectors in shared memory, by this warp alone."""
+        fragments = fragments_of(layout, self.columns.limit, stage, self.machine.lane)
+        with ch.for_(layout.k_tiles, unroll=True, name="tile") as tile:
+            fragments.multiply(tile, part.vectors(self.columns, layout, tile), sums)
+        fragments.finish_rows(layout.k_tiles, self.columns, sums)
+        fragments.finish_chunk()
 
     @ch.function
     def _add_list(

@@ -19,7 +19,8 @@ from cheetah.plan import MatrixLayout
 class Part:
     """A part of the input that is there: what chunks [first, end) of an M-tile are multiplied with. Beside the first
     of them the vectors lie that are number `offset` in the region, counted in chunks. is_last: whether no other part
-    follows. begins, ends: whether it is the first, the last that a matrix is multiplied with."""
+    follows. begins, ends: whether it is the first, the last that a matrix is multiplied with. ahead: where a warp
+    multiplies its only chunk by itself, while others have other parts, how many stages ahead that lies."""
 
     first: ch.Value
     end: ch.Value
@@ -28,6 +29,7 @@ class Part:
     region: str = "vector"
     begins: bool = True
     ends: bool = True
+    ahead: ch.Expr | None = None
 
     def place(self, chunk: ch.Expr) -> ch.Expr:
         """The number that the vectors beside a chunk have there."""
