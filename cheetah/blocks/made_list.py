@@ -88,6 +88,19 @@ class MadeList:
             prim.mbarrier_arrive(self.made)
         self._turn(self.machine.consumer)
 
+    @ch.inline
+    def tell(self) -> None:
+        """By the first consumer warp, where it has made the list by itself: it is to be followed."""
+        prim.warp_barrier()  # orders what its lanes have written before the arrival
+        with ch.if_(self.machine.lane == 0):
+            prim.mbarrier_arrive(self.made)
+
+    @ch.inline
+    def finish_told(self) -> None:
+        """By all consumer warps, of a list that was told of: from here on they read it."""
+        prim.mbarrier_wait(self.made, self._parities[self.machine.consumer])
+        self._turn(self.machine.consumer)
+
     # -- the other roles -------------------------------------------------------------------------------------------
 
     @ch.inline

@@ -79,22 +79,40 @@ class WarpChoice:
         logits[own] = logit
 
     @ch.inline
-    def pick(self, keys: Any, chosen: Any, highest: Any) -> None:
-        """The token's experts, as a bit of `chosen` for each of the lane's, and their highest logit."""
+    def pick(self, keys: Any, chosen: Any, highest: Any) -> Any:
+        """The token's experts, as a bit of `chosen` for each of the lane's, and their highest logit. Returns how many
+        of them lanes before this one have (u32)."""
         each, lane = self.of_lane, self.machine.lane
+        places = ch.array(ty.u32, each)
+        self._sort(keys, places)
+        before = ch.var(ty.u32, 0)
         with ch.for_(self.experts.chosen, unroll=1, name="round") as round_:
-            best, place = ch.var(ty.u32, 0), ch.var(ty.u32, 0)
-            with ch.for_(each, unroll=True, name="own") as own, ch.if_(keys[own] > best):
-                best.set(keys[own])
-                place.set(own)
-            top = prim.warp_maximum_u32(best)
-            lowest = prim.warp_maximum_u32(ch.select(best == top, LANES - lane, ty.u32(0)))
+            top = prim.warp_maximum_u32(keys[0])
+            lowest = prim.warp_maximum_u32(ch.select(keys[0] == top, LANES - lane, ty.u32(0)))
             with ch.if_(round_ == 0):
                 highest.set(number_of(top))
+            before += ch.select(lowest > LANES - lane, ty.u32(1), ty.u32(0))
             with ch.if_(lowest == LANES - lane):
-                chosen |= ty.u32(1) << place
-                with ch.for_(each, unroll=True, name="own") as own, ch.if_(own == place):
-                    keys[own] = 0
+                chosen |= ty.u32(1) << places[0]
+                with ch.for_(each - 1, unroll=True, name="own") as own:
+                    keys[own] = keys[own + 1]
+                    places[own] = places[own + 1]
+                keys[each - 1] = 0
+        return before
+
+    @ch.inline
+    def _sort(self, keys: Any, places: Any) -> None:
+        """The lane's keys, the largest first, of equal ones the first; `places` is where each was."""
+        each = self.of_lane
+        with ch.for_(each, unroll=True, name="own") as own:
+            places[own] = own
+        with ch.for_(each, unroll=True, name="turn") as turn, ch.for_(turn % 2, each - 1, 2, unroll=True) as own:
+            with ch.if_(keys[own + 1] > keys[own]):
+                key, place = ch.const(ty.u32, keys[own + 1], name="key"), ch.const(ty.u32, places[own + 1], name="place")
+                keys[own + 1] = keys[own]
+                places[own + 1] = places[own]
+                keys[own] = key
+                places[own] = place
 
     @ch.inline
     def weigh(self, first: ch.Expr, chosen: Any, highest: ch.Expr, weights: Any, total: Any) -> None:
@@ -145,15 +163,22 @@ class Choice(WarpChoice):
 
     @ch.inline
     def make(self, routes: Published) -> None:
-        """In the consumer role: wait for the logits of all columns in use, and choose."""
+        """In the consumer role: wait for the logits of all columns in use, and choose.
+
+        Of a single column a warp makes the list by itself, and tells of it before it knows what the experts weigh:
+        their weights are read behind sums that it has a part in."""
         machine, limit = self.machine, self.columns.limit
         self.list.begin_making()
+        if limit == 1:
+            machine.meet()  # what all have brought for experts is there
+            with ch.if_(machine.warp == 0):
+                self._choose(ch.argument(0), routes)
+            return self.list.finish_told()
         with ch.for_(machine.warp, limit, machine.plan.consumer_warps, unroll=1, name="column") as column:
             self._choose(column, routes)
-        if limit > 1:
-            machine.meet()  # all columns' ranks are there
-            with ch.if_(machine.warp == 0):
-                self._list_union()
+        machine.meet()  # all columns' ranks are there
+        with ch.if_(machine.warp == 0):
+            self._list_union()
         self.list.finish_making()
 
     @ch.function
@@ -161,15 +186,18 @@ class Choice(WarpChoice):
         """A warp's column: its experts' ranks and weights; none of one that is not in use."""
         each, lane = self.of_lane, self.machine.lane
         first = ch.const(ty.u32, lane * each, name="first")
-        chosen = ch.var(ty.u32, 0)  # a bit for each of the lane's experts
-        weights = ch.array(ty.f32, each)
-        total = ch.var(ty.f32, 1.0)
+        chosen, before = ch.var(ty.u32, 0), ch.var(ty.u32, 0)  # a bit for each of the lane's experts; of lanes before
+        weights, highest = ch.array(ty.f32, each), ch.var(ty.f32, 0.0)
         with self.columns.if_active(column):
-            keys, highest = ch.array(ty.u32, each), ch.var(ty.f32, 0.0)
+            keys = ch.array(ty.u32, each)
             self._load(column, first, routes, weights, keys)
-            self.pick(keys, chosen, highest)
-            self.weigh(first, chosen, highest, weights, total)
-        self._number(column, first, chosen, weights, total)
+            before.set(self.pick(keys, chosen, highest))
+        self._number(column, first, chosen, before)
+        if self.columns.limit == 1:
+            self.list.tell()
+        with self.columns.if_active(column):
+            self._keep_weights(column, first, chosen, before, highest, weights)
+        prim.warp_barrier()  # orders what the lanes have stored before what the first one tells of it
 
     @ch.inline
     def _load(self, column: ch.Expr, first: ch.Expr, routes: Published, logits: Any, keys: Any) -> None:
@@ -187,23 +215,34 @@ class Choice(WarpChoice):
                 self.take(own, first, getattr(data[unit], word), logits, keys)
 
     @ch.inline
-    def _number(self, column: ch.Expr, first: ch.Expr, chosen: ch.Expr, weights: Any, total: ch.Expr) -> None:
-        """Ranks of the column's experts, and their weights; those of the only column are the list, too."""
+    def _number(self, column: ch.Expr, first: ch.Expr, chosen: ch.Expr, before: ch.Expr) -> None:
+        """Ranks of the column's experts; those of the only column are the list, too."""
         count, words = self.experts.count, self.list.words if self.columns.limit == 1 else None
         ranks = self.ranks + column * count
         if words is not None:
             with ch.if_(self.machine.lane == 0):
                 words[0] = self.experts.chosen
-        rank = ch.var(ty.u32, self.before(chosen, self.of_lane))
+        rank = ch.var(ty.u32, before)
         with ch.for_(self.of_lane, unroll=True, name="own") as own, ch.if_(first + own < count):
             with ch.if_(has(chosen, own)):
                 ranks[first + own] = ch.cast(ty.u8, rank)
-                self.weights[column * self.experts.chosen + rank] = prim.divide_f32(weights[own], total)
                 if words is not None:
                     words[rank + 1] = first + own
                 rank += 1
             with ch.else_():
                 ranks[first + own] = NO_RANK
+
+    @ch.inline
+    def _keep_weights(
+        self, column: ch.Expr, first: ch.Expr, chosen: ch.Expr, before: ch.Expr, highest: ch.Expr, weights: Any
+    ) -> None:
+        """What the column's experts weigh, by rank."""
+        total = ch.var(ty.f32, 1.0)
+        self.weigh(first, chosen, highest, weights, total)
+        rank = ch.var(ty.u32, column * self.experts.chosen + before)
+        with ch.for_(self.of_lane, unroll=True, name="own") as own, ch.if_(has(chosen, own)):
+            self.weights[rank] = prim.divide_f32(weights[own], total)
+            rank += 1
 
     @ch.function
     def _list_union(self) -> None:

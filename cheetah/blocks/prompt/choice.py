@@ -71,9 +71,9 @@ class PassChoice:
                 weights, keys = ch.array(ty.f32, of_warp.of_lane), ch.array(ty.u32, of_warp.of_lane)
                 highest, total = ch.var(ty.f32, 0.0), ch.var(ty.f32, 1.0)
                 self._load(token, first, weights, keys)
-                of_warp.pick(keys, chosen, highest)
+                before = of_warp.pick(keys, chosen, highest)
                 of_warp.weigh(first, chosen, highest, weights, total)
-                self._number(token, first, chosen, weights, total)
+                self._number(token, first, chosen, before, weights, total)
         self._masks[in_word * LANES + lane] = chosen
 
     @ch.inline
@@ -88,10 +88,12 @@ class PassChoice:
                 self.of_warp.take(unit * WORDS + number, first, getattr(data, word), logits, keys)
 
     @ch.inline
-    def _number(self, token: ch.Expr, first: ch.Expr, chosen: ch.Expr, weights: Any, total: ch.Expr) -> None:
+    def _number(
+        self, token: ch.Expr, first: ch.Expr, chosen: ch.Expr, before: ch.Expr, weights: Any, total: ch.Expr
+    ) -> None:
         """The token's experts by rank, and what they weigh."""
         of_warp = self.of_warp
-        rank = ch.var(ty.u32, token * self.room.experts.chosen + of_warp.before(chosen, of_warp.of_lane))
+        rank = ch.var(ty.u32, token * self.room.experts.chosen + before)
         with ch.for_(of_warp.of_lane, unroll=True, name="own") as own, ch.if_(has(chosen, own)):
             self.choices.experts[rank] = first + own
             self.choices.weights[rank] = prim.divide_f32(weights[own], total)
