@@ -4,7 +4,8 @@ tokens chose.
 It lies in shared memory: how many entries it has, then those. Two mbarriers keep its makers and its followers apart.
 
 * made: one arrival, of the first consumer thread, behind a meeting of the consumer warps that follows all their writes
-  of the list. A follower waits for it (acquire) and then sees the whole list.
+  of the list; or behind a barrier of the first warp, which has made it by itself (`tell`), and then the other consumer
+  warps wait for it too. A follower waits for it (acquire) and then sees the whole list.
 * followed: an arrival of every follower, the producer lane and each adding warp, behind its last read of the list. The
   consumer warps wait for it before they write the next one.
 

@@ -9,10 +9,10 @@ from typing import Any
 from cheetah import lang as ch
 from cheetah.blocks.columns import Columns
 from cheetah.blocks.experts.choice import Choice
-from cheetah.blocks.experts.products import AllParts, PartsInTurn, RankedActivations
+from cheetah.blocks.experts.products import AllParts, ChosenRows, PartsInTurn, RankedActivations
 from cheetah.blocks.linear.fragments import Activations
 from cheetah.blocks.made_list import MadeList
-from cheetah.lang import ty
+from cheetah.lang import prim, ty
 from cheetah.models.layer_kind import Routing
 from cheetah.models.qwen3_moe import Qwen3MoeConfig
 from tests.program.planted import BOTH, USUAL, Bug, Patch, Setup, read_without_waiting
@@ -53,11 +53,38 @@ def follow_without_waiting(patch: Patch) -> None:
     patch.setattr(MadeList, "begin_following", lambda self, role: None)
 
 
+def tell_of_the_list_too_soon(patch: Patch) -> None:
+    """The first lane does, when it has written its own part of it."""
+
+    def tell(self: MadeList) -> None:
+        with ch.if_(self.machine.lane == 0):
+            prim.mbarrier_arrive(self.made)
+
+    patch.setattr(MadeList, "tell", tell)
+
+
+def weigh_before_that_is_known(patch: Patch) -> None:
+    """Adding warps look for a weight before they wait for sums."""
+    finish: Any = ChosenRows.__call__
+
+    def early(self: ChosenRows, rows: Any) -> None:
+        number = self.matrix.of_rank(rows.m_tile, self.machine.rank)
+        rank = self.choice.rank(rows.column, self.choice.list.entry(number // self.matrix.m_tiles))
+        weight = ch.const(ty.f32, self.choice.weight(rows.column, rank), name="early")
+        with Patch.context() as inner:
+            inner.setattr(Choice, "weight", lambda choice, column, rank: weight)
+            finish(self, rows)
+
+    patch.setattr(ChosenRows, "__call__", early)
+
+
 EXPERT_BUGS = (
     Bug("experts all weigh alike", ("reference",), change=weigh_all_alike, setup=ROUTED),
     Bug("weights of the softmax of all", ("reference",), change=weigh_by_the_softmax_of_all, setup=ROUTED),
     Bug("the first expert for all", ("schedules",), change=take_the_first_expert_for_all, setup=ROUTED),
     Bug("experts followed before they are chosen", BOTH, change=follow_without_waiting, setup=ROUTED),
+    Bug("a list that is told of too soon", BOTH, change=tell_of_the_list_too_soon, setup=ROUTED),
+    Bug("weights that nobody knows yet", BOTH, change=weigh_before_that_is_known, setup=ROUTED),
     Bug("no wait for the experts' logits", BOTH, change=read_without_waiting("routes"), setup=ROUTED),
 )
 

@@ -62,7 +62,7 @@ EXHAUSTIVE = (
     *("rows by half of their columns", "candidates taken before they are laid down"),
     "cache read before the step is done",
     *("experts all weigh alike", "weights of the softmax of all", "no wait for the experts' logits"),
-    "the first expert for all",
+    *("the first expert for all", "a list that is told of too soon", "weights that nobody knows yet"),
     "tags for who reads a vector in the head alone",
 )
 """Of each there is one of its kind that `make test` looks for."""
