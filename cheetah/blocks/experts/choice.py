@@ -108,7 +108,8 @@ class WarpChoice:
             places[own] = own
         with ch.for_(each, unroll=True, name="turn") as turn, ch.for_(turn % 2, each - 1, 2, unroll=True) as own:
             with ch.if_(keys[own + 1] > keys[own]):
-                key, place = ch.const(ty.u32, keys[own + 1], name="key"), ch.const(ty.u32, places[own + 1], name="place")
+                key = ch.const(ty.u32, keys[own + 1], name="key")
+                place = ch.const(ty.u32, places[own + 1], name="place")
                 keys[own + 1] = keys[own]
                 places[own + 1] = places[own]
                 keys[own] = key
