@@ -27,12 +27,14 @@ from cheetah.models.config_json import (
     load_source,
     place_of,
 )
+from cheetah.models.drafter import Drafter
 from cheetah.models.layer_kind import AttentionKind, ClampedGate, DeltaNet, LayerKind, Norms, PositionScale, Routing
 from cheetah.models.plausible import implausible
 from cheetah.models.rope import GROUP_ELEMENTS, Rope, rope_table, rotary_order
 from cheetah.plan import ModelShape, PlanError
 from cheetah.plan.formats import BF16
 from cheetah.plan.products import ROUTER, Experts, Product, StepTable
+from cheetah.plan.shape import DrafterShape
 
 HEAD_DIMS = (64, 96, 128, 256)
 HEAD_DIMS_IN_WORDS = f"{', '.join(map(str, HEAD_DIMS[:-1]))} and {HEAD_DIMS[-1]}"
@@ -57,7 +59,8 @@ class ModelConfig:
     residual_multiplier: of `LayerKind`. embedding_multiplier: of the rows of the embedding. logit_divisor: of the
     head's logits. logit_soft_cap: logits l become logit_soft_cap * tanh(l / logit_soft_cap). routing: of every layer's
     feed-forward, whose experts have the width `intermediate_size`. clamped_gate: of `LayerKind`. attention_biases: q,
-    k, v and o have biases, whatever `layer` says. delta: of `LayerKind`, in the `delta_layers`.
+    k, v and o have biases, whatever `layer` says. delta: of `LayerKind`, in the `delta_layers`. drafter: of a head that
+    drafts for another model, whose tokens `vocab_size` counts.
     """
 
     dialect: ClassVar[Dialect]
@@ -91,6 +94,7 @@ class ModelConfig:
     embedding_multiplier: float = 1.0
     logit_divisor: float = 1.0
     logit_soft_cap: float | None = None
+    drafter: Drafter | None = None
     routing: Routing | None = None
     clamped_gate: ClampedGate | None = None
     attention_biases: bool = False
@@ -254,6 +258,7 @@ class ModelConfig:
             raw_heads=self.head_norms == "each",
             experts=None if self.routing is None else Experts(self.routing.experts, self.routing.chosen),
             is_gated=self.layer.is_gated,
+            drafter=None if self.drafter is None else DrafterShape(len(self.drafter.layers), self.drafter.vocabulary),
         )
 
     @property
@@ -307,6 +312,11 @@ class ModelConfig:
     def padded_hidden(self) -> int:
         """hidden_size rounded up to whole tile pairs (32 columns)."""
         return round_up(self.hidden_size, COLUMN_ALIGN)
+
+    @property
+    def embedding_columns(self) -> int:
+        """Elements of a row of the buffer `embedding`: of a head that drafts what a token adds to q, k and v."""
+        return self.padded_hidden if self.drafter is None else self.qkv_rows
 
     @property
     def kv_bytes_per_token(self) -> int:

@@ -36,6 +36,7 @@ _MAGNITUDE = Range(0.0, 1e3, "published models have up to 1.5")
 
 RANGES = {
     "hidden_size": Range(1, 2**17, "published models have up to 18,432"),
+    "target_hidden_size": Range(1, 2**17, "published models have up to 18,432"),
     "intermediate_size": Range(1, 2**20, "published models have up to 73,728"),
     "moe_intermediate_size": Range(1, 2**20, "published models have up to 14,336"),
     "num_experts": Range(1, 1024, "a warp chooses among them, 32 a lane; published models have up to 512"),
@@ -58,6 +59,7 @@ RANGES = {
     "full_attention_interval": Range(1, 1024, "published models have 4"),
     "head_dim": Range(1, 1024, "published models have up to 256"),
     "vocab_size": Range(1, 2**22, "published models have up to 262,400"),
+    "draft_vocab_size": Range(1, 2**22, "published models have up to 262,400"),
     "max_position_embeddings": Range(1, LARGEST_ID, "positions are 32-bit integers"),
     "sliding_window": Range(1, LARGEST_ID, "a query sees its own key, and positions are 32-bit integers"),
     "rms_norm_eps": Range(1e-37, 0.1, "a part of the mean of squares, and not zero in float32; models have 1e-5"),

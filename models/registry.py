@@ -13,6 +13,7 @@ from typing import Any
 from cheetah.models import (
     arcee,
     cwm,
+    eagle3,
     exaone4,
     gemma,
     gpt_oss,
@@ -50,6 +51,9 @@ _FAMILIES = (
 FAMILIES: dict[str, ModelFamily] = {family.name: family for family in _FAMILIES}
 """By model_type, as config.json has it."""
 
+DRAFTERS: dict[str, ModelFamily] = {eagle3.FAMILY.name: eagle3.FAMILY}
+"""Heads that draft for another model, and are none themselves."""
+
 SEEING: dict[str, tuple[str, str]] = {
     "mistral3": ("Mistral3ForConditionalGeneration", "mistral"),
     "gemma3": ("Gemma3ForConditionalGeneration", "gemma3_text"),
@@ -68,7 +72,23 @@ ORDER = "-order"
 
 def family_of(config: ModelConfig) -> ModelFamily:
     """The family of a configuration."""
-    return FAMILIES[config.dialect.model_type]
+    name = config.dialect.model_type
+    return DRAFTERS[name] if config.drafter is not None else FAMILIES[name]
+
+
+def read_drafter(
+    source: str | Path | Mapping[str, Any], target: ModelConfig, notes: list[str] | None = None
+) -> ModelConfig:
+    """Read the config.json of a head that drafts for `target`, which knows its tokens and has its width. ConfigError
+    names the file, and what was found and what would work."""
+    values, place = load_source(source), place_of(source)
+    if not eagle3.is_eagle3(values):
+        found, supported = stated(values.get("architectures")), " or ".join(eagle3.ARCHITECTURES)
+        raise ConfigError(f"{place}: architectures is {found}, supported of a head that drafts: {supported}")
+    plain = eagle3.plain_values(values, place, target)
+    if plain.pop("quantization_config", None) is not None:
+        raise ConfigError(f"{place}: the weights are quantised: heads that draft are read in bf16 alone")
+    return eagle3.Eagle3Config.from_json(plain, notes, place)
 
 
 def read_config(source: str | Path | Mapping[str, Any], notes: list[str] | None = None) -> ModelConfig:
@@ -77,6 +97,10 @@ def read_config(source: str | Path | Mapping[str, Any], notes: list[str] | None 
     ConfigError names the file, and what was found and what would work.
     """
     values = load_source(source)
+    if eagle3.is_eagle3(values):
+        raise ConfigError(
+            f"{place_of(source)}: is an EAGLE-3 head, which drafts for another model: name it in speculative_config"
+        )
     model_type = values.get("model_type")
     if isinstance(model_type, str) and model_type in SEEING:
         return _read_text_part(source, values, notes)

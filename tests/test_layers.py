@@ -16,6 +16,7 @@ FAMILIES = tuple(
         *("exaone4", "cwm", "seed_oss", "renamed", "arcee", "qwen3_5", "qwen3_moe", "mixtral", "olmoe", "gpt_oss"),
     )
 )
+DRAFTERS = (f"{MODELS}.eagle3",)
 # What the generator, the runtime, tools and commands know of models: numbers, arrays, and a family to ask.
 MODEL = (MODELS, f"{MODELS}.registry")
 DATA = (*MODEL, "cheetah.manifest", "cheetah.plan")
@@ -43,13 +44,14 @@ MAY_IMPORT: dict[str, set[str]] = {
     },
     "cheetah.emulator": {"cheetah.lang", "cheetah.manifest"},
     MODELS: {"cheetah.plan"},  # what every family stands on: numbers and arrays only
-    f"{MODELS}.registry": {MODELS, *FAMILIES},
+    f"{MODELS}.registry": {MODELS, *FAMILIES, *DRAFTERS},
     DENSE: {MODELS, "cheetah.plan"},
     f"{DENSE}.family": {
         *(MODELS, DENSE, "cheetah.plan"),
         *(f"{DENSE}.program", f"{DENSE}.prompt", f"{DENSE}.head"),
     },
     **{family: {MODELS, f"{DENSE}.family"} for family in FAMILIES},
+    **{head: {MODELS, DENSE, f"{DENSE}.family", "cheetah.plan"} for head in DRAFTERS},
     f"{DENSE}.page": {MODELS, "cheetah.plan"},
     f"{DENSE}.launch": {MODELS, "cheetah.blocks", "cheetah.lang", "cheetah.package", "cheetah.plan"},
     f"{DENSE}.step_sizes": {*KERNEL, f"{DENSE}.page"},
@@ -82,7 +84,7 @@ MAY_IMPORT: dict[str, set[str]] = {
 # What has no longer name above: the command line and its helpers. They may import everything but families, and no part
 # imports them.
 FRONT = "cheetah"
-OF_MODELS_ALONE = (DENSE, *FAMILIES)
+OF_MODELS_ALONE = (DENSE, *FAMILIES, *DRAFTERS)
 
 
 def module_files() -> dict[str, Path]:

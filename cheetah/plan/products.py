@@ -82,7 +82,8 @@ class Vector:
     chose, in their order. is_words: numbers in f32, a word each, not pairs of bf16.
     is_normed: a norm lies behind it, so it is published times its weights, and beside it the sums of its squares.
     is_kept: its rows stay with the blocks that made them, which publish the sums of squares alone. has_squares: the
-    squares of some of its M-tiles are published beside it, for a norm of these.
+    squares of some of its M-tiles are published beside it, for a norm of these. is_given: it lies in memory when a step
+    begins, and nobody exchanges it.
     """
 
     name: str
@@ -92,6 +93,7 @@ class Vector:
     has_squares: bool = False
     parts: int = 1
     is_words: bool = False
+    is_given: bool = False
 
     @property
     def padded(self) -> int:
@@ -111,6 +113,8 @@ class Vector:
     @property
     def names(self) -> tuple[str, ...]:
         """All that is exchanged of it."""
+        if self.is_given:
+            return ()
         has_squares = self.is_normed or self.has_squares
         return (*([] if self.is_kept else [self.name]), *([self.squares] if has_squares else []))
 
@@ -290,6 +294,12 @@ class StepTable:
         return next(product for product in self.products if product.order is RowOrder.HEADS)
 
     @property
+    def taps(self) -> tuple[Product, ...]:
+        """Of a head that drafts: those that make the residual of what layers of another model leave, a product for each
+        of these, of which the last one hands on what all of them have made."""
+        return tuple(product for product in self.products if product.input.is_given)
+
+    @property
     def onto_residual(self) -> tuple[Product, ...]:
         """Those whose rows are added to the residual: all have the same rows, and the same owners of them."""
         return tuple(product for product in self.products if product.adds)
@@ -308,8 +318,9 @@ class StepTable:
 
     @property
     def inputs(self) -> dict[Vector, tuple[Product, ...]]:
-        """The inputs of products, each with those that read it."""
-        return {one.input: tuple(other for other in self if other.input == one.input) for one in self.products}
+        """The inputs of products that are exchanged, each with those that read it."""
+        inputs = (one.input for one in self.products if not one.input.is_given)
+        return {one: tuple(other for other in self if other.input == one) for one in inputs}
 
     @property
     def vectors(self) -> tuple[Vector, ...]:

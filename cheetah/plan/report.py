@@ -122,7 +122,7 @@ class Report:
         """Vectors that all blocks make and all need, each time that they do; those of filters too."""
         table = self.shape.table
         of_layers = len(table.exchanges) * self.shape.layers
-        return len(table.products[0].input.names) + of_layers + len(STEP_EXCHANGES)
+        return len(table.heads.input.names) + of_layers + len(STEP_EXCHANGES)
 
     @property
     def step_bytes(self) -> StepBytes:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import TypeVar
@@ -27,6 +28,14 @@ AnyPhase = TypeVar("AnyPhase", bound=Phase)
 
 
 @dataclass(frozen=True)
+class DrafterShape:
+    """Of a head that drafts: how many layers of another model its residual is made of, and the tokens that it knows."""
+
+    taps: int
+    vocabulary: int
+
+
+@dataclass(frozen=True)
 class ModelShape:
     """Sizes of a dense decoder, in elements: `heads` query heads share `kv_heads` KV heads of `head_dim`.
 
@@ -35,7 +44,7 @@ class ModelShape:
     tables of angles the layers have. norms_behind: norms lie behind attention and feed-forward, before both are added
     to the residual. joint_norms: queries are normalised over all heads together, and so are keys. raw_heads: queries
     and keys are published as they are made, and finished by who reads them. experts: of the
-    feed-forward, each of width `ffn`. is_gated: the feed-forward has a gate.
+    feed-forward, each of width `ffn`. is_gated: the feed-forward has a gate. drafter: of a head that drafts.
     """
 
     hidden: int
@@ -53,6 +62,7 @@ class ModelShape:
     raw_heads: bool = False
     experts: Experts | None = None
     is_gated: bool = True
+    drafter: DrafterShape | None = None
 
     def __post_init__(self) -> None:
         require_positive("ModelShape", **self.sizes)
@@ -115,11 +125,18 @@ class ModelShape:
         more = {name: count for name, count in several.items() if count > 1}
         if self.experts is not None:
             more |= {"experts": self.experts.count, "experts of a token": self.experts.chosen}
+        if self.drafter is not None:
+            more |= {"taps": self.drafter.taps, "tokens of the head": self.drafter.vocabulary}
         return {**sizes, **more, **{f"{matrix} in": name for matrix, name in self.formats}}
 
     def windows_in(self, max_context: int) -> tuple[int | None, ...]:
         """The same where contexts have so many tokens: what is as long is no window."""
         return tuple(dict.fromkeys(one if one is not None and one < max_context else None for one in self.windows))
+
+    @property
+    def head_rows(self) -> int:
+        """Rows of the matrix that makes logits."""
+        return self.vocab if self.drafter is None else self.drafter.vocabulary
 
     @property
     def group(self) -> int:
@@ -164,6 +181,7 @@ def _table(shape: ModelShape) -> StepTable:
     ffn_order = RowOrder.PAIRS if shape.is_gated else RowOrder.PLAIN
     of_heads = Source("q", shape.query_rows), Source("k", kv_rows), Source("v", kv_rows)
     layer: list[Phase] = [
+        *_taps(shape, hidden),
         Product("qkv", hidden, heads, of_heads, RowOrder.HEADS, is_brief=True),
         AttentionPhase("attention", heads, attended, partials="partials"),
         Product("o", attended, of_o, (Source("o", shape.hidden),), adds=True, is_brief=True),
@@ -180,8 +198,16 @@ def _table(shape: ModelShape) -> StepTable:
     if shape.norms_behind:
         layer.insert(3, NormPhase("o_norm", of_o, middle))
         layer.append(NormPhase("down_norm", of_down, hidden))
-    head = Product("lm_head", hidden, None, (Source("lm_head", shape.vocab),), is_once=True)
+    head = Product("lm_head", hidden, None, (Source("lm_head", shape.head_rows),), is_once=True)
     return StepTable(tuple(_in_format(shape, phase) for phase in layer), _in_format(shape, head), shape.layers)
+
+
+def _taps(shape: ModelShape, hidden: Vector) -> Iterator[Phase]:
+    """What makes the residual that a head which drafts begins with."""
+    count = 0 if shape.drafter is None else shape.drafter.taps
+    for number in range(count):
+        given, source = Vector(f"tap_{number}", shape.hidden, is_given=True), Source(f"fc_{number}", shape.hidden)
+        yield Product(source.name, given, hidden if number + 1 == count else None, (source,), adds=True)
 
 
 def _choice(middle: Vector, experts: Experts | None) -> tuple[Phase, ...]:

@@ -76,4 +76,4 @@ class _Listing:
     ) -> tuple[str, str, NDArray[np.int64], bool, bool]:
         place = self.vectors[name]
         numbers: NDArray[np.int64] = np.asarray(place.number(payload)) * (place.word.bytes // 4)
-        return name, phase.name, numbers, name in self.own, name in self.shape.table.products[0].input.names
+        return name, phase.name, numbers, name in self.own, name in self.shape.table.heads.input.names

@@ -294,7 +294,7 @@ def _order_of(config: ModelConfig, matrix: str, layer: int, rows: ReadRows) -> O
 
 
 def _embedding_pieces(config: ModelConfig, embedding: MatrixRows) -> Iterator[Piece]:
-    row_bytes = config.padded_hidden * 2
+    row_bytes = config.embedding_columns * 2
     count = max(1, PIECE_BYTES // row_bytes)
     stored = stored_matrix(embedding)
     read = stored.codes.open() if stored is not None and stored.codes.row_bytes == row_bytes else None
@@ -306,9 +306,9 @@ def _embedding_pieces(config: ModelConfig, embedding: MatrixRows) -> Iterator[Pi
                 if stored.codes.is_f16:
                     round_f16(memory.view(np.uint16), memory.view(np.uint16))
                 return
-            padded = memory.view(np.uint16).reshape(-1, config.padded_hidden)
-            padded[:, : config.hidden_size] = embedding[first:stop]
-            padded[:, config.hidden_size :] = 0
+            padded = memory.view(np.uint16).reshape(-1, config.embedding_columns)
+            padded[:, : embedding.shape[1]] = embedding[first:stop]
+            padded[:, embedding.shape[1] :] = 0
 
         return make
 

@@ -21,7 +21,7 @@ from cheetah.plan.products import STEP_EXCHANGES, AttentionPhase, ChoicePhase, N
 
 def layer_of(table: StepTable, kind: LayerKind, max_context: int) -> tuple[Line, ...]:
     """A layer of a kind: attention and feed-forward, perhaps of experts, each added to the residual."""
-    qkv, o, *_, gate_up, down = table.products
+    qkv, o, *_, gate_up, down = table.products[len(table.taps) :]
     onto_residual = OntoResidual(kind.residual_multiplier)
 
     def add(product: Product) -> tuple[Line, ...]:
@@ -32,6 +32,7 @@ def layer_of(table: StepTable, kind: LayerKind, max_context: int) -> tuple[Line,
         return Multiply(product, Kept()), NormBehind(behind, product, onto_residual)
 
     return (
+        *(Multiply(one, OfTaps()) for one in table.taps),
         Multiply(qkv, Heads(kind.attention), kind.norms.before),
         Attend(table.attention, kind.attention, max_context),
         *add(o),
@@ -54,7 +55,8 @@ def page_of(config: ModelConfig, max_context: int = DEFAULT_CONTEXT) -> Page:
     require_common(config.kinds)
     table = config.shape.table
     kinds = tuple(layer_of(table, kind, max_context) for kind in config.kinds)
-    begin, once = Embed(table.products[0].input), (Multiply(table.head, Logits(), has_norm=True), Choose())
+    begin = Embed(table.heads.input) if config.drafter is None else GoOn(table.heads.input)
+    once = (Multiply(table.head, Logits(), has_norm=True), Choose())
     return Page(begin, kinds, config.kind_of_layer, once)
 
 
@@ -115,6 +117,13 @@ class OntoResidual:
     def about(self) -> str:
         times = "" if self.multiplier == 1.0 else f"times {self.multiplier:g}, "
         return f"{times}onto the residual"
+
+
+@dataclass(frozen=True)
+class OfTaps:
+    """The residual is made of them."""
+
+    about = "onto the residual of columns that have what layers of the other model leave"
 
 
 @dataclass(frozen=True)
@@ -200,11 +209,19 @@ class Embed(Line):
 
 
 @dataclass(frozen=True)
+class GoOn(Embed):
+    """What a head that drafts begins a step with, where nothing is given that the other model's layers left."""
+
+    name = "own state"
+    about = "The residual that the last step left, where no column has what the other model's layers leave."
+
+
+@dataclass(frozen=True)
 class Multiply(Line):
     """A product, and what becomes of its rows. has_norm: its input goes through one."""
 
     product: Product
-    then: Heads | OntoResidual | Kept | Gated | Routes | Logits
+    then: Heads | OntoResidual | OfTaps | Kept | Gated | Routes | Logits
     has_norm: bool = False
 
     @property

@@ -19,6 +19,7 @@ from cheetah.models.dense.page import (
     Logits,
     Multiply,
     NormBehind,
+    OfTaps,
     OntoResidual,
     Page,
     Routes,
@@ -60,7 +61,9 @@ def input_section(product: Product) -> str:
     return SORTED[0] if product.experts is not None and of_all == HIDDEN else of_all
 
 
-def sections_of_rows(then: Heads | OntoResidual | Kept | Gated | Routes | Logits, product: Product) -> tuple[str, ...]:
+def sections_of_rows(
+    then: Heads | OntoResidual | OfTaps | Kept | Gated | Routes | Logits, product: Product
+) -> tuple[str, ...]:
     """The sections into which the rows of a product go."""
     if isinstance(then, Heads):
         return HEAD_SECTIONS
@@ -149,6 +152,8 @@ class PassSizes:
             raise PlanError(f"a stage of {plan.stage_bytes(self.format)} bytes has no room for {self.key_tile} keys")
 
     def _check_model(self) -> None:
+        if self.config.drafter is not None:
+            raise PlanError("a pass begins with embeddings: a head that drafts reads prompts in steps")
         if self.config.has_out_biases and (self.shape.norms_behind or self.config.residual_multiplier != 1):
             raise PlanError("a pass adds o's biases to the residual, and knows no norm or multiplier between")
         if self.config.has_out_biases and self.gpu.ranks > 1:

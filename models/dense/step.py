@@ -143,7 +143,7 @@ class StepParts(HeadParts):
         if not self.schedule.steps.is_counted:
             with machine.producer:
                 self.schedule.advance(machine.producer, step)
-        first, multiplier = self.table.products[0], self.config.embedding_multiplier
+        first, multiplier = self.table.heads, self.config.embedding_multiplier
         with machine.consumer:
             has_new_plan = self.schedule.advance(machine.consumer, step)
             self.columns.begin_step(step)
@@ -262,7 +262,7 @@ class StepParts(HeadParts):
 
     def input_of(self, product: Product, layer: Any) -> Prologue:
         """What brings the input of a product of a layer; meanwhile it has what is needed behind it brought into L2."""
-        places, is_first = self.places(product, layer), product is self.table.products[0]
+        places, is_first = self.places(product, layer), product is self.table.heads
         if is_first:
             prologue = self._input(product.input, self.layer_epoch - 1, places)
         else:

@@ -37,7 +37,7 @@ def exchange_sizes(shape: ModelShape, gpu: Gpu, plan: Plan) -> dict[str, int]:
     """Payload words of each exchanged vector; the inputs of products with the padding of their matrix."""
     table, sizes = shape.table, dict[str, int]()
     for phase in table.layer:
-        if not phase.input.is_kept:
+        if not (phase.input.is_kept or phase.input.is_given):
             own = shape.of_rank(gpu.ranks).table.attention.input if isinstance(phase, AttentionPhase) else phase.input
             sizes[phase.input.name] = _words_of(table, own, plan)
         if isinstance(phase, AttentionPhase):

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cheetah.models.act_order import places_shape
-from cheetah.models.config import ModelConfig
+from cheetah.models.config import ModelConfig, round_up
 from cheetah.models.dense.delta import MEANING_OF_DELTA, delta_shapes
 from cheetah.models.family import MatrixRows, Merged, QuantizedMatrix
 from cheetah.models.formats.quantized import RowPlanes, rows_of_element
@@ -63,6 +63,8 @@ _MODULES_OF_EXPERTS = {
 """The same in models of experts."""
 BEFORE = {"qkv": INPUT_NORM, "gate_up": POST_ATTENTION_NORM}
 """The norms before products of a layer, where there are none behind."""
+HIDDEN_NORM = _LAYER + "hidden_norm.weight"
+"""Of the hidden state that a head which drafts takes."""
 BEFORE_BESIDE_BEHIND = {"qkv": INPUT_NORM, "gate_up": _LAYER + "pre_feedforward_layernorm.weight"}
 """Those where there are some behind too."""
 BEHIND = {"o": POST_ATTENTION_NORM, "down": _LAYER + "post_feedforward_layernorm.weight"}
@@ -89,6 +91,8 @@ def norms_before(config: ModelConfig) -> dict[str, str]:
     norms = config.norms
     if not norms.before:
         return {}
+    if config.drafter is not None:
+        return BEFORE | {"qkv": HIDDEN_NORM}
     return BEFORE_BESIDE_BEHIND if norms.after else BEFORE
 
 
@@ -320,7 +324,7 @@ def buffer_bytes(config: ModelConfig, matrices: StepMatrices) -> dict[str, int]:
     sizes = {
         "weights": matrices.weight_bytes,
         "norms": config.table.norm_count * row,
-        "embedding": config.vocab_size * row,
+        "embedding": config.vocab_size * config.embedding_columns * 2,
     }
     return sizes | {name: math.prod(shape) * 2 for name, shape in vector_shapes(config, matrices.ranks).items()}
 
@@ -348,6 +352,11 @@ def vector_shapes(config: ModelConfig, ranks: int = 1) -> dict[str, tuple[int, .
     if config.act_order:
         shapes["places"] = places_shape(config)
     return shapes
+
+
+def head_rows(config: ModelConfig) -> int:
+    """Rows of the head, with those that fill its last M-tile."""
+    return round_up(config.table.head.rows, M_TILE_ROWS)
 
 
 def logical_matrix(config: ModelConfig, matrix: str, tensors: Sequence[Bits]) -> Bits:

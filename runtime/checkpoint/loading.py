@@ -8,7 +8,8 @@ read, is refused by name.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -113,21 +114,29 @@ def open_checkpoint(
         if sparse is not None:
             raise LoadingError(f"{text}: sparse={shown(sparse)}: random weights are in the format that @ names")
         return _random_checkpoint(text, seed, tie_word_embeddings)
-    folder = DEMO_FOLDER if text == DEMO else Path(name).expanduser()
+    with found_folder(text, revision, local_files_only) as folder:
+        return _open_folder(text, folder, tie_word_embeddings, sparse)
+
+
+@contextmanager
+def found_folder(name: str, revision: str | None, local_files_only: bool | None) -> Iterator[Path]:
+    """The folder of a model by name, fetched if it must be; then a LoadingError within says so."""
+    folder = DEMO_FOLDER if name == DEMO else Path(name).expanduser()
     if folder.is_dir():
         if revision is not None:
-            raise LoadingError(f"{text}: is a local folder, revision {revision!r} is for hub ids only")
-        return _open_folder(text, folder, tie_word_embeddings, sparse)
-    if folder.exists() or not hub.is_hub_id(text) or (revision is None and folder.parent.is_dir()):
+            raise LoadingError(f"{name}: is a local folder, revision {revision!r} is for hub ids only")
+        yield folder
+        return
+    if folder.exists() or not hub.is_hub_id(name) or (revision is None and folder.parent.is_dir()):
         refuse_other_formats([folder] if folder.is_file() else [])
-        raise LoadingError(_not_a_model(text, folder))
+        raise LoadingError(_not_a_model(name, folder))
     offline = hub.is_offline() if local_files_only is None else local_files_only
-    folder = hub.cached_folder(text, revision) if offline else hub.fetched_folder(text, revision)
+    folder = hub.cached_folder(name, revision) if offline else hub.fetched_folder(name, revision)
     try:
-        return _open_folder(text, folder, tie_word_embeddings, sparse)
+        yield folder
     except LoadingError as problem:
         state = "offline, from the cache" if offline else "fetched"
-        raise LoadingError(f"{text}, revision {revision or 'main'} ({state}): {problem}") from problem
+        raise LoadingError(f"{name}, revision {revision or 'main'} ({state}): {problem}") from problem
 
 
 def _not_a_model(name: str, path: Path) -> str:

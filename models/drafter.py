@@ -1,0 +1,53 @@
+"""What a head that drafts for another model has otherwise than a model: a value of its configuration, and the names of
+its tensors in files."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+LAYER = "model.layers.0."
+OFFSETS, KNOWN_TOKENS = "d2t", "t2d"
+"""Of a head that knows few tokens: token i of its own is token i + d2t[i]; and which ones they are, a byte each."""
+TOKEN_IDS = "token_ids"
+"""The buffer with the tokens that rows of the head stand for, u32, filled up with what is no token."""
+PREFIXES = {"midlayer.": LAYER, "layers.0.": LAYER, "norm.": "model.norm.", "embed_tokens.": "model.embed_tokens."}
+"""What names in files begin with, and what that is here."""
+UNREAD = ("verifier_",)
+"""What speculators keep of the target beside a head begins with."""
+
+
+@dataclass(frozen=True)
+class Drafter:
+    """A layer that goes on from what some layers of another model leave, and drafts.
+
+    layers: of the other model, whose outputs it takes side by side, ascending. vocabulary: tokens that its head knows,
+    the first rows of logits; which tokens of the model's they are says the checkpoint. tap_norms: RMSNorms of what it
+    takes, of each layer's output by itself or of all of them as one vector; None: no norm. norm_before_residual: the
+    residual stream begins with what the norm before attention makes. norm_output: the next token that it drafts takes
+    what the last norm makes, not the residual stream.
+    """
+
+    layers: tuple[int, ...]
+    vocabulary: int
+    tap_norms: Literal["each", "whole"] | None = None
+    norm_before_residual: bool = False
+    norm_output: bool = False
+
+
+def plain_name(name: str) -> str:
+    """The name of a file's tensor here."""
+    own = name.removeprefix("model.") if not name.startswith(("model.layers", "model.norm", "model.embed")) else name
+    for prefix, instead in PREFIXES.items():
+        if own.startswith(prefix):
+            return instead + own.removeprefix(prefix)
+    return own
+
+
+def token_ids(offsets: NDArray[np.int64] | None, vocabulary: int) -> NDArray[np.int64]:
+    """The target's token that each row of the head stands for, int64 [vocabulary]; offsets: d2t."""
+    rows = np.arange(vocabulary, dtype=np.int64)
+    return rows if offsets is None else rows + offsets

@@ -1,0 +1,139 @@
+"""The tensors of an EAGLE-3 head: their names in files of both layouts, and what kernels have of them.
+
+Kernels know three things otherwise than files. The matrix `fc` is cut by columns, a part for each layer's output, so
+that each comes by itself. Of the projections of q, k and v only the half for the hidden state is multiplied: what the
+half for the embedding makes is a function of the token, so it is worked out for all tokens when weights are packed, and
+lies in the place of the embedding. And the weights of norms before fc are multiplied into its columns.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, cast
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cheetah.models.config import ModelConfig
+from cheetah.models.dense import weights
+from cheetah.models.dense.weights import EMBEDDING, FINAL_NORM, HEAD
+from cheetah.models.drafter import LAYER, TOKEN_IDS
+from cheetah.models.family import MatrixRows, Packing, QuantizedMatrix, ReadTensor
+from cheetah.models.rounding import F32, Bits, as_bf16, widen
+
+FC, FC_NORM, INPUT_NORM = "fc.weight", "fc_norm.{number}.weight", "input_norm.weight"
+HIDDEN_NORM, EMBEDDING_NORM = weights.HIDDEN_NORM.format(layer=0), weights.INPUT_NORM.format(layer=0)
+HEADS = tuple(f"{LAYER}self_attn.{part}_proj.weight" for part in "qkv")
+_MEANING = {
+    "fc": "[hidden_size, layers that are tapped * hidden_size]",
+    "q_proj": "[num_attention_heads * head_dim, 2 * hidden_size]",
+    "k_proj": "[num_key_value_heads * head_dim, 2 * hidden_size]",
+    "v_proj": "[num_key_value_heads * head_dim, 2 * hidden_size]",
+    "lm_head": "[draft_vocab_size, hidden_size]",
+    "input_norm": "[layers that are tapped * hidden_size]",
+    "hidden_norm": "[hidden_size]",
+}
+
+
+def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Every tensor that a head must have, with its shape; the embedding may be the target's. Not d2t and t2d."""
+    drafter, hidden = config.drafter, config.hidden_size
+    assert drafter is not None
+    count = len(drafter.layers)
+    shapes: dict[str, tuple[int, ...]] = {EMBEDDING: (config.vocab_size, hidden), FC: (hidden, count * hidden)}
+    if drafter.tap_norms == "each":
+        shapes |= {FC_NORM.format(number=number): (hidden,) for number in range(count)}
+    if drafter.tap_norms == "whole":
+        shapes[INPUT_NORM] = (count * hidden,)
+    shapes |= {HIDDEN_NORM: (hidden,), EMBEDDING_NORM: (hidden,)}
+    shapes |= {name: (rows, 2 * hidden) for name, rows in zip(HEADS, _rows_of_heads(config), strict=True)}
+    for product in config.table.products[-3:]:
+        modules = weights.matrix_tensors(config, product.name)
+        shapes |= {name: (one.rows, product.columns) for name, one in zip(modules, product.sources, strict=True)}
+    shapes[weights.POST_ATTENTION_NORM.format(layer=0)] = (hidden,)
+    return {**shapes, FINAL_NORM: (hidden,), HEAD: (drafter.vocabulary, hidden)}
+
+
+def _rows_of_heads(config: ModelConfig) -> tuple[int, ...]:
+    return tuple(source.rows for source in config.table.heads.sources)
+
+
+def shape_meaning(tensor: str) -> str:
+    """What of config.json makes the shape of a tensor."""
+    part = tensor.split(".")[-2]
+    if tensor.startswith("fc_norm."):
+        return "[hidden_size]"
+    return _MEANING[part] if part in _MEANING else weights.shape_meaning(tensor)
+
+
+class _Columns:
+    """Some columns of a matrix, perhaps each times a number."""
+
+    def __init__(self, matrix: MatrixRows | QuantizedMatrix, columns: slice, times: F32 | None = None) -> None:
+        self._matrix, self._columns, self._times = cast(MatrixRows, matrix), columns, times
+        self.shape = (matrix.shape[0], columns.stop - columns.start)
+
+    def __getitem__(self, part: slice) -> Bits:
+        rows = np.ascontiguousarray(self._matrix[part][:, self._columns])
+        return rows if self._times is None else as_bf16(widen(rows) * self._times)
+
+
+class _RowsOfTokens:
+    """What the tokens' embeddings make of q, k and v [vocab, rows], in the order of the packed matrix' rows."""
+
+    def __init__(self, config: ModelConfig, packing: Packing) -> None:
+        rows = packing.rows or packing.tensor
+        self._embedding = cast(MatrixRows, rows(EMBEDDING))
+        self._norm, self._epsilon = widen(packing.tensor(EMBEDDING_NORM)), np.float32(config.rms_norm_eps)
+        half = slice(0, config.hidden_size)
+        parts = [_Columns(rows(name), half)[:] for name in HEADS]
+        groups = weights.row_groups(config, config.table.heads.name)
+        packed = np.zeros((config.qkv_rows, config.hidden_size), np.uint16)
+        groups.gather(parts, packed, range(len(groups)))
+        self._weights = widen(packed).T
+        self.shape = (config.vocab_size, config.qkv_rows)
+
+    def __getitem__(self, part: slice) -> Bits:
+        embedded = widen(self._embedding[part])
+        squares = np.mean(embedded * embedded, axis=1, keepdims=True, dtype=np.float32)
+        return as_bf16((embedded / np.sqrt(squares + self._epsilon) * self._norm) @ self._weights)
+
+
+def as_packed(config: ModelConfig, packing: Packing) -> Packing:
+    """Reads for the packing of a head's weights: the tensors that kernels have, by the names that packing asks for."""
+    assert config.drafter is not None
+    _write_token_ids(config, packing)
+    read, hidden = packing.rows or packing.tensor, config.hidden_size
+    norms = _norms_before_fc(config, packing.tensor)
+
+    def rows(name: str) -> Any:
+        if name == EMBEDDING:
+            return _RowsOfTokens(config, packing)
+        if name in HEADS:
+            return _Columns(read(name), slice(hidden, 2 * hidden))
+        if name.startswith(f"{LAYER}fc_"):
+            first = int(name.removeprefix(f"{LAYER}fc_").partition(".")[0]) * hidden
+            columns = slice(first, first + hidden)
+            return _Columns(read(FC), columns, None if norms is None else norms[columns])
+        return read(name)
+
+    return replace(packing, rows=rows)
+
+
+def _norms_before_fc(config: ModelConfig, tensor: ReadTensor) -> F32 | None:
+    """The weights by which the norms before fc multiply its columns."""
+    assert config.drafter is not None
+    if config.drafter.tap_norms == "whole":
+        return widen(tensor(INPUT_NORM))
+    if config.drafter.tap_norms == "each":
+        count = len(config.drafter.layers)
+        return np.concatenate([widen(tensor(FC_NORM.format(number=number))) for number in range(count)])
+    return None
+
+
+def _write_token_ids(config: ModelConfig, packing: Packing) -> None:
+    """Rows that fill the head's last M-tile stand for what is no token."""
+    ids: NDArray[np.int64] = packing.tensor(TOKEN_IDS)
+    padded = np.full(weights.head_rows(config), config.vocab_size, np.uint32)
+    padded[: len(ids)] = ids
+    packing.write(TOKEN_IDS, 0, padded.view(np.uint8))
