@@ -65,8 +65,7 @@ def _header(config: ModelConfig, gpu: Gpu, plan: Plan, command: str, about: str)
         "plan: " + ", ".join(f"{name} {value}" for name, value in plan.to_dict().items()),
         f"weights read a step: {matrices.read_bytes(shape.experts, plan.batch)} bytes, "
         f"in {matrices.layer_stride} a layer",
-        "shared memory:",
-        *(f"  {line}" for line in shared_map(shape, plan, gpu).budget_table().splitlines()),
+        f"shared memory: {shared_map(shape, plan, gpu).summary}",
     ]
     return "\n".join(lines)
 
@@ -106,8 +105,7 @@ def _pass_header(config: ModelConfig, gpu: Gpu, plan: Plan, pass_plan: PassPlan,
         f"machine: {gpu.name}, {gpu.blocks} blocks of {pass_plan.threads} threads",
         "pass: " + ", ".join(f"{name} {value}" for name, value in pass_plan.to_dict().items()),
         "beside a decode kernel of: " + ", ".join(f"{name} {value}" for name, value in plan.to_dict().items()),
-        "shared memory:",
-        *(f"  {line}" for line in shared.budget_table().splitlines()),
+        f"shared memory: {shared.summary}",
     ]
     return "\n".join(lines)
 

@@ -5,15 +5,7 @@
 // machine: h200, 132 blocks of 384 threads
 // pass: tokens 2048, tile_tokens 256, warpgroups 2, stages 4, cut_tokens 0, key_tile 64
 // beside a decode kernel of: consumer_warps 8, stage_bytes 16384, stages 12, in_flight 4, in_flight_waiting 3, adding_warps 3, sync flags, page_size 16, max_context 8192, batch 1, tokens 1, down_slices 2, max_steps 64, kv_chunk 0, kv_dtype bf16, drafts 0, by_numbers 0
-// shared memory:
-//     offset    bytes  region
-//          0   196608  ring
-//     196608       64  ring_barriers
-//     196672        4  block_waits
-//     196688     2048  scales
-//     198736     8192  squares
-//              206928  total
-//              232448  a block has, 25520 free
+// shared memory: 206928 bytes of 232448
 
 #ifdef CHEETAH_EMULATOR
 #include "cheetah_emulator.h"
@@ -196,10 +188,10 @@ __device__ __forceinline__ void wgmma_bf16_n128_transposed(float (&sums)[64], ui
 }
 #endif
 
-constexpr uint32_t RING_BARRIERS = 196608;
-constexpr uint32_t RING = 0;
-constexpr uint32_t SCALES = 196688;
-constexpr uint32_t SQUARES = 198736;
+constexpr uint32_t RING_BARRIERS = 196608;  // 64 bytes
+constexpr uint32_t RING = 0;  // 196608 bytes
+constexpr uint32_t SCALES = 196688;  // 2048 bytes
+constexpr uint32_t SQUARES = 198736;  // 8192 bytes
 constexpr uint32_t QKV_ROWS = 6144;
 constexpr uint32_t BLOCKS = 132;
 constexpr uint32_t QKV_LAST_WAVE_WIDTH = 120;

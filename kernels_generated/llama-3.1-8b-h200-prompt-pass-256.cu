@@ -5,15 +5,7 @@
 // machine: h200, 132 blocks of 384 threads
 // pass: tokens 256, tile_tokens 128, warpgroups 2, stages 6, cut_tokens 128, key_tile 32
 // beside a decode kernel of: consumer_warps 8, stage_bytes 16384, stages 12, in_flight 4, in_flight_waiting 3, adding_warps 3, sync flags, page_size 16, max_context 8192, batch 1, tokens 1, down_slices 2, max_steps 64, kv_chunk 0, kv_dtype bf16, drafts 0, by_numbers 0
-// shared memory:
-//     offset    bytes  region
-//          0   196608  ring
-//     196608       96  ring_barriers
-//     196704        4  block_waits
-//     196720     1024  scales
-//     197744     4096  squares
-//              201840  total
-//              232448  a block has, 30608 free
+// shared memory: 201840 bytes of 232448
 
 #ifdef CHEETAH_EMULATOR
 #include "cheetah_emulator.h"
@@ -191,10 +183,10 @@ __device__ __forceinline__ void wgmma_bf16_n128_transposed(float (&sums)[64], ui
 }
 #endif
 
-constexpr uint32_t RING_BARRIERS = 196608;
-constexpr uint32_t RING = 0;
-constexpr uint32_t SCALES = 196720;
-constexpr uint32_t SQUARES = 197744;
+constexpr uint32_t RING_BARRIERS = 196608;  // 96 bytes
+constexpr uint32_t RING = 0;  // 196608 bytes
+constexpr uint32_t SCALES = 196720;  // 1024 bytes
+constexpr uint32_t SQUARES = 197744;  // 4096 bytes
 constexpr uint32_t QKV_ROWS = 6144;
 constexpr uint32_t BLOCKS = 132;
 constexpr uint32_t QKV_LAST_WAVE_WIDTH = 120;

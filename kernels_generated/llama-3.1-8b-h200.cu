@@ -5,34 +5,7 @@
 // machine: h200, 132 blocks of 384 threads: 8 consumer warps
 // plan: consumer_warps 8, stage_bytes 16384, stages 12, in_flight 4, in_flight_waiting 3, adding_warps 3, sync flags, page_size 16, max_context 8192, batch 1, tokens 1, down_slices 2, max_steps 64, kv_chunk 0, kv_dtype bf16, drafts 0, by_numbers 0
 // weights read a step: 15009316864 bytes, in 436207616 a layer
-// shared memory:
-//     offset    bytes  region
-//          0   196608  ring
-//     196608      192  ring_barriers
-//     196800        4  block_waits
-//     196864    26624  scratch
-//     196864    14336  vector  (over scratch)
-//     196864     2112  candidates  (over scratch)
-//     196864     8448  listed  (over scratch)
-//     205312     1152  list_rows  (over scratch)
-//     206464       64  filters  (over scratch)
-//     206592     1024  filter_sums  (over scratch)
-//     196864    16384  attention  (over scratch)
-//     213248     2048  queries  (over scratch)
-//     215296     8192  newest  (over scratch)
-//     211200     1920  reductions  (over scratch)
-//     223488       64  reduction_barriers
-//     223552      128  residual
-//     223680      512  rope
-//     224192      512  statistics
-//     224704      592  records
-//     225296       24  warp_candidates
-//     225328       36  columns
-//     225376        4  chosen
-//     225392       16  step_done
-//     225408        8  next_token
-//              225416  total
-//              232448  a block has, 7032 free
+// shared memory: 225416 bytes of 232448, scratch 26624 from 196864 on
 
 #ifdef CHEETAH_EMULATOR
 #include "cheetah_emulator.h"
@@ -362,29 +335,29 @@ __device__ __forceinline__ void store_relaxed_u32_sys(uint32_t* place, uint32_t 
 }
 #endif
 
-constexpr uint32_t RING = 0;
-constexpr uint32_t RING_BARRIERS = 196608;
-constexpr uint32_t BLOCK_WAITS = 196800;
-constexpr uint32_t VECTOR = 196864;
-constexpr uint32_t CANDIDATES = 196864;
-constexpr uint32_t LISTED = 196864;
-constexpr uint32_t LIST_ROWS = 205312;
-constexpr uint32_t FILTERS = 206464;
-constexpr uint32_t FILTER_SUMS = 206592;
-constexpr uint32_t ATTENTION = 196864;
-constexpr uint32_t QUERIES = 213248;
-constexpr uint32_t NEWEST = 215296;
-constexpr uint32_t REDUCTIONS = 211200;
-constexpr uint32_t REDUCTION_BARRIERS = 223488;
-constexpr uint32_t RESIDUAL = 223552;
-constexpr uint32_t ROPE = 223680;
-constexpr uint32_t STATISTICS = 224192;
-constexpr uint32_t RECORDS = 224704;
-constexpr uint32_t WARP_CANDIDATES = 225296;
-constexpr uint32_t COLUMNS = 225328;
-constexpr uint32_t CHOSEN = 225376;
-constexpr uint32_t STEP_DONE = 225392;
-constexpr uint32_t NEXT_TOKEN = 225408;
+constexpr uint32_t RING = 0;  // 196608 bytes
+constexpr uint32_t RING_BARRIERS = 196608;  // 192 bytes
+constexpr uint32_t BLOCK_WAITS = 196800;  // 4 bytes
+constexpr uint32_t VECTOR = 196864;  // 14336 bytes of scratch
+constexpr uint32_t CANDIDATES = 196864;  // 2112 bytes of scratch
+constexpr uint32_t LISTED = 196864;  // 8448 bytes of scratch
+constexpr uint32_t LIST_ROWS = 205312;  // 1152 bytes of scratch
+constexpr uint32_t FILTERS = 206464;  // 64 bytes of scratch
+constexpr uint32_t FILTER_SUMS = 206592;  // 1024 bytes of scratch
+constexpr uint32_t ATTENTION = 196864;  // 16384 bytes of scratch
+constexpr uint32_t QUERIES = 213248;  // 2048 bytes of scratch
+constexpr uint32_t NEWEST = 215296;  // 8192 bytes of scratch
+constexpr uint32_t REDUCTIONS = 211200;  // 1920 bytes of scratch
+constexpr uint32_t REDUCTION_BARRIERS = 223488;  // 64 bytes
+constexpr uint32_t RESIDUAL = 223552;  // 128 bytes
+constexpr uint32_t ROPE = 223680;  // 512 bytes
+constexpr uint32_t STATISTICS = 224192;  // 512 bytes
+constexpr uint32_t RECORDS = 224704;  // 592 bytes
+constexpr uint32_t WARP_CANDIDATES = 225296;  // 24 bytes
+constexpr uint32_t COLUMNS = 225328;  // 36 bytes
+constexpr uint32_t CHOSEN = 225376;  // 4 bytes
+constexpr uint32_t STEP_DONE = 225392;  // 16 bytes
+constexpr uint32_t NEXT_TOKEN = 225408;  // 8 bytes
 constexpr uint32_t LAUNCH_TOKENS = 64;
 constexpr uint32_t VOCAB = 128256;
 constexpr uint32_t PLAN_WORDS = 2880;
@@ -464,10 +437,6 @@ struct Matrix {
       last_chunk_bytes;
 };
 
-struct Exchanged {
-  uint32_t offset, apart, exponent;
-};
-
 struct TileRecord {
   uint32_t first_column, columns, table, offset, length, stride, newest, newest_column;
 };
@@ -479,6 +448,10 @@ struct ItemRecord {
 struct KeptItem {
   ItemRecord item;
   TileRecord tile;
+};
+
+struct Exchanged {
+  uint32_t offset, apart, exponent;
 };
 
 struct KeptMerge {
@@ -697,27 +670,44 @@ struct DecodeStep {
     return stop != 0;
   }
 
+  // A tile's record, in two units of 16 bytes.
+  __device__ __forceinline__ void keep_tile(TileRecord* place, uint32_t index) {
+    const int32_t* record = tiles + index * 8;
+    uint4* units = (uint4*)(place);
+    units[0] = load_constant_u32x4(record);
+    units[1] = load_constant_u32x4(record + 4);
+  }
+
+  // An item's record and its tile's, in four units of 16 bytes, to a place of shared memory or in registers.
+  __device__ __forceinline__ void keep_item(KeptItem* place, const int32_t* record) {
+    uint4 what = load_constant_u32x4(record);
+    uint32_t tile = what.y;
+    uint4* units = (uint4*)(place);
+    units[0] = what;
+    units[1] = load_constant_u32x4(record + 4);
+    keep_tile(&place->tile, tile);
+  }
+
   // The cached keys and values of this block's items, one item after the other.
   __device__ __forceinline__ void copy_items(uint32_t layer, uint32_t step) {
     uint32_t first_item = load_constant_u32(kv_plans + (plan_index * PLAN_WORDS + (block + PLAN_WORK_INDPTR)));
     uint32_t last_item = load_constant_u32(kv_plans + (plan_index * PLAN_WORDS + (block + 1 + PLAN_WORK_INDPTR)));
     #pragma unroll 1
     for (uint32_t index = first_item; index < last_item; ++index) {
-      const int32_t* record = kv_plans + (plan_index * PLAN_WORDS + (index * 8 + PLAN_ITEMS));
-      uint4 what = load_constant_u32x4(record);
-      uint4 rest = load_constant_u32x4(record + 4);
-      const int32_t* record_2 = tiles + what.y * 8;
-      uint4 place = load_constant_u32x4(record_2);
-      uint4 keys = load_constant_u32x4(record_2 + 4);
-      uint32_t end = min(rest.x, keys.x + keys.y * step);
+      uint4 units[4];
+      KeptItem* record = (KeptItem*)(&units[0]);
+      keep_item(record, kv_plans + (plan_index * PLAN_WORDS + (index * 8 + PLAN_ITEMS)));
+      uint32_t kv_head = record->item.head;
+      uint32_t begin = record->item.begin;
+      uint32_t end = min(record->item.end, record->tile.length + record->tile.stride * step);
       #pragma unroll 1
-      for (uint32_t first = what.w; first < end; first += STAGE_KEYS) {
+      for (uint32_t first = begin; first < end; first += STAGE_KEYS) {
         uint32_t count = min(end - first, STAGE_KEYS);
         uint32_t pages[STAGE_KEYS / PAGE_SIZE];
         #pragma unroll
         for (uint32_t index_2 = 0; index_2 < STAGE_KEYS / PAGE_SIZE; ++index_2) {
           uint32_t token = min(first + index_2 * PAGE_SIZE, end - 1);
-          pages[index_2] = load_constant_u32(page_table + (place.z + token / PAGE_SIZE));
+          pages[index_2] = load_constant_u32(page_table + (record->tile.table + token / PAGE_SIZE));
         }
         mbarrier_wait(empty + fill_stage, fill_parity);
         bound_requests(3, 4);
@@ -729,10 +719,10 @@ struct DecodeStep {
           if (index_2 * PAGE_SIZE < count) {
             uint32_t run = min(count - index_2 * PAGE_SIZE, PAGE_SIZE);
             uint64_t offset = (uint64_t)(layer * kv_pages + pages[index_2]) * (2 * TO_VALUES);
-            bf16* key = kv + (offset + (uint64_t)(what.z * (PAGE_SIZE * HEAD_DIM)));
-            uint8_t* keys_2 = destination + index_2 * PAGE_SIZE * (HEAD_DIM * 2);
-            bulk_copy(keys_2, key, run * (HEAD_DIM * 2), barrier);
-            bulk_copy(keys_2 + VALUES_AT, key + TO_VALUES, run * (HEAD_DIM * 2), barrier);
+            bf16* key = kv + (offset + (uint64_t)(kv_head * (PAGE_SIZE * HEAD_DIM)));
+            uint8_t* keys = destination + index_2 * PAGE_SIZE * (HEAD_DIM * 2);
+            bulk_copy(keys, key, run * (HEAD_DIM * 2), barrier);
+            bulk_copy(keys + VALUES_AT, key + TO_VALUES, run * (HEAD_DIM * 2), barrier);
           }
         }
         advance(fill_stage, fill_parity, 12);
@@ -1117,24 +1107,6 @@ struct DecodeStep {
     }
   }
 
-  // A tile's record, in two units of 16 bytes.
-  __device__ __forceinline__ void keep_tile(TileRecord* place, uint32_t index) {
-    const int32_t* record = tiles + index * 8;
-    uint4* units = (uint4*)(place);
-    units[0] = load_constant_u32x4(record);
-    units[1] = load_constant_u32x4(record + 4);
-  }
-
-  // An item's record and its tile's, in four units of 16 bytes.
-  __device__ __forceinline__ void keep_item(KeptItem* place, uint32_t index) {
-    const int32_t* record = kv_plans + (plan_index * PLAN_WORDS + (index * 8 + PLAN_ITEMS));
-    uint4 what = load_constant_u32x4(record);
-    uint4* units = (uint4*)(place);
-    units[0] = what;
-    units[1] = load_constant_u32x4(record + 4);
-    keep_tile(&place->tile, what.y);
-  }
-
   // Called by a whole warp of the team.
   __device__ __forceinline__ void keep_merge(uint32_t job, uint32_t merge_rows, uint32_t warp, uint32_t lane) {
     KeptMerge* merge = &kept_plans[0].merges[warp / 4];
@@ -1164,7 +1136,10 @@ struct DecodeStep {
         kept_plans[0].jobs = header.z * header.w;
         kept_plans[0].jobs_of_head = header.w;
       }
-      if (first_item + thread < last_item) keep_item(&kept_plans[0].items[thread], first_item + thread);
+      if (first_item + thread < last_item) {
+        const int32_t* record = kv_plans + (plan_index * PLAN_WORDS + ((first_item + thread) * 8 + PLAN_ITEMS));
+        keep_item(&kept_plans[0].items[thread], record);
+      }
     }
     if (warp % 4 == 0 && warp / 4 * BLOCKS + block < header.z * header.w) {
       keep_merge(warp / 4 * BLOCKS + block, header.w, warp, lane);
@@ -1228,9 +1203,9 @@ struct DecodeStep {
   }
 
   // This warp's tiles of a chunk, and what they are multiplied with, to registers.
-  __device__ __forceinline__ void hold_chunk(uint32_t chunk, uint32_t place, uint8_t* chunk_2,
+  __device__ __forceinline__ void hold_chunk(uint32_t place, uint8_t* chunk,
       uint4 (&weights)[STAGE_BYTES / BF16_TILE_BYTES / 8][2], uint4 (&values)[STAGE_BYTES / BF16_TILE_BYTES / 8]) {
-    const uint4* fragments = (const uint4*)(chunk_2);
+    const uint4* fragments = (const uint4*)(chunk);
     uint32_t read = 0;
     #pragma unroll
     for (uint32_t turn = 0; turn < STAGE_BYTES / BF16_TILE_BYTES / 8; ++turn) {
@@ -1246,7 +1221,7 @@ struct DecodeStep {
   }
 
   // The products of what `hold_chunk` brought.
-  __device__ __forceinline__ void multiply_held(uint32_t chunk, float (&sums)[1][4],
+  __device__ __forceinline__ void multiply_held(float (&sums)[1][4],
       uint4 (&weights)[STAGE_BYTES / BF16_TILE_BYTES / 8][2], uint4 (&values)[STAGE_BYTES / BF16_TILE_BYTES / 8]) {
     #pragma unroll
     for (uint32_t turn = 0; turn < STAGE_BYTES / BF16_TILE_BYTES / 8; ++turn) {
@@ -1257,18 +1232,18 @@ struct DecodeStep {
   }
 
   // Chunks [first, end) of an M-tile in the next stages, by the part of the input that lies beside them.
-  __device__ __forceinline__ void use_chunks(uint32_t first, uint32_t end, float (&sums)[1][4], bool is_first) {
+  __device__ __forceinline__ void use_chunks(uint32_t first, uint32_t end, float (&sums)[1][4]) {
     #pragma unroll 2
     for (uint32_t chunk = first; chunk < end; ++chunk) {
       uint4 weights[STAGE_BYTES / BF16_TILE_BYTES / 8][2];
       uint4 values[STAGE_BYTES / BF16_TILE_BYTES / 8];
       mbarrier_wait(full + use_stage, use_parity);
       uint8_t* chunk_2 = ring + use_stage * STAGE_BYTES;
-      hold_chunk(chunk, chunk - first, chunk_2, weights, values);
+      hold_chunk(chunk - first, chunk_2, weights, values);
       warp_barrier();
       if (lane == 0) mbarrier_arrive(empty + use_stage);
       advance(use_stage, use_parity, 12);
-      multiply_held(chunk, sums, weights, values);
+      multiply_held(sums, weights, values);
     }
   }
 
@@ -1295,12 +1270,12 @@ struct DecodeStep {
   }
 
   // The block's M-tiles of a matrix by vectors that are there whole.
-  __device__ __forceinline__ void multiply_m_tiles(Matrix matrix, uint32_t position) {
+  __device__ __forceinline__ void multiply_m_tiles(Matrix matrix) {
     #pragma unroll 1
-    for (uint32_t m_tile = position; m_tile < matrix.m_tiles; m_tile += BLOCKS) {
+    for (uint32_t m_tile = (block + matrix.start) % BLOCKS; m_tile < matrix.m_tiles; m_tile += BLOCKS) {
       float sums[1][4] = {};
       if (m_tile + BLOCKS >= matrix.m_tiles && thread == 0) store_shared_u32(block_waits, 1);
-      use_chunks(0, matrix.chunks, sums, m_tile < BLOCKS);
+      use_chunks(0, matrix.chunks, sums);
       hand_over(sums);
     }
   }
@@ -1321,12 +1296,11 @@ struct DecodeStep {
   // Makes: qkv.
   __device__ __forceinline__ void qkv(uint32_t step, uint32_t layer, uint32_t layer_epoch) {
     note_progress(step * PHASES + layer * 5);
-    uint32_t position = (block + QKV_START) % BLOCKS;
     if (thread == 0) store_shared_u32(block_waits, 1);
     load_vector(0, EXCHANGED_HIDDEN, layer_epoch - 1);
     if (thread == 0) mbarrier_arrive(loaded);
     if (thread == 0) store_shared_u32(block_waits, 0);
-    multiply_m_tiles(QKV, position);
+    multiply_m_tiles(QKV);
     wait_until_taken();
   }
 
@@ -1467,7 +1441,7 @@ struct DecodeStep {
   }
 
   // output (dims x queries) += values^T * weights, of every column tile.
-  __device__ __forceinline__ void add_values(uint32_t first_row, uint32_t valid, uint32_t key, uint32_t weights_0_0,
+  __device__ __forceinline__ void add_values(uint32_t first_row, uint32_t valid, uint32_t weights_0_0,
       uint32_t weights_0_1, uint8_t* values, float (&output)[HEAD_DIM / 64 * 4][4]) {
     uint32_t words[2][4][4];
     #pragma unroll
@@ -1514,7 +1488,7 @@ struct DecodeStep {
     weigh(logits, highest, weight_sum, output);
     uint32_t weights_low = matrix_transpose_b16(pack_bf16x2(logits[0], logits[1]));
     uint32_t weights_high = matrix_transpose_b16(pack_bf16x2(logits[2], logits[3]));
-    add_values(first_row, valid, key, weights_low, weights_high, values, output);
+    add_values(first_row, valid, weights_low, weights_high, values, output);
   }
 
   // This warp's tiles of 16 keys of [item.begin, end), which are cached, and of the newest ones behind them. The
@@ -1622,16 +1596,16 @@ struct DecodeStep {
   // Fold the states of rows `first`, `first + stride`, ... of the laid down ones: (low, high), the highest logit
   // and the sum of weights. Without softmax the last two are 0.
   __device__ __forceinline__ void fold_states(uint32_t first, uint32_t pair, float& result, float& result_2,
-      float& highest_out, float& weight_sum_out) {
+      float& highest, float& weight_sum) {
     float2* scratch = (float2*)(arena + ATTENTION);
     float2* statistics = (float2*)(arena + STATISTICS);
     float low = 0.0f;
     float high = 0.0f;
-    float highest = -infinity();
+    highest = -infinity();
     #pragma unroll
     for (uint32_t state = 0; state < 8; ++state) highest = maximum_f32(highest, statistics[first + state * 4].x);
     float base = highest == -infinity() ? 0.0f : highest;
-    float weight_sum = 0.0f;
+    weight_sum = 0.0f;
     #pragma unroll
     for (uint32_t state = 0; state < 8; ++state) {
       float2 numbers = statistics[first + state * 4];
@@ -1644,8 +1618,6 @@ struct DecodeStep {
     float inverse = weight_sum == 0.0f ? 0.0f : divide_f32(1.0f, weight_sum);
     result = low * inverse;
     result_2 = high * inverse;
-    highest_out = highest;
-    weight_sum_out = weight_sum;
   }
 
   __device__ __forceinline__ void publish_partial(uint32_t row, uint32_t dim_pair, float low, float high, float lse,
@@ -1660,7 +1632,7 @@ struct DecodeStep {
 
   // `count` slices of column tile `index` of every group: its column c was laid down by the warps column_group,
   // column_group + column_groups, ..., as their column c.
-  __device__ __forceinline__ void fold_slices(uint32_t first_slice, uint32_t index, uint32_t epoch, KeptItem* record,
+  __device__ __forceinline__ void fold_slices(uint32_t first_slice, uint32_t epoch, KeptItem* record,
       uint32_t kv_head) {
     uint32_t rows = record->item.rows;
     #pragma unroll 1
@@ -1690,7 +1662,7 @@ struct DecodeStep {
     lay_down_statistics(weight_sum, highest);
     lay_output_down(output);
     named_barrier(1, CONSUMERS);
-    fold_slices(0, 0, epoch, record, kv_head);
+    fold_slices(0, epoch, record, kv_head);
     named_barrier(1, CONSUMERS);
   }
 
@@ -1821,7 +1793,7 @@ struct DecodeStep {
       KeptItem* record = &kept_plans[0].items[min(index, 4u)];
       if (index >= 4) {
         named_barrier(1, CONSUMERS);
-        if (thread == 0) keep_item(record, number);
+        if (thread == 0) keep_item(record, kv_plans + (plan_index * PLAN_WORDS + (number * 8 + PLAN_ITEMS)));
         named_barrier(1, CONSUMERS);
       }
       uint32_t kv_head = record->item.head;
@@ -1845,10 +1817,8 @@ struct DecodeStep {
       uint32_t limits[2];
       uint32_t packed = lane % 4 * 2;
       limits[0] = limit(packed, record, step);
-      uint32_t present = min(packed, record->item.rows - 1);
       uint32_t packed_2 = lane % 4 * 2 + 1;
       limits[1] = limit(packed_2, record, step);
-      uint32_t present_2 = min(packed_2, record->item.rows - 1);
       settle_queries(layer_epoch, record, asked, query_column, query_head, index_2);
       attend_rows(cached_end, newest_begin, newest, layer_epoch, begin, record, step, kv_head, query, limits);
     }
@@ -1899,11 +1869,10 @@ struct DecodeStep {
   __device__ __forceinline__ void o(uint32_t step, uint32_t layer, uint32_t layer_epoch) {
     note_progress(step * PHASES + layer * 5 + 2);
     prefetch(norms + (layer * 2 + 1) * HIDDEN, HIDDEN * 2);
-    uint32_t position = block % BLOCKS;
     if (thread == 0) store_shared_u32(block_waits, 1);
     load_vector(0, EXCHANGED_ATTENTION, layer_epoch);
     if (thread == 0) store_shared_u32(block_waits, 0);
-    multiply_m_tiles(O, position);
+    multiply_m_tiles(O);
     wait_until_taken();
   }
 
@@ -1913,12 +1882,11 @@ struct DecodeStep {
   // Makes: gated.
   __device__ __forceinline__ void gate_up(uint32_t step, uint32_t layer, uint32_t layer_epoch) {
     note_progress(step * PHASES + layer * 5 + 3);
-    uint32_t position = (block + GATE_UP_START) % BLOCKS;
     if (thread == 0) store_shared_u32(block_waits, 1);
     load_vector(0, EXCHANGED_MIDDLE, layer_epoch);
     if (thread == 0) mbarrier_arrive(loaded);
     if (thread == 0) store_shared_u32(block_waits, 0);
-    multiply_m_tiles(GATE_UP, position);
+    multiply_m_tiles(GATE_UP);
     wait_until_taken();
   }
 
@@ -1942,22 +1910,6 @@ struct DecodeStep {
     named_barrier(1, CONSUMERS);
   }
 
-  // Chunks [first, end) of an M-tile in the next stages, by the part of the input that lies beside them.
-  __device__ __forceinline__ void use_chunks_of_down(uint32_t first, uint32_t end, float (&sums)[1][4]) {
-    #pragma unroll 2
-    for (uint32_t chunk = first; chunk < end; ++chunk) {
-      uint4 weights[STAGE_BYTES / BF16_TILE_BYTES / 8][2];
-      uint4 values[STAGE_BYTES / BF16_TILE_BYTES / 8];
-      mbarrier_wait(full + use_stage, use_parity);
-      uint8_t* chunk_2 = ring + use_stage * STAGE_BYTES;
-      hold_chunk(chunk, chunk - first, chunk_2, weights, values);
-      warp_barrier();
-      if (lane == 0) mbarrier_arrive(empty + use_stage);
-      advance(use_stage, use_parity, 12);
-      multiply_held(chunk, sums, weights, values);
-    }
-  }
-
   // ---- phase down ------------------------------------------------------------------------------------
   // down; onto the residual.
   // Waits for: gated.
@@ -1971,16 +1923,16 @@ struct DecodeStep {
     if (thread == 0) store_shared_u32(block_waits, 1);
     load_vector_of_down_slice(0, EXCHANGED_GATED, layer_epoch);
     if (thread == 0) store_shared_u32(block_waits, 0);
-    use_chunks_of_down(0, 14, sums);
-    if (position + BLOCKS < DOWN_ROWS / 16) use_chunks_of_down(0, 14, sums_2);
+    use_chunks(0, 14, sums);
+    if (position + BLOCKS < DOWN_ROWS / 16) use_chunks(0, 14, sums_2);
     named_barrier(1, CONSUMERS);
     if (thread == 0) store_shared_u32(block_waits, 1);
     load_vector_of_down_slice(DOWN_SLICE_UNITS, EXCHANGED_GATED, layer_epoch);
     if (thread == 0) store_shared_u32(block_waits, 0);
-    use_chunks_of_down(14, 28, sums);
+    use_chunks(14, 28, sums);
     if (position + BLOCKS < DOWN_ROWS / 16) {
       if (thread == 0) store_shared_u32(block_waits, 1);
-      use_chunks_of_down(14, 28, sums_2);
+      use_chunks(14, 28, sums_2);
     }
     hand_over(sums);
     if (position + BLOCKS < DOWN_ROWS / 16) hand_over(sums_2);
@@ -1993,12 +1945,11 @@ struct DecodeStep {
   __device__ __forceinline__ void lm_head(uint32_t step, uint32_t step_epoch) {
     note_progress(step * PHASES + PHASE_LM_HEAD);
     if (step >= head_from || logits != nullptr) {
-      uint32_t position = (block + LM_HEAD_START) % BLOCKS;
       if (thread == 0) store_shared_u32(block_waits, 1);
       load_vector(0, EXCHANGED_HIDDEN, step_epoch + 32);
       if (thread == 0) mbarrier_arrive(loaded);
       if (thread == 0) store_shared_u32(block_waits, 0);
-      multiply_m_tiles(LM_HEAD, position);
+      multiply_m_tiles(LM_HEAD);
       wait_until_taken();
     }
   }
@@ -2202,10 +2153,10 @@ struct DecodeStep {
   }
 
   // The best of `count` candidates that lie `stride` apart, on every lane of the warp.
-  __device__ __forceinline__ void best_candidate(uint2* candidates, uint32_t stride, uint32_t count, float& best_out,
-      uint32_t& best_token_out) {
-    float best = -infinity();
-    uint32_t best_token = NO_TOKEN;
+  __device__ __forceinline__ void best_candidate(uint2* candidates, uint32_t stride, uint32_t count, float& best,
+      uint32_t& best_token) {
+    best = -infinity();
+    best_token = NO_TOKEN;
     #pragma unroll 1
     for (uint32_t other = lane; other < count; other += 32) {
       uint2 candidate = candidates[other * stride];
@@ -2215,8 +2166,6 @@ struct DecodeStep {
       }
     }
     best_of_levels(best, best_token, 5);
-    best_out = best;
-    best_token_out = best_token;
   }
 
   // All blocks' candidates into shared memory, as they lie in the exchange.
@@ -2284,18 +2233,16 @@ struct DecodeStep {
   }
 
   // What a column's warps have read: the highest number that blocks say, and what all their tokens weigh.
-  __device__ __forceinline__ void weight_said(float& above_out, float& value_out) {
+  __device__ __forceinline__ void weight_said(float& above, float& value) {
     float highest = -infinity();
     float part = 0.0f;
     if (lane < 8) {
       highest = bits_float(((uint32_t*)(arena + LIST_ROWS) + lane * LIST_ROW_WORDS)[0]);
       part = bits_float(((uint32_t*)(arena + LIST_ROWS) + lane * LIST_ROW_WORDS)[1]);
     }
-    float above = highest_of_warp(highest);
+    above = highest_of_warp(highest);
     if (highest > -infinity()) part *= exp_f32(highest - above);
-    float value = warp_sum_f32(part);
-    above_out = above;
-    value_out = value;
+    value = warp_sum_f32(part);
   }
 
   // The highest number that blocks say of `what`, of those that a column's warps have read.
@@ -2307,8 +2254,8 @@ struct DecodeStep {
 
   // Of the listed tokens whose distance is below the limit: how many, what they weigh, the index of the most
   // noisy one (`units` if there is none), and how many are as noisy as that.
-  __device__ __forceinline__ void nearer(float highest, float limit, uint32_t& total_count_out, float& total_weight_out,
-      uint32_t& found_out, uint32_t& total_ties_out) {
+  __device__ __forceinline__ void nearer(float highest, float limit, uint32_t& total_count, float& total_weight,
+      uint32_t& found, uint32_t& total_ties) {
     float2* listed = (float2*)(arena + LISTED);
     uint32_t count = 0;
     float weight = 0.0f;
@@ -2332,26 +2279,21 @@ struct DecodeStep {
     }
     uint32_t own_key = ordered(best);
     bool is_best = own_key == warp_maximum_u32(own_key);
-    uint32_t total_count = warp_sum_u32(count);
-    float total_weight = warp_sum_f32(weight);
-    uint32_t found = BLOCKS * 8 - warp_maximum_u32(is_best ? BLOCKS * 8 - best_index : 0);
-    uint32_t total_ties = warp_sum_u32(is_best ? ties : 0);
-    total_count_out = total_count;
-    total_weight_out = total_weight;
-    found_out = found;
-    total_ties_out = total_ties;
+    total_count = warp_sum_u32(count);
+    total_weight = warp_sum_f32(weight);
+    found = BLOCKS * 8 - warp_maximum_u32(is_best ? BLOCKS * 8 - best_index : 0);
+    total_ties = warp_sum_u32(is_best ? ties : 0);
   }
 
   // What the `top_k` nearest tokens weigh, with all that tie with the last of them, and 1; if fewer lie below the
   // distance `known`, what these weigh, and 0.
-  __device__ __forceinline__ void weigh_top(float highest, float known, uint32_t top_k, float& least_out,
-      uint32_t& found_out) {
+  __device__ __forceinline__ void weigh_top(float highest, float known, uint32_t top_k, float& least, uint32_t& found) {
     float2* listed = (float2*)(arena + LISTED);
     float low = 0.0f;
     float high = known;
     float at = known;
-    float least = 0.0f;
-    uint32_t found = 0;
+    least = 0.0f;
+    found = 0;
     #pragma unroll 1
     for (uint32_t i = 0; i < 64; ++i) {
       uint32_t count = 0;
@@ -2376,8 +2318,6 @@ struct DecodeStep {
       at = high < infinity() ? (low + high) * 0.5f : low * 2.0f + 1.0f;
       if (found == 0 || total == top_k || at <= low || at >= high) break;
     }
-    least_out = least;
-    found_out = found;
   }
 
   // The index of the token that is taken, or AS_IT_IS for the most noisy one of all, which has this `distance`,
@@ -2788,11 +2728,9 @@ struct DecodeStep {
       uint32_t best_token;
       best_candidate((uint2*)(arena + WARP_CANDIDATES) + warp, 1, 3, best, best_token);
       if (lane < 4) {
-        uint32_t value = float_bits(best);
         bool is_cancelled = block == 0 && column_states[warp].cancelled != 0;
-        uint32_t value_2 = is_cancelled ? float_bits(infinity()) : float_bits(best);
-        uint32_t best_token_2 = is_cancelled ? CANCELLED_TOKEN : best_token;
-        uint32_t word = lane % 2 == 0 ? value_2 : best_token_2;
+        uint32_t value = is_cancelled ? float_bits(infinity()) : float_bits(best);
+        uint32_t word = lane % 2 == 0 ? value : (is_cancelled ? CANCELLED_TOKEN : best_token);
         uint32_t place = first_word + (block * 2 + warp) * 2 + lane;
         publish_flagged_release(exchange_words + (place + EXCHANGE_CANDIDATES), word, step_epoch + 33);
       }

@@ -5,36 +5,7 @@
 // machine: h200, 132 blocks of 512 threads: 8 consumer warps
 // plan: consumer_warps 8, stage_bytes 17024, stages 8, in_flight 3, in_flight_waiting 2, adding_warps 4, sync barrier, page_size 16, max_context 8192, batch 8, tokens 8, down_slices 7, max_steps 64, kv_chunk 0, kv_dtype bf16, drafts 0, by_numbers 0
 // weights read a step: 4660396032 bytes, in 112803840 a layer
-// shared memory:
-//     offset    bytes  region
-//          0   136192  ring
-//     136192      128  ring_barriers
-//     136320        4  block_waits
-//     136448    65536  scratch
-//     136448    65536  vector  (over scratch)
-//     136448     8448  candidates  (over scratch)
-//     136448    33792  listed  (over scratch)
-//     170240     1152  list_rows  (over scratch)
-//     171392      512  filters  (over scratch)
-//     171904     1024  filter_sums  (over scratch)
-//     136448    32768  attention  (over scratch)
-//     169216     4096  queries  (over scratch)
-//     173312     8192  newest  (over scratch)
-//     201984    10240  reductions
-//     212224     1024  vector_sums
-//     213248       48  reduction_barriers
-//     213296       64  vector_barriers
-//     213360     1024  residual
-//     214384     4096  rope
-//     218480      512  statistics
-//     218992      592  records
-//     219584       64  warp_candidates
-//     219648      288  columns
-//     219936       32  chosen
-//     219968       16  step_done
-//     219984       36  next_token
-//              220020  total
-//              232448  a block has, 12428 free
+// shared memory: 220020 bytes of 232448, scratch 65536 from 136448 on
 
 #ifdef CHEETAH_EMULATOR
 #include "cheetah_emulator.h"
@@ -279,31 +250,31 @@ __device__ __forceinline__ void store_relaxed_u32_sys(uint32_t* place, uint32_t 
 }
 #endif
 
-constexpr uint32_t RING = 0;
-constexpr uint32_t RING_BARRIERS = 136192;
-constexpr uint32_t BLOCK_WAITS = 136320;
-constexpr uint32_t VECTOR = 136448;
-constexpr uint32_t CANDIDATES = 136448;
-constexpr uint32_t LISTED = 136448;
-constexpr uint32_t LIST_ROWS = 170240;
-constexpr uint32_t FILTERS = 171392;
-constexpr uint32_t FILTER_SUMS = 171904;
-constexpr uint32_t ATTENTION = 136448;
-constexpr uint32_t QUERIES = 169216;
-constexpr uint32_t NEWEST = 173312;
-constexpr uint32_t REDUCTIONS = 201984;
-constexpr uint32_t VECTOR_SUMS = 212224;
-constexpr uint32_t REDUCTION_BARRIERS = 213248;
-constexpr uint32_t VECTOR_BARRIERS = 213296;
-constexpr uint32_t RESIDUAL = 213360;
-constexpr uint32_t ROPE = 214384;
-constexpr uint32_t STATISTICS = 218480;
-constexpr uint32_t RECORDS = 218992;
-constexpr uint32_t WARP_CANDIDATES = 219584;
-constexpr uint32_t COLUMNS = 219648;
-constexpr uint32_t CHOSEN = 219936;
-constexpr uint32_t STEP_DONE = 219968;
-constexpr uint32_t NEXT_TOKEN = 219984;
+constexpr uint32_t RING = 0;  // 136192 bytes
+constexpr uint32_t RING_BARRIERS = 136192;  // 128 bytes
+constexpr uint32_t BLOCK_WAITS = 136320;  // 4 bytes
+constexpr uint32_t VECTOR = 136448;  // 65536 bytes of scratch
+constexpr uint32_t CANDIDATES = 136448;  // 8448 bytes of scratch
+constexpr uint32_t LISTED = 136448;  // 33792 bytes of scratch
+constexpr uint32_t LIST_ROWS = 170240;  // 1152 bytes of scratch
+constexpr uint32_t FILTERS = 171392;  // 512 bytes of scratch
+constexpr uint32_t FILTER_SUMS = 171904;  // 1024 bytes of scratch
+constexpr uint32_t ATTENTION = 136448;  // 32768 bytes of scratch
+constexpr uint32_t QUERIES = 169216;  // 4096 bytes of scratch
+constexpr uint32_t NEWEST = 173312;  // 8192 bytes of scratch
+constexpr uint32_t REDUCTIONS = 201984;  // 10240 bytes
+constexpr uint32_t VECTOR_SUMS = 212224;  // 1024 bytes
+constexpr uint32_t REDUCTION_BARRIERS = 213248;  // 48 bytes
+constexpr uint32_t VECTOR_BARRIERS = 213296;  // 64 bytes
+constexpr uint32_t RESIDUAL = 213360;  // 1024 bytes
+constexpr uint32_t ROPE = 214384;  // 4096 bytes
+constexpr uint32_t STATISTICS = 218480;  // 512 bytes
+constexpr uint32_t RECORDS = 218992;  // 592 bytes
+constexpr uint32_t WARP_CANDIDATES = 219584;  // 64 bytes
+constexpr uint32_t COLUMNS = 219648;  // 288 bytes
+constexpr uint32_t CHOSEN = 219936;  // 32 bytes
+constexpr uint32_t STEP_DONE = 219968;  // 16 bytes
+constexpr uint32_t NEXT_TOKEN = 219984;  // 36 bytes
 constexpr uint32_t LAUNCH_TOKENS = 512;
 constexpr uint32_t VOCAB = 128256;
 constexpr uint32_t PLAN_WORDS = 6208;
@@ -406,10 +377,6 @@ struct Matrix {
       last_chunk_bytes;
 };
 
-struct Exchanged {
-  uint32_t offset, apart, exponent;
-};
-
 struct TileRecord {
   uint32_t first_column, columns, table, offset, length, stride, newest, newest_column;
 };
@@ -421,6 +388,10 @@ struct ItemRecord {
 struct KeptItem {
   ItemRecord item;
   TileRecord tile;
+};
+
+struct Exchanged {
+  uint32_t offset, apart, exponent;
 };
 
 struct KeptMerge {
@@ -641,27 +612,44 @@ struct DecodeStep {
     return stop != 0;
   }
 
+  // A tile's record, in two units of 16 bytes.
+  __device__ __forceinline__ void keep_tile(TileRecord* place, uint32_t index) {
+    const int32_t* record = tiles + index * 8;
+    uint4* units = (uint4*)(place);
+    units[0] = load_constant_u32x4(record);
+    units[1] = load_constant_u32x4(record + 4);
+  }
+
+  // An item's record and its tile's, in four units of 16 bytes, to a place of shared memory or in registers.
+  __device__ __forceinline__ void keep_item(KeptItem* place, const int32_t* record) {
+    uint4 what = load_constant_u32x4(record);
+    uint32_t tile = what.y;
+    uint4* units = (uint4*)(place);
+    units[0] = what;
+    units[1] = load_constant_u32x4(record + 4);
+    keep_tile(&place->tile, tile);
+  }
+
   // The cached keys and values of this block's items, one item after the other.
   __device__ __forceinline__ void copy_items(uint32_t layer, uint32_t step) {
     uint32_t first_item = load_constant_u32(kv_plans + (plan_index * PLAN_WORDS + (block + PLAN_WORK_INDPTR)));
     uint32_t last_item = load_constant_u32(kv_plans + (plan_index * PLAN_WORDS + (block + 1 + PLAN_WORK_INDPTR)));
     #pragma unroll 1
     for (uint32_t index = first_item; index < last_item; ++index) {
-      const int32_t* record = kv_plans + (plan_index * PLAN_WORDS + (index * 8 + PLAN_ITEMS));
-      uint4 what = load_constant_u32x4(record);
-      uint4 rest = load_constant_u32x4(record + 4);
-      const int32_t* record_2 = tiles + what.y * 8;
-      uint4 place = load_constant_u32x4(record_2);
-      uint4 keys = load_constant_u32x4(record_2 + 4);
-      uint32_t end = min(rest.x, keys.x + keys.y * step);
+      uint4 units[4];
+      KeptItem* record = (KeptItem*)(&units[0]);
+      keep_item(record, kv_plans + (plan_index * PLAN_WORDS + (index * 8 + PLAN_ITEMS)));
+      uint32_t kv_head = record->item.head;
+      uint32_t begin = record->item.begin;
+      uint32_t end = min(record->item.end, record->tile.length + record->tile.stride * step);
       #pragma unroll 1
-      for (uint32_t first = what.w; first < end; first += STAGE_KEYS) {
+      for (uint32_t first = begin; first < end; first += STAGE_KEYS) {
         uint32_t count = min(end - first, STAGE_KEYS);
         uint32_t pages[STAGE_KEYS / PAGE_SIZE];
         #pragma unroll
         for (uint32_t index_2 = 0; index_2 < STAGE_KEYS / PAGE_SIZE; ++index_2) {
           uint32_t token = min(first + index_2 * PAGE_SIZE, end - 1);
-          pages[index_2] = load_constant_u32(page_table + (place.z + token / PAGE_SIZE));
+          pages[index_2] = load_constant_u32(page_table + (record->tile.table + token / PAGE_SIZE));
         }
         mbarrier_wait(empty + fill_stage, fill_parity);
         bound_requests(2, 3);
@@ -673,10 +661,10 @@ struct DecodeStep {
           if (index_2 * PAGE_SIZE < count) {
             uint32_t run = min(count - index_2 * PAGE_SIZE, PAGE_SIZE);
             uint64_t offset = (uint64_t)(layer * kv_pages + pages[index_2]) * (2 * TO_VALUES);
-            bf16* key = kv + (offset + (uint64_t)(what.z * (PAGE_SIZE * HEAD_DIM)));
-            uint8_t* keys_2 = destination + index_2 * PAGE_SIZE * (HEAD_DIM * 2);
-            bulk_copy(keys_2, key, run * (HEAD_DIM * 2), barrier);
-            bulk_copy(keys_2 + VALUES_AT, key + TO_VALUES, run * (HEAD_DIM * 2), barrier);
+            bf16* key = kv + (offset + (uint64_t)(kv_head * (PAGE_SIZE * HEAD_DIM)));
+            uint8_t* keys = destination + index_2 * PAGE_SIZE * (HEAD_DIM * 2);
+            bulk_copy(keys, key, run * (HEAD_DIM * 2), barrier);
+            bulk_copy(keys + VALUES_AT, key + TO_VALUES, run * (HEAD_DIM * 2), barrier);
           }
         }
         advance(fill_stage, fill_parity, 8);
@@ -685,7 +673,7 @@ struct DecodeStep {
   }
 
   // A share of a column's sum of squares (f32), that of lane `lane` of so many.
-  __device__ __forceinline__ float sum_of_lane(uint32_t column, uint32_t lane, uint32_t vector, uint32_t epoch) {
+  __device__ __forceinline__ float sum_of_lane(uint32_t column, uint32_t lane, uint32_t vector) {
     float total = 0.0f;
     #pragma unroll 1
     for (uint32_t first = lane; first < O_ROWS / 16 / 4 + lane; first += 64) {
@@ -715,12 +703,12 @@ struct DecodeStep {
   }
 
   // 1 / rms of a column's vector, of the squares that all blocks made of it; NaN where it was implausible.
-  __device__ __forceinline__ float inverse_rms(uint32_t column, uint32_t vector, uint32_t epoch) {
+  __device__ __forceinline__ float inverse_rms(uint32_t column, uint32_t vector) {
     float total = 0.0f;
     if (column < column_count) {
       uint32_t lane_2 = lane % 16;
-      float value = sum_of_lane(column, lane_2, vector, epoch);
-      total = value + sum_of_lane(column, lane_2 + 16, vector, epoch);
+      float value = sum_of_lane(column, lane_2, vector);
+      total = value + sum_of_lane(column, lane_2 + 16, vector);
     }
     total += shuffle_xor_f32(total, 8);
     total += shuffle_xor_f32(total, 4);
@@ -733,10 +721,10 @@ struct DecodeStep {
   }
 
   // The scale of a column, once the block has its input, unless it is known.
-  __device__ __forceinline__ void learn_scale(float& scale, uint32_t column, uint32_t vector, uint32_t epoch) {
+  __device__ __forceinline__ void learn_scale(float& scale, uint32_t column, uint32_t vector) {
     if (scale == 0.0f) {
       mbarrier_wait(loaded, loaded_parity);
-      scale = inverse_rms(column, vector, epoch);
+      scale = inverse_rms(column, vector);
     }
   }
 
@@ -767,8 +755,7 @@ struct DecodeStep {
   }
 
   // The rows of a slot, with what of it is worked out before the sums are there.
-  __device__ __forceinline__ void finish_rows(uint32_t m_tile, uint32_t column, float& scale, uint32_t layer_epoch,
-      uint32_t layer) {
+  __device__ __forceinline__ void finish_rows(uint32_t m_tile, uint32_t column, float& scale, uint32_t layer) {
     uint32_t row = lane % 16;
     bool is_own = column < column_count;
     uint32_t head = m_tile / 8;
@@ -778,7 +765,7 @@ struct DecodeStep {
     uint32_t dim = is_paired ? paired : m_tile_of_head * 16 + row;
     uint32_t place = (column * PROJECTED_ROWS + head * HEAD_DIM + dim) / 2;
     uint32_t published = renewed_u32(place + EXCHANGE_QKV);
-    learn_scale(scale, column, EXCHANGE_HIDDEN_SQUARES, layer_epoch - 1);
+    learn_scale(scale, column, EXCHANGE_HIDDEN_SQUARES);
     float total = sum_of_row(column);
     float value = total * scale;
     if (head < 40) value = rotate(value, m_tile_of_head, column, row);
@@ -799,7 +786,7 @@ struct DecodeStep {
   }
 
   // The block's M-tiles of qkv: the warps' sums added up, the rows finished.
-  __device__ __forceinline__ void finish_qkv(uint32_t layer_epoch, uint32_t layer) {
+  __device__ __forceinline__ void finish_qkv(uint32_t layer) {
     uint32_t position = (block + QKV_START) % BLOCKS;
     warp_barrier();
     if (lane == 0) mbarrier_arrive(loaded);
@@ -807,7 +794,7 @@ struct DecodeStep {
     #pragma unroll 1
     for (uint32_t m_tile = position; m_tile < QKV_ROWS / 16; m_tile += BLOCKS) {
       uint32_t column = (warp - 9) % 4 * 2 + lane / 16;
-      finish_rows(m_tile, column, scale, layer_epoch, layer);
+      finish_rows(m_tile, column, scale, layer);
       warp_barrier();
       if (lane == 0) mbarrier_arrive(taken + adding);
       advance(adding, adding_parity, 2);
@@ -823,7 +810,7 @@ struct DecodeStep {
 
   // The sum of the squares of an M-tile's rows, or NaN where one was published as what it is not.
   __device__ __forceinline__ void publish_squares(float value, float published, uint32_t row, bool is_own,
-      uint32_t place, uint32_t vector, uint32_t epoch) {
+      uint32_t place, uint32_t vector) {
     bool is_plausible = published < 8589934592.0f && published > -8589934592.0f;
     float told = is_plausible ? value : bits_float(NAN_BITS);
     float total = told * told;
@@ -836,7 +823,7 @@ struct DecodeStep {
 
   // The rows of a slot, with what of it is worked out before the sums are there.
   __device__ __forceinline__ void finish_rows_of_o(uint32_t m_tile, uint32_t column, const bf16* weights,
-      Exchanged vector, uint32_t squares, uint32_t epoch) {
+      Exchanged vector, uint32_t squares) {
     uint32_t row = lane % 16;
     bool is_own = column < column_count;
     float* residual = (float*)(arena + RESIDUAL);
@@ -856,17 +843,17 @@ struct DecodeStep {
       (exchange_words + published)[0] = multiply_bf16x2(pair, ((((m_tile * 16 + row) / 32 * 8 + column) * 4 + (m_tile * 16 + row) / 8 % 4) * 4 + (m_tile * 16 + row) % 8 / 2) % 2 == 0 ? PAIR_OF_TWO_TO_64 : PAIR_OF_TWO_TO_60);
       fence_proxy_async_global();
     }
-    publish_squares(value, weighted, row, is_own, column * (O_ROWS / 16) + m_tile, squares, epoch);
+    publish_squares(value, weighted, row, is_own, column * (O_ROWS / 16) + m_tile, squares);
   }
 
   // The block's M-tiles of a matrix: the warps' sums added up, the rows finished.
-  __device__ __forceinline__ void finish_matrix(Matrix matrix, const bf16* weights, Exchanged vector, uint32_t squares,
-      uint32_t epoch) {
+  __device__ __forceinline__ void finish_matrix(Matrix matrix, const bf16* weights, Exchanged vector,
+      uint32_t squares) {
     uint32_t position = (block + matrix.start) % BLOCKS;
     #pragma unroll 1
     for (uint32_t m_tile = position; m_tile < matrix.m_tiles; m_tile += BLOCKS) {
       uint32_t column = (warp - 9) % 4 * 2 + lane / 16;
-      finish_rows_of_o(m_tile, column, weights, vector, squares, epoch);
+      finish_rows_of_o(m_tile, column, weights, vector, squares);
       warp_barrier();
       if (lane == 0) mbarrier_arrive(taken + adding);
       advance(adding, adding_parity, 2);
@@ -874,12 +861,11 @@ struct DecodeStep {
   }
 
   // The rows of a slot, with what of it is worked out before the sums are there.
-  __device__ __forceinline__ void finish_rows_of_gate_up(uint32_t m_tile, uint32_t column, float& scale,
-      uint32_t layer_epoch) {
+  __device__ __forceinline__ void finish_rows_of_gate_up(uint32_t m_tile, uint32_t column, float& scale) {
     uint32_t row = lane % 16;
     bool is_own = column < column_count;
     uint32_t published = renewed_u32((((m_tile * 8 + row) / 32 * 8 + column) * 4 + (m_tile * 8 + row) / 8 % 4) * 4 + (m_tile * 8 + row) % 8 / 2 + EXCHANGE_GATED);
-    learn_scale(scale, column, EXCHANGE_MIDDLE_SQUARES, layer_epoch);
+    learn_scale(scale, column, EXCHANGE_MIDDLE_SQUARES);
     float total = sum_of_row(column);
     float value = total * scale;
     float other = shuffle_xor_f32(value, 8);
@@ -893,7 +879,7 @@ struct DecodeStep {
   }
 
   // The block's M-tiles of gate_up: the warps' sums added up, the rows finished.
-  __device__ __forceinline__ void finish_gate_up(uint32_t layer_epoch) {
+  __device__ __forceinline__ void finish_gate_up() {
     uint32_t position = (block + GATE_UP_START) % BLOCKS;
     warp_barrier();
     if (lane == 0) mbarrier_arrive(loaded);
@@ -901,7 +887,7 @@ struct DecodeStep {
     #pragma unroll 1
     for (uint32_t m_tile = position; m_tile < GATE_UP_ROWS / 16; m_tile += BLOCKS) {
       uint32_t column = (warp - 9) % 4 * 2 + lane / 16;
-      finish_rows_of_gate_up(m_tile, column, scale, layer_epoch);
+      finish_rows_of_gate_up(m_tile, column, scale);
       warp_barrier();
       if (lane == 0) mbarrier_arrive(taken + adding);
       advance(adding, adding_parity, 2);
@@ -1003,11 +989,11 @@ struct DecodeStep {
   }
 
   // The rows of a slot, with what of it is worked out before the sums are there.
-  __device__ __forceinline__ void finish_rows_of_lm_head(uint32_t m_tile, uint32_t column, float& scale,
-      uint32_t step_epoch, uint32_t step, float& best, uint32_t& best_token) {
+  __device__ __forceinline__ void finish_rows_of_lm_head(uint32_t m_tile, uint32_t column, float& scale, uint32_t step,
+      float& best, uint32_t& best_token) {
     uint32_t row = lane % 16;
     bool is_own = column < column_count;
-    learn_scale(scale, column, EXCHANGE_HIDDEN_SQUARES, step_epoch + 32);
+    learn_scale(scale, column, EXCHANGE_HIDDEN_SQUARES);
     float total = sum_of_row(column);
     float logit = total * scale;
     uint32_t token = m_tile * 16 + row;
@@ -1021,8 +1007,7 @@ struct DecodeStep {
   }
 
   // The block's M-tiles of lm_head: the warps' sums added up, the rows finished.
-  __device__ __forceinline__ void finish_lm_head(uint32_t step_epoch, uint32_t step, float& best,
-      uint32_t& best_token) {
+  __device__ __forceinline__ void finish_lm_head(uint32_t step, float& best, uint32_t& best_token) {
     uint32_t position = (block + LM_HEAD_START) % BLOCKS;
     warp_barrier();
     if (lane == 0) mbarrier_arrive(loaded);
@@ -1030,7 +1015,7 @@ struct DecodeStep {
     #pragma unroll 1
     for (uint32_t m_tile = position; m_tile < LM_HEAD_ROWS / 16; m_tile += BLOCKS) {
       uint32_t column = (warp - 9) % 4 * 2 + lane / 16;
-      finish_rows_of_lm_head(m_tile, column, scale, step_epoch, step, best, best_token);
+      finish_rows_of_lm_head(m_tile, column, scale, step, best, best_token);
       warp_barrier();
       if (lane == 0) mbarrier_arrive(taken + adding);
       advance(adding, adding_parity, 2);
@@ -1084,24 +1069,6 @@ struct DecodeStep {
     }
   }
 
-  // A tile's record, in two units of 16 bytes.
-  __device__ __forceinline__ void keep_tile(TileRecord* place, uint32_t index) {
-    const int32_t* record = tiles + index * 8;
-    uint4* units = (uint4*)(place);
-    units[0] = load_constant_u32x4(record);
-    units[1] = load_constant_u32x4(record + 4);
-  }
-
-  // An item's record and its tile's, in four units of 16 bytes.
-  __device__ __forceinline__ void keep_item(KeptItem* place, uint32_t index) {
-    const int32_t* record = kv_plans + (plan_index * PLAN_WORDS + (index * 8 + PLAN_ITEMS));
-    uint4 what = load_constant_u32x4(record);
-    uint4* units = (uint4*)(place);
-    units[0] = what;
-    units[1] = load_constant_u32x4(record + 4);
-    keep_tile(&place->tile, what.y);
-  }
-
   // Called by a whole warp of the team.
   __device__ __forceinline__ void keep_merge(uint32_t job, uint32_t merge_rows, uint32_t warp, uint32_t lane) {
     KeptMerge* merge = &kept_plans[0].merges[warp / 4];
@@ -1131,7 +1098,10 @@ struct DecodeStep {
         kept_plans[0].jobs = header.z * header.w;
         kept_plans[0].jobs_of_head = header.w;
       }
-      if (first_item + thread < last_item) keep_item(&kept_plans[0].items[thread], first_item + thread);
+      if (first_item + thread < last_item) {
+        const int32_t* record = kv_plans + (plan_index * PLAN_WORDS + ((first_item + thread) * 8 + PLAN_ITEMS));
+        keep_item(&kept_plans[0].items[thread], record);
+      }
     }
     if (warp % 4 == 0 && warp / 4 * BLOCKS + block < header.z * header.w) {
       keep_merge(warp / 4 * BLOCKS + block, header.w, warp, lane);
@@ -1141,7 +1111,7 @@ struct DecodeStep {
   // In the consumer role: the embeddings of the step's tokens, times the multiplier, become the residual, and are
   // published as every hidden vector is. A lane has a row of a column, of the block's M-tiles in turn; whole warps
   // share M-tiles.
-  __device__ __forceinline__ void publish_embeddings(uint32_t step_epoch) {
+  __device__ __forceinline__ void publish_embeddings() {
     #pragma unroll 1
     for (uint32_t place = thread; place < 2 * WAVE_VALUES; place += CONSUMERS) {
       uint32_t wave = place / WAVE_VALUES;
@@ -1165,8 +1135,7 @@ struct DecodeStep {
         (exchange_words + published)[0] = multiply_bf16x2(pair, ((((there * 16 + row) / 32 * 8 + column) * 4 + (there * 16 + row) / 8 % 4) * 4 + (there * 16 + row) % 8 / 2) % 2 == 0 ? PAIR_OF_TWO_TO_64 : PAIR_OF_TWO_TO_60);
         fence_proxy_async_global();
       }
-      publish_squares(value, weighted, row, is_own, column * (O_ROWS / 16) + there, EXCHANGE_HIDDEN_SQUARES,
-          step_epoch);
+      publish_squares(value, weighted, row, is_own, column * (O_ROWS / 16) + there, EXCHANGE_HIDDEN_SQUARES);
     }
   }
 
@@ -1208,7 +1177,7 @@ struct DecodeStep {
   }
 
   // What zero points need of this warp's vectors beside a chunk.
-  __device__ __forceinline__ void sum_chunk(uint32_t chunk, uint32_t place, uint32_t warp, uint32_t lane) {
+  __device__ __forceinline__ void sum_chunk(uint32_t place, uint32_t warp, uint32_t lane) {
     #pragma unroll
     for (uint32_t turn = 0; turn < QKV_CHUNK_BYTES / INT4_G128_TILE_BYTES / 8; ++turn) {
       uint32_t pair = turn * 8 + warp;
@@ -1310,7 +1279,7 @@ struct DecodeStep {
       uint32_t warp, uint32_t lane, Matrix matrix) {
     #pragma unroll 2
     for (uint32_t chunk = first; chunk < end; ++chunk) {
-      if (is_first) sum_chunk(chunk, chunk - first, warp, lane);
+      if (is_first) sum_chunk(chunk - first, warp, lane);
       mbarrier_wait(full + use_stage, use_parity);
       uint8_t* chunk_2 = ring + use_stage * STAGE_BYTES;
       multiply_chunk(chunk, chunk - first, sums, warp, chunk_2, lane, matrix);
@@ -1344,10 +1313,9 @@ struct DecodeStep {
   }
 
   // The block's M-tiles of a matrix by vectors that are there whole.
-  __device__ __forceinline__ void multiply_m_tiles(Matrix matrix, uint32_t position, uint32_t thread, uint32_t warp,
-      uint32_t lane) {
+  __device__ __forceinline__ void multiply_m_tiles(Matrix matrix, uint32_t thread, uint32_t warp, uint32_t lane) {
     #pragma unroll 1
-    for (uint32_t m_tile = position; m_tile < matrix.m_tiles; m_tile += BLOCKS) {
+    for (uint32_t m_tile = (block + matrix.start) % BLOCKS; m_tile < matrix.m_tiles; m_tile += BLOCKS) {
       float sums[1][4] = {};
       if (m_tile + BLOCKS >= matrix.m_tiles && thread == 0) store_shared_u32(block_waits, 1);
       use_chunks(0, matrix.chunks, sums, m_tile < BLOCKS, warp, lane, matrix);
@@ -1374,12 +1342,11 @@ struct DecodeStep {
     uint32_t warp = thread / 32;
     uint32_t lane = thread % 32;
     note_progress(step * PHASES + layer * 5, thread);
-    uint32_t position = (block + QKV_START) % BLOCKS;
     if (thread == 0) store_shared_u32(block_waits, 1);
     load_copied(thread);
     if (thread == 0) mbarrier_arrive(loaded);
     if (thread == 0) store_shared_u32(block_waits, 0);
-    multiply_m_tiles(QKV, position, thread, warp, lane);
+    multiply_m_tiles(QKV, thread, warp, lane);
     wait_until_taken();
     // grid barrier
     fence_proxy_async_global();
@@ -1394,7 +1361,7 @@ struct DecodeStep {
 
   // Unit `index` of the newest keys, then of the newest values: as rows of a stage have them, bf16 or codes.
   __device__ __forceinline__ void load_newest_unit(uint32_t newest_begin, uint32_t index, uint32_t newest_units,
-      uint32_t epoch, KeptItem* record, uint32_t step, uint32_t kv_head) {
+      KeptItem* record, uint32_t step, uint32_t kv_head) {
     bool is_value = index >= newest_units;
     uint32_t newest_unit = index - (is_value ? newest_units : 0);
     uint32_t column = record->tile.newest_column + (newest_begin - (record->tile.length + record->tile.stride * step)) + newest_unit / (HEAD_DIM / 8);
@@ -1404,8 +1371,8 @@ struct DecodeStep {
   }
 
   // Bring the item's queries to shared memory, and those newest keys and values that it has.
-  __device__ __forceinline__ void load_item(uint32_t newest_begin, uint32_t newest, uint32_t epoch, KeptItem* record,
-      uint32_t thread, uint32_t kv_head, uint32_t step) {
+  __device__ __forceinline__ void load_item(uint32_t newest_begin, uint32_t newest, KeptItem* record, uint32_t thread,
+      uint32_t kv_head, uint32_t step) {
     uint4* queries = (uint4*)(arena + QUERIES);
     uint32_t query_units = record->item.rows * (HEAD_DIM / 8);
     uint32_t newest_units = newest * (HEAD_DIM / 8);
@@ -1417,7 +1384,7 @@ struct DecodeStep {
         uint4 words = ((const uint4*)(exchange_words + ((column * (PROJECTED_ROWS / 8) + (kv_head * 4 + row % 4) * 16 + index % (HEAD_DIM / 8)) * 4 + EXCHANGE_QKV)))[0];
         queries[index] = words;
       } else {
-        load_newest_unit(newest_begin, index - query_units, newest_units, epoch, record, step, kv_head);
+        load_newest_unit(newest_begin, index - query_units, newest_units, record, step, kv_head);
       }
     }
     named_barrier(1, CONSUMERS);
@@ -1540,7 +1507,7 @@ struct DecodeStep {
   }
 
   // output (dims x queries) += values^T * weights, of every column tile.
-  __device__ __forceinline__ void add_values(uint32_t first_row, uint32_t valid, uint32_t key, uint32_t weights_0_0,
+  __device__ __forceinline__ void add_values(uint32_t first_row, uint32_t valid, uint32_t weights_0_0,
       uint32_t weights_0_1, uint32_t lane, uint8_t* values, float (&output)[HEAD_DIM / 64 * 4][4]) {
     uint32_t words[2][4][4];
     #pragma unroll
@@ -1587,15 +1554,15 @@ struct DecodeStep {
     weigh(logits, highest, weight_sum, output);
     uint32_t weights_low = matrix_transpose_b16(pack_bf16x2(logits[0], logits[1]));
     uint32_t weights_high = matrix_transpose_b16(pack_bf16x2(logits[2], logits[3]));
-    add_values(first_row, valid, key, weights_low, weights_high, lane, values, output);
+    add_values(first_row, valid, weights_low, weights_high, lane, values, output);
   }
 
   // This warp's tiles of 16 keys of [item.begin, end), which are cached, and of the newest ones behind them. The
   // newest keys of a tile that begins with cached ones are put behind those, into the stage; the other tiles of
   // newest keys are worked on as if they were in one more stage: so the code of a tile stands in the kernel once.
-  __device__ __forceinline__ void attend_keys(uint32_t end, uint32_t newest_begin, uint32_t newest, uint32_t epoch,
-      uint32_t begin, uint32_t warp, uint32_t lane, uint4* query, uint32_t (&limits)[2], float (&highest)[2],
-      float (&weight_sum)[2], float (&output)[HEAD_DIM / 64 * 4][4]) {
+  __device__ __forceinline__ void attend_keys(uint32_t end, uint32_t newest_begin, uint32_t newest, uint32_t begin,
+      uint32_t warp, uint32_t lane, uint4* query, uint32_t (&limits)[2], float (&highest)[2], float (&weight_sum)[2],
+      float (&output)[HEAD_DIM / 64 * 4][4]) {
     uint32_t cached = begin < end ? end - begin : 0;
     uint32_t tiles = (cached + 15) / 16;
     uint32_t keys_end = begin + cached + newest;
@@ -1679,16 +1646,16 @@ struct DecodeStep {
   // Fold the states of rows `first`, `first + stride`, ... of the laid down ones: (low, high), the highest logit
   // and the sum of weights. Without softmax the last two are 0.
   __device__ __forceinline__ void fold_states(uint32_t first, uint32_t pair, float& result, float& result_2,
-      float& highest_out, float& weight_sum_out) {
+      float& highest, float& weight_sum) {
     float2* scratch = (float2*)(arena + ATTENTION);
     float2* statistics = (float2*)(arena + STATISTICS);
     float low = 0.0f;
     float high = 0.0f;
-    float highest = -infinity();
+    highest = -infinity();
     #pragma unroll
     for (uint32_t state = 0; state < 8; ++state) highest = maximum_f32(highest, statistics[first + state * 8].x);
     float base = highest == -infinity() ? 0.0f : highest;
-    float weight_sum = 0.0f;
+    weight_sum = 0.0f;
     #pragma unroll
     for (uint32_t state = 0; state < 8; ++state) {
       float2 numbers = statistics[first + state * 8];
@@ -1701,12 +1668,9 @@ struct DecodeStep {
     float inverse = weight_sum == 0.0f ? 0.0f : divide_f32(1.0f, weight_sum);
     result = low * inverse;
     result_2 = high * inverse;
-    highest_out = highest;
-    weight_sum_out = weight_sum;
   }
 
-  __device__ __forceinline__ void publish_partial(uint32_t row, uint32_t dim_pair, float low, float high, float lse,
-      uint32_t epoch) {
+  __device__ __forceinline__ void publish_partial(uint32_t row, uint32_t dim_pair, float low, float high, float lse) {
     uint32_t partial = row * (HEAD_DIM + 4);
     (exchange_words + (partial + dim_pair * 2 + EXCHANGE_PARTIALS))[0] = float_bits(low);
     (exchange_words + (partial + dim_pair * 2 + 1 + EXCHANGE_PARTIALS))[0] = float_bits(high);
@@ -1715,8 +1679,8 @@ struct DecodeStep {
 
   // `count` slices of column tile `index` of every group: its column c was laid down by the warps column_group,
   // column_group + column_groups, ..., as their column c.
-  __device__ __forceinline__ void fold_slices(uint32_t first_slice, uint32_t index, uint32_t epoch, KeptItem* record,
-      uint32_t thread, uint32_t kv_head) {
+  __device__ __forceinline__ void fold_slices(uint32_t first_slice, KeptItem* record, uint32_t thread,
+      uint32_t kv_head) {
     uint32_t rows = record->item.rows;
     #pragma unroll 1
     for (uint32_t output = thread; output < rows * (SLICE_PAIRS * 2); output += CONSUMERS) {
@@ -1733,33 +1697,33 @@ struct DecodeStep {
         uint32_t column = record->tile.first_column + place / 4;
         (exchange_words + (((((kv_head * 4 + place % 4) * HEAD_DIM + dim_pair * 2) / 32 * 8 + column) * 4 + ((kv_head * 4 + place % 4) * HEAD_DIM + dim_pair * 2) / 8 % 4) * 4 + ((kv_head * 4 + place % 4) * HEAD_DIM + dim_pair * 2) % 8 / 2 + EXCHANGE_ATTENTION))[0] = multiply_bf16x2(pack_bf16x2(low, high), (((((kv_head * 4 + place % 4) * HEAD_DIM + dim_pair * 2) / 32 * 8 + column) * 4 + ((kv_head * 4 + place % 4) * HEAD_DIM + dim_pair * 2) / 8 % 4) * 4 + ((kv_head * 4 + place % 4) * HEAD_DIM + dim_pair * 2) % 8 / 2) % 2 == 0 ? PAIR_OF_TWO_TO_64 : PAIR_OF_TWO_TO_60);
       } else {
-        publish_partial(record->item.partial + place, dim_pair, low, high, lse, epoch);
+        publish_partial(record->item.partial + place, dim_pair, low, high, lse);
       }
     }
   }
 
   // Fold the key groups' states, in ascending order, as many dims at a time as there is room for, and publish the
   // result.
-  __device__ __forceinline__ void fold(uint32_t epoch, float (&weight_sum)[2], uint32_t lane, uint32_t warp,
-      float (&highest)[2], float (&output)[HEAD_DIM / 64 * 4][4], KeptItem* record, uint32_t thread, uint32_t kv_head) {
+  __device__ __forceinline__ void fold(float (&weight_sum)[2], uint32_t lane, uint32_t warp, float (&highest)[2],
+      float (&output)[HEAD_DIM / 64 * 4][4], KeptItem* record, uint32_t thread, uint32_t kv_head) {
     lay_down_statistics(weight_sum, lane, warp, highest);
     lay_output_down(lane, warp, output);
     named_barrier(1, CONSUMERS);
-    fold_slices(0, 0, epoch, record, thread, kv_head);
+    fold_slices(0, record, thread, kv_head);
     named_barrier(1, CONSUMERS);
   }
 
   // This warp's share of an item whose queries are there.
   __device__ __forceinline__ void attend_rows(uint32_t cached_end, uint32_t newest_begin, uint32_t newest,
-      uint32_t epoch, uint32_t begin, uint32_t warp, uint32_t lane, uint4* query, uint32_t (&limits)[2],
-      KeptItem* record, uint32_t thread, uint32_t kv_head) {
+      uint32_t begin, uint32_t warp, uint32_t lane, uint4* query, uint32_t (&limits)[2], KeptItem* record,
+      uint32_t thread, uint32_t kv_head) {
     float highest[2];
     float weight_sum[2] = {};
     float output[HEAD_DIM / 64 * 4][4] = {};
     highest[0] = -infinity();
     highest[1] = -infinity();
-    attend_keys(cached_end, newest_begin, newest, epoch, begin, warp, lane, query, limits, highest, weight_sum, output);
-    fold(epoch, weight_sum, lane, warp, highest, output, record, thread, kv_head);
+    attend_keys(cached_end, newest_begin, newest, begin, warp, lane, query, limits, highest, weight_sum, output);
+    fold(weight_sum, lane, warp, highest, output, record, thread, kv_head);
   }
 
   // For how many warps this one gives back a stage with these tiles: those with a tile in it share out all. Where
@@ -1789,9 +1753,9 @@ struct DecodeStep {
   }
 
   // output (dims x queries) += values^T * weights, of every column tile.
-  __device__ __forceinline__ void add_values_of_two_weights(uint32_t first_row, uint32_t valid, uint32_t key,
-      uint32_t weights_0_0, uint32_t weights_0_1, uint32_t weights_1_0, uint32_t weights_1_1, uint32_t lane,
-      uint8_t* values, float (&output)[HEAD_DIM / 64 * 4][4], float (&output_2)[HEAD_DIM / 64 * 4][4]) {
+  __device__ __forceinline__ void add_values_of_two_weights(uint32_t first_row, uint32_t valid, uint32_t weights_0_0,
+      uint32_t weights_0_1, uint32_t weights_1_0, uint32_t weights_1_1, uint32_t lane, uint8_t* values,
+      float (&output)[HEAD_DIM / 64 * 4][4], float (&output_2)[HEAD_DIM / 64 * 4][4]) {
     uint32_t words[2][4][4];
     #pragma unroll
     for (uint32_t index = 0; index < 4; ++index) {
@@ -1847,18 +1811,18 @@ struct DecodeStep {
     weigh(logits_2, highest_2, weight_sum_2, output_2);
     uint32_t weights_low_2 = matrix_transpose_b16(pack_bf16x2(logits_2[0], logits_2[1]));
     uint32_t weights_high_2 = matrix_transpose_b16(pack_bf16x2(logits_2[2], logits_2[3]));
-    add_values_of_two_weights(first_row, valid, key, weights_low, weights_high, weights_low_2, weights_high_2, lane,
-        values, output, output_2);
+    add_values_of_two_weights(first_row, valid, weights_low, weights_high, weights_low_2, weights_high_2, lane, values,
+        output, output_2);
   }
 
   // This warp's tiles of 16 keys of [item.begin, end), which are cached, and of the newest ones behind them. The
   // newest keys of a tile that begins with cached ones are put behind those, into the stage; the other tiles of
   // newest keys are worked on as if they were in one more stage: so the code of a tile stands in the kernel once.
   __device__ __forceinline__ void attend_keys_of_many(uint32_t end, uint32_t newest_begin, uint32_t newest,
-      uint32_t epoch, uint32_t begin, uint32_t first_tile, uint32_t key_groups, uint32_t column_groups,
-      uint32_t column_group, uint32_t lane, uint4* query, uint4* query_2, uint32_t (&limits)[2], float (&highest)[2],
-      float (&weight_sum)[2], float (&output)[HEAD_DIM / 64 * 4][4], uint32_t (&limits_2)[2], float (&highest_2)[2],
-      float (&weight_sum_2)[2], float (&output_2)[HEAD_DIM / 64 * 4][4]) {
+      uint32_t begin, uint32_t first_tile, uint32_t key_groups, uint32_t column_groups, uint32_t column_group,
+      uint32_t lane, uint4* query, uint4* query_2, uint32_t (&limits)[2], float (&highest)[2], float (&weight_sum)[2],
+      float (&output)[HEAD_DIM / 64 * 4][4], uint32_t (&limits_2)[2], float (&highest_2)[2], float (&weight_sum_2)[2],
+      float (&output_2)[HEAD_DIM / 64 * 4][4]) {
     uint32_t cached = begin < end ? end - begin : 0;
     uint32_t tiles = (cached + 15) / 16;
     uint32_t keys_end = begin + cached + newest;
@@ -1908,8 +1872,8 @@ struct DecodeStep {
 
   // `count` slices of column tile `index` of every group: its column c was laid down by the warps column_group,
   // column_group + column_groups, ..., as their column c.
-  __device__ __forceinline__ void fold_slices_of_many(uint32_t first_slice, uint32_t index, uint32_t epoch,
-      uint32_t column_groups, uint32_t thread, KeptItem* record, uint32_t kv_head) {
+  __device__ __forceinline__ void fold_slices_of_many(uint32_t first_slice, uint32_t index, uint32_t column_groups,
+      uint32_t thread, KeptItem* record, uint32_t kv_head) {
     if (column_groups == 1) {
       #pragma unroll 1
       for (uint32_t output = thread; output < 8 * SLICE_PAIRS * 2; output += CONSUMERS) {
@@ -1928,7 +1892,7 @@ struct DecodeStep {
             uint32_t column = record->tile.first_column + row / 4;
             (exchange_words + (((((kv_head * 4 + row % 4) * HEAD_DIM + dim_pair * 2) / 32 * 8 + column) * 4 + ((kv_head * 4 + row % 4) * HEAD_DIM + dim_pair * 2) / 8 % 4) * 4 + ((kv_head * 4 + row % 4) * HEAD_DIM + dim_pair * 2) % 8 / 2 + EXCHANGE_ATTENTION))[0] = multiply_bf16x2(pack_bf16x2(low, high), (((((kv_head * 4 + row % 4) * HEAD_DIM + dim_pair * 2) / 32 * 8 + column) * 4 + ((kv_head * 4 + row % 4) * HEAD_DIM + dim_pair * 2) / 8 % 4) * 4 + ((kv_head * 4 + row % 4) * HEAD_DIM + dim_pair * 2) % 8 / 2) % 2 == 0 ? PAIR_OF_TWO_TO_64 : PAIR_OF_TWO_TO_60);
           } else {
-            publish_partial(record->item.partial + row, dim_pair, low, high, lse, epoch);
+            publish_partial(record->item.partial + row, dim_pair, low, high, lse);
           }
         }
       }
@@ -1937,27 +1901,27 @@ struct DecodeStep {
 
   // Fold the key groups' states, in ascending order, as many dims at a time as there is room for, and publish the
   // result.
-  __device__ __forceinline__ void fold_of_many(uint32_t epoch, float (&weight_sum)[2], uint32_t lane, uint32_t warp,
+  __device__ __forceinline__ void fold_of_many(float (&weight_sum)[2], uint32_t lane, uint32_t warp,
       float (&highest)[2], float (&output)[HEAD_DIM / 64 * 4][4], uint32_t column_groups, uint32_t thread,
       KeptItem* record, uint32_t kv_head, float (&weight_sum_2)[2], float (&highest_2)[2],
       float (&output_2)[HEAD_DIM / 64 * 4][4]) {
     lay_down_statistics(weight_sum, lane, warp, highest);
     lay_output_down(lane, warp, output);
     named_barrier(1, CONSUMERS);
-    fold_slices_of_many(0, 0, epoch, column_groups, thread, record, kv_head);
+    fold_slices_of_many(0, 0, column_groups, thread, record, kv_head);
     named_barrier(1, CONSUMERS);
     lay_down_statistics(weight_sum_2, lane, warp, highest_2);
     lay_output_down(lane, warp, output_2);
     named_barrier(1, CONSUMERS);
-    fold_slices_of_many(0, 1, epoch, column_groups, thread, record, kv_head);
+    fold_slices_of_many(0, 1, column_groups, thread, record, kv_head);
     named_barrier(1, CONSUMERS);
   }
 
   // This warp's share of an item whose queries are there.
   __device__ __forceinline__ void attend_rows_of_many(uint32_t cached_end, uint32_t newest_begin, uint32_t newest,
-      uint32_t epoch, uint32_t begin, uint32_t first_tile, uint32_t key_groups, uint32_t column_groups,
-      uint32_t column_group, uint32_t lane, uint4* query, uint4* query_2, uint32_t (&limits)[2],
-      uint32_t (&limits_2)[2], uint32_t warp, uint32_t thread, KeptItem* record, uint32_t kv_head) {
+      uint32_t begin, uint32_t first_tile, uint32_t key_groups, uint32_t column_groups, uint32_t column_group,
+      uint32_t lane, uint4* query, uint4* query_2, uint32_t (&limits)[2], uint32_t (&limits_2)[2], uint32_t warp,
+      uint32_t thread, KeptItem* record, uint32_t kv_head) {
     float highest[2];
     float weight_sum[2] = {};
     float output[HEAD_DIM / 64 * 4][4] = {};
@@ -1968,10 +1932,9 @@ struct DecodeStep {
     float output_2[HEAD_DIM / 64 * 4][4] = {};
     highest_2[0] = -infinity();
     highest_2[1] = -infinity();
-    attend_keys_of_many(cached_end, newest_begin, newest, epoch, begin, first_tile, key_groups, column_groups,
-        column_group, lane, query, query_2, limits, highest, weight_sum, output, limits_2, highest_2, weight_sum_2,
-        output_2);
-    fold_of_many(epoch, weight_sum, lane, warp, highest, output, column_groups, thread, record, kv_head, weight_sum_2,
+    attend_keys_of_many(cached_end, newest_begin, newest, begin, first_tile, key_groups, column_groups, column_group,
+        lane, query, query_2, limits, highest, weight_sum, output, limits_2, highest_2, weight_sum_2, output_2);
+    fold_of_many(weight_sum, lane, warp, highest, output, column_groups, thread, record, kv_head, weight_sum_2,
         highest_2, output_2);
   }
 
@@ -2012,8 +1975,8 @@ struct DecodeStep {
   }
 
   // Sources `start`, `start + every`, ...: those that are waited for together, one after the other.
-  __device__ __forceinline__ void fold_sources(uint32_t start, uint32_t every, uint32_t epoch, KeptMerge* record,
-      uint32_t lane, uint32_t warp, float& highest, float& weight_sum, float (&sums)[4]) {
+  __device__ __forceinline__ void fold_sources(uint32_t start, uint32_t every, KeptMerge* record, uint32_t lane,
+      uint32_t warp, float& highest, float& weight_sum, float (&sums)[4]) {
     uint32_t own = (record->end - record->begin + every - 1 - start) / every;
     #pragma unroll 1
     for (uint32_t first = 0; first < own; first += 5) {
@@ -2067,8 +2030,8 @@ struct DecodeStep {
   }
 
   // The row's output, from the state that all its sources were folded into: 4 dims a lane.
-  __device__ __forceinline__ void finish_merge(uint32_t epoch, float weight_sum, float highest, uint32_t lane,
-      float (&sums)[4], KeptMerge* record) {
+  __device__ __forceinline__ void finish_merge(float weight_sum, float highest, uint32_t lane, float (&sums)[4],
+      KeptMerge* record) {
     float inverse = weight_sum == 0.0f ? 0.0f : divide_f32(1.0f, weight_sum);
     float lse = weight_sum == 0.0f ? -infinity() : highest + log_f32(weight_sum);
     if (lane < HEAD_DIM / 4) {
@@ -2087,7 +2050,7 @@ struct DecodeStep {
   // Attention over the cache; then the merge of rows whose keys were split.
   // Waits for: qkv, partials.
   // Makes: partials, attention.
-  __device__ __forceinline__ void attention(uint32_t step, uint32_t layer, uint32_t layer_epoch) {
+  __device__ __forceinline__ void attention(uint32_t step, uint32_t layer) {
     uint32_t thread = thread_index();
     uint32_t warp = thread / 32;
     uint32_t lane = thread % 32;
@@ -2100,7 +2063,7 @@ struct DecodeStep {
       KeptItem* record = &kept_plans[0].items[min(index, 4u)];
       if (index >= 4) {
         named_barrier(1, CONSUMERS);
-        if (thread == 0) keep_item(record, number);
+        if (thread == 0) keep_item(record, kv_plans + (plan_index * PLAN_WORDS + (number * 8 + PLAN_ITEMS)));
         named_barrier(1, CONSUMERS);
       }
       uint32_t kv_head = record->item.head;
@@ -2109,7 +2072,7 @@ struct DecodeStep {
       uint32_t newest_begin = max(begin, record->tile.length + record->tile.stride * step);
       uint32_t newest_end = min(record->item.end, record->tile.length + record->tile.stride * step + record->tile.newest);
       uint32_t newest = newest_begin < newest_end ? newest_end - newest_begin : 0;
-      load_item(newest_begin, newest, layer_epoch, record, thread, kv_head, step);
+      load_item(newest_begin, newest, record, thread, kv_head, step);
       if (record->item.rows <= 8) {
         uint4* shared = (uint4*)(arena + QUERIES);
         uint32_t row = min(lane / 4, 15u);
@@ -2117,12 +2080,9 @@ struct DecodeStep {
         uint32_t limits[2];
         uint32_t packed = lane % 4 * 2;
         limits[0] = limit(packed, record, step);
-        uint32_t present = min(packed, record->item.rows - 1);
         uint32_t packed_2 = lane % 4 * 2 + 1;
         limits[1] = limit(packed_2, record, step);
-        uint32_t present_2 = min(packed_2, record->item.rows - 1);
-        attend_rows(cached_end, newest_begin, newest, layer_epoch, begin, warp, lane, query, limits, record, thread,
-            kv_head);
+        attend_rows(cached_end, newest_begin, newest, begin, warp, lane, query, limits, record, thread, kv_head);
       } else {
         uint32_t column_groups = 1;
         uint32_t key_groups = 8 / column_groups;
@@ -2135,21 +2095,17 @@ struct DecodeStep {
         uint32_t limits[2];
         uint32_t packed = column_group * 16 + lane % 4 * 2;
         limits[0] = limit(packed, record, step);
-        uint32_t present = min(packed, record->item.rows - 1);
         uint32_t packed_2 = column_group * 16 + lane % 4 * 2 + 1;
         limits[1] = limit(packed_2, record, step);
-        uint32_t present_2 = min(packed_2, record->item.rows - 1);
         uint4* shared_2 = (uint4*)(arena + QUERIES);
         uint32_t row_2 = min((column_group * 2 + 1) * 8 + lane / 4, 15u);
         uint4* query_2 = shared_2 + row_2 * (HEAD_DIM / 8);
         uint32_t limits_2[2];
         uint32_t packed_3 = (column_group * 2 + 1) * 8 + lane % 4 * 2;
         limits_2[0] = limit(packed_3, record, step);
-        uint32_t present_3 = min(packed_3, record->item.rows - 1);
         uint32_t packed_4 = (column_group * 2 + 1) * 8 + lane % 4 * 2 + 1;
         limits_2[1] = limit(packed_4, record, step);
-        uint32_t present_4 = min(packed_4, record->item.rows - 1);
-        attend_rows_of_many(cached_end, newest_begin, newest, layer_epoch, begin, first_tile, key_groups, column_groups,
+        attend_rows_of_many(cached_end, newest_begin, newest, begin, first_tile, key_groups, column_groups,
             column_group, lane, query, query_2, limits, limits_2, warp, thread, record, kv_head);
       }
     }
@@ -2178,15 +2134,15 @@ struct DecodeStep {
         float sums[4] = {};
         uint32_t sources = record->end - record->begin;
         if (sources <= 4) {
-          if (warp % 4 == 0) fold_sources(0, 1, layer_epoch, record, lane, warp, highest, weight_sum, sums);
+          if (warp % 4 == 0) fold_sources(0, 1, record, lane, warp, highest, weight_sum, sums);
         } else {
           uint32_t start = warp % 4;
-          fold_sources(start, 4, layer_epoch, record, lane, warp, highest, weight_sum, sums);
+          fold_sources(start, 4, record, lane, warp, highest, weight_sum, sums);
           lay_down_folded(warp, lane, sums, highest, weight_sum);
           named_barrier(warp / 4 + 2, TEAM_THREADS);
           if (warp % 4 == 0) fold_team(warp, lane, highest, weight_sum, sums);
         }
-        if (warp % 4 == 0) finish_merge(layer_epoch, weight_sum, highest, lane, sums, record);
+        if (warp % 4 == 0) finish_merge(weight_sum, highest, lane, sums, record);
       }
     }
     if (first_job + BLOCKS * 2 < jobs) replace_merge(first_job, jobs_of_head, warp, lane);
@@ -2236,7 +2192,7 @@ struct DecodeStep {
   }
 
   // What zero points need of this warp's vectors beside a chunk.
-  __device__ __forceinline__ void sum_chunk_of_o(uint32_t chunk, uint32_t place, uint32_t warp, uint32_t lane) {
+  __device__ __forceinline__ void sum_chunk_of_o(uint32_t place, uint32_t warp, uint32_t lane) {
     #pragma unroll
     for (uint32_t turn = 0; turn < O_CHUNK_BYTES / INT4_G128_TILE_BYTES / 8; ++turn) {
       uint32_t pair = turn * 8 + warp;
@@ -2338,7 +2294,7 @@ struct DecodeStep {
       uint32_t warp, uint32_t lane, Matrix matrix) {
     #pragma unroll 2
     for (uint32_t chunk = first; chunk < end; ++chunk) {
-      if (is_first) sum_chunk_of_o(chunk, chunk - first, warp, lane);
+      if (is_first) sum_chunk_of_o(chunk - first, warp, lane);
       mbarrier_wait(full + use_stage, use_parity);
       uint8_t* chunk_2 = ring + use_stage * STAGE_BYTES;
       multiply_chunk_of_o(chunk, chunk - first, sums, warp, chunk_2, lane, matrix);
@@ -2349,10 +2305,9 @@ struct DecodeStep {
   }
 
   // The block's M-tiles of a matrix by vectors that are there whole.
-  __device__ __forceinline__ void multiply_m_tiles_of_o(Matrix matrix, uint32_t position, uint32_t thread,
-      uint32_t warp, uint32_t lane) {
+  __device__ __forceinline__ void multiply_m_tiles_of_o(Matrix matrix, uint32_t thread, uint32_t warp, uint32_t lane) {
     #pragma unroll 1
-    for (uint32_t m_tile = position; m_tile < matrix.m_tiles; m_tile += BLOCKS) {
+    for (uint32_t m_tile = (block + matrix.start) % BLOCKS; m_tile < matrix.m_tiles; m_tile += BLOCKS) {
       float sums[1][4] = {};
       if (m_tile + BLOCKS >= matrix.m_tiles && thread == 0) store_shared_u32(block_waits, 1);
       use_chunks_of_o(0, matrix.chunks, sums, m_tile < BLOCKS, warp, lane, matrix);
@@ -2370,11 +2325,10 @@ struct DecodeStep {
     uint32_t lane = thread % 32;
     note_progress(step * PHASES + layer * 5 + 2, thread);
     prefetch(norms + (layer * 2 + 1) * HIDDEN, HIDDEN * 2, thread);
-    uint32_t position = block % BLOCKS;
     if (thread == 0) store_shared_u32(block_waits, 1);
     load_copied_of_o(thread);
     if (thread == 0) store_shared_u32(block_waits, 0);
-    multiply_m_tiles_of_o(O, position, thread, warp, lane);
+    multiply_m_tiles_of_o(O, thread, warp, lane);
     wait_until_taken();
     // grid barrier
     fence_proxy_async_global();
@@ -2410,7 +2364,7 @@ struct DecodeStep {
   }
 
   // What zero points need of this warp's vectors beside a chunk.
-  __device__ __forceinline__ void sum_chunk_of_gate_up(uint32_t chunk, uint32_t place, uint32_t warp, uint32_t lane) {
+  __device__ __forceinline__ void sum_chunk_of_gate_up(uint32_t place, uint32_t warp, uint32_t lane) {
     #pragma unroll
     for (uint32_t turn = 0; turn < GATE_UP_CHUNK_BYTES / INT4_G128_TILE_BYTES / 8; ++turn) {
       uint32_t pair = turn * 8 + warp;
@@ -2512,7 +2466,7 @@ struct DecodeStep {
       bool is_first, uint32_t warp, uint32_t lane, Matrix matrix) {
     #pragma unroll 2
     for (uint32_t chunk = first; chunk < end; ++chunk) {
-      if (is_first) sum_chunk_of_gate_up(chunk, chunk - first, warp, lane);
+      if (is_first) sum_chunk_of_gate_up(chunk - first, warp, lane);
       mbarrier_wait(full + use_stage, use_parity);
       uint8_t* chunk_2 = ring + use_stage * STAGE_BYTES;
       multiply_chunk_of_gate_up(chunk, chunk - first, sums, warp, chunk_2, lane, matrix);
@@ -2523,10 +2477,10 @@ struct DecodeStep {
   }
 
   // The block's M-tiles of a matrix by vectors that are there whole.
-  __device__ __forceinline__ void multiply_m_tiles_of_gate_up(Matrix matrix, uint32_t position, uint32_t thread,
-      uint32_t warp, uint32_t lane) {
+  __device__ __forceinline__ void multiply_m_tiles_of_gate_up(Matrix matrix, uint32_t thread, uint32_t warp,
+      uint32_t lane) {
     #pragma unroll 1
-    for (uint32_t m_tile = position; m_tile < matrix.m_tiles; m_tile += BLOCKS) {
+    for (uint32_t m_tile = (block + matrix.start) % BLOCKS; m_tile < matrix.m_tiles; m_tile += BLOCKS) {
       float sums[1][4] = {};
       if (m_tile + BLOCKS >= matrix.m_tiles && thread == 0) store_shared_u32(block_waits, 1);
       use_chunks_of_gate_up(0, matrix.chunks, sums, m_tile < BLOCKS, warp, lane, matrix);
@@ -2543,12 +2497,11 @@ struct DecodeStep {
     uint32_t warp = thread / 32;
     uint32_t lane = thread % 32;
     note_progress(step * PHASES + layer * 5 + 3, thread);
-    uint32_t position = (block + GATE_UP_START) % BLOCKS;
     if (thread == 0) store_shared_u32(block_waits, 1);
     load_copied_of_gate_up(thread);
     if (thread == 0) mbarrier_arrive(loaded);
     if (thread == 0) store_shared_u32(block_waits, 0);
-    multiply_m_tiles_of_gate_up(GATE_UP, position, thread, warp, lane);
+    multiply_m_tiles_of_gate_up(GATE_UP, thread, warp, lane);
     wait_until_taken();
     // grid barrier
     fence_proxy_async_global();
@@ -2571,7 +2524,7 @@ struct DecodeStep {
   }
 
   // What zero points need of this warp's vectors beside a chunk.
-  __device__ __forceinline__ void sum_chunk_of_down(uint32_t chunk, uint32_t place, uint32_t warp, uint32_t lane) {
+  __device__ __forceinline__ void sum_chunk_of_down(uint32_t place, uint32_t warp, uint32_t lane) {
     #pragma unroll
     for (uint32_t turn = 0; turn < DOWN_CHUNK_BYTES / INT4_G128_TILE_BYTES / 8; ++turn) {
       uint32_t pair = turn * 8 + warp;
@@ -2715,7 +2668,7 @@ struct DecodeStep {
       uint32_t place = part % 2;
       #pragma unroll 2
       for (uint32_t chunk = part; chunk < end; ++chunk) {
-        sum_chunk_of_down(chunk, chunk - part + place, warp, lane);
+        sum_chunk_of_down(chunk - part + place, warp, lane);
         mbarrier_wait(full + use_stage, use_parity);
         uint8_t* chunk_2 = ring + use_stage * STAGE_BYTES;
         multiply_chunk_of_down(chunk, chunk - part + place, sums, warp, chunk_2, lane);
@@ -2828,9 +2781,9 @@ struct DecodeStep {
   }
 
   // Chunk `chunk` of an M-tile by the vectors in shared memory, in which it is number `place`.
-  __device__ __forceinline__ void multiply_chunk_of_lm_head(uint32_t chunk, uint32_t place, float (&sums)[1][4],
-      uint8_t* chunk_2, uint32_t warp, uint32_t lane) {
-    const uint4* fragments = (const uint4*)(chunk_2);
+  __device__ __forceinline__ void multiply_chunk_of_lm_head(uint32_t place, float (&sums)[1][4], uint8_t* chunk,
+      uint32_t warp, uint32_t lane) {
+    const uint4* fragments = (const uint4*)(chunk);
     #pragma unroll
     for (uint32_t turn = 0; turn < LM_HEAD_CHUNK_BYTES / BF16_TILE_BYTES / 8; ++turn) {
       uint32_t pair = turn * 8 + warp;
@@ -2846,12 +2799,12 @@ struct DecodeStep {
 
   // Chunks [first, end) of an M-tile in the next stages, by the part of the input that lies beside them.
   __device__ __forceinline__ void use_chunks_of_lm_head(uint32_t first, uint32_t end, float (&sums)[1][4],
-      bool is_first, uint32_t warp, uint32_t lane) {
+      uint32_t warp, uint32_t lane) {
     #pragma unroll 2
     for (uint32_t chunk = first; chunk < end; ++chunk) {
       mbarrier_wait(full + use_stage, use_parity);
       uint8_t* chunk_2 = ring + use_stage * STAGE_BYTES;
-      multiply_chunk_of_lm_head(chunk, chunk - first, sums, chunk_2, warp, lane);
+      multiply_chunk_of_lm_head(chunk - first, sums, chunk_2, warp, lane);
       warp_barrier();
       if (lane == 0) mbarrier_arrive(empty + use_stage);
       advance(use_stage, use_parity, 8);
@@ -2859,13 +2812,13 @@ struct DecodeStep {
   }
 
   // The block's M-tiles of a matrix by vectors that are there whole.
-  __device__ __forceinline__ void multiply_m_tiles_of_lm_head(Matrix matrix, uint32_t position, uint32_t thread,
-      uint32_t warp, uint32_t lane) {
+  __device__ __forceinline__ void multiply_m_tiles_of_lm_head(Matrix matrix, uint32_t thread, uint32_t warp,
+      uint32_t lane) {
     #pragma unroll 1
-    for (uint32_t m_tile = position; m_tile < matrix.m_tiles; m_tile += BLOCKS) {
+    for (uint32_t m_tile = (block + matrix.start) % BLOCKS; m_tile < matrix.m_tiles; m_tile += BLOCKS) {
       float sums[1][4] = {};
       if (m_tile + BLOCKS >= matrix.m_tiles && thread == 0) store_shared_u32(block_waits, 1);
-      use_chunks_of_lm_head(0, matrix.chunks, sums, m_tile < BLOCKS, warp, lane);
+      use_chunks_of_lm_head(0, matrix.chunks, sums, warp, lane);
       hand_over(sums, warp, lane);
     }
   }
@@ -2879,12 +2832,11 @@ struct DecodeStep {
     uint32_t lane = thread % 32;
     note_progress(step * PHASES + PHASE_LM_HEAD, thread);
     if (step >= head_from || logits != nullptr) {
-      uint32_t position = (block + LM_HEAD_START) % BLOCKS;
       if (thread == 0) store_shared_u32(block_waits, 1);
       load_copied_of_lm_head(thread, warp, lane);
       if (thread == 0) mbarrier_arrive(loaded);
       if (thread == 0) store_shared_u32(block_waits, 0);
-      multiply_m_tiles_of_lm_head(LM_HEAD, position, thread, warp, lane);
+      multiply_m_tiles_of_lm_head(LM_HEAD, thread, warp, lane);
       wait_until_taken();
     }
   }
@@ -3046,8 +2998,7 @@ struct DecodeStep {
   }
 
   // The block's list, a word a lane.
-  __device__ __forceinline__ void publish_list(uint32_t column, uint32_t epoch, uint32_t step, uint32_t lane,
-      uint32_t warp) {
+  __device__ __forceinline__ void publish_list(uint32_t column, uint32_t step, uint32_t lane, uint32_t warp) {
     warp_barrier();
     if (lane < 16) {
       uint32_t index = ((step % 2 * 8 + column) * (BLOCKS * 4) + block * 4) * 4 + lane;
@@ -3056,21 +3007,21 @@ struct DecodeStep {
     warp_barrier();
   }
 
-  __device__ __forceinline__ void publish_lists(uint32_t warp, uint32_t lane, uint32_t step_epoch, uint32_t step) {
+  __device__ __forceinline__ void publish_lists(uint32_t warp, uint32_t lane, uint32_t step) {
     #pragma unroll 1
     for (uint32_t column = warp % 8; column < 8; column += 8) {
       if (begin(column, warp, lane) != 0) {
         list_rows(column, warp, lane);
-        publish_list(column, step_epoch + 33, step, lane, warp);
+        publish_list(column, step, lane, warp);
       }
     }
   }
 
   // The best of `count` candidates that lie `stride` apart, on every lane of the warp.
   __device__ __forceinline__ void best_candidate(uint2* candidates, uint32_t stride, uint32_t count, uint32_t lane,
-      float& best_out, uint32_t& best_token_out) {
-    float best = -infinity();
-    uint32_t best_token = NO_TOKEN;
+      float& best, uint32_t& best_token) {
+    best = -infinity();
+    best_token = NO_TOKEN;
     #pragma unroll 1
     for (uint32_t other = lane; other < count; other += 32) {
       uint2 candidate = candidates[other * stride];
@@ -3080,12 +3031,10 @@ struct DecodeStep {
       }
     }
     best_of_levels(best, best_token, 5);
-    best_out = best;
-    best_token_out = best_token;
   }
 
   // All blocks' candidates into shared memory, as they lie in the exchange.
-  __device__ __forceinline__ void gather(uint32_t first_unit, uint32_t epoch, uint32_t thread) {
+  __device__ __forceinline__ void gather(uint32_t first_unit, uint32_t thread) {
     uint4* units = (uint4*)(arena + CANDIDATES);
     #pragma unroll 1
     for (uint32_t other = thread; other < BLOCKS * 8 / 2; other += CONSUMERS) {
@@ -3095,8 +3044,7 @@ struct DecodeStep {
   }
 
   // This warp's share of all blocks' lists of a column, into the region `listed`, and what they say besides.
-  __device__ __forceinline__ void read_lists(uint32_t column, uint32_t epoch, uint32_t step, uint32_t warp,
-      uint32_t lane) {
+  __device__ __forceinline__ void read_lists(uint32_t column, uint32_t step, uint32_t warp, uint32_t lane) {
     float* listed = (float*)((float2*)(arena + LISTED) + warp % 8 * (BLOCKS * 4));
     float highest = -infinity();
     float weight = 0.0f;
@@ -3158,18 +3106,16 @@ struct DecodeStep {
   }
 
   // What a column's warps have read: the highest number that blocks say, and what all their tokens weigh.
-  __device__ __forceinline__ void weight_said(uint32_t lane, uint32_t warp, float& above_out, float& value_out) {
+  __device__ __forceinline__ void weight_said(uint32_t lane, uint32_t warp, float& above, float& value) {
     float highest = -infinity();
     float part = 0.0f;
     if (lane < 1) {
       highest = bits_float(((uint32_t*)(arena + LIST_ROWS) + (warp % 8 + lane) * LIST_ROW_WORDS)[0]);
       part = bits_float(((uint32_t*)(arena + LIST_ROWS) + (warp % 8 + lane) * LIST_ROW_WORDS)[1]);
     }
-    float above = highest_of_warp(highest);
+    above = highest_of_warp(highest);
     if (highest > -infinity()) part *= exp_f32(highest - above);
-    float value = warp_sum_f32(part);
-    above_out = above;
-    value_out = value;
+    value = warp_sum_f32(part);
   }
 
   // The highest number that blocks say of `what`, of those that a column's warps have read.
@@ -3182,7 +3128,7 @@ struct DecodeStep {
   // Of the listed tokens whose distance is below the limit: how many, what they weigh, the index of the most
   // noisy one (`units` if there is none), and how many are as noisy as that.
   __device__ __forceinline__ void nearer(float highest, float limit, uint32_t warp, uint32_t lane,
-      uint32_t& total_count_out, float& total_weight_out, uint32_t& found_out, uint32_t& total_ties_out) {
+      uint32_t& total_count, float& total_weight, uint32_t& found, uint32_t& total_ties) {
     float2* listed = (float2*)(arena + LISTED) + warp % 8 * (BLOCKS * 4);
     uint32_t count = 0;
     float weight = 0.0f;
@@ -3206,26 +3152,22 @@ struct DecodeStep {
     }
     uint32_t own_key = ordered(best);
     bool is_best = own_key == warp_maximum_u32(own_key);
-    uint32_t total_count = warp_sum_u32(count);
-    float total_weight = warp_sum_f32(weight);
-    uint32_t found = BLOCKS * 4 - warp_maximum_u32(is_best ? BLOCKS * 4 - best_index : 0);
-    uint32_t total_ties = warp_sum_u32(is_best ? ties : 0);
-    total_count_out = total_count;
-    total_weight_out = total_weight;
-    found_out = found;
-    total_ties_out = total_ties;
+    total_count = warp_sum_u32(count);
+    total_weight = warp_sum_f32(weight);
+    found = BLOCKS * 4 - warp_maximum_u32(is_best ? BLOCKS * 4 - best_index : 0);
+    total_ties = warp_sum_u32(is_best ? ties : 0);
   }
 
   // What the `top_k` nearest tokens weigh, with all that tie with the last of them, and 1; if fewer lie below the
   // distance `known`, what these weigh, and 0.
   __device__ __forceinline__ void weigh_top(float highest, float known, uint32_t top_k, uint32_t warp, uint32_t lane,
-      float& least_out, uint32_t& found_out) {
+      float& least, uint32_t& found) {
     float2* listed = (float2*)(arena + LISTED) + warp % 8 * (BLOCKS * 4);
     float low = 0.0f;
     float high = known;
     float at = known;
-    float least = 0.0f;
-    uint32_t found = 0;
+    least = 0.0f;
+    found = 0;
     #pragma unroll 1
     for (uint32_t i = 0; i < 64; ++i) {
       uint32_t count = 0;
@@ -3250,8 +3192,6 @@ struct DecodeStep {
       at = high < infinity() ? (low + high) * 0.5f : low * 2.0f + 1.0f;
       if (found == 0 || total == top_k || at <= low || at >= high) break;
     }
-    least_out = least;
-    found_out = found;
   }
 
   // The index of the token that is taken, or AS_IT_IS for the most noisy one of all, which has this `distance`,
@@ -3342,7 +3282,7 @@ struct DecodeStep {
   }
 
   // One warp: judge candidates, from the most noisy one on.
-  __device__ __forceinline__ void decide(uint32_t column, uint32_t epoch, uint32_t step, uint32_t lane, uint32_t warp) {
+  __device__ __forceinline__ void decide(uint32_t column, uint32_t step, uint32_t lane, uint32_t warp) {
     float reach = bits_float(load_constant_u32(&sequence_records[column_states[column].sequence].reach));
     float top_p = bits_float(load_constant_u32(&sequence_records[column_states[column].sequence].top_p));
     uint32_t top_k = load_constant_u32(&sequence_records[column_states[column].sequence].top_k);
@@ -3467,7 +3407,7 @@ struct DecodeStep {
   }
 
   // A round up to the exchange: every warp weighs its rows, the first of a column's warps publishes.
-  __device__ __forceinline__ void weigh_all(uint32_t epoch, uint32_t index, uint32_t warp, uint32_t lane) {
+  __device__ __forceinline__ void weigh_all(uint32_t index, uint32_t warp, uint32_t lane) {
     #pragma unroll 1
     for (uint32_t column = warp % 8; column < 8; column += 8) {
       if (filter_states[column].open != 0) weigh_rows(column, warp, lane);
@@ -3503,8 +3443,7 @@ struct DecodeStep {
   }
 
   // This warp's share of all blocks' words of a column, together, into the region `filter_sums`.
-  __device__ __forceinline__ void read_sums(uint32_t column, uint32_t epoch, uint32_t index, uint32_t warp,
-      uint32_t lane) {
+  __device__ __forceinline__ void read_sums(uint32_t column, uint32_t index, uint32_t warp, uint32_t lane) {
     float sums[4] = {};
     float best = -infinity();
     uint32_t token = NO_TOKEN;
@@ -3617,10 +3556,10 @@ struct DecodeStep {
   }
 
   // The end of a round: a column's warps read what all blocks published, and the first of them decides.
-  __device__ __forceinline__ void judge_all(uint32_t epoch, uint32_t index, uint32_t warp, uint32_t lane) {
+  __device__ __forceinline__ void judge_all(uint32_t index, uint32_t warp, uint32_t lane) {
     #pragma unroll 1
     for (uint32_t column = warp % 8; column < 8; column += 8) {
-      if (filter_states[column].open != 0) read_sums(column, epoch, index, warp, lane);
+      if (filter_states[column].open != 0) read_sums(column, index, warp, lane);
     }
     named_barrier(1, CONSUMERS);
     if (warp < 8) {
@@ -3634,20 +3573,19 @@ struct DecodeStep {
     }
   }
 
-  __device__ __forceinline__ void filter(uint32_t warp, uint32_t step_epoch, uint32_t step, uint32_t lane,
-      uint32_t thread) {
+  __device__ __forceinline__ void filter(uint32_t warp, uint32_t step, uint32_t lane, uint32_t thread) {
     #pragma unroll 1
     for (uint32_t column = warp % 8; column < 8; column += 8) {
       if (filter_states[column].filtered != 0 && chosen_tokens[column] < CANCELLED_TOKEN) {
-        read_lists(column, step_epoch + 33, step, warp, lane);
-        decide(column, step_epoch + 33, step, lane, warp);
+        read_lists(column, step, warp, lane);
+        decide(column, step, lane, warp);
       }
     }
     named_barrier(1, CONSUMERS);
     #pragma unroll 1
     for (uint32_t round = 0; round < 63; ++round) {
       if (is_done(lane)) break;
-      weigh_all(step_epoch + 34 + round, round, warp, lane);
+      weigh_all(round, warp, lane);
       // grid barrier
       fence_proxy_async_global();
       named_barrier(1, CONSUMERS);
@@ -3657,7 +3595,7 @@ struct DecodeStep {
         wait_at_least_u64(counter, arrivals_due);
       }
       named_barrier(1, CONSUMERS);
-      judge_all(step_epoch + 34 + round, round, warp, lane);
+      judge_all(round, warp, lane);
       named_barrier(1, CONSUMERS);
     }
   }
@@ -3685,7 +3623,7 @@ struct DecodeStep {
   // The grid's choice of every column's token; the meeting of all blocks that ends a step.
   // Waits for: candidates, short_lists, filters.
   // Makes: candidates, short_lists, filters.
-  __device__ __forceinline__ void sampling(uint32_t step, uint32_t step_epoch) {
+  __device__ __forceinline__ void sampling(uint32_t step) {
     uint32_t thread = thread_index();
     uint32_t warp = thread / 32;
     uint32_t lane = thread % 32;
@@ -3693,16 +3631,14 @@ struct DecodeStep {
     uint32_t first_word = step % 2 * BLOCKS * 16;
     mbarrier_wait(step_added, step % 2);
     named_barrier(1, CONSUMERS);
-    if ((options & 8) != 0) publish_lists(warp, lane, step_epoch, step);
+    if ((options & 8) != 0) publish_lists(warp, lane, step);
     float best;
     uint32_t best_token;
     best_candidate((uint2*)(arena + WARP_CANDIDATES) + warp, 8, 1, lane, best, best_token);
     if (lane < 2) {
-      uint32_t value = float_bits(best);
       bool is_cancelled = block == 0 && column_states[warp].cancelled != 0;
-      uint32_t value_2 = is_cancelled ? float_bits(infinity()) : float_bits(best);
-      uint32_t best_token_2 = is_cancelled ? CANCELLED_TOKEN : best_token;
-      uint32_t word = lane % 2 == 0 ? value_2 : best_token_2;
+      uint32_t value = is_cancelled ? float_bits(infinity()) : float_bits(best);
+      uint32_t word = lane % 2 == 0 ? value : (is_cancelled ? CANCELLED_TOKEN : best_token);
       uint32_t place = first_word + (block * 8 + warp) * 2 + lane;
       (exchange_words + (place + EXCHANGE_CANDIDATES))[0] = word;
     }
@@ -3720,7 +3656,7 @@ struct DecodeStep {
       wait_at_least_u64(counter, arrivals_due);
     }
     named_barrier(1, CONSUMERS);
-    gather(first_word / 4, step_epoch + 33, thread);
+    gather(first_word / 4, thread);
     named_barrier(1, CONSUMERS);
     if (block == 0 && thread < column_count && answer == epoch) column_states[thread].cancelled = 1;
     float _;
@@ -3728,7 +3664,7 @@ struct DecodeStep {
     best_candidate((uint2*)(arena + CANDIDATES) + warp, 8, BLOCKS, lane, _, best_token_2);
     if (lane == 0) chosen_tokens[warp] = best_token_2;
     named_barrier(1, CONSUMERS);
-    if ((options & 8) != 0) filter(warp, step_epoch, step, lane, thread);
+    if ((options & 8) != 0) filter(warp, step, lane, thread);
     if ((options & 4) != 0 && warp == 0) count_chosen(lane);
   }
 
@@ -3869,15 +3805,14 @@ struct DecodeStep {
           uint32_t step_epoch = epoch + step * STEP_EPOCHS;
           for (uint32_t layer = 0; layer < 32; ++layer) {
             uint32_t layer_epoch = step_epoch + layer + 1;
-            finish_qkv(layer_epoch, layer);
-            finish_matrix(O, norms + (layer * 2 + 1) * HIDDEN, EXCHANGED_MIDDLE, EXCHANGE_MIDDLE_SQUARES, layer_epoch);
-            finish_gate_up(layer_epoch);
-            finish_matrix(DOWN, norms + (layer * 2 + 2) * HIDDEN, EXCHANGED_HIDDEN, EXCHANGE_HIDDEN_SQUARES,
-                layer_epoch);
+            finish_qkv(layer);
+            finish_matrix(O, norms + (layer * 2 + 1) * HIDDEN, EXCHANGED_MIDDLE, EXCHANGE_MIDDLE_SQUARES);
+            finish_gate_up();
+            finish_matrix(DOWN, norms + (layer * 2 + 2) * HIDDEN, EXCHANGED_HIDDEN, EXCHANGE_HIDDEN_SQUARES);
           }
           float best = -infinity();
           uint32_t best_token = NO_TOKEN;
-          if (step >= head_from || logits != nullptr) finish_lm_head(step_epoch, step, best, best_token);
+          if (step >= head_from || logits != nullptr) finish_lm_head(step, best, best_token);
           lay_down_candidates(best, best_token);
           mbarrier_wait(step_done, step % 2);
           uint32_t stop = 0;
@@ -3911,7 +3846,7 @@ struct DecodeStep {
         begin_step(step);
         if (has_new_plan) keep_plan();
         named_barrier(1, CONSUMERS);
-        publish_embeddings(step_epoch);
+        publish_embeddings();
         load_angles();
         named_barrier(1, CONSUMERS);
         // grid barrier
@@ -3926,13 +3861,13 @@ struct DecodeStep {
         for (uint32_t layer = 0; layer < 32; ++layer) {
           uint32_t layer_epoch = step_epoch + layer + 1;
           qkv(step, layer);
-          attention(step, layer, layer_epoch);
+          attention(step, layer);
           o(step, layer);
           gate_up(step, layer);
           down(step, layer);
         }
         lm_head(step);
-        sampling(step, step_epoch);
+        sampling(step);
         take_tokens(step);
         if (next_token[8] != 0) {
           // the producer lane has fetched what it does not need the tokens for: use it up

@@ -5,15 +5,7 @@
 // machine: h200, 132 blocks of 384 threads
 // pass: tokens 2048, tile_tokens 256, warpgroups 2, stages 4, cut_tokens 0, key_tile 64
 // beside a decode kernel of: consumer_warps 8, stage_bytes 17024, stages 10, in_flight 4, in_flight_waiting 2, adding_warps 3, sync flags, page_size 16, max_context 8192, batch 1, tokens 1, down_slices 1, max_steps 64, kv_chunk 0, kv_dtype bf16, drafts 0, by_numbers 0
-// shared memory:
-//     offset    bytes  region
-//          0   151552  ring
-//     151552       64  ring_barriers
-//     151616        4  block_waits
-//     151632     2048  scales
-//     153680     8192  squares
-//              161872  total
-//              232448  a block has, 70576 free
+// shared memory: 161872 bytes of 232448
 
 #ifdef CHEETAH_EMULATOR
 #include "cheetah_emulator.h"
@@ -211,10 +203,10 @@ __device__ __forceinline__ void wgmma_bf16_n128_transposed(float (&sums)[64], ui
 }
 #endif
 
-constexpr uint32_t RING_BARRIERS = 151552;
-constexpr uint32_t RING = 0;
-constexpr uint32_t SCALES = 151632;
-constexpr uint32_t SQUARES = 153680;
+constexpr uint32_t RING_BARRIERS = 151552;  // 64 bytes
+constexpr uint32_t RING = 0;  // 151552 bytes
+constexpr uint32_t SCALES = 151632;  // 2048 bytes
+constexpr uint32_t SQUARES = 153680;  // 8192 bytes
 constexpr uint32_t QKV_ROWS = 6144;
 constexpr uint32_t BLOCKS = 132;
 constexpr uint32_t QKV_LAST_WAVE_WIDTH = 120;

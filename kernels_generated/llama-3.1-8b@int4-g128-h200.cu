@@ -5,34 +5,7 @@
 // machine: h200, 132 blocks of 384 threads: 8 consumer warps
 // plan: consumer_warps 8, stage_bytes 17024, stages 10, in_flight 4, in_flight_waiting 2, adding_warps 3, sync flags, page_size 16, max_context 8192, batch 1, tokens 1, down_slices 1, max_steps 64, kv_chunk 0, kv_dtype bf16, drafts 0, by_numbers 0
 // weights read a step: 4660396032 bytes, in 112803840 a layer
-// shared memory:
-//     offset    bytes  region
-//          0   170240  ring
-//     170240      160  ring_barriers
-//     170400        4  block_waits
-//     170496    44800  scratch
-//     170496    44800  vector  (over scratch)
-//     170496     2112  candidates  (over scratch)
-//     170496     8448  listed  (over scratch)
-//     178944     1152  list_rows  (over scratch)
-//     180096       64  filters  (over scratch)
-//     180224     1024  filter_sums  (over scratch)
-//     170496    16384  attention  (over scratch)
-//     186880     2048  queries  (over scratch)
-//     188928     8192  newest  (over scratch)
-//     215296     1920  reductions
-//     217216       64  reduction_barriers
-//     217280      128  residual
-//     217408      512  rope
-//     217920      512  statistics
-//     218432      592  records
-//     219024       24  warp_candidates
-//     219056       36  columns
-//     219104        4  chosen
-//     219120       16  step_done
-//     219136        8  next_token
-//              219144  total
-//              232448  a block has, 13304 free
+// shared memory: 219144 bytes of 232448, scratch 44800 from 170496 on
 
 #ifdef CHEETAH_EMULATOR
 #include "cheetah_emulator.h"
@@ -389,29 +362,29 @@ __device__ __forceinline__ void store_relaxed_u32_sys(uint32_t* place, uint32_t 
 }
 #endif
 
-constexpr uint32_t RING = 0;
-constexpr uint32_t RING_BARRIERS = 170240;
-constexpr uint32_t BLOCK_WAITS = 170400;
-constexpr uint32_t VECTOR = 170496;
-constexpr uint32_t CANDIDATES = 170496;
-constexpr uint32_t LISTED = 170496;
-constexpr uint32_t LIST_ROWS = 178944;
-constexpr uint32_t FILTERS = 180096;
-constexpr uint32_t FILTER_SUMS = 180224;
-constexpr uint32_t ATTENTION = 170496;
-constexpr uint32_t QUERIES = 186880;
-constexpr uint32_t NEWEST = 188928;
-constexpr uint32_t REDUCTIONS = 215296;
-constexpr uint32_t REDUCTION_BARRIERS = 217216;
-constexpr uint32_t RESIDUAL = 217280;
-constexpr uint32_t ROPE = 217408;
-constexpr uint32_t STATISTICS = 217920;
-constexpr uint32_t RECORDS = 218432;
-constexpr uint32_t WARP_CANDIDATES = 219024;
-constexpr uint32_t COLUMNS = 219056;
-constexpr uint32_t CHOSEN = 219104;
-constexpr uint32_t STEP_DONE = 219120;
-constexpr uint32_t NEXT_TOKEN = 219136;
+constexpr uint32_t RING = 0;  // 170240 bytes
+constexpr uint32_t RING_BARRIERS = 170240;  // 160 bytes
+constexpr uint32_t BLOCK_WAITS = 170400;  // 4 bytes
+constexpr uint32_t VECTOR = 170496;  // 44800 bytes of scratch
+constexpr uint32_t CANDIDATES = 170496;  // 2112 bytes of scratch
+constexpr uint32_t LISTED = 170496;  // 8448 bytes of scratch
+constexpr uint32_t LIST_ROWS = 178944;  // 1152 bytes of scratch
+constexpr uint32_t FILTERS = 180096;  // 64 bytes of scratch
+constexpr uint32_t FILTER_SUMS = 180224;  // 1024 bytes of scratch
+constexpr uint32_t ATTENTION = 170496;  // 16384 bytes of scratch
+constexpr uint32_t QUERIES = 186880;  // 2048 bytes of scratch
+constexpr uint32_t NEWEST = 188928;  // 8192 bytes of scratch
+constexpr uint32_t REDUCTIONS = 215296;  // 1920 bytes
+constexpr uint32_t REDUCTION_BARRIERS = 217216;  // 64 bytes
+constexpr uint32_t RESIDUAL = 217280;  // 128 bytes
+constexpr uint32_t ROPE = 217408;  // 512 bytes
+constexpr uint32_t STATISTICS = 217920;  // 512 bytes
+constexpr uint32_t RECORDS = 218432;  // 592 bytes
+constexpr uint32_t WARP_CANDIDATES = 219024;  // 24 bytes
+constexpr uint32_t COLUMNS = 219056;  // 36 bytes
+constexpr uint32_t CHOSEN = 219104;  // 4 bytes
+constexpr uint32_t STEP_DONE = 219120;  // 16 bytes
+constexpr uint32_t NEXT_TOKEN = 219136;  // 8 bytes
 constexpr uint32_t LAUNCH_TOKENS = 64;
 constexpr uint32_t VOCAB = 128256;
 constexpr uint32_t PLAN_WORDS = 2880;
@@ -509,10 +482,6 @@ struct Matrix {
       last_chunk_bytes;
 };
 
-struct Exchanged {
-  uint32_t offset, apart, exponent;
-};
-
 struct TileRecord {
   uint32_t first_column, columns, table, offset, length, stride, newest, newest_column;
 };
@@ -524,6 +493,10 @@ struct ItemRecord {
 struct KeptItem {
   ItemRecord item;
   TileRecord tile;
+};
+
+struct Exchanged {
+  uint32_t offset, apart, exponent;
 };
 
 struct KeptMerge {
@@ -742,27 +715,44 @@ struct DecodeStep {
     return stop != 0;
   }
 
+  // A tile's record, in two units of 16 bytes.
+  __device__ __forceinline__ void keep_tile(TileRecord* place, uint32_t index) {
+    const int32_t* record = tiles + index * 8;
+    uint4* units = (uint4*)(place);
+    units[0] = load_constant_u32x4(record);
+    units[1] = load_constant_u32x4(record + 4);
+  }
+
+  // An item's record and its tile's, in four units of 16 bytes, to a place of shared memory or in registers.
+  __device__ __forceinline__ void keep_item(KeptItem* place, const int32_t* record) {
+    uint4 what = load_constant_u32x4(record);
+    uint32_t tile = what.y;
+    uint4* units = (uint4*)(place);
+    units[0] = what;
+    units[1] = load_constant_u32x4(record + 4);
+    keep_tile(&place->tile, tile);
+  }
+
   // The cached keys and values of this block's items, one item after the other.
   __device__ __forceinline__ void copy_items(uint32_t layer, uint32_t step) {
     uint32_t first_item = load_constant_u32(kv_plans + (plan_index * PLAN_WORDS + (block + PLAN_WORK_INDPTR)));
     uint32_t last_item = load_constant_u32(kv_plans + (plan_index * PLAN_WORDS + (block + 1 + PLAN_WORK_INDPTR)));
     #pragma unroll 1
     for (uint32_t index = first_item; index < last_item; ++index) {
-      const int32_t* record = kv_plans + (plan_index * PLAN_WORDS + (index * 8 + PLAN_ITEMS));
-      uint4 what = load_constant_u32x4(record);
-      uint4 rest = load_constant_u32x4(record + 4);
-      const int32_t* record_2 = tiles + what.y * 8;
-      uint4 place = load_constant_u32x4(record_2);
-      uint4 keys = load_constant_u32x4(record_2 + 4);
-      uint32_t end = min(rest.x, keys.x + keys.y * step);
+      uint4 units[4];
+      KeptItem* record = (KeptItem*)(&units[0]);
+      keep_item(record, kv_plans + (plan_index * PLAN_WORDS + (index * 8 + PLAN_ITEMS)));
+      uint32_t kv_head = record->item.head;
+      uint32_t begin = record->item.begin;
+      uint32_t end = min(record->item.end, record->tile.length + record->tile.stride * step);
       #pragma unroll 1
-      for (uint32_t first = what.w; first < end; first += STAGE_KEYS) {
+      for (uint32_t first = begin; first < end; first += STAGE_KEYS) {
         uint32_t count = min(end - first, STAGE_KEYS);
         uint32_t pages[STAGE_KEYS / PAGE_SIZE];
         #pragma unroll
         for (uint32_t index_2 = 0; index_2 < STAGE_KEYS / PAGE_SIZE; ++index_2) {
           uint32_t token = min(first + index_2 * PAGE_SIZE, end - 1);
-          pages[index_2] = load_constant_u32(page_table + (place.z + token / PAGE_SIZE));
+          pages[index_2] = load_constant_u32(page_table + (record->tile.table + token / PAGE_SIZE));
         }
         mbarrier_wait(empty + fill_stage, fill_parity);
         bound_requests(2, 4);
@@ -774,10 +764,10 @@ struct DecodeStep {
           if (index_2 * PAGE_SIZE < count) {
             uint32_t run = min(count - index_2 * PAGE_SIZE, PAGE_SIZE);
             uint64_t offset = (uint64_t)(layer * kv_pages + pages[index_2]) * (2 * TO_VALUES);
-            bf16* key = kv + (offset + (uint64_t)(what.z * (PAGE_SIZE * HEAD_DIM)));
-            uint8_t* keys_2 = destination + index_2 * PAGE_SIZE * (HEAD_DIM * 2);
-            bulk_copy(keys_2, key, run * (HEAD_DIM * 2), barrier);
-            bulk_copy(keys_2 + VALUES_AT, key + TO_VALUES, run * (HEAD_DIM * 2), barrier);
+            bf16* key = kv + (offset + (uint64_t)(kv_head * (PAGE_SIZE * HEAD_DIM)));
+            uint8_t* keys = destination + index_2 * PAGE_SIZE * (HEAD_DIM * 2);
+            bulk_copy(keys, key, run * (HEAD_DIM * 2), barrier);
+            bulk_copy(keys + VALUES_AT, key + TO_VALUES, run * (HEAD_DIM * 2), barrier);
           }
         }
         advance(fill_stage, fill_parity, 10);
@@ -1162,24 +1152,6 @@ struct DecodeStep {
     }
   }
 
-  // A tile's record, in two units of 16 bytes.
-  __device__ __forceinline__ void keep_tile(TileRecord* place, uint32_t index) {
-    const int32_t* record = tiles + index * 8;
-    uint4* units = (uint4*)(place);
-    units[0] = load_constant_u32x4(record);
-    units[1] = load_constant_u32x4(record + 4);
-  }
-
-  // An item's record and its tile's, in four units of 16 bytes.
-  __device__ __forceinline__ void keep_item(KeptItem* place, uint32_t index) {
-    const int32_t* record = kv_plans + (plan_index * PLAN_WORDS + (index * 8 + PLAN_ITEMS));
-    uint4 what = load_constant_u32x4(record);
-    uint4* units = (uint4*)(place);
-    units[0] = what;
-    units[1] = load_constant_u32x4(record + 4);
-    keep_tile(&place->tile, what.y);
-  }
-
   // Called by a whole warp of the team.
   __device__ __forceinline__ void keep_merge(uint32_t job, uint32_t merge_rows, uint32_t warp, uint32_t lane) {
     KeptMerge* merge = &kept_plans[0].merges[warp / 4];
@@ -1209,7 +1181,10 @@ struct DecodeStep {
         kept_plans[0].jobs = header.z * header.w;
         kept_plans[0].jobs_of_head = header.w;
       }
-      if (first_item + thread < last_item) keep_item(&kept_plans[0].items[thread], first_item + thread);
+      if (first_item + thread < last_item) {
+        const int32_t* record = kv_plans + (plan_index * PLAN_WORDS + ((first_item + thread) * 8 + PLAN_ITEMS));
+        keep_item(&kept_plans[0].items[thread], record);
+      }
     }
     if (warp % 4 == 0 && warp / 4 * BLOCKS + block < header.z * header.w) {
       keep_merge(warp / 4 * BLOCKS + block, header.w, warp, lane);
@@ -1373,8 +1348,7 @@ struct DecodeStep {
   }
 
   // Chunks [first, end) of an M-tile in the next stages, by the part of the input that lies beside them.
-  __device__ __forceinline__ void use_chunks(uint32_t first, uint32_t end, float (&sums)[1][4], bool is_first,
-      Matrix matrix) {
+  __device__ __forceinline__ void use_chunks(uint32_t first, uint32_t end, float (&sums)[1][4], Matrix matrix) {
     #pragma unroll 2
     for (uint32_t chunk = first; chunk < end; ++chunk) {
       mbarrier_wait(full + use_stage, use_parity);
@@ -1409,12 +1383,12 @@ struct DecodeStep {
   }
 
   // The block's M-tiles of a matrix by vectors that are there whole.
-  __device__ __forceinline__ void multiply_m_tiles(Matrix matrix, uint32_t position) {
+  __device__ __forceinline__ void multiply_m_tiles(Matrix matrix) {
     #pragma unroll 1
-    for (uint32_t m_tile = position; m_tile < matrix.m_tiles; m_tile += BLOCKS) {
+    for (uint32_t m_tile = (block + matrix.start) % BLOCKS; m_tile < matrix.m_tiles; m_tile += BLOCKS) {
       float sums[1][4] = {};
       if (m_tile + BLOCKS >= matrix.m_tiles && thread == 0) store_shared_u32(block_waits, 1);
-      use_chunks(0, matrix.chunks, sums, m_tile < BLOCKS, matrix);
+      use_chunks(0, matrix.chunks, sums, matrix);
       hand_over(sums);
     }
   }
@@ -1435,12 +1409,11 @@ struct DecodeStep {
   // Makes: qkv.
   __device__ __forceinline__ void qkv(uint32_t step, uint32_t layer, uint32_t layer_epoch) {
     note_progress(step * PHASES + layer * 5);
-    uint32_t position = (block + QKV_START) % BLOCKS;
     if (thread == 0) store_shared_u32(block_waits, 1);
     load_vector(0, EXCHANGED_HIDDEN, layer_epoch - 1);
     if (thread == 0) mbarrier_arrive(loaded);
     if (thread == 0) store_shared_u32(block_waits, 0);
-    multiply_m_tiles(QKV, position);
+    multiply_m_tiles(QKV);
     wait_until_taken();
   }
 
@@ -1581,7 +1554,7 @@ struct DecodeStep {
   }
 
   // output (dims x queries) += values^T * weights, of every column tile.
-  __device__ __forceinline__ void add_values(uint32_t first_row, uint32_t valid, uint32_t key, uint32_t weights_0_0,
+  __device__ __forceinline__ void add_values(uint32_t first_row, uint32_t valid, uint32_t weights_0_0,
       uint32_t weights_0_1, uint8_t* values, float (&output)[HEAD_DIM / 64 * 4][4]) {
     uint32_t words[2][4][4];
     #pragma unroll
@@ -1628,7 +1601,7 @@ struct DecodeStep {
     weigh(logits, highest, weight_sum, output);
     uint32_t weights_low = matrix_transpose_b16(pack_bf16x2(logits[0], logits[1]));
     uint32_t weights_high = matrix_transpose_b16(pack_bf16x2(logits[2], logits[3]));
-    add_values(first_row, valid, key, weights_low, weights_high, values, output);
+    add_values(first_row, valid, weights_low, weights_high, values, output);
   }
 
   // This warp's tiles of 16 keys of [item.begin, end), which are cached, and of the newest ones behind them. The
@@ -1736,16 +1709,16 @@ struct DecodeStep {
   // Fold the states of rows `first`, `first + stride`, ... of the laid down ones: (low, high), the highest logit
   // and the sum of weights. Without softmax the last two are 0.
   __device__ __forceinline__ void fold_states(uint32_t first, uint32_t pair, float& result, float& result_2,
-      float& highest_out, float& weight_sum_out) {
+      float& highest, float& weight_sum) {
     float2* scratch = (float2*)(arena + ATTENTION);
     float2* statistics = (float2*)(arena + STATISTICS);
     float low = 0.0f;
     float high = 0.0f;
-    float highest = -infinity();
+    highest = -infinity();
     #pragma unroll
     for (uint32_t state = 0; state < 8; ++state) highest = maximum_f32(highest, statistics[first + state * 4].x);
     float base = highest == -infinity() ? 0.0f : highest;
-    float weight_sum = 0.0f;
+    weight_sum = 0.0f;
     #pragma unroll
     for (uint32_t state = 0; state < 8; ++state) {
       float2 numbers = statistics[first + state * 4];
@@ -1758,8 +1731,6 @@ struct DecodeStep {
     float inverse = weight_sum == 0.0f ? 0.0f : divide_f32(1.0f, weight_sum);
     result = low * inverse;
     result_2 = high * inverse;
-    highest_out = highest;
-    weight_sum_out = weight_sum;
   }
 
   __device__ __forceinline__ void publish_partial(uint32_t row, uint32_t dim_pair, float low, float high, float lse,
@@ -1774,7 +1745,7 @@ struct DecodeStep {
 
   // `count` slices of column tile `index` of every group: its column c was laid down by the warps column_group,
   // column_group + column_groups, ..., as their column c.
-  __device__ __forceinline__ void fold_slices(uint32_t first_slice, uint32_t index, uint32_t epoch, KeptItem* record,
+  __device__ __forceinline__ void fold_slices(uint32_t first_slice, uint32_t epoch, KeptItem* record,
       uint32_t kv_head) {
     uint32_t rows = record->item.rows;
     #pragma unroll 1
@@ -1804,7 +1775,7 @@ struct DecodeStep {
     lay_down_statistics(weight_sum, highest);
     lay_output_down(output);
     named_barrier(1, CONSUMERS);
-    fold_slices(0, 0, epoch, record, kv_head);
+    fold_slices(0, epoch, record, kv_head);
     named_barrier(1, CONSUMERS);
   }
 
@@ -1935,7 +1906,7 @@ struct DecodeStep {
       KeptItem* record = &kept_plans[0].items[min(index, 4u)];
       if (index >= 4) {
         named_barrier(1, CONSUMERS);
-        if (thread == 0) keep_item(record, number);
+        if (thread == 0) keep_item(record, kv_plans + (plan_index * PLAN_WORDS + (number * 8 + PLAN_ITEMS)));
         named_barrier(1, CONSUMERS);
       }
       uint32_t kv_head = record->item.head;
@@ -1959,10 +1930,8 @@ struct DecodeStep {
       uint32_t limits[2];
       uint32_t packed = lane % 4 * 2;
       limits[0] = limit(packed, record, step);
-      uint32_t present = min(packed, record->item.rows - 1);
       uint32_t packed_2 = lane % 4 * 2 + 1;
       limits[1] = limit(packed_2, record, step);
-      uint32_t present_2 = min(packed_2, record->item.rows - 1);
       settle_queries(layer_epoch, record, asked, query_column, query_head, index_2);
       attend_rows(cached_end, newest_begin, newest, layer_epoch, begin, record, step, kv_head, query, limits);
     }
@@ -2060,8 +2029,7 @@ struct DecodeStep {
   }
 
   // Chunks [first, end) of an M-tile in the next stages, by the part of the input that lies beside them.
-  __device__ __forceinline__ void use_chunks_of_o(uint32_t first, uint32_t end, float (&sums)[1][4], bool is_first,
-      Matrix matrix) {
+  __device__ __forceinline__ void use_chunks_of_o(uint32_t first, uint32_t end, float (&sums)[1][4], Matrix matrix) {
     #pragma unroll 2
     for (uint32_t chunk = first; chunk < end; ++chunk) {
       mbarrier_wait(full + use_stage, use_parity);
@@ -2074,12 +2042,12 @@ struct DecodeStep {
   }
 
   // The block's M-tiles of a matrix by vectors that are there whole.
-  __device__ __forceinline__ void multiply_m_tiles_of_o(Matrix matrix, uint32_t position) {
+  __device__ __forceinline__ void multiply_m_tiles_of_o(Matrix matrix) {
     #pragma unroll 1
-    for (uint32_t m_tile = position; m_tile < matrix.m_tiles; m_tile += BLOCKS) {
+    for (uint32_t m_tile = (block + matrix.start) % BLOCKS; m_tile < matrix.m_tiles; m_tile += BLOCKS) {
       float sums[1][4] = {};
       if (m_tile + BLOCKS >= matrix.m_tiles && thread == 0) store_shared_u32(block_waits, 1);
-      use_chunks_of_o(0, matrix.chunks, sums, m_tile < BLOCKS, matrix);
+      use_chunks_of_o(0, matrix.chunks, sums, matrix);
       hand_over(sums);
     }
   }
@@ -2091,11 +2059,10 @@ struct DecodeStep {
   __device__ __forceinline__ void o(uint32_t step, uint32_t layer, uint32_t layer_epoch) {
     note_progress(step * PHASES + layer * 5 + 2);
     prefetch(norms + (layer * 2 + 1) * HIDDEN, HIDDEN * 2);
-    uint32_t position = block % BLOCKS;
     if (thread == 0) store_shared_u32(block_waits, 1);
     load_vector(0, EXCHANGED_ATTENTION, layer_epoch);
     if (thread == 0) store_shared_u32(block_waits, 0);
-    multiply_m_tiles_of_o(O, position);
+    multiply_m_tiles_of_o(O);
     wait_until_taken();
   }
 
@@ -2154,7 +2121,7 @@ struct DecodeStep {
 
   // Chunks [first, end) of an M-tile in the next stages, by the part of the input that lies beside them.
   __device__ __forceinline__ void use_chunks_of_gate_up(uint32_t first, uint32_t end, float (&sums)[1][4],
-      bool is_first, Matrix matrix) {
+      Matrix matrix) {
     #pragma unroll 2
     for (uint32_t chunk = first; chunk < end; ++chunk) {
       mbarrier_wait(full + use_stage, use_parity);
@@ -2167,12 +2134,12 @@ struct DecodeStep {
   }
 
   // The block's M-tiles of a matrix by vectors that are there whole.
-  __device__ __forceinline__ void multiply_m_tiles_of_gate_up(Matrix matrix, uint32_t position) {
+  __device__ __forceinline__ void multiply_m_tiles_of_gate_up(Matrix matrix) {
     #pragma unroll 1
-    for (uint32_t m_tile = position; m_tile < matrix.m_tiles; m_tile += BLOCKS) {
+    for (uint32_t m_tile = (block + matrix.start) % BLOCKS; m_tile < matrix.m_tiles; m_tile += BLOCKS) {
       float sums[1][4] = {};
       if (m_tile + BLOCKS >= matrix.m_tiles && thread == 0) store_shared_u32(block_waits, 1);
-      use_chunks_of_gate_up(0, matrix.chunks, sums, m_tile < BLOCKS, matrix);
+      use_chunks_of_gate_up(0, matrix.chunks, sums, matrix);
       hand_over(sums);
     }
   }
@@ -2183,12 +2150,11 @@ struct DecodeStep {
   // Makes: gated.
   __device__ __forceinline__ void gate_up(uint32_t step, uint32_t layer, uint32_t layer_epoch) {
     note_progress(step * PHASES + layer * 5 + 3);
-    uint32_t position = (block + GATE_UP_START) % BLOCKS;
     if (thread == 0) store_shared_u32(block_waits, 1);
     load_vector(0, EXCHANGED_MIDDLE, layer_epoch);
     if (thread == 0) mbarrier_arrive(loaded);
     if (thread == 0) store_shared_u32(block_waits, 0);
-    multiply_m_tiles_of_gate_up(GATE_UP, position);
+    multiply_m_tiles_of_gate_up(GATE_UP);
     wait_until_taken();
   }
 
@@ -2261,8 +2227,7 @@ struct DecodeStep {
   }
 
   // Chunks [first, end) of an M-tile in the next stages, by the part of the input that lies beside them.
-  __device__ __forceinline__ void use_chunks_of_down(uint32_t first, uint32_t end, float (&sums)[1][4], bool is_first,
-      Matrix matrix) {
+  __device__ __forceinline__ void use_chunks_of_down(uint32_t first, uint32_t end, float (&sums)[1][4], Matrix matrix) {
     #pragma unroll 2
     for (uint32_t chunk = first; chunk < end; ++chunk) {
       mbarrier_wait(full + use_stage, use_parity);
@@ -2275,12 +2240,12 @@ struct DecodeStep {
   }
 
   // The block's M-tiles of a matrix by vectors that are there whole.
-  __device__ __forceinline__ void multiply_m_tiles_of_down(Matrix matrix, uint32_t position) {
+  __device__ __forceinline__ void multiply_m_tiles_of_down(Matrix matrix) {
     #pragma unroll 1
-    for (uint32_t m_tile = position; m_tile < matrix.m_tiles; m_tile += BLOCKS) {
+    for (uint32_t m_tile = (block + matrix.start) % BLOCKS; m_tile < matrix.m_tiles; m_tile += BLOCKS) {
       float sums[1][4] = {};
       if (m_tile + BLOCKS >= matrix.m_tiles && thread == 0) store_shared_u32(block_waits, 1);
-      use_chunks_of_down(0, matrix.chunks, sums, m_tile < BLOCKS, matrix);
+      use_chunks_of_down(0, matrix.chunks, sums, matrix);
       hand_over(sums);
     }
   }
@@ -2292,11 +2257,10 @@ struct DecodeStep {
   __device__ __forceinline__ void down(uint32_t step, uint32_t layer, uint32_t layer_epoch) {
     note_progress(step * PHASES + layer * 5 + 4);
     prefetch(norms + (layer * 2 + 2) * HIDDEN, HIDDEN * 2);
-    uint32_t position = block % BLOCKS;
     if (thread == 0) store_shared_u32(block_waits, 1);
     load_vector_of_down(0, EXCHANGED_GATED, layer_epoch);
     if (thread == 0) store_shared_u32(block_waits, 0);
-    multiply_m_tiles_of_down(DOWN, position);
+    multiply_m_tiles_of_down(DOWN);
     wait_until_taken();
   }
 
@@ -2315,9 +2279,8 @@ struct DecodeStep {
   }
 
   // Chunk `chunk` of an M-tile by the vectors in shared memory, in which it is number `place`.
-  __device__ __forceinline__ void multiply_chunk_of_lm_head(uint32_t chunk, uint32_t place, float (&sums)[1][4],
-      uint8_t* chunk_2) {
-    const uint4* fragments = (const uint4*)(chunk_2);
+  __device__ __forceinline__ void multiply_chunk_of_lm_head(uint32_t place, float (&sums)[1][4], uint8_t* chunk) {
+    const uint4* fragments = (const uint4*)(chunk);
     #pragma unroll
     for (uint32_t turn = 0; turn < LM_HEAD_CHUNK_BYTES / BF16_TILE_BYTES / 8; ++turn) {
       uint32_t pair = turn * 8 + warp;
@@ -2332,13 +2295,12 @@ struct DecodeStep {
   }
 
   // Chunks [first, end) of an M-tile in the next stages, by the part of the input that lies beside them.
-  __device__ __forceinline__ void use_chunks_of_lm_head(uint32_t first, uint32_t end, float (&sums)[1][4],
-      bool is_first) {
+  __device__ __forceinline__ void use_chunks_of_lm_head(uint32_t first, uint32_t end, float (&sums)[1][4]) {
     #pragma unroll 2
     for (uint32_t chunk = first; chunk < end; ++chunk) {
       mbarrier_wait(full + use_stage, use_parity);
       uint8_t* chunk_2 = ring + use_stage * STAGE_BYTES;
-      multiply_chunk_of_lm_head(chunk, chunk - first, sums, chunk_2);
+      multiply_chunk_of_lm_head(chunk - first, sums, chunk_2);
       warp_barrier();
       if (lane == 0) mbarrier_arrive(empty + use_stage);
       advance(use_stage, use_parity, 10);
@@ -2346,12 +2308,12 @@ struct DecodeStep {
   }
 
   // The block's M-tiles of a matrix by vectors that are there whole.
-  __device__ __forceinline__ void multiply_m_tiles_of_lm_head(Matrix matrix, uint32_t position) {
+  __device__ __forceinline__ void multiply_m_tiles_of_lm_head(Matrix matrix) {
     #pragma unroll 1
-    for (uint32_t m_tile = position; m_tile < matrix.m_tiles; m_tile += BLOCKS) {
+    for (uint32_t m_tile = (block + matrix.start) % BLOCKS; m_tile < matrix.m_tiles; m_tile += BLOCKS) {
       float sums[1][4] = {};
       if (m_tile + BLOCKS >= matrix.m_tiles && thread == 0) store_shared_u32(block_waits, 1);
-      use_chunks_of_lm_head(0, matrix.chunks, sums, m_tile < BLOCKS);
+      use_chunks_of_lm_head(0, matrix.chunks, sums);
       hand_over(sums);
     }
   }
@@ -2362,12 +2324,11 @@ struct DecodeStep {
   __device__ __forceinline__ void lm_head(uint32_t step, uint32_t step_epoch) {
     note_progress(step * PHASES + PHASE_LM_HEAD);
     if (step >= head_from || logits != nullptr) {
-      uint32_t position = (block + LM_HEAD_START) % BLOCKS;
       if (thread == 0) store_shared_u32(block_waits, 1);
       load_vector_of_lm_head(0, EXCHANGED_HIDDEN, step_epoch + 32);
       if (thread == 0) mbarrier_arrive(loaded);
       if (thread == 0) store_shared_u32(block_waits, 0);
-      multiply_m_tiles_of_lm_head(LM_HEAD, position);
+      multiply_m_tiles_of_lm_head(LM_HEAD);
       wait_until_taken();
     }
   }
@@ -2571,10 +2532,10 @@ struct DecodeStep {
   }
 
   // The best of `count` candidates that lie `stride` apart, on every lane of the warp.
-  __device__ __forceinline__ void best_candidate(uint2* candidates, uint32_t stride, uint32_t count, float& best_out,
-      uint32_t& best_token_out) {
-    float best = -infinity();
-    uint32_t best_token = NO_TOKEN;
+  __device__ __forceinline__ void best_candidate(uint2* candidates, uint32_t stride, uint32_t count, float& best,
+      uint32_t& best_token) {
+    best = -infinity();
+    best_token = NO_TOKEN;
     #pragma unroll 1
     for (uint32_t other = lane; other < count; other += 32) {
       uint2 candidate = candidates[other * stride];
@@ -2584,8 +2545,6 @@ struct DecodeStep {
       }
     }
     best_of_levels(best, best_token, 5);
-    best_out = best;
-    best_token_out = best_token;
   }
 
   // All blocks' candidates into shared memory, as they lie in the exchange.
@@ -2653,18 +2612,16 @@ struct DecodeStep {
   }
 
   // What a column's warps have read: the highest number that blocks say, and what all their tokens weigh.
-  __device__ __forceinline__ void weight_said(float& above_out, float& value_out) {
+  __device__ __forceinline__ void weight_said(float& above, float& value) {
     float highest = -infinity();
     float part = 0.0f;
     if (lane < 8) {
       highest = bits_float(((uint32_t*)(arena + LIST_ROWS) + lane * LIST_ROW_WORDS)[0]);
       part = bits_float(((uint32_t*)(arena + LIST_ROWS) + lane * LIST_ROW_WORDS)[1]);
     }
-    float above = highest_of_warp(highest);
+    above = highest_of_warp(highest);
     if (highest > -infinity()) part *= exp_f32(highest - above);
-    float value = warp_sum_f32(part);
-    above_out = above;
-    value_out = value;
+    value = warp_sum_f32(part);
   }
 
   // The highest number that blocks say of `what`, of those that a column's warps have read.
@@ -2676,8 +2633,8 @@ struct DecodeStep {
 
   // Of the listed tokens whose distance is below the limit: how many, what they weigh, the index of the most
   // noisy one (`units` if there is none), and how many are as noisy as that.
-  __device__ __forceinline__ void nearer(float highest, float limit, uint32_t& total_count_out, float& total_weight_out,
-      uint32_t& found_out, uint32_t& total_ties_out) {
+  __device__ __forceinline__ void nearer(float highest, float limit, uint32_t& total_count, float& total_weight,
+      uint32_t& found, uint32_t& total_ties) {
     float2* listed = (float2*)(arena + LISTED);
     uint32_t count = 0;
     float weight = 0.0f;
@@ -2701,26 +2658,21 @@ struct DecodeStep {
     }
     uint32_t own_key = ordered(best);
     bool is_best = own_key == warp_maximum_u32(own_key);
-    uint32_t total_count = warp_sum_u32(count);
-    float total_weight = warp_sum_f32(weight);
-    uint32_t found = BLOCKS * 8 - warp_maximum_u32(is_best ? BLOCKS * 8 - best_index : 0);
-    uint32_t total_ties = warp_sum_u32(is_best ? ties : 0);
-    total_count_out = total_count;
-    total_weight_out = total_weight;
-    found_out = found;
-    total_ties_out = total_ties;
+    total_count = warp_sum_u32(count);
+    total_weight = warp_sum_f32(weight);
+    found = BLOCKS * 8 - warp_maximum_u32(is_best ? BLOCKS * 8 - best_index : 0);
+    total_ties = warp_sum_u32(is_best ? ties : 0);
   }
 
   // What the `top_k` nearest tokens weigh, with all that tie with the last of them, and 1; if fewer lie below the
   // distance `known`, what these weigh, and 0.
-  __device__ __forceinline__ void weigh_top(float highest, float known, uint32_t top_k, float& least_out,
-      uint32_t& found_out) {
+  __device__ __forceinline__ void weigh_top(float highest, float known, uint32_t top_k, float& least, uint32_t& found) {
     float2* listed = (float2*)(arena + LISTED);
     float low = 0.0f;
     float high = known;
     float at = known;
-    float least = 0.0f;
-    uint32_t found = 0;
+    least = 0.0f;
+    found = 0;
     #pragma unroll 1
     for (uint32_t i = 0; i < 64; ++i) {
       uint32_t count = 0;
@@ -2745,8 +2697,6 @@ struct DecodeStep {
       at = high < infinity() ? (low + high) * 0.5f : low * 2.0f + 1.0f;
       if (found == 0 || total == top_k || at <= low || at >= high) break;
     }
-    least_out = least;
-    found_out = found;
   }
 
   // The index of the token that is taken, or AS_IT_IS for the most noisy one of all, which has this `distance`,
@@ -3157,11 +3107,9 @@ struct DecodeStep {
       uint32_t best_token;
       best_candidate((uint2*)(arena + WARP_CANDIDATES) + warp, 1, 3, best, best_token);
       if (lane < 4) {
-        uint32_t value = float_bits(best);
         bool is_cancelled = block == 0 && column_states[warp].cancelled != 0;
-        uint32_t value_2 = is_cancelled ? float_bits(infinity()) : float_bits(best);
-        uint32_t best_token_2 = is_cancelled ? CANCELLED_TOKEN : best_token;
-        uint32_t word = lane % 2 == 0 ? value_2 : best_token_2;
+        uint32_t value = is_cancelled ? float_bits(infinity()) : float_bits(best);
+        uint32_t word = lane % 2 == 0 ? value : (is_cancelled ? CANCELLED_TOKEN : best_token);
         uint32_t place = first_word + (block * 2 + warp) * 2 + lane;
         publish_flagged_release(exchange_words + (place + EXCHANGE_CANDIDATES), word, step_epoch + 33);
       }

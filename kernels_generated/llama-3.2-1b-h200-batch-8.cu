@@ -5,34 +5,7 @@
 // machine: h200, 132 blocks of 512 threads: 8 consumer warps
 // plan: consumer_warps 8, stage_bytes 16384, stages 11, in_flight 3, in_flight_waiting 2, adding_warps 4, sync flags, page_size 16, max_context 8192, batch 8, tokens 8, down_slices 4, max_steps 64, kv_chunk 0, kv_dtype bf16, drafts 0, by_numbers 0
 // weights read a step: 2471493632 bytes, in 121634816 a layer
-// shared memory:
-//     offset    bytes  region
-//          0   180224  ring
-//     180224      176  ring_barriers
-//     180400        4  block_waits
-//     180480    36480  scratch
-//     180480    32768  vector  (over scratch)
-//     180480     8448  candidates  (over scratch)
-//     180480    33792  listed  (over scratch)
-//     214272     1152  list_rows  (over scratch)
-//     215424      512  filters  (over scratch)
-//     215936     1024  filter_sums  (over scratch)
-//     180480    16384  attention  (over scratch)
-//     196864     2048  queries  (over scratch)
-//     198912     4096  newest  (over scratch)
-//     216960    10240  reductions
-//     227200       48  reduction_barriers
-//     227248      512  residual
-//     227760     2048  rope
-//     229808      512  statistics
-//     230320      592  records
-//     230912       64  warp_candidates
-//     230976      288  columns
-//     231264       32  chosen
-//     231296       16  step_done
-//     231312       36  next_token
-//              231348  total
-//              232448  a block has, 1100 free
+// shared memory: 231348 bytes of 232448, scratch 36480 from 180480 on
 
 #ifdef CHEETAH_EMULATOR
 #include "cheetah_emulator.h"
@@ -350,29 +323,29 @@ __device__ __forceinline__ void store_relaxed_u32_sys(uint32_t* place, uint32_t 
 }
 #endif
 
-constexpr uint32_t RING = 0;
-constexpr uint32_t RING_BARRIERS = 180224;
-constexpr uint32_t BLOCK_WAITS = 180400;
-constexpr uint32_t VECTOR = 180480;
-constexpr uint32_t CANDIDATES = 180480;
-constexpr uint32_t LISTED = 180480;
-constexpr uint32_t LIST_ROWS = 214272;
-constexpr uint32_t FILTERS = 215424;
-constexpr uint32_t FILTER_SUMS = 215936;
-constexpr uint32_t ATTENTION = 180480;
-constexpr uint32_t QUERIES = 196864;
-constexpr uint32_t NEWEST = 198912;
-constexpr uint32_t REDUCTIONS = 216960;
-constexpr uint32_t REDUCTION_BARRIERS = 227200;
-constexpr uint32_t RESIDUAL = 227248;
-constexpr uint32_t ROPE = 227760;
-constexpr uint32_t STATISTICS = 229808;
-constexpr uint32_t RECORDS = 230320;
-constexpr uint32_t WARP_CANDIDATES = 230912;
-constexpr uint32_t COLUMNS = 230976;
-constexpr uint32_t CHOSEN = 231264;
-constexpr uint32_t STEP_DONE = 231296;
-constexpr uint32_t NEXT_TOKEN = 231312;
+constexpr uint32_t RING = 0;  // 180224 bytes
+constexpr uint32_t RING_BARRIERS = 180224;  // 176 bytes
+constexpr uint32_t BLOCK_WAITS = 180400;  // 4 bytes
+constexpr uint32_t VECTOR = 180480;  // 32768 bytes of scratch
+constexpr uint32_t CANDIDATES = 180480;  // 8448 bytes of scratch
+constexpr uint32_t LISTED = 180480;  // 33792 bytes of scratch
+constexpr uint32_t LIST_ROWS = 214272;  // 1152 bytes of scratch
+constexpr uint32_t FILTERS = 215424;  // 512 bytes of scratch
+constexpr uint32_t FILTER_SUMS = 215936;  // 1024 bytes of scratch
+constexpr uint32_t ATTENTION = 180480;  // 16384 bytes of scratch
+constexpr uint32_t QUERIES = 196864;  // 2048 bytes of scratch
+constexpr uint32_t NEWEST = 198912;  // 4096 bytes of scratch
+constexpr uint32_t REDUCTIONS = 216960;  // 10240 bytes
+constexpr uint32_t REDUCTION_BARRIERS = 227200;  // 48 bytes
+constexpr uint32_t RESIDUAL = 227248;  // 512 bytes
+constexpr uint32_t ROPE = 227760;  // 2048 bytes
+constexpr uint32_t STATISTICS = 229808;  // 512 bytes
+constexpr uint32_t RECORDS = 230320;  // 592 bytes
+constexpr uint32_t WARP_CANDIDATES = 230912;  // 64 bytes
+constexpr uint32_t COLUMNS = 230976;  // 288 bytes
+constexpr uint32_t CHOSEN = 231264;  // 32 bytes
+constexpr uint32_t STEP_DONE = 231296;  // 16 bytes
+constexpr uint32_t NEXT_TOKEN = 231312;  // 36 bytes
 constexpr uint32_t LAUNCH_TOKENS = 512;
 constexpr uint32_t VOCAB = 128256;
 constexpr uint32_t PLAN_WORDS = 6208;
@@ -452,10 +425,6 @@ struct Matrix {
       last_chunk_bytes;
 };
 
-struct Exchanged {
-  uint32_t offset, apart, exponent;
-};
-
 struct TileRecord {
   uint32_t first_column, columns, table, offset, length, stride, newest, newest_column;
 };
@@ -467,6 +436,10 @@ struct ItemRecord {
 struct KeptItem {
   ItemRecord item;
   TileRecord tile;
+};
+
+struct Exchanged {
+  uint32_t offset, apart, exponent;
 };
 
 struct KeptMerge {
@@ -685,27 +658,44 @@ struct DecodeStep {
     return stop != 0;
   }
 
+  // A tile's record, in two units of 16 bytes.
+  __device__ __forceinline__ void keep_tile(TileRecord* place, uint32_t index) {
+    const int32_t* record = tiles + index * 8;
+    uint4* units = (uint4*)(place);
+    units[0] = load_constant_u32x4(record);
+    units[1] = load_constant_u32x4(record + 4);
+  }
+
+  // An item's record and its tile's, in four units of 16 bytes, to a place of shared memory or in registers.
+  __device__ __forceinline__ void keep_item(KeptItem* place, const int32_t* record) {
+    uint4 what = load_constant_u32x4(record);
+    uint32_t tile = what.y;
+    uint4* units = (uint4*)(place);
+    units[0] = what;
+    units[1] = load_constant_u32x4(record + 4);
+    keep_tile(&place->tile, tile);
+  }
+
   // The cached keys and values of this block's items, one item after the other.
   __device__ __forceinline__ void copy_items(uint32_t layer, uint32_t step) {
     uint32_t first_item = load_constant_u32(kv_plans + (plan_index * PLAN_WORDS + (block + PLAN_WORK_INDPTR)));
     uint32_t last_item = load_constant_u32(kv_plans + (plan_index * PLAN_WORDS + (block + 1 + PLAN_WORK_INDPTR)));
     #pragma unroll 1
     for (uint32_t index = first_item; index < last_item; ++index) {
-      const int32_t* record = kv_plans + (plan_index * PLAN_WORDS + (index * 8 + PLAN_ITEMS));
-      uint4 what = load_constant_u32x4(record);
-      uint4 rest = load_constant_u32x4(record + 4);
-      const int32_t* record_2 = tiles + what.y * 8;
-      uint4 place = load_constant_u32x4(record_2);
-      uint4 keys = load_constant_u32x4(record_2 + 4);
-      uint32_t end = min(rest.x, keys.x + keys.y * step);
+      uint4 units[4];
+      KeptItem* record = (KeptItem*)(&units[0]);
+      keep_item(record, kv_plans + (plan_index * PLAN_WORDS + (index * 8 + PLAN_ITEMS)));
+      uint32_t kv_head = record->item.head;
+      uint32_t begin = record->item.begin;
+      uint32_t end = min(record->item.end, record->tile.length + record->tile.stride * step);
       #pragma unroll 1
-      for (uint32_t first = what.w; first < end; first += STAGE_KEYS) {
+      for (uint32_t first = begin; first < end; first += STAGE_KEYS) {
         uint32_t count = min(end - first, STAGE_KEYS);
         uint32_t pages[STAGE_KEYS / PAGE_SIZE];
         #pragma unroll
         for (uint32_t index_2 = 0; index_2 < STAGE_KEYS / PAGE_SIZE; ++index_2) {
           uint32_t token = min(first + index_2 * PAGE_SIZE, end - 1);
-          pages[index_2] = load_constant_u32(page_table + (place.z + token / PAGE_SIZE));
+          pages[index_2] = load_constant_u32(page_table + (record->tile.table + token / PAGE_SIZE));
         }
         mbarrier_wait(empty + fill_stage, fill_parity);
         bound_requests(2, 3);
@@ -717,10 +707,10 @@ struct DecodeStep {
           if (index_2 * PAGE_SIZE < count) {
             uint32_t run = min(count - index_2 * PAGE_SIZE, PAGE_SIZE);
             uint64_t offset = (uint64_t)(layer * kv_pages + pages[index_2]) * (2 * TO_VALUES);
-            bf16* key = kv + (offset + (uint64_t)(what.z * (PAGE_SIZE * HEAD_DIM)));
-            uint8_t* keys_2 = destination + index_2 * PAGE_SIZE * (HEAD_DIM * 2);
-            bulk_copy(keys_2, key, run * (HEAD_DIM * 2), barrier);
-            bulk_copy(keys_2 + VALUES_AT, key + TO_VALUES, run * (HEAD_DIM * 2), barrier);
+            bf16* key = kv + (offset + (uint64_t)(kv_head * (PAGE_SIZE * HEAD_DIM)));
+            uint8_t* keys = destination + index_2 * PAGE_SIZE * (HEAD_DIM * 2);
+            bulk_copy(keys, key, run * (HEAD_DIM * 2), barrier);
+            bulk_copy(keys + VALUES_AT, key + TO_VALUES, run * (HEAD_DIM * 2), barrier);
           }
         }
         advance(fill_stage, fill_parity, 11);
@@ -1112,24 +1102,6 @@ struct DecodeStep {
     }
   }
 
-  // A tile's record, in two units of 16 bytes.
-  __device__ __forceinline__ void keep_tile(TileRecord* place, uint32_t index) {
-    const int32_t* record = tiles + index * 8;
-    uint4* units = (uint4*)(place);
-    units[0] = load_constant_u32x4(record);
-    units[1] = load_constant_u32x4(record + 4);
-  }
-
-  // An item's record and its tile's, in four units of 16 bytes.
-  __device__ __forceinline__ void keep_item(KeptItem* place, uint32_t index) {
-    const int32_t* record = kv_plans + (plan_index * PLAN_WORDS + (index * 8 + PLAN_ITEMS));
-    uint4 what = load_constant_u32x4(record);
-    uint4* units = (uint4*)(place);
-    units[0] = what;
-    units[1] = load_constant_u32x4(record + 4);
-    keep_tile(&place->tile, what.y);
-  }
-
   // Called by a whole warp of the team.
   __device__ __forceinline__ void keep_merge(uint32_t job, uint32_t merge_rows, uint32_t warp, uint32_t lane) {
     KeptMerge* merge = &kept_plans[0].merges[warp / 4];
@@ -1159,7 +1131,10 @@ struct DecodeStep {
         kept_plans[0].jobs = header.z * header.w;
         kept_plans[0].jobs_of_head = header.w;
       }
-      if (first_item + thread < last_item) keep_item(&kept_plans[0].items[thread], first_item + thread);
+      if (first_item + thread < last_item) {
+        const int32_t* record = kv_plans + (plan_index * PLAN_WORDS + ((first_item + thread) * 8 + PLAN_ITEMS));
+        keep_item(&kept_plans[0].items[thread], record);
+      }
     }
     if (warp % 4 == 0 && warp / 4 * BLOCKS + block < header.z * header.w) {
       keep_merge(warp / 4 * BLOCKS + block, header.w, warp, lane);
@@ -1226,10 +1201,9 @@ struct DecodeStep {
   }
 
   // This warp's tiles of a chunk, and what they are multiplied with, to registers.
-  __device__ __forceinline__ void hold_chunk(uint32_t chunk, uint32_t place, uint8_t* chunk_2, uint32_t warp,
-      uint32_t lane, uint4 (&weights)[STAGE_BYTES / BF16_TILE_BYTES / 8][2],
-      uint4 (&values)[STAGE_BYTES / BF16_TILE_BYTES / 8]) {
-    const uint4* fragments = (const uint4*)(chunk_2);
+  __device__ __forceinline__ void hold_chunk(uint32_t place, uint8_t* chunk, uint32_t warp, uint32_t lane,
+      uint4 (&weights)[STAGE_BYTES / BF16_TILE_BYTES / 8][2], uint4 (&values)[STAGE_BYTES / BF16_TILE_BYTES / 8]) {
+    const uint4* fragments = (const uint4*)(chunk);
     uint32_t read = 0;
     #pragma unroll
     for (uint32_t turn = 0; turn < STAGE_BYTES / BF16_TILE_BYTES / 8; ++turn) {
@@ -1245,7 +1219,7 @@ struct DecodeStep {
   }
 
   // The products of what `hold_chunk` brought.
-  __device__ __forceinline__ void multiply_held(uint32_t chunk, float (&sums)[1][4], uint32_t warp,
+  __device__ __forceinline__ void multiply_held(float (&sums)[1][4], uint32_t warp,
       uint4 (&weights)[STAGE_BYTES / BF16_TILE_BYTES / 8][2], uint4 (&values)[STAGE_BYTES / BF16_TILE_BYTES / 8]) {
     #pragma unroll
     for (uint32_t turn = 0; turn < STAGE_BYTES / BF16_TILE_BYTES / 8; ++turn) {
@@ -1256,19 +1230,19 @@ struct DecodeStep {
   }
 
   // Chunks [first, end) of an M-tile in the next stages, by the part of the input that lies beside them.
-  __device__ __forceinline__ void use_chunks(uint32_t first, uint32_t end, float (&sums)[1][4], bool is_first,
-      uint32_t warp, uint32_t lane) {
+  __device__ __forceinline__ void use_chunks(uint32_t first, uint32_t end, float (&sums)[1][4], uint32_t warp,
+      uint32_t lane) {
     #pragma unroll 2
     for (uint32_t chunk = first; chunk < end; ++chunk) {
       uint4 weights[STAGE_BYTES / BF16_TILE_BYTES / 8][2];
       uint4 values[STAGE_BYTES / BF16_TILE_BYTES / 8];
       mbarrier_wait(full + use_stage, use_parity);
       uint8_t* chunk_2 = ring + use_stage * STAGE_BYTES;
-      hold_chunk(chunk, chunk - first, chunk_2, warp, lane, weights, values);
+      hold_chunk(chunk - first, chunk_2, warp, lane, weights, values);
       warp_barrier();
       if (lane == 0) mbarrier_arrive(empty + use_stage);
       advance(use_stage, use_parity, 11);
-      multiply_held(chunk, sums, warp, weights, values);
+      multiply_held(sums, warp, weights, values);
     }
   }
 
@@ -1296,13 +1270,12 @@ struct DecodeStep {
   }
 
   // The block's M-tiles of a matrix by vectors that are there whole.
-  __device__ __forceinline__ void multiply_m_tiles(Matrix matrix, uint32_t position, uint32_t thread, uint32_t warp,
-      uint32_t lane) {
+  __device__ __forceinline__ void multiply_m_tiles(Matrix matrix, uint32_t thread, uint32_t warp, uint32_t lane) {
     #pragma unroll 1
-    for (uint32_t m_tile = position; m_tile < matrix.m_tiles; m_tile += BLOCKS) {
+    for (uint32_t m_tile = (block + matrix.start) % BLOCKS; m_tile < matrix.m_tiles; m_tile += BLOCKS) {
       float sums[1][4] = {};
       if (m_tile + BLOCKS >= matrix.m_tiles && thread == 0) store_shared_u32(block_waits, 1);
-      use_chunks(0, matrix.chunks, sums, m_tile < BLOCKS, warp, lane);
+      use_chunks(0, matrix.chunks, sums, warp, lane);
       hand_over(sums, warp, lane);
     }
   }
@@ -1326,12 +1299,11 @@ struct DecodeStep {
     uint32_t warp = thread / 32;
     uint32_t lane = thread % 32;
     note_progress(step * PHASES + layer * 5, thread);
-    uint32_t position = (block + QKV_START) % BLOCKS;
     if (thread == 0) store_shared_u32(block_waits, 1);
     load_vector(0, EXCHANGED_HIDDEN, layer_epoch - 1, lane, thread);
     if (thread == 0) mbarrier_arrive(loaded);
     if (thread == 0) store_shared_u32(block_waits, 0);
-    multiply_m_tiles(QKV, position, thread, warp, lane);
+    multiply_m_tiles(QKV, thread, warp, lane);
     wait_until_taken();
   }
 
@@ -1483,7 +1455,7 @@ struct DecodeStep {
   }
 
   // output (dims x queries) += values^T * weights, of every column tile.
-  __device__ __forceinline__ void add_values(uint32_t first_row, uint32_t valid, uint32_t key, uint32_t weights_0_0,
+  __device__ __forceinline__ void add_values(uint32_t first_row, uint32_t valid, uint32_t weights_0_0,
       uint32_t weights_0_1, uint32_t lane, uint8_t* values, float (&output)[HEAD_DIM / 64 * 4][4]) {
     uint32_t words[1][4][4];
     #pragma unroll
@@ -1524,15 +1496,15 @@ struct DecodeStep {
     weigh(logits, highest, weight_sum, output);
     uint32_t weights_low = matrix_transpose_b16(pack_bf16x2(logits[0], logits[1]));
     uint32_t weights_high = matrix_transpose_b16(pack_bf16x2(logits[2], logits[3]));
-    add_values(first_row, valid, key, weights_low, weights_high, lane, values, output);
+    add_values(first_row, valid, weights_low, weights_high, lane, values, output);
   }
 
   // This warp's tiles of 16 keys of [item.begin, end), which are cached, and of the newest ones behind them. The
   // newest keys of a tile that begins with cached ones are put behind those, into the stage; the other tiles of
   // newest keys are worked on as if they were in one more stage: so the code of a tile stands in the kernel once.
-  __device__ __forceinline__ void attend_keys(uint32_t end, uint32_t newest_begin, uint32_t newest, uint32_t epoch,
-      uint32_t begin, uint32_t warp, uint32_t lane, uint4* query, uint32_t (&limits)[2], float (&highest)[2],
-      float (&weight_sum)[2], float (&output)[HEAD_DIM / 64 * 4][4]) {
+  __device__ __forceinline__ void attend_keys(uint32_t end, uint32_t newest_begin, uint32_t newest, uint32_t begin,
+      uint32_t warp, uint32_t lane, uint4* query, uint32_t (&limits)[2], float (&highest)[2], float (&weight_sum)[2],
+      float (&output)[HEAD_DIM / 64 * 4][4]) {
     uint32_t cached = begin < end ? end - begin : 0;
     uint32_t tiles = (cached + 15) / 16;
     uint32_t keys_end = begin + cached + newest;
@@ -1613,16 +1585,16 @@ struct DecodeStep {
   // Fold the states of rows `first`, `first + stride`, ... of the laid down ones: (low, high), the highest logit
   // and the sum of weights. Without softmax the last two are 0.
   __device__ __forceinline__ void fold_states(uint32_t first, uint32_t pair, float& result, float& result_2,
-      float& highest_out, float& weight_sum_out) {
+      float& highest, float& weight_sum) {
     float2* scratch = (float2*)(arena + ATTENTION);
     float2* statistics = (float2*)(arena + STATISTICS);
     float low = 0.0f;
     float high = 0.0f;
-    float highest = -infinity();
+    highest = -infinity();
     #pragma unroll
     for (uint32_t state = 0; state < 8; ++state) highest = maximum_f32(highest, statistics[first + state * 8].x);
     float base = highest == -infinity() ? 0.0f : highest;
-    float weight_sum = 0.0f;
+    weight_sum = 0.0f;
     #pragma unroll
     for (uint32_t state = 0; state < 8; ++state) {
       float2 numbers = statistics[first + state * 8];
@@ -1635,8 +1607,6 @@ struct DecodeStep {
     float inverse = weight_sum == 0.0f ? 0.0f : divide_f32(1.0f, weight_sum);
     result = low * inverse;
     result_2 = high * inverse;
-    highest_out = highest;
-    weight_sum_out = weight_sum;
   }
 
   __device__ __forceinline__ void publish_partial(uint32_t row, uint32_t dim_pair, float low, float high, float lse,
@@ -1651,8 +1621,8 @@ struct DecodeStep {
 
   // `count` slices of column tile `index` of every group: its column c was laid down by the warps column_group,
   // column_group + column_groups, ..., as their column c.
-  __device__ __forceinline__ void fold_slices(uint32_t first_slice, uint32_t index, uint32_t epoch, KeptItem* record,
-      uint32_t thread, uint32_t kv_head) {
+  __device__ __forceinline__ void fold_slices(uint32_t first_slice, uint32_t epoch, KeptItem* record, uint32_t thread,
+      uint32_t kv_head) {
     uint32_t rows = record->item.rows;
     #pragma unroll 1
     for (uint32_t output = thread; output < rows * SLICE_PAIRS; output += CONSUMERS) {
@@ -1681,7 +1651,7 @@ struct DecodeStep {
     lay_down_statistics(weight_sum, lane, warp, highest);
     lay_output_down(lane, warp, output);
     named_barrier(1, CONSUMERS);
-    fold_slices(0, 0, epoch, record, thread, kv_head);
+    fold_slices(0, epoch, record, thread, kv_head);
     named_barrier(1, CONSUMERS);
   }
 
@@ -1694,7 +1664,7 @@ struct DecodeStep {
     float output[HEAD_DIM / 64 * 4][4] = {};
     highest[0] = -infinity();
     highest[1] = -infinity();
-    attend_keys(cached_end, newest_begin, newest, epoch, begin, warp, lane, query, limits, highest, weight_sum, output);
+    attend_keys(cached_end, newest_begin, newest, begin, warp, lane, query, limits, highest, weight_sum, output);
     fold(epoch, weight_sum, lane, warp, highest, output, record, thread, kv_head);
   }
 
@@ -1725,9 +1695,9 @@ struct DecodeStep {
   }
 
   // output (dims x queries) += values^T * weights, of every column tile.
-  __device__ __forceinline__ void add_values_of_two_weights(uint32_t first_row, uint32_t valid, uint32_t key,
-      uint32_t weights_0_0, uint32_t weights_0_1, uint32_t weights_1_0, uint32_t weights_1_1, uint32_t lane,
-      uint8_t* values, float (&output)[HEAD_DIM / 64 * 4][4], float (&output_2)[HEAD_DIM / 64 * 4][4]) {
+  __device__ __forceinline__ void add_values_of_two_weights(uint32_t first_row, uint32_t valid, uint32_t weights_0_0,
+      uint32_t weights_0_1, uint32_t weights_1_0, uint32_t weights_1_1, uint32_t lane, uint8_t* values,
+      float (&output)[HEAD_DIM / 64 * 4][4], float (&output_2)[HEAD_DIM / 64 * 4][4]) {
     uint32_t words[1][4][4];
     #pragma unroll
     for (uint32_t index = 0; index < 4; ++index) {
@@ -1777,18 +1747,18 @@ struct DecodeStep {
     weigh(logits_2, highest_2, weight_sum_2, output_2);
     uint32_t weights_low_2 = matrix_transpose_b16(pack_bf16x2(logits_2[0], logits_2[1]));
     uint32_t weights_high_2 = matrix_transpose_b16(pack_bf16x2(logits_2[2], logits_2[3]));
-    add_values_of_two_weights(first_row, valid, key, weights_low, weights_high, weights_low_2, weights_high_2, lane,
-        values, output, output_2);
+    add_values_of_two_weights(first_row, valid, weights_low, weights_high, weights_low_2, weights_high_2, lane, values,
+        output, output_2);
   }
 
   // This warp's tiles of 16 keys of [item.begin, end), which are cached, and of the newest ones behind them. The
   // newest keys of a tile that begins with cached ones are put behind those, into the stage; the other tiles of
   // newest keys are worked on as if they were in one more stage: so the code of a tile stands in the kernel once.
   __device__ __forceinline__ void attend_keys_of_many(uint32_t end, uint32_t newest_begin, uint32_t newest,
-      uint32_t epoch, uint32_t begin, uint32_t first_tile, uint32_t key_groups, uint32_t column_groups,
-      uint32_t column_group, uint32_t lane, uint4* query, uint4* query_2, uint32_t (&limits)[2], float (&highest)[2],
-      float (&weight_sum)[2], float (&output)[HEAD_DIM / 64 * 4][4], uint32_t (&limits_2)[2], float (&highest_2)[2],
-      float (&weight_sum_2)[2], float (&output_2)[HEAD_DIM / 64 * 4][4]) {
+      uint32_t begin, uint32_t first_tile, uint32_t key_groups, uint32_t column_groups, uint32_t column_group,
+      uint32_t lane, uint4* query, uint4* query_2, uint32_t (&limits)[2], float (&highest)[2], float (&weight_sum)[2],
+      float (&output)[HEAD_DIM / 64 * 4][4], uint32_t (&limits_2)[2], float (&highest_2)[2], float (&weight_sum_2)[2],
+      float (&output_2)[HEAD_DIM / 64 * 4][4]) {
     uint32_t cached = begin < end ? end - begin : 0;
     uint32_t tiles = (cached + 15) / 16;
     uint32_t keys_end = begin + cached + newest;
@@ -1898,9 +1868,8 @@ struct DecodeStep {
     float output_2[HEAD_DIM / 64 * 4][4] = {};
     highest_2[0] = -infinity();
     highest_2[1] = -infinity();
-    attend_keys_of_many(cached_end, newest_begin, newest, epoch, begin, first_tile, key_groups, column_groups,
-        column_group, lane, query, query_2, limits, highest, weight_sum, output, limits_2, highest_2, weight_sum_2,
-        output_2);
+    attend_keys_of_many(cached_end, newest_begin, newest, begin, first_tile, key_groups, column_groups, column_group,
+        lane, query, query_2, limits, highest, weight_sum, output, limits_2, highest_2, weight_sum_2, output_2);
     fold_of_many(epoch, weight_sum, lane, warp, highest, output, column_groups, thread, record, kv_head, weight_sum_2,
         highest_2, output_2);
   }
@@ -2024,7 +1993,7 @@ struct DecodeStep {
       KeptItem* record = &kept_plans[0].items[min(index, 4u)];
       if (index >= 4) {
         named_barrier(1, CONSUMERS);
-        if (thread == 0) keep_item(record, number);
+        if (thread == 0) keep_item(record, kv_plans + (plan_index * PLAN_WORDS + (number * 8 + PLAN_ITEMS)));
         named_barrier(1, CONSUMERS);
       }
       uint32_t kv_head = record->item.head;
@@ -2041,10 +2010,8 @@ struct DecodeStep {
         uint32_t limits[2];
         uint32_t packed = lane % 4 * 2;
         limits[0] = limit(packed, record, step);
-        uint32_t present = min(packed, record->item.rows - 1);
         uint32_t packed_2 = lane % 4 * 2 + 1;
         limits[1] = limit(packed_2, record, step);
-        uint32_t present_2 = min(packed_2, record->item.rows - 1);
         attend_rows(cached_end, newest_begin, newest, layer_epoch, begin, warp, lane, query, limits, record, thread,
             kv_head);
       } else {
@@ -2059,20 +2026,16 @@ struct DecodeStep {
         uint32_t limits[2];
         uint32_t packed = column_group * 16 + lane % 4 * 2;
         limits[0] = limit(packed, record, step);
-        uint32_t present = min(packed, record->item.rows - 1);
         uint32_t packed_2 = column_group * 16 + lane % 4 * 2 + 1;
         limits[1] = limit(packed_2, record, step);
-        uint32_t present_2 = min(packed_2, record->item.rows - 1);
         uint4* shared_2 = (uint4*)(arena + QUERIES);
         uint32_t row_2 = min((column_group * 2 + 1) * 8 + lane / 4, 15u);
         uint4* query_2 = shared_2 + row_2 * (HEAD_DIM / 8);
         uint32_t limits_2[2];
         uint32_t packed_3 = (column_group * 2 + 1) * 8 + lane % 4 * 2;
         limits_2[0] = limit(packed_3, record, step);
-        uint32_t present_3 = min(packed_3, record->item.rows - 1);
         uint32_t packed_4 = (column_group * 2 + 1) * 8 + lane % 4 * 2 + 1;
         limits_2[1] = limit(packed_4, record, step);
-        uint32_t present_4 = min(packed_4, record->item.rows - 1);
         attend_rows_of_many(cached_end, newest_begin, newest, layer_epoch, begin, first_tile, key_groups, column_groups,
             column_group, lane, query, query_2, limits, limits_2, warp, thread, record, kv_head);
       }
@@ -2118,12 +2081,11 @@ struct DecodeStep {
   }
 
   // The block's M-tiles of a matrix by vectors that are there whole.
-  __device__ __forceinline__ void multiply_m_tiles_of_o(Matrix matrix, uint32_t position, uint32_t warp,
-      uint32_t lane) {
+  __device__ __forceinline__ void multiply_m_tiles_of_o(Matrix matrix, uint32_t warp, uint32_t lane) {
     #pragma unroll 1
-    for (uint32_t m_tile = position; m_tile < matrix.m_tiles; m_tile += BLOCKS) {
+    for (uint32_t m_tile = (block + matrix.start) % BLOCKS; m_tile < matrix.m_tiles; m_tile += BLOCKS) {
       float sums[1][4] = {};
-      use_chunks(0, matrix.chunks, sums, m_tile < BLOCKS, warp, lane);
+      use_chunks(0, matrix.chunks, sums, warp, lane);
       hand_over(sums, warp, lane);
     }
   }
@@ -2138,12 +2100,11 @@ struct DecodeStep {
     uint32_t lane = thread % 32;
     note_progress(step * PHASES + layer * 5 + 2, thread);
     prefetch(norms + (layer * 2 + 1) * HIDDEN, HIDDEN * 2, thread);
-    uint32_t position = block % BLOCKS;
-    if (position < O_ROWS / 16) {
+    if (block % BLOCKS < O_ROWS / 16) {
       if (thread == 0) store_shared_u32(block_waits, 1);
       load_vector(0, EXCHANGED_ATTENTION, layer_epoch, lane, thread);
       if (thread == 0) store_shared_u32(block_waits, 0);
-      multiply_m_tiles_of_o(O, position, warp, lane);
+      multiply_m_tiles_of_o(O, warp, lane);
       wait_until_taken();
     }
   }
@@ -2157,30 +2118,12 @@ struct DecodeStep {
     uint32_t warp = thread / 32;
     uint32_t lane = thread % 32;
     note_progress(step * PHASES + layer * 5 + 3, thread);
-    uint32_t position = (block + GATE_UP_START) % BLOCKS;
     if (thread == 0) store_shared_u32(block_waits, 1);
     load_vector(0, EXCHANGED_MIDDLE, layer_epoch, lane, thread);
     if (thread == 0) mbarrier_arrive(loaded);
     if (thread == 0) store_shared_u32(block_waits, 0);
-    multiply_m_tiles(GATE_UP, position, thread, warp, lane);
+    multiply_m_tiles(GATE_UP, thread, warp, lane);
     wait_until_taken();
-  }
-
-  // Chunks [first, end) of an M-tile in the next stages, by the part of the input that lies beside them.
-  __device__ __forceinline__ void use_chunks_of_down(uint32_t first, uint32_t end, float (&sums)[1][4], uint32_t warp,
-      uint32_t lane) {
-    #pragma unroll 2
-    for (uint32_t chunk = first; chunk < end; ++chunk) {
-      uint4 weights[STAGE_BYTES / BF16_TILE_BYTES / 8][2];
-      uint4 values[STAGE_BYTES / BF16_TILE_BYTES / 8];
-      mbarrier_wait(full + use_stage, use_parity);
-      uint8_t* chunk_2 = ring + use_stage * STAGE_BYTES;
-      hold_chunk(chunk, chunk - first, chunk_2, warp, lane, weights, values);
-      warp_barrier();
-      if (lane == 0) mbarrier_arrive(empty + use_stage);
-      advance(use_stage, use_parity, 11);
-      multiply_held(chunk, sums, warp, weights, values);
-    }
   }
 
   // ---- phase down ------------------------------------------------------------------------------------
@@ -2193,28 +2136,28 @@ struct DecodeStep {
     uint32_t lane = thread % 32;
     note_progress(step * PHASES + layer * 5 + 4, thread);
     prefetch(norms + (layer * 2 + 2) * HIDDEN, HIDDEN * 2, thread);
-    uint32_t position = block % BLOCKS;
-    if (position < DOWN_ROWS / 16) {
+    if (block % BLOCKS < DOWN_ROWS / 16) {
+      uint32_t position = block % BLOCKS;
       float sums[1][4] = {};
       if (thread == 0) store_shared_u32(block_waits, 1);
       load_vector(0, EXCHANGED_GATED, layer_epoch, lane, thread);
       if (thread == 0) store_shared_u32(block_waits, 0);
-      use_chunks_of_down(0, 4, sums, warp, lane);
+      use_chunks(0, 4, sums, warp, lane);
       named_barrier(1, CONSUMERS);
       if (thread == 0) store_shared_u32(block_waits, 1);
       load_vector(DOWN_SLICE_UNITS, EXCHANGED_GATED, layer_epoch, lane, thread);
       if (thread == 0) store_shared_u32(block_waits, 0);
-      use_chunks_of_down(4, 8, sums, warp, lane);
+      use_chunks(4, 8, sums, warp, lane);
       named_barrier(1, CONSUMERS);
       if (thread == 0) store_shared_u32(block_waits, 1);
       load_vector(2 * DOWN_SLICE_UNITS, EXCHANGED_GATED, layer_epoch, lane, thread);
       if (thread == 0) store_shared_u32(block_waits, 0);
-      use_chunks_of_down(8, 12, sums, warp, lane);
+      use_chunks(8, 12, sums, warp, lane);
       named_barrier(1, CONSUMERS);
       if (thread == 0) store_shared_u32(block_waits, 1);
       load_vector(3 * DOWN_SLICE_UNITS, EXCHANGED_GATED, layer_epoch, lane, thread);
       if (thread == 0) store_shared_u32(block_waits, 0);
-      use_chunks_of_down(12, 16, sums, warp, lane);
+      use_chunks(12, 16, sums, warp, lane);
       hand_over(sums, warp, lane);
       wait_until_taken();
     }
@@ -2229,12 +2172,11 @@ struct DecodeStep {
     uint32_t lane = thread % 32;
     note_progress(step * PHASES + PHASE_LM_HEAD, thread);
     if (step >= head_from || logits != nullptr) {
-      uint32_t position = (block + LM_HEAD_START) % BLOCKS;
       if (thread == 0) store_shared_u32(block_waits, 1);
       load_vector(0, EXCHANGED_HIDDEN, step_epoch + 16, lane, thread);
       if (thread == 0) mbarrier_arrive(loaded);
       if (thread == 0) store_shared_u32(block_waits, 0);
-      multiply_m_tiles(LM_HEAD, position, thread, warp, lane);
+      multiply_m_tiles(LM_HEAD, thread, warp, lane);
       wait_until_taken();
     }
   }
@@ -2418,9 +2360,9 @@ struct DecodeStep {
 
   // The best of `count` candidates that lie `stride` apart, on every lane of the warp.
   __device__ __forceinline__ void best_candidate(uint2* candidates, uint32_t stride, uint32_t count, uint32_t lane,
-      float& best_out, uint32_t& best_token_out) {
-    float best = -infinity();
-    uint32_t best_token = NO_TOKEN;
+      float& best, uint32_t& best_token) {
+    best = -infinity();
+    best_token = NO_TOKEN;
     #pragma unroll 1
     for (uint32_t other = lane; other < count; other += 32) {
       uint2 candidate = candidates[other * stride];
@@ -2430,8 +2372,6 @@ struct DecodeStep {
       }
     }
     best_of_levels(best, best_token, 5);
-    best_out = best;
-    best_token_out = best_token;
   }
 
   // All blocks' candidates into shared memory, as they lie in the exchange.
@@ -2501,18 +2441,16 @@ struct DecodeStep {
   }
 
   // What a column's warps have read: the highest number that blocks say, and what all their tokens weigh.
-  __device__ __forceinline__ void weight_said(uint32_t lane, uint32_t warp, float& above_out, float& value_out) {
+  __device__ __forceinline__ void weight_said(uint32_t lane, uint32_t warp, float& above, float& value) {
     float highest = -infinity();
     float part = 0.0f;
     if (lane < 1) {
       highest = bits_float(((uint32_t*)(arena + LIST_ROWS) + (warp % 8 + lane) * LIST_ROW_WORDS)[0]);
       part = bits_float(((uint32_t*)(arena + LIST_ROWS) + (warp % 8 + lane) * LIST_ROW_WORDS)[1]);
     }
-    float above = highest_of_warp(highest);
+    above = highest_of_warp(highest);
     if (highest > -infinity()) part *= exp_f32(highest - above);
-    float value = warp_sum_f32(part);
-    above_out = above;
-    value_out = value;
+    value = warp_sum_f32(part);
   }
 
   // The highest number that blocks say of `what`, of those that a column's warps have read.
@@ -2525,7 +2463,7 @@ struct DecodeStep {
   // Of the listed tokens whose distance is below the limit: how many, what they weigh, the index of the most
   // noisy one (`units` if there is none), and how many are as noisy as that.
   __device__ __forceinline__ void nearer(float highest, float limit, uint32_t warp, uint32_t lane,
-      uint32_t& total_count_out, float& total_weight_out, uint32_t& found_out, uint32_t& total_ties_out) {
+      uint32_t& total_count, float& total_weight, uint32_t& found, uint32_t& total_ties) {
     float2* listed = (float2*)(arena + LISTED) + warp % 8 * (BLOCKS * 4);
     uint32_t count = 0;
     float weight = 0.0f;
@@ -2549,26 +2487,22 @@ struct DecodeStep {
     }
     uint32_t own_key = ordered(best);
     bool is_best = own_key == warp_maximum_u32(own_key);
-    uint32_t total_count = warp_sum_u32(count);
-    float total_weight = warp_sum_f32(weight);
-    uint32_t found = BLOCKS * 4 - warp_maximum_u32(is_best ? BLOCKS * 4 - best_index : 0);
-    uint32_t total_ties = warp_sum_u32(is_best ? ties : 0);
-    total_count_out = total_count;
-    total_weight_out = total_weight;
-    found_out = found;
-    total_ties_out = total_ties;
+    total_count = warp_sum_u32(count);
+    total_weight = warp_sum_f32(weight);
+    found = BLOCKS * 4 - warp_maximum_u32(is_best ? BLOCKS * 4 - best_index : 0);
+    total_ties = warp_sum_u32(is_best ? ties : 0);
   }
 
   // What the `top_k` nearest tokens weigh, with all that tie with the last of them, and 1; if fewer lie below the
   // distance `known`, what these weigh, and 0.
   __device__ __forceinline__ void weigh_top(float highest, float known, uint32_t top_k, uint32_t warp, uint32_t lane,
-      float& least_out, uint32_t& found_out) {
+      float& least, uint32_t& found) {
     float2* listed = (float2*)(arena + LISTED) + warp % 8 * (BLOCKS * 4);
     float low = 0.0f;
     float high = known;
     float at = known;
-    float least = 0.0f;
-    uint32_t found = 0;
+    least = 0.0f;
+    found = 0;
     #pragma unroll 1
     for (uint32_t i = 0; i < 64; ++i) {
       uint32_t count = 0;
@@ -2593,8 +2527,6 @@ struct DecodeStep {
       at = high < infinity() ? (low + high) * 0.5f : low * 2.0f + 1.0f;
       if (found == 0 || total == top_k || at <= low || at >= high) break;
     }
-    least_out = least;
-    found_out = found;
   }
 
   // The index of the token that is taken, or AS_IT_IS for the most noisy one of all, which has this `distance`,
@@ -3025,11 +2957,9 @@ struct DecodeStep {
     uint32_t best_token;
     best_candidate((uint2*)(arena + WARP_CANDIDATES) + warp, 8, 1, lane, best, best_token);
     if (lane < 2) {
-      uint32_t value = float_bits(best);
       bool is_cancelled = block == 0 && column_states[warp].cancelled != 0;
-      uint32_t value_2 = is_cancelled ? float_bits(infinity()) : float_bits(best);
-      uint32_t best_token_2 = is_cancelled ? CANCELLED_TOKEN : best_token;
-      uint32_t word = lane % 2 == 0 ? value_2 : best_token_2;
+      uint32_t value = is_cancelled ? float_bits(infinity()) : float_bits(best);
+      uint32_t word = lane % 2 == 0 ? value : (is_cancelled ? CANCELLED_TOKEN : best_token);
       uint32_t place = first_word + (block * 8 + warp) * 2 + lane;
       publish_flagged_release(exchange_words + (place + EXCHANGE_CANDIDATES), word, step_epoch + 17);
     }

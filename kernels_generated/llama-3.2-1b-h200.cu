@@ -5,34 +5,7 @@
 // machine: h200, 132 blocks of 384 threads: 8 consumer warps
 // plan: consumer_warps 8, stage_bytes 16384, stages 13, in_flight 3, in_flight_waiting 2, adding_warps 3, sync flags, page_size 16, max_context 8192, batch 1, tokens 1, down_slices 2, max_steps 64, kv_chunk 0, kv_dtype bf16, drafts 0, by_numbers 0
 // weights read a step: 2471493632 bytes, in 121634816 a layer
-// shared memory:
-//     offset    bytes  region
-//          0   212992  ring
-//     212992      208  ring_barriers
-//     213200        4  block_waits
-//     213248    13312  scratch
-//     213248     8192  vector  (over scratch)
-//     213248     2112  candidates  (over scratch)
-//     213248     8448  listed  (over scratch)
-//     221696     1152  list_rows  (over scratch)
-//     222848       64  filters  (over scratch)
-//     222976     1024  filter_sums  (over scratch)
-//     213248     8192  attention  (over scratch)
-//     221440     1024  queries  (over scratch)
-//     222464     4096  newest  (over scratch)
-//     221440     1920  reductions  (over scratch)
-//     226560       64  reduction_barriers
-//     226624       64  residual
-//     226688      256  rope
-//     226944      512  statistics
-//     227456      592  records
-//     228048       24  warp_candidates
-//     228080       36  columns
-//     228128        4  chosen
-//     228144       16  step_done
-//     228160        8  next_token
-//              228168  total
-//              232448  a block has, 4280 free
+// shared memory: 228168 bytes of 232448, scratch 13312 from 213248 on
 
 #ifdef CHEETAH_EMULATOR
 #include "cheetah_emulator.h"
@@ -362,29 +335,29 @@ __device__ __forceinline__ void store_relaxed_u32_sys(uint32_t* place, uint32_t 
 }
 #endif
 
-constexpr uint32_t RING = 0;
-constexpr uint32_t RING_BARRIERS = 212992;
-constexpr uint32_t BLOCK_WAITS = 213200;
-constexpr uint32_t VECTOR = 213248;
-constexpr uint32_t CANDIDATES = 213248;
-constexpr uint32_t LISTED = 213248;
-constexpr uint32_t LIST_ROWS = 221696;
-constexpr uint32_t FILTERS = 222848;
-constexpr uint32_t FILTER_SUMS = 222976;
-constexpr uint32_t ATTENTION = 213248;
-constexpr uint32_t QUERIES = 221440;
-constexpr uint32_t NEWEST = 222464;
-constexpr uint32_t REDUCTIONS = 221440;
-constexpr uint32_t REDUCTION_BARRIERS = 226560;
-constexpr uint32_t RESIDUAL = 226624;
-constexpr uint32_t ROPE = 226688;
-constexpr uint32_t STATISTICS = 226944;
-constexpr uint32_t RECORDS = 227456;
-constexpr uint32_t WARP_CANDIDATES = 228048;
-constexpr uint32_t COLUMNS = 228080;
-constexpr uint32_t CHOSEN = 228128;
-constexpr uint32_t STEP_DONE = 228144;
-constexpr uint32_t NEXT_TOKEN = 228160;
+constexpr uint32_t RING = 0;  // 212992 bytes
+constexpr uint32_t RING_BARRIERS = 212992;  // 208 bytes
+constexpr uint32_t BLOCK_WAITS = 213200;  // 4 bytes
+constexpr uint32_t VECTOR = 213248;  // 8192 bytes of scratch
+constexpr uint32_t CANDIDATES = 213248;  // 2112 bytes of scratch
+constexpr uint32_t LISTED = 213248;  // 8448 bytes of scratch
+constexpr uint32_t LIST_ROWS = 221696;  // 1152 bytes of scratch
+constexpr uint32_t FILTERS = 222848;  // 64 bytes of scratch
+constexpr uint32_t FILTER_SUMS = 222976;  // 1024 bytes of scratch
+constexpr uint32_t ATTENTION = 213248;  // 8192 bytes of scratch
+constexpr uint32_t QUERIES = 221440;  // 1024 bytes of scratch
+constexpr uint32_t NEWEST = 222464;  // 4096 bytes of scratch
+constexpr uint32_t REDUCTIONS = 221440;  // 1920 bytes of scratch
+constexpr uint32_t REDUCTION_BARRIERS = 226560;  // 64 bytes
+constexpr uint32_t RESIDUAL = 226624;  // 64 bytes
+constexpr uint32_t ROPE = 226688;  // 256 bytes
+constexpr uint32_t STATISTICS = 226944;  // 512 bytes
+constexpr uint32_t RECORDS = 227456;  // 592 bytes
+constexpr uint32_t WARP_CANDIDATES = 228048;  // 24 bytes
+constexpr uint32_t COLUMNS = 228080;  // 36 bytes
+constexpr uint32_t CHOSEN = 228128;  // 4 bytes
+constexpr uint32_t STEP_DONE = 228144;  // 16 bytes
+constexpr uint32_t NEXT_TOKEN = 228160;  // 8 bytes
 constexpr uint32_t LAUNCH_TOKENS = 64;
 constexpr uint32_t VOCAB = 128256;
 constexpr uint32_t PLAN_WORDS = 2880;
@@ -466,10 +439,6 @@ struct Matrix {
       last_chunk_bytes;
 };
 
-struct Exchanged {
-  uint32_t offset, apart, exponent;
-};
-
 struct TileRecord {
   uint32_t first_column, columns, table, offset, length, stride, newest, newest_column;
 };
@@ -481,6 +450,10 @@ struct ItemRecord {
 struct KeptItem {
   ItemRecord item;
   TileRecord tile;
+};
+
+struct Exchanged {
+  uint32_t offset, apart, exponent;
 };
 
 struct KeptMerge {
@@ -699,27 +672,44 @@ struct DecodeStep {
     return stop != 0;
   }
 
+  // A tile's record, in two units of 16 bytes.
+  __device__ __forceinline__ void keep_tile(TileRecord* place, uint32_t index) {
+    const int32_t* record = tiles + index * 8;
+    uint4* units = (uint4*)(place);
+    units[0] = load_constant_u32x4(record);
+    units[1] = load_constant_u32x4(record + 4);
+  }
+
+  // An item's record and its tile's, in four units of 16 bytes, to a place of shared memory or in registers.
+  __device__ __forceinline__ void keep_item(KeptItem* place, const int32_t* record) {
+    uint4 what = load_constant_u32x4(record);
+    uint32_t tile = what.y;
+    uint4* units = (uint4*)(place);
+    units[0] = what;
+    units[1] = load_constant_u32x4(record + 4);
+    keep_tile(&place->tile, tile);
+  }
+
   // The cached keys and values of this block's items, one item after the other.
   __device__ __forceinline__ void copy_items(uint32_t layer, uint32_t step) {
     uint32_t first_item = load_constant_u32(kv_plans + (plan_index * PLAN_WORDS + (block + PLAN_WORK_INDPTR)));
     uint32_t last_item = load_constant_u32(kv_plans + (plan_index * PLAN_WORDS + (block + 1 + PLAN_WORK_INDPTR)));
     #pragma unroll 1
     for (uint32_t index = first_item; index < last_item; ++index) {
-      const int32_t* record = kv_plans + (plan_index * PLAN_WORDS + (index * 8 + PLAN_ITEMS));
-      uint4 what = load_constant_u32x4(record);
-      uint4 rest = load_constant_u32x4(record + 4);
-      const int32_t* record_2 = tiles + what.y * 8;
-      uint4 place = load_constant_u32x4(record_2);
-      uint4 keys = load_constant_u32x4(record_2 + 4);
-      uint32_t end = min(rest.x, keys.x + keys.y * step);
+      uint4 units[4];
+      KeptItem* record = (KeptItem*)(&units[0]);
+      keep_item(record, kv_plans + (plan_index * PLAN_WORDS + (index * 8 + PLAN_ITEMS)));
+      uint32_t kv_head = record->item.head;
+      uint32_t begin = record->item.begin;
+      uint32_t end = min(record->item.end, record->tile.length + record->tile.stride * step);
       #pragma unroll 1
-      for (uint32_t first = what.w; first < end; first += STAGE_KEYS) {
+      for (uint32_t first = begin; first < end; first += STAGE_KEYS) {
         uint32_t count = min(end - first, STAGE_KEYS);
         uint32_t pages[STAGE_KEYS / PAGE_SIZE];
         #pragma unroll
         for (uint32_t index_2 = 0; index_2 < STAGE_KEYS / PAGE_SIZE; ++index_2) {
           uint32_t token = min(first + index_2 * PAGE_SIZE, end - 1);
-          pages[index_2] = load_constant_u32(page_table + (place.z + token / PAGE_SIZE));
+          pages[index_2] = load_constant_u32(page_table + (record->tile.table + token / PAGE_SIZE));
         }
         mbarrier_wait(empty + fill_stage, fill_parity);
         bound_requests(2, 3);
@@ -731,10 +721,10 @@ struct DecodeStep {
           if (index_2 * PAGE_SIZE < count) {
             uint32_t run = min(count - index_2 * PAGE_SIZE, PAGE_SIZE);
             uint64_t offset = (uint64_t)(layer * kv_pages + pages[index_2]) * (2 * TO_VALUES);
-            bf16* key = kv + (offset + (uint64_t)(what.z * (PAGE_SIZE * HEAD_DIM)));
-            uint8_t* keys_2 = destination + index_2 * PAGE_SIZE * (HEAD_DIM * 2);
-            bulk_copy(keys_2, key, run * (HEAD_DIM * 2), barrier);
-            bulk_copy(keys_2 + VALUES_AT, key + TO_VALUES, run * (HEAD_DIM * 2), barrier);
+            bf16* key = kv + (offset + (uint64_t)(kv_head * (PAGE_SIZE * HEAD_DIM)));
+            uint8_t* keys = destination + index_2 * PAGE_SIZE * (HEAD_DIM * 2);
+            bulk_copy(keys, key, run * (HEAD_DIM * 2), barrier);
+            bulk_copy(keys + VALUES_AT, key + TO_VALUES, run * (HEAD_DIM * 2), barrier);
           }
         }
         advance(fill_stage, fill_parity, 13);
@@ -1115,24 +1105,6 @@ struct DecodeStep {
     }
   }
 
-  // A tile's record, in two units of 16 bytes.
-  __device__ __forceinline__ void keep_tile(TileRecord* place, uint32_t index) {
-    const int32_t* record = tiles + index * 8;
-    uint4* units = (uint4*)(place);
-    units[0] = load_constant_u32x4(record);
-    units[1] = load_constant_u32x4(record + 4);
-  }
-
-  // An item's record and its tile's, in four units of 16 bytes.
-  __device__ __forceinline__ void keep_item(KeptItem* place, uint32_t index) {
-    const int32_t* record = kv_plans + (plan_index * PLAN_WORDS + (index * 8 + PLAN_ITEMS));
-    uint4 what = load_constant_u32x4(record);
-    uint4* units = (uint4*)(place);
-    units[0] = what;
-    units[1] = load_constant_u32x4(record + 4);
-    keep_tile(&place->tile, what.y);
-  }
-
   // Called by a whole warp of the team.
   __device__ __forceinline__ void keep_merge(uint32_t job, uint32_t merge_rows, uint32_t warp, uint32_t lane) {
     KeptMerge* merge = &kept_plans[0].merges[warp / 4];
@@ -1162,7 +1134,10 @@ struct DecodeStep {
         kept_plans[0].jobs = header.z * header.w;
         kept_plans[0].jobs_of_head = header.w;
       }
-      if (first_item + thread < last_item) keep_item(&kept_plans[0].items[thread], first_item + thread);
+      if (first_item + thread < last_item) {
+        const int32_t* record = kv_plans + (plan_index * PLAN_WORDS + ((first_item + thread) * 8 + PLAN_ITEMS));
+        keep_item(&kept_plans[0].items[thread], record);
+      }
     }
     if (warp % 4 == 0 && warp / 4 * BLOCKS + block < header.z * header.w) {
       keep_merge(warp / 4 * BLOCKS + block, header.w, warp, lane);
@@ -1223,9 +1198,9 @@ struct DecodeStep {
   }
 
   // This warp's tiles of a chunk, and what they are multiplied with, to registers.
-  __device__ __forceinline__ void hold_chunk(uint32_t chunk, uint32_t place, uint8_t* chunk_2,
+  __device__ __forceinline__ void hold_chunk(uint32_t place, uint8_t* chunk,
       uint4 (&weights)[STAGE_BYTES / BF16_TILE_BYTES / 8][2], uint4 (&values)[STAGE_BYTES / BF16_TILE_BYTES / 8]) {
-    const uint4* fragments = (const uint4*)(chunk_2);
+    const uint4* fragments = (const uint4*)(chunk);
     uint32_t read = 0;
     #pragma unroll
     for (uint32_t turn = 0; turn < STAGE_BYTES / BF16_TILE_BYTES / 8; ++turn) {
@@ -1241,7 +1216,7 @@ struct DecodeStep {
   }
 
   // The products of what `hold_chunk` brought.
-  __device__ __forceinline__ void multiply_held(uint32_t chunk, float (&sums)[1][4],
+  __device__ __forceinline__ void multiply_held(float (&sums)[1][4],
       uint4 (&weights)[STAGE_BYTES / BF16_TILE_BYTES / 8][2], uint4 (&values)[STAGE_BYTES / BF16_TILE_BYTES / 8]) {
     #pragma unroll
     for (uint32_t turn = 0; turn < STAGE_BYTES / BF16_TILE_BYTES / 8; ++turn) {
@@ -1252,18 +1227,18 @@ struct DecodeStep {
   }
 
   // Chunks [first, end) of an M-tile in the next stages, by the part of the input that lies beside them.
-  __device__ __forceinline__ void use_chunks(uint32_t first, uint32_t end, float (&sums)[1][4], bool is_first) {
+  __device__ __forceinline__ void use_chunks(uint32_t first, uint32_t end, float (&sums)[1][4]) {
     #pragma unroll 2
     for (uint32_t chunk = first; chunk < end; ++chunk) {
       uint4 weights[STAGE_BYTES / BF16_TILE_BYTES / 8][2];
       uint4 values[STAGE_BYTES / BF16_TILE_BYTES / 8];
       mbarrier_wait(full + use_stage, use_parity);
       uint8_t* chunk_2 = ring + use_stage * STAGE_BYTES;
-      hold_chunk(chunk, chunk - first, chunk_2, weights, values);
+      hold_chunk(chunk - first, chunk_2, weights, values);
       warp_barrier();
       if (lane == 0) mbarrier_arrive(empty + use_stage);
       advance(use_stage, use_parity, 13);
-      multiply_held(chunk, sums, weights, values);
+      multiply_held(sums, weights, values);
     }
   }
 
@@ -1290,12 +1265,12 @@ struct DecodeStep {
   }
 
   // The block's M-tiles of a matrix by vectors that are there whole.
-  __device__ __forceinline__ void multiply_m_tiles(Matrix matrix, uint32_t position) {
+  __device__ __forceinline__ void multiply_m_tiles(Matrix matrix) {
     #pragma unroll 1
-    for (uint32_t m_tile = position; m_tile < matrix.m_tiles; m_tile += BLOCKS) {
+    for (uint32_t m_tile = (block + matrix.start) % BLOCKS; m_tile < matrix.m_tiles; m_tile += BLOCKS) {
       float sums[1][4] = {};
       if (m_tile + BLOCKS >= matrix.m_tiles && thread == 0) store_shared_u32(block_waits, 1);
-      use_chunks(0, matrix.chunks, sums, m_tile < BLOCKS);
+      use_chunks(0, matrix.chunks, sums);
       hand_over(sums);
     }
   }
@@ -1316,12 +1291,11 @@ struct DecodeStep {
   // Makes: qkv.
   __device__ __forceinline__ void qkv(uint32_t step, uint32_t layer, uint32_t layer_epoch) {
     note_progress(step * PHASES + layer * 5);
-    uint32_t position = (block + QKV_START) % BLOCKS;
     if (thread == 0) store_shared_u32(block_waits, 1);
     load_vector(0, EXCHANGED_HIDDEN, layer_epoch - 1);
     if (thread == 0) mbarrier_arrive(loaded);
     if (thread == 0) store_shared_u32(block_waits, 0);
-    multiply_m_tiles(QKV, position);
+    multiply_m_tiles(QKV);
     wait_until_taken();
   }
 
@@ -1463,7 +1437,7 @@ struct DecodeStep {
   }
 
   // output (dims x queries) += values^T * weights, of every column tile.
-  __device__ __forceinline__ void add_values(uint32_t first_row, uint32_t valid, uint32_t key, uint32_t weights_0_0,
+  __device__ __forceinline__ void add_values(uint32_t first_row, uint32_t valid, uint32_t weights_0_0,
       uint32_t weights_0_1, uint8_t* values, float (&output)[HEAD_DIM / 64 * 4][4]) {
     uint32_t words[1][4][4];
     #pragma unroll
@@ -1504,7 +1478,7 @@ struct DecodeStep {
     weigh(logits, highest, weight_sum, output);
     uint32_t weights_low = matrix_transpose_b16(pack_bf16x2(logits[0], logits[1]));
     uint32_t weights_high = matrix_transpose_b16(pack_bf16x2(logits[2], logits[3]));
-    add_values(first_row, valid, key, weights_low, weights_high, values, output);
+    add_values(first_row, valid, weights_low, weights_high, values, output);
   }
 
   // This warp's tiles of 16 keys of [item.begin, end), which are cached, and of the newest ones behind them. The
@@ -1609,16 +1583,16 @@ struct DecodeStep {
   // Fold the states of rows `first`, `first + stride`, ... of the laid down ones: (low, high), the highest logit
   // and the sum of weights. Without softmax the last two are 0.
   __device__ __forceinline__ void fold_states(uint32_t first, uint32_t pair, float& result, float& result_2,
-      float& highest_out, float& weight_sum_out) {
+      float& highest, float& weight_sum) {
     float2* scratch = (float2*)(arena + ATTENTION);
     float2* statistics = (float2*)(arena + STATISTICS);
     float low = 0.0f;
     float high = 0.0f;
-    float highest = -infinity();
+    highest = -infinity();
     #pragma unroll
     for (uint32_t state = 0; state < 8; ++state) highest = maximum_f32(highest, statistics[first + state * 4].x);
     float base = highest == -infinity() ? 0.0f : highest;
-    float weight_sum = 0.0f;
+    weight_sum = 0.0f;
     #pragma unroll
     for (uint32_t state = 0; state < 8; ++state) {
       float2 numbers = statistics[first + state * 4];
@@ -1631,8 +1605,6 @@ struct DecodeStep {
     float inverse = weight_sum == 0.0f ? 0.0f : divide_f32(1.0f, weight_sum);
     result = low * inverse;
     result_2 = high * inverse;
-    highest_out = highest;
-    weight_sum_out = weight_sum;
   }
 
   __device__ __forceinline__ void publish_partial(uint32_t row, uint32_t dim_pair, float low, float high, float lse,
@@ -1647,7 +1619,7 @@ struct DecodeStep {
 
   // `count` slices of column tile `index` of every group: its column c was laid down by the warps column_group,
   // column_group + column_groups, ..., as their column c.
-  __device__ __forceinline__ void fold_slices(uint32_t first_slice, uint32_t index, uint32_t epoch, KeptItem* record,
+  __device__ __forceinline__ void fold_slices(uint32_t first_slice, uint32_t epoch, KeptItem* record,
       uint32_t kv_head) {
     uint32_t rows = record->item.rows;
     #pragma unroll 1
@@ -1677,7 +1649,7 @@ struct DecodeStep {
     lay_down_statistics(weight_sum, highest);
     lay_output_down(output);
     named_barrier(1, CONSUMERS);
-    fold_slices(0, 0, epoch, record, kv_head);
+    fold_slices(0, epoch, record, kv_head);
     named_barrier(1, CONSUMERS);
   }
 
@@ -1808,7 +1780,7 @@ struct DecodeStep {
       KeptItem* record = &kept_plans[0].items[min(index, 4u)];
       if (index >= 4) {
         named_barrier(1, CONSUMERS);
-        if (thread == 0) keep_item(record, number);
+        if (thread == 0) keep_item(record, kv_plans + (plan_index * PLAN_WORDS + (number * 8 + PLAN_ITEMS)));
         named_barrier(1, CONSUMERS);
       }
       uint32_t kv_head = record->item.head;
@@ -1832,10 +1804,8 @@ struct DecodeStep {
       uint32_t limits[2];
       uint32_t packed = lane % 4 * 2;
       limits[0] = limit(packed, record, step);
-      uint32_t present = min(packed, record->item.rows - 1);
       uint32_t packed_2 = lane % 4 * 2 + 1;
       limits[1] = limit(packed_2, record, step);
-      uint32_t present_2 = min(packed_2, record->item.rows - 1);
       settle_queries(layer_epoch, record, asked, query_column, query_head, index_2);
       attend_rows(cached_end, newest_begin, newest, layer_epoch, begin, record, step, kv_head, query, limits);
     }
@@ -1880,11 +1850,11 @@ struct DecodeStep {
   }
 
   // The block's M-tiles of a matrix by vectors that are there whole.
-  __device__ __forceinline__ void multiply_m_tiles_of_o(Matrix matrix, uint32_t position) {
+  __device__ __forceinline__ void multiply_m_tiles_of_o(Matrix matrix) {
     #pragma unroll 1
-    for (uint32_t m_tile = position; m_tile < matrix.m_tiles; m_tile += BLOCKS) {
+    for (uint32_t m_tile = (block + matrix.start) % BLOCKS; m_tile < matrix.m_tiles; m_tile += BLOCKS) {
       float sums[1][4] = {};
-      use_chunks(0, matrix.chunks, sums, m_tile < BLOCKS);
+      use_chunks(0, matrix.chunks, sums);
       hand_over(sums);
     }
   }
@@ -1896,12 +1866,11 @@ struct DecodeStep {
   __device__ __forceinline__ void o(uint32_t step, uint32_t layer, uint32_t layer_epoch) {
     note_progress(step * PHASES + layer * 5 + 2);
     prefetch(norms + (layer * 2 + 1) * HIDDEN, HIDDEN * 2);
-    uint32_t position = block % BLOCKS;
-    if (position < O_ROWS / 16) {
+    if (block % BLOCKS < O_ROWS / 16) {
       if (thread == 0) store_shared_u32(block_waits, 1);
       load_vector(0, EXCHANGED_ATTENTION, layer_epoch);
       if (thread == 0) store_shared_u32(block_waits, 0);
-      multiply_m_tiles_of_o(O, position);
+      multiply_m_tiles_of_o(O);
       wait_until_taken();
     }
   }
@@ -1912,12 +1881,11 @@ struct DecodeStep {
   // Makes: gated.
   __device__ __forceinline__ void gate_up(uint32_t step, uint32_t layer, uint32_t layer_epoch) {
     note_progress(step * PHASES + layer * 5 + 3);
-    uint32_t position = (block + GATE_UP_START) % BLOCKS;
     if (thread == 0) store_shared_u32(block_waits, 1);
     load_vector(0, EXCHANGED_MIDDLE, layer_epoch);
     if (thread == 0) mbarrier_arrive(loaded);
     if (thread == 0) store_shared_u32(block_waits, 0);
-    multiply_m_tiles(GATE_UP, position);
+    multiply_m_tiles(GATE_UP);
     wait_until_taken();
   }
 
@@ -1935,22 +1903,6 @@ struct DecodeStep {
     named_barrier(1, CONSUMERS);
   }
 
-  // Chunks [first, end) of an M-tile in the next stages, by the part of the input that lies beside them.
-  __device__ __forceinline__ void use_chunks_of_down(uint32_t first, uint32_t end, float (&sums)[1][4]) {
-    #pragma unroll 2
-    for (uint32_t chunk = first; chunk < end; ++chunk) {
-      uint4 weights[STAGE_BYTES / BF16_TILE_BYTES / 8][2];
-      uint4 values[STAGE_BYTES / BF16_TILE_BYTES / 8];
-      mbarrier_wait(full + use_stage, use_parity);
-      uint8_t* chunk_2 = ring + use_stage * STAGE_BYTES;
-      hold_chunk(chunk, chunk - first, chunk_2, weights, values);
-      warp_barrier();
-      if (lane == 0) mbarrier_arrive(empty + use_stage);
-      advance(use_stage, use_parity, 13);
-      multiply_held(chunk, sums, weights, values);
-    }
-  }
-
   // ---- phase down ------------------------------------------------------------------------------------
   // down; onto the residual.
   // Waits for: gated.
@@ -1958,18 +1910,18 @@ struct DecodeStep {
   __device__ __forceinline__ void down(uint32_t step, uint32_t layer, uint32_t layer_epoch) {
     note_progress(step * PHASES + layer * 5 + 4);
     prefetch(norms + (layer * 2 + 2) * HIDDEN, HIDDEN * 2);
-    uint32_t position = block % BLOCKS;
-    if (position < DOWN_ROWS / 16) {
+    if (block % BLOCKS < DOWN_ROWS / 16) {
+      uint32_t position = block % BLOCKS;
       float sums[1][4] = {};
       if (thread == 0) store_shared_u32(block_waits, 1);
       load_vector_of_down_slice(0, EXCHANGED_GATED, layer_epoch);
       if (thread == 0) store_shared_u32(block_waits, 0);
-      use_chunks_of_down(0, 8, sums);
+      use_chunks(0, 8, sums);
       named_barrier(1, CONSUMERS);
       if (thread == 0) store_shared_u32(block_waits, 1);
       load_vector_of_down_slice(DOWN_SLICE_UNITS, EXCHANGED_GATED, layer_epoch);
       if (thread == 0) store_shared_u32(block_waits, 0);
-      use_chunks_of_down(8, 16, sums);
+      use_chunks(8, 16, sums);
       hand_over(sums);
       wait_until_taken();
     }
@@ -1981,12 +1933,11 @@ struct DecodeStep {
   __device__ __forceinline__ void lm_head(uint32_t step, uint32_t step_epoch) {
     note_progress(step * PHASES + PHASE_LM_HEAD);
     if (step >= head_from || logits != nullptr) {
-      uint32_t position = (block + LM_HEAD_START) % BLOCKS;
       if (thread == 0) store_shared_u32(block_waits, 1);
       load_vector(0, EXCHANGED_HIDDEN, step_epoch + 16);
       if (thread == 0) mbarrier_arrive(loaded);
       if (thread == 0) store_shared_u32(block_waits, 0);
-      multiply_m_tiles(LM_HEAD, position);
+      multiply_m_tiles(LM_HEAD);
       wait_until_taken();
     }
   }
@@ -2190,10 +2141,10 @@ struct DecodeStep {
   }
 
   // The best of `count` candidates that lie `stride` apart, on every lane of the warp.
-  __device__ __forceinline__ void best_candidate(uint2* candidates, uint32_t stride, uint32_t count, float& best_out,
-      uint32_t& best_token_out) {
-    float best = -infinity();
-    uint32_t best_token = NO_TOKEN;
+  __device__ __forceinline__ void best_candidate(uint2* candidates, uint32_t stride, uint32_t count, float& best,
+      uint32_t& best_token) {
+    best = -infinity();
+    best_token = NO_TOKEN;
     #pragma unroll 1
     for (uint32_t other = lane; other < count; other += 32) {
       uint2 candidate = candidates[other * stride];
@@ -2203,8 +2154,6 @@ struct DecodeStep {
       }
     }
     best_of_levels(best, best_token, 5);
-    best_out = best;
-    best_token_out = best_token;
   }
 
   // All blocks' candidates into shared memory, as they lie in the exchange.
@@ -2272,18 +2221,16 @@ struct DecodeStep {
   }
 
   // What a column's warps have read: the highest number that blocks say, and what all their tokens weigh.
-  __device__ __forceinline__ void weight_said(float& above_out, float& value_out) {
+  __device__ __forceinline__ void weight_said(float& above, float& value) {
     float highest = -infinity();
     float part = 0.0f;
     if (lane < 8) {
       highest = bits_float(((uint32_t*)(arena + LIST_ROWS) + lane * LIST_ROW_WORDS)[0]);
       part = bits_float(((uint32_t*)(arena + LIST_ROWS) + lane * LIST_ROW_WORDS)[1]);
     }
-    float above = highest_of_warp(highest);
+    above = highest_of_warp(highest);
     if (highest > -infinity()) part *= exp_f32(highest - above);
-    float value = warp_sum_f32(part);
-    above_out = above;
-    value_out = value;
+    value = warp_sum_f32(part);
   }
 
   // The highest number that blocks say of `what`, of those that a column's warps have read.
@@ -2295,8 +2242,8 @@ struct DecodeStep {
 
   // Of the listed tokens whose distance is below the limit: how many, what they weigh, the index of the most
   // noisy one (`units` if there is none), and how many are as noisy as that.
-  __device__ __forceinline__ void nearer(float highest, float limit, uint32_t& total_count_out, float& total_weight_out,
-      uint32_t& found_out, uint32_t& total_ties_out) {
+  __device__ __forceinline__ void nearer(float highest, float limit, uint32_t& total_count, float& total_weight,
+      uint32_t& found, uint32_t& total_ties) {
     float2* listed = (float2*)(arena + LISTED);
     uint32_t count = 0;
     float weight = 0.0f;
@@ -2320,26 +2267,21 @@ struct DecodeStep {
     }
     uint32_t own_key = ordered(best);
     bool is_best = own_key == warp_maximum_u32(own_key);
-    uint32_t total_count = warp_sum_u32(count);
-    float total_weight = warp_sum_f32(weight);
-    uint32_t found = BLOCKS * 8 - warp_maximum_u32(is_best ? BLOCKS * 8 - best_index : 0);
-    uint32_t total_ties = warp_sum_u32(is_best ? ties : 0);
-    total_count_out = total_count;
-    total_weight_out = total_weight;
-    found_out = found;
-    total_ties_out = total_ties;
+    total_count = warp_sum_u32(count);
+    total_weight = warp_sum_f32(weight);
+    found = BLOCKS * 8 - warp_maximum_u32(is_best ? BLOCKS * 8 - best_index : 0);
+    total_ties = warp_sum_u32(is_best ? ties : 0);
   }
 
   // What the `top_k` nearest tokens weigh, with all that tie with the last of them, and 1; if fewer lie below the
   // distance `known`, what these weigh, and 0.
-  __device__ __forceinline__ void weigh_top(float highest, float known, uint32_t top_k, float& least_out,
-      uint32_t& found_out) {
+  __device__ __forceinline__ void weigh_top(float highest, float known, uint32_t top_k, float& least, uint32_t& found) {
     float2* listed = (float2*)(arena + LISTED);
     float low = 0.0f;
     float high = known;
     float at = known;
-    float least = 0.0f;
-    uint32_t found = 0;
+    least = 0.0f;
+    found = 0;
     #pragma unroll 1
     for (uint32_t i = 0; i < 64; ++i) {
       uint32_t count = 0;
@@ -2364,8 +2306,6 @@ struct DecodeStep {
       at = high < infinity() ? (low + high) * 0.5f : low * 2.0f + 1.0f;
       if (found == 0 || total == top_k || at <= low || at >= high) break;
     }
-    least_out = least;
-    found_out = found;
   }
 
   // The index of the token that is taken, or AS_IT_IS for the most noisy one of all, which has this `distance`,
@@ -2776,11 +2716,9 @@ struct DecodeStep {
       uint32_t best_token;
       best_candidate((uint2*)(arena + WARP_CANDIDATES) + warp, 1, 3, best, best_token);
       if (lane < 4) {
-        uint32_t value = float_bits(best);
         bool is_cancelled = block == 0 && column_states[warp].cancelled != 0;
-        uint32_t value_2 = is_cancelled ? float_bits(infinity()) : float_bits(best);
-        uint32_t best_token_2 = is_cancelled ? CANCELLED_TOKEN : best_token;
-        uint32_t word = lane % 2 == 0 ? value_2 : best_token_2;
+        uint32_t value = is_cancelled ? float_bits(infinity()) : float_bits(best);
+        uint32_t word = lane % 2 == 0 ? value : (is_cancelled ? CANCELLED_TOKEN : best_token);
         uint32_t place = first_word + (block * 2 + warp) * 2 + lane;
         publish_flagged_release(exchange_words + (place + EXCHANGE_CANDIDATES), word, step_epoch + 17);
       }

@@ -334,8 +334,7 @@ def _header(spec: AttentionSpec) -> str:
         "",
         ", ".join(f"{name} {value}" for name, value in _config(spec).items()),
         f"machine: {spec.machine.name}, {spec.machine.blocks} blocks of {spec.plan.threads} threads",
-        "shared memory:",
-        *(f"  {line}" for line in spec.shared.budget_table().splitlines()),
+        f"shared memory: {spec.shared.summary}",
     ]
     return "\n".join(lines)
 

@@ -137,7 +137,7 @@ def shared_region(shared: SharedMap, arena: ch.Expr, name: str, element: ty.Type
 
 
 def _first_byte(shared: SharedMap, name: str) -> ch.Expr:
-    return ch.constexpr(ty.u32, name.upper(), shared.offset(name))
+    return ch.constexpr(ty.u32, name.upper(), shared.offset(name), shared.extent(name))
 
 
 @ch.inline

@@ -149,10 +149,10 @@ class Sampler:
             best, best_token = self._best_of("warp_candidates", column, self.columns.limit, groups)
             with ch.if_(machine.lane < 2 * self.places // self.columns.limit):
                 # Value and token; with one column, twice.
-                value = prim.float_bits(best)
+                told = prim.float_bits(best), best_token
                 if self.host is not None:
-                    value, best_token = self.host.instead_of(column, best, best_token)
-                word = ch.select(machine.lane % 2 == 0, value, best_token)
+                    told = self.host.instead_of(column, best, best_token)
+                word = ch.select(machine.lane % 2 == 0, *told)
                 place = first_word + (machine.number * self.places + column) * 2 + machine.lane
                 self.exchange.publish_release("candidates", place, word, epoch)
         hosts = [] if self.host is None else [self.host]

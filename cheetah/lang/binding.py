@@ -173,8 +173,9 @@ def const(type_: ty.Type, value: Value, *, name: str | None = None) -> Expr:
     return _named(name, Pending(type_, cast(type_, value), mutable=False))
 
 
-def constexpr(type_: ty.Scalar, name: str, value: int | float | bool) -> Constant:
+def constexpr(type_: ty.Scalar, name: str, value: int | float | bool, comment: str = "") -> Constant:
     """A static number under a name of its own: `ch.constexpr(ty.u32, "SCRATCH", 196608)`, in any order, any often.
+    comment: what the text says behind its definition.
 
     The file defines it once, before its functions. SignatureError where the name is taken by something else.
     """
@@ -185,7 +186,7 @@ def constexpr(type_: ty.Scalar, name: str, value: int | float | bool) -> Constan
     if made is None:
         if is_reserved(name) or name in cursor.bound:
             raise SignatureError(f"ch.constexpr: the name `{name}` is taken, by a value or by a word of C++.")
-        made = cursor.constants[name] = Constant(type_, name, literal.value)
+        made = cursor.constants[name] = Constant(type_, name, literal.value, comment)
     if (made.type, made.value) != (type_, literal.value):
         raise SignatureError(
             f"ch.constexpr: `{name}` is {type_} {literal.value} here and {made.type} {made.value} at {made.location}."

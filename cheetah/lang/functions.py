@@ -37,6 +37,7 @@ from cheetah.lang.nodes import (
     Member,
     Name,
     Parameter,
+    Raw,
     Return,
     Stmt,
     Subscript,
@@ -162,9 +163,19 @@ class outline(Block):
             self.returns = results[0].type
             emit(Return(results[0]))
         elif results:
-            self.outputs = [declare_name(_output_name(value), value.type, mutable=True) for value in results]
-            for target, value in zip(self.outputs, results, strict=True):
-                emit(Assign(target, value))
+            self.outputs = [self._output(value) for value in results]
+
+    def _output(self, value: Expr) -> Name:
+        """The reference for a value: what the body has under a name from the beginning to the end, or a new one."""
+        statements = self.scope.statements
+        for number, made in enumerate(statements):
+            if isinstance(made, Declare) and made.name is value:
+                assigned = [] if made.value is None else [Assign(made.name, made.value, location=made.location)]
+                statements[number : number + 1] = assigned
+                return made.name
+        target = declare_name(_output_name(value), value.type, mutable=True)
+        emit(Assign(target, value))
+        return target
 
     def _is_new(self, value: Expr) -> bool:
         """Whether a returned value is made here: the caller's own names and literals go back as they are."""
@@ -185,6 +196,7 @@ class outline(Block):
         body = joined(self.scope.statements)
         statements = tuple(statements_in(body))
         nodes = tuple(node for statement in statements for node in statement.nodes)
+        self._forget_unread(statements, nodes)
         bound = [*(item.name for item in self.given), *self.outputs, *_declared(statements)]
         captured = _captured(nodes, bound)
         members = [name.name for name in captured if _become_member(name)]
@@ -204,6 +216,13 @@ class outline(Block):
             self.values = [store_result(call)]
         else:
             emit(Do(call))
+
+    def _forget_unread(self, statements: Iterable[Stmt], nodes: Iterable[Expr]) -> None:
+        """What was given and the body makes no use of is no parameter."""
+        read = {node.name for node in nodes if isinstance(node, Name)}
+        for statement in statements:
+            read.update(re.findall(r"\w+", statement.text) if isinstance(statement, Raw) else ())
+        self.given = [item for item in self.given if item.name.name in read]
 
     def _function(
         self,

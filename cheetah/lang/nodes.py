@@ -176,10 +176,11 @@ class Argument(Literal):
 @dataclass(frozen=True, eq=False)
 class Constant(Expr):
     """A static number, or a structure of some, that the text calls by its name, defined once at the head of the
-    file."""
+    file. comment: what stands behind its definition."""
 
     name: str
     value: Any
+    comment: str = ""
 
 
 @dataclass(frozen=True, eq=False)

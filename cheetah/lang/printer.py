@@ -169,7 +169,8 @@ def constant_text(node: Constant) -> str:
         assert isinstance(node.value, tuple)
         return f"__device__ constexpr {node.type} {node.name} = {{{', '.join(map(str, node.value))}}};"
     assert isinstance(node.type, ty.Scalar) and not isinstance(node.value, tuple)
-    return f"constexpr {node.type} {node.name} = {literal_text(Literal(node.type, node.value))};"
+    comment = f"  // {node.comment}" if node.comment else ""
+    return f"constexpr {node.type} {node.name} = {literal_text(Literal(node.type, node.value))};{comment}"
 
 
 @_by_kind.register

@@ -81,6 +81,19 @@ class SharedMap:
         known = ", ".join(region.name for region in self.regions)
         raise PlanError(f"shared memory: there is no region {name!r}: there are {known}")
 
+    def extent(self, name: str) -> str:
+        """What region `name` takes: "8448 bytes of scratch"."""
+        region = self.region(name)
+        return f"{region.nbytes} bytes" + (f" of {region.over}" if region.over else "")
+
+    @property
+    def summary(self) -> str:
+        """One line: the bytes of the arena, and where those lie that several regions use in turn."""
+        bases = dict.fromkeys(region.over for region in self.regions if region.over)
+        parts = [f"{self.total_bytes} bytes" + (f" of {self.budget_bytes}" if self.budget_bytes is not None else "")]
+        parts += [f"{name} {self.region(name).nbytes} from {self.offset(name)} on" for name in bases]
+        return ", ".join(parts)
+
     def budget_table(self) -> str:
         """One line a region (offset, bytes, name), then the total and what is free."""
         lines = [f"{'offset':>8} {'bytes':>8}  region"]

@@ -127,9 +127,8 @@ def test_results_get_the_callers_names() -> None:
         x[3] = half(middle)
 
     assert functions(kernel) == [
-        "__device__ __forceinline__ void ordered(float a, float b, float& low_out, float& result) {\n"
-        "  float low = a < b ? a : b;\n"
-        "  low_out = low;\n"
+        "__device__ __forceinline__ void ordered(float a, float b, float& low, float& result) {\n"
+        "  low = a < b ? a : b;\n"
         "  result = a < b ? b : a;\n"
         "}",
         "__device__ __forceinline__ float half(float value) {\n  return value * 0.5f;\n}",

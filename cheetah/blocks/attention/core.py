@@ -165,12 +165,13 @@ class Attention:
             return query[sizes.key_unit(part, machine.lane % 4)]
 
         limits = ch.array(ty.u32, 2)
-        contexts = []
+        contexts: list[Mapping[str, Callable[[], Any]]] = [{}, {}]
         for index in range(2):
             packed = column_tile * COLUMNS + machine.lane % 4 * 2 + index
             limits[index] = self._limit(item, packed)
-            present = ch.minimum(packed, item.rows - 1)
-            contexts.append(self._row_context(item.tile, item.head, present, self.variant.needs_query_context))
+            if self.variant.needs_query_context:
+                present = ch.minimum(packed, item.rows - 1)
+                contexts[index] = self._row_context(item.tile, item.head, present)
         scale = self._codes_scale(item.head, value=False)
         return Queries(unit, limits, scale, tuple(contexts), self._token_context(item), item.tile.offset)
 
@@ -194,12 +195,8 @@ class Attention:
         return scale
 
     @ch.inline
-    def _row_context(
-        self, tile: Tile, kv_head: ch.Expr, row: ch.Expr, wanted: bool = True
-    ) -> Mapping[str, Callable[[], Any]]:
-        """What a variant's function can ask about a packed row. Looked up here once, if at all."""
-        if not wanted:
-            return {}
+    def _row_context(self, tile: Tile, kv_head: ch.Expr, row: ch.Expr) -> Mapping[str, Callable[[], Any]]:
+        """What a variant's function can ask about a packed row. Looked up here once."""
         column = tile.first_column + row // self.sizes.group
         head = kv_head * self.sizes.group + row % self.sizes.group
         return {

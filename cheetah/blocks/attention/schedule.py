@@ -49,18 +49,6 @@ assert (KEPT_ITEM.bytes, KEPT_MERGE.bytes) == (KEPT_ITEM_BYTES, KEPT_MERGE_BYTES
 
 
 @dataclass(frozen=True, eq=False)
-class _TileWords:
-    """A tile's record in registers, under the names of TILE_RECORD: two units."""
-
-    place: ch.Expr
-    keys: ch.Expr
-
-    def __getattr__(self, name: str) -> Any:
-        index = _OF_A_TILE.index(name)
-        return getattr(self.place if index < 4 else self.keys, "xyzw"[index % 4])
-
-
-@dataclass(frozen=True, eq=False)
 class Tile:
     """Columns [first_column, first_column + columns) and the keys that they read; device values, see `TileRecord`.
 
@@ -172,14 +160,6 @@ class Schedule:
     def _word(self, role: ch.Role, section: str, index: ch.Value) -> ch.Expr:
         return prim.load_constant_u32(self._place(role, section, index))
 
-    @ch.inline
-    def _tile(self, index: ch.Expr, step: ch.Value) -> Tile:
-        """A tile record, in two loads of 16 bytes."""
-        record = self.tile_records + index * TILE_WORDS
-        place = prim.load_constant_u32x4(record)
-        keys = prim.load_constant_u32x4(record + 4)
-        return self._tile_of(_TileWords(place, keys), step)
-
     def _tile_of(self, tile: Any, step: ch.Value) -> Tile:
         """tile: what has the fields of TILE_RECORD."""
         cached = self.steps.cached(tile, step)
@@ -229,19 +209,20 @@ class Schedule:
                 for name, number in zip(("first_item", "last_item", "jobs", "jobs_of_head"), numbers, strict=True):
                     getattr(self._kept, name).set(number)
             with ch.if_(first_item + machine.thread < last_item):
-                self._keep_item(ch.address_of(self._kept.items[machine.thread]), first_item + machine.thread)
+                record = self._place(machine.consumer, "items", (first_item + machine.thread) * ITEM_WORDS)
+                self._keep_item(ch.address_of(self._kept.items[machine.thread]), record)
         with ch.if_((self.team_warp == 0) & (self._first_job() < self._jobs(header))):
             self._keep_merge(self._first_job(), self._jobs_of_head(header), machine.warp, machine.lane)
 
     @ch.function
-    def _keep_item(self, place: ch.Expr, index: ch.Expr) -> None:
-        """An item's record and its tile's, in four units of 16 bytes."""
-        record = self._place(self.machine.consumer, "items", index * ITEM_WORDS)
+    def _keep_item(self, place: ch.Expr, record: ch.Expr) -> None:
+        """An item's record and its tile's, in four units of 16 bytes, to a place of shared memory or in registers."""
         what = prim.load_constant_u32x4(record)
+        tile = what.y
         units = ch.reinterpret(ty.ptr_mut(ty.u32x4), place)
         units[0] = what
         units[1] = prim.load_constant_u32x4(record + 4)
-        self._keep_tile(ch.address_of(ch.pointee(place).tile), what.y)
+        self._keep_tile(ch.address_of(ch.pointee(place).tile), tile)
 
     @ch.function
     def _keep_tile(self, place: ch.Expr, index: ch.Expr) -> None:
@@ -275,10 +256,10 @@ class Schedule:
         first_item = self._word(role, "work_indptr", self.machine.block)
         last_item = self._word(role, "work_indptr", self.machine.block + 1)
         with ch.for_(first_item, last_item, unroll=1) as index:
-            record = self._place(role, "items", index * ITEM_WORDS)
-            what = prim.load_constant_u32x4(record)
-            rest = prim.load_constant_u32x4(record + 4)
-            yield Item(self._tile(what.y, step), what.z, what.w, rest.x, rest.y, rest.z)
+            units = ch.array(ty.u32x4, KEPT_ITEM_BYTES // 16)
+            record = ch.reinterpret(ty.ptr_mut(KEPT_ITEM), ch.address_of(units[0]))
+            self._keep_item(record, self._place(role, "items", index * ITEM_WORDS))
+            yield self._item_of(ch.pointee(record), step)
 
     @contextmanager
     @ch.inline
@@ -292,7 +273,7 @@ class Schedule:
             with ch.if_(index >= KEPT_ITEMS):
                 machine.meet()  # all have used the last one
                 with ch.if_(machine.thread == 0):
-                    self._keep_item(record, number)
+                    self._keep_item(record, self._place(machine.consumer, "items", number * ITEM_WORDS))
                 machine.meet()
             yield self._item_of(ch.pointee(record), step)
 

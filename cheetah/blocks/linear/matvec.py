@@ -129,12 +129,12 @@ class Matvec:
         """
         layout = share.matrix
         self.ring.uses(layout.name)
-        position = share.position
-        with share.if_any(position):
+        with share.if_any(share.position):
             prologue.begin(layout, self.arrival)
             if type(share) is Share and prologue.is_whole(layout):
-                self._multiply_m_tiles(layout, record_of(layout), position)
+                self._multiply_m_tiles(layout, record_of(layout))
                 return self.reductions.wait_until_taken()
+            position = share.position
             for strip in share.strips(position):
                 of_strip = [(tile, self.chunks.new_sums(layout)) for tile in strip]
                 of_parts: list[Any] = [None for _ in of_strip]
@@ -156,10 +156,11 @@ class Matvec:
             self.reductions.wait_until_taken()
 
     @ch.function
-    def _multiply_m_tiles(self, layout: MatrixLayout, matrix: ch.Expr, position: ch.Expr) -> None:
+    def _multiply_m_tiles(self, layout: MatrixLayout, matrix: ch.Expr) -> None:
         """The block's M-tiles of a matrix by vectors that are there whole."""
-        known = recorded(layout, matrix, ("m_tiles", "chunks"))
-        for m_tile in RecordedShare(self.machine, known, layout).m_tiles(position):
+        known = recorded(layout, matrix, ("start", "m_tiles", "chunks"))
+        share = RecordedShare(self.machine, known, layout)
+        for m_tile in share.m_tiles(share.position):
             sums = self.chunks.new_sums(layout)
             if layout.waves > 1:
                 with ch.if_(m_tile + layout.blocks >= matrix.m_tiles):
