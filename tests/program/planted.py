@@ -557,7 +557,7 @@ BUGS = (
         "newest key taken from the cache",
         BOTH,
         (
-            (r"(end = min\(\S+\.x, \S+ \+ \S+ \* step)\);", r"\1 + 1);"),
+            (r"(uint32_t end = min\(\S+->item\.end, \S+ \+ \S+ \* step)\);", r"\1 + 1);"),
             (r"newest = newest_begin < newest_end \? newest_end - newest_begin : 0;", "newest = 0;"),
         ),
     ),

@@ -33,7 +33,7 @@ BUGS = (
     SamplingBug("goes on from its own input", r"(?<=next_token\[first\] = )min\(sampled, VOCAB - 1\)",
                 "next_token[first]"),
     # -- how far a sequence is
-    SamplingBug("a rejected key is read", r"(?<=keys\.x \+ )\(\(uint32_t\*\)\(arena \+ DONE\)[^;)]*\)\[keys\.y\]",
+    SamplingBug("a rejected key is read", r"(?<=\n      uint32_t end = min\(record->item\.end, )[^;]*(?=\);)",
                 r"\g<0> + 1"),
     SamplingBug("read before it is written", r"(?<=arena \+ DONE\) \+ )step % 2(?= \* 3\)\[sequence\] \+)",
                 "(step + 1) % 2"),
