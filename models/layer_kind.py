@@ -52,7 +52,8 @@ class AttentionKind:
     RMSNorm of queries and of keys before they are rotated, "each" over every head by itself with one weight [head_dim]
     for all heads, "width" over all heads together with a weight for every row. biases: q, k and v have them;
     out_biases: o has. position_scale: of the queries. gated: what a head makes is multiplied by the logistic function
-    of a gate, an element each, whose rows lie behind those of the head's query.
+    of a gate, an element each, whose rows lie behind those of the head's query. causal: a query sees no key behind its
+    own; else all of those that a step has beside it.
     """
 
     window: int | None = None
@@ -65,6 +66,7 @@ class AttentionKind:
     out_biases: bool = False
     position_scale: PositionScale | None = None
     gated: bool = False
+    causal: bool = True
 
     def window_of(self, max_context: int) -> int | None:
         """`window`, but None where a context of so many tokens never has more keys."""

@@ -58,6 +58,7 @@ RANGES = {
     "linear_conv_kernel_dim": Range(1, 64, "published models have 4"),
     "full_attention_interval": Range(1, 1024, "published models have 4"),
     "head_dim": Range(1, 1024, "published models have up to 256"),
+    "block_size": Range(1, 32, "a warp judges a step's drafts; published drafters have up to 16"),
     "vocab_size": Range(1, 2**22, "published models have up to 262,400"),
     "draft_vocab_size": Range(1, 2**22, "published models have up to 262,400"),
     "max_position_embeddings": Range(1, LARGEST_ID, "positions are 32-bit integers"),

@@ -12,6 +12,7 @@ from typing import Any
 
 from cheetah.models import (
     arcee,
+    block_drafter,
     cwm,
     eagle3,
     exaone4,
@@ -51,8 +52,8 @@ _FAMILIES = (
 FAMILIES: dict[str, ModelFamily] = {family.name: family for family in _FAMILIES}
 """By model_type, as config.json has it."""
 
-DRAFTERS: dict[str, ModelFamily] = {eagle3.FAMILY.name: eagle3.FAMILY}
-"""Heads that draft for another model, and are none themselves."""
+DRAFTERS: dict[str, ModelFamily] = {one.FAMILY.name: one.FAMILY for one in (eagle3, block_drafter)}
+"""What drafts for another model, and is none itself."""
 
 SEEING: dict[str, tuple[str, str]] = {
     "mistral3": ("Mistral3ForConditionalGeneration", "mistral"),
@@ -73,22 +74,27 @@ ORDER = "-order"
 def family_of(config: ModelConfig) -> ModelFamily:
     """The family of a configuration."""
     name = config.dialect.model_type
-    return DRAFTERS[name] if config.drafter is not None else FAMILIES[name]
+    return DRAFTERS.get(name) or FAMILIES[name]
 
 
 def read_drafter(
     source: str | Path | Mapping[str, Any], target: ModelConfig, notes: list[str] | None = None
 ) -> ModelConfig:
-    """Read the config.json of a head that drafts for `target`, which knows its tokens and has its width. ConfigError
-    names the file, and what was found and what would work."""
+    """Read the config.json of what drafts for `target`, whose tokens it knows and whose width it has. ConfigError names
+    the file, and what was found and what would work."""
     values, place = load_source(source), place_of(source)
-    if not eagle3.is_eagle3(values):
-        found, supported = stated(values.get("architectures")), " or ".join(eagle3.ARCHITECTURES)
-        raise ConfigError(f"{place}: architectures is {found}, supported of a head that drafts: {supported}")
-    plain = eagle3.plain_values(values, place, target)
+    config_type: type[ModelConfig]
+    if eagle3.is_eagle3(values):
+        config_type, plain = eagle3.Eagle3Config, eagle3.plain_values(values, place, target)
+    elif block_drafter.is_block_drafter(values):
+        config_type, plain = block_drafter.BlockDrafterConfig, block_drafter.plain_values(values, place, target)
+    else:
+        known = " or ".join((*eagle3.ARCHITECTURES, *block_drafter.ARCHITECTURES))
+        found = stated(values.get("architectures"))
+        raise ConfigError(f"{place}: architectures is {found}, supported of what drafts for a model: {known}")
     if plain.pop("quantization_config", None) is not None:
-        raise ConfigError(f"{place}: the weights are quantised: heads that draft are read in bf16 alone")
-    return eagle3.Eagle3Config.from_json(plain, notes, place)
+        raise ConfigError(f"{place}: the weights are quantised: what drafts is read in bf16 alone")
+    return config_type.from_json(plain, notes, place)
 
 
 def read_config(source: str | Path | Mapping[str, Any], notes: list[str] | None = None) -> ModelConfig:
@@ -97,9 +103,10 @@ def read_config(source: str | Path | Mapping[str, Any], notes: list[str] | None 
     ConfigError names the file, and what was found and what would work.
     """
     values = load_source(source)
-    if eagle3.is_eagle3(values):
+    if eagle3.is_eagle3(values) or block_drafter.is_block_drafter(values):
+        kind = "an EAGLE-3 head" if eagle3.is_eagle3(values) else "a drafter of blocks"
         raise ConfigError(
-            f"{place_of(source)}: is an EAGLE-3 head, which drafts for another model: name it in speculative_config"
+            f"{place_of(source)}: is {kind}, which drafts for another model: name it in speculative_config"
         )
     model_type = values.get("model_type")
     if isinstance(model_type, str) and model_type in SEEING:

@@ -108,8 +108,8 @@ WRONG: dict[str, tuple[Callable[[dict[str, Any], dict[str, NDArray[Any]]], objec
     "tied": (other(tie_word_embeddings=True), "tie_word_embeddings = True is not supported"),
     "biases": (other(attention_bias=True), "attention_bias = True is not supported"),
     "many at once": (other(parallel_drafting=True), "parallel_drafting = True is not supported"),
-    "quantised": (other(quantization_config={"quant_method": "fp8"}), "heads that draft are read in bf16 alone"),
-    "another architecture": (other(architectures=["EagleModel"]), "supported of a head that drafts: LlamaForC"),
+    "quantised": (other(quantization_config={"quant_method": "fp8"}), "what drafts is read in bf16 alone"),
+    "another architecture": (other(architectures=["EagleModel"]), "supported of what drafts for a model: LlamaForC"),
     "a missing norm": (
         lambda config, tensors: tensors.pop("midlayer.hidden_norm.weight"),
         "missing: model.layers.0.hi",

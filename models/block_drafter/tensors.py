@@ -1,0 +1,34 @@
+"""The tensors of a drafter of blocks: their names in files, and here."""
+
+from __future__ import annotations
+
+from typing import Final
+
+FC: Final = "fc.weight"
+HIDDEN_NORM: Final = "hidden_norm.weight"
+MARKOV: Final = ("markov_head.markov_w1.weight", "markov_head.markov_w2.weight")
+"""What the Markov head looks up of the token before, and what that is multiplied with."""
+UNREAD: Final = "confidence_head."
+"""What says how sure a draft is: all of a block are verified."""
+PREFIXES: Final = {"layers.": "model.layers.", "norm.": "model.norm.", "embed_tokens.": "model.embed_tokens."}
+"""What names in files begin with, and what that is here."""
+MEANING: Final = {
+    FC: "[hidden_size, layers that are tapped * hidden_size]",
+    HIDDEN_NORM: "[hidden_size]",
+    **dict.fromkeys(MARKOV, "[vocab_size, markov_rank]"),
+}
+
+
+def plain_name(name: str) -> str:
+    """The name of a file's tensor here."""
+    own = name.removeprefix("model.")
+    for prefix, instead in PREFIXES.items():
+        if own.startswith(prefix):
+            return instead + own.removeprefix(prefix)
+    return own
+
+
+def own_shapes(hidden: int, vocab: int, taps: int, rank: int) -> dict[str, tuple[int, ...]]:
+    """Of what Qwen3 has not."""
+    shapes: dict[str, tuple[int, ...]] = {FC: (hidden, taps * hidden), HIDDEN_NORM: (hidden,)}
+    return shapes | (dict.fromkeys(MARKOV, (vocab, rank)) if rank else {})

@@ -1,0 +1,128 @@
+"""A drafter of blocks for a model: opened, and refused by name where it is not for that one.
+
+What it has not itself, embedding and head, is the model's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from numpy.typing import NDArray
+
+from cheetah.models.block_drafter import DSPARK, BlockDrafterConfig
+from cheetah.models.block_drafter.tensors import UNREAD, plain_name
+from cheetah.models.config import ModelConfig
+from cheetah.models.dense.weights import EMBEDDING, HEAD
+from cheetah.models.family import MatrixRows, QuantizedMatrix
+from cheetah.models.registry import read_drafter
+from cheetah.printable import shown_name
+from cheetah.runtime.checkpoint.loading import RANDOM, Checkpoint, found_folder
+from cheetah.runtime.checkpoint.random_weights import random_tensors
+from cheetah.runtime.checkpoint.safetensors_files import LoadingError, StoredTensor, find_tensors
+from cheetah.runtime.checkpoint.tensor_checks import checked_tensors
+
+RANDOM_BLOCKS = RANDOM + "dspark"
+"""A drafter of random weights, of the target's shapes, as DeepSpec's for Qwen3 are."""
+RANDOM_COLUMNS, RANDOM_LAYERS, RANDOM_TAPS, RANDOM_RANK = 7, 5, 5, 256
+
+
+def open_block_drafter(
+    name: str, target: Checkpoint, revision: str | None = None, local_files_only: bool | None = None
+) -> Checkpoint:
+    """The drafter of that name, a folder or hub id, or `RANDOM_BLOCKS`, for the model of `target`. LoadingError or
+    ConfigError says what is wrong, and where. Its `config` is a `BlockDrafterConfig`."""
+    if name == RANDOM_BLOCKS:
+        return _random_drafter(target)
+    with found_folder(name, revision, local_files_only) as folder:
+        return _opened(name, folder, target)
+
+
+def _opened(name: str, folder: Path, target: Checkpoint) -> Checkpoint:
+    if not (folder / "config.json").is_file():
+        raise LoadingError(f"{folder}: has no config.json")
+    notes: list[str] = []
+    config = read_drafter(folder / "config.json", target.config, notes)
+    if not isinstance(config, BlockDrafterConfig):
+        raise LoadingError(f"{folder}: is {config.dialect.title}, which drafts no blocks: give another method")
+    check_target(config, target.config, str(folder))
+    found = _own_tensors(find_tensors(folder).tensors, str(folder), notes)
+    of_target = [one for one in (EMBEDDING, HEAD) if one not in found and one in _needed(config)]
+    shape = (config.vocab_size, config.hidden_size)
+    absent = {one: StoredTensor(folder, "BF16", shape, 0, 0) for one in of_target}  # nobody reads them
+    plain = checked_tensors(config, {**found, **absent}, str(folder), notes).plain
+    if of_target:
+        notes.append(f"{folder}: has no {' and no '.join(of_target)}: {target.name}'s are taken")
+
+    def tensor(wanted: str) -> NDArray[Any]:
+        return target.tensor(wanted) if wanted in absent else plain[wanted].bf16_bits()
+
+    def rows(wanted: str) -> MatrixRows | QuantizedMatrix:
+        return target.rows(wanted) if wanted in absent else plain[wanted].rows()
+
+    return Checkpoint(name, config, tensor, rows, {}, None, None, {}, tuple(notes), folder)
+
+
+def _needed(config: ModelConfig) -> tuple[str, ...]:
+    return (EMBEDDING,) if config.tied_embeddings else (EMBEDDING, HEAD)
+
+
+def check_target(config: BlockDrafterConfig, target: ModelConfig, place: str) -> None:
+    """LoadingError where a drafter is of another model than the target: its width, its tokens, its layers."""
+    for name, own, wanted in (
+        ("hidden_size", config.hidden_size, target.hidden_size),
+        ("vocab_size", config.vocab_size, target.vocab_size),
+    ):
+        if own != wanted:
+            raise LoadingError(
+                f"{place}: {name} is {own}, that of the model which it drafts for {wanted}: give its drafter"
+            )
+    if config.block.layers[-1] >= target.layers - 1:
+        raise LoadingError(
+            f"{place}: takes what layer {config.block.layers[-1]} leaves, the model which it drafts for has "
+            f"{target.layers}: supported are layers below {target.layers - 1}"
+        )
+
+
+def _own_tensors(stored: Mapping[str, StoredTensor], place: str, notes: list[str]) -> dict[str, StoredTensor]:
+    """The tensors that are read, by their names here."""
+    found: dict[str, StoredTensor] = {}
+    for name, tensor in stored.items():
+        own = plain_name(name)
+        if own.startswith(UNREAD):
+            continue
+        if own in found:
+            raise LoadingError(f"{place}: {shown_name(name)} is there twice, with model. before it and without")
+        found[own] = tensor
+    return found
+
+
+def _random_drafter(target: Checkpoint) -> Checkpoint:
+    """Layers of the target's shapes, that take what layers evenly apart leave."""
+    model = target.config
+    taps = min(RANDOM_TAPS, model.layers - 1)
+    values = {
+        "architectures": [DSPARK],
+        "model_type": "qwen3",
+        "hidden_size": model.hidden_size,
+        "intermediate_size": model.intermediate_size,
+        "num_hidden_layers": RANDOM_LAYERS,
+        "num_attention_heads": model.query_heads,
+        "num_key_value_heads": model.kv_heads,
+        "head_dim": model.head_dim,
+        "vocab_size": model.vocab_size,
+        "max_position_embeddings": model.max_position_embeddings,
+        "rms_norm_eps": model.rms_norm_eps,
+        "block_size": RANDOM_COLUMNS,
+        "mask_token_id": 0,
+        "target_layer_ids": [number * (model.layers - 1) // taps for number in range(taps)],
+        "markov_rank": min(RANDOM_RANK, model.hidden_size),
+        "markov_head_type": "vanilla",
+    }
+    config = read_drafter(values, model)
+    assert isinstance(config, BlockDrafterConfig)
+    check_target(config, model, RANDOM_BLOCKS)
+    tensors = random_tensors(config)
+    notes = (f"{RANDOM_BLOCKS}: the weights are random numbers, so few drafts will be right",)
+    return Checkpoint(RANDOM_BLOCKS, config, tensors, tensors.rows, {}, None, None, {}, notes, None)
