@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cheetah.models.attention_layers import AttentionLayers, rotations
+from cheetah.models.block import Block
 from cheetah.models.config_json import (
     FULL,
     JSON_NAMES,
@@ -60,7 +61,7 @@ class ModelConfig:
     head's logits. logit_soft_cap: logits l become logit_soft_cap * tanh(l / logit_soft_cap). routing: of every layer's
     feed-forward, whose experts have the width `intermediate_size`. clamped_gate: of `LayerKind`. attention_biases: q,
     k, v and o have biases, whatever `layer` says. delta: of `LayerKind`, in the `delta_layers`. drafter: of a head that
-    drafts for another model, whose tokens `vocab_size` counts.
+    drafts for another model, whose tokens `vocab_size` counts; block: of layers that draft blocks for another model.
     """
 
     dialect: ClassVar[Dialect]
@@ -95,6 +96,7 @@ class ModelConfig:
     logit_divisor: float = 1.0
     logit_soft_cap: float | None = None
     drafter: Drafter | None = None
+    block: Block | None = None
     routing: Routing | None = None
     clamped_gate: ClampedGate | None = None
     attention_biases: bool = False

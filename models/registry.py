@@ -34,6 +34,7 @@ from cheetah.models import (
     seed_oss,
     smollm3,
 )
+from cheetah.models.block import ARCHITECTURES as BLOCK_ARCHITECTURES
 from cheetah.models.config import ModelConfig
 from cheetah.models.config_json import ConfigError, load_source, place_of, stated
 from cheetah.models.family import ModelFamily
@@ -89,7 +90,7 @@ def read_drafter(
     elif block_drafter.is_block_drafter(values):
         config_type, plain = block_drafter.BlockDrafterConfig, block_drafter.plain_values(values, place, target)
     else:
-        known = " or ".join((*eagle3.ARCHITECTURES, *block_drafter.ARCHITECTURES))
+        known = " or ".join((*eagle3.ARCHITECTURES, *BLOCK_ARCHITECTURES))
         found = stated(values.get("architectures"))
         raise ConfigError(f"{place}: architectures is {found}, supported of what drafts for a model: {known}")
     if plain.pop("quantization_config", None) is not None:

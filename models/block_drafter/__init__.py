@@ -16,15 +16,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from cheetah.models.block_drafter import tensors
+from cheetah.models.block import ARCHITECTURES, DSPARK, MEANING, Block, own_shapes
 from cheetah.models.config import ModelConfig
 from cheetah.models.config_json import ConfigError, ConfigFile, Dialect, stated
 from cheetah.models.dense.family import DenseFamily
 from cheetah.models.layer_kind import AttentionKind, LayerKind
 
 MODEL_TYPE, ARCHITECTURE = "block_drafter", "BlockDrafter"
-ARCHITECTURES = DSPARK, DFLASH = "Qwen3DSparkModel", "DFlashDraftModel"
-"""What config.json calls it: DeepSpec's, of DSpark and DFlash, and z-lab's."""
 NESTED = "dflash_config"
 MOST_TAPS = 16
 LEFT_OUT = (
@@ -35,28 +33,6 @@ LEFT_OUT = (
 MARKOV_KINDS = ("vanilla",)
 
 
-@dataclass(frozen=True)
-class Block:
-    """What a drafter of blocks has beside its layers.
-
-    layers: of the other model, what they leave is taken, ascending. columns: of a block. mask: the token that stands
-    where nothing is known. from_anchor: each column drafts the token behind it; else each mask the one in its place.
-    markov_rank: of the Markov head; 0: there is none.
-    """
-
-    layers: tuple[int, ...]
-    columns: int
-    mask: int
-    from_anchor: bool = True
-    markov_rank: int = 0
-
-    @property
-    def drafts(self) -> int:
-        """Tokens that a block drafts."""
-        return self.columns if self.from_anchor else self.columns - 1
-
-
-@dataclass(frozen=True)
 class BlockDrafterConfig(ModelConfig):
     """Layers of Qwen3 that see a whole block. `block` is always there."""
 
@@ -68,8 +44,6 @@ class BlockDrafterConfig(ModelConfig):
         ignored=frozenset(LEFT_OUT),
     )
     layer = LayerKind(attention=AttentionKind(head_norms="each", causal=False))
-
-    block: Block = Block((0,), 1, 0)
 
     @classmethod
     def read(cls, file: ConfigFile) -> dict[str, Any]:
@@ -87,6 +61,7 @@ class BlockDrafterConfig(ModelConfig):
 
     def written(self) -> dict[str, Any]:
         block = self.block
+        assert block is not None
         return {
             **super().written(),
             "block_size": block.columns,
@@ -99,9 +74,10 @@ class BlockDrafterConfig(ModelConfig):
     @property
     def parameter_count(self) -> int:
         """Weights of the layers, of what is before them and of the Markov head."""
-        hidden = self.hidden_size
-        before = len(self.block.layers) * hidden * hidden + hidden
-        return super().parameter_count + before + 2 * self.vocab_size * self.block.markov_rank
+        hidden, block = self.hidden_size, self.block
+        assert block is not None
+        before = len(block.layers) * hidden * hidden + hidden
+        return super().parameter_count + before + 2 * self.vocab_size * block.markov_rank
 
 
 def _layers(file: ConfigFile) -> tuple[int, ...]:
@@ -150,14 +126,14 @@ class BlockDrafterFamily(DenseFamily):
     """Those of Qwen3, with what is before the layers and behind the head."""
 
     def tensor_shapes(self, config: ModelConfig) -> dict[str, tuple[int, ...]]:
-        assert isinstance(config, BlockDrafterConfig)
         block = config.block
-        return super().tensor_shapes(config) | tensors.own_shapes(
+        assert block is not None
+        return super().tensor_shapes(config) | own_shapes(
             config.hidden_size, config.vocab_size, len(block.layers), block.markov_rank
         )
 
     def shape_meaning(self, tensor: str) -> str:
-        return tensors.MEANING.get(tensor) or super().shape_meaning(tensor)
+        return MEANING.get(tensor) or super().shape_meaning(tensor)
 
 
 FAMILY = BlockDrafterFamily(BlockDrafterConfig, {})

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from cheetah.models.block_drafter import BlockDrafterConfig
-from cheetah.models.block_drafter.tensors import FC, HIDDEN_NORM, MARKOV
+from cheetah.models.block import FC, HIDDEN_NORM, MARKOV
+from cheetah.models.config import ModelConfig
 from cheetah.models.dense.reference import (
     AttentionWeights,
     Layer,
@@ -26,12 +26,13 @@ from cheetah.models.rounding import F32, Rounding, exact, widen
 class BlockReference:
     """The drafter with its keys and values, of one sequence. rounding: see `Reference`."""
 
-    def __init__(self, config: BlockDrafterConfig, tensors: Tensors, rounding: Rounding = exact) -> None:
+    def __init__(self, config: ModelConfig, tensors: Tensors, rounding: Rounding = exact) -> None:
         read = tensors.__getitem__ if isinstance(tensors, Mapping) else tensors
-        self.config, self.rounding = config, rounding
+        assert config.block is not None
+        self.config, self.block, self.rounding = config, config.block, rounding
         self.model = Reference(config, tensors, rounding)
         self.fc, self.norm = (widen(read(name)) for name in (FC, HIDDEN_NORM))
-        self.markov = tuple(widen(read(name)) for name in MARKOV) if config.block.markov_rank else ()
+        self.markov = tuple(widen(read(name)) for name in MARKOV) if self.block.markov_rank else ()
 
     @property
     def length(self) -> int:
@@ -59,9 +60,9 @@ class BlockReference:
     def logits(self, token: int, columns: int | None = None) -> F32:
         """Of every column of a block behind the tokens that are known, with that anchor, before the Markov head
         [columns, vocab]. columns: fewer than the block has."""
-        config, model, begin = self.config, self.model, self.length
-        count = columns or config.block.columns
-        states = [embedding(model.embedding, one) for one in (token, *[config.block.mask] * (count - 1))]
+        model, begin = self.model, self.length
+        count = columns or self.block.columns
+        states = [embedding(model.embedding, one) for one in (token, *[self.block.mask] * (count - 1))]
         for index, layer in enumerate(model.layers):
             queries = []
             for number, x in enumerate(states):
@@ -81,7 +82,7 @@ class BlockReference:
     def drafts(self, token: int, logits: F32) -> list[int]:
         """The tokens that a block with that anchor drafts, greedily, by `logits`."""
         found, before = list[int](), token
-        for of_column in logits if self.config.block.from_anchor else logits[1:]:
+        for of_column in logits if self.block.from_anchor else logits[1:]:
             before = int(np.argmax(of_column + self.bias(before)))
             found.append(before)
         return found
@@ -110,6 +111,7 @@ class BlockReference:
         """The residual stream behind a layer, by what attention made of it."""
         weights = layer.mixer
         assert isinstance(weights, AttentionWeights)
+        self.model.exchanged = [{}]  # of which nobody asks
         x = residual(x, matvec(weights.o, self.rounding(output)))
         return residual(
             x, self.model._feed_forward(layer, self.rounding(rms_norm(x, _weight(layer, 1), self._epsilon)))

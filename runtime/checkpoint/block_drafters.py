@@ -11,12 +11,10 @@ from typing import Any
 
 from numpy.typing import NDArray
 
-from cheetah.models.block_drafter import DSPARK, BlockDrafterConfig
-from cheetah.models.block_drafter.tensors import UNREAD, plain_name
+from cheetah.models.block import DSPARK, UNREAD, plain_name
 from cheetah.models.config import ModelConfig
-from cheetah.models.dense.weights import EMBEDDING, HEAD
 from cheetah.models.family import MatrixRows, QuantizedMatrix
-from cheetah.models.registry import read_drafter
+from cheetah.models.registry import family_of, read_drafter
 from cheetah.printable import shown_name
 from cheetah.runtime.checkpoint.loading import RANDOM, Checkpoint, found_folder
 from cheetah.runtime.checkpoint.random_weights import random_tensors
@@ -32,7 +30,7 @@ def open_block_drafter(
     name: str, target: Checkpoint, revision: str | None = None, local_files_only: bool | None = None
 ) -> Checkpoint:
     """The drafter of that name, a folder or hub id, or `RANDOM_BLOCKS`, for the model of `target`. LoadingError or
-    ConfigError says what is wrong, and where. Its `config` is a `BlockDrafterConfig`."""
+    ConfigError says what is wrong, and where. Its `config` has a `block`."""
     if name == RANDOM_BLOCKS:
         return _random_drafter(target)
     with found_folder(name, revision, local_files_only) as folder:
@@ -44,11 +42,11 @@ def _opened(name: str, folder: Path, target: Checkpoint) -> Checkpoint:
         raise LoadingError(f"{folder}: has no config.json")
     notes: list[str] = []
     config = read_drafter(folder / "config.json", target.config, notes)
-    if not isinstance(config, BlockDrafterConfig):
+    if config.block is None:
         raise LoadingError(f"{folder}: is {config.dialect.title}, which drafts no blocks: give another method")
     check_target(config, target.config, str(folder))
     found = _own_tensors(find_tensors(folder).tensors, str(folder), notes)
-    of_target = [one for one in (EMBEDDING, HEAD) if one not in found and one in _needed(config)]
+    of_target = [one for one in _shared(config) if one not in found]
     shape = (config.vocab_size, config.hidden_size)
     absent = {one: StoredTensor(folder, "BF16", shape, 0, 0) for one in of_target}  # nobody reads them
     plain = checked_tensors(config, {**found, **absent}, str(folder), notes).plain
@@ -64,11 +62,14 @@ def _opened(name: str, folder: Path, target: Checkpoint) -> Checkpoint:
     return Checkpoint(name, config, tensor, rows, {}, None, None, {}, tuple(notes), folder)
 
 
-def _needed(config: ModelConfig) -> tuple[str, ...]:
-    return (EMBEDDING,) if config.tied_embeddings else (EMBEDDING, HEAD)
+def _shared(config: ModelConfig) -> tuple[str, ...]:
+    """The tensors that both models have."""
+    family = family_of(config)
+    both = family.embedding_tensor, family.head_tensor
+    return both[:1] if config.tied_embeddings else both
 
 
-def check_target(config: BlockDrafterConfig, target: ModelConfig, place: str) -> None:
+def check_target(config: ModelConfig, target: ModelConfig, place: str) -> None:
     """LoadingError where a drafter is of another model than the target: its width, its tokens, its layers."""
     for name, own, wanted in (
         ("hidden_size", config.hidden_size, target.hidden_size),
@@ -78,6 +79,7 @@ def check_target(config: BlockDrafterConfig, target: ModelConfig, place: str) ->
             raise LoadingError(
                 f"{place}: {name} is {own}, that of the model which it drafts for {wanted}: give its drafter"
             )
+    assert config.block is not None
     if config.block.layers[-1] >= target.layers - 1:
         raise LoadingError(
             f"{place}: takes what layer {config.block.layers[-1]} leaves, the model which it drafts for has "
@@ -121,7 +123,6 @@ def _random_drafter(target: Checkpoint) -> Checkpoint:
         "markov_head_type": "vanilla",
     }
     config = read_drafter(values, model)
-    assert isinstance(config, BlockDrafterConfig)
     check_target(config, model, RANDOM_BLOCKS)
     tensors = random_tensors(config)
     notes = (f"{RANDOM_BLOCKS}: the weights are random numbers, so few drafts will be right",)

@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 from safetensors.numpy import load_file, save_file
 
 from cheetah.errors import CheetahError
-from cheetah.models.block_drafter import BlockDrafterConfig
 from cheetah.models.block_drafter.reference import BlockReference
+from cheetah.models.config import ModelConfig
 from cheetah.models.dense.weights import EMBEDDING
 from cheetah.models.registry import read_config, read_drafter
 from cheetah.models.rounding import as_bf16
@@ -59,7 +59,7 @@ def written(folder: Path, config: dict[str, Any], tensors: dict[str, NDArray[Any
 def test_a_drafter_of_any_kind_means_what_transformers_computes(tmp_path: Path, name: str) -> None:
     values, wanted = CONFIGS[name], load_file(LOGITS)
     opened = open_block_drafter(written(tmp_path, values, weights_of(values)), target())
-    assert isinstance(opened.config, BlockDrafterConfig)
+    assert opened.config.block is not None
     block, reference = opened.config.block, BlockReference(opened.config, opened.tensor)
     for number, ((_, anchor), left) in enumerate(zip(ROUNDS, left_of(values), strict=True)):
         reference.read(left)
@@ -75,7 +75,7 @@ def test_a_drafter_of_any_kind_means_what_transformers_computes(tmp_path: Path, 
 
 def test_fewer_columns_are_a_shorter_block(tmp_path: Path) -> None:
     opened = open_block_drafter(written(tmp_path, DSPARK, weights_of(DSPARK)), target())
-    assert isinstance(opened.config, BlockDrafterConfig)
+    assert opened.config.block is not None
     reference = BlockReference(opened.config, opened.tensor)
     reference.read(left_of(DSPARK)[0])
     whole, short = reference.logits(5), reference.logits(5, 2)
@@ -91,13 +91,13 @@ def test_what_it_lacks_is_the_models(tmp_path: Path) -> None:
 
 def test_a_random_one_has_the_models_shapes() -> None:
     opened = open_block_drafter(RANDOM_BLOCKS, target())
-    assert isinstance(opened.config, BlockDrafterConfig)
+    assert opened.config.block is not None
     block = opened.config.block
     assert (block.columns, block.drafts, block.layers) == (7, 7, (0, 1, 2, 3, 4))
     assert read_drafter(as_file(opened.config), TARGET) == opened.config
 
 
-def as_file(config: BlockDrafterConfig) -> dict[str, Any]:
+def as_file(config: ModelConfig) -> dict[str, Any]:
     """What a file would say."""
     values = {"model_type": "qwen3", "architectures": ["Qwen3DSparkModel"], "markov_head_type": "vanilla"}
     return {**config.to_dict(), **values}

@@ -1,9 +1,13 @@
-"""The tensors of a drafter of blocks: their names in files, and here."""
+"""What a drafter of blocks has beside its layers: a value of its configuration, and the names of its tensors."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Final
 
+ARCHITECTURES: Final = ("Qwen3DSparkModel", "DFlashDraftModel")
+"""What config.json calls it: DeepSpec's, of DSpark and DFlash, and z-lab's."""
+DSPARK: Final = ARCHITECTURES[0]
 FC: Final = "fc.weight"
 HIDDEN_NORM: Final = "hidden_norm.weight"
 MARKOV: Final = ("markov_head.markov_w1.weight", "markov_head.markov_w2.weight")
@@ -17,6 +21,27 @@ MEANING: Final = {
     HIDDEN_NORM: "[hidden_size]",
     **dict.fromkeys(MARKOV, "[vocab_size, markov_rank]"),
 }
+
+
+@dataclass(frozen=True)
+class Block:
+    """What a drafter of blocks has beside its layers.
+
+    layers: of the other model, what they leave is taken, ascending. columns: of a block. mask: the token that stands
+    where nothing is known. from_anchor: each column drafts the token behind it; else each mask the one in its place.
+    markov_rank: of the Markov head; 0: there is none.
+    """
+
+    layers: tuple[int, ...]
+    columns: int
+    mask: int
+    from_anchor: bool = True
+    markov_rank: int = 0
+
+    @property
+    def drafts(self) -> int:
+        """Tokens that a block drafts."""
+        return self.columns if self.from_anchor else self.columns - 1
 
 
 def plain_name(name: str) -> str:
