@@ -57,8 +57,12 @@ MAY_IMPORT: dict[str, set[str]] = {
     f"{DENSE}.step_sizes": {*KERNEL, f"{DENSE}.page"},
     f"{DENSE}.head_parts": {*KERNEL, f"{DENSE}.launch", f"{DENSE}.page", f"{DENSE}.step_sizes"},
     f"{DENSE}.step": {*KERNEL, *(f"{DENSE}.{one}" for one in ("launch", "page", "step_sizes", "head_parts"))},
+    f"{DENSE}.drafting_step": {*KERNEL, *(f"{DENSE}.{one}" for one in ("launch", "page", "step"))},
     f"{DENSE}.exchanged": {*KERNEL, f"{DENSE}.step_sizes"},
-    f"{DENSE}.program": {*KERNEL, *(f"{DENSE}.{one}" for one in ("launch", "page", "step_sizes", "step", "exchanged"))},
+    f"{DENSE}.program": {
+        *KERNEL,
+        *(f"{DENSE}.{one}" for one in ("launch", "page", "step_sizes", "step", "drafting_step", "exchanged")),
+    },
     f"{DENSE}.head": {
         *(*KERNEL, "cheetah.package"),
         *(f"{DENSE}.{one}" for one in ("launch", "page", "step_sizes", "head_parts")),

@@ -85,6 +85,9 @@ class Sampler:
         self.machine, self.columns, self.adding = adding.machine, adding.columns, adding
         self.exchange, self.vocab, self.timeline = exchange, ch.named("VOCAB", vocab), timeline
         self.adjustments, self.filters, self.host = adjustments, filters, host
+        self.token_ids: ch.Expr | None = None
+        """Of a head that drafts: which tokens its rows stand for. It has no first token, so a column's position is that
+        of the token before its own."""
 
     @property
     def places(self) -> int:
@@ -106,7 +109,7 @@ class Sampler:
         """In the adder role, by lanes that own a row: take an M-tile's logits in. A lane sees ascending ids, so `>`
         keeps the lowest on ties."""
         columns = self.columns
-        token = rows.m_tile * M_TILE_ROWS + rows.row
+        token = self._token(rows.m_tile * M_TILE_ROWS + rows.row)
         candidate = ch.var(ty.f32, logit)
         if self.adjustments is not None:
             with ch.if_(self.adjustments.asked(MASKED | BIASED | PENALISED) & (token < self.vocab)):
@@ -114,7 +117,7 @@ class Sampler:
         temperature = prim.bits_float(columns.state(rows.column, TEMPERATURE))
         with ch.if_(temperature > 0.0):
             seed = ty.u64(columns.state(rows.column, SEED_HIGH)) << 32 | ty.u64(columns.state(rows.column, SEED_LOW))
-            position = columns.state(rows.column, POSITION) + 1
+            position = columns.state(rows.column, POSITION) + (1 if self.token_ids is None else 2)
             scaled = prim.divide_f32(candidate, temperature)
             candidate.set(scaled + gumbel(token, position, seed))
             if self.filters is not None:
@@ -123,6 +126,12 @@ class Sampler:
         with ch.if_((token < self.vocab) & (candidate > self.best[rows.slot])):
             self.best[rows.slot].set(candidate)
             self.best_token[rows.slot].set(token)
+
+    def _token(self, row: ch.Expr) -> ch.Expr:
+        """Which token a row of the head stands for."""
+        if self.token_ids is None:
+            return row
+        return ch.const(ty.u32, prim.load_constant_u32(self.token_ids + row), name="token")
 
     @ch.inline
     def choose(self, epoch: ch.Expr, step: ch.Expr) -> None:

@@ -34,7 +34,7 @@ from cheetah.runtime.engine.launcher import Epochs, Launcher, Part, Sampling
 from cheetah.runtime.engine.launches import LoadedKernel
 from cheetah.runtime.engine.prompt_passes import PassLauncher
 
-OF_ALL_KERNELS = ("kv", "hidden_states")
+OF_ALL_KERNELS = ("kv", "hidden_states", "features")
 """Buffers that a launch writes and another kernel's reads."""
 
 

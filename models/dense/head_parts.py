@@ -4,6 +4,7 @@ layers, which the decode step and the head alone have in common."""
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -145,11 +146,18 @@ class HeadParts:
         """In the consumer role: the embeddings of the step's tokens, times the multiplier, become the residual, and are
         published as every hidden vector is. A lane has a row of a column, of the block's M-tiles in turn; whole warps
         share M-tiles."""
+        begin = self.onto_residual(vector, norm, self.step_epoch, multiplier, is_first=True)
+        for rows, row in self.rows_of_residual():
+            begin(replace(rows, sum=functools.partial(self._embedded, rows.column, row, rows.is_own)))
+
+    @ch.inline
+    def rows_of_residual(self) -> Iterator[tuple[Rows, Any]]:
+        """In the consumer role: the block's rows of the residual, a lane's in turn, and which of all each is; their
+        sums are nothing."""
         machine, matrix, tokens = self.machine, self.residual, self.columns.limit
         height = matrix.tile_rows
         of_wave = ch.named("WAVE_VALUES", height * tokens)
         count = matrix.waves * of_wave
-        begin = self.onto_residual(vector, norm, self.step_epoch, multiplier, is_first=True)
         with ch.for_(machine.thread, round_up(count, 32), machine.consumer_threads, unroll=1, name="place") as place:
             wave = place // of_wave
             column = place // height % tokens
@@ -157,8 +165,7 @@ class HeadParts:
             m_tile = matrix.m_tile(wave, matrix.position(machine.block))
             is_own = (place < count) & (m_tile < matrix.m_tiles) & (column < self.columns.count)
             there = matrix.of_all(ch.minimum(m_tile, matrix.m_tiles - 1), machine.rank)
-            embedded = functools.partial(self._embedded, column, there * height + row, is_own)
-            begin(Rows(there, wave, row, column, is_own, 0, embedded, height))
+            yield Rows(there, wave, row, column, is_own, 0, lambda: 0.0, height), there * height + row
 
     @ch.inline
     def _embedded(self, column: Any, row: Any, when: Any) -> Any:

@@ -91,6 +91,14 @@ TAPS = KernelParameter(
 )
 
 
+FEATURES = KernelParameter(
+    *(ty.ptr(ty.bf16), "what tapped layers of another model leave of tokens, side by side, by pages as keys"),
+    *(("kv_pages", "page_size", "tapped", "padded_hidden"), "zero"),
+)
+FEATURE_STEPS = KernelParameter(ty.u32, "first step in which no column has features")
+TOKEN_IDS = KernelParameter(ty.ptr(ty.u32), "which token each row of the head stands for", ("head_rows",))
+
+
 def hidden_states_parameter(type_: ty.Type, given: bool = False) -> KernelParameter:
     """What passes over prompts leave, and the head begins with; `given`: the buffer is another kernel's."""
     meaning = "the last layer's output of tokens, not normalised, a row each"
@@ -194,6 +202,9 @@ class Launch(ModelLaunch):
     judges: Expr = optional_field(JUDGES)
     rounds: Expr = optional_field(ROUNDS)
     taps: Expr = optional_field(TAPS)
+    features: Expr = optional_field(FEATURES)
+    feature_steps: Expr = optional_field(FEATURE_STEPS)
+    token_ids: Expr = optional_field(TOKEN_IDS)
     rank: Expr | None = optional_field(RANK_NUMBER)
     peers: Mapping[str, tuple[Expr, ...]] = peers_field("exchange")
     timeline: Expr | None = optional_field(
@@ -243,7 +254,11 @@ def parameters_of(
             meaning="a filtered column's logits over its temperature, without and with noise",
             shape=("columns", *weighed.shape[1:]),
         )
+    if config.drafter is not None:
+        meaning = "what each token adds to the rows of q, k and v"
+        parameters["embedding"] = replace(parameters["embedding"], meaning=meaning, shape=("vocab", "qkv_rows"))
     wanted = {
+        **dict.fromkeys(("features", "feature_steps", "token_ids"), config.drafter is not None),
         **dict.fromkeys(("history", "judges", "rounds"), plan.drafts > 0),
         "kv_scales": is_codes,
         "biases": config.has_biases,

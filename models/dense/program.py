@@ -12,6 +12,7 @@ from typing import Any
 from cheetah import lang as ch
 from cheetah.blocks.machine import emit_roles, start_machine
 from cheetah.models.config import ModelConfig
+from cheetah.models.dense.drafting_step import DraftingParts
 from cheetah.models.dense.exchanged import exchanged_vectors
 from cheetah.models.dense.launch import Launch, kernel_parameters
 from cheetah.models.dense.page import page_of
@@ -45,7 +46,8 @@ def build_kernel(config: ModelConfig, gpu: Gpu, plan: Plan, traced: bool = False
     def decode_step(**arguments: Any) -> None:
         launch = Launch.of(arguments)
         machine = start_machine(shape, plan, gpu, shared_map(shape, plan, gpu), launch.rank)
-        Step(config, machine, launch).emit()
+        steps = Step if config.drafter is None else DraftingStep
+        steps(config, machine, launch).emit()
 
     return decode_step
 
@@ -73,3 +75,7 @@ class Step(StepParts):
             self.emit_head(step, self.layer_epoch)
             self.end_step(step)
         emit_roles(self.machine)
+
+
+class DraftingStep(DraftingParts, Step):
+    """The same of a head that drafts for another model."""

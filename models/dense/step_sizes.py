@@ -150,6 +150,8 @@ def sizes(config: ModelConfig, gpu: Gpu, plan: Plan) -> dict[str, int]:
         "round_words": ROUND_WORDS + plan.tokens,
         "tap_rows": plan.launch_tokens,
         "taps": len(plan.tapped_layers),
+        "tapped": len(shape.table.taps),
+        "head_rows": round_up(shape.head_rows, M_TILE_ROWS),
         "blocks": gpu.blocks,
         "phases": len(phase_names(config)),
         **_bias_rows(shape),

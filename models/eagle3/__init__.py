@@ -26,7 +26,7 @@ ARCHITECTURES = (ARCHITECTURE, "Eagle3LlamaForCausalLM", "Eagle3Speculator", "Ea
 """What config.json calls it: SafeAILab and SGLang, vLLM, and speculators before and now."""
 LAYERS = "eagle_aux_hidden_state_layer_ids"
 NESTED = "eagle_config"
-MOST_TAPS = 8
+MOST_TAPS, UNIT = 8, 8
 ALWAYS = {
     "use_aux_hidden_state": True,
     "use_input_layernorm_in_first_layer": True,
@@ -72,6 +72,8 @@ class Eagle3Config(ModelConfig):
             raise file.error(
                 f"target_hidden_size = {found} is not hidden_size = {fields['hidden_size']}: not supported"
             )
+        if fields["hidden_size"] % UNIT:
+            raise file.error(f"hidden_size = {fields['hidden_size']}: supported of a head are multiples of {UNIT}")
         vocabulary = file.count("draft_vocab_size", fields["vocab_size"])
         if vocabulary > fields["vocab_size"]:
             raise file.error(f"draft_vocab_size = {vocabulary} is more than vocab_size = {fields['vocab_size']}")

@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 from cheetah.errors import CheetahError
 from cheetah.plan import Plan
+from cheetah.plan.index import ceil_div
 from cheetah.plan.kv.tables import (
     CANCELLED_TOKEN,
     COLUMNS_MASKED,
@@ -269,6 +270,7 @@ class StepLaunches(KernelLaunches):
             "column_count": len(columns),
             "options": reduce(or_, (options for options, _ in asked)),
             "epoch": epoch,
+            "feature_steps": max(ceil_div(len(part.inputs), part.per_step) for part in parts),
         }
         return self._arguments({**scalars, "logits": logits})
 

@@ -126,6 +126,8 @@ class Projection:
         self.port, self.cache, self.biases = port, cache, biases
         self.machine, self.columns, self.shape = port.machine, port.columns, port.shape
         self.norms: JointNorms | None = None
+        self.of_token: Callable[[ch.Expr], Any] | None = None
+        """Of a head that drafts: what a column's token adds to the rows (bf16*)."""
 
     def finish(self, rows: Rows, layer: ch.Expr, epoch: ch.Expr) -> None:
         """The epilogue of qkv, in a layer."""
@@ -135,12 +137,20 @@ class Projection:
             self._publish_raw(_of_whole_m_tile(rows), layer, epoch)
 
     def _value(self, rows: Rows, layer: ch.Expr) -> ch.Expr:
-        """The row's number, with its bias."""
+        """The row's number, with its bias, and what its column's token adds."""
+        if self.of_token is not None:
+            added = ch.const(ty.f32, prim.bf16_to_f32(self.of_token(rows.column)[self._row(rows)]), name="added")
+            with_token: ch.Expr = rows.sum() + added
+            return with_token
         if self.biases is None:
             total: ch.Expr = rows.sum()
             return total
         value = ch.const(ty.f32, rows.sum(), name="value")
         return value + prim.bf16_to_f32(self.biases[layer * self.shape.qkv_rows + rows.m_tile * M_TILE_ROWS + rows.row])
+
+    @staticmethod
+    def _row(rows: Rows) -> Any:
+        return rows.m_tile * M_TILE_ROWS + rows.row
 
     @ch.inline
     def _dim(self, rows: Rows, head: ch.Expr, m_tile_of_head: ch.Expr) -> ch.Expr:

@@ -39,10 +39,15 @@ class KeepRows(PublishedRows):
 
 
 def finish_kept_rows(
-    adding: Adding, layout: MatrixLayout, scale: ColumnScale, norm: NormWeights, epilogue: Epilogue
+    adding: Adding,
+    layout: MatrixLayout,
+    scale: ColumnScale,
+    norm: NormWeights,
+    epilogue: Epilogue,
+    region: str = "made",
 ) -> None:
     """In the consumer role, in the phase behind the product: a warp takes an M-tile's rows of two columns, times the
-    scale, which waits for the squares of all blocks, and the norm's weights, to an epilogue."""
+    scale, which waits for the squares of all blocks, and the norm's weights, to an epilogue. region: where they lie."""
     machine = adding.machine
     position, pairs = layout.position(machine.block), machine.plan.column_pairs
     with ch.for_(machine.warp, layout.waves * pairs, machine.plan.consumer_warps, unroll=1, name="turn") as turn:
@@ -50,6 +55,6 @@ def finish_kept_rows(
         with ch.if_(m_tile < layout.m_tiles):
             column = ch.const(ty.u32, adding.column_of_pair(turn % pairs), name="column")
             rows = adding.rows(layout, m_tile, column, 0, lambda: 0.0)
-            made = ch.const(ty.f32, machine.region("made", ty.f32)[place_of(machine, rows)], name="made")
+            made = ch.const(ty.f32, machine.region(region, ty.f32)[place_of(machine, rows)], name="made")
             weight = ch.const(ty.f32, norm.of(rows), name="weight_behind")
             epilogue(replace(rows, sum=lambda: made * scale.of(column, scale.arguments) * weight))

@@ -110,6 +110,15 @@ class PublishedSquares:
         return column * self._of_column
 
 
+def sum_of_lanes(total: ch.Expr, lanes: int) -> Any:
+    """The sum of 16 or 32 neighbouring lanes' numbers, on all of them: of those furthest apart first."""
+    if lanes == 32:
+        return prim.warp_sum_f32(total)
+    for mask in (8, 4, 2, 1):
+        total += prim.shuffle_xor_f32(total, mask)
+    return total
+
+
 @dataclass(frozen=True, eq=False)
 class InverseRms(ColumnScale):
     """elements: of the vector, over which the mean of squares runs. is_normed: else products are of the vector as it
@@ -139,18 +148,10 @@ class InverseRms(ColumnScale):
         total = ch.var(ty.f32, 0.0)
         with self.columns.if_active(column):
             total.set(self._shares(column, lanes, arguments))
-        total.set(self._sum_of_lanes(total, lanes))
+        total.set(sum_of_lanes(total, lanes))
         mean = prim.fma_f32(total, 1.0 / self.elements, self.epsilon)
         scale = prim.rsqrt_f32(mean) if self.is_normed else ty.f32(1.0)
         return ch.select(total < TOO_LARGE, scale, prim.bits_float(NAN))
-
-    def _sum_of_lanes(self, total: ch.Expr, lanes: int) -> Any:
-        """The sum of neighbouring lanes' numbers, on all of them: of those furthest apart first."""
-        if lanes == 32:
-            return prim.warp_sum_f32(total)
-        for mask in (8, 4, 2, 1):
-            total += prim.shuffle_xor_f32(total, mask)
-        return total
 
     @ch.inline
     def _shares(self, column: Any, lanes: int, squares: Whereabouts) -> ch.Expr:

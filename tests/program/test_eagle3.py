@@ -1,0 +1,148 @@
+"""Steps of EAGLE-3 heads in the emulator against their meaning: what they take of the target, and what goes on from it.
+
+The features of every token lie by pages, as a target leaves them; a head reads some of them, several tokens a step,
+then goes on from its own state.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from cheetah.models.drafter import OFFSETS, TOKEN_IDS, plain_name, token_ids
+from cheetah.models.eagle3.reference import Eagle3Reference
+from cheetah.models.registry import read_drafter
+from cheetah.models.rounding import as_bf16
+from cheetah.models.sampling import sample
+from cheetah.package import Generated
+from cheetah.runtime.engine.launcher import Part, Sampling
+from tests.models.goldens.eagle3 import CONFIGS, HIDDEN, KNOWN, TARGET, VOCAB, features_of, tokens_of, weights_of
+from tests.planted_text import planted
+from tests.program.rig import Rig, kept_kernel, relative_error
+from tests.tiers import tiered
+from tests.tolerances import LOGITS
+
+pytestmark = [pytest.mark.compiler, pytest.mark.slow]
+
+
+class HeadWeights:
+    """A head of the goldens, in bf16."""
+
+    def __init__(self, name: str) -> None:
+        self.config = read_drafter(CONFIGS[name], TARGET)
+        drawn = weights_of(CONFIGS[name])
+        self.ids = token_ids(drawn.pop(OFFSETS), KNOWN)
+        self.tensors = {plain_name(name): as_bf16(values) for name, values in drawn.items()}
+
+    def tensor(self, name: str) -> NDArray[Any]:
+        return self.ids if name == TOKEN_IDS else self.tensors[name]
+
+
+class HeadSession:
+    """Two sequences whose tokens have features, of which one begins a token later."""
+
+    def __init__(self, rig: Rig, name: str, **schedule: Any) -> None:
+        self.rig, self.session = rig, rig.session(**schedule)
+        drawn, tokens = features_of(CONFIGS[name]), tokens_of()
+        self.features, self.tokens = [drawn, drawn[1:]], [tokens, tokens[1:]]
+        self.caches = [self.session.sequence() for _ in self.tokens]
+        buffer = self.session.buffers["features"]
+        store = np.zeros(rig.manifest.buffer("features").shape, np.uint16)
+        store[...] = 0x7FC0  # NaN, of tokens that have none
+        for cached, rows in zip(self.caches, self.features, strict=True):
+            self.session.launcher.make_room(cached, len(rows) + 16)
+            for position, row in enumerate(rows):
+                page, slot = divmod(position, rig.plan.page_size)
+                store[cached.pages[page], slot, :, :HIDDEN] = as_bf16(row)
+        buffer.upload(store)
+
+    def read(self, number: int, count: int, per_step: int) -> None:
+        """A sequence's next tokens, several a step."""
+        cached = self.caches[number]
+        inputs = self.tokens[number][cached.length :][: count + 1]
+        self.session.launcher.launch_together([Part(cached, inputs, count, per_step=per_step)])
+
+    def drafted(self, count: int, sampling: Sampling) -> tuple[list[list[int]], list[NDArray[np.float32]]]:
+        """So many tokens behind all of each, and the logits behind what was read for that."""
+        inputs = [tokens[one.length :] for tokens, one in zip(self.tokens, self.caches, strict=True)]
+        steps = max(map(len, inputs)) - 1 + count
+        parts = [Part(one, given, steps, sampling) for one, given in zip(self.caches, inputs, strict=True)]
+        results = self.session.launcher.launch_together(parts, self.session.logits)
+        logits = self.session.logits_of_parts(steps, len(parts))
+        return [[*result.token_ids] for result in results], [one[:, :KNOWN] for one in logits]
+
+
+RIGS: dict[str, dict[str, Any]] = {
+    "safeai": {},
+    "speculators": {"sync": "barrier", "blocks": 3},
+    "3.1": {"blocks": 5},
+    "one norm before fc": {"tokens": 2, "batch": 2, "page_size": 4},
+}
+"""By name of the head the plan, by default of 4 columns."""
+
+
+@cache
+def rig_of(name: str) -> Rig:
+    plan = {"tokens": 4, "batch": 2, "page_size": 16, **RIGS[name]}
+    return Rig(HeadWeights(name), generate=kept_kernel, **plan)
+
+
+def differing(made: HeadSession, name: str, sampling: Sampling = Sampling(), drafts: int = 5) -> float:  # noqa: B008
+    """How far the logits are from the reference's, where it takes the same tokens; infinite where other tokens were
+    chosen than it would have from the same logits."""
+    most = min(4, made.rig.plan.tokens)
+    made.read(0, 5, most)
+    made.read(0, 2, 1)
+    made.read(1, 3, 2)
+    starts = [one.length for one in made.caches]
+    found, logits = made.drafted(drafts, sampling)
+    if any(len(ids) < drafts for ids in found):
+        return float("inf")  # no logit was a number
+    worst = 0.0
+    for start, tokens, features, ids, rows in zip(starts, made.tokens, made.features, found, logits, strict=True):
+        weights = made.rig.weights
+        reference = Eagle3Reference(weights.config, weights.tensor)
+        wanted = [*reference.forward(tokens, features), *(reference.step(token) for token in ids[:-1])][start:]
+        worst = max(worst, relative_error(rows, np.stack(wanted)))
+        spread = np.full((len(ids), VOCAB), -np.inf, np.float32)
+        spread[:, reference.token_ids] = rows[-len(ids) :]
+        places = enumerate(spread, len(tokens) + 1)
+        judged = [sample(one, sampling.temperature, sampling.seed, place) for place, one in places]
+        if judged != ids:
+            return float("inf")
+    return worst
+
+
+@pytest.mark.parametrize("name", tiered(RIGS, ["speculators"]))
+def test_a_head_goes_on_from_features_and_then_from_its_own_state(name: str) -> None:
+    assert differing(HeadSession(rig_of(name), name), name) < LOGITS
+
+
+def test_drafts_are_drawn_with_the_noise_of_the_tokens_that_they_are_for() -> None:
+    sampling = Sampling(temperature=0.9, seed=5)
+    assert differing(HeadSession(rig_of("safeai"), "safeai", scheduler="random", seed=3), "safeai", sampling) < LOGITS
+
+
+PLANTED = {
+    "every token has features": ("if (column_states[column].number < value) {", "if (value > 0) {"),
+    "own states are forgotten": ("value = residual[place_of_row];", "value = 0.0f;"),
+    "tokens of the head are the first of all": (
+        "load_constant_u32(token_ids + (m_tile * 16 + row));",
+        "m_tile * 16 + row;",
+    ),
+    "one layer twice": ("* 3 + 1) * HIDDEN;", "* 3) * HIDDEN;"),
+}
+
+
+@pytest.mark.parametrize("bug", tiered(PLANTED, list(PLANTED)[1:]))
+def test_bugs_in_what_goes_in_are_seen(bug: str) -> None:
+    def wrong(*given: Any, **plan: Any) -> Generated:
+        right = kept_kernel(*given, **plan)
+        return right.with_text(planted(right.text, *PLANTED[bug]))
+
+    rig = Rig(HeadWeights("safeai"), generate=wrong, tokens=4, batch=2, page_size=16)
+    assert not differing(HeadSession(rig, "safeai"), "safeai") < LOGITS
