@@ -62,7 +62,7 @@ def pytest_collection_finish() -> None:
     """What was imported stays: the collector of garbage need not look at it again with every kernel that is made, nor
     often at a kernel's expressions, of which there are tens of thousands and which die with it."""
     gc.freeze()
-    gc.set_threshold(100_000, 20, 100)
+    gc.set_threshold(500_000, 20, 100)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -92,7 +92,7 @@ class if_(Block):
 
     def _finish(self) -> None:
         if isinstance(self.condition, Expr):
-            emit(If(self.condition, tuple(self.scope.statements), location=self.location))
+            emit(If(self.condition, self.scope.taken(), location=self.location))
         else:
             current().top.decide(self.condition)
 
@@ -123,7 +123,7 @@ class else_(Block):
 
     def _finish(self) -> None:
         if isinstance(self.branch, If):
-            current().top.statements[-1] = replace(self.branch, otherwise=tuple(self.scope.statements))
+            current().top.statements[-1] = replace(self.branch, otherwise=self.scope.taken())
         else:
             current().top.decide(None)
 
@@ -168,7 +168,7 @@ class for_(Block):
         return len(bounds) == 3 and len(range(*map(int, bounds))) == 1
 
     def _finish(self) -> None:
-        outer, body = current().top, tuple(self.scope.statements)
+        outer, body = current().top, self.scope.taken()
         if self._is_one_round and not any(isinstance(statement, Jump) for statement in statements_in(body)):
             outer.statements += body
             outer.names |= self.scope.names - {self.counter.name}
@@ -205,7 +205,7 @@ class while_(Block):
         self.scope = self._open("a while_ block", is_loop=True)
 
     def _finish(self) -> None:
-        emit(While(self.condition, tuple(self.scope.statements), location=self.location))
+        emit(While(self.condition, self.scope.taken(), location=self.location))
 
 
 class roles_for(Block):

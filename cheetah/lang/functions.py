@@ -193,7 +193,7 @@ class outline(Block):
         return _mapped(result, self.name, lambda value, _: next(values) if self._is_new(value) else value)
 
     def _finish(self) -> None:
-        body = joined(self.scope.statements)
+        body = joined(self.scope.taken())
         statements = tuple(statements_in(body))
         nodes = tuple(node for statement in statements for node in statement.nodes)
         self._forget_unread(statements, nodes)

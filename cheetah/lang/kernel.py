@@ -62,7 +62,7 @@ def kernel(
             keeping_names(function)(**arguments)
             cursor.close()
         constants = tuple(cursor.constants.values())
-        body = joined(scope.statements)
+        body = joined(scope.taken())
         return Kernel(name or function.__name__, params, body, max_threads, constants, cursor.members)
 
     return build

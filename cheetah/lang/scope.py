@@ -74,6 +74,13 @@ class Scope:
         self.statements.insert(place, statement)
         self._decided_at += place <= self._decided_at
 
+    def taken(self) -> tuple[Stmt, ...]:
+        """The statements of a block that is closed, which keeps none: names hold their scopes, and a program that its
+        scopes held would stay until somebody collects garbage."""
+        statements = tuple(self.statements)
+        self.statements.clear()
+        return statements
+
     @property
     def is_decided(self) -> bool:
         """Whether what was said last here is a static condition, its body or its `else_`."""
@@ -275,7 +282,7 @@ class Role:
                 "place it in a block of its own, e.g. `with ch.if_(...): role.emit_here()`."
             )
         cursor.top.names |= self.scope.names
-        cursor.top.statements.extend(self.scope.statements)
+        cursor.top.statements.extend(self.scope.taken())
         self.placed = here()
 
     def _require_open(self, deed: str) -> None:

@@ -130,6 +130,7 @@ def test_two_processes_may_compile_the_same_text(cache: Path) -> None:
 
 
 def test_of_threads_that_want_the_same_text_one_compiles_it(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    build._build_libraries(cache)
     run_compiler, runs = build._run_compiler, []
 
     def counted(*arguments: Any) -> None:
