@@ -23,7 +23,7 @@ _LANGUAGE = (
     "argument", "array", "asm", "bits", "block_dim_x", "block_idx_x", "break_", "cast", "comment", "const", "constexpr",
     "continue_", "else_", "for_", "function", "grid_dim_x", "if_", "inline", "kernel", "maximum", "minimum", "named",
     "out", "outline", "pointee", "prim", "raw_stmt", "record", "reinterpret", "render", "render_file", "return_",
-    "roles_const", "roles_for", "select", "thread_idx_x", "ty", "var", "while_", "whole",
+    "roles_const", "roles_else", "roles_for", "roles_if", "select", "thread_idx_x", "ty", "var", "while_", "whole",
 )  # fmt: skip
 
 _ELSEWHERE = {

@@ -33,6 +33,7 @@ from cheetah.models.layer_kind import AttentionKind, ClampedGate, DeltaNet, Laye
 from cheetah.models.plausible import implausible
 from cheetah.models.rope import GROUP_ELEMENTS, Rope, rope_table, rotary_order
 from cheetah.plan import ModelShape, PlanError
+from cheetah.plan.delta import DIMS, TAPS, DeltaHeads
 from cheetah.plan.formats import BF16
 from cheetah.plan.products import ROUTER, Experts, Product, StepTable
 from cheetah.plan.shape import DrafterShape
@@ -234,9 +235,24 @@ class ModelConfig:
     @property
     def shape(self) -> ModelShape:
         """The numbers that the plan works with. PlanError for a weight format or a kind of layer that no kernel has."""
-        if self.delta is not None or self.layer.attention.gated:
-            raise PlanError(f"{self.dialect.title}: there is no kernel yet for Gated DeltaNet and gated heads")
-        return replace(self._shape_in_bf16, formats=self.weight_formats)
+        if self.routing is not None and self.routing.shared:
+            raise PlanError(f"{self.dialect.title}: there is no kernel yet for an expert that every token has")
+        return replace(self._shape_in_bf16, formats=self.weight_formats, delta=self._delta_heads)
+
+    @property
+    def _delta_heads(self) -> DeltaHeads | None:
+        """Those of layers of Gated DeltaNet. PlanError for heads that no kernel has."""
+        delta = self.delta
+        if delta is None or not self.delta_layers:
+            return None
+        if (delta.key_dim, delta.value_dim, delta.taps) != (DIMS, DIMS, TAPS):
+            raise PlanError(
+                f"{self.dialect.title}: Gated DeltaNet with keys of {delta.key_dim} and values of {delta.value_dim} "
+                f"elements, of {delta.taps} tokens: kernels exist for {DIMS}, {DIMS} and {TAPS} only"
+            )
+        if delta.by_key_heads:
+            raise PlanError(f"{self.dialect.title}: there is no kernel yet for matrices that are fused by key heads")
+        return DeltaHeads(delta.key_heads, delta.value_heads, self.delta_layers)
 
     @property
     def table(self) -> StepTable:
@@ -261,6 +277,7 @@ class ModelConfig:
             experts=None if self.routing is None else Experts(self.routing.experts, self.routing.chosen),
             is_gated=self.layer.is_gated,
             drafter=None if self.drafter is None else DrafterShape(len(self.drafter.layers), self.drafter.vocabulary),
+            gated_heads=self.layer.attention.gated,
         )
 
     @property

@@ -151,7 +151,8 @@ class LLM:
     def _new_engine(self, options: LoadOptions) -> Engine:
         made = self._assembly
         cache = made.launcher.cache
-        keeps_prefixes = options.prefix_cache and made.launcher.window is None  # a window leaves them behind
+        # A window leaves prefixes behind; and nobody keeps what a sequence remembered at an earlier token.
+        keeps_prefixes = options.prefix_cache and made.launcher.window is None and not cache.pool.states.count
         return Engine(
             made.launcher,
             options.launch_steps,

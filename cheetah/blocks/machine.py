@@ -91,14 +91,14 @@ class Machine:
 
     @contextmanager
     @ch.inline
-    def placed_anew(self) -> Iterator[None]:
-        """Inside, a thread's place is read again, where a step has 2 to 8 tokens.
+    def placed_anew(self, always: bool = False) -> Iterator[None]:
+        """Inside, a thread's place is read again, where a step has 2 to 8 tokens, or always.
 
         Else what follows from it (addresses, conditions) is worked out once a launch, kept in registers from phase to
         phase, and some of it spilled: without it 8B's kernel of 8 tokens spills 68 + 92 bytes in int4 and 48 + 164 in
         bf16, with it none and 4 + 4. With one token nothing is spilled, and 16 are 1.4 % slower (8B on an H200).
         """
-        if not 2 <= self.plan.tokens <= 8:
+        if not (always or 2 <= self.plan.tokens <= 8):
             yield
             return
         thread = prim.thread_index()

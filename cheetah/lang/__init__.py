@@ -6,7 +6,19 @@ Plain Python runs while generating; the verbs here become device code. See docs/
 from cheetah.lang import primitives as prim
 from cheetah.lang import types as ty
 from cheetah.lang.binding import argument, array, const, constexpr, record, var, whole
-from cheetah.lang.control import break_, continue_, else_, for_, if_, return_, roles_const, roles_for, while_
+from cheetah.lang.control import (
+    break_,
+    continue_,
+    else_,
+    for_,
+    if_,
+    return_,
+    roles_const,
+    roles_else,
+    roles_for,
+    roles_if,
+    while_,
+)
 from cheetah.lang.errors import (
     AsmError,
     ConstStoreError,
@@ -42,5 +54,5 @@ __all__ = [
     "argument", "array", "asm", "bits", "block_dim_x", "block_idx_x", "break_", "cast", "comment", "const", "constexpr",
     "continue_", "else_", "for_", "function", "grid_dim_x", "if_", "inline", "kernel", "maximum", "minimum", "named",
     "out", "outline", "pointee", "prim", "raw_stmt", "record", "reinterpret", "render", "render_file", "return_",
-    "roles_const", "roles_for", "select", "thread_idx_x", "ty", "var", "while_", "whole",
+    "roles_const", "roles_else", "roles_for", "roles_if", "select", "thread_idx_x", "ty", "var", "while_", "whole",
 ]  # fmt: skip

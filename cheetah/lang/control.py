@@ -236,6 +236,47 @@ class roles_for(Block):
                 loop.__exit__(kind, value, trace)
 
 
+class roles_if(Block):
+    """The same condition in several roles: `with ch.roles_if(roles, condition):`, which each of them sees, perhaps
+    followed by `with ch.roles_else(roles):`."""
+
+    verb = "ch.roles_if(...)"
+
+    def __init__(self, roles: tuple[Role, ...], condition: Value) -> None:
+        super().__init__()
+        self.roles, self.condition = tuple(roles), condition
+
+    def __enter__(self) -> None:
+        self._forget()
+        self.branches: list[Block] = []
+        for role in self.roles:
+            with role:
+                self.branches.append(self._branch())
+                self.branches[-1].__enter__()  # type: ignore[attr-defined]
+
+    def _branch(self) -> Block:
+        return if_(self.condition)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for role, branch in zip(self.roles, self.branches, strict=True):
+            with at(role.cursor):
+                branch.__exit__(kind, value, trace)
+
+
+class roles_else(roles_if):
+    """`with ch.roles_else(roles):` directly after `with ch.roles_if(roles, ...)`."""
+
+    verb = "ch.roles_else(...)"
+
+    def __init__(self, roles: tuple[Role, ...]) -> None:
+        super().__init__(roles, True)
+
+    def _branch(self) -> Block:
+        return else_()
+
+
 def roles_const(roles: tuple[Role, ...], type_: Type, value: Value, name: str) -> Name:
     """A named constant in several roles, each of which works it out; what it comes of must be seen by all of them."""
     free = unique_in([role.cursor for role in roles], name)

@@ -8,7 +8,7 @@ from cheetah.plan.gpu import Gpu
 from cheetah.plan.layout import MatrixLayout
 from cheetah.plan.narrow import start_of_others, tile_rows
 from cheetah.plan.plan import Plan
-from cheetah.plan.products import Experts, Product
+from cheetah.plan.products import IN_PROJ, Experts, Product
 from cheetah.plan.sections import Sections
 from cheetah.plan.shape import ModelShape
 from cheetah.plan.shares import rows_of_rank
@@ -17,11 +17,13 @@ from cheetah.plan.shares import rows_of_rank
 @dataclass(frozen=True)
 class StepMatrices:
     """`weights` is the matrices `of_layer` of layer 0, those of layer 1, ... and the head's; `offset` of a layout is
-    that of layer 0."""
+    that of layer 0. In the `delta_layers` the first of them stands in the place of the second, which the others have:
+    layers are equally long."""
 
     of_layer: tuple[MatrixLayout, ...]
     head: MatrixLayout
     layers: int
+    delta_layers: tuple[int, ...] = ()
 
     def __iter__(self) -> Iterator[MatrixLayout]:
         return iter((*self.of_layer, self.head))
@@ -44,7 +46,8 @@ class StepMatrices:
     @property
     def layer_stride(self) -> int:
         """Bytes from a matrix of one layer to the same matrix of the next."""
-        return sum(layout.total_bytes for layout in self.of_layer)
+        sizes = [layout.total_bytes for layout in self.of_layer]
+        return sum(sizes) - (min(sizes[:2]) if self.delta_layers else 0)
 
     @property
     def weight_bytes(self) -> int:
@@ -59,16 +62,24 @@ class StepMatrices:
     def offset(self, name: str, layer: int = 0, expert: int = 0) -> int:
         """First byte of a matrix in the weights buffer, or that of an expert; the head has no layers."""
         layout = self.named(name)
-        count = self.copies(layout)
+        count = 1 if layout.is_once else self.layers
         if not 0 <= layer < count:
             raise PlanError(f"matrix {name!r}: layer {layer} does not exist: there are layers 0 to {count - 1}")
+        if not self.has(layout, layer):
+            raise PlanError(f"matrix {name!r}: layer {layer} has none")
         if not 0 <= expert < layout.experts:
             raise PlanError(f"matrix {name!r}: expert {expert} does not exist: there are 0 to {layout.experts - 1}")
         return layout.offset + layer * self.layer_stride + expert * layout.expert_bytes
 
     def copies(self, layout: MatrixLayout) -> int:
-        """How many of this matrix a step reads: one a layer, one head."""
-        return 1 if layout.is_once else self.layers
+        """How many of this matrix a step reads: one a layer that has it, one head."""
+        return 1 if layout.is_once else sum(self.has(layout, layer) for layer in range(self.layers))
+
+    def has(self, layout: MatrixLayout, layer: int) -> bool:
+        """Whether a layer has this matrix."""
+        if not self.delta_layers or layout.name not in [one.name for one in self.of_layer[:2]]:
+            return True
+        return (layout.name == IN_PROJ) == (layer in self.delta_layers)
 
     def describe(self) -> tuple[dict[str, int | str], ...]:
         """One plain entry a matrix: name, rows, columns, format, offset, layer_stride, layers, start; tile_rows of
@@ -104,10 +115,14 @@ def step_matrices(shape: ModelShape, plan: Plan, gpu: Gpu) -> StepMatrices:
     plan.check(shape, gpu)
     table, start = shape.table, start_of_others(shape, gpu)
     layouts = [_layout(product, shape, plan, gpu, start) for product in table.products]
-    places = Sections({layout.name: layout.total_bytes for layout in layouts})
-    of_layer = tuple(replace(layout, offset=places.offsets[layout.name]) for layout in layouts)
-    head = replace(_layout(table.head, shape, plan, gpu, start), offset=shape.layers * places.end)
-    return StepMatrices(of_layer, head, shape.layers)
+    delta_layers = () if shape.delta is None else shape.delta.layers
+    together = 1 + bool(delta_layers)  # of which a layer has one
+    first = max(layout.total_bytes for layout in layouts[:together])
+    behind = Sections({layout.name: layout.total_bytes for layout in layouts[together:]}, start=first)
+    offsets = dict.fromkeys((layout.name for layout in layouts[:together]), 0) | behind.offsets
+    of_layer = tuple(replace(layout, offset=offsets[layout.name]) for layout in layouts)
+    head = replace(_layout(table.head, shape, plan, gpu, start), offset=shape.layers * behind.end)
+    return StepMatrices(of_layer, head, shape.layers, delta_layers)
 
 
 def _layout(product: Product, shape: ModelShape, plan: Plan, gpu: Gpu, start: int) -> MatrixLayout:

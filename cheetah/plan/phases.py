@@ -10,11 +10,14 @@ BANNER_WIDTH = 100
 
 @dataclass(frozen=True)
 class PhaseNames:
-    """The phases of a step in order: those of every layer, layer by layer, then those that come once."""
+    """The phases of a step in order: those of every layer, layer by layer, then those that come once. delta: of the
+    `delta_layers`, as many, in the place of the others'."""
 
     of_layer: tuple[str, ...]
     once: tuple[str, ...]
     layers: int
+    delta: tuple[str, ...] = ()
+    delta_layers: tuple[int, ...] = ()
 
     @property
     def count(self) -> int:
@@ -23,14 +26,19 @@ class PhaseNames:
     @property
     def names(self) -> tuple[str, ...]:
         """As reports call them."""
-        layers = tuple(f"layer {layer} {phase}" for layer in range(self.layers) for phase in self.of_layer)
+        layers = tuple(
+            f"layer {layer} {phase}"
+            for layer in range(self.layers)
+            for phase in (self.delta if layer in self.delta_layers else self.of_layer)
+        )
         return (*layers, *self.once)
 
     def index(self, name: str, layer: Any) -> Any:
         """The number of a phase in the step; `layer` may be a device value, and does not count for those that come
         once."""
-        if name in self.of_layer:
-            return layer * len(self.of_layer) + self.of_layer.index(name)
+        for of_layer in (self.of_layer, self.delta):
+            if name in of_layer:
+                return layer * len(of_layer) + of_layer.index(name)
         return self.count - len(self.once) + self.once.index(name)
 
 

@@ -331,6 +331,15 @@ class Plan:
             self._check_whole_stage(shape)
         if shape.experts is not None:
             self._check_experts(shape, gpu)
+        if shape.delta is not None:
+            self._check_delta()
+
+    def _check_delta(self) -> None:
+        """What a sequence remembers cannot be taken back, and layers have numbers of their own in the cache."""
+        if self.drafts:
+            raise PlanError(f"Plan: drafts is {self.drafts}: sequences of Gated DeltaNet cannot forget a wrong one")
+        if self.kv_dtype != "bf16":
+            raise PlanError(f"Plan: kv_dtype is {self.kv_dtype!r}: beside Gated DeltaNet supported is 'bf16'")
 
     def _check_tapped(self, shape: ModelShape, gpu: Gpu) -> None:
         """Of the last layer a pass makes keys and values alone."""

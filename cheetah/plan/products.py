@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, Protocol
 
+from cheetah.plan.delta import DeltaHeads
 from cheetah.plan.errors import PlanError
 from cheetah.plan.formats import BF16, M_TILE_ROWS, VECTOR_COLUMNS, TileFormat
 from cheetah.plan.index import ceil_div, round_up
@@ -25,6 +26,8 @@ STEP_EXCHANGES = ("candidates", "short_lists", "filters")
 
 ROUTER = "router"
 """The product whose rows are the logits of experts."""
+IN_PROJ = "in_proj"
+"""The product of layers of Gated DeltaNet that others have none of."""
 EXPERT_LIST = "experts"
 """The region with the list of a step's experts."""
 
@@ -34,9 +37,11 @@ class RowOrder(StrEnum):
 
     PLAIN: those of its only source. HEADS: of queries, keys and values, heads one after the other; in a head that is
     rotated M-tile j has dims 8j .. 8j + 7, then D/2 + 8j .. D/2 + 8j + 7, so that a pair is local to a warp. PAIRS:
-    an M-tile has 8 rows of the first source, then the same 8 of the second."""
+    an M-tile has 8 rows of the first source, then the same 8 of the second. GROUPS: those of one source after
+    another, each filled up to groups of 8 rows."""
 
     PLAIN = "plain"
+    GROUPS = "groups"
     HEADS = "heads"
     PAIRS = "pairs"
 
@@ -151,6 +156,16 @@ class AttentionPhase(Phase):
 
 
 @dataclass(frozen=True)
+class DeltaPhase(Phase):
+    """Gated DeltaNet: what heads make of their memory, not yet normalised. squares: the vector of the sums of squares
+    by which who reads `output` does that."""
+
+    output: Vector
+    squares: str
+    heads: DeltaHeads
+
+
+@dataclass(frozen=True)
 class NormPhase(Phase):
     """The norm behind a product that is added to the residual: of the product's rows, `input`, every block adds its own
     to the residual, which `output` is."""
@@ -207,6 +222,8 @@ class Product(Phase):
         """Of the matrix: of pairs, whole M-tiles."""
         if self.order is RowOrder.PAIRS:
             return ceil_div(self.sources[0].rows, PAIR_ROWS) * M_TILE_ROWS
+        if self.order is RowOrder.GROUPS:
+            return sum(round_up(source.rows, PAIR_ROWS) for source in self.sources)
         return sum(source.rows for source in self.sources)
 
     @property
@@ -241,16 +258,28 @@ class Product(Phase):
 
 @dataclass(frozen=True)
 class StepTable:
-    """The phases of a layer in order, how many layers there are, and the product behind them."""
+    """The phases of a layer in order, how many layers there are, and the product behind them. delta: the phases of
+    layers of Gated DeltaNet, if there are any, in the place of the first two."""
 
     layer: tuple[Phase, ...]
     head: Product
     layers: int
+    delta: tuple[Phase, ...] = ()
+
+    @property
+    def kinds(self) -> tuple[tuple[Phase, ...], ...]:
+        """The phases of layers with attention, and of those of Gated DeltaNet, if there are any."""
+        return (self.layer, (*self.delta, *self.layer[len(self.delta) :])) if self.delta else (self.layer,)
 
     @property
     def products(self) -> tuple[Product, ...]:
-        """Those of a layer."""
-        return tuple(phase for phase in self.layer if isinstance(phase, Product))
+        """Those of layers, each once."""
+        return tuple(phase for phase in (*self.delta, *self.layer) if isinstance(phase, Product))
+
+    @property
+    def delta_phase(self) -> DeltaPhase | None:
+        """What layers of Gated DeltaNet have in the place of attention."""
+        return next((phase for phase in self.delta if isinstance(phase, DeltaPhase)), None)
 
     def __iter__(self) -> Iterator[Product]:
         """The products of a layer, then the head."""

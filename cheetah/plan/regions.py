@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 
+from cheetah.plan.delta import COLUMNS as COLUMNS_OF_SHARE
 from cheetah.plan.errors import PlanError
 from cheetah.plan.formats import BY_WARPS, KV_TILE_TOKENS, M_TILE_ROWS
 from cheetah.plan.gpu import Gpu
@@ -64,6 +65,7 @@ def kernel_regions(shape: ModelShape, plan: Plan, gpu: Gpu) -> tuple[Region, ...
         Region("candidates", candidates, BULK_ALIGNMENT, over="scratch"),
         *filtering,
         *attention,
+        *_delta_regions(shape),
         *_behind_vector(of_products, vector_bytes, scratch),
         Region("reduction_barriers", (2 * plan.reductions + 2) * 8),
         *([Region("vector_barriers", VECTOR_PIECES * 8)] if plan.sync == "barrier" else []),
@@ -79,6 +81,20 @@ def kernel_regions(shape: ModelShape, plan: Plan, gpu: Gpu) -> tuple[Region, ...
         Region("step_done", 16),
         Region("next_token", (plan.tokens + 1) * 4),
         *([Region("done", (3 * plan.batch + 2) * 4), Region("lookup", lookup_words(plan) * 4)] if plan.drafts else []),
+    )
+
+
+def _delta_regions(shape: ModelShape) -> tuple[Region, ...]:
+    """Of Gated DeltaNet, over the region `scratch`: a column's numbers of a share (f32), query, key and values, gates,
+    how much of each head is written and kept; then what comes of them, and its squares."""
+    heads = shape.delta
+    if heads is None:
+        return ()
+    mixed = (heads.share_channels + heads.shared * (COLUMNS_OF_SHARE + 2)) * 4
+    skip = round_up(mixed, BULK_ALIGNMENT)
+    return (
+        Region("delta_mixed", mixed, BULK_ALIGNMENT, over="scratch"),
+        Region("delta_made", 2 * heads.shared * COLUMNS_OF_SHARE * 4, BULK_ALIGNMENT, over="scratch", skip=skip),
     )
 
 

@@ -7,13 +7,16 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import TypeVar
 
+from cheetah.plan.delta import DeltaHeads
 from cheetah.plan.errors import PlanError, require_positive
 from cheetah.plan.formats import BF16, M_TILE_ROWS, VECTOR_COLUMNS, QuantizedTiles, TileFormat, tile_format
 from cheetah.plan.index import round_up
 from cheetah.plan.products import (
+    IN_PROJ,
     ROUTER,
     AttentionPhase,
     ChoicePhase,
+    DeltaPhase,
     Experts,
     NormPhase,
     Phase,
@@ -45,6 +48,7 @@ class ModelShape:
     to the residual. joint_norms: queries are normalised over all heads together, and so are keys. raw_heads: queries
     and keys are published as they are made, and finished by who reads them. experts: of the
     feed-forward, each of width `ffn`. is_gated: the feed-forward has a gate. drafter: of a head that drafts.
+    gated_heads: what a query head makes is multiplied by a gate of its own. delta: of layers of Gated DeltaNet.
     """
 
     hidden: int
@@ -63,11 +67,15 @@ class ModelShape:
     experts: Experts | None = None
     is_gated: bool = True
     drafter: DrafterShape | None = None
+    gated_heads: bool = False
+    delta: DeltaHeads | None = None
 
     def __post_init__(self) -> None:
         require_positive("ModelShape", **self.sizes)
         if self.experts is not None:
             self._check_experts(self.experts)
+        if self.delta is not None:
+            self._check_delta(self.delta)
         for matrix, _ in self.formats:
             self.format_of(matrix)
         if self.heads % self.kv_heads:
@@ -91,6 +99,20 @@ class ModelShape:
             if one != BF16 and not isinstance(one, QuantizedTiles) or one.list_units:
                 raise PlanError(f"ModelShape: experts in {one.name}: give {BF16.name} or a quantised format")
 
+    def _check_delta(self, delta: DeltaHeads) -> None:
+        """Layers with and without attention make the same vector for the same product."""
+        if self.experts is not None or self.formats:
+            raise PlanError("ModelShape: Gated DeltaNet is supported without experts, and with weights in bf16 alone")
+        if not delta.is_among(self.layers):
+            raise PlanError(
+                f"ModelShape: layers of Gated DeltaNet are {delta.layers} of {self.layers}: give some, not all"
+            )
+        if delta.value_rows != self.query_rows:
+            raise PlanError(
+                f"ModelShape: {delta.value_heads} value heads of Gated DeltaNet have {delta.value_rows} rows, and "
+                f"{self.heads} query heads {self.query_rows}: supported where both are as many"
+            )
+
     def format_of(self, matrix: str) -> TileFormat:
         """The weight format of a matrix."""
         return tile_format(dict(self.formats).get(matrix, BF16.name))
@@ -103,6 +125,8 @@ class ModelShape:
     def of_rank(self, size: int) -> ModelShape:
         """What one of `size` GPUs has of the model: its KV heads, with their query heads and their cache. Of fewer KV
         heads than GPUs each is on several of these. PlanError where they do not share them evenly."""
+        if size > 1 and (self.gated_heads or self.delta is not None):
+            raise PlanError(f"gated heads and Gated DeltaNet on {size} GPUs are not supported")
         if self.heads % size or self.kv_heads % size and size % self.kv_heads:
             raise PlanError(f"{self.heads} heads with {self.kv_heads} KV heads cannot be dealt evenly to {size} GPUs")
         return replace(self, heads=self.heads // size, kv_heads=max(1, self.kv_heads // size))
@@ -127,6 +151,8 @@ class ModelShape:
             more |= {"experts": self.experts.count, "experts of a token": self.experts.chosen}
         if self.drafter is not None:
             more |= {"taps": self.drafter.taps, "tokens of the head": self.drafter.vocabulary}
+        if self.delta is not None:
+            more |= {"layers of Gated DeltaNet": len(self.delta.layers)}
         return {**sizes, **more, **{f"{matrix} in": name for matrix, name in self.formats}}
 
     def windows_in(self, max_context: int) -> tuple[int | None, ...]:
@@ -155,8 +181,13 @@ class ModelShape:
 
     @property
     def qkv_rows(self) -> int:
-        """Rows of the joined query, key and value projection."""
-        return (self.heads + 2 * self.kv_heads) * self.head_dim
+        """Rows of the joined query, key and value projection, and of gates behind those."""
+        return ((1 + self.gated_heads) * self.heads + 2 * self.kv_heads) * self.head_dim
+
+    @property
+    def attention_layers(self) -> int:
+        """Layers with attention, and so with keys and values."""
+        return self.layers - (0 if self.delta is None else len(self.delta.layers))
 
     @property
     def padded_hidden(self) -> int:
@@ -179,7 +210,8 @@ def _table(shape: ModelShape) -> StepTable:
     kv_rows, up = shape.kv_heads * shape.head_dim, Source("up", shape.ffn)
     of_ffn = (Source("gate", shape.ffn), up) if shape.is_gated else (up,)
     ffn_order = RowOrder.PAIRS if shape.is_gated else RowOrder.PLAIN
-    of_heads = Source("q", shape.query_rows), Source("k", kv_rows), Source("v", kv_rows)
+    gates = (Source("q_gate", shape.query_rows),) if shape.gated_heads else ()
+    of_heads = Source("q", shape.query_rows), Source("k", kv_rows), Source("v", kv_rows), *gates
     layer: list[Phase] = [
         *_taps(shape, hidden),
         Product("qkv", hidden, heads, of_heads, RowOrder.HEADS, is_brief=True),
@@ -199,7 +231,18 @@ def _table(shape: ModelShape) -> StepTable:
         layer.insert(3, NormPhase("o_norm", of_o, middle))
         layer.append(NormPhase("down_norm", of_down, hidden))
     head = Product("lm_head", hidden, None, (Source("lm_head", shape.head_rows),), is_once=True)
-    return StepTable(tuple(_in_format(shape, phase) for phase in layer), _in_format(shape, head), shape.layers)
+    phases = tuple(_in_format(shape, phase) for phase in layer)
+    delta = () if shape.delta is None else _delta(shape.delta, hidden, attended)
+    return StepTable(phases, _in_format(shape, head), shape.layers, delta)
+
+
+def _delta(heads: DeltaHeads, hidden: Vector, attended: Vector) -> tuple[Phase, ...]:
+    """What layers of Gated DeltaNet have in the place of q, k, v and attention."""
+    rows = {"qkv": heads.channels, "z": heads.value_rows, "b": heads.value_heads, "a": heads.value_heads}
+    sources = tuple(Source(f"delta_{name}", count) for name, count in rows.items())
+    mixed = Vector("mixed", heads.mixed_rows)
+    product = Product(IN_PROJ, hidden, mixed, sources, RowOrder.GROUPS, is_brief=True)
+    return product, DeltaPhase("delta", mixed, attended, "head_squares", heads)
 
 
 def _taps(shape: ModelShape, hidden: Vector) -> Iterator[Phase]:

@@ -26,6 +26,7 @@ from cheetah.package import Generated
 from cheetah.plan import Gpu, Plan
 from cheetah.plan.kv.tables import epochs_of_step
 from cheetah.runtime.assembly.buffers import Weights, allocate_buffers, upload_weights
+from cheetah.runtime.assembly.kernels import pool_states
 from cheetah.runtime.device.emulator import EmulatorDevice, EmulatorKernel
 from cheetah.runtime.device.group import EmulatorGroup, buffers_of_ranks
 from cheetah.runtime.engine.heads import HeadLauncher
@@ -33,8 +34,9 @@ from cheetah.runtime.engine.kv_cache import CachedSequence, PagePool
 from cheetah.runtime.engine.launcher import Epochs, Launcher, Part, Sampling
 from cheetah.runtime.engine.launches import LoadedKernel
 from cheetah.runtime.engine.prompt_passes import PassLauncher
+from cheetah.runtime.engine.states import StatePool
 
-OF_ALL_KERNELS = ("kv", "hidden_states", "features")
+OF_ALL_KERNELS = ("kv", "states", "hidden_states", "features")
 """Buffers that a launch writes and another kernel's reads."""
 
 
@@ -103,7 +105,7 @@ class Session:
         launch_steps: int | None = None,
     ) -> None:
         self.rig, self.config, self.plan, self.device = rig, rig.config, rig.plan, device
-        self.pool = PagePool(rig.plan.kv_pages, page_order)
+        self.pool = PagePool(rig.plan.kv_pages, page_order, StatePool(pool_states(rig.manifest)))
         self._shared = dict(rig.constants)
         program, head, passes = (
             rig.kernels.get(one.KERNEL_NAME)

@@ -7,14 +7,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from cheetah.models.dense.activations import logistic, silu, softplus
 from cheetah.models.layer_kind import DeltaNet
-from cheetah.models.rounding import F32, Rounding
+from cheetah.models.rounding import F32, Rounding, widen
 
 _MODULE = "model.layers.{layer}.linear_attn."
+IN_PROJ_TENSORS = tuple(f"{_MODULE}in_proj_{name}.weight" for name in ("qkv", "z", "b", "a"))
+OUT_PROJ_TENSOR = f"{_MODULE}out_proj.weight"
+TAPS_TENSOR = f"{_MODULE}conv1d.weight"
 LENGTH_EPSILON = 1e-6
 """Added to the squares of a query or key before its length is taken, whatever the model's norms add."""
 MEANING_OF_DELTA = {
@@ -49,6 +54,14 @@ def delta_shapes(hidden: int, delta: DeltaNet) -> dict[str, tuple[int, ...]]:
 def of_length_one(heads: F32) -> F32:
     """Each of heads [H, D] over its length."""
     return np.asarray(heads / np.sqrt((heads * heads).sum(-1, keepdims=True) + np.float32(LENGTH_EPSILON)))
+
+
+def layer_numbers(layer: int, tensor: Callable[[str], NDArray[Any]]) -> F32:
+    """What kernels have of a layer in f32: the rates of forgetting, their biases, the weights of the norm of heads."""
+    rate, bias, norm = (
+        widen(tensor(f"{_MODULE}{name}".format(layer=layer))) for name in ("A_log", "dt_bias", "norm.weight")
+    )
+    return np.concatenate([np.exp(rate), bias, norm])
 
 
 @dataclass(frozen=True)

@@ -67,6 +67,18 @@ NORMS_BEHIND = KernelParameter(
     ("layers", 2, "padded_hidden"),
 )
 SINKS = KernelParameter(ty.ptr(ty.bf16), "a logit of every query head's, whose key has no value", ("layers", "heads"))
+DELTA_TAPS = KernelParameter(
+    *(ty.ptr(ty.bf16), "of every channel of each layer of Gated DeltaNet, what a token and those before are times"),
+    ("delta_layers", "channels", "taps"),
+)
+DELTA_NUMBERS = KernelParameter(
+    ty.ptr(ty.f32), "of each layer of Gated DeltaNet: see cheetah.plan.delta", ("delta_layers", "delta_numbers")
+)
+STATES = KernelParameter(
+    *(ty.ptr_mut(ty.u32), "what sequences remember in layers of Gated DeltaNet: see cheetah.plan.delta"),
+    *(("state_slots", "delta_layers", "shares", "share_words"), "zero"),
+)
+STATE_SLOTS = KernelParameter(ty.ptr(ty.i32), "which of `states` each sequence has", ("batch",))
 PLACES = KernelParameter(
     *(ty.ptr(ty.u16), "where columns of ordered matrices lie: see cheetah.models.act_order"),
     ("ordered_inputs", "longest_input"),
@@ -197,6 +209,10 @@ class Launch(ModelLaunch):
     head_norms: Expr | None = optional_field(HEAD_NORMS)
     sinks: Expr | None = optional_field(SINKS)
     norms_behind: Expr | None = optional_field(NORMS_BEHIND)
+    delta_taps: Expr | None = optional_field(DELTA_TAPS)
+    delta_numbers: Expr | None = optional_field(DELTA_NUMBERS)
+    states: Expr | None = optional_field(STATES)
+    state_slots: Expr | None = optional_field(STATE_SLOTS)
     places: Expr | None = optional_field(PLACES)
     history: Expr = optional_field(HISTORY)
     judges: Expr = optional_field(JUDGES)
@@ -244,6 +260,11 @@ def parameters_of(
         rope = parameters["rope"]
         meaning = f"{rope.meaning}, by the layers' tables: see cheetah.models.attention_layers"
         parameters["rope"] = replace(rope, meaning=meaning, shape=("rotations", *rope.shape))
+    if config.delta_layers:
+        for name in ("kv", "head_norms"):
+            if name in parameters:
+                shape = parameters[name].shape
+                parameters[name] = replace(parameters[name], shape=("attention_layers", *shape[1:]))
     if config.head_norms == "width":
         parameters["head_norms"] = replace(parameters["head_norms"], shape=("layers", "rotated_rows"))
     if plan.drafts and "masks" in parameters:  # a sequence's columns are filtered, each behind other drafts
@@ -267,6 +288,7 @@ def parameters_of(
         "head_norms": config.head_norms is not None,
         "sinks": config.has_sinks,
         "norms_behind": config.norms.after,
+        **dict.fromkeys(("delta_taps", "delta_numbers", "states", "state_slots"), bool(config.delta_layers)),
         "places": config.act_order,
         "taps": bool(plan.taps),
         "timeline": traced,

@@ -24,10 +24,13 @@ from numpy.typing import NDArray
 
 from cheetah.models.act_order import RowsInOrder, places_of_columns
 from cheetah.models.config import ModelConfig
+from cheetah.models.dense.delta import TAPS_TENSOR, layer_numbers
 from cheetah.models.dense.pieces import BLOCK_BYTES, PIECE_BYTES, STAGING, Job, Piece, ranges
 from cheetah.models.dense.repacked import StagedMatrix, misplaced, staged_matrix
 from cheetah.models.dense.weights import (
     BEHIND,
+    DELTA_NUMBERS,
+    DELTA_TAPS,
     EMBEDDING,
     GROUP_ROWS,
     HEAD_NORMS,
@@ -43,6 +46,7 @@ from cheetah.models.dense.weights import (
     rank_groups,
     rotated_rows,
     row_groups,
+    vector_element_bytes,
     vector_shapes,
 )
 from cheetah.models.family import MatrixRows, Packing, QuantizedMatrix, ReadRows, ReadTensor
@@ -122,7 +126,8 @@ def pack_all(config: ModelConfig, matrices: StepMatrices, packing: Packing) -> N
 
 def _largest_piece(config: ModelConfig, matrices: StepMatrices) -> int:
     """Bytes that no piece exceeds which is packed here."""
-    vectors = (math.prod(shape) * 2 for shape in vector_shapes(config, matrices.ranks).values())
+    shapes = vector_shapes(config, matrices.ranks).items()
+    vectors = (math.prod(shape) * vector_element_bytes(name) for name, shape in shapes)
     waves = (min(one.blocks, one.m_tiles) * one.m_tile_bytes for one in matrices)
     norms = config.padded_hidden * 2 * config.table.norm_count
     return max(PIECE_BYTES, norms, *vectors, *waves)
@@ -141,7 +146,7 @@ class _Staged:
         found = [
             staged
             for layout, layer, expert in _layouts(config, matrices)
-            if expert == 0 and (layer == 0 or isinstance(layout.format, QuantizedTiles))
+            if expert == 0 and (layer == 0 or matrices.delta_layers or isinstance(layout.format, QuantizedTiles))
             if (staged := _Matrix.open(config, matrices, layout, layer, expert, rows, rank).staged) is not None
         ]
         return _Staged(*(max(sizes) for sizes in zip(*((one.nbytes, one.table_bytes) for one in found), strict=True)))
@@ -154,7 +159,8 @@ def _layouts(config: ModelConfig, matrices: StepMatrices) -> Iterator[tuple[Matr
     """All matrices in the order in which they are packed, with their layers and experts."""
     for layer in range(config.layers):
         for layout in matrices.of_layer:
-            yield from ((layout, layer, expert) for expert in range(layout.experts))
+            if matrices.has(layout, layer):
+                yield from ((layout, layer, expert) for expert in range(layout.experts))
     yield matrices.head, 0, 0
 
 
@@ -187,6 +193,8 @@ class _Source:
             yield _norms_behind_piece(config, tensor)
         if config.act_order:
             yield _places_piece(config, self.rows)
+        if config.delta_layers:
+            yield from _delta_pieces(config, tensor)
         for layout, layer, expert in _layouts(config, self.matrices):
             matrix = _Matrix.open(config, self.matrices, layout, layer, expert, self.rows, self.rank)
             staged = matrix.staged
@@ -242,7 +250,8 @@ def _head_norms_piece(config: ModelConfig, tensor: ReadTensor) -> Piece:
     order = config.rotary_order if config.head_norms == "each" else rotated_rows(config)
 
     def make(memory: Bytes) -> None:
-        for layer, of_layer in enumerate(memory.view(np.uint16).reshape(config.layers, -1)):
+        layers = [layer for layer in range(config.layers) if layer not in config.delta_layers]
+        for layer, of_layer in zip(layers, memory.view(np.uint16).reshape(len(layers), -1), strict=True):
             weights = np.concatenate([tensor(name.format(layer=layer)) for name in HEAD_NORMS])
             of_layer[:] = weights.reshape(-1, len(order))[:, order].reshape(-1)
 
@@ -270,6 +279,23 @@ def _norms_behind_piece(config: ModelConfig, tensor: ReadTensor) -> Piece:
             row[: config.hidden_size] = tensor(name)
 
     return Piece("norms_behind", 0, math.prod(shape) * 2, (make,))
+
+
+def _delta_pieces(config: ModelConfig, tensor: ReadTensor) -> Iterator[Piece]:
+    """What layers of Gated DeltaNet have beside their matrices."""
+    shapes = vector_shapes(config)
+
+    def make_taps(memory: Bytes) -> None:
+        for layer, taps in zip(config.delta_layers, memory.view(np.uint16).reshape(shapes[DELTA_TAPS]), strict=True):
+            taps[:] = tensor(TAPS_TENSOR.format(layer=layer))[:, 0]
+
+    def make_numbers(memory: Bytes) -> None:
+        rows = memory.view(np.float32).reshape(shapes[DELTA_NUMBERS])
+        for layer, numbers in zip(config.delta_layers, rows, strict=True):
+            numbers[:] = layer_numbers(layer, tensor)
+
+    for name, make in ((DELTA_TAPS, make_taps), (DELTA_NUMBERS, make_numbers)):
+        yield Piece(name, 0, math.prod(shapes[name]) * vector_element_bytes(name), (make,))
 
 
 def _places_piece(config: ModelConfig, rows: ReadRows) -> Piece:
@@ -348,7 +374,7 @@ class _Matrix:
             raise PackingError(f"matrix {layout.name!r}: {len(groups)} groups of rows for {layout.m_tiles} M-tiles")
         names = matrix_tensors(config, layout.name, layer, expert)
         tensors = tuple(rows(name) for name in names)
-        for reader in config.table.packed_for(layout.name):
+        for reader in config.shape.table.packed_for(layout.name):
             order = _order_of(config, reader.name, layer, rows)
             tensors = tensors if order is None else tuple(_in_order(one, order) for one in tensors)
         return _Matrix(layout, groups, names, tensors, matrices.offset(layout.name, layer, expert))

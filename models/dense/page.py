@@ -16,12 +16,22 @@ from cheetah.models.layer_kind import AttentionKind, ClampedGate, LayerKind, Rou
 from cheetah.plan.errors import PlanError
 from cheetah.plan.phases import PhaseNames, PhaseText
 from cheetah.plan.plan import DEFAULT_CONTEXT
-from cheetah.plan.products import STEP_EXCHANGES, AttentionPhase, ChoicePhase, NormPhase, Product, StepTable, Vector
+from cheetah.plan.products import (
+    IN_PROJ,
+    STEP_EXCHANGES,
+    AttentionPhase,
+    ChoicePhase,
+    DeltaPhase,
+    NormPhase,
+    Product,
+    StepTable,
+    Vector,
+)
 
 
 def layer_of(table: StepTable, kind: LayerKind, max_context: int) -> tuple[Line, ...]:
     """A layer of a kind: attention and feed-forward, perhaps of experts, each added to the residual."""
-    qkv, o, *_, gate_up, down = table.products[len(table.taps) :]
+    o, gate_up, down = table.named("o"), table.named("gate_up"), table.sliced
     onto_residual = OntoResidual(kind.residual_multiplier)
 
     def add(product: Product) -> tuple[Line, ...]:
@@ -33,13 +43,21 @@ def layer_of(table: StepTable, kind: LayerKind, max_context: int) -> tuple[Line,
 
     return (
         *(Multiply(one, OfTaps()) for one in table.taps),
-        Multiply(qkv, Heads(kind.attention), kind.norms.before),
-        Attend(table.attention, kind.attention, max_context),
+        *_mixing(table, kind, max_context),
         *add(o),
         *_choosing(table, kind),
         Multiply(gate_up, Gated(kind.clamped_gate or kind.activation), kind.norms.before),
         *add(down),
     )
+
+
+def _mixing(table: StepTable, kind: LayerKind, max_context: int) -> tuple[Line, Line]:
+    """What looks at other tokens: attention, or what a layer has in its place."""
+    if kind.delta is None:
+        heads = Multiply(table.heads, Heads(kind.attention), kind.norms.before)
+        return heads, Attend(table.attention, kind.attention, max_context)
+    assert table.delta_phase is not None
+    return Multiply(table.named(IN_PROJ), Mixed(), kind.norms.before), Remember(table.delta_phase)
 
 
 def _choosing(table: StepTable, kind: LayerKind) -> tuple[Line, ...]:
@@ -61,12 +79,13 @@ def page_of(config: ModelConfig, max_context: int = DEFAULT_CONTEXT) -> Page:
 
 
 def require_common(kinds: Sequence[LayerKind]) -> None:
-    """PlanError where layers differ in more than kernels know of: in windows, rotary embeddings and scales by position;
-    all else of a layer is that of the first."""
+    """PlanError where layers differ in more than kernels know of: in windows, rotary embeddings and scales by position,
+    and in whether they have attention; all else of a layer is that of the first."""
     own = ("window", "rope", "position_scale")
     first = kinds[0].attention
     for kind in kinds[1:]:
-        as_first = replace(kind, attention=replace(kind.attention, **{name: getattr(first, name) for name in own}))
+        alike = replace(kind.attention, **{name: getattr(first, name) for name in own})
+        as_first = replace(kind, attention=alike, delta=kinds[0].delta)
         pairs = {**_differing(kinds[0], as_first), **_differing(first, as_first.attention)}
         if found := ", ".join(f"{name} ({one!r} and {other!r})" for name, (one, other) in pairs.items()):
             raise PlanError(f"layers that differ in {found}: kernels know layers that differ in {', '.join(own)} alone")
@@ -104,7 +123,10 @@ class Heads:
             "rotary embedding": kind.rope,
             "queries scaled by position": kind.position_scale,
         }
-        return "; ".join([*(what for what, is_done in done.items() if is_done), "keys and values into the cache"])
+        gates = ["gates behind them"] if kind.gated else []
+        return "; ".join(
+            [*(what for what, is_done in done.items() if is_done), *gates, "keys and values into the cache"]
+        )
 
 
 @dataclass(frozen=True)
@@ -144,6 +166,13 @@ class Gated:
         if self.activation == "relu2":
             return "max(up, 0)^2"
         return f"{self.activation}(gate) * up" if isinstance(self.activation, str) else str(self.activation)
+
+
+@dataclass(frozen=True)
+class Mixed:
+    """Published as they are, for Gated DeltaNet."""
+
+    about = "published as they are"
 
 
 @dataclass(frozen=True)
@@ -221,7 +250,7 @@ class Multiply(Line):
     """A product, and what becomes of its rows. has_norm: its input goes through one."""
 
     product: Product
-    then: Heads | OntoResidual | OfTaps | Kept | Gated | Routes | Logits
+    then: Heads | OntoResidual | OfTaps | Kept | Gated | Mixed | Routes | Logits
     has_norm: bool = False
 
     @property
@@ -332,6 +361,7 @@ class Attend(Line):
             f"scaled by {kind.scale}": kind.scale,
             f"logits capped at {kind.soft_cap}": kind.soft_cap,
             "with sinks": kind.sinks,
+            "times gates": kind.gated,
         }
         what = ", ".join(["Attention over the cache", *(what for what, is_done in done.items() if is_done)])
         return f"{what}; then the merge of rows whose keys were split."
@@ -348,6 +378,37 @@ class Attend(Line):
     def text(self) -> PhaseText:
         fetched = "keys and values of earlier tokens"
         return PhaseText(self.name, self.about, self.waits, self.makes, fetched)
+
+
+@dataclass(frozen=True)
+class Remember(Line):
+    """Gated DeltaNet: every share of a sequence's memory read, changed and written by the block that keeps it."""
+
+    phase: DeltaPhase
+
+    @property
+    def name(self) -> str:
+        return self.phase.name
+
+    @property
+    def about(self) -> str:
+        heads = self.phase.heads
+        return (
+            f"Gated DeltaNet of {heads.value_heads} value heads on {heads.key_heads} key heads; "
+            "norms of heads by who reads them."
+        )
+
+    @property
+    def waits(self) -> tuple[str, ...]:
+        return self.phase.input.names
+
+    @property
+    def makes(self) -> tuple[str, ...]:
+        return *self.phase.output.names, self.phase.squares
+
+    @property
+    def text(self) -> PhaseText:
+        return PhaseText(self.name, self.about, self.waits, self.makes, "nothing")
 
 
 @dataclass(frozen=True)
@@ -369,7 +430,8 @@ class Choose(Line):
 @dataclass(frozen=True)
 class Page:
     """A step: what it begins with, the layers, each of one of some kinds, and the phases behind them. The kinds have
-    the same phases, whose lines may say other things."""
+    the same phases, whose lines may say other things, but for those of Gated DeltaNet: two others in the place of the
+    first two."""
 
     begin: Embed
     kinds: tuple[tuple[Line, ...], ...]
@@ -378,14 +440,29 @@ class Page:
 
     @property
     def layer(self) -> tuple[Line, ...]:
-        """The phases that every layer has, as the first one has them."""
-        return self.kinds[0] if self.kinds else ()
+        """The phases of a layer with attention, as the first one has them."""
+        return next((lines for lines in self.kinds if not is_delta(lines)), ())
+
+    @property
+    def delta(self) -> tuple[Line, ...]:
+        """Those of a layer of Gated DeltaNet, if there are any."""
+        return next(filter(is_delta, self.kinds), ())
+
+    @property
+    def common(self) -> tuple[Line, ...]:
+        """Those that all layers have."""
+        return tuple(line for line in self.layer if not self.delta or line in self.delta)
+
+    @property
+    def delta_layers(self) -> tuple[int, ...]:
+        """The layers of Gated DeltaNet."""
+        return tuple(layer for layer, kind in enumerate(self.kind_of_layer) if is_delta(self.kinds[kind]))
 
     @property
     def names(self) -> PhaseNames:
         """How reports count the phases."""
-        of_layer, once = (tuple(line.name for line in lines) for lines in (self.layer, self.once))
-        return PhaseNames(of_layer, once, len(self.kind_of_layer))
+        of_layer, once, delta = (tuple(line.name for line in lines) for lines in (self.layer, self.once, self.delta))
+        return PhaseNames(of_layer, once, len(self.kind_of_layer), delta, self.delta_layers)
 
     @property
     def rows(self) -> tuple[PhaseRow, ...]:
@@ -399,6 +476,11 @@ class Page:
 
     def __str__(self) -> str:
         return "\n".join(lines_of(self.rows))
+
+
+def is_delta(lines: Sequence[Line]) -> bool:
+    """Whether a layer's phases are those of Gated DeltaNet."""
+    return any(isinstance(line, Remember) for line in lines)
 
 
 def row(line: Line, when: str) -> PhaseRow:

@@ -17,6 +17,7 @@ from cheetah.models.dense.page import (
     Kept,
     Line,
     Logits,
+    Mixed,
     Multiply,
     NormBehind,
     OfTaps,
@@ -62,7 +63,7 @@ def input_section(product: Product) -> str:
 
 
 def sections_of_rows(
-    then: Heads | OntoResidual | OfTaps | Kept | Gated | Routes | Logits, product: Product
+    then: Heads | OntoResidual | OfTaps | Kept | Gated | Mixed | Routes | Logits, product: Product
 ) -> tuple[str, ...]:
     """The sections into which the rows of a product go."""
     if isinstance(then, Heads):
@@ -154,6 +155,8 @@ class PassSizes:
     def _check_model(self) -> None:
         if self.config.drafter is not None:
             raise PlanError("a pass begins with embeddings: a head that drafts reads prompts in steps")
+        if self.shape.gated_heads or self.shape.delta is not None:
+            raise PlanError("a pass knows no gated heads and no Gated DeltaNet so far")
         if self.config.has_out_biases and (self.shape.norms_behind or self.config.residual_multiplier != 1):
             raise PlanError("a pass adds o's biases to the residual, and knows no norm or multiplier between")
         if self.config.has_out_biases and self.gpu.ranks > 1:

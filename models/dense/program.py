@@ -69,7 +69,8 @@ class Step(StepParts):
             self.begin_step(step)
             with ch.roles_for(roles, self.shape.layers, name="layer") as layer:
                 self.begin_layer(layer)
-                for line in self.page.layer:
+                self.emit_own(step, layer)
+                for line in self.page.common:
                     self.emit_line(line, step, layer)
             self.end_layers()
             self.emit_head(step, self.layer_epoch)

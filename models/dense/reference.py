@@ -364,7 +364,9 @@ class Reference:
         cache = self.keys[index, :, seen], self.values[index, :, seen]
         output = attention(self.rounding(queries), *cache, kind.scale, kind.soft_cap, weights.sinks).reshape(-1)
         if weights.gate is not None:
-            output = output * logistic(matvec(weights.gate, normed))
+            gates = matvec(weights.gate, normed)
+            self.exchanged[-1]["qkv"] = np.concatenate([self.exchanged[-1]["qkv"], gates])
+            output = output * logistic(gates)
         self.exchanged[-1]["attention"] = output
         return np.asarray(matvec(weights.o, self.rounding(output)) + weights.o_bias, np.float32)
 

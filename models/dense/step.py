@@ -21,6 +21,9 @@ from cheetah.blocks.attention.step_port import LayerSinks, NormalisedHeads, Proj
 from cheetah.blocks.attention.variants import CAUSAL, Variant
 from cheetah.blocks.by_layer import by_layer, chosen
 from cheetah.blocks.columns import POSITION
+from cheetah.blocks.delta.memory import DeltaMemory, DeltaParameters
+from cheetah.blocks.delta.norms import NormedHeads
+from cheetah.blocks.delta.rows import PublishedPairs
 from cheetah.blocks.exchange import Exchange, Peers, Published
 from cheetah.blocks.exchange_kinds import make_exchange
 from cheetah.blocks.experts.choice import Choice, PublishedLogits
@@ -44,9 +47,11 @@ from cheetah.models.dense.page import (
     Heads,
     Kept,
     Line,
+    Mixed,
     Multiply,
     NormBehind,
     OntoResidual,
+    Remember,
     Routes,
     page_of,
 )
@@ -77,6 +82,7 @@ class StepParts(HeadParts):
             kinds=len(self.layers.windows),
             steps=self.columns.advance,
         )
+        self.memory = self._memory()
         self.experts = self._experts()
         if self.experts is not None:
             self.lists = (self.experts.list,)
@@ -88,6 +94,14 @@ class StepParts(HeadParts):
             *(machine, self.ring, self.exchange, self.schedule, self.cache, self.port, self.timeline, self._variant()),
             parameters=SimpleNamespace(sinks=LayerSinks(self.port, launch.sinks)),
         )
+
+    def _memory(self) -> DeltaMemory | None:
+        """What layers of Gated DeltaNet remember, where there are some."""
+        phase, launch = self.table.delta_phase, self.launch
+        if phase is None:
+            return None
+        parameters = [launch.delta_taps, launch.delta_numbers, launch.states, launch.state_slots]
+        return DeltaMemory(self.columns, phase.heads, DeltaParameters(*(one for one in parameters if one is not None)))
 
     def _experts(self) -> ExpertProducts | None:
         """The products of experts, where layers have some."""
@@ -200,11 +214,35 @@ class StepParts(HeadParts):
     def end_step(self, step: Any) -> None:
         """The next tokens are taken; if the launch ends, what was fetched of the next step is used up."""
         with self.machine.consumer:
-            self.tokens.end_step(step, lambda: self.linear.skip(self.matrices.of_layer[0]))
+            self.tokens.end_step(step, lambda: self.linear.skip(self._first_matrix))
         with self.machine.adding():
             self.tokens.leave_after(step)
 
+    @property
+    def _first_matrix(self) -> MatrixLayout:
+        """That of layer 0."""
+        lines = self.page.delta if 0 in self.page.delta_layers else self.page.layer
+        return next(self.matrices[line.product] for line in lines if isinstance(line, Multiply))
+
     # -- phases ---------------------------------------------------------------------------------------------------
+
+    def _is_delta(self, layer: Any) -> Any:
+        """Whether a layer is one of Gated DeltaNet."""
+        return by_layer([int(number in self.page.delta_layers) for number in range(self.shape.layers)], layer) == 1
+
+    def emit_own(self, step: Any, layer: Any) -> None:
+        """The phases that not all layers have."""
+        delta, others = (
+            [one for one in of if one not in self.page.common] for of in (self.page.delta, self.page.layer)
+        )
+        if not delta:
+            return
+        with ch.roles_if(self.machine.roles, self._is_delta(layer)):
+            for line in delta:
+                self.emit_line(line, step, layer)
+        with ch.roles_else(self.machine.roles):
+            for line in others:
+                self.emit_line(line, step, layer)
 
     def emit_line(self, line: Line, step: Any, layer: Any) -> None:
         """A phase of a layer."""
@@ -213,6 +251,8 @@ class StepParts(HeadParts):
                 return self.finish_kept_rows(line, layer)
             if isinstance(line, ChooseExperts):
                 return self.choose_experts(line)
+            if isinstance(line, Remember):
+                return self.remember(line, step, layer)
             if not isinstance(line, Multiply):
                 return self.attend(step, layer)
             prologue, epilogue = self.input_of(line.product, layer), self.epilogue_of(line, layer)
@@ -238,20 +278,49 @@ class StepParts(HeadParts):
     def attend(self, step: Any, layer: Any) -> None:
         """The block's items of the KV plan, then its merges of heads that were split."""
         machine, attention = self.machine, self.attention
+        number = self._number(layer, is_delta=False)
         with machine.producer:
-            with ch.if_((layer == 0) & (step > 0)), ch.if_(self.tokens.launch_is_over(step)):
-                ch.return_()
+            if 0 not in self.page.delta_layers:
+                self._leave_after_last(step, layer)
             if self.schedule.steps.is_counted:  # which is known behind that
                 with ch.if_(layer == 0):
                     self.schedule.advance(machine.producer, step)
-            attention.copy(layer, step)
+            attention.copy(number, step)
         with machine.consumer:
-            self.port.layer = layer
+            self.port.layer = number
             attention.attend(step, self.layer_epoch)
             self.timeline.stamp_here("attended")
             ch.comment("merge of partial states")
             attention.merge(self.layer_epoch)
             self.timeline.stamp_here("done")
+
+    def _leave_after_last(self, step: Any, layer: Any) -> None:
+        """In the producer role: nothing is fetched that a step writes before it is known whether another follows."""
+        with ch.if_((layer == 0) & (step > 0)), ch.if_(self.tokens.launch_is_over(step)):
+            ch.return_()
+
+    def remember(self, line: Remember, step: Any, layer: Any) -> None:
+        """The block's shares of what sequences remember."""
+        assert self.memory is not None
+        with self.machine.producer:
+            if 0 in self.page.delta_layers:
+                self._leave_after_last(step, layer)
+        with self.machine.consumer:
+            vectors = [line.phase.input.name, line.phase.output.name, line.phase.squares]
+            published = [self.exchange.at(name, self.layer_epoch) for name in vectors]
+            with self.machine.placed_anew(always=self.machine.plan.tokens == 1):
+                self.memory.remember(self._number(layer, is_delta=True), *published)
+            self.timeline.stamp_here("done")
+
+    def _number(self, layer: Any, is_delta: bool) -> Any:
+        """The number of a layer among those of Gated DeltaNet, or among the others."""
+        deltas, count = self.page.delta_layers, self.page.names.layers
+        if not deltas:
+            return layer
+        kinds = [(number in deltas) == is_delta for number in range(count)]
+        period = next(n for n in range(1, count + 1) if all(kinds[i] == kinds[i % n] for i in range(count)))
+        before = by_layer([sum(kinds[: number % period]) for number in range(count)], layer)
+        return layer // period * sum(kinds[:period]) + before
 
     # -- vectors, prologues and epilogues -------------------------------------------------------------------------
 
@@ -262,11 +331,11 @@ class StepParts(HeadParts):
 
     def input_of(self, product: Product, layer: Any) -> Prologue:
         """What brings the input of a product of a layer; meanwhile it has what is needed behind it brought into L2."""
-        places, is_first = self.places(product, layer), product is self.table.heads
+        places, is_first = self.places(product, layer), product.input == self.table.heads.input
         if is_first:
             prologue = self._input(product.input, self.layer_epoch - 1, places)
         else:
-            prologue = self.made_before(product, places)
+            prologue = self.made_before(product, places, layer)
         needed = self._needed_by_heads(layer) if product is self.table.heads else []
         if product.adds:
             norms = [self.norm(self.table.norm_behind(product, layer))]
@@ -275,7 +344,7 @@ class StepParts(HeadParts):
             needed += [(norm.weights, self.machine.hidden * 2) for norm in norms]
         return Prefetching(prologue, self.machine, needed) if needed else prologue
 
-    def made_before(self, product: Product, places: Any) -> Prologue:
+    def made_before(self, product: Product, places: Any, layer: Any) -> Prologue:
         """What a phase of the same layer made, slice by slice. Where waiting is most of a step all lanes poll the
         output of attention, since they come to it long before (qwen3-0.6b: 1.8 %); 1B loses 6 % so."""
         vector = product.input
@@ -288,13 +357,22 @@ class StepParts(HeadParts):
             return AllParts(*parts) if in_parts == 1 else PartsInTurn(*parts, product.in_turn(in_parts)[0])
         polled_by_all = self.table.is_attended(vector) and self.machine.plan.waits_most
         published = replace(self.vector(vector), one_waits=not polled_by_all)
-        return Slices(self.columns, published, vector.published, places)
+        phase = self.table.delta_phase
+        if phase is None or vector != phase.output:
+            return Slices(self.columns, published, vector.published, places)
+        squares = self.exchange.at(phase.squares, self.layer_epoch)
+        norm = phase.heads, self.config.rms_norm_eps, self._is_delta(layer)
+        source = NormedHeads(self.columns, published, squares, *norm)
+        return Slices(self.columns, source, vector.published, places)
 
     def epilogue_of(self, line: Multiply, layer: Any) -> PublishedRows:
         """What becomes of the rows of a line's product."""
         product = line.product
         if isinstance(line.then, Heads):
             return ProjectedHeads(self.projection, layer, self.layer_epoch)
+        if isinstance(line.then, Mixed):
+            assert product.output is not None
+            return PublishedPairs(self.vector(product.output), product.output.elements)
         if isinstance(line.then, Kept):
             assert product.output is not None
             return KeepRows(self.machine, self.squares_of(product.output, self.layer_epoch))
@@ -359,6 +437,7 @@ class StepParts(HeadParts):
     def _needed_by_heads(self, layer: Any) -> list[tuple[ch.Expr, int]]:
         """(address, bytes) of what the layer's projection and attention need beside its matrices."""
         vectors = {self.launch.biases: self.machine.projected_rows, self.launch.head_norms: self._head_norm_row}
+        layer = self._number(layer, is_delta=False)
         found = [(vector + layer * size, size * 2) for vector, size in vectors.items() if vector is not None]
         if self.launch.places is not None:  # of the products behind, and of the next layer's first or the head
             behind = self.table.places_row(self.table.placed[0], layer) + 1

@@ -18,12 +18,13 @@ from cheetah.models.dense.page import (
     page_of,
 )
 from cheetah.plan import M_TILE_ROWS, Gpu, ModelShape, Plan, step_matrices
+from cheetah.plan.delta import PARTS, TAPS, state_slots
 from cheetah.plan.formats import BF16_VECTOR, KV_TILE_TOKENS
 from cheetah.plan.index import round_up
 from cheetah.plan.kv import KvPlanLayout, max_plans
 from cheetah.plan.kv.tables import ROUND_WORDS
 from cheetah.plan.narrow import residual_m_tiles
-from cheetah.plan.products import STEP_EXCHANGES, AttentionPhase, Product, StepTable, Vector
+from cheetah.plan.products import STEP_EXCHANGES, AttentionPhase, DeltaPhase, Product, StepTable, Vector
 from cheetah.plan.regions import FILTER_WORDS, listed_tokens
 from cheetah.plan.world import world_of
 
@@ -36,13 +37,15 @@ def kv_layout(shape: ModelShape, gpu: Gpu, plan: Plan) -> KvPlanLayout:
 def exchange_sizes(shape: ModelShape, gpu: Gpu, plan: Plan) -> dict[str, int]:
     """Payload words of each exchanged vector; the inputs of products with the padding of their matrix."""
     table, sizes = shape.table, dict[str, int]()
-    for phase in table.layer:
+    for phase in (*table.delta, *table.layer):
         if not (phase.input.is_kept or phase.input.is_given):
             own = shape.of_rank(gpu.ranks).table.attention.input if isinstance(phase, AttentionPhase) else phase.input
             sizes[phase.input.name] = _words_of(table, own, plan)
         if isinstance(phase, AttentionPhase):
             partial_rows = kv_layout(shape, gpu, plan).max_partial_rows
             sizes[phase.partials] = partial_rows * (shape.head_dim + LSE_WORDS)
+        if isinstance(phase, DeltaPhase):
+            sizes[phase.squares] = plan.tokens * phase.heads.value_heads * PARTS
     words = squares_words(residual_m_tiles(shape, gpu), plan.tokens)
     squares = {vector.squares: words for vector in table.normed}
     if (heads := table.attention.input).has_squares:
@@ -78,8 +81,8 @@ def product_inputs(shape: ModelShape, gpu: Gpu, plan: Plan) -> dict[str, int]:
     def is_read_as_published(readers: Sequence[Product]) -> bool:
         if any(product.experts is not None for product in readers):
             return True
-        first, *others = (matrices[product].owners for product in readers)
-        return all(blocks <= first for blocks in others)
+        first, *others = (matrices[product] for product in readers)
+        return all(one.owners <= first.owners if one.is_once else one.owners == first.owners for one in others)
 
     inputs = shape.table.inputs.items()
     return {one.name: one.exponent for one, readers in inputs if is_read_as_published(readers)}
@@ -155,7 +158,25 @@ def sizes(config: ModelConfig, gpu: Gpu, plan: Plan) -> dict[str, int]:
         "blocks": gpu.blocks,
         "phases": len(phase_names(config)),
         **_bias_rows(shape),
+        **_delta_sizes(shape, plan),
         **dict(zip(("ordered_inputs", "longest_input"), places_shape(config), strict=True)),
+    }
+
+
+def _delta_sizes(shape: ModelShape, plan: Plan) -> dict[str, int]:
+    """Of layers of Gated DeltaNet; and how many layers have attention, where not all do."""
+    heads = shape.delta
+    if heads is None:
+        return {}
+    return {
+        "attention_layers": shape.attention_layers,
+        "delta_layers": len(heads.layers),
+        "channels": heads.channels,
+        "taps": TAPS,
+        "delta_numbers": heads.numbers,
+        "state_slots": state_slots(plan.batch),
+        "shares": heads.shares,
+        "share_words": heads.share_words,
     }
 
 

@@ -18,15 +18,16 @@ from numpy.typing import NDArray
 
 from cheetah.models.act_order import places_shape
 from cheetah.models.config import ModelConfig, round_up
-from cheetah.models.dense.delta import MEANING_OF_DELTA, delta_shapes
+from cheetah.models.dense.delta import IN_PROJ_TENSORS, MEANING_OF_DELTA, OUT_PROJ_TENSOR, delta_shapes
 from cheetah.models.family import MatrixRows, Merged, QuantizedMatrix
 from cheetah.models.formats.quantized import RowPlanes, rows_of_element
 from cheetah.models.layer_kind import LayerKind
 from cheetah.models.repacking import ScaleRows
 from cheetah.models.rounding import Bits
 from cheetah.plan import M_TILE_ROWS, MatrixLayout, StepMatrices
+from cheetah.plan.delta import TAPS
 from cheetah.plan.formats import MX_COLUMNS
-from cheetah.plan.products import Product, RowOrder
+from cheetah.plan.products import IN_PROJ, Product, RowOrder
 from cheetah.plan.world import Rank
 
 __all__ = [
@@ -76,6 +77,9 @@ SHARED_EXPERT = (
     _LAYER + "mlp.shared_expert_gate.weight",
 )
 """Of the expert that every token has, and the row by which it is weighed."""
+
+DELTA_TAPS, DELTA_NUMBERS = "delta_taps", "delta_numbers"
+"""Buffers of layers of Gated DeltaNet: see `cheetah.plan.delta`."""
 
 GROUP_ROWS = 8  # an M-tile is two groups of 8 consecutive rows of one tensor: the rows g and g + 8 of an mma fragment
 
@@ -165,7 +169,7 @@ def _modules_of(config: ModelConfig, product: Product) -> dict[str, int]:
     """The linear layers that make a matrix, with their rows."""
     if product.name in config.fused:
         return {module_of(config, product.name): sum(source.rows for source in product.sources)}
-    rows = {module_of(config, source.name): source.rows for source in product.sources}
+    rows = {module_of(config, source.name): source.rows for source in product.sources if source.name != "q_gate"}
     if product.order is RowOrder.HEADS and config.layer.attention.gated:
         rows[module_of(config, "q")] *= 2  # a head's query, then its gate
     return rows
@@ -312,10 +316,18 @@ def matrix_modules(config: ModelConfig) -> dict[str, tuple[str, ...]]:
 
 def matrix_tensors(config: ModelConfig, matrix: str, layer: int = 0, expert: int = 0) -> tuple[str, ...]:
     """The tensors that make `matrix` in `layer`, or that of one of its experts."""
-    product = config.table.named(matrix)
+    product = product_of(config, matrix)
     if product.is_once:
         return (head_tensor(config),)
+    if layer in config.delta_layers and (matrix == IN_PROJ or product is config.table.onto_residual[0]):
+        names = IN_PROJ_TENSORS if matrix == IN_PROJ else (OUT_PROJ_TENSOR,)
+        return tuple(name.format(layer=layer) for name in names)
     return tuple(f"{module}.weight".format(layer=layer, expert=expert) for module in _modules_of(config, product))
+
+
+def product_of(config: ModelConfig, matrix: str) -> Product:
+    """The product of a matrix, which layers of Gated DeltaNet alone may have."""
+    return (config.shape if matrix == IN_PROJ else config).table.named(matrix)
 
 
 def buffer_bytes(config: ModelConfig, matrices: StepMatrices) -> dict[str, int]:
@@ -326,7 +338,13 @@ def buffer_bytes(config: ModelConfig, matrices: StepMatrices) -> dict[str, int]:
         "norms": config.table.norm_count * row,
         "embedding": config.vocab_size * config.embedding_columns * 2,
     }
-    return sizes | {name: math.prod(shape) * 2 for name, shape in vector_shapes(config, matrices.ranks).items()}
+    vectors = vector_shapes(config, matrices.ranks).items()
+    return sizes | {name: math.prod(shape) * vector_element_bytes(name) for name, shape in vectors}
+
+
+def vector_element_bytes(name: str) -> int:
+    """Of the elements of a buffer of `vector_shapes`."""
+    return 4 if name == DELTA_NUMBERS else 2
 
 
 def vector_shapes(config: ModelConfig, ranks: int = 1) -> dict[str, tuple[int, ...]]:
@@ -342,7 +360,7 @@ def vector_shapes(config: ModelConfig, ranks: int = 1) -> dict[str, tuple[int, .
         experts = () if product.experts is None else (product.experts.count,)
         shapes[biases_name(product)] = (config.layers, *experts, len(row_groups(config, product.name)) * GROUP_ROWS)
     if config.head_norms == "each":
-        shapes["head_norms"] = (config.layers, 2, config.head_dim)
+        shapes["head_norms"] = (config.layers - len(config.delta_layers), 2, config.head_dim)
     if config.head_norms == "width":
         shapes["head_norms"] = (config.layers, config.query_rows + config.kv_rows)
     if config.has_sinks:
@@ -351,6 +369,9 @@ def vector_shapes(config: ModelConfig, ranks: int = 1) -> dict[str, tuple[int, .
         shapes["norms_behind"] = (config.layers, len(BEHIND), config.padded_hidden)
     if config.act_order:
         shapes["places"] = places_shape(config)
+    if (heads := config.shape.delta) is not None:
+        shapes[DELTA_TAPS] = (len(heads.layers), heads.channels, TAPS)
+        shapes[DELTA_NUMBERS] = (len(heads.layers), heads.numbers)
     return shapes
 
 
@@ -537,10 +558,12 @@ def groups_of(layout: MatrixLayout, m_tiles: range) -> range:
 @lru_cache(maxsize=64)
 def row_groups(config: ModelConfig, matrix: str) -> RowGroups:
     """How the rows of `matrix` are made from its tensors."""
-    product = config.table.named(matrix)
+    product = product_of(config, matrix)
     parts = _parts(config, product)
+    if product.order is RowOrder.GROUPS:
+        return _joined([_plain_groups(part) for part in parts])
     if product.order is RowOrder.HEADS:
-        orders = [config.rotary_order, config.rotary_order, None]
+        orders = [config.rotary_order, config.rotary_order, None, None][: len(parts)]
         return _joined([_head_groups(part, config.head_dim, order) for part, order in zip(parts, orders, strict=True)])
     if product.order is RowOrder.PAIRS:
         gate, up = (_plain_groups(part) for part in parts)
@@ -567,7 +590,7 @@ def rank_groups(config: ModelConfig, layout: MatrixLayout, rank: Rank) -> RowGro
     whole = row_groups(config, layout.name)
     if rank.size == 1:
         return whole
-    product = config.table.named(layout.name)
+    product = product_of(config, layout.name)
     if product.order is RowOrder.HEADS:
         return whole.chosen(_groups_of_heads(config, rank))
     if product.is_own:
@@ -596,17 +619,22 @@ def rotated_rows(config: ModelConfig) -> NDArray[np.int64]:
 @dataclass(frozen=True)
 class _Part:
     """Rows of a product that are of one source: `rows` of tensor `tensor`, from row `first` on, each `step` behind the
-    one before."""
+    one before. of_others: rows of another source behind those of each head."""
 
     tensor: int
     first: int
     rows: int
     step: int = 1
+    of_others: int = 0
 
 
 def _parts(config: ModelConfig, product: Product) -> list[_Part]:
     """Where the sources of a product lie: each a tensor, or one behind the other in a single one."""
     parts = [_Part(index, 0, source.rows) for index, source in enumerate(product.sources)]
+    if product.order is RowOrder.HEADS and config.layer.attention.gated:  # a head's query, then its gate
+        query, *others, gate = parts
+        query = replace(query, of_others=config.head_dim)
+        return [query, *others, replace(gate, tensor=0, first=config.head_dim, of_others=config.head_dim)]
     if product.name not in config.fused:
         return parts
     if product.name in config.interleaved:
@@ -631,7 +659,7 @@ def _head_groups(part: _Part, head_dim: int, order: NDArray[np.int64] | None) ->
     dims = np.arange(0, head_dim, GROUP_ROWS, dtype=np.int64)
     if order is not None:
         dims = order[dims].reshape(2, -1).T.reshape(-1)
-    heads = np.arange(0, part.rows, head_dim, dtype=np.int64)
+    heads = np.arange(part.rows // head_dim, dtype=np.int64) * (head_dim + part.of_others)
     first = part.first + (heads[:, None] + dims).reshape(-1)
     return np.full_like(first, part.tensor), first, np.full_like(first, GROUP_ROWS)
 

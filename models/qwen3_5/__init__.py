@@ -1,12 +1,13 @@
 """Qwen3-Next, and Qwen3.5, 3.6 and 3.8, which are of one architecture: Gated DeltaNet in three layers of four, and in
 the fourth attention with gated heads. Of models that see, the text part; the layer that drafts (`mtp`) is not read.
 
-There is no kernel for Gated DeltaNet yet: configurations and checkpoints are read, and what they mean is computed in
-float32; plans, and with them everything that runs, refuse such layers by name. So there are no presets.
+Dense models run. Of those of experts, configurations and checkpoints are read, and what they mean is computed in
+float32; plans, and with them everything that runs, refuse by name the expert that every token has.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -14,6 +15,7 @@ from cheetah.models.config import ModelConfig
 from cheetah.models.config_json import FULL, ConfigFile, Dialect
 from cheetah.models.dense.family import DenseFamily
 from cheetah.models.layer_kind import AttentionKind, DeltaNet, LayerKind, Norms
+from cheetah.models.rope import Rope
 from cheetah.models.routing import NOT_FOR_INFERENCE, routing_of, written_routing
 from cheetah.printable import shown
 
@@ -142,9 +144,33 @@ def _delta_layers(file: ConfigFile) -> tuple[int, ...]:
     return tuple(layer for layer, one in enumerate(types) if one == LINEAR)
 
 
-def _family(config_type: type[ModelConfig]) -> DenseFamily:
+def _family(config_type: type[ModelConfig], presets: Mapping[str, ModelConfig]) -> DenseFamily:
     exact = (".A_log", ".dt_bias", ".linear_attn.norm.weight")
-    return DenseFamily(config_type, {}, unread=("mtp.",), kept_exact=exact)
+    return DenseFamily(config_type, presets, unread=("mtp.",), kept_exact=exact)
 
 
-FAMILIES = tuple(map(_family, (Qwen35Config, Qwen35MoeConfig, Qwen3NextConfig)))
+def _published(
+    hidden: int, ffn: int, layers: int, heads: tuple[int, int], value_heads: int, tied: bool = False
+) -> Qwen35Config:
+    """heads: of queries, and of keys and values."""
+    return Qwen35Config(
+        *(hidden, ffn, layers, *heads),
+        head_dim=256,
+        vocab_size=248320,
+        rms_norm_eps=1e-6,
+        max_position_embeddings=262144,
+        tied_embeddings=tied,
+        rope=Rope(1e7, partial_rotary_factor=0.25),
+        delta=DeltaNet(16, value_heads),
+        delta_layers=tuple(layer for layer in range(layers) if (layer + 1) % 4),
+    )
+
+
+PRESETS = {
+    "qwen3.5-0.8b": _published(1024, 3584, 24, (8, 2), 16, tied=True),
+    "qwen3.5-2b": _published(2048, 6144, 24, (8, 2), 16, tied=True),
+    "qwen3.5-4b": _published(2560, 9216, 32, (16, 4), 32, tied=True),
+    "qwen3.5-9b": _published(4096, 12288, 32, (16, 4), 32),
+    "qwen3.5-27b": _published(5120, 17408, 64, (24, 4), 48),
+}
+FAMILIES = (_family(Qwen35Config, PRESETS), _family(Qwen35MoeConfig, {}), _family(Qwen3NextConfig, {}))

@@ -41,6 +41,7 @@ from cheetah.runtime.assembly.kernels import (
     import_program,
     logits_rows,
     pool_pages,
+    pool_states,
     shared_buffers,
 )
 from cheetah.runtime.assembly.memory import LABELS, MemoryEstimate, size_text
@@ -53,6 +54,7 @@ from cheetah.runtime.engine.kv_cache import CachedSequence, PagePool
 from cheetah.runtime.engine.launcher import Launcher
 from cheetah.runtime.engine.launches import LoadedKernel
 from cheetah.runtime.engine.prompt_passes import PassLauncher
+from cheetah.runtime.engine.states import StatePool
 
 if TYPE_CHECKING:
     from cheetah.runtime.device.interface import Buffer, Device, DeviceInfo, Kernel, MappedBuffer
@@ -309,7 +311,8 @@ def new_cache(config: ModelConfig, manifest: Manifest) -> CachedSequence:
     plan = Plan.from_dict(manifest.plan)
     context = min(plan.max_context, config.max_position_embeddings)
     reason = "max_context" if context == plan.max_context else "max_position_embeddings of the model"
-    return CachedSequence(PagePool(pool_pages(manifest)), plan.page_size, context, reason)
+    pool = PagePool(pool_pages(manifest), states=StatePool(pool_states(manifest)))
+    return CachedSequence(pool, plan.page_size, context, reason)
 
 
 def _memory_line(memory: MemoryEstimate, info: DeviceInfo) -> str:

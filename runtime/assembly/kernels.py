@@ -63,13 +63,14 @@ class KernelSpec:
     def written(self) -> Generated:
         """The kernel. CheetahError where it is not the one that was described."""
         made = self.write()
-        manifest = with_pages(made.manifest, pool_pages(self.manifest))
+        manifest = with_pages(made.manifest, pool_pages(self.manifest), pool_states(self.manifest))
         check_manifest(manifest, self.manifest)
         return KeptText(made.text, manifest)
 
-    def with_pages(self, pages: int) -> KernelSpec:
-        """The same over a cache of so many pages, as its launches are told: its text does not depend on it."""
-        return replace(self, manifest=with_pages(self.manifest, pages))
+    def with_pages(self, pages: int, states: int | None = None) -> KernelSpec:
+        """The same over a cache of so many pages, as its launches are told: its text does not depend on it. states:
+        over so many of these."""
+        return replace(self, manifest=with_pages(self.manifest, pages, states))
 
 
 @dataclass(frozen=True)
@@ -88,7 +89,8 @@ class Kernels:
 
     def with_pages(self, pages: int) -> Kernels:
         """The same over a cache of so many pages."""
-        return replace(self, specs=tuple(spec.with_pages(pages) for spec in self.specs))
+        states = pool_states(self.specs[0].manifest)
+        return replace(self, specs=tuple(spec.with_pages(pages, states) for spec in self.specs))
 
     def memory(self) -> MemoryEstimate:
         """What all of them need."""
@@ -128,6 +130,10 @@ class KernelsAsked:
         passes = [*self._passes(decoding.manifest, notes)]
         prompts = self._prompts(plan, decoding.manifest, notes)
         made += [*passes, *prompts]
+        if self.config.delta_layers:
+            notes.append(
+                "prompts are read whole: what a sequence remembers is of all its tokens, and kept for no other"
+            )
         if passes:
             most = replace(Plan.from_dict((prompts or made)[0].manifest.plan), drafts=0)
             made.append(self._head(most, max(PassPlan.from_dict(one.manifest.plan).tokens for one in passes)))
@@ -291,7 +297,7 @@ def _first_line(error: Exception) -> str:
 
 def shared_buffers(config: ModelConfig) -> tuple[str, ...]:
     """Buffers that two kernels of a model have in common: the model, and the cache with its scales."""
-    return (*family_of(config).model_buffers(config), "kv", "kv_scales")
+    return (*family_of(config).model_buffers(config), "kv", "kv_scales", "states")
 
 
 def _check_shared(config: ModelConfig, manifest: Manifest, other: KernelSpec) -> None:
@@ -311,15 +317,24 @@ def pool_pages(manifest: Manifest) -> int:
     return next((buffer.shape[1] for buffer in manifest.buffers if buffer.name == "kv"), 0)
 
 
-def with_pages(manifest: Manifest, pages: int) -> Manifest:
-    """The manifest of the same kernel over a cache of so many pages, if it has one."""
-    buffers = tuple(_with_pages(buffer, pages) if buffer.name == "kv" else buffer for buffer in manifest.buffers)
+def pool_states(manifest: Manifest) -> int:
+    """What sequences may remember at a time in a manifest's kernel; 0 if they remember nothing beside their pages."""
+    return next((buffer.shape[0] for buffer in manifest.buffers if buffer.name == "states"), 0)
+
+
+def with_pages(manifest: Manifest, pages: int, states: int | None = None) -> Manifest:
+    """The manifest of the same kernel over a cache of so many pages, if it has one; and over so many states."""
+    places = {"kv": (1, pages)} | ({} if states is None else {"states": (0, states)})
+    buffers = tuple(
+        _with_length(buffer, *places[buffer.name]) if buffer.name in places else buffer for buffer in manifest.buffers
+    )
     return replace(manifest, buffers=buffers)
 
 
-def _with_pages(pool: BufferSpec, pages: int) -> BufferSpec:
-    layers, before, *page = pool.shape
-    return replace(pool, shape=(layers, pages, *page), bytes=pool.bytes // before * pages)
+def _with_length(pool: BufferSpec, place: int, length: int) -> BufferSpec:
+    """The buffer with another length at a place of its shape."""
+    shape = (*pool.shape[:place], length, *pool.shape[place + 1 :])
+    return replace(pool, shape=shape, bytes=pool.bytes // pool.shape[place] * length)
 
 
 def memory_needed(config: ModelConfig, manifest: Manifest, *others: Manifest) -> MemoryEstimate:

@@ -21,6 +21,7 @@ LABELS = {
     "norms_behind": "norms",
     "rope": "rotary table",
     "kv": "keys and values",
+    "states": "states",
     "logits": "logits",
 }
 WORKSPACE = "workspace"

@@ -11,6 +11,7 @@ as any other.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Container
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -117,7 +118,7 @@ class RandomTensors:
             normal = _window(self._normal, begin, shape[0])
             is_bias = name.endswith(BIAS_SUFFIX)
             return _bits(np.float32(BIAS_SPREAD) * normal if is_bias else 1 + np.float32(NORM_SPREAD) * normal)
-        return _window(self._block(shape[1]), begin, shape[0] * shape[1]).reshape(shape)
+        return _window(self._block(math.prod(shape[1:])), begin, math.prod(shape)).reshape(shape)
 
     def rows(self, name: str) -> MatrixRows | QuantizedMatrix:
         """The matrix `name`, of which nothing is made but what is read."""

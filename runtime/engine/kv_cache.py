@@ -19,6 +19,7 @@ import numpy.typing as npt
 
 from cheetah.errors import CheetahError
 from cheetah.manifest import NO_PAGE
+from cheetah.runtime.engine.states import StatePool
 
 
 def pages_for(tokens: int, page_size: int) -> int:
@@ -58,10 +59,11 @@ class PagePool:
 
     Whoever takes or shares a page gives it back once; it is free when all have. Every method either does all that is
     asked or raises with nothing changed. `cache`, if set, is asked to give pages up before a request is refused.
+    states: those of its sequences, where they have some.
     """
 
-    def __init__(self, pages: int, order: Iterable[int] | None = None):
-        self.pages = pages
+    def __init__(self, pages: int, order: Iterable[int] | None = None, states: StatePool | None = None):
+        self.pages, self.states = pages, states or StatePool()
         self.cache: PageCache | None = None
         self._free = list(range(pages) if order is None else order)
         if sorted(self._free) != list(range(pages)):
@@ -169,7 +171,8 @@ class CachedSequence:
     """The cached tokens of one sequence.
 
     `length` tokens are in the cache, in `pages` (NO_PAGE: given back, because a window left it behind); a launch's new
-    tokens are added to `length` by whoever launched it.
+    tokens are added to `length` by whoever launched it. `state` is the number of what it remembers of them, where
+    sequences have that beside their pages.
     `context` is how many there may be at most, `context_reason` says whose limit it is (for the error). Every method
     either does all that is asked or raises CheetahError with nothing changed. `clear` it when it is not needed any
     more: its pages stay taken until then.
@@ -182,6 +185,7 @@ class CachedSequence:
         self._context_reason = context_reason
         self.pages: list[int] = []
         self.length = 0
+        self.state: int | None = None
 
     def reserve(self, tokens: int) -> bool:
         """Makes room for `tokens` tokens in all, of which those from `length` on will be written; true if the page
@@ -194,6 +198,15 @@ class CachedSequence:
         self.check_fits(tokens)
         if tokens <= self.length:
             return False
+        lacks_state = self.pool.states.count > 0 and self.state is None
+        if lacks_state and not self.pool.states.free:
+            raise PagesExhausted(f"all {self.pool.states.count} states are held by sequences: use fewer at a time")
+        is_changed = self._reserve_pages(tokens)
+        if lacks_state:
+            self.state = self.pool.states.take()
+        return is_changed
+
+    def _reserve_pages(self, tokens: int) -> bool:
         missing = max(0, pages_for(tokens, self.page_size) - len(self.pages))
         shared = self._shared_to_write(tokens)
         if not missing and not shared:
@@ -212,7 +225,16 @@ class CachedSequence:
         pages = self.pages[: pages_for(self.length, self.page_size)]
         self.pool.share(page for page in pages if page != NO_PAGE)
         other.pages, other.length = pages, self.length
+        if self.state is not None and self.length:
+            other._copy_state(self.state)
         return other
+
+    def _copy_state(self, source: int) -> None:
+        if not self.pool.states.free:
+            self.clear()
+            raise PagesExhausted(f"all {self.pool.states.count} states are held by sequences: use fewer at a time")
+        self.state = self.pool.states.take()
+        self.pool.states.note_copy(source, self.state)
 
     def adopt(self, pages: Sequence[int], tokens: int) -> None:
         """Begins an empty sequence with `tokens` tokens that full pages of others hold, such as a cached prefix."""
@@ -221,6 +243,8 @@ class CachedSequence:
         if tokens != len(pages) * self.page_size:
             capacity = len(pages) * self.page_size
             raise CheetahError(f"{tokens} tokens do not fill {len(pages)} pages: adopt {capacity} tokens, full pages")
+        if tokens and self.pool.states.count:
+            raise CheetahError("what a sequence remembers of its tokens is in no page: it cannot begin with others'")
         self.check_fits(tokens)
         self.pool.share(pages)
         self.pages, self.length = list(pages), tokens
@@ -243,6 +267,8 @@ class CachedSequence:
         also those reserved ahead."""
         if not 0 <= tokens <= self.length:
             raise CheetahError(f"cannot truncate a sequence of {self.length} tokens to {tokens}: give 0 to its length")
+        if self.state is not None and 0 < tokens < self.length:
+            raise CheetahError(f"cannot truncate a sequence to {tokens} tokens: it remembers {self.length} at once")
         kept = pages_for(tokens, self.page_size)
         if kept and self.pages[kept - 1] == NO_PAGE:
             raise CheetahError(f"cannot truncate a sequence to {tokens} tokens: their pages were given back")
@@ -258,6 +284,9 @@ class CachedSequence:
         """Forgets all tokens and gives the pages back."""
         self._give_back(self.pages)
         self.pages, self.length = [], 0
+        if self.state is not None:
+            self.pool.states.give_back(self.state)
+            self.state = None
 
     def table(self, entries: int) -> npt.NDArray[np.int32]:
         """The page table, int32 [entries]; entries without a page are NO_PAGE."""

@@ -55,6 +55,7 @@ class Launcher(StepLaunches):
         manifest = loaded.manifest
         self.cache, self.kv_chunk = cache, self._plan.kv_chunk
         self.tile_count = 0  # of the launch that was prepared last
+        self._under_way: Sequence[Part] = ()  # of the launch that was started last
         self._gpu = Gpu(**manifest.gpu, ranks=manifest.world_size)
         self._plans = _Plans(manifest, loaded.config, self._plan, self._gpu)
 
@@ -96,6 +97,7 @@ class Launcher(StepLaunches):
 
     def start(self, launch: Launch) -> None:
         """Starts it; returns at once on a GPU. No other may be started before it is finished."""
+        self._under_way = launch.placed
         super().start(launch)
         with self._noting_failures():
             self._prepare_next(launch.placed, launch.geometry)  # while the kernel runs
@@ -121,7 +123,16 @@ class Launcher(StepLaunches):
         self._upload("page_table", np.stack([part.cache.table(pages) for part in parts]))
         self._upload("tiles", tiles)
         self._upload("kv_plans", plans)
+        if "state_slots" in self._buffers:
+            self._upload("state_slots", np.array([part.cache.state for part in parts], np.int32))
         return {"plan_count": len(plans)}
+
+    def _begin_again(self) -> None:
+        """What sequences remember may be of more tokens than they have: they are read again."""
+        super()._begin_again()
+        for part in self._under_way:
+            if part.cache.state is not None:
+                part.cache.clear()
 
     def _advance(self, part: Part, token_ids: tuple[int, ...], reached: int) -> None:
         # All that was sampled but the last one of those; what follows a stop id was computed for nobody.

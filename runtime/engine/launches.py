@@ -306,6 +306,10 @@ class KernelLaunches:
         for part in parts:
             copies = part.cache.take_copies()
             copy_pages(self._buffers["kv"], self._pool_shape, self._plan.kv_element_bytes, copies)
+        states = parts[0].cache.pool.states
+        for source, target in states.take_copies():
+            nbytes = self._buffers["states"].nbytes // states.count
+            self._buffers["states"].copy(source * nbytes, target * nbytes, nbytes)
 
     def _upload(self, name: str, words: npt.NDArray[np.int32]) -> None:
         """Writes the beginning of a table, if it is not there already."""

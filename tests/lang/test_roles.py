@@ -139,3 +139,35 @@ def test_an_exception_in_a_shared_loop_is_the_users() -> None:
         prim.block_barrier()
 
     assert body(next_one) == ["  block_barrier();"]
+
+
+def test_roles_share_a_condition_and_what_is_done_otherwise() -> None:
+    @ch.kernel(ch.Params(n=ty.u32, x=ty.ptr_mut(ty.u32)))
+    def kernel(n, x):
+        roles = copy, math = ch.Role("producer"), ch.Role("consumer")
+        with ch.roles_for(roles, n) as layer:
+            with ch.roles_if(roles, layer == 3):
+                with copy:
+                    x[0] = layer
+                with math:
+                    x[1] = layer
+            with ch.roles_else(roles), math:
+                x[2] = layer
+        copy.emit_here()
+        with ch.if_(n > 1):
+            math.emit_here()
+
+    assert body(kernel) == [
+        "  for (uint32_t layer = 0; layer < n; ++layer) {",
+        "    if (layer == 3) x[0] = layer;",
+        "  }",
+        "  if (n > 1) {",
+        "    for (uint32_t layer = 0; layer < n; ++layer) {",
+        "      if (layer == 3) {",
+        "        x[1] = layer;",
+        "      } else {",
+        "        x[2] = layer;",
+        "      }",
+        "    }",
+        "  }",
+    ]

@@ -15,7 +15,7 @@ NARROW = {
     *("llama-3.2-3b", "qwen3-0.6b", "qwen3-4b", "qwen3-14b", "qwen3-32b", "mistral-small-24b", "mistral-small-3.2-24b"),
     *("ministral-3-3b", "ministral-3-14b", "phi-3-mini-4k", "phi-4-mini", "phi-4", "olmo-2-32b", "olmo-3-32b"),
     *("granite-4.0-micro", "afm-4.5b", "gemma-2-2b", "gemma-2-27b", "gemma-3-270m", "gemma-3-4b"),
-    *("exaone-4.0-32b", "seed-oss-36b"),
+    *("exaone-4.0-32b", "seed-oss-36b", "qwen3.5-0.8b", "qwen3.5-4b", "qwen3.5-27b"),
 }
 
 
@@ -61,4 +61,5 @@ def test_o_and_down_lie_with_the_same_blocks_and_say_so(name):
     owners = {matrices[product].split for product in shape.table.onto_residual}
     assert owners == {residual_split(shape, H200)}
     described = {entry["name"]: entry.get("tile_rows") for entry in matrices.describe()}
-    assert described == {"qkv": None, "o": 8, "gate_up": None, "down": 8, "lm_head": None}
+    own = {} if shape.delta is None else {"in_proj": None}
+    assert described == own | {"qkv": None, "o": 8, "gate_up": None, "down": 8, "lm_head": None}

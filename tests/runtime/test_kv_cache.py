@@ -11,7 +11,15 @@ from hypothesis import strategies as st
 
 from cheetah.errors import CheetahError
 from cheetah.manifest import NO_PAGE
-from cheetah.runtime.engine.kv_cache import CachedSequence, PageCopy, PagePool, pages_for, shared_prefix
+from cheetah.runtime.engine.kv_cache import (
+    CachedSequence,
+    PageCopy,
+    PagePool,
+    PagesExhausted,
+    pages_for,
+    shared_prefix,
+)
+from cheetah.runtime.engine.states import StatePool
 
 
 @given(st.integers(0, 200), st.integers(1, 64))
@@ -365,3 +373,24 @@ def test_pages_that_a_window_left_behind_are_given_back_once_and_stay_behind() -
     assert not other.pages
     sequence.clear()
     assert pool.free_pages == 8
+
+
+def test_sequences_have_states_of_their_own_as_long_as_they_have_pages() -> None:
+    pool = PagePool(8, states=StatePool(2))
+    first = CachedSequence(pool, 4, 32)
+    assert first.state is None and first.reserve(3) and first.state == 0
+    first.length = 3
+    second = first.fork()
+    assert second.state == 1 and pool.states.take_copies() == [(0, 1)] and pool.states.take_copies() == []
+    with pytest.raises(PagesExhausted, match="all 2 states are held"):
+        CachedSequence(pool, 4, 32).reserve(1)
+    with pytest.raises(PagesExhausted, match="all 2 states are held"):
+        first.fork()
+    free = pool.free_pages
+    with pytest.raises(CheetahError, match="it remembers 3 at once"):
+        first.truncate(2)
+    with pytest.raises(CheetahError, match="it cannot begin with others'"):
+        CachedSequence(pool, 4, 32).adopt(first.pages, 4)
+    second.clear()
+    third = CachedSequence(pool, 4, 32)
+    assert pool.free_pages == free and third.reserve(2) and third.state == 1

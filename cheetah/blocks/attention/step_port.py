@@ -92,11 +92,29 @@ class StepPort(AttentionPort):
         lse: ch.Expr,
         epoch: ch.Expr,
     ) -> None:
+        if self.shape.gated_heads:
+            low, high = self._gated(column, head, dim_pair, low, high, epoch)
         element = head * self.machine.head_dim + dim_pair * 2
         if self.machine.world.size > 1:
             element = element + self.machine.rank * self.shape.query_rows  # of the ranks before
         place = fragment_word(element, column, self.columns.limit)
         self.exchange.publish(self.makes, place, prim.pack_bf16x2(low, high), epoch)
+
+    @ch.inline
+    def _gated(
+        self, column: ch.Expr, head: ch.Expr, dim_pair: ch.Expr, low: ch.Expr, high: ch.Expr, epoch: ch.Expr
+    ) -> tuple[Any, Any]:
+        """Two dims of a head times the logistic function of their gates, which are heads behind those of values."""
+        raw = RawHead(column, head + (self.shape.heads + 2 * self.shape.kv_heads), dim_pair // (UNIT // 2))
+        unit = self.unit(raw, epoch)
+        first = ch.select(dim_pair % 2 == 0, unit.x, unit.y)
+        second = ch.select(dim_pair % 2 == 0, unit.z, unit.w)
+        gates = ch.const(ty.u32, ch.select(dim_pair % 4 < 2, first, second), name="gates")
+        return low * logistic(prim.bf16x2_low(gates)), high * logistic(prim.bf16x2_high(gates))
+
+
+def logistic(number: ch.Expr) -> ch.Expr:
+    return prim.divide_f32(1.0, 1.0 + prim.exp_f32(-number))
 
 
 @dataclass(frozen=True, eq=False)

@@ -74,7 +74,8 @@ class Slices(Prologue):
 
     @property
     def waits(self) -> tuple[str, ...]:
-        own = (self.source.name,) if isinstance(self.source, Published) else ()
+        name = getattr(self.source, "name", None)
+        own = () if name is None else (name,)
         return (*own, *(() if self.scale is None else self.scale.waits))
 
     def scale_of_products(self) -> ColumnScale | None:
