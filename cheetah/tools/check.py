@@ -22,6 +22,7 @@ from cheetah.generate import choose_plan, describe_pass, generate_head, generate
 from cheetah.package import Generated
 from cheetah.plan import Gpu, ModelShape, Plan, PlanError, gpu_named
 from cheetah.plan.formats import KV_TILE_TOKENS
+from cheetah.plan.gpu import together
 from cheetah.plan.prompt import PassPlan, default_pass_plan, short_pass_plans
 from cheetah.tools.explained import kept_text
 from cheetah.tools.features import features_of, features_of_passes
@@ -278,9 +279,8 @@ def _cut_passes(subject: Subject, gpu: str) -> Case:
     """Passes over few tokens, of sizes of which most is cut. PlanError where the model has no passes. Several ranks
     make none with items of a fixed length."""
     config, plan, ranks = subject.config, subject.plan, gpu_named(gpu).ranks
-    if ranks == 1:
-        gpu = CUT_GPU
-    else:
+    gpu = together(gpu_named(CUT_GPU), ranks).name
+    if ranks > 1:
         plan = {"kv_chunk": 0, **plan}
     subjects = [many_tokens_subject(config, plan, {**MANY_TOKENS, **sizes}, ranks) for sizes in CUT_SIZES]
     most = max(subjects, key=lambda one: len(_features_of_passes(one, gpu, _of_few_tokens)))

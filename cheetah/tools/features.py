@@ -7,13 +7,15 @@ from __future__ import annotations
 from contextlib import suppress
 from typing import Any
 
-from cheetah.generate import choose_plan, describe_kernel
+import numpy as np
+
+from cheetah.generate import choose_plan
 from cheetah.manifest import Manifest
 from cheetah.models.config import ModelConfig
 from cheetah.models.registry import family_of
 from cheetah.plan import Gpu, Plan, PlanError, step_matrices
 from cheetah.plan.formats import BF16, KV_TILE_TOKENS
-from cheetah.plan.halves import PAGE_BYTES
+from cheetah.plan.halves import PART_BYTES
 from cheetah.plan.prompt import PassPlan, default_pass_plan, short_pass_plans
 
 PASSES, LONG_PASS = "passes over prompts", 2048
@@ -25,12 +27,11 @@ FEW_STATES = 4
 def features_of_steps(config: ModelConfig, gpu: Gpu, plan: Plan) -> set[str]:
     """Of the kernel of decode steps by that plan."""
     matrices = step_matrices(config.shape, plan, gpu)
-    exchange = describe_kernel(config, gpu, plan).buffer("exchange")
     tokens = "one token a step" if plan.tokens == 1 else "several tokens a step"
     has = _of_model(config, plan) | {
         "tagged words": plan.sync == "flags",
         "copied vectors": plan.sync == "barrier",
-        "vectors in halves of L2": plan.sync == "flags" and exchange.bytes >= PAGE_BYTES,
+        "vectors in halves of L2": _lies_in_halves(config, gpu, plan),
         f"narrow M-tiles, {tokens}": any(one.is_narrow for one in matrices),
         "parts of a product's input": plan.down_slices > 1,
         TAPPED: bool(plan.taps),
@@ -45,6 +46,13 @@ def features_of_steps(config: ModelConfig, gpu: Gpu, plan: Plan) -> set[str]:
         f"merges of more than {FEW_STATES} states": most_states(config, gpu, plan) > FEW_STATES,
     }
     return {name for name, is_there in has.items() if is_there}
+
+
+def _lies_in_halves(config: ModelConfig, gpu: Gpu, plan: Plan) -> bool:
+    """Whether inputs of products lie in parts, between which there is room for others."""
+    exchanged = family_of(config).program.exchanged_vectors(config, gpu, plan)
+    gaps = (np.diff(np.sort(one.places, axis=None)) for one in exchanged if one.is_tagged)
+    return any(np.any(found > PART_BYTES // 4) for found in gaps)
 
 
 def features_of_passes(config: ModelConfig, gpu: Gpu, plan: Plan, pass_plan: PassPlan) -> set[str]:
