@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from cheetah.errors import CheetahError
 from cheetah.plan.defaults import default_context
 from cheetah.printable import shown
+from cheetah.runtime.engine.draft_head import DraftHead, FeatureStore
 from cheetah.runtime.engine.draft_model import DraftModel
 from cheetah.runtime.engine.draft_rounds import RoundLauncher
 from cheetah.runtime.options import LoadOptions
@@ -25,6 +26,7 @@ TOKENIZER = "tokenizer.json"
 def opened_draft_model(options: LoadOptions, target: Checkpoint) -> Checkpoint | None:
     """The checkpoint that drafts for `target`, if one shall. CheetahError where it cannot: another tokenizer, a shorter
     context."""
+    from cheetah.runtime.checkpoint.drafters import open_drafter
     from cheetah.runtime.checkpoint.loading import open_checkpoint
 
     asked = None if options.speculative_config is None else draft_model_of(options.speculative_config)
@@ -32,7 +34,10 @@ def opened_draft_model(options: LoadOptions, target: Checkpoint) -> Checkpoint |
         return None
     if options.tensor_parallel_size > 1:
         raise CheetahError("speculative_config: a draft model runs on one GPU: leave tensor_parallel_size out")
-    found = open_checkpoint(asked.model, asked.revision, options.local_files_only)
+    if asked.is_head:
+        found = open_drafter(asked.model, target, asked.revision, options.local_files_only)
+    else:
+        found = open_checkpoint(asked.model, asked.revision, options.local_files_only)
     found.check_quantization(asked.quantization)
     context = options.max_context or default_context(target.config.max_position_embeddings)
     if target.config.window(context) is not None:
@@ -53,8 +58,15 @@ def opened_draft_model(options: LoadOptions, target: Checkpoint) -> Checkpoint |
 def drafting_model(made: Assembly) -> DraftModel:
     """Launches of the second model of what was assembled, and of rounds of both."""
     drafts, handoff = made.drafts, made.handoff
-    assert drafts is not None and handoff is not None
+    assert drafts is not None
     alone = drafts.solo or drafts.launcher
+    if "features" in drafts.buffers:
+        store = FeatureStore(drafts.buffers["features"], drafts.manifest.buffer("features").shape)
+        for one in (made.launcher, made.prompts, made.solo, *made.passes):
+            if one is not None:
+                one.copied_beside = store.copy_pages
+        return DraftHead(drafts.launcher, alone, store)
+    assert handoff is not None
     rounds = RoundLauncher(handoff, made.launcher, alone, drafts.launcher)
     return DraftModel(drafts.launcher, alone, drafts.passes, rounds)
 

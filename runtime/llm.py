@@ -137,7 +137,7 @@ class LLM:
             _print_notes(checkpoint, notes, self.tokenizer)
         with watch("open the draft model"):
             drafts = opened_draft_model(options, checkpoint)
-        self._assembly = assemble_with(checkpoint, _assembly_options(options, self.config, watch), drafts)
+        self._assembly = assemble_with(checkpoint, _assembly_options(options, self.config, watch, drafts), drafts)
         self.manifest = self._assembly.manifest
         self.memory = self._assembly.memory
         self.max_context = self._assembly.launcher.cache.context
@@ -514,8 +514,10 @@ def _speculation(options: LoadOptions) -> Speculation | None:
     return None if options.speculative_config is None else speculation_of(options.speculative_config)
 
 
-def _assembly_options(options: LoadOptions, config: ModelConfig, watch: Stopwatch) -> AssemblyOptions:
-    """The same for what assembles a model of this configuration."""
+def _assembly_options(
+    options: LoadOptions, config: ModelConfig, watch: Stopwatch, drafting: Checkpoint | None = None
+) -> AssemblyOptions:
+    """The same for what assembles a model of this configuration, and one that drafts for it."""
     from cheetah.runtime.assembly.options import AssemblyOptions
 
     most = config.max_position_embeddings
@@ -536,6 +538,7 @@ def _assembly_options(options: LoadOptions, config: ModelConfig, watch: Stopwatc
         "drafts": drafts or None,
         "by_numbers": 1 if drafts else None,  # so that kernels of 1 to 8 columns have the same bits
         "tokens": next(size for size in STEP_TOKENS if size >= max(drafts + 1, batch)) if drafts else None,
+        "taps": _taps_of(drafting),
         **(options.plan or {}),
     }
     return AssemblyOptions(
@@ -553,6 +556,12 @@ def _assembly_options(options: LoadOptions, config: ModelConfig, watch: Stopwatc
         memory_share=options.gpu_memory_utilization or 1.0,
         watch=watch,
     )
+
+
+def _taps_of(drafting: Checkpoint | None) -> str | None:
+    """The layers that a head which drafts takes the output of."""
+    head = None if drafting is None else drafting.config.drafter
+    return None if head is None else ",".join(map(str, head.layers))
 
 
 def _print_notes(checkpoint: Checkpoint, of_sampling: Sequence[str], tokenizer: Tokenizer | None) -> None:

@@ -13,10 +13,11 @@ from cheetah.plan.regions import NGRAM_TOKENS
 from cheetah.printable import shown
 from cheetah.runtime.engine.drafting import Speculation
 
-NGRAM, DRAFT_MODEL = "ngram", "draft_model"
-METHODS = (NGRAM, "ngram_gpu", DRAFT_MODEL)
+NGRAM, DRAFT_MODEL, EAGLE3 = "ngram", "draft_model", "eagle3"
+BY_MODEL = (DRAFT_MODEL, EAGLE3)
+METHODS = (NGRAM, "ngram_gpu", *BY_MODEL)
 """The first two are the same here: drafts are looked up inside the kernel."""
-OTHER_METHODS = ("suffix", "eagle", "eagle3", "mtp", "medusa", "mlp_speculator", "dflash", "dspark", "custom_class")
+OTHER_METHODS = ("suffix", "eagle", "mtp", "medusa", "mlp_speculator", "dflash", "dspark", "custom_class")
 """vLLM's, which are not there."""
 OF_LOOKUP = ("ngram", "[ngram]")
 """What `model` is where there is none."""
@@ -41,28 +42,31 @@ ALONE = {
 
 @dataclass(frozen=True)
 class DraftModelAsked:
-    """Which checkpoint drafts: as `LLM`'s own options say which one answers."""
+    """Which checkpoint drafts: as `LLM`'s own options say which one answers. is_head: it is an EAGLE-3 head, and no
+    model by itself."""
 
     model: str
     revision: str | None = None
     quantization: str | None = None
+    is_head: bool = False
 
 
 def draft_model_of(config: Mapping[str, Any] | str) -> DraftModelAsked | None:
     """The other model that a `speculative_config` names; None where drafts are looked up."""
     given = _given(config)
-    if _method(given) != DRAFT_MODEL:
+    if (method := _method(given)) not in BY_MODEL:
         return None
     model = given.get("model")
     if model is None or not str(model):
-        raise CheetahError("speculative_config: method draft_model needs `model`: the checkpoint that drafts")
-    return DraftModelAsked(str(model), _text(given, "revision"), _text(given, "quantization"))
+        raise CheetahError(f"speculative_config: method {method} needs `model`: the checkpoint that drafts")
+    revision, quantization = _text(given, "revision"), _text(given, "quantization")
+    return DraftModelAsked(str(model), revision, quantization, method == EAGLE3)
 
 
 def speculation_of(config: Mapping[str, Any] | str) -> Speculation:
     """What a `speculative_config` asks for: a dict, or JSON text of one. CheetahError names what is wrong in it."""
     given = _given(config)
-    if _method(given) == DRAFT_MODEL:
+    if _method(given) in BY_MODEL:
         return Speculation(_number(given, "num_speculative_tokens", DEFAULT_DRAFTS_OF_MODEL, VERIFIED_TOKENS - 1))
     drafts = _number(given, "num_speculative_tokens", DEFAULT_DRAFTS, VERIFIED_TOKENS - 1)
     fewest, most = given.get("prompt_lookup_min"), given.get("prompt_lookup_max")
@@ -101,15 +105,16 @@ def _check_keys(given: Mapping[str, Any]) -> None:
 
 
 def _method(given: Mapping[str, Any]) -> str:
-    """NGRAM or DRAFT_MODEL: where it is not said, a model says so."""
+    """NGRAM or one of BY_MODEL: where it is not said, a model says so."""
     method, model = given.get("method"), given.get("model")
     if method in OTHER_METHODS:
         raise CheetahError(f"speculative_config: method {shown(method)} is not there: use one of {', '.join(METHODS)}")
     if method not in (None, *METHODS):
         raise CheetahError(f"speculative_config: method {shown(method)} is not known: use one of {', '.join(METHODS)}")
-    if method == DRAFT_MODEL or (method is None and model not in (None, *OF_LOOKUP)):
-        _refuse(given, OF_NGRAMS, "of method draft_model, which looks nothing up")
-        return DRAFT_MODEL
+    if method in BY_MODEL or (method is None and model not in (None, *OF_LOOKUP)):
+        found = method or DRAFT_MODEL
+        _refuse(given, OF_NGRAMS, f"of method {found}, which looks nothing up")
+        return str(found)
     others = OF_MODEL[1:] if model in OF_LOOKUP else OF_MODEL
     _refuse(given, others, f"with method {shown(method or NGRAM)}, which has no model")
     return NGRAM

@@ -63,6 +63,9 @@ GPU_TIMEOUT_S = 60.0
 """A launch makes at most max_steps tokens, each within milliseconds: one that takes this long hangs. The emulator is
 slow, and finds deadlocks by itself."""
 
+HEAD_TOKENS = 8
+"""Columns of a head that drafts, which reads what the other model has read in so many."""
+
 RATE_BYTES = 10**8
 """Of fewer bytes, the rate says nothing."""
 
@@ -130,9 +133,10 @@ def assemble_with(weights: Weights, options: AssemblyOptions, drafts: Weights | 
         made = _built(weights, kernels, memory, device, options)
         if drafts is not None and drafting is not None:
             try:
-                of_drafts = _options_of_drafts(options, kernels)
+                of_drafts = _options_of_drafts(options, kernels, drafts.config)
                 made.drafts = _built(drafts, drafting, drafting.memory(), device, of_drafts)
-                made.handoff = _handoff(device, weights.config, made)
+                if drafts.config.drafter is None:
+                    made.handoff = _handoff(device, weights.config, made)
             except BaseException:
                 made.close()
                 raise
@@ -194,7 +198,7 @@ def _chosen_kernels(
         memory = kernels.memory()
         if of_drafts is not None:
             left = free_bytes - memory.total_bytes + memory.bytes_of(LABELS["kv"])
-            asked = _options_of_drafts(options, kernels)
+            asked = _options_of_drafts(options, kernels, of_drafts)
             drafts = KernelsAsked(of_drafts, machine, left, asked, texts).described()
             memory = memory.beside(drafts.memory())
         pages = kernels.pages_that_fit(memory, free_bytes)
@@ -208,13 +212,17 @@ def _chosen_kernels(
     return kernels, drafts, memory
 
 
-def _options_of_drafts(options: AssemblyOptions, kernels: Kernels) -> AssemblyOptions:
+def _options_of_drafts(options: AssemblyOptions, kernels: Kernels, drafts: ModelConfig) -> AssemblyOptions:
     """What a model is assembled by that drafts for one of these kernels: as many sequences, in pages of the same
-    numbers. No bit of it is promised, so its kernels are those that are fastest."""
+    numbers. No bit of it is promised, so its kernels are those that are fastest. A head reads prompts in steps."""
     plan = kernels.specs[0].manifest.plan
+    overrides = {name: plan[name] for name in ("max_context", "page_size", "batch")}
+    if drafts.drafter is not None:
+        overrides["tokens"] = HEAD_TOKENS
+        options = replace(options, prompt_passes=False)
     return replace(
         options,
-        overrides={name: plan[name] for name in ("max_context", "page_size", "batch")},
+        overrides=overrides,
         generate_kernel=None,
         prompt_tokens=1,
         pool_pages=kernels.pages,

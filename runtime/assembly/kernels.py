@@ -48,6 +48,9 @@ docs/internals/numbers.md."""
 DECODING, SOLO, PROMPTS = "decoding", "solo", "prompts"
 """Names of kernels of whole steps: the one that decodes, one for a sequence by itself, one that reads prompts."""
 
+PAGE_AXES = {"kv": 1, "features": 0}
+"""Buffers that lie by pages, and which of their axes these are."""
+
 HEAD = "head"
 """That of the head by itself, which begins with what passes leave."""
 
@@ -296,8 +299,9 @@ def _first_line(error: Exception) -> str:
 
 
 def shared_buffers(config: ModelConfig) -> tuple[str, ...]:
-    """Buffers that two kernels of a model have in common: the model, and the cache with its scales."""
-    return (*family_of(config).model_buffers(config), "kv", "kv_scales", "states")
+    """Buffers that two kernels of a model have in common: the model, and the cache with its scales; of a head that
+    drafts also what it is given."""
+    return (*family_of(config).model_buffers(config), *PAGE_AXES, "kv_scales", "states")
 
 
 def _check_shared(config: ModelConfig, manifest: Manifest, other: KernelSpec) -> None:
@@ -324,7 +328,8 @@ def pool_states(manifest: Manifest) -> int:
 
 def with_pages(manifest: Manifest, pages: int, states: int | None = None) -> Manifest:
     """The manifest of the same kernel over a cache of so many pages, if it has one; and over so many states."""
-    places = {"kv": (1, pages)} | ({} if states is None else {"states": (0, states)})
+    of_pages = {name: (axis, pages) for name, axis in PAGE_AXES.items()}
+    places = of_pages | ({} if states is None else {"states": (0, states)})
     buffers = tuple(
         _with_length(buffer, *places[buffer.name]) if buffer.name in places else buffer for buffer in manifest.buffers
     )

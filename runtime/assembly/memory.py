@@ -22,6 +22,7 @@ LABELS = {
     "rope": "rotary table",
     "kv": "keys and values",
     "states": "states",
+    "features": "keys and values",
     "logits": "logits",
 }
 WORKSPACE = "workspace"
@@ -90,13 +91,15 @@ class MemoryEstimate:
 
 def memory_of_buffers(config: ModelConfig, buffers: Iterable[Buffer], batch: int = 1) -> MemoryEstimate:
     """The memory that a manifest's buffers take, for `batch` sequences."""
-    sizes = dict.fromkeys([*LABELS.values(), WORKSPACE], 0)
+    sizes, buffers = dict.fromkeys([*LABELS.values(), WORKSPACE], 0), [*buffers]
     per_token = config.kv_bytes_per_token  # of bf16, and of all heads
     for buffer in buffers:
         sizes[LABELS.get(buffer.name, WORKSPACE)] += buffer.bytes
         if buffer.name == "kv":
             _, pages, *_, page_size, _ = buffer.shape
             per_token = buffer.bytes // (pages * page_size)
+    given = [buffer for buffer in buffers if buffer.name == "features"]  # of a head that drafts, by pages as keys
+    per_token += sum(one.bytes // (one.shape[0] * one.shape[1]) for one in given)
     return MemoryEstimate(tuple(sizes.items()), sizes[LABELS["kv"]] // per_token, per_token, batch)
 
 

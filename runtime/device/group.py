@@ -78,6 +78,10 @@ class GroupBuffer:
         for buffer in self.ranks:
             buffer.copy(source_offset, target_offset, nbytes)
 
+    def copy_of(self, source: Buffer, source_offset: int, target_offset: int, nbytes: int) -> None:
+        for buffer, other in zip(self.ranks, buffers_of_ranks(source), strict=True):
+            buffer.copy_of(other, source_offset, target_offset, nbytes)
+
     def free(self) -> None:
         for buffer in self.ranks:
             buffer.free()

@@ -7,7 +7,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from cheetah.runtime.device.interface import ArgumentError, as_bytes, check_copy, check_range, check_size_and_fill
+from cheetah.runtime.device.interface import (
+    ArgumentError,
+    Buffer,
+    as_bytes,
+    check_copy,
+    check_range,
+    check_size_and_fill,
+)
 
 
 class HostBuffer:
@@ -46,3 +53,9 @@ class HostBuffer:
     def copy(self, source_offset: int, target_offset: int, nbytes: int) -> None:
         check_copy(source_offset, target_offset, nbytes, self.nbytes)
         self.array[target_offset : target_offset + nbytes] = self.array[source_offset : source_offset + nbytes]
+
+    def copy_of(self, source: Buffer, source_offset: int, target_offset: int, nbytes: int) -> None:
+        assert isinstance(source, HostBuffer), "the buffers of a device are of one kind"
+        check_range("copy", source_offset, nbytes, source.nbytes)
+        check_range("copy to the place", target_offset, nbytes, self.nbytes)
+        self.array[target_offset : target_offset + nbytes] = source.array[source_offset : source_offset + nbytes]

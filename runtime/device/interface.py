@@ -91,6 +91,9 @@ class Buffer(Protocol):
         ArgumentError if a range is outside the buffer or the two overlap. A GPU may be still at it on return.
         """
 
+    def copy_of(self, source: Buffer, source_offset: int, target_offset: int, nbytes: int) -> None:
+        """The same of another buffer of the device, to a place in this one."""
+
     def free(self) -> None:
         """Give the memory back; a second call does nothing."""
 

@@ -105,6 +105,11 @@ class StreamBuffer:
         check_copy(source_offset, target_offset, nbytes, self.nbytes)
         self.device.copy(self.address + target_offset, self.address + source_offset, nbytes)
 
+    def copy_of(self, source: Any, source_offset: int, target_offset: int, nbytes: int) -> None:
+        check_range("copy", source_offset, nbytes, source.nbytes)
+        check_range("copy to the place", target_offset, nbytes, self.nbytes)
+        self.device.copy(self.address + target_offset, source.address + source_offset, nbytes)
+
     def free(self) -> None:
         self._release()
 

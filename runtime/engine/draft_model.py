@@ -19,7 +19,7 @@ from cheetah.runtime.engine.kv_cache import CachedSequence, PageCopy
 from cheetah.runtime.engine.launch_order import LaunchOrder, Purpose
 from cheetah.runtime.engine.launch_tables import Sampling
 from cheetah.runtime.engine.launcher import Launcher
-from cheetah.runtime.engine.launches import LaunchResult, Part
+from cheetah.runtime.engine.launches import Launch, LaunchResult, Part
 from cheetah.runtime.engine.prompt_passes import PassLauncher
 
 
@@ -44,7 +44,11 @@ class DraftModel:
 
     rounds: launches of many rounds of both models, where nobody needs the host between two.
 
-    A completion that shall have drafts has pages for them, and for one token more."""
+    A completion that shall have drafts has pages for them, and for one token more. skipped: so many of its first ids
+    are not read; read_alone: so many ids before the last one are read in the launch that drafts for a completion by
+    itself."""
+
+    skipped, read_alone = 0, 1
 
     def __init__(
         self, launcher: Launcher, solo: Launcher, passes: Sequence[PassLauncher], rounds: RoundLauncher | None = None
@@ -56,7 +60,8 @@ class DraftModel:
 
     def reading(self, completions: Sequence[Completion]) -> LaunchOrder | None:
         """The launch that is due before something is drafted for these; None if all is read."""
-        behind = [one for one in completions if self._unread(one) > 1]
+        most = self.read_alone if len(completions) == 1 else 1
+        behind = [one for one in completions if self._unread(one) > most]
         return self._reading(behind) if behind else None
 
     def drafting(self, completions: Sequence[Completion], most: int) -> LaunchOrder | None:
@@ -74,8 +79,15 @@ class DraftModel:
         for part, (one, *_), result in zip(order.parts, order.takers, results, strict=True):
             if part.samples:
                 one.propose(result.token_ids)
+                self._keep_what_is_read(one, part.cache)
             else:
                 part.cache.pool.note_drafted(part.cache.pages[: part.cache.length // part.cache.page_size])
+
+    def keep(self, order: LaunchOrder, launch: Launch, starts: Sequence[int]) -> None:
+        """A launch of the other model has ended, whose parts had so many tokens cached before."""
+
+    def _keep_what_is_read(self, one: Completion, sequence: CachedSequence) -> None:
+        """Drafts of a completion were made: which of them count as read is seen later."""
 
     def _reading(self, behind: Sequence[Completion]) -> LaunchOrder:
         """Brings ids that were made or read without it into its cache, but for the last one."""
@@ -89,13 +101,13 @@ class DraftModel:
             return LaunchOrder(Purpose.DRAFT, passes, parts, [(one,) for one in apart[: len(parts)]])
         per_step = min(self._launcher.tokens, left[0])
         sequence, total = self._sequence(apart[0]), min(left[0], self._launcher.max_steps * per_step)
-        inputs = apart[0].ids[sequence.length :][: total + 1]
+        inputs = self._from(apart[0], sequence)[: total + 1]
         part = Part(sequence, inputs, total, per_step=per_step)
         return LaunchOrder(Purpose.DRAFT, self._launcher, [part], [(apart[0],)])
 
     def _part_of_pass(self, one: Completion, count: int, passes: PassLauncher) -> Part:
         sequence = self._sequence(one)
-        inputs = one.ids[sequence.length :][: count + 1]  # one more than is read: nothing is sampled
+        inputs = self._from(one, sequence)[: count + 1]  # one more than is read: nothing is sampled
         return Part(sequence, inputs, count, per_step=passes.tile_tokens)
 
     def _drafting(self, due: Sequence[Completion], most: int) -> LaunchOrder:
@@ -107,7 +119,7 @@ class DraftModel:
     def _part(self, one: Completion, total: int) -> Part:
         """Drafts with the request's own noise, at the same positions: so they are right more often."""
         sequence = self._sequence(one)
-        part = one.part(one.ids[sequence.length :], total)
+        part = one.part(self._from(one, sequence), total)
         return replace(part, cache=sequence, sampling=self._known_of(part.sampling), mask=None, stepwise=False)
 
     def _known_of(self, sampling: Sampling) -> Sampling:
@@ -122,7 +134,15 @@ class DraftModel:
 
     def _unread(self, one: Completion) -> int:
         """Ids before the last one that it has not read."""
-        return len(one.ids) - 1 - self._sequence(one).length
+        return self._before_last(one) - self._sequence(one).length
+
+    def _before_last(self, one: Completion) -> int:
+        """Ids before the last one, but for those that it never reads."""
+        return max(0, len(one.ids) - 1 - self.skipped)
+
+    def _from(self, one: Completion, sequence: CachedSequence) -> list[int]:
+        """The ids from the first one on that is not read."""
+        return one.ids[self.skipped + sequence.length :]
 
     def _sequence(self, one: Completion) -> ReadSequence:
         """What it has read of a completion. Drafts that turned out wrong count as unread."""
@@ -134,8 +154,8 @@ class DraftModel:
         sequence.pages = cache.pages
         if (right := one.take_verified()) is not None:
             sequence.length = min(sequence.length, right)
-        if len(one.ids) - 1 - sequence.length > 1:
-            full = cache.pages[: (len(one.ids) - 1) // cache.page_size]
+        if self._before_last(one) - sequence.length > 1:
+            full = cache.pages[: self._before_last(one) // cache.page_size]
             known = sum(1 for _ in takewhile(cache.pool.is_drafted, full)) * cache.page_size
             sequence.length = max(sequence.length, known)
         return sequence

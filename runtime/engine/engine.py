@@ -105,7 +105,7 @@ class Engine:
             speculation,
             draft_model,
         )
-        self._is_closed = False
+        self._is_closed, self._draft_model = False, draft_model
         self._running: RunningLaunch | None = None
         self._events: list[Event] = []
         self._untold: list[Untold] = []
@@ -208,6 +208,8 @@ class Engine:
                 return False
             results = running.finish()
             self._running = None
+            if self._draft_model is not None:
+                self._draft_model.keep(order, running.launch, running.starts)
         events, untold = running.rest(results)
         self._events += events
         self._untold += untold

@@ -7,7 +7,7 @@ what a failure or an interrupt means. Knows no kernel's parameters.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, cast
@@ -25,7 +25,7 @@ from cheetah.runtime import interrupts
 from cheetah.runtime.background import Started
 from cheetah.runtime.device.interface import LaunchCancelled
 from cheetah.runtime.engine.drafting import NOTHING_DRAFTED, Drafted, Drafting
-from cheetah.runtime.engine.kv_cache import CachedSequence
+from cheetah.runtime.engine.kv_cache import CachedSequence, PageCopy
 from cheetah.runtime.engine.launch_tables import Geometry, Sampling
 from cheetah.runtime.engine.page_copies import copy_pages
 from cheetah.runtime.engine.watching import Mask
@@ -174,6 +174,13 @@ class KernelLaunches:
         self._tap_shape = next((buffer.shape for buffer in manifest.buffers if buffer.name == "taps"), ())
         self._hidden_size = loaded.config.hidden_size
         self._broken: str | None = None
+        self.copied_beside: Callable[[Sequence[PageCopy]], None] | None = None
+        """Copies what else lies by the pages of the cache."""
+
+    @property
+    def taps(self) -> Buffer | None:
+        """What tapped layers left of the last launch's tokens, bf16 [rows, taps, hidden]; None of a kernel without."""
+        return self._buffers["taps"] if self._tap_shape else None
 
     @property
     def plan(self) -> Plan:
@@ -306,6 +313,8 @@ class KernelLaunches:
         for part in parts:
             copies = part.cache.take_copies()
             copy_pages(self._buffers["kv"], self._pool_shape, self._plan.kv_element_bytes, copies)
+            if self.copied_beside is not None:
+                self.copied_beside(copies)
         states = parts[0].cache.pool.states
         for source, target in states.take_copies():
             nbytes = self._buffers["states"].nbytes // states.count

@@ -43,6 +43,8 @@ class RunningLaunch:
 
     def __init__(self, order: LaunchOrder):
         self.order = order
+        self.starts = [part.cache.length for part in order.parts]
+        """Tokens of each part that were cached before."""
         self.launch = order.launcher.prepare(order.parts, order.logits)
         self._is_ending = False
 

@@ -28,6 +28,7 @@ from cheetah.runtime.speculation import draft_model_of, speculation_of
         ({"method": "ngram", "rejection_sample_method": "standard"}, Speculation(7, (2, 5))),
         ({"model": "meta-llama/Llama-3.2-1B"}, Speculation(4)),
         ({"method": "draft_model", "model": "some/model", "num_speculative_tokens": 5}, Speculation(5)),
+        ({"method": "eagle3", "model": "some/head", "num_speculative_tokens": 3}, Speculation(3)),
     ],
 )
 def test_what_a_config_says(config: Any, wanted: Speculation) -> None:
@@ -38,7 +39,9 @@ def test_what_a_config_says(config: Any, wanted: Speculation) -> None:
 @pytest.mark.parametrize(
     ("config", "named"),
     [
-        ({"method": "eagle3", "model": "some/head"}, "eagle3"),
+        ({"method": "eagle", "model": "some/head"}, "method 'eagle' is not there"),
+        ({"method": "eagle3"}, "method eagle3 needs `model`"),
+        ({"method": "eagle3", "model": "some/head", "prompt_lookup_max": 3}, "prompt_lookup_max 3 of method eagle3"),
         ({"method": "draft_model"}, "needs `model`"),
         ({"model": "some/model", "prompt_lookup_max": 3}, "prompt_lookup_max"),
         ({"model": "some/model", "draft_sample_method": "greedy"}, "greedy"),
