@@ -220,7 +220,7 @@ def _of_steps(
         config=config.to_dict(),
         plan=plan.to_dict(),
         matrices=matrices,
-        phases=program.phase_names(config),
+        phases=program.phase_names(config, plan),
         step_bytes={
             "weights": matrices.read_bytes(config.shape.experts, plan.batch),
             "kv_per_token": _kv_bytes_per_token(config, gpu, plan),

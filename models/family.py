@@ -110,7 +110,7 @@ class StepProgram(Protocol):
     def sizes(self, config: ModelConfig, gpu: Gpu, plan: Plan) -> dict[str, int]:
         """The sizes that the parameters' shapes name."""
 
-    def phase_names(self, config: ModelConfig) -> tuple[str, ...]:
+    def phase_names(self, config: ModelConfig, plan: Plan) -> tuple[str, ...]:
         """The phases of a step, as the kernel counts them for reports."""
 
     def phase_rows(self, config: ModelConfig, plan: Plan) -> tuple[PhaseRow, ...]:
@@ -135,7 +135,7 @@ class HeadProgram(Protocol):
     def sizes(self, config: ModelConfig, gpu: Gpu, plan: Plan, rows: int) -> dict[str, int]:
         """The sizes that the parameters' shapes name."""
 
-    def phase_names(self, config: ModelConfig) -> tuple[str, ...]:
+    def phase_names(self, config: ModelConfig, plan: Plan) -> tuple[str, ...]:
         """The phases of a step, as the kernel counts them for reports."""
 
 
@@ -213,7 +213,7 @@ class Packing:
 
     The array given to `write` is valid only until it returns: its memory is used again. rows: gives a matrix that is
     read in parts, in several threads; by default `tensor` does. rank: of the GPUs that have a part of each matrix, the
-    one whose parts are packed. progress: gets the bytes just written. threads: by
+    one whose parts are packed. is_fused: whether the rows of fused routers are wanted (`Plan.fused_router`). progress: gets the bytes just written. threads: by
     default one a processor, at most 8. lend: where the memory for pieces comes from. repacker: packs what lies in files
     as it can be packed there, if it has room for what goes up. watch: takes the seconds of all threads that read and
     that pack, and those of the calling one that waits for them and that uploads.
@@ -224,6 +224,7 @@ class Packing:
     progress: Progress = lambda nbytes: None
     rows: ReadRows | None = None
     rank: int = 0
+    is_fused: bool = False
     threads: int | None = None
     lend: Lend = ordinary_memory
     repacker: Repacker | None = None

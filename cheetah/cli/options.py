@@ -58,6 +58,7 @@ PLAN_OPTIONS: Mapping[str, About] = {
     "kv_chunk": LOAD_OPTIONS["kv_chunk"],
     "drafts": About("Most drafts that a step verifies; with kv_chunk.", kind=int),
     "kv_dtype": LOAD_OPTIONS["kv_dtype"],
+    "fused_router": About("1: experts' logits are made of o's input, one token a step; other bits.", kind=int),
     "taps": About("Layers whose hidden states are kept, for models that draft by them: 1,9,17.", kind=str),
 }
 """By field of `cheetah.plan.Plan`. Without the option, a rule chooses."""

@@ -32,6 +32,8 @@ LARGEST_NUMBER = 2**31 - 1
 """Of a field: what the kernel computes with has 32 bits."""
 VECTOR_PIECES = 8
 """Pieces in which a vector is copied to shared memory, where blocks meet at the grid barrier."""
+MOST_ROUTER_ROWS = 4
+"""Rows of a fused router that a block has at most: more would take registers."""
 MAX_WARPS = 32
 """Warps of a block at most."""
 WARPGROUP = 4
@@ -51,9 +53,11 @@ DEFAULT_CONTEXT, DEFAULT_STEPS = 8192, 64
 
 
 NOT_POSITIVE = frozenset({
-    "sync", "kv_dtype", "in_flight_waiting", "adding_warps", "kv_chunk", "drafts", "by_numbers", "taps",
+    "sync", "kv_dtype", "in_flight_waiting", "adding_warps", "kv_chunk", "drafts", "by_numbers", "taps", "fused_router",
 })  # fmt: skip
 """Fields that are no number, or may be 0; those that may not be just anything are checked by themselves."""
+SELDOM = ("taps", "fused_router")
+"""Fields that most plans say nothing of."""
 
 
 def column_tiles(head_dim: int) -> int:
@@ -101,6 +105,7 @@ class Plan:
     drafts: int = 0
     by_numbers: int = 0
     taps: str = ""
+    fused_router: int = 0
 
     def __post_init__(self) -> None:
         self._check_types()
@@ -333,6 +338,8 @@ class Plan:
             self._check_experts(shape, gpu)
         if shape.delta is not None:
             self._check_delta()
+        if self.fused_router:
+            self._check_fused_router(shape, gpu)
 
     def _check_delta(self) -> None:
         """What a sequence remembers cannot be taken back, and layers have numbers of their own in the cache."""
@@ -365,6 +372,29 @@ class Plan:
                 f"Plan: down_slices is {self.down_slices}: what experts make of a token comes whole: give 1"
             )
 
+    def _check_fused_router(self, shape: ModelShape, gpu: Gpu) -> None:
+        """A block has a row of the router, and multiplies it with what it brings for its M-tiles of other matrices."""
+        if self.fused_router != 1:
+            raise PlanError(f"Plan: fused_router is {self.fused_router}: give 0 or 1")
+        if shape.experts is None:
+            raise PlanError("Plan: fused_router is 1, and the model has no experts: leave it out")
+        if self.tokens > 1 or self.sync != "flags" or gpu.ranks > 1 or self.kv_chunk:
+            raise PlanError(
+                "Plan: fused_router is 1: it is for steps of one token on one GPU, by flags, whose bits no other kernel "
+                "promises (kv_chunk): give 0"
+            )
+        if shape.norms_behind or shape.delta is not None or shape.table.taps:
+            raise PlanError(
+                "Plan: fused_router is 1: it is for layers of attention alone, without norms behind products: give 0"
+            )
+        owners, of_heads = ceil_div(shape.hidden, M_TILE_ROWS), ceil_div(shape.table.heads.rows, M_TILE_ROWS)
+        if shape.experts.count > MOST_ROUTER_ROWS * min(gpu.blocks, owners) or of_heads < gpu.blocks:
+            raise PlanError(
+                f"Plan: fused_router is 1 with {shape.experts.count} experts and {gpu.blocks} blocks, of which each has "
+                f"rows of {MOST_ROUTER_ROWS} at most beside M-tiles of o ({owners}) and of q, k and v ({of_heads}): "
+                "give 0"
+            )
+
     def _check_whole_stage(self, shape: ModelShape) -> None:
         """With one format nothing of a stage is left over."""
         unit = self.consumer_warps * BF16.tile_bytes
@@ -394,8 +424,8 @@ class Plan:
             raise PlanError(f"Plan: stage_bytes is {self.stage_bytes}: {what} are {needed} bytes: use {needed} or more")
 
     def to_dict(self) -> dict[str, int | str]:
-        """Field names and values, ready for JSON; `taps` where there are some."""
-        return {name: value for name, value in asdict(self).items() if name != "taps" or value}
+        """Field names and values, ready for JSON; those of SELDOM where they say something."""
+        return {name: value for name, value in asdict(self).items() if name not in SELDOM or value}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "Plan":

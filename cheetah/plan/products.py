@@ -28,6 +28,8 @@ ROUTER = "router"
 """The product whose rows are the logits of experts."""
 IN_PROJ = "in_proj"
 """The product of layers of Gated DeltaNet that others have none of."""
+ROUTES = "routes"
+"""The vector of those logits."""
 EXPERT_LIST = "experts"
 """The region with the list of a step's experts."""
 

@@ -78,6 +78,7 @@ def kernel_regions(shape: ModelShape, plan: Plan, gpu: Gpu) -> tuple[Region, ...
         Region("columns", plan.tokens * 9 * 4),
         Region("chosen", plan.tokens * 4),
         *expert_regions(shape.experts, plan.tokens),
+        *_fused_router_regions(shape, plan, gpu),
         Region("step_done", 16),
         Region("next_token", (plan.tokens + 1) * 4),
         *([Region("done", (3 * plan.batch + 2) * 4), Region("lookup", lookup_words(plan) * 4)] if plan.drafts else []),
@@ -109,6 +110,15 @@ def expert_regions(experts: Experts | None, tokens: int) -> tuple[Region, ...]:
         Region("expert_ranks", experts.count * tokens),
         Region("expert_weights", experts.chosen * tokens * 4),
     )
+
+
+def _fused_router_regions(shape: ModelShape, plan: Plan, gpu: Gpu) -> tuple[Region, ...]:
+    """routed: of every consumer thread, what it has of the block's logits before attention (f32); routed_sums: of every
+    warp, what its threads have in the end."""
+    if not plan.fused_router or shape.experts is None:
+        return ()
+    nbytes = ceil_div(shape.experts.count, residual_split(shape, gpu).width(0)) * plan.consumer_warps * 4
+    return Region("routed", 32 * nbytes), Region("routed_sums", nbytes)
 
 
 def lookup_words(plan: Plan) -> int:

@@ -14,6 +14,7 @@ from cheetah.plan.index import round_up
 from cheetah.plan.products import (
     IN_PROJ,
     ROUTER,
+    ROUTES,
     AttentionPhase,
     ChoicePhase,
     DeltaPhase,
@@ -257,7 +258,7 @@ def _choice(middle: Vector, experts: Experts | None) -> tuple[Phase, ...]:
     """What chooses among experts: their logits, and every block's choice."""
     if experts is None:
         return ()
-    routes = Vector("routes", experts.count, is_words=True)
+    routes = Vector(ROUTES, experts.count, is_words=True)
     router = Product(ROUTER, middle, routes, (Source(ROUTER, experts.count),), is_brief=True)
     return router, ChoicePhase("choice", routes, None, experts)
 

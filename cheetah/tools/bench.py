@@ -422,7 +422,7 @@ def fill_random(config: ModelConfig, manifest: Manifest, buffers: dict[str, Buff
         fill_with(buffers[name], tile)
     ones = np.ones(config.padded_hidden, ml_dtypes.bfloat16).view(np.uint16)
     fills = {"norms": ones, "norms_behind": ones, "head_norms": ones}
-    fills |= {name: tile for name in buffers if name.endswith("biases") or name == "sinks"}
+    fills |= {name: tile for name in buffers if name.endswith("biases") or name in ("sinks", "router_rows")}
     for name, values in fills.items():
         if name in buffers:
             fill_with(buffers[name], values)

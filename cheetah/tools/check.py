@@ -41,6 +41,7 @@ from cheetah.tools.subjects import (
     awkward_subject,
     barrier_subject,
     drafting_subject,
+    fused_subject,
     many_tokens_subject,
     tapped_subject,
 )
@@ -240,7 +241,15 @@ def _step_makers(subject: Subject, gpu: str) -> list[Maker]:
         partial(_steps, replace(subject, plan={**WARPS, **plan}), gpu),
         *_draft_makers(subject, gpu, ranks),
         *_tap_makers(subject, gpu),
+        *_fused_makers(subject, gpu),
     ]
+
+
+def _fused_makers(subject: Subject, gpu: str) -> list[Maker]:
+    """Of kernels with a fused router, if the options ask for one."""
+    if not subject.plan.get("fused_router"):
+        return []
+    return [partial(_steps, fused_subject(subject.config, _bare(subject.plan)), gpu)]
 
 
 def _draft_makers(subject: Subject, gpu: str, ranks: int = 1) -> list[Maker]:
@@ -259,7 +268,7 @@ def _tap_makers(subject: Subject, gpu: str) -> list[Maker]:
 
 def _bare(plan: Mapping[str, Any]) -> dict[str, Any]:
     """Without what has subjects of its own."""
-    return {name: value for name, value in plan.items() if name not in ("drafts", "taps")}
+    return {name: value for name, value in plan.items() if name not in ("drafts", "taps", "fused_router")}
 
 
 def _pass_makers(subject: Subject, gpu: str) -> list[Maker]:

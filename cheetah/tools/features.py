@@ -35,6 +35,7 @@ def features_of_steps(config: ModelConfig, gpu: Gpu, plan: Plan) -> set[str]:
         f"narrow M-tiles, {tokens}": any(one.is_narrow for one in matrices),
         "parts of a product's input": plan.down_slices > 1,
         TAPPED: bool(plan.taps),
+        "a fused router": bool(plan.fused_router),
         "several sequences": plan.batch > 1,
         tokens: True,
         "fewer chunks under way while waiting": plan.in_flight_waiting < plan.in_flight,

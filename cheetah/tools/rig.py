@@ -78,8 +78,8 @@ class Rig:
         self.made = {one.manifest.kernel: one for one in made}
         self.kernels = {one.manifest.kernel: compiled(one, **mode) for one in made}
         self.constants: dict[str, Any] = {}
-        scales = [buffer.name for buffer in self.manifest.buffers if buffer.name == "kv_scales"]
-        for name in (*self.family.model_buffers(self.config), *scales):
+        others = [buffer.name for buffer in self.manifest.buffers if buffer.name in ("kv_scales", "router_rows")]
+        for name in (*self.family.model_buffers(self.config), *others):
             self.constants[name] = self.emulated().allocate(self.manifest.buffer(name).bytes)
         upload_weights(weights, self.manifest, self.constants, lambda written: None)
 

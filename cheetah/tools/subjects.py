@@ -137,6 +137,14 @@ def tapped_subject(config: ModelConfig, plan: Mapping[str, Any]) -> Subject:
     return Subject(named, small, random_tensors(small), fields, True)
 
 
+def fused_subject(config: ModelConfig, plan: Mapping[str, Any]) -> Subject:
+    """One whose kernel has a fused router, of which blocks have rows of several experts."""
+    small = sized(config, AWKWARD, min(config.kv_heads, MOST_KV_HEADS))
+    fields = {"page_size": 5, "stages": 5, **plan, "batch": 1, "tokens": 1, "fused_router": 1}
+    named = _named("one with a fused router", small)
+    return Subject(named, small, random_tensors(small), fields, True)
+
+
 def sized(config: ModelConfig, sizes: Mapping[str, int], kv_heads: int, layers: int = MOST_LAYERS) -> ModelConfig:
     """A small model of the same kind: head_dim, query heads a KV head, RoPE and tied embeddings stay, and of each kind
     of layer there is one, and one more of the first. Windows are shorter than the contexts that are looked at."""

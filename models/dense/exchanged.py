@@ -17,14 +17,15 @@ from cheetah.models.exchanged import ExchangedVector
 from cheetah.plan import M_TILE_ROWS, Gpu, Plan
 from cheetah.plan.formats import BF16_VECTOR
 from cheetah.plan.narrow import residual_m_tiles
-from cheetah.plan.products import Phase, Vector, logit_words
+from cheetah.plan.products import ROUTER, Phase, Vector, logit_words
 
 
 def exchanged_vectors(config: ModelConfig, gpu: Gpu, plan: Plan) -> tuple[ExchangedVector, ...]:
     """Those of every layer, in the order of its phases. Partial states of attention are left out: which rows have some
-    is the KV plans' matter."""
+    is the KV plans' matter; and logits of a fused router, which are times another factor in every token."""
     listing = _Listing(config, gpu, plan)
-    return tuple(vector for phase in config.shape.table.layer for vector in listing.made_by(phase))
+    phases = (one for one in config.shape.table.layer if not (plan.fused_router and one.name == ROUTER))
+    return tuple(vector for phase in phases for vector in listing.made_by(phase))
 
 
 class _Listing:

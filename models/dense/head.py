@@ -53,7 +53,7 @@ def _inputs(config: ModelConfig) -> dict[str, int]:
     return {hidden.name: hidden.exponent}
 
 
-def phase_names(config: ModelConfig) -> tuple[str, ...]:
+def phase_names(config: ModelConfig, plan: Plan) -> tuple[str, ...]:
     """The phases of a step, as `progress` counts them."""
     return page_of_head(config).names.names
 

@@ -83,6 +83,10 @@ PLACES = KernelParameter(
     *(ty.ptr(ty.u16), "where columns of ordered matrices lie: see cheetah.models.act_order"),
     ("ordered_inputs", "longest_input"),
 )
+ROUTER_ROWS = KernelParameter(
+    *(ty.ptr(ty.bf16), "of every expert what its logit has of the residual, then of attention's output"),
+    ("layers", "experts", "router_row"),
+)
 HISTORY = KernelParameter(
     ty.ptr_mut(ty.u32),
     "every sequence's tokens by position, a row a slot, where drafts are looked up",
@@ -214,6 +218,7 @@ class Launch(ModelLaunch):
     states: Expr | None = optional_field(STATES)
     state_slots: Expr | None = optional_field(STATE_SLOTS)
     places: Expr | None = optional_field(PLACES)
+    router_rows: Expr | None = optional_field(ROUTER_ROWS)
     history: Expr = optional_field(HISTORY)
     judges: Expr = optional_field(JUDGES)
     rounds: Expr = optional_field(ROUNDS)
@@ -290,6 +295,7 @@ def parameters_of(
         "norms_behind": config.norms.after,
         **dict.fromkeys(("delta_taps", "delta_numbers", "states", "state_slots"), bool(config.delta_layers)),
         "places": config.act_order,
+        "router_rows": plan.fused_router > 0,
         "taps": bool(plan.taps),
         "timeline": traced,
         RANK: ranks > 1,

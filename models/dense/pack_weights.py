@@ -25,6 +25,7 @@ from numpy.typing import NDArray
 from cheetah.models.act_order import RowsInOrder, places_of_columns
 from cheetah.models.config import ModelConfig
 from cheetah.models.dense.delta import TAPS_TENSOR, layer_numbers
+from cheetah.models.dense.fused_router import router_row_bytes, router_rows
 from cheetah.models.dense.pieces import BLOCK_BYTES, PIECE_BYTES, STAGING, Job, Piece, ranges
 from cheetah.models.dense.repacked import StagedMatrix, misplaced, staged_matrix
 from cheetah.models.dense.weights import (
@@ -112,7 +113,8 @@ def pack_all(config: ModelConfig, matrices: StepMatrices, packing: Packing) -> N
         nullcontext(False) if repacker is None else repacker.room(staged.nbytes) as has_room,
         packing.lend(max(threads * BLOCKS_AHEAD * BLOCK_BYTES, PIECES_AHEAD * largest)) as ring,
     ):
-        source = _Source(config, matrices, tensor, rows, staged if has_room else _Staged(), watch, rank)
+        room = staged if has_room else _Staged()
+        source = _Source(config, matrices, tensor, rows, room, watch, rank, packing.is_fused)
         try:
             for piece in source.pieces():
                 while (packed := ring.take(piece.nbytes)) is None:
@@ -130,7 +132,7 @@ def _largest_piece(config: ModelConfig, matrices: StepMatrices) -> int:
     vectors = (math.prod(shape) * vector_element_bytes(name) for name, shape in shapes)
     waves = (min(one.blocks, one.m_tiles) * one.m_tile_bytes for one in matrices)
     norms = config.padded_hidden * 2 * config.table.norm_count
-    return max(PIECE_BYTES, norms, *vectors, *waves)
+    return max(PIECE_BYTES, norms, router_row_bytes(config), *vectors, *waves)
 
 
 @dataclass(frozen=True)
@@ -166,7 +168,8 @@ def _layouts(config: ModelConfig, matrices: StepMatrices) -> Iterator[tuple[Matr
 
 @dataclass(frozen=True)
 class _Source:
-    """Where everything comes from. staged: room for matrices that a device packs; rank: whose part of it is packed."""
+    """Where everything comes from. staged: room for matrices that a device packs; rank: whose part of it is packed;
+    is_fused: whether rows of fused routers are wanted, too."""
 
     config: ModelConfig
     matrices: StepMatrices
@@ -175,6 +178,7 @@ class _Source:
     staged: _Staged
     watch: Stopwatch
     rank: Rank
+    is_fused: bool
 
     def pieces(self) -> Iterator[Piece]:
         """Everything. A tensor is opened when its first piece is wanted, and let go with its last."""
@@ -195,6 +199,8 @@ class _Source:
             yield _places_piece(config, self.rows)
         if config.delta_layers:
             yield from _delta_pieces(config, tensor)
+        if self.is_fused:
+            yield from _router_pieces(config, tensor)
         for layout, layer, expert in _layouts(config, self.matrices):
             matrix = _Matrix.open(config, self.matrices, layout, layer, expert, self.rows, self.rank)
             staged = matrix.staged
@@ -310,6 +316,20 @@ def _places_piece(config: ModelConfig, rows: ReadRows) -> Piece:
             places[table.places_row(product, layer)] = places_of_columns(order, shape[1])
 
     return Piece("places", 0, math.prod(shape) * 2, (make,))
+
+
+def _router_pieces(config: ModelConfig, tensor: ReadTensor) -> Iterator[Piece]:
+    """The rows of fused routers, a piece a layer."""
+    nbytes = router_row_bytes(config)
+
+    def maker(layer: int) -> Job:
+        def make(memory: Bytes) -> None:
+            memory[:] = router_rows(config, tensor, layer).reshape(-1).view(np.uint8)
+
+        return make
+
+    for layer in range(config.layers):
+        yield Piece("router_rows", layer * nbytes, nbytes, (maker(layer),))
 
 
 def _order_of(config: ModelConfig, matrix: str, layer: int, rows: ReadRows) -> Order | None:

@@ -15,9 +15,10 @@ from cheetah.models.family import PhaseRow, lines_of
 from cheetah.models.layer_kind import AttentionKind, ClampedGate, LayerKind, Routing
 from cheetah.plan.errors import PlanError
 from cheetah.plan.phases import PhaseNames, PhaseText
-from cheetah.plan.plan import DEFAULT_CONTEXT
+from cheetah.plan.plan import DEFAULT_CONTEXT, Plan
 from cheetah.plan.products import (
     IN_PROJ,
+    ROUTES,
     STEP_EXCHANGES,
     AttentionPhase,
     ChoicePhase,
@@ -29,8 +30,9 @@ from cheetah.plan.products import (
 )
 
 
-def layer_of(table: StepTable, kind: LayerKind, max_context: int) -> tuple[Line, ...]:
-    """A layer of a kind: attention and feed-forward, perhaps of experts, each added to the residual."""
+def layer_of(table: StepTable, kind: LayerKind, max_context: int, is_fused: bool = False) -> tuple[Line, ...]:
+    """A layer of a kind: attention and feed-forward, perhaps of experts, each added to the residual. is_fused: the
+    logits of experts are made beside o."""
     o, gate_up, down = table.named("o"), table.named("gate_up"), table.sliced
     onto_residual = OntoResidual(kind.residual_multiplier)
 
@@ -44,8 +46,7 @@ def layer_of(table: StepTable, kind: LayerKind, max_context: int) -> tuple[Line,
     return (
         *(Multiply(one, OfTaps()) for one in table.taps),
         *_mixing(table, kind, max_context),
-        *add(o),
-        *_choosing(table, kind),
+        *(_fused_choosing(table, kind, o) if is_fused else (*add(o), *_choosing(table, kind))),
         Multiply(gate_up, Gated(kind.clamped_gate or kind.activation), kind.norms.before),
         *add(down),
     )
@@ -68,14 +69,30 @@ def _choosing(table: StepTable, kind: LayerKind) -> tuple[Line, ...]:
     return Multiply(table.named("router"), Routes(), kind.norms.before), ChooseExperts(choice, kind.routing)
 
 
-def page_of(config: ModelConfig, max_context: int = DEFAULT_CONTEXT) -> Page:
-    """A whole step with a context of so many tokens."""
+def _fused_choosing(table: StepTable, kind: LayerKind, o: Product) -> tuple[Line, ...]:
+    """o, beside which logits are made, and the choice by them. PlanError where logits are no plain products."""
+    routing = kind.routing
+    if routing is None or routing.biases or not routing.normalised or not kind.norms.before:
+        raise PlanError("Plan: fused_router is 1: it is for routers without biases, whose weights are of chosen experts")
+    if kind.residual_multiplier != 1.0 or kind.norms.plus_one:
+        raise PlanError("Plan: fused_router is 1: it is for models whose o is added to the residual as it is")
+    choice = next(phase for phase in table.layer if isinstance(phase, ChoicePhase))
+    return MultiplyAndRoute(o, OntoResidual(1.0)), ChooseExperts(choice, routing)
+
+
+def page_of(config: ModelConfig, max_context: int = DEFAULT_CONTEXT, is_fused: bool = False) -> Page:
+    """A whole step with a context of so many tokens. is_fused: of a plan with `fused_router`."""
     require_common(config.kinds)
     table = config.shape.table
-    kinds = tuple(layer_of(table, kind, max_context) for kind in config.kinds)
+    kinds = tuple(layer_of(table, kind, max_context, is_fused) for kind in config.kinds)
     begin = Embed(table.heads.input) if config.drafter is None else GoOn(table.heads.input)
     once = (Multiply(table.head, Logits(), has_norm=True), Choose())
     return Page(begin, kinds, config.kind_of_layer, once)
+
+
+def page_of_plan(config: ModelConfig, plan: Plan) -> Page:
+    """A whole step as a plan's kernel has it."""
+    return page_of(config, plan.max_context, bool(plan.fused_router))
 
 
 def require_common(kinds: Sequence[LayerKind]) -> None:
@@ -280,6 +297,19 @@ class Multiply(Line):
         product = self.product
         each = f"{product.rows} x {product.columns} {product.format.name}"
         return each if product.experts is None else f"{product.experts.count} of {each}"
+
+
+@dataclass(frozen=True)
+class MultiplyAndRoute(Multiply):
+    """The product of what attention makes, and, of its input, the logits of experts before a norm."""
+
+    @property
+    def about(self) -> str:
+        return f"{super().about[:-1]}; the experts' logits, of its input and the residual before it."
+
+    @property
+    def makes(self) -> tuple[str, ...]:
+        return *super().makes, ROUTES
 
 
 @dataclass(frozen=True)

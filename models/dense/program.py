@@ -15,7 +15,7 @@ from cheetah.models.config import ModelConfig
 from cheetah.models.dense.drafting_step import DraftingParts
 from cheetah.models.dense.exchanged import exchanged_vectors
 from cheetah.models.dense.launch import Launch, kernel_parameters
-from cheetah.models.dense.page import page_of
+from cheetah.models.dense.page import page_of_plan
 from cheetah.models.dense.step import StepParts
 from cheetah.models.dense.step_sizes import phase_names, sizes
 from cheetah.models.family import PhaseRow
@@ -54,7 +54,7 @@ def build_kernel(config: ModelConfig, gpu: Gpu, plan: Plan, traced: bool = False
 
 def phase_rows(config: ModelConfig, plan: Plan) -> tuple[PhaseRow, ...]:
     """The phases of a step as people read them."""
-    return page_of(config, plan.max_context).rows
+    return page_of_plan(config, plan).rows
 
 
 class Step(StepParts):

@@ -27,6 +27,7 @@ from cheetah.blocks.delta.rows import PublishedPairs
 from cheetah.blocks.exchange import Exchange, Peers, Published
 from cheetah.blocks.exchange_kinds import make_exchange
 from cheetah.blocks.experts.choice import Choice, PublishedLogits
+from cheetah.blocks.experts.fused import Routing, RowsBeside
 from cheetah.blocks.experts.products import AllParts, ChosenRows, ExpertProducts, PartsInTurn, WeighedBiases
 from cheetah.blocks.linear.epilogue import Biases, GatedRows, NormWeights, PublishedRows, RowBiases
 from cheetah.blocks.linear.interface import Epilogue, Prologue
@@ -53,11 +54,18 @@ from cheetah.models.dense.page import (
     OntoResidual,
     Remember,
     Routes,
-    page_of,
+    page_of_plan,
 )
-from cheetah.models.dense.step_sizes import exchange_sizes, kv_layout, own_vectors, product_inputs, published_kinds
+from cheetah.models.dense.step_sizes import (
+    exchange_sizes,
+    kv_layout,
+    own_vectors,
+    product_inputs,
+    published_kinds,
+    router_row_elements,
+)
 from cheetah.plan import M_TILE_ROWS, MatrixLayout
-from cheetah.plan.products import Product, Vector
+from cheetah.plan.products import ROUTES, Product, Vector
 
 
 class StepParts(HeadParts):
@@ -72,7 +80,7 @@ class StepParts(HeadParts):
             copied=published_kinds(config, machine.plan),
             peers=Peers(launch.peers.get("exchange", ()), own_vectors(machine.stack)),
         )
-        super().__init__(config, machine, launch, made, page_of(config, machine.plan.max_context))
+        super().__init__(config, machine, launch, made, page_of_plan(config, machine.plan))
         self.layers = config.attention_layers(machine.plan.max_context)
         self.cache = KvCache(machine, launch.kv, launch.page_table, launch.kv_pages)
         self.schedule = Schedule(
@@ -256,7 +264,7 @@ class StepParts(HeadParts):
             if not isinstance(line, Multiply):
                 return self.attend(step, layer)
             prologue, epilogue = self.input_of(line.product, layer), self.epilogue_of(line, layer)
-            assert (line.waits, line.makes) == (prologue.waits, epilogue.makes), line
+            assert (line.waits, line.makes) == (prologue.waits, (*epilogue.makes, *prologue.makes)), line
             self._multiply(line)(self.matrices[line.product], prologue, epilogue)
 
     def _multiply(self, line: Multiply) -> Callable[[MatrixLayout, Prologue, Epilogue], None]:
@@ -336,6 +344,8 @@ class StepParts(HeadParts):
             prologue = self._input(product.input, self.layer_epoch - 1, places)
         else:
             prologue = self.made_before(product, places, layer)
+        if self.launch.router_rows is not None and product.experts is None:
+            prologue = self._routing(product, prologue, layer)
         needed = self._needed_by_heads(layer) if product is self.table.heads else []
         if product.adds:
             norms = [self.norm(self.table.norm_behind(product, layer))]
@@ -343,6 +353,22 @@ class StepParts(HeadParts):
                 norms.append(self._norm_behind(product, layer))
             needed += [(norm.weights, self.machine.hidden * 2) for norm in norms]
         return Prefetching(prologue, self.machine, needed) if needed else prologue
+
+    def _routing(self, product: Product, prologue: Prologue, layer: Any) -> Prologue:
+        """The input of q, k and v or of o, beside which the block's rows of a fused router are multiplied."""
+        experts, ends = self.table.experts, product.adds
+        assert isinstance(prologue, Slices) and experts is not None
+        o, size = self.residual, ch.named("ROUTER_ROW", router_row_elements(self.shape))
+        position, owners = ch.const(ty.u32, o.position(self.machine.block), name="row_position"), len(o.owners)
+        rows = []
+        for first in range(0, experts.count, owners):
+            number = layer * experts.count + ch.minimum(position + first, experts.count - 1)
+            row = self.launch.router_rows + number * size
+            rows.append(row + self.table.heads.input.padded if ends else row)
+        prologue = replace(prologue, beside=RowsBeside(self.machine, tuple(rows), ends))
+        if not ends:
+            return prologue
+        return Routing(prologue, self.machine, self.exchange.at(ROUTES, self.layer_epoch), experts, position, owners)
 
     def made_before(self, product: Product, places: Any, layer: Any) -> Prologue:
         """What a phase of the same layer made, slice by slice. Where waiting is most of a step all lanes poll the

@@ -14,9 +14,7 @@ from cheetah.blocks.linear.rms import squares_words
 from cheetah.blocks.lookup import history_room
 from cheetah.models.act_order import places_shape
 from cheetah.models.config import ModelConfig
-from cheetah.models.dense.page import (
-    page_of,
-)
+from cheetah.models.dense.page import page_of_plan
 from cheetah.plan import M_TILE_ROWS, Gpu, ModelShape, Plan, step_matrices
 from cheetah.plan.delta import PARTS, TAPS, state_slots
 from cheetah.plan.formats import BF16_VECTOR, KV_TILE_TOKENS
@@ -156,7 +154,8 @@ def sizes(config: ModelConfig, gpu: Gpu, plan: Plan) -> dict[str, int]:
         "tapped": len(shape.table.taps),
         "head_rows": round_up(shape.head_rows, M_TILE_ROWS),
         "blocks": gpu.blocks,
-        "phases": len(phase_names(config)),
+        "phases": len(phase_names(config, plan)),
+        "router_row": router_row_elements(shape),
         **_bias_rows(shape),
         **_delta_sizes(shape, plan),
         **dict(zip(("ordered_inputs", "longest_input"), places_shape(config), strict=True)),
@@ -180,9 +179,16 @@ def _delta_sizes(shape: ModelShape, plan: Plan) -> dict[str, int]:
     }
 
 
-def phase_names(config: ModelConfig) -> tuple[str, ...]:
+def phase_names(config: ModelConfig, plan: Plan) -> tuple[str, ...]:
     """The phases of a step, as `progress` counts them."""
-    return page_of(config).names.names
+    return page_of_plan(config, plan).names.names
+
+
+def router_row_elements(shape: ModelShape) -> int:
+    """Elements of an expert's row of a fused router: for the residual, then for what attention makes, each padded. 0 of
+    models without experts."""
+    heads, o = shape.table.heads, shape.table.onto_residual[0]
+    return 0 if shape.experts is None else heads.input.padded + o.input.padded
 
 
 def _bias_rows(shape: ModelShape) -> dict[str, int]:

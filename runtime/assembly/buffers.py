@@ -120,7 +120,7 @@ def _upload_rank(
         buffers[name].upload(table)
     plan, gpu = Plan.from_dict(manifest.plan), Gpu(**manifest.gpu, ranks=manifest.world_size)
     matrices = family.matrices(config, plan, gpu)
-    packing = Packing(weights.tensor, write, progress, rows, rank, watch=watch or Stopwatch())
+    packing = Packing(weights.tensor, write, progress, rows, rank, bool(plan.fused_router), watch=watch or Stopwatch())
     if device is not None:
         repacker = new_repacker(device, gpu, buffers["weights"], _spare(buffers, manifest), say)
         packing = replace(packing, lend=device.lend, repacker=repacker)

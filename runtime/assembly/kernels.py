@@ -41,6 +41,8 @@ PASSES = ("short passes", "medium passes", "longer passes", "passes")
 
 FAMILIES, FAMILIES_BY_NUMBERS = ("int8",), ("int8", "int4", "fp8")
 """What names of formats begin with that are multiplied alike by kernels of few columns, as tests hold them to."""
+OF_ONE_KERNEL = ("stages", "in_flight", "down_slices", "drafts", "fused_router")
+"""Fields of a plan that say nothing of kernels of other steps."""
 FAMILY_TOKENS, FAMILY_TOKENS_QUANTIZED = 16, 8
 """Most columns of kernels whose columns have the same bits as those of one with a single column: see
 docs/internals/numbers.md."""
@@ -291,7 +293,7 @@ def _gpu_of(info: DeviceInfo) -> str:
 
 def _kept(plan: Mapping[str, Any]) -> dict[str, Any]:
     """The fields of a plan that hold for kernels of other steps too."""
-    return {name: value for name, value in plan.items() if name not in ("stages", "in_flight", "down_slices", "drafts")}
+    return {name: value for name, value in plan.items() if name not in OF_ONE_KERNEL}
 
 
 def _first_line(error: Exception) -> str:

@@ -142,6 +142,7 @@ class Choice(WarpChoice):
     def __init__(self, columns: Columns, experts: Experts, normalised: bool, timeline: Timeline = NO_TIMELINE) -> None:
         super().__init__(columns.machine, experts, normalised)
         self.columns, self.timeline = columns, timeline
+        self.is_fused = bool(columns.machine.plan.fused_router)
         self.list = MadeList(self.machine, EXPERT_LIST, experts.most(columns.limit), experts.count)
 
     @property
@@ -197,7 +198,10 @@ class Choice(WarpChoice):
         if self.columns.limit == 1:
             self.list.tell()
         with self.columns.if_active(column):
-            self._keep_weights(column, first, chosen, before, highest, weights)
+            if self.is_fused:
+                self._keep_logits(chosen, before, weights)
+            else:
+                self._keep_weights(column, first, chosen, before, highest, weights)
         prim.warp_barrier()  # orders what the lanes have stored before what the first one tells of it
 
     @ch.inline
@@ -244,6 +248,30 @@ class Choice(WarpChoice):
         with ch.for_(self.of_lane, unroll=True, name="own") as own, ch.if_(has(chosen, own)):
             self.weights[rank] = prim.divide_f32(weights[own], total)
             rank += 1
+
+    @ch.inline
+    def _keep_logits(self, chosen: ch.Expr, before: ch.Expr, logits: Any) -> None:
+        """The logits of the only column's experts, by rank, in the place of what they weigh."""
+        rank = ch.var(ty.u32, before)
+        with ch.for_(self.of_lane, unroll=True, name="own") as own, ch.if_(has(chosen, own)):
+            self.weights[rank] = logits[own]
+            rank += 1
+
+    @ch.function
+    def weigh_kept(self, scale: ch.Expr) -> None:
+        """By the first consumer warp: what the only column's experts weigh, once it is known what their logits are to
+        be multiplied with. A lane an expert."""
+        chosen, lane = self.experts.chosen, self.machine.lane
+        assert self.normalised and chosen <= LANES
+        logit = ch.const(ty.f32, self.weights[ch.minimum(lane, chosen - 1)], name="logit")
+        highest = ch.const(ty.f32, number_of(prim.warp_maximum_u32(ordered(logit))), name="highest")
+        weight = ch.var(ty.f32, 0.0)
+        with ch.if_(lane < chosen):
+            weight.set(prim.exp_f32((logit - highest) * scale))
+        total = ch.const(ty.f32, prim.warp_sum_f32(weight), name="total")
+        with ch.if_(lane < chosen):
+            self.weights[lane] = prim.divide_f32(weight, total)
+        prim.warp_barrier()  # orders what the lanes have stored before the sums that the warp hands over
 
     @ch.function
     def _list_union(self) -> None:

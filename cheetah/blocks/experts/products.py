@@ -340,6 +340,32 @@ class Brought(Prologue):
         yield Part(0, matrix.chunks, region=self.region)
 
 
+@dataclass(frozen=True, eq=False)
+class Weighing(Prologue):
+    """An input behind which the first warp says what the chosen experts weigh: by the scale of its products."""
+
+    inner: Prologue
+    choice: Choice
+
+    @property
+    def waits(self) -> tuple[str, ...]:
+        return self.inner.waits
+
+    def scale_of_products(self) -> ColumnScale | None:
+        return self.inner.scale_of_products()
+
+    @ch.inline
+    def begin(self, matrix: MatrixLayout, arrival: Arrival) -> None:
+        scale = self.scale_of_products()
+        assert scale is not None, matrix.name
+        self.inner.begin(matrix, arrival)
+        with ch.if_(self.choice.machine.warp == 0):
+            self.choice.weigh_kept(ch.const(ty.f32, scale.of(ch.argument(0), scale.arguments), name="scale"))
+
+    def parts(self, matrix: MatrixLayout, arrival: Arrival) -> Iterator[Part]:
+        return self.inner.parts(matrix, arrival)
+
+
 # -- which M-tiles ----------------------------------------------------------------------------------------------------
 
 
@@ -446,8 +472,11 @@ class ExpertProducts:
                 self._convert(matrix)
 
     def deal(self, matrix: MatrixLayout, prologue: Prologue, epilogue: Epilogue) -> None:
-        """The matrices of the list's experts times the input, M-tile by M-tile. The input is there, see `route`."""
-        brought = Brought(prologue, "dealt" if self._converts else "vector")
+        """The matrices of the list's experts times the input, M-tile by M-tile. The input is there, see `route`; or,
+        where the router is fused, it is brought now, and it becomes known what the experts weigh."""
+        brought: Prologue = Brought(prologue, "dealt" if self._converts else "vector")
+        if self.choice.is_fused:
+            brought = Weighing(prologue, self.choice)
         self.linear.of_share(Dealt(self.machine, matrix, self.list, self.has_biases), brought, epilogue)
 
     def add(self, matrix: MatrixLayout, prologue: Prologue, epilogue: Epilogue) -> None:

@@ -86,6 +86,11 @@ class Prologue(ABC):
         """The vectors of an exchange that it waits for."""
         return ()
 
+    @property
+    def makes(self) -> tuple[str, ...]:
+        """The vectors of an exchange that it makes, beside."""
+        return ()
+
     def scale_of_products(self) -> ColumnScale | None:
         """What the products are still to be multiplied by."""
         return None

@@ -38,6 +38,22 @@ and whether it is to come at all.
 While a vector is awaited, polling all of it crowds the memory: 32 times fewer polls are worth 3 % on 1B (H200)."""
 
 
+class Beside(Protocol):
+    """What is made of a vector by the threads that bring it, beside what it becomes in shared memory."""
+
+    def begin(self) -> Any:
+        """What a thread keeps of it from unit to unit."""
+
+    def load(self, first: ch.Expr, stride: int, count: int) -> Any:
+        """What it needs for units `first`, `first + stride`, ..., before these are waited for."""
+
+    def add(self, kept: Any, words: ch.Expr, loaded: ch.Expr) -> None:
+        """A unit (u32x4: 8 elements), with what was loaded for it."""
+
+    def end(self, kept: Any) -> None:
+        """Behind the thread's last unit; a barrier of the consumer warps follows."""
+
+
 class Source(Protocol):
     """Where a vector comes from: a vector of the exchange, which has a name."""
 
@@ -63,14 +79,15 @@ class Units:
 
 @dataclass(frozen=True, eq=False)
 class Slices(Prologue):
-    """The parts of a vector as the matrix is sliced; `available` of its elements exist. places: as of `VectorPart`,
-    where the matrix is not sliced. scale: of the products."""
+    """The parts of a vector as the matrix is sliced; `available` of its elements exist. places, beside: as of
+    `VectorPart`, where the matrix is not sliced. scale: of the products."""
 
     columns: Columns
     source: Source
     available: int
     places: ch.Expr | None = None
     scale: ColumnScale | None = None
+    beside: Beside | None = None
 
     @property
     def waits(self) -> tuple[str, ...]:
@@ -123,9 +140,10 @@ class Slices(Prologue):
             *(end - first, min(end, self.available) - first, index * slice_units),
             kind=matrix.vector_kind(self.columns.limit),
             places=self.places,
+            beside=self.beside,
             name=matrix.name if matrix.slices == 1 else f"{matrix.name}_{'slice' if is_usual else 'last_slice'}",
         )
-        assert self.places is None or matrix.slices == 1, matrix.name
+        assert self.places is None and self.beside is None or matrix.slices == 1, matrix.name
         copied = _copied(self.source, part)
         if copied is not None and matrix.slices == 1:
             load_copied(self.columns, matrix, copied)
@@ -144,6 +162,10 @@ class Prefetching(Prologue):
     @property
     def waits(self) -> tuple[str, ...]:
         return self.inner.waits
+
+    @property
+    def makes(self) -> tuple[str, ...]:
+        return self.inner.makes
 
     def scale_of_products(self) -> ColumnScale | None:
         return self.inner.scale_of_products()
@@ -169,8 +191,8 @@ class VectorPart:
     is zero); in the exchange it begins at unit `first_unit`. kind: as what it is kept (`cheetah.plan.formats`). places:
     for every element the one that it is to the matrix (u16, padded like the vector), of a whole vector; None: itself.
     part_units, part_room: units of parts of their own, which lie so far from one another in shared memory; else there
-    is one part. at: the unit of shared memory where it begins. name: by which the text calls its sizes, where they are
-    not those of hidden vectors.
+    is one part. at: the unit of shared memory where it begins. beside: what else is made of it, where threads bring it.
+    name: by which the text calls its sizes, where they are not those of hidden vectors.
     """
 
     elements: int
@@ -181,6 +203,7 @@ class VectorPart:
     part_units: int = 0
     part_room: int = 0
     at: ch.Expr | None = None
+    beside: Beside | None = None
     name: str = ""
 
     def units(self, machine: Machine) -> int:
@@ -257,13 +280,17 @@ def _bring_vector(columns: Columns, part: VectorPart, source: Source) -> None:
 @ch.inline
 def bring_units(columns: Columns, part: VectorPart, source: Source) -> None:
     """The units of a part that this thread brings, and zeros behind them in their K-tile of 32 columns."""
-    machine, order = columns.machine, _order_of(columns, part)
+    machine, order, beside = columns.machine, _order_of(columns, part), part.beside
     vector = machine.region("vector", ty.u32x4)
+    kept = None if beside is None else beside.begin()
     for batch in _batches(columns, part, UNITS):
         places = _load_places(order, batch)
+        loaded = None if beside is None else beside.load(batch.first, machine.consumer_threads, batch.count)
         batch.wait(source.wait)
         with _read_batch(columns, part, batch, source) as data:
             with _each(machine, batch) as (index, unit):
+                if beside is not None:
+                    beside.add(kept, data[index], loaded[index])
                 if order is None and part.kind == BF16_VECTOR:
                     vector[part.place(unit)] = data[index]
                 elif order is None:
@@ -272,11 +299,13 @@ def bring_units(columns: Columns, part: VectorPart, source: Source) -> None:
                     )
                 else:
                     order.put(ch.const(ty.u32x4, data[index], name="words"), places[index])
+    if beside is not None:
+        beside.end(kept)
 
 
 def _copied(source: Source, part: VectorPart) -> CopySource | None:
     """Units that become something of another size, or belong elsewhere, pass through registers anyway."""
-    is_in_place = part.places is None and part.kind not in BY_WARPS
+    is_in_place = part.places is None and part.beside is None and part.kind not in BY_WARPS
     return source.copied if is_in_place else None
 
 
