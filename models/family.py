@@ -213,10 +213,11 @@ class Packing:
 
     The array given to `write` is valid only until it returns: its memory is used again. rows: gives a matrix that is
     read in parts, in several threads; by default `tensor` does. rank: of the GPUs that have a part of each matrix, the
-    one whose parts are packed. is_fused: whether the rows of fused routers are wanted (`Plan.fused_router`). progress: gets the bytes just written. threads: by
-    default one a processor, at most 8. lend: where the memory for pieces comes from. repacker: packs what lies in files
-    as it can be packed there, if it has room for what goes up. watch: takes the seconds of all threads that read and
-    that pack, and those of the calling one that waits for them and that uploads.
+    one whose parts are packed. is_fused: whether the rows of fused routers are wanted (`Plan.fused_router`). progress:
+    gets the bytes just written. threads: by default one a processor, at most 8. lend: where the memory for pieces comes
+    from. repacker: packs what lies in files as it can be packed there, if it has room for what goes up. watch: takes
+    the seconds of all threads that read and that pack, and those of the calling one that waits for them and that
+    uploads.
     """
 
     tensor: ReadTensor

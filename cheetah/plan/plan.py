@@ -390,9 +390,9 @@ class Plan:
         owners, of_heads = ceil_div(shape.hidden, M_TILE_ROWS), ceil_div(shape.table.heads.rows, M_TILE_ROWS)
         if shape.experts.count > MOST_ROUTER_ROWS * min(gpu.blocks, owners) or of_heads < gpu.blocks:
             raise PlanError(
-                f"Plan: fused_router is 1 with {shape.experts.count} experts and {gpu.blocks} blocks, of which each has "
-                f"rows of {MOST_ROUTER_ROWS} at most beside M-tiles of o ({owners}) and of q, k and v ({of_heads}): "
-                "give 0"
+                f"Plan: fused_router is 1 with {shape.experts.count} experts and {gpu.blocks} blocks, of which each "
+                f"has rows of {MOST_ROUTER_ROWS} at most beside M-tiles of o ({owners}) and of q, k and v "
+                f"({of_heads}): give 0"
             )
 
     def _check_whole_stage(self, shape: ModelShape) -> None:

@@ -2,8 +2,9 @@
 `cheetah.blocks.experts.fused`.
 
 With the router W [E, H], the weights D of the norm behind attention and the projection O [H, Q], the logits of experts
-times the rms of h + O a are W D h + W D O a. The residual h is published times the weights of the norm before attention,
-so the first rows are over these; a norm of which one is 0, or so small that the quotient is none for bf16, is refused.
+times the rms of h + O a are W D h + W D O a. The residual h is published times the weights of the norm before
+attention, so the first rows are over these; a norm of which one is 0, or so small that the quotient may be none for
+bf16, is refused.
 """
 
 from __future__ import annotations
@@ -32,8 +33,8 @@ def router_row_bytes(config: ModelConfig) -> int:
 
 def router_rows(config: ModelConfig, tensor: Callable[[str], NDArray[Any]], layer: int) -> Bits:
     """A layer's rows, bf16 bits [experts, row]: of each expert those of the residual, then those of attention's output,
-    both padded with zeros. tensor: gives bf16 bits, or float32 of a quantised one. PackingError where a norm's weight is
-    too small to divide by."""
+    both padded with zeros. tensor: gives bf16 bits, or float32 of a quantised one. PackingError where a norm's weight
+    is too small to divide by."""
     table, norms = config.table, norms_before(config)
     heads, o = table.heads, table.onto_residual[0]
 
@@ -47,8 +48,8 @@ def router_rows(config: ModelConfig, tensor: Callable[[str], NDArray[Any]], laye
     if is_small.any():
         place = int(np.argmax(is_small))
         raise PackingError(
-            f"{norms[heads.name].format(layer=layer)}: weight {place} is {before[place]:g}: the router's rows are divided "
-            f"by such weights, of which none may be below {SMALLEST:g}: leave fused_router out"
+            f"{norms[heads.name].format(layer=layer)}: weight {place} is {before[place]:g}: rows of a fused router are "
+            f"divided by such weights, of which none may be below {SMALLEST:g}: leave fused_router out"
         )
     made = np.zeros((len(rows), heads.input.padded + o.input.padded), np.uint16)
     made[:, : config.hidden_size] = as_bf16(np.divide(rows, before, out=np.zeros_like(rows), where=before != 0))

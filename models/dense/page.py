@@ -73,7 +73,7 @@ def _fused_choosing(table: StepTable, kind: LayerKind, o: Product) -> tuple[Line
     """o, beside which logits are made, and the choice by them. PlanError where logits are no plain products."""
     routing = kind.routing
     if routing is None or routing.biases or not routing.normalised or not kind.norms.before:
-        raise PlanError("Plan: fused_router is 1: it is for routers without biases, whose weights are of chosen experts")
+        raise PlanError("Plan: fused_router is 1: it is for routers without biases, whose weights are of the chosen")
     if kind.residual_multiplier != 1.0 or kind.norms.plus_one:
         raise PlanError("Plan: fused_router is 1: it is for models whose o is added to the residual as it is")
     choice = next(phase for phase in table.layer if isinstance(phase, ChoicePhase))

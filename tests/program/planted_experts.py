@@ -9,14 +9,17 @@ from typing import Any
 from cheetah import lang as ch
 from cheetah.blocks.columns import Columns
 from cheetah.blocks.experts.choice import Choice
+from cheetah.blocks.experts.fused import Routing as FusedRouting
+from cheetah.blocks.experts.fused import RowsBeside
 from cheetah.blocks.experts.products import AllParts, ChosenRows, PartsInTurn, RankedActivations
 from cheetah.blocks.linear.fragments import Activations
 from cheetah.blocks.made_list import MadeList
 from cheetah.lang import prim, ty
+from cheetah.models.dense.step import StepParts
 from cheetah.models.layer_kind import Routing
 from cheetah.models.qwen3_moe import Qwen3MoeConfig
 from tests.program.planted import BOTH, USUAL, Bug, Patch, Setup, read_without_waiting
-from tests.program.rig import RandomWeights, random_weights
+from tests.program.rig import RandomWeights, Rig, random_weights
 
 
 @dataclass(frozen=True)
@@ -32,6 +35,17 @@ ROUTED = Decided(
     replace(Qwen3MoeConfig(48, 32, 2, 2, 1, 64, 50, routing=Routing(6, 2)), max_position_embeddings=256),
     **{name: value for name, value in vars(USUAL).items() if name != "config"},
 )
+
+
+@dataclass(frozen=True)
+class Fused(Decided):
+    """The same with a fused router: blocks have rows of two experts."""
+
+    def rig(self, **options: Any) -> Rig:
+        return super().rig(**{"fused_router": 1, **options})
+
+
+FUSED = Fused(**vars(ROUTED))
 
 
 def weigh_all_alike(patch: Patch) -> None:
@@ -78,6 +92,41 @@ def weigh_before_that_is_known(patch: Patch) -> None:
     patch.setattr(ChosenRows, "__call__", early)
 
 
+def take_rows_of_the_first_layer(patch: Patch) -> None:
+    routing = StepParts._routing
+    patch.setattr(StepParts, "_routing", lambda self, product, prologue, layer: routing(
+        self, product, prologue, ty.u32(0)
+    ))  # fmt: skip
+
+
+def weigh_unscaled(patch: Patch) -> None:
+    weigh = Choice.weigh_kept
+    patch.setattr(Choice, "weigh_kept", lambda self, scale: weigh(self, ty.f32(1.0)))
+
+
+def publish_logits_first(patch: Patch) -> None:
+    """Before attention's output is there, so those of the layer before."""
+
+    def begin(self: FusedRouting, matrix: Any, arrival: Any) -> None:
+        with ch.if_(self.machine.warp == self.machine.plan.consumer_warps - 1):
+            self._publish()
+        self.inner.begin(matrix, arrival)
+
+    patch.setattr(FusedRouting, "begin", begin)
+
+
+def forget_the_residual(patch: Patch) -> None:
+    """Rows of attention's output alone."""
+    add = RowsBeside.add
+    patch.setattr(RowsBeside, "add", lambda self, *given: add(self, *given) if self.ends else None)
+
+
+FUSED_BUGS = (
+    Bug("rows of the first layer's router", ("reference",), change=take_rows_of_the_first_layer, setup=FUSED),
+    Bug("weights of logits that nobody scaled", ("reference",), change=weigh_unscaled, setup=FUSED),
+    Bug("logits of the layer before", ("reference",), change=publish_logits_first, setup=FUSED),
+    Bug("logits without the residual", ("reference",), change=forget_the_residual, setup=FUSED),
+)
 EXPERT_BUGS = (
     Bug("experts all weigh alike", ("reference",), change=weigh_all_alike, setup=ROUTED),
     Bug("weights of the softmax of all", ("reference",), change=weigh_by_the_softmax_of_all, setup=ROUTED),
@@ -86,6 +135,7 @@ EXPERT_BUGS = (
     Bug("a list that is told of too soon", BOTH, change=tell_of_the_list_too_soon, setup=ROUTED),
     Bug("weights that nobody knows yet", BOTH, change=weigh_before_that_is_known, setup=ROUTED),
     Bug("no wait for the experts' logits", BOTH, change=read_without_waiting("routes"), setup=ROUTED),
+    *FUSED_BUGS,
 )
 
 

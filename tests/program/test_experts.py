@@ -54,6 +54,7 @@ MIXTRAL = MixtralConfig(48, 288, 2, 2, 1, 64, 50, max_position_embeddings=256, r
 # name: (configuration, seed of its weights, how it is run, tokens, of them a step)
 CASES: dict[str, tuple[ModelConfig, int, dict[str, Any], int, int]] = {
     "one token a step": (qwen(), 12, {"blocks": 3}, 24, 1),
+    "one token a step, a fused router": (qwen(), 12, {"blocks": 3, "fused_router": 1}, 24, 1),
     "more experts than lanes, weights of all, barrier": (OLMOE, 5, {"blocks": 4, "sync": "barrier"}, 16, 1),
     "four tokens, an expert's part in slices": (MIXTRAL, 2, {"blocks": 3, "tokens": 4, "down_slices": 4}, 24, 4),
     "narrow rows, four tokens": (qwen(144, 256, 4, 6), 2, {"blocks": 2, "tokens": 4}, 24, 4),

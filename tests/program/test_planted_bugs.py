@@ -26,7 +26,7 @@ from tests.program.planted import (
     joined_rig,
     race_in,
 )
-from tests.program.planted_experts import EXPERT_BUGS, ROUTED
+from tests.program.planted_experts import EXPERT_BUGS, FUSED, FUSED_BUGS, ROUTED
 from tests.program.planted_families import BIASED, FAMILY_BUGS, NORMED, SANDWICHED, WINDOWED
 from tests.program.rig import Rig, emulated_gpu
 from tests.tiers import tiered
@@ -64,6 +64,7 @@ EXHAUSTIVE = (
     *("experts all weigh alike", "weights of the softmax of all", "no wait for the experts' logits"),
     *("the first expert for all", "a list that is told of too soon", "weights that nobody knows yet"),
     "tags for who reads a vector in the head alone",
+    *(bug.name for bug in FUSED_BUGS[1:]),
 )
 """Of each there is one of its kind that `make test` looks for."""
 assert {bug.name for bug in BUGS} >= set(EXHAUSTIVE), "a bug that is not there is called exhaustive"
@@ -80,6 +81,7 @@ SETUPS = {
     "biased": BIASED,
     "windowed": WINDOWED,
     "routed": ROUTED,
+    "fused": FUSED,
 }
 
 
@@ -106,7 +108,9 @@ def first_finding(rig: Rig, setup: Setup, detector: str) -> Finding | None:
     return None if detector == "reference" else next(gauntlet.schedules(SEEDS), None)
 
 
-CLEAN = [(setup, sync) for setup in SETUPS for sync in ("flags", "barrier") if setup != "many"]
+ALWAYS_FLAGS = ("many", "fused")
+CLEAN = [(setup, sync) for setup in SETUPS for sync in ("flags", "barrier") if sync == "flags" or setup not in ALWAYS_FLAGS]
+CLEAN.remove(("many", "flags"))
 
 CLEAN_ALWAYS = [("narrow", "barrier"), ("windowed", "flags")]
 

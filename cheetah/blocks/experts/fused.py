@@ -1,12 +1,12 @@
 """A router that is fused with the projection before it: the logits of experts without the vector that a router reads.
 
 A router W reads the residual behind attention, h + O a, times its norm's weights D, and over its rms. But rows of W D
-times the residual before attention, and of W D O times attention's output, are logits times that rms, which is positive:
-it does not change which are highest, and the weights of those that are chosen learn it later. So every block has a row of
-an expert, or of some, made of the two when weights were loaded (`cheetah.models.dense.fused_router`), and multiplies it
-with what its threads bring for M-tiles of other matrices anyway: in the phase of q, k and v the residual, which is published
-times the weights of the norm before (the row is over these), in that of o attention's output. Logits are published
-before o is multiplied, and the choice is made while its rows are on their way.
+times the residual before attention, and of W D O times attention's output, are logits times that rms, which is
+positive: it does not change which are highest, and the weights of those that are chosen learn it later. So every block
+has a row of an expert, or of some, made of the two when weights were loaded (`cheetah.models.dense.fused_router`), and
+multiplies it with what its threads bring for M-tiles of other matrices anyway: in the phase of q, k and v the residual,
+which is published times the weights of the norm before (the row is over these), in that of o attention's output. Logits
+are published before o is multiplied, and the choice is made while its rows are on their way.
 """
 
 from __future__ import annotations
@@ -73,9 +73,9 @@ class RowsBeside:
 
 @dataclass(frozen=True, eq=False)
 class Routing(Prologue):
-    """The input of o, beside which the block's logits are made: the last consumer warp publishes them, with zeros in the
-    words that nobody's logit is in. position: of the block among `owners`, those with M-tiles of o, to which experts
-    are dealt one by one."""
+    """The input of o, beside which the block's logits are made: the last consumer warp publishes them, with zeros in
+    the words that nobody's logit is in. position: of the block among `owners`, those with M-tiles of o, to which
+    experts are dealt one by one."""
 
     inner: Prologue
     machine: Machine
