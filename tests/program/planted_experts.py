@@ -124,7 +124,7 @@ def forget_the_residual(patch: Patch) -> None:
 FUSED_BUGS = (
     Bug("rows of the first layer's router", ("reference",), change=take_rows_of_the_first_layer, setup=FUSED),
     Bug("weights of logits that nobody scaled", ("reference",), change=weigh_unscaled, setup=FUSED),
-    Bug("logits of the layer before", ("reference",), change=publish_logits_first, setup=FUSED),
+    Bug("logits of the layer before", ("schedules",), change=publish_logits_first, setup=FUSED),
     Bug("logits without the residual", ("reference",), change=forget_the_residual, setup=FUSED),
 )
 EXPERT_BUGS = (

@@ -108,10 +108,8 @@ def first_finding(rig: Rig, setup: Setup, detector: str) -> Finding | None:
     return None if detector == "reference" else next(gauntlet.schedules(SEEDS), None)
 
 
-ALWAYS_FLAGS = ("many", "fused")
-CLEAN = [(setup, sync) for setup in SETUPS for sync in ("flags", "barrier") if sync == "flags" or setup not in ALWAYS_FLAGS]
-CLEAN.remove(("many", "flags"))
-
+CLEAN = [(setup, sync) for setup in SETUPS for sync in ("flags", "barrier") if setup != "many"]
+CLEAN.remove(("fused", "barrier"))
 CLEAN_ALWAYS = [("narrow", "barrier"), ("windowed", "flags")]
 
 
