@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -28,6 +29,8 @@ LARGEST = {"hidden_size": 128, "intermediate_size": 192, "vocab_size": 512}
 LARGEST_KV_HEADS = 2
 NARROW_FFN, NARROW_BLOCKS = 320, 6
 """Of models whose o and down have narrow M-tiles on the GPU: so many columns and blocks have theirs narrow too."""
+NARROW_EXPERTS = 16
+"""Of models whose router has: so many experts have them too, where it has columns enough."""
 CONTEXT = 128
 
 
@@ -107,12 +110,18 @@ def _features(features: set[str], missing: set[str]) -> str:
 
 def shrunk(config: ModelConfig) -> ModelConfig:
     """A small model of the same kind."""
+    from cheetah.plan.narrow import LEAST_COLUMNS_EMULATED
     from cheetah.tools.subjects import sized
 
     sizes = {name: _cut(getattr(config, name), largest) for name, largest in LARGEST.items()}
     if _is_narrow(config):
         sizes["intermediate_size"] = NARROW_FFN
-    return sized(config, sizes, min(config.kv_heads, LARGEST_KV_HEADS))
+    if not _has_narrow_router(config):
+        return sized(config, sizes, min(config.kv_heads, LARGEST_KV_HEADS))
+    sizes["hidden_size"] = LEAST_COLUMNS_EMULATED
+    small = sized(config, sizes, min(config.kv_heads, LARGEST_KV_HEADS))
+    assert small.routing is not None
+    return replace(small, routing=replace(small.routing, experts=NARROW_EXPERTS))
 
 
 def _is_narrow(config: ModelConfig) -> bool:
@@ -122,6 +131,17 @@ def _is_narrow(config: ModelConfig) -> bool:
     from cheetah.plan.narrow import residual_tile_rows
 
     return residual_tile_rows(config.shape, gpu_named(GPU)) == NARROW_ROWS
+
+
+def _has_narrow_router(config: ModelConfig) -> bool:
+    """Whether the router of experts has them."""
+    from cheetah.plan import gpu_named
+    from cheetah.plan.formats import NARROW_ROWS
+    from cheetah.plan.narrow import tile_rows
+    from cheetah.plan.products import ROUTER
+
+    routers = (one for one in config.shape.table.products if one.name == ROUTER)
+    return any(tile_rows(one, config.shape, gpu_named(GPU)) == NARROW_ROWS for one in routers)
 
 
 def _cut(size: int, largest: int) -> int:
