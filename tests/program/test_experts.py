@@ -16,6 +16,8 @@ import pytest
 from cheetah.errors import CheetahError
 from cheetah.generate import generate_kernel
 from cheetah.models.config import ModelConfig
+from cheetah.models.dense.fused_router import router_rows
+from cheetah.models.formats import PackingError
 from cheetah.models.layer_kind import Routing
 from cheetah.models.mixtral import MixtralConfig
 from cheetah.models.olmoe import OlmoeConfig
@@ -148,6 +150,18 @@ def test_a_block_that_would_make_no_part_of_gated_is_refused() -> None:
         generate_kernel(qwen(), emulated_gpu(13))
     with pytest.raises(PlanError, match="down_slices is 2: what experts make of a token comes whole"):
         generate_kernel(qwen(), emulated_gpu(3), down_slices=2)
+
+
+def test_what_cannot_be_fused_is_refused() -> None:
+    weights, gpu = RandomWeights(qwen()), gpu_named(emulated_gpu(3))
+    weights.tensors["model.layers.1.input_layernorm.weight"][3] = 0
+    with pytest.raises(
+        PackingError, match="layers.1.input_layernorm.weight: weight 3 is 0: rows of a fused"
+    ):
+        router_rows(weights.config, weights.tensor, 1)
+    for config, plan in ((qwen(), {"batch": 2}), (qwen(), {"sync": "barrier"}), (OLMOE, {}), (qwen(experts=19), {})):
+        with pytest.raises(PlanError, match="fused_router is 1"):
+            generate_kernel(config, gpu, fused_router=1, **plan)
 
 
 def test_what_does_not_fit_whole_comes_in_turn() -> None:

@@ -285,7 +285,7 @@ def bring_units(columns: Columns, part: VectorPart, source: Source) -> None:
     kept = None if beside is None else beside.begin()
     for batch in _batches(columns, part, UNITS):
         places = _load_places(order, batch)
-        loaded = None if beside is None else beside.load(batch.first, machine.consumer_threads, batch.count)
+        loaded: Any = None if beside is None else beside.load(batch.first, machine.consumer_threads, batch.count)
         batch.wait(source.wait)
         with _read_batch(columns, part, batch, source) as data:
             with _each(machine, batch) as (index, unit):
