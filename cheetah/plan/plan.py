@@ -380,8 +380,8 @@ class Plan:
             raise PlanError("Plan: fused_router is 1, and the model has no experts: leave it out")
         if self.tokens > 1 or self.sync != "flags" or gpu.ranks > 1 or self.kv_chunk:
             raise PlanError(
-                "Plan: fused_router is 1: it is for steps of one token on one GPU, by flags, whose bits no other kernel "
-                "promises (kv_chunk): give 0"
+                "Plan: fused_router is 1: it is for steps of one token on one GPU, by flags, whose bits no other "
+                "kernel promises (kv_chunk): give 0"
             )
         if shape.norms_behind or shape.delta is not None or shape.table.taps:
             raise PlanError(

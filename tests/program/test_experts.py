@@ -155,9 +155,7 @@ def test_a_block_that_would_make_no_part_of_gated_is_refused() -> None:
 def test_what_cannot_be_fused_is_refused() -> None:
     weights, gpu = RandomWeights(qwen()), gpu_named(emulated_gpu(3))
     weights.tensors["model.layers.1.input_layernorm.weight"][3] = 0
-    with pytest.raises(
-        PackingError, match="layers.1.input_layernorm.weight: weight 3 is 0: rows of a fused"
-    ):
+    with pytest.raises(PackingError, match="layers.1.input_layernorm.weight: weight 3 is 0: rows of a fused"):
         router_rows(weights.config, weights.tensor, 1)
     for config, plan in ((qwen(), {"batch": 2}), (qwen(), {"sync": "barrier"}), (OLMOE, {}), (qwen(experts=19), {})):
         with pytest.raises(PlanError, match="fused_router is 1"):
