@@ -6,6 +6,7 @@ inverse, meaning) and its fragments on the device (`blocks/linear/formats`).
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
@@ -158,6 +159,49 @@ def _blocks(kept: int) -> BlockTiles:
 
 BLOCK_FORMATS: dict[str, BlockTiles] = {one.name: one for one in map(_blocks, range(1, BLOCKS_OF_TILE))}
 """blocks-2of4: 8.06 bits a weight, blocks-1of4 4.06."""
+
+
+@dataclass(frozen=True)
+class BlockRows(TileFormat):
+    """Blocks of 16 rows x 32 columns in bf16, of which an M-tile stores those alone that are there, however many.
+
+    A K-tile, and a chunk, is a window of 1024 columns: a line of which of its 32 blocks are there, see
+    `models/formats/block_rows.py`, then these. tile_bytes: what a stage has room for, a line and `most` blocks. part:
+    so many of every 1024 blocks of the matrix are there in the layer that has most.
+    """
+
+    most: int = 0
+    part: int = 0
+
+    def chunk_bytes(self, stage_bytes: int, warps: int) -> int:
+        """Of the longest chunk, if a stage has room for it."""
+        return self.tile_bytes if stage_bytes >= self.tile_bytes else 0
+
+    def stage_bytes(self, least: int, warps: int) -> int:
+        """Of the longest chunk."""
+        return self.tile_bytes
+
+    def room(self, windows: int) -> int:
+        """Blocks that there is room for in a matrix of so many windows."""
+        return ceil_div(windows * WINDOW_BLOCKS * self.part, PARTS_OF_MATRIX)
+
+
+WINDOW_BLOCKS, PARTS_OF_MATRIX = 32, 1024
+WINDOW_LINE_BYTES = 128
+"""What a window begins with; a window without blocks is nothing else."""
+BLOCKS = "blocks-"
+"""What the names of formats begin with that keep some blocks only."""
+_BLOCK_ROWS = re.compile(rf"{BLOCKS}([1-9]\d*)of{PARTS_OF_MATRIX}-most([1-9]\d*)")
+
+
+def block_rows(part: int, most: int) -> BlockRows:
+    """The format for matrices of which at most `part` of every 1024 blocks are there, and `most` of a window. PlanError
+    for numbers that cannot be."""
+    name = f"{BLOCKS}{part}of{PARTS_OF_MATRIX}-most{most}"
+    if not (0 < part <= PARTS_OF_MATRIX and 0 < most <= WINDOW_BLOCKS):
+        raise PlanError(f"weight format {name!r}: give at most {PARTS_OF_MATRIX}, and {WINDOW_BLOCKS} of a window")
+    tile_bytes = WINDOW_LINE_BYTES + most * BF16.tile_bytes
+    return BlockRows(name, WINDOW_BLOCKS * BF16.columns, tile_bytes, most=most, part=part)
 
 
 @dataclass(frozen=True)
@@ -355,6 +399,8 @@ TILE_FORMATS: dict[str, TileFormat] = {BF16.name: BF16, **SPARSE_FORMATS, **BLOC
 
 def tile_format(name: str) -> TileFormat:
     """The format of that name, or of its parts; PlanError lists the names there are."""
+    if found := _BLOCK_ROWS.fullmatch(name):
+        return block_rows(int(found[1]), int(found[2]))
     tiles, plus, units = name.partition(f"{PLUS}{LIST}")
     if tiles not in TILE_FORMATS or plus and not units.isdecimal():
         known = ", ".join(TILE_FORMATS)

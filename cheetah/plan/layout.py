@@ -8,7 +8,15 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from cheetah.plan.errors import PlanError, require_positive
-from cheetah.plan.formats import BF16, M_TILE_ROWS, NARROW_ROWS, TILE_ALIGNMENT, TileFormat
+from cheetah.plan.formats import (
+    BF16,
+    M_TILE_ROWS,
+    NARROW_ROWS,
+    TILE_ALIGNMENT,
+    WINDOW_LINE_BYTES,
+    BlockRows,
+    TileFormat,
+)
 from cheetah.plan.index import Index, ceil_div, round_up
 from cheetah.plan.split import Split
 
@@ -32,6 +40,9 @@ class MatrixLayout:
 
     ranks: GPUs among which the M-tiles of the whole matrix are dealt: `rows` are one's, and its M-tiles follow those of
     the ranks before. 1 where a rank has rows of its own vectors, queries and the like.
+
+    Of `BlockRows` chunks differ in length, so they lie one behind another, M-tile by M-tile, in the order of columns:
+    behind `index_bytes` that say where each begins, in lines of 128 bytes (SparseTIR's indptr), and a block of zeros.
 
     is_brief, is_once: see `Product`; by_numbers: see `Plan`. experts: so many such matrices, one behind the other."""
 
@@ -67,6 +78,8 @@ class MatrixLayout:
                 f"{place}: tile_rows is {self.tile_rows} with weights in {self.format.name}: give {M_TILE_ROWS}, or "
                 f"{NARROW_ROWS} with those in {BF16.name}"
             )
+        if isinstance(self.format, BlockRows) and (self.ranks > 1 or self.experts > 1):
+            raise PlanError(f"{place}: blocks that are stored one by one belong to no experts, nor to several GPUs")
         if self.offset < 0 or self.offset % TILE_ALIGNMENT:
             raise PlanError(f"{place}: offset is {self.offset}: give a multiple of {TILE_ALIGNMENT} bytes, 0 or above")
 
@@ -185,6 +198,9 @@ class MatrixLayout:
 
     @property
     def m_tile_bytes(self) -> int:
+        """Of `BlockRows` the mean."""
+        if isinstance(self.format, BlockRows):
+            return self.expert_bytes // self.m_tiles
         return self.k_tiles * self.format.tile_bytes + self.factor_bytes + self.chunks * self.format.list_bytes
 
     @property
@@ -203,7 +219,16 @@ class MatrixLayout:
     @property
     def expert_bytes(self) -> int:
         """Bytes of one matrix, and to the next of several."""
+        if isinstance(self.format, BlockRows):
+            windows = self.m_tiles * self.chunks
+            lines = windows * WINDOW_LINE_BYTES
+            return self.index_bytes + BF16.tile_bytes + lines + self.format.room(windows) * BF16.tile_bytes
         return self.m_tiles * self.m_tile_bytes
+
+    @property
+    def index_bytes(self) -> int:
+        """Of the index of `BlockRows`: u32 [M-tiles, chunks], where the last ends, and one that is not looked at."""
+        return round_up(4 * (self.m_tiles * self.chunks + 2), LINE_BYTES)
 
     @property
     def last_chunk_tiles(self) -> int:

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from cheetah.models.formats.bf16 import Bf16
+from cheetah.models.formats.block_rows import WindowsOfBlocks
 from cheetah.models.formats.blocks import Blocks
 from cheetah.models.formats.lists import Listed, ListedRows
 from cheetah.models.formats.quantized import QuantizedRows, rows_of_element
@@ -18,12 +19,14 @@ from cheetah.models.rounding import Bytes
 from cheetah.plan import MatrixLayout
 from cheetah.plan.formats import (
     BLOCK_FORMATS,
+    BLOCKS,
     LIST,
     PLUS,
     QUANTIZED_FORMATS,
     SPARSE,
     SPARSE_FORMATS,
     SPARSE_QUANTIZED_FORMATS,
+    BlockRows,
     tile_format,
 )
 
@@ -35,6 +38,7 @@ __all__ = [
     "dense_name",
     "format_named",
     "format_of",
+    "is_blocks_name",
     "is_sparse_name",
     "pack_matrix",
     "sparse_name",
@@ -53,7 +57,12 @@ WEIGHT_FORMATS: dict[str, WeightFormat] = {
 
 def is_sparse_name(name: str) -> bool:
     """Whether there is a format of that name that keeps some weights only."""
-    return without_list(name) in SPARSE_FORMATS or name in BLOCK_FORMATS
+    return without_list(name) in SPARSE_FORMATS or is_blocks_name(name)
+
+
+def is_blocks_name(name: str) -> bool:
+    """Whether there is a format of that name that keeps some blocks only."""
+    return name in BLOCK_FORMATS or name.startswith(BLOCKS) and isinstance(tile_format(name), BlockRows)
 
 
 def sparse_name(name: str | None) -> str | None:
@@ -64,7 +73,7 @@ def sparse_name(name: str | None) -> str | None:
 
 def dense_name(name: str) -> str | None:
     """The inverse, for the name of a format that keeps some only: None is bf16."""
-    return None if name in BLOCK_FORMATS else without_list(name).removeprefix(SPARSE).removeprefix("-") or None
+    return None if is_blocks_name(name) else without_list(name).removeprefix(SPARSE).removeprefix("-") or None
 
 
 def without_list(name: str) -> str:
@@ -75,7 +84,10 @@ def without_list(name: str) -> str:
 
 def format_named(name: str) -> WeightFormat:
     """The format of that name, or of its parts."""
-    tiles, *lists = tile_format(name).parts
+    tile = tile_format(name)
+    if isinstance(tile, BlockRows):
+        return WindowsOfBlocks(tile, Bf16())
+    tiles, *lists = tile.parts
     return Listed(WEIGHT_FORMATS[tiles]) if lists else WEIGHT_FORMATS[tiles]
 
 

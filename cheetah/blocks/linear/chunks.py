@@ -13,6 +13,7 @@ from typing import Any
 from cheetah import lang as ch
 from cheetah.blocks.columns import Columns
 from cheetah.blocks.linear.formats import accumulators_of, fragments_class, fragments_of
+from cheetah.blocks.linear.formats.block_tiles import WindowFragments
 from cheetah.blocks.linear.fragments import Activations, Held, groups_of
 from cheetah.blocks.linear.lists import List, list_accumulators
 from cheetah.blocks.linear.parts import Part
@@ -150,8 +151,12 @@ class Chunks:
         """Chunk `chunk` of an M-tile by the vectors in shared memory, in which it is number `place`."""
         numbers = self._list_of(layout, chunk, place, part, stage, sums)
         fragments = fragments_of(layout, self.columns.limit, stage, self.machine.lane)
-        with self._own_tiles(layout, chunk) as (_, pair):
-            fragments.multiply(pair, self._beside(layout, place, pair, part), sums)
+        if isinstance(fragments, WindowFragments):
+            beside = self._beside(layout, place, ch.argument(0), part)
+            fragments.multiply_share(self.machine.warp, self.machine.plan.consumer_warps, beside, sums)
+        else:
+            with self._own_tiles(layout, chunk) as (_, pair):
+                fragments.multiply(pair, self._beside(layout, place, pair, part), sums)
         if numbers is not None:
             numbers.multiply()
         if layout.format.factor_bytes:

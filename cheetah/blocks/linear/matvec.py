@@ -30,6 +30,7 @@ from cheetah.blocks.ring import Ring
 from cheetah.blocks.timeline import NO_TIMELINE, Timeline
 from cheetah.lang import prim, ty
 from cheetah.plan import MatrixLayout
+from cheetah.plan.formats import WINDOW_LINE_BYTES, BlockRows
 
 
 class Matvec:
@@ -102,6 +103,8 @@ class Matvec:
 
     @ch.inline
     def _copy_run(self, layout: MatrixLayout, matrix: ch.Expr, run: Run) -> None:
+        if isinstance(layout.format, BlockRows):
+            return self._copy_windows(layout, matrix, run)
         wave = run.m_tile // layout.blocks
         wave_bytes = layout.wave_address(ty.u64(wave), ty.u64(run.expert))
         width = layout.wave_width(wave)
@@ -113,6 +116,23 @@ class Matvec:
             at_least = plan.in_flight_waiting * several if several > 1 else 1
             with self.ring.fill(chunk_bytes, at_least, most) as (destination, barrier):
                 prim.bulk_copy(destination, source, chunk_bytes, barrier)
+
+    @ch.inline
+    def _copy_windows(self, layout: MatrixLayout, matrix: ch.Expr, run: Run) -> None:
+        """The same where the matrix' index says where chunks lie: of each the next one's end is asked for before the
+        stage is waited for, so only a run's first chunk waits for the index."""
+        plan = self.machine.plan
+        starts = ch.reinterpret(ty.ptr(ty.u32), matrix) + (run.m_tile * layout.chunks + run.first)
+        begin = ch.var(ty.u32, prim.load_constant_u32(starts))
+        end = ch.var(ty.u32, prim.load_constant_u32(starts + 1))
+        with ch.for_(run.first, run.end, unroll=1) as chunk:
+            following = prim.load_constant_u32(starts + (chunk - run.first + 2))
+            chunk_bytes = (end - begin) * WINDOW_LINE_BYTES
+            source = matrix + ty.u64(begin) * WINDOW_LINE_BYTES
+            with self.ring.fill(chunk_bytes, 1, plan.in_flight_of(layout.is_once)) as (destination, barrier):
+                prim.bulk_copy(destination, source, chunk_bytes, barrier)
+            begin.set(end)
+            end.set(following)
 
     @ch.function
     def skip(self, layout: MatrixLayout) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from cheetah import lang as ch
 from cheetah.blocks.linear.formats.bf16 import Bf16Fragments
-from cheetah.blocks.linear.formats.block_tiles import BlockFragments
+from cheetah.blocks.linear.formats.block_tiles import BlockFragments, WindowFragments
 from cheetah.blocks.linear.formats.digits import DigitFragments
 from cheetah.blocks.linear.formats.e4m3 import E4m3Fragments, HalfFragments
 from cheetah.blocks.linear.formats.integers import Int4Fragments, Int8Fragments
@@ -22,6 +22,7 @@ from cheetah.plan.formats import (
     PLAIN_DIGITS,
     QUANTIZED_FORMATS,
     SPARSE_QUANTIZED_FORMATS,
+    BlockRows,
 )
 
 _OF_KIND: dict[str, type[Fragments]] = {
@@ -49,6 +50,8 @@ def fragments_class(layout: MatrixLayout, tokens: int) -> type[Fragments]:
         **dict.fromkeys((DIGITS, DIGITS_AND_NUMBERS), DigitFragments),
         **{PLAIN_DIGITS: SparseDigits, HALVES: HalfFragments},
     }
+    if isinstance(layout.format, BlockRows):
+        return WindowFragments
     return of_kind.get(layout.vector_kind(tokens), FRAGMENTS[layout.format.parts[0]])
 
 
