@@ -21,6 +21,7 @@ from cheetah.plan.formats import (
     BF16,
     M_TILE_ROWS,
     VECTOR_COLUMNS,
+    BlockRows,
     BlockTiles,
     QuantizedTiles,
     SparseQuantizedTiles,
@@ -65,11 +66,13 @@ ACCUMULATOR_BYTES = 512
 
 
 def stage_format(format: TileFormat) -> TileFormat:
-    """What a stage has of an M-tile, as a format: two K-tiles of bf16, or one with two of four columns; of blocks a
-    whole K-tile, twice; of quantised weights half of a K-tile's codes, with all its scales and zero points behind
+    """What a stage has of an M-tile, as a format: two K-tiles of bf16, or one with two of four columns; of some of four
+    blocks a whole K-tile, twice; of quantised weights half of a K-tile's codes, with all its scales and zero points behind
     them."""
     if isinstance(format, SparseQuantizedTiles):
         return _sparse_stage(format)
+    if isinstance(format, BlockRows):  # zeros in the place of what is not there
+        return stage_format(BF16)
     if isinstance(format, BlockTiles):
         return replace(format, tile_bytes=round_up(format.tile_bytes, SLOT_ALIGNMENT))
     if not isinstance(format, QuantizedTiles):

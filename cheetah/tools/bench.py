@@ -29,7 +29,7 @@ from cheetah.models.registry import family_of
 from cheetah.package import Generated
 from cheetah.plan import Gpu, MatrixLayout, Plan, StepMatrices, gpu_named
 from cheetah.plan.defaults import default_context
-from cheetah.plan.formats import BF16, QuantizedTiles
+from cheetah.plan.formats import BF16, BlockRows, QuantizedTiles
 from cheetah.plan.plan import DEFAULT_STEPS, STEP_TOKENS
 from cheetah.runtime.assembly.assemble import GPU_TIMEOUT_S, new_cache
 from cheetah.runtime.assembly.buffers import Weights, allocate_buffers, free_all, upload_weights
@@ -450,6 +450,13 @@ def _fill_packed(config: ModelConfig, matrices: StepMatrices, buffers: dict[str,
     tensors = random_tensors(config)
     for layout in matrices:
         if layout.format == BF16:
+            continue
+        if isinstance(layout.format, BlockRows):
+            whole = np.empty(layout.total_bytes, np.uint8)
+            rows = _random_rows(tensors, layout, layout.padded_rows)
+            format_of(layout).pack_m_tiles(layout, range(layout.m_tiles), rows, whole)
+            for layer in range(matrices.copies(layout)):
+                buffers["weights"].upload(whole, matrices.offset(layout.name, layer))
             continue
         waves = [_packed_wave(tensors, layout, wave) for wave in sorted({0, layout.waves - 1})]
         for layer, expert in product(range(matrices.copies(layout)), range(layout.experts)):

@@ -59,7 +59,7 @@ from cheetah.models.rounding import Bits, round_f16
 from cheetah.models.scratch import scratch
 from cheetah.piece_ring import ALIGNMENT, PieceRing
 from cheetah.plan import MatrixLayout, StepMatrices
-from cheetah.plan.formats import QuantizedTiles
+from cheetah.plan.formats import BlockRows, QuantizedTiles
 from cheetah.plan.products import Product
 from cheetah.plan.world import Rank
 from cheetah.stopwatch import Stopwatch
@@ -130,7 +130,10 @@ def _largest_piece(config: ModelConfig, matrices: StepMatrices) -> int:
     """Bytes that no piece exceeds which is packed here."""
     shapes = vector_shapes(config, matrices.ranks).items()
     vectors = (math.prod(shape) * vector_element_bytes(name) for name, shape in shapes)
-    waves = (min(one.blocks, one.m_tiles) * one.m_tile_bytes for one in matrices)
+    waves = (
+        one.total_bytes if isinstance(one.format, BlockRows) else min(one.blocks, one.m_tiles) * one.m_tile_bytes
+        for one in matrices
+    )
     norms = config.padded_hidden * 2 * config.table.norm_count
     return max(PIECE_BYTES, norms, router_row_bytes(config), *vectors, *waves)
 
@@ -405,8 +408,12 @@ class _Matrix:
         return staged_matrix(self.layout, self.groups, self.names, self.tensors, self.target)
 
     def pieces(self, watch: Stopwatch) -> Iterator[Piece]:
-        """The matrix packed here."""
+        """The matrix packed here, whole where only all M-tiles together say where one lies."""
         layout = self.layout
+        if isinstance(layout.format, BlockRows):
+            whole = _Block(self, range(layout.m_tiles), 0, watch)
+            yield Piece("weights", self.target, layout.total_bytes, (whole.pack,))
+            return
         of_piece = layout.blocks * max(1, PIECE_BYTES // (layout.blocks * layout.m_tile_bytes))
         for m_tiles in ranges(layout.m_tiles, of_piece):
             blocks = ranges(len(m_tiles), max(1, BLOCK_BYTES // layout.m_tile_bytes))

@@ -29,7 +29,7 @@ from cheetah.models.dense.page import (
 from cheetah.models.family import PhaseRow
 from cheetah.plan import Gpu, ModelShape, Plan, PlanError, SharedMap, StepMatrices, step_matrices
 from cheetah.plan.expert_slots import ExpertSlots
-from cheetah.plan.formats import BF16, M_TILE_ROWS, BlockTiles, QuantizedTiles, SparseTiles, TileFormat
+from cheetah.plan.formats import BF16, M_TILE_ROWS, BlockRows, BlockTiles, QuantizedTiles, SparseTiles, TileFormat
 from cheetah.plan.index import ceil_div
 from cheetah.plan.pass_tables import SEGMENT_COLUMNS, PassRoom, pass_room
 from cheetah.plan.products import Product, RowOrder, StepTable, Vector, logit_words
@@ -38,6 +38,8 @@ from cheetah.plan.sections import Sections
 from cheetah.plan.shared_memory import Region
 
 SECTION_ALIGNMENT = 1024
+MULTIPLIED = (QuantizedTiles, SparseTiles, BlockTiles, BlockRows)
+"""Formats of weights beside bf16."""
 HIDDEN = "hidden"
 """The section of all vectors that the residual is published as."""
 RESIDUAL_SECTIONS = ("residual", HIDDEN, "squares")
@@ -164,7 +166,7 @@ class PassSizes:
         if self.shape.experts is not None:
             self._check_experts()
         for layout in self.matrices.of_layer:
-            if not (layout.format == BF16 or isinstance(layout.format, QuantizedTiles | SparseTiles | BlockTiles)):
+            if not (layout.format == BF16 or isinstance(layout.format, MULTIPLIED)):
                 raise PlanError(
                     f"a pass multiplies weights in bf16, quantised and sparse ones, and not those of {layout.name} in "
                     f"{layout.format.name}"

@@ -12,7 +12,7 @@ as any other.
 from __future__ import annotations
 
 import math
-from collections.abc import Container
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import combinations
@@ -45,15 +45,15 @@ from cheetah.models.registry import family_of
 from cheetah.models.rounding import Bits, Bytes, round_to_e4m3
 from cheetah.plan.formats import (
     BF16,
-    BLOCK_FORMATS,
     BLOCKS_OF_TILE,
     LISTED_TILES,
+    PARTS_OF_MATRIX,
     PLUS,
     QUANTIZED_FORMATS,
-    SPARSE_FORMATS,
     SPARSE_QUANTIZED_FORMATS,
-    TILE_FORMATS,
     TWO_OF_FOUR,
+    WINDOW_BLOCKS,
+    BlockRows,
     BlockTiles,
     TileFormat,
     tile_format,
@@ -74,6 +74,9 @@ CODE_RANGES = {"int4": 2.7, "int8": 4.5, "fp8": 7.0, "mxfp4": 2.7, "nvfp4": 2.7}
 LARGEST_CODES = {"int4": 7.5, "int8": 127.5, "fp8": 448.0, "mxfp4": 6.0, "nvfp4": 6.0}
 ZERO_POINT_SPREAD = 2
 BLOCK_ROWS = 128
+BAND_ROWS, BAND_SPREAD = 128, 0.25
+"""Rows that have the same blocks: a head's, or of gate and up those of 16 M-tiles. How much more likely a block is to
+be there in one band than in another."""
 
 
 def random_tensors(config: ModelConfig, seed: int = 0) -> RandomTensors:
@@ -92,8 +95,9 @@ class RandomTensors:
         self._scaled: dict[int, Bits] = {}
         self._codes: dict[str, Bytes] = {}
         self._schemes = _schemes(config)
-        self._sparse = set(_weights_in(config, {**SPARSE_FORMATS, **BLOCK_FORMATS}))
-        self._tiles = {name: tile_format(format) for name, format in _weights_in(config, TILE_FORMATS).items()}
+        formats = _weights_in(config, lambda format: True)
+        self._sparse = {name for name, format in formats.items() if is_sparse_name(format)}
+        self._tiles = {name: tile_format(format) for name, format in formats.items()}
         self._inputs = _inputs(config) if config.act_order else {}
 
     @cached_property
@@ -134,7 +138,9 @@ class RandomTensors:
         the same name."""
         dense = _RepeatedRows(self._block(shape[1]), self._begin(name), (shape[0], shape[1]))
         if isinstance(tiles, BlockTiles):
-            return _BlockRows(dense, tiles.kept)
+            return _RowsOfBlocks(dense, tiles.kept)
+        if isinstance(tiles, BlockRows):
+            return _RowsOfSomeBlocks(dense, _some_blocks(dense.shape, tiles, self._seed))
         return _SparseRows(dense, self._kept_rows(name, shape), whole=tiles.list_units)
 
     def _kept_rows(self, name: str, shape: tuple[int, ...]) -> _RepeatedRows:
@@ -232,7 +238,41 @@ class _SparseRows:
 
 
 @dataclass(frozen=True)
-class _BlockRows:
+class _RowsOfSomeBlocks:
+    """Rows of `dense` in bands, in each of which the blocks are there that `there` says: bool [bands, blocks]."""
+
+    dense: _RepeatedRows
+    there: npt.NDArray[np.bool_]
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.dense.shape
+
+    def __getitem__(self, part: slice) -> npt.NDArray[Any]:
+        first, stop, _ = part.indices(self.shape[0])
+        bands = np.arange(first, stop) // BAND_ROWS
+        kept = np.repeat(self.there[bands], BF16.columns, axis=1)[:, : self.shape[1]]
+        dense = self.dense[part]
+        return np.where(kept, dense, dense.dtype.type(0))
+
+
+def _some_blocks(shape: tuple[int, int], tiles: BlockRows, seed: int) -> npt.NDArray[np.bool_]:
+    """Which blocks bands of rows have, as many as the format has room for and in some bands more than in others. The
+    same for all matrices of a shape, so that gate's and up's rows of an M-tile have the same."""
+    draw = np.random.default_rng((seed, *shape))
+    bands, blocks = -(-shape[0] // BAND_ROWS), -(-shape[1] // BF16.columns)
+    windows = -(-blocks // WINDOW_BLOCKS)
+    sizes = draw.random((bands, windows, WINDOW_BLOCKS)) + BAND_SPREAD * draw.random((bands, 1, 1))
+    sizes.reshape(bands, -1)[:, blocks:] = -1
+    in_window = np.argsort(np.argsort(-sizes, axis=2), axis=2) < tiles.most
+    sizes = np.where(in_window, sizes, -1).reshape(bands, -1)
+    count = bands * blocks * tiles.part // PARTS_OF_MATRIX
+    least = np.partition(sizes.ravel(), -count)[-count] if count else np.inf
+    return (sizes >= max(least, 0))[:, :blocks]
+
+
+@dataclass(frozen=True)
+class _RowsOfBlocks:
     """Rows of `dense` of which `kept` of every four blocks of 32 columns are there, the same ones in all rows."""
 
     dense: _RepeatedRows
@@ -340,16 +380,16 @@ def random_scheme(format: str) -> QuantizationScheme:
 def _schemes(config: ModelConfig) -> dict[str, QuantizationScheme]:
     """Of the quantised matrices, by the weight's name."""
     formats = {**QUANTIZED_FORMATS, **SPARSE_QUANTIZED_FORMATS}
-    return {name: random_scheme(format) for name, format in _weights_in(config, formats).items()}
+    return {name: random_scheme(format) for name, format in _weights_in(config, formats.__contains__).items()}
 
 
-def _weights_in(config: ModelConfig, wanted: Container[str]) -> dict[str, str]:
+def _weights_in(config: ModelConfig, is_wanted: Callable[[str], bool]) -> dict[str, str]:
     """The weights of matrices that are in some formats, each with its format."""
     formats = dict(config.weight_formats)
     return {
         f"{name}{WEIGHT_SUFFIX}": formats[matrix]
         for matrix, modules in family_of(config).matrix_modules(config).items()
-        if matrix in formats and tile_format(formats[matrix]).parts[0] in wanted
+        if matrix in formats and is_wanted(tile_format(formats[matrix]).parts[0])
         for module in modules
         for name in config.names_of(module)
     }

@@ -26,7 +26,7 @@ from cheetah.models.formats.quantized import (
 )
 from cheetah.models.formats.two_of_four_codes import zero_code
 from cheetah.models.rounding import Bits
-from cheetah.plan.formats import BLOCK_FORMATS, PLUS, TWO_OF_FOUR, tile_format
+from cheetah.plan.formats import BLOCK_FORMATS, PLUS, TWO_OF_FOUR, BlockRows, tile_format
 from cheetah.plan.index import round_up
 from tests.program.rig import RandomWeights, as_bf16
 
@@ -130,6 +130,9 @@ class QuantizedWeights(RandomWeights):
             for layer, expert in product(range(config.layers), range(1 if experts is None else experts.count)):
                 names = matrix_tensors(config, matrix, layer, expert)
                 tiles, units = format.partition(PLUS)[0], tile_format(format).list_units
+                if isinstance(tile_format(format), BlockRows):
+                    self._keep_bands(names, 8 if matrix == "gate_up" else 16, matrix == "qkv", draw)
+                    continue
                 if tiles in BLOCK_FORMATS:  # the same in all rows, wherever these lie in M-tiles
                     kept = BLOCK_FORMATS[tiles].kept
                     first = some_blocks(np.ones((1, self.tensors[names[0]].shape[1]), np.uint16), kept, draw)
@@ -142,6 +145,17 @@ class QuantizedWeights(RandomWeights):
                 order = draw.permutation(self.tensors[names[0]].shape[1]) if config.act_order else None
                 for name in names:
                     self._quantize(name, scheme, draw, order, is_sparse_name(tiles), units)
+
+    def _keep_bands(self, names: tuple[str, ...], height: int, is_one: bool, draw: np.random.Generator) -> None:
+        """Some blocks of bands of so many rows, the same of all these tensors; all rows one band if `is_one`. A band
+        has none."""
+        rows, columns = max(self.tensors[name].shape[0] for name in names), self.tensors[names[0]].shape[1]
+        there = draw.random((1 if is_one else round_up(rows, height) // height, round_up(columns, 32) // 32)) < 0.5
+        there[1:2] = False
+        whole = np.repeat(there, rows if is_one else height, axis=0)
+        for name in names:
+            kept = np.repeat(whole[: len(self.tensors[name])], 32, axis=1)[:, :columns]
+            self.tensors[name] = np.where(kept, self.tensors[name], np.uint16(0))
 
     def _thinned(self, name: str, units: int, draw: np.random.Generator) -> Bits:
         """Two of four, and some of the others."""

@@ -328,11 +328,12 @@ FORMATS = (
     "2of4+list12",
     "blocks-2of4",
     "blocks-1of4",
+    "blocks-1024of1024-most24",
     "int4-g64+list5",
 )
 
 
-IN_MAKE_TEST = ("nvfp4", "2of4-int4-g64")
+IN_MAKE_TEST = ("nvfp4", "2of4-int4-g64", "blocks-1024of1024-most24")
 
 
 @pytest.mark.slow

@@ -29,6 +29,7 @@ ORDERED: Formats = (
     *(("qkv", "int4-g128"), ("o", "fp8-block128"), ("gate_up", "int4-g64-asym")),
     *(("down", "int4-g32"), ("lm_head", "int8-g128")),
 )
+WINDOWS = "blocks-1024of1024-most24"
 CASES: dict[str, tuple[ModelConfig, Formats, dict[str, Any]]] = {
     "llama, three sequences, slices": (model(144, 280), MIXED, {"batch": 3, "tokens": 4, "down_slices": 2}),
     "llama, one token, everything": (model(), OTHERS, {}),
@@ -49,6 +50,14 @@ CASES: dict[str, tuple[ModelConfig, Formats, dict[str, Any]]] = {
     "llama, one token, digits, a list": (
         *(model(256, 512, heads=4), (("qkv", "int4-g128-asym"), ("gate_up", "int4-g64+list3"), ("down", "int4"))),
         {"down_slices": 2},
+    ),
+    "llama, two tokens, blocks one by one": (
+        *(model(144, 1100), tuple((name, WINDOWS) for name in ("qkv", "o", "gate_up", "down"))),
+        {"tokens": 2, "down_slices": 2},
+    ),
+    "llama, eight tokens, blocks one by one, parts that come ahead": (
+        *(model(144, 1100), tuple((name, WINDOWS) for name in ("qkv", "o", "gate_up", "down"))),
+        {"tokens": 8, "sync": "barrier"},
     ),
     "qwen3, keys of eight bits": (qwen3(), OTHERS[:4], {"kv_dtype": "e4m3"}),
     "qwen2, barrier": (qwen2(4, 2), MIXED, {"sync": "barrier", "tokens": 2}),

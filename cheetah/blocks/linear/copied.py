@@ -20,6 +20,7 @@ from cheetah.blocks.linear.parts import Arrival, Part
 from cheetah.blocks.vector_copies import PIECES_OF_HALF, CopySource
 from cheetah.lang import prim, ty
 from cheetah.plan import MatrixLayout
+from cheetah.plan.formats import BlockRows
 from cheetah.plan.plan import VECTOR_PIECES
 
 LANES = 32
@@ -206,8 +207,8 @@ class CopiedParts:
 
 @dataclass(frozen=True, eq=False)
 class OwnTiles:
-    """The K-tiles of a vector that a warp multiplies: one of each *row*, of as many K-tiles as there are warps.
-    published: as what they come."""
+    """The K-tiles of a vector that a warp multiplies: one of each *row*, of as many K-tiles as there are warps; of
+    windows of blocks all of each, which are as they come. published: as what they come."""
 
     columns: Columns
     matrix: MatrixLayout
@@ -215,6 +216,8 @@ class OwnTiles:
 
     @property
     def row_tiles(self) -> int:
+        if isinstance(self.matrix.format, BlockRows):
+            return 1
         return ch.named("CONSUMER_WARPS", self.columns.machine.plan.consumer_warps)
 
     @property

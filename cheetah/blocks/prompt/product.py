@@ -21,10 +21,10 @@ from cheetah.blocks.prompt.expert_tiles import ExpertTiles, SlotTile
 from cheetah.blocks.prompt.lists import StageLists
 from cheetah.blocks.prompt.machine import ACCUMULATOR_BYTES, GROUP_BYTES, UNIT_BYTES, PassMachine
 from cheetah.blocks.prompt.ring import TileRing
-from cheetah.blocks.prompt.weights import STEPS_PER_TILE, pair_fragments, stage_weights
+from cheetah.blocks.prompt.weights import STEPS_PER_TILE, WindowWeights, pair_fragments, stage_weights
 from cheetah.lang import prim, ty
 from cheetah.plan import MatrixLayout
-from cheetah.plan.formats import M_TILE_ROWS, TileFormat
+from cheetah.plan.formats import M_TILE_ROWS, WINDOW_LINE_BYTES, TileFormat
 from cheetah.plan.prompt import STAGE_TILES, PassPlan
 
 
@@ -200,9 +200,16 @@ class TileProduct:
                 wave_bytes = ch.const(ty.u64, wave_bytes + ty.u64(expert) * matrix.expert_bytes, name="wave_bytes")
             name = "piece" if matrix.is_narrow else "chunk"
             with ch.for_(part * pieces, (part + 1) * pieces, unroll=1, name=name) as piece:
-                source = given.weights + (wave_bytes + ty.u64(matrix.piece_address(piece, position, width)))
                 weights = stage_weights(matrix.format, self.machine.lane)
-                weights.copy(self.ring, source, ty.u32(0) + matrix.tiles_of_piece(piece), count, matrix.halves)
+                if isinstance(weights, WindowWeights):
+                    starts = ch.reinterpret(ty.ptr(ty.u32), given.weights) + m_tile * matrix.chunks
+                    line = ty.u64(prim.load_constant_u32(starts + piece))
+                    weights.copy_window(
+                        self.ring, given.weights, matrix.index_bytes, line * WINDOW_LINE_BYTES, count
+                    )
+                else:
+                    source = given.weights + (wave_bytes + ty.u64(matrix.piece_address(piece, position, width)))
+                    weights.copy(self.ring, source, ty.u32(0) + matrix.tiles_of_piece(piece), count, matrix.halves)
             if given.residual is not None:
                 with ch.for_(plan.tile_groups // self.residual_groups, unroll=1):
                     with self.ring.fill_weights(0, lanes=1):

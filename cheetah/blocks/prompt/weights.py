@@ -23,8 +23,12 @@ from cheetah.blocks.linear.formats.sizes import raised
 from cheetah.blocks.prompt.ring import TileRing
 from cheetah.lang import prim, ty
 from cheetah.plan.formats import (
+    BF16,
     BLOCKS_OF_TILE,
     VECTOR_COLUMNS,
+    WINDOW_BLOCKS,
+    WINDOW_LINE_BYTES,
+    BlockRows,
     BlockTiles,
     QuantizedTiles,
     SparseQuantizedTiles,
@@ -222,6 +226,29 @@ class BlockWeights(StageWeights):
         return found
 
 
+class WindowWeights(Bf16Weights):
+    """Two blocks a stage, each copied from where it is, or, if it is not there, from the matrix' block of zeros: so
+    operands are those of dense weights."""
+
+    format: BlockRows
+
+    @ch.inline
+    def copy_window(self, ring: TileRing, matrix: ch.Expr, zeros: int, window: ch.Expr, count: ch.Expr) -> None:
+        """In the weights role, for `count` lanes, all stages of a window (u64 byte of `matrix`) of each lane's M-tile.
+        zeros: byte of the block of zeros."""
+        here = matrix + window
+        there = ch.const(ty.u32, prim.load_constant_u32(here), name="there")
+        with ch.for_(0, WINDOW_BLOCKS, STAGE_TILES, unroll=1, name="first") as first:
+            with ring.fill_weights(STAGE_TILES * BF16.tile_bytes * count, count) as (stage, barrier):
+                for index in range(STAGE_TILES):
+                    bit = ch.const(ty.u32, ty.u32(1) << first + index, name="bit")
+                    before = prim.population_u32(there & bit - 1)
+                    at = window + ty.u64(before * BF16.tile_bytes + WINDOW_LINE_BYTES)
+                    source = matrix + ch.select((there & bit) != 0, at, ty.u64(zeros))
+                    place = self.place(stage, self.lane) + index * BF16.tile_bytes
+                    prim.bulk_copy(place, source, BF16.tile_bytes, barrier)
+
+
 class QuantizedWeights(StageWeights):
     """Half a K-tile a stage: its codes, then all scales and zero points of the K-tile."""
 
@@ -296,6 +323,8 @@ def pair_fragments(fragments: ch.Expr, paired: Any) -> None:
 
 def stage_weights(format: TileFormat, lane: ch.Expr) -> StageWeights:
     """How weights of a format come."""
+    if isinstance(format, BlockRows):
+        return WindowWeights(format, lane)
     if isinstance(format, BlockTiles):
         return BlockWeights(format, lane)
     if isinstance(format, SparseTiles):
