@@ -84,6 +84,11 @@ class TileFormat:
         return tuple(self.name.split(PLUS))
 
     @property
+    def usual_bytes(self) -> int:
+        """Of a chunk, where most are far shorter than a stage; else 0."""
+        return 0
+
+    @property
     def list_bytes(self) -> int:
         """Behind the K-tiles of every chunk, and what ends an M-tile."""
         return self.list_units * LIST_UNIT_BYTES
@@ -180,6 +185,10 @@ class BlockRows(TileFormat):
     def stage_bytes(self, least: int, warps: int) -> int:
         """Of the longest chunk."""
         return self.tile_bytes
+
+    @property
+    def usual_bytes(self) -> int:
+        return WINDOW_LINE_BYTES + self.room(1) * BF16.tile_bytes
 
     def room(self, windows: int) -> int:
         """Blocks that there is room for in a matrix of so many windows."""

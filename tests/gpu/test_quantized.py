@@ -22,7 +22,15 @@ from tests.tolerances import LOGITS
 pytestmark = pytest.mark.gpu
 
 NUDGES = 4
-PARTS = ("blocks-2of4", "blocks-1of4", "int4-g128+list5", "int4+list3", "int8-g64-asym+list2", "2of4+list65")
+PARTS = (
+    "blocks-1024of1024-most24",
+    "blocks-2of4",
+    "blocks-1of4",
+    "int4-g128+list5",
+    "int4+list3",
+    "int8-g64-asym+list2",
+    "2of4+list65",
+)
 CONFIG = model(512, 1536, 2, 4, 1, 128, 500, max_position_embeddings=1024)
 
 

@@ -204,9 +204,7 @@ class TileProduct:
                 if isinstance(weights, WindowWeights):
                     starts = ch.reinterpret(ty.ptr(ty.u32), given.weights) + m_tile * matrix.chunks
                     line = ty.u64(prim.load_constant_u32(starts + piece))
-                    weights.copy_window(
-                        self.ring, given.weights, matrix.index_bytes, line * WINDOW_LINE_BYTES, count
-                    )
+                    weights.copy_window(self.ring, given.weights, matrix.index_bytes, line * WINDOW_LINE_BYTES, count)
                 else:
                     source = given.weights + (wave_bytes + ty.u64(matrix.piece_address(piece, position, width)))
                     weights.copy(self.ring, source, ty.u32(0) + matrix.tiles_of_piece(piece), count, matrix.halves)
