@@ -19,7 +19,10 @@ def sparsify(
     out: Annotated[Path, typer.Option("--out", "-o", metavar="FOLDER", help="Where to write; must not exist.")],
     pattern: Annotated[
         str,
-        typer.Option(help="Which are left: 2:4, two of every four; 0.5, half of each row; blocks:0.5, half of blocks."),
+        typer.Option(
+            help="Which are left: 2:4, two of every four; 0.5, half of each row; blocks:0.5, half of a matrix' blocks; "
+            "blocks:2:4, two of every four blocks."
+        ),
     ] = "2:4",
     layout: Annotated[
         str, typer.Option(help="plain, zeros and all, which everything reads; or bitmask, of compressed-tensors.")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from itertools import combinations
@@ -21,6 +21,7 @@ from cheetah.runtime.checkpoint.loading import Checkpoint
 from cheetah.runtime.checkpoint.safetensors_files import StoredTensor
 
 TWO_OF_FOUR, BLOCKS = "2:4", "blocks:"
+OF_FOUR_BLOCKS = {f"{BLOCKS}{kept}:{BLOCKS_OF_TILE}": kept for kept in range(1, BLOCKS_OF_TILE)}
 KEPT_OF_GROUP = 2
 ROWS_AT_ONCE = 256
 ROW_BITS, ROWS = 32, (1 << 32) - 1
@@ -91,20 +92,24 @@ def pattern_of(text: str, checkpoint: Checkpoint, tensors: Mapping[str, StoredTe
         part = float(text.removeprefix(BLOCKS))
     except ValueError:
         part = 0.0
-    if not 0 < part < 1 or is_blocks and part * BLOCKS_OF_TILE % 1:
+    kept = OF_FOUR_BLOCKS.get(text, 0)
+    if not (0 < part < 1 or kept):
         raise CheetahError(
-            f"--pattern {text}: there are {TWO_OF_FOUR}, parts of each row that are kept, like 0.5, and of every "
-            f"{BLOCKS_OF_TILE} blocks, {BLOCKS}0.25, {BLOCKS}0.5 and {BLOCKS}0.75"
+            f"--pattern {text}: there are {TWO_OF_FOUR}, parts of each row that are kept, like 0.5, of all blocks of a "
+            f"matrix, like {BLOCKS}0.5, and of every {BLOCKS_OF_TILE} blocks, {', '.join(OF_FOUR_BLOCKS)}"
         )
     if not is_blocks:
         return PartOfRows(part)
     if checkpoint.config.routing is not None:
         raise CheetahError(f"--pattern {text}: experts have no blocks")
-    return Blocks(_block_masks(checkpoint, tensors, round(part * BLOCKS_OF_TILE)))
+    largest = partial(_largest_of_four, kept=kept) if kept else partial(_largest_blocks, part=part)
+    return Blocks(_block_masks(checkpoint, tensors, largest))
 
 
-def _block_masks(checkpoint: Checkpoint, tensors: Mapping[str, StoredTensor], kept: int) -> dict[str, Mask]:
-    """Of every four blocks of an M-tile those with the largest sums of squares."""
+def _block_masks(
+    checkpoint: Checkpoint, tensors: Mapping[str, StoredTensor], largest: Callable[[F32], Mask]
+) -> dict[str, Mask]:
+    """Of the blocks of each matrix those that are `largest`, of sums of squares [M-tiles, blocks]."""
     config, family = checkpoint.config, family_of(checkpoint.config)
     masks: dict[str, Mask] = {}
     for product in config.quantisable:
@@ -112,7 +117,7 @@ def _block_masks(checkpoint: Checkpoint, tensors: Mapping[str, StoredTensor], ke
             own: dict[str, Mask] = {}
             of_tiles = family.in_m_tile_order(config, product.name, layer, partial(_squares, tensors, own))
             of_tiles = of_tiles.reshape(-1, M_TILE_ROWS, of_tiles.shape[1]).sum(axis=1)
-            are_kept = np.repeat(_largest_blocks(of_tiles, kept), M_TILE_ROWS, axis=0)
+            are_kept = np.repeat(largest(of_tiles), M_TILE_ROWS, axis=0)
             places = family.in_m_tile_order(config, product.name, layer, partial(_numbers, own))[:, 0]
             for index, mask in enumerate(own.values()):
                 here = (places >> ROW_BITS == index) & (places & ROWS != 0)
@@ -126,7 +131,14 @@ def _numbers(own: Mapping[str, Mask], name: str) -> NDArray[np.int64]:
     return (list(own).index(name) << ROW_BITS) + np.arange(1, len(own[name]) + 1)[:, None]
 
 
-def _largest_blocks(sizes: F32, kept: int) -> Mask:
+def _largest_blocks(sizes: F32, part: float) -> Mask:
+    """That part of all, of equal ones the first."""
+    found = np.zeros(sizes.size, np.bool_)
+    found[np.argsort(-sizes, axis=None, kind="stable")[: round(part * sizes.size)]] = True
+    return found.reshape(sizes.shape)
+
+
+def _largest_of_four(sizes: F32, kept: int) -> Mask:
     """Of every four of a row [M-tiles, blocks] so many, of equal ones the first."""
     padded = np.pad(sizes, ((0, 0), (0, -sizes.shape[1] % BLOCKS_OF_TILE)), constant_values=-1)
     fours = padded.reshape(len(sizes), -1, BLOCKS_OF_TILE)

@@ -27,8 +27,13 @@ from cheetah.plan.formats import (
     LISTED_TILES,
     M_TILE_ROWS,
     MOST_LIST_UNITS,
+    PARTS_OF_MATRIX,
     TWO_OF_FOUR,
+    WINDOW_BLOCKS,
+    WINDOW_LINE_BYTES,
+    BlockRows,
     TileFormat,
+    block_rows,
     listed,
     tile_format,
 )
@@ -42,6 +47,8 @@ LOOKED_AT = 8
 """Rows of each weight that say what the others are likely to be."""
 LIKELY_DENSITY = 0.7
 BLOCK_ROWS, MOST_THREADS = 256, 8
+MOST_OF_MATRIX = PARTS_OF_MATRIX * 7 // 8
+"""Blocks that are stored one by one, of every 1024: what more would save is lost by chunks that differ in length."""
 Counts = NDArray[np.uint16]
 
 
@@ -60,7 +67,8 @@ def with_outliers(config: ModelConfig, tensors: CheckedTensors, place: str) -> M
             raise LoadingError(f"{place}: {next(iter(found))} has outliers, which experts cannot have")
         tiles = tile_format(formats[matrix])
         counted = partial(_counted_outliers, found, LISTED_TILES * tiles.columns)
-        formats[matrix] = listed(tiles, max(1, _of_layers(config, matrix, counted, units_for))).name
+        (units,) = _of_layers(config, matrix, counted, _units_for)
+        formats[matrix] = listed(tiles, max(1, units)).name
     return replace(config, weight_formats=tuple(formats.items()))
 
 
@@ -74,9 +82,11 @@ def thin_name(config: ModelConfig, tensors: CheckedTensors, matrix: str, has_pla
     if not all(isinstance(one, MaskedTensor) or has_plain and looks_thin(one) for one in found.values()):
         return None
     columns, of_chunk = config.table.named(matrix).columns, LISTED_TILES * TWO_OF_FOUR.columns
-    kept = _of_layers(config, matrix, lambda name: _blocks_of_rows(found[name]), _most_blocks)
-    units = _of_layers(config, matrix, lambda name: _counted_rows(found[name], of_chunk), units_for)
-    possible = [BF16, *(one for one in BLOCK_FORMATS.values() if one.kept >= kept)]
+    of_four, of_window, part = _of_layers(config, matrix, lambda name: _blocks_of_rows(found[name]), _most_blocks)
+    (units,) = _of_layers(config, matrix, lambda name: _counted_rows(found[name], of_chunk), _units_for)
+    possible = [BF16, *(one for one in BLOCK_FORMATS.values() if one.kept >= of_four)]
+    if 0 < part <= MOST_OF_MATRIX:
+        possible.append(block_rows(part, of_window))
     if units <= MOST_LIST_UNITS:
         possible.append(listed(TWO_OF_FOUR, units) if units else TWO_OF_FOUR)
     least = min(possible, key=lambda tiles: _m_tile_bytes(tiles, columns))
@@ -84,15 +94,25 @@ def thin_name(config: ModelConfig, tensors: CheckedTensors, matrix: str, has_pla
 
 
 def _m_tile_bytes(tiles: TileFormat, columns: int) -> int:
+    """The mean where M-tiles differ."""
     k_tiles = -(-columns // tiles.columns)
+    if isinstance(tiles, BlockRows):
+        return k_tiles * WINDOW_LINE_BYTES + tiles.room(k_tiles) * BF16.tile_bytes
     return k_tiles * tiles.tile_bytes + -(-k_tiles // LISTED_TILES) * tiles.list_bytes
 
 
-def _most_blocks(are_there: NDArray[Any]) -> int:
-    """Blocks that are not zero of any four of an M-tile, of [M-tiles * 16, blocks]."""
+def _most_blocks(are_there: NDArray[Any]) -> tuple[int, int, int]:
+    """Blocks that are not zero of any four of an M-tile, of any window, and of every 1024 of the matrix, of [M-tiles *
+    16, blocks]."""
     of_tiles = are_there.reshape(-1, M_TILE_ROWS, are_there.shape[1]).any(axis=1)
-    padded = np.pad(of_tiles, ((0, 0), (0, -of_tiles.shape[1] % BLOCKS_OF_TILE)))
-    return int(padded.reshape(len(padded), -1, BLOCKS_OF_TILE).sum(axis=2).max(initial=0))
+    windows = np.pad(of_tiles, ((0, 0), (0, -of_tiles.shape[1] % WINDOW_BLOCKS))).reshape(-1, WINDOW_BLOCKS)
+    fours = windows.reshape(-1, BLOCKS_OF_TILE).sum(axis=1).max(initial=0)
+    part = -(-int(windows.sum()) * PARTS_OF_MATRIX // max(1, windows.size))
+    return int(fours), int(windows.sum(axis=1).max(initial=0)), part
+
+
+def _units_for(counts: Counts) -> tuple[int]:
+    return (units_for(counts),)
 
 
 def _blocks_of_rows(tensor: StoredTensor) -> NDArray[np.bool_]:
@@ -124,13 +144,18 @@ def some_rows(count: int) -> list[int]:
 
 
 def _of_layers(
-    config: ModelConfig, matrix: str, read: Callable[[str], NDArray[Any]], most: Callable[[NDArray[Any]], int]
-) -> int:
-    """The most of any layer: `most` of what `read` gives of its weights' rows, in the order of M-tiles."""
+    config: ModelConfig,
+    matrix: str,
+    read: Callable[[str], NDArray[Any]],
+    most: Callable[[NDArray[Any]], tuple[int, ...]],
+) -> tuple[int, ...]:
+    """The most of any layer, of each number: `most` of what `read` gives of its weights' rows, in the order of
+    M-tiles."""
     family = family_of(config)
     with ThreadPoolExecutor(min(MOST_THREADS, os.cpu_count() or 1), "count") as pool:
         layers = range(config.layers)
-        return max(pool.map(lambda layer: most(family.in_m_tile_order(config, matrix, layer, read)), layers))
+        found = list(pool.map(lambda layer: most(family.in_m_tile_order(config, matrix, layer, read)), layers))
+    return tuple(max(of_layers) for of_layers in zip(*found, strict=True))
 
 
 def _counted_outliers(found: Mapping[str, OutlierMatrix], chunk_columns: int, name: str) -> Counts:

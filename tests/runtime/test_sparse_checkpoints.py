@@ -324,9 +324,9 @@ def test_sparsify_keeps_a_part_of_every_row(tmp_path, layout):
 @pytest.mark.parametrize("layout", ["plain", "bitmask"])
 def test_sparsify_keeps_whole_blocks_of_m_tiles(tmp_path, layout):
     """Gate and up lie by eight rows in turn in M-tiles, and rows of heads as they are rotated."""
-    config = replace(CONFIG, hidden_size=160, intermediate_size=120)
+    config = replace(CONFIG, hidden_size=256, intermediate_size=128)
     source = write_model(tmp_path / "source", random_values(config), config)
-    sparse_copy(str(source), "blocks:0.5", layout).write(tmp_path / "out", lambda nbytes: None, threads=2)
+    sparse_copy(str(source), "blocks:2:4", layout).write(tmp_path / "out", lambda nbytes: None, threads=2)
     before, after = open_checkpoint(source), open_checkpoint(tmp_path / "out", sparse="auto")
     assert dict(after.config.weight_formats) == dict.fromkeys(("qkv", "o", "gate_up", "down"), "blocks-2of4")
     load_all(tmp_path / "out", sparse="auto")
@@ -339,6 +339,29 @@ def test_sparsify_keeps_whole_blocks_of_m_tiles(tmp_path, layout):
     both = np.concatenate([before.tensor(name)[8:16, :128].view(BF16) for name in (gate, up)]).astype(np.float32)
     sizes = np.square(both).reshape(16, 4, 32).sum(axis=(0, 2))
     assert set(np.flatnonzero(blocks[gate])) == set(np.argsort(-sizes)[:2])
+
+
+@pytest.mark.parametrize("layout", ["plain", "bitmask"])
+def test_sparsify_keeps_the_largest_blocks_of_a_matrix(tmp_path, layout):
+    """Wherever they are: M-tiles have different numbers of them, and a row of blocks has none."""
+    config = replace(CONFIG, hidden_size=160, intermediate_size=120)
+    values = random_values(config)
+    for name in (name for name, value in values.items() if is_layer_matrix(name, value)):
+        scaled = values[name].astype(np.float32) * np.exp2(np.arange(len(values[name])) // 16 % 5)[:, None]
+        values[name] = scaled.astype(BF16)
+    source = write_model(tmp_path / "source", values, config)
+    sparse_copy(str(source), "blocks:0.4", layout).write(tmp_path / "out", lambda nbytes: None, threads=2)
+    before, after = open_checkpoint(source), open_checkpoint(tmp_path / "out", sparse="auto")
+    formats = dict(after.config.weight_formats)
+    assert set(formats) == {"qkv", "o", "gate_up", "down"}
+    assert all(re.fullmatch(r"blocks-\d+of1024-most\d", name) for name in formats.values())
+    load_all(tmp_path / "out", sparse="auto")
+    name = "model.layers.1.self_attn.o_proj.weight"
+    kept = after.tensor(name) & 0x7FFF != 0
+    np.testing.assert_array_equal(after.tensor(name)[kept], before.tensor(name)[kept])
+    sizes = np.square(before.tensor(name).view(BF16).astype(np.float32)).reshape(10, 16, -1, 32).sum(axis=(1, 3))
+    least = np.sort(sizes, axis=None)[-round(0.4 * sizes.size)]
+    np.testing.assert_array_equal(kept.reshape(10, 16, -1, 32).any(axis=(1, 3)), sizes >= least)
 
 
 def test_of_equal_magnitudes_the_first_are_kept():
