@@ -67,8 +67,8 @@ ACCUMULATOR_BYTES = 512
 
 def stage_format(format: TileFormat) -> TileFormat:
     """What a stage has of an M-tile, as a format: two K-tiles of bf16, or one with two of four columns; of some of four
-    blocks a whole K-tile, twice; of quantised weights half of a K-tile's codes, with all its scales and zero points behind
-    them."""
+    blocks a whole K-tile, twice; of quantised weights half of a K-tile's codes, with all its scales and zero points
+    behind them."""
     if isinstance(format, SparseQuantizedTiles):
         return _sparse_stage(format)
     if isinstance(format, BlockRows):  # zeros in the place of what is not there
