@@ -4,7 +4,9 @@
 
 Of each work both trees have a process of their own that generates, compiles and loads its kernel beside its own random
 weights. Then they take turns, in an order that alternates, each after the same rest. A line a work: the medians, their
-ratio, and by how much each tree's own turns differ.
+ratio, and by how much each tree's own turns differ. One GPU beside two is the same tree twice:
+
+    python -m benchmarks.turns . llama-3.1-8b:1:128 --device cuda:0 --after-device cuda:0,1
 """
 
 from __future__ import annotations
@@ -96,7 +98,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     failed = 0
     for work in options.works:
         try:
-            record = in_turns(work, roots, options.turns, options.device)
+            record = in_turns(work, roots, options.turns, (options.device, options.after_device or options.device))
         except RuntimeError as problem:
             print(f"{work} {problem}", file=sys.stderr, flush=True)
             failed += 1
@@ -116,13 +118,14 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--turns", type=int, default=7, help="timed launches of each tree")
     made.add_argument("--json", type=Path, help="append the records here")
     made.add_argument("--device", default="cuda", help="cuda, or emulator to try it: no speeds")
+    made.add_argument("--after-device", help="of the tree that is compared, if another: cuda:0,1")
     return made
 
 
-def in_turns(work: TurnWork, roots: dict[str, Path], turns: int, device: str) -> dict[str, Any]:
-    """Every tree's turns: {tree}_ms, {tree}_share (of the read ceiling, of steps on a GPU)."""
+def in_turns(work: TurnWork, roots: dict[str, Path], turns: int, devices: tuple[str, str]) -> dict[str, Any]:
+    """Every tree's turns: {tree}_ms, {tree}_share (of the read ceiling, of steps on a GPU). devices: of each tree."""
     with ExitStack() as stack:
-        trees = {name: Tree(root, work, device) for name, root in roots.items()}
+        trees = {name: Tree(root, work, device) for (name, root), device in zip(roots.items(), devices, strict=True)}
         for tree in trees.values():
             stack.callback(tree.close)
         for tree in trees.values():

@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[2]
 @pytest.mark.compiler
 def test_a_tree_beside_itself(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     target = tmp_path / "records.jsonl"
-    once = f"{ROOT} demo:1:5 --turns 1 --device emulator --json {target}"
+    once = f"{ROOT} demo:1:5 --turns 1 --device emulator --after-device emulator --json {target}"
     assert turns.main(once.split()) == 0
     (record,) = (json.loads(line) for line in target.read_text().splitlines())
     assert record["model"] == "demo" and len(record["before_ms"]) == len(record["after_ms"]) == 1
