@@ -370,12 +370,18 @@ class StepTable:
 
     @property
     def exchanges(self) -> tuple[str, ...]:
-        """All vectors that are exchanged in a layer, in the order in which they come."""
-        return tuple(name for phase in self.layer for name in self._exchanged_by(phase))
+        """All vectors that are exchanged in a layer with attention, in the order in which they come."""
+        return self.exchanges_of(self.layer)
+
+    def exchanges_of(self, phases: tuple[Phase, ...]) -> tuple[str, ...]:
+        """Those of a layer of these phases."""
+        return tuple(name for phase in phases for name in self._exchanged_by(phase))
 
     def _exchanged_by(self, phase: Phase) -> Iterator[str]:
         if isinstance(phase, AttentionPhase):
             yield phase.partials
+        if isinstance(phase, DeltaPhase):
+            yield phase.squares
         if phase.output is not None:
             yield from phase.output.names
 

@@ -18,7 +18,7 @@ from cheetah.plan.kv import kv_plan
 from cheetah.plan.layout import MatrixLayout
 from cheetah.plan.matrices import StepMatrices, read_of, step_matrices
 from cheetah.plan.plan import Plan
-from cheetah.plan.products import STEP_EXCHANGES, ChoicePhase, NormPhase, Phase, Product
+from cheetah.plan.products import STEP_EXCHANGES, ChoicePhase, DeltaPhase, NormPhase, Phase, Product
 from cheetah.plan.regions import shared_map
 from cheetah.plan.shape import ModelShape
 from cheetah.plan.shared_memory import SharedMap
@@ -72,10 +72,11 @@ class StepBytes:
     norms: int
     embedding: int
     rope: int
+    states: int = 0
 
     @property
     def total(self) -> int:
-        return self.weights + self.kv + self.norms + self.embedding + self.rope
+        return self.weights + self.kv + self.norms + self.embedding + self.rope + self.states
 
     @property
     def gigabytes(self) -> float:
@@ -98,12 +99,18 @@ class Report:
 
     @cached_property
     def phases(self) -> tuple[PhaseShare, ...]:
-        """qkv, attention, o, gate_up, down, lm_head: in the order of a step."""
+        """qkv, attention, o, gate_up, down, lm_head: in the order of a step; those of Gated DeltaNet first."""
         table = self.shape.table
-        phases = (phase for phase in (*table.layer, table.head) if not isinstance(phase, (NormPhase, ChoicePhase)))
+        phases = (
+            phase
+            for phase in (*table.delta, *table.layer, table.head)
+            if not isinstance(phase, (NormPhase, ChoicePhase))
+        )
         return tuple(self._share(phase) for phase in phases)
 
     def _share(self, phase: Phase) -> PhaseShare:
+        if isinstance(phase, DeltaPhase):
+            return self._delta_share(phase)
         if not isinstance(phase, Product):
             return self._attention_share(phase)
         layout = self.matrices[phase]
@@ -121,7 +128,9 @@ class Report:
     def exchanges_per_step(self) -> int:
         """Vectors that all blocks make and all need, each time that they do; those of filters too."""
         table = self.shape.table
-        of_layers = len(table.exchanges) * self.shape.layers
+        counts = self.shape.attention_layers, self.shape.layers - self.shape.attention_layers
+        exchanged = (table.exchanges_of(kind) for kind in table.kinds)
+        of_layers = sum(count * len(names) for count, names in zip(counts, exchanged, strict=False))
         return len(table.heads.input.names) + of_layers + len(STEP_EXCHANGES)
 
     @property
@@ -161,6 +170,7 @@ class Report:
             ("exchanges a step", f"{self.exchanges_per_step} ({plan.sync})"),
             ("weights a step", f"{nbytes.weights / 1e9:.3f} GB ({self._bytes_by_format()})"),
             ("KV a step", f"{nbytes.kv / 1e9:.3f} GB ({plan.kv_dtype})"),
+            *([("states a step", f"{nbytes.states / 1e9:.3f} GB, and as much is written")] if nbytes.states else []),
             ("bytes a step", f"{nbytes.gigabytes:.3f} GB"),
             ("step at the ceiling", f"{self.ceiling_ms:.3f} ms"),
             ("tokens/s at the ceiling", f"{self.ceiling_tokens_per_s:.0f}"),
@@ -213,7 +223,14 @@ class Report:
             queue = schedule.queue(block)
             tokens = np.minimum(queue[:, 4], self.context) - queue[:, 3]
             shares.append(int(tokens.sum()) * token_bytes)
-        return PhaseShare(phase.name, tuple(shares), shape.layers)
+        return PhaseShare(phase.name, tuple(shares), shape.attention_layers)
+
+    def _delta_share(self, phase: DeltaPhase) -> PhaseShare:
+        """What each block reads of the sequences' states."""
+        heads, split = phase.heads, Split(phase.heads.shares, self.gpu.blocks)
+        share_bytes = heads.share_words * 4 * self.plan.batch
+        shares = tuple(split.count(block) * share_bytes for block in range(self.gpu.blocks))
+        return PhaseShare(phase.name, shares, len(heads.layers))
 
 
 def step_bytes(
@@ -222,10 +239,11 @@ def step_bytes(
     """Bytes a step must read: weights, K and V of `context` tokens a sequence, norms, embedding and rope rows."""
     return StepBytes(
         weights=weight_bytes,
-        kv=2 * kv_element_bytes * shape.layers * shape.kv_heads * shape.head_dim * context * batch,
+        kv=2 * kv_element_bytes * shape.attention_layers * shape.kv_heads * shape.head_dim * context * batch,
         norms=2 * shape.table.norm_count * shape.padded_hidden,
         embedding=2 * shape.padded_hidden * batch,
         rope=4 * shape.head_dim * batch,
+        states=0 if shape.delta is None else 4 * shape.delta.state_words * batch,
     )
 
 

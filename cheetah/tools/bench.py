@@ -249,7 +249,9 @@ class DecodeBench(KernelBench):
             steps=steps,
             step_ms=tuple(milliseconds / steps for milliseconds, _, _ in timed),
             host_step_ms=tuple(1e3 * seconds / steps for _, seconds, _ in timed),
-            bytes_per_step=step_bytes["weights"] + work.cached_tokens * step_bytes["kv_per_token"],
+            bytes_per_step=step_bytes["weights"]
+            + work.cached_tokens * step_bytes["kv_per_token"]
+            + len(work.contexts) * step_bytes.get("state", 0),
             ceilings_gb_per_s=(before, after) if self._ceiling else None,
             clocks=state,
             rest_s=rest_s,
@@ -273,6 +275,8 @@ class DecodeBench(KernelBench):
                  Sampling(), work.per_step)
             for cache in self._caches(work)
         ]  # fmt: skip
+        if "states" in self._buffers:  # so that every launch remembers the same
+            self._buffers["states"].fill(0)
         results = self.launcher.launch_together(parts)
         for part in reversed(parts):  # so that every launch finds the same pages, and the same random keys in them
             part.cache.clear()

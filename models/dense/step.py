@@ -65,7 +65,8 @@ from cheetah.models.dense.step_sizes import (
     router_row_elements,
 )
 from cheetah.plan import M_TILE_ROWS, MatrixLayout
-from cheetah.plan.products import ROUTES, Product, Vector
+from cheetah.plan.delta import TAPS
+from cheetah.plan.products import IN_PROJ, ROUTES, Product, Vector
 
 
 class StepParts(HeadParts):
@@ -109,7 +110,8 @@ class StepParts(HeadParts):
         if phase is None:
             return None
         parameters = [launch.delta_taps, launch.delta_numbers, launch.states, launch.state_slots]
-        return DeltaMemory(self.columns, phase.heads, DeltaParameters(*(one for one in parameters if one is not None)))
+        given = DeltaParameters(*(one for one in parameters if one is not None))
+        return DeltaMemory(self.columns, phase.heads, given, self.timeline)
 
     def _experts(self) -> ExpertProducts | None:
         """The products of experts, where layers have some."""
@@ -352,6 +354,8 @@ class StepParts(HeadParts):
             if self.table.norm_phase(product) is not None:
                 norms.append(self._norm_behind(product, layer))
             needed += [(norm.weights, self.machine.hidden * 2) for norm in norms]
+        if product.name == IN_PROJ:
+            return self._before_memory(prologue, layer)
         return Prefetching(prologue, self.machine, needed) if needed else prologue
 
     def _routing(self, product: Product, prologue: Prologue, layer: Any) -> Prologue:
@@ -369,6 +373,17 @@ class StepParts(HeadParts):
         if not ends:
             return prologue
         return Routing(prologue, self.machine, self.exchange.at(ROUTES, self.layer_epoch), experts, position, owners)
+
+    def _before_memory(self, prologue: Prologue, layer: Any) -> Prologue:
+        """What a layer of Gated DeltaNet needs beside its matrices."""
+        memory, number = self.memory, self._number(layer, is_delta=True)
+        assert memory is not None
+        heads, parameters = memory.heads, memory.parameters
+        needed = [
+            (parameters.taps + number * (heads.channels * TAPS), heads.channels * TAPS * 2),
+            (parameters.numbers + number * heads.numbers, heads.numbers * 4),
+        ]
+        return Prefetching(prologue, self.machine, needed, lambda: memory.prefetch(number))
 
     def made_before(self, product: Product, places: Any, layer: Any) -> Prologue:
         """What a phase of the same layer made, slice by slice. Where waiting is most of a step all lanes poll the

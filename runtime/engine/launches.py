@@ -258,7 +258,8 @@ class KernelLaunches:
         keys and values of each sequence's tokens, those that several share once each."""
         per_token, seen = self._step_bytes.get("kv_per_token", 0), self.window or self._plan.max_context
         tokens = sum(min(seen, max(0, part.cache.length - steps // 2)) for part in parts)
-        return steps * (self._step_bytes["weights"] + tokens * per_token)
+        states = len(parts) * self._step_bytes.get("state", 0)
+        return steps * (self._step_bytes["weights"] + tokens * per_token + states)
 
     def _be_ready(self) -> None:
         """CheetahError after a launch that failed. Waits for the kernel's compiler: that is no part of a launch, nor of

@@ -18,8 +18,9 @@ from cheetah.models.config import ModelConfig
 from cheetah.models.layer_kind import DeltaNet
 from cheetah.models.qwen3_5 import Qwen35Config
 from cheetah.models.rope import Rope
-from cheetah.plan import PlanError
+from cheetah.plan import Plan, PlanError
 from cheetah.plan.delta import DeltaHeads
+from cheetah.plan.report import inspect_plan
 from tests.program.rig import (
     F32,
     RandomWeights,
@@ -216,3 +217,20 @@ def test_plans_that_no_kernel_has_are_refused_by_name(plan: dict[str, Any], mess
 def test_value_heads_share_key_heads_evenly() -> None:
     with pytest.raises(PlanError, match="5 value heads on 2 key heads"):
         DeltaHeads(2, 5, (0,))
+
+
+def test_reports_count_what_layers_have() -> None:
+    """By hand: of five layers one has keys and values, and the others three heads of 128 by 128, which have 2 x 128
+    and 3 x 16 channels' numbers of three tokens before, in two words, with each of eight shares."""
+    config, plan = AWKWARD, Plan.from_dict(awkward().manifest.plan)
+    report = inspect_plan(config.shape, plan, awkward().gpu, context=100)
+    assert report.step_bytes.kv == 2 * 2 * 128 * 100 * plan.batch
+    share = 4 * (3 * 16 * 128 + (256 + 48) * 2)
+    assert report.step_bytes.states == 4 * 8 * share * plan.batch
+    assert {phase.name: phase.runs for phase in report.phases} == {
+        **{"in_proj": 4, "delta": 4, "qkv": 1, "attention": 1},
+        **{"o": 5, "gate_up": 5, "down": 5, "lm_head": 1},
+    }
+    (delta,) = (phase for phase in report.phases if phase.name == "delta")
+    assert delta.block_bytes == tuple(count * share * plan.batch for count in (2, 2, 2, 1, 1))
+    assert report.exchanges_per_step == 2 + 4 * (3 + 2 + 1 + 2) + (2 + 1 + 2 + 1 + 2) + 3

@@ -31,8 +31,11 @@ BUGS = (
     # -- keys that are brought
     SamplingBug("a run over a page's end", r"PAGE_SIZE - token % PAGE_SIZE(?=, count - done)", "PAGE_SIZE"),
     SamplingBug("the page of this run, not of the next", r"(?<=tile\.table \+ )following(?= / PAGE_SIZE)", "token"),
-    SamplingBug("cached keys of a step ahead", r"(?<=\n      uint32_t end = min\(record->item\.end, )[^;]*(?=\);)",
-                r"record->tile.length + record->tile.stride * (step + 1)"),
+    SamplingBug(
+        "cached keys of a step ahead",
+        r"(?<=\n      uint32_t end = min\(record->item\.end, )[^;]*(?=\);)",
+        r"record->tile.length + record->tile.stride * (step + 1)",
+    ),
     SamplingBug("a plan that begins a step late", r"first_step <= step", "first_step < step"),
     # -- rows that are finished
     SamplingBug("rotated the other way", r"is_second \? partner : -partner", "is_second ? -partner : partner"),

@@ -19,6 +19,7 @@ from typing import Any
 from cheetah import lang as ch
 from cheetah.blocks.columns import NUMBER, POSITION, SEQUENCE, STOPPED, TOTAL, Columns, fragment_word
 from cheetah.blocks.exchange import Published
+from cheetah.blocks.timeline import NO_TIMELINE, Timeline
 from cheetah.lang import prim, ty
 from cheetah.plan.delta import COLUMNS, DIMS, MOST_SHARED, PARTS, TAPS, DeltaHeads
 
@@ -30,6 +31,7 @@ QUADS = OF_LANE // 4
 PAIRS = COLUMNS // 2
 KEY_PAIRS = DIMS
 """Pairs of channels of a key head's query and key."""
+LINE_BYTES = 128
 LENGTH_EPSILON = 1e-6
 """Added to the squares of a query or key before its length is taken, whatever the model's norms add."""
 LINEAR_FROM = 20.0
@@ -62,8 +64,11 @@ class _Share:
 class DeltaMemory:
     """The phase, in the consumer role."""
 
-    def __init__(self, columns: Columns, heads: DeltaHeads, parameters: DeltaParameters) -> None:
+    def __init__(
+        self, columns: Columns, heads: DeltaHeads, parameters: DeltaParameters, timeline: Timeline = NO_TIMELINE
+    ) -> None:
         self.machine, self.columns, self.heads, self.parameters = columns.machine, columns, heads, parameters
+        self.timeline = timeline
         self.channel_pairs = KEY_PAIRS + heads.shared * PAIRS
         threads = self.machine.plan.consumer_warps * 32
         self.gates_from = -(-self.channel_pairs // 32) * 32
@@ -73,6 +78,20 @@ class DeltaMemory:
         self.rounds = -(-self.items // threads)
         self.strips = COLUMNS * LANES // threads
         """Columns of a value head that a thread has a part of."""
+
+    @ch.function
+    def prefetch(self, layer: Any) -> None:
+        """What the phase will read of the block's shares into L2, a line a thread."""
+        machine, heads = self.machine, self.heads
+        lines = -(-heads.share_words * 4 // LINE_BYTES)
+        with ch.for_(machine.block, heads.shares, machine.gpu.blocks, unroll=1, name="share") as number:
+            share = _Share(number, number // PARTS, number % PARTS, layer)
+            with ch.for_(self._count, unroll=1, name="column") as column:
+                sequence = ch.const(ty.u32, self.columns.state(column, SEQUENCE), name="sequence")
+                state = ch.reinterpret(ty.ptr(ty.u8), self._state(share, sequence))
+                with ch.if_(self._ends(column, sequence)[0]):
+                    with ch.for_(machine.thread, lines, machine.consumer_threads, unroll=1, name="line") as line:
+                        prim.prefetch_l2(state + line * LINE_BYTES)
 
     @ch.inline
     def remember(self, layer: Any, reads: Published, makes: Published, squares: Published) -> None:
@@ -92,6 +111,7 @@ class DeltaMemory:
                 is_live = self._is_live(column)
                 self._bring(share, column, known, taps, is_live, reads)
                 machine.meet()
+                self.timeline.stamp_here("ready")
                 self._work(memory, is_live)
                 machine.meet()
                 self._publish(share, column, makes, squares)

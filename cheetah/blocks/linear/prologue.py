@@ -153,11 +153,13 @@ class Slices(Prologue):
 
 @dataclass(frozen=True, eq=False)
 class Prefetching(Prologue):
-    """A prologue that also brings `vectors`, (address, bytes) each, into L2, for the epilogue or the next phase."""
+    """A prologue that also brings `vectors`, (address, bytes) each, into L2, for the epilogue or the next phase, and
+    what `others` does."""
 
     inner: Prologue
     machine: Machine
     vectors: Sequence[tuple[ch.Expr, int]]
+    others: Callable[[], None] | None = None
 
     @property
     def waits(self) -> tuple[str, ...]:
@@ -183,6 +185,8 @@ class Prefetching(Prologue):
         self.inner.prepare()
         for address, size_bytes in self.vectors:
             prefetch(self.machine, address, ch.argument(size_bytes))
+        if self.others is not None:
+            self.others()
 
 
 @dataclass(frozen=True, eq=False)
