@@ -10,12 +10,13 @@ from typing import Any
 
 from cheetah import lang as ch
 from cheetah.blocks.adjustments import Adjustments
+from cheetah.blocks.block_tokens import BlockTokens
 from cheetah.blocks.advance import advance_of
 from cheetah.blocks.columns import Columns
 from cheetah.blocks.exchange import Exchange
 from cheetah.blocks.filters.filters import Filters
 from cheetah.blocks.host_words import HostWords
-from cheetah.blocks.linear.epilogue import AddResidual, Biases, NormWeights, PublishedRows
+from cheetah.blocks.linear.epilogue import AddResidual, Biases, Fixed, NormWeights, PublishedRows
 from cheetah.blocks.linear.interface import Epilogue, Prologue, Rows
 from cheetah.blocks.linear.matvec import Matvec
 from cheetah.blocks.linear.names import with_names
@@ -73,11 +74,11 @@ class HeadParts:
         self.sampler = Sampler(
             self.linear.adding, self.exchange, self.shape.vocab, self.timeline, adjustments, filters, host
         )
-        self.tokens = (
-            VerifiedTokens(self.columns, launch, rows, adjustments)
-            if machine.plan.drafts
-            else Tokens(self.columns, launch, rows)
-        )
+        self.tokens: Tokens = Tokens(self.columns, launch, rows)
+        if config.block is not None:
+            self.tokens = BlockTokens(self.columns, launch, config.block.mask, launch.known_rows)
+        elif machine.plan.drafts:
+            self.tokens = VerifiedTokens(self.columns, launch, rows, adjustments)
         self.lists: tuple[MadeList, ...] = ()
         """Those that are made on the device in a step."""
         self.phase = Phases(machine, self.exchange, self.timeline, page.names, launch.progress)
@@ -204,7 +205,15 @@ class HeadParts:
         these weights, and kept where there is a tap."""
         assert vector is not None
         into, squares = self.exchange.at(vector.name, epoch), self.squares_of(vector, epoch)
-        return AddResidual(self.machine, into, squares, norm, multiplier, is_first, biases, tap)
+        return AddResidual(self.machine, into, squares, norm, multiplier, is_first, biases, tap, self.fixed)
+
+    @property
+    def fixed(self) -> Fixed | None:
+        """Of what drafts blocks: the columns of tokens that are known."""
+        if self.config.block is None:
+            return None
+        assert isinstance(self.tokens, BlockTokens)
+        return Fixed(self.tokens.is_known, NormWeights(self.launch.known_norm))
 
     def places(self, product: Product, layer: Any = None) -> Any:
         """Where a matrix has the elements of its input; None where they are in order."""

@@ -16,6 +16,7 @@ from cheetah.lang import Expr, ty
 from cheetah.models.config import ModelConfig
 from cheetah.package import RANK, KernelParameter, of_peer, peer_parameter
 from cheetah.plan import Plan
+from cheetah.plan.known import MOST_KNOWN
 from cheetah.plan.formats import M_TILE_ROWS
 from cheetah.plan.index import round_up
 from cheetah.plan.kv.tables import COLUMN_WORDS, MAX_STOP_IDS, SEQUENCE_WORDS, TILE_WORDS
@@ -101,6 +102,11 @@ ROUNDS = KernelParameter(
     ("batch", "round_words"),
 )
 
+KNOWN_NORM = KernelParameter(ty.ptr(ty.bf16), "weights of the norm of what is known of tokens", ("padded_hidden",))
+KNOWN_ROWS = KernelParameter(
+    *(ty.ptr(ty.bf16), "of tokens that are known, a row each: see cheetah.plan.known"),
+    *((MOST_KNOWN, "padded_hidden"), "host", True),
+)
 TAPS = KernelParameter(
     *(ty.ptr_mut(ty.bf16), "what tapped layers leave of every token, not normalised, side by side"),
     *(("tap_rows", "taps", "padded_hidden"), "poison"),
@@ -226,6 +232,8 @@ class Launch(ModelLaunch):
     features: Expr = optional_field(FEATURES)
     feature_steps: Expr = optional_field(FEATURE_STEPS)
     token_ids: Expr = optional_field(TOKEN_IDS)
+    known_norm: Expr = optional_field(KNOWN_NORM)
+    known_rows: Expr = optional_field(KNOWN_ROWS)
     rank: Expr | None = optional_field(RANK_NUMBER)
     peers: Mapping[str, tuple[Expr, ...]] = peers_field("exchange")
     timeline: Expr | None = optional_field(
@@ -297,6 +305,7 @@ def parameters_of(
         "places": config.act_order,
         "router_rows": plan.fused_router > 0,
         "taps": bool(plan.taps),
+        **dict.fromkeys(("known_norm", "known_rows"), config.block is not None),
         "timeline": traced,
         RANK: ranks > 1,
     }

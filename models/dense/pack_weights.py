@@ -23,6 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cheetah.models.act_order import RowsInOrder, places_of_columns
+from cheetah.models.block import HIDDEN_NORM
 from cheetah.models.config import ModelConfig
 from cheetah.models.dense.delta import TAPS_TENSOR, layer_numbers
 from cheetah.models.dense.fused_router import router_row_bytes, router_rows
@@ -204,6 +205,8 @@ class _Source:
             yield from _delta_pieces(config, tensor)
         if self.is_fused:
             yield from _router_pieces(config, tensor)
+        if config.block is not None:
+            yield _known_norm_piece(config, tensor)
         for layout, layer, expert in _layouts(config, self.matrices):
             matrix = _Matrix.open(config, self.matrices, layout, layer, expert, self.rows, self.rank)
             staged = matrix.staged
@@ -305,6 +308,15 @@ def _delta_pieces(config: ModelConfig, tensor: ReadTensor) -> Iterator[Piece]:
 
     for name, make in ((DELTA_TAPS, make_taps), (DELTA_NUMBERS, make_numbers)):
         yield Piece(name, 0, math.prod(shapes[name]) * vector_element_bytes(name), (make,))
+
+
+def _known_norm_piece(config: ModelConfig, tensor: ReadTensor) -> Piece:
+    def make(memory: Bytes) -> None:
+        weights = memory.view(np.uint16)
+        weights[config.hidden_size :] = 0
+        weights[: config.hidden_size] = tensor(HIDDEN_NORM)
+
+    return Piece("known_norm", 0, config.padded_hidden * 2, (make,))
 
 
 def _places_piece(config: ModelConfig, rows: ReadRows) -> Piece:

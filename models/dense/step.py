@@ -16,7 +16,7 @@ from cheetah.blocks.attention.cache import KvCache
 from cheetah.blocks.attention.core import Attention
 from cheetah.blocks.attention.head_norms import HeadNorms, JointNorms
 from cheetah.blocks.attention.schedule import Schedule
-from cheetah.blocks.attention.shipped_variants import combined, learned_sink, soft_cap
+from cheetah.blocks.attention.shipped_variants import combined, full, learned_sink, soft_cap
 from cheetah.blocks.attention.step_port import LayerSinks, NormalisedHeads, ProjectedHeads, Projection, StepPort
 from cheetah.blocks.attention.variants import CAUSAL, Variant
 from cheetah.blocks.by_layer import by_layer, chosen
@@ -138,7 +138,8 @@ class StepParts(HeadParts):
 
     def _variant(self) -> Variant:
         """What attention computes in a layer."""
-        kind, windows, variants = self.layers.common, self.layers.windows, [CAUSAL]
+        kind, windows = self.layers.common, self.layers.windows
+        variants = [CAUSAL if kind.causal else full()]
         before = [ty.u32((window or EVERY_KEY) - 1) for window in windows]
         if windows != (None,):
             variants.append(Variant.windowed(lambda: chosen(before, self.schedule.kind)))

@@ -352,7 +352,8 @@ def vector_shapes(config: ModelConfig, ranks: int = 1) -> dict[str, tuple[int, .
     products, of each expert, in the order of the matrix' rows; the weights of the norms of queries, then keys (bf16),
     of a head or of all in the order of the matrix' rows; the sinks of heads (bf16); the weights of the norms behind o,
     then behind down (bf16); where the columns of ordered matrices lie (u16), of the products whose inputs are placed
-    (`StepTable.placed`). ranks: GPUs of which each has its heads' biases and sinks."""
+    (`StepTable.placed`); the weights of the norm of what is known of tokens (bf16).
+    ranks: GPUs of which each has its heads' biases and sinks."""
     shapes: dict[str, tuple[int, ...]] = {}
     if config.has_biases:
         shapes["biases"] = (config.layers, config.shape.of_rank(ranks).qkv_rows)
@@ -372,6 +373,8 @@ def vector_shapes(config: ModelConfig, ranks: int = 1) -> dict[str, tuple[int, .
     if (heads := config.shape.delta) is not None:
         shapes[DELTA_TAPS] = (len(heads.layers), heads.channels, TAPS)
         shapes[DELTA_NUMBERS] = (len(heads.layers), heads.numbers)
+    if config.block is not None:
+        shapes["known_norm"] = (config.padded_hidden,)
     return shapes
 
 

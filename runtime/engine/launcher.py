@@ -171,6 +171,7 @@ class _Plans:
             "pages_per_sequence": plan.pages_per_sequence,
             "align": KV_TILE_TOKENS,
             "most": plan.max_context + plan.tokens,
+            "whole": config.block is not None,
         }
         self._verifies, chunk = plan.drafts > 0, plan.kv_chunk or KV_TILE_TOKENS
         projected = step_matrices(config.shape, plan, gpu)[config.shape.table.heads].split

@@ -82,10 +82,19 @@ class TappedArguments(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
+class Fixed:
+    """Columns whose residual stays as it begins, published times weights of its own. of: whether a column is one."""
+
+    of: Callable[[Any], Any]
+    norm: NormWeights
+
+
+@dataclass(frozen=True, eq=False)
 class AddResidual(PublishedRows):
     """residual += (rows + biases) * multiplier, kept in f32 by the block that owns them, and published as the next norm
     wants it: times its weights, rounded to bf16, and the squares beside it. is_first: the rows are the residual, which
-    begins with them. tap: where it is kept besides, of layers that are tapped."""
+    begins with them. tap: where it is kept besides, of layers that are tapped. fixed: to which columns
+    nothing is added."""
 
     machine: Machine
     into: Published
@@ -95,6 +104,7 @@ class AddResidual(PublishedRows):
     is_first: bool = False
     biases: Biases | None = None
     tap: Tap | None = None
+    fixed: Fixed | None = None
 
     @property
     def makes(self) -> tuple[str, ...]:
@@ -122,13 +132,16 @@ class AddResidual(PublishedRows):
         machine = self.machine
         residual = machine.region("residual", ty.f32)
         place = place_of(machine, rows)
-        weight = ch.const(ty.f32, self.norm.of(rows), name="weight")
+        is_fixed = None if self.fixed is None else ch.const(ty.boolean, self.fixed.of(rows.column), name="is_fixed")
+        weight = ch.const(ty.f32, self._weight(rows, is_fixed), name="weight")
         publish = publishing(machine, self.into, rows, rows.m_tile * rows.count, rows.count)
         bias = None if self.biases is None else ch.const(ty.f32, self.biases.of(rows), name="bias")
         value = ch.var(ty.f32, self._added(rows, bias))
         with ch.if_(rows.is_own):
-            if not self.is_first:
+            if not self.is_first and is_fixed is None:
                 value += residual[place]
+            elif not self.is_first:
+                value.set(ch.select(is_fixed, residual[place], value + residual[place]))
             residual[place] = value
             if self.tap is not None:
                 with ch.if_(self.tap.place != NO_TAP):
@@ -137,6 +150,12 @@ class AddResidual(PublishedRows):
         weighted = ch.const(ty.f32, value * weight, name="weighted")
         publish(weighted)
         self.squares.publish(rows, value, weighted)
+
+    def _weight(self, rows: Rows, is_fixed: Any) -> Any:
+        """What is published is multiplied by this."""
+        if self.fixed is None:
+            return self.norm.of(rows)
+        return ch.select(is_fixed, self.fixed.norm.of(rows), self.norm.of(rows))
 
     def _added(self, rows: Rows, bias: Any) -> Any:
         """What is added to the residual."""

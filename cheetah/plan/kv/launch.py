@@ -129,6 +129,7 @@ def launch_tiles(
     align: int = 16,
     window: int | None = None,
     most: int = MOST_KEYS,
+    whole: bool = False,
 ) -> tuple[list[TileRecord], list[LaunchTile]]:
     """The tiles of a launch, at most `tile_columns` columns each: records and what they see, in the order of numbers.
 
@@ -138,7 +139,8 @@ def launch_tiles(
     tiles, in the order of columns, are then of level 1 and theirs begin behind the prefix. Keys count from the start of
     the sequence everywhere. The shared keys are read from the pages of the first of the sequences. window: so many keys
     a query sees, its own included: a tile's keys begin at the first that its first query sees. Then nothing is shared.
-    most: keys of a sequence; where a launch has steps for more, its plans are for no more.
+    most: keys of a sequence; where a launch has steps for more, its plans are for no more. whole: a column sees all of
+    its sequence in the step, also those behind it.
     """
     require_positive("launch tiles", group=group, tile_columns=tile_columns, pages_per_sequence=pages_per_sequence)
     _check_columns(sequences)
@@ -154,7 +156,8 @@ def launch_tiles(
     for number, (length, per_step, first_column) in enumerate(sequences):
         for begin, end in _cut(per_step, tile_columns):
             table = number * pages_per_sequence
-            record = TileRecord(first_column + begin, end - begin, table, 0, length, per_step, end, first_column)
+            new = per_step if whole else end
+            record = TileRecord(first_column + begin, end - begin, table, 0, length, per_step, new, first_column)
             tile = replace(_launch_tile(record, group, 1 if shared else 0, prefixes.get(number, 0)), most=most)
             if window is not None:
                 tile = replace(tile, begin=length + begin + 1 - window, begin_stride=per_step)
