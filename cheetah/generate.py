@@ -9,7 +9,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from cheetah.blocks import handoff, repack
+from cheetah.blocks import handoff, known_rows, markov, repack
+from cheetah.lang import ty
 from cheetah.manifest import Launch, Manifest
 from cheetah.models.config import ModelConfig
 from cheetah.models.family import HeadProgram, StepProgram
@@ -17,6 +18,8 @@ from cheetah.models.registry import family_of
 from cheetah.package import Generated, KernelParameter, described, no_collections, packaged
 from cheetah.plan import Gpu, Plan, default_plan, gpu_named, shared_map, step_matrices
 from cheetah.plan.defaults import default_context
+from cheetah.plan.formats import M_TILE_ROWS
+from cheetah.plan.index import ceil_div, round_up
 from cheetah.plan.prompt import PassPlan
 
 
@@ -184,6 +187,46 @@ def generate_handoff(gpu: Gpu, plan: Plan) -> Generated:
     )
     about = "Hands over between a model that drafts and one that verifies. Generated; do not edit."
     return packaged(handoff.build_handoff(), manifest, about)
+
+
+def generate_known_rows(config: ModelConfig, gpu: Gpu) -> Generated:
+    """The kernel that makes what a drafter of blocks knows of tokens, of what another model's layers left."""
+    assert config.block is not None
+    m_tiles = ceil_div(config.hidden_size, M_TILE_ROWS)
+    columns = len(config.block.layers) * config.padded_hidden
+    manifest = described(
+        known_rows.KERNEL_NAME,
+        gpu,
+        Launch(m_tiles, known_rows.WARPS * 32, known_rows.SHARED_BYTES, cooperative=False),
+        {
+            **{name: KernelParameter(*one) for name, one in known_rows.BUFFERS.items()},
+            **{name: KernelParameter(ty.u32, meaning) for name, meaning in known_rows.NUMBERS.items()},
+        },
+        {"fc_rows": m_tiles * M_TILE_ROWS, "fc_columns": columns, "padded_hidden": config.padded_hidden},
+        command="cheetah.generate.generate_known_rows",
+    )
+    about = "Makes rows of tokens of what layers of another model left. Generated; do not edit."
+    return packaged(known_rows.build_known_rows(m_tiles, columns, config.padded_hidden), manifest, about)
+
+
+def generate_markov(config: ModelConfig, gpu: Gpu, batch: int) -> Generated:
+    """The kernel that chooses tokens of a block of a drafter with a Markov head, one a launch, for `batch` sequences in
+    turn."""
+    assert config.block is not None
+    rank, blocks = round_up(config.block.markov_rank, markov.UNIT), gpu.blocks
+    manifest = described(
+        markov.KERNEL_NAME,
+        gpu,
+        Launch(blocks, markov.WARPS * 32, markov.SHARED_BYTES, cooperative=False),
+        {
+            **{name: KernelParameter(*one) for name, one in markov.BUFFERS.items()},
+            **{name: KernelParameter(type_, meaning) for name, (type_, meaning) in markov.NUMBERS.items()},
+        },
+        {"vocab": config.vocab_size, "rank": rank, "blocks": blocks, "places": batch * config.block.drafts},
+        command="cheetah.generate.generate_markov",
+    )
+    about = "Chooses a token of a block behind the one before. Generated; do not edit."
+    return packaged(markov.build_markov(blocks, config.vocab_size, rank), manifest, about)
 
 
 def describe_kernel(config: ModelConfig, gpu: Gpu, plan: Plan, command: str = "", traced: bool = False) -> Manifest:

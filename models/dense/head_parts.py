@@ -10,8 +10,8 @@ from typing import Any
 
 from cheetah import lang as ch
 from cheetah.blocks.adjustments import Adjustments
-from cheetah.blocks.block_tokens import BlockTokens
 from cheetah.blocks.advance import advance_of
+from cheetah.blocks.block_tokens import BlockTokens
 from cheetah.blocks.columns import Columns
 from cheetah.blocks.exchange import Exchange
 from cheetah.blocks.filters.filters import Filters

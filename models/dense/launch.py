@@ -16,9 +16,9 @@ from cheetah.lang import Expr, ty
 from cheetah.models.config import ModelConfig
 from cheetah.package import RANK, KernelParameter, of_peer, peer_parameter
 from cheetah.plan import Plan
-from cheetah.plan.known import MOST_KNOWN
 from cheetah.plan.formats import M_TILE_ROWS
 from cheetah.plan.index import round_up
+from cheetah.plan.known import MOST_KNOWN
 from cheetah.plan.kv.tables import COLUMN_WORDS, MAX_STOP_IDS, SEQUENCE_WORDS, TILE_WORDS
 from cheetah.plan.products import Product
 
