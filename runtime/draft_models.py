@@ -10,10 +10,12 @@ from cheetah.errors import CheetahError
 from cheetah.plan.defaults import default_context
 from cheetah.printable import shown
 from cheetah.runtime.engine.draft_head import DraftHead, FeatureStore
+from cheetah.runtime.engine.block_drafts import BlockDrafts
+from cheetah.runtime.engine.block_launches import BlockLauncher
 from cheetah.runtime.engine.draft_model import DraftModel
 from cheetah.runtime.engine.draft_rounds import RoundLauncher
 from cheetah.runtime.options import LoadOptions
-from cheetah.runtime.speculation import draft_model_of
+from cheetah.runtime.speculation import BLOCK_METHODS, DFLASH, DSPARK, DraftModelAsked, draft_model_of, speculation_of
 from cheetah.runtime.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -34,6 +36,8 @@ def opened_draft_model(options: LoadOptions, target: Checkpoint) -> Checkpoint |
         return None
     if options.tensor_parallel_size > 1:
         raise CheetahError("speculative_config: a draft model runs on one GPU: leave tensor_parallel_size out")
+    if asked.method in BLOCK_METHODS:
+        return _opened_block_drafter(options, asked, target)
     if asked.is_head:
         found = open_drafter(asked.model, target, asked.revision, options.local_files_only)
     else:
@@ -55,10 +59,41 @@ def opened_draft_model(options: LoadOptions, target: Checkpoint) -> Checkpoint |
     return found
 
 
-def drafting_model(made: Assembly) -> DraftModel:
+def _opened_block_drafter(options: LoadOptions, asked: DraftModelAsked, target: Checkpoint) -> Checkpoint:
+    """The same of one that drafts blocks."""
+    from cheetah.runtime.checkpoint.block_drafters import open_block_drafter
+
+    assert options.speculative_config is not None
+    found = open_block_drafter(asked.model, target, asked.revision, options.local_files_only)
+    block, drafts = found.config.block, speculation_of(options.speculative_config).drafts
+    assert block is not None
+    if asked.method == DFLASH and block.markov_rank:
+        raise CheetahError(f"speculative_config: model {asked.model} has a Markov head: its method is {DSPARK}")
+    if asked.method == DSPARK and not block.markov_rank:
+        raise CheetahError(f"speculative_config: model {asked.model} has no Markov head: its method is {DFLASH}")
+    if drafts > block.drafts:
+        raise CheetahError(
+            f"speculative_config: num_speculative_tokens is {drafts}, model {asked.model} drafts blocks of "
+            f"{block.drafts}: give at most as many"
+        )
+    context = options.max_context or default_context(target.config.max_position_embeddings)
+    if target.config.window(context) is not None:
+        raise CheetahError(f"speculative_config: {target.name} has a window: give a max_context within it")
+    if (most := found.config.max_position_embeddings) < context:
+        raise CheetahError(
+            f"speculative_config: model {asked.model} has room for {most} tokens, {target.name} for {context}: give "
+            f"max_context={most} or less"
+        )
+    return found
+
+
+def drafting_model(made: Assembly) -> DraftModel | BlockDrafts:
     """Launches of the second model of what was assembled, and of rounds of both."""
     drafts, handoff = made.drafts, made.handoff
     assert drafts is not None
+    if isinstance(drafts.launcher, BlockLauncher):
+        assert made.known_rows is not None
+        return BlockDrafts(drafts.launcher, made.known_rows)
     alone = drafts.solo or drafts.launcher
     if "features" in drafts.buffers:
         store = FeatureStore(drafts.buffers["features"], drafts.manifest.buffer("features").shape)

@@ -559,9 +559,9 @@ def _assembly_options(
 
 
 def _taps_of(drafting: Checkpoint | None) -> str | None:
-    """The layers that a head which drafts takes the output of."""
-    head = None if drafting is None else drafting.config.drafter
-    return None if head is None else ",".join(map(str, head.layers))
+    """The layers whose outputs what drafts takes, if it takes some."""
+    taker = None if drafting is None else drafting.config.drafter or drafting.config.block
+    return None if taker is None else ",".join(map(str, taker.layers))
 
 
 def _print_notes(checkpoint: Checkpoint, of_sampling: Sequence[str], tokenizer: Tokenizer | None) -> None:

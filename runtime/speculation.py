@@ -13,11 +13,13 @@ from cheetah.plan.regions import NGRAM_TOKENS
 from cheetah.printable import shown
 from cheetah.runtime.engine.drafting import Speculation
 
-NGRAM, DRAFT_MODEL, EAGLE3 = "ngram", "draft_model", "eagle3"
-BY_MODEL = (DRAFT_MODEL, EAGLE3)
+NGRAM, DRAFT_MODEL, EAGLE3, DFLASH, DSPARK = "ngram", "draft_model", "eagle3", "dflash", "dspark"
+BLOCK_METHODS = (DFLASH, DSPARK)
+"""A drafter of blocks, without a Markov head or with one: see `cheetah.models.block`."""
+BY_MODEL = (DRAFT_MODEL, EAGLE3, *BLOCK_METHODS)
 METHODS = (NGRAM, "ngram_gpu", *BY_MODEL)
 """The first two are the same here: drafts are looked up inside the kernel."""
-OTHER_METHODS = ("suffix", "eagle", "mtp", "medusa", "mlp_speculator", "dflash", "dspark", "custom_class")
+OTHER_METHODS = ("suffix", "eagle", "mtp", "medusa", "mlp_speculator", "custom_class")
 """vLLM's, which are not there."""
 OF_LOOKUP = ("ngram", "[ngram]")
 """What `model` is where there is none."""
@@ -48,7 +50,11 @@ class DraftModelAsked:
     model: str
     revision: str | None = None
     quantization: str | None = None
-    is_head: bool = False
+    method: str = DRAFT_MODEL
+
+    @property
+    def is_head(self) -> bool:
+        return self.method == EAGLE3
 
 
 def draft_model_of(config: Mapping[str, Any] | str) -> DraftModelAsked | None:
@@ -59,15 +65,15 @@ def draft_model_of(config: Mapping[str, Any] | str) -> DraftModelAsked | None:
     model = given.get("model")
     if model is None or not str(model):
         raise CheetahError(f"speculative_config: method {method} needs `model`: the checkpoint that drafts")
-    revision, quantization = _text(given, "revision"), _text(given, "quantization")
-    return DraftModelAsked(str(model), revision, quantization, method == EAGLE3)
+    return DraftModelAsked(str(model), _text(given, "revision"), _text(given, "quantization"), method)
 
 
 def speculation_of(config: Mapping[str, Any] | str) -> Speculation:
     """What a `speculative_config` asks for: a dict, or JSON text of one. CheetahError names what is wrong in it."""
     given = _given(config)
-    if _method(given) in BY_MODEL:
-        return Speculation(_number(given, "num_speculative_tokens", DEFAULT_DRAFTS_OF_MODEL, VERIFIED_TOKENS - 1))
+    if (method := _method(given)) in BY_MODEL:
+        usual = DEFAULT_DRAFTS if method in BLOCK_METHODS else DEFAULT_DRAFTS_OF_MODEL
+        return Speculation(_number(given, "num_speculative_tokens", usual, VERIFIED_TOKENS - 1))
     drafts = _number(given, "num_speculative_tokens", DEFAULT_DRAFTS, VERIFIED_TOKENS - 1)
     fewest, most = given.get("prompt_lookup_min"), given.get("prompt_lookup_max")
     if fewest is None and most is None:
@@ -105,7 +111,7 @@ def _check_keys(given: Mapping[str, Any]) -> None:
 
 
 def _method(given: Mapping[str, Any]) -> str:
-    """NGRAM or one of BY_MODEL: where it is not said, a model says so."""
+    """NGRAM or one of BY_MODEL: where it is not said, a model is a draft model."""
     method, model = given.get("method"), given.get("model")
     if method in OTHER_METHODS:
         raise CheetahError(f"speculative_config: method {shown(method)} is not there: use one of {', '.join(METHODS)}")
@@ -114,6 +120,8 @@ def _method(given: Mapping[str, Any]) -> str:
     if method in BY_MODEL or (method is None and model not in (None, *OF_LOOKUP)):
         found = method or DRAFT_MODEL
         _refuse(given, OF_NGRAMS, f"of method {found}, which looks nothing up")
+        if found in BLOCK_METHODS:
+            _refuse(given, ("quantization",), f"of method {found}, which drafts in bf16")
         return str(found)
     others = OF_MODEL[1:] if model in OF_LOOKUP else OF_MODEL
     _refuse(given, others, f"with method {shown(method or NGRAM)}, which has no model")

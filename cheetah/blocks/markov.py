@@ -39,7 +39,7 @@ NUMBERS: dict[str, tuple[ty.Type, str]] = {
 
 def build_markov(blocks: int, vocab: int, rank: int) -> ch.Kernel:
     """The kernel of so many blocks. rank: elements of a row, a multiple of 8."""
-    types = {name: type_ for name, (type_, *_) in (*BUFFERS.items(), *NUMBERS.items())}
+    types = {name: one[0] for name, one in BUFFERS.items()} | {name: one[0] for name, one in NUMBERS.items()}
 
     @ch.kernel(ch.Params(**types), name=KERNEL_NAME, max_threads=WARPS * 32)
     def markov(**given: Any) -> None:

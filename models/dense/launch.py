@@ -105,7 +105,8 @@ ROUNDS = KernelParameter(
 KNOWN_NORM = KernelParameter(ty.ptr(ty.bf16), "weights of the norm of what is known of tokens", ("padded_hidden",))
 KNOWN_ROWS = KernelParameter(
     *(ty.ptr(ty.bf16), "of tokens that are known, a row each: see cheetah.plan.known"),
-    *((MOST_KNOWN, "padded_hidden"), "host", True),
+    shape=(MOST_KNOWN, "padded_hidden"),
+    given=True,
 )
 TAPS = KernelParameter(
     *(ty.ptr_mut(ty.bf16), "what tapped layers leave of every token, not normalised, side by side"),

@@ -19,6 +19,7 @@ from cheetah.manifest import Manifest
 from cheetah.models.config import ModelConfig
 from cheetah.options import takes
 from cheetah.plan import Plan, gpu_named
+from cheetah.runtime.assembly.blocks import bytes_beside, options_of_blocks, put_together
 from cheetah.runtime.assembly.buffers import (
     Progress,
     Weights,
@@ -49,6 +50,7 @@ from cheetah.runtime.assembly.options import AssemblyOptions
 from cheetah.runtime.assembly.texts import KeptTexts
 from cheetah.runtime.background import Started, started
 from cheetah.runtime.device import open_device
+from cheetah.runtime.engine.block_launches import BlockLauncher, KnownRows
 from cheetah.runtime.engine.heads import HeadLauncher
 from cheetah.runtime.engine.kv_cache import CachedSequence, PagePool
 from cheetah.runtime.engine.launcher import Launcher
@@ -79,7 +81,8 @@ class Assembly:
     """What `assemble` made. `prompts` launches a kernel that takes more tokens a step, `solo` one that is faster for a
     sequence by itself, if there are such; `passes` those that read many tokens of a prompt at once,
     with room for fewest first. drafts: that of another model over pages of the same
-    numbers; handoff: the kernel between launches of the two."""
+    numbers; handoff: the kernel between launches of the two; known_rows: of one that drafts blocks, what comes before
+    its launches."""
 
     manifest: Manifest
     launcher: Launcher
@@ -92,6 +95,7 @@ class Assembly:
     owns_device: bool
     drafts: Assembly | None = None
     handoff: LoadedKernel | None = None
+    known_rows: KnownRows | None = None
 
     def logits_buffer(self) -> Buffer:
         """Room for the logits of about max_steps tokens, f32 [steps, tokens, vocab], with each of the launchers;
@@ -135,7 +139,9 @@ def assemble_with(weights: Weights, options: AssemblyOptions, drafts: Weights | 
             try:
                 of_drafts = _options_of_drafts(options, kernels, drafts.config)
                 made.drafts = _built(drafts, drafting, drafting.memory(), device, of_drafts)
-                if drafts.config.drafter is None:
+                if isinstance(made.drafts.launcher, BlockLauncher):
+                    made.known_rows = _known_rows(device, drafts, made.drafts)
+                elif drafts.config.drafter is None:
                     made.handoff = _handoff(device, weights.config, made)
             except BaseException:
                 made.close()
@@ -183,6 +189,12 @@ def _handoff(device: Device, config: ModelConfig, made: Assembly) -> LoadedKerne
     return LoadedKernel(device, device.prepare(generated.text, generated.manifest), generated.manifest, config, buffers)
 
 
+def _known_rows(device: Device, weights: Weights, made: Assembly) -> KnownRows:
+    """What makes rows for a drafter of blocks, with what else it has beside its steps."""
+    assert isinstance(made.launcher, BlockLauncher)
+    return put_together(device, weights, made.manifest, made.launcher, made.buffers)
+
+
 def _chosen_kernels(
     config: ModelConfig, of_drafts: ModelConfig | None, device: Device, options: AssemblyOptions
 ) -> tuple[Kernels, Kernels | None, MemoryEstimate]:
@@ -200,16 +212,25 @@ def _chosen_kernels(
             left = free_bytes - memory.total_bytes + memory.bytes_of(LABELS["kv"])
             asked = _options_of_drafts(options, kernels, of_drafts)
             drafts = KernelsAsked(of_drafts, machine, left, asked, texts).described()
-            memory = memory.beside(drafts.memory())
+            memory = memory.beside(_memory_of_drafts(drafts))
         pages = kernels.pages_that_fit(memory, free_bytes)
         if options.pool_follows_memory and options.pool_pages is None and pages < kernels.pages:
             options.say(f"the cache has {pages} pages, not {kernels.pages}: there is no room for more")
             kernels, drafts = kernels.with_pages(pages), None if drafts is None else drafts.with_pages(pages)
-            memory = kernels.memory() if drafts is None else kernels.memory().beside(drafts.memory())
+            memory = kernels.memory() if drafts is None else kernels.memory().beside(_memory_of_drafts(drafts))
     for line in (*kernels.notes, _memory_line(memory, info)):
         options.say(line)
     memory.check(free_bytes, info.name)
     return kernels, drafts, memory
+
+
+def _memory_of_drafts(drafts: Kernels) -> MemoryEstimate:
+    """With what a drafter of blocks has beside its steps."""
+    memory = drafts.memory()
+    if drafts.config.block is None:
+        return memory
+    beside = bytes_beside(drafts.config, drafts.specs[0].manifest)
+    return replace(memory, parts=(*memory.parts, ("beside its steps", beside)))
 
 
 def _options_of_drafts(options: AssemblyOptions, kernels: Kernels, drafts: ModelConfig) -> AssemblyOptions:
@@ -220,13 +241,14 @@ def _options_of_drafts(options: AssemblyOptions, kernels: Kernels, drafts: Model
     if drafts.drafter is not None:
         overrides["tokens"] = HEAD_TOKENS
         options = replace(options, prompt_passes=False)
-    return replace(
+    found = replace(
         options,
         overrides=overrides,
         generate_kernel=None,
         prompt_tokens=1,
         pool_pages=kernels.pages,
     )
+    return found if drafts.block is None else options_of_blocks(found, drafts)
 
 
 @dataclass(frozen=True)
@@ -286,7 +308,8 @@ def _launchers(
         return LoadedKernel(device, codes[name], made[name].manifest, config, made[name].buffers, timeout_s)
 
     cache = new_cache(config, made[DECODING].manifest)
-    steps = {name: Launcher(loaded(name), cache) for name in (DECODING, PROMPTS, SOLO) if name in made}
+    kind = Launcher if config.block is None else BlockLauncher
+    steps = {name: kind(loaded(name), cache) for name in (DECODING, PROMPTS, SOLO) if name in made}
     head = HeadLauncher(loaded(HEAD)) if HEAD in made else None
     passes = tuple(PassLauncher(loaded(name), head) for name in PASSES if name in made)
     return steps[DECODING], steps.get(PROMPTS), steps.get(SOLO), passes

@@ -419,6 +419,17 @@ def handoff_kernel(manifest: Manifest) -> Generated:
     return generate_handoff(Gpu(**manifest.gpu), Plan.from_dict(manifest.plan))
 
 
+def block_kernels(config: ModelConfig, manifest: Manifest) -> list[Generated]:
+    """Of a drafter of blocks, beside its manifest's kernel: the one that makes rows of taps, then, if it has one, that
+    of its Markov head."""
+    from cheetah.generate import generate_known_rows, generate_markov
+
+    gpu, batch = Gpu(**manifest.gpu), Plan.from_dict(manifest.plan).batch
+    assert config.block is not None
+    markov = [generate_markov(config, gpu, batch)] if config.block.markov_rank else []
+    return [generate_known_rows(config, gpu), *markov]
+
+
 def import_program(config: ModelConfig) -> None:
     """Import what `generate_kernel` writes a model's kernel with, which it would do itself."""
     own_generator()

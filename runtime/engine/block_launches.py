@@ -1,0 +1,175 @@
+"""Launches of what drafts blocks: of the rows that are made of taps, of its steps, and of its Markov head.
+
+A step takes tokens that are known, by their rows, and behind them a block. All lie on the device's stream one behind
+the other: the host waits for none but the last.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import takewhile
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from cheetah.models.rounding import Bits
+from cheetah.plan.known import KNOWN, MOST_KNOWN
+from cheetah.runtime.background import Started
+from cheetah.runtime.engine.kv_cache import CachedSequence
+from cheetah.runtime.engine.launcher import Launcher
+from cheetah.runtime.engine.launches import Launch, LaunchResult, LoadedKernel, Part
+
+if TYPE_CHECKING:
+    from cheetah.runtime.device.interface import Argument, Buffer
+
+
+class Small:
+    """A kernel that is launched beside others, over buffers of its own."""
+
+    def __init__(self, loaded: LoadedKernel) -> None:
+        self._loaded, self._kernel = loaded, loaded.kernel
+        self.buffers = loaded.buffers
+
+    def launch(self, **arguments: Argument) -> None:
+        """Starts it, behind what was started before."""
+        if isinstance(self._kernel, Started):
+            self._kernel = self._kernel()
+        self._loaded.device.launch(self._kernel, {**self.buffers, **arguments})
+
+
+class KnownRows(Small):
+    """Makes what a drafter knows of tokens."""
+
+    def make(self, taps: Buffer, rows: Sequence[int]) -> None:
+        """Of the tokens with these rows of `taps`: row i of `known_rows` is the i-th one's."""
+        assert 0 < len(rows) <= MOST_KNOWN, len(rows)
+        self.buffers["rows"].upload(np.array(rows, np.uint32))
+        self.launch(taps=taps, count=len(rows))
+
+
+class MarkovChain(Small):
+    """Chooses the tokens of blocks, one behind the other. drafts: of a block. logits: of the drafter's columns."""
+
+    def __init__(self, loaded: LoadedKernel, drafts: int, logits: Buffer) -> None:
+        super().__init__(loaded)
+        self.drafts, self.logits = drafts, logits
+        self._blocks = loaded.manifest.launch.blocks
+
+    def choose(self, number: int, count: int, row: int, position: int, part: Part) -> None:
+        """Starts the choice of `count` tokens behind the last input of a part. number: of the part in its launch; row:
+        of the logits of its anchor; position: of the first token that is chosen."""
+        sampling = part.sampling
+        told: dict[str, Any] = {
+            "logits": self.logits,
+            "before": number * self.drafts,
+            "anchor": part.inputs[-1],
+            "seed": sampling.seed,
+            "temperature": sampling.temperature,
+        }
+        for place in range(count):
+            self.launch(**told, place=place, row=row + place, position=position + place)
+
+    def chosen(self, number: int, count: int) -> tuple[int, ...]:
+        """What was chosen, up to where nothing was a number."""
+        first = number * self.drafts
+        best = self.buffers["best"].download(np.uint32, (first + count, self._blocks, 2))[first:]
+        found = [_best(of_place) for of_place in best]
+        return tuple(token for token in takewhile(lambda token: token is not None, found) if token is not None)
+
+
+def _best(of_blocks: npt.NDArray[np.uint32]) -> int | None:
+    """The token of the highest score, of equal ones the lowest; None where none is above -infinity."""
+    scores, tokens = np.ascontiguousarray(of_blocks[:, 0]).view(np.float32), of_blocks[:, 1]
+    if not (scores > -np.inf).any():
+        return None
+    return int(tokens[scores == scores.max()].min())
+
+
+class BlockLauncher(Launcher):
+    """Launches of the steps of what drafts blocks. A part's inputs are known tokens, by the numbers of their rows from
+    KNOWN on, and, if it shall draft, an anchor; as many columns of the step as are left are a block's."""
+
+    def __init__(self, loaded: LoadedKernel, cache: CachedSequence) -> None:
+        super().__init__(loaded, cache)
+        assert loaded.config.block is not None
+        self.block = loaded.config.block
+        self._markov: MarkovChain | None = None
+
+    def put_together(self, known_rows: Buffer, markov: MarkovChain | None) -> None:
+        """Says where the rows of known tokens lie, and what chooses behind its columns, if not its own head."""
+        self._buffers["known_rows"] = known_rows
+        self._markov = markov
+
+    @property
+    def room(self) -> int:
+        """Known tokens that a step takes before a block."""
+        return self.tokens - self.block.columns
+
+    def prepare(self, parts: Sequence[Part], logits: Buffer | None = None) -> Launch:
+        """Of parts that draft, or of one that reads."""
+        assert logits is None, "nobody wants its logits"
+        is_chained = self._markov is not None and drafts(parts[0])
+        return super().prepare(parts, self._markov.logits if self._markov is not None and is_chained else None)
+
+    def start(self, launch: Launch) -> None:
+        super().start(launch)
+        if self._markov is None or not drafts(launch.placed[0]):
+            return
+        with self._noting_failures():
+            for number, (part, (length, _, first)) in enumerate(
+                zip(launch.placed, launch.geometry.placed(), strict=True)
+            ):
+                known = len(part.inputs) - 1
+                self._markov.choose(number, self._count(part), first + known, length + known + 1, part)
+
+    def finish(self, launch: Launch) -> list[LaunchResult]:
+        """What it did, in the order of the parts; `token_ids` are the drafts."""
+        found = super().finish(launch)
+        if not drafts(launch.placed[0]):
+            return found
+        with self._noting_failures():
+            return [
+                replace(result, token_ids=self._drafted(launch, number, result), has_failed=False)
+                for number, result in enumerate(found)
+            ]
+
+    def _drafted(self, launch: Launch, number: int, result: LaunchResult) -> tuple[int, ...]:
+        row = launch.order.index(number)
+        if self._markov is not None:
+            return self._markov.chosen(row, self._count(launch.placed[row]))
+        return result.token_ids if self.block.from_anchor else result.token_ids[1:]
+
+    def _count(self, part: Part) -> int:
+        """Tokens that a part drafts, by a head that chooses behind each column."""
+        return part.total - len(part.inputs) + 1
+
+    def _check(self, parts: Sequence[Part]) -> None:
+        """What the caller must see to."""
+        assert 1 <= len(parts) <= self.batch and sum(part.per_step for part in parts) <= self.tokens, len(parts)
+        for part in parts:
+            assert part.steps == parts[0].steps <= self.max_steps and len(part.inputs) <= part.total + 1, part
+            assert not drafts(part) or part.steps == 1, "a block is that of one step"
+
+    def _advance(self, part: Part, token_ids: tuple[int, ...], reached: int) -> None:
+        part.cache.length += known_tokens(part)
+
+
+def known_tokens(part: Part) -> int:
+    """How many tokens of a part are known."""
+    return sum(1 for token in part.inputs if token >= KNOWN)
+
+
+def drafts(part: Part) -> bool:
+    """Whether a part has a block."""
+    return known_tokens(part) < part.total
+
+
+def padded_rows(bits: Bits, rows: int, parts: int, width: int) -> Bits:
+    """A matrix of bf16 bits [rows, parts * columns] with zeros behind its rows and behind each part's columns: uint16
+    [rows, parts, width]."""
+    found = np.zeros((rows, parts, width), np.uint16)
+    columns = bits.shape[1] // parts
+    found[: len(bits), :, :columns] = bits.reshape(len(bits), parts, columns)
+    return found
