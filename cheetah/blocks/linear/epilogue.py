@@ -132,7 +132,9 @@ class AddResidual(PublishedRows):
         machine = self.machine
         residual = machine.region("residual", ty.f32)
         place = place_of(machine, rows)
-        is_fixed: Any = None if self.fixed is None else ch.const(ty.boolean, self.fixed.of(rows.column), name="is_fixed")
+        is_fixed: Any = None
+        if self.fixed is not None:
+            is_fixed = ch.const(ty.boolean, self.fixed.of(rows.column), name="is_fixed")
         weight = ch.const(ty.f32, self._weight(rows, is_fixed), name="weight")
         publish = publishing(machine, self.into, rows, rows.m_tile * rows.count, rows.count)
         bias = None if self.biases is None else ch.const(ty.f32, self.biases.of(rows), name="bias")

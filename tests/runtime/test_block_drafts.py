@@ -1,0 +1,197 @@
+"""Drafters of blocks: the same answers with them, drafts that are what float32 says, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+from safetensors.numpy import save_file
+
+from cheetah.errors import CheetahError
+from cheetah.models.block_drafter.reference import BlockReference
+from cheetah.models.registry import family_of
+from cheetah.models.rounding import round_to_bf16
+from cheetah.runtime import LLM, SamplingParams
+from cheetah.runtime.checkpoint.block_drafters import open_block_drafter
+from cheetah.runtime.checkpoint.loading import open_checkpoint
+from cheetah.runtime.engine.completion import Completion
+from cheetah.runtime.outputs import RequestOutput
+from tests.runtime.test_draft_model import asked, drafted_in, ids_of
+from tests.runtime.test_speculation import ASKED, TEXT, opened
+
+HIDDEN, HEADS, HEAD_DIM, FFN, VOCAB, COLUMNS, RANK, TAPS = 128, 2, 64, 96, 512, 3, 128, (0, 1)
+CONFIG: dict[str, Any] = {
+    **{"architectures": ["Qwen3DSparkModel"], "model_type": "qwen3", "hidden_size": HIDDEN, "vocab_size": VOCAB},
+    **{"intermediate_size": FFN, "num_hidden_layers": 2, "num_attention_heads": HEADS, "num_key_value_heads": 1},
+    **{"head_dim": HEAD_DIM, "rms_norm_eps": 1e-5, "max_position_embeddings": 512, "rope_theta": 10000.0},
+    **{"block_size": COLUMNS, "mask_token_id": 2, "target_layer_ids": list(TAPS), "num_target_layers": 3},
+    **{"markov_rank": RANK, "markov_head_type": "vanilla", "tie_word_embeddings": False},
+}
+
+
+def drafter(folder: Path) -> Path:
+    """One of random weights."""
+    draw = np.random.default_rng(11)
+
+    def matrix(rows: int, columns: int) -> NDArray[np.float32]:
+        return (draw.standard_normal((rows, columns)) * columns**-0.5).astype(np.float32)
+
+    tensors = {"fc.weight": matrix(HIDDEN, len(TAPS) * HIDDEN), "lm_head.weight": matrix(VOCAB, HIDDEN)}
+    tensors |= {name: np.ones(HIDDEN, np.float32) for name in ("hidden_norm.weight", "norm.weight")}
+    tensors["embed_tokens.weight"] = matrix(VOCAB, HIDDEN) * 4
+    for layer in range(2):
+        shapes = {
+            **{"self_attn.q_proj": (HEADS * HEAD_DIM, HIDDEN), "self_attn.o_proj": (HIDDEN, HEADS * HEAD_DIM)},
+            **dict.fromkeys(("self_attn.k_proj", "self_attn.v_proj"), (HEAD_DIM, HIDDEN)),
+            **dict.fromkeys(("mlp.gate_proj", "mlp.up_proj"), (FFN, HIDDEN)),
+            "mlp.down_proj": (HIDDEN, FFN),
+        }
+        own = {name: matrix(*shape) for name, shape in shapes.items()}
+        own |= {name: np.ones(HIDDEN, np.float32) for name in ("input_layernorm", "post_attention_layernorm")}
+        own |= {f"self_attn.{name}_norm": np.full(HEAD_DIM, 1.5, np.float32) for name in "qk"}
+        tensors |= {f"layers.{layer}.{name}.weight": one for name, one in own.items()}
+    names = ("markov_head.markov_w1.weight", "markov_head.markov_w2.weight")
+    tensors |= {name: matrix(VOCAB, RANK) * 4 for name in names}
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(CONFIG))
+    save_file({name: one.astype(ml_dtypes.bfloat16) for name, one in tensors.items()}, folder / "model.safetensors")
+    return folder
+
+
+def drafted_by(folder: Path, **more: Any) -> LLM:
+    config = {"method": "dspark", "model": str(folder), "num_speculative_tokens": COLUMNS}
+    return opened(speculative_config=config, **{"plan": {"tokens": 8, "page_size": 16}, **more})
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return drafter(tmp_path_factory.mktemp("models") / "random")
+
+
+@pytest.fixture(scope="module")
+def llm(folder: Path) -> Iterator[LLM]:
+    with drafted_by(folder) as made:
+        yield made
+
+
+Proposed = list[tuple[tuple[int, ...], tuple[int, ...]]]
+"""Ids, and what was drafted behind them."""
+
+
+@pytest.fixture
+def proposed(monkeypatch: pytest.MonkeyPatch) -> Proposed:
+    found, propose = Proposed(), Completion.propose
+    monkeypatch.setattr(
+        Completion, "propose", lambda one, ids: (found.append((tuple(one.ids), tuple(ids))), propose(one, ids))[1]
+    )
+    return found
+
+
+def share_of_float32s(proposed: Proposed, folder: Path) -> float:
+    """Of all tokens that were drafted, how many float32 drafts too."""
+    model = open_checkpoint("demo")
+    found = open_block_drafter(str(folder), model)
+    target = family_of(model.config).reference(model.config, model.tensor, round_to_bf16)
+    block = BlockReference(found.config, found.tensor, round_to_bf16)
+    right = count = 0
+    known: tuple[int, ...] = ()
+    for ids, drafts in sorted(proposed):  # what begins alike follows one another
+        if len(ids) <= block.length or ids[: block.length] != known[: block.length]:
+            target.reset()
+            block.length = 0
+        for token in ids[block.length : -1]:
+            target.step(token)
+            block.read(np.stack([target.left[layer] for layer in TAPS])[None])
+        known = ids
+        wanted = block.drafts(ids[-1], block.logits(ids[-1], len(drafts)))
+        right += sum(one == other for one, other in zip(drafts, wanted, strict=True))
+        count += len(drafts)
+    return right / count
+
+
+@pytest.mark.slow
+@pytest.mark.compiler
+def test_what_is_drafted_is_what_float32_drafts(llm: LLM, folder: Path, proposed: Proposed) -> None:
+    """Behind prompts that passes have read, and each token that was made since; and behind a prefix that was cached."""
+    for text in (TEXT, TEXT + " and the dog"):
+        llm.generate(text, SamplingParams(max_tokens=12, temperature=0.0))
+    assert llm.engine.engine.prefixes is not None
+    assert len(proposed) > 12 and all(drafts for _, drafts in proposed)
+    assert share_of_float32s(proposed, folder) > 0.9
+
+
+@pytest.fixture
+def knowing(llm: LLM) -> Iterator[LLM]:
+    """One whose Markov head says what mostly follows in the demo's own answer, so that most drafts are right."""
+    (answer,) = llm.generate([TEXT], SamplingParams(max_tokens=40, temperature=0.0, speculation=False), use_tqdm=False)
+    buffers, draw = llm.assembly.drafts.buffers, np.random.default_rng(5)  # type: ignore[union-attr]
+    looked_up, multiplied = np.sign(draw.standard_normal((VOCAB, RANK))), np.zeros((VOCAB, RANK))
+    ids = answer.outputs[0].token_ids
+    for before, token in dict(zip(ids, ids[1:], strict=False)).items():
+        multiplied[token] += looked_up[before]
+    before = {name: buffers[name].download(np.uint16, (VOCAB, RANK)) for name in ("markov.looked_up", "markov.multiplied")}
+    for name, rows in zip(before, (looked_up, multiplied), strict=True):
+        buffers[name].upload(rows.astype(ml_dtypes.bfloat16).view(np.uint16))
+    yield llm
+    for name, bits in before.items():
+        buffers[name].upload(bits)
+
+
+@pytest.mark.slow
+@pytest.mark.compiler
+def test_the_same_answers_in_company(knowing: LLM) -> None:
+    kinds = [ASKED[0], ASKED[2], ASKED[3], ASKED[5]]
+    prompts = [TEXT + " and" * (number % 3) for number in range(len(kinds))]
+    plain = knowing.generate(prompts, asked(kinds, False, 14), use_tqdm=False)
+    found: list[RequestOutput] = []
+    params = asked(kinds, True, 14)
+    drafted = drafted_in(knowing, lambda: found.extend(knowing.generate(prompts, params, use_tqdm=False)))
+    assert ids_of(found) == ids_of(plain)
+    assert drafted.tokens > 20 and drafted.accepted > 4
+
+
+@pytest.mark.slow
+@pytest.mark.compiler
+def test_most_drafts_of_one_that_knows_are_right(knowing: LLM) -> None:
+    """Then a round makes known what several columns left."""
+    drafted = drafted_in(
+        knowing, lambda: knowing.generate([TEXT], SamplingParams(max_tokens=40, temperature=0.0), use_tqdm=False)
+    )
+    assert drafted.accepted > 0.5 * drafted.tokens > 10
+
+
+@pytest.mark.exhaustive
+@pytest.mark.compiler
+def test_who_gives_pages_back_is_known_again_when_it_reads_again(llm: LLM, folder: Path, proposed: Proposed) -> None:
+    kinds = [{"temperature": 0.0, "repetition_penalty": 1 + number / 4} for number in range(4)]
+    prompts = [TEXT, TEXT + " and", TEXT + "  and the", TEXT + " a"]
+    wanted = ids_of(llm.generate(prompts, asked(kinds, False, 44), use_tqdm=False))
+    with drafted_by(folder, pool_pages=12, launch_steps=2) as few:
+        proposed.clear()
+        assert ids_of(few.generate(prompts, asked(kinds, True, 44), use_tqdm=False)) == wanted
+        assert few.engine.engine.load().preemptions > 0
+    drafted = [(ids, tokens) for ids, tokens in proposed if tokens]
+    assert len(drafted) > 20 and share_of_float32s(drafted, folder) > 0.9
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        ({"method": "dflash"}, "has a Markov head: its method is dspark"),
+        ({"num_speculative_tokens": 4}, "drafts blocks of 3: give at most as many"),
+        ({"quantization": "fp8"}, "drafts in bf16"),
+        ({"prompt_lookup_max": 3}, "looks nothing up"),
+        ({"model": None}, "method dspark needs `model`"),
+        ({"draft_sample_method": "greedy"}, "draft_sample_method"),
+    ],
+)
+def test_what_cannot_be_is_refused_by_name(folder: Path, config: dict[str, Any], said: str) -> None:
+    given = {"method": "dspark", "model": str(folder), "num_speculative_tokens": COLUMNS, **config}
+    with pytest.raises(CheetahError, match=said):
+        LLM("demo", device="emulator", quiet=True, speculative_config=given)
