@@ -189,8 +189,9 @@ def generate_handoff(gpu: Gpu, plan: Plan) -> Generated:
     return packaged(handoff.build_handoff(), manifest, about)
 
 
-def generate_known_rows(config: ModelConfig, gpu: Gpu) -> Generated:
-    """The kernel that makes what a drafter of blocks knows of tokens, of what another model's layers left."""
+def generate_known_rows(config: ModelConfig, gpu: Gpu, slots: int) -> Generated:
+    """The kernel that makes what a drafter of blocks knows of tokens, of what another model's layers left. slots: of all
+    pages."""
     assert config.block is not None
     m_tiles = ceil_div(config.hidden_size, M_TILE_ROWS)
     columns = len(config.block.layers) * config.padded_hidden
@@ -202,7 +203,10 @@ def generate_known_rows(config: ModelConfig, gpu: Gpu) -> Generated:
             **{name: KernelParameter(*one) for name, one in known_rows.BUFFERS.items()},
             **{name: KernelParameter(ty.u32, meaning) for name, meaning in known_rows.NUMBERS.items()},
         },
-        {"fc_rows": m_tiles * M_TILE_ROWS, "fc_columns": columns, "padded_hidden": config.padded_hidden},
+        {
+            **{"fc_rows": m_tiles * M_TILE_ROWS, "fc_columns": columns, "padded_hidden": config.padded_hidden},
+            **{"slots_of_pages": slots},
+        },
         command="cheetah.generate.generate_known_rows",
     )
     about = "Makes rows of tokens of what layers of another model left. Generated; do not edit."

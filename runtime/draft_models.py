@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from itertools import zip_longest
 from typing import TYPE_CHECKING
 
 from cheetah.errors import CheetahError
 from cheetah.plan.defaults import default_context
 from cheetah.printable import shown
-from cheetah.runtime.engine.draft_head import DraftHead, FeatureStore
 from cheetah.runtime.engine.block_drafts import BlockDrafts
 from cheetah.runtime.engine.block_launches import BlockLauncher
+from cheetah.runtime.engine.draft_head import DraftHead, FeatureStore
 from cheetah.runtime.engine.draft_model import DraftModel
 from cheetah.runtime.engine.draft_rounds import RoundLauncher
+from cheetah.runtime.engine.kv_cache import PageCopy
 from cheetah.runtime.options import LoadOptions
 from cheetah.runtime.speculation import BLOCK_METHODS, DFLASH, DSPARK, DraftModelAsked, draft_model_of, speculation_of
 from cheetah.runtime.text.tokenizer import Tokenizer
@@ -87,23 +88,29 @@ def _opened_block_drafter(options: LoadOptions, asked: DraftModelAsked, target: 
     return found
 
 
-def drafting_model(made: Assembly) -> DraftModel | BlockDrafts:
+def drafting_model(made: Assembly) -> DraftModel:
     """Launches of the second model of what was assembled, and of rounds of both."""
     drafts, handoff = made.drafts, made.handoff
     assert drafts is not None
     if isinstance(drafts.launcher, BlockLauncher):
         assert made.known_rows is not None
+        _copy_beside(made, made.known_rows.copy_pages)
         return BlockDrafts(drafts.launcher, made.known_rows)
     alone = drafts.solo or drafts.launcher
     if "features" in drafts.buffers:
         store = FeatureStore(drafts.buffers["features"], drafts.manifest.buffer("features").shape)
-        for one in (made.launcher, made.prompts, made.solo, *made.passes):
-            if one is not None:
-                one.copied_beside = store.copy_pages
+        _copy_beside(made, store.copy_pages)
         return DraftHead(drafts.launcher, alone, store)
     assert handoff is not None
     rounds = RoundLauncher(handoff, made.launcher, alone, drafts.launcher)
     return DraftModel(drafts.launcher, alone, drafts.passes, rounds)
+
+
+def _copy_beside(made: Assembly, copy: Callable[[Sequence[PageCopy]], None]) -> None:
+    """Has what lies by the model's pages for another one be copied as its keys are."""
+    for one in (made.launcher, made.prompts, made.solo, *made.passes):
+        if one is not None:
+            one.copied_beside = copy
 
 
 def _check_tokenizer(drafts: Checkpoint, target: Checkpoint) -> None:

@@ -1,5 +1,5 @@
-"""The tokens of a step that drafts a block: first such as are known, of which rows
-were made of another model's hidden states; behind them the block, its anchor and masks.
+"""The tokens of a step that drafts a block: first such as are known, of which rows were made of
+another model's hidden states; behind them the block, its anchor and masks.
 
 What is known has a row of `known_rows` in the place of an embedding: its id says which, from KNOWN on.
 """
@@ -12,15 +12,15 @@ from cheetah import lang as ch
 from cheetah.blocks.columns import Columns
 from cheetah.blocks.tokens import LaunchTokens, Tokens
 from cheetah.lang import ty
-from cheetah.plan.known import KNOWN, MOST_KNOWN
+from cheetah.plan.known import KNOWN
 
 
 class BlockTokens(Tokens):
-    """mask: the id that stands where no input is. known: bf16 [MOST_KNOWN][hidden]."""
+    """mask: the id that stands where no input is. known: rows of the tokens that are, bf16 [slots][hidden]."""
 
-    def __init__(self, columns: Columns, launch: LaunchTokens, mask: int, known: ch.Expr) -> None:
-        super().__init__(columns, launch, KNOWN + MOST_KNOWN)
-        self.mask, self.known_rows = mask, known
+    def __init__(self, columns: Columns, launch: LaunchTokens, mask: int, known: ch.Expr, slots: ch.Expr) -> None:
+        super().__init__(columns, launch)
+        self.mask, self.known_rows, self.slots = mask, known, slots
 
     def is_known(self, column: Any) -> Any:
         """Whether a column has such a row."""
@@ -36,7 +36,7 @@ class BlockTokens(Tokens):
             with ch.if_(token < KNOWN):
                 token.set(ch.minimum(token, self.model.vocab - 1))
             with ch.else_():
-                token.set(ch.minimum(token, self.rows - 1))
+                token.set(ch.minimum(token, self.slots + (KNOWN - 1)))
         return token
 
     def embedding(self, column: ch.Expr) -> ch.Expr:

@@ -22,11 +22,12 @@ WARPS, TOKENS, GROUP, UNIT = 8, 16, 8, 32
 GROUPS = TOKENS // GROUP
 OF_GROUP = M_TILE_ROWS * GROUP
 SHARED_BYTES = WARPS * GROUPS * OF_GROUP * 4
-BUFFERS: dict[str, tuple[ty.Type, str, tuple[int | str, ...], str, bool]] = {
-    "taps": (ty.ptr(ty.bf16), "what tapped layers left of tokens", ("tap_rows", "fc_columns"), "host", True),
+BUFFERS: dict[str, tuple[ty.Type, str, tuple[int | str, ...] | None, str, bool]] = {
+    "taps": (ty.ptr(ty.bf16), "what tapped layers left of tokens, a row each", None, "host", True),
     "fc": (ty.ptr(ty.bf16), "its rows as they are, filled up with zeros", ("fc_rows", "fc_columns"), "host", False),
     "rows": (ty.ptr(ty.u32), "of each token, its row of `taps`", (MOST_KNOWN,), "host", False),
-    "known_rows": (ty.ptr_mut(ty.bf16), "a row a token", (MOST_KNOWN, "padded_hidden"), "zero", False),
+    "slots": (ty.ptr(ty.u32), "of each token, the place of what is made of it", (MOST_KNOWN,), "host", False),
+    "known_rows": (ty.ptr_mut(ty.bf16), "a row a slot of the cache", ("slots_of_pages", "padded_hidden"), "host", True),
 }
 NUMBERS = {"count": "tokens"}
 
@@ -99,7 +100,7 @@ def _add(given: Any, width: int, m_tile: Any, first: Any, thread: Any, partial: 
     token = first + thread // OF_GROUP * GROUP + lane % 4 * 2 + member % 2
     row = m_tile * M_TILE_ROWS + lane // 4 + member // 2 * (M_TILE_ROWS // 2)
     with ch.if_((token < given.count) & (row < width)):
-        given.known_rows[ty.u64(token) * width + ty.u64(row)] = prim.f32_to_bf16(total)
+        given.known_rows[ty.u64(given.slots[token]) * width + ty.u64(row)] = prim.f32_to_bf16(total)
 
 
 assert GROUPS * OF_GROUP == WARPS * 32, "a thread an element"

@@ -5,4 +5,4 @@ from __future__ import annotations
 KNOWN = 1 << 30
 """From here on an id of a launch that drafts a block is that of such a row, not of a token."""
 MOST_KNOWN = 4096
-"""Rows that there are at a time: of the tokens of a pass, or of a launch of steps."""
+"""Rows that a launch makes at most."""

@@ -76,7 +76,8 @@ class HeadParts:
         )
         self.tokens: Tokens = Tokens(self.columns, launch, rows)
         if config.block is not None:
-            self.tokens = BlockTokens(self.columns, launch, config.block.mask, launch.known_rows)
+            slots = launch.kv_pages * machine.plan.page_size
+            self.tokens = BlockTokens(self.columns, launch, config.block.mask, launch.known_rows, slots)
         elif machine.plan.drafts:
             self.tokens = VerifiedTokens(self.columns, launch, rows, adjustments)
         self.lists: tuple[MadeList, ...] = ()

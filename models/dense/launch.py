@@ -18,7 +18,6 @@ from cheetah.package import RANK, KernelParameter, of_peer, peer_parameter
 from cheetah.plan import Plan
 from cheetah.plan.formats import M_TILE_ROWS
 from cheetah.plan.index import round_up
-from cheetah.plan.known import MOST_KNOWN
 from cheetah.plan.kv.tables import COLUMN_WORDS, MAX_STOP_IDS, SEQUENCE_WORDS, TILE_WORDS
 from cheetah.plan.products import Product
 
@@ -104,9 +103,8 @@ ROUNDS = KernelParameter(
 
 KNOWN_NORM = KernelParameter(ty.ptr(ty.bf16), "weights of the norm of what is known of tokens", ("padded_hidden",))
 KNOWN_ROWS = KernelParameter(
-    *(ty.ptr(ty.bf16), "of tokens that are known, a row each: see cheetah.plan.known"),
-    shape=(MOST_KNOWN, "padded_hidden"),
-    given=True,
+    *(ty.ptr(ty.bf16), "of tokens that are known, by their pages: see cheetah.plan.known"),
+    *(("kv_pages", "page_size", "padded_hidden"), "poison"),
 )
 TAPS = KernelParameter(
     *(ty.ptr_mut(ty.bf16), "what tapped layers leave of every token, not normalised, side by side"),

@@ -60,8 +60,10 @@ def put_together(
             others[0].buffers[buffer].upload(padded_rows(weights.tensor(name), count, 1, width))
         buffers["markov.logits"] = device.allocate(_logits_bytes(config, manifest), 0xFF)
         markov = MarkovChain(others[0], block.drafts, buffers["markov.logits"])
-    launcher.put_together(rows.buffers["known_rows"], markov)
-    return KnownRows(rows)
+    if markov is not None:
+        launcher.chain(markov)
+    known = manifest.buffer("known_rows")
+    return KnownRows(rows, buffers[known.name], known.bytes // known.shape[0])
 
 
 def _logits_bytes(config: ModelConfig, manifest: Manifest) -> int:

@@ -50,7 +50,7 @@ docs/internals/numbers.md."""
 DECODING, SOLO, PROMPTS = "decoding", "solo", "prompts"
 """Names of kernels of whole steps: the one that decodes, one for a sequence by itself, one that reads prompts."""
 
-PAGE_AXES = {"kv": 1, "features": 0}
+PAGE_AXES = {"kv": 1, "features": 0, "known_rows": 0}
 """Buffers that lie by pages, and which of their axes these are."""
 
 HEAD = "head"
@@ -424,10 +424,11 @@ def block_kernels(config: ModelConfig, manifest: Manifest) -> list[Generated]:
     of its Markov head."""
     from cheetah.generate import generate_known_rows, generate_markov
 
-    gpu, batch = Gpu(**manifest.gpu), Plan.from_dict(manifest.plan).batch
+    gpu, plan = Gpu(**manifest.gpu), Plan.from_dict(manifest.plan)
+    slots = pool_pages(manifest) * plan.page_size
     assert config.block is not None
-    markov = [generate_markov(config, gpu, batch)] if config.block.markov_rank else []
-    return [generate_known_rows(config, gpu), *markov]
+    markov = [generate_markov(config, gpu, plan.batch)] if config.block.markov_rank else []
+    return [generate_known_rows(config, gpu, slots), *markov]
 
 
 def import_program(config: ModelConfig) -> None:

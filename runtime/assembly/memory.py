@@ -23,9 +23,12 @@ LABELS = {
     "kv": "keys and values",
     "states": "states",
     "features": "keys and values",
+    "known_rows": "keys and values",
     "logits": "logits",
 }
 WORKSPACE = "workspace"
+BY_PAGES = ("features", "known_rows")
+"""Of what drafts, by pages as keys."""
 DRAFT_MODEL = "draft model"
 
 
@@ -98,7 +101,7 @@ def memory_of_buffers(config: ModelConfig, buffers: Iterable[Buffer], batch: int
         if buffer.name == "kv":
             _, pages, *_, page_size, _ = buffer.shape
             per_token = buffer.bytes // (pages * page_size)
-    given = [buffer for buffer in buffers if buffer.name == "features"]  # of a head that drafts, by pages as keys
+    given = [buffer for buffer in buffers if buffer.name in BY_PAGES]
     per_token += sum(one.bytes // (one.shape[0] * one.shape[1]) for one in given)
     return MemoryEstimate(tuple(sizes.items()), sizes[LABELS["kv"]] // per_token, per_token, batch)
 

@@ -17,7 +17,7 @@ import numpy.typing as npt
 from cheetah.models.rounding import Bits
 from cheetah.plan.known import KNOWN, MOST_KNOWN
 from cheetah.runtime.background import Started
-from cheetah.runtime.engine.kv_cache import CachedSequence
+from cheetah.runtime.engine.kv_cache import CachedSequence, PageCopy
 from cheetah.runtime.engine.launcher import Launcher
 from cheetah.runtime.engine.launches import Launch, LaunchResult, LoadedKernel, Part
 
@@ -40,13 +40,25 @@ class Small:
 
 
 class KnownRows(Small):
-    """Makes what a drafter knows of tokens."""
+    """Makes what a drafter knows of tokens. known_rows: where that lies, by pages."""
 
-    def make(self, taps: Buffer, rows: Sequence[int]) -> None:
-        """Of the tokens with these rows of `taps`: row i of `known_rows` is the i-th one's."""
-        assert 0 < len(rows) <= MOST_KNOWN, len(rows)
-        self.buffers["rows"].upload(np.array(rows, np.uint32))
-        self.launch(taps=taps, count=len(rows))
+    def __init__(self, loaded: LoadedKernel, known_rows: Buffer, page_bytes: int) -> None:
+        super().__init__(loaded)
+        self._known_rows, self._page_bytes = known_rows, page_bytes
+
+    def make(self, taps: Buffer, rows: Sequence[int], slots: Sequence[int]) -> None:
+        """Of the tokens with these rows of `taps`, to these slots."""
+        for first in range(0, len(rows), MOST_KNOWN):
+            part = slice(first, first + MOST_KNOWN)
+            self.buffers["rows"].upload(np.array(rows[part], np.uint32))
+            self.buffers["slots"].upload(np.array(slots[part], np.uint32))
+            self.launch(taps=taps, known_rows=self._known_rows, count=len(rows[part]))
+
+    def copy_pages(self, copies: Sequence[PageCopy]) -> None:
+        """The same copies as of keys and values."""
+        for source, target in copies:
+            begins = source * self._page_bytes, target * self._page_bytes
+            self._known_rows.copy_of(self._known_rows, *begins, self._page_bytes)
 
 
 class MarkovChain(Small):
@@ -97,9 +109,8 @@ class BlockLauncher(Launcher):
         self.block = loaded.config.block
         self._markov: MarkovChain | None = None
 
-    def put_together(self, known_rows: Buffer, markov: MarkovChain | None) -> None:
-        """Says where the rows of known tokens lie, and what chooses behind its columns, if not its own head."""
-        self._buffers["known_rows"] = known_rows
+    def chain(self, markov: MarkovChain) -> None:
+        """Has that choose behind its columns, in the place of its own head."""
         self._markov = markov
 
     @property
@@ -158,7 +169,7 @@ class BlockLauncher(Launcher):
 
 def known_tokens(part: Part) -> int:
     """How many tokens of a part are known."""
-    return sum(1 for token in part.inputs if token >= KNOWN)
+    return sum(1 for token in part.inputs[: part.total] if token >= KNOWN)
 
 
 def drafts(part: Part) -> bool:

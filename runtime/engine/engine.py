@@ -26,7 +26,6 @@ from cheetah.errors import CheetahError
 from cheetah.models.logprobs import TokenLogprobs
 from cheetah.runtime import interrupts
 from cheetah.runtime.device.interface import LaunchCancelled
-from cheetah.runtime.engine.block_drafts import BlockDrafts
 from cheetah.runtime.engine.completion import Completion
 from cheetah.runtime.engine.draft_model import DraftModel
 from cheetah.runtime.engine.drafting import Speculation
@@ -82,7 +81,7 @@ class Engine:
         logits: Callable[[int], Buffer] | None = None,
         passes: Sequence[PassLauncher] = (),
         speculation: Speculation | None = None,
-        draft_model: DraftModel | BlockDrafts | None = None,
+        draft_model: DraftModel | None = None,
     ):
         prompts = prompts or launcher
         self.launcher, self.prefixes, self._passes = launcher, prefixes, passes
@@ -214,7 +213,7 @@ class Engine:
         events, untold = running.rest(results)
         self._events += events
         self._untold += untold
-        self._scheduler.settle(order, results, running.launch)
+        self._scheduler.settle(order, results)
         return True
 
     @contextlib.contextmanager

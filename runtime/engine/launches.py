@@ -187,11 +187,6 @@ class KernelLaunches:
         """Of the kernel that decodes."""
         return self._plan
 
-    @property
-    def taps(self) -> Buffer | None:
-        """Where launches leave what tapped layers left, if they do: see `rows_of`."""
-        return self._buffers.get("taps")
-
     def launch_together(self, parts: Sequence[Part], logits: Buffer | None = None) -> list[LaunchResult]:
         """One launch over several sequences, each of which has a token in every step. Results in the order of `parts`.
 

@@ -9,14 +9,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from cheetah.plan.kv.tables import FILTERED
-from cheetah.runtime.engine.block_drafts import BlockDrafts
 from cheetah.runtime.engine.completion import Completion
 from cheetah.runtime.engine.draft_model import DraftModel
 from cheetah.runtime.engine.draft_rounds import RoundLauncher, RoundPart
 from cheetah.runtime.engine.drafting import LEAST_STEPS, NOTHING_DRAFTED, Drafting, Pace, Speculation, first_steps
 from cheetah.runtime.engine.launch_order import LaunchOrder, LogitsBuffers, Purpose, steps_with
 from cheetah.runtime.engine.launcher import Launcher
-from cheetah.runtime.engine.launches import Launch, LaunchResult, Part
+from cheetah.runtime.engine.launches import LaunchResult, Part
 from cheetah.runtime.engine.prefill import Prefill
 from cheetah.runtime.engine.queues import Queues
 from cheetah.runtime.engine.request_rows import options_of
@@ -45,14 +44,13 @@ class Scheduler:
         logits: LogitsBuffers,
         decode_time: StepTime,
         speculation: Speculation | None = None,
-        draft_model: DraftModel | BlockDrafts | None = None,
+        draft_model: DraftModel | None = None,
     ):
         self.queues, self.prefill = queues, prefill
         self._launcher, self._solo, self._logits = launcher, solo, logits
         self._speculation, self._model = speculation, draft_model
         self._pace = Pace(LEAST_STEPS if draft_model is None else 1)
         self._for_drafts = Decoded()  # what the other model took since something was decoded
-        self._held: LaunchOrder | None = None  # what is due behind what a drafter of blocks is to read before
         self.decode_time, self.round_time = decode_time, StepTime(decode_time.max_steps)
         self.decoded = self.latest = Decoded()  # by all launches in which completions were decoded, by the last one
         # Those who decode shall have a launch: of one step, the first one of some; or before more is read.
@@ -62,24 +60,15 @@ class Scheduler:
     @property
     def is_amid(self) -> bool:
         """Whether the next launch belongs to the one before: nothing may change between the two."""
-        return self.prefill.is_amid or self._held is not None
+        return self.prefill.is_amid
 
     def next_launch(self) -> LaunchOrder | None:
-        """The next one; before it what a drafter of blocks has to read, since it overwrites that."""
-        order, self._held = self._held or self._next_launch(), None
-        if isinstance(self._model, BlockDrafts) and order is not None and order.purpose is not Purpose.DRAFT:
-            if (due := self._model.due()) is not None:
-                self._held = order
-                return due
-        return order
-
-    def _next_launch(self) -> LaunchOrder | None:
         """Of the next prompts, as far as there is room, or of all who run. None if there is nobody, or if whose turn it
         was had to give its pages back.
 
         Behind one that has read prompts to their ends all make a token, the first one of those."""
         queues = self.queues
-        if self.prefill.is_amid:
+        if self.is_amid:
             return self.prefill.next_behind()
         self._admit()
         if queues.running and (self._first_tokens_are_due or self._others_are_due or not queues.reading):
@@ -96,10 +85,8 @@ class Scheduler:
             self._end_reading()
         return order
 
-    def settle(self, order: LaunchOrder, results: Sequence[LaunchResult], launch: Launch) -> None:
+    def settle(self, order: LaunchOrder, results: Sequence[LaunchResult]) -> None:
         """It was made, and its tokens are taken."""
-        if isinstance(self._model, BlockDrafts) and order.purpose is not Purpose.DRAFT:
-            self._model.note(order, launch)
         steps, seconds = results[0].steps, results[0].seconds
         if order.logits is not None:
             self._logits.written()
@@ -117,15 +104,12 @@ class Scheduler:
             self.decode_time.guess(steps, seconds)
         self._others_waited_s += seconds
         self.prefill.settle(order)
-        if not self.prefill.is_amid:
+        if not self.is_amid:
             self._end_reading()
 
     def give_up(self, order: LaunchOrder) -> None:
         """It was not made, or ended in the middle, which is the same: all are as they were before."""
         self.prefill.give_up(order)
-        if self._held is not None:
-            self.prefill.give_up(self._held)
-            self._held = None
 
     def shall_make_way(self, order: LaunchOrder, made: int) -> bool:
         """Whether a launch that has made so many tokens shall end for somebody who has come meanwhile, and can begin.
@@ -192,7 +176,7 @@ class Scheduler:
             timer=None if self._model is not None and steps == 1 else self.decode_time,
         )
 
-    def _by_model(self, model: DraftModel | BlockDrafts) -> LaunchOrder | None:
+    def _by_model(self, model: DraftModel) -> LaunchOrder | None:
         """Rounds of another model and this one; or what that is to do before; None where all is drafted, or nothing."""
         completions = sorted(self.queues.running, key=lambda one: one.id)
         widths = self._widths(completions)

@@ -135,7 +135,9 @@ def knowing(llm: LLM) -> Iterator[LLM]:
     ids = answer.outputs[0].token_ids
     for before, token in dict(zip(ids, ids[1:], strict=False)).items():
         multiplied[token] += looked_up[before]
-    before = {name: buffers[name].download(np.uint16, (VOCAB, RANK)) for name in ("markov.looked_up", "markov.multiplied")}
+    before = {
+        name: buffers[name].download(np.uint16, (VOCAB, RANK)) for name in ("markov.looked_up", "markov.multiplied")
+    }
     for name, rows in zip(before, (looked_up, multiplied), strict=True):
         buffers[name].upload(rows.astype(ml_dtypes.bfloat16).view(np.uint16))
     yield llm
