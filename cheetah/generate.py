@@ -190,8 +190,8 @@ def generate_handoff(gpu: Gpu, plan: Plan) -> Generated:
 
 
 def generate_known_rows(config: ModelConfig, gpu: Gpu, slots: int) -> Generated:
-    """The kernel that makes what a drafter of blocks knows of tokens, of what another model's layers left. slots: of all
-    pages."""
+    """The kernel that makes what a drafter of blocks knows of tokens, of what another model's layers left. slots: of
+    all pages."""
     assert config.block is not None
     m_tiles = ceil_div(config.hidden_size, M_TILE_ROWS)
     columns = len(config.block.layers) * config.padded_hidden
