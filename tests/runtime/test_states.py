@@ -1,0 +1,99 @@
+"""Sequences of a model that remembers beside its pages: several answers to a prompt, and who has to give its pages
+back."""
+
+from __future__ import annotations
+
+import json
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import pytest
+from safetensors.numpy import save_file
+
+from cheetah import LLM, SamplingParams
+from cheetah.errors import CheetahError
+from cheetah.models.registry import read_config
+from tests.cli.commands import refused
+from tests.program.test_hybrids import hybrid, weights
+
+pytestmark = [pytest.mark.compiler, pytest.mark.slow]
+
+PROMPTS = [[3, 5, 7, 9, 11, 13, 2], [8, 1, 4], [20, 30, 40, 10, 2]]
+TOKENS = 20
+
+
+def params(**asked: Any) -> SamplingParams:
+    chosen: dict[str, Any] = {"max_tokens": TOKENS, "temperature": 0.0, "ignore_eos": True, **asked}
+    return SamplingParams(**chosen)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("hybrid")
+    config = hybrid(1, 2, (0, 1, 2), layers=4, heads=2, dims=128)
+    (folder / "config.json").write_text(json.dumps(config.to_dict()))
+    return folder
+
+
+def opened(folder: Path, **options: Any) -> LLM:
+    chosen: dict[str, Any] = {
+        "batch": 3,
+        "max_context": 32,
+        "prompt_tokens": 4,
+        "kv_chunk": 16,
+        "gpu": "emulator-2",
+        **options,
+    }
+    return LLM(f"random:{folder}", device="emulator", quiet=True, plan={"consumer_warps": 2}, **chosen)
+
+
+def answers(llm: LLM, prompts: list[list[int]], sampling: SamplingParams) -> list[list[tuple[int, ...]]]:
+    asked: Any = [{"prompt_token_ids": ids} for ids in prompts]
+    found: Any = llm.generate(asked, sampling)
+    return [[one.token_ids for one in output.outputs] for output in found]
+
+
+@cache
+def alone(folder: Path) -> list[tuple[int, ...]]:
+    """Each prompt's answer, one after another."""
+    with opened(folder) as llm:
+        return [answers(llm, [ids], params())[0][0] for ids in PROMPTS]
+
+
+def test_answers_are_those_of_each_alone_also_where_pages_are_few(folder: Path) -> None:
+    """Pages of 16 tokens: three sequences of up to 27 need 6, and have 4."""
+    with opened(folder, pool_pages=4, launch_steps=4) as llm:
+        found = answers(llm, PROMPTS, params())
+        assert [one for (one,) in found] == alone(folder)
+        load = llm.engine.engine.load()
+        assert load.preemptions > 0
+        pool = llm.engine.engine.launcher.cache.pool
+        assert pool.free_pages == pool.pages and pool.states.free == pool.states.count == 4
+
+
+def test_answers_to_one_prompt_go_on_from_what_it_left(folder: Path) -> None:
+    """Three that are sampled with seeds of their own, beside the same ones asked for one by one."""
+    sampling = params(temperature=1.0, seed=5)
+    with opened(folder) as llm:
+        ((*several,),) = answers(llm, PROMPTS[:1], params(temperature=1.0, seed=5, n=3))
+        assert len(set(several)) == 3 and answers(llm, PROMPTS[:1], sampling)[0][0] == several[0]
+        assert answers(llm, PROMPTS[:1], params(n=2))[0] == [alone(folder)[0]] * 2
+
+
+def test_prefixes_are_not_kept_and_nothing_is_drafted(folder: Path) -> None:
+    with pytest.raises(CheetahError, match="cannot forget a wrong one"):
+        opened(folder, speculative_config={"method": "ngram", "num_speculative_tokens": 3}, kv_chunk=32)
+    with opened(folder, prefix_cache=True) as llm:
+        assert llm.prefix_cache is None
+
+
+def test_commands_that_would_make_or_judge_what_no_kernel_has_refuse_such_models(folder: Path, tmp_path: Path) -> None:
+    tensors = weights(read_config(folder / "config.json")).tensors
+    stored = {name: one.view(ml_dtypes.bfloat16) if one.itemsize == 2 else one for name, one in tensors.items()}
+    save_file(stored, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_bytes((folder / "config.json").read_bytes())
+    for command, *options in (("quantize", "--format", "int8"), ("sparsify",)):
+        assert "weights in bf16 alone" in refused(command, tmp_path, "--out", tmp_path / "made", *options)
+    assert "check knows no Gated DeltaNet yet" in refused("check", tmp_path / "config.json")
