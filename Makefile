@@ -14,6 +14,8 @@ DEV_READY := $(VENV)/.ready-dev
 
 PROMPT ?= One morning,
 KERNELS ?= kernels_generated
+# Processes of gpu-test: what it waits for are compilers, not the GPU that they share.
+GPU_WORKERS ?= 12
 # MODEL:BATCH of each kernel of steps in kernels_generated/, MODEL:pass-TOKENS of each that reads prompts.
 KERNEL_CONFIGS := demo:1 demo:8 llama-3.2-1b:1 llama-3.2-1b:8 llama-3.1-8b:1 llama-3.1-8b:2 llama-3.1-8b:4 \
 	llama-3.1-8b:8 llama-3.1-70b:1 qwen3-0.6b:1 qwen3-8b:1 \
@@ -36,7 +38,7 @@ test-all: $(DEV_READY) compiler
 	$(BIN)/python -m pytest -n auto --dist worksteal -m "not gpu"
 
 gpu-test: $(DEV_READY)
-	$(BIN)/python -m pytest -m gpu
+	$(BIN)/python -m pytest -n $(GPU_WORKERS) --dist loadgroup -m "gpu and not exhaustive"
 
 check: $(DEV_READY)
 	@$(MAKE) --no-print-directory -j3 -O lint types kernels-current

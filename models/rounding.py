@@ -26,10 +26,8 @@ def widen(tensor: NDArray[Any]) -> F32:
 
 
 def round_to_bf16(x: F32) -> F32:
-    """Finite values rounded to the nearest bf16, ties to even, as float32."""
-    bits = np.ascontiguousarray(x, dtype=np.float32).view(np.uint32)
-    even = (bits >> 16) & 1
-    return ((bits + 0x7FFF + even) & np.uint32(0xFFFF0000)).view(np.float32)
+    """Values rounded to the nearest bf16, ties to even, as float32."""
+    return x.astype(ml_dtypes.bfloat16).astype(np.float32)
 
 
 def as_bf16(x: Any) -> NDArray[np.uint16]:

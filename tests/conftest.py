@@ -1,17 +1,25 @@
 """What holds for every test: kernels are compiled into one cache that is not the user's, Python's bytecode is kept,
-interrupts arrive, and tests marked `compiler` are skipped where there is no g++."""
+interrupts arrive, tests marked `compiler` are skipped where there is no g++, those marked `gpu` share it, and numpy has
+one thread in each of their processes."""
+
+import os
+
+# Before anything imports numpy: threads of its matrix products wait for work by spinning, as many as there are cores in
+# every worker, and would take a third of the time of files that multiply much.
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 import gc
-import os
 import shutil
 import signal
 import sys
 import tempfile
 import time
+from collections.abc import Generator
 from pathlib import Path
 
 import pytest
 
+from tests.gpu_turns import gpu_turn
 from tests.prices import Prices
 
 KEPT_SECONDS = 7 * 24 * 3600
@@ -71,3 +79,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("compiler"):
             item.add_marker(pytest.mark.skip(reason="needs g++, which is not on PATH"))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
+    """Tests on a GPU run side by side, whichever process each is in, but for those that need it for themselves."""
+    if item.get_closest_marker("gpu") is None:
+        return (yield)
+    with gpu_turn(Path(os.environ["CHEETAH_CACHE"]), alone=item.get_closest_marker("gpu_alone") is not None):
+        return (yield)

@@ -17,6 +17,8 @@ def test_text_is_the_same_as_in_the_emulator() -> None:
     assert texts["cuda"] == texts["emulator"]
 
 
+@pytest.mark.gpu_alone
+@pytest.mark.xdist_group("alone")
 @pytest.mark.parametrize("sync", ["flags", "barrier"])
 def test_a_speed_is_a_share_of_the_ceiling_of_the_same_run(sync: str) -> None:
     arguments = ("--contexts", "128", "--repetitions", "3", "--json", "-", "--device", "cuda", "--sync", sync)

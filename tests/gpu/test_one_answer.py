@@ -15,7 +15,7 @@ from cheetah.runtime.engine.requests import Request
 from tests.program.answers import Record, Service
 from tests.program.rig import token_ids
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.xdist_group("one answer")]
 
 CACHED = {579: 576, 180: 176, 577: 576, 65: 64, 1: 0}
 """What is known of a prompt of so many tokens when it is asked for again: whole pages of 16, but never all of it."""

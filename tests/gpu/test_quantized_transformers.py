@@ -28,7 +28,7 @@ from tests.gpu.test_transformers import hf_model, mean_kl
 from tests.program.rig import F32
 
 torch = pytest.importorskip("torch")
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.xdist_group("models of many GB")]
 
 MODEL = "llama-3.1-8b"
 FORMATS = ("int4-g128", "int4-g128-asym", "int8", "fp8", "fp8-block128")

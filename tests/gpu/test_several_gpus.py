@@ -21,7 +21,7 @@ from cheetah.runtime.engine.launches import Part
 from cheetah.runtime.sampling import Sampling
 from tests.program.rig import random_weights
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.gpu_alone, pytest.mark.xdist_group("alone")]
 
 SIZES: dict[str, Any] = {
     **{"hidden_size": 768, "intermediate_size": 1280, "layers": 3, "query_heads": 8, "kv_heads": 4, "head_dim": 64},

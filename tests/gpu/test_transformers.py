@@ -24,7 +24,7 @@ from tests.models.spellings import spelled_for
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.xdist_group("models of many GB")]
 
 STEPS = 512
 

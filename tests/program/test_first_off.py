@@ -155,8 +155,9 @@ def with_all_bugs(made: Generated, bugs: Sequence[SamplingBug]) -> Generated:
 
 @cache
 def judged_kernel() -> JudgedSteps:
-    subject = awkward_subject(open_checkpoint(DEMO).config, {"max_context": 64, "max_steps": 16, "batch": 2}, layers=2)
-    made = with_all_bugs(generate_kernel(subject.config, subject.machine("emulator"), **subject.plan), BUGS)
+    plan = {"max_context": 64, "max_steps": 16, "batch": 2, "consumer_warps": 2}
+    subject = awkward_subject(open_checkpoint(DEMO).config, plan, layers=2)
+    made = with_all_bugs(generate_kernel(subject.config, subject.machine("emulator-2"), **subject.plan), BUGS)
     return JudgedSteps(Rig(subject.weights, made, watched=True))
 
 

@@ -85,8 +85,8 @@ def found(judged: JudgedSteps, expected: dict[str, bytes]) -> Iterator[str]:
 @cache
 def judged_kernel() -> tuple[JudgedSteps, dict[str, bytes]]:
     """The kernel with none of the bugs on, which is right, and what a run of it gives."""
-    subject = awkward_subject(open_checkpoint(DEMO).config, {"max_context": 128})
-    made = with_all_bugs(generate_kernel(subject.config, subject.machine("emulator"), **subject.plan))
+    subject = awkward_subject(open_checkpoint(DEMO).config, {"max_context": 128, "consumer_warps": 2})
+    made = with_all_bugs(generate_kernel(subject.config, subject.machine("emulator-2"), **subject.plan))
     judged = JudgedSteps(Rig(subject.weights, made, watched=True))
     right = judged.run("random", 0)
     assert not judged.agreement(right).problems

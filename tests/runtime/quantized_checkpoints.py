@@ -52,12 +52,13 @@ def packed(values, bits, axis, order=None):
     """int32 words of numbers along an axis, number `order[i]` of each word at place i; filled up with zeros."""
     values = np.moveaxis(np.asarray(values), axis, -1)
     per_word = 32 // bits
-    words = np.zeros((*values.shape[:-1], -(-values.shape[-1] // per_word)), np.uint32)
-    for index in np.ndindex(*words.shape):
-        for place in range(per_word):
-            at = index[-1] * per_word + (order[place] if order else place)
-            if at < values.shape[-1]:
-                words[index] |= np.uint32(int(values[(*index[:-1], at)]) << (bits * place))
+    count = -(-values.shape[-1] // per_word)
+    filled = np.zeros((*values.shape[:-1], count * per_word), np.uint32)
+    filled[..., : values.shape[-1]] = values
+    numbers = filled.reshape(*values.shape[:-1], count, per_word)
+    words = np.zeros(numbers.shape[:-1], np.uint32)
+    for place in range(per_word):
+        words |= numbers[..., order[place] if order else place] << np.uint32(bits * place)
     return np.ascontiguousarray(np.moveaxis(words.view(np.int32), -1, axis))
 
 

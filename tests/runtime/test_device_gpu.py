@@ -14,7 +14,7 @@ import pytest
 from cheetah.manifest import Launch, Manifest, Parameter, sha256_of_text
 from cheetah.runtime.device import Device, DeviceError, LaunchTimeout, open_device
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.gpu_alone, pytest.mark.xdist_group("alone")]
 
 SHARED_BYTES = 227 * 1024
 THREADS = 256
