@@ -120,9 +120,10 @@ class Matvec:
     @ch.inline
     def _copy_windows(self, layout: MatrixLayout, matrix: ch.Expr, run: Run) -> None:
         """The same where the matrix' index says where chunks lie: of each the next one's end is asked for before the
-        stage is waited for, so only a run's first chunk waits for the index."""
+        stage is waited for, so only a run's first chunk waits for the index, which is in L2 by then."""
         plan = self.machine.plan
         starts = ch.reinterpret(ty.ptr(ty.u32), matrix) + (run.m_tile * layout.chunks + run.first)
+        prim.prefetch_l2(starts + layout.blocks * layout.chunks)  # of the next run; behind the index lies the matrix
         begin = ch.var(ty.u32, prim.load_constant_u32(starts))
         end = ch.var(ty.u32, prim.load_constant_u32(starts + 1))
         with ch.for_(run.first, run.end, unroll=1) as chunk:
