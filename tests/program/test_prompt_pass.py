@@ -452,6 +452,8 @@ BUGS = {
     "rows have no weights of the norm behind them": ("* weights[2] * 0.4f", "* 0.4f"),
     "rows with a norm behind them are not multiplied": ("* weights[3] * 0.4f", "* weights[3]"),
     "all M-tiles are paired as narrow ones are": ("paired != 0 ?", "true ?"),
+    "of blocks one by one each is counted before itself": ("there & (bit - 1)", "there & (2 * bit - 1)"),
+    "of blocks one by one the next stands for what is not there": ("(there & bit) != 0 ? at", "true ? at"),
 }
 
 
@@ -461,19 +463,23 @@ RARE_BUGS = (
     *("values behind the last are not cleared", "what was summed is not brought to the new origin"),
     *("all M-tiles are paired as narrow ones are", "a block does not wait before it goes on"),
     *("hidden states are stored before all blocks are done", "the last key tile is left out"),
+    *(name for name in BUGS if "blocks one by one" in name),
 )
 """Of each there is one of its kind that `make test` looks for."""
 
 
 def shown_by(bug: str) -> ModelConfig:
     """The model in which a bug shows."""
+    if "blocks one by one" in bug:
+        return model(layers=2, weight_formats=(("gate_up", "blocks-1024of1024-most24"),))
     return sandwich() if "norm behind" in bug else NARROW if "narrow" in bug else model(layers=2)
 
 
 @cache
 def planted_rig(config: ModelConfig, bugs: tuple[str, ...]) -> PassRig:
     """With all of these bugs in one text, none of them on."""
-    return PassRig(config, bugs=[BUGS[bug] for bug in bugs])
+    stages = {"stage_bytes": 32768} if config.weight_formats else {}
+    return PassRig(config, bugs=[BUGS[bug] for bug in bugs], **stages)
 
 
 @pytest.mark.slow
