@@ -23,7 +23,7 @@ LIBRARY = {
     (4, None): [3865962221, 4157015939, 2975953154],
     (8, 128): [2366820016, 1435936298, 1969022449],
 }
-"""What compressed-tensors 0.11.0's compressor writes of `drawn` (128, 512): the crc32 of its three tensors, one by one."""
+"""What compressed-tensors 0.11.0 writes of `drawn` (128, 512): the crc32 of its three tensors, one by one."""
 
 
 def drawn(rows, columns, bits=4, group=128, seed=0):
