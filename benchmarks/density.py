@@ -104,7 +104,7 @@ def table(records: Iterable[Record]) -> list[str]:
 
 def records_of(text: str) -> list[Record]:
     """The records of a `table`, with the digits that it has."""
-    found = []
+    found: list[Record] = []
     for line in text.splitlines():
         name, *numbers = line.split() or [""]
         if name in DENSITIES:
@@ -115,7 +115,7 @@ def records_of(text: str) -> list[Record]:
 
 def drawing(records: Sequence[Record]) -> str:
     """An SVG: a point a record, tokens/s upwards."""
-    most = max(one["tokens_per_s"] for one in records) * 1.1
+    most = float(max(one["tokens_per_s"] for one in records)) * 1.1
 
     def x(density: float) -> float:
         return LEFT + (WIDTH - LEFT - 130) * density
