@@ -171,22 +171,25 @@ def generate_repacking(gpu: Gpu) -> Generated:
     return packaged(repack.build_repack(threads, team_threads), manifest, about)
 
 
-def generate_handoff(gpu: Gpu, plan: Plan) -> Generated:
-    """The kernel between launches of two models, of which the one of this plan verifies what the other drafts."""
-    parameters = {name: KernelParameter(type_, meaning) for name, (type_, meaning) in handoff.BUFFERS.items()}
+def generate_handoff(gpu: Gpu, plan: Plan, is_head: bool = False) -> Generated:
+    """The kernel between launches of two models, of which the one of this plan verifies what the other drafts, or a
+    head."""
+    buffers = {**handoff.BUFFERS, **(handoff.OF_HEAD if is_head else {})}
+    numbers, threads = (handoff.HEAD_NUMBERS, handoff.HEAD_THREADS) if is_head else (handoff.NUMBERS, handoff.THREADS)
+    parameters = {name: KernelParameter(type_, meaning) for name, (type_, meaning) in buffers.items()}
     parameters |= {name: KernelParameter(*one) for name, one in handoff.OWN.items()}
-    parameters |= {name: KernelParameter(type_, f"Handoff.{name}") for name, type_ in handoff.NUMBERS.items()}
+    parameters |= {name: KernelParameter(type_, f"Handoff.{name}") for name, type_ in numbers.items()}
     manifest = described(
         handoff.KERNEL_NAME,
         gpu,
-        Launch(1, handoff.THREADS, 0, cooperative=False),
+        Launch(1, threads, 0, cooperative=False),
         parameters,
         {"batch": plan.batch, "told_room": plan.launch_tokens + 1},
         command="cheetah.generate.generate_handoff",
         plan=plan.to_dict(),
     )
     about = "Hands over between a model that drafts and one that verifies. Generated; do not edit."
-    return packaged(handoff.build_handoff(), manifest, about)
+    return packaged(handoff.build_handoff(is_head), manifest, about)
 
 
 def generate_known_rows(config: ModelConfig, gpu: Gpu, slots: int) -> Generated:

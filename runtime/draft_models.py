@@ -96,13 +96,13 @@ def drafting_model(made: Assembly) -> DraftModel:
         assert made.known_rows is not None
         _copy_beside(made, made.known_rows.copy_pages)
         return BlockDrafts(drafts.launcher, made.known_rows)
+    assert handoff is not None
     alone = drafts.solo or drafts.launcher
+    rounds = RoundLauncher(handoff, made.launcher, alone, drafts.launcher)
     if "features" in drafts.buffers:
         store = FeatureStore(drafts.buffers["features"], drafts.manifest.buffer("features").shape)
         _copy_beside(made, store.copy_pages)
-        return DraftHead(drafts.launcher, alone, store)
-    assert handoff is not None
-    rounds = RoundLauncher(handoff, made.launcher, alone, drafts.launcher)
+        return DraftHead(drafts.launcher, alone, store, rounds)
     return DraftModel(drafts.launcher, alone, drafts.passes, rounds)
 
 

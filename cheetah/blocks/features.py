@@ -47,7 +47,7 @@ class Features:
 
     def are_there(self, step: Any) -> Any:
         """Whether some column has any in a step: the same in all blocks and roles."""
-        return step < self.launch.feature_steps
+        return step < self.launch.feature_steps[0]
 
     @ch.function
     def row(self, column: ch.Expr) -> ch.Expr:

@@ -5,6 +5,9 @@ by the same tables: so these must say of each round where its sequences stand, w
 block does that, a thread a sequence, in a launch behind each of the two. It judges nothing: what was right the kernel
 that verifies has said, in `rounds`.
 
+Where a head drafts, it is read along: what tapped layers left of the tokens that were right goes to the slots of their
+positions, and the next launch that drafts begins with all of them.
+
 A sequence that is over stays as it is: what later rounds make of it they make again, and nobody hears of it.
 """
 
@@ -16,7 +19,7 @@ from typing import Any
 
 from cheetah import lang as ch
 from cheetah.lang import prim, ty
-from cheetah.plan.handoff import NO_ROW, Handoff
+from cheetah.plan.handoff import NO_ROW, Handoff, HeadHandoff
 from cheetah.plan.kv.tables import (
     CANCELLED_TOKEN,
     EMITTED_COUNT_BITS,
@@ -30,9 +33,10 @@ from cheetah.plan.kv.tables import (
 from cheetah.plan.plan import EMITTED_BITS, MAX_BATCH
 
 KERNEL_NAME = "handoff"
-THREADS = 32
+THREADS, HEAD_THREADS, UNITS = 32, 512, 4
 SYSTEM = "sys"
 NUMBERS = {field.name: ty.u32 for field in fields(Handoff)}
+HEAD_NUMBERS = {field.name: ty.u32 for field in fields(HeadHandoff)}
 BUFFERS: dict[str, tuple[ty.Type, str]] = {
     "sequences": (ty.ptr_mut(ty.u32), "of the kernel that verifies"),
     "tiles": (ty.ptr_mut(ty.u32), "of the kernel that verifies"),
@@ -45,6 +49,13 @@ BUFFERS: dict[str, tuple[ty.Type, str]] = {
     "draft_stop_ids": (ty.ptr(ty.u32), "of the kernel that drafts"),
     "draft_counts": (ty.ptr_mut(ty.u32), "its token_counts"),
 }
+OF_HEAD: dict[str, tuple[ty.Type, str]] = {
+    "taps": (ty.ptr(ty.u32), "of the kernel that verifies: what tapped layers left of its columns"),
+    "page_table": (ty.ptr(ty.u32), "of the kernel that verifies"),
+    "features": (ty.ptr_mut(ty.u32), "of the kernel that drafts: the same of tokens, by pages"),
+    "feature_steps": (ty.ptr_mut(ty.u32), "of the kernel that drafts"),
+}
+"""Further buffers where a head drafts."""
 OWN: dict[str, tuple[ty.Type, str, tuple[int | str, ...], str]] = {
     "rows": (ty.ptr(ty.u32), "of each sequence, which one it is of the kernel that drafts", (MAX_BATCH,), "host"),
     "left": (ty.ptr_mut(ty.u32), "tokens that are still to be made of each; 0: it is over", (MAX_BATCH,), "host"),
@@ -61,15 +72,16 @@ OWN: dict[str, tuple[ty.Type, str, tuple[int | str, ...], str]] = {
 """Buffers of this kernel alone: type, meaning, shape, fill."""
 
 
-def build_handoff() -> ch.Kernel:
-    """The kernel: one block of THREADS threads."""
-    parameters: dict[str, ty.Type] = {name: one[0] for name, one in BUFFERS.items()}
+def build_handoff(is_head: bool = False) -> ch.Kernel:
+    """The kernel: one block of THREADS threads, or of HEAD_THREADS, where a head drafts."""
+    buffers = {**BUFFERS, **(OF_HEAD if is_head else {})}
+    parameters: dict[str, ty.Type] = {name: one[0] for name, one in buffers.items()}
     parameters |= {name: one[0] for name, one in OWN.items()}
-    parameters |= NUMBERS
+    parameters |= HEAD_NUMBERS if is_head else NUMBERS
 
-    @ch.kernel(ch.Params(**parameters), name=KERNEL_NAME, max_threads=THREADS)
+    @ch.kernel(ch.Params(**parameters), name=KERNEL_NAME, max_threads=HEAD_THREADS if is_head else THREADS)
     def handoff(**given: Any) -> None:
-        _emit(SimpleNamespace(**given))
+        _emit(SimpleNamespace(**given, is_head=is_head))
 
     return handoff
 
@@ -77,6 +89,10 @@ def build_handoff() -> ch.Kernel:
 @ch.inline
 def _emit(given: Any) -> None:
     sequence = ch.const(ty.u32, ch.thread_idx_x(), name="sequence")
+    if given.is_head:
+        with ch.if_(given.is_verified != 0):
+            _keep_features(given)
+        prim.block_barrier()  # what sequences have behind them is read before it is changed
     with ch.if_(sequence < given.count):
         row = ch.const(ty.u32, given.rows[sequence], name="row")
         drafted = ch.var(ty.u32, 0)
@@ -87,8 +103,54 @@ def _emit(given: Any) -> None:
                 _propose(given, sequence, row, drafted)
         with ch.else_():
             _go_on(given, sequence, row, drafted)
+    if given.is_head:
+        prim.block_barrier()
+        with ch.if_((given.is_verified != 0) & (sequence == 0)):
+            _count_feature_steps(given)
     with ch.if_((given.is_verified != 0) & (sequence == 0)):
         prim.store_relaxed_u32(given.done, given.number + 1, scope=SYSTEM)
+
+
+@ch.inline
+def _keep_features(given: Any) -> None:
+    """What tapped layers left of the tokens that a launch has brought each sequence, by all threads: its one step has
+    a row of every column."""
+    with ch.for_(given.count, unroll=1, name="kept") as kept:
+        own = _sequence(given.sequences, kept)
+        reached = ch.const(ty.u32, given.rounds[kept * given.round_words], name="reached_now")
+        with ch.for_(ch.select(given.left[kept] == 0, ty.u32(0), reached), unroll=1, name="number") as number:
+            position = ch.const(ty.u32, own[_word("length")] + number, name="position")
+            entry = kept * given.pages_per_sequence + position // given.page_size
+            slot = ch.const(ty.u32, given.page_table[entry] * given.page_size + position % given.page_size, name="slot")
+            source = ch.reinterpret(ty.ptr(ty.u32x4), given.taps) + ty.u64(
+                own[_word("first_column")] + number
+            ) * ty.u64(given.row_units)
+            target = ch.reinterpret(ty.ptr_mut(ty.u32x4), given.features) + ty.u64(slot) * ty.u64(given.row_units)
+            _copy_units(target, source, given.row_units)
+
+
+@ch.inline
+def _copy_units(target: Any, source: Any, count: Any) -> None:
+    """16 bytes each; a thread has several under way."""
+    with ch.for_(ch.thread_idx_x(), count, UNITS * HEAD_THREADS, unroll=1, name="unit") as unit:
+        data = ch.array(ty.u32x4, UNITS)
+        with ch.for_(UNITS, unroll=True, name="index") as index:
+            data[index] = source[ch.minimum(unit + index * HEAD_THREADS, count - 1)]
+        with ch.for_(UNITS, unroll=True, name="index") as index:
+            with ch.if_(unit + index * HEAD_THREADS < count):
+                target[unit + index * HEAD_THREADS] = data[index]
+
+
+@ch.inline
+def _count_feature_steps(given: Any) -> None:
+    """Steps of the next launch that drafts in which some column has features: those of inputs."""
+    steps = ch.var(ty.u32, 0)
+    with ch.for_(given.count, unroll=1, name="other") as other:
+        row = ch.const(ty.u32, given.rows[other], name="row_of_other")
+        with ch.if_(row != NO_ROW):
+            inputs = ch.const(ty.u32, _sequence(given.draft_sequences, row)[_word("given")], name="inputs_of_other")
+            steps.set(ch.maximum(steps, inputs))
+    given.feature_steps[0] = steps
 
 
 @ch.inline
@@ -170,11 +232,14 @@ def _verify_on(given: Any, sequence: Any, own: Any, first: Any, reached: Any, le
 @ch.inline
 def _read_on(given: Any, row: Any, own: Any, drafted: Any, first: Any, reached: Any, left: Any) -> None:
     """The next launch that drafts begins behind what is right of all that was read: with the last token that was made,
-    or, where all drafts were right, with the last of those, which was never read."""
+    or, where all drafts were right, with the last of those, which was never read. Drafts that a head has read were read
+    without features, so it begins with all that was made."""
     draft = _sequence(given.draft_sequences, row)
     known = ch.const(ty.u32, own[_word("length")], name="known_length")
-    read = ch.const(ty.u32, known + ch.minimum(drafted, reached), name="read")
-    inputs = ch.const(ty.u32, known + reached + 1 - read, name="inputs_now")
+    right = ty.u32(0) if given.is_head else ch.minimum(drafted, reached)
+    read = ch.const(ty.u32, known + right, name="read")
+    skipped = 1 if given.is_head else 0
+    inputs = ch.const(ty.u32, known + reached + (1 - skipped) - read, name="inputs_now")
     with ch.for_(inputs, unroll=1, name="input") as number:
         given.draft_tokens[row * given.draft_room + number] = given.tokens[first + reached + 1 - inputs + number]
     draft[_word("length")] = read

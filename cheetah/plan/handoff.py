@@ -26,3 +26,12 @@ class Handoff:
     draft_tile_count: int
     pages_per_sequence: int
     draft_vocab: int
+
+
+@dataclass(frozen=True)
+class HeadHandoff(Handoff):
+    """The same where a head drafts, which takes what tapped layers leave of a token. row_units: 16 bytes each, of a
+    token. page_size: tokens of a page."""
+
+    row_units: int
+    page_size: int

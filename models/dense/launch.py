@@ -116,7 +116,7 @@ FEATURES = KernelParameter(
     *(ty.ptr(ty.bf16), "what tapped layers of another model leave of tokens, side by side, by pages as keys"),
     *(("kv_pages", "page_size", "tapped", "padded_hidden"), "zero"),
 )
-FEATURE_STEPS = KernelParameter(ty.u32, "first step in which no column has features")
+FEATURE_STEPS = KernelParameter(ty.ptr(ty.u32), "first step in which no column has features", (1,))
 TOKEN_IDS = KernelParameter(ty.ptr(ty.u32), "which token each row of the head stands for", ("head_rows",))
 
 

@@ -412,11 +412,11 @@ def repacking_kernel(gpu: Gpu) -> Generated:
     return generate_repacking(gpu)
 
 
-def handoff_kernel(manifest: Manifest) -> Generated:
-    """The kernel between launches of a manifest's kernel, which verifies, and of one that drafts."""
+def handoff_kernel(manifest: Manifest, is_head: bool) -> Generated:
+    """The kernel between launches of a manifest's kernel, which verifies, and of one that drafts, or of a head."""
     from cheetah.generate import generate_handoff
 
-    return generate_handoff(Gpu(**manifest.gpu), Plan.from_dict(manifest.plan))
+    return generate_handoff(Gpu(**manifest.gpu), Plan.from_dict(manifest.plan), is_head)
 
 
 def block_kernels(config: ModelConfig, manifest: Manifest) -> list[Generated]:

@@ -1,7 +1,8 @@
 """Tokens that a head drafts by what layers of the model leave: an EAGLE-3 head, which is read along with the model.
 
 What the tapped layers leave of a token lies by pages, as its keys do: in the slot of the token's position, so it is
-shared, copied and kept as long as those are. It is copied there behind each launch of the model. The head has no first
+shared, copied and kept as long as those are. It is copied there behind each launch of the model, of rounds on the
+device (`cheetah.blocks.handoff`). The head has no first
 token: what it reads at a position is the token behind it, with what the model left of the one at the position. Tokens
 that it drafts it reads by its own state, so all of them count as unread, and those that were right are read again.
 """
@@ -16,6 +17,7 @@ from typing import TYPE_CHECKING
 from cheetah.models.sampling import Filters, Penalties
 from cheetah.runtime.engine.completion import Completion
 from cheetah.runtime.engine.draft_model import DraftModel
+from cheetah.runtime.engine.draft_rounds import RoundLauncher
 from cheetah.runtime.engine.kv_cache import CachedSequence, PageCopy
 from cheetah.runtime.engine.launch_order import LaunchOrder
 from cheetah.runtime.engine.launch_tables import Sampling
@@ -71,8 +73,8 @@ class DraftHead(DraftModel):
 
     skipped, read_alone = 1, 4
 
-    def __init__(self, launcher: Launcher, solo: Launcher, store: FeatureStore) -> None:
-        super().__init__(launcher, solo, ())
+    def __init__(self, launcher: Launcher, solo: Launcher, store: FeatureStore, rounds: RoundLauncher) -> None:
+        super().__init__(launcher, solo, (), rounds)
         self._store = store
 
     def keep(self, order: LaunchOrder, launch: Launch, starts: Sequence[int]) -> None:

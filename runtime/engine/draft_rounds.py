@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from cheetah.plan.handoff import NO_ROW, Handoff
+from cheetah.plan.handoff import NO_ROW, Handoff, HeadHandoff
 from cheetah.plan.kv.tables import NO_TOKEN, NOT_YET, ROUND_WORDS
 from cheetah.plan.plan import MAX_BATCH
 from cheetah.runtime import interrupts
@@ -32,6 +32,8 @@ AHEAD = 2
 """Rounds that are started beyond those that have ended: what is started behind an answer's end is made for nobody."""
 
 
+UNIT_BYTES = 16
+"""What a thread copies at a time."""
 TABLES = ("sequences", "tiles", "tokens", "stop_ids")
 """Buffers of both kernels."""
 
@@ -66,11 +68,12 @@ class RoundLaunch(Launch):
 
 class RoundLauncher(KernelLaunches):
     """Launches of rounds. verifier: of the kernel that verifies; alone, together: of those that draft, of one sequence
-    and of several."""
+    and of several, of a model or of a head."""
 
     def __init__(self, loaded: LoadedKernel, verifier: Launcher, alone: Launcher, together: Launcher) -> None:
         super().__init__(loaded, verifier.plan)
         self._verifier, self._alone, self._together = verifier, alone, together
+        self._is_head = "features" in self._parameters
         self._told = words_of(self._buffers["told"]).reshape(verifier.batch, -1)
         self._done = words_of(self._buffers["done"])
 
@@ -103,7 +106,14 @@ class RoundLauncher(KernelLaunches):
         known = {name: verified.arguments[name] for name in (*TABLES, "rounds")}
         known |= {f"draft_{name}": drafting.arguments[name] for name in TABLES}
         known["draft_counts"] = drafting.arguments["token_counts"]
-        drafting.arguments |= {"steps": drafts + 1, "head_from": 0}  # as many as a round may need
+        most = drafts + 1  # steps that a round may need
+        if self._is_head:
+            known |= {name: verified.arguments[name] for name in ("taps", "page_table")}
+            known |= {name: drafting.arguments[name] for name in ("features", "feature_steps")}
+            row_units = self._verifier.tap_bytes // UNIT_BYTES
+            numbers = HeadHandoff(**asdict(numbers), row_units=row_units, page_size=self._plan.page_size)
+            most = max(2 * drafts, *(part.by.total for part in own if part.by is not None))
+        drafting.arguments |= {"steps": most, "head_from": 0}
         return RoundLaunch(own, verified, drafting, rounds, self._arguments({**known, **asdict(numbers)}))
 
     def _drafter(self, parts: Sequence[Part]) -> Launcher:
@@ -227,8 +237,9 @@ class RoundLauncher(KernelLaunches):
         made = [*map(token_of_word, words)] if is_counted else None
         self._verifier.note(part.cache, made)
         if part.by is not None and words:
-            read = part.by.cache
-            read.length = part.cache.length - int(place_of_word(words[-1]) == drafts_of_word(words[-1]))
+            read, place = part.by.cache, place_of_word(words[-1])
+            unread = 1 + place if self._is_head else int(place == drafts_of_word(words[-1]))
+            read.length = part.cache.length - unread
             self._drafter(launch.placed).note(read, made)
 
 

@@ -6,6 +6,7 @@ what a failure or an interrupt means. Knows no kernel's parameters.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -181,6 +182,11 @@ class KernelLaunches:
     def taps(self) -> Buffer | None:
         """What tapped layers left of the last launch's tokens, bf16 [rows, taps, hidden]; None of a kernel without."""
         return self._buffers["taps"] if self._tap_shape else None
+
+    @property
+    def tap_bytes(self) -> int:
+        """Of `taps`, what one token has."""
+        return 2 * math.prod(self._tap_shape[1:])
 
     @property
     def plan(self) -> Plan:

@@ -42,7 +42,9 @@ if TYPE_CHECKING:
     from cheetah.runtime.device.interface import Argument, Buffer, MappedBuffer
 
 EPOCH_LIMIT = 2**32 - 1
-REWRITTEN = ("sequences", "tiles")
+FEATURE_STEPS = "feature_steps"
+"""Of a head that drafts, steps in which some column has features: those of inputs."""
+REWRITTEN = ("sequences", "tiles", FEATURE_STEPS)
 """Tables that another kernel brings up to date between launches that are made `again`."""
 
 
@@ -257,6 +259,9 @@ class StepLaunches(KernelLaunches):
         self._upload("sequences", encode(records, SequenceRecord))
         self._upload("columns", encode(columns, ColumnRecord))
         self._upload("stop_ids", np.array(stop_ids, np.int32))
+        if FEATURE_STEPS in self._buffers:
+            feature_steps = max(ceil_div(len(part.inputs), part.per_step) for part in parts)
+            self._upload(FEATURE_STEPS, np.array([feature_steps], np.int32))
         self._upload_inputs(parts)
         if self.verifies:
             self._buffers["rounds"].fill(0)
@@ -270,7 +275,6 @@ class StepLaunches(KernelLaunches):
             "column_count": len(columns),
             "options": reduce(or_, (options for options, _ in asked)),
             "epoch": epoch,
-            "feature_steps": max(ceil_div(len(part.inputs), part.per_step) for part in parts),
         }
         return self._arguments({**scalars, "logits": logits})
 
