@@ -105,9 +105,11 @@ def read_config(source: str | Path | Mapping[str, Any], notes: list[str] | None 
     """
     values = load_source(source)
     if eagle3.is_eagle3(values) or block_drafter.is_block_drafter(values):
-        kind = "an EAGLE-3 head" if eagle3.is_eagle3(values) else "a drafter of blocks"
+        is_head = eagle3.is_eagle3(values)
+        kind, method = ("an EAGLE-3 head", "eagle3") if is_head else ("a drafter of blocks", "dspark or dflash")
         raise ConfigError(
-            f"{place_of(source)}: is {kind}, which drafts for another model: name it in speculative_config"
+            f"{place_of(source)}: is {kind}, which drafts for another model: name it in speculative_config, with "
+            f"method {method}"
         )
     model_type = values.get("model_type")
     if isinstance(model_type, str) and model_type in SEEING:

@@ -43,7 +43,7 @@ def _opened(name: str, folder: Path, target: Checkpoint) -> Checkpoint:
     notes: list[str] = []
     config = read_drafter(folder / "config.json", target.config, notes)
     if config.block is None:
-        raise LoadingError(f"{folder}: is {config.dialect.title}, which drafts no blocks: give another method")
+        raise LoadingError(f"{folder}: is an EAGLE-3 head: its method is eagle3")
     check_target(config, target.config, str(folder))
     found = _own_tensors(find_tensors(folder).tensors, str(folder), notes)
     of_target = [one for one in _shared(config) if one not in found]

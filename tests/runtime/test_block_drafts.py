@@ -34,9 +34,16 @@ CONFIG: dict[str, Any] = {
     **{"markov_rank": RANK, "markov_head_type": "vanilla", "tie_word_embeddings": False},
 }
 
+DFLASH: dict[str, Any] = {
+    **{name: value for name, value in CONFIG.items() if not name.startswith(("markov", "mask", "target", "tie"))},
+    **{"architectures": ["DFlashDraftModel"], "block_size": COLUMNS + 1},
+    "dflash_config": {"mask_token_id": 2, "target_layer_ids": list(TAPS)},
+}
+"""As z-lab writes it: masks draft what stands in their own places, embedding and head are the model's."""
 
-def drafter(folder: Path) -> Path:
-    """One of random weights."""
+
+def drafter(folder: Path, config: dict[str, Any] = CONFIG) -> Path:
+    """One of random weights, with the tensors that such files have."""
     draw = np.random.default_rng(11)
 
     def matrix(rows: int, columns: int) -> NDArray[np.float32]:
@@ -58,14 +65,16 @@ def drafter(folder: Path) -> Path:
         tensors |= {f"layers.{layer}.{name}.weight": one for name, one in own.items()}
     names = ("markov_head.markov_w1.weight", "markov_head.markov_w2.weight")
     tensors |= {name: matrix(VOCAB, RANK) * 4 for name in names}
+    if config is DFLASH:
+        tensors = {name: one for name, one in tensors.items() if not name.startswith(("markov", "lm_head", "embed"))}
     folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(CONFIG))
+    (folder / "config.json").write_text(json.dumps(config))
     save_file({name: one.astype(ml_dtypes.bfloat16) for name, one in tensors.items()}, folder / "model.safetensors")
     return folder
 
 
-def drafted_by(folder: Path, **more: Any) -> LLM:
-    config = {"method": "dspark", "model": str(folder), "num_speculative_tokens": COLUMNS}
+def drafted_by(folder: Path, method: str = "dspark", **more: Any) -> LLM:
+    config = {"method": method, "model": str(folder), "num_speculative_tokens": COLUMNS}
     return opened(speculative_config=config, **{"plan": {"tokens": 8, "page_size": 16}, **more})
 
 
@@ -109,7 +118,8 @@ def share_of_float32s(proposed: Proposed, folder: Path) -> float:
             target.step(token)
             block.read(np.stack([target.left[layer] for layer in TAPS])[None])
         known = ids
-        wanted = block.drafts(ids[-1], block.logits(ids[-1], len(drafts)))
+        columns = len(drafts) + (not block.block.from_anchor)
+        wanted = block.drafts(ids[-1], block.logits(ids[-1], columns))
         right += sum(one == other for one, other in zip(drafts, wanted, strict=True))
         count += len(drafts)
     return right / count
@@ -170,6 +180,17 @@ def test_most_drafts_of_one_that_knows_are_right(knowing: LLM) -> None:
 
 @pytest.mark.exhaustive
 @pytest.mark.compiler
+def test_masks_that_draft_what_stands_in_their_own_places(tmp_path: Path, llm: LLM, proposed: Proposed) -> None:
+    kinds = ASKED[:2]
+    plain = ids_of(llm.generate([TEXT] * 2, asked(kinds, False, 14), use_tqdm=False))
+    proposed.clear()
+    with drafted_by(drafter(tmp_path / "dflash", DFLASH), "dflash") as made:
+        assert ids_of(made.generate([TEXT] * 2, asked(kinds, True, 14), use_tqdm=False)) == plain
+    assert len(proposed) > 8 and share_of_float32s(proposed, tmp_path / "dflash") > 0.9
+
+
+@pytest.mark.exhaustive
+@pytest.mark.compiler
 def test_who_gives_pages_back_is_known_again_when_it_reads_again(llm: LLM, folder: Path, proposed: Proposed) -> None:
     kinds = [{"temperature": 0.0, "repetition_penalty": 1 + number / 4} for number in range(4)]
     prompts = [TEXT, TEXT + " and", TEXT + "  and the", TEXT + " a"]
@@ -186,6 +207,8 @@ def test_who_gives_pages_back_is_known_again_when_it_reads_again(llm: LLM, folde
     ("config", "said"),
     [
         ({"method": "dflash"}, "has a Markov head: its method is dspark"),
+        ({"method": "eagle3"}, "drafts blocks: its method is dspark or dflash"),
+        ({"method": "draft_model"}, "name it in speculative_config, with method dspark or dflash"),
         ({"num_speculative_tokens": 4}, "drafts blocks of 3: give at most as many"),
         ({"quantization": "fp8"}, "drafts in bf16"),
         ({"prompt_lookup_max": 3}, "looks nothing up"),
