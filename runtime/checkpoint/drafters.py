@@ -46,8 +46,6 @@ def _opened(name: str, folder: Path, target: Checkpoint) -> Checkpoint:
     config = read_drafter(folder / "config.json", target.config, notes)
     if config.drafter is None:
         raise LoadingError(f"{folder}: is {config.dialect.title}, which is no EAGLE-3 head: give another method")
-    if config.drafter is None:
-        raise LoadingError(f"{folder}: drafts blocks: its method is dspark or dflash")
     check_target(config, target.config, str(folder))
     found, offsets = _sorted_out(find_tensors(folder).tensors, str(folder), notes)
     embedding = family_of(config).embedding_tensor

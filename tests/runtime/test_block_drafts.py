@@ -207,7 +207,7 @@ def test_who_gives_pages_back_is_known_again_when_it_reads_again(llm: LLM, folde
     ("config", "said"),
     [
         ({"method": "dflash"}, "has a Markov head: its method is dspark"),
-        ({"method": "eagle3"}, "drafts blocks: its method is dspark or dflash"),
+        ({"method": "eagle3"}, "is no EAGLE-3 head: give another method"),
         ({"method": "draft_model"}, "name it in speculative_config, with method dspark or dflash"),
         ({"num_speculative_tokens": 4}, "drafts blocks of 3: give at most as many"),
         ({"quantization": "fp8"}, "drafts in bf16"),
