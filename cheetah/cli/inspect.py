@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -40,6 +41,10 @@ def inspect(
     phases: Annotated[
         bool, typer.Option("--phases", help="Print instead what each phase waits for and makes.")
     ] = False,
+    sparse: Annotated[
+        str | None,
+        typer.Option(metavar="CHOICE", help="Of a checkpoint's folder: auto or 2:4, as for run; looks at all weights."),
+    ] = None,
     revision: Revision = None,
     plan: dict[str, Any],
 ) -> None:
@@ -48,14 +53,20 @@ def inspect(
     from cheetah.plan import gpu_named
     from cheetah.plan.report import inspect_plan, plot_shares
 
-    named = named_config(config, revision)
+    named, m_tiles = named_config(config, revision), None
+    if sparse is not None:
+        from cheetah.runtime.checkpoint.block_bytes import m_tile_bytes
+        from cheetah.runtime.checkpoint.loading import open_checkpoint
+
+        checkpoint = open_checkpoint(config, revision, sparse=sparse)
+        named, m_tiles = replace(named, config=checkpoint.config, notes=checkpoint.notes), m_tile_bytes(checkpoint)
     print_notes(named.notes)
     machine = gpu_named(gpu)
     chosen = choose_plan(named.config, machine, **plan)
     if phases:
         return _print_phases(named.config, chosen, machine)
     depth = min(DEFAULT_CONTEXT, chosen.max_context) if context is None else context
-    report = inspect_plan(named.config.shape, chosen, machine, depth)
+    report = inspect_plan(named.config.shape, chosen, machine, depth, m_tiles)
     shown = console()
     tables = (named_values(named.canonical, report.summary()), _shares(report), _shared_memory(report.shared))
     for table in (*tables, *_passes(named.config, chosen, machine)):

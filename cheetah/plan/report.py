@@ -3,12 +3,14 @@
 Plain rows only; how they are shown is the command line's business. kB, MB and GB are powers of 1000 bytes.
 """
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
+from numpy.typing import NDArray
 
 from cheetah.extras import installing
 from cheetah.plan.errors import PlanError
@@ -30,11 +32,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class PhaseShare:
-    """What each block reads in one phase. `runs` is how often a step goes through it."""
+    """What each block reads in one phase, or, where layers differ, on average of them. `runs` is how often a step goes
+    through it. most_bytes: where layers differ, what the block reads that has most of a layer, on average of them."""
 
     name: str
     block_bytes: tuple[int, ...]
     runs: int
+    most_bytes: int | None = None
 
     @property
     def total_bytes(self) -> int:
@@ -51,7 +55,7 @@ class PhaseShare:
 
     @property
     def largest_bytes(self) -> int:
-        return max(self.block_bytes)
+        return max(self.block_bytes) if self.most_bytes is None else self.most_bytes
 
     @property
     def smallest_bytes(self) -> int:
@@ -85,13 +89,15 @@ class StepBytes:
 
 @dataclass(frozen=True)
 class Report:
-    """A model on a machine under a plan, each sequence of the batch holding `context` tokens, its new one included."""
+    """A model on a machine under a plan, each sequence of the batch holding `context` tokens, its new one included.
+    m_tile_bytes: of matrices whose M-tiles differ, [layers, M-tiles]; without, all have the mean."""
 
     shape: ModelShape
     plan: Plan
     gpu: Gpu
     context: int
     shared: SharedMap
+    m_tile_bytes: Mapping[str, NDArray[np.int64]] = field(default_factory=dict)
 
     @cached_property
     def matrices(self) -> StepMatrices:
@@ -199,6 +205,12 @@ class Report:
         return ", ".join(f"{name} {nbytes / 1e9:.3f} GB" for name, nbytes in sizes.items())
 
     def _matrix_share(self, layout: MatrixLayout) -> PhaseShare:
+        found = self.m_tile_bytes.get(layout.name)
+        if found is not None:
+            owned = [list(layout.split.owned(block)) for block in range(self.gpu.blocks)]
+            of_layers = np.stack([found[:, m_tiles].sum(axis=1) for m_tiles in owned], axis=1)
+            means = tuple(int(size) for size in of_layers.mean(axis=0).round())
+            return PhaseShare(layout.name, means, len(found), round(float(of_layers.max(axis=1).mean())))
         shares = tuple(layout.block_bytes(block) for block in range(self.gpu.blocks))
         return PhaseShare(layout.name, shares, self.matrices.copies(layout))
 
@@ -247,12 +259,18 @@ def step_bytes(
     )
 
 
-def inspect_plan(shape: ModelShape, plan: Plan, gpu: Gpu, context: int = 1024) -> Report:
+def inspect_plan(
+    shape: ModelShape,
+    plan: Plan,
+    gpu: Gpu,
+    context: int = 1024,
+    m_tile_bytes: Mapping[str, NDArray[np.int64]] | None = None,
+) -> Report:
     """The report for `cheetah inspect`. PlanError if the context passes the plan's or the plan does not fit."""
     if not 1 <= context <= plan.max_context:
         raise PlanError(f"inspect: context is {context}: the plan holds 1 to {plan.max_context} tokens (max_context)")
     plan.check(shape, gpu)
-    return Report(shape, plan, gpu, context, shared_map(shape, plan, gpu))
+    return Report(shape, plan, gpu, context, shared_map(shape, plan, gpu), m_tile_bytes or {})
 
 
 def plot_shares(report: Report, path: str | Path) -> None:

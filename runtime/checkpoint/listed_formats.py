@@ -7,7 +7,7 @@ outliers by their columns, of masked weights by their masks, of plain ones by th
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
@@ -79,10 +79,11 @@ def thin_name(config: ModelConfig, tensors: CheckedTensors, matrix: str, has_pla
     found = {name: one for name, one in stored.items() if one is not None}
     if len(found) < len(stored) or config.routing is not None:
         return None
-    if not all(isinstance(one, MaskedTensor) or has_plain and looks_thin(one) for one in found.values()):
+    plain = [one for one in found.values() if not isinstance(one, MaskedTensor)]
+    if plain and not (has_plain and look_thin(plain)):
         return None
     columns, of_chunk = config.table.named(matrix).columns, LISTED_TILES * TWO_OF_FOUR.columns
-    of_four, of_window, part = _of_layers(config, matrix, lambda name: _blocks_of_rows(found[name]), _most_blocks)
+    of_four, of_window, part = _of_layers(config, matrix, lambda name: blocks_of_rows(found[name].rows()), _most_blocks)
     (units,) = _of_layers(config, matrix, lambda name: _counted_rows(found[name], of_chunk), _units_for)
     possible = [BF16, *(one for one in BLOCK_FORMATS.values() if one.kept >= of_four)]
     if 0 < part <= MOST_OF_MATRIX:
@@ -115,11 +116,11 @@ def _units_for(counts: Counts) -> tuple[int]:
     return (units_for(counts),)
 
 
-def _blocks_of_rows(tensor: StoredTensor) -> NDArray[np.bool_]:
-    """Of every row whether it has a weight in each block of columns."""
-    rows, padding = tensor.rows(), ((0, 0), (0, -tensor.shape[1] % BF16.columns))
+def blocks_of_rows(rows: Any) -> NDArray[np.bool_]:
+    """Of every row of a weight (bf16 bits) whether it has a number in each block of columns."""
+    padding = ((0, 0), (0, -rows.shape[1] % BF16.columns))
     found = []
-    for first in range(0, tensor.shape[0], BLOCK_ROWS):
+    for first in range(0, rows.shape[0], BLOCK_ROWS):
         block = np.pad(rows[first : first + BLOCK_ROWS] & SIZE, padding)
         found.append(block.reshape(len(block), -1, BF16.columns).any(axis=2))
     return np.concatenate(found)
@@ -131,11 +132,14 @@ def weights_of(config: ModelConfig, matrix: str) -> tuple[str, ...]:
     return tuple(f"{name}{WEIGHT_SUFFIX}" for module in modules for name in config.names_of(module))
 
 
-def looks_thin(tensor: StoredTensor) -> bool:
-    """Whether so many weights of some rows are zero that 2:4 and lists may take fewer bytes."""
-    rows, count = tensor.rows(), tensor.shape[0]
-    there = [np.count_nonzero(rows[row : row + 1] & SIZE) for row in some_rows(count)]
-    return bool(sum(there) <= LIKELY_DENSITY * len(there) * tensor.shape[1])
+def look_thin(tensors: Collection[StoredTensor]) -> bool:
+    """Whether so many weights of some rows of all these are zero that lists or blocks may take fewer bytes."""
+    there = looked_at = 0
+    for tensor in tensors:
+        rows, some = tensor.rows(), some_rows(tensor.shape[0])
+        there += sum(int(np.count_nonzero(rows[row : row + 1] & SIZE)) for row in some)
+        looked_at += len(some) * tensor.shape[1]
+    return there <= LIKELY_DENSITY * looked_at
 
 
 def some_rows(count: int) -> list[int]:

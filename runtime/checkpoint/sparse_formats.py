@@ -18,7 +18,7 @@ from cheetah.models.formats import dense_name, is_sparse_name, sparse_name
 from cheetah.models.formats.two_of_four import GROUP, is_two_of_four
 from cheetah.models.formats.two_of_four_codes import is_two_of_four_codes
 from cheetah.printable import shown
-from cheetah.runtime.checkpoint.listed_formats import looks_thin, some_rows, thin_name, weights_of, with_outliers
+from cheetah.runtime.checkpoint.listed_formats import look_thin, some_rows, thin_name, weights_of, with_outliers
 from cheetah.runtime.checkpoint.masked import MaskedTensor
 from cheetah.runtime.checkpoint.outliers import OutlierMatrix
 from cheetah.runtime.checkpoint.safetensors_files import LoadingError
@@ -75,7 +75,7 @@ def _notes(
     dense += [name for name in formats if any(map(partial(_is_masked, tensors), matrices.get(name, ())))]
     dense = [name for name in dense if not is_sparse_name(formats.get(name, ""))]
     others = [name for name in plain if is_free and name not in dense]
-    thin = [name for name in others if all(looks_thin(tensors.plain[one]) for one in plain[name])]
+    thin = [name for name in others if look_thin([tensors.plain[one] for one in plain[name]])]
     notes = []
     if possible and is_free:
         notes.append(

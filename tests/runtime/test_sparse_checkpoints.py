@@ -19,6 +19,8 @@ from cheetah.models.formats.quantized import scheme_of_name
 from cheetah.models.formats.two_of_four import is_two_of_four
 from cheetah.models.registry import family_of
 from cheetah.plan import gpu_named
+from cheetah.plan.report import inspect_plan
+from cheetah.runtime.checkpoint.block_bytes import m_tile_bytes
 from cheetah.runtime.checkpoint.loading import open_checkpoint
 from cheetah.runtime.checkpoint.masked import with_masked
 from cheetah.runtime.checkpoint.safetensors_files import find_tensors
@@ -362,6 +364,15 @@ def test_sparsify_keeps_the_largest_blocks_of_a_matrix(tmp_path, layout):
     sizes = np.square(before.tensor(name).view(BF16).astype(np.float32)).reshape(10, 16, -1, 32).sum(axis=(1, 3))
     least = np.sort(sizes, axis=None)[-round(0.4 * sizes.size)]
     np.testing.assert_array_equal(kept.reshape(10, 16, -1, 32).any(axis=(1, 3)), sizes >= least)
+    found = m_tile_bytes(after)
+    np.testing.assert_array_equal(found["o"][1], 128 + 1024 * (sizes >= least).sum(axis=1))
+    gpu = gpu_named("emulator")
+    report = inspect_plan(after.config.shape, choose_plan(after.config, gpu), gpu, 16, found)
+    share = next(phase for phase in report.phases if phase.name == "o")
+    shares = np.stack([found["o"][:, block :: gpu.blocks].sum(axis=1) for block in range(gpu.blocks)], axis=1)
+    assert share.total_bytes == pytest.approx(shares.mean(axis=0).sum(), abs=gpu.blocks)
+    assert share.largest_bytes == pytest.approx(shares.max(axis=1).mean(), abs=1)
+    assert share.imbalance_percent > 10
 
 
 def test_of_equal_magnitudes_the_first_are_kept():
