@@ -78,6 +78,15 @@ def family_of(config: ModelConfig) -> ModelFamily:
     return DRAFTERS.get(name) or FAMILIES[name]
 
 
+def drafting_method(values: Mapping[str, Any]) -> str | None:
+    """By which of vLLM's methods a checkpoint with this config.json drafts; None where it is a model like others."""
+    if eagle3.is_eagle3(values):
+        return "eagle3"
+    if not block_drafter.is_block_drafter(values):
+        return None
+    return "dspark" if values.get("markov_rank") else "dflash"
+
+
 def read_drafter(
     source: str | Path | Mapping[str, Any], target: ModelConfig, notes: list[str] | None = None
 ) -> ModelConfig:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from itertools import zip_longest
 from typing import TYPE_CHECKING
 
@@ -16,7 +17,16 @@ from cheetah.runtime.engine.draft_model import DraftModel
 from cheetah.runtime.engine.draft_rounds import RoundLauncher
 from cheetah.runtime.engine.kv_cache import PageCopy
 from cheetah.runtime.options import LoadOptions
-from cheetah.runtime.speculation import BLOCK_METHODS, DFLASH, DSPARK, DraftModelAsked, draft_model_of, speculation_of
+from cheetah.runtime.speculation import (
+    BLOCK_METHODS,
+    DFLASH,
+    DRAFT_MODEL,
+    DSPARK,
+    EAGLE3,
+    DraftModelAsked,
+    draft_model_of,
+    speculation_of,
+)
 from cheetah.runtime.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -37,9 +47,10 @@ def opened_draft_model(options: LoadOptions, target: Checkpoint) -> Checkpoint |
         return None
     if options.tensor_parallel_size > 1:
         raise CheetahError("speculative_config: a draft model runs on one GPU: leave tensor_parallel_size out")
-    if asked.method in BLOCK_METHODS:
-        return _opened_block_drafter(options, asked, target)
-    if asked.is_head:
+    method = asked.method or _method_of_files(asked, options)
+    if method in BLOCK_METHODS:
+        found = _opened_block_drafter(options, replace(asked, method=method), target)
+    elif method == EAGLE3:
         found = open_drafter(asked.model, target, asked.revision, options.local_files_only)
     else:
         found = open_checkpoint(asked.model, asked.revision, options.local_files_only)
@@ -60,8 +71,22 @@ def opened_draft_model(options: LoadOptions, target: Checkpoint) -> Checkpoint |
     return found
 
 
+def _method_of_files(asked: DraftModelAsked, options: LoadOptions) -> str:
+    """By which method a checkpoint drafts, where that is not said."""
+    from cheetah.models.config_json import load_source
+    from cheetah.models.registry import drafting_method
+    from cheetah.runtime.checkpoint.loading import RANDOM, found_folder
+
+    if asked.model.startswith(RANDOM):
+        kind = asked.model.removeprefix(RANDOM)
+        return kind if kind in (EAGLE3, DSPARK) else DRAFT_MODEL
+    with found_folder(asked.model, asked.revision, options.local_files_only) as folder:
+        path = folder / "config.json"
+        return (drafting_method(load_source(path)) if path.is_file() else None) or DRAFT_MODEL
+
+
 def _opened_block_drafter(options: LoadOptions, asked: DraftModelAsked, target: Checkpoint) -> Checkpoint:
-    """The same of one that drafts blocks."""
+    """One that drafts blocks. CheetahError where it is not of the method, or drafts fewer."""
     from cheetah.runtime.checkpoint.block_drafters import open_block_drafter
 
     assert options.speculative_config is not None
@@ -76,14 +101,6 @@ def _opened_block_drafter(options: LoadOptions, asked: DraftModelAsked, target: 
         raise CheetahError(
             f"speculative_config: num_speculative_tokens is {drafts}, model {asked.model} drafts blocks of "
             f"{block.drafts}: give at most as many"
-        )
-    context = options.max_context or default_context(target.config.max_position_embeddings)
-    if target.config.window(context) is not None:
-        raise CheetahError(f"speculative_config: {target.name} has a window: give a max_context within it")
-    if (most := found.config.max_position_embeddings) < context:
-        raise CheetahError(
-            f"speculative_config: model {asked.model} has room for {most} tokens, {target.name} for {context}: give "
-            f"max_context={most} or less"
         )
     return found
 

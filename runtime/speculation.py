@@ -44,17 +44,13 @@ ALONE = {
 
 @dataclass(frozen=True)
 class DraftModelAsked:
-    """Which checkpoint drafts: as `LLM`'s own options say which one answers. is_head: it is an EAGLE-3 head, and no
-    model by itself."""
+    """Which checkpoint drafts: as `LLM`'s own options say which one answers. method: one of BY_MODEL; None: its
+    config.json says which."""
 
     model: str
     revision: str | None = None
     quantization: str | None = None
-    method: str = DRAFT_MODEL
-
-    @property
-    def is_head(self) -> bool:
-        return self.method == EAGLE3
+    method: str | None = None
 
 
 def draft_model_of(config: Mapping[str, Any] | str) -> DraftModelAsked | None:
@@ -65,7 +61,7 @@ def draft_model_of(config: Mapping[str, Any] | str) -> DraftModelAsked | None:
     model = given.get("model")
     if model is None or not str(model):
         raise CheetahError(f"speculative_config: method {method} needs `model`: the checkpoint that drafts")
-    return DraftModelAsked(str(model), _text(given, "revision"), _text(given, "quantization"), method)
+    return DraftModelAsked(str(model), _text(given, "revision"), _text(given, "quantization"), given.get("method"))
 
 
 def speculation_of(config: Mapping[str, Any] | str) -> Speculation:

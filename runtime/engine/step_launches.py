@@ -106,7 +106,7 @@ class StepLaunches(KernelLaunches):
 
     def rows_of(self, launch: Launch, number: int, tokens: range) -> list[int]:
         row = launch.order.index(number)
-        if self.verifies:
+        if self.verifies and launch.arguments["steps"] != 1:  # in one step all that counts are its first columns
             return [int(judge) for judge in self._row_of("judges", row, tokens.stop + 1)[tokens.start + 1 :]]
         _, per_step, first_column = launch.geometry.placed()[row]
         return [token // per_step * self.tokens + first_column + token % per_step for token in tokens]

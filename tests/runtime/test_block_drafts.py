@@ -210,6 +210,7 @@ def test_who_gives_pages_back_is_known_again_when_it_reads_again(llm: LLM, folde
         ({"method": "eagle3"}, "is no EAGLE-3 head: give another method"),
         ({"method": "draft_model"}, "name it in speculative_config, with method dspark or dflash"),
         ({"num_speculative_tokens": 4}, "drafts blocks of 3: give at most as many"),
+        ({"num_speculative_tokens": 4, "method": None}, "drafts blocks of 3: give at most as many"),
         ({"quantization": "fp8"}, "drafts in bf16"),
         ({"prompt_lookup_max": 3}, "looks nothing up"),
         ({"model": None}, "method dspark needs `model`"),
