@@ -333,7 +333,7 @@ FORMATS = (
 )
 
 
-IN_MAKE_TEST = ("nvfp4", "2of4-int4-g64", "blocks-1024of1024-most24")
+IN_MAKE_TEST = ("nvfp4", "2of4-int4-g64")
 
 
 @pytest.mark.slow
@@ -364,7 +364,7 @@ MIXED = {
         PassPlan(tokens=64, tile_tokens=64, warpgroups=1, stages=3, cut_tokens=64, key_tile=32),
     ),
     "sums of parts and blocks of zeros": (
-        {"qkv": "int4-g64+list5", "o": "blocks-2of4", "gate_up": "blocks-1of4", "down": "2of4+list36"},
+        {"qkv": "int4-g64+list5", "o": "blocks-1024of1024-most24", "gate_up": "blocks-1of4", "down": "2of4+list36"},
         {"hidden": 144, "ffn": 1100},  # lists beside two chunks
         PASS,
     ),

@@ -92,7 +92,7 @@ CASES: dict[str, tuple[ModelConfig, Formats, dict[str, Any]]] = {
 
 EXHAUSTIVE = (
     *("qwen2, barrier", "qwen3, keys of eight bits", "act-order, two tokens, biases"),
-    "llama, eight tokens, parts that come ahead",
+    *("llama, eight tokens, parts that come ahead", "llama, two tokens, blocks one by one"),
     *("act-order, three sequences, sizes that do not divide", "act-order, eight tokens"),
     "act-order, no gate, biases",
 )
