@@ -80,8 +80,8 @@ def pack_all(config: ModelConfig, matrices: StepMatrices, packing: Packing) -> N
     """Pack every weight and hand the bytes out, in the calling thread.
 
     Every byte of `buffer_bytes` is written once. Host memory: five blocks of about 4 MB a thread, of which three in
-    pieces, but at least three of the largest pieces; what `tensor` and `rows` hold of the matrices in work comes on
-    top.
+    pieces, but at least three of the largest pieces, and for each thread a matrix whose blocks are stored one by one;
+    what `tensor` and `rows` hold of the matrices in work comes on top.
     """
     watch, repacker = packing.watch, packing.repacker
     threads = packing.threads or min(MOST_THREADS, os.cpu_count() or 1)

@@ -24,6 +24,8 @@ from cheetah.plan.formats import BF16, WINDOW_BLOCKS, WINDOW_LINE_BYTES, BlockRo
 
 LINES_OF_BLOCK = BF16.tile_bytes // WINDOW_LINE_BYTES
 NUMBERS_AT = 4
+ROWS_AT_ONCE = 64 * M_TILE_ROWS
+"""That are packed together: what is made of them on the way takes twice their room."""
 BITS = np.uint32(1) << np.arange(WINDOW_BLOCKS, dtype=np.uint32)
 
 
@@ -54,14 +56,23 @@ class WindowsOfBlocks(WeightFormat):
     ) -> None:
         if m_tiles != range(layout.m_tiles) or out.size != layout.total_bytes:
             raise PackingError(f"matrix {layout.name!r}: {self.tile.name} is packed whole, not M-tiles {m_tiles}")
-        there = windows_of(rows)
-        starts = self._starts(layout, there.sum(axis=1))
+        parts = [rows[first : first + ROWS_AT_ONCE] for first in range(0, len(rows), ROWS_AT_ONCE)]
+        of_parts = [windows_of(part) for part in parts]
+        starts = self._starts(layout, np.concatenate([there.sum(axis=1) for there in of_parts]))
         out[:] = 0
         out[: 4 * len(starts)] = starts.view(np.uint8)
-        lines = out.reshape(-1, WINDOW_LINE_BYTES)
+        lines, done = out.reshape(-1, WINDOW_LINE_BYTES), 0
+        for part, there in zip(parts, of_parts, strict=True):
+            self._pack_windows(part, there, starts[done : done + len(there)], lines)
+            done += len(there)
+
+    def _pack_windows(
+        self, rows: Bits, there: NDArray[np.bool_], starts: NDArray[np.uint32], lines: NDArray[np.uint8]
+    ) -> None:
+        """Some M-tiles, whose windows begin at these lines of the matrix."""
         window, number = np.nonzero(there)
         rank = (np.cumsum(there, axis=1) - 1)[window, number]
-        lines[starts[:-1], :NUMBERS_AT] = (there @ BITS).astype(np.uint32).view(np.uint8).reshape(-1, NUMBERS_AT)
+        lines[starts, :NUMBERS_AT] = (there @ BITS).astype(np.uint32).view(np.uint8).reshape(-1, NUMBERS_AT)
         lines[starts[window], NUMBERS_AT + rank] = number
         (part,) = self.whole.encode(rows)
         blocks = np.ascontiguousarray(part.tiles).view(np.uint8).reshape(-1, LINES_OF_BLOCK, WINDOW_LINE_BYTES)
