@@ -65,12 +65,14 @@ class Whereabouts(NamedTuple):
 @dataclass(frozen=True, eq=False)
 class Published:
     """A vector of an exchange at one epoch: what its writers publish and its readers wait for and read. one_waits:
-    whether a lane waits for its warp before all lanes poll."""
+    whether a lane waits for its warp before all lanes poll; not in the first `late_warps`, which come when it is
+    there."""
 
     exchange: Exchange
     name: str
     epoch: ch.Expr
     one_waits: bool = True
+    late_warps: int = 0
 
     @property
     def when_and_where(self) -> Whereabouts:
@@ -114,6 +116,9 @@ class Published:
         return self._wait if self.one_waits else None
 
     def _wait(self, unit: ch.Expr, when: ch.Value) -> None:
+        if self.late_warps:
+            is_early = self.exchange.machine.warp >= self.late_warps
+            when = is_early if when is True else is_early & when
         self.exchange.wait_for_one(self.name, unit, self.epoch, when)
 
 

@@ -159,6 +159,14 @@ class Ring:
             self.landed.advance()
         self.under_way.set(ch.minimum(self.under_way + 1, most))
 
+    @ch.function
+    def settle(self) -> None:
+        """In the producer role, where nothing can be requested yet: let all that was requested land."""
+        with ch.for_(self.under_way, unroll=1):
+            prim.mbarrier_wait(self.full + self.landed.stage, self.landed.parity)
+            self.landed.advance()
+        self.under_way.set(0)
+
     def begin_waiting(self) -> None:
         """In the consumer role: the block waits for a vector, or will before it has used what lies in the ring."""
         self._tell(1)

@@ -27,7 +27,7 @@ from cheetah.blocks.delta.rows import PublishedPairs
 from cheetah.blocks.exchange import Exchange, Peers, Published
 from cheetah.blocks.exchange_kinds import make_exchange
 from cheetah.blocks.experts.choice import Choice, PublishedLogits
-from cheetah.blocks.experts.fused import Routing, RowsBeside
+from cheetah.blocks.experts.fused import Routing, RowsBeside, prefetch_row
 from cheetah.blocks.experts.products import AllParts, ChosenRows, ExpertProducts, PartsInTurn, WeighedBiases
 from cheetah.blocks.linear.epilogue import Biases, GatedRows, NormWeights, PublishedRows, RowBiases
 from cheetah.blocks.linear.interface import Epilogue, Prologue
@@ -263,7 +263,7 @@ class StepParts(HeadParts):
             if isinstance(line, NormBehind):
                 return self.finish_kept_rows(line, layer)
             if isinstance(line, ChooseExperts):
-                return self.choose_experts(line)
+                return self.choose_experts(line, layer)
             if isinstance(line, Remember):
                 return self.remember(line, step, layer)
             if not isinstance(line, Multiply):
@@ -281,10 +281,13 @@ class StepParts(HeadParts):
             return self.experts.route
         return self.experts.add if product.adds else self.experts.deal
 
-    def choose_experts(self, line: ChooseExperts) -> None:
+    def choose_experts(self, line: ChooseExperts, layer: Any) -> None:
         """Every block's choice, of the logits that all have made."""
         assert self.experts is not None
         with self.machine.consumer:
+            if self.launch.router_rows is not None:
+                for row in self._router_rows((layer + 1) % self.shape.layers):
+                    prefetch_row(self.machine, row, router_row_elements(self.shape) * 2)
             self.experts.choice.make(self.vector(line.phase.input))
             self.timeline.stamp_here("done")
 
@@ -365,17 +368,23 @@ class StepParts(HeadParts):
         """The input of q, k and v or of o, beside which the block's rows of a fused router are multiplied."""
         experts, ends = self.table.experts, product.adds
         assert isinstance(prologue, Slices) and experts is not None
-        o, size = self.residual, ch.named("ROUTER_ROW", router_row_elements(self.shape))
-        position, owners = ch.const(ty.u32, o.position(self.machine.block), name="row_position"), len(o.owners)
-        rows = []
-        for first in range(0, experts.count, owners):
-            number = layer * experts.count + ch.minimum(position + first, experts.count - 1)
-            row = self.launch.router_rows + number * size
-            rows.append(row + self.table.heads.input.padded if ends else row)
+        rows = self._router_rows(layer)
+        if ends:
+            rows = [row + self.table.heads.input.padded for row in rows]
         prologue = replace(prologue, beside=RowsBeside(self.machine, tuple(rows), ends))
         if not ends:
             return prologue
-        return Routing(prologue, self.machine, self.exchange.at(ROUTES, self.layer_epoch), experts, position, owners)
+        position = ch.const(ty.u32, self.residual.position(self.machine.block), name="row_position")
+        into = self.exchange.at(ROUTES, self.layer_epoch)
+        return Routing(prologue, self.machine, into, experts, position, len(self.residual.owners))
+
+    def _router_rows(self, layer: Any) -> list[ch.Expr]:
+        """Where the block's rows of a layer's fused router begin."""
+        experts, o = self.table.experts, self.residual
+        assert experts is not None and self.launch.router_rows is not None
+        size, position = ch.named("ROUTER_ROW", router_row_elements(self.shape)), o.position(self.machine.block)
+        numbers = (ch.minimum(position + first, experts.count - 1) for first in range(0, experts.count, len(o.owners)))
+        return [self.launch.router_rows + (layer * experts.count + number) * size for number in numbers]
 
     def _before_memory(self, prologue: Prologue, layer: Any) -> Prologue:
         """What a layer of Gated DeltaNet needs beside its matrices."""

@@ -172,10 +172,13 @@ class Choice(WarpChoice):
         machine, limit = self.machine, self.columns.limit
         self.list.begin_making()
         if limit == 1:
-            machine.meet()  # what all have brought for experts is there
+            if not self.is_fused:
+                machine.meet()  # what all have brought for experts is there
             with ch.if_(machine.warp == 0):
                 self._choose(ch.argument(0), routes)
-            return self.list.finish_told()
+            if not self.is_fused:  # else all read it behind what they bring meanwhile
+                self.list.finish_told()
+            return
         with ch.for_(machine.warp, limit, machine.plan.consumer_warps, unroll=1, name="column") as column:
             self._choose(column, routes)
         machine.meet()  # all columns' ranks are there

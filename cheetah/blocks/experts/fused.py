@@ -19,6 +19,7 @@ from cheetah import lang as ch
 from cheetah.blocks.exchange import Published
 from cheetah.blocks.linear.interface import ColumnScale, Prologue
 from cheetah.blocks.linear.parts import Arrival, Part
+from cheetah.blocks.linear.prologue import LINE_BYTES
 from cheetah.blocks.machine import Machine
 from cheetah.lang import prim, ty
 from cheetah.plan import MatrixLayout
@@ -69,6 +70,16 @@ class RowsBeside:
             total = ch.const(ty.f32, prim.warp_sum_f32(kept[number] + routed[place]), name="of_warp")
             with ch.if_(machine.lane == 0):
                 sums[machine.warp + number * machine.plan.consumer_warps] = total
+
+
+@ch.function
+def prefetch_row(machine: Machine, row: ch.Expr, size_bytes: int) -> None:
+    """In the consumer role: bring a row into L2, before the phases in which nobody is to wait for it; by the last warps,
+    since the first one has to choose."""
+    lines = ch.reinterpret(ty.ptr(ty.u8), row)
+    first = (machine.consumer_threads - 1 - machine.thread) * LINE_BYTES
+    with ch.for_(first, size_bytes, machine.consumer_threads * LINE_BYTES, unroll=1, name="offset") as offset:
+        prim.prefetch_l2(lines + offset)
 
 
 @dataclass(frozen=True, eq=False)

@@ -361,6 +361,7 @@ class Weighing(Prologue):
         self.inner.begin(matrix, arrival)
         with ch.if_(self.choice.machine.warp == 0):
             self.choice.weigh_kept(ch.const(ty.f32, scale.of(ch.argument(0), scale.arguments), name="scale"))
+        self.choice.list.finish_told()
 
     def parts(self, matrix: MatrixLayout, arrival: Arrival) -> Iterator[Part]:
         return self.inner.parts(matrix, arrival)
@@ -384,6 +385,8 @@ class Dealt(Share):
     @property
     def about_finish(self) -> str:
         return f"The block's M-tiles of the chosen experts' {self.matrix.name}: sums added up, rows finished."
+
+    is_awaited = True
 
     def begin(self, role: ch.Role) -> None:
         self.list.begin_following(role)
@@ -476,7 +479,9 @@ class ExpertProducts:
         where the router is fused, it is brought now, and it becomes known what the experts weigh."""
         brought: Prologue = Brought(prologue, "dealt" if self._converts else "vector")
         if self.choice.is_fused:
-            brought = Weighing(prologue, self.choice)
+            assert isinstance(prologue, Slices) and isinstance(prologue.source, Published), matrix.name
+            late = replace(prologue, source=replace(prologue.source, late_warps=1))  # the one that chooses
+            brought = Weighing(late, self.choice)
         self.linear.of_share(Dealt(self.machine, matrix, self.list, self.has_biases), brought, epilogue)
 
     def add(self, matrix: MatrixLayout, prologue: Prologue, epilogue: Epilogue) -> None:
