@@ -353,7 +353,8 @@ def _raced_makers(kind: str, subject: Subject) -> list[Maker]:
     if kind == "passes":
         return [partial(_passes, awkward_subject(subject.config, bare), RACE_GPU, default_pass_plan)]
     plan = {**WARPS, "kv_chunk": KV_TILE_TOKENS, **bare}
-    return [partial(_steps, awkward_subject(subject.config, plan), RACE_GPU), *_draft_makers(subject, RACE_GPU)]
+    others = *_draft_makers(subject, RACE_GPU), *_fused_makers(subject, RACE_GPU)
+    return [partial(_steps, awkward_subject(subject.config, plan), RACE_GPU), *others]
 
 
 def made_by(maker: Maker) -> Iterator[Case]:

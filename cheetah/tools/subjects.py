@@ -27,7 +27,7 @@ from cheetah.plan import Gpu, gpu_named
 from cheetah.plan.formats import BF16, KV_TILE_TOKENS, M_TILE_ROWS, VECTOR_COLUMNS
 from cheetah.plan.index import round_up
 from cheetah.plan.narrow import LEAST_COLUMNS_EMULATED
-from cheetah.plan.plan import STEP_TOKENS
+from cheetah.plan.plan import MOST_ROUTER_ROWS, STEP_TOKENS
 from cheetah.plan.products import PAIR_ROWS
 from cheetah.runtime.checkpoint.random_weights import RandomTensors, random_tensors
 from cheetah.tools.rig import GivenWeights, weights_of
@@ -139,8 +139,11 @@ def tapped_subject(config: ModelConfig, plan: Mapping[str, Any]) -> Subject:
 
 
 def fused_subject(config: ModelConfig, plan: Mapping[str, Any]) -> Subject:
-    """One whose kernel has a fused router, of which blocks have rows of several experts."""
+    """One whose kernel has a fused router, of which blocks have rows of several experts, also two blocks."""
     small = sized(config, AWKWARD, min(config.kv_heads, MOST_KV_HEADS))
+    if small.routing is not None:
+        most = 2 * MOST_ROUTER_ROWS
+        small = replace(small, routing=replace(small.routing, experts=min(small.routing.experts, most)))
     fields = {"page_size": 5, "stages": 5, **plan, "batch": 1, "tokens": 1, "fused_router": 1}
     named = _named("one with a fused router", small)
     return Subject(named, small, random_tensors(small), fields, True)

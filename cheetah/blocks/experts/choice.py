@@ -266,9 +266,11 @@ class Choice(WarpChoice):
         be multiplied with. A lane an expert."""
         chosen, lane = self.experts.chosen, self.machine.lane
         assert self.normalised and chosen <= LANES
-        logit = ch.const(ty.f32, self.weights[ch.minimum(lane, chosen - 1)], name="logit")
-        highest = ch.const(ty.f32, number_of(prim.warp_maximum_u32(ordered(logit))), name="highest")
-        weight = ch.var(ty.f32, 0.0)
+        logit, key, weight = ch.var(ty.f32, 0.0), ch.var(ty.u32, 0), ch.var(ty.f32, 0.0)
+        with ch.if_(lane < chosen):
+            logit.set(self.weights[lane])
+            key.set(ordered(logit))
+        highest = ch.const(ty.f32, number_of(prim.warp_maximum_u32(key)), name="highest")
         with ch.if_(lane < chosen):
             weight.set(prim.exp_f32((logit - highest) * scale))
         total = ch.const(ty.f32, prim.warp_sum_f32(weight), name="total")

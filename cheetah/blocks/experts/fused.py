@@ -74,8 +74,8 @@ class RowsBeside:
 
 @ch.function
 def prefetch_row(machine: Machine, row: ch.Expr, size_bytes: int) -> None:
-    """In the consumer role: bring a row into L2, before the phases in which nobody is to wait for it; by the last warps,
-    since the first one has to choose."""
+    """In the consumer role: bring a row into L2, before the phases in which nobody is to wait for it; by the last
+    warps, since the first one has to choose."""
     lines = ch.reinterpret(ty.ptr(ty.u8), row)
     first = (machine.consumer_threads - 1 - machine.thread) * LINE_BYTES
     with ch.for_(first, size_bytes, machine.consumer_threads * LINE_BYTES, unroll=1, name="offset") as offset:
