@@ -86,12 +86,14 @@ class Speculation:
         """Of a completion of which nothing is known. ahead: a text in which drafts are looked up too."""
         return SeenWorth(self.drafts) if self.by_model else ReplayedWorth(self, ahead)
 
-    def widths(self, wanted: Sequence[bool], columns: int) -> list[int]:
+    def widths(self, wanted: Sequence[float], columns: int) -> list[int]:
         """How many columns each of these sequences has in a step of so many: one, and of those that are left over those
-        that want drafts have equally many."""
-        spare = columns - len(wanted)
-        share = spare // max(1, sum(wanted))
-        return [1 + min(self.drafts, share) if wants else 1 for wants in wanted]
+        that want drafts have equally many, or one more where some remain, who want them most. wanted: how much each
+        does; 0: not at all."""
+        wanting = [number for number, want in enumerate(wanted) if want]
+        share, more = divmod(columns - len(wanted), max(1, len(wanting)))
+        first = sorted(wanting, key=lambda number: -wanted[number])[:more]
+        return [1 + min(self.drafts, share + (number in first)) if want else 1 for number, want in enumerate(wanted)]
 
 
 class Pace:

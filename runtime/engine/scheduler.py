@@ -7,6 +7,7 @@ between. Starts nothing, and tells nobody: `engine` does.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from math import inf
 
 from cheetah.plan.kv.tables import FILTERED
 from cheetah.runtime.engine.completion import Completion
@@ -238,8 +239,16 @@ class Scheduler:
             return [1] * count
         if speculation.by_model and any(one.reads_again for one in completions):
             return speculation.widths([one.reads_again for one in completions], self._launcher.tokens)
-        wanted = [one.may_speculate and (one.is_watched or self._pays(one, count)) for one in completions]
+        wanted = [
+            self._worth(one) if one.may_speculate and (one.is_watched or self._pays(one, count)) else 0.0
+            for one in completions
+        ]
         return speculation.widths(wanted, self._launcher.tokens)
+
+    @staticmethod
+    def _worth(one: Completion) -> float:
+        """Tokens that a step with drafts makes of it, as far as is known."""
+        return inf if one.worth is None else one.worth.length
 
     def _pays(self, one: Completion, count: int) -> bool:
         """Whether its drafts, beside those of so many sequences, are worth what they cost, or not known yet."""

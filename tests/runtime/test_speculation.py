@@ -75,12 +75,14 @@ def test_what_is_refused_by_name(config: Any, named: str) -> None:
         ([True], 16, [8]),
         ([False], 8, [1]),
         ([True, True], 8, [4, 4]),
-        ([True, False, True], 8, [3, 1, 3]),
+        ([True, False, True], 8, [4, 1, 3]),
+        ([2.0, 0.0, 3.0], 8, [3, 1, 4]),
+        ([1.1, 1.5, 1.2, 1.3, 1.4], 8, [1, 2, 1, 2, 2]),
         ([True] * 8, 8, [1] * 8),
-        ([True] * 7, 8, [1] * 7),
+        ([True] * 7, 8, [2] + [1] * 6),
     ],
 )
-def test_who_has_how_many_columns(wanted: list[bool], columns: int, widths: list[int]) -> None:
+def test_who_has_how_many_columns(wanted: list[float], columns: int, widths: list[int]) -> None:
     assert Speculation(7, (2, 5)).widths(wanted, columns) == widths
 
 
