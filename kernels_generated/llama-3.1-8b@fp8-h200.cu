@@ -1436,7 +1436,7 @@ struct DecodeStep {
     wait_until_taken();
   }
 
-  // The first key of the tile that a packed row does not see; 0 for a row beyond the item's.
+  // The first key of the item that a packed row does not see; 0 for a row beyond the item's.
   __device__ __forceinline__ uint32_t limit(uint32_t packed, KeptItem* record, uint32_t step) {
     uint32_t row = min(packed, record->item.rows - 1);
     uint32_t end = min(record->item.end, record->tile.length + record->tile.stride * step + record->tile.newest);
@@ -1528,14 +1528,13 @@ struct DecodeStep {
   }
 
   // Logits times log2 e, and -inf (without softmax: weights, and 0) where a key is not seen.
-  __device__ __forceinline__ void scale_and_mask(float (&logits)[4], uint32_t valid, uint32_t key,
-      uint32_t (&limits)[2]) {
+  __device__ __forceinline__ void scale_and_mask(float (&logits)[4], uint32_t key, uint32_t (&limits)[2]) {
     uint32_t index = lane / 4;
-    logits[0] = key + index < min(limits[0], key + valid) ? logits[0] * 0.12751743f : -infinity();
-    logits[1] = key + index < min(limits[1], key + valid) ? logits[1] * 0.12751743f : -infinity();
+    logits[0] = key + index < limits[0] ? logits[0] * 0.12751743f : -infinity();
+    logits[1] = key + index < limits[1] ? logits[1] * 0.12751743f : -infinity();
     uint32_t tile_key = index + 8;
-    logits[2] = key + tile_key < min(limits[0], key + valid) ? logits[2] * 0.12751743f : -infinity();
-    logits[3] = key + tile_key < min(limits[1], key + valid) ? logits[3] * 0.12751743f : -infinity();
+    logits[2] = key + tile_key < limits[0] ? logits[2] * 0.12751743f : -infinity();
+    logits[3] = key + tile_key < limits[1] ? logits[3] * 0.12751743f : -infinity();
   }
 
   // exp2(logit - highest) in place, and the state shrunk to the new highest logit.
@@ -1616,7 +1615,7 @@ struct DecodeStep {
     float logits[4];
     #pragma unroll
     for (uint32_t element = 0; element < 4; ++element) logits[element] = sums[0][element] + sums[1][element];
-    scale_and_mask(logits, valid, key, limits);
+    scale_and_mask(logits, key, limits);
     weigh(logits, highest, weight_sum, output);
     uint32_t weights_low = matrix_transpose_b16(pack_bf16x2(logits[0], logits[1]));
     uint32_t weights_high = matrix_transpose_b16(pack_bf16x2(logits[2], logits[3]));
@@ -1652,7 +1651,6 @@ struct DecodeStep {
       bool is_cached = tile < tiles;
       uint32_t first_tile = stage * (STAGE_KEYS / 16);
       uint32_t last_tile = min(first_tile + STAGE_KEYS / 16, tiles);
-      uint32_t first_key = begin + stage * STAGE_KEYS;
       uint32_t arrivals_2 = arrivals(first_tile, last_tile, begin);
       uint32_t place_2 = use_stage + stage;
       uint32_t stage_2 = place_2 % 12;
@@ -1665,19 +1663,19 @@ struct DecodeStep {
         uint8_t* newest_values = arena + NEWEST + 16 * HEAD_DIM * 2;
         first_tile = tiles;
         last_tile = all_tiles;
-        first_key = begin + tiles * 16;
-        uint32_t joined = (first_key - newest_begin) * (HEAD_DIM * 2);
+        uint32_t before = begin + tiles * 16 - newest_begin;
+        uint32_t joined = before * (HEAD_DIM * 2);
         keys = newest_keys + joined;
         values = newest_values + joined;
       }
       while (tile < last_tile) {
         uint32_t row = (tile - first_tile) * 16;
+        uint32_t key = begin + tile * 16;
         if (tile == first_newest) {
           bring_newest(newest, epoch, asked, newest_column, kv_head_2, place, is_value, newest_unit);
           if (is_cached) join_newest(row + cached % 16, newest, keys, values);
         }
-        attend(row, keys_end - (first_key + row), first_key + row, keys, query, limits, highest, weight_sum, output,
-            values);
+        attend(row, keys_end - key, key, keys, query, limits, highest, weight_sum, output, values);
         tile += 8;
       }
       wait_for_u32(float_bits(output[0][0]));

@@ -1390,7 +1390,7 @@ struct DecodeStep {
     named_barrier(1, CONSUMERS);
   }
 
-  // The first key of the tile that a packed row does not see; 0 for a row beyond the item's.
+  // The first key of the item that a packed row does not see; 0 for a row beyond the item's.
   __device__ __forceinline__ uint32_t limit(uint32_t packed, KeptItem* record, uint32_t step) {
     uint32_t row = min(packed, record->item.rows - 1);
     uint32_t end = min(record->item.end, record->tile.length + record->tile.stride * step + record->tile.newest);
@@ -1462,14 +1462,14 @@ struct DecodeStep {
   }
 
   // Logits times log2 e, and -inf (without softmax: weights, and 0) where a key is not seen.
-  __device__ __forceinline__ void scale_and_mask(float (&logits)[4], uint32_t valid, uint32_t key, uint32_t lane,
+  __device__ __forceinline__ void scale_and_mask(float (&logits)[4], uint32_t key, uint32_t lane,
       uint32_t (&limits)[2]) {
     uint32_t index = lane / 4;
-    logits[0] = key + index < min(limits[0], key + valid) ? logits[0] * 0.12751743f : -infinity();
-    logits[1] = key + index < min(limits[1], key + valid) ? logits[1] * 0.12751743f : -infinity();
+    logits[0] = key + index < limits[0] ? logits[0] * 0.12751743f : -infinity();
+    logits[1] = key + index < limits[1] ? logits[1] * 0.12751743f : -infinity();
     uint32_t tile_key = index + 8;
-    logits[2] = key + tile_key < min(limits[0], key + valid) ? logits[2] * 0.12751743f : -infinity();
-    logits[3] = key + tile_key < min(limits[1], key + valid) ? logits[3] * 0.12751743f : -infinity();
+    logits[2] = key + tile_key < limits[0] ? logits[2] * 0.12751743f : -infinity();
+    logits[3] = key + tile_key < limits[1] ? logits[3] * 0.12751743f : -infinity();
   }
 
   // exp2(logit - highest) in place, and the state shrunk to the new highest logit.
@@ -1550,7 +1550,7 @@ struct DecodeStep {
     float logits[4];
     #pragma unroll
     for (uint32_t element = 0; element < 4; ++element) logits[element] = sums[0][element] + sums[1][element];
-    scale_and_mask(logits, valid, key, lane, limits);
+    scale_and_mask(logits, key, lane, limits);
     weigh(logits, highest, weight_sum, output);
     uint32_t weights_low = matrix_transpose_b16(pack_bf16x2(logits[0], logits[1]));
     uint32_t weights_high = matrix_transpose_b16(pack_bf16x2(logits[2], logits[3]));
@@ -1574,7 +1574,6 @@ struct DecodeStep {
       bool is_cached = tile < tiles;
       uint32_t first_tile = stage * (STAGE_KEYS / 16);
       uint32_t last_tile = min(first_tile + STAGE_KEYS / 16, tiles);
-      uint32_t first_key = begin + stage * STAGE_KEYS;
       uint32_t arrivals_2 = arrivals(first_tile, last_tile, warp, begin);
       uint32_t place = use_stage + stage;
       uint32_t stage_2 = place % 8;
@@ -1587,16 +1586,16 @@ struct DecodeStep {
         uint8_t* newest_values = arena + NEWEST + 16 * HEAD_DIM * 2;
         first_tile = tiles;
         last_tile = all_tiles;
-        first_key = begin + tiles * 16;
-        uint32_t joined = (first_key - newest_begin) * (HEAD_DIM * 2);
+        uint32_t before = begin + tiles * 16 - newest_begin;
+        uint32_t joined = before * (HEAD_DIM * 2);
         keys = newest_keys + joined;
         values = newest_values + joined;
       }
       while (tile < last_tile) {
         uint32_t row = (tile - first_tile) * 16;
+        uint32_t key = begin + tile * 16;
         if (tile == first_newest && is_cached) join_newest(row + cached % 16, newest, lane, keys, values);
-        attend(row, keys_end - (first_key + row), first_key + row, lane, keys, query, limits, highest, weight_sum,
-            output, values);
+        attend(row, keys_end - key, key, lane, keys, query, limits, highest, weight_sum, output, values);
         tile += 8;
       }
       wait_for_u32(float_bits(output[0][0]));
@@ -1803,11 +1802,11 @@ struct DecodeStep {
     float logits_2[4];
     #pragma unroll
     for (uint32_t element = 0; element < 4; ++element) logits_2[element] = sums_2[0][element] + sums_2[1][element];
-    scale_and_mask(logits, valid, key, lane, limits);
+    scale_and_mask(logits, key, lane, limits);
     weigh(logits, highest, weight_sum, output);
     uint32_t weights_low = matrix_transpose_b16(pack_bf16x2(logits[0], logits[1]));
     uint32_t weights_high = matrix_transpose_b16(pack_bf16x2(logits[2], logits[3]));
-    scale_and_mask(logits_2, valid, key, lane, limits_2);
+    scale_and_mask(logits_2, key, lane, limits_2);
     weigh(logits_2, highest_2, weight_sum_2, output_2);
     uint32_t weights_low_2 = matrix_transpose_b16(pack_bf16x2(logits_2[0], logits_2[1]));
     uint32_t weights_high_2 = matrix_transpose_b16(pack_bf16x2(logits_2[2], logits_2[3]));
@@ -1834,7 +1833,6 @@ struct DecodeStep {
       bool is_cached = tile < tiles;
       uint32_t first_tile_2 = stage * (STAGE_KEYS / 16);
       uint32_t last_tile = min(first_tile_2 + STAGE_KEYS / 16, tiles);
-      uint32_t first_key = begin + stage * STAGE_KEYS;
       uint32_t arrivals = arrivals_of_many(first_tile_2, last_tile, key_groups, column_groups, first_tile,
           column_group);
       uint32_t place = use_stage + stage;
@@ -1848,16 +1846,17 @@ struct DecodeStep {
         uint8_t* newest_values = arena + NEWEST + 16 * HEAD_DIM * 2;
         first_tile_2 = tiles;
         last_tile = all_tiles;
-        first_key = begin + tiles * 16;
-        uint32_t joined = (first_key - newest_begin) * (HEAD_DIM * 2);
+        uint32_t before = begin + tiles * 16 - newest_begin;
+        uint32_t joined = before * (HEAD_DIM * 2);
         keys = newest_keys + joined;
         values = newest_values + joined;
       }
       while (tile < last_tile) {
         uint32_t row = (tile - first_tile_2) * 16;
+        uint32_t key = begin + tile * 16;
         if (tile == first_newest && is_cached) join_newest(row + cached % 16, newest, lane, keys, values);
-        attend_of_two_queries(row, keys_end - (first_key + row), first_key + row, lane, keys, query, query_2, limits,
-            highest, weight_sum, output, limits_2, highest_2, weight_sum_2, output_2, values);
+        attend_of_two_queries(row, keys_end - key, key, lane, keys, query, query_2, limits, highest, weight_sum, output,
+            limits_2, highest_2, weight_sum_2, output_2, values);
         tile += key_groups;
       }
       wait_for_u32(float_bits(output[0][0]));

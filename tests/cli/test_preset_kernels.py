@@ -46,26 +46,24 @@ OTHERS: list[tuple[str, dict[str, Any]]] = [
 """Options that a user may give."""
 
 MORE_STACK_BYTES: dict[tuple[str, int], int] = {
-    ("llama-3.2-3b", 8): 64,
-    ("qwen3-0.6b", 8): 72,
-    ("qwen3-4b", 8): 72,
-    ("qwen3-4b", 4): 56,
-    ("qwen3-14b", 8): 80,
+    ("llama-3.2-3b", 8): 32,
+    ("qwen3-0.6b", 8): 32,
+    ("qwen3-4b", 8): 48,
+    ("qwen3-14b", 8): 48,
     ("qwen3-32b", 8): 64,
-    ("mistral-small-24b", 8): 80,
-    ("mistral-small-3.2-24b", 8): 80,
-    ("ministral-3-3b", 8): 56,
-    ("ministral-3-14b", 8): 32,
-    ("phi-4-mini", 8): 48,
-    ("phi-4", 8): 32,
+    ("mistral-small-24b", 8): 40,
+    ("mistral-small-3.2-24b", 8): 40,
+    ("ministral-3-3b", 8): 40,
+    ("ministral-3-14b", 8): 40,
+    ("phi-4-mini", 8): 32,
+    ("phi-4", 8): 40,
     ("smollm3-3b", 8): 32,
     ("gemma-2-2b", 1): 8,
-    ("gemma-2-2b", 8): 40,
-    ("gemma-3-270m", 1): 16,
-    ("gemma-3-1b", 1): 48,
-    ("gemma-3-1b", 8): 64,
+    ("gemma-3-270m", 1): 8,
+    ("gemma-3-1b", 1): 40,
+    ("gemma-3-1b", 8): 72,
     ("gemma-3-4b", 1): 8,
-    ("gemma-3-12b", 1): 16,
+    ("gemma-3-12b", 1): 8,
     ("gemma-3-27b", 1): 8,
     ("exaone-4.0-32b", 1): 8,
     ("qwen3-30b-a3b", 1): 8,
@@ -76,21 +74,20 @@ MORE_STACK_BYTES: dict[tuple[str, int], int] = {
 }
 """By model and batch: mostly of narrow M-tiles. What is laid aside are addresses, taken up again once a phase or an
 item of attention; none is touched in a loop over chunks or keys, but for three words of qwen3-0.6b. Of one token two
-to four words where layers are of several kinds, twelve of Gemma 3 1B, and two where experts are many."""
+to four words where layers are of several kinds, ten of Gemma 3 1B, and two where experts are many."""
 MORE_STACK_BYTES_OF_PROMPTS = {
-    "llama-3.2-1b": 56,
-    "llama-3.2-3b": 32,
+    "llama-3.2-3b": 48,
     "llama-3.1-8b": 72,
-    "qwen3-0.6b": 88,
-    "qwen3-1.7b": 72,
-    "qwen3-4b": 64,
-    "qwen3-8b": 88,
-    "qwen3-14b": 40,
+    "qwen3-0.6b": 64,
+    "qwen3-1.7b": 48,
+    "qwen3-4b": 56,
+    "qwen3-8b": 80,
+    "qwen3-14b": 32,
     "qwen3-32b": 64,
     "qwen2.5-7b": 80,
     "mistral-7b-v0.3": 72,
-    "mistral-small-24b": 32,
-    "mistral-small-3.2-24b": 32,
+    "mistral-small-24b": 48,
+    "mistral-small-3.2-24b": 48,
 }
 """Of steps that read 16 tokens (or 8) of a prompt, which a pass does where there is one."""
 

@@ -177,9 +177,9 @@ class Attention:
 
     @ch.function
     def _limit(self, item: Item, packed: ch.Expr) -> ch.Expr:
-        """The first key of the tile that a packed row does not see; 0 for a row beyond the item's."""
+        """The first key of the item that a packed row does not see; 0 for a row beyond the item's."""
         row = ch.minimum(packed, item.rows - 1)
-        end = ch.minimum(item.end, item.tile.cached + item.tile.new)
+        end = ch.minimum(item.end, item.tile.cached + item.tile.new if self.port.has_newest else item.tile.cached)
         if self.variant.causal:
             position = self.port.position(item.tile.first_column + row // self.sizes.group)
             following = position + 1
@@ -254,7 +254,6 @@ class Attention:
         with self._stages(tile, tiles, all_tiles) as (stage, is_cached):
             first_tile = ch.var(ty.u32, stage * stage_tiles)
             last_tile = ch.var(ty.u32, ch.minimum(first_tile + stage_tiles, tiles))
-            first_key = ch.var(ty.u32, begin + stage * sizes.stage_tokens)
             arrivals = self.sharing.arrivals(share, first_tile, last_tile)
             with self.ring.use_ahead(stage, arrivals, is_cached) as taken:
                 keys = ch.var(ty.ptr_mut(ty.u8), taken.address)
@@ -265,20 +264,20 @@ class Attention:
                         newest_keys, newest_values = self.loads.newest_rows(ty.u8)
                         first_tile.set(tiles)
                         last_tile.set(all_tiles)
-                        first_key.set(begin + tiles * TILE_KEYS)
-                        joined = ch.const(ty.u32, (first_key - newest_begin) * self.loads.row_bytes, name="joined")
+                        before = begin + tiles * TILE_KEYS - newest_begin
+                        joined = ch.const(ty.u32, before * self.loads.row_bytes, name="joined")
                         keys.set(newest_keys + joined)
                         values.set(newest_values + joined)
                 rows = KeyRows(keys, values, sizes.codes)
                 with ch.while_(tile < last_tile):
-                    row = (tile - first_tile) * TILE_KEYS
+                    row, key = (tile - first_tile) * TILE_KEYS, begin + tile * TILE_KEYS
                     if port.has_newest:
                         with ch.if_(tile == first_newest):
                             if asked is not None:
                                 self.loads.bring_newest(newest, asked, epoch)
                             with ch.if_(is_cached):
                                 self.loads.join_newest(rows, row + cached % TILE_KEYS, newest)
-                    self.product.attend(rows, row, keys_end - (first_key + row), first_key + row, queries, states)
+                    self.product.attend(rows, row, keys_end - key, key, queries, states)
                     tile += share.key_groups
                 for state in states:  # a sum of all that was read
                     taken.has_read(prim.float_bits(state.output[0][0]))

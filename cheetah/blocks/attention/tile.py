@@ -351,12 +351,11 @@ class AttentionProduct:
         Keys beyond the valid ones are stale memory, NaN perhaps: select, never multiply.
         """
         index = self.machine.lane // 4
-        limits = [ch.minimum(queries.limits[column], key + valid) for column in range(2)]
         for half in range(2):
             tile_key = index + 8 * half
             for column in range(2):
                 context = self._logit_context(column, key + ch.minimum(tile_key, valid - 1), queries)
-                self._mask(logits[half * 2 + column], key + tile_key < limits[column], context, queries)
+                self._mask(logits[half * 2 + column], key + tile_key < queries.limits[column], context, queries)
 
     def _mask(
         self, place: ch.Expr, is_seen: ch.Expr, context: Mapping[str, Callable[[], Any]], queries: Queries
