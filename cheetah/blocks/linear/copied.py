@@ -7,7 +7,7 @@ too, since nobody looks at their products.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -27,19 +27,10 @@ LANES = 32
 UNIT_BYTES = 2 * UNIT
 
 
-@dataclass(frozen=True)
-class CopiedPiece:
-    """Rows `first_row`, ... (`rows` of them) of a vector, which land together: piece `number` of a half."""
-
-    half: int
-    number: int
-    first_row: int
-    rows: int
-
-
 @dataclass(frozen=True, eq=False)
-class CopiedVector:
-    """A whole vector, in rows of units of 8 elements that the consumer threads work on together."""
+class _Copied:
+    """A vector that a matrix is multiplied by and that is copied, in rows of units of 8 elements that the consumer
+    threads work on together."""
 
     columns: Columns
     matrix: MatrixLayout
@@ -48,77 +39,52 @@ class CopiedVector:
     @property
     def own(self) -> OwnTiles:
         return OwnTiles(self.columns, self.matrix, self.source.kind)
-
-    @property
-    def units(self) -> int:
-        return int(self.matrix.padded_columns) // UNIT * self.columns.limit
-
-    @property
-    def pieces(self) -> list[CopiedPiece]:
-        """As they land."""
-        rows, each = -(-self.units // self.own.row_units), self._rows_each
-        return [
-            CopiedPiece(*divmod(number, PIECES_OF_HALF), first, min(each, rows - first))
-            for number, first in enumerate(range(0, rows, each))
-        ]
-
-    def request(self) -> None:
-        """Behind the grid barrier; a barrier of the consumer warps lies between it and this."""
-        vector = self.columns.machine.region("vector", ty.u8)
-        piece_bytes = self._rows_each * self.own.row_bytes
-        half_bytes = (self._rows_each * PIECES_OF_HALF) * self.own.row_bytes
-        with self.source.copies.requesting():
-            for half in range(2):
-                first = half * half_bytes
-                size = min(half_bytes, self.units * UNIT_BYTES - first)
-                source = self.source.place(first // UNIT_BYTES)
-                self.source.copies.request(half, vector + first, source, size, piece_bytes, self._pieces_of(half))
-
-    def wait(self, piece: CopiedPiece) -> None:
-        self.source.copies.wait(piece.half, piece.number)
-
-    def end(self) -> None:
-        """Every piece that this thread reads of has been waited for."""
-        for half in range(2):
-            self.source.copies.end(half, self._pieces_of(half))
-
-    def _pieces_of(self, half: int) -> int:
-        return sum(piece.half == half for piece in self.pieces)
-
-    @property
-    def _rows_each(self) -> int:
-        rows = -(-self.units // self.own.row_units)
-        return -(-rows // VECTOR_PIECES)
 
 
 @ch.function
 def load_copied(columns: Columns, matrix: MatrixLayout, source: CopySource) -> None:
     """A whole vector; then each warp has what it multiplies."""
-    whole = CopiedVector(columns, matrix, source)
-    own = whole.own
-    whole.request()
-    vector = columns.machine.region("vector", ty.u32x4)
-    for piece in whole.pieces:
-        whole.wait(piece)
-        own.convert(vector, range(piece.first_row, piece.first_row + piece.rows), matrix.k_tiles)
-    own.end()
-    whole.end()
+    CopiedVector(columns, matrix, source).bring()
 
 
-@dataclass(frozen=True, eq=False)
-class CopiedParts:
+class CopiedVector(_Copied):
+    """A whole one: two halves of the region, of some pieces each, all of which are requested at once."""
+
+    @ch.inline
+    def bring(self) -> None:
+        units = int(self.matrix.padded_columns) // UNIT * self.columns.limit
+        own, rows = self.own, -(-units // self.own.row_units)
+        each = -(-rows // VECTOR_PIECES)
+        first_rows = range(0, rows, each)
+        pieces = [len(first_rows[:PIECES_OF_HALF]), len(first_rows[PIECES_OF_HALF:])]
+        self._request(units * UNIT_BYTES, each, pieces)
+        vector = self.columns.machine.region("vector", ty.u32x4)
+        for number, first in enumerate(first_rows):
+            self.source.copies.wait(*divmod(number, PIECES_OF_HALF))
+            own.convert(vector, range(first, min(first + each, rows)), self.matrix.k_tiles)
+        own.end()
+        for half in range(2):  # this thread has waited for every piece that it reads of
+            self.source.copies.end(half, pieces[half])
+
+    def _request(self, size: int, rows: int, pieces: Sequence[int]) -> None:
+        """Behind the grid barrier; a barrier of the consumer warps lies between it and this. rows: of a piece. pieces:
+        of each half."""
+        vector = self.columns.machine.region("vector", ty.u8)
+        piece_bytes = rows * self.own.row_bytes
+        half_bytes = (rows * PIECES_OF_HALF) * self.own.row_bytes
+        with self.source.copies.requesting():
+            for half in range(2):
+                first = half * half_bytes
+                source = self.source.place(first // UNIT_BYTES)
+                own_bytes = min(half_bytes, size - first)
+                self.source.copies.request(half, vector + first, source, own_bytes, piece_bytes, pieces[half])
+
+
+class CopiedParts(_Copied):
     """The parts of a vector as a matrix is sliced, two in shared memory: while one is multiplied the next comes.
 
     Part p lies in half p % 2 of the region. A part is requested when all warps have multiplied the one that it is
     copied over."""
-
-    columns: Columns
-    matrix: MatrixLayout
-    source: CopySource
-
-    @property
-    def own(self) -> OwnTiles:
-        return OwnTiles(self.columns, self.matrix, self.source.kind)
 
     @property
     def count(self) -> int:
