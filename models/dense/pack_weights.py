@@ -29,25 +29,20 @@ from cheetah.models.dense.delta import TAPS_TENSOR, layer_numbers
 from cheetah.models.dense.fused_router import router_row_bytes, router_rows
 from cheetah.models.dense.pieces import BLOCK_BYTES, PIECE_BYTES, STAGING, Job, Piece, ranges
 from cheetah.models.dense.repacked import StagedMatrix, misplaced, staged_matrix
+from cheetah.models.dense.row_groups import GROUP_ROWS, RowGroups, groups_of, rank_groups, rotated_rows, row_groups
 from cheetah.models.dense.weights import (
     BEHIND,
     DELTA_NUMBERS,
     DELTA_TAPS,
     EMBEDDING,
-    GROUP_ROWS,
     HEAD_NORMS,
     SINKS,
-    RowGroups,
     bias_tensors,
     biased_products,
     biases_name,
     biases_of,
-    groups_of,
     matrix_tensors,
     norm_tensors,
-    rank_groups,
-    rotated_rows,
-    row_groups,
     vector_element_bytes,
     vector_shapes,
 )

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cheetah.models.dense.pieces import BLOCK_BYTES, PIECE_BYTES, STAGING, Job, Piece, ranges
-from cheetah.models.dense.weights import RowGroups, SourceRows, groups_of
+from cheetah.models.dense.row_groups import RowGroups, SourceRows, groups_of
 from cheetah.models.formats import Bytes, PackingError, WeightFormat, format_of
 from cheetah.models.formats.quantized_tiles import QuantizedFormat
 from cheetah.models.repacking import Read, ScaleRows, StoredMatrix, stored_matrix

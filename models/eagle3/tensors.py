@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from cheetah.models.config import ModelConfig
 from cheetah.models.dense import weights
+from cheetah.models.dense.row_groups import row_groups
 from cheetah.models.dense.weights import EMBEDDING, FINAL_NORM, HEAD
 from cheetah.models.drafter import LAYER, TOKEN_IDS
 from cheetah.models.family import MatrixRows, Packing, QuantizedMatrix, ReadTensor
@@ -87,7 +88,7 @@ class _RowsOfTokens:
         self._norm, self._epsilon = widen(packing.tensor(EMBEDDING_NORM)), np.float32(config.rms_norm_eps)
         half = slice(0, config.hidden_size)
         parts = [_Columns(rows(name), half)[:] for name in HEADS]
-        groups = weights.row_groups(config, config.table.heads.name)
+        groups = row_groups(config, config.table.heads.name)
         packed = np.zeros((config.qkv_rows, config.hidden_size), np.uint16)
         groups.gather(parts, packed, range(len(groups)))
         self._weights = widen(packed).T

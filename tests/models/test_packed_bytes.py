@@ -10,7 +10,8 @@ from itertools import product
 import numpy as np
 import pytest
 
-from cheetah.models.dense.weights import logical_matrix, row_groups
+from cheetah.models.dense.row_groups import row_groups
+from cheetah.models.dense.weights import logical_matrix
 from cheetah.models.formats import pack_matrix
 from cheetah.models.formats.quantized import EIGHT_ROWS, EVEN_FIRST, QuantizedRows, scheme_of_name
 from cheetah.models.rounding import Bits

@@ -21,14 +21,7 @@ from numpy.typing import DTypeLike, NDArray
 from cheetah.generate import choose_plan, describe_kernel
 from cheetah.manifest import Manifest
 from cheetah.models.dense.reference import Reference
-from cheetah.models.dense.weights import (
-    EMBEDDING,
-    FINAL_NORM,
-    HEAD,
-    logical_matrix,
-    matrix_tensors,
-    tensor_shapes,
-)
+from cheetah.models.dense.weights import EMBEDDING, FINAL_NORM, HEAD, logical_matrix, matrix_tensors, tensor_shapes
 from cheetah.models.formats import unpack_matrix
 from cheetah.models.llama import LlamaConfig
 from cheetah.models.rounding import round_to_bf16
