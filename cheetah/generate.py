@@ -201,7 +201,7 @@ def generate_known_rows(config: ModelConfig, gpu: Gpu, slots: int) -> Generated:
     manifest = described(
         known_rows.KERNEL_NAME,
         gpu,
-        Launch(m_tiles, known_rows.WARPS * 32, known_rows.SHARED_BYTES, cooperative=False),
+        Launch(min(m_tiles, gpu.blocks), known_rows.WARPS * 32, known_rows.SHARED_BYTES, cooperative=False),
         {
             **{name: KernelParameter(*one) for name, one in known_rows.BUFFERS.items()},
             **{name: KernelParameter(ty.u32, meaning) for name, meaning in known_rows.NUMBERS.items()},

@@ -2,8 +2,8 @@
 left of it, side by side.
 
 One product over few tokens, in a launch of its own between that of the other model and those of the drafter: weights
-come as a checkpoint has them, row by row, and so do the tokens' rows. A block has an M-tile, its warps parts of k; a
-fragment's k is in the order in which a lane loads 16 bytes of both, which is the same for both.
+come as a checkpoint has them, row by row, and so do the tokens' rows. A block takes M-tiles in turn, its warps parts of
+k; a fragment's k is in the order in which a lane loads 16 bytes of both, which is the same for both.
 """
 
 from __future__ import annotations

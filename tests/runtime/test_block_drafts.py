@@ -14,12 +14,14 @@ from numpy.typing import NDArray
 from safetensors.numpy import save_file
 
 from cheetah.errors import CheetahError
+from cheetah.generate import generate_known_rows, generate_markov
 from cheetah.models.block_drafter.reference import BlockReference
 from cheetah.models.registry import family_of
 from cheetah.models.rounding import round_to_bf16
+from cheetah.plan import gpu_named
 from cheetah.runtime import LLM, SamplingParams
-from cheetah.runtime.checkpoint.block_drafters import open_block_drafter
-from cheetah.runtime.checkpoint.loading import open_checkpoint
+from cheetah.runtime.checkpoint.block_drafters import RANDOM_BLOCKS, open_block_drafter
+from cheetah.runtime.checkpoint.loading import RANDOM, open_checkpoint
 from cheetah.runtime.engine.completion import Completion
 from cheetah.runtime.outputs import RequestOutput
 from tests.runtime.test_draft_model import asked, drafted_in, ids_of
@@ -201,6 +203,13 @@ def test_who_gives_pages_back_is_known_again_when_it_reads_again(llm: LLM, folde
         assert few.engine.engine.load().preemptions > 0
     drafted = [(ids, tokens) for ids, tokens in proposed if tokens]
     assert len(drafted) > 20 and share_of_float32s(drafted, folder) > 0.9
+
+
+@pytest.mark.parametrize("model", ["qwen3-0.6b", "qwen3-8b"])
+def test_what_is_launched_beside_a_drafters_steps_is_resident_at_once(model: str) -> None:
+    gpu, opened = gpu_named("h200"), open_block_drafter(RANDOM_BLOCKS, open_checkpoint(RANDOM + model))
+    for made in (generate_known_rows(opened.config, gpu, 64), generate_markov(opened.config, gpu, 2)):
+        assert made.manifest.launch.blocks <= gpu.blocks
 
 
 @pytest.mark.parametrize(
