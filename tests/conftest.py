@@ -35,6 +35,8 @@ def pytest_configure(config: pytest.Config) -> None:
     An entry is named by everything that it depends on, so an old one is never wrong; after a week it is removed.
     It lies in pytest's own cache (`pytest --cache-clear` empties it), or where there is none in a temporary folder.
     """
+    # Garbage is looked for rarely: imports and kernels make hundreds of thousands of objects, few of which are any.
+    gc.set_threshold(500_000, 20, 100)
     # A shell ignores SIGINT for what it starts in the background, and so would all that is started from here.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     if config.getoption("--prices"):
@@ -67,10 +69,8 @@ def remove_old(folder: Path) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """What was imported stays: the collector of garbage need not look at it again with every kernel that is made, nor
-    often at a kernel's expressions, of which there are tens of thousands and which die with it."""
+    """What was imported stays: the collector of garbage need not look at it again."""
     gc.freeze()
-    gc.set_threshold(500_000, 20, 100)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
