@@ -230,7 +230,8 @@ class PassPlan:
 
     def _parts(self, layout: MatrixLayout, blocks: int, height: int) -> int:
         """The most parts of as many whole pieces each, an item a block at most."""
-        if layout.k_tiles % layout.piece_tiles:
+        has_rest = isinstance(layout.format, BlockRows) and layout.columns % layout.format.columns
+        if layout.k_tiles % layout.piece_tiles or has_rest:
             return 1
         items = self.row_tiles(layout, height) * (self.cut_tokens // self.tile_tokens)
         return max((count for count in range(1, blocks // items + 1) if layout.pieces % count == 0), default=1)
@@ -257,7 +258,10 @@ class PassPlan:
 
     @staticmethod
     def vector_tiles(layout: MatrixLayout) -> int:
-        """K-tiles of 32 columns that a matrix is multiplied in."""
+        """K-tiles of 32 columns that a matrix is multiplied in: of windows of blocks whole stages of those that the
+        columns have."""
+        if isinstance(layout.format, BlockRows):
+            return round_up(ceil_div(layout.columns, VECTOR_COLUMNS), STAGE_TILES)
         return layout.padded_columns // VECTOR_COLUMNS
 
     def activation_bytes(self, columns: int) -> int:

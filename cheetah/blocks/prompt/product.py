@@ -24,7 +24,7 @@ from cheetah.blocks.prompt.ring import TileRing
 from cheetah.blocks.prompt.weights import STEPS_PER_TILE, WindowWeights, pair_fragments, stage_weights
 from cheetah.lang import prim, ty
 from cheetah.plan import MatrixLayout
-from cheetah.plan.formats import M_TILE_ROWS, WINDOW_LINE_BYTES, TileFormat
+from cheetah.plan.formats import M_TILE_ROWS, WINDOW_BLOCKS, WINDOW_LINE_BYTES, TileFormat
 from cheetah.plan.prompt import STAGE_TILES, PassPlan
 
 
@@ -204,7 +204,9 @@ class TileProduct:
                 if isinstance(weights, WindowWeights):
                     starts = ch.reinterpret(ty.ptr(ty.u32), given.weights) + m_tile * matrix.chunks
                     line = ty.u64(prim.load_constant_u32(starts + piece))
-                    weights.copy_window(self.ring, given.weights, matrix.index_bytes, line * WINDOW_LINE_BYTES, count)
+                    blocks = ch.minimum(ty.u32(plan.vector_tiles(matrix)) - piece * WINDOW_BLOCKS, WINDOW_BLOCKS)
+                    begin = line * WINDOW_LINE_BYTES
+                    weights.copy_window(self.ring, given.weights, matrix.index_bytes, begin, blocks, count)
                 else:
                     source = given.weights + (wave_bytes + ty.u64(matrix.piece_address(piece, position, width)))
                     weights.copy(self.ring, source, ty.u32(0) + matrix.tiles_of_piece(piece), count, matrix.halves)

@@ -26,7 +26,6 @@ from cheetah.plan.formats import (
     BF16,
     BLOCKS_OF_TILE,
     VECTOR_COLUMNS,
-    WINDOW_BLOCKS,
     WINDOW_LINE_BYTES,
     BlockRows,
     BlockTiles,
@@ -233,12 +232,14 @@ class WindowWeights(Bf16Weights):
     format: BlockRows
 
     @ch.inline
-    def copy_window(self, ring: TileRing, matrix: ch.Expr, zeros: int, window: ch.Expr, count: ch.Expr) -> None:
-        """In the weights role, for `count` lanes, all stages of a window (u64 byte of `matrix`) of each lane's M-tile.
-        zeros: byte of the block of zeros."""
+    def copy_window(
+        self, ring: TileRing, matrix: ch.Expr, zeros: int, window: ch.Expr, blocks: ch.Expr, count: ch.Expr
+    ) -> None:
+        """In the weights role, for `count` lanes, the stages of the first `blocks` places of a window (u64 byte of
+        `matrix`) of each lane's M-tile. zeros: byte of the block of zeros."""
         here = matrix + window
         there = ch.const(ty.u32, prim.load_constant_u32(here), name="there")
-        with ch.for_(0, WINDOW_BLOCKS, STAGE_TILES, unroll=1, name="first") as first:
+        with ch.for_(0, blocks, STAGE_TILES, unroll=1, name="first") as first:
             with ring.fill_weights(STAGE_TILES * BF16.tile_bytes * count, count) as (stage, barrier):
                 for index in range(STAGE_TILES):
                     bit = ch.const(ty.u32, ty.u32(1) << first + index, name="bit")
