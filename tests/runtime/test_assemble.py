@@ -252,7 +252,7 @@ def test_a_second_kernel_shares_the_model_and_the_cache_and_nothing_else() -> No
     made = assemble(tiny_weights(), device=device, generate_kernel=generate_kernel, quiet=True, prompt_tokens=8)
     assert made.prompts is not None and (made.launcher.tokens, made.prompts.tokens) == (1, 8)
     mine, others = made.launcher._buffers, made.prompts._buffers
-    assert {name for name in mine if mine[name] is others.get(name)} == {*shared_buffers(tiny_config())} - {"kv_scales"}
+    assert {name for name in mine if mine[name] is others.get(name)} == {*shared_buffers(tiny_config())} & {*mine}
     needed = sum(buffer.nbytes for buffer in device.buffers) + 64 * tiny_config().vocab_size * 4
     assert made.memory.total_bytes == needed, "memory is told with both kernels' buffers"
     made.close()
