@@ -109,7 +109,7 @@ def worst(scheduler: str = "random", seed: int = 1) -> float:
 @pytest.mark.slow
 @pytest.mark.compiler
 def test_logits_are_float32s_under_every_schedule_and_bugs_show() -> None:
-    schedules = [(scheduler, seed) for scheduler in ("round_robin", "random", "priority") for seed in (0, 1)]
+    schedules = [("round_robin", 0), ("random", 0), ("random", 1), ("priority", 0)]
     assert max(worst(*schedule) for schedule in schedules) < NEAR
     for number, bug in enumerate(BUGS, 1):
         with chosen(rig()[0], number):
