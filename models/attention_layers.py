@@ -13,9 +13,6 @@ from numpy.typing import NDArray
 from cheetah.models.layer_kind import AttentionKind, PositionScale
 from cheetah.models.rope import Rope, rope_table
 
-EVERY_KEY = 1 << 30
-"""How many keys a query sees where it sees all: no context has as many."""
-
 
 @dataclass(frozen=True)
 class Rotation:

@@ -9,6 +9,8 @@ from cheetah import lang as ch
 from cheetah.lang import ty
 
 WORD_BITS = 32
+EVERY_KEY = ch.named("EVERY_KEY", 1 << 30)
+"""How many keys a query sees where it sees all: no context has as many."""
 
 
 def by_layer(numbers: Sequence[int], layer: ch.Value) -> Any:
@@ -56,3 +58,11 @@ def chosen(values: Sequence[Any], index: Any) -> Any:
     for number, value in reversed(list(enumerate(values[:-1]))):
         found = ch.select(index == number, value, found)
     return found
+
+
+def window_keys(window: int | None, windows: Sequence[int | None]) -> int:
+    """How many keys a token sees in layers of that window, of the `windows` that layers have: under a name in the text,
+    where they have no other."""
+    if window is None:
+        return EVERY_KEY
+    return ch.named("WINDOW", window) if {*windows} <= {window, None} else window

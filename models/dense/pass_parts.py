@@ -7,7 +7,7 @@ from typing import Any
 
 from cheetah import lang as ch
 from cheetah.blocks.attention.cache import KvCache
-from cheetah.blocks.by_layer import by_layer
+from cheetah.blocks.by_layer import by_layer, window_keys
 from cheetah.blocks.linear.names import with_all_names
 from cheetah.blocks.prompt.attention import PassAttention
 from cheetah.blocks.prompt.expert_tiles import ExpertTiles
@@ -29,7 +29,6 @@ from cheetah.blocks.prompt.ring import TileRing
 from cheetah.blocks.timeline import Timeline
 from cheetah.lang import prim, ty
 from cheetah.models.act_order import places_shape
-from cheetah.models.attention_layers import EVERY_KEY
 from cheetah.models.dense.page import Kept, NormBehind
 from cheetah.models.dense.pass_launch import PassLaunch
 from cheetah.models.dense.pass_sizes import HEAD_SECTIONS, JOINT, KEPT, PARTS, RESIDUAL_SECTIONS, SLOTS, PassSizes
@@ -126,7 +125,7 @@ class PassParts:
         layers = self.sizes.layers
         if layers.windows == (None,):
             return None
-        keys = [window or EVERY_KEY for window in layers.windows]
+        keys = [window_keys(window, layers.windows) for window in layers.windows]
         return by_layer([keys[number] for number in layers.window_of_layer], layer)
 
     def attention(self, layer: Any) -> PassAttention:

@@ -19,7 +19,7 @@ from cheetah.blocks.attention.schedule import Schedule
 from cheetah.blocks.attention.shipped_variants import combined, full, learned_sink, soft_cap
 from cheetah.blocks.attention.step_port import LayerSinks, NormalisedHeads, ProjectedHeads, Projection, StepPort
 from cheetah.blocks.attention.variants import CAUSAL, Variant
-from cheetah.blocks.by_layer import by_layer, chosen
+from cheetah.blocks.by_layer import by_layer, chosen, window_keys
 from cheetah.blocks.columns import POSITION
 from cheetah.blocks.delta.memory import DeltaMemory, DeltaParameters
 from cheetah.blocks.delta.norms import NormedHeads
@@ -38,7 +38,6 @@ from cheetah.blocks.linear.taps import Tap, place_of_layer
 from cheetah.blocks.machine import Machine
 from cheetah.blocks.verified_tokens import VerifiedTokens
 from cheetah.lang import ty
-from cheetah.models.attention_layers import EVERY_KEY
 from cheetah.models.config import ModelConfig
 from cheetah.models.dense.head_parts import HeadParts
 from cheetah.models.dense.launch import Launch, bias_rows, biases_of_layer
@@ -140,7 +139,7 @@ class StepParts(HeadParts):
         """What attention computes in a layer."""
         kind, windows = self.layers.common, self.layers.windows
         variants = [CAUSAL if kind.causal else full()]
-        before = [ty.u32((window or EVERY_KEY) - 1) for window in windows]
+        before = [ty.u32(window_keys(window, windows) - 1) for window in windows]
         if windows != (None,):
             variants.append(Variant.windowed(lambda: chosen(before, self.schedule.kind)))
         if kind.soft_cap is not None:

@@ -68,7 +68,6 @@ MORE_STACK_BYTES: dict[tuple[str, int], int] = {
     ("exaone-4.0-32b", 1): 8,
     ("qwen3-30b-a3b", 1): 8,
     ("qwen3-coder-30b-a3b", 1): 8,
-    ("gpt-oss-20b", 1): 8,
     ("gpt-oss-120b", 1): 8,
     ("afm-4.5b", 1): 8,
     ("qwen3.5-0.8b", 1): 16,

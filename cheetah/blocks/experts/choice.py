@@ -28,7 +28,7 @@ from cheetah.lang.primitives.exchange import UNITS
 from cheetah.plan.index import ceil_div
 from cheetah.plan.products import EXPERT_LIST, Experts, logit_words
 
-NO_RANK = 255
+NO_RANK = ch.named("NO_RANK", 255)
 """In `expert_ranks`: the column did not choose the expert."""
 WORDS = 4
 """Of a unit of an exchange."""

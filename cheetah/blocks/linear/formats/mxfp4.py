@@ -20,16 +20,19 @@ from cheetah.blocks.linear.formats.sizes import EXPONENT_AT
 from cheetah.lang import prim, ty
 from cheetah.plan.formats import M_TILE_ROWS, RAISED_BY, SCALE_BIAS
 
-NUMBERS = 0x81C081C0
+NUMBERS = ch.bits("E2M1_BITS", 0x81C081C0)
 """The bits of two bf16 numbers that codes give."""
-PLACES = {LOW_NIBBLES: 1 << 12 | 1 << 6, HIGH_NIBBLES: 1 << 8 | 1 << 2}
+PLACES = {
+    LOW_NIBBLES: ch.named("PLACES_OF_LOW_NIBBLES", 1 << 12 | 1 << 6),
+    HIGH_NIBBLES: ch.named("PLACES_OF_HIGH_NIBBLES", 1 << 8 | 1 << 2),
+}
 """What nibbles are multiplied by, so that their signs come to the upper place and the rest to the lower one."""
 CODES_SMALLER_BY = 126
 SCALES_LARGER_BY = 100
 """What scales of nvfp4 are raised by, which have so much room: with codes as they are products are no subnormals."""
-SCALE_PLACES = 1 << 4 | 1 << 20
+SCALE_PLACES = ch.named("SCALE_PLACES", 1 << 4 | 1 << 20)
 """What a scale's byte is multiplied by, to lie below the exponents of two bf16 numbers."""
-SCALE_EXPONENTS = (127 - SCALE_BIAS + SCALES_LARGER_BY) * (1 << 7 | 1 << 23)
+SCALE_EXPONENTS = ch.named("SCALE_EXPONENTS", (127 - SCALE_BIAS + SCALES_LARGER_BY) * (1 << 7 | 1 << 23))
 """What they lack."""
 
 
