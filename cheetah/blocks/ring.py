@@ -155,21 +155,9 @@ class Ring:
     def _bound_all_requests(self, most: ch.Expr) -> None:
         """In the producer role: let chunks land until one more may be requested."""
         with ch.for_(most, self.under_way + 1, unroll=1):
-            self._land()
+            prim.mbarrier_wait(self.full + self.landed.stage, self.landed.parity)
+            self.landed.advance()
         self.under_way.set(ch.minimum(self.under_way + 1, most))
-
-    @ch.inline
-    def _land(self) -> None:
-        """In the producer role: let the oldest chunk land that was requested and is not known to have landed."""
-        prim.mbarrier_wait(self.full + self.landed.stage, self.landed.parity)
-        self.landed.advance()
-
-    @ch.function
-    def settle(self) -> None:
-        """In the producer role, where nothing can be requested yet: let all that was requested land."""
-        with ch.for_(self.under_way, unroll=1):
-            self._land()
-        self.under_way.set(0)
 
     def begin_waiting(self) -> None:
         """In the consumer role: the block waits for a vector, or will before it has used what lies in the ring."""

@@ -386,8 +386,6 @@ class Dealt(Share):
     def about_finish(self) -> str:
         return f"The block's M-tiles of the chosen experts' {self.matrix.name}: sums added up, rows finished."
 
-    is_awaited = True
-
     def begin(self, role: ch.Role) -> None:
         self.list.begin_following(role)
 

@@ -85,8 +85,6 @@ class Matvec:
             self._fetch(share.matrix, record_of(share.matrix), self.layer_offset)
             return
         with ch.outline(f"fetch_{share.matrix.name}", share.about_fetch):
-            if share.is_awaited:
-                self.ring.settle()
             share.begin(self.machine.producer)
             position = share.position
             matrix = self.weights + (self.layer_offset + share.matrix.offset)

@@ -54,11 +54,6 @@ class Share:
         return f"The block's M-tiles of {self.matrix.name}: the warps' sums added up, the rows finished."
 
     @property
-    def is_awaited(self) -> bool:
-        """Whether `begin` waits, so that nothing can be requested before."""
-        return False
-
-    @property
     def position(self) -> ch.Expr:
         """Where this block stands in every wave."""
         position: ch.Expr = self.matrix.position(self.machine.block)
