@@ -106,7 +106,7 @@ def _pass_header(config: ModelConfig, gpu: Gpu, plan: Plan, pass_plan: PassPlan,
         "",
         "model: " + ", ".join(f"{name} {value}" for name, value in config.shape.describe().items()),
         f"machine: {gpu.name}, {gpu.blocks} blocks of {pass_plan.threads} threads",
-        "pass: " + ", ".join(f"{name} {value}" for name, value in pass_plan.to_dict().items()),
+        "pass: " + ", ".join(f"{name} {value}" for name, value in pass_plan.stated().items()),
         "beside a decode kernel of: " + ", ".join(f"{name} {value}" for name, value in plan.to_dict().items()),
         f"shared memory: {shared.summary}",
     ]

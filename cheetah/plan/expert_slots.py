@@ -11,6 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
+from cheetah.plan.formats import M_TILE_ROWS
 from cheetah.plan.index import ceil_div, round_up
 from cheetah.plan.products import EXPERT_LIST, Experts
 from cheetah.plan.prompt import GROUP_TOKENS, PassPlan
@@ -21,6 +22,10 @@ WORD_TOKENS = 32
 LOADED_WORDS = 4
 """Of which a lane loads so many together."""
 LANES = 32
+SUMMED_TOKENS = 16
+"""Of which the sums of what experts made lie in shared memory, a row of f32 each, with SUMS_PADDING behind it, so that
+lanes that read the same place of neighbouring tokens find it in other banks."""
+SUMS_PADDING = 4
 
 
 @dataclass(frozen=True)
@@ -69,11 +74,12 @@ class ExpertSlots:
     @property
     def regions(self) -> tuple[Region, ...]:
         """Of a block's shared memory: the list of tiles, where each expert's slots and tiles begin, what a warp's lanes
-        chose for each token of a word, and the factors of a tile's slots, two of them in turn."""
+        chose for each token of a word, the factors of a tile's slots, two of them in turn, and sums of rows."""
         return (
             Region(EXPERT_LIST, 4 * (1 + self.tiles)),
             Region(f"{EXPERT_LIST}_barriers", 2 * 8),
             Region("expert_places", 3 * 4 * self.experts.count),
             Region("chosen", 4 * WORD_TOKENS * LANES),
             Region("slot_factors", 2 * 8 * self.plan.tile_tokens),
+            Region("expert_sums", 4 * SUMMED_TOKENS * (self.plan.tile_m_tiles * M_TILE_ROWS + SUMS_PADDING)),
         )

@@ -65,15 +65,15 @@ ACCUMULATOR_BYTES = 512
 """f32 sums of an M-tile and a group of tokens, in the order of a warp's registers: what a residual is kept in."""
 
 
-def stage_format(format: TileFormat) -> TileFormat:
+def stage_format(format: TileFormat, whole: bool = False) -> TileFormat:
     """What a stage has of an M-tile, as a format: two K-tiles of bf16, or one with two of four columns; of some of four
     blocks a whole K-tile, twice; of quantised weights half of a K-tile's codes, with all its scales and zero points
-    behind them."""
+    behind them; or, where they come whole, a K-tile, and every second stage nothing."""
     if isinstance(format, SparseQuantizedTiles):
         return _sparse_stage(format)
     if isinstance(format, BlockRows):  # zeros in the place of what is not there
         return stage_format(BF16)
-    if isinstance(format, BlockTiles):
+    if isinstance(format, BlockTiles) or (whole and isinstance(format, QuantizedTiles)):
         return replace(format, tile_bytes=round_up(format.tile_bytes, SLOT_ALIGNMENT))
     if not isinstance(format, QuantizedTiles):
         count = STAGE_TILES * VECTOR_COLUMNS // format.columns
@@ -95,10 +95,10 @@ def _sparse_stage(format: SparseQuantizedTiles) -> TileFormat:
     return replace(format, tile_bytes=round_up(format.places_at + places, SLOT_ALIGNMENT))
 
 
-def widest_format(layouts: Iterable[MatrixLayout]) -> TileFormat:
+def widest_format(layouts: Iterable[MatrixLayout], whole: bool = False) -> TileFormat:
     """Of these matrices' formats the one whose weights take most of a stage: the stages are of one size, so it says
     which."""
-    return max((layout.format for layout in layouts), key=lambda format: stage_format(format).tile_bytes)
+    return max((layout.format for layout in layouts), key=lambda format: stage_format(format, whole).tile_bytes)
 
 
 @dataclass(frozen=True)
@@ -116,7 +116,7 @@ class PassPlan:
 
     tokens: that it has room for, a multiple of tile_tokens. warpgroups: that multiply, each four M-tiles of a tile.
     cut_tokens: products that have fewer tiles than there are blocks with so many tokens, whole tiles, are cut, see
-    `Cut`; 0: none is. key_tile: keys of a stage in attention."""
+    `Cut`; 0: none is. key_tile: keys of a stage in attention. weights_warps: that bring weights, 1 or 3."""
 
     tokens: int
     tile_tokens: int = 256
@@ -124,6 +124,7 @@ class PassPlan:
     stages: int = 4
     cut_tokens: int = 0
     key_tile: int = 64
+    weights_warps: int = 1
 
     def __post_init__(self) -> None:
         require_positive("PassPlan", **{name: value for name, value in vars(self).items() if name != "cut_tokens"})
@@ -134,15 +135,26 @@ class PassPlan:
             )
         if self.tile_tokens > self.consumer_threads:
             raise PlanError(f"PassPlan: tiles of {self.tile_tokens} tokens with {self.consumer_threads} threads")
+        if self.weights_warps not in (1, WARPGROUP_WARPS - 1):  # activations take one of the warpgroup that copies
+            raise PlanError(f"PassPlan: {self.weights_warps} warps bring weights: give 1 or {WARPGROUP_WARPS - 1}")
 
     def to_dict(self) -> dict[str, Any]:
         """As plain values, for manifests."""
         return asdict(self)
 
+    def stated(self) -> dict[str, Any]:
+        """The same for people: without what is as in most passes."""
+        return {name: value for name, value in self.to_dict().items() if name != "weights_warps" or value != 1}
+
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> PassPlan:
         """The plan that `to_dict` gave; what else is among the values is not looked at."""
         return cls(**{name: values[name] for name in cls.__dataclass_fields__})
+
+    @property
+    def whole_tiles(self) -> bool:
+        """Whether K-tiles of quantised weights come whole, by one copy each: where copies are small and many."""
+        return self.weights_warps > 1
 
     @property
     def consumer_warps(self) -> int:
@@ -191,7 +203,7 @@ class PassPlan:
 
     def weights_bytes(self, format: TileFormat) -> int:
         """Weights of a stage."""
-        return self.tile_m_tiles * stage_format(format).tile_bytes
+        return self.tile_m_tiles * stage_format(format, self.whole_tiles).tile_bytes
 
     @property
     def activation_tile_bytes(self) -> int:
@@ -239,7 +251,7 @@ class PassPlan:
     def _bytes_read(self, layout: MatrixLayout, blocks: int, cut: Cut) -> float:
         """By the block with most items, of a stage's part of k; its activations too, which come from L2."""
         items = self.row_tiles(layout, cut.height) * cut.parts * (self.cut_tokens // self.tile_tokens)
-        a_stage = cut.height * stage_format(layout.format).tile_bytes + STAGE_TILES * self.activation_tile_bytes
+        a_stage = cut.height * stage_format(layout.format, self.whole_tiles).tile_bytes + STAGE_TILES * self.activation_tile_bytes
         return ceil_div(items, blocks) * a_stage / cut.parts
 
     def of_finish(self) -> PassPlan:
@@ -331,7 +343,9 @@ def _tiles(shape: ModelShape, tokens: int, most: int = 256, usual: int = 128) ->
     each = tokens if shape.experts is None else tokens * shape.experts.chosen // shape.experts.count
     tile_tokens = next(size for size in (64, usual, most) if size >= min(each, most))
     key_tile = 64 if tile_tokens > 64 and shape.head_dim <= WARPGROUP_DIMS else 32
-    return {"tile_tokens": tile_tokens, "stages": STAGES_OF[tile_tokens], "key_tile": key_tile}
+    sizes = {"tile_tokens": tile_tokens, "stages": STAGES_OF[tile_tokens], "key_tile": key_tile}
+    # Few tokens leave one warp too little time for the copies of a stage, and narrow M-tiles are twice as many.
+    return sizes if shape.experts is None else {**sizes, "weights_warps": WARPGROUP_WARPS - 1}
 
 
 def _small(head_dim: int) -> dict[str, Any]:

@@ -205,7 +205,7 @@ class PassSizes:
     @property
     def format(self) -> TileFormat:
         """Of the weights of a layer, that which takes most of a stage."""
-        return widest_format(self.matrices.of_layer)
+        return widest_format(self.matrices.of_layer, self.pass_plan.whole_tiles)
 
     @property
     def shared(self) -> SharedMap:

@@ -49,7 +49,7 @@ FORMATS = {
     },
     "experts in eight bits beside bf16": {"gate_up": "fp8-block128", "down": "int8"},
 }
-FEW = PassPlan(tokens=64, tile_tokens=16, warpgroups=1, stages=3, cut_tokens=64, key_tile=16)
+FEW = PassPlan(tokens=64, tile_tokens=16, warpgroups=1, stages=3, cut_tokens=64, key_tile=16, weights_warps=3)
 ALL_CHOSEN = qwen(48, 64, experts=4, chosen=4)
 # name: (configuration, how it is run)
 CASES: dict[str, tuple[ModelConfig, dict[str, Any]]] = {
@@ -59,7 +59,7 @@ CASES: dict[str, tuple[ModelConfig, dict[str, Any]]] = {
     "all experts chosen": (ALL_CHOSEN, {"blocks": 5}),
     "narrow q, k, v and router, two warpgroups, tiles of 20 groups": (
         qwen(256, 64, 2, 16),
-        {"blocks": 5, "pass_plan": replace(PASS, tokens=320, tile_tokens=160, warpgroups=2)},
+        {"blocks": 5, "pass_plan": replace(PASS, tokens=320, tile_tokens=160, warpgroups=2, weights_warps=3)},
     ),
 }
 COUNTS = (30, 23)
@@ -136,6 +136,10 @@ GPT_OSS: dict[str, tuple[dict[str, Any], tuple[str, str] | None]] = {
     "products that are cut": ({"blocks": 13, "pass_plan": FEW}, None),
     "biases of the first expert": ({"blocks": 3}, ("gate_up_biases + layer * 1344 + expert * 192", "gate_up_biases")),
     "o's biases in down, too": ({"blocks": 3}, ("phase <= 3 ? bias : 0.0f", "bias")),
+    "codes of a stage that has none": (
+        {"blocks": 3, "pass_plan": replace(PASS, weights_warps=3)},
+        ("slot = ring + previous * STAGE_BYTES + warp", "slot = memory + warp"),
+    ),
 }
 
 
@@ -234,7 +238,7 @@ BUGS = {
     "the factors of the tile before": ("(slot_factors + factor_turn * TILE_TOKENS)[thread]", "(slot_factors)[thread]"),
     "the second tile of an expert is the first": ("* 2;\nuint32_t first_group", "* 0;\nuint32_t first_group"),
     "groups of other experts are finished": (f"min({PLACES} - before, 2u)", "2u"),
-    "the rows of one expert for all": ("[at]) * 40", "[at - rank]) * 40"),
+    "the rows of one expert for all": ("(slots[index]) * 40", "(slots[index / 3 * 3]) * 40"),
     "the list is followed before it is made": ("mbarrier_wait(made, experts_parity);", ";"),
     "the list ends a tile early": (f"{OF_LIST}[0] = tile;", f"{OF_LIST}[0] = tile - 1;"),
     "words are stored before all tokens have chosen": (

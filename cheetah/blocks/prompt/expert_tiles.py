@@ -40,8 +40,8 @@ class ExpertTiles(MadeList):
 
     @property
     def followers(self) -> int:
-        """The warp that brings weights, and the lane that brings activations."""
-        return 2
+        """The warps that bring weights, and the lane that brings activations."""
+        return 1 + int(self.machine.plan.weights_warps)
 
     def is_lane(self, role: ch.Role) -> bool:
         """Activations are brought by a single lane."""

@@ -24,7 +24,8 @@ class PassMachine:
 
     rank: which of the GPUs that make a pass together this is, a parameter of the launch where there are several.
     The consumer role is every thread of the warpgroups that multiply. Of the warpgroup behind them one warp has the
-    weights role (a lane an M-tile of the tile), one lane of the next the activations role.
+    weights role (a lane an M-tile of the tile), one lane of the next the activations role; the others nothing, or the
+    weights role too.
     """
 
     plan: PassPlan
@@ -59,6 +60,15 @@ class PassMachine:
     def of_all(self, number: ch.Expr, count: int) -> Any:
         """The number over all ranks of a thing of which each has `count`."""
         return number if self.world.size == 1 else self.rank * count + number
+
+    @property
+    def weights_lane(self) -> Any:
+        """In the weights role: the number of this lane, of neighbouring ones in one warp after the other."""
+        if self.plan.weights_warps == 1:
+            return self.lane
+        # Of the warpgroup that copies the second warp brings activations.
+        warp = (self.warp - (self.plan.consumer_warps - 1)) // 2
+        return self.lane * self.plan.weights_warps + warp
 
     @property
     def roles(self) -> tuple[ch.Role, ch.Role, ch.Role]:
@@ -100,7 +110,8 @@ def emit_pass(machine: PassMachine) -> None:
     plan = machine.plan
     with ch.if_(machine.warp >= plan.consumer_warps):
         prim.give_registers()
-        with ch.if_(machine.warp == plan.consumer_warps):
+        several = plan.weights_warps > 1
+        with ch.if_(machine.warp != plan.consumer_warps + 1 if several else machine.warp == plan.consumer_warps):
             ch.comment("the weights: a lane an M-tile of the tile")
             machine.weights.emit_here()
         with ch.if_(machine.thread == machine.consumer_threads + 32):

@@ -181,7 +181,7 @@ class TileProduct:
     def copy_weights(self, matrix: MatrixLayout, given: Given) -> None:
         """In the weights role: a lane an M-tile, 64 columns a stage."""
         self.machine.plan.check(matrix)
-        lane, plan = self.machine.lane, self.machine.plan
+        lane, plan = self.machine.weights_lane, self.machine.plan
         pieces = matrix.pieces // given.parts
         rows, slots = plan.row_tiles(matrix, given.height) * given.parts, given.tiles
         with self.tiles(rows, self.token_tiles if slots is None else slots.count) as tile:
@@ -200,7 +200,7 @@ class TileProduct:
                 wave_bytes = ch.const(ty.u64, wave_bytes + ty.u64(expert) * matrix.expert_bytes, name="wave_bytes")
             name = "piece" if matrix.is_narrow else "chunk"
             with ch.for_(part * pieces, (part + 1) * pieces, unroll=1, name=name) as piece:
-                weights = stage_weights(matrix.format, self.machine.lane)
+                weights = stage_weights(matrix.format, self.machine.weights_lane, plan.whole_tiles)
                 if isinstance(weights, WindowWeights):
                     starts = ch.reinterpret(ty.ptr(ty.u32), given.weights) + m_tile * matrix.chunks
                     line = ty.u64(prim.load_constant_u32(starts + piece))
@@ -442,7 +442,7 @@ class TileProduct:
         stage = ch.const(ty.u32, ring.using.stage, name="stage")
         ring.wait()
         memory = ring.memory + stage * ring.stage_bytes
-        operands.load(memory, turn.number, steps, fragments)
+        operands.load(memory, ring.memory + previous * ring.stage_bytes, turn.number, steps, fragments)
         # The registers were loaded before the products read them.
         prim.wgmma_fence()
         descriptor = prim.matrix_descriptor(memory + ring.weights_bytes, UNIT_BYTES, GROUP_BYTES)
@@ -541,9 +541,10 @@ class StageOperands:
     lists: TileLists | None = None
 
     @ch.inline
-    def load(self, stage: Any, turn: int, steps: int, fragments: Any) -> None:
-        """`steps` operands of this warp's M-tile, see `StageWeights`; those of two narrow M-tiles as those of one."""
-        self._load_as_one_of(by_format(self.cases), stage, turn, steps, fragments)
+    def load(self, stage: Any, before: Any, turn: int, steps: int, fragments: Any) -> None:
+        """`steps` operands of this warp's M-tile, see `StageWeights`; those of two narrow M-tiles as those of one.
+        before: the stage before, which is not given back yet."""
+        self._load_as_one_of(by_format(self.cases), (stage, before), turn, steps, fragments)
         if steps == STAGE_TILES * STEPS_PER_TILE:  # narrow M-tiles have no less
             pair_fragments(fragments, self.paired)
         if self.lists is not None:
@@ -552,17 +553,20 @@ class StageOperands:
                     with in_phases(self.phase, [case], self.cases):
                         self.lists.put(case, steps, fragments)
 
-    def _load_as_one_of(self, formats: Sequence[tuple[TileFormat, list[Case]]], stage: ch.Expr, *how: Any) -> None:
+    def _load_as_one_of(
+        self, formats: Sequence[tuple[TileFormat, list[Case]]], stages: tuple[Any, Any], turn: int, *how: Any
+    ) -> None:
         """The present phase's format is one of these. The last is not asked for: a way around all of them would keep
         the registers of the stage before alive."""
         (format, its), *others = formats
         if not others:
-            stage_weights(format, self.machine.lane).load(stage, self.machine.warp, *how)
+            weights = stage_weights(format, self.machine.lane, self.machine.plan.whole_tiles)
+            weights.load(stages[turn % weights.stages_of_tile], self.machine.warp, turn, *how)
             return
         with in_phases(self.phase, its, self.cases):
-            self._load_as_one_of([(format, its)], stage, *how)
+            self._load_as_one_of([(format, its)], stages, turn, *how)
         with ch.else_():
-            self._load_as_one_of(others, stage, *how)
+            self._load_as_one_of(others, stages, turn, *how)
 
 
 @dataclass(frozen=True, eq=False)

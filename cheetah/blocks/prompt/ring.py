@@ -20,6 +20,7 @@ from cheetah.lang import prim, ty
 from cheetah.plan.formats import BF16, TileFormat
 
 ROLES_THAT_FILL = 2
+WEIGHTS_BARRIER = 2
 
 
 class TileRing:
@@ -70,9 +71,9 @@ class TileRing:
         of which each of these lanes brings some, or there are none. The others pass the stage by."""
         cursor = self.of_weights
         barrier = self.full + cursor.stage
-        with ch.if_(self.machine.lane < lanes):
+        with ch.if_(self.machine.weights_lane < lanes):
             prim.mbarrier_wait(self.empty + cursor.stage, cursor.parity)
-            with ch.if_(self.machine.lane == 0):
+            with ch.if_(self.machine.weights_lane == 0):
                 prim.mbarrier_arrive_expect_tx(barrier, announced)
             yield self.memory + cursor.stage * self.stage_bytes, barrier
         cursor.advance()
@@ -83,6 +84,8 @@ class TileRing:
         they would look at a stage of a later tile too early or too late, since a parity tells two neighbouring passes
         over the ring apart only. Who fills a stage is waited for by whoever uses it, and cannot fall behind."""
         prim.warp_barrier()
+        if (warps := self.machine.plan.weights_warps) > 1:
+            prim.named_barrier(WEIGHTS_BARRIER, 32 * warps)
 
     @contextmanager
     @ch.inline

@@ -45,9 +45,12 @@ LOAD_BYTES = 32 * 16
 class StageWeights(ABC):
     """Weights of one format. lane: of the warp."""
 
+    stages_of_tile = 1
+    """In which a K-tile is read, that comes with the first of them."""
+
     def __init__(self, format: Any, lane: ch.Expr) -> None:
         self.format, self.lane = format, lane
-        self.slot: Any = format_with_names(stage_format(format), " slot")
+        self.slot: Any = format_with_names(stage_format(format, self.stages_of_tile > 1), " slot")
 
     @ch.inline
     def copy(self, ring: TileRing, source: Any, tiles: Any, count: Any, halves: int = 1) -> None:
@@ -63,7 +66,7 @@ class StageWeights(ABC):
     @abstractmethod
     def load(self, stage: Any, warp: Any, turn: int, steps: int, fragments: Any) -> None:
         """In the consumer role: `steps` operands A of a warp's M-tile of a full stage, the M-tile's stages taking turns
-        0 and 1."""
+        0 and 1. stage: that with which the weights came."""
 
     def place(self, stage: ch.Expr, index: ch.Expr) -> Any:
         """Where the weights of the stage's M-tile `index` begin."""
@@ -275,17 +278,40 @@ class QuantizedWeights(StageWeights):
         of_stage: Any = SimpleNamespace(address=slot)
         tiles: Any = FRAGMENTS[self.format.parts[0]](of_stage, self.lane, self.slot)
         codes = ch.reinterpret(ty.ptr(ty.u32x4), slot)
-        loads = range(self.slot.scales_at // LOAD_BYTES)
+        each = self.slot.scales_at // LOAD_BYTES // self.stages_of_tile
+        first = turn % self.stages_of_tile * each
+        loads = range(first, first + each)
         tiles.words = [ch.const(ty.u32x4, codes[self.lane + index * 32], name="words") for index in loads]
         tiles.begin_parts(slot, turn * STAGE_TILES)
-        groups, scales, excess = self.format.groups, {}, {}
+        groups, scales, excess, exact = self.format.groups, {}, {}, {}
         for part in range(steps // STEPS_PER_TILE):
             group = (turn * STAGE_TILES + part) * groups // (self.format.columns // VECTOR_COLUMNS)
             if group not in scales:
-                excess[group], scales[group] = tiles.excess(slot, group), tiles.scales(slot, group)
+                exact[group] = tiles.exact_scales(slot, group)
+                excess[group] = tiles.excess(slot, group)
+                scales[group] = None if exact[group] is not None else tiles.scales(slot, group)
             for half, operand in enumerate(tiles.codes_of(part)):
                 terms = [operand] if excess[group] is None else [operand, excess[group]]
-                fragments[part * STEPS_PER_TILE + half] = _operand(tiles, terms, scales[group])
+                step = part * STEPS_PER_TILE + half
+                if exact[group] is None:
+                    fragments[step] = _operand(tiles, terms, scales[group])
+                else:
+                    fragments[step] = _scaled(_operand(tiles, terms, None), exact[group])
+
+
+class WholeWeights(QuantizedWeights):
+    """A K-tile comes whole, by one copy, and is read in two stages: the first is given back behind the other's loads."""
+
+    stages_of_tile = 2
+
+    @ch.inline
+    def copy(self, ring: TileRing, source: Any, tiles: Any, count: Any, halves: int = 1) -> None:
+        tile_bytes = self.format.tile_bytes
+        with ch.for_(tiles, unroll=1, name="k_tile") as k_tile:
+            with ring.fill_weights(tile_bytes * count, count) as (stage, barrier):
+                prim.bulk_copy(self.place(stage, self.lane), source + k_tile * tile_bytes, tile_bytes, barrier)
+            with ring.fill_weights(0, count):  # all of these lanes wait: a parity tells two passes by a stage apart
+                pass
 
 
 def _operand(tiles: Any, terms: list[Any], scales: tuple[Any, Any] | None) -> ch.Expr:
@@ -302,6 +328,13 @@ def _operand(tiles: Any, terms: list[Any], scales: tuple[Any, Any] | None) -> ch
         low = sum_of([prim.bf16x2_low(getattr(term, member)) * first for term in terms])
         high = sum_of([prim.bf16x2_high(getattr(term, member)) * first for term in terms])
         words.append(prim.pack_bf16x2(low * factor, high * factor))
+    return prim.make_u32x4(*words)
+
+
+def _scaled(operand: Any, scales: tuple[Any, Any]) -> ch.Expr:
+    """An operand times the scales of rows g and g + 8, which are pairs of bf16."""
+    operand = ch.const(ty.u32x4, operand, name="raised")
+    words = (prim.multiply_bf16x2(getattr(operand, word), scales[index % 2]) for index, word in enumerate("xyzw"))
     return prim.make_u32x4(*words)
 
 
@@ -322,8 +355,8 @@ def pair_fragments(fragments: ch.Expr, paired: Any) -> None:
             setattr(of_second, earlier, ch.select(paired != 0, kept, other))
 
 
-def stage_weights(format: TileFormat, lane: ch.Expr) -> StageWeights:
-    """How weights of a format come."""
+def stage_weights(format: TileFormat, lane: ch.Expr, whole: bool = False) -> StageWeights:
+    """How weights of a format come; whole: K-tiles of quantised ones."""
     if isinstance(format, BlockRows):
         return WindowWeights(format, lane)
     if isinstance(format, BlockTiles):
@@ -332,4 +365,5 @@ def stage_weights(format: TileFormat, lane: ch.Expr) -> StageWeights:
         return SparseWeights(format, lane)
     if isinstance(format, SparseQuantizedTiles):
         return (SparseInt4Weights if format.kind == "int4" else SparseE4m3Weights)(format, lane)
-    return (QuantizedWeights if isinstance(format, QuantizedTiles) else Bf16Weights)(format, lane)
+    quantized = WholeWeights if whole else QuantizedWeights
+    return (quantized if isinstance(format, QuantizedTiles) else Bf16Weights)(format, lane)

@@ -27,6 +27,8 @@ PLACES = {
     HIGH_NIBBLES: ch.named("PLACES_OF_HIGH_NIBBLES", 1 << 8 | 1 << 2),
 }
 """What nibbles are multiplied by, so that their signs come to the upper place and the rest to the lower one."""
+EXPONENTS = ch.bits("EXPONENTS_OF_PAIR", 0x00800080)
+"""What a biased exponent is multiplied by, to be a power of two twice, as bf16."""
 CODES_SMALLER_BY = 126
 SCALES_LARGER_BY = 100
 """What scales of nvfp4 are raised by, which have so much room: with codes as they are products are no subnormals."""
@@ -60,10 +62,19 @@ class Mxfp4Fragments(ChainedFragments):
 
     def scales(self, first: Any, index: int) -> tuple[Any, Any] | None:
         """The smallest scale, 2^-127, is taken as 0: a float has no normal number for it."""
+        pair = self._exponents(first, index)
+        return prim.bits_float((pair & 0xFF) << EXPONENT_AT), prim.bits_float((pair >> 8) << EXPONENT_AT)
+
+    def exact_scales(self, first: Any, index: int) -> tuple[Any, Any] | None:
+        pair = self._exponents(first, index)
+        low, high = (ch.const(ty.u32, byte * EXPONENTS, name="scale") for byte in (pair & 0xFF, pair >> 8))
+        return low, high
+
+    def _exponents(self, first: Any, index: int) -> ch.Expr:
         pairs = ch.reinterpret(ty.ptr(ty.u16), first + (self.format.scales_at + index * M_TILE_ROWS))
         pair = ch.const(ty.u32, ty.u32(pairs[self.lane // 4]), name="exponents")
         self.read(pair)
-        return prim.bits_float((pair & 0xFF) << EXPONENT_AT), prim.bits_float((pair >> 8) << EXPONENT_AT)
+        return pair
 
 
 class Nvfp4Fragments(Mxfp4Fragments):
@@ -95,4 +106,7 @@ class Nvfp4Fragments(Mxfp4Fragments):
         return ch.const(ty.u32x4, prim.make_u32x4(*words), name="scaled")
 
     def scales(self, first: Any, index: int) -> None:
+        """None beside the codes'."""
+
+    def exact_scales(self, first: Any, index: int) -> None:
         """None beside the codes'."""

@@ -69,6 +69,11 @@ class QuantizedFragments(Fragments):
         self.read(prim.float_bits(high))
         return (low * 2.0**self.smaller_by, high * 2.0**self.smaller_by) if self.smaller_by else (low, high)
 
+    def exact_scales(self, first: Any, index: int) -> tuple[Any, Any] | None:
+        """The scales of group `index` of the tile, of rows g and g + 8, as pairs of bf16 (u32), where a code times
+        them is a bf16 number; else None."""
+        return None
+
     def read(self, word: ch.Expr) -> None:
         """A load from the stage gave this word (u32)."""
         self.have_read ^= word
