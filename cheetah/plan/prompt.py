@@ -251,7 +251,10 @@ class PassPlan:
     def _bytes_read(self, layout: MatrixLayout, blocks: int, cut: Cut) -> float:
         """By the block with most items, of a stage's part of k; its activations too, which come from L2."""
         items = self.row_tiles(layout, cut.height) * cut.parts * (self.cut_tokens // self.tile_tokens)
-        a_stage = cut.height * stage_format(layout.format, self.whole_tiles).tile_bytes + STAGE_TILES * self.activation_tile_bytes
+        a_stage = (
+            cut.height * stage_format(layout.format, self.whole_tiles).tile_bytes
+            + STAGE_TILES * self.activation_tile_bytes
+        )
         return ceil_div(items, blocks) * a_stage / cut.parts
 
     def of_finish(self) -> PassPlan:

@@ -300,7 +300,7 @@ class QuantizedWeights(StageWeights):
 
 
 class WholeWeights(QuantizedWeights):
-    """A K-tile comes whole, by one copy, and is read in two stages: the first is given back behind the other's loads."""
+    """A K-tile comes whole, by one copy, for two stages: the first is given back behind the loads of the other."""
 
     stages_of_tile = 2
 
