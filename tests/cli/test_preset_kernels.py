@@ -64,12 +64,7 @@ MORE_STACK_BYTES: dict[tuple[str, int], int] = {
     ("gemma-3-1b", 8): 72,
     ("gemma-3-4b", 1): 8,
     ("gemma-3-12b", 1): 8,
-    ("gemma-3-27b", 1): 8,
     ("exaone-4.0-32b", 1): 8,
-    ("qwen3-30b-a3b", 1): 8,
-    ("qwen3-coder-30b-a3b", 1): 8,
-    ("gpt-oss-120b", 1): 8,
-    ("afm-4.5b", 1): 8,
     ("qwen3.5-0.8b", 1): 16,
     ("qwen3.5-2b", 1): 24,
     ("qwen3.5-4b", 1): 32,
@@ -78,8 +73,7 @@ MORE_STACK_BYTES: dict[tuple[str, int], int] = {
 }
 """By model and batch: mostly of narrow M-tiles. What is laid aside are addresses, taken up again once a phase or an
 item of attention; none is touched in a loop over chunks or keys, but for three words of qwen3-0.6b. Of one token two
-to four words where layers are of several kinds, ten of Gemma 3 1B, two where experts are many, and four to eight beside
-Gated DeltaNet."""
+words in five models, ten of Gemma 3 1B, and four to eight beside Gated DeltaNet."""
 MORE_STACK_BYTES_OF_PROMPTS = {
     "llama-3.2-3b": 48,
     "llama-3.1-8b": 72,
