@@ -166,5 +166,5 @@ def test_the_sums_of_vectors_are_made_beside_the_first_m_tile(instead: str) -> N
 @pytest.mark.slow
 @pytest.mark.compiler
 def test_lanes_that_do_not_wait_for_the_sums_of_vectors_are_a_race() -> None:
-    with pytest.raises(Race, match="read of 4 bytes .* on shared memory .* with write of 4 bytes"):
+    with pytest.raises(Race, match="read of 8 bytes .* on shared memory .* with write of 4 bytes"):
         planted_in_sums("    warp_barrier();\n  }\n", "  }\n", "void sum_chunk(", sanitize=True)
