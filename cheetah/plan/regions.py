@@ -42,8 +42,7 @@ def kernel_regions(shape: ModelShape, plan: Plan, gpu: Gpu) -> tuple[Region, ...
     that are to be added to it, behind a norm. rope: cos and sin of every token's position, by each table. head_scales:
     1/rms of every token's queries, and of its keys. warp_candidates: of every group of adding warps and column.
     dealt: the router's input as experts take it, where that differs from what the router has in the region vector.
-    columns: what the step's tokens are; column_slots: where the states of their sequences lie. experts, with others:
-    see `expert_regions`. chosen: what was sampled.
+    columns: what the step's tokens are. experts, with others: see `expert_regions`. chosen: what was sampled.
     step_done: two mbarriers. next_token: of every column, then whether the launch ends.
     Where drafts are verified, done: how far sequences are, in two copies, and how many tokens were drafted for each;
     lookup: what is looked up.
@@ -77,7 +76,6 @@ def kernel_regions(shape: ModelShape, plan: Plan, gpu: Gpu) -> tuple[Region, ...
         *attention_records(plan, len(shape.windows_in(plan.max_context))),
         Region("warp_candidates", plan.finishing_groups * plan.tokens * 8),
         Region("columns", plan.tokens * 9 * 4),
-        *([] if shape.delta is None else [Region("column_slots", plan.tokens * 4)]),
         Region("chosen", plan.tokens * 4),
         *expert_regions(shape.experts, plan.tokens),
         *_fused_router_regions(shape, plan, gpu),

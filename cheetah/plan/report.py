@@ -227,7 +227,7 @@ class Report:
         shape, plan = self.shape, self.plan
         lengths = [self.context] * plan.batch
         rank = shape.of_rank(self.gpu.ranks)
-        sizes = (rank.kv_heads, self.gpu.blocks, rank.group, KV_TILE_TOKENS, shape.least_keys(self.gpu.kv_chunk_min))
+        sizes = (rank.kv_heads, self.gpu.blocks, rank.group, KV_TILE_TOKENS, self.gpu.kv_chunk_min)
         schedule = kv_plan(lengths, *sizes, chunk=plan.kv_chunk)
         token_bytes = 2 * plan.kv_element_bytes * shape.head_dim
         shares = []

@@ -9,15 +9,7 @@ from typing import TypeVar
 
 from cheetah.plan.delta import DeltaHeads
 from cheetah.plan.errors import PlanError, require_positive
-from cheetah.plan.formats import (
-    BF16,
-    KV_TILE_TOKENS,
-    M_TILE_ROWS,
-    VECTOR_COLUMNS,
-    QuantizedTiles,
-    TileFormat,
-    tile_format,
-)
+from cheetah.plan.formats import BF16, M_TILE_ROWS, VECTOR_COLUMNS, QuantizedTiles, TileFormat, tile_format
 from cheetah.plan.index import round_up
 from cheetah.plan.products import (
     IN_PROJ,
@@ -36,7 +28,6 @@ from cheetah.plan.products import (
     Vector,
 )
 
-USUAL_HEAD_DIM = 128
 AnyPhase = TypeVar("AnyPhase", bound=Phase)
 
 
@@ -173,13 +164,6 @@ class ModelShape:
     def head_rows(self) -> int:
         """Rows of the matrix that makes logits."""
         return self.vocab if self.drafter is None else self.drafter.vocabulary
-
-    def least_keys(self, usual: int) -> int:
-        """Fewest keys of an item of attention, where usually they are so many: beside Gated DeltaNet as many bytes as
-        those have of heads of 128 dims. A few layers have keys there, and wait for the block with the longest item."""
-        if self.delta is None:
-            return usual
-        return round_up(usual * USUAL_HEAD_DIM // max(self.head_dim, USUAL_HEAD_DIM), KV_TILE_TOKENS)
 
     @property
     def group(self) -> int:

@@ -171,8 +171,6 @@ class StepParts(HeadParts):
         with machine.consumer:
             has_new_plan = self.schedule.advance(machine.consumer, step)
             self.columns.begin_step(step)
-            if self.memory is not None:
-                self.memory.begin_step()
             with ch.if_(has_new_plan):
                 self.schedule.keep_all()
             machine.meet()

@@ -180,7 +180,7 @@ class _Plans:
             "blocks": manifest.launch.blocks,
             # Where tokens are drafted a plan is for all that may be there by then: a whole chunk is as good.
             "align": chunk if self._verifies else KV_TILE_TOKENS,
-            "minimum": chunk if self._verifies else config.shape.least_keys(gpu.kv_chunk_min),
+            "minimum": chunk if self._verifies else gpu.kv_chunk_min,
             "chunk": plan.kv_chunk,
             "item_cost": gpu.kv_item_cost,
             # Who has an M-tile of q, k and v less can attend what is cached while others make k and v (1B: 3 %).

@@ -234,11 +234,3 @@ def test_reports_count_what_layers_have() -> None:
     (delta,) = (phase for phase in report.phases if phase.name == "delta")
     assert delta.block_bytes == tuple(count * share * plan.batch for count in (2, 2, 2, 1, 1))
     assert report.exchanges_per_step == 2 + 4 * (3 + 2 + 1 + 2) + (2 + 1 + 2 + 1 + 2) + 3
-
-
-def test_items_have_as_many_bytes_where_few_layers_have_keys() -> None:
-    assert [replace(AWKWARD, **sizes).shape.least_keys(256) for sizes in ({}, WIDE_HEADS)] == [256, 128]
-    assert replace(GATED, delta_layers=()).shape.least_keys(256) == 256
-
-
-WIDE_HEADS: dict[str, Any] = {"head_dim": 256, "delta": DeltaNet(1, 2), "query_heads": 1}

@@ -89,8 +89,9 @@ class DeltaMemory:
         with ch.for_(machine.block, heads.shares, machine.gpu.blocks, unroll=1, name="share") as number:
             share = _Share(number, number // PARTS, number % PARTS, layer)
             with ch.for_(self._count, unroll=1, name="column") as column:
-                state = ch.reinterpret(ty.ptr(ty.u8), self._state(share, column))
-                with ch.if_(self._ends(column)[0]):
+                sequence = ch.const(ty.u32, self.columns.state(column, SEQUENCE), name="sequence")
+                state = ch.reinterpret(ty.ptr(ty.u8), self._state(share, sequence))
+                with ch.if_(self._ends(column, sequence)[0]):
                     with ch.for_(machine.thread, lines, machine.consumer_threads, unroll=1, name="line") as line:
                         prim.prefetch_l2(state + line * LINE_BYTES)
 
@@ -104,8 +105,9 @@ class DeltaMemory:
             known, taps = ch.array(ty.u32x4, self.rounds), ch.array(ty.u32x4, self.rounds)
             self._load_constants(share, known, taps)
             with ch.for_(self._count, unroll=1, name="column") as column:
-                is_first, is_last = self._ends(column)
-                state = ch.const(ty.ptr_mut(ty.u32), self._state(share, column), name="state")
+                sequence = ch.const(ty.u32, self.columns.state(column, SEQUENCE), name="sequence")
+                is_first, is_last = self._ends(column, sequence)
+                state = ch.const(ty.ptr_mut(ty.u32), self._state(share, sequence), name="state")
                 with ch.if_(is_first):
                     self._load(state, column, memory, known)
                 is_live = self._is_live(column)
@@ -123,27 +125,12 @@ class DeltaMemory:
     def _count(self) -> Any:
         return 1 if self.columns.limit == 1 else self.columns.count
 
-    def _ends(self, column: ch.Expr) -> tuple[Any, Any]:
-        """Whether a column is its sequence's first and last one in the step, whose columns are neighbours."""
+    def _ends(self, column: ch.Expr, sequence: ch.Expr) -> tuple[Any, Any]:
+        """Whether a column is its sequence's first and last one in the step."""
         if self.columns.limit == 1:
             return True, True
-        slots, last = self._slots, self.columns.count - 1
-        before, behind = (slots[place] for place in (ch.maximum(column, 1) - 1, ch.minimum(column + 1, last)))
-        own = ch.const(ty.u32, slots[column], name="slot")
-        return (column == 0) | (before != own), (column == last) | (behind != own)
-
-    @property
-    def _slots(self) -> ch.Expr:
-        """Of every column, which state its sequence has."""
-        return self.machine.region("column_slots", ty.u32)
-
-    @ch.function
-    def begin_step(self) -> None:
-        """Behind `Columns.begin_step`, by the same threads; a barrier of the consumer warps must follow."""
-        thread = self.machine.thread
-        with ch.if_(thread < self.columns.count):
-            sequence = self.columns.state(thread, SEQUENCE)
-            self._slots[thread] = prim.load_constant_u32(self.parameters.slots + sequence)
+        number = ch.const(ty.u32, self.columns.record(column, "number"), name="number")
+        return number == 0, number + 1 == self.columns.sequence(sequence, "per_step")
 
     @ch.inline
     def _is_live(self, column: ch.Expr) -> Any:
@@ -152,12 +139,11 @@ class DeltaMemory:
         is_live = ch.const(ty.boolean, has_token & (self.columns.state(column, STOPPED) == 0))
         return is_live
 
-    def _state(self, share: _Share, column: ch.Expr) -> ch.Expr:
-        """Where a share of the state of a column's sequence lies."""
+    def _state(self, share: _Share, sequence: ch.Expr) -> ch.Expr:
+        """Where a share of a sequence's state lies."""
         heads = self.heads
-        place = (ty.u64(self._slots[column]) * len(heads.layers) + ty.u64(share.layer)) * heads.shares + ty.u64(
-            share.number
-        )
+        slot = prim.load_constant_u32(self.parameters.slots + sequence)
+        place = (ty.u64(slot) * len(heads.layers) + ty.u64(share.layer)) * heads.shares + ty.u64(share.number)
         state: ch.Expr = self.parameters.states + place * ch.named("SHARE_WORDS", heads.share_words)
         return state
 
