@@ -62,9 +62,10 @@ class ExpertTiles(MadeList):
 
     @property
     def group_count(self) -> ch.Expr:
-        """Groups of all experts' slots."""
-        count: ch.Expr = self.first_groups[self.limit - 1] + self._groups[self.limit - 1]
-        return count
+        """Groups of all experts' slots, at most as many as there is room for."""
+        count = self.first_groups[self.limit - 1] + self._groups[self.limit - 1]
+        bounded: ch.Expr = ch.minimum(count, self.slots.groups)
+        return bounded
 
     @ch.inline
     def expert_of(self, group: ch.Expr) -> ch.Expr:
