@@ -55,6 +55,11 @@ def opened_draft_model(options: LoadOptions, target: Checkpoint) -> Checkpoint |
     else:
         found = open_checkpoint(asked.model, asked.revision, options.local_files_only)
     found.check_quantization(asked.quantization)
+    if found.config.delta_layers:
+        raise CheetahError(
+            f"speculative_config: model {asked.model} remembers all tokens in states (Gated DeltaNet), also those that "
+            f"were not right: give a model of attention alone"
+        )
     context = options.max_context or default_context(target.config.max_position_embeddings)
     if target.config.window(context) is not None:
         raise CheetahError(

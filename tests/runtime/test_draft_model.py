@@ -190,6 +190,8 @@ def test_what_cannot_draft_is_refused_by_name(tmp_path: Path) -> None:
     short = edited(tmp_path / "short", "config.json", lambda config: config.update(max_position_embeddings=64))
     with pytest.raises(CheetahError, match="has room for 64 tokens, demo for 192: give max_context=64"):
         drafted_by(short)
+    with pytest.raises(CheetahError, match=r"remembers all tokens in states \(Gated DeltaNet\)"):
+        drafted_by("random:qwen3.5-0.8b")
     with pytest.raises(CheetahError, match="a draft model runs on one GPU"):
         drafted_by("demo", tensor_parallel_size=2)
     with pytest.raises(MemoryShortage, match="draft model"):
