@@ -187,33 +187,10 @@ constexpr uint32_t RING_BARRIERS = 196608;  // 64 bytes
 constexpr uint32_t RING = 0;  // 196608 bytes
 constexpr uint32_t SCALES = 196688;  // 2048 bytes
 constexpr uint32_t SQUARES = 198736;  // 8192 bytes
-constexpr uint32_t QKV_ROWS = 6144;
 constexpr uint32_t BLOCKS = 132;
-constexpr uint32_t QKV_LAST_WAVE_WIDTH = 120;
-constexpr uint32_t QKV_M_TILE_BYTES = 131072;
-constexpr uint32_t QKV_K_TILES = 128;
-constexpr uint32_t CHUNK_BYTES = 16384;
 constexpr uint32_t BF16_TILE_BYTES = 1024;
-constexpr uint32_t LAYER_BYTES = 436207616;
 constexpr uint32_t STAGE_BYTES = 49152;
-constexpr uint32_t O_ROWS = 4096;
-constexpr uint32_t O_LAST_WAVE_WIDTH = 124;
-constexpr uint32_t O_M_TILE_BYTES = 131072;
-constexpr uint32_t O_K_TILES = 128;
-constexpr uint32_t O_OFFSET = 50331648;
-constexpr uint32_t GATE_UP_ROWS = 28672;
-constexpr uint32_t GATE_UP_LAST_WAVE_WIDTH = 76;
-constexpr uint32_t GATE_UP_M_TILE_BYTES = 131072;
-constexpr uint32_t GATE_UP_K_TILES = 128;
-constexpr uint32_t GATE_UP_OFFSET = 83886080;
-constexpr uint32_t DOWN_ROWS = 4096;
-constexpr uint32_t DOWN_LAST_WAVE_WIDTH = 124;
-constexpr uint32_t DOWN_M_TILE_BYTES = 458752;
-constexpr uint32_t DOWN_K_TILES = 448;
-constexpr uint32_t DOWN_OFFSET = 318767104;
-constexpr uint32_t HIDDEN_AT = 8389632;
 constexpr uint32_t ACTIVATION_TILE_BYTES = 16384;
-constexpr uint32_t QKV_COLUMNS = 4096;
 constexpr uint32_t STAGE_WEIGHTS_BYTES = 16384;
 constexpr uint32_t PASS_TOKENS = 512;
 constexpr uint32_t GROUP_BYTES = 512;
@@ -222,11 +199,6 @@ constexpr uint32_t HEAD_GROUP_BYTES = 2048;
 constexpr uint32_t KEY_TILE_BYTES = 16384;
 constexpr uint32_t KEYS_AT = 16876544;
 constexpr uint32_t VALUES_AT = 37848064;
-constexpr uint32_t ATTENTION_AT = 58819584;
-constexpr uint32_t O_COLUMNS = 4096;
-constexpr uint32_t GATE_UP_COLUMNS = 4096;
-constexpr uint32_t GATED_AT = 63013888;
-constexpr uint32_t DOWN_COLUMNS = 14336;
 constexpr uint32_t LOW_HALVES = 0x5410;
 constexpr uint32_t HIGH_HALVES = 0x7632;
 constexpr uint32_t UNIT_BYTES = 128;
@@ -236,16 +208,41 @@ constexpr uint32_t SQUARES_AT = 12583936;
 constexpr uint32_t HIDDEN = 4096;
 constexpr uint32_t ACCUMULATOR_BYTES = 512;
 constexpr uint32_t RESIDUAL_AT = 1024;
+constexpr uint32_t HIDDEN_AT = 8389632;
 constexpr uint32_t QUERIES_AT = 12649472;
 constexpr uint32_t STEP_BYTES = 512;
 constexpr uint32_t LANES = 32;
 constexpr uint32_t CORE_BYTES = 128;
+constexpr uint32_t ATTENTION_AT = 58819584;
 constexpr uint32_t HEAD_DIM = 128;
 constexpr uint32_t TO_VALUES = 16384;
+constexpr uint32_t O_ROWS = 4096;
 constexpr uint32_t TILE_TOKENS = 256;
 constexpr uint32_t BF16_SLOT_TILE_BYTES = 2048;
 constexpr uint32_t MAX_CONTEXT = 8192;
 constexpr uint32_t PARTS_AT = 77693952;
+constexpr uint32_t GATED_AT = 63013888;
+constexpr uint32_t DOWN_ROWS = 4096;
+constexpr uint32_t GATE_UP_ROWS = 28672;
+constexpr uint32_t QKV_ROWS = 6144;
+constexpr uint32_t DOWN_COLUMNS = 14336;
+constexpr uint32_t GATE_UP_COLUMNS = 4096;
+constexpr uint32_t O_COLUMNS = 4096;
+constexpr uint32_t QKV_COLUMNS = 4096;
+constexpr uint32_t LAYER_BYTES = 436207616;
+constexpr uint32_t O_OFFSET = 50331648;
+constexpr uint32_t GATE_UP_OFFSET = 83886080;
+constexpr uint32_t DOWN_OFFSET = 318767104;
+
+struct Matrix {
+  uint32_t m_tiles, row_tiles, parts, k_tiles, waves, last_wave_width, wave_bytes, chunks, chunk_bytes,
+      last_chunk_bytes, pieces, piece_tiles;
+};
+
+__device__ constexpr Matrix QKV = {384, 48, 1, 128, 3, 120, 17301504, 8, 16384, 16384, 8, 16};
+__device__ constexpr Matrix O = {256, 64, 2, 64, 2, 124, 17301504, 8, 16384, 16384, 4, 16};
+__device__ constexpr Matrix GATE_UP = {1792, 224, 1, 128, 14, 76, 17301504, 8, 16384, 16384, 8, 16};
+__device__ constexpr Matrix DOWN = {256, 64, 2, 224, 2, 124, 60555264, 28, 16384, 16384, 14, 16};
 
 struct PromptPass {
   const uint8_t* weights;
@@ -291,24 +288,27 @@ struct PromptPass {
   }
 
   // In the weights role: a lane an M-tile, 64 columns a stage.
-  __device__ __forceinline__ void copy_weights(uint32_t layer) {
+  __device__ __forceinline__ void copy_weights(Matrix matrix, uint64_t offset) {
+    const uint8_t* packed = weights + offset;
     uint32_t lane_2 = lane;
     #pragma unroll 1
-    for (uint32_t tile = block; tile < token_tiles * (QKV_ROWS / 16 / 8); tile += BLOCKS) {
-      uint32_t row_tile = tile / token_tiles;
+    for (uint32_t tile = block; tile < token_tiles * matrix.row_tiles; tile += BLOCKS) {
+      uint32_t row = tile / token_tiles;
+      uint32_t row_tile = row / matrix.parts;
+      uint32_t part = row % matrix.parts;
       uint32_t first = row_tile * 8;
-      uint32_t count = min(QKV_ROWS / 16 - first, 8u);
-      uint32_t m_tile = min(first + lane_2, QKV_ROWS / 16 - 1);
+      uint32_t count = min(matrix.m_tiles - first, 8u);
+      uint32_t m_tile = min(first + lane_2, matrix.m_tiles - 1);
       uint32_t wave = m_tile / BLOCKS;
       uint32_t position = m_tile % BLOCKS;
-      uint32_t width = BLOCKS - wave / 2 * (BLOCKS - QKV_LAST_WAVE_WIDTH);
-      uint64_t wave_bytes = (uint64_t)(wave) * (BLOCKS * QKV_M_TILE_BYTES);
+      uint32_t width = BLOCKS - wave / (matrix.waves - 1) * (BLOCKS - matrix.last_wave_width);
+      uint64_t wave_bytes = (uint64_t)(wave) * (uint64_t)(matrix.wave_bytes);
       #pragma unroll 1
-      for (uint32_t chunk = 0; chunk < QKV_K_TILES / (CHUNK_BYTES / BF16_TILE_BYTES); ++chunk) {
-        const uint8_t* source = weights + (uint64_t)(layer) * LAYER_BYTES + (wave_bytes + (uint64_t)(width * chunk * CHUNK_BYTES + position * CHUNK_BYTES));
+      for (uint32_t chunk = part * matrix.pieces; chunk < (part + 1) * matrix.pieces; ++chunk) {
+        const uint8_t* source = packed + (wave_bytes + (uint64_t)(width * chunk * matrix.chunk_bytes + position * matrix.last_chunk_bytes));
         #pragma unroll 1
-        for (uint32_t k_tile = 0; k_tile < CHUNK_BYTES / BF16_TILE_BYTES; k_tile += 2) {
-          uint32_t size = min(CHUNK_BYTES / BF16_TILE_BYTES - k_tile, 2u) * BF16_TILE_BYTES;
+        for (uint32_t k_tile = 0; k_tile < matrix.piece_tiles; k_tile += 2) {
+          uint32_t size = min(matrix.piece_tiles - k_tile, 2u) * BF16_TILE_BYTES;
           uint64_t* barrier = full + weights_stage;
           if (lane < count) {
             mbarrier_wait(empty + weights_stage, weights_parity);
@@ -341,114 +341,18 @@ struct PromptPass {
     }
   }
 
-  // In the weights role: a lane an M-tile, 64 columns a stage.
-  __device__ __forceinline__ void copy_weights_of_o(uint32_t layer) {
-    uint32_t lane_2 = lane;
-    #pragma unroll 1
-    for (uint32_t tile = block; tile < token_tiles * (O_ROWS / 16 / 8 * 2); tile += BLOCKS) {
-      uint32_t row_tile = tile / token_tiles / 2;
-      uint32_t part = tile / token_tiles % 2;
-      uint32_t first = row_tile * 8;
-      uint32_t count = min(O_ROWS / 16 - first, 8u);
-      uint32_t m_tile = min(first + lane_2, O_ROWS / 16 - 1);
-      uint32_t wave = m_tile / BLOCKS;
-      uint32_t position = m_tile % BLOCKS;
-      uint32_t width = BLOCKS - wave * (BLOCKS - O_LAST_WAVE_WIDTH);
-      uint64_t wave_bytes = (uint64_t)(wave) * (BLOCKS * O_M_TILE_BYTES);
-      #pragma unroll 1
-      for (uint32_t chunk = part * (O_K_TILES / (CHUNK_BYTES / BF16_TILE_BYTES) / 2); chunk < (part + 1) * (O_K_TILES / (CHUNK_BYTES / BF16_TILE_BYTES) / 2); ++chunk) {
-        const uint8_t* source = weights + ((uint64_t)(layer) * LAYER_BYTES + O_OFFSET) + (wave_bytes + (uint64_t)(width * chunk * CHUNK_BYTES + position * CHUNK_BYTES));
-        #pragma unroll 1
-        for (uint32_t k_tile = 0; k_tile < CHUNK_BYTES / BF16_TILE_BYTES; k_tile += 2) {
-          uint32_t size = min(CHUNK_BYTES / BF16_TILE_BYTES - k_tile, 2u) * BF16_TILE_BYTES;
-          uint64_t* barrier = full + weights_stage;
-          if (lane < count) {
-            mbarrier_wait(empty + weights_stage, weights_parity);
-            if (lane == 0) mbarrier_arrive_expect_tx(barrier, size * count);
-            bulk_copy(ring + weights_stage * STAGE_BYTES + lane * (2 * BF16_TILE_BYTES), source + k_tile * BF16_TILE_BYTES, size, barrier);
-          }
-          advance(weights_stage, weights_parity, 4);
-        }
-      }
-      warp_barrier();
-    }
-  }
-
-  // In the weights role: a lane an M-tile, 64 columns a stage.
-  __device__ __forceinline__ void copy_weights_of_gate_up(uint32_t layer) {
-    uint32_t lane_2 = lane;
-    #pragma unroll 1
-    for (uint32_t tile = block; tile < token_tiles * (GATE_UP_ROWS / 16 / 8); tile += BLOCKS) {
-      uint32_t row_tile = tile / token_tiles;
-      uint32_t first = row_tile * 8;
-      uint32_t count = min(GATE_UP_ROWS / 16 - first, 8u);
-      uint32_t m_tile = min(first + lane_2, GATE_UP_ROWS / 16 - 1);
-      uint32_t wave = m_tile / BLOCKS;
-      uint32_t position = m_tile % BLOCKS;
-      uint32_t width = BLOCKS - wave / 13 * (BLOCKS - GATE_UP_LAST_WAVE_WIDTH);
-      uint64_t wave_bytes = (uint64_t)(wave) * (BLOCKS * GATE_UP_M_TILE_BYTES);
-      #pragma unroll 1
-      for (uint32_t chunk = 0; chunk < GATE_UP_K_TILES / (CHUNK_BYTES / BF16_TILE_BYTES); ++chunk) {
-        const uint8_t* source = weights + ((uint64_t)(layer) * LAYER_BYTES + GATE_UP_OFFSET) + (wave_bytes + (uint64_t)(width * chunk * CHUNK_BYTES + position * CHUNK_BYTES));
-        #pragma unroll 1
-        for (uint32_t k_tile = 0; k_tile < CHUNK_BYTES / BF16_TILE_BYTES; k_tile += 2) {
-          uint32_t size = min(CHUNK_BYTES / BF16_TILE_BYTES - k_tile, 2u) * BF16_TILE_BYTES;
-          uint64_t* barrier = full + weights_stage;
-          if (lane < count) {
-            mbarrier_wait(empty + weights_stage, weights_parity);
-            if (lane == 0) mbarrier_arrive_expect_tx(barrier, size * count);
-            bulk_copy(ring + weights_stage * STAGE_BYTES + lane * (2 * BF16_TILE_BYTES), source + k_tile * BF16_TILE_BYTES, size, barrier);
-          }
-          advance(weights_stage, weights_parity, 4);
-        }
-      }
-      warp_barrier();
-    }
-  }
-
-  // In the weights role: a lane an M-tile, 64 columns a stage.
-  __device__ __forceinline__ void copy_weights_of_down(uint32_t layer) {
-    uint32_t lane_2 = lane;
-    #pragma unroll 1
-    for (uint32_t tile = block; tile < token_tiles * (DOWN_ROWS / 16 / 8 * 2); tile += BLOCKS) {
-      uint32_t row_tile = tile / token_tiles / 2;
-      uint32_t part = tile / token_tiles % 2;
-      uint32_t first = row_tile * 8;
-      uint32_t count = min(DOWN_ROWS / 16 - first, 8u);
-      uint32_t m_tile = min(first + lane_2, DOWN_ROWS / 16 - 1);
-      uint32_t wave = m_tile / BLOCKS;
-      uint32_t position = m_tile % BLOCKS;
-      uint32_t width = BLOCKS - wave * (BLOCKS - DOWN_LAST_WAVE_WIDTH);
-      uint64_t wave_bytes = (uint64_t)(wave) * (BLOCKS * DOWN_M_TILE_BYTES);
-      #pragma unroll 1
-      for (uint32_t chunk = part * (DOWN_K_TILES / (CHUNK_BYTES / BF16_TILE_BYTES) / 2); chunk < (part + 1) * (DOWN_K_TILES / (CHUNK_BYTES / BF16_TILE_BYTES) / 2); ++chunk) {
-        const uint8_t* source = weights + ((uint64_t)(layer) * LAYER_BYTES + DOWN_OFFSET) + (wave_bytes + (uint64_t)(width * chunk * CHUNK_BYTES + position * CHUNK_BYTES));
-        #pragma unroll 1
-        for (uint32_t k_tile = 0; k_tile < CHUNK_BYTES / BF16_TILE_BYTES; k_tile += 2) {
-          uint32_t size = min(CHUNK_BYTES / BF16_TILE_BYTES - k_tile, 2u) * BF16_TILE_BYTES;
-          uint64_t* barrier = full + weights_stage;
-          if (lane < count) {
-            mbarrier_wait(empty + weights_stage, weights_parity);
-            if (lane == 0) mbarrier_arrive_expect_tx(barrier, size * count);
-            bulk_copy(ring + weights_stage * STAGE_BYTES + lane * (2 * BF16_TILE_BYTES), source + k_tile * BF16_TILE_BYTES, size, barrier);
-          }
-          advance(weights_stage, weights_parity, 4);
-        }
-      }
-      warp_barrier();
-    }
-  }
-
   // In the activations role.
-  __device__ __forceinline__ void copy_activations() {
+  __device__ __forceinline__ void copy_activations(Matrix matrix, uint8_t* input) {
     #pragma unroll 1
-    for (uint32_t tile = block; tile < token_tiles * (QKV_ROWS / 16 / 8); tile += BLOCKS) {
+    for (uint32_t tile = block; tile < token_tiles * matrix.row_tiles; tile += BLOCKS) {
       uint32_t token_tile = tile % token_tiles;
-      uint32_t row_tile = tile / token_tiles;
-      uint8_t* source = workspace + HIDDEN_AT + token_tile * ACTIVATION_TILE_BYTES;
+      uint32_t row_tile = tile / token_tiles / matrix.parts;
+      uint32_t part = tile / token_tiles % matrix.parts;
+      uint8_t* source = input + token_tile * ACTIVATION_TILE_BYTES;
+      uint32_t end = (part + 1) * matrix.k_tiles;
       #pragma unroll 1
-      for (uint32_t k_tile = 0; k_tile < QKV_COLUMNS / 32; k_tile += 2) {
-        uint32_t count = min(QKV_COLUMNS / 32 - k_tile, 2u);
+      for (uint32_t k_tile = part * matrix.k_tiles; k_tile < end; k_tile += 2) {
+        uint32_t count = min(end - k_tile, 2u);
         uint64_t* barrier = full + activations_stage;
         mbarrier_wait(empty + activations_stage, activations_parity);
         mbarrier_arrive_expect_tx(barrier, count * ACTIVATION_TILE_BYTES);
@@ -478,82 +382,6 @@ struct PromptPass {
         mbarrier_arrive_expect_tx(barrier, 2 * KEY_TILE_BYTES);
         bulk_copy(ring + activations_stage * STAGE_BYTES, workspace + KEYS_AT + offset, KEY_TILE_BYTES, barrier);
         bulk_copy(ring + activations_stage * STAGE_BYTES + KEY_TILE_BYTES, workspace + VALUES_AT + offset, KEY_TILE_BYTES, barrier);
-        advance(activations_stage, activations_parity, 4);
-      }
-    }
-  }
-
-  // In the activations role.
-  __device__ __forceinline__ void copy_activations_of_o() {
-    #pragma unroll 1
-    for (uint32_t tile = block; tile < token_tiles * (O_ROWS / 16 / 8 * 2); tile += BLOCKS) {
-      uint32_t token_tile = tile % token_tiles;
-      uint32_t row_tile = tile / token_tiles / 2;
-      uint32_t part = tile / token_tiles % 2;
-      uint8_t* source = workspace + ATTENTION_AT + token_tile * ACTIVATION_TILE_BYTES;
-      uint32_t end = (part + 1) * (O_COLUMNS / 32 / 2);
-      #pragma unroll 1
-      for (uint32_t k_tile = part * (O_COLUMNS / 32 / 2); k_tile < end; k_tile += 2) {
-        uint32_t count = min(end - k_tile, 2u);
-        uint64_t* barrier = full + activations_stage;
-        mbarrier_wait(empty + activations_stage, activations_parity);
-        mbarrier_arrive_expect_tx(barrier, count * ACTIVATION_TILE_BYTES);
-        #pragma unroll 1
-        for (uint32_t index = 0; index < count; ++index) {
-          uint8_t* place = ring + activations_stage * STAGE_BYTES + (STAGE_WEIGHTS_BYTES + index * ACTIVATION_TILE_BYTES);
-          uint64_t k_bytes = (uint64_t)(k_tile + index) * (PASS_TOKENS / 8 * GROUP_BYTES);
-          bulk_copy(place, source + k_bytes, ACTIVATION_TILE_BYTES, barrier);
-        }
-        advance(activations_stage, activations_parity, 4);
-      }
-    }
-  }
-
-  // In the activations role.
-  __device__ __forceinline__ void copy_activations_of_gate_up() {
-    #pragma unroll 1
-    for (uint32_t tile = block; tile < token_tiles * (GATE_UP_ROWS / 16 / 8); tile += BLOCKS) {
-      uint32_t token_tile = tile % token_tiles;
-      uint32_t row_tile = tile / token_tiles;
-      uint8_t* source = workspace + HIDDEN_AT + token_tile * ACTIVATION_TILE_BYTES;
-      #pragma unroll 1
-      for (uint32_t k_tile = 0; k_tile < GATE_UP_COLUMNS / 32; k_tile += 2) {
-        uint32_t count = min(GATE_UP_COLUMNS / 32 - k_tile, 2u);
-        uint64_t* barrier = full + activations_stage;
-        mbarrier_wait(empty + activations_stage, activations_parity);
-        mbarrier_arrive_expect_tx(barrier, count * ACTIVATION_TILE_BYTES);
-        #pragma unroll 1
-        for (uint32_t index = 0; index < count; ++index) {
-          uint8_t* place = ring + activations_stage * STAGE_BYTES + (STAGE_WEIGHTS_BYTES + index * ACTIVATION_TILE_BYTES);
-          uint64_t k_bytes = (uint64_t)(k_tile + index) * (PASS_TOKENS / 8 * GROUP_BYTES);
-          bulk_copy(place, source + k_bytes, ACTIVATION_TILE_BYTES, barrier);
-        }
-        advance(activations_stage, activations_parity, 4);
-      }
-    }
-  }
-
-  // In the activations role.
-  __device__ __forceinline__ void copy_activations_of_down() {
-    #pragma unroll 1
-    for (uint32_t tile = block; tile < token_tiles * (DOWN_ROWS / 16 / 8 * 2); tile += BLOCKS) {
-      uint32_t token_tile = tile % token_tiles;
-      uint32_t row_tile = tile / token_tiles / 2;
-      uint32_t part = tile / token_tiles % 2;
-      uint8_t* source = workspace + GATED_AT + token_tile * ACTIVATION_TILE_BYTES;
-      uint32_t end = (part + 1) * (DOWN_COLUMNS / 32 / 2);
-      #pragma unroll 1
-      for (uint32_t k_tile = part * (DOWN_COLUMNS / 32 / 2); k_tile < end; k_tile += 2) {
-        uint32_t count = min(end - k_tile, 2u);
-        uint64_t* barrier = full + activations_stage;
-        mbarrier_wait(empty + activations_stage, activations_parity);
-        mbarrier_arrive_expect_tx(barrier, count * ACTIVATION_TILE_BYTES);
-        #pragma unroll 1
-        for (uint32_t index = 0; index < count; ++index) {
-          uint8_t* place = ring + activations_stage * STAGE_BYTES + (STAGE_WEIGHTS_BYTES + index * ACTIVATION_TILE_BYTES);
-          uint64_t k_bytes = (uint64_t)(k_tile + index) * (PASS_TOKENS / 8 * GROUP_BYTES);
-          bulk_copy(place, source + k_bytes, ACTIVATION_TILE_BYTES, barrier);
-        }
         advance(activations_stage, activations_parity, 4);
       }
     }
@@ -1550,15 +1378,15 @@ struct PromptPass {
         weights_parity = 1;
         for (uint32_t layer = 0; layer < 32; ++layer) {
           renew();
-          copy_weights(layer);
+          copy_weights(QKV, (uint64_t)(layer) * LAYER_BYTES);
           if (layer + 1 == 32 && wanted_count == 0) break;
           copy_nothing();
           renew();
-          copy_weights_of_o(layer);
+          copy_weights(O, (uint64_t)(layer) * LAYER_BYTES + O_OFFSET);
           renew();
-          copy_weights_of_gate_up(layer);
+          copy_weights(GATE_UP, (uint64_t)(layer) * LAYER_BYTES + GATE_UP_OFFSET);
           renew();
-          copy_weights_of_down(layer);
+          copy_weights(DOWN, (uint64_t)(layer) * LAYER_BYTES + DOWN_OFFSET);
         }
       }
       if (thread == CONSUMERS + 32) {
@@ -1571,7 +1399,7 @@ struct PromptPass {
           copies_due += BLOCKS;
           wait_at_least_u64((uint64_t*)(workspace), copies_due);
           fence_proxy_async();
-          copy_activations();
+          copy_activations(QKV, workspace + HIDDEN_AT);
           if (layer + 1 == 32 && wanted_count == 0) break;
           copies_due += BLOCKS;
           wait_at_least_u64((uint64_t*)(workspace), copies_due);
@@ -1581,18 +1409,18 @@ struct PromptPass {
           copies_due += BLOCKS;
           wait_at_least_u64((uint64_t*)(workspace), copies_due);
           fence_proxy_async();
-          copy_activations_of_o();
+          copy_activations(O, workspace + ATTENTION_AT);
           copies_due += BLOCKS;
           renew();
           copies_due += BLOCKS;
           wait_at_least_u64((uint64_t*)(workspace), copies_due);
           fence_proxy_async();
-          copy_activations_of_gate_up();
+          copy_activations(GATE_UP, workspace + HIDDEN_AT);
           renew();
           copies_due += BLOCKS;
           wait_at_least_u64((uint64_t*)(workspace), copies_due);
           fence_proxy_async();
-          copy_activations_of_down();
+          copy_activations(DOWN, workspace + GATED_AT);
           copies_due += BLOCKS;
         }
       }

@@ -15,9 +15,10 @@ from numpy.typing import NDArray
 
 from benchmarks.studies.kernels import finish_kernel
 from cheetah import lang as ch
+from cheetah.blocks.prompt.cases import Finish, Given
 from cheetah.blocks.prompt.finish import Scales, Store, StoreGated, StoreResidual
 from cheetah.blocks.prompt.machine import PassMachine, emit_pass, start_pass
-from cheetah.blocks.prompt.product import Finish, Given, TileProduct
+from cheetah.blocks.prompt.product import TileProduct
 from cheetah.blocks.prompt.ring import TileRing
 from cheetah.lang import prim, ty
 from cheetah.package import Generated
@@ -83,7 +84,8 @@ def _emit(product: Product, machine: PassMachine, given: SimpleNamespace) -> Non
     ring.start()
     multiply = TileProduct(machine, ring, token_tiles)
     residual = given.residual if product.kind == "residual" else None
-    multiply(product.layout, Given(given.weights, given.input, residual), _finish(product, machine, given))
+    operands = Given(given.weights, ch.argument(0, ty.u64), given.input, residual)
+    multiply(product.layout, operands, _finish(product, machine, given))
     emit_pass(machine)
 
 

@@ -10,11 +10,11 @@ from typing import Any
 
 from cheetah import lang as ch
 from cheetah.blocks.experts.choice import WarpChoice
+from cheetah.blocks.prompt.cases import Given, Ranked
 from cheetah.blocks.prompt.choice import Choices, PassChoice
 from cheetah.blocks.prompt.expert_tiles import ExpertTiles
 from cheetah.blocks.prompt.finish import Scales, StoreBySlot, StoreByToken, StoreWeighed
 from cheetah.blocks.prompt.machine import PassMachine
-from cheetah.blocks.prompt.product import Given, Ranked
 from cheetah.blocks.prompt.sorting import PassSort
 from cheetah.lang import ty
 from cheetah.models.dense.launch import bias_rows, biases_of_layer

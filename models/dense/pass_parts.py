@@ -10,6 +10,7 @@ from cheetah.blocks.attention.cache import KvCache
 from cheetah.blocks.by_layer import by_layer, window_keys
 from cheetah.blocks.linear.names import with_all_names
 from cheetah.blocks.prompt.attention import PassAttention
+from cheetah.blocks.prompt.cases import ACCUMULATORS, Finish, Sums
 from cheetah.blocks.prompt.expert_tiles import ExpertTiles
 from cheetah.blocks.prompt.finish import (
     HALF,
@@ -24,7 +25,7 @@ from cheetah.blocks.prompt.finish import (
 from cheetah.blocks.prompt.joint_norms import JointHeadNorms, StoreSquares
 from cheetah.blocks.prompt.keys import PassHeadNorms, PassHeads, PassTokens, StoreHeads
 from cheetah.blocks.prompt.machine import ACCUMULATOR_BYTES, PassMachine
-from cheetah.blocks.prompt.product import ACCUMULATORS, Finish, Sums, TileProduct
+from cheetah.blocks.prompt.product import TileProduct
 from cheetah.blocks.prompt.ring import TileRing
 from cheetah.blocks.timeline import Timeline
 from cheetah.lang import prim, ty
@@ -116,9 +117,10 @@ class PassParts:
         squares = self.section(JOINT[0], ty.f32)
         return JointHeadNorms(*norms, squares, self.shape.joint_norms, plus_one=plus_one)
 
-    def weights(self, product: Product, layer: Any) -> Any:
+    def offset(self, product: Product, layer: Any) -> Any:
+        """Where a layer's matrix begins in the packed weights (u64)."""
         layout, stride = self.matrices[product], ch.named("LAYER_BYTES", self.matrices.layer_stride)
-        return self.launch.weights + (ty.u64(layer) * stride + ch.named(f"{layout.name.upper()}_OFFSET", layout.offset))
+        return ty.u64(layer) * stride + ch.named(f"{layout.name.upper()}_OFFSET", layout.offset)
 
     def window(self, layer: Any) -> Any:
         """How many keys a token sees in a layer, its own included; None where they are all in every layer."""
@@ -180,7 +182,7 @@ class PassParts:
         """The tokens' embeddings as the first residual stream."""
         product, machine = self.of_few, self.of_few.machine
         plan, store = machine.plan, self.onto_residual(machine, ty.u32(0))
-        with product.tiles(ceil_div(self.hidden_m_tiles, plan.tile_m_tiles)) as tile:
+        with machine.tiles(ceil_div(self.hidden_m_tiles, plan.tile_m_tiles), product.token_tiles) as tile:
             row_tile = tile // product.token_tiles
             token_tile = tile % product.token_tiles
             m_tile = row_tile * plan.tile_m_tiles + machine.warp

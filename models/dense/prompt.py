@@ -15,11 +15,12 @@ from cheetah import lang as ch
 from cheetah.blocks.by_layer import by_layer
 from cheetah.blocks.linear.taps import NO_TAP, Tap, place_of_layer
 from cheetah.blocks.prompt.barrier import PassBarrier
+from cheetah.blocks.prompt.cases import Case, Finish, Given
 from cheetah.blocks.prompt.finish import StoreGated
 from cheetah.blocks.prompt.keys import StoreHeads, bring_earlier_keys
 from cheetah.blocks.prompt.machine import emit_pass, start_pass
 from cheetah.blocks.prompt.parts import AddParts, StoreParts
-from cheetah.blocks.prompt.product import Case, Finish, Given, TileProduct
+from cheetah.blocks.prompt.product import TileProduct
 from cheetah.lang import prim, ty
 from cheetah.models.config import ModelConfig
 from cheetah.models.dense.launch import biases_of_layer
@@ -170,12 +171,12 @@ class Pass(PassParts):
         with machine.weights:
             machine.renew()
             with self._following(line.product, machine.weights):
-                self.product.copy_weights(matrix, given)
+                self.product.copies.bring_weights(matrix, given)
         with machine.activations:
             machine.renew()
             self.barrier.begin_copies()
             with self._following(line.product, machine.activations):
-                self.product.copy_activations(matrix, given)
+                self.product.copies.bring_activations(matrix, given)
             for _ in sums:
                 self.barrier.skip_phase()
 
@@ -318,8 +319,8 @@ class Pass(PassParts):
         """Where the operands of a phase lie."""
         adds = product.adds and not phase.is_joint and not phase.is_stored
         residual = self.section("residual", ty.f32) if adds else None
-        parts, height, weights = self.sizes.parts(product), self.sizes.height(product), self.weights(product, layer)
-        given = Given(weights, self.section(input_section(product)), residual, parts, height)
+        parts, height, offset = self.sizes.parts(product), self.sizes.height(product), self.offset(product, layer)
+        given = Given(self.launch.weights, offset, self.section(input_section(product)), residual, parts, height)
         if self.experts is None or product.experts is None:
             return given
         return self.experts.given(phase, product, layer, given)

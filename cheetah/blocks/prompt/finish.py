@@ -18,8 +18,8 @@ from cheetah import lang as ch
 from cheetah.blocks.linear.epilogue import SIGMOID_OF, clamped_of, relu2_of
 from cheetah.blocks.linear.taps import NO_TAP, Tap
 from cheetah.blocks.patterns import HIGH_HALVES, LOW_HALVES
+from cheetah.blocks.prompt.cases import ACCUMULATORS, Finish, Sums
 from cheetah.blocks.prompt.machine import ACCUMULATOR_BYTES, GROUP_BYTES, UNIT_BYTES, PassMachine
-from cheetah.blocks.prompt.product import ACCUMULATORS, Finish, Sums
 from cheetah.lang import prim, ty
 from cheetah.plan.formats import M_TILE_ROWS, VECTOR_COLUMNS
 from cheetah.plan.index import ceil_div

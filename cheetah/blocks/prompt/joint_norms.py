@@ -8,10 +8,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from cheetah import lang as ch
+from cheetah.blocks.prompt.cases import Sums
 from cheetah.blocks.prompt.finish import HALF, lay_down_squares
 from cheetah.blocks.prompt.keys import HeadRows, PassHeadNorms, StoreHeads
 from cheetah.blocks.prompt.parts import StoreParts
-from cheetah.blocks.prompt.product import Sums
 from cheetah.lang import prim, ty
 from cheetah.plan.formats import M_TILE_ROWS
 

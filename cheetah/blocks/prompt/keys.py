@@ -14,9 +14,9 @@ from typing import Any, ClassVar
 
 from cheetah import lang as ch
 from cheetah.blocks.attention.cache import KvCache
+from cheetah.blocks.prompt.cases import Finish, Sums
 from cheetah.blocks.prompt.finish import HALF, Scales, exchanged_rows, lay_down_squares
 from cheetah.blocks.prompt.machine import PassMachine
-from cheetah.blocks.prompt.product import Finish, Sums
 from cheetah.lang import prim, ty
 from cheetah.plan import ModelShape
 from cheetah.plan.formats import M_TILE_ROWS

@@ -70,6 +70,10 @@ class PassMachine:
         warp = (self.warp - (self.plan.consumer_warps - 1)) // 2
         return self.lane * self.plan.weights_warps + warp
 
+    def tiles(self, row_tiles: ch.Value, token_tiles: ch.Value) -> Any:
+        """In any role: a loop over this block's tiles of so many rows of tiles and tiles of tokens."""
+        return ch.for_(self.block, token_tiles * row_tiles, self.gpu.blocks, unroll=1, name="tile")
+
     @property
     def roles(self) -> tuple[ch.Role, ch.Role, ch.Role]:
         return self.weights, self.activations, self.consumer

@@ -12,18 +12,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from cheetah import lang as ch
+from cheetah.blocks.prompt.cases import ACCUMULATORS, Case, Finish, Sums, TilePlace, by_finish, in_phases, of_phase
 from cheetah.blocks.prompt.machine import ACCUMULATOR_BYTES, PassMachine
-from cheetah.blocks.prompt.product import (
-    ACCUMULATORS,
-    Case,
-    Finish,
-    Sums,
-    TilePlace,
-    TileProduct,
-    by_finish,
-    in_phases,
-    of_phase,
-)
+from cheetah.blocks.prompt.product import TileProduct
 from cheetah.lang import prim, ty
 from cheetah.plan.expert_slots import SUMMED_TOKENS, SUMS_PADDING
 from cheetah.plan.formats import M_TILE_ROWS
@@ -79,7 +70,7 @@ class AddParts:
         machine, product = self.product.machine, self.product
         plan = machine.plan
         row_tiles = of_phase(phase, {case.phase: plan.row_tiles(case.matrix) for case in cases})
-        with product.tiles(row_tiles) as tile:
+        with machine.tiles(row_tiles, product.token_tiles) as tile:
             row_tile = tile // product.token_tiles
             token_tile = tile % product.token_tiles
             m_tile = row_tile * plan.tile_m_tiles + machine.warp

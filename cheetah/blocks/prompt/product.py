@@ -11,21 +11,36 @@ of experts, whose weights are shared by few tokens, are dealt with the rows insi
 
 from __future__ import annotations
 
-import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from cheetah import lang as ch
-from cheetah.blocks.prompt.expert_tiles import ExpertTiles, SlotTile
+from cheetah.blocks.prompt.cases import (
+    ACCUMULATORS,
+    Case,
+    Finish,
+    Given,
+    Sums,
+    TilePlace,
+    by_finish,
+    by_format,
+    if_one_of,
+    in_phases,
+    is_one_of,
+    of_phase,
+    row_tile_and_part,
+)
+from cheetah.blocks.prompt.copies import TileCopies
+from cheetah.blocks.prompt.expert_tiles import SlotTile
 from cheetah.blocks.prompt.lists import StageLists
 from cheetah.blocks.prompt.machine import ACCUMULATOR_BYTES, GROUP_BYTES, UNIT_BYTES, PassMachine
 from cheetah.blocks.prompt.ring import TileRing
-from cheetah.blocks.prompt.weights import STEPS_PER_TILE, WindowWeights, pair_fragments, stage_weights
+from cheetah.blocks.prompt.weights import STEPS_PER_TILE, pair_fragments, stage_weights
 from cheetah.lang import prim, ty
 from cheetah.plan import MatrixLayout
-from cheetah.plan.formats import M_TILE_ROWS, WINDOW_BLOCKS, WINDOW_LINE_BYTES, TileFormat
-from cheetah.plan.prompt import STAGE_TILES, PassPlan
+from cheetah.plan.formats import M_TILE_ROWS, TileFormat
+from cheetah.plan.prompt import STAGE_TILES
 
 
 @dataclass(frozen=True)
@@ -37,121 +52,8 @@ class Turn:
 
 
 EVEN, ODD = Turn(0, "even_stages"), Turn(1, "odd_stages")
-ACCUMULATORS = 4
-"""Of a lane, for its M-tile and a group of 8 tokens."""
 LOADED_AT_ONCE = 4
 """Groups of tokens for which a finish loads what it needs before it goes on."""
-
-
-@dataclass(frozen=True, eq=False)
-class Sums:
-    """What a lane has of an M-tile and a group of 8 tokens: with g = lane / 4, t = lane % 4, rows g, g, g + 8, g + 8 of
-    tokens 2t, 2t + 1, 2t, 2t + 1. group counts those of the pass, in_tile those of the tile. of_rows, of_group: what
-    `Finish.load_rows` and `load_group` gave."""
-
-    m_tile: ch.Expr
-    group: ch.Expr
-    in_tile: ch.Expr
-    values: tuple[Any, Any, Any, Any]
-    of_rows: Any = None
-    of_group: Any = None
-
-
-class Finish:
-    """What becomes of the sums of a tile. All calls are the consumer role's, by whole warps. multiplier: of sums that
-    are added to something."""
-
-    multiplier: float = 1.0
-
-    @property
-    def name(self) -> str:
-        """What the text tells functions of it by: those of StoreHeads are `..._of_heads`."""
-        words = re.findall(r"[A-Z][a-z]*", type(self).__name__)
-        return "_".join(words[words[0] == "Store" and len(words) > 1 :]).lower()
-
-    def begin(self, row_tile: ch.Expr, token_tile: ch.Expr) -> None:
-        """Called by all consumer warps when a tile begins."""
-
-    def load_rows(self, m_tile: ch.Expr) -> Any:
-        """Called for every M-tile that there is before its groups are: load what they share."""
-
-    def load_rows_of(self, m_tile: ch.Expr, expert: ch.Expr) -> Any:
-        """The same of an expert's M-tile."""
-        return self.load_rows(m_tile)
-
-    def load_group(self, m_tile: ch.Expr, group: ch.Expr) -> Any:
-        """Called for some groups of tokens before the first of them is finished, so that what is loaded for them is
-        waited for once: no load passes a store that the compiler cannot tell from it."""
-
-    def look(self, sums: Sums) -> None:
-        """Called for every M-tile that there is and each group of tokens, before any is finished, if `looks`."""
-
-    def has_looked(self) -> None:
-        """Called by all consumer warps between the last `look` and the first `finish`, if `looks`."""
-
-    @property
-    def looks(self) -> bool:
-        """Whether the sums are looked at twice."""
-        return False
-
-    def finish(self, sums: Sums) -> None:
-        """Called for every M-tile that there is and each group of tokens."""
-        raise NotImplementedError
-
-    def end(self, row_tile: ch.Expr, token_tile: ch.Expr) -> None:
-        """Called by all consumer warps when the tile is finished."""
-
-
-@dataclass(frozen=True, eq=False)
-class Given:
-    """Where the operands of a product lie: packed weights of the matrix (u8), its input in token order (u8), and what
-    the sums are added to, in accumulator order (f32), if anything. parts: of k, each with tiles of its own. height:
-    M-tiles of a tile, where it has fewer than there is room for. tiles: of slots, where weights and input are those of
-    experts. ranked: what they made, where that is to be added."""
-
-    weights: ch.Expr
-    input: ch.Expr
-    residual: ch.Expr | None = None
-    parts: int = 1
-    height: int | None = None
-    tiles: ExpertTiles | None = None
-    ranked: Ranked | None = None
-
-
-@dataclass(frozen=True, eq=False)
-class Ranked:
-    """What experts made: rows, as `StoreBySlot` has them, of `width`, of the slots (u32 [token][rank]) of a token's
-    `chosen` experts. biases: of the experts' rows, bf16 [expert][width], which count as the rows do: times the weight
-    (f32 [token][rank]) of the expert (u32 [token][rank]); None without."""
-
-    slots: ch.Expr
-    rows: ch.Expr
-    width: int
-    chosen: int
-    experts: ch.Expr | None = None
-    weights: ch.Expr | None = None
-    biases: ch.Expr | None = None
-
-
-@dataclass(frozen=True, eq=False)
-class Case:
-    """A product as the warpgroups see it. phase: in which of the phases that share their code. Cases with the same
-    `finish` share it. The sums of part p of M-tile m are finished as those of M-tile p * m_tiles + m."""
-
-    matrix: MatrixLayout
-    given: Given
-    finish: Finish
-    phase: int = 0
-
-    @property
-    def adds(self) -> bool:
-        """Whether its sums are added to something."""
-        return self.given.residual is not None
-
-    @property
-    def k_tiles(self) -> int:
-        """Of a part, of 32 columns."""
-        return PassPlan.vector_tiles(self.matrix) // self.given.parts
 
 
 class TileProduct:
@@ -159,117 +61,17 @@ class TileProduct:
 
     def __init__(self, machine: PassMachine, ring: TileRing, token_tiles: ch.Expr) -> None:
         self.machine, self.ring, self.token_tiles = machine, ring, token_tiles
-        self.residual_groups = machine.plan.residual_groups(ring.format)
+        self.copies = TileCopies(machine, ring, token_tiles)
+        self.residual_groups = self.copies.residual_groups
 
     def __call__(self, matrix: MatrixLayout, given: Given, finish: Finish) -> None:
         """All tiles of a matrix, in all roles."""
         with self.machine.weights:
-            self.copy_weights(matrix, given)
+            self.copies.bring_weights(matrix, given)
         with self.machine.activations:
-            self.copy_activations(matrix, given)
+            self.copies.bring_activations(matrix, given)
         with self.machine.consumer:
             self.multiply([Case(matrix, given, finish)])
-
-    def tiles(self, row_tiles: ch.Value, token_tiles: Any = None) -> Any:
-        """A loop over this block's tiles of so many rows of tiles, of all tokens unless `token_tiles` says how many."""
-        machine, token_tiles = self.machine, self.token_tiles if token_tiles is None else token_tiles
-        return ch.for_(machine.block, token_tiles * row_tiles, machine.gpu.blocks, unroll=1, name="tile")
-
-    # -- copies -----------------------------------------------------------------------------------------------------
-
-    @ch.function
-    def copy_weights(self, matrix: MatrixLayout, given: Given) -> None:
-        """In the weights role: a lane an M-tile, 64 columns a stage."""
-        self.machine.plan.check(matrix)
-        lane, plan = self.machine.weights_lane, self.machine.plan
-        pieces = matrix.pieces // given.parts
-        rows, slots = plan.row_tiles(matrix, given.height) * given.parts, given.tiles
-        with self.tiles(rows, self.token_tiles if slots is None else slots.count) as tile:
-            row_tile, part = row_tile_and_part(tile // self.token_tiles if slots is None else tile % rows, given.parts)
-            # Narrow M-tiles are twice as many, and two of them fill the room of one.
-            height = (given.height or plan.tile_m_tiles) * matrix.halves
-            first = row_tile * height
-            count = ch.minimum(ty.u32(matrix.m_tiles) - first, height)
-            m_tile = ch.minimum(first + lane, matrix.m_tiles - 1)
-            wave = m_tile // matrix.blocks
-            position = m_tile % matrix.blocks
-            width = matrix.wave_width(wave)
-            wave_bytes = matrix.wave_address(ty.u64(wave))
-            if slots is not None:
-                expert = slots.tile(tile // rows).expert
-                wave_bytes = ch.const(ty.u64, wave_bytes + ty.u64(expert) * matrix.expert_bytes, name="wave_bytes")
-            name = "piece" if matrix.is_narrow else "chunk"
-            with ch.for_(part * pieces, (part + 1) * pieces, unroll=1, name=name) as piece:
-                weights = stage_weights(matrix.format, self.machine.weights_lane, plan.whole_tiles)
-                if isinstance(weights, WindowWeights):
-                    starts = ch.reinterpret(ty.ptr(ty.u32), given.weights) + m_tile * matrix.chunks
-                    line = ty.u64(prim.load_constant_u32(starts + piece))
-                    blocks = ch.minimum(ty.u32(plan.vector_tiles(matrix)) - piece * WINDOW_BLOCKS, WINDOW_BLOCKS)
-                    begin = line * WINDOW_LINE_BYTES
-                    weights.copy_window(self.ring, given.weights, matrix.index_bytes, begin, blocks, count)
-                else:
-                    source = given.weights + (wave_bytes + ty.u64(matrix.piece_address(piece, position, width)))
-                    weights.copy(self.ring, source, ty.u32(0) + matrix.tiles_of_piece(piece), count, matrix.halves)
-            if given.residual is not None:
-                with ch.for_(plan.tile_groups // self.residual_groups, unroll=1):
-                    with self.ring.fill_weights(0, lanes=1):
-                        pass
-            self.ring.end_weights()
-
-    @ch.function
-    def copy_activations(self, matrix: MatrixLayout, given: Given) -> None:
-        """In the activations role."""
-        plan = self.machine.plan
-        if given.tiles is not None:
-            return self._copy_of_slots(matrix, given, given.tiles)
-        tile_bytes = self.machine.activation_tile_bytes
-        k_tiles = plan.vector_tiles(matrix) // given.parts
-        with self.tiles(plan.row_tiles(matrix, given.height) * given.parts) as tile:
-            token_tile = tile % self.token_tiles
-            row_tile, part = row_tile_and_part(tile // self.token_tiles, given.parts)
-            source = given.input + token_tile * tile_bytes
-            end = ty.u32(0) + (part + 1) * k_tiles
-            with ch.for_(part * k_tiles, end, STAGE_TILES, unroll=1, name="k_tile") as k_tile:
-                count = ch.minimum(end - k_tile, STAGE_TILES)
-                with self.ring.fill_activations(count * tile_bytes) as (stage, barrier):
-                    with ch.for_(count, unroll=1) as index:
-                        place = stage + (self.ring.weights_bytes + index * tile_bytes)
-                        k_bytes = ty.u64(k_tile + index) * (plan.groups * GROUP_BYTES)
-                        prim.bulk_copy(place, source + k_bytes, tile_bytes, barrier)
-            if given.residual is not None:
-                self._copy_residual(matrix, given.residual, row_tile, token_tile)
-
-    @ch.inline
-    def _copy_of_slots(self, matrix: MatrixLayout, given: Given, slots: ExpertTiles) -> None:
-        """The same of the slots of a tile's expert, as many groups as it has: what a stage has behind them, of others,
-        makes sums that nobody finishes."""
-        plan, k_tiles = self.machine.plan, self.machine.plan.vector_tiles(matrix)
-        row_tiles = plan.row_tiles(matrix, given.height)
-        with self.tiles(row_tiles, slots.count) as tile:
-            of_slots = slots.tile(tile // row_tiles)
-            tile_bytes = ch.const(ty.u32, of_slots.groups * GROUP_BYTES, name="tile_bytes")
-            source = given.input + ty.u64(of_slots.first_group) * GROUP_BYTES
-            with ch.for_(0, k_tiles, STAGE_TILES, unroll=1, name="k_tile") as k_tile:
-                count = ch.minimum(k_tiles - k_tile, STAGE_TILES)
-                with self.ring.fill_activations(count * tile_bytes) as (stage, barrier):
-                    with ch.for_(count, unroll=1) as index:
-                        place = stage + (self.ring.weights_bytes + index * self.machine.activation_tile_bytes)
-                        k_bytes = ty.u64(k_tile + index) * (slots.plan.groups * GROUP_BYTES)
-                        prim.bulk_copy(place, source + k_bytes, tile_bytes, barrier)
-
-    @ch.inline
-    def _copy_residual(self, matrix: MatrixLayout, residual: ch.Expr, row_tile: ch.Expr, token_tile: ch.Expr) -> None:
-        """Behind the last k: what the sums are added to, some groups of tokens of every M-tile a stage."""
-        plan, groups = self.machine.plan, self.residual_groups
-        first = row_tile * plan.tile_m_tiles
-        m_tiles = ch.minimum(ty.u32(matrix.full_m_tiles) - first, plan.tile_m_tiles)
-        size = groups * ACCUMULATOR_BYTES
-        with ch.for_(0, plan.tile_groups, groups, unroll=1, name="group") as group:
-            with self.ring.fill_activations(m_tiles * size) as (stage, barrier):
-                with ch.for_(m_tiles, unroll=1, name="m_tile") as m_tile:
-                    place = ty.u64(first + m_tile) * plan.groups + ty.u64(token_tile * plan.tile_groups + group)
-                    source = ch.reinterpret(ty.ptr(ty.u8), residual) + place * ACCUMULATOR_BYTES
-                    prim.bulk_copy(stage + m_tile * size, source, size, barrier)
 
     # -- products ---------------------------------------------------------------------------------------------------
 
@@ -283,7 +85,7 @@ class TileProduct:
         )
         height = of_phase(phase, {case.phase: case.given.height or plan.tile_m_tiles for case in cases})
         parts = of_phase(phase, {case.phase: case.given.parts for case in cases})
-        with self.tiles(row_tiles, self._token_tiles(phase, cases)) as tile:
+        with self.machine.tiles(row_tiles, self._token_tiles(phase, cases)) as tile:
             row_tile, part = row_tile_and_part(self._row(phase, cases, tile, row_tiles), parts)
             token_tile = tile % self.token_tiles
             m_tile = row_tile * height + self.machine.warp
@@ -310,7 +112,7 @@ class TileProduct:
         count: Any = self.token_tiles
         for case in cases:
             if case.given.tiles is not None:
-                count = ch.select(_is_one_of(phase, [case.phase]), case.given.tiles.count, count)
+                count = ch.select(is_one_of(phase, [case.phase]), case.given.tiles.count, count)
         return count
 
     def _row(self, phase: ch.Expr | None, cases: Sequence[Case], tile: ch.Expr, row_tiles: ch.Expr) -> Any:
@@ -318,7 +120,7 @@ class TileProduct:
         row = tile // self.token_tiles
         for case in cases:
             if case.given.tiles is not None:
-                row = ch.select(_is_one_of(phase, [case.phase]), tile % row_tiles, row)
+                row = ch.select(is_one_of(phase, [case.phase]), tile % row_tiles, row)
         return row
 
     @staticmethod
@@ -396,7 +198,7 @@ class TileProduct:
             self._multiply_stage(operands, sums, odd, previous, STAGE_TILES, ODD)
             self._multiply_stage(operands, sums, even, previous, STAGE_TILES, EVEN)
         for rest in sorted({rest for rest in rests.values() if rest}):
-            with _if_one_of(phase, [index for index in rests if rests[index] == rest], list(rests)):
+            with if_one_of(phase, [index for index in rests if rests[index] == rest], list(rests)):
                 for index, done in enumerate(range(0, rest, STAGE_TILES)):
                     fragments = (odd, even)[index]
                     tiles = min(STAGE_TILES, rest - done)
@@ -581,64 +383,3 @@ class TileLists:
         """Among a stage's operands of a case."""
         factors = self.factors if case.matrix.format.factor_bytes else None
         self.lists.put(case.matrix, case.given.weights, self.m_tile, steps, fragments, factors)
-
-
-@dataclass(frozen=True, eq=False)
-class TilePlace:
-    """A warp's M-tile of a tile, how many there are, and the tile's tokens, or the slots in their place; how many
-    M-tiles of earlier parts are counted before."""
-
-    m_tile: Any
-    m_tiles: Any
-    token_tile: Any
-    before: Any = 0
-    slots: SlotTile | None = None
-
-
-def row_tile_and_part(index: ch.Expr, parts: Any) -> tuple[Any, Any]:
-    """The parts of a row of tiles lie side by side."""
-    return (index, 0) if isinstance(parts, int) and parts == 1 else (index // parts, index % parts)
-
-
-def of_phase(phase: ch.Expr | None, values: Mapping[int, int]) -> Any:
-    """The value of the present phase; a number where all have the same."""
-    (_, chosen), *others = values.items()
-    if len(set(values.values())) == 1 or phase is None:
-        return chosen
-    picked: Any = ty.u32(chosen)
-    for index, value in others:
-        picked = ch.select(phase == index, ty.u32(value), picked)
-    return picked
-
-
-def by_finish(cases: Sequence[Case]) -> list[tuple[Finish, list[Case]]]:
-    """The cases that share a way to finish."""
-    finishes = {id(case.finish): case.finish for case in cases}
-    return [(finish, [case for case in cases if case.finish is finish]) for finish in finishes.values()]
-
-
-def by_format(cases: Sequence[Case]) -> list[tuple[TileFormat, list[Case]]]:
-    """The cases whose weights are in one format."""
-    formats = dict.fromkeys(case.matrix.format for case in cases)
-    return [(format, [case for case in cases if case.matrix.format == format]) for format in formats]
-
-
-def in_phases(phase: ch.Expr | None, its: Sequence[Case], cases: Sequence[Case]) -> ch.if_:
-    return _if_one_of(phase, [case.phase for case in its], [case.phase for case in cases])
-
-
-def _if_one_of(phase: ch.Expr | None, numbers: Sequence[int], there_are: Sequence[int]) -> ch.if_:
-    """If the present phase is one of `numbers`; nothing to ask where they are all that there are."""
-    if phase is None or len(numbers) == len(there_are):
-        return ch.if_(True)
-    return ch.if_(_is_one_of(phase, numbers))
-
-
-def _is_one_of(phase: ch.Expr | None, numbers: Sequence[int]) -> Any:
-    """Whether the present phase is one of `numbers`; with none of them, or no phases, whether there are any."""
-    if phase is None or not numbers:
-        return bool(numbers)
-    is_one = phase == numbers[0]
-    for index in numbers[1:]:
-        is_one = is_one | (phase == index)
-    return is_one
