@@ -38,7 +38,7 @@ from tests.tolerances import LOGITS
 
 pytestmark = [pytest.mark.compiler, pytest.mark.slow]
 
-COUNT = 10
+COUNT = 7
 
 
 def hybrid(
