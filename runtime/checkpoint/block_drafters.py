@@ -7,19 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
-
-from numpy.typing import NDArray
 
 from cheetah.models.block import DSPARK, UNREAD, plain_name
 from cheetah.models.config import ModelConfig
-from cheetah.models.family import MatrixRows, QuantizedMatrix
 from cheetah.models.registry import family_of, read_drafter
 from cheetah.printable import shown_name
+from cheetah.runtime.checkpoint.beside import check_sizes, config_beside, tensors_beside
 from cheetah.runtime.checkpoint.loading import RANDOM, Checkpoint, found_folder
 from cheetah.runtime.checkpoint.random_weights import random_tensors
 from cheetah.runtime.checkpoint.safetensors_files import LoadingError, StoredTensor, find_tensors
-from cheetah.runtime.checkpoint.tensor_checks import checked_tensors
 
 RANDOM_BLOCKS = RANDOM + "dspark"
 """A drafter of random weights, of the target's shapes, as DeepSpec's for Qwen3 are."""
@@ -38,27 +34,16 @@ def open_block_drafter(
 
 
 def _opened(name: str, folder: Path, target: Checkpoint) -> Checkpoint:
-    if not (folder / "config.json").is_file():
-        raise LoadingError(f"{folder}: has no config.json")
     notes: list[str] = []
-    config = read_drafter(folder / "config.json", target.config, notes)
+    config = config_beside(folder, target.config, notes)
     if config.block is None:
         raise LoadingError(f"{folder}: is an EAGLE-3 head: its method is eagle3")
     check_target(config, target.config, str(folder))
     found = _own_tensors(find_tensors(folder).tensors, str(folder), notes)
     of_target = [one for one in _shared(config) if one not in found]
-    shape = (config.vocab_size, config.hidden_size)
-    absent = {one: StoredTensor(folder, "BF16", shape, 0, 0) for one in of_target}  # nobody reads them
-    plain = checked_tensors(config, {**found, **absent}, str(folder), notes).plain
+    tensor, rows = tensors_beside(folder, config, found, of_target, target, notes)
     if of_target:
         notes.append(f"{folder}: has no {' and no '.join(of_target)}: {target.name}'s are taken")
-
-    def tensor(wanted: str) -> NDArray[Any]:
-        return target.tensor(wanted) if wanted in absent else plain[wanted].bf16_bits()
-
-    def rows(wanted: str) -> MatrixRows | QuantizedMatrix:
-        return target.rows(wanted) if wanted in absent else plain[wanted].rows()
-
     return Checkpoint(name, config, tensor, rows, {}, None, None, {}, tuple(notes), folder)
 
 
@@ -71,14 +56,7 @@ def _shared(config: ModelConfig) -> tuple[str, ...]:
 
 def check_target(config: ModelConfig, target: ModelConfig, place: str) -> None:
     """LoadingError where a drafter is of another model than the target: its width, its tokens, its layers."""
-    for name, own, wanted in (
-        ("hidden_size", config.hidden_size, target.hidden_size),
-        ("vocab_size", config.vocab_size, target.vocab_size),
-    ):
-        if own != wanted:
-            raise LoadingError(
-                f"{place}: {name} is {own}, that of the model which it drafts for {wanted}: give its drafter"
-            )
+    check_sizes(config, target, place, "drafter")
     assert config.block is not None
     if config.block.layers[-1] >= target.layers - 1:
         raise LoadingError(

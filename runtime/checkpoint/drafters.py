@@ -14,13 +14,12 @@ from numpy.typing import NDArray
 
 from cheetah.models.config import ModelConfig
 from cheetah.models.drafter import KNOWN_TOKENS, OFFSETS, TOKEN_IDS, UNREAD, plain_name, token_ids
-from cheetah.models.family import MatrixRows, QuantizedMatrix
 from cheetah.models.registry import family_of, read_drafter
 from cheetah.printable import shown_name
+from cheetah.runtime.checkpoint.beside import check_sizes, config_beside, tensors_beside
 from cheetah.runtime.checkpoint.loading import RANDOM, Checkpoint, found_folder
 from cheetah.runtime.checkpoint.random_weights import random_tensors
 from cheetah.runtime.checkpoint.safetensors_files import LoadingError, StoredTensor, find_tensors
-from cheetah.runtime.checkpoint.tensor_checks import checked_tensors
 
 RANDOM_HEAD = RANDOM + "eagle3"
 """A head of random weights, of the target's shapes."""
@@ -40,29 +39,20 @@ def open_drafter(
 
 
 def _opened(name: str, folder: Path, target: Checkpoint) -> Checkpoint:
-    if not (folder / "config.json").is_file():
-        raise LoadingError(f"{folder}: has no config.json")
     notes: list[str] = []
-    config = read_drafter(folder / "config.json", target.config, notes)
+    config = config_beside(folder, target.config, notes)
     if config.drafter is None:
         raise LoadingError(f"{folder}: is {config.dialect.title}, which is no EAGLE-3 head: give another method")
     check_target(config, target.config, str(folder))
     found, offsets = _sorted_out(find_tensors(folder).tensors, str(folder), notes)
-    embedding = family_of(config).embedding_tensor
-    if embedding not in found:
+    of_target = [name for name in (family_of(config).embedding_tensor,) if name not in found]
+    if of_target:
         notes.append(f"{folder}: has no embedding, that of {target.name} is taken")
-    shape = (config.vocab_size, config.hidden_size)
-    absent = StoredTensor(folder, "BF16", shape, 0, 0)  # nobody reads it
-    plain = checked_tensors(config, {embedding: absent, **found}, str(folder), notes).plain
+    stored, rows = tensors_beside(folder, config, found, of_target, target, notes)
     ids = _checked_ids(offsets, config, str(folder))
 
     def tensor(wanted: str) -> NDArray[Any]:
-        if wanted == TOKEN_IDS:
-            return ids
-        return target.tensor(wanted) if wanted not in found else plain[wanted].bf16_bits()
-
-    def rows(wanted: str) -> MatrixRows | QuantizedMatrix:
-        return target.rows(wanted) if wanted not in found else plain[wanted].rows()
+        return ids if wanted == TOKEN_IDS else stored(wanted)
 
     return Checkpoint(name, config, tensor, rows, {}, None, None, {}, tuple(notes), folder)
 
@@ -70,14 +60,7 @@ def _opened(name: str, folder: Path, target: Checkpoint) -> Checkpoint:
 def check_target(config: ModelConfig, target: ModelConfig, place: str) -> None:
     """LoadingError where a head is of another model than the target: its width, its tokens, its layers."""
     assert config.drafter is not None
-    for name, own, wanted in (
-        ("hidden_size", config.hidden_size, target.hidden_size),
-        ("vocab_size", config.vocab_size, target.vocab_size),
-    ):
-        if own != wanted:
-            raise LoadingError(
-                f"{place}: {name} is {own}, that of the model which it drafts for {wanted}: give its head"
-            )
+    check_sizes(config, target, place, "head")
     if config.drafter.layers[-1] >= target.layers - 1:
         last = config.drafter.layers[-1] + 1
         raise LoadingError(
