@@ -138,6 +138,8 @@ BUGS = [
     "bug", tiered(BUGS, [bug for bug in BUGS if bug.name != "peers do not get squares"]), ids=lambda bug: bug.name
 )
 def test_bugs_planted_in_passes_are_found(bug: Bug, monkeypatch: pytest.MonkeyPatch) -> None:
+    (wanted,), wanted_pool, _ = by_one_gpu(AWKWARD)
+
     def generate(*arguments: Any, **options: Any) -> Generated:
         made = generate_pass(*arguments, **options)
         text = re.sub(bug.pattern, bug.instead, made.text)
@@ -151,7 +153,6 @@ def test_bugs_planted_in_passes_are_found(bug: Bug, monkeypatch: pytest.MonkeyPa
             found_by(AWKWARD, 2)
         return
     states, pool, _ = found_by(AWKWARD, 2)
-    (wanted,), wanted_pool, _ = by_one_gpu(AWKWARD)
     same = np.array_equal(pool[:, : wanted_pool.shape[1]], wanted_pool[:, : pool.shape[1]])
     assert not same or not all(np.array_equal(one, wanted) for one in states)
 
