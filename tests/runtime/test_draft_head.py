@@ -132,7 +132,10 @@ def llm(head: Path) -> Iterator[LLM]:
 def drafted_by(head: Path, **more: Any) -> LLM:
     config = {"method": "eagle3", "model": str(head), "num_speculative_tokens": DRAFTS}
     made = opened(speculative_config=config, **more)
-    made.engine.engine._scheduler.round_time.steps = lambda wanted: min(ROUNDS, wanted)  # type: ignore[method-assign]
+    scheduler = made.engine.engine._scheduler
+    scheduler.round_time.steps = lambda wanted: min(ROUNDS, wanted)  # type: ignore[method-assign]
+    # Which launch comes to be made without drafts, to be timed, must not decide which drafts are looked at.
+    scheduler._pace.lacks_plain = lambda sequences: False  # type: ignore[method-assign]
     return made
 
 
