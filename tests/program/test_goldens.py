@@ -49,18 +49,17 @@ def test_a_kernel_computes_what_transformers_does(name: str) -> None:
     found = rig.session("priority", 1).score(tokens_of(weights.config.vocab_size))
     wanted, decided = load_file(GOLDEN_LOGITS)[name], decided_tokens(weights)
     assert relative_error(found[decided], wanted[decided]) < LOGITS
+    assert decided.mean() > 0.7
     if weights.config.routing is not None:
         of_bf16 = np.array(GOLDENS[name]["kl_of_bf16"])
         assert divergence(wanted, found)[decided].mean() < of_bf16[decided].mean(), "transformers in bf16 is nearer"
 
 
 def decided_tokens(weights: GoldenWeights | Checkpoint) -> NDArray[np.bool_]:
-    """Those whose experts are surely the ones that float32 chooses: most."""
+    """Those whose experts are surely the ones that float32 chooses."""
     reference, ids = Reference(weights.config, weights.tensor), tokens_of(weights.config.vocab_size)
     reference.forward(ids)
-    decided = np.array(reference.nearness) > LEAST_NEARNESS
-    assert decided.mean() > 0.5
-    return decided
+    return np.array(reference.nearness) > LEAST_NEARNESS
 
 
 @pytest.mark.exhaustive

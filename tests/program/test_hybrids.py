@@ -38,7 +38,7 @@ from tests.tolerances import LOGITS
 
 pytestmark = [pytest.mark.compiler, pytest.mark.slow]
 
-COUNT = 7
+COUNT = 10
 
 
 def hybrid(

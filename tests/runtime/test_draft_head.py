@@ -192,9 +192,9 @@ def test_it_drafts_what_it_means_of_the_models_hidden_states(
 def test_the_same_answers_in_company(llm: LLM) -> None:
     kinds = [kind for kind in ASKED if "structured_outputs" not in kind]
     prompts = [TEXT + " and" * (number % 3) for number in range(len(kinds))]
-    plain = llm.generate(prompts, asked(kinds, False, 14), use_tqdm=False)
+    plain = llm.generate(prompts, asked(kinds, False, 20), use_tqdm=False)
     found: list[Any] = []
-    drafted = drafted_in(llm, lambda: found.extend(llm.generate(prompts, asked(kinds, True, 14), use_tqdm=False)))
+    drafted = drafted_in(llm, lambda: found.extend(llm.generate(prompts, asked(kinds, True, 20), use_tqdm=False)))
     assert ids_of(found) == ids_of(plain)
     assert drafted.tokens > 20
 
@@ -211,17 +211,17 @@ def test_pages_are_shared_copied_given_back_and_kept(llm: LLM, head: Path) -> No
         {"temperature": 0.0, "stop": ["the mat"]},
     ]
     prompts = [TEXT + " " * (number > 1) + " and" * (number > 2) for number in range(4)]
-    wanted = ids_of(llm.generate(prompts, asked(kinds, False, 28), use_tqdm=False))
-    with drafted_by(head, pool_pages=7, max_context=96, launch_steps=2, plan={"page_size": 16}) as few:
-        assert ids_of(few.generate(prompts, asked(kinds, True, 28), use_tqdm=False)) == wanted
+    wanted = ids_of(llm.generate(prompts, asked(kinds, False, 40), use_tqdm=False))
+    with drafted_by(head, pool_pages=12, launch_steps=2, plan={"page_size": 16}) as few:
+        assert ids_of(few.generate(prompts, asked(kinds, True, 40), use_tqdm=False)) == wanted
         load = few.engine.engine.load()
         assert load.preemptions > 0 and load.decoded.drafted.tokens > 40
         left = few.stream(prompts[0], asked([{"temperature": 1.0}], True, 60)[0])
         next(left)
         left.close()
-        again = few.generate(prompts[1], asked(kinds, True, 28)[0])
+        again = few.generate(prompts[1], asked(kinds, True, 40)[0])
         assert again.timings.cached_tokens > 0
-        assert ids_of(llm.generate([prompts[1]], asked(kinds[:1], False, 28), use_tqdm=False)) == [
+        assert ids_of(llm.generate([prompts[1]], asked(kinds[:1], False, 40), use_tqdm=False)) == [
             [tuple(again.token_ids)]
         ]
 
