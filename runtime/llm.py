@@ -151,8 +151,9 @@ class LLM:
     def _new_engine(self, options: LoadOptions) -> Engine:
         made = self._assembly
         cache = made.launcher.cache
-        # A window leaves prefixes behind; and nobody keeps what a sequence remembered at an earlier token.
-        keeps_prefixes = options.prefix_cache and made.launcher.window is None and not cache.pool.states.count
+        # A window leaves prefixes behind; and none is of use without the states of their ends, where there are some.
+        states = cache.pool.states
+        keeps_prefixes = options.prefix_cache and made.launcher.window is None and bool(states.kept or not states.count)
         return Engine(
             made.launcher,
             options.launch_steps,
@@ -491,6 +492,7 @@ def _check(options: LoadOptions) -> None:
     _check_count("max_num_batched_tokens", options.max_num_batched_tokens)
     _check_count("max_context", options.max_context)
     _check_count("pool_pages", options.pool_pages)
+    _check_count("prefix_states", options.prefix_states)
     if not isinstance(options.prompt_passes, bool):
         _check_count("prompt_passes", options.prompt_passes)
     if options.tensor_parallel_size not in WORLD_SIZES:
@@ -552,6 +554,7 @@ def _assembly_options(
         prompt_tokens=options.prompt_tokens,
         prompt_passes=options.prompt_passes,
         pool_pages=options.pool_pages,
+        prefix_states=options.prefix_states if options.prefix_cache else 0,
         pool_follows_memory=options.batch is None,
         memory_share=options.gpu_memory_utilization or 1.0,
         watch=watch,

@@ -128,6 +128,12 @@ class LoadOptions:
         "Pages of the KV cache, of all completions together, enough for one of `max_context` tokens; by default for as "
         "many as `batch` says.",
     )
+    prefix_states: int | None = option(
+        None,
+        None,
+        "States of sequences that `prefix_cache` keeps, of models that have them beside their pages (Qwen3.5): by "
+        "default as many as a tenth of the memory holds that the cache may take, up to 32.",
+    )
     enable_chunked_prefill: bool = option(
         True,
         None,

@@ -19,6 +19,7 @@ from cheetah.manifest import Manifest
 from cheetah.models.config import ModelConfig
 from cheetah.options import takes
 from cheetah.plan import Plan, gpu_named
+from cheetah.plan.delta import state_slots
 from cheetah.runtime.assembly.blocks import bytes_beside, options_of_blocks, put_together
 from cheetah.runtime.assembly.buffers import (
     Progress,
@@ -342,7 +343,9 @@ def new_cache(config: ModelConfig, manifest: Manifest) -> CachedSequence:
     plan = Plan.from_dict(manifest.plan)
     context = min(plan.max_context, config.max_position_embeddings)
     reason = "max_context" if context == plan.max_context else "max_position_embeddings of the model"
-    pool = PagePool(pool_pages(manifest), states=StatePool(pool_states(manifest)))
+    count = pool_states(manifest)
+    states = StatePool(count, max(0, count - state_slots(plan.batch)))
+    pool = PagePool(pool_pages(manifest), states=states)
     return CachedSequence(pool, plan.page_size, context, reason)
 
 

@@ -36,6 +36,9 @@ time a step (8B on an H200: 5.1 against 3.9 ms)."""
 PASS_SHARE = 8
 """Of the memory that is left for the cache, passes over prompts may take one part in so many as their workspace."""
 
+MOST_PREFIX_STATES, PREFIX_STATES_SHARE = 32, 10
+"""Of states that are kept for other sequences; and of the memory that is left for the cache, one part in so many."""
+
 PASSES = ("short passes", "medium passes", "longer passes", "passes")
 """Among the names of kernels, those of passes over prompts: over few tokens, and over as many as may be."""
 
@@ -92,9 +95,9 @@ class Kernels:
         """Of the cache."""
         return pool_pages(self.specs[0].manifest)
 
-    def with_pages(self, pages: int) -> Kernels:
-        """The same over a cache of so many pages."""
-        states = pool_states(self.specs[0].manifest)
+    def with_pages(self, pages: int, states: int | None = None) -> Kernels:
+        """The same over a cache of so many pages. states: and over so many of these; by default as many as before."""
+        states = pool_states(self.specs[0].manifest) if states is None else states
         return replace(self, specs=tuple(spec.with_pages(pages, states) for spec in self.specs))
 
     def memory(self) -> MemoryEstimate:
@@ -135,14 +138,12 @@ class KernelsAsked:
         passes = [*self._passes(decoding.manifest, notes)]
         prompts = self._prompts(plan, decoding.manifest, notes)
         made += [*passes, *prompts]
-        if self.config.delta_layers:
-            notes.append(
-                "prompts are read whole: what a sequence remembers is of all its tokens, and kept for no other"
-            )
         if passes:
             most = replace(Plan.from_dict((prompts or made)[0].manifest.plan), drafts=0)
             made.append(self._head(most, max(PassPlan.from_dict(one.manifest.plan).tokens for one in passes)))
-        kernels = Kernels(self.config, tuple(made), tuple(notes)).with_pages(self._pages(decoding.manifest))
+        kernels = Kernels(self.config, tuple(made), tuple(notes)).with_pages(
+            self._pages(decoding.manifest), self._states(decoding.manifest)
+        )
         for other in kernels.specs[1:]:
             _check_shared(self.config, kernels.specs[0].manifest, other)
         return kernels
@@ -153,6 +154,16 @@ class KernelsAsked:
         if wanted is not None and wanted < least:
             raise PlanError(f"pool_pages is {wanted}: one sequence of max_context tokens needs {least}: give as many")
         return pool_pages(manifest) if wanted is None else wanted
+
+    def _states(self, manifest: Manifest) -> int:
+        """Of all sequences that the manifest's kernel decodes, and those that are kept for others that begin alike."""
+        own, wanted = pool_states(manifest), self.options.prefix_states
+        if wanted is not None or not own:
+            return own + (wanted or 0 if own else 0)
+        memory = memory_needed(self.config, manifest)
+        left = self.free_bytes - memory.total_bytes + memory.bytes_of(LABELS["kv"])
+        each = manifest.buffer("states").bytes // own
+        return own + max(0, min(MOST_PREFIX_STATES, left // PREFIX_STATES_SHARE // each))
 
     def _of_steps(self, name: str, overrides: Mapping[str, Any]) -> KernelSpec:
         """A kernel of whole decode steps, whose text says by what options it is made."""

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from cheetah.errors import CheetahError
 from cheetah.manifest import Buffer
 from cheetah.models.config import ModelConfig
+from cheetah.plan.delta import state_slots
 
 # Buffers of a manifest that have a line of their own; the others together are the workspace.
 LABELS = {
@@ -39,12 +40,13 @@ class MemoryShortage(CheetahError):
 @dataclass(frozen=True)
 class MemoryEstimate:
     """Bytes of device memory by part, in the order of the table. `kv_tokens` is how many tokens the cache holds, of
-    `batch` sequences together."""
+    `batch` sequences together; `states` is how many of those there is room for, if there are some."""
 
     parts: tuple[tuple[str, int], ...]
     kv_tokens: int
     kv_bytes_per_token: int
     batch: int = 1
+    states: int = 0
 
     @property
     def total_bytes(self) -> int:
@@ -69,6 +71,9 @@ class MemoryEstimate:
         """A line for each part, and the total."""
         per_token = f"{self.kv_tokens} tokens of {size_text(self.kv_bytes_per_token)}"
         remarks = {LABELS["kv"]: f"  ({per_token})"}
+        if self.states:
+            own, each = state_slots(self.batch), size_text(self.bytes_of(LABELS["states"]) // self.states)
+            remarks[LABELS["states"]] = f"  ({own} of {each}, and {self.states - own} for prompts that begin alike)"
         rows = [(label, size, remarks.get(label, "")) for label, size in self.parts if size]
         rows.append(("total", self.total_bytes, ""))
         return "\n".join(f"{label:<16}{size_text(size):>12}{remark}" for label, size, remark in rows)
@@ -103,7 +108,8 @@ def memory_of_buffers(config: ModelConfig, buffers: Iterable[Buffer], batch: int
             per_token = buffer.bytes // (pages * page_size)
     given = [buffer for buffer in buffers if buffer.name in BY_PAGES]
     per_token += sum(one.bytes // (one.shape[0] * one.shape[1]) for one in given)
-    return MemoryEstimate(tuple(sizes.items()), sizes[LABELS["kv"]] // per_token, per_token, batch)
+    states = next((buffer.shape[0] for buffer in buffers if buffer.name == "states"), 0)
+    return MemoryEstimate(tuple(sizes.items()), sizes[LABELS["kv"]] // per_token, per_token, batch, states)
 
 
 def size_text(size: int) -> str:

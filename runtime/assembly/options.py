@@ -30,7 +30,9 @@ class AssemblyOptions:
     cached; by default on a GPU, where there can be one. A number: tokens of a pass; by default as many as memory
     allows. pool_pages: of the cache, of all sequences together; by default for all at full context.
     pool_follows_memory: it has fewer by default where the device has no room for all, but as many as one sequence may
-    need. memory_share: most of the device's memory that may be taken.
+    need. prefix_states: how many states of sequences are kept for others that begin alike, of models that have them; by
+    default what a tenth of the memory holds that the cache may take, up to 32. memory_share: most of the device's
+    memory that may be taken.
 
     upload: brings the weights into the buffers, as `upload_weights` does, which it is by default. watch: takes the
     seconds of each stage.
@@ -49,6 +51,7 @@ class AssemblyOptions:
     prompt_passes: bool | int | None = None
     pool_pages: int | None = None
     pool_follows_memory: bool = False
+    prefix_states: int | None = None
     memory_share: float = 1.0
     upload: Callable[..., None] | None = None
     watch: Stopwatch = field(default_factory=Stopwatch)

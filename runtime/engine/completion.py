@@ -37,6 +37,8 @@ class Completion:
         self.ids = list(request.prompt_ids)
         self.prompt_logprobs: list[TokenLogprobs] = [] if read is None else read
         self.cached_tokens = 0
+        self.parting = 0  # behind how many tokens it parts from a prompt that was read before
+        self.keeps_at: int | None = None  # behind how many its state is kept, once a launch ends there
         self.has_ended = self.has_failed = False
         self.worth: Worth | None = None  # of drafts, once some could have been made
         self._proposed: tuple[int, tuple[int, ...]] | None = None  # behind how many ids, and which

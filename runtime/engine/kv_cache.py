@@ -236,16 +236,19 @@ class CachedSequence:
         self.state = self.pool.states.take()
         self.pool.states.note_copy(source, self.state)
 
-    def adopt(self, pages: Sequence[int], tokens: int) -> None:
-        """Begins an empty sequence with `tokens` tokens that full pages of others hold, such as a cached prefix."""
+    def adopt(self, pages: Sequence[int], tokens: int, state: int | None = None) -> None:
+        """Begins an empty sequence with `tokens` tokens that full pages of others hold, such as a cached prefix. state:
+        what is remembered of just these, of which it gets a copy, where sequences have states."""
         if self.pages or self.length:
             raise CheetahError(f"a sequence that has {self.length} tokens cannot adopt {tokens}: clear it first")
         if tokens != len(pages) * self.page_size:
             capacity = len(pages) * self.page_size
             raise CheetahError(f"{tokens} tokens do not fill {len(pages)} pages: adopt {capacity} tokens, full pages")
-        if tokens and self.pool.states.count:
-            raise CheetahError("what a sequence remembers of its tokens is in no page: it cannot begin with others'")
+        if tokens and self.pool.states.count and state is None:
+            raise CheetahError("what a sequence remembers of its tokens is in no page: give the state behind them too")
         self.check_fits(tokens)
+        if tokens and state is not None:
+            self._copy_state(state)
         self.pool.share(pages)
         self.pages, self.length = list(pages), tokens
 

@@ -86,6 +86,9 @@ class Prefill:
 
     def settle(self, order: LaunchOrder) -> None:
         """A launch that was decided here was made."""
+        if order.purpose is Purpose.PREFILL:
+            for takers in order.takers:
+                self._queues.keep_state(takers[0])
         if isinstance(order.launcher, PassLauncher):
             self._behind = self._due_behind(order, order.launcher.head)
         elif not self.is_amid:
@@ -148,7 +151,9 @@ class Prefill:
 
     def _left_in_pass(self, group: Sequence[Completion]) -> int:
         """Tokens that are left to be read, or as many as can be judged by one launch, where others wait for it."""
-        left = self.left(group)
+        cache, left = group[0].cache, self.left(group)
+        assert cache is not None
+        left = min(left, self._queues.next_end(group[0], self._known(group[0])) - cache.length)
         if not (group[0].reads_logprobs and self._queues.running and self.gives_turns):
             return left
         head = self._passes[0].head
@@ -221,7 +226,8 @@ class Prefill:
         columns = self._steps.tokens
         steps = max(1, self._chunk(self._launch_steps * columns, columns, self._step_time) // columns)
         samples = len(group) == 1 and not first.request.wants_logits
-        left = rule.end(self._known(first), samples) - cache.length
+        known = self._known(first)
+        left = min(rule.end(known, samples), self._queues.next_end(first, known)) - cache.length
         tokens = min(left, steps_with(logits, steps, self._steps) * columns)
         if not self._queues.make_room(first, tokens):
             return None

@@ -32,9 +32,14 @@ class FewestSteps:
         is decoded."""
         return known - cached if cached < known - 1 else 0
 
+    @property
+    def unit(self) -> int:
+        """A prompt begins with a multiple of so many tokens of others."""
+        return self.page_size
+
     def reused(self, cached: int) -> int:
         """Of `cached` known tokens, whole pages, how many a prompt begins with."""
-        return cached
+        return cached // self.unit * self.unit
 
     def columns_of_step(self, tokens: int) -> int:
         """Columns of the steps of a launch that reads `tokens` tokens."""
@@ -72,9 +77,9 @@ class SameSteps(FewestSteps):
     def left(self, known: int, cached: int) -> int:
         return known - cached if self.has_passes else super().left(known, cached)
 
-    def reused(self, cached: int) -> int:
-        unit = self.page_size if self.has_passes else lcm(self.columns, self.page_size)
-        return cached // unit * unit
+    @property
+    def unit(self) -> int:
+        return self.page_size if self.has_passes else lcm(self.columns, self.page_size)
 
     def columns_of_step(self, tokens: int) -> int:
         return self.columns

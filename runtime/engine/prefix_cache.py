@@ -3,6 +3,10 @@
 A tree of whole pages: below each page, those that followed it, by the token ids in them. Tokens are compared exactly.
 Only page ids are kept; nothing on the device moves. Least recently used pages go first, and never before what follows
 them. What happens depends on the calls alone, so runs repeat.
+
+Where sequences have states beside their pages (`states`), a prefix ends where somebody has kept one: `keep_state` lays
+a copy of a sequence's state by the page that its tokens end with. It goes with that page, or when another is to be kept
+and none was used longer ago.
 """
 
 from __future__ import annotations
@@ -19,12 +23,14 @@ PageTokens = tuple[int, ...]
 
 @dataclass(eq=False)
 class _Node:
-    """One cached page. followers: the cached pages after it, by their tokens. above: where it is a follower."""
+    """One cached page. followers: the cached pages after it, by their tokens. above: where it is a follower. state:
+    what is remembered of all tokens up to its end, if that is kept."""
 
     page: int
     tokens: PageTokens
     above: dict[PageTokens, _Node]
     followers: dict[PageTokens, _Node] = field(default_factory=dict)
+    state: int | None = None
 
 
 class PrefixCache:
@@ -48,6 +54,7 @@ class PrefixCache:
         # By page, least recently used first. Whoever uses a page has used all before it, and those are moved after it:
         # so every page comes before the page that it follows, and going through in order meets leaves first.
         self._nodes: OrderedDict[int, _Node] = OrderedDict()
+        self._with_states: OrderedDict[int, _Node] = OrderedDict()  # by state, least recently used first
 
     def __len__(self) -> int:
         """How many pages it holds."""
@@ -57,19 +64,44 @@ class PrefixCache:
         return page in self._nodes
 
     def lookup(self, token_ids: Sequence[int]) -> tuple[list[int], int]:
-        """(pages, tokens): the longest cached prefix of `token_ids` in whole pages, and how many tokens that is.
+        """(pages, tokens): the longest cached prefix of `token_ids` in whole pages, and how many tokens that is; where
+        there are states, of those at whose end one is kept, see `state_behind`.
 
         At least one token is left over: a launch needs one to compute. Nothing is held for the caller: have a sequence
         `adopt` the pages before anything else is taken from the pool.
         """
-        nodes = self._walk(self._split(token_ids, (len(token_ids) - 1) // self.page_size))
+        nodes = self._usable(token_ids)
         self._use(nodes)
+        if nodes and nodes[-1].state is not None:
+            self._with_states.move_to_end(nodes[-1].state)
         self.hits, self.misses = self.hits + bool(nodes), self.misses + (not nodes)
         return [node.page for node in nodes], len(nodes) * self.page_size
 
     def known(self, token_ids: Sequence[int]) -> int:
         """How many tokens `lookup` would give: for who only wonders."""
-        return len(self._walk(self._split(token_ids, (len(token_ids) - 1) // self.page_size))) * self.page_size
+        return len(self._usable(token_ids)) * self.page_size
+
+    def state_behind(self, pages: Sequence[int]) -> int | None:
+        """The state that is kept at the end of pages that `lookup` gave."""
+        return self._nodes[pages[-1]].state if pages else None
+
+    def parting(self, token_ids: Sequence[int]) -> int:
+        """Behind how many tokens these part from others whose pages are cached, which go on there; 0 if they do not, or
+        in their first page."""
+        nodes = self._matching(token_ids)
+        return len(nodes) * self.page_size if nodes and nodes[-1].followers else 0
+
+    def keep_state(self, token_ids: Sequence[int], state: int) -> None:
+        """Keeps a copy of a state, which is of just these tokens: whole pages, all of them cached. Nothing where there
+        is one."""
+        nodes, states = self._walk(self._split(token_ids, len(token_ids) // self.page_size)), self._pool.states
+        if not nodes or len(nodes) * self.page_size != len(token_ids) or nodes[-1].state is not None or not states.kept:
+            return
+        if len(self._with_states) == states.kept:
+            self._forget_state(next(iter(self._with_states.values())))
+        nodes[-1].state = kept = states.take()
+        self._with_states[kept] = nodes[-1]
+        states.note_copy(state, kept)
 
     def insert(self, token_ids: Sequence[int], pages: Sequence[int]) -> int:
         """Keeps the whole pages of a sequence that begins with `token_ids`, all of them computed; gives how many are
@@ -94,6 +126,8 @@ class PrefixCache:
 
     def clear(self) -> None:
         """Gives all pages back."""
+        for node in [*self._with_states.values()]:
+            self._forget_state(node)
         self._pool.give_back(self._nodes)
         self._root.clear()
         self._nodes.clear()
@@ -146,6 +180,17 @@ class PrefixCache:
             followers = node.followers
         return nodes
 
+    def _matching(self, token_ids: Sequence[int]) -> list[_Node]:
+        """The cached pages of these tokens, but for the last token."""
+        return self._walk(self._split(token_ids, (len(token_ids) - 1) // self.page_size))
+
+    def _usable(self, token_ids: Sequence[int]) -> list[_Node]:
+        """Of those, as many as a sequence may begin with."""
+        nodes = self._matching(token_ids)
+        while self._pool.states.count and nodes and nodes[-1].state is None:
+            nodes.pop()
+        return nodes
+
     def _use(self, nodes: Sequence[_Node]) -> None:
         """Makes a path from the root the most recently used, its first page most of all."""
         for node in reversed(nodes):
@@ -184,6 +229,12 @@ class PrefixCache:
             dropped.append(last.page)
             rest += last.followers.values()
         for page in dropped:
-            del self._nodes[page]
+            self._forget_state(self._nodes.pop(page))
         self._pool.give_back(dropped)
         return len(dropped)
+
+    def _forget_state(self, node: _Node) -> None:
+        if node.state is not None:
+            del self._with_states[node.state]
+            self._pool.states.give_back(node.state)
+            node.state = None

@@ -20,6 +20,13 @@ from cheetah.runtime.engine.prefix_cache import PrefixCache
 from cheetah.runtime.engine.requests import Failed, Load
 
 
+def same_tokens(one: Sequence[int], other: Sequence[int]) -> int:
+    """How many two sequences begin with."""
+    shorter, piece = min(len(one), len(other)), 256
+    first = next((at for at in range(0, shorter, piece) if one[at : at + piece] != other[at : at + piece]), shorter)
+    return next((at for at in range(first, shorter) if one[at] != other[at]), shorter)
+
+
 class Queues:
     """Up to `launcher.batch` completions that have begun, and a line of others.
 
@@ -83,7 +90,7 @@ class Queues:
             of_each_other = missing + len(first.cache.pages) - (len(first.ids) - 1) // first.cache.page_size
             spare = self.unclaimed_pages() - missing
             if spare >= 0:
-                first.cached_tokens = first.cache.length
+                first.cached_tokens, first.parting = first.cache.length, self._parting(first)
                 self._tokens_looked_up += len(first.ids)
                 self._tokens_found += first.cached_tokens
                 group = [first] if first.made else alike[: 1 + spare // of_each_other]
@@ -105,8 +112,33 @@ class Queues:
         if self._prefixes is not None and not completion.reads_logprobs:
             pages, tokens = self._prefixes.lookup(completion.ids)
             reused = self.rule.reused(tokens)
-            sequence.adopt(pages[: reused // sequence.page_size], reused)
+            sequence.adopt(pages[: reused // sequence.page_size], reused, self._prefixes.state_behind(pages))
         return sequence
+
+    def _parting(self, completion: Completion) -> int:
+        return self._prefixes.parting(completion.ids) if self._prefixes is not None else 0
+
+    def next_end(self, completion: Completion, known: int) -> int:
+        """Where a launch is to end that reads the next of a prompt's `known` ids, if it reads as far: at the next place
+        where its state is to be kept, so that others may begin there.
+
+        That is before its last token, where it parts from a prompt that was read before, and from the next in line."""
+        cache, ends = completion.cache, [known]
+        assert cache is not None
+        if self._prefixes is not None and cache.pool.states.kept:
+            of_next = same_tokens(completion.ids, self.waiting[0].ids) if self.waiting else 0
+            unit = self.rule.unit
+            ends += [min(place, known - 1) // unit * unit for place in (known - 1, completion.parting, of_next)]
+        completion.keeps_at = min(end for end in ends if end > cache.length or end == known)
+        return completion.keeps_at
+
+    def keep_state(self, completion: Completion) -> None:
+        """A launch has read more of its prompt: if that is as far as was wanted, its state is kept."""
+        cache = completion.cache
+        if self._prefixes is not None and cache is not None and cache.state is not None:
+            if cache.length == completion.keeps_at and cache.length % self.rule.unit == 0:
+                self._remember(completion)
+                self._prefixes.keep_state(completion.ids[: cache.length], cache.state)
 
     def _claim(self, completion: Completion) -> int:
         """Pages that it shall have: for all its ids and its next launch. One that had to give its pages back claims all
@@ -186,6 +218,12 @@ class Queues:
 
     def _remember(self, completion: Completion) -> None:
         cache = completion.cache
-        if self._prefixes is not None and cache is not None and not completion.has_failed:
+        if self._prefixes is None or cache is None:
+            return
+        if completion.has_failed and not completion.made and cache.state is not None:
+            # Its state is no number, and may have been kept before that was known.
+            for page in cache.pages[completion.cached_tokens // cache.page_size :]:
+                self._prefixes.forget(page)
+        if not completion.has_failed:
             kept = self.rule.kept(len(completion.request.prompt_ids), cache.length)
             self._prefixes.insert(completion.ids[:kept], cache.pages)

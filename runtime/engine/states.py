@@ -1,7 +1,8 @@
 """Which of a model's states which sequence has, where sequences have one beside their pages.
 
 A state is what a sequence remembers in layers of Gated DeltaNet, of all its tokens at once: so it belongs to one
-sequence, and to one length of it. Pure bookkeeping, as `kv_cache`.
+sequence, and to one length of it. Some are kept as they were at a length that others may begin with; see
+`prefix_cache`. Pure bookkeeping, as `kv_cache`.
 """
 
 from __future__ import annotations
@@ -17,10 +18,11 @@ class StateCopy(NamedTuple):
 
 
 class StatePool:
-    """Hands out the numbers of `count` states; 0 of models whose sequences have none."""
+    """Hands out the numbers of `count` states; 0 of models whose sequences have none. kept: how many of them are for
+    later sequences, so that those that go on never lack one."""
 
-    def __init__(self, count: int = 0) -> None:
-        self.count = count
+    def __init__(self, count: int = 0, kept: int = 0) -> None:
+        self.count, self.kept = count, kept
         self._free = list(range(count))
         self._copies: list[StateCopy] = []
 
@@ -37,6 +39,8 @@ class StatePool:
         """Nobody has it any more."""
         assert 0 <= state < self.count and state not in self._free, state
         self._free.insert(0, state)
+        if all(state != copy.source for copy in self._copies):  # what nobody has copied on is of no use any more
+            self._copies = [copy for copy in self._copies if copy.target != state]
 
     def note_copy(self, source: int, target: int) -> None:
         """Notes that `target` must become a copy of `source` before the next launch."""

@@ -389,7 +389,7 @@ def test_sequences_have_states_of_their_own_as_long_as_they_have_pages() -> None
     free = pool.free_pages
     with pytest.raises(CheetahError, match="it remembers 3 at once"):
         first.truncate(2)
-    with pytest.raises(CheetahError, match="it cannot begin with others'"):
+    with pytest.raises(CheetahError, match="give the state behind them too"):
         CachedSequence(pool, 4, 32).adopt(first.pages, 4)
     second.clear()
     third = CachedSequence(pool, 4, 32)

@@ -15,6 +15,7 @@ from safetensors.numpy import save_file
 from cheetah import LLM, SamplingParams
 from cheetah.errors import CheetahError
 from cheetah.models.registry import read_config
+from cheetah.runtime.assembly.kernels import MOST_PREFIX_STATES
 from tests.cli.commands import refused
 from tests.program.test_hybrids import hybrid, weights
 
@@ -70,7 +71,7 @@ def test_answers_are_those_of_each_alone_also_where_pages_are_few(folder: Path) 
         load = llm.engine.engine.load()
         assert load.preemptions > 0
         pool = llm.engine.engine.launcher.cache.pool
-        assert pool.free_pages == pool.pages and pool.states.free == pool.states.count == 4
+        assert pool.free_pages == pool.pages and pool.states.free == pool.states.count == 4 + MOST_PREFIX_STATES
 
 
 def test_answers_to_one_prompt_go_on_from_what_it_left(folder: Path) -> None:
@@ -82,11 +83,27 @@ def test_answers_to_one_prompt_go_on_from_what_it_left(folder: Path) -> None:
         assert answers(llm, PROMPTS[:1], params(n=2))[0] == [alone(folder)[0]] * 2
 
 
-def test_prefixes_are_not_kept_and_nothing_is_drafted(folder: Path) -> None:
+def test_what_begins_with_a_kept_state_has_the_bits_of_what_was_read_whole(folder: Path) -> None:
+    """Also where only the state behind the first page is left of a longer prompt, and of answers read again."""
+    prompt, sampling = [number * 7 % 50 for number in range(22)], params(max_tokens=5, logprobs=2)
+
+    def made(llm: LLM, ids: list[int]) -> tuple[int, Any]:
+        output: Any = llm.generate([{"prompt_token_ids": ids}], sampling)[0]
+        return output.timings.cached_tokens, (output.outputs[0].token_ids, output.outputs[0].logprobs)
+
+    with opened(folder, prefix_cache=False) as llm:
+        assert llm.prefix_cache is None
+        whole = [made(llm, ids) for ids in (prompt, [*prompt[:18], 1, 2])]
+    with opened(folder, prefix_states=1) as llm:
+        assert made(llm, prompt) == whole[0] and [made(llm, prompt), made(llm, [*prompt[:18], 1, 2])] == [
+            (16, one) for _, one in whole
+        ]
+        assert "(4 of 438.0 KB, and 1 for prompts that begin alike)" in llm.memory.table()
+
+
+def test_nothing_is_drafted(folder: Path) -> None:
     with pytest.raises(CheetahError, match="cannot forget a wrong one"):
         opened(folder, speculative_config={"method": "ngram", "num_speculative_tokens": 3}, kv_chunk=32)
-    with opened(folder, prefix_cache=True) as llm:
-        assert llm.prefix_cache is None
 
 
 def test_commands_that_would_make_or_judge_what_no_kernel_has_refuse_such_models(folder: Path, tmp_path: Path) -> None:
