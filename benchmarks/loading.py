@@ -30,7 +30,7 @@ from cheetah.models.dense.weights import buffer_bytes
 from cheetah.models.family import Packing
 from cheetah.models.registry import family_of, resolve_config
 from cheetah.piece_ring import ordinary_memory
-from cheetah.plan import gpu_named
+from cheetah.plan import gpu_named, step_matrices
 from cheetah.runtime.assembly.repacking import DeviceRepacker
 from cheetah.runtime.checkpoint.loading import Checkpoint, open_checkpoint
 from cheetah.runtime.checkpoint.safetensors_files import find_tensors
@@ -162,7 +162,7 @@ def _contents(tensors: Parts) -> Iterator[np.ndarray[Any, Any]]:
 def load(checkpoint: Checkpoint, threads: int, device: Any, packer: str) -> tuple[float, float, Stopwatch]:
     """Seconds, seconds of the processor, and of each stage. packer: "host" or "device"."""
     config, family, gpu = checkpoint.config, family_of(checkpoint.config), gpu_named("h200")
-    matrices = family.matrices(config, choose_plan(config, gpu), gpu)
+    matrices = step_matrices(config.shape, choose_plan(config, gpu), gpu)
     watch = Stopwatch()
     with ExitStack() as stack:
         buffers = {}

@@ -13,8 +13,7 @@ from cheetah.blocks import handoff, known_rows, markov, repack
 from cheetah.lang import ty
 from cheetah.manifest import Launch, Manifest
 from cheetah.models.config import ModelConfig
-from cheetah.models.family import HeadProgram, StepProgram
-from cheetah.models.registry import family_of
+from cheetah.models.dense import head, program, prompt
 from cheetah.package import Generated, KernelParameter, described, no_collections, packaged
 from cheetah.plan import Gpu, Plan, default_plan, gpu_named, shared_map, step_matrices
 from cheetah.plan.defaults import default_context
@@ -49,7 +48,7 @@ def generate_kernel(
     plan = choose_plan(config, machine, **overrides)
     about = f"The whole decode step of a {config.dialect.title} model in one persistent kernel."
     return packaged(
-        family_of(config).program.build_kernel(config, machine, plan, traced),
+        program.build_kernel(config, machine, plan, traced),
         describe_kernel(config, machine, plan, command, traced),
         _header(config, machine, plan, command, about),
         line_marks=line_marks,
@@ -91,7 +90,7 @@ def generate_pass(
     machine = gpu_named(gpu) if isinstance(gpu, str) else gpu
     header = _pass_header(config, machine, plan, pass_plan, command)
     return packaged(
-        family_of(config).prompt_program.build_kernel(config, machine, plan, pass_plan, traced),
+        prompt.build_kernel(config, machine, plan, pass_plan, traced),
         describe_pass(config, machine, plan, pass_plan, command, traced),
         header,
         line_marks=line_marks,
@@ -99,7 +98,7 @@ def generate_pass(
 
 
 def _pass_header(config: ModelConfig, gpu: Gpu, plan: Plan, pass_plan: PassPlan, command: str) -> str:
-    shared = family_of(config).prompt_program.shared(config, gpu, plan, pass_plan)
+    shared = prompt.shared(config, gpu, plan, pass_plan)
     lines = [
         f"A pass over a prompt of a {config.dialect.title} model in one persistent kernel. Generated; do not edit.",
         f"Regenerate with: {command}",
@@ -118,19 +117,19 @@ def describe_pass(
 ) -> Manifest:
     """The manifest of the kernel that `generate_pass` makes for these, without its text. Its `plan` is the pass', and
     in it as `decoding` that of the kernel that decodes."""
-    program, matrices = family_of(config).prompt_program, step_matrices(config.shape, plan, gpu)
-    shared_bytes = program.shared(config, gpu, plan, pass_plan).total_bytes
+    matrices = step_matrices(config.shape, plan, gpu)
+    shared_bytes = prompt.shared(config, gpu, plan, pass_plan).total_bytes
     return described(
-        program.KERNEL_NAME,
+        prompt.KERNEL_NAME,
         gpu,
         Launch(gpu.blocks, pass_plan.threads, shared_bytes),
-        program.pass_parameters(config, plan, traced, gpu.ranks),
-        program.sizes(config, gpu, plan, pass_plan),
+        prompt.pass_parameters(config, plan, traced, gpu.ranks),
+        prompt.sizes(config, gpu, plan, pass_plan),
         command=command,
         config=config.to_dict(),
         plan={**pass_plan.to_dict(), "decoding": plan.to_dict()},
         matrices=matrices,
-        phases=program.phase_names(config, gpu, plan, pass_plan),
+        phases=prompt.phase_names(config, gpu, plan, pass_plan),
     )
 
 
@@ -143,7 +142,7 @@ def generate_head(
     machine = gpu_named(gpu) if isinstance(gpu, str) else gpu
     about = f"The head of a {config.dialect.title} model over hidden states that passes left."
     return packaged(
-        family_of(config).head_program.build_kernel(config, machine, plan, rows),
+        head.build_kernel(config, machine, plan, rows),
         describe_head(config, machine, plan, rows, command),
         _header(config, machine, plan, command, about),
     )
@@ -151,9 +150,9 @@ def generate_head(
 
 def describe_head(config: ModelConfig, gpu: Gpu, plan: Plan, rows: int, command: str = "") -> Manifest:
     """The manifest of the kernel that `generate_head` makes for these, without its text."""
-    program = family_of(config).head_program
-    parameters, sizes = program.kernel_parameters(config, plan, gpu.ranks), program.sizes(config, gpu, plan, rows)
-    return _of_steps(program, parameters, sizes, config, gpu, plan, command)
+    parameters, sizes = head.kernel_parameters(config, plan, gpu.ranks), head.sizes(config, gpu, plan, rows)
+    phases = head.phase_names(config, plan)
+    return _of_steps(head.KERNEL_NAME, parameters, sizes, phases, config, gpu, plan, command)
 
 
 def generate_repacking(gpu: Gpu) -> Generated:
@@ -238,9 +237,9 @@ def generate_markov(config: ModelConfig, gpu: Gpu, batch: int) -> Generated:
 
 def describe_kernel(config: ModelConfig, gpu: Gpu, plan: Plan, command: str = "", traced: bool = False) -> Manifest:
     """The manifest of the kernel that `generate_kernel` makes for these, without its text."""
-    program = family_of(config).program
     parameters, sizes = program.kernel_parameters(config, plan, traced, gpu.ranks), program.sizes(config, gpu, plan)
-    return _of_steps(program, parameters, sizes, config, gpu, plan, command)
+    phases = program.phase_names(config, plan)
+    return _of_steps(program.KERNEL_NAME, parameters, sizes, phases, config, gpu, plan, command)
 
 
 def _kv_bytes_per_token(config: ModelConfig, gpu: Gpu, plan: Plan) -> int:
@@ -250,9 +249,10 @@ def _kv_bytes_per_token(config: ModelConfig, gpu: Gpu, plan: Plan) -> int:
 
 
 def _of_steps(
-    program: StepProgram | HeadProgram,
+    kernel: str,
     parameters: Mapping[str, KernelParameter],
     sizes: Mapping[str, int],
+    phases: tuple[str, ...],
     config: ModelConfig,
     gpu: Gpu,
     plan: Plan,
@@ -261,7 +261,7 @@ def _of_steps(
     """The manifest of a kernel whose steps are those of `plan`."""
     matrices = step_matrices(config.shape, plan, gpu)
     return described(
-        program.KERNEL_NAME,
+        kernel,
         gpu,
         Launch(gpu.blocks, plan.threads, shared_map(config.shape, plan, gpu).total_bytes),
         parameters,
@@ -270,7 +270,7 @@ def _of_steps(
         config=config.to_dict(),
         plan=plan.to_dict(),
         matrices=matrices,
-        phases=program.phase_names(config, plan),
+        phases=phases,
         step_bytes={
             "weights": matrices.read_bytes(config.shape.experts, plan.batch),
             "kv_per_token": _kv_bytes_per_token(config, gpu, plan),

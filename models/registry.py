@@ -37,7 +37,7 @@ from cheetah.models import (
 from cheetah.models.block import ARCHITECTURES as BLOCK_ARCHITECTURES
 from cheetah.models.config import ModelConfig
 from cheetah.models.config_json import ConfigError, load_source, place_of, stated
-from cheetah.models.family import ModelFamily
+from cheetah.models.dense.family import DenseFamily
 from cheetah.models.formats import is_sparse_name, without_list
 from cheetah.models.formats.quantized import QuantizationError, is_scheme_name, scheme_of_name
 from cheetah.models.quantization import Quantization, quantization_of_folder, read_quantization
@@ -50,10 +50,10 @@ _FAMILIES = (
     *qwen3_5.FAMILIES,
     *(qwen3_moe.FAMILY, mixtral.FAMILY, olmoe.FAMILY, gpt_oss.FAMILY),
 )
-FAMILIES: dict[str, ModelFamily] = {family.name: family for family in _FAMILIES}
+FAMILIES: dict[str, DenseFamily] = {family.name: family for family in _FAMILIES}
 """By model_type, as config.json has it."""
 
-DRAFTERS: dict[str, ModelFamily] = {one.FAMILY.name: one.FAMILY for one in (eagle3, block_drafter)}
+DRAFTERS: dict[str, DenseFamily] = {one.FAMILY.name: one.FAMILY for one in (eagle3, block_drafter)}
 """What drafts for another model, and is none itself."""
 
 SEEING: dict[str, tuple[str, str]] = {
@@ -72,7 +72,7 @@ ORDER = "-order"
 """Behind a weight format: act-order."""
 
 
-def family_of(config: ModelConfig) -> ModelFamily:
+def family_of(config: ModelConfig) -> DenseFamily:
     """The family of a configuration."""
     name = config.dialect.model_type
     return DRAFTERS.get(name) or FAMILIES[name]
@@ -162,7 +162,7 @@ def _read_text_part(source: Any, values: Mapping[str, Any], notes: list[str] | N
     return _quantized(FAMILIES[part["model_type"]], source, part, notes)
 
 
-def _quantized(family: ModelFamily, source: Any, values: Mapping[str, Any], notes: list[str] | None) -> ModelConfig:
+def _quantized(family: DenseFamily, source: Any, values: Mapping[str, Any], notes: list[str] | None) -> ModelConfig:
     """The configuration of a family's values, with the formats of its weights."""
     config = family.config_type.from_json(values, notes, place_of(source))
     quantization = stated_quantization(source, values, config)

@@ -12,7 +12,7 @@ from cheetah.generate import choose_plan, generate_repacking
 from cheetah.models.dense.weights import buffer_bytes
 from cheetah.models.family import Packing
 from cheetah.models.registry import family_of
-from cheetah.plan import Gpu
+from cheetah.plan import Gpu, step_matrices
 from cheetah.plan.repacking import Repacking
 from cheetah.runtime.assembly.repacking import DeviceRepacker, Spare
 from cheetah.runtime.checkpoint.loading import Checkpoint
@@ -41,7 +41,7 @@ def packed(
 ) -> tuple[dict[str, NDArray[np.uint8]], int, list[str]]:
     """The buffers' bytes by name, how many parts of matrices the device packed, and what was said."""
     config, family = checkpoint.config, family_of(checkpoint.config)
-    matrices = family.matrices(config, choose_plan(config, gpu), gpu)
+    matrices = step_matrices(config.shape, choose_plan(config, gpu), gpu)
     buffers = {name: device.allocate(size, POISON) for name, size in buffer_bytes(config, matrices).items()}
     said, done = list[str](), list[int]()
     generate = partial(generate_repacking, gpu)

@@ -79,16 +79,15 @@ def inspect(
 
 def _print_phases(config: ModelConfig, plan: Plan, gpu: Gpu) -> None:
     """Of a step, and of a pass over as many tokens as a pass may have; of none where there can be none."""
+    from cheetah.models.dense import program, prompt
     from cheetah.models.family import lines_of
-    from cheetah.models.registry import family_of
     from cheetah.plan import PlanError
     from cheetah.plan.prompt import default_pass_plan, pass_tokens
 
-    family = family_of(config)
-    typer.echo("\n".join(["a step", *lines_of(family.program.phase_rows(config, plan))]))
+    typer.echo("\n".join(["a step", *lines_of(program.phase_rows(config, plan))]))
     pass_plan = default_pass_plan(gpu, pass_tokens(config.shape)[0], config.shape)
     try:
-        rows = family.prompt_program.phase_rows(config, gpu, plan, pass_plan)
+        rows = prompt.phase_rows(config, gpu, plan, pass_plan)
     except PlanError:
         return
     typer.echo("\n".join(["", f"a pass of {pass_plan.tokens} tokens", *lines_of(rows)]))

@@ -27,7 +27,7 @@ from cheetah.models.config import ModelConfig
 from cheetah.models.formats import format_of, is_sparse_name
 from cheetah.models.registry import family_of
 from cheetah.package import Generated
-from cheetah.plan import Gpu, MatrixLayout, Plan, StepMatrices, gpu_named
+from cheetah.plan import Gpu, MatrixLayout, Plan, StepMatrices, gpu_named, step_matrices
 from cheetah.plan.defaults import default_context
 from cheetah.plan.formats import BF16, BlockRows, QuantizedTiles
 from cheetah.plan.plan import DEFAULT_STEPS, STEP_TOKENS
@@ -434,7 +434,7 @@ def fill_random(config: ModelConfig, manifest: Manifest, buffers: dict[str, Buff
         row = manifest.buffer("places").shape[-1]
         fill_with(buffers["places"], _random_places(min(config.hidden_size, config.query_rows), row))
     gpu = Gpu(**manifest.gpu, ranks=manifest.world_size)
-    _fill_packed(config, family_of(config).matrices(config, plan, gpu), buffers)
+    _fill_packed(config, step_matrices(config.shape, plan, gpu), buffers)
     for name, table in family_of(config).tables(config, plan).items():
         buffers[name].upload(table)
     if "kv_scales" in buffers:

@@ -12,7 +12,7 @@ import numpy as np
 from cheetah.generate import choose_plan
 from cheetah.manifest import Manifest
 from cheetah.models.config import ModelConfig
-from cheetah.models.registry import family_of
+from cheetah.models.dense import program, prompt
 from cheetah.plan import Gpu, Plan, PlanError, step_matrices
 from cheetah.plan.formats import BF16, KV_TILE_TOKENS
 from cheetah.plan.halves import PART_BYTES
@@ -51,7 +51,7 @@ def features_of_steps(config: ModelConfig, gpu: Gpu, plan: Plan) -> set[str]:
 
 def _lies_in_halves(config: ModelConfig, gpu: Gpu, plan: Plan) -> bool:
     """Whether inputs of products lie in parts, between which there is room for others."""
-    exchanged = family_of(config).program.exchanged_vectors(config, gpu, plan)
+    exchanged = program.exchanged_vectors(config, gpu, plan)
     gaps = (np.diff(np.sort(one.places, axis=None)) for one in exchanged if one.is_tagged)
     return any(np.any(found > PART_BYTES // 4) for found in gaps)
 
@@ -59,7 +59,7 @@ def _lies_in_halves(config: ModelConfig, gpu: Gpu, plan: Plan) -> bool:
 def features_of_passes(config: ModelConfig, gpu: Gpu, plan: Plan, pass_plan: PassPlan) -> set[str]:
     """Of the kernel of passes over prompts."""
     matrices = step_matrices(config.shape, plan, gpu)
-    cuts = family_of(config).prompt_program.cuts(config, gpu, plan, pass_plan).values()
+    cuts = prompt.cuts(config, gpu, plan, pass_plan).values()
     has = _of_model(config, plan) | {
         "narrow M-tiles": any(one.is_narrow for one in matrices.of_layer),
         "parts of products that are added": any(parts > 1 for _, parts in cuts),

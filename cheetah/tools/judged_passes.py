@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cheetah.emulator import EmulatorError
+from cheetah.models.dense import prompt as pass_program
 from cheetah.models.rounding import F32, Rounding, exact, round_to_bf16
 from cheetah.plan.prompt import PassPlan
 from cheetah.runtime.device.group import buffers_of_ranks
@@ -119,12 +120,11 @@ class JudgedPasses:
 
     def _rows_of_keys(self) -> list[slice]:
         """The bytes of the workspace that hold keys, and those that hold values."""
-        program = self.rig.family.prompt_program
-        return program.rows_of_keys(self.rig.config, self.rig.gpu, self.rig.plan, self._pass_plan)
+        return pass_program.rows_of_keys(self.rig.config, self.rig.gpu, self.rig.plan, self._pass_plan)
 
     @property
     def _pass_plan(self) -> PassPlan:
-        stated = self.rig.made[self.rig.family.prompt_program.KERNEL_NAME].manifest.plan
+        stated = self.rig.made[pass_program.KERNEL_NAME].manifest.plan
         return PassPlan.from_dict({name: value for name, value in stated.items() if name != "decoding"})
 
     def outputs(self, found: PassTranscript) -> dict[str, Bits]:
@@ -168,7 +168,7 @@ class JudgedPasses:
         rig, published = self.rig, list[Launched | Filled]()
         with suppress(EmulatorError):
             self.run(*found.asked, published=published)
-        vectors = rig.family.prompt_program.exchanged_vectors(rig.config, rig.gpu, rig.plan, self._pass_plan)
+        vectors = pass_program.exchanged_vectors(rig.config, rig.gpu, rig.plan, self._pass_plan)
         comparison = Comparison(rig.config, vectors, allowed)
         references = [reference_of(rig, rounding) for rounding in (exact, round_to_bf16)]
         tokens = [

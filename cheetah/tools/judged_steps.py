@@ -15,7 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cheetah.emulator import EmulatorError
-from cheetah.models.family import ReferenceModel
+from cheetah.models.dense import program
+from cheetah.models.dense.reference import Reference
 from cheetah.models.rounding import F32, Rounding, exact, round_to_bf16, round_to_e4m3
 from cheetah.models.sampling import adjusted, gumbel_noise, kept
 from cheetah.runtime.engine.launcher import LaunchFault
@@ -160,7 +161,7 @@ class JudgedSteps:
         decided: NDArray[np.bool_] = (nearest > NEAR) | ~is_number
         return decided
 
-    def _begun(self, reference: ReferenceModel, scored: Scored) -> ReferenceModel:
+    def _begun(self, reference: Reference, scored: Scored) -> Reference:
         """The one that goes on where a launch did."""
         return reference if scored.cached == 0 else self._behind[id(reference)][0]
 
@@ -191,7 +192,7 @@ class JudgedSteps:
         noted, texts = list[Launched | Filled](), Texts()
         with suppress(EmulatorError):
             self.run(*asked, published=noted)
-        vectors = self.rig.family.program.exchanged_vectors(self.config, self.rig.gpu, self.plan)
+        vectors = program.exchanged_vectors(self.config, self.rig.gpu, self.plan)
         comparison = Comparison(self.config, vectors, allowed)
         for one in noted:
             if isinstance(one, Launched):
@@ -232,12 +233,12 @@ class JudgedSteps:
         tokens = slice(scored.cached, scored.cached + len(scored.ids))
         return np.stack([reference.keys[:, :, tokens], reference.values[:, :, tokens]], axis=1)
 
-    def logits_by(self, reference: ReferenceModel, scored: Scored) -> F32:
+    def logits_by(self, reference: Reference, scored: Scored) -> F32:
         """What a reference has where a launch left logits."""
         begun = self._beginning(reference, scored.cached)
         return np.stack([begun.step(token) for token in scored.ids])
 
-    def _beginning(self, reference: ReferenceModel, filled: int) -> ReferenceModel:
+    def _beginning(self, reference: Reference, filled: int) -> Reference:
         """The one of a kind that goes on behind the filling's first tokens."""
         if filled == 0:
             reference.reset()
@@ -252,7 +253,7 @@ def without_advice(fault: Exception) -> str:
     return str(fault).partition(" Look for")[0]
 
 
-def reference_of(rig: Rig, rounding: Rounding = exact) -> ReferenceModel:
+def reference_of(rig: Rig, rounding: Rounding = exact) -> Reference:
     """What a rig's kernels mean, over a cache that keeps what theirs keeps."""
     cached = round_to_e4m3 if rig.plan.kv_dtype == "e4m3" else None
     scales = getattr(rig.weights, "kv_scales", None) if cached else None

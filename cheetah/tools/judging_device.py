@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from cheetah.emulator import EmulatorError
 from cheetah.manifest import NO_PAGE
+from cheetah.models.dense import program, prompt
 from cheetah.plan import step_matrices
 from cheetah.plan.kv.tables import (
     CANCELLED_TOKEN,
@@ -76,7 +77,7 @@ class NotingDevice(EmulatorDevice):
         self._schedule["timeout_s"] = LAUNCH_TIMEOUT_S
         self._published, self._plan, self._vocab = published, rig.plan, rig.config.vocab_size
         self._kv = rig.manifest.buffer("kv")
-        self._steps, self._pass = rig.family.program.KERNEL_NAME, rig.family.prompt_program.KERNEL_NAME
+        self._steps, self._pass = program.KERNEL_NAME, prompt.KERNEL_NAME
         if published is not None:
             self._schedule["noted"] = EXCHANGE if self._steps in rig.made else WORKSPACE
 

@@ -78,7 +78,7 @@ class Filled:
 
 @dataclass(frozen=True)
 class Token:
-    """One that went through the model. exchanged: the reference's, see `ReferenceModel`. found, wanted: what is cached
+    """One that went through the model. exchanged: the reference's, see `Reference`. found, wanted: what is cached
     of it and what should be, f32 [layers, 2, kv_heads, head_dim]. is_decided: whether its vectors must be those."""
 
     step: int

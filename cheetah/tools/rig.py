@@ -19,6 +19,9 @@ from cheetah.emulator import compile_program
 from cheetah.errors import CheetahError
 from cheetah.generate import describe_kernel
 from cheetah.models.config import ModelConfig
+from cheetah.models.dense import head as head_program
+from cheetah.models.dense import program
+from cheetah.models.dense import prompt as pass_program
 from cheetah.models.family import ReadRows, ReadTensor, Tensors
 from cheetah.models.registry import family_of
 from cheetah.models.rounding import F32, as_bf16, widen
@@ -107,13 +110,10 @@ class Session:
         self.rig, self.config, self.plan, self.device = rig, rig.config, rig.plan, device
         self.pool = PagePool(rig.plan.kv_pages, page_order, StatePool(pool_states(rig.manifest)))
         self._shared = dict(rig.constants)
-        program, head, passes = (
-            rig.kernels.get(one.KERNEL_NAME)
-            for one in (rig.family.program, rig.family.head_program, rig.family.prompt_program)
-        )
-        if program is not None:
-            self.buffers = self._buffers_of(program)
-            self.launcher = Launcher(self._loaded(program, self.buffers), self.sequence())
+        steps, head, passes = (rig.kernels.get(one.KERNEL_NAME) for one in (program, head_program, pass_program))
+        if steps is not None:
+            self.buffers = self._buffers_of(steps)
+            self.launcher = Launcher(self._loaded(steps, self.buffers), self.sequence())
             self.launcher._epochs = Epochs(epochs_of_step(rig.config.layers), first_epoch)
             self.launch_steps = launch_steps or self.launcher.max_steps
             self.logits = device.allocate(self.launcher.max_steps * rig.plan.tokens * rig.config.vocab_size * 4, 0xFF)

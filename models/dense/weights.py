@@ -380,7 +380,7 @@ def logical_matrix(config: ModelConfig, matrix: str, tensors: Sequence[Bits]) ->
 
 
 def in_m_tile_order(config: ModelConfig, matrix: str, layer: int, read: Callable[[str], NDArray[Any]]) -> NDArray[Any]:
-    """See `ModelFamily.in_m_tile_order`."""
+    """See `DenseFamily.in_m_tile_order`."""
     groups, tensors = row_groups(config, matrix), [read(name) for name in matrix_tensors(config, matrix, layer)]
     count = len(groups) + len(groups) % 2
     rows = np.zeros((count * GROUP_ROWS, tensors[0].shape[1]), tensors[0].dtype)

@@ -10,14 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 from cheetah.models.config import ModelConfig
 from cheetah.models.config_json import ConfigError, ConfigFile, Dialect, stated
 from cheetah.models.dense.family import DenseFamily
 from cheetah.models.drafter import TOKEN_IDS, Drafter
 from cheetah.models.eagle3 import tensors
-from cheetah.models.family import Merged, Packing, ReferenceModel, Tensors
+from cheetah.models.family import Merged, Packing, Tensors
 from cheetah.models.rounding import F32, Rounding, exact
 from cheetah.plan import StepMatrices
 
@@ -174,7 +174,7 @@ class Eagle3Family(DenseFamily):
         *,
         cached: Rounding | None = None,
         kv_scales: F32 | None = None,
-    ) -> ReferenceModel:
+    ) -> NoReturn:
         raise NotImplementedError("a head means something beside hidden states alone: see `Eagle3Reference`")
 
 

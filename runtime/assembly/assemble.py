@@ -40,8 +40,8 @@ from cheetah.runtime.assembly.kernels import (
     KernelSpec,
     choose_gpu,
     handoff_kernel,
-    import_program,
     logits_rows,
+    own_generator,
     pool_pages,
     pool_states,
     shared_buffers,
@@ -334,7 +334,7 @@ def _open_device(options: AssemblyOptions, config: ModelConfig) -> Device:
     if name is not None and name.startswith("pycuda"):  # which is for the thread that opened it
         return open_device(name, say=options.say, ranks=options.tensor_parallel_size)
     opening = started(lambda: open_device(name, say=options.say, ranks=options.tensor_parallel_size))
-    import_program(config)
+    own_generator()
     return opening()
 
 

@@ -15,7 +15,7 @@ from cheetah.manifest import Manifest
 from cheetah.models.config import ModelConfig
 from cheetah.models.family import MatrixRows, Packing
 from cheetah.models.registry import family_of
-from cheetah.plan import Gpu, Plan
+from cheetah.plan import Gpu, Plan, step_matrices
 from cheetah.plan.world import Rank
 from cheetah.runtime.assembly.repacking import Spare, new_repacker
 from cheetah.runtime.device.group import DeviceGroup, GroupBuffer
@@ -119,7 +119,7 @@ def _upload_rank(
     for name, table in family.tables(config, Plan.from_dict(manifest.plan)).items():
         buffers[name].upload(table)
     plan, gpu = Plan.from_dict(manifest.plan), Gpu(**manifest.gpu, ranks=manifest.world_size)
-    matrices = family.matrices(config, plan, gpu)
+    matrices = step_matrices(config.shape, plan, gpu)
     packing = Packing(weights.tensor, write, progress, rows, rank, bool(plan.fused_router), watch=watch or Stopwatch())
     if device is not None:
         repacker = new_repacker(device, gpu, buffers["weights"], _spare(buffers, manifest), say)

@@ -440,9 +440,3 @@ def block_kernels(config: ModelConfig, manifest: Manifest) -> list[Generated]:
     assert config.block is not None
     markov = [generate_markov(config, gpu, plan.batch)] if config.block.markov_rank else []
     return [generate_known_rows(config, gpu, slots), *markov]
-
-
-def import_program(config: ModelConfig) -> None:
-    """Import what `generate_kernel` writes a model's kernel with, which it would do itself."""
-    own_generator()
-    _ = family_of(config).program

@@ -6,13 +6,12 @@ Where configuration and tensors disagree, the checkpoint is refused with both si
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from cheetah.models.config import ModelConfig
-from cheetah.models.family import ModelFamily
 from cheetah.models.quantization import Quantization, Storage
 from cheetah.models.registry import family_of
 from cheetah.printable import shown_name
@@ -88,7 +87,7 @@ def checked_tensors(
         *problems_of_dtypes(config, matrices),
         *problems_of_orders(config, matrices),
         *_missing(expected, others),
-        *_misshapen(family, expected, others),
+        *_misshapen(family.shape_meaning, expected, others),
         *_mistyped(expected, others),
         *_unknown(config, expected, others, notes),
     ]
@@ -190,10 +189,10 @@ def _missing(expected: Mapping[str, tuple[int, ...]], stored: Mapping[str, Store
 
 
 def _misshapen(
-    family: ModelFamily, expected: Mapping[str, tuple[int, ...]], stored: Mapping[str, StoredTensor]
+    meaning: Callable[[str], str], expected: Mapping[str, tuple[int, ...]], stored: Mapping[str, StoredTensor]
 ) -> list[str]:
     return [
-        f"misshapen: {name} is {list(stored[name].shape)}, expected {list(shape)} = {family.shape_meaning(name)}"
+        f"misshapen: {name} is {list(stored[name].shape)}, expected {list(shape)} = {meaning(name)}"
         for name, shape in expected.items()
         if name in stored and stored[name].shape != shape
     ]

@@ -17,8 +17,7 @@ import numpy as np
 import pytest
 
 from cheetah.models.config import ModelConfig
-from cheetah.models.registry import family_of
-from cheetah.plan import Plan, gpu_named
+from cheetah.plan import Plan, gpu_named, step_matrices
 from cheetah.runtime.assembly.assemble import Assembly, assemble
 from cheetah.runtime.checkpoint.loading import Checkpoint, open_checkpoint
 from cheetah.runtime.engine.launcher import Part
@@ -129,5 +128,5 @@ def decoded(ready: Assembly, ids: np.ndarray) -> F32:
 def vector_kinds(config: ModelConfig, ready: Assembly) -> dict[str, str]:
     """As what each matrix takes the vectors of a step."""
     plan = Plan.from_dict(ready.manifest.plan)
-    matrices = family_of(config).matrices(config, plan, gpu_named(ready.manifest.gpu["name"]))
+    matrices = step_matrices(config.shape, plan, gpu_named(ready.manifest.gpu["name"]))
     return {one.name: one.vector_kind(plan.tokens) for one in matrices}

@@ -17,7 +17,7 @@ from cheetah.models.qwen2 import Qwen2Config
 from cheetah.models.qwen3 import Qwen3Config
 from cheetah.models.registry import family_of
 from cheetah.models.rounding import widen
-from cheetah.plan import GPUS, default_plan
+from cheetah.plan import GPUS, default_plan, step_matrices
 from tests.program.rig import random_weights, token_ids
 
 F64 = NDArray[np.float64]
@@ -86,7 +86,7 @@ def test_the_reference_says_what_transformers_formulas_say(name: str) -> None:
 def test_vectors_of_a_family_lie_where_its_kernel_reads_them(name: str) -> None:
     config, gpu = CONFIGS[name], GPUS["emulator-2"]
     weights, family = random_weights(config), family_of(config)
-    matrices = family.matrices(config, default_plan(gpu, config.shape, max_context=64), gpu)
+    matrices = step_matrices(config.shape, default_plan(gpu, config.shape, max_context=64), gpu)
     buffers = {part: np.full(size, 0xA5, np.uint8) for part, size in buffer_bytes(config, matrices).items()}
 
     def write(part: str, offset: int, data: NDArray[np.uint8]) -> None:

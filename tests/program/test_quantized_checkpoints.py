@@ -11,7 +11,8 @@ from safetensors import safe_open
 
 from cheetah import LLM, SamplingParams
 from cheetah.models.config import ModelConfig
-from cheetah.models.family import ReadTensor, ReferenceModel
+from cheetah.models.dense.reference import Reference
+from cheetah.models.family import ReadTensor
 from cheetah.models.formats.quantized import scheme_of_name
 from cheetah.models.registry import family_of
 from cheetah.models.rounding import F32, round_to_e4m3
@@ -107,7 +108,7 @@ def add_scales(folder: Path, scales: F32) -> None:
     save_file(tensors, folder / "model.safetensors")
 
 
-def scaled_reference(config: ModelConfig, tensor: ReadTensor, scales: F32) -> ReferenceModel:
+def scaled_reference(config: ModelConfig, tensor: ReadTensor, scales: F32) -> Reference:
     """The float32 reference with keys and values rounded to codes of these scales; it asks for both, layer by layer."""
     turn = cycle(scales.reshape(-1))
 

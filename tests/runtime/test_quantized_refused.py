@@ -30,7 +30,7 @@ from cheetah.models.formats import PackingError
 from cheetah.models.llama import LlamaConfig
 from cheetah.models.quantization import read_quantization
 from cheetah.models.registry import family_of, read_config
-from cheetah.plan import gpu_named
+from cheetah.plan import gpu_named, step_matrices
 from cheetah.runtime.checkpoint.loading import LoadingError, open_checkpoint
 
 # -- what a configuration asks for
@@ -398,7 +398,7 @@ def test_scales_that_the_kernel_has_no_room_for(tmp_path):
     checkpoint = open_checkpoint(write_quantized(tmp_path, quantized_tensors(make)[0], stated))
     plan, gpu = choose_plan(checkpoint.config, gpu_named("emulator-2")), gpu_named("emulator-2")
     family = family_of(checkpoint.config)
-    matrices = family.matrices(checkpoint.config, plan, gpu)
+    matrices = step_matrices(checkpoint.config.shape, plan, gpu)
     with pytest.raises(PackingError) as raised:
         packing = Packing(checkpoint.tensor, lambda *written: None, rows=checkpoint.rows, threads=1)
         family.pack_weights(checkpoint.config, matrices, packing)

@@ -18,7 +18,7 @@ from cheetah.models.family import Packing
 from cheetah.models.formats.quantized import scheme_of_name
 from cheetah.models.formats.two_of_four import is_two_of_four
 from cheetah.models.registry import family_of
-from cheetah.plan import gpu_named
+from cheetah.plan import gpu_named, step_matrices
 from cheetah.plan.report import inspect_plan
 from cheetah.runtime.checkpoint.block_bytes import m_tile_bytes
 from cheetah.runtime.checkpoint.loading import open_checkpoint
@@ -41,7 +41,7 @@ def load_all(folder, **options):
     """Opens a checkpoint and packs it, as loading does."""
     checkpoint = open_checkpoint(folder, **options)
     family, gpu = family_of(checkpoint.config), gpu_named("emulator-2")
-    matrices = family.matrices(checkpoint.config, choose_plan(checkpoint.config, gpu), gpu)
+    matrices = step_matrices(checkpoint.config.shape, choose_plan(checkpoint.config, gpu), gpu)
     packing = Packing(checkpoint.tensor, lambda *written: None, rows=checkpoint.rows, threads=1)
     family.pack_weights(checkpoint.config, matrices, packing)
 
