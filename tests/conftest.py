@@ -15,11 +15,12 @@ import sys
 import tempfile
 import time
 from collections.abc import Generator
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 
-from tests.gpu_turns import gpu_turn
+from tests.gpu_turns import gpu_turn, large_place, large_places
 from tests.prices import Prices
 
 KEPT_SECONDS = 7 * 24 * 3600
@@ -83,8 +84,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
-    """Tests on a GPU run side by side, whichever process each is in, but for those that need it for themselves."""
+    """Tests on a GPU run side by side, whichever process each is in, but for those that need it for themselves, and as
+    many with large models as it has room for."""
     if item.get_closest_marker("gpu") is None:
         return (yield)
-    with gpu_turn(Path(os.environ["CHEETAH_CACHE"]), alone=item.get_closest_marker("gpu_alone") is not None):
-        return (yield)
+    folder, is_large = Path(os.environ["CHEETAH_CACHE"]), item.get_closest_marker("gpu_large") is not None
+    with large_place(folder, large_places()) if is_large else nullcontext():
+        with gpu_turn(folder, alone=item.get_closest_marker("gpu_alone") is not None):
+            return (yield)

@@ -20,7 +20,7 @@ from cheetah.runtime.engine.launches import Part
 from tests.gpu.test_transformers import hf_logits, hf_logits_of_all, mean_kl, torch
 from tests.program.rig import token_ids
 
-pytestmark = [pytest.mark.gpu, pytest.mark.xdist_group("models of many GB")]
+pytestmark = [pytest.mark.gpu, pytest.mark.gpu_large]
 
 MODEL = "random:llama-3.2-1b"
 CASES: dict[str, tuple[str, dict[str, str]]] = {

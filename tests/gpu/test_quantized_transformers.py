@@ -23,11 +23,11 @@ from cheetah.runtime.checkpoint.loading import Checkpoint, open_checkpoint
 from cheetah.runtime.engine.launcher import Part
 from cheetah.tools.circumstances import commit
 from tests.gpu.test_batches import sequence
-from tests.gpu.test_transformers import hf_model, mean_kl
+from tests.gpu.test_transformers import hf_model, in_one_process, mean_kl
 from tests.program.rig import F32
 
 torch = pytest.importorskip("torch")
-pytestmark = [pytest.mark.gpu, pytest.mark.xdist_group("models of many GB")]
+pytestmark = [pytest.mark.gpu, pytest.mark.gpu_large]
 
 MODEL = "llama-3.1-8b"
 FORMATS = ("int4-g128", "int4-g128-asym", "int8", "fp8", "fp8-block128")
@@ -45,7 +45,7 @@ class Case:
     bf16_kl: float
 
 
-@pytest.fixture(scope="module", params=FORMATS)
+@pytest.fixture(scope="module", params=in_one_process(FORMATS))
 def case(request: pytest.FixtureRequest) -> Iterator[Case]:
     torch.backends.cuda.matmul.allow_tf32 = False
     checkpoint = open_checkpoint(f"random:{MODEL}@{request.param}")

@@ -24,7 +24,7 @@ from tests.models.spellings import spelled_for
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
-pytestmark = [pytest.mark.gpu, pytest.mark.xdist_group("models of many GB")]
+pytestmark = [pytest.mark.gpu, pytest.mark.gpu_large]
 
 STEPS = 512
 
@@ -108,7 +108,12 @@ def mean_kl(reference: np.ndarray, other: np.ndarray) -> float:
     return total / len(reference)
 
 
-@pytest.fixture(scope="module", params=["llama-3.2-1b", "llama-3.1-8b", "qwen3-0.6b", "qwen3-8b"])
+def in_one_process(names: Sequence[str]) -> list[Any]:
+    """Parameters of a fixture that takes long: one process has all tests of each."""
+    return [pytest.param(name, marks=pytest.mark.xdist_group(name)) for name in names]
+
+
+@pytest.fixture(scope="module", params=in_one_process(["llama-3.2-1b", "llama-3.1-8b", "qwen3-0.6b", "qwen3-8b"]))
 def case(request: pytest.FixtureRequest) -> Iterator[dict[str, Any]]:
     """A random checkpoint, ids, and both of transformers' answers."""
     torch.backends.cuda.matmul.allow_tf32 = False

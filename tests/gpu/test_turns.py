@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from pathlib import Path
 
-from tests.gpu_turns import gpu_turn
+from tests.gpu_turns import gpu_turn, large_place
 
 SOON = 0.05
 
@@ -34,3 +34,21 @@ def test_many_at_once_or_one_alone(tmp_path: Path) -> None:
     left[3].set()
     for thread in threads:
         thread.join(10)
+
+
+def test_as_many_with_large_models_as_there_are_places(tmp_path: Path) -> None:
+    has_entered, may_leave = threading.Event(), threading.Event()
+
+    def come() -> None:
+        with large_place(tmp_path, 2):
+            has_entered.set()
+            assert may_leave.wait(10)
+
+    thread = threading.Thread(target=come, daemon=True)
+    with large_place(tmp_path, 2), large_place(tmp_path, 2):
+        thread.start()
+        assert not has_entered.wait(SOON), "both places are taken"
+    assert has_entered.wait(10)
+    with large_place(tmp_path, 2):
+        may_leave.set()
+    thread.join(10)
