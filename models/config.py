@@ -235,8 +235,6 @@ class ModelConfig:
     @property
     def shape(self) -> ModelShape:
         """The numbers that the plan works with. PlanError for a weight format or a kind of layer that no kernel has."""
-        if self.routing is not None and self.routing.shared:
-            raise PlanError(f"{self.dialect.title}: there is no kernel yet for an expert that every token has")
         return replace(self._shape_in_bf16, formats=self.weight_formats, delta=self._delta_heads)
 
     @property
@@ -250,8 +248,6 @@ class ModelConfig:
                 f"{self.dialect.title}: Gated DeltaNet with keys of {delta.key_dim} and values of {delta.value_dim} "
                 f"elements, of {delta.taps} tokens: kernels exist for {DIMS}, {DIMS} and {TAPS} only"
             )
-        if delta.by_key_heads:
-            raise PlanError(f"{self.dialect.title}: there is no kernel yet for matrices that are fused by key heads")
         return DeltaHeads(delta.key_heads, delta.value_heads, self.delta_layers)
 
     @property
@@ -274,11 +270,16 @@ class ModelConfig:
             norms_behind=self.norms.after,
             joint_norms=self.head_norms == "width",
             raw_heads=self.head_norms == "each",
-            experts=None if self.routing is None else Experts(self.routing.experts, self.routing.chosen),
+            experts=self._experts,
             is_gated=self.layer.is_gated,
             drafter=None if self.drafter is None else DrafterShape(len(self.drafter.layers), self.drafter.vocabulary),
             gated_heads=self.layer.attention.gated,
         )
+
+    @property
+    def _experts(self) -> Experts | None:
+        one = self.routing
+        return None if one is None else Experts(one.experts, one.chosen, one.shared)
 
     @property
     def formats_in_words(self) -> str:

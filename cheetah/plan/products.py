@@ -26,6 +26,8 @@ STEP_EXCHANGES = ("candidates", "short_lists", "filters")
 
 ROUTER = "router"
 """The product whose rows are the logits of experts."""
+SHARED_UP, SHARED_DOWN = "shared_gate_up", "shared_down"
+"""The products of an expert that every token has."""
 IN_PROJ = "in_proj"
 """The product of layers of Gated DeltaNet that others have none of."""
 ROUTES = "routes"
@@ -40,7 +42,7 @@ class RowOrder(StrEnum):
     PLAIN: those of its only source. HEADS: of queries, keys and values, heads one after the other; in a head that is
     rotated M-tile j has dims 8j .. 8j + 7, then D/2 + 8j .. D/2 + 8j + 7, so that a pair is local to a warp. PAIRS:
     an M-tile has 8 rows of the first source, then the same 8 of the second. GROUPS: those of one source after
-    another, each filled up to groups of 8 rows."""
+    another, each filled up to groups of 8 rows, and all together to whole M-tiles."""
 
     PLAIN = "plain"
     GROUPS = "groups"
@@ -62,10 +64,23 @@ class Multiplied(Protocol):
 
 @dataclass(frozen=True)
 class Experts:
-    """`count` matrices of one size in the place of one, of which every column is multiplied by `chosen`, ascending."""
+    """`count` matrices of one size in the place of one, of which every column is multiplied by `chosen`, ascending.
+    shared: the width of one more expert, which every column has, of matrices of its own; 0: there is none."""
 
     count: int
     chosen: int
+    shared: int = 0
+
+    @property
+    def shared_logit(self) -> int:
+        """Where among a column's logits the one is by which that is weighed: behind those of all others, which are
+        filled up to a group."""
+        return round_up(self.count, PAIR_ROWS)
+
+    @property
+    def logits(self) -> int:
+        """Rows of the router's product, with those that fill groups."""
+        return self.shared_logit + PAIR_ROWS if self.shared else self.count
 
     def most(self, tokens: int) -> int:
         """Experts that a step of so many columns takes at most."""
@@ -78,7 +93,7 @@ class Experts:
 
 def logit_words(experts: Experts) -> int:
     """Words of a column's logits: of all experts, and of what fills the router's last M-tile."""
-    return round_up(experts.count, M_TILE_ROWS)
+    return round_up(experts.logits, M_TILE_ROWS)
 
 
 @dataclass(frozen=True)
@@ -225,7 +240,7 @@ class Product(Phase):
         if self.order is RowOrder.PAIRS:
             return ceil_div(self.sources[0].rows, PAIR_ROWS) * M_TILE_ROWS
         if self.order is RowOrder.GROUPS:
-            return sum(round_up(source.rows, PAIR_ROWS) for source in self.sources)
+            return round_up(sum(round_up(source.rows, PAIR_ROWS) for source in self.sources), M_TILE_ROWS)
         return sum(source.rows for source in self.sources)
 
     @property

@@ -108,7 +108,7 @@ def expert_regions(experts: Experts | None, tokens: int) -> tuple[Region, ...]:
         Region(EXPERT_LIST, (1 + experts.most(tokens)) * 4),
         Region(f"{EXPERT_LIST}_barriers", 16),
         Region("expert_ranks", experts.count * tokens),
-        Region("expert_weights", experts.chosen * tokens * 4),
+        Region("expert_weights", (experts.chosen + (experts.shared > 0)) * tokens * 4),
     )
 
 

@@ -15,6 +15,8 @@ from cheetah.plan.products import (
     IN_PROJ,
     ROUTER,
     ROUTES,
+    SHARED_DOWN,
+    SHARED_UP,
     AttentionPhase,
     ChoicePhase,
     DeltaPhase,
@@ -102,8 +104,8 @@ class ModelShape:
 
     def _check_delta(self, delta: DeltaHeads) -> None:
         """Layers with and without attention make the same vector for the same product."""
-        if self.experts is not None or self.formats:
-            raise PlanError("ModelShape: Gated DeltaNet is supported without experts, and with weights in bf16 alone")
+        if self.formats:
+            raise PlanError("ModelShape: Gated DeltaNet is supported with weights in bf16 alone")
         if not delta.is_among(self.layers):
             raise PlanError(
                 f"ModelShape: layers of Gated DeltaNet are {delta.layers} of {self.layers}: give some, not all"
@@ -220,6 +222,7 @@ def _table(shape: ModelShape) -> StepTable:
         Product("o", attended, of_o, (Source("o", shape.hidden),), adds=True, is_brief=True),
         *_choice(middle, experts),
         Product("gate_up", middle, gated, of_ffn, ffn_order, experts=experts),
+        *_shared_down(experts, shape.hidden),
         Product(
             *("down", gated, of_down, (Source("down", shape.hidden),)),
             adds=True,
@@ -258,9 +261,26 @@ def _choice(middle: Vector, experts: Experts | None) -> tuple[Phase, ...]:
     """What chooses among experts: their logits, and every block's choice."""
     if experts is None:
         return ()
-    routes = Vector(ROUTES, experts.count, is_words=True)
-    router = Product(ROUTER, middle, routes, (Source(ROUTER, experts.count),), is_brief=True)
-    return router, ChoicePhase("choice", routes, None, experts)
+    routes = Vector(ROUTES, experts.logits, is_words=True)
+    own, choice = Source(ROUTER, experts.count), ChoicePhase("choice", routes, None, experts)
+    if not experts.shared:
+        return Product(ROUTER, middle, routes, (own,), is_brief=True), choice
+    router = Product(ROUTER, middle, routes, (own, Source("shared_router", 1)), RowOrder.GROUPS, is_brief=True)
+    gate_and_up = tuple(Source(f"shared_{name}", experts.shared) for name in ("gate", "up"))
+    up = Product(SHARED_UP, middle, _shared(experts), gate_and_up, RowOrder.PAIRS)
+    return router, up, choice
+
+
+def _shared(experts: Experts) -> Vector:
+    """What gate and up of the expert that every token has make."""
+    return Vector("shared", experts.shared)
+
+
+def _shared_down(experts: Experts | None, hidden: int) -> tuple[Phase, ...]:
+    """What is added to the residual before what the chosen experts make is, and by the same blocks."""
+    if experts is None or not experts.shared:
+        return ()
+    return (Product(SHARED_DOWN, _shared(experts), None, (Source(SHARED_DOWN, hidden),), adds=True, is_placed=False),)
 
 
 def _in_format(shape: ModelShape, phase: AnyPhase) -> AnyPhase:

@@ -93,7 +93,7 @@ class DeltaWeights:
         return cls(kind, qkv, z, b, a, taps, rate, of("dt_bias"), of("norm.weight"), of("out_proj.weight"))
 
 
-def parted(kind: DeltaNet, qkvz: F32, ba: F32) -> tuple[F32, F32, F32, F32]:
+def parted(kind: DeltaNet, qkvz: NDArray[Any], ba: NDArray[Any]) -> tuple[NDArray[Any], ...]:
     """qkv, z, b and a of matrices that have the rows of one key head after another's."""
     share = kind.value_heads // kind.key_heads
     rows = [kind.key_dim, kind.key_dim, share * kind.value_dim]
@@ -101,6 +101,19 @@ def parted(kind: DeltaNet, qkvz: F32, ba: F32) -> tuple[F32, F32, F32, F32]:
     parts = [np.split(one, np.cumsum(ends), axis=1) for one, ends in zip(by_head, (rows, [share]), strict=True)]
     q, k, v, z, b, a = (part.reshape(-1, part.shape[2]) for part in (*parts[0], *parts[1]))
     return np.concatenate([q, k, v]), z, b, a
+
+
+def of_key_heads(kind: DeltaNet, read: Callable[[str], Any]) -> Callable[[str], Any]:
+    """What gives the tensors of IN_PROJ_TENSORS of files that have two in their place, and all others as `read`."""
+
+    def parted_or_read(name: str) -> Any:
+        layer, found, part = name.partition(".linear_attn.in_proj_")
+        if not found:
+            return read(name)
+        fused = (read(f"{layer}{found}{one}.weight")[:] for one in ("qkvz", "ba"))
+        return parted(kind, *fused)[("qkv", "z", "b", "a").index(part.removesuffix(".weight"))]
+
+    return parted_or_read
 
 
 @dataclass(frozen=True)

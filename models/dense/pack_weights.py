@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from cheetah.models.act_order import RowsInOrder, places_of_columns
 from cheetah.models.block import HIDDEN_NORM
 from cheetah.models.config import ModelConfig
-from cheetah.models.dense.delta import TAPS_TENSOR, layer_numbers
+from cheetah.models.dense.delta import TAPS_TENSOR, layer_numbers, of_key_heads
 from cheetah.models.dense.fused_router import router_row_bytes, router_rows
 from cheetah.models.dense.pieces import BLOCK_BYTES, PIECE_BYTES, STAGING, Job, Piece, ranges
 from cheetah.models.dense.repacked import StagedMatrix, misplaced, staged_matrix
@@ -102,6 +102,8 @@ def pack_all(config: ModelConfig, matrices: StepMatrices, packing: Packing) -> N
             packing.progress(piece.packed_bytes)
 
     tensor, rows = packing.tensor, packing.rows or packing.tensor
+    if config.delta is not None and config.delta.by_key_heads:
+        rows = of_key_heads(config.delta, rows)
     rank = Rank(packing.rank, matrices.ranks)
     staged = _Staged() if repacker is None else _Staged.of(config, matrices, rows, rank)
     largest = max(_largest_piece(config, matrices), staged.table_bytes) + ALIGNMENT

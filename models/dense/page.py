@@ -18,7 +18,10 @@ from cheetah.plan.phases import PhaseNames, PhaseText
 from cheetah.plan.plan import DEFAULT_CONTEXT, Plan
 from cheetah.plan.products import (
     IN_PROJ,
+    ROUTER,
     ROUTES,
+    SHARED_DOWN,
+    SHARED_UP,
     STEP_EXCHANGES,
     AttentionPhase,
     ChoicePhase,
@@ -48,8 +51,14 @@ def layer_of(table: StepTable, kind: LayerKind, max_context: int, is_fused: bool
         *_mixing(table, kind, max_context),
         *(_fused_choosing(table, kind, o) if is_fused else (*add(o), *_choosing(table, kind))),
         Multiply(gate_up, Gated(kind.clamped_gate or kind.activation), kind.norms.before),
+        *([Multiply(table.named(SHARED_DOWN), Weighed())] if _is_shared(kind) else []),
         *add(down),
     )
+
+
+def _is_shared(kind: LayerKind) -> bool:
+    """Whether there is an expert that every token has."""
+    return kind.routing is not None and kind.routing.shared > 0
 
 
 def _mixing(table: StepTable, kind: LayerKind, max_context: int) -> tuple[Line, Line]:
@@ -66,7 +75,11 @@ def _choosing(table: StepTable, kind: LayerKind) -> tuple[Line, ...]:
     if kind.routing is None:
         return ()
     choice = next(phase for phase in table.layer if isinstance(phase, ChoicePhase))
-    return Multiply(table.named("router"), Routes(), kind.norms.before), ChooseExperts(choice, kind.routing)
+    router = Multiply(table.named(ROUTER), Routes(), kind.norms.before)
+    if not _is_shared(kind):
+        return router, ChooseExperts(choice, kind.routing)
+    shared = MultiplyBeside(table.named(SHARED_UP), Gated(kind.activation), kind.norms.before)
+    return router, shared, ChooseExperts(choice, kind.routing)
 
 
 def _fused_choosing(table: StepTable, kind: LayerKind, o: Product) -> tuple[Line, ...]:
@@ -74,7 +87,7 @@ def _fused_choosing(table: StepTable, kind: LayerKind, o: Product) -> tuple[Line
     routing = kind.routing
     if routing is None or routing.biases or not routing.normalised or not kind.norms.before:
         raise PlanError("Plan: fused_router is 1: it is for routers without biases, whose weights are of the chosen")
-    if kind.residual_multiplier != 1.0 or kind.norms.plus_one:
+    if kind.residual_multiplier != 1.0 or kind.norms.plus_one or routing.shared:
         raise PlanError("Plan: fused_router is 1: it is for models whose o is added to the residual as it is")
     choice = next(phase for phase in table.layer if isinstance(phase, ChoicePhase))
     return MultiplyAndRoute(o, OntoResidual(1.0)), ChooseExperts(choice, routing)
@@ -186,6 +199,13 @@ class Gated:
 
 
 @dataclass(frozen=True)
+class Weighed:
+    """Added to the residual, which nobody is told of so far."""
+
+    about = "times the logistic function of a logit of their own, onto the residual"
+
+
+@dataclass(frozen=True)
 class Mixed:
     """Published as they are, for Gated DeltaNet."""
 
@@ -267,7 +287,7 @@ class Multiply(Line):
     """A product, and what becomes of its rows. has_norm: its input goes through one."""
 
     product: Product
-    then: Heads | OntoResidual | OfTaps | Kept | Gated | Mixed | Routes | Logits
+    then: Heads | OntoResidual | OfTaps | Kept | Gated | Weighed | Mixed | Routes | Logits
     has_norm: bool = False
 
     @property
@@ -297,6 +317,16 @@ class Multiply(Line):
         product = self.product
         each = f"{product.rows} x {product.columns} {product.format.name}"
         return each if product.experts is None else f"{product.experts.count} of {each}"
+
+
+@dataclass(frozen=True)
+class MultiplyBeside(Multiply):
+    """The product of the same input as the one before, while what that has made is on its way. Who reads the rows waits
+    behind a later meeting."""
+
+    @property
+    def text(self) -> PhaseText:
+        return PhaseText(self.name, self.about, self.waits, self.makes, meets=False)
 
 
 @dataclass(frozen=True)

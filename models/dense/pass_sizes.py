@@ -24,6 +24,7 @@ from cheetah.models.dense.page import (
     OntoResidual,
     Page,
     Routes,
+    Weighed,
     page_of,
 )
 from cheetah.models.family import PhaseRow
@@ -65,7 +66,7 @@ def input_section(product: Product) -> str:
 
 
 def sections_of_rows(
-    then: Heads | OntoResidual | OfTaps | Kept | Gated | Mixed | Routes | Logits, product: Product
+    then: Heads | OntoResidual | OfTaps | Kept | Gated | Weighed | Mixed | Routes | Logits, product: Product
 ) -> tuple[str, ...]:
     """The sections into which the rows of a product go."""
     if isinstance(then, Heads):
@@ -196,6 +197,8 @@ class PassSizes:
     def _check_experts(self) -> None:
         if self.shape.norms_behind:
             raise PlanError("a pass adds what experts make to the residual, and knows no norm behind them")
+        if self.shape.experts is not None and self.shape.experts.shared:
+            raise PlanError("a pass knows no expert that every token has so far")
         formats = [product.format for product in self.table.products if product.experts is not None]
         if not all(format == BF16 or isinstance(format, QuantizedTiles) for format in formats):
             raise PlanError("a pass multiplies experts in bf16 or quantised ones: prompts of others are read in steps")

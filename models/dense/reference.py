@@ -22,7 +22,6 @@ from cheetah.models.dense.weights import (
     EMBEDDING,
     FINAL_NORM,
     HEAD_NORMS,
-    SHARED_EXPERT,
     SINKS,
     bias_tensors,
     biases_of,
@@ -39,7 +38,7 @@ from cheetah.models.rope import Rope, rope_table
 from cheetah.models.rounding import F32, Rounding, exact, widen
 from cheetah.models.sampling import sample
 from cheetah.plan.formats import BF16
-from cheetah.plan.products import Product
+from cheetah.plan.products import ROUTER, SHARED_DOWN, SHARED_UP, Product
 
 
 def embedding(table: F32, token: int) -> F32:
@@ -408,17 +407,27 @@ class Reference:
         if layer.router is None or layer.kind.routing is None:
             return self._expert(layer, 0, 1.0, normed)
         logits = (layer.router * normed).sum(axis=1, dtype=np.float32) + layer.router_bias  # of equal rows, equal ones
-        self.exchanged[-1]["routes"] = logits
+        self.exchanged[-1]["routes"] = logits if not layer.shared else self._with_shared_logit(layer, logits, normed)
         chosen, weights = choice(logits, layer.kind.routing)
         self.nearness[-1] = min(self.nearness[-1], nearness(logits, chosen))
         made = [self._expert(layer, *pair, normed) for pair in zip(chosen, weights, strict=True)]
         return functools.reduce(residual, [*made, *self._shared_expert(layer, normed)])
+
+    def _with_shared_logit(self, layer: Layer, logits: F32, normed: F32) -> F32:
+        """As kernels have them, with that of the expert which every token has."""
+        experts = self.config.table.experts
+        assert experts is not None
+        found = np.zeros(experts.logits, np.float32)
+        found[: len(logits)] = logits
+        found[experts.shared_logit] = matvec(layer.shared[-1], normed)[0]
+        return found
 
     def _shared_expert(self, layer: Layer, normed: F32) -> Iterator[F32]:
         """What the expert that every token has makes, if there is one."""
         if layer.shared:
             gate, up, down, weight = layer.shared
             made = gated(layer.kind.activation, matvec(gate, normed), matvec(up, normed))
+            self.exchanged[-1]["shared"] = made
             yield matvec(down, self.rounding(made)) * logistic(matvec(weight, normed))
 
     def _expert(self, layer: Layer, number: int, weight: float, normed: F32) -> F32:
@@ -479,10 +488,14 @@ def _layer(config: ModelConfig, layer: int, weight: Callable[[str], F32]) -> Lay
         found = [names.get(product) for product in products]
         return tuple(None if name is None else _multiplier(config, weight(name.format(layer=layer))) for name in found)
 
-    heads, onto, *choosing, gate_up, down = table.products
+    heads, onto, gate_up, down = table.heads, table.onto_residual[0], table.named("gate_up"), table.sliced
+    choosing = [table.named(ROUTER)] if table.experts is not None else []
     count = 1 if table.experts is None else table.experts.count
     experts = tuple((*parts(gate_up, expert), *parts(down, expert)) for expert in range(count))
-    router = parts(choosing[0])[0] if choosing else None
+    routers = parts(choosing[0]) if choosing else []
+    router, shared = routers[0] if routers else None, routers[1:]
+    if shared:
+        shared = [*parts(table.named(SHARED_UP)), *parts(table.named(SHARED_DOWN)), *shared]
     router_bias: F32 | float = 0.0
     expert_biases: tuple[tuple[F32 | float, ...], ...] = ()
     if config.has_expert_biases:
@@ -519,8 +532,7 @@ def _layer(config: ModelConfig, layer: int, weight: Callable[[str], F32]) -> Lay
     before, behind = norms(norms_before(config), ("qkv", "gate_up")), norms(norms_behind(config), ("o", "down"))
     kind = config.layer_kinds[layer]
     mixer = attention() if kind.delta is None else DeltaWeights.of_layer(kind.delta, layer, weight)
-    shared = tuple(of_layer(SHARED_EXPERT)) if config.routing is not None and config.routing.shared else ()
-    return Layer(kind, mixer, before, behind, experts, router, router_bias, expert_biases, shared)
+    return Layer(kind, mixer, before, behind, experts, router, router_bias, expert_biases, tuple(shared))
 
 
 def _biases_of_sources(

@@ -200,7 +200,10 @@ def row_groups(config: ModelConfig, matrix: str) -> RowGroups:
     product = product_of(config, matrix)
     parts = _parts(config, product)
     if product.order is RowOrder.GROUPS:
-        return _joined([_plain_groups(part) for part in parts])
+        groups = [_plain_groups(part) for part in parts]
+        if sum(len(first) for _, first, _ in groups) % 2:
+            groups[-1] = _plain_groups(parts[-1], GROUP_ROWS * (len(groups[-1][0]) + 1))
+        return _joined(groups)
     if product.order is RowOrder.HEADS:
         orders = [config.rotary_order, config.rotary_order, None, None][: len(parts)]
         return _joined([_head_groups(part, config.head_dim, order) for part, order in zip(parts, orders, strict=True)])

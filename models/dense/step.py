@@ -28,7 +28,14 @@ from cheetah.blocks.exchange import Exchange, Peers, Published
 from cheetah.blocks.exchange_kinds import make_exchange
 from cheetah.blocks.experts.choice import Choice, PublishedLogits
 from cheetah.blocks.experts.fused import Routing, RowsBeside, prefetch_row
-from cheetah.blocks.experts.products import AllParts, ChosenRows, ExpertProducts, PartsInTurn, WeighedBiases
+from cheetah.blocks.experts.products import (
+    AllParts,
+    ChosenRows,
+    ExpertProducts,
+    PartsInTurn,
+    SharedRows,
+    WeighedBiases,
+)
 from cheetah.blocks.linear.epilogue import Biases, GatedRows, NormWeights, PublishedRows, RowBiases
 from cheetah.blocks.linear.interface import Epilogue, Prologue
 from cheetah.blocks.linear.norm_behind import KeepRows, finish_kept_rows
@@ -49,10 +56,12 @@ from cheetah.models.dense.page import (
     Line,
     Mixed,
     Multiply,
+    MultiplyBeside,
     NormBehind,
     OntoResidual,
     Remember,
     Routes,
+    Weighed,
     page_of_plan,
 )
 from cheetah.models.dense.step_sizes import (
@@ -272,6 +281,8 @@ class StepParts(HeadParts):
     def _multiply(self, line: Multiply) -> Callable[[MatrixLayout, Prologue, Epilogue], None]:
         """How a line's product is multiplied."""
         product = line.product
+        if self.experts is not None and isinstance(line, MultiplyBeside):
+            return self.experts.beside
         if self.experts is None or not (product.experts or isinstance(line.then, Routes)):
             return self.linear
         if isinstance(line.then, Routes):
@@ -433,6 +444,9 @@ class StepParts(HeadParts):
         if isinstance(line.then, Routes):
             assert self.table.experts is not None
             return PublishedLogits(self.vector(product.output), self.table.experts, self.biases_of(product, layer))
+        if isinstance(line.then, Weighed):
+            assert self.experts is not None
+            return SharedRows(self.machine, self.experts.choice)
         assert isinstance(line.then, Gated), line
         gated = self.machine, self.vector(product.output), line.then.activation
         if product.experts is None:

@@ -55,6 +55,8 @@ _MODULES = {
 _MODULES_OF_EXPERTS = {
     "router": "mlp.gate",
     **{part: f"mlp.experts.{{expert}}.{part}_proj" for part in ("gate", "up", "down")},
+    **{f"shared_{part}": f"mlp.shared_expert.{part}_proj" for part in ("gate", "up", "down")},
+    "shared_router": "mlp.shared_expert_gate",
 }
 """The same in models of experts."""
 BEFORE = {"qkv": INPUT_NORM, "gate_up": POST_ATTENTION_NORM}
@@ -67,11 +69,6 @@ BEHIND = {"o": POST_ATTENTION_NORM, "down": _LAYER + "post_feedforward_layernorm
 """The norms behind products of a layer, where there are any."""
 HEAD_NORMS = tuple(_LAYER + f"self_attn.{part}_norm.weight" for part in "qk")
 SINKS = _LAYER + "self_attn.sinks"
-SHARED_EXPERT = (
-    *(_LAYER + f"mlp.shared_expert.{part}_proj.weight" for part in ("gate", "up", "down")),
-    _LAYER + "mlp.shared_expert_gate.weight",
-)
-"""Of the expert that every token has, and the row by which it is weighed."""
 
 DELTA_TAPS, DELTA_NUMBERS = "delta_taps", "delta_numbers"
 """Buffers of layers of Gated DeltaNet: see `cheetah.plan.delta`."""
@@ -130,10 +127,6 @@ def _layer_shapes(config: ModelConfig, kind: LayerKind) -> dict[str, tuple[int, 
         of_layer |= delta_shapes(config.hidden_size, kind.delta)
     else:
         of_layer |= _attention_shapes(config)
-    if config.routing is not None and config.routing.shared:
-        rows, columns = config.routing.shared, config.hidden_size
-        shapes = ((rows, columns), (rows, columns), (columns, rows), (1, columns))
-        of_layer |= dict(zip(SHARED_EXPERT, shapes, strict=True))
     return of_layer
 
 

@@ -1,20 +1,19 @@
 """Qwen3-Next, and Qwen3.5, 3.6 and 3.8, which are of one architecture: Gated DeltaNet in three layers of four, and in
 the fourth attention with gated heads. Of models that see, the text part; the layer that drafts (`mtp`) is not read.
 
-Dense models run. Of those of experts, configurations and checkpoints are read, and what they mean is computed in
-float32; plans, and with them everything that runs, refuse by name the expert that every token has.
+Models of experts have one that every token has, beside those that it is given to.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 from cheetah.models.config import ModelConfig
 from cheetah.models.config_json import FULL, ConfigFile, Dialect
 from cheetah.models.dense.family import DenseFamily
-from cheetah.models.layer_kind import AttentionKind, DeltaNet, LayerKind, Norms
+from cheetah.models.layer_kind import AttentionKind, DeltaNet, LayerKind, Norms, Routing
 from cheetah.models.rope import Rope
 from cheetah.models.routing import NOT_FOR_INFERENCE, routing_of, written_routing
 from cheetah.printable import shown
@@ -46,6 +45,9 @@ _READS_OF_EXPERTS = frozenset(
     {"num_experts", "num_experts_per_tok", "moe_intermediate_size", "shared_expert_intermediate_size"}
 )
 _EXPERTS = {"num_experts_per_tok": 8, "moe_intermediate_size": 512, "shared_expert_intermediate_size": 512}
+
+
+Config = TypeVar("Config", bound="HybridConfig")
 
 
 class HybridConfig(ModelConfig):
@@ -153,16 +155,23 @@ def _published(
     hidden: int, ffn: int, layers: int, heads: tuple[int, int], value_heads: int, tied: bool = False
 ) -> Qwen35Config:
     """heads: of queries, and of keys and values."""
-    return Qwen35Config(
-        *(hidden, ffn, layers, *heads),
-        head_dim=256,
-        vocab_size=248320,
+    return _like(Qwen35Config, (hidden, ffn, layers, *heads, 256, 248320), value_heads, tied_embeddings=tied)
+
+
+Sizes = tuple[int, int, int, int, int, int, int]
+"""The first fields of a configuration."""
+
+
+def _like(one: type[Config], sizes: Sizes, value_heads: int, **more: Any) -> Config:
+    """What all published ones have in common."""
+    return one(
+        *sizes,
         rms_norm_eps=1e-6,
         max_position_embeddings=262144,
-        tied_embeddings=tied,
         rope=Rope(1e7, partial_rotary_factor=0.25),
-        delta=DeltaNet(16, value_heads),
-        delta_layers=tuple(layer for layer in range(layers) if (layer + 1) % 4),
+        delta=DeltaNet(16, value_heads, by_key_heads=one.by_key_heads),
+        delta_layers=tuple(layer for layer in range(sizes[2]) if (layer + 1) % 4),
+        **more,
     )
 
 
@@ -173,4 +182,14 @@ PRESETS = {
     "qwen3.5-9b": _published(4096, 12288, 32, (16, 4), 32),
     "qwen3.5-27b": _published(5120, 17408, 64, (24, 4), 48),
 }
-FAMILIES = (_family(Qwen35Config, PRESETS), _family(Qwen35MoeConfig, {}), _family(Qwen3NextConfig, {}))
+OF_EXPERTS = {
+    "qwen3.5-35b-a3b": _like(
+        Qwen35MoeConfig, (2048, 512, 40, 16, 2, 256, 248320), 32, routing=Routing(256, 8, shared=512)
+    )
+}
+NEXT = {
+    "qwen3-next-80b-a3b": _like(
+        Qwen3NextConfig, (2048, 512, 48, 16, 2, 256, 151936), 32, routing=Routing(512, 10, shared=512)
+    )
+}
+FAMILIES = (_family(Qwen35Config, PRESETS), _family(Qwen35MoeConfig, OF_EXPERTS), _family(Qwen3NextConfig, NEXT))

@@ -15,8 +15,8 @@ from cheetah.blocks.delta.memory import DeltaMemory
 from cheetah.blocks.delta.norms import NormedHeads
 from cheetah.emulator import SCHEDULERS
 from cheetah.models.config import ModelConfig
-from cheetah.models.layer_kind import DeltaNet
-from cheetah.models.qwen3_5 import Qwen35Config
+from cheetah.models.layer_kind import DeltaNet, Routing
+from cheetah.models.qwen3_5 import Qwen35Config, Qwen35MoeConfig
 from cheetah.models.rope import Rope
 from cheetah.plan import Plan, PlanError
 from cheetah.plan.delta import DeltaHeads
@@ -58,6 +58,13 @@ def hybrid(
 AWKWARD = hybrid(1, 3, (0, 1, 3, 4), layers=5, heads=3, dims=128)
 """Its eight shares lie with five blocks, some with two; no period in its layers; the last one remembers."""
 GATED = hybrid(1, 1, (), layers=2, heads=2, dims=256)
+ROUTED = Qwen35MoeConfig(
+    **{
+        **vars(replace(AWKWARD, layers=3, delta_layers=(0, 2), intermediate_size=32)),
+        "routing": Routing(6, 2, shared=48),
+    }
+)
+"""Of six experts, and one that every token has, which is wider."""
 
 
 class HybridWeights(RandomWeights):
@@ -76,7 +83,8 @@ class HybridWeights(RandomWeights):
 
 @cache
 def weights(config: ModelConfig) -> HybridWeights:
-    return HybridWeights(config)
+    """By which no token's experts are nearly others."""
+    return HybridWeights(config, 54 if config.routing is not None else 0)
 
 
 def rig_of(config: ModelConfig, generate: Callable[..., Any] = kept_kernel, **plan: Any) -> Rig:
@@ -148,6 +156,17 @@ def test_kernels_of_other_plans_are_right_too(plan: dict[str, Any]) -> None:
     assert relative_error(found, float32_logits(weights(AWKWARD), ids)) < LOGITS
 
 
+def test_an_expert_that_every_token_has_is_added_to_those_that_it_chose() -> None:
+    """Two sequences together have the bits of each alone, and the logits of the reference."""
+    session = rig_of(ROUTED).session("random", 2)
+    all_ids = [ids_and_logits(number)[0] for number in range(2)]
+    together = session.score_together(all_ids, [session.sequence() for _ in all_ids])
+    for ids, found in zip(all_ids, together, strict=True):
+        assert relative_error(found, float32_logits(weights(ROUTED), ids)) < LOGITS
+        alone = rig_of(ROUTED).session("priority", 1)
+        assert np.array_equal(bits(found), bits(alone.score_together([ids], [alone.sequence()])[0]))
+
+
 def _always_live(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(DeltaMemory, "_is_live", lambda self, column: self.columns.state(column, "total") > 0)
 
@@ -194,7 +213,6 @@ def test_what_is_planted_shows(
             {"delta": DeltaNet(1, 3, key_dim=64)},
             "keys of 64 and values of 128 elements, of 4 tokens: kernels exist for",
         ),
-        ({"delta": DeltaNet(1, 3, by_key_heads=True)}, "fused by key heads"),
         ({"delta": DeltaNet(1, 2)}, "2 value heads of Gated DeltaNet have 256 rows, and 3 query heads 384"),
         ({"delta_layers": tuple(range(5))}, "give some, not all"),
         ({"weight_formats": (("down", "int8"),)}, "with weights in bf16 alone"),

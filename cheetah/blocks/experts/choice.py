@@ -7,8 +7,9 @@ a column always has as many experts as it chooses, each once. An expert's *rank*
 in ascending order: where `gated` has what the column's experts make, word for word the same in every layer.
 
 What stands in shared memory: `expert_ranks`, u8 [column][expert], NO_RANK where the column did not choose it, also in
-columns that are not in use; `expert_weights`, f32 [column][rank]; and the list (`cheetah.blocks.made_list`) of all that
-some column chose, ascending. The three are made and followed together.
+columns that are not in use; `expert_weights`, f32 [column][rank], and behind them each column's weight of the expert
+that every token has, if there is one; and the list (`cheetah.blocks.made_list`) of all that some column chose,
+ascending. The three are made and followed together.
 """
 
 from __future__ import annotations
@@ -161,6 +162,10 @@ class Choice(WarpChoice):
         """A column's weight (f32) of its expert of a rank; NO_RANK gives some weight."""
         return self.weights[column * self.experts.chosen + ch.minimum(rank, self.experts.chosen - 1)]
 
+    def shared_weight(self, column: Any) -> Any:
+        """A column's weight (f32) of the expert that every token has; 0 of one that is not in use."""
+        return self.weights[self.experts.chosen * self.columns.limit + column]
+
     # -- making it -------------------------------------------------------------------------------------------------
 
     @ch.inline
@@ -193,13 +198,19 @@ class Choice(WarpChoice):
         first = ch.const(ty.u32, lane * each, name="first")
         chosen, before = ch.var(ty.u32, 0), ch.var(ty.u32, 0)  # a bit for each of the lane's experts; of lanes before
         weights, highest = ch.array(ty.f32, each), ch.var(ty.f32, 0.0)
+        shared = ch.var(ty.f32, 0.0) if self.experts.shared else None
         with self.columns.if_active(column):
             keys = ch.array(ty.u32, each)
-            self._load(column, first, routes, weights, keys)
+            logit = self._load(column, first, routes, weights, keys)
+            if shared is not None:
+                shared.set(prim.divide_f32(ty.f32(1.0), 1.0 + prim.exp_f32(-logit)))
             before.set(self.pick(keys, chosen, highest))
         self._number(column, first, chosen, before)
         if self.columns.limit == 1:
             self.list.tell()
+        if shared is not None:
+            with ch.if_(lane == 0):
+                self.weights[self.experts.chosen * self.columns.limit + column] = shared
         with self.columns.if_active(column):
             if self.is_fused:
                 self._keep_logits(chosen, before, weights)
@@ -208,19 +219,24 @@ class Choice(WarpChoice):
         prim.warp_barrier()  # orders what the lanes have stored before what the first one tells of it
 
     @ch.inline
-    def _load(self, column: ch.Expr, first: ch.Expr, routes: Published, logits: Any, keys: Any) -> None:
-        """The lane's logits, and keys that are as large as they are."""
+    def _load(self, column: ch.Expr, first: ch.Expr, routes: Published, logits: Any, keys: Any) -> Any:
+        """The lane's logits, and keys that are as large as they are. Returns that of the expert that every token has,
+        if there is one (f32)."""
         units, padded = self.of_lane // WORDS, logit_words(self.experts)
-        assert units <= UNITS, self.experts
+        has_shared = int(self.experts.shared > 0)
+        assert units + has_shared <= UNITS, self.experts
         places, data = ch.array(ty.u32, UNITS), ch.array(ty.u32x4, UNITS)
         for unit in range(units):
             places[unit] = column * padded + ch.minimum(first + unit * WORDS, padded - WORDS)
-        routes.read_places(data, places, units)
+        if has_shared:
+            places[units] = column * padded + self.experts.shared_logit
+        routes.read_places(data, places, units + has_shared)
         self.timeline.stamp_here("ready")
         for unit in range(units):
             for number, word in enumerate("xyzw"):
                 own = unit * WORDS + number
                 self.take(own, first, getattr(data[unit], word), logits, keys)
+        return prim.bits_float(data[units].x) if has_shared else None
 
     @ch.inline
     def _number(self, column: ch.Expr, first: ch.Expr, chosen: ch.Expr, before: ch.Expr) -> None:

@@ -20,7 +20,7 @@ from cheetah import lang as ch
 from cheetah.blocks.columns import UNIT, UNITS_PER_TILE, Columns
 from cheetah.blocks.exchange import Published
 from cheetah.blocks.experts.choice import NO_RANK, Choice
-from cheetah.blocks.linear.epilogue import HALF, GatedRows, gated_of, publishing
+from cheetah.blocks.linear.epilogue import HALF, GatedRows, PublishedRows, gated_of, place_of, publishing
 from cheetah.blocks.linear.formats.vectors import store_unit
 from cheetah.blocks.linear.fragments import Activations, groups_of
 from cheetah.blocks.linear.interface import ColumnScale, Epilogue, Prologue, Rows
@@ -28,6 +28,7 @@ from cheetah.blocks.linear.matvec import Matvec
 from cheetah.blocks.linear.parts import Arrival, Part
 from cheetah.blocks.linear.prologue import Slices, VectorPart, bring_units, clear_behind, load_vector
 from cheetah.blocks.linear.share import OwnTile, Run, Share
+from cheetah.blocks.machine import Machine
 from cheetah.blocks.made_list import MadeList
 from cheetah.lang import prim, ty
 from cheetah.plan import M_TILE_ROWS, MatrixLayout
@@ -68,6 +69,27 @@ class ChosenRows(GatedRows):
         m_tile = self.matrix.of_all(number % self.matrix.m_tiles, self.machine.rank)
         place = (expert * self.matrix.all_m_tiles + m_tile) * M_TILE_ROWS + row
         return ch.const(ty.f32, prim.bf16_to_f32(self.biases[place]), name="bias")
+
+
+@dataclass(frozen=True, eq=False)
+class SharedRows(PublishedRows):
+    """What the expert that every token has makes, times the column's weight of it, onto the residual: of the rows that
+    the block owns, before what the chosen experts make is added to them and published."""
+
+    machine: Machine
+    choice: Choice
+
+    @property
+    def makes(self) -> tuple[str, ...]:
+        return ()
+
+    @ch.inline
+    def __call__(self, rows: Rows) -> None:
+        place, residual = place_of(self.machine, rows), self.machine.region("residual", ty.f32)
+        value = ch.const(ty.f32, rows.sum(), name="value")
+        weight = ch.const(ty.f32, self.choice.shared_weight(rows.column), name="weight")  # known behind the sums
+        with ch.if_(rows.is_own):
+            residual[place] = prim.fma_f32(value, weight, residual[place])
 
 
 @dataclass(frozen=True, eq=False)
@@ -471,6 +493,14 @@ class ExpertProducts:
         if self._converts:
             with self.machine.consumer:
                 self._convert(matrix)
+
+    def beside(self, matrix: MatrixLayout, prologue: Prologue, epilogue: Epilogue) -> None:
+        """Another matrix times the router's input, which is there."""
+        is_converted = matrix.format != BF16
+        if is_converted:
+            with self.machine.consumer:
+                self.machine.meet()  # all have converted what they brought
+        self.linear(matrix, Brought(prologue, "dealt" if is_converted else "vector"), epilogue)
 
     def deal(self, matrix: MatrixLayout, prologue: Prologue, epilogue: Epilogue) -> None:
         """The matrices of the list's experts times the input, M-tile by M-tile. The input is there, see `route`; or,

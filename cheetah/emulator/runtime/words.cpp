@@ -132,7 +132,7 @@ void begin_word_wait(const void* words, uint32_t word_bytes, Place place, const 
   Warp& warp = *machine.current->warp;
   WordWaits& own = warp.word_waits[machine.current->lane];
   const uint64_t bit = bit_of(place);
-  if (own.last != bit) own = {own.lines | bit, bit, own.last};
+  if (!(own.lines & bit)) own = {own.lines | bit, bit, own.last};  // a loop comes back to a line from any other
   warp.waits_are_noted = true;
   check_together(warp, bit, place, primitive);
 }

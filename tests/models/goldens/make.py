@@ -45,8 +45,8 @@ MULTIPLIERS = {
 }
 GEMMA = {"head_dim": 64, "query_pre_attn_scalar": 96, "sliding_window": 5, "tie_word_embeddings": True}
 HYBRID = {
-    **{"linear_num_key_heads": 2, "linear_num_value_heads": 6, "linear_key_head_dim": 32},
-    "linear_value_head_dim": 16,
+    **{"linear_num_key_heads": 1, "linear_num_value_heads": 2, "linear_key_head_dim": 128},
+    **{"linear_value_head_dim": 128, "head_dim": 128},
 }
 SHARED = {"moe_intermediate_size": 32, "shared_expert_intermediate_size": 48}
 ARGUMENTS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -97,18 +97,20 @@ ARGUMENTS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "qwen3_5_text": (
         "Qwen3_5Text",
-        {"rope_parameters": THETA | {"partial_rotary_factor": 0.25}, "head_dim": 64, "num_attention_heads": 4}
-        | {**HYBRID, "num_key_value_heads": 2},
+        {"rope_parameters": THETA | {"partial_rotary_factor": 0.25}, "num_attention_heads": 6}
+        | HYBRID
+        | {"linear_num_key_heads": 2, "linear_num_value_heads": 6, "num_key_value_heads": 2},
     ),
     "qwen3_5_moe_text": (
         "Qwen3_5MoeText",
-        {"rope_parameters": THETA | {"partial_rotary_factor": 0.25}, "head_dim": 64, **HYBRID, **SHARED}
+        {"rope_parameters": THETA | {"partial_rotary_factor": 0.25}, **HYBRID, **SHARED}
         | {"layer_types": ["linear_attention", "full_attention"] * 2, "num_experts": 5, "num_experts_per_tok": 2},
     ),
     "qwen3_next": (
         "Qwen3Next",
-        {"rope_parameters": THETA | {"partial_rotary_factor": 0.5}, "head_dim": 64, **HYBRID, **SHARED}
-        | {"num_experts": 7, "num_experts_per_tok": 3, "tie_word_embeddings": True},
+        {"rope_parameters": THETA | {"partial_rotary_factor": 0.5}, **HYBRID, **SHARED, "head_dim": 256}
+        | {"linear_num_key_heads": 2, "linear_num_value_heads": 4}
+        | {"num_experts": 6, "num_experts_per_tok": 3, "tie_word_embeddings": True},
     ),
     "seed_oss": ("SeedOss", {"rope_parameters": THETA, "head_dim": 64, "num_attention_heads": 10}),
     "internlm3": ("InternLM3", {"rope_parameters": DYNAMIC, "num_attention_heads": 16, "head_dim": 64}),
