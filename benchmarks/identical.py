@@ -4,9 +4,10 @@
 
 Every answer is made first without drafts, eight together, then with drafts, 1 to 8 together. What is drafted is right
 now and then: a request's `prediction` is the first answer with a wrong token in every so many, and some requests may
-have few tokens alone, so that what is looked up comes true. With `--draft-model` another model drafts instead, whether
-it pays or not. Weights may be random ones: nothing here is a speed. A line a model and batch; ends with 1 where an
-answer differs.
+have few tokens alone, so that what is looked up comes true. With `--draft-model` another model drafts instead, a head
+(`random:eagle3`) or a drafter of blocks (`random:dspark`), whether it pays or not: it draws with the requests' own
+noise, which decides most where it is warm. Weights may be random ones: nothing here is a speed. A line a model and
+batch; ends with 1 where an answer differs.
 """
 
 from __future__ import annotations
@@ -40,6 +41,8 @@ OPTIONS: tuple[dict[str, Any], ...] = (
     {"temperature": 1.0, "logprobs": 2},
     {"temperature": 0.7, "logit_bias": {7: 3.0, 8: 3.0}, "bans": True},
     {"temperature": 2.0, "few": 5, "stops": True},
+    {"temperature": 6.0},
+    {"temperature": 20.0, "top_p": 0.95, "frequency_penalty": 0.2},
 )
 
 
@@ -112,7 +115,8 @@ def compared(llm: LLM, name: str, tokens: int, answer_tokens: int) -> Iterator[C
     source = requests(vocab, answer_tokens, random)
     count = max(1, tokens // len(BATCHES) // answer_tokens)
     for batch in BATCHES:
-        asked = [*islice(source, count)]
+        # Those that want logprobs together: beside one of them nobody has rounds on the device.
+        asked = sorted(islice(source, count), key=lambda one: one.params.logprobs is not None)
         plain = answered(llm, asked, [replace(one.params, speculation=False) for one in asked], BATCHES[-1])
         known = [
             replace(one, answer=output.token_ids, logprobs=output.outputs[0].logprobs)
@@ -159,7 +163,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             quiet=True,
         ) as llm:
             if options.draft_model is not None:
-                llm.engine.engine._scheduler._pace.break_even = lambda sequences: 0.0  # type: ignore[method-assign]
+                pace = llm.engine.engine._scheduler._pace
+                pace.break_even = lambda sequences: 0.0  # type: ignore[method-assign]
+                pace.lacks_plain = lambda sequences: False  # type: ignore[method-assign]
             for one in compared(llm, model, options.tokens, options.answer_tokens):
                 differing += one.differing
                 print(line_of(one), flush=True)
