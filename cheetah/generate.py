@@ -6,7 +6,7 @@ Everything is decided here without a GPU: the plan by rule (and overrides), the 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 from cheetah.blocks import handoff, known_rows, markov, repack
@@ -18,6 +18,7 @@ from cheetah.package import Generated, KernelParameter, described, no_collection
 from cheetah.plan import Gpu, Plan, default_plan, gpu_named, shared_map, step_matrices
 from cheetah.plan.defaults import default_context
 from cheetah.plan.formats import M_TILE_ROWS
+from cheetah.plan.handoff import Drafts
 from cheetah.plan.index import ceil_div, round_up
 from cheetah.plan.prompt import PassPlan
 
@@ -170,14 +171,13 @@ def generate_repacking(gpu: Gpu) -> Generated:
     return packaged(repack.build_repack(threads, team_threads), manifest, about)
 
 
-def generate_handoff(gpu: Gpu, plan: Plan, is_head: bool = False) -> Generated:
-    """The kernel between launches of two models, of which the one of this plan verifies what the other drafts, or a
-    head."""
-    buffers = {**handoff.BUFFERS, **(handoff.OF_HEAD if is_head else {})}
-    numbers, threads = (handoff.HEAD_NUMBERS, handoff.HEAD_THREADS) if is_head else (handoff.NUMBERS, handoff.THREADS)
+def generate_handoff(gpu: Gpu, plan: Plan, drafts: Drafts = "model") -> Generated:
+    """The kernel between launches of two models, of which the one of this plan verifies what the other drafts."""
+    buffers, numbers = handoff.BUFFERS | handoff.MORE[drafts], handoff.NUMBERS[drafts]
+    threads = handoff.THREADS[drafts]
     parameters = {name: KernelParameter(type_, meaning) for name, (type_, meaning) in buffers.items()}
     parameters |= {name: KernelParameter(*one) for name, one in handoff.OWN.items()}
-    parameters |= {name: KernelParameter(type_, f"Handoff.{name}") for name, type_ in numbers.items()}
+    parameters |= {field.name: KernelParameter(ty.u32, f"Handoff.{field.name}") for field in fields(numbers)}
     manifest = described(
         handoff.KERNEL_NAME,
         gpu,
@@ -188,7 +188,7 @@ def generate_handoff(gpu: Gpu, plan: Plan, is_head: bool = False) -> Generated:
         plan=plan.to_dict(),
     )
     about = "Hands over between a model that drafts and one that verifies. Generated; do not edit."
-    return packaged(handoff.build_handoff(is_head), manifest, about)
+    return packaged(handoff.build_handoff(drafts), manifest, about)
 
 
 def generate_known_rows(config: ModelConfig, gpu: Gpu, slots: int) -> Generated:
@@ -201,10 +201,7 @@ def generate_known_rows(config: ModelConfig, gpu: Gpu, slots: int) -> Generated:
         known_rows.KERNEL_NAME,
         gpu,
         Launch(min(m_tiles, gpu.blocks), known_rows.WARPS * 32, known_rows.SHARED_BYTES, cooperative=False),
-        {
-            **{name: KernelParameter(*one) for name, one in known_rows.BUFFERS.items()},
-            **{name: KernelParameter(ty.u32, meaning) for name, meaning in known_rows.NUMBERS.items()},
-        },
+        {name: KernelParameter(*one) for name, one in known_rows.BUFFERS.items()},
         {
             **{"fc_rows": m_tiles * M_TILE_ROWS, "fc_columns": columns, "padded_hidden": config.padded_hidden},
             **{"slots_of_pages": slots},
@@ -215,9 +212,8 @@ def generate_known_rows(config: ModelConfig, gpu: Gpu, slots: int) -> Generated:
     return packaged(known_rows.build_known_rows(m_tiles, columns, config.padded_hidden), manifest, about)
 
 
-def generate_markov(config: ModelConfig, gpu: Gpu, batch: int) -> Generated:
-    """The kernel that chooses tokens of a block of a drafter with a Markov head, one a launch, for `batch` sequences in
-    turn."""
+def generate_markov(config: ModelConfig, gpu: Gpu) -> Generated:
+    """The kernel that chooses tokens of a block of a drafter with a Markov head, one a launch."""
     assert config.block is not None
     rank, blocks = round_up(config.block.markov_rank, markov.UNIT), gpu.blocks
     manifest = described(
@@ -226,9 +222,9 @@ def generate_markov(config: ModelConfig, gpu: Gpu, batch: int) -> Generated:
         Launch(blocks, markov.WARPS * 32, markov.SHARED_BYTES, cooperative=False),
         {
             **{name: KernelParameter(*one) for name, one in markov.BUFFERS.items()},
-            **{name: KernelParameter(type_, meaning) for name, (type_, meaning) in markov.NUMBERS.items()},
+            **{name: KernelParameter(ty.u32, meaning) for name, meaning in markov.NUMBERS.items()},
         },
-        {"vocab": config.vocab_size, "rank": rank, "blocks": blocks, "places": batch * config.block.drafts},
+        {"vocab": config.vocab_size, "rank": rank, "blocks": blocks},
         command="cheetah.generate.generate_markov",
     )
     about = "Chooses a token of a block behind the one before. Generated; do not edit."

@@ -39,9 +39,14 @@ class Block:
     markov_rank: int = 0
 
     @property
+    def ahead(self) -> int:
+        """Columns before the first that drafts a token."""
+        return 0 if self.from_anchor else 1
+
+    @property
     def drafts(self) -> int:
         """Tokens that a block drafts."""
-        return self.columns if self.from_anchor else self.columns - 1
+        return self.columns - self.ahead
 
 
 def plain_name(name: str) -> str:

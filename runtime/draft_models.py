@@ -113,14 +113,13 @@ def _opened_block_drafter(options: LoadOptions, asked: DraftModelAsked, target: 
 def drafting_model(made: Assembly) -> DraftModel:
     """Launches of the second model of what was assembled, and of rounds of both."""
     drafts, handoff = made.drafts, made.handoff
-    assert drafts is not None
+    assert drafts is not None and handoff is not None
+    alone = drafts.solo or drafts.launcher
+    rounds = RoundLauncher(handoff, made.launcher, alone, drafts.launcher, made.known_rows)
     if isinstance(drafts.launcher, BlockLauncher):
         assert made.known_rows is not None
         _copy_beside(made, made.known_rows.copy_pages)
-        return BlockDrafts(drafts.launcher, made.known_rows)
-    assert handoff is not None
-    alone = drafts.solo or drafts.launcher
-    rounds = RoundLauncher(handoff, made.launcher, alone, drafts.launcher)
+        return BlockDrafts(drafts.launcher, made.known_rows, rounds)
     if "features" in drafts.buffers:
         store = FeatureStore(drafts.buffers["features"], drafts.manifest.buffer("features").shape)
         _copy_beside(made, store.copy_pages)

@@ -6,7 +6,8 @@ block does that, a thread a sequence, in a launch behind each of the two. It jud
 that verifies has said, in `rounds`.
 
 Where a head drafts, it is read along: what tapped layers left of the tokens that were right goes to the slots of their
-positions, and the next launch that drafts begins with all of them.
+positions, and the next launch that drafts begins with all of them. So it does where blocks are drafted: of these tokens
+it is written down which rows are to be made, and where: the next launch does (`cheetah.blocks.known_rows`).
 
 A sequence that is over stays as it is: what later rounds make of it they make again, and nobody hears of it.
 """
@@ -19,7 +20,8 @@ from typing import Any
 
 from cheetah import lang as ch
 from cheetah.lang import prim, ty
-from cheetah.plan.handoff import NO_ROW, Handoff, HeadHandoff
+from cheetah.plan.handoff import NO_ROW, BlockHandoff, Drafts, Handoff, HeadHandoff
+from cheetah.plan.known import KNOWN, ROWS_BEGIN, SLOTS_BEGIN
 from cheetah.plan.kv.tables import (
     CANCELLED_TOKEN,
     EMITTED_COUNT_BITS,
@@ -33,10 +35,11 @@ from cheetah.plan.kv.tables import (
 from cheetah.plan.plan import EMITTED_BITS, MAX_BATCH
 
 KERNEL_NAME = "handoff"
-THREADS, HEAD_THREADS, UNITS = 32, 512, 4
+UNITS = 4
 SYSTEM = "sys"
-NUMBERS = {field.name: ty.u32 for field in fields(Handoff)}
-HEAD_NUMBERS = {field.name: ty.u32 for field in fields(HeadHandoff)}
+THREADS: dict[Drafts, int] = {"model": 32, "head": 512, "block": 32}
+NUMBERS: dict[Drafts, type[Handoff]] = {"model": Handoff, "head": HeadHandoff, "block": BlockHandoff}
+"""Of the kernel where such a one drafts: threads of its block, what it is told."""
 BUFFERS: dict[str, tuple[ty.Type, str]] = {
     "sequences": (ty.ptr_mut(ty.u32), "of the kernel that verifies"),
     "tiles": (ty.ptr_mut(ty.u32), "of the kernel that verifies"),
@@ -49,13 +52,18 @@ BUFFERS: dict[str, tuple[ty.Type, str]] = {
     "draft_stop_ids": (ty.ptr(ty.u32), "of the kernel that drafts"),
     "draft_counts": (ty.ptr_mut(ty.u32), "its token_counts"),
 }
-OF_HEAD: dict[str, tuple[ty.Type, str]] = {
-    "taps": (ty.ptr(ty.u32), "of the kernel that verifies: what tapped layers left of its columns"),
-    "page_table": (ty.ptr(ty.u32), "of the kernel that verifies"),
-    "features": (ty.ptr_mut(ty.u32), "of the kernel that drafts: the same of tokens, by pages"),
-    "feature_steps": (ty.ptr_mut(ty.u32), "of the kernel that drafts"),
+PAGE_TABLE: dict[str, tuple[ty.Type, str]] = {"page_table": (ty.ptr(ty.u32), "of the kernel that verifies")}
+MORE: dict[Drafts, dict[str, tuple[ty.Type, str]]] = {
+    "model": {},
+    "head": PAGE_TABLE
+    | {
+        "taps": (ty.ptr(ty.u32), "of the kernel that verifies: what tapped layers left of its columns"),
+        "features": (ty.ptr_mut(ty.u32), "of the kernel that drafts: the same of tokens, by pages"),
+        "feature_steps": (ty.ptr_mut(ty.u32), "of the kernel that drafts"),
+    },
+    "block": PAGE_TABLE | {"known": (ty.ptr_mut(ty.u32), "see cheetah.plan.known")},
 }
-"""Further buffers where a head drafts."""
+"""Further buffers where such a one drafts."""
 OWN: dict[str, tuple[ty.Type, str, tuple[int | str, ...], str]] = {
     "rows": (ty.ptr(ty.u32), "of each sequence, which one it is of the kernel that drafts", (MAX_BATCH,), "host"),
     "left": (ty.ptr_mut(ty.u32), "tokens that are still to be made of each; 0: it is over", (MAX_BATCH,), "host"),
@@ -72,16 +80,17 @@ OWN: dict[str, tuple[ty.Type, str, tuple[int | str, ...], str]] = {
 """Buffers of this kernel alone: type, meaning, shape, fill."""
 
 
-def build_handoff(is_head: bool = False) -> ch.Kernel:
-    """The kernel: one block of THREADS threads, or of HEAD_THREADS, where a head drafts."""
-    buffers = {**BUFFERS, **(OF_HEAD if is_head else {})}
+def build_handoff(drafts: Drafts) -> ch.Kernel:
+    """The kernel: one block of THREADS threads."""
+    buffers = BUFFERS | MORE[drafts]
     parameters: dict[str, ty.Type] = {name: one[0] for name, one in buffers.items()}
     parameters |= {name: one[0] for name, one in OWN.items()}
-    parameters |= HEAD_NUMBERS if is_head else NUMBERS
+    parameters |= {field.name: ty.u32 for field in fields(NUMBERS[drafts])}
+    ahead = {} if drafts == "block" else {"ahead": 0}
 
-    @ch.kernel(ch.Params(**parameters), name=KERNEL_NAME, max_threads=HEAD_THREADS if is_head else THREADS)
+    @ch.kernel(ch.Params(**parameters), name=KERNEL_NAME, max_threads=THREADS[drafts])
     def handoff(**given: Any) -> None:
-        _emit(SimpleNamespace(**given, is_head=is_head))
+        _emit(SimpleNamespace(**given, **ahead, is_head=drafts == "head", is_block=drafts == "block"))
 
     return handoff
 
@@ -92,6 +101,10 @@ def _emit(given: Any) -> None:
     if given.is_head:
         with ch.if_(given.is_verified != 0):
             _keep_features(given)
+    if given.is_block:
+        with ch.if_((given.is_verified != 0) & (sequence < given.count)):
+            _list_known(given, sequence)
+    if given.is_head or given.is_block:
         prim.block_barrier()  # what sequences have behind them is read before it is changed
     with ch.if_(sequence < given.count):
         row = ch.const(ty.u32, given.rows[sequence], name="row")
@@ -117,11 +130,8 @@ def _keep_features(given: Any) -> None:
     a row of every column."""
     with ch.for_(given.count, unroll=1, name="kept") as kept:
         own = _sequence(given.sequences, kept)
-        reached = ch.const(ty.u32, given.rounds[kept * given.round_words], name="reached_now")
-        with ch.for_(ch.select(given.left[kept] == 0, ty.u32(0), reached), unroll=1, name="number") as number:
-            position = ch.const(ty.u32, own[_word("length")] + number, name="position")
-            entry = kept * given.pages_per_sequence + position // given.page_size
-            slot = ch.const(ty.u32, given.page_table[entry] * given.page_size + position % given.page_size, name="slot")
+        with ch.for_(_kept_of(given, kept), unroll=1, name="number") as number:
+            slot = ch.const(ty.u32, _slot(given, kept, own[_word("length")] + number), name="slot")
             source = ch.reinterpret(ty.ptr(ty.u32x4), given.taps) + ty.u64(
                 own[_word("first_column")] + number
             ) * ty.u64(given.row_units)
@@ -130,15 +140,44 @@ def _keep_features(given: Any) -> None:
 
 
 @ch.inline
+def _kept_of(given: Any, sequence: Any) -> Any:
+    """How many tokens a launch has brought a sequence; none that is over."""
+    return ch.select(given.left[sequence] == 0, ty.u32(0), given.rounds[sequence * given.round_words])
+
+
+@ch.inline
+def _slot(given: Any, sequence: Any, position: Any) -> Any:
+    """Which one of all pages' places a token has."""
+    at = ch.const(ty.u32, position, name="position")
+    entry = sequence * given.pages_per_sequence + at // given.page_size
+    return given.page_table[entry] * given.page_size + at % given.page_size
+
+
+@ch.inline
+def _list_known(given: Any, sequence: Any) -> None:
+    """The tokens that a launch has brought a sequence, behind those of the sequences before it."""
+    own = _sequence(given.sequences, sequence)
+    first = ch.var(ty.u32, 0)
+    with ch.for_(sequence, unroll=1, name="other") as other:
+        first += _kept_of(given, other)
+    kept = ch.const(ty.u32, _kept_of(given, sequence), name="kept")
+    with ch.for_(kept, unroll=1, name="number") as number:
+        given.known[first + number + ROWS_BEGIN] = own[_word("first_column")] + number
+        given.known[first + number + SLOTS_BEGIN] = _slot(given, sequence, own[_word("length")] + number)
+    with ch.if_(sequence + 1 == given.count):
+        given.known[0] = first + kept
+
+
+@ch.inline
 def _copy_units(target: Any, source: Any, count: Any) -> None:
     """16 bytes each; a thread has several under way."""
-    with ch.for_(ch.thread_idx_x(), count, UNITS * HEAD_THREADS, unroll=1, name="unit") as unit:
+    with ch.for_(ch.thread_idx_x(), count, UNITS * THREADS["head"], unroll=1, name="unit") as unit:
         data = ch.array(ty.u32x4, UNITS)
         with ch.for_(UNITS, unroll=True, name="index") as index:
-            data[index] = source[ch.minimum(unit + index * HEAD_THREADS, count - 1)]
+            data[index] = source[ch.minimum(unit + index * THREADS["head"], count - 1)]
         with ch.for_(UNITS, unroll=True, name="index") as index:
-            with ch.if_(unit + index * HEAD_THREADS < count):
-                target[unit + index * HEAD_THREADS] = data[index]
+            with ch.if_(unit + index * THREADS["head"] < count):
+                target[unit + index * THREADS["head"]] = data[index]
 
 
 @ch.inline
@@ -157,7 +196,7 @@ def _count_feature_steps(given: Any) -> None:
 def _count_drafts(given: Any, row: Any, drafted: Any) -> None:
     """How many tokens the launch that drafts has made of its sequence: up to a stop id, or to where there was none."""
     own = _sequence(given.draft_sequences, row)
-    inputs = ch.const(ty.u32, own[_word("given")], name="inputs")
+    inputs = ch.const(ty.u32, own[_word("given")] + given.ahead, name="inputs")
     most = ch.const(ty.u32, own[_word("total")] + 1 - inputs, name="most")
     going_on = ch.var(ty.u32, 1)
     with ch.for_(most, unroll=1, name="number") as number:
@@ -173,7 +212,7 @@ def _count_drafts(given: Any, row: Any, drafted: Any) -> None:
 def _propose(given: Any, sequence: Any, row: Any, drafted: Any) -> None:
     """The drafts behind the newest token, as many as the launch has room for."""
     own, draft = _sequence(given.sequences, sequence), _sequence(given.draft_sequences, row)
-    first = ch.const(ty.u32, row * given.draft_room + draft[_word("given")], name="first_draft")
+    first = ch.const(ty.u32, row * given.draft_room + draft[_word("given")] + given.ahead, name="first_draft")
     count = ch.const(ty.u32, ch.minimum(drafted, own[_word("total")] - 1), name="drafts")
     with ch.for_(count, unroll=1, name="draft") as number:
         given.tokens[sequence * given.room + 1 + number] = given.draft_tokens[first + number]
@@ -196,8 +235,9 @@ def _go_on(given: Any, sequence: Any, row: Any, drafted: Any) -> None:
             given.left[sequence] = 0
         with ch.else_():
             with ch.if_(row != NO_ROW):
-                _count_again(given, row, drafted, first, reached)
-                _read_on(given, row, own, drafted, first, reached, left - reached)
+                if not given.is_block:  # of which no penalties are asked
+                    _count_again(given, row, drafted, first, reached)
+                _read_on(given, sequence, row, own, drafted, first, reached, left - reached)
             _verify_on(given, sequence, own, first, reached, left - reached)
         prim.store_relaxed_u32(given.done + 1 + sequence, given.left[sequence], scope=SYSTEM)
 
@@ -230,26 +270,34 @@ def _verify_on(given: Any, sequence: Any, own: Any, first: Any, reached: Any, le
 
 
 @ch.inline
-def _read_on(given: Any, row: Any, own: Any, drafted: Any, first: Any, reached: Any, left: Any) -> None:
+def _read_on(given: Any, sequence: Any, row: Any, own: Any, drafted: Any, first: Any, reached: Any, left: Any) -> None:
     """The next launch that drafts begins behind what is right of all that was read: with the last token that was made,
     or, where all drafts were right, with the last of those, which was never read. Drafts that a head has read were read
-    without features, so it begins with all that was made."""
+    without features, so it begins with all that was made; so does a block, which has rows of all but the last."""
     draft = _sequence(given.draft_sequences, row)
     known = ch.const(ty.u32, own[_word("length")], name="known_length")
-    right = ty.u32(0) if given.is_head else ch.minimum(drafted, reached)
+    right = ty.u32(0) if given.is_head or given.is_block else ch.minimum(drafted, reached)
     read = ch.const(ty.u32, known + right, name="read")
     skipped = 1 if given.is_head else 0
     inputs = ch.const(ty.u32, known + reached + (1 - skipped) - read, name="inputs_now")
     with ch.for_(inputs, unroll=1, name="input") as number:
-        given.draft_tokens[row * given.draft_room + number] = given.tokens[first + reached + 1 - inputs + number]
+        token = ch.var(ty.u32, given.tokens[first + reached + 1 - inputs + number])
+        if given.is_block:
+            with ch.if_(number < reached):
+                token.set(KNOWN + _slot(given, sequence, known + number))
+        given.draft_tokens[row * given.draft_room + number] = token
     draft[_word("length")] = read
     draft[_word("given")] = inputs
-    draft[_word("total")] = inputs - 1 + ch.maximum(ch.minimum(given.drafts, left - 1), ty.u32(1))
+    drafts = ch.minimum(own[_word("per_step")] - 1, left - 1)
+    total = ch.const(ty.u32, inputs - 1 + given.ahead + ch.maximum(drafts, ty.u32(1)), name="total_now")
+    draft[_word("total")] = total
     with ch.for_(given.draft_tile_count, unroll=1, name="tile") as tile:
         record = given.draft_tiles + tile * TILE_WORDS
         is_own = record[word(TileRecord, "table")] // given.pages_per_sequence == row
         with ch.if_(is_own & (record[word(TileRecord, "stride")] != 0)):  # what several share stays as it is
             record[word(TileRecord, "length")] = read
+            if given.is_block:  # all of it is seen by all of it
+                record[word(TileRecord, "new")] = total
 
 
 @ch.inline

@@ -14,10 +14,10 @@ from typing import Any
 from cheetah import lang as ch
 from cheetah.lang import prim, ty
 from cheetah.plan.formats import M_TILE_ROWS
-from cheetah.plan.known import MOST_KNOWN
+from cheetah.plan.known import KNOWN_WORDS, ROWS_BEGIN, SLOTS_BEGIN
 
 KERNEL_NAME = "known_rows"
-WARPS, TOKENS, GROUP, UNIT = 8, 16, 8, 32
+WARPS, TOKENS, GROUP, UNIT = 16, 16, 8, 32
 """Warps of a block; tokens that are multiplied together, in two groups; columns that a warp takes at a time."""
 GROUPS = TOKENS // GROUP
 OF_GROUP = M_TILE_ROWS * GROUP
@@ -25,16 +25,14 @@ SHARED_BYTES = WARPS * GROUPS * OF_GROUP * 4
 BUFFERS: dict[str, tuple[ty.Type, str, tuple[int | str, ...] | None, str, bool]] = {
     "taps": (ty.ptr(ty.bf16), "what tapped layers left of tokens, a row each", None, "host", True),
     "fc": (ty.ptr(ty.bf16), "its rows as they are, filled up with zeros", ("fc_rows", "fc_columns"), "host", False),
-    "rows": (ty.ptr(ty.u32), "of each token, its row of `taps`", (MOST_KNOWN,), "host", False),
-    "slots": (ty.ptr(ty.u32), "of each token, the place of what is made of it", (MOST_KNOWN,), "host", False),
+    "known": (ty.ptr(ty.u32), "see cheetah.plan.known", (KNOWN_WORDS,), "host", False),
     "known_rows": (ty.ptr_mut(ty.bf16), "a row a slot of the cache", ("slots_of_pages", "padded_hidden"), "host", True),
 }
-NUMBERS = {"count": "tokens"}
 
 
 def build_known_rows(m_tiles: int, columns: int, width: int) -> ch.Kernel:
     """The kernel of so many M-tiles of `columns` columns; width: elements of a row that is made."""
-    types = {name: type_ for name, (type_, *_) in BUFFERS.items()} | dict.fromkeys(NUMBERS, ty.u32)
+    types = {name: type_ for name, (type_, *_) in BUFFERS.items()}
 
     @ch.kernel(ch.Params(**types), name=KERNEL_NAME, max_threads=WARPS * 32)
     def known_rows(**given: Any) -> None:
@@ -47,17 +45,19 @@ def build_known_rows(m_tiles: int, columns: int, width: int) -> ch.Kernel:
 def _emit(given: Any, m_tiles: int, columns: int, width: int) -> None:
     thread = ch.const(ty.u32, ch.thread_idx_x(), name="thread")
     partial = ch.reinterpret(ty.ptr_mut(ty.f32), prim.shared_arena())
+    count = ch.const(ty.u32, given.known[0], name="count")
     with ch.for_(ch.block_idx_x(), m_tiles, ch.grid_dim_x(), unroll=1, name="m_tile") as m_tile:
-        with ch.for_(0, given.count, TOKENS, unroll=1, name="first") as first:
-            _multiply(given, columns, m_tile, first, thread, partial)
+        with ch.for_(0, count, TOKENS, unroll=1, name="first") as first:
+            _multiply(given, columns, m_tile, (first, count), thread, partial)
             prim.block_barrier()
-            _add(given, width, m_tile, first, thread, partial)
+            _add(given, width, m_tile, (first, count), thread, partial)
             prim.block_barrier()  # all have read what the next tokens' sums are laid over
 
 
 @ch.inline
-def _multiply(given: Any, columns: int, m_tile: Any, first: Any, thread: Any, partial: Any) -> None:
-    """A warp's part of the sums of 16 rows and 16 tokens."""
+def _multiply(given: Any, columns: int, m_tile: Any, tokens: Any, thread: Any, partial: Any) -> None:
+    """A warp's part of the sums of 16 rows and 16 tokens. tokens: the first of these, and how many there are in all."""
+    first, count = tokens
     warp, lane = thread // 32, thread % 32
     in_unit = lane % 4  # of 8 columns
     row = m_tile * M_TILE_ROWS + lane // 4
@@ -65,8 +65,9 @@ def _multiply(given: Any, columns: int, m_tile: Any, first: Any, thread: Any, pa
     high = _units(given.fc, row + M_TILE_ROWS // 2, columns) + in_unit
     of_tokens = []
     for group in range(GROUPS):
-        token = ch.minimum(first + (group * GROUP + lane // 4), given.count - 1)
-        of_tokens.append(ch.const(low.type, _units(given.taps, given.rows[token], columns) + in_unit, name="of_token"))
+        token = ch.minimum(first + (group * GROUP + lane // 4), count - 1)
+        own = _units(given.taps, given.known[token + ROWS_BEGIN], columns) + in_unit
+        of_tokens.append(ch.const(low.type, own, name="of_token"))
     sums = ch.array(ty.f32, GROUPS, 4)
     for group in range(GROUPS):
         for member in range(4):
@@ -91,16 +92,17 @@ def _units(base: Any, row: Any, columns: int) -> Any:
 
 
 @ch.inline
-def _add(given: Any, width: int, m_tile: Any, first: Any, thread: Any, partial: Any) -> None:
-    """The warps' sums, in order: a thread an element."""
+def _add(given: Any, width: int, m_tile: Any, tokens: Any, thread: Any, partial: Any) -> None:
+    """The warps' sums, in order: of the first threads one an element."""
+    first, count = tokens
     total = ch.var(ty.f32, 0.0)
     with ch.for_(WARPS, unroll=True, name="part") as part:
-        total += partial[part * (GROUPS * OF_GROUP) + thread]
+        total += partial[part * (GROUPS * OF_GROUP) + thread % (GROUPS * OF_GROUP)]
     lane, member = thread % 32, thread % OF_GROUP // 32
     token = first + thread // OF_GROUP * GROUP + lane % 4 * 2 + member % 2
     row = m_tile * M_TILE_ROWS + lane // 4 + member // 2 * (M_TILE_ROWS // 2)
-    with ch.if_((token < given.count) & (row < width)):
-        given.known_rows[ty.u64(given.slots[token]) * width + ty.u64(row)] = prim.f32_to_bf16(total)
+    with ch.if_((thread < GROUPS * OF_GROUP) & (token < count) & (row < width)):
+        given.known_rows[ty.u64(given.known[token + SLOTS_BEGIN]) * width + ty.u64(row)] = prim.f32_to_bf16(total)
 
 
-assert GROUPS * OF_GROUP == WARPS * 32, "a thread an element"
+assert GROUPS * OF_GROUP <= WARPS * 32, "a thread an element"

@@ -1,7 +1,10 @@
 """What the kernel between the launches of a round is told beside its buffers: see `cheetah.blocks.handoff`."""
 
 from dataclasses import dataclass
+from typing import Literal
 
+Drafts = Literal["model", "head", "block"]
+"""Who drafts: another model, a head that goes on from what the model's layers leave, a drafter of blocks."""
 NO_ROW = 2**32 - 1
 """Of a sequence for which nothing is drafted."""
 
@@ -9,7 +12,7 @@ NO_ROW = 2**32 - 1
 @dataclass(frozen=True)
 class Handoff:
     """count: sequences. is_verified: 0 behind the launch that drafts, 1 behind the one that verifies. number: of
-    the round. drafts: most of a sequence. room, draft_room: tokens of a row of `tokens` and `draft_tokens`; told_room:
+    the round. room, draft_room: tokens of a row of `tokens` and `draft_tokens`; told_room:
     of `told`. round_words: of a sequence in `rounds`. tile_count, draft_tile_count: tiles of the launches.
     pages_per_sequence: entries of a row of the page table of the kernel that drafts. draft_vocab: its tokens.
     """
@@ -17,7 +20,6 @@ class Handoff:
     count: int
     is_verified: int
     number: int
-    drafts: int
     room: int
     draft_room: int
     told_room: int
@@ -35,3 +37,12 @@ class HeadHandoff(Handoff):
 
     row_units: int
     page_size: int
+
+
+@dataclass(frozen=True)
+class BlockHandoff(Handoff):
+    """The same where blocks are drafted, whose step takes known tokens by the places of their rows. page_size: tokens
+    of a page. ahead: columns of a block before the first that drafts a token."""
+
+    page_size: int
+    ahead: int

@@ -142,8 +142,7 @@ def assemble_with(weights: Weights, options: AssemblyOptions, drafts: Weights | 
                 made.drafts = _built(drafts, drafting, drafting.memory(), device, of_drafts)
                 if isinstance(made.drafts.launcher, BlockLauncher):
                     made.known_rows = _known_rows(device, drafts, made.drafts)
-                else:
-                    made.handoff = _handoff(device, weights.config, made, drafts.config.drafter is not None)
+                made.handoff = _handoff(device, weights.config, made, drafts.config)
             except BaseException:
                 made.close()
                 raise
@@ -182,9 +181,9 @@ def _built(
     return Assembly(manifest, *launchers, memory, buffers, device, owns_device=False)
 
 
-def _handoff(device: Device, config: ModelConfig, made: Assembly, is_head: bool) -> LoadedKernel:
+def _handoff(device: Device, config: ModelConfig, made: Assembly, drafts: ModelConfig) -> LoadedKernel:
     """The kernel between launches of two models, the first of which is the one that verifies."""
-    generated = handoff_kernel(made.manifest, is_head)
+    generated = handoff_kernel(made.manifest, drafts)
     buffers = {one.name: new_buffer(device, one) for one in generated.manifest.buffers}
     made.buffers.update({f"handoff.{name}": buffer for name, buffer in buffers.items()})
     return LoadedKernel(device, device.prepare(generated.text, generated.manifest), generated.manifest, config, buffers)

@@ -59,7 +59,7 @@ def put_together(
             count, width = others[0].manifest.buffer(buffer).shape
             others[0].buffers[buffer].upload(padded_rows(weights.tensor(name), count, 1, width))
         buffers["markov.logits"] = device.allocate(_logits_bytes(config, manifest), 0xFF)
-        markov = MarkovChain(others[0], block.drafts, buffers["markov.logits"])
+        markov = MarkovChain(others[0], buffers["markov.logits"])
     if markov is not None:
         launcher.chain(markov)
     known = manifest.buffer("known_rows")

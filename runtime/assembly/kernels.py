@@ -19,6 +19,7 @@ from cheetah.models.config import ModelConfig
 from cheetah.models.registry import family_of
 from cheetah.plan import GPUS, Gpu, Plan, PlanError, gpu_named
 from cheetah.plan.gpu import part_of, together
+from cheetah.plan.handoff import Drafts
 from cheetah.plan.prompt import PassPlan, default_pass_plan, pass_tokens, short_pass_plans
 from cheetah.printable import shown_name
 from cheetah.records import first_difference
@@ -423,11 +424,12 @@ def repacking_kernel(gpu: Gpu) -> Generated:
     return generate_repacking(gpu)
 
 
-def handoff_kernel(manifest: Manifest, is_head: bool) -> Generated:
-    """The kernel between launches of a manifest's kernel, which verifies, and of one that drafts, or of a head."""
+def handoff_kernel(manifest: Manifest, drafts: ModelConfig) -> Generated:
+    """The kernel between launches of a manifest's kernel, which verifies, and of one of that model, which drafts."""
     from cheetah.generate import generate_handoff
 
-    return generate_handoff(Gpu(**manifest.gpu), Plan.from_dict(manifest.plan), is_head)
+    kind: Drafts = "head" if drafts.drafter is not None else "model" if drafts.block is None else "block"
+    return generate_handoff(Gpu(**manifest.gpu), Plan.from_dict(manifest.plan), kind)
 
 
 def block_kernels(config: ModelConfig, manifest: Manifest) -> list[Generated]:
@@ -438,5 +440,5 @@ def block_kernels(config: ModelConfig, manifest: Manifest) -> list[Generated]:
     gpu, plan = Gpu(**manifest.gpu), Plan.from_dict(manifest.plan)
     slots = pool_pages(manifest) * plan.page_size
     assert config.block is not None
-    markov = [generate_markov(config, gpu, plan.batch)] if config.block.markov_rank else []
+    markov = [generate_markov(config, gpu)] if config.block.markov_rank else []
     return [generate_known_rows(config, gpu, slots), *markov]

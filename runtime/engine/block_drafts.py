@@ -9,11 +9,13 @@ costs the drafter little beside a block: those that became known since are read 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from cheetah.plan.known import KNOWN
 from cheetah.runtime.engine.block_launches import BlockLauncher, KnownRows
 from cheetah.runtime.engine.completion import Completion
 from cheetah.runtime.engine.draft_model import DraftModel
+from cheetah.runtime.engine.draft_rounds import RoundLauncher
 from cheetah.runtime.engine.kv_cache import CachedSequence
 from cheetah.runtime.engine.launch_order import LaunchOrder, Purpose
 from cheetah.runtime.engine.launch_tables import Sampling
@@ -23,9 +25,8 @@ from cheetah.runtime.engine.launches import Launch, Part
 class BlockDrafts(DraftModel):
     """Drafts by `launcher`'s kernel, over rows that `rows` makes; see `DraftModel`."""
 
-    def __init__(self, launcher: BlockLauncher, rows: KnownRows) -> None:
-        super().__init__(launcher, launcher, ())
-        self.rounds = None
+    def __init__(self, launcher: BlockLauncher, rows: KnownRows, rounds: RoundLauncher) -> None:
+        super().__init__(launcher, launcher, (), rounds)
         self._blocks, self._rows = launcher, rows
 
     def keep(self, order: LaunchOrder, launch: Launch, starts: Sequence[int]) -> None:
@@ -38,16 +39,31 @@ class BlockDrafts(DraftModel):
         if taps is not None and rows:
             self._rows.make(taps, rows, slots)
 
-    def reading(self, completions: Sequence[Completion]) -> LaunchOrder | None:
+    def reading(self, completions: Sequence[Completion], drafts: Sequence[int]) -> LaunchOrder | None:
         """The launch that is due before something is drafted for these; None if the step that drafts has room for what
         is not read."""
-        behind = [one for one in completions if self._unread(one) > self._blocks.room]
+        most = [self._blocks.room] if len(completions) == 1 else [1 + count for count in drafts]
+        behind = [one for one, room in zip(completions, most, strict=True) if self._unread(one) > room]
         return self._reading(behind) if behind else None
+
+    def first_parts(self, completions: Sequence[Completion], drafts: Sequence[int]) -> list[Part]:
+        """With columns for all that a round may make known."""
+        parts = []
+        for one, count in zip(completions, drafts, strict=True):
+            unread, width = self._unread(one), self._blocks.block.ahead + count
+            part = self._part(one, unread + width)
+            parts.append(replace(part, per_step=max(unread, 1 + count) + width))
+        return parts
+
+    def has_rounds_for(self, completions: Sequence[Completion], drafts: Sequence[int]) -> bool:
+        """All draft in one step."""
+        columns = sum(part.per_step for part in self.first_parts(completions, drafts))
+        return self.rounds is not None and columns <= self._launcher.tokens
 
     def _drafting(self, due: Sequence[Completion], most: int) -> LaunchOrder:
         """A block of each, as many as a step has columns for: the others are due in the next launch."""
         block, parts, columns = self._blocks.block, list[Part](), self._launcher.tokens
-        width = min(block.columns, most if block.from_anchor else most + 1)
+        width = min(block.columns, block.ahead + most)
         for one in due[: self._launcher.batch]:
             part = self._part(one, self._unread(one) + width)
             columns -= part.per_step

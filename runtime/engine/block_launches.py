@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import takewhile
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
 from cheetah.models.rounding import Bits
-from cheetah.plan.known import KNOWN, MOST_KNOWN
+from cheetah.plan.known import KNOWN, MOST_KNOWN, ROWS_BEGIN, SLOTS_BEGIN
+from cheetah.plan.kv.tables import TILE_WORDS, TileRecord, word
 from cheetah.runtime.background import Started
 from cheetah.runtime.engine.kv_cache import CachedSequence, PageCopy
 from cheetah.runtime.engine.launcher import Launcher
@@ -50,9 +50,15 @@ class KnownRows(Small):
         """Of the tokens with these rows of `taps`, to these slots."""
         for first in range(0, len(rows), MOST_KNOWN):
             part = slice(first, first + MOST_KNOWN)
-            self.buffers["rows"].upload(np.array(rows[part], np.uint32))
-            self.buffers["slots"].upload(np.array(slots[part], np.uint32))
-            self.launch(taps=taps, known_rows=self._known_rows, count=len(rows[part]))
+            known = np.zeros(SLOTS_BEGIN + len(rows[part]), np.uint32)
+            known[0] = len(rows[part])
+            known[ROWS_BEGIN : ROWS_BEGIN + len(rows[part])], known[SLOTS_BEGIN:] = rows[part], slots[part]
+            self.buffers["known"].upload(known)
+            self.make_listed(taps)
+
+    def make_listed(self, taps: Buffer) -> None:
+        """Of the tokens that `known` lists by then."""
+        self.launch(taps=taps, known_rows=self._known_rows)
 
     def copy_pages(self, copies: Sequence[PageCopy]) -> None:
         """The same copies as of keys and values."""
@@ -62,41 +68,19 @@ class KnownRows(Small):
 
 
 class MarkovChain(Small):
-    """Chooses the tokens of blocks, one behind the other. drafts: of a block. logits: of the drafter's columns."""
+    """Chooses the tokens of blocks, one behind the other, in the place of those that the drafter's head has chosen.
+    logits: of the drafter's columns."""
 
-    def __init__(self, loaded: LoadedKernel, drafts: int, logits: Buffer) -> None:
+    def __init__(self, loaded: LoadedKernel, logits: Buffer) -> None:
         super().__init__(loaded)
-        self.drafts, self.logits = drafts, logits
-        self._blocks = loaded.manifest.launch.blocks
+        self.logits = logits
 
-    def choose(self, number: int, count: int, row: int, position: int, part: Part) -> None:
-        """Starts the choice of `count` tokens behind the last input of a part. number: of the part in its launch; row:
-        of the logits of its anchor; position: of the first token that is chosen."""
-        sampling = part.sampling
-        told: dict[str, Any] = {
-            "logits": self.logits,
-            "before": number * self.drafts,
-            "anchor": part.inputs[-1],
-            "seed": sampling.seed,
-            "temperature": sampling.temperature,
-        }
-        for place in range(count):
-            self.launch(**told, place=place, row=row + place, position=position + place)
-
-    def chosen(self, number: int, count: int) -> tuple[int, ...]:
-        """What was chosen, up to where nothing was a number."""
-        first = number * self.drafts
-        best = self.buffers["best"].download(np.uint32, (first + count, self._blocks, 2))[first:]
-        found = [_best(of_place) for of_place in best]
-        return tuple(token for token in takewhile(lambda token: token is not None, found) if token is not None)
-
-
-def _best(of_blocks: npt.NDArray[np.uint32]) -> int | None:
-    """The token of the highest score, of equal ones the lowest; None where none is above -infinity."""
-    scores, tokens = np.ascontiguousarray(of_blocks[:, 0]).view(np.float32), of_blocks[:, 1]
-    if not (scores > -np.inf).any():
-        return None
-    return int(tokens[scores == scores.max()].min())
+    def choose(self, sequence: int, count: int, room: int, launch: Launch) -> None:
+        """Starts the choice of `count` tokens behind the last input of a sequence of the drafter's launch. room: of a
+        row of its `tokens`."""
+        tables = {name: launch.arguments[name] for name in ("sequences", "tokens")}
+        for place in range(count + 1):
+            self.launch(**tables, logits=self.logits, place=place, count=count, sequence=sequence, room=room)
 
 
 class BlockLauncher(Launcher):
@@ -126,35 +110,34 @@ class BlockLauncher(Launcher):
 
     def start(self, launch: Launch) -> None:
         super().start(launch)
+        self._choose(launch)
+
+    def again(self, launch: Launch) -> None:
+        super().again(launch)
+        self._choose(launch)
+
+    def _choose(self, launch: Launch) -> None:
         if self._markov is None or not drafts(launch.placed[0]):
             return
         with self._noting_failures():
-            for number, (part, (length, _, first)) in enumerate(
-                zip(launch.placed, launch.geometry.placed(), strict=True)
-            ):
-                known = len(part.inputs) - 1
-                self._markov.choose(number, self._count(part), first + known, length + known + 1, part)
+            for number, part in enumerate(launch.placed):
+                count = part.total - len(part.inputs) + 1
+                self._markov.choose(number, count, self.launch_tokens + 1, launch)
 
     def finish(self, launch: Launch) -> list[LaunchResult]:
         """What it did, in the order of the parts; `token_ids` are the drafts."""
-        found = super().finish(launch)
+        found, ahead = super().finish(launch), self.block.ahead
         if not drafts(launch.placed[0]):
             return found
-        with self._noting_failures():
-            return [
-                replace(result, token_ids=self._drafted(launch, number, result), has_failed=False)
-                for number, result in enumerate(found)
-            ]
+        return [replace(result, token_ids=result.token_ids[ahead:], has_failed=False) for result in found]
 
-    def _drafted(self, launch: Launch, number: int, result: LaunchResult) -> tuple[int, ...]:
-        row = launch.order.index(number)
-        if self._markov is not None:
-            return self._markov.chosen(row, self._count(launch.placed[row]))
-        return result.token_ids if self.block.from_anchor else result.token_ids[1:]
-
-    def _count(self, part: Part) -> int:
-        """Tokens that a part drafts, by a head that chooses behind each column."""
-        return part.total - len(part.inputs) + 1
+    def _seen(self, parts: Sequence[Part], tiles: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
+        """A block sees its part's columns, not those that later launches by the same tables may have beside them."""
+        totals = np.array([part.total for part in parts], np.int32)
+        seen, new = tiles.reshape(-1, TILE_WORDS).copy(), word(TileRecord, "new")
+        row = seen[:, word(TileRecord, "table")] // self._plan.pages_per_sequence
+        seen[:, new] = np.minimum(seen[:, new], totals[row])
+        return seen
 
     def _check(self, parts: Sequence[Part]) -> None:
         """What the caller must see to."""

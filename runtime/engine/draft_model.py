@@ -58,8 +58,8 @@ class DraftModel:
         self._launcher, self._solo, self._passes = launcher, solo, passes
         self._read: WeakKeyDictionary[CachedSequence, ReadSequence] = WeakKeyDictionary()
 
-    def reading(self, completions: Sequence[Completion]) -> LaunchOrder | None:
-        """The launch that is due before something is drafted for these; None if all is read."""
+    def reading(self, completions: Sequence[Completion], drafts: Sequence[int]) -> LaunchOrder | None:
+        """The launch that is due before up to so many tokens are drafted for each of these; None if all is read."""
         most = self.read_alone if len(completions) == 1 else 1
         behind = [one for one in completions if self._unread(one) > most]
         return self._reading(behind) if behind else None
@@ -69,10 +69,15 @@ class DraftModel:
         due = [one for one in completions if one.proposed is None]
         return self._drafting(due, most) if due else None
 
-    def first_parts(self, completions: Sequence[Completion], most: int) -> list[Part]:
-        """Parts of a launch that drafts up to `most` tokens for each of these, all of which is read."""
+    def first_parts(self, completions: Sequence[Completion], drafts: Sequence[int]) -> list[Part]:
+        """Parts of the first of launches by the same tables, which draft up to so many tokens for each of these, all of
+        which is read."""
         unread = max(map(self._unread, completions))
-        return [self._part(one, most + unread) for one in completions]
+        return [self._part(one, min(drafts) + unread) for one in completions]
+
+    def has_rounds_for(self, completions: Sequence[Completion], drafts: Sequence[int]) -> bool:
+        """Whether `rounds` can draft up to so many tokens for each of these."""
+        return self.rounds is not None
 
     def settle(self, order: LaunchOrder, results: Sequence[LaunchResult]) -> None:
         """A launch that was decided here was made."""
@@ -112,7 +117,7 @@ class DraftModel:
 
     def _drafting(self, due: Sequence[Completion], most: int) -> LaunchOrder:
         """One token a step of each: whose last draft was right, too, has a token more to read, which costs a step."""
-        parts = self.first_parts(due, most)
+        parts = self.first_parts(due, [most] * len(due))
         launcher = self._solo if len(parts) == 1 else self._launcher
         return LaunchOrder(Purpose.DRAFT, launcher, parts, [(one,) for one in due])
 

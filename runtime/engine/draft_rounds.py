@@ -15,11 +15,13 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from cheetah.plan.handoff import NO_ROW, Handoff, HeadHandoff
+from cheetah.plan.handoff import NO_ROW, BlockHandoff, Handoff, HeadHandoff
+from cheetah.plan.index import ceil_div
 from cheetah.plan.kv.tables import NO_TOKEN, NOT_YET, ROUND_WORDS
 from cheetah.plan.plan import MAX_BATCH
 from cheetah.runtime import interrupts
 from cheetah.runtime.background import Started
+from cheetah.runtime.engine.block_launches import BlockLauncher, KnownRows
 from cheetah.runtime.engine.drafting import NOTHING_DRAFTED, Drafting
 from cheetah.runtime.engine.launcher import Launcher
 from cheetah.runtime.engine.launches import POLL_SECONDS, KernelLaunches, Launch, LaunchResult, LoadedKernel, Part
@@ -68,11 +70,18 @@ class RoundLaunch(Launch):
 
 class RoundLauncher(KernelLaunches):
     """Launches of rounds. verifier: of the kernel that verifies; alone, together: of those that draft, of one sequence
-    and of several, of a model or of a head."""
+    and of several, of a model or of a head, or of a drafter of blocks, whose rows `known_rows` makes."""
 
-    def __init__(self, loaded: LoadedKernel, verifier: Launcher, alone: Launcher, together: Launcher) -> None:
+    def __init__(
+        self,
+        loaded: LoadedKernel,
+        verifier: Launcher,
+        alone: Launcher,
+        together: Launcher,
+        known_rows: KnownRows | None = None,
+    ) -> None:
         super().__init__(loaded, verifier.plan)
-        self._verifier, self._alone, self._together = verifier, alone, together
+        self._verifier, self._alone, self._together, self._known_rows = verifier, alone, together, known_rows
         self._is_head = "features" in self._parameters
         self._told = words_of(self._buffers["told"]).reshape(verifier.batch, -1)
         self._done = words_of(self._buffers["done"])
@@ -87,13 +96,13 @@ class RoundLauncher(KernelLaunches):
         verified = self._verifier.prepare([_verified(part, rounds) for part in own])
         drafter = self._drafter(own)
         behind = rounds * (drafts + 1)
-        drafting = drafter.prepare([replace(part.by, followed=behind) for part in own if part.by is not None])
+        drafted_for = [part.by for part in own if part.by is not None]
+        drafting = drafter.prepare([replace(by, followed=ceil_div(behind, by.per_step)) for by in drafted_for])
         self._upload_state(own, verified, drafting)
         numbers = Handoff(
             count=len(own),
             is_verified=0,
             number=0,
-            drafts=drafts,
             room=self._verifier.launch_tokens + 1,
             draft_room=drafter.launch_tokens + 1,
             told_room=self._told.shape[1],
@@ -106,13 +115,18 @@ class RoundLauncher(KernelLaunches):
         known = {name: verified.arguments[name] for name in (*TABLES, "rounds")}
         known |= {f"draft_{name}": drafting.arguments[name] for name in TABLES}
         known["draft_counts"] = drafting.arguments["token_counts"]
-        most = drafts + 1  # steps that a round may need
+        most, page_size = drafts + 1, self._plan.page_size  # steps that a round may need
         if self._is_head:
             known |= {name: verified.arguments[name] for name in ("taps", "page_table")}
             known |= {name: drafting.arguments[name] for name in ("features", "feature_steps")}
             row_units = self._verifier.tap_bytes // UNIT_BYTES
-            numbers = HeadHandoff(**asdict(numbers), row_units=row_units, page_size=self._plan.page_size)
-            most = max(2 * drafts, *(part.by.total for part in own if part.by is not None))
+            numbers = HeadHandoff(**asdict(numbers), row_units=row_units, page_size=page_size)
+            most = max(2 * drafts, *(by.total for by in drafted_for))
+        if self._known_rows is not None:
+            assert isinstance(drafter, BlockLauncher)
+            known |= {"page_table": verified.arguments["page_table"], "known": self._known_rows.buffers["known"]}
+            numbers = BlockHandoff(**asdict(numbers), page_size=page_size, ahead=drafter.block.ahead)
+            most = 1
         drafting.arguments |= {"steps": most, "head_from": 0}
         return RoundLaunch(own, verified, drafting, rounds, self._arguments({**known, **asdict(numbers)}))
 
@@ -153,6 +167,9 @@ class RoundLauncher(KernelLaunches):
         self._hand_over(launch, is_verified=0)
         self._verifier.again(launch.verified)
         self._hand_over(launch, is_verified=1)
+        if self._known_rows is not None and (taps := self._verifier.taps) is not None:
+            with self._noting_failures():
+                self._known_rows.make_listed(taps)
         launch.rounds_started += 1
 
     def _hand_over(self, launch: RoundLaunch, is_verified: int) -> None:
@@ -238,7 +255,8 @@ class RoundLauncher(KernelLaunches):
         self._verifier.note(part.cache, made)
         if part.by is not None and words:
             read, place = part.by.cache, place_of_word(words[-1])
-            unread = 1 + place if self._is_head else int(place == drafts_of_word(words[-1]))
+            is_model = not self._is_head and self._known_rows is None
+            unread = int(place == drafts_of_word(words[-1])) if is_model else 1 + place
             read.length = part.cache.length - unread
             self._drafter(launch.placed).note(read, made)
 

@@ -121,11 +121,15 @@ class Launcher(StepLaunches):
         self.tile_count = len(tiles)
         pages = self._plan.pages_per_sequence
         self._upload("page_table", np.stack([part.cache.table(pages) for part in parts]))
-        self._upload("tiles", tiles)
+        self._upload("tiles", self._seen(parts, tiles))
         self._upload("kv_plans", plans)
         if "state_slots" in self._buffers:
             self._upload("state_slots", np.array([part.cache.state for part in parts], np.int32))
         return {"plan_count": len(plans)}
+
+    def _seen(self, parts: Sequence[Part], tiles: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
+        """The records of tiles, int32 [tiles, 8], as the launch has them."""
+        return tiles
 
     def _begin_again(self) -> None:
         """What sequences remember may be of more tokens than they have: they are read again."""

@@ -190,26 +190,35 @@ class Scheduler:
         for one, most in wanted:
             if one.cache is not None:
                 self.queues.make_room(one, most + 1)
-        asked = [one for one, _ in wanted if one.cache is not None]
-        if not asked or (order := model.reading(asked)) is not None:
-            return order if asked else None
-        most = min(most for one, most in wanted if one in asked)
+        drafts = {one: most for one, most in wanted if one.cache is not None}
+        if not drafts:
+            return None
+        asked, counts = [*drafts], [*drafts.values()]
+        if (order := model.reading(asked, counts)) is not None:
+            return order
         completions = [one for one in completions if one.cache is not None]
         needs_host = any(one.is_watched or one.request.logprobs is not None for one in completions)
-        if model.rounds is None or needs_host or min(one.most_tokens() for one in completions) < 2:
-            return model.drafting(asked, most)
-        return self._rounds(model.rounds, completions, dict(zip(asked, model.first_parts(asked, most), strict=True)))
+        needs_host = needs_host or min(one.most_tokens() for one in completions) < 2
+        if model.rounds is None or needs_host or not model.has_rounds_for(asked, counts):
+            return model.drafting(asked, min(counts))
+        return self._rounds(model, model.rounds, completions, drafts)
 
     def _rounds(
-        self, launcher: RoundLauncher, completions: Sequence[Completion], drafted_for: Mapping[Completion, Part]
+        self,
+        model: DraftModel,
+        launcher: RoundLauncher,
+        completions: Sequence[Completion],
+        drafts: Mapping[Completion, int],
     ) -> LaunchOrder | None:
-        """Many rounds of those who decode, some of whom are drafted for."""
+        """Many rounds of those who decode, for some of whom tokens are drafted, up to so many."""
         assert self._speculation is not None
-        widths = self._speculation.widths([one in drafted_for for one in completions], self._launcher.tokens)
+        widths = self._speculation.widths([one in drafts for one in completions], self._launcher.tokens)
         rounds = self.round_time.steps(min(one.most_tokens() for one in completions))
         totals = [min(one.most_tokens(), rounds * width) for one, width in zip(completions, widths, strict=True)]
         if not all([self.queues.make_room(one, total) for one, total in zip(completions, totals, strict=True)]):
             return None
+        first_parts = model.first_parts([*drafts], [*drafts.values()])
+        drafted_for = dict(zip(drafts, first_parts, strict=True))
         parts = []
         for one, width, total in zip(completions, widths, totals, strict=True):
             by = drafted_for.get(one)

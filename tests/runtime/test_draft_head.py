@@ -147,8 +147,10 @@ def as_meant(found: Sequence[tuple[Sequence[int], Sequence[int]]], meaning: Mean
     return sum(same) / len(same)
 
 
-def drafts_of_rounds(llm: LLM, patch: pytest.MonkeyPatch) -> list[tuple[Sequence[int], Sequence[int]]]:
-    """What is drafted for TEXT in rounds on the device, with the ids before it."""
+def drafts_of_rounds(
+    llm: LLM, patch: pytest.MonkeyPatch, skipped: int = 1
+) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """What is drafted for TEXT in rounds on the device, with the ids before it. skipped: ids that are never read."""
     places, launch = list[tuple[int, list[int]]](), llm.assembly.device.launch
 
     def noted(kernel: Any, arguments: Any) -> None:
@@ -156,13 +158,13 @@ def drafts_of_rounds(llm: LLM, patch: pytest.MonkeyPatch) -> list[tuple[Sequence
         if arguments.get("is_verified") == 0:
             length, _, given, total = arguments["draft_sequences"].download(np.int32, (4,)).tolist()
             tokens = arguments["draft_tokens"].download(np.int32, (total + 1,)).tolist()
-            places.append((length + given + 1, tokens[given:]))
+            places.append((length + given + skipped, tokens[given + arguments.get("ahead", 0) :]))
 
     with patch.context() as patched:
         patched.setattr(llm.assembly.device, "launch", noted)
         (output,) = llm.generate([TEXT], asked([{"temperature": 0.0}], True, 30), use_tqdm=False)
     ids = [*output.prompt_token_ids, *output.outputs[0].token_ids]
-    return [(ids[:known], drafts) for known, drafts in places]
+    return [(tuple(ids[:known]), tuple(drafts)) for known, drafts in places]
 
 
 @pytest.mark.slow
@@ -239,7 +241,7 @@ def test_bugs_between_two_launches_are_seen(
     llm: LLM, meaning: Meaning, monkeypatch: pytest.MonkeyPatch, bug: str
 ) -> None:
     rounds = llm.engine.engine._scheduler._model.rounds
-    right = generate_handoff(Gpu(**llm.manifest.gpu), rounds.plan, is_head=True)
+    right = generate_handoff(Gpu(**llm.manifest.gpu), rounds.plan, "head")
     wrong = right.with_text(planted(right.text, *PLANTED[bug]))
     monkeypatch.setattr(rounds, "_kernel", llm.assembly.device.load(wrong.text, wrong.manifest))
     assert as_meant(drafts_of_rounds(llm, monkeypatch), meaning) < 0.8
