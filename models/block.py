@@ -12,10 +12,6 @@ FC: Final = "fc.weight"
 HIDDEN_NORM: Final = "hidden_norm.weight"
 MARKOV: Final = ("markov_head.markov_w1.weight", "markov_head.markov_w2.weight")
 """What the Markov head looks up of the token before, and what that is multiplied with."""
-UNREAD: Final = "confidence_head."
-"""What says how sure a draft is: all of a block are verified."""
-PREFIXES: Final = {"layers.": "model.layers.", "norm.": "model.norm.", "embed_tokens.": "model.embed_tokens."}
-"""What names in files begin with, and what that is here."""
 MEANING: Final = {
     FC: "[hidden_size, layers that are tapped * hidden_size]",
     HIDDEN_NORM: "[hidden_size]",
@@ -47,15 +43,6 @@ class Block:
     def drafts(self) -> int:
         """Tokens that a block drafts."""
         return self.columns - self.ahead
-
-
-def plain_name(name: str) -> str:
-    """The name of a file's tensor here."""
-    own = name.removeprefix("model.")
-    for prefix, instead in PREFIXES.items():
-        if own.startswith(prefix):
-            return instead + own.removeprefix(prefix)
-    return own
 
 
 def own_shapes(hidden: int, vocab: int, taps: int, rank: int) -> dict[str, tuple[int, ...]]:

@@ -14,10 +14,17 @@ OFFSETS, KNOWN_TOKENS = "d2t", "t2d"
 """Of a head that knows few tokens: token i of its own is token i + d2t[i]; and which ones they are, a byte each."""
 TOKEN_IDS = "token_ids"
 """The buffer with the tokens that rows of the head stand for, u32, filled up with what is no token."""
-PREFIXES = {"midlayer.": LAYER, "layers.0.": LAYER, "norm.": "model.norm.", "embed_tokens.": "model.embed_tokens."}
-"""What names in files begin with, and what that is here."""
-UNREAD = ("verifier_",)
+PREFIXES = {
+    "midlayer.": LAYER,
+    "layers.": "model.layers.",
+    "norm.": "model.norm.",
+    "embed_tokens.": "model.embed_tokens.",
+}
+"""What names in files of heads and of drafters of blocks begin with, and what that is here."""
+VERIFIER = "verifier_"
 """What speculators keep of the target beside a head begins with."""
+UNREAD = (VERIFIER, "confidence_head.")
+"""And what says how sure a draft of a block is: all of them are verified."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +47,7 @@ class Drafter:
 
 def plain_name(name: str) -> str:
     """The name of a file's tensor here."""
-    own = name.removeprefix("model.") if not name.startswith(("model.layers", "model.norm", "model.embed")) else name
+    own = name.removeprefix("model.")
     for prefix, instead in PREFIXES.items():
         if own.startswith(prefix):
             return instead + own.removeprefix(prefix)

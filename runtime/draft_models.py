@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from itertools import zip_longest
 from typing import TYPE_CHECKING
 
@@ -42,16 +41,15 @@ def opened_draft_model(options: LoadOptions, target: Checkpoint) -> Checkpoint |
     from cheetah.runtime.checkpoint.drafters import open_drafter
     from cheetah.runtime.checkpoint.loading import open_checkpoint
 
-    asked = None if options.speculative_config is None else draft_model_of(options.speculative_config)
-    if asked is None:
+    given = options.speculative_config
+    if given is None or (asked := draft_model_of(given)) is None:
         return None
     if options.tensor_parallel_size > 1:
         raise CheetahError("speculative_config: a draft model runs on one GPU: leave tensor_parallel_size out")
     method = asked.method or _method_of_files(asked, options)
-    if method in BLOCK_METHODS:
-        found = _opened_block_drafter(options, replace(asked, method=method), target)
-    elif method == EAGLE3:
+    if method in (EAGLE3, *BLOCK_METHODS):
         found = open_drafter(asked.model, target, asked.revision, options.local_files_only)
+        _check_method(found, method, asked.model, speculation_of(given).drafts)
     else:
         found = open_checkpoint(asked.model, asked.revision, options.local_files_only)
     found.check_quantization(asked.quantization)
@@ -90,24 +88,18 @@ def _method_of_files(asked: DraftModelAsked, options: LoadOptions) -> str:
         return (drafting_method(load_source(path)) if path.is_file() else None) or DRAFT_MODEL
 
 
-def _opened_block_drafter(options: LoadOptions, asked: DraftModelAsked, target: Checkpoint) -> Checkpoint:
-    """One that drafts blocks. CheetahError where it is not of the method, or drafts fewer."""
-    from cheetah.runtime.checkpoint.block_drafters import open_block_drafter
-
-    assert options.speculative_config is not None
-    found = open_block_drafter(asked.model, target, asked.revision, options.local_files_only)
-    block, drafts = found.config.block, speculation_of(options.speculative_config).drafts
-    assert block is not None
-    if asked.method == DFLASH and block.markov_rank:
-        raise CheetahError(f"speculative_config: model {asked.model} has a Markov head: its method is {DSPARK}")
-    if asked.method == DSPARK and not block.markov_rank:
-        raise CheetahError(f"speculative_config: model {asked.model} has no Markov head: its method is {DFLASH}")
-    if drafts > block.drafts:
+def _check_method(found: Checkpoint, method: str, model: str, drafts: int) -> None:
+    """CheetahError where what was opened drafts by another method, or fewer tokens."""
+    block = found.config.block
+    own = EAGLE3 if block is None else DSPARK if block.markov_rank else DFLASH
+    if own != method:
+        what = "is an EAGLE-3 head" if block is None else f"has {'a' if block.markov_rank else 'no'} Markov head"
+        raise CheetahError(f"speculative_config: model {model} {what}: its method is {own}")
+    if block is not None and drafts > block.drafts:
         raise CheetahError(
-            f"speculative_config: num_speculative_tokens is {drafts}, model {asked.model} drafts blocks of "
-            f"{block.drafts}: give at most as many"
+            f"speculative_config: num_speculative_tokens is {drafts}, model {model} drafts blocks of {block.drafts}: "
+            f"give at most as many"
         )
-    return found
 
 
 def drafting_model(made: Assembly) -> DraftModel:

@@ -1,93 +1,127 @@
-"""A head that drafts for a model by its hidden states: opened, and refused by name where it is another model's.
+"""What drafts for a model by its hidden states, an EAGLE-3 head or a drafter of blocks: opened, and refused by name
+where it is another model's.
 
-What lies in both is read once: a head without an embedding of its own has the model's.
+What lies in both is read once: embedding and head that it has not itself are the model's.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from cheetah.models.block import DSPARK
 from cheetah.models.config import ModelConfig
-from cheetah.models.drafter import KNOWN_TOKENS, OFFSETS, TOKEN_IDS, UNREAD, plain_name, token_ids
+from cheetah.models.drafter import KNOWN_TOKENS, OFFSETS, TOKEN_IDS, UNREAD, VERIFIER, plain_name, token_ids
+from cheetah.models.family import MatrixRows, QuantizedMatrix
 from cheetah.models.registry import family_of, read_drafter
 from cheetah.printable import shown_name
-from cheetah.runtime.checkpoint.beside import check_sizes, config_beside, tensors_beside
 from cheetah.runtime.checkpoint.loading import RANDOM, Checkpoint, found_folder
 from cheetah.runtime.checkpoint.random_weights import random_tensors
 from cheetah.runtime.checkpoint.safetensors_files import LoadingError, StoredTensor, find_tensors
+from cheetah.runtime.checkpoint.tensor_checks import checked_tensors
 
-RANDOM_HEAD = RANDOM + "eagle3"
-"""A head of random weights, of the target's shapes."""
+RANDOM_HEAD, RANDOM_BLOCKS = RANDOM + "eagle3", RANDOM + "dspark"
+"""Of random weights, of the target's shapes: a head, and a drafter as DeepSpec's for Qwen3 are."""
 RANDOM_VOCABULARY = 32000
+RANDOM_COLUMNS, RANDOM_LAYERS, RANDOM_TAPS, RANDOM_RANK = 7, 5, 5, 256
 OFFSET_DTYPES = {"I64": np.int64, "I32": np.int32}
 
 
 def open_drafter(
     name: str, target: Checkpoint, revision: str | None = None, local_files_only: bool | None = None
 ) -> Checkpoint:
-    """The head of that name, a folder or hub id, or `RANDOM_HEAD`, for the model of `target`. LoadingError or
-    ConfigError says what is wrong, and where."""
-    if name == RANDOM_HEAD:
-        return _random_head(target)
+    """What drafts of that name, a folder or hub id, `RANDOM_HEAD` or `RANDOM_BLOCKS`, for the model of `target`. Its
+    `config` has a `drafter`, or a `block`. LoadingError or ConfigError says what is wrong, and where."""
+    if name in (RANDOM_HEAD, RANDOM_BLOCKS):
+        return _random(name, target)
     with found_folder(name, revision, local_files_only) as folder:
         return _opened(name, folder, target)
 
 
 def _opened(name: str, folder: Path, target: Checkpoint) -> Checkpoint:
-    notes: list[str] = []
-    config = config_beside(folder, target.config, notes)
-    if config.drafter is None:
-        raise LoadingError(f"{folder}: is {config.dialect.title}, which is no EAGLE-3 head: give another method")
-    check_target(config, target.config, str(folder))
-    found, offsets = _sorted_out(find_tensors(folder).tensors, str(folder), notes)
-    of_target = [name for name in (family_of(config).embedding_tensor,) if name not in found]
+    place, notes = str(folder), list[str]()
+    if not (folder / "config.json").is_file():
+        raise LoadingError(f"{place}: has no config.json")
+    config = read_drafter(folder / "config.json", target.config, notes)
+    _check_target(config, target.config, place)
+    found = _own_tensors(find_tensors(folder).tensors, place, notes)
+    offsets = found.pop(OFFSETS, None) if config.drafter else None
+    of_target = [one for one in _shared(config) if one not in found]
     if of_target:
-        notes.append(f"{folder}: has no embedding, that of {target.name} is taken")
-    stored, rows = tensors_beside(folder, config, found, of_target, target, notes)
-    ids = _checked_ids(offsets, config, str(folder))
-
-    def tensor(wanted: str) -> NDArray[Any]:
-        return ids if wanted == TOKEN_IDS else stored(wanted)
-
-    return Checkpoint(name, config, tensor, rows, {}, None, None, {}, tuple(notes), folder)
+        notes.append(f"{place}: has no {' and no '.join(of_target)}: {target.name}'s are taken")
+    tensor, rows = _tensors_beside(folder, config, found, of_target, target, notes)
+    ids = _checked_ids(offsets, config, place) if config.drafter else None
+    return Checkpoint(name, config, _with_ids(tensor, ids), rows, {}, None, None, {}, tuple(notes), folder)
 
 
-def check_target(config: ModelConfig, target: ModelConfig, place: str) -> None:
-    """LoadingError where a head is of another model than the target: its width, its tokens, its layers."""
-    assert config.drafter is not None
-    check_sizes(config, target, place, "head")
-    if config.drafter.layers[-1] >= target.layers - 1:
-        last = config.drafter.layers[-1] + 1
+def _shared(config: ModelConfig) -> tuple[str, ...]:
+    """The tensors that may be those of the model; a head that drafts has its own head."""
+    family = family_of(config)
+    has_own_head = config.drafter is not None or config.tied_embeddings
+    return (family.embedding_tensor,) if has_own_head else (family.embedding_tensor, family.head_tensor)
+
+
+def _check_target(config: ModelConfig, target: ModelConfig, place: str) -> None:
+    """LoadingError where a drafter is of another model than the target: its width, its tokens, its layers."""
+    for name in ("hidden_size", "vocab_size"):
+        own, wanted = getattr(config, name), getattr(target, name)
+        if own != wanted:
+            raise LoadingError(
+                f"{place}: {name} is {own}, that of the model which it drafts for {wanted}: give its drafter"
+            )
+    what = config.drafter or config.block
+    assert what is not None
+    if (last := what.layers[-1]) >= target.layers - 1:
+        taken = f"the input of layer {last + 1}" if config.drafter else f"what layer {last} leaves"
         raise LoadingError(
-            f"{place}: takes the input of layer {last}, the model which it drafts for has {target.layers}: supported "
-            f"are layers below {target.layers - 1}"
+            f"{place}: takes {taken}, the model which it drafts for has {target.layers}: supported are layers below "
+            f"{target.layers - 1}"
         )
 
 
-def _sorted_out(
-    stored: Mapping[str, StoredTensor], place: str, notes: list[str]
-) -> tuple[dict[str, StoredTensor], StoredTensor | None]:
-    """The tensors of weights by their names here, and d2t."""
+def _own_tensors(stored: Mapping[str, StoredTensor], place: str, notes: list[str]) -> dict[str, StoredTensor]:
+    """The tensors that are read, by their names here."""
     found: dict[str, StoredTensor] = {}
-    offsets, unread = None, 0
     for name, tensor in stored.items():
         own = plain_name(name)
-        if own == OFFSETS:
-            offsets = tensor
-        elif own.startswith(UNREAD):
-            unread += 1
-        elif own in found:
-            raise LoadingError(f"{place}: {shown_name(name)} is there twice, as in midlayer and in layers.0")
-        elif own != KNOWN_TOKENS:
+        if own in found:
+            raise LoadingError(f"{place}: {shown_name(name)} is there twice, under another name too")
+        if own != KNOWN_TOKENS and not own.startswith(UNREAD):
             found[own] = tensor
-    if unread:
+    if unread := sum(plain_name(name).startswith(VERIFIER) for name in stored):
         notes.append(f"{unread} tensors of the model that it drafts for are not read")
-    return found, offsets
+    return found
+
+
+def _tensors_beside(
+    folder: Path,
+    config: ModelConfig,
+    found: Mapping[str, StoredTensor],
+    of_target: Collection[str],
+    target: Checkpoint,
+    notes: list[str],
+) -> tuple[Callable[[str], NDArray[Any]], Callable[[str], MatrixRows | QuantizedMatrix]]:
+    """How the tensors of a drafter are read, whole and by rows. found: its own; of_target: those of the model."""
+    shape = (config.vocab_size, config.hidden_size)
+    absent = {name: StoredTensor(folder, "BF16", shape, 0, 0) for name in of_target}  # nobody reads them
+    plain = checked_tensors(config, {**absent, **found}, str(folder), notes).plain
+
+    def tensor(wanted: str) -> NDArray[Any]:
+        return target.tensor(wanted) if wanted in absent else plain[wanted].bf16_bits()
+
+    def rows(wanted: str) -> MatrixRows | QuantizedMatrix:
+        return target.rows(wanted) if wanted in absent else plain[wanted].rows()
+
+    return tensor, rows
+
+
+def _with_ids(tensor: Callable[[str], NDArray[Any]], ids: NDArray[np.int64] | None) -> Callable[[str], NDArray[Any]]:
+    """Tensors, and which tokens a head's rows stand for."""
+    return lambda name: ids if name == TOKEN_IDS and ids is not None else tensor(name)
 
 
 def _checked_ids(offsets: StoredTensor | None, config: ModelConfig, place: str) -> NDArray[np.int64]:
@@ -116,28 +150,44 @@ def _checked_ids(offsets: StoredTensor | None, config: ModelConfig, place: str) 
     return ids
 
 
-def _random_head(target: Checkpoint) -> Checkpoint:
-    """One layer of the target's shapes, over the first tokens."""
+def _random(name: str, target: Checkpoint) -> Checkpoint:
+    """Layers of the target's shapes: one over the first tokens, or some that take what layers evenly apart leave."""
     model = target.config
     values = {
-        "architectures": ["LlamaForCausalLMEagle3"],
         "hidden_size": model.hidden_size,
         "intermediate_size": model.intermediate_size,
-        "num_hidden_layers": 1,
         "num_attention_heads": model.query_heads,
         "num_key_value_heads": model.kv_heads,
         "head_dim": model.head_dim,
         "vocab_size": model.vocab_size,
-        "draft_vocab_size": min(RANDOM_VOCABULARY, model.vocab_size),
         "rms_norm_eps": model.rms_norm_eps,
     }
-    config = read_drafter(values, model)
-    check_target(config, model, RANDOM_HEAD)
-    assert config.drafter is not None
-    tensors, ids = random_tensors(config), token_ids(None, config.drafter.vocabulary)
+    config = read_drafter({**values, **(_of_a_head(model) if name == RANDOM_HEAD else _of_blocks(model))}, model)
+    _check_target(config, model, name)
+    tensors = random_tensors(config)
+    ids = None if config.drafter is None else token_ids(None, config.drafter.vocabulary)
+    notes = (f"{name}: the weights are random numbers, so few drafts will be right",)
+    return Checkpoint(name, config, _with_ids(tensors, ids), tensors.rows, {}, None, None, {}, notes, None)
 
-    def tensor(name: str) -> NDArray[Any]:
-        return ids if name == TOKEN_IDS else tensors(name)
 
-    notes = (f"{RANDOM_HEAD}: the weights are random numbers, so few drafts will be right",)
-    return Checkpoint(RANDOM_HEAD, config, tensor, tensors.rows, {}, None, None, {}, notes, None)
+def _of_a_head(model: ModelConfig) -> dict[str, Any]:
+    return {
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "num_hidden_layers": 1,
+        "draft_vocab_size": min(RANDOM_VOCABULARY, model.vocab_size),
+    }
+
+
+def _of_blocks(model: ModelConfig) -> dict[str, Any]:
+    taps = min(RANDOM_TAPS, model.layers - 1)
+    return {
+        "architectures": [DSPARK],
+        "model_type": "qwen3",
+        "num_hidden_layers": RANDOM_LAYERS,
+        "max_position_embeddings": model.max_position_embeddings,
+        "block_size": RANDOM_COLUMNS,
+        "mask_token_id": 0,
+        "target_layer_ids": [number * (model.layers - 1) // taps for number in range(taps)],
+        "markov_rank": min(RANDOM_RANK, model.hidden_size),
+        "markov_head_type": "vanilla",
+    }

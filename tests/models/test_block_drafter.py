@@ -20,7 +20,7 @@ from cheetah.models.config import ModelConfig
 from cheetah.models.dense.weights import EMBEDDING
 from cheetah.models.registry import read_config, read_drafter
 from cheetah.models.rounding import as_bf16
-from cheetah.runtime.checkpoint.block_drafters import RANDOM_BLOCKS, open_block_drafter
+from cheetah.runtime.checkpoint.drafters import RANDOM_BLOCKS, open_drafter
 from cheetah.runtime.checkpoint.loading import Checkpoint
 from cheetah.runtime.checkpoint.random_weights import random_tensors
 from tests.models.goldens.block_drafter import (
@@ -58,7 +58,7 @@ def written(folder: Path, config: dict[str, Any], tensors: dict[str, NDArray[Any
 @pytest.mark.parametrize("name", CONFIGS)
 def test_a_drafter_of_any_kind_means_what_transformers_computes(tmp_path: Path, name: str) -> None:
     values, wanted = CONFIGS[name], load_file(LOGITS)
-    opened = open_block_drafter(written(tmp_path, values, weights_of(values)), target())
+    opened = open_drafter(written(tmp_path, values, weights_of(values)), target())
     assert opened.config.block is not None
     block, reference = opened.config.block, BlockReference(opened.config, opened.tensor)
     for number, ((_, anchor), left) in enumerate(zip(ROUNDS, left_of(values), strict=True)):
@@ -74,7 +74,7 @@ def test_a_drafter_of_any_kind_means_what_transformers_computes(tmp_path: Path, 
 
 
 def test_fewer_columns_are_a_shorter_block(tmp_path: Path) -> None:
-    opened = open_block_drafter(written(tmp_path, DSPARK, weights_of(DSPARK)), target())
+    opened = open_drafter(written(tmp_path, DSPARK, weights_of(DSPARK)), target())
     assert opened.config.block is not None
     reference = BlockReference(opened.config, opened.tensor)
     reference.read(left_of(DSPARK)[0])
@@ -84,13 +84,13 @@ def test_fewer_columns_are_a_shorter_block(tmp_path: Path) -> None:
 
 def test_what_it_lacks_is_the_models(tmp_path: Path) -> None:
     values = CONFIGS["dflash of z-lab"]
-    opened = open_block_drafter(written(tmp_path, values, weights_of(values)), target())
+    opened = open_drafter(written(tmp_path, values, weights_of(values)), target())
     assert opened.config.tied_embeddings and np.array_equal(opened.tensor(EMBEDDING), as_bf16(target_embedding()))
     assert any("target's are taken" in note for note in opened.notes)
 
 
 def test_a_random_one_has_the_models_shapes() -> None:
-    opened = open_block_drafter(RANDOM_BLOCKS, target())
+    opened = open_drafter(RANDOM_BLOCKS, target())
     assert opened.config.block is not None
     block = opened.config.block
     assert (block.columns, block.drafts, block.layers) == (7, 7, (0, 1, 2, 3, 4))
@@ -148,7 +148,7 @@ def test_what_is_not_the_models_is_refused_by_name(
     change(config, tensors)
     folder = written(tmp_path, config, tensors)
     with pytest.raises(CheetahError) as refused:
-        open_block_drafter(folder, target())
+        open_drafter(folder, target())
     assert said in str(refused.value) and folder in str(refused.value)
 
 
@@ -157,7 +157,7 @@ def test_what_a_file_says_beside_what_is_known_is_refused(tmp_path: Path, field:
     values = CONFIGS["dflash of z-lab"]
     values = {**values, "dflash_config": {**values["dflash_config"], field: "other"}}
     with pytest.raises(CheetahError, match=f"dflash_config.{field}"):
-        open_block_drafter(written(tmp_path, values, weights_of(values)), target())
+        open_drafter(written(tmp_path, values, weights_of(values)), target())
 
 
 def test_as_a_model_it_is_refused_with_what_it_is_for() -> None:

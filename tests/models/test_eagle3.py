@@ -70,7 +70,7 @@ def test_a_head_without_an_embedding_has_the_models(tmp_path: Path) -> None:
     tensors = {name: one for name, one in weights_of(config).items() if name != "embed_tokens.weight"}
     opened = open_drafter(str(written(tmp_path, config, tensors)), model)
     assert np.array_equal(opened.tensor(EMBEDDING), model.tensor(EMBEDDING))
-    assert "has no embedding, that of target is taken" in opened.notes[0]
+    assert "has no model.embed_tokens.weight: target's are taken" in opened.notes[0]
 
 
 def test_a_random_head_has_the_models_shapes() -> None:
@@ -124,7 +124,7 @@ WRONG: dict[str, tuple[Callable[[dict[str, Any], dict[str, NDArray[Any]]], objec
     ),
     "both names": (
         lambda config, tensors: tensors.update({"layers.0.hidden_norm.weight": np.ones(48, np.float32)}),
-        "is there twice, as in midlayer and in layers.0",
+        "is there twice, under another name too",
     ),
     "no d2t": (lambda config, tensors: tensors.pop("d2t"), "d2t is missing: draft_vocab_size is 37, vocab_size 50"),
     "d2t of floats": (

@@ -18,7 +18,7 @@ from cheetah.generate import generate_kernel
 from cheetah.models.block_drafter.reference import BlockReference
 from cheetah.models.rounding import as_bf16, round_to_bf16
 from cheetah.plan.known import KNOWN
-from cheetah.runtime.checkpoint.block_drafters import open_block_drafter
+from cheetah.runtime.checkpoint.drafters import open_drafter
 from cheetah.runtime.checkpoint.loading import Checkpoint
 from cheetah.runtime.engine.block_launches import BlockLauncher
 from cheetah.runtime.engine.launcher import Launcher, Part
@@ -46,7 +46,7 @@ COLUMNS, NEAR = 4, 0.03
 def drafter() -> Iterator[Checkpoint]:
     folder = Path(tempfile.mkdtemp())
     try:
-        yield open_block_drafter(written(folder, DSPARK, weights_of(DSPARK)), target())
+        yield open_drafter(written(folder, DSPARK, weights_of(DSPARK)), target())
     finally:
         shutil.rmtree(folder)
 

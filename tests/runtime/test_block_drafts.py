@@ -21,7 +21,7 @@ from cheetah.models.registry import family_of
 from cheetah.models.rounding import round_to_bf16, widen
 from cheetah.plan import Gpu, gpu_named
 from cheetah.runtime import LLM, SamplingParams
-from cheetah.runtime.checkpoint.block_drafters import RANDOM_BLOCKS, open_block_drafter
+from cheetah.runtime.checkpoint.drafters import RANDOM_BLOCKS, open_drafter
 from cheetah.runtime.checkpoint.loading import RANDOM, open_checkpoint
 from cheetah.runtime.engine.completion import Completion
 from cheetah.runtime.engine.drafting import Speculation
@@ -119,7 +119,7 @@ def markov_of(llm: LLM) -> tuple[NDArray[np.float32], ...]:
 def share_of_float32s(proposed: Proposed, folder: Path, markov: tuple[NDArray[np.float32], ...] | None = None) -> float:
     """Of all tokens that were drafted, how many float32 drafts too, by that Markov head."""
     model = open_checkpoint("demo")
-    found = open_block_drafter(str(folder), model)
+    found = open_drafter(str(folder), model)
     target = family_of(model.config).reference(model.config, model.tensor, round_to_bf16)
     block = BlockReference(found.config, found.tensor, round_to_bf16)
     block.markov = block.markov if markov is None else markov
@@ -279,7 +279,7 @@ def test_who_gives_pages_back_is_known_again_when_it_reads_again(llm: LLM, folde
 
 @pytest.mark.parametrize("model", ["qwen3-0.6b", "qwen3-8b"])
 def test_what_is_launched_beside_a_drafters_steps_is_resident_at_once(model: str) -> None:
-    gpu, opened = gpu_named("h200"), open_block_drafter(RANDOM_BLOCKS, open_checkpoint(RANDOM + model))
+    gpu, opened = gpu_named("h200"), open_drafter(RANDOM_BLOCKS, open_checkpoint(RANDOM + model))
     for made in (generate_known_rows(opened.config, gpu, 64), generate_markov(opened.config, gpu)):
         assert made.manifest.launch.blocks <= gpu.blocks
 
@@ -288,7 +288,7 @@ def test_what_is_launched_beside_a_drafters_steps_is_resident_at_once(model: str
     ("config", "said"),
     [
         ({"method": "dflash"}, "has a Markov head: its method is dspark"),
-        ({"method": "eagle3"}, "is no EAGLE-3 head: give another method"),
+        ({"method": "eagle3"}, "has a Markov head: its method is dspark"),
         ({"method": "draft_model"}, "name it in speculative_config, with method dspark or dflash"),
         ({"num_speculative_tokens": 4}, "drafts blocks of 3: give at most as many"),
         ({"num_speculative_tokens": 4, "method": None}, "drafts blocks of 3: give at most as many"),
