@@ -21,6 +21,7 @@ from cheetah.blocks.prompt.keys import StoreHeads, bring_earlier_keys
 from cheetah.blocks.prompt.machine import emit_pass, start_pass
 from cheetah.blocks.prompt.parts import AddParts, StoreParts
 from cheetah.blocks.prompt.product import TileProduct
+from cheetah.blocks.prompt.pushes import Pushed, Pushes
 from cheetah.lang import prim, ty
 from cheetah.models.config import ModelConfig
 from cheetah.models.dense.launch import biases_of_layer
@@ -40,11 +41,12 @@ from cheetah.models.dense.pass_experts import PassExperts
 from cheetah.models.dense.pass_launch import PassLaunch
 from cheetah.models.dense.pass_launch import pass_parameters as pass_parameters
 from cheetah.models.dense.pass_parts import PassParts
-from cheetah.models.dense.pass_sizes import PassPhase, PassSizes, input_section
+from cheetah.models.dense.pass_sizes import PassPhase, PassSizes, input_section, section_of
 from cheetah.models.dense.program import sizes as sizes_of_step
 from cheetah.models.exchanged import ExchangedVector
 from cheetah.models.family import PhaseRow
 from cheetah.plan import Gpu, Plan, SharedMap
+from cheetah.plan.formats import M_TILE_ROWS, VECTOR_COLUMNS
 from cheetah.plan.pass_tables import SEGMENT_COLUMNS
 from cheetah.plan.products import ROUTER, Product
 from cheetah.plan.prompt import PassPlan
@@ -139,15 +141,20 @@ class Pass(PassParts):
             self.embed()
             self.timeline.stamp(ty.u32(0), "done")
             self.barrier.end_phase()
+        self._end_pushes(1)
         with ch.roles_for(machine.roles, self.shape.layers, name="layer") as layer:
             self._emit_layer(layer)
         with machine.consumer, ch.if_(self.launch.wanted_count != 0):
             self._emit_hidden_states()
+        if machine.has_pushes:
+            with machine.pushes, ch.if_(self.launch.wanted_count != 0):
+                self.barrier.end_pushes()
         emit_pass(machine)
 
     def _emit_layer(self, layer: Any) -> None:
         for line in self.sizes.page.layer:
             self._emit_copies(line, layer)
+            self._emit_pushes(line, layer)
         with self.machine.consumer:
             self._emit_phases(layer)
 
@@ -179,6 +186,44 @@ class Pass(PassParts):
                 self.product.copies.bring_activations(matrix, given)
             for _ in sums:
                 self.barrier.skip_phase()
+
+    def _emit_pushes(self, line: Line, layer: Any) -> None:
+        """What other GPUs get of a line of the page by the warps that push."""
+        if not self.machine.has_pushes:
+            return
+        with self.machine.pushes:
+            if not isinstance(line, Multiply | NormBehind | ChooseExperts):  # attention
+                with ch.if_(self._ends_with_keys(layer)):
+                    ch.break_()
+            self.machine.renew()
+            if (pushed := self._pushed(line)) is not None:
+                Pushes(self.machine, self.product.token_tiles).push(pushed)
+        self._end_pushes(len(self.sizes.phases_of(line)))
+
+    def _end_pushes(self, phases: int) -> None:
+        if self.machine.has_pushes:
+            with self.machine.pushes:
+                for _ in range(phases):
+                    self.barrier.end_pushes()
+
+    def _pushed(self, line: Line) -> Pushed | None:
+        """Of a product whose tiles are columns side by side for the next one: whole K-tiles of them."""
+        if not (self.machine.has_pushes and isinstance(line, Multiply) and self.launch.places is None):
+            return None
+        product, kind = line.product, type(line.then)
+        if kind not in (Gated, OntoResidual) or product.output is None or len(self.sizes.phases_of(line)) > 1:
+            return None
+        of_pairs = kind is Gated and self._activation != "relu2"
+        of_k_tile = VECTOR_COLUMNS // (M_TILE_ROWS // 2 if of_pairs else M_TILE_ROWS)
+        m_tiles = self.matrices[product].full_m_tiles
+        if m_tiles % of_k_tile or self.machine.plan.tile_m_tiles % of_k_tile:
+            return None
+        return Pushed(self.sections(section_of(product.output)), m_tiles, of_k_tile)
+
+    def _is_pushed(self, kind: type, product: TileProduct) -> bool:
+        """Whether all that becomes `kind` in the tiles of `product` is pushed."""
+        lines = [line for line in self.sizes.page.layer if isinstance(line, Multiply) and type(line.then) is kind]
+        return product is self.product and {self._pushed(line) is not None for line in lines} == {True}
 
     def _following(self, product: Product, role: ch.Role) -> AbstractContextManager[None]:
         return nullcontext() if self.experts is None else self.experts.following(product, role)
@@ -289,10 +334,11 @@ class Pass(PassParts):
             biases=self.launch.biases,
             norms=self.head_norms(machine),
         )
-        pairs = table.named("gate_up")
+        pairs, gated_pushed = table.named("gate_up"), self._is_pushed(Gated, product)
         gated: Finish = StoreGated(
-            *(machine, self.sections("gated"), self.matrices[pairs].full_m_tiles, scales),
+            *(machine, self._into("gated", gated_pushed), self.matrices[pairs].full_m_tiles, scales),
             activation=self._activation,
+            is_pushed=gated_pushed,
         )
         if self.experts is not None:
             gated = self.experts.store_weighed(pairs, layer, self._activation)
@@ -301,6 +347,8 @@ class Pass(PassParts):
         behind_o = phase <= self.sizes.index_of(table.reader_of(table.norm_phase(o) or o))
         behind = ch.select(behind_o, *(ty.u32(table.norm_behind(one, 0)) for one in (o, down)))
         onto_residual = self.onto_residual(machine, layer * len(table.norms) + behind)
+        if self._is_pushed(OntoResidual, product):
+            onto_residual = replace(onto_residual, into=onto_residual.into[:1], is_pushed=True)
         if tapped := self.sizes.plan.tapped_layers:
             of_layer = place_of_layer(tapped, self.shape.layers, layer, ty.u32(0))
             place = ch.select(behind_o, ty.u32(NO_TAP), of_layer)
@@ -314,6 +362,10 @@ class Pass(PassParts):
             number = layer * len(table.onto_residual) + ch.select(behind_o, ty.u32(0), ty.u32(1))
             finishes |= self.norms_behind(onto_residual, product, number)
         return finishes
+
+    def _into(self, section: str, is_pushed: bool) -> list[Any]:
+        """Where what is made for others is stored by who makes it."""
+        return self.sections(section)[: 1 if is_pushed else None]
 
     def _given(self, phase: PassPhase, product: Product, layer: Any) -> Given:
         """Where the operands of a phase lie."""

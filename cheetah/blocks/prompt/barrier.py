@@ -43,11 +43,17 @@ class PassBarrier:
         machine = self.machine
         ch.comment("grid barrier")
         prim.fence_proxy_async()  # others' bulk copies read what was stored
-        machine.meet()
+        machine.hand_on()
         self.dues[0] += machine.world.blocks
         with ch.if_(machine.thread == 0):
             for counter in self.counters:
                 prim.add_release_u64(counter, 1, scope=self.scope)
+
+    @ch.inline
+    def end_pushes(self) -> None:
+        """In the pushes role: the same of what it has stored, before the block counts itself."""
+        prim.fence_proxy_async()
+        self.machine.hand_on()
 
     @ch.inline
     def begin_phase(self) -> None:

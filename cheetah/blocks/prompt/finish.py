@@ -11,7 +11,7 @@ the numbers of its own M-tiles.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from cheetah import lang as ch
@@ -212,12 +212,14 @@ def _gated(gate: ch.Expr, up: ch.Expr, activation: Any) -> ch.Expr:
 
 @dataclass(frozen=True, eq=False)
 class Store(Finish):
-    """The rows, in token order; scaled, if the input was normalised. m_tiles: of the matrix, a rank's."""
+    """The rows, in token order; scaled, if the input was normalised. m_tiles: of the matrix, a rank's. is_pushed: `into`
+    is this GPU's alone, and warps that push bring others the tile."""
 
     machine: PassMachine
     into: Sequence[ch.Expr]
     m_tiles: int
     scales: Scales | None = None
+    is_pushed: bool = field(default=False, kw_only=True)
 
     def begin(self, row_tile: ch.Expr, token_tile: ch.Expr) -> None:
         if self.scales is not None:
@@ -225,6 +227,10 @@ class Store(Finish):
 
     def finish(self, sums: Sums) -> None:
         store_rows(self.machine, self.into[0], self._scaled(sums), self.into[1:])
+
+    def end(self, row_tile: ch.Expr, token_tile: ch.Expr) -> None:
+        if self.is_pushed:
+            self.machine.hand_on()
 
     def _scaled(self, sums: Sums) -> Sums:
         values = sums.values if self.scales is None else self.scales.scaled(sums)
@@ -380,7 +386,7 @@ class StoreResidual(Finish):
     weights of the next norm, in token order, with each row tile's sums of their squares, f32 [row tiles][tokens].
     m_tiles: of the stream, a rank's, which keeps those; the rest all ranks get. places: where the next product has them
     (u16), if not in order. plus_one: norms multiply by 1 + weight. biases: what is added to the rows (bf16), where
-    `has_biases`. tap: where the stream is kept besides, of layers that are tapped."""
+    `has_biases`. tap: where the stream is kept besides, of layers that are tapped. is_pushed: as of `Store`."""
 
     machine: PassMachine
     residual: ch.Expr
@@ -394,6 +400,7 @@ class StoreResidual(Finish):
     biases: ch.Expr | None = None
     has_biases: Any = False
     tap: Tap | None = None
+    is_pushed: bool = False
 
     @ch.inline
     def load_rows(self, m_tile: ch.Expr) -> ch.Expr:
@@ -465,7 +472,11 @@ class StoreResidual(Finish):
             for squares in self.squares:
                 is_peers = squares is not self.squares[0]
                 store_at(squares, machine.of_all(row_tile, row_tiles) * plan.tokens + token, total, is_peers)
-        machine.meet()  # everybody has read before the next tile's squares are laid down
+        # Everybody has read before the next tile's squares are laid down.
+        if self.is_pushed:
+            machine.hand_on()
+        else:
+            machine.meet()
 
 
 @dataclass(frozen=True, eq=False)

@@ -15,6 +15,7 @@ from cheetah.plan.world import World, world_of
 GROUP_BYTES = ch.named("GROUP_BYTES", prompt.GROUP_BYTES)
 UNIT_BYTES = ch.named("UNIT_BYTES", prompt.UNIT_BYTES)
 ACCUMULATOR_BYTES = ch.named("ACCUMULATOR_BYTES", prompt.ACCUMULATOR_BYTES)
+PUSH_BARRIER = 3
 """Of 8 tokens: 32 columns, a pair of each 8 of them, and what a warp has of an M-tile's sums."""
 
 
@@ -24,8 +25,8 @@ class PassMachine:
 
     rank: which of the GPUs that make a pass together this is, a parameter of the launch where there are several.
     The consumer role is every thread of the warpgroups that multiply. Of the warpgroup behind them one warp has the
-    weights role (a lane an M-tile of the tile), one lane of the next the activations role; the others nothing, or the
-    weights role too.
+    weights role (a lane an M-tile of the tile), one lane of the next the activations role; the others the weights role
+    too, or, of several GPUs, the pushes role (`cheetah.blocks.prompt.pushes`), or nothing.
     """
 
     plan: PassPlan
@@ -39,6 +40,7 @@ class PassMachine:
     weights: ch.Role
     activations: ch.Role
     consumer: ch.Role
+    pushes: ch.Role
     rank: ch.Expr | int = 0
     name: str = "tiles"
     """What the text tells functions of its tiles by, from those of other tiles."""
@@ -75,8 +77,24 @@ class PassMachine:
         return ch.for_(self.block, token_tiles * row_tiles, self.gpu.blocks, unroll=1, name="tile")
 
     @property
-    def roles(self) -> tuple[ch.Role, ch.Role, ch.Role]:
-        return self.weights, self.activations, self.consumer
+    def has_pushes(self) -> bool:
+        """Whether there are warps that bring other GPUs what this one has made: where no product is cut, so that its
+        tiles are finished at once, and these warps bring no weights."""
+        return self.world.size > 1 and not self.plan.cut_tokens and self.plan.weights_warps == 1
+
+    @property
+    def pushing_threads(self) -> int:
+        """The warps behind those that bring weights and activations."""
+        return self.plan.threads - self.plan.consumer_threads - 2 * 32
+
+    @property
+    def pushing_thread(self) -> Any:
+        """In the pushes role: the number of this thread there."""
+        return self.thread - (self.plan.consumer_threads + 2 * 32)
+
+    @property
+    def roles(self) -> tuple[ch.Role, ...]:
+        return (self.weights, self.activations, self.consumer, *([self.pushes] if self.has_pushes else []))
 
     def region(self, name: str, element: ty.Type) -> ch.Expr:
         """A pointer to a region of shared memory."""
@@ -93,6 +111,13 @@ class PassMachine:
         """All consumer warps meet: what each wrote to shared memory before is seen by all after."""
         prim.named_barrier(CONSUMER_BARRIER, self.consumer_threads)
 
+    def hand_on(self) -> None:
+        """All consumer warps meet, and with them those that push, if there are such."""
+        if not self.has_pushes:
+            return self.meet()
+        threads = self.plan.consumer_threads + self.pushing_threads
+        prim.named_barrier(PUSH_BARRIER, ch.named("HANDING_ON", threads))
+
 
 @ch.inline
 def start_pass(plan: PassPlan, gpu: Gpu, shared: SharedMap, rank: ch.Expr | None = None) -> PassMachine:
@@ -102,7 +127,7 @@ def start_pass(plan: PassPlan, gpu: Gpu, shared: SharedMap, rank: ch.Expr | None
     thread = ch.var(ty.u32, ch.thread_idx_x())
     warp = ch.var(ty.u32, thread // 32)
     lane = ch.var(ty.u32, thread % 32)
-    roles = ch.Role("weights"), ch.Role("activations"), ch.Role("consumer")
+    roles = ch.Role("weights"), ch.Role("activations"), ch.Role("consumer"), ch.Role("pushes")
     tokens, tile_tokens = ch.named("PASS_TOKENS", plan.tokens), ch.named("TILE_TOKENS", plan.tile_tokens)
     plan, gpu = replace(plan, tokens=tokens, tile_tokens=tile_tokens), with_names(gpu, ("blocks",))
     return PassMachine(plan, gpu, shared, arena, block, thread, warp, lane, *roles, 0 if rank is None else rank)
@@ -121,6 +146,10 @@ def emit_pass(machine: PassMachine) -> None:
         with ch.if_(machine.thread == machine.consumer_threads + 32):
             ch.comment("the activations: one lane")
             machine.activations.emit_here()
+        if machine.has_pushes:
+            with ch.if_(machine.warp >= plan.consumer_warps + 2):
+                ch.comment("what other GPUs get")
+                machine.pushes.emit_here()
     with ch.else_():
         prim.take_registers()
         ch.comment("the warpgroups that multiply")
