@@ -264,7 +264,8 @@ def parameters_of(
             parameters[one.name] = one.metadata["parameter"]
         for buffer, further in product(one.metadata.get("peers", ()), range(1, ranks)):
             meaning = f"`{buffer}` of the rank {further} further on"
-            parameters[peer_parameter(buffer, further)] = KernelParameter(parameters[buffer].type, meaning)
+            its = parameters[buffer]
+            parameters[peer_parameter(buffer, further)] = KernelParameter(its.type, meaning, given=its.given)
     is_codes = plan.kv_dtype == "e4m3"
     if is_codes:
         parameters["kv"] = replace(parameters["kv"], type=ty.ptr_mut(ty.u8))

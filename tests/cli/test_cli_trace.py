@@ -94,8 +94,9 @@ def test_a_traced_kernels_command_makes_it_again(tmp_path: Path) -> None:
 def test_a_pass_over_a_prompt_is_traced_by_its_phases(tmp_path: Path) -> None:
     target = tmp_path / "trace.json"
     arguments = ("demo", "--prompt", "21", "--context", "9", "-o", target, "--device", "emulator")
-    result = cheetah("trace", *arguments, "--repetitions", "2", "--warmup", "0")
+    result = cheetah("trace", *arguments, "--repetitions", "2", "--warmup", "0", "--tensor-parallel-size", "2")
     assert result.exit_code == 0, result.output
+    assert "rank 0 of 2" in result.stdout and "rank 1 of 2" in result.stdout
     assert result.stdout.startswith("demo, a pass over 21 tokens, weights bf16, context 9")
     assert "not times" in result.stdout
     table = result.stdout.partition("phase ")[2].partition("all ")[0].splitlines()[1:]
