@@ -129,7 +129,8 @@ BUGS = [
     Bug("peers do not get what is gated", r"store_to_peer_u32x4\(unit, .*;", ";"),
     Bug(
         "what is gated is pushed before it is stored",
-        r"(named_barrier\(3, HANDING_ON\);)(\s+#pragma unroll 1\s+for \(uint32_t pushed(?:.|\s)*?\(unit, units\[0\]\);\s+\})",
+        r"(named_barrier\(3, HANDING_ON\);)"
+        r"(\s+#pragma unroll 1\s+for \(uint32_t pushed(?:.|\s)*?\(unit, units\[0\]\);\s+\})",
         r"\2 \1",
     ),
     Bug("peers do not get attention", r"store_to_peer_u32x4\(\(uint4\*\).*;", ";"),
