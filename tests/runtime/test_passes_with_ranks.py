@@ -142,9 +142,7 @@ SIMPLE = ("peers do not get squares", "peers do not get what is gated")
 """Of which another bug asks more."""
 
 
-@pytest.mark.parametrize(
-    "bug", tiered(BUGS, [bug for bug in BUGS if bug.name not in SIMPLE]), ids=lambda bug: bug.name
-)
+@pytest.mark.parametrize("bug", tiered(BUGS, [bug for bug in BUGS if bug.name not in SIMPLE]), ids=lambda bug: bug.name)
 def test_bugs_planted_in_passes_are_found(bug: Bug, monkeypatch: pytest.MonkeyPatch) -> None:
     (wanted,), wanted_pool, _ = by_one_gpu(AWKWARD)
 

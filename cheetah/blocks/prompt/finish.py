@@ -212,8 +212,8 @@ def _gated(gate: ch.Expr, up: ch.Expr, activation: Any) -> ch.Expr:
 
 @dataclass(frozen=True, eq=False)
 class Store(Finish):
-    """The rows, in token order; scaled, if the input was normalised. m_tiles: of the matrix, a rank's. is_pushed: `into`
-    is this GPU's alone, and warps that push bring others the tile."""
+    """The rows, in token order; scaled, if the input was normalised. m_tiles: of the matrix, a rank's. is_pushed:
+    `into` is this GPU's alone, and warps that push bring others the tile."""
 
     machine: PassMachine
     into: Sequence[ch.Expr]
