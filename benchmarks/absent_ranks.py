@@ -1,4 +1,4 @@
-"""How fast a step by four or eight GPUs would be, on two that are there: a simulation, not a measurement of such machines.
+"""How fast a step by four or eight GPUs would be, on two that are there: a simulation, no measurement of such machines.
 
     python -m benchmarks.absent_ranks llama-3.1-70b:4 llama-3.1-70b@int4-g128:8 --device cuda:0,1
 
@@ -30,6 +30,8 @@ from cheetah.tools.bench import open_bench
 from cheetah.tools.circumstances import commit
 
 PRESENT = 2
+TURNS = {"candidates": 2}
+"""Vectors of which steps take turns with several."""
 
 
 def standing_for(group: Any, ranks: int) -> Device:
@@ -58,8 +60,8 @@ def words_of_absent_ranks() -> Iterator[None]:
         if not self.peers.share(name):
             return [self.place(name, index)]
         ranks = 1 + len(self.peers.exchanges)
-        share, rest = divmod(int(self.vectors[name].words), ranks)
-        assert not rest, f"{name}: {share * ranks + rest} words of {ranks} ranks"
+        share, rest = divmod(int(self.vectors[name].words), ranks * TURNS.get(name, 1))
+        assert not rest, f"{name}: {self.vectors[name].words} words of {ranks} ranks"
         found = []
         for k, words in enumerate([self._words_of(name), *self.peer_words[self.vectors[name].word]]):
             of_rank = ch.cast(ty.u32, index) + k // PRESENT * PRESENT * share
@@ -75,7 +77,8 @@ def words_of_absent_ranks() -> Iterator[None]:
         return publish
 
     before = FlaggedExchange._places, FlaggedExchange.publish_later
-    FlaggedExchange._places, FlaggedExchange.publish_later = places, ch.inline(publish_later)  # type: ignore[method-assign]
+    later = ch.inline(publish_later)
+    FlaggedExchange._places, FlaggedExchange.publish_later = places, later  # type: ignore[method-assign]
     try:
         yield
     finally:
