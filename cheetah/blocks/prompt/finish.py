@@ -472,11 +472,7 @@ class StoreResidual(Finish):
             for squares in self.squares:
                 is_peers = squares is not self.squares[0]
                 store_at(squares, machine.of_all(row_tile, row_tiles) * plan.tokens + token, total, is_peers)
-        # Everybody has read before the next tile's squares are laid down.
-        if self.is_pushed:
-            machine.hand_on()
-        else:
-            machine.meet()
+        (machine.hand_on if self.is_pushed else machine.meet)()  # before the next squares, all have read
 
 
 @dataclass(frozen=True, eq=False)

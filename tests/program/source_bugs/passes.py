@@ -48,7 +48,7 @@ BUGS = (
         "passes",
         "a phase ended before the block's warps have",
         "blocks/prompt/barrier.py",
-        "        machine.meet()\n        self.dues[0]",
+        "        machine.hand_on()\n        self.dues[0]",
         "        self.dues[0]",
     ),
     SourceBug(
@@ -101,7 +101,7 @@ BUGS = (
         "passes",
         "squares laid over those that are added",
         "blocks/prompt/finish.py",
-        "        machine.meet()  # everybody has read before the next tile's squares are laid down\n",
+        "        (machine.hand_on if self.is_pushed else machine.meet)()  # before the next squares, all have read\n",
         "",
     ),
     SourceBug(
