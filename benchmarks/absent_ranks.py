@@ -40,7 +40,8 @@ def standing_for(group: Any, ranks: int) -> Device:
 
     class Standing(type(group)):  # type: ignore[misc]
         def describe(self) -> DeviceInfo:
-            return replace(super().describe(), ranks=ranks)
+            found: DeviceInfo = replace(super().describe(), ranks=ranks)
+            return found
 
         def _arguments(self, manifest: Manifest, arguments: Mapping[str, Argument]) -> Any:
             return super()._arguments(replace(manifest, world_size=PRESENT), arguments)
