@@ -13,7 +13,7 @@ from cheetah.blocks.exchange_vectors import (
     Vector,
     apart,
 )
-from cheetah.blocks.linear.formats.vectors import is_raised, raised_word
+from cheetah.blocks.linear.formats.vectors import is_raised, raised_word, word_place
 from cheetah.blocks.machine import Machine
 from cheetah.blocks.vector_copies import VectorCopies
 from cheetah.lang import prim, ty
@@ -176,6 +176,9 @@ class BarrierExchange(Exchange):
     def _publish_at(self, places: Sequence[ch.Expr], name: str, data: ch.Value, epoch: ch.Value) -> None:
         (place,) = places
         place[0] = data
+
+    def _word(self, name: str, index: ch.Value) -> ch.Expr:
+        return super()._word(name, word_place(index, self.copied.get(name, BF16_VECTOR)))
 
     def _as_published(self, name: str, index: ch.Value, data: ch.Value) -> ch.Value:
         kind = self.copied.get(name, BF16_VECTOR)

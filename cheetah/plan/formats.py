@@ -25,10 +25,14 @@ TILE_ALIGNMENT = 16
 """Bytes that a K-tile is a multiple of: what a bulk copy moves."""
 BF16_VECTOR, DIGITS, HALVES, RAISED, STAGGERED = "bf16", "digits", "halves", "raised", "staggered"
 PLAIN_DIGITS, DIGITS_AND_NUMBERS = "plain digits", "digits and numbers"
+SKEWED, RAISED_SKEWED = "skewed", "raised and skewed"
 """What a vector is multiplied as: bf16 numbers; integers of 18 bits, as digits, with a power of two for each K-tile,
 or of 21 bits, in another order (plain), or of 18 with the bf16 numbers behind a K-tile's digits; f16 numbers with a
 power of two for each 32 columns; bf16 numbers times 2^RAISED_BY, STAGGERED every second pair of them times
-2^(RAISED_BY - 4)."""
+2^(RAISED_BY - 4). SKEWED, bf16 numbers or raised ones: a K-tile's four units of a token are exchanged,
+see `cheetah.blocks.linear.formats.vectors`."""
+SKEWED_TOKENS = 4
+"""Vectors of a multiple of so many tokens are, where two of every four weights are multiplied by them."""
 BY_WARPS = (DIGITS, PLAIN_DIGITS, DIGITS_AND_NUMBERS, HALVES)
 """Those that whole warps make of vectors, and that take another room than these."""
 RAISED_BY = 64
@@ -136,6 +140,9 @@ class SparseTiles(TileFormat):
 
     places_at: int = 0
 
+    def vector_kind(self, columns: int, tokens: int, is_brief: bool = False, by_numbers: bool = False) -> str:
+        return SKEWED if tokens % SKEWED_TOKENS == 0 else BF16_VECTOR
+
 
 SPARSE = "2of4"
 """What the names of formats begin with that keep two of every four columns."""
@@ -198,6 +205,9 @@ class BlockRows(TileFormat):
 WINDOW_BLOCKS, PARTS_OF_MATRIX = 32, 1024
 WINDOW_LINE_BYTES = 128
 """What a window begins with; a window without blocks is nothing else."""
+ZERO_BLOCKS = 64
+"""That lie before a matrix' windows, side by side: passes copy one, or two, where blocks are not there. All SMs that read
+the same one would read the same few lines of L2."""
 BLOCKS = "blocks-"
 """What the names of formats begin with that keep some blocks only."""
 _BLOCK_ROWS = re.compile(rf"{BLOCKS}([1-9]\d*)of{PARTS_OF_MATRIX}-most([1-9]\d*)")
@@ -356,7 +366,9 @@ class SparseQuantizedTiles(QuantizedTiles):
 
     def vector_kind(self, columns: int, tokens: int, is_brief: bool = False, by_numbers: bool = False) -> str:
         kind = super().vector_kind(columns, tokens, is_brief, by_numbers)
-        return PLAIN_DIGITS if kind == DIGITS else RAISED
+        if kind == DIGITS:
+            return PLAIN_DIGITS
+        return RAISED_SKEWED if tokens % SKEWED_TOKENS == 0 else RAISED
 
     def sums_bytes(self, columns: int, tokens: int, is_brief: bool = False, by_numbers: bool = False) -> int:
         """None: what zero points take away differs from row to row, as the columns do that are there."""

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from cheetah.blocks.columns import fragment_word
 from cheetah.blocks.exchange_kinds import exchange_kind
-from cheetah.blocks.linear.formats.vectors import powers_of
+from cheetah.blocks.linear.formats.vectors import powers_of, word_place
 from cheetah.blocks.linear.rms import squares_words
 from cheetah.models.config import ModelConfig
 from cheetah.models.dense.step_sizes import exchange_sizes, own_vectors, product_inputs, published_kinds
@@ -61,12 +61,13 @@ class _Listing:
             payload = self._columns(words) + np.arange(words)
             return ExchangedVector(*self._placed(phase, vector.name, payload), powers=(0, 0))
         pairs = np.arange(0, vector.parts * vector.elements, 2)
-        payload = fragment_word(pairs, self._columns(1), self.plan.tokens)
+        kind = BF16_VECTOR if self.is_tagged else self.kinds.get(vector.name, BF16_VECTOR)
+        payload = word_place(fragment_word(pairs, self._columns(1), self.plan.tokens), kind)
         placed = self._placed(phase, vector.name, payload)
         if self.is_tagged:
             exponent = -self.inputs.get(vector.name, 0)
             return ExchangedVector(*placed, powers=(exponent, exponent), is_tagged=vector.name in self.inputs)
-        return ExchangedVector(*placed, powers=powers_of(self.kinds.get(vector.name, BF16_VECTOR)))
+        return ExchangedVector(*placed, powers=powers_of(kind))
 
     def _columns(self, words: int) -> NDArray[np.int64]:
         """The first payload words [columns, 1] of columns with so many each."""

@@ -9,7 +9,7 @@ from cheetah.blocks.adjustments import mask_words
 from cheetah.blocks.attention.core import LSE_WORDS
 from cheetah.blocks.columns import vector_words
 from cheetah.blocks.exchange_kinds import exchange_kind
-from cheetah.blocks.linear.formats.vectors import is_raised
+from cheetah.blocks.linear.formats.vectors import is_of_pairs
 from cheetah.blocks.linear.rms import squares_words
 from cheetah.blocks.lookup import history_room
 from cheetah.models.act_order import places_shape
@@ -17,7 +17,7 @@ from cheetah.models.config import ModelConfig
 from cheetah.models.dense.page import page_of_plan
 from cheetah.plan import M_TILE_ROWS, Gpu, ModelShape, Plan, step_matrices
 from cheetah.plan.delta import PARTS, TAPS, state_slots
-from cheetah.plan.formats import BF16_VECTOR, KV_TILE_TOKENS
+from cheetah.plan.formats import BF16_VECTOR, KV_TILE_TOKENS, BlockRows
 from cheetah.plan.index import round_up
 from cheetah.plan.kv import KvPlanLayout, max_plans
 from cheetah.plan.kv.tables import ROUND_WORDS
@@ -95,7 +95,9 @@ def published_kinds(config: ModelConfig, plan: Plan) -> dict[str, str]:
             continue  # threads read it, part by part
         wanted = [product.vector_kind(plan) for product in readers]
         is_ordered = any(product.is_placed and config.is_ordered(product.name) for product in readers)
-        can_be_said = not is_ordered and all(kind == BF16_VECTOR or is_raised(kind) for kind in wanted)
+        can_be_said = not is_ordered and all(map(is_of_pairs, wanted))
+        if len(set(wanted)) > 1 and any(isinstance(product.format, BlockRows) for product in readers):
+            can_be_said = False  # all warps multiply all of it, so none can convert it
         kinds[vector.name] = wanted[0] if can_be_said else BF16_VECTOR
     return kinds
 

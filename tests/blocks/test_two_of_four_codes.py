@@ -9,14 +9,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cheetah.blocks.linear.formats import digits, two_of_four_codes
+from cheetah.blocks.linear.formats import digits, two_of_four_codes, vectors
 from cheetah.blocks.linear.formats.two_of_four_codes import SparseDigits, SparseInt4
 from cheetah.models.formats import PackingError, dense_name, pack_matrix, unpack_matrix
 from cheetah.models.formats.quantized import QuantizedRows, scheme_of_name
 from cheetah.models.formats.two_of_four_codes import is_two_of_four_codes
 from cheetah.models.rounding import widen
 from cheetah.plan import MatrixLayout
-from cheetah.plan.formats import PLAIN_DIGITS, RAISED, SPARSE_QUANTIZED_FORMATS
+from cheetah.plan.formats import PLAIN_DIGITS, RAISED, RAISED_SKEWED, SPARSE_QUANTIZED_FORMATS
 from tests.blocks.small_kernel import filled
 from tests.blocks.test_matvec import product
 from tests.blocks.test_quantized_products import launched
@@ -108,7 +108,8 @@ def test_product_against_float64(name: str, case: str) -> None:
 
 def test_which_vectors_are_digits() -> None:
     layout = layout_of("2of4-int4-g128", 16, 1280)
-    assert [layout.vector_kind(tokens) for tokens in (1, 2, 4, 8)] == [PLAIN_DIGITS, PLAIN_DIGITS, RAISED, RAISED]
+    kinds = [layout.vector_kind(tokens) for tokens in (1, 2, 4, 8)]
+    assert kinds == [PLAIN_DIGITS, PLAIN_DIGITS, RAISED_SKEWED, RAISED_SKEWED]
     assert layout_of("2of4-int4", 16, 1100).vector_kind(1) == RAISED
     assert layout_of("2of4-fp8", 16, 1280).vector_kind(1) == RAISED
 
@@ -146,6 +147,10 @@ BUGS: dict[str, tuple[str, tuple[int, int, int, dict[str, Any]], Callable[[Patch
     "the places of rows g and g + 8 exchanged": (
         *("2of4-int4-g128", FOUR),
         changed(two_of_four_codes, "OWN_AND_NEXT", lambda right: 0x1054),
+    ),
+    "units that lie as for one token": (
+        *("2of4-fp8", FOUR),
+        changed(vectors, "unit_place", lambda right, unit, kind: unit),
     ),
     "the codes of the other half": (
         *("2of4-int4", FOUR),

@@ -36,7 +36,7 @@ CASES: dict[str, tuple[ModelConfig, Formats, dict[str, Any]]] = {
     "llama, four tokens, two of four, lists, parts that come ahead": (
         *(
             model(144, 1100),
-            (("qkv", "2of4+list9"), ("o", "int8+list2"), ("gate_up", "blocks-2of4"), ("down", "2of4+list7")),
+            (("qkv", "2of4+list9"), ("o", "2of4-int4-g64"), ("gate_up", "blocks-2of4"), ("down", "2of4+list7")),
         ),
         {"tokens": 4, "sync": "barrier"},
     ),
@@ -48,7 +48,7 @@ CASES: dict[str, tuple[ModelConfig, Formats, dict[str, Any]]] = {
         {"tokens": 2},
     ),
     "llama, one token, digits, a list": (
-        *(model(256, 512, heads=4), (("qkv", "int4-g128-asym"), ("gate_up", "int4-g64+list3"), ("down", "int4"))),
+        *(model(256, 512, heads=4), (("qkv", "int4-g128-asym"), ("o", "int8+list2"), ("gate_up", "int4-g64+list3"), ("down", "int4"))),
         {"down_slices": 2},
     ),
     "llama, two tokens, blocks one by one": (

@@ -14,7 +14,7 @@ from typing import Any
 
 from cheetah import lang as ch
 from cheetah.blocks.columns import UNIT, Columns
-from cheetah.blocks.linear.formats.vectors import store_unit
+from cheetah.blocks.linear.formats.vectors import is_skewed, store_unit
 from cheetah.blocks.linear.fragments import tile_units
 from cheetah.blocks.linear.parts import Arrival, Part
 from cheetah.blocks.vector_copies import PIECES_OF_HALF, CopySource
@@ -218,6 +218,8 @@ class OwnTiles:
             with self._units(row, tiles) as unit_of:
                 for turn in range(each):
                     data[index * each + turn] = vector[unit_of(turn)]
+        if is_skewed(self.kind) != is_skewed(self.published):
+            prim.warp_barrier()  # a lane's place was another's
         for index, row in enumerate(rows):
             with self._units(row, tiles) as unit_of:
                 for turn in range(each):

@@ -19,13 +19,12 @@ from typing import Any
 from cheetah import lang as ch
 from cheetah.blocks.columns import UNIT, Columns
 from cheetah.blocks.linear.formats.sizes import BIAS, EXPONENT_AT
-from cheetah.blocks.linear.formats.vectors import powers_of
+from cheetah.blocks.linear.formats.vectors import is_raised, is_skewed, powers_of, unit_place
 from cheetah.blocks.linear.fragments import Beside, groups_of
 from cheetah.blocks.ring import Stage
 from cheetah.lang import prim, ty
 from cheetah.plan import MatrixLayout
 from cheetah.plan.formats import (
-    BF16_VECTOR,
     DIGIT_UNITS,
     DIGITS_AND_NUMBERS,
     LIST_UNIT_BYTES,
@@ -129,9 +128,12 @@ class List(Beside):
         others: Any = element // VECTOR_COLUMNS * (VECTOR_COLUMNS * (tokens - 1)) if tokens > 1 else 0
         if self.kind == DIGITS_AND_NUMBERS:  # each K-tile's elements behind its digits
             others += (element // QUANTIZED_COLUMNS + 1) * (DIGIT_UNITS * tokens * UNIT)
-        bits = ty.u32(halves[element + others + column * VECTOR_COLUMNS])
+        place = element + others + column * VECTOR_COLUMNS
+        if is_skewed(self.kind):
+            place = unit_place(place // UNIT, self.kind) * UNIT + element % UNIT
+        bits = ty.u32(halves[place])
         value: ch.Expr = prim.bits_float(bits << 16)
-        if self.kind in (BF16_VECTOR, DIGITS_AND_NUMBERS):
+        if self.kind == DIGITS_AND_NUMBERS or not is_raised(self.kind):
             return value
         first, second = powers_of(self.kind)
         power = ty.u32(BIAS - first) + (element // 2 % 2) * (first - second)

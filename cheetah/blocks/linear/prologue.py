@@ -15,7 +15,7 @@ from cheetah import lang as ch
 from cheetah.blocks.columns import UNIT, UNITS_PER_TILE, Columns
 from cheetah.blocks.exchange import Published, Whereabouts
 from cheetah.blocks.linear.copied import CopiedParts, load_copied
-from cheetah.blocks.linear.formats.vectors import store_unit
+from cheetah.blocks.linear.formats.vectors import store_unit, unit_place
 from cheetah.blocks.linear.interface import ColumnScale, Prologue
 from cheetah.blocks.linear.order import Order
 from cheetah.blocks.linear.parts import Arrival, Part
@@ -386,7 +386,7 @@ def _last_pair(columns: Columns, part: VectorPart, first_unit: int) -> Iterator[
         with ch.if_(rest % UNITS_PER_TILE < existing):
             yield _Batch(columns, part, first, 1, False)
         with ch.else_():
-            vector[first] = prim.make_u32x4(0, 0, 0, 0)
+            vector[unit_place(first, part.kind)] = prim.make_u32x4(0, 0, 0, 0)
 
 
 def clear_behind(columns: Columns, part: VectorPart) -> None:

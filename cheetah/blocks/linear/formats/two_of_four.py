@@ -15,7 +15,7 @@ from cheetah import lang as ch
 from cheetah.blocks.columns import UNITS_PER_TILE
 from cheetah.blocks.linear.fragments import Activations, Fragments, Held
 from cheetah.lang import prim, ty
-from cheetah.plan.formats import SparseTiles, TileFormat
+from cheetah.plan.formats import SKEWED_TOKENS, SparseTiles, TileFormat
 from cheetah.plan.plan import COLUMNS
 
 HALVES = 2
@@ -29,7 +29,10 @@ def sparse_operand(activations: Activations, group: int, half: int) -> ch.Expr:
     lane, tokens = activations.columns.machine.lane, activations.columns.limit
     first = half * (UNITS_PER_TILE * tokens) + group * (COLUMNS * UNITS_PER_TILE)
     column = lane % COLUMNS if tokens >= COLUMNS else lane % COLUMNS % tokens
-    row = lane // COLUMNS + first if tokens == 1 else column * UNITS_PER_TILE + lane // COLUMNS + first
+    unit: Any = lane // COLUMNS
+    if tokens % SKEWED_TOKENS == 0:  # as `unit_place`
+        unit = unit ^ column // 2 ^ first // 8 % UNITS_PER_TILE
+    row = unit + first if tokens == 1 else column * UNITS_PER_TILE + unit + first
     return ch.const(ty.u32x4, prim.load_rows_b16(activations.units + row), name="values")
 
 

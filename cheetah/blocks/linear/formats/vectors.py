@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from cheetah import lang as ch
-from cheetah.blocks.columns import Columns
+from cheetah.blocks.columns import UNITS_PER_TILE, Columns
 from cheetah.blocks.linear.formats.digits import store_digits, store_plain_digits
 from cheetah.blocks.linear.formats.e4m3 import store_halves
 from cheetah.blocks.linear.formats.sizes import raised, raised_pair
@@ -18,8 +18,19 @@ from cheetah.plan.formats import (
     PLAIN_DIGITS,
     RAISED,
     RAISED_BY,
+    RAISED_SKEWED,
+    SKEWED,
     STAGGERED,
 )
+
+_POWERS = {
+    BF16_VECTOR: (0, 0),
+    RAISED: (RAISED_BY, RAISED_BY),
+    STAGGERED: (RAISED_BY, RAISED_BY - 4),
+    SKEWED: (0, 0),
+    RAISED_SKEWED: (RAISED_BY, RAISED_BY),
+}
+UNIT_WORDS = 4
 
 
 def store_unit(
@@ -36,16 +47,41 @@ def store_unit(
         store_plain_digits(columns.machine.lane, vector, unit, words, columns.limit)
     elif kind == HALVES:
         store_halves(vector, unit, words, columns.limit)
-    elif kind != published:
-        first, second = (to - at for to, at in zip(powers_of(kind), powers_of(published), strict=True))
-        vector[unit] = raised(words, first, second)
     else:
-        vector[unit] = words
+        first, second = (to - at for to, at in zip(powers_of(kind), powers_of(published), strict=True))
+        place = unit_place(unit, SKEWED) if is_skewed(kind) != is_skewed(published) else unit
+        vector[place] = raised(words, first, second) if first or second else words
+
+
+def is_of_pairs(kind: str) -> bool:
+    """Whether what becomes of a vector can be said of each pair of elements by itself, by who publishes it or by who
+    reads it."""
+    return kind in _POWERS
 
 
 def is_raised(kind: str) -> bool:
-    """Whether elements keep their place and size, and are raised: by who publishes them, or by who reads them."""
-    return kind in (RAISED, STAGGERED)
+    """Whether elements keep their size, and are raised."""
+    return any(_POWERS.get(kind, ()))
+
+
+def is_skewed(kind: str) -> bool:
+    """Whether units lie as `unit_place` says.
+
+    Matrices of 8 x 8 elements, as operands of sparse products are loaded, have a unit of each of 8 tokens, which are 64
+    bytes apart: where each K-tile begins with the same unit four of them lie in the same banks (8B, 2:4 int4, 8 tokens:
+    64 cycles a K-tile of 128 columns instead of 16)."""
+    return kind in (SKEWED, RAISED_SKEWED)
+
+
+def unit_place(unit: Any, kind: str) -> Any:
+    """Where a unit of a vector in fragment order lies: the four units of a K-tile and token are exchanged with one
+    another, otherwise for every second token. Its own inverse."""
+    return unit ^ unit // 8 % UNITS_PER_TILE if is_skewed(kind) else unit
+
+
+def word_place(word: Any, kind: str) -> Any:
+    """The same of a payload word."""
+    return word ^ word // (8 * UNIT_WORDS) % UNITS_PER_TILE * UNIT_WORDS if is_skewed(kind) else word
 
 
 def raised_word(word: Any, index: Any, kind: str) -> ch.Expr:
@@ -55,4 +91,4 @@ def raised_word(word: Any, index: Any, kind: str) -> ch.Expr:
 
 def powers_of(kind: str) -> tuple[int, int]:
     """The powers of two that the pairs of a unit come times, in turn."""
-    return {BF16_VECTOR: (0, 0), RAISED: (RAISED_BY, RAISED_BY), STAGGERED: (RAISED_BY, RAISED_BY - 4)}[kind]
+    return _POWERS[kind]
