@@ -2,7 +2,7 @@
 
 In SparseTIR's words BSR: dense_fixed(rows / 16), sparse_variable over windows of 32 blocks (indptr), dense_fixed(16),
 dense_fixed(32); a window that has none is a line of zeros, and nothing of its blocks is read (DBSR). A matrix is its
-index, see `MatrixLayout`, a block of zeros, and the windows. A window is a line of 128 bytes, which has a word with a
+index, see `MatrixLayout`, blocks of zeros, and the windows. A window is a line of 128 bytes, which has a word with a
 bit for each block that is there, then their numbers, a byte each, and zeros; behind it the blocks, each as a K-tile of
 `Bf16`, in the order of columns.
 """
@@ -20,7 +20,7 @@ from cheetah.models.formats.blocks import blocks_there
 from cheetah.models.formats.weight_format import PackingError, TilePart, WeightFormat
 from cheetah.models.rounding import F32, Bits, Bytes
 from cheetah.plan import M_TILE_ROWS, MatrixLayout
-from cheetah.plan.formats import BF16, WINDOW_BLOCKS, WINDOW_LINE_BYTES, BlockRows
+from cheetah.plan.formats import BF16, WINDOW_BLOCKS, WINDOW_LINE_BYTES, ZERO_BLOCKS, BlockRows
 
 LINES_OF_BLOCK = BF16.tile_bytes // WINDOW_LINE_BYTES
 NUMBERS_AT = 4
@@ -93,7 +93,7 @@ class WindowsOfBlocks(WeightFormat):
                 f"weight format {self.tile.name}: matrix {layout.name!r} has {counts.sum()} blocks that are not zero, "
                 f"and there is room for {room}"
             )
-        first = (layout.index_bytes + BF16.tile_bytes) // WINDOW_LINE_BYTES
+        first = (layout.index_bytes + ZERO_BLOCKS * BF16.tile_bytes) // WINDOW_LINE_BYTES
         return (first + np.append(0, np.cumsum(1 + counts * LINES_OF_BLOCK))).astype(np.uint32)
 
     def unpack(self, layout: MatrixLayout, packed: Bytes) -> Bits:

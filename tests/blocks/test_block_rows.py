@@ -15,7 +15,7 @@ from cheetah.models.formats import PackingError, pack_matrix, unpack_matrix
 from cheetah.models.formats.block_rows import WindowsOfBlocks, windows_of
 from cheetah.models.rounding import Bits, Bytes, widen
 from cheetah.plan import MatrixLayout, PlanError
-from cheetah.plan.formats import block_rows, tile_format
+from cheetah.plan.formats import ZERO_BLOCKS, block_rows, tile_format
 from cheetah.plan.index import round_up
 from tests.blocks.small_kernel import filled
 from tests.blocks.test_matvec import product
@@ -60,8 +60,8 @@ def test_unpacking_gives_what_was_packed() -> None:
         counts = windows_of(padded).sum(axis=1)
         starts = packed[: 4 * (len(counts) + 1)].view(np.uint32).astype(np.int64)
         np.testing.assert_array_equal(np.diff(starts), 1 + 8 * counts)
-        assert starts[0] * 128 == layout.index_bytes + 1024 and starts[-1] * 128 <= layout.total_bytes
-        assert not packed[layout.index_bytes :][:1024].any()
+        assert starts[0] * 128 == layout.index_bytes + ZERO_BLOCKS * 1024 and starts[-1] * 128 <= layout.total_bytes
+        assert not packed[layout.index_bytes :][: ZERO_BLOCKS * 1024].any()
 
 
 def test_what_there_is_no_room_for_is_refused_with_its_place() -> None:
@@ -161,7 +161,7 @@ BUGS: dict[str, Callable[[pytest.MonkeyPatch], Any]] = {
 
 
 def _starts_without_lines(self: WindowsOfBlocks, layout: MatrixLayout, counts: Any) -> Any:
-    first = (layout.index_bytes + 1024) // 128
+    first = (layout.index_bytes + ZERO_BLOCKS * 1024) // 128
     return (first + np.append(0, np.cumsum(counts * 8))).astype(np.uint32)
 
 

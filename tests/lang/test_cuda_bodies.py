@@ -20,7 +20,7 @@ pytestmark = pytest.mark.compiler
 OF_WORDS = (
     *("multiply_bf16x2", "select_bits_u32", "maximum_u16x2", "pack_bf16x2", "pack_f16x2", "f16x2_low", "f16x2_high"),
     *("bf16x2_low", "bf16x2_high", "byte_permute", "multiply_high_u32", "e4m3x4_to_bf16", "float_bits", "bits_float"),
-    "population_u32",
+    *("population_u32", "choose_bytes"),
 )
 """Those that make words of words alone."""
 MODELS = r"""
@@ -61,6 +61,14 @@ void mul_rn_bf16x2(uint32_t& result, uint32_t a, uint32_t b) {
   result = low | bf16(double(number(a & 0xFFFF0000)) * number(b & 0xFFFF0000)) << 16;
 }
 void lop3_b32_0xca(uint32_t& result, uint32_t a, uint32_t b, uint32_t c) { result = (a & b) | (~a & c); }
+void prmt_b32(uint32_t& result, uint32_t a, uint32_t b, uint32_t selector) {
+  const uint64_t bytes = uint64_t(b) << 32 | a;
+  result = 0;
+  for (int i = 0; i < 4; i++) {
+    const uint32_t which = selector >> 4 * i & 15, byte = bytes >> 8 * (which & 7) & 255;
+    result |= (which & 8 ? (byte & 128 ? 255u : 0u) : byte) << 8 * i;
+  }
+}
 void max_u16x2(uint32_t& result, uint32_t a, uint32_t b) {
   result = std::max(a & 0xFFFF, b & 0xFFFF) | std::max(a >> 16, b >> 16) << 16;
 }
@@ -91,12 +99,8 @@ uint32_t __popc(uint32_t word) {
   return count;
 }
 uint32_t __byte_perm(uint32_t a, uint32_t b, uint32_t selector) {
-  const uint64_t bytes = uint64_t(b) << 32 | a;
-  uint32_t result = 0;
-  for (int i = 0; i < 4; i++) {
-    const uint32_t which = selector >> 4 * i & 15, byte = bytes >> 8 * (which & 7) & 255;
-    result |= (which & 8 ? (byte & 128 ? 255u : 0u) : byte) << 8 * i;
-  }
+  uint32_t result;
+  ptx::prmt_b32(result, a, b, selector);
   return result;
 }
 uint4 make_uint4(uint32_t a, uint32_t b, uint32_t c, uint32_t d) { return {a, b, c, d}; }
@@ -105,6 +109,7 @@ INSTRUCTIONS = {
     r"mul\.rn\.bf16x2 ": "mul_rn_bf16x2",
     r"lop3\.b32 .*0xca": "lop3_b32_0xca",
     r"max\.u16x2 ": "max_u16x2",
+    r"prmt\.b32 ": "prmt_b32",
     r"cvt\.rn\.bf16x2\.f32 ": "cvt_rn_bf16x2_f32",
     r"cvt\.rn\.f16x2\.f32 ": "cvt_rn_f16x2_f32",
     r".*cvt\.f32\.f16 %0, low": "f16_low",

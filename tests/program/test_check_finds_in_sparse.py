@@ -21,14 +21,14 @@ from tests.program.maintainers_bugs import FLOAT32, MaintainersBug, bug
 pytestmark = [pytest.mark.compiler, pytest.mark.exhaustive]
 
 IN_STEPS = (
-    bug("the places of the neighbouring lane", FLOAT32, (r"(\+ 1024\)\)\[)lane\]", r"\1lane ^ 1]")),
+    bug("the places of the neighbouring lane", FLOAT32, (r"(PLACES_AT\)\)\[)lane\]", r"\1lane ^ 1]")),
     bug("the places of both halves from the same lanes", FLOAT32, (r"mma_2of4_bf16_1\(sums", "mma_2of4_bf16_0(sums")),
     bug("the weights of the other half", FLOAT32, (r"\[lane \+ 32\]", "[lane]")),
     bug("the vector of the other half", FLOAT32, (r"(load_rows_b16\(.*) \+ 4\)\);", r"\1));")),
 )
 IN_PASSES = (
-    bug("the places of rows g for rows g + 8", FLOAT32, (r"\((four\w* \* 4) \+ 16\)", r"(\1)")),
-    bug("the places of the other four columns", FLOAT32, (r"second(\w*) == 8\b", r"second\1 == 12")),
+    bug("the places of rows g for rows g + 8", FLOAT32, (r"indices >> 16", "indices")),
+    bug("the places of the other four columns", FLOAT32, (r"\? FIRST_BYTES : SECOND_BYTES", "? SECOND_BYTES : FIRST_BYTES")),
 )
 
 

@@ -10,23 +10,28 @@ the sums. A weight is off by 2^-9 of itself at most, as an activation is.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from itertools import combinations
 from types import SimpleNamespace
 from typing import Any
 
 from cheetah import lang as ch
 from cheetah.blocks.linear.formats import FRAGMENTS
+from cheetah.blocks.linear.formats.digits import LOWER_NIBBLES
 from cheetah.blocks.linear.formats.e4m3 import E4m3Fragments
 from cheetah.blocks.linear.formats.integers import MIDDLE_NIBBLE
 from cheetah.blocks.linear.formats.names import format_with_names
 from cheetah.blocks.linear.formats.quantized import sum_of
 from cheetah.blocks.linear.formats.sizes import raised
+from cheetah.blocks.patterns import HIGH_HALVES, LOW_HALVES
 from cheetah.blocks.prompt.ring import TileRing
 from cheetah.lang import prim, ty
 from cheetah.plan.formats import (
     BF16,
     BLOCKS_OF_TILE,
     VECTOR_COLUMNS,
+    WINDOW_BLOCKS,
     WINDOW_LINE_BYTES,
+    ZERO_BLOCKS,
     BlockRows,
     BlockTiles,
     QuantizedTiles,
@@ -40,6 +45,15 @@ STEPS_PER_TILE = 2
 """Products of 16 k for 32 columns."""
 LOAD_BYTES = 32 * 16
 """Of a warp."""
+GROUP = 4
+"""Columns of which two are there."""
+BYTES_OF_FIRST, BYTES_OF_SECOND, NO_BYTES = 0x10, 0x32, 0x44
+"""Which bytes of a pair of numbers, and of 0, a permutation takes."""
+UPPER_BITS, OTHER_BITS = ch.bits("UPPER_BITS", 0x88888888), ch.bits("OTHER_BITS", 0x77777777)
+"""Of nibbles."""
+FIRST_BYTES, SECOND_BYTES = ch.bits("FIRST_BYTES", 0x6240), ch.bits("SECOND_BYTES", 0x7351)
+"""Of two words: the first bytes of their lower halves, then of their upper ones; and the second."""
+EVEN_BYTES = ch.bits("EVEN_BYTES", 0x6420)
 
 
 class StageWeights(ABC):
@@ -94,15 +108,19 @@ class SparseWeights(StageWeights):
     def load(self, stage: Any, warp: Any, turn: int, steps: int, fragments: Any) -> None:
         slot, row, quarter = self.place(stage, warp), self.lane // 4, self.lane % 4
         others = ch.const(ty.u32, quarter // 2, name="others")
+        first_four = ch.const(ty.u32, quarter % 2 * STEPS_PER_TILE, name="first_four")
         self.begin(slot, row)
-        for part in range(steps // STEPS_PER_TILE):
-            for step in range(STEPS_PER_TILE):
-                four = ch.const(ty.u32, quarter % 2 * 2 + step, name="four")
-                pairs = self.pairs(slot, row * 4 + four, part, others, turn)
-                places = self.places(slot, row, part, four, others)
-                (low, low_behind), (high, high_behind) = map(_spread, pairs, places)
-                operand = prim.make_u32x4(low, high, low_behind, high_behind)
-                fragments[part * STEPS_PER_TILE + step] = self.finished(operand)
+        places = self.places(slot, row, steps // STEPS_PER_TILE, first_four, others)
+        upper = ch.const(ty.u32, places & UPPER_BITS, name="upper")
+        indices = ch.const(ty.u32, places & OTHER_BITS ^ upper - (upper >> 3), name="indices")
+        of_rows = [_Selectors(indices), _Selectors(indices >> 16)]
+        for step in range(steps):
+            four = first_four + step % STEPS_PER_TILE
+            pairs = self.pairs(slot, row * 4 + four, step // STEPS_PER_TILE, others, turn)
+            spread = [one.spread(pair, step) for one, pair in zip(of_rows, pairs, strict=True)]
+            (low, low_behind), (high, high_behind) = spread
+            operand = prim.make_u32x4(low, high, low_behind, high_behind)
+            fragments[step] = self.finished(operand)
 
     def begin(self, slot: ch.Expr, row: ch.Expr) -> None:
         """Before the first operand of rows g and g + 8, g being `row`."""
@@ -113,11 +131,12 @@ class SparseWeights(StageWeights):
         of_rows = ch.const(ty.u32x2, words[part * 64 + lane * 2 + others], name="of_rows")
         return of_rows.x, of_rows.y
 
-    def places(self, slot: ch.Expr, row: ch.Expr, part: int, four: ch.Expr, others: ch.Expr) -> tuple[Any, Any]:
-        """Where they belong: the lowest nibbles, of both rows."""
+    def places(self, slot: ch.Expr, row: ch.Expr, parts: int, first_four: ch.Expr, others: ch.Expr) -> ch.Expr:
+        """Where the numbers of all steps belong: a nibble a step of row g, then as many of row g + 8."""
         of_lanes = ch.reinterpret(ty.ptr(ty.u32), slot + self.slot.places_at)
-        places = ch.const(ty.u32, of_lanes[row * 4 + part * 2 + others], name="places")
-        return places >> four * 4, places >> four * 4 + 16
+        words = [ch.const(ty.u32, of_lanes[row * 4 + part * 2 + others], name="places") for part in range(parts)]
+        bytes_of_fours = ch.select(first_four == 0, ty.u32(FIRST_BYTES), ty.u32(SECOND_BYTES))
+        return ch.const(ty.u32, prim.choose_bytes(words[0], words[-1], bytes_of_fours), name="of_steps")
 
     def finished(self, operand: ch.Expr) -> Any:
         return operand
@@ -175,19 +194,55 @@ class SparseInt4Weights(SparseWeights):
             values = [value * scale for value in values]
         return ch.const(ty.u32, prim.pack_bf16x2(*values), name="pair")
 
-    def places(self, slot: Any, row: Any, part: int, four: Any, others: Any) -> tuple[Any, Any]:
-        of_rows = ch.reinterpret(ty.ptr(ty.u32x2), slot + self.slot.places_at)
-        places = ch.const(ty.u32x2, of_rows[row * 2 + part], name="places")
-        return places.x >> four * 8 + others * 4, places.y >> four * 8 + others * 4
+    def places(self, slot: Any, row: Any, parts: int, first_four: Any, others: Any) -> ch.Expr:
+        """A four has a byte, of which one nibble is of these columns."""
+        of_lanes = ch.reinterpret(ty.ptr(ty.u32x2), slot + self.slot.places_at)
+        words = [ch.const(ty.u32x2, of_lanes[row * 2 + part], name="places") for part in range(parts)]
+        bytes_of_fours = ch.select(first_four == 0, ty.u32(LOW_HALVES), ty.u32(HIGH_HALVES))
+        rows = []
+        for member in "xy":
+            pair = [getattr(word, member) for word in (words[0], words[-1])]
+            fours = ch.const(ty.u32, prim.choose_bytes(*pair, bytes_of_fours) >> others * 4 & LOWER_NIBBLES, name="fours")
+            rows.append(ch.const(ty.u32, fours | fours >> 4, name="of_row"))
+        return ch.const(ty.u32, prim.byte_permute(*rows, EVEN_BYTES), name="of_steps")
 
 
-def _spread(word: ch.Expr, places: ch.Expr) -> tuple[Any, Any]:
-    """Two weights as four columns, two words; where they belong is the lowest nibble of `places`."""
-    first = ch.const(ty.u32, places & 3, name="first")
-    second = ch.const(ty.u32, places & 12, name="second")
-    alone = ch.select(first == 0, word & 0xFFFF, ch.select(first == 1, word << 16, ty.u32(0)))
-    behind = ch.select(second == 12, word & 0xFFFF0000, ch.select(second == 8, word >> 16, ty.u32(0)))
-    return ch.select(second == 4, word, alone), ch.select(first == 2, word, behind)
+class _Selectors:
+    """Where the two numbers of a step's four go, of four steps: which bytes of the pair, and of 0, a permutation takes.
+    `indices` has in its lower half a nibble for each step: of its two places, see `_index_of`.
+
+    That permutation also looks up: four of the eight bytes of a table at once."""
+
+    def __init__(self, indices: Any) -> None:
+        tables = [_table_of(column) for column in range(GROUP)]
+        self.of_columns = [ch.const(ty.u32, prim.choose_bytes(*table, indices), name="of_column") for table in tables]
+
+    def spread(self, pair: Any, step: int) -> list[Any]:
+        """Two numbers as four columns, two words."""
+        of_step = (4 + step) << 4 | step
+        halves = (self.of_columns[:2], self.of_columns[2:])
+        return [
+            ch.const(ty.u32, prim.choose_bytes(pair, ty.u32(0), prim.byte_permute(*columns, of_step)), name="columns")
+            for columns in halves
+        ]
+
+
+def _index_of(first: int, second: int) -> int:
+    """A number below 8 for two places that come as a nibble: its upper bit flips the others."""
+    nibble = first | second << 2
+    return nibble ^ 15 if nibble & 8 else nibble
+
+
+def _table_of(column: int) -> tuple[Any, Any]:
+    """For each of eight indices, which bytes of a pair, or of 0, are those of a column: two words."""
+    found = [NO_BYTES] * 8
+    for first, second in combinations(range(GROUP), 2):
+        if column in (first, second):
+            found[_index_of(first, second)] = BYTES_OF_FIRST if column == first else BYTES_OF_SECOND
+    words = [sum(one << 8 * place for place, one in enumerate(found[half : half + 4])) for half in (0, 4)]
+    names = (f"BYTES_OF_COLUMN_{column}", f"MORE_BYTES_OF_COLUMN_{column}")
+    low, high = (ch.bits(name, word) for name, word in zip(names, words, strict=True))
+    return ty.u32(low), ty.u32(high)
 
 
 class BlockWeights(StageWeights):
@@ -229,8 +284,8 @@ class BlockWeights(StageWeights):
 
 
 class WindowWeights(Bf16Weights):
-    """Two blocks a stage, each copied from where it is, or, if it is not there, from the matrix' block of zeros: so
-    operands are those of dense weights."""
+    """Two blocks a stage, each copied from where it is, or, if it is not there, from the matrix' blocks of zeros: so
+    operands are those of dense weights. Both come in one copy where both are there, or neither is."""
 
     format: BlockRows
 
@@ -239,18 +294,22 @@ class WindowWeights(Bf16Weights):
         self, ring: TileRing, matrix: ch.Expr, zeros: int, window: ch.Expr, blocks: ch.Expr, count: ch.Expr
     ) -> None:
         """In the weights role, for `count` lanes, the stages of the first `blocks` places of a window (u64 byte of
-        `matrix`) of each lane's M-tile. zeros: byte of the block of zeros."""
-        here = matrix + window
+        `matrix`) of each lane's M-tile. zeros: byte of the blocks of zeros."""
+        here, size = matrix + window, BF16.tile_bytes
         there = ch.const(ty.u32, prim.load_constant_u32(here), name="there")
         with ch.for_(0, blocks, STAGE_TILES, unroll=1, name="first") as first:
-            with ring.fill_weights(STAGE_TILES * BF16.tile_bytes * count, count) as (stage, barrier):
-                for index in range(STAGE_TILES):
-                    bit = ch.const(ty.u32, ty.u32(1) << first + index, name="bit")
-                    before = prim.population_u32(there & bit - 1)
-                    at = window + ty.u64(before * BF16.tile_bytes + WINDOW_LINE_BYTES)
-                    source = matrix + ch.select((there & bit) != 0, at, ty.u64(zeros))
-                    place = self.place(stage, self.lane) + index * BF16.tile_bytes
-                    prim.bulk_copy(place, source, BF16.tile_bytes, barrier)
+            with ring.fill_weights(STAGE_TILES * size * count, count) as (stage, barrier):
+                place = self.place(stage, self.lane)
+                before = prim.population_u32(there & (ty.u32(1) << first) - 1)
+                both = ch.const(ty.u32, there >> first & 3, name="both")
+                own = window + ty.u64(before * size + WINDOW_LINE_BYTES)
+                some = ty.u32(self.lane * (WINDOW_BLOCKS // STAGE_TILES) + first // STAGE_TILES)
+                none = ty.u64(zeros) + ty.u64(some % (ZERO_BLOCKS // STAGE_TILES) * (STAGE_TILES * size))
+                is_whole = ch.const(ty.boolean, (both == 0) | (both == 3), name="is_whole")
+                source = matrix + ch.select((both & 1) != 0, own, none)
+                prim.bulk_copy(place, source, ch.select(is_whole, ty.u32(STAGE_TILES * size), ty.u32(size)), barrier)
+                with ch.if_((both == 1) | (both == 2)):
+                    prim.bulk_copy(place + size, matrix + ch.select(both == 2, own, none), size, barrier)
 
 
 class QuantizedWeights(StageWeights):

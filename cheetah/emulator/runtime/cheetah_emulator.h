@@ -587,6 +587,10 @@ CHEETAH_PRIMITIVE uint32_t byte_permute(uint32_t a, uint32_t b, uint32_t selecto
   return result;
 }
 
+CHEETAH_PRIMITIVE uint32_t choose_bytes(uint32_t a, uint32_t b, uint32_t selector) {
+  return byte_permute(a, b, selector);
+}
+
 CHEETAH_PRIMITIVE uint2 make_u32x2(uint32_t x, uint32_t y) { return {x, y}; }
 CHEETAH_PRIMITIVE uint4 make_u32x4(uint32_t x, uint32_t y, uint32_t z, uint32_t w) { return {x, y, z, w}; }
 

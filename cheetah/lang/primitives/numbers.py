@@ -138,6 +138,16 @@ byte_permute = declare(
     "four of the eight bytes of b:a, chosen by nibbles",
     pure=True,
 )
+choose_bytes = declare(
+    "uint32_t choose_bytes(uint32_t a, uint32_t b, uint32_t selector)",
+    """
+    uint32_t bytes;
+    asm("prmt.b32 %0, %1, %2, %3;" : "=r"(bytes) : "r"(a), "r"(b), "r"(selector));
+    return bytes;
+    """,
+    "the same, for selectors that the device makes: the compiler masks those of `byte_permute`",
+    pure=True,
+)
 multiplied_u32 = declare(
     "uint32_t multiplied_u32(uint32_t word, uint32_t factor)",
     """
