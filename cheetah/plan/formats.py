@@ -206,8 +206,8 @@ WINDOW_BLOCKS, PARTS_OF_MATRIX = 32, 1024
 WINDOW_LINE_BYTES = 128
 """What a window begins with; a window without blocks is nothing else."""
 ZERO_BLOCKS = 64
-"""That lie before a matrix' windows, side by side: passes copy one, or two, where blocks are not there. All SMs that read
-the same one would read the same few lines of L2."""
+"""That lie before a matrix' windows, side by side: passes copy one, or two, where blocks are not there. All SMs that
+read the same one would read the same few lines of L2."""
 BLOCKS = "blocks-"
 """What the names of formats begin with that keep some blocks only."""
 _BLOCK_ROWS = re.compile(rf"{BLOCKS}([1-9]\d*)of{PARTS_OF_MATRIX}-most([1-9]\d*)")

@@ -43,7 +43,8 @@ class MatrixLayout:
     the ranks before. 1 where a rank has rows of its own vectors, queries and the like.
 
     Of `BlockRows` chunks differ in length, so they lie one behind another, M-tile by M-tile, in the order of columns:
-    behind `index_bytes` that say where each begins, in lines of 128 bytes (SparseTIR's indptr), and ZERO_BLOCKS blocks of zeros.
+    behind `index_bytes` that say where each begins, in lines of 128 bytes (SparseTIR's indptr), and ZERO_BLOCKS blocks
+    of zeros.
 
     is_brief, is_once: see `Product`; by_numbers: see `Plan`. experts: so many such matrices, one behind the other."""
 
@@ -223,7 +224,9 @@ class MatrixLayout:
         if isinstance(self.format, BlockRows):
             windows = self.m_tiles * self.chunks
             lines = windows * WINDOW_LINE_BYTES
-            return self.index_bytes + ZERO_BLOCKS * BF16.tile_bytes + lines + self.format.room(windows) * BF16.tile_bytes
+            return (
+                self.index_bytes + ZERO_BLOCKS * BF16.tile_bytes + lines + self.format.room(windows) * BF16.tile_bytes
+            )
         return self.m_tiles * self.m_tile_bytes
 
     @property

@@ -28,7 +28,11 @@ IN_STEPS = (
 )
 IN_PASSES = (
     bug("the places of rows g for rows g + 8", FLOAT32, (r"indices >> 16", "indices")),
-    bug("the places of the other four columns", FLOAT32, (r"\? FIRST_BYTES : SECOND_BYTES", "? SECOND_BYTES : FIRST_BYTES")),
+    bug(
+        "the places of the other four columns",
+        FLOAT32,
+        (r"\? FIRST_BYTES : SECOND_BYTES", "? SECOND_BYTES : FIRST_BYTES"),
+    ),
 )
 
 

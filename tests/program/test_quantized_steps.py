@@ -48,7 +48,10 @@ CASES: dict[str, tuple[ModelConfig, Formats, dict[str, Any]]] = {
         {"tokens": 2},
     ),
     "llama, one token, digits, a list": (
-        *(model(256, 512, heads=4), (("qkv", "int4-g128-asym"), ("o", "int8+list2"), ("gate_up", "int4-g64+list3"), ("down", "int4"))),
+        *(
+            model(256, 512, heads=4),
+            (("qkv", "int4-g128-asym"), ("o", "int8+list2"), ("gate_up", "int4-g64+list3"), ("down", "int4")),
+        ),
         {"down_slices": 2},
     ),
     "llama, two tokens, blocks one by one": (

@@ -202,7 +202,9 @@ class SparseInt4Weights(SparseWeights):
         rows = []
         for member in "xy":
             pair = [getattr(word, member) for word in (words[0], words[-1])]
-            fours = ch.const(ty.u32, prim.choose_bytes(*pair, bytes_of_fours) >> others * 4 & LOWER_NIBBLES, name="fours")
+            fours = ch.const(
+                ty.u32, prim.choose_bytes(*pair, bytes_of_fours) >> others * 4 & LOWER_NIBBLES, name="fours"
+            )
             rows.append(ch.const(ty.u32, fours | fours >> 4, name="of_row"))
         return ch.const(ty.u32, prim.byte_permute(*rows, EVEN_BYTES), name="of_steps")
 
