@@ -90,10 +90,16 @@ class Tokens:
             ch.break_()
 
     @ch.inline
-    def end_step(self, step: Any, use_up: Callable[[], None] | None = None) -> None:
+    def end_step(
+        self, step: Any, use_up: Callable[[], None] | None = None, settle: Callable[[], None] | None = None
+    ) -> None:
         """In the consumer role: the next tokens, and the end of the launch where nobody wants one. `use_up` uses what
-        the producer lane has fetched of the next step by then, if it has."""
+        the producer lane has fetched of the next step by then, if it has; `settle` does what is due behind the last
+        step."""
         self._take_tokens(step)
+        if settle is not None:
+            with ch.if_((self.next_token[self.columns.limit] != 0) | (step + 1 == self.launch.steps)):
+                settle()
         with ch.if_(self.next_token[self.columns.limit] != 0):
             if use_up is not None:
                 ch.comment("the producer lane has fetched what it does not need the tokens for: use it up")

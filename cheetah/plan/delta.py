@@ -109,6 +109,12 @@ class DeltaHeads:
         return self.memory_words + self.share_channels * KEPT_WORDS
 
     @property
+    def record_words(self) -> int:
+        """32-bit words of what a column would change in a share: its key, what that is times in each column of each
+        value head, how much of each head is kept (f32, filled up to 4), and a pair of bf16 of each two channels."""
+        return DIMS + self.shared * COLUMNS + round_up(self.shared, 4) + self.share_channels // 2
+
+    @property
     def numbers(self) -> int:
         """Numbers of a layer that are kept in f32: of each value head its rate of forgetting, then its bias of that,
         then the weights of the norm of a head."""

@@ -342,9 +342,7 @@ class Plan:
             self._check_fused_router(shape, gpu)
 
     def _check_delta(self) -> None:
-        """What a sequence remembers cannot be taken back, and layers have numbers of their own in the cache."""
-        if self.drafts:
-            raise PlanError(f"Plan: drafts is {self.drafts}: sequences of Gated DeltaNet cannot forget a wrong one")
+        """Layers have numbers of their own in the cache."""
         if self.kv_dtype != "bf16":
             raise PlanError(f"Plan: kv_dtype is {self.kv_dtype!r}: beside Gated DeltaNet supported is 'bf16'")
 

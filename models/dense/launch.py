@@ -78,6 +78,10 @@ STATES = KernelParameter(
     *(ty.ptr_mut(ty.u32), "what sequences remember in layers of Gated DeltaNet: see cheetah.plan.delta"),
     *(("state_slots", "delta_layers", "shares", "share_words"), "zero"),
 )
+DELTA_RECORDS = KernelParameter(
+    *(ty.ptr_mut(ty.u32), "what columns of the last step would change in `states`: see cheetah.plan.delta"),
+    ("delta_layers", "shares", "columns", "record_words"),
+)
 STATE_SLOTS = KernelParameter(ty.ptr(ty.i32), "which of `states` each sequence has", ("batch",))
 PLACES = KernelParameter(
     *(ty.ptr(ty.u16), "where columns of ordered matrices lie: see cheetah.models.act_order"),
@@ -222,6 +226,7 @@ class Launch(ModelLaunch):
     delta_numbers: Expr | None = optional_field(DELTA_NUMBERS)
     states: Expr | None = optional_field(STATES)
     state_slots: Expr | None = optional_field(STATE_SLOTS)
+    delta_records: Expr | None = optional_field(DELTA_RECORDS)
     places: Expr | None = optional_field(PLACES)
     router_rows: Expr | None = optional_field(ROUTER_ROWS)
     history: Expr = optional_field(HISTORY)
@@ -302,6 +307,7 @@ def parameters_of(
         "sinks": config.has_sinks,
         "norms_behind": config.norms.after,
         **dict.fromkeys(("delta_taps", "delta_numbers", "states", "state_slots"), bool(config.delta_layers)),
+        "delta_records": bool(config.delta_layers) and plan.drafts > 0,
         "places": config.act_order,
         "router_rows": plan.fused_router > 0,
         "taps": bool(plan.taps),

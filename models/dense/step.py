@@ -117,7 +117,7 @@ class StepParts(HeadParts):
         phase, launch = self.table.delta_phase, self.launch
         if phase is None:
             return None
-        parameters = [launch.delta_taps, launch.delta_numbers, launch.states, launch.state_slots]
+        parameters = [launch.delta_taps, launch.delta_numbers, launch.states, launch.state_slots, launch.delta_records]
         given = DeltaParameters(*(one for one in parameters if one is not None))
         return DeltaMemory(self.columns, phase.heads, given, self.timeline)
 
@@ -233,9 +233,14 @@ class StepParts(HeadParts):
     def end_step(self, step: Any) -> None:
         """The next tokens are taken; if the launch ends, what was fetched of the next step is used up."""
         with self.machine.consumer:
-            self.tokens.end_step(step, lambda: self.linear.skip(self._first_matrix))
+            self.tokens.end_step(step, lambda: self.linear.skip(self._first_matrix), self._settling(step))
         with self.machine.adding():
             self.tokens.leave_after(step)
+
+    def _settling(self, step: Any) -> Callable[[], None] | None:
+        """What is due behind the launch's last step."""
+        memory = self.memory
+        return None if memory is None or memory.records is None else lambda: memory.settle(step)
 
     @property
     def _first_matrix(self) -> MatrixLayout:
@@ -307,7 +312,7 @@ class StepParts(HeadParts):
             if 0 not in self.page.delta_layers:
                 self._leave_after_last(step, layer)
             if self.schedule.steps.is_counted:  # which is known behind that
-                with ch.if_(layer == 0):
+                with ch.if_(number == 0):
                     self.schedule.advance(machine.producer, step)
             attention.copy(number, step)
         with machine.consumer:
@@ -333,7 +338,7 @@ class StepParts(HeadParts):
             vectors = [line.phase.input.name, line.phase.output.name, line.phase.squares]
             published = [self.exchange.at(name, self.layer_epoch) for name in vectors]
             with self.machine.placed_anew(always=self.machine.plan.tokens == 1):
-                self.memory.remember(self._number(layer, is_delta=True), *published)
+                self.memory.remember(step, self._number(layer, is_delta=True), *published)
             self.timeline.stamp_here("done")
 
     def _number(self, layer: Any, is_delta: bool) -> Any:

@@ -178,6 +178,7 @@ def _delta_sizes(shape: ModelShape, plan: Plan) -> dict[str, int]:
         "state_slots": state_slots(plan.batch),
         "shares": heads.shares,
         "share_words": heads.share_words,
+        "record_words": heads.record_words,
     }
 
 

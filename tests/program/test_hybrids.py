@@ -223,13 +223,9 @@ def test_what_no_kernel_has_is_refused_by_name(changes: dict[str, Any], message:
         _ = replace(AWKWARD, **changes).shape
 
 
-@pytest.mark.parametrize(
-    ("plan", "message"),
-    [({"drafts": 2, "kv_chunk": 32}, "cannot forget a wrong one"), ({"kv_dtype": "e4m3"}, "supported is 'bf16'")],
-)
-def test_plans_that_no_kernel_has_are_refused_by_name(plan: dict[str, Any], message: str) -> None:
-    with pytest.raises(PlanError, match=message):
-        rig_of(AWKWARD, plain_kernel, **plan)
+def test_plans_that_no_kernel_has_are_refused_by_name() -> None:
+    with pytest.raises(PlanError, match="supported is 'bf16'"):
+        rig_of(AWKWARD, plain_kernel, kv_dtype="e4m3")
 
 
 def test_value_heads_share_key_heads_evenly() -> None:

@@ -13,7 +13,6 @@ import pytest
 from safetensors.numpy import save_file
 
 from cheetah import LLM, SamplingParams
-from cheetah.errors import CheetahError
 from cheetah.models.registry import read_config
 from cheetah.runtime.assembly.kernels import MOST_PREFIX_STATES
 from tests.cli.commands import refused
@@ -101,9 +100,18 @@ def test_what_begins_with_a_kept_state_has_the_bits_of_what_was_read_whole(folde
         assert "(4 of 438.0 KB, and 1 for prompts that begin alike)" in llm.memory.table()
 
 
-def test_nothing_is_drafted(folder: Path) -> None:
-    with pytest.raises(CheetahError, match="cannot forget a wrong one"):
-        opened(folder, speculative_config={"method": "ngram", "num_speculative_tokens": 3}, kv_chunk=32)
+def test_drafts_change_no_answer(folder: Path) -> None:
+    """What stood behind the same tokens is looked up; what is allowed repeats itself. Beside prompts that go on from a
+    kept state, who is stopped, and kernels that draft nothing."""
+    few = params(temperature=0.7, seed=3, allowed_token_ids=[2, 9, 11], stop_token_ids=[9], min_tokens=6, n=2)
+    prompts = [[number % 5 for number in range(18)], PROMPTS[0]]
+    with opened(folder, kv_chunk=32, max_context=64) as llm:
+        wanted = [answers(llm, prompts, asked) for asked in (params(allowed_token_ids=[7, 11]), few)]
+    speculation = {"method": "ngram", "num_speculative_tokens": 3}
+    with opened(folder, kv_chunk=32, max_context=64, speculative_config=speculation) as llm:
+        found = [answers(llm, prompts, asked) for asked in (params(allowed_token_ids=[7, 11]), few)]
+        assert found == wanted and [answers(llm, prompts, few)] == wanted[1:]
+        assert llm.engine.engine.load().decoded.drafted.accepted > 5
 
 
 def test_commands_that_would_make_or_judge_what_no_kernel_has_refuse_such_models(folder: Path, tmp_path: Path) -> None:

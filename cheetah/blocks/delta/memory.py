@@ -7,7 +7,8 @@ step. So no other thread ever reads or writes them, but in another launch.
 
 A column's numbers are mixed of its own raw rows and of those of the three tokens before, which each share keeps for
 itself. The sums over a memory's rows for the key and for the query are taken at once, of the raw key and query: what
-they are divided by multiplies the sums.
+they are divided by multiplies the sums. Where tokens are drafted, what columns change is stored by the next step, of
+those that were right: see `records`.
 """
 
 from __future__ import annotations
@@ -17,7 +18,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from cheetah import lang as ch
+from cheetah.blocks.advance import ByAcceptance
 from cheetah.blocks.columns import NUMBER, POSITION, SEQUENCE, STOPPED, TOTAL, Columns, fragment_word
+from cheetah.blocks.delta.records import Records
 from cheetah.blocks.exchange import Published
 from cheetah.blocks.timeline import NO_TIMELINE, Timeline
 from cheetah.lang import prim, ty
@@ -45,12 +48,14 @@ SUMS = 3
 @dataclass(frozen=True, eq=False)
 class DeltaParameters:
     """taps: bf16 [layers][channels][TAPS], the newest last. numbers: f32 [layers], as `DeltaHeads.numbers` says.
-    states: u32 [slots][layers][shares][words]; slots: which of them each sequence has."""
+    states: u32 [slots][layers][shares][words]; slots: which of them each sequence has. records: where tokens are
+    drafted, see `Records`."""
 
     taps: ch.Expr
     numbers: ch.Expr
     states: ch.Expr
     slots: ch.Expr
+    records: ch.Expr | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,6 +76,10 @@ class DeltaMemory:
     ) -> None:
         self.machine, self.columns, self.heads, self.parameters = columns.machine, columns, heads, parameters
         self.timeline = timeline
+        self.records: Records | None = None
+        if parameters.records is not None:
+            assert isinstance(columns.advance, ByAcceptance)
+            self.records = Records(columns, heads, parameters.records, columns.advance)
         self.channel_pairs = KEY_PAIRS + heads.shared * PAIRS
         threads = self.machine.plan.consumer_warps * 32
         self.gates_from = -(-self.channel_pairs // 32) * 32
@@ -96,7 +105,7 @@ class DeltaMemory:
                         prim.prefetch_l2(state + line * LINE_BYTES)
 
     @ch.inline
-    def remember(self, layer: Any, reads: Published, makes: Published, squares: Published) -> None:
+    def remember(self, step: Any, layer: Any, reads: Published, makes: Published, squares: Published) -> None:
         """Every share of the block, column by column. layer: its number among those of Gated DeltaNet."""
         machine, heads = self.machine, self.heads
         with ch.for_(machine.block, heads.shares, machine.gpu.blocks, unroll=1, name="share") as number:
@@ -108,18 +117,85 @@ class DeltaMemory:
                 sequence = ch.const(ty.u32, self.columns.state(column, SEQUENCE), name="sequence")
                 is_first, is_last = self._ends(column, sequence)
                 state = ch.const(ty.ptr_mut(ty.u32), self._state(share, sequence), name="state")
+                record = None
                 with ch.if_(is_first):
-                    self._load(state, column, memory, known)
+                    if self.records is None:
+                        self._load(state, self._is_new(column), memory, known)
+                    else:
+                        self._catch_up(share, state, column, sequence, step, memory, known)
+                if self.records is not None:
+                    own = self.records.of(share.layer, share.number, column)
+                    record = ch.const(ty.ptr_mut(ty.u32), own, name="record")
                 is_live = self._is_live(column)
-                self._bring(share, column, known, taps, is_live, reads)
+                self._bring(share, column, known, taps, is_live, reads, record)
                 machine.meet()
                 self.timeline.stamp_here("ready")
-                self._work(memory, is_live)
+                self._work(memory, is_live, record)
                 machine.meet()
                 self._publish(share, column, makes, squares)
-                with ch.if_(is_last):
-                    self._store(state, memory, known)
+                if self.records is None:
+                    with ch.if_(is_last):
+                        self._store(state, memory, known)
         machine.meet()  # what has been published lay where the next phase brings its input
+
+    @ch.function
+    def settle(self, step: Any) -> None:
+        """Behind the last step, in the consumer role: what columns of that step would change, whose tokens count."""
+        machine, heads = self.machine, self.heads
+        with (
+            ch.for_(len(heads.layers), unroll=1, name="layer") as layer,
+            ch.for_(machine.block, heads.shares, machine.gpu.blocks, unroll=1, name="share") as number,
+            ch.for_(self._count, unroll=1, name="column") as column,
+        ):
+            share = _Share(number, number // PARTS, number % PARTS, layer)
+            sequence = ch.const(ty.u32, self.columns.record(column, "sequence"), name="sequence")
+            with ch.if_(self._ends(column, sequence)[0]):
+                memory = ch.array(ty.f32, self.strips * heads.shared * OF_LANE)
+                known = ch.array(ty.u32x4, self.rounds)
+                state = ch.const(ty.ptr_mut(ty.u32), self._state(share, sequence), name="state")
+                self._catch_up(share, state, column, sequence, step + 1, memory, known)
+
+    @ch.function
+    def _catch_up(
+        self, share: _Share, state: ch.Expr, column: ch.Expr, sequence: Any, step: Any, memory: Any, known: Any
+    ) -> None:
+        """A sequence's share into registers, with what the records of the step before say of tokens that count; if
+        there are some, it is stored so. column: the sequence's first."""
+        assert self.records is not None
+        behind, more = self.records.counted(sequence, step)
+        self._load(state, behind == 0, memory, known)
+        with ch.for_(more, unroll=1, name="number") as number:
+            record = self.records.of(share.layer, share.number, column + number)
+            self._change_by(ch.const(ty.ptr_mut(ty.u32), record, name="record"), memory, known)
+        with ch.if_(more != 0):
+            self._store(state, memory, known)
+
+    @ch.inline
+    def _change_by(self, record: ch.Expr, memory: Any, known: Any) -> None:
+        """What a column would have done, as its record says."""
+        assert self.records is not None
+        records, heads = self.records, self.heads
+        key, of_strip = self._of_lane(records.key(record)), self.machine.plan.consumer_warps * 32 // LANES
+        for head in range(heads.shared):
+            kept = ch.const(ty.f32, records.kept(record)[head], name="kept")
+            for strip in range(self.strips):
+                place = self.machine.thread // LANES + (strip * of_strip + head * COLUMNS)
+                of_key = ch.const(ty.f32, records.written(record)[place], name="of_key")
+                self._change(memory, head * self.strips + strip, key, of_key, kept)
+        for number, item in self._items():
+            with ch.if_(item < self.channel_pairs):
+                before = known[number]
+                known[number] = prim.make_u32x4(before.y, before.z, records.rows(record)[item], 0)
+
+    def _change(self, memory: Any, strip: int, key: Any, of_key: ch.Expr, kept: ch.Expr) -> None:
+        """A lane's numbers of a column, of one head."""
+        for index in range(OF_LANE):
+            one = strip * OF_LANE + index
+            memory[one] = prim.fma_f32(key[index], of_key, kept * memory[one])
+
+    def _is_new(self, column: ch.Expr) -> ch.Expr:
+        is_new: ch.Expr = self.columns.state(column, POSITION) == 0
+        return is_new
 
     @property
     def _count(self) -> Any:
@@ -187,10 +263,10 @@ class DeltaMemory:
                 known[number] = prim.make_u32x4(*words, 0, 0)
 
     @ch.function
-    def _load(self, state: ch.Expr, column: ch.Expr, memory: Any, known: Any) -> None:
+    def _load(self, state: ch.Expr, is_first: ch.Expr, memory: Any, known: Any) -> None:
         """A sequence's share into registers; nothing at all before its first token, whatever lies there."""
         pieces = ch.reinterpret(ty.ptr_mut(ty.u32x4), state)
-        is_new = ch.const(ty.boolean, self.columns.state(column, POSITION) == 0, name="is_new")
+        is_new = ch.const(ty.boolean, is_first, name="is_new")
         for first, place in self._pieces():
             words = self._unless(is_new, pieces + place)
             for index, member in enumerate("xyzw"):
@@ -238,7 +314,16 @@ class DeltaMemory:
         return row
 
     @ch.function
-    def _bring(self, share: _Share, column: ch.Expr, known: Any, taps: Any, is_live: ch.Expr, reads: Published) -> None:
+    def _bring(
+        self,
+        share: _Share,
+        column: ch.Expr,
+        known: Any,
+        taps: Any,
+        is_live: ch.Expr,
+        reads: Published,
+        record: ch.Expr | None,
+    ) -> None:
         """A column's rows, mixed: query, key and values of the share, their gates, and how much is kept and written."""
         heads, mixed = self.heads, self.machine.region("delta_mixed", ty.f32)
         gates, numbers = mixed + heads.share_channels, mixed + (heads.share_channels + heads.shared * COLUMNS)
@@ -256,6 +341,8 @@ class DeltaMemory:
                         mixed[item * 2 + index] = self._silu(self._mixed(tokens, taps[number], index))
                     with ch.if_(is_live):
                         known[number] = prim.make_u32x4(before.y, before.z, word, 0)
+                        if self.records is not None and record is not None:
+                            self.records.rows(record)[item] = word
                 with ch.if_(is_gate):
                     place = (item - self.gates_from) * 2
                     gates[place] = self._silu(prim.bf16x2_low(word)) * prim.bits_float(before.x)
@@ -313,7 +400,7 @@ class DeltaMemory:
         return prim.divide_f32(number, 1.0 + prim.exp_f32(-number))
 
     @ch.function
-    def _work(self, memory: Any, is_live: ch.Expr) -> None:
+    def _work(self, memory: Any, is_live: ch.Expr, record: ch.Expr | None) -> None:
         """What the memory has under the query once it is changed, and that change."""
         machine, heads = self.machine, self.heads
         mixed, made = machine.region("delta_mixed", ty.f32), machine.region("delta_made", ty.f32)
@@ -338,9 +425,16 @@ class DeltaMemory:
                     made[place + count] = output * output
                 with ch.if_(is_live):
                     of_key = ch.const(ty.f32, change * for_key, name="of_key")
-                    for index in range(OF_LANE):
-                        one = (head * self.strips + strip) * OF_LANE + index
-                        memory[one] = prim.fma_f32(key[index], of_key, kept * memory[one])
+                    self._change(memory, head * self.strips + strip, key, of_key, kept)
+                    if self.records is not None and record is not None:
+                        with ch.if_(machine.thread % LANES == 0):
+                            self.records.written(record)[place] = of_key
+                            if not strip:
+                                with ch.if_(machine.thread == 0):
+                                    self.records.kept(record)[head] = kept
+        if self.records is not None and record is not None:
+            with ch.if_(is_live & (machine.thread < LANES)):
+                self.records.keep_key(record, key, machine.thread, [quad * LANES for quad in range(QUADS)])
 
     @ch.inline
     def _of_lane(self, numbers: ch.Expr) -> ch.Expr:
