@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Annotated, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -26,9 +26,6 @@ EPILOG = "Example: cheetah bench random:llama-3.1-8b --contexts 128,1024,6144 --
 CONTEXTS = "128,1024,6144"
 STDOUT = "-"
 Circumstances = dict[str, Any]
-Bench = TypeVar("Bench")
-Done = TypeVar("Done")
-Found = TypeVar("Found")
 
 
 @takes_load("device tensor_parallel_size gpu revision prompt_passes")
@@ -110,27 +107,18 @@ def bench(
         subject = measured.config, measured.weights, device, max(lengths)
         return of_prompts.open_prompt_bench(*subject, measured.gpu, load.get("prompt_passes"), **plan)
 
-    def measure_prompt(ready: PromptBench, length: int) -> PromptMeasurement:
-        return ready.measure(length, *repeated)
-
-    def measure_steps(ready: DecodeBench, work: Work) -> Measurement:
-        return ready.measure(work, steps, *repeated)
-
     def open_rounds(device: Device) -> AbstractContextManager[RoundBench]:
         subject = measured.config, measured.name, measured.weights, device
         where = {"gpu": measured.gpu, "ordinal": measured.ordinal}
         return of_rounds.open_rounds(*subject, works=rounds, steps=steps, **where, **plan)
 
-    def measure_rounds(ready: RoundBench, work: Rounds) -> RoundMeasurement:
-        return ready.measure(work, steps, *repeated)
-
     if rounds:
-        _Way(open_rounds, measure_rounds, of_rounds.round_record, _print_rounds).measure(measured, rounds, json_file)
+        way = _Way(open_rounds, (steps, *repeated), of_rounds.round_record, _print_rounds)
     elif lengths:
-        way = _Way(open_prompts, measure_prompt, of_prompts.prompt_record, _print_prompts)
-        way.measure(measured, lengths, json_file)
+        way = _Way(open_prompts, repeated, of_prompts.prompt_record, _print_prompts)
     else:
-        _Way(open_steps, measure_steps, of_steps.record, _print_steps).measure(measured, works, json_file)
+        way = _Way(open_steps, (steps, *repeated), of_steps.record, _print_steps)
+    way.measure(measured, rounds or lengths or works, json_file)
 
 
 def _bench_text(
@@ -153,20 +141,21 @@ def _bench_text(
 
 
 @dataclass(frozen=True)
-class _Way(Generic[Bench, Done, Found]):
-    """What is measured: by which bench, what it finds of a work, what of that a record says and a person sees."""
+class _Way:
+    """What is measured: by which bench, whose `measure` takes a work and `how`, what of that a record says and a person
+    sees."""
 
-    open: Callable[[Device], AbstractContextManager[Bench]]
-    look: Callable[[Bench, Done], Found]
-    record: Callable[[Found, Bench, Circumstances], dict[str, Any]]
-    show: Callable[[Circumstances, Bench, Sequence[Found]], None]
+    open: Callable[[Device], AbstractContextManager[Any]]
+    how: tuple[Any, ...]
+    record: Callable[[Any, Any, Circumstances], dict[str, Any]]
+    show: Callable[[Circumstances, Any, Sequence[Any]], None]
 
-    def measure(self, measured: Measured, works: Sequence[Done], json_file: str | None) -> None:
+    def measure(self, measured: Measured, works: Sequence[Any], json_file: str | None) -> None:
         """Do the works, write a line of JSON for each as it is done, and show them all."""
         with measured.open_device() as device, self.open(device) as ready:
             circumstances, found = measured.circumstances(device), []
             for work in works:
-                found.append(self.look(ready, work))
+                found.append(ready.measure(work, *self.how))
                 if json_file is not None:
                     _write_line(json_file, self.record(found[-1], ready, circumstances))
             if json_file != STDOUT:
@@ -224,47 +213,54 @@ def _append(target: str, text: str) -> None:
 
 
 def _print_steps(circumstances: Circumstances, bench: DecodeBench, found: Sequence[Measurement]) -> None:
-    title = (
-        f"{circumstances['model']}, batch {_batches(found)}, weights {circumstances['weights']}",
-        f"kernel {bench.manifest.text_sha256[:16]}, commit {circumstances['commit']}",
-        f"{circumstances['gpu']}, {circumstances['driver']}",
-    )
     figures = ("context", "tokens/s", "ms/step", "least", "most", "GB/s", "ceiling", "share", "host tok/s")
-    shown = console()
-    shown.print(table_of(title, figures, map(_row, found)))
-    for line in _remarks(found, bench):
-        shown.print(line)
+    about = f"batch {_batches(found)}, weights {circumstances['weights']}"
+    _print(circumstances, about, _kernel_of(bench), figures, map(_row, found), _remarks(found, bench))
 
 
 def _print_prompts(circumstances: Circumstances, bench: PromptBench, found: Sequence[PromptMeasurement]) -> None:
     passes = bench.assembly.passes
     way = f"in passes of up to {passes[-1].tokens} tokens" if passes else "in steps"
-    title = (
-        f"{circumstances['model']}, weights {circumstances['weights']}, prompts read {way}",
-        f"commit {circumstances['commit']}",
-        f"{circumstances['gpu']}, {circumstances['driver']}",
-    )
     figures = ("prompt", "ms to first token", "least", "most", "tokens/s", "launches")
-    shown = console()
-    shown.print(table_of(title, figures, map(_prompt_row, found)))
-    shown.print(f"median of {len(found[0].first_token_ms)} by the host's clock, from a request of an idle engine on")
+    about = f"weights {circumstances['weights']}, prompts read {way}"
+    remark = f"median of {len(found[0].first_token_ms)} by the host's clock, from a request of an idle engine on"
+    _print(circumstances, about, "", figures, map(_prompt_row, found), [remark])
 
 
 def _print_rounds(circumstances: Circumstances, bench: RoundBench, found: Sequence[RoundMeasurement]) -> None:
     from cheetah.tools.bench import EMULATED
 
+    figures = ("context", "drafts", "synthetic mean length", "ms/step", "least", "most", "tokens/s")
+    remarks = [
+        "identical: yes, the tokens of every launch are those that are made without drafts",
+        "how many drafts turn out right is made up; tokens/s holds for text with that mean length alone",
+        *([EMULATED] if bench.bench.gpu.emulated else ()),
+    ]
+    about = f"weights {circumstances['weights']}"
+    _print(circumstances, about, _kernel_of(bench.bench), figures, map(_round_row, found), remarks)
+
+
+def _print(
+    circumstances: Circumstances,
+    about: str,
+    kernel: str,
+    figures: Sequence[str],
+    rows: Iterable[tuple[str, ...]],
+    remarks: Iterable[str],
+) -> None:
     title = (
-        f"{circumstances['model']}, weights {circumstances['weights']}",
-        f"kernel {bench.bench.manifest.text_sha256[:16]}, commit {circumstances['commit']}",
+        f"{circumstances['model']}, {about}",
+        f"{kernel}commit {circumstances['commit']}",
         f"{circumstances['gpu']}, {circumstances['driver']}",
     )
-    figures = ("context", "drafts", "synthetic mean length", "ms/step", "least", "most", "tokens/s")
     shown = console()
-    shown.print(table_of(title, figures, map(_round_row, found)))
-    shown.print("identical: yes, the tokens of every launch are those that are made without drafts")
-    shown.print("how many drafts turn out right is made up; tokens/s holds for text with that mean length alone")
-    if bench.bench.gpu.emulated:
-        shown.print(EMULATED)
+    shown.print(table_of(title, figures, rows))
+    for line in remarks:
+        shown.print(line)
+
+
+def _kernel_of(bench: DecodeBench) -> str:
+    return f"kernel {bench.manifest.text_sha256[:16]}, "
 
 
 def _round_row(one: RoundMeasurement) -> tuple[str, ...]:

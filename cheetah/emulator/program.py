@@ -10,7 +10,7 @@ import time
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -103,40 +103,10 @@ class Program(ABC):
         self.path = path
 
     def launch(
-        self,
-        grid: Extent,
-        block: Extent,
-        shared_bytes: int,
-        arguments: Sequence[Argument],
-        *,
-        scheduler: str = "round_robin",
-        seed: int = 0,
-        switch_limit: int | None = None,
-        chunk_limit: int | None = None,
-        poisoned: Mapping[str, int] | None = None,
-        noted: str = "",
-        timeout_s: float | None = None,
-        watch: Callable[[], None] | None = None,
+        self, grid: Extent, block: Extent, shared_bytes: int, arguments: Sequence[Argument], **how: Any
     ) -> LaunchStats:
-        """Runs the kernel to its end; arrays are read and written in place.
-
-        `arguments` follow the parameters: an array or None (null) for a pointer, a number for a scalar. Arrays are
-        C-contiguous; addresses are theirs, so `allocate` gives arrays aligned as a GPU allocation is.
-        `scheduler` is one of SCHEDULERS; equal seeds give equal schedules. `switch_limit` bounds fibre switches,
-        `chunk_limit` the chunks that a block has under way. `poisoned`: by parameter, the word (u32) that stands in
-        the array where nobody may read with `load_constant_u32`. `noted`: the parameter of an array of which each store
-        is noted (of watched programs), see `LaunchStats.overwritten`.
-        Raises Deadlock, Misuse, Race, SwitchLimit or TimeLimit with a report, CheetahError for wrong arguments. `watch`
-        is called every few milliseconds (not of a sanitized program); what it raises, and KeyboardInterrupt, ends the
-        launch where it is. The next one starts afresh, whatever this one left in the arrays.
-        """
-        shape = replace(
-            _shape(grid, block, shared_bytes, scheduler, seed, switch_limit),
-            chunk_limit=chunk_limit or 0,
-            poisoned=dict(poisoned or {}),
-            noted=noted,
-        )
-        return self._checked_run(shape, [arguments], timeout_s, watch)
+        """`launch_together` on one GPU."""
+        return self.launch_together(grid, block, shared_bytes, [arguments], **how)
 
     def launch_together(
         self,
@@ -145,35 +115,33 @@ class Program(ABC):
         shared_bytes: int,
         arguments: Sequence[Sequence[Argument]],
         *,
-        timeout_s: float | None = None,
-        watch: Callable[[], None] | None = None,
-        chunk_limit: int | None = None,
-        poisoned: Mapping[str, int] | None = None,
-        noted: str = "",
         scheduler: str = "round_robin",
         seed: int = 0,
         switch_limit: int | None = None,
+        chunk_limit: int | None = None,
+        poisoned: Mapping[str, int] | None = None,
+        noted: str = "",
+        timeout_s: float | None = None,
+        watch: Callable[[], None] | None = None,
     ) -> LaunchStats:
-        """The same on several GPUs (ranks) at once, of each of which this is the grid, and `arguments` has a list.
+        """Runs the kernel to its end on some GPUs (ranks) at once, of each of which this is the grid; arrays are read
+        and written in place.
 
-        An array that a `peer_parameter` of the manifest names is another rank's, to which words may be published; they
-        land later, in any order but each word's own. One that several ranks are given is everybody's.
+        `arguments` has a list for each rank that follows the parameters: an array or None (null) for a pointer, a
+        number for a scalar. Arrays are C-contiguous; addresses are theirs, so `allocate` gives arrays aligned as a GPU
+        allocation is. An array that a `peer_parameter` of the manifest names is another rank's, to which words may be
+        published; they land later, in any order but each word's own. One that several ranks are given is everybody's.
+        `scheduler` is one of SCHEDULERS; equal seeds give equal schedules. `switch_limit` bounds fibre switches,
+        `chunk_limit` the chunks that a block has under way. `poisoned`: by parameter, the word (u32) that stands in
+        the array where nobody may read with `load_constant_u32`. `noted`: the parameter of an array of which each store
+        is noted (of watched programs), see `LaunchStats.overwritten`.
+        Raises Deadlock, Misuse, Race, SwitchLimit or TimeLimit with a report, CheetahError for wrong arguments. `watch`
+        is called every few milliseconds (not of a sanitized program); what it raises, and KeyboardInterrupt, ends the
+        launch where it is. The next one starts afresh, whatever this one left in the arrays.
         """
-        shape = replace(
-            _shape(grid, block, shared_bytes, scheduler, seed, switch_limit),
-            chunk_limit=chunk_limit or 0,
-            poisoned=dict(poisoned or {}),
-            noted=noted,
+        shape = _shape(
+            *(grid, block, shared_bytes, scheduler, seed, switch_limit or 0, chunk_limit or 0, poisoned or {}, noted)
         )
-        return self._checked_run(shape, arguments, timeout_s, watch)
-
-    def _checked_run(
-        self,
-        shape: LaunchShape,
-        arguments: Sequence[Sequence[Argument]],
-        timeout_s: float | None,
-        watch: Callable[[], None] | None,
-    ) -> LaunchStats:
         for of_rank in arguments:
             if len(of_rank) != len(self.parameters):
                 wanted = ", ".join(p.name for p in self.parameters)
@@ -455,9 +423,8 @@ def _check_scalar(place: str, parameter: Parameter, argument: Argument) -> None:
         raise CheetahError(f"{place}: wants a number, got {type(argument).__name__}")
 
 
-def _shape(
-    grid: Extent, block: Extent, shared_bytes: int, scheduler: str, seed: int, switch_limit: int | None
-) -> LaunchShape:
+def _shape(grid: Extent, block: Extent, shared_bytes: int, scheduler: str, seed: int, *others: Any) -> LaunchShape:
+    """others: the fields of `LaunchShape` from switch_limit on."""
     if scheduler not in SCHEDULERS:
         raise CheetahError(f"no scheduler {scheduler!r}; there are {', '.join(SCHEDULERS)}")
     threads = math.prod(_three("block", block))
@@ -471,9 +438,7 @@ def _shape(
         shared_bytes,
         SCHEDULERS.index(scheduler),
         seed % (1 << 64),
-        switch_limit or 0,
-        chunk_limit=0,
-        poisoned={},
+        *others,
     )
 
 

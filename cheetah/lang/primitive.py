@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 import textwrap
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -39,10 +39,14 @@ class Primitive:
     cuda: str
     meaning: str
     pure: bool = False
-    requires: tuple[str, ...] = field(default=())
 
     def __post_init__(self) -> None:
         reserve(self.name)
+
+    @property
+    def requires(self) -> list[str]:
+        """The primitives that its body calls."""
+        return [name for name in re.findall(r"\w+", self.cuda) if name in PRIMITIVES and name != self.name]
 
     @property
     def has_scope(self) -> bool:
@@ -126,14 +130,12 @@ def with_requirements(found: Iterable[Primitive | str]) -> list[Primitive]:
     return listed + [wanted[name] for name in sorted(wanted)]
 
 
-def declare(
-    prototype: str, cuda: str, meaning: str, *, pure: bool = False, requires: tuple[str, ...] = ()
-) -> Primitive:
+def declare(prototype: str, cuda: str, meaning: str, *, pure: bool = False) -> Primitive:
     """Make a primitive and keep it in the list that the emulator's header must match. prototype: as the text has it,
     "uint32_t shuffle_u32(uint32_t value, uint32_t lane)"; `void*` takes any pointer, an array is "float (&sums)[4]"."""
     declared, _, given = prototype.removesuffix(")").partition("(")
     (name, returns), parameters = _declared(declared), dict(map(_declared, given.split(", ") if given else ()))
-    primitive = Primitive(name, returns, parameters, cuda, meaning, pure, requires)
+    primitive = Primitive(name, returns, parameters, cuda, meaning, pure)
     PRIMITIVES[name] = primitive
     return primitive
 

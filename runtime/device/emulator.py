@@ -134,12 +134,8 @@ class EmulatorDevice:
         launch = kernel.manifest.launch
         shape = (launch.blocks, launch.threads, launch.shared_bytes)
         options = {**_promises(kernel.manifest), **self._schedule, "watch": _end_if_interrupted}
-        program = kernel.program
         try:
-            if len(values) == 1:
-                self.stats = program.launch(*shape, values[0], **options)
-            else:
-                self.stats = program.launch_together(*shape, values, **options)
+            self.stats = kernel.program.launch_together(*shape, values, **options)
         except LaunchCancelled:
             raise
         except Exception as error:

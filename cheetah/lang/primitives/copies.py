@@ -17,7 +17,6 @@ store_shared_u32 = declare(
     "void store_shared_u32(uint32_t* place, uint32_t value)",
     'asm volatile("st.relaxed.cta.shared::cta.u32 [%0], %1;" :: "r"(shared_address(place)), "r"(value) : "memory");',
     "a store to shared memory that other threads of the block may look at any time: it orders nothing",
-    requires=("shared_address",),
 )
 load_shared_u32 = declare(
     "uint32_t load_shared_u32(const uint32_t* place)",
@@ -27,7 +26,6 @@ load_shared_u32 = declare(
     return result;
     """,
     "what was last seen stored there by `store_shared_u32`; it orders nothing",
-    requires=("shared_address",),
 )
 mbarrier_init = declare(
     "void mbarrier_init(uint64_t* barrier, uint32_t arrivals)",
@@ -36,7 +34,6 @@ mbarrier_init = declare(
       :: "r"(shared_address(barrier)), "r"(arrivals) : "memory");
     """,
     "a barrier whose phases complete after `arrivals` arrivals and all announced bytes",
-    requires=("shared_address",),
 )
 mbarrier_fence_init = declare(
     "void mbarrier_fence_init()",
@@ -47,7 +44,6 @@ mbarrier_arrive = declare(
     "void mbarrier_arrive(uint64_t* barrier)",
     'asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" :: "r"(shared_address(barrier)) : "memory");',
     "one arrival (release)",
-    requires=("shared_address",),
 )
 mbarrier_arrive_many = declare(
     "void mbarrier_arrive_many(uint64_t* barrier, uint32_t arrivals)",
@@ -56,7 +52,6 @@ mbarrier_arrive_many = declare(
       :: "r"(shared_address(barrier)), "r"(arrivals) : "memory");
     """,
     "`arrivals` arrivals at once (release)",
-    requires=("shared_address",),
 )
 mbarrier_arrive_expect_tx = declare(
     "void mbarrier_arrive_expect_tx(uint64_t* barrier, uint32_t bytes)",
@@ -65,7 +60,6 @@ mbarrier_arrive_expect_tx = declare(
       :: "r"(shared_address(barrier)), "r"(bytes) : "memory");
     """,
     "one arrival that announces bytes to come",
-    requires=("shared_address",),
 )
 mbarrier_wait = declare(
     "void mbarrier_wait(uint64_t* barrier, uint32_t parity)",
@@ -78,7 +72,6 @@ mbarrier_wait = declare(
       :: "r"(shared_address(barrier)), "r"(parity) : "memory");
     """,
     "waits until the phase of this parity has completed (acquire)",
-    requires=("shared_address",),
 )
 bulk_copy_unchecked = declare(
     "void bulk_copy(void* destination, const void* source, uint32_t bytes, uint64_t* barrier)",
@@ -91,7 +84,6 @@ bulk_copy_unchecked = declare(
       : "memory");
     """,
     "asynchronous copy of what is read once from global to shared memory; its bytes count on the barrier",
-    requires=("shared_address",),
 )
 bulk_copy_shared_unchecked = declare(
     "void bulk_copy_shared(void* destination, const void* source, uint32_t bytes, uint64_t* barrier)",
@@ -100,7 +92,6 @@ bulk_copy_shared_unchecked = declare(
       :: "r"(shared_address(destination)), "l"(source), "r"(bytes), "r"(shared_address(barrier)) : "memory");
     """,
     "the same of what other blocks read too, and L2 shall keep",
-    requires=("shared_address",),
 )
 fence_proxy_async = declare(
     "void fence_proxy_async()",

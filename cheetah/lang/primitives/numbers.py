@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from cheetah.lang.primitive import declare
 
-float_bits = declare(
-    "uint32_t float_bits(float value)", "return __float_as_uint(value);", "the 32 bits of a float", pure=True
-)
-bits_float = declare(
-    "float bits_float(uint32_t bits)", "return __uint_as_float(bits);", "the float with these 32 bits", pure=True
-)
-infinity = declare("float infinity()", "return __uint_as_float(0x7f800000);", "the float above all numbers", pure=True)
-not_a_number = declare("float not_a_number()", "return __uint_as_float(0x7fffffff);", "a NaN", pure=True)
-bf16_to_f32 = declare(
-    "float bf16_to_f32(bf16 value)", "return __uint_as_float((uint32_t)value.bits << 16);", "exact", pure=True
-)
-f32_to_bf16 = declare(
+pure = partial(declare, pure=True)
+
+float_bits = pure("uint32_t float_bits(float value)", "return __float_as_uint(value);", "the 32 bits of a float")
+bits_float = pure("float bits_float(uint32_t bits)", "return __uint_as_float(bits);", "the float with these 32 bits")
+infinity = pure("float infinity()", "return __uint_as_float(0x7f800000);", "the float above all numbers")
+not_a_number = pure("float not_a_number()", "return __uint_as_float(0x7fffffff);", "a NaN")
+bf16_to_f32 = pure("float bf16_to_f32(bf16 value)", "return __uint_as_float((uint32_t)value.bits << 16);", "exact")
+f32_to_bf16 = pure(
     "bf16 f32_to_bf16(float value)",
     """
     bf16 result;
@@ -23,9 +21,8 @@ f32_to_bf16 = declare(
     return result;
     """,
     "rounded to nearest even",
-    pure=True,
 )
-pack_bf16x2 = declare(
+pack_bf16x2 = pure(
     "uint32_t pack_bf16x2(float low, float high)",
     """
     uint32_t result;
@@ -33,18 +30,14 @@ pack_bf16x2 = declare(
     return result;
     """,
     "two floats rounded to bf16; `low` in the low half",
-    pure=True,
 )
-bf16x2_low = declare(
-    "float bf16x2_low(uint32_t pair)", "return __uint_as_float(pair << 16);", "the low bf16 of a pair", pure=True
-)
-bf16x2_high = declare(
+bf16x2_low = pure("float bf16x2_low(uint32_t pair)", "return __uint_as_float(pair << 16);", "the low bf16 of a pair")
+bf16x2_high = pure(
     "float bf16x2_high(uint32_t pair)",
     "return __uint_as_float(pair & 0xffff0000u);",
     "the high bf16 of a pair",
-    pure=True,
 )
-pack_f16x2 = declare(
+pack_f16x2 = pure(
     "uint32_t pack_f16x2(float low, float high)",
     """
     uint32_t result;
@@ -52,9 +45,8 @@ pack_f16x2 = declare(
     return result;
     """,
     "two floats rounded to f16; `low` in the low half",
-    pure=True,
 )
-e4m3x4_to_f16 = declare(
+e4m3x4_to_f16 = pure(
     "uint2 e4m3x4_to_f16(uint32_t codes)",
     """
     uint2 result;
@@ -64,9 +56,8 @@ e4m3x4_to_f16 = declare(
     return result;
     """,
     "four e4m3 codes, the first in the lowest byte, as f16 pairs: exact",
-    pure=True,
 )
-f16x2_low = declare(
+f16x2_low = pure(
     "float f16x2_low(uint32_t pair)",
     """
     float result;
@@ -74,9 +65,8 @@ f16x2_low = declare(
     return result;
     """,
     "the low f16 of a pair, exactly",
-    pure=True,
 )
-f16x2_high = declare(
+f16x2_high = pure(
     "float f16x2_high(uint32_t pair)",
     """
     float result;
@@ -84,9 +74,8 @@ f16x2_high = declare(
     return result;
     """,
     "the high f16 of a pair, exactly",
-    pure=True,
 )
-e4m3x4_to_bf16 = declare(
+e4m3x4_to_bf16 = pure(
     "uint2 e4m3x4_to_bf16(uint32_t codes)",
     """
     // A code's exponent and mantissa, put at the low end of a bf16's, stand for its value times 2^-120, also where it
@@ -100,9 +89,8 @@ e4m3x4_to_bf16 = declare(
     return result;
     """,
     "four e4m3 codes, the first in the lowest byte, as bf16 pairs: exact (the NaN code gives 480)",
-    pure=True,
 )
-multiply_bf16x2 = declare(
+multiply_bf16x2 = pure(
     "uint32_t multiply_bf16x2(uint32_t a, uint32_t b)",
     """
     uint32_t result;
@@ -110,9 +98,8 @@ multiply_bf16x2 = declare(
     return result;
     """,
     "the products of two pairs of bf16, rounded to nearest even",
-    pure=True,
 )
-e4m3x2_from_f32 = declare(
+e4m3x2_from_f32 = pure(
     "uint32_t e4m3x2_from_f32(float low, float high)",
     """
     uint16_t result;
@@ -120,9 +107,8 @@ e4m3x2_from_f32 = declare(
     return result;
     """,
     "two floats rounded to nearest even e4m3 codes, saturating at 448; `low` in the low byte",
-    pure=True,
 )
-maximum_u16x2 = declare(
+maximum_u16x2 = pure(
     "uint32_t maximum_u16x2(uint32_t a, uint32_t b)",
     """
     uint32_t result;
@@ -130,15 +116,13 @@ maximum_u16x2 = declare(
     return result;
     """,
     "the larger halves of two words, each half by itself",
-    pure=True,
 )
-byte_permute = declare(
+byte_permute = pure(
     "uint32_t byte_permute(uint32_t a, uint32_t b, uint32_t selector)",
     "return __byte_perm(a, b, selector);",
     "four of the eight bytes of b:a, chosen by nibbles",
-    pure=True,
 )
-choose_bytes = declare(
+choose_bytes = pure(
     "uint32_t choose_bytes(uint32_t a, uint32_t b, uint32_t selector)",
     """
     uint32_t bytes;
@@ -146,17 +130,15 @@ choose_bytes = declare(
     return bytes;
     """,
     "the same, for selectors that the device makes: the compiler masks those of `byte_permute`",
-    pure=True,
 )
-multiplied_u32 = declare(
+multiplied_u32 = pure(
     "uint32_t multiplied_u32(uint32_t word, uint32_t factor)",
     """
     return word * (blockDim.y * factor);  // blocks have one row of threads, which the compiler does not know
     """,
     "word * factor by the multiplier, also by a power of two: a shift goes to the pipe of masks and comparisons",
-    pure=True,
 )
-select_bits_u32 = declare(
+select_bits_u32 = pure(
     "uint32_t select_bits_u32(uint32_t mask, uint32_t word, uint32_t others)",
     """
     uint32_t result;  // written with a constant and its complement, it would be two instructions
@@ -164,24 +146,19 @@ select_bits_u32 = declare(
     return result;
     """,
     "(word & mask) | (others & ~mask), in one instruction",
-    pure=True,
 )
-multiply_high_u32 = declare(
+multiply_high_u32 = pure(
     "uint32_t multiply_high_u32(uint32_t a, uint32_t b)",
     "return __umulhi(a, b);",
     "upper half of the 64-bit product",
-    pure=True,
 )
-population_u32 = declare(
-    "uint32_t population_u32(uint32_t word)", "return __popc(word);", "how many of its bits are set", pure=True
-)
-fma_f32 = declare(
+population_u32 = pure("uint32_t population_u32(uint32_t word)", "return __popc(word);", "how many of its bits are set")
+fma_f32 = pure(
     "float fma_f32(float a, float b, float c)",
     "return __fmaf_rn(a, b, c);",
     "a * b + c, rounded once; where a text says `a * b + c`, both are rounded: no compiler fuses them",
-    pure=True,
 )
-exp2_f32 = declare(
+exp2_f32 = pure(
     "float exp2_f32(float value)",
     """
     float result;
@@ -189,15 +166,14 @@ exp2_f32 = declare(
     return result;
     """,
     "2^value (hardware approximation, 2 ulp)",
-    pure=True,
 )
-exp_f32 = declare("float exp_f32(float value)", "return __expf(value);", "e^value (fast)", pure=True)
-log_f32 = declare("float log_f32(float value)", "return logf(value);", "natural logarithm, accurate", pure=True)
-rsqrt_f32 = declare("float rsqrt_f32(float value)", "return rsqrtf(value);", "1/sqrt(value)", pure=True)
-divide_f32 = declare("float divide_f32(float a, float b)", "return __fdividef(a, b);", "a/b (fast)", pure=True)
-tanh_f32 = declare("float tanh_f32(float value)", "return tanhf(value);", "hyperbolic tangent", pure=True)
-maximum_f32 = declare(
-    "float maximum_f32(float a, float b)", "return fmaxf(a, b);", "the larger; the other one if one is NaN", pure=True
+exp_f32 = pure("float exp_f32(float value)", "return __expf(value);", "e^value (fast)")
+log_f32 = pure("float log_f32(float value)", "return logf(value);", "natural logarithm, accurate")
+rsqrt_f32 = pure("float rsqrt_f32(float value)", "return rsqrtf(value);", "1/sqrt(value)")
+divide_f32 = pure("float divide_f32(float a, float b)", "return __fdividef(a, b);", "a/b (fast)")
+tanh_f32 = pure("float tanh_f32(float value)", "return tanhf(value);", "hyperbolic tangent")
+maximum_f32 = pure(
+    "float maximum_f32(float a, float b)", "return fmaxf(a, b);", "the larger; the other one if one is NaN"
 )
 global_timer = declare(
     "uint64_t global_timer()",

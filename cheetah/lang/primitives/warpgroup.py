@@ -19,7 +19,6 @@ matrix_descriptor = declare(
     "where operand B [16, columns] lies in shared memory, as core matrices (8 columns x 8 of k in 128 bytes, 16 bytes "
     "of k for each column in turn; transposed: 16 bytes of columns for each k): leading_bytes apart along k, "
     "stride_bytes along the columns; all multiples of 16. Adding n moves the start by 16 n bytes",
-    requires=("shared_address",),
 )
 wgmma_fence = declare(
     "void wgmma_fence()",
