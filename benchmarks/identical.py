@@ -17,7 +17,7 @@ import json
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import islice
+from itertools import count, islice
 from pathlib import Path
 from typing import Any
 
@@ -73,10 +73,10 @@ class Compared:
     differing: int
 
 
-def requests(vocab: int, tokens: int, random: np.random.Generator) -> Iterator[Asked]:
+def requests(vocab: int, tokens: int, seed: int) -> Iterator[Asked]:
     """Without end: prompts and options in turn, each with a seed of its own."""
-    number = 0
-    while True:
+    random = np.random.default_rng(seed)
+    for number in count():
         options, length = dict(OPTIONS[number % len(OPTIONS)]), PROMPT_TOKENS[number // 3 % len(PROMPT_TOKENS)]
         prompt = random.integers(0, vocab, length).tolist()
         few = random.integers(0, vocab, options.pop("few", 0)).tolist()
@@ -90,13 +90,12 @@ def requests(vocab: int, tokens: int, random: np.random.Generator) -> Iterator[A
             SamplingParams(
                 max_tokens=tokens,
                 min_tokens=tokens // 3 if stops else 0,
-                seed=number,
+                seed=seed << 32 | number,
                 ignore_eos=True,
                 **chosen,
                 **options,
             ),
         )
-        number += 1
 
 
 def answered(llm: LLM, asked: Sequence[Asked], params: Sequence[SamplingParams], together: int) -> list[Any]:
@@ -109,21 +108,21 @@ def answered(llm: LLM, asked: Sequence[Asked], params: Sequence[SamplingParams],
     return found
 
 
-def compared(llm: LLM, name: str, tokens: int, answer_tokens: int) -> Iterator[Compared]:
-    """Of each batch, with its share of the tokens."""
-    vocab, random = llm.config.vocab_size, np.random.default_rng(0)
-    source = requests(vocab, answer_tokens, random)
-    count = max(1, tokens // len(BATCHES) // answer_tokens)
+def compared(llm: LLM, name: str, tokens: int, answer_tokens: int, seed: int) -> Iterator[Compared]:
+    """Of each batch, with its share of the tokens: as much as it has sequences."""
+    vocab = llm.config.vocab_size
+    source = requests(vocab, answer_tokens, seed)
     for batch in BATCHES:
+        asked_for = max(1, round(tokens * batch / sum(BATCHES) / answer_tokens))
         # Those that want logprobs together: beside one of them nobody has rounds on the device.
-        asked = sorted(islice(source, count), key=lambda one: one.params.logprobs is not None)
+        asked = sorted(islice(source, asked_for), key=lambda one: one.params.logprobs is not None)
         plain = answered(llm, asked, [replace(one.params, speculation=False) for one in asked], BATCHES[-1])
         known = [
             replace(one, answer=output.token_ids, logprobs=output.outputs[0].logprobs)
             for one, output in zip(asked, plain, strict=True)
         ]
         before = llm.engine.engine.load().decoded
-        every = [WRONG_EVERY[number % len(WRONG_EVERY)] for number in range(count)]
+        every = [WRONG_EVERY[number % len(WRONG_EVERY)] for number in range(asked_for)]
         params = [one.predicted(vocab, wrong) for one, wrong in zip(known, every, strict=True)]
         found = answered(llm, known, params, batch)
         after = llm.engine.engine.load().decoded
@@ -166,7 +165,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 pace = llm.engine.engine._scheduler._pace
                 pace.break_even = lambda sequences: 0.0  # type: ignore[method-assign]
                 pace.lacks_plain = lambda sequences: False  # type: ignore[method-assign]
-            for one in compared(llm, model, options.tokens, options.answer_tokens):
+            for one in compared(llm, model, options.tokens, options.answer_tokens, options.seed):
                 differing += one.differing
                 print(line_of(one), flush=True)
                 if options.json is not None:
@@ -182,6 +181,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--draft-model", help="drafts are this model's; nothing is looked up then")
     made.add_argument("--tokens", type=int, default=100_000, help="of all answers of a model")
     made.add_argument("--answer-tokens", type=int, default=256, help="of an answer, at most")
+    made.add_argument("--seed", type=int, default=0, help="of prompts and of what they ask for")
     made.add_argument("--max-context", type=int, default=1024, help="tokens of a sequence")
     made.add_argument("--json", type=Path, help="append the records here")
     made.add_argument("--device", default="cuda", help="cuda, or emulator to try it")
