@@ -1,13 +1,15 @@
 """The kernel that makes what a drafter of blocks knows of tokens: a row of each, which `fc` makes of what tapped layers
 left of it, side by side.
 
-One product over few tokens, in a launch of its own between that of the other model and those of the drafter: weights
+One product, in a launch of its own between that of the other model and those of the drafter: weights
 come as a checkpoint has them, row by row, and so do the tokens' rows. A block takes M-tiles in turn, its warps parts of
-k; a fragment's k is in the order in which a lane loads 16 bytes of both, which is the same for both.
+k; a fragment's k is in the order in which a lane loads 16 bytes of both, which is the same for both. How many tokens
+there are changes no bit of a row.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,11 +19,33 @@ from cheetah.plan.formats import M_TILE_ROWS
 from cheetah.plan.known import KNOWN_WORDS, ROWS_BEGIN, SLOTS_BEGIN
 
 KERNEL_NAME = "known_rows"
-WARPS, TOKENS, GROUP, UNIT = 16, 16, 8, 32
-"""Warps of a block; tokens that are multiplied together, in two groups; columns that a warp takes at a time."""
-GROUPS = TOKENS // GROUP
+WARPS, GROUP, UNIT = 16, 8, 32
+"""Warps of a block; tokens of a group, which an `mma` takes; columns that a warp takes at a time."""
 OF_GROUP = M_TILE_ROWS * GROUP
-SHARED_BYTES = WARPS * GROUPS * OF_GROUP * 4
+
+
+@dataclass(frozen=True)
+class Share:
+    """What a block multiplies together: M-tiles, groups of tokens. unroll: units of columns that a warp has under way
+    at least."""
+
+    tiles: int
+    groups: int
+    unroll: int
+
+    @property
+    def tokens(self) -> int:
+        return self.groups * GROUP
+
+    @property
+    def elements(self) -> int:
+        """Sums of each warp."""
+        return self.tiles * self.groups * OF_GROUP
+
+
+FEW, MANY = Share(tiles=1, groups=2, unroll=4), Share(tiles=2, groups=8, unroll=1)
+"""Of a round, whose weights take all the time; of a prompt, whose rows are read as often as there are M-tiles."""
+SHARED_BYTES = WARPS * MANY.elements * 4
 BUFFERS: dict[str, tuple[ty.Type, str, tuple[int | str, ...] | None, str, bool]] = {
     "taps": (ty.ptr(ty.bf16), "what tapped layers left of tokens, a row each", None, "host", True),
     "fc": (ty.ptr(ty.bf16), "its rows as they are, filled up with zeros", ("fc_rows", "fc_columns"), "host", False),
@@ -43,66 +67,74 @@ def build_known_rows(m_tiles: int, columns: int, width: int) -> ch.Kernel:
 
 @ch.inline
 def _emit(given: Any, m_tiles: int, columns: int, width: int) -> None:
-    thread = ch.const(ty.u32, ch.thread_idx_x(), name="thread")
-    partial = ch.reinterpret(ty.ptr_mut(ty.f32), prim.shared_arena())
-    count = ch.const(ty.u32, given.known[0], name="count")
-    with ch.for_(ch.block_idx_x(), m_tiles, ch.grid_dim_x(), unroll=1, name="m_tile") as m_tile:
-        with ch.for_(0, count, TOKENS, unroll=1, name="first") as first:
-            _multiply(given, columns, m_tile, (first, count), thread, partial)
+    given.thread = ch.const(ty.u32, ch.thread_idx_x(), name="thread")
+    given.partial = ch.reinterpret(ty.ptr_mut(ty.f32), prim.shared_arena())
+    given.count = ch.const(ty.u32, given.known[0], name="count")
+    with ch.if_(given.count <= FEW.tokens):
+        _make_rows(given, FEW, m_tiles, columns, width)
+    with ch.else_():
+        _make_rows(given, MANY, m_tiles, columns, width)
+
+
+@ch.inline
+def _make_rows(given: Any, share: Share, m_tiles: int, columns: int, width: int) -> None:
+    with ch.for_(ch.block_idx_x() * share.tiles, m_tiles, ch.grid_dim_x() * share.tiles, unroll=1, name="tile") as tile:
+        with ch.for_(0, given.count, share.tokens, unroll=1, name="first") as first:
+            _multiply(given, share, tile, first, m_tiles, columns)
             prim.block_barrier()
-            _add(given, width, m_tile, (first, count), thread, partial)
+            _add(given, share, tile, first, m_tiles, width)
             prim.block_barrier()  # all have read what the next tokens' sums are laid over
 
 
 @ch.inline
-def _multiply(given: Any, columns: int, m_tile: Any, tokens: Any, thread: Any, partial: Any) -> None:
-    """A warp's part of the sums of 16 rows and 16 tokens. tokens: the first of these, and how many there are in all."""
-    first, count = tokens
-    warp, lane = thread // 32, thread % 32
+def _multiply(given: Any, share: Share, first_tile: Any, first: Any, m_tiles: int, columns: int) -> None:
+    """A warp's part of the sums of some rows and tokens: a part of the columns."""
+    warp, lane = given.thread // 32, given.thread % 32
     in_unit = lane % 4  # of 8 columns
-    row = m_tile * M_TILE_ROWS + lane // 4
-    low = _units(given.fc, row, columns) + in_unit
-    high = _units(given.fc, row + M_TILE_ROWS // 2, columns) + in_unit
-    of_tokens = []
-    for group in range(GROUPS):
-        token = ch.minimum(first + (group * GROUP + lane // 4), count - 1)
-        own = _units(given.taps, given.known[token + ROWS_BEGIN], columns) + in_unit
-        of_tokens.append(ch.const(low.type, own, name="of_token"))
-    sums = ch.array(ty.f32, GROUPS, 4)
-    for group in range(GROUPS):
-        for member in range(4):
-            sums[group][member] = 0.0
-    with ch.for_(warp, columns // UNIT, WARPS, unroll=4, name="unit") as unit:
-        above = ch.const(ty.u32x4, low[unit * 4], name="above")
-        below = ch.const(ty.u32x4, high[unit * 4], name="below")
-        near = ch.const(ty.u32x4, prim.make_u32x4(above.x, below.x, above.y, below.y), name="near")
-        far = ch.const(ty.u32x4, prim.make_u32x4(above.z, below.z, above.w, below.w), name="far")
+    halves, of_tokens = [], []
+    for number in range(share.tiles):
+        row = ch.minimum(first_tile + number, m_tiles - 1) * M_TILE_ROWS + lane // 4
+        for half in (row, row + M_TILE_ROWS // 2):
+            halves.append(ch.const(ty.u32, half * (columns // 8) + in_unit, name="of_row"))
+    for group in range(share.groups):
+        token = ch.minimum(first + (group * GROUP + lane // 4), given.count - 1)
+        row = given.known[token + ROWS_BEGIN]
+        of_tokens.append(ch.const(ty.u32, row * (columns // 8) + in_unit, name="of_token"))
+    weights, taps = (ch.reinterpret(ty.ptr(ty.u32x4), one) for one in (given.fc, given.taps))
+    sums = ch.array(ty.f32, share.tiles * share.groups, 4)
+    with ch.for_(share.tiles * share.groups, unroll=True, name="place") as place:
+        with ch.for_(4, unroll=True, name="member") as member:
+            sums[place][member] = 0.0
+    with ch.for_(warp, columns // UNIT, WARPS, unroll=share.unroll, name="unit") as unit:
+        fragments = []
+        for above, below in zip(halves[::2], halves[1::2], strict=True):
+            high = ch.const(ty.u32x4, weights[above + unit * 4], name="high")
+            low = ch.const(ty.u32x4, weights[below + unit * 4], name="low")
+            near = ch.const(ty.u32x4, prim.make_u32x4(high.x, low.x, high.y, low.y), name="near")
+            far = ch.const(ty.u32x4, prim.make_u32x4(high.z, low.z, high.w, low.w), name="far")
+            fragments.append((near, far))
         for group, of_token in enumerate(of_tokens):
-            values = ch.const(ty.u32x4, of_token[unit * 4], name="values")
-            prim.mma_bf16(sums[group], near, values.x, values.y)
-            prim.mma_bf16(sums[group], far, values.z, values.w)
-    for group in range(GROUPS):
-        for member in range(4):
-            partial[(warp * GROUPS + group) * OF_GROUP + member * 32 + lane] = sums[group][member]
-
-
-def _units(base: Any, row: Any, columns: int) -> Any:
-    """A row as units of 8 elements."""
-    return ch.reinterpret(ty.ptr(ty.u32x4), base + ty.u64(row) * columns)
+            values = ch.const(ty.u32x4, taps[of_token + unit * 4], name="values")
+            for number, (near, far) in enumerate(fragments):
+                prim.mma_bf16(sums[number * share.groups + group], near, values.x, values.y)
+                prim.mma_bf16(sums[number * share.groups + group], far, values.z, values.w)
+    own = given.partial + (warp * share.elements + lane)
+    with ch.for_(share.tiles * share.groups, unroll=True, name="place") as place:
+        with ch.for_(4, unroll=True, name="member") as member:
+            own[place * OF_GROUP + member * 32] = sums[place][member]
 
 
 @ch.inline
-def _add(given: Any, width: int, m_tile: Any, tokens: Any, thread: Any, partial: Any) -> None:
-    """The warps' sums, in order: of the first threads one an element."""
-    first, count = tokens
-    total = ch.var(ty.f32, 0.0)
-    with ch.for_(WARPS, unroll=True, name="part") as part:
-        total += partial[part * (GROUPS * OF_GROUP) + thread % (GROUPS * OF_GROUP)]
-    lane, member = thread % 32, thread % OF_GROUP // 32
-    token = first + thread // OF_GROUP * GROUP + lane % 4 * 2 + member % 2
-    row = m_tile * M_TILE_ROWS + lane // 4 + member // 2 * (M_TILE_ROWS // 2)
-    with ch.if_((thread < GROUPS * OF_GROUP) & (token < count) & (row < width)):
-        given.known_rows[ty.u64(given.known[token + SLOTS_BEGIN]) * width + ty.u64(row)] = prim.f32_to_bf16(total)
-
-
-assert GROUPS * OF_GROUP <= WARPS * 32, "a thread an element"
+def _add(given: Any, share: Share, first_tile: Any, first: Any, m_tiles: int, width: int) -> None:
+    """The warps' sums, in order: a thread an element."""
+    with ch.for_(given.thread, share.elements, WARPS * 32, unroll=1, name="element") as element:
+        total = ch.var(ty.f32, 0.0)
+        with ch.for_(WARPS, unroll=True, name="part") as part:
+            total += given.partial[part * share.elements + element]
+        lane, member, place = element % 32, element % OF_GROUP // 32, element // OF_GROUP
+        token = first + place % share.groups * GROUP + lane % 4 * 2 + member % 2
+        tile = first_tile + place // share.groups
+        row = tile * M_TILE_ROWS + lane // 4 + member // 2 * (M_TILE_ROWS // 2)
+        with ch.if_((token < given.count) & (row < min(width, m_tiles * M_TILE_ROWS))):
+            slot = given.known[token + SLOTS_BEGIN]
+            given.known_rows[ty.u64(slot) * width + ty.u64(row)] = prim.f32_to_bf16(total)

@@ -277,6 +277,26 @@ def test_who_gives_pages_back_is_known_again_when_it_reads_again(llm: LLM, folde
     assert len(drafted) > 20 and share_of_float32s(drafted, folder) > 0.9
 
 
+@pytest.mark.slow
+@pytest.mark.compiler
+def test_rows_of_known_tokens_have_the_same_bits_however_many_there_are(llm: LLM) -> None:
+    made, count = llm.assembly, 70
+    rows, taps = made.known_rows, made.launcher.taps  # type: ignore[union-attr]
+    assert rows is not None and taps is not None
+    fc = widen(rows.buffers["fc"].download(np.uint16, (HIDDEN, len(TAPS) * HIDDEN)))
+    left = np.random.default_rng(2).standard_normal((taps.nbytes // (2 * fc.shape[1]), fc.shape[1]))
+    taps.upload(left.astype(ml_dtypes.bfloat16).view(np.uint16))
+    places = [number * 7 % len(left) for number in range(count)]
+    rows.make(taps, places, range(count - 1, -1, -1))
+    together = rows._known_rows.download(np.uint16, (count, HIDDEN))
+    wanted = left.astype(ml_dtypes.bfloat16).astype(np.float32)[places[::-1]] @ fc.T
+    assert np.abs(widen(together) - wanted).max() < 2e-2
+    for first in (0, 3):
+        rows.make(taps, places[first : first + 11 - first], range(count, count + 11 - first))
+        alone = rows._known_rows.download(np.uint16, (count + 11 - first, HIDDEN))[count:]
+        assert (alone == together[::-1][first:11]).all()
+
+
 @pytest.mark.parametrize("model", ["qwen3-0.6b", "qwen3-8b"])
 def test_what_is_launched_beside_a_drafters_steps_is_resident_at_once(model: str) -> None:
     gpu, opened = gpu_named("h200"), open_drafter(RANDOM_BLOCKS, open_checkpoint(RANDOM + model))
