@@ -175,7 +175,7 @@ class Eagle3Family(DenseFamily):
         cached: Rounding | None = None,
         kv_scales: F32 | None = None,
     ) -> NoReturn:
-        raise NotImplementedError("a head means something beside hidden states alone: see `Eagle3Reference`")
+        raise NotImplementedError("a head means something beside hidden states alone")
 
 
 FAMILY = Eagle3Family(Eagle3Config, {})

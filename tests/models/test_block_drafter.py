@@ -15,7 +15,6 @@ from numpy.typing import NDArray
 from safetensors.numpy import load_file, save_file
 
 from cheetah.errors import CheetahError
-from cheetah.models.block_drafter.reference import BlockReference
 from cheetah.models.config import ModelConfig
 from cheetah.models.dense.weights import EMBEDDING
 from cheetah.models.registry import read_config, read_drafter
@@ -34,6 +33,7 @@ from tests.models.goldens.block_drafter import (
     target_embedding,
     weights_of,
 )
+from tests.models.meaning_of_blocks import BlockReference
 
 ROUNDING = 1e-5
 

@@ -15,7 +15,6 @@ from safetensors.numpy import load_file, save_file
 
 from cheetah.errors import CheetahError
 from cheetah.models.dense.weights import EMBEDDING
-from cheetah.models.eagle3.reference import Eagle3Reference
 from cheetah.models.registry import family_of, read_config, read_drafter
 from cheetah.runtime.checkpoint.drafters import RANDOM_HEAD, open_drafter
 from cheetah.runtime.checkpoint.loading import Checkpoint
@@ -31,6 +30,7 @@ from tests.models.goldens.eagle3 import (
     tokens_of,
     weights_of,
 )
+from tests.models.meaning_of_heads import Eagle3Reference
 
 ROUNDING = 1e-5
 

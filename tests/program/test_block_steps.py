@@ -15,7 +15,6 @@ import numpy as np
 import pytest
 
 from cheetah.generate import generate_kernel
-from cheetah.models.block_drafter.reference import BlockReference
 from cheetah.models.rounding import as_bf16, round_to_bf16
 from cheetah.plan.known import KNOWN
 from cheetah.runtime.checkpoint.drafters import open_drafter
@@ -24,6 +23,7 @@ from cheetah.runtime.engine.block_launches import BlockLauncher
 from cheetah.runtime.engine.launcher import Launcher, Part
 from cheetah.tools.rig import Rig
 from tests.models.goldens.block_drafter import DSPARK, left_of, weights_of
+from tests.models.meaning_of_blocks import BlockReference
 from tests.models.test_block_drafter import target, written
 from tests.program.joined import SELECTOR, chosen
 from tests.program.planted_sampling import SamplingBug

@@ -14,13 +14,13 @@ import pytest
 from numpy.typing import NDArray
 
 from cheetah.models.drafter import OFFSETS, TOKEN_IDS, plain_name, token_ids
-from cheetah.models.eagle3.reference import Eagle3Reference
 from cheetah.models.registry import read_drafter
 from cheetah.models.rounding import as_bf16
 from cheetah.models.sampling import sample
 from cheetah.package import Generated
 from cheetah.runtime.engine.launcher import Part, Sampling
 from tests.models.goldens.eagle3 import CONFIGS, HIDDEN, KNOWN, TARGET, VOCAB, features_of, tokens_of, weights_of
+from tests.models.meaning_of_heads import Eagle3Reference
 from tests.planted_text import planted
 from tests.program.rig import Rig, kept_kernel, relative_error
 from tests.tiers import tiered

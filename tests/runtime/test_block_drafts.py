@@ -16,7 +16,6 @@ from safetensors.numpy import save_file
 
 from cheetah.errors import CheetahError
 from cheetah.generate import generate_handoff, generate_known_rows, generate_markov
-from cheetah.models.block_drafter.reference import BlockReference
 from cheetah.models.registry import family_of
 from cheetah.models.rounding import round_to_bf16, widen
 from cheetah.plan import Gpu, gpu_named
@@ -26,6 +25,7 @@ from cheetah.runtime.checkpoint.loading import RANDOM, open_checkpoint
 from cheetah.runtime.engine.completion import Completion
 from cheetah.runtime.engine.drafting import Speculation
 from cheetah.runtime.outputs import RequestOutput
+from tests.models.meaning_of_blocks import BlockReference
 from tests.planted_text import planted
 from tests.runtime.test_draft_head import drafts_of_rounds
 from tests.runtime.test_draft_model import asked, drafted_in, ids_of

@@ -18,12 +18,12 @@ from tokenizers import Tokenizer
 from cheetah.errors import CheetahError
 from cheetah.generate import generate_handoff
 from cheetah.models.dense.reference import Reference
-from cheetah.models.eagle3.reference import Eagle3Reference
 from cheetah.plan import Gpu
 from cheetah.runtime import LLM
 from cheetah.runtime.checkpoint.drafters import open_drafter
 from cheetah.runtime.checkpoint.loading import Checkpoint, open_checkpoint
 from cheetah.runtime.engine.completion import Completion
+from tests.models.meaning_of_heads import Eagle3Reference
 from tests.planted_text import planted
 from tests.runtime.test_draft_model import asked, drafted_in, ids_of
 from tests.runtime.test_speculation import ASKED, TEXT, opened

@@ -79,8 +79,6 @@ _PRODUCTS = {
     **{160: wgmma_bf16_n160, 256: wgmma_bf16_n256},
 }
 _TRANSPOSED = {64: wgmma_bf16_n64_transposed, 96: wgmma_bf16_n96_transposed, 128: wgmma_bf16_n128_transposed}
-WGMMA_COLUMNS = tuple(_PRODUCTS)
-"""Columns of B and of the sums that there are products for."""
 
 
 def wgmma_bf16(columns: int, *, transposed: bool = False) -> Primitive:

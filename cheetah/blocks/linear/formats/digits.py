@@ -44,8 +44,6 @@ WARP = 32
 ELEMENT_BITS, PLAIN_BITS = 18, 21
 BALANCE = ch.bits("BALANCE", 0x80808080)
 """What flips bytes that are 128 too large into two's complement."""
-BALANCED = BALANCE & 0xFFFFFF
-"""The same of three digits."""
 ROUND_HIGH, ROUND_LOW = float(2**23 + 0x408080), float(2**23 + 0x3C1010)
 """A float to which 2^23 and more is added ends in the nearest integer, here with what balances digits already added:
 the lower two bytes of Xh + 0x408080 are digits 0 and 1, 128 too large each, the third is 64 more than digit 2. 16 times
