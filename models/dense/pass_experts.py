@@ -87,8 +87,8 @@ class PassExperts:
     def store_weighed(self, product: Product, layer: Any, activation: Any) -> StoreWeighed:
         """What becomes of the rows of gate and up."""
         biases = biases_of_layer(self.parts.launch, product, layer)
-        of_slots = self._of_slots, self.parts.section("gated"), self.factors, activation
-        return StoreWeighed(*of_slots, biases, bias_rows(product))
+        into, m_tiles = self.parts.sections("gated"), self.parts.matrices[product].full_m_tiles
+        return StoreWeighed(self._of_slots, into, m_tiles, self.factors, activation, biases, bias_rows(product))
 
     def store_logits(self, machine: PassMachine, router: Product, layer: Any, scales: Scales) -> StoreByToken:
         """What becomes of the rows of the router."""
@@ -103,7 +103,7 @@ class PassExperts:
         slots, rows = self.parts.section(SLOTS[0], ty.u32), self.parts.section(EXPERT_ROWS[0], ty.u32)
         ranked = Ranked(slots, rows, self.parts.sizes.expert_width, product.experts.chosen)
         if (biases := biases_of_layer(self.parts.launch, product, layer)) is not None:
-            assert bias_rows(product) == ranked.width, product
-            choices = self._choices
-            ranked = replace(ranked, experts=choices.experts, weights=choices.weights, biases=biases)
+            choices, first = self._choices, self.machine.of_all(0, ranked.width)
+            ranked = replace(ranked, experts=choices.experts, weights=choices.weights, biases=biases + first)
+            ranked = replace(ranked, bias_width=bias_rows(product))
         return replace(given, ranked=ranked)

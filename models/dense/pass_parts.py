@@ -168,7 +168,9 @@ class PassParts:
         """The rows of q, k and v, to be normalised in the next phase."""
         assert isinstance(heads, StoreHeads)
         span = self.sizes.pass_plan.span_m_tiles(self.shape.head_dim)
-        m_tiles, squares = self.matrices[product].full_m_tiles, self.section(JOINT[0], ty.f32)
+        m_tiles, squares = self.matrices[product].full_m_tiles, self.sections(JOINT[0], ty.f32)
+        if not self.shape.joint_norms:
+            squares = squares[:1]
         return StoreSquares(self.machine, parts, heads=heads, squares=squares, span=span, m_tiles=m_tiles)
 
     def places(self, row: Any) -> Any:

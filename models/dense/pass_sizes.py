@@ -162,8 +162,6 @@ class PassSizes:
             raise PlanError("a pass knows no gated heads and no Gated DeltaNet so far")
         if self.config.has_out_biases and (self.shape.norms_behind or self.config.residual_multiplier != 1):
             raise PlanError("a pass adds o's biases to the residual, and knows no norm or multiplier between")
-        if self.config.has_out_biases and self.gpu.ranks > 1:
-            raise PlanError(f"a pass of o with biases is made by one GPU so far, and {self.gpu.ranks} make the steps")
         if self.shape.experts is not None:
             self._check_experts()
         for layout in self.matrices.of_layer:
@@ -181,15 +179,14 @@ class PassSizes:
     def _check_ranks(self) -> None:
         """Squares are summed over a tile's rows first: in the order of one GPU where each has whole tiles."""
         ranks, tile_rows, rows = self.gpu.ranks, self.pass_plan.tile_m_tiles * M_TILE_ROWS, self.shape.hidden
-        if ranks > 1 and self.shape.joint_norms:
-            raise PlanError(f"a pass with norms over all heads is made by one GPU so far, and {ranks} make the steps")
         if ranks > 1 and self.plan.kv_chunk and rows % (ranks * tile_rows):
             raise PlanError(
                 f"with a fixed kv_chunk a pass by {ranks} GPUs has the bits of one where the {rows} rows of the "
                 f"residual are whole tiles of {tile_rows} on each: prompts are read in steps"
             )
-        for layout in self.matrices.of_layer:
-            if ranks > 1 and layout.rows % M_TILE_ROWS:  # of two narrow M-tiles a pass makes one
+        for product in self.table.products:
+            layout, is_whole = self.matrices[product], product.output is not None and product.output.is_words
+            if ranks > 1 and not is_whole and layout.rows % M_TILE_ROWS:  # of two narrow M-tiles a pass makes one
                 raise PlanError(
                     f"a pass by {ranks} GPUs takes whole M-tiles, and {layout.name} has {layout.rows} rows on each"
                 )
@@ -202,8 +199,6 @@ class PassSizes:
         formats = [product.format for product in self.table.products if product.experts is not None]
         if not all(format == BF16 or isinstance(format, QuantizedTiles) for format in formats):
             raise PlanError("a pass multiplies experts in bf16 or quantised ones: prompts of others are read in steps")
-        if self.gpu.ranks > 1:
-            raise PlanError(f"a pass of experts is made by one GPU so far, and {self.gpu.ranks} make the steps")
 
     @property
     def format(self) -> TileFormat:
@@ -426,5 +421,9 @@ class PassSizes:
 
     @property
     def _spans(self) -> int:
-        """Of whose rows there are sums of squares: those of q, k and v in a tile, or of a head of it."""
-        return ceil_div(self.matrices[self.table.heads].full_m_tiles, self.pass_plan.span_m_tiles(self.shape.head_dim))
+        """Of whose rows there are sums of squares: those of q, k and v in a tile, or of a head of it; with norms over
+        all heads those of all ranks' queries and keys, and behind them this one's values."""
+        span, others = self.pass_plan.span_m_tiles(self.shape.head_dim), 0
+        if self.shape.joint_norms:
+            others = (self.gpu.ranks - 1) * self.shape.rotated_rows // (span * M_TILE_ROWS)
+        return others + ceil_div(self.matrices[self.table.heads].full_m_tiles, span)

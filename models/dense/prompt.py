@@ -196,7 +196,8 @@ class Pass(PassParts):
                 with ch.if_(self._ends_with_keys(layer)):
                     ch.break_()
             self.machine.renew()
-            if (pushed := self._pushed(line)) is not None:
+            pushed = self._pushed(line)
+            if pushed is not None and isinstance(line, Multiply) and self._is_pushed(type(line.then), self.product):
                 Pushes(self.machine, self.product.token_tiles).push(pushed)
         self._end_pushes(len(self.sizes.phases_of(line)))
 
@@ -211,7 +212,8 @@ class Pass(PassParts):
         if not (self.machine.has_pushes and isinstance(line, Multiply) and self.launch.places is None):
             return None
         product, kind = line.product, type(line.then)
-        if kind not in (Gated, OntoResidual) or product.output is None or len(self.sizes.phases_of(line)) > 1:
+        is_whole = product.experts is None and len(self.sizes.phases_of(line)) == 1
+        if kind not in (Gated, OntoResidual) or product.output is None or not is_whole:
             return None
         of_pairs = kind is Gated and self._activation != "relu2"
         of_k_tile = VECTOR_COLUMNS // (M_TILE_ROWS // 2 if of_pairs else M_TILE_ROWS)

@@ -101,8 +101,8 @@ class Given:
 @dataclass(frozen=True, eq=False)
 class Ranked:
     """What experts made: rows, as `StoreBySlot` has them, of `width`, of the slots (u32 [token][rank]) of a token's
-    `chosen` experts. biases: of the experts' rows, bf16 [expert][width], which count as the rows do: times the weight
-    (f32 [token][rank]) of the expert (u32 [token][rank]); None without."""
+    `chosen` experts. biases: of the experts' rows, bf16 [expert][bias_width] from the first row of this GPU on, which
+    count as the rows do: times the weight (f32 [token][rank]) of the expert (u32 [token][rank]); None without."""
 
     slots: ch.Expr
     rows: ch.Expr
@@ -111,6 +111,7 @@ class Ranked:
     experts: ch.Expr | None = None
     weights: ch.Expr | None = None
     biases: ch.Expr | None = None
+    bias_width: int = 0
 
 
 @dataclass(frozen=True, eq=False)

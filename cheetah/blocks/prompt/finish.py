@@ -254,7 +254,14 @@ class StoreGated(Store):
 
 
 @ch.function
-def store_weighed(machine: PassMachine, into: ch.Expr, sums: Sums, factors: ch.Expr, activation: Any) -> None:
+def store_weighed(
+    machine: PassMachine,
+    into: ch.Expr,
+    sums: Sums,
+    factors: ch.Expr,
+    activation: Any,
+    others: Sequence[ch.Expr],
+) -> None:
     """The same of slots, whose gate and up rows are scaled, and whose product is multiplied by a weight in f32.
     factors: f32x4 of two slots, the scale of each before its weight. What `of_rows` has is added to the rows."""
     first, second, third, fourth = sums.values
@@ -263,7 +270,7 @@ def store_weighed(machine: PassMachine, into: ch.Expr, sums: Sums, factors: ch.E
         rows = [(gate + sums.of_rows[0], up + sums.of_rows[1]) for gate, up in rows]
     gated = _gated(*rows[0], activation) * factors.y
     other = _gated(*rows[1], activation) * factors.w
-    _store_pair(machine, (into,), sums, gated, other)
+    _store_pair(machine, (into, *others), sums, gated, other)
 
 
 class SlotFactors(Scales):
@@ -299,11 +306,12 @@ class SlotFactors(Scales):
 
 @dataclass(frozen=True, eq=False)
 class StoreWeighed(Finish):
-    """activation(gate) * up of an expert's rows, times the weight that it has to the token of each slot. biases: of
-    gate and up, bf16 [expert][bias_rows], if they have some."""
+    """activation(gate) * up of an expert's rows, times the weight that it has to the token of each slot. m_tiles: of
+    the matrix, a rank's. biases: of gate and up, bf16 [expert][bias_rows], if they have some."""
 
     machine: PassMachine
-    into: ch.Expr
+    into: Sequence[ch.Expr]
+    m_tiles: int
     factors: SlotFactors
     activation: Any
     biases: ch.Expr | None = None
@@ -313,14 +321,16 @@ class StoreWeighed(Finish):
     def load_rows_of(self, m_tile: ch.Expr, expert: ch.Expr) -> Any:
         if self.biases is None:
             return None
-        return _biases_of(self.machine, self.biases + expert * self.bias_rows, m_tile)
+        of_all = self.machine.of_all(m_tile, self.m_tiles)
+        return _biases_of(self.machine, self.biases + expert * self.bias_rows, of_all)
 
     def begin(self, row_tile: ch.Expr, first_group: ch.Expr) -> None:
         self.factors.load(first_group)
 
     def finish(self, sums: Sums) -> None:
         factors = ch.const(ty.f32x4, self.factors.of_pair(sums), name="factors")
-        store_weighed(self.machine, self.into, sums, factors, self.activation)
+        of_all = replace(sums, m_tile=self.machine.of_all(sums.m_tile, self.m_tiles))
+        store_weighed(self.machine, self.into[0], of_all, factors, self.activation, self.into[1:])
 
 
 @dataclass(frozen=True, eq=False)

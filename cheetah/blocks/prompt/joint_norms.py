@@ -4,12 +4,13 @@ and finished in the next phase.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from cheetah import lang as ch
 from cheetah.blocks.prompt.cases import Sums
-from cheetah.blocks.prompt.finish import HALF, lay_down_squares
+from cheetah.blocks.prompt.finish import HALF, lay_down_squares, store_at
 from cheetah.blocks.prompt.keys import HeadRows, PassHeadNorms, StoreHeads
 from cheetah.blocks.prompt.parts import StoreParts
 from cheetah.lang import prim, ty
@@ -43,9 +44,30 @@ class JointHeadNorms(PassHeadNorms):
         of_head = self._spans_of_head
         if not self.joint:
             return span // of_head * of_head, of_head
-        queries, keys = self.shape.heads * of_head, self.shape.kv_heads * of_head
-        is_query = span < queries
+        own, ranks = self.shape.heads * of_head, self.machine.world.size
+        is_query, queries, keys = span < own, ranks * own, ranks * self.shape.kv_heads * of_head
         return ch.select(is_query, ty.u32(0), ty.u32(queries)), ch.select(is_query, ty.u32(queries), ty.u32(keys))
+
+    @property
+    def normed_spans(self) -> int:
+        """Of this rank's queries and keys."""
+        return (self.shape.heads + self.shape.kv_heads) * self._spans_of_head
+
+    def of_all(self, span: ch.Expr) -> Any:
+        """The number that a span of this rank has where its norm is of all ranks' heads: queries of all, keys of all,
+        and this rank's values."""
+        return self._of_all(span, self._spans_of_head) if self.joint else span
+
+    def _of_all(self, number: ch.Expr, of_head: int) -> Any:
+        """The same of a thing of which every head has so many."""
+        machine, others = self.machine, self.machine.world.size - 1
+        if not others:
+            return number
+        queries, keys = self.shape.heads * of_head, self.shape.kv_heads * of_head
+        of_key = number + (others * queries + machine.rank * keys)
+        of_value = number + others * (queries + keys)
+        of_others = ch.select(number < queries + keys, of_key, of_value)
+        return ch.select(number < queries, number + machine.rank * queries, of_others)
 
     @ch.function
     def begin(self, row_tile: ch.Expr, token_tile: ch.Expr) -> None:
@@ -77,8 +99,9 @@ class JointHeadNorms(PassHeadNorms):
         """The weights of rows g and g + 8 of an M-tile of a query or a key; those of a value are never used."""
         if not self.joint:
             return super().load(layer, m_tile)
-        rows = self.shape.rotated_rows
-        row = ch.minimum(m_tile * M_TILE_ROWS, rows - M_TILE_ROWS) + self.machine.lane // 4
+        rows = self.machine.world.size * self.shape.rotated_rows
+        first = self._of_all(m_tile * M_TILE_ROWS, self.shape.head_dim)
+        row = ch.minimum(first, rows - M_TILE_ROWS) + self.machine.lane // 4
         weights = ch.array(ty.f32, 2)
         for index in range(2):
             weights[index] = self._factor(self.weights[layer * rows + row + index * HALF])
@@ -95,10 +118,11 @@ class JointHeadNorms(PassHeadNorms):
 @dataclass(frozen=True, eq=False)
 class StoreSquares(StoreParts):
     """The rows of q, k and v, scaled and with their biases, as `StoreParts`; beside them each span's sums of squares,
-    f32 [span][tokens of the pass]. span: its M-tiles; m_tiles: all that there are."""
+    f32 [span][tokens of the pass], for every rank where norms are of all ranks' heads. span: its M-tiles; m_tiles: all
+    that there are."""
 
     heads: StoreHeads
-    squares: ch.Expr
+    squares: Sequence[ch.Expr]
     span: int
     m_tiles: int
 
@@ -127,5 +151,13 @@ class StoreSquares(StoreParts):
                     total = ch.var(ty.f32, 0.0)
                     for m_tile in range(self.span):
                         total += kept[(index * self.span + m_tile) * plan.tile_tokens]
-                    self.squares[span * plan.tokens + token_tile * plan.tile_tokens + machine.thread] = total
+                    norms = self.heads.norms
+                    of_all = norms.of_all(span) if isinstance(norms, JointHeadNorms) else span
+                    place = of_all * plan.tokens + token_tile * plan.tile_tokens + machine.thread
+                    own, *others = self.squares
+                    own[place] = total
+                    if isinstance(norms, JointHeadNorms) and others:
+                        with ch.if_(span < norms.normed_spans):
+                            for squares in others:
+                                store_at(squares, place, total, True)
         machine.meet()  # everybody has read before the next tile's squares are laid down

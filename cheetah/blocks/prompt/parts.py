@@ -181,7 +181,7 @@ class AddParts:
     @staticmethod
     def _bias(ranked: Any, of_rank: ch.Expr, row: Any) -> Any:
         """What a token's expert adds to a row, times its weight."""
-        bias = prim.bf16_to_f32(ranked.biases[ranked.experts[of_rank] * ranked.width + row])
+        bias = prim.bf16_to_f32(ranked.biases[ranked.experts[of_rank] * ranked.bias_width + row])
         return ranked.weights[of_rank] * bias
 
     @ch.inline
