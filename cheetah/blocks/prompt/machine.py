@@ -59,7 +59,7 @@ class PassMachine:
         """Who makes a pass together."""
         return world_of(self.gpu)
 
-    def of_all(self, number: ch.Expr, count: int) -> Any:
+    def of_all(self, number: ch.Expr | int, count: int) -> Any:
         """The number over all ranks of a thing of which each has `count`."""
         return number if self.world.size == 1 else self.rank * count + number
 
