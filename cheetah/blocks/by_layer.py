@@ -50,6 +50,14 @@ def _looked_up(indices: Sequence[int], place: ch.Expr) -> Any:
     return (word >> (place % of_word * bits)) & ((1 << bits) - 1)
 
 
+def number_among(kinds: Sequence[bool], layer: Any) -> Any:
+    """How many of the layers before are among those of which `kinds` says so: a layer's number among them."""
+    count = len(kinds)
+    period = next(n for n in range(1, count + 1) if all(kinds[i] == kinds[i % n] for i in range(count)))
+    before = by_layer([sum(kinds[: number % period]) for number in range(count)], layer)
+    return layer // period * sum(kinds[:period]) + before
+
+
 def chosen(values: Sequence[Any], index: Any) -> Any:
     """values[index], device values of one type."""
     if isinstance(index, int):

@@ -29,6 +29,7 @@ from cheetah.models.registry import family_of
 from cheetah.package import Generated
 from cheetah.plan import Gpu, MatrixLayout, Plan, StepMatrices, gpu_named, step_matrices
 from cheetah.plan.defaults import default_context
+from cheetah.plan.delta import DIMS
 from cheetah.plan.formats import BF16, BlockRows, QuantizedTiles
 from cheetah.plan.plan import DEFAULT_STEPS, STEP_TOKENS
 from cheetah.runtime.assembly.assemble import GPU_TIMEOUT_S, new_cache
@@ -427,6 +428,10 @@ def fill_random(config: ModelConfig, manifest: Manifest, buffers: dict[str, Buff
     ones = np.ones(config.padded_hidden, ml_dtypes.bfloat16).view(np.uint16)
     fills = {"norms": ones, "norms_behind": ones, "head_norms": ones}
     fills |= {name: tile for name in buffers if name.endswith("biases") or name in ("sinks", "router_rows")}
+    if (heads := config.shape.delta) is not None:  # most of what is remembered is kept
+        rates, biases = (np.full(heads.value_heads, number, np.float32) for number in (0.5, -3.0))
+        numbers = np.concatenate([rates, biases, np.ones(DIMS, np.float32)])
+        fills |= {"delta_taps": tile, "delta_numbers": numbers.view(np.uint16)}
     for name, values in fills.items():
         if name in buffers:
             fill_with(buffers[name], values)

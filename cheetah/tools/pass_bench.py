@@ -21,7 +21,7 @@ from cheetah.runtime.assembly.kernels import choose_gpu
 from cheetah.runtime.device import Device
 from cheetah.runtime.engine.kv_cache import CachedSequence
 from cheetah.runtime.engine.launches import Part
-from cheetah.runtime.engine.prompt_passes import PassLauncher
+from cheetah.runtime.engine.prompt_passes import PassLauncher, phases_of_keys
 from cheetah.tools.bench import KernelBench, Traced
 
 REST_S = 0.04
@@ -71,7 +71,7 @@ class PassBench(KernelBench):
     @property
     def phases(self) -> tuple[str, ...]:
         """Those of a launch that leaves keys and values, and no hidden states."""
-        return self.manifest.phases[: self.manifest.phases.index(f"layer {self.config.layers - 1} attention")]
+        return self.manifest.phases[: phases_of_keys(self.manifest.phases, self.config.layers)]
 
     def trace(self, repetitions: int, warmup: int, rest_s: float = REST_S) -> Traced:
         """Time stamps of `phases` of so many launches, on a GPU each after a rest."""

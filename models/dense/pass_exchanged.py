@@ -18,8 +18,8 @@ WORD = 4
 
 def vectors_of_passes(sizes: PassSizes) -> tuple[ExchangedVector, ...]:
     """Those of every layer, in the order of its phases, but queries, keys and values, and what lies in the slots of
-    experts. None where several GPUs make a pass, or columns are stored one by one."""
-    if sizes.gpu.ranks > 1 or sizes.config.act_order:
+    experts. None where several GPUs make a pass, columns are stored one by one, or layers have not the same phases."""
+    if sizes.gpu.ranks > 1 or sizes.config.act_order or sizes.shape.delta is not None:
         return ()
     listing = _Listing(sizes)
     return tuple(vector for phase in sizes.table.layer for vector in listing.made_by(phase))

@@ -10,6 +10,8 @@ from cheetah.lang import Expr, ty
 from cheetah.models.config import ModelConfig
 from cheetah.models.dense.launch import (
     BIASES,
+    DELTA_NUMBERS,
+    DELTA_TAPS,
     DOWN_BIASES,
     GATE_UP_BIASES,
     HEAD_NORMS,
@@ -20,6 +22,8 @@ from cheetah.models.dense.launch import (
     RANK_NUMBER,
     ROUTER_BIASES,
     SINKS,
+    STATE_SLOTS,
+    STATES,
     TAPS,
     ModelLaunch,
     buffer_field,
@@ -66,6 +70,10 @@ class PassLaunch(ModelLaunch):
     head_norms: Expr | None = optional_field(HEAD_NORMS)
     sinks: Expr | None = optional_field(SINKS)
     norms_behind: Expr | None = optional_field(NORMS_BEHIND)
+    delta_taps: Expr | None = optional_field(DELTA_TAPS)
+    delta_numbers: Expr | None = optional_field(DELTA_NUMBERS)
+    states: Expr | None = optional_field(STATES)
+    state_slots: Expr | None = optional_field(STATE_SLOTS)
     places: Expr | None = optional_field(PLACES)
     taps: Expr = optional_field(TAPS)
     rank: Expr | None = optional_field(RANK_NUMBER)

@@ -7,10 +7,12 @@ from typing import Any
 
 from cheetah import lang as ch
 from cheetah.blocks.attention.cache import KvCache
-from cheetah.blocks.by_layer import by_layer, window_keys
+from cheetah.blocks.by_layer import by_layer, number_among, window_keys
+from cheetah.blocks.delta.memory import DeltaParameters
 from cheetah.blocks.linear.names import with_all_names
 from cheetah.blocks.prompt.attention import PassAttention
 from cheetah.blocks.prompt.cases import ACCUMULATORS, Finish, Sums
+from cheetah.blocks.prompt.delta import PassMemory
 from cheetah.blocks.prompt.expert_tiles import ExpertTiles
 from cheetah.blocks.prompt.finish import (
     HALF,
@@ -32,7 +34,17 @@ from cheetah.lang import prim, ty
 from cheetah.models.act_order import places_shape
 from cheetah.models.dense.page import Kept, NormBehind
 from cheetah.models.dense.pass_launch import PassLaunch
-from cheetah.models.dense.pass_sizes import HEAD_SECTIONS, JOINT, KEPT, PARTS, RESIDUAL_SECTIONS, SLOTS, PassSizes
+from cheetah.models.dense.pass_sizes import (
+    HEAD_SECTIONS,
+    JOINT,
+    KEPT,
+    MIXED,
+    OF_DELTA,
+    PARTS,
+    RESIDUAL_SECTIONS,
+    SLOTS,
+    PassSizes,
+)
 from cheetah.plan.formats import M_TILE_ROWS
 from cheetah.plan.index import ceil_div
 from cheetah.plan.products import Product
@@ -83,6 +95,32 @@ class PassParts:
         starts = [base + ty.u64(ch.named(f"{name.upper()}_AT", self.sizes.sections.offsets[name])) for base in bases]
         return starts if element is None else [ch.reinterpret(ty.ptr_mut(element), start) for start in starts]
 
+    def is_delta(self, layer: Any) -> Any:
+        """Whether a layer is one of Gated DeltaNet."""
+        deltas = self.sizes.page.delta_layers
+        return by_layer([int(number in deltas) for number in range(self.shape.layers)], layer) == 1
+
+    def number(self, layer: Any, of_delta: bool) -> Any:
+        """The number of a layer among those of Gated DeltaNet, or among the others."""
+        deltas = self.sizes.page.delta_layers
+        if not deltas:
+            return layer
+        return number_among([(number in deltas) == of_delta for number in range(self.shape.layers)], layer)
+
+    def memory(self, layer: Any) -> PassMemory:
+        """What a layer of Gated DeltaNet does behind its product."""
+        launch, sizes, delta = self.launch, self.sizes, self.table.delta_phase
+        assert sizes.delta is not None and delta is not None
+        parameters = [launch.delta_taps, launch.delta_numbers, launch.states, launch.state_slots]
+        keys, values, numbers = (self.section(name, ty.f32) for name in OF_DELTA)
+        return PassMemory(
+            *(self.machine, self.ring, self.tokens, sizes.delta),
+            DeltaParameters(*(one for one in parameters if one is not None)),
+            *(self.number(layer, of_delta=True), self.section(MIXED[0], ty.u32), keys, values, numbers),
+            *(self.section(delta.output.name), launch.column_count),
+            *(ch.named("PAGES_PER_SEQUENCE", sizes.plan.pages_per_sequence), sizes.config.rms_norm_eps),
+        )
+
     def heads(self, machine: PassMachine, layer: Any) -> PassHeads:
         scales = self.launch.kv_scales
         queries, keys, values = (self.section(name) for name in HEAD_SECTIONS)
@@ -132,7 +170,8 @@ class PassParts:
 
     def attention(self, layer: Any) -> PassAttention:
         attention, window = self.table.attention, self.window(layer)
-        into, heads, sizes = self.sections(attention.output.name), self.heads(self.machine, layer), self.sizes
+        number = self.number(layer, of_delta=False)
+        into, heads, sizes = self.sections(attention.output.name), self.heads(self.machine, number), self.sizes
         places = self.places(self.table.places_row(self.table.reader_of(attention), layer))
         kind = sizes.layers.common
         return PassAttention(
@@ -140,6 +179,7 @@ class PassParts:
             scale=kind.scale,
             soft_cap=kind.soft_cap,
             sinks=None if self.launch.sinks is None else self.launch.sinks + layer * self.shape.heads,
+            gated=kind.gated,
         )
 
     def onto_residual(self, machine: PassMachine, norm: Any) -> StoreResidual:

@@ -5,12 +5,13 @@ Numbers alone: the program is in `prompt`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from cheetah.models.attention_layers import AttentionLayers
 from cheetah.models.config import ModelConfig
 from cheetah.models.dense.page import (
+    Attend,
     ChooseExperts,
     Gated,
     Heads,
@@ -23,12 +24,14 @@ from cheetah.models.dense.page import (
     OfTaps,
     OntoResidual,
     Page,
+    Remember,
     Routes,
     Weighed,
     page_of,
 )
 from cheetah.models.family import PhaseRow
 from cheetah.plan import Gpu, ModelShape, Plan, PlanError, SharedMap, StepMatrices, step_matrices
+from cheetah.plan.delta_pass import DeltaPass
 from cheetah.plan.expert_slots import ExpertSlots
 from cheetah.plan.formats import BF16, M_TILE_ROWS, BlockRows, BlockTiles, QuantizedTiles, SparseTiles, TileFormat
 from cheetah.plan.index import ceil_div
@@ -53,6 +56,9 @@ SLOTS = ("slots", "slot_factors")
 SORTED, EXPERT_ROWS = ("hidden_by_expert",), ("expert_rows",)
 """The tokens' vectors in their slots, and what experts make of them."""
 
+MIXED, OF_DELTA = ("mixed",), ("delta_keys", "delta_values", "delta_numbers")
+"""The rows of the product of Gated DeltaNet, and what lies between its other phases: see `cheetah.plan.delta_pass`."""
+
 
 def section_of(vector: Vector) -> str:
     """The section of the workspace in which a vector lies."""
@@ -70,7 +76,8 @@ def sections_of_rows(
 ) -> tuple[str, ...]:
     """The sections into which the rows of a product go."""
     if isinstance(then, Heads):
-        return HEAD_SECTIONS
+        # Gates wait where that will lie which they are multiplied with.
+        return HEAD_SECTIONS + ("attention",) * then.kind.gated
     assert product.output is not None, product
     return RESIDUAL_SECTIONS if product.adds else (section_of(product.output),)
 
@@ -80,18 +87,23 @@ class PassPhase:
     """A phase of a layer: a line of the model's page. is_stored: it stores the sums of parts of the line's product, or
     what each of a token's experts made; adds: it adds them. is_sort: tokens go to the experts that the line chose.
     is_joint: there is one part, which is stored since norms go over more than a tile; rows that go
-    through a norm before they are added to the residual are stored in one line's phase and added in another's."""
+    through a norm before they are added to the residual are stored in one line's phase and added in another's.
+    is_mixing, is_norm: what comes before and behind what Gated DeltaNet remembers."""
 
     line: Line
     is_stored: bool = False
     adds: bool = False
     is_joint: bool = False
     is_sort: bool = False
+    is_mixing: bool = False
+    is_norm: bool = False
 
     @property
     def name(self) -> str:
         if self.is_sort:
             return "sort"
+        if self.is_mixing or self.is_norm:
+            return f"{self.line.name}-{'mixing' if self.is_mixing else 'norms'}"
         return f"{self.line.name}-sums" if self.adds and not isinstance(self.line, NormBehind) else self.line.name
 
     @property
@@ -106,8 +118,11 @@ class PassPhase:
             return PARTS + KEPT + RESIDUAL_SECTIONS[:1]
         if isinstance(self.line, ChooseExperts):
             return CHOICES + RESIDUAL_SECTIONS[1:] if self.is_sort else self.line.waits
+        if isinstance(self.line, Remember):
+            return MIXED if self.is_mixing else MIXED + OF_DELTA[1:2] if self.is_norm else OF_DELTA + MIXED
         if not isinstance(self.line, Multiply):
-            return HEAD_SECTIONS
+            gates = isinstance(self.line, Attend) and self.line.kind.gated
+            return HEAD_SECTIONS + self.line.makes[-1:] * gates
         product = self.line.product
         residual = RESIDUAL_SECTIONS[:1] if product.adds and not self.is_stored else ()
         of_input = (input_section(product),)
@@ -131,6 +146,10 @@ class PassPhase:
             return RESIDUAL_SECTIONS
         if isinstance(self.line, ChooseExperts):
             return SORTED + SLOTS if self.is_sort else CHOICES
+        if isinstance(self.line, Remember) and not self.is_norm:
+            return OF_DELTA if self.is_mixing else OF_DELTA[1:2]
+        if isinstance(self.line, Remember):
+            return (self.line.phase.output.name,)
         if not isinstance(self.line, Multiply):
             return self.line.makes[-1:]
         if self.is_stored and self.line.product.experts is not None:
@@ -158,8 +177,6 @@ class PassSizes:
     def _check_model(self) -> None:
         if self.config.drafter is not None:
             raise PlanError("a pass begins with embeddings: a head that drafts reads prompts in steps")
-        if self.shape.gated_heads or self.shape.delta is not None:
-            raise PlanError("a pass knows no gated heads and no Gated DeltaNet so far")
         if self.config.has_out_biases and (self.shape.norms_behind or self.config.residual_multiplier != 1):
             raise PlanError("a pass adds o's biases to the residual, and knows no norm or multiplier between")
         if self.shape.experts is not None:
@@ -217,6 +234,12 @@ class PassSizes:
     def slots(self) -> ExpertSlots | None:
         """Those that tokens have with their experts, if there are any."""
         return None if self.shape.experts is None else ExpertSlots(self.pass_plan, self.shape.experts)
+
+    @property
+    def delta(self) -> DeltaPass | None:
+        """What lies between the phases of Gated DeltaNet, if there are any."""
+        heads, stage = self.shape.delta, self.pass_plan.stage_bytes(self.format)
+        return None if heads is None else DeltaPass(heads, self.pass_plan.tokens, stage)
 
     @property
     def key_tile(self) -> int:
@@ -277,6 +300,8 @@ class PassSizes:
         two of their choice, and two of what is added up."""
         if isinstance(line, ChooseExperts):
             return [PassPhase(line), PassPhase(line, is_sort=True)]
+        if isinstance(line, Remember):
+            return [PassPhase(line, is_mixing=True), PassPhase(line), PassPhase(line, is_norm=True)]
         if isinstance(line, Multiply) and line.product.experts is not None and line.product.adds:
             return [PassPhase(line, is_stored=True), PassPhase(line, adds=True)]
         if isinstance(line, NormBehind):
@@ -295,13 +320,28 @@ class PassSizes:
 
     @property
     def phases(self) -> list[PassPhase]:
-        """Phases of a layer, in order."""
-        return [phase for line in self.page.layer for phase in self.phases_of(line)]
+        """Phases of a layer, in order; where there are layers of Gated DeltaNet those of attention alone, then those of
+        Gated DeltaNet alone, then those that all layers have."""
+        return self.own_phases(False) + self.own_phases(True) + self._phases_of(self.page.common)
+
+    def own_phases(self, of_delta: bool) -> list[PassPhase]:
+        """Those that layers of Gated DeltaNet, or the others, have alone; none where all layers are of one kind."""
+        lines = self.page.delta if of_delta else self.page.layer
+        return self._phases_of([line for line in lines if line not in self.page.common])
+
+    def _phases_of(self, lines: Sequence[Line]) -> list[PassPhase]:
+        return [phase for line in lines for phase in self.phases_of(line)]
+
+    def phases_of_layer(self, layer: int) -> list[PassPhase]:
+        """Those of one layer."""
+        return self._phases_of(self.page.kinds[self.page.kind_of_layer[layer]])
 
     @property
     def key_phase_count(self) -> int:
-        """Phases of the last layer where keys and values are all that is wanted of it: those before attention."""
-        return next(index for index, phase in enumerate(self.phases) if phase.product is None)
+        """Phases of the last layer where keys and values, or what sequences remember, are all that is wanted of it:
+        those before attention, or with what Gated DeltaNet does up to its norms."""
+        last = self.phases_of_layer(self.config.layers - 1)
+        return next(index for index, phase in enumerate(last) if isinstance(phase.line, Attend) or phase.is_norm)
 
     def index_of(self, product: Product | None) -> int:
         """The number of a product's first phase; None: that of attention."""
@@ -310,12 +350,18 @@ class PassSizes:
     @property
     def rows(self) -> tuple[PhaseRow, ...]:
         """The phases as people read them: `waits` and `makes` are sections of the workspace."""
-        of_layer, makes = f"layers 0 to {self.config.layers - 1}", ", ".join(RESIDUAL_SECTIONS)
+        makes = ", ".join(RESIDUAL_SECTIONS)
         return (
             PhaseRow("once", "embedding", "", "", makes, "The tokens' embeddings."),
-            *(self._row(phase, of_layer) for phase in self.phases),
+            *(self._row(phase, self._layers_of(phase)) for phase in self.phases),
             PhaseRow("once", "hidden states", RESIDUAL_SECTIONS[0], "", "", "Of the columns that are wanted."),
         )
+
+    def _layers_of(self, phase: PassPhase) -> str:
+        if phase.line in self.page.common:
+            return f"layers 0 to {self.config.layers - 1}"
+        deltas, of_delta = self.page.delta_layers, phase.line in self.page.delta
+        return f"layers {', '.join(str(one) for one in range(self.config.layers) if (one in deltas) == of_delta)}"
 
     def _row(self, phase: PassPhase, when: str) -> PhaseRow:
         about, matrix = phase.line.about, phase.line.matrix
@@ -323,6 +369,13 @@ class PassSizes:
             about = "Every token's vector to the slots that it has with its experts, and the list of their tiles."
         elif isinstance(phase.line, ChooseExperts):
             pass
+        elif isinstance(phase.line, Remember):
+            heads = phase.line.phase.heads
+            about = f"Gated DeltaNet of {heads.value_heads} value heads on {heads.key_heads} key heads, token by token."
+            if phase.is_mixing:
+                about = "Queries, keys and values of the rows of four tokens; how much is written and kept."
+            elif phase.is_norm:
+                about = "Norms of what heads make, times their gates."
         elif phase.product is None:
             about = "Attention over the keys of the cache, which are those of the pass too."
         elif phase.is_stored and phase.is_joint:
@@ -341,12 +394,13 @@ class PassSizes:
     @property
     def phase_count(self) -> int:
         """Meetings of a launch's blocks where hidden states are wanted."""
-        return 1 + len(self.phases) * self.config.layers + 1
+        return 1 + sum(len(self.phases_of_layer(layer)) for layer in range(self.config.layers)) + 1
 
     @property
     def phase_names(self) -> tuple[str, ...]:
         """The phases of such a launch, as its timeline counts them."""
-        named = (f"layer {layer} {phase.name}" for layer in range(self.config.layers) for phase in self.phases)
+        layers = range(self.config.layers)
+        named = (f"layer {layer} {phase.name}" for layer in layers for phase in self.phases_of_layer(layer))
         return ("embedding", *named, "hidden states")
 
     @property
@@ -394,6 +448,7 @@ class PassSizes:
             **({KEPT[0]: 4 * plan.tokens * self.row_tiles} if shape.norms_behind else {}),
             **({JOINT[0]: 4 * plan.tokens * self._spans} if self.has_joint_norms else {}),
             **({} if self.slots is None else self._sections_of_experts(self.slots)),
+            **({} if self.delta is None else self.delta.sections),
         }
         return Sections(sizes, SECTION_ALIGNMENT)
 

@@ -7,7 +7,8 @@ as in the decode step: bf16 weights and activations, f32 accumulation, softmax a
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -16,6 +17,7 @@ from cheetah.blocks.by_layer import by_layer
 from cheetah.blocks.linear.taps import NO_TAP, Tap, place_of_layer
 from cheetah.blocks.prompt.barrier import PassBarrier
 from cheetah.blocks.prompt.cases import Case, Finish, Given
+from cheetah.blocks.prompt.delta import StoreMixed
 from cheetah.blocks.prompt.finish import StoreGated
 from cheetah.blocks.prompt.keys import StoreHeads, bring_earlier_keys
 from cheetah.blocks.prompt.machine import emit_pass, start_pass
@@ -31,9 +33,11 @@ from cheetah.models.dense.page import (
     Heads,
     Kept,
     Line,
+    Mixed,
     Multiply,
     NormBehind,
     OntoResidual,
+    Remember,
     Routes,
 )
 from cheetah.models.dense.pass_exchanged import vectors_of_passes
@@ -41,7 +45,7 @@ from cheetah.models.dense.pass_experts import PassExperts
 from cheetah.models.dense.pass_launch import PassLaunch
 from cheetah.models.dense.pass_launch import pass_parameters as pass_parameters
 from cheetah.models.dense.pass_parts import PassParts
-from cheetah.models.dense.pass_sizes import PassPhase, PassSizes, input_section, section_of
+from cheetah.models.dense.pass_sizes import MIXED, PassPhase, PassSizes, input_section, section_of
 from cheetah.models.dense.program import sizes as sizes_of_step
 from cheetah.models.exchanged import ExchangedVector
 from cheetah.models.family import PhaseRow
@@ -152,7 +156,16 @@ class Pass(PassParts):
         emit_pass(machine)
 
     def _emit_layer(self, layer: Any) -> None:
-        for line in self.sizes.page.layer:
+        page, roles = self.sizes.page, (self.machine.weights, self.machine.activations)
+        own = [[line for line in of if line not in page.common] for of in (page.delta, page.layer)]
+        if page.delta:
+            with ch.roles_if(roles, self.is_delta(layer)):
+                for line in own[0]:
+                    self._emit_copies(line, layer)
+            with ch.roles_else(roles):
+                for line in own[1]:
+                    self._emit_copies(line, layer)
+        for line in page.common:
             self._emit_copies(line, layer)
             self._emit_pushes(line, layer)
         with self.machine.consumer:
@@ -170,6 +183,8 @@ class Pass(PassParts):
                 for _ in self.sizes.phases_of(line):
                     self.barrier.skip_phase()
             return
+        if isinstance(line, Remember):
+            return self._emit_copies_of_tokens(layer)
         if not isinstance(line, Multiply):
             return self._emit_copies_of_keys(layer)
         machine, matrix = self.machine, self.matrices[line.product]
@@ -241,6 +256,23 @@ class Pass(PassParts):
             self.barrier.begin_copies()
             attention.copy_keys()
 
+    def _emit_copies_of_tokens(self, layer: Any) -> None:
+        """For the scan of Gated DeltaNet, behind what mixes and before norms."""
+        machine, memory = self.machine, self.memory(layer)
+        with machine.weights:
+            machine.renew()
+            memory.copy_nothing()
+        with machine.activations:
+            machine.renew()
+            self.barrier.skip_phase()
+            self.barrier.begin_copies()
+            memory.copy_tokens()
+        for role in (machine.weights, machine.activations):
+            with role, ch.if_(self._ends_with_keys(layer)):
+                ch.break_()
+        with machine.activations:
+            self.barrier.skip_phase()
+
     def _ends_with_keys(self, layer: Any) -> Any:
         """Whether keys and values are all that is wanted of a layer: of the last one, unless hidden states are."""
         return (layer + 1 == self.shape.layers) & (self.launch.wanted_count == 0)
@@ -262,27 +294,55 @@ class Pass(PassParts):
         """In the consumer role: a loop, so that all products share their code."""
         machine, sizes = self.machine, self.sizes
         count, of_keys = len(sizes.phases), sizes.key_phase_count
-        phases = ch.select(self._ends_with_keys(layer), ty.u32(of_keys), ty.u32(count))
+        of_layer, has_delta = ty.u32(count), bool(sizes.page.delta)
+        own, of_delta = (len(sizes.own_phases(kind)) for kind in (False, True))
+        if has_delta:
+            is_delta = ch.const(ty.boolean, self.is_delta(layer), name="is_delta")
+            of_layer = ch.select(is_delta, ty.u32(count - own), ty.u32(count - of_delta))
+        phases = ch.select(self._ends_with_keys(layer), ty.u32(of_keys), of_layer)
         for number, one in enumerate(sizes.phases):
             ch.comment(f"phase {number}, {one.name}: reads {', '.join(one.waits)}; makes {', '.join(one.makes)}")
-        with ch.for_(phases, unroll=1, name="phase") as phase:
+        with ch.for_(phases, unroll=1, name="in_layer" if has_delta else "phase") as phase:
             machine.renew()
             number = layer * count + phase + 1
+            if has_delta:
+                of_others = self.number(layer, of_delta=True) * own + self.number(layer, of_delta=False) * of_delta
+                number = layer * count - of_others + phase + 1
+                before = ch.select(is_delta, ty.u32(own), ch.select(phase < own, ty.u32(0), ty.u32(of_delta)))
+                phase = ch.const(ty.u32, phase + before, name="phase")
             self.timeline.stamp(number, "begin")
             self.barrier.begin_phase()
             self.timeline.stamp(number, "ready")
             with ch.if_(phase == sizes.index_of(None)):
                 self.attention(layer).attend()
-            with ch.else_():
+            with ch.else_(), self._but_memory(layer, phase):
                 if self.experts is not None:
                     self.experts.emit_choice(phase)
                 with nullcontext() if self.experts is None else ch.else_():
                     with ch.if_(phase == 0):
-                        heads = self.heads(machine, layer)
-                        bring_earlier_keys(heads, self.tokens, self.cache, layer, sizes.key_tile, self.window(layer))
+                        cached = self.number(layer, of_delta=False)
+                        heads, window = self.heads(machine, cached), self.window(layer)
+                        bring_earlier_keys(heads, self.tokens, self.cache, cached, sizes.key_tile, window)
                     self._emit_products(layer, phase)
             self.timeline.stamp(number, "done")
             self.barrier.end_phase()
+
+    @contextmanager
+    def _but_memory(self, layer: Any, phase: Any) -> Iterator[None]:
+        """What is emitted within is of other phases than those of Gated DeltaNet behind its product."""
+        if not self.sizes.page.delta:
+            yield
+            return
+        memory = self.memory(layer)
+        what = {"is_mixing": memory.mix, "is_norm": memory.normalise}
+        with ExitStack() as stack:
+            for index, one in enumerate(self.sizes.phases):
+                if isinstance(one.line, Remember):
+                    do = next((what[name] for name in what if getattr(one, name)), memory.scan)
+                    with ch.if_(phase == index):
+                        do()
+                    stack.enter_context(ch.else_())
+            yield
 
     @property
     def _activation(self) -> Any:
@@ -327,14 +387,15 @@ class Pass(PassParts):
         """What becomes of the sums of a line's product, in the tiles of `product`."""
         machine, scales, table = product.machine, self.scales[product], self.table
         layers = self.sizes.layers
-        query_angles = by_layer(layers.query_rotations, layer)
+        query_angles, number = by_layer(layers.query_rotations, layer), self.number(layer, of_delta=False)
         heads = StoreHeads(
-            *(self.heads(machine, layer), self.tokens, self.cache, scales),
-            *(self.launch.rope, ch.named("MAX_CONTEXT", self.sizes.plan.max_context), layer),
+            *(self.heads(machine, number), self.tokens, self.cache, scales),
+            *(self.launch.rope, ch.named("MAX_CONTEXT", self.sizes.plan.max_context), number),
             query_angles=query_angles,
             key_angles=query_angles if layers.rotates_alike else by_layer(layers.key_rotations, layer),
             biases=self.launch.biases,
             norms=self.head_norms(machine),
+            gates=self.section(table.attention.output.name) if self.shape.gated_heads else None,
         )
         pairs, gated_pushed = table.named("gate_up"), self._is_pushed(Gated, product)
         gated: Finish = StoreGated(
@@ -358,6 +419,9 @@ class Pass(PassParts):
         if (biases := biases_of_layer(self.launch, o, layer)) is not None:
             onto_residual = replace(onto_residual, biases=biases, has_biases=behind_o)
         finishes: dict[type, Finish] = {Heads: heads, OntoResidual: onto_residual, Gated: gated}
+        if self.shape.delta is not None:
+            width = ch.named("MIXED_ROWS", self.shape.delta.mixed_rows)
+            finishes[Mixed] = StoreMixed(machine, self.section(MIXED[0], ty.u32), width, scales)
         if self.experts is not None:
             finishes[Routes] = self.experts.store_logits(machine, table.named(ROUTER), layer, scales)
         if self.row_scales:

@@ -19,7 +19,7 @@ from cheetah.blocks.attention.schedule import Schedule
 from cheetah.blocks.attention.shipped_variants import combined, full, learned_sink, soft_cap
 from cheetah.blocks.attention.step_port import LayerSinks, NormalisedHeads, ProjectedHeads, Projection, StepPort
 from cheetah.blocks.attention.variants import CAUSAL, Variant
-from cheetah.blocks.by_layer import by_layer, chosen, window_keys
+from cheetah.blocks.by_layer import by_layer, chosen, number_among, window_keys
 from cheetah.blocks.columns import POSITION
 from cheetah.blocks.delta.memory import DeltaMemory, DeltaParameters
 from cheetah.blocks.delta.norms import NormedHeads
@@ -346,10 +346,7 @@ class StepParts(HeadParts):
         deltas, count = self.page.delta_layers, self.page.names.layers
         if not deltas:
             return layer
-        kinds = [(number in deltas) == is_delta for number in range(count)]
-        period = next(n for n in range(1, count + 1) if all(kinds[i] == kinds[i % n] for i in range(count)))
-        before = by_layer([sum(kinds[: number % period]) for number in range(count)], layer)
-        return layer // period * sum(kinds[:period]) + before
+        return number_among([(number in deltas) == is_delta for number in range(count)], layer)
 
     # -- vectors, prologues and epilogues -------------------------------------------------------------------------
 

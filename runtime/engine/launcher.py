@@ -55,7 +55,6 @@ class Launcher(StepLaunches):
         manifest = loaded.manifest
         self.cache, self.kv_chunk = cache, self._plan.kv_chunk
         self.tile_count = 0  # of the launch that was prepared last
-        self._under_way: Sequence[Part] = ()  # of the launch that was started last
         self._gpu = Gpu(**manifest.gpu, ranks=manifest.world_size)
         self._plans = _Plans(manifest, loaded.config, self._plan, self._gpu)
 
@@ -97,7 +96,6 @@ class Launcher(StepLaunches):
 
     def start(self, launch: Launch) -> None:
         """Starts it; returns at once on a GPU. No other may be started before it is finished."""
-        self._under_way = launch.placed
         super().start(launch)
         with self._noting_failures():
             self._prepare_next(launch.placed, launch.geometry)  # while the kernel runs
@@ -132,11 +130,8 @@ class Launcher(StepLaunches):
         return tiles
 
     def _begin_again(self) -> None:
-        """What sequences remember may be of more tokens than they have: they are read again."""
         super()._begin_again()
-        for part in self._under_way:
-            if part.cache.state is not None:
-                part.cache.clear()
+        self._forget_states()
 
     def _advance(self, part: Part, token_ids: tuple[int, ...], reached: int) -> None:
         # All that was sampled but the last one of those; what follows a stop id was computed for nobody.

@@ -171,6 +171,7 @@ class KernelLaunches:
         self._step_bytes: Mapping[str, int] = manifest.step_bytes
         self._parameters = [parameter.name for parameter in manifest.parameters]
         self._uploaded: dict[str, npt.NDArray[np.int32]] = {}
+        self._under_way: Sequence[Part] = ()  # of the launch that was started last
         self._pool_shape = next((buffer.shape for buffer in manifest.buffers if buffer.name == "kv"), ())
         self._tap_shape = next((buffer.shape for buffer in manifest.buffers if buffer.name == "taps"), ())
         self._hidden_size = loaded.config.hidden_size
@@ -230,6 +231,7 @@ class KernelLaunches:
     def start(self, launch: Launch) -> None:
         """Starts it; returns at once on a GPU. No other may be started before it is finished."""
         assert not isinstance(self._kernel, Started), "a launch is prepared before it is started"
+        self._under_way = launch.placed
         with self._noting_failures():
             self._device.launch(self._kernel, launch.arguments)
 
@@ -287,6 +289,12 @@ class KernelLaunches:
     def _begin_again(self) -> None:
         """A launch was ended in the middle: what the kernel counts is not what it was told."""
         raise NotImplementedError
+
+    def _forget_states(self) -> None:
+        """What sequences of the last launch remember may be of more tokens than they have: they are read again."""
+        for part in self._under_way:
+            if part.cache.state is not None:
+                part.cache.clear()
 
     @contextmanager
     def _noting_failures(self) -> Iterator[None]:

@@ -34,6 +34,13 @@ def columns_of(tokens: int) -> int:
     return round_up(tokens, SEGMENT_COLUMNS)
 
 
+def phases_of_keys(phases: Sequence[str], layers: int) -> int:
+    """How many of a pass' phases a launch makes that leaves keys and values, and what sequences remember, and no hidden
+    states: those before the last layer's attention, or before what else makes something of what it has left."""
+    ends = [f"layer {layers - 1} {name}" for name in ("attention", "delta-norms")]
+    return next(number for number, name in enumerate(phases) if name in ends)
+
+
 def _wanted_columns(segments: Sequence[Segment], parts: Sequence[Part]) -> list[int]:
     """The columns whose hidden states are wanted, part by part."""
     firsts = accumulate((segment.columns for segment in segments[:-1]), initial=0)
@@ -62,8 +69,8 @@ class PassLauncher(KernelLaunches):
         self._epsilon, self._last_norm = config.rms_norm_eps, 2 * config.layers
         self._room = pass_room(decoding, plan, config.head_dim)
         self._arrivals, self._blocks = 0, manifest.launch.blocks * manifest.world_size
-        behind_keys = manifest.phases.index(f"layer {config.layers - 1} attention")
-        self._phases = {False: behind_keys, True: len(manifest.phases)}  # by whether hidden states are wanted
+        behind_keys, all_phases = phases_of_keys(manifest.phases, config.layers), len(manifest.phases)
+        self._phases = {False: behind_keys, True: all_phases}  # by whether hidden states are wanted
 
     def prepare(self, parts: Sequence[Part], logits: Buffer | None = None) -> Launch:
         """A pass over the inputs of parts. It samples nothing, and leaves no logits."""
@@ -74,6 +81,8 @@ class PassLauncher(KernelLaunches):
         tables = self._room.tables(segments, [part.inputs[: part.total] for part in parts])
         self._make_room(parts)
         self._upload("page_table", np.stack([part.cache.table(self._plan.pages_per_sequence) for part in parts]))
+        if "state_slots" in self._buffers:
+            self._upload("state_slots", np.array([part.cache.state for part in parts], np.int32))
         for name in ("ids", "groups", "segments", "tiles"):
             self._upload(name, getattr(tables, name))
         wanted = _wanted_columns(segments, parts)
@@ -142,3 +151,4 @@ class PassLauncher(KernelLaunches):
     def _begin_again(self) -> None:
         self._buffers["workspace"].upload(COUNTER)
         self._arrivals = 0
+        self._forget_states()

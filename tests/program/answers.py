@@ -15,6 +15,7 @@ from cheetah.runtime.engine.kv_cache import CachedSequence, PagePool
 from cheetah.runtime.engine.launcher import Launch, LaunchResult, Part
 from cheetah.runtime.engine.prefix_cache import PrefixCache
 from cheetah.runtime.engine.requests import Request
+from cheetah.runtime.engine.states import StatePool
 from cheetah.runtime.engine.step_launches import StepLaunches
 from cheetah.runtime.sampling import seed_of
 from tests.desk import Asked, Desk
@@ -50,7 +51,8 @@ class Service:
     ):
         launcher = assembly.launcher
         old = launcher.cache
-        launcher.cache = CachedSequence(PagePool(old.pool.pages), old.page_size, old.context)
+        pool = PagePool(old.pool.pages, states=StatePool(old.pool.states.count))
+        launcher.cache = CachedSequence(pool, old.page_size, old.context)
         self.assembly, self.record = assembly, record
         self.prefixes = PrefixCache(launcher.cache.pool, old.page_size) if prefix_cache else None
         self.desk = Desk(launcher, launch_steps, self.prefixes, assembly.prompts, assembly.passes)

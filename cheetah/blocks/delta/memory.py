@@ -20,6 +20,7 @@ from typing import Any
 from cheetah import lang as ch
 from cheetah.blocks.advance import ByAcceptance
 from cheetah.blocks.columns import NUMBER, POSITION, SEQUENCE, STOPPED, TOTAL, Columns, fragment_word
+from cheetah.blocks.delta.numbers import LENGTH_EPSILON, mixed_channel, silu, written_or_kept
 from cheetah.blocks.delta.records import Records
 from cheetah.blocks.exchange import Published
 from cheetah.blocks.timeline import NO_TIMELINE, Timeline
@@ -35,12 +36,6 @@ PAIRS = COLUMNS // 2
 KEY_PAIRS = DIMS
 """Pairs of channels of a key head's query and key."""
 LINE_BYTES = 128
-LENGTH_EPSILON = 1e-6
-"""Added to the squares of a query or key before its length is taken, whatever the model's norms add."""
-LINEAR_FROM = 20.0
-"""log(1 + exp(x)) is x from here on."""
-NEAR = 1 / 32
-"""Below 0, where the polynomial of e to the power of a number errs by 3e-10."""
 SUMS = 3
 """Of key and query: of the squares of either, and of their products; behind them two of each value head."""
 
@@ -338,41 +333,21 @@ class DeltaMemory:
                 with ch.if_(is_channel):
                     for index, half in enumerate((prim.bf16x2_low, prim.bf16x2_high)):
                         tokens = [half(one) for one in (before.x, before.y, before.z, word)]
-                        mixed[item * 2 + index] = self._silu(self._mixed(tokens, taps[number], index))
+                        mixed[item * 2 + index] = silu(mixed_channel(tokens, taps[number], index))
                     with ch.if_(is_live):
                         known[number] = prim.make_u32x4(before.y, before.z, word, 0)
                         if self.records is not None and record is not None:
                             self.records.rows(record)[item] = word
                 with ch.if_(is_gate):
                     place = (item - self.gates_from) * 2
-                    gates[place] = self._silu(prim.bf16x2_low(word)) * prim.bits_float(before.x)
-                    gates[place + 1] = self._silu(prim.bf16x2_high(word)) * prim.bits_float(before.y)
+                    gates[place] = silu(prim.bf16x2_low(word)) * prim.bits_float(before.x)
+                    gates[place + 1] = silu(prim.bf16x2_high(word)) * prim.bits_float(before.y)
                 with ch.if_(is_number):
                     raw = ch.select(row % 2 == 0, prim.bf16x2_low(word), prim.bf16x2_high(word))
-                    numbers[item - self.numbers_from] = self._number(item, raw, before)
-
-    @ch.inline
-    def _number(self, item: ch.Expr, raw: ch.Expr, before: Any) -> ch.Expr:
-        """How much of a value is written to a head's memory, or how much of that is kept."""
-        number = ch.var(ty.f32, raw)
-        with ch.if_(item < self.numbers_from + self.heads.shared):
-            number.set(prim.divide_f32(1.0, 1.0 + prim.exp_f32(-number)))
-        with ch.else_():
-            number += prim.bits_float(before.y)
-            grown = prim.log_f32(1.0 + prim.exp_f32(number))
-            number.set(self._kept_part(-prim.bits_float(before.x) * ch.select(number > LINEAR_FROM, number, grown)))
-        return number
-
-    @ch.inline
-    def _kept_part(self, exponent: ch.Expr) -> ch.Expr:
-        """e to the power of a number that is not above 0. Near 0 by a polynomial: what is kept of every token is
-        multiplied thousands of times, and the fast exponential errs by 2e-7 to one side."""
-        power = ch.const(ty.f32, exponent, name="power")
-        near = ch.var(ty.f32, 1.0 / 24.0)
-        for factor in (1.0 / 6.0, 0.5, 1.0, 1.0):
-            near.set(prim.fma_f32(near, power, factor))
-        kept = ch.select(power > -NEAR, near, prim.exp_f32(power))
-        return kept
+                    numbers[item - self.numbers_from] = written_or_kept(
+                        *(raw, item < self.numbers_from + heads.shared),
+                        *(prim.bits_float(before.x), prim.bits_float(before.y)),
+                    )
 
     @ch.inline
     def _word(self, reads: Published, column: ch.Expr, row: ch.Expr) -> ch.Expr:
@@ -383,21 +358,6 @@ class DeltaMemory:
         high = ch.select(place % 2 == 0, unit.z, unit.w)
         word = ch.select(place % 4 < 2, low, high)
         return word
-
-    @ch.inline
-    def _mixed(self, tokens: Any, taps: Any, index: int) -> ch.Expr:
-        """A channel of a token and of the three before it, times its taps."""
-        pairs = (taps.x, taps.y) if index == 0 else (taps.z, taps.w)
-        factors = [half(pair) for pair in pairs for half in (prim.bf16x2_low, prim.bf16x2_high)]
-        total: ch.Expr = tokens[0] * factors[0]
-        for token, factor in zip(tokens[1:], factors[1:], strict=True):
-            total = prim.fma_f32(token, factor, total)
-        return total
-
-    @ch.inline
-    def _silu(self, value: ch.Expr) -> ch.Expr:
-        number = ch.const(ty.f32, value, name="number")
-        return prim.divide_f32(number, 1.0 + prim.exp_f32(-number))
 
     @ch.function
     def _work(self, memory: Any, is_live: ch.Expr, record: ch.Expr | None) -> None:

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from cheetah import lang as ch
+from cheetah.blocks.attention.step_port import logistic
 from cheetah.blocks.prompt.finish import scatter_pair, store_at
 from cheetah.blocks.prompt.keys import CORE_BYTES, QUERY_TOKENS, UNIT, PassHeads, PassTokens, TilePlace
 from cheetah.blocks.prompt.machine import GROUP_BYTES, UNIT_BYTES, PassMachine
@@ -34,7 +35,8 @@ class PassAttention:
     """Attention of one layer. into: the input of o in token order (u8), of every rank. window: keys that a row sees,
     its own included (an expression where layers differ), or None. places: where o has its columns (u16), if not in
     order. scale: of products of queries and keys (None: 1 / sqrt(head_dim)); soft_cap: c of logits c * tanh(l / c).
-    sinks: of every query head (bf16) the logit of one more key, without a value."""
+    sinks: of every query head (bf16) the logit of one more key, without a value. gated: what a head makes is multiplied
+    by the logistic function of what lies where it goes to."""
 
     machine: PassMachine
     ring: TileRing
@@ -47,6 +49,7 @@ class PassAttention:
     scale: float | None = None
     soft_cap: float | None = None
     sinks: ch.Expr | None = None
+    gated: bool = False
 
     @property
     def tile_bytes(self) -> int:
@@ -323,10 +326,16 @@ class PassAttention:
             group = (tile.column + in_tile) // GROUP_TOKENS
             with ch.if_(in_tile + lane // 4 < tile.count):
                 for k_tile in range(k_tiles):
+                    gates = self._gates(head, k_tile, group) if self.gated else None
                     words = []
                     for dims in range(4):
                         element = (k_tile * 4 + dims) * 4 + index * 2
-                        words.append(prim.pack_bf16x2(output[element] * inverse, output[element + 1] * inverse))
+                        values = [output[element] * inverse, output[element + 1] * inverse]
+                        if gates is not None:
+                            pair = getattr(gates, "xyzw"[dims])
+                            both = (logistic(prim.bf16x2_low(pair)), logistic(prim.bf16x2_high(pair)))
+                            values = [value * gate for value, gate in zip(values, both, strict=True)]
+                        words.append(prim.pack_bf16x2(*values))
                     if self.places is not None:
                         self._scatter(words, (self._first_k_tile(head) + k_tile) * VECTOR_COLUMNS, group)
                         continue
@@ -335,6 +344,15 @@ class PassAttention:
                         unit = into + (block + ty.u64(lane % 4 * UNIT_BYTES + lane // 4 * 16))
                         is_peers = into is not self.into[0]
                         store_at(ch.reinterpret(ty.ptr_mut(ty.u32x4), unit), 0, prim.make_u32x4(*words), is_peers)
+
+    @ch.inline
+    def _gates(self, head: ch.Expr, k_tile: int, group: ch.Expr) -> ch.Expr:
+        """Of what a lane stores of a K-tile: four pairs, which lie there until then."""
+        lane, plan = self.machine.lane, self.machine.plan
+        block = ty.u64((self._first_k_tile(head) + k_tile) * plan.groups + group) * GROUP_BYTES
+        place = self.into[0] + (block + ty.u64(lane % 4 * UNIT_BYTES + lane // 4 * 16))
+        gates = ch.const(ty.u32x4, ch.reinterpret(ty.ptr(ty.u32x4), place)[0], name="gates")
+        return gates
 
     def _first_k_tile(self, head: ch.Expr) -> Any:
         """Of the output: where this warp's dims of a head begin."""

@@ -9,13 +9,14 @@ Queries lie as operand A wants them: [head][16 tokens][16 dims][lane][4 words].
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 from cheetah import lang as ch
 from cheetah.blocks.attention.cache import KvCache
 from cheetah.blocks.prompt.cases import Finish, Sums
-from cheetah.blocks.prompt.finish import HALF, Scales, exchanged_rows, lay_down_squares
+from cheetah.blocks.prompt.finish import HALF, Scales, exchanged_rows, lay_down_squares, store_rows
 from cheetah.blocks.prompt.machine import PassMachine
 from cheetah.lang import prim, ty
 from cheetah.plan import ModelShape
@@ -225,7 +226,8 @@ class _Group:
 class StoreHeads(Finish):
     """The rows of q, k and v: scaled, with their biases, normalised, rotated; queries and keys as attention reads them,
     keys and values also into the cache. rope: f32 [tables][positions][head_dim / 2][cos, sin]. query_angles,
-    key_angles: which of the tables are the layer's."""
+    key_angles: which of the tables are the layer's. gates: where the rows behind the values, gates of what query heads
+    make, go in token order (u8), if there are any."""
 
     heads: PassHeads
     tokens: PassTokens
@@ -238,6 +240,7 @@ class StoreHeads(Finish):
     key_angles: Any = 0
     biases: ch.Expr | None = None
     norms: PassHeadNorms | None = None
+    gates: ch.Expr | None = None
 
     @property
     def looks(self) -> bool:
@@ -272,6 +275,19 @@ class StoreHeads(Finish):
             self._rotate(sums.of_group.angles, rows)
         if self.heads.scales is not None:
             self._quantise(rows, head)
+        before = shape.heads + 2 * shape.kv_heads
+        if self.gates is not None:
+            first, second, third, fourth = (rows[index] for index in range(4))
+            with ch.if_(head >= before):
+                m_tile = sums.m_tile - before * m_tiles_per_head
+                store_rows(machine, self.gates, replace(sums, m_tile=m_tile, values=(first, second, third, fourth)), ())
+        with nullcontext() if self.gates is None else ch.else_():
+            self._lay_down(sums, rows, head, m_tile_of_head, is_paired)
+
+    @ch.inline
+    def _lay_down(self, sums: Sums, rows: Any, head: Any, m_tile_of_head: Any, is_paired: Any) -> None:
+        """Rows of a query where attention reads it, of a key or a value also where the cache has it."""
+        machine, m_tiles_per_head = self.heads.machine, self.heads.shape.head_dim // M_TILE_ROWS
         low, high = exchanged_rows(machine, *(rows[index] for index in range(4)))
         # Rows g and g + 8 of a rotated head are a pair, half a head apart; of a value they are neighbours.
         first_unit = ch.select(is_paired, m_tile_of_head, m_tile_of_head * 2)
