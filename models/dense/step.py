@@ -14,10 +14,10 @@ from typing import Any
 from cheetah import lang as ch
 from cheetah.blocks.attention.cache import KvCache
 from cheetah.blocks.attention.core import Attention
-from cheetah.blocks.attention.head_norms import HeadNorms, JointNorms
+from cheetah.blocks.attention.head_norms import HeadNorms, JointNorms, RawHeads
 from cheetah.blocks.attention.schedule import Schedule
 from cheetah.blocks.attention.shipped_variants import combined, full, learned_sink, soft_cap
-from cheetah.blocks.attention.step_port import LayerSinks, NormalisedHeads, ProjectedHeads, Projection, StepPort
+from cheetah.blocks.attention.step_port import LayerSinks, ProjectedHeads, Projection, StepPort
 from cheetah.blocks.attention.variants import CAUSAL, Variant
 from cheetah.blocks.by_layer import by_layer, chosen, number_among, window_keys
 from cheetah.blocks.columns import POSITION
@@ -142,7 +142,7 @@ class StepParts(HeadParts):
 
             norms = joint = JointNorms(*what, squares=squares, plus_one=self.config.norms.plus_one)
             self.projection.norms = joint
-        self.port.heads = NormalisedHeads(self.port, self.cache, norms)
+        self.port.heads = RawHeads(self.port, self.cache, norms)
 
     def _variant(self) -> Variant:
         """What attention computes in a layer."""

@@ -8,9 +8,9 @@ from dataclasses import replace
 from typing import Any
 
 from cheetah import lang as ch
-from cheetah.blocks.attention.head_norms import HeadNorms, JointNorms, RawHead, widened
+from cheetah.blocks.attention.head_norms import HeadNorms, JointNorms, RawHead, RawHeads, widened
 from cheetah.blocks.attention.schedule import Schedule
-from cheetah.blocks.attention.step_port import LayerSinks, NormalisedHeads, Projection, StepPort
+from cheetah.blocks.attention.step_port import LayerSinks, Projection, StepPort
 from cheetah.blocks.attention.variants import CAUSAL, Variant
 from cheetah.blocks.by_layer import chosen
 from cheetah.blocks.columns import UNIT
@@ -98,15 +98,15 @@ def change_epsilon(patch: Patch) -> None:
 
 def append_raw_keys(patch: Patch) -> None:
     """What is kept is what was published: the key before its norm."""
-    append = NormalisedHeads.append
+    append = RawHeads.append
 
     @ch.inline
-    def append_published(self: NormalisedHeads, words: Any, raw: RawHead) -> None:
+    def append_published(self: RawHeads, words: Any, raw: RawHead) -> None:
         unit = raw.column * (self.shape.qkv_rows // UNIT) + raw.head * self.port.head_units + raw.unit
         published = payload(self.port.exchange, "qkv", unit)
         append(self, [getattr(published, member) for member in "xyzw"], raw)
 
-    patch.setattr(NormalisedHeads, "append", append_published)
+    patch.setattr(RawHeads, "append", append_published)
 
 
 def take_the_bias_of(row: Any) -> Any:

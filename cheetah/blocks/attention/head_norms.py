@@ -8,13 +8,13 @@ them, that whose item belongs to the column's own tile appends them.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from cheetah import lang as ch
-from cheetah.blocks.columns import UNIT
+from cheetah.blocks.attention.cache import KvCache
+from cheetah.blocks.columns import NUMBER, POSITION, SEQUENCE, TOTAL, UNIT, Columns
 from cheetah.blocks.linear.interface import Rows
 from cheetah.blocks.linear.rms import PublishedSquares
 from cheetah.blocks.machine import Machine
@@ -30,36 +30,6 @@ class RawHead:
     column: Any
     head: Any
     unit: Any
-
-
-class RawHeads(ABC):
-    """What the core asks where heads are finished by who reads them."""
-
-    begins = False
-    """Whether something is worked out before the first item of a layer."""
-
-    def begin(self, epoch: ch.Expr) -> None:
-        """That, by all consumer warps of a block that has items; if `begins`."""
-        raise NotImplementedError
-
-    @abstractmethod
-    def weights(self, raw: RawHead) -> ch.Expr | None:
-        """What `finish` needs of a unit besides its words, to be loaded before these are waited for."""
-
-    @abstractmethod
-    def finish(self, raw: RawHead, words: Any, weights: Any) -> ch.Expr:
-        """The eight numbers that attention works with, f32[8], from a unit's words as they were published.
-
-        Called by whole warps, in which the lanes of a head are neighbours.
-        """
-
-    @abstractmethod
-    def stored(self, values: Any, raw: RawHead) -> list[Any]:
-        """A key's or value's unit as the cache has it: four words of bf16, or two of e4m3 codes."""
-
-    @abstractmethod
-    def append(self, words: Sequence[Any], raw: RawHead) -> None:
-        """Put a key's or value's unit into the cache. Called once for each of a step's."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -203,6 +173,47 @@ class JointNorms(HeadNorms):
         return scale
 
 
+class RawHeads:
+    """Heads of attention's input that are finished by who reads them: normalised and rotated, keys and values then put
+    into the cache. port: of which the layer is asked, and the scales of codes."""
+
+    def __init__(self, port: Any, cache: KvCache, norms: HeadNorms) -> None:
+        self.port, self.cache, self.norms = port, cache, norms
+        self.machine, self.columns, self.shape = port.machine, port.columns, port.shape
+
+    @property
+    def begins(self) -> bool:
+        """Whether something is worked out before the first item of a layer."""
+        return isinstance(self.norms, JointNorms)
+
+    def begin(self, epoch: ch.Expr) -> None:
+        """That, by all consumer warps of a block that has items; if `begins`."""
+        assert isinstance(self.norms, JointNorms)
+        self.norms.work_out(epoch)
+
+    def weights(self, raw: RawHead) -> ch.Expr | None:
+        """What `finish` needs of a unit besides its words, to be loaded before these are waited for."""
+        return self.norms.weights_of(self.port.layer, raw)
+
+    def finish(self, raw: RawHead, words: ch.Expr, weights: Any) -> ch.Expr:
+        """The eight numbers that attention works with, f32[8], from a unit's words as they were published. Called by
+        whole warps, in which the lanes of a head are neighbours."""
+        return self.norms.apply(words, weights, raw)
+
+    def stored(self, values: ch.Expr, raw: RawHead) -> list[Any]:
+        """A key's or value's unit as the cache has it: four words of bf16, or two of e4m3 codes."""
+        if self.machine.plan.kv_dtype != "e4m3":
+            return packed(values)
+        return codes_of(values, self.port.scale_of(self.port.layer, raw.head - self.shape.heads))
+
+    def append(self, words: Sequence[Any], raw: RawHead) -> None:
+        """Put a key's or value's unit into the cache. Called once for each of a step's."""
+        unit = prim.make_u32x4(*words) if len(words) == 4 else words
+        append(
+            self.cache, self.columns, self.port.layer, raw.head - self.shape.heads, raw.column, raw.unit * UNIT, unit
+        )
+
+
 def packed(values: ch.Expr) -> list[Any]:
     """Eight numbers as the words of a unit: bf16."""
     return [prim.pack_bf16x2(values[index], values[index + 1]) for index in range(0, UNIT, 2)]
@@ -213,6 +224,22 @@ def codes_of(values: Any, scale: ch.Expr) -> list[Any]:
     quotients = [prim.divide_f32(values[index], scale) for index in range(UNIT)]
     pairs = [ty.u32(prim.e4m3x2_from_f32(*quotients[index : index + 2])) for index in range(0, UNIT, 2)]
     return [pairs[0] | (pairs[1] << 16), pairs[2] | (pairs[3] << 16)]
+
+
+@ch.inline
+def append(cache: KvCache, columns: Columns, layer: Any, kv_row: Any, column: Any, dim: Any, data: Any) -> None:
+    """Put elements of a column's new key or value into the cache, from dim `dim` on: one number of the device, or
+    several words. kv_row counts key heads, then value heads. A column without a token left has nothing to put there."""
+    machine = cache.machine
+    kv_heads = machine.shape.kv_heads
+    with ch.if_(columns.state(column, NUMBER) < columns.state(column, TOTAL)):
+        table = columns.state(column, SEQUENCE) * machine.plan.pages_per_sequence
+        key = cache.key(layer, kv_row % kv_heads, table, columns.state(column, POSITION))
+        place = ch.select(kv_row < kv_heads, key, cache.value(key))
+        words = data if isinstance(data, list) else [data]
+        for index, word in enumerate(words):
+            ch.reinterpret(ty.ptr_mut(word.type), place + dim)[index] = word
+        prim.fence_proxy_async()  # a later step reads this with the copy engine
 
 
 @ch.inline

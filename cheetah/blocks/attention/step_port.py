@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
 from cheetah import lang as ch
 from cheetah.blocks.attention.cache import KvCache
-from cheetah.blocks.attention.head_norms import HeadNorms, JointNorms, RawHead, RawHeads, codes_of, packed
+from cheetah.blocks.attention.head_norms import JointNorms, RawHead, RawHeads, append
 from cheetah.blocks.attention.port import AttentionPort
-from cheetah.blocks.columns import NUMBER, POSITION, SEQUENCE, TOTAL, UNIT, Columns, fragment_word
+from cheetah.blocks.columns import POSITION, UNIT, Columns, fragment_word
 from cheetah.blocks.exchange import Exchange
 from cheetah.blocks.linear.epilogue import HALF, PublishedRows, pair_of_rows, paired_dim, rotate
 from cheetah.blocks.linear.interface import Rows
@@ -243,39 +243,6 @@ def _of_whole_m_tile(rows: Rows) -> Rows:
     return replace(rows, m_tile=m_tile, row=half * rows.count + rows.row, count=M_TILE_ROWS)
 
 
-class NormalisedHeads(RawHeads):
-    """Heads of attention's input: normalised and rotated as they are read, keys and values then put into the cache."""
-
-    def __init__(self, port: StepPort, cache: KvCache, norms: HeadNorms) -> None:
-        self.port, self.cache, self.norms = port, cache, norms
-        self.machine, self.columns, self.shape = port.machine, port.columns, port.shape
-
-    @property
-    def begins(self) -> bool:  # type: ignore[override]
-        return isinstance(self.norms, JointNorms)
-
-    def begin(self, epoch: ch.Expr) -> None:
-        assert isinstance(self.norms, JointNorms)
-        self.norms.work_out(epoch)
-
-    def weights(self, raw: RawHead) -> ch.Expr | None:
-        return self.norms.weights_of(self.port.layer, raw)
-
-    def finish(self, raw: RawHead, words: ch.Expr, weights: Any) -> ch.Expr:
-        return self.norms.apply(words, weights, raw)
-
-    def stored(self, values: ch.Expr, raw: RawHead) -> list[Any]:
-        if self.machine.plan.kv_dtype != "e4m3":
-            return packed(values)
-        return codes_of(values, self.port.scale_of(self.port.layer, raw.head - self.shape.heads))
-
-    def append(self, words: Sequence[Any], raw: RawHead) -> None:
-        unit = prim.make_u32x4(*words) if len(words) == 4 else words
-        append(
-            self.cache, self.columns, self.port.layer, raw.head - self.shape.heads, raw.column, raw.unit * UNIT, unit
-        )
-
-
 @dataclass(frozen=True, eq=False)
 class LayerSinks:
     """The parameter `sinks` of `learned_sink`, of the layer whose attention is being emitted: sinks, bf16 [layers,
@@ -287,19 +254,3 @@ class LayerSinks:
     def __getitem__(self, head: ch.Expr) -> ch.Expr:
         assert self.sinks is not None
         return prim.bf16_to_f32(self.sinks[self.port.layer * self.port.shape.heads + head])
-
-
-@ch.inline
-def append(cache: KvCache, columns: Columns, layer: Any, kv_row: Any, column: Any, dim: Any, data: Any) -> None:
-    """Put elements of a column's new key or value into the cache, from dim `dim` on: one number of the device, or
-    several words. kv_row counts key heads, then value heads. A column without a token left has nothing to put there."""
-    machine = cache.machine
-    kv_heads = machine.shape.kv_heads
-    with ch.if_(columns.state(column, NUMBER) < columns.state(column, TOTAL)):
-        table = columns.state(column, SEQUENCE) * machine.plan.pages_per_sequence
-        key = cache.key(layer, kv_row % kv_heads, table, columns.state(column, POSITION))
-        place = ch.select(kv_row < kv_heads, key, cache.value(key))
-        words = data if isinstance(data, list) else [data]
-        for index, word in enumerate(words):
-            ch.reinterpret(ty.ptr_mut(word.type), place + dim)[index] = word
-        prim.fence_proxy_async()  # a later step reads this with the copy engine
