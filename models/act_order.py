@@ -38,11 +38,11 @@ def places_of_columns(order: Order | None, padded: int) -> NDArray[np.uint16]:
 
 
 class RowsInOrder:
-    """A matrix with its rows in another order: row i is row `order[i]`. It is read whole when rows are first wanted,
-    since those that lie side by side are then far apart."""
+    """A matrix with its rows, or some, in another order: row i is row `order[i]`. It is read whole when rows are first
+    wanted, since those that lie side by side are then far apart."""
 
     def __init__(self, matrix: MatrixRows | QuantizedMatrix | ScaleRows, order: Order) -> None:
-        self.matrix, self.shape, self._order = matrix, matrix.shape, order
+        self.matrix, self.shape, self._order = matrix, (len(order), *matrix.shape[1:]), order
         self._lock = Lock()
 
     def __getitem__(self, part: slice) -> Any:

@@ -35,14 +35,14 @@ from cheetah.models.rope import GROUP_ELEMENTS, Rope, rope_table, rotary_order
 from cheetah.plan import ModelShape, PlanError
 from cheetah.plan.delta import DIMS, TAPS, DeltaHeads
 from cheetah.plan.formats import BF16
-from cheetah.plan.products import ROUTER, Experts, Product, StepTable
+from cheetah.plan.products import IN_PROJ_BA, ROUTER, Experts, Product, StepTable
 from cheetah.plan.shape import DrafterShape
 
 HEAD_DIMS = (64, 96, 128, 256)
 HEAD_DIMS_IN_WORDS = f"{', '.join(map(str, HEAD_DIMS[:-1]))} and {HEAD_DIMS[-1]}"
 MAX_GROUP = 16
-ATTENTION = "{layer}.self_attn."
-"""In the names of what layers with attention have."""
+ATTENTION, DELTA = "{layer}.self_attn.", "{layer}.linear_attn."
+"""In the names of what layers with attention have, and those of Gated DeltaNet."""
 Shape = tuple[int, int, int, int, int, int, int]
 """hidden_size, intermediate_size, layers, query_heads, kv_heads, head_dim, vocab_size"""
 COLUMN_ALIGN = 32  # columns of a packed matrix, and vectors that feed one, are padded to whole tile pairs
@@ -248,6 +248,8 @@ class ModelConfig:
                 f"{self.dialect.title}: Gated DeltaNet with keys of {delta.key_dim} and values of {delta.value_dim} "
                 f"elements, of {delta.taps} tokens: kernels exist for {DIMS}, {DIMS} and {TAPS} only"
             )
+        if self.act_order:
+            raise PlanError(f"{self.dialect.title}: act-order beside Gated DeltaNet is not supported")
         return DeltaHeads(delta.key_heads, delta.value_heads, self.delta_layers)
 
     @property
@@ -290,8 +292,10 @@ class ModelConfig:
 
     @property
     def quantisable(self) -> tuple[Product, ...]:
-        """The products of a layer whose matrices need not be bf16: all but the router of experts."""
-        return tuple(product for product in self.table.products if product.name != ROUTER)
+        """The products of a layer whose matrices need not be bf16: all but the router of experts, and the numbers of
+        Gated DeltaNet."""
+        products = self.shape.table.products if self.delta_layers else self.table.products
+        return tuple(product for product in products if product.name not in (ROUTER, IN_PROJ_BA))
 
     def names_of(self, name: str, layers: Iterable[int] | None = None) -> Iterator[str]:
         """What a name with `{layer}` or `{expert}` in it stands for: one of every layer (by default of all that have
@@ -301,8 +305,12 @@ class ModelConfig:
             yield from (name.format(layer=layer, expert=expert) for expert in range(experts))
 
     def _layers_with(self, name: str) -> Iterator[int]:
-        has_none = self.delta_layers if ATTENTION in name else ()
-        return (layer for layer in range(self.layers) if layer not in has_none)
+        return (layer for layer in range(self.layers) if self.has_module(name, layer))
+
+    def has_module(self, name: str, layer: int) -> bool:
+        """Whether a layer has something of a name with `{layer}` in it."""
+        of_other = ATTENTION if layer in self.delta_layers else DELTA
+        return of_other not in name
 
     def is_ordered(self, matrix: str) -> bool:
         """Whether the columns of a matrix lie in an order of their own."""

@@ -4,25 +4,32 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from cheetah.plan.errors import PlanError
+from cheetah.plan.formats import M_TILE_ROWS
 from cheetah.plan.gpu import Gpu
+from cheetah.plan.index import ceil_div
 from cheetah.plan.layout import MatrixLayout
 from cheetah.plan.narrow import start_of_others, tile_rows
 from cheetah.plan.plan import Plan
-from cheetah.plan.products import IN_PROJ, Experts, Product
+from cheetah.plan.products import IN_PROJ, IN_PROJ_BA, Experts, Product, StepTable
 from cheetah.plan.sections import Sections
 from cheetah.plan.shape import ModelShape
 from cheetah.plan.shares import rows_of_rank
+
+DELTA_ONLY = (IN_PROJ, IN_PROJ_BA)
+"""The matrices that layers of Gated DeltaNet alone have."""
 
 
 @dataclass(frozen=True)
 class StepMatrices:
     """`weights` is the matrices `of_layer` of layer 0, those of layer 1, ... and the head's; `offset` of a layout is
-    that of layer 0. In the `delta_layers` the first of them stands in the place of the second, which the others have:
-    layers are equally long."""
+    that of layer 0. In the `delta_layers` those of DELTA_ONLY stand in the place of `heads`, which the others have:
+    layers are equally long, `layer_stride` bytes."""
 
     of_layer: tuple[MatrixLayout, ...]
     head: MatrixLayout
     layers: int
+    layer_stride: int
+    heads: str
     delta_layers: tuple[int, ...] = ()
 
     def __iter__(self) -> Iterator[MatrixLayout]:
@@ -42,12 +49,6 @@ class StepMatrices:
     def ranks(self) -> int:
         """GPUs that have a part of each."""
         return self.head.ranks
-
-    @property
-    def layer_stride(self) -> int:
-        """Bytes from a matrix of one layer to the same matrix of the next."""
-        sizes = [layout.total_bytes for layout in self.of_layer]
-        return sum(sizes) - (min(sizes[:2]) if self.delta_layers else 0)
 
     @property
     def weight_bytes(self) -> int:
@@ -73,13 +74,17 @@ class StepMatrices:
 
     def copies(self, layout: MatrixLayout) -> int:
         """How many of this matrix a step reads: one a layer that has it, one head."""
-        return 1 if layout.is_once else sum(self.has(layout, layer) for layer in range(self.layers))
+        return len(self.layers_of(layout))
+
+    def layers_of(self, layout: MatrixLayout) -> tuple[int, ...]:
+        """The layers that have this matrix; (0,) of the head's."""
+        return (0,) if layout.is_once else tuple(layer for layer in range(self.layers) if self.has(layout, layer))
 
     def has(self, layout: MatrixLayout, layer: int) -> bool:
         """Whether a layer has this matrix."""
-        if not self.delta_layers or layout.name not in [one.name for one in self.of_layer[:2]]:
+        if not self.delta_layers or layout.name not in (self.heads, *DELTA_ONLY):
             return True
-        return (layout.name == IN_PROJ) == (layer in self.delta_layers)
+        return (layout.name in DELTA_ONLY) == (layer in self.delta_layers)
 
     def describe(self) -> tuple[dict[str, int | str], ...]:
         """One plain entry a matrix: name, rows, columns, format, offset, layer_stride, layers, start; tile_rows of
@@ -114,15 +119,25 @@ def step_matrices(shape: ModelShape, plan: Plan, gpu: Gpu) -> StepMatrices:
     """The layouts under a plan of what each rank has of a model's matrices. PlanError where ranks cannot share them."""
     plan.check(shape, gpu)
     table, start = shape.table, start_of_others(shape, gpu)
-    layouts = [_layout(product, shape, plan, gpu, start) for product in table.products]
+    layouts = [_layout(product, shape, plan, gpu, _start(product, table, gpu, start)) for product in table.products]
     delta_layers = () if shape.delta is None else shape.delta.layers
-    together = 1 + bool(delta_layers)  # of which a layer has one
-    first = max(layout.total_bytes for layout in layouts[:together])
-    behind = Sections({layout.name: layout.total_bytes for layout in layouts[together:]}, start=first)
-    offsets = dict.fromkeys((layout.name for layout in layouts[:together]), 0) | behind.offsets
+    of_delta = {layout.name: layout.total_bytes for layout in layouts if layout.name in DELTA_ONLY}
+    heads = table.heads.name
+    in_turn = (of_delta, {one.name: one.total_bytes for one in layouts if of_delta and one.name == heads})
+    places = [Sections(sizes) for sizes in in_turn]
+    behind = {one.name: one.total_bytes for one in layouts if not (of_delta and one.name in (heads, *of_delta))}
+    rest = Sections(behind, start=max(place.end for place in places))
+    offsets = rest.offsets | places[0].offsets | places[1].offsets
     of_layer = tuple(replace(layout, offset=offsets[layout.name]) for layout in layouts)
-    head = replace(_layout(table.head, shape, plan, gpu, start), offset=shape.layers * behind.end)
-    return StepMatrices(of_layer, head, shape.layers, delta_layers)
+    head = replace(_layout(table.head, shape, plan, gpu, start), offset=shape.layers * rest.end)
+    return StepMatrices(of_layer, head, shape.layers, rest.end, heads, delta_layers)
+
+
+def _start(product: Product, table: StepTable, gpu: Gpu, start: int) -> int:
+    """Of a product beside another the first M-tiles go to the blocks that the other's last wave leaves out."""
+    if product != table.beside:
+        return start
+    return (start - ceil_div(table.products[0].rows, M_TILE_ROWS)) % gpu.blocks
 
 
 def _layout(product: Product, shape: ModelShape, plan: Plan, gpu: Gpu, start: int) -> MatrixLayout:

@@ -9,7 +9,7 @@ machine, which is all that is asked.
 from cheetah.plan.formats import BF16, M_TILE_ROWS, NARROW_ROWS
 from cheetah.plan.gpu import Gpu
 from cheetah.plan.index import ceil_div
-from cheetah.plan.products import ROUTER, Product, RowOrder
+from cheetah.plan.products import IN_PROJ_BA, ROUTER, Product, RowOrder
 from cheetah.plan.shape import ModelShape
 from cheetah.plan.split import Split
 from cheetah.plan.world import world_of
@@ -28,10 +28,10 @@ def tile_rows(product: Product, shape: ModelShape, gpu: Gpu) -> int:
     rows are published one by one: the router's, and heads that their readers finish."""
     if product.adds:
         return residual_tile_rows(shape, gpu)
-    is_plain = product.order is RowOrder.PLAIN or product.name == ROUTER
+    is_plain = product.order is RowOrder.PLAIN or product.name in (ROUTER, IN_PROJ_BA)
     is_by_rows = is_plain or product.order is RowOrder.HEADS and shape.raw_heads
     can_be = (
-        shape.experts is not None
+        (shape.experts is not None or product.name == IN_PROJ_BA)
         and is_by_rows
         and not product.is_once
         and product.format == BF16

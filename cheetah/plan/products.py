@@ -28,8 +28,9 @@ ROUTER = "router"
 """The product whose rows are the logits of experts."""
 SHARED_UP, SHARED_DOWN = "shared_gate_up", "shared_down"
 """The products of an expert that every token has."""
-IN_PROJ = "in_proj"
-"""The product of layers of Gated DeltaNet that others have none of."""
+IN_PROJ, IN_PROJ_BA = "in_proj", "in_proj_ba"
+"""The products of layers of Gated DeltaNet that others have none of: one, or beside weights that are not bf16 a second
+one of the rows that always are."""
 ROUTES = "routes"
 """The vector of those logits."""
 EXPERT_LIST = "experts"
@@ -276,12 +277,14 @@ class Product(Phase):
 @dataclass(frozen=True)
 class StepTable:
     """The phases of a layer in order, how many layers there are, and the product behind them. delta: the phases of
-    layers of Gated DeltaNet, if there are any, in the place of the first two."""
+    layers of Gated DeltaNet, if there are any, in the place of the first two. beside: a product of the first of those,
+    beside that one's own, which makes other rows of the same vector."""
 
     layer: tuple[Phase, ...]
     head: Product
     layers: int
     delta: tuple[Phase, ...] = ()
+    beside: Product | None = None
 
     @property
     def kinds(self) -> tuple[tuple[Phase, ...], ...]:
@@ -291,7 +294,9 @@ class StepTable:
     @property
     def products(self) -> tuple[Product, ...]:
         """Those of layers, each once."""
-        return tuple(phase for phase in (*self.delta, *self.layer) if isinstance(phase, Product))
+        of_delta = [phase for phase in self.delta if isinstance(phase, Product)]
+        beside = [] if self.beside is None else [self.beside]
+        return (*of_delta, *beside, *(phase for phase in self.layer if isinstance(phase, Product)))
 
     @property
     def delta_phase(self) -> DeltaPhase | None:

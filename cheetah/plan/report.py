@@ -109,7 +109,7 @@ class Report:
         table = self.shape.table
         phases = (
             phase
-            for phase in (*table.delta, *table.layer, table.head)
+            for phase in (*table.delta, *([table.beside] if table.beside else []), *table.layer, table.head)
             if not isinstance(phase, (NormPhase, ChoicePhase))
         )
         return tuple(self._share(phase) for phase in phases)

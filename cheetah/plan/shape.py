@@ -13,6 +13,7 @@ from cheetah.plan.formats import BF16, M_TILE_ROWS, VECTOR_COLUMNS, QuantizedTil
 from cheetah.plan.index import round_up
 from cheetah.plan.products import (
     IN_PROJ,
+    IN_PROJ_BA,
     ROUTER,
     ROUTES,
     SHARED_DOWN,
@@ -98,14 +99,23 @@ class ModelShape:
                 f"ModelShape: experts of width {self.ffn}: give a multiple of {VECTOR_COLUMNS} (whole K-tiles)"
             )
         for matrix in ("gate_up", "down"):
-            one = self.format_of(matrix)
+            one, beside = (self.format_of(name) for name in (matrix, f"shared_{matrix}"))
+            if beside not in (BF16, one):
+                raise PlanError(
+                    f"ModelShape: experts in {one.name}, and the one that every token has in {beside.name}: supported "
+                    f"are the same format or {BF16.name}"
+                )
             if one != BF16 and not isinstance(one, QuantizedTiles) or one.list_units:
                 raise PlanError(f"ModelShape: experts in {one.name}: give {BF16.name} or a quantised format")
 
     def _check_delta(self, delta: DeltaHeads) -> None:
         """Layers with and without attention make the same vector for the same product."""
-        if self.formats:
-            raise PlanError("ModelShape: Gated DeltaNet is supported with weights in bf16 alone")
+        for matrix, name in self.formats:
+            one = self.format_of(matrix)
+            if one != BF16 and not isinstance(one, QuantizedTiles) or one.list_units:
+                raise PlanError(
+                    f"ModelShape: {matrix} in {name}: beside Gated DeltaNet give {BF16.name} or a quantised format"
+                )
         if not delta.is_among(self.layers):
             raise PlanError(
                 f"ModelShape: layers of Gated DeltaNet are {delta.layers} of {self.layers}: give some, not all"
@@ -236,17 +246,23 @@ def _table(shape: ModelShape) -> StepTable:
         layer.append(NormPhase("down_norm", of_down, hidden))
     head = Product("lm_head", hidden, None, (Source("lm_head", shape.head_rows),), is_once=True)
     phases = tuple(_in_format(shape, phase) for phase in layer)
-    delta = () if shape.delta is None else _delta(shape.delta, hidden, attended)
-    return StepTable(phases, _in_format(shape, head), shape.layers, delta)
+    table = StepTable(phases, _in_format(shape, head), shape.layers)
+    return table if shape.delta is None else _with_delta(shape, shape.delta, table)
 
 
-def _delta(heads: DeltaHeads, hidden: Vector, attended: Vector) -> tuple[Phase, ...]:
-    """What layers of Gated DeltaNet have in the place of q, k, v and attention."""
+def _with_delta(shape: ModelShape, heads: DeltaHeads, table: StepTable) -> StepTable:
+    """With what layers of Gated DeltaNet have in the place of q, k, v and attention. Rows of b and a, a number of each
+    value head, are bf16 in all files: in a product with the others only where these are."""
     rows = {"qkv": heads.channels, "z": heads.value_rows, "b": heads.value_heads, "a": heads.value_heads}
     sources = tuple(Source(f"delta_{name}", count) for name, count in rows.items())
-    mixed = Vector("mixed", heads.mixed_rows)
+    hidden, mixed = table.heads.input, Vector("mixed", heads.mixed_rows)
+    phase = DeltaPhase("delta", mixed, table.attention.output, "head_squares", heads)
     product = Product(IN_PROJ, hidden, mixed, sources, RowOrder.GROUPS, is_brief=True)
-    return product, DeltaPhase("delta", mixed, attended, "head_squares", heads)
+    if shape.format_of(IN_PROJ) == BF16:
+        return replace(table, delta=(product, phase))
+    of_format = _in_format(shape, replace(product, sources=sources[:2]))
+    beside = replace(product, name=IN_PROJ_BA, sources=sources[2:])
+    return replace(table, delta=(of_format, phase), beside=beside)
 
 
 def _taps(shape: ModelShape, hidden: Vector) -> Iterator[Phase]:

@@ -464,11 +464,11 @@ def _fill_packed(config: ModelConfig, matrices: StepMatrices, buffers: dict[str,
             whole = np.empty(layout.total_bytes, np.uint8)
             rows = _random_rows(tensors, layout, layout.padded_rows)
             format_of(layout).pack_m_tiles(layout, range(layout.m_tiles), rows, whole)
-            for layer in range(matrices.copies(layout)):
+            for layer in matrices.layers_of(layout):
                 buffers["weights"].upload(whole, matrices.offset(layout.name, layer))
             continue
         waves = [_packed_wave(tensors, layout, wave) for wave in sorted({0, layout.waves - 1})]
-        for layer, expert in product(range(matrices.copies(layout)), range(layout.experts)):
+        for layer, expert in product(matrices.layers_of(layout), range(layout.experts)):
             for wave in range(layout.waves):
                 offset = matrices.offset(layout.name, layer, expert) + wave * layout.blocks * layout.m_tile_bytes
                 buffers["weights"].upload(waves[-1] if wave == layout.waves - 1 else waves[0], offset)

@@ -12,12 +12,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from cheetah.models.act_order import RowsInOrder
 from cheetah.models.dense.activations import logistic, silu, softplus
 from cheetah.models.layer_kind import DeltaNet
 from cheetah.models.rounding import F32, Rounding, widen
 
 _MODULE = "model.layers.{layer}.linear_attn."
-IN_PROJ_TENSORS = tuple(f"{_MODULE}in_proj_{name}.weight" for name in ("qkv", "z", "b", "a"))
+IN_PROJ_PARTS = ("qkv", "z", "b", "a")
 OUT_PROJ_TENSOR = f"{_MODULE}out_proj.weight"
 TAPS_TENSOR = f"{_MODULE}conv1d.weight"
 LENGTH_EPSILON = 1e-6
@@ -49,6 +50,17 @@ def delta_shapes(hidden: int, delta: DeltaNet) -> dict[str, tuple[int, ...]]:
         f"{_MODULE}norm.weight": (delta.value_dim,),
         f"{_MODULE}out_proj.weight": (hidden, delta.value_rows),
     }
+
+
+def in_proj_tensor(source: str) -> str:
+    """The tensor of a source of the products before Gated DeltaNet ("delta_qkv"), with `{layer}`."""
+    return f"{_MODULE}in_proj_{source.removeprefix('delta_')}.weight"
+
+
+def in_proj_modules(delta: DeltaNet) -> tuple[str, ...]:
+    """The linear layers that make queries, keys, values and their gates, with `{layer}`."""
+    names = ("qkvz",) if delta.by_key_heads else IN_PROJ_PARTS[:2]
+    return tuple(f"{_MODULE}in_proj_{name}" for name in names)
 
 
 def of_length_one(heads: F32) -> F32:
@@ -88,7 +100,7 @@ class DeltaWeights:
         if kind.by_key_heads:
             qkv, z, b, a = parted(kind, of("in_proj_qkvz.weight"), of("in_proj_ba.weight"))
         else:
-            qkv, z, b, a = (of(f"in_proj_{name}.weight") for name in ("qkv", "z", "b", "a"))
+            qkv, z, b, a = (of(f"in_proj_{name}.weight") for name in IN_PROJ_PARTS)
         taps, rate = of("conv1d.weight")[:, 0], np.exp(of("A_log"))
         return cls(kind, qkv, z, b, a, taps, rate, of("dt_bias"), of("norm.weight"), of("out_proj.weight"))
 
@@ -104,14 +116,17 @@ def parted(kind: DeltaNet, qkvz: NDArray[Any], ba: NDArray[Any]) -> tuple[NDArra
 
 
 def of_key_heads(kind: DeltaNet, read: Callable[[str], Any]) -> Callable[[str], Any]:
-    """What gives the tensors of IN_PROJ_TENSORS of files that have two in their place, and all others as `read`."""
+    """What gives the four tensors before Gated DeltaNet of files that have two in their place, and others as `read`."""
+    rows = (np.arange(count)[:, None] for count in (kind.channels + kind.value_rows, 2 * kind.value_heads))
+    orders = dict(zip(IN_PROJ_PARTS, (order[:, 0] for order in parted(kind, *rows)), strict=True))
 
     def parted_or_read(name: str) -> Any:
         layer, found, part = name.partition(".linear_attn.in_proj_")
         if not found:
             return read(name)
-        fused = (read(f"{layer}{found}{one}.weight")[:] for one in ("qkvz", "ba"))
-        return parted(kind, *fused)[("qkv", "z", "b", "a").index(part.removesuffix(".weight"))]
+        part = part.removesuffix(".weight")
+        fused = read(f"{layer}{found}{'ba' if part in 'ba' else 'qkvz'}.weight")
+        return RowsInOrder(fused, orders[part])
 
     return parted_or_read
 

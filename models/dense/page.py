@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from cheetah.models.config import ModelConfig
 from cheetah.models.family import PhaseRow, lines_of
@@ -67,7 +67,9 @@ def _mixing(table: StepTable, kind: LayerKind, max_context: int) -> tuple[Line, 
         heads = Multiply(table.heads, Heads(kind.attention), kind.norms.before)
         return heads, Attend(table.attention, kind.attention, max_context)
     assert table.delta_phase is not None
-    return Multiply(table.named(IN_PROJ), Mixed(), kind.norms.before), Remember(table.delta_phase)
+    given = table.named(IN_PROJ), Mixed(), kind.norms.before
+    product = Multiply(*given) if table.beside is None else MultiplyBoth(*given, beside=table.beside)
+    return product, Remember(table.delta_phase)
 
 
 def _choosing(table: StepTable, kind: LayerKind) -> tuple[Line, ...]:
@@ -327,6 +329,19 @@ class MultiplyBeside(Multiply):
     @property
     def text(self) -> PhaseText:
         return PhaseText(self.name, self.about, self.waits, self.makes, meets=False)
+
+
+@dataclass(frozen=True)
+class MultiplyBoth(Multiply):
+    """The same of two products: beside the one that the line is of, another of the same input, whose rows are others of
+    the same vector."""
+
+    beside: Product = field(kw_only=True)
+
+    @property
+    def matrix(self) -> str:
+        other = self.beside
+        return f"{super().matrix}; {other.rows} x {other.columns} {other.format.name}"
 
 
 @dataclass(frozen=True)

@@ -179,6 +179,8 @@ class PassSizes:
             raise PlanError("a pass begins with embeddings: a head that drafts reads prompts in steps")
         if self.config.has_out_biases and (self.shape.norms_behind or self.config.residual_multiplier != 1):
             raise PlanError("a pass adds o's biases to the residual, and knows no norm or multiplier between")
+        if self.table.beside is not None:
+            raise PlanError(f"a pass knows no {self.table.beside.name} beside {self.table.delta[0].name} so far")
         if self.shape.experts is not None:
             self._check_experts()
         for layout in self.matrices.of_layer:

@@ -16,7 +16,8 @@ from cheetah.models.formats.quantized import RowPlanes, rows_of_element
 from cheetah.models.repacking import ScaleRows
 from cheetah.models.rounding import Bits
 from cheetah.plan import M_TILE_ROWS, MatrixLayout
-from cheetah.plan.products import IN_PROJ, Product, RowOrder
+from cheetah.plan.matrices import DELTA_ONLY
+from cheetah.plan.products import Product, RowOrder
 from cheetah.plan.world import Rank
 
 GROUP_ROWS = 8  # an M-tile is two groups of 8 consecutive rows of one tensor: the rows g and g + 8 of an mma fragment
@@ -24,7 +25,7 @@ GROUP_ROWS = 8  # an M-tile is two groups of 8 consecutive rows of one tensor: t
 
 def product_of(config: ModelConfig, matrix: str) -> Product:
     """The product of a matrix, which layers of Gated DeltaNet alone may have."""
-    return (config.shape if matrix == IN_PROJ else config).table.named(matrix)
+    return (config.shape if matrix in DELTA_ONLY else config).table.named(matrix)
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ The model itself is in `program`; here is what would hide it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -57,6 +57,7 @@ from cheetah.models.dense.page import (
     Mixed,
     Multiply,
     MultiplyBeside,
+    MultiplyBoth,
     NormBehind,
     OntoResidual,
     Remember,
@@ -74,7 +75,7 @@ from cheetah.models.dense.step_sizes import (
 )
 from cheetah.plan import M_TILE_ROWS, MatrixLayout
 from cheetah.plan.delta import TAPS
-from cheetah.plan.products import IN_PROJ, ROUTES, Product, Vector
+from cheetah.plan.products import IN_PROJ, ROUTES, SHARED_UP, Product, Vector
 
 
 class StepParts(HeadParts):
@@ -128,7 +129,8 @@ class StepParts(HeadParts):
             return None
         choice = Choice(self.columns, experts, routing.normalised, self.timeline)
         assert self.table.dealt is not None
-        return ExpertProducts(self.linear, choice, self.matrices[self.table.dealt], routing.biases)
+        beside = self.matrices.named(SHARED_UP) if experts.shared else None
+        return ExpertProducts(self.linear, choice, self.matrices[self.table.dealt], routing.biases, beside)
 
     def _normalise_heads(self, weights: ch.Expr) -> None:
         """Queries and keys are finished by who reads them."""
@@ -233,7 +235,7 @@ class StepParts(HeadParts):
     def end_step(self, step: Any) -> None:
         """The next tokens are taken; if the launch ends, what was fetched of the next step is used up."""
         with self.machine.consumer:
-            self.tokens.end_step(step, lambda: self.linear.skip(self._first_matrix), self._settling(step))
+            self.tokens.end_step(step, self._use_up, self._settling(step))
         with self.machine.adding():
             self.tokens.leave_after(step)
 
@@ -242,11 +244,18 @@ class StepParts(HeadParts):
         memory = self.memory
         return None if memory is None or memory.records is None else lambda: memory.settle(step)
 
+    def _use_up(self) -> None:
+        for matrix in self._first_matrices:
+            self.linear.skip(matrix)
+
     @property
-    def _first_matrix(self) -> MatrixLayout:
-        """That of layer 0."""
+    def _first_matrices(self) -> Iterator[MatrixLayout]:
+        """Those of the first phase of layer 0, in the order in which they are fetched."""
         lines = self.page.delta if 0 in self.page.delta_layers else self.page.layer
-        return next(self.matrices[line.product] for line in lines if isinstance(line, Multiply))
+        first = next(line for line in lines if isinstance(line, Multiply))
+        if isinstance(first, MultiplyBoth):
+            yield self.matrices[first.beside]
+        yield self.matrices[first.product]
 
     # -- phases ---------------------------------------------------------------------------------------------------
 
@@ -281,6 +290,8 @@ class StepParts(HeadParts):
                 return self.attend(step, layer)
             prologue, epilogue = self.input_of(line.product, layer), self.epilogue_of(line, layer)
             assert (line.waits, line.makes) == (prologue.waits, (*epilogue.makes, *prologue.makes)), line
+            if isinstance(line, MultiplyBoth):
+                self._multiply_beside(line, layer)
             self._multiply(line)(self.matrices[line.product], prologue, epilogue)
 
     def _multiply(self, line: Multiply) -> Callable[[MatrixLayout, Prologue, Epilogue], None]:
@@ -293,6 +304,15 @@ class StepParts(HeadParts):
         if isinstance(line.then, Routes):
             return self.experts.route
         return self.experts.add if product.adds else self.experts.deal
+
+    def _multiply_beside(self, line: MultiplyBoth, layer: Any) -> None:
+        """The other product of a line: its rows lie behind those of the line's own."""
+        product, into = line.beside, line.beside.output
+        assert into is not None
+        prologue = self._input(product.input, self.layer_epoch - 1, self.places(product, layer))
+        self.linear(
+            self.matrices[product], prologue, PublishedPairs(self.vector(into), into.elements, line.product.rows)
+        )
 
     def choose_experts(self, line: ChooseExperts, layer: Any) -> None:
         """Every block's choice, of the logits that all have made."""

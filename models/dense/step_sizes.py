@@ -89,10 +89,11 @@ def product_inputs(shape: ModelShape, gpu: Gpu, plan: Plan) -> dict[str, int]:
 def published_kinds(config: ModelConfig, plan: Plan) -> dict[str, str]:
     """As what the inputs of products are published where the copy engine brings them: as the first matrix wants them,
     if that and what others want can be said of each pair by itself, and nobody orders them before."""
-    kinds = {}
-    for vector, readers in config.shape.table.inputs.items():
-        if vector.parts > 1:
-            continue  # threads read it, part by part
+    kinds, table = {}, config.shape.table
+    normed_by_readers = None if table.delta_phase is None else table.delta_phase.output
+    for vector, readers in table.inputs.items():
+        if vector.parts > 1 or vector == normed_by_readers:
+            continue  # threads read it
         wanted = [product.vector_kind(plan) for product in readers]
         is_ordered = any(product.is_placed and config.is_ordered(product.name) for product in readers)
         can_be_said = not is_ordered and all(map(is_of_pairs, wanted))

@@ -17,7 +17,13 @@ from numpy.typing import NDArray
 
 from cheetah.models.act_order import places_shape
 from cheetah.models.config import ModelConfig, round_up
-from cheetah.models.dense.delta import IN_PROJ_TENSORS, MEANING_OF_DELTA, OUT_PROJ_TENSOR, delta_shapes
+from cheetah.models.dense.delta import (
+    MEANING_OF_DELTA,
+    OUT_PROJ_TENSOR,
+    delta_shapes,
+    in_proj_modules,
+    in_proj_tensor,
+)
 from cheetah.models.dense.row_groups import GROUP_ROWS, product_of, row_groups
 from cheetah.models.family import Merged
 from cheetah.models.layer_kind import LayerKind
@@ -25,6 +31,7 @@ from cheetah.models.rounding import Bits
 from cheetah.plan import M_TILE_ROWS, StepMatrices
 from cheetah.plan.delta import TAPS
 from cheetah.plan.formats import MX_COLUMNS
+from cheetah.plan.matrices import DELTA_ONLY
 from cheetah.plan.products import IN_PROJ, Product, RowOrder
 
 __all__ = [
@@ -297,6 +304,9 @@ def matrix_modules(config: ModelConfig) -> dict[str, tuple[str, ...]]:
     """The linear layers of each matrix; none of a tied head. `{layer}` stands for the layer's number."""
     table = config.table
     modules = {product.name: tuple(_modules_of(config, product)) for product in table}
+    if config.delta is not None and config.delta_layers:
+        modules[table.onto_residual[0].name] += (OUT_PROJ_TENSOR.removesuffix(".weight"),)
+        modules[IN_PROJ] = in_proj_modules(config.delta)
     return {**modules, **({table.head.name: ()} if config.tied_embeddings else {})}
 
 
@@ -305,9 +315,10 @@ def matrix_tensors(config: ModelConfig, matrix: str, layer: int = 0, expert: int
     product = product_of(config, matrix)
     if product.is_once:
         return (head_tensor(config),)
-    if layer in config.delta_layers and (matrix == IN_PROJ or product is config.table.onto_residual[0]):
-        names = IN_PROJ_TENSORS if matrix == IN_PROJ else (OUT_PROJ_TENSOR,)
-        return tuple(name.format(layer=layer) for name in names)
+    if matrix in DELTA_ONLY:
+        return tuple(in_proj_tensor(source.name).format(layer=layer) for source in product.sources)
+    if layer in config.delta_layers and product.name == config.table.onto_residual[0].name:
+        return (OUT_PROJ_TENSOR.format(layer=layer),)
     return tuple(f"{module}.weight".format(layer=layer, expert=expert) for module in _modules_of(config, product))
 
 

@@ -261,9 +261,9 @@ def problems_of_dtypes(config: ModelConfig, matrices: Mapping[str, StoredQuantiz
 def _weights_of_several(config: ModelConfig) -> Iterator[tuple[str, ...]]:
     """The weights of every matrix that several modules make."""
     for names in family_of(config).matrix_modules(config).values():
-        if len(names) > 1:
-            of_sources = (config.names_of(f"{name}{WEIGHT_SUFFIX}") for name in names)
-            yield from zip(*of_sources, strict=True)
+        for layer in range(config.layers) if len(names) > 1 else ():
+            of_layer = [f"{name}{WEIGHT_SUFFIX}" for name in names if config.has_module(name, layer)]
+            yield from zip(*(config.names_of(name, (layer,)) for name in of_layer), strict=True)
 
 
 def problems_of_orders(config: ModelConfig, matrices: Mapping[str, StoredQuantized]) -> list[str]:

@@ -129,6 +129,8 @@ class QuantizedWeights(RandomWeights):
             experts = config.shape.table.named(matrix).experts
             for layer, expert in product(range(config.layers), range(1 if experts is None else experts.count)):
                 names = matrix_tensors(config, matrix, layer, expert)
+                if names[0] not in self.tensors:  # of layers of another kind
+                    continue
                 tiles, units = format.partition(PLUS)[0], tile_format(format).list_units
                 if isinstance(tile_format(format), BlockRows):
                     self._keep_bands(names, 8 if matrix == "gate_up" else 16, matrix == "qkv", draw)

@@ -21,6 +21,7 @@ from cheetah.models.rope import Rope
 from cheetah.plan import Plan, PlanError
 from cheetah.plan.delta import DeltaHeads
 from cheetah.plan.report import inspect_plan
+from tests.program.quantized_weights import QuantizedWeights
 from tests.program.rig import (
     F32,
     RandomWeights,
@@ -39,6 +40,9 @@ from tests.tolerances import LOGITS
 pytestmark = [pytest.mark.compiler, pytest.mark.slow]
 
 COUNT = 10
+MIXED_PLANS: list[dict[str, Any]] = [{"sync": "barrier"}, {"batch": 1, "tokens": 1}]
+MIXED_SEED = 17
+"""Of quantised weights by which no token's experts are nearly others."""
 
 
 def hybrid(
@@ -156,6 +160,20 @@ def test_kernels_of_other_plans_are_right_too(plan: dict[str, Any]) -> None:
     assert relative_error(found, float32_logits(weights(AWKWARD), ids)) < LOGITS
 
 
+class QuantizedHybrid(QuantizedWeights):
+    _draw = staticmethod(HybridWeights._draw)
+
+
+@pytest.mark.parametrize("plan", tiered(MIXED_PLANS, MIXED_PLANS[1:]))
+def test_matrices_of_a_layer_in_several_formats(plan: dict[str, Any]) -> None:
+    """As files have them: numbers of Gated DeltaNet, heads and the expert that every token has in bf16."""
+    formats = {"in_proj": "fp8", **dict.fromkeys(("o", "gate_up", "down"), "int4-g32")}
+    mixed = QuantizedHybrid(replace(ROUTED, weight_formats=tuple(formats.items())), MIXED_SEED)
+    rig = Rig(mixed, **{"blocks": 5, "batch": 3, "tokens": 4, "consumer_warps": 4, "page_size": 16, **plan})
+    ids = ids_and_logits(0)[0]
+    assert relative_error(rig.session().score(ids), float32_logits(mixed, ids)) < LOGITS
+
+
 def test_an_expert_that_every_token_has_is_added_to_those_that_it_chose() -> None:
     """Two sequences together have the bits of each alone, and the logits of the reference."""
     session = rig_of(ROUTED).session("random", 2)
@@ -215,7 +233,8 @@ def test_what_is_planted_shows(
         ),
         ({"delta": DeltaNet(1, 2)}, "2 value heads of Gated DeltaNet have 256 rows, and 3 query heads 384"),
         ({"delta_layers": tuple(range(5))}, "give some, not all"),
-        ({"weight_formats": (("down", "int8"),)}, "with weights in bf16 alone"),
+        ({"weight_formats": (("down", "2of4"),)}, "down in 2of4: beside Gated DeltaNet give bf16 or a quantised"),
+        ({"weight_formats": (("o", "int8"),), "act_order": True}, "act-order beside Gated DeltaNet"),
     ],
 )
 def test_what_no_kernel_has_is_refused_by_name(changes: dict[str, Any], message: str) -> None:

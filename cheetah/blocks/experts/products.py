@@ -473,11 +473,21 @@ class Added(Share):
 
 class ExpertProducts:
     """Products of a kernel whose matrices are of experts, beside its others, `linear`. dealt: those that have the
-    router's input too, which is converted for them where they take it otherwise. has_biases: all of them."""
+    router's input too, which is converted for them where they take it otherwise. has_biases: all of them. beside: the
+    matrix between, of the same input, if there is one."""
 
-    def __init__(self, linear: Matvec, choice: Choice, dealt: MatrixLayout, has_biases: bool = False) -> None:
+    def __init__(
+        self,
+        linear: Matvec,
+        choice: Choice,
+        dealt: MatrixLayout,
+        has_biases: bool = False,
+        beside: MatrixLayout | None = None,
+    ) -> None:
         self.linear, self.choice, self.list, self.dealt = linear, choice, choice.list, dealt
         self.has_biases = has_biases
+        self._last = beside if beside is not None and beside.format == BF16 else None
+        """What is multiplied with the input as it is, behind the router."""
         self.machine, self.columns = linear.machine, linear.columns
 
     def route(self, matrix: MatrixLayout, prologue: Prologue, epilogue: Epilogue) -> None:
@@ -490,17 +500,19 @@ class ExpertProducts:
         with self.machine.consumer, self.linear.arrival.awaited():
             prologue.load(matrix, 0)
         self.linear(matrix, Brought(prologue, "vector"), epilogue)
-        if self._converts:
+        if self._converts and self._last is None:
             with self.machine.consumer:
                 self._convert(matrix)
 
     def beside(self, matrix: MatrixLayout, prologue: Prologue, epilogue: Epilogue) -> None:
-        """Another matrix times the router's input, which is there."""
-        is_converted = matrix.format != BF16
-        if is_converted:
+        """Another matrix times the router's input, which is there; that is converted behind it where it takes bf16."""
+        if self._last is None and self._converts:
             with self.machine.consumer:
                 self.machine.meet()  # all have converted what they brought
-        self.linear(matrix, Brought(prologue, "dealt" if is_converted else "vector"), epilogue)
+        self.linear(matrix, Brought(prologue, "vector" if self._last or not self._converts else "dealt"), epilogue)
+        if self._last is not None and self._converts:
+            with self.machine.consumer:
+                self._convert(matrix)
 
     def deal(self, matrix: MatrixLayout, prologue: Prologue, epilogue: Epilogue) -> None:
         """The matrices of the list's experts times the input, M-tile by M-tile. The input is there, see `route`; or,
