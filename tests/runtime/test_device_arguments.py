@@ -9,41 +9,30 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cheetah.manifest import Launch, Manifest, Parameter, sha256_of_text
+from cheetah.manifest import Launch, Manifest, Parameter
 from cheetah.runtime.device.arguments import as_ctypes, check_arguments, required_bytes
 from cheetah.runtime.device.interface import ArgumentError, DeviceError, DeviceInfo
 from cheetah.runtime.device.progress import NOT_STARTED, describe_progress
 from cheetah.runtime.device.residency import check_machine, check_occupancy
+from tests.runtime.manifests import manifest_of
 
 H200 = DeviceInfo("cuda", "NVIDIA H200", "sm_90", 132, 232448, 141 << 30, 140 << 30, "CUDA 13.0")
 
 
-def manifest(**changes: Any) -> Manifest:
-    fields: dict[str, Any] = dict(
-        kernel="decode",
-        text_sha256=sha256_of_text(""),
-        generator="0",
-        command="cheetah generate demo",
-        gpu={"arch": "sm_90a", "blocks": 132},
-        config={},
-        plan={},
-        launch=Launch(132, 544, 232448),
-        parameters=(
-            Parameter("weights", "const uint8_t*", "pointer", "u8", False, (4096,), "packed weights"),
-            Parameter("logits", "float*", "pointer", "f32", True, ("steps", 8), "logits", nullable=True),
-            Parameter("steps", "uint32_t", "scalar", "u32", False, None, "steps of this launch"),
-            Parameter("shift", "int32_t", "scalar", "i32", False, None, "a signed number"),
-            Parameter("temperature", "float", "scalar", "f32", False, None, "0 is greedy"),
-            Parameter("seed", "uint64_t", "scalar", "u64", False, None, "of the noise"),
-        ),
-        matrices=(),
-        layer_stride=0,
-        weight_bytes=4096,
-        buffers=(),
-        phases=("qkv", "attention", "lm_head"),
-        step_bytes={},
+WHOLE_GPU = Launch(132, 544, 232448)
+
+
+def manifest(launch: Launch = WHOLE_GPU, **changes: Any) -> Manifest:
+    return manifest_of(
+        *("", "decode", launch),
+        Parameter("weights", "const uint8_t*", "pointer", "u8", False, (4096,), "packed weights"),
+        Parameter("logits", "float*", "pointer", "f32", True, ("steps", 8), "logits", nullable=True),
+        Parameter("steps", "uint32_t", "scalar", "u32", False, None, "steps of this launch"),
+        Parameter("shift", "int32_t", "scalar", "i32", False, None, "a signed number"),
+        Parameter("temperature", "float", "scalar", "f32", False, None, "0 is greedy"),
+        Parameter("seed", "uint64_t", "scalar", "u64", False, None, "of the noise"),
+        **changes,
     )
-    return Manifest(**{**fields, **changes})
 
 
 @dataclasses.dataclass

@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 
 from cheetah.errors import CheetahError
-from cheetah.manifest import Launch, Manifest, Parameter, sha256_of_text
+from cheetah.manifest import Launch, Manifest, Parameter
 from cheetah.runtime.device import ArgumentError, Device, DeviceError, open_device
 from cheetah.runtime.device.emulator import EmulatorDevice
+from tests.runtime.manifests import manifest_of
 
 pytestmark = [
     pytest.mark.compiler,
@@ -30,27 +31,12 @@ extern "C" __global__ void __launch_bounds__(32, 1) scale(const float* x, float*
 
 
 def manifest(blocks: int = 4) -> Manifest:
-    return Manifest(
-        kernel="scale",
-        text_sha256=sha256_of_text(TEXT),
-        generator="0",
-        command="cheetah generate demo",
-        gpu={"name": "h200", "arch": "sm_90a", "blocks": blocks},
-        config={},
-        plan={},
-        launch=Launch(blocks, 32, 1024),
-        parameters=(
-            Parameter("x", "const float*", "pointer", "f32", False, ("n",), "input"),
-            Parameter("y", "float*", "pointer", "f32", True, ("n",), "output"),
-            Parameter("n", "uint32_t", "scalar", "u32", False, None, "length"),
-            Parameter("factor", "float", "scalar", "f32", False, None, "factor"),
-        ),
-        matrices=(),
-        layer_stride=0,
-        weight_bytes=0,
-        buffers=(),
-        phases=("scale",),
-        step_bytes={},
+    return manifest_of(
+        *(TEXT, "scale", Launch(blocks, 32, 1024)),
+        Parameter("x", "const float*", "pointer", "f32", False, ("n",), "input"),
+        Parameter("y", "float*", "pointer", "f32", True, ("n",), "output"),
+        Parameter("n", "uint32_t", "scalar", "u32", False, None, "length"),
+        Parameter("factor", "float", "scalar", "f32", False, None, "factor"),
     )
 
 

@@ -11,8 +11,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from cheetah.manifest import Launch, Manifest, Parameter, sha256_of_text
+from cheetah.manifest import Launch, Manifest, Parameter
 from cheetah.runtime.device import Device, DeviceError, LaunchTimeout, open_device
+from tests.runtime.manifests import manifest_of
 
 pytestmark = [pytest.mark.gpu, pytest.mark.gpu_alone, pytest.mark.xdist_group("alone")]
 
@@ -61,26 +62,6 @@ def pointer(name: str, shape: tuple[int, ...], dtype: str = "f32", ctype: str = 
     return Parameter(name, ctype, "pointer", dtype, not ctype.startswith("const"), shape, name)
 
 
-def manifest_of(text: str, kernel: str, launch: Launch, parameters: tuple[Parameter, ...]) -> Manifest:
-    return Manifest(
-        kernel=kernel,
-        text_sha256=sha256_of_text(text),
-        generator="0",
-        command="none: written by hand",
-        gpu={"name": "h200", "arch": "sm_90a", "blocks": launch.blocks},
-        config={},
-        plan={},
-        launch=launch,
-        parameters=parameters,
-        matrices=(),
-        layer_stride=0,
-        weight_bytes=0,
-        buffers=(),
-        phases=("qkv", "attention", "lm_head"),
-        step_bytes={},
-    )
-
-
 def exchange_manifest(blocks: int) -> Manifest:
     parameters = (
         pointer("x", (blocks * THREADS,), ctype="const float*"),
@@ -92,7 +73,7 @@ def exchange_manifest(blocks: int) -> Manifest:
         Parameter("factor", "float", "scalar", "f32", False, None, "factor"),
         Parameter("seed", "uint64_t", "scalar", "u64", False, None, "its upper half comes back"),
     )
-    return manifest_of(EXCHANGE, "exchange", Launch(blocks, THREADS, SHARED_BYTES), parameters)
+    return manifest_of(EXCHANGE, "exchange", Launch(blocks, THREADS, SHARED_BYTES), *parameters)
 
 
 def run_exchange(device: Device, missing: int = 0, timeout_s: float = 20.0) -> tuple[np.ndarray, np.ndarray]:
@@ -183,7 +164,7 @@ def test_a_driver_refuses_in_its_own_words(device: Device) -> None:
     text = EXCHANGE.replace("(256, 1)", "(128, 1)")  # compiled for 128 threads, launched with 256
     blocks = device.describe().blocks
     parameters = exchange_manifest(blocks).parameters
-    manifest = manifest_of(text, "exchange", Launch(blocks, THREADS, SHARED_BYTES), parameters)
+    manifest = manifest_of(text, "exchange", Launch(blocks, THREADS, SHARED_BYTES), *parameters)
     with pytest.raises(DeviceError, match=r"does not fit an SM|cu\w+ failed: "):
         kernel = device.load(text, manifest)
         buffers = {parameter.name: device.allocate(4 * blocks * THREADS, 0) for parameter in parameters[:5]}
@@ -227,7 +208,7 @@ def hang(backend: str) -> None:
 def fault(backend: str) -> None:
     """Writes where nothing is, prints what it is told twice."""
     device = open_device(backend)
-    kernel = device.load(FAULT, manifest_of(FAULT, "fault", Launch(1, 32, 0), (pointer("x", (1,)),)))
+    kernel = device.load(FAULT, manifest_of(FAULT, "fault", Launch(1, 32, 0), pointer("x", (1,))))
     buffer = device.allocate(4, fill=0)
     device.launch(kernel, {"x": buffer})
     for _ in range(2):

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from cheetah.manifest import Launch, Manifest, Parameter, sha256_of_text
+from cheetah.manifest import Launch, Manifest, Parameter
 from cheetah.runtime import interrupts
 from cheetah.runtime.assembly.cubin import Cubin, ResourceReport
 from cheetah.runtime.device import stream_device
@@ -29,6 +29,7 @@ from cheetah.runtime.device.interface import (
     ProgressSource,
 )
 from cheetah.runtime.device.stream_device import StreamDevice, StreamKernel
+from tests.runtime.manifests import manifest_of
 
 TEXT = 'extern "C" __global__ void step(uint32_t* progress, uint32_t n) {}'
 PIECE_BYTES = 64
@@ -36,25 +37,11 @@ MEMORY_BYTES = 1 << 20
 
 
 def manifest(blocks: int = 4, text: str = TEXT) -> Manifest:
-    return Manifest(
-        kernel="step",
-        text_sha256=sha256_of_text(text),
-        generator="0",
-        command="cheetah generate demo",
-        gpu={"arch": "sm_90a"},
-        config={},
-        plan={},
-        launch=Launch(blocks, 128, 1024),
-        parameters=(
-            Parameter("progress", "uint32_t*", "pointer", "u32", True, (blocks,), "progress of each block"),
-            Parameter("n", "uint32_t", "scalar", "u32", False, None, "a number"),
-        ),
-        matrices=(),
-        layer_stride=0,
-        weight_bytes=0,
-        buffers=(),
+    return manifest_of(
+        *(text, "step", Launch(blocks, 128, 1024)),
+        Parameter("progress", "uint32_t*", "pointer", "u32", True, (blocks,), "progress of each block"),
+        Parameter("n", "uint32_t", "scalar", "u32", False, None, "a number"),
         phases=("qkv", "attention"),
-        step_bytes={},
     )
 
 

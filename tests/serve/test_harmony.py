@@ -17,7 +17,7 @@ from cheetah.runtime.text.harmony import Harmony
 from cheetah.runtime.text.pieces import Pieces
 from cheetah.serve.tools import HARMONY, parser_of_template
 from tests.serve.serving import quick_llm, served
-from tests.serve.test_tools import TOOLS, Scripted
+from tests.serve.test_tools import TOOLS, Scripted, parsed
 
 ANALYSIS = "<|channel|>analysis<|message|>Which city? <b>Köln</b>.<|end|>"
 FINAL = "<|start|>assistant<|channel|>final<|message|>It rains <|in Köln."
@@ -27,20 +27,6 @@ CALL = (
 OTHER_CALL = '<|start|>assistant to=functions.time<|channel|>commentary json<|message|>{"zone": 1}'
 THOUGHT = Thought("Which city? <b>Köln</b>.")
 WEATHER = ToolCall("weather", '{"city": "Köln"}')
-
-
-def parsed(pieces: Sequence[str], has_tools: bool = True) -> list[AnswerPart]:
-    """What the parser gives, neighbours of a kind as one."""
-    parser = Harmony(has_tools)
-    found: list[AnswerPart] = []
-    for part in [part for piece in pieces for part in parser.feed(piece)] + parser.finish():
-        if found and isinstance(found[-1], str) and isinstance(part, str):
-            found[-1] += part
-        elif found and isinstance(found[-1], Thought) and isinstance(part, Thought):
-            found[-1] = Thought(found[-1].text + part.text)
-        else:
-            found.append(part)
-    return found
 
 
 @pytest.mark.parametrize(
@@ -62,13 +48,13 @@ def parsed(pieces: Sequence[str], has_tools: bool = True) -> list[AnswerPart]:
     ],
 )
 def test_channels_however_the_text_is_cut(text: str, wanted: list[AnswerPart]) -> None:
-    assert parsed([text]) == wanted and parsed(list(text)) == wanted
+    assert parsed(Harmony(), [text]) == wanted and parsed(Harmony(), list(text)) == wanted
     for cut in range(1, min(len(text), 200)):
-        assert parsed([text[:cut], text[cut:]]) == wanted, cut
+        assert parsed(Harmony(), [text[:cut], text[cut:]]) == wanted, cut
 
 
 def test_calls_of_what_nobody_gave_are_thoughts() -> None:
-    assert parsed([ANALYSIS + CALL + FINAL], has_tools=False) == [
+    assert parsed(Harmony(has_tools=False), [ANALYSIS + CALL + FINAL]) == [
         Thought(THOUGHT.text + '{"city": "Köln"}'),
         "It rains <|in Köln.",
     ]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import openai
@@ -12,23 +11,13 @@ from cheetah.errors import CheetahError
 from cheetah.runtime.text.answer_parts import AnswerPart, Thought, ToolCall
 from cheetah.serve.reasoning import REASONING_PARSERS, Reasoning
 from cheetah.serve.service import Options
-from cheetah.serve.tools import Hermes, NoTools
+from cheetah.serve.tools import Hermes, NoTools, ToolParser
 from tests.serve.serving import quick_llm, served
-from tests.serve.test_tools import CALL, TEMPLATE, TOOLS, WEATHER, Scripted
+from tests.serve.test_tools import CALL, TEMPLATE, TOOLS, WEATHER, Scripted, parsed
 
 
-def parsed(name: str, pieces: Sequence[str], calls: bool = False) -> list[AnswerPart]:
-    """What a parser gives, neighbours of a kind as one."""
-    parser = Reasoning(Hermes() if calls else NoTools(), REASONING_PARSERS[name])
-    found: list[AnswerPart] = []
-    for part in [part for piece in pieces for part in parser.feed(piece)] + parser.finish():
-        if found and isinstance(found[-1], str) and isinstance(part, str):
-            found[-1] += part
-        elif found and isinstance(found[-1], Thought) and isinstance(part, Thought):
-            found[-1] = Thought(found[-1].text + part.text)
-        else:
-            found.append(part)
-    return found
+def reasoning(name: str, inner: ToolParser | None = None) -> Reasoning:
+    return Reasoning(inner or NoTools(), REASONING_PARSERS[name])
 
 
 @pytest.mark.parametrize(
@@ -47,13 +36,13 @@ def parsed(name: str, pieces: Sequence[str], calls: bool = False) -> list[Answer
     ],
 )
 def test_thoughts_however_the_text_is_cut(name: str, text: str, wanted: list[AnswerPart]) -> None:
-    assert parsed(name, [text]) == wanted and parsed(name, list(text)) == wanted
+    assert parsed(reasoning(name), [text]) == wanted and parsed(reasoning(name), list(text)) == wanted
     for cut in range(1, len(text)):
-        assert parsed(name, [text[:cut], text[cut:]]) == wanted, cut
+        assert parsed(reasoning(name), [text[:cut], text[cut:]]) == wanted, cut
 
 
 def test_calls_behind_thoughts() -> None:
-    found = parsed("qwen3", list(f"<think>which tool? {CALL}</think>\n{CALL}"), calls=True)
+    found = parsed(reasoning("qwen3", Hermes()), list(f"<think>which tool? {CALL}</think>\n{CALL}"))
     assert found == [Thought(f"which tool? {CALL}"), WEATHER] and isinstance(found[1], ToolCall)
 
 

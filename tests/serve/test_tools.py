@@ -11,11 +11,11 @@ import openai
 import pytest
 
 from cheetah.runtime import SamplingParams
-from cheetah.runtime.text.answer_parts import AnswerPart, ToolCall
+from cheetah.runtime.text.answer_parts import AnswerPart, Thought, ToolCall
 from cheetah.runtime.text.pieces import Pieces
 from cheetah.runtime.text.prompts import Prompts
 from cheetah.runtime.text.stream import TextStream
-from cheetah.serve.tools import PARSERS, parser_of_template
+from cheetah.serve.tools import PARSERS, ToolParser, parser_of_template
 from tests.serve.serving import quick_llm, served
 
 WEATHER = ToolCall("weather", '{"city": "Köln"}')
@@ -24,12 +24,14 @@ CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Köln"}}\n</tool
 LLAMA_CALL = '{"name": "weather", "parameters": {"city": "Köln"}}'
 
 
-def parsed(name: str, pieces: Sequence[str]) -> list[AnswerPart]:
-    """What a parser gives, neighbouring texts as one."""
-    parser, found = PARSERS[name](), list[AnswerPart]()
+def parsed(parser: ToolParser, pieces: Sequence[str]) -> list[AnswerPart]:
+    """What a parser gives, neighbours of a kind as one."""
+    found: list[AnswerPart] = []
     for part in [part for piece in pieces for part in parser.feed(piece)] + parser.finish():
         if found and isinstance(found[-1], str) and isinstance(part, str):
             found[-1] += part
+        elif found and isinstance(found[-1], Thought) and isinstance(part, Thought):
+            found[-1] = Thought(found[-1].text + part.text)
         else:
             found.append(part)
     return found
@@ -52,10 +54,10 @@ def parsed(name: str, pieces: Sequence[str]) -> list[AnswerPart]:
     ],
 )
 def test_calls_however_the_text_is_cut(name: str, text: str, wanted: list[AnswerPart]) -> None:
-    assert parsed(name, [text]) == wanted
-    assert parsed(name, list(text)) == wanted
+    assert parsed(PARSERS[name](), [text]) == wanted
+    assert parsed(PARSERS[name](), list(text)) == wanted
     for cut in range(1, len(text)):
-        assert parsed(name, [text[:cut], text[cut:]]) == wanted, cut
+        assert parsed(PARSERS[name](), [text[:cut], text[cut:]]) == wanted, cut
 
 
 def test_the_template_tells_the_parser() -> None:
