@@ -276,12 +276,16 @@ class DecodeBench(KernelBench):
                  Sampling(), work.per_step)
             for cache in self._caches(work)
         ]  # fmt: skip
-        if "states" in self._buffers:  # so that every launch remembers the same
-            self._buffers["states"].fill(0)
+        self.forget()
         results = self.launcher.launch_together(parts)
         for part in reversed(parts):  # so that every launch finds the same pages, and the same random keys in them
             part.cache.clear()
         return self._timed.elapsed_ms(), results[0].seconds, tuple(result.token_ids for result in results)
+
+    def forget(self) -> None:
+        """Has no sequence remember anything, so that every launch begins with the same."""
+        if "states" in self._buffers:
+            self._buffers["states"].fill(0)
 
     def _caches(self, work: Work) -> list[CachedSequence]:
         """Sequences with so many tokens cached, whatever their values; the first `shared` in the same pages."""

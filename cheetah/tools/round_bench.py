@@ -103,6 +103,8 @@ class RoundBench:
         while len(truth) < count:
             total = min(self._launcher.max_steps, count - len(truth))
             result, _ = self._launch(context, truth, total, 1, total, ())
+            if not result.token_ids:
+                raise CheetahError(f"context {context}: no logit is a number: nothing can be drafted")
             truth += result.token_ids
         return truth[:count]
 
@@ -114,6 +116,8 @@ class RoundBench:
         cache.clear()
         cache.reserve(context + len(made))
         cache.length = context + len(made)
+        if not made:  # else the launch before has made them
+            self.bench.forget()
         known = [*self._words(context), FIRST_TOKEN, *made]
         ngrams = NGRAMS if per_step > 1 else (0, 0)
         drafting = Drafting(steps, drafts, ngrams)
