@@ -63,6 +63,19 @@ SMALLEST_TEMPERATURE = 1e-6
 LARGEST_TEMPERATURE = 1e6
 """Logits differ by less than 1000: beyond this every token is as likely as any other."""
 LARGEST_BIAS = 1e4
+COUNTS: Mapping[str, tuple[int, float, str]] = {
+    "n": (1, math.inf, "an integer >= 1"),
+    "max_tokens": (1, math.inf, "an integer >= 1, or None for no limit"),
+    "min_tokens": (0, math.inf, "an integer >= 0"),
+    "seed": (0, 2**64 - 1, "an integer from 0 to 2**64-1"),
+    "top_k": (-1, LARGEST_ID, "an integer >= 1, or 0 or -1 for all tokens"),
+    "truncate_prompt_tokens": (1, math.inf, "an integer >= 1"),
+    **dict.fromkeys(
+        ("logprobs", "prompt_logprobs"), (0, MOST_LOGPROBS, f"an integer from 0 to {MOST_LOGPROBS}, or None")
+    ),
+}
+"""Fields that are integers: least, most, and both in words. One that is not None by default may not be."""
+FLAGS = ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens", "speculation")
 RANGES = {
     "top_p": (1e-9, 1.0, "a number above 0, up to 1"),
     "min_p": (0.0, 1.0, "a number from 0 to 1"),
@@ -154,16 +167,13 @@ class SamplingParams(metaclass=_FamiliarNames):
         ids = _listed("stop_token_ids", self.stop_token_ids, "a list of token ids")
         object.__setattr__(self, "stop_token_ids", tuple(map(_plain_id, ids)))
         self._check_temperature()
-        self._check_counts()
-        if self.seed is not None and not _is_int(self.seed, 0, 2**64 - 1):
-            raise CheetahError(f"seed={shown(self.seed)}: expected an integer from 0 to 2**64-1")
+        self._check_numbers()
         for text in self.stop:
             if not isinstance(text, str) or not text:
                 raise CheetahError(f"stop: {text!r} is not a text of at least one character")
         for token in self.stop_token_ids:
             if token < 0:
                 raise CheetahError(f"stop_token_ids: {token} is not a token id")
-        self._check_numbers()
         self._check_tokens()
         if not isinstance(self.prediction, str):
             ids = _listed("prediction", self.prediction, "a text, or a list of token ids")
@@ -183,17 +193,20 @@ class SamplingParams(metaclass=_FamiliarNames):
             raise CheetahError(f"temperature={value!r} would overflow float32 logits: write 0 for greedy")
 
     def _check_numbers(self) -> None:
-        for name, (least, most, what) in RANGES.items():
-            value = getattr(self, name)
-            if value is not None and not _is_number(value, least, most):
-                raise CheetahError(f"{name}={shown(value)}: expected {what}")
-        if self.top_k is not None and not _is_int(self.top_k, -1, LARGEST_ID):
-            raise CheetahError(f"top_k={shown(self.top_k)}: expected an integer >= 1, or 0 or -1 for all tokens")
+        for table, is_one in ((COUNTS, _is_int), (RANGES, _is_number)):
+            for name, (least, most, what) in table.items():
+                value = getattr(self, name)
+                may_be_none = getattr(SamplingParams, name) is None
+                if not is_one(value, least, most) and not (value is None and may_be_none):
+                    raise CheetahError(f"{name}={shown(value)}: expected {what}")
+        for name in FLAGS:
+            if not isinstance(getattr(self, name), bool):
+                raise CheetahError(f"{name}={shown(getattr(self, name))}: expected True or False")
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise CheetahError(f"min_tokens={self.min_tokens} is more than max_tokens={self.max_tokens}")
 
     def _check_tokens(self) -> None:
         """Makes tuples of the lists, and a plain dict of the biases."""
-        if self.truncate_prompt_tokens is not None and not _is_int(self.truncate_prompt_tokens, 1):
-            raise CheetahError(f"truncate_prompt_tokens={self.truncate_prompt_tokens!r}: expected an integer >= 1")
         given = self.bad_words
         words = (given,) if isinstance(given, str) else _listed("bad_words", given, "a list of words")
         for word in words:
@@ -207,23 +220,6 @@ class SamplingParams(metaclass=_FamiliarNames):
             object.__setattr__(self, "allowed_token_ids", allowed)
         if self.logit_bias is not None:
             object.__setattr__(self, "logit_bias", _biases(self.logit_bias))
-
-    def _check_counts(self) -> None:
-        if not _is_int(self.n, 1):
-            raise CheetahError(f"n={self.n!r}: expected an integer >= 1")
-        if self.max_tokens is not None and not _is_int(self.max_tokens, 1):
-            raise CheetahError(f"max_tokens={self.max_tokens!r}: expected an integer >= 1, or None for no limit")
-        for name in ("logprobs", "prompt_logprobs"):
-            count = getattr(self, name)
-            if count is not None and not _is_int(count, 0, MOST_LOGPROBS):
-                raise CheetahError(f"{name}={shown(count)}: expected an integer from 0 to {MOST_LOGPROBS}, or None")
-        for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens", "speculation"):
-            if not isinstance(getattr(self, name), bool):
-                raise CheetahError(f"{name}={shown(getattr(self, name))}: expected True or False")
-        if not _is_int(self.min_tokens, 0):
-            raise CheetahError(f"min_tokens={self.min_tokens!r}: expected an integer >= 0")
-        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
-            raise CheetahError(f"min_tokens={self.min_tokens} is more than max_tokens={self.max_tokens}")
 
 
 def sampling_of_checkpoint(
@@ -383,7 +379,7 @@ def _is_number(value: Any, least: float, most: float) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and least <= value <= most
 
 
-def _is_int(value: Any, least: int, most: float = math.inf) -> bool:
+def _is_int(value: Any, least: float, most: float = math.inf) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and least <= value <= most
 
 

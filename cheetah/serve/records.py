@@ -7,8 +7,6 @@ and forgotten.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import fields
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import (
@@ -259,38 +257,18 @@ class DetokenizeBody(Body):
     tokens: Several[int]
 
 
-NEUTRAL: Mapping[str, tuple[Any, ...]] = {
-    "top_p": (1,),
-    "top_k": (0, -1),
-    "min_p": (0,),
-    "repetition_penalty": (1,),
-    "presence_penalty": (0,),
-    "frequency_penalty": (0,),
-    "length_penalty": (1,),
-    "logit_bias": ({},),
-    "bad_words": ([],),
-    "spaces_between_special_tokens": (True, False),  # no decoder here puts any
-    "use_beam_search": (False,),
-}
-"""Values that ask for nothing: clients send them, whatever the server can do."""
-
 SEEDS = 2**64
 
 
 def sampling_params(body: Sampled, max_tokens: int | None, seed: int, **read: Any) -> SamplingParams:
     """What a body asks for. `seed`: if it gives none; a negative one is taken as unsigned. read: parameters that follow
     from other fields: logprobs of what is made, and of the prompt if the body does not say; structured_outputs.
-    ApiError for a field that `SamplingParams` does not have, CheetahError for a value that it refuses."""
-    supported = {field.name for field in fields(SamplingParams)}
+    CheetahError for what `SamplingParams` refuses."""
     read_elsewhere = {*Forgotten.model_fields, *STRUCTURE_FIELDS, "model"}
     given = {name: getattr(body, name) for name in Sampled.model_fields if name not in read_elsewhere}
     given = {name: value for name, value in given.items() if value is not None}
     if "logit_bias" in given:
         given["logit_bias"] = {_token_id(token): bias for token, bias in given["logit_bias"].items()}
-    for name in [*given]:
-        if name not in supported:
-            if given.pop(name) not in NEUTRAL.get(name, ()):
-                raise refused(name, "is not supported by this server")
     wanted = given.pop("seed", seed)
     is_signed = -SEEDS // 2 <= wanted < 0
     seed = wanted + SEEDS if is_signed else wanted
