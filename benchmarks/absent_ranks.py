@@ -86,12 +86,14 @@ def words_of_absent_ranks() -> Iterator[None]:
         FlaggedExchange._places, FlaggedExchange.publish_later = before  # type: ignore[method-assign]
 
 
-def measure(model: str, ranks: int, device: str, context: int, steps: int, turns: int) -> dict[str, Any]:
-    """A record: of one sequence behind so many cached tokens."""
+def measure(
+    model: str, ranks: int, device: str, context: int, steps: int, turns: int, kv_chunk: int = 0
+) -> dict[str, Any]:
+    """A record: of one sequence behind so many cached tokens. kv_chunk: 0, or fixed, and no M-tile is shared."""
     named = named_config(f"random:{model}")
     with open_device(device, say=lambda line: None, ranks=PRESENT) as group, words_of_absent_ranks():
         standing = standing_for(group, ranks)
-        plan = {"max_context": context + 256}
+        plan = {"max_context": context + 256, "kv_chunk": kv_chunk}
         with open_bench(named.config, named.canonical, None, standing, [context], steps, **plan) as ready:
             found = ready.measure(context, steps, turns, 1)
     return {
@@ -106,13 +108,14 @@ def main() -> None:
     parser.add_argument("works", nargs="+", help="MODEL:RANKS")
     parser.add_argument("--device", default="cuda:0,1", help="two GPUs, or emulator to try it: no speeds")
     parser.add_argument("--context", type=int, default=128, help="tokens cached before a launch")
+    parser.add_argument("--kv-chunk", type=int, default=0, help="fixed: bits are one GPU's, and no M-tile is shared")
     parser.add_argument("--steps", type=int, default=64, help="of a launch")
     parser.add_argument("--turns", type=int, default=5, help="timed launches")
     parser.add_argument("--json", type=Path, help="append the records here")
     args = parser.parse_args()
     for work in args.works:
         model, _, ranks = work.rpartition(":")
-        found = measure(model, int(ranks), args.device, args.context, args.steps, args.turns)
+        found = measure(model, int(ranks), args.device, args.context, args.steps, args.turns, args.kv_chunk)
         of_ranks = f"{model:28} {ranks} ranks, simulated on two GPUs"
         print(f"{of_ranks}: {found['tokens_per_s']:8.1f} tokens/s  {found['ms_per_step']:8.4f} ms", flush=True)
         if args.json:

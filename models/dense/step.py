@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -38,6 +39,7 @@ from cheetah.blocks.experts.products import (
 )
 from cheetah.blocks.linear.epilogue import Biases, GatedRows, NormWeights, PublishedRows, RowBiases
 from cheetah.blocks.linear.interface import Epilogue, Prologue
+from cheetah.blocks.linear.k_parts import AddedParts, PartsShare
 from cheetah.blocks.linear.norm_behind import KeepRows, finish_kept_rows
 from cheetah.blocks.linear.prologue import Prefetching, Slices
 from cheetah.blocks.linear.rms import PublishedSquares
@@ -75,6 +77,7 @@ from cheetah.models.dense.step_sizes import (
 )
 from cheetah.plan import M_TILE_ROWS, MatrixLayout
 from cheetah.plan.delta import TAPS
+from cheetah.plan.k_parts import k_parts, parts_vector
 from cheetah.plan.products import IN_PROJ, ROUTES, SHARED_UP, Product, Vector
 
 
@@ -299,6 +302,8 @@ class StepParts(HeadParts):
         product = line.product
         if self.experts is not None and isinstance(line, MultiplyBeside):
             return self.experts.beside
+        if (parts := k_parts(product, self.matrices[product], self.machine.plan, self.machine.gpu)) > 1:
+            return partial(self._multiply_parts, parts_vector(product), parts)
         if self.experts is None or not (product.experts or isinstance(line.then, Routes)):
             return self.linear
         if isinstance(line.then, Routes):
@@ -313,6 +318,13 @@ class StepParts(HeadParts):
         self.linear(
             self.matrices[product], prologue, PublishedPairs(self.vector(into), into.elements, line.product.rows)
         )
+
+    def _multiply_parts(
+        self, vector: str, parts: int, matrix: MatrixLayout, prologue: Prologue, epilogue: Epilogue
+    ) -> None:
+        """By several blocks an M-tile."""
+        share, published = PartsShare(self.machine, matrix, parts), self.exchange.at(vector, self.layer_epoch)
+        self.linear.of_share(share, prologue, AddedParts(share, published, epilogue))
 
     def choose_experts(self, line: ChooseExperts, layer: Any) -> None:
         """Every block's choice, of the logits that all have made."""

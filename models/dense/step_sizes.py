@@ -19,6 +19,7 @@ from cheetah.plan import M_TILE_ROWS, Gpu, ModelShape, Plan, step_matrices
 from cheetah.plan.delta import PARTS, TAPS, state_slots
 from cheetah.plan.formats import BF16_VECTOR, KV_TILE_TOKENS, BlockRows
 from cheetah.plan.index import round_up
+from cheetah.plan.k_parts import k_parts, parts_vector, parts_words
 from cheetah.plan.kv import KvPlanLayout, max_plans
 from cheetah.plan.kv.tables import ROUND_WORDS
 from cheetah.plan.narrow import residual_m_tiles
@@ -48,7 +49,10 @@ def exchange_sizes(shape: ModelShape, gpu: Gpu, plan: Plan) -> dict[str, int]:
     squares = {vector.squares: words for vector in table.normed}
     if (heads := table.attention.input).has_squares:
         squares[heads.squares] = squares_words(shape.rotated_rows // M_TILE_ROWS, plan.tokens)
-    return {**sizes, **squares, **_sampling_sizes(gpu, plan)}
+    matrices = step_matrices(shape, plan, gpu)
+    shared = {product: k_parts(product, matrices[product], plan, gpu) for product in table.onto_residual}
+    parts = {parts_vector(one): parts_words(matrices[one], count) for one, count in shared.items() if count > 1}
+    return {**sizes, **squares, **parts, **_sampling_sizes(gpu, plan)}
 
 
 def _words_of(table: StepTable, vector: Vector, plan: Plan) -> int:
@@ -64,7 +68,8 @@ def _words_of(table: StepTable, vector: Vector, plan: Plan) -> int:
 def own_vectors(table: StepTable) -> tuple[str, ...]:
     """Those that a rank makes for itself, as those of its own heads; the squares of these are of all ranks' heads."""
     made = (product.output for product in table.products if product.is_own and product.output is not None)
-    return *(vector.name for vector in made), table.attention.partials
+    parts = map(parts_vector, table.onto_residual)
+    return *(vector.name for vector in made), table.attention.partials, *parts
 
 
 def product_inputs(shape: ModelShape, gpu: Gpu, plan: Plan) -> dict[str, int]:

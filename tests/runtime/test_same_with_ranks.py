@@ -58,6 +58,7 @@ def assembled(
     scheduler: str = "round_robin",
     seed: int = 0,
     generate_kernel: GenerateKernel | None = None,
+    gpu: str = "emulator-2",
     **plan: Any,
 ) -> Assembly:
     devices = [EmulatorDevice(scheduler=scheduler, seed=seed) for _ in range(ranks)]
@@ -65,7 +66,7 @@ def assembled(
     return assemble(
         weights_of(config),
         device=devices[0] if ranks == 1 else EmulatorGroup(devices),
-        gpu="emulator-2",
+        gpu=gpu,
         tensor_parallel_size=ranks,
         quiet=True,
         overrides=overrides,
@@ -251,7 +252,7 @@ def drafted_answer(folder: Path, ranks: int) -> tuple[Any, ...]:
     with LLM(
         folder,
         device="emulator",
-        gpu="emulator-2",
+        gpu=gpu,
         tensor_parallel_size=ranks,
         speculative_config=config,
         quiet=True,

@@ -159,7 +159,7 @@ class Matvec:
             for strip in share.strips(position):
                 of_strip = [(tile, self.chunks.new_sums(layout)) for tile in strip]
                 of_parts: list[Any] = [None for _ in of_strip]
-                for part in prologue.parts(layout, self.arrival):
+                for part in map(share.part_of, prologue.parts(layout, self.arrival)):
                     if part.begins and not part.ends and self._finishes_parts(share):
                         of_parts = [self.chunks.new_sums(layout, "own") for _ in of_strip]
                     for (tile, sums), of_part in zip(of_strip, of_parts, strict=True):

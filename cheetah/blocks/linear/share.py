@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from cheetah import lang as ch
+from cheetah.blocks.linear.parts import Part
 from cheetah.blocks.machine import Machine
 from cheetah.plan import MatrixLayout
 
@@ -109,6 +110,10 @@ class Share:
         for m_tile in self.m_tiles(position):
             is_last = matrix.waves > 1 and m_tile + matrix.blocks >= matrix.m_tiles
             yield [OwnTile(True, m_tile < matrix.blocks, is_last)]
+
+    def part_of(self, part: Part) -> Part:
+        """In the consumer role: what of a part of the input the block multiplies with."""
+        return part
 
     def _of_wave(self, position: ch.Expr, wave: int) -> OwnTile:
         """Of a block that has some: it surely has one in all waves but the last."""
