@@ -150,6 +150,41 @@ def test_bugs_planted_in_the_step_of_two_ranks_are_found(bug: Bug) -> None:
         found_by(LlamaConfig(**SIZES), 2, generate_kernel=generate)
 
 
+SHARED = {"two blocks": ("emulator", 512), "four blocks for down": ("emulator-8", 2048)}
+"""Machines of four of which a rank has fewer M-tiles than blocks, with the rows of gate."""
+NEAR = 0.01
+"""Logits are up to 8: a part more or less changes them by tenths."""
+
+
+def shared_found_by(name: str, ranks: int, *schedule: Any, **options: Any) -> Found:
+    gpu, rows = SHARED[name]
+    return found_by(
+        LlamaConfig(**{**SIZES, "intermediate_size": rows}), ranks, *schedule, kv_chunk=0, gpu=gpu, **options
+    )
+
+
+def furthest(found: Found, wanted: Found) -> float:
+    return float(np.abs(found[1].view(np.float32) - wanted[1].view(np.float32)).max())
+
+
+@pytest.mark.parametrize("name", tiered(SHARED, ["four blocks for down"]))
+def test_blocks_that_share_m_tiles_change_the_order_of_sums_alone(name: str) -> None:
+    found, wanted = shared_found_by(name, 4, "random", 1), shared_found_by(name, 1)
+    assert found[0] == wanted[0] and furthest(found, wanted) < NEAR
+
+
+@pytest.mark.exhaustive
+def test_a_part_that_nobody_adds_is_seen() -> None:
+    def generate(*arguments: Any, **plan: Any) -> Generated:
+        made = generate_kernel(*arguments, **plan)
+        text = re.sub(r"total(_\d)? \+= bits_float\(.*\);", ";", made.text)
+        assert text != made.text, "nothing was changed"
+        return made.with_text(text)
+
+    wanted = shared_found_by("two blocks", 1)
+    assert furthest(shared_found_by("two blocks", 4, generate_kernel=generate), wanted) > 10 * NEAR
+
+
 def family(name: str, **more: Any) -> ModelConfig:
     families: dict[str, type[ModelConfig]] = {"llama": LlamaConfig, "qwen2": Qwen2Config, "qwen3": Qwen3Config}
     return families[name](**{**SIZES, **more})
@@ -252,7 +287,7 @@ def drafted_answer(folder: Path, ranks: int) -> tuple[Any, ...]:
     with LLM(
         folder,
         device="emulator",
-        gpu=gpu,
+        gpu="emulator-2",
         tensor_parallel_size=ranks,
         speculative_config=config,
         quiet=True,
