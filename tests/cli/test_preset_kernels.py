@@ -70,6 +70,8 @@ MORE_STACK_BYTES: dict[tuple[str, int], int] = {
     ("qwen3.5-4b", 1): 24,
     ("qwen3.5-9b", 1): 40,
     ("qwen3.5-27b", 1): 24,
+    ("qwen3.5-35b-a3b", 1): 16,
+    ("qwen3-next-80b-a3b", 1): 24,
 }
 """By model and batch: mostly of narrow M-tiles. What is laid aside are addresses, taken up again once a phase or an
 item of attention; none is touched in a loop over chunks or keys, but for three words of qwen3-0.6b. Of one token two
