@@ -81,14 +81,15 @@ def _gptq(fields: Fields) -> Quantization:
 
 
 def _gptq_left_out(fields: Fields) -> list[str]:
-    """The modules that are not quantised, as expressions: `dynamic` has them by keys with "-:" before."""
+    """The modules that are not quantised, as expressions: `dynamic` has them by keys with "-:" before. Others say in
+    what modules differ: an empty one, as files have for the head and the embeddings, in nothing."""
     stated = fields.values.get("dynamic") or {}
-    if not isinstance(stated, Mapping) or any(not key.startswith(LEFT_OUT) for key in stated):
+    if not isinstance(stated, Mapping) or any(not key.startswith(LEFT_OUT) and stated[key] != {} for key in stated):
         raise fields.error(
             f"dynamic = {shown(stated)}: modules that differ in their bits are not supported, those that are left out "
             f"({LEFT_OUT!r} before an expression) are"
         )
-    return [f"{EXPRESSION}{key.removeprefix(LEFT_OUT)}" for key in stated]
+    return [f"{EXPRESSION}{key.removeprefix(LEFT_OUT)}" for key in stated if key.startswith(LEFT_OUT)]
 
 
 def _gptq_targets(fields: Fields) -> list[str]:

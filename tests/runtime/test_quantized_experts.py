@@ -68,7 +68,7 @@ FILES: dict[str, tuple[dict[str, Any], Any, tuple[str, ...], str]] = {
     "compressed-tensors, experts alone": (PACKED, packed4, EXPERTS, "int4-g32"),
     "gptq, all but the router, which is not mentioned": (GPTQ, gptq4, (*ATTENTION, *EXPERTS), "int4-g32"),
     "gptq, attention left out by an expression": (
-        *({**GPTQ, "dynamic": {"-:.*self_attn.*": {}}}, gptq4, EXPERTS, "int4-g32"),
+        *({**GPTQ, "dynamic": {"-:.*self_attn.*": {}, "lm_head": {}}}, gptq4, EXPERTS, "int4-g32"),
     ),
     "awq, all": (AWQ, awq4, (*ATTENTION, *EXPERTS), "int4-g32-asym"),
     "fp8 in blocks": (FP8, float8, EXPERTS, "fp8-block128"),
