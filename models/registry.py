@@ -183,13 +183,13 @@ def stated_quantization(
     source: str | Path | Mapping[str, Any], values: Mapping[str, Any], config: ModelConfig
 ) -> Quantization | None:
     """How the weights of a config.json's model are quantised, by the file and those beside it; None if they are not.
-    Routers of experts never are: tools leave them out, and few say so."""
+    Routers of experts never are, nor the numbers of heads of Gated DeltaNet: tools leave them out, and few say so."""
     if isinstance(source, Mapping):
         stated = values.get("quantization_config")
         found = None if stated is None else read_quantization(stated, place_of(source))
     else:
         found = quantization_of_folder(Path(source).parent, values)
-    return None if found is None else found.leaving(family_of(config).routers(config))
+    return None if found is None else found.leaving(family_of(config).never_quantised(config))
 
 
 def split_format(name: str) -> tuple[str, str | None]:

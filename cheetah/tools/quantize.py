@@ -1,7 +1,8 @@
 """Writing a quantised copy of a checkpoint, as compressed-tensors lays it out: what `cheetah quantize` does.
 
 Every matrix of the layers is rounded to the nearest codes, in blocks of rows by several threads; embedding, norms,
-biases, routers of experts and lm_head are copied byte for byte. Experts that lie in one tensor are written one by one.
+biases, routers of experts, the numbers of heads of Gated DeltaNet and lm_head are copied byte for byte. Experts that
+lie in one tensor are written one by one.
 """
 
 from __future__ import annotations
@@ -138,13 +139,14 @@ def quantization_config(job: Job) -> dict[str, Any]:
         "actorder": None,
         "observer": "mse" if job.clip else "minmax",
     }
+    left_out = family_of(job.config).never_quantised(job.config)
     group = {"targets": ["Linear"], "weights": weights, "input_activations": None, "output_activations": None}
     return {
         "quant_method": "compressed-tensors",
         "format": FLOAT if is_float else OUTLIERS if job.outliers else PACKED,
         "quantization_status": "compressed",
         "config_groups": {"group_0": group},
-        "ignore": ["lm_head", *(f"re:.*{re.escape(name)}$" for name in family_of(job.config).routers(job.config))],
+        "ignore": ["lm_head", *(f"re:.*{re.escape(name)}$" for name in left_out)],
         "kv_cache_scheme": None,
     }
 

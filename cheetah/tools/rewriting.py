@@ -124,16 +124,13 @@ def _write_header(out: BinaryIO, entries: list[Entry]) -> None:
 
 
 def original(model: str, revision: str | None = None) -> Checkpoint:
-    """The checkpoint of that name; CheetahError if it has no files, or weights that are in a format already, or can be
-    in no other."""
+    """The checkpoint of that name; CheetahError if it has no files, or weights that are in a format already."""
     checkpoint = open_checkpoint(model, revision)
     if checkpoint.folder is None or model.startswith(RANDOM):
         raise CheetahError(f"{model}: has no files: give a folder, a hub id, or demo")
     if checkpoint.config.weight_formats:
         formats = ", ".join(f"{matrix} in {name}" for matrix, name in checkpoint.config.weight_formats)
         raise CheetahError(f"{checkpoint.folder}: is quantised already ({formats}): give the original")
-    if checkpoint.config.delta_layers:
-        raise CheetahError(f"{checkpoint.folder}: beside Gated DeltaNet kernels have weights in bf16 alone")
     return checkpoint
 
 

@@ -90,7 +90,7 @@ class SparseCopy(Rewriting):
     def fields(self) -> dict[str, Any]:
         if self.layout == PLAIN:
             return {}
-        routers = [f"re:.*{name}$" for name in family_of(self.config).routers(self.config)]
+        routers = [f"re:.*{name}$" for name in family_of(self.config).never_quantised(self.config)]
         sparsity = {
             "format": self.pattern.layout,
             "sparsity_structure": self.pattern.structure,
@@ -107,6 +107,8 @@ def sparse_copy(model: str, pattern: str, layout: str, revision: str | None = No
     if layout not in LAYOUTS:
         raise CheetahError(f"--layout {layout}: there are {', '.join(LAYOUTS)}")
     checkpoint = original(model, revision)
+    if checkpoint.config.delta_layers:
+        raise CheetahError(f"{checkpoint.folder}: beside Gated DeltaNet kernels have no sparse weights")
     matrices = layer_matrices(checkpoint.config)
     assert checkpoint.folder is not None
     stored = without_merged(checkpoint.config, find_tensors(checkpoint.folder).tensors, str(checkpoint.folder))

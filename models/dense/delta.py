@@ -63,6 +63,11 @@ def in_proj_modules(delta: DeltaNet) -> tuple[str, ...]:
     return tuple(f"{_MODULE}in_proj_{name}" for name in names)
 
 
+def number_modules(delta: DeltaNet) -> tuple[str, ...]:
+    """Those that make a number of each value head, with `{layer}`."""
+    return tuple(f"{_MODULE}in_proj_{name}" for name in (("ba",) if delta.by_key_heads else IN_PROJ_PARTS[2:]))
+
+
 def of_length_one(heads: F32) -> F32:
     """Each of heads [H, D] over its length."""
     return np.asarray(heads / np.sqrt((heads * heads).sum(-1, keepdims=True) + np.float32(LENGTH_EPSILON)))

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from cheetah.models.config import ModelConfig
 from cheetah.models.dense import weights
+from cheetah.models.dense.delta import number_modules
 from cheetah.models.dense.pack_weights import pack_all
 from cheetah.models.family import Merged, Packing, Tensors
 from cheetah.models.rounding import F32, Rounding, exact
@@ -74,10 +75,12 @@ class DenseFamily:
         what `read` gives of its weights: [rows, any columns]."""
         return weights.in_m_tile_order(config, matrix, layer, read)
 
-    def routers(self, config: ModelConfig) -> tuple[str, ...]:
-        """The linear layers that choose among experts, below a layer."""
+    def never_quantised(self, config: ModelConfig) -> tuple[str, ...]:
+        """The linear layers, below a layer, that are bf16 in all files: those that choose among experts, and those of
+        the numbers of heads of Gated DeltaNet."""
         names = self.matrix_modules(config).get(ROUTER, ())
-        return tuple(name.partition("{layer}.")[2] for name in names)
+        numbers = () if config.delta is None or not config.delta_layers else number_modules(config.delta)
+        return tuple(name.partition("{layer}.")[2] for name in (*names, *numbers))
 
     def model_buffers(self, config: ModelConfig) -> tuple[str, ...]:
         """The kernel's buffers that hold the model: filled once, by `tables` and `pack_weights`, and never written."""

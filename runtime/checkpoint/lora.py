@@ -95,12 +95,9 @@ def with_adapter(checkpoint: Checkpoint, adapter: object) -> Checkpoint:
 def matrix_shapes(checkpoint: Checkpoint) -> dict[str, tuple[int, ...]]:
     """[out, in] of each matrix that an adapter may change, by its tensor's name."""
     config, family = checkpoint.config, family_of(checkpoint.config)
-    modules = {
-        module.format(layer=layer)
-        for matrix in family.matrix_modules(config).values()
-        for module in matrix
-        for layer in range(config.layers)
-    }
+    of_matrices = [module for matrix in family.matrix_modules(config).values() for module in matrix]
+    of_layers = [f"model.layers.{{layer}}.{module}" for module in family.never_quantised(config)]
+    modules = {module.format(layer=layer) for module in (*of_matrices, *of_layers) for layer in range(config.layers)}
     shapes = family.tensor_shapes(config)
     return {name: shape for name, shape in shapes.items() if name.removesuffix(".weight") in modules}
 

@@ -14,11 +14,14 @@ from safetensors.numpy import save_file
 from cheetah.models.config_json import ConfigError
 from cheetah.models.dense.delta import DeltaState, DeltaWeights, delta_step
 from cheetah.models.dense.reference import Reference
+from cheetah.models.formats.nearest import nearest_rows
+from cheetah.models.formats.quantized import scheme_of_name
 from cheetah.models.layer_kind import DeltaNet, Routing
 from cheetah.models.registry import read_config
 from cheetah.models.rounding import exact
 from cheetah.plan.products import Experts
 from cheetah.runtime.checkpoint.loading import open_checkpoint
+from cheetah.tools.quantize import quantization_job
 from tests.models.goldens.families import tokens_of, weights_of_model
 from tests.models.test_against_transformers import GOLDENS
 
@@ -112,6 +115,25 @@ def test_the_text_part_of_a_file_is_read_and_its_rates_are_not_rounded(tmp_path:
     assert "1 tensors of visual are not read" in notes and "2 tensors of mtp are not read" in notes
     assert "rounded" not in notes
     assert checkpoint.config.shape.delta is not None
+
+
+@pytest.mark.parametrize("name", ["qwen3_5_moe_text", "qwen3_next"])
+def test_a_quantised_copy_leaves_the_numbers_of_heads(tmp_path: Path, name: str) -> None:
+    config, scheme = read_config(GOLDENS[name]["config"]), scheme_of_name("int8", "bf16")
+    stored = {tensor: in_a_file(tensor, numbers) for tensor, numbers in weights_of_model(config).items()}
+    (tmp_path / "source").mkdir()
+    save_file(stored, tmp_path / "source" / "model.safetensors")
+    (tmp_path / "source" / "config.json").write_text(json.dumps(GOLDENS[name]["config"]))
+    quantization_job(str(tmp_path / "source"), scheme, clip=False).write(tmp_path / "out", lambda done: None, 1)
+    checkpoint = open_checkpoint(tmp_path / "out")
+    assert {*dict(checkpoint.config.weight_formats)} == {product.name for product in config.quantisable}
+    for tensor, numbers in stored.items():
+        kept = ("gate.weight", "in_proj_b.weight", "in_proj_a.weight", "in_proj_ba.weight")
+        if numbers.ndim == 2 and ".layers." in tensor and not tensor.endswith(kept):
+            wanted = nearest_rows(numbers.astype(np.float32), scheme).dequantized()
+            assert np.array_equal(checkpoint.tensor(tensor), wanted), tensor
+        elif numbers.dtype != np.float32:
+            assert np.array_equal(checkpoint.tensor(tensor), numbers.view(np.uint16)), tensor
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,8 @@ from cheetah.models.rounding import widen
 from cheetah.runtime import LLM, SamplingParams
 from cheetah.runtime.checkpoint.loading import open_checkpoint
 from cheetah.runtime.checkpoint.lora import with_adapter
+from tests.models.goldens.families import weights_of_model
+from tests.models.test_against_transformers import config_of
 
 GOLDENS = Path(__file__).parent / "goldens"
 PROMPT = [3, 14, 15, 9, 26, 5, 35]
@@ -63,6 +65,26 @@ def merged(tensors: dict[str, Any], scale: float) -> dict[str, Any]:
         weight = values[f"{module}.weight"].astype(np.float64)
         values[f"{module}.weight"] = (weight + scale * (b @ a)).astype(np.float32).astype(BF16)
     return values
+
+
+def test_an_adapter_of_gated_delta_net_is_added_to_all_its_products(tmp_path: Path) -> None:
+    """Also to those of a number of each head; its taps are no matrix."""
+    config = config_of("qwen3_5_text")
+    values = {name: numbers.astype(BF16) for name, numbers in weights_of_model(config).items()}
+    source = write_model(tmp_path / "model", values, config)
+    layer = "model.layers.1.linear_attn."
+    tensors, wanted = {}, {}
+    for seed, name in enumerate(("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj")):
+        out, into = values[f"{layer}{name}.weight"].shape
+        a, b = drawn((RANK, into), seed), drawn((out, RANK), seed + 9)
+        tensors |= {f"base_model.model.{layer}{name}.lora_{part}.weight": one for part, one in (("A", a), ("B", b))}
+        wanted[f"{layer}{name}.weight"] = values[f"{layer}{name}.weight"].astype(np.float64) + 1.5 * (b @ a)
+    read = with_adapter(open_checkpoint(source), write_adapter(tmp_path / "adapter", tensors))
+    for name, numbers in wanted.items():
+        assert np.allclose(widen(read.rows(name)[:]), numbers, rtol=2**-8, atol=1e-5), name
+    tensors[f"base_model.model.{layer}conv1d.lora_A.weight"] = drawn((RANK, 4), 0)
+    with pytest.raises(CheetahError, match="linear_attn.conv1d.weight', of which the model has no such matrix"):
+        with_adapter(open_checkpoint(source), write_adapter(tmp_path / "adapter", tensors))
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float16, ml_dtypes.bfloat16])
