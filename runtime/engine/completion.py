@@ -259,7 +259,7 @@ def unread_last_token(group: Sequence[Completion]) -> None:
     """A prompt that has been read to its end, with nothing chosen behind it, is as if its last token had not."""
     first, others = group[0], group[1:]
     assert first.cache is not None
-    first.cache.truncate(len(first.ids) - 1)
+    first.cache.go_back(len(first.ids) - 1)
     for other in others:
         if other.cache is not None:
             other.cache.clear()

@@ -278,6 +278,13 @@ class CachedSequence:
         self._give_back(self.pages[kept:])
         self.pages, self.length = self.pages[:kept], tokens
 
+    def go_back(self, tokens: int) -> None:
+        """Forgets the tokens from number `tokens` on, and all where it remembers them at once: they are read again."""
+        if self.state is None:
+            self.truncate(tokens)
+        elif tokens < self.length:
+            self.clear()
+
     def check_fits(self, tokens: int) -> None:
         """CheetahError if `tokens` tokens are more than the context."""
         if tokens > self.context:

@@ -103,8 +103,8 @@ class Prefill:
         elif order.purpose is Purpose.JUDGE:
             for first, begin in behind.begins:
                 assert first.cache is not None
-                first.cache.truncate(begin)
-                del first.prompt_logprobs[begin:]
+                first.cache.go_back(begin)
+                del first.prompt_logprobs[first.cache.length :]
 
     def note_decoding(self, steps: int, seconds: float) -> None:
         """Those who decode have had a launch."""

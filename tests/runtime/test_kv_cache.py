@@ -391,6 +391,8 @@ def test_sequences_have_states_of_their_own_as_long_as_they_have_pages() -> None
         first.truncate(2)
     with pytest.raises(CheetahError, match="give the state behind them too"):
         CachedSequence(pool, 4, 32).adopt(first.pages, 4)
-    second.clear()
+    second.go_back(3)
+    assert second.length == 3
+    second.go_back(2)  # it forgets all of them
     third = CachedSequence(pool, 4, 32)
-    assert pool.free_pages == free and third.reserve(2) and third.state == 1
+    assert (second.length, second.state, pool.free_pages) == (0, None, free) and third.reserve(2) and third.state == 1

@@ -17,6 +17,7 @@ from cheetah.models.registry import read_config
 from cheetah.runtime.assembly.kernels import MOST_PREFIX_STATES
 from tests.cli.commands import refused
 from tests.program.test_hybrids import hybrid, weights
+from tests.tiers import tiered
 
 pytestmark = [pytest.mark.compiler, pytest.mark.slow]
 
@@ -82,7 +83,8 @@ def test_answers_to_one_prompt_go_on_from_what_it_left(folder: Path) -> None:
         assert answers(llm, PROMPTS[:1], params(n=2))[0] == [alone(folder)[0]] * 2
 
 
-def test_what_begins_with_a_kept_state_has_the_bits_of_what_was_read_whole(folder: Path) -> None:
+@pytest.mark.parametrize("passes", tiered([False, 64], [64]))
+def test_what_begins_with_a_kept_state_has_the_bits_of_what_was_read_whole(folder: Path, passes: bool | int) -> None:
     """Also where only the state behind the first page is left of a longer prompt, and of answers read again."""
     prompt, sampling = [number * 7 % 50 for number in range(22)], params(max_tokens=5, logprobs=2)
 
@@ -90,10 +92,10 @@ def test_what_begins_with_a_kept_state_has_the_bits_of_what_was_read_whole(folde
         output: Any = llm.generate([{"prompt_token_ids": ids}], sampling)[0]
         return output.timings.cached_tokens, (output.outputs[0].token_ids, output.outputs[0].logprobs)
 
-    with opened(folder, prefix_cache=False) as llm:
+    with opened(folder, prefix_cache=False, prompt_passes=passes) as llm:
         assert llm.prefix_cache is None
         whole = [made(llm, ids) for ids in (prompt, [*prompt[:18], 1, 2])]
-    with opened(folder, prefix_states=1) as llm:
+    with opened(folder, prefix_states=1, prompt_passes=passes) as llm:
         assert made(llm, prompt) == whole[0] and [made(llm, prompt), made(llm, [*prompt[:18], 1, 2])] == [
             (16, one) for _, one in whole
         ]
