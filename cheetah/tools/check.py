@@ -207,27 +207,6 @@ def _raced_aloud(case: Case, say: Progress) -> Verdict:
     return raced(case, case.launches(sanitize=True))
 
 
-def check_kernel(
-    made: Generated,
-    subject: Subject,
-    seeds: Sequence[int] = range(20),
-    schedulers: Sequence[str] = SCHEDULERS,
-    sanitizer: bool = True,
-    *,
-    first: bool = False,
-    progress: Progress = lambda line: None,
-) -> Verdict:
-    """Run a decode kernel under every scheduler with every seed, and once under ThreadSanitizer.
-
-    made: a kernel of the subject for an emulated machine; with `sanitizer`, of few blocks. progress: gets a line as
-    each run begins. Errors of the kernel are in the verdict; CheetahError is raised for what is no fault of the kernel
-    (no g++, text and manifest of different kernels).
-    """
-    case = Case(subject, (made,), JudgedSteps)
-    verdict = _explored(case, case.launches(watched=True), seeds, schedulers, first, progress)
-    return replace(verdict, race=raced(case, case.launches(sanitize=True)).race) if sanitizer else verdict
-
-
 def _step_makers(subject: Subject, gpu: str) -> list[Maker]:
     config, ranks = subject.config, gpu_named(gpu).ranks
     plan = _bare(subject.plan)
@@ -375,17 +354,6 @@ def explored(
     progress: Progress = lambda line: None,
 ) -> Verdict:
     """What so many schedules of each scheduler show, times the case's share. first: up to the first that shows it."""
-    return _explored(case, launches, range(seeds * case.share), schedulers, first, progress)
-
-
-def _explored(
-    case: Case,
-    launches: Launches,
-    seeds: Sequence[int],
-    schedulers: Sequence[str],
-    first: bool,
-    progress: Progress,
-) -> Verdict:
     ended = list[Any]()
 
     def run(scheduler: str, seed: int) -> Mapping[str, NDArray[Any]]:
@@ -397,7 +365,7 @@ def _explored(
         del ended[1:]
         return launches.outputs(found)
 
-    exploration = explore(run, seeds, schedulers, stop_after=1 if first else None)
+    exploration = explore(run, range(seeds * case.share), schedulers, stop_after=1 if first else None)
     agreement = launches.agreement(ended[0]) if ended else None
     verdict = Verdict(exploration, agreement, pace=launches.pace_problem(), features=case.features)
     return _with_texts(verdict, case)

@@ -1,8 +1,10 @@
-"""`cheetah check` and `check_kernel`: a right kernel passes, wrong ones are found, each in its way."""
+"""`cheetah check`, and one kernel by itself: a right kernel passes, wrong ones are found, each in its way."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -11,6 +13,7 @@ import pytest
 from commands import cheetah, refused
 
 from cheetah.cli.check import shrunk
+from cheetah.emulator import SCHEDULERS
 from cheetah.errors import CheetahError
 from cheetah.generate import generate_kernel
 from cheetah.models.llama import LlamaConfig
@@ -18,7 +21,7 @@ from cheetah.models.registry import preset
 from cheetah.package import Generated
 from cheetah.runtime.checkpoint.random_weights import random_tensors
 from cheetah.tools import check, step_course
-from cheetah.tools.check import Verdict, _step_makers, check_kernel, find_races
+from cheetah.tools.check import Case, Verdict, _step_makers, explored, find_races, raced
 from cheetah.tools.judged_steps import JudgedSteps
 from cheetah.tools.rig import Rig
 from cheetah.tools.subjects import Subject, awkward_subject
@@ -42,8 +45,17 @@ def changed(kernel: Generated, pattern: str, replacement: str) -> Generated:
     return kernel.with_text(text)
 
 
+def check_kernel(
+    made: Generated, subject: Subject, seeds: int, schedulers: Sequence[str] = SCHEDULERS, *, sanitizer: bool
+) -> Verdict:
+    """One kernel under every scheduler with so many seeds, and once under the race detector."""
+    case = Case(subject, (made,), JudgedSteps)
+    verdict = explored(case, case.launches(watched=True), seeds, schedulers)
+    return replace(verdict, race=raced(case, case.launches(sanitize=True)).race) if sanitizer else verdict
+
+
 def checked(kernel: Generated, seeds: int = 2, sanitizer: bool = False) -> Verdict:
-    return check_kernel(kernel, SUBJECT, range(seeds), sanitizer=sanitizer)
+    return check_kernel(kernel, SUBJECT, seeds, sanitizer=sanitizer)
 
 
 WRONG = {
@@ -117,7 +129,7 @@ def test_the_race_detector_runs_on_the_same_launches() -> None:
     right = generate_kernel(config, "emulator-2", consumer_warps=2, stage_bytes=4096)
     subject = Subject("a tiny model", config, random_tensors(config))
     wrong = changed(right, r"mbarrier_wait\(full \+ use_stage, use_parity\);", "")
-    verdict = check_kernel(right, subject, range(1), ("random",), sanitizer=True)
+    verdict = check_kernel(right, subject, 1, ("random",), sanitizer=True)
     assert verdict.ok and verdict.race == "", str(verdict)
     assert find_races(JudgedSteps(Rig(subject.weights, wrong, sanitize=True))).startswith("Race: race")
 
@@ -151,7 +163,7 @@ def test_steps_of_two_gpus_of_which_one_hears_nothing_of_the_other_are_found() -
     )
     right = generate_kernel(subject.config, "emulator-2x2", **subject.plan)
     wrong = changed(right, r"publish_flagged_sys\(.*peer_1.*;", ";")
-    verdict = check_kernel(wrong, subject, range(1), ("random",), sanitizer=False)
+    verdict = check_kernel(wrong, subject, 1, ("random",), sanitizer=False)
     assert verdict.exploration is not None
     assert {failure.kind for failure in verdict.exploration.failures} == {"Deadlock"}
     assert any("rank 1, block 0: " in found for found in verdict.findings)

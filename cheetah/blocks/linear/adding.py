@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from cheetah import lang as ch
-from cheetah.blocks.linear.interface import ColumnScale, Epilogue, Rows, SharedEpilogue
+from cheetah.blocks.linear.epilogue import PublishedRows
+from cheetah.blocks.linear.interface import ColumnScale, Epilogue, Rows
 from cheetah.blocks.linear.matrix import RecordedShare, record_of, recorded
 from cheetah.blocks.linear.reductions import Reductions
 from cheetah.blocks.linear.share import Share
@@ -96,7 +97,7 @@ class Adding:
     def finish(self, share: Share, epilogue: Epilogue, scale: ColumnScale | None = None) -> None:
         """The rows of the block's M-tiles of a matrix, as the consumer warps hand them over, times the scale of their
         column."""
-        arguments = epilogue.arguments if isinstance(epilogue, SharedEpilogue) else ()
+        arguments = epilogue.arguments if isinstance(epilogue, PublishedRows) else ()
         if arguments and type(share) is Share and scale is None:
             self._finish_matrix(share.matrix, record_of(share.matrix), epilogue, arguments)
             return
@@ -185,7 +186,7 @@ class Adding:
                 total = self._fold(total)
             return total if scaling is None else total * scaling.factors[slot]
 
-        if not isinstance(epilogue, SharedEpilogue):
+        if not isinstance(epilogue, PublishedRows):
             return epilogue(self.rows(layout, m_tile, column, slot, row_sum))
         with epilogue.known_by(arguments) as known:
             known(self.rows(layout, m_tile, column, slot, row_sum))

@@ -4,7 +4,7 @@ a token a lane."""
 from __future__ import annotations
 
 import math
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, Protocol
 from cheetah import lang as ch
 from cheetah.blocks.columns import fragment_word
 from cheetah.blocks.exchange import Published, Whereabouts
-from cheetah.blocks.linear.interface import Rows, SharedEpilogue
+from cheetah.blocks.linear.interface import Epilogue, Rows
 from cheetah.blocks.linear.rms import PublishedSquares
 from cheetah.blocks.linear.taps import NO_TAP, Tap
 from cheetah.blocks.machine import Machine
@@ -23,13 +23,28 @@ from cheetah.plan import M_TILE_ROWS
 HALF = M_TILE_ROWS // 2
 
 
-class PublishedRows(SharedEpilogue):
-    """An `Epilogue` that publishes what it makes of the rows."""
+class PublishedRows(ABC):
+    """An `Epilogue` that publishes what it makes of the rows, and may be one text for several products, which differ in
+    its arguments."""
 
     @property
     @abstractmethod
     def makes(self) -> tuple[str, ...]:
         """The vectors that it publishes."""
+
+    @property
+    def arguments(self) -> tuple[Any, ...]:
+        """What tells it from others: values of the device, a named tuple."""
+        return ()
+
+    @contextmanager
+    def known_by(self, arguments: Any) -> Iterator[Epilogue]:
+        """Inside, the epilogue that such arguments tell of."""
+        yield self
+
+    @abstractmethod
+    def __call__(self, rows: Rows) -> None:
+        """As every epilogue."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -39,24 +38,6 @@ class Rows:
 
 Epilogue = Callable[[Rows], None]
 """What becomes of the finished rows of an M-tile, of two columns: called by a whole adding warp."""
-
-
-class SharedEpilogue(ABC):
-    """An epilogue that may be one text for several products, which differ in its arguments."""
-
-    @property
-    def arguments(self) -> tuple[Any, ...]:
-        """What tells it from others: values of the device, a named tuple."""
-        return ()
-
-    @contextmanager
-    def known_by(self, arguments: Any) -> Iterator[Epilogue]:
-        """Inside, the epilogue that such arguments tell of."""
-        yield self
-
-    @abstractmethod
-    def __call__(self, rows: Rows) -> None:
-        """As every epilogue."""
 
 
 class ColumnScale(Protocol):
