@@ -83,11 +83,10 @@ def _default_in_flight(shape: ModelShape, gpu: Gpu, draft: Plan) -> int:
     faster; 32 KB where layers are tiny. On the emulator, 3 small chunks."""
     if gpu.emulated:
         return 3
-    chunk_bytes = max((one.usual_bytes for one in shape.tile_formats), default=0) or draft.stage_bytes
     if _has_tiny_layers(shape, gpu, draft.tokens):
-        return max(2, round(32 * 1024 / chunk_bytes))
+        return max(2, round(32 * 1024 / draft.stage_bytes))
     kilobytes = 48 if draft.tokens > 1 or _layer_bytes(shape, gpu) < SMALL_LAYER_BYTES else 64
-    return max(2, round(kilobytes * 1024 / chunk_bytes))
+    return max(2, round(kilobytes * 1024 / draft.stage_bytes))
 
 
 def _has_tiny_layers(shape: ModelShape, gpu: Gpu, tokens: int) -> bool:

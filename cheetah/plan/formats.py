@@ -88,11 +88,6 @@ class TileFormat:
         return tuple(self.name.split(PLUS))
 
     @property
-    def usual_bytes(self) -> int:
-        """Of a chunk, where most are far shorter than a stage; else 0."""
-        return 0
-
-    @property
     def list_bytes(self) -> int:
         """Behind the K-tiles of every chunk, and what ends an M-tile."""
         return self.list_units * LIST_UNIT_BYTES
@@ -177,50 +172,51 @@ BLOCK_FORMATS: dict[str, BlockTiles] = {one.name: one for one in map(_blocks, ra
 class BlockRows(TileFormat):
     """Blocks of 16 rows x 32 columns in bf16, of which an M-tile stores those alone that are there, however many.
 
-    A K-tile, and a chunk, is a window of 1024 columns: a line of which of its 32 blocks are there, see
-    `models/formats/block_rows.py`, then these. tile_bytes: what a stage has room for, a line and `most` blocks. part:
-    so many of every 1024 blocks of the matrix are there in the layer that has most.
+    They lie in *lots* of LOT_BLOCKS, the last of an M-tile's with fewer, see `models/formats/block_rows.py`. A lot fills
+    a stage: `tile_bytes`. A K-tile is a window of 1024 columns: what inputs are divided by. part: so many of every 1024
+    blocks of the matrix are there in the layer that has most.
     """
 
-    most: int = 0
     part: int = 0
 
     def chunk_bytes(self, stage_bytes: int, warps: int) -> int:
-        """Of the longest chunk, if a stage has room for it."""
+        """Of a lot, if a stage has room for it."""
         return self.tile_bytes if stage_bytes >= self.tile_bytes else 0
 
     def stage_bytes(self, least: int, warps: int) -> int:
-        """Of the longest chunk."""
+        """Of a lot."""
         return self.tile_bytes
-
-    @property
-    def usual_bytes(self) -> int:
-        return WINDOW_LINE_BYTES + self.room(1) * BF16.tile_bytes
 
     def room(self, windows: int) -> int:
         """Blocks that there is room for in a matrix of so many windows."""
         return ceil_div(windows * WINDOW_BLOCKS * self.part, PARTS_OF_MATRIX)
 
+    def bytes_of(self, m_tiles: int, blocks: int) -> int:
+        """The most that so many M-tiles with so many blocks in all take."""
+        return (blocks // LOT_BLOCKS + m_tiles) * LOT_LINE_BYTES + blocks * BF16.tile_bytes
+
 
 WINDOW_BLOCKS, PARTS_OF_MATRIX = 32, 1024
-WINDOW_LINE_BYTES = 128
-"""What a window begins with; a window without blocks is nothing else."""
+LOT_BLOCKS, LOT_LINE_BYTES = 16, 128
+"""Of a lot, and what it begins with."""
+LOT_COUNT_AT, LOT_FOLLOWING_AT, NO_BLOCK = LOT_BLOCKS, LOT_BLOCKS + 1, 0xFFFF
+"""Which u16 of a lot's line says how many blocks it has, which is the number of the block behind it; that of none."""
 ZERO_BLOCKS = 64
-"""That lie before a matrix' windows, side by side: passes copy one, or two, where blocks are not there. All SMs that
+"""That lie before a matrix' lots, side by side: passes copy one, or two, where blocks are not there. All SMs that
 read the same one would read the same few lines of L2."""
 BLOCKS = "blocks-"
 """What the names of formats begin with that keep some blocks only."""
-_BLOCK_ROWS = re.compile(rf"{BLOCKS}([1-9]\d*)of{PARTS_OF_MATRIX}-most([1-9]\d*)")
+_BLOCK_ROWS = re.compile(rf"{BLOCKS}([1-9]\d*)of{PARTS_OF_MATRIX}")
 
 
-def block_rows(part: int, most: int) -> BlockRows:
-    """The format for matrices of which at most `part` of every 1024 blocks are there, and `most` of a window. PlanError
-    for numbers that cannot be."""
-    name = f"{BLOCKS}{part}of{PARTS_OF_MATRIX}-most{most}"
-    if not (0 < part <= PARTS_OF_MATRIX and 0 < most <= WINDOW_BLOCKS):
-        raise PlanError(f"weight format {name!r}: give at most {PARTS_OF_MATRIX}, and {WINDOW_BLOCKS} of a window")
-    tile_bytes = WINDOW_LINE_BYTES + most * BF16.tile_bytes
-    return BlockRows(name, WINDOW_BLOCKS * BF16.columns, tile_bytes, most=most, part=part)
+def block_rows(part: int) -> BlockRows:
+    """The format for matrices of which at most `part` of every 1024 blocks are there. PlanError for a number that
+    cannot be."""
+    name = f"{BLOCKS}{part}of{PARTS_OF_MATRIX}"
+    if not 0 < part <= PARTS_OF_MATRIX:
+        raise PlanError(f"weight format {name!r}: give 1 to {PARTS_OF_MATRIX}")
+    lot_bytes = LOT_LINE_BYTES + LOT_BLOCKS * BF16.tile_bytes
+    return BlockRows(name, WINDOW_BLOCKS * BF16.columns, lot_bytes, part=part)
 
 
 @dataclass(frozen=True)
@@ -421,7 +417,7 @@ TILE_FORMATS: dict[str, TileFormat] = {BF16.name: BF16, **SPARSE_FORMATS, **BLOC
 def tile_format(name: str) -> TileFormat:
     """The format of that name, or of its parts; PlanError lists the names there are."""
     if found := _BLOCK_ROWS.fullmatch(name):
-        return block_rows(int(found[1]), int(found[2]))
+        return block_rows(int(found[1]))
     tiles, plus, units = name.partition(f"{PLUS}{LIST}")
     if tiles not in TILE_FORMATS or plus and not units.isdecimal():
         known = ", ".join(TILE_FORMATS)

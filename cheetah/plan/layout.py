@@ -13,7 +13,6 @@ from cheetah.plan.formats import (
     M_TILE_ROWS,
     NARROW_ROWS,
     TILE_ALIGNMENT,
-    WINDOW_LINE_BYTES,
     ZERO_BLOCKS,
     BlockRows,
     TileFormat,
@@ -42,9 +41,8 @@ class MatrixLayout:
     ranks: GPUs among which the M-tiles of the whole matrix are dealt: `rows` are one's, and its M-tiles follow those of
     the ranks before. 1 where a rank has rows of its own vectors, queries and the like.
 
-    Of `BlockRows` chunks differ in length, so they lie one behind another, M-tile by M-tile, in the order of columns:
-    behind `index_bytes` that say where each begins, in lines of 128 bytes (SparseTIR's indptr), and ZERO_BLOCKS blocks
-    of zeros.
+    Of `BlockRows` lots lie one behind another, M-tile by M-tile, in the order of columns: behind an index (SparseTIR's
+    indptr), see `index_bytes`, and ZERO_BLOCKS blocks of zeros. A chunk is a window of columns there.
 
     is_brief, is_once: see `Product`; by_numbers: see `Plan`. experts: so many such matrices, one behind the other."""
 
@@ -222,17 +220,17 @@ class MatrixLayout:
     def expert_bytes(self) -> int:
         """Bytes of one matrix, and to the next of several."""
         if isinstance(self.format, BlockRows):
-            windows = self.m_tiles * self.chunks
-            lines = windows * WINDOW_LINE_BYTES
-            return (
-                self.index_bytes + ZERO_BLOCKS * BF16.tile_bytes + lines + self.format.room(windows) * BF16.tile_bytes
-            )
+            blocks = self.format.room(self.m_tiles * self.chunks)
+            before = self.index_bytes + ZERO_BLOCKS * BF16.tile_bytes
+            return before + self.format.bytes_of(self.m_tiles, blocks)
         return self.m_tiles * self.m_tile_bytes
 
     @property
     def index_bytes(self) -> int:
-        """Of the index of `BlockRows`: u32 [M-tiles, chunks], where the last ends, and one that is not looked at."""
-        return round_up(4 * (self.m_tiles * self.chunks + 2), LINE_BYTES)
+        """Of the index of `BlockRows`: u32 [M-tiles, chunks + 1], the line of 128 bytes where an M-tile's lots begin, then
+        how many blocks it has up to the end of each chunk; behind it u32 [M-tiles, chunks], of which blocks a bit is
+        set. What else of a matrix is asked for chunk by chunk means nothing there: lots are what is copied."""
+        return round_up(4 * self.m_tiles * (2 * self.chunks + 1), LINE_BYTES)
 
     @property
     def last_chunk_tiles(self) -> int:

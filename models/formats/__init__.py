@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from cheetah.models.formats.bf16 import Bf16
-from cheetah.models.formats.block_rows import WindowsOfBlocks
+from cheetah.models.formats.block_rows import LotsOfBlocks
 from cheetah.models.formats.blocks import Blocks
 from cheetah.models.formats.lists import Listed, ListedRows
 from cheetah.models.formats.quantized import QuantizedRows, rows_of_element
@@ -86,7 +86,7 @@ def format_named(name: str) -> WeightFormat:
     """The format of that name, or of its parts."""
     tile = tile_format(name)
     if isinstance(tile, BlockRows):
-        return WindowsOfBlocks(tile, Bf16())
+        return LotsOfBlocks(tile, Bf16())
     tiles, *lists = tile.parts
     return Listed(WEIGHT_FORMATS[tiles]) if lists else WEIGHT_FORMATS[tiles]
 

@@ -1,10 +1,10 @@
 """bf16 weights in blocks of 16 rows by 32 columns, of which those are stored that are not zero, M-tile by M-tile.
 
-In SparseTIR's words BSR: dense_fixed(rows / 16), sparse_variable over windows of 32 blocks (indptr), dense_fixed(16),
-dense_fixed(32); a window that has none is a line of zeros, and nothing of its blocks is read (DBSR). A matrix is its
-index, see `MatrixLayout`, blocks of zeros, and the windows. A window is a line of 128 bytes, which has a word with a
-bit for each block that is there, then their numbers, a byte each, and zeros; behind it the blocks, each as a K-tile of
-`Bf16`, in the order of columns.
+In SparseTIR's words BSR: dense_fixed(rows / 16), sparse_variable over the blocks of an M-tile (indptr, indices),
+dense_fixed(16), dense_fixed(32). A matrix is its index, see `MatrixLayout`, blocks of zeros, and the lots of each M-tile:
+LOT_BLOCKS blocks each, in the order of columns, the last with fewer, or without any where an M-tile has none. A lot
+begins with a line of 128 bytes: the numbers of its blocks (u16), how many there are, and the number of the block behind
+the lot, or NO_BLOCK; behind it the blocks, each as a K-tile of `Bf16`.
 """
 
 from __future__ import annotations
@@ -20,27 +20,37 @@ from cheetah.models.formats.blocks import blocks_there
 from cheetah.models.formats.weight_format import PackingError, TilePart, WeightFormat
 from cheetah.models.rounding import F32, Bits, Bytes
 from cheetah.plan import M_TILE_ROWS, MatrixLayout
-from cheetah.plan.formats import BF16, WINDOW_BLOCKS, WINDOW_LINE_BYTES, ZERO_BLOCKS, BlockRows
+from cheetah.plan.formats import (
+    BF16,
+    LOT_BLOCKS,
+    LOT_COUNT_AT,
+    LOT_FOLLOWING_AT,
+    LOT_LINE_BYTES,
+    NO_BLOCK,
+    WINDOW_BLOCKS,
+    ZERO_BLOCKS,
+    BlockRows,
+)
 
-LINES_OF_BLOCK = BF16.tile_bytes // WINDOW_LINE_BYTES
-NUMBERS_AT = 4
+LINES_OF_BLOCK = BF16.tile_bytes // LOT_LINE_BYTES
+LINES_OF_LOT = 1 + LOT_BLOCKS * LINES_OF_BLOCK
 ROWS_AT_ONCE = 64 * M_TILE_ROWS
 """That are packed together: what is made of them on the way takes twice their room."""
 BITS = np.uint32(1) << np.arange(WINDOW_BLOCKS, dtype=np.uint32)
 
 
 @dataclass(frozen=True)
-class WindowsOfBlocks(WeightFormat):
+class LotsOfBlocks(WeightFormat):
     """Rows are bf16 bits, with their zeros."""
 
     tile: BlockRows
     whole: Bf16
 
     def encode(self, rows: Any) -> tuple[TilePart, ...]:
-        raise NotImplementedError("windows differ in length: whole matrices are packed")
+        raise NotImplementedError("M-tiles differ in length: whole matrices are packed")
 
     def decode(self, tiles: Bytes, factors: Bytes) -> Any:
-        raise NotImplementedError("windows differ in length: whole matrices are unpacked")
+        raise NotImplementedError("M-tiles differ in length: whole matrices are unpacked")
 
     def meaning(self, weights: F32) -> F32:
         return weights
@@ -57,64 +67,95 @@ class WindowsOfBlocks(WeightFormat):
         if m_tiles != range(layout.m_tiles) or out.size != layout.total_bytes:
             raise PackingError(f"matrix {layout.name!r}: {self.tile.name} is packed whole, not M-tiles {m_tiles}")
         parts = [rows[first : first + ROWS_AT_ONCE] for first in range(0, len(rows), ROWS_AT_ONCE)]
-        of_parts = [windows_of(part) for part in parts]
-        starts = self._starts(layout, np.concatenate([there.sum(axis=1) for there in of_parts]))
+        of_parts = [blocks_of(part) for part in parts]
+        there = np.concatenate(of_parts)
         out[:] = 0
-        out[: 4 * len(starts)] = starts.view(np.uint8)
-        lines, done = out.reshape(-1, WINDOW_LINE_BYTES), 0
-        for part, there in zip(parts, of_parts, strict=True):
-            self._pack_windows(part, there, starts[done : done + len(there)], lines)
-            done += len(there)
+        begins = self._index(layout, there, out)
+        lines = out.reshape(-1, LOT_LINE_BYTES)
+        _write_lines(there, begins, lines.view(np.uint16))
+        done = 0
+        for part, of_part in zip(parts, of_parts, strict=True):
+            self._write_blocks(part, of_part, begins[done : done + len(of_part)], lines)
+            done += len(of_part)
 
-    def _pack_windows(
-        self, rows: Bits, there: NDArray[np.bool_], starts: NDArray[np.uint32], lines: NDArray[np.uint8]
+    def _index(self, layout: MatrixLayout, there: NDArray[np.bool_], out: Bytes) -> NDArray[np.int64]:
+        """Write it; gives the line where each M-tile's lots begin. PackingError where there is no room for them."""
+        windows, room = (
+            there.reshape(layout.m_tiles, layout.chunks, WINDOW_BLOCKS),
+            self.tile.room(layout.m_tiles * layout.chunks),
+        )
+        counts = np.cumsum(windows.sum(axis=2), axis=1)
+        if counts[:, -1].sum() > room:
+            raise PackingError(
+                f"weight format {self.tile.name}: matrix {layout.name!r} has {counts[:, -1].sum()} blocks that are not "
+                f"zero, and there is room for {room}"
+            )
+        first = (layout.index_bytes + ZERO_BLOCKS * BF16.tile_bytes) // LOT_LINE_BYTES
+        taken = lots_of(counts[:, -1]) + counts[:, -1] * LINES_OF_BLOCK
+        begins = first + np.cumsum(taken) - taken
+        entries, masks = _index_of(layout, out)
+        entries[:, 0], entries[:, 1:] = begins, counts
+        masks[:] = windows @ BITS
+        return begins
+
+    def _write_blocks(
+        self, rows: Bits, there: NDArray[np.bool_], begins: NDArray[np.int64], lines: NDArray[np.uint8]
     ) -> None:
-        """Some M-tiles, whose windows begin at these lines of the matrix."""
-        window, number = np.nonzero(there)
-        rank = (np.cumsum(there, axis=1) - 1)[window, number]
-        lines[starts, :NUMBERS_AT] = (there @ BITS).astype(np.uint32).view(np.uint8).reshape(-1, NUMBERS_AT)
-        lines[starts[window], NUMBERS_AT + rank] = number
+        """Those of some M-tiles, which begin at these lines of the matrix."""
+        m_tile, number = np.nonzero(there)
         (part,) = self.whole.encode(rows)
-        blocks = np.ascontiguousarray(part.tiles).view(np.uint8).reshape(-1, LINES_OF_BLOCK, WINDOW_LINE_BYTES)
-        lines[_lines_of(starts[window], rank)] = blocks[window * WINDOW_BLOCKS + number]
-
-    def _starts(self, layout: MatrixLayout, counts: NDArray[np.int64]) -> NDArray[np.uint32]:
-        """Line of the matrix where each window begins, and where the last ends. PackingError where there is no room."""
-        room = self.tile.room(len(counts))
-        if counts.max(initial=0) > self.tile.most:
-            m_tile, chunk = divmod(int(np.argmax(counts)), layout.chunks)
-            first = M_TILE_ROWS * m_tile
-            raise PackingError(
-                f"weight format {self.tile.name}: columns {chunk * self.tile.columns} and the {self.tile.columns - 1} "
-                f"behind of rows {first} to {first + 15} have {counts.max()} blocks that are not zero"
-            )
-        if counts.sum() > room:
-            raise PackingError(
-                f"weight format {self.tile.name}: matrix {layout.name!r} has {counts.sum()} blocks that are not zero, "
-                f"and there is room for {room}"
-            )
-        first = (layout.index_bytes + ZERO_BLOCKS * BF16.tile_bytes) // WINDOW_LINE_BYTES
-        return (first + np.append(0, np.cumsum(1 + counts * LINES_OF_BLOCK))).astype(np.uint32)
+        blocks = np.ascontiguousarray(part.tiles).view(np.uint8).reshape(*there.shape, LINES_OF_BLOCK, LOT_LINE_BYTES)
+        lines[_lines_of(begins[m_tile], _ranks(there))] = blocks[m_tile, number]
 
     def unpack(self, layout: MatrixLayout, packed: Bytes) -> Bits:
-        starts = packed[: 4 * (layout.m_tiles * layout.chunks)].view(np.uint32)
-        lines = packed.reshape(-1, WINDOW_LINE_BYTES)
-        masks = np.ascontiguousarray(lines[starts, :NUMBERS_AT]).view(np.uint32)
-        there = masks & BITS != 0
-        window, number = np.nonzero(there)
-        rank = (np.cumsum(there, axis=1) - 1)[window, number]
+        entries, masks = _index_of(layout, packed)
+        there = (masks[:, :, None] & BITS != 0).reshape(layout.m_tiles, -1)
+        m_tile, number = np.nonzero(there)
         blocks = np.zeros((layout.m_tiles, layout.chunks * WINDOW_BLOCKS, BF16.tile_bytes), np.uint8)
-        found = lines[_lines_of(starts[window], rank)].reshape(-1, BF16.tile_bytes)
-        blocks.reshape(-1, BF16.tile_bytes)[window * WINDOW_BLOCKS + number] = found
+        found = packed.reshape(-1, LOT_LINE_BYTES)[_lines_of(entries[:, 0].astype(np.int64)[m_tile], _ranks(there))]
+        blocks[m_tile, number] = found.reshape(-1, BF16.tile_bytes)
         return self.whole.decode(blocks, packed[:0])
 
 
-def windows_of(rows: Bits) -> NDArray[np.bool_]:
-    """Which blocks are there: bool [M-tiles * windows, 32] of bf16 bits [M-tiles * 16, columns], whole windows."""
-    return blocks_there(rows).reshape(-1, WINDOW_BLOCKS)
+def blocks_of(rows: Bits) -> NDArray[np.bool_]:
+    """Which blocks are there: bool [M-tiles, blocks] of bf16 bits [M-tiles * 16, columns], whole windows."""
+    return blocks_there(rows).reshape(len(rows) // M_TILE_ROWS, -1)
 
 
-def _lines_of(starts: Any, rank: Any) -> Any:
-    """The lines [blocks, 8] of blocks, each the `rank`-th of its window."""
-    first = starts.astype(np.int64) + 1 + rank * LINES_OF_BLOCK
+def lots_of(counts: Any) -> Any:
+    """Of M-tiles with so many blocks."""
+    return np.maximum(1, -(-counts // LOT_BLOCKS))
+
+
+def _index_of(layout: MatrixLayout, packed: Bytes) -> tuple[NDArray[np.uint32], NDArray[np.uint32]]:
+    """The entries of a packed matrix [M-tiles, chunks + 1], and its masks [M-tiles, chunks]."""
+    entries = layout.m_tiles * (layout.chunks + 1)
+    words = packed[: 4 * (entries + layout.m_tiles * layout.chunks)].view(np.uint32)
+    return words[:entries].reshape(layout.m_tiles, -1), words[entries:].reshape(layout.m_tiles, -1)
+
+
+def _ranks(there: NDArray[np.bool_]) -> NDArray[np.int64]:
+    """Of each block that is there, how many of its M-tile are before it."""
+    before: NDArray[np.int64] = np.cumsum(there, axis=1) - 1
+    return before[there]
+
+
+def _write_lines(there: NDArray[np.bool_], begins: NDArray[np.int64], lines: NDArray[np.uint16]) -> None:
+    """What lots begin with."""
+    counts = there.sum(axis=1)
+    of_lots = np.repeat(np.arange(len(there)), lots_of(counts))
+    lot = np.arange(len(of_lots)) - (np.cumsum(lots_of(counts)) - lots_of(counts))[of_lots]
+    here = begins[of_lots] + lot * LINES_OF_LOT
+    lines[here, LOT_COUNT_AT] = np.minimum(counts[of_lots] - lot * LOT_BLOCKS, LOT_BLOCKS)
+    lines[here, LOT_FOLLOWING_AT] = NO_BLOCK
+    (m_tile, number), rank = np.nonzero(there), _ranks(there)
+    lines[begins[m_tile] + rank // LOT_BLOCKS * LINES_OF_LOT, rank % LOT_BLOCKS] = number
+    follows = (rank > 0) & (rank % LOT_BLOCKS == 0)
+    before = begins[m_tile[follows]] + (rank[follows] // LOT_BLOCKS - 1) * LINES_OF_LOT
+    lines[before, LOT_FOLLOWING_AT] = number[follows]
+
+
+def _lines_of(begins: NDArray[np.int64], rank: NDArray[np.int64]) -> NDArray[np.int64]:
+    """The lines [blocks, 8] of blocks, each the `rank`-th of its M-tile."""
+    first = begins + rank // LOT_BLOCKS * LINES_OF_LOT + 1 + rank % LOT_BLOCKS * LINES_OF_BLOCK
     return first[:, None] + np.arange(LINES_OF_BLOCK)

@@ -30,7 +30,6 @@ from cheetah.plan.formats import (
     PARTS_OF_MATRIX,
     TWO_OF_FOUR,
     WINDOW_BLOCKS,
-    WINDOW_LINE_BYTES,
     BlockRows,
     TileFormat,
     block_rows,
@@ -83,11 +82,11 @@ def thin_name(config: ModelConfig, tensors: CheckedTensors, matrix: str, has_pla
     if plain and not (has_plain and look_thin(plain)):
         return None
     columns, of_chunk = config.table.named(matrix).columns, LISTED_TILES * TWO_OF_FOUR.columns
-    of_four, of_window, part = _of_layers(config, matrix, lambda name: blocks_of_rows(found[name].rows()), _most_blocks)
+    of_four, part = _of_layers(config, matrix, lambda name: blocks_of_rows(found[name].rows()), _most_blocks)
     (units,) = _of_layers(config, matrix, lambda name: _counted_rows(found[name], of_chunk), _units_for)
     possible = [BF16, *(one for one in BLOCK_FORMATS.values() if one.kept >= of_four)]
     if 0 < part <= MOST_OF_MATRIX:
-        possible.append(block_rows(part, of_window))
+        possible.append(block_rows(part))
     if units <= MOST_LIST_UNITS:
         possible.append(listed(TWO_OF_FOUR, units) if units else TWO_OF_FOUR)
     least = min(possible, key=lambda tiles: _m_tile_bytes(tiles, columns))
@@ -98,18 +97,16 @@ def _m_tile_bytes(tiles: TileFormat, columns: int) -> int:
     """The mean where M-tiles differ."""
     k_tiles = -(-columns // tiles.columns)
     if isinstance(tiles, BlockRows):
-        return k_tiles * WINDOW_LINE_BYTES + tiles.room(k_tiles) * BF16.tile_bytes
+        return tiles.bytes_of(1, tiles.room(k_tiles))
     return k_tiles * tiles.tile_bytes + -(-k_tiles // LISTED_TILES) * tiles.list_bytes
 
 
-def _most_blocks(are_there: NDArray[Any]) -> tuple[int, int, int]:
-    """Blocks that are not zero of any four of an M-tile, of any window, and of every 1024 of the matrix, of [M-tiles *
-    16, blocks]."""
+def _most_blocks(are_there: NDArray[Any]) -> tuple[int, int]:
+    """Blocks that are not zero of any four of an M-tile, and of every 1024 of the matrix, of [M-tiles * 16, blocks]."""
     of_tiles = are_there.reshape(-1, M_TILE_ROWS, are_there.shape[1]).any(axis=1)
-    windows = np.pad(of_tiles, ((0, 0), (0, -of_tiles.shape[1] % WINDOW_BLOCKS))).reshape(-1, WINDOW_BLOCKS)
+    windows = np.pad(of_tiles, ((0, 0), (0, -of_tiles.shape[1] % WINDOW_BLOCKS)))
     fours = windows.reshape(-1, BLOCKS_OF_TILE).sum(axis=1).max(initial=0)
-    part = -(-int(windows.sum()) * PARTS_OF_MATRIX // max(1, windows.size))
-    return int(fours), int(windows.sum(axis=1).max(initial=0)), part
+    return int(fours), -(-int(windows.sum()) * PARTS_OF_MATRIX // max(1, windows.size))
 
 
 def _units_for(counts: Counts) -> tuple[int]:

@@ -52,7 +52,6 @@ from cheetah.plan.formats import (
     QUANTIZED_FORMATS,
     SPARSE_QUANTIZED_FORMATS,
     TWO_OF_FOUR,
-    WINDOW_BLOCKS,
     BlockRows,
     BlockTiles,
     TileFormat,
@@ -261,14 +260,10 @@ def _some_blocks(shape: tuple[int, int], tiles: BlockRows, seed: int) -> npt.NDA
     same for all matrices of a shape, so that gate's and up's rows of an M-tile have the same."""
     draw = np.random.default_rng((seed, *shape))
     bands, blocks = -(-shape[0] // BAND_ROWS), -(-shape[1] // BF16.columns)
-    windows = -(-blocks // WINDOW_BLOCKS)
-    sizes = draw.random((bands, windows, WINDOW_BLOCKS)) + BAND_SPREAD * draw.random((bands, 1, 1))
-    sizes.reshape(bands, -1)[:, blocks:] = -1
-    in_window = np.argsort(np.argsort(-sizes, axis=2), axis=2) < tiles.most
-    sizes = np.where(in_window, sizes, -1).reshape(bands, -1)
+    sizes = draw.random((bands, blocks)) + BAND_SPREAD * draw.random((bands, 1))
     count = bands * blocks * tiles.part // PARTS_OF_MATRIX
     least = np.partition(sizes.ravel(), -count)[-count] if count else np.inf
-    return (sizes >= max(least, 0))[:, :blocks]
+    return sizes >= least
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ pytestmark = pytest.mark.gpu
 
 NUDGES = 4
 PARTS = (
-    "blocks-1024of1024-most24",
+    "blocks-1024of1024",
     "blocks-2of4",
     "blocks-1of4",
     "int4-g128+list5",

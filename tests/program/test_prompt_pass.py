@@ -328,7 +328,7 @@ FORMATS = (
     "2of4+list12",
     "blocks-2of4",
     "blocks-1of4",
-    "blocks-1024of1024-most24",
+    "blocks-1024of1024",
     "int4-g64+list5",
 )
 
@@ -364,7 +364,7 @@ MIXED = {
         PassPlan(tokens=64, tile_tokens=64, warpgroups=1, stages=3, cut_tokens=64, key_tile=32),
     ),
     "sums of parts and blocks of zeros": (
-        {"qkv": "int4-g64+list5", "o": "blocks-1024of1024-most24", "gate_up": "blocks-1of4", "down": "2of4+list36"},
+        {"qkv": "int4-g64+list5", "o": "blocks-1024of1024", "gate_up": "blocks-1of4", "down": "2of4+list36"},
         {"hidden": 144, "ffn": 1100},  # lists beside two chunks
         PASS,
     ),
@@ -452,8 +452,8 @@ BUGS = {
     "rows have no weights of the norm behind them": ("* weights[2] * 0.4f", "* 0.4f"),
     "rows with a norm behind them are not multiplied": ("* weights[3] * 0.4f", "* weights[3]"),
     "all M-tiles are paired as narrow ones are": ("paired != 0 ?", "true ?"),
-    "of blocks one by one each is counted before itself": ("there & (bit - 1)", "there & (2 * bit - 1)"),
-    "of blocks one by one the next stands for what is not there": ("(there & bit) != 0 ? at", "true ? at"),
+    "of blocks one by one each is counted before itself": ("there & ((1u << first", "there & ((2u << first"),
+    "of blocks one by one the next stands for what is not there": ("(both & 1) != 0 ? begin", "true ? begin"),
 }
 
 
@@ -471,7 +471,7 @@ RARE_BUGS = (
 def shown_by(bug: str) -> ModelConfig:
     """The model in which a bug shows."""
     if "blocks one by one" in bug:
-        return model(layers=2, weight_formats=(("gate_up", "blocks-1024of1024-most24"),))
+        return model(layers=2, weight_formats=(("gate_up", "blocks-1024of1024"),))
     return sandwich() if "norm behind" in bug else NARROW if "narrow" in bug else model(layers=2)
 
 

@@ -29,7 +29,7 @@ ORDERED: Formats = (
     *(("qkv", "int4-g128"), ("o", "fp8-block128"), ("gate_up", "int4-g64-asym")),
     *(("down", "int4-g32"), ("lm_head", "int8-g128")),
 )
-WINDOWS = "blocks-1024of1024-most24"
+WINDOWS = "blocks-1024of1024"
 CASES: dict[str, tuple[ModelConfig, Formats, dict[str, Any]]] = {
     "llama, three sequences, slices": (model(144, 280), MIXED, {"batch": 3, "tokens": 4, "down_slices": 2}),
     "llama, one token, everything": (model(), OTHERS, {}),

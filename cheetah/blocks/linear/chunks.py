@@ -13,7 +13,7 @@ from typing import Any
 from cheetah import lang as ch
 from cheetah.blocks.columns import Columns
 from cheetah.blocks.linear.formats import accumulators_of, fragments_class, fragments_of
-from cheetah.blocks.linear.formats.block_tiles import WindowFragments
+from cheetah.blocks.linear.formats.block_tiles import LotFragments, about_lot
 from cheetah.blocks.linear.fragments import Activations, Held, groups_of
 from cheetah.blocks.linear.lists import List, list_accumulators
 from cheetah.blocks.linear.parts import Part
@@ -21,7 +21,7 @@ from cheetah.blocks.ring import Ring, Stage
 from cheetah.blocks.timeline import Timeline
 from cheetah.lang import prim, ty
 from cheetah.plan import MatrixLayout
-from cheetah.plan.formats import BF16
+from cheetah.plan.formats import BF16, NO_BLOCK, WINDOW_BLOCKS, BlockRows
 
 
 class Chunks:
@@ -40,6 +40,9 @@ class Chunks:
     @ch.inline
     def use_all(self, layout: MatrixLayout, part: Part, sums: Any, is_first: ch.Value) -> None:
         """Chunks of an M-tile, as many as a part of the input lies beside. See `use`."""
+        if isinstance(layout.format, BlockRows):
+            self._use_lots(layout, part, _argument(part.first), _argument(part.end), _argument(part.offset), sums)
+            return
         if type(part) is Part and type(part.offset) is int:
             self._use_chunks(layout, part, _argument(part.first), _argument(part.end), sums, is_first)
             return
@@ -59,6 +62,33 @@ class Chunks:
         part = replace(part, first=first, end=end)
         with ch.for_(first, end, unroll=2) as chunk:
             self.use(layout, chunk, part.place(chunk), part, sums, is_first)
+
+    @ch.function
+    def _use_lots(
+        self, layout: MatrixLayout, part: Part, first: ch.Expr, end: ch.Expr, offset: ch.Expr, sums: Any
+    ) -> None:
+        """The lots of an M-tile that have blocks of windows [first, end), in the next stages, by the part of the input
+        that lies beside these: the last is the one behind which no such block follows."""
+        beside = part.vectors(self.columns, layout, offset)
+        blocks = None if layout.slices == 1 else (ty.u32(first * WINDOW_BLOCKS), ty.u32(end * WINDOW_BLOCKS))
+        following = ch.var(ty.u32, 0)
+        with ch.while_(following < (NO_BLOCK if blocks is None else blocks[1])):
+            with self.ring.use() as stage:
+                self.timeline.stamp_first("first_chunk")
+                lot = LotFragments(stage, self.machine.lane, layout.format)
+                warps = self.machine.plan.consumer_warps
+                following.set(lot.multiply_share(self.machine.warp, warps, beside, blocks, sums))
+                lot.finish_chunk()
+
+    @ch.function
+    def skip_lots(self) -> None:
+        """Use up those of an M-tile, that were fetched in vain."""
+        following = ch.var(ty.u32, 0)
+        with ch.while_(following < NO_BLOCK):
+            with self.ring.use() as stage:
+                about = ch.const(ty.u32, about_lot(stage.address), name="about")
+                following.set(about >> 16)
+                stage.has_read(about)
 
     @ch.inline
     def use(
@@ -151,12 +181,8 @@ class Chunks:
         """Chunk `chunk` of an M-tile by the vectors in shared memory, in which it is number `place`."""
         numbers = self._list_of(layout, chunk, place, part, stage, sums)
         fragments = fragments_of(layout, self.columns.limit, stage, self.machine.lane)
-        if isinstance(fragments, WindowFragments):
-            beside = self._beside(layout, place, ch.argument(0), part)
-            fragments.multiply_share(self.machine.warp, self.machine.plan.consumer_warps, beside, sums)
-        else:
-            with self._own_tiles(layout, chunk) as (_, pair):
-                fragments.multiply(pair, self._beside(layout, place, pair, part), sums)
+        with self._own_tiles(layout, chunk) as (_, pair):
+            fragments.multiply(pair, self._beside(layout, place, pair, part), sums)
         if numbers is not None:
             numbers.multiply()
         if layout.format.factor_bytes:

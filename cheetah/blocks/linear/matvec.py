@@ -22,6 +22,7 @@ from cheetah.blocks.linear.adding import Adding
 from cheetah.blocks.linear.chunks import Chunks
 from cheetah.blocks.linear.fragments import groups_of
 from cheetah.blocks.linear.interface import Epilogue, Prologue
+from cheetah.blocks.linear.lots import LotWalk
 from cheetah.blocks.linear.matrix import RecordedShare, record_of, recorded
 from cheetah.blocks.linear.parts import Arrival, Part
 from cheetah.blocks.linear.reductions import Reductions
@@ -30,7 +31,7 @@ from cheetah.blocks.ring import Ring
 from cheetah.blocks.timeline import NO_TIMELINE, Timeline
 from cheetah.lang import prim, ty
 from cheetah.plan import MatrixLayout
-from cheetah.plan.formats import WINDOW_LINE_BYTES, BlockRows
+from cheetah.plan.formats import BlockRows
 
 
 class Matvec:
@@ -98,13 +99,14 @@ class Matvec:
         share = RecordedShare(self.machine, recorded(layout, matrix), layout)
         position = share.position
         first_byte = self.weights + (layer_offset + matrix.offset)
+        if isinstance(layout.format, BlockRows):
+            in_flight = self.machine.plan.in_flight_of(layout.is_once)
+            return LotWalk(share.matrix, first_byte, self.ring, in_flight).copy(share, position)
         for run in share.runs(position):
             self._copy_run(share.matrix, first_byte, run)
 
     @ch.inline
     def _copy_run(self, layout: MatrixLayout, matrix: ch.Expr, run: Run) -> None:
-        if isinstance(layout.format, BlockRows):
-            return self._copy_windows(layout, matrix, run)
         wave = run.m_tile // layout.blocks
         wave_bytes = layout.wave_address(ty.u64(wave), ty.u64(run.expert))
         width = layout.wave_width(wave)
@@ -117,30 +119,15 @@ class Matvec:
             with self.ring.fill(chunk_bytes, at_least, most) as (destination, barrier):
                 prim.bulk_copy(destination, source, chunk_bytes, barrier)
 
-    @ch.inline
-    def _copy_windows(self, layout: MatrixLayout, matrix: ch.Expr, run: Run) -> None:
-        """The same where the matrix' index says where chunks lie: of each the next one's end is asked for before the
-        stage is waited for, so only a run's first chunk waits for the index, which is in L2 by then."""
-        plan = self.machine.plan
-        starts = ch.reinterpret(ty.ptr(ty.u32), matrix) + (run.m_tile * layout.chunks + run.first)
-        prim.prefetch_l2(starts + layout.blocks * layout.chunks)  # of the next run; behind the index lies the matrix
-        begin = ch.var(ty.u32, prim.load_constant_u32(starts))
-        end = ch.var(ty.u32, prim.load_constant_u32(starts + 1))
-        with ch.for_(run.first, run.end, unroll=1) as chunk:
-            following = prim.load_constant_u32(starts + (chunk - run.first + 2))
-            chunk_bytes = (end - begin) * WINDOW_LINE_BYTES
-            source = matrix + ty.u64(begin) * WINDOW_LINE_BYTES
-            with self.ring.fill(chunk_bytes, 1, plan.in_flight_of(layout.is_once)) as (destination, barrier):
-                prim.bulk_copy(destination, source, chunk_bytes, barrier)
-            begin.set(end)
-            end.set(following)
-
     @ch.function
     def skip(self, layout: MatrixLayout) -> None:
         """In the consumer role: use up the block's chunks of a matrix that were fetched in vain."""
         with ch.for_(layout.position(self.machine.block), layout.m_tiles, layout.blocks, unroll=1):
-            with ch.for_(layout.chunks, unroll=1):
-                self.ring.discard()
+            if isinstance(layout.format, BlockRows):
+                self.chunks.skip_lots()
+            else:
+                with ch.for_(layout.chunks, unroll=1):
+                    self.ring.discard()
 
     @ch.inline
     def multiply(self, share: Share, prologue: Prologue) -> None:

@@ -14,10 +14,10 @@ from cheetah.blocks.prompt.cases import Given, row_tile_and_part
 from cheetah.blocks.prompt.expert_tiles import ExpertTiles
 from cheetah.blocks.prompt.machine import ACCUMULATOR_BYTES, GROUP_BYTES, PassMachine
 from cheetah.blocks.prompt.ring import TileRing
-from cheetah.blocks.prompt.weights import WindowWeights, stage_weights
+from cheetah.blocks.prompt.weights import LotWeights, Window, stage_weights
 from cheetah.lang import prim, ty
 from cheetah.plan import MatrixLayout
-from cheetah.plan.formats import WINDOW_BLOCKS, WINDOW_LINE_BYTES
+from cheetah.plan.formats import WINDOW_BLOCKS
 from cheetah.plan.prompt import STAGE_TILES
 
 MATRIX = ty.struct(
@@ -126,12 +126,10 @@ class TileCopies:
             name = "piece" if layout.is_narrow else "chunk"
             with ch.for_(part * matrix.pieces, (part + 1) * matrix.pieces, unroll=1, name=name) as piece:
                 weights = stage_weights(layout.format, self.machine.weights_lane, plan.whole_tiles)
-                if isinstance(weights, WindowWeights):
-                    starts = ch.reinterpret(ty.ptr(ty.u32), packed) + m_tile * matrix.chunks
-                    line = ty.u64(prim.load_constant_u32(starts + piece))
+                if isinstance(weights, LotWeights):
+                    window = Window.of(packed, layout, m_tile, piece)
                     blocks = ch.minimum(matrix.k_tiles - piece * WINDOW_BLOCKS, WINDOW_BLOCKS)
-                    begin = line * WINDOW_LINE_BYTES
-                    weights.copy_window(self.ring, packed, layout.index_bytes, begin, blocks, count)
+                    weights.copy_window(self.ring, packed, layout.index_bytes, window, blocks, count)
                 else:
                     source = packed + (wave_bytes + ty.u64(known.piece_address(piece, position, width)))
                     weights.copy(self.ring, source, ty.u32(0) + known.tiles_of_piece(piece), count, layout.halves)

@@ -10,6 +10,7 @@ the sums. A weight is off by 2^-9 of itself at most, as an activation is.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from dataclasses import dataclass
 from itertools import combinations
 from types import SimpleNamespace
 from typing import Any
@@ -22,15 +23,18 @@ from cheetah.blocks.linear.formats.integers import MIDDLE_NIBBLE
 from cheetah.blocks.linear.formats.names import format_with_names
 from cheetah.blocks.linear.formats.quantized import sum_of
 from cheetah.blocks.linear.formats.sizes import raised
+from cheetah.blocks.linear.lots import LINES_OF_LOT
 from cheetah.blocks.patterns import HIGH_HALVES, LOW_HALVES
 from cheetah.blocks.prompt.ring import TileRing
 from cheetah.lang import prim, ty
+from cheetah.plan import MatrixLayout
 from cheetah.plan.formats import (
     BF16,
     BLOCKS_OF_TILE,
+    LOT_BLOCKS,
+    LOT_LINE_BYTES,
     VECTOR_COLUMNS,
     WINDOW_BLOCKS,
-    WINDOW_LINE_BYTES,
     ZERO_BLOCKS,
     BlockRows,
     BlockTiles,
@@ -45,6 +49,7 @@ STEPS_PER_TILE = 2
 """Products of 16 k for 32 columns."""
 LOAD_BYTES = 32 * 16
 """Of a warp."""
+LINES_OF_BLOCK = BF16.tile_bytes // LOT_LINE_BYTES
 GROUP = 4
 """Columns of which two are there."""
 BYTES_OF_FIRST, BYTES_OF_SECOND, NO_BYTES = 0x10, 0x32, 0x44
@@ -285,7 +290,33 @@ class BlockWeights(StageWeights):
         return found
 
 
-class WindowWeights(Bf16Weights):
+@dataclass(frozen=True, eq=False)
+class Window:
+    """What the index says of a window of an M-tile's columns: the line where the M-tile's lots begin, how many of its
+    blocks lie before, and a bit for each that is there."""
+
+    begin: ch.Expr
+    before: ch.Expr
+    there: ch.Expr
+
+    @classmethod
+    @ch.inline
+    def of(cls, matrix: ch.Expr, layout: MatrixLayout, m_tile: ch.Expr, number: ch.Expr) -> Window:
+        chunks = layout.chunks
+        entries = ch.reinterpret(ty.ptr(ty.u32), matrix) + m_tile * (chunks + 1)
+        masks = ch.reinterpret(ty.ptr(ty.u32), matrix) + (layout.m_tiles * (chunks + 1) + m_tile * chunks)
+        begin = ch.const(ty.u32, prim.load_constant_u32(entries), name="begin")
+        of_windows = ch.const(ty.u32, prim.load_constant_u32(entries + number), name="of_windows")
+        there = ch.const(ty.u32, prim.load_constant_u32(masks + number), name="there")
+        return cls(begin, ch.const(ty.u32, ch.select(number == 0, ty.u32(0), of_windows), name="before"), there)
+
+    def line(self, rank: Any) -> ch.Expr:
+        """Of the matrix, where the block lies that has so many of its M-tile before it."""
+        lot, within = rank // LOT_BLOCKS, rank % LOT_BLOCKS
+        return self.begin + (lot * LINES_OF_LOT + within * LINES_OF_BLOCK + 1)
+
+
+class LotWeights(Bf16Weights):
     """Two blocks a stage, each copied from where it is, or, if it is not there, from the matrix' blocks of zeros: so
     operands are those of dense weights. Both come in one copy where both are there, or neither is."""
 
@@ -293,25 +324,27 @@ class WindowWeights(Bf16Weights):
 
     @ch.inline
     def copy_window(
-        self, ring: TileRing, matrix: ch.Expr, zeros: int, window: ch.Expr, blocks: ch.Expr, count: ch.Expr
+        self, ring: TileRing, matrix: ch.Expr, zeros: int, window: Window, blocks: ch.Expr, count: ch.Expr
     ) -> None:
-        """In the weights role, for `count` lanes, the stages of the first `blocks` places of a window (u64 byte of
-        `matrix`) of each lane's M-tile. zeros: byte of the blocks of zeros."""
-        here, size = matrix + window, BF16.tile_bytes
-        there = ch.const(ty.u32, prim.load_constant_u32(here), name="there")
+        """In the weights role, for `count` lanes, the stages of the first `blocks` places of a window of each lane's
+        M-tile. zeros: byte of the blocks of zeros."""
+        size = BF16.tile_bytes
         with ch.for_(0, blocks, STAGE_TILES, unroll=1, name="first") as first:
             with ring.fill_weights(STAGE_TILES * size * count, count) as (stage, barrier):
                 place = self.place(stage, self.lane)
-                before = prim.population_u32(there & (ty.u32(1) << first) - 1)
-                both = ch.const(ty.u32, there >> first & 3, name="both")
-                own = window + ty.u64(before * size + WINDOW_LINE_BYTES)
+                both = ch.const(ty.u32, window.there >> first & 3, name="both")
+                before = prim.population_u32(window.there & (ty.u32(1) << first) - 1)
+                rank = ch.const(ty.u32, window.before + before, name="rank")
                 some = ty.u32(self.lane * (WINDOW_BLOCKS // STAGE_TILES) + first // STAGE_TILES)
-                none = ty.u64(zeros) + ty.u64(some % (ZERO_BLOCKS // STAGE_TILES) * (STAGE_TILES * size))
-                is_whole = ch.const(ty.boolean, (both == 0) | (both == 3), name="is_whole")
-                source = matrix + ch.select((both & 1) != 0, own, none)
-                prim.bulk_copy(place, source, ch.select(is_whole, ty.u32(STAGE_TILES * size), ty.u32(size)), barrier)
-                with ch.if_((both == 1) | (both == 2)):
-                    prim.bulk_copy(place + size, matrix + ch.select(both == 2, own, none), size, barrier)
+                none = some % (ZERO_BLOCKS // STAGE_TILES) * (STAGE_TILES * LINES_OF_BLOCK) + zeros // LOT_LINE_BYTES
+                is_pair = (both == 3) & (rank % LOT_BLOCKS != LOT_BLOCKS - 1)
+                first_size = ch.select((both == 0) | is_pair, ty.u32(STAGE_TILES * size), ty.u32(size))
+                first_size = ch.const(ty.u32, first_size, name="first_size")
+                line = ch.select((both & 1) != 0, window.line(rank), none)
+                prim.bulk_copy(place, matrix + ty.u64(line) * LOT_LINE_BYTES, first_size, barrier)
+                with ch.if_(first_size == size):
+                    line = ch.select((both & 2) != 0, window.line(rank + (both & 1)), none)
+                    prim.bulk_copy(place + size, matrix + ty.u64(line) * LOT_LINE_BYTES, size, barrier)
 
 
 class QuantizedWeights(StageWeights):
@@ -419,7 +452,7 @@ def pair_fragments(fragments: ch.Expr, paired: Any) -> None:
 def stage_weights(format: TileFormat, lane: ch.Expr, whole: bool = False) -> StageWeights:
     """How weights of a format come; whole: K-tiles of quantised ones."""
     if isinstance(format, BlockRows):
-        return WindowWeights(format, lane)
+        return LotWeights(format, lane)
     if isinstance(format, BlockTiles):
         return BlockWeights(format, lane)
     if isinstance(format, SparseTiles):

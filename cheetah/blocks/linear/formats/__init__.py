@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from cheetah import lang as ch
 from cheetah.blocks.linear.formats.bf16 import Bf16Fragments
-from cheetah.blocks.linear.formats.block_tiles import BlockFragments, WindowFragments
+from cheetah.blocks.linear.formats.block_tiles import BlockFragments, LotFragments
 from cheetah.blocks.linear.formats.digits import DigitFragments
 from cheetah.blocks.linear.formats.e4m3 import E4m3Fragments, HalfFragments
 from cheetah.blocks.linear.formats.integers import Int4Fragments, Int8Fragments
@@ -51,7 +51,7 @@ def fragments_class(layout: MatrixLayout, tokens: int) -> type[Fragments]:
         **{PLAIN_DIGITS: SparseDigits, HALVES: HalfFragments},
     }
     if isinstance(layout.format, BlockRows):
-        return WindowFragments
+        return LotFragments
     return of_kind.get(layout.vector_kind(tokens), FRAGMENTS[layout.format.parts[0]])
 
 

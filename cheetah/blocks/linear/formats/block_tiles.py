@@ -1,8 +1,8 @@
 """bf16 weights of which some blocks of 16 x 32 are there: each meets the part of the vector it names.
 
 A K-tile of some of every four is packed by `cheetah.models.formats.blocks`, and is a warp's. Its blocks are multiplied
-in the order of columns, so sums are those of the dense matrix where a warp has the same columns. A window of however
-many, packed by `cheetah.models.formats.block_rows`, is a chunk, whose blocks the warps take in turn.
+in the order of columns, so sums are those of the dense matrix where a warp has the same columns. Lots of an M-tile's
+blocks, packed by `cheetah.models.formats.block_rows`, fill a stage each, and the warps take their blocks in turn.
 """
 
 from __future__ import annotations
@@ -13,10 +13,7 @@ from cheetah import lang as ch
 from cheetah.blocks.linear.formats.bf16 import LANE_LOADS
 from cheetah.blocks.linear.fragments import Activations, Fragments
 from cheetah.lang import prim, ty
-from cheetah.plan.formats import WINDOW_LINE_BYTES, BlockRows, BlockTiles
-
-NUMBERS_AT = 4
-"""In a window's line, behind the word of its blocks."""
+from cheetah.plan.formats import LOT_COUNT_AT, LOT_LINE_BYTES, BlockRows, BlockTiles
 
 
 class BlockFragments(Fragments):
@@ -52,38 +49,49 @@ class BlockFragments(Fragments):
                 prim.mma_bf16(sums[group], high, values.z, values.w)
 
 
-class WindowFragments(Fragments):
-    """Windows of 16 x 1024."""
+class LotFragments(Fragments):
+    """Lots of an M-tile's blocks, whichever these are."""
 
     format: BlockRows
 
     @ch.inline
     def declare(self) -> None:
-        window = self.stage.address
+        lot = self.stage.address
         have_read = ch.var(ty.u32, 0)
-        self.window, self.have_read = window, have_read
+        self.lot, self.have_read = lot, have_read
 
     def finish_chunk(self) -> None:
         self.stage.has_read(self.have_read)
 
     def multiply(self, tile: ch.Expr, activations: Activations, sums: Any) -> None:
-        raise NotImplementedError("all warps share a window: see multiply_share")
+        raise NotImplementedError("all warps share a lot: see multiply_share")
 
     @ch.inline
-    def multiply_share(self, warp: ch.Expr, warps: int, activations: Activations, sums: Any) -> None:
-        """sums [groups, 4] += this warp's blocks of the stage's window x activations."""
-        there = ch.reinterpret(ty.ptr(ty.u32), self.window)[0]
-        self.have_read ^= there
-        count = prim.population_u32(there)
-        numbers = self.window + NUMBERS_AT
-        fragments = ch.reinterpret(ty.ptr(ty.u32x4), self.window + WINDOW_LINE_BYTES)
+    def multiply_share(
+        self, warp: ch.Expr, warps: int, activations: Activations, blocks: tuple[Any, Any] | None, sums: Any
+    ) -> ch.Expr:
+        """sums [groups, 4] += this warp's blocks of the stage's lot x activations, which begin with those of the first
+        of `blocks`, numbers [first, end), or of block 0; others are left out. Gives the number of the block behind the
+        lot."""
+        about = ch.const(ty.u32, about_lot(self.lot), name="about")
+        self.have_read ^= about
+        numbers = ch.reinterpret(ty.ptr(ty.u16), self.lot)
+        fragments = ch.reinterpret(ty.ptr(ty.u32x4), self.lot + LOT_LINE_BYTES)
         units = activations.units
-        with ch.for_(warp, count, warps, unroll=2, name="block") as block:
-            number = ty.u32(numbers[block])
+        with ch.for_(warp, about & 0xFFFF, warps, unroll=2, name="block") as block:
+            number = ch.const(ty.u32, ty.u32(numbers[block]) - (0 if blocks is None else blocks[0]), name="number")
             low = fragments[block * LANE_LOADS + self.lane]
             high = fragments[block * LANE_LOADS + (32 + self.lane)]
             self.have_read ^= number ^ low.x ^ high.x
-            for group in range(activations.groups):
-                values = activations.operand(units, group, number)
-                prim.mma_bf16(sums[group], low, values.x, values.y)
-                prim.mma_bf16(sums[group], high, values.z, values.w)
+            with ch.if_(True if blocks is None else number < blocks[1] - blocks[0]):
+                for group in range(activations.groups):
+                    values = activations.operand(units, group, number)
+                    prim.mma_bf16(sums[group], low, values.x, values.y)
+                    prim.mma_bf16(sums[group], high, values.z, values.w)
+        return about >> 16
+
+
+def about_lot(lot: ch.Expr) -> ch.Expr:
+    """How many blocks a lot has, and above it the number of the block behind it (u32)."""
+    words = ch.reinterpret(ty.ptr(ty.u32), lot)
+    return words[LOT_COUNT_AT // 2]
