@@ -172,9 +172,9 @@ BLOCK_FORMATS: dict[str, BlockTiles] = {one.name: one for one in map(_blocks, ra
 class BlockRows(TileFormat):
     """Blocks of 16 rows x 32 columns in bf16, of which an M-tile stores those alone that are there, however many.
 
-    They lie in *lots* of LOT_BLOCKS, the last of an M-tile's with fewer, see `models/formats/block_rows.py`. A lot fills
-    a stage: `tile_bytes`. A K-tile is a window of 1024 columns: what inputs are divided by. part: so many of every 1024
-    blocks of the matrix are there in the layer that has most.
+    They lie in *lots* of LOT_BLOCKS, the last of an M-tile's with fewer, see `models/formats/block_rows.py`. A lot
+    fills a stage: `tile_bytes`. A K-tile is a window of 1024 columns: what inputs are divided by. part: so many of
+    every 1024 blocks of the matrix are there in the layer that has most.
     """
 
     part: int = 0

@@ -227,9 +227,9 @@ class MatrixLayout:
 
     @property
     def index_bytes(self) -> int:
-        """Of the index of `BlockRows`: u32 [M-tiles, chunks + 1], the line of 128 bytes where an M-tile's lots begin, then
-        how many blocks it has up to the end of each chunk; behind it u32 [M-tiles, chunks], of which blocks a bit is
-        set. What else of a matrix is asked for chunk by chunk means nothing there: lots are what is copied."""
+        """Of the index of `BlockRows`: u32 [M-tiles, chunks + 1], the line of 128 bytes where an M-tile's lots begin,
+        then how many blocks it has up to the end of each chunk; behind it u32 [M-tiles, chunks], a bit for each block
+        that is there. What else of a matrix is asked for chunk by chunk means nothing there: lots are copied."""
         return round_up(4 * self.m_tiles * (2 * self.chunks + 1), LINE_BYTES)
 
     @property

@@ -1,10 +1,10 @@
 """bf16 weights in blocks of 16 rows by 32 columns, of which those are stored that are not zero, M-tile by M-tile.
 
 In SparseTIR's words BSR: dense_fixed(rows / 16), sparse_variable over the blocks of an M-tile (indptr, indices),
-dense_fixed(16), dense_fixed(32). A matrix is its index, see `MatrixLayout`, blocks of zeros, and the lots of each M-tile:
-LOT_BLOCKS blocks each, in the order of columns, the last with fewer, or without any where an M-tile has none. A lot
-begins with a line of 128 bytes: the numbers of its blocks (u16), how many there are, and the number of the block behind
-the lot, or NO_BLOCK; behind it the blocks, each as a K-tile of `Bf16`.
+dense_fixed(16), dense_fixed(32). A matrix is its index, see `MatrixLayout`, blocks of zeros, and the lots of each
+M-tile: LOT_BLOCKS blocks each, in the order of columns, the last with fewer, or without any where an M-tile has none. A
+lot begins with a line of 128 bytes: the numbers of its blocks (u16), how many there are, and the number of the block
+behind the lot, or NO_BLOCK; behind it the blocks, each as a K-tile of `Bf16`.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ class LotsOfBlocks(WeightFormat):
             )
         first = (layout.index_bytes + ZERO_BLOCKS * BF16.tile_bytes) // LOT_LINE_BYTES
         taken = lots_of(counts[:, -1]) + counts[:, -1] * LINES_OF_BLOCK
-        begins = first + np.cumsum(taken) - taken
+        begins: NDArray[np.int64] = first + np.cumsum(taken) - taken
         entries, masks = _index_of(layout, out)
         entries[:, 0], entries[:, 1:] = begins, counts
         masks[:] = windows @ BITS

@@ -313,7 +313,8 @@ class Window:
     def line(self, rank: Any) -> ch.Expr:
         """Of the matrix, where the block lies that has so many of its M-tile before it."""
         lot, within = rank // LOT_BLOCKS, rank % LOT_BLOCKS
-        return self.begin + (lot * LINES_OF_LOT + within * LINES_OF_BLOCK + 1)
+        line: ch.Expr = self.begin + (lot * LINES_OF_LOT + within * LINES_OF_BLOCK + 1)
+        return line
 
 
 class LotWeights(Bf16Weights):
