@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -376,7 +377,7 @@ MIXED = {
     "narrow M-tiles beside whole ones": ({"qkv": "int8"}, {"hidden": 112, "ffn": 320, "heads": 4}, PASS),
 }
 """Formats of matrices, where it is not bf16; the model's sizes; the pass."""
-MIXED_OF_BOTH_TIERS = ("attention in bf16", "each another, cut along k", "sums of parts and blocks of zeros")
+MIXED_OF_BOTH_TIERS = ("attention in bf16", "each another, cut along k")
 
 
 @pytest.mark.slow
@@ -390,6 +391,20 @@ def test_matrices_of_a_layer_in_different_formats(case: str) -> None:
     rig = rig_of(config, blocks=blocks, pass_plan=pass_plan, stage_bytes=stage_bytes)
     assert (rig.sizes.parts(rig.sizes.table.sliced) > 1) == bool(pass_plan.cut_tokens)
     assert error(read(rig, (30, 11), "random", 1)) < GROUPS_TOLERANCE
+
+
+@pytest.mark.slow
+def test_weights_without_their_zeros_make_the_bits_of_dense_ones() -> None:
+    """Two of four, lists, blocks of four and blocks one by one, of which M-tiles have none, some and all."""
+    formats = {"qkv": "2of4", "o": "blocks-1024of1024", "gate_up": "2of4+list36", "down": "blocks-1of4"}
+    config = model(hidden=144, ffn=1100, weight_formats=tuple(formats.items()))
+    weights = QuantizedWeights(config)
+    whole = SimpleNamespace(tensor=weights.tensor)
+    rigs = (
+        PassRig(config, weights=weights, stage_bytes=32768),
+        PassRig(replace(config, weight_formats=()), weights=whole),
+    )
+    assert len({read(rig, (30, 11), "random", 1).keys_and_values().tobytes() for rig in rigs}) == 1
 
 
 @pytest.mark.slow
