@@ -364,7 +364,10 @@ class SparseQuantizedTiles(QuantizedTiles):
         kind = super().vector_kind(columns, tokens, is_brief, by_numbers)
         if kind == DIGITS:
             return PLAIN_DIGITS
-        return RAISED_SKEWED if tokens % SKEWED_TOKENS == 0 else RAISED
+        is_skewed = tokens % SKEWED_TOKENS == 0
+        if self.kind == "int4":  # whose codes are no small numbers
+            return SKEWED if is_skewed else BF16_VECTOR
+        return RAISED_SKEWED if is_skewed else RAISED
 
     def sums_bytes(self, columns: int, tokens: int, is_brief: bool = False, by_numbers: bool = False) -> int:
         """None: what zero points take away differs from row to row, as the columns do that are there."""

@@ -16,7 +16,7 @@ from cheetah.models.formats.quantized import QuantizedRows, scheme_of_name
 from cheetah.models.formats.two_of_four_codes import is_two_of_four_codes
 from cheetah.models.rounding import widen
 from cheetah.plan import MatrixLayout
-from cheetah.plan.formats import PLAIN_DIGITS, RAISED, RAISED_SKEWED, SPARSE_QUANTIZED_FORMATS
+from cheetah.plan.formats import BF16_VECTOR, PLAIN_DIGITS, RAISED, RAISED_SKEWED, SKEWED, SPARSE_QUANTIZED_FORMATS
 from tests.blocks.small_kernel import filled
 from tests.blocks.test_matvec import product
 from tests.blocks.test_quantized_products import launched
@@ -109,9 +109,10 @@ def test_product_against_float64(name: str, case: str) -> None:
 def test_which_vectors_are_digits() -> None:
     layout = layout_of("2of4-int4-g128", 16, 1280)
     kinds = [layout.vector_kind(tokens) for tokens in (1, 2, 4, 8)]
-    assert kinds == [PLAIN_DIGITS, PLAIN_DIGITS, RAISED_SKEWED, RAISED_SKEWED]
-    assert layout_of("2of4-int4", 16, 1100).vector_kind(1) == RAISED
-    assert layout_of("2of4-fp8", 16, 1280).vector_kind(1) == RAISED
+    assert kinds == [PLAIN_DIGITS, PLAIN_DIGITS, SKEWED, SKEWED]
+    assert layout_of("2of4-int4", 16, 1100).vector_kind(1) == BF16_VECTOR
+    fp8 = layout_of("2of4-fp8", 16, 1280)
+    assert [fp8.vector_kind(tokens) for tokens in (1, 8)] == [RAISED, RAISED_SKEWED]
 
 
 def changed(owner: Any, name: str, change: Callable[..., Any]) -> Callable[[Patch], None]:
@@ -136,9 +137,9 @@ BUGS: dict[str, tuple[str, tuple[int, int, int, dict[str, Any]], Callable[[Patch
         changed(two_of_four_codes, "group_scales", lambda right, self, first, group: right(self, first, group ^ 1)),
     ),
     "the balance of the third digit": ("2of4-int4-g128", ONE, changed(digits, "TOP_OF_HIGH", lambda right: 0)),
-    "weights of -8 that are left out": (
+    "codes that are not less by 8": (
         *("2of4-int4-g128", FOUR),
-        changed(two_of_four_codes, "NEGATIVE", lambda right: 0),
+        changed(two_of_four_codes, "ZERO", lambda right: 0x43004300),
     ),
     "the fours of a word exchanged": (
         *("2of4-int4-g128", FOUR),

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.compiler
 OF_WORDS = (
     *("multiply_bf16x2", "select_bits_u32", "maximum_u16x2", "pack_bf16x2", "pack_f16x2", "f16x2_low", "f16x2_high"),
     *("bf16x2_low", "bf16x2_high", "byte_permute", "multiply_high_u32", "e4m3x4_to_bf16", "float_bits", "bits_float"),
-    *("population_u32", "choose_bytes"),
+    *("population_u32", "choose_bytes", "subtract_bf16x2"),
 )
 """Those that make words of words alone."""
 MODELS = r"""
@@ -59,6 +59,10 @@ float of_f16(uint32_t half) {
 void mul_rn_bf16x2(uint32_t& result, uint32_t a, uint32_t b) {
   const uint32_t low = bf16(double(number(a << 16)) * number(b << 16));
   result = low | bf16(double(number(a & 0xFFFF0000)) * number(b & 0xFFFF0000)) << 16;
+}
+void sub_rn_bf16x2(uint32_t& result, uint32_t a, uint32_t b) {
+  const uint32_t low = bf16(double(number(a << 16)) - number(b << 16));
+  result = low | bf16(double(number(a & 0xFFFF0000)) - number(b & 0xFFFF0000)) << 16;
 }
 void lop3_b32_0xca(uint32_t& result, uint32_t a, uint32_t b, uint32_t c) { result = (a & b) | (~a & c); }
 void prmt_b32(uint32_t& result, uint32_t a, uint32_t b, uint32_t selector) {
@@ -107,6 +111,7 @@ uint4 make_uint4(uint32_t a, uint32_t b, uint32_t c, uint32_t d) { return {a, b,
 """
 INSTRUCTIONS = {
     r"mul\.rn\.bf16x2 ": "mul_rn_bf16x2",
+    r"sub\.rn\.bf16x2 ": "sub_rn_bf16x2",
     r"lop3\.b32 .*0xca": "lop3_b32_0xca",
     r"max\.u16x2 ": "max_u16x2",
     r"prmt\.b32 ": "prmt_b32",

@@ -621,6 +621,10 @@ CHEETAH_PRIMITIVE uint32_t multiply_bf16x2(uint32_t a, uint32_t b) {
   return pack_bf16x2(bf16x2_low(a) * bf16x2_low(b), bf16x2_high(a) * bf16x2_high(b));
 }
 
+CHEETAH_PRIMITIVE uint32_t subtract_bf16x2(uint32_t a, uint32_t b) {
+  return pack_bf16x2(bf16x2_low(a) - bf16x2_low(b), bf16x2_high(a) - bf16x2_high(b));
+}
+
 // -- words that cross blocks with a tag in the bits that two small bf16 numbers leave free
 
 namespace cheetah_emulator {

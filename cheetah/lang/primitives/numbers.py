@@ -99,6 +99,15 @@ multiply_bf16x2 = pure(
     """,
     "the products of two pairs of bf16, rounded to nearest even",
 )
+subtract_bf16x2 = pure(
+    "uint32_t subtract_bf16x2(uint32_t a, uint32_t b)",
+    """
+    uint32_t result;
+    asm("sub.rn.bf16x2 %0, %1, %2;" : "=r"(result) : "r"(a), "r"(b));
+    return result;
+    """,
+    "the differences of two pairs of bf16, rounded to nearest even",
+)
 e4m3x2_from_f32 = pure(
     "uint32_t e4m3x2_from_f32(float low, float high)",
     """

@@ -1,9 +1,9 @@
 """Symmetric codes of which two of every four columns are there, packed by `cheetah.models.formats.two_of_four_codes`.
 
 One or two tokens multiply 4-bit codes as signed bytes, which are 16 times as large in the upper halves of theirs, by
-the digits of the vector (`store_plain_digits`): integer tensor cores add exactly. Otherwise codes become bf16 numbers,
-by bits, and the vector is raised. What is 8 too much of a 4-bit code then is taken away under the same places by
-weights of -8: which columns are there differs from row to row, so no sum of the vector says it.
+the digits of the vector (`store_plain_digits`): integer tensor cores add exactly. Otherwise codes become bf16 numbers:
+by bits 128 too large, less 136. Zero points cannot be taken away behind the products, as those of dense codes are: which
+columns are there differs from row to row, so no sum of the vector says what is too much.
 """
 
 from __future__ import annotations
@@ -14,11 +14,7 @@ from cheetah import lang as ch
 from cheetah.blocks.linear.formats.digits import DigitFragments
 from cheetah.blocks.linear.formats.e4m3 import E4m3Fragments
 from cheetah.blocks.linear.formats.integers import (
-    BOTH_HALVES,
-    CODES_SMALLER_BY,
     LOW_NIBBLES,
-    MIDDLE_NIBBLE,
-    NEGATIVE,
     group_scales,
     make_fragment,
 )
@@ -26,9 +22,11 @@ from cheetah.blocks.linear.formats.quantized import QuantizedFragments
 from cheetah.blocks.linear.formats.two_of_four import sparse_operand
 from cheetah.blocks.linear.fragments import Activations
 from cheetah.lang import prim, ty
-from cheetah.plan.formats import DIGIT_COUNT, RAISED_BY, SparseQuantizedTiles
+from cheetah.plan.formats import DIGIT_COUNT, SparseQuantizedTiles
 from cheetah.plan.plan import COLUMNS
 
+ZERO = ch.bits("TWICE_136", 0x43084308)
+"""A code of 0 as bf16 numbers; the lowest bits are those of codes, of which two's complement flips one."""
 HALVES, PARTS = 2, 2
 """Of a tile of 128 columns, and of a half: 32 columns each."""
 UPPER_NIBBLES = 0xF0F0F0F0
@@ -98,8 +96,6 @@ class SparseDigits(SparseCodes, DigitFragments):
 class SparseInt4(SparseCodes):
     """int4 by numbers."""
 
-    smaller_by = CODES_SMALLER_BY - RAISED_BY
-
     @ch.inline
     def multiply(self, tile: ch.Expr, activations: Activations, sums: Any) -> None:
         first = self.tiles + tile * self.format.tile_bytes
@@ -108,7 +104,6 @@ class SparseInt4(SparseCodes):
         spread = [
             [self._spread(getattr(words, member), four) for member in "xyzw"] for four in (FIRST_FOUR, OTHER_FOUR)
         ]
-        excess = make_fragment([ty.u32(MIDDLE_NIBBLE * BOTH_HALVES | NEGATIVE)] * 4, "excess")
         each = HALVES // self.format.groups
         for index in range(self.format.groups):
             scales = group_scales(self, first, index) if self.format.group_columns is not None else None
@@ -120,7 +115,6 @@ class SparseInt4(SparseCodes):
                         fragment = self._fragment(spread, half, part)
                         values = sparse_operand(activations, group, half * PARTS + part)
                         prim.mma_2of4_bf16(part)(products, fragment, values, places[half])
-                        prim.mma_2of4_bf16(part)(products, excess, values, places[half])
                     chains.append(products)
                 for number in range(4):
                     value = chains[0][number] if len(chains) == 1 else chains[0][number] + chains[1][number]
@@ -134,10 +128,10 @@ class SparseInt4(SparseCodes):
 
     @staticmethod
     def _fragment(spread: list[list[Any]], half: int, part: int) -> ch.Expr:
-        """Operand A of 32 columns, codes from 0 to 15: of a four its rows g and g + 8, then of the other."""
+        """Operand A of 32 columns: of a four its rows g and g + 8, then of the other."""
         words = [of_four[2 * part + row] for of_four in spread for row in range(2)]
         shifted = [word >> 4 if half == 0 else word for word in words]
-        return make_fragment([word & LOW_NIBBLES ^ MIDDLE_NIBBLE * BOTH_HALVES for word in shifted])
+        return make_fragment([prim.subtract_bf16x2(word & LOW_NIBBLES ^ ZERO, ty.u32(ZERO)) for word in shifted])
 
     def _by_products(self, places: ch.Expr) -> ch.Expr:
         """Places as products of 32 columns take them: a lane of two has those of rows g and g + 8 and of 16 columns."""
