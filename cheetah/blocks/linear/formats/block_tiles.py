@@ -13,7 +13,8 @@ from cheetah import lang as ch
 from cheetah.blocks.linear.formats.bf16 import LANE_LOADS
 from cheetah.blocks.linear.fragments import Activations, Fragments
 from cheetah.lang import prim, ty
-from cheetah.plan.formats import LOT_COUNT_AT, LOT_LINE_BYTES, BlockRows, BlockTiles
+from cheetah.plan.formats import LOT_BLOCKS, LOT_COUNT_AT, LOT_LINE_BYTES, BlockRows, BlockTiles
+from cheetah.plan.index import ceil_div
 
 
 class BlockFragments(Fragments):
@@ -72,22 +73,34 @@ class LotFragments(Fragments):
     ) -> ch.Expr:
         """sums [groups, 4] += this warp's blocks of the stage's lot x activations, which begin with those of the first
         of `blocks`, numbers [first, end), or of block 0; others are left out. Gives the number of the block behind the
-        lot."""
+        lot.
+
+        Whatever a lot may have is loaded before it is known how many blocks it has: what lies behind the last one is of
+        a lot before, and meets nothing."""
         about = ch.const(ty.u32, about_lot(self.lot), name="about")
         self.have_read ^= about
         numbers = ch.reinterpret(ty.ptr(ty.u16), self.lot)
         fragments = ch.reinterpret(ty.ptr(ty.u32x4), self.lot + LOT_LINE_BYTES)
-        units = activations.units
-        with ch.for_(warp, about & 0xFFFF, warps, unroll=2, name="block") as block:
-            number = ch.const(ty.u32, ty.u32(numbers[block]) - (0 if blocks is None else blocks[0]), name="number")
-            low = fragments[block * LANE_LOADS + self.lane]
-            high = fragments[block * LANE_LOADS + (32 + self.lane)]
+        units, loaded = activations.units, []
+        for turn in range(ceil_div(LOT_BLOCKS, warps)):
+            block = ch.const(ty.u32, warp + turn * warps, name="block")
+            is_there: Any = block < (about & 0xFFFF)
+            place = block if LOT_BLOCKS % warps == 0 else ch.minimum(block, LOT_BLOCKS - 1)
+            number = ch.const(ty.u32, ty.u32(numbers[place]) - (0 if blocks is None else blocks[0]), name="number")
+            if blocks is not None:
+                is_own = ch.const(ty.boolean, number < blocks[1] - blocks[0], name="is_own")
+                number = ch.const(ty.u32, ch.select(is_own, number, ty.u32(0)), name="own_number")
+                is_there = is_there & is_own
+            low = ch.const(ty.u32x4, fragments[place * LANE_LOADS + self.lane], name="low")
+            high = ch.const(ty.u32x4, fragments[place * LANE_LOADS + (32 + self.lane)], name="high")
             self.have_read ^= number ^ low.x ^ high.x
-            with ch.if_(True if blocks is None else number < blocks[1] - blocks[0]):
-                for group in range(activations.groups):
-                    values = activations.operand(units, group, number)
-                    prim.mma_bf16(sums[group], low, values.x, values.y)
-                    prim.mma_bf16(sums[group], high, values.z, values.w)
+            values = [activations.operand(units, group, number) for group in range(activations.groups)]
+            loaded.append((is_there, low, high, [ch.const(ty.u32x4, one, name="values") for one in values]))
+        for is_there, low, high, values in loaded:
+            with ch.if_(is_there):
+                for group, value in enumerate(values):
+                    prim.mma_bf16(sums[group], low, value.x, value.y)
+                    prim.mma_bf16(sums[group], high, value.z, value.w)
         return about >> 16
 
 

@@ -2,8 +2,8 @@
 
 One or two tokens multiply 4-bit codes as signed bytes, which are 16 times as large in the upper halves of theirs, by
 the digits of the vector (`store_plain_digits`): integer tensor cores add exactly. Otherwise codes become bf16 numbers:
-by bits 128 too large, less 136. Zero points cannot be taken away behind the products, as those of dense codes are: which
-columns are there differs from row to row, so no sum of the vector says what is too much.
+by bits 128 too large, less 136. Zero points cannot be taken away behind the products, as those of dense codes are:
+which columns are there differs from row to row, so no sum of the vector says what is too much.
 """
 
 from __future__ import annotations
