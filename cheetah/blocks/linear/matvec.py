@@ -124,10 +124,9 @@ class Matvec:
         """In the consumer role: use up the block's chunks of a matrix that were fetched in vain."""
         with ch.for_(layout.position(self.machine.block), layout.m_tiles, layout.blocks, unroll=1):
             if isinstance(layout.format, BlockRows):
-                self.chunks.skip_lots()
-            else:
-                with ch.for_(layout.chunks, unroll=1):
-                    self.ring.discard()
+                return self.chunks.skip_lots()
+            with ch.for_(layout.chunks, unroll=1):
+                self.ring.discard()
 
     @ch.inline
     def multiply(self, share: Share, prologue: Prologue) -> None:
