@@ -181,17 +181,7 @@ def constexpr(type_: ty.Scalar, name: str, value: int | float | bool, comment: s
     """
     literal = lift(value, type_)
     assert isinstance(literal, Literal)
-    cursor = current()
-    made = cursor.constants.get(name)
-    if made is None:
-        if is_reserved(name) or name in cursor.bound:
-            raise SignatureError(f"ch.constexpr: the name `{name}` is taken, by a value or by a word of C++.")
-        made = cursor.constants[name] = Constant(type_, name, literal.value, comment)
-    if (made.type, made.value) != (type_, literal.value):
-        raise SignatureError(
-            f"ch.constexpr: `{name}` is {type_} {literal.value} here and {made.type} {made.value} at {made.location}."
-        )
-    return made
+    return _kept("constexpr", Constant(type_, name, literal.value, comment))
 
 
 def record(type_: ty.Struct, name: str, **values: int) -> Constant:
@@ -199,14 +189,19 @@ def record(type_: ty.Struct, name: str, **values: int) -> Constant:
     are one text for several of them. values: of all members, which are unsigned."""
     numbers = tuple(int(values.pop(member)) for member, _ in type_.members)
     assert not values, f"{type_} has no members {sorted(values)}"
-    cursor = current()
-    made = cursor.constants.get(name)
-    if made is None:
-        if is_reserved(name) or name in cursor.bound:
-            raise SignatureError(f"ch.record: the name `{name}` is taken, by a value or by a word of C++.")
-        made = cursor.constants[name] = Constant(type_, name, numbers)
-    if (made.type, made.value) != (type_, numbers):
-        raise SignatureError(f"ch.record: `{name}` is {type_} {numbers} here and {made.value} at {made.location}.")
+    return _kept("record", Constant(type_, name, numbers))
+
+
+def _kept(verb: str, wanted: Constant) -> Constant:
+    """The constant as the file has it already, or from now on. SignatureError where its name is another one's."""
+    cursor, name = current(), wanted.name
+    if name not in cursor.constants and (is_reserved(name) or name in cursor.bound):
+        raise SignatureError(f"ch.{verb}: the name `{name}` is taken, by a value or by a word of C++.")
+    made = cursor.constants.setdefault(name, wanted)
+    if (made.type, made.value) != (wanted.type, wanted.value):
+        raise SignatureError(
+            f"ch.{verb}: `{name}` is {wanted.type} {wanted.value} here and {made.type} {made.value} at {made.location}."
+        )
     return made
 
 

@@ -147,7 +147,7 @@ def gives_a_record_twice() -> None:
 @pytest.mark.parametrize(
     ("program", "error", "message"),
     [
-        (gives_a_record_twice, ch.SignatureError, "ch.record: `EARLY` is Span (0, 4, 1) here and (0, 3, 1) at "),
+        (gives_a_record_twice, ch.SignatureError, "ch.record: `EARLY` is Span (0, 4, 1) here and Span (0, 3, 1) at "),
         (asks_the_whole_kernel_for_a_value_of_its_own, ch.ScopeError, "ch.whole: `own` is not seen where the kernel"),
         (gives_an_array, ch.TypeMixError, "sums returns the array `made`: let its caller make the array and give it."),
         (

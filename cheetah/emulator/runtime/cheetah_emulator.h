@@ -562,10 +562,6 @@ CHEETAH_PRIMITIVE uint4 load_constant_u32x4(const void* p, CHEETAH_PLACE) {
   return *static_cast<const uint4*>(p);
 }
 
-CHEETAH_PRIMITIVE uint2 load_constant_u32x2(const void* p, CHEETAH_PLACE) {
-  cheetah_emulator::check_constant(p, 8, place, "load_constant_u32x2");
-  return *static_cast<const uint2*>(p);
-}
 
 CHEETAH_PRIMITIVE uint32_t load_constant_u32(const void* p, CHEETAH_PLACE) {
   cheetah_emulator::check_constant(p, 4, place, "load_constant_u32");
@@ -591,7 +587,6 @@ CHEETAH_PRIMITIVE uint32_t choose_bytes(uint32_t a, uint32_t b, uint32_t selecto
   return byte_permute(a, b, selector);
 }
 
-CHEETAH_PRIMITIVE uint2 make_u32x2(uint32_t x, uint32_t y) { return {x, y}; }
 CHEETAH_PRIMITIVE uint4 make_u32x4(uint32_t x, uint32_t y, uint32_t z, uint32_t w) { return {x, y, z, w}; }
 
 // fmaxf: the other operand if one is NaN.

@@ -223,15 +223,6 @@ load_constant_u32 = declare(
     """,
     "a load of memory that nobody writes during the launch",
 )
-load_constant_u32x2 = declare(
-    "uint2 load_constant_u32x2(const void* place)",
-    """
-    uint2 result;
-    asm volatile("ld.global.nc.v2.u32 {%0, %1}, [%2];" : "=r"(result.x), "=r"(result.y) : "l"(place));
-    return result;
-    """,
-    "8 bytes of memory that nobody writes during the launch",
-)
 load_constant_u32x4 = declare(
     "uint4 load_constant_u32x4(const void* place)",
     """

@@ -102,9 +102,6 @@ load_rows_b16 = declare(
     "four 8 x 8 matrices of 16-bit elements from shared memory: lane 8m + r says where row r of matrix m is, and lane "
     "4r + t gets its word t of each",
 )
-make_u32x2 = declare(
-    "uint2 make_u32x2(uint32_t x, uint32_t y)", "return make_uint2(x, y);", "two words as one", pure=True
-)
 make_u32x4 = declare(
     "uint4 make_u32x4(uint32_t x, uint32_t y, uint32_t z, uint32_t w)",
     "return make_uint4(x, y, z, w);",
