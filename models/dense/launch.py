@@ -69,7 +69,7 @@ NORMS_BEHIND = KernelParameter(
 SINKS = KernelParameter(ty.ptr(ty.bf16), "a logit of every query head's, whose key has no value", ("layers", "heads"))
 DELTA_TAPS = KernelParameter(
     *(ty.ptr(ty.bf16), "of every channel of each layer of Gated DeltaNet, what a token and those before are times"),
-    ("delta_layers", "channels", "taps"),
+    ("delta_layers", "channels", "mixed_tokens"),
 )
 DELTA_NUMBERS = KernelParameter(
     ty.ptr(ty.f32), "of each layer of Gated DeltaNet: see cheetah.plan.delta", ("delta_layers", "delta_numbers")

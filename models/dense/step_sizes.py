@@ -179,7 +179,7 @@ def _delta_sizes(shape: ModelShape, plan: Plan) -> dict[str, int]:
         "attention_layers": shape.attention_layers,
         "delta_layers": len(heads.layers),
         "channels": heads.channels,
-        "taps": TAPS,
+        "mixed_tokens": TAPS,
         "delta_numbers": heads.numbers,
         "state_slots": state_slots(plan.batch),
         "shares": heads.shares,

@@ -94,9 +94,11 @@ def test_other_families_keep_what_their_layers_leave(model: str, kind: str) -> N
     assert agreement.ok, agreement
 
 
-def test_a_token_has_a_row_of_each_layer_side_by_side() -> None:
-    config, gpu = preset("qwen3-8b"), gpu_named("h200")
-    plan = choose_plan(config, gpu, tokens=8, taps="1,9,17,25,33")
+@pytest.mark.parametrize("model", ["qwen3-8b", "qwen3.5-9b"])
+def test_a_token_has_a_row_of_each_layer_side_by_side(model: str) -> None:
+    """Whatever else is counted by that name."""
+    config, gpu = preset(model), gpu_named("h200")
+    plan = choose_plan(config, gpu, tokens=8, taps="1,9,17,25,30")
     taps = describe_kernel(config, gpu, plan).buffer("taps")
     assert (taps.shape, taps.dtype) == ((64 * 8, 5, 4096), "bf16")
     of_pass = describe_pass(config, gpu, plan, default_pass_plan(gpu, 2048, config.shape)).buffer("taps")

@@ -116,6 +116,19 @@ def test_drafts_change_no_answer(folder: Path) -> None:
         assert llm.engine.engine.load().decoded.drafted.accepted > 5
 
 
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("model", ["random:eagle3", "random:dspark"])
+def test_what_another_model_drafts_changes_no_answer(tmp_path: Path, model: str) -> None:
+    """In rounds on the device: each ends with states of what was right."""
+    config = hybrid(1, 2, (0, 1, 2, 4, 5, 6), layers=8, heads=2, dims=128)
+    (tmp_path / "config.json").write_text(json.dumps(config.to_dict()))
+    with opened(tmp_path, kv_chunk=32, max_context=64) as llm:
+        wanted = answers(llm, PROMPTS, params())
+    speculation = {"model": model, "num_speculative_tokens": 3}
+    with opened(tmp_path, kv_chunk=32, max_context=64, batch=2, tokenizer=False, speculative_config=speculation) as llm:
+        assert answers(llm, PROMPTS, params()) == wanted == answers(llm, PROMPTS, params())
+
+
 def test_commands_that_would_make_or_judge_what_no_kernel_has_refuse_such_models(folder: Path, tmp_path: Path) -> None:
     tensors = weights(read_config(folder / "config.json")).tensors
     stored = {name: one.view(ml_dtypes.bfloat16) if one.itemsize == 2 else one for name, one in tensors.items()}
