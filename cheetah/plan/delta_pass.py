@@ -2,12 +2,13 @@
 
 Between the phases of a layer lie, all in f32, `tokens` of a pass side by side:
 
-keys [key head][token][query, then key]: mixed of the rows of four tokens, not yet of length one.
+keys [key head][token][query, then key]: mixed of the rows of four tokens, of their lengths.
 values [value head][part][token][COLUMNS]: mixed too; once they have been taken, what heads make of them.
-numbers [key head][token][words]: what sums with the key and with the query are divided by, the product of both over the
-    first of these, of each value head how much is written to its memory, then of each how much of that is kept.
+numbers [key head][token][words]: of query and key the product; of the key and the three keys before it in its run of
+    four tokens, the nearest first; of the query and those; nothing; of each value head how much is written to its
+    memory, then of each how much of that is kept. Runs are counted from a segment's first token.
 
-So what a share needs of neighbouring tokens is 2 + `shared` runs of memory.
+So what a share needs of neighbouring tokens is 2 + `shared` stretches of memory.
 """
 
 from __future__ import annotations
@@ -20,7 +21,9 @@ from cheetah.plan.index import round_up
 
 MOST_TOKENS = 32
 """Of a stage."""
-OF_KEY_HEAD = 3
+RUN = 4
+"""Tokens that the scan takes together."""
+OF_KEY_HEAD = 2 * RUN
 """Numbers of a key head's token; behind them two of each value head."""
 
 
@@ -44,11 +47,11 @@ class DeltaPass:
 
     @property
     def stage_tokens(self) -> int:
-        """Tokens of a stage, a power of two; PlanError where not one fits."""
+        """Tokens of a stage, a power of two; PlanError where no whole run fits."""
         count = MOST_TOKENS
         while count * sum(self.run_bytes) > self.stage_bytes:
-            if count == 1:
-                raise PlanError(f"a stage of {self.stage_bytes} bytes has no room for a token of Gated DeltaNet")
+            if count == RUN:
+                raise PlanError(f"a stage of {self.stage_bytes} bytes has no room for {RUN} tokens of Gated DeltaNet")
             count //= 2
         return count
 

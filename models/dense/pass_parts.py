@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import fields, replace
-from typing import Any
+from typing import Any, TypeVar
 
 from cheetah import lang as ch
 from cheetah.blocks.attention.cache import KvCache
@@ -49,6 +49,8 @@ from cheetah.plan.formats import M_TILE_ROWS
 from cheetah.plan.index import ceil_div
 from cheetah.plan.products import Product
 from cheetah.plan.prompt import GROUP_TOKENS
+
+OfMemory = TypeVar("OfMemory", bound=PassMemory)
 
 
 class PassParts:
@@ -107,13 +109,13 @@ class PassParts:
             return layer
         return number_among([(number in deltas) == of_delta for number in range(self.shape.layers)], layer)
 
-    def memory(self, layer: Any) -> PassMemory:
-        """What a layer of Gated DeltaNet does behind its product."""
+    def memory(self, kind: type[OfMemory], layer: Any) -> OfMemory:
+        """A phase of what a layer of Gated DeltaNet does behind its product."""
         launch, sizes, delta = self.launch, self.sizes, self.table.delta_phase
         assert sizes.delta is not None and delta is not None
         parameters = [launch.delta_taps, launch.delta_numbers, launch.states, launch.state_slots]
         keys, values, numbers = (self.section(name, ty.f32) for name in OF_DELTA)
-        return PassMemory(
+        return kind(
             *(self.machine, self.ring, self.tokens, sizes.delta),
             DeltaParameters(*(one for one in parameters if one is not None)),
             *(self.number(layer, of_delta=True), self.section(MIXED[0], ty.u32), keys, values, numbers),

@@ -17,7 +17,9 @@ from cheetah.blocks.by_layer import by_layer
 from cheetah.blocks.linear.taps import NO_TAP, Tap, place_of_layer
 from cheetah.blocks.prompt.barrier import PassBarrier
 from cheetah.blocks.prompt.cases import Case, Finish, Given
-from cheetah.blocks.prompt.delta import StoreMixed
+from cheetah.blocks.prompt.delta import HeadNorms, StoreMixed
+from cheetah.blocks.prompt.delta_mixing import Mixing
+from cheetah.blocks.prompt.delta_scan import Scan
 from cheetah.blocks.prompt.finish import StoreGated
 from cheetah.blocks.prompt.keys import StoreHeads, bring_earlier_keys
 from cheetah.blocks.prompt.machine import emit_pass, start_pass
@@ -258,15 +260,15 @@ class Pass(PassParts):
 
     def _emit_copies_of_tokens(self, layer: Any) -> None:
         """For the scan of Gated DeltaNet, behind what mixes and before norms."""
-        machine, memory = self.machine, self.memory(layer)
+        machine, scan = self.machine, self.memory(Scan, layer)
         with machine.weights:
             machine.renew()
-            memory.copy_nothing()
+            scan.copy_nothing()
         with machine.activations:
             machine.renew()
             self.barrier.skip_phase()
             self.barrier.begin_copies()
-            memory.copy_tokens()
+            scan.copy_tokens()
         for role in (machine.weights, machine.activations):
             with role, ch.if_(self._ends_with_keys(layer)):
                 ch.break_()
@@ -333,12 +335,12 @@ class Pass(PassParts):
         if not self.sizes.page.delta:
             yield
             return
-        memory = self.memory(layer)
-        what = {"is_mixing": memory.mix, "is_norm": memory.normalise}
+        scan, mixing, norms = self.memory(Scan, layer), self.memory(Mixing, layer), self.memory(HeadNorms, layer)
+        what = {"is_mixing": mixing.mix, "is_norm": norms.normalise}
         with ExitStack() as stack:
             for index, one in enumerate(self.sizes.phases):
                 if isinstance(one.line, Remember):
-                    do = next((what[name] for name in what if getattr(one, name)), memory.scan)
+                    do = next((what[name] for name in what if getattr(one, name)), scan.scan)
                     with ch.if_(phase == index):
                         do()
                     stack.enter_context(ch.else_())

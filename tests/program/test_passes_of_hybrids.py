@@ -9,11 +9,14 @@ import pytest
 from numpy.typing import NDArray
 
 from cheetah.emulator import EmulatorError
-from cheetah.models.dense.reference import Reference
+from cheetah.models.config import ModelConfig
+from cheetah.models.dense.reference import Reference, rms_norm
+from cheetah.models.dense.weights import FINAL_NORM
+from cheetah.models.rounding import widen
 from cheetah.plan.prompt import PassPlan
 from tests.program.joined import chosen
-from tests.program.rig import token_ids
-from tests.program.test_hybrids import AWKWARD, awkward, weights
+from tests.program.rig import relative_error, token_ids
+from tests.program.test_hybrids import AWKWARD, GATED, awkward, weights
 from tests.program.test_prompt_pass import PassRig, PassSession
 from tests.tiers import tiered
 
@@ -22,14 +25,19 @@ pytestmark = [pytest.mark.compiler, pytest.mark.slow]
 HEADS = AWKWARD.shape.delta
 assert HEADS is not None
 IDS, OTHERS = token_ids(39, AWKWARD.vocab_size), token_ids(30, AWKWARD.vocab_size, 5)
-STATES_TOLERANCE = 0.04
-"""The largest relative root mean square of a layer's memories (seen: 0.029, of the last layer)."""
+STATES_TOLERANCE = 0.03
+"""The largest relative root mean square of a layer's memories (seen: 0.020, of the last layer)."""
+
+HIDDEN_TOLERANCE = 0.04
+"""The largest relative error of hidden states (seen: 0.027)."""
 
 
-def rig_of(bugs: tuple[tuple[str, str], ...] = (), cut_tokens: int = 0) -> PassRig:
-    plan = PassPlan(tokens=96, tile_tokens=16, warpgroups=1, stages=3, cut_tokens=cut_tokens, key_tile=16)
+def rig_of(
+    config: ModelConfig = AWKWARD, bugs: tuple[tuple[str, str], ...] = (), cut_tokens: int = 0, warpgroups: int = 1
+) -> PassRig:
+    plan = PassPlan(tokens=96, tile_tokens=16, warpgroups=warpgroups, stages=3, cut_tokens=cut_tokens, key_tile=16)
     stages = {"page_size": 16, "kv_chunk": 0 if cut_tokens else 64, "stage_bytes": 16384}
-    return PassRig(AWKWARD, blocks=3, pass_plan=plan, bugs=bugs, weights=weights(AWKWARD), **stages)
+    return PassRig(config, blocks=3, pass_plan=plan, bugs=bugs, weights=weights(config), **stages)
 
 
 @cache
@@ -39,7 +47,7 @@ def rig() -> PassRig:
 
 @cache
 def planted_rig() -> PassRig:
-    return rig_of(tuple(BUGS.values()))
+    return rig_of(bugs=tuple(BUGS.values()))
 
 
 def read(rig: PassRig, *parts: dict[int, int], scheduler: str = "round_robin", seed: int = 0) -> PassSession:
@@ -88,7 +96,7 @@ def alone() -> tuple[bytes, bytes]:
 
 
 READINGS: dict[str, tuple[dict[int, int], ...]] = {
-    "few tokens at a time, in company": ({0: 1, 1: 30}, {0: 2, 2: 3}, {0: 1, 2: 20}, {0: 35}),
+    "few tokens at a time, in company": ({0: 4, 1: 30}, {0: 8, 2: 3}, {0: 4, 2: 20}, {0: 23}),
     "cut at a stage of tokens": ({0: 16}, {0: 23}),
     "behind two others": ({2: 2, 1: 30, 0: 39},),
 }
@@ -101,7 +109,7 @@ def test_neither_cuts_nor_company_change_a_bit(reading: str, scheduler: str) -> 
 
 
 def test_what_is_remembered_is_that_of_steps_and_near_the_references() -> None:
-    """The product of the first layer is the only one before it, and the order of the scan's sums is that of a step."""
+    """The product of the first layer is the only one before it; the scan differs from steps in the order of sums."""
     session = read(rig(), {0: 39})
     found = memories(words(session, session.caches[0].state or 0))
     steps, reference = awkward().session(), Reference(AWKWARD, weights(AWKWARD).tensor)
@@ -112,6 +120,24 @@ def test_what_is_remembered_is_that_of_steps_and_near_the_references() -> None:
     reference.forward(IDS)
     for number, layer in enumerate(HEADS.layers):
         assert far(found[number], reference.states[layer].memory) < STATES_TOLERANCE, layer
+
+
+@pytest.mark.parametrize("config", tiered([AWKWARD, GATED], [GATED]), ids=lambda config: f"heads of {config.head_dim}")
+def test_hidden_states_are_near_the_references(config: ModelConfig) -> None:
+    rig_of_config = rig() if config is AWKWARD else rig_of(config, warpgroups=2)
+    session, reference = PassSession(rig_of_config), Reference(config, weights(config).tensor)
+    session.read({1: OTHERS, 0: IDS}, wanted=range(32, 32 + len(IDS)))
+    weight = widen(weights(config).tensor(FINAL_NORM)) + np.float32(config.norms.plus_one)
+    found = [rms_norm(state, weight, config.rms_norm_eps) for state in session.states(len(IDS))]
+    assert relative_error(np.stack(found), np.stack([reference.hidden_state(one) for one in IDS])) < HIDDEN_TOLERANCE
+
+
+@pytest.mark.exhaustive
+def test_other_cuts_than_at_runs_of_four_change_the_order_of_sums_alone() -> None:
+    right, found = read(rig(), {0: 39}), read(rig(), {0: 1, 1: 30}, {0: 2}, {0: 1, 2: 2}, {0: 7}, {0: 28})
+    ours, its = (memories(words(one, one.caches[0].state or 0)) for one in (found, right))
+    assert far(ours[0], its[0]) < 1e-6
+    assert far(ours, its) < STATES_TOLERANCE
 
 
 @pytest.mark.exhaustive
@@ -128,17 +154,17 @@ BUGS = {
         "state_slots + max(of_segment.z / PAGES_PER_SEQUENCE, 1u) - 1",
     ),
     "rows before the segment, of another sequence": ("if (first_of_run > 0) {", "if (column + first_of_run > 0) {"),
-    "the tokens of a stage twice": (
-        "for (uint32_t token = 0; token < count; ++token) {",
-        "for (uint32_t twice = 0; twice < 2 * count; ++twice) { uint32_t token = twice % count;",
+    "the runs of a stage twice": (
+        "token < in_runs; token += 4) take_run(stage_2, token,",
+        "token < 2 * in_runs; token += 4) take_run(stage_2, token % in_runs,",
+    ),
+    "a query's product with the key behind the one meant": (
+        "so_far_2 = fma_f32(changes[0], numbers_14.x",
+        "so_far_2 = fma_f32(changes[0], numbers_14.y",
     ),
     "gates of the token before": (
-        "uint32_t gates = ((uint32_t*)(workspace + MIXED_AT))[(uint64_t)(column)",
-        "uint32_t gates = ((uint32_t*)(workspace + MIXED_AT))[(uint64_t)(max(column, 1u) - 1)",
-    ),
-    "what is kept of the token before": (
-        "float kept = ((const float*)(stage + 9728) + token * 12)[6];",
-        "float kept = ((const float*)(stage + 9728) + max(token, 1u) * 12 - 12)[6];",
+        "gates[0] = ((uint32_t*)(workspace + MIXED_AT))[(uint64_t)(column)",
+        "gates[0] = ((uint32_t*)(workspace + MIXED_AT))[(uint64_t)(max(column, 1u) - 1)",
     ),
     "the last rows but one": (
         "uint32_t token = segment_column + of_segment.y - min(of_segment.y, 3u) + last;",
