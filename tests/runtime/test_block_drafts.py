@@ -234,7 +234,8 @@ def test_rounds_of_two_on_the_device(knowing: LLM, monkeypatch: pytest.MonkeyPat
 
 PLANTED = {
     "no rows are made of the last sequence's tokens": ("known[0] = first + kept;", "known[0] = first;"),
-    "a block sees its first column alone": ("record[6] = total_now;", "record[6] = 1;"),
+    "a block sees nothing behind the first one's anchor": ("record[4] = read;", ""),
+    "a block sees no token before it": ("record[4] = read;", "record[4] = 0;"),
 }
 
 

@@ -19,6 +19,7 @@ from cheetah.errors import CheetahError
 from cheetah.generate import generate_handoff
 from cheetah.models.dense.reference import Reference
 from cheetah.plan import Gpu
+from cheetah.plan.kv.tables import TILE_WORDS, TileRecord, word
 from cheetah.runtime import LLM
 from cheetah.runtime.checkpoint.drafters import open_drafter
 from cheetah.runtime.checkpoint.loading import Checkpoint, open_checkpoint
@@ -158,6 +159,8 @@ def drafts_of_rounds(
         if arguments.get("is_verified") == 0:
             length, _, given, total = arguments["draft_sequences"].download(np.int32, (4,)).tolist()
             tokens = arguments["draft_tokens"].download(np.int32, (total + 1,)).tolist()
+            if "ahead" in arguments:  # all columns of a block see each other, and those of what became known
+                assert arguments["draft_tiles"].download(np.int32, (TILE_WORDS,))[word(TileRecord, "new")] == total
             places.append((length + given + skipped, tokens[given + arguments.get("ahead", 0) :]))
 
     with patch.context() as patched:
