@@ -18,7 +18,7 @@ from cheetah.caches import cache_folder
 from cheetah.manifest import Manifest
 from cheetah.models.config import ModelConfig
 from cheetah.options import takes
-from cheetah.plan import Plan, gpu_named
+from cheetah.plan import Gpu, Plan, gpu_named
 from cheetah.plan.delta import state_slots
 from cheetah.runtime.assembly.blocks import bytes_beside, options_of_blocks, put_together
 from cheetah.runtime.assembly.buffers import (
@@ -236,7 +236,8 @@ def _memory_of_drafts(drafts: Kernels) -> MemoryEstimate:
 def _options_of_drafts(options: AssemblyOptions, kernels: Kernels, drafts: ModelConfig) -> AssemblyOptions:
     """What a model is assembled by that drafts for one of these kernels: as many sequences, in pages of the same
     numbers. No bit of it is promised, so its kernels are those that are fastest. A head reads prompts in steps."""
-    plan = kernels.specs[0].manifest.plan
+    manifest = kernels.specs[0].manifest
+    plan, gpu = manifest.plan, Gpu(**manifest.gpu)
     overrides = {name: plan[name] for name in ("max_context", "page_size", "batch")}
     if drafts.drafter is not None:
         overrides["tokens"] = HEAD_TOKENS
@@ -248,7 +249,7 @@ def _options_of_drafts(options: AssemblyOptions, kernels: Kernels, drafts: Model
         prompt_tokens=1,
         pool_pages=kernels.pages,
     )
-    return found if drafts.block is None else options_of_blocks(found, drafts)
+    return found if drafts.block is None else options_of_blocks(found, drafts, gpu, plan["drafts"])
 
 
 @dataclass(frozen=True)

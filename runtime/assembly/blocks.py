@@ -4,13 +4,13 @@ weights as a checkpoint has them."""
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from cheetah.models.block import FC, MARKOV
 from cheetah.models.config import ModelConfig
-from cheetah.plan import Plan
+from cheetah.plan import Gpu, Plan, PlanError
 from cheetah.plan.plan import STEP_TOKENS
 from cheetah.runtime.assembly.buffers import Weights, new_buffer
 from cheetah.runtime.assembly.kernels import block_kernels
@@ -24,15 +24,23 @@ if TYPE_CHECKING:
     from cheetah.runtime.device.interface import Buffer, Device
 
 
-def step_tokens(config: ModelConfig) -> int:
-    """Columns of a drafter's step: a block, and before it what a step that verified one has made known."""
+def step_tokens(config: ModelConfig, gpu: Gpu, drafts: int, **overrides: Any) -> int:
+    """Columns of a drafter's step: of a block that drafts so many tokens, and before it of what a step that verified
+    them has made known; where such a step has no place in shared memory, of a block alone."""
+    from cheetah.generate import choose_plan
+
     assert config.block is not None
-    return next(size for size in STEP_TOKENS if size >= config.block.columns + config.block.drafts + 1)
+    width = config.block.ahead + min(drafts, config.block.drafts)
+    whole, alone = (next(size for size in STEP_TOKENS if size >= least) for least in (width + drafts + 1, width))
+    try:
+        return choose_plan(config, gpu, **overrides, tokens=whole).tokens
+    except PlanError:
+        return alone
 
 
-def options_of_blocks(options: AssemblyOptions, config: ModelConfig) -> AssemblyOptions:
-    """What a drafter of blocks is assembled by: one kernel does all."""
-    overrides = {**options.overrides, "tokens": step_tokens(config)}
+def options_of_blocks(options: AssemblyOptions, config: ModelConfig, gpu: Gpu, drafts: int) -> AssemblyOptions:
+    """What a drafter of blocks, of so many tokens, is assembled by: one kernel does all."""
+    overrides = {**options.overrides, "tokens": step_tokens(config, gpu, drafts, **options.overrides)}
     return replace(options, overrides=overrides, solo=False, prompt_passes=False)
 
 

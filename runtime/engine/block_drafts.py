@@ -42,7 +42,8 @@ class BlockDrafts(DraftModel):
     def reading(self, completions: Sequence[Completion], drafts: Sequence[int]) -> LaunchOrder | None:
         """The launch that is due before something is drafted for these; None if the step that drafts has room for what
         is not read."""
-        most = [self._blocks.room] if len(completions) == 1 else [1 + count for count in drafts]
+        alone = self._launcher.tokens - self._blocks.block.ahead - max(drafts)
+        most = [alone] if len(completions) == 1 else [min(alone, 1 + count) for count in drafts]
         behind = [one for one, room in zip(completions, most, strict=True) if self._unread(one) > room]
         return self._reading(behind) if behind else None
 

@@ -97,11 +97,6 @@ class BlockLauncher(Launcher):
         """Has that choose behind its columns, in the place of its own head."""
         self._markov = markov
 
-    @property
-    def room(self) -> int:
-        """Known tokens that a step takes before a block."""
-        return self.tokens - self.block.columns
-
     def prepare(self, parts: Sequence[Part], logits: Buffer | None = None) -> Launch:
         """Of parts that draft, or of one that reads."""
         assert logits is None, "nobody wants its logits"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from cheetah.models.registry import family_of
 from cheetah.models.rounding import round_to_bf16, widen
 from cheetah.plan import Gpu, gpu_named
 from cheetah.runtime import LLM, SamplingParams
+from cheetah.runtime.assembly.blocks import step_tokens
 from cheetah.runtime.checkpoint.drafters import RANDOM_BLOCKS, open_drafter
 from cheetah.runtime.checkpoint.loading import RANDOM, open_checkpoint
 from cheetah.runtime.engine.completion import Completion
@@ -303,6 +305,17 @@ def test_what_is_launched_beside_a_drafters_steps_is_resident_at_once(model: str
     gpu, opened = gpu_named("h200"), open_drafter(RANDOM_BLOCKS, open_checkpoint(RANDOM + model))
     for made in (generate_known_rows(opened.config, gpu, 64), generate_markov(opened.config, gpu)):
         assert made.manifest.launch.blocks <= gpu.blocks
+
+
+@pytest.mark.parametrize(("drafts", "tokens"), [(3, 8), (7, 16), (15, 16)])
+def test_a_step_has_room_for_blocks_of_16_beside_what_becomes_known_or_for_those_alone(
+    drafts: int, tokens: int
+) -> None:
+    """z-lab's for Qwen3-8B: 32 columns of 4096 elements would have no place."""
+    config = open_drafter(RANDOM_BLOCKS, open_checkpoint(RANDOM + "qwen3-8b")).config
+    assert config.block is not None
+    config = replace(config, block=replace(config.block, columns=16, from_anchor=False))
+    assert step_tokens(config, gpu_named("h200"), drafts, max_context=4096, batch=8) == tokens
 
 
 @pytest.mark.parametrize(
