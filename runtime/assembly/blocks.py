@@ -10,10 +10,10 @@ import numpy as np
 
 from cheetah.models.block import FC, MARKOV
 from cheetah.models.config import ModelConfig
-from cheetah.plan import Gpu, Plan, PlanError
+from cheetah.plan import Gpu, Plan
 from cheetah.plan.plan import STEP_TOKENS
 from cheetah.runtime.assembly.buffers import Weights, new_buffer
-from cheetah.runtime.assembly.kernels import block_kernels
+from cheetah.runtime.assembly.kernels import block_kernels, has_plan
 from cheetah.runtime.assembly.texts import Generated
 from cheetah.runtime.engine.block_launches import BlockLauncher, KnownRows, MarkovChain, padded_rows
 from cheetah.runtime.engine.launches import LoadedKernel
@@ -27,15 +27,10 @@ if TYPE_CHECKING:
 def step_tokens(config: ModelConfig, gpu: Gpu, drafts: int, **overrides: Any) -> int:
     """Columns of a drafter's step: of a block that drafts so many tokens, and before it of what a step that verified
     them has made known; where such a step has no place in shared memory, of a block alone."""
-    from cheetah.generate import choose_plan
-
     assert config.block is not None
     width = config.block.ahead + min(drafts, config.block.drafts)
     whole, alone = (next(size for size in STEP_TOKENS if size >= least) for least in (width + drafts + 1, width))
-    try:
-        return choose_plan(config, gpu, **overrides, tokens=whole).tokens
-    except PlanError:
-        return alone
+    return whole if has_plan(config, gpu, tokens=whole, **overrides) else alone
 
 
 def options_of_blocks(options: AssemblyOptions, config: ModelConfig, gpu: Gpu, drafts: int) -> AssemblyOptions:

@@ -424,6 +424,16 @@ def repacking_kernel(gpu: Gpu) -> Generated:
     return generate_repacking(gpu)
 
 
+def has_plan(config: ModelConfig, gpu: Gpu, **overrides: Any) -> bool:
+    """Whether there can be a kernel of steps with these fields of its plan."""
+    from cheetah.generate import choose_plan
+
+    with suppress(PlanError):
+        choose_plan(config, gpu, **overrides)
+        return True
+    return False
+
+
 def handoff_kernel(manifest: Manifest, drafts: ModelConfig) -> Generated:
     """The kernel between launches of a manifest's kernel, which verifies, and of one of that model, which drafts."""
     from cheetah.generate import generate_handoff
