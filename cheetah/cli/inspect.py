@@ -85,7 +85,7 @@ def _print_phases(config: ModelConfig, plan: Plan, gpu: Gpu) -> None:
     from cheetah.plan.prompt import default_pass_plan, pass_tokens
 
     typer.echo("\n".join(["a step", *lines_of(program.phase_rows(config, plan))]))
-    pass_plan = default_pass_plan(gpu, pass_tokens(config.shape)[0], config.shape)
+    pass_plan = default_pass_plan(gpu, pass_tokens(config.shape, gpu)[0], config.shape)
     try:
         rows = prompt.phase_rows(config, gpu, plan, pass_plan)
     except PlanError:
@@ -105,7 +105,7 @@ def _passes(config: ModelConfig, plan: Plan, gpu: Gpu) -> Iterator[Table]:
     table = Table(title="passes over prompts", title_justify="left")
     for heading in ("tokens", "a tile", "shared memory", "workspace, MB"):
         table.add_column(heading, justify="right")
-    long = (default_pass_plan(gpu, tokens, config.shape) for tokens in pass_tokens(config.shape))
+    long = (default_pass_plan(gpu, tokens, config.shape) for tokens in pass_tokens(config.shape, gpu))
     try:
         for one in (*long, *short_pass_plans(gpu, config.shape)):
             manifest = describe_pass(config, gpu, plan, one)

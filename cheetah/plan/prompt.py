@@ -307,10 +307,13 @@ class PassPlan:
         return unit * UNIT_BYTES + token * 16 + column // 8 * 4 + column % 2 * 2
 
 
-def pass_tokens(shape: ModelShape, is_one_length: bool = False) -> tuple[int, ...]:
+def pass_tokens(shape: ModelShape, gpu: Gpu, is_one_length: bool = False) -> tuple[int, ...]:
     """Tokens that the longest passes of a model may have room for, most first. is_one_length: they are read by one
-    kernel, however few they are."""
-    return PASS_TOKENS if shape.experts is None or is_one_length else (*LONG_PASS_TOKENS, *PASS_TOKENS)
+    kernel, however few they are. Several GPUs read as many more: then each has as many tiles as one by itself, and
+    brings others the first ones while it multiplies the last."""
+    if shape.experts is None or is_one_length:
+        return *(tokens for tokens in LONG_PASS_TOKENS if tokens <= gpu.ranks * PASS_TOKENS[0]), *PASS_TOKENS
+    return *LONG_PASS_TOKENS, *PASS_TOKENS
 
 
 def short_pass_plans(gpu: Gpu, shape: ModelShape) -> tuple[PassPlan, ...]:

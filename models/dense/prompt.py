@@ -22,10 +22,10 @@ from cheetah.blocks.prompt.delta_mixing import Mixing
 from cheetah.blocks.prompt.delta_scan import Scan
 from cheetah.blocks.prompt.finish import StoreGated
 from cheetah.blocks.prompt.keys import StoreHeads, bring_earlier_keys
-from cheetah.blocks.prompt.machine import emit_pass, start_pass
+from cheetah.blocks.prompt.machine import GROUP_BYTES, emit_pass, start_pass
 from cheetah.blocks.prompt.parts import AddParts, StoreParts
 from cheetah.blocks.prompt.product import TileProduct
-from cheetah.blocks.prompt.pushes import Pushed, Pushes
+from cheetah.blocks.prompt.pushes import UNIT, Pushed, Pushes
 from cheetah.lang import prim, ty
 from cheetah.models.config import ModelConfig
 from cheetah.models.dense.launch import biases_of_layer
@@ -237,7 +237,10 @@ class Pass(PassParts):
         m_tiles = self.matrices[product].full_m_tiles
         if m_tiles % of_k_tile or self.machine.plan.tile_m_tiles % of_k_tile:
             return None
-        return Pushed(self.sections(section_of(product.output)), m_tiles, of_k_tile)
+        groups = self.product.groups_at_once(kind is OntoResidual)
+        if groups * GROUP_BYTES % (self.machine.pushing_threads * UNIT):
+            return None
+        return Pushed(self.sections(section_of(product.output)), m_tiles, of_k_tile, groups)
 
     def _is_pushed(self, kind: type, product: TileProduct) -> bool:
         """Whether all that becomes `kind` in the tiles of `product` is pushed."""

@@ -245,7 +245,7 @@ class KernelsAsked:
         def workspace(one: PassPlan) -> int:
             return describe_pass(self.config, self.machine, plan, one).buffer("workspace").bytes
 
-        lengths = pass_tokens(self.config.shape, is_one_length=bool(plan.kv_chunk))
+        lengths = pass_tokens(self.config.shape, self.machine, is_one_length=bool(plan.kv_chunk))
         for tokens in lengths if has_choice else (int(self.options.prompt_passes or 0),):
             long = default_pass_plan(self.machine, min(tokens, plan.max_context), self.config.shape)
             plans, nbytes = {PASSES[-1]: long}, workspace(long)

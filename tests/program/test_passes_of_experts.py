@@ -300,4 +300,4 @@ def test_presets_have_passes(model: str) -> None:
         assert sizes.shared.total_bytes <= gpu.shared_bytes
         assert {phase.name for phase in sizes.phases} >= {"router", "choice", "sort", "gate_up", "down", "down-sums"}
     assert pass_plan.tile_tokens == {"qwen3-30b-a3b": 160}.get(model, 256)
-    assert [default_pass_plan(gpu, tokens, config.shape).tokens for tokens in pass_tokens(config.shape)][0] == 8192
+    assert [default_pass_plan(gpu, tokens, config.shape).tokens for tokens in pass_tokens(config.shape, gpu)][0] == 8192

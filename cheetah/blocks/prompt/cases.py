@@ -34,9 +34,10 @@ class Sums:
 
 class Finish:
     """What becomes of the sums of a tile. All calls are the consumer role's, by whole warps. multiplier: of sums that
-    are added to something."""
+    are added to something. is_pushed: what it stores is this GPU's alone, and warps that push bring it to others."""
 
     multiplier: float = 1.0
+    is_pushed: bool = False
 
     @property
     def name(self) -> str:

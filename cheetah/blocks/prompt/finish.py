@@ -228,10 +228,6 @@ class Store(Finish):
     def finish(self, sums: Sums) -> None:
         store_rows(self.machine, self.into[0], self._scaled(sums), self.into[1:])
 
-    def end(self, row_tile: ch.Expr, token_tile: ch.Expr) -> None:
-        if self.is_pushed:
-            self.machine.hand_on()
-
     def _scaled(self, sums: Sums) -> Sums:
         values = sums.values if self.scales is None else self.scales.scaled(sums)
         return replace(sums, values=values, m_tile=self.machine.of_all(sums.m_tile, self.m_tiles))
@@ -482,7 +478,7 @@ class StoreResidual(Finish):
             for squares in self.squares:
                 is_peers = squares is not self.squares[0]
                 store_at(squares, machine.of_all(row_tile, row_tiles) * plan.tokens + token, total, is_peers)
-        (machine.hand_on if self.is_pushed else machine.meet)()  # before the next squares, all have read
+        machine.meet()  # everybody has read before the next tile's squares are laid down
 
 
 @dataclass(frozen=True, eq=False)

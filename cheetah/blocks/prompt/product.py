@@ -284,11 +284,15 @@ class TileProduct:
         ring.release(stage)
         ring.using.advance()
 
+    def groups_at_once(self, adds: bool) -> int:
+        """Groups of tokens of a tile that are finished together."""
+        return self.residual_groups if adds else self.machine.plan.tile_groups
+
     @ch.inline
     def finish_tile(self, finish: Finish, adds: bool, place: TilePlace, sums: Any) -> None:
         """All groups of tokens; where the sums are added to something, as many at a time as a stage brings."""
         groups = self.machine.plan.tile_groups
-        count = self.residual_groups if adds else groups
+        count = self.groups_at_once(adds)
         if finish.looks:
             with ch.if_(place.m_tile < place.m_tiles):
                 self._look(finish, place, sums)
@@ -298,6 +302,8 @@ class TileProduct:
                 self._add_residual(sums, ch.argument(first), finish.multiplier)
             with ch.if_(place.m_tile < place.m_tiles):
                 self._finish_groups(finish, place, sums, ch.argument(first), count)
+            if finish.is_pushed:
+                self.machine.hand_on()
 
     @ch.function
     def _look(self, finish: Finish, place: TilePlace, sums: Any) -> None:

@@ -6,8 +6,9 @@ empty, and who multiplies waits for the link. The tile's columns lie side by sid
 meeting of the block load them from there, 16 bytes a lane, and store them as whole lines, while the next tile is
 multiplied.
 
-They meet the consumer warps at the end of every tile that they push, and of every phase: who tells others that a block
-has ended a phase comes behind both.
+They meet the consumer warps whenever some groups of a tile that they push are finished, and at the end of every phase:
+who tells others that a block has ended a phase comes behind both. Where a phase has one tile a block all blocks push at
+once and the link takes longest: so the first groups of tokens are on their way while the others are finished.
 """
 
 from __future__ import annotations
@@ -28,11 +29,13 @@ UNIT = 16
 @dataclass(frozen=True, eq=False)
 class Pushed:
     """Of a product what is pushed. into: where its columns lie in token order (u8), on this GPU first; m_tiles: of a
-    rank; of_k_tile: M-tiles whose columns fill a K-tile, which divide those of a tile and of a rank."""
+    rank; of_k_tile: M-tiles whose columns fill a K-tile, which divide those of a tile and of a rank; groups: of tokens
+    that are finished, and pushed, together."""
 
     into: Sequence[ch.Expr]
     m_tiles: int
     of_k_tile: int
+    groups: int
 
 
 class Pushes:
@@ -49,19 +52,20 @@ class Pushes:
             first = ch.const(ty.u32, tile // self.token_tiles * plan.tile_m_tiles, name="first_m_tile")
             count = ch.minimum(ty.u32(pushed.m_tiles) - first, plan.tile_m_tiles) // pushed.of_k_tile
             k_tile = machine.of_all(first, pushed.m_tiles) // pushed.of_k_tile
-            group = tile % self.token_tiles * plan.tile_groups
-            machine.hand_on()
+            first_group = tile % self.token_tiles * plan.tile_groups
             own, *others = pushed.into
-            with ch.for_(count, unroll=1, name="pushed") as index:
-                begin = ty.u64((k_tile + index) * plan.groups + group) * GROUP_BYTES
-                begin = ch.const(ty.u64, begin + ty.u64(machine.pushing_thread * UNIT), name="begin")
-                self._copy(own + begin, [other + begin for other in others])
+            with ch.for_(0, plan.tile_groups, pushed.groups, unroll=1, name="group") as group:
+                machine.hand_on()
+                with ch.for_(count, unroll=1, name="pushed") as index:
+                    begin = ty.u64((k_tile + index) * plan.groups + (first_group + group)) * GROUP_BYTES
+                    begin = ch.const(ty.u64, begin + ty.u64(machine.pushing_thread * UNIT), name="begin")
+                    self._copy(own + begin, [other + begin for other in others], pushed.groups)
 
     @ch.inline
-    def _copy(self, source: ch.Expr, places: Sequence[ch.Expr]) -> None:
-        """This thread's part of a K-tile of a tile's tokens."""
+    def _copy(self, source: ch.Expr, places: Sequence[ch.Expr], groups: int) -> None:
+        """This thread's part of a K-tile of some groups of tokens."""
         step = self.machine.pushing_threads * UNIT
-        total = self.machine.plan.tile_groups * GROUP_BYTES // step
+        total = groups * GROUP_BYTES // step
         at_once = next(count for count in range(LOADED_AT_ONCE, 0, -1) if total % count == 0)
         with ch.for_(0, total * step, at_once * step, unroll=1, name="offset") as offset:
             units = ch.array(ty.u32x4, at_once)

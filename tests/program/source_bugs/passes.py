@@ -101,7 +101,7 @@ BUGS = (
         "passes",
         "squares laid over those that are added",
         "blocks/prompt/finish.py",
-        "        (machine.hand_on if self.is_pushed else machine.meet)()  # before the next squares, all have read\n",
+        "        machine.meet()  # everybody has read before the next tile's squares are laid down\n",
         "",
     ),
     SourceBug(
