@@ -15,6 +15,7 @@ from typing import Any
 from cheetah import lang as ch
 from cheetah.blocks.attention.cache import KvCache
 from cheetah.blocks.attention.core import Attention, AttentionPort, partial_words
+from cheetah.blocks.attention.port import Finished
 from cheetah.blocks.attention.schedule import Schedule
 from cheetah.blocks.attention.variants import CAUSAL, Variant
 from cheetah.blocks.exchange_kinds import BarrierExchange, FlaggedExchange, make_exchange
@@ -225,21 +226,12 @@ class MemoryPort(AttentionPort):
         return self.given.scales[kv_head + (self.spec.kv_heads if value else 0)]
 
     @ch.inline
-    def publish(
-        self,
-        column: ch.Expr,
-        head: ch.Expr,
-        dim_pair: ch.Expr,
-        low: ch.Expr,
-        high: ch.Expr,
-        lse: ch.Expr,
-        epoch: ch.Expr,
-    ) -> None:
-        row = column * self.spec.heads + head
+    def publish(self, made: Finished, epoch: ch.Expr) -> None:
+        row = made.column * self.spec.heads + made.head
         words = ch.reinterpret(ty.ptr_mut(ty.u32), self.given.out)
-        words[row * (self.spec.head_dim // 2) + dim_pair] = prim.pack_bf16x2(low, high)
-        with ch.if_((self.given.lse != None) & (dim_pair == 0)):  # noqa: E711
-            self.given.lse[row] = lse
+        words[row * (self.spec.head_dim // 2) + made.dim_pair] = prim.pack_bf16x2(made.low, made.high)
+        with ch.if_((self.given.lse != None) & (made.dim_pair == 0)):  # noqa: E711
+            self.given.lse[row] = made.lse
 
 
 def build_kernel(spec: AttentionSpec) -> ch.Kernel:

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from cheetah import lang as ch
 from cheetah.blocks.attention.cache import KvCache
 from cheetah.blocks.attention.core import Attention, AttentionPort, partial_words
+from cheetah.blocks.attention.port import Finished
 from cheetah.blocks.attention.schedule import Schedule
 from cheetah.blocks.attention.variants import CAUSAL, Variant
 from cheetah.blocks.exchange_kinds import BarrierExchange, FlaggedExchange, make_exchange
@@ -137,12 +138,12 @@ class ExchangePort(AttentionPort):
     def scale(self, kv_head: Any, value: bool) -> Any:
         return self.given["scales"][kv_head + (self.core.kv_heads if value else 0)]
 
-    def publish(self, column: Any, head: Any, dim_pair: Any, low: Any, high: Any, lse: Any, epoch: Any) -> None:
-        row = column * self.core.heads + head
-        self.given["output"][row * self.core.head_dim + dim_pair * 2] = low
-        self.given["output"][row * self.core.head_dim + dim_pair * 2 + 1] = high
-        with ch.if_(dim_pair == 0):
-            self.given["lse"][row] = lse
+    def publish(self, made: Finished, epoch: Any) -> None:
+        row = made.column * self.core.heads + made.head
+        self.given["output"][row * self.core.head_dim + made.dim_pair * 2] = made.low
+        self.given["output"][row * self.core.head_dim + made.dim_pair * 2 + 1] = made.high
+        with ch.if_(made.dim_pair == 0):
+            self.given["lse"][row] = made.lse
 
 
 @cache

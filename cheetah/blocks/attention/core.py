@@ -23,7 +23,7 @@ from cheetah.blocks.attention.cache import CACHED_KEYS, KvCache, stage_keys, val
 from cheetah.blocks.attention.fold import Folder
 from cheetah.blocks.attention.item_loads import ItemLoads
 from cheetah.blocks.attention.merge import LSE_WORDS, Merger, partial_words
-from cheetah.blocks.attention.port import AttentionPort
+from cheetah.blocks.attention.port import AttentionPort, Finished
 from cheetah.blocks.attention.schedule import Item, Schedule, Tile
 from cheetah.blocks.attention.sharing import NEVER, Share, Sharing
 from cheetah.blocks.attention.tile import (
@@ -321,7 +321,9 @@ class Attention:
             transformed = [self.variant.output_transform(value, lse, at) for value in outputs]
             outputs, lse = [value for value, _ in transformed], transformed[0][1]
         column = tile.first_column + row // group
-        self.port.publish(column, kv_head * group + row % group, dim_pair, outputs[0], outputs[1], lse, epoch)
+        low, high = outputs
+        made = Finished(column, kv_head * group + row % group, dim_pair, low, high, lse)
+        self.port.publish(made, epoch)
 
     @ch.inline
     def merge(self, epoch: ch.Expr) -> None:

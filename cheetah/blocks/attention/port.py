@@ -3,11 +3,24 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from dataclasses import dataclass
 from typing import Any
 
 from cheetah import lang as ch
 from cheetah.blocks.attention.head_norms import RawHead, RawHeads
 from cheetah.lang.errors import LangError
+
+
+@dataclass(frozen=True, eq=False)
+class Finished:
+    """The final output (f32) of dims 2 * dim_pair and the next of a column's head, and the natural LSE of its row."""
+
+    column: Any
+    head: Any
+    dim_pair: Any
+    low: Any
+    high: Any
+    lse: Any
 
 
 class AttentionPort(ABC):
@@ -56,17 +69,8 @@ class AttentionPort(ABC):
         """The absolute position of the column's query (u32)."""
 
     @abstractmethod
-    def publish(
-        self,
-        column: ch.Expr,
-        head: ch.Expr,
-        dim_pair: ch.Expr,
-        low: ch.Expr,
-        high: ch.Expr,
-        lse: ch.Expr,
-        epoch: ch.Expr,
-    ) -> None:
-        """The final output of dims 2*dim_pair and the next (f32), and the natural LSE of its row."""
+    def publish(self, made: Finished, epoch: ch.Expr) -> None:
+        """Two dims of the final output."""
 
     def request(self, column: ch.Expr) -> ch.Expr:
         """The request that a column belongs to (u32); for variants only, like the next two."""

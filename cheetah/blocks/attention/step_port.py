@@ -9,7 +9,7 @@ from typing import Any
 from cheetah import lang as ch
 from cheetah.blocks.attention.cache import KvCache
 from cheetah.blocks.attention.head_norms import JointNorms, RawHead, RawHeads, append
-from cheetah.blocks.attention.port import AttentionPort
+from cheetah.blocks.attention.port import AttentionPort, Finished
 from cheetah.blocks.columns import POSITION, UNIT, Columns, fragment_word
 from cheetah.blocks.exchange import Exchange
 from cheetah.blocks.linear.epilogue import HALF, PublishedRows, pair_of_rows, paired_dim, rotate
@@ -82,35 +82,23 @@ class StepPort(AttentionPort):
             return self.query_angles
         return ch.select(head < self.shape.heads, ty.u32(self.query_angles), ty.u32(self.key_angles))
 
-    def publish(
-        self,
-        column: ch.Expr,
-        head: ch.Expr,
-        dim_pair: ch.Expr,
-        low: ch.Expr,
-        high: ch.Expr,
-        lse: ch.Expr,
-        epoch: ch.Expr,
-    ) -> None:
-        if self.shape.gated_heads:
-            low, high = self._gated(column, head, dim_pair, low, high, epoch)
-        element = head * self.machine.head_dim + dim_pair * 2
+    def publish(self, made: Finished, epoch: ch.Expr) -> None:
+        pair = self._gated(made, epoch) if self.shape.gated_heads else (made.low, made.high)
+        element = made.head * self.machine.head_dim + made.dim_pair * 2
         if self.machine.world.size > 1:
             element = element + self.machine.rank * self.shape.query_rows  # of the ranks before
-        place = fragment_word(element, column, self.columns.limit)
-        self.exchange.publish(self.makes, place, prim.pack_bf16x2(low, high), epoch)
+        place = fragment_word(element, made.column, self.columns.limit)
+        self.exchange.publish(self.makes, place, prim.pack_bf16x2(*pair), epoch)
 
     @ch.inline
-    def _gated(
-        self, column: ch.Expr, head: ch.Expr, dim_pair: ch.Expr, low: ch.Expr, high: ch.Expr, epoch: ch.Expr
-    ) -> tuple[Any, Any]:
+    def _gated(self, made: Finished, epoch: ch.Expr) -> tuple[Any, Any]:
         """Two dims of a head times the logistic function of their gates, which are heads behind those of values."""
-        raw = RawHead(column, head + (self.shape.heads + 2 * self.shape.kv_heads), dim_pair // (UNIT // 2))
-        unit = self.unit(raw, epoch)
+        dim_pair, head = made.dim_pair, made.head + (self.shape.heads + 2 * self.shape.kv_heads)
+        unit = self.unit(RawHead(made.column, head, dim_pair // (UNIT // 2)), epoch)
         first = ch.select(dim_pair % 2 == 0, unit.x, unit.y)
         second = ch.select(dim_pair % 2 == 0, unit.z, unit.w)
         gates = ch.const(ty.u32, ch.select(dim_pair % 4 < 2, first, second), name="gates")
-        return low * logistic(prim.bf16x2_low(gates)), high * logistic(prim.bf16x2_high(gates))
+        return made.low * logistic(prim.bf16x2_low(gates)), made.high * logistic(prim.bf16x2_high(gates))
 
 
 def logistic(number: ch.Expr) -> ch.Expr:
