@@ -15,6 +15,7 @@ import numpy.typing as npt
 
 from cheetah.models.rounding import widen
 from cheetah.plan import Plan
+from cheetah.plan.delta_pass import RUN
 from cheetah.plan.index import ceil_div, round_up
 from cheetah.plan.pass_tables import SEGMENT_COLUMNS, Segment, pass_room
 from cheetah.plan.prompt import PassPlan
@@ -116,12 +117,20 @@ class PassLauncher(KernelLaunches):
         segments: list[Segment] = []
         columns = 0
         for row, (start, count) in enumerate(zip(starts[: self.batch], left, strict=False)):
-            one = Segment(row, start, min(count, most - columns))
+            one = Segment(row, start, self._part(start, count, most - columns))
             if one.count < 1 or not self._room.has_room_for([*segments, one]):
                 break
             segments.append(one)
             columns += one.columns
         return [one.count for one in segments]
+
+    def _part(self, start: int, count: int, room: int) -> int:
+        """How many of a sequence's next `count` tokens are read with so much room. Where it remembers, a part ends with
+        a whole run of tokens that are taken together, if there is one: so a cut changes no bit."""
+        if count <= room or "state_slots" not in self._buffers:
+            return min(count, room)
+        in_runs = (start + room) // RUN * RUN - start
+        return in_runs if in_runs > 0 else room
 
     def normed_states(self, count: int) -> npt.NDArray[np.float32]:
         """float32 [count, hidden]: the first rows that the last pass has left, behind the last norm. They are rounded

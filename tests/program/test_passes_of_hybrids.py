@@ -183,3 +183,11 @@ def test_planted_bugs_are_found(bug: str) -> None:
         except EmulatorError:
             return
     assert found != alone()
+
+
+def test_parts_of_prompts_end_with_whole_runs() -> None:
+    """By hand: of room for 39 columns 36, from position 3 on 37, up to the 40th token; all that are left where they
+    fit; what there is room for where that is less than to the end of a run."""
+    fitting = PassSession(rig()).passes.fitting
+    assert [fitting([start], [left], 39) for start, left in ((0, 50), (3, 50), (0, 38))] == [[36], [37], [38]]
+    assert fitting([1], [50], 2) == [2]
