@@ -13,7 +13,8 @@ Values behind the last key are zero (`keys`), since their weights, zero, are mul
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -82,9 +83,24 @@ class PassAttention:
         warp = self.machine.warp if self._parts == 1 else self.machine.warp % self._token_warps
         return warp * QUERY_TOKENS
 
-    def _tiles(self) -> Any:
+    def _tiles(self) -> AbstractContextManager[ch.Expr]:
+        """A loop over this block's tiles."""
         tiles = self.tokens.tile_count * self.heads.shape.heads
-        return ch.for_(self.machine.block, tiles, self.machine.gpu.blocks, unroll=1, name="tile")
+        if self.machine.world.size > 1:
+            return self._there_and_back(tiles)
+        loop: Any = ch.for_(self.machine.block, tiles, self.machine.gpu.blocks, unroll=1, name="tile")
+        return loop  # type: ignore[no-any-return]
+
+    @contextmanager
+    @ch.inline
+    def _there_and_back(self, tiles: ch.Expr) -> Iterator[ch.Expr]:
+        """Of several GPUs a block has few tiles: who has one of the first, with most keys, has one of the last."""
+        block, blocks = self.machine.block, self.machine.gpu.blocks
+        with ch.for_(0, tiles, blocks, unroll=1, name="first_tile") as first:
+            turned = ch.select(first // blocks % 2 == 0, block, blocks - 1 - block)
+            tile = ch.const(ty.u32, first + turned, name="tile")
+            with ch.if_(tile < tiles):
+                yield tile
 
     def _place(self, tile: ch.Expr) -> TilePlace:
         """Its tokens; tiles with most keys come first."""
