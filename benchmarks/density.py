@@ -22,11 +22,11 @@ from benchmarks.turns import Tree, TurnWork
 
 MODEL, CONTEXT, WARMUP = "llama-3.1-8b", 128, 1
 DENSITIES = {
-    **{"bf16": 1.0, "int8": 1.0, "int4-g128": 1.0, "int4-g128+list5": 1.0},
-    **{"2of4": 0.5, "2of4-int4-g128": 0.5},
+    **{"bf16": 1.0, "int8": 1.0, "fp8": 1.0, "int4-g128": 1.0, "int4-g128+list5": 1.0},
+    **{"2of4": 0.5, "2of4-fp8": 0.5, "2of4-int4-g128": 0.5},
     **{"2of4+list24": 0.3, "2of4+list42": 0.4, "2of4+list65": 0.5},
     **{"blocks-1of4": 0.25, "blocks-2of4": 0.5, "blocks-3of4": 0.75},
-    **{"blocks-256of1024": 0.25, "blocks-512of1024": 0.5},
+    **{"blocks-256of1024": 0.25, "blocks-512of1024": 0.5, "blocks-768of1024": 0.75},
 }
 """Of the weights of layers, those that are not zero: lists of so many units beside 2:4 are what random masks need."""
 FAMILIES = {"blocks": "#c33", "list": "#36c", "2of4": "#383", "": "#555"}
