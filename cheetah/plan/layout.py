@@ -44,7 +44,9 @@ class MatrixLayout:
     Of `BlockRows` lots lie one behind another, M-tile by M-tile, in the order of columns: behind an index (SparseTIR's
     indptr), see `index_bytes`, and ZERO_BLOCKS blocks of zeros. A chunk is a window of columns there.
 
-    is_brief, is_once: see `Product`; by_numbers: see `Plan`. experts: so many such matrices, one behind the other."""
+    is_brief, is_once: see `Product`; by_numbers: see `Plan`. experts: so many such matrices, one behind the other.
+    is_dealt: M-tiles differ in bytes and are dealt to blocks by these (`cheetah.plan.dealing`): what is said of M-tile m
+    is said of a slot then, in which another M-tile lies."""
 
     name: str
     rows: int
@@ -61,6 +63,7 @@ class MatrixLayout:
     experts: int = 1
     ranks: int = 1
     by_numbers: bool = False
+    is_dealt: bool = False
 
     def __post_init__(self) -> None:
         place = f"MatrixLayout({self.name!r})"
@@ -227,10 +230,11 @@ class MatrixLayout:
 
     @property
     def index_bytes(self) -> int:
-        """Of the index of `BlockRows`: u32 [M-tiles, chunks + 1], the line of 128 bytes where an M-tile's lots begin,
-        then how many blocks it has up to the end of each chunk; behind it u32 [M-tiles, chunks], a bit for each block
-        that is there. What else of a matrix is asked for chunk by chunk means nothing there: lots are copied."""
-        return round_up(4 * self.m_tiles * (2 * self.chunks + 1), LINE_BYTES)
+        """Of the index of `BlockRows`, u32: of each slot which M-tile lies there, of each M-tile in which slot it lies;
+        [slots, chunks + 1], the line of 128 bytes where the M-tile's lots begin, then how many blocks it has up to the
+        end of each chunk; [slots, chunks], a bit for each block that is there. What else of a matrix is asked for chunk
+        by chunk means nothing there: lots are copied."""
+        return round_up(4 * self.m_tiles * (2 * self.chunks + 3), LINE_BYTES)
 
     @property
     def last_chunk_tiles(self) -> int:

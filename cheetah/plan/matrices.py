@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from cheetah.plan.errors import PlanError
-from cheetah.plan.formats import M_TILE_ROWS
+from cheetah.plan.formats import M_TILE_ROWS, BlockRows
 from cheetah.plan.gpu import Gpu
 from cheetah.plan.index import ceil_div
 from cheetah.plan.layout import MatrixLayout
@@ -160,4 +160,5 @@ def _layout(product: Product, shape: ModelShape, plan: Plan, gpu: Gpu, start: in
         is_once=product.is_once,
         ranks=1 if product.is_own else gpu.ranks,
         by_numbers=product.by_numbers(plan),
+        is_dealt=isinstance(product.format, BlockRows) and not product.adds and not product.is_once,
     )

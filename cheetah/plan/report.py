@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cheetah.extras import installing
+from cheetah.plan import dealing
 from cheetah.plan.errors import PlanError
 from cheetah.plan.formats import KV_TILE_TOKENS
 from cheetah.plan.gpu import Gpu
@@ -207,6 +208,8 @@ class Report:
     def _matrix_share(self, layout: MatrixLayout) -> PhaseShare:
         found = self.m_tile_bytes.get(layout.name)
         if found is not None:
+            if layout.is_dealt:
+                found = np.stack([of_layer[dealing.dealt(of_layer.tolist(), layout.blocks)] for of_layer in found])
             owned = [list(layout.split.owned(block)) for block in range(self.gpu.blocks)]
             of_layers = np.stack([found[:, m_tiles].sum(axis=1) for m_tiles in owned], axis=1)
             means = tuple(int(size) for size in of_layers.mean(axis=0).round())

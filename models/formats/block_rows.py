@@ -20,6 +20,7 @@ from cheetah.models.formats.blocks import blocks_there
 from cheetah.models.formats.weight_format import PackingError, TilePart, WeightFormat
 from cheetah.models.rounding import F32, Bits, Bytes
 from cheetah.plan import M_TILE_ROWS, MatrixLayout
+from cheetah.plan.dealing import dealt
 from cheetah.plan.formats import (
     BF16,
     LOT_BLOCKS,
@@ -70,7 +71,7 @@ class LotsOfBlocks(WeightFormat):
         of_parts = [blocks_of(part) for part in parts]
         there = np.concatenate(of_parts)
         out[:] = 0
-        begins = self._index(layout, there, out)
+        begins = self._write_index(layout, there, out)
         lines = out.reshape(-1, LOT_LINE_BYTES)
         _write_lines(there, begins, lines.view(np.uint16))
         done = 0
@@ -78,24 +79,25 @@ class LotsOfBlocks(WeightFormat):
             self._write_blocks(part, of_part, begins[done : done + len(of_part)], lines)
             done += len(of_part)
 
-    def _index(self, layout: MatrixLayout, there: NDArray[np.bool_], out: Bytes) -> NDArray[np.int64]:
-        """Write it; gives the line where each M-tile's lots begin. PackingError where there is no room for them."""
-        windows, room = (
-            there.reshape(layout.m_tiles, layout.chunks, WINDOW_BLOCKS),
-            self.tile.room(layout.m_tiles * layout.chunks),
-        )
-        counts = np.cumsum(windows.sum(axis=2), axis=1)
-        if counts[:, -1].sum() > room:
+    def _write_index(self, layout: MatrixLayout, there: NDArray[np.bool_], out: Bytes) -> NDArray[np.int64]:
+        """Gives the line where each M-tile's lots begin. PackingError where there is no room for them."""
+        counts, room = there.sum(axis=1), self.tile.room(layout.m_tiles * layout.chunks)
+        if counts.sum() > room:
             raise PackingError(
-                f"weight format {self.tile.name}: matrix {layout.name!r} has {counts[:, -1].sum()} blocks that are not "
-                f"zero, and there is room for {room}"
+                f"weight format {self.tile.name}: matrix {layout.name!r} has {counts.sum()} blocks that are not zero, "
+                f"and there is room for {room}"
             )
-        first = (layout.index_bytes + ZERO_BLOCKS * BF16.tile_bytes) // LOT_LINE_BYTES
-        taken = lots_of(counts[:, -1]) + counts[:, -1] * LINES_OF_BLOCK
-        begins: NDArray[np.int64] = first + np.cumsum(taken) - taken
-        entries, masks = _index_of(layout, out)
-        entries[:, 0], entries[:, 1:] = begins, counts
-        masks[:] = windows @ BITS
+        sizes = bytes_of(counts)
+        index, of_slots = _Index.of(layout, out), np.arange(layout.m_tiles)
+        if layout.is_dealt:
+            of_slots = np.array(dealt(sizes.tolist(), layout.blocks))
+        first, taken = (layout.index_bytes + ZERO_BLOCKS * BF16.tile_bytes) // LOT_LINE_BYTES, sizes // LOT_LINE_BYTES
+        index.m_tiles[:], index.slots[of_slots] = of_slots, np.arange(layout.m_tiles)
+        windows = there.reshape(layout.m_tiles, layout.chunks, WINDOW_BLOCKS)[of_slots]
+        begins = np.zeros(layout.m_tiles, np.int64)
+        begins[of_slots] = first + np.cumsum(taken[of_slots]) - taken[of_slots]
+        index.entries[:, 0], index.entries[:, 1:] = begins[of_slots], np.cumsum(windows.sum(axis=2), axis=1)
+        index.masks[:] = windows @ BITS
         return begins
 
     def _write_blocks(
@@ -108,13 +110,31 @@ class LotsOfBlocks(WeightFormat):
         lines[_lines_of(begins[m_tile], _ranks(there))] = blocks[m_tile, number]
 
     def unpack(self, layout: MatrixLayout, packed: Bytes) -> Bits:
-        entries, masks = _index_of(layout, packed)
-        there = (masks[:, :, None] & BITS != 0).reshape(layout.m_tiles, -1)
+        index = _Index.of(layout, packed)
+        there = (index.masks[index.slots][:, :, None] & BITS != 0).reshape(layout.m_tiles, -1)
+        begins = index.entries[index.slots, 0].astype(np.int64)
         m_tile, number = np.nonzero(there)
         blocks = np.zeros((layout.m_tiles, layout.chunks * WINDOW_BLOCKS, BF16.tile_bytes), np.uint8)
-        found = packed.reshape(-1, LOT_LINE_BYTES)[_lines_of(entries[:, 0].astype(np.int64)[m_tile], _ranks(there))]
+        found = packed.reshape(-1, LOT_LINE_BYTES)[_lines_of(begins[m_tile], _ranks(there))]
         blocks[m_tile, number] = found.reshape(-1, BF16.tile_bytes)
         return self.whole.decode(blocks, packed[:0])
+
+
+@dataclass(frozen=True)
+class _Index:
+    """See `MatrixLayout.index_bytes`: u32 [slots], [M-tiles], [slots, chunks + 1], [slots, chunks]."""
+
+    m_tiles: NDArray[np.uint32]
+    slots: NDArray[np.uint32]
+    entries: NDArray[np.uint32]
+    masks: NDArray[np.uint32]
+
+    @classmethod
+    def of(cls, layout: MatrixLayout, packed: Bytes) -> _Index:
+        rows, chunks = layout.m_tiles, layout.chunks
+        words = packed[: 4 * rows * (2 * chunks + 3)].view(np.uint32)
+        entries, masks = words[2 * rows : rows * (chunks + 3)], words[rows * (chunks + 3) :]
+        return cls(words[:rows], words[rows : 2 * rows], entries.reshape(rows, -1), masks.reshape(rows, -1))
 
 
 def blocks_of(rows: Bits) -> NDArray[np.bool_]:
@@ -127,11 +147,10 @@ def lots_of(counts: Any) -> Any:
     return np.maximum(1, -(-counts // LOT_BLOCKS))
 
 
-def _index_of(layout: MatrixLayout, packed: Bytes) -> tuple[NDArray[np.uint32], NDArray[np.uint32]]:
-    """The entries of a packed matrix [M-tiles, chunks + 1], and its masks [M-tiles, chunks]."""
-    entries = layout.m_tiles * (layout.chunks + 1)
-    words = packed[: 4 * (entries + layout.m_tiles * layout.chunks)].view(np.uint32)
-    return words[:entries].reshape(layout.m_tiles, -1), words[entries:].reshape(layout.m_tiles, -1)
+def bytes_of(counts: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Of M-tiles with so many blocks."""
+    nbytes: NDArray[np.int64] = counts * BF16.tile_bytes + lots_of(counts) * LOT_LINE_BYTES
+    return nbytes
 
 
 def _ranks(there: NDArray[np.bool_]) -> NDArray[np.int64]:

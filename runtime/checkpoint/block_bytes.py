@@ -6,10 +6,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cheetah.models.config import ModelConfig
-from cheetah.models.formats.block_rows import lots_of
+from cheetah.models.formats.block_rows import bytes_of
 from cheetah.models.registry import family_of
 from cheetah.plan import M_TILE_ROWS
-from cheetah.plan.formats import BF16, LOT_LINE_BYTES, BlockRows, tile_format
+from cheetah.plan.formats import BlockRows, tile_format
 from cheetah.runtime.checkpoint.listed_formats import blocks_of_rows
 from cheetah.runtime.checkpoint.loading import Checkpoint
 
@@ -29,5 +29,4 @@ def _of_layer(checkpoint: Checkpoint, config: ModelConfig, matrix: str, layer: i
         config, matrix, layer, lambda name: blocks_of_rows(checkpoint.rows(name))
     )
     there = of_rows.reshape(-1, M_TILE_ROWS, of_rows.shape[1]).any(axis=1)
-    counts = there.sum(axis=1)
-    return np.asarray(counts * BF16.tile_bytes + lots_of(counts) * LOT_LINE_BYTES, np.int64)
+    return bytes_of(there.sum(axis=1))

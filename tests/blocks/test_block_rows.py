@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -50,6 +51,12 @@ def layout_of(rows: int, columns: int, blocks: int = 2, name: str = FORMAT) -> M
     return MatrixLayout("w", rows, columns, blocks, tiles.tile_bytes, format=tiles)
 
 
+def entries_of(layout: MatrixLayout, packed: Bytes) -> Any:
+    """The entries of the index, a view."""
+    words, before = packed.view(np.uint32), 2 * layout.m_tiles
+    return words[before : before + layout.m_tiles * (layout.chunks + 1)].reshape(layout.m_tiles, -1)
+
+
 def test_unpacking_gives_what_was_packed() -> None:
     for rows, columns, blocks in ((16, 32, 1), (50, 1100, 3), (1100, 1050, 2)):
         layout, matrix = layout_of(rows, columns, blocks), matrix_of(rows, columns)
@@ -58,12 +65,27 @@ def test_unpacking_gives_what_was_packed() -> None:
         padded = np.zeros((layout.padded_rows, layout.padded_columns), np.uint16)
         padded[:rows, :columns] = matrix
         counts = blocks_of(padded).sum(axis=1)
-        entries = packed[: 4 * layout.m_tiles * (layout.chunks + 1)].view(np.uint32).reshape(layout.m_tiles, -1)
+        entries = entries_of(layout, packed)
         np.testing.assert_array_equal(entries[:, -1], counts)
         begins = entries[:, 0].astype(np.int64)
         np.testing.assert_array_equal(np.diff(begins), (8 * counts + np.maximum(1, -(-counts // 16)))[:-1])
         assert begins[0] * 128 == layout.index_bytes + ZERO_BLOCKS * 1024
         assert not packed[layout.index_bytes :][: ZERO_BLOCKS * 1024].any()
+
+
+def test_m_tiles_are_dealt_by_their_bytes() -> None:
+    layout = replace(layout_of(1100, 1050, 4), is_dealt=True)
+    matrix = matrix_of(1100, 1050)
+    packed = pack_matrix(layout, matrix)
+    np.testing.assert_array_equal(unpack_matrix(layout, packed), matrix)
+    of_slots = packed.view(np.uint32)[: layout.m_tiles].astype(np.int64)
+    assert set(of_slots) == set(range(layout.m_tiles))
+    np.testing.assert_array_equal(packed.view(np.uint32)[layout.m_tiles :][: layout.m_tiles], np.argsort(of_slots))
+    sizes = entries_of(layout, packed)[:, -1].astype(np.int64)
+    in_turn = entries_of(layout, pack_matrix(replace(layout, is_dealt=False), matrix))[:, -1].astype(np.int64)
+    np.testing.assert_array_equal(sizes, in_turn[of_slots])
+    shares, before = ([counts[position::4].sum() for position in range(4)] for counts in (sizes, in_turn))
+    assert max(shares) - min(shares) < 16 and max(before) - min(before) > 32
 
 
 def test_what_there_is_no_room_for_is_refused() -> None:
@@ -111,13 +133,13 @@ def test_product_against_float64(case: str) -> None:
 
 def lots(layout: MatrixLayout, packed: Bytes) -> tuple[Any, Any]:
     """The u16 of the matrix by lines, and the lines that lots begin with."""
-    entries = packed[: 4 * layout.m_tiles * (layout.chunks + 1)].view(np.uint32).reshape(layout.m_tiles, -1)
+    entries = entries_of(layout, packed)
     first = [begin + np.arange(0, max(count, 1), 16) // 16 * 129 for begin, count in entries[:, [0, -1]].astype(int)]
     return packed.view(np.uint16).reshape(-1, 64), np.concatenate(first)
 
 
 def the_lots_of_the_neighbour(layout: MatrixLayout, packed: Bytes) -> None:
-    entries = packed[: 4 * layout.m_tiles * (layout.chunks + 1)].view(np.uint32).reshape(layout.m_tiles, -1)
+    entries = entries_of(layout, packed)
     entries[0] = entries[1]
 
 

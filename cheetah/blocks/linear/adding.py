@@ -94,15 +94,17 @@ class Adding:
     # -- finishing -------------------------------------------------------------------------------------------------
 
     @ch.inline
-    def finish(self, share: Share, epilogue: Epilogue, scale: ColumnScale | None = None) -> None:
+    def finish(
+        self, share: Share, epilogue: Epilogue, scale: ColumnScale | None = None, dealt: ch.Expr | None = None
+    ) -> None:
         """The rows of the block's M-tiles of a matrix, as the consumer warps hand them over, times the scale of their
-        column."""
+        column. dealt: of a matrix whose M-tiles are dealt by bytes which of them lies in a slot (u32)."""
         arguments = epilogue.arguments if isinstance(epilogue, PublishedRows) else ()
-        if arguments and type(share) is Share and scale is None:
+        if arguments and type(share) is Share and scale is None and dealt is None:
             self._finish_matrix(share.matrix, record_of(share.matrix), epilogue, arguments)
             return
         with ch.outline(f"finish_{share.matrix.name}", share.about_finish):
-            self._finish(share, epilogue, scale, arguments)
+            self._finish(share, epilogue, scale, arguments, dealt)
 
     @ch.function
     def _finish_matrix(
@@ -113,14 +115,24 @@ class Adding:
         self._finish(share, epilogue, None, arguments)
 
     @ch.inline
-    def _finish(self, share: Share, epilogue: Epilogue, scale: ColumnScale | None, arguments: tuple[Any, ...]) -> None:
+    def _finish(
+        self,
+        share: Share,
+        epilogue: Epilogue,
+        scale: ColumnScale | None,
+        arguments: tuple[Any, ...],
+        dealt: ch.Expr | None = None,
+    ) -> None:
         share.begin(self.machine.adder)
         position, turn = share.position, self.turn
         with share.if_any(position):
             scaling = None if scale is None else self._begin_scaling(scale)
             for m_tile in share.m_tiles(position):
                 with self._if_ours():
-                    self._take(share.matrix, m_tile, epilogue, scaling, arguments)
+                    own = m_tile
+                    if dealt is not None:
+                        own = ch.const(ty.u32, prim.load_constant_u32(dealt + m_tile), name="own_tile")
+                    self._take(share.matrix, own, epilogue, scaling, arguments)
                 turn.advance()
             if scaling is not None:
                 self._end_scaling()

@@ -51,7 +51,8 @@ class LotWalk:
     def _words(self, m_tile: ch.Expr, first: ch.Expr, end: ch.Expr) -> dict[str, ch.Expr]:
         """What the index says of a run; each is a load."""
         chunks = self.matrix.chunks
-        entries = ch.reinterpret(ty.ptr(ty.u32), self.first_byte) + m_tile * (chunks + 1)
+        index = ch.reinterpret(ty.ptr(ty.u32), self.first_byte) + self.matrix.m_tiles * 2
+        entries = index + m_tile * (chunks + 1)
         places = {"begin": 0, "total": chunks, "before": first, "behind": end}
         words = {
             name: ch.const(ty.u32, prim.load_constant_u32(entries + place), name=f"next_{name}")

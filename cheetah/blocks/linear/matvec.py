@@ -42,6 +42,7 @@ class Matvec:
         self.machine, self.columns, self.ring = columns.machine, columns, ring
         self.weights, self.timeline = weights, timeline
         self.layer_offset: ch.Expr = ch.argument(0, ty.u64)
+        self.layer: tuple[ch.Expr, int] = ch.argument(0), 0
         self.reductions = Reductions(columns)
         self.adding = Adding(self.reductions)
         self.chunks = Chunks(columns, ring, timeline)
@@ -55,6 +56,7 @@ class Matvec:
     def begin_layer(self, layer: ch.Expr, layer_stride: int) -> None:
         """In the producer role: the products that follow are of this layer, `layer_stride` bytes after the one
         before."""
+        self.layer = layer, layer_stride
         layer_offset = ty.u64(layer) * ch.named("LAYER_BYTES", layer_stride)
         self.layer_offset = layer_offset
 
@@ -76,7 +78,15 @@ class Matvec:
                 self.multiply(share, prologue)
                 self.timeline.stamp_here("done")
         with self.machine.adding(), ch.if_(when):
-            self.adding.finish(share, epilogue, prologue.scale_of_products())
+            self.adding.finish(share, epilogue, prologue.scale_of_products(), self._dealt(share.matrix))
+
+    def _dealt(self, layout: MatrixLayout) -> ch.Expr | None:
+        """In the adder role, of a matrix of the present layer: which M-tile lies in each slot, if they are dealt."""
+        if not layout.is_dealt:
+            return None
+        layer, stride = self.layer
+        offset = ty.u64(layer) * ch.named("LAYER_BYTES", stride) + layout.offset
+        return ch.reinterpret(ty.ptr(ty.u32), self.weights + offset)
 
     @ch.inline
     def copy(self, share: Share) -> None:

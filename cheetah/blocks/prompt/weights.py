@@ -302,9 +302,10 @@ class Window:
     @classmethod
     @ch.inline
     def of(cls, matrix: ch.Expr, layout: MatrixLayout, m_tile: ch.Expr, number: ch.Expr) -> Window:
-        chunks = layout.chunks
-        entries = ch.reinterpret(ty.ptr(ty.u32), matrix) + m_tile * (chunks + 1)
-        masks = ch.reinterpret(ty.ptr(ty.u32), matrix) + (layout.m_tiles * (chunks + 1) + m_tile * chunks)
+        chunks, index = layout.chunks, ch.reinterpret(ty.ptr(ty.u32), matrix)
+        slot = ch.const(ty.u32, prim.load_constant_u32(index + (m_tile + layout.m_tiles)), name="slot")
+        entries = index + (slot * (chunks + 1) + 2 * layout.m_tiles)
+        masks = index + (slot * chunks + layout.m_tiles * (chunks + 3))
         begin = ch.const(ty.u32, prim.load_constant_u32(entries), name="begin")
         of_windows = ch.const(ty.u32, prim.load_constant_u32(entries + number), name="of_windows")
         there = ch.const(ty.u32, prim.load_constant_u32(masks + number), name="there")
