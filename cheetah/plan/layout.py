@@ -45,8 +45,8 @@ class MatrixLayout:
     indptr), see `index_bytes`, and ZERO_BLOCKS blocks of zeros. A chunk is a window of columns there.
 
     is_brief, is_once: see `Product`; by_numbers: see `Plan`. experts: so many such matrices, one behind the other.
-    is_dealt: M-tiles differ in bytes and are dealt to blocks by these (`cheetah.plan.dealing`): what is said of M-tile m
-    is said of a slot then, in which another M-tile lies."""
+    is_dealt: M-tiles differ in bytes and are dealt to blocks by these (`cheetah.plan.dealing`): what is said of M-tile
+    m is said of a slot then, in which another M-tile lies."""
 
     name: str
     rows: int

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from cheetah.blocks.linear.matvec import Matvec
 from cheetah.models.config import ModelConfig
 from tests.program.layer_kinds import fused, sandwich, ungated
 from tests.program.quantized_weights import QuantizedWeights
@@ -116,6 +117,17 @@ def test_logits_of_every_position(case: str) -> None:
     found = ready.session("random", 1).score(ids)
     tolerance = EIGHT_BIT_LOGITS if ready.plan.kv_dtype == "e4m3" else LOGITS
     assert relative_error(found, float32_logits(ready.weights, ids)) < tolerance
+
+
+@pytest.mark.slow
+@pytest.mark.exhaustive
+def test_rows_of_the_m_tiles_that_would_be_dealt_in_turn_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Matvec, "_dealt", lambda self, layout: None)
+    config, formats, fields = CASES["llama, two tokens, blocks one by one"]
+    weights = QuantizedWeights(replace(config, weight_formats=formats), scales="bf16")
+    ready = Rig(weights, blocks=3, consumer_warps=2, max_context=128, **fields)
+    ids = token_ids(12, config.vocab_size)
+    assert relative_error(ready.session("random", 1).score(ids), float32_logits(weights, ids)) > LOGITS
 
 
 @pytest.mark.slow
