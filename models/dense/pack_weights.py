@@ -13,10 +13,11 @@ from __future__ import annotations
 import math
 import os
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, cast
 
 import numpy as np
@@ -211,16 +212,21 @@ class _Source:
             yield from staged.pieces(self.watch) if staged and is_staged else matrix.pieces(self.watch)
 
 
-def _norms_piece(config: ModelConfig, tensor: ReadTensor) -> Piece:
-    names = norm_tensors(config)
+def _rows_piece(name: str, shape: tuple[int, ...], rows: Sequence[Callable[[], Bits | int]], width: int) -> Piece:
+    """A buffer of rows of 16 bits, of which so many numbers are given, or one for all, with zeros behind."""
 
     def make(memory: Bytes) -> None:
-        norms = memory.view(np.uint16).reshape(len(names), config.padded_hidden)
-        norms[:, config.hidden_size :] = 0
-        for row, name in zip(norms, names, strict=True):
-            row[: config.hidden_size] = ONE if name is None else tensor(name)
+        made = memory.view(np.uint16).reshape(-1, shape[-1])
+        made[:, width:] = 0
+        for row, given in zip(made, rows, strict=True):
+            row[:width] = given()
 
-    return Piece("norms", 0, len(names) * config.padded_hidden * 2, (make,))
+    return Piece(name, 0, math.prod(shape) * 2, (make,))
+
+
+def _norms_piece(config: ModelConfig, tensor: ReadTensor) -> Piece:
+    rows = [(lambda: ONE) if name is None else partial(tensor, name) for name in norm_tensors(config)]
+    return _rows_piece("norms", (len(rows), config.padded_hidden), rows, config.hidden_size)
 
 
 def _biases_piece(config: ModelConfig, tensor: ReadTensor, layout: MatrixLayout, rank: Rank) -> Piece:
@@ -270,24 +276,16 @@ def _head_norms_piece(config: ModelConfig, tensor: ReadTensor) -> Piece:
 def _sinks_piece(config: ModelConfig, tensor: ReadTensor, rank: Rank) -> Piece:
     shape, heads = vector_shapes(config, rank.size)["sinks"], rank.part(config.query_heads)
 
-    def make(memory: Bytes) -> None:
-        for layer, row in enumerate(memory.view(np.uint16).reshape(shape)):
-            row[:] = tensor(SINKS.format(layer=layer))[heads.start : heads.stop]
+    def sinks(layer: int) -> Bits:
+        return tensor(SINKS.format(layer=layer))[heads.start : heads.stop]
 
-    return Piece("sinks", 0, math.prod(shape) * 2, (make,))
+    return _rows_piece("sinks", shape, [partial(sinks, layer) for layer in range(config.layers)], shape[-1])
 
 
 def _norms_behind_piece(config: ModelConfig, tensor: ReadTensor) -> Piece:
-    shape = vector_shapes(config)["norms_behind"]
     names = [name.format(layer=layer) for layer in range(config.layers) for name in BEHIND.values()]
-
-    def make(memory: Bytes) -> None:
-        norms = memory.view(np.uint16).reshape(len(names), config.padded_hidden)
-        norms[:, config.hidden_size :] = 0
-        for row, name in zip(norms, names, strict=True):
-            row[: config.hidden_size] = tensor(name)
-
-    return Piece("norms_behind", 0, math.prod(shape) * 2, (make,))
+    rows = [partial(tensor, name) for name in names]
+    return _rows_piece("norms_behind", vector_shapes(config)["norms_behind"], rows, config.hidden_size)
 
 
 def _delta_pieces(config: ModelConfig, tensor: ReadTensor) -> Iterator[Piece]:
@@ -308,12 +306,8 @@ def _delta_pieces(config: ModelConfig, tensor: ReadTensor) -> Iterator[Piece]:
 
 
 def _known_norm_piece(config: ModelConfig, tensor: ReadTensor) -> Piece:
-    def make(memory: Bytes) -> None:
-        weights = memory.view(np.uint16)
-        weights[config.hidden_size :] = 0
-        weights[: config.hidden_size] = tensor(HIDDEN_NORM)
-
-    return Piece("known_norm", 0, config.padded_hidden * 2, (make,))
+    rows = [partial(tensor, HIDDEN_NORM)]
+    return _rows_piece("known_norm", (config.padded_hidden,), rows, config.hidden_size)
 
 
 def _places_piece(config: ModelConfig, rows: ReadRows) -> Piece:
