@@ -23,7 +23,6 @@ from cheetah.plan import Gpu, Plan, shared_map
 
 __all__ = [
     "KERNEL_NAME",
-    "Step",
     "build_kernel",
     "exchanged_vectors",
     "kernel_parameters",
@@ -46,8 +45,8 @@ def build_kernel(config: ModelConfig, gpu: Gpu, plan: Plan, traced: bool = False
     def decode_step(**arguments: Any) -> None:
         launch = Launch.of(arguments)
         machine = start_machine(shape, plan, gpu, shared_map(shape, plan, gpu), launch.rank)
-        steps = Step if config.drafter is None else DraftingStep
-        steps(config, machine, launch).emit()
+        parts = StepParts if config.drafter is None else DraftingParts
+        emit(parts(config, machine, launch))
 
     return decode_step
 
@@ -57,26 +56,19 @@ def phase_rows(config: ModelConfig, plan: Plan) -> tuple[PhaseRow, ...]:
     return page_of_plan(config, plan).rows
 
 
-class Step(StepParts):
-    """The program of the launch: steps, layers, phases."""
-
-    @ch.inline
-    def emit(self) -> None:
-        """Set up, then every step: the layers, the head, the choice of the next token."""
-        roles = self.machine.roles
-        self.set_up()
-        with ch.roles_for(roles, self.launch.steps, name="step") as step:
-            self.begin_step(step)
-            with ch.roles_for(roles, self.shape.layers, name="layer") as layer:
-                self.begin_layer(layer)
-                self.emit_own(step, layer)
-                for line in self.page.common:
-                    self.emit_line(line, step, layer)
-            self.end_layers()
-            self.emit_head(step, self.layer_epoch)
-            self.end_step(step)
-        emit_roles(self.machine)
-
-
-class DraftingStep(DraftingParts, Step):
-    """The same of a head that drafts for another model."""
+@ch.inline
+def emit(parts: StepParts) -> None:
+    """The program of the launch: set up, then every step: the layers, the head, the choice of the next token."""
+    roles = parts.machine.roles
+    parts.set_up()
+    with ch.roles_for(roles, parts.launch.steps, name="step") as step:
+        parts.begin_step(step)
+        with ch.roles_for(roles, parts.shape.layers, name="layer") as layer:
+            parts.begin_layer(layer)
+            parts.emit_own(step, layer)
+            for line in parts.page.common:
+                parts.emit_line(line, step, layer)
+        parts.end_layers()
+        parts.emit_head(step, parts.layer_epoch)
+        parts.end_step(step)
+    emit_roles(parts.machine)
