@@ -7,7 +7,6 @@ from itertools import islice
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 
 from benchmarks import identical
@@ -42,18 +41,19 @@ class Remembering:
         return SimpleNamespace(token_ids=tuple(ids), outputs=[SimpleNamespace(logprobs=None)])
 
 
-@pytest.mark.parametrize(("wrong", "differing"), [(0, 0), (3, 8)])
+@pytest.mark.parametrize(("wrong", "differing"), [(0, 0), (3, 24)])
 def test_answers_that_differ_are_counted(wrong: int, differing: int) -> None:
     llm = Remembering(wrong)
-    found = [*identical.compared(llm, "it", 8 * 3 * 10, 10)]  # type: ignore[arg-type]
-    assert [one.batch for one in found] == [*range(1, 9)] and sum(one.tokens for one in found) == 240
+    found = [*identical.compared(llm, "it", 2 * 36 * 10, 10, seed=1)]  # type: ignore[arg-type]
+    assert [one.batch for one in found] == [*range(1, 9)]
+    assert [one.tokens for one in found] == [2 * batch * 10 for batch in range(1, 9)]
     assert sum(one.differing for one in found) == differing
-    assert [*llm.together[:4]] == [3, 1, 1, 1] and llm.together[-2:] == [3, 3]
-    assert ("NO, 1 answers differ" if wrong else "identical: yes") in identical.line_of(found[-1])
+    assert [*llm.together[:6]] == [2, 1, 1, 4, 2, 2] and llm.together[-4:] == [8, 8, 8, 8]
+    assert ("NO, 6 answers differ" if wrong else "identical: yes") in identical.line_of(found[-1])
 
 
 def test_all_options_are_asked_for_in_turn() -> None:
-    asked = [*islice(identical.requests(50, 30, np.random.default_rng(1)), 20)]
+    asked = [*islice(identical.requests(50, 30, 1), 20)]
     assert len({one.params.seed for one in asked}) == 20
     for name in ("top_k", "min_p", "repetition_penalty", "logit_bias", "allowed_token_ids", "logprobs"):
         assert any(getattr(one.params, name) is not None for one in asked), name
