@@ -427,8 +427,10 @@ def fill_random(config: ModelConfig, manifest: Manifest, buffers: dict[str, Buff
     """Weights of any shape in seconds: random matrices of a scale that keeps activations near 1, norm weights of 1."""
     plan = Plan.from_dict(manifest.plan)
     tile = random_bits(config.hidden_size**-0.5)
-    for name in ("weights", "embedding"):
-        fill_with(buffers[name], tile)
+    fill_with(buffers["weights"], tile)
+    # What a sublayer adds is alike for all tokens. Beside embeddings as small as weights it would be most of a residual
+    # stream, and nearly all tokens would choose the same experts.
+    fill_with(buffers["embedding"], tile if config.shape.experts is None else random_bits(1.0))
     ones = np.ones(config.padded_hidden, ml_dtypes.bfloat16).view(np.uint16)
     fills = {"norms": ones, "norms_behind": ones, "head_norms": ones}
     fills |= {name: tile for name in buffers if name.endswith("biases") or name in ("sinks", "router_rows")}
