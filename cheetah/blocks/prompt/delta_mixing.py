@@ -178,8 +178,9 @@ class Mixing(PassMemory):
     @ch.inline
     def _begin(self, run: _Run, quads: list[tuple[Any, Any]]) -> tuple[Any, Any]:
         """Of each quad of channels (first row, word of a state where its numbers of the tokens before lie) what comes
-        before the run, [token][quad][pair], and its taps, [quad][pair]."""
-        before = ch.array(ty.u32, BEFORE * len(quads) * 2, zero=True)
+        before the run, [token][quad][pair], with its first token behind it, and its taps, [quad][pair]."""
+        before = ch.array(ty.u32, (BEFORE + 1) * len(quads) * 2, zero=True)
+        self._ask(run.column, [row for row, _ in quads], before, BEFORE * len(quads) * 2)
         taps = ch.array(ty.u32x4, len(quads) * 2)
         of_layer = self.parameters.taps + self.layer * (self.plan.heads.channels * TAPS)
         for number, (row, kept_at) in enumerate(quads):
@@ -200,19 +201,29 @@ class Mixing(PassMemory):
 
     @ch.inline
     def _mix_token(self, run: _Run, of_run: ch.Expr, rows: list[Any], before: Any, taps: Any, channels: Any) -> None:
-        """The channels of a token of the run; it is one of those before then."""
-        words = 2 * len(rows)
+        """The channels of a token of the run; it is one of those before then. The next one's rows are on their way
+        while those of this one are mixed: `before` has them behind those of the tokens before."""
+        words, last = 2 * len(rows), BEFORE * 2 * len(rows)
+        own = ch.array(ty.u32, words)
+        for at in range(words):
+            own[at] = before[last + at]
+        self._ask(run.column + ch.minimum(of_run + 1, RUN - 1), rows, before, last)
+        for at in range(words):
+            tokens = [before[token * words + at] for token in range(BEFORE)]
+            for index, half in enumerate((prim.bf16x2_low, prim.bf16x2_high)):
+                raw = [half(one) for one in (*tokens, own[at])]
+                channels[at * 2 + index] = silu(mixed_channel(raw, taps[at], index))
+            for token in range(BEFORE - 1):
+                before[token * words + at] = before[(token + 1) * words + at]
+            before[(BEFORE - 1) * words + at] = own[at]
+
+    @ch.inline
+    def _ask(self, column: Any, rows: list[Any], into: Any, first: int) -> None:
+        """A token's rows, four from each of `rows` on."""
         for number, row in enumerate(rows):
-            pairs = ch.const(ty.u32x2, self._pairs(run.column + of_run, row), name="pairs")
+            pairs = ch.const(ty.u32x2, self._pairs(column, row), name="pairs")
             for pair, word in enumerate((pairs.x, pairs.y)):
-                at = number * 2 + pair
-                tokens = [before[token * words + at] for token in range(BEFORE)]
-                for index, half in enumerate((prim.bf16x2_low, prim.bf16x2_high)):
-                    raw = [half(one) for one in (*tokens, word)]
-                    channels[at * 2 + index] = silu(mixed_channel(raw, taps[at], index))
-                for token in range(BEFORE - 1):
-                    before[token * words + at] = before[(token + 1) * words + at]
-                before[(BEFORE - 1) * words + at] = word
+                into[first + number * 2 + pair] = word
 
     @ch.inline
     def _store_four(self, place: ch.Expr, numbers: Any, first: int) -> None:
