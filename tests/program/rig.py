@@ -164,3 +164,13 @@ def relative_error(got: NDArray[Any], wanted: NDArray[Any]) -> float:
 def bits(values: F32) -> NDArray[np.uint32]:
     """float32 as its bits, so that equal means equal."""
     return np.ascontiguousarray(values).view(np.uint32)
+
+
+def same_bits_alone(rig: Rig, several: Sequence[Sequence[int]]) -> list[F32]:
+    """The logits of sequences that share steps, which are those that each has by itself."""
+    session = rig.session("priority", 2)
+    together = session.score_together(several, [session.sequence() for _ in several])
+    for ids, found in zip(several, together, strict=True):
+        session = rig.session("random", 1)
+        np.testing.assert_array_equal(bits(found), bits(session.score_together([ids], [session.sequence()])[0]))
+    return together

@@ -36,6 +36,7 @@ from tests.program.rig import (
     kept_kernel,
     random_weights,
     relative_error,
+    same_bits_alone,
     token_ids,
 )
 from tests.tiers import tiered
@@ -104,14 +105,7 @@ def test_the_bits_of_a_sequence_do_not_depend_on_its_company(sync: str) -> None:
     """Some tokens are those of another sequence, so their experts are the same; others are not."""
     several = [token_ids(9, 50, seed=seed) for seed in range(4)]
     several[1][:5] = several[0][:5]
-    alone = []
-    for ids in several:
-        session = of_four(sync).session("random", 1)
-        alone.append(session.score_together([ids], [session.sequence()])[0])
-    session = of_four(sync).session("priority", 2)
-    together = session.score_together(several, [session.sequence() for _ in several])
-    for found, wanted in zip(together, alone, strict=True):
-        np.testing.assert_array_equal(bits(found), bits(wanted))
+    together = same_bits_alone(of_four(sync), several)
     wanted = float32_logits(of_four(sync).weights, several[0])
     assert relative_error(together[0], wanted) < LOGITS
 

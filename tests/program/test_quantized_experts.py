@@ -9,7 +9,6 @@ from dataclasses import replace
 from functools import cache
 from typing import Any
 
-import numpy as np
 import pytest
 
 from cheetah.blocks.linear.matvec import Matvec
@@ -17,7 +16,7 @@ from cheetah.generate import generate_kernel
 from cheetah.models.config import ConfigError, ModelConfig
 from cheetah.plan import PlanError
 from tests.program.quantized_weights import QuantizedWeights
-from tests.program.rig import Rig, bits, emulated_gpu, float32_logits, relative_error, token_ids
+from tests.program.rig import Rig, emulated_gpu, float32_logits, relative_error, same_bits_alone, token_ids
 from tests.program.test_experts import qwen
 from tests.tiers import tiered
 from tests.tolerances import LOGITS
@@ -70,13 +69,7 @@ def test_logits_of_every_position(case: str) -> None:
 
 
 def test_the_bits_of_a_sequence_do_not_depend_on_its_company() -> None:
-    ready = rig("two tokens, digits, then bytes")
-    several = [token_ids(6, 50, seed=seed) for seed in range(2)]
-    session = ready.session("priority", 2)
-    together = session.score_together(several, [session.sequence() for _ in several])
-    for ids, found in zip(several, together, strict=True):
-        session = ready.session("random", 1)
-        np.testing.assert_array_equal(bits(found), bits(session.score_together([ids], [session.sequence()])[0]))
+    same_bits_alone(rig("two tokens, digits, then bytes"), [token_ids(6, 50, seed=seed) for seed in range(2)])
 
 
 def test_factors_of_the_last_expert_for_all_are_seen() -> None:
