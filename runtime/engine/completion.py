@@ -38,6 +38,7 @@ class Completion:
         self.prompt_logprobs: list[TokenLogprobs] = [] if read is None else read
         self.cached_tokens = 0
         self.parting = 0  # behind how many tokens it parts from a prompt that was read before
+        self.kept = 0  # of how many tokens a state is kept, for others too: the last one that it knows of
         self.keeps_at: int | None = None  # behind how many its state is kept, once a launch ends there
         self.has_ended = self.has_failed = False
         self.worth: Worth | None = None  # of drafts, once some could have been made

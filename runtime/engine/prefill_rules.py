@@ -12,6 +12,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import lcm
 
+LEAST_KEPT = 128
+"""Tokens of a pass that take no longer than fewer, about: where passes read prompts, as many are worth a state that is
+kept of them, for which a pass has to end there and another one reads the rest."""
+
 
 @dataclass(frozen=True)
 class FewestSteps:
@@ -36,6 +40,11 @@ class FewestSteps:
     def unit(self) -> int:
         """A prompt begins with a multiple of so many tokens of others."""
         return self.page_size
+
+    @property
+    def least_kept(self) -> int:
+        """Tokens behind a state that is kept, for another to be worth it."""
+        return max(self.unit, LEAST_KEPT) if self.has_passes else self.unit
 
     def reused(self, cached: int) -> int:
         """Of `cached` known tokens, whole pages, how many a prompt begins with."""

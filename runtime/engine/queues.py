@@ -90,7 +90,8 @@ class Queues:
             of_each_other = missing + len(first.cache.pages) - (len(first.ids) - 1) // first.cache.page_size
             spare = self.unclaimed_pages() - missing
             if spare >= 0:
-                first.cached_tokens, first.parting = first.cache.length, self._parting(first)
+                first.cached_tokens = first.kept = first.cache.length
+                first.parting = self._parting(first)
                 self._tokens_looked_up += len(first.ids)
                 self._tokens_found += first.cached_tokens
                 group = [first] if first.made else alike[: 1 + spare // of_each_other]
@@ -122,21 +123,25 @@ class Queues:
         """Where a launch is to end that reads the next of a prompt's `known` ids, if it reads as far: at the next place
         where its state is to be kept, so that others may begin there.
 
-        That is before its last token, where it parts from a prompt that was read before, and from the next in line."""
-        cache, ends = completion.cache, [known]
+        That is before its last token, where it parts from a prompt that was read before, and from the next in line, if
+        it is far enough behind the last such place."""
+        cache, ends = completion.cache, list[int]()
         assert cache is not None
         if self._prefixes is not None and cache.pool.states.kept:
             of_next = same_tokens(completion.ids, self.waiting[0].ids) if self.waiting else 0
             unit = self.rule.unit
             ends += [min(place, known - 1) // unit * unit for place in (known - 1, completion.parting, of_next)]
-        completion.keeps_at = min(end for end in ends if end > cache.length or end == known)
+        least = max(cache.length + 1, completion.kept + self.rule.least_kept)
+        completion.keeps_at = min([end for end in ends if end >= least], default=known)
         return completion.keeps_at
 
     def keep_state(self, completion: Completion) -> None:
         """A launch has read more of its prompt: if that is as far as was wanted, its state is kept."""
         cache = completion.cache
         if self._prefixes is not None and cache is not None and cache.state is not None:
-            if cache.length == completion.keeps_at and cache.length % self.rule.unit == 0:
+            is_worth_it = cache.length >= completion.kept + self.rule.least_kept
+            if cache.length == completion.keeps_at and cache.length % self.rule.unit == 0 and is_worth_it:
+                completion.kept = cache.length
                 self._remember(completion)
                 self._prefixes.keep_state(completion.ids[: cache.length], cache.state)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 from zlib import crc32
 
@@ -142,6 +143,16 @@ def test_the_next_in_line_begins_where_it_parts_from_who_is_read() -> None:
     assert [made_by(events)[id] for id in ids] == [alone(Request(prompt, 3, Sampling())) for prompt in prompts]
 
 
+def test_few_tokens_are_worth_no_end_of_a_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where passes read prompts. Not at the 32 tokens where two part, nor 16 behind a state that is kept."""
+    monkeypatch.setattr("cheetah.runtime.engine.prefill_rules.LEAST_KEPT", 40)
+    rig = RememberingRig(4)
+    rig.engine._queues.rule = replace(rig.engine._queues.rule, has_passes=True)
+    parted = (*TEXT[:38], *TEXT[50:80])
+    assert [rig.asked(TEXT[:70]), rig.asked(parted[:58]), rig.asked(parted), rig.asked(parted)] == [0, 0, 48, 48]
+    assert rig.states.free == 4 + 4 - 2
+
+
 def test_turns_of_a_talk_go_on_from_the_last_prompt() -> None:
     rig, talk, found = RememberingRig(2), list(TEXT[:20]), []
     for turn in range(4):
@@ -161,8 +172,10 @@ def test_states_go_in_order_of_use_with_their_pages_and_by_request() -> None:
     assert rig.states.free == rig.states.count and rig.asked(first) == 0
 
 
-def test_who_gave_its_pages_back_goes_on_from_the_state_of_its_prompt() -> None:
-    rig = RememberingRig(3, pages=9, kv_chunk=None)
+def test_who_gave_its_pages_back_goes_on_from_the_state_of_its_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No clock decides who lacks pages when."""
+    monkeypatch.setattr("cheetah.runtime.engine.scheduler.LAUNCH_SECONDS", 0.0)
+    rig = RememberingRig(3, pages=9, launch_steps=1)
     requests = [Request((number + 1, *TEXT[:36]), 40, Sampling(1.1, number)) for number in range(3)]
     ids = [rig.engine.add(request)[0] for request in requests]
     found = made_by(rig.run())
