@@ -12,11 +12,15 @@ import pytest
 from numpy.typing import NDArray
 
 from cheetah.models.config import ModelConfig
+from cheetah.models.layer_kind import Routing
 from cheetah.models.llama import LlamaConfig
+from cheetah.models.olmo import Olmo3Config
 from cheetah.models.qwen3 import Qwen3Config
+from cheetah.models.qwen3_moe import Qwen3MoeConfig
 from cheetah.runtime.assembly.assemble import Assembly, assemble
 from cheetah.runtime.checkpoint.loading import open_checkpoint
 from cheetah.runtime.device.interface import DeviceError
+from cheetah.runtime.engine.kv_cache import CachedSequence
 from cheetah.runtime.engine.launches import Part
 from cheetah.runtime.sampling import Sampling
 from tests.program.rig import random_weights
@@ -28,6 +32,12 @@ SIZES: dict[str, Any] = {
     **{"vocab_size": 5003, "max_position_embeddings": 1024},
 }
 SMALL: dict[str, ModelConfig] = {"llama": LlamaConfig(**SIZES), "qwen3": Qwen3Config(**SIZES)}
+LAYER_TYPES = ("sliding_attention", "full_attention", "full_attention")
+IN_PASSES: dict[str, ModelConfig] = {
+    "llama": SMALL["llama"],
+    "experts": Qwen3MoeConfig(**SIZES, routing=Routing(16, 4)),
+    "norms over all heads": Olmo3Config(**SIZES, sliding_window=128, layer_types=LAYER_TYPES),
+}
 PUBLISHED = ("random:qwen3-0.6b", "random:llama-3.1-8b", "random:llama-3.1-8b@int4-g128", "random:llama-3.1-8b@fp8")
 """Models that have narrow M-tiles with two GPUs if and only if they have them with one."""
 TOGETHER = ("cuda:0,0", "cuda:0,1")
@@ -37,9 +47,10 @@ STEPS = 24
 @contextmanager
 def opened(weights: Any, device: str, **plan: Any) -> Iterator[Assembly]:
     """Skipped where there is no such device."""
+    passes = plan.pop("prompt_passes", False)
     fields = {"max_context": 512, "kv_chunk": 256, "max_steps": 32, **plan}
     try:
-        made = assemble(weights, device=device, quiet=True, overrides=fields, prompt_passes=False, timeout_s=20)
+        made = assemble(weights, device=device, quiet=True, overrides=fields, prompt_passes=passes, timeout_s=20)
     except DeviceError as error:
         if "GPUs are asked for" in str(error):
             pytest.skip(str(error))
@@ -81,6 +92,24 @@ def test_small_models_give_the_same_bits(name: str, batch: int, device: str) -> 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_published_shapes_give_the_same_bits(name: str, device: str) -> None:
     require_same(open_checkpoint(name), device, 1)
+
+
+def states_by(weights: Any, device: str) -> NDArray[np.uint16]:
+    """The last hidden states of two prompts that a pass reads side by side."""
+    with opened(weights, device, batch=2, prompt_passes=512) as made:
+        passes, first = made.passes[-1], made.launcher.cache
+        caches = [first, CachedSequence(first.pool, first.page_size, first.context)]
+        prompts = [[7 + place for place in range(301)], [9 + 3 * place for place in range(97)]]
+        parts = [Part(cache, prompt, len(prompt), wanted=8) for cache, prompt in zip(caches, prompts, strict=True)]
+        passes.launch_together(parts)
+        return passes._buffers["hidden_states"].download(np.uint16, (16, weights.config.padded_hidden))
+
+
+@pytest.mark.parametrize("device", TOGETHER)
+@pytest.mark.parametrize("name", IN_PASSES)
+def test_passes_leave_the_same_bits(name: str, device: str) -> None:
+    weights = random_weights(IN_PASSES[name])
+    assert np.array_equal(states_by(weights, device), states_by(weights, "cuda:0"))
 
 
 @pytest.mark.parametrize("device", TOGETHER)
