@@ -139,8 +139,16 @@ class Program(ABC):
         is called every few milliseconds (not of a sanitized program); what it raises, and KeyboardInterrupt, ends the
         launch where it is. The next one starts afresh, whatever this one left in the arrays.
         """
-        shape = _shape(
-            *(grid, block, shared_bytes, scheduler, seed, switch_limit or 0, chunk_limit or 0, poisoned or {}, noted)
+        _check_shape(block, shared_bytes, scheduler)
+        shape = LaunchShape(
+            *(
+                _three("grid", grid),
+                _three("block", block),
+                shared_bytes,
+                SCHEDULERS.index(scheduler),
+                seed % (1 << 64),
+            ),
+            *(switch_limit or 0, chunk_limit or 0, poisoned or {}, noted),
         )
         for of_rank in arguments:
             if len(of_rank) != len(self.parameters):
@@ -423,8 +431,7 @@ def _check_scalar(place: str, parameter: Parameter, argument: Argument) -> None:
         raise CheetahError(f"{place}: wants a number, got {type(argument).__name__}")
 
 
-def _shape(grid: Extent, block: Extent, shared_bytes: int, scheduler: str, seed: int, *others: Any) -> LaunchShape:
-    """others: the fields of `LaunchShape` from switch_limit on."""
+def _check_shape(block: Extent, shared_bytes: int, scheduler: str) -> None:
     if scheduler not in SCHEDULERS:
         raise CheetahError(f"no scheduler {scheduler!r}; there are {', '.join(SCHEDULERS)}")
     threads = math.prod(_three("block", block))
@@ -432,14 +439,6 @@ def _shape(grid: Extent, block: Extent, shared_bytes: int, scheduler: str, seed:
         raise CheetahError(f"{threads} threads in a block; a block has at most 1024")
     if shared_bytes < 0:
         raise CheetahError(f"{shared_bytes} bytes of shared memory")
-    return LaunchShape(
-        _three("grid", grid),
-        _three("block", block),
-        shared_bytes,
-        SCHEDULERS.index(scheduler),
-        seed % (1 << 64),
-        *others,
-    )
 
 
 def _three(what: str, extent: Extent) -> tuple[int, int, int]:
