@@ -57,7 +57,7 @@ CASES: dict[str, tuple[ModelConfig, Formats, dict[str, Any]]] = {
     ),
     "llama, two tokens, blocks one by one": (
         *(model(144, 1100), tuple((name, WINDOWS) for name in ("qkv", "o", "gate_up", "down"))),
-        {"tokens": 2, "down_slices": 2},
+        {"tokens": 2, "down_slices": 3},  # of two windows
     ),
     "llama, eight tokens, blocks one by one, parts that come ahead": (
         *(model(144, 1100), tuple((name, WINDOWS) for name in ("qkv", "o", "gate_up", "down"))),

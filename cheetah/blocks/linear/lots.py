@@ -35,7 +35,7 @@ class LotWalk:
         for run in share.runs(position):
             begin, total, before, behind = (ch.const(ty.u32, one, name="of_run") for one in known)
             following = self._words(*self._behind(run))
-            self._copy_run(begin, total, before, behind)
+            self._copy_run(begin, total, before, behind, run.first < run.end)
             for one, word in zip(known, following.values(), strict=True):
                 one.set(word)
 
@@ -60,11 +60,12 @@ class LotWalk:
         }
         return {**words, "before": ch.select(first == 0, ty.u32(0), words["before"])}
 
-    def _copy_run(self, begin: ch.Expr, total: ch.Expr, before: ch.Expr, behind: ch.Expr) -> None:
-        """The lots that have blocks `before` to `behind` of an M-tile's `total`; one at least."""
+    def _copy_run(self, begin: ch.Expr, total: ch.Expr, before: ch.Expr, behind: ch.Expr, is_some: ch.Value) -> None:
+        """The lots that have blocks `before` to `behind` of an M-tile's `total`; one at least, unless rounding left the
+        slice no windows."""
         lots = ch.const(ty.u32, ch.maximum((total + (LOT_BLOCKS - 1)) // LOT_BLOCKS, 1), name="lots")
         first = ch.const(ty.u32, ch.minimum(before // LOT_BLOCKS, lots - 1), name="first_lot")
-        end = ch.maximum((behind + (LOT_BLOCKS - 1)) // LOT_BLOCKS, first + 1)
+        end = ch.select(is_some, ch.maximum((behind + (LOT_BLOCKS - 1)) // LOT_BLOCKS, first + 1), first)
         with ch.for_(first, end, unroll=1, name="lot") as lot:
             blocks = ch.minimum(total - lot * LOT_BLOCKS, LOT_BLOCKS)
             size = ch.const(ty.u32, blocks * BF16.tile_bytes + LOT_LINE_BYTES, name="size")
