@@ -287,11 +287,12 @@ class Engine:
     def _fit_for_embedding(self, prompts: Sequence[Sequence[int]]) -> int:
         """How many of the first prompts are read together. An idle engine takes one at least."""
         room, page_size, count = self._queues.unclaimed_pages(), self.launcher.cache.page_size, 0
-        longest = self._passes[-1]
+        longest, states = self._passes[-1], self.launcher.cache.pool.states
         starts, lengths = [0] * len(prompts), [len(prompt) for prompt in prompts]
         for number, tokens in enumerate(longest.fitting(starts, lengths, longest.tokens)):
             room -= pages_for(lengths[number], page_size)
-            if room < 0 or (number and tokens < lengths[number]):
+            lacks_state = states.count > 0 and number >= states.free
+            if room < 0 or lacks_state or (number and tokens < lengths[number]):
                 break
             count += 1
         return count or int(self.is_idle)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 from commands import cheetah, refused
 
 from cheetah.tools.round_bench import drafts_for, parsed_lengths_of_rounds, round_ends
+from tests.program.test_hybrids import hybrid
 
 
 @pytest.mark.parametrize("length", [1, 1.5, 2.96, 4.59, 8])
@@ -29,6 +31,18 @@ def test_what_is_asked_for() -> None:
 @pytest.mark.parametrize("asked", ["0:1", "7:9", "7:0.5", "seven", "7:1,x"])
 def test_refused(asked: str) -> None:
     assert "--speculative" in refused("bench", "random:demo", "--speculative", asked)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.slow
+@pytest.mark.compiler
+def test_launches_of_a_model_that_remembers_begin_alike(tmp_path: Path) -> None:
+    """Gated DeltaNet: a launch that began with the states of the one before had other tokens."""
+    config = hybrid(1, 2, (0, 1, 2), layers=4, heads=2, dims=128)
+    (tmp_path / "config.json").write_text(json.dumps(config.to_dict()))
+    quick = ("--device", "emulator", "--steps", "4", "--repetitions", "1", "--warmup", "1", "--contexts", "20")
+    asked = ("bench", f"random:{tmp_path}", "--gpu", "emulator-2", "--speculative", "3:1,2.5", *quick)
+    assert "identical: yes" in cheetah(*asked).stdout
 
 
 @pytest.mark.slow

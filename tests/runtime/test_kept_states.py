@@ -6,6 +6,7 @@ from __future__ import annotations
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 from zlib import crc32
 
@@ -183,6 +184,13 @@ def test_who_gave_its_pages_back_goes_on_from_the_state_of_its_prompt(monkeypatc
     assert rig.engine.load().preemptions >= 1
     begun = [start for launch in rig.device.read for start, _ in launch]
     assert begun.count(32) > 3, "one began again from what was kept of its prompt"
+
+
+def test_no_more_prompts_are_embedded_together_than_there_are_states() -> None:
+    rig = RememberingRig(1)
+    engine, prompts = rig.engine, [TEXT[:9]] * 3
+    engine._passes = [SimpleNamespace(fitting=lambda starts, lengths, most: lengths, tokens=64)]  # type: ignore
+    assert [(engine._fit_for_embedding(prompts), rig.states.take())[0] for _ in range(5)] == [3, 3, 3, 2, 1]
 
 
 def test_what_was_no_number_is_kept_for_nobody() -> None:
