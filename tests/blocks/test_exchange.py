@@ -26,29 +26,48 @@ SIZES = {"even": WORDS, "odd": WORDS}
 KINDS = {"flags": FlaggedExchange, "barrier": BarrierExchange}
 
 
-def passing(sync: str, blocks: int, scope: str = "gpu") -> SmallKernel:
-    """Round r makes word i from words i and i + 1 of round r - 1; block i % blocks makes word i."""
+def passing(sync: str, blocks: int, scope: str = "gpu", inputs: dict[str, int] | None = None) -> SmallKernel:
+    """Round r makes word i from words i and i + 1 of round r - 1; block i % blocks makes word i. inputs: words are
+    pairs of bf16, as inputs of products: (i % 8 + r, the first of word i + 1 of round r - 1)."""
+
+    @ch.inline
+    def made(vector: Any, word: Any, round_: Any) -> Any:
+        if inputs is None:
+            return vector[word] * 3 + vector[(word + 1) % WORDS] + round_
+        low = ch.cast(ty.f32, word % 8 + round_)
+        return prim.pack_bf16x2(low, prim.bf16x2_low(vector[(word + 1) % WORDS]))
+
+    @ch.inline
+    def read(machine: Any, exchange: Any, name: str, epoch: Any) -> None:
+        units = machine.region("vector", ty.u32x4)
+        if inputs is not None:
+            exchange.wait_for_one(name, machine.thread % (WORDS // 4), epoch)
+        with ch.for_(machine.thread, WORDS // 4, machine.consumer_threads) as unit:
+            if inputs is None:
+                units[unit] = exchange.read4(name, unit, epoch)
+            else:
+                data = ch.array(ty.u32x4, UNITS)
+                exchange.read_units(name, data, unit, machine.consumer_threads, 1, epoch)
+                units[unit] = data[0]
 
     def body(machine: Any, ring: Any, given: dict[str, Any]) -> None:
         with machine.consumer:
-            exchange = make_exchange(machine, given["exchange"], SIZES, scope)
+            exchange = make_exchange(machine, given["exchange"], SIZES, scope, inputs=inputs)
             exchange.start()
             vector = machine.region("vector", ty.u32)
-            units = machine.region("vector", ty.u32x4)
             with ch.for_(machine.thread, WORDS, machine.consumer_threads) as word:
-                vector[word] = word * word
+                vector[word] = word * word if inputs is None else 0
             machine.meet()
             with ch.for_(0, given["rounds"], 2) as pair:
                 for number, name in enumerate(SIZES):
                     round_ = pair + number
                     first = machine.block + machine.thread * blocks
                     with ch.for_(first, WORDS, machine.consumer_threads * blocks) as word:
-                        value = vector[word] * 3 + vector[(word + 1) % WORDS] + round_
-                        exchange.publish(name, word, value, given["epoch"] + round_)
-                    exchange.meet()
+                        exchange.publish(name, word, made(vector, word, round_), given["epoch"] + round_)
+                    if inputs is None:
+                        exchange.meet()
                     machine.meet()
-                    with ch.for_(machine.thread, WORDS // 4, machine.consumer_threads) as unit:
-                        units[unit] = exchange.read4(name, unit, given["epoch"] + round_)
+                    read(machine, exchange, name, given["epoch"] + round_)
                     machine.meet()
             with ch.for_(machine.thread, WORDS, machine.consumer_threads) as word:
                 given["output"][machine.block * WORDS + word] = vector[word]
@@ -86,40 +105,6 @@ def test_every_block_reads_what_all_blocks_made(sync: str, blocks: int, scope: s
 INPUTS = dict.fromkeys(SIZES, 32)
 
 
-def passing_inputs(blocks: int) -> SmallKernel:
-    """The same with pairs of bf16, as inputs of products: (i % 8 + r, the first of word i + 1 of round r - 1)."""
-
-    @ch.inline
-    def body(machine: Any, ring: Any, given: dict[str, Any]) -> None:
-        with machine.consumer:
-            exchange = make_exchange(machine, given["exchange"], SIZES, inputs=INPUTS)
-            exchange.start()
-            vector = machine.region("vector", ty.u32)
-            units = machine.region("vector", ty.u32x4)
-            with ch.for_(machine.thread, WORDS, machine.consumer_threads) as word:
-                vector[word] = 0
-            machine.meet()
-            with ch.for_(0, given["rounds"], 2) as pair:
-                for number, name in enumerate(SIZES):
-                    round_ = pair + number
-                    first = machine.block + machine.thread * blocks
-                    with ch.for_(first, WORDS, machine.consumer_threads * blocks) as word:
-                        low = ch.cast(ty.f32, word % 8 + round_)
-                        made = prim.pack_bf16x2(low, prim.bf16x2_low(vector[(word + 1) % WORDS]))
-                        exchange.publish(name, word, made, given["epoch"] + round_)
-                    machine.meet()
-                    exchange.wait_for_one(name, machine.thread % (WORDS // 4), given["epoch"] + round_)
-                    with ch.for_(machine.thread, WORDS // 4, machine.consumer_threads) as unit:
-                        data = ch.array(ty.u32x4, UNITS)
-                        exchange.read_units(name, data, unit, machine.consumer_threads, 1, given["epoch"] + round_)
-                        units[unit] = data[0]
-                    machine.meet()
-            with ch.for_(machine.thread, WORDS, machine.consumer_threads) as word:
-                given["output"][machine.block * WORDS + word] = vector[word]
-
-    return SmallKernel(SHAPE, blocks, plan_of(SHAPE, blocks), PARAMETERS, body)
-
-
 def inputs_passed(kernel: SmallKernel, blocks: int, scheduler: str, seed: int) -> np.ndarray:
     workspace = allocate(FlaggedExchange.size_bytes(SIZES, INPUTS), np.uint8, fill=0)
     output = allocate((blocks, WORDS), np.uint32)
@@ -140,7 +125,7 @@ def bf16_pairs(low: np.ndarray, high: np.ndarray) -> np.ndarray:
 
 
 def test_inputs_of_products_carry_tags() -> None:
-    kernel = passing_inputs(3)
+    kernel = passing("flags", 3, inputs=INPUTS)
 
     def run(scheduler: str, seed: int) -> np.ndarray:
         output = inputs_passed(kernel, 3, scheduler, seed)
@@ -221,7 +206,7 @@ def test_tags_that_repeat_at_once_are_found(monkeypatch: pytest.MonkeyPatch) -> 
             return primitive(*arguments[:-1], arguments[-1] * 3, **scope)
 
         monkeypatch.setattr(prim, name, with_one_tag)
-    kernel = passing_inputs(3)
+    kernel = passing("flags", 3, inputs=INPUTS)
     outputs = [inputs_passed(kernel, 3, scheduler, seed) for scheduler in ("random", "priority") for seed in range(8)]
     assert not all(np.array_equal(output, np.broadcast_to(wanted_inputs(), output.shape)) for output in outputs)
 
