@@ -18,6 +18,7 @@ from typing import Any, Protocol
 from numpy.typing import NDArray
 
 from cheetah.emulator import SCHEDULERS, EmulatorError, ExploreReport, explore
+from cheetah.errors import CheetahError
 from cheetah.generate import choose_plan, describe_pass, generate_head, generate_kernel, generate_pass
 from cheetah.package import Generated
 from cheetah.plan import Gpu, ModelShape, Plan, PlanError, gpu_named
@@ -58,6 +59,8 @@ WARPS = {"consumer_warps": 8}
 AWKWARD_SHARE = 2
 """So many times as many schedules are spent on awkward models, which are small and are found to be wrong first."""
 PASS_TOKENS, LARGE_TILE = 64, 64
+SHORT_CONTEXT = 96
+"""Tokens of the sequences that remember."""
 FEW_SEQUENCES = {"batch": 2, "tokens": 2}
 """Of the kernels of steps beside passes."""
 CUT_SIZES: tuple[dict[str, int], ...] = (
@@ -193,9 +196,18 @@ Maker = partial[Case]
 def pieces(subject: Subject, gpu: str, sanitizer: bool = True, only: str = "") -> list[tuple[Maker, bool]]:
     """Who makes each case that is looked at, in this order, and whether the race detector gets it."""
     kinds = [only] if only else ["steps", "passes"]
+    if subject.config.delta_layers:
+        kinds = _kinds_of_hybrid(subject, only)
     explored = [(maker, False) for kind in kinds for maker in _MAKERS[kind](subject, gpu)]
     raced = [(maker, True) for kind in kinds if sanitizer for maker in _raced_makers(kind, subject)]
     return [*explored[:EARLY], *raced, *explored[EARLY:]]
+
+
+def _kinds_of_hybrid(subject: Subject, only: str) -> list[str]:
+    """What is looked at of a model with Gated DeltaNet. CheetahError where that is not known yet."""
+    if only == "passes" or subject.plan.get("drafts"):
+        raise CheetahError("check knows steps of Gated DeltaNet, and no passes or drafts beside it yet")
+    return ["steps"]
 
 
 def _explored_aloud(case: Case, seeds: int, schedulers: Sequence[str], first: bool, say: Progress) -> Verdict:
@@ -210,6 +222,8 @@ def _raced_aloud(case: Case, say: Progress) -> Verdict:
 def _step_makers(subject: Subject, gpu: str) -> list[Maker]:
     config, ranks = subject.config, gpu_named(gpu).ranks
     plan = _bare(subject.plan)
+    if config.delta_layers:  # a token that is remembered costs the emulator as much as many keys
+        plan = {"max_context": SHORT_CONTEXT, **plan}
     makers = awkward_subject, many_tokens_subject, barrier_subject
     awkward, many, barrier = (make(config, plan, ranks=ranks) for make in makers)
     several = partial(JudgedSteps, is_of_several=True)

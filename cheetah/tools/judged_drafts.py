@@ -155,7 +155,8 @@ class JudgedDrafts(JudgedSteps):
         except LaunchFault as error:
             raise KernelFault(without_advice(error)) from error
         asked = scheduler, seed, is_short
-        return Transcript(asked, tuple(run.scored), tuple(run.drawn), session.cached(), session.exchanged())
+        kept = session.cached(), session.exchanged(), session.states()
+        return Transcript(asked, tuple(run.scored), tuple(run.drawn), *kept)
 
     def without_drafts(self) -> dict[str, list[int]]:
         """The tokens of each kind."""

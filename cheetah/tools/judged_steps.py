@@ -5,7 +5,7 @@ The device lays traps (see `JudgingDevice`): where a kernel may not look there i
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import product
@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from cheetah.emulator import EmulatorError
 from cheetah.models.dense import program
+from cheetah.models.dense.delta import DeltaState
 from cheetah.models.dense.reference import Reference
 from cheetah.models.rounding import F32, Rounding, exact, round_to_bf16, round_to_e4m3
 from cheetah.models.sampling import adjusted, gumbel_noise, kept
@@ -24,6 +25,7 @@ from cheetah.runtime.engine.request_rows import bias_of, mask_of
 from cheetah.runtime.engine.watching import MASK_BITS
 from cheetah.tools.judging_device import KernelFault, Pace, judging
 from cheetah.tools.published import Comparison, Filled, Launched, LaunchedSequence, Texts, Token
+from cheetah.tools.remembered import memories, words_of_states
 from cheetah.tools.rig import Rig, Session
 from cheetah.tools.step_course import Course, CourseRun, Drawn, Scored
 
@@ -63,13 +65,15 @@ class Agreement:
 @dataclass(frozen=True)
 class Transcript:
     """What one run gave. asked: its scheduler, its seed, whether it was short. pool, exchange: the KV pool and the
-    exchanged vectors at the end: f32 states show what bf16 and the choice of a token hide."""
+    exchanged vectors at the end: f32 states show what bf16 and the choice of a token hide. states: what sequences
+    remember in layers of Gated DeltaNet."""
 
     asked: tuple[str, int, bool]
     scored: tuple[Scored, ...]
     drawn: tuple[Drawn, ...]
     pool: NDArray[Any]
     exchange: NDArray[np.uint8]
+    states: NDArray[np.uint32]
 
 
 class JudgedSteps:
@@ -82,15 +86,40 @@ class JudgedSteps:
         self.reference, self.rounded = reference_of(rig), reference_of(rig, round_to_bf16)
         exact_one, rounded = reference_of(rig), reference_of(rig, round_to_bf16)
         self.course = Course(rig, is_of_several)
-        for reference in (exact_one, rounded):
-            reference.forward(self.course.filling)
-        self.course.filled = np.stack([rounded.keys, rounded.values], axis=1)[:, :, :, : self.course.context]
+        self._states: dict[tuple[int, int], dict[int, DeltaState]] = {}
+        for begun, reference in ((self.reference, exact_one), (self.rounded, rounded)):
+            self._read_filling(begun, reference)
+        if self.config.delta_layers:
+            self.course.remembered = self._remembered
+        filled = np.stack([rounded.keys, rounded.values], axis=1)[:, :, :, : self.course.context]
+        self.course.filled = filled[self._with_keys]
         # Beside the references that begin anew: those that go on behind the filling's first tokens.
         self._numbers = rig.session().numbers_of
         self._behind = {
             id(one): (filled, filled.keys.copy(), filled.values.copy())
             for one, filled in ((self.reference, exact_one), (self.rounded, rounded))
         }
+
+    @property
+    def _with_keys(self) -> list[int]:
+        """The layers that have keys and values."""
+        return [layer for layer in range(self.config.layers) if layer not in self.config.delta_layers]
+
+    def _read_filling(self, begun: Reference, reference: Reference) -> None:
+        """By one that another stands beside; what is remembered is kept where caches are filled so far."""
+        wanted = self.course.filled_lengths if self.config.delta_layers else set()
+        for length, token in enumerate(self.course.filling, 1):
+            reference.step(token)
+            if length in wanted:
+                self._states[id(begun), length] = reference.states
+
+    def _remembered(self, filled: int, ids: Sequence[int]) -> NDArray[np.uint32]:
+        """What a state holds behind some of the filling's tokens, and others."""
+        heads, reference = self.config.shape.delta, self._beginning(self.rounded, filled)
+        assert heads is not None
+        for token in ids:
+            reference.step(token)
+        return words_of_states(heads, [reference.states[layer] for layer in heads.layers])
 
     def run(
         self, scheduler: str, seed: int, is_short: bool = False, published: list[Launched | Filled] | None = None
@@ -103,7 +132,7 @@ class JudgedSteps:
             run = CourseRun(self.course, session, published)
             run.short() if is_short else run.whole()
             exchange = session.exchanged()
-            found = Transcript(asked, tuple(run.scored), tuple(run.drawn), session.cached(), exchange)
+            found = Transcript(asked, tuple(run.scored), tuple(run.drawn), session.cached(), exchange, session.states())
             self._large_under = self._large_under or (scheduler, seed)  # the first alone: no other has shown more
             if self._large_under == (scheduler, seed) and not is_short and published is None:
                 run.too_large()
@@ -123,7 +152,8 @@ class JudgedSteps:
         sampled = {f"the tokens of {one.place}": np.array(one.tokens, np.int64) for one in found.drawn}
         scored = {f"the logits of {one.place}": one.found for one in found.scored}
         others = {f"the logits drawn from in {one.place}": one.logits for one in found.drawn}
-        return {**sampled, **scored, **others, "the KV pool": found.pool, "the exchange": found.exchange}
+        memory = {"the KV pool": found.pool, "the exchange": found.exchange, "the states": found.states}
+        return {**sampled, **scored, **others, **memory}
 
     def pace_problem(self) -> str:
         """What is wrong with how far the copies ran ahead."""
@@ -148,6 +178,7 @@ class JudgedSteps:
                 )
             else:
                 problems += self._wrong_pages(one, max(MOST_CACHED, 2 * allowed), is_decided)
+                problems += self._wrong_state(one, max(MOST_CACHED, 2 * allowed)) if is_decided.all() else ()
         problems += filter(None, (problem for one in found.drawn for problem in sampling_problems(one)))
         every = np.concatenate(errors)
         return Agreement(int(np.concatenate(decided).sum()), float(every.max()), allowed, tuple(problems))
@@ -174,9 +205,25 @@ class JudgedSteps:
         wrong = ~(np.linalg.norm(cached - wanted, axis=-1) <= allowed * np.linalg.norm(wanted, axis=-1))
         wrong &= decided
         if wrong.any():
-            layer, kind, position = map(int, np.argwhere(wrong)[0])
+            number, kind, position = map(int, np.argwhere(wrong)[0])
+            layer = self._with_keys[number]
             what = f"layer {layer}'s {('keys', 'values')[kind]} of position {scored.cached + position}"
             yield f"{scored.place}: all logits are right, but what is cached as {what} is not"
+
+    def _wrong_state(self, scored: Scored, allowed: float) -> Iterator[str]:
+        """What a sequence remembers behind a launch with right logits, if that is not what later ones begin with."""
+        heads = self.config.shape.delta
+        if heads is None or scored.state is None:
+            return
+        self.logits_by(self.rounded, scored)
+        states = self._begun(self.rounded, scored).states
+        wanted = np.stack([states[layer].memory for layer in heads.layers])
+        found = memories(heads, scored.state)
+        off, size = (np.linalg.norm(one, axis=(2, 3)) for one in (found - wanted, wanted))
+        if (wrong := ~(off <= allowed * size)).any():
+            layer, head = map(int, np.argwhere(wrong)[0])
+            what = f"what value head {head} of layer {heads.layers[layer]} remembers is not"
+            yield f"{scored.place}: all logits are right, but {what}: {off[layer, head] / size[layer, head]:.2e} off"
 
     def _first_off(self, found: Transcript, scored: Scored, number: int, allowed: float) -> str:
         """What is off first of the numbers that led to a position's logits."""
@@ -189,6 +236,8 @@ class JudgedSteps:
     def first_off(self, asked: tuple[str, int, bool], allowed: float) -> str:
         """What is off first in the launches of a run: they are made again, and what their blocks publish stands beside
         the reference that rounds. "" where nothing is."""
+        if self.config.delta_layers:  # whose layers publish other vectors
+            return ""
         noted, texts = list[Launched | Filled](), Texts()
         with suppress(EmulatorError):
             self.run(*asked, published=noted)
@@ -231,7 +280,8 @@ class JudgedSteps:
         self.logits_by(self.rounded, scored)
         reference = self._begun(self.rounded, scored)
         tokens = slice(scored.cached, scored.cached + len(scored.ids))
-        return np.stack([reference.keys[:, :, tokens], reference.values[:, :, tokens]], axis=1)
+        keys, values = (one[self._with_keys][:, :, tokens] for one in (reference.keys, reference.values))
+        return np.stack([keys, values], axis=1)
 
     def logits_by(self, reference: Reference, scored: Scored) -> F32:
         """What a reference has where a launch left logits."""
@@ -245,6 +295,7 @@ class JudgedSteps:
             return reference
         behind, keys, values = self._behind[id(reference)]
         behind.keys[:], behind.values[:], behind.length = keys, values, filled
+        behind.states = self._states.get((id(reference), filled), behind.states)
         return behind
 
 

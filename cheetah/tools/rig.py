@@ -204,6 +204,16 @@ class Session:
         for part, heads in zip(parts, np.split(pool, len(parts), axis=3), strict=True):
             part.upload(heads)
 
+    def states(self) -> NDArray[np.uint32]:
+        """What sequences remember in layers of Gated DeltaNet, u32 [states, layers, shares, words], if they do."""
+        if "states" not in self.buffers:
+            return np.zeros(0, np.uint32)
+        return np.asarray(self.buffers["states"].download(np.uint32, self.rig.manifest.buffer("states").shape))
+
+    def remember(self, state: int, words: NDArray[np.uint32]) -> None:
+        """Makes these the words of a state."""
+        self.buffers["states"].upload(words, state * words.nbytes)
+
     def words_of(self, name: str) -> list[NDArray[np.uint16]]:
         """A buffer's words of 16 bits, as every rank has them."""
         return [part.array.view(np.uint16) for part in buffers_of_ranks(self.buffers[name])]

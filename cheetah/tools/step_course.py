@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -41,13 +41,14 @@ LARGE_TOKENS = (1, 2, 3, 4, 5)
 class Scored:
     """Logits of a launch: after each of `ids`, which follow the first `cached` tokens of the filling. `found` f32
     [len(ids), vocab]; `place` says which launch that was; `pages`: the bits of keys and values that it cached [layers,
-    2, kv_heads, len(ids), head_dim]."""
+    2, kv_heads, len(ids), head_dim]; `state`: the words of what its sequence remembers then, where it does."""
 
     place: str
     cached: int
     ids: tuple[int, ...]
     found: F32
     pages: NDArray[Any]
+    state: NDArray[np.uint32] | None = None
 
 
 @dataclass(frozen=True)
@@ -77,7 +78,9 @@ def judged_context(config: ModelConfig, plan: Plan) -> int:
 class Course:
     """What the launches are given. Of a text, the filling, the reference writes the beginnings to caches.
 
-    is_of_several: see `CourseRun`. filled: the filling's keys and values [layers, 2, kv_heads, context, head_dim].
+    is_of_several: see `CourseRun`. filled: the filling's keys and values [layers, 2, kv_heads, context, head_dim], of
+    layers with attention. remembered: what a state holds behind so many of the filling's tokens and some others, where
+    sequences have states: these cannot go back.
     """
 
     def __init__(self, rig: Rig, is_of_several: bool = False) -> None:
@@ -91,6 +94,14 @@ class Course:
         )
         self.page_order = [int(page) for page in draw.permutation(rig.plan.kv_pages)]
         self.filled: F32 = np.zeros(0, np.float32)
+        self.remembered: Callable[[int, Sequence[int]], NDArray[np.uint32]] | None = None
+
+    @property
+    def filled_lengths(self) -> set[int]:
+        """How much of the filling caches are given."""
+        shared = self.context - 2 * (self.plan.tokens - self.plan.batch)
+        lengths = [max(0, length - given) for length in self.lengths for given in range(3)]
+        return {self.split, self.context - len(self.long), *lengths, *(min(one, shared) for one in lengths)}
 
     @property
     def split(self) -> int:
@@ -149,7 +160,8 @@ class CourseRun:
         caches = self._several()
         ids = self.course.filling[:TOGETHER_STEPS]
         parts = [self._asking(number, cache, ids, HIGHEST) for number, cache in enumerate(caches)]
-        begins = [part.cache.length for part in parts]
+        begins = [(part.cache.length, ()) for part in parts]
+        self._again(parts, begins)
         self._drawn(parts)
         self._again(parts, begins)
         self._all_end(parts)
@@ -165,8 +177,10 @@ class CourseRun:
         course, launcher = self.course, self.session.launcher
         hot = Sampling(TEMPERATURE, SAMPLING_SEED)
         prompted = launcher.launch(course.prompt, PROMPT_TOKENS + 2, Sampling()).token_ids
+        remembered = self._state(launcher.cache)
         drawn = launcher.launch(prompted[-1:], 3, hot).token_ids
         launcher.cache.length -= len(drawn)
+        self._go_back(launcher.cache, remembered)
         ended = launcher.launch(prompted[-1:], 3, replace(hot, stop_ids=(course.config.vocab_size, drawn[1])))
         stopped, steps = ended.token_ids, drawn.index(drawn[1]) + 1
         if stopped != drawn[:steps] or ended.steps != steps:
@@ -235,7 +249,8 @@ class CourseRun:
             logits = self.scored[number - len(caches)].found[-1]
             known = int(logits.argmax()), *ids[number]
             parts.append(self._asking(number, cache, known, float(logits.max())))
-        begins = [part.cache.length for part in parts]
+        begins = [(part.cache.length, ids[number]) for number, part in enumerate(parts)]
+        self._again(parts, begins)
         drawn = self._drawn(parts)
         for is_stopped in (True, False) if len(parts) > 1 else ():
             self._again(parts, begins)
@@ -259,10 +274,13 @@ class CourseRun:
         sampling = asked(number, self.course.config.vocab_size, known, highest)
         return Part(cache, known[-given:], TOGETHER_STEPS, sampling, known=known, prompt=len(known))
 
-    def _again(self, parts: Sequence[Part], begins: Sequence[int]) -> None:
-        """They are to go on from there once more."""
-        for part, length in zip(parts, begins, strict=True):
+    def _again(self, parts: Sequence[Part], begins: Sequence[tuple[int, Sequence[int]]]) -> None:
+        """They are to go on from there once more. begins: of each its length, and the ids that may be the last of it,
+        behind what it has of the filling."""
+        for number, (part, (length, ids)) in enumerate(zip(parts, begins, strict=True)):
             part.cache.length = length
+            filled = min(length, self.course.lengths[number])
+            self._remember(part.cache, filled, ids[: length - filled])
 
     def _drawn(self, parts: Sequence[Part]) -> list[tuple[int, ...]]:
         """What each of the sequences draws."""
@@ -292,6 +310,7 @@ class CourseRun:
         """The same again, but that the first sequence ends: with its first token, in the opposite order, so that it has
         the last column, or by the host from the first step on. The others go on as they did."""
         launcher = self.session.launcher
+        alone = self._behind_inputs(parts[0])
         ending = replace(parts[0], sampling=replace(parts[0].sampling, stop_ids=drawn[0][:1] if is_stopped else ()))
         order = -1 if is_stopped else 1
         launch = launcher.prepare([ending, *parts[1:]][::order])
@@ -303,6 +322,20 @@ class CourseRun:
         if found != [ended, *drawn[1:]]:
             how = "with its first token" if is_stopped else "by the host's word"
             raise KernelFault(f"sequences drew {found} where the first was to end {how}, else {[*drawn]}")
+        state = self._state(parts[0].cache)
+        if is_stopped and state is not None and alone is not None and not np.array_equal(state, alone):
+            raise KernelFault("a sequence that stopped, beside others that go on, remembers more than its tokens")
+
+    def _behind_inputs(self, part: Part) -> NDArray[np.uint32] | None:
+        """What a sequence remembers behind what it is given, by a launch of its own; then it is as before."""
+        before, length = self._state(part.cache), part.cache.length
+        if before is None:
+            return None
+        self.session.launcher.launch_together([replace(part, total=len(part.inputs))])
+        behind = self._state(part.cache)
+        part.cache.length = length
+        self._go_back(part.cache, before)
+        return behind
 
     def _shares_of_columns(self) -> None:
         """Sequences that have more and fewer of a step's columns."""
@@ -384,16 +417,31 @@ class CourseRun:
             pool[:, page, :, :, : slots.shape[3]] = slots
         self.session.cache(pool)
         cache.length = length
+        self._remember(cache, length, ())
         if length and self.published is not None:
             self.published.append(Filled(tuple(cache.pages), length))
         return length
+
+    def _remember(self, cache: CachedSequence, filled: int, ids: Sequence[int]) -> None:
+        """What a sequence remembers of so many tokens of the filling and those ids, where it has a state."""
+        if self.course.remembered is not None and cache.state is not None and cache.length:
+            self.session.remember(cache.state, self.course.remembered(filled, ids))
 
     def _note(
         self, place: str, cached: int, ids: Sequence[int], found: F32, cache: CachedSequence | None = None
     ) -> None:
         cache = cache or self.session.launcher.cache
         pages = self.session.cached_of(cache)[:, :, :, cached : cached + len(ids)]
-        self.scored.append(Scored(place, cached, tuple(ids), found, pages))
+        self.scored.append(Scored(place, cached, tuple(ids), found, pages, self._state(cache)))
+
+    def _go_back(self, cache: CachedSequence, remembered: NDArray[np.uint32] | None) -> None:
+        """A sequence remembers what it did, where it has a state."""
+        if remembered is not None and cache.state is not None:
+            self.session.remember(cache.state, remembered)
+
+    def _state(self, cache: CachedSequence) -> NDArray[np.uint32] | None:
+        """What a sequence remembers, where it has a state."""
+        return None if self.course.remembered is None else self.session.states()[cache.state].copy()
 
 
 def asked(number: int, vocab: int, known: Sequence[int], highest: float) -> Sampling:

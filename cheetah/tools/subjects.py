@@ -18,12 +18,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from cheetah.errors import CheetahError
 from cheetah.models.config import ModelConfig
 from cheetah.models.family import MatrixRows, QuantizedMatrix, Tensors
+from cheetah.models.layer_kind import DeltaNet
 from cheetah.models.registry import family_of
 from cheetah.models.rounding import F32, as_bf16, widen
 from cheetah.plan import Gpu, gpu_named
+from cheetah.plan.delta import DIMS
 from cheetah.plan.formats import BF16, KV_TILE_TOKENS, M_TILE_ROWS, VECTOR_COLUMNS
 from cheetah.plan.index import round_up
 from cheetah.plan.narrow import LEAST_COLUMNS_EMULATED
@@ -105,7 +106,7 @@ def barrier_subject(config: ModelConfig, plan: Mapping[str, Any], ranks: int = 1
     small = sized(config, dealt(BEHIND_BARRIER, ranks), max(ranks, min(config.kv_heads, MOST_KV_HEADS)))
     fields: dict[str, Any] = {
         "sync": "barrier" if ranks == 1 else "flags",
-        "kv_dtype": "e4m3",
+        "kv_dtype": "bf16" if config.delta_layers else "e4m3",
         "page_size": 48,
         "kv_chunk": KV_TILE_TOKENS,
         **({} if config.routing and plan.get("tokens") == 1 else {"down_slices": 4}),
@@ -152,8 +153,6 @@ def fused_subject(config: ModelConfig, plan: Mapping[str, Any]) -> Subject:
 def sized(config: ModelConfig, sizes: Mapping[str, int], kv_heads: int, layers: int = MOST_LAYERS) -> ModelConfig:
     """A small model of the same kind: head_dim, query heads a KV head, RoPE and tied embeddings stay, and of each kind
     of layer there is one, and one more of the first. Windows are shorter than the contexts that are looked at."""
-    if config.delta_layers:
-        raise CheetahError("check knows no Gated DeltaNet yet: it fills caches, and no states")
     firsts = sorted(config.kind_of_layer.index(kind) for kind in range(len(config.kinds)))
     chosen = [*firsts, *_behind(config, firsts, layers)]
     fields: dict[str, Any] = {"layers": len(chosen), **sizes}
@@ -169,7 +168,20 @@ def sized(config: ModelConfig, sizes: Mapping[str, int], kv_heads: int, layers: 
         fields |= {"routing": few, "intermediate_size": round_up(width, VECTOR_COLUMNS)}
     if config.sliding_window is not None:
         fields["sliding_window"] = min(config.sliding_window, WINDOW)
+    if config.delta is not None and config.delta_layers:
+        return _sized_hybrid(config, config.delta, chosen, fields)
     return replace(config, kv_heads=kv_heads, query_heads=kv_heads * config.group, **fields)
+
+
+def _sized_hybrid(config: ModelConfig, delta: DeltaNet, chosen: Sequence[int], fields: dict[str, Any]) -> ModelConfig:
+    """With as many value heads on a key head, and as few of both as rows of attention's heads are: so many of these
+    read one key, two or more."""
+    shared = delta.value_heads // delta.key_heads
+    group = next(count for count in range(2, 9) if count * config.head_dim % (shared * DIMS) == 0)
+    value_heads = group * config.head_dim // DIMS
+    few = replace(delta, key_heads=value_heads // shared, value_heads=value_heads)
+    delta_layers = tuple(number for number, layer in enumerate(chosen) if layer in config.delta_layers)
+    return replace(config, kv_heads=1, query_heads=group, delta=few, delta_layers=delta_layers, **fields)
 
 
 def dealt(sizes: Mapping[str, int], ranks: int) -> dict[str, int]:

@@ -2,7 +2,8 @@
 
 Every tensor is a window into one endless repetition of a block of normal numbers, beginning where the tensor's name
 says, so its values depend on (configuration, seed, name) alone. Matrices are scaled by 1/sqrt(inputs), which keeps
-activations near 1 through any number of layers; norm weights lie near 1, biases around 0. Quantised matrices are such
+activations near 1 through any number of layers; norm weights lie near 1, biases around 0, and heads of Gated DeltaNet
+forget at all rates. Quantised matrices are such
 numbers rounded to codes, with scales that differ a little from group to group, and zero points from the middle code.
 In formats with two of four columns the other two are zero, which they are is drawn; of blocks the same are there in all
 rows. Lists are full: beside two of four some fours have all their columns, beside codes every row has as many numbers
@@ -66,6 +67,8 @@ SMALL_BLOCK = 2**20 - 3
 NORM_SPREAD = 0.1
 BIAS_SPREAD = 0.5
 BIAS_SUFFIX = ".bias"
+RATES_SUFFIX, LOGARITHMS_OF_RATES = ".A_log", (-6.0, 2.0)
+"""How fast heads of Gated DeltaNet forget: from nearly nothing of the token before to nearly all."""
 WEIGHT_SUFFIX = ".weight"
 SCALE_SPREAD = 0.1
 CODE_RANGES = {"int4": 2.7, "int8": 4.5, "fp8": 7.0, "mxfp4": 2.7, "nvfp4": 2.7}
@@ -119,6 +122,8 @@ class RandomTensors:
         shape, begin = self._shapes[name], self._begin(name)
         if len(shape) == 1:
             normal = _window(self._normal, begin, shape[0])
+            if name.endswith(RATES_SUFFIX):
+                return _bits(np.linspace(*LOGARITHMS_OF_RATES, shape[0], dtype=np.float32))
             is_bias = name.endswith(BIAS_SUFFIX)
             return _bits(np.float32(BIAS_SPREAD) * normal if is_bias else 1 + np.float32(NORM_SPREAD) * normal)
         return _window(self._block(math.prod(shape[1:])), begin, math.prod(shape)).reshape(shape)

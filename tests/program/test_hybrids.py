@@ -14,13 +14,21 @@ from numpy.typing import NDArray
 from cheetah.blocks.delta.memory import DeltaMemory
 from cheetah.blocks.delta.norms import NormedHeads
 from cheetah.emulator import SCHEDULERS
+from cheetah.generate import generate_kernel
 from cheetah.models.config import ModelConfig
+from cheetah.models.dense.reference import Reference
 from cheetah.models.layer_kind import DeltaNet, Routing
 from cheetah.models.qwen3_5 import Qwen35Config, Qwen35MoeConfig
+from cheetah.models.registry import preset
 from cheetah.models.rope import Rope
+from cheetah.models.rounding import round_to_bf16, widen
 from cheetah.plan import Plan, PlanError
 from cheetah.plan.delta import DeltaHeads
 from cheetah.plan.report import inspect_plan
+from cheetah.tools.check import SHORT_CONTEXT, Case, explored
+from cheetah.tools.judged_steps import JudgedSteps
+from cheetah.tools.remembered import memories, words_of_states
+from cheetah.tools.subjects import awkward_subject
 from tests.program.quantized_weights import QuantizedWeights
 from tests.program.rig import (
     F32,
@@ -121,6 +129,28 @@ def test_sequences_together_have_the_logits_of_the_reference_and_bits_of_their_o
         ids, alone = ids_and_logits(number)
         assert relative_error(found, float32_logits(weights(AWKWARD), ids)) < LOGITS
         assert np.array_equal(bits(found), bits(alone)), number
+
+
+def test_a_state_has_the_memory_of_the_reference_and_its_channels() -> None:
+    """Where `words_of_states` has them, which `cheetah check` fills states by."""
+    (ids, _), session, heads = ids_and_logits(0), awkward().session(), AWKWARD.shape.delta
+    assert heads is not None
+    session.score(ids)
+    words = session.states()[session.launcher.cache.state]
+    reference = Reference(AWKWARD, weights(AWKWARD).tensor, rounding=round_to_bf16)
+    reference.forward(ids)
+    wanted = words_of_states(heads, [reference.states[layer] for layer in heads.layers])
+    channels = (widen(np.ascontiguousarray(one[0, :, heads.memory_words :]).view(np.uint16)) for one in (words, wanted))
+    for first, other in ([memories(heads, one)[0] for one in (words, wanted)], [*channels]):
+        assert np.linalg.norm(first - other) < LOGITS * np.linalg.norm(other)
+
+
+@pytest.mark.exhaustive
+def test_a_check_finds_nothing_in_what_is_right() -> None:
+    subject = awkward_subject(preset("qwen3.5-0.8b"), {"max_context": SHORT_CONTEXT})
+    made = generate_kernel(subject.config, subject.machine("emulator"), **subject.plan)
+    case = Case(subject, (made,), JudgedSteps)
+    assert explored(case, case.launches(watched=True), schedulers=SCHEDULERS[:1]).ok
 
 
 def several_a_step(rig: Rig) -> F32:

@@ -1,6 +1,6 @@
 """Bugs planted one at a time in the sources of building blocks, each in one place, for `cheetah check` to find."""
 
-from tests.program.source_bugs import attention, families, passes, products, tokens
+from tests.program.source_bugs import attention, delta, families, passes, products, tokens
 from tests.program.source_bugs.bug import SourceBug
 
 BUGS: tuple[SourceBug, ...] = (
@@ -9,4 +9,5 @@ BUGS: tuple[SourceBug, ...] = (
     *tokens.BUGS,
     *passes.BUGS,
     *families.BUGS,
+    *delta.BUGS,
 )
