@@ -16,7 +16,6 @@ from numpy.typing import NDArray
 
 from cheetah.emulator import EmulatorError
 from cheetah.models.dense import program
-from cheetah.models.dense.delta import DeltaState
 from cheetah.models.dense.reference import Reference
 from cheetah.models.rounding import F32, Rounding, exact, round_to_bf16, round_to_e4m3
 from cheetah.models.sampling import adjusted, gumbel_noise, kept
@@ -86,7 +85,7 @@ class JudgedSteps:
         self.reference, self.rounded = reference_of(rig), reference_of(rig, round_to_bf16)
         exact_one, rounded = reference_of(rig), reference_of(rig, round_to_bf16)
         self.course = Course(rig, is_of_several)
-        self._states: dict[tuple[int, int], dict[int, DeltaState]] = {}
+        self._states: dict[tuple[int, int], Any] = {}
         for begun, reference in ((self.reference, exact_one), (self.rounded, rounded)):
             self._read_filling(begun, reference)
         if self.config.delta_layers:

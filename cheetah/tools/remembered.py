@@ -4,16 +4,26 @@ launch that is judged can go on behind any tokens."""
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from cheetah.models.dense.delta import DeltaState
-from cheetah.models.rounding import as_bf16
+from cheetah.models.rounding import F32, as_bf16
 from cheetah.plan.delta import COLUMNS, DIMS, KEPT_WORDS, PARTS, DeltaHeads
 
 
-def words_of_states(heads: DeltaHeads, states: Sequence[DeltaState]) -> NDArray[np.uint32]:
+class State(Protocol):
+    """What the reference keeps of a sequence in a layer: the channels of the tokens before, [tokens, channels], and a
+    matrix of each value head, [heads, key_dim, value_dim]."""
+
+    @property
+    def before(self) -> F32: ...
+    @property
+    def memory(self) -> F32: ...
+
+
+def words_of_states(heads: DeltaHeads, states: Sequence[State]) -> NDArray[np.uint32]:
     """u32 [layers, shares, words of a share], see `cheetah.plan.delta`, of the states of those layers."""
     return np.stack([_words_of_layer(heads, state) for state in states])
 
@@ -25,7 +35,7 @@ def memories(heads: DeltaHeads, words: NDArray[np.uint32]) -> NDArray[np.float32
     return by_share.transpose(0, 1, 3, 5, 2, 4).reshape(-1, heads.value_heads, DIMS, DIMS)
 
 
-def _words_of_layer(heads: DeltaHeads, state: DeltaState) -> NDArray[np.uint32]:
+def _words_of_layer(heads: DeltaHeads, state: State) -> NDArray[np.uint32]:
     by_share = state.memory.reshape(heads.key_heads, heads.shared, DIMS, PARTS, COLUMNS).transpose(0, 3, 1, 4, 2)
     memory = np.ascontiguousarray(by_share, np.float32).reshape(heads.shares, -1).view(np.uint32)
     channels = as_bf16(state.before[:, _channels(heads)]).astype(np.uint32)  # [tokens, shares, channels]

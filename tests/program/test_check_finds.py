@@ -115,7 +115,7 @@ def test_the_check_finds(bug: MaintainersBug, monkeypatch: pytest.MonkeyPatch) -
 
 def test_every_text_that_a_bug_replaces_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also of those that `make test-all` alone looks for. No kernel is compiled."""
-    for name in ("Case.launches", "_explored"):
+    for name in ("Case.launches", "explored"):
         monkeypatch.setattr(f"cheetah.tools.check.{name}", lambda *arguments, **options: None)
     made: list[Generated] = []
 
