@@ -20,6 +20,7 @@ from cheetah.models.dense.page import (
     Logits,
     Mixed,
     Multiply,
+    MultiplyBoth,
     NormBehind,
     OfTaps,
     OntoResidual,
@@ -80,6 +81,17 @@ def sections_of_rows(
         return HEAD_SECTIONS + ("attention",) * then.kind.gated
     assert product.output is not None, product
     return RESIDUAL_SECTIONS if product.adds else (section_of(product.output),)
+
+
+def _of_one_product(lines: Sequence[Line]) -> list[Line]:
+    """The same lines, but two in the place of one with two products."""
+    found: list[Line] = []
+    for line in lines:
+        if isinstance(line, MultiplyBoth):
+            found += [Multiply(product, line.then, line.has_norm) for product in (line.product, line.beside)]
+        else:
+            found.append(line)
+    return found
 
 
 @dataclass(frozen=True)
@@ -179,8 +191,6 @@ class PassSizes:
             raise PlanError("a pass begins with embeddings: a head that drafts reads prompts in steps")
         if self.config.has_out_biases and (self.shape.norms_behind or self.config.residual_multiplier != 1):
             raise PlanError("a pass adds o's biases to the residual, and knows no norm or multiplier between")
-        if self.table.beside is not None:
-            raise PlanError(f"a pass knows no {self.table.beside.name} beside {self.table.delta[0].name} so far")
         if self.shape.experts is not None:
             self._check_experts()
         for layout in self.matrices.of_layer:
@@ -328,15 +338,19 @@ class PassSizes:
 
     def own_phases(self, of_delta: bool) -> list[PassPhase]:
         """Those that layers of Gated DeltaNet, or the others, have alone; none where all layers are of one kind."""
+        return self._phases_of(self.own_lines(of_delta))
+
+    def own_lines(self, of_delta: bool) -> list[Line]:
+        """Theirs; of two products of one line each has its own."""
         lines = self.page.delta if of_delta else self.page.layer
-        return self._phases_of([line for line in lines if line not in self.page.common])
+        return _of_one_product([line for line in lines if line not in self.page.common])
 
     def _phases_of(self, lines: Sequence[Line]) -> list[PassPhase]:
         return [phase for line in lines for phase in self.phases_of(line)]
 
     def phases_of_layer(self, layer: int) -> list[PassPhase]:
         """Those of one layer."""
-        return self._phases_of(self.page.kinds[self.page.kind_of_layer[layer]])
+        return self._phases_of(_of_one_product(self.page.kinds[self.page.kind_of_layer[layer]]))
 
     @property
     def key_phase_count(self) -> int:
@@ -362,7 +376,7 @@ class PassSizes:
     def _layers_of(self, phase: PassPhase) -> str:
         if phase.line in self.page.common:
             return f"layers 0 to {self.config.layers - 1}"
-        deltas, of_delta = self.page.delta_layers, phase.line in self.page.delta
+        deltas, of_delta = self.page.delta_layers, phase.line in self.own_lines(True)
         return f"layers {', '.join(str(one) for one in range(self.config.layers) if (one in deltas) == of_delta)}"
 
     def _row(self, phase: PassPhase, when: str) -> PhaseRow:

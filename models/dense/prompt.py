@@ -159,7 +159,7 @@ class Pass(PassParts):
 
     def _emit_layer(self, layer: Any) -> None:
         page, roles = self.sizes.page, (self.machine.weights, self.machine.activations)
-        own = [[line for line in of if line not in page.common] for of in (page.delta, page.layer)]
+        own = [self.sizes.own_lines(of_delta) for of_delta in (True, False)]
         if page.delta:
             with ch.roles_if(roles, self.is_delta(layer)):
                 for line in own[0]:
@@ -425,8 +425,11 @@ class Pass(PassParts):
             onto_residual = replace(onto_residual, biases=biases, has_biases=behind_o)
         finishes: dict[type, Finish] = {Heads: heads, OntoResidual: onto_residual, Gated: gated}
         if self.shape.delta is not None:
-            width = ch.named("MIXED_ROWS", self.shape.delta.mixed_rows)
-            finishes[Mixed] = StoreMixed(machine, self.section(MIXED[0], ty.u32), width, scales)
+            width, into = ch.named("MIXED_ROWS", self.shape.delta.mixed_rows), self.section(MIXED[0], ty.u32)
+            if table.beside is not None:
+                numbers = phase >= self.sizes.index_of(table.beside)  # and before what is no product of such rows
+                into = into + ch.select(numbers, ty.u32(self.shape.delta.b_row // 2), ty.u32(0))
+            finishes[Mixed] = StoreMixed(machine, into, width, scales)
         if self.experts is not None:
             finishes[Routes] = self.experts.store_logits(machine, table.named(ROUTER), layer, scales)
         if self.row_scales:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,7 +18,7 @@ from cheetah.models.rounding import widen
 from cheetah.plan.prompt import PassPlan
 from tests.program.joined import chosen
 from tests.program.rig import relative_error, token_ids
-from tests.program.test_hybrids import AWKWARD, GATED, awkward, weights
+from tests.program.test_hybrids import AWKWARD, GATED, QuantizedHybrid, awkward, weights
 from tests.program.test_prompt_pass import PassRig, PassSession
 from tests.tiers import tiered
 
@@ -33,11 +35,15 @@ HIDDEN_TOLERANCE = 0.04
 
 
 def rig_of(
-    config: ModelConfig = AWKWARD, bugs: tuple[tuple[str, str], ...] = (), cut_tokens: int = 0, warpgroups: int = 1
+    config: ModelConfig = AWKWARD,
+    bugs: tuple[tuple[str, str], ...] = (),
+    cut_tokens: int = 0,
+    warpgroups: int = 1,
+    given: Any = None,
 ) -> PassRig:
     plan = PassPlan(tokens=96, tile_tokens=16, warpgroups=warpgroups, stages=3, cut_tokens=cut_tokens, key_tile=16)
     stages = {"page_size": 16, "kv_chunk": 0 if cut_tokens else 64, "stage_bytes": 16384}
-    return PassRig(config, blocks=3, pass_plan=plan, bugs=bugs, weights=weights(config), **stages)
+    return PassRig(config, blocks=3, pass_plan=plan, bugs=bugs, weights=given or weights(config), **stages)
 
 
 @cache
@@ -130,6 +136,20 @@ def test_hidden_states_are_near_the_references(config: ModelConfig) -> None:
     weight = widen(weights(config).tensor(FINAL_NORM)) + np.float32(config.norms.plus_one)
     found = [rms_norm(state, weight, config.rms_norm_eps) for state in session.states(len(IDS))]
     assert relative_error(np.stack(found), np.stack([reference.hidden_state(one) for one in IDS])) < HIDDEN_TOLERANCE
+
+
+@pytest.mark.exhaustive
+def test_numbers_of_value_heads_are_a_product_of_their_own_beside_quantised_weights() -> None:
+    formats = {"in_proj": "fp8", **dict.fromkeys(("o", "gate_up", "down"), "int4-g32")}
+    given = QuantizedHybrid(replace(AWKWARD, weight_formats=tuple(formats.items())), 1)
+    quantised = rig_of(given.config, given=given)
+    session = read(quantised, {0: 39})
+    assert left_by(read(quantised, {1: 30, 0: 16}, {0: 23})) == left_by(session)
+    reference = Reference(given.config, given.tensor)
+    reference.forward(IDS)
+    found = memories(words(session, session.caches[0].state or 0))
+    for number, layer in enumerate(HEADS.layers):
+        assert far(found[number], reference.states[layer].memory) < STATES_TOLERANCE, layer
 
 
 @pytest.mark.exhaustive
