@@ -20,7 +20,7 @@ from cheetah.models.layer_kind import DeltaNet, Routing
 from cheetah.models.registry import read_config
 from cheetah.models.rounding import exact
 from cheetah.plan.products import Experts
-from cheetah.runtime.checkpoint.loading import open_checkpoint
+from cheetah.runtime.checkpoint.loading import LoadingError, open_checkpoint
 from cheetah.tools.quantize import quantization_job
 from tests.models.goldens.families import tokens_of, weights_of_model
 from tests.models.test_against_transformers import GOLDENS
@@ -170,3 +170,24 @@ def test_experts_of_a_hybrid_have_one_that_every_token_has() -> None:
         read_config(GOLDENS["qwen3_next"]["config"] | {"norm_topk_prob": False})
     with pytest.raises(ConfigError, match="decoder_sparse_step = 2 is not supported"):
         read_config(golden | {"decoder_sparse_step": 2})
+    for width in (0, -1, 2**40, float("nan")):
+        with pytest.raises(ConfigError, match="shared_expert_intermediate_size = .*: must be"):
+            read_config(golden | {"shared_expert_intermediate_size": width})
+
+
+@pytest.mark.parametrize(
+    ("tensor", "cut", "words"),
+    [
+        ("linear_attn.A_log", np.s_[:1], r"A_log is \[1\], expected \[2\]"),
+        ("linear_attn.conv1d.weight", np.s_[:, :, :3], r"conv1d.weight is \[512, 1, 3\], expected \[512, 1, 4\]"),
+        ("mlp.shared_expert_gate.weight", np.s_[:, :5], r"shared_expert_gate.weight is \[1, 5\], expected \[1, 128\]"),
+    ],
+)
+def test_tensors_of_other_shapes_are_refused_by_name(tmp_path: Path, tensor: str, cut: Any, words: str) -> None:
+    config = GOLDENS["qwen3_5_moe_text"]["config"]
+    stored = {name: in_a_file(name, numbers) for name, numbers in weights_of_model(read_config(config)).items()}
+    name = f"model.layers.0.{tensor}"
+    save_file(stored | {name: np.ascontiguousarray(stored[name][cut])}, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(LoadingError, match=words):
+        open_checkpoint(tmp_path)
