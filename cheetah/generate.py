@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import fields, replace
 from typing import Any
 
-from cheetah.blocks import handoff, known_keys, known_rows, markov, repack
+from cheetah.blocks import handoff, known_rows, markov, repack
 from cheetah.lang import ty
 from cheetah.manifest import Launch, Manifest
 from cheetah.models.config import ModelConfig
@@ -210,33 +210,6 @@ def generate_known_rows(config: ModelConfig, gpu: Gpu, slots: int) -> Generated:
     )
     about = "Makes rows of tokens of what layers of another model left. Generated; do not edit."
     return packaged(known_rows.build_known_rows(m_tiles, columns, config.padded_hidden), manifest, about)
-
-
-def generate_known_keys(config: ModelConfig, gpu: Gpu, plan: Plan, pages: int) -> Generated | None:
-    """The kernel that makes keys and values of many known tokens of a drafter of blocks, over so many pages; None where
-    steps alone can: of a cache in 8 bits, of heads and vectors that are no whole pieces."""
-    if plan.kv_element_bytes != 2 or config.head_dim % 64 or config.hidden_size % 32:
-        return None
-    sizes = known_keys.Sizes(
-        config.layers,
-        config.kv_heads,
-        config.head_dim,
-        config.hidden_size,
-        config.padded_hidden,
-        config.rms_norm_eps,
-        pages,
-        plan.page_size,
-    )
-    manifest = described(
-        known_keys.KERNEL_NAME,
-        gpu,
-        Launch(gpu.blocks, known_rows.WARPS * 32, sizes.shared_bytes, cooperative=False),
-        {name: KernelParameter(*one) for name, one in known_keys.BUFFERS.items()},
-        {"projected_rows": sizes.jobs * sizes.head_dim, "padded_hidden": config.padded_hidden},
-        command="cheetah.generate.generate_known_keys",
-    )
-    about = "Makes keys and values of what is known of tokens. Generated; do not edit."
-    return packaged(known_keys.build_known_keys(sizes), manifest, about)
 
 
 def generate_markov(config: ModelConfig, gpu: Gpu) -> Generated:

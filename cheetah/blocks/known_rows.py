@@ -80,31 +80,15 @@ def _emit(given: Any, m_tiles: int, columns: int, width: int) -> None:
 def _make_rows(given: Any, share: Share, m_tiles: int, columns: int, width: int) -> None:
     with ch.for_(ch.block_idx_x() * share.tiles, m_tiles, ch.grid_dim_x() * share.tiles, unroll=1, name="tile") as tile:
         with ch.for_(0, given.count, share.tokens, unroll=1, name="first") as first:
-            multiply(
-                Operands(given.fc, given.taps, given.known, ROWS_BEGIN, columns), given, share, tile, first, m_tiles
-            )
+            _multiply(given, share, tile, first, m_tiles, columns)
             prim.block_barrier()
             _add(given, share, tile, first, m_tiles, width)
             prim.block_barrier()  # all have read what the next tokens' sums are laid over
 
 
-@dataclass(frozen=True)
-class Operands:
-    """Of a product: weights, row by row; vectors, by the rows that `table` has from `begin` on, a token each; columns
-    of both."""
-
-    weights: Any
-    vectors: Any
-    table: Any
-    begin: int
-    columns: int
-
-
 @ch.inline
-def multiply(of: Operands, given: Any, share: Share, first_tile: Any, first: Any, m_tiles: int) -> None:
-    """A warp's part of the sums of some M-tiles and tokens, the first of which are told, into `given.partial`: a part
-    of the columns."""
-    columns = of.columns
+def _multiply(given: Any, share: Share, first_tile: Any, first: Any, m_tiles: int, columns: int) -> None:
+    """A warp's part of the sums of some rows and tokens: a part of the columns."""
     warp, lane = given.thread // 32, given.thread % 32
     in_unit = lane % 4  # of 8 columns
     halves, of_tokens = [], []
@@ -114,9 +98,9 @@ def multiply(of: Operands, given: Any, share: Share, first_tile: Any, first: Any
             halves.append(ch.const(ty.u32, half * (columns // 8) + in_unit, name="of_row"))
     for group in range(share.groups):
         token = ch.minimum(first + (group * GROUP + lane // 4), given.count - 1)
-        row = of.table[token + of.begin]
+        row = given.known[token + ROWS_BEGIN]
         of_tokens.append(ch.const(ty.u32, row * (columns // 8) + in_unit, name="of_token"))
-    weights, taps = (ch.reinterpret(ty.ptr(ty.u32x4), one) for one in (of.weights, of.vectors))
+    weights, taps = (ch.reinterpret(ty.ptr(ty.u32x4), one) for one in (given.fc, given.taps))
     sums = ch.array(ty.f32, share.tiles * share.groups, 4)
     with ch.for_(share.tiles * share.groups, unroll=True, name="place") as place:
         with ch.for_(4, unroll=True, name="member") as member:

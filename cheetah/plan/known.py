@@ -9,6 +9,3 @@ MOST_KNOWN = 4096
 ROWS_BEGIN, SLOTS_BEGIN = 1, 1 + MOST_KNOWN
 KNOWN_WORDS = 1 + 2 * MOST_KNOWN
 """Words of the table that says which: how many; of each token its row of `taps`; the place of what is made of it."""
-PLACES_BEGIN, POSITIONS_BEGIN = 1, 1 + MOST_KNOWN
-PLACED_WORDS = 1 + 2 * MOST_KNOWN
-"""Words of that of tokens whose keys and values are made: how many; the place of each; its position."""

@@ -8,22 +8,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from cheetah.models.block import FC, HIDDEN_NORM, MARKOV
+from cheetah.models.block import FC, MARKOV
 from cheetah.models.config import ModelConfig
-from cheetah.models.rounding import Bits, as_bf16, widen
 from cheetah.plan import Gpu, Plan
 from cheetah.plan.plan import STEP_TOKENS
 from cheetah.runtime.assembly.buffers import Weights, new_buffer
 from cheetah.runtime.assembly.kernels import block_kernels, has_plan
 from cheetah.runtime.assembly.texts import Generated
-from cheetah.runtime.engine.block_launches import (
-    OF_STEPS,
-    BlockLauncher,
-    KnownKeys,
-    KnownRows,
-    MarkovChain,
-    padded_rows,
-)
+from cheetah.runtime.engine.block_launches import BlockLauncher, KnownRows, MarkovChain, padded_rows
 from cheetah.runtime.engine.launches import LoadedKernel
 
 if TYPE_CHECKING:
@@ -50,8 +42,8 @@ def options_of_blocks(options: AssemblyOptions, config: ModelConfig, gpu: Gpu, d
 def bytes_beside(config: ModelConfig, manifest: Manifest) -> int:
     """Of device memory, for what is beside the steps of that manifest's kernel."""
     kernels = block_kernels(config, manifest)
-    buffers = sum(buffer.bytes for kernel in kernels.values() for buffer in kernel.manifest.buffers)
-    return buffers + (_logits_bytes(config, manifest) if "markov" in kernels else 0)
+    buffers = sum(buffer.bytes for kernel in kernels for buffer in kernel.manifest.buffers)
+    return buffers + (_logits_bytes(config, manifest) if len(kernels) > 1 else 0)
 
 
 def put_together(
@@ -61,33 +53,20 @@ def put_together(
     config = weights.config
     block = config.block
     assert block is not None
-    loaded = {name: _loaded(device, config, made, buffers) for name, made in block_kernels(config, manifest).items()}
-    rows, keys, chain = (loaded.get(name) for name in ("known_rows", "known_keys", "markov"))
-    assert rows is not None
+    rows, *others = (_loaded(device, config, made, buffers) for made in block_kernels(config, manifest))
     fc = rows.manifest.buffer("fc")
     rows.buffers["fc"].upload(padded_rows(weights.tensor(FC), fc.shape[0], len(block.layers), config.padded_hidden))
-    if chain is not None:
+    markov = None
+    if others:
         for name, buffer in zip(MARKOV, ("looked_up", "multiplied"), strict=True):
-            count, width = chain.manifest.buffer(buffer).shape
-            chain.buffers[buffer].upload(padded_rows(weights.tensor(name), count, 1, width))
+            count, width = others[0].manifest.buffer(buffer).shape
+            others[0].buffers[buffer].upload(padded_rows(weights.tensor(name), count, 1, width))
         buffers["markov.logits"] = device.allocate(_logits_bytes(config, manifest), 0xFF)
-        launcher.chain(MarkovChain(chain, buffers["markov.logits"]))
-    if keys is not None:
-        keys.buffers["projections"].upload(_projections(weights))
+        markov = MarkovChain(others[0], buffers["markov.logits"])
+    if markov is not None:
+        launcher.chain(markov)
     known = manifest.buffer("known_rows")
-    many = None if keys is None else KnownKeys(keys, {name: buffers[name] for name in OF_STEPS})
-    return KnownRows(rows, buffers[known.name], known.bytes // known.shape[0], many)
-
-
-def _projections(weights: Weights) -> Bits:
-    """What makes keys and values in every layer, times the weights of the norm: uint16 [rows, padded hidden]."""
-    config, norm = weights.config, widen(weights.tensor(HIDDEN_NORM))
-    found = []
-    for layer in range(config.layers):
-        for part in "kv":
-            rows = widen(weights.tensor(f"model.layers.{layer}.self_attn.{part}_proj.weight"))
-            found.append(padded_rows(as_bf16(rows * norm), len(rows), 1, config.padded_hidden)[:, 0])
-    return np.concatenate(found)
+    return KnownRows(rows, buffers[known.name], known.bytes // known.shape[0])
 
 
 def _logits_bytes(config: ModelConfig, manifest: Manifest) -> int:

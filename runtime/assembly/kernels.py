@@ -442,15 +442,13 @@ def handoff_kernel(manifest: Manifest, drafts: ModelConfig) -> Generated:
     return generate_handoff(Gpu(**manifest.gpu), Plan.from_dict(manifest.plan), kind)
 
 
-def block_kernels(config: ModelConfig, manifest: Manifest) -> dict[str, Generated]:
-    """Of a drafter of blocks, beside its manifest's kernel, by their names: the one that makes rows of taps, that of
-    keys and values of many tokens, if there can be one, and, if it has one, that of its Markov head."""
-    from cheetah.generate import generate_known_keys, generate_known_rows, generate_markov
+def block_kernels(config: ModelConfig, manifest: Manifest) -> list[Generated]:
+    """Of a drafter of blocks, beside its manifest's kernel: the one that makes rows of taps, then, if it has one, that
+    of its Markov head."""
+    from cheetah.generate import generate_known_rows, generate_markov
 
     gpu, plan = Gpu(**manifest.gpu), Plan.from_dict(manifest.plan)
-    pages = pool_pages(manifest)
+    slots = pool_pages(manifest) * plan.page_size
     assert config.block is not None
-    made = [generate_known_rows(config, gpu, pages * plan.page_size), generate_known_keys(config, gpu, plan, pages)]
-    if config.block.markov_rank:
-        made.append(generate_markov(config, gpu))
-    return {one.manifest.kernel: one for one in made if one is not None}
+    markov = [generate_markov(config, gpu)] if config.block.markov_rank else []
+    return [generate_known_rows(config, gpu, slots), *markov]

@@ -36,20 +36,8 @@ class BlockDrafts(DraftModel):
             if taps is not None and part.cache.length > start:
                 rows += order.launcher.rows_of(launch, number, range(part.cache.length - start))
                 slots += _slots(part.cache, start, part.cache.length)
-        if taps is None or not rows:
-            return
-        self._rows.make(taps, rows, slots)
-        for part, start in zip(order.parts, starts, strict=True):
-            self._read_many(part.cache, start)
-
-    def _read_many(self, cache: CachedSequence, start: int) -> None:
-        """Keys and values of what a launch has read of a prompt, from `start` on, and of what is before it in its page:
-        so all of a page is read."""
-        if (keys := self._rows.keys) is None or cache.length - start <= self._launcher.tokens:
-            return
-        first = start // cache.page_size
-        keys.make(_slots(cache, first * cache.page_size, cache.length), first * cache.page_size)
-        cache.pool.note_drafted(cache.pages[first : cache.length // cache.page_size])
+        if taps is not None and rows:
+            self._rows.make(taps, rows, slots)
 
     def reading(self, completions: Sequence[Completion], drafts: Sequence[int]) -> LaunchOrder | None:
         """The launch that is due before something is drafted for these; None if the step that drafts has room for what

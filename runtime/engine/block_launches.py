@@ -6,7 +6,7 @@ the other: the host waits for none but the last.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from cheetah.models.rounding import Bits
-from cheetah.plan.known import KNOWN, MOST_KNOWN, PLACES_BEGIN, POSITIONS_BEGIN, ROWS_BEGIN, SLOTS_BEGIN
+from cheetah.plan.known import KNOWN, MOST_KNOWN, ROWS_BEGIN, SLOTS_BEGIN
 from cheetah.plan.kv.tables import TILE_WORDS, TileRecord, word
 from cheetah.runtime.background import Started
 from cheetah.runtime.engine.kv_cache import CachedSequence, PageCopy
@@ -39,36 +39,12 @@ class Small:
         self._loaded.device.launch(self._kernel, {**self.buffers, **arguments})
 
 
-OF_STEPS = ("known_rows", "head_norms", "rope", "kv")
-"""Buffers of a drafter's steps that the kernel of keys has too."""
-
-
-class KnownKeys(Small):
-    """Makes keys and values of many known tokens. of_steps: OF_STEPS."""
-
-    def __init__(self, loaded: LoadedKernel, of_steps: Mapping[str, Buffer]) -> None:
-        super().__init__(loaded)
-        self._of_steps = of_steps
-
-    def make(self, slots: Sequence[int], start: int) -> None:
-        """Of the tokens with rows in these slots, the first of which is at position `start`."""
-        for first in range(0, len(slots), MOST_KNOWN):
-            part = slots[first : first + MOST_KNOWN]
-            placed = np.zeros(POSITIONS_BEGIN + len(part), np.uint32)
-            placed[0], placed[PLACES_BEGIN : PLACES_BEGIN + len(part)] = len(part), part
-            placed[POSITIONS_BEGIN:] = range(start + first, start + first + len(part))
-            self.buffers["placed"].upload(placed)
-            self.launch(**self._of_steps)
-
-
 class KnownRows(Small):
-    """Makes what a drafter knows of tokens. known_rows: where that lies, by pages. keys: what makes keys of many."""
+    """Makes what a drafter knows of tokens. known_rows: where that lies, by pages."""
 
-    def __init__(
-        self, loaded: LoadedKernel, known_rows: Buffer, page_bytes: int, keys: KnownKeys | None = None
-    ) -> None:
+    def __init__(self, loaded: LoadedKernel, known_rows: Buffer, page_bytes: int) -> None:
         super().__init__(loaded)
-        self._known_rows, self._page_bytes, self.keys = known_rows, page_bytes, keys
+        self._known_rows, self._page_bytes = known_rows, page_bytes
 
     def make(self, taps: Buffer, rows: Sequence[int], slots: Sequence[int]) -> None:
         """Of the tokens with these rows of `taps`, to these slots."""

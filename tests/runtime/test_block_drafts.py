@@ -20,16 +20,12 @@ from cheetah.generate import generate_handoff, generate_known_rows, generate_mar
 from cheetah.models.registry import family_of
 from cheetah.models.rounding import round_to_bf16, widen
 from cheetah.plan import Gpu, gpu_named
-from cheetah.plan.known import KNOWN
 from cheetah.runtime import LLM, SamplingParams
 from cheetah.runtime.assembly.blocks import step_tokens
 from cheetah.runtime.checkpoint.drafters import RANDOM_BLOCKS, open_drafter
 from cheetah.runtime.checkpoint.loading import RANDOM, open_checkpoint
-from cheetah.runtime.engine.block_launches import BlockLauncher
 from cheetah.runtime.engine.completion import Completion
-from cheetah.runtime.engine.draft_model import ReadSequence
 from cheetah.runtime.engine.drafting import Speculation
-from cheetah.runtime.engine.launches import Part
 from cheetah.runtime.outputs import RequestOutput
 from tests.models.meaning_of_blocks import BlockReference
 from tests.planted_text import planted
@@ -301,41 +297,6 @@ def test_rows_of_known_tokens_have_the_same_bits_however_many_there_are(llm: LLM
         rows.make(taps, places[first : first + 11 - first], range(count, count + 11 - first))
         alone = rows._known_rows.download(np.uint16, (count + 11 - first, HIDDEN))[count:]
         assert (alone == together[::-1][first:11]).all()
-
-
-@pytest.mark.slow
-@pytest.mark.compiler
-def test_keys_of_many_known_tokens_are_those_of_steps(llm: LLM) -> None:
-    """And nobody else's: of 70 tokens of a sequence from its second page on, in pages that lie in no order."""
-    made, size, count, first = llm.assembly, 16, 70, 16
-    launcher, rows = made.drafts.launcher, made.known_rows  # type: ignore[union-attr]
-    assert rows is not None and rows.keys is not None and isinstance(launcher, BlockLauncher)
-    llm.reset_prefix_cache()
-    cache = made.launcher.cache.fork()
-    cache.reserve(first + count)
-    read = ReadSequence(cache.pool, cache.page_size, cache.context)
-    read.pages = [*reversed(cache.pages)]
-    slots = [read.pages[token // size] * size + token % size for token in range(first + count)]
-    left = (
-        np.random.default_rng(4).standard_normal((first + count, HIDDEN))
-        * np.linspace(0.1, 2.0, first + count)[:, None]
-    )
-    for slot, row in zip(slots, left.astype(ml_dtypes.bfloat16).view(np.uint16), strict=True):
-        rows._known_rows.upload(row, slot * HIDDEN * 2)
-    kv, shape = launcher._buffers["kv"], launcher._pool_shape
-    launcher.launch_together(
-        [Part(read, [*(KNOWN + slot for slot in slots), 0], first + count, per_step=launcher.tokens)]
-    )
-    wanted = widen(kv.download(np.uint16, shape))
-    kv.fill(0)
-    rows.keys.make(slots[first:], first)
-    found = widen(kv.download(np.uint16, shape))
-    of_tokens = [np.moveaxis(one, 4, 2).reshape(shape[0], shape[1] * size, -1) for one in (found, wanted)]
-    own = np.isin(np.arange(shape[1] * size), slots[first:])
-    assert not of_tokens[0][:, ~own].any()
-    off = np.abs(of_tokens[0][:, own] - of_tokens[1][:, own]).max(axis=2)
-    assert (off < 0.03 * np.abs(of_tokens[1][:, own]).max(axis=2)).all()
-    cache.clear()
 
 
 @pytest.mark.parametrize("model", ["qwen3-0.6b", "qwen3-8b"])
