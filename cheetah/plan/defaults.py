@@ -8,7 +8,7 @@ from math import lcm
 from typing import Any
 
 from cheetah.plan.errors import require_positive
-from cheetah.plan.formats import BF16, KV_TILE_TOKENS, M_TILE_ROWS, QuantizedTiles
+from cheetah.plan.formats import BF16, KV_TILE_TOKENS, M_TILE_ROWS, QuantizedTiles, SparseQuantizedTiles
 from cheetah.plan.gpu import Gpu
 from cheetah.plan.index import ceil_div, round_up
 from cheetah.plan.narrow import residual_tile_rows
@@ -18,7 +18,7 @@ from cheetah.plan.shape import ModelShape
 from cheetah.plan.shared_memory import BULK_ALIGNMENT, stages_that_fit
 from cheetah.plan.world import world_of
 
-BARRIER_TOKENS, QUANTIZED_BARRIER_TOKENS = 16, 8
+BARRIER_TOKENS, QUANTIZED_BARRIER_TOKENS, SPARSE_BARRIER_TOKENS = 16, 8, 4
 """From so many tokens on, blocks exchange vectors by the grid barrier unless told otherwise."""
 MOST_SLICES = 8
 """Of what an expert makes of several tokens."""
@@ -167,6 +167,8 @@ def default_sync(shape: ModelShape, tokens: int, gpu: Gpu) -> str:
     """Words that are polled come sooner than the grid barrier's trips end, but have to pass through registers: with
     quantised weights and 8 tokens that takes longer. The barrier is one GPU's."""
     least = QUANTIZED_BARRIER_TOKENS if shape.formats else BARRIER_TOKENS
+    if any(isinstance(one, SparseQuantizedTiles) and one.bits == 4 for one in shape.tile_formats):
+        least = SPARSE_BARRIER_TOKENS
     return "barrier" if tokens >= least and not gpu.emulated and gpu.ranks == 1 else "flags"
 
 

@@ -197,7 +197,7 @@ class BlockRows(TileFormat):
 
 
 WINDOW_BLOCKS, PARTS_OF_MATRIX = 32, 1024
-LOT_BLOCKS, LOT_LINE_BYTES = 16, 128
+LOT_BLOCKS, LOT_LINE_BYTES = 24, 128
 """Of a lot, and what it begins with."""
 LOT_COUNT_AT, LOT_FOLLOWING_AT, NO_BLOCK = LOT_BLOCKS, LOT_BLOCKS + 1, 0xFFFF
 """Which u16 of a lot's line says how many blocks it has, which is the number of the block behind it; that of none."""

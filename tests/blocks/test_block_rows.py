@@ -16,7 +16,7 @@ from cheetah.models.formats import PackingError, pack_matrix, unpack_matrix
 from cheetah.models.formats.block_rows import blocks_of
 from cheetah.models.rounding import Bits, Bytes, widen
 from cheetah.plan import MatrixLayout, PlanError
-from cheetah.plan.formats import NO_BLOCK, ZERO_BLOCKS, block_rows, tile_format
+from cheetah.plan.formats import LOT_BLOCKS, NO_BLOCK, ZERO_BLOCKS, block_rows, tile_format
 from cheetah.plan.index import round_up
 from tests.blocks.small_kernel import filled
 from tests.blocks.test_matvec import product
@@ -68,7 +68,7 @@ def test_unpacking_gives_what_was_packed() -> None:
         entries = entries_of(layout, packed)
         np.testing.assert_array_equal(entries[:, -1], counts)
         begins = entries[:, 0].astype(np.int64)
-        np.testing.assert_array_equal(np.diff(begins), (8 * counts + np.maximum(1, -(-counts // 16)))[:-1])
+        np.testing.assert_array_equal(np.diff(begins), (8 * counts + np.maximum(1, -(-counts // LOT_BLOCKS)))[:-1])
         assert begins[0] * 128 == layout.index_bytes + ZERO_BLOCKS * 1024
         assert not packed[layout.index_bytes :][: ZERO_BLOCKS * 1024].any()
 
@@ -134,7 +134,10 @@ def test_product_against_float64(case: str) -> None:
 def lots(layout: MatrixLayout, packed: Bytes) -> tuple[Any, Any]:
     """The u16 of the matrix by lines, and the lines that lots begin with."""
     entries = entries_of(layout, packed)
-    first = [begin + np.arange(0, max(count, 1), 16) // 16 * 129 for begin, count in entries[:, [0, -1]].astype(int)]
+    first = [
+        begin + np.arange(0, max(count, 1), LOT_BLOCKS) // LOT_BLOCKS * (1 + 8 * LOT_BLOCKS)
+        for begin, count in entries[:, [0, -1]].astype(int)
+    ]
     return packed.view(np.uint16).reshape(-1, 64), np.concatenate(first)
 
 
@@ -145,22 +148,22 @@ def the_lots_of_the_neighbour(layout: MatrixLayout, packed: Bytes) -> None:
 
 def the_numbers_of_the_neighbour(layout: MatrixLayout, packed: Bytes) -> None:
     lines, heads = lots(layout, packed)
-    lines[heads, :16] = np.roll(lines[heads, :16], 1, axis=1)
+    lines[heads, :LOT_BLOCKS] = np.roll(lines[heads, :LOT_BLOCKS], 1, axis=1)
 
 
 def a_block_dropped(layout: MatrixLayout, packed: Bytes) -> None:
     lines, heads = lots(layout, packed)
-    lines[heads, 16] = np.maximum(lines[heads, 16], 1) - 1
+    lines[heads, LOT_BLOCKS] = np.maximum(lines[heads, LOT_BLOCKS], 1) - 1
 
 
 def a_block_taken_twice(layout: MatrixLayout, packed: Bytes) -> None:
     lines, heads = lots(layout, packed)
-    lines[heads, 1] = np.where(lines[heads, 16] > 1, lines[heads, 0], lines[heads, 1])
+    lines[heads, 1] = np.where(lines[heads, LOT_BLOCKS] > 1, lines[heads, 0], lines[heads, 1])
 
 
 def lots_that_end_too_soon(layout: MatrixLayout, packed: Bytes) -> None:
     lines, heads = lots(layout, packed)
-    lines[heads, 17] = NO_BLOCK
+    lines[heads, LOT_BLOCKS + 1] = NO_BLOCK
 
 
 def of_text(change: Callable[[pytest.MonkeyPatch], None]) -> Callable[[pytest.MonkeyPatch], Any]:
@@ -189,7 +192,7 @@ BUGS: dict[str, Callable[[pytest.MonkeyPatch], Any]] = {
         lambda patch: patch.setattr("cheetah.blocks.linear.formats.block_tiles.LOT_LINE_BYTES", 0)
     ),
     "lots that lie as if none had a line": of_text(
-        lambda patch: patch.setattr("cheetah.blocks.linear.lots.LINES_OF_LOT", 128)
+        lambda patch: patch.setattr("cheetah.blocks.linear.lots.LINES_OF_LOT", 8 * LOT_BLOCKS)
     ),
 }
 
