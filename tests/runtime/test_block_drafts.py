@@ -218,6 +218,15 @@ def test_rounds_on_the_device_draft_what_float32_drafts(
 
 @pytest.mark.slow
 @pytest.mark.compiler
+def test_most_drafts_of_one_that_knows_are_right(knowing: LLM) -> None:
+    drafted = drafted_in(
+        knowing, lambda: knowing.generate([TEXT], SamplingParams(max_tokens=40, temperature=0.0), use_tqdm=False)
+    )
+    assert drafted.accepted > 0.5 * drafted.tokens > 10
+
+
+@pytest.mark.slow
+@pytest.mark.compiler
 def test_rounds_of_two_on_the_device(knowing: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """A step of this drafter has room for two blocks of one token: who knows most drafts the same beside another."""
     scheduler = knowing.engine.engine._scheduler
