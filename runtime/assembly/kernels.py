@@ -215,6 +215,9 @@ class KernelsAsked:
         wanted, or, unless they were asked for, where there can be none, which is noted."""
         if not (not self.machine.emulated if self.options.prompt_passes is None else self.options.prompt_passes):
             return
+        if self.options.prompt_passes is None and self._has_untried_passes:
+            notes.append("no passes over prompts by several GPUs, which for this model ran in the emulator alone so far")
+            return
         from cheetah.generate import describe_pass, generate_pass
 
         plan = Plan.from_dict(manifest.plan)
@@ -232,6 +235,14 @@ class KernelsAsked:
             described = describe_pass(self.config, self.machine, plan, pass_plan)
             yield KernelSpec(name, described, partial(self.texts.get, asked, write))
         notes.append(f"prompts are read in passes of up to {plans[PASSES[-1]].tokens} tokens")
+
+    @property
+    def _has_untried_passes(self) -> bool:
+        """Whether passes are left to who asks for them: by several GPUs of experts, of o with biases and with norms
+        over all heads."""
+        shape = self.config.shape
+        is_other = shape.experts is not None or shape.joint_norms or self.config.has_out_biases
+        return self.machine.ranks > 1 and is_other
 
     def _pass_plans_that_fit(self, manifest: Manifest) -> dict[str, PassPlan]:
         """By the kernels' names: room for the most tokens that the context has and that memory allows, and shorter
