@@ -216,7 +216,7 @@ class KernelsAsked:
         if not (not self.machine.emulated if self.options.prompt_passes is None else self.options.prompt_passes):
             return
         if self.options.prompt_passes is None and self._has_untried_passes:
-            notes.append("no passes over prompts by several GPUs, which for this model ran in the emulator alone so far")
+            notes.append("no passes over prompts by several GPUs, which ran in the emulator alone for such models")
             return
         from cheetah.generate import describe_pass, generate_pass
 
