@@ -15,12 +15,12 @@ from cheetah.blocks.prompt.choice import Choices, PassChoice
 from cheetah.blocks.prompt.expert_tiles import ExpertTiles
 from cheetah.blocks.prompt.finish import Scales, StoreBySlot, StoreByToken, StoreWeighed
 from cheetah.blocks.prompt.machine import PassMachine
-from cheetah.blocks.prompt.sorting import PassSort, TokenRows
+from cheetah.blocks.prompt.sorting import PassSort
 from cheetah.lang import ty
 from cheetah.models.dense.launch import bias_rows, biases_of_layer
 from cheetah.models.dense.page import ChooseExperts
 from cheetah.models.dense.pass_parts import PassParts
-from cheetah.models.dense.pass_sizes import BY_TOKEN, CHOICES, EXPERT_ROWS, HIDDEN, SLOTS, SORTED, PassPhase
+from cheetah.models.dense.pass_sizes import CHOICES, EXPERT_ROWS, HIDDEN, SLOTS, SORTED, PassPhase
 from cheetah.plan.products import Product, logit_words
 from cheetah.plan.prompt import PassPlan
 
@@ -54,7 +54,6 @@ class PassExperts:
         choices = self._choices
         with ch.if_((phase == self.choose) | (phase == self.sort)):
             with ch.if_(phase == self.choose):
-                self._tokens.lay_down()
                 of_warp = WarpChoice(self.machine, room.experts, line.routing.normalised)
                 logits = self.parts.section("routes", ty.f32)
                 columns = self.parts.launch.column_count
@@ -72,13 +71,9 @@ class PassExperts:
         parts, section = self.parts, self.parts.section
         PassSort(
             *(self.machine, parts.tokens, parts.launch.column_count, choices, self.tiles, parts.scales[parts.product]),
-            *(self._tokens, section(SORTED[0]), section(SLOTS[0], ty.u32), section(SLOTS[1], ty.f32)),
+            *(section(HIDDEN), section(SORTED[0]), section(SLOTS[0], ty.u32), section(SLOTS[1], ty.f32)),
+            PassPlan.vector_tiles(parts.matrices[self.products[0]]),
         ).sort()
-
-    @property
-    def _tokens(self) -> TokenRows:
-        section, k_tiles = self.parts.section, PassPlan.vector_tiles(self.parts.matrices[self.products[0]])
-        return TokenRows(self.machine, self.parts.launch.column_count, section(HIDDEN), section(BY_TOKEN[0]), k_tiles)
 
     @property
     def _of_slots(self) -> PassMachine:

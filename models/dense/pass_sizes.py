@@ -54,8 +54,8 @@ CHOICES = ("chosen", "experts", "expert_weights")
 """What tokens chose: a bit for each token and expert; every token's experts, and their weights."""
 SLOTS = ("slots", "slot_factors")
 """Every token's slots with its experts, and by what the sums of a slot are multiplied."""
-BY_TOKEN, SORTED, EXPERT_ROWS = ("hidden_by_token",), ("hidden_by_expert",), ("expert_rows",)
-"""The tokens' vectors one by one, in their slots, and what experts make of them."""
+SORTED, EXPERT_ROWS = ("hidden_by_expert",), ("expert_rows",)
+"""The tokens' vectors in their slots, and what experts make of them."""
 
 MIXED, OF_DELTA = ("mixed",), ("delta_keys", "delta_values", "delta_numbers")
 """The rows of the product of Gated DeltaNet, and what lies between its other phases: see `cheetah.plan.delta_pass`."""
@@ -129,7 +129,7 @@ class PassPhase:
         if isinstance(self.line, NormBehind):
             return PARTS + KEPT + RESIDUAL_SECTIONS[:1]
         if isinstance(self.line, ChooseExperts):
-            return CHOICES + BY_TOKEN + RESIDUAL_SECTIONS[2:] if self.is_sort else (*self.line.waits, HIDDEN)
+            return CHOICES + RESIDUAL_SECTIONS[1:] if self.is_sort else self.line.waits
         if isinstance(self.line, Remember):
             return MIXED if self.is_mixing else MIXED + OF_DELTA[1:2] if self.is_norm else OF_DELTA + MIXED
         if not isinstance(self.line, Multiply):
@@ -157,7 +157,7 @@ class PassPhase:
         if isinstance(self.line, NormBehind):
             return RESIDUAL_SECTIONS
         if isinstance(self.line, ChooseExperts):
-            return SORTED + SLOTS if self.is_sort else CHOICES + BY_TOKEN
+            return SORTED + SLOTS if self.is_sort else CHOICES
         if isinstance(self.line, Remember) and not self.is_norm:
             return OF_DELTA if self.is_mixing else OF_DELTA[1:2]
         if isinstance(self.line, Remember):
@@ -475,15 +475,8 @@ class PassSizes:
             "routes": 4 * tokens * logit_words(experts),
             **dict(zip(CHOICES, (4 * experts.count * slots.words, of_ranks, of_ranks), strict=True)),
             **dict(zip(SLOTS, (of_ranks, 8 * slots.slots), strict=True)),
-            BY_TOKEN[0]: self.pass_plan.activation_bytes(self._expert_columns),
             EXPERT_ROWS[0]: 2 * slots.slots * self.expert_width,
         }
-
-    @property
-    def _expert_columns(self) -> int:
-        """Of the vectors that experts multiply, with those that fill the last K-tile."""
-        of_experts = (product for product in self.table.products if product.experts is not None)
-        return self.matrices[next(of_experts)].padded_columns
 
     @property
     def expert_width(self) -> int:

@@ -2,8 +2,6 @@
 
 A warp has a group of 8 slots. Which tokens are in it follows from how many tokens before them chose the expert, so
 neither blocks nor their order matter. A group is 512 bytes side by side for every 32 columns, a lane a unit of a slot.
-In token order a token's unit is half a sector of memory, and each of its experts would read all of them: so while
-experts are chosen, tokens are laid down one by one, of which each unit is beside the others of its 32 columns.
 """
 
 from __future__ import annotations
@@ -23,58 +21,16 @@ from cheetah.plan.expert_slots import WORD_TOKENS
 from cheetah.plan.index import ceil_div
 from cheetah.plan.prompt import GROUP_TOKENS
 
-TOKEN_BYTES = GROUP_BYTES // GROUP_TOKENS
-"""Of a token's 32 columns of a K-tile."""
 AT_ONCE = 10
 """K-tiles of a slot, at most, of which a lane loads its unit before it stores one: no load passes a store that the
 compiler cannot tell from it."""
 
 
-def _at_once(k_tiles: int) -> int:
-    return max(size for size in range(1, AT_ONCE + 1) if k_tiles % size == 0)
-
-
-@dataclass(frozen=True, eq=False)
-class TokenRows:
-    """Tokens one by one. columns: of the launch (u32). input: of all tokens (u8), in token order, of k_tiles K-tiles;
-    into: [token][K-tile][unit], 16 bytes each."""
-
-    machine: PassMachine
-    columns: ch.Expr
-    input: ch.Expr
-    into: ch.Expr
-    k_tiles: int
-
-    @ch.function
-    def lay_down(self) -> None:
-        """In the consumer role: a warp some K-tiles of a group of tokens."""
-        machine, warps, size = self.machine, self.machine.plan.consumer_warps, _at_once(self.k_tiles)
-        lane, parts = machine.lane, self.k_tiles // size
-        count = (self.columns + (GROUP_TOKENS - 1)) // GROUP_TOKENS * parts
-        first = machine.block * warps + machine.warp
-        data = ch.array(ty.u32x4, size)
-        with ch.for_(first, count, machine.gpu.blocks * warps, unroll=1, name="item") as item:
-            group = ch.const(ty.u32, item // parts, name="group")
-            k_tile = ch.const(ty.u32, item % parts * size, name="k_tile")
-            unit, in_group = lane // GROUP_TOKENS, lane % GROUP_TOKENS
-            source = self.input + (ty.u64(group) * GROUP_BYTES + ty.u64(unit * UNIT_BYTES + in_group * 16))
-            row = self.row(self.into, group * GROUP_TOKENS + in_group)
-            for index in range(size):
-                tile = ty.u64(k_tile + index) * (machine.plan.groups * GROUP_BYTES)
-                data[index] = ch.reinterpret(ty.ptr(ty.u32x4), source + tile)[0]
-            for index in range(size):
-                ch.reinterpret(ty.ptr_mut(ty.u32x4), row + (k_tile + index) * TOKEN_BYTES)[0] = data[index]
-
-    def row(self, rows: ch.Expr, token: ch.Expr) -> Any:
-        """Where the lane's unit of a token's first K-tile lies."""
-        return rows + (ty.u64(token) * (self.k_tiles * TOKEN_BYTES) + ty.u64(self.machine.lane // GROUP_TOKENS * 16))
-
-
 @dataclass(frozen=True, eq=False)
 class PassSort:
-    """columns: of the launch (u32). input: of all tokens, one by one; it goes to `into` (u8), in the order of slots.
-    slots: u32 [token][rank]; of columns that are no tokens, which nobody asks for, some. factors: f32x2 [slot], the
-    scale of the token and the weight of the expert."""
+    """columns: of the launch (u32). input: of all tokens (u8), in token order, of k_tiles K-tiles; it goes to `into`,
+    in the order of slots. slots: u32 [token][rank]; of columns that are no tokens, which nobody asks for, some.
+    factors: f32x2 [slot], the scale of the token and the weight of the expert."""
 
     machine: PassMachine
     tokens: PassTokens
@@ -82,10 +38,11 @@ class PassSort:
     choices: Choices
     tiles: ExpertTiles
     scales: Scales
-    input: TokenRows
+    input: ch.Expr
     into: ch.Expr
     slots: ch.Expr
     factors: ch.Expr
+    k_tiles: int
 
     @property
     def _chosen(self) -> int:
@@ -165,15 +122,19 @@ class PassSort:
     @ch.inline
     def _copy(self, group: ch.Expr, token: ch.Expr) -> None:
         """The token's activations to its slot; four lanes have it, a unit of every K-tile each."""
-        lane, k_tiles = self.machine.lane, self.input.k_tiles
-        size = _at_once(k_tiles)
-        source = self.input.row(self.input.into, token)
-        unit, in_group = lane // GROUP_TOKENS, lane % GROUP_TOKENS
-        into = self.into + (ty.u64(group) * GROUP_BYTES + ty.u64(unit * UNIT_BYTES + in_group * 16))
+        lane, size = self.machine.lane, max(size for size in range(1, AT_ONCE + 1) if self.k_tiles % size == 0)
+        source = self.input + self._place(token // GROUP_TOKENS, token % GROUP_TOKENS)
+        into = self.into + self._place(group, lane % GROUP_TOKENS)
         data = ch.array(ty.u32x4, size)
-        with ch.for_(0, k_tiles, size, unroll=1, name="k_tile") as k_tile:
+        with ch.for_(0, self.k_tiles, size, unroll=1, name="k_tile") as k_tile:
             for index in range(size):
-                data[index] = ch.reinterpret(ty.ptr(ty.u32x4), source + (k_tile + index) * TOKEN_BYTES)[0]
+                tile = ty.u64(k_tile + index) * (self.machine.plan.groups * GROUP_BYTES)
+                data[index] = ch.reinterpret(ty.ptr(ty.u32x4), source + tile)[0]
             for index in range(size):
                 tile = ty.u64(k_tile + index) * (self.tiles.plan.groups * GROUP_BYTES)
                 ch.reinterpret(ty.ptr_mut(ty.u32x4), into + tile)[0] = data[index]
+
+    def _place(self, group: ch.Expr, in_group: ch.Expr) -> ch.Expr:
+        """The byte of the lane's unit, in the first K-tile, of a token or slot of a group (u64)."""
+        unit = self.machine.lane // GROUP_TOKENS
+        return ty.u64(group) * GROUP_BYTES + ty.u64(unit * UNIT_BYTES + in_group * 16)
