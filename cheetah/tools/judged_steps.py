@@ -181,7 +181,7 @@ class JudgedSteps:
                 )
             else:
                 problems += self._wrong_pages(one, max(MOST_CACHED, 2 * allowed), is_decided)
-                problems += self._wrong_state(one, max(MOST_CACHED, 2 * allowed)) if is_decided.all() else ()
+                problems += self._wrong_state(one) if is_decided.all() else ()
         problems += filter(None, (problem for one in found.drawn for problem in sampling_problems(one)))
         every = np.concatenate(errors)
         return Agreement(int(np.concatenate(decided).sum()), float(every.max()), allowed, tuple(problems))
@@ -213,20 +213,32 @@ class JudgedSteps:
             what = f"layer {layer}'s {('keys', 'values')[kind]} of position {scored.cached + position}"
             yield f"{scored.place}: all logits are right, but what is cached as {what} is not"
 
-    def _wrong_state(self, scored: Scored, allowed: float) -> Iterator[str]:
-        """What a sequence remembers behind a launch with right logits, if that is not what later ones begin with."""
+    def _wrong_state(self, scored: Scored) -> Iterator[str]:
+        """What a sequence remembers behind a launch with right logits, if that is not what later ones begin with:
+        allowed is, layer by layer, so many times the most that rounding does to a head's in the reference itself."""
         heads = self.config.shape.delta
         if heads is None or scored.state is None:
             return
-        self.logits_by(self.rounded, scored)
-        states = self._begun(self.rounded, scored).states
-        wanted = np.stack([states[layer].memory for layer in heads.layers])
-        found = memories(heads, scored.state)
-        off, size = (np.linalg.norm(one, axis=(2, 3)) for one in (found - wanted, wanted))
-        if (wrong := ~(off <= allowed * size)).any():
+        exact, rounded = (self._memories_by(reference, scored) for reference in (self.reference, self.rounded))
+        of_rounding, off = (
+            np.linalg.norm(one - exact, axis=(2, 3)) / np.linalg.norm(exact, axis=(2, 3))
+            for one in (rounded, memories(heads, scored.state))
+        )
+        allowed = np.maximum(LEAST_TOLERANCE, TOLERANCE_FACTOR * of_rounding.max(axis=1, keepdims=True))
+        if (wrong := ~(off <= allowed)).any():
             layer, head = map(int, np.argwhere(wrong)[0])
             what = f"what value head {head} of layer {heads.layers[layer]} remembers is not"
-            yield f"{scored.place}: all logits are right, but {what}: {off[layer, head] / size[layer, head]:.2e} off"
+            yield (
+                f"{scored.place}: all logits are right, but {what}: {off[layer, head]:.2e} off, "
+                f"allowed is {allowed[layer, 0]:.2e}"
+            )
+
+    def _memories_by(self, reference: Reference, scored: Scored) -> NDArray[np.float32]:
+        """[layers, value heads, key_dim, value_dim]: what a sequence remembers then by a reference."""
+        assert self.config.shape.delta is not None
+        self.logits_by(reference, scored)
+        states = self._begun(reference, scored).states
+        return np.stack([states[layer].memory for layer in self.config.shape.delta.layers])
 
     def _first_off(self, found: Transcript, scored: Scored, number: int, allowed: float) -> str:
         """What is off first of the numbers that led to a position's logits."""

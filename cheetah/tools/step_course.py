@@ -130,12 +130,12 @@ class CourseRun:
     prompt and sampled tokens in one launch. 3. A launch that goes on at a temperature; the same again from the same
     place with a stop id, which ends it early. 4. A launch that goes on from there. 5. The logits of that whole sequence
     in one launch from an empty cache. 6. If a step takes several tokens: a prompt longer than an item, so many tokens a
-    step, that ends where the context does and leaves columns of its last step empty; where items have a fixed length,
-    the same with a token less a step, to the bit. 7. If it takes several sequences:
-    as many as it takes, from an empty cache to one that they fill, with logits; then tokens of each, which asks for
-    what the others do not (masks, biases, penalties, filters), with logits again; the same where one of them ends, by
-    itself, in another order, or by the host's word; and if it takes more tokens than sequences, shares of the columns
-    that differ. 8. Embeddings with a number that is too large, with which nothing can be drawn.
+    step, that ends where the context does and leaves columns of its last step empty; where sequences have states, fewer
+    tokens than a step takes; where items have a fixed length, the same with a token less a step, to the bit. 7. If it
+    takes several sequences: as many as it takes, from an empty cache to one that they fill, with logits; then tokens of
+    each, which asks for what the others do not (masks, biases, penalties, filters), with logits again; the same where
+    one of them ends, by itself, in another order, or by the host's word; and if it takes more tokens than sequences,
+    shares of the columns that differ. 8. Embeddings with a number that is too large, with which nothing can be drawn.
 
     Of a course of several, without 1 to 5, where a step takes several sequences; they are the dearest.
     """
@@ -211,6 +211,12 @@ class CourseRun:
         self._require_unchanged(before, range(cached, course.context))
         self._note("a prompt, several tokens a step, to the context's end", cached, course.long, logits)
         launcher.restart()
+        if course.remembered is not None:
+            self._fill(launcher.cache, cached)
+            few = course.long[: self.plan.tokens - 1]
+            logits_of_few = self.session.score(few, self.plan.tokens)
+            self._note("fewer tokens than a step has room for", cached, few, logits_of_few)
+            launcher.restart()
         if self.plan.kv_chunk and self.plan.tokens > 2:
             self._fill(launcher.cache, cached)
             self._require_same(logits, self.session.score(course.long, self.plan.tokens - 1))

@@ -29,6 +29,12 @@ BUGS = (
         "has_token",
     ),
     _Bug(
+        "the state goes on behind a last token",
+        "blocks/delta/memory.py",
+        "has_token & (self.columns.state(column, STOPPED) == 0)",
+        "self.columns.state(column, STOPPED) == 0",
+    ),
+    _Bug(
         "a channel's tokens before are shifted by one",
         "blocks/delta/memory.py",
         "known[number] = prim.make_u32x4(before.y, before.z, word, 0)",
