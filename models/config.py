@@ -232,7 +232,7 @@ class ModelConfig:
         """What attention does in each layer, in a context of so many tokens."""
         return AttentionLayers([kind.attention for kind in self.layer_kinds], max_context)
 
-    @property
+    @cached_property
     def shape(self) -> ModelShape:
         """The numbers that the plan works with. PlanError for a weight format or a kind of layer that no kernel has."""
         return replace(self._shape_in_bf16, formats=self.weight_formats, delta=self._delta_heads)
@@ -257,7 +257,7 @@ class ModelConfig:
         """What a step is made of, whatever the weights' formats are: here all products are in bf16."""
         return self._shape_in_bf16.table
 
-    @property
+    @cached_property
     def _shape_in_bf16(self) -> ModelShape:
         return ModelShape(
             hidden=self.hidden_size,

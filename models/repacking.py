@@ -43,6 +43,13 @@ class StoredCodes:
     open: Callable[[], Read]
     is_f16: bool = False
 
+    def lies_like(self, other: StoredCodes) -> bool:
+        """Whether every code lies where one of the other's does, in bytes of its own."""
+        if (self.bits, self.nbytes, self.row_bytes) != (other.bits, other.nbytes, other.row_bytes):
+            return False
+        mine, theirs = ((one.row_offsets, one.column_offsets) for one in (self, other))
+        return all(np.array_equal(*pair) for pair in zip(mine, theirs, strict=True))
+
     def with_rows(self, order: Order) -> StoredCodes:
         """The same with row `order[i]` as row i."""
         return replace(self, row_offsets=self.row_offsets[order], row_bytes=None)

@@ -205,11 +205,15 @@ class _Source:
             yield from _router_pieces(config, tensor)
         if config.block is not None:
             yield _known_norm_piece(config, tensor)
+        before: StagedMatrix | None = None  # what went up last
         for layout, layer, expert in _layouts(config, self.matrices):
             matrix = _Matrix.open(config, self.matrices, layout, layer, expert, self.rows, self.rank)
             staged = matrix.staged
-            is_staged = staged is not None and self.staged.has_room_for(staged)
-            yield from staged.pieces(self.watch) if staged and is_staged else matrix.pieces(self.watch)
+            if staged is None or not self.staged.has_room_for(staged):
+                yield from matrix.pieces(self.watch)
+                continue
+            yield from staged.pieces(self.watch, before)
+            before = staged
 
 
 def _rows_piece(name: str, shape: tuple[int, ...], rows: Sequence[Callable[[], Bits | int]], width: int) -> Piece:

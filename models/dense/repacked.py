@@ -67,13 +67,20 @@ class StagedMatrix:
         """Of the largest piece of tables."""
         return max(part.table_bytes for part in self.parts)
 
-    def pieces(self, watch: Stopwatch) -> Iterator[Piece]:
-        """All bytes that go up, and behind those of each part the packing of it."""
+    def pieces(self, watch: Stopwatch, before: StagedMatrix | None = None) -> Iterator[Piece]:
+        """All bytes that go up, and behind those of each part the packing of it. before: whose tables lie there yet."""
         reads = [one.codes.open() for one in self.stored]
+        has_tables = before is not None and self._has_tables_of(before)
         for part in self.parts:
-            *pieces, last = part.pieces(reads, watch)
+            *pieces, last = part.pieces(reads, watch, has_tables)
             yield from pieces
             yield replace(last, work=part.work)
+
+    def _has_tables_of(self, other: StagedMatrix) -> bool:
+        """Whether another's tables are also this one's, as those of a layer's experts are."""
+        if self.layout is not other.layout or self.groups is not other.groups or len(self.parts) > 1:
+            return False
+        return all(mine.codes.lies_like(its.codes) for mine, its in zip(self.stored, other.stored, strict=True))
 
 
 def staged_matrix(
@@ -188,9 +195,10 @@ class _Part:
             **{f"{name}_at": offset for name, offset in self._sections.offsets.items()},
         )
 
-    def pieces(self, reads: Sequence[Read], watch: Stopwatch) -> Iterator[Piece]:
-        """Tables, scales and codes."""
-        yield self._tables_piece()
+    def pieces(self, reads: Sequence[Read], watch: Stopwatch, has_tables: bool) -> Iterator[Piece]:
+        """Tables, if they do not lie there, scales and codes."""
+        if not has_tables:
+            yield self._tables_piece()
         yield from self._scales_pieces(watch)
         for source in self._sources:
             yield from self._codes_pieces(reads[source.rows.source], source, watch)

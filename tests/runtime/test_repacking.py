@@ -26,9 +26,11 @@ from written_checkpoints import EMBEDDING, Q, random_values, write_model
 from written_experts import CONFIGS, merged
 
 from benchmarks.loading import write_checkpoint
+from cheetah.models.dense import repacked
 from cheetah.models.formats import WEIGHT_FORMATS, PackingError
 from cheetah.models.llama import LlamaConfig
 from cheetah.models.phi3 import Phi3Config
+from cheetah.models.repacking import StoredCodes
 from cheetah.models.rope import Rope
 from cheetah.models.rounding import round_f16
 from cheetah.plan import gpu_named
@@ -278,8 +280,23 @@ def test_the_order_of_codes_has_each_once(name):
 @pytest.mark.slow
 @pytest.mark.compiler
 @pytest.mark.parametrize("is_merged", [False, True])
-def test_experts_one_by_one_and_merged(tmp_path, is_merged):
-    """Each expert's two matrices by themselves, beside q, k and v, o and the router of a layer, and the head."""
-    config = CONFIGS["qwen3_moe"]
+def test_experts_one_by_one_and_merged(tmp_path, is_merged, monkeypatch):
+    """Each expert's two matrices by themselves, beside q, k and v, o and the router of a layer, and the head; tables go
+    up once for all experts of a layer."""
+    config, tables, make = CONFIGS["qwen3_moe"], [], repacked._Part._tables_piece
+    monkeypatch.setattr(repacked._Part, "_tables_piece", lambda part: (tables.append(part), make(part))[1])
     values = merged("qwen3_moe") if is_merged else random_values(config)
     check_alike(write_model(tmp_path, values, config), works=2 * (3 + 2 * 5) + 1)
+    assert len(tables) == 2 * (3 + 2) + 1
+
+
+@pytest.mark.parametrize(
+    "other",
+    [{"bits": 4}, {"nbytes": 90}, {"row_bytes": None}, {"row_offsets": [8, 0, 4]}, {"column_offsets": [0, 1, 3, 2]}],
+)
+def test_tables_are_of_codes_that_lie_as_others_do(other):
+    def codes(bits=8, nbytes=96, row_offsets=(0, 4, 8), column_offsets=(0, 1, 2, 3), row_bytes=4):
+        return StoredCodes(bits, nbytes, np.array(row_offsets), np.array(column_offsets), row_bytes, lambda: None)
+
+    assert codes().lies_like(codes())
+    assert not codes().lies_like(codes(**other)) and not codes(**other).lies_like(codes())
