@@ -3,7 +3,7 @@ packed, and phases as people read them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
@@ -27,6 +27,10 @@ class Merged:
     is_transposed: bool = False
 
 
+SHOWN_RUNS = 4
+"""So many runs of layers are written out."""
+
+
 class PhaseRow(NamedTuple):
     """A phase of a kernel as people read it. when: in which layers it comes, or "once"; waits, makes: vectors that all
     blocks make and all need; matrix: whose product it is, with its rows, columns and format."""
@@ -37,6 +41,14 @@ class PhaseRow(NamedTuple):
     matrix: str
     makes: str
     about: str
+
+
+def layers_text(layers: Sequence[int]) -> str:
+    """What a phase says of the layers that have it, in rising order: of many runs the first two and the last."""
+    ends = [place for place, one in enumerate(layers) if place + 1 == len(layers) or layers[place + 1] != one + 1]
+    runs = [(layers[begin], layers[end]) for begin, end in zip([0, *(end + 1 for end in ends)], ends, strict=False)]
+    texts = [f"{first}" if first == last else f"{first} to {last}" for first, last in runs]
+    return "layers " + ", ".join(texts if len(texts) <= SHOWN_RUNS else [*texts[:2], "...", texts[-1]])
 
 
 def lines_of(rows: Iterable[PhaseRow]) -> Iterator[str]:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from cheetah.models.config import ModelConfig
-from cheetah.models.family import PhaseRow, lines_of
+from cheetah.models.family import PhaseRow, layers_text, lines_of
 from cheetah.models.layer_kind import AttentionKind, ClampedGate, LayerKind, Routing
 from cheetah.plan.errors import PlanError
 from cheetah.plan.phases import PhaseNames, PhaseText
@@ -547,7 +547,7 @@ class Page:
 
     def _layers(self, kind: int) -> str:
         its = [layer for layer, other in enumerate(self.kind_of_layer) if other == kind]
-        return f"layers 0 to {its[-1]}" if len(self.kinds) == 1 else f"layers {', '.join(map(str, its))}"
+        return layers_text(its)
 
     def __str__(self) -> str:
         return "\n".join(lines_of(self.rows))

@@ -30,7 +30,7 @@ from cheetah.models.dense.page import (
     Weighed,
     page_of,
 )
-from cheetah.models.family import PhaseRow
+from cheetah.models.family import PhaseRow, layers_text
 from cheetah.plan import Gpu, ModelShape, Plan, PlanError, SharedMap, StepMatrices, step_matrices
 from cheetah.plan.delta_pass import DeltaPass
 from cheetah.plan.expert_slots import ExpertSlots
@@ -375,9 +375,9 @@ class PassSizes:
 
     def _layers_of(self, phase: PassPhase) -> str:
         if phase.line in self.page.common:
-            return f"layers 0 to {self.config.layers - 1}"
+            return layers_text(range(self.config.layers))
         deltas, of_delta = self.page.delta_layers, phase.line in self.own_lines(True)
-        return f"layers {', '.join(str(one) for one in range(self.config.layers) if (one in deltas) == of_delta)}"
+        return layers_text([one for one in range(self.config.layers) if (one in deltas) == of_delta])
 
     def _row(self, phase: PassPhase, when: str) -> PhaseRow:
         about, matrix = phase.line.about, phase.line.matrix

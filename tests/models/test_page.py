@@ -7,7 +7,7 @@ import pytest
 from cheetah.generate import choose_plan, generate_kernel
 from cheetah.models.dense.page import page_of, page_of_head, require_common
 from cheetah.models.dense.pass_sizes import PassSizes
-from cheetah.models.family import lines_of
+from cheetah.models.family import layers_text, lines_of
 from cheetah.models.layer_kind import AttentionKind, LayerKind
 from cheetah.models.registry import preset
 from cheetah.plan import GPUS, PlanError
@@ -44,8 +44,8 @@ def test_families_differ_on_the_page() -> None:
 def test_layers_of_two_kinds_are_printed_kind_by_kind() -> None:
     config = replace(DEMO, layers=5, unrotated_layers=(3,))
     when = {one.when: one.about for one in page_of(config).rows if one.name == "qkv"}
-    assert list(when) == ["layers 0, 1, 2, 4", "layers 3"]
-    assert "rotary" in when["layers 0, 1, 2, 4"] and "rotary" not in when["layers 3"]
+    assert list(when) == ["layers 0 to 2, 4", "layers 3"]
+    assert "rotary" in when["layers 0 to 2, 4"] and "rotary" not in when["layers 3"]
 
 
 def test_a_page_is_printed_with_its_matrices() -> None:
@@ -100,3 +100,17 @@ def test_layers_that_differ_in_what_kernels_have_once_are_refused() -> None:
     ):
         with pytest.raises(PlanError, match=f"layers that differ in {name}.*: kernels know layers that differ in"):
             require_common([LayerKind(), alike, other])
+
+
+@pytest.mark.parametrize(
+    ("layers", "text"),
+    [
+        (range(1), "layers 0"),
+        (range(64), "layers 0 to 63"),
+        ([0, 1, 3, 4, 6, 8], "layers 0 to 1, 3 to 4, 6, 8"),
+        (range(3, 64, 4), "layers 3, 7, ..., 63"),
+        ([one for one in range(64) if one % 4 != 3], "layers 0 to 2, 4 to 6, ..., 60 to 62"),
+    ],
+)
+def test_layers_as_people_read_them(layers, text):
+    assert layers_text(layers) == text
