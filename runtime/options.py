@@ -34,8 +34,8 @@ class LoadOptions:
         int,
         "GPUs of this host that make each step together, 1, 2, 4 or 8: each has a part of every matrix.",
         "The first ones that there are, or those that `device` names. Their kernels store into one another's memory, "
-        "for which NVLink or one PCIe switch joins them. With `kv_chunk` answers are those of one GPU that reads "
-        "prompts in steps, to the bit: several read none in passes.",
+        "for which NVLink or one PCIe switch joins them. With `kv_chunk` answers are those of one GPU, to the bit, if "
+        "both read prompts alike: models of experts in passes or both in steps (`prompt_passes`).",
     )
     max_context: int | None = option(
         None,
@@ -130,9 +130,10 @@ class LoadOptions:
     )
     prefix_states: int | None = option(
         None,
-        None,
-        "States of sequences that `prefix_cache` keeps, of models that have them beside their pages (Qwen3.5): by "
-        "default as many as a tenth of the memory holds that the cache may take, up to 32.",
+        int,
+        "Of Qwen3.5, how many states are kept for prompts that begin alike; by default by memory, up to 32.",
+        "Of all models whose sequences have states beside their pages: those that `prefix_cache` keeps. By default as "
+        "many as a tenth of the memory holds that the cache may take.",
     )
     enable_chunked_prefill: bool = option(
         True,

@@ -27,8 +27,8 @@ LOG_LEVELS = ("critical", "error", "warning", "info", "debug")
 
 @takes_load(
     "device tensor_parallel_size gpu batch max_context kv_dtype kv_chunk speculative_config prompt_tokens "
-    "prompt_passes max_num_batched_tokens "
-    "prefix_cache chat_template messages_have_special_tokens lora quantization sparse gpu_memory_utilization "
+    "prompt_passes max_num_batched_tokens prefix_cache prefix_states "
+    "chat_template messages_have_special_tokens lora quantization sparse gpu_memory_utilization "
     "revision verbose"
 )
 def serve(
