@@ -34,7 +34,8 @@ TOLERANCE_FACTOR, LEAST_TOLERANCE = 3.0, 0.01
 """Allowed: so many times the error that rounding activations to bf16 makes in the reference itself."""
 FACTOR_OF_HYBRIDS = 6.0
 """The same beside Gated DeltaNet: what a memory has under a query may be little more than rounding, as behind a first
-token whose key and query are nearly at right angles, and the norm of heads makes it as large as any."""
+token whose key and query are nearly at right angles, and the norm of heads makes it as large as any. So much of what
+rounding does is allowed of states, too (seen of right kernels: up to 4.1 times)."""
 OF_A_FAULT = 0.05
 """Allowed of what is exchanged where a launch ended wrongly, so that no logits say what rounding does."""
 MOST_CACHED = 0.2
@@ -224,7 +225,7 @@ class JudgedSteps:
             np.linalg.norm(one - exact, axis=(2, 3)) / np.linalg.norm(exact, axis=(2, 3))
             for one in (rounded, memories(heads, scored.state))
         )
-        allowed = np.maximum(LEAST_TOLERANCE, TOLERANCE_FACTOR * of_rounding.max(axis=1, keepdims=True))
+        allowed = np.maximum(LEAST_TOLERANCE, FACTOR_OF_HYBRIDS * of_rounding.max(axis=1, keepdims=True))
         if (wrong := ~(off <= allowed)).any():
             layer, head = map(int, np.argwhere(wrong)[0])
             what = f"what value head {head} of layer {heads.layers[layer]} remembers is not"

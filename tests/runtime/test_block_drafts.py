@@ -16,10 +16,10 @@ from numpy.typing import NDArray
 from safetensors.numpy import save_file
 
 from cheetah.errors import CheetahError
-from cheetah.generate import generate_handoff, generate_known_rows, generate_markov
+from cheetah.generate import generate_known_rows, generate_markov
 from cheetah.models.registry import family_of
 from cheetah.models.rounding import round_to_bf16, widen
-from cheetah.plan import Gpu, gpu_named
+from cheetah.plan import gpu_named
 from cheetah.runtime import LLM, SamplingParams
 from cheetah.runtime.assembly.blocks import step_tokens
 from cheetah.runtime.checkpoint.drafters import RANDOM_BLOCKS, open_drafter
@@ -28,8 +28,7 @@ from cheetah.runtime.engine.completion import Completion
 from cheetah.runtime.engine.drafting import Speculation
 from cheetah.runtime.outputs import RequestOutput
 from tests.models.meaning_of_blocks import BlockReference
-from tests.planted_text import planted
-from tests.runtime.test_draft_head import drafts_of_rounds
+from tests.runtime.test_draft_head import drafts_of_rounds, plant_between_launches
 from tests.runtime.test_draft_model import asked, drafted_in, ids_of
 from tests.runtime.test_speculation import ASKED, TEXT, opened
 
@@ -255,10 +254,7 @@ PLANTED = {
 def test_bugs_between_two_launches_are_seen(
     guessing: LLM, folder: Path, monkeypatch: pytest.MonkeyPatch, bug: str
 ) -> None:
-    rounds = guessing.engine.engine._scheduler._model.rounds
-    right = generate_handoff(Gpu(**guessing.manifest.gpu), rounds.plan, "block")
-    wrong = right.with_text(planted(right.text, *PLANTED[bug]))
-    monkeypatch.setattr(rounds, "_kernel", guessing.assembly.device.load(wrong.text, wrong.manifest))
+    plant_between_launches(guessing, monkeypatch, "block", *PLANTED[bug])
     share = share_of_float32s(drafts_of_rounds(guessing, monkeypatch, 0), folder, markov_of(guessing))
     assert share < 0.9
 

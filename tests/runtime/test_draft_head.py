@@ -231,6 +231,14 @@ def test_pages_are_shared_copied_given_back_and_kept(llm: LLM, head: Path) -> No
         ]
 
 
+def plant_between_launches(llm: LLM, monkeypatch: pytest.MonkeyPatch, drafter: str, right: str, wrong: str) -> None:
+    """The kernel between two launches of a round gets a bug: its text has `wrong` in the place of `right`."""
+    rounds = llm.engine.engine._scheduler._model.rounds  # type: ignore[union-attr]
+    made = generate_handoff(Gpu(**llm.manifest.gpu), rounds.plan, drafter)  # type: ignore[arg-type,union-attr]
+    changed = made.with_text(planted(made.text, right, wrong))
+    monkeypatch.setattr(rounds, "_kernel", llm.assembly.device.load(changed.text, changed.manifest))
+
+
 PLANTED = {
     "what the layers left of the token before": ("(own[4] + number_2)", "(own[4] + (number_2 ? number_2 - 1 : 0))"),
     "own states count as features": ("feature_steps[0] = steps;", "feature_steps[0] = 1;"),
@@ -243,10 +251,7 @@ PLANTED = {
 def test_bugs_between_two_launches_are_seen(
     llm: LLM, meaning: Meaning, monkeypatch: pytest.MonkeyPatch, bug: str
 ) -> None:
-    rounds = llm.engine.engine._scheduler._model.rounds
-    right = generate_handoff(Gpu(**llm.manifest.gpu), rounds.plan, "head")
-    wrong = right.with_text(planted(right.text, *PLANTED[bug]))
-    monkeypatch.setattr(rounds, "_kernel", llm.assembly.device.load(wrong.text, wrong.manifest))
+    plant_between_launches(llm, monkeypatch, "head", *PLANTED[bug])
     assert as_meant(drafts_of_rounds(llm, monkeypatch), meaning) < 0.8
 
 
