@@ -1,13 +1,15 @@
 """Weights on disk: the safetensors files of a folder, their headers checked, their tensors mapped into memory.
 
 A file is a little-endian u64 (the header's length), a JSON header {name: {dtype, shape, data_offsets: [begin, end]}}
-whose offsets count from the header's end, then the data, row-major. Nothing here knows what a model is. A tensor is
-mapped when it is asked for and unmapped when it is let go, so that the host holds no more than what is in use.
+whose offsets count from the header's end, then the data, row-major. Nothing here knows what a model is. A file is
+opened and mapped when the first of its tensors is asked for, and let go with the last: a model of experts has more
+tensors than a process may have open files.
 """
 
 from __future__ import annotations
 
 import math
+import mmap
 import os
 import struct
 import threading
@@ -106,7 +108,38 @@ class StoredTensor:
         """The tensor's bytes, mapped."""
         if self.nbytes == 0:
             return np.zeros(0, np.uint8)
-        return np.asarray(np.memmap(self.file, np.uint8, mode="r", offset=self.begin, shape=(self.nbytes,)))
+        return np.frombuffer(_opened(self.file), np.uint8, self.nbytes, self.begin)
+
+
+class _OpenFile(mmap.mmap):
+    """A file's bytes, mapped, and a descriptor to read it by. Arrays keep what they lie in, and so this."""
+
+    descriptor: int
+
+
+_open_files: weakref.WeakValueDictionary[tuple[int, int, int], _OpenFile] = weakref.WeakValueDictionary()
+_opening = threading.Lock()
+
+
+def _opened(path: Path) -> _OpenFile:
+    """The file, opened once for all who read it now; another that has taken its name since is another file."""
+    with _opening:
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            status = os.fstat(descriptor)
+            which = status.st_dev, status.st_ino, status.st_size
+            file = _open_files.get(which)
+            if file is not None:
+                os.close(descriptor)
+                return file
+            file = _OpenFile(descriptor, 0, access=mmap.ACCESS_READ)
+        except BaseException:
+            os.close(descriptor)
+            raise
+        file.descriptor = descriptor
+        weakref.finalize(file, os.close, descriptor)
+        _open_files[which] = file
+        return file
 
 
 class StoredRows:
@@ -116,9 +149,9 @@ class StoredRows:
     def __init__(self, tensor: StoredTensor) -> None:
         self.tensor = tensor
         self.shape = tensor.shape
-        self._descriptor = os.open(tensor.file, os.O_RDONLY)
-        weakref.finalize(self, os.close, self._descriptor)
-        os.posix_fadvise(self._descriptor, tensor.begin, tensor.nbytes, os.POSIX_FADV_WILLNEED)  # begin to read it now
+        self._file = _opened(tensor.file)
+        advice = os.POSIX_FADV_WILLNEED  # begin to read it now
+        os.posix_fadvise(self._file.descriptor, tensor.begin, tensor.nbytes, advice)
 
     def __getitem__(self, part: slice) -> npt.NDArray[Any]:
         """Rows as they are stored, in memory of this thread, overwritten when it reads again; of a transposed matrix
@@ -136,7 +169,7 @@ class StoredRows:
         """Fill memory with the tensor's bytes from `begin` on, as they lie there."""
         offset, done = self.tensor.begin + begin, 0
         while done < memory.nbytes:
-            count = os.preadv(self._descriptor, [memory[done:].data], offset + done)
+            count = os.preadv(self._file.descriptor, [memory[done:].data], offset + done)
             if count == 0:
                 raise LoadingError(f"{self.tensor.file}: ends at byte {offset + done}: it was cut while it was read")
             done += count

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import threading
 from collections.abc import Iterator
@@ -114,6 +115,24 @@ def test_an_interrupted_question_leaves_no_answer_behind(
         patch.setattr(guarded, "_read", interrupted)
         rendered(guarded, "the first answer")
     assert rendered(guarded, "the second answer") == "the second answer"
+
+
+def test_a_process_with_many_open_files_is_answered(guarded: GuardedProcess) -> None:
+    """Files beyond the 1024th have numbers that `select` refuses."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard != resource.RLIM_INFINITY and hard < 2048:
+        pytest.skip("this host allows a process fewer than 2048 open files")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, 2048), hard))
+    files = [os.open(os.devnull, os.O_RDONLY)]
+    try:
+        files += [os.dup(files[0]) for _ in range(1024)]
+        guarded.close()  # so that its pipes are opened behind those
+        assert rendered(guarded, "{{ a }}", a="beyond") == "beyond"
+    finally:
+        for file in files:
+            os.close(file)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert rendered(guarded, "{{ a }}", a="and again") == "and again"
 
 
 def test_several_threads_get_their_own_answers(guarded: GuardedProcess) -> None:

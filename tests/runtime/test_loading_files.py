@@ -1,6 +1,7 @@
 """The safetensors files of a folder: shards, index and headers, and what is refused of them."""
 
 import json
+import os
 import struct
 
 import numpy as np
@@ -9,6 +10,7 @@ from safetensors.numpy import load_file, save_file
 from written_checkpoints import Q, random_values, refusal, write_config, write_index, write_model, write_shards
 
 from cheetah.runtime.checkpoint.loading import open_checkpoint
+from cheetah.runtime.checkpoint.safetensors_files import read_header
 
 
 def test_shards(tmp_path):
@@ -18,6 +20,29 @@ def test_shards(tmp_path):
     assert checkpoint.notes == ()
     for name, value in values.items():
         assert np.array_equal(checkpoint.tensor(name), value.view(np.uint16))
+
+
+def test_a_file_is_opened_once_for_all_its_tensors(tmp_path):
+    """Whatever is kept of it, and another that takes its name is another file."""
+
+    def opened():
+        links = (f"/proc/self/fd/{name}" for name in os.listdir("/proc/self/fd"))
+        return sum(os.readlink(link).startswith(str(tmp_path)) for link in links if os.path.islink(link))
+
+    values = random_values()
+    write_model(tmp_path, values)
+    path = tmp_path / "model.safetensors"
+    tensors = read_header(path)
+    kept = {name: (tensor.mapped_bytes(), tensor.stored_rows()) for name, tensor in tensors.items()}
+    assert len(kept) > 10 and 1 <= opened() <= 2
+    save_file({name: value * 2 for name, value in values.items()}, tmp_path / "new")
+    os.replace(tmp_path / "new", path)
+    assert np.array_equal(read_header(path)[Q].bf16_bits(), (values[Q] * 2).view(np.uint16))
+    memory = np.empty(tensors[Q].nbytes, np.uint8)
+    kept[Q][1].read(0, memory)
+    assert np.array_equal(memory, kept[Q][0]) and np.array_equal(memory, values[Q].view(np.uint8).reshape(-1))
+    del kept
+    assert opened() == 0
 
 
 def test_a_single_file_comes_before_an_index(tmp_path):
