@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
@@ -17,6 +17,7 @@ from cheetah.cli.tables import console, table_of
 from cheetah.errors import CheetahError, writing
 
 if TYPE_CHECKING:
+    from cheetah.models.config import ModelConfig
     from cheetah.runtime.device import Device
     from cheetah.tools.bench import DecodeBench, Measurement, Work
     from cheetah.tools.prompt_bench import PromptBench, PromptMeasurement
@@ -37,8 +38,14 @@ def bench(
         typer.Argument(help=MODEL_HELP, show_default=False),
     ],
     contexts: Annotated[
-        str, typer.Option(metavar="A,B+C,...", help="Tokens in the cache before a launch; B+C: of two sequences.")
-    ] = CONTEXTS,
+        str | None,
+        typer.Option(
+            metavar="A,B+C,...",
+            help=f"Tokens in the cache before a launch; B+C: of two sequences; by default {CONTEXTS}, as far as the "
+            "model has positions.",
+            show_default=False,
+        ),
+    ] = None,
     shared: Annotated[int, typer.Option(min=0, help="How many of the cached tokens are the same pages in all.")] = 0,
     per_step: Annotated[int, typer.Option(min=1, max=64, help="Tokens of a prompt that a step takes together.")] = 1,
     prompts: Annotated[
@@ -90,13 +97,16 @@ def bench(
         return
     if draft_model is not None:
         raise CheetahError(f"--draft-model {draft_model}: drafts of a model are measured on text: give --text FILE")
+    if prompts is not None and (given := "--speculative" if speculative else "--contexts" if contexts else None):
+        raise CheetahError(f"--prompts {prompts}: measures the time to the first token alone: leave out {given}")
     repeated = Repeated(repetitions, warmup, rest)
+    measured = Measured.named(model, load, plan)
+    contexts = contexts or usual_contexts(measured.config, plan, steps * per_step)
     lengths = () if prompts is None else of_prompts.parsed_prompts(prompts)
     rounds = () if speculative is None else parsed_rounds(speculative, contexts)
     works = () if lengths else parsed_works(contexts, plan.get("batch", 1), shared, per_step)
     if json_file not in (None, STDOUT):
         _append(str(json_file), "")  # refused before the work, not after it
-    measured = Measured.named(model, load, plan)
     measured.refuse_hours_of_emulation(repeated.launches * (sum(lengths) or len(rounds or works) * steps))
 
     def open_steps(device: Device) -> AbstractContextManager[DecodeBench]:
@@ -160,6 +170,13 @@ class _Way:
                     _write_line(json_file, self.record(found[-1], ready, circumstances))
             if json_file != STDOUT:
                 self.show(circumstances, ready, found)
+
+
+def usual_contexts(config: ModelConfig, plan: Mapping[str, Any], tokens: int) -> str:
+    """Those behind which there is room for so many tokens; where that is none, the deepest."""
+    most = min(config.max_position_embeddings, plan.get("max_context", config.max_position_embeddings)) - tokens
+    fitting = [one for one in CONTEXTS.split(",") if int(one) <= most]
+    return ",".join(fitting) or str(max(0, most))
 
 
 def parsed_works(text: str, batch: int = 1, shared: int = 0, per_step: int = 1) -> list[Work]:

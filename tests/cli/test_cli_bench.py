@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from commands import cheetah, refused
 
-from cheetah.cli.bench import parsed_works
+from cheetah.cli.bench import parsed_works, usual_contexts
 from cheetah.errors import CheetahError
 from cheetah.generate import choose_plan
 from cheetah.models.registry import preset
@@ -105,6 +105,9 @@ def test_works_are_read_and_told() -> None:
     assert works == [Work((128, 128), 64), Work((500, 1000), 64)]
     assert [str(work) for work in works] == ["128, 64 shared", "500+1000, 64 shared"]
     assert str(Work((7,), per_step=3)) == "7, 3 a step"
+    config = preset("demo")  # of 512 positions
+    assert [usual_contexts(config, {}, tokens) for tokens in (64, 400, 600)] == ["128", "112", "0"]
+    assert usual_contexts(preset("llama-3.1-8b"), {"max_context": 2048}, 64) == "128,1024"
     assert Work((128,), 64).cached_tokens == 128 and works[0].cached_tokens == 64 + 2 * 64
 
 
@@ -165,6 +168,8 @@ def test_table(tmp_path: Path) -> None:
             ("random:demo", "--contexts", "5", "--json", "/nowhere/x.jsonl"),
             "--json /nowhere/x.jsonl: cannot be written",
         ),
+        (("random:demo", "--prompts", "5", "--contexts", "5"), "--prompts 5: measures the time to the first token"),
+        (("random:demo", "--prompts", "5", "--speculative", "3:2"), "leave out --speculative"),
     ],
 )
 def test_what_cannot_be_measured_is_refused(arguments: tuple[str, ...], words: str) -> None:
