@@ -51,7 +51,7 @@ class LoadOptions:
     local_files_only: bool | None = option(None, None, "Of a hub id: nothing is fetched.")
     tokenizer: bool = option(True, None, "False to work on token ids alone.")
     chat_template: str | None = option(
-        None, str, "Jinja text, or the name of one of the checkpoint's; by default the checkpoint's default."
+        None, str, "Jinja text, a file of it, or the name of one of the checkpoint's, whose default is used by default."
     )
     messages_have_special_tokens: bool = option(
         False,

@@ -7,6 +7,7 @@ without adding any.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
@@ -65,6 +66,18 @@ class ChatTemplates:
             elif name.startswith("chat_templates/") and name.endswith(".jinja"):
                 templates[Path(name).stem] = read_text(path, TEMPLATE_BYTES)
         return cls(templates, special_tokens, now)
+
+    def given(self, template: str) -> str:
+        """What somebody who opens a model writes: Jinja text or the name of one of the checkpoint's as it is, of a file
+        its text. CheetahError for what is none of these: a template without a brace shows no message."""
+        if template in self.templates or "{" in template:
+            return template
+        if not os.path.isfile(template):  # which may be any text
+            named = f" ({', '.join(sorted(self.templates))})" if self.templates else ""
+            raise CheetahError(
+                f"chat_template={shown(template)}: no Jinja text, no such file, and none of the checkpoint's{named}"
+            )
+        return read_text(Path(template), TEMPLATE_BYTES)
 
     def render(
         self,

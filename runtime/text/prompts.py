@@ -46,13 +46,14 @@ class Prompts:
         chat_template: str | None = None,
         messages_have_special_tokens: bool = False,
     ) -> Prompts:
-        """What a checkpoint's files say."""
+        """What a checkpoint's files say. chat_template: also a file of one."""
         files, tokenizer = checkpoint.files, None
         if with_tokenizer:
             bos = checkpoint.bos_token_id  # absent or, in odd files, a list
             tokenizer = Tokenizer.from_files(files, bos if isinstance(bos, int) else None)
         config = read_json(files.get("tokenizer_config.json"))
         templates = ChatTemplates.from_files(files, config, tokenizer.special_tokens if tokenizer else None)
+        chat_template = None if chat_template is None else templates.given(chat_template)
         return cls(tokenizer, templates, checkpoint.config.vocab_size, chat_template, messages_have_special_tokens)
 
     @property

@@ -158,6 +158,16 @@ def test_no_default_template_says_what_there_is() -> None:
         ChatTemplates({"tool": "", "rag": ""}).render(MESSAGES)
 
 
+def test_a_template_is_given_as_text_as_a_file_or_by_its_name(tmp_path: Path) -> None:
+    """What is none of these would be every prompt, word for word."""
+    file, both = tmp_path / "tools.jinja", ChatTemplates({"default": "a", "rag": "b"})
+    file.write_text("{{ messages[0].content }}")
+    assert [both.given(one) for one in ("rag", "{{ 1 }}", str(file))] == ["rag", "{{ 1 }}", "{{ messages[0].content }}"]
+    for wrong in ("tools.jinja", str(tmp_path), "x" * 5000, "a\0b"):
+        with pytest.raises(CheetahError, match=r"no such file, and none of the checkpoint's \(default, rag"):
+            both.given(wrong)
+
+
 def test_a_config_entry_of_another_kind_is_refused() -> None:
     with pytest.raises(CheetahError, match="chat_template must be text"):
         ChatTemplates.from_files({}, {"chat_template": [{"name": "default"}]})
