@@ -27,6 +27,8 @@ ARCHITECTURES = (ARCHITECTURE, "Eagle3LlamaForCausalLM", "Eagle3Speculator", "Ea
 LAYERS = "eagle_aux_hidden_state_layer_ids"
 NESTED = "eagle_config"
 MOST_TAPS, UNIT = 8, 8
+LEAST_LAYERS = 7
+"""From which on the layers that heads tap by rule, 2, the middle and the third but last, are three in order."""
 ALWAYS = {
     "use_aux_hidden_state": True,
     "use_input_layernorm_in_first_layer": True,
@@ -131,6 +133,11 @@ def plain_values(values: Mapping[str, Any], place: str, target: ModelConfig) -> 
     of_layer = {name: value for name, value in layer.items() if value is not None}
     of_nested = {name: nested[name] for name in FLAGS if name in nested}
     usual = {LAYERS: _named_otherwise(nested.get(LAYERS)) or [2, target.layers // 2, target.layers - 3]}
+    if target.layers < LEAST_LAYERS and LAYERS not in {**of_layer, **own} and not nested.get(LAYERS):
+        raise ConfigError(
+            f"{place}: names no {LAYERS}, and the model which it drafts for has {target.layers} layers: by rule three "
+            f"are taken of {LEAST_LAYERS} or more"
+        )
     fixed = {"model_type": MODEL_TYPE, "architectures": [ARCHITECTURE]}
     return {**usual, **of_layer, **of_nested, **own, **fixed, "max_position_embeddings": target.max_position_embeddings}
 

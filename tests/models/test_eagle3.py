@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -71,6 +72,13 @@ def test_a_head_without_an_embedding_has_the_models(tmp_path: Path) -> None:
     opened = open_drafter(str(written(tmp_path, config, tensors)), model)
     assert np.array_equal(opened.tensor(EMBEDDING), model.tensor(EMBEDDING))
     assert "has no model.embed_tokens.weight: target's are taken" in opened.notes[0]
+
+
+def test_a_model_of_few_layers_has_no_layers_that_are_taken_by_rule() -> None:
+    small = replace(target(), config=replace(TARGET, layers=6))
+    with pytest.raises(CheetahError, match="drafts for has 6 layers: by rule three are taken of 7 or more"):
+        open_drafter(RANDOM_HEAD, small)
+    assert open_drafter(RANDOM_HEAD, replace(small, config=replace(TARGET, layers=7))).config.drafter is not None
 
 
 def test_a_random_head_has_the_models_shapes() -> None:
