@@ -49,12 +49,15 @@ class Source:
 
 
 def calibration_source(model: str, revision: str | None = None) -> Source:
-    """The checkpoint of a model; CheetahError if it has no files, or scales already."""
+    """The checkpoint of a model; CheetahError if it has no files, scales already, or no use for
+    them."""
     checkpoint: Checkpoint = open_checkpoint(model, revision)
     if checkpoint.folder is None or model.startswith(RANDOM):
         raise CheetahError(f"{model}: has no files: give a folder, a hub id, or demo")
     if checkpoint.kv_scales is not None:
         raise CheetahError(f"{checkpoint.folder}: has scales of keys and values already: give the original")
+    if checkpoint.config.delta_layers:
+        raise CheetahError(f"{checkpoint.folder}: beside Gated DeltaNet keys and values are cached in bf16 alone")
     return Source(checkpoint.folder, checkpoint.config)
 
 

@@ -132,9 +132,12 @@ def test_what_another_model_drafts_changes_no_answer(tmp_path: Path, model: str)
         assert answers(llm, PROMPTS, params()) == wanted == answers(llm, PROMPTS, params())
 
 
-def test_the_command_that_makes_weights_sparse_refuses_such_models(folder: Path, tmp_path: Path) -> None:
+def test_commands_that_would_make_what_no_kernel_has_refuse_such_models(folder: Path, tmp_path: Path) -> None:
     tensors = weights(read_config(folder / "config.json")).tensors
     stored = {name: one.view(ml_dtypes.bfloat16) if one.itemsize == 2 else one for name, one in tensors.items()}
     save_file(stored, tmp_path / "model.safetensors")
     (tmp_path / "config.json").write_bytes((folder / "config.json").read_bytes())
     assert "have no sparse weights" in refused("sparsify", tmp_path, "--out", tmp_path / "made")
+    text = ("--text", tmp_path / "config.json")
+    assert "are cached in bf16 alone" in refused("calibrate", tmp_path, "--out", tmp_path / "made", *text)
+    assert not (tmp_path / "made").exists()
