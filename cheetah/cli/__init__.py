@@ -72,7 +72,7 @@ def cheetah(
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
     ] = False,
 ) -> None:
-    """One CUDA kernel for the whole decode step of a Llama model: generate it, run it, measure it, check it."""
+    """One CUDA kernel for the whole decode step of a model: generate it, run it, measure it, check it."""
 
 
 for module in (generate, run, chat, serve, batch, bench, trace, quantize, sparsify, calibrate, inspect, check):

@@ -36,7 +36,9 @@ Config = Annotated[str, typer.Argument(help="A preset, a folder, a config.json, 
 Model = Annotated[str, typer.Argument(help="demo, a folder, a hub id, or random:PRESET.", show_default=False)]
 Revision = Annotated[str | None, _option("revision", LOAD_OPTIONS["revision"])]
 
-MachineGpu = Annotated[str, typer.Option(help="The machine: h200, h100, emulator, emulator-2, emulator-8.")]
+MachineGpu = Annotated[
+    str, typer.Option(help="The machine: h200, h100, emulator, emulator-2, emulator-8; h200x2: two together.")
+]
 
 Seed = Annotated[int, typer.Option(help="Of sampling at a temperature above 0.")]
 RequestSeed = Annotated[

@@ -16,8 +16,9 @@ from cheetah.plan.shape import ModelShape
 def require_shared(shape: ModelShape, gpu: Gpu) -> None:
     """PlanError, with the numbers of GPUs that work, unless the ranks of a machine share heads and M-tiles evenly."""
     if problem := _why_not_shared(shape, gpu, gpu.ranks):
-        works = ", ".join(str(ranks) for ranks in RANKS if _why_not_shared(shape, gpu, ranks) is None)
-        raise PlanError(f"a step by {gpu.ranks} GPUs: {problem}: use one of {works}")
+        works = [str(ranks) for ranks in RANKS if _why_not_shared(shape, gpu, ranks) is None]
+        advice = f"one of {', '.join(works)}" if len(works) > 1 else "one GPU"
+        raise PlanError(f"a step by {gpu.ranks} GPUs: {problem}: use {advice}")
 
 
 def _why_not_shared(shape: ModelShape, gpu: Gpu, ranks: int) -> str | None:

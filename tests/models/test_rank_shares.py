@@ -84,6 +84,8 @@ def test_what_several_gpus_cannot_share_is_refused_with_the_numbers_that_work() 
         matrices_of(replace(CONFIG, intermediate_size=96), together(EMULATOR, 8))
     with pytest.raises(PlanError, match="6 heads with 2 KV heads.* 4 GPUs: use one of 1, 2"):
         matrices_of(replace(CONFIG, query_heads=6), together(EMULATOR, 4))
+    with pytest.raises(PlanError, match="2 GPUs: .*: use one GPU"):
+        matrices_of(replace(CONFIG, query_heads=7, kv_heads=1), together(EMULATOR, 2))
 
 
 def test_names_of_machines_say_how_many_gpus_and_what_part_of_each() -> None:
