@@ -274,9 +274,14 @@ class ModelConfig:
             raw_heads=self.head_norms == "each",
             experts=self._experts,
             is_gated=self.layer.is_gated,
-            drafter=None if self.drafter is None else DrafterShape(len(self.drafter.layers), self.drafter.vocabulary),
+            drafter=self._drafter_shape,
             gated_heads=self.layer.attention.gated,
         )
+
+    @property
+    def _drafter_shape(self) -> DrafterShape | None:
+        one = self.drafter
+        return None if one is None else DrafterShape(len(one.layers), one.vocabulary, one.joins_residual)
 
     @property
     def _experts(self) -> Experts | None:
@@ -343,8 +348,10 @@ class ModelConfig:
 
     @property
     def embedding_columns(self) -> int:
-        """Elements of a row of the buffer `embedding`: of a head that drafts what a token adds to q, k and v."""
-        return self.padded_hidden if self.drafter is None else self.qkv_rows
+        """Elements of a row of the buffer `embedding`: of a head that drafts what a token adds to q, k and v, or to the
+        residual."""
+        joins = self.drafter is None or self.drafter.joins_residual
+        return self.padded_hidden if joins else self.qkv_rows
 
     @property
     def kv_bytes_per_token(self) -> int:

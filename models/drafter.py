@@ -21,6 +21,8 @@ PREFIXES = {
     "embed_tokens.": "model.embed_tokens.",
 }
 """What names in files of heads and of drafters of blocks begin with, and what that is here."""
+BESIDE = "mtp."
+"""What names of the layer that lies beside a model to draft for it begin with in the model's files."""
 VERIFIER = "verifier_"
 """What speculators keep of the target beside a head begins with."""
 UNREAD = (VERIFIER, "confidence_head.")
@@ -35,7 +37,9 @@ class Drafter:
     the first rows of logits; which tokens of the model's they are says the checkpoint. tap_norms: RMSNorms of what it
     takes, of each layer's output by itself or of all of them as one vector; None: no norm. norm_before_residual: the
     residual stream begins with what the norm before attention makes. norm_output: the next token that it drafts takes
-    what the last norm makes, not the residual stream.
+    what the last norm makes, not the residual stream. joins_residual: in every step, of tokens that it drafts too, the
+    residual begins with a product of the state behind a norm, to which the token is added; else a product is of what
+    layers of the other model leave alone, and a token is added to queries, keys and values.
     """
 
     layers: tuple[int, ...]
@@ -43,6 +47,7 @@ class Drafter:
     tap_norms: Literal["each", "whole"] | None = None
     norm_before_residual: bool = False
     norm_output: bool = False
+    joins_residual: bool = False
 
 
 def plain_name(name: str) -> str:

@@ -23,6 +23,7 @@ from cheetah.models import (
     ministral3,
     mistral,
     mixtral,
+    mtp,
     olmo,
     olmoe,
     phi3,
@@ -53,7 +54,7 @@ _FAMILIES = (
 FAMILIES: dict[str, DenseFamily] = {family.name: family for family in _FAMILIES}
 """By model_type, as config.json has it."""
 
-DRAFTERS: dict[str, DenseFamily] = {one.FAMILY.name: one.FAMILY for one in (eagle3, block_drafter)}
+DRAFTERS: dict[str, DenseFamily] = {one.FAMILY.name: one.FAMILY for one in (eagle3, block_drafter, mtp)}
 """What drafts for another model, and is none itself."""
 
 SEEING: dict[str, tuple[str, str]] = {
@@ -105,6 +106,12 @@ def read_drafter(
     if plain.pop("quantization_config", None) is not None:
         raise ConfigError(f"{place}: the weights are quantised: what drafts is read in bf16 alone")
     return config_type.from_json(plain, notes, place)
+
+
+def drafter_beside(target: ModelConfig) -> tuple[ModelConfig, dict[str, str]]:
+    """The layer that lies beside a model to draft for it, and what it has of that: tensors by their names there.
+    ConfigError where none is known."""
+    return mtp.drafter_of(target), mtp.tensors_of_model(target)
 
 
 def read_config(source: str | Path | Mapping[str, Any], notes: list[str] | None = None) -> ModelConfig:

@@ -22,6 +22,7 @@ from cheetah.runtime.speculation import (
     DRAFT_MODEL,
     DSPARK,
     EAGLE3,
+    MTP,
     DraftModelAsked,
     draft_model_of,
     speculation_of,
@@ -38,7 +39,7 @@ TOKENIZER = "tokenizer.json"
 def opened_draft_model(options: LoadOptions, target: Checkpoint) -> Checkpoint | None:
     """The checkpoint that drafts for `target`, if one shall. CheetahError where it cannot: another tokenizer, a shorter
     context."""
-    from cheetah.runtime.checkpoint.drafters import open_drafter
+    from cheetah.runtime.checkpoint.drafters import open_drafter, open_mtp
     from cheetah.runtime.checkpoint.loading import open_checkpoint
 
     given = options.speculative_config
@@ -46,27 +47,36 @@ def opened_draft_model(options: LoadOptions, target: Checkpoint) -> Checkpoint |
         return None
     if options.tensor_parallel_size > 1:
         raise CheetahError("speculative_config: a draft model runs on one GPU: leave tensor_parallel_size out")
+    where = asked.revision, options.local_files_only
     method = asked.method or _method_of_files(asked, options)
+    if method == MTP:
+        return _fitting(open_mtp(target, asked.model, *where), target, options)
+    assert asked.model is not None
     if method in (EAGLE3, *BLOCK_METHODS):
-        found = open_drafter(asked.model, target, asked.revision, options.local_files_only)
+        found = open_drafter(asked.model, target, *where)
         _check_method(found, method, asked.model, speculation_of(given).drafts)
     else:
-        found = open_checkpoint(asked.model, asked.revision, options.local_files_only)
+        found = open_checkpoint(asked.model, *where)
     found.check_quantization(asked.quantization)
     if found.config.delta_layers:
         raise CheetahError(
             f"speculative_config: model {asked.model} remembers all tokens in states (Gated DeltaNet), also those that "
             f"were not right: give a model of attention alone"
         )
+    return _fitting(found, target, options)
+
+
+def _fitting(found: Checkpoint, target: Checkpoint, options: LoadOptions) -> Checkpoint:
+    """What drafts; CheetahError where it has another context or tokenizer than the target."""
     context = options.max_context or default_context(target.config.max_position_embeddings)
     if target.config.window(context) is not None:
         raise CheetahError(
-            f"speculative_config: model {asked.model}: {target.name}'s window leaves keys behind that a draft model "
+            f"speculative_config: model {found.name}: {target.name}'s window leaves keys behind that a draft model "
             f"reads: give a max_context within the window"
         )
     if (most := found.config.max_position_embeddings) < context:
         raise CheetahError(
-            f"speculative_config: model {asked.model} has room for {most} tokens, {target.name} for {context}: give "
+            f"speculative_config: model {found.name} has room for {most} tokens, {target.name} for {context}: give "
             f"max_context={most} or less"
         )
     if options.tokenizer:
@@ -80,6 +90,7 @@ def _method_of_files(asked: DraftModelAsked, options: LoadOptions) -> str:
     from cheetah.models.registry import drafting_method
     from cheetah.runtime.checkpoint.loading import RANDOM, found_folder
 
+    assert asked.model is not None, "which is left out by a method that says so"
     if asked.model.startswith(RANDOM):
         kind = asked.model.removeprefix(RANDOM)
         return kind if kind in (EAGLE3, DSPARK) else DRAFT_MODEL

@@ -13,13 +13,15 @@ from cheetah.plan.regions import NGRAM_TOKENS
 from cheetah.printable import shown
 from cheetah.runtime.engine.drafting import Speculation
 
-NGRAM, DRAFT_MODEL, EAGLE3, DFLASH, DSPARK = "ngram", "draft_model", "eagle3", "dflash", "dspark"
+NGRAM, DRAFT_MODEL, EAGLE3, DFLASH, DSPARK, MTP = "ngram", "draft_model", "eagle3", "dflash", "dspark", "mtp"
 BLOCK_METHODS = (DFLASH, DSPARK)
 """A drafter of blocks, without a Markov head or with one: see `cheetah.models.block`."""
-BY_MODEL = (DRAFT_MODEL, EAGLE3, *BLOCK_METHODS)
+BY_MODEL = (DRAFT_MODEL, EAGLE3, *BLOCK_METHODS, MTP)
 METHODS = (NGRAM, "ngram_gpu", *BY_MODEL)
 """The first two are the same here: drafts are looked up inside the kernel."""
-OTHER_METHODS = ("suffix", "eagle", "mtp", "medusa", "mlp_speculator", "custom_class")
+NAMES_OF_MTP = ("qwen3_5_mtp", "qwen3_next_mtp")
+"""What vLLM has called it too."""
+OTHER_METHODS = ("suffix", "eagle", "medusa", "mlp_speculator", "custom_class")
 """vLLM's, which are not there."""
 OF_LOOKUP = ("ngram", "[ngram]")
 """What `model` is where there is none."""
@@ -27,6 +29,9 @@ DEFAULT_DRAFTS, DEFAULT_NGRAMS = 7, (2, 5)
 """Eight tokens share a step for a tenth more than one. vLLM looks up behind 5 and 5 tokens where neither is given."""
 DEFAULT_DRAFTS_OF_MODEL = 4
 """Each costs a step of the other model."""
+DEFAULT_DRAFTS_OF_MTP = 3
+"""The layer was trained to draft one."""
+USUAL_DRAFTS = {MTP: DEFAULT_DRAFTS_OF_MTP, **dict.fromkeys(BLOCK_METHODS, DEFAULT_DRAFTS)}
 WITHOUT_MEANING = ("disable_padded_drafter_batch", "enforce_eager", "prompt_lookup_device")
 """Keys that change nothing here."""
 OF_MODEL, OF_NGRAMS = ("model", "revision", "quantization"), ("prompt_lookup_min", "prompt_lookup_max")
@@ -44,10 +49,10 @@ ALONE = {
 
 @dataclass(frozen=True)
 class DraftModelAsked:
-    """Which checkpoint drafts: as `LLM`'s own options say which one answers. method: one of BY_MODEL; None: its
-    config.json says which."""
+    """Which checkpoint drafts: as `LLM`'s own options say which one answers; None: the one that answers, by MTP.
+    method: one of BY_MODEL; None: its config.json says which."""
 
-    model: str
+    model: str | None
     revision: str | None = None
     quantization: str | None = None
     method: str | None = None
@@ -59,16 +64,17 @@ def draft_model_of(config: Mapping[str, Any] | str) -> DraftModelAsked | None:
     if (method := _method(given)) not in BY_MODEL:
         return None
     model = given.get("model")
-    if model is None or not str(model):
+    if (model is None or not str(model)) and method != MTP:
         raise CheetahError(f"speculative_config: method {method} needs `model`: the checkpoint that drafts")
-    return DraftModelAsked(str(model), _text(given, "revision"), _text(given, "quantization"), given.get("method"))
+    own, stated = str(model or "") or None, method if given.get("method") else None
+    return DraftModelAsked(own, _text(given, "revision"), _text(given, "quantization"), stated)
 
 
 def speculation_of(config: Mapping[str, Any] | str) -> Speculation:
     """What a `speculative_config` asks for: a dict, or JSON text of one. CheetahError names what is wrong in it."""
     given = _given(config)
     if (method := _method(given)) in BY_MODEL:
-        usual = DEFAULT_DRAFTS if method in BLOCK_METHODS else DEFAULT_DRAFTS_OF_MODEL
+        usual = USUAL_DRAFTS.get(method, DEFAULT_DRAFTS_OF_MODEL)
         return Speculation(_number(given, "num_speculative_tokens", usual, VERIFIED_TOKENS - 1))
     drafts = _number(given, "num_speculative_tokens", DEFAULT_DRAFTS, VERIFIED_TOKENS - 1)
     fewest, most = given.get("prompt_lookup_min"), given.get("prompt_lookup_max")
@@ -109,6 +115,8 @@ def _check_keys(given: Mapping[str, Any]) -> None:
 def _method(given: Mapping[str, Any]) -> str:
     """NGRAM or one of BY_MODEL: where it is not said, a model is a draft model."""
     method, model = given.get("method"), given.get("model")
+    if method in NAMES_OF_MTP:
+        method = MTP
     if method in OTHER_METHODS:
         raise CheetahError(f"speculative_config: method {shown(method)} is not there: use one of {', '.join(METHODS)}")
     if method not in (None, *METHODS):
@@ -116,7 +124,7 @@ def _method(given: Mapping[str, Any]) -> str:
     if method in BY_MODEL or (method is None and model not in (None, *OF_LOOKUP)):
         found = method or DRAFT_MODEL
         _refuse(given, OF_NGRAMS, f"of method {found}, which looks nothing up")
-        if found in BLOCK_METHODS:
+        if found in (*BLOCK_METHODS, MTP):
             _refuse(given, ("quantization",), f"of method {found}, which drafts in bf16")
         return str(found)
     others = OF_MODEL[1:] if model in OF_LOOKUP else OF_MODEL

@@ -16,7 +16,7 @@ FAMILIES = tuple(
         *("exaone4", "cwm", "seed_oss", "renamed", "arcee", "qwen3_5", "qwen3_moe", "mixtral", "olmoe", "gpt_oss"),
     )
 )
-DRAFTERS = (f"{MODELS}.eagle3", f"{MODELS}.block_drafter")
+DRAFTERS = (f"{MODELS}.eagle3", f"{MODELS}.block_drafter", f"{MODELS}.mtp")
 # What the generator, the runtime, tools and commands know of models: numbers, arrays, and a family to ask.
 MODEL = (MODELS, f"{MODELS}.registry")
 DATA = (*MODEL, "cheetah.manifest", "cheetah.plan")

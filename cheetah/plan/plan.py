@@ -347,12 +347,8 @@ class Plan:
             raise PlanError(f"Plan: kv_dtype is {self.kv_dtype!r}: beside Gated DeltaNet supported is 'bf16'")
 
     def _check_tapped(self, shape: ModelShape, gpu: Gpu) -> None:
-        """Of the last layer a pass makes keys and values alone."""
-        if self.tapped_layers and self.tapped_layers[-1] >= shape.layers - 1:
-            raise PlanError(
-                f"Plan: taps is {self.taps!r} with {shape.layers} layers: passes over prompts leave out what the last "
-                f"one makes: give layers below {shape.layers - 1}"
-            )
+        if self.tapped_layers and self.tapped_layers[-1] >= shape.layers:
+            raise PlanError(f"Plan: taps is {self.taps!r}: give layers below {shape.layers}, which the model has")
         if self.taps and gpu.ranks > 1:
             raise PlanError(f"Plan: taps is {self.taps!r} with {gpu.ranks} GPUs: rows are kept where they are made")
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
+from itertools import takewhile
 from typing import Any, Protocol
 
 from cheetah.plan.delta import DeltaHeads
@@ -346,9 +347,15 @@ class StepTable:
 
     @property
     def taps(self) -> tuple[Product, ...]:
-        """Of a head that drafts: those that make the residual of what layers of another model leave, a product for each
-        of these, of which the last one hands on what all of them have made."""
-        return tuple(product for product in self.products if product.input.is_given)
+        """Of a head that drafts: those before the heads, that make the residual of what layers of another model leave,
+        a product for each of these, of which the last one hands on what all of them have made, or one of a state."""
+        before = takewhile(lambda phase: phase != self.heads, self.layer)
+        return tuple(phase for phase in before if isinstance(phase, Product))
+
+    @property
+    def first(self) -> Product:
+        """The first product of a layer with attention that takes a vector which is exchanged."""
+        return next(one for one in (*self.taps, self.heads) if not one.input.is_given)
 
     @property
     def onto_residual(self) -> tuple[Product, ...]:

@@ -36,10 +36,12 @@ AnyPhase = TypeVar("AnyPhase", bound=Phase)
 
 @dataclass(frozen=True)
 class DrafterShape:
-    """Of a head that drafts: how many layers of another model its residual is made of, and the tokens that it knows."""
+    """Of a head that drafts: how many layers of another model its residual is made of, and the tokens that it knows.
+    joins_residual: whether the residual of every step is made of a state and of the token."""
 
     taps: int
     vocabulary: int
+    joins_residual: bool = False
 
 
 @dataclass(frozen=True)
@@ -268,6 +270,10 @@ def _with_delta(shape: ModelShape, heads: DeltaHeads, table: StepTable) -> StepT
 def _taps(shape: ModelShape, hidden: Vector) -> Iterator[Phase]:
     """What makes the residual that a head which drafts begins with."""
     count = 0 if shape.drafter is None else shape.drafter.taps
+    if shape.drafter is not None and shape.drafter.joins_residual:
+        state = Vector("state", shape.hidden, is_normed=True)
+        yield Product("fc", state, hidden, (Source("fc", shape.hidden),), adds=True)
+        return
     for number in range(count):
         given, source = Vector(f"tap_{number}", shape.hidden, is_given=True), Source(f"fc_{number}", shape.hidden)
         yield Product(source.name, given, hidden if number + 1 == count else None, (source,), adds=True)

@@ -1,12 +1,15 @@
 """The decode step of a head that drafts for another model: what goes in, and what goes on from step to step.
 
-A column's residual begins with what products make of the layers of the other model that are tapped, or, where it has
-none of that, with what the last step has left. A token comes in as what it adds to queries, keys and values.
+Of most heads a column's residual begins with what products make of the layers of the other model that are tapped, or,
+where it has none of that, with what the last step has left, and a token comes in as what it adds to queries, keys and
+values. Of others it begins, in every step, with a product of a state, which is what the model's last norm makes or that
+of the last step, to which the token adds a row.
 """
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,11 +20,13 @@ from cheetah.blocks.linear.interface import Prologue, Rows
 from cheetah.blocks.linear.norm_behind import finish_kept_rows
 from cheetah.blocks.linear.prologue import Slices
 from cheetah.blocks.machine import Machine
-from cheetah.lang import ty
+from cheetah.blocks.tokens import Tokens
+from cheetah.lang import prim, ty
 from cheetah.models.config import ModelConfig
 from cheetah.models.dense.launch import Launch
-from cheetah.models.dense.page import Heads, Line, Multiply, OfTaps
+from cheetah.models.dense.page import Begun, Heads, Line, Multiply, OfTaps
 from cheetah.models.dense.step import StepParts
+from cheetah.plan import MatrixLayout
 from cheetah.plan.products import Product, Vector
 
 
@@ -51,7 +56,48 @@ class DraftingParts(StepParts):
         super().__init__(config, machine, launch)
         self.drafter = config.drafter
         self.features = Features(self.columns, launch, len(self.drafter.layers))
-        self.projection.of_token, self.sampler.token_ids = self.added_by_token, launch.token_ids
+        self.sampler.token_ids = launch.token_ids
+
+    @ch.inline
+    def end_step(self, step: Any) -> None:
+        """As always; what was fetched of the next step are the matrices before attention."""
+
+        def use_up() -> None:
+            *taps, heads = (self.matrices[one] for one in (*self.table.taps, self.table.heads))
+            self._skip(taps, step + 1)
+            self.linear.skip(heads)
+
+        with self.machine.consumer:
+            self.tokens.end_step(step, use_up)
+        with self.machine.adding():
+            self.tokens.leave_after(step)
+
+    def _skip(self, taps: Sequence[MatrixLayout], step: Any) -> None:
+        """Uses up what was fetched of the matrices before the heads."""
+        for matrix in taps:
+            self.linear.skip(matrix)
+
+    def emit_head(self, step: Any, epoch: ch.Expr) -> None:
+        if self.drafter.norm_output:
+            hidden = self.table.head.input
+            self._normalise_residual(hidden, epoch, self.norm(self.table.norm_row(self.table.head, None)))
+        super().emit_head(step, epoch)
+
+    def _normalise_residual(self, vector: Vector, epoch: ch.Expr, norm: NormWeights) -> None:
+        """The residual that was published as this vector becomes what its norm makes of it."""
+        with self.machine.consumer, ch.outline(f"normalise_{vector.name}"):
+            scale = self.inverse_rms(vector, epoch)
+            keep = KeepResidual(self.machine)
+            finish_kept_rows(self.linear.adding, self.residual, scale, norm, keep, "residual")
+            self.machine.meet()
+
+
+class TappedParts(DraftingParts):
+    """Of one whose residual begins with what tapped layers leave, and goes on from step to step."""
+
+    def __init__(self, config: ModelConfig, machine: Machine, launch: Launch) -> None:
+        super().__init__(config, machine, launch)
+        self.projection.of_token = self.added_by_token
 
     def added_by_token(self, column: Any) -> Any:
         """What a column's token adds to the rows of q, k and v (bf16*); of columns that are not in use that of one that
@@ -79,27 +125,9 @@ class DraftingParts(StepParts):
             with ch.else_():
                 begin(replace(rows, sum=functools.partial(_as_it_is, value)))
 
-    @ch.inline
-    def end_step(self, step: Any) -> None:
-        """As always; what was fetched of the next step are the matrices before attention."""
-
-        def use_up() -> None:
-            *taps, heads = (self.matrices[one] for one in (*self.table.taps, self.table.heads))
-            with ch.if_(self.features.are_there(step + 1)):
-                for matrix in taps:
-                    self.linear.skip(matrix)
-            self.linear.skip(heads)
-
-        with self.machine.consumer:
-            self.tokens.end_step(step, use_up)
-        with self.machine.adding():
-            self.tokens.leave_after(step)
-
-    def emit_head(self, step: Any, epoch: ch.Expr) -> None:
-        if self.drafter.norm_output:
-            hidden = self.table.head.input
-            self._normalise_residual(hidden, epoch, self.norm(self.table.norm_row(self.table.head, None)))
-        super().emit_head(step, epoch)
+    def _skip(self, taps: Sequence[MatrixLayout], step: Any) -> None:
+        with ch.if_(self.features.are_there(step)):
+            super()._skip(taps, step)
 
     # -- phases ---------------------------------------------------------------------------------------------------
 
@@ -133,10 +161,57 @@ class DraftingParts(StepParts):
             onto = self.onto_residual(product.output, norm, self.layer_epoch - 1)
         return AddFeatures(self.features, self.machine, onto)
 
-    def _normalise_residual(self, vector: Vector, epoch: ch.Expr, norm: NormWeights) -> None:
-        """The residual that was published as this vector becomes what its norm makes of it."""
-        with self.machine.consumer, ch.outline(f"normalise_{vector.name}"):
-            scale = self.inverse_rms(vector, epoch)
-            keep = KeepResidual(self.machine)
-            finish_kept_rows(self.linear.adding, self.residual, scale, norm, keep, "residual")
-            self.machine.meet()
+
+@dataclass(frozen=True, eq=False)
+class TokenRows:
+    """What a column's token adds to rows: its row of the buffer `embedding`."""
+
+    tokens: Tokens
+
+    def of(self, rows: Rows) -> ch.Expr:
+        """Of columns that are not in use that of one that is."""
+        used = ch.minimum(rows.column, self.tokens.columns.count - 1)
+        return prim.bf16_to_f32(self.tokens.embedding(used)[rows.m_tile * rows.count + rows.row])
+
+
+class JoinedParts(DraftingParts):
+    """Of one whose residual is made, in every step, of a state and of the token."""
+
+    @ch.function
+    def publish_embeddings(self, vector: Vector, norm: NormWeights, multiplier: float = 1.0) -> None:
+        """In the consumer role: every column's state is published as hidden vectors are: that of the other model, times
+        the weights of its last norm, where the column has features, else what the norm of the last step has made. By
+        how much it is too long the norm divides it."""
+        residual = self.machine.region("residual", ty.f32)
+        own_norm = NormWeights(self.launch.state_norm, self.config.norms.plus_one)
+        begin = self.onto_residual(vector, norm, self.step_epoch, is_first=True)
+        for rows, number in self.rows_of_residual():
+            place = ch.const(ty.u32, place_of(self.machine, rows), name="place_of_row")
+            value = ch.var(ty.f32, 0.0)
+            with ch.if_(rows.is_own):
+                row = ch.const(ty.u32, self.features.row(rows.column), name="feature_row")
+                with ch.if_(row == NO_ROW):
+                    value.set(residual[place])
+                with ch.else_():
+                    value.set(prim.bf16_to_f32(self.features.place(row)[number]) * own_norm.of(rows))
+            begin(replace(rows, sum=functools.partial(_as_it_is, value)))
+
+    def emit_line(self, line: Line, step: Any, layer: Any) -> None:
+        if not (isinstance(line, Multiply) and isinstance(line.then, Begun)):
+            return super().emit_line(line, step, layer)
+        with self.phase(line.text):
+            product, norm = line.product, self.norm(self.table.norm_behind(line.product, layer))
+            prologue = self.input_of(product, layer)
+            epilogue = self.onto_residual(
+                product.output, norm, self.layer_epoch - 1, is_first=True, biases=TokenRows(self.tokens)
+            )
+            assert (line.waits, line.makes) == (prologue.waits, epilogue.makes), line
+            self.linear(self.matrices[product], prologue, epilogue)
+        return None
+
+
+def drafting_parts(config: ModelConfig) -> type[StepParts]:
+    """What the step of a model, or of a head that drafts, is made of."""
+    if config.drafter is None:
+        return StepParts
+    return JoinedParts if config.drafter.joins_residual else TappedParts

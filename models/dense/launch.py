@@ -121,6 +121,7 @@ FEATURES = KernelParameter(
     *(("kv_pages", "page_size", "tapped", "padded_hidden"), "zero"),
 )
 FEATURE_STEPS = KernelParameter(ty.ptr(ty.u32), "first step in which no column has features", (1,))
+STATE_NORM = KernelParameter(ty.ptr(ty.bf16), "weights of the norm of what tapped layers leave", ("padded_hidden",))
 TOKEN_IDS = KernelParameter(ty.ptr(ty.u32), "which token each row of the head stands for", ("head_rows",))
 
 
@@ -236,6 +237,7 @@ class Launch(ModelLaunch):
     features: Expr = optional_field(FEATURES)
     feature_steps: Expr = optional_field(FEATURE_STEPS)
     token_ids: Expr = optional_field(TOKEN_IDS)
+    state_norm: Expr = optional_field(STATE_NORM)
     known_norm: Expr = optional_field(KNOWN_NORM)
     known_rows: Expr = optional_field(KNOWN_ROWS)
     rank: Expr | None = optional_field(RANK_NUMBER)
@@ -293,11 +295,15 @@ def parameters_of(
             meaning="a filtered column's logits over its temperature, without and with noise",
             shape=("columns", *weighed.shape[1:]),
         )
+    joins_residual = config.drafter is not None and config.drafter.joins_residual
     if config.drafter is not None:
-        meaning = "what each token adds to the rows of q, k and v"
-        parameters["embedding"] = replace(parameters["embedding"], meaning=meaning, shape=("vocab", "qkv_rows"))
+        to, width = ("the residual", "padded_hidden") if joins_residual else ("the rows of q, k and v", "qkv_rows")
+        parameters["embedding"] = replace(
+            parameters["embedding"], meaning=f"what each token adds to {to}", shape=("vocab", width)
+        )
     wanted = {
         **dict.fromkeys(("features", "feature_steps", "token_ids"), config.drafter is not None),
+        "state_norm": joins_residual,
         **dict.fromkeys(("history", "judges", "rounds"), plan.drafts > 0),
         "kv_scales": is_codes,
         "biases": config.has_biases,

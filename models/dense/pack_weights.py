@@ -38,6 +38,7 @@ from cheetah.models.dense.weights import (
     EMBEDDING,
     HEAD_NORMS,
     SINKS,
+    STATE_NORM,
     bias_tensors,
     biased_products,
     biases_name,
@@ -204,7 +205,9 @@ class _Source:
         if self.is_fused:
             yield from _router_pieces(config, tensor)
         if config.block is not None:
-            yield _known_norm_piece(config, tensor)
+            yield _norm_piece(config, tensor, "known_norm", HIDDEN_NORM)
+        if config.drafter is not None and config.drafter.joins_residual:
+            yield _norm_piece(config, tensor, "state_norm", STATE_NORM)
         before: StagedMatrix | None = None  # what went up last
         for layout, layer, expert in _layouts(config, self.matrices):
             matrix = _Matrix.open(config, self.matrices, layout, layer, expert, self.rows, self.rank)
@@ -309,9 +312,9 @@ def _delta_pieces(config: ModelConfig, tensor: ReadTensor) -> Iterator[Piece]:
         yield Piece(name, 0, math.prod(shapes[name]) * vector_element_bytes(name), (make,))
 
 
-def _known_norm_piece(config: ModelConfig, tensor: ReadTensor) -> Piece:
-    rows = [partial(tensor, HIDDEN_NORM)]
-    return _rows_piece("known_norm", (config.padded_hidden,), rows, config.hidden_size)
+def _norm_piece(config: ModelConfig, tensor: ReadTensor, buffer: str, name: str) -> Piece:
+    """A norm that is no layer's."""
+    return _rows_piece(buffer, (config.padded_hidden,), [partial(tensor, name)], config.hidden_size)
 
 
 def _places_piece(config: ModelConfig, rows: ReadRows) -> Piece:

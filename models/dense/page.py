@@ -47,7 +47,7 @@ def layer_of(table: StepTable, kind: LayerKind, max_context: int, is_fused: bool
         return Multiply(product, Kept()), NormBehind(behind, product, onto_residual)
 
     return (
-        *(Multiply(one, OfTaps()) for one in table.taps),
+        *(Multiply(one, OfTaps() if one.input.is_given else Begun(), one.input.is_normed) for one in table.taps),
         *_mixing(table, kind, max_context),
         *(_fused_choosing(table, kind, o) if is_fused else (*add(o), *_choosing(table, kind))),
         Multiply(gate_up, Gated(kind.clamped_gate or kind.activation), kind.norms.before),
@@ -100,7 +100,9 @@ def page_of(config: ModelConfig, max_context: int = DEFAULT_CONTEXT, is_fused: b
     require_common(config.kinds)
     table = config.shape.table
     kinds = tuple(layer_of(table, kind, max_context, is_fused) for kind in config.kinds)
-    begin = Embed(table.heads.input) if config.drafter is None else GoOn(table.heads.input)
+    begin: Embed = Embed(table.heads.input)
+    if config.drafter is not None:
+        begin = TakeState(table.first.input) if config.drafter.joins_residual else GoOn(table.first.input)
     once = (Multiply(table.head, Logits(), has_norm=True), Choose())
     return Page(begin, kinds, config.kind_of_layer, once)
 
@@ -181,6 +183,13 @@ class OfTaps:
 
 
 @dataclass(frozen=True)
+class Begun:
+    """The residual begins with them, and with what the column's token adds."""
+
+    about = "the residual, with what the token adds"
+
+
+@dataclass(frozen=True)
 class Kept:
     """Kept by the blocks that own them, for the norm behind the product."""
 
@@ -226,6 +235,9 @@ class Logits:
     """Logits to who wants them, and each lane's best candidates."""
 
     about = "logits, where they are wanted; each lane's best candidates, in registers"
+
+
+Then = Heads | OntoResidual | OfTaps | Begun | Kept | Gated | Weighed | Mixed | Routes | Logits
 
 
 # -- lines ----------------------------------------------------------------------------------------------------------
@@ -285,11 +297,19 @@ class GoOn(Embed):
 
 
 @dataclass(frozen=True)
+class TakeState(Embed):
+    """What a head that drafts begins a step with whose residual is made of a state."""
+
+    name = "state"
+    about = "What the other model's last layer left, times the weights of its norm, or the state of the last step."
+
+
+@dataclass(frozen=True)
 class Multiply(Line):
     """A product, and what becomes of its rows. has_norm: its input goes through one."""
 
     product: Product
-    then: Heads | OntoResidual | OfTaps | Kept | Gated | Weighed | Mixed | Routes | Logits
+    then: Then
     has_norm: bool = False
 
     @property

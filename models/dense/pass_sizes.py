@@ -13,21 +13,15 @@ from cheetah.models.config import ModelConfig
 from cheetah.models.dense.page import (
     Attend,
     ChooseExperts,
-    Gated,
     Heads,
     Kept,
     Line,
-    Logits,
-    Mixed,
     Multiply,
     MultiplyBoth,
     NormBehind,
-    OfTaps,
-    OntoResidual,
     Page,
     Remember,
-    Routes,
-    Weighed,
+    Then,
     page_of,
 )
 from cheetah.models.family import PhaseRow, layers_text
@@ -72,9 +66,7 @@ def input_section(product: Product) -> str:
     return SORTED[0] if product.experts is not None and of_all == HIDDEN else of_all
 
 
-def sections_of_rows(
-    then: Heads | OntoResidual | OfTaps | Kept | Gated | Weighed | Mixed | Routes | Logits, product: Product
-) -> tuple[str, ...]:
+def sections_of_rows(then: Then, product: Product) -> tuple[str, ...]:
     """The sections into which the rows of a product go."""
     if isinstance(then, Heads):
         # Gates wait where that will lie which they are multiplied with.

@@ -12,7 +12,7 @@ from typing import Any
 from cheetah import lang as ch
 from cheetah.blocks.machine import emit_roles, start_machine
 from cheetah.models.config import ModelConfig
-from cheetah.models.dense.drafting_step import DraftingParts
+from cheetah.models.dense.drafting_step import drafting_parts
 from cheetah.models.dense.exchanged import exchanged_vectors
 from cheetah.models.dense.launch import Launch, kernel_parameters
 from cheetah.models.dense.page import page_of_plan
@@ -45,8 +45,7 @@ def build_kernel(config: ModelConfig, gpu: Gpu, plan: Plan, traced: bool = False
     def decode_step(**arguments: Any) -> None:
         launch = Launch.of(arguments)
         machine = start_machine(shape, plan, gpu, shared_map(shape, plan, gpu), launch.rank)
-        parts = StepParts if config.drafter is None else DraftingParts
-        emit(parts(config, machine, launch))
+        emit(drafting_parts(config)(config, machine, launch))
 
     return decode_step
 

@@ -181,7 +181,7 @@ class StepParts(HeadParts):
         if not self.schedule.steps.is_counted:
             with machine.producer:
                 self.schedule.advance(machine.producer, step)
-        first, multiplier = self.table.heads, self.config.embedding_multiplier
+        first, multiplier = self.table.first, self.config.embedding_multiplier
         with machine.consumer:
             has_new_plan = self.schedule.advance(machine.consumer, step)
             self.columns.begin_step(step)
@@ -259,6 +259,11 @@ class StepParts(HeadParts):
         if isinstance(first, MultiplyBoth):
             yield self.matrices[first.beside]
         yield self.matrices[first.product]
+
+    @property
+    def _first_inputs(self) -> tuple[Vector, ...]:
+        """The vectors that are there when a layer begins, or are made before its heads."""
+        return self.table.first.input, self.table.heads.input
 
     # -- phases ---------------------------------------------------------------------------------------------------
 
@@ -389,7 +394,7 @@ class StepParts(HeadParts):
 
     def input_of(self, product: Product, layer: Any) -> Prologue:
         """What brings the input of a product of a layer; meanwhile it has what is needed behind it brought into L2."""
-        places, is_first = self.places(product, layer), product.input == self.table.heads.input
+        places, is_first = self.places(product, layer), product.input in self._first_inputs
         if is_first:
             prologue = self._input(product.input, self.layer_epoch - 1, places)
         else:

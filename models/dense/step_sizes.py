@@ -159,7 +159,7 @@ def sizes(config: ModelConfig, gpu: Gpu, plan: Plan) -> dict[str, int]:
         "round_words": ROUND_WORDS + plan.tokens,
         "tap_rows": plan.launch_tokens,
         "taps": len(plan.tapped_layers),
-        "tapped": len(shape.table.taps),
+        "tapped": 0 if shape.drafter is None else shape.drafter.taps,
         "head_rows": round_up(shape.head_rows, M_TILE_ROWS),
         "blocks": gpu.blocks,
         "phases": len(phase_names(config, plan)),

@@ -70,6 +70,8 @@ BEFORE = {"qkv": INPUT_NORM, "gate_up": POST_ATTENTION_NORM}
 """The norms before products of a layer, where there are none behind."""
 HIDDEN_NORM = _LAYER + "hidden_norm.weight"
 """Of the hidden state that a head which drafts takes."""
+STATE_BEFORE_FC, STATE_NORM = "pre_fc_norm_hidden.weight", "state_norm.weight"
+"""Of the state that one takes whose residual begins with it; and before that of what the model's last layer leaves."""
 BEFORE_BESIDE_BEHIND = {"qkv": INPUT_NORM, "gate_up": _LAYER + "pre_feedforward_layernorm.weight"}
 """Those where there are some behind too."""
 BEHIND = {"o": POST_ATTENTION_NORM, "down": _LAYER + "post_feedforward_layernorm.weight"}
@@ -93,7 +95,7 @@ def norms_before(config: ModelConfig) -> dict[str, str]:
     if not norms.before:
         return {}
     if config.drafter is not None:
-        return BEFORE | {"qkv": HIDDEN_NORM}
+        return {"fc": STATE_BEFORE_FC, **BEFORE} if config.drafter.joins_residual else BEFORE | {"qkv": HIDDEN_NORM}
     return BEFORE_BESIDE_BEHIND if norms.after else BEFORE
 
 
@@ -344,7 +346,8 @@ def vector_shapes(config: ModelConfig, ranks: int = 1) -> dict[str, tuple[int, .
     products, of each expert, in the order of the matrix' rows; the weights of the norms of queries, then keys (bf16),
     of a head or of all in the order of the matrix' rows; the sinks of heads (bf16); the weights of the norms behind o,
     then behind down (bf16); where the columns of ordered matrices lie (u16), of the products whose inputs are placed
-    (`StepTable.placed`); the weights of the norm of what is known of tokens (bf16).
+    (`StepTable.placed`); the weights of the norm of what is known of tokens, or of what another model's last layer
+    leaves (bf16).
     ranks: GPUs of which each has its heads' biases and sinks."""
     shapes: dict[str, tuple[int, ...]] = {}
     if config.has_biases:
@@ -367,6 +370,8 @@ def vector_shapes(config: ModelConfig, ranks: int = 1) -> dict[str, tuple[int, .
         shapes[DELTA_NUMBERS] = (len(heads.layers), heads.numbers)
     if config.block is not None:
         shapes["known_norm"] = (config.padded_hidden,)
+    if config.drafter is not None and config.drafter.joins_residual:
+        shapes["state_norm"] = (config.padded_hidden,)
     return shapes
 
 

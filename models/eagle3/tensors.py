@@ -9,18 +9,18 @@ lies in the place of the embedding. And the weights of norms before fc are multi
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from cheetah.models.config import ModelConfig
 from cheetah.models.dense import weights
 from cheetah.models.dense.row_groups import row_groups
+from cheetah.models.dense.token_rows import Columns, RowsOfTokens, write_token_ids
 from cheetah.models.dense.weights import EMBEDDING, FINAL_NORM, HEAD
-from cheetah.models.drafter import LAYER, TOKEN_IDS
-from cheetah.models.family import MatrixRows, Packing, QuantizedMatrix, ReadTensor
-from cheetah.models.rounding import F32, Bits, as_bf16, widen
+from cheetah.models.drafter import LAYER
+from cheetah.models.family import Packing, ReadTensor
+from cheetah.models.rounding import F32, widen
 
 FC, FC_NORM, INPUT_NORM = "fc.weight", "fc_norm.{number}.weight", "input_norm.weight"
 HIDDEN_NORM, EMBEDDING_NORM = weights.HIDDEN_NORM.format(layer=0), weights.INPUT_NORM.format(layer=0)
@@ -67,55 +67,33 @@ def shape_meaning(tensor: str) -> str:
     return _MEANING[part] if part in _MEANING else weights.shape_meaning(tensor)
 
 
-class _Columns:
-    """Some columns of a matrix, perhaps each times a number."""
-
-    def __init__(self, matrix: MatrixRows | QuantizedMatrix, columns: slice, times: F32 | None = None) -> None:
-        self._matrix, self._columns, self._times = cast(MatrixRows, matrix), columns, times
-        self.shape = (matrix.shape[0], columns.stop - columns.start)
-
-    def __getitem__(self, part: slice) -> Bits:
-        rows = np.ascontiguousarray(self._matrix[part][:, self._columns])
-        return rows if self._times is None else as_bf16(widen(rows) * self._times)
-
-
-class _RowsOfTokens:
+def _rows_of_tokens(config: ModelConfig, packing: Packing) -> RowsOfTokens:
     """What the tokens' embeddings make of q, k and v [vocab, rows], in the order of the packed matrix' rows."""
-
-    def __init__(self, config: ModelConfig, packing: Packing) -> None:
-        rows = packing.rows or packing.tensor
-        self._embedding = cast(MatrixRows, rows(EMBEDDING))
-        self._norm, self._epsilon = widen(packing.tensor(EMBEDDING_NORM)), np.float32(config.rms_norm_eps)
-        half = slice(0, config.hidden_size)
-        parts = [_Columns(rows(name), half)[:] for name in HEADS]
-        groups = row_groups(config, config.table.heads.name)
-        packed = np.zeros((config.qkv_rows, config.hidden_size), np.uint16)
-        groups.gather(parts, packed, range(len(groups)))
-        self._weights = widen(packed).T
-        self.shape = (config.vocab_size, config.qkv_rows)
-
-    def __getitem__(self, part: slice) -> Bits:
-        embedded = widen(self._embedding[part])
-        squares = np.mean(embedded * embedded, axis=1, keepdims=True, dtype=np.float32)
-        return as_bf16((embedded / np.sqrt(squares + self._epsilon) * self._norm) @ self._weights)
+    rows = packing.rows or packing.tensor
+    half = slice(0, config.hidden_size)
+    parts = [Columns(rows(name), half)[:] for name in HEADS]
+    groups = row_groups(config, config.table.heads.name)
+    packed = np.zeros((config.qkv_rows, config.hidden_size), np.uint16)
+    groups.gather(parts, packed, range(len(groups)))
+    return RowsOfTokens(rows(EMBEDDING), widen(packing.tensor(EMBEDDING_NORM)), config.rms_norm_eps, packed)
 
 
 def as_packed(config: ModelConfig, packing: Packing) -> Packing:
     """Reads for the packing of a head's weights: the tensors that kernels have, by the names that packing asks for."""
     assert config.drafter is not None
-    _write_token_ids(config, packing)
+    write_token_ids(weights.head_rows(config), config.vocab_size, packing)
     read, hidden = packing.rows or packing.tensor, config.hidden_size
     norms = _norms_before_fc(config, packing.tensor)
 
     def rows(name: str) -> Any:
         if name == EMBEDDING:
-            return _RowsOfTokens(config, packing)
+            return _rows_of_tokens(config, packing)
         if name in HEADS:
-            return _Columns(read(name), slice(hidden, 2 * hidden))
+            return Columns(read(name), slice(hidden, 2 * hidden))
         if name.startswith(f"{LAYER}fc_"):
             first = int(name.removeprefix(f"{LAYER}fc_").partition(".")[0]) * hidden
             columns = slice(first, first + hidden)
-            return _Columns(read(FC), columns, None if norms is None else norms[columns])
+            return Columns(read(FC), columns, None if norms is None else norms[columns])
         return read(name)
 
     return replace(packing, rows=rows)
@@ -130,11 +108,3 @@ def _norms_before_fc(config: ModelConfig, tensor: ReadTensor) -> F32 | None:
         count = len(config.drafter.layers)
         return np.concatenate([widen(tensor(FC_NORM.format(number=number))) for number in range(count)])
     return None
-
-
-def _write_token_ids(config: ModelConfig, packing: Packing) -> None:
-    """Rows that fill the head's last M-tile stand for what is no token."""
-    ids: NDArray[np.int64] = packing.tensor(TOKEN_IDS)
-    padded = np.full(weights.head_rows(config), config.vocab_size, np.uint32)
-    padded[: len(ids)] = ids
-    packing.write(TOKEN_IDS, 0, padded.view(np.uint8))

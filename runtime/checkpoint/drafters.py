@@ -1,5 +1,5 @@
-"""What drafts for a model by its hidden states, an EAGLE-3 head or a drafter of blocks: opened, and refused by name
-where it is another model's.
+"""What drafts for a model by its hidden states, an EAGLE-3 head, a drafter of blocks, or the layer that lies beside the
+model for that: opened, and refused by name where it is another model's.
 
 What lies in both is read once: embedding and head that it has not itself are the model's.
 """
@@ -7,21 +7,26 @@ What lies in both is read once: embedding and head that it has not itself are th
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
 from cheetah.models.block import DSPARK
 from cheetah.models.config import ModelConfig
-from cheetah.models.drafter import KNOWN_TOKENS, OFFSETS, TOKEN_IDS, UNREAD, VERIFIER, plain_name, token_ids
+from cheetah.models.config_json import load_source
+from cheetah.models.drafter import BESIDE, KNOWN_TOKENS, OFFSETS, TOKEN_IDS, UNREAD, VERIFIER, plain_name, token_ids
 from cheetah.models.family import MatrixRows, QuantizedMatrix
-from cheetah.models.registry import family_of, read_drafter
+from cheetah.models.formats.quantized import in_natural_order
+from cheetah.models.quantization import Quantization, Storage
+from cheetah.models.registry import drafter_beside, family_of, read_drafter, stated_quantization, text_part
+from cheetah.models.rounding import Bits, as_bf16
 from cheetah.printable import shown_name
 from cheetah.runtime.checkpoint.loading import RANDOM, Checkpoint, found_folder
 from cheetah.runtime.checkpoint.random_weights import random_tensors
-from cheetah.runtime.checkpoint.safetensors_files import LoadingError, StoredTensor, find_tensors
+from cheetah.runtime.checkpoint.safetensors_files import WEIGHT_DTYPES, LoadingError, StoredTensor, find_tensors
 from cheetah.runtime.checkpoint.tensor_checks import checked_tensors
 
 RANDOM_HEAD, RANDOM_BLOCKS = RANDOM + "eagle3", RANDOM + "dspark"
@@ -50,12 +55,71 @@ def _opened(name: str, folder: Path, target: Checkpoint) -> Checkpoint:
     _check_target(config, target.config, place)
     found = _own_tensors(find_tensors(folder).tensors, place, notes)
     offsets = found.pop(OFFSETS, None) if config.drafter else None
-    of_target = [one for one in _shared(config) if one not in found]
+    of_target = {one: one for one in _shared(config) if one not in found}
     if of_target:
         notes.append(f"{place}: has no {' and no '.join(of_target)}: {target.name}'s are taken")
     tensor, rows = _tensors_beside(folder, config, found, of_target, target, notes)
     ids = _checked_ids(offsets, config, place) if config.drafter else None
     return Checkpoint(name, config, _with_ids(tensor, ids), rows, {}, None, None, {}, tuple(notes), folder)
+
+
+def open_mtp(
+    target: Checkpoint, name: str | None = None, revision: str | None = None, local_files_only: bool | None = None
+) -> Checkpoint:
+    """The layer beside the model of `target` that drafts for it. name: another folder or hub id in which it lies. Its
+    `config` has a `drafter`. LoadingError or ConfigError says what is wrong, and where."""
+    config, names = drafter_beside(target.config)
+    if name is None and target.name.startswith(RANDOM):
+        tensors = random_tensors(config)
+        notes = ("the layer that drafts has random numbers, so few drafts will be right",)
+        ids = token_ids(None, config.vocab_size)
+        return Checkpoint(target.name, config, _with_ids(tensors, ids), tensors.rows, {}, None, None, {}, notes, None)
+    if name is None and target.folder is not None:
+        return _opened_mtp(config, names, target.name, target.folder, target)
+    with found_folder(name or target.name, revision, local_files_only) as folder:
+        return _opened_mtp(config, names, name or target.name, folder, target)
+
+
+def _opened_mtp(
+    config: ModelConfig, names: Mapping[str, str], name: str, folder: Path, target: Checkpoint
+) -> Checkpoint:
+    place, notes = str(folder), list[str]()
+    stored = {
+        one.removeprefix(BESIDE): tensor
+        for one, tensor in find_tensors(folder).tensors.items()
+        if one.startswith(BESIDE)
+    }
+    if not stored:
+        raise LoadingError(
+            f"{place}: has no tensors {BESIDE}*, the layer that drafts: who made the file left it out: name in "
+            "speculative_config as `model` a checkpoint of this model that has it, or draft by method ngram"
+        )
+    found = _own_tensors(stored, place, notes)
+    of_target = {own: theirs for own, theirs in names.items() if own not in found}
+    values = load_source(folder / "config.json")
+    part = text_part(folder / "config.json", values)
+    stated = stated_quantization(folder / "config.json", values if part is None else part, target.config)
+    quantization = None if stated is None else _OfDrafter(**{**vars(stated), "plain": _plain_modules(found, of_target)})
+    tensor, rows = _tensors_beside(folder, config, found, of_target, target, notes, quantization)
+    ids = token_ids(None, config.vocab_size)
+    return Checkpoint(name, config, _with_ids(tensor, ids), rows, {}, None, None, {}, tuple(notes), folder)
+
+
+def _plain_modules(found: Mapping[str, StoredTensor], of_target: Collection[str]) -> frozenset[str]:
+    """The modules whose weights lie there as they are, and those that are the model's."""
+    plain = {name for name, tensor in found.items() if tensor.dtype in WEIGHT_DTYPES}
+    return frozenset(name.removesuffix(".weight") for name in (*plain, *of_target))
+
+
+@dataclass(frozen=True)
+class _OfDrafter(Quantization):
+    """What a file says of its modules, asked by the names that a drafter's have here. plain: those that are not
+    quantised, whatever it says: tools leave them out, and few say so."""
+
+    plain: frozenset[str] = frozenset()
+
+    def storage_of(self, module: str) -> Storage | None:
+        return None if module in self.plain else super().storage_of(BESIDE + module.removeprefix("model."))
 
 
 def _shared(config: ModelConfig) -> tuple[str, ...]:
@@ -101,22 +165,42 @@ def _tensors_beside(
     folder: Path,
     config: ModelConfig,
     found: Mapping[str, StoredTensor],
-    of_target: Collection[str],
+    of_target: Mapping[str, str],
     target: Checkpoint,
     notes: list[str],
-) -> tuple[Callable[[str], NDArray[Any]], Callable[[str], MatrixRows | QuantizedMatrix]]:
-    """How the tensors of a drafter are read, whole and by rows. found: its own; of_target: those of the model."""
-    shape = (config.vocab_size, config.hidden_size)
-    absent = {name: StoredTensor(folder, "BF16", shape, 0, 0) for name in of_target}  # nobody reads them
-    plain = checked_tensors(config, {**absent, **found}, str(folder), notes).plain
+    quantization: Quantization | None = None,
+) -> tuple[Callable[[str], NDArray[Any]], Callable[[str], MatrixRows]]:
+    """How the tensors of a drafter are read, whole and by rows, all in bf16. found: its own; of_target: those of the
+    model, by their names there; quantization: of its own."""
+    shapes = family_of(config).tensor_shapes(config)
+    absent = {name: StoredTensor(folder, "BF16", shapes[name], 0, 0) for name in of_target}  # nobody reads them
+    checked = checked_tensors(config, {**absent, **found}, str(folder), notes, quantization)
 
     def tensor(wanted: str) -> NDArray[Any]:
-        return target.tensor(wanted) if wanted in absent else plain[wanted].bf16_bits()
+        return target.tensor(of_target[wanted]) if wanted in absent else checked.plain[wanted].bf16_bits()
 
-    def rows(wanted: str) -> MatrixRows | QuantizedMatrix:
-        return target.rows(wanted) if wanted in absent else plain[wanted].rows()
+    def rows(wanted: str) -> MatrixRows:
+        if wanted in absent:
+            return _InBf16(target.rows(of_target[wanted]))
+        if wanted in checked.quantized:
+            return _InBf16(checked.quantized[wanted])
+        return checked.plain[wanted].rows()
 
     return tensor, rows
+
+
+class _InBf16:
+    """A matrix in parts, rounded to bf16 where it is quantised."""
+
+    def __init__(self, matrix: MatrixRows | QuantizedMatrix) -> None:
+        self._matrix = matrix
+        self.shape = matrix.shape
+
+    def __getitem__(self, part: slice) -> Bits:
+        rows = self._matrix[part]
+        if isinstance(rows, np.ndarray):
+            return rows
+        return as_bf16(in_natural_order(rows.dequantized(), cast(QuantizedMatrix, self._matrix).order))
 
 
 def _with_ids(tensor: Callable[[str], NDArray[Any]], ids: NDArray[np.int64] | None) -> Callable[[str], NDArray[Any]]:

@@ -330,10 +330,12 @@ class KernelLaunches:
             copy_pages(self._buffers["kv"], self._pool_shape, self._plan.kv_element_bytes, copies)
             if self.copied_beside is not None:
                 self.copied_beside(copies)
+        if (buffer := self._buffers.get("states")) is None:
+            return  # a model that drafts over the same pool remembers nothing: the copies wait for the other one
         states = parts[0].cache.pool.states
         for source, target in states.take_copies():
-            nbytes = self._buffers["states"].nbytes // states.count
-            self._buffers["states"].copy(source * nbytes, target * nbytes, nbytes)
+            nbytes = buffer.nbytes // states.count
+            buffer.copy(source * nbytes, target * nbytes, nbytes)
 
     def _upload(self, name: str, words: npt.NDArray[np.int32]) -> None:
         """Writes the beginning of a table, if it is not there already."""

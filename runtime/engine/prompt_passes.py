@@ -72,6 +72,7 @@ class PassLauncher(KernelLaunches):
         self._arrivals, self._blocks = 0, manifest.launch.blocks * manifest.world_size
         behind_keys, all_phases = phases_of_keys(manifest.phases, config.layers), len(manifest.phases)
         self._phases = {False: behind_keys, True: all_phases}  # by whether hidden states are wanted
+        self._keeps_last = config.layers - 1 in decoding.tapped_layers
 
     def prepare(self, parts: Sequence[Part], logits: Buffer | None = None) -> Launch:
         """A pass over the inputs of parts. It samples nothing, and leaves no logits."""
@@ -87,6 +88,8 @@ class PassLauncher(KernelLaunches):
         for name in ("ids", "groups", "segments", "tiles"):
             self._upload(name, getattr(tables, name))
         wanted = _wanted_columns(segments, parts)
+        if not wanted and self._keeps_last:
+            wanted = [0]  # nobody reads it: so that the last layer is made whole, of which all tokens are kept
         self._upload("wanted", np.array(wanted, np.int32))
         self._firsts = [*accumulate((segment.columns for segment in segments[:-1]), initial=0)]
         counts = {name: getattr(tables, name) for name in ("column_count", "segment_count", "tile_count")}
@@ -151,7 +154,7 @@ class PassLauncher(KernelLaunches):
 
     def finish(self, launch: Launch) -> list[LaunchResult]:
         self._await_end(launch)
-        self._arrivals += self._blocks * self._phases[any(part.wanted for part in launch.placed)]
+        self._arrivals += self._blocks * self._phases[self._keeps_last or any(part.wanted for part in launch.placed)]
         steps = ceil_div(sum(columns_of(part.total) for part in launch.placed), self.tile_tokens)
         for part in launch.placed:
             part.cache.length += part.total

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from cheetah.runtime import LLM
-from tests.runtime.test_draft_head import DRAFTS, Meaning, as_meant, drafts_of_rounds, head_in
+from tests.runtime.test_draft_head import DRAFTS, as_meant, drafts_of_rounds, head_in, meaning_of
 
 pytestmark = pytest.mark.gpu
 
@@ -20,4 +20,4 @@ def test_it_drafts_what_it_means(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         monkeypatch.setattr(pace, "break_even", lambda sequences: 0.0)
         monkeypatch.setattr(pace, "lacks_plain", lambda sequences: False)
         found = drafts_of_rounds(llm, monkeypatch)
-    assert len(found) > 3 and as_meant(found, Meaning(head)) > 0.9
+    assert len(found) > 3 and as_meant(found, meaning_of(head)) > 0.9

@@ -118,7 +118,7 @@ def test_a_plan_without_says_nothing_of_them() -> None:
         ("1;2", "h200", "give numbers of layers"),
         ("2,1", "h200", "each layer once, ascending"),
         ("1,1", "h200", "each layer once, ascending"),
-        ("35", "h200", "give layers below 35"),
+        ("36", "h200", "give layers below 36"),
         ("3", "h200x2", "with 2 GPUs"),
     ],
 )

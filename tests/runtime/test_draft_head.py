@@ -24,7 +24,7 @@ from cheetah.runtime import LLM
 from cheetah.runtime.checkpoint.drafters import open_drafter
 from cheetah.runtime.checkpoint.loading import Checkpoint, open_checkpoint
 from cheetah.runtime.engine.completion import Completion
-from tests.models.meaning_of_heads import Eagle3Reference
+from tests.models.meaning_of_heads import Eagle3Reference, HeadReference
 from tests.planted_text import planted
 from tests.runtime.test_draft_model import asked, drafted_in, ids_of
 from tests.runtime.test_speculation import ASKED, TEXT, opened
@@ -69,7 +69,7 @@ def head_in(folder: Path) -> Path:
     for number in (0, 1):  # to be opened, the first time with any matrix
         save_file({**stored, "d2t": known - np.arange(KNOWN)}, folder / "model.safetensors")
         if not number:
-            fitted = fitted_head(Meaning(folder), ids, known)
+            fitted = fitted_head(meaning_of(folder), ids, known)
             stored["lm_head.weight"] = np.ascontiguousarray(fitted.astype(ml_dtypes.bfloat16))
     return folder
 
@@ -81,24 +81,29 @@ def fitted_head(meaning: Meaning, ids: Sequence[int], known: NDArray[np.int64]) 
     head.head = np.eye(head.config.hidden_size, dtype=np.float32)
     states, wanted = list[Any](), list[int]()
     for place in range(1, len(ids) - 1):
-        made, kept = head.step(ids[place], features[place - 1]), (head.own, head.keys, head.values, head.length)
+        made = head.step(ids[place], features[place - 1])
+        kept = head.kept()
         for following in range(place + 1, min(place + 1 + DRAFTS, len(ids))):
             states.append(made)
             wanted.append(int(np.searchsorted(known, ids[following])))
             made = head.step(ids[following])
-        head.own, head.keys, head.values, head.length = kept
+        head.restore(kept)
     found, targets = np.stack(states).astype(np.float64), np.eye(len(known))[wanted]
     return 20 * np.linalg.solve(found.T @ found + 0.1 * np.eye(found.shape[1]), found.T @ targets).T
 
 
-class Meaning:
-    """The demo and its head in float32."""
+def meaning_of(folder: Path) -> Meaning:
+    """The demo and its head."""
+    model = open_checkpoint("demo")
+    opened_head = open_drafter(str(folder), model)
+    return Meaning(model, Eagle3Reference(opened_head.config, opened_head.tensor))
 
-    def __init__(self, folder: Path) -> None:
-        model: Checkpoint = open_checkpoint("demo")
-        opened_head = open_drafter(str(folder), model)
-        self.model = Reference(model.config, model.tensor)
-        self.head = Eagle3Reference(opened_head.config, opened_head.tensor)
+
+class Meaning:
+    """A model and its head in float32."""
+
+    def __init__(self, model: Checkpoint, head: HeadReference) -> None:
+        self.model, self.head = Reference(model.config, model.tensor), head
 
     def features(self, ids: Sequence[int]) -> NDArray[np.float32]:
         """What the tapped layers leave of each but the last, [ids, layers, hidden]."""
@@ -106,7 +111,8 @@ class Meaning:
         rows = []
         for token in ids[:-1]:
             self.model.step(token)
-            rows.append(np.stack([self.model.left[layer] for layer in TAPPED]))
+            assert self.head.config.drafter is not None
+            rows.append(np.stack([self.model.left[layer] for layer in self.head.config.drafter.layers]))
         return np.stack(rows)
 
     def drafts(self, ids: Sequence[int], count: int) -> list[int]:
@@ -121,7 +127,7 @@ def head(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def meaning(head: Path) -> Meaning:
-    return Meaning(head)
+    return meaning_of(head)
 
 
 @pytest.fixture(scope="module")
@@ -149,9 +155,10 @@ def as_meant(found: Sequence[tuple[Sequence[int], Sequence[int]]], meaning: Mean
 
 
 def drafts_of_rounds(
-    llm: LLM, patch: pytest.MonkeyPatch, skipped: int = 1
+    llm: LLM, patch: pytest.MonkeyPatch, skipped: int = 1, prompt: Any = TEXT
 ) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """What is drafted for TEXT in rounds on the device, with the ids before it. skipped: ids that are never read."""
+    """What is drafted for a prompt in rounds on the device, with the ids before it. skipped: ids that are never
+    read."""
     places, launch = list[tuple[int, list[int]]](), llm.assembly.device.launch
 
     def noted(kernel: Any, arguments: Any) -> None:
@@ -165,7 +172,7 @@ def drafts_of_rounds(
 
     with patch.context() as patched:
         patched.setattr(llm.assembly.device, "launch", noted)
-        (output,) = llm.generate([TEXT], asked([{"temperature": 0.0}], True, 30), use_tqdm=False)
+        (output,) = llm.generate([prompt], asked([{"temperature": 0.0}], True, 30), use_tqdm=False)
     ids = [*output.prompt_token_ids, *output.outputs[0].token_ids]
     return [(tuple(ids[:known]), tuple(drafts)) for known, drafts in places]
 

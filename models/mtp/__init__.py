@@ -1,0 +1,127 @@
+"""The layer that Qwen3.5 and Qwen3-Next have to draft (multi-token prediction, `mtp` in their files).
+
+    x = fc([norm_e(embedding of token i + 1) ; norm_h(state i)]),    logits of token i + 2 = head(norm(layer(x)))
+
+A state is what the model's last norm makes, or, behind tokens that are drafted, what `norm` here has made. The layer is
+one of the model's with attention, and has keys and values of its own; embedding and head are the model's.
+
+Kernels know two things otherwise. The half of `fc` for the embedding is multiplied for all tokens when weights are
+packed (`cheetah.models.dense.token_rows`), and lies in the place of the embedding. And what is kept of the model is
+what its last layer leaves, before its last norm: that one's weights are here too, its 1/rms the norm behind it divides
+out again.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any, NoReturn
+
+from cheetah.models.config import ModelConfig
+from cheetah.models.config_json import ConfigError, Dialect
+from cheetah.models.dense import weights
+from cheetah.models.dense.family import DenseFamily
+from cheetah.models.dense.token_rows import Columns, RowsOfTokens, write_token_ids
+from cheetah.models.dense.weights import EMBEDDING, FINAL_NORM, HEAD, STATE_NORM
+from cheetah.models.drafter import LAYER, TOKEN_IDS, Drafter
+from cheetah.models.family import Merged, Packing, Tensors
+from cheetah.models.layer_kind import AttentionKind, LayerKind, Norms
+from cheetah.models.rounding import F32, Rounding, exact, widen
+from cheetah.plan import StepMatrices
+
+FC = "fc.weight"
+PACKED_FC = f"{LAYER}fc.weight"
+EMBEDDING_NORM = "pre_fc_norm_embedding.weight"
+_MEANING = {
+    FC: "[hidden_size, 2 * hidden_size]",
+    **dict.fromkeys((EMBEDDING_NORM, weights.STATE_BEFORE_FC, STATE_NORM), "[hidden_size]"),
+}
+
+
+class MtpConfig(ModelConfig):
+    """`drafter` is always there; all sizes are the model's. The head is a matrix of its own, also where the model's is
+    the embedding."""
+
+    dialect = Dialect("qwen3_5_mtp", "Qwen3_5MTP")
+    layer = LayerKind(Norms(plus_one=True), AttentionKind(head_norms="each", gated=True))
+    modules = {"fc": "fc"}  # noqa: RUF012 (a ClassVar of ModelConfig)
+
+
+def drafter_of(model: ModelConfig) -> MtpConfig:
+    """The configuration of the layer that drafts for a model; ConfigError where kernels know of none."""
+    if model.delta is None:
+        raise ConfigError(
+            f"{model.dialect.title} has no layer that drafts which is read here: those of Qwen3.5 and Qwen3-Next are "
+            "(method mtp)"
+        )
+    if model.routing is not None:
+        raise ConfigError(
+            f"{model.dialect.title}: the layer that drafts has experts, which is not supported: draft by method ngram"
+        )
+    return MtpConfig(
+        *(model.hidden_size, model.intermediate_size, 1, model.query_heads, model.kv_heads, model.head_dim),
+        model.vocab_size,
+        rms_norm_eps=model.rms_norm_eps,
+        max_position_embeddings=model.max_position_embeddings,
+        rope=model.rope,
+        drafter=Drafter((model.layers - 1,), model.vocab_size, norm_output=True, joins_residual=True),
+    )
+
+
+def tensors_of_model(model: ModelConfig) -> dict[str, str]:
+    """The tensors that are the model's where a file has none beside it, by their names here, and there."""
+    return {EMBEDDING: EMBEDDING, HEAD: weights.head_tensor(model), STATE_NORM: FINAL_NORM}
+
+
+@dataclass(frozen=True)
+class MtpFamily(DenseFamily):
+    """What the layer is made of, as tensors of a file and as buffers of a kernel."""
+
+    def tensor_shapes(self, config: ModelConfig) -> dict[str, tuple[int, ...]]:
+        """Embedding, head and `STATE_NORM` are the model's."""
+        hidden = config.hidden_size
+        shapes = super().tensor_shapes(config)
+        del shapes[PACKED_FC]
+        return shapes | {FC: (hidden, 2 * hidden), EMBEDDING_NORM: (hidden,), STATE_NORM: (hidden,)}
+
+    def merged_tensors(self, config: ModelConfig) -> dict[str, Merged]:
+        return {}
+
+    def shape_meaning(self, tensor: str) -> str:
+        return _MEANING.get(tensor) or super().shape_meaning(tensor)
+
+    def pack_weights(self, config: ModelConfig, matrices: StepMatrices, packing: Packing) -> None:
+        write_token_ids(weights.head_rows(config), config.vocab_size, packing)
+        super().pack_weights(config, matrices, _as_packed(config, packing))
+
+    def model_buffers(self, config: ModelConfig) -> tuple[str, ...]:
+        return (*super().model_buffers(config), TOKEN_IDS)
+
+    def reference(
+        self,
+        config: ModelConfig,
+        tensors: Tensors,
+        rounding: Rounding = exact,
+        *,
+        cached: Rounding | None = None,
+        kv_scales: F32 | None = None,
+    ) -> NoReturn:
+        raise NotImplementedError("a layer that drafts means something beside hidden states alone")
+
+
+def _as_packed(config: ModelConfig, packing: Packing) -> Packing:
+    """Reads for the packing of its weights."""
+    read, hidden = packing.rows or packing.tensor, config.hidden_size
+
+    def rows(name: str) -> Any:
+        if name == EMBEDDING:
+            norm = 1 + widen(packing.tensor(EMBEDDING_NORM))
+            of_embedding = Columns(read(FC), slice(0, hidden))[:]
+            return RowsOfTokens(read(EMBEDDING), norm, config.rms_norm_eps, of_embedding)
+        if name == PACKED_FC:
+            return Columns(read(FC), slice(hidden, 2 * hidden))
+        return read(name)
+
+    return replace(packing, rows=rows)
+
+
+FAMILY = MtpFamily(MtpConfig, {})
